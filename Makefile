@@ -1,0 +1,41 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`.
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: install demo test lint types contracts pytest bench clean
+
+install: $(VENV)/.installed
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt setuptools
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[models,rivals,dev]"
+	touch $@
+
+demo: install
+	mkdir -p out
+	$(BIN)/python -m models build squeezenet -o out/squeezenet.onnx
+	$(BIN)/xrlflow optimize out/squeezenet.onnx -o out/squeezenet.fast.onnx --time-limit 90
+
+test: install lint types contracts pytest
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: install
+	$(BIN)/mypy
+
+contracts: install
+	$(BIN)/lint-imports
+
+pytest: install
+	$(BIN)/pytest -n 2
+
+bench: install
+	$(BIN)/python bench/engine.py
+	$(BIN)/python bench/latency.py
+
+clean:
+	rm -rf $(VENV) out build *.egg-info
