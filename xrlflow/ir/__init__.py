@@ -1,0 +1,47 @@
+"""The graph IR: values, types, nodes, graphs, edits. Knows nothing of ONNX files or of rules."""
+
+from xrlflow.ir.edit import Edit, apply_edit, plan_edit
+from xrlflow.ir.graph import SMALL, Const, Graph, Leaves, TensorHandle
+from xrlflow.ir.node import NO_ATTRS, Attr, Attrs, Body, Node, RawAttr, digest, mix, output_key
+from xrlflow.ir.text import text
+from xrlflow.ir.types import (
+    ABSENT,
+    FLOATS,
+    INTEGERS,
+    Dim,
+    DType,
+    TensorType,
+    TypeConflict,
+    Value,
+    merge_types,
+)
+
+__all__ = [
+    "ABSENT",
+    "FLOATS",
+    "INTEGERS",
+    "NO_ATTRS",
+    "SMALL",
+    "Attr",
+    "Attrs",
+    "Body",
+    "Const",
+    "DType",
+    "Dim",
+    "Edit",
+    "Graph",
+    "Leaves",
+    "Node",
+    "RawAttr",
+    "TensorHandle",
+    "TensorType",
+    "TypeConflict",
+    "Value",
+    "apply_edit",
+    "digest",
+    "merge_types",
+    "mix",
+    "output_key",
+    "plan_edit",
+    "text",
+]

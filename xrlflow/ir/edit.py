@@ -1,0 +1,135 @@
+"""Edits: the difference between a graph and its successor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from xrlflow.ir.graph import FINGERPRINT_MASK, Graph, outputs_fingerprint
+from xrlflow.ir.node import Node, mix
+from xrlflow.ir.types import ABSENT, Value
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Edit:
+    """What changes: nodes that go, nodes that come, nodes that only read or name other values (old, new)."""
+
+    rule: str
+    removed: tuple[Node, ...]
+    added: tuple[Node, ...]
+    rewired: tuple[tuple[Node, Node], ...]
+    outputs: tuple[Value, ...]
+
+
+def plan_edit(graph: Graph, rule: str, added: Sequence[Node], aliases: Mapping[Value, Value]) -> Edit:
+    """The edit that puts `added` into the graph and lets consumers of each key of `aliases` read its value.
+
+    An added node that has an output of an existing one takes its place (it *adopts* the value). What nobody
+    reads afterwards is removed, up to the graph's inputs. A node of whose outputs only some are replaced
+    stays, with fresh values for those.
+    """
+    producers, uses = graph.producers, graph.uses
+    replaced = {out for node in added for out in node.outputs if out in producers}
+    replaced.update(aliases)
+    outputs = graph.outputs
+    if aliases and not aliases.keys().isdisjoint(outputs):
+        outputs = tuple(aliases.get(v, v) for v in outputs)
+
+    gained: dict[Value, int] = {}  # how many added or rewired nodes read a value that they did not read
+    for node in added:
+        for value in node.inputs:
+            gained[value] = gained.get(value, 0) + 1
+    rewired: dict[Value, tuple[Node, Node]] = {}  # by the old node's id
+    for value, target in aliases.items():
+        for user in uses.get(value, ()):
+            old, new = rewired.get(user) or (producers[user], producers[user])
+            rewired[user] = (old, new.with_inputs(tuple(target if v == value else v for v in new.inputs)))
+            gained[target] = gained.get(target, 0) + 1
+
+    removed: dict[Value, Node] = {}
+
+    def is_read(value: Value) -> bool:
+        if gained.get(value, 0) > 0 or value in outputs:
+            return True
+        if value in aliases:  # its readers read something else now
+            return False
+        return any(user not in removed for user in uses.get(value, ()))
+
+    # Start with the producers of what is replaced, then whatever they alone kept alive.
+    work = list(dict.fromkeys(producers[v].id for v in replaced if v in producers))
+    while work:
+        node = producers[work.pop()]
+        if node.id in removed or any(o not in replaced and is_read(o) for o in node.outputs):
+            continue
+        removed[node.id] = node
+        new_inputs = node.inputs
+        if node.id in rewired:
+            new_inputs = rewired.pop(node.id)[1].inputs
+            for old_value, new_value in set(zip(node.inputs, new_inputs)):
+                if old_value != new_value:
+                    gained[new_value] -= 1
+        for value in (*node.inputs, *new_inputs):
+            child = producers.get(value)
+            if child is not None and child.id not in removed:
+                work.append(child.id)
+
+    for value in replaced:
+        node = producers.get(value)  # type: ignore[assignment]
+        if node is None or node.id in removed:
+            continue
+        # Some other output is still read: the node stays and lets go of the values that are replaced.
+        old, new = rewired.get(node.id) or (node, node)
+        fresh = tuple(mix(o, node.key, 0x6F7270) if o in replaced else o for o in new.outputs)
+        if fresh != new.outputs and not any(o in replaced for o in new.outputs if o not in old.outputs):
+            rewired[node.id] = (old, new.with_outputs(fresh))
+    return Edit(rule, tuple(removed.values()), tuple(added), tuple(rewired.values()), outputs)
+
+
+def apply_edit(graph: Graph, edit: Edit) -> tuple[Graph, set[Value]]:
+    """The successor, and the values whose set of readers changed."""
+    producers, uses = graph.producers.mutate(), graph.uses.mutate()
+    fingerprint = graph.fingerprint
+    lost: dict[Value, list[Value]] = {}
+    won: dict[Value, list[Value]] = {}
+    leaving = [*edit.removed, *(old for old, _ in edit.rewired)]
+    coming = [*edit.added, *(new for _, new in edit.rewired)]
+    for node in leaving:
+        fingerprint -= node.fingerprint
+        for out in node.outputs:
+            del producers[out]
+        for value in node.inputs:
+            lost.setdefault(value, []).append(node.outputs[0])
+    for node in coming:
+        fingerprint += node.fingerprint
+        for out in node.outputs:
+            producers[out] = node
+        for value in node.inputs:
+            won.setdefault(value, []).append(node.outputs[0])
+    changed: set[Value] = set()
+    for value in lost.keys() | won.keys():
+        if value == ABSENT:
+            continue
+        before = uses.get(value, ())
+        gone = lost.get(value, ())
+        after = {u for u in before if u not in gone} if gone else set(before)
+        after.update(won.get(value, ()))
+        if len(after) == len(before) and all(u in after for u in before):
+            continue
+        changed.add(value)
+        if after:
+            uses[value] = tuple(sorted(after))
+        else:
+            del uses[value]
+    if edit.outputs != graph.outputs:
+        changed.update(set(graph.outputs) ^ set(edit.outputs))
+        fingerprint += outputs_fingerprint(edit.outputs) - outputs_fingerprint(graph.outputs)
+    successor = Graph(
+        producers.finish(),
+        uses.finish(),
+        graph.inputs,
+        edit.outputs,
+        graph.leaves,
+        fingerprint & FINGERPRINT_MASK,
+        graph.node_count + len(edit.added) - len(edit.removed),
+    )
+    return successor, changed

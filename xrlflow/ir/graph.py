@@ -1,0 +1,188 @@
+"""The computation graph: persistent maps that successors share with their parents."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from immutables import Map
+
+from xrlflow.ir.node import Node
+from xrlflow.ir.types import ABSENT, TensorType, Value
+
+if TYPE_CHECKING:
+    import networkx
+    import numpy as np
+    import numpy.typing as npt
+
+FINGERPRINT_MASK = (1 << 64) - 1
+
+# Constants of up to so many elements are evaluated when they are created, so that rules can read them.
+SMALL = 1024
+
+
+class TensorHandle(Protocol):
+    """A constant's data, possibly still on disk."""
+
+    def numpy(self) -> npt.NDArray[Any]: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Const:
+    """A constant: its type, a handle on the data, and the data itself if it is small (read-only array)."""
+
+    type: TensorType
+    handle: TensorHandle
+    array: npt.NDArray[Any] | None = None
+
+    def numpy(self) -> npt.NDArray[np.generic]:
+        return self.array if self.array is not None else self.handle.numpy()
+
+
+@dataclass(slots=True)
+class Leaves:
+    """What nodes read but no node makes: types of graph inputs, and constants.
+
+    Shared by all states of a search and only ever added to: values are named by content, so what a name
+    stands for does not change. `names` keeps the names of the file, for inputs, constants and node outputs.
+    """
+
+    types: dict[Value, TensorType] = field(default_factory=dict)
+    consts: dict[Value, Const] = field(default_factory=dict)
+    names: dict[Value, str] = field(default_factory=dict)
+
+    def add_const(self, value: Value, const: Const) -> Value:
+        if value not in self.consts:
+            self.consts[value] = const
+            self.types[value] = const.type
+        return value
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Graph:
+    """One computation graph; never changed once made.
+
+    `producers` has an entry for each output of each node, `uses` the ids of the nodes that read a value (each
+    once). A value in `outputs` is used as well. `fingerprint` is the sum of the nodes' fingerprints and of
+    the outputs', modulo 2^64: it does not depend on the order in which the graph was made.
+    """
+
+    producers: Map[Value, Node]
+    uses: Map[Value, tuple[Value, ...]]
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+    leaves: Leaves
+    fingerprint: int
+    node_count: int
+
+    @staticmethod
+    def make(
+        nodes: Iterable[Node], inputs: tuple[Value, ...], outputs: tuple[Value, ...], leaves: Leaves
+    ) -> Graph:
+        """A graph of these nodes, in any order. Raises ValueError if two nodes make one value."""
+        producers: dict[Value, Node] = {}
+        uses: dict[Value, list[Value]] = {}
+        total, count = outputs_fingerprint(outputs), 0
+        for node in nodes:
+            for out in node.outputs:
+                if out in producers:
+                    raise ValueError(f"{node.op} and {producers[out].op} both produce value {out}")
+                producers[out] = node
+            for value in dict.fromkeys(node.inputs):
+                if value != ABSENT:
+                    uses.setdefault(value, []).append(node.id)
+            total += node.fingerprint
+            count += 1
+        return Graph(
+            Map(producers),
+            Map({v: tuple(sorted(ids)) for v, ids in uses.items()}),
+            inputs,
+            outputs,
+            leaves,
+            total & FINGERPRINT_MASK,
+            count,
+        )
+
+    def type(self, value: Value) -> TensorType:
+        node = self.producers.get(value)
+        if node is None:
+            return self.leaves.types[value]
+        outs = node.outputs
+        return node.types[0] if outs[0] == value else node.types[outs.index(value)]
+
+    def const(self, value: Value) -> Const | None:
+        """The constant that a value is, or None if a node or the caller makes it."""
+        return self.leaves.consts.get(value) if value not in self.producers else None
+
+    def users(self, value: Value) -> list[Node]:
+        producers = self.producers
+        return [producers[i] for i in self.uses.get(value, ())]
+
+    def nodes(self) -> Iterator[Node]:
+        """Every node once, in no particular (but a reproducible) order."""
+        for value, node in self.producers.items():
+            if node.outputs[0] == value:
+                yield node
+
+    def topological(self) -> list[Node]:
+        """Every node once, producers before consumers. Raises ValueError on a cycle."""
+        order: list[Node] = []
+        state: dict[Value, int] = {}  # node id -> 1 while open, 2 when done
+        producers = self.producers
+        roots = [producers[v] for v in self.outputs if v in producers]
+        for root in [*roots, *self.nodes()]:
+            if root.id in state:
+                continue
+            stack: list[tuple[Node, int]] = [(root, 0)]
+            state[root.id] = 1
+            while stack:
+                node, at = stack.pop()
+                inputs = node.inputs
+                while at < len(inputs):
+                    child = producers.get(inputs[at])
+                    at += 1
+                    if child is None:
+                        continue
+                    mark = state.get(child.id)
+                    if mark == 1:
+                        raise ValueError(f"the graph has a cycle through {child.op} and {node.op}")
+                    if mark is None:
+                        stack.append((node, at))
+                        stack.append((child, 0))
+                        state[child.id] = 1
+                        break
+                else:
+                    state[node.id] = 2
+                    order.append(node)
+        return order
+
+    def rebuilt_fingerprint(self) -> int:
+        """The fingerprint from scratch: the oracle of the incremental one."""
+        total = outputs_fingerprint(self.outputs) + sum(n.fingerprint for n in self.nodes())
+        return total & FINGERPRINT_MASK
+
+    def to_networkx(self) -> networkx.MultiDiGraph:
+        """The graph for analysis and drawing: nodes are node ids, inputs, constants; edges carry values."""
+        import networkx
+
+        out = networkx.MultiDiGraph()
+        for value in self.inputs:
+            out.add_node(value, op="Input", type=self.type(value))
+        for node in self.nodes():
+            out.add_node(node.id, op=node.op, attrs=dict(node.attrs), type=node.types[0])
+        for node in self.nodes():
+            for index, value in enumerate(node.inputs):
+                if value == ABSENT:
+                    continue
+                producer = self.producers.get(value)
+                source = producer.id if producer is not None else value
+                if source not in out:
+                    out.add_node(source, op="Constant", type=self.type(value))
+                output = producer.outputs.index(value) if producer is not None else 0
+                out.add_edge(source, node.id, value=value, input=index, output=output)
+        return out
+
+
+def outputs_fingerprint(outputs: tuple[Value, ...]) -> int:
+    return hash((0x6F757470757473, *outputs)) & FINGERPRINT_MASK

@@ -1,0 +1,144 @@
+"""Operators: immutable nodes with immutable attributes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import TYPE_CHECKING
+
+from xrlflow.ir.types import TensorType, Value
+
+if TYPE_CHECKING:
+    from xrlflow.ir.graph import Graph
+
+_MASK = (1 << 60) - 1
+_digests: dict[str, int] = {}
+
+
+def digest(text: str) -> int:
+    """A number for a string, the same in every process."""
+    found = _digests.get(text)
+    if found is None:
+        raw = blake2b(text.encode("utf-8", "surrogateescape"), digest_size=8).digest()
+        found = _digests[text] = int.from_bytes(raw, "little") & _MASK
+    return found
+
+
+def mix(*parts: int) -> Value:
+    """A value's number from the numbers of its content (tuples of integers hash the same everywhere)."""
+    return Value((hash(parts) & _MASK) or 1)
+
+
+@dataclass(frozen=True, slots=True)
+class RawAttr:
+    """An attribute that rules do not look into: a tensor, a type, a sparse tensor; the serialised proto."""
+
+    proto: bytes
+
+    def __repr__(self) -> str:
+        return f"raw:{blake2b(self.proto, digest_size=8).hexdigest()}"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Body:
+    """A control-flow body: a graph of its own.
+
+    `captured` are the inputs of `graph` (its last ones) that stand for values of the enclosing graph; the
+    node that owns the body lists the enclosing values themselves as its last inputs, in the same order.
+    """
+
+    graph: Graph
+    captured: tuple[Value, ...]
+    name: str = ""
+
+    def __repr__(self) -> str:
+        return f"body:{self.graph.fingerprint:x}:{self.captured}"
+
+
+Attr = int | float | str | bytes | tuple[int, ...] | tuple[float, ...] | tuple[str, ...] | RawAttr | Body
+
+
+class Attrs(Mapping[str, Attr]):
+    """Immutable attributes, sorted by name. Attributes that equal the operator's default are left out."""
+
+    __slots__ = ("_items", "digest")
+
+    _items: dict[str, Attr]
+    digest: int
+
+    def __init__(self, items: Mapping[str, Attr] = {}) -> None:
+        self._items = dict(sorted(items.items()))
+        self.digest = digest(repr(self._items)) if self._items else 0
+
+    def __getitem__(self, name: str) -> Attr:
+        return self._items[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __hash__(self) -> int:
+        return self.digest
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Attrs) and self.digest == other.digest
+
+    def __repr__(self) -> str:
+        return ", ".join(f"{k}={v!r}" for k, v in self._items.items())
+
+
+NO_ATTRS = Attrs()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Node:
+    """One operator. Two nodes are the same only if they are one object; `key` compares their content.
+
+    `op` is the operator's name, with its domain in front when that is not ONNX's own ("com.microsoft::Gelu").
+    `inputs` hold ABSENT where an optional input is left out; the last `captured` ones are the values that the
+    bodies of a control-flow operator read from outside. Every output has a value, even an unused one.
+    """
+
+    op: str
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+    types: tuple[TensorType, ...]
+    attrs: Attrs = NO_ATTRS
+    captured: int = 0
+    # A number for (operator, attributes, inputs): what the node computes.
+    key: int = field(init=False)
+    # The same with the outputs: the node's part in the graph's fingerprint.
+    fingerprint: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        key = mix(digest(self.op), self.attrs.digest, *self.inputs)
+        object.__setattr__(self, "key", key)
+        object.__setattr__(self, "fingerprint", mix(key, *self.outputs))
+
+    @property
+    def id(self) -> Value:
+        """The first output: it names the node in its graph, and outlives a change of its inputs."""
+        return self.outputs[0]
+
+    @property
+    def const(self) -> bool:
+        """Whether the node is evaluated once, when the model is written, and costs nothing at run time."""
+        return self.types[0].const
+
+    @property
+    def explicit_inputs(self) -> tuple[Value, ...]:
+        return self.inputs[: len(self.inputs) - self.captured] if self.captured else self.inputs
+
+    def with_inputs(self, inputs: tuple[Value, ...]) -> Node:
+        return Node(self.op, inputs, self.outputs, self.types, self.attrs, self.captured)
+
+    def with_outputs(self, outputs: tuple[Value, ...]) -> Node:
+        return Node(self.op, self.inputs, outputs, self.types, self.attrs, self.captured)
+
+
+def output_key(key: int, index: int, salt: int = 0) -> Value:
+    """The value of output `index` of a node with content `key`; `salt` tells apart what is not shared."""
+    return mix(key, index, salt)

@@ -1,0 +1,199 @@
+"""Values and what they are: element types, dimensions, tensor types."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Any, ClassVar, NewType
+
+# A value names one *semantic* tensor. The integer is derived from the content that first produced the
+# value, so that two searches, or two processes, that make the same tensor the same way give it the same name.
+Value = NewType("Value", int)
+
+# The place of an optional input that is not given.
+ABSENT = Value(0)
+
+# A dimension: a number, a symbol ("batch"), or None for one that nothing is known about.
+Dim = int | str | None
+
+
+class DType(IntEnum):
+    """Element types, numbered as in `onnx.TensorProto.DataType`. UNDEFINED: not a dense tensor."""
+
+    UNDEFINED = 0
+    FLOAT = 1
+    UINT8 = 2
+    INT8 = 3
+    UINT16 = 4
+    INT16 = 5
+    INT32 = 6
+    INT64 = 7
+    STRING = 8
+    BOOL = 9
+    FLOAT16 = 10
+    DOUBLE = 11
+    UINT32 = 12
+    UINT64 = 13
+    COMPLEX64 = 14
+    COMPLEX128 = 15
+    BFLOAT16 = 16
+    FLOAT8E4M3FN = 17
+    FLOAT8E4M3FNUZ = 18
+    FLOAT8E5M2 = 19
+    FLOAT8E5M2FNUZ = 20
+    UINT4 = 21
+    INT4 = 22
+    FLOAT4E2M1 = 23
+    FLOAT8E8M0 = 24
+    UINT2 = 25
+    INT2 = 26
+
+    @property
+    def bits(self) -> int:
+        """Bits of one element; 0 for strings and for what is not a tensor."""
+        return _BITS.get(self, 8)
+
+
+_BITS: dict[DType, int] = {
+    DType.UNDEFINED: 0,
+    DType.STRING: 0,
+    DType.FLOAT: 32,
+    DType.INT32: 32,
+    DType.UINT32: 32,
+    DType.INT64: 64,
+    DType.UINT64: 64,
+    DType.DOUBLE: 64,
+    DType.COMPLEX64: 64,
+    DType.COMPLEX128: 128,
+    DType.UINT16: 16,
+    DType.INT16: 16,
+    DType.FLOAT16: 16,
+    DType.BFLOAT16: 16,
+    DType.UINT4: 4,
+    DType.INT4: 4,
+    DType.FLOAT4E2M1: 4,
+    DType.UINT2: 2,
+    DType.INT2: 2,
+}
+
+FLOATS = frozenset({DType.FLOAT, DType.DOUBLE, DType.FLOAT16, DType.BFLOAT16})
+INTEGERS = frozenset(
+    {
+        DType.INT8,
+        DType.INT16,
+        DType.INT32,
+        DType.INT64,
+        DType.UINT8,
+        DType.UINT16,
+        DType.UINT32,
+        DType.UINT64,
+    }
+)
+
+
+class TensorType:
+    """What a value is: element type, shape (None: unknown rank), constness.
+
+    Interned: equal types are the same object, so that comparing and hashing them costs nothing.
+    What is not a dense tensor (sequence, optional, sparse tensor, map) has `dtype` UNDEFINED and carries
+    its serialised `onnx.TypeProto` in `other`.
+    """
+
+    __slots__ = ("const", "dtype", "other", "shape")
+
+    dtype: DType
+    shape: tuple[Dim, ...] | None
+    const: bool
+    other: bytes | None
+
+    _pool: ClassVar[dict[tuple[DType, tuple[Dim, ...] | None, bool, bytes | None], TensorType]] = {}
+
+    def __new__(
+        cls,
+        dtype: DType,
+        shape: tuple[Dim, ...] | None,
+        const: bool = False,
+        other: bytes | None = None,
+    ) -> TensorType:
+        key = (dtype, shape, const, other)
+        found = cls._pool.get(key)
+        if found is None:
+            found = object.__new__(cls)
+            object.__setattr__(found, "dtype", dtype)
+            object.__setattr__(found, "shape", shape)
+            object.__setattr__(found, "const", const)
+            object.__setattr__(found, "other", other)
+            cls._pool[key] = found
+        return found
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError("a TensorType is immutable")
+
+    def __reduce__(self) -> Any:
+        return (TensorType, (self.dtype, self.shape, self.const, self.other))
+
+    @property
+    def rank(self) -> int | None:
+        return None if self.shape is None else len(self.shape)
+
+    @property
+    def is_static(self) -> bool:
+        """Whether every dimension is a number."""
+        return self.shape is not None and all(isinstance(d, int) for d in self.shape)
+
+    @property
+    def size(self) -> int | None:
+        """Elements, or None where a dimension is unknown."""
+        if self.shape is None:
+            return None
+        n = 1
+        for d in self.shape:
+            if not isinstance(d, int):
+                return None
+            n *= d
+        return n
+
+    @property
+    def nbytes(self) -> int | None:
+        """Bytes of the tensor, or None where a dimension is unknown."""
+        n = self.size
+        return None if n is None else (n * self.dtype.bits + 7) // 8
+
+    def as_const(self, const: bool) -> TensorType:
+        return self if self.const == const else TensorType(self.dtype, self.shape, const, self.other)
+
+    def __repr__(self) -> str:
+        if self.dtype == DType.UNDEFINED:
+            return "opaque"
+        dims = "..." if self.shape is None else ",".join("?" if d is None else str(d) for d in self.shape)
+        return f"{self.dtype.name.lower()}[{dims}]" + (":const" if self.const else "")
+
+
+class TypeConflict(ValueError):
+    """Two types that were to be of one value contradict each other."""
+
+
+def merge_types(old: TensorType, new: TensorType) -> TensorType:
+    """The more precise of two types of one value (constness is `new`'s).
+
+    Raises TypeConflict if they contradict each other: another element type, rank, or number in a place.
+    """
+    if old.dtype != new.dtype:
+        if DType.UNDEFINED in (old.dtype, new.dtype):
+            known = new if old.dtype == DType.UNDEFINED and old.other is None else old
+            return known.as_const(new.const)
+        raise TypeConflict(f"{old} is not {new}")
+    if old.shape == new.shape or new.shape is None:
+        return old.as_const(new.const)
+    if old.shape is None:
+        return new
+    if len(old.shape) != len(new.shape):
+        raise TypeConflict(f"{old} is not {new}")
+    dims: list[Dim] = []
+    for a, b in zip(old.shape, new.shape):
+        if isinstance(a, int) and isinstance(b, int) and a != b:
+            raise TypeConflict(f"{old} is not {new}")
+        # A number says more than a symbol, a symbol more than nothing; of two symbols the old one stays.
+        dims.append(
+            a if isinstance(a, int) or b is None or (isinstance(a, str) and isinstance(b, str)) else b
+        )
+    return TensorType(old.dtype, tuple(dims), new.const, new.other)
