@@ -1,0 +1,1 @@
+"""Operators: what they are (schema), what they give (infer), compute (evaluate) and take (work)."""

@@ -1,0 +1,145 @@
+"""Types of a new node's outputs, by ONNX's own per-node inference, memoised."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import onnx
+import onnx.helper
+import onnx.numpy_helper
+import onnx.shape_inference
+
+from xrlflow.ir import Attr, Attrs, Body, Const, Dim, DType, RawAttr, TensorType
+from xrlflow.ops.schema import IR_VERSION, OPSET, is_foldable, schema, split_op
+
+
+class InferenceError(ValueError):
+    """ONNX refuses the node: its inputs or attributes do not fit its operator."""
+
+
+# Inputs whose values (shapes, axes, counts) decide the outputs' types. Other constants are not looked at.
+_DATA_INPUTS: dict[str, tuple[int, ...]] = {
+    "Reshape": (1,),
+    "Expand": (1,),
+    "Tile": (1,),
+    "Slice": (1, 2, 3, 4),
+    "Pad": (1, 3),
+    "Split": (1,),
+    "Squeeze": (1,),
+    "Unsqueeze": (1,),
+    "ConstantOfShape": (0,),
+    "Range": (0, 1, 2),
+    "OneHot": (1,),
+    "TopK": (1,),
+    "Resize": (2, 3),
+    "CenterCropPad": (1,),
+    "Col2Im": (1, 2),
+    "Upsample": (1,),
+    "DFT": (1, 2),
+    "STFT": (1,),
+    "BlackmanWindow": (0,),
+    "HannWindow": (0,),
+    "HammingWindow": (0,),
+    "MelWeightMatrix": (0, 1),
+    "AffineGrid": (1,),
+    "MaxUnpool": (2,),
+    "SplitToSequence": (1,),
+    **{
+        f"Reduce{name}": (1,)
+        for name in ("Sum", "Mean", "Max", "Min", "Prod", "L1", "L2", "LogSum", "LogSumExp", "SumSquare")
+    },
+}
+
+_Key = tuple[str, Attrs, tuple[TensorType | None, ...], tuple[bytes | None, ...], int]
+_memo: dict[_Key, tuple[TensorType, ...]] = {}
+
+
+def attr_proto(name: str, value: Attr) -> onnx.AttributeProto:
+    """An attribute as ONNX writes it (not for bodies: onnxio owns them)."""
+    if isinstance(value, RawAttr):
+        return onnx.AttributeProto.FromString(value.proto)
+    if isinstance(value, Body):
+        raise TypeError(f"attribute {name} is a body")
+    return onnx.helper.make_attribute(name, value)
+
+
+def type_proto(type: TensorType) -> onnx.TypeProto:
+    if type.other is not None:
+        return onnx.TypeProto.FromString(type.other)
+    return onnx.helper.make_tensor_type_proto(int(type.dtype), type.shape)
+
+
+def type_of_proto(proto: onnx.TypeProto, const: bool = False) -> TensorType:
+    """A TypeProto as a TensorType; what is not a dense tensor is kept as it is."""
+    if not proto.HasField("tensor_type"):
+        return TensorType(DType.UNDEFINED, None, const, proto.SerializeToString(deterministic=True))
+    tensor = proto.tensor_type
+    if not tensor.HasField("shape"):
+        return TensorType(DType(tensor.elem_type), None, const)
+    dims: list[Dim] = []
+    for dim in tensor.shape.dim:
+        if dim.HasField("dim_value"):
+            dims.append(dim.dim_value if dim.dim_value >= 0 else None)
+        else:
+            dims.append(dim.dim_param or None)
+    return TensorType(DType(tensor.elem_type), tuple(dims), const)
+
+
+UNKNOWN = TensorType(DType.UNDEFINED, None)
+
+
+def infer(
+    op: str,
+    attrs: Attrs,
+    types: Sequence[TensorType | None],
+    data: Sequence[Const | None],
+    outputs: int = 1,
+) -> tuple[TensorType, ...]:
+    """Types of the outputs of a node.
+
+    `types` and `data` hold, for each input, its type (None: absent) and its constant, if it is one. Outputs
+    are const if the operator can be folded and every input is constant. What ONNX does not define gets
+    UNKNOWN types. Raises InferenceError if the inputs do not fit the operator.
+    """
+    places = _DATA_INPUTS.get(op, ())
+    known = tuple(
+        c.array.tobytes() if i < len(data) and (c := data[i]) is not None and c.array is not None else None
+        for i in places
+    )
+    key = (op, attrs, tuple(types), known, outputs)
+    found = _memo.get(key)
+    if found is None:
+        found = _memo[key] = _infer(op, attrs, types, data, outputs)
+    return found
+
+
+def _infer(
+    op: str, attrs: Attrs, types: Sequence[TensorType | None], data: Sequence[Const | None], outputs: int
+) -> tuple[TensorType, ...]:
+    found = schema(op)
+    const = is_foldable(op) and all(t is None or t.const for t in types)
+    if found is None or any(t is not None and t is UNKNOWN for t in types):
+        return (UNKNOWN,) * outputs
+    domain, name = split_op(op)
+    names = ["" if t is None else f"i{i}" for i, t in enumerate(types)]
+    node = onnx.NodeProto(op_type=name, domain=domain, input=names, output=[f"o{i}" for i in range(outputs)])
+    node.attribute.extend(attr_proto(k, v) for k, v in attrs.items())
+    input_types = {n: type_proto(t) for n, t in zip(names, types) if t is not None}
+    input_data = {
+        names[i]: onnx.numpy_helper.from_array(np.ascontiguousarray(c.array))
+        for i in _DATA_INPUTS.get(op, ())
+        if i < len(data) and (c := data[i]) is not None and c.array is not None
+    }
+    imports = [onnx.helper.make_opsetid("", OPSET), onnx.helper.make_opsetid("ai.onnx.ml", 5)]
+    try:
+        result = onnx.shape_inference.infer_node_outputs(
+            found, node, input_types, input_data, opset_imports=imports, ir_version=IR_VERSION
+        )
+    except (onnx.shape_inference.InferenceError, RuntimeError, ValueError) as error:
+        shown = ", ".join(str(t) for t in types)
+        raise InferenceError(f"{op}({shown}; {attrs!r}): {error}") from error
+    return tuple(
+        type_of_proto(result[f"o{i}"], const) if f"o{i}" in result else UNKNOWN.as_const(const)
+        for i in range(outputs)
+    )

@@ -1,0 +1,127 @@
+"""What ONNX says of its operators: schemas, default attributes, traits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+
+import onnx
+import onnx.defs
+
+from xrlflow.ir import Attr, Attrs, TensorType
+
+# The one opset inside. ONNX Runtime 1.31 reads up to 26, and 23 is the newest that every kernel serves.
+OPSET = 23
+IR_VERSION = 11
+
+COMMUTATIVE = frozenset(
+    {"Add", "Mul", "And", "Or", "Xor", "Equal", "BitwiseAnd", "BitwiseOr", "BitwiseXor", "Max", "Min", "Sum", "Mean"}
+)  # fmt: skip
+
+# Never merged, duplicated, evaluated at compile time.
+_RANDOM = frozenset(
+    {"RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike", "Bernoulli", "Multinomial"}
+)
+# Deterministic, but not for us to evaluate when the model is written: bodies, training, sequences of tensors,
+# and dequantisation, which would bloat the file and lose the integer kernels.
+_NOT_FOLDED = frozenset(
+    {"If", "Loop", "Scan", "SequenceMap", "Dropout", "DequantizeLinear", "QuantizeLinear"}
+)
+
+
+def split_op(op: str) -> tuple[str, str]:
+    """(domain, name) of an operator as the IR writes it."""
+    domain, _, name = op.rpartition("::")
+    return domain, name
+
+
+@cache
+def schema(op: str) -> onnx.defs.OpSchema | None:
+    """The operator's definition at the canonical opset, or None for what ONNX does not define."""
+    domain, name = split_op(op)
+    if domain not in ("", "ai.onnx", "ai.onnx.ml") or not onnx.defs.has(name, domain):
+        return None
+    version = OPSET if domain in ("", "ai.onnx") else onnx.defs.onnx_opset_version()
+    try:
+        return onnx.defs.get_schema(name, version, domain)
+    except onnx.defs.SchemaError:  # defined only in a later opset
+        return None
+
+
+@cache
+def is_deterministic(op: str) -> bool:
+    """Whether equal inputs give equal outputs; what ONNX does not define is taken not to be."""
+    return schema(op) is not None and op not in _RANDOM
+
+
+@cache
+def is_foldable(op: str) -> bool:
+    """Whether a node all of whose inputs are constant is a constant itself."""
+    return is_deterministic(op) and op not in _NOT_FOLDED and split_op(op)[0] == ""
+
+
+@cache
+def defaults(op: str) -> Mapping[str, Attr]:
+    """The schema's default attributes."""
+    found = schema(op)
+    if found is None:
+        return {}
+    out: dict[str, Attr] = {}
+    for name, attribute in found.attributes.items():
+        value = attribute.default_value
+        if value.type == onnx.AttributeProto.INT:
+            out[name] = value.i
+        elif value.type == onnx.AttributeProto.FLOAT:
+            out[name] = value.f
+        elif value.type == onnx.AttributeProto.STRING:
+            out[name] = value.s.decode()
+        elif value.type == onnx.AttributeProto.INTS:
+            out[name] = tuple(value.ints)
+        elif value.type == onnx.AttributeProto.FLOATS:
+            out[name] = tuple(value.floats)
+        elif value.type == onnx.AttributeProto.STRINGS:
+            out[name] = tuple(s.decode() for s in value.strings)
+    return out
+
+
+_WINDOWED = frozenset(
+    {"Conv", "ConvTranspose", "MaxPool", "AveragePool", "LpPool", "ConvInteger", "QLinearConv"}
+)
+_WEIGHTED = {"Conv": 1, "ConvTranspose": 1, "ConvInteger": 1, "QLinearConv": 3}
+
+
+def canonical_attrs(op: str, attrs: Mapping[str, Attr], inputs: Sequence[TensorType | None]) -> Attrs:
+    """Attributes in the one form that rules see: what equals a default is left out.
+
+    The specification's defaults that no schema states count too: strides and dilations of 1, pads of 0, an
+    `auto_pad` of VALID, a convolution's `kernel_shape` that its weight's shape repeats, the reversed
+    permutation of a Transpose.
+    """
+    if not attrs:
+        return Attrs()
+    default = defaults(op)
+    out = {k: v for k, v in attrs.items() if not (k in default and default[k] == v)}
+    if op in _WINDOWED:
+        for name, neutral in (("strides", 1), ("dilations", 1), ("pads", 0), ("output_padding", 0)):
+            value = out.get(name)
+            if isinstance(value, tuple) and all(v == neutral for v in value):
+                del out[name]
+        if out.get("auto_pad") == "VALID":
+            del out["auto_pad"]
+        if op in _WEIGHTED and "kernel_shape" in out and len(inputs) > _WEIGHTED[op]:
+            weight = inputs[_WEIGHTED[op]]
+            if weight is not None and weight.shape is not None and weight.shape[2:] == out["kernel_shape"]:
+                del out["kernel_shape"]
+    elif op == "Transpose" and isinstance(perm := out.get("perm"), tuple):
+        if perm == tuple(range(len(perm)))[::-1]:
+            del out["perm"]
+    return Attrs(out)
+
+
+@cache
+def output_is_optional(op: str, index: int) -> bool:
+    """Whether an output that nobody reads may be left without a name."""
+    found = schema(op)
+    if found is None or index >= len(found.outputs):
+        return False
+    return bool(found.outputs[index].option == onnx.defs.OpSchema.FormalParameterOption.Optional)
