@@ -1,7 +1,7 @@
 """The graph IR: values, types, nodes, graphs, edits. Knows nothing of ONNX files or of rules."""
 
 from xrlflow.ir.edit import Edit, apply_edit, plan_edit
-from xrlflow.ir.graph import SMALL, Const, Graph, Leaves, TensorHandle
+from xrlflow.ir.graph import SMALL, ArrayHandle, Const, Graph, Leaves, TensorHandle
 from xrlflow.ir.node import NO_ATTRS, Attr, Attrs, Body, Node, RawAttr, digest, mix, output_key
 from xrlflow.ir.text import text
 from xrlflow.ir.types import (
@@ -22,6 +22,7 @@ __all__ = [
     "INTEGERS",
     "NO_ATTRS",
     "SMALL",
+    "ArrayHandle",
     "Attr",
     "Attrs",
     "Body",

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
 from immutables import Map
 
-from xrlflow.ir.node import Node
-from xrlflow.ir.types import ABSENT, TensorType, Value
+from xrlflow.ir.node import Node, mix
+from xrlflow.ir.types import ABSENT, DType, TensorType, Value
 
 if TYPE_CHECKING:
     import networkx
-    import numpy as np
-    import numpy.typing as npt
 
 FINGERPRINT_MASK = (1 << 64) - 1
 
@@ -29,6 +30,16 @@ class TensorHandle(Protocol):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class ArrayHandle:
+    """Data that is in memory already."""
+
+    array: npt.NDArray[Any]
+
+    def numpy(self) -> npt.NDArray[Any]:
+        return self.array
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Const:
     """A constant: its type, a handle on the data, and the data itself if it is small (read-only array)."""
 
@@ -36,7 +47,7 @@ class Const:
     handle: TensorHandle
     array: npt.NDArray[Any] | None = None
 
-    def numpy(self) -> npt.NDArray[np.generic]:
+    def numpy(self) -> npt.NDArray[Any]:
         return self.array if self.array is not None else self.handle.numpy()
 
 
@@ -51,6 +62,18 @@ class Leaves:
     types: dict[Value, TensorType] = field(default_factory=dict)
     consts: dict[Value, Const] = field(default_factory=dict)
     names: dict[Value, str] = field(default_factory=dict)
+
+    def intern(self, array: npt.NDArray[Any], dtype: DType) -> Value:
+        """The value of a small constant: equal constants are one value."""
+        data = np.ascontiguousarray(array).reshape(array.shape)
+        raw = repr(data.tolist()).encode() if data.dtype == object else data.tobytes()
+        content = blake2b(raw, digest_size=8).digest()
+        value = mix(0x636F6E7374, int(dtype), int.from_bytes(content, "little"), *data.shape)
+        if value not in self.consts:
+            data.setflags(write=False)
+            type = TensorType(dtype, tuple(data.shape), True)
+            self.add_const(value, Const(type, ArrayHandle(data), data))
+        return value
 
     def add_const(self, value: Value, const: Const) -> Value:
         if value not in self.consts:

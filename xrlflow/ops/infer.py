@@ -61,13 +61,15 @@ def attr_proto(name: str, value: Attr) -> onnx.AttributeProto:
         return onnx.AttributeProto.FromString(value.proto)
     if isinstance(value, Body):
         raise TypeError(f"attribute {name} is a body")
-    return onnx.helper.make_attribute(name, value)
+    proto: onnx.AttributeProto = onnx.helper.make_attribute(name, value)
+    return proto
 
 
 def type_proto(type: TensorType) -> onnx.TypeProto:
     if type.other is not None:
         return onnx.TypeProto.FromString(type.other)
-    return onnx.helper.make_tensor_type_proto(int(type.dtype), type.shape)
+    proto: onnx.TypeProto = onnx.helper.make_tensor_type_proto(int(type.dtype), type.shape)
+    return proto
 
 
 def type_of_proto(proto: onnx.TypeProto, const: bool = False) -> TensorType:

@@ -15,18 +15,38 @@ OPSET = 23
 IR_VERSION = 11
 
 COMMUTATIVE = frozenset(
-    {"Add", "Mul", "And", "Or", "Xor", "Equal", "BitwiseAnd", "BitwiseOr", "BitwiseXor", "Max", "Min", "Sum", "Mean"}
-)  # fmt: skip
+    [
+        "Add",
+        "Mul",
+        "And",
+        "Or",
+        "Xor",
+        "Equal",
+        "BitwiseAnd",
+        "BitwiseOr",
+        "BitwiseXor",
+        "Max",
+        "Min",
+        "Sum",
+        "Mean",
+    ],
+)
 
 # Never merged, duplicated, evaluated at compile time.
 _RANDOM = frozenset(
-    {"RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike", "Bernoulli", "Multinomial"}
+    [
+        "RandomNormal",
+        "RandomUniform",
+        "RandomNormalLike",
+        "RandomUniformLike",
+        "Bernoulli",
+        "Multinomial",
+        "Dropout",
+    ]
 )
-# Deterministic, but not for us to evaluate when the model is written: bodies, training, sequences of tensors,
-# and dequantisation, which would bloat the file and lose the integer kernels.
-_NOT_FOLDED = frozenset(
-    {"If", "Loop", "Scan", "SequenceMap", "Dropout", "DequantizeLinear", "QuantizeLinear"}
-)
+_CONTROL_FLOW = frozenset(["If", "Loop", "Scan", "SequenceMap"])
+# Deterministic, but not folded: it would bloat the file and lose the integer kernels.
+_NOT_FOLDED = frozenset(["DequantizeLinear", "QuantizeLinear"])
 
 
 def split_op(op: str) -> tuple[str, str]:
@@ -50,8 +70,11 @@ def schema(op: str) -> onnx.defs.OpSchema | None:
 
 @cache
 def is_deterministic(op: str) -> bool:
-    """Whether equal inputs give equal outputs; what ONNX does not define is taken not to be."""
-    return schema(op) is not None and op not in _RANDOM
+    """Whether equal inputs give equal outputs.
+
+    What ONNX does not define is taken not to, and control flow neither (its bodies are not looked into).
+    """
+    return schema(op) is not None and op not in _RANDOM and op not in _CONTROL_FLOW
 
 
 @cache
@@ -112,8 +135,9 @@ def canonical_attrs(op: str, attrs: Mapping[str, Attr], inputs: Sequence[TensorT
             weight = inputs[_WEIGHTED[op]]
             if weight is not None and weight.shape is not None and weight.shape[2:] == out["kernel_shape"]:
                 del out["kernel_shape"]
-    elif op == "Transpose" and isinstance(perm := out.get("perm"), tuple):
-        if perm == tuple(range(len(perm)))[::-1]:
+    elif op == "Transpose":
+        perm = out.get("perm")
+        if isinstance(perm, tuple) and perm == tuple(range(len(perm)))[::-1]:
             del out["perm"]
     return Attrs(out)
 
