@@ -58,7 +58,8 @@ _memo: dict[_Key, tuple[TensorType, ...]] = {}
 def attr_proto(name: str, value: Attr) -> onnx.AttributeProto:
     """An attribute as ONNX writes it (not for bodies: onnxio owns them)."""
     if isinstance(value, RawAttr):
-        return onnx.AttributeProto.FromString(value.proto)
+        raw: onnx.AttributeProto = onnx.AttributeProto.FromString(value.proto)
+        return raw
     if isinstance(value, Body):
         raise TypeError(f"attribute {name} is a body")
     proto: onnx.AttributeProto = onnx.helper.make_attribute(name, value)
@@ -67,7 +68,8 @@ def attr_proto(name: str, value: Attr) -> onnx.AttributeProto:
 
 def type_proto(type: TensorType) -> onnx.TypeProto:
     if type.other is not None:
-        return onnx.TypeProto.FromString(type.other)
+        raw: onnx.TypeProto = onnx.TypeProto.FromString(type.other)
+        return raw
     proto: onnx.TypeProto = onnx.helper.make_tensor_type_proto(int(type.dtype), type.shape)
     return proto
 
