@@ -2,7 +2,7 @@
 
 from xrlflow.ir.edit import Edit, apply_edit, plan_edit
 from xrlflow.ir.graph import SMALL, ArrayHandle, Const, Graph, Leaves, TensorHandle
-from xrlflow.ir.node import NO_ATTRS, Attr, Attrs, Body, Node, RawAttr, digest, mix, output_key
+from xrlflow.ir.node import NO_ATTRS, Attr, Attrs, Body, Node, RawAttr, digest, mix, node_key, output_key
 from xrlflow.ir.text import text
 from xrlflow.ir.types import (
     ABSENT,
@@ -42,6 +42,7 @@ __all__ = [
     "digest",
     "merge_types",
     "mix",
+    "node_key",
     "output_key",
     "plan_edit",
     "text",

@@ -114,7 +114,7 @@ class Node:
     fingerprint: int = field(init=False)
 
     def __post_init__(self) -> None:
-        key = mix(digest(self.op), self.attrs.digest, *self.inputs)
+        key = node_key(self.op, self.attrs, self.inputs)
         object.__setattr__(self, "key", key)
         object.__setattr__(self, "fingerprint", mix(key, *self.outputs))
 
@@ -137,6 +137,11 @@ class Node:
 
     def with_outputs(self, outputs: tuple[Value, ...]) -> Node:
         return Node(self.op, self.inputs, outputs, self.types, self.attrs, self.captured)
+
+
+def node_key(op: str, attrs: Attrs, inputs: tuple[Value, ...]) -> Value:
+    """A number for what a node computes."""
+    return mix(digest(op), attrs.digest, *inputs)
 
 
 def output_key(key: int, index: int, salt: int = 0) -> Value:

@@ -113,17 +113,33 @@ _WINDOWED = frozenset(
 _WEIGHTED = {"Conv": 1, "ConvTranspose": 1, "ConvInteger": 1, "QLinearConv": 3}
 
 
+# Operators whose `axis` counts dimensions of the first input (or output: one more).
+_AXIS = frozenset(
+    ("ArgMax", "ArgMin", "Concat", "Flatten", "Gather", "GatherElements", "Hardmax", "LayerNormalization")
+    + ("LogSoftmax", "RMSNormalization", "ScatterElements", "Softmax", "Split", "TopK")
+)
+
+
 def canonical_attrs(op: str, attrs: Mapping[str, Attr], inputs: Sequence[TensorType | None]) -> Attrs:
     """Attributes in the one form that rules see: what equals a default is left out.
 
     The specification's defaults that no schema states count too: strides and dilations of 1, pads of 0, an
     `auto_pad` of VALID, a convolution's `kernel_shape` that its weight's shape repeats, the reversed
-    permutation of a Transpose.
+    permutation of a Transpose. An `axis` counts from the front where the rank is known.
     """
     if not attrs:
         return Attrs()
     default = defaults(op)
-    out = {k: v for k, v in attrs.items() if not (k in default and default[k] == v)}
+    out = dict(attrs)
+    if op in _AXIS and "axis" in out and inputs and inputs[0] is not None and inputs[0].rank:
+        rank = inputs[0].rank
+        standard = default.get("axis")
+        axis = out["axis"]
+        if isinstance(axis, int) and -rank <= axis < 0:
+            axis = out["axis"] = axis + rank
+        if isinstance(standard, int) and isinstance(axis, int) and axis == standard % rank:
+            del out["axis"]
+    out = {k: v for k, v in out.items() if not (k in default and default[k] == v)}
     if op in _WINDOWED:
         for name, neutral in (("strides", 1), ("dilations", 1), ("pads", 0), ("output_padding", 0)):
             value = out.get(name)

@@ -1,0 +1,42 @@
+"""Rewriting: the rule DSL, patterns, incremental matching, rewrite states."""
+
+from xrlflow.rewrite.build import GraphBuilder, evaluate_small
+from xrlflow.rewrite.library import Library, RuleStats
+from xrlflow.rewrite.rule import (
+    AnyRule,
+    Captures,
+    Lit,
+    Op,
+    Reader,
+    Refused,
+    Region,
+    RegionRule,
+    Rule,
+    RuleError,
+    Val,
+    common_source,
+    require,
+)
+from xrlflow.rewrite.state import Match, RewriteState
+
+__all__ = [
+    "AnyRule",
+    "Captures",
+    "GraphBuilder",
+    "Library",
+    "Lit",
+    "Match",
+    "Op",
+    "Reader",
+    "Refused",
+    "Region",
+    "RegionRule",
+    "RewriteState",
+    "Rule",
+    "RuleError",
+    "RuleStats",
+    "Val",
+    "common_source",
+    "evaluate_small",
+    "require",
+]

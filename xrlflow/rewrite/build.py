@@ -1,0 +1,286 @@
+"""Building a match's target: nodes with inferred types, small constants evaluated, and from them an edit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from xrlflow.ir import (
+    ABSENT,
+    FLOATS,
+    SMALL,
+    Attr,
+    Attrs,
+    Const,
+    DType,
+    Edit,
+    Graph,
+    Node,
+    TensorType,
+    TypeConflict,
+    Value,
+    merge_types,
+    node_key,
+    output_key,
+    plan_edit,
+)
+from xrlflow.ops.evaluate import NotEvaluable, evaluate_node
+from xrlflow.ops.infer import InferenceError, infer
+from xrlflow.ops.schema import canonical_attrs
+from xrlflow.ops.tensors import dtype_of, numpy_dtype
+from xrlflow.rewrite.rule import Lit, Op, RuleError, Val
+
+_attrs_memo: dict[tuple[Any, ...], Attrs] = {}
+
+
+class Draft:
+    """A node whose outputs are not named yet."""
+
+    __slots__ = ("attrs", "inputs", "names", "op", "temporary", "types")
+
+    def __init__(
+        self,
+        op: str,
+        inputs: tuple[Value, ...],
+        attrs: Attrs,
+        types: tuple[TensorType, ...],
+        temporary: tuple[Value, ...],
+    ) -> None:
+        self.op = op
+        self.inputs = inputs
+        self.attrs = attrs
+        self.types = types
+        self.temporary = temporary
+        self.names: tuple[Value, ...] = ()
+
+
+class GraphBuilder(Op):
+    """What a target is traced with. Values that it makes have negative numbers until `edit` names them."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.drafts: list[Draft] = []
+        self.next = -1
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return partial(self.node, name)
+
+    def val(self, value: Value) -> Val | None:
+        return None if value == ABSENT else Val(self.graph, value, self.graph.type(value))
+
+    def constant(self, data: Any, dtype: DType | None = None) -> Val:
+        """A constant from Python numbers or an array; integers become int64, floats float32 unless said."""
+        array = np.asarray(data)
+        if dtype is None:
+            if array.dtype == np.float64 and not isinstance(data, np.ndarray):
+                dtype = DType.FLOAT
+            else:
+                dtype = dtype_of(array.dtype)
+        array = array.astype(numpy_dtype(dtype))
+        if array.size > SMALL:
+            raise RuleError(f"a rule made a constant of {array.size} elements: build an expression instead")
+        value = self.graph.leaves.intern(array, dtype)
+        return Val(self.graph, value, self.graph.leaves.types[value])
+
+    def node(
+        self,
+        name: str,
+        *inputs: Any,
+        attrs: Attrs | None = None,
+        outputs: int = 1,
+        sizes: Sequence[int] | None = None,
+        type: TensorType | None = None,
+        **named: Any,
+    ) -> Any:
+        """A node `name`; `inputs` are Vals, None, or numbers (which take the element type of the first Val).
+
+        `type` gives the output's type of an operator that ONNX does not define. Raises RuleError if the inputs
+        do not fit the operator.
+        """
+        if sizes is not None:
+            inputs = (*inputs, list(sizes))
+            outputs = len(sizes)
+        vals: list[Val | None] = []
+        for i in inputs:
+            if i is None or i.__class__ is Val:
+                vals.append(i)
+            elif isinstance(i, (int, float)) and not isinstance(i, bool):
+                like = next((v.type.dtype for v in vals if v is not None), None)
+                if like is None:
+                    like = next(j.type.dtype for j in inputs if isinstance(j, Val))
+                vals.append(self.constant(i, like))
+            elif isinstance(i, (list, tuple)):
+                vals.append(self.constant(np.array(i, np.int64)))
+            else:
+                vals.append(self.constant(i))
+        while vals and vals[-1] is None:
+            vals.pop()
+        types = [None if v is None else v.type for v in vals]
+        full_attrs = self._attrs(name, attrs, named, types)
+        data = [None if v is None else self.graph.leaves.consts.get(v.value) for v in vals]
+        if type is not None:
+            out_types: tuple[TensorType, ...] = (type,)
+        else:
+            try:
+                out_types = infer(name, full_attrs, types, data, outputs)
+            except InferenceError as error:
+                raise RuleError(f"a target's node does not fit its inputs: {error}") from error
+        folded = self._fold(name, full_attrs, vals, data, out_types) if out_types[0].const else None
+        if folded is not None:
+            return folded[0] if outputs == 1 else folded
+        temporary = tuple(Value(self.next - k) for k in range(outputs))
+        self.next -= outputs
+        values = tuple(ABSENT if v is None else v.value for v in vals)
+        self.drafts.append(Draft(name, values, full_attrs, out_types, temporary))
+        made = tuple(Val(self.graph, v, t) for v, t in zip(temporary, out_types))
+        return made[0] if outputs == 1 else made
+
+    @staticmethod
+    def _attrs(
+        name: str, attrs: Attrs | None, named: dict[str, Any], types: list[TensorType | None]
+    ) -> Attrs:
+        if not named:
+            return attrs if attrs is not None else canonical_attrs(name, {}, types)
+        key = (
+            name,
+            attrs,
+            tuple(types),
+            *((k, tuple(v) if isinstance(v, list) else v) for k, v in named.items()),
+        )
+        found = _attrs_memo.get(key)
+        if found is None:
+            merged: dict[str, Attr] = dict(attrs or {})
+            for k, v in named.items():
+                if v is None:
+                    merged.pop(k, None)
+                elif isinstance(v, Lit):
+                    merged[k] = v.text
+                else:
+                    merged[k] = tuple(v) if isinstance(v, list) else v
+            found = _attrs_memo[key] = canonical_attrs(name, merged, types)
+        return found
+
+    def _fold(
+        self,
+        op: str,
+        attrs: Attrs,
+        vals: list[Val | None],
+        data: list[Const | None],
+        types: tuple[TensorType, ...],
+    ) -> tuple[Val, ...] | None:
+        """The outputs as small constants, if the inputs are and so are they; None otherwise."""
+        if any(v is not None and d is None for v, d in zip(vals, data)):
+            return None
+        arrays = evaluate_small(op, attrs, data, types)
+        if arrays is None:
+            return None
+        values = [self.graph.leaves.intern(a, t.dtype) for a, t in zip(arrays, types)]
+        return tuple(Val(self.graph, v, self.graph.leaves.types[v]) for v in values)
+
+    def edit(self, rule: str, replaced: Sequence[Value], results: Sequence[Val]) -> Edit:
+        """The edit that puts `results` in the place of `replaced`.
+
+        Raises RuleError if a result's type contradicts that of what it replaces.
+        """
+        graph = self.graph
+        adopted: dict[Value, Value] = {}  # temporary -> the value whose name it takes
+        for old, new in zip(replaced, results):
+            if new.value < 0 and new.value not in adopted:
+                adopted[new.value] = old
+        named: dict[Value, Value] = {}
+        nodes: list[Node] = []
+        fresh: dict[Value, Node] = {}
+        for draft in self._live(results):
+            inputs = tuple(named[i] if i < 0 else i for i in draft.inputs)
+            key = node_key(draft.op, draft.attrs, inputs)
+            reuse: Node | None = None
+            if not any(t in adopted for t in draft.temporary):
+                salt = 0
+                while True:
+                    outs = tuple(output_key(key, k, salt) for k in range(len(draft.temporary)))
+                    known = fresh.get(outs[0]) or graph.producers.get(outs[0])
+                    if known is None and all(o not in graph.producers for o in outs):
+                        break
+                    if known is not None and known.key == key and known.outputs == outs:
+                        reuse = known  # literally the same node: share it
+                        break
+                    salt += 1
+            else:
+                outs = tuple(adopted.get(t) or self._unused(key, k) for k, t in enumerate(draft.temporary))
+            named.update(zip(draft.temporary, outs))
+            if reuse is not None:
+                continue
+            types = tuple(
+                _adopt(rule, graph.type(o), t) if temp in adopted else t
+                for o, t, temp in zip(outs, draft.types, draft.temporary)
+            )
+            node = Node(draft.op, inputs, outs, types, draft.attrs)
+            nodes.append(node)
+            for o in outs:
+                fresh[o] = node
+        aliases: dict[Value, Value] = {}
+        for old, new in zip(replaced, results):
+            target = named[new.value] if new.value < 0 else new.value
+            if target != old:
+                _adopt(rule, graph.type(old), new.type)
+                aliases[old] = target
+        for old in aliases:  # a value may stand for one that is itself replaced by another
+            seen = {old}
+            while aliases[old] in aliases:
+                aliases[old] = aliases[aliases[old]]
+                if aliases[old] in seen:
+                    raise RuleError(f"{rule}: its results stand for each other in a circle")
+                seen.add(aliases[old])
+        return plan_edit(graph, rule, nodes, aliases)
+
+    def _unused(self, key: int, index: int) -> Value:
+        salt = 0
+        while (value := output_key(key, index, salt)) in self.graph.producers:
+            salt += 1
+        return value
+
+    def _live(self, results: Sequence[Val]) -> list[Draft]:
+        """The drafts that the results need, in order."""
+        needed = {r.value for r in results}
+        live: list[Draft] = []
+        for draft in reversed(self.drafts):
+            if not needed.isdisjoint(draft.temporary):
+                needed.update(draft.inputs)
+                live.append(draft)
+        return live[::-1]
+
+
+def _adopt(rule: str, old: TensorType, new: TensorType) -> TensorType:
+    try:
+        return merge_types(old, new)
+    except TypeConflict as error:
+        raise RuleError(f"{rule}: the target's type does not fit what it replaces: {error}") from error
+
+
+def evaluate_small(
+    op: str, attrs: Attrs, data: Sequence[Const | None], types: Sequence[TensorType]
+) -> list[np.ndarray[Any, Any]] | None:
+    """The outputs of a constant node, if inputs and outputs are small; None if not, or not evaluable.
+
+    Floats are computed in float64 and rounded once.
+    """
+    for t in types:
+        if t.size is None or t.size > SMALL or t.dtype == DType.UNDEFINED:
+            return None
+    inputs: list[np.ndarray[Any, Any] | None] = []
+    for const in data:
+        if const is None:
+            inputs.append(None)
+        elif const.array is None:
+            return None
+        else:
+            array = const.array
+            inputs.append(array.astype(np.float64) if const.type.dtype in FLOATS else array)
+    try:
+        outputs = evaluate_node(op, attrs, inputs, len(types))
+    except NotEvaluable:
+        return None
+    return [np.asarray(o).astype(numpy_dtype(t.dtype)) for o, t in zip(outputs, types)]

@@ -1,0 +1,406 @@
+"""Rules: what a substitution is, declared once for the matcher, the applier and the prover."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from xrlflow.ir import ABSENT, FLOATS, Attr, Attrs, Dim, DType, Graph, Node, TensorType, Value
+
+Proof = Literal["field", "numeric"]
+
+
+class Refused(Exception):
+    """A rule's pattern is there, but its condition does not hold; the message says why (a near miss)."""
+
+
+class RuleError(Exception):
+    """A rule is wrong: it cannot be compiled, or its target does not fit what it replaces."""
+
+
+def require(condition: object, reason: str) -> None:
+    """Refuse the match unless the condition holds."""
+    if not condition:
+        raise Refused(reason)
+
+
+@dataclass(frozen=True)
+class Lit:
+    """A string attribute that must be just this (a plain string in a source names a capture)."""
+
+    text: str
+
+
+class Val:
+    """A value as `where` and `target` see it: its type, and its numbers if it is a small constant."""
+
+    __slots__ = ("graph", "type", "value")
+
+    def __init__(self, graph: Graph, value: Value, type: TensorType) -> None:
+        self.graph = graph
+        self.value = value
+        self.type = type
+
+    @property
+    def shape(self) -> tuple[Dim, ...]:
+        """The dimensions; refuses the match if not even the rank is known."""
+        if self.type.shape is None:
+            raise Refused("a rank is not known")
+        return self.type.shape
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The dimensions as numbers; refuses the match if one is not known."""
+        return tuple(self.size(i) for i in range(self.rank))
+
+    def size(self, axis: int) -> int:
+        """One dimension as a number; refuses the match if it is not known."""
+        dim = self.shape[axis]
+        if not isinstance(dim, int):
+            raise Refused("a dimension is not a known number")
+        return dim
+
+    @property
+    def rank(self) -> int:
+        return len(self.shape)
+
+    @property
+    def dtype(self) -> DType:
+        return self.type.dtype
+
+    @property
+    def const(self) -> bool:
+        return self.type.const
+
+    @property
+    def known(self) -> bool:
+        """Whether the numbers can be read: a constant of at most 1,024 elements."""
+        return self.array_or_none is not None
+
+    @property
+    def array_or_none(self) -> npt.NDArray[Any] | None:
+        const = self.graph.const(self.value)
+        return None if const is None else const.array
+
+    @property
+    def array(self) -> npt.NDArray[Any]:
+        """The numbers of a small constant; refuses the match if there are none to read."""
+        found = self.array_or_none
+        if found is None:
+            raise Refused("a value is not a small constant")
+        return found
+
+    @property
+    def ints(self) -> tuple[int, ...]:
+        """The numbers of a small integer constant (shape, axes), flattened."""
+        return tuple(int(i) for i in np.ravel(self.array))
+
+    @property
+    def scalar(self) -> float:
+        """The number of a constant of one element; refuses the match if it has more."""
+        array = self.array
+        if array.size != 1:
+            raise Refused("a constant is not a scalar")
+        return float(array.reshape(()))
+
+    def __repr__(self) -> str:
+        return f"{self.type}"
+
+
+class Op:
+    """What `source` and `target` call operators on: `op.MatMul(x, w)`, `op["com.microsoft::Gelu"](x)`.
+
+    `attrs=` of a source captures all attributes that are not named, `attrs=` of a target adds them back;
+    `outputs=` says how many outputs there are (a tuple comes back if it is not 1). Split takes `sizes=`.
+    """
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        raise NotImplementedError
+
+    def __getitem__(self, name: str) -> Callable[..., Any]:
+        return self.__getattr__(name)
+
+
+@dataclass(frozen=True)
+class VarSpec:
+    """One variable of a rule's `shapes`: name[dims]:flags. `dims` None: anything; `open`: leading dims are free."""
+
+    name: str
+    dims: tuple[int | str, ...] | None = None
+    open: bool = False
+    const: bool = False
+    dtype: str | None = None
+
+
+_VAR = re.compile(r"(\w+)(\*?)(?:\[([^\]]*)\])?((?::\w+)*)$")
+DTYPE_FLAGS = {
+    "float": FLOATS,
+    "int": frozenset({DType.INT32, DType.INT64}),
+    "bool": frozenset({DType.BOOL}),
+}
+
+
+def parse_shapes(text: str, arity: int | None) -> list[dict[str, VarSpec]]:
+    """The alternatives of a `shapes` declaration, starred variables expanded to `arity` of them."""
+    out = []
+    for alternative in text.split("|"):
+        specs: dict[str, VarSpec] = {}
+        for word in alternative.split():
+            found = _VAR.match(word)
+            if not found:
+                raise RuleError(f"shapes: {word!r} is not name[dims]:flags")
+            name, star, dims, flags = found.groups()
+            flag_set = set(flags.split(":")) - {""}
+            unknown = flag_set - {"const", *DTYPE_FLAGS}
+            if unknown:
+                raise RuleError(f"shapes: unknown flag {unknown.pop()!r} in {word!r}")
+            dtype = next((f for f in flag_set if f in DTYPE_FLAGS), None)
+            for i in range(arity or 0) if star else [None]:
+                parts: list[int | str] | None = None
+                is_open = False
+                if dims is not None:
+                    names = [d.strip() for d in dims.split(",") if d.strip()]
+                    is_open = bool(names) and names[0] == "..."
+                    parts = [
+                        int(d) if d.lstrip("-").isdigit() else (f"{d[:-1]}{i}" if d.endswith("*") else d)
+                        for d in (names[1:] if is_open else names)
+                    ]
+                full = name if i is None else f"{name}{i}"
+                specs[full] = VarSpec(
+                    full, None if parts is None else tuple(parts), is_open, "const" in flag_set, dtype
+                )
+        out.append(specs)
+    return out
+
+
+class _Declared:
+    """What pattern rules and region rules share."""
+
+    # How the rule is proven; "numeric" says which property of a function it uses in the docstring.
+    proof: ClassVar[Proof] = "field"
+    # Element types of the replaced outputs for which the target has kernels; None: any.
+    dtypes: ClassVar[frozenset[DType] | None] = None
+    # Only offered for this backend ("onnxruntime"), None: for all.
+    backend: ClassVar[str | None] = None
+    # What must hold of the data ("finite"); such a rule is off unless asked for.
+    assumes: ClassVar[str | None] = None
+
+    @property
+    def name(self) -> str:
+        return type(self).__name__
+
+    @property
+    def family(self) -> str:
+        """The module of the library that the rule stands in."""
+        return type(self).__module__.rpartition(".")[2]
+
+    @property
+    def equation(self) -> str:
+        """The first paragraph of the docstring."""
+        doc = inspect.getdoc(type(self)) or ""
+        return " ".join(doc.partition("\n\n")[0].split())
+
+
+class Rule(_Declared):
+    """A substitution with a left side of fixed form.
+
+    `source(op, x, ...)` is traced once to get the pattern, its parameters are the variables (a starred one is
+    expanded to each number of `arity`); `where(m, x, ...)` refuses by `require`; `target(op, [m,] x, ...)` is
+    traced for each match and returns as many values as `source`. `m` has the captured attributes.
+
+    An attribute that a source does not mention must have its default. A source's nodes must not be constant.
+    """
+
+    arity: ClassVar[tuple[int, int]] = (0, 0)  # least and most of the starred variable
+    shapes: ClassVar[str] = ""
+    # Inputs that may be left out; their variable is then None.
+    optional: ClassVar[tuple[str, ...]] = ()
+    # The starred variables' outputs can be permuted: match each set of nodes once.
+    symmetric: ClassVar[bool] = False
+    # Inner values may be read from outside the match; their nodes then stay beside the target.
+    shared_interior: ClassVar[bool] = False
+
+    source: Callable[..., Any]
+    target: Callable[..., Any]
+
+    def where(self, m: Captures, *args: Any) -> None:
+        """Refuse by `require`; the default admits everything."""
+
+    @cached_property
+    def variables(self) -> tuple[tuple[str, bool], ...]:
+        """Names of the variables and whether they are starred."""
+        parameters = list(inspect.signature(self.source).parameters.values())[1:]
+        return tuple((p.name, p.kind is inspect.Parameter.VAR_POSITIONAL) for p in parameters)
+
+    @cached_property
+    def has_where(self) -> bool:
+        return type(self).where is not Rule.where
+
+    @cached_property
+    def target_takes_captures(self) -> bool:
+        names = list(inspect.signature(self.target).parameters)
+        return len(names) > 1 and names[1] == "m"
+
+
+class Captures:
+    """Captured attributes by name: `m.perm`. Attributes captured by `attrs="c"` are an `Attrs` in `m.c`."""
+
+    __slots__ = ("_values",)
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        self._values = values
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self._values[name]
+        except KeyError:
+            raise AttributeError(f"the source captures no attribute {name!r}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Where a region rule applies.
+
+    `outputs` are the values that the target replaces, in order; `inputs` what the target reads; `nodes` the
+    nodes of the left side (the anchor among them); `data` whatever `target` needs to know, hashable.
+    """
+
+    outputs: tuple[Value, ...]
+    inputs: tuple[Value, ...]
+    nodes: tuple[Node, ...]
+    data: Any = None
+
+
+class Reader:
+    """A graph as `RegionRule.find` sees it; it records what was read, so that matches fall when that changes."""
+
+    __slots__ = ("graph", "reads")
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.reads: set[Value] = set()
+
+    def producer(self, value: Value) -> Node | None:
+        """The node that makes a value; None for inputs and constants."""
+        node = self.graph.producers.get(value)
+        if node is not None:
+            self.reads.add(node.outputs[0])
+        return node
+
+    def users(self, value: Value) -> list[Node]:
+        """The nodes that read a value."""
+        self.reads.add(value)
+        users = self.graph.users(value)
+        self.reads.update(n.outputs[0] for n in users)
+        return users
+
+    def is_output(self, value: Value) -> bool:
+        """Whether the value is an output of the graph."""
+        self.reads.add(value)
+        return value in self.graph.outputs
+
+    def type(self, value: Value) -> TensorType:
+        node = self.producer(value)
+        return self.graph.type(value) if node is not None else self.graph.leaves.types[value]
+
+    def is_const(self, value: Value) -> bool:
+        return value != ABSENT and self.type(value).const
+
+    def val(self, value: Value) -> Val:
+        return Val(self.graph, value, self.type(value))
+
+
+class RegionRule(_Declared):
+    """A substitution whose left side has no fixed form: T time steps, a chain, a body.
+
+    `find` is called for each node whose operator is among `anchors`, reads the graph through a Reader only,
+    and returns a region, or None, or refuses by `require`. `target(op, region, *inputs)` returns the values
+    that replace `region.outputs`. `examples` gives graphs (ONNX text, `onnx.parser`) in which it applies.
+
+    A region with several outputs must make sure that no input depends on an output (see `common_source`).
+    """
+
+    anchors: ClassVar[tuple[str, ...]] = ()
+    examples: ClassVar[tuple[str, ...]] = ()
+
+    find: Callable[[Reader, Node], Region | None]
+    target: Callable[..., Any]
+
+
+AnyRule = Rule | RegionRule
+
+
+_MOVES = frozenset(
+    (
+        "Slice",
+        "Gather",
+        "Split",
+        "Squeeze",
+        "Unsqueeze",
+        "Reshape",
+        "Transpose",
+        "Identity",
+        "Flatten",
+        "Cast",
+    )
+)
+
+
+def common_source(reader: Reader, values: Sequence[Value], limit: int = 6) -> bool:
+    """Whether nodes that read one of `values` each (and constants) can be merged without closing a cycle.
+
+    Each value is followed up through operators that only move the data of one input. If all come from one
+    value, that one cannot depend on a reader of any of them (the reader depends on it), so neither can they,
+    for there is no reader between; the same if all come from inputs of the graph. Only these few nodes are read.
+    """
+    chains: list[list[Value]] = []
+    for value in dict.fromkeys(values):
+        chain = [value]
+        while len(chain) <= limit:
+            node = reader.producer(chain[-1])
+            if node is None or node.op not in _MOVES:
+                break
+            chain.append(node.inputs[0])
+        chains.append(chain)
+    shared = set(chains[0]).intersection(*chains)
+    return bool(shared) or all(chain[-1] in reader.graph.inputs for chain in chains)
+
+
+def check_rules(rules: Iterable[AnyRule]) -> None:
+    """Raises RuleError for two rules of one name or a rule without an equation."""
+    seen: set[str] = set()
+    for rule in rules:
+        if rule.name in seen:
+            raise RuleError(f"two rules are called {rule.name}")
+        seen.add(rule.name)
+        if not rule.equation:
+            raise RuleError(f"{rule.name} has no docstring with its equation")
+
+
+__all__ = [
+    "AnyRule",
+    "Attr",
+    "Attrs",
+    "Captures",
+    "Lit",
+    "Op",
+    "Reader",
+    "Refused",
+    "Region",
+    "RegionRule",
+    "Rule",
+    "RuleError",
+    "Val",
+    "VarSpec",
+    "check_rules",
+    "common_source",
+    "parse_shapes",
+    "require",
+]

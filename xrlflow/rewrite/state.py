@@ -1,0 +1,378 @@
+"""Rewrite states: a graph with all substitutions that apply to it, maintained from edit to edit.
+
+Matching is semi-naive: after an edit only dirty nodes (added, rewired, with other readers, or reading a value
+of another type) can take part in a new match, so plans start there; a match falls when a node of it is dirty.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from immutables import Map
+
+from xrlflow.ir import ABSENT, Edit, Graph, Node, Value, apply_edit, mix
+from xrlflow.rewrite.build import GraphBuilder
+from xrlflow.rewrite.library import Library, Plan
+from xrlflow.rewrite.pattern import Pattern
+from xrlflow.rewrite.rule import (
+    DTYPE_FLAGS,
+    AnyRule,
+    Captures,
+    Reader,
+    Refused,
+    Region,
+    RegionRule,
+    RuleError,
+    Val,
+)
+
+# What an edit is worth, in the unit of the cost model that the search uses.
+Delta = Callable[[Graph, Edit], float]
+
+Key = tuple[str, tuple[Value, ...]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Match:
+    """Where a rule applies, and what the cost model thinks of it.
+
+    `key` names the substitution in traces: rule, ids of the matched nodes, values of the variables.
+    """
+
+    rule: AnyRule
+    nodes: tuple[Node, ...]
+    values: tuple[Value, ...]
+    key: Key
+    # A pattern's captured attributes, or a region's find.
+    pattern: Pattern | None
+    found: Any
+    reads: tuple[Value, ...]
+    delta: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Attempt:
+    """A region rule that looked further than its anchor and found nothing: tried again when that changes."""
+
+    rule: RegionRule
+    reads: tuple[Value, ...]
+
+
+Entry = Match | Attempt
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RewriteState:
+    """A graph and its candidates. Never changed; successors share what an edit does not touch."""
+
+    graph: Graph
+    library: Library
+    delta: Delta | None
+    # Every match and attempt under the id of each node that it depends on; its first one lists it.
+    index: Map[Value, tuple[Entry, ...]]
+    count: int
+
+    @staticmethod
+    def start(graph: Graph, library: Library, delta: Delta | None = None) -> RewriteState:
+        """The state of a graph, matched from scratch. `delta` is evaluated for each candidate."""
+        finder = _Finder(graph, library, delta)
+        for node in graph.nodes():
+            finder.look(node, library.root_plans)
+        return RewriteState(graph, library, delta, Map(finder.index({})), len(finder.found))
+
+    @property
+    def fingerprint(self) -> int:
+        return self.graph.fingerprint
+
+    @property
+    def candidates(self) -> list[Match]:
+        """Every admitted match, in a reproducible order."""
+        return [
+            e
+            for value, entries in self.index.items()
+            for e in entries
+            if e.reads[0] == value and e.__class__ is Match
+        ]
+
+    def find(self, key: Key) -> Match | None:
+        """The candidate of a trace's key."""
+        for entry in self.index.get(key[1][0], ()):
+            if isinstance(entry, Match) and entry.key == key:
+                return entry
+        return None
+
+    def edit(self, match: Match) -> Edit:
+        """What applying a candidate changes."""
+        return build_edit(self.graph, match)
+
+    def apply(self, match: Match, edit: Edit | None = None) -> RewriteState:
+        """The successor, with its candidates (pass `edit` if it is at hand).
+
+        Raises RuleError if the rule's target does not fit.
+        """
+        if edit is None:
+            edit = build_edit(self.graph, match)
+        self.library.stats[match.rule.name].applied += 1
+        graph, changed = apply_edit(self.graph, edit)
+        dirty, gone = dirty_values(self.graph, graph, edit, changed)
+
+        index = self.index
+        fallen: set[Entry] = set()
+        for value in dirty:
+            fallen.update(index.get(value, ()))
+        touched: dict[Value, list[Entry]] = {}
+        anchors: dict[Value, set[str]] = {}
+        lost = 0
+        for entry in fallen:
+            lost += entry.__class__ is Match
+            if isinstance(entry.rule, RegionRule):
+                anchors.setdefault(entry.reads[0], set()).add(entry.rule.name)
+            for value in entry.reads:
+                if value not in touched:
+                    touched[value] = [e for e in index[value] if e not in fallen]
+
+        finder = _Finder(graph, self.library, self.delta)
+        producers, plans = graph.producers, self.library.plans
+        for value in dirty:
+            node = producers.get(value)
+            if node is not None and node.outputs[0] == value:
+                finder.look(node, plans)
+                anchors.pop(value, None)
+        for value, names in anchors.items():
+            node = producers.get(value)
+            if node is not None:
+                finder.look_for_regions(node, names)
+
+        mutation = index.mutate()
+        for value, entries in finder.index(touched, index).items():
+            if entries:
+                mutation[value] = entries
+            elif value in mutation:
+                del mutation[value]
+        for value in gone:
+            if value in mutation:
+                del mutation[value]
+        return RewriteState(
+            graph, self.library, self.delta, mutation.finish(), self.count - lost + len(finder.found)
+        )
+
+
+def dirty_values(
+    old: Graph, new: Graph, edit: Edit, changed: Iterable[Value]
+) -> tuple[set[Value], set[Value]]:
+    """(keys under which the index is stale, those of them that name no node any more)."""
+    dirty: set[Value] = set(changed)
+    gone: set[Value] = set()
+    producers = new.producers
+    for node in edit.removed:
+        dirty.add(node.outputs[0])
+        if node.outputs[0] not in producers:
+            gone.add(node.outputs[0])
+    for before, after in edit.rewired:
+        dirty.add(before.outputs[0])
+        dirty.add(after.outputs[0])
+    for node in edit.added:
+        dirty.add(node.outputs[0])
+        for out, type in zip(node.outputs, node.types):
+            # Conditions read types: whoever reads a value of a more precise type is looked at again.
+            if out in old.producers and old.type(out) is not type:
+                dirty.update(new.uses.get(out, ()))
+    for value in tuple(dirty):
+        producer = producers.get(value)
+        if producer is not None:
+            dirty.add(producer.outputs[0])
+    return dirty, gone
+
+
+def build_edit(graph: Graph, match: Match) -> Edit:
+    """Trace a match's target. Raises RuleError if it does not fit, Refused if it finds a reason only now."""
+    builder = GraphBuilder(graph)
+    rule = match.rule
+    if isinstance(rule, RegionRule):
+        region: Region = match.found
+        results = rule.target(builder, region, *(builder.val(v) for v in region.inputs))
+        replaced = region.outputs
+    else:
+        assert match.pattern is not None
+        values = [builder.val(v) for v in match.values]
+        captures = Captures(dict(zip(match.pattern.captures, match.found)))
+        given = [captures, *values] if rule.target_takes_captures else values
+        results = rule.target(builder, *given)
+        replaced = tuple(match.nodes[o.node.index].outputs[o.index] for o in match.pattern.outputs)
+    listed = list(results) if isinstance(results, (list, tuple)) else [results]
+    if len(listed) != len(replaced) or not all(isinstance(r, Val) for r in listed):
+        raise RuleError(f"{rule.name}: the target must return {len(replaced)} values")
+    return builder.edit(rule.name, replaced, listed)
+
+
+class _Finder:
+    """Collects the matches that start at some nodes of a graph."""
+
+    def __init__(self, graph: Graph, library: Library, delta: Delta | None) -> None:
+        self.graph = graph
+        self.library = library
+        self.delta = delta
+        self.outputs = frozenset(graph.outputs)
+        self.found: dict[Key, Match] = {}
+        self.seen: set[Key] = set()
+        self.attempts: dict[tuple[Value, str], Attempt] = {}
+
+    def look(self, node: Node, plans: dict[str, list[Plan]]) -> None:
+        graph = self.graph
+        producers, uses = graph.producers, graph.uses
+        timed = self.library.timed
+        for plan in plans.get(node.op, ()):
+            pattern = plan.pattern
+            begin = time.perf_counter() if timed else 0.0
+
+            def found(
+                nodes: tuple[Node, ...],
+                values: tuple[Value, ...],
+                attrs: tuple[Any, ...],
+                p: Pattern = pattern,
+            ) -> None:
+                self.consider(p, nodes, values, attrs)
+
+            plan.run(node, producers, uses, self.outputs, graph, found)
+            if timed:
+                self.library.stats[pattern.rule.name].seconds += time.perf_counter() - begin
+        if node.op in self.library.regions:
+            self.look_for_regions(node, None)
+
+    def consider(
+        self, pattern: Pattern, nodes: tuple[Node, ...], values: tuple[Value, ...], attrs: tuple[Any, ...]
+    ) -> None:
+        """A match of a pattern: ask its rule's conditions."""
+        ids = tuple([n.outputs[0] for n in nodes])
+        key = (pattern.rule.name, ids + values)
+        if key in self.seen:
+            return
+        self.seen.add(key)
+        stats = self.library.stats[pattern.rule.name]
+        stats.matched += 1
+        rule = pattern.rule
+        graph = self.graph
+        try:
+            vals = [None if v == ABSENT else Val(graph, v, graph.type(v)) for v in values]
+            if rule.dtypes is not None:
+                out = pattern.outputs[0]
+                if nodes[out.node.index].types[out.index].dtype not in rule.dtypes:
+                    raise Refused("no kernel for the element type")
+            _check_shapes(pattern, vals)
+            if rule.has_where:
+                rule.where(Captures(dict(zip(pattern.captures, attrs))), *vals)
+            self.admit(Match(rule, nodes, values, key, pattern, attrs, ids))
+        except Refused as reason:
+            stats.refused[str(reason)] += 1
+
+    def look_for_regions(self, node: Node, names: set[str] | None) -> None:
+        if node.types[0].const:
+            return
+        for rule in self.library.regions[node.op]:
+            if names is not None and rule.name not in names:
+                continue
+            begin = time.perf_counter() if self.library.timed else 0.0
+            stats = self.library.stats[rule.name]
+            reader = Reader(self.graph)
+            reader.reads.add(node.outputs[0])
+            region: Region | None = None
+            try:
+                region = rule.find(reader, node)
+                if region is not None:
+                    stats.matched += 1
+                    if (
+                        rule.dtypes is not None
+                        and self.graph.type(region.outputs[0]).dtype not in rule.dtypes
+                    ):
+                        raise Refused("no kernel for the element type")
+                    reads = self._reads(node, reader)
+                    detail = mix(*(n.outputs[0] for n in region.nodes), *region.inputs, *region.outputs)
+                    key = (rule.name, (node.outputs[0], detail))
+                    if key not in self.seen:
+                        self.seen.add(key)
+                        self.admit(Match(rule, region.nodes, region.inputs, key, None, region, reads))
+            except Refused as reason:
+                stats.refused[str(reason)] += 1
+                region = None
+            if region is None and len(reader.reads) > 1:
+                self.attempts[(node.outputs[0], rule.name)] = Attempt(rule, self._reads(node, reader))
+            if self.library.timed:
+                stats.seconds += time.perf_counter() - begin
+
+    @staticmethod
+    def _reads(anchor: Node, reader: Reader) -> tuple[Value, ...]:
+        reader.reads.discard(anchor.outputs[0])
+        return (anchor.outputs[0], *sorted(reader.reads))
+
+    def admit(self, match: Match) -> None:
+        """Keep a match, unless it changes nothing; ask the cost model."""
+        edit = build_edit(self.graph, match)
+        if changes_nothing(edit, self.graph):
+            return
+        if self.delta is not None:
+            object.__setattr__(match, "delta", self.delta(self.graph, edit))
+        self.found[match.key] = match
+        self.library.stats[match.rule.name].admitted += 1
+
+    def index(
+        self, touched: dict[Value, list[Entry]], old: Map[Value, tuple[Entry, ...]] | None = None
+    ) -> dict[Value, tuple[Entry, ...]]:
+        """What the index holds under each value that a new match, or one that fell, depends on."""
+        entries: list[Entry] = [*self.found.values(), *self.attempts.values()]
+        for entry in entries:
+            for value in entry.reads:
+                if value not in touched:
+                    touched[value] = list(old.get(value, ())) if old is not None else []
+                touched[value].append(entry)
+        return {value: tuple(kept) for value, kept in touched.items()}
+
+
+def changes_nothing(edit: Edit, graph: Graph) -> bool:
+    if edit.outputs != graph.outputs:
+        return False
+    before = sum(n.fingerprint for n in edit.removed) + sum(o.fingerprint for o, _ in edit.rewired)
+    return before == sum(n.fingerprint for n in edit.added) + sum(n.fingerprint for _, n in edit.rewired)
+
+
+def _check_shapes(pattern: Pattern, vals: list[Val | None]) -> None:
+    """Refuse what the rule's `shapes` do not declare: it is proven for those only."""
+    reason = ""
+    for alternative in pattern.shapes:
+        if not alternative:
+            return
+        reason = _mismatch(alternative, pattern, vals)
+        if not reason:
+            return
+    raise Refused(reason)
+
+
+def _mismatch(alternative: dict[str, Any], pattern: Pattern, vals: list[Val | None]) -> str:
+    sizes: dict[str, Any] = {}
+    for var, val in zip(pattern.variables, vals):
+        spec = alternative.get(var.name)
+        if spec is None or val is None:
+            continue
+        if spec.const and not val.type.const:
+            return f"{var.name} is not constant"
+        if spec.dtype is not None and val.type.dtype not in DTYPE_FLAGS[spec.dtype]:
+            return f"{var.name} is not of type {spec.dtype}"
+        if spec.dims is None or (spec.open and not spec.dims):
+            continue
+        shape = val.type.shape
+        if shape is None:
+            return f"the rank of {var.name} is not known"
+        if len(shape) < len(spec.dims) if spec.open else len(shape) != len(spec.dims):
+            return f"{var.name} has {len(shape)} dimensions"
+        for wanted, got in zip(spec.dims, shape[len(shape) - len(spec.dims) :]):
+            if isinstance(wanted, int):
+                if wanted != got:
+                    return f"a dimension of {var.name} is {got}, not {wanted}"
+            elif wanted in sizes:
+                if got is None or sizes[wanted] != got:
+                    return f"dimension {wanted} of {var.name} differs, or is not known"
+            else:
+                sizes[wanted] = got
+    return ""
