@@ -1,0 +1,107 @@
+"""How fast a machine is: the figures that the roofline divides by."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+from xrlflow.ops.work import Kind
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """The part of the machine's peak and of its bandwidth that kernels of one kind reach."""
+
+    compute: float
+    bandwidth: float
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """A CPU with a runtime on it. Speeds are those of all `threads` together.
+
+    `peak`: operations per second of a large float32 matrix product. `cache_bandwidth`, `memory_bandwidth`: bytes
+    per second of elementwise kernels on what fits into `cache` bytes and on what does not. `overhead`: seconds
+    that the runtime takes to call any kernel. `fork`: seconds more to spread it over the threads. `grouped`:
+    (channels per group, part of the peak) of grouped convolutions with fewer channels per group than a
+    vector has lanes, ascending. `lanes`: float32 elements of a vector register, to which channels are padded.
+    """
+
+    name: str
+    threads: int
+    peak: float
+    cache_bandwidth: float
+    memory_bandwidth: float
+    cache: float
+    overhead: float
+    fork: float
+    speeds: Mapping[Kind, Speed]
+    grouped: tuple[tuple[int, float], ...]
+    lanes: int = 16
+
+    @staticmethod
+    def reference() -> Machine:
+        """Fixed figures, so that results can be repeated anywhere; the default of tests.
+
+        Measured in November 2026 with ONNX Runtime 1.31 on two threads of an AMD EPYC of the Zen 4
+        generation (AVX-512).
+        """
+        return REFERENCE
+
+
+REFERENCE = Machine(
+    name="reference",
+    threads=2,
+    peak=225e9,
+    cache_bandwidth=150e9,
+    memory_bandwidth=70e9,
+    cache=32e6,
+    overhead=0.5e-6,
+    fork=2e-6,
+    speeds=MappingProxyType(
+        {
+            Kind.GEMM: Speed(0.93, 1.0),
+            Kind.CONV: Speed(1.0, 1.0),
+            Kind.GROUPED_CONV: Speed(1.0, 1.0),
+            Kind.DEPTHWISE_CONV: Speed(0.4, 1.0),
+            Kind.RECURRENT: Speed(0.5, 1.0),
+            Kind.ELEMENTWISE: Speed(0.35, 1.0),
+            Kind.REDUCE: Speed(0.35, 0.5),
+            Kind.MOVE: Speed(0.35, 0.9),
+            Kind.SHUFFLE: Speed(0.35, 0.1),
+            Kind.VIEW: Speed(1.0, 1.0),
+            Kind.OTHER: Speed(0.05, 0.5),
+        }
+    ),
+    grouped=((1, 0.04), (2, 0.085), (4, 0.2), (8, 0.36)),
+)
+
+
+def cpu_name() -> str:
+    """The processor's model, as the operating system names it."""
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        fields: dict[str, str] = {}
+        for line in info.read_text(errors="replace").splitlines():
+            key, _, value = line.partition(":")
+            fields.setdefault(key.strip(), value.strip())
+        if "model name" in fields:
+            # Virtual machines shorten the name: family, model and stepping tell generations apart.
+            detail = "/".join(fields.get(k, "?") for k in ("cpu family", "model", "stepping"))
+            return f"{fields['model name']} ({detail})"
+    return platform.processor() or platform.machine()
+
+
+def cache_bytes() -> float:
+    """Bytes of the largest cache of the first core; 32 MB where the system does not say."""
+    found = 0
+    for file in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+        text = file.read_text().strip()
+        unit = {"K": 1024, "M": 1024**2, "G": 1024**3}.get(text[-1:], 1)
+        digits = text.rstrip("KMG")
+        if digits.isdigit():
+            found = max(found, int(digits) * unit)
+    return float(found or 32e6)

@@ -1,0 +1,130 @@
+"""What a search minimises: the protocol, and the sum of operators that most models are."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from math import fsum
+from typing import Literal, Protocol
+
+from xrlflow.ir import ABSENT, Edit, Graph, Node, TensorType, Value
+
+Provenance = Literal["modelled", "measured"]
+InTypes = tuple[TensorType | None, ...]
+
+
+class CostModel(Protocol):
+    """A number to minimise, in seconds, and where it comes from. Only measured seconds are called latency."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def provenance(self) -> Provenance: ...
+
+    def cost(self, graph: Graph) -> float:
+        """Seconds of one run of the graph."""
+        ...
+
+    def delta(self, graph: Graph, edit: Edit) -> float:
+        """Seconds of the successor less those of the graph: negative where the edit pays."""
+        ...
+
+
+class AdditiveCost(ABC):
+    """The sum of the operators' own costs (TASO, section 5): a successor is priced from its edit alone.
+
+    An operator's price depends on operator, attributes and types around it, by which it is remembered. Constant
+    nodes are evaluated before the model runs, and cost nothing. `bindings` gives symbolic dimensions a number.
+    """
+
+    provenance: Provenance = "modelled"
+
+    def __init__(self, bindings: Mapping[str, int] | None = None) -> None:
+        self.bindings: dict[str, int] = dict(bindings or {})
+        self._prices: dict[tuple[object, ...], float] = {}
+
+    @property
+    @abstractmethod
+    def name(self) -> str: ...
+
+    @abstractmethod
+    def price(self, graph: Graph, node: Node, in_types: InTypes) -> float:
+        """Seconds of one call of the node; its constants can be looked up in the graph. Not remembered."""
+
+    def key(self, graph: Graph, node: Node, in_types: InTypes) -> tuple[object, ...]:
+        """What a price depends on. Types are interned, hence compared by identity."""
+        return (node.op, node.attrs.digest, in_types, node.types)
+
+    def seconds(self, graph: Graph, node: Node, in_types: InTypes) -> float:
+        """The price of one call, remembered; 0 for a constant node."""
+        if node.types[0].const:
+            return 0.0
+        key = self.key(graph, node, in_types)
+        found = self._prices.get(key)
+        if found is None:
+            found = self._prices[key] = self.price(graph, node, in_types)
+        return found
+
+    def cost(self, graph: Graph) -> float:
+        """Seconds of one run of the graph: the sum over its nodes."""
+        return fsum(self.breakdown(graph).values())
+
+    def breakdown(self, graph: Graph) -> dict[Value, float]:
+        """Seconds of each node, by its id."""
+        types: dict[Value, TensorType | None] = dict(graph.leaves.types)
+        types[ABSENT] = None
+        for node in graph.producers.values():
+            types.update(zip(node.outputs, node.types))
+        of = types.__getitem__
+        return {n.outputs[0]: self.seconds(graph, n, tuple(map(of, n.inputs))) for n in graph.nodes()}
+
+    def delta(self, graph: Graph, edit: Edit) -> float:
+        """Seconds of the successor less those of the graph.
+
+        Looks at the nodes that the edit removes, adds or rewires, and at the readers of values whose type it
+        makes more precise.
+        """
+        seconds = self.seconds
+        producers, leaves = graph.producers, graph.leaves.types
+        added = edit.added
+        new: dict[Value, TensorType | None] = {ABSENT: None}
+        refined: list[Value] = []
+        for node in added:
+            for value, type in zip(node.outputs, node.types):
+                new[value] = type
+                old_node = producers.get(value)
+                if old_node is not None and old_node.types[old_node.outputs.index(value)] is not type:
+                    refined.append(value)
+        old: dict[Value, TensorType | None] = {ABSENT: None}
+
+        def before(value: Value) -> TensorType | None:
+            found = old.get(value)
+            if found is None and value:
+                node = producers.get(value)
+                found = old[value] = (
+                    leaves[value]
+                    if node is None
+                    else node.types[0 if node.outputs[0] == value else node.outputs.index(value)]
+                )
+            return found
+
+        def after(value: Value) -> TensorType | None:
+            return new[value] if value in new else before(value)
+
+        total = 0.0
+        for node in added:
+            total += seconds(graph, node, tuple([after(v) for v in node.inputs]))
+        for node in edit.removed:
+            total -= seconds(graph, node, tuple([before(v) for v in node.inputs]))
+        for was, node in edit.rewired:
+            new.update((v, t) for v, t in zip(node.outputs, node.types) if v not in producers)
+            total += seconds(graph, node, tuple([after(v) for v in node.inputs]))
+            total -= seconds(graph, was, tuple([before(v) for v in was.inputs]))
+        if refined:
+            touched = {n.id for n in edit.removed} | {n.id for n, _ in edit.rewired}
+            for user in {i for v in refined for i in graph.uses.get(v, ())} - touched:
+                node = producers[user]
+                total += seconds(graph, node, tuple([after(v) for v in node.inputs]))
+                total -= seconds(graph, node, tuple([before(v) for v in node.inputs]))
+        return total

@@ -1,0 +1,510 @@
+"""How much an operator has to compute and to move: what a cost model divides by the machine's speed.
+
+`work` gives floating-point operations, bytes and kind of one node from the types around it. The table
+`COUNTS` has one small function per operator, `ELEMENTWISE` the operations per element; an operator in neither
+counts as one operation per element of its first output.
+
+Conventions. A multiplication and an addition are two operations. Every input is read once and every output
+written once, unless the operator touches only a part (Slice, Gather, Split). What ONNX Runtime does without
+touching data (Reshape, Squeeze, ...) is a VIEW: no operations, no bytes, only the call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from math import prod
+from typing import TypeVar
+
+from xrlflow.ir import Body, Graph, Node, TensorType
+
+Shape = tuple[int, ...]
+
+# What a dimension counts that is neither a number nor bound: one that is named like a batch (or is first and
+# nameless) as one, since latency is what people look at; any other (sequence, height, ...) as 64. The name
+# alone decides, so that a symbol counts the same wherever it stands.
+BATCH_DIM = 1
+OTHER_DIM = 64
+_BATCH_NAMES = frozenset({"n", "b", "bs"})
+
+
+class Kind(Enum):
+    """Operators that reach a similar part of the machine's speed."""
+
+    GEMM = "gemm"
+    CONV = "conv"
+    GROUPED_CONV = "grouped conv"  # more than one group, more than one channel per group
+    DEPTHWISE_CONV = "depthwise conv"  # one channel per group
+    RECURRENT = "recurrent"  # LSTM, GRU, RNN
+    ELEMENTWISE = "elementwise"
+    REDUCE = "reduce"  # reductions, normalisations, softmax, pooling
+    MOVE = "move"  # copies runs of neighbours
+    SHUFFLE = "shuffle"  # copies element by element: a Transpose of the innermost dimension
+    VIEW = "view"  # touches no data
+    OTHER = "other"  # control flow, sorting, and what we know nothing about
+
+
+@dataclass(frozen=True, slots=True)
+class Gemm:
+    """`count` independent products of [m, k] by [k, n].
+
+    A convolution is one product per group: m output positions, n output channels, k = channels x kernel.
+    """
+
+    count: int
+    m: int
+    n: int
+    k: int
+
+    @property
+    def flops(self) -> float:
+        return 2.0 * self.count * self.m * self.n * self.k
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What one call of an operator does.
+
+    `flops`: operations. `bytes`: memory traffic. `footprint`: distinct bytes touched, which decide whether
+    that traffic stays in the cache (less than `bytes` where weights are read at every step). `gemm`: the
+    product behind the operator, if it is one. `channels`: input channels per group of a convolution, else 0.
+    `bits`: the width of the elements that are computed on.
+    """
+
+    flops: float
+    bytes: float
+    kind: Kind
+    footprint: float = -1.0
+    gemm: Gemm | None = None
+    channels: int = 0
+    bits: int = 32
+
+    def __post_init__(self) -> None:
+        if self.footprint < 0:
+            object.__setattr__(self, "footprint", self.bytes)
+
+
+def dimensions(type: TensorType, bindings: Mapping[str, int]) -> Shape:
+    """The shape in numbers: symbols by `bindings`, what is not bound by default (see BATCH_DIM, OTHER_DIM).
+
+    An unknown rank counts as one dimension of OTHER_DIM.
+    """
+    if type.shape is None:
+        return (OTHER_DIM,)
+    return tuple(
+        d if isinstance(d, int) else _unbound(d, axis) if d is None or d not in bindings else bindings[d]
+        for axis, d in enumerate(type.shape)
+    )
+
+
+def _unbound(symbol: str | None, axis: int) -> int:
+    if symbol is None:
+        return BATCH_DIM if axis == 0 else OTHER_DIM
+    name = symbol.lower()
+    return BATCH_DIM if name in _BATCH_NAMES or "batch" in name else OTHER_DIM
+
+
+@dataclass(frozen=True, slots=True)
+class Operands:
+    """A node with its shapes in numbers and its tensors' bytes. An absent input is () with no bytes."""
+
+    node: Node
+    inputs: tuple[Shape, ...]
+    outputs: tuple[Shape, ...]
+    in_bytes: tuple[float, ...]
+    out_bytes: tuple[float, ...]
+    bits: int
+    bindings: Mapping[str, int]
+
+    def number(self, name: str, default: int) -> int:
+        value = self.node.attrs.get(name, default)
+        return value if isinstance(value, int) else default
+
+    def numbers(self, name: str, default: tuple[int, ...] = ()) -> tuple[int, ...]:
+        value = self.node.attrs.get(name, default)
+        return tuple(int(v) for v in value) if isinstance(value, tuple) else default
+
+    def input(self, index: int) -> Shape:
+        return self.inputs[index] if index < len(self.inputs) else ()
+
+    def input_bytes(self, index: int) -> float:
+        return self.in_bytes[index] if index < len(self.in_bytes) else 0.0
+
+    @property
+    def read(self) -> float:
+        return sum(self.in_bytes)
+
+    @property
+    def written(self) -> float:
+        return sum(self.out_bytes)
+
+    @property
+    def elements(self) -> int:
+        """Elements of the first output."""
+        return prod(self.outputs[0])
+
+
+Count = Callable[[Operands], Work]
+
+
+def work(node: Node, in_types: Sequence[TensorType | None], bindings: Mapping[str, int]) -> Work:
+    """The work of one call. `in_types[i]` is the type of `node.inputs[i]`, None for an absent one.
+
+    Control flow counts its bodies: a Scan as often as its inputs are long, a Loop once (its trip count is
+    not in the types), an If the mean of its branches.
+    """
+    weighted = list(bodies(node, in_types, bindings))
+    if weighted:
+        flops = sum(w * work(n, _in_types(g, n), bindings).flops for g, w in weighted for n in _running(g))
+        moved = sum(w * work(n, _in_types(g, n), bindings).bytes for g, w in weighted for n in _running(g))
+        return Work(flops, moved, Kind.OTHER)
+    operands = _operands(node, in_types, bindings)
+    count = COUNTS.get(node.op)
+    if count is not None:
+        return count(operands)
+    per_element = ELEMENTWISE.get(node.op)
+    kind = Kind.OTHER if per_element is None else Kind.ELEMENTWISE
+    return _dense(operands, (per_element or 1) * operands.elements, kind)
+
+
+def bodies(
+    node: Node, in_types: Sequence[TensorType | None], bindings: Mapping[str, int]
+) -> Iterator[tuple[Graph, float]]:
+    """The graphs inside a control-flow node, each with how often a call runs it."""
+    graphs = [value.graph for value in node.attrs.values() if isinstance(value, Body)]
+    weight = 1.0
+    if node.op == "If" and graphs:
+        weight = 1 / len(graphs)
+    elif node.op == "Scan":
+        explicit = in_types[: len(in_types) - node.captured]
+        count = node.attrs.get("num_scan_inputs", 1)
+        scanned = explicit[len(explicit) - count] if isinstance(count, int) else None
+        axes = node.attrs.get("scan_input_axes", (0,))
+        if scanned is not None and scanned.shape and isinstance(axes, tuple) and axes:
+            weight = float(dimensions(scanned, bindings)[int(axes[0])])
+    for graph in graphs:
+        yield graph, weight
+
+
+def _running(graph: Graph) -> list[Node]:
+    return [n for n in graph.nodes() if not n.const]
+
+
+def _in_types(graph: Graph, node: Node) -> list[TensorType | None]:
+    return [graph.type(v) if v else None for v in node.inputs]
+
+
+def _operands(node: Node, in_types: Sequence[TensorType | None], bindings: Mapping[str, int]) -> Operands:
+    inputs = tuple(() if t is None else dimensions(t, bindings) for t in in_types)
+    outputs = tuple(dimensions(t, bindings) for t in node.types)
+    first = in_types[0] if in_types and in_types[0] is not None else node.types[0]
+    return Operands(
+        node,
+        inputs,
+        outputs,
+        tuple(0.0 if t is None else prod(s) * t.dtype.bits / 8 for t, s in zip(in_types, inputs)),
+        tuple(prod(s) * t.dtype.bits / 8 for t, s in zip(node.types, outputs)),
+        first.dtype.bits,
+        bindings,
+    )
+
+
+def _dense(o: Operands, flops: float, kind: Kind) -> Work:
+    """Reads every input, writes every output."""
+    return Work(flops, o.read + o.written, kind, bits=o.bits)
+
+
+def _product(o: Operands, gemm: Gemm, kind: Kind = Kind.GEMM, channels: int = 0) -> Work:
+    return Work(gemm.flops, o.read + o.written, kind, gemm=gemm, channels=channels, bits=o.bits)
+
+
+# --- data movement ---
+
+
+def _view(o: Operands) -> Work:
+    return Work(0.0, 0.0, Kind.VIEW)
+
+
+def _copy(o: Operands) -> Work:
+    """Reads every input, writes the output."""
+    return Work(0.0, o.read + o.written, Kind.MOVE)
+
+
+def _pick(o: Operands) -> Work:
+    """Reads of its first input only what it writes."""
+    return Work(0.0, 2 * o.written + o.read - o.input_bytes(0), Kind.MOVE)
+
+
+def _transpose(o: Operands) -> Work:
+    shape = o.input(0)
+    perm = o.numbers("perm", tuple(reversed(range(len(shape)))))
+    moved = [axis for axis in perm if axis < len(shape) and shape[axis] != 1]
+    neighbours_stay = not moved or moved[-1] == max(moved)
+    return Work(0.0, o.read + o.written, Kind.MOVE if neighbours_stay else Kind.SHUFFLE)
+
+
+def _fill(o: Operands) -> Work:
+    return Work(0.0, o.written, Kind.MOVE)
+
+
+def _scatter(o: Operands) -> Work:
+    """Copies the data, then overwrites a part: the updates are the last input."""
+    return Work(0.0, o.read + o.written + o.in_bytes[-1], Kind.MOVE)
+
+
+# --- products ---
+
+
+def _matmul(o: Operands) -> Work:
+    return _product(o, matmul_shape(o.input(0), o.input(1)))
+
+
+def matmul_shape(a: Shape, b: Shape) -> Gemm:
+    """NumPy's matmul. With a matrix on the right, the leading dimensions on the left are rows."""
+    a = a if len(a) > 1 else (1, *a)
+    b = b if len(b) > 1 else (*b, 1)
+    m, k, n = a[-2], a[-1], b[-1]
+    if prod(b[:-2]) == 1:
+        return Gemm(1, prod(a[:-1]), n, k)
+    rank = max(len(a), len(b))
+    lead = zip((1,) * (rank - len(a)) + a[:-2], (1,) * (rank - len(b)) + b[:-2])
+    return Gemm(prod(max(x, y) for x, y in lead), m, n, k)
+
+
+def _qlinear_matmul(o: Operands) -> Work:
+    return _product(o, matmul_shape(o.input(0), o.input(3)))
+
+
+def _fused_matmul(o: Operands) -> Work:
+    a, b = o.input(0), o.input(1)
+    a = (*a[:-2], *a[:-3:-1]) if o.number("transA", 0) else a
+    b = (*b[:-2], *b[:-3:-1]) if o.number("transB", 0) else b
+    return _product(o, matmul_shape(a, b))
+
+
+def _gemm(o: Operands) -> Work:
+    a, b = o.input(0), o.input(1)
+    if len(a) != 2 or len(b) != 2:
+        return _dense(o, o.elements, Kind.OTHER)
+    m, k = (a[1], a[0]) if o.number("transA", 0) else a
+    return _product(o, Gemm(1, m, b[0] if o.number("transB", 0) else b[1], k))
+
+
+def _einsum(o: Operands) -> Work:
+    equation = o.node.attrs.get("equation", "")
+    plan = einsum_shape(equation if isinstance(equation, str) else "", o.inputs)
+    if plan is None:
+        return Work(0.0, o.read + o.written, Kind.SHUFFLE)
+    return _product(o, plan)
+
+
+def einsum_shape(equation: str, shapes: Sequence[Shape]) -> Gemm | None:
+    """The product behind an Einsum of two or more operands (those beyond the second widen it); None for one.
+
+    Labels of both operands and the result are batch, of one operand and the result rows or columns; all
+    others are summed over.
+    """
+    if len(shapes) < 2:
+        return None
+    left, _, right = equation.replace(" ", "").partition("->")
+    sizes: dict[str, int] = {}
+    labels: list[str] = []
+    for term, shape in zip(left.split(","), shapes):
+        hidden = len(shape) - len(term.replace("...", ""))
+        term = term.replace("...", "".join(chr(0x3B1 + i) for i in range(hidden)))
+        labels.append(term)
+        for label, size in zip(term, shape):
+            sizes[label] = max(size, sizes.get(label, 1))
+    if "->" in equation:
+        spread = sorted(label for label in sizes if label >= "\u03b1")
+        result = set(right.replace("...", "".join(spread)))
+    else:
+        joined = "".join(labels)
+        result = {label for label in sizes if joined.count(label) == 1 or label >= "\u03b1"}
+    first, rest = set(labels[0]), set("".join(labels[1:]))
+    return Gemm(
+        prod(sizes[x] for x in first & rest & result),
+        prod(sizes[x] for x in (first - rest) & result),
+        prod(sizes[x] for x in (rest - first) & result),
+        prod(sizes[x] for x in sizes if x not in result),
+    )
+
+
+def _conv(o: Operands) -> Work:
+    return _conv_over(o, o.input(1))
+
+
+def _qlinear_conv(o: Operands) -> Work:
+    return _conv_over(o, o.input(3))
+
+
+def _conv_over(o: Operands, weight: Shape) -> Work:
+    out = o.outputs[0]
+    if len(out) < 3 or len(weight) < 3:
+        return _dense(o, o.elements, Kind.OTHER)
+    groups, channels = o.number("group", 1), weight[1]
+    gemm = Gemm(groups, out[0] * prod(out[2:]), max(1, weight[0] // groups), channels * prod(weight[2:]))
+    if groups == 1:
+        return _product(o, gemm, Kind.CONV, channels)
+    return _product(o, gemm, Kind.DEPTHWISE_CONV if channels == 1 else Kind.GROUPED_CONV, channels)
+
+
+def _conv_transpose(o: Operands) -> Work:
+    """A product into a column buffer (written and read once more), then its sum into the image."""
+    x, weight = o.input(0), o.input(1)
+    if len(x) < 3 or len(weight) < 3:
+        return _dense(o, o.elements, Kind.OTHER)
+    groups = o.number("group", 1)
+    gemm = Gemm(groups, x[0] * prod(x[2:]), weight[1] * prod(weight[2:]), max(1, weight[0] // groups))
+    columns = 2.0 * groups * gemm.m * gemm.n * o.bits / 8
+    base = _product(o, gemm)
+    return replace(base, bytes=base.bytes + columns, footprint=base.bytes + columns)
+
+
+def _attention(o: Operands) -> Work:
+    """softmax(Q K^T) V, of opset 23 and com.microsoft. Q, K, V are [b,h,s,d] or [b,s,h*d]."""
+    query, key, value = o.input(0), o.input(1), o.input(2)
+    if len(query) == 4 and len(key) == 4 and len(value) == 4:
+        batch, heads, rows, depth = query
+        columns, out = key[2], value[3]
+    elif len(query) == 3 and len(key) == 3 and len(value) == 3:
+        heads = max(1, o.number("q_num_heads", o.number("num_heads", 1)))
+        shared = max(1, o.number("kv_num_heads", heads))
+        batch, rows, depth = query[0], query[1], query[2] // heads
+        columns, out = key[1], value[2] // shared
+    else:
+        return _dense(o, o.elements, Kind.OTHER)
+    if o.node.op == "Attention" and len(o.input(4)) == 4:  # past_key
+        columns += o.input(4)[2]
+    return _attend(o, batch * heads, rows, columns, depth, out)
+
+
+def _attend(o: Operands, count: int, rows: int, columns: int, depth: int, out: int) -> Work:
+    scores = float(count * rows * columns)
+    flops = scores * (2 * depth + 2 * out + 3 + ELEMENTWISE["Exp"])
+    moved = o.read + o.written + 4 * scores * o.bits / 8  # the scores: written and read by softmax, product
+    return Work(flops, moved, Kind.GEMM, gemm=Gemm(count, rows, columns, depth + out), bits=o.bits)
+
+
+def _packed_attention(o: Operands) -> Work:
+    """com.microsoft::Attention: the projection [b,s,d] x [d,3d] and the attention of its parts."""
+    x, weight = o.input(0), o.input(1)
+    if len(x) != 3 or len(weight) != 2:
+        return _dense(o, o.elements, Kind.OTHER)
+    heads, width = max(1, o.number("num_heads", 1)), weight[1] // 3
+    attended = _attend(o, x[0] * heads, x[1], x[1], width // heads, width // heads)
+    projection = Gemm(1, x[0] * x[1], weight[1], weight[0])
+    return replace(attended, flops=attended.flops + projection.flops, gemm=projection)
+
+
+def _recurrent(o: Operands) -> Work:
+    """X [t,b,i], W and R of gates*h rows (either way around); R is read again at every step."""
+    x, weight, recurrence = o.input(0), o.input(1), o.input(2)
+    if len(x) != 3 or len(weight) != 3 or len(recurrence) != 3:
+        return _dense(o, o.elements, Kind.OTHER)
+    steps, batch = (x[1], x[0]) if o.number("layout", 0) else (x[0], x[1])
+    directions = weight[0]
+    rows = max(1, weight[1] * weight[2] // max(1, x[2]))
+    step = Gemm(directions, batch, rows, x[2] + recurrence[1] * recurrence[2] // rows)
+    pointwise = steps * batch * directions * rows * ELEMENTWISE["Sigmoid"]
+    touched = o.read + o.written
+    moved = touched + max(0, steps - 1) * o.input_bytes(2)
+    return Work(steps * step.flops + pointwise, moved, Kind.RECURRENT, touched, step, bits=o.bits)
+
+
+# --- reductions ---
+
+
+def _per_input(flops: float) -> Count:
+    def count(o: Operands) -> Work:
+        return _dense(o, flops * prod(o.input(0)), Kind.REDUCE)
+
+    return count
+
+
+def _pool(o: Operands) -> Work:
+    return _dense(o, float(o.elements * prod(o.numbers("kernel_shape", (1,)))), Kind.REDUCE)
+
+
+def _sort(o: Operands) -> Work:
+    return _dense(o, 10.0 * prod(o.input(0)), Kind.OTHER)
+
+
+def _elementwise(flops: float) -> Count:
+    def count(o: Operands) -> Work:
+        return _dense(o, flops * o.elements, Kind.ELEMENTWISE)
+
+    return count
+
+
+def _power(o: Operands) -> Work:
+    """Squares, cubes and roots, hence any one exponent for all elements, are fast; others one at a time."""
+    return _dense(o, (8.0 if prod(o.input(1)) == 1 else 270.0) * o.elements, Kind.ELEMENTWISE)
+
+
+def _sum(o: Operands) -> Work:
+    return _dense(o, float(o.elements * max(1, len(o.inputs) - 1)), Kind.ELEMENTWISE)
+
+
+T = TypeVar("T")
+
+
+def _table(*rows: tuple[str, T]) -> dict[str, T]:
+    """Each row: operators separated by blanks, and what they share."""
+    return {op: value for ops, value in rows for op in ops.split()}
+
+
+# Operations per element of the output, in units of what a vector unit does: transcendental functions by what
+# their polynomials take, and those that ONNX Runtime computes one element at a time (its CPU kernels call the
+# C library there) by what they take compared with Tanh, as measured.
+ELEMENTWISE: dict[str, float] = _table(
+    ("Add And BitShift BitwiseAnd BitwiseNot BitwiseOr BitwiseXor Cast CastLike Equal", 1.0),
+    ("Greater GreaterOrEqual IsInf IsNaN Less LessOrEqual Mul Neg Not Or Relu Sub Where Xor Abs", 1.0),
+    ("Clip LeakyRelu Shrink ThresholdedRelu HardSigmoid DequantizeLinear", 2.0),
+    ("Reciprocal Softsign QuantizeLinear RotaryEmbedding", 4.0),
+    ("Ceil Div Floor HardSwish Round Sqrt", 8.0),
+    ("Exp", 8.0),
+    ("Tanh Sigmoid com.microsoft::QuickGelu", 12.0),
+    ("Erf", 20.0),
+    ("Gelu com.microsoft::Gelu com.microsoft::FastGelu com.microsoft::BiasGelu", 24.0),
+    ("Log Elu Selu Celu Sign Asin Acos Atan", 70.0),
+    ("Sin Cos PRelu", 150.0),
+    ("Softplus Mish Mod Tan", 420.0),
+    ("Sinh Cosh Asinh Acosh Atanh", 1300.0),
+)
+
+COUNTS: dict[str, Count] = _table(
+    ("Reshape Squeeze Unsqueeze Flatten Identity Dropout Shape Size Constant", _view),
+    ("Concat Expand Tile Pad DepthToSpace SpaceToDepth ReverseSequence Trilu Resize", _copy),
+    ("Slice Split Gather GatherElements GatherND Compress CenterCropPad", _pick),
+    ("ConstantOfShape Range EyeLike OneHot RandomNormal RandomUniform", _fill),
+    ("Scatter ScatterElements ScatterND TensorScatter", _scatter),
+    ("Transpose", _transpose),
+    ("MatMul MatMulInteger", _matmul),
+    ("com.microsoft::MatMulIntegerToFloat com.microsoft::DynamicQuantizeMatMul", _matmul),
+    ("com.microsoft::FusedMatMul", _fused_matmul),
+    ("QLinearMatMul", _qlinear_matmul),
+    ("Gemm com.microsoft::FusedGemm", _gemm),
+    ("Einsum", _einsum),
+    ("Conv ConvInteger DeformConv com.microsoft::FusedConv", _conv),
+    ("QLinearConv", _qlinear_conv),
+    ("ConvTranspose", _conv_transpose),
+    ("Attention com.microsoft::MultiHeadAttention", _attention),
+    ("com.microsoft::Attention", _packed_attention),
+    ("LSTM GRU RNN com.microsoft::DynamicQuantizeLSTM", _recurrent),
+    ("Pow", _power),
+    ("Sum Max Min Mean", _sum),
+    ("BatchNormalization", _elementwise(2)),
+    ("MaxPool AveragePool LpPool", _pool),
+    ("GlobalAveragePool GlobalMaxPool ReduceMean ReduceSum ReduceMax ReduceMin", _per_input(1)),
+    ("ReduceProd ArgMax ArgMin CumSum", _per_input(1)),
+    ("ReduceL1 ReduceL2 ReduceSumSquare LpNormalization GlobalLpPool DynamicQuantizeLinear", _per_input(2)),
+    ("RMSNormalization com.microsoft::SkipSimplifiedLayerNormalization", _per_input(12)),
+    ("InstanceNormalization GroupNormalization MeanVarianceNormalization", _per_input(20)),
+    ("LayerNormalization com.microsoft::SkipLayerNormalization", _per_input(20)),
+    ("ReduceLogSum ReduceLogSumExp", _per_input(10)),
+    ("Softmax LogSoftmax Hardmax", _per_input(14)),
+    ("LRN", _per_input(20)),
+    ("TopK NonZero Unique NonMaxSuppression", _sort),
+)
