@@ -14,6 +14,7 @@ from typing import Any
 from immutables import Map
 
 from xrlflow.ir import ABSENT, Edit, Graph, Node, Value, apply_edit, mix
+from xrlflow.ir.graph import FINGERPRINT_MASK, outputs_fingerprint
 from xrlflow.rewrite.build import GraphBuilder
 from xrlflow.rewrite.library import Library, Plan
 from xrlflow.rewrite.pattern import Pattern
@@ -51,6 +52,8 @@ class Match:
     found: Any
     reads: tuple[Value, ...]
     delta: float = 0.0
+    # What the edit adds to the fingerprint, as far as other edits have not changed its surroundings.
+    shift: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -310,8 +313,10 @@ class _Finder:
     def admit(self, match: Match) -> None:
         """Keep a match, unless it changes nothing; ask the cost model."""
         edit = build_edit(self.graph, match)
-        if changes_nothing(edit, self.graph):
+        shift = fingerprint_shift(self.graph, edit)
+        if not shift:
             return
+        object.__setattr__(match, "shift", shift)
         if self.delta is not None:
             object.__setattr__(match, "delta", self.delta(self.graph, edit))
         self.found[match.key] = match
@@ -330,11 +335,14 @@ class _Finder:
         return {value: tuple(kept) for value, kept in touched.items()}
 
 
-def changes_nothing(edit: Edit, graph: Graph) -> bool:
+def fingerprint_shift(graph: Graph, edit: Edit) -> int:
+    """What an edit adds to the fingerprint, modulo 2^64; 0 if it changes nothing."""
+    shift = sum([n.fingerprint for n in edit.added]) - sum([n.fingerprint for n in edit.removed])
+    for before, after in edit.rewired:
+        shift += after.fingerprint - before.fingerprint
     if edit.outputs != graph.outputs:
-        return False
-    before = sum(n.fingerprint for n in edit.removed) + sum(o.fingerprint for o, _ in edit.rewired)
-    return before == sum(n.fingerprint for n in edit.added) + sum(n.fingerprint for _, n in edit.rewired)
+        shift += outputs_fingerprint(edit.outputs) - outputs_fingerprint(graph.outputs)
+    return shift & FINGERPRINT_MASK
 
 
 def _check_shapes(pattern: Pattern, vals: list[Val | None]) -> None:

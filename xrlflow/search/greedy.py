@@ -1,0 +1,38 @@
+"""Greedy search: always the substitution that gains most."""
+
+from __future__ import annotations
+
+import time
+
+from xrlflow.rewrite import RewriteState
+from xrlflow.search.result import Found, Limits, Path, SearchResult, Shortlist, extend
+
+
+def greedy(state: RewriteState, cost: float, limits: Limits) -> SearchResult:
+    """Apply the candidate with the largest modelled gain until none gains.
+
+    `state` has the cost model's deltas in its candidates; `cost` is the modelled cost of its graph.
+    """
+    begin = time.monotonic()
+    path: Path | None = None
+    shortlist = Shortlist()
+    shortlist.offer(Found(state, path, cost))
+    expanded = generated = 0
+    interrupted = False
+    try:
+        while not limits.over(expanded, cost):
+            candidates = state.candidates
+            generated += len(candidates)
+            best = min(candidates, key=lambda m: (m.delta, m.key), default=None)
+            # A gain that only rounding sees is none: it could go on for ever.
+            if best is None or best.delta >= -1e-9 * cost:
+                break
+            state = state.apply(best)
+            expanded += 1
+            cost += best.delta
+            path = extend(path, best, cost)
+            shortlist.offer(Found(state, path, cost))
+    except KeyboardInterrupt:
+        interrupted = True
+    found = Found(state, path, cost)
+    return SearchResult(found, shortlist.best(), expanded, generated, time.monotonic() - begin, interrupted)

@@ -1,0 +1,36 @@
+"""Random legal edits that ignore the cost: for tests, and as a control for every other strategy."""
+
+from __future__ import annotations
+
+import random as stdlib_random
+import time
+
+from xrlflow.rewrite import RewriteState
+from xrlflow.search.result import Found, Limits, Path, SearchResult, extend
+
+
+def random_walk(state: RewriteState, cost: float, limits: Limits, seed: int = 0) -> SearchResult:
+    """`limits.budget` substitutions, each drawn uniformly from the candidates of its state.
+
+    The result is where the walk ends, not the cheapest graph on the way.
+    """
+    begin = time.monotonic()
+    rng = stdlib_random.Random(seed)
+    path: Path | None = None
+    expanded = generated = 0
+    interrupted = False
+    try:
+        while not limits.over(expanded, cost):
+            candidates = state.candidates
+            generated += len(candidates)
+            if not candidates:
+                break
+            match = rng.choice(candidates)
+            state = state.apply(match)
+            cost += match.delta
+            expanded += 1
+            path = extend(path, match, cost)
+    except KeyboardInterrupt:
+        interrupted = True
+    found = Found(state, path, cost)
+    return SearchResult(found, (found,), expanded, generated, time.monotonic() - begin, interrupted)

@@ -1,0 +1,123 @@
+"""What every search strategy takes and gives."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from xrlflow.rewrite import Match, RewriteState
+from xrlflow.rewrite.state import Key
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One substitution of a trace: the rule, where (ids of nodes and values), and the modelled cost afterwards."""
+
+    rule: str
+    family: str
+    key: Key
+    cost: float
+
+
+@dataclass(frozen=True, slots=True)
+class Path:
+    """The way to a state: its last step, and the way before."""
+
+    step: Step
+    before: Path | None
+    families: frozenset[str]
+
+    def steps(self) -> tuple[Step, ...]:
+        found: list[Step] = []
+        at: Path | None = self
+        while at is not None:
+            found.append(at.step)
+            at = at.before
+        return tuple(reversed(found))
+
+
+def extend(path: Path | None, match: Match, cost: float) -> Path:
+    """The path with one more substitution."""
+    families = path.families if path is not None else frozenset()
+    step = Step(match.rule.name, match.rule.family, match.key, cost)
+    return Path(step, path, families if step.family in families else families | {step.family})
+
+
+def steps_of(path: Path | None) -> tuple[Step, ...]:
+    return path.steps() if path is not None else ()
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A state that a search found, the substitutions that lead there, and its modelled cost."""
+
+    state: RewriteState
+    path: Path | None
+    cost: float
+
+    @property
+    def trace(self) -> tuple[Step, ...]:
+        return steps_of(self.path)
+
+    @property
+    def families(self) -> frozenset[str]:
+        return self.path.families if self.path is not None else frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class SearchResult:
+    """The best state by modelled cost, and a shortlist: the best of each set of rule families, best first."""
+
+    best: Found
+    shortlist: tuple[Found, ...]
+    expanded: int
+    generated: int
+    seconds: float
+    interrupted: bool
+
+
+@dataclass(slots=True)
+class Limits:
+    """When a search stops: after `budget` expanded states, at `deadline` (time.monotonic), or on Ctrl-C."""
+
+    budget: int = 1000
+    deadline: float | None = None
+    progress: Callable[[int, float], None] | None = None
+
+    def over(self, expanded: int, best: float) -> bool:
+        if self.progress is not None:
+            self.progress(expanded, best)
+        return expanded >= self.budget or (self.deadline is not None and time.monotonic() >= self.deadline)
+
+
+@dataclass(slots=True)
+class Shortlist:
+    """The cheapest state of each set of rule families."""
+
+    size: int = 8
+    kept: dict[frozenset[str], Found] = field(default_factory=dict)
+
+    def offer(self, found: Found) -> None:
+        known = self.kept.get(found.families)
+        if known is None or found.cost < known.cost:
+            self.kept[found.families] = found
+            if len(self.kept) > 8 * self.size:
+                self.kept = {f.families: f for f in self.best()}
+
+    def best(self) -> tuple[Found, ...]:
+        return tuple(sorted(self.kept.values(), key=lambda f: f.cost)[: self.size])
+
+
+class TraceError(ValueError):
+    """A trace does not fit the graph that it is replayed on."""
+
+
+def replay(state: RewriteState, trace: Sequence[Step]) -> Iterator[RewriteState]:
+    """The states after each step of a trace. Raises TraceError if a step is not among the candidates."""
+    for index, step in enumerate(trace):
+        match = state.find((step.key[0], step.key[1]))
+        if match is None:
+            raise TraceError(f"step {index + 1} of the trace ({step.rule}) does not apply to this graph")
+        state = state.apply(match)
+        yield state

@@ -1,0 +1,31 @@
+"""Sweeps: one rule wherever it applies, for substitutions whose worth an operator-level model cannot see."""
+
+from __future__ import annotations
+
+from xrlflow.rewrite import RewriteState
+from xrlflow.search.result import Found, Limits, extend
+
+
+def sweep(found: Found, rule: str, limits: Limits, at_most: float) -> Found:
+    """Apply `rule` until it has no candidate whose modelled delta is at most `at_most` (seconds).
+
+    A rule that keeps finding new places stops after as many substitutions as the graph has nodes.
+    """
+    state, path, cost = found.state, found.path, found.cost
+    most = state.graph.node_count
+    seen = {state.fingerprint}
+    applied = 0
+    while applied < most and not limits.over(applied, cost):
+        fitting = [m for m in state.candidates if m.rule.name == rule and m.delta <= at_most]
+        if not fitting:
+            break
+        match = min(fitting, key=lambda m: (m.delta, m.key))
+        successor: RewriteState = state.apply(match)
+        if successor.fingerprint in seen:
+            break
+        seen.add(successor.fingerprint)
+        state = successor
+        cost += match.delta
+        path = extend(path, match, cost)
+        applied += 1
+    return Found(state, path, cost)
