@@ -1,0 +1,22 @@
+"""ONNX files in and out."""
+
+from xrlflow.onnxio.errors import GrowthError, ModelError
+from xrlflow.onnxio.exporter import check, check_input, check_result, export, save, size_of, to_proto
+from xrlflow.onnxio.importer import Source, load
+from xrlflow.onnxio.model import ImportedModel, NodeLabel
+
+__all__ = [
+    "GrowthError",
+    "ImportedModel",
+    "ModelError",
+    "NodeLabel",
+    "Source",
+    "check",
+    "check_input",
+    "check_result",
+    "export",
+    "load",
+    "save",
+    "size_of",
+    "to_proto",
+]

@@ -1,0 +1,356 @@
+"""Graphs to ONNX files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import BinaryIO
+
+import onnx
+import onnx.checker
+import onnx.helper
+import onnx.shape_inference
+import onnx_ir
+
+from xrlflow import weights
+from xrlflow.ir import ABSENT, SMALL, Body, Const, DType, Graph, Node, RawAttr, TensorType, Value
+from xrlflow.onnxio import protos, versions
+from xrlflow.onnxio.errors import GrowthError, ModelError
+from xrlflow.onnxio.model import ImportedModel
+from xrlflow.onnxio.tensors import raw_data, tensor_proto
+from xrlflow.onnxio.wire import StreamedTensor, write_model
+from xrlflow.ops.infer import attr_proto, type_proto
+from xrlflow.ops.schema import IR_VERSION, output_is_optional, split_op
+
+# Models with more bytes of weights than this get a file of their own for them (a protocol buffer ends at 2 GB).
+EXTERNAL_ABOVE = 3 << 29
+# What a node takes in a file besides its weights, roughly: names and attributes.
+_BYTES_PER_NODE = 120
+# The newest IR version that ONNX Runtime reads.
+_MAX_IR_VERSION = 13
+# External tensors of this many bytes start at a page, others at a cache line.
+_PAGED = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """A model without its large weights, and those by their initialisers' names."""
+
+    proto: onnx.ModelProto
+    large: dict[str, Const]
+
+
+def export(model: ImportedModel, graph: Graph) -> onnx_ir.Model:
+    """The model with `graph` for its computation; large weights are views of where they lie."""
+    written = _write(model, graph)
+    for name, const in written.large.items():
+        written.proto.graph.initializer.append(
+            onnx.TensorProto(name=name, data_type=int(const.type.dtype), dims=_dims(const))
+        )
+    out = onnx_ir.from_proto(written.proto)
+    for name, const in written.large.items():
+        dtype = onnx_ir.DataType(int(const.type.dtype))
+        out.graph.initializers[name].const_value = onnx_ir.Tensor(const.numpy(), dtype=dtype, name=name)
+    return out
+
+
+def to_proto(model: ImportedModel, graph: Graph, *, opset: int | None = None) -> onnx.ModelProto:
+    """The same as one ModelProto. Raises ModelError if that would be over 2 GB, or `opset` cannot be had."""
+    written = _write(model, graph, opset)
+    if sum(c.type.nbytes or 0 for c in written.large.values()) > EXTERNAL_ABOVE:
+        raise ModelError(f"{model.name}: over 2 GB, which one ModelProto cannot hold: save it to a file")
+    written.proto.graph.initializer.extend(tensor_proto(n, c) for n, c in written.large.items())
+    return written.proto
+
+
+def size_of(model: ImportedModel, graph: Graph) -> int:
+    """Bytes that the graph would take in a file, nearly, without evaluating its constants."""
+    frame: int = model.frame.ByteSize()
+    return frame + _size(graph)
+
+
+def _size(graph: Graph) -> int:
+    found = weights.plan(graph)
+    total = weights.stored_bytes(graph, found) + _BYTES_PER_NODE * len(found.nodes)
+    for node in found.nodes:
+        for attr in node.attrs.values():
+            if isinstance(attr, Body):
+                total += _size(attr.graph)
+            elif isinstance(attr, RawAttr):
+                total += len(attr.proto)
+    return total
+
+
+def save(
+    model: ImportedModel,
+    graph: Graph,
+    path: str | os.PathLike[str],
+    *,
+    opset: int | None = None,
+    max_growth: float = 1.2,
+) -> None:
+    """Write the model with `graph` for its computation to a file, whole or not at all.
+
+    `opset` asks for an older version of ONNX's operators than the canonical one. Models that came with
+    external data, or are over 1.5 GB, get a data file beside them (`NAME.data`). Raises GrowthError if the
+    result has more than `max_growth` times the bytes of the input, ModelError if it cannot be written.
+    """
+    written = _write(model, graph, opset)
+    target = os.fspath(path)
+    total = written.proto.ByteSize() + sum(c.type.nbytes or 0 for c in written.large.values())
+    # Small models may grow by what names and attributes take.
+    if total > max(max_growth * model.size, model.size + (1 << 16)):
+        raise GrowthError(
+            f"{target}: the result would have {total:,} bytes, over {max_growth:g} times the "
+            f"{model.size:,} of {model.name}: allow more with --max-growth"
+        )
+    external = bool(written.large) and (model.external or total > EXTERNAL_ABOVE)
+    try:
+        if external:
+            data_path = f"{target}.data"
+            location = os.path.basename(data_path)
+            with _replacing(data_path) as file:
+                _write_data(file, location, written)
+        with _replacing(target) as file:
+            _write_file(file, written, external)
+    except OSError as error:
+        raise ModelError(f"{target}: cannot be written ({error.strerror}): choose another output") from error
+
+
+def _write_data(file: BinaryIO, location: str, written: _Written) -> None:
+    """Write the large weights, and say in the proto where they are."""
+    at = 0
+    for name, const in written.large.items():
+        data = raw_data(const)
+        aligned = -at % (4096 if data.nbytes >= _PAGED else 64)
+        file.write(bytes(aligned))
+        at += aligned
+        proto = written.proto.graph.initializer.add(
+            name=name, data_type=int(const.type.dtype), dims=_dims(const)
+        )
+        proto.data_location = onnx.TensorProto.EXTERNAL
+        for key, text in (("location", location), ("offset", str(at)), ("length", str(data.nbytes))):
+            proto.external_data.add(key=key, value=text)
+        file.write(data)
+        at += data.nbytes
+
+
+def _write_file(file: BinaryIO, written: _Written, external: bool) -> None:
+    graph = written.proto.graph.SerializeToString()
+    frame = onnx.ModelProto()
+    frame.CopyFrom(written.proto)
+    frame.ClearField("graph")
+    streamed = [
+        StreamedTensor(tensor_proto(name, const, data=False).SerializeToString(), raw_data(const))
+        for name, const in ({} if external else written.large).items()
+    ]
+    write_model(file, frame.SerializeToString(), graph, streamed)
+
+
+@contextmanager
+def _replacing(path: str) -> Iterator[BinaryIO]:
+    """A file that takes the place of `path` when it is complete."""
+    temporary = f"{path}.{os.getpid()}.part"
+    try:
+        with open(temporary, "xb") as file:
+            yield file
+        os.replace(temporary, path)
+    finally:
+        if os.path.exists(temporary):
+            os.unlink(temporary)
+
+
+def check(proto: onnx.ModelProto) -> str | None:
+    """What ONNX's checker, with types, has against a model without external data; None if it passes."""
+    try:
+        onnx.checker.check_model(proto, full_check=True)
+    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
+        return str(error)
+    return None
+
+
+def check_result(model: ImportedModel, graph: Graph) -> None:
+    """Raise ModelError if ONNX's checker refuses the result and did not refuse the input.
+
+    Large weights stand as inputs in what is checked: the checker does not look at their data.
+    """
+    written = _write(model, graph)
+    for name, const in written.large.items():
+        written.proto.graph.input.append(onnx.ValueInfoProto(name=name, type=type_proto(const.type)))
+    problem = check(written.proto)
+    if problem is not None and check_input(model) is None:
+        raise ModelError(f"{model.name}: the result is not a valid model (a bug of xrlflow): {problem}")
+
+
+def check_input(model: ImportedModel) -> str | None:
+    """What ONNX's checker has against the model as it was read."""
+    proto = onnx.ModelProto.FromString(model.stripped)
+    kept = []
+    for tensor in proto.graph.initializer:
+        if tensor.data_location == onnx.TensorProto.EXTERNAL:
+            if tensor.name not in {v.name for v in proto.graph.input}:
+                kind = onnx.helper.make_tensor_type_proto(tensor.data_type, tensor.dims)
+                proto.graph.input.append(onnx.ValueInfoProto(name=tensor.name, type=kind))
+        else:
+            kept.append(tensor)
+    del proto.graph.initializer[:]
+    proto.graph.initializer.extend(kept)
+    model.store.fill(protos.tensors(proto.graph))
+    return check(proto)
+
+
+def _dims(const: Const) -> list[int]:
+    return [d for d in const.type.shape or () if isinstance(d, int)]
+
+
+def _write(model: ImportedModel, graph: Graph, opset: int | None = None) -> _Written:
+    proto = onnx.ModelProto()
+    proto.CopyFrom(model.frame)
+    writer = _Writer(model, proto)
+    writer.main(graph)
+    if opset is not None and opset != model.opset:
+        versions.lower(model.name, proto, opset)
+    del proto.graph.quantization_annotation[:]
+    proto.graph.quantization_annotation.extend(
+        a for a in model.frame.graph.quantization_annotation if a.tensor_name in writer.taken
+    )
+    imported = {o.domain for o in proto.opset_import}
+    for domain in sorted(writer.domains - imported - {""}):
+        proto.opset_import.add(domain=domain, version=1)
+    proto.ir_version = min(max(proto.ir_version, IR_VERSION), _MAX_IR_VERSION)
+    return _Written(proto, writer.large)
+
+
+class _Writer:
+    """Writes one model. Names are unique over all its graphs: a body sees the names around it."""
+
+    def __init__(self, model: ImportedModel, proto: onnx.ModelProto) -> None:
+        self.model = model
+        self.proto = proto
+        self.taken: set[str] = set()
+        self.domains: set[str] = set()
+        self.large: dict[str, Const] = {}
+        self.handles: dict[int, str] = {}  # names of large constants, by the identity of their data
+        self.contents: dict[tuple[TensorType, bytes], str] = {}  # of those that were computed
+
+    def main(self, graph: Graph) -> None:
+        out = self.proto.graph
+        declared = [v.name for v in out.output]
+        self.taken.update(v.name for v in out.input)
+        self.taken.update(declared)
+        names = {value: info.name for value, info in zip(graph.inputs, out.input)}
+        for name, const in self.model.overridable.items():
+            out.initializer.append(tensor_proto(name, const))
+        self._graph(graph, out, names, declared)
+
+    def _graph(
+        self, graph: Graph, out: onnx.GraphProto, names: dict[Value, str], declared: list[str]
+    ) -> None:
+        """Nodes and initialisers of a graph; `names` has those of its inputs, `declared` of its outputs."""
+        found, computed = weights.materialise(graph)
+        made = {v for node in found.nodes for v in node.outputs}
+        read = {v for node in found.nodes for v in node.inputs} | set(graph.outputs)
+        aliases: list[tuple[str, Value]] = []
+        for name, value in zip(declared, graph.outputs):
+            if value in made and value not in names:
+                names[value] = name
+            else:
+                aliases.append((name, value))
+        # All names of this graph before those of its bodies, so that a clash changes the inner one.
+        for node in found.nodes:
+            for index, value in enumerate(node.outputs):
+                if value in names:
+                    continue
+                if value not in read and output_is_optional(node.op, index):
+                    names[value] = ""
+                else:
+                    stem = split_op(node.op)[1].lower()
+                    names[value] = self._fresh(graph.leaves.names.get(value) or f"{stem}_{len(names)}")
+        for value in found.constants:
+            const = computed.get(value) or graph.leaves.consts[value]
+            wish = graph.leaves.names.get(value) or f"const_{len(names)}"
+            if const.type.dtype == DType.STRING or (const.type.size or 0) <= SMALL:
+                names[value] = self._fresh(wish)
+                out.initializer.append(tensor_proto(names[value], const))
+            else:
+                names[value] = self._large(const, wish, value in computed)
+        for node in found.nodes:
+            out.node.append(self._node(node, names))
+        for name, value in aliases:
+            out.node.append(onnx.helper.make_node("Identity", [names[value]], [name]))
+
+    def _large(self, const: Const, wish: str, computed: bool) -> str:
+        """The name of a large constant: an initialiser of the outermost graph, one for equal contents."""
+        name = self.handles.get(id(const.handle))
+        if name is not None:
+            return name
+        key = (const.type, blake2b(raw_data(const), digest_size=16).digest()) if computed else None
+        name = self.contents.get(key) if key is not None else None
+        if name is None:
+            name = self._fresh(wish)
+            self.large[name] = const
+        if key is not None:
+            self.contents[key] = name
+        self.handles[id(const.handle)] = name
+        return name
+
+    def _fresh(self, wish: str) -> str:
+        name, number = wish, 1
+        while name in self.taken:
+            name, number = f"{wish}_{number}", number + 1
+        self.taken.add(name)
+        return name
+
+    def _node(self, node: Node, names: Mapping[Value, str]) -> onnx.NodeProto:
+        domain, op = split_op(node.op)
+        if domain.startswith(versions.QUALIFIED):
+            domain = ""
+        self.domains.add(domain)
+        outputs = [names[v] for v in node.outputs]
+        while len(outputs) > 1 and not outputs[-1]:
+            outputs.pop()
+        inputs = ["" if v == ABSENT else names[v] for v in node.explicit_inputs]
+        proto = onnx.NodeProto(op_type=op, domain=domain, input=inputs, output=outputs)
+        captured = iter(node.inputs[len(node.explicit_inputs) :])
+        for name, attr in node.attrs.items():
+            if not isinstance(attr, Body):
+                proto.attribute.append(attr_proto(name, attr))
+                continue
+            body = self._body(attr, [names[next(captured)] for _ in attr.captured])
+            if not name.endswith("]"):
+                proto.attribute.append(onnx.helper.make_attribute(name, body))
+                continue
+            name = name[: name.index("[")]  # one of a list of bodies
+            if not proto.attribute or proto.attribute[-1].name != name:
+                proto.attribute.add(name=name, type=onnx.AttributeProto.GRAPHS)
+            proto.attribute[-1].graphs.append(body)
+        label = self.model.labels.get(node.id)
+        if label is not None and label.op == node.op:
+            proto.name, proto.doc_string = label.name, label.doc_string
+            for key, value in label.metadata:
+                proto.metadata_props.add(key=key, value=value)
+        return proto
+
+    def _body(self, body: Body, outer: list[str]) -> onnx.GraphProto:
+        graph = body.graph
+        out = onnx.GraphProto(name=body.name or "body")
+        formals = graph.inputs[: len(graph.inputs) - len(body.captured)]
+        names = dict(zip(body.captured, outer))
+        for at, value in enumerate(formals):
+            names[value] = self._fresh(graph.leaves.names.get(value) or f"in_{at}")
+            out.input.append(_info(names[value], graph.type(value)))
+        declared = []
+        for at, value in enumerate(graph.outputs):
+            declared.append(self._fresh(graph.leaves.names.get(value) or f"out_{at}"))
+            out.output.append(_info(declared[-1], graph.type(value)))
+        self._graph(graph, out, names, declared)
+        return out
+
+
+def _info(name: str, type: TensorType) -> onnx.ValueInfoProto:
+    if type.dtype == DType.UNDEFINED and type.other is None:
+        return onnx.ValueInfoProto(name=name)
+    return onnx.ValueInfoProto(name=name, type=type_proto(type))

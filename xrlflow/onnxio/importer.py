@@ -1,0 +1,517 @@
+"""ONNX files to graphs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import onnx
+import onnx.inliner
+import onnx.numpy_helper
+import onnx.shape_inference
+from google.protobuf.message import DecodeError, EncodeError  # type: ignore[import-untyped]
+
+from xrlflow import weights
+from xrlflow.ir import (
+    ABSENT,
+    SMALL,
+    Attr,
+    Attrs,
+    Body,
+    Const,
+    DType,
+    Graph,
+    Leaves,
+    Node,
+    RawAttr,
+    TensorType,
+    TypeConflict,
+    Value,
+    digest,
+    merge_types,
+    mix,
+    output_key,
+)
+from xrlflow.onnxio import protos, versions
+from xrlflow.onnxio import shapes as dimensions
+from xrlflow.onnxio.errors import ModelError
+from xrlflow.onnxio.model import ImportedModel, NodeLabel
+from xrlflow.onnxio.tensors import ConstPool, TensorStore, array_const, map_file
+from xrlflow.onnxio.wire import WireError, strip_model
+from xrlflow.ops.infer import UNKNOWN, InferenceError, infer, type_of_proto
+from xrlflow.ops.schema import canonical_attrs, is_foldable, schema
+
+Source = str | os.PathLike[str] | bytes | onnx.ModelProto
+
+
+def load(
+    source: Source, *, shapes: Mapping[str, Sequence[int]] | None = None, fix_shapes: bool = False
+) -> ImportedModel:
+    """Read a model: a path, the bytes of a file, or a ModelProto.
+
+    `shapes` gives the whole shape of some of the inputs. They bind the symbols of the declared dimensions
+    (`ImportedModel.bindings`); with `fix_shapes` the numbers also replace those dimensions in the model.
+    Weights stay in the file, which is mapped: it must not be changed in place (replacing it is harmless).
+    Raises ModelError.
+    """
+    store = _open(source)
+    stripped, proto = _parse(store)
+    external_bytes = 0
+    for tensor in protos.tensors(proto.graph):
+        if tensor.data_location == onnx.TensorProto.EXTERNAL:
+            external_bytes += store.check(tensor)  # says at once what is missing
+
+    proto = _inlined(store, proto)
+    nodes_before = protos.count_nodes(proto.graph)
+    _drop_weights_from_inputs(proto)
+    frame = _frame(proto)
+    bindings: dict[str, int] = {}
+    if shapes:
+        bindings = dimensions.bind(store.name, proto, shapes)
+        if fix_shapes:
+            dimensions.fix(proto, bindings)
+            frame = _frame(proto)
+    opset = versions.to_canonical(proto, store)
+    typed, declared = _typed(proto)
+    if bindings and not fix_shapes:
+        bindings = dimensions.solve(typed, bindings) | bindings
+    overridable = {
+        t.name: store.const(t)
+        for t in proto.graph.initializer
+        if t.name in {v.name for v in proto.graph.input}
+    }
+    importer = _Importer(store, bindings)
+    graph = importer.main(typed.graph, declared, overridable)
+    versions.set_opset(frame, opset)
+    return ImportedModel(
+        name=store.name,
+        graph=graph,
+        opset=opset,
+        frame=frame,
+        bindings=bindings,
+        fixed=fix_shapes,
+        nodes_before=nodes_before,
+        overridable=overridable,
+        labels=importer.labels,
+        store=store,
+        stripped=stripped,
+        size=store.data.nbytes + external_bytes,
+        external=bool(store.files),
+    )
+
+
+def _open(source: Source) -> TensorStore:
+    if isinstance(source, bytes):
+        return TensorStore("<bytes>", memoryview(source), None)
+    if isinstance(source, onnx.ModelProto):
+        try:
+            return TensorStore("<ModelProto>", memoryview(source.SerializeToString()), None)
+        except (EncodeError, ValueError) as error:
+            raise ModelError(
+                "<ModelProto>: it is over 2 GB: save it with external data and pass the path"
+            ) from error
+    path = os.fspath(source)
+    try:
+        return TensorStore(path, map_file(path), path)
+    except FileNotFoundError as error:
+        raise ModelError(f"{path}: there is no such file: check the path") from error
+    except IsADirectoryError as error:
+        raise ModelError(f"{path}: is a folder: pass the .onnx file in it") from error
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read ({error.strerror}): check its permissions") from error
+
+
+def _parse(store: TensorStore) -> tuple[bytes, onnx.ModelProto]:
+    """The model without its large tensors, serialised and parsed."""
+    if store.data.nbytes == 0:
+        raise ModelError(f"{store.name}: the file is empty: export or download it again")
+    wrong = f"{store.name}: not an ONNX model, or cut off: export or download it again"
+    try:
+        stripped = strip_model(store.data)
+        proto = onnx.ModelProto.FromString(stripped)
+    except (WireError, DecodeError) as error:
+        raise ModelError(wrong) from error
+    if not proto.HasField("graph") or not (proto.ir_version or proto.opset_import):
+        raise ModelError(wrong)
+    if not proto.opset_import:
+        raise ModelError(f"{store.name}: names no opset: the file is cut off, export or download it again")
+    if not proto.graph.output:
+        raise ModelError(f"{store.name}: the graph has no outputs, so there is nothing to compute")
+    return stripped, proto
+
+
+def _inlined(store: TensorStore, proto: onnx.ModelProto) -> onnx.ModelProto:
+    """The model with calls of its functions replaced by their nodes (where opsets admit it)."""
+    for function in proto.functions:
+        for node in function.node:
+            for attribute in node.attribute:
+                store.fill([attribute.t] if attribute.HasField("t") else [])
+    if not proto.functions:
+        return proto
+    try:
+        return onnx.inliner.inline_local_functions(proto, convert_version=True)
+    except (RuntimeError, ValueError) as error:
+        raise ModelError(f"{store.name}: its functions cannot be inlined: {error}") from error
+
+
+def _drop_weights_from_inputs(proto: onnx.ModelProto) -> None:
+    """Before IR version 4 every initialiser had to be listed among the inputs, and no one could override it."""
+    if proto.ir_version >= 4:
+        return
+    weights_ = {t.name for t in proto.graph.initializer}
+    kept = [v for v in proto.graph.input if v.name not in weights_]
+    del proto.graph.input[:]
+    proto.graph.input.extend(kept)
+
+
+def _frame(proto: onnx.ModelProto) -> onnx.ModelProto:
+    """All but nodes, initialisers and value infos."""
+    frame = onnx.ModelProto()
+    frame.CopyFrom(proto)
+    for field in ("node", "initializer", "sparse_initializer", "value_info"):
+        frame.graph.ClearField(field)
+    return frame
+
+
+def _typed(proto: onnx.ModelProto) -> tuple[onnx.ModelProto, dict[str, TensorType]]:
+    """The model with inferred types, and the types that it declares itself.
+
+    What a file declares for its intermediate values may be stale. It is believed where it adds something, and
+    not at all if it contradicts in a single place what ONNX infers.
+    """
+    declared = {v.name: v.type for v in proto.graph.value_info}
+    unknown = {
+        name
+        for node in proto.graph.node
+        if node.domain not in ("", "ai.onnx") or not onnx.defs.has(node.op_type, "")
+        for name in node.output
+    }
+    bare = onnx.ModelProto()
+    bare.CopyFrom(proto)
+    del bare.graph.value_info[:]
+    bare.graph.value_info.extend(v for v in proto.graph.value_info if v.name in unknown)
+    try:
+        typed = onnx.shape_inference.infer_shapes(bare, data_prop=True)
+    except (onnx.shape_inference.InferenceError, RuntimeError):
+        # The model as a whole defeats ONNX's inference; node by node we may still learn most types.
+        return bare, {name: type_of_proto(t) for name, t in declared.items()}
+    believed: dict[str, TensorType] = {}
+    inferred = {v.name: v.type for v in typed.graph.value_info}
+    for name, type in declared.items():
+        known = type_of_proto(type)
+        if name in inferred:
+            try:
+                merge_types(type_of_proto(inferred[name]), known)
+            except TypeConflict:
+                return typed, {}
+        believed[name] = known
+    return typed, believed
+
+
+class _Scope:
+    """One graph while it is built: what its names mean, and what it takes from the scope around it."""
+
+    def __init__(self, parent: _Scope | None) -> None:
+        self.parent = parent
+        self.leaves = Leaves()
+        self.values: dict[str, Value] = {}
+        self.types: dict[str, TensorType] = {}
+        self.nodes: list[Node] = []
+        self.of_node: dict[Value, TensorType] = {}
+        self.captured: dict[Value, Value] = {}  # enclosing value -> input of this graph
+
+    def type(self, value: Value) -> TensorType:
+        found = self.of_node.get(value)
+        return found if found is not None else self.leaves.types[value]
+
+    def const(self, value: Value) -> Const | None:
+        return self.leaves.consts.get(value)
+
+    def find(self, name: str) -> Value | None:
+        """The value of a name, captured from the enclosing graphs if need be; constants are shared."""
+        value = self.values.get(name)
+        if value is not None or self.parent is None:
+            return value
+        outer = self.parent.find(name)
+        if outer is None:
+            return None
+        const = self.parent.const(outer)
+        if const is not None:
+            self.leaves.add_const(outer, const)
+            self.leaves.names.setdefault(outer, name)
+            self.values[name] = outer
+            return outer
+        if outer not in self.captured:
+            inner = mix(digest("captured"), len(self.captured))
+            self.captured[outer] = inner
+            self.leaves.types[inner] = self.parent.type(outer).as_const(False)
+            self.leaves.names[inner] = name
+        self.values[name] = self.captured[outer]
+        return self.values[name]
+
+
+class _Importer:
+    def __init__(self, store: TensorStore, bindings: Mapping[str, int]) -> None:
+        self.store = store
+        self.bindings = bindings
+        self.pool = ConstPool()
+        self.labels: dict[Value, NodeLabel] = {}
+        self.symbols: set[str] = set(bindings)
+
+    def main(
+        self, proto: onnx.GraphProto, declared: Mapping[str, TensorType], overridable: Mapping[str, Const]
+    ) -> Graph:
+        scope = _Scope(None)
+        for info in proto.input:
+            self.symbols.update(d.dim_param for d in info.type.tensor_type.shape.dim)
+        inputs = []
+        for info in proto.input:
+            value = mix(digest("input"), digest(info.name))
+            inputs.append(value)
+            scope.values[info.name] = value
+            scope.leaves.types[value] = self._type(info.type)
+            scope.leaves.names[value] = info.name
+        scope.types.update(declared)
+        return self._graph(proto, scope, inputs, overridable)
+
+    def _body(self, proto: onnx.GraphProto, parent: _Scope) -> tuple[Body, tuple[Value, ...]]:
+        """A body, and the enclosing values that it captures."""
+        scope = _Scope(parent)
+        inputs = []
+        for at, info in enumerate(proto.input):
+            value = mix(digest("formal"), at)
+            inputs.append(value)
+            scope.values[info.name] = value
+            scope.leaves.types[value] = self._type(info.type)
+            scope.leaves.names[value] = info.name
+        graph = self._graph(proto, scope, inputs, {})
+        return Body(graph, tuple(scope.captured.values()), proto.name), tuple(scope.captured)
+
+    def _graph(
+        self, proto: onnx.GraphProto, scope: _Scope, inputs: list[Value], overridable: Mapping[str, Const]
+    ) -> Graph:
+        for info in (*proto.value_info, *proto.output):
+            if info.type.WhichOneof("value"):
+                scope.types[info.name] = _merged(self._type(info.type), scope.types.get(info.name))
+        for tensor in proto.initializer:
+            if tensor.name not in overridable:
+                self._name_const(scope, tensor.name, self.store.const(tensor))
+        for sparse in proto.sparse_initializer:
+            name = sparse.values.name
+            node = onnx.helper.make_node("Constant", [], [name], sparse_value=sparse)
+            scope.types[name] = TensorType(DType(sparse.values.data_type), tuple(sparse.dims))
+            self._node(node, scope)
+        try:
+            order = protos.live_nodes(proto)
+        except ValueError as error:
+            raise ModelError(f"{self.store.name}: {error}: the file is damaged, export it again") from error
+        for node in order:
+            self._node(node, scope)
+        outputs = []
+        for info in proto.output:
+            outputs.append(self._find(scope, info.name, f"output {info.name!r}"))
+        return Graph.make(scope.nodes, (*inputs, *scope.captured.values()), tuple(outputs), scope.leaves)
+
+    def _find(self, scope: _Scope, name: str, reader: str) -> Value:
+        value = scope.find(name)
+        if value is None:
+            raise ModelError(
+                f"{self.store.name}: {reader} reads {name!r}, which nothing makes: the file is damaged, export it again"
+            )
+        return value
+
+    def _type(self, proto: onnx.TypeProto) -> TensorType:
+        type = type_of_proto(proto)
+        if type.shape is None or not any(isinstance(d, str) for d in type.shape):
+            return type
+        # What ONNX's inference makes up for dimensions that it cannot compute says nothing.
+        dims = tuple(
+            None if isinstance(d, str) and d.startswith("unk__") and d not in self.symbols else d
+            for d in type.shape
+        )
+        return TensorType(type.dtype, dims, type.const, type.other)
+
+    def _name_const(self, scope: _Scope, name: str, const: Const) -> None:
+        value = self.pool.add(const, scope.leaves)
+        scope.leaves.names.setdefault(value, name)
+        scope.values[name] = value
+
+    def _node(self, proto: onnx.NodeProto, scope: _Scope) -> None:
+        domain = "" if proto.domain == "ai.onnx" else proto.domain
+        op = f"{domain}::{proto.op_type}" if domain else proto.op_type
+        if op == "Constant" and (const := self._constant(proto)) is not None:
+            self._name_const(scope, proto.output[0], const)
+            return
+        reader = f"node {proto.name!r} ({op})" if proto.name else f"the {op} that makes {proto.output[0]!r}"
+        inputs = [self._find(scope, name, reader) if name else ABSENT for name in proto.input]
+        while inputs and inputs[-1] == ABSENT:
+            inputs.pop()
+        raw: dict[str, Attr] = {}
+        captured: list[Value] = []
+        for attribute in sorted(proto.attribute, key=lambda a: a.name):
+            if attribute.type == onnx.AttributeProto.GRAPH:
+                bodies = [(attribute.name, attribute.g)]
+            elif attribute.type == onnx.AttributeProto.GRAPHS:
+                bodies = [(f"{attribute.name}[{i:03}]", g) for i, g in enumerate(attribute.graphs)]
+            else:
+                raw[attribute.name] = self._attribute(attribute)
+                continue
+            for name, graph in bodies:
+                self._type_formals(proto, graph, [ABSENT if v == ABSENT else v for v in inputs], scope)
+                body, outer = self._body(graph, scope)
+                raw[name] = body
+                captured.extend(outer)
+        types = [None if v == ABSENT else scope.type(v) for v in inputs]
+        attrs = canonical_attrs(op, raw, types)
+        outputs = list(proto.output)
+        while len(outputs) > 1 and not outputs[-1]:
+            outputs.pop()
+        found = self._output_types(op, attrs, inputs, types, outputs, scope)
+        is_const = (
+            bool(inputs)
+            and is_foldable(op)
+            and not captured
+            and all(t is None or (t.const and t.dtype != DType.UNDEFINED) for t in types)
+            and all(t.dtype != DType.UNDEFINED for t in found)
+        )
+        folded = self._fold(op, attrs, inputs, found, scope) if is_const else None
+        if folded is None and op in ("Shape", "Size"):
+            folded = _fold_shape(op, attrs, types[0])
+        if folded is not None:
+            for name, array, type in zip(outputs, folded, found):
+                if name:
+                    self._name_const(scope, name, array_const(array, type.dtype))
+            return
+        all_inputs = (*inputs, *captured)
+        key, salt = mix(digest(op), attrs.digest, *all_inputs), 0
+        while output_key(key, 0, salt) in scope.of_node:
+            salt += 1
+        values = tuple(output_key(key, i, salt) for i in range(len(outputs)))
+        node = Node(op, all_inputs, values, tuple(t.as_const(is_const) for t in found), attrs, len(captured))
+        scope.nodes.append(node)
+        scope.of_node.update(zip(values, node.types))
+        for name, value in zip(outputs, values):
+            if name:
+                scope.values[name] = value
+                scope.leaves.names[value] = name
+        if proto.name or proto.doc_string or proto.metadata_props:
+            metadata = tuple((p.key, p.value) for p in proto.metadata_props)
+            self.labels[node.id] = NodeLabel(op, proto.name, proto.doc_string, metadata)
+
+    def _type_formals(
+        self, node: onnx.NodeProto, body: onnx.GraphProto, inputs: Sequence[Value], scope: _Scope
+    ) -> None:
+        """Give the inputs of a loop's body element types where the file gives none, in place."""
+        given: list[DType] = []
+        if node.op_type == "Loop":
+            given = [DType.INT64, DType.BOOL, *(scope.type(v).dtype for v in inputs[2:])]
+        elif node.op_type == "Scan":
+            given = [scope.type(v).dtype for v in inputs]
+        for info, dtype in zip(body.input, given):
+            if not info.type.WhichOneof("value") and dtype != DType.UNDEFINED:
+                info.type.tensor_type.elem_type = int(dtype)
+
+    def _attribute(self, proto: onnx.AttributeProto) -> Attr:
+        kind, kinds = proto.type, onnx.AttributeProto
+        if kind == kinds.INT:
+            return proto.i
+        if kind == kinds.FLOAT:
+            return proto.f
+        if kind == kinds.INTS and proto.ints:
+            return tuple(proto.ints)
+        if kind == kinds.FLOATS and proto.floats:
+            return tuple(proto.floats)
+        try:
+            if kind == kinds.STRING:
+                return proto.s.decode()
+            if kind == kinds.STRINGS and proto.strings:
+                return tuple(s.decode() for s in proto.strings)
+        except UnicodeDecodeError:  # bytes that are no text stay as they are, below
+            pass
+        copy = onnx.AttributeProto()
+        copy.CopyFrom(proto)
+        self.store.fill([copy.t] if kind == kinds.TENSOR else copy.tensors)
+        if kind == kinds.TENSOR:
+            copy.t.ClearField("name")
+        copy.ClearField("doc_string")
+        return RawAttr(copy.SerializeToString(deterministic=True))
+
+    def _constant(self, node: onnx.NodeProto) -> Const | None:
+        """The tensor that a Constant node makes, or None if it is sparse."""
+        attribute = node.attribute[0]
+        if attribute.name == "value":
+            return self.store.const(attribute.t)
+        if attribute.name in ("value_int", "value_ints"):
+            value = onnx.helper.get_attribute_value(attribute)
+            return array_const(np.array(value, np.int64), DType.INT64)
+        if attribute.name in ("value_float", "value_floats"):
+            value = onnx.helper.get_attribute_value(attribute)
+            return array_const(np.array(value, np.float32), DType.FLOAT)
+        if attribute.name in ("value_string", "value_strings"):
+            value = onnx.helper.get_attribute_value(attribute)
+            strings = value.decode() if isinstance(value, bytes) else [s.decode() for s in value]
+            return array_const(np.array(strings, object), DType.STRING)
+        return None
+
+    def _output_types(
+        self,
+        op: str,
+        attrs: Attrs,
+        inputs: Sequence[Value],
+        types: Sequence[TensorType | None],
+        outputs: Sequence[str],
+        scope: _Scope,
+    ) -> list[TensorType]:
+        found = [scope.types.get(name, UNKNOWN) for name in outputs]
+        bodies = any(isinstance(a, Body) for a in attrs.values())
+        if bodies or schema(op) is None or all(t.is_static or t.other is not None for t in found):
+            return found
+        data = [None if v == ABSENT else scope.const(v) for v in inputs]
+        try:
+            own = infer(op, attrs, types, data, len(outputs))
+        except InferenceError:  # the file may know more than we do
+            return found
+        return [_merged(a, b) for a, b in zip(own, found)]
+
+    def _fold(
+        self,
+        op: str,
+        attrs: Attrs,
+        inputs: Sequence[Value],
+        types: Sequence[TensorType],
+        scope: _Scope,
+    ) -> tuple[np.ndarray, ...] | None:
+        """The outputs of a node that is small in and out, or None."""
+        if any(t.size is None or t.size > SMALL for t in types):
+            return None
+        consts = [None if v == ABSENT else scope.const(v) for v in inputs]
+        arrays = [None if c is None else c.array for c in consts]
+        if any(v != ABSENT and a is None for v, a in zip(inputs, arrays)):
+            return None
+        try:
+            return weights.evaluate(op, attrs, arrays, types)
+        except weights.NotEvaluable:
+            return None
+
+
+def _merged(first: TensorType, second: TensorType | None) -> TensorType:
+    """What both types say; the first is believed where they contradict each other."""
+    if second is None:
+        return first
+    try:
+        return merge_types(first, second)
+    except TypeConflict:
+        return first
+
+
+def _fold_shape(op: str, attrs: Attrs, type: TensorType | None) -> tuple[np.ndarray, ...] | None:
+    if type is None or type.shape is None:
+        return None
+    if op == "Size":
+        return None if type.size is None else (np.array(type.size, np.int64),)
+    start, end = attrs.get("start", 0), attrs.get("end", len(type.shape))
+    if not isinstance(start, int) or not isinstance(end, int):
+        return None
+    dims = type.shape[start:end]
+    return (np.array(dims, np.int64),) if all(isinstance(d, int) for d in dims) else None

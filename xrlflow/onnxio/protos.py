@@ -1,0 +1,92 @@
+"""Walking over ModelProtos."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import onnx
+
+
+def subgraphs(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
+    """The bodies of a control-flow node."""
+    for attribute in node.attribute:
+        if attribute.type == onnx.AttributeProto.GRAPH:
+            yield attribute.g
+        elif attribute.type == onnx.AttributeProto.GRAPHS:
+            yield from attribute.graphs
+
+
+def count_nodes(graph: onnx.GraphProto) -> int:
+    """Operators of a graph and of all bodies in it."""
+    return len(graph.node) + sum(count_nodes(g) for n in graph.node for g in subgraphs(n))
+
+
+def tensors(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
+    """Every dense tensor in a graph: initialisers, attributes, those in bodies."""
+    yield from graph.initializer
+    for node in graph.node:
+        for attribute in node.attribute:
+            if attribute.type == onnx.AttributeProto.TENSOR:
+                yield attribute.t
+            elif attribute.type == onnx.AttributeProto.TENSORS:
+                yield from attribute.tensors
+        for body in subgraphs(node):
+            yield from tensors(body)
+
+
+def free_names(graph: onnx.GraphProto) -> set[str]:
+    """Names that a body reads from the graphs around it."""
+    made = {v.name for v in graph.input} | {t.name for t in graph.initializer}
+    made.update(t.values.name for t in graph.sparse_initializer)
+    made.update(name for node in graph.node for name in node.output)
+    read = {v.name for v in graph.output}
+    for node in graph.node:
+        read.update(reads(node))
+    return read - made - {""}
+
+
+def reads(node: onnx.NodeProto) -> set[str]:
+    """Names that a node reads, itself or in its bodies."""
+    out = {name for name in node.input if name}
+    for body in subgraphs(node):
+        out |= free_names(body)
+    return out
+
+
+def live_nodes(graph: onnx.GraphProto) -> list[onnx.NodeProto]:
+    """The nodes that the outputs depend on, producers first (files are not always sorted).
+
+    Raises ValueError on a cycle.
+    """
+    makers = {name: i for i, node in enumerate(graph.node) for name in node.output if name}
+    needs = [sorted({makers[n] for n in reads(node) if n in makers}) for node in graph.node]
+    live: set[int] = set()
+    work = [makers[v.name] for v in graph.output if v.name in makers]
+    while work:
+        at = work.pop()
+        if at not in live:
+            live.add(at)
+            work.extend(needs[at])
+    if all(child < at for at in live for child in needs[at]):
+        return [graph.node[i] for i in sorted(live)]
+    order: list[int] = []
+    state: dict[int, int] = {}
+    for root in sorted(live):
+        stack = [(root, iter(needs[root]))] if root not in state else []
+        state.setdefault(root, 1)
+        while stack:
+            at, children = stack[-1]
+            for child in children:
+                if state.get(child) == 1:
+                    raise ValueError(
+                        f"node {graph.node[child].name!r} ({graph.node[child].op_type}) is on a cycle"
+                    )
+                if child not in state:
+                    state[child] = 1
+                    stack.append((child, iter(needs[child])))
+                    break
+            else:
+                state[at] = 2
+                order.append(at)
+                stack.pop()
+    return [graph.node[i] for i in order]

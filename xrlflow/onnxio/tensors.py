@@ -1,0 +1,227 @@
+"""Constants that stay where they are: in the mapped model file, in external data, or in memory."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+import onnx.numpy_helper
+
+from xrlflow.ir import SMALL, ArrayHandle, Const, DType, Leaves, TensorType, Value, digest, mix
+from xrlflow.onnxio.errors import ModelError
+from xrlflow.onnxio.wire import EMBEDDED
+from xrlflow.ops.tensors import numpy_dtype
+
+# Bytes looked at in each of three places of a large constant before all of it is compared with another one.
+_SAMPLE = 4096
+# Bytes compared at a time, so that two mapped tensors need no memory of their own.
+_CHUNK = 1 << 22
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MappedTensor:
+    """A tensor whose bytes (little-endian, as ONNX stores them) lie in a buffer that is not copied."""
+
+    data: memoryview
+    dtype: DType
+    shape: tuple[int, ...]
+
+    def numpy(self) -> npt.NDArray[Any]:
+        if self.dtype.bits < 8:
+            proto = onnx.TensorProto(data_type=int(self.dtype), dims=self.shape, raw_data=bytes(self.data))
+            return onnx.numpy_helper.to_array(proto)
+        return np.frombuffer(self.data, numpy_dtype(self.dtype)).reshape(self.shape)
+
+    def raw(self) -> memoryview:
+        return self.data
+
+
+def raw_bytes(array: npt.NDArray[Any], dtype: DType) -> memoryview:
+    """The bytes of an array as ONNX stores them (`dtype` is not STRING); no copy where there need be none."""
+    if dtype.bits < 8:
+        return memoryview(onnx.numpy_helper.from_array(array).raw_data)
+    if array.dtype.byteorder == ">":
+        array = array.astype(array.dtype.newbyteorder("<"))
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+
+
+def tensor_proto(name: str, const: Const, data: bool = True) -> onnx.TensorProto:
+    """A constant as ONNX writes it, with its data or (for the caller to add) without."""
+    if const.type.dtype == DType.STRING:
+        return onnx.numpy_helper.from_array(const.numpy(), name)
+    dims = const.type.shape or ()
+    proto = onnx.TensorProto(
+        name=name, data_type=int(const.type.dtype), dims=[d for d in dims if isinstance(d, int)]
+    )
+    if data:
+        proto.raw_data = bytes(raw_data(const))
+    return proto
+
+
+def raw_data(const: Const) -> memoryview:
+    """A constant's bytes as ONNX stores them."""
+    handle = const.handle
+    if isinstance(handle, MappedTensor):
+        return handle.raw()
+    return raw_bytes(const.numpy(), const.type.dtype)
+
+
+def array_const(array: npt.NDArray[Any], dtype: DType) -> Const:
+    """An array as a constant; its elements are at hand (read-only) if they are few."""
+    data = np.asarray(array).view()
+    data.flags.writeable = False
+    return Const(TensorType(dtype, data.shape, True), ArrayHandle(data), data if data.size <= SMALL else None)
+
+
+def _samples(const: Const) -> bytes:
+    if const.type.dtype == DType.STRING:
+        return repr(const.numpy().tolist()).encode("utf-8", "surrogateescape")
+    raw = raw_data(const)
+    if raw.nbytes <= 3 * _SAMPLE:
+        return bytes(raw)
+    middle = raw.nbytes // 2
+    return b"".join(bytes(raw[at : at + _SAMPLE]) for at in (0, middle, raw.nbytes - _SAMPLE))
+
+
+def same_content(a: Const, b: Const) -> bool:
+    """Whether two constants of one type have the same bytes."""
+    if a.type.dtype == DType.STRING:
+        return bool(np.array_equal(a.numpy(), b.numpy()))
+    x, y = raw_data(a), raw_data(b)
+    if x.nbytes != y.nbytes:
+        return False
+    return all(x[i : i + _CHUNK] == y[i : i + _CHUNK] for i in range(0, x.nbytes, _CHUNK))
+
+
+@dataclass(slots=True)
+class ConstPool:
+    """Gives equal large constants one value: samples tell them apart, all is read only where those agree."""
+
+    _known: dict[int, list[Const]] = field(default_factory=dict)
+
+    def add(self, const: Const, leaves: Leaves) -> Value:
+        """The constant's value, with the constant among the leaves."""
+        if const.array is not None:
+            return leaves.intern(const.array, const.type.dtype)
+        head = mix(digest(repr(const.type)), digest(_samples(const).hex()))
+        known = self._known.setdefault(head, [])
+        for at, other in enumerate(known):
+            if other is const or same_content(other, const):
+                return leaves.add_const(mix(head, at), other)
+        known.append(const)
+        return leaves.add_const(mix(head, len(known) - 1), const)
+
+
+def _is_within(path: str, folder: str) -> bool:
+    return os.path.commonpath([os.path.abspath(path), os.path.abspath(folder)]) == os.path.abspath(folder)
+
+
+def map_file(path: str) -> memoryview:
+    """A file's bytes, mapped; raises OSError. The file may be replaced afterwards, the bytes stay."""
+    with open(path, "rb") as file:
+        if os.fstat(file.fileno()).st_size == 0:
+            return memoryview(b"")
+        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+
+
+@dataclass(slots=True)
+class TensorStore:
+    """Finds the data of a model's tensors: `data` is the serialised model, `path` its file, if it has one."""
+
+    name: str
+    data: memoryview
+    path: str | None
+    files: dict[str, memoryview] = field(default_factory=dict)
+
+    def const(self, proto: onnx.TensorProto) -> Const:
+        """A tensor as a constant. Raises ModelError if its data is missing, too short or elsewhere."""
+        dtype = DType(proto.data_type)
+        shape = tuple(proto.dims)
+        if proto.data_location != onnx.TensorProto.EXTERNAL:
+            if not proto.HasField("raw_data") or dtype.bits < 8:
+                return array_const(onnx.numpy_helper.to_array(proto), dtype)
+            found = memoryview(proto.raw_data)
+        else:
+            found = self._external(proto)
+        expected = (prod(shape) * dtype.bits + 7) // 8
+        if found.nbytes != expected:
+            raise ModelError(
+                f"{self.name}: tensor {proto.name!r} has {found.nbytes} bytes of data and needs {expected}: "
+                "the file is damaged, export or download it again"
+            )
+        handle = MappedTensor(found, dtype, shape)
+        small = handle.numpy() if prod(shape) <= SMALL else None
+        return Const(TensorType(dtype, shape, True), handle, small)
+
+    def check(self, proto: onnx.TensorProto) -> int:
+        """Bytes of a tensor outside the model's own file. Raises as `const` does."""
+        const = self.const(proto)
+        inside = any(e.key == "location" and e.value == EMBEDDED for e in proto.external_data)
+        return 0 if inside else const.type.nbytes or 0
+
+    def fill(self, tensors: Iterable[onnx.TensorProto]) -> None:
+        """Put back the data that `wire.strip_model` took out, in place (not what was external in the file)."""
+        for proto in tensors:
+            entries = {e.key: e.value for e in proto.external_data}
+            if entries.get("location") == EMBEDDED:
+                data = self._external(proto)
+                del proto.external_data[:]
+                proto.ClearField("data_location")
+                proto.raw_data = bytes(data)
+
+    def _external(self, proto: onnx.TensorProto) -> memoryview:
+        entries = {e.key: e.value for e in proto.external_data}
+        location = entries.get("location", "")
+        try:
+            offset, length = int(entries.get("offset", "0")), int(entries.get("length", "-1"))
+        except ValueError as error:
+            raise ModelError(f"{self.name}: tensor {proto.name!r}: {error} in its external data") from error
+        source = self.data if location == EMBEDDED else self._file(proto.name, location)
+        if length < 0:
+            dtype = DType(proto.data_type)
+            length = (prod(proto.dims) * dtype.bits + 7) // 8
+        if offset < 0 or offset + length > source.nbytes:
+            raise ModelError(
+                f"{self.name}: the external data file {location!r} is too short for tensor {proto.name!r}: "
+                "copy it again, it belongs to the model"
+            )
+        return source[offset : offset + length]
+
+    def _file(self, tensor: str, location: str) -> memoryview:
+        if location in self.files:
+            return self.files[location]
+        if self.path is None:
+            raise ModelError(
+                f"{self.name}: tensor {tensor!r} is in the external file {location!r}: "
+                "pass the model's path, or load its external data first"
+            )
+        folder = os.path.dirname(os.path.abspath(self.path))
+        path = os.path.join(folder, location)
+        allowed = (os.path.realpath(folder), os.path.dirname(os.path.realpath(self.path)))
+        if (
+            not location
+            or "\0" in location
+            or os.path.isabs(location)
+            or not _is_within(path, folder)
+            or not any(_is_within(os.path.realpath(path), place) for place in allowed)
+        ):
+            raise ModelError(
+                f"{self.name}: tensor {tensor!r} points to {location!r}, outside the model's folder, which is "
+                "refused: put the data file beside the model and write its bare name into it"
+            )
+        try:
+            found = map_file(path)
+        except OSError as error:
+            raise ModelError(
+                f"{self.name}: the external data file {location!r} cannot be read ({error.strerror}): "
+                "put it beside the model"
+            ) from error
+        self.files[location] = found
+        return found

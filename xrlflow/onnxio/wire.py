@@ -1,0 +1,189 @@
+"""Protocol buffers at the level of bytes, so that weights are neither read nor copied.
+
+A serialised model is split into a small one without its large tensors, which stay where they are (a mapped
+file, say), and a place for each of them. Encoding: https://protobuf.dev/programming-guides/encoding/
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from typing import BinaryIO
+
+# A tensor whose data is shorter than this stays in the small model.
+LARGE = 8192
+
+# `location` of a tensor whose data is in the model's own file (no path contains a NUL).
+EMBEDDED = "\0embedded"
+
+_LENGTH_DELIMITED = 2
+_FIXED = {1: 8, 5: 4}
+
+
+class WireError(ValueError):
+    """The bytes are not a complete protocol buffer."""
+
+
+class _Kind(Enum):
+    MODEL = 0
+    GRAPH = 1
+    NODE = 2
+    ATTRIBUTE = 3
+    FUNCTION = 4
+    TENSOR = 5
+
+
+# Which fields of which messages may hold tensors, by their numbers in onnx.proto.
+_CHILDREN: dict[_Kind, dict[int, _Kind]] = {
+    _Kind.MODEL: {7: _Kind.GRAPH, 25: _Kind.FUNCTION},
+    _Kind.GRAPH: {1: _Kind.NODE, 5: _Kind.TENSOR},
+    _Kind.NODE: {5: _Kind.ATTRIBUTE},
+    _Kind.ATTRIBUTE: {5: _Kind.TENSOR, 6: _Kind.GRAPH, 10: _Kind.TENSOR, 11: _Kind.GRAPH},
+    _Kind.FUNCTION: {7: _Kind.NODE},
+}
+# Fields of TensorProto whose payload is the tensor's little-endian bytes: float_data and double_data
+# (packed), raw_data.
+_PAYLOADS = frozenset({4, 9, 10})
+_EXTERNAL_DATA, _DATA_LOCATION = 13, 14
+
+
+@dataclass(frozen=True, slots=True)
+class _Field:
+    number: int
+    start: int  # of the tag
+    payload: int  # of the payload; -1 where it is not length-delimited
+    end: int
+
+
+def _varint(data: memoryview, at: int, end: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        if at >= end or shift > 63:
+            raise WireError("a number is cut off")
+        byte = data[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, at
+        shift += 7
+
+
+def _fields(data: memoryview, at: int, end: int) -> Iterator[_Field]:
+    while at < end:
+        start = at
+        tag, at = _varint(data, at, end)
+        kind, payload = tag & 7, -1
+        if kind == _LENGTH_DELIMITED:
+            length, payload = _varint(data, at, end)
+            at = payload + length
+        elif kind == 0:
+            _, at = _varint(data, at, end)
+        elif kind in _FIXED:
+            at += _FIXED[kind]
+        else:
+            raise WireError(f"byte {start} does not start a field")
+        if at > end or tag >> 3 == 0:
+            raise WireError(f"the field at byte {start} is cut off")
+        yield _Field(tag >> 3, start, payload, at)
+
+
+def varint(value: int) -> bytes:
+    """The encoding of a non-negative number."""
+    out = bytearray()
+    while value >= 0x80:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
+
+
+def header(field: int, length: int) -> bytes:
+    """Tag and length of a length-delimited field."""
+    return varint(field << 3 | _LENGTH_DELIMITED) + varint(length)
+
+
+def _entry(key: str, value: str) -> bytes:
+    k, v = key.encode(), value.encode()
+    body = header(1, len(k)) + k + header(2, len(v)) + v
+    return header(_EXTERNAL_DATA, len(body)) + body
+
+
+def _strip_tensor(data: memoryview, at: int, end: int, parts: list[bytes]) -> None:
+    for field in _fields(data, at, end):
+        if field.number in _PAYLOADS and field.payload >= 0 and field.end - field.payload >= LARGE:
+            for key, value in (
+                ("location", EMBEDDED),
+                ("offset", str(field.payload)),
+                ("length", str(field.end - field.payload)),
+            ):
+                parts.append(_entry(key, value))
+            parts.append(varint(_DATA_LOCATION << 3) + varint(1))  # EXTERNAL
+        else:
+            parts.append(bytes(data[field.start : field.end]))
+
+
+def _strip(data: memoryview, at: int, end: int, kind: _Kind, parts: list[bytes]) -> None:
+    if kind is _Kind.TENSOR:
+        _strip_tensor(data, at, end, parts)
+        return
+    children = _CHILDREN[kind]
+    kept = at  # what has not been copied yet starts here
+    for field in _fields(data, at, end):
+        child = children.get(field.number)
+        if child is None or field.payload < 0 or field.end - field.payload < LARGE:
+            continue
+        if field.start > kept:
+            parts.append(bytes(data[kept : field.start]))
+        kept = field.end
+        inner: list[bytes] = []
+        _strip(data, field.payload, field.end, child, inner)
+        parts.append(header(field.number, sum(map(len, inner))))
+        parts.extend(inner)
+    if end > kept:
+        parts.append(bytes(data[kept:end]))
+
+
+def strip_model(data: memoryview) -> bytes:
+    """The serialised ModelProto without its large tensors.
+
+    Their data is said to be external, at the location EMBEDDED, with offset and length in bytes of `data`.
+    Raises WireError if the bytes are cut off or no protocol buffer.
+    """
+    parts: list[bytes] = []
+    _strip(data, 0, len(data), _Kind.MODEL, parts)
+    return b"".join(parts)
+
+
+_GRAPH_OF_MODEL, _INITIALIZER_OF_GRAPH, _RAW_DATA_OF_TENSOR = 7, 5, 9
+
+
+@dataclass(frozen=True, slots=True)
+class StreamedTensor:
+    """A tensor to write: the serialised TensorProto without its data, and the data."""
+
+    proto: bytes
+    data: memoryview
+
+    @property
+    def length(self) -> int:
+        return len(self.proto) + len(header(_RAW_DATA_OF_TENSOR, self.data.nbytes)) + self.data.nbytes
+
+
+def model_length(model: bytes, graph: bytes, tensors: list[StreamedTensor]) -> int:
+    """Bytes that `write_model` will write."""
+    inner = len(graph) + sum(len(header(_INITIALIZER_OF_GRAPH, t.length)) + t.length for t in tensors)
+    return len(model) + len(header(_GRAPH_OF_MODEL, inner)) + inner
+
+
+def write_model(file: BinaryIO, model: bytes, graph: bytes, tensors: list[StreamedTensor]) -> None:
+    """Write a ModelProto from its parts: itself without the graph, the graph without `tensors`, those."""
+    inner = len(graph) + sum(len(header(_INITIALIZER_OF_GRAPH, t.length)) + t.length for t in tensors)
+    file.write(model)
+    file.write(header(_GRAPH_OF_MODEL, inner))
+    file.write(graph)
+    for tensor in tensors:
+        file.write(header(_INITIALIZER_OF_GRAPH, tensor.length))
+        file.write(tensor.proto)
+        file.write(header(_RAW_DATA_OF_TENSOR, tensor.data.nbytes))
+        file.write(tensor.data)

@@ -1,0 +1,247 @@
+"""Lazy constants: which of them the written model needs, how large it gets, and their evaluation.
+
+Floating-point expressions are evaluated in float64 and rounded once to their type; a Cast rounds where it
+stands, integers are exact. What a model would have to store is decided by `plan` from the types alone, so that
+a search can know the size of a result without computing it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx.helper
+from onnx.reference import ReferenceEvaluator
+
+from xrlflow.ir import ABSENT, SMALL, ArrayHandle, Attrs, Const, DType, Graph, Node, TensorType, Value
+from xrlflow.ops.infer import attr_proto
+from xrlflow.ops.schema import OPSET, split_op
+from xrlflow.ops.tensors import numpy_dtype
+
+Array = npt.NDArray[Any]
+
+# A constant node whose result has more bytes than this, and more than twice the bytes of the constants that it
+# is made of, stays in the model as a node: Expand, ConstantOfShape, Tile, a Cast of a compressed table.
+BLOAT = 1 << 16
+
+
+class NotEvaluable(ValueError):
+    """Nobody here knows how to compute the operator on these inputs."""
+
+
+# Operators that only move data: they need no float64, and keep whatever precision their input has.
+_MOVES = frozenset(
+    ["Concat", "DepthToSpace", "Expand", "Flatten", "Gather", "GatherElements", "GatherND", "Identity", "Pad"]
+    + [
+        "Reshape",
+        "ReverseSequence",
+        "Slice",
+        "SpaceToDepth",
+        "Split",
+        "Squeeze",
+        "Tile",
+        "Transpose",
+        "Unsqueeze",
+    ]
+)
+# Operators that round by definition: what follows sees the rounded numbers.
+_ROUNDS = frozenset(["Cast", "CastLike"])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Plan:
+    """What to write: `nodes` to run, producers first, and the constants that they or the outputs read."""
+
+    nodes: tuple[Node, ...]
+    constants: tuple[Value, ...]
+
+
+def plan(graph: Graph, kept: AbstractSet[Value] = frozenset()) -> Plan:
+    """Which nodes of a graph are run, and which constants it stores; `kept` are ids of nodes not to evaluate."""
+    producers = graph.producers
+    needed: dict[Value, None] = {}
+    run: set[Value] = set()
+    work = list(reversed(graph.outputs))
+    seen: set[Value] = set()
+    while work:
+        value = work.pop()
+        if value in seen or value == ABSENT:
+            continue
+        seen.add(value)
+        node = producers.get(value)
+        if node is None:
+            if value in graph.leaves.consts and value not in graph.inputs:
+                needed[value] = None
+        elif node.const and node.id not in kept and not _bloats(graph, value):
+            needed[value] = None
+        else:
+            run.add(node.id)
+            work.extend(reversed(node.inputs))
+    return Plan(tuple(n for n in graph.topological() if n.id in run), tuple(needed))
+
+
+def _bloats(graph: Graph, value: Value) -> bool:
+    size = graph.type(value).nbytes
+    if size is None:
+        return True
+    if size <= BLOAT:
+        return False
+    return size > 2 * sum(graph.type(v).nbytes or 0 for v in _cone(graph, value)[1])
+
+
+def _cone(graph: Graph, value: Value) -> tuple[list[Node], list[Value]]:
+    """The nodes that make a constant, producers first, and the constants that they start from."""
+    order: list[Node] = []
+    leaves: dict[Value, None] = {}
+    state: set[Value] = set()
+    stack: list[tuple[Value, bool]] = [(value, False)]
+    while stack:
+        at, done = stack.pop()
+        node = graph.producers.get(at)
+        if node is None:
+            if at != ABSENT:
+                leaves[at] = None
+        elif done:
+            order.append(node)
+        elif node.id not in state:
+            state.add(node.id)
+            stack.append((at, True))
+            stack.extend((v, False) for v in node.inputs)
+    return order, list(leaves)
+
+
+def stored_bytes(graph: Graph, found: Plan) -> int:
+    """Bytes of the constants of a plan."""
+    return sum(graph.type(v).nbytes or 0 for v in found.constants)
+
+
+def materialise(graph: Graph) -> tuple[Plan, dict[Value, Const]]:
+    """Evaluate the constant expressions that the graph needs, one at a time.
+
+    Gives the plan and the constants that were computed (those that are leaves are in `graph.leaves`). What
+    cannot be evaluated is left to the runtime: it is among the nodes of the plan.
+    """
+    kept: set[Value] = set()
+    results: dict[Value, Const] = {}
+    while True:
+        found = plan(graph, kept)
+        wanted = {v for v in found.constants if v in graph.producers}
+        failed: Node | None = None
+        for value in found.constants:
+            if value in wanted and value not in results:
+                try:
+                    results.update(_evaluate_value(graph, value, wanted))
+                except _FailedNode as failure:
+                    failed = failure.node
+                    break
+        if failed is None:
+            return found, {v: results[v] for v in found.constants if v in wanted}
+        # It and what is computed from it run in the model.
+        kept.update(_after(graph, failed))
+
+
+class _FailedNode(Exception):
+    def __init__(self, node: Node) -> None:
+        super().__init__(node.op)
+        self.node = node
+
+
+def _after(graph: Graph, node: Node) -> Iterator[Value]:
+    """Ids of a constant node and of all constant nodes that depend on it."""
+    work, seen = [node], {node.id}
+    while work:
+        at = work.pop()
+        yield at.id
+        for out in at.outputs:
+            for user in graph.users(out):
+                if user.const and user.id not in seen:
+                    seen.add(user.id)
+                    work.append(user)
+
+
+def _evaluate_value(graph: Graph, value: Value, wanted: AbstractSet[Value]) -> dict[Value, Const]:
+    order, _ = _cone(graph, value)
+    uses: dict[Value, int] = {value: 1}
+    for node in order:
+        for v in node.inputs:
+            uses[v] = uses.get(v, 0) + 1
+    arrays: dict[Value, Array] = {}
+    results: dict[Value, Const] = {}
+    for node in order:
+        inputs: list[Array | None] = []
+        for v in node.inputs:
+            if v == ABSENT:
+                inputs.append(None)
+            elif v in graph.producers:
+                inputs.append(arrays[v])
+            else:
+                inputs.append(graph.leaves.consts[v].numpy())
+        try:
+            made = _evaluate(node.op, node.attrs, inputs, node.types)
+        except NotEvaluable as error:
+            raise _FailedNode(node) from error
+        for v in node.inputs:
+            uses[v] -= 1
+            if not uses[v]:
+                arrays.pop(v, None)
+        for v, type, array in zip(node.outputs, node.types, made):
+            if v in wanted:
+                results[v] = _const(array, type)
+            if uses.get(v):
+                arrays[v] = array
+    return results
+
+
+def _const(array: Array, type: TensorType) -> Const:
+    data = _rounded(array, type.dtype)
+    data = np.ascontiguousarray(data).reshape(data.shape).view()
+    data.flags.writeable = False
+    exact = TensorType(type.dtype, data.shape, True)
+    return Const(exact, ArrayHandle(data), data if data.size <= SMALL else None)
+
+
+def _rounded(array: Array, dtype: DType) -> Array:
+    target = numpy_dtype(dtype)
+    if array.dtype == target or dtype == DType.STRING:
+        return array
+    with np.errstate(over="ignore", invalid="ignore"):
+        return array.astype(target)
+
+
+def evaluate(
+    op: str, attrs: Attrs, inputs: Sequence[Array | None], types: Sequence[TensorType]
+) -> tuple[Array, ...]:
+    """The outputs of one node, rounded to their types. Raises NotEvaluable."""
+    made = _evaluate(op, attrs, inputs, types)
+    return tuple(_rounded(a, t.dtype) for a, t in zip(made, types))
+
+
+def _evaluate(
+    op: str, attrs: Attrs, inputs: Sequence[Array | None], types: Sequence[TensorType]
+) -> tuple[Array, ...]:
+    """The outputs of one node; floats may be float64, for the caller to round."""
+    return _by_reference(op, attrs, inputs, types)
+
+
+def _by_reference(
+    op: str, attrs: Attrs, inputs: Sequence[Array | None], types: Sequence[TensorType]
+) -> tuple[Array, ...]:
+    """By ONNX's reference implementation of the operator."""
+    domain, name = split_op(op)
+    names = ["" if a is None else f"i{i}" for i, a in enumerate(inputs)]
+    outputs = [f"o{i}" for i in range(len(types))]
+    node = onnx.helper.make_node(name, names, outputs, domain=domain)
+    node.attribute.extend(attr_proto(k, v) for k, v in attrs.items())
+    try:
+        evaluator = ReferenceEvaluator(node, opsets={"": OPSET, domain: OPSET if not domain else 1})
+        with np.errstate(all="ignore"):
+            made = evaluator.run(None, {n: a for n, a in zip(names, inputs) if a is not None})
+    except Exception as error:  # the reference raises whatever NumPy raises
+        raise NotEvaluable(f"{op}: {error}") from error
+    if not all(isinstance(a, np.ndarray | np.generic) for a in made):
+        raise NotEvaluable(f"{op} does not give tensors")
+    return tuple(np.asarray(a) for a in made)
