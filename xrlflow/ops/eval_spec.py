@@ -1,0 +1,100 @@
+"""How an operator's meaning is declared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from xrlflow.ir import Attrs
+from xrlflow.ops.field import Array, Field
+
+Inputs = Sequence[Array | None]
+Evaluate = Callable[[Field, Attrs, Inputs, int], tuple[Any, ...]]
+
+# What a proof over a prime field may conclude of an operator.
+Proof = Literal[
+    "movement",  # moves elements, computes none: means the same over every field
+    "polynomial",  # sums, products, quotients
+    "uninterpreted",  # applies keyed functions (exp, sqrt, Relu, max), of which only their name is known
+    "numeric",  # order, rounding, interpolation, irrational constants: the real numbers only
+]
+
+
+@dataclass(frozen=True, slots=True)
+class OpSpec:
+    """One operator: what it computes, over which fields.
+
+    `evaluate` takes the field, attributes (defaults left out), inputs (None: absent; trailing ones may be
+    missing) and the number of outputs wanted, and gives at least so many arrays or NumPy scalars.
+    """
+
+    op: str
+    evaluate: Evaluate
+    proof: Proof
+
+
+def single(function: Callable[..., Any]) -> Evaluate:
+    """From function(field, attrs, *inputs) -> output."""
+
+    def evaluate(field: Field, attrs: Attrs, inputs: Inputs, outputs: int) -> tuple[Any, ...]:
+        return (function(field, attrs, *inputs),)
+
+    return evaluate
+
+
+def several(function: Callable[..., tuple[Any, ...]]) -> Evaluate:
+    """From function(field, attrs, *inputs) -> outputs."""
+
+    def evaluate(field: Field, attrs: Attrs, inputs: Inputs, outputs: int) -> tuple[Any, ...]:
+        return function(field, attrs, *inputs)
+
+    return evaluate
+
+
+def table(proof: Proof, **operators: Evaluate) -> dict[str, OpSpec]:
+    return {op: OpSpec(op, evaluate, proof) for op, evaluate in operators.items()}
+
+
+def f32(value: float) -> float:
+    """The float32 nearest to a number: a default of the specification as a float attribute holds it."""
+    return float(np.float32(value))
+
+
+def integer(attrs: Attrs, name: str, default: int) -> int:
+    value = attrs.get(name, default)
+    if not isinstance(value, int):
+        raise TypeError(f"attribute {name} is {value!r}, not an integer")
+    return value
+
+
+def optional_integer(attrs: Attrs, name: str) -> int | None:
+    return integer(attrs, name, 0) if name in attrs else None
+
+
+def number(attrs: Attrs, name: str, default: float) -> float:
+    value = attrs.get(name, default)
+    if not isinstance(value, (int, float)):
+        raise TypeError(f"attribute {name} is {value!r}, not a number")
+    return float(value)
+
+
+def string(attrs: Attrs, name: str, default: str) -> str:
+    value = attrs.get(name, default)
+    if isinstance(value, bytes):
+        return value.decode()
+    if not isinstance(value, str):
+        raise TypeError(f"attribute {name} is {value!r}, not a string")
+    return value
+
+
+def integers(attrs: Attrs, name: str) -> tuple[int, ...] | None:
+    value = attrs.get(name)
+    return None if value is None else tuple(value)  # type: ignore[arg-type]
+
+
+def listed(array: Array | None) -> tuple[int, ...] | None:
+    """A tensor of integers (axes, a shape) as a tuple; None if absent."""
+    return None if array is None else tuple(array.reshape(-1).tolist())
