@@ -1,0 +1,26 @@
+"""xrlflow: a superoptimizer for ONNX models.
+
+    result = xrlflow.optimize("model.onnx")
+    result.save("fast.onnx")
+
+The functions are loaded when they are first used: importing the package costs nothing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from xrlflow.api import Comparison, Result, compare, optimize
+
+__version__ = "0.1.0"
+
+__all__ = ["Comparison", "Result", "__version__", "compare", "optimize"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("Comparison", "Result", "compare", "optimize"):
+        from xrlflow import api
+
+        return getattr(api, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

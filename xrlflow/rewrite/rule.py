@@ -204,7 +204,7 @@ class _Declared:
     @property
     def equation(self) -> str:
         """The first paragraph of the docstring."""
-        doc = inspect.getdoc(type(self)) or ""
+        doc = inspect.cleandoc(type(self).__dict__.get("__doc__") or "")  # its own, not an inherited one
         return " ".join(doc.partition("\n\n")[0].split())
 
 

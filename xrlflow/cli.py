@@ -1,0 +1,239 @@
+"""The command line. Heavy modules are imported by the commands that use them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+app = typer.Typer(
+    name="xrlflow",
+    help="Make ONNX models faster: verified graph substitutions, chosen by search, measured on this machine.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+Model = Annotated[Path, typer.Argument(help="The ONNX file.")]
+Shapes = Annotated[
+    list[str] | None,
+    typer.Option("--shape", help="Numbers for an input's dimensions: input=1,3,224,224. May be repeated."),
+]
+Threads = Annotated[
+    int | None, typer.Option(min=1, help="Threads of the runtime; default: the physical cores.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object to standard output.")]
+Seed = Annotated[int, typer.Option(help="Seed of everything random.")]
+Search = Annotated[str, typer.Option(help="greedy, taso or random.")]
+Cost = Annotated[str, typer.Option(help="What guides the search: roofline, profiled or measured.")]
+Budget = Annotated[int, typer.Option(min=0, help="Graphs that the search may expand.")]
+TimeLimit = Annotated[float, typer.Option(min=0.0, help="Seconds for everything.")]
+Inputs = Annotated[
+    Path | None, typer.Option("--inputs", help="Your own inputs for verification and measurement (.npz).")
+]
+
+
+def main() -> None:
+    """Run the command line; errors of the user's making end in one line and exit code 2."""
+    app()
+
+
+def fail(message: str, code: int = 2) -> NoReturn:
+    typer.echo(f"xrlflow: error: {' '.join(message.split())}", err=True)
+    raise typer.Exit(code)
+
+
+@contextmanager
+def clear_errors() -> Iterator[None]:
+    """Turn what a user can put right into one line."""
+    from xrlflow.api import UserError, VerificationFailed
+
+    try:
+        yield
+    except VerificationFailed as error:
+        fail(str(error), code=1)
+    except UserError as error:
+        fail(str(error))
+
+
+def parse_shapes(options: list[str] | None) -> dict[str, tuple[int, ...]] | None:
+    if not options:
+        return None
+    shapes: dict[str, tuple[int, ...]] = {}
+    for option in options:
+        name, equals, dims = option.rpartition("=")
+        try:
+            shapes[name] = tuple(int(d) for d in dims.split(",") if d.strip()) if equals else ()
+        except ValueError:
+            equals = ""
+        if not equals or not name or any(d < 0 for d in shapes[name]):
+            fail(f"--shape {option}: write it as NAME=1,3,224,224")
+    return shapes
+
+
+@app.command()
+def optimize(
+    model: Model,
+    output: Annotated[Path, typer.Option("-o", "--output", help="Where the result goes.")],
+    search: Search = "taso",
+    cost: Cost = "profiled",
+    backend: Annotated[str, typer.Option(help="The runtime that the result is for.")] = "onnxruntime",
+    budget: Budget = 1000,
+    time_limit: TimeLimit = 60.0,
+    alpha: Annotated[
+        float, typer.Option(min=1.0, help="TASO: how much worse than the best may a graph be.")
+    ] = 1.05,
+    shape: Shapes = None,
+    fix_shapes: Annotated[bool, typer.Option(help="Write the numbers of --shape into the file.")] = False,
+    threads: Threads = None,
+    seed: Seed = 0,
+    measure: Annotated[bool, typer.Option(help="Measure the result against the original.")] = True,
+    verify: Annotated[
+        bool, typer.Option(help="Compare the result with the original on random inputs.")
+    ] = True,
+    inputs: Inputs = None,
+    max_growth: Annotated[
+        float, typer.Option(min=0.0, help="Largest size of the result, in sizes of the input.")
+    ] = 1.2,
+    opset: Annotated[int | None, typer.Option(help="The opset of the result; default: 23.")] = None,
+    trace: Annotated[Path | None, typer.Option(help="Write the substitutions to this file.")] = None,
+    replay: Annotated[
+        Path | None, typer.Option(help="Apply the substitutions of this file; no search.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write a faster model that computes the same, or the original if none was found."""
+    with clear_errors():
+        from xrlflow import api
+        from xrlflow.report import progress, show
+
+        shapes = parse_shapes(shape)
+        api.check_writable(output)
+        with progress(enabled=not as_json and sys.stderr.isatty()) as listener:
+            result = api.optimize(
+                model, search=search, cost=cost, backend=backend, budget=budget, time_limit=time_limit, alpha=alpha,
+                shapes=shapes, fix_shapes=fix_shapes, threads=threads, seed=seed, measure=measure, verify=verify,
+                inputs=inputs, max_growth=max_growth, opset=opset, replay=replay, listener=listener,
+            )  # fmt: skip
+        result.save(output)
+        if trace is not None:
+            result.save_trace(trace)
+        if as_json:
+            print_json(result.report.to_json())
+        else:
+            show.optimization(result.report, str(output))
+
+
+@app.command()
+def compare(
+    model: Model,
+    searches: Annotated[str, typer.Option(help="Strategies, separated by commas.")] = "greedy,taso,random",
+    cost: Cost = "profiled",
+    budget: Budget = 1000,
+    time_limit: Annotated[float, typer.Option(min=0.0, help="Seconds for each strategy.")] = 60.0,
+    shape: Shapes = None,
+    threads: Threads = None,
+    seed: Seed = 0,
+    measure: bool = True,
+    as_json: AsJson = False,
+) -> None:
+    """Optimise with several strategies, and print a table of what each brings."""
+    with clear_errors():
+        from xrlflow import api
+        from xrlflow.report import show
+
+        comparison = api.compare(
+            model, searches=tuple(s.strip() for s in searches.split(",") if s.strip()), cost=cost, budget=budget,
+            time_limit=time_limit, shapes=parse_shapes(shape), threads=threads, seed=seed, measure=measure,
+        )  # fmt: skip
+        if as_json:
+            print_json([r.to_json() for r in comparison.reports])
+        else:
+            show.comparison(comparison.reports)
+
+
+@app.command()
+def rules(
+    stats: Annotated[
+        Path | None, typer.Option(help="Match the rules against this model: hits, time, near misses.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """List the rewrite rules: equation, family, backend, proof."""
+    with clear_errors():
+        from xrlflow import api
+        from xrlflow.report import show
+
+        listed = api.rule_stats(stats) if stats is not None else api.list_rules()
+        if as_json:
+            print_json(listed)
+        else:
+            show.rules(listed)
+
+
+@app.command()
+def verify(
+    original: Annotated[Path, typer.Argument(help="The model that is right.")],
+    new: Annotated[Path, typer.Argument(help="The model that should compute the same.")],
+    shape: Shapes = None,
+    inputs: Inputs = None,
+    seed: Seed = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Compare two models on random inputs, with a tolerance that float64 evaluation of the first one gives."""
+    with clear_errors():
+        from xrlflow import api
+        from xrlflow.report import show
+
+        verification = api.verify_files(original, new, shapes=parse_shapes(shape), inputs=inputs, seed=seed)
+        if as_json:
+            print_json(verification.to_json())
+        else:
+            show.verification(verification)
+        if not verification.verified:
+            raise typer.Exit(1)
+
+
+@app.command()
+def bench(
+    model: Model,
+    against: Annotated[Path | None, typer.Option(help="Compare with this model.")] = None,
+    shape: Shapes = None,
+    threads: Threads = None,
+    time_limit: Annotated[float, typer.Option(min=0.0, help="Seconds.")] = 20.0,
+    inputs: Inputs = None,
+    seed: Seed = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Measure a model's latency, or the ratio of two models' latencies with its interval."""
+    with clear_errors():
+        from xrlflow import api
+        from xrlflow.report import show
+
+        measured = api.bench(
+            model,
+            against,
+            shapes=parse_shapes(shape),
+            threads=threads,
+            time_limit=time_limit,
+            inputs=inputs,
+            seed=seed,
+        )
+        if as_json:
+            print_json(measured)
+        else:
+            show.bench(measured)
+
+
+def print_json(value: Any) -> None:
+    print(json.dumps(value, indent=2, allow_nan=False))
+
+
+if __name__ == "__main__":
+    main()

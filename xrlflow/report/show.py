@@ -1,0 +1,113 @@
+"""Reports as tables on a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from xrlflow.backends.results import SpeedUp
+from xrlflow.report.report import Report
+
+_console = Console()
+
+
+def ms(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f} ms"
+
+
+def ratio(value: SpeedUp | None) -> str:
+    return "-" if value is None else f"{value.median:.3f}x [{value.low:.3f}, {value.high:.3f}]"
+
+
+def _grid(*headers: str, title: str | None = None) -> Table:
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False, show_header=any(headers))
+    for index, header in enumerate(headers):
+        table.add_column(header, justify="left" if index == 0 else "right")
+    return table
+
+
+def optimization(report: Report, output: str) -> None:
+    """What was done, what it brought, and how sure that is."""
+    operators = _grid("operator", "before", "after", title="Operators that changed")
+    names = sorted(report.operators_before.keys() | report.operators_after.keys())
+    for name in names:
+        before, after = report.operators_before.get(name, 0), report.operators_after.get(name, 0)
+        if before != after:
+            operators.add_row(name, str(before), str(after))
+    operators.add_row("all", str(report.nodes_before), str(report.nodes_after))
+    _console.print(operators)
+    if report.substitutions:
+        table = _grid("substitution", "times", title="\nSubstitutions")
+        for rule, count in sorted(report.substitutions.items(), key=lambda item: (-item[1], item[0])):
+            table.add_row(rule, str(count))
+        _console.print(table)
+    summary = _grid("", "", title="\nResult")
+    summary.show_header = False
+    summary.add_row("search", f"{report.search}, {report.expanded} graphs, guided by {report.cost_model}")
+    summary.add_row(
+        "modelled cost", f"{report.cost_before * 1e3:.3f} -> {report.cost_after * 1e3:.3f} ms (not a latency)"
+    )
+    if report.latency_before is not None and report.latency_after is not None:
+        summary.add_row(
+            "measured latency",
+            f"{ms(report.latency_before.median_ms)} -> {ms(report.latency_after.median_ms)}, {report.threads} threads",
+        )
+        summary.add_row("speed-up, 95% interval", ratio(report.speedup))
+        summary.add_row("original against itself", ratio(report.control))
+    verified = {True: "equal", False: "DIFFERENT", None: "not checked"}[report.verified]
+    error = "" if report.max_error is None else f", largest deviation {report.max_error:.2e}"
+    summary.add_row("verification", verified + error)
+    summary.add_row("time", f"{report.seconds:.1f} s")
+    _console.print(summary)
+    for note in report.notes:
+        _console.print(f"note: {note}", markup=False)
+    if report.returned_original:
+        _console.print(f"\n{output}: the original, unchanged ({report.reason})", markup=False)
+    else:
+        _console.print(f"\n{output}: written ({report.reason})", markup=False)
+
+
+def comparison(reports: Sequence[Report]) -> None:
+    """One row for each strategy."""
+    table = _grid("search", "substitutions", "modelled cost", "speed-up", "verified", "graphs", "seconds")
+    for r in reports:
+        table.add_row(
+            r.search,
+            str(sum(r.substitutions.values())),
+            f"{r.cost_before * 1e3:.3f} -> {r.cost_after * 1e3:.3f} ms",
+            ratio(r.speedup) + (" (original)" if r.returned_original else ""),
+            {True: "yes", False: "NO", None: "-"}[r.verified],
+            str(r.expanded),
+            f"{r.seconds:.1f}",
+        )
+    _console.print(table)
+
+
+def rules(listed: Sequence[Mapping[str, Any]]) -> None:
+    """The library, or with statistics what it found in a model."""
+    if listed and "matched" in listed[0]:
+        table = _grid("rule", "admitted", "refused", "ms", "commonest refusal")
+        for row in listed:
+            refused = row["refused"]
+            commonest = max(refused.items(), key=lambda item: item[1])[0] if refused else ""
+            table.add_row(
+                row["name"], str(row["admitted"]), str(sum(refused.values())), f"{row['ms']:.2f}", commonest
+            )
+    else:
+        table = Table(box=None, pad_edge=False)
+        for header in ("rule", "family", "backend", "proof", "equation"):
+            table.add_column(header, overflow="fold")
+        for row in listed:
+            table.add_row(row["name"], row["family"], row["backend"] or "all", row["proof"], row["equation"])
+    _console.print(table, markup=False)
+
+
+def bench(measured: Mapping[str, Any]) -> None:
+    """A measurement as name and value."""
+    table = _grid("", "")
+    for key, value in measured.items():
+        table.add_row(key, f"{value:.4g}" if isinstance(value, float) else str(value))
+    _console.print(table)
