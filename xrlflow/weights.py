@@ -18,19 +18,19 @@ import onnx.helper
 from onnx.reference import ReferenceEvaluator
 
 from xrlflow.ir import ABSENT, SMALL, ArrayHandle, Attrs, Const, DType, Graph, Node, TensorType, Value
+from xrlflow.ops.evaluate import NotEvaluable, evaluate_node, promote
+from xrlflow.ops.field import REALS
 from xrlflow.ops.infer import attr_proto
 from xrlflow.ops.schema import OPSET, split_op
 from xrlflow.ops.tensors import numpy_dtype
+
+__all__ = ["NotEvaluable", "Plan", "evaluate", "materialise", "plan", "stored_bytes"]
 
 Array = npt.NDArray[Any]
 
 # A constant node whose result has more bytes than this, and more than twice the bytes of the constants that it
 # is made of, stays in the model as a node: Expand, ConstantOfShape, Tile, a Cast of a compressed table.
 BLOAT = 1 << 16
-
-
-class NotEvaluable(ValueError):
-    """Nobody here knows how to compute the operator on these inputs."""
 
 
 # Operators that only move data: they need no float64, and keep whatever precision their input has.
@@ -224,7 +224,17 @@ def _evaluate(
     op: str, attrs: Attrs, inputs: Sequence[Array | None], types: Sequence[TensorType]
 ) -> tuple[Array, ...]:
     """The outputs of one node; floats may be float64, for the caller to round."""
-    return _by_reference(op, attrs, inputs, types)
+    exact = op not in _MOVES
+    arguments = [promote(REALS, a) if exact and a is not None else a for a in inputs]
+    try:
+        made = evaluate_node(op, attrs, arguments, len(types))[: len(types)]
+    except NotEvaluable:
+        return _by_reference(op, attrs, inputs, types)
+    except (ArithmeticError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise NotEvaluable(f"{op}: {error}") from error
+    if op in _ROUNDS:
+        return tuple(_rounded(a, t.dtype) for a, t in zip(made, types))
+    return made
 
 
 def _by_reference(

@@ -72,7 +72,7 @@ def load(
         if fix_shapes:
             dimensions.fix(proto, bindings)
             frame = _frame(proto)
-    opset = versions.to_canonical(proto, store)
+    opset = versions.to_canonical(store.name, proto)
     typed, declared = _typed(proto)
     if bindings and not fix_shapes:
         bindings = dimensions.solve(typed, bindings) | bindings

@@ -1,18 +1,370 @@
+"""One opset inside: models of other opsets are brought to it, node by node, bodies included.
+
+`ADAPTERS` says what changed in which version of which operator. A version that is not in the table only admits
+more element types, more ranks, or optional attributes and inputs whose default is the old behaviour. Source:
+the operators' changelog, https://github.com/onnx/onnx/blob/main/docs/Changelog.md
+"""
+
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 import onnx
+import onnx.defs
+import onnx.helper
+import onnx.numpy_helper
+import onnx.shape_inference
 
 from xrlflow.onnxio.errors import ModelError
-from xrlflow.onnxio.tensors import TensorStore
+from xrlflow.onnxio.protos import subgraphs
 from xrlflow.ops.schema import OPSET
 
 # Operators that are defined otherwise than at the canonical opset have this before their version, as a domain.
 QUALIFIED = "ai.onnx@"
 
+# What can be read: the first opset whose elementwise operators broadcast as today's do, and the last one that
+# ONNX Runtime runs. Older models are read where their operators have not changed up to opset 7, or an adapter
+# says how.
+OLDEST, NEWEST = 7, 26
 
-def to_canonical(proto: onnx.ModelProto, store: TensorStore) -> int:
-    set_opset(proto, OPSET)
-    return OPSET
+_LAST = 2**31 - 1
+
+
+class _NotConvertible(Exception):
+    """An old operator means something that the canonical opset cannot say; the text says what."""
+
+
+class _Context:
+    """Where one node is rewritten: what is known of its graph, and the nodes that it needs around it."""
+
+    def __init__(
+        self, names: set[str], types: dict[str, onnx.TypeProto], consts: dict[str, onnx.TensorProto]
+    ) -> None:
+        self.names = names
+        self.types = types
+        self.consts = consts
+        self.before: list[onnx.NodeProto] = []
+        self.after: list[onnx.NodeProto] = []
+
+    def name(self, stem: str) -> str:
+        number = len(self.names)
+        while f"{stem}_{number}" in self.names:
+            number += 1
+        self.names.add(f"{stem}_{number}")
+        return f"{stem}_{number}"
+
+    def add(self, op: str, inputs: Sequence[str], **attrs: Any) -> str:
+        """A node before the one in hand (at the canonical opset); gives the name of its output."""
+        out = self.name(op.lower())
+        self.before.append(onnx.helper.make_node(op, list(inputs), [out], **attrs))
+        return out
+
+    def const(self, values: Any, dtype: npt.DTypeLike = np.int64) -> str:
+        tensor = onnx.numpy_helper.from_array(np.array(values, dtype))
+        return self.add("Constant", [], value=tensor)
+
+    def scalar(self, value: float, like: str) -> str:
+        """A scalar of the same element type as the tensor `like`."""
+        dtype = self.dtype(like)
+        if dtype is None:
+            return self.add("CastLike", [self.const(value, np.float32), like])
+        return self.const(value, onnx.helper.tensor_dtype_to_np_dtype(dtype))
+
+    def dtype(self, name: str) -> int | None:
+        found = self.types.get(name)
+        elem: int = found.tensor_type.elem_type if found is not None else 0
+        return elem or None
+
+    def rank(self, name: str) -> int | None:
+        found = self.types.get(name)
+        if found is None or not found.tensor_type.HasField("shape"):
+            return None
+        return len(found.tensor_type.shape.dim)
+
+    def array(self, name: str) -> npt.NDArray[np.generic] | None:
+        """The value of a small constant."""
+        tensor = self.consts.get(name)
+        if tensor is None or tensor.data_location == onnx.TensorProto.EXTERNAL:
+            return None
+        return onnx.numpy_helper.to_array(tensor)
+
+
+_Adapter = Callable[[_Context, onnx.NodeProto], None]
+
+
+def _pop(node: onnx.NodeProto, name: str) -> onnx.AttributeProto | None:
+    """Take an attribute away."""
+    for at, attribute in enumerate(node.attribute):
+        if attribute.name == name:
+            found = onnx.AttributeProto()
+            found.CopyFrom(attribute)
+            del node.attribute[at]
+            return found
+    return None
+
+
+def _set(node: onnx.NodeProto, name: str, value: int | float | str) -> None:
+    _pop(node, name)
+    node.attribute.append(onnx.helper.make_attribute(name, value))
+
+
+def _input(node: onnx.NodeProto, index: int, name: str) -> None:
+    """Set an input, absent ones before it being left empty."""
+    while len(node.input) <= index:
+        node.input.append("")
+    node.input[index] = name
+
+
+def _ints_to_input(attribute: str, index: int) -> _Adapter:
+    """A list of integers that was an attribute is an input now; an empty one meant the same as none."""
+
+    def adapt(cx: _Context, node: onnx.NodeProto) -> None:
+        found = _pop(node, attribute)
+        if found is not None and found.ints:
+            _input(node, index, cx.const(list(found.ints)))
+
+    return adapt
+
+
+def _coerced(cx: _Context, node: onnx.NodeProto) -> None:
+    """Softmax and its kin took all axes from `axis` on together; now they take `axis` alone."""
+    found = _pop(node, "axis")
+    axis = found.i if found is not None else 1
+    rank = cx.rank(node.input[0])
+    if axis == -1 or (rank is not None and axis % rank == rank - 1):
+        return
+    x, y = node.input[0], node.output[0]
+    node.input[0] = cx.add("Flatten", [x], axis=axis)
+    node.output[0] = cx.name(f"{y}_2d")
+    cx.after.append(onnx.helper.make_node("Reshape", [node.output[0], cx.add("Shape", [x])], [y]))
+
+
+def _clip(cx: _Context, node: onnx.NodeProto) -> None:
+    for index, name in ((1, "min"), (2, "max")):
+        found = _pop(node, name)
+        if found is not None:
+            _input(node, index, cx.scalar(found.f, node.input[0]))
+
+
+def _dropout_mask(cx: _Context, node: onnx.NodeProto) -> None:
+    """The mask had the element type of the data; now it is boolean."""
+    if len(node.output) > 1 and node.output[1]:
+        old = node.output[1]
+        node.output[1] = cx.name(old)
+        cx.after.append(onnx.helper.make_node("CastLike", [node.output[1], node.input[0]], [old]))
+
+
+def _dropout_ratio(cx: _Context, node: onnx.NodeProto) -> None:
+    _pop(node, "ratio")  # it matters in training only
+
+
+def _pad(cx: _Context, node: onnx.NodeProto) -> None:
+    pads, value = _pop(node, "pads"), _pop(node, "value")
+    _input(node, 1, cx.const([] if pads is None else list(pads.ints)))
+    if value is not None and value.f:
+        _input(node, 2, cx.scalar(value.f, node.input[0]))
+
+
+def _slice(cx: _Context, node: onnx.NodeProto) -> None:
+    for index, name in enumerate(("starts", "ends", "axes"), 1):
+        found = _pop(node, name)
+        if found is not None:
+            _input(node, index, cx.const(list(found.ints)))
+
+
+def _split_outputs(cx: _Context, node: onnx.NodeProto) -> None:
+    if len(node.input) < 2 or not node.input[1]:
+        _set(node, "num_outputs", len(node.output))
+
+
+def _topk(cx: _Context, node: onnx.NodeProto) -> None:
+    found = _pop(node, "k")
+    _input(node, 1, cx.const([0 if found is None else found.i]))
+
+
+def _upsample_scales(cx: _Context, node: onnx.NodeProto) -> None:
+    found = _pop(node, "scales")
+    _input(node, 1, cx.const([] if found is None else list(found.floats), np.float32))
+
+
+def _upsample_to_resize(cx: _Context, node: onnx.NodeProto) -> None:
+    node.op_type = "Resize"
+    scales = node.input[1]
+    _input(node, 2, scales)
+    node.input[1] = ""
+    _old_coordinates(node, "floor")
+
+
+def _old_coordinates(node: onnx.NodeProto, nearest: str) -> None:
+    mode = next((a.s.decode() for a in node.attribute if a.name == "mode"), "nearest")
+    _set(node, "coordinate_transformation_mode", "asymmetric")
+    if mode == "nearest":
+        _set(node, "nearest_mode", nearest)
+
+
+def _resize(cx: _Context, node: onnx.NodeProto) -> None:
+    """Resize-10 said nothing of coordinates. ONNX Runtime rounds down to enlarge and up to shrink."""
+    if len(node.input) > 2:  # an Upsample, which has been adapted
+        return
+    mode = next((a.s.decode() for a in node.attribute if a.name == "mode"), "nearest")
+    nearest = "floor"
+    if mode == "nearest":
+        scales = cx.array(node.input[1])
+        if scales is None:
+            raise _NotConvertible("shrinks or enlarges by factors that are computed")
+        values = scales.astype(np.float64)
+        if (values < 1).any():
+            if (values > 1).any():
+                raise _NotConvertible("shrinks and enlarges at once")
+            nearest = "ceil"
+    _input(node, 2, node.input[1])
+    node.input[1] = ""
+    _old_coordinates(node, nearest)
+
+
+def _batchnorm_spatial(cx: _Context, node: onnx.NodeProto) -> None:
+    found = _pop(node, "spatial")
+    if found is None or found.i != 0:
+        return
+    # A mean for each element: no BatchNormalization any more, but plain arithmetic that broadcasts over N.
+    epsilon = _pop(node, "epsilon")
+    _pop(node, "momentum")
+    x, scale, bias, mean, var = node.input
+    stable = cx.add("Add", [var, cx.scalar(1e-5 if epsilon is None else epsilon.f, x)])
+    normal = cx.add("Div", [cx.add("Sub", [x, mean]), cx.add("Sqrt", [stable])])
+    node.op_type = "Add"
+    del node.input[:], node.output[1:]
+    node.input.extend([cx.add("Mul", [normal, scale]), bias])
+
+
+def _batchnorm_outputs(cx: _Context, node: onnx.NodeProto) -> None:
+    """Further outputs meant training; ONNX Runtime infers all the same, and leaves them empty."""
+    del node.output[1:]
+
+
+def _grid_sample(cx: _Context, node: onnx.NodeProto) -> None:
+    found = _pop(node, "mode")
+    mode = "bilinear" if found is None else found.s.decode()
+    _set(node, "mode", {"bilinear": "linear", "bicubic": "cubic"}.get(mode, mode))
+
+
+def _roi_align(cx: _Context, node: onnx.NodeProto) -> None:
+    _set(node, "coordinate_transformation_mode", "output_half_pixel")
+
+
+def _dft(cx: _Context, node: onnx.NodeProto) -> None:
+    found = _pop(node, "axis")
+    _input(node, 2, cx.const(1 if found is None else found.i))
+
+
+def _group_norm(cx: _Context, node: onnx.NodeProto) -> None:
+    """Scale and bias were per group; now they are per channel."""
+    groups = next(a.i for a in node.attribute if a.name == "num_groups")
+    channels = cx.add("Shape", [node.input[0]], start=1, end=2)
+    count = cx.const([groups])
+    shape = cx.add("Concat", [count, cx.add("Div", [channels, count])], axis=0)
+    for index in (1, 2):
+        column = cx.add("Unsqueeze", [node.input[index], cx.const([1])])
+        node.input[index] = cx.add("Reshape", [cx.add("Expand", [column, shape]), cx.const([-1])])
+
+
+def _scatter(cx: _Context, node: onnx.NodeProto) -> None:
+    node.op_type = "ScatterElements"
+
+
+def _scan(cx: _Context, node: onnx.NodeProto) -> None:
+    """Scan-8 had a batch dimension in front: now a Scan over the batch has the Scan over time in its body."""
+    if node.input[0]:
+        raise _NotConvertible("has sequence lengths")
+    body = next(a.g for a in node.attribute if a.name == "body")
+    scanned = next(a.i for a in node.attribute if a.name == "num_scan_inputs")
+    directions = _pop(node, "directions")
+    inputs = list(node.input[1:])
+    states = len(inputs) - scanned
+    inner = onnx.NodeProto(op_type="Scan")
+    inner.input.extend(cx.name("batch_in") for _ in inputs)
+    inner.output.extend(cx.name("batch_out") for _ in node.output)
+    inner.attribute.append(onnx.helper.make_attribute("body", body))
+    inner.attribute.append(onnx.helper.make_attribute("num_scan_inputs", scanned))
+    if directions is not None:
+        inner.attribute.append(onnx.helper.make_attribute("scan_input_directions", list(directions.ints)))
+    outer = onnx.GraphProto(name=f"{body.name}_batch", node=[inner])
+    for at, name in enumerate(inner.input):
+        info = outer.input.add(name=name)
+        info.type.tensor_type.elem_type = body.input[at].type.tensor_type.elem_type
+        if at < states and body.input[at].type.tensor_type.HasField("shape"):
+            info.type.CopyFrom(body.input[at].type)
+    for at, name in enumerate(inner.output):
+        info = outer.output.add(name=name)
+        info.type.tensor_type.elem_type = body.output[at].type.tensor_type.elem_type
+    del node.input[:], node.attribute[:]
+    node.input.extend(inputs)
+    node.attribute.append(onnx.helper.make_attribute("body", outer))
+    node.attribute.append(onnx.helper.make_attribute("num_scan_inputs", len(inputs)))
+
+
+def _broadcast(cx: _Context, node: onnx.NodeProto) -> None:
+    """The second operand's dimensions used to be aligned with the first's from `axis` on."""
+    axis, broadcast = _pop(node, "axis"), _pop(node, "broadcast")
+    if broadcast is None or not broadcast.i or axis is None:
+        return
+    rank, own = cx.rank(node.input[0]), cx.rank(node.input[1])
+    if rank is None or own is None:
+        raise _NotConvertible("broadcasts along an axis of tensors of unknown rank")
+    missing = rank - axis.i % rank - own
+    if missing > 0:
+        node.input[1] = cx.add("Unsqueeze", [node.input[1], cx.const([own + i for i in range(missing)])])
+
+
+def _gemm(cx: _Context, node: onnx.NodeProto) -> None:
+    _pop(node, "broadcast")
+
+
+_BINARY = ("Add", "And", "Div", "Equal", "Greater", "Less", "Mul", "Or", "Pow", "Sub", "Xor")
+_REDUCTIONS = ("L1", "L2", "LogSum", "LogSumExp", "Max", "Mean", "Min", "Prod", "SumSquare")
+
+# (operator, version in which it changed): what to do with a node of an older version.
+ADAPTERS: dict[tuple[str, int], _Adapter] = {
+    **{(op, 7): _broadcast for op in _BINARY},
+    ("Gemm", 7): _gemm,
+    ("Softmax", 13): _coerced,
+    ("LogSoftmax", 13): _coerced,
+    ("Hardmax", 13): _coerced,
+    ("Clip", 11): _clip,
+    ("Dropout", 10): _dropout_mask,
+    ("Dropout", 12): _dropout_ratio,
+    ("Pad", 11): _pad,
+    ("Slice", 10): _slice,
+    ("Split", 13): _ints_to_input("split", 1),
+    ("Split", 18): _split_outputs,
+    ("Squeeze", 13): _ints_to_input("axes", 1),
+    ("Unsqueeze", 13): _ints_to_input("axes", 1),
+    ("ReduceSum", 13): _ints_to_input("axes", 1),
+    **{(f"Reduce{name}", 18): _ints_to_input("axes", 1) for name in _REDUCTIONS},
+    ("TopK", 10): _topk,
+    ("Upsample", 9): _upsample_scales,
+    ("Upsample", 10): _upsample_to_resize,
+    ("Resize", 11): _resize,
+    ("BatchNormalization", 9): _batchnorm_spatial,
+    ("BatchNormalization", 14): _batchnorm_outputs,
+    ("GridSample", 20): _grid_sample,
+    ("RoiAlign", 16): _roi_align,
+    ("DFT", 20): _dft,
+    ("GroupNormalization", 21): _group_norm,
+    ("Scatter", 11): _scatter,
+    ("Scan", 9): _scan,
+}
+
+# Operators that changed after the canonical opset in more than what they admit.
+CHANGED_LATER = frozenset(["Attention"])
+
+
+def opset_of(proto: onnx.ModelProto) -> int | None:
+    """The model's version of ONNX's own operators, if it uses any."""
+    return next((o.version for o in proto.opset_import if o.domain in ("", "ai.onnx")), None)
 
 
 def set_opset(proto: onnx.ModelProto, opset: int) -> None:
@@ -21,6 +373,165 @@ def set_opset(proto: onnx.ModelProto, opset: int) -> None:
     kept = [onnx.helper.make_opsetid(o.domain, o.version) for o in others]
     del proto.opset_import[:]
     proto.opset_import.extend([onnx.helper.make_opsetid("", opset), *kept])
+
+
+def to_canonical(name: str, proto: onnx.ModelProto) -> int:
+    """Bring a model (whose large weights are elsewhere) to the canonical opset, in place; gives its opset.
+
+    A newer model that uses what only its own opset defines keeps that opset, and those nodes get its version
+    into their domain (QUALIFIED). Raises ModelError for an opset that is too new, and for a node that cannot
+    be said in the canonical opset.
+    """
+    opset = opset_of(proto)
+    if opset is None:
+        set_opset(proto, OPSET)
+        return OPSET
+    if opset > NEWEST or opset > onnx.defs.onnx_opset_version():
+        raise ModelError(
+            f"{name}: opset {opset} is newer than {NEWEST}, the last that is known: export it with an older one"
+        )
+    if opset < OPSET:
+        _Raiser(name, opset, _all_names(proto.graph)).graph(_inferred(proto).graph, {}, {}, proto.graph)
+    elif opset > OPSET:
+        types = dict(_typed_names(_inferred(proto).graph))
+        later = [n for n in _all_nodes(proto.graph) if _is_later(n, opset, types)]
+        for node in later:
+            node.domain = f"{QUALIFIED}{opset}"
+        if later:
+            return opset
+    set_opset(proto, OPSET)
+    return OPSET
+
+
+def _inferred(proto: onnx.ModelProto) -> onnx.ModelProto:
+    try:
+        return onnx.shape_inference.infer_shapes(proto)
+    except (onnx.shape_inference.InferenceError, RuntimeError):  # then there are fewer types to go by
+        return proto
+
+
+def _all_nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
+    for node in graph.node:
+        yield node
+        for body in subgraphs(node):
+            yield from _all_nodes(body)
+
+
+def _all_names(graph: onnx.GraphProto) -> set[str]:
+    names = {v.name for v in (*graph.input, *graph.output)} | {t.name for t in graph.initializer}
+    for node in graph.node:
+        names.update(node.output)
+        for body in subgraphs(node):
+            names |= _all_names(body)
+    return names
+
+
+def _typed_names(graph: onnx.GraphProto) -> Iterator[tuple[str, onnx.TypeProto]]:
+    """Types by name, bodies included."""
+    for value in (*graph.input, *graph.value_info, *graph.output):
+        yield value.name, value.type
+    for tensor in graph.initializer:
+        yield tensor.name, onnx.helper.make_tensor_type_proto(tensor.data_type, tensor.dims)
+    for node in graph.node:
+        for body in subgraphs(node):
+            yield from _typed_names(body)
+
+
+def _is_later(node: onnx.NodeProto, opset: int, types: dict[str, onnx.TypeProto]) -> bool:
+    """Whether a node of a newer opset uses what the canonical one lacks. Drops new attributes at their default."""
+    if node.domain not in ("", "ai.onnx") or not onnx.defs.has(node.op_type, opset, ""):
+        return False
+    now = onnx.defs.get_schema(node.op_type, opset, "")
+    if now.since_version <= OPSET:
+        return False
+    if node.op_type in CHANGED_LATER or not onnx.defs.has(node.op_type, OPSET, ""):
+        return True
+    then = onnx.defs.get_schema(node.op_type, OPSET, "")
+    for attribute in list(node.attribute):
+        if attribute.name not in then.attributes:
+            default = now.attributes[attribute.name].default_value
+            if onnx.helper.get_attribute_value(attribute) != onnx.helper.get_attribute_value(default):
+                return True
+            _pop(node, attribute.name)
+    if len(node.input) > then.max_input or len(node.output) > then.max_output:
+        return True
+    allowed = {t for c in then.type_constraints for t in c.allowed_type_strs}
+    allowed.update(p.type_str for p in (*then.inputs, *then.outputs))
+    for name in (*node.input, *node.output):
+        elem = types[name].tensor_type.elem_type if name in types else 0
+        if elem and f"tensor({onnx.TensorProto.DataType.Name(elem).lower()})" not in allowed:
+            return True
+    return False
+
+
+class _Raiser:
+    """Brings graphs from an older opset to the canonical one."""
+
+    def __init__(self, model: str, opset: int, names: set[str]) -> None:
+        self.model = model
+        self.opset = opset
+        self.names = names
+        self.steps: dict[str, list[int]] = {}
+        for op, version in sorted(ADAPTERS):
+            self.steps.setdefault(op, []).append(version)
+
+    def graph(
+        self,
+        typed: onnx.GraphProto,
+        types: dict[str, onnx.TypeProto],
+        consts: dict[str, onnx.TensorProto],
+        graph: onnx.GraphProto,
+    ) -> None:
+        """Rewrite `graph`; `typed` is the same with types, `types` and `consts` are of the graphs around."""
+        types = {**types, **{v.name: v.type for v in (*typed.input, *typed.value_info, *typed.output)}}
+        for tensor in graph.initializer:
+            types[tensor.name] = onnx.helper.make_tensor_type_proto(tensor.data_type, tensor.dims)
+        overridable = {v.name for v in graph.input}
+        consts = {**consts, **{t.name: t for t in graph.initializer if t.name not in overridable}}
+        for node in graph.node:
+            if node.op_type == "Constant" and node.attribute and node.attribute[0].name == "value":
+                consts[node.output[0]] = node.attribute[0].t
+        out: list[onnx.NodeProto] = []
+        for node, typed_node in zip(graph.node, typed.node):
+            for body, typed_body in zip(subgraphs(node), subgraphs(typed_node)):
+                self.graph(typed_body, types, consts, body)
+            out.extend(self._node(node, types, consts))
+        del graph.node[:]
+        graph.node.extend(out)
+
+    def _node(
+        self, node: onnx.NodeProto, types: dict[str, onnx.TypeProto], consts: dict[str, onnx.TensorProto]
+    ) -> list[onnx.NodeProto]:
+        if node.domain not in ("", "ai.onnx"):
+            return [node]
+        at = self.opset
+        cx = _Context(self.names, types, consts)
+        shown = f"node {node.name or node.output[0]!r} ({node.op_type} of opset {self.opset})"
+        while True:
+            version = next((v for v in self.steps.get(node.op_type, ()) if at < v <= OPSET), None)
+            if at < OLDEST and (version is None or version > OLDEST):
+                self._require_same(node, at, shown)
+            if version is None:
+                return [*cx.before, node, *cx.after]
+            try:
+                ADAPTERS[node.op_type, version](cx, node)
+            except _NotConvertible as error:
+                raise ModelError(
+                    f"{self.model}: {shown} {error}, which opset {OPSET} cannot say: "
+                    "export the model with a newer opset"
+                ) from error
+            at = version
+
+    def _require_same(self, node: onnx.NodeProto, opset: int, shown: str) -> None:
+        """Raise ModelError if the operator changed between an opset before OLDEST and that one."""
+        if onnx.defs.has(node.op_type, opset, "") and onnx.defs.has(node.op_type, OLDEST, ""):
+            then, now = (onnx.defs.get_schema(node.op_type, v, "").since_version for v in (opset, OLDEST))
+            if then == now:
+                return
+        raise ModelError(
+            f"{self.model}: {shown} is too old, opset {OLDEST} is the first that is read whole: "
+            "export the model again, or convert it with onnx.version_converter"
+        )
 
 
 def lower(name: str, proto: onnx.ModelProto, opset: int) -> None:
