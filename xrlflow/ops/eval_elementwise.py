@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, reduce
+from functools import reduce
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
-from xrlflow.ir import Attrs, DType
+from xrlflow.ir import FLOATS, Attrs, DType
 from xrlflow.ops.eval_spec import (
     Evaluate,
     Inputs,
@@ -158,15 +158,21 @@ def _dropout(field: Field, attrs: Attrs, inputs: Inputs, outputs: int) -> tuple[
 
 # --- casts ---
 
-# The greatest finite number of the narrow formats: what a saturating cast clamps to.
-NARROW: dict[DType, np.dtype[Any]] = {
+# Formats that NumPy does not have. Arrays of them keep their dtype; `widen` makes them computable.
+NARROW_FLOAT: dict[DType, np.dtype[Any]] = {
     DType.FLOAT8E4M3FN: np.dtype(ml_dtypes.float8_e4m3fn),
     DType.FLOAT8E4M3FNUZ: np.dtype(ml_dtypes.float8_e4m3fnuz),
     DType.FLOAT8E5M2: np.dtype(ml_dtypes.float8_e5m2),
     DType.FLOAT8E5M2FNUZ: np.dtype(ml_dtypes.float8_e5m2fnuz),
     DType.FLOAT4E2M1: np.dtype(ml_dtypes.float4_e2m1fn),
 }
-_INTEGER: dict[DType, np.dtype[Any]] = {
+NARROW_INTEGER: dict[DType, np.dtype[Any]] = {
+    DType.INT4: np.dtype(ml_dtypes.int4),
+    DType.UINT4: np.dtype(ml_dtypes.uint4),
+    DType.INT2: np.dtype(ml_dtypes.int2),
+    DType.UINT2: np.dtype(ml_dtypes.uint2),
+}
+WIDE_INTEGER: dict[DType, np.dtype[Any]] = {
     DType.INT8: np.dtype(np.int8),
     DType.INT16: np.dtype(np.int16),
     DType.INT32: np.dtype(np.int32),
@@ -176,34 +182,51 @@ _INTEGER: dict[DType, np.dtype[Any]] = {
     DType.UINT32: np.dtype(np.uint32),
     DType.UINT64: np.dtype(np.uint64),
 }
-_FLOAT = frozenset({DType.FLOAT, DType.DOUBLE, DType.FLOAT16, DType.BFLOAT16})
-_SUBBYTE = {
-    DType.INT4: (np.int8, 4),
-    DType.UINT4: (np.uint8, 4),
-    DType.INT2: (np.int8, 2),
-    DType.UINT2: (np.uint8, 2),
-}
+_KNOWN = {dtype: number_ for number_, dtype in (NARROW_FLOAT | NARROW_INTEGER | WIDE_INTEGER).items()}
+_BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+
+
+def narrow_float(dtype: np.dtype[Any]) -> DType | None:
+    """The float8 or float4 format that a dtype is, if any."""
+    found = _KNOWN.get(dtype)
+    return found if found in NARROW_FLOAT else None
+
+
+def widen(x: Array) -> Array:
+    """Narrow floats as float64, integers of less than eight bits as int8; anything else as it is."""
+    found = _KNOWN.get(x.dtype)
+    if found in NARROW_FLOAT:
+        return x.astype(np.float64)
+    return x.astype(np.int8) if found in NARROW_INTEGER else x
+
+
+def promote(field: Field, array: Array) -> Array:
+    """float16, bfloat16, float32 and float64 as elements of the field; anything else as it is."""
+    dtype = array.dtype
+    if dtype.kind == "f" and dtype.itemsize > 1:  # float8_e5m2 is of this kind too
+        return field.lift(array)
+    return field.lift(array.astype(np.float64)) if dtype == _BFLOAT16 else array
 
 
 def round_narrow(x: Array, to: DType, saturate: bool) -> Array:
-    """Floats rounded to a float8 or float4 format, as float64.
+    """Floats in a float8 or float4 format.
 
     Beyond the range: the greatest number if `saturate` (infinities too), else infinity or NaN as the format has.
     """
-    dtype = NARROW[to]
-    top = float(ml_dtypes.finfo(dtype).max)  # type: ignore[no-untyped-call]
+    dtype = NARROW_FLOAT[to]
     if saturate or to == DType.FLOAT4E2M1:
-        clamped = np.clip(x, -top, top)
-        return clamped.astype(np.float32).astype(dtype).astype(np.float64)
-    return x.astype(np.float32).astype(dtype).astype(np.float64)
+        top = float(ml_dtypes.finfo(dtype).max)  # type: ignore[no-untyped-call]
+        x = np.clip(x, -top, top)
+    return x.astype(np.float32).astype(dtype)
 
 
-def wrap_bits(x: Array, dtype: Any, bits: int) -> Array:
-    """Integers of few bits, two's complement, in a type of eight."""
+def _wrap(x: Array, to: DType) -> Array:
+    """Integers in a format of few bits, two's complement."""
+    bits = 4 if to in (DType.INT4, DType.UINT4) else 2
     low = x.astype(np.int64) & ((1 << bits) - 1)
-    if np.dtype(dtype).kind == "i":
+    if to in (DType.INT4, DType.INT2):
         low = np.where(low >= 1 << (bits - 1), low - (1 << bits), low)
-    return low.astype(dtype)
+    return low.astype(np.int8).astype(NARROW_INTEGER[to])
 
 
 def cast(field: Field, x: Array, to: DType, saturate: bool = True) -> Array:
@@ -211,21 +234,20 @@ def cast(field: Field, x: Array, to: DType, saturate: bool = True) -> Array:
 
     Raises NotEvaluable for strings and complex numbers.
     """
+    x = promote(field, widen(x))
     kind = x.dtype.kind
     if kind not in "fiub":
         raise NotEvaluable(f"Cast from {x.dtype}")
-    if to in _FLOAT:
+    if to in FLOATS:
         return x if kind == "f" else field.lift(x)
     if to == DType.BOOL:
         return ~field.compare("equal", x, 0) if kind != "b" else x
-    if to in _INTEGER:
-        dtype = _INTEGER[to]
+    if to in WIDE_INTEGER:
+        dtype = WIDE_INTEGER[to]
         return field.truncate(x, dtype) if kind == "f" else x.astype(dtype, copy=False)
-    if to in _SUBBYTE:
-        holder, bits = _SUBBYTE[to]
-        whole = field.truncate(x, np.dtype(np.int64)) if kind == "f" else x
-        return wrap_bits(whole, holder, bits)
-    if to in NARROW and field.real:
+    if to in NARROW_INTEGER:
+        return _wrap(field.truncate(x, np.dtype(np.int64)) if kind == "f" else x, to)
+    if to in NARROW_FLOAT and field.real:
         return round_narrow(field.lift(x), to, saturate)
     raise NotEvaluable(f"Cast to {to.name}")
 
@@ -234,17 +256,15 @@ def _cast(field: Field, attrs: Attrs, x: Array) -> Array:
     return cast(field, x, DType(integer(attrs, "to", 0)), bool(integer(attrs, "saturate", 1)))
 
 
-@cache
 def _dtype_of(dtype: np.dtype[Any]) -> DType:
-    """The element type of an array: all floats are DOUBLE here."""
-    if dtype.kind == "f":
+    """The element type of an array: all wide floats are DOUBLE here."""
+    if dtype.kind == "f" or dtype == _BFLOAT16:
         return DType.DOUBLE
     if dtype.kind == "b":
         return DType.BOOL
-    for number_, held in _INTEGER.items():
-        if held == dtype:
-            return number_
-    raise NotEvaluable(f"element type {dtype}")
+    if dtype not in _KNOWN:
+        raise NotEvaluable(f"element type {dtype}")
+    return _KNOWN[dtype]
 
 
 def _cast_like(field: Field, attrs: Attrs, x: Array, like: Array) -> Array:
@@ -314,6 +334,10 @@ SPECS: dict[str, OpSpec] = {
         Dropout=_dropout,
         Identity=single(_same),
         Where=single(_where),
+        Equal=_compared("equal"),
+    ),
+    **table(
+        "integer",
         And=_numpy(np.logical_and),
         Or=_numpy(np.logical_or),
         Xor=_numpy(np.logical_xor),
@@ -323,7 +347,6 @@ SPECS: dict[str, OpSpec] = {
         BitwiseXor=_numpy(np.bitwise_xor),
         BitwiseNot=_numpy(np.bitwise_not),
         BitShift=single(_shift),
-        Equal=_compared("equal"),
     ),
     **table(
         "numeric",

@@ -10,7 +10,7 @@ import onnx
 import onnx.numpy_helper
 
 from xrlflow.ir import Attrs, DType, RawAttr
-from xrlflow.ops.eval_elementwise import cast
+from xrlflow.ops.eval_elementwise import cast, promote
 from xrlflow.ops.eval_spec import (
     Inputs,
     OpSpec,
@@ -227,23 +227,6 @@ def tensor(field: Field, attr: RawAttr) -> Array:
     """The tensor of a tensor attribute; floats as elements of the field."""
     array = onnx.numpy_helper.to_array(onnx.AttributeProto.FromString(attr.proto).t)
     return promote(field, array)
-
-
-def promote(field: Field, array: Array) -> Array:
-    """Floats of any width as elements, integers of less than eight bits in eight; anything else as it is."""
-    kind = array.dtype.kind
-    if kind in "iubO":
-        return array
-    if kind == "f":
-        return field.lift(array)
-    name = array.dtype.name
-    if "float" in name:
-        return field.lift(array.astype(np.float64))
-    if name in ("int4", "int2"):
-        return array.astype(np.int8)
-    if name in ("uint4", "uint2"):
-        return array.astype(np.uint8)
-    return array
 
 
 def _constant_of_shape(field: Field, attrs: Attrs, shape: Array) -> Array:

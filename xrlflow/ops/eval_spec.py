@@ -17,6 +17,7 @@ Evaluate = Callable[[Field, Attrs, Inputs, int], tuple[Any, ...]]
 # What a proof over a prime field may conclude of an operator.
 Proof = Literal[
     "movement",  # moves elements, computes none: means the same over every field
+    "integer",  # integers and booleans, which are ordinary numbers in every field
     "polynomial",  # sums, products, quotients
     "uninterpreted",  # applies keyed functions (exp, sqrt, Relu, max), of which only their name is known
     "numeric",  # order, rounding, interpolation, irrational constants: the real numbers only

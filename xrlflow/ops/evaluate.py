@@ -6,14 +6,24 @@ it proves rules. Semantics: the ONNX operator documentation, https://onnx.ai/onn
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
-from xrlflow.ir import ABSENT, Attrs, Graph, Value
-from xrlflow.ops import eval_elementwise, eval_linear, eval_norm, eval_shape
-from xrlflow.ops.eval_shape import promote
-from xrlflow.ops.eval_spec import Inputs, OpSpec
+from xrlflow.ir import ABSENT, Attrs, Body, Graph, Value
+from xrlflow.ops import (
+    eval_attention,
+    eval_elementwise,
+    eval_image,
+    eval_linear,
+    eval_norm,
+    eval_quant,
+    eval_recurrent,
+    eval_shape,
+)
+from xrlflow.ops.eval_elementwise import promote
+from xrlflow.ops.eval_spec import Inputs, OpSpec, integer, integers, table
 from xrlflow.ops.field import REALS, Array, Field, NotEvaluable
 
 __all__ = ["REALS", "SPECS", "Field", "NotEvaluable", "OpSpec", "evaluate_graph", "evaluate_node", "promote"]
@@ -26,9 +36,9 @@ def evaluate_node(
 
     Inputs are arrays, None where absent. Floats should be elements of the field, that is float64 (see
     `promote`); over REALS narrower floats are computed with as they are, where NumPy can. Integers and
-    booleans are exact. Outputs are float64 wherever floats came in as float64: a Cast to float16, bfloat16 or
-    float32 rounds nothing, one to a float8 or float4 format does. Elements of less than eight bits are held
-    in int8 or uint8. Outputs may share memory with inputs, and may be read-only.
+    booleans are exact. Outputs are float64 wherever floats came in so: a Cast to float16, bfloat16 or float32
+    rounds nothing, one to a float8 or float4 format does. Arrays of less than eight bits, or in a float8 or
+    float4 format, have the dtypes of ml_dtypes. Outputs may share memory with inputs, and may be read-only.
 
     Raises NotEvaluable for an operator (or a use of one) without meaning here, and whatever NumPy raises when
     the inputs do not fit the operator.
@@ -93,9 +103,97 @@ def evaluate_graph(graph: Graph, feeds: Mapping[Value, Array], field: Field = RE
     return [out for out in outputs if out is not None]
 
 
+# --- control flow: a body's captured values are the last inputs of its graph, and of the node ---
+
+
+def _bodies(
+    attrs: Attrs, inputs: Inputs
+) -> tuple[list[Array | None], dict[str, tuple[Graph, list[Array | None]]]]:
+    """The explicit inputs of a node, and its bodies by name, each with the values that it captures."""
+    bodies = {name: value for name, value in attrs.items() if isinstance(value, Body)}
+    at = explicit = len(inputs) - sum(len(body.captured) for body in bodies.values())
+    out = {}
+    for name, body in bodies.items():
+        out[name] = (body.graph, list(inputs[at : at + len(body.captured)]))
+        at += len(body.captured)
+    return list(inputs[:explicit]), out
+
+
+def _run_body(
+    field: Field, graph: Graph, arguments: Sequence[Array | None], captured: Sequence[Array | None]
+) -> list[Array]:
+    given = zip(graph.inputs, (*arguments, *captured), strict=True)
+    return evaluate_graph(graph, {value: array for value, array in given if array is not None}, field)
+
+
+def _if(field: Field, attrs: Attrs, inputs: Inputs, outputs: int) -> tuple[Any, ...]:
+    (condition,), bodies = _bodies(attrs, inputs)
+    assert condition is not None
+    graph, captured = bodies["then_branch" if condition.item() else "else_branch"]
+    return tuple(_run_body(field, graph, (), captured))
+
+
+def _stacked(graph: Graph, rows: list[list[Array]], first: int, axes: Sequence[int]) -> list[Array]:
+    """What each step gave for outputs `first` and on, along a new axis; nothing: by the declared types."""
+    out = []
+    for i, axis in enumerate(axes, start=first):
+        if rows:
+            out.append(np.stack([row[i] for row in rows], axis=axis))
+        else:
+            shape = [d if isinstance(d, int) else 0 for d in graph.type(graph.outputs[i]).shape or ()]
+            shape.insert(axis if axis >= 0 else axis + len(shape) + 1, 0)
+            out.append(np.zeros(shape))
+    return out
+
+
+def _loop(field: Field, attrs: Attrs, inputs: Inputs, outputs: int) -> tuple[Any, ...]:
+    (trips, condition, *state), bodies = _bodies(attrs, inputs)
+    graph, captured = bodies["body"]
+    going = condition is None or bool(condition.item())
+    rows: list[list[Array]] = []
+    while going and (trips is None or len(rows) < trips.item()):
+        step = (np.array(len(rows), dtype=np.int64), np.array(going), *state)
+        results = _run_body(field, graph, step, captured)
+        going = bool(results[0].item())
+        state[:] = results[1 : 1 + len(state)]
+        rows.append(results)
+    scans = len(graph.outputs) - 1 - len(state)
+    return (*state, *_stacked(graph, rows, 1 + len(state), [0] * scans))
+
+
+def _scan(field: Field, attrs: Attrs, inputs: Inputs, outputs: int) -> tuple[Any, ...]:
+    explicit, bodies = _bodies(attrs, inputs)
+    graph, captured = bodies["body"]
+    scanned = integer(attrs, "num_scan_inputs", 1)
+    states = len(explicit) - scanned
+    state, sources = explicit[:states], explicit[states:]
+    scans = len(graph.outputs) - states
+    axes = integers(attrs, "scan_input_axes") or (0,) * scanned
+    ways = integers(attrs, "scan_input_directions") or (0,) * scanned
+    columns = []
+    for x, axis, way in zip(sources, axes, ways, strict=True):
+        assert x is not None
+        columns.append(np.moveaxis(np.flip(x, axis) if way else x, axis, 0))
+    rows: list[list[Array]] = []
+    for step in zip(*columns, strict=True):
+        results = _run_body(field, graph, (*state, *map(np.asarray, step)), captured)
+        state[:] = results[:states]
+        rows.append(results)
+    out_axes = integers(attrs, "scan_output_axes") or (0,) * scans
+    out_ways = integers(attrs, "scan_output_directions") or (0,) * scans
+    stacked = _stacked(graph, rows, states, out_axes)
+    flipped = [np.flip(y, axis) if way else y for y, axis, way in zip(stacked, out_axes, out_ways)]
+    return (*state, *flipped)
+
+
 SPECS: dict[str, OpSpec] = {
+    **eval_attention.SPECS,
     **eval_elementwise.SPECS,
+    **eval_image.SPECS,
     **eval_linear.SPECS,
     **eval_norm.SPECS,
+    **eval_quant.SPECS,
+    **eval_recurrent.SPECS,
     **eval_shape.SPECS,
+    **table("movement", If=_if, Loop=_loop, Scan=_scan),
 }

@@ -1,0 +1,370 @@
+"""Meaning of operators on images and signals: Resize, GridSample, boxes, Fourier transform, windows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+from math import floor
+
+import numpy as np
+
+from xrlflow.ir import Attrs
+from xrlflow.ops.eval_spec import (
+    OpSpec,
+    integer,
+    integers,
+    number,
+    single,
+    string,
+    table,
+)
+from xrlflow.ops.field import Array, Field, NotEvaluable
+
+# --- Resize: along each axis alone, a weighted sum of a few neighbours ---
+
+_NEAREST: dict[str, Callable[[Array], Array]] = {
+    "round_prefer_floor": lambda x: np.ceil(x - 0.5),
+    "round_prefer_ceil": lambda x: np.floor(x + 0.5),
+    "floor": np.floor,
+    "ceil": np.ceil,
+}
+
+
+def cubic(distance: Array, a: float) -> Array:
+    """Keys' cubic convolution kernel (IEEE Trans. ASSP 29(6), 1981), with coefficient `a`."""
+    d = np.abs(distance)
+    near = ((a + 2) * d - (a + 3)) * d * d + 1
+    far = ((a * d - 5 * a) * d + 8 * a) * d - 4 * a
+    return np.where(d <= 1, near, np.where(d < 2, far, 0.0))
+
+
+def _sources(mode: str, out: int, size: int, scale: float, start: float, end: float) -> Array:
+    """Where the elements of an axis of `out` lie in the original of `size`."""
+    i = np.arange(out, dtype=np.float64)
+    if mode == "align_corners":
+        length = scale * size
+        return i * (size - 1) / (length - 1) if length != 1 else i * 0.0
+    if mode == "asymmetric":
+        return i / scale
+    if mode == "tf_crop_and_resize":
+        if out == 1:
+            return np.array([0.5 * (start + end) * (size - 1)])
+        return start * (size - 1) + i * (end - start) * (size - 1) / (out - 1)
+    if mode == "pytorch_half_pixel" and out == 1:
+        return np.zeros(1)
+    x = (i + 0.5) / scale - 0.5
+    if mode == "half_pixel_symmetric":
+        x = x + size / 2 * (1 - out / (scale * size))
+    return x
+
+
+def _neighbours(x: Array, mode: str, scale: float, a: float) -> tuple[Array, Array]:
+    """Indices and weights of the neighbours of each place, both [taps, places]."""
+    scale = min(scale, 1.0)
+    reach = 2 if mode == "cubic" else 1
+    first = floor(-reach / scale) + 1
+    taps = np.arange(first, 2 - first)[:, None]
+    base = np.floor(x)
+    distance = (base + taps - x) * scale
+    weights = cubic(distance, a) if mode == "cubic" else np.clip(1 - np.abs(distance), 0, 1)
+    if scale < 1.0:
+        weights = weights / weights.sum(axis=0)
+    return (base + taps).astype(np.int64), weights
+
+
+def _resize_axis(field: Field, attrs: Attrs, x: Array, axis: int, places: Array, scale: float) -> Array:
+    size, mode = x.shape[axis], string(attrs, "mode", "nearest")
+    if mode == "nearest":
+        near = _NEAREST[string(attrs, "nearest_mode", "round_prefer_floor")](places)
+        return x.take(np.clip(near, 0, size - 1).astype(np.int64), axis=axis)
+    smooth = scale if integer(attrs, "antialias", 0) else 1.0
+    index, weights = _neighbours(places, mode, smooth, number(attrs, "cubic_coeff_a", -0.75))
+    if integer(attrs, "exclude_outside", 0):
+        weights = np.where((index >= 0) & (index < size), weights, 0.0)
+        weights = weights / weights.sum(axis=0)
+    index = np.clip(index, 0, size - 1)
+    shape = [-1 if i == axis else 1 for i in range(x.ndim)]
+    total: Array | None = None
+    for i, w in zip(index, weights):
+        part = field.mul(x.take(i, axis=axis), field.lift(w).reshape(shape))
+        total = part if total is None else field.add(total, part)
+    assert total is not None
+    return total
+
+
+def _resize(
+    field: Field,
+    attrs: Attrs,
+    x: Array,
+    roi: Array | None = None,
+    scales: Array | None = None,
+    sizes: Array | None = None,
+) -> Array:
+    axes = [a % x.ndim for a in integers(attrs, "axes") or range(x.ndim)]
+    lengths = [x.shape[a] for a in axes]
+    if scales is not None and scales.size:
+        factors = [float(s) for s in scales]
+        wanted = [floor(n * s) for n, s in zip(lengths, factors)]
+    else:
+        if sizes is None:
+            raise ValueError("Resize with neither scales nor sizes")
+        wanted = [int(s) for s in sizes]
+        factors = [w / n for w, n in zip(wanted, lengths)]
+        policy = string(attrs, "keep_aspect_ratio_policy", "stretch")
+        if policy != "stretch":
+            one = min(factors) if policy == "not_larger" else max(factors)
+            factors = [one] * len(axes)
+            wanted = [floor(one * n + 0.5) for n in lengths]
+    mode = string(attrs, "coordinate_transformation_mode", "half_pixel")
+    crop = mode == "tf_crop_and_resize"
+    whole = x.dtype.kind in "iub"
+    y = field.lift(x) if whole and string(attrs, "mode", "nearest") != "nearest" else x
+    outside = np.zeros((), dtype=np.bool_)
+    for i, axis in enumerate(axes):
+        start, end = 0.0, 1.0
+        if crop and roi is not None:
+            start, end = float(roi[i]), float(roi[i + len(axes)])
+        elif wanted[i] == lengths[i] and factors[i] == 1.0:
+            continue
+        places = _sources(mode, wanted[i], lengths[i], factors[i], start, end)
+        if crop:
+            beyond = (places < 0) | (places > lengths[i] - 1)
+            outside = outside | beyond.reshape([-1 if j == axis else 1 for j in range(x.ndim)])
+        y = _resize_axis(field, attrs, y, axis, places, factors[i])
+    if crop and outside.any():
+        y = np.where(outside, field.constant(number(attrs, "extrapolation_value", 0.0)), y)
+    return np.rint(y).astype(x.dtype) if y.dtype != x.dtype and whole else y
+
+
+# --- GridSample ---
+
+
+def _reflect(index: Array, low: float, high: float) -> Array:
+    """Indices mirrored into [low, high]."""
+    span = high - low
+    if span <= 0:
+        return np.full_like(index, low)
+    offset = np.abs(index - low) % (2 * span)
+    return low + np.minimum(offset, 2 * span - offset)
+
+
+def _grid_sample(field: Field, attrs: Attrs, x: Array, grid: Array) -> Array:
+    """x [n,c,d1,...,dk], grid [n,o1,...,ok,k] with the last coordinate first; coordinates in -1 ... 1."""
+    mode, padding = string(attrs, "mode", "linear"), string(attrs, "padding_mode", "zeros")
+    corners = bool(integer(attrs, "align_corners", 0))
+    size = x.shape[2:]
+    axes: list[tuple[Array, Array]] = []  # of each axis: indices and weights, [taps, n, places...]
+    for axis, n in enumerate(size):
+        g = grid[..., len(size) - 1 - axis]
+        place = (g + 1) / 2 * (n - 1) if corners else ((g + 1) * n - 1) / 2
+        low, high = (0.0, n - 1.0) if corners else (-0.5, n - 0.5)
+        if mode == "cubic":
+            base, taps = np.floor(place), np.arange(-1, 3)
+            index = base + taps.reshape(-1, *(1,) * g.ndim)
+            weights = cubic(index - place, -0.75)
+        else:
+            # Places beyond the border are brought in first, as runtimes do, then their neighbours.
+            if padding == "border":
+                place = np.clip(place, 0, n - 1)
+            elif padding == "reflection":
+                place = np.clip(_reflect(place, low, high), 0, n - 1)
+            if mode == "nearest":
+                index = np.rint(place)[None]
+                weights = np.ones_like(index)
+            else:
+                base = np.floor(place)
+                index = np.stack((base, base + 1))
+                weights = np.stack((base + 1 - place, place - base))
+        if padding == "zeros":
+            weights = np.where((index >= 0) & (index <= n - 1), weights, 0.0)
+        elif padding == "reflection" and mode == "cubic":
+            index = _reflect(index, low, high)
+        axes.append((np.clip(index, 0, n - 1).astype(np.int64), weights))
+    batch = np.arange(x.shape[0]).reshape(-1, *(1,) * len(size))
+    moved = np.moveaxis(x, 1, -1)
+    out = np.zeros((*grid.shape[:-1], x.shape[1]), dtype=x.dtype)
+    for taps_at in product(*(range(len(weights)) for _, weights in axes)):
+        index_at = tuple(index[t] for t, (index, _) in zip(taps_at, axes))
+        weight = np.prod([weights[t] for t, (_, weights) in zip(taps_at, axes)], axis=0)
+        out += moved[(batch, *index_at)] * weight[..., None]
+    return np.moveaxis(out, -1, 1)
+
+
+def _affine_grid(field: Field, attrs: Attrs, theta: Array, size: Array) -> Array:
+    """theta [n,k,k+1], size (n,c,d1,...,dk): a grid for GridSample."""
+    spatial = size.tolist()[2:]
+    steps = []
+    for n in spatial:
+        if integer(attrs, "align_corners", 0):
+            steps.append(np.linspace(-1.0, 1.0, n))
+        else:
+            steps.append((np.arange(n) * 2 + 1) / n - 1)
+    mesh = np.meshgrid(*steps, indexing="ij")
+    points = np.stack([*mesh[::-1], np.ones(spatial)], axis=-1)
+    y = points.reshape(1, -1, len(spatial) + 1) @ theta.swapaxes(1, 2)
+    return y.reshape(theta.shape[0], *spatial, len(spatial))
+
+
+# --- boxes ---
+
+
+def _overlap(a: Array, boxes: Array) -> Array:
+    """Intersection over union of a box with others; boxes are (low, low, high, high)."""
+    low, high = np.maximum(a[:2], boxes[:, :2]), np.minimum(a[2:], boxes[:, 2:])
+    common = np.prod(np.clip(high - low, 0, None), axis=1)
+    area = np.prod(a[2:] - a[:2]) + np.prod(boxes[:, 2:] - boxes[:, :2], axis=1) - common
+    return np.where(area > 0, common / np.where(area > 0, area, 1.0), 0.0)
+
+
+def _non_max_suppression(
+    field: Field,
+    attrs: Attrs,
+    boxes: Array,
+    scores: Array,
+    most: Array | None = None,
+    overlap: Array | None = None,
+    least: Array | None = None,
+) -> Array:
+    """boxes [n,k,4], scores [n,classes,k]: rows (batch, class, box), best scores first."""
+    limit = 0 if most is None else int(most.item())
+    threshold = 0.0 if overlap is None else float(overlap.item())
+    first, second = boxes[..., :2], boxes[..., 2:]
+    if integer(attrs, "center_point_box", 0):
+        first, second = first - second / 2, first + second / 2
+    corners = np.concatenate((np.minimum(first, second), np.maximum(first, second)), axis=-1)
+    chosen: list[tuple[int, int, int]] = []
+    for n, c in np.ndindex(*scores.shape[:2]):
+        order = np.argsort(-scores[n, c], kind="stable")
+        if least is not None:
+            order = order[scores[n, c][order] > float(least.item())]
+        taken = 0
+        while len(order) and taken < limit:
+            best, order = order[0], order[1:]
+            chosen.append((n, c, int(best)))
+            taken += 1
+            order = order[_overlap(corners[n, best], corners[n][order]) <= threshold]
+    return np.array(chosen, dtype=np.int64).reshape(-1, 3)
+
+
+def _roi_align(field: Field, attrs: Attrs, x: Array, rois: Array, batch: Array) -> Array:
+    """x [n,c,h,w], rois [k,4] as (x1,y1,x2,y2), batch [k]: [k,c,oh,ow]."""
+    mode = string(attrs, "mode", "avg")
+    shape = (integer(attrs, "output_height", 1), integer(attrs, "output_width", 1))
+    ratio, scale = integer(attrs, "sampling_ratio", 0), number(attrs, "spatial_scale", 1.0)
+    half = string(attrs, "coordinate_transformation_mode", "half_pixel") == "half_pixel"
+    size = x.shape[2:]
+    out = np.empty((len(rois), x.shape[1], *shape))
+    for k, (roi, image) in enumerate(zip(rois * scale - (0.5 if half else 0.0), x[batch])):
+        taps = []  # of each axis: indices and weights, [2, bins * samples]; samples in a bin
+        for axis in (0, 1):
+            low, length = roi[1 - axis], roi[3 - axis] - roi[1 - axis]
+            if not half:
+                length = max(length, 1.0)
+            step = length / shape[axis]
+            count = ratio or max(int(np.ceil(step)), 0)
+            bins = np.arange(shape[axis])[:, None] + (np.arange(count) + 0.5) / max(count, 1)
+            place = (low + bins * step).reshape(-1)
+            inside = (place >= -1.0) & (place <= size[axis])
+            place = np.clip(place, 0, size[axis] - 1)
+            base = np.minimum(np.floor(place), max(size[axis] - 2, 0)).astype(np.int64)
+            rest = place - base
+            index = np.stack((base, np.minimum(base + 1, size[axis] - 1)))
+            taps.append((index, np.stack((1 - rest, rest)) * inside, count))
+        (rows, down, high), (columns, across, wide) = taps
+        parts = [
+            image[:, rows[i]][:, :, columns[j]] * np.outer(down[i], across[j])
+            for i, j in product((0, 1), (0, 1))
+        ]
+        split = (x.shape[1], shape[0], high, shape[1], wide)
+        if mode == "avg":
+            out[k] = sum(parts).reshape(split).sum(axis=(2, 4)) / max(high * wide, 1)
+        else:  # the greatest weighted neighbour, as the specification has it
+            out[k] = np.max(parts, axis=0).reshape(split).max(axis=(2, 4))
+    return out
+
+
+# --- signals ---
+
+
+def _cosines(*coefficients: float) -> Callable[..., Array]:
+    """A window that is a sum of cosines."""
+
+    def window(field: Field, attrs: Attrs, size: Array) -> Array:
+        n = int(size.item())
+        length = n if integer(attrs, "periodic", 1) else n - 1
+        if integer(attrs, "output_datatype", 1) not in (1, 10, 11, 16):
+            raise NotEvaluable("a window of integers")
+        angle = 2 * np.pi * np.arange(n) / length
+        terms = [(-1) ** k * c * np.cos(k * angle) for k, c in enumerate(coefficients)]
+        return np.sum(terms, axis=0)  # type: ignore[no-any-return]
+
+    return window
+
+
+def _dft(
+    field: Field, attrs: Attrs, x: Array, length: Array | None = None, axis: Array | None = None
+) -> Array:
+    """x [..., 1 or 2]: real, or real and imaginary parts."""
+    along = -2 if axis is None else int(axis.item())
+    along = along % x.ndim
+    signal = x[..., 0] + 1j * x[..., 1] if x.shape[-1] == 2 else x[..., 0].astype(np.complex128)
+    n = signal.shape[along] if length is None else int(length.item())
+    onesided = integer(attrs, "onesided", 0)
+    if integer(attrs, "inverse", 0):
+        if onesided:
+            return np.fft.irfft(signal, n=None if length is None else n, axis=along)[..., None]
+        y = np.fft.ifft(signal, n=n, axis=along)
+    else:
+        y = np.fft.fft(signal, n=n, axis=along)
+        if onesided:
+            y = y[(slice(None),) * along + (slice(0, n // 2 + 1),)]
+    return np.stack((y.real, y.imag), axis=-1)
+
+
+def _stft(
+    field: Field,
+    attrs: Attrs,
+    signal: Array,
+    step: Array,
+    window: Array | None = None,
+    length: Array | None = None,
+) -> Array:
+    """signal [b,n] or [b,n,1 or 2]: [b,frames,bins,2]."""
+    if signal.ndim == 2:
+        signal = signal[..., None]
+    if window is None and length is None:
+        raise ValueError("STFT with neither window nor frame length")
+    size = int(length.item()) if length is not None else len(window)  # type: ignore[arg-type]
+    hop = int(step.item())
+    count = (signal.shape[1] - size) // hop + 1
+    index = np.arange(count)[:, None] * hop + np.arange(size)
+    frames = signal[:, index]  # [b, frames, size, 1 or 2]
+    if window is not None:
+        frames = frames * window[:, None]
+    values = frames[..., 0] + 1j * frames[..., 1] if signal.shape[-1] == 2 else frames[..., 0]
+    y = np.fft.fft(values, axis=-1)
+    if integer(attrs, "onesided", 1):
+        y = y[..., : size // 2 + 1]
+    return np.stack((y.real, y.imag), axis=-1)
+
+
+def _det(field: Field, attrs: Attrs, x: Array) -> Array:
+    return np.asarray(np.linalg.det(x))
+
+
+SPECS: dict[str, OpSpec] = {
+    **table(
+        "numeric",
+        AffineGrid=single(_affine_grid),
+        BlackmanWindow=single(_cosines(0.42, 0.5, 0.08)),
+        Det=single(_det),
+        DFT=single(_dft),
+        GridSample=single(_grid_sample),
+        HammingWindow=single(_cosines(25 / 46, 21 / 46)),
+        HannWindow=single(_cosines(0.5, 0.5)),
+        NonMaxSuppression=single(_non_max_suppression),
+        Resize=single(_resize),
+        RoiAlign=single(_roi_align),
+        STFT=single(_stft),
+    ),
+}

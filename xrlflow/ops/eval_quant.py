@@ -1,0 +1,175 @@
+"""Meaning of the quantised operators. Sums of integer products are exact; scales are floats of the field."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from xrlflow.ir import Attrs, DType
+from xrlflow.ops.eval_elementwise import NARROW_INTEGER, WIDE_INTEGER, narrow_float, round_narrow, widen
+from xrlflow.ops.eval_linear import conv
+from xrlflow.ops.eval_spec import OpSpec, f32, integer, several, single, table
+from xrlflow.ops.field import REALS, Array, Field
+
+
+def _spread(scale: Array, x: Array, attrs: Attrs) -> Array:
+    """A scale or zero point, broadcast against `x`: of one element, per axis, or per block along the axis."""
+    if scale.ndim == 0 or (scale.size == 1 and scale.ndim == 1):
+        return scale.reshape(())
+    axis = integer(attrs, "axis", 1) % x.ndim
+    if scale.ndim == 1:
+        return scale.reshape([-1 if i == axis else 1 for i in range(x.ndim)])
+    block = integer(attrs, "block_size", 0)
+    repeated = np.repeat(scale, block, axis=axis) if block else scale
+    return repeated[(slice(None),) * axis + (slice(0, x.shape[axis]),)]
+
+
+def _saturate(x: Array, dtype: np.dtype[Any]) -> Array:
+    """Floats that are whole numbers as integers of `dtype`, clamped to its range."""
+    for number, held in NARROW_INTEGER.items():
+        if held == dtype:
+            signed, bits = number in (DType.INT4, DType.INT2), 4 if number in (DType.INT4, DType.UINT4) else 2
+            low = -(1 << bits - 1) if signed else 0
+            high = low + (1 << bits) - 1
+            return np.clip(x, low, high).astype(np.int8).astype(dtype)
+    info = np.iinfo(dtype)
+    return np.clip(x, info.min, info.max).astype(dtype)
+
+
+def _quantize(field: Field, attrs: Attrs, x: Array, scale: Array, zero: Array | None = None) -> Array:
+    """round(x / scale) + zero point, ties to even, in double precision, clamped."""
+    to = DType(integer(attrs, "output_dtype", 0))
+    scaled = REALS.lift(x) / _spread(REALS.lift(scale), x, attrs)
+    float_type = narrow_float(zero.dtype) if zero is not None else None
+    if to.name.startswith("FLOAT"):
+        float_type = to
+    if float_type is not None:
+        offset = 0.0 if zero is None else _spread(widen(zero), x, attrs)
+        return round_narrow(scaled + offset, float_type, bool(integer(attrs, "saturate", 1)))
+    if zero is not None:
+        dtype = zero.dtype
+        return _saturate(np.rint(scaled) + _spread(widen(zero), x, attrs), dtype)
+    return _saturate(np.rint(scaled), {**WIDE_INTEGER, **NARROW_INTEGER}.get(to, np.dtype(np.uint8)))
+
+
+def _dequantize(field: Field, attrs: Attrs, x: Array, scale: Array, zero: Array | None = None) -> Array:
+    value = field.lift(widen(x))
+    if zero is not None:
+        value = field.sub(value, field.lift(_spread(widen(zero), x, attrs)))
+    return field.mul(value, _spread(field.lift(scale), x, attrs))
+
+
+def _dynamic_quantize(field: Field, attrs: Attrs, x: Array) -> tuple[Any, ...]:
+    """To uint8 by the range of the data, which takes in zero. All zeros: a scale of 1, as runtimes have it.
+
+    The scale is a float32 by definition, and rounded to one.
+    """
+    low, high = min(0.0, float(x.min(initial=0.0))), max(0.0, float(x.max(initial=0.0)))
+    scale = f32((high - low) / 255.0) or 1.0
+    zero = np.clip(np.rint(-low / scale), 0, 255)
+    y = np.clip(np.rint(x / scale) + zero, 0, 255).astype(np.uint8)
+    return y, np.float64(scale), zero.astype(np.uint8)
+
+
+def _centred(x: Array, zero: Array | None, columns: bool) -> Array:
+    """Integers less their zero point (one, or one per row, or per column), as float64."""
+    value = x.astype(np.float64)
+    if zero is None:
+        return value
+    shift = zero.astype(np.float64)
+    return value - (shift[:, None] if shift.ndim == 1 and shift.size > 1 and not columns else shift)
+
+
+def _matmul_integer(
+    field: Field,
+    attrs: Attrs,
+    a: Array,
+    b: Array,
+    a_zero: Array | None = None,
+    b_zero: Array | None = None,
+) -> Array:
+    product: Array = np.matmul(_centred(a, a_zero, False), _centred(b, b_zero, True))
+    return product.astype(np.int64).astype(np.int32)
+
+
+def _conv_sum(attrs: Attrs, x: Array, w: Array, x_zero: Array | None, w_zero: Array | None) -> Array:
+    """The convolution of integers less their zero points: whole numbers as float64."""
+    data, weight = x.astype(np.float64), w.astype(np.float64)
+    if x_zero is not None:
+        data -= x_zero.reshape(-1)[0]
+    if w_zero is not None:
+        weight -= w_zero.reshape(-1, *(1,) * (w.ndim - 1))
+    return conv(REALS, attrs, data, weight)
+
+
+def _conv_integer(
+    field: Field,
+    attrs: Attrs,
+    x: Array,
+    w: Array,
+    x_zero: Array | None = None,
+    w_zero: Array | None = None,
+) -> Array:
+    return _conv_sum(attrs, x, w, x_zero, w_zero).astype(np.int64).astype(np.int32)
+
+
+def _requantize(total: Array, factor: Array, zero: Array) -> Array:
+    if narrow_float(zero.dtype) is not None:
+        kind = narrow_float(zero.dtype)
+        assert kind is not None
+        return round_narrow(total * factor + widen(zero), kind, True)
+    return _saturate(np.rint(total * factor) + zero.astype(np.float64), zero.dtype)
+
+
+def _qlinear_matmul(
+    field: Field,
+    attrs: Attrs,
+    a: Array,
+    a_scale: Array,
+    a_zero: Array,
+    b: Array,
+    b_scale: Array,
+    b_zero: Array,
+    y_scale: Array,
+    y_zero: Array,
+) -> Array:
+    a, a_zero, b, b_zero = widen(a), widen(a_zero), widen(b), widen(b_zero)
+    total = np.matmul(_centred(a, a_zero, False), _centred(b, b_zero, True))
+    rows = a_scale[:, None] if a_scale.ndim == 1 and a_scale.size > 1 else a_scale
+    factor = REALS.lift(rows) * REALS.lift(b_scale) / REALS.lift(y_scale)
+    return _requantize(total, factor, y_zero)
+
+
+def _qlinear_conv(
+    field: Field,
+    attrs: Attrs,
+    x: Array,
+    x_scale: Array,
+    x_zero: Array,
+    w: Array,
+    w_scale: Array,
+    w_zero: Array,
+    y_scale: Array,
+    y_zero: Array,
+    bias: Array | None = None,
+) -> Array:
+    total = _conv_sum(attrs, x, w, x_zero, w_zero)
+    channels = (-1, *(1,) * (x.ndim - 2))
+    if bias is not None:
+        total = total + bias.reshape(channels)
+    factor = REALS.lift(x_scale) * REALS.lift(w_scale).reshape(channels) / REALS.lift(y_scale)
+    return _requantize(total, factor, y_zero)
+
+
+SPECS: dict[str, OpSpec] = {
+    **table("polynomial", DequantizeLinear=single(_dequantize)),
+    **table("integer", ConvInteger=single(_conv_integer), MatMulInteger=single(_matmul_integer)),
+    **table(
+        "numeric",
+        DynamicQuantizeLinear=several(_dynamic_quantize),
+        QLinearConv=single(_qlinear_conv),
+        QLinearMatMul=single(_qlinear_matmul),
+        QuantizeLinear=single(_quantize),
+    ),
+}
