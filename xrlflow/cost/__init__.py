@@ -1,0 +1,22 @@
+"""Cost models and the measurement database."""
+
+from xrlflow.cost.calibrate import calibrated
+from xrlflow.cost.database import Database
+from xrlflow.cost.machine import Machine
+from xrlflow.cost.measured import Measured
+from xrlflow.cost.model import AdditiveCost, CostModel, Provenance
+from xrlflow.cost.profiled import Profiled, Tally
+from xrlflow.cost.roofline import Roofline
+
+__all__ = [
+    "AdditiveCost",
+    "CostModel",
+    "Database",
+    "Machine",
+    "Measured",
+    "Profiled",
+    "Provenance",
+    "Roofline",
+    "Tally",
+    "calibrated",
+]

@@ -52,15 +52,13 @@ class AdditiveCost(ABC):
     def price(self, graph: Graph, node: Node, in_types: InTypes) -> float:
         """Seconds of one call of the node; its constants can be looked up in the graph. Not remembered."""
 
-    def key(self, graph: Graph, node: Node, in_types: InTypes) -> tuple[object, ...]:
-        """What a price depends on. Types are interned, hence compared by identity."""
-        return (node.op, node.attrs.digest, in_types, node.types)
-
     def seconds(self, graph: Graph, node: Node, in_types: InTypes) -> float:
         """The price of one call, remembered; 0 for a constant node."""
-        if node.types[0].const:
+        types = node.types
+        if types[0].const:
             return 0.0
-        key = self.key(graph, node, in_types)
+        # Types are interned, hence compared by identity.
+        key = (node.op, node.attrs.digest, in_types, types)
         found = self._prices.get(key)
         if found is None:
             found = self._prices[key] = self.price(graph, node, in_types)

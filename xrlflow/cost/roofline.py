@@ -54,8 +54,9 @@ def seconds(w: Work, machine: Machine) -> float:
         return machine.overhead
     speed = machine.speeds[w.kind]
     peak = machine.peak * reachable(w, machine) * 32 / max(w.bits, 16)
+    computing = w.flops / peak if w.flops else 0.0
     bandwidth = machine.cache_bandwidth if w.footprint <= machine.cache else machine.memory_bandwidth
-    spread = max(w.flops / peak, w.bytes / (bandwidth * speed.bandwidth))
+    spread = max(computing, w.bytes / (bandwidth * speed.bandwidth))
     return machine.overhead + min(spread * machine.threads, spread + machine.fork)
 
 

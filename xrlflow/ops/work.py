@@ -66,10 +66,10 @@ class Gemm:
 class Work:
     """What one call of an operator does.
 
-    `flops`: operations. `bytes`: memory traffic. `footprint`: distinct bytes touched, which decide whether
-    that traffic stays in the cache (less than `bytes` where weights are read at every step). `gemm`: the
-    product behind the operator, if it is one. `channels`: input channels per group of a convolution, else 0.
-    `bits`: the width of the elements that are computed on.
+    `flops`: operations. `bytes`: memory traffic. `footprint`: bytes in use at a time, which decide whether that
+    traffic stays in the cache (less than `bytes` where weights are read at every step). `gemm`: the product
+    behind the operator, if it is one. `channels`: input channels per group of a convolution, else 0. `bits`: the
+    width of the elements that are computed on.
     """
 
     flops: float
@@ -262,8 +262,8 @@ def _matmul(o: Operands) -> Work:
 
 def matmul_shape(a: Shape, b: Shape) -> Gemm:
     """NumPy's matmul. With a matrix on the right, the leading dimensions on the left are rows."""
-    a = a if len(a) > 1 else (1, *a)
-    b = b if len(b) > 1 else (*b, 1)
+    a = a if len(a) > 1 else (1, *(a or (1,)))
+    b = b if len(b) > 1 else (*(b or (1,)), 1)
     m, k, n = a[-2], a[-1], b[-1]
     if prod(b[:-2]) == 1:
         return Gemm(1, prod(a[:-1]), n, k)
@@ -408,9 +408,9 @@ def _recurrent(o: Operands) -> Work:
     rows = max(1, weight[1] * weight[2] // max(1, x[2]))
     step = Gemm(directions, batch, rows, x[2] + recurrence[1] * recurrence[2] // rows)
     pointwise = steps * batch * directions * rows * ELEMENTWISE["Sigmoid"]
-    touched = o.read + o.written
-    moved = touched + max(0, steps - 1) * o.input_bytes(2)
-    return Work(steps * step.flops + pointwise, moved, Kind.RECURRENT, touched, step, bits=o.bits)
+    moved = o.read + o.written + max(0, steps - 1) * o.input_bytes(2)
+    at_once = max(o.input_bytes(1), o.input_bytes(2))  # one matrix after the other
+    return Work(steps * step.flops + pointwise, moved, Kind.RECURRENT, at_once, step, bits=o.bits)
 
 
 # --- reductions ---

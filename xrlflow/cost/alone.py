@@ -1,0 +1,212 @@
+"""Operators measured alone in ONNX Runtime: TASO's measurement (section 5 of the paper).
+
+Constants become initialisers, so that the runtime prepacks weights as it would in the whole model. Two things
+that a model of one operator has and the operator in its network has not are taken out again: the call of the session
+(`call_seconds`, a model that does next to nothing), and, for convolutions, the conversion to the blocked layout and
+back (the runtime's own profile gives the kernel's share).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from xrlflow.backends.interleave import time_alone
+from xrlflow.backends.onnxruntime.session import OrtModel, open_model
+from xrlflow.backends.protocol import BackendError
+from xrlflow.ir import ABSENT, NO_ATTRS, DType, Node, TensorType, Value
+from xrlflow.ops.alone import NotAlone, input_name, model_of, numpy_type
+from xrlflow.ops.work import dimensions
+
+Array = npt.NDArray[Any]
+
+# Operators whose integer inputs point into their first input.
+_INDEXED = frozenset(
+    ["Gather", "GatherElements", "GatherND", "Scatter", "ScatterElements", "ScatterND", "TensorScatter"]
+)
+# One session runs at a time here, so its threads may spin between two runs as they would inside a model.
+_SPIN = {"session.force_spinning_stop": "0"}
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Seconds of one call: the median, 10th and 90th percentile of so many samples."""
+
+    median: float
+    low: float
+    high: float
+    count: int
+
+
+def is_bound(types: Sequence[TensorType | None], bindings: Mapping[str, int]) -> bool:
+    """Whether every dimension is a number, or a symbol that has one."""
+    return all(
+        t is None or (t.shape is not None and all(isinstance(d, int) or d in bindings for d in t.shape))
+        for t in types
+    )
+
+
+def sample_inputs(
+    node: Node,
+    in_types: Sequence[TensorType | None],
+    known: Mapping[Value, Array],
+    bindings: Mapping[str, int],
+) -> tuple[dict[Value, Array], dict[Value, Array]]:
+    """What to feed, and what to build in: (inputs, constants), by value.
+
+    `known` has the constants whose numbers matter (shapes, axes, scalars). Anything else is random: floats around
+    0, integers that are valid indices. Raises NotAlone for what NumPy cannot hold.
+    """
+    draw = np.random.default_rng(0)
+    shapes = [() if t is None else dimensions(t, bindings) for t in in_types]
+    bound = min((d for d in shapes[0] if d > 0), default=1) if shapes and node.op in _INDEXED else 2
+    inputs: dict[Value, Array] = {}
+    consts: dict[Value, Array] = {}
+    for value, type, shape in zip(node.inputs, in_types, shapes):
+        if type is None or value == ABSENT:
+            continue
+        array = known.get(value) if type.const else None
+        if array is None:
+            array = _random(draw, type.dtype, shape, bound)
+        (consts if type.const else inputs)[value] = array
+    return inputs, consts
+
+
+def _random(draw: np.random.Generator, dtype: DType, shape: tuple[int, ...], bound: int) -> Array:
+    numpy = numpy_type(dtype)
+    if numpy.kind == "f":
+        return (draw.standard_normal(shape, dtype=np.float32) * np.float32(0.1)).astype(numpy)
+    if numpy.kind == "b":
+        return draw.integers(0, 2, shape).astype(numpy)
+    if numpy.itemsize == 1:  # quantised
+        return draw.integers(0, 128, shape).astype(numpy)
+    return draw.integers(0, bound, shape).astype(numpy)
+
+
+def time_node(
+    node: Node,
+    in_types: Sequence[TensorType | None],
+    known: Mapping[Value, Array],
+    *,
+    threads: int,
+    time_limit: float = 0.03,
+    bindings: Mapping[str, int] | None = None,
+    kernel_only: bool = False,
+) -> Sample:
+    """Seconds of one call of the session that holds this node alone, or of its kernel alone.
+
+    Raises NotAlone if it cannot be a model of its own, or if what it gives then has another shape than it should,
+    and BackendError if the runtime refuses it.
+    """
+    bindings = bindings or {}
+    inputs, consts = sample_inputs(node, in_types, known, bindings)
+    types = {v: TensorType(_dtype(node, in_types, v), a.shape) for v, a in inputs.items()}
+    used = [v for v, t in zip(node.outputs, node.types) if t.dtype != DType.UNDEFINED]
+    model = model_of([node], types, consts, used)
+    feeds = {input_name(v): a for v, a in inputs.items()}
+    expected = [dimensions(t, bindings) for t in node.types if t.dtype != DType.UNDEFINED]
+    exact = is_bound(node.types, bindings)
+    if kernel_only:
+        with _profiling(model, threads) as (opened, events):
+            _check(opened, feeds, expected if exact else None, node)
+            _run_for(opened, feeds, time_limit)
+        return _kernel_sample(events, node)
+    with open_model(model, threads=threads, session_options=_SPIN) as opened:
+        _check(opened, feeds, expected if exact else None, node)
+        latency = time_alone(opened.bound_caller(feeds), time_limit=time_limit)
+    return Sample(latency.median_ms / 1e3, latency.p10_ms / 1e3, latency.p90_ms / 1e3, latency.samples)
+
+
+def time_nodes(
+    nodes: Sequence[Node], feeds: Mapping[Value, Array], consts: Mapping[Value, Array], *, threads: int
+) -> Sample:
+    """Seconds of one call of the session that holds these float32 nodes, of which the last gives the output."""
+    types = {v: TensorType(DType.FLOAT, a.shape) for v, a in feeds.items()}
+    model = model_of(nodes, types, consts, nodes[-1].outputs)
+    with open_model(model, threads=threads, session_options=_SPIN) as opened:
+        run = opened.bound_caller({input_name(v): a for v, a in feeds.items()})
+        latency = time_alone(run, time_limit=0.05)
+    return Sample(latency.median_ms / 1e3, latency.p10_ms / 1e3, latency.p90_ms / 1e3, latency.samples)
+
+
+def call_seconds(threads: int) -> Sample:
+    """Seconds of the call of a session that computes the sine of one number."""
+    node = Node("Sin", (Value(1),), (Value(2),), (TensorType(DType.FLOAT, (1,)),), NO_ATTRS)
+    return time_nodes([node], {Value(1): np.zeros(1, np.float32)}, {}, threads=threads)
+
+
+def _dtype(node: Node, in_types: Sequence[TensorType | None], value: Value) -> DType:
+    type = in_types[node.inputs.index(value)]
+    if type is None:
+        raise NotAlone(f"{node.op}: an input without a type")
+    return type.dtype
+
+
+def _check(
+    opened: OrtModel, feeds: Mapping[str, Array], expected: list[tuple[int, ...]] | None, node: Node
+) -> None:
+    outputs = opened.run(feeds)
+    if expected is not None and [np.shape(o) for o in outputs] != expected:
+        raise NotAlone(f"{node.op} alone gives {[np.shape(o) for o in outputs]} and not {expected}")
+
+
+@contextlib.contextmanager
+def _profiling(model: bytes, threads: int) -> Iterator[tuple[OrtModel, list[dict[str, Any]]]]:
+    """A session that writes down what its kernels took; the list is filled when it ends."""
+    import onnxruntime as ort
+
+    events: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory(prefix="xrlflow-") as folder:
+        options = ort.SessionOptions()
+        options.intra_op_num_threads = threads
+        options.inter_op_num_threads = 1
+        options.log_severity_level = 4
+        options.enable_profiling = True
+        options.profile_file_prefix = str(Path(folder) / "profile")
+        for key, value in _SPIN.items():
+            options.add_session_config_entry(key, value)
+        with open_model(model, threads=threads, session_options=options) as opened:
+            yield opened, events
+            profile = Path(opened.session.end_profiling())
+        events.extend(json.loads(profile.read_text()))
+
+
+def _run_for(opened: OrtModel, feeds: Mapping[str, Array], time_limit: float) -> None:
+    run = opened.bound_caller(feeds)
+    run()
+    stop = time.perf_counter() + time_limit
+    for count in range(200):
+        if count >= 5 and time.perf_counter() > stop:
+            break
+        run()
+
+
+def _kernel_sample(events: Sequence[Mapping[str, Any]], node: Node) -> Sample:
+    """What the kernels of each run took together, layout conversions excepted, in whole microseconds."""
+    runs: dict[str, list[float]] = {}
+    for event in events:
+        name = str(event.get("name", ""))
+        operator = str(event.get("args", {}).get("op_name", ""))
+        if (
+            name.endswith("_kernel_time")
+            and event.get("cat") == "Node"
+            and not operator.startswith("Reorder")
+        ):
+            runs.setdefault(name, []).append(float(event["dur"]) * 1e-6)
+    if not runs:
+        raise BackendError(f"ONNX Runtime's profile has no kernel of {node.op}")
+    totals = np.sort(np.sum([row[2:] for row in runs.values()], axis=0))
+    # The mean of the middle half: finer than the clock of the profile.
+    quarter = len(totals) // 4
+    middle = totals[quarter : len(totals) - quarter]
+    low, high = np.percentile(totals, [10, 90])
+    return Sample(float(np.mean(middle)), float(low), float(high), len(totals))

@@ -1,0 +1,248 @@
+"""This machine's figures for the roofline, measured once with a dozen operators and cached.
+
+About three seconds. The file is keyed by processor, ONNX Runtime's version and thread count.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from xrlflow.backends import load
+from xrlflow.cost.alone import Sample, call_seconds, time_node, time_nodes
+from xrlflow.cost.database import cache_directory
+from xrlflow.cost.machine import REFERENCE, Machine, Speed, cache_bytes, cpu_name
+from xrlflow.ir import Attr, Attrs, DType, Node, TensorType, Value
+from xrlflow.ops.work import Kind, Work, work
+
+VERSION = 1
+_ATTEMPTS = 3
+_TINY = 1e-7
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """One operator to be timed: float32, inputs by shape, the last `weights` of them constant."""
+
+    op: str
+    inputs: tuple[tuple[int, ...], ...]
+    output: tuple[int, ...]
+    attrs: tuple[tuple[str, Attr], ...] = ()
+    weights: int = 0
+    kernel_only: bool = False
+
+    @property
+    def in_types(self) -> tuple[TensorType, ...]:
+        first_weight = len(self.inputs) - self.weights
+        return tuple(TensorType(DType.FLOAT, s, i >= first_weight) for i, s in enumerate(self.inputs))
+
+    @property
+    def node(self) -> Node:
+        inputs = tuple(Value(i + 1) for i in range(len(self.inputs)))
+        outputs = tuple(Value(100 + i) for i in range(1 if self.op != "LSTM" else 3))
+        types = (TensorType(DType.FLOAT, self.output),) * len(outputs)
+        if self.op == "LSTM":
+            state = (self.output[1], self.output[2], self.output[3])
+            types = (types[0], TensorType(DType.FLOAT, state), TensorType(DType.FLOAT, state))
+        return Node(self.op, inputs, outputs, types, Attrs(dict(self.attrs)))
+
+    @property
+    def work(self) -> Work:
+        return work(self.node, self.in_types, {})
+
+
+def _conv(channels: int, groups: int, size: int) -> Probe:
+    weight = (channels, channels // groups, 3, 3)
+    image = (1, channels, size, size)
+    attrs: dict[str, Attr] = {"pads": (1, 1, 1, 1)}
+    if groups > 1:
+        attrs["group"] = groups
+    return Probe("Conv", (image, weight), image, tuple(attrs.items()), 1, kernel_only=True)
+
+
+_ROWS, _COLUMNS = 512, 1024  # 2 MB: in everybody's cache, and enough to keep the threads busy
+_TENSOR = (_ROWS, _COLUMNS)
+_HUGE = 1 << 24  # elements; three tensors of 64 MB are in nobody's cache
+_PEAK = Probe("MatMul", ((512, 768), (768, 768)), (512, 768), weights=1)
+_CONV = _conv(64, 1, 56)
+_DEPTHWISE = _conv(128, 128, 56)
+_GROUPED = {2: _conv(128, 64, 28), 4: _conv(128, 32, 28), 8: _conv(128, 16, 28)}
+_FULL_GROUPS = _conv(128, 4, 28)
+_RECURRENT = Probe(
+    "LSTM", ((16, 1, 256), (1, 1024, 256), (1, 1024, 256)), (16, 1, 1, 256), (("hidden_size", 256),), 2
+)
+_ADD = Probe("Add", (_TENSOR, _TENSOR), _TENSOR)
+_STREAM = Probe("Add", ((_HUGE,), (_HUGE,)), (_HUGE,))
+_TANH = Probe("Tanh", (_TENSOR,), _TENSOR)
+_SMALL_TANH = Probe("Tanh", ((16384,),), (16384,))
+_SOFTMAX = Probe("Softmax", (_TENSOR,), _TENSOR)
+_POOL = Probe("GlobalAveragePool", ((1, 512, 32, 32),), (1, 512, 1, 1))
+_CONCAT = Probe("Concat", (_TENSOR, _TENSOR), (_ROWS, 2 * _COLUMNS), (("axis", 1),))
+_TRANSPOSE = Probe("Transpose", (_TENSOR,), (_COLUMNS, _ROWS), (("perm", (1, 0)),))
+
+
+def calibrate(threads: int, time_limit: float = 0.1) -> Machine:
+    """Measure the machine with so many threads; `time_limit` is in seconds per operator."""
+    call = call_seconds(threads).low
+    overhead = _overhead(threads, call)
+
+    def alone(probe: Probe) -> float:
+        """Seconds of the kernel."""
+        sample: Sample = time_node(
+            probe.node,
+            probe.in_types,
+            {},
+            threads=threads,
+            time_limit=time_limit,
+            kernel_only=probe.kernel_only,
+        )
+        return max(_TINY, sample.low - (0.0 if probe.kernel_only else call))
+
+    peak = max(p.work.flops / alone(p) for p in (_PEAK, _CONV))
+    cached = _ADD.work.bytes / alone(_ADD)
+    memory = min(cached, _STREAM.work.bytes / alone(_STREAM))
+
+    def compute(probe: Probe) -> float:
+        return _clamp(probe.work.flops / alone(probe) / peak, 0.005, 1.0)
+
+    def bandwidth(probe: Probe) -> float:
+        return _clamp(probe.work.bytes / alone(probe) / cached, 0.02, 1.0)
+
+    vector, reduction = compute(_TANH), compute(_SOFTMAX)
+    speeds = {
+        Kind.GEMM: Speed(compute(_PEAK), 1.0),
+        Kind.CONV: Speed(compute(_CONV), 1.0),
+        Kind.GROUPED_CONV: Speed(compute(_FULL_GROUPS), 1.0),
+        Kind.DEPTHWISE_CONV: Speed(compute(_DEPTHWISE), 1.0),
+        Kind.RECURRENT: Speed(compute(_RECURRENT), 1.0),
+        Kind.ELEMENTWISE: Speed(vector, 1.0),
+        Kind.REDUCE: Speed(reduction, bandwidth(_POOL)),
+        Kind.MOVE: Speed(vector, bandwidth(_CONCAT)),
+        Kind.SHUFFLE: Speed(vector, bandwidth(_TRANSPOSE)),
+        Kind.VIEW: Speed(1.0, 1.0),
+        Kind.OTHER: REFERENCE.speeds[Kind.OTHER],
+    }
+    grouped = [(channels, compute(probe)) for channels, probe in _GROUPED.items()]
+    grouped.insert(0, (1, grouped[0][1] / 2))
+    small = alone(_SMALL_TANH) - _SMALL_TANH.work.flops / (peak * vector)
+    return Machine(
+        name=cpu_name(),
+        threads=threads,
+        peak=peak,
+        cache_bandwidth=cached,
+        memory_bandwidth=memory,
+        cache=cache_bytes(),
+        overhead=overhead,
+        fork=_clamp(small, 0.2e-6, 20e-6) if threads > 1 else 0.0,
+        speeds=MappingProxyType(speeds),
+        grouped=tuple(grouped),
+    )
+
+
+def calibrated(
+    threads: int, directory: Path | None = None, measure: Callable[[int], Machine] = calibrate
+) -> Machine:
+    """This machine with so many threads: from the cache, or measured now and cached.
+
+    `directory`: where to keep it, by default the user's cache directory. A damaged file is replaced with a
+    warning. Measures up to three times while others use the processors, and then warns and keeps nothing; warns
+    as well when the file cannot be written.
+    """
+    path = (directory or cache_directory()) / machine_file(cpu_name(), runtime(), threads)
+    if path.exists():
+        try:
+            return from_json(path.read_text())
+        except (ValueError, KeyError, TypeError, OSError) as error:
+            warnings.warn(f"{path}: calibrating afresh ({error!r})", RuntimeWarning, stacklevel=2)
+    attempts: list[Machine] = []
+    for _ in range(_ATTEMPTS):
+        before = load.read()
+        attempts.append(measure(threads))
+        if not load.judge(before, load.read(), threads).disturbed:
+            break
+    else:
+        warnings.warn(
+            "others are using this machine's processors: the calibration is rough and not kept",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return max(attempts, key=lambda m: m.peak)
+    machine = attempts[-1]
+    try:
+        _write(path, to_json(machine))
+    except OSError as error:
+        warnings.warn(f"{path}: the calibration is not kept ({error})", RuntimeWarning, stacklevel=2)
+    return machine
+
+
+def machine_file(cpu: str, runtime: str, threads: int) -> str:
+    """The name of the cache file for a processor, a runtime with version, and a thread count."""
+    key = blake2b(f"{VERSION}\n{cpu}\n{runtime}\n{threads}".encode(), digest_size=8).hexdigest()
+    return f"machine-{key}.json"
+
+
+def runtime() -> str:
+    """The runtime with its version."""
+    import onnxruntime
+
+    return f"onnxruntime {onnxruntime.__version__}"
+
+
+def to_json(machine: Machine) -> str:
+    fields: dict[str, Any] = {name: getattr(machine, name) for name in Machine.__dataclass_fields__}
+    fields["speeds"] = {k.value: [v.compute, v.bandwidth] for k, v in machine.speeds.items()}
+    return json.dumps({"version": VERSION, "taken": time.time(), "machine": fields}, indent=1)
+
+
+def from_json(text: str) -> Machine:
+    """Raises ValueError, KeyError or TypeError for what `to_json` did not write."""
+    data = json.loads(text)
+    if data["version"] != VERSION:
+        raise ValueError(f"version {data['version']}, and {VERSION} is wanted")
+    fields = dict(data["machine"])
+    fields["speeds"] = MappingProxyType({Kind(k): Speed(*v) for k, v in fields["speeds"].items()})
+    fields["grouped"] = tuple((int(c), float(p)) for c, p in fields["grouped"])
+    if set(fields["speeds"]) != set(Kind):
+        raise ValueError("a kind of operator is missing")
+    return Machine(**fields)
+
+
+def _overhead(threads: int, call: float) -> float:
+    """Seconds that a kernel's call takes, from a chain of products and sines of 16 numbers."""
+    vector = TensorType(DType.FLOAT, (1, 16))
+    length = 64
+    nodes = [
+        Node(
+            "MatMul" if i % 2 else "Sin",
+            (Value(i + 2), Value(1)) if i % 2 else (Value(i + 2),),
+            (Value(i + 3),),
+            (vector,),
+        )
+        for i in range(length)
+    ]
+    weight = np.full((16, 16), 0.1, np.float32)
+    sample = time_nodes(nodes, {Value(2): np.zeros((1, 16), np.float32)}, {Value(1): weight}, threads=threads)
+    return _clamp((sample.low - call) / length, 0.05e-6, 20e-6)
+
+
+def _clamp(x: float, low: float, high: float) -> float:
+    return min(max(x, low), high)
+
+
+def _write(path: Path, text: str) -> None:
+    """All or nothing: other processes read the old file or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=path.name, delete=False) as file:
+        file.write(text)
+    os.replace(file.name, path)

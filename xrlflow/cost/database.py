@@ -1,0 +1,162 @@
+"""Measurements on disk, so that an operator is measured once on a machine."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import threading
+import time
+import warnings
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from xrlflow.cost.alone import Sample
+
+VERSION = 1
+_PATIENCE = 20.0  # seconds that a writer waits for another process
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS measurement (
+    device TEXT NOT NULL, runtime TEXT NOT NULL, threads INTEGER NOT NULL,
+    operator TEXT NOT NULL, attributes TEXT NOT NULL, operands TEXT NOT NULL,
+    median REAL NOT NULL, low REAL NOT NULL, high REAL NOT NULL, count INTEGER NOT NULL, taken REAL NOT NULL,
+    PRIMARY KEY (device, runtime, threads, operator, attributes, operands)
+) WITHOUT ROWID
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What was measured, and on what. `operands` are the types of inputs and outputs, with constants' values."""
+
+    device: str
+    runtime: str
+    threads: int
+    operator: str
+    attributes: str
+    operands: str
+
+
+def cache_directory() -> Path:
+    """The user's cache directory for xrlflow."""
+    from platformdirs import user_cache_path
+
+    return user_cache_path("xrlflow")
+
+
+class Database:
+    """A SQLite file of measurements, shared by processes and threads (write-ahead log, a statement per write).
+
+    A file that is damaged, or of another version, is replaced with a warning; where no file can be written,
+    measurements last as long as the process, with a warning too.
+    """
+
+    def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
+        """`path`: the file; by default `measurements.sqlite` in the user's cache directory."""
+        self.path = Path(path) if path is not None else cache_directory() / "measurements.sqlite"
+        self._lock = threading.Lock()
+        self._connection: sqlite3.Connection | None = None
+        self._process = 0
+        self._inherited: list[sqlite3.Connection] = []
+
+    def get(self, subject: Subject) -> Sample | None:
+        """The measurement of this subject, or None."""
+        rows = self._execute(
+            "SELECT median, low, high, count FROM measurement WHERE device = ? AND runtime = ? AND threads = ?"
+            " AND operator = ? AND attributes = ? AND operands = ?",
+            astuple(subject),
+        )
+        if not rows:
+            return None
+        median, low, high, count = rows[0]
+        return Sample(median, low, high, int(count))
+
+    def put(self, subject: Subject, sample: Sample) -> None:
+        """Keep a measurement; it replaces an older one of the same subject."""
+        self._execute(
+            f"INSERT OR REPLACE INTO measurement VALUES ({', '.join('?' * 11)})",
+            (*astuple(subject), *astuple(sample), time.time()),
+        )
+
+    def __len__(self) -> int:
+        return int(self._execute("SELECT count(*) FROM measurement", ())[0][0])
+
+    def close(self) -> None:
+        with self._lock:
+            self._disconnect()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _execute(self, statement: str, values: tuple[object, ...]) -> list[tuple[float, ...]]:
+        with self._lock:
+            try:
+                return self._connected().execute(statement, values).fetchall()
+            except sqlite3.OperationalError as error:
+                self._disconnect()
+                self._connection = self._in_memory(error)
+            except sqlite3.DatabaseError as error:
+                self._replace(str(error))
+            return self._connected().execute(statement, values).fetchall()
+
+    def _connected(self) -> sqlite3.Connection:
+        if self._connection is not None and self._process == os.getpid():
+            return self._connection
+        if self._connection is not None:  # after a fork: not ours to use, nor to close
+            self._inherited.append(self._connection)
+        self._process = os.getpid()
+        try:
+            self._connection = self._open()
+        except (sqlite3.OperationalError, OSError) as error:
+            self._connection = self._in_memory(error)
+        except sqlite3.DatabaseError as error:
+            self._replace(str(error))
+            self._connection = self._open()
+        return self._connection
+
+    def _open(self) -> sqlite3.Connection:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        connection = sqlite3.connect(
+            self.path, timeout=_PATIENCE, isolation_level=None, check_same_thread=False
+        )
+        try:
+            connection.execute("PRAGMA journal_mode = WAL")
+            connection.execute("PRAGMA synchronous = NORMAL")
+            (version,) = connection.execute("PRAGMA user_version").fetchone()
+            if version not in (0, VERSION):
+                raise sqlite3.DatabaseError(f"version {version}, and {VERSION} is wanted")
+            # One transaction: of two processes that come first, one makes the table.
+            connection.execute("BEGIN IMMEDIATE")
+            connection.execute(_SCHEMA)
+            connection.execute(f"PRAGMA user_version = {VERSION}")
+            connection.execute("COMMIT")
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def _in_memory(self, error: Exception) -> sqlite3.Connection:
+        warnings.warn(
+            f"{self.path}: measurements are not kept on disk ({error})", RuntimeWarning, stacklevel=5
+        )
+        connection = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
+        connection.execute(_SCHEMA)
+        return connection
+
+    def _replace(self, reason: str) -> None:
+        warnings.warn(f"{self.path}: starting afresh ({reason})", RuntimeWarning, stacklevel=5)
+        self._disconnect()
+        for suffix in ("", "-wal", "-shm"):
+            Path(f"{self.path}{suffix}").unlink(missing_ok=True)
+
+    def _disconnect(self) -> None:
+        if self._connection is not None and self._process == os.getpid():
+            self._connection.close()
+        self._connection = None

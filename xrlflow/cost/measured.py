@@ -1,0 +1,58 @@
+"""The measured cost model: whole models, end to end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy.typing as npt
+
+from xrlflow.backends.interleave import time_alone
+from xrlflow.backends.onnxruntime.session import Options, open_model
+from xrlflow.cost.model import Provenance
+from xrlflow.ir import Edit, Graph, apply_edit
+
+
+class Measured:
+    """The median latency of the exported graph in ONNX Runtime, each state measured once.
+
+    Differences below the noise of a measurement (some 2%) mean nothing: whoever decides by them compares the two models
+    in turns (`xrlflow.backends`).
+    """
+
+    provenance: Provenance = "measured"
+
+    def __init__(
+        self,
+        export: Callable[[Graph], bytes],
+        feeds: Mapping[str, npt.NDArray[Any]],
+        *,
+        threads: int,
+        time_limit: float = 1.0,
+        session_options: Options | None = None,
+    ) -> None:
+        """`export` writes a graph as a model whose inputs `feeds` names; `time_limit` is in seconds per graph."""
+        self.export = export
+        self.feeds = feeds
+        self.threads = threads
+        self.time_limit = time_limit
+        self.session_options = session_options
+        self._seconds: dict[int, float] = {}
+
+    @property
+    def name(self) -> str:
+        return "measured"
+
+    def cost(self, graph: Graph) -> float:
+        """Seconds of one run. Raises BackendError if ONNX Runtime refuses the model."""
+        found = self._seconds.get(graph.fingerprint)
+        if found is None:
+            model = self.export(graph)
+            with open_model(model, threads=self.threads, session_options=self.session_options) as opened:
+                latency = time_alone(opened.caller(self.feeds), time_limit=self.time_limit)
+            found = self._seconds[graph.fingerprint] = latency.seconds
+        return found
+
+    def delta(self, graph: Graph, edit: Edit) -> float:
+        """Measures the successor, and the graph itself if it was not yet."""
+        return self.cost(apply_edit(graph, edit)[0]) - self.cost(graph)

@@ -1,0 +1,184 @@
+"""The profiled cost model: the sum of operators measured alone, as TASO has it (section 5)."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any
+
+import numpy.typing as npt
+
+from xrlflow.backends.protocol import BackendError
+from xrlflow.cost.alone import Sample, call_seconds, is_bound, time_node
+from xrlflow.cost.calibrate import runtime
+from xrlflow.cost.database import Database, Subject
+from xrlflow.cost.machine import Machine, cpu_name
+from xrlflow.cost.model import AdditiveCost, InTypes
+from xrlflow.cost.roofline import Roofline
+from xrlflow.ir import ABSENT, DType, Graph, Node, TensorType, Value
+from xrlflow.ops.alone import NotAlone
+from xrlflow.ops.work import Kind, bodies, dimensions, work
+
+_CONVOLUTIONS = frozenset({Kind.CONV, Kind.GROUPED_CONV, Kind.DEPTHWISE_CONV})
+_CALL = "(session call)"
+# Operators whose time depends on the value of a float constant.
+_BY_VALUE = frozenset({"Pow"})
+
+
+@dataclass(slots=True)
+class Tally:
+    """Where prices came from. `modelled` counts, by reason, operators that could not be measured alone."""
+
+    measured: int = 0
+    remembered: int = 0
+    seconds: float = 0.0
+    modelled: Counter[str] = field(default_factory=Counter)
+
+    def __str__(self) -> str:
+        missed = ", ".join(f"{n} {why}" for why, n in self.modelled.most_common())
+        text = (
+            f"{self.measured} operators measured in {self.seconds:.1f} s, {self.remembered} from the database"
+        )
+        return f"{text}, {self.modelled.total()} modelled ({missed})" if missed else text
+
+
+class Profiled(AdditiveCost):
+    """Prices measured one operator at a time, kept in a database; the roofline where that is impossible.
+
+    Views are not measured: alone they copy, in a network they do not. Control flow is the sum of its bodies.
+    `tally` says how many prices were measured, remembered and modelled.
+    """
+
+    def __init__(
+        self,
+        machine: Machine,
+        *,
+        database: Database | None = None,
+        bindings: Mapping[str, int] | None = None,
+        time_budget: float | None = None,
+        per_operator: float = 0.03,
+    ) -> None:
+        """`machine` gives the thread count, and prices what cannot be measured.
+
+        `time_budget`: seconds for measuring in all, after which new operators are modelled (None: no limit);
+        `per_operator`: seconds of timing for each, besides making its session.
+        """
+        super().__init__(bindings)
+        self.machine = machine
+        self.database = database if database is not None else Database()
+        self.time_budget = time_budget
+        self.per_operator = per_operator
+        self.tally = Tally()
+        self._fallback = Roofline(machine, bindings)
+        self._device, self._runtime = cpu_name(), runtime()
+        self._call: float | None = None
+
+    @property
+    def name(self) -> str:
+        return "profiled"
+
+    def seconds(self, graph: Graph, node: Node, in_types: InTypes) -> float:
+        """As for any additive cost; here the values of integer constants (axes, shapes) count as well."""
+        if node.types[0].const:
+            return 0.0
+        key: tuple[object, ...] = (node.op, node.attrs.digest, in_types, node.types)
+        consts = graph.leaves.consts
+        for value, type in zip(node.inputs, in_types):
+            if type is not None and type.const and value in consts and _by_value(node, type):
+                key = (*key, value)  # names what it holds
+        found = self._prices.get(key)
+        if found is None:
+            found = self._prices[key] = self.price(graph, node, in_types)
+        return found
+
+    def price(self, graph: Graph, node: Node, in_types: InTypes) -> float:
+        if any(bodies(node, in_types, self.bindings)):
+            inside = bodies(node, in_types, self.bindings)
+            return self.machine.overhead + sum(times * self.cost(body) for body, times in inside)
+        kind = work(node, in_types, self.bindings).kind
+        if kind is Kind.VIEW:
+            return self.machine.overhead
+        sample = self._sample(graph, node, in_types, kind)
+        if sample is None:
+            return self._fallback.price(graph, node, in_types)
+        if kind in _CONVOLUTIONS:
+            return sample.median + self.machine.overhead
+        return max(0.0, sample.median - self._call_seconds()) + self.machine.overhead
+
+    def _sample(self, graph: Graph, node: Node, in_types: InTypes, kind: Kind) -> Sample | None:
+        """From the database, or measured now. None, and one more in the tally, where it cannot be."""
+        if not is_bound((*in_types, *node.types), self.bindings):
+            self.tally.modelled["with a dimension that has no number"] += 1
+            return None
+        known = _known(graph, node)
+        subject = self._subject(node, in_types, known)
+        found = self.database.get(subject)
+        if found is not None:
+            self.tally.remembered += 1
+            return found
+        if self.time_budget is not None and self.tally.seconds >= self.time_budget:
+            self.tally.modelled["after the time for measuring was over"] += 1
+            return None
+        started = time.perf_counter()
+        try:
+            sample = time_node(
+                node,
+                in_types,
+                known,
+                threads=self.machine.threads,
+                time_limit=self.per_operator,
+                bindings=self.bindings,
+                kernel_only=kind in _CONVOLUTIONS,
+            )
+        except (NotAlone, BackendError):
+            self.tally.modelled[f"{node.op} that does not run alone"] += 1
+            return None
+        finally:
+            self.tally.seconds += time.perf_counter() - started
+        self.tally.measured += 1
+        self.database.put(subject, sample)
+        return sample
+
+    def _call_seconds(self) -> float:
+        if self._call is None:
+            subject = Subject(self._device, self._runtime, self.machine.threads, _CALL, "", "")
+            sample = self.database.get(subject)
+            if sample is None:
+                sample = call_seconds(self.machine.threads)
+                self.database.put(subject, sample)
+            self._call = sample.median
+        return self._call
+
+    def _subject(self, node: Node, in_types: InTypes, known: Mapping[Value, npt.NDArray[Any]]) -> Subject:
+        def shown(value: Value, type: TensorType | None) -> str:
+            if type is None or value == ABSENT:
+                return "_"
+            dims = ",".join(map(str, dimensions(type, self.bindings)))
+            array = known.get(value) if type.const and _by_value(node, type) else None
+            held = "" if array is None else f"={blake2b(array.tobytes(), digest_size=8).hexdigest()}"
+            return f"{type.dtype.name.lower()}[{dims}]{':const' if type.const else ''}{held}"
+
+        # A value that is read twice is one tensor in the cache, not two.
+        places = {v: i for i, v in reversed(list(enumerate(node.inputs)))}
+        ins = ", ".join(
+            shown(v, t) if places[v] == i else f"${places[v]}"
+            for i, (v, t) in enumerate(zip(node.inputs, in_types))
+        )
+        outs = ", ".join(shown(v, t) for v, t in zip(node.outputs, node.types))
+        return Subject(
+            self._device, self._runtime, self.machine.threads, node.op, repr(node.attrs), f"{ins} -> {outs}"
+        )
+
+
+def _by_value(node: Node, type: TensorType) -> bool:
+    """Whether a constant's numbers belong to what is measured: axes and shapes do, weights do not."""
+    return type.dtype is not DType.FLOAT or node.op in _BY_VALUE
+
+
+def _known(graph: Graph, node: Node) -> dict[Value, npt.NDArray[Any]]:
+    """The small constants that the node reads."""
+    consts = graph.leaves.consts
+    return {v: array for v in node.inputs if v in consts and (array := consts[v].array) is not None}

@@ -1,0 +1,79 @@
+"""A few nodes as a model of their own, to be measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+import onnx.helper
+import onnx.numpy_helper
+
+from xrlflow.ir import Body, DType, Node, TensorType, Value
+from xrlflow.ops.infer import attr_proto, type_proto
+from xrlflow.ops.schema import IR_VERSION, OPSET, split_op
+
+
+class NotAlone(ValueError):
+    """The node cannot be a model of its own: it has a body, or values that no array can stand for."""
+
+
+def input_name(value: Value) -> str:
+    """What a value is called in the model."""
+    return f"v{value}"
+
+
+def model_of(
+    nodes: Sequence[Node],
+    inputs: Mapping[Value, TensorType],
+    consts: Mapping[Value, npt.NDArray[Any]],
+    outputs: Sequence[Value],
+) -> bytes:
+    """A serialised model of these nodes, producers first, at the canonical opset.
+
+    `inputs` are fed by the caller, `consts` become initialisers: the runtime may prepack them. Raises NotAlone
+    for control flow and for element types that NumPy lacks.
+    """
+    domains = dict.fromkeys(split_op(n.op)[0] for n in nodes)
+    imports = [
+        onnx.helper.make_opsetid("", OPSET),
+        *(onnx.helper.make_opsetid(d, 1) for d in domains if d),
+    ]
+    made = {v: type_proto(t) for n in nodes for v, t in zip(n.outputs, n.types)}
+    graph = onnx.helper.make_graph(
+        [_node(n) for n in nodes],
+        "alone",
+        [onnx.helper.make_value_info(input_name(v), type_proto(t)) for v, t in inputs.items()],
+        [onnx.helper.make_value_info(input_name(v), made[v]) for v in outputs],
+        [onnx.numpy_helper.from_array(np.ascontiguousarray(a), input_name(v)) for v, a in consts.items()],
+    )
+    model = onnx.helper.make_model(graph, opset_imports=imports, ir_version=IR_VERSION)
+    serialized: bytes = model.SerializeToString()
+    return serialized
+
+
+def numpy_type(dtype: DType) -> np.dtype[Any]:
+    """The NumPy type of an element type. Raises NotAlone for those that NumPy itself does not have."""
+    try:
+        found = np.dtype(onnx.helper.tensor_dtype_to_np_dtype(int(dtype)))
+    except (KeyError, TypeError, ValueError) as error:
+        raise NotAlone(f"{dtype.name} has no NumPy type") from error
+    if found.kind not in "biuf":
+        raise NotAlone(f"{dtype.name} is not a plain number")
+    return found
+
+
+def _node(node: Node) -> onnx.NodeProto:
+    if node.captured or any(isinstance(v, Body) for v in node.attrs.values()):
+        raise NotAlone(f"{node.op} has a body")
+    domain, name = split_op(node.op)
+    return onnx.NodeProto(
+        op_type=name,
+        domain=domain,
+        name=f"n{node.id}",
+        input=[input_name(v) if v else "" for v in node.inputs],
+        output=[input_name(v) for v in node.outputs],
+        attribute=[attr_proto(k, v) for k, v in node.attrs.items()],
+    )
