@@ -1,0 +1,23 @@
+"""Whole-model equivalence: two ONNX models on the same inputs, with a tolerance that comes from the numerics."""
+
+from xrlflow.verify.bisect import NotASubstitution, blame
+from xrlflow.verify.equivalence import HEADERS, OutputReport, Reference, Status, Verification, verify
+from xrlflow.verify.errors import BadInputs, InputsNeeded, OriginalFails, VerificationError
+from xrlflow.verify.inputs import Case, feeds_for_measurement
+
+__all__ = [
+    "HEADERS",
+    "BadInputs",
+    "Case",
+    "InputsNeeded",
+    "NotASubstitution",
+    "OriginalFails",
+    "OutputReport",
+    "Reference",
+    "Status",
+    "Verification",
+    "VerificationError",
+    "blame",
+    "feeds_for_measurement",
+    "verify",
+]

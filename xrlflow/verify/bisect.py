@@ -1,0 +1,39 @@
+"""Which substitution broke a model: bisection over the trace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from xrlflow.verify.errors import VerificationError
+
+M = TypeVar("M")
+
+
+class NotASubstitution(VerificationError):
+    """The model is wrong already before the first substitution: import or export is to blame."""
+
+
+def blame(graph_at: Callable[[int], M], n_steps: int, check: Callable[[M], bool]) -> int:
+    """The index of a substitution that breaks the model: right before it, wrong after it.
+
+    `graph_at(k)` makes the model after the first k substitutions, `check` says whether a model is right. Takes
+    2 + log2(n_steps) checks. If several substitutions break the model (or one repairs what another broke), it is
+    one of those that break it.
+
+    Raises NotASubstitution if `graph_at(0)` is wrong already, ValueError if `graph_at(n_steps)` is right.
+    """
+    if check(graph_at(n_steps)):
+        raise ValueError(f"the model after all {n_steps} substitutions is right")
+    if n_steps == 0 or not check(graph_at(0)):
+        raise NotASubstitution(
+            "the model is wrong before any substitution was made: reading and writing it changed what it computes"
+        )
+    right, wrong = 0, n_steps
+    while wrong - right > 1:
+        middle = (right + wrong) // 2
+        if check(graph_at(middle)):
+            right = middle
+        else:
+            wrong = middle
+    return right

@@ -1,0 +1,251 @@
+"""Whether one output may stand for another: tolerances from the numerics, never from taste.
+
+Global rule, for each float output (|.| is the greatest absolute value over the output):
+
+    reference leg    |new - f64| <= 4 |original - f64| + eps |f64|
+    deviation leg    |new - original| <= 8 max(|original - unoptimised|, eps |original|)
+
+`eps` is 2^-20 for float32 and float64, and the type's own epsilon for narrower floats.
+
+The greatest value of an output sets a tolerance that parts of it may lie far below: boxes of hundreds of pixels
+beside scores below one. So slices are judged as well, each by its own magnitude: along every axis, where a slice has
+64 elements or more (fewer say too little of the original's own error),
+
+    |new - y| in the slice <= 16 |original - y| in the slice + 2^-10 |y| in the slice + eps / 8 |y|
+
+with y and |original - y| as in the leg. That is loose enough for any honest rounding and tight enough for a channel
+that lost its bias. It can only refuse, never admit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from xrlflow.verify.runner import Array
+
+EPS = 2.0**-20
+_LEAST_SLICE = 64
+_SLICE_ERROR, _SLICE_SCALE = 16.0, 2.0**-10
+
+
+class Leg(Enum):
+    """What an output was judged by."""
+
+    FLOAT64 = "float64"  # our float64 evaluation
+    DEVIATION = "deviation"  # how far the original moves between optimisation levels
+    EXACT = "exact"  # integers, booleans, strings
+    TIE = "near-tie"  # integers that differ where the original itself is undecided
+
+
+@dataclass(frozen=True, slots=True)
+class Element:
+    """One element. `reference` is the float64 evaluation's, where there is one."""
+
+    index: tuple[int, ...]
+    original: Any
+    new: Any
+    reference: float | None = None
+
+    def __str__(self) -> str:
+        text = f"[{','.join(map(str, self.index))}]: {_number(self.new)} instead of {_number(self.original)}"
+        return text if self.reference is None else f"{text} (float64: {_number(self.reference)})"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Yardstick:
+    """What an output of the original is measured with.
+
+    `other`: the float64 reference, or the original's output without the runtime's optimisations (None: not known,
+    only rounding is allowed for).
+    """
+
+    leg: Leg
+    original: Array
+    other: Array | None
+
+    def measure(self) -> tuple[Array, Array]:
+        """y, and |original - other| (0 where either is not finite), both in double precision."""
+        a = wide(self.original)
+        if self.other is None:
+            return a, np.zeros(a.shape)
+        other = wide(self.other)
+        own = _distance(a, other)
+        return (np.where(np.isfinite(a), other, a), own) if self.leg is Leg.FLOAT64 else (a, own)
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """How one output of one case fared. `error` and `tolerance` are absolute, and 0 where exactness is asked.
+
+    `difference`: the greatest |new - original| over finite elements. `reason`: why it failed, else "".
+    """
+
+    leg: Leg
+    error: float = 0.0
+    tolerance: float = 0.0
+    difference: float = 0.0
+    worst: Element | None = None
+    reason: str = ""
+
+    @property
+    def passed(self) -> bool:
+        return not self.reason
+
+    @property
+    def ratio(self) -> float:
+        """How much of the tolerance was used; more than 1 if it failed."""
+        if self.reason:
+            return max(2.0, self.error / self.tolerance if self.tolerance else 2.0)
+        return self.error / self.tolerance if self.tolerance else 0.0
+
+
+def is_float(array: Array) -> bool:
+    """Whether an array's elements are rounded: floats of any width, complex numbers."""
+    return array.dtype.kind in "fc" or (array.dtype.kind == "V" and array.dtype.name in _NARROW)
+
+
+_NARROW = ("bfloat16", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu")
+
+
+def _finfo(array: Array) -> Any:
+    return ml_dtypes.finfo(array.dtype)  # type: ignore[no-untyped-call]
+
+
+def epsilon(array: Array) -> float:
+    """2^-20, or the type's own epsilon if that is coarser."""
+    return max(EPS, float(_finfo(array).eps))
+
+
+def _least(array: Array) -> float:
+    """Below this, numbers may be flushed to zero."""
+    return float(_finfo(array).smallest_normal)
+
+
+def wide(array: Array) -> Array:
+    """In double precision."""
+    return array.astype(np.complex128 if array.dtype.kind == "c" else np.float64)
+
+
+def by_reference(original: Array, reference: Array) -> Yardstick | None:
+    """The yardstick of a float64 evaluation; None if that is of another shape, or not finite where the original is."""
+    if reference.shape != original.shape or reference.dtype.kind not in "fc":
+        return None
+    if not np.isfinite(reference[np.isfinite(wide(original))]).all():
+        return None
+    return Yardstick(Leg.FLOAT64, original, reference)
+
+
+def by_deviation(original: Array, unoptimized: Array | None) -> Yardstick:
+    """The yardstick of the original's own movement between optimisation levels."""
+    if unoptimized is not None and (unoptimized.shape, unoptimized.dtype) != (original.shape, original.dtype):
+        unoptimized = None
+    return Yardstick(Leg.DEVIATION, original, unoptimized)
+
+
+def tolerance(leg: Leg, y: Array, own: Array, eps: float) -> float:
+    """The greatest admissible distance from y for the output as a whole; `own` is the original's."""
+    scale = _max(np.abs(np.where(np.isfinite(y), y, 0)))
+    return 4 * _max(own) + eps * scale if leg is Leg.FLOAT64 else 8 * max(_max(own), eps * scale)
+
+
+def judge_floats(yardstick: Yardstick, new: Array) -> Judgement:
+    """Whether `new`, of the same shape and type as the original's output, is as good."""
+    original, leg = yardstick.original, yardstick.leg
+    y, own = yardstick.measure()
+    a, b = wide(original), wide(new)
+    eps, least = epsilon(original), _least(original)
+    # Where denormal numbers are flushed to zero is the runtime's business.
+    allowed = tolerance(leg, y, own, eps) + least
+    difference = _max(_distance(a, b))
+
+    def element(index: tuple[int, ...]) -> Element:
+        reference = float(y[index]) if leg is Leg.FLOAT64 and y.dtype.kind == "f" else None
+        return Element(index, original[index].item(), new[index].item(), reference)
+
+    unlike = _kinds(a) != _kinds(b)
+    if unlike.any():
+        reason = f"{np.count_nonzero(unlike)} of {a.size} elements are NaN or infinite in one model only"
+        return Judgement(leg, float("inf"), allowed, difference, element(_greatest(unlike)), reason)
+    error = _distance(b, y)
+    if not error.size:
+        return Judgement(leg)
+    index, greatest = _greatest(error), _max(error)
+    if greatest > allowed:
+        reason = f"the error {greatest:.3g} exceeds the tolerance {allowed:.3g} ({leg.value})"
+        return Judgement(leg, greatest, allowed, difference, element(index), reason)
+    outside = _worst_slice(y, error, own, eps, least)
+    if outside is not None:
+        index, found, limit, where = outside
+        reason = f"the error {found:.3g} {where} exceeds the tolerance {limit:.3g} there ({leg.value})"
+        return Judgement(leg, found, limit, difference, element(index), reason)
+    return Judgement(leg, greatest, allowed, difference, element(index))
+
+
+def judge_exact(original: Array, new: Array) -> Judgement:
+    """Whether two arrays of one shape and type are equal."""
+    wrong = np.asarray(original != new)
+    if not wrong.any():
+        return Judgement(Leg.EXACT)
+    apart = (
+        np.abs(new.astype(np.float64) - original.astype(np.float64)) if original.dtype.kind in "iu" else wrong
+    )
+    index, difference = _greatest(apart), _max(apart)
+    reason = f"{np.count_nonzero(wrong)} of {wrong.size} elements differ, and must not"
+    return Judgement(
+        Leg.EXACT, difference, 0.0, difference, Element(index, original[index], new[index]), reason
+    )
+
+
+def _distance(a: Array, b: Array) -> Array:
+    """|a - b| where both are finite, else 0."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        return np.where(np.isfinite(a) & np.isfinite(b), np.abs(a - b), 0.0)
+
+
+def _kinds(a: Array) -> Array:
+    """0 finite, 1 NaN, 2 infinity, 3 minus infinity (of complex numbers: of both parts)."""
+    if a.dtype.kind == "c":
+        return 4 * _kinds(a.real) + _kinds(a.imag)
+    return np.isnan(a) + 2 * np.isposinf(a).astype(np.int8) + 3 * np.isneginf(a).astype(np.int8)
+
+
+def _worst_slice(
+    y: Array, error: Array, own: Array, eps: float, least: float
+) -> tuple[tuple[int, ...], float, float, str] | None:
+    """The element, error, tolerance and place of the slice that most exceeds its tolerance, if one does."""
+    magnitude = np.abs(np.where(np.isfinite(y), y, 0))
+    floor = eps / 8 * _max(magnitude) + least
+    found: tuple[tuple[int, ...], float, float, str] | None = None
+    excess = 1.0
+    for axis, length in enumerate(error.shape):
+        if length < 2 or error.size // length < _LEAST_SLICE:
+            continue
+        others = tuple(i for i in range(error.ndim) if i != axis)
+        errors, owns, scales = error.max(others), own.max(others), magnitude.max(others)
+        limits = _SLICE_ERROR * owns + _SLICE_SCALE * scales + floor
+        at = int(np.argmax(errors / limits))
+        if errors[at] > excess * limits[at]:
+            excess = float(errors[at] / limits[at])
+            part = np.take(error, at, axis=axis)
+            inner = _greatest(part)
+            index = (*inner[:axis], at, *inner[axis:])
+            found = (index, float(errors[at]), float(limits[at]), f"at {at} along axis {axis}")
+    return found
+
+
+def _greatest(array: Array) -> tuple[int, ...]:
+    """Where the greatest element of an array (with elements) is."""
+    return tuple(int(i) for i in np.unravel_index(int(np.argmax(array)), array.shape))
+
+
+def _max(array: Array) -> float:
+    return float(array.max()) if array.size else 0.0
+
+
+def _number(value: Any) -> str:
+    return f"{value:.7g}" if isinstance(value, (float, complex)) else repr(value)

@@ -1,0 +1,297 @@
+"""Numbers for the dynamic dimensions of a model: candidates, in the order in which they are worth trying."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from itertools import chain, count, islice
+from typing import TypeAlias
+
+from xrlflow.ops.work import BATCH_DIM, OTHER_DIM
+from xrlflow.verify.signature import Port
+
+Bindings: TypeAlias = Mapping[str, int]
+"""Numbers for symbols, and for nameless dimensions by place: "input.0"."""
+
+
+class Role(Enum):
+    """What a dimension seems to be, by its name and place. It decides which numbers are tried first."""
+
+    BATCH = "batch"
+    PAST = "past"  # what a decoder has cached
+    TOTAL = "total"  # past and present together
+    RANK = "rank"  # of an input of unknown rank
+    OTHER = "other"
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One number to choose. `axis`: where it first appears."""
+
+    name: str
+    axis: int
+    role: Role
+    nameless: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Dimensions:
+    """The dynamic dimensions of a model's inputs: those to choose, and those that are sums of others."""
+
+    slots: tuple[Slot, ...]
+    sums: Mapping[str, ast.expr]
+
+    @staticmethod
+    def of(ports: Sequence[Port]) -> Dimensions:
+        symbols = {d for p in ports for d in p.type.shape or () if isinstance(d, str)}
+        sums = {s: tree for s in sorted(symbols) if (tree := _expression(s, symbols)) is not None}
+        slots: dict[str, Slot] = {}
+        for port in ports:
+            if port.type.other is not None:
+                continue
+            if port.type.shape is None:
+                name = f"{port.name}.rank"
+                slots[name] = Slot(name, 0, Role.RANK, True)
+                for axis in range(4):
+                    name = f"{port.name}.{axis}"
+                    slots[name] = Slot(name, axis, _role("", axis), True)
+                continue
+            for axis, dim in enumerate(port.type.shape):
+                if isinstance(dim, int) or dim in sums:
+                    continue
+                name = dim if dim is not None else f"{port.name}.{axis}"
+                slots.setdefault(name, Slot(name, axis, _role(dim or "", axis), dim is None))
+        return Dimensions(tuple(slots.values()), sums)
+
+    def complete(self, chosen: Mapping[str, int]) -> dict[str, int]:
+        """With the sums added."""
+        out = dict(chosen)
+        for name, tree in self.sums.items():
+            out.setdefault(name, _value(tree, out))
+        return out
+
+    def shape(self, port: Port, bindings: Bindings) -> tuple[int, ...]:
+        """The input's shape in numbers. Raises KeyError for a dimension that is not bound."""
+        dims = port.type.shape
+        if dims is None:
+            return tuple(bindings[f"{port.name}.{axis}"] for axis in range(bindings[f"{port.name}.rank"]))
+        return tuple(
+            d if isinstance(d, int) else bindings[d if d is not None else f"{port.name}.{axis}"]
+            for axis, d in enumerate(dims)
+        )
+
+    def default(self, bound: Bindings) -> dict[str, int]:
+        """The user's numbers, and elsewhere those that the cost model takes."""
+        chosen = {}
+        for slot in self.slots:
+            if slot.role == Role.RANK:
+                # The user's shape says the rank, as numbers for "input.0", "input.1" and so on.
+                stem = slot.name.removesuffix("rank")
+                usual = next(axis for axis in count() if f"{stem}{axis}" not in bound) or 2
+            else:
+                usual = BATCH_DIM if slot.role == Role.BATCH else OTHER_DIM
+            chosen[slot.name] = bound.get(slot.name, usual)
+        return self.complete(chosen)
+
+    def candidates(self, bound: Bindings, turn: int = 0) -> Iterator[dict[str, int]]:
+        """Distinct bindings, never of ones only, those that tell most about a model first. Ends at some point.
+
+        The user's numbers come first. Then each scheme of SCHEMES gives its first few; then each some more. `turn`
+        shifts the numbers within the schemes, so that another seed tries others.
+        """
+        seen: set[tuple[int, ...]] = set()
+        names = [slot.name for slot in self.slots]
+        schemes = [_mine(self, bound), *(scheme(self, bound, turn) for scheme in SCHEMES)]
+        rounds = [islice(scheme, quota) for quota in (3, 3, 6) for scheme in schemes]
+        for chosen in chain.from_iterable([*rounds, *(scheme(self, bound, turn) for scheme in FINITE)]):
+            key = tuple(chosen[name] for name in names)
+            free = [n for n, s in zip(key, self.slots) if s.role != Role.RANK]
+            if key not in seen and any(n != 1 for n in free):
+                seen.add(key)
+                yield self.complete(chosen)
+
+
+def _role(symbol: str, axis: int) -> Role:
+    name = symbol.lower()
+    if "total" in name:
+        return Role.TOTAL
+    if "past" in name or "cache" in name:
+        return Role.PAST
+    if "batch" in name or name in ("n", "b", "bs") or (not symbol and axis == 0):
+        return Role.BATCH
+    return Role.OTHER
+
+
+def _expression(symbol: str, symbols: set[str]) -> ast.expr | None:
+    """A symbol like "past_length + 1", as exporters write computed dimensions, or None for a plain one."""
+    try:
+        tree = ast.parse(symbol, mode="eval").body
+    except (SyntaxError, ValueError):
+        return None
+    allowed = (ast.BinOp, ast.Name, ast.Constant, ast.Add, ast.Sub, ast.Mult, ast.FloorDiv, ast.Load)
+    nodes = list(ast.walk(tree))
+    if not isinstance(tree, ast.BinOp) or not all(isinstance(n, allowed) for n in nodes):
+        return None
+    names = {n.id for n in nodes if isinstance(n, ast.Name)}
+    whole = all(isinstance(n.value, int) for n in nodes if isinstance(n, ast.Constant))
+    return tree if names and names <= symbols and whole else None
+
+
+def _value(tree: ast.expr, numbers: Mapping[str, int]) -> int:
+    if isinstance(tree, ast.Name):
+        return numbers[tree.id]
+    if isinstance(tree, ast.Constant) and isinstance(tree.value, int):
+        return tree.value
+    if isinstance(tree, ast.BinOp):
+        left, right = _value(tree.left, numbers), _value(tree.right, numbers)
+        if isinstance(tree.op, ast.Add):
+            return left + right
+        if isinstance(tree.op, ast.Sub):
+            return max(1, left - right)
+        if isinstance(tree.op, ast.Mult):
+            return left * right
+        return max(1, left // max(1, right))
+    raise ValueError(f"not a sum of dimensions: {ast.dump(tree)}")
+
+
+# --- schemes: endless or not, each yields whole choices ---
+
+_PRIMES = (7, 5, 11, 3, 13, 17, 19, 23, 29, 31)
+_BATCHES = (2, 1, 3, 5, 4, 7)
+_RANKS = (2, 3, 4, 1)
+_CHANGES: tuple[Callable[[int], int], ...] = (
+    lambda n: max(1, n // 2),
+    lambda n: n + 1,
+    lambda n: max(1, n - 1),
+    lambda n: 2 * n,
+)
+# Sizes that networks are made for: images, windows of audio, positions.
+_USUAL = (16, 64, 128, 96, 224, 256, 320, 512, 80, 112, 160, 192, 48, 100, 299, 384, 416, 448, 480, 576, 640)
+
+_Choices: TypeAlias = Iterator[dict[str, int]]
+_Scheme: TypeAlias = Callable[[Dimensions, Bindings, int], _Choices]
+
+
+def _fill(self: Dimensions, at: int, other: Mapping[str, int], batch: int | None = None) -> dict[str, int]:
+    """A choice: `other` for what it names, the at-th small number for batches, present plus past for totals."""
+    alone = len(self.slots) == 1
+    chosen: dict[str, int] = {}
+    for slot in self.slots:
+        if slot.role == Role.BATCH:
+            # Alone, a batch of 1 would be a binding of ones only.
+            numbers = [b for b in _BATCHES if b > 1] if alone else _BATCHES
+            chosen[slot.name] = batch or numbers[at % len(numbers)]
+        elif slot.role == Role.RANK:
+            chosen[slot.name] = _RANKS[at % len(_RANKS)]
+        else:
+            chosen[slot.name] = other[slot.name]
+    past = sum(chosen[s.name] for s in self.slots if s.role == Role.PAST)
+    if past:
+        present = next((chosen[s.name] for s in self.slots if s.role == Role.OTHER), 1)
+        for slot in self.slots:
+            if slot.role == Role.TOTAL:
+                chosen[slot.name] = past + present
+    return chosen
+
+
+def _mine(self: Dimensions, bound: Bindings) -> _Choices:
+    if any(slot.name in bound for slot in self.slots):
+        chosen = self.default(bound)
+        yield {slot.name: chosen[slot.name] for slot in self.slots}
+
+
+def _primes(self: Dimensions, bound: Bindings, turn: int) -> _Choices:
+    """Every symbol its own prime."""
+    for at in count():
+        numbers = {s.name: _PRIMES[(2 * i + at + turn) % len(_PRIMES)] for i, s in enumerate(self.slots)}
+        yield _fill(self, at, numbers)
+
+
+def _batch_only(self: Dimensions, bound: Bindings, turn: int) -> _Choices:
+    """The user's numbers, with other batches."""
+    mine = self.default(bound)
+    if any(slot.name in bound for slot in self.slots):
+        for at in range(len(_BATCHES)):
+            yield _fill(self, at, mine)
+
+
+def _others_only(self: Dimensions, bound: Bindings, turn: int) -> _Choices:
+    """The user's numbers, with one dimension after the other changed by a factor of two or one step."""
+    mine = {slot.name: self.default(bound)[slot.name] for slot in self.slots}
+    if any(slot.name in bound for slot in self.slots):
+        for change in _CHANGES:
+            for slot in self.slots:
+                if slot.role != Role.RANK:
+                    yield mine | {slot.name: change(mine[slot.name])}
+
+
+def _by_axis(step: int, equal: bool = False, batch: int | None = None) -> _Scheme:
+    """Multiples of `step`; the same axis gets the same number in every input (`equal`: every axis)."""
+
+    def scheme(self: Dimensions, bound: Bindings, turn: int) -> _Choices:
+        for at in count():
+            primes = (2, 3, 1, 5, 4) if step > 1 else _PRIMES
+            numbers = {
+                s.name: step * primes[((0 if equal else 2 * s.axis) + at + turn) % len(primes)]
+                for s in self.slots
+            }
+            yield _fill(self, at, numbers, batch)
+
+    return scheme
+
+
+def _usual(self: Dimensions, bound: Bindings, turn: int) -> _Choices:
+    """All dimensions of one usual size, with small batches and with a batch of one."""
+    for at, size in enumerate(_USUAL):
+        yield _fill(self, at, {s.name: size for s in self.slots})
+    for at, size in enumerate(_USUAL):
+        yield _fill(self, at, {s.name: size for s in self.slots}, 1)
+
+
+def _partitions(self: Dimensions, bound: Bindings, turn: int) -> _Choices:
+    """Every way in which up to five dimensions may have to be equal, whatever their names say."""
+    slots = [s for s in self.slots if s.role != Role.RANK]
+    if not 2 <= len(slots) <= 5:
+        return
+    for at in range(3):
+        for second in (_PRIMES[at + 1], 512, 256, 160):
+            for classes in _set_partitions(len(slots)):
+                sizes = [(2, 3, 5)[at], second, *_PRIMES[at + 2 :]]
+                chosen = _fill(self, at, {s.name: 1 for s in self.slots})
+                yield chosen | {s.name: sizes[k] for s, k in zip(slots, classes)}
+
+
+def _set_partitions(n: int) -> Iterator[tuple[int, ...]]:
+    """Class numbers of n things, each partition once."""
+
+    def grow(prefix: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+        if len(prefix) == n:
+            yield prefix
+            return
+        for k in range(max(prefix, default=-1) + 2):
+            yield from grow((*prefix, k))
+
+    return grow(())
+
+
+SCHEMES: tuple[_Scheme, ...] = (
+    _primes,
+    _batch_only,
+    _by_axis(1),
+    _others_only,
+    _by_axis(8),
+    _by_axis(16),
+    _by_axis(32),
+    _by_axis(1, equal=True),
+    _by_axis(1, batch=1),
+    _by_axis(8, equal=True),
+    _by_axis(32, equal=True, batch=1),
+    _usual,
+    _partitions,
+)
+"""Ways of choosing, the most general first."""
+
+FINITE: tuple[_Scheme, ...] = (_partitions, _usual)
+"""Those that are worth going through to the end."""

@@ -1,0 +1,592 @@
+"""Whether two ONNX models compute the same: signatures, then outputs on several inputs of several sizes.
+
+The models are run in turn, so that no more than one ONNX Runtime session is in memory. `Reference` holds what is known
+of the original, so that several candidates (those of a bisection, say) are judged at the price of one.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from xrlflow.backends.onnxruntime.session import Options
+from xrlflow.backends.protocol import BackendError
+from xrlflow.ir import Body, Graph, Value
+from xrlflow.onnxio import ImportedModel, load
+from xrlflow.verify.compare import (
+    Judgement,
+    Leg,
+    Yardstick,
+    by_deviation,
+    by_reference,
+    is_float,
+    judge_exact,
+    judge_floats,
+)
+from xrlflow.verify.dims import Bindings
+from xrlflow.verify.errors import OriginalFails, VerificationError
+from xrlflow.verify.follow import random_operators
+from xrlflow.verify.inputs import Case, InputPlan, draw_cases, perturbed, user_case
+from xrlflow.verify.reference import (
+    NoReference,
+    evaluable,
+    evaluate,
+    evaluate_rounded,
+    flops,
+    is_credible,
+)
+from xrlflow.verify.runner import Array, Model, Runner, first_line, flat, opened
+from xrlflow.verify.signature import Signature, differences, signature, signature_of_proto
+from xrlflow.verify.ties import undecided
+
+FLOAT64_FLOPS = 4e10
+"""Operations that the float64 evaluations of one verification may take together: some seconds on two cores."""
+
+
+class Status(Enum):
+    VERIFIED = "verified"
+    FAILED = "failed"
+    NOT_COMPARABLE = "not comparable"  # the original gives other results at every run
+
+
+@dataclass(frozen=True, slots=True)
+class OutputReport:
+    """The worst that was seen of one output, over all cases. `case`: the inputs it was seen on."""
+
+    name: str
+    type: str
+    judgement: Judgement
+    case: str
+
+    @property
+    def row(self) -> tuple[str, ...]:
+        """A row for people; the columns are HEADERS."""
+        found = self.judgement
+        exact = found.leg in (Leg.EXACT, Leg.TIE)
+        return (
+            self.name,
+            self.type,
+            found.leg.value,
+            "" if exact else f"{found.error:.2g}",
+            "" if exact else f"{found.tolerance:.2g}",
+            str(found.worst) if found.worst is not None and not found.passed else "",
+            "equal" if found.passed else "DIFFERENT",
+        )
+
+
+HEADERS = ("output", "type", "judged by", "error", "tolerance", "worst element", "verdict")
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """What was found of a pair of models.
+
+    `failures` are sentences, the most telling first; `reason` says why models are not comparable; `notes` are remarks
+    that change no verdict. `outputs` has the worst of each output (more than one row for a sequence or map).
+    `bindings` are the choices of dimensions that were tried, `cases` counts the sets of inputs.
+    """
+
+    status: Status
+    outputs: tuple[OutputReport, ...] = ()
+    failures: tuple[str, ...] = ()
+    reason: str = ""
+    notes: tuple[str, ...] = ()
+    bindings: tuple[Bindings, ...] = ()
+    cases: int = 0
+
+    @property
+    def verified(self) -> bool:
+        return self.status is Status.VERIFIED
+
+    @property
+    def max_error(self) -> float:
+        """The greatest absolute difference between the two models' elements, over all outputs of numbers."""
+        return max((o.judgement.difference for o in self.outputs), default=0.0)
+
+    @property
+    def worst(self) -> OutputReport | None:
+        """The output that used most of its tolerance."""
+        return max(self.outputs, key=lambda o: o.judgement.ratio, default=None)
+
+    @property
+    def tolerance(self) -> float:
+        """The tolerance of the worst output."""
+        return self.worst.judgement.tolerance if self.worst is not None else 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything as numbers, strings, lists and dicts."""
+        return {
+            "status": self.status.value,
+            "verified": self.verified,
+            "max_error": _finite(self.max_error),
+            "cases": self.cases,
+            "bindings": [dict(b) for b in self.bindings],
+            "failures": list(self.failures),
+            "reason": self.reason,
+            "notes": list(self.notes),
+            "outputs": [
+                {
+                    "name": o.name,
+                    "type": o.type,
+                    "judged_by": o.judgement.leg.value,
+                    "error": _finite(o.judgement.error),
+                    "tolerance": _finite(o.judgement.tolerance),
+                    "difference": _finite(o.judgement.difference),
+                    "worst_element": str(o.judgement.worst) if o.judgement.worst is not None else None,
+                    "case": o.case,
+                    "equal": o.judgement.passed,
+                }
+                for o in self.outputs
+            ],
+        }
+
+    def message(self, substitution: str | None = None) -> str:
+        """One line: the verdict, and of a failure the output, the worst element and (if known) the substitution."""
+        if self.status is Status.VERIFIED:
+            legs = sorted({o.judgement.leg.value for o in self.outputs})
+            return (
+                f"verified on {self.cases} sets of inputs, {max(1, len(self.bindings))} sizes ({', '.join(legs)}), "
+                f"greatest difference {self.max_error:.3g}"
+            )
+        if self.status is Status.NOT_COMPARABLE:
+            return f"cannot be verified: {self.reason}"
+        text = f"the models differ: {self.failures[0]}"
+        return text if substitution is None else f"{text}; the substitution that caused it: {substitution}"
+
+
+@dataclass(slots=True)
+class _Known:
+    """One case, and what the original makes of it: for each output its parts, for each part a yardstick."""
+
+    case: Case
+    outputs: list[Sequence[tuple[str, Any]]]
+    yardsticks: dict[tuple[int, str], Yardstick] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reference:
+    """What is known of the original: its signature, and its outputs on inputs that it can run."""
+
+    model: Model
+    imported: ImportedModel
+    declared: Signature
+    known: tuple[_Known, ...]
+    seed: int
+    threads: int | None
+    session_options: Options | None
+    incomparable: str = ""
+    notes: tuple[str, ...] = ()
+
+    @staticmethod
+    def of(
+        model: Model,
+        *,
+        imported: ImportedModel | None = None,
+        inputs: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+        bindings: Bindings | None = None,
+        seed: int = 0,
+        samples: int = 3,
+        sizes: int = 3,
+        threads: int | None = None,
+        session_options: Options | None = None,
+        float64_flops: float = FLOAT64_FLOPS,
+    ) -> Reference:
+        """Run the original: on `inputs` if given, else on `samples` random inputs for each of `sizes` bindings.
+
+        `bindings` are the user's numbers for dimensions (default: those of `imported`), which are one of the choices
+        tried. Raises OriginalFails, InputsNeeded, BadInputs, and ModelError if the file cannot be read.
+        """
+        if imported is None:
+            imported = load(model)
+        # The frame has what was declared, with the user's numbers where they are to be written into the file.
+        declared = signature_of_proto(imported.frame, imported.overridable)
+        if not imported.fixed:
+            declared = signature(model)
+        base = Reference(model, imported, declared, (), seed, threads, session_options)
+        random = random_operators(imported.graph)
+        if random:
+            return replace(base, incomparable=f"it has random operators ({', '.join(sorted(random))})")
+        plan = InputPlan.of(imported)
+        if bindings is not None:
+            plan = replace(plan, bound=bindings)
+        errors: list[str] = []
+
+        def attempt(case: Case) -> list[Any] | None:
+            try:
+                return runner.run(case.feeds)
+            except BackendError as error:
+                errors.append(first_line(error))
+                return None
+
+        try:
+            with opened(model, threads=threads, session_options=session_options) as runner:
+                if inputs is not None:
+                    case = user_case(imported, inputs)
+                    outputs = attempt(case)
+                    if outputs is None:
+                        raise OriginalFails(f"the original fails on the inputs given: {errors[-1]}")
+                    drawn = [(case, outputs)]
+                else:
+                    try:
+                        drawn = draw_cases(plan, attempt, seed=seed, samples=samples, wanted=sizes)
+                    except VerificationError as error:
+                        if errors:
+                            raise type(error)(f"{error} (the last failure: {errors[-1]})") from error
+                        raise
+                known = tuple(_Known(case, [flat(o) for o in outputs]) for case, outputs in drawn)
+                if _has_custom(imported.graph) and not _repeats(runner, known[0]):
+                    reason = "the original gives other results when it is run again on the same inputs"
+                    return replace(base, incomparable=reason)
+        except BackendError as error:
+            raise OriginalFails(f"the original cannot be run: {first_line(error)}") from error
+        notes = [*_by_float64(model, imported, known, float64_flops)]
+        base = replace(base, known=known)
+        notes.extend(base._by_deviation())
+        notes.extend(_empty_outputs(declared, known))
+        return replace(base, notes=tuple(notes))
+
+    def check(self, new: Model) -> Verification:
+        """Judge a model. Only outputs are kept, of one case at a time."""
+        if self.incomparable:
+            changed = differences(self.declared, signature(new))
+            if changed:
+                return Verification(Status.FAILED, failures=changed)
+            return Verification(Status.NOT_COMPARABLE, reason=self.incomparable)
+        failures = [*differences(self.declared, signature(new))]
+        if failures:
+            return Verification(Status.FAILED, failures=tuple(failures), notes=self.notes)
+        reports: dict[str, OutputReport] = {}
+        doubtful: list[_Doubt] = []
+        broken: _Known | None = None
+        try:
+            with opened(new, threads=self.threads, session_options=self.session_options) as runner:
+                for known in self.known:
+                    try:
+                        outputs = runner.run(known.case.feeds)
+                    except BackendError as error:
+                        failures.append(f"the new model fails on {known.case}: {first_line(error)}")
+                        break
+                    for doubt in self._judge(known, outputs, reports):
+                        doubtful.append(doubt)
+        except BackendError as error:
+            failures.append(f"the new model cannot be loaded: {first_line(error)}")
+        self._resolve(doubtful, reports)
+        bad = [r for r in reports.values() if not r.judgement.passed]
+        for report in sorted(bad, key=lambda r: -r.judgement.ratio):
+            failures.append(_sentence(report))
+        notes = list(self.notes)
+        if bad:
+            broken = next(k for k in self.known if str(k.case) == bad[0].case)
+            notes.extend(self._without_optimizer(new, broken))
+        return Verification(
+            Status.FAILED if failures else Status.VERIFIED,
+            tuple(reports.values()),
+            tuple(failures),
+            notes=tuple(notes),
+            bindings=self.bindings,
+            cases=len(self.known),
+        )
+
+    @property
+    def bindings(self) -> tuple[Bindings, ...]:
+        """The choices of dimensions that are compared."""
+        found: list[Bindings] = []
+        for known in self.known:
+            if known.case.bindings and known.case.bindings not in found:
+                found.append(known.case.bindings)
+        return tuple(found)
+
+    # --- the original's own movement ---
+
+    def _by_deviation(self) -> list[str]:
+        """Yardsticks for floats that have none yet: the original once more, with ONNX Runtime's optimiser off."""
+        missing = [
+            (known, index, part, array)
+            for known in self.known
+            for index, parts in enumerate(known.outputs)
+            for part, array in parts
+            if is_float(array) and (index, part) not in known.yardsticks
+        ]
+        if not missing:
+            return []
+        for known, index, part, array in missing:
+            known.yardsticks[index, part] = by_deviation(array, None)
+        cases = {id(known): known for known, *_ in missing}
+        try:
+            with opened(
+                self.model, optimized=False, threads=self.threads, session_options=self.session_options
+            ) as runner:
+                for known in cases.values():
+                    for index, output in enumerate(runner.run(known.case.feeds)):
+                        others = dict(flat(output))
+                        for part, array in known.outputs[index]:
+                            yardstick = known.yardsticks.get((index, part))
+                            if yardstick is not None and yardstick.leg is Leg.DEVIATION and part in others:
+                                known.yardsticks[index, part] = by_deviation(array, others[part])
+        except BackendError as error:
+            return [f"the original does not run without ONNX Runtime's optimisations: {first_line(error)}"]
+        return []
+
+    # --- judging ---
+
+    def _judge(self, known: _Known, outputs: Sequence[Any], reports: dict[str, OutputReport]) -> list[_Doubt]:
+        """Judge the outputs of one case; integers that differ are left in doubt."""
+        doubts: list[_Doubt] = []
+        for index, (port, output) in enumerate(zip(self.declared.outputs, outputs)):
+            expected, found = known.outputs[index], dict(flat(output))
+            for part, a in expected:
+                name = port.name + part
+                b = found.get(part)
+                judgement = _mismatch(a, b)
+                if judgement is None and b is not None:
+                    if is_float(a):
+                        judgement = judge_floats(known.yardsticks[index, part], b)
+                    else:
+                        judgement = judge_exact(a, b)
+                        if not judgement.passed and a.dtype.kind in "iu" and not part:
+                            doubts.append(_Doubt(known, index, name, a, b, judgement))
+                            continue
+                if judgement is not None:
+                    _note(reports, OutputReport(name, _shown(a), judgement, str(known.case)))
+        return doubts
+
+    def _resolve(self, doubts: Sequence[_Doubt], reports: dict[str, OutputReport]) -> None:
+        """Judge integers that differ: a proven near-tie passes."""
+        reruns = self._reruns({id(d.known): d.known for d in doubts}.values()) if doubts else {}
+        for doubt in doubts:
+            others = [run[doubt.index] for run in reruns.get(id(doubt.known), [])]
+            arrays = [dict(flat(o)).get("") for o in others]
+            proven = undecided(
+                self.imported,
+                doubt.known.case,
+                doubt.index,
+                doubt.original,
+                doubt.new,
+                [a for a in arrays if a is not None],
+            )
+            unproven = (doubt.original != doubt.new) & ~proven
+            judgement = doubt.judgement
+            if unproven.any():
+                judgement = judge_exact(doubt.original, np.where(unproven, doubt.new, doubt.original))
+            else:
+                judgement = replace(judgement, leg=Leg.TIE, reason="", difference=0.0, error=0.0)
+            _note(
+                reports,
+                OutputReport(doubt.name, _shown(doubt.original), judgement, str(doubt.known.case)),
+            )
+
+    def _reruns(self, known: Any) -> dict[int, list[list[Any]]]:
+        """The original's outputs without ONNX Runtime's optimiser, and with every float input moved a little."""
+        found: dict[int, list[list[Any]]] = {}
+        for optimized in (True, False):
+            try:
+                with opened(
+                    self.model,
+                    optimized=optimized,
+                    threads=self.threads,
+                    session_options=self.session_options,
+                ) as runner:
+                    for k in known:
+                        moved = [perturbed(k.case.feeds, self.seed + i) for i in range(2)]
+                        for feeds in [*moved, *([] if optimized else [k.case.feeds])]:
+                            found.setdefault(id(k), []).append(runner.run(feeds))
+            except BackendError:
+                # No proof from there; what stays unproven is a failure.
+                continue
+        return found
+
+    def _without_optimizer(self, new: Model, known: _Known) -> list[str]:
+        """Whether the new model is right when ONNX Runtime does not optimise it: then the runtime is suspect."""
+        reports: dict[str, OutputReport] = {}
+        try:
+            with opened(
+                new, optimized=False, threads=self.threads, session_options=self.session_options
+            ) as runner:
+                doubts = self._judge(known, runner.run(known.case.feeds), reports)
+        except BackendError:
+            return []
+        if doubts or any(not r.judgement.passed for r in reports.values()):
+            return []
+        return [
+            "with ONNX Runtime's own optimisations off the new model is right on these inputs: its optimiser is suspect"
+        ]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Doubt:
+    """An output of integers that differ."""
+
+    known: _Known
+    index: int
+    name: str
+    original: Array
+    new: Array
+    judgement: Judgement
+
+
+def verify(
+    a: Model,
+    b: Model,
+    *,
+    imported: ImportedModel | None = None,
+    inputs: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    bindings: Bindings | None = None,
+    seed: int = 0,
+    samples: int = 3,
+    sizes: int = 3,
+    threads: int | None = None,
+    session_options: Options | None = None,
+    float64_flops: float = FLOAT64_FLOPS,
+) -> Verification:
+    """Whether model `b` may stand for model `a` (paths, bytes or ModelProtos).
+
+    See `Reference.of` for the arguments and for what is raised when no comparison can be made. A model `b` that
+    differs, or does not load or run, is no exception but a failed Verification.
+    """
+    reference = Reference.of(
+        a,
+        imported=imported,
+        inputs=inputs,
+        bindings=bindings,
+        seed=seed,
+        samples=samples,
+        sizes=sizes,
+        threads=threads,
+        session_options=session_options,
+        float64_flops=float64_flops,
+    )
+    return reference.check(b)
+
+
+def _by_float64(model: Model, imported: ImportedModel, known: Sequence[_Known], budget: float) -> list[str]:
+    """Yardsticks from our float64 evaluation, as far as the budget goes: the first case of each binding first."""
+    able = evaluable(imported.graph)
+    wanted = [
+        index
+        for index, can in enumerate(able)
+        if can and any(is_float(a) for part, a in known[0].outputs[index] if not part)
+    ]
+    values = [imported.graph.outputs[index] for index in wanted]
+    if not values:
+        return []
+    notes: list[str] = []
+    costs: dict[tuple[int, ...], float] = {}
+    for item in sorted(known, key=lambda k: k.case.sample):
+        key = tuple(item.case.bindings.values())
+        if key not in costs:
+            costs[key] = flops(model, imported, item.case)
+        if costs[key] > budget:
+            continue
+        budget -= costs[key]
+        try:
+            references = evaluate(imported, item.case, values)
+        except NoReference as error:
+            return [str(error)]
+        rounded = _Rounded(imported, item.case, values)
+        for at, (index, reference) in enumerate(zip(wanted, references)):
+            original = item.outputs[index][0][1]
+            yardstick = by_reference(original, reference)
+            if yardstick is not None and is_credible(original, reference, partial(rounded.output, at)):
+                item.yardsticks[index, ""] = yardstick
+            else:
+                name = imported.frame.graph.output[index].name
+                notes.append(f"the float64 evaluation of output {name!r} is not what the original computes")
+    return list(dict.fromkeys(notes))
+
+
+class _Rounded:
+    """Our evaluation of some values in the model's own precision, made when it is first asked for."""
+
+    def __init__(self, imported: ImportedModel, case: Case, values: Sequence[Value]) -> None:
+        self._imported, self._case, self._values = imported, case, values
+        self._found: list[Array] | None = None
+        self._tried = False
+
+    def output(self, index: int) -> Array | None:
+        if not self._tried:
+            self._tried = True
+            with suppress(NoReference):
+                self._found = evaluate_rounded(self._imported, self._case, self._values)
+        return None if self._found is None else self._found[index]
+
+
+def _repeats(runner: Runner, known: _Known) -> bool:
+    """Whether a second run gives the same."""
+    for parts, output in zip(known.outputs, runner.run(known.case.feeds)):
+        others = dict(flat(output))
+        for part, a in parts:
+            b = others.get(part)
+            if b is None or _mismatch(a, b) is not None:
+                return False
+            judged = judge_floats(by_deviation(a, None), b) if is_float(a) else judge_exact(a, b)
+            if not judged.passed:
+                return False
+    return True
+
+
+def _has_custom(graph: Graph) -> bool:
+    """Whether a graph has operators outside ONNX's own domains, in bodies too."""
+    return any(
+        ("::" in node.op and not node.op.startswith("ai.onnx"))
+        or any(isinstance(a, Body) and _has_custom(a.graph) for a in node.attrs.values())
+        for node in graph.nodes()
+    )
+
+
+def _empty_outputs(declared: Signature, known: Sequence[_Known]) -> list[str]:
+    """Outputs of which nothing was compared: all NaN, infinite or without elements on every input."""
+    notes = []
+    for index, port in enumerate(declared.outputs):
+        arrays = [a for k in known for _, a in k.outputs[index] if is_float(a)]
+        if arrays and not any(np.isfinite(a.astype(np.complex128)).any() for a in arrays):
+            notes.append(
+                f"output {port.name!r} had no finite element on any input: nothing of it was compared"
+            )
+    return notes
+
+
+def _mismatch(a: Array, b: Array | None) -> Judgement | None:
+    """Why two arrays cannot be compared element by element, if they cannot."""
+    reason = ""
+    if b is None:
+        reason = "it is missing"
+    elif a.shape != b.shape:
+        reason = f"its shape is {list(b.shape)}, was {list(a.shape)}"
+    elif a.dtype != b.dtype:
+        reason = f"its type is {b.dtype.name}, was {a.dtype.name}"
+    return Judgement(Leg.EXACT, reason=reason) if reason else None
+
+
+def _note(reports: dict[str, OutputReport], report: OutputReport) -> None:
+    """Keep the worse of two reports on an output, and the greater difference."""
+    old = reports.get(report.name)
+    if old is None:
+        reports[report.name] = report
+        return
+    difference = max(old.judgement.difference, report.judgement.difference)
+    worse = report if report.judgement.ratio > old.judgement.ratio else old
+    reports[report.name] = replace(worse, judgement=replace(worse.judgement, difference=difference))
+
+
+def _sentence(report: OutputReport) -> str:
+    found = report.judgement
+    text = f"output {report.name!r}: {found.reason}"
+    if found.worst is not None:
+        text += f"; worst element {found.worst}"
+    return f"{text} (on {report.case})"
+
+
+def _finite(value: float) -> float | None:
+    """JSON has no infinity."""
+    return value if np.isfinite(value) else None
+
+
+def _shown(array: Array) -> str:
+    return "string" if array.dtype.kind == "O" else array.dtype.name

@@ -1,0 +1,508 @@
+"""What the graph demands of its inputs: each is followed to the operators that read it.
+
+An integer that ends in a Gather has to stay inside the table, whatever lies between: a Cast, a Concat, an offset,
+the branch of an If. What cannot be seen through ends the walk, and costs no more than a run that fails and is
+drawn again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from math import ceil, floor
+from typing import Any
+
+import numpy as np
+
+from xrlflow.ir import Attrs, Body, Dim, DType, Graph, Node, TensorType, Value
+
+# Steps of one walk: enough for any network whose integers matter, and no more than a fraction of a second.
+_MAX_STEPS = 20_000
+
+
+class Form(Enum):
+    """What a tensor as a whole has to be, where bounds on its elements do not say it."""
+
+    MASK = "mask"  # 0 and 1, with at least a 1
+    RESHAPE = "reshape"  # a shape for Reshape: one -1, else ones
+    EXPAND = "expand"  # a shape for Expand: ones
+    AXES = "axes"  # distinct axes
+    SPLIT = "split"  # sizes that add up to a dimension
+    TRUE = "true"
+    FALSE = "false"
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """scale * x + shift lies in [low, high] for every shift in [shift_low, shift_high].
+
+    `high` None: the dimension `dim` less 1, or less 0 with `inclusive` (a count, not an index). `unsure`: something
+    unknown was added on the way, so only the lower half is used.
+    """
+
+    low: float
+    high: float | None
+    dim: Dim = None
+    inclusive: bool = False
+    scale: float = 1.0
+    shift_low: float = 0.0
+    shift_high: float = 0.0
+    unsure: bool = False
+
+    def interval(self, size: Callable[[Dim], int | None]) -> tuple[int, int]:
+        """The least and greatest integer x, given the numbers of dimensions (None: taken as 1)."""
+        high = self.high
+        if high is None:
+            found = size(self.dim)
+            high = (1 if found is None else found) - (0 if self.inclusive else 1)
+        ends = sorted(((self.low - self.shift_low) / self.scale, (high - self.shift_high) / self.scale))
+        least, most = ceil(ends[0] - 1e-9), floor(ends[1] + 1e-9)
+        if self.unsure and most > least:
+            most = least + (most - least) // 2
+        return least, max(least, most)
+
+
+@dataclass(slots=True)
+class Demands:
+    """What the consumers of one input demand of it."""
+
+    bounds: list[Bound] = field(default_factory=list)
+    # Numbers that the model compares it with: a sampling rate, an end-of-text token.
+    landmarks: list[float] = field(default_factory=list)
+    form: Form | None = None
+    # The dimension that the sizes of a Split add up to, or the rank that axes count in.
+    extent: Dim = None
+    positive: bool = False
+
+    def interval(self, size: Callable[[Dim], int | None]) -> tuple[int, int] | None:
+        """The integers that all bounds admit; the lowest bound wins where they contradict each other."""
+        if not self.bounds:
+            return None
+        ends = [bound.interval(size) for bound in self.bounds]
+        least = max(low for low, _ in ends)
+        most = min(high for _, high in ends)
+        return (least, most) if least <= most else (most, most)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A value on the walk, and how its elements follow from the input's: scale * x + shift."""
+
+    graph: Graph
+    value: Value
+    scale: float = 1.0
+    shift_low: float = 0.0
+    shift_high: float = 0.0
+    unsure: bool = False
+
+
+def follow(graph: Graph, value: Value) -> Demands:
+    """What the graph demands of one of its inputs. `value` is in `graph.inputs`."""
+    demands = Demands()
+    seen: set[tuple[int, Value, float, float, float, bool]] = set()
+    # A place is in a graph; the outputs of bodies lead back to the node that owns them.
+    work: list[tuple[_Place, tuple[tuple[Graph, Node, Body], ...]]] = [(_Place(graph, value), ())]
+    for _ in range(_MAX_STEPS):
+        if not work:
+            break
+        place, owners = work.pop()
+        key = (
+            id(place.graph),
+            place.value,
+            round(place.scale, 6),
+            place.shift_low,
+            place.shift_high,
+            place.unsure,
+        )
+        if key in seen:
+            continue
+        seen.add(key)
+        for node in place.graph.users(place.value):
+            for position, read in enumerate(node.inputs):
+                if read == place.value:
+                    _demand(demands, place, node, position)
+                    work.extend((next_, owners) for next_ in _through(place, node, position))
+                    work.extend(_into(place, node, position, owners))
+        if owners and place.value in place.graph.outputs:
+            outer, node, body = owners[-1]
+            for out in _out_of(place, node, body):
+                work.append((replace(place, graph=outer, value=out), owners[:-1]))
+                again = _carried(node, body, out)
+                if again is not None:
+                    work.append((replace(place, value=again), owners))
+    return demands
+
+
+# --- where values go unchanged ---
+
+# Operators that hand elements of an input on, by the positions of those inputs (None: all of them).
+_PASSES: dict[str, tuple[int, ...] | None] = {
+    **dict.fromkeys(("Identity", "Cast", "CastLike", "Reshape", "Squeeze", "Unsqueeze", "Flatten"), (0,)),
+    **dict.fromkeys(("Transpose", "Slice", "Split", "Expand", "Tile", "Gather", "GatherElements"), (0,)),
+    **dict.fromkeys(("GatherND", "Pad", "Clip", "Floor", "Ceil", "Round", "Dropout", "ReduceMax"), (0,)),
+    **dict.fromkeys(("ReduceMin", "Compress", "TopK", "ReverseSequence", "Trilu", "DepthToSpace"), (0,)),
+    **dict.fromkeys(("SpaceToDepth", "MaxPool", "Abs", "Relu"), (0,)),
+    **dict.fromkeys(("Concat", "Max", "Min"), None),
+    "Where": (1, 2),
+    **dict.fromkeys(("ScatterElements", "ScatterND"), (0, 2)),
+}
+
+
+def _through(place: _Place, node: Node, position: int) -> Iterator[_Place]:
+    if node.op in _PASSES:
+        positions = _PASSES[node.op]
+        if positions is None or position in positions:
+            outputs = node.outputs if node.op == "Split" else node.outputs[:1]
+            yield from (replace(place, value=out) for out in outputs)
+        return
+    step = _ARITHMETIC.get(node.op)
+    if step is None:
+        return
+    out = replace(place, value=node.outputs[0])
+    if node.op == "Neg":
+        yield _scaled(out, -1.0)
+        return
+    other = place.graph.const(node.inputs[1 - position])
+    if other is None or other.array is None or other.array.dtype.kind not in "iuf" or other.array.size == 0:
+        yield replace(out, unsure=True)
+        return
+    low, high = float(np.min(other.array)), float(np.max(other.array))
+    moved = step(out, low, high, position)
+    if moved is not None and np.isfinite([moved.scale, moved.shift_low, moved.shift_high]).all():
+        yield moved
+
+
+def _scaled(place: _Place, by: float) -> _Place:
+    ends = sorted((place.shift_low * by, place.shift_high * by))
+    return replace(place, scale=place.scale * by, shift_low=ends[0], shift_high=ends[1])
+
+
+def _shifted(place: _Place, low: float, high: float) -> _Place:
+    return replace(place, shift_low=place.shift_low + low, shift_high=place.shift_high + high)
+
+
+def _add(place: _Place, low: float, high: float, position: int) -> _Place | None:
+    return _shifted(place, low, high)
+
+
+def _sub(place: _Place, low: float, high: float, position: int) -> _Place | None:
+    return _shifted(place, -high, -low) if position == 0 else _shifted(_scaled(place, -1.0), low, high)
+
+
+def _mul(place: _Place, low: float, high: float, position: int) -> _Place | None:
+    # Of several factors the largest decides; with signs mixed or none the walk ends.
+    return _scaled(place, high if high > 0 else low) if low * high > 0 else None
+
+
+def _div(place: _Place, low: float, high: float, position: int) -> _Place | None:
+    return _scaled(place, 1 / (low if low > 0 else high)) if position == 0 and low * high > 0 else None
+
+
+_ARITHMETIC: dict[str, Callable[[_Place, float, float, int], _Place | None]] = {
+    "Add": _add,
+    "Sub": _sub,
+    "Mul": _mul,
+    "Div": _div,
+    "Neg": _add,
+}
+
+
+# --- bodies ---
+
+
+def _bodies(node: Node) -> Iterator[tuple[Body, int]]:
+    """The bodies of a node, each with the position of the first value that it captures."""
+    at = len(node.inputs) - node.captured
+    for attr in node.attrs.values():
+        if isinstance(attr, Body):
+            yield attr, at
+            at += len(attr.captured)
+
+
+def _into(
+    place: _Place, node: Node, position: int, owners: tuple[tuple[Graph, Node, Body], ...]
+) -> Iterator[tuple[_Place, tuple[tuple[Graph, Node, Body], ...]]]:
+    explicit = len(node.inputs) - node.captured
+    for body, first in _bodies(node):
+        inner: Value | None = None
+        if first <= position < first + len(body.captured):
+            inner = body.captured[position - first]
+        elif position < explicit and (node.op == "Scan" or (node.op == "Loop" and position >= 2)):
+            # A Loop's inputs are (trip count, condition, state...), its body's (iteration, condition, state...).
+            inner = body.graph.inputs[position] if position < len(body.graph.inputs) else None
+        if inner is not None:
+            yield replace(place, graph=body.graph, value=inner), (*owners, (place.graph, node, body))
+
+
+def _out_of(place: _Place, node: Node, body: Body) -> Iterator[Value]:
+    skip = 1 if node.op == "Loop" else 0  # a Loop's body gives its condition first
+    for index, out in enumerate(body.graph.outputs):
+        if out == place.value and 0 <= index - skip < len(node.outputs):
+            yield node.outputs[index - skip]
+
+
+def _carried(node: Node, body: Body, out: Value) -> Value | None:
+    """The body's input that receives an output of the loop in the next iteration."""
+    explicit, at = len(node.inputs) - node.captured, node.outputs.index(out)
+    if node.op == "Loop":
+        return body.graph.inputs[at + 2] if at < explicit - 2 else None
+    scanned = node.attrs.get("num_scan_inputs", 0)
+    if node.op == "Scan" and isinstance(scanned, int):
+        return body.graph.inputs[at] if at < explicit - scanned else None
+    return None
+
+
+# --- what consumers demand ---
+
+
+def _dim(graph: Graph, node: Node, position: int, axis: int) -> Dim:
+    shape = _type(graph, node, position).shape
+    return shape[axis] if shape is not None and -len(shape) <= axis < len(shape) else None
+
+
+def _type(graph: Graph, node: Node, position: int) -> TensorType:
+    if position >= len(node.inputs) or not node.inputs[position]:
+        return TensorType(DType.UNDEFINED, None)
+    return graph.type(node.inputs[position])
+
+
+def _axis(attrs: Attrs, default: int = 0) -> int:
+    axis = attrs.get("axis", default)
+    return axis if isinstance(axis, int) else default
+
+
+@dataclass(frozen=True, slots=True)
+class _Reader:
+    """A demand of one input of an operator."""
+
+    bound: Callable[[Graph, Node], Bound] | None = None
+    form: Form | None = None
+    extent: Callable[[Graph, Node], Dim] | None = None
+    positive: bool = False
+
+
+def _index(data: int, axis: Callable[[Graph, Node], int]) -> _Reader:
+    """An index into input `data` along an axis."""
+    return _Reader(lambda g, n: Bound(0, None, _dim(g, n, data, axis(g, n))))
+
+
+def _range(low: float, high: float) -> _Reader:
+    return _Reader(lambda g, n: Bound(low, high))
+
+
+def _count(data: int, axis: Callable[[Graph, Node], int]) -> _Reader:
+    """A number from 1 to a dimension."""
+    return _Reader(lambda g, n: Bound(1, None, _dim(g, n, data, axis(g, n)), inclusive=True))
+
+
+def _gather_nd(graph: Graph, node: Node) -> Bound:
+    """A tuple of indices: the smallest of the dimensions that they index, since any may stand in any place."""
+    data, indices = _type(graph, node, 0).shape, _type(graph, node, 1).shape
+    batch = node.attrs.get("batch_dims", 0)
+    if data is None or not indices or not isinstance(batch, int):
+        return Bound(0, 0)
+    length = indices[-1]
+    reached = data[batch : batch + length] if isinstance(length, int) else data[batch:]
+    numbers = [d for d in reached if isinstance(d, int)]
+    symbols = [d for d in reached if not isinstance(d, int)]
+    if len(reached) == 1:
+        return Bound(0, None, reached[0])
+    return Bound(0, 0) if symbols or not numbers else Bound(0, min(numbers) - 1)
+
+
+def _one_hot(graph: Graph, node: Node) -> Bound:
+    depth = graph.const(node.inputs[1])
+    if depth is None or depth.array is None:
+        return Bound(0, 4)
+    return Bound(0, float(depth.array.reshape(-1)[0]) - 1)
+
+
+def _rank_bound(graph: Graph, node: Node) -> Bound:
+    return Bound(0, (_type(graph, node, 0).rank or 1) - 1)
+
+
+def _rank(graph: Graph, node: Node) -> Dim:
+    return _type(graph, node, 0).rank
+
+
+def _slice_end(graph: Graph, node: Node) -> Bound:
+    shape = _type(graph, node, 0).shape or ()
+    numbers = [d for d in shape if isinstance(d, int)]
+    return Bound(1, max(1, min(numbers))) if numbers and len(numbers) == len(shape) else Bound(1, 1)
+
+
+def _by_axis(default: int) -> Callable[[Graph, Node], int]:
+    return lambda g, n: _axis(n.attrs, default)
+
+
+def _fixed(axis: int) -> Callable[[Graph, Node], int]:
+    return lambda g, n: axis
+
+
+def _time_axis(graph: Graph, node: Node) -> int:
+    return 1 if node.attrs.get("layout", 0) else 0
+
+
+def _reverse_axis(graph: Graph, node: Node) -> int:
+    axis = node.attrs.get("time_axis", 0)
+    return axis if isinstance(axis, int) else 0
+
+
+_POSITIVE = _Reader(positive=True)
+
+_READERS: dict[tuple[str, int], _Reader] = {
+    ("Gather", 1): _index(0, _by_axis(0)),
+    ("GatherElements", 1): _index(0, _by_axis(0)),
+    ("GatherND", 1): _Reader(_gather_nd),
+    ("ScatterElements", 1): _index(0, _by_axis(0)),
+    ("Scatter", 1): _index(0, _by_axis(0)),
+    ("ScatterND", 1): _Reader(_gather_nd),
+    ("TensorScatter", 2): _range(0, 0),
+    ("ai.onnx.ml::ArrayFeatureExtractor", 1): _index(0, _fixed(-1)),
+    ("com.microsoft::GatherBlockQuantized", 1): _index(0, _fixed(0)),
+    ("com.microsoft::EmbedLayerNormalization", 0): _index(2, _fixed(0)),
+    ("com.microsoft::EmbedLayerNormalization", 1): _index(4, _fixed(0)),
+    ("OneHot", 0): _Reader(_one_hot),
+    ("OneHot", 1): _range(2, 8),
+    ("SequenceAt", 1): _range(0, 0),
+    ("SequenceErase", 1): _range(0, 0),
+    ("SequenceInsert", 2): _range(0, 0),
+    ("LSTM", 4): _count(0, _time_axis),
+    ("GRU", 4): _count(0, _time_axis),
+    ("RNN", 4): _count(0, _time_axis),
+    ("ReverseSequence", 1): _count(0, _reverse_axis),
+    ("TopK", 1): _count(0, _by_axis(-1)),
+    ("Reshape", 1): _Reader(form=Form.RESHAPE),
+    ("Expand", 1): _Reader(form=Form.EXPAND),
+    ("Tile", 1): _range(1, 3),
+    ("ConstantOfShape", 0): _range(1, 4),
+    ("Range", 0): _range(0, 0),
+    ("Range", 1): _range(1, 8),
+    ("Range", 2): _range(1, 1),
+    ("Slice", 1): _range(0, 0),
+    ("Slice", 2): _Reader(_slice_end),
+    ("Slice", 3): _Reader(_rank_bound, Form.AXES, _rank),
+    ("Slice", 4): _range(1, 1),
+    ("Split", 1): _Reader(form=Form.SPLIT, extent=lambda g, n: _dim(g, n, 0, _axis(n.attrs))),
+    ("Pad", 1): _range(0, 2),
+    ("Resize", 2): _range(1, 2),
+    ("Resize", 3): _range(1, 12),
+    ("CumSum", 1): _Reader(_rank_bound),
+    ("Squeeze", 1): _Reader(_rank_bound, Form.AXES, _rank),
+    ("Unsqueeze", 1): _Reader(_rank_bound, Form.AXES, _rank),
+    **{
+        (f"Reduce{name}", 1): _Reader(_rank_bound, Form.AXES, _rank)
+        for name in ("Sum", "Mean", "Max", "Min", "Prod", "L1", "L2", "LogSum", "LogSumExp", "SumSquare")
+    },
+    ("Trilu", 1): _range(-1, 1),
+    ("Loop", 0): _range(1, 4),
+    ("Loop", 1): _Reader(form=Form.TRUE),
+    ("Dropout", 1): _range(0, 0),
+    ("Dropout", 2): _Reader(form=Form.FALSE),
+    ("NonMaxSuppression", 2): _range(1, 8),
+    ("NonMaxSuppression", 3): _range(0, 1),
+    ("NonMaxSuppression", 4): _range(0, 1),
+    ("STFT", 1): _range(1, 4),
+    ("HannWindow", 0): _range(4, 16),
+    ("HammingWindow", 0): _range(4, 16),
+    ("BlackmanWindow", 0): _range(4, 16),
+    ("Attention", 3): _Reader(form=Form.MASK),
+    ("Log", 0): _POSITIVE,
+    ("Sqrt", 0): _POSITIVE,
+    ("Pow", 0): _POSITIVE,
+    ("Div", 1): _POSITIVE,
+    ("Mod", 1): _POSITIVE,
+    ("Reciprocal", 0): _POSITIVE,
+    ("BatchNormalization", 4): _POSITIVE,
+    ("Asin", 0): _range(-1, 1),
+    ("Acos", 0): _range(-1, 1),
+    ("Atanh", 0): _range(-1, 1),
+    ("BitShift", 1): _range(0, 7),
+}
+
+# A product with a constant of this size or more makes an additive mask.
+_MASKING = 1e3
+
+
+def _demand(demands: Demands, place: _Place, node: Node, position: int) -> None:
+    reader = _READERS.get((node.op, position))
+    plain = (place.scale, place.shift_low, place.shift_high) == (1.0, 0.0, 0.0)
+    if reader is not None:
+        if reader.bound is not None:
+            bound = reader.bound(place.graph, node)
+            demands.bounds.append(
+                replace(
+                    bound,
+                    scale=place.scale,
+                    shift_low=place.shift_low,
+                    shift_high=place.shift_high,
+                    unsure=place.unsure,
+                )
+            )
+        if reader.form is not None and demands.form is None and plain:
+            demands.form = reader.form
+            demands.extent = reader.extent(place.graph, node) if reader.extent is not None else None
+        demands.positive |= reader.positive and plain and not _is_whole_power(place.graph, node)
+    elif node.op in ("Equal", "Mul", "Add") and len(node.inputs) == 2:
+        other = place.graph.const(node.inputs[1 - position])
+        if (
+            other is None
+            or other.array is None
+            or other.array.size == 0
+            or other.array.dtype.kind not in "iuf"
+        ):
+            return
+        values = other.array.reshape(-1)
+        if node.op == "Equal" and place.shift_low == place.shift_high and values.size <= 8:
+            found = [(float(v) - place.shift_low) / place.scale for v in values]
+            demands.landmarks.extend(v for v in found if v not in demands.landmarks)
+        elif node.op == "Mul" and place.scale < 0 and abs(float(values[0])) >= _MASKING:
+            demands.form = demands.form or Form.MASK
+    elif node.op == "Cast" and node.types[0].dtype == DType.BOOL:
+        demands.form = demands.form or Form.MASK
+
+
+def _is_whole_power(graph: Graph, node: Node) -> bool:
+    """Whether a Pow has a constant integral exponent: any base will do."""
+    exponent = graph.const(node.inputs[1]) if node.op == "Pow" else None
+    return (
+        exponent is not None
+        and exponent.array is not None
+        and bool(np.all(exponent.array == np.round(exponent.array)))
+    )
+
+
+def random_operators(graph: Graph) -> set[str]:
+    """Operators that give other values at each run and that some output depends on, bodies included."""
+    found: set[str] = set()
+    reached: set[Value] = set()
+    work = list(graph.outputs)
+    while work:
+        node = graph.producers.get(work.pop())
+        if node is None or node.id in reached:
+            continue
+        reached.add(node.id)
+        work.extend(v for v in node.inputs if v)
+        if node.op in _RANDOM or (node.op == "Dropout" and _trains(graph, node)):
+            found.add(node.op)
+        for attr in node.attrs.values():
+            if isinstance(attr, Body):
+                found |= random_operators(attr.graph)
+    return found
+
+
+_RANDOM = frozenset(
+    {"RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike", "Bernoulli", "Multinomial"}
+)
+
+
+def _trains(graph: Graph, node: Node) -> bool:
+    """Whether a Dropout drops: its mode is true, or computed. A mode that the caller gives is fed as false."""
+    if len(node.inputs) < 3 or not node.inputs[2] or node.inputs[2] in graph.inputs:
+        return False
+    ratio: Any = graph.const(node.inputs[1]) if node.inputs[1] else None
+    mode = graph.const(node.inputs[2])
+    if ratio is not None and ratio.array is not None and not np.any(ratio.array):
+        return False
+    return mode is None or bool(np.any(mode.numpy()))

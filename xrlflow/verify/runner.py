@@ -1,0 +1,151 @@
+"""Running a model once: any ONNX type that ONNX Runtime takes, one session at a time."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from xrlflow.backends.onnxruntime.session import (
+    Optimization,
+    Options,
+    OrtModel,
+    open_model,
+    ort_errors,
+    reason,
+)
+from xrlflow.backends.protocol import BackendError
+from xrlflow.ir import DType
+from xrlflow.ops.tensors import numpy_dtype
+
+if TYPE_CHECKING:
+    import onnx
+
+Array: TypeAlias = npt.NDArray[Any]
+Model: TypeAlias = "str | os.PathLike[str] | bytes | onnx.ModelProto"
+"""A model: a path (external data beside it), a serialized ModelProto, or a ModelProto."""
+
+# Element types of NumPy that ONNX Runtime's bindings exchange only as bytes, by their names in its type strings.
+_BY_BYTES = {
+    "bfloat16": DType.BFLOAT16,
+    "float8e4m3fn": DType.FLOAT8E4M3FN,
+    "float8e4m3fnuz": DType.FLOAT8E4M3FNUZ,
+    "float8e5m2": DType.FLOAT8E5M2,
+    "float8e5m2fnuz": DType.FLOAT8E5M2FNUZ,
+}
+
+
+class Runner:
+    """A loaded model that takes and gives NumPy arrays (with ml_dtypes), lists of them, and dicts."""
+
+    def __init__(self, model: OrtModel) -> None:
+        self._model = model
+        ports = [*model.session.get_inputs(), *model.session.get_outputs()]
+        self._by_bytes = any(
+            port.type.removeprefix("tensor(").removesuffix(")") in _BY_BYTES for port in ports
+        )
+        self.required = tuple(port.name for port in model.session.get_inputs())
+
+    def run(self, feeds: Mapping[str, Any]) -> list[Any]:
+        """The outputs in order: arrays, lists, dicts, None for an optional without value. Raises BackendError."""
+        try:
+            if self._by_bytes:
+                return self._run_by_bytes(feeds)
+            return list(self._model.session.run(None, dict(feeds)))
+        except ort_errors() as error:
+            raise BackendError(f"ONNX Runtime cannot run the model: {reason(error)}") from error
+
+    def _run_by_bytes(self, feeds: Mapping[str, Any]) -> list[Any]:
+        import onnxruntime as ort
+
+        values = {}
+        for name, array in feeds.items():
+            exotic = array.dtype.name in _BY_BYTES
+            if exotic:
+                raw = np.ascontiguousarray(array).view(np.uint16 if array.itemsize == 2 else np.uint8)
+                dtype = int(_BY_BYTES[array.dtype.name])
+                values[name] = ort.OrtValue.ortvalue_from_numpy_with_onnx_type(
+                    raw.reshape(array.shape), dtype
+                )
+            else:
+                values[name] = ort.OrtValue.ortvalue_from_numpy(
+                    np.ascontiguousarray(array).reshape(array.shape)
+                )
+        out: list[Any] = []
+        for value in self._model.session.run_with_ort_values(None, values):
+            dtype = DType(value.element_type())
+            if dtype not in _BY_BYTES.values():
+                out.append(value.numpy())
+                continue
+            held = ctypes.string_at(value.data_ptr(), value.tensor_size_in_bytes())
+            out.append(np.frombuffer(held, numpy_dtype(dtype)).reshape(value.shape()))
+        return out
+
+
+@contextmanager
+def opened(
+    model: Model,
+    *,
+    optimized: bool = True,
+    threads: int | None = None,
+    session_options: Options | None = None,
+) -> Iterator[Runner]:
+    """The model in a session that lives as long as the `with` block.
+
+    `optimized`: with the user's options (by default ONNX Runtime's whole optimiser); else with its optimiser off.
+    Raises BackendError if the model cannot be loaded.
+    """
+    source: str | os.PathLike[str] | bytes = (
+        model if isinstance(model, (str, os.PathLike, bytes)) else model.SerializeToString()
+    )
+    level = getattr(session_options, "graph_optimization_level", None)
+    try:
+        loaded = open_model(
+            source,
+            threads=threads,
+            optimization=Optimization.ALL if optimized else Optimization.NONE,
+            session_options=session_options,
+        )
+    finally:
+        if level is not None and session_options is not None and not isinstance(session_options, Mapping):
+            session_options.graph_optimization_level = level
+    with loaded:
+        yield Runner(loaded)
+
+
+def runs(runner: Runner, feeds: Mapping[str, Any]) -> bool:
+    """Whether the model runs on these inputs."""
+    try:
+        runner.run(feeds)
+    except BackendError:
+        return False
+    return True
+
+
+def first_line(error: BaseException, limit: int = 300) -> str:
+    """An error's message on one line."""
+    text = " ".join(str(error).split())
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def flat(value: Any, label: str = "") -> Sequence[tuple[str, Any]]:
+    """An output as (place, array) pairs: "" for a tensor, "[2]" in a sequence, "['cat']" in a map."""
+    if isinstance(value, Mapping):
+        keys = np.asarray(sorted(value, key=str), dtype=object)
+        out = [(f"{label}.keys", keys)]
+        for key in keys:
+            out.extend(flat(value[key], f"{label}[{key!r}]"))
+        return out
+    if isinstance(value, (list, tuple)):
+        out = [(f"{label}.length", np.asarray(len(value)))]
+        for index, item in enumerate(value):
+            out.extend(flat(item, f"{label}[{index}]"))
+        return out
+    if value is None:
+        return [(f"{label}.value", np.asarray("none", dtype=object))]
+    return [(label, np.asarray(value))]

@@ -1,0 +1,127 @@
+"""What a model promises its callers: inputs and outputs with names, types, ranks and dimensions."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import onnx
+import onnx.helper
+from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+
+from xrlflow.ir import DType, TensorType
+from xrlflow.ops.infer import type_of_proto
+from xrlflow.verify.errors import VerificationError
+from xrlflow.verify.runner import Model, first_line
+
+
+@dataclass(frozen=True, slots=True)
+class Port:
+    """One input or output as declared. `default`: an input that a caller may leave out."""
+
+    name: str
+    type: TensorType
+    default: bool = False
+
+    @property
+    def shown(self) -> str:
+        return f"{self.name}: {describe(self.type)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """Inputs and outputs in order. `constant_defaults`: defaults cannot be overridden (IR version below 4)."""
+
+    inputs: tuple[Port, ...]
+    outputs: tuple[Port, ...]
+    constant_defaults: bool
+
+    @property
+    def required(self) -> tuple[Port, ...]:
+        return tuple(port for port in self.inputs if not port.default)
+
+
+def signature(model: Model) -> Signature:
+    """The signature as the file declares it. Raises VerificationError if the file cannot be read."""
+    try:
+        if isinstance(model, onnx.ModelProto):
+            proto = model
+        elif isinstance(model, bytes):
+            proto = onnx.load_model_from_string(model)
+        else:
+            proto = onnx.load_model(os.fspath(model), load_external_data=False)
+    except (OSError, ValueError, DecodeError) as error:
+        name = "the model" if isinstance(model, (bytes, onnx.ModelProto)) else os.fspath(model)
+        raise VerificationError(f"{name} cannot be read: {first_line(error)}") from error
+    return signature_of_proto(proto, ())
+
+
+def signature_of_proto(proto: onnx.ModelProto, defaults: Iterable[str]) -> Signature:
+    """The signature of a model of which initialisers may have been taken away: `defaults` names those of inputs."""
+    graph = proto.graph
+    given = (
+        set(defaults)
+        | {t.name for t in graph.initializer}
+        | {t.values.name for t in graph.sparse_initializer}
+    )
+    return Signature(
+        tuple(Port(v.name, type_of_proto(v.type), v.name in given) for v in graph.input),
+        tuple(Port(v.name, type_of_proto(v.type)) for v in graph.output),
+        proto.ir_version < 4,
+    )
+
+
+def differences(original: Signature, new: Signature, fixed: Mapping[str, int] = {}) -> tuple[str, ...]:
+    """What a caller of `original` would notice of `new`'s declarations; empty if nothing.
+
+    Names, order, element types, ranks, numbers and symbols of dimensions must be equal. `fixed` are symbols of the
+    original that were deliberately replaced by numbers. Inputs with a default that nobody can override (IR version
+    below 4) may be left out.
+    """
+    wanted = original.inputs
+    if original.constant_defaults:
+        kept = {port.name for port in new.inputs}
+        wanted = tuple(port for port in wanted if not port.default or port.name in kept)
+    return (
+        *_compare("input", wanted, new.inputs, fixed, not original.constant_defaults),
+        *_compare("output", original.outputs, new.outputs, fixed, False),
+    )
+
+
+def _compare(
+    what: str, wanted: Sequence[Port], found: Sequence[Port], fixed: Mapping[str, int], defaults: bool
+) -> Iterable[str]:
+    names, others = [p.name for p in wanted], [p.name for p in found]
+    if names != others:
+        if sorted(names) == sorted(others):
+            yield f"the {what}s are in another order: {', '.join(others)} instead of {', '.join(names)}"
+            return
+        for name in sorted(set(names) - set(others)):
+            yield f"{what} {name!r} is missing"
+        for name in sorted(set(others) - set(names)):
+            yield f"{what} {name!r} is new"
+        return
+    for a, b in zip(wanted, found):
+        if bound(a.type, fixed) != bound(b.type, fixed):
+            yield f"{what} {a.name!r} is declared {describe(b.type)}, was {describe(a.type)}"
+        elif defaults and a.default != b.default:
+            yield f"{what} {a.name!r} {'lost its' if a.default else 'got a'} default"
+
+
+def bound(type: TensorType, numbers: Mapping[str, int]) -> TensorType:
+    """The type with symbols replaced by numbers."""
+    if type.shape is None or not numbers:
+        return type
+    shape = tuple(numbers.get(d, d) if isinstance(d, str) else d for d in type.shape)
+    return TensorType(type.dtype, shape, type.const, type.other)
+
+
+def describe(type: TensorType) -> str:
+    """A type for messages: "float[batch,3]", "seq(tensor(float))"."""
+    if type.dtype != DType.UNDEFINED:
+        return repr(type.as_const(False))
+    if type.other is None:
+        return "a value of unknown type"
+    text: str = onnx.helper.printable_type(onnx.TypeProto.FromString(type.other))
+    return text

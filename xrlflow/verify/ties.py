@@ -1,0 +1,134 @@
+"""Integers that may differ: where the numbers that they are made from are equal but for rounding.
+
+Two kinds of proof are accepted, for each element that differs.
+
+By value: the integer comes from ArgMax, ArgMin, TopK or a Cast of floats; the floats are evaluated in float64,
+and the other integer is as good a choice within their tolerance (4 times what rounding does to them in our own
+evaluation, plus 2^-20 of the greatest).
+
+By the original itself: at another optimisation level, or with its inputs moved to neighbouring floats, it gives
+the very integer that the new model gives.
+
+What neither proves is a failure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from xrlflow.ir import FLOATS, INTEGERS, Graph, Node, Value
+from xrlflow.onnxio import ImportedModel
+from xrlflow.verify.compare import EPS, wide
+from xrlflow.verify.inputs import Case
+from xrlflow.verify.reference import NoReference, evaluate, evaluate_rounded
+from xrlflow.verify.runner import Array
+
+# Operators that keep elements and their order.
+_SAME_ORDER = frozenset({"Identity", "Reshape", "Squeeze", "Unsqueeze", "Flatten"})
+_ROUNDINGS: dict[str, Callable[[Array], Array]] = {"Floor": np.floor, "Ceil": np.ceil, "Round": np.rint}
+
+
+def undecided(
+    imported: ImportedModel, case: Case, output: int, original: Array, new: Array, reruns: Sequence[Array]
+) -> Array:
+    """A mask, of the outputs' shape, of the elements whose difference is proven to be a near-tie.
+
+    `output` is the index of the output, `reruns` are the original's at other levels and with moved inputs.
+    """
+    proven = np.zeros(original.shape, dtype=bool)
+    for other in reruns:
+        if other.shape == new.shape:
+            proven |= other == new
+    if (proven | (original == new)).all():
+        return proven
+    by_value = _by_value(imported, case, imported.graph.outputs[output], original, new)
+    return proven if by_value is None else proven | by_value
+
+
+def _by_value(imported: ImportedModel, case: Case, value: Value, original: Array, new: Array) -> Array | None:
+    graph = imported.graph
+    node = graph.producers.get(value)
+    while node is not None and (node.op in _SAME_ORDER or _is_integer_cast(graph, node)):
+        value = node.inputs[0]
+        node = graph.producers.get(value)
+    if node is None:
+        return None
+    if node.op in ("ArgMax", "ArgMin"):
+        source, judge = node.inputs[0], _extreme
+    elif node.op == "TopK" and len(node.outputs) > 1 and node.outputs[1] == value:
+        source, judge = node.inputs[0], _ranked
+    elif node.op == "Cast" and graph.type(node.inputs[0]).dtype in FLOATS:
+        source, judge = node.inputs[0], _truncated
+    else:
+        return None
+    rounding = graph.producers.get(source)
+    chain = [node]
+    if judge is _truncated and rounding is not None and rounding.op in _ROUNDINGS:
+        chain, source = [node, rounding], rounding.inputs[0]
+    if graph.type(source).dtype not in FLOATS:
+        return None
+    try:
+        exact = evaluate(imported, case, (source,))[0]
+        rounded = wide(evaluate_rounded(imported, case, (source,))[0])
+    except NoReference:
+        return None
+    if exact.shape != rounded.shape or not np.isfinite(exact).all() or not np.isfinite(rounded).all():
+        return None
+    tolerance = 4 * float(np.max(np.abs(rounded - exact), initial=0.0)) + EPS * float(
+        np.max(np.abs(exact), initial=0.0)
+    )
+    found = judge(chain, exact, original, new, tolerance)
+    return None if found is None else found.reshape(original.shape)
+
+
+def _is_integer_cast(graph: Graph, node: Node) -> bool:
+    return (
+        node.op == "Cast" and graph.type(node.inputs[0]).dtype in INTEGERS and node.types[0].dtype in INTEGERS
+    )
+
+
+def _axis(node: Node, default: int, rank: int) -> int:
+    axis = node.attrs.get("axis", default)
+    return axis % rank if isinstance(axis, int) and rank else 0
+
+
+def _extreme(chain: Sequence[Node], x: Array, original: Array, new: Array, tolerance: float) -> Array | None:
+    node = chain[0]
+    axis = _axis(node, 0, x.ndim)
+    shape = (*x.shape[:axis], 1, *x.shape[axis + 1 :])
+    if new.size != int(np.prod(shape)) or x.ndim == 0:
+        return None
+    chosen = new.reshape(shape).astype(np.int64)
+    inside = (chosen >= 0) & (chosen < x.shape[axis])
+    taken = np.take_along_axis(x, np.where(inside, chosen, 0), axis)
+    best = x.max(axis, keepdims=True) - taken if node.op == "ArgMax" else taken - x.min(axis, keepdims=True)
+    return np.asarray(inside & (best <= tolerance))
+
+
+def _ranked(chain: Sequence[Node], x: Array, original: Array, new: Array, tolerance: float) -> Array | None:
+    axis = _axis(chain[0], -1, x.ndim)
+    count = new.size // max(1, x.size // x.shape[axis]) if x.size else 0
+    shape = (*x.shape[:axis], count, *x.shape[axis + 1 :])
+    if x.ndim == 0 or new.size != int(np.prod(shape)):
+        return None
+    old, chosen = original.reshape(shape).astype(np.int64), new.reshape(shape).astype(np.int64)
+    inside = (chosen >= 0) & (chosen < x.shape[axis])
+    chosen = np.where(inside, chosen, 0)
+    # Two places with one index would be no ranking.
+    ordered = np.sort(chosen, axis)
+    distinct = (np.diff(ordered, axis=axis) != 0).all(axis, keepdims=True)
+    apart = np.abs(np.take_along_axis(x, chosen, axis) - np.take_along_axis(x, old, axis))
+    return np.asarray(inside & distinct & (apart <= tolerance))
+
+
+def _truncated(
+    chain: Sequence[Node], x: Array, original: Array, new: Array, tolerance: float
+) -> Array | None:
+    if x.size != new.size:
+        return None
+    rounding = _ROUNDINGS[chain[1].op] if len(chain) > 1 else np.trunc
+    least, most = rounding(x - tolerance), rounding(x + tolerance)
+    value = new.reshape(x.shape).astype(np.float64)
+    return np.asarray((least <= value) & (value <= most))
