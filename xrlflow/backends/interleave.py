@@ -1,0 +1,174 @@
+"""The one measuring loop: models timed in turns, so that only ratios inside a round are ever compared."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from xrlflow.backends import load
+from xrlflow.backends.protocol import BackendError
+from xrlflow.backends.results import Comparison, Latency, SpeedUp
+from xrlflow.backends.statistics import Floats, median_interval
+
+Run = Callable[[], object]
+
+MIN_SAMPLE = 2e-3
+"""Seconds that one sample lasts at least: several runs of a fast model are timed as one."""
+SETTLE_BELOW = 0.25
+"""Models slower than this many seconds get no untimed run at the start of their turn: it would tell nothing."""
+MIN_ROUNDS = 20
+"""Rounds before an interval may end the measurement (an interval of few samples can be narrow by luck)."""
+MAX_ROUNDS = 20_000
+
+
+def interleave(
+    runs: Sequence[Run],
+    *,
+    threads: int,
+    time_limit: float,
+    target_width: float = 0.01,
+    control: bool = True,
+    clock: Callable[[], float] = time.perf_counter,
+    read_load: Callable[[], load.Reading] = load.read,
+) -> Comparison:
+    """Time `runs` (calls that run one model once) in rotating order and compare each with the first.
+
+    A round gives every model one turn; the first model gets two (`control`), so that the baseline is also
+    measured against itself under the same conditions, with no third session in memory. Both turns count as
+    baseline. A turn starts with one untimed run, because the model before has thrown this one's weights out
+    of the caches (a run right after another model was 2 to 15% slower than the ones following it, and a user
+    runs one model): then the turn's place in the round does not matter. A sample is the mean of as many runs
+    as last 2 ms.
+
+    The loop ends when the 95% interval (see `median_interval`) of every median log ratio is narrower than
+    `target_width`, or before a further round would pass `time_limit` seconds; one round is always taken.
+    Python's garbage collector is off meanwhile. Raises BackendError for fewer than two models, and whatever a
+    run raises.
+    """
+    if len(runs) < 2:
+        raise BackendError("measuring needs at least two models: a baseline and something to compare it with")
+    if target_width <= 0 or time_limit <= 0:
+        raise BackendError("the target width and the time limit of a measurement must be above zero")
+    started = clock()
+    deadline = started + time_limit
+    slots = [*range(len(runs)), *([0] if control else [])]
+    references = [0, len(runs)] if control else [0]
+    rows: list[list[float]] = []
+    check_at = MIN_ROUNDS
+    converged = False
+    with _no_garbage_collection():
+        single = [_warm_up(run, clock, time_limit / (8 * len(runs))) for run in runs]
+        batches = [max(1, math.ceil(MIN_SAMPLE / max(seconds, 1e-7))) for seconds in single]
+        before = read_load()
+        longest = 0.0
+        while len(rows) < MAX_ROUNDS:
+            round_start = clock()
+            if rows and round_start + longest > deadline:
+                break
+            row = [0.0] * len(slots)
+            for slot in turns(len(slots), len(rows)):
+                model = slots[slot]
+                row[slot] = _turn(runs[model], batches[model], single[model] < SETTLE_BELOW, clock)
+            rows.append(row)
+            longest = max(0.9 * longest, clock() - round_start)
+            if len(rows) >= check_at:
+                check_at = len(rows) + max(5, len(rows) // 8)
+                logs = np.log(np.array(rows))
+                converged = all(
+                    _speedup(logs, references, slot).width < target_width for slot in range(1, len(runs))
+                )
+                if converged:
+                    break
+        after = read_load()
+    logs = np.log(np.array(rows))
+    return Comparison(
+        latencies=tuple(_latency(np.array(rows)[:, slot]) for slot in range(len(runs))),
+        speedups=tuple(_speedup(logs, references, slot) for slot in range(1, len(runs))),
+        control=_speedup(logs, [0], len(runs)) if control else None,
+        load=load.judge(before, after, threads),
+        samples=len(rows),
+        seconds=clock() - started,
+        threads=threads,
+        converged=converged,
+    )
+
+
+def time_alone(
+    run: Run, *, time_limit: float, min_samples: int = 5, clock: Callable[[], float] = time.perf_counter
+) -> Latency:
+    """Time one call by itself: at least `min_samples` samples of 0.2 ms or more, then more until `time_limit` seconds.
+
+    For figures that are compared only roughly or among themselves (an operator's cost): it is no basis for a
+    claim that one model is faster than another. Raises what `run` raises.
+    """
+    started = clock()
+    with _no_garbage_collection():
+        single = _warm_up(run, clock, time_limit / 4)
+        batch = max(1, math.ceil(2e-4 / max(single, 1e-7)))
+        samples: list[float] = []
+        # After 100 samples the median is known to about a tenth of the spread: more would be wasted.
+        while len(samples) < min_samples or (len(samples) < 100 and clock() - started < time_limit):
+            samples.append(_turn(run, batch, False, clock))
+            if clock() - started > 4 * time_limit:
+                break
+    return _latency(np.array(samples))
+
+
+def turns(slots: int, round_index: int) -> list[int]:
+    """The order of `slots` turns in a round: rotated by one each round, reversed in every other cycle.
+
+    So every slot has every place equally often, and follows each of its neighbours.
+    """
+    cycle, shift = divmod(round_index, slots)
+    order = [(index + shift) % slots for index in range(slots)]
+    return order[::-1] if cycle % 2 else order
+
+
+def _warm_up(run: Run, clock: Callable[[], float], budget: float) -> float:
+    """Seconds of the fastest of some runs that plan memory and fill caches: 3 of them, fewer beyond `budget`."""
+    started = clock()
+    fastest = math.inf
+    for count in range(1, 11):
+        start = clock()
+        run()
+        end = clock()
+        fastest = min(fastest, end - start)
+        if end - started > (budget if count < 3 else min(budget, 0.02)):
+            break
+    return fastest
+
+
+def _turn(run: Run, batch: int, settle: bool, clock: Callable[[], float]) -> float:
+    """Seconds of one run, as the mean of `batch` of them."""
+    if settle:
+        run()
+    start = clock()
+    for _ in range(batch):
+        run()
+    return max((clock() - start) / batch, 1e-9)
+
+
+def _latency(seconds: Floats) -> Latency:
+    p10, median, p90 = (float(v) * 1e3 for v in np.percentile(seconds, [10, 50, 90]))
+    return Latency(median, p10, p90, len(seconds))
+
+
+def _speedup(logs: Floats, references: list[int], slot: int) -> SpeedUp:
+    median, low, high = median_interval(logs[:, references] - logs[:, [slot]])
+    return SpeedUp(math.exp(median), math.exp(low), math.exp(high))
+
+
+@contextlib.contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

@@ -1,0 +1,51 @@
+"""Was anybody else using the machine while we measured?"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import psutil  # type: ignore[import-untyped]
+
+from xrlflow.backends.results import Load
+
+# The kernel counts CPU time in ticks of 10 ms: a difference of two readings can be off by this much on each CPU.
+TICK = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """CPU seconds since some fixed moment: of the whole machine, stolen from it, and of this process; and a clock."""
+
+    busy: float
+    steal: float
+    own: float
+    clock: float
+
+
+def read() -> Reading:
+    """The counters now. They cost about 50 microseconds, so read them around a measurement, not inside it."""
+    times: Any = psutil.cpu_times()
+    # `user` and `nice` include the guests'. Absent counters (macOS, Windows) are absent load.
+    busy = times.user + getattr(times, "nice", 0.0) + times.system
+    busy += getattr(times, "irq", 0.0) + getattr(times, "softirq", 0.0)
+    return Reading(busy, getattr(times, "steal", 0.0), time.process_time(), time.perf_counter())
+
+
+def judge(before: Reading, after: Reading, threads: int, cpus: int | None = None) -> Load:
+    """The load between two readings.
+
+    Others may use the CPUs that our `threads` leave free, up to half of them (the scheduler keeps apart what
+    it can). What goes beyond that ran on our CPUs; more than 5% of our threads' time, or 2% stolen, counts as
+    disturbed.
+    """
+    cpus = cpus or psutil.cpu_count() or 1
+    seconds = max(after.clock - before.clock, 1e-9)
+    own = (after.own - before.own) / seconds
+    other = max(after.busy - before.busy - (after.own - before.own) - cpus * TICK, 0.0) / seconds
+    steal = max(after.steal - before.steal - TICK, 0.0) / seconds
+    threads = min(threads, cpus)
+    in_our_way = max(other - (cpus - threads) / 2, 0.0)
+    disturbed = in_our_way > 0.05 * threads or steal > 0.02 * threads
+    return Load(other, steal, own, cpus, threads, seconds, disturbed)

@@ -1,0 +1,87 @@
+"""Which operators ONNX Runtime's CPU provider can run, by its own register of kernels."""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from collections.abc import Iterable
+
+OPSET = 23
+"""The canonical opset: kernels are looked up for this version of the default domain."""
+# NumPy's names for what ONNX calls otherwise.
+ALIASES = {"float32": "float", "float64": "double", "str": "string"}
+# What operators expanded into primitives may meet no kernel for.
+RARE_FLOATS = frozenset({"tensor(double)", "tensor(float16)", "tensor(bfloat16)"})
+
+Key = tuple[str, str]
+Types = frozenset[str]
+
+
+def supports(op: str, domain: str = "", dtypes: Iterable[str] = ()) -> bool:
+    """Whether ONNX Runtime's CPU provider runs `op` on these element types (ONNX names, NumPy's understood).
+
+    True when a single kernel takes them all: in its type constraints, in a constraint that it leaves to the
+    schema, or as an input or output of fixed type (the condition of Where). `dtypes` is a set for the whole
+    node, so types are not told apart by input. An operator without a kernel that ONNX defines as a function
+    is expanded into others: it counts as supported where its schema allows the types and none is a float
+    other than single precision.
+    """
+    wanted = frozenset(f"tensor({ALIASES.get(dtype.lower(), dtype.lower())})" for dtype in dtypes)
+    domain = "" if domain == "ai.onnx" else domain
+    if (domain, op) == ("", "Constant"):  # becomes an initializer before kernels are chosen
+        return True
+    if any(wanted <= types for types in _kernels().get((domain, op), ())):
+        return True
+    return domain == "" and _expands(op, wanted)
+
+
+@functools.cache
+def _kernels() -> dict[Key, list[Types]]:
+    """For each operator the types that each of its kernels takes."""
+    from onnxruntime.capi import onnxruntime_pybind11_state as native
+
+    schemas = _schemas()
+    table: dict[Key, list[Types]] = defaultdict(list)
+    for kernel in native.get_all_opkernel_def():
+        key = (kernel.domain, kernel.op_name)
+        first, last = kernel.version_range
+        if kernel.provider != "CPUExecutionProvider" or (kernel.domain == "" and not first <= OPSET <= last):
+            continue
+        taken = {name for names in kernel.type_constraints.values() for name in names}
+        for constraint, types in schemas.get(key, {}).items():
+            if constraint not in kernel.type_constraints:
+                taken |= types
+        table[key].append(frozenset(taken))
+    return dict(table)
+
+
+@functools.cache
+def _schemas() -> dict[Key, dict[str, Types]]:
+    """For each operator its type constraints at the canonical opset; a fixed type is a constraint by its own name."""
+    from onnxruntime.capi import onnxruntime_pybind11_state as native
+
+    newest: dict[Key, int] = {}
+    table: dict[Key, dict[str, Types]] = {}
+    for schema in native.get_all_operator_schema():
+        key = (schema.domain, schema.name)
+        if schema.since_version < newest.get(key, 0) or (key[0] == "" and schema.since_version > OPSET):
+            continue
+        newest[key] = schema.since_version
+        table[key] = {value.typeStr: frozenset(value.types) for value in (*schema.inputs, *schema.outputs)}
+    return table
+
+
+@functools.cache
+def _expands(op: str, wanted: Types) -> bool:
+    import onnx.defs
+
+    if not onnx.defs.has(op, ""):
+        return False
+    try:
+        schema = onnx.defs.get_schema(op, OPSET)
+    except onnx.defs.SchemaError:  # younger than the canonical opset
+        return False
+    # ONNX's stubs lack these two.
+    if not (schema.has_function or schema.has_context_dependent_function):  # type: ignore[attr-defined]
+        return False
+    return wanted <= frozenset().union(*_schemas().get(("", op), {}).values()) - RARE_FLOATS

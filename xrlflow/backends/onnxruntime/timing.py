@@ -1,0 +1,77 @@
+"""Measuring models in ONNX Runtime, in this process."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Sequence
+
+from xrlflow.backends.interleave import interleave, time_alone
+from xrlflow.backends.onnxruntime.session import Optimization, Options, open_model
+from xrlflow.backends.protocol import BackendError, Feeds, ModelSource
+from xrlflow.backends.results import Comparison, Latency
+
+
+def measure(
+    models: Sequence[ModelSource],
+    feeds: Feeds,
+    *,
+    threads: int | None = None,
+    time_limit: float = 30.0,
+    target_width: float = 0.01,
+    control: bool = True,
+    optimization: Optimization = Optimization.ALL,
+    session_options: Options | None = None,
+    load_reversed: bool = False,
+) -> Comparison:
+    """How many times faster each of `models` is than the first, end to end, on the same `feeds`.
+
+    All are loaded at once (a session's memory each; the A/A control needs none of its own) and timed in turns: see
+    `interleave` for how, when it ends and what `control` and `target_width` mean. `time_limit` is in seconds and
+    includes loading. `threads` defaults to the physical cores. `load_reversed` loads the last model first.
+
+    Raises BackendError when a model cannot be loaded or run on `feeds`, and for what `open_model` refuses.
+    """
+    started = time.perf_counter()
+    if len(models) < 2:
+        raise BackendError("measuring needs at least two models: a baseline and something to compare it with")
+    with contextlib.ExitStack() as stack:
+        order = list(enumerate(models))
+        opened = {
+            index: stack.enter_context(
+                open_model(model, threads=threads, optimization=optimization, session_options=session_options)
+            )
+            for index, model in (reversed(order) if load_reversed else order)
+        }
+        callers = [opened[index].caller(feeds) for index in range(len(models))]
+        return interleave(
+            callers,
+            threads=opened[0].threads,
+            time_limit=max(time_limit - (time.perf_counter() - started), 1e-3),
+            target_width=target_width,
+            control=control,
+        )
+
+
+def time_model(
+    model: ModelSource,
+    feeds: Feeds,
+    *,
+    threads: int | None = None,
+    time_limit: float = 0.02,
+    min_samples: int = 5,
+    optimization: Optimization = Optimization.ALL,
+    session_options: Options | None = None,
+) -> Latency:
+    """The latency of one model by itself, cheaply: a one-node model takes about `time_limit` seconds and 1 ms to load.
+
+    For profiling operators. Two such figures make no claim about which model is faster: use `measure`.
+    `min_samples` samples are taken even when `time_limit` seconds do not suffice, within four times that
+    limit.
+
+    Raises BackendError when the model cannot be loaded or run on `feeds`.
+    """
+    with open_model(
+        model, threads=threads, optimization=optimization, session_options=session_options
+    ) as loaded:
+        return time_alone(loaded.bound_caller(feeds), time_limit=time_limit, min_samples=min_samples)

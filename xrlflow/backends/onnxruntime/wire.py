@@ -1,0 +1,57 @@
+"""What passes between a measurement and its child processes: JSON, and one npz file of inputs. No pickle."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from xrlflow.backends.protocol import Array, BackendError, Feeds
+from xrlflow.backends.results import Comparison, Latency, Load, SpeedUp
+
+
+def save_feeds(path: Path, feeds: Feeds) -> list[str]:
+    """Write the arrays of `feeds`; returns their names in the file's order (an npz cannot have every name).
+
+    Raises BackendError for element types that NumPy does not have itself.
+    """
+    arrays: dict[str, Array] = {}
+    for index, (name, array) in enumerate(feeds.items()):
+        if array.dtype.kind == "O":
+            array = np.char.asarray(array, unicode=True).view(np.ndarray)
+        if array.dtype.kind not in "biufcU":
+            raise BackendError(f"input {name}: arrays of {array.dtype} cannot be handed to a fresh process")
+        arrays[f"feed{index}"] = array
+    with path.open("wb") as file:
+        np.savez(file, allow_pickle=False, **arrays)
+    return list(feeds)
+
+
+def load_feeds(path: Path, names: list[str]) -> dict[str, Array]:
+    """The arrays that `save_feeds` wrote; strings as objects, as ONNX Runtime wants them."""
+    with np.load(path, allow_pickle=False) as file:
+        arrays = [file[f"feed{index}"] for index in range(len(names))]
+    return {
+        name: array.astype(object) if array.dtype.kind == "U" else array for name, array in zip(names, arrays)
+    }
+
+
+def to_json(comparison: Comparison) -> dict[str, Any]:
+    """A comparison as plain data (JSON knows the infinities of Python's `json`)."""
+    return dataclasses.asdict(comparison)
+
+
+def from_json(data: dict[str, Any]) -> Comparison:
+    """The comparison that `to_json` made. Raises KeyError or TypeError for other data."""
+    return Comparison(
+        latencies=tuple(Latency(**latency) for latency in data["latencies"]),
+        speedups=tuple(SpeedUp(**speedup) for speedup in data["speedups"]),
+        control=None if data["control"] is None else SpeedUp(**data["control"]),
+        load=Load(**data["load"]),
+        samples=data["samples"],
+        seconds=data["seconds"],
+        threads=data["threads"],
+        converged=data["converged"],
+    )

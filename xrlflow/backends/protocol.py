@@ -1,0 +1,67 @@
+"""What every backend offers, in types that no backend owns."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol, TypeAlias, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+Array: TypeAlias = npt.NDArray[Any]
+Feeds: TypeAlias = Mapping[str, Array]
+"""Inputs of one run, by name."""
+
+ModelSource: TypeAlias = str | os.PathLike[str] | bytes
+"""A model: the path of an ONNX file (external data beside it) or a serialized ModelProto."""
+
+
+class BackendError(RuntimeError):
+    """A backend cannot do what was asked. The message is one line and fit for a user to read."""
+
+
+@runtime_checkable
+class CompiledModel(Protocol):
+    """A model ready to run on one backend. Close it, or use it in a `with` statement."""
+
+    @property
+    def output_names(self) -> tuple[str, ...]: ...
+
+    def run(self, feeds: Feeds) -> Sequence[Any]:
+        """The outputs, in the order of `output_names`. Raises BackendError when the run fails."""
+        ...
+
+    def close(self) -> None:
+        """Give back the memory. A later `run` raises BackendError; a second `close` does nothing."""
+        ...
+
+
+@runtime_checkable
+class Backend(Protocol):
+    """A runtime on hardware."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def version(self) -> str: ...
+
+    def supports(self, op: str, domain: str = "", dtypes: Iterable[str] = ()) -> bool:
+        """Whether `op` runs on values of all these element types (ONNX names: float, int64, ...)."""
+        ...
+
+    def compile(self, model: ModelSource, *, threads: int | None = None) -> CompiledModel:
+        """Load `model`, with `threads` threads (default: the physical cores). Raises BackendError."""
+        ...
+
+
+def one_line(text: object, limit: int = 400) -> str:
+    """`text` on one line of at most `limit` characters."""
+    line = " ".join(str(text).split())
+    return line if len(line) <= limit else line[: limit - 3] + "..."
+
+
+def same_feeds(feeds: Feeds) -> dict[str, Array]:
+    """`feeds` with every array contiguous, so that no run copies one."""
+    return {name: np.ascontiguousarray(array) if array.ndim else array for name, array in feeds.items()}
