@@ -4,6 +4,7 @@ from xrlflow.onnxio.errors import GrowthError, ModelError
 from xrlflow.onnxio.exporter import check, check_input, check_result, export, save, size_of, to_proto
 from xrlflow.onnxio.importer import Source, load
 from xrlflow.onnxio.model import ImportedModel, NodeLabel
+from xrlflow.onnxio.original import save_original
 
 __all__ = [
     "GrowthError",
@@ -17,6 +18,7 @@ __all__ = [
     "export",
     "load",
     "save",
+    "save_original",
     "size_of",
     "to_proto",
 ]

@@ -23,7 +23,7 @@ from xrlflow.onnxio.model import ImportedModel
 from xrlflow.onnxio.tensors import raw_data, tensor_proto
 from xrlflow.onnxio.wire import StreamedTensor, write_model
 from xrlflow.ops.infer import attr_proto, type_proto
-from xrlflow.ops.schema import IR_VERSION, output_is_optional, split_op
+from xrlflow.ops.schema import IR_VERSION, OPSET, output_is_optional, split_op
 
 # Models with more bytes of weights than this get a file of their own for them (a protocol buffer ends at 2 GB).
 EXTERNAL_ABOVE = 3 << 29
@@ -112,9 +112,9 @@ def save(
         if external:
             data_path = f"{target}.data"
             location = os.path.basename(data_path)
-            with _replacing(data_path) as file:
+            with replacing(data_path) as file:
                 _write_data(file, location, written)
-        with _replacing(target) as file:
+        with replacing(target) as file:
             _write_file(file, written, external)
     except OSError as error:
         raise ModelError(f"{target}: cannot be written ({error.strerror}): choose another output") from error
@@ -151,7 +151,7 @@ def _write_file(file: BinaryIO, written: _Written, external: bool) -> None:
 
 
 @contextmanager
-def _replacing(path: str) -> Iterator[BinaryIO]:
+def replacing(path: str) -> Iterator[BinaryIO]:
     """A file that takes the place of `path` when it is complete."""
     temporary = f"{path}.{os.getpid()}.part"
     try:
@@ -177,12 +177,18 @@ def check_result(model: ImportedModel, graph: Graph) -> None:
 
     Large weights stand as inputs in what is checked: the checker does not look at their data.
     """
-    written = _write(model, graph)
-    for name, const in written.large.items():
-        written.proto.graph.input.append(onnx.ValueInfoProto(name=name, type=type_proto(const.type)))
-    problem = check(written.proto)
+    problem = check(_typed_copy(_write(model, graph)))
     if problem is not None and check_input(model) is None:
         raise ModelError(f"{model.name}: the result is not a valid model (a bug of xrlflow): {problem}")
+
+
+def _typed_copy(written: _Written) -> onnx.ModelProto:
+    """The model with its large weights for inputs: it has all types, and none of their data."""
+    copy = onnx.ModelProto()
+    copy.CopyFrom(written.proto)
+    for name, const in written.large.items():
+        copy.graph.input.append(onnx.ValueInfoProto(name=name, type=type_proto(const.type)))
+    return copy
 
 
 def check_input(model: ImportedModel) -> str | None:
@@ -209,10 +215,12 @@ def _dims(const: Const) -> list[int]:
 def _write(model: ImportedModel, graph: Graph, opset: int | None = None) -> _Written:
     proto = onnx.ModelProto()
     proto.CopyFrom(model.frame)
+    versions.set_opset(proto, max(model.opset, OPSET))
     writer = _Writer(model, proto)
     writer.main(graph)
-    if opset is not None and opset != model.opset:
-        versions.lower(model.name, proto, opset)
+    wanted = model.opset if opset is None else opset
+    if wanted != versions.opset_of(proto):
+        versions.lower(model.name, proto, _typed_copy(_Written(proto, writer.large)), wanted)
     del proto.graph.quantization_annotation[:]
     proto.graph.quantization_annotation.extend(
         a for a in model.frame.graph.quantization_annotation if a.tensor_name in writer.taken

@@ -323,12 +323,12 @@ def _gemm(cx: _Context, node: onnx.NodeProto) -> None:
     _pop(node, "broadcast")
 
 
-_BINARY = ("Add", "And", "Div", "Equal", "Greater", "Less", "Mul", "Or", "Pow", "Sub", "Xor")
-_REDUCTIONS = ("L1", "L2", "LogSum", "LogSumExp", "Max", "Mean", "Min", "Prod", "SumSquare")
+BINARY = ("Add", "And", "Div", "Equal", "Greater", "Less", "Mul", "Or", "Pow", "Sub", "Xor")
+REDUCTIONS = ("L1", "L2", "LogSum", "LogSumExp", "Max", "Mean", "Min", "Prod", "SumSquare")
 
 # (operator, version in which it changed): what to do with a node of an older version.
 ADAPTERS: dict[tuple[str, int], _Adapter] = {
-    **{(op, 7): _broadcast for op in _BINARY},
+    **{(op, 7): _broadcast for op in BINARY},
     ("Gemm", 7): _gemm,
     ("Softmax", 13): _coerced,
     ("LogSoftmax", 13): _coerced,
@@ -343,7 +343,7 @@ ADAPTERS: dict[tuple[str, int], _Adapter] = {
     ("Squeeze", 13): _ints_to_input("axes", 1),
     ("Unsqueeze", 13): _ints_to_input("axes", 1),
     ("ReduceSum", 13): _ints_to_input("axes", 1),
-    **{(f"Reduce{name}", 18): _ints_to_input("axes", 1) for name in _REDUCTIONS},
+    **{(f"Reduce{name}", 18): _ints_to_input("axes", 1) for name in REDUCTIONS},
     ("TopK", 10): _topk,
     ("Upsample", 9): _upsample_scales,
     ("Upsample", 10): _upsample_to_resize,
@@ -357,6 +357,13 @@ ADAPTERS: dict[tuple[str, int], _Adapter] = {
     ("Scatter", 11): _scatter,
     ("Scan", 9): _scan,
 }
+
+# Operators whose version 22 only admits bfloat16, and which ONNX Runtime 1.31 has no kernel of that version for: a
+# model that has one of them is written with opset 21, as long as nothing in it needs a newer one.
+KEPT_BELOW_22 = frozenset(
+    ["GlobalLpPool", "MaxRoiPool", "Multinomial", "RandomNormal", "RandomNormalLike"]
+    + ["RandomUniform", "RandomUniformLike", "RoiAlign"]
+)
 
 # Operators that changed after the canonical opset in more than what they admit.
 CHANGED_LATER = frozenset(["Attention"])
@@ -376,8 +383,10 @@ def set_opset(proto: onnx.ModelProto, opset: int) -> None:
 
 
 def to_canonical(name: str, proto: onnx.ModelProto) -> int:
-    """Bring a model (whose large weights are elsewhere) to the canonical opset, in place; gives its opset.
+    """Bring a model (whose large weights are elsewhere) to the canonical opset, in place.
 
+    Gives the opset to write the result with, which differs from the canonical one in two cases. A model with
+    operators that ONNX Runtime lacks in their newest version is brought down again at export (KEPT_BELOW_22).
     A newer model that uses what only its own opset defines keeps that opset, and those nodes get its version
     into their domain (QUALIFIED). Raises ModelError for an opset that is too new, and for a node that cannot
     be said in the canonical opset.
@@ -388,10 +397,15 @@ def to_canonical(name: str, proto: onnx.ModelProto) -> int:
         return OPSET
     if opset > NEWEST or opset > onnx.defs.onnx_opset_version():
         raise ModelError(
-            f"{name}: opset {opset} is newer than {NEWEST}, the last that is known: export it with an older one"
+            f"{name}: opset {opset} is from the future, {NEWEST} is the last that is read: "
+            f"export the model with opset {OPSET}"
         )
     if opset < OPSET:
+        old = any(n.op_type in KEPT_BELOW_22 and not n.domain for n in _all_nodes(proto.graph))
         _Raiser(name, opset, _all_names(proto.graph)).graph(_inferred(proto).graph, {}, {}, proto.graph)
+        if old and opset < 22:
+            set_opset(proto, OPSET)
+            return 21
     elif opset > OPSET:
         types = dict(_typed_names(_inferred(proto).graph))
         later = [n for n in _all_nodes(proto.graph) if _is_later(n, opset, types)]
@@ -455,13 +469,18 @@ def _is_later(node: onnx.NodeProto, opset: int, types: dict[str, onnx.TypeProto]
             _pop(node, attribute.name)
     if len(node.input) > then.max_input or len(node.output) > then.max_output:
         return True
-    allowed = {t for c in then.type_constraints for t in c.allowed_type_strs}
-    allowed.update(p.type_str for p in (*then.inputs, *then.outputs))
+    return not _admits(then, node, types)
+
+
+def _admits(schema: onnx.defs.OpSchema, node: onnx.NodeProto, types: dict[str, onnx.TypeProto]) -> bool:
+    """Whether an operator's definition knows the element types of a node."""
+    allowed = {t for c in schema.type_constraints for t in c.allowed_type_strs}
+    allowed.update(p.type_str for p in (*schema.inputs, *schema.outputs))
     for name in (*node.input, *node.output):
         elem = types[name].tensor_type.elem_type if name in types else 0
         if elem and f"tensor({onnx.TensorProto.DataType.Name(elem).lower()})" not in allowed:
-            return True
-    return False
+            return False
+    return True
 
 
 class _Raiser:
@@ -534,6 +553,201 @@ class _Raiser:
         )
 
 
-def lower(name: str, proto: onnx.ModelProto, opset: int) -> None:
-    """Bring a model down to an older opset, in place."""
-    raise ModelError(f"{name}: opset {opset}")
+class _Stands(Exception):
+    """A node that an older opset cannot say."""
+
+
+_Lowerer = Callable[[_Context, onnx.NodeProto], None]
+
+
+def _const_input(cx: _Context, node: onnx.NodeProto, index: int) -> list[Any] | None:
+    """The elements of an input that must be constant, or None if it is absent; the input goes."""
+    if len(node.input) <= index or not node.input[index]:
+        return None
+    array = cx.array(node.input[index])
+    if array is None:
+        raise _Stands
+    node.input[index] = ""
+    return list(array.ravel().tolist())
+
+
+def _inputs_to_attributes(**places: int) -> _Lowerer:
+    def lower(cx: _Context, node: onnx.NodeProto) -> None:
+        for name, index in places.items():
+            values = _const_input(cx, node, index)
+            if values is not None:
+                node.attribute.append(onnx.helper.make_attribute(name, values))
+
+    return lower
+
+
+def _scalars_to_attributes(**places: int) -> _Lowerer:
+    def lower(cx: _Context, node: onnx.NodeProto) -> None:
+        for name, index in places.items():
+            values = _const_input(cx, node, index)
+            if values is not None:
+                node.attribute.append(onnx.helper.make_attribute(name, values[0]))
+
+    return lower
+
+
+def _axes_to_attribute(cx: _Context, node: onnx.NodeProto) -> None:
+    noop = _pop(node, "noop_with_empty_axes")
+    axes = _const_input(cx, node, 1)
+    if axes:
+        node.attribute.append(onnx.helper.make_attribute("axes", axes))
+    elif noop is not None and noop.i:
+        raise _Stands
+
+
+def _lower_softmax(cx: _Context, node: onnx.NodeProto) -> None:
+    found, rank = _pop(node, "axis"), cx.rank(node.input[0])
+    axis = -1 if found is None else found.i
+    if rank is None or axis % rank != rank - 1:
+        raise _Stands
+    _set(node, "axis", rank - 1)
+
+
+def _lower_split(cx: _Context, node: onnx.NodeProto) -> None:
+    count = _pop(node, "num_outputs")
+    if count is None:
+        return
+    axis = next((a.i for a in node.attribute if a.name == "axis"), 0)
+    rank = cx.rank(node.input[0])
+    if rank is None:
+        raise _Stands
+    size = cx.types[node.input[0]].tensor_type.shape.dim[axis % rank].dim_value
+    if not size or size % count.i:
+        raise _Stands
+
+
+def _lower_slice(cx: _Context, node: onnx.NodeProto) -> None:
+    steps = _const_input(cx, node, 4)
+    if steps is not None and any(step != 1 for step in steps):
+        raise _Stands
+    _inputs_to_attributes(starts=1, ends=2, axes=3)(cx, node)
+
+
+def _lower_dropout(cx: _Context, node: onnx.NodeProto) -> None:
+    if any(_const_input(cx, node, 2) or ()):
+        raise _Stands
+    _pop(node, "seed")
+    _scalars_to_attributes(ratio=1)(cx, node)
+
+
+def _lower_mask(cx: _Context, node: onnx.NodeProto) -> None:
+    if len(node.output) > 1:
+        raise _Stands
+
+
+def _lower_grid_sample(cx: _Context, node: onnx.NodeProto) -> None:
+    found = _pop(node, "mode")
+    mode = "linear" if found is None else found.s.decode()
+    _set(node, "mode", {"linear": "bilinear", "cubic": "bicubic"}.get(mode, mode))
+
+
+def _lower_roi_align(cx: _Context, node: onnx.NodeProto) -> None:
+    found = _pop(node, "coordinate_transformation_mode")
+    if found is None or found.s != b"output_half_pixel":
+        raise _Stands
+
+
+def _unchanged(cx: _Context, node: onnx.NodeProto) -> None:
+    """What an adapter did has no trace in the node."""
+
+
+# The way back, where there is one: (operator, version in which it changed).
+LOWERERS: dict[tuple[str, int], _Lowerer] = {
+    ("Softmax", 13): _lower_softmax,
+    ("LogSoftmax", 13): _lower_softmax,
+    ("Hardmax", 13): _lower_softmax,
+    ("Clip", 11): _scalars_to_attributes(min=1, max=2),
+    ("Dropout", 12): _lower_dropout,
+    ("Dropout", 10): _lower_mask,
+    ("Pad", 11): lambda cx, node: (
+        _inputs_to_attributes(pads=1)(cx, node),
+        _scalars_to_attributes(value=2)(cx, node),
+    )[0],
+    ("Slice", 10): _lower_slice,
+    ("Split", 18): _lower_split,
+    ("Split", 13): _inputs_to_attributes(split=1),
+    ("Squeeze", 13): _axes_to_attribute,
+    ("Unsqueeze", 13): _axes_to_attribute,
+    ("ReduceSum", 13): _axes_to_attribute,
+    **{(f"Reduce{name}", 18): _axes_to_attribute for name in REDUCTIONS},
+    ("TopK", 10): _scalars_to_attributes(k=1),
+    ("BatchNormalization", 14): _unchanged,
+    ("BatchNormalization", 9): _unchanged,
+    ("GridSample", 20): _lower_grid_sample,
+    ("RoiAlign", 16): _lower_roi_align,
+    ("DFT", 20): _scalars_to_attributes(axis=2),
+}
+
+
+def lower(name: str, proto: onnx.ModelProto, typed: onnx.ModelProto, opset: int) -> None:
+    """Bring a model from the canonical opset down to an older one, in place; `typed` is the same with types.
+
+    Raises ModelError that names the nodes which stand in the way.
+    """
+    if not OLDEST <= opset <= OPSET:
+        raise ModelError(f"{name}: opset {opset} cannot be written, only {OLDEST} to {OPSET}")
+    standing: list[str] = []
+    types = dict(_typed_names(_inferred(typed).graph))
+    _lower_graph(proto.graph, types, {}, opset, standing)
+    if standing:
+        more = f" and {len(standing) - 5} more" if len(standing) > 5 else ""
+        raise ModelError(
+            f"{name}: cannot be written with opset {opset}: in the way are {', '.join(standing[:5])}{more}; "
+            "choose a newer opset"
+        )
+    set_opset(proto, opset)
+
+
+def _lower_graph(
+    graph: onnx.GraphProto,
+    types: dict[str, onnx.TypeProto],
+    consts: dict[str, onnx.TensorProto],
+    opset: int,
+    standing: list[str],
+) -> None:
+    overridable = {v.name for v in graph.input}
+    consts = {**consts, **{t.name: t for t in graph.initializer if t.name not in overridable}}
+    for node in graph.node:
+        for body in subgraphs(node):
+            _lower_graph(body, types, consts, opset, standing)
+        cx = _Context(set(), types, consts)
+        try:
+            _lower_node(cx, node, opset)
+        except _Stands:
+            standing.append(f"{node.op_type} ({node.name or node.output[0]!r})")
+
+
+def _lower_node(cx: _Context, node: onnx.NodeProto, opset: int) -> None:
+    if node.domain not in ("", "ai.onnx"):
+        return
+    op = node.op_type
+    if not onnx.defs.has(op, opset, ""):
+        raise _Stands
+    for changed in sorted((v for o, v in ADAPTERS if o == op and v > opset), reverse=True):
+        if (op, changed) not in LOWERERS:
+            raise _Stands
+        LOWERERS[op, changed](cx, node)
+    then = onnx.defs.get_schema(op, opset, "")
+    now = onnx.defs.get_schema(op, OPSET, "")
+    for attribute in list(node.attribute):
+        if attribute.name not in then.attributes:
+            known = now.attributes.get(attribute.name)
+            value = onnx.helper.get_attribute_value(attribute)
+            if known is None or not known.default_value.name:
+                raise _Stands
+            if value != onnx.helper.get_attribute_value(known.default_value):
+                raise _Stands
+            _pop(node, attribute.name)
+    while node.input and not node.input[-1]:
+        del node.input[-1]
+    if (
+        len(node.input) > then.max_input
+        or len(node.output) > then.max_output
+        or not _admits(then, node, cx.types)
+    ):
+        raise _Stands
