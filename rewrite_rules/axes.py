@@ -1,0 +1,102 @@
+"""Axes and permutations, and the attributes and constant inputs that hold them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from xrlflow.ir import ABSENT, Dim, Node
+from xrlflow.rewrite import Reader, require
+
+
+def front(axis: int, rank: int) -> int:
+    """An axis counted from the front; refuses one that a tensor of this rank does not have."""
+    require(-rank <= axis < rank, "an axis is out of range")
+    return axis % rank
+
+
+def fronts(axes: Sequence[int], rank: int) -> tuple[int, ...]:
+    """Axes counted from the front; refuses repeated ones."""
+    out = tuple(front(a, rank) for a in axes)
+    require(len(set(out)) == len(out), "an axis is repeated")
+    return out
+
+
+def permutation(perm: Sequence[int] | None, rank: int) -> tuple[int, ...]:
+    """A Transpose's permutation; the absent one reverses the dimensions."""
+    return tuple(range(rank))[::-1] if perm is None else tuple(perm)
+
+
+def compose(first: Sequence[int], second: Sequence[int]) -> tuple[int, ...]:
+    """The permutation that transposes by `first`, then by `second`."""
+    return tuple(first[i] for i in second)
+
+
+def inverse(perm: Sequence[int]) -> tuple[int, ...]:
+    """The permutation that undoes `perm`."""
+    out = [0] * len(perm)
+    for i, p in enumerate(perm):
+        out[p] = i
+    return tuple(out)
+
+
+def is_identity(perm: Sequence[int]) -> bool:
+    return tuple(perm) == tuple(range(len(perm)))
+
+
+def int_attr(node: Node, name: str, default: int) -> int:
+    """An integer attribute, or what it is by default."""
+    value = node.attrs.get(name, default)
+    assert isinstance(value, int)
+    return value
+
+
+def perm_of(node: Node, rank: int) -> tuple[int, ...]:
+    """The permutation of a Transpose."""
+    perm = node.attrs.get("perm")
+    return permutation(perm if isinstance(perm, tuple) else None, rank)  # type: ignore[arg-type]
+
+
+def rank_of(reader: Reader, *values: int) -> int:
+    """The common rank of values; refuses where it is unknown or differs."""
+    ranks = {reader.type(v).rank for v in values}  # type: ignore[arg-type]
+    require(len(ranks) == 1 and None not in ranks, "ranks differ, or are not known")
+    rank = ranks.pop()
+    assert rank is not None
+    return rank
+
+
+def ints_input(reader: Reader, node: Node, index: int) -> tuple[int, ...] | None:
+    """The numbers of a constant input; None where it is left out. Refuses what is not a small constant."""
+    if index >= len(node.inputs) or node.inputs[index] == ABSENT:
+        return None
+    return reader.val(node.inputs[index]).ints
+
+
+def same_dims(a: Sequence[Dim] | None, b: Sequence[Dim] | None) -> bool:
+    """Whether two shapes are known and equal, number for number and symbol for symbol."""
+    return a is not None and b is not None and tuple(a) == tuple(b) and None not in a
+
+
+def axis_of(node: Node, rank: int, default: int = 0) -> int:
+    """A node's `axis` counted from the front."""
+    return front(int_attr(node, "axis", default), rank)
+
+
+def reshape_numbers(before: Sequence[Dim], after: Sequence[Dim]) -> list[int]:
+    """The constant shape that makes a Reshape of `before` give `after`, for every binding of the symbols.
+
+    A symbol that stands in the same place is copied (0), one other is left to be inferred (-1), if no other
+    dimension can be 0. Refuses where that does not do, and where `after` has a dimension of 0.
+    """
+    out: list[int] = []
+    for i, dim in enumerate(after):
+        if isinstance(dim, int):
+            require(dim > 0, "a dimension is 0")
+            out.append(dim)
+        elif dim is not None and i < len(before) and before[i] == dim:
+            out.append(0)
+        else:
+            out.append(-1)
+    require(out.count(-1) <= 1, "a dimension is not known")
+    require(-1 not in out or 0 not in out, "a dimension that is not known may be 0")
+    return out

@@ -1,0 +1,56 @@
+"""Which operators work element by element, so that data can be moved before them or after them."""
+
+from __future__ import annotations
+
+from xrlflow.ir import ABSENT, Attrs, Dim, Node, Value
+from xrlflow.rewrite import Reader
+
+# One data input. Clip's bounds are scalars, which no movement of the data touches.
+UNARY: tuple[str, ...] = (
+    *("Abs", "Acos", "Acosh", "Asin", "Asinh", "Atan", "Atanh", "BitwiseNot", "Cast", "Ceil", "Celu", "Clip"),
+    *("Cos", "Cosh", "Elu", "Erf", "Exp", "Floor", "Gelu", "HardSigmoid", "HardSwish", "IsInf", "IsNaN"),
+    *("LeakyRelu", "Log", "Mish", "Neg", "Not", "Reciprocal", "Relu", "Round", "Selu", "Shrink", "Sigmoid"),
+    *("Sign", "Sin", "Sinh", "Softplus", "Softsign", "Sqrt", "Tan", "Tanh", "ThresholdedRelu"),
+)
+
+# Several inputs, broadcast against each other.
+BROADCAST: tuple[str, ...] = (
+    *("Add", "And", "BitShift", "BitwiseAnd", "BitwiseOr", "BitwiseXor", "Div", "Equal", "Greater"),
+    *("GreaterOrEqual", "Less", "LessOrEqual", "Max", "Mean", "Min", "Mod", "Mul", "Or", "Pow", "Sub"),
+    *("Sum", "Where", "Xor"),
+)
+
+
+def is_unary(node: Node) -> bool:
+    """Whether a node works element by element on its first input, and has one output."""
+    return node.op in _UNARY and len(node.outputs) == 1
+
+
+def unary_form(node: Node) -> tuple[str, Attrs, tuple[Value, ...]]:
+    """What an element-wise node of one input does: operator, attributes, inputs but the first."""
+    return node.op, node.attrs, node.inputs[1:]
+
+
+def read_once(reader: Reader, value: Value) -> bool:
+    """Whether one node alone reads a value, and the graph does not give it out."""
+    return not reader.is_output(value) and len(reader.users(value)) == 1
+
+
+def given(inputs: tuple[Value, ...]) -> tuple[Value, ...]:
+    """The inputs that are not left out."""
+    return tuple(v for v in inputs if v != ABSENT)
+
+
+def keeps_shape(shape: tuple[Dim, ...] | None, other: tuple[Dim, ...] | None) -> bool:
+    """Whether broadcasting against `other` leaves a tensor of `shape` as it is (for every binding)."""
+    if other is None:
+        return False
+    if not other:
+        return True
+    if shape is None or len(other) > len(shape):
+        return False
+    tail = shape[len(shape) - len(other) :]
+    return all(b == 1 or (b is not None and a == b) for a, b in zip(tail, other))
+
+
+_UNARY = frozenset(UNARY)

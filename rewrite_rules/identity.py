@@ -1,0 +1,534 @@
+"""What does nothing, or is done twice."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from rewrite_rules.axes import ints_input
+from rewrite_rules.elementwise import keeps_shape
+from xrlflow.ir import ABSENT, FLOATS, INTEGERS, SMALL, Dim, DType, Node, Value
+from xrlflow.ops.schema import COMMUTATIVE, is_deterministic, is_foldable
+from xrlflow.rewrite import AnyRule, Captures, Op, Reader, Region, RegionRule, Rule, Val, require
+
+
+class RemoveIdentity(Rule):
+    """identity(x) -> x."""
+
+    def source(self, op: Op, x: Any) -> Any:
+        return op.Identity(x)
+
+    def target(self, op: Op, x: Val) -> Any:
+        return x
+
+
+class RemoveDropout(Rule):
+    """dropout(x) -> x  when it is not in training mode and nobody reads the mask."""
+
+    optional = ("ratio", "training")
+
+    def source(self, op: Op, x: Any, ratio: Any, training: Any) -> Any:
+        return op.Dropout(x, ratio, training, attrs="a")
+
+    def where(self, m: Captures, x: Val, ratio: Val | None, training: Val | None) -> None:
+        require(training is None or not training.array.any(), "it may be in training mode")
+
+    def target(self, op: Op, x: Val, ratio: Val | None, training: Val | None) -> Any:
+        return x
+
+
+class RemoveNoopCast(Rule):
+    """cast(x) -> x  when x has that element type."""
+
+    def source(self, op: Op, x: Any) -> Any:
+        return op.Cast(x, to="to", attrs="a")
+
+    def where(self, m: Captures, x: Val) -> None:
+        require(x.dtype == m.to, "it changes the element type")
+
+    def target(self, op: Op, x: Val) -> Any:
+        return x
+
+
+# The element types that hold every number of a type, each at least once.
+_WIDER: dict[DType, frozenset[DType]] = {
+    DType.BOOL: INTEGERS | FLOATS,
+    DType.UINT8: frozenset(
+        {DType.UINT16, DType.UINT32, DType.UINT64, DType.INT16, DType.INT32, DType.INT64}
+        | {DType.FLOAT16, DType.FLOAT, DType.DOUBLE, DType.BFLOAT16}
+    ),
+    DType.INT8: frozenset(
+        {DType.INT16, DType.INT32, DType.INT64, DType.FLOAT16, DType.BFLOAT16, DType.FLOAT, DType.DOUBLE}
+    ),
+    DType.UINT16: frozenset(
+        {DType.UINT32, DType.UINT64, DType.INT32, DType.INT64, DType.FLOAT, DType.DOUBLE}
+    ),
+    DType.INT16: frozenset({DType.INT32, DType.INT64, DType.FLOAT, DType.DOUBLE}),
+    DType.UINT32: frozenset({DType.UINT64, DType.INT64, DType.DOUBLE}),
+    DType.INT32: frozenset({DType.INT64, DType.DOUBLE}),
+    DType.FLOAT16: frozenset({DType.FLOAT, DType.DOUBLE}),
+    DType.BFLOAT16: frozenset({DType.FLOAT, DType.DOUBLE}),
+    DType.FLOAT: frozenset({DType.DOUBLE}),
+}
+
+
+class MergeCasts(Rule):
+    """cast_b(cast_a(x)) -> cast_b(x)  when type a holds every number of x's type.
+
+    Of two integer types, or two float types: a float that is cast to an integer may overflow, and how that
+    comes out depends on the kernel of the pair.
+    """
+
+    proof = "numeric"
+    shared_interior = True
+
+    def source(self, op: Op, x: Any) -> Any:
+        return op.Cast(op.Cast(x, to="a"), to="b")
+
+    def where(self, m: Captures, x: Val) -> None:
+        require(DType(m.a) in _WIDER.get(x.dtype, frozenset()), "the first cast may lose something")
+        require(
+            x.dtype == m.b
+            or (x.dtype == DType.BOOL and m.b in FLOATS | INTEGERS)
+            or (x.dtype in FLOATS and m.b in FLOATS)
+            or (x.dtype in INTEGERS and m.a in INTEGERS and m.b in INTEGERS),
+            "a number may overflow in another way",
+        )
+
+    def target(self, op: Op, m: Captures, x: Val) -> Any:
+        return x if x.dtype == m.b else op.Cast(x, to=m.b)
+
+
+class _Neutral(Rule):
+    """One operand is constant, the same number everywhere, and leaves the other as it is."""
+
+    shapes = "x[...] c[...]:const"
+    number = 0.0
+
+    def where(self, m: Captures, x: Val, c: Val) -> None:
+        require(bool(np.all(c.array == self.number)), f"the constant is not {self.number:g} everywhere")
+        require(keeps_shape(x.type.shape, c.type.shape), "it may broadcast")
+
+    def target(self, op: Op, x: Val, c: Val) -> Any:
+        return x
+
+
+class RemoveZeroAdd(_Neutral):
+    """x + 0 -> x.
+
+    Negative zero becomes positive zero on the left side alone; the two compare equal.
+    """
+
+    def source(self, op: Op, x: Any, c: Any) -> Any:
+        return op.Add(x, c)
+
+
+class RemoveZeroSub(_Neutral):
+    """x - 0 -> x."""
+
+    def source(self, op: Op, x: Any, c: Any) -> Any:
+        return op.Sub(x, c)
+
+
+class RemoveUnitMul(_Neutral):
+    """x * 1 -> x."""
+
+    number = 1.0
+
+    def source(self, op: Op, x: Any, c: Any) -> Any:
+        return op.Mul(x, c)
+
+
+class RemoveUnitDiv(_Neutral):
+    """x / 1 -> x."""
+
+    number = 1.0
+
+    def source(self, op: Op, x: Any, c: Any) -> Any:
+        return op.Div(x, c)
+
+
+class RemoveUnitPow(_Neutral):
+    """x ^ 1 -> x."""
+
+    number = 1.0
+
+    def source(self, op: Op, x: Any, c: Any) -> Any:
+        return op.Pow(x, c)
+
+
+class RemoveRepeated(RegionRule):
+    """f(f(x)) -> f(x)  for Relu, Abs, Sign and the roundings."""
+
+    anchors = ("Relu", "Abs", "Sign", "Ceil", "Floor", "Round")
+    examples = ("agraph (float[N,3] x) => (float[N,3] y) { a = Floor(x) y = Floor(a) }",)
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        inner = reader.producer(node.inputs[0])
+        if inner is None or inner.op != node.op:
+            return None
+        return Region(node.outputs, node.inputs, (node, inner))
+
+    def target(self, op: Op, region: Region, x: Val) -> Any:
+        return x
+
+
+class CancelInvolution(RegionRule):
+    """f(f(x)) -> x  for Neg, Not and BitwiseNot."""
+
+    anchors = ("Neg", "Not", "BitwiseNot")
+    examples = ("agraph (float[N,3] x) => (float[N,3] y) { a = Neg(x) y = Neg(a) }",)
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        inner = reader.producer(node.inputs[0])
+        if inner is None or inner.op != node.op:
+            return None
+        return Region(node.outputs, inner.inputs, (node, inner))
+
+    def target(self, op: Op, region: Region, x: Val) -> Any:
+        return x
+
+
+def _bounds(low: Val | None, high: Val | None) -> tuple[float, float]:
+    return (
+        -np.inf if low is None else low.scalar,
+        np.inf if high is None else high.scalar,
+    )
+
+
+class MergeClips(Rule):
+    """clip(clip(x, a, b), c, d) -> clip(x, clip(a, c, d), clip(b, c, d))."""
+
+    optional = ("a", "b", "c", "d")
+    shapes = "x[...]:float a[]:const b[]:const c[]:const d[]:const"
+
+    def source(self, op: Op, x: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
+        return op.Clip(op.Clip(x, a, b), c, d)
+
+    def where(self, m: Captures, x: Val, a: Val | None, b: Val | None, c: Val | None, d: Val | None) -> None:
+        for low, high in (_bounds(a, b), _bounds(c, d)):
+            require(low <= high, "a lower bound is above the upper one")
+
+    def target(self, op: Op, x: Val, a: Val | None, b: Val | None, c: Val | None, d: Val | None) -> Any:
+        (low, high), (least, most) = _bounds(a, b), _bounds(c, d)
+        return _clip(op, x, float(np.clip(low, least, most)), float(np.clip(high, least, most)))
+
+
+def _clip(op: Op, x: Val, low: float, high: float) -> Any:
+    """A Clip without the bounds that are infinite."""
+    return op.Clip(x, None if low == -np.inf else low, None if high == np.inf else high)
+
+
+class MergeReluIntoClip(Rule):
+    """clip(relu(x), a, b) -> clip(x, clip(0, a, b), clip(inf, a, b))."""
+
+    optional = ("a", "b")
+    shapes = "x[...]:float a[]:const b[]:const"
+
+    def source(self, op: Op, x: Any, a: Any, b: Any) -> Any:
+        return op.Clip(op.Relu(x), a, b)
+
+    def where(self, m: Captures, x: Val, a: Val | None, b: Val | None) -> None:
+        low, high = _bounds(a, b)
+        require(low <= high, "the lower bound is above the upper one")
+
+    def target(self, op: Op, x: Val, a: Val | None, b: Val | None) -> Any:
+        low, high = _bounds(a, b)
+        return _clip(op, x, float(np.clip(0.0, low, high)), high)
+
+
+class MergeClipIntoRelu(Rule):
+    """relu(clip(x, a, b)) -> clip(x, max(a, 0), max(b, 0))."""
+
+    optional = ("a", "b")
+    shapes = "x[...]:float a[]:const b[]:const"
+
+    def source(self, op: Op, x: Any, a: Any, b: Any) -> Any:
+        return op.Relu(op.Clip(x, a, b))
+
+    def where(self, m: Captures, x: Val, a: Val | None, b: Val | None) -> None:
+        low, high = _bounds(a, b)
+        require(low <= high, "the lower bound is above the upper one")
+
+    def target(self, op: Op, x: Val, a: Val | None, b: Val | None) -> Any:
+        low, high = _bounds(a, b)
+        return _clip(op, x, max(low, 0.0), max(high, 0.0))
+
+
+class RemoveNoopPad(Rule):
+    """pad(x, 0) -> x."""
+
+    optional = ("value", "axes")
+    shapes = "x pads:const"
+
+    def source(self, op: Op, x: Any, pads: Any, value: Any, axes: Any) -> Any:
+        return op.Pad(x, pads, value, axes, attrs="a")
+
+    def where(self, m: Captures, x: Val, pads: Val, value: Val | None, axes: Val | None) -> None:
+        require(not any(pads.ints), "it pads")
+
+    def target(self, op: Op, x: Val, pads: Val, value: Val | None, axes: Val | None) -> Any:
+        return x
+
+
+class RemoveNoopSlice(Rule):
+    """slice(x) -> x  when it takes everything."""
+
+    optional = ("axes", "steps")
+    shapes = "x starts:const ends:const axes:const steps:const"
+
+    def source(self, op: Op, x: Any, starts: Any, ends: Any, axes: Any, steps: Any) -> Any:
+        return op.Slice(x, starts, ends, axes, steps)
+
+    def where(self, m: Captures, x: Val, starts: Val, ends: Val, axes: Val | None, steps: Val | None) -> None:
+        require(steps is None or all(s == 1 for s in steps.ints), "it has a step")
+        places = range(len(starts.ints)) if axes is None else axes.ints
+        for start, end, axis in zip(starts.ints, ends.ints, places):
+            size = x.type.shape[axis] if x.type.shape is not None else None
+            known = isinstance(size, int)
+            require(start == 0 or (isinstance(size, int) and start <= -size), "it leaves out a beginning")
+            # No dimension is longer than what fits 31 bits: exporters write "to the end" in that way.
+            require(
+                end >= 2**31 - 1 or (known and isinstance(size, int) and end >= size), "it leaves out an end"
+            )
+
+    def target(self, op: Op, x: Val, starts: Val, ends: Val, axes: Val | None, steps: Val | None) -> Any:
+        return x
+
+
+class RemoveNoopReshape(RegionRule):
+    """reshape(x) -> x  when the shape is the same, number for number and symbol for symbol.
+
+    Also Expand, Tile, Squeeze, Unsqueeze and Flatten.
+    """
+
+    anchors = ("Reshape", "Expand", "Tile", "Squeeze", "Unsqueeze", "Flatten")
+    examples = (
+        "agraph (float[2,3] x) => (float[2,3] y) { s = Constant<value_ints=[2,3]>() y = Reshape(x, s) }",
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        before, after = reader.type(node.inputs[0]).shape, node.types[0].shape
+        if node.op in ("Tile", "Expand") and before is not None and reader.is_const(node.inputs[1]):
+            times = ints_input(reader, node, 1)
+            if times is not None and len(times) <= len(before) and all(t == 1 for t in times):
+                return Region(node.outputs, (node.inputs[0],), (node,))
+        if before is None or after is None or len(before) != len(after):
+            return None
+        unknown = sum(a != b or a is None for a, b in zip(before, after))
+        if node.op == "Reshape" and unknown == 1:
+            # The number of elements fixes one dimension, unless another is 0.
+            others = [a for a, b in zip(before, after) if a == b and a is not None]
+            a, b = next((a, b) for a, b in zip(before, after) if a != b or a is None)
+            same_or_unknown = not (isinstance(a, int) and isinstance(b, int))
+            require(
+                same_or_unknown and all(isinstance(d, int) and d > 0 for d in others), "a shape is not known"
+            )
+        else:
+            require(unknown == 0, "the shape changes, or is not known")
+        return Region(node.outputs, (node.inputs[0],), (node,))
+
+    def target(self, op: Op, region: Region, x: Val) -> Any:
+        return x
+
+
+class RemoveSingleton(RegionRule):
+    """concat(x) -> x;  the same for Sum, Mean, Max and Min of one input, and a Split into one part."""
+
+    anchors = ("Concat", "Sum", "Mean", "Max", "Min", "Split")
+    examples = ("agraph (float[N,3] x) => (float[N,3] y) { y = Concat<axis=0>(x) }",)
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        if len(node.outputs) != 1 or (node.op != "Split" and len(node.inputs) != 1):
+            return None
+        return Region(node.outputs, (node.inputs[0],), (node,))
+
+    def target(self, op: Op, region: Region, x: Val) -> Any:
+        return x
+
+
+class RemoveEmptyParts(RegionRule):
+    """concat(x, e, y) -> concat(x, y)  when e has no elements along the axis."""
+
+    anchors = ("Concat",)
+    examples = ("agraph (float[N,3] x, float[N,0] e) => (float[N,3] y) { y = Concat<axis=1>(x, e) }",)
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        kept = []
+        for value in node.inputs:
+            shape = reader.type(value).shape
+            axis = node.attrs.get("axis", 0)
+            assert isinstance(axis, int)
+            if shape is None or not -len(shape) <= axis < len(shape) or shape[axis] != 0:
+                kept.append(value)
+        if len(kept) == len(node.inputs) or not kept:
+            return None
+        return Region(node.outputs, tuple(kept), (node,), node.attrs)
+
+    def target(self, op: Op, region: Region, *xs: Val) -> Any:
+        return xs[0] if len(xs) == 1 else op.Concat(*xs, attrs=region.data)
+
+
+# What graphs compute twice, or out of constants: the deterministic operators without bodies.
+_NAMES = """
+Abs Acos Acosh Add And ArgMax ArgMin Asin Asinh Atan Atanh Attention AveragePool BatchNormalization
+BitShift BitwiseAnd BitwiseNot BitwiseOr BitwiseXor Cast CastLike Ceil Celu CenterCropPad Clip Col2Im
+Compress Concat ConstantOfShape Conv ConvInteger ConvTranspose Cos Cosh CumSum DFT DeformConv
+DepthToSpace DequantizeLinear Det Div DynamicQuantizeLinear Einsum Elu Equal Erf Exp Expand EyeLike
+Flatten Floor GRU Gather GatherElements GatherND Gelu Gemm GlobalAveragePool GlobalLpPool GlobalMaxPool
+Greater GreaterOrEqual GridSample GroupNormalization HardSigmoid HardSwish Hardmax InstanceNormalization
+IsInf IsNaN LRN LSTM LayerNormalization LeakyRelu Less LessOrEqual Log LogSoftmax LpNormalization LpPool
+MatMul MatMulInteger Max MaxPool MaxRoiPool MaxUnpool Mean MeanVarianceNormalization Min Mish Mod Mul Neg
+NonMaxSuppression NonZero Not OneHot Or PRelu Pad Pow QLinearConv QLinearMatMul QuantizeLinear
+RMSNormalization RNN Range Reciprocal ReduceL1 ReduceL2 ReduceLogSum ReduceLogSumExp ReduceMax ReduceMean
+ReduceMin ReduceProd ReduceSum ReduceSumSquare Relu Reshape Resize ReverseSequence RoiAlign
+RotaryEmbedding Round STFT ScatterElements ScatterND Selu Shape Shrink Sigmoid Sign Sin Sinh Size Slice
+Softmax Softplus Softsign SpaceToDepth Split Sqrt Squeeze Sub Sum Tan Tanh ThresholdedRelu Tile TopK
+Transpose Trilu Unique Unsqueeze Where Xor
+"""
+_OPERATORS = tuple(_NAMES.split())
+
+
+class MergeCommonSubexpressions(RegionRule):
+    """f(x), f(x) -> f(x), for any deterministic operator: what is computed twice is computed once.
+
+    Of the two nodes the one with the smaller id stays. Only readers of the input with the fewest readers are
+    looked at.
+    """
+
+    anchors = _OPERATORS
+    examples = (
+        "agraph (float[N,3] x, float[N,3] z) => (float[N,3] y) { a = Add(x, z) b = Add(z, x) y = Mul(a, b) }",
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        uses = reader.graph.uses
+        values = [v for v in node.inputs if v in uses]
+        if node.captured or not values or not is_deterministic(node.op):
+            return None
+        rarest = min(values, key=lambda v: len(uses[v]))
+        if len(uses[rarest]) == 1:
+            reader.reads.add(rarest)
+            return None
+        what = _content(node)
+        for other in reader.users(rarest):
+            if other.outputs[0] < node.outputs[0] and other.op == node.op and _content(other) == what:
+                if len(other.outputs) != len(node.outputs):
+                    continue
+                return Region(node.outputs, other.outputs, (node, other))
+        return None
+
+    def target(self, op: Op, region: Region, *kept: Val) -> Any:
+        return list(kept)
+
+
+def _content(node: Node) -> tuple[str, int, tuple[Value, ...]]:
+    """What a node computes; the order of commutative operands does not matter."""
+    inputs = tuple(sorted(node.inputs)) if node.op in COMMUTATIVE else node.inputs
+    return node.op, node.attrs.digest, inputs
+
+
+class FoldDimension(Rule):
+    """gather(shape(x), i) -> constant  when these dimensions are known."""
+
+    shapes = "x i:const"
+    shared_interior = True
+
+    def source(self, op: Op, x: Any, i: Any) -> Any:
+        return op.Gather(op.Shape(x, start="start", end="end"), i)
+
+    def where(self, m: Captures, x: Val, i: Val) -> None:
+        dims = x.shape[slice(m.start, m.end)]
+        for k in i.ints:
+            require(-len(dims) <= k < len(dims), "the index is out of range")
+            require(isinstance(dims[k], int), "a dimension is not a known number")
+
+    def target(self, op: Op, m: Captures, x: Val, i: Val) -> Any:
+        dims = x.shape[slice(m.start, m.end)]
+        return _constant(op, [[*dims][k] for k in i.ints], i.array.shape)
+
+
+class FoldDimensions(Rule):
+    """slice(shape(x)) -> constant  when these dimensions are known."""
+
+    optional = ("axes", "steps")
+    shapes = "x starts:const ends:const axes:const steps:const"
+    shared_interior = True
+
+    def source(self, op: Op, x: Any, starts: Any, ends: Any, axes: Any, steps: Any) -> Any:
+        return op.Slice(op.Shape(x, start="start", end="end"), starts, ends, axes, steps)
+
+    def where(self, m: Captures, x: Val, starts: Val, ends: Val, axes: Val | None, steps: Val | None) -> None:
+        dims = self._dims(m, x, starts, ends, steps)
+        require(all(isinstance(d, int) for d in dims), "a dimension is not a known number")
+
+    def target(
+        self, op: Op, m: Captures, x: Val, starts: Val, ends: Val, axes: Val | None, steps: Val | None
+    ) -> Any:
+        return _constant(op, self._dims(m, x, starts, ends, steps))
+
+    @staticmethod
+    def _dims(m: Captures, x: Val, starts: Val, ends: Val, steps: Val | None) -> Sequence[Dim]:
+        step = 1 if steps is None else int(steps.scalar)
+        require(step > 0, "it runs backwards")
+        return x.shape[slice(m.start, m.end)][int(starts.scalar) : int(ends.scalar) : step]
+
+
+class FoldConstant(RegionRule):
+    """f(c) -> constant  when all inputs have become constants, and the result is small.
+
+    Import leaves none of these: they appear when another rule finds a dimension.
+    """
+
+    anchors = tuple(op for op in _OPERATORS if is_foldable(op))
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        # What is read needs no record: an input that becomes constant is another input.
+        consts = reader.graph.leaves.consts
+        if len(node.outputs) > 1 or not node.inputs:
+            return None
+        for value in node.inputs:
+            if value != ABSENT and (value not in consts or consts[value].array is None):
+                return None
+        size = node.types[0].size
+        require(size is not None and size <= SMALL, "the result is large, or its size is not known")
+        return Region(node.outputs, node.inputs, (node,), (node.op, node.attrs))
+
+    def target(self, op: Op, region: Region, *inputs: Val | None) -> Any:
+        name, attrs = region.data
+        return op[name](*inputs, attrs=attrs)
+
+
+def _constant(op: Op, numbers: Any, shape: Sequence[int] | None = None) -> Any:
+    """An int64 constant."""
+    array = np.asarray(numbers, np.int64)
+    return op.Identity(array if shape is None else array.reshape(shape))
+
+
+RULES: tuple[AnyRule, ...] = (
+    RemoveIdentity(),
+    RemoveDropout(),
+    RemoveNoopCast(),
+    MergeCasts(),
+    RemoveZeroAdd(),
+    RemoveZeroSub(),
+    RemoveUnitMul(),
+    RemoveUnitDiv(),
+    RemoveUnitPow(),
+    RemoveRepeated(),
+    CancelInvolution(),
+    MergeClips(),
+    MergeReluIntoClip(),
+    MergeClipIntoRelu(),
+    RemoveNoopPad(),
+    RemoveNoopSlice(),
+    RemoveNoopReshape(),
+    RemoveSingleton(),
+    RemoveEmptyParts(),
+    MergeCommonSubexpressions(),
+    FoldDimension(),
+    FoldDimensions(),
+    FoldConstant(),
+)

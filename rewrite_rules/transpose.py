@@ -1,0 +1,658 @@
+"""Transposes: cancelled, merged, moved to where they cancel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+from rewrite_rules.axes import (
+    axis_of,
+    compose,
+    fronts,
+    ints_input,
+    inverse,
+    is_identity,
+    perm_of,
+    permutation,
+    rank_of,
+    reshape_numbers,
+)
+from rewrite_rules.elementwise import BROADCAST, UNARY, is_unary, read_once
+from xrlflow.ir import Node, Value
+from xrlflow.rewrite import AnyRule, Captures, Op, Reader, Region, RegionRule, Rule, Val, require
+
+
+def _transpose(op: Op, x: Val, perm: Sequence[int]) -> Any:
+    return x if is_identity(perm) else op.Transpose(x, perm=tuple(perm))
+
+
+class CancelTransposes(Rule):
+    """transpose_q(transpose_p(x)) -> x  when p after q is the identity."""
+
+    shared_interior = True
+
+    def source(self, op: Op, x: Any) -> Any:
+        return op.Transpose(op.Transpose(x, perm="p"), perm="q")
+
+    def where(self, m: Captures, x: Val) -> None:
+        p, q = permutation(m.p, x.rank), permutation(m.q, x.rank)
+        require(is_identity(compose(p, q)), "the permutations do not cancel")
+
+    def target(self, op: Op, x: Val) -> Any:
+        return x
+
+
+class MergeTransposes(Rule):
+    """transpose_q(transpose_p(x)) -> transpose_pq(x)."""
+
+    shared_interior = True
+
+    def source(self, op: Op, x: Any) -> Any:
+        return op.Transpose(op.Transpose(x, perm="p"), perm="q")
+
+    def where(self, m: Captures, x: Val) -> None:
+        p, q = permutation(m.p, x.rank), permutation(m.q, x.rank)
+        require(not is_identity(compose(p, q)), "the permutations cancel")
+
+    def target(self, op: Op, m: Captures, x: Val) -> Any:
+        p, q = permutation(m.p, x.rank), permutation(m.q, x.rank)
+        return op.Transpose(x, perm=compose(p, q))
+
+
+class RemoveNoopTranspose(Rule):
+    """transpose(x) -> x  when it leaves every dimension in its place."""
+
+    def source(self, op: Op, x: Any) -> Any:
+        return op.Transpose(x, perm="p")
+
+    def where(self, m: Captures, x: Val) -> None:
+        require(is_identity(permutation(m.p, x.rank)), "it moves a dimension")
+
+    def target(self, op: Op, x: Val) -> Any:
+        return x
+
+
+class ReplaceTransposeByReshape(Rule):
+    """transpose(x) -> reshape(x)  when only dimensions of 1 change places with others."""
+
+    def source(self, op: Op, x: Any) -> Any:
+        return op.Transpose(x, perm="p")
+
+    def where(self, m: Captures, x: Val) -> None:
+        perm = permutation(m.p, x.rank)
+        require(not is_identity(perm), "it moves nothing")
+        moved = [p for p in perm if x.shape[p] != 1]
+        require(moved == sorted(moved), "it moves data")
+        reshape_numbers(x.shape, [x.shape[p] for p in perm])
+
+    def target(self, op: Op, m: Captures, x: Val) -> Any:
+        perm = permutation(m.p, x.rank)
+        return op.Reshape(x, reshape_numbers(x.shape, [x.shape[p] for p in perm]))
+
+
+# Through element-wise operators
+
+
+class PushTransposeDown(RegionRule):
+    """f(transpose(x)) -> transpose(f(x))  for f element by element, of one input."""
+
+    anchors = UNARY
+    examples = (
+        "agraph (float[N,3,2] x) => (float[N,2,3] y) { a = Transpose<perm=[0,2,1]>(x) y = Relu(a) }",
+        "agraph (float[N,3] x) => (double[3,N] y) { a = Transpose(x) y = Cast<to=11>(a) }",
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        inner = reader.producer(node.inputs[0])
+        if inner is None or inner.op != "Transpose" or not is_unary(node):
+            return None
+        require(read_once(reader, node.inputs[0]), "the transpose is read elsewhere")
+        return Region(
+            node.outputs,
+            (*inner.inputs, *node.inputs[1:]),
+            (node, inner),
+            (node.op, node.attrs, inner.attrs),
+        )
+
+    def target(self, op: Op, region: Region, x: Val, *bounds: Val | None) -> Any:
+        name, attrs, perm = region.data
+        return op.Transpose(op[name](x, *bounds, attrs=attrs), attrs=perm)
+
+
+class PushTransposeUp(RegionRule):
+    """transpose(f(x)) -> f(transpose(x))  for f element by element, of one input."""
+
+    anchors = ("Transpose",)
+    examples = ("agraph (float[N,3,2] x) => (float[N,2,3] y) { a = Relu(x) y = Transpose<perm=[0,2,1]>(a) }",)
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        inner = reader.producer(node.inputs[0])
+        if inner is None or not is_unary(inner):
+            return None
+        require(read_once(reader, node.inputs[0]), "the function is read elsewhere")
+        return Region(node.outputs, inner.inputs, (node, inner), (inner.op, inner.attrs, node.attrs))
+
+    def target(self, op: Op, region: Region, x: Val, *bounds: Val | None) -> Any:
+        name, attrs, perm = region.data
+        return op[name](op.Transpose(x, attrs=perm), *bounds, attrs=attrs)
+
+
+def _aligned(op: Op, v: Val, rank: int, perm: Sequence[int]) -> Any:
+    """An operand that broadcasts, transposed: with the dimensions of 1 that broadcasting would put in front."""
+    if v.rank == 0:
+        return v
+    if v.rank < rank:
+        require(v.const, "an operand has fewer dimensions")
+        v = op.Unsqueeze(v, list(range(rank - v.rank)))
+    return _transpose(op, v, perm)
+
+
+class PushTransposesDown(RegionRule):
+    """f(transpose(x), transpose(y)) -> transpose(f(x, y))  for f element by element, with broadcasting.
+
+    All operands are transposed alike, or constant, or scalars; at least one is transposed.
+    """
+
+    anchors = BROADCAST
+    examples = (
+        "agraph (float[N,3,2] x, float[N,3,2] z) => (float[N,2,3] y) "
+        "{ a = Transpose<perm=[0,2,1]>(x) b = Transpose<perm=[0,2,1]>(z) y = Add(a, b) }",
+        "agraph (float[N,3,2] x) => (float[N,2,3] y) "
+        "{ a = Transpose<perm=[0,2,1]>(x) c = Constant<value_floats=[1.0,2.0,3.0]>() y = Mul(a, c) }",
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        found = [
+            inner
+            for v in node.inputs
+            if (inner := reader.producer(v)) is not None and inner.op == "Transpose"
+        ]
+        if not found:
+            return None
+        rank = rank_of(reader, *node.outputs)
+        perm = perm_of(found[0], rank)
+        inputs: list[Value] = []
+        nodes = [node]
+        moved: list[bool] = []
+        for v in node.inputs:
+            inner = reader.producer(v)
+            if inner is not None and inner.op == "Transpose" and not inner.const:
+                require(rank_of(reader, v) == rank, "a transposed operand has fewer dimensions")
+                require(perm_of(inner, rank) == perm, "operands are transposed in different ways")
+                require(read_once(reader, v), "a transpose is read elsewhere")
+                inputs.append(inner.inputs[0])
+                moved.append(True)
+                if inner not in nodes:
+                    nodes.append(inner)
+            else:
+                require(reader.is_const(v) or reader.type(v).rank == 0, "an operand is not transposed")
+                require((reader.type(v).rank or 0) <= rank, "a rank is not known")
+                inputs.append(v)
+                moved.append(False)
+        require(len(nodes) > 1, "no operand is transposed at run time")
+        return Region(
+            node.outputs, tuple(inputs), tuple(nodes), (node.op, node.attrs, rank, perm, tuple(moved))
+        )
+
+    def target(self, op: Op, region: Region, *inputs: Val) -> Any:
+        name, attrs, rank, perm, moved = region.data
+        back = inverse(perm)
+        operands = [v if m else _aligned(op, v, rank, back) for v, m in zip(inputs, moved)]
+        return op.Transpose(op[name](*operands, attrs=attrs), perm=perm)
+
+
+class PushTransposesUp(RegionRule):
+    """transpose(f(x, y)) -> f(transpose(x), transpose(y))  for f element by element, with broadcasting.
+
+    Offered when an operand is transposed itself or all but one are constant: otherwise it only makes work.
+    """
+
+    anchors = ("Transpose",)
+    examples = (
+        "agraph (float[N,3,2] x, float[N,2,3] z) => (float[N,2,3] y) "
+        "{ a = Transpose<perm=[0,2,1]>(z) b = Add(x, a) y = Transpose<perm=[0,2,1]>(b) }",
+        "agraph (float[N,3,2] x) => (float[N,2,3] y) "
+        "{ c = Constant<value_floats=[1.0,2.0]>() a = Mul(x, c) y = Transpose<perm=[0,2,1]>(a) }",
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        inner = reader.producer(node.inputs[0])
+        if inner is None or inner.op not in _BROADCAST:
+            return None
+        rank = rank_of(reader, *node.outputs)
+        running = [v for v in inner.inputs if not reader.is_const(v) and reader.type(v).rank != 0]
+        for v in running:
+            require(reader.type(v).rank == rank, "an operand has fewer dimensions")
+        for v in inner.inputs:
+            require(reader.type(v).rank is not None, "a rank is not known")
+        makers = [reader.producer(v) for v in running]
+        require(
+            len(running) == 1 or any(p is not None and p.op == "Transpose" for p in makers),
+            "no operand is transposed",
+        )
+        require(read_once(reader, node.inputs[0]), "the function is read elsewhere")
+        return Region(
+            node.outputs, inner.inputs, (node, inner), (inner.op, inner.attrs, rank, perm_of(node, rank))
+        )
+
+    def target(self, op: Op, region: Region, *inputs: Val) -> Any:
+        name, attrs, rank, perm = region.data
+        return op[name](*[_aligned(op, v, rank, perm) for v in inputs], attrs=attrs)
+
+
+# Through matrix products
+
+
+def _swaps_last(perm: Sequence[int]) -> bool:
+    n = len(perm)
+    return n >= 2 and tuple(perm) == (*range(n - 2), n - 1, n - 2)
+
+
+def _swapped(op: Op, x: Val) -> Any:
+    n = x.rank
+    return op.Transpose(x, perm=(*range(n - 2), n - 1, n - 2))
+
+
+class PushTransposesThroughMatMul(Rule):
+    """transpose(x) @ transpose(y) -> transpose(y @ x)  when both exchange the last two dimensions."""
+
+    def source(self, op: Op, x: Any, y: Any) -> Any:
+        return op.MatMul(op.Transpose(x, perm="p"), op.Transpose(y, perm="q"))
+
+    def where(self, m: Captures, x: Val, y: Val) -> None:
+        require(x.rank == y.rank, "the ranks differ")
+        for perm in (permutation(m.p, x.rank), permutation(m.q, y.rank)):
+            require(_swaps_last(perm), "not the last two dimensions are exchanged")
+
+    def target(self, op: Op, x: Val, y: Val) -> Any:
+        return _swapped(op, op.MatMul(y, x))
+
+
+class PushTransposeIntoMatMul(Rule):
+    """transpose(x @ y) -> transpose(y) @ transpose(x)  when it exchanges the last two dimensions."""
+
+    def source(self, op: Op, x: Any, y: Any) -> Any:
+        return op.Transpose(op.MatMul(x, y), perm="p")
+
+    def where(self, m: Captures, x: Val, y: Val) -> None:
+        require(x.rank >= 2 and y.rank >= 2, "an operand is a vector")
+        require(x.rank == y.rank or 2 in (x.rank, y.rank), "the ranks differ")
+        require(
+            _swaps_last(permutation(m.p, max(x.rank, y.rank))), "not the last two dimensions are exchanged"
+        )
+
+    def target(self, op: Op, x: Val, y: Val) -> Any:
+        return op.MatMul(_swapped(op, y), _swapped(op, x))
+
+
+class FoldTransposeIntoGemmA(Rule):
+    """gemm(transpose(a), b) -> gemm(a, b) with transA flipped."""
+
+    optional = ("c",)
+
+    def source(self, op: Op, a: Any, b: Any, c: Any) -> Any:
+        return op.Gemm(op.Transpose(a), b, c, transA="t", attrs="rest")
+
+    def target(self, op: Op, m: Captures, a: Val, b: Val, c: Val | None) -> Any:
+        return op.Gemm(a, b, c, attrs=m.rest, transA=1 - m.t)
+
+
+class FoldTransposeIntoGemmB(Rule):
+    """gemm(a, transpose(b)) -> gemm(a, b) with transB flipped."""
+
+    optional = ("c",)
+
+    def source(self, op: Op, a: Any, b: Any, c: Any) -> Any:
+        return op.Gemm(a, op.Transpose(b), c, transB="t", attrs="rest")
+
+    def target(self, op: Op, m: Captures, a: Val, b: Val, c: Val | None) -> Any:
+        return op.Gemm(a, b, c, attrs=m.rest, transB=1 - m.t)
+
+
+# Through Concat, Split, reductions, Softmax
+
+
+class PushTransposesThroughConcat(RegionRule):
+    """concat(transpose(x), transpose(y)) -> transpose(concat(x, y))  for equal permutations.
+
+    Constants are transposed back.
+    """
+
+    anchors = ("Concat",)
+    examples = (
+        "agraph (float[N,3,2] x, float[N,3,4] z) => (float[N,6,3] y) "
+        "{ a = Transpose<perm=[0,2,1]>(x) b = Transpose<perm=[0,2,1]>(z) y = Concat<axis=1>(a, b) }",
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        makers = [reader.producer(v) for v in node.inputs]
+        first = next((p for p in makers if p is not None and p.op == "Transpose"), None)
+        if first is None:
+            return None
+        rank = rank_of(reader, *node.inputs)
+        perm = perm_of(first, rank)
+        inputs: list[Value] = []
+        nodes = [node]
+        for v, inner in zip(node.inputs, makers):
+            if reader.is_const(v):
+                inputs.append(v)
+                continue
+            require(inner is not None and inner.op == "Transpose", "a part is not transposed")
+            assert inner is not None
+            require(perm_of(inner, rank) == perm, "parts are transposed in different ways")
+            require(read_once(reader, v), "a transpose is read elsewhere")
+            inputs.append(inner.inputs[0])
+            if inner not in nodes:
+                nodes.append(inner)
+        moved = tuple(not reader.is_const(v) for v in node.inputs)
+        require(any(moved), "no part is transposed at run time")
+        return Region(node.outputs, tuple(inputs), tuple(nodes), (perm[axis_of(node, rank)], perm, moved))
+
+    def target(self, op: Op, region: Region, *inputs: Val) -> Any:
+        axis, perm, moved = region.data
+        back = inverse(perm)
+        parts = [v if m else _transpose(op, v, back) for v, m in zip(inputs, moved)]
+        return op.Transpose(op.Concat(*parts, axis=axis), perm=perm)
+
+
+class PushTransposeIntoConcat(RegionRule):
+    """transpose(concat(x, y)) -> concat(transpose(x), transpose(y))  when a part is a transpose or constant."""
+
+    anchors = ("Transpose",)
+    examples = (
+        "agraph (float[N,2,3] x, float[N,3,4] z) => (float[N,6,3] y) "
+        "{ a = Transpose<perm=[0,2,1]>(x) b = Concat<axis=2>(a, z) y = Transpose<perm=[0,2,1]>(b) }",
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        inner = reader.producer(node.inputs[0])
+        if inner is None or inner.op != "Concat":
+            return None
+        makers = [reader.producer(v) for v in inner.inputs]
+        require(
+            any(p is not None and p.op == "Transpose" for p in makers)
+            or any(reader.is_const(v) for v in inner.inputs),
+            "no part is a transpose",
+        )
+        require(read_once(reader, node.inputs[0]), "the concat is read elsewhere")
+        rank = rank_of(reader, *node.outputs)
+        perm = perm_of(node, rank)
+        axis = perm.index(axis_of(inner, rank))
+        return Region(node.outputs, inner.inputs, (node, inner), (axis, perm))
+
+    def target(self, op: Op, region: Region, *inputs: Val) -> Any:
+        axis, perm = region.data
+        return op.Concat(*[_transpose(op, v, perm) for v in inputs], axis=axis)
+
+
+class PushTransposeThroughSplit(RegionRule):
+    """split(transpose(x)) -> transpose(split(x)), each part."""
+
+    anchors = ("Split",)
+    examples = (
+        "agraph (float[N,3,4] x) => (float[N,2,3] y, float[N,2,3] z) "
+        "{ a = Transpose<perm=[0,2,1]>(x) y, z = Split<axis=1, num_outputs=2>(a) }",
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        inner = reader.producer(node.inputs[0])
+        if inner is None or inner.op != "Transpose":
+            return None
+        require(read_once(reader, node.inputs[0]), "the transpose is read elsewhere")
+        rank = rank_of(reader, node.inputs[0])
+        perm = perm_of(inner, rank)
+        data = (len(node.outputs), node.attrs, perm[axis_of(node, rank)], perm)
+        return Region(node.outputs, (*inner.inputs, *node.inputs[1:]), (node, inner), data)
+
+    def target(self, op: Op, region: Region, x: Val, sizes: Val | None = None) -> Any:
+        count, attrs, axis, perm = region.data
+        parts = op.Split(x, sizes, outputs=count, attrs=attrs, axis=axis)
+        return [op.Transpose(p, perm=perm) for p in (parts if count > 1 else [parts])]
+
+
+class PushTransposesUpSplit(RegionRule):
+    """transpose(split(x)), each part -> split(transpose(x))  for equal permutations."""
+
+    anchors = ("Split",)
+    examples = (
+        "agraph (float[N,4,3] x) => (float[N,3,2] y, float[N,3,2] z) "
+        "{ a, b = Split<axis=1, num_outputs=2>(x) "
+        "y = Transpose<perm=[0,2,1]>(a) z = Transpose<perm=[0,2,1]>(b) }",
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        outer: list[Node] = []
+        for v in node.outputs:
+            readers = reader.users(v)
+            if len(readers) != 1 or readers[0].op != "Transpose" or reader.is_output(v):
+                return None
+            outer.append(readers[0])
+        rank = rank_of(reader, node.inputs[0])
+        perm = perm_of(outer[0], rank)
+        require(all(perm_of(n, rank) == perm for n in outer), "parts are transposed in different ways")
+        data = (len(outer), node.attrs, perm.index(axis_of(node, rank)), perm)
+        return Region(tuple(n.outputs[0] for n in outer), node.inputs, (node, *outer), data)
+
+    def target(self, op: Op, region: Region, x: Val, sizes: Val | None = None) -> Any:
+        count, attrs, axis, perm = region.data
+        return op.Split(op.Transpose(x, perm=perm), sizes, outputs=count, attrs=attrs, axis=axis)
+
+
+_REDUCTIONS = (
+    *("ReduceL1", "ReduceL2", "ReduceLogSum", "ReduceLogSumExp", "ReduceMax", "ReduceMean", "ReduceMin"),
+    *("ReduceProd", "ReduceSum", "ReduceSumSquare"),
+)
+
+
+class PushTransposeThroughReduce(RegionRule):
+    """reduce(transpose(x), axes) -> transpose(reduce(x, axes'))."""
+
+    anchors = _REDUCTIONS
+    examples = (
+        "agraph (float[N,3,4] x) => (float[N,4] y) "
+        "{ a = Transpose<perm=[0,2,1]>(x) i = Constant<value_ints=[2]>() y = ReduceMean<keepdims=0>(a, i) }",
+        "agraph (float[N,3,4] x) => (float[N,1,3] y) "
+        "{ a = Transpose<perm=[0,2,1]>(x) i = Constant<value_ints=[1]>() y = ReduceMax(a, i) }",
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        inner = reader.producer(node.inputs[0])
+        if inner is None or inner.op != "Transpose":
+            return None
+        axes = ints_input(reader, node, 1)
+        require(axes, "it reduces everything, or nothing")
+        assert axes is not None
+        require(read_once(reader, node.inputs[0]), "the transpose is read elsewhere")
+        rank = rank_of(reader, node.inputs[0])
+        perm = perm_of(inner, rank)
+        places = fronts(axes, rank)
+        reduced = tuple(sorted(perm[a] for a in places))
+        if node.attrs.get("keepdims", 1):
+            after: tuple[int, ...] = perm
+        else:  # the permutation of the dimensions that are left
+            left = [p for i, p in enumerate(perm) if i not in places]
+            after = tuple(sorted(left).index(p) for p in left)
+        return Region(node.outputs, inner.inputs, (node, inner), (node.op, node.attrs, reduced, after))
+
+    def target(self, op: Op, region: Region, x: Val) -> Any:
+        name, attrs, axes, perm = region.data
+        return _transpose(op, op[name](x, list(axes), attrs=attrs), perm)
+
+
+class PushTransposeIntoReduce(RegionRule):
+    """transpose(reduce(x, axes)) -> reduce(transpose(x), axes')  when it keeps dimensions and x is a transpose."""
+
+    anchors = ("Transpose",)
+    examples = (
+        "agraph (float[N,3,4] x) => (float[N,3,1] y) { a = Transpose<perm=[0,2,1]>(x) "
+        "i = Constant<value_ints=[1]>() b = ReduceMax(a, i) y = Transpose<perm=[0,2,1]>(b) }",
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        inner = reader.producer(node.inputs[0])
+        if inner is None or inner.op not in _REDUCTIONS or not inner.attrs.get("keepdims", 1):
+            return None
+        source = reader.producer(inner.inputs[0])
+        require(source is not None and source.op == "Transpose", "what is reduced is not a transpose")
+        axes = ints_input(reader, inner, 1)
+        require(axes, "it reduces everything, or nothing")
+        assert axes is not None
+        require(read_once(reader, node.inputs[0]), "the reduction is read elsewhere")
+        rank = rank_of(reader, *node.outputs)
+        perm = perm_of(node, rank)
+        moved = tuple(sorted(perm.index(a) for a in fronts(axes, rank)))
+        return Region(node.outputs, inner.inputs[:1], (node, inner), (inner.op, inner.attrs, moved, perm))
+
+    def target(self, op: Op, region: Region, x: Val) -> Any:
+        name, attrs, axes, perm = region.data
+        return op[name](op.Transpose(x, perm=perm), list(axes), attrs=attrs)
+
+
+class PushTransposeThroughSoftmax(RegionRule):
+    """softmax(transpose(x), axis) -> transpose(softmax(x, axis'));  LogSoftmax alike."""
+
+    anchors = ("Softmax", "LogSoftmax")
+    examples = (
+        "agraph (float[N,3,4] x) => (float[N,4,3] y) { a = Transpose<perm=[0,2,1]>(x) y = Softmax<axis=2>(a) }",
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        inner = reader.producer(node.inputs[0])
+        if inner is None or inner.op != "Transpose":
+            return None
+        require(read_once(reader, node.inputs[0]), "the transpose is read elsewhere")
+        rank = rank_of(reader, node.inputs[0])
+        perm = perm_of(inner, rank)
+        return Region(
+            node.outputs, inner.inputs, (node, inner), (node.op, perm[axis_of(node, rank, -1)], perm)
+        )
+
+    def target(self, op: Op, region: Region, x: Val) -> Any:
+        name, axis, perm = region.data
+        return op.Transpose(op[name](x, axis=axis), perm=perm)
+
+
+class PushTransposeIntoSoftmax(RegionRule):
+    """transpose(softmax(x, axis)) -> softmax(transpose(x), axis');  LogSoftmax alike."""
+
+    anchors = ("Transpose",)
+    examples = (
+        "agraph (float[N,3,4] x) => (float[N,4,3] y) { a = Softmax<axis=1>(x) y = Transpose<perm=[0,2,1]>(a) }",
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        inner = reader.producer(node.inputs[0])
+        if inner is None or inner.op not in ("Softmax", "LogSoftmax"):
+            return None
+        require(read_once(reader, node.inputs[0]), "the softmax is read elsewhere")
+        rank = rank_of(reader, *node.outputs)
+        perm = perm_of(node, rank)
+        axis = perm.index(axis_of(inner, rank, -1))
+        return Region(node.outputs, inner.inputs, (node, inner), (inner.op, axis, perm))
+
+    def target(self, op: Op, region: Region, x: Val) -> Any:
+        name, axis, perm = region.data
+        return op[name](op.Transpose(x, perm=perm), axis=axis)
+
+
+# Between Reshapes
+
+
+class ReplaceReshapedTranspose(Rule):
+    """reshape(transpose(reshape(x))) -> transpose(x), or x,  when each dimension moves as a whole."""
+
+    def source(self, op: Op, x: Any, s: Any, t: Any) -> Any:
+        return op.Reshape(op.Transpose(op.Reshape(x, s), perm="p"), t)
+
+    shapes = "x s:const t:const"
+
+    def where(self, m: Captures, x: Val, s: Val, t: Val) -> None:
+        _whole_moves(x.sizes, s.ints, m.p, t.ints)
+
+    def target(self, op: Op, m: Captures, x: Val, s: Val, t: Val) -> Any:
+        return _transpose(op, x, _whole_moves(x.sizes, s.ints, m.p, t.ints))
+
+
+def _whole_moves(
+    before: Sequence[int], middle: Sequence[int], perm: Sequence[int] | None, after: Sequence[int]
+) -> tuple[int, ...]:
+    """The permutation of x's dimensions that a Reshape, a Transpose and a Reshape amount to; refuses others."""
+    inner = _resolved(before, middle)
+    # Which dimension of x each middle one lies in.
+    home: list[int | None] = []
+    k, left = 0, 0
+    owners: list[int] = []
+    for size in inner:
+        if size == 1:
+            home.append(None)
+            continue
+        if left <= 1:
+            while before[k] == 1:
+                k += 1
+            left, k = before[k], k + 1
+            owners.append(k - 1)
+        require(left % size == 0, "a dimension is not moved as a whole")
+        left //= size
+        home.append(k - 1)
+    order = [home[p] for p in permutation(perm, len(inner)) if home[p] is not None]
+    places = [p for p in permutation(perm, len(inner)) if home[p] is not None]
+    for (a, b), (i, j) in zip(pairwise(order), pairwise(places)):
+        require(a != b or i < j, "a dimension is not moved as a whole")
+    runs = [h for i, h in enumerate(order) if h is not None and (i == 0 or order[i - 1] != h)]
+    require(len(set(runs)) == len(runs), "a dimension is not moved as a whole")
+    sizes = [before[h] for h in runs]
+    # Dimensions of 1 fill the places that the result has.
+    final = _resolved([*sizes], after)
+    require(len(final) == len(before), "the result has another rank")
+    units = iter([i for i, d in enumerate(before) if d == 1])
+    big = iter(runs)
+    out: list[int] = []
+    for size in final:
+        source = next(units if size == 1 else big, None)
+        require(source is not None, "a dimension is not moved as a whole")
+        assert source is not None
+        require(before[source] == size, "a dimension is not moved as a whole")
+        out.append(source)
+    return tuple(out)
+
+
+def _resolved(sizes: Sequence[int], shape: Sequence[int]) -> list[int]:
+    """A Reshape's target shape with its 0s and its -1 filled in; refuses tensors without elements."""
+    total = 1
+    for d in sizes:
+        total *= d
+    require(total > 0, "a dimension is 0")
+    out = [int(d) for d in shape]
+    require(all(d != 0 for d in out), "a dimension is copied")
+    rest = 1
+    for d in out:
+        rest *= d if d > 0 else 1
+    return [total // rest if d < 0 else d for d in out]
+
+
+_BROADCAST = frozenset(BROADCAST)
+
+RULES: tuple[AnyRule, ...] = (
+    CancelTransposes(),
+    MergeTransposes(),
+    RemoveNoopTranspose(),
+    ReplaceTransposeByReshape(),
+    PushTransposeDown(),
+    PushTransposeUp(),
+    PushTransposesDown(),
+    PushTransposesUp(),
+    PushTransposesThroughMatMul(),
+    PushTransposeIntoMatMul(),
+    FoldTransposeIntoGemmA(),
+    FoldTransposeIntoGemmB(),
+    PushTransposesThroughConcat(),
+    PushTransposeIntoConcat(),
+    PushTransposeThroughSplit(),
+    PushTransposesUpSplit(),
+    PushTransposeThroughReduce(),
+    PushTransposeIntoReduce(),
+    PushTransposeThroughSoftmax(),
+    PushTransposeIntoSoftmax(),
+    ReplaceReshapedTranspose(),
+)

@@ -1,0 +1,348 @@
+"""What does nothing is removed, and only that."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from rewrite_rules import identity
+from rewrite_rules.identity import (
+    CancelInvolution,
+    FoldConstant,
+    FoldDimension,
+    FoldDimensions,
+    MergeCasts,
+    MergeClipIntoRelu,
+    MergeClips,
+    MergeCommonSubexpressions,
+    MergeReluIntoClip,
+    RemoveDropout,
+    RemoveEmptyParts,
+    RemoveIdentity,
+    RemoveNoopCast,
+    RemoveNoopPad,
+    RemoveNoopReshape,
+    RemoveNoopSlice,
+    RemoveRepeated,
+    RemoveSingleton,
+    RemoveUnitDiv,
+    RemoveUnitMul,
+    RemoveUnitPow,
+    RemoveZeroAdd,
+    RemoveZeroSub,
+)
+from tests.rules.harness import applies, model, refuses
+from xrlflow.onnxio import load
+from xrlflow.rewrite import Library, RegionRule, RewriteState
+
+EXAMPLES = [(r, e) for r in identity.RULES if isinstance(r, RegionRule) for e in r.examples]
+
+
+@pytest.mark.parametrize(("rule", "example"), EXAMPLES, ids=lambda v: getattr(v, "name", ""))
+def test_examples(rule, example):
+    applies(rule, model(example))
+
+
+@pytest.mark.parametrize("shape", ["float[2,3]", "float[]", "int64[N]", "float[N,0]"])
+def test_identity(shape):
+    applies(
+        RemoveIdentity(),
+        model(f"agraph ({shape} x) => ({shape} y) {{ a = Identity(x) y = Neg(a) }}"),
+        ops=["Neg"],
+    )
+
+
+def test_identity_between_an_input_and_an_output():
+    applies(RemoveIdentity(), model("agraph (float[3] x) => (float[3] y) { y = Identity(x) }"))
+
+
+def test_dropout():
+    applies(
+        RemoveDropout(),
+        model("agraph (float[N,3] x) => (float[N,3] y) { a = Dropout(x) y = Relu(a) }"),
+        ops=["Relu"],
+    )
+    off = "agraph (float[3] x) => (float[3] y) { a, mask = Dropout(x, r, t) y = Relu(a) }"
+    applies(RemoveDropout(), model(off, r=np.float32(0.3), t=np.array(False)), ops=["Relu"])
+    refuses(RemoveDropout(), model(off, r=np.float32(0.3), t=np.array(True)), "training")
+    # Somebody reads the mask.
+    refuses(RemoveDropout(), model("agraph (float[3] x) => (float[3] y, bool[3] m) { y, m = Dropout(x) }"))
+
+
+def test_casts():
+    applies(
+        RemoveNoopCast(),
+        model("agraph (float[3] x) => (float[3] y) { a = Cast<to=1>(x) y = Relu(a) }"),
+        ops=["Relu"],
+    )
+    refuses(RemoveNoopCast(), model("agraph (float[3] x) => (double[3] y) { y = Cast<to=11>(x) }"), "type")
+    there_and_back = (
+        "agraph ({0}[3] x) => ({0}[3] y) {{ a = Cast<to={1}>(x) b = Cast<to={2}>(a) y = Abs(b) }}"
+    )
+    applies(MergeCasts(), model(there_and_back.format("float", 11, 1)), ops=["Abs"])
+    applies(MergeCasts(), model(there_and_back.format("int32", 7, 6)), ops=["Abs"])
+    refuses(MergeCasts(), model(there_and_back.format("float", 10, 1)), "may lose")
+    refuses(MergeCasts(), model(there_and_back.format("int64", 1, 7)), "may lose")
+    applies(
+        MergeCasts(),
+        model("agraph (bool[3] x) => (float[3] y) { a = Cast<to=7>(x) y = Cast<to=1>(a) }"),
+        ops=["Cast"],
+    )
+    # A boolean as text is "True", a number "1".
+    refuses(
+        MergeCasts(),
+        model("agraph (bool[3] x) => (string[3] y) { a = Cast<to=7>(x) y = Cast<to=8>(a) }"),
+        "overflow",
+    )
+    refuses(
+        MergeCasts(),
+        model("agraph (float[3] x) => (int8[3] y) { a = Cast<to=11>(x) y = Cast<to=3>(a) }"),
+        "overflow",
+    )
+
+
+NEUTRAL = [
+    (RemoveZeroAdd(), "Add", 0),
+    (RemoveZeroSub(), "Sub", 0),
+    (RemoveUnitMul(), "Mul", 1),
+    (RemoveUnitDiv(), "Div", 1),
+    (RemoveUnitPow(), "Pow", 1),
+]
+
+
+@pytest.mark.parametrize(("rule", "op", "number"), NEUTRAL, ids=lambda v: getattr(v, "name", None))
+def test_neutral(rule, op, number):
+    source = "agraph ({0}[{1}] x) => ({0}[{1}] y) {{ a = {2}(x, c) y = Abs(a) }}"
+    for name, dtype in (("float", np.float32), ("int64", np.int64), ("double", np.float64)):
+        for shape in ((), (1,), (3,), (2, 3), (1, 1)):
+            c = np.full(shape, number, dtype)
+            applies(rule, model(source.format(name, "2,3", op), c=c), ops=["Abs"])
+    # It adds a dimension, or may.
+    c = np.full((1, 1, 1), number, np.float32)
+    refuses(
+        rule,
+        model(f"agraph (float[2,3] x) => (float[1,2,3] y) {{ a = {op}(x, c) y = Abs(a) }}", c=c),
+        "may broadcast",
+    )
+    c = np.full((3,), number, np.float32)
+    refuses(rule, model(source.format("float", "N,M", op), c=c), "may broadcast")
+    refuses(
+        rule,
+        model(f"agraph (float[1] x) => (float[3] y) {{ a = {op}(x, c) y = Abs(a) }}", c=c),
+        "may broadcast",
+    )
+    c = np.array([number, number, number + 1], np.float32)
+    refuses(rule, model(source.format("float", "2,3", op), c=c), "everywhere")
+    applies(rule, model(source.format("float", "N,M", op), c=np.float32(number)), ops=["Abs"])
+
+
+def test_neutral_keeps_the_order_of_operands():
+    refuses(
+        RemoveZeroSub(),
+        model("agraph (float[3] x) => (float[3] y) { y = Sub(c, x) }", c=np.zeros(3, np.float32)),
+    )
+    applies(
+        RemoveUnitMul(),
+        model("agraph (float[3] x) => (float[3] y) { a = Mul(c, x) y = Abs(a) }", c=np.ones(3, np.float32)),
+        ops=["Abs"],
+    )
+
+
+@pytest.mark.parametrize("op", ["Relu", "Abs", "Ceil", "Floor", "Round", "Sign"])
+def test_repeated(op):
+    source = f"agraph (float[N,3] x) => (float[N,3] y) {{ a = {op}(x) y = {op}(a) }}"
+    applies(RemoveRepeated(), model(source), ops=[op])
+
+
+def test_repeated_that_is_read_elsewhere():
+    applies(
+        RemoveRepeated(),
+        model("agraph (float[3] x) => (float[3] y, float[3] z) { z = Relu(x) a = Relu(z) y = Neg(a) }"),
+        ops=["Neg", "Relu"],
+    )
+    refuses(RemoveRepeated(), model("agraph (float[3] x) => (float[3] y) { a = Relu(x) y = Abs(a) }"))
+
+
+def test_involution():
+    applies(
+        CancelInvolution(),
+        model("agraph (bool[3] x) => (bool[3] y) { a = Not(x) b = Not(a) y = Not(b) }"),
+        ops=["Not"],
+    )
+    refuses(CancelInvolution(), model("agraph (float[3] x) => (float[3] y) { a = Neg(x) y = Abs(a) }"))
+
+
+CLIPS = [(-1.0, 1.0), (0.2, 5.0), (None, 0.5), (-0.5, None)]
+
+
+def bounds(source: str, **given: float | None):
+    """The model with bounds as constants; a bound of None is left out."""
+    return model(
+        source.format(**{k: '""' if v is None else k for k, v in given.items()}),
+        **{k: np.float32(v) for k, v in given.items() if v is not None},
+    )
+
+
+@pytest.mark.parametrize("first", CLIPS)
+@pytest.mark.parametrize("second", CLIPS)
+def test_clips(first, second):
+    source = "agraph (float[N,3] x) => (float[N,3] y) {{ r = Clip(x, {a}, {b}) y = Clip(r, {c}, {d}) }}"
+    applies(MergeClips(), bounds(source, a=first[0], b=first[1], c=second[0], d=second[1]), ops=["Clip"])
+
+
+@pytest.mark.parametrize("limits", CLIPS)
+def test_clip_and_relu(limits):
+    a, b = limits
+    before = "agraph (float[N,3] x) => (float[N,3] y) {{ r = Relu(x) y = Clip(r, {a}, {b}) }}"
+    after = "agraph (float[N,3] x) => (float[N,3] y) {{ r = Clip(x, {a}, {b}) y = Relu(r) }}"
+    applies(MergeReluIntoClip(), bounds(before, a=a, b=b), ops=["Clip"])
+    applies(MergeClipIntoRelu(), bounds(after, a=a, b=b), ops=["Clip"])
+
+
+def test_clip_with_bounds_the_wrong_way_round():
+    source = "agraph (float[3] x) => (float[3] y) {{ r = Clip(x, {a}, {b}) y = Relu(r) }}"
+    refuses(MergeClipIntoRelu(), bounds(source, a=2.0, b=1.0), "above")
+    source = "agraph (float[3] x, float c) => (float[3] y) {{ r = Clip(x, c) y = Relu(r) }}"
+    refuses(MergeClipIntoRelu(), bounds(source))
+
+
+def test_pad():
+    source = 'agraph (float[N,3] x) => (float[N,{n}] y) {{ a = Pad<mode="{mode}">(x, p) y = Relu(a) }}'
+    zero = np.zeros(4, np.int64)
+    for mode in ("constant", "reflect", "edge"):
+        applies(RemoveNoopPad(), model(source.format(n=3, mode=mode), p=zero), ops=["Relu"])
+    refuses(RemoveNoopPad(), model(source.format(n=4, mode="edge"), p=np.array([0, 0, 0, 1])), "it pads")
+    with_axes = "agraph (float[N,3] x) => (float[N,3] y) { a = Pad(x, p, v, i) y = Relu(a) }"
+    given = {"p": np.zeros(2, np.int64), "v": np.float32(1), "i": np.array([1])}
+    applies(RemoveNoopPad(), model(with_axes, **given), ops=["Relu"])
+
+
+def test_slice():
+    source = "agraph (float[N,3] x) => (float[N,{n}] y) {{ a = Slice(x, s, e, i) y = Relu(a) }}"
+
+    def sliced(s, e, i, n=3):
+        return model(source.format(n=n), s=np.array(s), e=np.array(e), i=np.array(i))
+
+    applies(RemoveNoopSlice(), sliced([0], [3], [1]), ops=["Relu"])
+    applies(RemoveNoopSlice(), sliced([-3], [99], [-1]), ops=["Relu"])
+    applies(RemoveNoopSlice(), sliced([0, 0], [2**63 - 1, 3], [0, 1]), ops=["Relu"])
+    refuses(RemoveNoopSlice(), sliced([0], [5], [0]), "an end")
+    refuses(RemoveNoopSlice(), sliced([1], [3], [1], 2), "a beginning")
+    refuses(RemoveNoopSlice(), sliced([-5], [2**31], [0]), "a beginning")
+    refuses(RemoveNoopSlice(), sliced([0], [-1], [1], 2), "an end")
+    stepped = "agraph (float[N,3] x) => (float[N,2] y) { y = Slice(x, s, e, i, t) }"
+    given = {"s": np.array([0]), "e": np.array([3]), "i": np.array([1]), "t": np.array([2])}
+    refuses(RemoveNoopSlice(), model(stepped, **given), "step")
+
+
+@pytest.mark.parametrize(
+    ("node", "shape", "given"),
+    [
+        ("Reshape(x, s)", "float[N,3]", {"s": [0, 3]}),
+        ("Reshape(x, s)", "float[2,3]", {"s": [-1, 3]}),
+        ("Reshape(x, s)", "float[2,3]", {"s": [2, 3]}),
+        ("Expand(x, s)", "float[N,3]", {"s": [1, 1]}),
+        ("Expand(x, s)", "float[2,3]", {"s": [3]}),
+        ("Tile(x, s)", "float[N,3]", {"s": [1, 1]}),
+        ("Flatten(x)", "float[2,3]", {}),
+        ("Squeeze(x)", "float[2,3]", {}),
+    ],
+)
+def test_reshape(node, shape, given):
+    source = f"agraph ({shape} x) => ({shape} y) {{ a = {node} y = Relu(a) }}"
+    applies(RemoveNoopReshape(), model(source, **{k: np.array(v) for k, v in given.items()}), ops=["Relu"])
+
+
+def test_reshape_that_does_something():
+    source = "agraph (float[N,M] x) => (float[M,N] y) { y = Reshape(x, s) }"
+    refuses(RemoveNoopReshape(), model(source, s=np.array([3, -1])), "changes, or is not known")
+    source = "agraph (float[N,1] x) => (float[N,3] y) { y = Expand(x, s) }"
+    refuses(RemoveNoopReshape(), model(source, s=np.array([1, 3])), "changes, or is not known")
+    source = "agraph (float[1,3] x, int64[2] s) => (float[a,b] y) { y = Expand(x, s) }"
+    refuses(RemoveNoopReshape(), model(source), "changes, or is not known")
+
+
+@pytest.mark.parametrize("node", ["Concat<axis=1>(x)", "Sum(x)", "Max(x)", "Min(x)", "Mean(x)"])
+def test_singleton(node):
+    source = f"agraph (float[N,3] x) => (float[N,3] y) {{ a = {node} y = Relu(a) }}"
+    applies(RemoveSingleton(), model(source), ops=["Relu"])
+
+
+def test_singleton_of_two():
+    refuses(RemoveSingleton(), model("agraph (float[3] x) => (float[6] y) { y = Concat<axis=0>(x, x) }"))
+
+
+def test_empty_parts():
+    source = "agraph (float[N,3] x, float[N,K] z) => (float[N,L] y) { y = Concat<axis=-1>(x, e, z, x) }"
+    applies(
+        RemoveEmptyParts(),
+        model(source.replace("N", "2").replace("K", "4").replace("L", "10"), e=np.zeros((2, 0), np.float32)),
+        ops=["Concat"],
+    )
+    refuses(RemoveEmptyParts(), model(source, e=np.zeros((2, 1), np.float32)))
+
+
+def test_common_subexpressions():
+    source = (
+        "agraph (float[N,3] x) => (float[N,4] y) "
+        "{ a = MatMul(x, w) b = MatMul(x, w) c = Relu(a) d = Neg(b) y = Add(c, d) }"
+    )
+    w = np.ones((3, 4), np.float32)
+    applies(MergeCommonSubexpressions(), model(source, w=w), ops=["Add", "MatMul", "Neg", "Relu"])
+    # Several outputs.
+    source = (
+        "agraph (float[N,4] x) => (float[N,2] y) "
+        "{ a, b = Split<axis=1, num_outputs=2>(x) c, d = Split<axis=1, num_outputs=2>(x) y = Add(a, d) }"
+    )
+    applies(MergeCommonSubexpressions(), model(source), ops=["Add", "Split"])
+    # Both are outputs of the graph.
+    source = "agraph (float[3] x) => (float[3] y, float[3] z) { y = Relu(x) z = Relu(x) }"
+    applies(MergeCommonSubexpressions(), model(source), ops=["Relu"])
+
+
+def test_common_subexpressions_that_differ():
+    for source in (
+        "agraph (float[3] x) => (float[3] y) { a = Relu(x) b = Neg(x) y = Add(a, b) }",
+        "agraph (float[3] x, float[3] z) => (float[3] y) { a = Sub(x, z) b = Sub(z, x) y = Add(a, b) }",
+        "agraph (float[3] x) => (float[3] y) "
+        "{ a = LeakyRelu<alpha=0.1>(x) b = LeakyRelu<alpha=0.2>(x) y = Add(a, b) }",
+        "agraph (float[3] x) => (float[3] y) "
+        "{ a = RandomNormalLike(x) b = RandomNormalLike(x) y = Add(a, b) }",
+    ):
+        refuses(MergeCommonSubexpressions(), model(source))
+
+
+def test_dimensions():
+    source = (
+        "agraph (float[N,3,4] x) => (int64[{n}] y) "
+        "{{ s = Shape(x) d = {node} e = Shape<start=0, end=1>(x) y = Concat<axis=0>(d, e) }}"
+    )
+    gathered = model(source.format(n=3, node="Gather(s, i)"), i=np.array([-1, 1]))
+    applies(FoldDimension(), gathered, ops=["Concat", "Shape"])
+    refuses(FoldDimension(), model(source.format(n=2, node="Gather(s, i)"), i=np.array([0])), "not a known")
+    given = {"b": np.array([1]), "e2": np.array([99])}
+    applies(
+        FoldDimensions(), model(source.format(n=3, node="Slice(s, b, e2)"), **given), ops=["Concat", "Shape"]
+    )
+    given = {"b": np.array([0]), "e2": np.array([2])}
+    refuses(FoldDimensions(), model(source.format(n=3, node="Slice(s, b, e2)"), **given), "not a known")
+
+
+def test_what_became_constant():
+    source = (
+        "agraph (float[N,3] x) => (float[N,3] y) "
+        "{ s = Shape(x) d = Gather(s, i) e = Mul(d, i) f = Cast<to=1>(e) y = Add(x, f) }"
+    )
+    state = RewriteState.start(
+        load(model(source, i=np.array(1))).graph, Library([FoldDimension(), FoldConstant()])
+    )
+    names = []
+    while state.candidates:
+        names.append(state.candidates[0].rule.name)
+        state = state.apply(state.candidates[0])
+    assert names == ["FoldDimension", "FoldConstant", "FoldConstant"]
+    assert [n.op for n in state.graph.nodes()] == ["Add"]
+    (add,) = state.graph.nodes()
+    const = state.graph.const(add.inputs[1])
+    assert const is not None
+    assert const.numpy().tolist() == 3.0
