@@ -1,7 +1,11 @@
 """The rule library: one module per family, rules and nothing else. `LIBRARY` holds them all."""
 
+from rewrite_rules import identity, transpose
 from xrlflow.rewrite import AnyRule
 
-LIBRARY: tuple[AnyRule, ...] = ()
+LIBRARY: tuple[AnyRule, ...] = (
+    *identity.RULES,
+    *transpose.RULES,
+)
 
 __all__ = ["LIBRARY"]

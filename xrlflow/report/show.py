@@ -10,6 +10,7 @@ from rich.table import Table
 
 from xrlflow.backends.results import SpeedUp
 from xrlflow.report.report import Report
+from xrlflow.verify import HEADERS, Verification
 
 _console = Console()
 
@@ -111,3 +112,14 @@ def bench(measured: Mapping[str, Any]) -> None:
     for key, value in measured.items():
         table.add_row(key, f"{value:.4g}" if isinstance(value, float) else str(value))
     _console.print(table)
+
+
+def verification(found: Verification) -> None:
+    """One row for each output, and the verdict."""
+    table = _grid(*HEADERS)
+    for output in found.outputs:
+        table.add_row(*output.row)
+    _console.print(table)
+    for note in found.notes:
+        _console.print(f"note: {note}", markup=False)
+    _console.print(found.message(), markup=False)

@@ -1,5 +1,6 @@
 """Search strategies over rewrite states and cost models."""
 
+from xrlflow.search.bodies import bodies, with_bodies
 from xrlflow.search.greedy import greedy
 from xrlflow.search.random import random_walk
 from xrlflow.search.result import (
@@ -9,25 +10,34 @@ from xrlflow.search.result import (
     Shortlist,
     Step,
     TraceError,
+    append,
     extend,
     replay,
     steps_of,
 )
+from xrlflow.search.select import Ratio, Selection, Trial, select
 from xrlflow.search.sweep import sweep
 from xrlflow.search.taso import taso
 
 __all__ = [
     "Found",
     "Limits",
+    "Ratio",
     "SearchResult",
+    "Selection",
     "Shortlist",
     "Step",
     "TraceError",
+    "Trial",
+    "append",
+    "bodies",
     "extend",
     "greedy",
     "random_walk",
     "replay",
+    "select",
     "steps_of",
     "sweep",
     "taso",
+    "with_bodies",
 ]

@@ -37,11 +37,15 @@ class Path:
         return tuple(reversed(found))
 
 
+def append(path: Path | None, step: Step) -> Path:
+    """The path with one more step."""
+    families = path.families if path is not None else frozenset()
+    return Path(step, path, families if step.family in families else families | {step.family})
+
+
 def extend(path: Path | None, match: Match, cost: float) -> Path:
     """The path with one more substitution."""
-    families = path.families if path is not None else frozenset()
-    step = Step(match.rule.name, match.rule.family, match.key, cost)
-    return Path(step, path, families if step.family in families else families | {step.family})
+    return append(path, Step(match.rule.name, match.rule.family, match.key, cost))
 
 
 def steps_of(path: Path | None) -> tuple[Step, ...]:

@@ -1,0 +1,752 @@
+"""The Python interface: where the parts are wired together by name."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rewrite_rules import LIBRARY
+from xrlflow.backends import BackendError, RepeatedComparison
+from xrlflow.backends.onnxruntime import default_threads, measure, measure_in_fresh_processes, open_model
+from xrlflow.backends.onnxruntime.session import ort_errors
+from xrlflow.backends.results import SpeedUp
+from xrlflow.cost import CostModel, Measured, Profiled, Roofline, calibrated
+from xrlflow.ir import Dim, Graph
+from xrlflow.onnxio import (
+    ImportedModel,
+    ModelError,
+    Source,
+    check_result,
+    load,
+    save,
+    save_original,
+    size_of,
+    to_proto,
+)
+from xrlflow.report import Listener, Report, operators
+from xrlflow.rewrite import Library, RewriteState
+from xrlflow.search import (
+    Found,
+    Limits,
+    Ratio,
+    SearchResult,
+    Selection,
+    Step,
+    TraceError,
+    append,
+    extend,
+    greedy,
+    random_walk,
+    replay,
+    select,
+    taso,
+    with_bodies,
+)
+from xrlflow.verify import (
+    NotASubstitution,
+    Reference,
+    Status,
+    Verification,
+    VerificationError,
+    blame,
+    feeds_for_measurement,
+    verify,
+)
+from xrlflow.verify.inputs import user_case
+
+if TYPE_CHECKING:
+    import onnx
+    import onnxruntime as ort
+
+SEARCHES = ("greedy", "taso", "random")
+COSTS = ("roofline", "profiled", "measured")
+
+# How the time limit is shared out: when searching, then selecting, must be over (parts of the limit).
+_SEARCH_UNTIL, _SELECT_UNTIL = 0.35, 0.7
+# Substitutions that the model sees as a loss of no more than this part of the cost are left to measurement.
+_TOLERANCE = 0.02
+# A result is shipped only if it is faster for sure: the interval's lower end is above this.
+_CLEARLY_FASTER = 1.0
+_FRESH_PROCESSES = 3
+
+
+class OptionError(ValueError):
+    """An argument that makes no sense; the message names it and what it may be."""
+
+
+class VerificationFailed(Exception):
+    """The result does not compute what the original does: it was not written."""
+
+
+# What the user can put right.
+UserError = (ModelError, BackendError, VerificationError, OptionError, TraceError)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Result:
+    """An optimised model, or the original if nothing better was found (`returned_original`).
+
+    `speedup` is measured: how many times faster than the original, median and 95% interval; None if not measured.
+    `trace` has the substitutions in order, those in control-flow bodies first.
+    """
+
+    report: Report
+    trace: tuple[Step, ...]
+    imported: ImportedModel
+    graph: Graph
+    source: Source
+    max_growth: float
+    opset: int | None
+    verification: Verification | None = None
+    selection: Selection | None = None
+
+    @property
+    def speedup(self) -> SpeedUp | None:
+        return self.report.speedup
+
+    @property
+    def returned_original(self) -> bool:
+        return self.report.returned_original
+
+    @property
+    def model(self) -> onnx.ModelProto:
+        """The result as one ModelProto. Raises ModelError if that would be over 2 GB."""
+        if not self.returned_original:
+            return to_proto(self.imported, self.graph, opset=self.opset)
+        import onnx
+
+        with tempfile.TemporaryDirectory() as folder:
+            path = os.path.join(folder, "original.onnx")
+            save_original(self.imported, path)
+            return onnx.load(path)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the result to a file, whole or not at all.
+
+        The original is written byte for byte, its external data beside it. Raises ModelError if the file cannot be
+        written.
+        """
+        if self.returned_original:
+            save_original(self.imported, path)
+        else:
+            save(self.imported, self.graph, path, opset=self.opset, max_growth=self.max_growth)
+
+    def save_trace(self, path: str | os.PathLike[str]) -> None:
+        """Write the substitutions as JSON, for `replay`."""
+        steps = [
+            {"rule": s.rule, "family": s.family, "at": list(s.key[1]), "cost": s.cost} for s in self.trace
+        ]
+        _write_text(path, json.dumps({"model": self.report.model, "steps": steps}, indent=1))
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What several strategies made of one model."""
+
+    reports: tuple[Report, ...]
+
+
+@dataclass(slots=True)
+class _Job:
+    """One optimisation while it runs."""
+
+    imported: ImportedModel
+    source: Source
+    search: str
+    cost_name: str
+    budget: int
+    alpha: float
+    seed: int
+    threads: int
+    session_options: Mapping[str, str] | ort.SessionOptions | None
+    begin: float
+    deadline: float
+    max_growth: float
+    folder: str
+    library: Library
+    listener: Listener | None
+    feeds: dict[str, Any] | None = None
+    phases: dict[str, float] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    body_steps: list[Step] = field(default_factory=list)
+    files: int = 0
+    reference: Reference | None = None
+
+    def until(self, part: float) -> float:
+        """The moment at which a part of the time limit is over."""
+        return self.begin + part * (self.deadline - self.begin)
+
+    def phase(self, name: str, since: float) -> None:
+        self.phases[name] = round(self.phases.get(name, 0.0) + time.monotonic() - since, 3)
+
+    def say(self, phase: str, done: int, total: int, note: str) -> None:
+        if self.listener is not None:
+            self.listener(phase, done, total, note)
+
+    @property
+    def original(self) -> str | bytes:
+        """The original as the runtime takes it."""
+        return _runnable(self.source)
+
+    def write(self, graph: Graph) -> str:
+        """A graph as a file in the job's folder, of whatever size."""
+        self.files += 1
+        path = os.path.join(self.folder, f"{self.files}.onnx")
+        save(self.imported, graph, path, max_growth=float("inf"))
+        return path
+
+    def remove(self, path: str) -> None:
+        for name in (path, f"{path}.data"):
+            if os.path.exists(name):
+                os.remove(name)
+
+    def fits(self, found: Found) -> bool:
+        """Whether the result would not be too large a file."""
+        size = self.imported.size
+        return size_of(self.imported, found.state.graph) <= max(self.max_growth * size, size + (1 << 16))
+
+
+def optimize(
+    model: Source,
+    *,
+    search: str = "taso",
+    cost: str = "profiled",
+    backend: str = "onnxruntime",
+    budget: int = 1000,
+    time_limit: float = 60.0,
+    alpha: float = 1.05,
+    shapes: Mapping[str, Sequence[int]] | None = None,
+    fix_shapes: bool = False,
+    threads: int | None = None,
+    session_options: Mapping[str, str] | ort.SessionOptions | None = None,
+    seed: int = 0,
+    measure: bool = True,
+    verify: bool = True,
+    inputs: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    max_growth: float = 1.2,
+    opset: int | None = None,
+    replay: str | os.PathLike[str] | None = None,
+    listener: Listener | None = None,
+) -> Result:
+    """Make a model faster.
+
+    `model`: a path, the bytes of a file, or a ModelProto. `search`: "greedy", "taso" or "random" (`budget` edits that
+    ignore the cost). `cost`: "roofline", "profiled" (operators measured alone) or "measured" (whole models, slow).
+    `time_limit`: seconds, covers everything. `shapes`: input name -> shape, for cost and measurement; with
+    `fix_shapes` also written into the model. `threads`: of the runtime, the physical cores by default. `inputs`: the
+    user's own, for verification and measurement. `measure=False` gives the best graph by modelled cost, never
+    run. `replay`: apply the substitutions of a trace instead of searching.
+
+    Raises ModelError, BackendError, VerificationError or OptionError for what the caller can put right, and
+    VerificationFailed if the result does not compute the same.
+    """
+    begin = time.monotonic()
+    _check_options(search, cost, backend, budget, time_limit, alpha, max_growth)
+    imported = load(model, shapes=shapes, fix_shapes=fix_shapes)
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="xrlflow-"))
+        job = _Job(
+            imported, model, search, cost, budget, alpha, seed, threads or default_threads(), session_options,
+            begin, begin + time_limit, max_growth, folder, Library(LIBRARY, backend=backend), listener,
+        )  # fmt: skip
+        job.phase("import", begin)
+        return _run(job, measure, verify, inputs, opset, replay)
+
+
+def _run(
+    job: _Job,
+    measuring: bool,
+    verifying: bool,
+    inputs: str | os.PathLike[str] | Mapping[str, Any] | None,
+    opset: int | None,
+    trace: str | os.PathLike[str] | None,
+) -> Result:
+    imported = job.imported
+    if inputs is not None:
+        job.feeds = dict(user_case(imported, inputs).feeds)
+    elif measuring or job.cost_name == "measured":
+        job.feeds = _feeds(job)
+    since = time.monotonic()
+    model = _cost_model(job)
+    base = _start(job, model)
+    job.phase("calibrate", since)
+
+    since = time.monotonic()
+    result = _replayed(job, base, trace) if trace is not None else _search(job, base)
+    job.phase("search", since)
+    if result.interrupted:
+        job.notes.append("interrupted: the best so far is kept")
+    if isinstance(model, Profiled):
+        job.notes.append(f"operators: {model.tally}")
+    proposals = [f for f in (result.best, *result.shortlist) if job.fits(f)]
+    if not job.fits(result.best):
+        job.notes.append(f"the best graph exceeds {job.max_growth:g} times the input's size (--max-growth)")
+
+    exporting = _runs_fewer(imported, base.state.graph)
+    selection: Selection | None = None
+    chosen: Found | None = None
+    if measuring and job.search != "random":
+        since = time.monotonic()
+        selection = _select(job, base, proposals, exporting)
+        chosen = selection.chosen
+        job.phase("select", since)
+    elif proposals and (job.search == "random" or proposals[0].cost < base.cost or exporting):
+        chosen = proposals[0]
+    if chosen is not None and chosen.path is None and not exporting and not job.body_steps:
+        chosen = None
+
+    verification: Verification | None = None
+    compared: RepeatedComparison | None = None
+    reason = "nothing measured faster" if measuring else "no cheaper graph was found"
+    if chosen is not None:
+        path = job.write(chosen.state.graph)
+        check_result(imported, chosen.state.graph)
+        if verifying:
+            since = time.monotonic()
+            verification = _verify(job, path, inputs)
+            job.phase("verify", since)
+            if verification.status is Status.FAILED:
+                raise VerificationFailed(_blame(job, base, chosen, verification, inputs))
+            if not verification.verified:
+                reason, chosen = f"the result cannot be verified: {verification.reason}", None
+        if measuring and chosen is not None:
+            since = time.monotonic()
+            compared = _final(job, path)
+            job.phase("measure", since)
+            if compared.speedup.low <= _CLEARLY_FASTER and job.search != "random":
+                reason, chosen = f"measured {compared.speedup}: not clearly faster", None
+            else:
+                reason = f"measured {compared.speedup}"
+        elif chosen is not None:
+            reason = "not measured" if job.search != "random" else "random edits"
+    return _result(job, base, chosen, result, verification, compared, selection, reason, opset)
+
+
+def _result(
+    job: _Job,
+    base: Found,
+    chosen: Found | None,
+    result: SearchResult,
+    verification: Verification | None,
+    compared: RepeatedComparison | None,
+    selection: Selection | None,
+    reason: str,
+    opset: int | None,
+) -> Result:
+    found = chosen if chosen is not None else base
+    steps = (*job.body_steps, *found.trace) if chosen is not None else ()
+    if compared is not None and compared.disturbed:
+        job.notes.append("other programs used the processor while the result was measured")
+    kept: RepeatedComparison | None = compared if chosen is not None else None
+    before = operators(base.state.graph)
+    after = operators(found.state.graph) if chosen is not None else before
+    nodes_after = sum(after.values()) if chosen is not None else job.imported.nodes_before
+    report = Report(
+        model=job.imported.name,
+        search=job.search,
+        cost_model=job.cost_name,
+        backend="onnxruntime",
+        threads=job.threads,
+        nodes_before=job.imported.nodes_before,
+        nodes_after=nodes_after,
+        operators_before=before,
+        operators_after=after,
+        substitutions=Counter(s.rule for s in steps),
+        cost_before=base.cost,
+        cost_after=found.cost,
+        expanded=result.expanded,
+        latency_before=compared.before if compared else None,
+        latency_after=(compared.after if kept else compared.before) if compared else None,
+        speedup=kept.speedup if kept else _unchanged(compared),
+        control=compared.control if compared else None,
+        verified=verification.verified if verification is not None else None,
+        max_error=_finite(verification.max_error) if verification is not None else None,
+        seconds=round(time.monotonic() - job.begin, 3),
+        phases=job.phases,
+        returned_original=chosen is None,
+        reason=reason,
+        notes=tuple(job.notes),
+    )
+    return Result(
+        report,
+        steps,
+        job.imported,
+        found.state.graph,
+        job.source,
+        job.max_growth,
+        opset,
+        verification,
+        selection,
+    )
+
+
+def _finite(x: float) -> float | None:
+    return x if math.isfinite(x) else None
+
+
+def _unchanged(compared: RepeatedComparison | None) -> SpeedUp | None:
+    """The original against itself is exactly as fast, whatever was measured of what was rejected."""
+    return SpeedUp(1.0, 1.0, 1.0) if compared is not None else None
+
+
+def _cost_model(job: _Job) -> CostModel:
+    bindings = _bindings(job)
+    machine = calibrated(job.threads)
+    if job.cost_name == "roofline":
+        return Roofline(machine, bindings)
+    if job.cost_name == "profiled":
+        return Profiled(
+            machine, bindings=bindings, time_budget=0.5 * (job.until(_SEARCH_UNTIL) - time.monotonic())
+        )
+    assert job.feeds is not None
+    return Measured(
+        lambda graph: to_proto(job.imported, graph).SerializeToString(),
+        job.feeds,
+        threads=job.threads,
+        session_options=job.session_options,
+    )
+
+
+def _bindings(job: _Job) -> dict[str, int]:
+    """Numbers for the symbols of the types: the user's, and those of the inputs that are measured with."""
+    bindings = dict(job.imported.bindings)
+    for value, name in zip(job.imported.graph.inputs, (i.name for i in job.imported.frame.graph.input)):
+        shape: tuple[Dim, ...] = job.imported.graph.type(value).shape or ()
+        array = (job.feeds or {}).get(name)
+        for dim, size in zip(shape, getattr(array, "shape", ())):
+            if isinstance(dim, str):
+                bindings.setdefault(dim, int(size))
+    return bindings
+
+
+def _start(job: _Job, model: CostModel) -> Found:
+    """The original's state, its control-flow bodies optimised."""
+
+    def improve(graph: Graph, label: str) -> Graph:
+        state = RewriteState.start(graph, job.library, model.delta)
+        limits = Limits(budget=job.budget, deadline=job.until(_SEARCH_UNTIL))
+        found = greedy(state, model.cost(graph), limits).best
+        job.body_steps.extend(found.trace)
+        return found.state.graph if found.path is not None else graph
+
+    graph = job.imported.graph
+    if job.search != "random" and job.cost_name != "measured":
+        graph = with_bodies(graph, improve)
+    return Found(RewriteState.start(graph, job.library, model.delta), None, model.cost(graph))
+
+
+def _search(job: _Job, base: Found) -> SearchResult:
+    limits = Limits(job.budget, job.until(_SEARCH_UNTIL))
+    if job.search == "random":
+        limits.deadline = job.deadline
+    limits.progress = lambda done, best: job.say(
+        "search", done, job.budget, f"{best / base.cost:.3f} of the cost"
+    )
+    if job.search == "greedy":
+        return greedy(base.state, base.cost, limits)
+    if job.search == "random":
+        return random_walk(base.state, base.cost, limits, job.seed)
+    return taso(base.state, base.cost, limits, job.alpha)
+
+
+def _replayed(job: _Job, base: Found, trace: str | os.PathLike[str]) -> SearchResult:
+    steps = _read_trace(trace)
+    steps = steps[len(job.body_steps) :]  # those in bodies were made again by the same search
+    state, path, cost = base.state, None, base.cost
+    for step, successor in zip(steps, replay(base.state, steps)):
+        match = state.find(step.key)
+        assert match is not None
+        cost += match.delta
+        path = extend(path, match, cost)
+        state = successor
+    found = Found(state, path, cost)
+    return SearchResult(found, (found,), len(steps), len(steps), 0.0, False)
+
+
+def _runs_fewer(imported: ImportedModel, graph: Graph) -> bool:
+    """Whether reading the file alone (folding, dead nodes) leaves fewer operators to run."""
+    return sum(operators(graph).values()) < imported.nodes_before
+
+
+def _feeds(job: _Job) -> dict[str, Any]:
+    """Inputs to measure with, on which the original runs."""
+    with open_model(job.original, threads=job.threads, session_options=job.session_options) as opened:
+        failures: tuple[type[Exception], ...] = (BackendError, *ort_errors())
+
+        def runs(feeds: Mapping[str, Any]) -> bool:
+            try:
+                opened.run(feeds)
+            except failures:
+                return False
+            return True
+
+        return feeds_for_measurement(job.imported, job.seed, runs)
+
+
+def _select(job: _Job, base: Found, proposals: Sequence[Found], exporting: bool) -> Selection:
+    """What runs fastest end to end, among the search's proposals and sweeps of single rules."""
+    deadline = job.until(_SELECT_UNTIL)
+    improving = [f for f in proposals if f.path is not None or exporting or job.body_steps]
+    trials = 0
+
+    def compare(against: Found | None, found: Found) -> Ratio:
+        nonlocal trials
+        trials += 1
+        job.say("select", trials, 0, "measuring whole models")
+        old = job.original if against is None else job.write(against.state.graph)
+        new = job.write(found.state.graph)
+        left = max(0.5, deadline - time.monotonic())
+        assert job.feeds is not None
+        measured = measure(
+            [old, new], job.feeds, threads=job.threads, time_limit=min(6.0, left), target_width=0.02, control=False,
+            session_options=job.session_options,
+        )  # fmt: skip
+        for path in (old, new):
+            if isinstance(path, str) and path.startswith(job.folder):
+                job.remove(path)
+        return Ratio(measured.speedup.median, measured.speedup.low, measured.speedup.high)
+
+    def polish(found: Found) -> Found:
+        families = found.families | _TIDYING
+        state = RewriteState.start(found.state.graph, job.library.only(families), found.state.delta)
+        better = greedy(state, found.cost, Limits(job.budget, deadline)).best
+        if better.path is None:
+            return found
+        full = RewriteState.start(better.state.graph, job.library, found.state.delta)
+        path = found.path
+        for step in better.trace:
+            path = append(path, step)
+        return replace(better, state=full, path=path)
+
+    fitting = [f for f in improving if job.fits(f)]
+    return select(base, fitting, compare, polish, deadline, _TOLERANCE)
+
+
+# Families whose substitutions clear away what others leave behind.
+_TIDYING = frozenset({"identity", "reshape", "slices", "transpose"})
+
+
+def _final(job: _Job, path: str) -> RepeatedComparison:
+    """The figure that is reported: in fresh processes."""
+    assert job.feeds is not None
+    old = job.original
+    if isinstance(old, bytes):
+        file = os.path.join(job.folder, "original.onnx")
+        Path(file).write_bytes(old)
+        old = file
+    job.say("measure", 0, 0, "in fresh processes")
+    left = max(3.0, job.deadline - time.monotonic())
+    return measure_in_fresh_processes(
+        old, path, job.feeds, pairs=_FRESH_PROCESSES, threads=job.threads, time_limit=left,
+        session_options=job.session_options,
+    )  # fmt: skip
+
+
+def _verify(job: _Job, path: str, inputs: str | os.PathLike[str] | Mapping[str, Any] | None) -> Verification:
+    job.say("verify", 0, 0, "on random inputs")
+    if job.reference is None:
+        job.reference = Reference.of(
+            job.original, imported=job.imported, inputs=inputs, seed=job.seed, threads=job.threads,
+            session_options=job.session_options,
+        )  # fmt: skip
+    return job.reference.check(path)
+
+
+def _blame(
+    job: _Job,
+    base: Found,
+    chosen: Found,
+    failed: Verification,
+    inputs: str | os.PathLike[str] | Mapping[str, Any] | None,
+) -> str:
+    """A message that names the substitution that broke the model."""
+    states = [base.state, *replay(base.state, chosen.trace)]
+
+    def right(path: str) -> bool:
+        return _verify(job, path, inputs).verified
+
+    try:
+        index = blame(lambda k: job.write(states[k].graph), len(chosen.trace), right)
+        culprit = f"{chosen.trace[index].rule} (step {index + 1} of {len(chosen.trace)})"
+    except NotASubstitution as error:
+        culprit = str(error)
+    return f"{job.imported.name}: nothing was written: {failed.message(culprit)}"
+
+
+def _check_options(
+    search: str, cost: str, backend: str, budget: int, time_limit: float, alpha: float, max_growth: float
+) -> None:
+    if search not in SEARCHES:
+        raise OptionError(f"search {search!r} is not known: choose one of {', '.join(SEARCHES)}")
+    if cost not in COSTS:
+        raise OptionError(f"cost {cost!r} is not known: choose one of {', '.join(COSTS)}")
+    if backend != "onnxruntime":
+        raise OptionError(f"backend {backend!r} is not known: only onnxruntime is, for now")
+    if budget < 0:
+        raise OptionError(f"budget {budget} is negative")
+    if time_limit <= 0:
+        raise OptionError(f"time_limit {time_limit:g} is not positive: give seconds")
+    if alpha < 1:
+        raise OptionError(
+            f"alpha {alpha:g} is below 1: TASO keeps graphs that cost up to alpha times the best"
+        )
+    if max_growth <= 0:
+        raise OptionError(f"max_growth {max_growth:g} is not positive: give sizes of the input, such as 1.2")
+
+
+def compare(
+    model: Source,
+    *,
+    searches: Sequence[str] = SEARCHES,
+    **options: Any,
+) -> Comparison:
+    """Optimise with each of several strategies; `options` are those of `optimize`. Raises what it raises."""
+    return Comparison(tuple(optimize(model, search=search, **options).report for search in searches))
+
+
+def list_rules() -> list[dict[str, Any]]:
+    """The library: name, family, equation, backend, proof, assumption of each rule."""
+    return [
+        {
+            "name": r.name,
+            "family": r.family,
+            "equation": r.equation,
+            "backend": r.backend,
+            "proof": r.proof,
+            "assumes": r.assumes,
+        }
+        for r in LIBRARY
+    ]
+
+
+def rule_stats(model: Source) -> list[dict[str, Any]]:
+    """What the rules find in a model: admitted matches, refusals by reason (near misses), milliseconds."""
+    library = Library(LIBRARY, timed=True)
+    RewriteState.start(load(model).graph, library, Roofline().delta)
+    rows = []
+    for row in list_rules():
+        stats = library.stats.get(row["name"])
+        if stats is not None:
+            found = {
+                "matched": stats.matched,
+                "admitted": stats.admitted,
+                "refused": dict(stats.refused.most_common()),
+                "ms": stats.seconds * 1e3,
+            }
+            rows.append(row | found)
+    return sorted(rows, key=lambda r: -r["ms"])
+
+
+def verify_files(
+    original: Source,
+    new: Source,
+    *,
+    shapes: Mapping[str, Sequence[int]] | None = None,
+    inputs: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    seed: int = 0,
+) -> Verification:
+    """Whether two models compute the same. Raises ModelError, BackendError, VerificationError."""
+    load(new)  # says what is wrong with the file
+    return verify(
+        _runnable(original), _runnable(new), imported=load(original, shapes=shapes), inputs=inputs, seed=seed
+    )
+
+
+def bench(
+    model: Source,
+    against: Source | None = None,
+    *,
+    shapes: Mapping[str, Sequence[int]] | None = None,
+    threads: int | None = None,
+    time_limit: float = 20.0,
+    inputs: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Latency of a model in milliseconds, and how many times faster it is than `against`.
+
+    Without `against` it is measured against itself, which shows how far the machine can be trusted.
+    """
+    imported = load(model, shapes=shapes)
+    with tempfile.TemporaryDirectory(prefix="xrlflow-") as folder:
+        now = time.monotonic()
+        job = _Job(
+            imported, model, "greedy", "roofline", 0, 1.0, seed, threads or default_threads(), None,
+            now, now + time_limit, 1.0, folder, Library(()), None,
+        )  # fmt: skip
+        feeds = dict(user_case(imported, inputs).feeds) if inputs is not None else _feeds(job)
+        baseline = _runnable(against) if against is not None else job.original
+        measured = measure([baseline, job.original], feeds, threads=job.threads, time_limit=time_limit)
+    before, after = measured.latencies[0], measured.latencies[1]
+    return {
+        "model": imported.name,
+        "latency_ms": after.median_ms,
+        "latency_p10_ms": after.p10_ms,
+        "latency_p90_ms": after.p90_ms,
+        "against": str(against) if against is not None else "itself",
+        "against_ms": before.median_ms,
+        "speedup": measured.speedup.median,
+        "speedup_low": measured.speedup.low,
+        "speedup_high": measured.speedup.high,
+        "control_low": measured.control.low if measured.control else None,
+        "control_high": measured.control.high if measured.control else None,
+        "samples": measured.samples,
+        "threads": measured.threads,
+        "disturbed": measured.load.disturbed,
+    }
+
+
+def check_writable(path: str | os.PathLike[str]) -> None:
+    """Raises ModelError at once if a result could not be written there in the end."""
+    target = Path(path)
+    folder = target.parent
+    if target.is_dir():
+        raise ModelError(f"{target}: is a folder: name the file to write")
+    if not folder.is_dir():
+        raise ModelError(f"{target}: there is no folder {folder}: create it first")
+    try:
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=f".{target.name}."):
+            pass
+    except OSError as error:
+        raise ModelError(f"{target}: cannot be written ({error.strerror}): choose another output") from error
+
+
+def _runnable(source: Source) -> str | bytes:
+    """A model as the runtime takes it."""
+    if isinstance(source, bytes):
+        return source
+    if isinstance(source, (str, os.PathLike)):
+        return os.fspath(source)
+    serialized: bytes = source.SerializeToString()
+    return serialized
+
+
+def _read_trace(path: str | os.PathLike[str]) -> tuple[Step, ...]:
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+        return tuple(
+            Step(s["rule"], s["family"], (s["rule"], tuple(s["at"])), s["cost"]) for s in data["steps"]
+        )
+    except FileNotFoundError as error:
+        raise OptionError(f"{path}: there is no such trace: check the path") from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise OptionError(f"{path}: not a trace of xrlflow ({error}): write one with --trace") from error
+
+
+def _write_text(path: str | os.PathLike[str], content: str) -> None:
+    target = Path(path)
+    temporary = target.with_name(f".{target.name}.part")
+    try:
+        temporary.write_text(content, encoding="utf-8")
+        os.replace(temporary, target)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise ModelError(f"{target}: cannot be written ({error.strerror}): choose another file") from error
