@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tests.cost.graphs import Builder, random_edit, random_graph, t
-from xrlflow.cost.alone import Sample, time_node
+from xrlflow.cost.alone import Sample, Sentinel, time_node
 from xrlflow.cost.database import Database
 from xrlflow.cost.machine import Machine
 from xrlflow.cost.profiled import Profiled
@@ -24,6 +24,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def profiled(path: Path, **options: object) -> Profiled:
+    options.setdefault("is_quiet", lambda: True)
     return Profiled(MACHINE, database=Database(path), per_operator=0.001, **options)  # type: ignore[arg-type]
 
 
@@ -78,6 +79,7 @@ def test_thread_counts_are_measured_apart(path: Path) -> None:
         Machine(**{f: getattr(MACHINE, f) for f in Machine.__dataclass_fields__} | {"threads": 1}),
         database=Database(path),
         per_operator=0.001,
+        is_quiet=lambda: True,
     )
     other.cost(graph)
     assert (other.tally.measured, other.tally.remembered) == (1, 0)
@@ -159,6 +161,35 @@ def test_when_the_time_is_over_the_rest_is_modelled(path: Path) -> None:
     model = profiled(path, time_budget=0.0)
     model.cost(MEASURED["product"])
     assert (model.tally.remembered, model.tally.modelled.total()) == (1, 0)
+
+
+def test_what_was_measured_beside_others_is_repeated_and_not_kept(path: Path) -> None:
+    answers = iter([False, False, False, True, False, True, True, True])
+    model = profiled(path, is_quiet=lambda: next(answers))
+    model.cost(MEASURED["mask"])  # three attempts, then what a call takes: quiet at once
+    assert (model.tally.measured, model.tally.disturbed) == (1, 1)
+    assert "others used the processors" in str(model.tally)
+    again = profiled(path)
+    again.cost(MEASURED["mask"])
+    assert (again.tally.measured, again.tally.disturbed, again.tally.remembered) == (1, 0, 0)
+
+
+def test_the_sentinel_judges_by_the_best_time_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    sentinel = Sentinel(1)
+    now = 0.0
+    lap = 1e-9  # shorter than any real one
+
+    def clock() -> float:
+        nonlocal now
+        now += lap
+        return now
+
+    monkeypatch.setattr("xrlflow.cost.alone.time.perf_counter", clock)
+    assert sentinel.is_quiet()
+    lap = 2e-9
+    assert not sentinel.is_quiet()
+    lap = 1.1e-9
+    assert sentinel.is_quiet()
 
 
 def test_a_body_is_the_sum_of_its_nodes(path: Path) -> None:

@@ -27,6 +27,12 @@ def test_the_model_is_valid_and_holds_the_constants() -> None:
     assert list(both.graph.node[1].input) == [input_name(y), "", input_name(x)]
 
 
+def test_a_scalar_stays_a_scalar() -> None:
+    node = Node("Gather", (Value(1), Value(2)), (Value(3),), (TensorType(DType.FLOAT, (3,)),))
+    model = onnx.load_from_string(model_of([node], {Value(1): FLOAT}, {Value(2): np.array(1)}, [Value(3)]))
+    assert list(model.graph.initializer[0].dims) == []
+
+
 def test_other_domains_are_imported() -> None:
     node = Node("com.microsoft::Gelu", (Value(1),), (Value(2),), (FLOAT,), Attrs({}))
     model = onnx.load_from_string(model_of([node], {Value(1): FLOAT}, {}, [Value(2)]))

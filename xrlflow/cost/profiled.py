@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import numpy.typing as npt
 
 from xrlflow.backends.protocol import BackendError
-from xrlflow.cost.alone import Sample, call_seconds, is_bound, time_node
+from xrlflow.cost.alone import Sample, Sentinel, call_seconds, is_bound, time_node
 from xrlflow.cost.calibrate import runtime
 from xrlflow.cost.database import Database, Subject
 from xrlflow.cost.machine import Machine, cpu_name
@@ -24,25 +24,35 @@ from xrlflow.ops.work import Kind, bodies, dimensions, work
 
 _CONVOLUTIONS = frozenset({Kind.CONV, Kind.GROUPED_CONV, Kind.DEPTHWISE_CONV})
 _CALL = "(session call)"
+_ATTEMPTS = 3
 # Operators whose time depends on the value of a float constant.
 _BY_VALUE = frozenset({"Pow"})
 
 
 @dataclass(slots=True)
 class Tally:
-    """Where prices came from. `modelled` counts, by reason, operators that could not be measured alone."""
+    """Where prices came from.
+
+    `measured` in this process, of them `disturbed` while others used the processors (not kept on disk); `remembered`
+    from the database; `modelled`: by reason, operators that could not be measured alone. `seconds`: spent measuring.
+    """
 
     measured: int = 0
+    disturbed: int = 0
     remembered: int = 0
     seconds: float = 0.0
     modelled: Counter[str] = field(default_factory=Counter)
 
     def __str__(self) -> str:
-        missed = ", ".join(f"{n} {why}" for why, n in self.modelled.most_common())
         text = (
             f"{self.measured} operators measured in {self.seconds:.1f} s, {self.remembered} from the database"
         )
-        return f"{text}, {self.modelled.total()} modelled ({missed})" if missed else text
+        if self.disturbed:
+            text += f"; {self.disturbed} measured while others used the processors"
+        if self.modelled:
+            missed = ", ".join(f"{n} {why}" for why, n in self.modelled.most_common())
+            text += f"; {self.modelled.total()} modelled ({missed})"
+        return text
 
 
 class Profiled(AdditiveCost):
@@ -60,11 +70,14 @@ class Profiled(AdditiveCost):
         bindings: Mapping[str, int] | None = None,
         time_budget: float | None = None,
         per_operator: float = 0.03,
+        is_quiet: Callable[[], bool] | None = None,
     ) -> None:
         """`machine` gives the thread count, and prices what cannot be measured.
 
         `time_budget`: seconds for measuring in all, after which new operators are modelled (None: no limit);
-        `per_operator`: seconds of timing for each, besides making its session.
+        `per_operator`: seconds of timing for each, besides making its session. `is_quiet` says whether the
+        processors are ours; asked before and after a measurement, which is repeated up to twice if they are not
+        (None: a `Sentinel`).
         """
         super().__init__(bindings)
         self.machine = machine
@@ -74,6 +87,7 @@ class Profiled(AdditiveCost):
         self.tally = Tally()
         self._fallback = Roofline(machine, bindings)
         self._device, self._runtime = cpu_name(), runtime()
+        self._is_quiet = is_quiet
         self._call: float | None = None
 
     @property
@@ -124,14 +138,16 @@ class Profiled(AdditiveCost):
             return None
         started = time.perf_counter()
         try:
-            sample = time_node(
-                node,
-                in_types,
-                known,
-                threads=self.machine.threads,
-                time_limit=self.per_operator,
-                bindings=self.bindings,
-                kernel_only=kind in _CONVOLUTIONS,
+            sample, quiet = self._measure(
+                lambda: time_node(
+                    node,
+                    in_types,
+                    known,
+                    threads=self.machine.threads,
+                    time_limit=self.per_operator,
+                    bindings=self.bindings,
+                    kernel_only=kind in _CONVOLUTIONS,
+                )
             )
         except (NotAlone, BackendError):
             self.tally.modelled[f"{node.op} that does not run alone"] += 1
@@ -139,16 +155,32 @@ class Profiled(AdditiveCost):
         finally:
             self.tally.seconds += time.perf_counter() - started
         self.tally.measured += 1
-        self.database.put(subject, sample)
+        if quiet:
+            self.database.put(subject, sample)
+        else:
+            self.tally.disturbed += 1
         return sample
+
+    def _measure(self, once: Callable[[], Sample]) -> tuple[Sample, bool]:
+        """A sample, and whether it was taken in quiet: the first one that was, or the shortest of three."""
+        if self._is_quiet is None:
+            self._is_quiet = Sentinel(self.machine.threads).is_quiet
+        samples: list[Sample] = []
+        for _ in range(_ATTEMPTS):
+            before = self._is_quiet()
+            samples.append(once())
+            if before and self._is_quiet():
+                return samples[-1], True
+        return min(samples, key=lambda s: s.median), False
 
     def _call_seconds(self) -> float:
         if self._call is None:
             subject = Subject(self._device, self._runtime, self.machine.threads, _CALL, "", "")
             sample = self.database.get(subject)
             if sample is None:
-                sample = call_seconds(self.machine.threads)
-                self.database.put(subject, sample)
+                sample, quiet = self._measure(lambda: call_seconds(self.machine.threads))
+                if quiet:
+                    self.database.put(subject, sample)
             self._call = sample.median
         return self._call
 

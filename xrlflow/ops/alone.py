@@ -47,7 +47,7 @@ def model_of(
         "alone",
         [onnx.helper.make_value_info(input_name(v), type_proto(t)) for v, t in inputs.items()],
         [onnx.helper.make_value_info(input_name(v), made[v]) for v in outputs],
-        [onnx.numpy_helper.from_array(np.ascontiguousarray(a), input_name(v)) for v, a in consts.items()],
+        [onnx.numpy_helper.from_array(np.asarray(a, order="C"), input_name(v)) for v, a in consts.items()],
     )
     model = onnx.helper.make_model(graph, opset_imports=imports, ir_version=IR_VERSION)
     serialized: bytes = model.SerializeToString()
