@@ -298,6 +298,8 @@ def _run(
         since = time.monotonic()
         selection = _select(job, base, proposals, exporting)
         chosen = selection.chosen
+        if selection.interrupted:
+            job.notes.append("interrupted while whole models were compared: the best so far is kept")
         job.phase("select", since)
     elif proposals and (job.search == "random" or proposals[0].cost < base.cost or exporting):
         chosen = proposals[0]

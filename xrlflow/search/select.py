@@ -44,6 +44,7 @@ class Selection:
 
     chosen: Found | None
     trials: tuple[Trial, ...]
+    interrupted: bool = False
 
 
 def sweeping_rules(found: Found, at_most: float) -> list[str]:
@@ -85,38 +86,42 @@ def select(
         return time.monotonic() < deadline
 
     promising: list[tuple[float, Found, str]] = []
+    current: Found | None = None
+    interrupted = False
     at_most = tolerance * base.cost
-    for found, name in _first_round(base, proposals, polish, at_most, deadline):
-        if found.state.fingerprint in seen:
-            continue
-        seen.add(found.state.fingerprint)
-        ratio = attempt(found, name, None, "the original")
-        if ratio.low > 1.0:
-            promising.append((ratio.median, found, name))
-        if not left():
-            break
-    if not promising:
-        return Selection(None, tuple(trials))
-    promising.sort(key=lambda p: -p[0])
-    _, current, current_name = promising[0]
-    for _, other, name in promising[1:]:
-        # Add what the other does and the current does not, rule by rule.
-        rules = [
-            r for r in dict.fromkeys(s.rule for s in other.trace) if r not in {s.rule for s in current.trace}
-        ]
-        if not rules or not left():
-            continue
-        combined = current
-        for rule in rules:
-            combined = sweep(combined, rule, Limits(deadline=deadline), at_most)
-        combined = polish(combined)
-        if combined.state.fingerprint in seen:
-            continue
-        seen.add(combined.state.fingerprint)
-        ratio = attempt(combined, f"{current_name} + {name}", current, current_name)
-        if ratio.low > 1.0:
-            current, current_name = combined, f"{current_name} + {name}"
-    return Selection(current, tuple(trials))
+    try:
+        for found, name in _first_round(base, proposals, polish, at_most, deadline):
+            if found.state.fingerprint in seen:
+                continue
+            seen.add(found.state.fingerprint)
+            ratio = attempt(found, name, None, "the original")
+            if ratio.low > 1.0:
+                promising.append((ratio.median, found, name))
+            if not left():
+                break
+        promising.sort(key=lambda p: -p[0])
+        current, current_name = (promising[0][1], promising[0][2]) if promising else (None, "")
+        for _, other, name in promising[1:]:
+            # Add what the other does and the current does not, rule by rule.
+            assert current is not None
+            done = {s.rule for s in current.trace}
+            combined = current
+            for rule in dict.fromkeys(s.rule for s in other.trace if s.rule not in done):
+                combined = sweep(combined, rule, Limits(deadline=deadline), at_most)
+            combined = polish(combined)
+            if combined.state.fingerprint in seen:
+                continue
+            if not left():
+                break
+            seen.add(combined.state.fingerprint)
+            ratio = attempt(combined, f"{current_name} + {name}", current, current_name)
+            if ratio.low > 1.0:
+                current, current_name = combined, f"{current_name} + {name}"
+    except KeyboardInterrupt:  # keep the best so far
+        interrupted = True
+        if current is None and promising:
+            current = max(promising, key=lambda p: p[0])[1]
+    return Selection(current, tuple(trials), interrupted)
 
 
 def _first_round(

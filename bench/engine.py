@@ -1,0 +1,138 @@
+"""How fast the rewrite engine is, with the whole rule library: `python bench/engine.py [--json]`.
+
+Uniformly random moves on BERT, ResNeXt and NasNet graphs of about 1,000 and 10,000 nodes. A move is `apply`: the
+successor graph, and its candidates refreshed, conditions and the roofline's delta of each new candidate included.
+Also a first full match from scratch, and the memory of 100 retained successors of a 1,000-node graph.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import random
+import statistics
+import time
+import tracemalloc
+from collections.abc import Iterator
+
+import models
+from rewrite_rules import LIBRARY
+from xrlflow.cost import Roofline
+from xrlflow.ir import Graph
+from xrlflow.onnxio import load
+from xrlflow.rewrite import Library, RewriteState
+
+NETWORKS = {
+    "bert": {"width": 64},
+    "resnext50": {"width": 8, "image": 32},
+    "nasnet-a": {"width": 8, "image": 32},
+}
+
+
+def graph(name: str, nodes: int) -> Graph:
+    """A graph of about so many nodes that run."""
+    low, high = models.build(name, depth=3, **NETWORKS[name]), models.build(name, depth=6, **NETWORKS[name])
+    per_layer = (len(high.graph.node) - len(low.graph.node)) / 3
+    depth = max(1, round(3 + (nodes - len(low.graph.node)) / per_layer))
+    return load(models.build(name, depth=depth, **NETWORKS[name])).graph
+
+
+def first_match(start: Graph, library: Library, repeats: int = 5) -> list[float]:
+    """Seconds of matching a whole graph, conditions included."""
+    seconds = []
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        RewriteState.start(start, library)
+        seconds.append(time.perf_counter() - begin)
+    return seconds
+
+
+def moves(start: Graph, library: Library, count: int, seed: int) -> Iterator[float]:
+    """Seconds of each of `count` uniformly random moves; a walk starts afresh every 50 moves."""
+    rng = random.Random(seed)
+    delta = Roofline().delta
+    first = RewriteState.start(start, library, delta)
+    state = first
+    for index in range(count):
+        if index % 50 == 0:
+            state = first
+        candidates = state.candidates
+        if not candidates:
+            state = first
+            continue
+        match = rng.choice(candidates)
+        begin = time.perf_counter()
+        state = state.apply(match)
+        yield time.perf_counter() - begin
+
+
+def retained_kb(start: Graph, library: Library, count: int = 100) -> float:
+    """KiB of each of `count` successors that are kept, candidates and all."""
+    state = RewriteState.start(start, library, Roofline().delta)
+    rng = random.Random(0)
+    chosen = rng.choices(state.candidates, k=count)
+    for match in chosen:  # what is remembered once for all is not the successors'
+        state.apply(match)
+    gc.collect()
+    tracemalloc.start()
+    before = tracemalloc.get_traced_memory()[0]
+    kept = [state.apply(match) for match in chosen]
+    gc.collect()
+    used = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    return used / len(kept) / 1024
+
+
+def p95(values: list[float]) -> float:
+    return sorted(values)[int(0.95 * (len(values) - 1))]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", action="store_true", help="print one object")
+    parser.add_argument("--moves", type=int, default=300, help="random moves on each graph")
+    arguments = parser.parse_args()
+    library = Library(LIBRARY)
+    result: dict[str, float | dict[str, dict[str, float]]] = {}
+    rows: dict[str, dict[str, float]] = {}
+    kilobytes: list[float] = []
+    matching: list[float] = []
+    for size, label in ((1_000, "1k"), (10_000, "10k")):
+        pooled: list[float] = []
+        for name in NETWORKS:
+            start = graph(name, size)
+            times = first_match(start, library)
+            taken = list(moves(start, library, arguments.moves, seed=0))
+            pooled += taken
+            candidates = RewriteState.start(start, library).count
+            rows[f"{name} {label}"] = {
+                "nodes": start.node_count,
+                "candidates": candidates,
+                "match_s": statistics.median(times),
+                "apply_ms": statistics.median(taken) * 1e3,
+                "apply_p95_ms": p95(taken) * 1e3,
+            }
+            if label == "1k":
+                kilobytes.append(retained_kb(start, library))
+                rows[f"{name} {label}"]["state_kb"] = kilobytes[-1]
+            else:
+                matching.append(statistics.median(times))
+        result[f"apply_ms_{label}"] = statistics.median(pooled) * 1e3
+        result[f"apply_p95_ms_{label}"] = p95(pooled) * 1e3
+    result["match_s_10k"] = max(matching)
+    result["state_kb_1k"] = max(kilobytes)
+    result["rules"] = len(library.rules)
+    result["networks"] = rows
+    if arguments.json:
+        print(json.dumps(result, indent=2))
+        return
+    for name, row in rows.items():
+        print(f"{name:16}", "  ".join(f"{k} {v:.3f}" if v < 1000 else f"{k} {v:.0f}" for k, v in row.items()))
+    for key, value in result.items():
+        if key != "networks":
+            print(f"{key:20} {value:.3f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,185 @@
+"""Strategies on small graphs whose best rewriting is known."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import onnx
+import pytest
+
+from tests.rewrite.test_engine import layered
+from tests.rewrite.toy import TOY, CancelTransposes, Collect, Distribute, PushTransposeThroughRelu
+from tests.rules.harness import model
+from xrlflow.ir import Edit, Graph
+from xrlflow.onnxio import load
+from xrlflow.rewrite import AnyRule, Library, RewriteState
+from xrlflow.search import Found, Limits, Ratio, extend, greedy, random_walk, replay, select, sweep, taso
+from xrlflow.search.select import sweeping_rules
+
+
+class Weighted:
+    """A cost model for tests: a price for each operator."""
+
+    def __init__(self, **prices: float) -> None:
+        self.prices = prices
+
+    def cost(self, graph: Graph) -> float:
+        return sum(self.prices.get(n.op, 1.0) for n in graph.nodes() if not n.const)
+
+    def delta(self, graph: Graph, edit: Edit) -> float:
+        new = [n for _, n in edit.rewired] + list(edit.added)
+        old = [n for n, _ in edit.rewired] + list(edit.removed)
+        return sum(self.prices.get(n.op, 1.0) for n in new if not n.const) - sum(
+            self.prices.get(n.op, 1.0) for n in old if not n.const
+        )
+
+
+def start(proto: onnx.ModelProto, rules: tuple[AnyRule, ...], cost: Weighted) -> Found:
+    graph = load(proto).graph
+    return Found(RewriteState.start(graph, Library(rules), cost.delta), None, cost.cost(graph))
+
+
+def valley() -> onnx.ModelProto:
+    """transpose, relu, transpose: the relu must be passed (no gain) before the transposes cancel."""
+    return model(
+        "agraph (float[2,3,4] x) => (float[2,3,4] y) {"
+        " a = Transpose<perm=[0,2,1]>(x)\n b = Relu(a)\n y = Transpose<perm=[0,2,1]>(b) }"
+    )
+
+
+RULES = (CancelTransposes(), PushTransposeThroughRelu())
+
+
+def test_greedy_stops_where_nothing_gains() -> None:
+    base = start(valley(), RULES, Weighted())
+    result = greedy(base.state, base.cost, Limits())
+    assert result.best.cost == base.cost
+    assert result.best.trace == ()
+
+
+def test_taso_passes_through_a_graph_that_is_no_better() -> None:
+    base = start(valley(), RULES, Weighted())
+    result = taso(base.state, base.cost, Limits(), alpha=1.05)
+    assert [s.rule for s in result.best.trace] == ["PushTransposeThroughRelu", "CancelTransposes"]
+    assert result.best.cost == 1.0
+    assert result.best.cost == Weighted().cost(result.best.state.graph)
+
+
+def test_taso_does_not_pass_what_alpha_forbids() -> None:
+    base = start(valley(), RULES, Weighted())
+    assert taso(base.state, base.cost, Limits(), alpha=1.0).best.cost == base.cost
+
+
+def test_greedy_takes_what_gains() -> None:
+    proto = model(
+        "agraph (float[4] x, float[4] y, float[4] z) => (float[4] r) { a = Mul(x, z)\n b = Mul(y, z)\n r = Add(a, b) }"
+    )
+    base = start(proto, (Collect(), Distribute()), Weighted())
+    result = greedy(base.state, base.cost, Limits())
+    assert [s.rule for s in result.best.trace] == ["Collect"]
+    assert result.best.cost == 2.0
+    # With multiplications free, the other direction gains, and greedy takes that.
+    again = start(proto, (Collect(), Distribute()), Weighted(Mul=5.0))
+    assert greedy(again.state, again.cost, Limits()).best.cost == 6.0
+
+
+@pytest.mark.parametrize("strategy", ["greedy", "taso", "random"])
+def test_modelled_cost_is_that_of_the_graph_and_the_trace_replays(strategy: str) -> None:
+    proto = layered(2)
+    cost = Weighted(MatMul=5.0, Transpose=2.0)
+    base = start(proto, TOY, cost)
+    limits = Limits(budget=60)
+    if strategy == "greedy":
+        result = greedy(base.state, base.cost, limits)
+    elif strategy == "taso":
+        result = taso(base.state, base.cost, limits)
+    else:
+        result = random_walk(base.state, base.cost, limits, seed=5)
+    assert np.isclose(result.best.cost, cost.cost(result.best.state.graph))
+    states = [base.state, *replay(base.state, result.best.trace)]
+    assert states[-1].fingerprint == result.best.state.fingerprint
+    for found in result.shortlist:
+        assert np.isclose(found.cost, cost.cost(found.state.graph))
+    assert len({f.families for f in result.shortlist}) == len(result.shortlist)
+
+
+def test_random_walk_depends_on_its_seed_alone() -> None:
+    proto = layered(2)
+
+    def walk(seed: int) -> int:
+        base = start(proto, TOY, Weighted())
+        return random_walk(base.state, base.cost, Limits(budget=15), seed).best.state.fingerprint
+
+    assert walk(1) == walk(1)
+    assert len({walk(s) for s in range(4)}) > 1
+
+
+def test_limits() -> None:
+    base = start(layered(2), TOY, Weighted())
+    assert taso(base.state, base.cost, Limits(budget=7), alpha=2.0).expanded == 7
+    assert taso(base.state, base.cost, Limits(deadline=time.monotonic())).expanded == 0
+
+
+@pytest.mark.parametrize("strategy", [greedy, taso, random_walk])
+def test_interrupt_keeps_the_best_so_far(strategy) -> None:  # type: ignore[no-untyped-def]
+    def interrupt(expanded: int, best: float) -> None:
+        if expanded == 2:
+            raise KeyboardInterrupt
+
+    base = start(layered(3), TOY, Weighted(MatMul=5.0))
+    result = strategy(base.state, base.cost, Limits(progress=interrupt))
+    assert result.interrupted
+    assert result.expanded == 2
+    assert result.best.state.fingerprint == result.best.state.graph.rebuilt_fingerprint()
+
+
+def test_sweep_applies_one_rule_everywhere() -> None:
+    base = start(layered(3), (PushTransposeThroughRelu(), CancelTransposes()), Weighted())
+    swept = sweep(base, "PushTransposeThroughRelu", Limits(), at_most=0.0)
+    assert [s.rule for s in swept.trace] == ["PushTransposeThroughRelu"] * 3
+    assert swept.cost == base.cost
+    assert sweeping_rules(base, at_most=0.0) == ["PushTransposeThroughRelu"]
+
+
+def test_selection_combines_what_is_measured_to_be_faster() -> None:
+    """The true speed differs from the modelled one: cancelling transposes gains, collecting loses."""
+    proto = layered(1)
+    rules = (PushTransposeThroughRelu(), CancelTransposes(), Collect(), Distribute())
+    base = start(proto, rules, Weighted())
+    modelled = greedy(base.state, base.cost, Limits()).best
+    truth = Weighted(Transpose=10.0, Relu=0.5)
+
+    def compare(against: Found | None, found: Found) -> Ratio:
+        old = truth.cost((against or base).state.graph)
+        median = old / truth.cost(found.state.graph)
+        return Ratio(median, median * 0.99, median * 1.01)
+
+    selection = select(
+        base, [modelled], compare, lambda f: greedy_from(f), time.monotonic() + 60, tolerance=0.5
+    )
+    assert selection.chosen is not None
+    assert truth.cost(selection.chosen.state.graph) < truth.cost(base.state.graph)
+    assert not any(n.op == "Transpose" for n in selection.chosen.state.graph.nodes())
+    assert any(t.kept for t in selection.trials)
+
+
+def greedy_from(found: Found) -> Found:
+    better = greedy(found.state, found.cost, Limits()).best
+    path = found.path
+    state = found.state
+    for step in better.trace:
+        match = state.find(step.key)
+        assert match is not None
+        path = extend(path, match, step.cost)
+        state = state.apply(match)
+    return Found(state, path, better.cost)
+
+
+def test_selection_of_nothing() -> None:
+    base = start(valley(), RULES, Weighted())
+    selection = select(
+        base, [], lambda a, b: Ratio(0.9, 0.89, 0.91), lambda f: f, time.monotonic() + 60, tolerance=0.1
+    )
+    assert selection.chosen is None
+    assert [t.kept for t in selection.trials] == [False]
