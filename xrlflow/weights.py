@@ -28,9 +28,11 @@ __all__ = ["NotEvaluable", "Plan", "evaluate", "materialise", "plan", "stored_by
 
 Array = npt.NDArray[Any]
 
-# A constant node whose result has more bytes than this, and more than twice the bytes of the constants that it
-# is made of, stays in the model as a node: Expand, ConstantOfShape, Tile, a Cast of a compressed table.
-BLOAT = 1 << 16
+# A constant expression whose result has more bytes than this, and more than GROWTH times the bytes of the constants
+# that it is made of, stays in the model as nodes, which a runtime folds when it loads the model: Expand,
+# ConstantOfShape, the Cast of a compressed table, a kernel that is padded.
+BLOAT = 1 << 10
+GROWTH = 1.5
 
 
 # Operators that only move data: they need no float64, and keep whatever precision their input has.
@@ -90,7 +92,7 @@ def _bloats(graph: Graph, value: Value) -> bool:
         return True
     if size <= BLOAT:
         return False
-    return size > 2 * sum(graph.type(v).nbytes or 0 for v in _cone(graph, value)[1])
+    return size > GROWTH * sum(graph.type(v).nbytes or 0 for v in _cone(graph, value)[1])
 
 
 def _cone(graph: Graph, value: Value) -> tuple[list[Node], list[Value]]:

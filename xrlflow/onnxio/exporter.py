@@ -19,7 +19,7 @@ from xrlflow import weights
 from xrlflow.ir import ABSENT, SMALL, Body, Const, DType, Graph, Node, RawAttr, TensorType, Value
 from xrlflow.onnxio import protos, versions
 from xrlflow.onnxio.errors import GrowthError, ModelError
-from xrlflow.onnxio.model import ImportedModel
+from xrlflow.onnxio.model import ImportedModel, Recipe
 from xrlflow.onnxio.tensors import raw_data, tensor_proto
 from xrlflow.onnxio.wire import StreamedTensor, write_model
 from xrlflow.ops.infer import attr_proto, type_proto
@@ -69,16 +69,20 @@ def to_proto(model: ImportedModel, graph: Graph, *, opset: int | None = None) ->
 def size_of(model: ImportedModel, graph: Graph) -> int:
     """Bytes that the graph would take in a file, nearly, without evaluating its constants."""
     frame: int = model.frame.ByteSize()
-    return frame + _size(graph)
+    return frame + _size(model, graph)
 
 
-def _size(graph: Graph) -> int:
+def _size(model: ImportedModel, graph: Graph) -> int:
     found = weights.plan(graph)
     total = weights.stored_bytes(graph, found) + _BYTES_PER_NODE * len(found.nodes)
+    for value in found.constants:
+        recipe = model.recipes.get(value)
+        if recipe is not None and value not in graph.producers:
+            total += recipe.nbytes + _BYTES_PER_NODE - (graph.type(value).nbytes or 0)
     for node in found.nodes:
         for attr in node.attrs.values():
             if isinstance(attr, Body):
-                total += _size(attr.graph)
+                total += _size(model, attr.graph)
             elif isinstance(attr, RawAttr):
                 total += len(attr.proto)
     return total
@@ -280,7 +284,11 @@ class _Writer:
         for value in found.constants:
             const = computed.get(value) or graph.leaves.consts[value]
             wish = graph.leaves.names.get(value) or f"const_{len(names)}"
-            if const.type.dtype == DType.STRING or (const.type.size or 0) <= SMALL:
+            recipe = self.model.recipes.get(value) if value not in computed else None
+            if recipe is not None:
+                names[value] = self._fresh(wish)
+                out.node.append(self._made(recipe, names[value], out))
+            elif const.type.dtype == DType.STRING or (const.type.size or 0) <= SMALL:
                 names[value] = self._fresh(wish)
                 out.initializer.append(tensor_proto(names[value], const))
             else:
@@ -289,6 +297,16 @@ class _Writer:
             out.node.append(self._node(node, names))
         for name, value in aliases:
             out.node.append(onnx.helper.make_node("Identity", [names[value]], [name]))
+
+    def _made(self, recipe: Recipe, name: str, out: onnx.GraphProto) -> onnx.NodeProto:
+        inputs = []
+        for const in recipe.inputs:
+            inputs.append("" if const is None else self._fresh(f"{name}_of"))
+            if const is not None:
+                out.initializer.append(tensor_proto(inputs[-1], const))
+        node = onnx.helper.make_node(split_op(recipe.op)[1], inputs, [name])
+        node.attribute.extend(attr_proto(k, v) for k, v in recipe.attrs.items())
+        return node
 
     def _large(self, const: Const, wish: str, computed: bool) -> str:
         """The name of a large constant: an initialiser of the outermost graph, one for equal contents."""

@@ -36,11 +36,14 @@ from xrlflow.ir import (
 from xrlflow.onnxio import protos, versions
 from xrlflow.onnxio import shapes as dimensions
 from xrlflow.onnxio.errors import ModelError
-from xrlflow.onnxio.model import ImportedModel, NodeLabel
+from xrlflow.onnxio.model import ImportedModel, NodeLabel, Recipe
 from xrlflow.onnxio.tensors import ConstPool, TensorStore, array_const, map_file
 from xrlflow.onnxio.wire import WireError, strip_model
 from xrlflow.ops.infer import UNKNOWN, InferenceError, infer, type_of_proto
 from xrlflow.ops.schema import canonical_attrs, is_foldable, schema
+
+# A small constant of more bytes than this is written as the node that made it, if that takes a quarter or less.
+_COMPACT = 256
 
 Source = str | os.PathLike[str] | bytes | onnx.ModelProto
 
@@ -94,6 +97,7 @@ def load(
         nodes_before=nodes_before,
         overridable=overridable,
         labels=importer.labels,
+        recipes=importer.recipes,
         store=store,
         stripped=stripped,
         size=store.data.nbytes + external_bytes,
@@ -257,6 +261,7 @@ class _Importer:
         self.bindings = bindings
         self.pool = ConstPool()
         self.labels: dict[Value, NodeLabel] = {}
+        self.recipes: dict[Value, Recipe] = {}
         self.symbols: set[str] = set(bindings)
 
     def main(
@@ -382,6 +387,10 @@ class _Importer:
             for name, array, type in zip(outputs, folded, found):
                 if name:
                     self._name_const(scope, name, array_const(array, type.dtype))
+            if is_const and len(outputs) == 1:
+                recipe = Recipe(op, attrs, tuple(None if v == ABSENT else scope.const(v) for v in inputs))
+                if folded[0].nbytes > max(_COMPACT, 4 * recipe.nbytes):
+                    self.recipes.setdefault(scope.values[outputs[0]], recipe)
             return
         all_inputs = (*inputs, *captured)
         key, salt = mix(digest(op), attrs.digest, *all_inputs), 0
