@@ -73,6 +73,7 @@ class Demands:
     form: Form | None = None
     # The dimension that the sizes of a Split add up to, or the rank that axes count in.
     extent: Dim = None
+    # A logarithm or a root is taken of it, or something is divided by it.
     positive: bool = False
 
     def interval(self, size: Callable[[Dim], int | None]) -> tuple[int, int] | None:
@@ -415,9 +416,6 @@ _READERS: dict[tuple[str, int], _Reader] = {
     ("Mod", 1): _POSITIVE,
     ("Reciprocal", 0): _POSITIVE,
     ("BatchNormalization", 4): _POSITIVE,
-    ("Asin", 0): _range(-1, 1),
-    ("Acos", 0): _range(-1, 1),
-    ("Atanh", 0): _range(-1, 1),
     ("BitShift", 1): _range(0, 7),
 }
 

@@ -299,7 +299,9 @@ class _Draw:
         landmarks = self.demands.landmarks
         if landmarks and drawn.size == 1:
             return np.full(self.shape, landmarks[self.sample % len(landmarks)])
-        return np.abs(drawn) + 0.125 if self.demands.positive or self.cautious else drawn
+        # What is negative may give NaN everywhere, which tells little; but a root has to be compared there as well.
+        positive = self.cautious or (self.demands.positive and self.sample == 0)
+        return np.abs(drawn) + 0.125 if positive else drawn
 
     def mask(self) -> Any:
         """0 and 1 with at least a 1 in each row: everything, a prefix, or any."""

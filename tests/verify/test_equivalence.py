@@ -1,0 +1,548 @@
+"""Wrong pairs are told apart, right ones are not."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import onnx
+import pytest
+
+from tests.verify.models import MLP, changed, mlp, model, normal
+from xrlflow.ops.eval_spec import OpSpec, single
+from xrlflow.ops.evaluate import SPECS
+from xrlflow.verify import (
+    HEADERS,
+    BadInputs,
+    InputsNeeded,
+    OriginalFails,
+    Reference,
+    Status,
+    Verification,
+    VerificationError,
+    verify,
+)
+from xrlflow.verify.compare import Leg
+
+
+def identity(text: str = "y = Identity(x)", **types: str) -> onnx.ModelProto:
+    kinds = {"x": "float[n, 4]", "y": "float[n, 4]"} | types
+    return model(f"g ({kinds['x']} x) => ({kinds['y']} y) {{ {text} }}")
+
+
+def swapped(a: str, b: str) -> onnx.ModelProto:
+    return model(
+        f"g (float[n, 4] x) => (float[n, 4] first, float[n, 4] second) {{ {a} = Relu(x)\n {b} = Neg(x) }}"
+    )
+
+
+W, B = normal(6, 6), normal(6)
+CONV = normal(8, 4, 3, 3)
+
+
+def conv(weight: np.ndarray, bias: np.ndarray) -> onnx.ModelProto:
+    return model(
+        "g (float[n, 4, 9, 9] x) => (float[n, 8, 9, 9] y) { y = Conv<pads=[1,1,1,1]>(x, w, b) }",
+        w=weight,
+        b=bias,
+    )
+
+
+def wrong_dtype() -> onnx.ModelProto:
+    return identity("y = Cast<to=11>(x)", y="double[n, 4]")
+
+
+def gather(text: str) -> onnx.ModelProto:
+    return model(
+        f"g (int64[n, s] ids) => (float[n, s, 4] y) {{ {text} }}", table=normal(50, 4), one=np.int64([1])
+    )
+
+
+# Each: the original, what became of it, and what the message has to name.
+BROKEN: dict[str, tuple[onnx.ModelProto, onnx.ModelProto, str]] = {
+    "a weight": (mlp(), mlp(w2=changed(normal(32, 8), (3, 5), 1e-2)), "output 'y'"),
+    "a weight of a convolution": (
+        conv(CONV, normal(8)),
+        conv(changed(CONV, (2, 1, 0, 2), 1e-2), normal(8)),
+        "output 'y'",
+    ),
+    "a dropped bias": (mlp(), mlp(b2=np.zeros(8, np.float32)), "worst element"),
+    "a small dropped bias of one channel among large ones": (
+        conv(CONV * np.float32([1e2] * 7 + [1e-3])[:, None, None, None], np.float32([0] * 7 + [1e-3])),
+        conv(CONV * np.float32([1e2] * 7 + [1e-3])[:, None, None, None], np.zeros(8, np.float32)),
+        "at 7 along axis 1",
+    ),
+    "a transposed output": (
+        model("g (float[6, 6] x) => (float[6, 6] y) { y = MatMul(x, w) }", w=W),
+        model(
+            "g (float[6, 6] x) => (float[6, 6] y) { m = MatMul(x, w)\n y = Transpose<perm=[1,0]>(m) }", w=W
+        ),
+        "output 'y'",
+    ),
+    "a declared rank": (
+        model("g (float[1, 4] x) => (float[1, 4] y) { y = Relu(x) }"),
+        model(
+            "g (float[1, 4] x) => (float[4] y) { r = Relu(x)\n y = Reshape(r, s) }",
+            s=np.int64([4]),
+        ),
+        "declared float[4], was float[1,4]",
+    ),
+    "an actual rank behind an undeclared shape": (
+        model("g (float[1, 4] x) => (float[] y) { y = Relu(x) }"),
+        model("g (float[1, 4] x) => (float[] y) { r = Relu(x)\n y = Reshape(r, s) }", s=np.int64([4])),
+        "its shape is [4], was [1, 4]",
+    ),
+    "swapped outputs": (swapped("first", "second"), swapped("second", "first"), "output 'first'"),
+    "renamed outputs": (
+        identity(),
+        model("g (float[n, 4] x) => (float[n, 4] z) { z = Identity(x) }"),
+        "output 'y' is missing",
+    ),
+    "reordered inputs": (
+        model("g (float[n] a, float[n] b) => (float[n] y) { y = Add(a, b) }"),
+        model("g (float[n] b, float[n] a) => (float[n] y) { y = Add(a, b) }"),
+        "another order",
+    ),
+    "a dropped unused input": (
+        model("g (float[n] a, float[n] b) => (float[n] y) { y = Relu(a) }"),
+        model("g (float[n] a) => (float[n] y) { y = Relu(a) }"),
+        "input 'b' is missing",
+    ),
+    "a fixed dimension": (
+        identity(),
+        model("g (float[2, 4] x) => (float[2, 4] y) { y = Identity(x) }"),
+        "was float[n,4]",
+    ),
+    "an output's type": (identity(), wrong_dtype(), "declared double"),
+    "wrong for batches over one": (
+        identity(),
+        model(
+            "g (float[n, 4] x) => (float[n, 4] y) { f = Slice(x, zero, one, zero)\n s = Shape(x)\n y = Expand(f, s) }",
+            zero=np.int64([0]),
+            one=np.int64([1]),
+        ),
+        "n=",
+    ),
+    "wrong for a batch of one": (
+        model("g (float[n, s] x) => (float[n, s] y) { y = Identity(x) }"),
+        model(
+            """g (float[n, s] x) => (float[n, s] y) {
+              sh = Shape<start=0, end=1>(x)
+              f = Cast<to=1>(sh)
+              i = Div(one, f)
+              k = Floor(i)
+              y = Add(x, k) }""",
+            one=np.float32([1]),
+        ),
+        "n=1",
+    ),
+    "a wrong index": (
+        gather("y = Gather(table, ids)"),
+        gather("m = Sub(ids, one)\n y = Gather(table, m)"),
+        "y",
+    ),
+    "a shape that fails": (
+        identity(),
+        model("g (float[n, 4] x) => (float[n, 4] y) { y = Reshape(x, s) }", s=np.int64([2, 4])),
+        "the new model fails on",
+    ),
+    "NaN for a number": (identity(), identity("z = Sub(x, x)\n q = Div(z, z)\n y = Add(x, q)"), "NaN"),
+    "NaN in one place": (
+        model("g (float[n, 4] x) => (float[n, 4] y) { a = Abs(x)\n y = Sqrt(a) }"),
+        model("g (float[n, 4] x) => (float[n, 4] y) { y = Sqrt(x) }"),
+        "NaN",
+    ),
+    "the sign of infinity": (
+        identity("z = Sub(x, x)\n a = Abs(x)\n y = Div(a, z)"),
+        identity("z = Sub(x, x)\n a = Abs(x)\n m = Neg(a)\n y = Div(m, z)"),
+        "infinite",
+    ),
+    "a boolean": (
+        model("g (float[n] x) => (bool[n] y) { z = Sub(x, x)\n y = Greater(x, z) }"),
+        model("g (float[n] x) => (bool[n] y) { z = Sub(x, x)\n y = Less(x, z) }"),
+        "differ",
+    ),
+    "an integer": (
+        model("g (int64[n] x) => (int64[n] y) { y = Identity(x) }"),
+        model("g (int64[n] x) => (int64[n] y) { y = Add(x, one) }", one=np.int64([1])),
+        "differ",
+    ),
+    "an index of a clear maximum": (
+        model("g (float[n, 9] x) => (int64[n] y) { y = ArgMax<axis=1, keepdims=0>(x) }"),
+        model("g (float[n, 9] x) => (int64[n] y) { y = ArgMin<axis=1, keepdims=0>(x) }"),
+        "differ",
+    ),
+    "a string": (
+        model("g (string[n] x) => (string[n] y) { y = Identity(x) }"),
+        model("g (string[n] x) => (string[n] y) { y = StringConcat(x, x) }"),
+        "differ",
+    ),
+    "a half": (
+        model("g (float16[n, 8] x) => (float16[n, 8] y) { y = Relu(x) }"),
+        model(
+            "g (float16[n, 8] x) => (float16[n, 8] y) { r = Relu(x)\n y = Mul(r, k) }", k=np.float16([1.01])
+        ),
+        "exceeds",
+    ),
+    "an item of a sequence": (
+        model("g (float[n, 4] x) => (seq(float) y) { r = Relu(x)\n y = SequenceConstruct(x, r) }"),
+        model("g (float[n, 4] x) => (seq(float) y) { r = Abs(x)\n y = SequenceConstruct(x, r) }"),
+        "y[1]",
+    ),
+    "the length of a sequence": (
+        model("g (float[n, 4] x) => (seq(float) y) { y = SequenceConstruct(x, x) }"),
+        model("g (float[n, 4] x) => (seq(float) y) { y = SequenceConstruct(x) }"),
+        "y.length",
+    ),
+    "a file that does not load": (
+        identity(),
+        identity("y = com.example.Unknown(x)"),
+        "cannot be loaded",
+    ),
+    "an overridable default": (
+        model("g (float[n] x, float[1] k = {2.0}) => (float[n] y) { y = Mul(x, k) }"),
+        model("g (float[n] x, float[1] k = {2.0}) => (float[n] y) { y = Add(x, x) }"),
+        "sample 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_pairs_are_told_apart(name: str) -> None:
+    a, b, named = BROKEN[name]
+    found = verify(a, b)
+    assert found.status is Status.FAILED
+    assert not found.verified
+    assert found.failures
+    assert named in found.message()
+    assert found.to_json()["verified"] is False
+    assert verify(a, a).verified, "the original equals itself"
+
+
+def folded_batch_norm() -> tuple[onnx.ModelProto, onnx.ModelProto]:
+    scale, bias, mean = normal(8, seed=1), normal(8, seed=2), normal(8, seed=3)
+    var = np.abs(normal(8, seed=4)) + np.float32(0.1)
+    a = model(
+        """g (float[n, 4, 9, 9] x) => (float[n, 8, 9, 9] y) {
+          c = Conv<pads=[1,1,1,1]>(x, w, b)
+          y = BatchNormalization(c, s, t, m, v) }""",
+        w=CONV,
+        b=normal(8),
+        s=scale,
+        t=bias,
+        m=mean,
+        v=var,
+    )
+    k = scale / np.sqrt(var + np.float32(1e-5))
+    return a, conv(CONV * k[:, None, None, None], (normal(8) - mean) * k + bias)
+
+
+def reassociated() -> tuple[onnx.ModelProto, onnx.ModelProto]:
+    # A row holds numbers of very different sizes, so that the order of the sum shows.
+    rows = 10.0 ** np.random.default_rng(5).uniform(-3, 3, (1, 400))
+    head = "g (float[n, 400] x) => (float[n] y) {"
+    return (
+        model(
+            f"{head} p = Mul(x, k)\n y = ReduceSum<keepdims=0>(p, one) }}",
+            k=rows.astype(np.float32),
+            one=np.int64([1]),
+        ),
+        model(
+            f"{head} m = MatMul(x, k)\n y = Squeeze(m, one) }}",
+            k=rows.T.astype(np.float32),
+            one=np.int64([1]),
+        ),
+    )
+
+
+def cancelling() -> tuple[onnx.ModelProto, onnx.ModelProto]:
+    # (x + 30000) - 30000 loses most of x's digits in float32, and another order loses others.
+    big, half = np.float32([3e4]), np.float32([1.5e4])
+    head = "g (float[n, 40] x) => (float[n, 40] y) {"
+    return (
+        model(
+            f"{head} a = Add(x, c)\n b = Mul(a, a)\n d = Sub(b, e)\n y = Div(d, f) }}",
+            c=big,
+            e=big * big,
+            f=2 * big,
+        ),
+        model(
+            f"{head} a = Add(x, c)\n h = Add(a, c)\n b = Mul(h, h)\n d = Sub(b, e)\n y = Div(d, f) }}",
+            c=half,
+            e=big * big,
+            f=2 * big,
+        ),
+    )
+
+
+RIGHT: dict[str, Callable[[], tuple[onnx.ModelProto, onnx.ModelProto]]] = {
+    "folded batch normalisation": folded_batch_norm,
+    "a reassociated sum": reassociated,
+    "cancellation": cancelling,
+    "half precision": lambda: (
+        model(
+            "g (float16[n, 8] x) => (float16[n, 8] y) { a = Add(x, b)\n y = Add(a, c) }",
+            b=np.float16([0.1]),
+            c=np.float16([0.3]),
+        ),
+        model("g (float16[n, 8] x) => (float16[n, 8] y) { y = Add(x, b) }", b=np.float16([0.4])),
+    ),
+    "infinities and NaN": lambda: (
+        identity(
+            "z = Sub(x, x)\n a = Div(x, z)\n b = Div(z, z)\n c = Concat<axis=0>(a, b)\n y = Concat<axis=0>(c, x)",
+            y="float[m, 4]",
+        ),
+        identity(
+            "z = Sub(x, x)\n a = Div(x, z)\n b = Div(z, z)\n y = Concat<axis=0>(a, b, x)", y="float[m, 4]"
+        ),
+    ),
+    "an empty output": lambda: (
+        model("g (float[n, 4] x) => (float[m, 4] y) { y = Slice(x, z, z, z) }", z=np.int64([0])),
+        model("g (float[n, 4] x) => (float[m, 4] y) { r = Neg(x)\n y = Slice(r, z, z, z) }", z=np.int64([0])),
+    ),
+    "a sequence": lambda: (
+        model("g (float[n, 4] x) => (seq(float) y) { r = Relu(x)\n y = SequenceConstruct(x, r) }"),
+        model(
+            """g (float[n, 4] x) => (seq(float) y) {
+              q = Neg(x)
+              m = Neg(q)
+              r = Relu(m)
+              y = SequenceConstruct(x, r) }"""
+        ),
+    ),
+    "a scalar": lambda: (
+        model("g (float x) => (float y) { y = Add(x, x) }"),
+        model("g (float x) => (float y) { y = Mul(x, k) }", k=np.float32(2)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_right_pairs_pass(name: str) -> None:
+    a, b = RIGHT[name]()
+    found = verify(a, b)
+    assert found.verified, found.message()
+    assert found.message().startswith("verified")
+    assert {len(o.row) for o in found.outputs} == {len(HEADERS)}
+
+
+def legs(found: Verification) -> set[Leg]:
+    return {o.judgement.leg for o in found.outputs}
+
+
+def test_float64_judges_where_it_exists_and_deviation_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = folded_batch_norm()
+    wrong = conv(CONV, normal(8))
+    assert legs(verify(a, b)) == {Leg.FLOAT64}
+    assert legs(verify(a, b, float64_flops=0)) == {Leg.DEVIATION}
+    assert not verify(a, wrong, float64_flops=0).verified
+    two = model("g (float[n, 4] x) => (float[n, 4] p, float[n, 4] q) { p = Exp(x)\n q = Tanh(x) }")
+    monkeypatch.delitem(SPECS, "Exp")
+    found = verify(two, two)
+    assert [o.judgement.leg for o in found.outputs] == [Leg.DEVIATION, Leg.FLOAT64]
+
+
+def test_cancellation_is_no_licence() -> None:
+    """Where the original is bad the tolerance is wide, and still has an end."""
+    a, b = cancelling()
+    found = verify(a, b)
+    report = found.worst
+    assert report is not None
+    assert 1e-4 < report.judgement.tolerance < 1
+    worse = model("g (float[n, 40] x) => (float[n, 40] y) { y = Mul(x, k) }", k=np.float32([3]))
+    assert not verify(a, worse).verified
+
+
+def test_a_reference_of_something_else_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If our evaluator computed another function, its distance from the original would admit anything."""
+    wrong = OpSpec("Relu", single(lambda field, attrs, x: x * 1.5), "polynomial")
+    monkeypatch.setitem(SPECS, "Relu", wrong)
+    a = model("g (float[n, 8] x) => (float[n, 8] y) { y = Relu(x) }")
+    found = verify(
+        a, model("g (float[n, 8] x) => (float[n, 8] y) { r = Relu(x)\n y = Mul(r, k) }", k=np.float32([1.1]))
+    )
+    assert not found.verified
+    assert legs(found) == {Leg.DEVIATION}
+    assert any("not what the original computes" in note for note in found.notes)
+
+
+# --- integers ---
+
+TIED = np.float32([[0, 1, 1 + 2e-7, 0.5]])
+
+
+def argmax(weight: np.ndarray) -> onnx.ModelProto:
+    return model(
+        "g (float[n, 4] x) => (int64[n] y) { p = Mul(x, z)\n s = Add(p, w)\n y = ArgMax<axis=1, keepdims=0>(s) }",
+        z=np.float32([0]),
+        w=weight,
+    )
+
+
+def test_integers_may_differ_at_proven_near_ties_only() -> None:
+    other = np.float32([[0, 1 + 2e-7, 1, 0.5]])
+    found = verify(argmax(TIED), argmax(other))
+    assert found.verified
+    assert legs(found) == {Leg.TIE}
+    apart = np.float32([[0, 1.001, 1, 0.5]])
+    assert not verify(argmax(apart), argmax(np.float32([[0, 1, 1.001, 0.5]]))).verified
+
+
+def test_ranks_and_rounding_at_near_ties() -> None:
+    def top(weight: np.ndarray) -> onnx.ModelProto:
+        return model(
+            """g (float[n, 4] x) => (float[n, 3] v, int64[n, 3] y) {
+              p = Mul(x, z)
+              s = Add(p, w)
+              v, y = TopK<axis=1>(s, k) }""",
+            z=np.float32([0]),
+            w=weight,
+            k=np.int64([3]),
+        )
+
+    found = verify(top(TIED), top(np.float32([[0, 1 + 2e-7, 1, 0.5]])))
+    assert found.verified, found.message()
+    assert Leg.TIE in legs(found)
+    assert not verify(top(TIED), top(np.float32([[0.5, 1, 1 + 2e-7, 0]]))).verified
+
+    def cast(offset: float, op: str = "t = Identity(s)") -> onnx.ModelProto:
+        return model(
+            f"g (float[n, 4] x) => (int32[n, 4] y) {{ p = Mul(x, z)\n s = Add(p, w)\n {op}\n y = Cast<to=6>(t) }}",
+            z=np.float32([0]),
+            w=np.float32([offset]),
+        )
+
+    assert verify(cast(3 - 2e-7), cast(3)).verified
+    assert verify(cast(2.5, "t = Round(s)"), cast(2.5 + 3e-7, "t = Round(s)")).verified
+    assert not verify(cast(2.9), cast(3)).verified
+    assert not verify(cast(3), cast(5)).verified
+
+
+# --- what cannot be compared ---
+
+
+def test_random_models_have_a_status_of_their_own() -> None:
+    a = model("g (float[n, 4] x) => (float[n, 4] y) { r = RandomNormalLike(x)\n y = Add(x, r) }")
+    found = verify(a, a)
+    assert found.status is Status.NOT_COMPARABLE
+    assert not found.verified
+    assert "RandomNormalLike" in found.message()
+    dead = model("g (float[n, 4] x) => (float[n, 4] y) { r = RandomNormalLike(x)\n y = Relu(x) }")
+    assert verify(dead, dead).verified
+    changed_type = model("g (float[n, 4] x) => (float[n, 5] y) { r = RandomNormalLike(x)\n y = Add(x, r) }")
+    assert verify(a, changed_type).status is Status.FAILED
+
+
+def test_an_original_that_cannot_run_is_said_so() -> None:
+    with pytest.raises(OriginalFails, match="Unknown"):
+        verify(identity("y = com.example.Unknown(x)"), identity())
+    bad = model("g (float[n, m] x) => (float[n, m] y) { y = Reshape(x, s) }", s=np.int64([2, 2]))
+    with pytest.raises(OriginalFails, match="inputs given"):
+        verify(bad, bad, inputs={"x": normal(3, 3)})
+    picky = model("g (float[n, 4] x) => (float[m] y) { y = Reshape(x, s) }", s=np.int64([977 * 4]))
+    with pytest.raises(InputsNeeded, match="--inputs"):
+        verify(picky, picky)
+
+
+# --- the user's inputs ---
+
+
+def test_the_users_inputs(tmp_path: Path) -> None:
+    path = tmp_path / "data.npz"
+    np.savez(path, x=normal(3, 16))
+    found = verify(mlp(), mlp(), inputs=path)
+    assert found.verified
+    assert found.cases == 1
+    assert found.bindings == ({"batch": 3},)
+    assert not verify(mlp(), mlp(b1=normal(32, seed=9)), inputs=path).verified
+    for arrays, said in [
+        ({}, "'x' is missing: expected float"),
+        ({"x": normal(3, 16), "z": normal(1)}, "no input 'z'"),
+        ({"x": normal(3, 16).astype(np.float64)}, "float64, expected float"),
+        ({"x": normal(3, 15)}, r"shape \[3, 15\], expected float\[batch,16\]"),
+        ({"x": normal(16)}, "shape"),
+    ]:
+        with pytest.raises(BadInputs, match=said):
+            verify(mlp(), mlp(), inputs=arrays)
+    with pytest.raises(BadInputs, match="no such file"):
+        verify(mlp(), mlp(), inputs=tmp_path / "other.npz")
+    path.write_text("text")
+    with pytest.raises(BadInputs, match="npz"):
+        verify(mlp(), mlp(), inputs=path)
+    two = model("g (float[n] a, float[n] b) => (float[n] y) { y = Add(a, b) }")
+    with pytest.raises(BadInputs, match="n is 2"):
+        verify(two, two, inputs={"a": normal(2), "b": normal(3)})
+
+
+def test_sequences_have_to_be_given(tmp_path: Path) -> None:
+    a = model("g (seq(float[k]) x) => (float[n] y) { y = ConcatFromSequence<axis=0>(x) }")
+    with pytest.raises(InputsNeeded, match="--inputs"):
+        verify(a, a)
+    path = tmp_path / "data.npz"
+    np.savez(path, **{"x.0": normal(2), "x.1": normal(3)})
+    assert verify(a, a, inputs=path).verified
+
+
+def test_bfloat16_goes_in_and_out() -> None:
+    # ONNX Runtime's CPU kernels only carry bfloat16 through casts.
+    a = model(
+        "g (bfloat16[n, 4] x) => (bfloat16[n, 4] y) { f = Cast<to=1>(x)\n r = Relu(f)\n y = Cast<to=16>(r) }"
+    )
+    b = model(
+        "g (bfloat16[n, 4] x) => (bfloat16[n, 4] y) { f = Cast<to=1>(x)\n r = Abs(f)\n y = Cast<to=16>(r) }"
+    )
+    assert verify(a, a).verified
+    assert not verify(a, b).verified
+    given = {"x": normal(3, 4).astype(ml_dtypes.bfloat16)}
+    assert verify(a, a, inputs=given).verified
+
+
+# --- one reference, many candidates; files ---
+
+
+def test_one_reference_judges_many_candidates(tmp_path: Path) -> None:
+    reference = Reference.of(mlp())
+    assert reference.check(mlp()).verified
+    first = reference.check(mlp(b1=normal(32, seed=9)))
+    assert not first.verified
+    assert reference.check(mlp(b1=normal(32, seed=9))).to_json() == first.to_json()
+    assert reference.check(mlp()).verified
+
+
+def test_paths_and_external_data(tmp_path: Path) -> None:
+    path = tmp_path / "a.onnx"
+    onnx.save_model(mlp(), path, save_as_external_data=True, location="a.data", size_threshold=0)
+    assert verify(path, mlp()).verified
+    assert verify(mlp().SerializeToString(), path).verified
+    with pytest.raises(VerificationError, match=r"missing\.onnx"):
+        verify(path, tmp_path / "missing.onnx")
+
+
+def test_the_same_seed_gives_the_same_verification() -> None:
+    a, b = mlp(), mlp(b1=normal(32, seed=9))
+    assert verify(a, b, seed=3).to_json() == verify(a, b, seed=3).to_json()
+    assert verify(a, b, seed=3).message() != verify(a, b, seed=4).message()
+
+
+def test_three_sizes_and_never_only_ones() -> None:
+    found = verify(mlp(), mlp())
+    assert len(found.bindings) == 3
+    assert found.cases == 9
+    assert all(b["batch"] > 1 for b in found.bindings)
+    mine = verify(mlp(), mlp(), bindings={"batch": 1})
+    assert {"batch": 1} in mine.bindings
+    assert len(mine.bindings) == 4
+    static = model(MLP.replace("batch", "5"), **{n: normal(*s) for n, s in WEIGHTS.items()})
+    assert verify(static, static).cases == 3
+
+
+WEIGHTS = {"w1": (16, 32), "b1": (32,), "w2": (32, 8), "b2": (8,)}
+
+
+def test_the_message_names_output_element_and_substitution() -> None:
+    found = verify(mlp(), mlp(b2=changed(normal(8), (5,), 0.5)))
+    text = found.message("step 3, FuseBias")
+    assert "output 'y'" in text
+    assert ",5]: " in text
+    assert "FuseBias" in text
+    assert 0.49 < found.max_error < 0.51

@@ -1,0 +1,312 @@
+"""Drawn inputs suit the model: sizes, indices, masks, shapes."""
+
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+
+from tests.verify.models import model, normal
+from xrlflow.onnxio import load
+from xrlflow.verify import InputsNeeded, Reference, feeds_for_measurement, verify
+from xrlflow.verify.inputs import InputPlan
+
+
+def drawn(proto: onnx.ModelProto, **options: Any) -> list[dict[str, Any]]:
+    """The inputs on which a model is compared."""
+    return [dict(k.case.feeds) for k in Reference.of(proto, **options).known]
+
+
+def embedding(text: str, kind: str = "int64", rows: int = 7, **weights: np.ndarray) -> onnx.ModelProto:
+    """A model that looks up what `text` makes of ids in a table of few rows."""
+    return model(
+        f"g ({kind}[n, s] ids) => (float[n, s, 4] y) {{ {text}\n y = Gather(table, i) }}",
+        table=normal(rows, 4),
+        **weights,
+    )
+
+
+IF = """
+c = Constant<value = bool {1}>()
+i = If(c) <
+  then_branch = t () => (int64[n, s] a) { a = Identity(ids) },
+  else_branch = e () => (int64[n, s] b) { b = Abs(ids) }
+>"""
+
+LOOP = """
+trip = Constant<value = int64 {2}>()
+go = Constant<value = bool {1}>()
+i = Loop(trip, go, ids) <
+  body = l (int64 k, bool before, int64[n, s] state) => (bool after, int64[n, s] next) {
+    after = Identity(before)
+    three = Constant<value = int64 {3}>()
+    next = Add(state, three) }
+>"""
+
+# Each: the model, and the least and greatest index that it may be given.
+LOOKUPS = {
+    "directly": (embedding("i = Identity(ids)"), 0, 6),
+    "through a cast": (embedding("i = Cast<to=7>(ids)", "int32"), 0, 6),
+    "from a float": (embedding("i = Cast<to=7>(ids)", "float"), 0, 6),
+    "with an offset": (embedding("i = Add(ids, c)", c=np.int64([2])), -2, 4),
+    "with a negative offset": (embedding("i = Sub(ids, c)", c=np.int64([5])), 5, 11),
+    "reversed": (embedding("i = Sub(c, ids)", c=np.int64([6])), 0, 6),
+    "scaled": (embedding("i = Mul(ids, c)", c=np.int64([2])), 0, 3),
+    "divided": (embedding("i = Div(ids, c)", c=np.int64([2])), 0, 12),
+    "reshaped": (
+        embedding("f = Reshape(ids, m)\n u = Unsqueeze(f, z)\n q = Squeeze(u, z)\n h = Shape(ids)\n i = Reshape(q, h)",
+                  m=np.int64([-1]), z=np.int64([0])),
+        0, 6,
+    ),
+    "through a branch": (embedding(IF), 0, 6),
+    "through a loop": (embedding(LOOP), 0, 6),
+    "with an offset per column": (
+        model(
+            "g (int64[n, 3] ids) => (float[n, 3, 4] y) { i = Add(ids, c)\n y = Gather(table, i) }",
+            table=normal(30, 4),
+            c=np.int64([[0, 10, 20]]),
+        ),
+        0, 9,
+    ),
+    "in a branch, captured": (
+        model(
+            """g (int64[n, s] ids) => (float[n, s, 4] y) {
+              c = Constant<value = bool {1}>()
+              y = If(c) <
+                then_branch = t () => (float[n, s, 4] a) { a = Gather(table, ids) },
+                else_branch = e () => (float[n, s, 4] b) { b = Gather(table, ids) }
+              > }""",
+            table=normal(7, 4),
+        ),
+        0, 6,
+    ),
+    "of two tables": (
+        model(
+            """g (int64[n, s] ids) => (float[n, s, 4] y) {
+              a = Gather(large, ids)
+              b = Gather(small, ids)
+              y = Add(a, b) }""",
+            large=normal(9, 4),
+            small=normal(5, 4),
+        ),
+        0, 4,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LOOKUPS)
+def test_indices_stay_in_their_table_and_reach_its_ends(name: str) -> None:
+    proto, least, most = LOOKUPS[name]
+    feeds = drawn(proto)
+    assert len(feeds) == 9
+    ids = np.concatenate([f["ids"].reshape(-1) for f in feeds])
+    assert ids.min() >= least
+    assert ids.max() <= most
+    if name != "through a loop":  # there the offset grows as it goes round, and the walk is only cautious
+        assert (ids.min(), ids.max()) == (least if least >= 0 else ids.min(), most)
+    assert len(np.unique(ids)) > 1 or name == "through a loop"
+
+
+def test_a_table_of_dynamic_size() -> None:
+    proto = model("g (float[rows, 4] table, int64[s] ids) => (float[s, 4] y) { y = Gather(table, ids) }")
+    for feeds in drawn(proto):
+        assert feeds["ids"].max() < feeds["table"].shape[0]
+    other = model(
+        "g (float[rows, 4] t, int64[rows, 1] ids) => (float[rows, 1] y) { y = GatherElements<axis=1>(t, ids) }"
+    )
+    assert max(f["ids"].max() for f in drawn(other)) == 3
+
+
+def test_masks_have_a_one_in_each_row() -> None:
+    proto = model(
+        """g (float[n, s] x, int64[n, s] attention_mask, bool[n, s] keep, float[n, s] other_mask) => (float[n, s] y) {
+          m = Cast<to=1>(attention_mask)
+          i = Sub(one, m)
+          p = Mul(i, low)
+          a = Add(x, p)
+          w = Where(keep, a, p)
+          y = Mul(w, other_mask) }""",
+        one=np.float32([1]),
+        low=np.float32([-1e4]),
+    )
+    seen = set()
+    for feeds in drawn(proto):
+        for name in ("attention_mask", "keep", "other_mask"):
+            mask = feeds[name].astype(int)
+            assert set(np.unique(mask)) <= {0, 1}
+            assert (mask.sum(-1) >= 1).all()
+            seen.update((name, int(v)) for v in np.unique(mask))
+    assert len(seen) == 6, "every mask has zeros somewhere"
+
+
+def test_a_mask_by_use_needs_no_name() -> None:
+    proto = model(
+        "g (int64[n, s] a) => (float[n, s] y) { f = Cast<to=1>(a)\n i = Sub(one, f)\n y = Mul(i, low) }",
+        one=np.float32([1]),
+        low=np.float32([-1e4]),
+    )
+    assert {v for f in drawn(proto) for v in np.unique(f["a"])} == {0, 1}
+
+
+def test_what_the_model_compares_with_is_tried() -> None:
+    proto = model(
+        """g (float[n] x, int64 sr) => (float[n] y) {
+          c = Constant<value = int64 {16000}>()
+          e = Equal(sr, c)
+          y = If(e) <
+            then_branch = t () => (float[n] a) { a = Neg(x) },
+            else_branch = f () => (float[n] b) { b = Reshape(x, bad) }
+          > }""",
+        bad=np.int64([1000003]),
+    )
+    assert {int(f["sr"]) for f in drawn(proto)} == {16000}
+
+
+@pytest.mark.parametrize(
+    ("text", "inputs"),
+    [
+        ("y = Reshape(x, a)", "int64[2] a"),
+        ("y = Expand(x, a)", "int64[2] a"),
+        ("y = Tile(x, a)", "int64[2] a"),
+        ("y, i = TopK<axis=1>(x, a)", "int64[1] a"),
+        ("y = ReduceSum(x, a)", "int64[1] a"),
+        ("y = Unsqueeze(x, a)", "int64[1] a"),
+        ("z = Constant<value = int64[2] {0, 0}>()\n y = Slice(x, z, a)", "int64[2] a"),
+        ("y = Pad(x, a)", "int64[4] a"),
+        ("p, y = Split<axis=1>(x, a)", "int64[2] a"),
+        ("k = ConstantOfShape(a)\n s = ReduceSum(k)\n y = Add(x, s)", "int64[3] a"),
+        ("y = CumSum(x, a)", "int64 a"),
+        ("d = Constant<value = int64 {1}>()\n z = Constant<value = int64 {0}>()\n r = Range(z, a, d)\n"
+         "s = ReduceSum(r)\n f = Cast<to=1>(s)\n y = Add(x, f)", "int64 a"),
+        ("v = Cast<to=7>(x)\n q = Mod(v, a)\n y = Cast<to=1>(q)", "int64 a"),
+    ],
+)  # fmt: skip
+def test_integers_that_shape_the_graph(text: str, inputs: str) -> None:
+    proto = model(f"g (float[n, 6] x, {inputs}) => (float[] y) {{ {text} }}")
+    assert len(drawn(proto)) == 9
+
+
+def test_strings_images_and_lengths() -> None:
+    proto = model(
+        """g (string[n] words, uint8[n, 4, 4, 3] image, float[t, n, 3] x, int32[n] lengths) =>
+             (string[n] w, float[n, 4, 4, 3] p, float[t, 1, n, 5] h) {
+          w = Identity(words)
+          p = Cast<to=1>(image)
+          h = RNN<hidden_size=5>(x, k, r, b, lengths) }""",
+        k=normal(1, 5, 3),
+        r=normal(1, 5, 5),
+        b=normal(1, 10),
+    )
+    for feeds in drawn(proto):
+        assert feeds["image"].dtype == np.uint8
+        assert feeds["image"].max() > 200
+        assert feeds["words"].dtype == object
+        assert 1 <= feeds["lengths"].min() <= feeds["lengths"].max() <= feeds["x"].shape[0]
+
+
+def test_one_symbol_has_one_number_and_sums_add_up() -> None:
+    proto = model(
+        """g (float[n, s] a, float[n, past] b, float[n, total] c) => (float[n, total] y) {
+          j = Concat<axis=1>(b, a)
+          y = Add(j, c) }"""
+    )
+    proto.graph.input[1].type.tensor_type.shape.dim[1].dim_param = "past_sequence_length"
+    proto.graph.input[2].type.tensor_type.shape.dim[1].dim_param = "past_sequence_length + s"
+    for feeds in drawn(proto):
+        assert feeds["a"].shape[0] == feeds["b"].shape[0] == feeds["c"].shape[0]
+        assert feeds["c"].shape[1] == feeds["a"].shape[1] + feeds["b"].shape[1]
+
+
+PICKY = {
+    "multiples of 32": model(
+        """g (float[n, 1, h, w] x) => (float[] y) {
+          s = Shape(x)
+          d = Div(s, k)
+          m = Mul(d, k)
+          y = Reshape(x, m) }""",
+        k=np.int64([1, 1, 32, 32]),
+    ),
+    "two symbols that have to be equal": model(
+        """g (float[a, 3] x, float[b, 3] z) => (float[a, 3] y) {
+          c = Sub(x, z)
+          s = Shape(z)
+          f = Reshape(x, s)
+          y = Add(f, c) }"""
+    ),
+    "a batch of one, baked in by the exporter": model(
+        "g (float[batch, t] x) => (float[] y) { s = Shape<start=1>(x)\n y = Reshape(x, s) }"
+    ),
+    "a window of 512, and a batch at another place": model(
+        """g (float[n, k] x, float[2, m, 8] state) => (float[n, 512] y) {
+          r = Reshape(x, s)
+          h = Slice(state, z, one, z)
+          q = ReduceSum(h, last)
+          p = Reshape(q, t)
+          y = Add(r, p) }""",
+        s=np.int64([-1, 512]),
+        z=np.int64([0]),
+        one=np.int64([1]),
+        last=np.int64([2]),
+        t=np.int64([-1, 1]),
+    ),
+}
+
+
+@pytest.mark.parametrize("proto", PICKY.values(), ids=PICKY.keys())
+def test_sizes_that_the_original_refuses_are_drawn_again(proto: onnx.ModelProto) -> None:
+    found = verify(proto, proto)
+    assert found.verified
+    assert len(found.bindings) == 3
+    assert len({tuple(b.values()) for b in found.bindings}) == 3
+    assert all(any(v != 1 for v in b.values()) for b in found.bindings)
+
+
+def test_the_users_shapes_are_among_those_tried() -> None:
+    proto = model("g (float[n, s] x) => (float[n, s] y) { y = Relu(x) }")
+    imported = load(proto, shapes={"x": (4, 21)})
+    found = Reference.of(proto, imported=imported)
+    assert found.bindings[0] == {"n": 4, "s": 21}
+    assert len(found.bindings) == 3
+    fixed = load(proto, shapes={"x": (4, 21)}, fix_shapes=True)
+    pinned = model("g (float[4, 21] x) => (float[4, 21] y) { y = Relu(x) }")
+    assert verify(proto, pinned, imported=fixed).verified
+    assert not verify(proto, pinned).verified
+
+
+def test_feeds_for_measurement() -> None:
+    proto = model("g (float[batch, s] x, int64[batch] ids) => (float[batch, s] y) { y = Relu(x) }")
+    feeds = feeds_for_measurement(load(proto))
+    assert feeds["x"].shape == (1, 64)
+    bound = feeds_for_measurement(load(proto, shapes={"x": (2, 9)}), seed=1)
+    assert bound["x"].shape == (2, 9)
+    assert bound["ids"].shape == (2,)
+    same = feeds_for_measurement(load(proto, shapes={"x": (2, 9)}), seed=1)
+    assert all(np.array_equal(bound[n], same[n]) for n in bound)
+    picky = model("g (float[batch, s] x) => (float[] y) { y = Reshape(x, k) }", k=np.int64([-1, 160]))
+    session = ort.InferenceSession(picky.SerializeToString(), providers=["CPUExecutionProvider"])
+
+    def runs(feeds: Any) -> bool:
+        return feeds["x"].size % 160 == 0
+
+    found = feeds_for_measurement(load(picky), runs=runs)
+    assert session.run(None, found)[0].shape[1] == 160
+    with pytest.raises(InputsNeeded, match="--inputs"):
+        feeds_for_measurement(load(picky), runs=lambda feeds: False)
+
+
+def test_defaults_are_overridden_in_one_sample() -> None:
+    proto = model(
+        "g (float[n] x, float[2] k = {2.0, 3.0}) => (float[] y) { s = ReduceSum(k)\n y = Mul(x, s) }"
+    )
+    given = ["k" in feeds for feeds in drawn(proto)]
+    assert given == [False, True, False] * 3
+
+
+def test_plans_do_not_depend_on_order_or_process() -> None:
+    proto = embedding("i = Identity(ids)")
+    first = InputPlan.of(load(proto)).case({"n": 2, "s": 3}, 5, 0)
+    second = InputPlan.of(load(proto)).case({"n": 2, "s": 3}, 5, 0)
+    assert np.array_equal(first.feeds["ids"], second.feeds["ids"])
+    other = InputPlan.of(load(proto)).case({"n": 2, "s": 3}, 6, 0)
+    assert not np.array_equal(first.feeds["ids"], other.feeds["ids"])
