@@ -269,7 +269,7 @@ class _Writer:
         for name, value in zip(declared, graph.outputs):
             if value in made and value not in names:
                 names[value] = name
-            else:
+            elif names.get(value) != name:  # an input that is an output as it stands
                 aliases.append((name, value))
         # All names of this graph before those of its bodies, so that a clash changes the inner one.
         for node in found.nodes:
@@ -355,7 +355,10 @@ class _Writer:
             proto.attribute[-1].graphs.append(body)
         label = self.model.labels.get(node.id)
         if label is not None and label.op == node.op:
-            proto.name, proto.doc_string = label.name, label.doc_string
+            if label.name:
+                proto.name = label.name
+            if label.doc_string:
+                proto.doc_string = label.doc_string
             for key, value in label.metadata:
                 proto.metadata_props.add(key=key, value=value)
         return proto
