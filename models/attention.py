@@ -37,11 +37,13 @@ def _attend(net: Net, q: str, k: str, v: str, mask: str | None) -> str:
 def _attention(net: Net, x: str, mask: str | None) -> str:
     """x[1,s,k] -> [1,s,k]: self-attention by four linear layers."""
     _, length, features = net.shape(x)
-    projected = []
-    for name in ("query", "key", "value"):
+
+    def projected(name: str) -> str:
         with net.scope(name):
-            projected.append(net.linear(x, features))
-    y = net.transpose(_attend(net, *projected, mask), 0, 2, 1, 3)
+            return net.linear(x, features)
+
+    y = _attend(net, projected("query"), projected("key"), projected("value"), mask)
+    y = net.transpose(y, 0, 2, 1, 3)
     with net.scope("output"):
         return net.linear(net.reshape(y, 1, length, -1), features)
 
@@ -169,7 +171,8 @@ def gpt2(
         with net.scope("attention"):
             with net.scope("c_attn"):
                 qkv = conv1d(_norm(net, x, 1e-5), 3 * width)
-            y = _attend(net, *net.split(qkv, 3, axis=2), causal)
+            q, k, v = net.split(qkv, 3, axis=2)
+            y = _attend(net, q, k, v, causal)
             with net.scope("c_proj"):
                 y = conv1d(net.reshape(net.transpose(y, 0, 2, 1, 3), tokens, width), width, flat=True)
             x = net.add(y, x)

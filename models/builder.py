@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import onnx
@@ -23,7 +24,6 @@ OPSET = 18
 IR_VERSION = 10
 
 Array = NDArray[np.generic]
-Attribute = int | float | str | Sequence[int]
 Pair = int | tuple[int, int]
 
 
@@ -150,7 +150,7 @@ class Net:
 
     # ---------------------------------------------------------------- nodes
 
-    def nodes(self, op: str, *inputs: str, outputs: int = 1, **attributes: Attribute) -> list[str]:
+    def nodes(self, op: str, *inputs: str, outputs: int = 1, **attributes: Any) -> list[str]:
         """Append a node with `outputs` results."""
         stem = op.lower()
         names = [self._name(stem) for _ in range(outputs)]
@@ -168,7 +168,7 @@ class Net:
         self._nodes.append(node)
         return names
 
-    def node(self, op: str, *inputs: str, **attributes: Attribute) -> str:
+    def node(self, op: str, *inputs: str, **attributes: Any) -> str:
         """Append a node with one result."""
         return self.nodes(op, *inputs, **attributes)[0]
 
@@ -246,7 +246,7 @@ class Net:
         ph, pw = pair(padding) if padding is not None else (kh // 2, kw // 2)
         fan_in = self.shape(x)[1] // groups * kh * kw
         weight = self.normal((channels, fan_in // (kh * kw), kh, kw), math.sqrt(2 / fan_in))
-        spatial = {
+        spatial: dict[str, Any] = {
             "dilations": (1, 1),
             "group": groups,
             "kernel_shape": (kh, kw),
@@ -275,7 +275,7 @@ class Net:
 
     def pool(self, op: str, x: str, kernel: int, stride: int, padding: int = 0) -> str:
         """`MaxPool`, or `AveragePool` as PyTorch means it: with the padding counted."""
-        attributes: dict[str, Attribute] = {
+        attributes: dict[str, Any] = {
             "ceil_mode": 0,
             "kernel_shape": pair(kernel),
             "pads": (padding,) * 4,

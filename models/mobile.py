@@ -143,6 +143,6 @@ def efficientnet_b0(
         image=image,
         activation=net.silu,
         excite=True,
-        gain=1.1,
+        gain=1.15,
     )
     return net.model()
