@@ -9,7 +9,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from xrlflow.ir import FLOATS, Attrs, DType
+from xrlflow.ir import FLOATS, INTEGERS, Attrs, DType
 from xrlflow.ops.eval_spec import (
     Evaluate,
     Inputs,
@@ -22,6 +22,7 @@ from xrlflow.ops.eval_spec import (
     table,
 )
 from xrlflow.ops.field import Array, Field, NotEvaluable
+from xrlflow.ops.tensors import numpy_dtype
 
 
 def _unary(name: str, *defaults: tuple[str, float]) -> Evaluate:
@@ -160,28 +161,19 @@ def _dropout(field: Field, attrs: Attrs, inputs: Inputs, outputs: int) -> tuple[
 
 # Formats that NumPy does not have. Arrays of them keep their dtype; `widen` makes them computable.
 NARROW_FLOAT: dict[DType, np.dtype[Any]] = {
-    DType.FLOAT8E4M3FN: np.dtype(ml_dtypes.float8_e4m3fn),
-    DType.FLOAT8E4M3FNUZ: np.dtype(ml_dtypes.float8_e4m3fnuz),
-    DType.FLOAT8E5M2: np.dtype(ml_dtypes.float8_e5m2),
-    DType.FLOAT8E5M2FNUZ: np.dtype(ml_dtypes.float8_e5m2fnuz),
-    DType.FLOAT4E2M1: np.dtype(ml_dtypes.float4_e2m1fn),
+    dtype: numpy_dtype(dtype)
+    for dtype in (
+        DType.FLOAT8E4M3FN,
+        DType.FLOAT8E4M3FNUZ,
+        DType.FLOAT8E5M2,
+        DType.FLOAT8E5M2FNUZ,
+        DType.FLOAT4E2M1,
+    )
 }
 NARROW_INTEGER: dict[DType, np.dtype[Any]] = {
-    DType.INT4: np.dtype(ml_dtypes.int4),
-    DType.UINT4: np.dtype(ml_dtypes.uint4),
-    DType.INT2: np.dtype(ml_dtypes.int2),
-    DType.UINT2: np.dtype(ml_dtypes.uint2),
+    dtype: numpy_dtype(dtype) for dtype in (DType.INT4, DType.UINT4, DType.INT2, DType.UINT2)
 }
-WIDE_INTEGER: dict[DType, np.dtype[Any]] = {
-    DType.INT8: np.dtype(np.int8),
-    DType.INT16: np.dtype(np.int16),
-    DType.INT32: np.dtype(np.int32),
-    DType.INT64: np.dtype(np.int64),
-    DType.UINT8: np.dtype(np.uint8),
-    DType.UINT16: np.dtype(np.uint16),
-    DType.UINT32: np.dtype(np.uint32),
-    DType.UINT64: np.dtype(np.uint64),
-}
+WIDE_INTEGER: dict[DType, np.dtype[Any]] = {dtype: numpy_dtype(dtype) for dtype in sorted(INTEGERS)}
 _KNOWN = {dtype: number_ for number_, dtype in (NARROW_FLOAT | NARROW_INTEGER | WIDE_INTEGER).items()}
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 

@@ -23,7 +23,7 @@ def _matmul(field: Field, attrs: Attrs, a: Array, b: Array) -> Array:
     return field.matmul(a, b)
 
 
-def _gemm(field: Field, attrs: Attrs, a: Array, b: Array, c: Array | None = None) -> Array:
+def gemm(field: Field, attrs: Attrs, a: Array, b: Array, c: Array | None = None) -> Array:
     alpha, beta = number(attrs, "alpha", 1.0), number(attrs, "beta", 1.0)
     y = field.matmul(
         a.T if integer(attrs, "transA", 0) else a,
@@ -380,7 +380,7 @@ SPECS: dict[str, OpSpec] = {
     **table(
         "polynomial",
         MatMul=single(_matmul),
-        Gemm=single(_gemm),
+        Gemm=single(gemm),
         Einsum=single(_einsum),
         Conv=single(conv),
         ConvTranspose=single(_conv_transpose),

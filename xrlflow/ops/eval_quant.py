@@ -60,16 +60,21 @@ def _dequantize(field: Field, attrs: Attrs, x: Array, scale: Array, zero: Array 
     return field.mul(value, _spread(field.lift(scale), x, attrs))
 
 
-def _dynamic_quantize(field: Field, attrs: Attrs, x: Array) -> tuple[Any, ...]:
+def dynamic_quantize(x: Array) -> tuple[Array, Any, Array]:
     """To uint8 by the range of the data, which takes in zero. All zeros: a scale of 1, as runtimes have it.
 
-    The scale is a float32 by definition, and rounded to one.
+    Scale and quotient are float32 by definition, and rounded to that.
     """
     low, high = min(0.0, float(x.min(initial=0.0))), max(0.0, float(x.max(initial=0.0)))
     scale = f32((high - low) / 255.0) or 1.0
     zero = np.clip(np.rint(-low / scale), 0, 255)
-    y = np.clip(np.rint(x / scale) + zero, 0, 255).astype(np.uint8)
-    return y, np.float64(scale), zero.astype(np.uint8)
+    quotient = (x / scale).astype(np.float32)
+    y = np.clip(np.rint(quotient) + zero, 0, 255).astype(np.uint8)
+    return y, np.float64(scale), np.asarray(zero).astype(np.uint8)
+
+
+def _dynamic_quantize(field: Field, attrs: Attrs, x: Array) -> tuple[Any, ...]:
+    return dynamic_quantize(x)
 
 
 def _centred(x: Array, zero: Array | None, columns: bool) -> Array:
@@ -81,6 +86,12 @@ def _centred(x: Array, zero: Array | None, columns: bool) -> Array:
     return value - (shift[:, None] if shift.ndim == 1 and shift.size > 1 and not columns else shift)
 
 
+def integer_product(a: Array, b: Array, a_zero: Array | None, b_zero: Array | None) -> Array:
+    """The product of matrices of integers less their zero points: whole numbers as float64."""
+    product: Array = np.matmul(_centred(a, a_zero, False), _centred(b, b_zero, True))
+    return product
+
+
 def _matmul_integer(
     field: Field,
     attrs: Attrs,
@@ -89,8 +100,7 @@ def _matmul_integer(
     a_zero: Array | None = None,
     b_zero: Array | None = None,
 ) -> Array:
-    product: Array = np.matmul(_centred(a, a_zero, False), _centred(b, b_zero, True))
-    return product.astype(np.int64).astype(np.int32)
+    return integer_product(a, b, a_zero, b_zero).astype(np.int64).astype(np.int32)
 
 
 def _conv_sum(attrs: Attrs, x: Array, w: Array, x_zero: Array | None, w_zero: Array | None) -> Array:
@@ -134,8 +144,7 @@ def _qlinear_matmul(
     y_scale: Array,
     y_zero: Array,
 ) -> Array:
-    a, a_zero, b, b_zero = widen(a), widen(a_zero), widen(b), widen(b_zero)
-    total = np.matmul(_centred(a, a_zero, False), _centred(b, b_zero, True))
+    total = integer_product(widen(a), widen(b), widen(a_zero), widen(b_zero))
     rows = a_scale[:, None] if a_scale.ndim == 1 and a_scale.size > 1 else a_scale
     factor = REALS.lift(rows) * REALS.lift(b_scale) / REALS.lift(y_scale)
     return _requantize(total, factor, y_zero)

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from xrlflow.ir import Attrs
+from xrlflow.ir import Attrs, RawAttr
 from xrlflow.ops.field import Array, Field
 
 Inputs = Sequence[Array | None]
@@ -92,8 +92,15 @@ def string(attrs: Attrs, name: str, default: str) -> str:
 
 
 def integers(attrs: Attrs, name: str) -> tuple[int, ...] | None:
+    """A list of integers; None if it is not given. An empty list of a file is a RawAttr."""
     value = attrs.get(name)
-    return None if value is None else tuple(value)  # type: ignore[arg-type]
+    if value is None:
+        return None
+    if isinstance(value, RawAttr):
+        return ()
+    if not isinstance(value, tuple):
+        raise TypeError(f"attribute {name} is {value!r}, not a list of integers")
+    return tuple(int(v) for v in value)
 
 
 def listed(array: Array | None) -> tuple[int, ...] | None:

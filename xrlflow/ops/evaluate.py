@@ -14,6 +14,7 @@ import numpy as np
 from xrlflow.ir import ABSENT, Attrs, Body, Graph, Value
 from xrlflow.ops import (
     eval_attention,
+    eval_contrib,
     eval_elementwise,
     eval_image,
     eval_linear,
@@ -57,6 +58,10 @@ def evaluate_node(
     return tuple([out if type(out) is np.ndarray else np.asarray(out) for out in outputs])
 
 
+# Operators that read a part of their input: a constant table of embeddings is not converted as a whole.
+_PARTIAL = frozenset({"Gather", "GatherElements", "GatherND", "Slice", "Split"})
+
+
 def evaluate_graph(graph: Graph, feeds: Mapping[Value, Array], field: Field = REALS) -> list[Array]:
     """The outputs of a graph for these inputs: float64 wherever the graph has floats of any precision.
 
@@ -75,7 +80,7 @@ def evaluate_graph(graph: Graph, feeds: Mapping[Value, Array], field: Field = RE
     consts, inputs = graph.leaves.consts, set(graph.inputs)
     held: dict[Value, Array] = {v: promote(field, np.asarray(a)) for v, a in feeds.items() if v in reads}
 
-    def read(value: Value) -> Array | None:
+    def read(value: Value, lift: bool = True) -> Array | None:
         if value == ABSENT:
             return None
         found = held.get(value)
@@ -86,18 +91,20 @@ def evaluate_graph(graph: Graph, feeds: Mapping[Value, Array], field: Field = RE
                 raise KeyError(
                     f"input {name} is not fed" if value in inputs else f"value {name} is not known"
                 )
-            return promote(field, const.numpy())
+            array = const.numpy()
+            return promote(field, array) if lift else array
         reads[value] -= 1
         if not reads[value]:
             del held[value]
         return found
 
     for node in order:
-        arguments = [read(value) for value in node.inputs]
+        partial = node.op in _PARTIAL
+        arguments = [read(value, not partial) for value in node.inputs]
         results = evaluate_node(node.op, node.attrs, arguments, len(node.outputs), field)
         for value, result in zip(node.outputs, results):
             if value in reads:
-                held[value] = result
+                held[value] = promote(field, result) if partial else result
         del arguments, results
     outputs = [read(value) for value in graph.outputs]
     return [out for out in outputs if out is not None]
@@ -188,6 +195,7 @@ def _scan(field: Field, attrs: Attrs, inputs: Inputs, outputs: int) -> tuple[Any
 
 SPECS: dict[str, OpSpec] = {
     **eval_attention.SPECS,
+    **eval_contrib.SPECS,
     **eval_elementwise.SPECS,
     **eval_image.SPECS,
     **eval_linear.SPECS,

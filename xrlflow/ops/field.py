@@ -299,10 +299,17 @@ REAL_UNARY: dict[str, Callable[..., Any]] = {
     "thresholded_relu": _thresholded,
 }
 
+def _pow(x: Any, exponent: Any) -> Any:
+    """A square is one multiplication, as runtimes have it, and much faster."""
+    if np.size(exponent) == 1 and np.ndim(exponent) <= np.ndim(x) and np.all(exponent == 2):
+        return np.multiply(x, x)
+    return np.power(x, exponent)
+
+
 REAL_BINARY: dict[str, Callable[..., Any]] = {
     "fmod": np.fmod,
     "mod": np.mod,
-    "pow": np.power,
+    "pow": _pow,
     "prelu": lambda x, slope: np.where(x < 0, slope * x, x),
 }
 

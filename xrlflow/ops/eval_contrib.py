@@ -1,0 +1,207 @@
+"""Meaning of ONNX Runtime's own operators (domain com.microsoft) that its optimiser and our rules write.
+
+Semantics: https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md
+"""
+
+from __future__ import annotations
+
+from math import sqrt
+from typing import Any
+
+import numpy as np
+
+from xrlflow.ir import Attrs, RawAttr
+from xrlflow.ops.eval_linear import conv, gemm
+from xrlflow.ops.eval_norm import layer_norm, rms_norm, softmax
+from xrlflow.ops.eval_quant import dynamic_quantize, integer_product
+from xrlflow.ops.eval_spec import (
+    Evaluate,
+    Inputs,
+    OpSpec,
+    Proof,
+    f32,
+    integer,
+    number,
+    several,
+    single,
+    string,
+)
+from xrlflow.ops.field import Array, Field, NotEvaluable
+
+_EPSILON = f32(1e-12)
+
+
+def _gelu(field: Field, attrs: Attrs, x: Array, bias: Array | None = None) -> Array:
+    return field.unary("gelu", x if bias is None else field.add(x, bias))
+
+
+def _fast_gelu(field: Field, attrs: Attrs, x: Array, bias: Array | None = None) -> Array:
+    return field.unary("gelu_tanh", x if bias is None else field.add(x, bias))
+
+
+def _quick_gelu(field: Field, attrs: Attrs, x: Array) -> Array:
+    alpha = field.constant(number(attrs, "alpha", f32(1.702)))
+    return field.mul(x, field.unary("sigmoid", field.mul(x, alpha)))
+
+
+def _activated(field: Field, attrs: Attrs, x: Array, parameters: tuple[float, ...] | None = None) -> Array:
+    """The activation that a fused operator ends with."""
+    name = string(attrs, "activation", "")
+    if parameters is None:
+        given = attrs.get("activation_params", ())
+        parameters = () if isinstance(given, RawAttr) else tuple(given)  # type: ignore[arg-type]
+    if not name:
+        return x
+    if name in ("Relu", "Tanh", "Sigmoid"):
+        return field.unary(name.lower(), x)
+    if name == "LeakyRelu":
+        return field.unary("leaky_relu", x, *(parameters or (f32(0.01),)))
+    if name == "HardSigmoid":
+        return field.unary("hard_sigmoid", x, *(parameters or (f32(0.2), 0.5)))
+    if name == "Clip" and len(parameters) == 2:
+        low, high = map(field.constant, parameters)
+        return field.minimum(field.maximum(x, low), high)
+    raise NotEvaluable(f"activation {name}")
+
+
+def _fused_conv(
+    field: Field, attrs: Attrs, x: Array, w: Array, bias: Array | None = None, added: Array | None = None
+) -> Array:
+    y = conv(field, attrs, x, w, bias)
+    return _activated(field, attrs, y if added is None else field.add(y, added))
+
+
+def _fused_gemm(field: Field, attrs: Attrs, a: Array, b: Array, c: Array | None = None) -> Array:
+    alpha = (number(attrs, "activation_alpha", f32(0.01)),) if "activation_alpha" in attrs else ()
+    return _activated(field, attrs, gemm(field, attrs, a, b, c), alpha)
+
+
+def _fused_matmul(field: Field, attrs: Attrs, a: Array, b: Array) -> Array:
+    if integer(attrs, "transBatchA", 0):
+        a = np.moveaxis(a, 0, -2)
+    if integer(attrs, "transBatchB", 0):
+        b = np.moveaxis(b, 0, -2)
+    if integer(attrs, "transA", 0) and a.ndim > 1:
+        a = a.swapaxes(-1, -2)
+    if integer(attrs, "transB", 0) and b.ndim > 1:
+        b = b.swapaxes(-1, -2)
+    y, alpha = field.matmul(a, b), number(attrs, "alpha", 1.0)
+    return y if alpha == 1.0 else field.mul(y, field.constant(alpha))
+
+
+def _skip_layer_norm(
+    field: Field,
+    attrs: Attrs,
+    x: Array,
+    skip: Array,
+    scale: Array,
+    shift: Array | None = None,
+    bias: Array | None = None,
+) -> tuple[Any, ...]:
+    total = field.add(x, skip)
+    if bias is not None:
+        total = field.add(total, bias)
+    y, mean, inverse = layer_norm(field, total, scale, shift, -1, number(attrs, "epsilon", _EPSILON))
+    return y, mean, inverse, total
+
+
+def _skip_rms_norm(
+    field: Field, attrs: Attrs, x: Array, skip: Array, scale: Array, bias: Array | None = None
+) -> tuple[Any, ...]:
+    """The second and third outputs are for training only, and empty here."""
+    total = field.add(x, skip)
+    if bias is not None:
+        total = field.add(total, bias)
+    y = rms_norm(field, total, scale, -1, number(attrs, "epsilon", _EPSILON))
+    empty = np.zeros(0)
+    return y, empty, empty, total
+
+
+def _rms_norm(field: Field, attrs: Attrs, x: Array, scale: Array) -> Array:
+    return rms_norm(field, x, scale, integer(attrs, "axis", -1), number(attrs, "epsilon", f32(1e-5)))
+
+
+def _multi_head(field: Field, attrs: Attrs, inputs: Inputs, outputs: int) -> tuple[Any, ...]:
+    """Query, key and value [b,s,h*d] (key and value may be [b,h,s,d]), a bias for all three, one on scores.
+
+    Packed inputs, a key padding mask, past keys and a causal mask are NotEvaluable.
+    """
+    given: list[Array | None] = [*inputs, *[None] * (8 - len(inputs))]
+    query, key, value, bias, padding, on_scores, *past = given
+    if key is None or value is None or padding is not None or any(p is not None for p in past):
+        raise NotEvaluable("MultiHeadAttention of this form")
+    if integer(attrs, "unidirectional", 0) or outputs > 1:
+        raise NotEvaluable("MultiHeadAttention of this form")
+    assert query is not None
+    heads = integer(attrs, "num_heads", 1)
+    parts = [query, key, value]
+    if bias is not None:
+        width = query.shape[-1]
+        shifts = (bias[:width], bias[width : 2 * width], bias[2 * width :])
+        parts = [field.add(x, b) if x.ndim == 3 else x for x, b in zip(parts, shifts)]
+    q, k, v = (x if x.ndim == 4 else x.reshape(*x.shape[:2], heads, -1).transpose(0, 2, 1, 3) for x in parts)
+    scale = number(attrs, "scale", 0.0) or 1.0 / sqrt(q.shape[-1])
+    scores = field.mul(field.matmul(q, k.swapaxes(-1, -2)), field.constant(scale))
+    if on_scores is not None:
+        scores = field.add(scores, on_scores)
+    y = field.matmul(softmax(field, scores, -1), v).transpose(0, 2, 1, 3)
+    return (y.reshape(*query.shape[:2], -1),)
+
+
+def _matmul_integer_to_float(
+    field: Field,
+    attrs: Attrs,
+    a: Array,
+    b: Array,
+    a_scale: Array,
+    b_scale: Array,
+    a_zero: Array | None = None,
+    b_zero: Array | None = None,
+    bias: Array | None = None,
+) -> Array:
+    y: Array = integer_product(a, b, a_zero, b_zero) * np.asarray(a_scale) * b_scale
+    return y if bias is None else y + bias
+
+
+def _dynamic_quantize_matmul(
+    field: Field,
+    attrs: Attrs,
+    a: Array,
+    b: Array,
+    b_scale: Array,
+    b_zero: Array | None = None,
+    bias: Array | None = None,
+) -> Array:
+    quantised, scale, zero = dynamic_quantize(a)
+    return _matmul_integer_to_float(field, attrs, quantised, b, scale, b_scale, zero, b_zero, bias)
+
+
+def _table(proof: Proof, **operators: Evaluate) -> dict[str, OpSpec]:
+    names = {f"com.microsoft::{op}": evaluate for op, evaluate in operators.items()}
+    return {op: OpSpec(op, evaluate, proof) for op, evaluate in names.items()}
+
+
+SPECS: dict[str, OpSpec] = {
+    **_table("polynomial", FusedMatMul=single(_fused_matmul)),
+    **_table(
+        "uninterpreted",
+        BiasGelu=single(_gelu),
+        FastGelu=single(_fast_gelu),
+        FusedConv=single(_fused_conv),
+        FusedGemm=single(_fused_gemm),
+        Gelu=single(_gelu),
+        MultiHeadAttention=_multi_head,
+        QuickGelu=single(_quick_gelu),
+        SkipLayerNormalization=several(_skip_layer_norm),
+        SkipSimplifiedLayerNormalization=several(_skip_rms_norm),
+    ),
+    **_table(
+        "numeric",
+        DynamicQuantizeMatMul=single(_dynamic_quantize_matmul),
+        MatMulIntegerToFloat=single(_matmul_integer_to_float),
+    ),
+    # ONNX Runtime's, though it stands in ONNX's own domain.
+    "SimplifiedLayerNormalization": OpSpec(
+        "SimplifiedLayerNormalization", single(_rms_norm), "uninterpreted"
+    ),
+}
