@@ -1,13 +1,17 @@
 """Operators measured alone: which are, which are not, and that the database is asked first."""
 
+import math
+import subprocess
+import sys
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.cost.graphs import Builder, random_edit, random_graph, t
-from xrlflow.cost.alone import Sample, Sentinel, time_node
+from xrlflow.cost.alone import Sample, time_node
 from xrlflow.cost.database import Database
 from xrlflow.cost.machine import Machine
 from xrlflow.cost.profiled import Profiled
@@ -24,7 +28,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def profiled(path: Path, **options: object) -> Profiled:
-    options.setdefault("is_quiet", lambda: True)
+    options.setdefault("tolerance", math.inf)
     return Profiled(MACHINE, database=Database(path), per_operator=0.001, **options)  # type: ignore[arg-type]
 
 
@@ -79,7 +83,7 @@ def test_thread_counts_are_measured_apart(path: Path) -> None:
         Machine(**{f: getattr(MACHINE, f) for f in Machine.__dataclass_fields__} | {"threads": 1}),
         database=Database(path),
         per_operator=0.001,
-        is_quiet=lambda: True,
+        tolerance=math.inf,
     )
     other.cost(graph)
     assert (other.tally.measured, other.tally.remembered) == (1, 0)
@@ -163,33 +167,50 @@ def test_when_the_time_is_over_the_rest_is_modelled(path: Path) -> None:
     assert (model.tally.remembered, model.tally.modelled.total()) == (1, 0)
 
 
-def test_what_was_measured_beside_others_is_repeated_and_not_kept(path: Path) -> None:
-    answers = iter([False, False, False, True, False, True, True, True])
-    model = profiled(path, is_quiet=lambda: next(answers))
-    model.cost(MEASURED["mask"])  # three attempts, then what a call takes: quiet at once
+def test_what_was_measured_beside_others_is_repeated_and_not_kept(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = 0
+
+    def disturbed(*args: Any, **options: Any) -> Sample:
+        nonlocal calls
+        calls += 1
+        return Sample(5e-3, (4 - calls) * 1e-3, 9e-3, 10, waiting=0.3)
+
+    monkeypatch.setattr("xrlflow.cost.profiled.time_node", disturbed)
+    model = profiled(path, tolerance=0.1)
+    monkeypatch.setattr(model, "_call", 1e-4)
+    assert model.cost(MEASURED["mask"]) == pytest.approx(1e-3 - 1e-4 + MACHINE.overhead)
+    assert calls == 3
     assert (model.tally.measured, model.tally.disturbed) == (1, 1)
     assert "others used the processors" in str(model.tally)
+    monkeypatch.undo()
     again = profiled(path)
     again.cost(MEASURED["mask"])
     assert (again.tally.measured, again.tally.disturbed, again.tally.remembered) == (1, 0, 0)
 
 
-def test_the_sentinel_judges_by_the_best_time_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
-    sentinel = Sentinel(1)
-    now = 0.0
-    lap = 1e-9  # shorter than any real one
-
-    def clock() -> float:
-        nonlocal now
-        now += lap
-        return now
-
-    monkeypatch.setattr("xrlflow.cost.alone.time.perf_counter", clock)
-    assert sentinel.is_quiet()
-    lap = 2e-9
-    assert not sentinel.is_quiet()
-    lap = 1.1e-9
-    assert sentinel.is_quiet()
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="only Linux counts it")
+def test_waiting_for_a_processor_is_seen() -> None:
+    """Two processes that may use one processor: each waits while the other one runs."""
+    script = """
+import os, time
+from xrlflow.cost.alone import waited
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+before = waited()
+stop = time.perf_counter() + 0.3
+def spin():
+    while time.perf_counter() < stop:
+        hash(b"x" * 100)
+child = os.fork()
+spin()
+if child == 0:
+    os._exit(0)
+print(waited() - before)
+os.waitpid(child, 0)
+"""
+    out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert 0.05 < float(out.stdout) < 10
 
 
 def test_a_body_is_the_sum_of_its_nodes(path: Path) -> None:

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,12 +39,17 @@ _SPIN = {"session.force_spinning_stop": "0"}
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Seconds of one call: the median, 10th and 90th percentile of so many samples."""
+    """Seconds of one call: the median, 10th and 90th percentile of so many samples.
+
+    `waiting`: seconds that our threads waited for a processor, per second of measuring. Above some hundredths,
+    others were using the processors.
+    """
 
     median: float
     low: float
     high: float
     count: int
+    waiting: float = 0.0
 
 
 def is_bound(types: Sequence[TensorType | None], bindings: Mapping[str, int]) -> bool:
@@ -119,12 +123,12 @@ def time_node(
     if kernel_only:
         with _profiling(model, threads) as (opened, events):
             _check(opened, feeds, expected if exact else None, node)
-            _run_for(opened, feeds, time_limit)
-        return _kernel_sample(events, node)
+            with _waiting() as share:
+                _run_for(opened, feeds, time_limit)
+        return _kernel_sample(events, node, share[0])
     with open_model(model, threads=threads, session_options=_SPIN) as opened:
         _check(opened, feeds, expected if exact else None, node)
-        latency = time_alone(opened.bound_caller(feeds), time_limit=time_limit)
-    return Sample(latency.median_ms / 1e3, latency.p10_ms / 1e3, latency.p90_ms / 1e3, latency.samples)
+        return _time(opened.bound_caller(feeds), time_limit)
 
 
 def time_nodes(
@@ -134,42 +138,39 @@ def time_nodes(
     types = {v: TensorType(DType.FLOAT, a.shape) for v, a in feeds.items()}
     model = model_of(nodes, types, consts, nodes[-1].outputs)
     with open_model(model, threads=threads, session_options=_SPIN) as opened:
-        run = opened.bound_caller({input_name(v): a for v, a in feeds.items()})
-        latency = time_alone(run, time_limit=0.05)
-    return Sample(latency.median_ms / 1e3, latency.p10_ms / 1e3, latency.p90_ms / 1e3, latency.samples)
+        return _time(opened.bound_caller({input_name(v): a for v, a in feeds.items()}), 0.05)
 
 
-class Sentinel:
-    """A product that is timed between measurements: when it is slow, somebody else is using the processors.
+def _time(run: Callable[[], object], time_limit: float) -> Sample:
+    with _waiting() as share:
+        latency = time_alone(run, time_limit=time_limit)
+    return Sample(
+        latency.median_ms / 1e3, latency.p10_ms / 1e3, latency.p90_ms / 1e3, latency.samples, share[0]
+    )
 
-    Counters of the operating system tick too coarsely for measurements of milliseconds.
+
+@contextlib.contextmanager
+def _waiting() -> Iterator[list[float]]:
+    """One number when it ends: the share of the time that our threads waited for a processor."""
+    share = [0.0]
+    before, start = waited(), time.perf_counter()
+    yield share
+    share[0] = max(0.0, waited() - before) / max(time.perf_counter() - start, 1e-9)
+
+
+def waited() -> float:
+    """Seconds that this process's threads were ready to run and had no processor to run on.
+
+    Exact, unlike counters of processor time, which tick too coarsely for measurements of milliseconds. 0 where the
+    system does not count it (it is Linux's).
     """
-
-    SLOWER = 1.25  # than the best so far, in which case a measurement is not to be believed
-    _ROWS, _WIDTH = 128, 512
-
-    def __init__(self, threads: int) -> None:
-        x, w = Value(1), Value(2)
-        rows = TensorType(DType.FLOAT, (self._ROWS, self._WIDTH))
-        node = Node("MatMul", (x, w), (Value(3),), (rows,))
-        weight = np.full((self._WIDTH, self._WIDTH), 0.01, np.float32)
-        self._model = open_model(model_of([node], {x: rows}, {w: weight}, node.outputs), threads=threads)
-        feed = np.full((self._ROWS, self._WIDTH), 0.01, np.float32)
-        self._run = self._model.bound_caller({input_name(x): feed})
-        self._best = math.inf
-        for _ in range(5):
-            self.is_quiet()
-
-    def is_quiet(self) -> bool:
-        """Whether the processors are ours now. Takes about a millisecond."""
-        laps: list[float] = []
-        for _ in range(4):  # the first one wakes the threads
-            start = time.perf_counter()
-            self._run()
-            laps.append(time.perf_counter() - start)
-        now = min(laps)
-        self._best = min(self._best, now)
-        return now <= self.SLOWER * self._best
+    total = 0
+    for file in Path("/proc/self/task").glob("*/schedstat"):
+        try:
+            total += int(file.read_text().split()[1])
+        except (OSError, IndexError):  # a thread that has just ended
+            continue
+    return total * 1e-9
 
 
 def call_seconds(threads: int) -> Sample:
@@ -224,7 +225,7 @@ def _run_for(opened: OrtModel, feeds: Mapping[str, Array], time_limit: float) ->
         run()
 
 
-def _kernel_sample(events: Sequence[Mapping[str, Any]], node: Node) -> Sample:
+def _kernel_sample(events: Sequence[Mapping[str, Any]], node: Node, waiting: float) -> Sample:
     """What the kernels of each run took together, layout conversions excepted, in whole microseconds."""
     runs: dict[str, list[float]] = {}
     for event in events:
@@ -243,4 +244,4 @@ def _kernel_sample(events: Sequence[Mapping[str, Any]], node: Node) -> Sample:
     quarter = len(totals) // 4
     middle = totals[quarter : len(totals) - quarter]
     low, high = np.percentile(totals, [10, 90])
-    return Sample(float(np.mean(middle)), float(low), float(high), len(totals))
+    return Sample(float(np.mean(middle)), float(low), float(high), len(totals), waiting)

@@ -77,7 +77,7 @@ class Database:
         """Keep a measurement; it replaces an older one of the same subject."""
         self._execute(
             f"INSERT OR REPLACE INTO measurement VALUES ({', '.join('?' * 11)})",
-            (*astuple(subject), *astuple(sample), time.time()),
+            (*astuple(subject), sample.median, sample.low, sample.high, sample.count, time.time()),
         )
 
     def __len__(self) -> int:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Any
 
 import numpy.typing as npt
 
 from xrlflow.backends.protocol import BackendError
-from xrlflow.cost.alone import Sample, Sentinel, call_seconds, is_bound, time_node
+from xrlflow.cost.alone import Sample, call_seconds, is_bound, time_node
 from xrlflow.cost.calibrate import runtime
 from xrlflow.cost.database import Database, Subject
 from xrlflow.cost.machine import Machine, cpu_name
@@ -70,14 +70,13 @@ class Profiled(AdditiveCost):
         bindings: Mapping[str, int] | None = None,
         time_budget: float | None = None,
         per_operator: float = 0.03,
-        is_quiet: Callable[[], bool] | None = None,
+        tolerance: float = 0.05,
     ) -> None:
         """`machine` gives the thread count, and prices what cannot be measured.
 
         `time_budget`: seconds for measuring in all, after which new operators are modelled (None: no limit);
-        `per_operator`: seconds of timing for each, besides making its session. `is_quiet` says whether the
-        processors are ours; asked before and after a measurement, which is repeated up to twice if they are not
-        (None: a `Sentinel`).
+        `per_operator`: seconds of timing for each, besides making its session. `tolerance`: the part of that time
+        that our threads may wait for a processor; beyond it the measurement is repeated, up to twice.
         """
         super().__init__(bindings)
         self.machine = machine
@@ -87,7 +86,7 @@ class Profiled(AdditiveCost):
         self.tally = Tally()
         self._fallback = Roofline(machine, bindings)
         self._device, self._runtime = cpu_name(), runtime()
-        self._is_quiet = is_quiet
+        self.tolerance = tolerance
         self._call: float | None = None
 
     @property
@@ -162,16 +161,17 @@ class Profiled(AdditiveCost):
         return sample
 
     def _measure(self, once: Callable[[], Sample]) -> tuple[Sample, bool]:
-        """A sample, and whether it was taken in quiet: the first one that was, or the shortest of three."""
-        if self._is_quiet is None:
-            self._is_quiet = Sentinel(self.machine.threads).is_quiet
+        """A sample, and whether it was taken in quiet: the first one that was, or the best of three.
+
+        Beside other load, the fastest calls are nearer to the truth than the median.
+        """
         samples: list[Sample] = []
         for _ in range(_ATTEMPTS):
-            before = self._is_quiet()
             samples.append(once())
-            if before and self._is_quiet():
+            if samples[-1].waiting <= self.tolerance:
                 return samples[-1], True
-        return min(samples, key=lambda s: s.median), False
+        best = min(samples, key=lambda s: s.low)
+        return replace(best, median=best.low), False
 
     def _call_seconds(self) -> float:
         if self._call is None:
