@@ -219,7 +219,7 @@ def optimize(
     model: Source,
     *,
     search: str = "taso",
-    cost: str = "profiled",
+    cost: str | CostModel = "profiled",
     backend: str = "onnxruntime",
     budget: int = 1000,
     time_limit: float = 60.0,
@@ -240,7 +240,8 @@ def optimize(
     """Make a model faster.
 
     `model`: a path, the bytes of a file, or a ModelProto. `search`: "greedy", "taso" or "random" (`budget` edits that
-    ignore the cost). `cost`: "roofline", "profiled" (operators measured alone) or "measured" (whole models, slow).
+    ignore the cost). `cost`: "roofline", "profiled" (operators measured alone) or "measured" (whole models, slow),
+    or any CostModel.
     `time_limit`: seconds, covers everything. `shapes`: input name -> shape, for cost and measurement; with
     `fix_shapes` also written into the model. `threads`: of the runtime, the physical cores by default. `inputs`: the
     user's own, for verification and measurement. `measure=False` gives the best graph by modelled cost, never
@@ -255,15 +256,17 @@ def optimize(
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="xrlflow-"))
         job = _Job(
-            imported, model, search, cost, budget, alpha, seed, threads or default_threads(), session_options,
+            imported, model, search, cost if isinstance(cost, str) else cost.name, budget, alpha, seed, threads or default_threads(), session_options,
             begin, begin + time_limit, max_growth, folder, Library(LIBRARY, backend=backend), listener,
         )  # fmt: skip
         job.phase("import", begin)
-        return _run(job, measure, verify, inputs, opset, replay)
+        given = None if isinstance(cost, str) else cost
+        return _run(job, given, measure, verify, inputs, opset, replay)
 
 
 def _run(
     job: _Job,
+    given: CostModel | None,
     measuring: bool,
     verifying: bool,
     inputs: str | os.PathLike[str] | Mapping[str, Any] | None,
@@ -276,7 +279,7 @@ def _run(
     elif measuring or job.cost_name == "measured":
         job.feeds = _feeds(job)
     since = time.monotonic()
-    model = _cost_model(job)
+    model = given or _cost_model(job)
     base = _start(job, model)
     job.phase("calibrate", since)
 
@@ -585,11 +588,17 @@ def _blame(
 
 
 def _check_options(
-    search: str, cost: str, backend: str, budget: int, time_limit: float, alpha: float, max_growth: float
+    search: str,
+    cost: str | CostModel,
+    backend: str,
+    budget: int,
+    time_limit: float,
+    alpha: float,
+    max_growth: float,
 ) -> None:
     if search not in SEARCHES:
         raise OptionError(f"search {search!r} is not known: choose one of {', '.join(SEARCHES)}")
-    if cost not in COSTS:
+    if isinstance(cost, str) and cost not in COSTS:
         raise OptionError(f"cost {cost!r} is not known: choose one of {', '.join(COSTS)}")
     if backend != "onnxruntime":
         raise OptionError(f"backend {backend!r} is not known: only onnxruntime is, for now")

@@ -137,7 +137,7 @@ def canonical_attrs(op: str, attrs: Mapping[str, Attr], inputs: Sequence[TensorT
         axis = out["axis"]
         if isinstance(axis, int) and -rank <= axis < 0:
             axis = out["axis"] = axis + rank
-        if isinstance(standard, int) and isinstance(axis, int) and axis == standard % rank:
+        if isinstance(standard, int) and axis == (standard + rank if standard < 0 else standard):
             del out["axis"]
     out = {k: v for k, v in out.items() if not (k in default and default[k] == v)}
     if op in _WINDOWED:
