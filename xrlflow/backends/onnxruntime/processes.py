@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import xrlflow
 from xrlflow.backends.onnxruntime.session import Optimization, Options, default_threads
 from xrlflow.backends.onnxruntime.wire import from_json, save_feeds
 from xrlflow.backends.protocol import BackendError, Feeds, ModelSource, one_line
@@ -110,7 +109,7 @@ def _run_child(folder: Path, request: dict[str, Any], patience: float) -> Compar
     answer_file = folder / "result.json"
     answer_file.unlink(missing_ok=True)
     (folder / "request.json").write_text(json.dumps(request))
-    package_root = str(Path(xrlflow.__file__).resolve().parents[1])
+    package_root = str(Path(__file__).resolve().parents[3])
     inherited = os.environ.get("PYTHONPATH")
     environment = {
         **os.environ,
