@@ -299,6 +299,7 @@ REAL_UNARY: dict[str, Callable[..., Any]] = {
     "thresholded_relu": _thresholded,
 }
 
+
 def _pow(x: Any, exponent: Any) -> Any:
     """A square is one multiplication, as runtimes have it, and much faster."""
     if np.size(exponent) == 1 and np.ndim(exponent) <= np.ndim(x) and np.all(exponent == 2):
@@ -364,6 +365,9 @@ class Reals(Field):
         return np.negative(a)  # type: ignore[no-any-return]
 
     def matmul(self, a: Array, b: Array) -> Array:
+        if b.ndim == 2 and a.ndim > 2 and a.flags.c_contiguous:  # one product instead of many
+            rows: Array = np.matmul(a.reshape(-1, a.shape[-1]), b) if a.shape[-1] else np.matmul(a, b)
+            return rows.reshape(*a.shape[:-1], b.shape[1])
         return np.matmul(a, b)  # type: ignore[no-any-return]
 
     def sum(self, a: Array, axes: tuple[int, ...] | None, keepdims: bool = False) -> Array:
