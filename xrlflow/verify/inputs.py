@@ -360,10 +360,12 @@ class _Draw:
         return 0, 9
 
     def composition(self, total: int | None) -> Any:
-        """Positive sizes that add up to `total`; ones if that is not known."""
+        """Sizes that add up to `total`, positive if that can be; ones if it is not known."""
         count = int(np.prod(self.shape))
-        if total is None or count == 0 or total < count:
+        if total is None or count == 0:
             return np.ones(self.shape, dtype=np.int64)
+        if total < count:
+            return (np.arange(count) < total).astype(np.int64).reshape(self.shape)
         cuts = np.sort(self.rng.permutation(total - 1)[: count - 1] + 1)
         return np.diff(np.concatenate(([0], cuts, [total]))).reshape(self.shape)
 

@@ -21,7 +21,7 @@ from xrlflow.backends.onnxruntime.session import (
 )
 from xrlflow.backends.protocol import BackendError
 from xrlflow.ir import DType
-from xrlflow.ops.tensors import numpy_dtype
+from xrlflow.ops.tensors import dtype_of, numpy_dtype
 
 if TYPE_CHECKING:
     import onnx
@@ -30,14 +30,9 @@ Array: TypeAlias = npt.NDArray[Any]
 Model: TypeAlias = "str | os.PathLike[str] | bytes | onnx.ModelProto"
 """A model: a path (external data beside it), a serialized ModelProto, or a ModelProto."""
 
-# Element types of NumPy that ONNX Runtime's bindings exchange only as bytes, by their names in its type strings.
-_BY_BYTES = {
-    "bfloat16": DType.BFLOAT16,
-    "float8e4m3fn": DType.FLOAT8E4M3FN,
-    "float8e4m3fnuz": DType.FLOAT8E4M3FNUZ,
-    "float8e5m2": DType.FLOAT8E5M2,
-    "float8e5m2fnuz": DType.FLOAT8E5M2FNUZ,
-}
+# Element types that ONNX Runtime's bindings exchange only as bytes.
+_FLOAT8 = (DType.FLOAT8E4M3FN, DType.FLOAT8E4M3FNUZ, DType.FLOAT8E5M2, DType.FLOAT8E5M2FNUZ)
+_BY_BYTES = frozenset({DType.BFLOAT16, *_FLOAT8})
 
 
 class Runner:
@@ -46,10 +41,8 @@ class Runner:
     def __init__(self, model: OrtModel) -> None:
         self._model = model
         ports = [*model.session.get_inputs(), *model.session.get_outputs()]
-        self._by_bytes = any(
-            port.type.removeprefix("tensor(").removesuffix(")") in _BY_BYTES for port in ports
-        )
-        self.required = tuple(port.name for port in model.session.get_inputs())
+        special = {f"tensor({dtype.name.lower()})" for dtype in _BY_BYTES}
+        self._by_bytes = any(port.type in special for port in ports)
 
     def run(self, feeds: Mapping[str, Any]) -> list[Any]:
         """The outputs in order: arrays, lists, dicts, None for an optional without value. Raises BackendError."""
@@ -65,12 +58,11 @@ class Runner:
 
         values = {}
         for name, array in feeds.items():
-            exotic = array.dtype.name in _BY_BYTES
-            if exotic:
+            element = dtype_of(array.dtype)
+            if element in _BY_BYTES:
                 raw = np.ascontiguousarray(array).view(np.uint16 if array.itemsize == 2 else np.uint8)
-                dtype = int(_BY_BYTES[array.dtype.name])
                 values[name] = ort.OrtValue.ortvalue_from_numpy_with_onnx_type(
-                    raw.reshape(array.shape), dtype
+                    raw.reshape(array.shape), int(element)
                 )
             else:
                 values[name] = ort.OrtValue.ortvalue_from_numpy(
@@ -79,11 +71,12 @@ class Runner:
         out: list[Any] = []
         for value in self._model.session.run_with_ort_values(None, values):
             dtype = DType(value.element_type())
-            if dtype not in _BY_BYTES.values():
+            if dtype not in _BY_BYTES:
                 out.append(value.numpy())
                 continue
             held = ctypes.string_at(value.data_ptr(), value.tensor_size_in_bytes())
-            out.append(np.frombuffer(held, numpy_dtype(dtype)).reshape(value.shape()))
+            array = np.frombuffer(held, numpy_dtype(dtype)) if held else np.empty(0, numpy_dtype(dtype))
+            out.append(array.reshape(value.shape()))
         return out
 
 
@@ -116,15 +109,6 @@ def opened(
             session_options.graph_optimization_level = level
     with loaded:
         yield Runner(loaded)
-
-
-def runs(runner: Runner, feeds: Mapping[str, Any]) -> bool:
-    """Whether the model runs on these inputs."""
-    try:
-        runner.run(feeds)
-    except BackendError:
-        return False
-    return True
 
 
 def first_line(error: BaseException, limit: int = 300) -> str:

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import onnx
-import onnx.helper
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
 from xrlflow.ir import DType, TensorType
@@ -123,5 +122,17 @@ def describe(type: TensorType) -> str:
         return repr(type.as_const(False))
     if type.other is None:
         return "a value of unknown type"
-    text: str = onnx.helper.printable_type(onnx.TypeProto.FromString(type.other))
-    return text
+    return _describe(onnx.TypeProto.FromString(type.other))
+
+
+def _describe(proto: onnx.TypeProto) -> str:
+    if proto.HasField("tensor_type"):
+        return describe(type_of_proto(proto))
+    if proto.HasField("sequence_type"):
+        return f"a sequence of {_describe(proto.sequence_type.elem_type)}"
+    if proto.HasField("optional_type"):
+        return f"an optional {_describe(proto.optional_type.elem_type)}"
+    if proto.HasField("map_type"):
+        key = DType(proto.map_type.key_type).name.lower()
+        return f"a map from {key} to {_describe(proto.map_type.value_type)}"
+    return "a sparse tensor" if proto.HasField("sparse_tensor_type") else "a value of unknown type"
