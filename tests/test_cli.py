@@ -1,0 +1,287 @@
+"""The command line: results, JSON, and errors of the user's making."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from tests.rules.harness import model
+from xrlflow.cli import app
+
+RNG = np.random.default_rng(0)
+FAST = ["--cost", "roofline", "--time-limit", "20"]
+KEYS = {
+    "model", "nodes_before", "nodes_after", "substitutions", "search", "cost_model", "cost_before", "cost_after",
+    "latency_before_ms", "latency_after_ms", "speedup", "speedup_low", "speedup_high", "verified", "max_error",
+    "seconds", "returned_original",
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def reference_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results must not depend on the machine that runs the tests."""
+    from xrlflow.cost import Machine
+
+    monkeypatch.setattr("xrlflow.api.calibrated", lambda threads: Machine.reference())
+
+
+def invoke(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(a) for a in arguments])
+
+
+def clumsy() -> onnx.ModelProto:
+    """A model with operators to spare."""
+    return model(
+        "agraph (float[N,8] x) => (float[N,8] y) {"
+        " a = Transpose<perm=[1,0]>(x)\n b = Transpose<perm=[1,0]>(a)\n c = MatMul(b, w)\n"
+        " d = Identity(c)\n y = Relu(d) }",
+        w=RNG.standard_normal((8, 8)).astype(np.float32),
+    )
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    file = tmp_path / "clumsy.onnx"
+    onnx.save(clumsy(), file)
+    return file
+
+
+def test_optimize_writes_a_smaller_model(path: Path, tmp_path: Path) -> None:
+    output, trace = tmp_path / "fast.onnx", tmp_path / "trace.json"
+    result = invoke("optimize", path, "-o", output, *FAST, "--no-measure", "--json", "--trace", trace)
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    assert report.keys() >= KEYS
+    assert report["verified"] is True
+    assert report["nodes_before"] == 5
+    assert report["nodes_after"] == 2
+    assert report["returned_original"] is False
+    assert report["latency_before_ms"] is None
+    proto = onnx.load(output)
+    onnx.checker.check_model(proto, full_check=True)
+    assert sorted(n.op_type for n in proto.graph.node) == ["MatMul", "Relu"]
+    again = tmp_path / "again.onnx"
+    replayed = invoke("optimize", path, "-o", again, *FAST, "--no-measure", "--json", "--replay", trace)
+    assert json.loads(replayed.stdout)["substitutions"] == report["substitutions"]
+    assert again.read_bytes() == output.read_bytes()
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "again.onnx",
+        "clumsy.onnx",
+        "fast.onnx",
+        "trace.json",
+    ]
+
+
+def test_optimize_measures(path: Path, tmp_path: Path) -> None:
+    output = tmp_path / "fast.onnx"
+    result = invoke("optimize", path, "-o", output, *FAST, "--threads", 1, "--json", "--shape", "x=64,8")
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    # A report of a speed-up comes with its latencies; the original is returned byte for byte.
+    if report["returned_original"]:
+        assert output.read_bytes() == path.read_bytes()
+        assert report["speedup"] in (None, 1.0)
+    else:
+        assert 1 < report["speedup_low"] <= report["speedup"] <= report["speedup_high"]
+        assert report["latency_after_ms"] > 0
+
+
+def test_table_for_people(path: Path, tmp_path: Path) -> None:
+    result = invoke("optimize", path, "-o", tmp_path / "fast.onnx", *FAST, "--no-measure")
+    assert result.exit_code == 0
+    for word in ("CancelTransposes", "Transpose", "modelled cost", "not a latency", "equal"):
+        assert word in result.stdout
+
+
+def test_nothing_to_do_returns_the_original_bytes(tmp_path: Path) -> None:
+    file, output = tmp_path / "relu.onnx", tmp_path / "fast.onnx"
+    onnx.save(model("agraph (float[4] x) => (float[4] y) { y = Relu(x) }"), file)
+    result = invoke("optimize", file, "-o", output, *FAST, "--json")
+    report = json.loads(result.stdout)
+    assert report["returned_original"] is True
+    assert output.read_bytes() == file.read_bytes()
+
+
+def test_random_is_a_function_of_the_seed(path: Path, tmp_path: Path) -> None:
+    def run(seed: int) -> bytes:
+        output = tmp_path / "out.onnx"
+        arguments = ["--search", "random", "--budget", 1, "--seed", seed, "--no-measure", *FAST]
+        assert invoke("optimize", path, "-o", output, *arguments).exit_code == 0
+        return output.read_bytes()
+
+    assert run(3) == run(3)
+    assert len({run(s) for s in range(6)}) > 1
+
+
+def test_compare(path: Path) -> None:
+    result = invoke(
+        "compare", path, "--searches", "greedy,taso", "--no-measure", "--cost", "roofline", "--json"
+    )
+    assert result.exit_code == 0, result.output
+    assert [r["search"] for r in json.loads(result.stdout)] == ["greedy", "taso"]
+
+
+def test_rules(path: Path) -> None:
+    listed = json.loads(invoke("rules", "--json").stdout)
+    assert all(r.keys() >= {"name", "family", "equation", "backend", "proof"} for r in listed)
+    assert all(r["equation"] and r["proof"] in ("field", "numeric") for r in listed)
+    stats = json.loads(invoke("rules", "--stats", path, "--json").stdout)
+    assert next(r for r in stats if r["name"] == "CancelTransposes")["admitted"] == 1
+    assert "CancelTransposes" in invoke("rules").stdout
+    assert "CancelTransposes" in invoke("rules", "--stats", path).stdout
+
+
+def test_verify(path: Path, tmp_path: Path) -> None:
+    good, bad = tmp_path / "good.onnx", tmp_path / "bad.onnx"
+    assert invoke("optimize", path, "-o", good, *FAST, "--no-measure").exit_code == 0
+    assert invoke("verify", path, good).exit_code == 0
+    proto = onnx.load(path)
+    proto.graph.node[-1].op_type = "Abs"
+    onnx.save(proto, bad)
+    result = invoke("verify", path, bad, "--json")
+    assert result.exit_code == 1
+    assert json.loads(result.stdout)["verified"] is False
+
+
+def test_bench(path: Path) -> None:
+    result = invoke("bench", path, "--time-limit", 1, "--threads", 1, "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["latency_ms"] > 0
+
+
+# --- what users get wrong ---
+
+
+def refused(result: Result, *words: str) -> None:
+    """Exit code 2, one line that says what is wrong, no traceback."""
+    assert result.exit_code == 2, (result.exit_code, result.output)
+    assert result.exception is None or isinstance(result.exception, SystemExit)
+    lines = [line for line in result.stderr.splitlines() if line.strip()]
+    assert len(lines) == 1, result.stderr
+    assert lines[0].startswith("xrlflow: error: ")
+    for word in words:
+        assert word in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("missing.onnx", None, ("missing.onnx", "no such file")),
+        ("empty.onnx", b"", ("empty.onnx", "empty")),
+        ("text.onnx", b"this is not a model, but a letter\n" * 20, ("text.onnx", "not an ONNX model")),
+        ("image.onnx", b"\x89PNG\r\n\x1a\n" + bytes(range(256)), ("image.onnx", "not an ONNX model")),
+    ],
+)
+def test_bad_files(tmp_path: Path, name: str, content: bytes | None, words: tuple[str, ...]) -> None:
+    file, output = tmp_path / name, tmp_path / "out.onnx"
+    if content is not None:
+        file.write_bytes(content)
+    refused(invoke("optimize", file, "-o", output, *FAST), *words)
+    assert not output.exists()
+    assert len(list(tmp_path.iterdir())) == (content is not None)
+
+
+@pytest.mark.parametrize("part", [0.3, 0.6, 0.9])
+def test_truncated(path: Path, tmp_path: Path, part: float) -> None:
+    data = path.read_bytes()
+    path.write_bytes(data[: int(part * len(data))])
+    refused(invoke("optimize", path, "-o", tmp_path / "out.onnx", *FAST), "clumsy.onnx")
+    assert [p.name for p in tmp_path.iterdir()] == ["clumsy.onnx"]
+
+
+def external(tmp_path: Path, location: str) -> Path:
+    proto = clumsy()
+    proto.graph.initializer[0].CopyFrom(
+        onnx.numpy_helper.from_array(RNG.standard_normal((8, 8)).astype(np.float32), "w")
+    )
+    onnx.external_data_helper.set_external_data(proto.graph.initializer[0], location)
+    proto.graph.initializer[0].ClearField("raw_data")
+    proto.graph.initializer[0].data_location = onnx.TensorProto.EXTERNAL
+    file = tmp_path / "external.onnx"
+    file.write_bytes(proto.SerializeToString())
+    return file
+
+
+def test_external_data_missing(tmp_path: Path) -> None:
+    refused(invoke("optimize", external(tmp_path, "gone.bin"), "-o", tmp_path / "o.onnx", *FAST), "gone.bin")
+
+
+def test_external_data_outside_the_folder(tmp_path: Path) -> None:
+    inner = tmp_path / "inner"
+    inner.mkdir()
+    (tmp_path / "secret.bin").write_bytes(bytes(256))
+    refused(
+        invoke("optimize", external(inner, "../secret.bin"), "-o", tmp_path / "o.onnx", *FAST),
+        "secret.bin",
+        "outside",
+    )
+
+
+def test_opset_from_the_future(path: Path, tmp_path: Path) -> None:
+    proto = onnx.load(path)
+    proto.opset_import[0].version = 99
+    onnx.save(proto, path)
+    refused(invoke("optimize", path, "-o", tmp_path / "o.onnx", *FAST), "clumsy.onnx", "99")
+
+
+@pytest.mark.parametrize(
+    ("shape", "words"),
+    [
+        ("x=4,9", ("x", "8", "9")),
+        ("x=4,8,1", ("x", "2 dimensions")),
+        ("z=4,8", ("z", "x")),
+        ("x=four", ("--shape", "NAME=")),
+        ("x", ("--shape", "NAME=")),
+    ],
+)
+def test_contradictory_shapes(path: Path, tmp_path: Path, shape: str, words: tuple[str, ...]) -> None:
+    refused(invoke("optimize", path, "-o", tmp_path / "o.onnx", *FAST, "--shape", shape), *words)
+
+
+def test_unwritable_output(path: Path, tmp_path: Path) -> None:
+    refused(invoke("optimize", path, "-o", tmp_path / "no" / "where" / "o.onnx", *FAST), "no folder")
+    refused(invoke("optimize", path, "-o", tmp_path, *FAST), "folder")
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "word"),
+    [
+        ("--search", "magic", "greedy, taso, random"),
+        ("--cost", "guess", "roofline"),
+        ("--backend", "tpu", "onnxruntime"),
+    ],
+)
+def test_unknown_names(path: Path, tmp_path: Path, option: str, value: str, word: str) -> None:
+    refused(invoke("optimize", path, "-o", tmp_path / "o.onnx", option, value), value, word)
+
+
+def test_wrong_inputs_file(path: Path, tmp_path: Path) -> None:
+    data = tmp_path / "data.npz"
+    np.savez(data, y=np.zeros(3))
+    refused(invoke("optimize", path, "-o", tmp_path / "o.onnx", *FAST, "--inputs", data), "x")
+
+
+def test_wrong_trace(path: Path, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.json"
+    trace.write_text("[]")
+    refused(invoke("optimize", path, "-o", tmp_path / "o.onnx", *FAST, "--replay", trace), "trace.json")
+
+
+def test_as_a_program(tmp_path: Path) -> None:
+    """The installed command: no traceback, exit code 2; help without loading what is heavy."""
+    ran = subprocess.run(
+        [sys.executable, "-m", "xrlflow.cli", "optimize", "none.onnx", "-o", "o.onnx"],
+        cwd=tmp_path, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 2
+    assert "Traceback" not in ran.stderr
+    code = "import sys, xrlflow, xrlflow.cli; sys.exit(any(m in sys.modules for m in ('torch', 'onnxruntime', 'onnx')))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
