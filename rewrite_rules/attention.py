@@ -1,0 +1,172 @@
+"""Scaled dot-product attention, spelt out, to ONNX's own Attention."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from rewrite_rules.axes import axis_of, compose, is_identity, perm_of
+from rewrite_rules.elementwise import read_once
+from xrlflow.ir import Dim, DType, Node, Value
+from xrlflow.rewrite import AnyRule, Op, Reader, Region, RegionRule, Val, require
+
+
+def _factor(reader: Reader, value: Value) -> tuple[Value, float, Node] | None:
+    """A value as x * c or x / c, with c a constant of one element that adds no dimension."""
+    node = reader.producer(value)
+    if node is None or node.op not in ("Mul", "Div") or len(node.inputs) != 2:
+        return None
+    places = ((0, 1), (1, 0)) if node.op == "Mul" else ((0, 1),)
+    for x, c in places:
+        constant = node.inputs[c]
+        if not reader.is_const(constant):
+            continue
+        array = reader.val(constant).array_or_none
+        if array is None or array.size != 1 or array.ndim > (reader.type(node.inputs[x]).rank or 0):
+            continue
+        number = float(array.reshape(()))
+        if number > 0 and math.isfinite(number):
+            return node.inputs[x], number if node.op == "Mul" else 1.0 / number, node
+    return None
+
+
+def _broadcasts(shape: tuple[Dim, ...], scores: tuple[Dim, ...]) -> bool:
+    """Whether a mask is one that Attention takes: the last dimension that of the scores, others 1 or equal.
+
+    One row for all queries is repeated for each, if their number is known.
+    """
+    if not 2 <= len(shape) <= len(scores) or shape[-1] is None or shape[-1] != scores[-1]:
+        return False
+    if shape[-2] is None or (shape[-2] != scores[-2] and (shape[-2] != 1 or not isinstance(scores[-2], int))):
+        return False
+    lead = scores[len(scores) - len(shape) : -2]
+    return all(m == 1 or (m is not None and m == s) for m, s in zip(shape[:-2], lead))
+
+
+class FuseAttention(RegionRule):
+    """softmax(q @ transpose(k) * scale + mask) @ v -> attention(q, k, v, mask), for four dimensions.
+
+    The scale may be a product or a quotient, of q, of k (before or after its transpose), of the scores; the mask
+    may be missing. Heads and batch must be the same in q, k and v.
+    """
+
+    proof = "numeric"
+    # ONNX Runtime has kernels for these.
+    dtypes = frozenset({DType.FLOAT})
+    anchors = ("Softmax",)
+    examples = (
+        "agraph (float[N,2,3,4] q, float[N,2,5,4] k, float[N,2,5,6] v, float[1,1,3,5] m) => (float[N,2,3,6] y) "
+        "{ t = Transpose<perm=[0,1,3,2]>(k) a = MatMul(q, t) c = Constant<value_float=0.5>() s = Mul(a, c) "
+        "b = Add(s, m) p = Softmax(b) y = MatMul(p, v) }",
+        "agraph (float[N,2,3,4] q, float[N,5,2,4] k, float[N,2,5,4] v) => (float[N,2,3,4] y) "
+        "{ c = Constant<value_float=0.7>() r = Mul(q, c) t = Transpose<perm=[0,2,3,1]>(k) u = Mul(t, c) "
+        "a = MatMul(r, u) p = Softmax<axis=3>(a) y = MatMul(p, v) }",
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        if reader.type(node.inputs[0]).rank != 4 or axis_of(node, 4, -1) != 3:
+            return None
+        nodes = [node]
+        # After the softmax: the product with the values.
+        readers = reader.users(node.outputs[0])
+        if len(readers) != 1 or readers[0].op != "MatMul" or readers[0].inputs[0] != node.outputs[0]:
+            return None
+        last = readers[0]
+        v = last.inputs[1]
+        inner = [node.outputs[0]]
+        # Before it: the mask, the scale, the product of queries and keys.
+        at, mask = node.inputs[0], None
+        above = reader.producer(at)
+        if above is not None and above.op == "Add":
+            for scores, other in (above.inputs, above.inputs[::-1]):
+                if self._product(reader, scores) is not None:
+                    nodes.append(above)
+                    inner.append(at)
+                    at, mask = scores, other
+                    break
+        scale = 1.0
+        while (found := _factor(reader, at)) is not None:
+            inner.append(at)
+            at, number, scaler = found
+            scale *= number
+            nodes.append(scaler)
+        product = reader.producer(at)
+        if product is None or product.op != "MatMul":
+            return None
+        nodes.append(product)
+        inner.append(at)
+        q, kt = product.inputs
+        while (found := _factor(reader, q)) is not None:
+            q, number, scaler = found
+            scale *= number
+            nodes.append(scaler)
+        # The keys: transposed, before or after their scale.
+        perm: tuple[int, ...] = (0, 1, 3, 2)
+        while True:
+            maker = reader.producer(kt)
+            if (found := _factor(reader, kt)) is not None:
+                kt, number, scaler = found
+                scale *= number
+                nodes.append(scaler)
+            elif maker is not None and maker.op == "Transpose" and not maker.const:
+                require(reader.type(kt).rank == 4, "the keys have another rank")
+                perm = compose(perm_of(maker, 4), perm)
+                nodes.append(maker)
+                kt = maker.inputs[0]
+            else:
+                break
+        for value in inner:
+            require(read_once(reader, value), "an inner value is read elsewhere")
+        self._check(reader, q, kt, v, perm, mask)
+        inputs = (q, kt, v) if mask is None else (q, kt, v, mask)
+        return Region(last.outputs, inputs, (last, *nodes), (scale, perm))
+
+    @staticmethod
+    def _product(reader: Reader, value: Value) -> Node | None:
+        """The matrix product whose scaled result a value is."""
+        while (found := _factor(reader, value)) is not None:
+            value = found[0]
+        node = reader.producer(value)
+        return node if node is not None and node.op == "MatMul" else None
+
+    @staticmethod
+    def _check(
+        reader: Reader,
+        q: Value,
+        k: Value,
+        v: Value,
+        perm: tuple[int, ...],
+        mask: Value | None,
+    ) -> None:
+        """Refuse shapes and types that Attention does not take, or takes in another way."""
+        shapes = [reader.type(x).shape for x in (q, k, v)]
+        require(all(s is not None and len(s) == 4 for s in shapes), "not four dimensions")
+        queries, before, values = (s or () for s in shapes)
+        keys = tuple(before[p] for p in perm)
+        for place, same in ((0, "batch"), (1, "heads")):
+            dims = {queries[place], keys[place], values[place]}
+            require(len(dims) == 1 and None not in dims, f"the {same} differ, or are not known")
+        require(isinstance(queries[1], int) and queries[1] > 0, "the number of heads is not known")
+        require(
+            isinstance(queries[3], int) and queries[3] > 0 and keys[3] == queries[3],
+            "the size of a head is not known",
+        )
+        require(keys[2] is not None and keys[2] == values[2], "keys and values differ in number")
+        require(isinstance(values[3], int) and values[3] > 0, "the size of a value is not known")
+        if mask is not None:
+            scores = (queries[0], queries[1], queries[2], keys[2])
+            require(reader.type(mask).dtype == reader.type(q).dtype, "the mask has another type")
+            shape = reader.type(mask).shape
+            require(shape is not None and _broadcasts(shape, scores), "the mask does not fit")
+
+    def target(self, op: Op, region: Region, q: Val, k: Val, v: Val, mask: Val | None = None) -> Any:
+        scale, perm = region.data
+        keys = k if is_identity(perm) else op.Transpose(k, perm=perm)
+        if mask is not None and mask.shape[-2] != q.shape[2]:
+            mask = op.Expand(mask, [q.size(2), 1])
+        return op.Attention(q, keys, v, mask, scale=float(np.float32(scale)))
+
+
+RULES: tuple[AnyRule, ...] = (FuseAttention(),)

@@ -1,0 +1,651 @@
+"""Decomposed normalisations and activations to ONNX's own operators, and the residual before a LayerNormalization."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rewrite_rules.axes import fronts, ints_input
+from rewrite_rules.elementwise import read_once
+from xrlflow.ir import Dim, DType, Node, Value
+from xrlflow.rewrite import AnyRule, Op, Reader, Region, RegionRule, Rule, Val, require
+
+# Types that are only computed in float32 inside: a double would lose digits by the default `stash_type`.
+_STASHED = frozenset({DType.FLOAT, DType.FLOAT16})
+_FLOAT = frozenset({DType.FLOAT})
+
+
+# What the regions are made of
+
+
+def _number(reader: Reader, value: Value) -> float | None:
+    """The number of a small constant of one element."""
+    if not reader.is_const(value):
+        return None
+    array = reader.val(value).array_or_none
+    return float(array.reshape(())) if array is not None and array.size == 1 else None
+
+
+def _is(reader: Reader, value: Value, number: float) -> bool:
+    """Whether a value is this number, as float32 (or float16) rounds it."""
+    found = _number(reader, value)
+    return found is not None and math.isclose(found, number, rel_tol=1e-6)
+
+
+def _operands(reader: Reader, node: Node | None, op: str) -> list[tuple[Value, Value]]:
+    """The two inputs of a commutative node, in both orders; nothing if it is another operator."""
+    if node is None or node.op != op or len(node.inputs) != 2:
+        return []
+    a, b = node.inputs
+    return [(a, b), (b, a)]
+
+
+def _scaled(reader: Reader, value: Value) -> Iterable[tuple[Value, float, Node]]:
+    """Readings of a value as x * c, with c a constant of one element: x * c, c * x, x / c."""
+    node = reader.producer(value)
+    for x, c in _operands(reader, node, "Mul"):
+        number = _number(reader, c)
+        if number is not None and node is not None:
+            yield x, number, node
+    if node is not None and node.op == "Div":
+        number = _number(reader, node.inputs[1])
+        if number:
+            yield node.inputs[0], 1.0 / number, node
+
+
+def _shifted(reader: Reader, value: Value) -> tuple[Value, float, Node] | None:
+    """A value as x + c."""
+    node = reader.producer(value)
+    for x, c in _operands(reader, node, "Add"):
+        number = _number(reader, c)
+        if number is not None and node is not None:
+            return x, number, node
+    return None
+
+
+def _only_reader(reader: Reader, value: Value) -> Node | None:
+    """The node that alone reads a value, if the graph does not give it out."""
+    if reader.is_output(value):
+        return None
+    users = reader.users(value)
+    return users[0] if len(users) == 1 else None
+
+
+def _last_axes(reader: Reader, node: Node) -> int | None:
+    """The axis from which on a ReduceMean (that keeps dimensions) takes all dimensions; None for other nodes."""
+    if node.op != "ReduceMean" or node.attrs.get("keepdims", 1) != 1:
+        return None
+    axes = ints_input(reader, node, 1)
+    rank = reader.type(node.inputs[0]).rank
+    if not axes or rank is None:
+        return None
+    places = sorted(fronts(axes, rank))
+    return places[0] if places == list(range(places[0], rank)) else None
+
+
+def _fits(shape: tuple[Dim, ...] | None, normal: tuple[Dim, ...]) -> bool:
+    """Whether a scale or bias covers the normalised dimensions, with any dimensions of 1 before them."""
+    if shape is None or len(shape) < len(normal):
+        return False
+    lead = len(shape) - len(normal)
+    return shape[lead:] == normal and None not in normal and all(d == 1 for d in shape[:lead])
+
+
+def _single(shape: tuple[Dim, ...] | None) -> bool:
+    return shape is not None and all(d == 1 for d in shape)
+
+
+def _parameter(op: Op, v: Val, sizes: tuple[int, ...]) -> Any:
+    """A scale or bias in the shape of the normalised dimensions."""
+    if v.shape == sizes:
+        return v
+    if _single(v.shape):
+        return op.Expand(op.Reshape(v, [1]), list(sizes))
+    return op.Reshape(v, list(sizes))
+
+
+def _ones(op: Op, dtype: DType, sizes: tuple[int, ...]) -> Any:
+    return op.Expand(op.Cast(np.ones(1, np.float32), to=int(dtype)), list(sizes))
+
+
+def _normal_sizes(reader: Reader, x: Value, axis: int) -> tuple[int, ...]:
+    shape = reader.type(x).shape
+    assert shape is not None
+    sizes = tuple(d for d in shape[axis:] if isinstance(d, int))
+    require(len(sizes) == len(shape) - axis, "a normalised dimension is not a known number")
+    return sizes
+
+
+@dataclass
+class _Walk:
+    """A region while it is being read: its nodes, and where it has got to."""
+
+    reader: Reader
+    nodes: list[Node]
+    at: Value
+
+    def take(self, node: Node) -> None:
+        if node not in self.nodes:
+            self.nodes.append(node)
+
+    def step(self, op: str) -> tuple[Node, Value] | None:
+        """Go on to the only reader of where we are, if it is `op`: the node, and its other input."""
+        node = _only_reader(self.reader, self.at)
+        if node is None or node.op != op or len(node.inputs) != 2:
+            return None
+        a, b = node.inputs
+        if a == b:
+            return None
+        return node, (b if a == self.at else a)
+
+    def scale(self, sizes: tuple[int, ...]) -> Value | None:
+        """Take a multiplication by a parameter of the normalised dimensions."""
+        return self._parameter("Mul", sizes)
+
+    def bias(self, sizes: tuple[int, ...]) -> Value | None:
+        """Take the addition of a parameter of the normalised dimensions."""
+        return self._parameter("Add", sizes)
+
+    def _parameter(self, op: str, sizes: tuple[int, ...]) -> Value | None:
+        found = self.step(op)
+        if found is None:
+            return None
+        node, other = found
+        type = self.reader.type(other)
+        fits = _fits(type.shape, sizes) or (type.const and _single(type.shape))
+        if not fits or (not type.const and len(type.shape or ()) != len(sizes)):
+            return None
+        # Leading dimensions of 1 may not add dimensions to the result.
+        if len(type.shape or ()) > len(self.reader.type(self.at).shape or ()):
+            return None
+        self.take(node)
+        self.at = node.outputs[0]
+        return other
+
+    def closed(self, *kept: Value) -> None:
+        """Refuse if an inner value is read elsewhere."""
+        members = {n.outputs[0] for n in self.nodes}
+        for node in self.nodes:
+            out = node.outputs[0]
+            if out == self.at or out in kept:
+                continue
+            inside = not self.reader.is_output(out) and all(
+                u.outputs[0] in members for u in self.reader.users(out)
+            )
+            require(inside, "an inner value is read elsewhere")
+
+
+# LayerNormalization
+
+
+def _square(reader: Reader, value: Value) -> tuple[Value, Node] | None:
+    """A value as d * d, or d ^ 2."""
+    node = reader.producer(value)
+    if node is None:
+        return None
+    if node.op == "Mul" and node.inputs[0] == node.inputs[1]:
+        return node.inputs[0], node
+    if node.op == "Pow" and _is(reader, node.inputs[1], 2.0):
+        return node.inputs[0], node
+    return None
+
+
+def _centred(reader: Reader, value: Value) -> tuple[Value, int, list[Node]] | None:
+    """A value as x - mean(x) over the last axes: x, the first of them, the nodes."""
+    node = reader.producer(value)
+    if node is None or node.op != "Sub":
+        return None
+    mean = reader.producer(node.inputs[1])
+    if mean is None or mean.inputs[0] != node.inputs[0]:
+        return None
+    axis = _last_axes(reader, mean)
+    return None if axis is None else (node.inputs[0], axis, [node, mean])
+
+
+class FuseLayerNormalization(RegionRule):
+    """(x - mean(x)) / sqrt(mean((x - mean(x))^2) + eps) * scale + bias -> layernormalization(x, scale, bias).
+
+    Scale and bias may be missing; the square may be a product, the division a product with the reciprocal;
+    x - mean(x) may be computed twice. float16 is computed in float32 afterwards.
+    """
+
+    proof = "numeric"
+    dtypes = _STASHED
+    anchors = ("Sqrt",)
+    examples = (
+        "agraph (float[N,3,4] x, float[4] g, float[4] b) => (float[N,3,4] y) { i = Constant<value_ints=[-1]>() "
+        "two = Constant<value_float=2.0>() eps = Constant<value_float=0.00001>() m = ReduceMean(x, i) "
+        "d = Sub(x, m) s = Pow(d, two) v = ReduceMean(s, i) e = Add(v, eps) r = Sqrt(e) n = Div(d, r) "
+        "a = Mul(n, g) y = Add(a, b) }",
+        "agraph (float[N,3,4] x) => (float[N,3,4] y) { i = Constant<value_ints=[1, 2]>() "
+        "eps = Constant<value_float=0.001>() m = ReduceMean(x, i) d = Sub(x, m) s = Mul(d, d) "
+        "v = ReduceMean(s, i) e = Add(v, eps) r = Sqrt(e) t = Reciprocal(r) y = Mul(d, t) }",
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        shifted = _shifted(reader, node.inputs[0])
+        if shifted is None:
+            return None
+        variance = reader.producer(shifted[0])
+        if variance is None:
+            return None
+        axis = _last_axes(reader, variance)
+        square = _square(reader, variance.inputs[0])
+        if axis is None or square is None:
+            return None
+        centred = _centred(reader, square[0])
+        if centred is None or centred[1] != axis:
+            return None
+        x, _, nodes = centred
+        walk = _Walk(reader, [node, shifted[2], variance, square[1], *nodes], node.outputs[0])
+        sizes = _normal_sizes(reader, x, axis)
+        require(self._divide(walk, x, axis), "what is divided is not x - mean(x)")
+        scale = walk.scale(sizes)
+        bias = walk.bias(sizes)
+        walk.closed()
+        inputs = (x, *(v for v in (scale, bias) if v is not None))
+        data = (axis, shifted[1], sizes, scale is not None, bias is not None)
+        return Region((walk.at,), inputs, tuple(walk.nodes), data)
+
+    @staticmethod
+    def _divide(walk: _Walk, x: Value, axis: int) -> bool:
+        """Take the division of x - mean(x), by the deviation or its reciprocal."""
+        user = _only_reader(walk.reader, walk.at)
+        if user is not None and user.op == "Reciprocal":
+            walk.take(user)
+            walk.at = user.outputs[0]
+            found = walk.step("Mul")
+        else:
+            found = walk.step("Div")
+            if found is not None and found[0].inputs[1] != walk.at:
+                return False
+        if found is None:
+            return False
+        divide, other = found
+        again = _centred(walk.reader, other)
+        if again is None or again[:2] != (x, axis):
+            return False
+        for n in (*again[2], divide):
+            walk.take(n)
+        walk.at = divide.outputs[0]
+        return True
+
+    def target(self, op: Op, region: Region, x: Val, *parameters: Val) -> Any:
+        axis, epsilon, sizes, has_scale, has_bias = region.data
+        rest = list(parameters)
+        scale = _parameter(op, rest.pop(0), sizes) if has_scale else _ones(op, x.dtype, sizes)
+        bias = _parameter(op, rest.pop(0), sizes) if has_bias else None
+        return op.LayerNormalization(x, scale, bias, axis=axis, epsilon=epsilon)
+
+
+class FuseMomentsLayerNormalization(RegionRule):
+    """x * g + (bias - mean * g), g = scale / sqrt(var + eps) -> layernormalization(x, scale, bias).
+
+    As TensorFlow writes it (a batch normalisation by moments of the row itself).
+    """
+
+    proof = "numeric"
+    dtypes = _STASHED
+    anchors = ("Sqrt",)
+    examples = (
+        "agraph (float[N,3,4] x, float[4] s, float[4] b) => (float[N,3,4] y) { i = Constant<value_ints=[-1]>() "
+        "eps = Constant<value_float=0.001>() m = ReduceMean(x, i) d = Sub(x, m) q = Mul(d, d) "
+        "v = ReduceMean(q, i) e = Add(v, eps) r = Sqrt(e) t = Reciprocal(r) g = Mul(t, s) "
+        "xg = Mul(x, g) mg = Mul(m, g) c = Sub(b, mg) y = Add(xg, c) }",
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        shifted = _shifted(reader, node.inputs[0])
+        if shifted is None:
+            return None
+        variance = reader.producer(shifted[0])
+        if variance is None:
+            return None
+        axis = _last_axes(reader, variance)
+        square = _square(reader, variance.inputs[0])
+        centred = None if square is None else _centred(reader, square[0])
+        if axis is None or square is None or centred is None or centred[1] != axis:
+            return None
+        x, _, nodes = centred
+        reciprocal = _only_reader(reader, node.outputs[0])
+        if reciprocal is None or reciprocal.op != "Reciprocal":
+            return None
+        sizes = _normal_sizes(reader, x, axis)
+        walk = _Walk(
+            reader,
+            [node, shifted[2], variance, square[1], *nodes, reciprocal],
+            reciprocal.outputs[0],
+        )
+        scale = walk.scale(sizes)
+        if scale is None:
+            return None
+        products = reader.users(walk.at)
+        mean = nodes[1].outputs[0]
+        on_x = next((n for n in products if n.op == "Mul" and x in n.inputs), None)
+        on_mean = next((n for n in products if n.op == "Mul" and mean in n.inputs), None)
+        if len(products) != 2 or on_x is None or on_mean is None:
+            return None
+        difference = _only_reader(reader, on_mean.outputs[0])
+        if difference is None or difference.op != "Sub" or difference.inputs[1] != on_mean.outputs[0]:
+            return None
+        bias = difference.inputs[0]
+        total = _only_reader(reader, difference.outputs[0])
+        if total is None or total.op != "Add" or on_x.outputs[0] not in total.inputs:
+            return None
+        require(_fits(reader.type(bias).shape, sizes), "the bias is not of the normalised dimensions")
+        for n in (on_x, on_mean, difference, total):
+            walk.take(n)
+        walk.at = total.outputs[0]
+        walk.closed()
+        return Region((walk.at,), (x, scale, bias), tuple(walk.nodes), (axis, shifted[1], sizes))
+
+    def target(self, op: Op, region: Region, x: Val, scale: Val, bias: Val) -> Any:
+        axis, epsilon, sizes = region.data
+        scale, bias = _parameter(op, scale, sizes), _parameter(op, bias, sizes)
+        return op.LayerNormalization(x, scale, bias, axis=axis, epsilon=epsilon)
+
+
+class FuseRMSNormalization(RegionRule):
+    """x / sqrt(mean(x^2) + eps) * scale -> rmsnormalization(x, scale)."""
+
+    proof = "numeric"
+    dtypes = _STASHED
+    anchors = ("Sqrt",)
+    examples = (
+        "agraph (float[N,3,4] x, float[4] g) => (float[N,3,4] y) { i = Constant<value_ints=[-1]>() "
+        "two = Constant<value_float=2.0>() eps = Constant<value_float=0.00001>() s = Pow(x, two) "
+        "v = ReduceMean(s, i) e = Add(v, eps) r = Sqrt(e) t = Reciprocal(r) n = Mul(x, t) y = Mul(g, n) }",
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        shifted = _shifted(reader, node.inputs[0])
+        if shifted is None:
+            return None
+        variance = reader.producer(shifted[0])
+        if variance is None:
+            return None
+        axis = _last_axes(reader, variance)
+        square = _square(reader, variance.inputs[0])
+        if axis is None or square is None:
+            return None
+        x = square[0]
+        walk = _Walk(reader, [node, shifted[2], variance, square[1]], node.outputs[0])
+        user = _only_reader(reader, walk.at)
+        if user is not None and user.op == "Reciprocal":
+            walk.take(user)
+            walk.at = user.outputs[0]
+            found = walk.step("Mul")
+        else:
+            found = walk.step("Div")
+        if found is None or found[1] != x or (found[0].op == "Div" and found[0].inputs[0] != x):
+            return None
+        walk.take(found[0])
+        walk.at = found[0].outputs[0]
+        sizes = _normal_sizes(reader, x, axis)
+        scale = walk.scale(sizes)
+        walk.closed()
+        inputs = (x,) if scale is None else (x, scale)
+        return Region((walk.at,), inputs, tuple(walk.nodes), (axis, shifted[1], sizes))
+
+    def target(self, op: Op, region: Region, x: Val, scale: Val | None = None) -> Any:
+        axis, epsilon, sizes = region.data
+        given = _ones(op, x.dtype, sizes) if scale is None else _parameter(op, scale, sizes)
+        return op.RMSNormalization(x, given, axis=axis, epsilon=epsilon)
+
+
+# Gelu
+
+
+class _FuseGelu(RegionRule):
+    """x * 0.5 * (1 + f(x)), the factors in any order."""
+
+    proof = "numeric"
+    dtypes = _FLOAT
+
+    def _product(self, reader: Reader, x: Value, walk: _Walk) -> bool:
+        """Take 1 + f(x), then the factors x and 0.5."""
+        found = walk.step("Add")
+        if found is None or not _is(reader, found[1], 1.0):
+            return False
+        walk.take(found[0])
+        walk.at = found[0].outputs[0]
+        has_x = has_half = False
+        while not (has_x and has_half):
+            found = walk.step("Mul")
+            if found is None:
+                return False
+            node, other = found
+            if other == x and not has_x:
+                has_x = True
+            elif not has_half and _is(reader, other, 0.5):
+                has_half = True
+            elif not has_x and not has_half:
+                halves = [n for v, c, n in _scaled(reader, other) if v == x and math.isclose(c, 0.5)]
+                if not halves:
+                    return False
+                walk.take(halves[0])
+                has_x = has_half = True
+            else:
+                return False
+            walk.take(node)
+            walk.at = node.outputs[0]
+        return True
+
+
+class FuseGelu(_FuseGelu):
+    """x * 0.5 * (1 + erf(x / sqrt(2))) -> gelu(x), the factors in any order."""
+
+    anchors = ("Erf",)
+    examples = (
+        "agraph (float[N,4] x) => (float[N,4] y) { r = Constant<value_float=1.4142135623730951>() "
+        "one = Constant<value_float=1.0>() half = Constant<value_float=0.5>() a = Div(x, r) b = Erf(a) "
+        "c = Add(b, one) d = Mul(x, c) y = Mul(d, half) }",
+        "agraph (float[N,4] x) => (float[N,4] y) { r = Constant<value_float=0.7071067811865476>() "
+        "one = Constant<value_float=1.0>() half = Constant<value_float=0.5>() a = Mul(x, r) b = Erf(a) "
+        "c = Add(one, b) d = Mul(x, half) y = Mul(d, c) }",
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        for x, number, scale in _scaled(reader, node.inputs[0]):
+            if math.isclose(number, math.sqrt(0.5), rel_tol=1e-6):
+                walk = _Walk(reader, [node, scale], node.outputs[0])
+                if self._product(reader, x, walk):
+                    walk.closed()
+                    return Region((walk.at,), (x,), tuple(walk.nodes))
+        return None
+
+    def target(self, op: Op, region: Region, x: Val) -> Any:
+        return op.Gelu(x)
+
+
+class FuseTanhGelu(_FuseGelu):
+    """x * 0.5 * (1 + tanh(sqrt(2/pi) * (x + 0.044715 * x^3))) -> gelu(x, tanh), the factors in any order."""
+
+    anchors = ("Tanh",)
+    examples = (
+        "agraph (float[N,4] x) => (float[N,4] y) { three = Constant<value_float=3.0>() "
+        "k = Constant<value_float=0.044715>() c = Constant<value_float=0.7978845608028654>() "
+        "one = Constant<value_float=1.0>() half = Constant<value_float=0.5>() p = Pow(x, three) q = Mul(p, k) "
+        "s = Add(x, q) u = Mul(s, c) t = Tanh(u) v = Add(t, one) h = Mul(x, half) y = Mul(h, v) }",
+        "agraph (float[N,4] x) => (float[N,4] y) { k = Constant<value_float=0.044715>() "
+        "c = Constant<value_float=0.7978845608028654>() one = Constant<value_float=1.0>() "
+        "half = Constant<value_float=0.5>() a = Mul(x, x) p = Mul(a, x) q = Mul(k, p) "
+        "s = Add(x, q) u = Mul(c, s) t = Tanh(u) v = Add(one, t) h = Mul(half, v) y = Mul(x, h) }",
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        for total, number, scale in _scaled(reader, node.inputs[0]):
+            if not math.isclose(number, math.sqrt(2 / math.pi), rel_tol=1e-6):
+                continue
+            added = reader.producer(total)
+            for x, term in _operands(reader, added, "Add"):
+                for cube, k, product in _scaled(reader, term):
+                    nodes = self._cube(reader, cube, x)
+                    if nodes is None or not math.isclose(k, 0.044715, rel_tol=1e-6) or added is None:
+                        continue
+                    walk = _Walk(reader, [node, scale, added, product, *nodes], node.outputs[0])
+                    if self._product(reader, x, walk):
+                        walk.closed()
+                        return Region((walk.at,), (x,), tuple(walk.nodes))
+        return None
+
+    @staticmethod
+    def _cube(reader: Reader, value: Value, x: Value) -> list[Node] | None:
+        """The nodes that make x^3."""
+        node = reader.producer(value)
+        if node is None:
+            return None
+        if node.op == "Pow" and node.inputs[0] == x and _is(reader, node.inputs[1], 3.0):
+            return [node]
+        for factor, square in _operands(reader, node, "Mul"):
+            found = _square(reader, square)
+            if factor == x and found is not None and found[0] == x:
+                return [node, found[1]]
+        return None
+
+    def target(self, op: Op, region: Region, x: Val) -> Any:
+        return op.Gelu(x, approximate="tanh")
+
+
+# HardSigmoid and HardSwish
+
+_SIXTH = float(np.float32(1.0 / 6.0))
+
+
+class FuseHardSigmoid(Rule):
+    """clip(x + 3, 0, 6) / 6 -> hardsigmoid(x, 1/6, 1/2)."""
+
+    proof = "numeric"
+    dtypes = _FLOAT
+
+    def source(self, op: Op, x: Any) -> Any:
+        return op.Div(op.Clip(op.Add(x, 3.0), 0.0, 6.0), 6.0)
+
+    shapes = "x[...]:float"
+
+    def target(self, op: Op, x: Val) -> Any:
+        return op.HardSigmoid(x, alpha=_SIXTH, beta=0.5)
+
+
+class FuseScaledHardSigmoid(Rule):
+    """clip(x + 3, 0, 6) * (1/6) -> hardsigmoid(x, 1/6, 1/2)."""
+
+    proof = "numeric"
+    dtypes = _FLOAT
+    shapes = "x[...]:float"
+
+    def source(self, op: Op, x: Any) -> Any:
+        return op.Mul(op.Clip(op.Add(x, 3.0), 0.0, 6.0), 1.0 / 6.0)
+
+    def target(self, op: Op, x: Val) -> Any:
+        return op.HardSigmoid(x, alpha=_SIXTH, beta=0.5)
+
+
+class FuseHardSwishFromClip(Rule):
+    """x * clip(x + 3, 0, 6) / 6 -> x * hardsigmoid(x, 1/6, 1/2)."""
+
+    proof = "numeric"
+    dtypes = _FLOAT
+    shapes = "x[...]:float"
+
+    def source(self, op: Op, x: Any) -> Any:
+        return op.Div(op.Mul(x, op.Clip(op.Add(x, 3.0), 0.0, 6.0)), 6.0)
+
+    def target(self, op: Op, x: Val) -> Any:
+        return op.Mul(x, op.HardSigmoid(x, alpha=_SIXTH, beta=0.5))
+
+
+class FuseAffineHardSigmoid(Rule):
+    """clip(x * a + b, 0, 1) -> hardsigmoid(x, a, b)."""
+
+    proof = "numeric"
+    dtypes = _FLOAT
+    shapes = "x[...]:float a[]:const b[]:const | x[...]:float a[1]:const b[1]:const"
+
+    def source(self, op: Op, x: Any, a: Any, b: Any) -> Any:
+        return op.Clip(op.Add(op.Mul(x, a), b), 0.0, 1.0)
+
+    def where(self, m: Any, x: Val, a: Val, b: Val) -> None:
+        require(a.known and b.known, "a factor is not a small constant")
+        require(x.rank >= a.rank, "it adds a dimension")
+
+    def target(self, op: Op, x: Val, a: Val, b: Val) -> Any:
+        return op.HardSigmoid(x, alpha=a.scalar, beta=b.scalar)
+
+
+class FuseHardSwish(Rule):
+    """x * hardsigmoid(x, 1/6, 1/2) -> hardswish(x)."""
+
+    proof = "numeric"
+    dtypes = _FLOAT
+    shapes = "x[...]:float"
+
+    def source(self, op: Op, x: Any) -> Any:
+        return op.Mul(x, op.HardSigmoid(x, alpha=_SIXTH))
+
+    def target(self, op: Op, x: Val) -> Any:
+        return op.HardSwish(x)
+
+
+class SplitHardSwish(Rule):
+    """hardswish(x) -> x * hardsigmoid(x, 1/6, 1/2)."""
+
+    proof = "numeric"
+    dtypes = _FLOAT
+    shapes = "x[...]:float"
+
+    def source(self, op: Op, x: Any) -> Any:
+        return op.HardSwish(x)
+
+    def target(self, op: Op, x: Val) -> Any:
+        return op.Mul(x, op.HardSigmoid(x, alpha=_SIXTH))
+
+
+# The residual before a LayerNormalization
+
+
+class ReplaceAddBySum(RegionRule):
+    """layernormalization(a + b) -> layernormalization(sum(a, b)).
+
+    ONNX Runtime fuses an addition before a LayerNormalization with it to a SkipLayerNormalization that is
+    slower than the two on several threads; it does not know Sum.
+    """
+
+    backend = "onnxruntime"
+    dtypes = frozenset({DType.FLOAT})
+    anchors = ("LayerNormalization",)
+    examples = (
+        "agraph (float[N,3,4] a, float[N,3,4] b, float[4] s) => (float[N,3,4] y) "
+        "{ c = Add(a, b) y = LayerNormalization(c, s) }",
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        add = reader.producer(node.inputs[0])
+        if add is None or add.op != "Add":
+            return None
+        # With other readers the runtime fuses nothing either.
+        require(read_once(reader, add.outputs[0]), "the sum is read elsewhere")
+        return Region(add.outputs, add.inputs, (node, add))
+
+    def target(self, op: Op, region: Region, a: Val, b: Val) -> Any:
+        return op.Sum(a, b)
+
+
+RULES: tuple[AnyRule, ...] = (
+    FuseLayerNormalization(),
+    FuseMomentsLayerNormalization(),
+    FuseRMSNormalization(),
+    FuseGelu(),
+    FuseTanhGelu(),
+    FuseHardSigmoid(),
+    FuseScaledHardSigmoid(),
+    FuseHardSwishFromClip(),
+    FuseAffineHardSigmoid(),
+    FuseHardSwish(),
+    SplitHardSwish(),
+    ReplaceAddBySum(),
+)

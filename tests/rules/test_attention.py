@@ -1,0 +1,122 @@
+"""Attention spelt out, in the forms of exporters."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from rewrite_rules import attention
+from rewrite_rules.attention import FuseAttention
+from tests.rules.harness import applies, model, refuses
+
+
+@pytest.mark.parametrize("example", FuseAttention().examples)
+def test_examples(example):
+    applies(FuseAttention(), model(example))
+
+
+def numbers(*shape: int) -> np.ndarray:
+    return np.random.default_rng(1).standard_normal(shape).astype(np.float32)
+
+
+def attend(
+    body: str,
+    *,
+    q: str = "N,2,3,4",
+    k: str = "N,2,5,4",
+    v: str = "N,2,5,6",
+    y: str = "N,2,3,6",
+    more: str = "",
+    outputs: str = "",
+    **given: np.ndarray,
+):
+    return model(
+        f"agraph (float[{q}] q, float[{k}] k, float[{v}] v{more}) => (float[{y}] y{outputs}) {{ {body} }}",
+        **given,
+    )
+
+
+SCALE = np.float32(0.4)
+KT = "t = Transpose<perm=[0,1,3,2]>(k)"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        f"{KT} s = MatMul(q, t) p = Softmax(s) y = MatMul(p, v)",
+        f"{KT} a = MatMul(q, t) s = Mul(a, c) p = Softmax<axis=3>(s) y = MatMul(p, v)",
+        f"{KT} a = MatMul(q, t) s = Div(a, c) p = Softmax(s) y = MatMul(p, v)",
+        f"{KT} r = Mul(c, q) s = MatMul(r, t) p = Softmax(s) y = MatMul(p, v)",
+        f"{KT} r = Mul(q, c) u = Mul(t, c) s = MatMul(r, u) p = Softmax(s) y = MatMul(p, v)",
+        "r = Div(q, c) u = Mul(k, c) t = Transpose<perm=[0,1,3,2]>(u) s = MatMul(r, t) "
+        "p = Softmax(s) y = MatMul(p, v)",
+    ],
+)
+def test_scale(body):
+    given = {"c": SCALE} if " c)" in body or "(c," in body else {}
+    applies(FuseAttention(), attend(body, **given), ops=["Attention"])
+
+
+def test_keys_in_other_layouts():
+    rest = "s = MatMul(q, t) p = Softmax(s) y = MatMul(p, v)"
+    applies(
+        FuseAttention(),
+        attend(f"t = Transpose<perm=[0,2,3,1]>(k) {rest}", k="N,5,2,4"),
+        ops=["Attention", "Transpose"],
+    )
+    # Already transposed: Attention wants them otherwise.
+    applies(
+        FuseAttention(),
+        attend(f"t = Identity(k) {rest}", k="N,2,4,5"),
+        ops=["Attention", "Identity", "Transpose"],
+    )
+
+
+@pytest.mark.parametrize(
+    ("shape", "ops"),
+    [
+        ((3, 5), ["Attention"]),
+        ((1, 3, 5), ["Attention"]),
+        ((2, 3, 5), ["Attention"]),
+        ((1, 1, 3, 5), ["Attention"]),
+        ((1, 2, 3, 5), ["Attention"]),
+        ((1, 1, 1, 5), ["Attention"]),
+        ((1, 5), ["Attention"]),
+    ],
+)
+def test_mask(shape, ops):
+    body = f"{KT} a = MatMul(q, t) b = Mul(a, c) s = Add(m, b) p = Softmax(s) y = MatMul(p, v)"
+    applies(FuseAttention(), attend(body, c=SCALE, m=numbers(*shape)), ops=ops)
+
+
+def test_mask_at_run_time():
+    body = f"{KT} a = MatMul(q, t) s = Add(a, m) p = Softmax(s) y = MatMul(p, v)"
+    applies(FuseAttention(), attend(body, more=", float[N,1,3,5] m"), ops=["Attention"])
+    applies(FuseAttention(), attend(body, more=", float[N,1,1,5] m"), ops=["Attention", "Expand"])
+    # Every number minus infinity but one.
+    hidden = np.full((3, 5), -np.inf, np.float32)
+    hidden[:, 2] = 0
+    applies(FuseAttention(), attend(body, m=hidden), ops=["Attention"])
+
+
+def test_refusals():
+    rule = FuseAttention()
+    tail = "p = Softmax(s) y = MatMul(p, v)"
+    body = f"{KT} a = MatMul(q, t) s = Add(a, m) {tail}"
+    refuses(rule, attend(body, m=numbers(1, 1, 3, 1)), "mask does not fit")
+    refuses(rule, attend(body, m=numbers(5)), "mask does not fit")
+    plain = f"{KT} s = MatMul(q, t) {tail}"
+    refuses(rule, attend(plain, outputs=", float[N,2,3,5] p"))
+    refuses(rule, attend(plain, outputs=", float[N,2,3,5] s"), "read elsewhere")
+    refuses(rule, attend(plain.replace("Softmax(s)", "Softmax<axis=2>(s)")))
+    refuses(rule, attend(plain, k="N,1,5,4"), "heads")
+    refuses(rule, attend(plain, q="1,2,3,4"), "batch")
+    refuses(rule, attend(plain, q="N,2,3,D", k="N,2,5,D"), "size of a head")
+    refuses(rule, attend(plain, k="N,2,S,4", v="N,2,T,6"), "differ in number")
+    refuses(rule, attend(f"{KT} a = MatMul(q, t) s = Mul(a, c) {tail}", c=numbers(5)))
+    three = plain.replace("[0,1,3,2]", "[0,2,1]")
+    refuses(rule, attend(three, q="2,3,4", k="2,5,4", v="2,5,6", y="2,3,6"))
+
+
+def test_family():
+    assert [r.name for r in attention.RULES] == ["FuseAttention"]
