@@ -54,6 +54,16 @@ _MOVES = frozenset(
 _ROUNDS = frozenset(["Cast", "CastLike"])
 
 
+# Operators that compute row by row (of the first dimension) of operands of one rank.
+_BY_ROW = frozenset(
+    ["Abs", "Add", "Cast", "Div", "Erf", "Exp", "Identity", "Log", "Max", "Min", "Mul", "Neg", "Pow"]
+    + ["Reciprocal", "Sqrt", "Sub", "Where"]
+)
+# Constants of more bytes than this are computed in slabs of rows where possible: in float64 they take twice the room,
+# and so do their operands.
+_SLAB = 1 << 24
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
     """What to write: `nodes` to run, producers first, and the constants that they or the outputs read."""
@@ -166,6 +176,10 @@ def _after(graph: Graph, node: Node) -> Iterator[Value]:
 
 
 def _evaluate_value(graph: Graph, value: Value, wanted: AbstractSet[Value]) -> dict[Value, Const]:
+    if (graph.type(value).nbytes or 0) > _SLAB:
+        slabs = _Slabs(graph, value)
+        if slabs.possible:
+            return {value: _const(slabs.evaluate(), graph.type(value))}
     order, _ = _cone(graph, value)
     uses: dict[Value, int] = {value: 1}
     for node in order:
@@ -196,6 +210,81 @@ def _evaluate_value(graph: Graph, value: Value, wanted: AbstractSet[Value]) -> d
             if uses.get(v):
                 arrays[v] = array
     return results
+
+
+class _Slabs:
+    """A large constant, computed a few rows at a time.
+
+    An operand with as many rows as the result, and of its rank, is cut into slabs as well. Any other operand, and
+    whatever does not compute by rows, is evaluated whole, if it is small.
+    """
+
+    def __init__(self, graph: Graph, value: Value) -> None:
+        self.graph = graph
+        self.value = value
+        self.shape = tuple(d for d in graph.type(value).shape or () if isinstance(d, int))
+        self.whole: dict[Value, Array] = {}
+        node = graph.producers[value]
+        self.possible = bool(self.shape) and self._by_row(node) and self._fits(node)
+
+    def _by_row(self, node: Node) -> bool:
+        if node.op == "Concat":
+            return node.attrs.get("axis", 0) not in (0, -len(self.shape))
+        if node.op == "MatMul":
+            return len(self.shape) == 2 and all(self.graph.type(v).rank == 2 for v in node.inputs)
+        return node.op in _BY_ROW
+
+    def _is_cut(self, node: Node, index: int) -> bool:
+        """Whether an operand is cut into the same rows as the result."""
+        if node.op == "MatMul":
+            return index == 0
+        shape = self.graph.type(node.inputs[index]).shape
+        return shape is not None and len(shape) == len(self.shape) and shape[0] == self.shape[0]
+
+    def _fits(self, node: Node) -> bool:
+        for index, v in enumerate(node.inputs):
+            if v == ABSENT:
+                continue
+            maker = self.graph.producers.get(v)
+            if self._is_cut(node, index) and (maker is None or (self._by_row(maker) and self._fits(maker))):
+                continue
+            if maker is not None and (self.graph.type(v).nbytes or _SLAB) >= _SLAB:
+                return False
+        return True
+
+    def evaluate(self) -> Array:
+        dtype = self.graph.type(self.value).dtype
+        out = np.empty(self.shape, numpy_dtype(dtype))
+        step = max(1, self.shape[0] * _SLAB // max(1, out.nbytes))
+        for start in range(0, self.shape[0], step):
+            rows = slice(start, start + step)
+            out[rows] = _rounded(self._rows(self.graph.producers[self.value], rows), dtype)
+        return out
+
+    def _rows(self, node: Node, rows: slice) -> Array:
+        arguments: list[Array | None] = []
+        for index, v in enumerate(node.inputs):
+            if v == ABSENT:
+                arguments.append(None)
+                continue
+            cut = self._is_cut(node, index)
+            maker = self.graph.producers.get(v)
+            if cut and maker is not None and self._by_row(maker) and self._fits(maker):
+                arguments.append(self._rows(maker, rows))
+            else:
+                array = self._whole(v)
+                arguments.append(array[rows] if cut else array)
+        try:
+            return _evaluate(node.op, node.attrs, arguments, node.types)[0]
+        except NotEvaluable as error:
+            raise _FailedNode(node) from error
+
+    def _whole(self, value: Value) -> Array:
+        if value not in self.graph.producers:
+            return self.graph.leaves.consts[value].numpy()
+        if value not in self.whole:
+            self.whole[value] = _evaluate_value(self.graph, value, {value})[value].numpy()
+        return self.whole[value]
 
 
 def _const(array: Array, type: TensorType) -> Const:
