@@ -1,6 +1,7 @@
 """This machine's figures for the roofline, measured once with a dozen operators and cached.
 
-About three seconds. The file is keyed by processor, ONNX Runtime's version and thread count.
+About two seconds, three times that beside other load. The file is keyed by processor, ONNX Runtime's version and
+thread count.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from hashlib import blake2b
 from pathlib import Path
 from types import MappingProxyType
@@ -19,15 +21,13 @@ from typing import Any
 
 import numpy as np
 
-from xrlflow.backends import load
-from xrlflow.cost.alone import Sample, call_seconds, time_node, time_nodes
+from xrlflow.cost.alone import Sample, call_seconds, in_quiet, time_node, time_nodes
 from xrlflow.cost.database import cache_directory
 from xrlflow.cost.machine import REFERENCE, Machine, Speed, cache_bytes, cpu_name
 from xrlflow.ir import Attr, Attrs, DType, Node, TensorType, Value
 from xrlflow.ops.work import Kind, Work, work
 
 VERSION = 1
-_ATTEMPTS = 3
 _TINY = 1e-7
 
 
@@ -73,8 +73,8 @@ def _conv(channels: int, groups: int, size: int) -> Probe:
 
 _ROWS, _COLUMNS = 512, 1024  # 2 MB: in everybody's cache, and enough to keep the threads busy
 _TENSOR = (_ROWS, _COLUMNS)
-_HUGE = 1 << 24  # elements; three tensors of 64 MB are in nobody's cache
-_PEAK = Probe("MatMul", ((512, 768), (768, 768)), (512, 768), weights=1)
+_HUGE = 1 << 23  # elements: three tensors of 32 MB exceed most caches
+_PEAK = Probe("MatMul", ((256, 768), (768, 768)), (256, 768), weights=1)
 _CONV = _conv(64, 1, 56)
 _DEPTHWISE = _conv(128, 128, 56)
 _GROUPED = {2: _conv(128, 64, 28), 4: _conv(128, 32, 28), 8: _conv(128, 16, 28)}
@@ -92,22 +92,31 @@ _CONCAT = Probe("Concat", (_TENSOR, _TENSOR), (_ROWS, 2 * _COLUMNS), (("axis", 1
 _TRANSPOSE = Probe("Transpose", (_TENSOR,), (_COLUMNS, _ROWS), (("perm", (1, 0)),))
 
 
-def calibrate(threads: int, time_limit: float = 0.1) -> Machine:
-    """Measure the machine with so many threads; `time_limit` is in seconds per operator."""
-    call = call_seconds(threads).low
-    overhead = _overhead(threads, call)
+def calibrate(threads: int, time_limit: float = 0.05) -> tuple[Machine, bool]:
+    """The machine with so many threads, and whether it was measured in quiet.
 
+    `time_limit` is in seconds per operator.
+    """
+    noisy = 0
+
+    def fastest(once: Callable[[], Sample]) -> float:
+        nonlocal noisy
+        sample, quiet = in_quiet(once)
+        noisy += not quiet
+        return sample.low
+
+    call = fastest(lambda: call_seconds(threads))
+    overhead = _clamp((fastest(lambda: _chain(threads)) - call) / _LENGTH, 0.05e-6, 20e-6)
+
+    @cache
     def alone(probe: Probe) -> float:
         """Seconds of the kernel."""
-        sample: Sample = time_node(
-            probe.node,
-            probe.in_types,
-            {},
-            threads=threads,
-            time_limit=time_limit,
-            kernel_only=probe.kernel_only,
-        )
-        return max(_TINY, sample.low - (0.0 if probe.kernel_only else call))
+
+        def once() -> Sample:
+            node, types, kernel_only = probe.node, probe.in_types, probe.kernel_only
+            return time_node(node, types, {}, threads=threads, time_limit=time_limit, kernel_only=kernel_only)
+
+        return max(_TINY, fastest(once) - (0.0 if probe.kernel_only else call))
 
     peak = max(p.work.flops / alone(p) for p in (_PEAK, _CONV))
     cached = _ADD.work.bytes / alone(_ADD)
@@ -136,7 +145,7 @@ def calibrate(threads: int, time_limit: float = 0.1) -> Machine:
     grouped = [(channels, compute(probe)) for channels, probe in _GROUPED.items()]
     grouped.insert(0, (1, grouped[0][1] / 2))
     small = alone(_SMALL_TANH) - _SMALL_TANH.work.flops / (peak * vector)
-    return Machine(
+    machine = Machine(
         name=cpu_name(),
         threads=threads,
         peak=peak,
@@ -148,16 +157,17 @@ def calibrate(threads: int, time_limit: float = 0.1) -> Machine:
         speeds=MappingProxyType(speeds),
         grouped=tuple(grouped),
     )
+    return machine, noisy == 0
 
 
 def calibrated(
-    threads: int, directory: Path | None = None, measure: Callable[[int], Machine] = calibrate
+    threads: int, directory: Path | None = None, measure: Callable[[int], tuple[Machine, bool]] = calibrate
 ) -> Machine:
     """This machine with so many threads: from the cache, or measured now and cached.
 
     `directory`: where to keep it, by default the user's cache directory. A damaged file is replaced with a
-    warning. Measures up to three times while others use the processors, and then warns and keeps nothing; warns
-    as well when the file cannot be written.
+    warning. What is measured while others use the processors is warned about and not kept; a file that cannot
+    be written is warned about as well.
     """
     path = (directory or cache_directory()) / machine_file(cpu_name(), runtime(), threads)
     if path.exists():
@@ -165,20 +175,14 @@ def calibrated(
             return from_json(path.read_text())
         except (ValueError, KeyError, TypeError, OSError) as error:
             warnings.warn(f"{path}: calibrating afresh ({error!r})", RuntimeWarning, stacklevel=2)
-    attempts: list[Machine] = []
-    for _ in range(_ATTEMPTS):
-        before = load.read()
-        attempts.append(measure(threads))
-        if not load.judge(before, load.read(), threads).disturbed:
-            break
-    else:
+    machine, quiet = measure(threads)
+    if not quiet:
         warnings.warn(
             "others are using this machine's processors: the calibration is rough and not kept",
             RuntimeWarning,
             stacklevel=2,
         )
-        return max(attempts, key=lambda m: m.peak)
-    machine = attempts[-1]
+        return machine
     try:
         _write(path, to_json(machine))
     except OSError as error:
@@ -218,22 +222,19 @@ def from_json(text: str) -> Machine:
     return Machine(**fields)
 
 
-def _overhead(threads: int, call: float) -> float:
-    """Seconds that a kernel's call takes, from a chain of products and sines of 16 numbers."""
+_LENGTH = 64
+
+
+def _chain(threads: int) -> Sample:
+    """Products and sines of 16 numbers, one after the other: next to nothing but the calls."""
     vector = TensorType(DType.FLOAT, (1, 16))
-    length = 64
+    weight, first = Value(1), Value(2)
     nodes = [
-        Node(
-            "MatMul" if i % 2 else "Sin",
-            (Value(i + 2), Value(1)) if i % 2 else (Value(i + 2),),
-            (Value(i + 3),),
-            (vector,),
-        )
-        for i in range(length)
+        Node("MatMul" if i % 2 else "Sin", (Value(i + 2), weight)[: 1 + i % 2], (Value(i + 3),), (vector,))
+        for i in range(_LENGTH)
     ]
-    weight = np.full((16, 16), 0.1, np.float32)
-    sample = time_nodes(nodes, {Value(2): np.zeros((1, 16), np.float32)}, {Value(1): weight}, threads=threads)
-    return _clamp((sample.low - call) / length, 0.05e-6, 20e-6)
+    feeds = {first: np.zeros((1, 16), np.float32)}
+    return time_nodes(nodes, feeds, {weight: np.full((16, 16), 0.1, np.float32)}, threads=threads)
 
 
 def _clamp(x: float, low: float, high: float) -> float:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
 
 import numpy.typing as npt
 
 from xrlflow.backends.protocol import BackendError
-from xrlflow.cost.alone import Sample, call_seconds, is_bound, time_node
+from xrlflow.cost.alone import QUIET, Sample, call_seconds, in_quiet, is_bound, time_node
 from xrlflow.cost.calibrate import runtime
 from xrlflow.cost.database import Database, Subject
 from xrlflow.cost.machine import Machine, cpu_name
@@ -24,7 +24,6 @@ from xrlflow.ops.work import Kind, bodies, dimensions, work
 
 _CONVOLUTIONS = frozenset({Kind.CONV, Kind.GROUPED_CONV, Kind.DEPTHWISE_CONV})
 _CALL = "(session call)"
-_ATTEMPTS = 3
 # Operators whose time depends on the value of a float constant.
 _BY_VALUE = frozenset({"Pow"})
 
@@ -70,7 +69,7 @@ class Profiled(AdditiveCost):
         bindings: Mapping[str, int] | None = None,
         time_budget: float | None = None,
         per_operator: float = 0.03,
-        tolerance: float = 0.05,
+        tolerance: float = QUIET,
     ) -> None:
         """`machine` gives the thread count, and prices what cannot be measured.
 
@@ -135,19 +134,21 @@ class Profiled(AdditiveCost):
         if self.time_budget is not None and self.tally.seconds >= self.time_budget:
             self.tally.modelled["after the time for measuring was over"] += 1
             return None
+
+        def once() -> Sample:
+            return time_node(
+                node,
+                in_types,
+                known,
+                threads=self.machine.threads,
+                time_limit=self.per_operator,
+                bindings=self.bindings,
+                kernel_only=kind in _CONVOLUTIONS,
+            )
+
         started = time.perf_counter()
         try:
-            sample, quiet = self._measure(
-                lambda: time_node(
-                    node,
-                    in_types,
-                    known,
-                    threads=self.machine.threads,
-                    time_limit=self.per_operator,
-                    bindings=self.bindings,
-                    kernel_only=kind in _CONVOLUTIONS,
-                )
-            )
+            sample, quiet = in_quiet(once, self.tolerance)
         except (NotAlone, BackendError):
             self.tally.modelled[f"{node.op} that does not run alone"] += 1
             return None
@@ -160,25 +161,12 @@ class Profiled(AdditiveCost):
             self.tally.disturbed += 1
         return sample
 
-    def _measure(self, once: Callable[[], Sample]) -> tuple[Sample, bool]:
-        """A sample, and whether it was taken in quiet: the first one that was, or the best of three.
-
-        Beside other load, the fastest calls are nearer to the truth than the median.
-        """
-        samples: list[Sample] = []
-        for _ in range(_ATTEMPTS):
-            samples.append(once())
-            if samples[-1].waiting <= self.tolerance:
-                return samples[-1], True
-        best = min(samples, key=lambda s: s.low)
-        return replace(best, median=best.low), False
-
     def _call_seconds(self) -> float:
         if self._call is None:
             subject = Subject(self._device, self._runtime, self.machine.threads, _CALL, "", "")
             sample = self.database.get(subject)
             if sample is None:
-                sample, quiet = self._measure(lambda: call_seconds(self.machine.threads))
+                sample, quiet = in_quiet(lambda: call_seconds(self.machine.threads), self.tolerance)
                 if quiet:
                     self.database.put(subject, sample)
             self._call = sample.median
