@@ -1,0 +1,207 @@
+"""Measured latency of every zoo and wheel model: `python bench/latency.py [NAMES] [--json FILE] [--readme]`.
+
+Each model as it is, as onnxsim, onnxslim and onnxoptimizer leave it, and as `xrlflow optimize` leaves it with greedy
+and with TASO's search: all under ORT_ENABLE_ALL, in turns in one process, with the original against itself as the
+control (A/A), on 1 and 2 threads. Ratios above 1 are faster than the original; in brackets the 95% interval.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import platform
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import onnx
+
+import models
+import xrlflow
+from models import wheels
+from xrlflow.backends.onnxruntime import measure
+from xrlflow.cost.machine import cpu_name
+from xrlflow.onnxio import load
+from xrlflow.verify import feeds_for_measurement
+
+RIVALS = ("onnxsim", "onnxslim", "onnxoptimizer")
+OURS = ("greedy", "taso")
+THREADS = (2, 1)
+README = Path(__file__).parent.parent / "README.md"
+BEGIN, END = "<!-- latency table: python bench/latency.py --readme -->", "<!-- end of latency table -->"
+
+
+def onnxsim(path: str, output: str) -> None:
+    import onnxsim
+
+    simplified, equal = onnxsim.simplify(onnx.load(path))
+    if not equal:
+        raise RuntimeError("its own check failed")
+    onnx.save(simplified, output)
+
+
+def onnxslim(path: str, output: str) -> None:
+    import onnxslim
+
+    onnx.save(onnxslim.slim(onnx.load(path)), output)
+
+
+def onnxoptimizer(path: str, output: str) -> None:
+    import onnxoptimizer
+
+    onnx.save(onnxoptimizer.optimize(onnx.load(path)), output)
+
+
+SIMPLIFY: Mapping[str, Callable[[str, str], None]] = {
+    "onnxsim": onnxsim,
+    "onnxslim": onnxslim,
+    "onnxoptimizer": onnxoptimizer,
+}
+
+
+def names() -> list[str]:
+    return [*models.ZOO, *wheels.WHEELS]
+
+
+def source(name: str, folder: Path) -> tuple[str, dict[str, tuple[int, ...]] | None, dict[str, Any]]:
+    """A model's file, the shapes that it is measured at, and inputs."""
+    if name in wheels.WHEELS:
+        return str(wheels.fetch(name)), wheels.WHEELS[name].shapes, wheels.inputs(name)
+    path = folder / f"{name}.onnx"
+    onnx.save(models.build(name), path)
+    return str(path), None, feeds_for_measurement(load(path))
+
+
+def row(name: str, time_limit: float, seconds: float) -> dict[str, Any]:
+    """Everything about one model."""
+    found: dict[str, Any] = {"model": name, "ratios": {}, "failed": {}, "reports": {}}
+    with tempfile.TemporaryDirectory(prefix="xrlflow-bench-") as temporary:
+        folder = Path(temporary)
+        path, shapes, feeds = source(name, folder)
+        variants: dict[str, str] = {}
+        for rival, simplify in SIMPLIFY.items():
+            output = str(folder / f"{rival}.onnx")
+            try:
+                simplify(path, output)
+                measure([path, output], feeds, time_limit=0.1, control=False)
+                variants[rival] = output
+            except Exception as error:  # a rival that fails is a result, and is shown as one
+                found["failed"][rival] = f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"
+        for search in OURS:
+            output = str(folder / f"{search}.onnx")
+            begin = time.monotonic()
+            result = xrlflow.optimize(
+                path,
+                search=search,
+                cost="profiled",
+                time_limit=time_limit,
+                shapes=shapes,
+                inputs=feeds,
+                threads=2,
+            )
+            result.save(output)
+            variants[search] = output
+            found["reports"][search] = result.report.to_json() | {"wall": time.monotonic() - begin}
+        for threads in THREADS:
+            compared = measure([path, *variants.values()], feeds, threads=threads, time_limit=seconds)
+            control = compared.control
+            found["ratios"][str(threads)] = {
+                "original_ms": compared.latencies[0].median_ms,
+                "control": [control.median, control.low, control.high] if control else None,
+                "disturbed": compared.load.disturbed,
+                "samples": compared.samples,
+                **{v: [s.median, s.low, s.high] for v, s in zip(variants, compared.speedups)},
+            }
+    return found
+
+
+def cell(ratio: list[float] | None, exact: bool = False) -> str:
+    if ratio is None:
+        return "fails"
+    if exact:
+        return "1 (original)"
+    return f"{ratio[0]:.3f} [{ratio[1]:.3f}, {ratio[2]:.3f}]"
+
+
+def table(rows: list[dict[str, Any]], threads: int) -> str:
+    """The table for so many threads, in Markdown."""
+    lines = [
+        f"| model | original ms | A/A | {' | '.join(RIVALS)} | xrlflow greedy | xrlflow taso |",
+        "|---|---|---|" + "---|" * (len(RIVALS) + len(OURS)),
+    ]
+    for r in rows:
+        ratios = r["ratios"][str(threads)]
+        cells = [cell(ratios.get(v)) for v in RIVALS]
+        cells += [cell(ratios.get(v), r["reports"][v]["returned_original"]) for v in OURS]
+        mark = "*" if ratios["disturbed"] else ""
+        lines.append(
+            f"| {r['model']}{mark} | {ratios['original_ms']:.2f} | {cell(ratios['control'])} | {' | '.join(cells)} |"
+        )
+    means = []
+    for v in (*RIVALS, *OURS):
+        values = [
+            1.0 if v in OURS and r["reports"][v]["returned_original"] else r["ratios"][str(threads)][v][0]
+            for r in rows
+            if v in r["ratios"][str(threads)]
+        ]
+        means.append(f"{math.exp(sum(map(math.log, values)) / len(values)):.3f}" if values else "-")
+    lines.append(f"| geometric mean | | | {' | '.join(means)} |")
+    return "\n".join(lines)
+
+
+def summary(rows: list[dict[str, Any]]) -> str:
+    import onnxruntime
+
+    returned = {s: sum(r["reports"][s]["returned_original"] for r in rows) for s in OURS}
+    text = [
+        f"{cpu_name()}, {platform.system()}, ONNX Runtime {onnxruntime.__version__}, {date.today().isoformat()}. "
+        "Ratios of latencies, original over variant (above 1 is faster), median and 95% interval, all variants timed "
+        "in turns in one process; A/A is the original against itself. A star: other programs used the processor. "
+        + "; ".join(f"{s} returned the original for {n} of {len(rows)} models" for s, n in returned.items())
+        + ".",
+    ]
+    for threads in THREADS:
+        text += ["", f"{threads} thread{'s' if threads > 1 else ''}:", "", table(rows, threads)]
+    return "\n".join(text)
+
+
+def write_readme(text: str) -> None:
+    content = README.read_text()
+    before, rest = content.split(BEGIN)
+    after = rest.split(END)[1]
+    README.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", help="models; default: all")
+    parser.add_argument(
+        "--json", type=Path, default=Path("out/latency.json"), help="rows are kept here, and resumed"
+    )
+    parser.add_argument("--time-limit", type=float, default=60.0, help="seconds of each optimisation")
+    parser.add_argument("--seconds", type=float, default=20.0, help="seconds of each measurement")
+    parser.add_argument("--readme", action="store_true", help="put the tables into README.md")
+    arguments = parser.parse_args()
+    unknown = set(arguments.names) - set(names())
+    if unknown:
+        sys.exit(f"no such model: {', '.join(sorted(unknown))}; there are {', '.join(names())}")
+    kept: dict[str, Any] = json.loads(arguments.json.read_text()) if arguments.json.exists() else {}
+    arguments.json.parent.mkdir(parents=True, exist_ok=True)
+    for name in arguments.names or names():
+        if name not in kept or arguments.names:
+            kept[name] = row(name, arguments.time_limit, arguments.seconds)
+            arguments.json.write_text(json.dumps(kept, indent=1))
+            print(table([kept[name]], 2).splitlines()[2], flush=True)
+    text = summary([kept[n] for n in names() if n in kept])
+    print(text)
+    if arguments.readme:
+        write_readme(text)
+
+
+if __name__ == "__main__":
+    main()
