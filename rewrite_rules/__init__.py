@@ -1,11 +1,13 @@
 """The rule library: one module per family, rules and nothing else. `LIBRARY` holds them all."""
 
-from rewrite_rules import identity, transpose
+from rewrite_rules import attention, identity, normalisation, transpose
 from xrlflow.rewrite import AnyRule
 
 LIBRARY: tuple[AnyRule, ...] = (
     *identity.RULES,
     *transpose.RULES,
+    *normalisation.RULES,
+    *attention.RULES,
 )
 
 __all__ = ["LIBRARY"]
