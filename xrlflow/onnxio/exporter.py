@@ -27,8 +27,8 @@ from xrlflow.ops.schema import IR_VERSION, OPSET, output_is_optional, split_op
 
 # Models with more bytes of weights than this get a file of their own for them (a protocol buffer ends at 2 GB).
 EXTERNAL_ABOVE = 3 << 29
-# What a node takes in a file besides its weights, roughly: names and attributes.
-_BYTES_PER_NODE = 120
+# What a node or a constant takes in a file besides names and data, roughly.
+_BYTES_PER_NODE = 50
 # The newest IR version that ONNX Runtime reads.
 _MAX_IR_VERSION = 13
 # External tensors of this many bytes start at a page, others at a cache line.
@@ -69,20 +69,28 @@ def to_proto(model: ImportedModel, graph: Graph, *, opset: int | None = None) ->
 def size_of(model: ImportedModel, graph: Graph) -> int:
     """Bytes that the graph would take in a file, nearly, without evaluating its constants."""
     frame: int = model.frame.ByteSize()
-    return frame + _size(model, graph)
+    return frame + _size(model, graph, set())
 
 
-def _size(model: ImportedModel, graph: Graph) -> int:
+def _size(model: ImportedModel, graph: Graph, seen: set[Value]) -> int:
+    """`seen` are the large constants that have been counted: bodies share them."""
     found = weights.plan(graph)
-    total = weights.stored_bytes(graph, found) + _BYTES_PER_NODE * len(found.nodes)
+    names = graph.leaves.names
+    total = 0
     for value in found.constants:
-        recipe = model.recipes.get(value)
-        if recipe is not None and value not in graph.producers:
-            total += recipe.nbytes + _BYTES_PER_NODE - (graph.type(value).nbytes or 0)
+        recipe = model.recipes.get(value) if value not in graph.producers else None
+        type = graph.type(value)
+        if recipe is not None:
+            total += recipe.nbytes + _BYTES_PER_NODE
+        elif value not in seen:
+            total += (type.nbytes or 0) + _BYTES_PER_NODE
+        if (type.size or 0) > SMALL:
+            seen.add(value)
     for node in found.nodes:
+        total += _BYTES_PER_NODE + sum(len(names.get(v, "")) for v in (*node.inputs, *node.outputs))
         for attr in node.attrs.values():
             if isinstance(attr, Body):
-                total += _size(model, attr.graph)
+                total += _size(model, attr.graph, seen)
             elif isinstance(attr, RawAttr):
                 total += len(attr.proto)
     return total
