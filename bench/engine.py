@@ -32,10 +32,7 @@ NETWORKS = {
 
 def graph(name: str, nodes: int) -> Graph:
     """A graph of about so many nodes that run."""
-    low, high = models.build(name, depth=3, **NETWORKS[name]), models.build(name, depth=6, **NETWORKS[name])
-    per_layer = (len(high.graph.node) - len(low.graph.node)) / 3
-    depth = max(1, round(3 + (nodes - len(low.graph.node)) / per_layer))
-    return load(models.build(name, depth=depth, **NETWORKS[name])).graph
+    return load(models.build(name, depth=models.depth_for(name, nodes), **NETWORKS[name])).graph
 
 
 def first_match(start: Graph, library: Library, repeats: int = 5) -> list[float]:
@@ -110,12 +107,12 @@ def main() -> None:
                 "nodes": start.node_count,
                 "candidates": candidates,
                 "match_s": statistics.median(times),
-                "apply_ms": statistics.median(taken) * 1e3,
-                "apply_p95_ms": p95(taken) * 1e3,
+                **({"apply_ms": statistics.median(taken) * 1e3, "apply_p95_ms": p95(taken) * 1e3} if taken else {}),
             }
             if label == "1k":
-                kilobytes.append(retained_kb(start, library))
-                rows[f"{name} {label}"]["state_kb"] = kilobytes[-1]
+                if candidates:
+                    kilobytes.append(retained_kb(start, library))
+                    rows[f"{name} {label}"]["state_kb"] = kilobytes[-1]
             else:
                 matching.append(statistics.median(times))
         result[f"apply_ms_{label}"] = statistics.median(pooled) * 1e3
