@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from xrlflow.cost import calibrate
+from xrlflow.cost.alone import Sample
 from xrlflow.cost.calibrate import calibrated, from_json, machine_file, to_json
 from xrlflow.cost.machine import Machine, cache_bytes, cpu_name
 from xrlflow.ops.work import Kind
@@ -103,6 +104,18 @@ def test_this_machine_gives_sane_figures() -> None:
     assert all(0 < s.compute <= 1 and 0 < s.bandwidth <= 1 for s in machine.speeds.values())
     assert [c for c, _ in machine.grouped] == [1, 2, 4, 8]
     assert from_json(to_json(machine)) == machine
+
+
+@pytest.mark.parametrize("quiet", [True, False])
+def test_beside_other_load_the_ratios_are_the_reference_s(
+    quiet: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sample = Sample(2e-3, 1e-3, 3e-3, 10)
+    monkeypatch.setattr(calibrate, "in_quiet", lambda once: (sample, quiet))
+    machine, said = calibrate.calibrate(2)
+    assert said is quiet
+    assert (machine.speeds == Machine.reference().speeds) is not quiet
+    assert machine.peak > 0
 
 
 def test_the_processor_has_a_name_and_a_cache() -> None:

@@ -159,7 +159,7 @@ def calibrate(threads: int, time_limit: float = 0.05) -> tuple[Machine, bool]:
         grouped=tuple(grouped),
     )
     if noisy:  # ratios suffer most: of one kernel in quiet to another beside other load
-        machine = replace(machine, speeds=REFERENCE.speeds, grouped=REFERENCE.grouped, fork=REFERENCE.fork)
+        machine = replace(machine, speeds=REFERENCE.speeds, grouped=REFERENCE.grouped)
     return machine, noisy == 0
 
 
