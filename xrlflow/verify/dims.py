@@ -56,13 +56,15 @@ class Dimensions:
                 slots[name] = Slot(name, 0, Role.RANK, True)
                 for axis in range(4):
                     name = f"{port.name}.{axis}"
-                    slots[name] = Slot(name, axis, _role("", axis), True)
+                    slots[name] = Slot(name, axis, _role("", axis, 2), True)
                 continue
             for axis, dim in enumerate(port.type.shape):
                 if isinstance(dim, int) or dim in sums:
                     continue
                 name = dim if dim is not None else f"{port.name}.{axis}"
-                slots.setdefault(name, Slot(name, axis, _role(dim or "", axis), dim is None))
+                slots.setdefault(
+                    name, Slot(name, axis, _role(dim or "", axis, len(port.type.shape)), dim is None)
+                )
         return Dimensions(tuple(slots.values()), sums)
 
     def complete(self, chosen: Mapping[str, int]) -> dict[str, int]:
@@ -113,13 +115,19 @@ class Dimensions:
                 yield self.complete(chosen)
 
 
-def _role(symbol: str, axis: int) -> Role:
+# What the name of a first dimension that is no batch has in it.
+_NO_BATCH = ("seq", "len", "time", "token", "step", "frame", "audio", "row", "height", "width")
+
+
+def _role(symbol: str, axis: int, rank: int) -> Role:
     name = symbol.lower()
     if "total" in name:
         return Role.TOTAL
     if "past" in name or "cache" in name:
         return Role.PAST
-    if "batch" in name or name in ("n", "b", "bs") or (not symbol and axis == 0):
+    if "batch" in name or name in ("n", "b", "bs"):
+        return Role.BATCH
+    if axis == 0 and rank > 1 and not any(word in name for word in _NO_BATCH):
         return Role.BATCH
     return Role.OTHER
 

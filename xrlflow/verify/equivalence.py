@@ -46,7 +46,7 @@ from xrlflow.verify.runner import Array, Model, Runner, first_line, flat, opened
 from xrlflow.verify.signature import Signature, differences, signature, signature_of_proto
 from xrlflow.verify.ties import undecided
 
-FLOAT64_FLOPS = 4e10
+FLOAT64_FLOPS = 1e10
 """Operations that the float64 evaluations of one verification may take together: some seconds on two cores."""
 
 
@@ -478,13 +478,15 @@ def _by_float64(model: Model, imported: ImportedModel, known: Sequence[_Known], 
         return []
     notes: list[str] = []
     costs: dict[tuple[int, ...], float] = {}
-    for item in sorted(known, key=lambda k: k.case.sample):
+    for item in known:
         key = tuple(item.case.bindings.values())
         if key not in costs:
             costs[key] = flops(model, imported, item.case)
-        if costs[key] > budget:
+    for item in sorted(known, key=lambda k: (k.case.sample, costs[tuple(k.case.bindings.values())])):
+        cost = costs[tuple(item.case.bindings.values())]
+        if cost > budget:
             continue
-        budget -= costs[key]
+        budget -= cost
         try:
             references = evaluate(imported, item.case, values)
         except NoReference as error:

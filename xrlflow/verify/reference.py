@@ -20,6 +20,8 @@ from xrlflow.verify.runner import Array, Model
 # our evaluation is of something else.
 _SUSPICIOUS = 2.0**-8
 
+_CONVERSION = 50.0
+
 _Evaluator: TypeAlias = Callable[[Graph, Mapping[Value, Array]], list[Array]]
 
 
@@ -122,7 +124,9 @@ def is_credible(original: Array, reference: Array, rounded: Callable[[], Array |
 
 
 def flops(model: Model, imported: ImportedModel, case: Case) -> float:
-    """Operations of one run on the case's inputs; infinite if the sizes cannot be found out.
+    """What one evaluation on the case's inputs takes, in floating-point operations; infinite if sizes are unknown.
+
+    Converting a constant's elements counts as _CONVERSION operations each.
 
     Dimensions that the bindings do not tell are found by importing the model at these sizes.
     """
@@ -138,6 +142,7 @@ def flops(model: Model, imported: ImportedModel, case: Case) -> float:
     for node in graph.nodes():
         types = [graph.type(v) if v else None for v in node.inputs]
         total += work(node, types, case.bindings).flops
+        total += _CONVERSION * sum(t.size or 0 for t in types if t is not None and t.const)
     return total
 
 
