@@ -131,7 +131,7 @@ def _infer(
     node.attribute.extend(attr_proto(k, v) for k, v in attrs.items())
     input_types = {n: type_proto(t) for n, t in zip(names, types) if t is not None}
     input_data = {
-        names[i]: onnx.numpy_helper.from_array(np.ascontiguousarray(c.array))
+        names[i]: onnx.numpy_helper.from_array(np.asarray(c.array, order="C"))  # keeps scalars scalar
         for i in _DATA_INPUTS.get(op, ())
         if i < len(data) and (c := data[i]) is not None and c.array is not None
     }
@@ -143,7 +143,7 @@ def _infer(
     except (onnx.shape_inference.InferenceError, RuntimeError, ValueError) as error:
         shown = ", ".join(str(t) for t in types)
         raise InferenceError(f"{op}({shown}; {attrs!r}): {error}") from error
-    return tuple(
-        type_of_proto(result[f"o{i}"], const) if f"o{i}" in result else UNKNOWN.as_const(const)
-        for i in range(outputs)
-    )
+    inferred = [type_of_proto(result[f"o{i}"]) if f"o{i}" in result else UNKNOWN for i in range(outputs)]
+    # What is no tensor (a sequence) is made when the model runs, even of constants.
+    const = const and all(t.other is None for t in inferred)
+    return tuple(t.as_const(const) for t in inferred)

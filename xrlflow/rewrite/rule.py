@@ -278,6 +278,11 @@ class Region:
     data: Any = None
 
 
+def uses_key(value: Value) -> Value:
+    """The key under which the index keeps what depends on a value's readers (its producer has another)."""
+    return Value(-value)
+
+
 class Reader:
     """A graph as `RegionRule.find` sees it; it records what was read, so that matches fall when that changes."""
 
@@ -296,14 +301,14 @@ class Reader:
 
     def users(self, value: Value) -> list[Node]:
         """The nodes that read a value."""
-        self.reads.add(value)
+        self.reads.add(uses_key(value))
         users = self.graph.users(value)
         self.reads.update(n.outputs[0] for n in users)
         return users
 
     def is_output(self, value: Value) -> bool:
         """Whether the value is an output of the graph."""
-        self.reads.add(value)
+        self.reads.add(uses_key(value))
         return value in self.graph.outputs
 
     def type(self, value: Value) -> TensorType:

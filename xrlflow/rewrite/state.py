@@ -28,6 +28,7 @@ from xrlflow.rewrite.rule import (
     RegionRule,
     RuleError,
     Val,
+    uses_key,
 )
 
 # What an edit is worth, in the unit of the cost model that the search uses.
@@ -84,6 +85,7 @@ class RewriteState:
         finder = _Finder(graph, library, delta)
         for node in graph.nodes():
             finder.look(node, library.root_plans)
+            finder.look_for_regions(node, None)
         return RewriteState(graph, library, delta, Map(finder.index({})), len(finder.found))
 
     @property
@@ -119,13 +121,16 @@ class RewriteState:
         if edit is None:
             edit = build_edit(self.graph, match)
         self.library.stats[match.rule.name].applied += 1
-        graph, changed = apply_edit(self.graph, edit)
-        dirty, gone = dirty_values(self.graph, graph, edit, changed)
+        graph, reread = apply_edit(self.graph, edit)
+        dirty = Dirty.of(self.graph, graph, edit, reread)
 
         index = self.index
         fallen: set[Entry] = set()
-        for value in dirty:
+        for value in dirty.nodes | dirty.uses:
             fallen.update(index.get(value, ()))
+        for value in dirty.producers:
+            # A region depends on a node's readers only if it asked for them.
+            fallen.update([e for e in index.get(value, ()) if e.__class__ is Match and e.pattern is not None])
         touched: dict[Value, list[Entry]] = {}
         anchors: dict[Value, set[str]] = {}
         lost = 0
@@ -139,11 +144,14 @@ class RewriteState:
 
         finder = _Finder(graph, self.library, self.delta)
         producers, plans = graph.producers, self.library.plans
-        for value in dirty:
+        for value in dirty.nodes:
             node = producers.get(value)
             if node is not None and node.outputs[0] == value:
                 finder.look(node, plans)
+                finder.look_for_regions(node, None)
                 anchors.pop(value, None)
+        for value in dirty.producers:
+            finder.look(producers[value], plans)
         for value, names in anchors.items():
             node = producers.get(value)
             if node is not None:
@@ -155,7 +163,7 @@ class RewriteState:
                 mutation[value] = entries
             elif value in mutation:
                 del mutation[value]
-        for value in gone:
+        for value in dirty.gone:
             if value in mutation:
                 del mutation[value]
         return RewriteState(
@@ -163,31 +171,44 @@ class RewriteState:
         )
 
 
-def dirty_values(
-    old: Graph, new: Graph, edit: Edit, changed: Iterable[Value]
-) -> tuple[set[Value], set[Value]]:
-    """(keys under which the index is stale, those of them that name no node any more)."""
-    dirty: set[Value] = set(changed)
-    gone: set[Value] = set()
-    producers = new.producers
-    for node in edit.removed:
-        dirty.add(node.outputs[0])
-        if node.outputs[0] not in producers:
-            gone.add(node.outputs[0])
-    for before, after in edit.rewired:
-        dirty.add(before.outputs[0])
-        dirty.add(after.outputs[0])
-    for node in edit.added:
-        dirty.add(node.outputs[0])
-        for out, type in zip(node.outputs, node.types):
-            # Conditions read types: whoever reads a value of a more precise type is looked at again.
-            if out in old.producers and old.type(out) is not type:
-                dirty.update(new.uses.get(out, ()))
-    for value in tuple(dirty):
-        producer = producers.get(value)
-        if producer is not None:
-            dirty.add(producer.outputs[0])
-    return dirty, gone
+@dataclass(frozen=True, slots=True)
+class Dirty:
+    """What an edit touched: the index's keys that are stale, and where new matches can begin.
+
+    `nodes`: ids of nodes that came, went, were rewired, or read a value whose type became more precise. `uses`: the
+    keys (see `Reader.users`) of values with other readers. `producers`: nodes, else unchanged, that make those
+    values. `gone`: ids that name no node any more.
+    """
+
+    nodes: set[Value]
+    uses: set[Value]
+    producers: set[Value]
+    gone: set[Value]
+
+    @staticmethod
+    def of(old: Graph, new: Graph, edit: Edit, reread: Iterable[Value]) -> Dirty:
+        nodes: set[Value] = set()
+        producers = new.producers
+        for node in edit.removed:
+            nodes.add(node.outputs[0])
+        for before, after in edit.rewired:
+            nodes.add(before.outputs[0])
+            nodes.add(after.outputs[0])
+        for node in edit.added:
+            nodes.add(node.outputs[0])
+            for out, type in zip(node.outputs, node.types):
+                # Conditions read types: whoever reads a value of a more precise type is looked at again.
+                if out in old.producers and old.type(out) is not type:
+                    nodes.update(new.uses.get(out, ()))
+        gone = {value for value in nodes if value not in producers or producers[value].outputs[0] != value}
+        uses: set[Value] = set()
+        makers: set[Value] = set()
+        for value in reread:
+            uses.add(uses_key(value))
+            producer = producers.get(value)
+            if producer is not None and producer.outputs[0] not in nodes:
+                makers.add(producer.outputs[0])
+        return Dirty(nodes, uses, makers, gone)
 
 
 def build_edit(graph: Graph, match: Match) -> Edit:
@@ -242,8 +263,6 @@ class _Finder:
             plan.run(node, producers, uses, self.outputs, graph, found)
             if timed:
                 self.library.stats[pattern.rule.name].seconds += time.perf_counter() - begin
-        if node.op in self.library.regions:
-            self.look_for_regions(node, None)
 
     def consider(
         self, pattern: Pattern, nodes: tuple[Node, ...], values: tuple[Value, ...], attrs: tuple[Any, ...]
@@ -272,7 +291,7 @@ class _Finder:
             stats.refused[str(reason)] += 1
 
     def look_for_regions(self, node: Node, names: set[str] | None) -> None:
-        if node.types[0].const:
+        if node.types[0].const or node.op not in self.library.regions:
             return
         for rule in self.library.regions[node.op]:
             if names is not None and rule.name not in names:
