@@ -563,7 +563,7 @@ class ReplaceReshapedTranspose(Rule):
     """reshape(transpose(reshape(x))) -> transpose(x), or x,  when each dimension moves as a whole."""
 
     def source(self, op: Op, x: Any, s: Any, t: Any) -> Any:
-        return op.Reshape(op.Transpose(op.Reshape(x, s), perm="p"), t)
+        return op.Reshape(op.Transpose(op.Reshape(x, s, allowzero="y"), perm="p"), t, allowzero="z")
 
     shapes = "x s:const t:const"
 

@@ -1,0 +1,330 @@
+"""Reshape, Squeeze, Unsqueeze and Flatten: merged, cancelled, moved to where they cancel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rewrite_rules.axes import fronts, rank_of, reshape_numbers, same_dims
+from rewrite_rules.elementwise import BROADCAST, UNARY, is_unary, read_once
+from xrlflow.ir import Dim, Node, Value
+from xrlflow.rewrite import AnyRule, Captures, Op, Reader, Region, RegionRule, Rule, Val, require
+
+# Operators that give the same data another shape.
+VIEWS = ("Reshape", "Squeeze", "Unsqueeze", "Flatten")
+
+
+def is_view(node: Node | None) -> bool:
+    """Whether a node gives the same data another shape, at run time."""
+    return node is not None and node.op in VIEWS and not node.const
+
+
+class MergeReshapes(RegionRule):
+    """reshape(reshape(x)) -> reshape(x), or x;  Squeeze, Unsqueeze and Flatten alike, in any mixture."""
+
+    anchors = VIEWS
+    examples = (
+        "agraph (float[N,3,4] x) => (float[N,12] y) "
+        "{ i = Constant<value_ints=[1]>() s = Constant<value_ints=[0, 12]>() a = Unsqueeze(x, i) y = Reshape(a, s) }",
+        "agraph (float[N,3,4] x) => (float[N,3,4] y) { i = Constant<value_ints=[3]>() "
+        "a = Unsqueeze(x, i) b = Squeeze(a, i) y = Relu(b) }",
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        inner = reader.producer(node.inputs[0])
+        if not is_view(inner) or inner is None:
+            return None
+        before, after = reader.type(inner.inputs[0]).shape, node.types[0].shape
+        if same_dims(before, after):
+            return Region(node.outputs, inner.inputs[:1], (node, inner))
+        require(before is not None and after is not None, "a rank is not known")
+        numbers = tuple(reshape_numbers(before or (), after or ()))
+        return Region(node.outputs, inner.inputs[:1], (node, inner), numbers)
+
+    def target(self, op: Op, region: Region, x: Val) -> Any:
+        return x if region.data is None else op.Reshape(x, list(region.data))
+
+
+class CancelUnsqueeze(Rule):
+    """squeeze(unsqueeze(x, axes), axes) -> x, whatever the dimensions."""
+
+    shapes = "x a:const b:const"
+    shared_interior = True
+
+    def source(self, op: Op, x: Any, a: Any, b: Any) -> Any:
+        return op.Squeeze(op.Unsqueeze(x, a), b)
+
+    def where(self, m: Captures, x: Val, a: Val, b: Val) -> None:
+        rank = x.rank + len(a.ints)
+        require(set(fronts(a.ints, rank)) == set(fronts(b.ints, rank)), "the axes differ")
+
+    def target(self, op: Op, x: Val, a: Val, b: Val) -> Any:
+        return x
+
+
+class CancelSqueeze(Rule):
+    """unsqueeze(squeeze(x, axes), axes) -> x, whatever the dimensions."""
+
+    shapes = "x a:const b:const"
+    shared_interior = True
+
+    def source(self, op: Op, x: Any, a: Any, b: Any) -> Any:
+        return op.Unsqueeze(op.Squeeze(x, a), b)
+
+    def where(self, m: Captures, x: Val, a: Val, b: Val) -> None:
+        require(set(fronts(a.ints, x.rank)) == set(fronts(b.ints, x.rank)), "the axes differ")
+
+    def target(self, op: Op, x: Val, a: Val, b: Val) -> Any:
+        return x
+
+
+class FoldReshapeShape(RegionRule):
+    """reshape(x, s) -> reshape(x, constant)  when s is computed, but the result's dimensions are known.
+
+    Named dimensions count as known where they are copied from the same place. Expand alike.
+    """
+
+    anchors = ("Reshape", "Expand")
+    examples = (
+        "agraph (float[N,3,4] x) => (float[N,12] y) { i = Constant<value_ints=[0]>() "
+        "t = Constant<value_ints=[12]>() d = Shape<start=0, end=1>(x) s = Concat<axis=0>(d, t) y = Reshape(x, s) }",
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        if reader.is_const(node.inputs[1]):
+            return None
+        before, after = reader.type(node.inputs[0]).shape, node.types[0].shape
+        require(before is not None and after is not None, "a rank is not known")
+        before, after = before or (), after or ()
+        if node.op == "Reshape":
+            numbers = reshape_numbers(before, after)
+        else:
+            numbers = []
+            padded = (1,) * (len(after) - len(before)) + before
+            for old, new in zip(padded, after):
+                require(isinstance(new, int) or (new is not None and old == new), "a dimension is not known")
+                numbers.append(new if isinstance(new, int) else 1)
+        return Region(node.outputs, node.inputs[:1], (node,), (node.op, tuple(numbers)))
+
+    def target(self, op: Op, region: Region, x: Val) -> Any:
+        name, numbers = region.data
+        return op[name](x, list(numbers))
+
+
+# Through element-wise operators
+
+
+class PushReshapeDown(RegionRule):
+    """f(reshape(x)) -> reshape(f(x))  for f element by element, of one input;  the other views alike."""
+
+    anchors = UNARY
+    examples = (
+        "agraph (float[N,3,4] x) => (float[N,12] y) "
+        "{ s = Constant<value_ints=[0, -1]>() a = Reshape(x, s) y = Relu(a) }",
+        "agraph (float[N,3] x) => (float[N,1,3] y) { i = Constant<value_ints=[1]>() a = Unsqueeze(x, i) y = Tanh(a) }",
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        inner = reader.producer(node.inputs[0])
+        if inner is None or not is_view(inner) or not is_unary(node):
+            return None
+        require(read_once(reader, node.inputs[0]), "the reshape is read elsewhere")
+        inputs = (*inner.inputs, *node.inputs[1:])
+        data = (node.op, node.attrs, inner.op, inner.attrs, len(inner.inputs))
+        return Region(node.outputs, inputs, (node, inner), data)
+
+    def target(self, op: Op, region: Region, x: Val, *rest: Val | None) -> Any:
+        name, attrs, view, view_attrs, count = region.data
+        return op[view](op[name](x, *rest[count - 1 :], attrs=attrs), *rest[: count - 1], attrs=view_attrs)
+
+
+class PushReshapeUp(RegionRule):
+    """reshape(f(x)) -> f(reshape(x))  for f element by element, of one input;  the other views alike."""
+
+    anchors = VIEWS
+    examples = (
+        "agraph (float[N,3,4] x) => (float[N,12] y) "
+        "{ s = Constant<value_ints=[0, -1]>() a = Relu(x) y = Reshape(a, s) }",
+        "agraph (float[N,3,4] x) => (float[N,12] y) { a = Relu(x) y = Flatten(a) }",
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        inner = reader.producer(node.inputs[0])
+        if inner is None or inner.const or not is_unary(inner):
+            return None
+        require(read_once(reader, node.inputs[0]), "the function is read elsewhere")
+        inputs = (*inner.inputs, *node.inputs[1:])
+        data = (inner.op, inner.attrs, node.op, node.attrs, len(inner.inputs))
+        return Region(node.outputs, inputs, (node, inner), data)
+
+    def target(self, op: Op, region: Region, x: Val, *rest: Val | None) -> Any:
+        name, attrs, view, view_attrs, count = region.data
+        return op[name](op[view](x, *rest[count - 1 :], attrs=view_attrs), *rest[: count - 1], attrs=attrs)
+
+
+def _stays(shape: tuple[Dim, ...] | None, before: tuple[Dim, ...], after: tuple[Dim, ...]) -> bool:
+    """Whether a small operand broadcasts alike against the shape before and after: a scalar, or the last dimension."""
+    if shape is None or len(shape) > min(1, len(before), len(after)):
+        return False
+    return shape in ((), (1,)) or (shape[0] is not None and shape[0] == before[-1] == after[-1])
+
+
+class PushReshapesDown(RegionRule):
+    """f(reshape(x), reshape(y)) -> reshape(f(x, y))  for f element by element, x and y of one shape.
+
+    Operands may also be scalars, or vectors along the last dimension if the reshape keeps it.
+    """
+
+    anchors = BROADCAST
+    examples = (
+        "agraph (float[N,3,4] x, float[4] b) => (float[M,4] y) "
+        "{ s = Constant<value_ints=[-1, 4]>() a = Reshape(x, s) y = Add(a, b) }",
+        "agraph (float[N,3,4] x, float[N,3,4] z) => (float[N,12] y) "
+        "{ a = Flatten(x) b = Flatten(z) y = Mul(a, b) }",
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        made = [reader.producer(v) for v in node.inputs]
+        first = next((n for n in made if n is not None and is_view(n)), None)
+        if first is None:
+            return None
+        before, after = reader.type(first.inputs[0]).shape, first.types[0].shape
+        require(before is not None and after is not None, "a rank is not known")
+        before, after = before or (), after or ()
+        inputs: list[Value] = []
+        nodes = [node]
+        for v, maker in zip(node.inputs, made):
+            if maker is not None and is_view(maker):
+                same = maker is first or (
+                    same_dims(before, reader.type(maker.inputs[0]).shape)
+                    and same_dims(after, maker.types[0].shape)
+                )
+                require(same, "operands are reshaped in different ways")
+                require(read_once(reader, v), "a reshape is read elsewhere")
+                inputs.append(maker.inputs[0])
+                if maker not in nodes:
+                    nodes.append(maker)
+            else:
+                require(_stays(reader.type(v).shape, before, after), "an operand is not reshaped")
+                inputs.append(v)
+        data = (node.op, node.attrs, len(inputs), first.op, first.attrs)
+        return Region(node.outputs, (*inputs, *first.inputs[1:]), tuple(nodes), data)
+
+    def target(self, op: Op, region: Region, *inputs: Val | None) -> Any:
+        name, attrs, count, view, view_attrs = region.data
+        return op[view](op[name](*inputs[:count], attrs=attrs), *inputs[count:], attrs=view_attrs)
+
+
+class PushReshapesUp(RegionRule):
+    """reshape(f(x, y)) -> f(reshape(x), reshape(y))  for f element by element, x and y of one shape.
+
+    Offered when one of them is reshaped already, or all but one are constant or stay as they are.
+    """
+
+    anchors = VIEWS
+    examples = (
+        "agraph (float[N,3,4] x, float[4] b) => (float[M,4] y) "
+        "{ s = Constant<value_ints=[-1, 4]>() a = Add(x, b) y = Reshape(a, s) }",
+        "agraph (float[N,12] x, float[N,3,4] z) => (float[N,3,4] y) { t = Constant<value_ints=[0, 3, 4]>() "
+        "a = Flatten(z) b = Add(x, a) y = Reshape(b, t) }",
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        inner = reader.producer(node.inputs[0])
+        if inner is None or inner.const or inner.op not in _BROADCAST:
+            return None
+        before, after = inner.types[0].shape, node.types[0].shape
+        require(before is not None and after is not None, "a rank is not known")
+        before, after = before or (), after or ()
+        moved = tuple(not _stays(reader.type(v).shape, before, after) for v in inner.inputs)
+        for v, moves in zip(inner.inputs, moved):
+            require(not moves or same_dims(reader.type(v).shape, before), "an operand has another shape")
+        views = any(is_view(reader.producer(v)) for v, moves in zip(inner.inputs, moved) if moves)
+        running = sum(moves and not reader.is_const(v) for v, moves in zip(inner.inputs, moved))
+        require(running == 1 or views, "no operand is reshaped")
+        require(read_once(reader, node.inputs[0]), "the function is read elsewhere")
+        data = (inner.op, inner.attrs, moved, node.op, node.attrs)
+        return Region(node.outputs, (*inner.inputs, *node.inputs[1:]), (node, inner), data)
+
+    def target(self, op: Op, region: Region, *inputs: Val) -> Any:
+        name, attrs, moved, view, view_attrs = region.data
+        shape = inputs[len(moved) :]
+        operands = [op[view](v, *shape, attrs=view_attrs) if moves else v for v, moves in zip(inputs, moved)]
+        return op[name](*operands, attrs=attrs)
+
+
+# Through matrix products
+
+
+def _rows(reader: Reader, before: Value, after: Value) -> None:
+    """Refuse a view that does not keep the last dimension, or makes a vector."""
+    a, b = reader.type(before).shape, reader.type(after).shape
+    require(a is not None and b is not None and min(len(a), len(b)) >= 2, "an operand is a vector")
+    if a and b:
+        require(a[-1] is not None and a[-1] == b[-1], "the last dimension changes")
+
+
+class PushReshapeThroughMatMul(RegionRule):
+    """reshape(x) @ w -> reshape(x @ w)  for a matrix w, when the reshape keeps the last dimension."""
+
+    anchors = ("MatMul",)
+    examples = (
+        "agraph (float[2,3,4] x, float[4,5] w) => (float[6,5] y) "
+        "{ s = Constant<value_ints=[6, 4]>() a = Reshape(x, s) y = MatMul(a, w) }",
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        inner = reader.producer(node.inputs[0])
+        if inner is None or not is_view(inner):
+            return None
+        require(reader.type(node.inputs[1]).rank == 2, "the right factor is not a matrix")
+        _rows(reader, inner.inputs[0], node.inputs[0])
+        require(read_once(reader, node.inputs[0]), "the reshape is read elsewhere")
+        before, width = reader.type(inner.inputs[0]).shape or (), reader.type(node.inputs[1]).shape or ()
+        numbers = tuple(reshape_numbers((*before[:-1], width[-1]), node.types[0].shape or ()))
+        return Region(node.outputs, (inner.inputs[0], node.inputs[1]), (node, inner), numbers)
+
+    def target(self, op: Op, region: Region, x: Val, w: Val) -> Any:
+        return op.Reshape(op.MatMul(x, w), list(region.data))
+
+
+class PushReshapeIntoMatMul(RegionRule):
+    """reshape(x @ w) -> reshape(x) @ w  for a matrix w, when the reshape keeps the last dimension."""
+
+    anchors = VIEWS
+    examples = (
+        "agraph (float[2,3,4] x, float[4,5] w) => (float[6,5] y) "
+        "{ s = Constant<value_ints=[6, 5]>() a = MatMul(x, w) y = Reshape(a, s) }",
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        inner = reader.producer(node.inputs[0])
+        if inner is None or inner.op != "MatMul":
+            return None
+        x, w = inner.inputs
+        require(reader.type(w).rank == 2, "the right factor is not a matrix")
+        require(rank_of(reader, x) >= 2, "an operand is a vector")
+        _rows(reader, node.inputs[0], node.outputs[0])
+        require(read_once(reader, node.inputs[0]), "the product is read elsewhere")
+        before, after = reader.type(x).shape or (), node.types[0].shape or ()
+        require(before[-1] is not None, "a dimension is not known")
+        numbers = tuple(reshape_numbers(before, (*after[:-1], before[-1])))
+        return Region(node.outputs, (x, w), (node, inner), numbers)
+
+    def target(self, op: Op, region: Region, x: Val, w: Val) -> Any:
+        return op.MatMul(op.Reshape(x, list(region.data)), w)
+
+
+_BROADCAST = frozenset(BROADCAST)
+
+RULES: tuple[AnyRule, ...] = (
+    MergeReshapes(),
+    CancelUnsqueeze(),
+    CancelSqueeze(),
+    FoldReshapeShape(),
+    PushReshapeDown(),
+    PushReshapeUp(),
+    PushReshapesDown(),
+    PushReshapesUp(),
+    PushReshapeThroughMatMul(),
+    PushReshapeIntoMatMul(),
+)
