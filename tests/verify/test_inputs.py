@@ -262,6 +262,26 @@ def test_sizes_that_the_original_refuses_are_drawn_again(proto: onnx.ModelProto)
     assert all(any(v != 1 for v in b.values()) for b in found.bindings)
 
 
+def test_sizes_that_leave_nothing_to_compare_are_drawn_again() -> None:
+    proto = model("g (float[n, w] x) => (float[n, v] y) { y = Slice(x, start, end, axis) }",
+                  start=np.int64([15]), end=np.int64([9999]), axis=np.int64([1]))  # fmt: skip
+    assert all(b["w"] > 15 for b in Reference.of(proto).bindings)
+    always = model("g (float[n, 4] x) => (float[m, 4] y) { y = Slice(x, z, z, z) }", z=np.int64([0]))
+    assert len(Reference.of(always).bindings) == 3
+
+
+def test_windows_fit_into_what_they_slide_over() -> None:
+    """ONNX Runtime pools over inputs that are smaller than the window, which ONNX does not define."""
+    proto = model(
+        """g (float[n, 2, h, w] x) => (float[n, 2, p, q] y) {
+          a = MaxPool<kernel_shape=[3, 3], strides=[3, 3]>(x)
+          y = AveragePool<kernel_shape=[3, 2], strides=[3, 2]>(a) }"""
+    )
+    for bindings in Reference.of(proto).bindings:
+        assert bindings["h"] // 3 >= 3
+        assert bindings["w"] // 3 >= 2
+
+
 def test_the_users_shapes_are_among_those_tried() -> None:
     proto = model("g (float[n, s] x) => (float[n, s] y) { y = Relu(x) }")
     imported = load(proto, shapes={"x": (4, 21)})

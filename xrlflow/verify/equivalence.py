@@ -36,10 +36,10 @@ from xrlflow.verify.follow import random_operators
 from xrlflow.verify.inputs import Case, InputPlan, draw_cases, perturbed, user_case
 from xrlflow.verify.reference import (
     NoReference,
+    Sizes,
     evaluable,
     evaluate,
     evaluate_rounded,
-    flops,
     is_credible,
 )
 from xrlflow.verify.runner import Array, Model, Runner, first_line, flat, opened
@@ -217,6 +217,10 @@ class Reference:
         if bindings is not None:
             plan = replace(plan, bound=bindings)
         errors: list[str] = []
+        at = Sizes(model, imported)
+
+        def sensible(case: Case, outputs: list[Any]) -> bool:
+            return _is_full(outputs) and at.windows_fit(case)
 
         def attempt(case: Case) -> list[Any] | None:
             try:
@@ -235,7 +239,7 @@ class Reference:
                     drawn = [(case, outputs)]
                 else:
                     try:
-                        drawn = draw_cases(plan, attempt, seed=seed, samples=samples, wanted=sizes)
+                        drawn = draw_cases(plan, attempt, sensible, seed=seed, samples=samples, wanted=sizes)
                     except VerificationError as error:
                         if errors:
                             raise type(error)(f"{error} (the last failure: {errors[-1]})") from error
@@ -246,7 +250,7 @@ class Reference:
                     return replace(base, incomparable=reason)
         except BackendError as error:
             raise OriginalFails(f"the original cannot be run: {first_line(error)}") from error
-        notes = [*_by_float64(model, imported, known, float64_flops)]
+        notes = [*_by_float64(at, imported, known, float64_flops)]
         base = replace(base, known=known)
         notes.extend(base._by_deviation())
         notes.extend(_empty_outputs(declared, known))
@@ -465,7 +469,7 @@ def verify(
     return reference.check(b)
 
 
-def _by_float64(model: Model, imported: ImportedModel, known: Sequence[_Known], budget: float) -> list[str]:
+def _by_float64(at: Sizes, imported: ImportedModel, known: Sequence[_Known], budget: float) -> list[str]:
     """Yardsticks from our float64 evaluation, as far as the budget goes: the first case of each binding first."""
     able = evaluable(imported.graph)
     wanted = [
@@ -481,7 +485,7 @@ def _by_float64(model: Model, imported: ImportedModel, known: Sequence[_Known], 
     for item in known:
         key = tuple(item.case.bindings.values())
         if key not in costs:
-            costs[key] = flops(model, imported, item.case)
+            costs[key] = at.flops(item.case)
     for item in sorted(known, key=lambda k: (k.case.sample, costs[tuple(k.case.bindings.values())])):
         cost = costs[tuple(item.case.bindings.values())]
         if cost > budget:
@@ -492,10 +496,10 @@ def _by_float64(model: Model, imported: ImportedModel, known: Sequence[_Known], 
         except NoReference as error:
             return [str(error)]
         rounded = _Rounded(imported, item.case, values)
-        for at, (index, reference) in enumerate(zip(wanted, references)):
+        for place, (index, reference) in enumerate(zip(wanted, references)):
             original = item.outputs[index][0][1]
             yardstick = by_reference(original, reference)
-            if yardstick is not None and is_credible(original, reference, partial(rounded.output, at)):
+            if yardstick is not None and is_credible(original, reference, partial(rounded.output, place)):
                 item.yardsticks[index, ""] = yardstick
             else:
                 name = imported.frame.graph.output[index].name
@@ -552,6 +556,11 @@ def _empty_outputs(declared: Signature, known: Sequence[_Known]) -> list[str]:
                 f"output {port.name!r} had no finite element on any input: nothing of it was compared"
             )
     return notes
+
+
+def _is_full(outputs: Sequence[Any]) -> bool:
+    """Whether every output has elements to compare."""
+    return all(array.size for output in outputs for _, array in flat(output))
 
 
 def _mismatch(a: Array, b: Array | None) -> Judgement | None:

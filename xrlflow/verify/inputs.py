@@ -134,6 +134,7 @@ def input_values(imported: ImportedModel) -> dict[str, Value]:
 def draw_cases(
     plan: InputPlan,
     attempt: Callable[[Case], T | None],
+    sensible: Callable[[Case, T], bool] = lambda case, result: True,
     *,
     seed: int = 0,
     samples: int = 3,
@@ -141,6 +142,9 @@ def draw_cases(
     tries: int = MAX_TRIES,
 ) -> list[tuple[Case, T]]:
     """Cases on which the model runs, with what `attempt` made of each (None: it does not run).
+
+    Bindings that are not `sensible` (outputs have no elements, say, because a dimension is too small) are taken only
+    if there are too few others.
 
     With dynamic dimensions: `wanted` bindings, never of ones only, that differ from each other, and the user's own
     besides if it has only ones. Without: one. `samples` sets of inputs for each binding. A binding that fails is
@@ -159,16 +163,23 @@ def draw_cases(
         mine.get(s.name) == 1 and s.name in plan.bound for s in plan.dimensions.slots if s.role != Role.RANK
     ):
         found.extend(_samples(plan, mine, attempt, seed, samples))
-    working = 0
-    candidates = plan.dimensions.candidates(plan.bound, seed)
-    tried = 0
-    for bindings in islice(candidates, tries):
+    working, tried = 0, 0
+    spare: list[list[tuple[Case, T]]] = []
+    for bindings in islice(plan.dimensions.candidates(plan.bound, seed), tries):
         tried += 1
         cases = _samples(plan, bindings, attempt, seed, samples)
+        if not all(sensible(case, result) for case, result in cases):
+            spare.extend([cases] if len(spare) < wanted else [])
+            continue
         found.extend(cases)
         working += bool(cases)
         if working == wanted:
             return found
+    for cases in spare[: wanted - working]:
+        found.extend(cases)
+        working += 1
+    if working == wanted:
+        return found
     symbols = ", ".join(slot.name for slot in plan.dimensions.slots)
     raise InputsNeeded(
         f"the original runs with {working} of the {tried} choices tried for its dimensions ({symbols}), and "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -17,8 +17,10 @@ from xrlflow.verify.inputs import Case, evaluable_feeds
 from xrlflow.verify.runner import Array, Model
 
 # An error of the original of more than this part of its output is suspicious: either the model is ill-conditioned, or
-# our evaluation is of something else.
+# our evaluation is of something else. Below _HARMLESS it is not: a runtime's sigmoid is good to 2^-23 of 1, however
+# small its results are.
 _SUSPICIOUS = 2.0**-8
+_HARMLESS = 2.0**-20
 
 _CONVERSION = 50.0
 
@@ -113,7 +115,7 @@ def is_credible(original: Array, reference: Array, rounded: Callable[[], Array |
         return True
     scale = float(np.abs(y).max())
     distance = float(np.abs(a - y).max())
-    if distance <= _SUSPICIOUS * scale:
+    if distance <= max(_SUSPICIOUS * scale, _HARMLESS):
         return True
     other = rounded()
     if other is None or other.shape != reference.shape:
@@ -123,33 +125,89 @@ def is_credible(original: Array, reference: Array, rounded: Callable[[], Array |
     return distance <= 16 * float(np.max(strays[np.isfinite(strays)], initial=0.0)) + _SUSPICIOUS * scale
 
 
-def flops(model: Model, imported: ImportedModel, case: Case) -> float:
-    """What one evaluation on the case's inputs takes, in floating-point operations; infinite if sizes are unknown.
+class Sizes:
+    """A model at several sizes: what a run costs there, and whether it makes sense."""
 
-    Converting a constant's elements counts as _CONVERSION operations each.
+    def __init__(self, model: Model, imported: ImportedModel) -> None:
+        self._model, self._imported = model, imported
+        self._known: dict[tuple[int, ...], Graph | None] = {}
 
-    Dimensions that the bindings do not tell are found by importing the model at these sizes.
-    """
-    graph = imported.graph
-    if not all(_known(type, case.bindings) for type in _types(graph)):
-        shapes = {name: a.shape for name, a in case.feeds.items() if isinstance(a, np.ndarray)}
-        shapes = {name: shape for name, shape in shapes.items() if 0 not in shape}
-        try:
-            graph = load(model, shapes=shapes, fix_shapes=True).graph
-        except ModelError:
+    def flops(self, case: Case) -> float:
+        """What one evaluation on the case's inputs takes, in floating-point operations; infinite if unknown.
+
+        Converting a constant's elements counts as _CONVERSION operations each.
+        """
+        graph = self.graph(case)
+        if graph is None:
             return float("inf")
-    total = 0.0
-    for node in graph.nodes():
-        types = [graph.type(v) if v else None for v in node.inputs]
-        total += work(node, types, case.bindings).flops
-        total += _CONVERSION * sum(t.size or 0 for t in types if t is not None and t.const)
-    return total
+        total = 0.0
+        for node in graph.nodes():
+            types = [graph.type(v) if v else None for v in node.inputs]
+            total += work(node, types, case.bindings).flops
+            total += _CONVERSION * sum(t.size or 0 for t in types if t is not None and t.const)
+        return total
+
+    def windows_fit(self, case: Case) -> bool:
+        """Whether every convolution's and pooling's window fits into its padded input, as far as sizes are known.
+
+        Where it does not, ONNX defines no output, and what a runtime gives is no ground to compare on.
+        """
+        if not any(node.op in _WINDOWED for node in self._imported.graph.nodes()):
+            return True
+        graph = self.graph(case)
+        return graph is None or all(_window_fits(graph, node, case) for node in graph.nodes())
+
+    def graph(self, case: Case) -> Graph | None:
+        """The graph with the case's numbers in its types, or as it is if the case's bindings tell them all.
+
+        None if the model cannot be imported at these sizes.
+        """
+        graph = self._imported.graph
+        if all(_is_bound(type, case.bindings) for node in graph.nodes() for type in node.types):
+            return graph
+        key = tuple(case.bindings.values())
+        if key not in self._known:
+            shapes = {name: a.shape for name, a in case.feeds.items() if isinstance(a, np.ndarray)}
+            shapes = {name: shape for name, shape in shapes.items() if 0 not in shape}
+            try:
+                self._known[key] = load(self._model, shapes=shapes, fix_shapes=True).graph
+            except ModelError:
+                self._known[key] = None
+        return self._known[key]
 
 
-def _types(graph: Graph) -> Iterator[TensorType]:
-    for node in graph.nodes():
-        yield from node.types
+# Operators with windows: the input that is their weight, or None if they have none.
+_WINDOWED: Mapping[str, int | None] = {
+    "Conv": 1,
+    "ConvInteger": 1,
+    "QLinearConv": 3,
+    "MaxPool": None,
+    "AveragePool": None,
+    "LpPool": None,
+}
 
 
-def _known(type: TensorType, bindings: Mapping[str, int]) -> bool:
+def _window_fits(graph: Graph, node: Node, case: Case) -> bool:
+    if node.op not in _WINDOWED or node.attrs.get("auto_pad", "NOTSET") in ("SAME_UPPER", "SAME_LOWER"):
+        return True
+    shape, at = graph.type(node.inputs[0]).shape, _WINDOWED[node.op]
+    kernel = node.attrs.get("kernel_shape")
+    if kernel is None and at is not None:
+        kernel = (graph.type(node.inputs[at]).shape or ())[2:]  # type: ignore[assignment]
+    if shape is None or not isinstance(kernel, tuple):
+        return True
+    rank = len(kernel)
+    pads, dilations = node.attrs.get("pads", (0,) * 2 * rank), node.attrs.get("dilations", (1,) * rank)
+    if not isinstance(pads, tuple) or not isinstance(dilations, tuple) or len(shape) != rank + 2:
+        return True
+    for axis, (dim, size) in enumerate(zip(shape[2:], kernel)):
+        number = case.bindings.get(dim) if isinstance(dim, str) else dim
+        if number is None or not isinstance(size, int):
+            continue
+        if number + int(pads[axis]) + int(pads[axis + rank]) < (size - 1) * int(dilations[axis]) + 1:
+            return False
+    return True
+
+
+def _is_bound(type: TensorType, bindings: Mapping[str, int]) -> bool:
     return type.shape is not None and all(isinstance(d, int) or d in bindings for d in type.shape)
