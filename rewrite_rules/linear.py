@@ -1,0 +1,618 @@
+"""Constants around convolutions and matrix products, folded into their weights; constants merged."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from rewrite_rules.shapes import either, per_rank
+from xrlflow.ir import FLOATS, INTEGERS, Attrs, DType
+from xrlflow.rewrite import AnyRule, Captures, Op, Rule, Val, require
+
+NUMBERS = FLOATS | INTEGERS
+
+
+def group_of(attrs: Attrs) -> int:
+    """A convolution's number of groups."""
+    group = attrs.get("group", 1)
+    assert isinstance(group, int)
+    return group
+
+
+def flat(op: Op, c: Val) -> Any:
+    """A constant as one row."""
+    return c if c.rank == 1 else op.Reshape(c, [-1])
+
+
+def is_single(c: Val) -> bool:
+    """Whether a constant has one element."""
+    return all(d == 1 for d in c.sizes)
+
+
+def scale_rows(op: Op, w: Val, s: Val) -> Any:
+    """w[i, ...] * s[i], or times the one number that s is."""
+    return op.Mul(w, op.Reshape(s, [-1] + [1] * (w.rank - 1)))
+
+
+def scale_columns(op: Op, w: Val, s: Val, group: int) -> Any:
+    """w[g*i, j, ...] * s[g*j] where w's rows and the concatenated columns of all groups are cut into groups."""
+    if group == 1 or is_single(s):
+        return op.Mul(w, op.Reshape(s, [1, -1] + [1] * (w.rank - 2)))
+    rows, columns, *kernel = w.sizes
+    parts = op.Reshape(w, [group, rows // group, columns, *kernel])
+    scaled = op.Mul(parts, op.Reshape(s, [group, 1, columns] + [1] * len(kernel)))
+    return op.Reshape(scaled, [rows, columns, *kernel])
+
+
+class _Convolution(Rule):
+    """What follows or precedes a convolution. Conv has w[M, C/g, ...], ConvTranspose w[C, M/g, ...]."""
+
+    convolution = "Conv"
+    optional = ("b",)
+
+    def outputs(self, w: Val, attrs: Attrs) -> int:
+        """M, the number of output channels."""
+        return w.size(0) if self.convolution == "Conv" else w.size(1) * group_of(attrs)
+
+    def scaled(self, op: Op, w: Val, s: Val, attrs: Attrs) -> Any:
+        """The weights that scale each output channel by s[M] (or a single number)."""
+        if self.convolution == "Conv":
+            return scale_rows(op, w, s)
+        return scale_columns(op, w, s, group_of(attrs))
+
+    def scaled_inputs(self, op: Op, w: Val, s: Val, attrs: Attrs) -> Any:
+        """The weights that scale each input channel by s[C] (or a single number)."""
+        if self.convolution == "Conv":
+            return scale_columns(op, w, s, group_of(attrs))
+        return scale_rows(op, w, s)
+
+    def added(self, op: Op, b: Val | None, c: Val, channels: int) -> Any:
+        """The bias b[M] + c."""
+        if b is not None:
+            return op.Add(b, flat(op, c))
+        return op.Expand(op.Reshape(c, [1]), [channels]) if is_single(c) else flat(op, c)
+
+    def require_channel(self, c: Val, channels: int) -> None:
+        require(is_single(c) or max(c.sizes) == channels, "the constant is not one number per channel")
+
+
+# A constant that is one number, or one per channel, as it broadcasts against [N, C, ...].
+_PER_CHANNEL = (
+    "{0}[]:const",
+    "{0}[1]:const",
+    "{0}[1,1{{1}}]:const",
+    "{0}[{1}{{1}}]:const",
+    "{0}[1,{1}{{1}}]:const",
+)
+
+
+def _conv_shapes(name: str, channel: str, weight: str = "w[m,p{k}]:const", image: str = "x[i,c{h}]") -> str:
+    return per_rank(*(f"{image} {weight} b[m]:const {form.format(name, channel)}" for form in _PER_CHANNEL))
+
+
+class FoldBatchNormIntoConv(_Convolution):
+    """batch_norm(conv(x, w, b)) -> conv(x, w * f, (b - mean) * f + shift)  with f = scale / sqrt(var + eps)."""
+
+    shapes = per_rank(
+        "x[i,c{h}] w[m,p{k}]:const b[m]:const scale[m]:const shift[m]:const mean[m]:const var[m]:const"
+    )
+
+    def source(self, op: Op, x: Any, w: Any, b: Any, scale: Any, shift: Any, mean: Any, var: Any) -> Any:
+        y = op[self.convolution](x, w, b, attrs="c")
+        return op.BatchNormalization(y, scale, shift, mean, var, epsilon="epsilon", momentum="momentum")
+
+    def where(
+        self, m: Captures, x: Val, w: Val, b: Val | None, scale: Val, shift: Val, mean: Val, var: Val
+    ) -> None:
+        require(all(v.dtype == w.dtype for v in (scale, mean)), "the statistics are of another element type")
+        require(scale.size(0) == self.outputs(w, m.c), "the statistics are not one number per channel")
+
+    def target(
+        self, op: Op, m: Captures, x: Val, w: Val, b: Val | None, scale: Val, shift: Val, mean: Val, var: Val
+    ) -> Any:
+        factor = op.Div(scale, op.Sqrt(op.Add(var, m.epsilon)))
+        centre = op.Neg(mean) if b is None else op.Sub(b, mean)
+        bias = op.Add(op.Mul(centre, factor), shift)
+        return op[self.convolution](x, self.scaled(op, w, factor, m.c), bias, attrs=m.c)
+
+
+class FoldBatchNormIntoConvTranspose(FoldBatchNormIntoConv):
+    """batch_norm(conv_transpose(x, w, b)) -> conv_transpose(x, w * f, (b - mean) * f + shift)."""
+
+    convolution = "ConvTranspose"
+    shapes = per_rank(
+        "x[i,c{h}] w[c,m{k}]:const b[m]:const scale[m]:const shift[m]:const mean[m]:const var[m]:const",
+        "x[i,c{h}] w[c,p{k}]:const b[m]:const scale[m]:const shift[m]:const mean[m]:const var[m]:const",
+    )
+
+
+class FoldScaleIntoConv(_Convolution):
+    """conv(x, w, b) * s -> conv(x, w * s, b * s)  with s constant, one number or one per channel."""
+
+    shapes = _conv_shapes("s", "m")
+
+    def source(self, op: Op, x: Any, w: Any, b: Any, s: Any) -> Any:
+        return op.Mul(op[self.convolution](x, w, b, attrs="c"), s)
+
+    def where(self, m: Captures, x: Val, w: Val, b: Val | None, s: Val) -> None:
+        self.require_channel(s, self.outputs(w, m.c))
+
+    def target(self, op: Op, m: Captures, x: Val, w: Val, b: Val | None, s: Val) -> Any:
+        bias = None if b is None else op.Mul(b, flat(op, s))
+        return op[self.convolution](x, self.scaled(op, w, s, m.c), bias, attrs=m.c)
+
+
+class FoldScaleIntoConvTranspose(FoldScaleIntoConv):
+    """conv_transpose(x, w, b) * s -> conv_transpose(x, w * s, b * s)  with s constant."""
+
+    convolution = "ConvTranspose"
+    shapes = f"{_conv_shapes('s', 'm', 'w[c,m{k}]:const')} | {_conv_shapes('s', 'm', 'w[c,p{k}]:const')}"
+
+
+class FoldBiasIntoConv(_Convolution):
+    """conv(x, w, b) + c -> conv(x, w, b + c)  with c constant, one number or one per channel."""
+
+    shapes = _conv_shapes("c", "m", "w[m,p{k}]", "x[i,j{h}]")
+
+    def source(self, op: Op, x: Any, w: Any, b: Any, c: Any) -> Any:
+        return op.Add(op[self.convolution](x, w, b, attrs="c"), c)
+
+    def where(self, m: Captures, x: Val, w: Val, b: Val | None, c: Val) -> None:
+        self.require_channel(c, self.outputs(w, m.c))
+
+    def target(self, op: Op, m: Captures, x: Val, w: Val, b: Val | None, c: Val) -> Any:
+        return op[self.convolution](x, w, self.added(op, b, c, self.outputs(w, m.c)), attrs=m.c)
+
+
+class FoldBiasIntoConvTranspose(FoldBiasIntoConv):
+    """conv_transpose(x, w, b) + c -> conv_transpose(x, w, b + c)  with c constant."""
+
+    convolution = "ConvTranspose"
+    shapes = " | ".join(_conv_shapes("c", "m", f"w[j,{n}{{k}}]", "x[i,j{h}]") for n in ("m", "p"))
+
+
+class FoldScaleBeforeConv(_Convolution):
+    """conv(x * s, w, b) -> conv(x, w * s, b)  with s constant, one number or one per input channel."""
+
+    shapes = _conv_shapes("s", "c")
+
+    def source(self, op: Op, x: Any, w: Any, b: Any, s: Any) -> Any:
+        return op[self.convolution](op.Mul(x, s), w, b, attrs="c")
+
+    def target(self, op: Op, m: Captures, x: Val, w: Val, b: Val | None, s: Val) -> Any:
+        return op[self.convolution](x, self.scaled_inputs(op, w, s, m.c), b, attrs=m.c)
+
+
+class FoldScaleBeforeConvTranspose(FoldScaleBeforeConv):
+    """conv_transpose(x * s, w, b) -> conv_transpose(x, w * s, b)  with s constant."""
+
+    convolution = "ConvTranspose"
+    shapes = _conv_shapes("s", "c", "w[c,p{k}]:const").replace("b[m]", "b[...]")
+
+
+class FoldBiasBeforeConv(_Convolution):
+    """conv(x + t, w, b) -> conv(x, w, b + sum(w * t))  with t constant and a convolution that does not pad."""
+
+    shapes = _conv_shapes("t", "c")
+
+    def source(self, op: Op, x: Any, w: Any, b: Any, t: Any) -> Any:
+        return op.Conv(op.Add(x, t), w, b, attrs="c")
+
+    def where(self, m: Captures, x: Val, w: Val, b: Val | None, t: Val) -> None:
+        require("pads" not in m.c and "auto_pad" not in m.c, "the convolution pads")
+
+    def target(self, op: Op, m: Captures, x: Val, w: Val, b: Val | None, t: Val) -> Any:
+        weighted = self.scaled_inputs(op, w, t, m.c)
+        shift = op.ReduceSum(weighted, list(range(1, w.rank)), keepdims=0)
+        return op.Conv(x, w, shift if b is None else op.Add(b, shift), attrs=m.c)
+
+
+class FoldBatchNormBeforeConv(_Convolution):
+    """conv(batch_norm(x), w, b) -> conv(x, w * f, b + sum(w * (shift - mean * f)))  if it does not pad."""
+
+    shapes = per_rank(
+        "x[i,c{h}] w[m,p{k}]:const b[m]:const scale[c]:const shift[c]:const mean[c]:const var[c]:const"
+    )
+
+    def source(self, op: Op, x: Any, w: Any, b: Any, scale: Any, shift: Any, mean: Any, var: Any) -> Any:
+        y = op.BatchNormalization(x, scale, shift, mean, var, epsilon="epsilon", momentum="momentum")
+        return op.Conv(y, w, b, attrs="c")
+
+    def where(
+        self, m: Captures, x: Val, w: Val, b: Val | None, scale: Val, shift: Val, mean: Val, var: Val
+    ) -> None:
+        require("pads" not in m.c and "auto_pad" not in m.c, "the convolution pads")
+        require(all(v.dtype == w.dtype for v in (scale, mean)), "the statistics are of another element type")
+
+    def target(
+        self, op: Op, m: Captures, x: Val, w: Val, b: Val | None, scale: Val, shift: Val, mean: Val, var: Val
+    ) -> Any:
+        factor = op.Div(scale, op.Sqrt(op.Add(var, m.epsilon)))
+        offset = op.Sub(shift, op.Mul(mean, factor))
+        moved = op.ReduceSum(self.scaled_inputs(op, w, offset, m.c), list(range(1, w.rank)), keepdims=0)
+        bias = moved if b is None else op.Add(b, moved)
+        return op.Conv(x, self.scaled_inputs(op, w, factor, m.c), bias, attrs=m.c)
+
+
+# One number, or one per column, as it broadcasts against [..., n].
+def _row(name: str, columns: str, const: str = ":const") -> tuple[str, ...]:
+    forms = ("", "1", columns, "1,1", f"1,{columns}", "1,1,1", f"1,1,{columns}")
+    return tuple(f"{name}[{dims}]{const}" for dims in forms)
+
+
+class FoldScaleIntoMatMul(Rule):
+    """(x @ w) * s -> x @ (w * s)  with w and s constant, s one number or one per column."""
+
+    dtypes = NUMBERS
+    shapes = either("x[...,a,k] w[...,k,n]:const", _row("s", "n"))
+
+    def source(self, op: Op, x: Any, w: Any, s: Any) -> Any:
+        return op.Mul(op.MatMul(x, w), s)
+
+    def where(self, m: Captures, x: Val, w: Val, s: Val) -> None:
+        require(s.rank <= max(x.rank, w.rank), "the product gets more dimensions")
+
+    def target(self, op: Op, x: Val, w: Val, s: Val) -> Any:
+        return op.MatMul(x, op.Mul(w, flat(op, s)))
+
+
+class FoldScaleIntoLeftMatMul(Rule):
+    """(w @ x) * s -> (w * s) @ x  with w and s constant, s one number or one per row."""
+
+    dtypes = NUMBERS
+    shapes = either(
+        "w[...,n,k]:const x[...,k,a]", ("s[]:const", "s[1]:const", "s[1,1]:const", "s[n,1]:const")
+    )
+
+    def source(self, op: Op, w: Any, x: Any, s: Any) -> Any:
+        return op.Mul(op.MatMul(w, x), s)
+
+    def target(self, op: Op, w: Val, x: Val, s: Val) -> Any:
+        return op.MatMul(op.Mul(w, s), x)
+
+
+class FoldScaleBeforeMatMul(Rule):
+    """(x * s) @ w -> x @ (s^T * w)  with w and s constant, s one number or one per column of x."""
+
+    dtypes = NUMBERS
+    shapes = either("x[...,a,k] w[...,k,n]:const", _row("s", "k"))
+
+    def source(self, op: Op, x: Any, w: Any, s: Any) -> Any:
+        return op.MatMul(op.Mul(x, s), w)
+
+    def where(self, m: Captures, x: Val, w: Val, s: Val) -> None:
+        require(s.rank <= x.rank, "the product gets more dimensions")
+
+    def target(self, op: Op, x: Val, w: Val, s: Val) -> Any:
+        return op.MatMul(x, op.Mul(w, op.Reshape(s, [-1, 1])))
+
+
+class MoveBiasBehindMatMul(Rule):
+    """(x + t) @ w -> x @ w + t @ w  with w and t constant, t one number or one per column of x."""
+
+    dtypes = NUMBERS
+    shapes = either("x[...,a,k] w[k,n]:const", _row("t", "k"))
+
+    def source(self, op: Op, x: Any, w: Any, t: Any) -> Any:
+        return op.MatMul(op.Add(x, t), w)
+
+    def where(self, m: Captures, x: Val, w: Val, t: Val) -> None:
+        require(t.rank <= x.rank, "the sum gets more dimensions")
+
+    def target(self, op: Op, x: Val, w: Val, t: Val) -> Any:
+        return op.Add(op.MatMul(x, w), _times(op, t, w))
+
+
+def _times(op: Op, t: Val, w: Val) -> Any:
+    """t @ w for a constant row (or a single number, meant as a row of it), as one row."""
+    row = flat(op, t)
+    if is_single(t):
+        row = op.Expand(row, [w.size(0)])
+    return op.MatMul(row, w)
+
+
+class FoldBatchNormIntoMatMul(Rule):
+    """batch_norm(x @ w) -> x @ (w * f) + (shift - mean * f)  for matrices, f = scale / sqrt(var + eps)."""
+
+    dtypes = FLOATS
+    shapes = "x[a,k] w[k,n]:const scale[n]:const shift[n]:const mean[n]:const var[n]:const"
+
+    def source(self, op: Op, x: Any, w: Any, scale: Any, shift: Any, mean: Any, var: Any) -> Any:
+        y = op.MatMul(x, w)
+        return op.BatchNormalization(y, scale, shift, mean, var, epsilon="epsilon", momentum="momentum")
+
+    def where(self, m: Captures, x: Val, w: Val, scale: Val, shift: Val, mean: Val, var: Val) -> None:
+        require(all(v.dtype == w.dtype for v in (scale, mean)), "the statistics are of another element type")
+
+    def target(self, op: Op, m: Captures, x: Val, w: Val, scale: Val, shift: Val, mean: Val, var: Val) -> Any:
+        factor = op.Div(scale, op.Sqrt(op.Add(var, m.epsilon)))
+        return op.Add(op.MatMul(x, op.Mul(w, factor)), op.Sub(shift, op.Mul(mean, factor)))
+
+
+# Gemm's weights, as they are or transposed.
+_WEIGHT = ("w[k,n]:const", "w[n,k]:const")
+# Its bias, but one with a number per row.
+_BIAS = ("b[]:const", "b[1]:const", "b[n]:const", "b[1,n]:const")
+
+
+class _Gemm(Rule):
+    """What follows or precedes a Gemm with constant weights."""
+
+    dtypes = FLOATS
+    optional = ("b",)
+
+    def columns(self, m: Captures, w: Val) -> int:
+        return w.size(0 if m.c.get("transB") else 1)
+
+    def scaled(self, op: Op, m: Captures, w: Val, s: Val) -> Any:
+        """The weights that scale each column of the result by s[n] (or a single number)."""
+        return op.Mul(w, op.Reshape(s, [-1, 1] if m.c.get("transB") else [1, -1]))
+
+    def bias(self, op: Op, m: Captures, b: Val) -> Any:
+        """The bias times beta."""
+        beta = m.c.get("beta", 1.0)
+        return b if beta == 1.0 else op.Mul(b, beta)
+
+    def require_row(self, m: Captures, w: Val, s: Val) -> None:
+        require(is_single(s) or s.size(-1) == self.columns(m, w), "the constant is not one number per column")
+        require(s.rank <= 2, "the result gets more dimensions")
+
+
+class FoldScaleIntoGemm(_Gemm):
+    """gemm(x, w, b) * s -> gemm(x, w * s, b * s)  with w, b and s constant, s one number or one per column."""
+
+    shapes = either("x[a,i]", _WEIGHT, _BIAS, _row("s", "n")[:5])
+
+    def source(self, op: Op, x: Any, w: Any, b: Any, s: Any) -> Any:
+        return op.Mul(op.Gemm(x, w, b, attrs="c"), s)
+
+    def where(self, m: Captures, x: Val, w: Val, b: Val | None, s: Val) -> None:
+        self.require_row(m, w, s)
+
+    def target(self, op: Op, m: Captures, x: Val, w: Val, b: Val | None, s: Val) -> Any:
+        return op.Gemm(x, self.scaled(op, m, w, s), None if b is None else op.Mul(b, s), attrs=m.c)
+
+
+class FoldBatchNormIntoGemm(_Gemm):
+    """batch_norm(gemm(x, w, b)) -> gemm(x, w * f, (b - mean) * f + shift)  with f = scale / sqrt(var + eps)."""
+
+    shapes = either("x[a,i]", _WEIGHT, _BIAS, "scale[n]:const shift[n]:const mean[n]:const var[n]:const")
+
+    def source(self, op: Op, x: Any, w: Any, b: Any, scale: Any, shift: Any, mean: Any, var: Any) -> Any:
+        y = op.Gemm(x, w, b, attrs="c")
+        return op.BatchNormalization(y, scale, shift, mean, var, epsilon="epsilon", momentum="momentum")
+
+    def where(
+        self, m: Captures, x: Val, w: Val, b: Val | None, scale: Val, shift: Val, mean: Val, var: Val
+    ) -> None:
+        require(all(v.dtype == w.dtype for v in (scale, mean)), "the statistics are of another element type")
+        require(scale.size(0) == self.columns(m, w), "the statistics are not one number per column")
+
+    def target(
+        self, op: Op, m: Captures, x: Val, w: Val, b: Val | None, scale: Val, shift: Val, mean: Val, var: Val
+    ) -> Any:
+        factor = op.Div(scale, op.Sqrt(op.Add(var, m.epsilon)))
+        centre = op.Neg(mean) if b is None else op.Sub(self.bias(op, m, b), mean)
+        bias = op.Add(op.Mul(centre, factor), shift)
+        return op.Gemm(x, self.scaled(op, m, w, factor), bias, attrs=m.c, beta=None)
+
+
+class FoldBiasIntoGemm(_Gemm):
+    """gemm(x, w, b) + c -> gemm(x, w, b + c)  with b and c constant, c one number or one per column."""
+
+    shapes = either("x[...]", ("w[k,n]", "w[n,k]"), _BIAS, _row("c", "n")[:5])
+
+    def source(self, op: Op, x: Any, w: Any, b: Any, c: Any) -> Any:
+        return op.Add(op.Gemm(x, w, b, attrs="c"), c)
+
+    def where(self, m: Captures, x: Val, w: Val, b: Val | None, c: Val) -> None:
+        self.require_row(m, w, c)
+
+    def target(self, op: Op, m: Captures, x: Val, w: Val, b: Val | None, c: Val) -> Any:
+        bias = c if b is None else op.Add(self.bias(op, m, b), c)
+        return op.Gemm(x, w, bias, attrs=m.c, beta=None)
+
+
+class FoldScaleBeforeGemm(_Gemm):
+    """gemm(x * s, w, b) -> gemm(x, s^T * w, b)  with w and s constant, s one number or one per column of x."""
+
+    shapes = either("x[a,k] b[...]", _WEIGHT, _row("s", "k")[:5])
+
+    def source(self, op: Op, x: Any, w: Any, b: Any, s: Any) -> Any:
+        return op.Gemm(op.Mul(x, s), w, b, attrs="c")
+
+    def where(self, m: Captures, x: Val, w: Val, b: Val | None, s: Val) -> None:
+        require(not m.c.get("transA"), "x is transposed")
+        require(x.size(1) == w.size(1 if m.c.get("transB") else 0), "the widths differ")
+
+    def target(self, op: Op, m: Captures, x: Val, w: Val, b: Val | None, s: Val) -> Any:
+        return op.Gemm(x, op.Mul(w, op.Reshape(s, [1, -1] if m.c.get("transB") else [-1, 1])), b, attrs=m.c)
+
+
+class FoldBiasBeforeGemm(_Gemm):
+    """gemm(x + t, w, b) -> gemm(x, w, b + t @ w)  with w, b and t constant, t one number or one per column."""
+
+    shapes = either("x[a,k]", _WEIGHT, _BIAS, _row("t", "k")[:5])
+
+    def source(self, op: Op, x: Any, w: Any, b: Any, t: Any) -> Any:
+        return op.Gemm(op.Add(x, t), w, b, attrs="c")
+
+    def where(self, m: Captures, x: Val, w: Val, b: Val | None, t: Val) -> None:
+        require(not m.c.get("transA"), "x is transposed")
+        require(x.size(1) == w.size(1 if m.c.get("transB") else 0), "the widths differ")
+
+    def target(self, op: Op, m: Captures, x: Val, w: Val, b: Val | None, t: Val) -> Any:
+        moved = _times(op, t, op.Transpose(w) if m.c.get("transB") else w)
+        alpha = m.c.get("alpha", 1.0)
+        if alpha != 1.0:
+            moved = op.Mul(moved, alpha)
+        return op.Gemm(x, w, moved if b is None else op.Add(self.bias(op, m, b), moved), attrs=m.c, beta=None)
+
+
+class FuseMatMulAddIntoGemm(Rule):
+    """x @ w + b -> gemm(x, w, b)  for matrices, b of at most the product's shape."""
+
+    dtypes = frozenset({DType.FLOAT, DType.DOUBLE})
+    shapes = either("x[a,k] w[k,n]", ("b[]", "b[1]", "b[n]", "b[1,1]", "b[1,n]", "b[a,1]", "b[a,n]"))
+
+    def source(self, op: Op, x: Any, w: Any, b: Any) -> Any:
+        return op.Add(op.MatMul(x, w), b)
+
+    def target(self, op: Op, x: Val, w: Val, b: Val) -> Any:
+        return op.Gemm(x, w, b)
+
+
+class SplitGemm(Rule):
+    """gemm(x, w, b) -> x @ w + b."""
+
+    dtypes = frozenset({DType.FLOAT, DType.DOUBLE})
+    optional = ("b",)
+    shapes = either("x[i,j] w[k,n]", ("b[]", "b[1]", "b[c]", "b[r,c]"))
+
+    def source(self, op: Op, x: Any, w: Any, b: Any) -> Any:
+        return op.Gemm(x, w, b, alpha="alpha", beta="beta", transA="transA", transB="transB")
+
+    def target(self, op: Op, m: Captures, x: Val, w: Val, b: Val | None) -> Any:
+        left = op.Transpose(x) if m.transA else x
+        right = op.Transpose(w) if m.transB else w
+        if m.alpha != 1.0:
+            if x.const:
+                left = op.Mul(left, m.alpha)
+            else:
+                right = op.Mul(right, m.alpha)
+        y = op.MatMul(left, right)
+        if b is None:
+            return y
+        return op.Add(y, b if m.beta == 1.0 else op.Mul(b, m.beta))
+
+
+class _TwoConstants(Rule):
+    """Two constants that are applied one after the other."""
+
+    dtypes = NUMBERS
+    shapes = "x[...] c[...]:const d[...]:const"
+
+    def where(self, m: Captures, x: Val, c: Val, d: Val) -> None:
+        require(
+            np.broadcast_shapes(c.sizes, d.sizes) in (c.sizes, d.sizes),
+            "together the constants are larger than either",
+        )
+
+
+class MergeConstantAdds(_TwoConstants):
+    """(x + c) + d -> x + (c + d)  with c and d constant."""
+
+    def source(self, op: Op, x: Any, c: Any, d: Any) -> Any:
+        return op.Add(op.Add(x, c), d)
+
+    def target(self, op: Op, x: Val, c: Val, d: Val) -> Any:
+        return op.Add(x, op.Add(c, d))
+
+
+class MergeConstantMuls(_TwoConstants):
+    """(x * c) * d -> x * (c * d)  with c and d constant."""
+
+    def source(self, op: Op, x: Any, c: Any, d: Any) -> Any:
+        return op.Mul(op.Mul(x, c), d)
+
+    def target(self, op: Op, x: Val, c: Val, d: Val) -> Any:
+        return op.Mul(x, op.Mul(c, d))
+
+
+class PushMulThroughConstantAdd(_TwoConstants):
+    """(x + c) * d -> x * d + c * d  with c and d constant."""
+
+    def source(self, op: Op, x: Any, c: Any, d: Any) -> Any:
+        return op.Mul(op.Add(x, c), d)
+
+    def target(self, op: Op, x: Val, c: Val, d: Val) -> Any:
+        return op.Add(op.Mul(x, d), op.Mul(c, d))
+
+
+# Below it a quotient may overflow, or lose what it is divided from.
+_LEAST_DIVISOR = 1e-6
+_WIDE_FLOATS = frozenset({DType.FLOAT, DType.DOUBLE})
+
+
+def _require_divisor(c: Val) -> None:
+    size = np.abs(c.array.astype(np.float64))
+    require(bool(np.all((size >= _LEAST_DIVISOR) & (size <= 1 / _LEAST_DIVISOR))), "it cannot be divided by")
+
+
+class PullMulOutOfConstantAdd(_TwoConstants):
+    """x * d + c -> (x + c / d) * d  with c and d constant."""
+
+    dtypes = _WIDE_FLOATS
+
+    def source(self, op: Op, x: Any, c: Any, d: Any) -> Any:
+        return op.Add(op.Mul(x, d), c)
+
+    def where(self, m: Captures, x: Val, c: Val, d: Val) -> None:
+        super().where(m, x, c, d)
+        require(c.known, "a constant is too large to be sure that there and back is one state")
+        _require_divisor(d)
+
+    def target(self, op: Op, x: Val, c: Val, d: Val) -> Any:
+        return op.Mul(op.Add(x, op.Div(c, d)), d)
+
+
+class ReplaceConstantDivByMul(Rule):
+    """x / c -> x * (1 / c)  with c constant."""
+
+    dtypes = _WIDE_FLOATS
+    shapes = "x[...] c[...]:const"
+
+    def source(self, op: Op, x: Any, c: Any) -> Any:
+        return op.Div(x, c)
+
+    def where(self, m: Captures, x: Val, c: Val) -> None:
+        _require_divisor(c)
+
+    def target(self, op: Op, x: Val, c: Val) -> Any:
+        return op.Mul(x, op.Reciprocal(c))
+
+
+class ReplaceConstantSubByAdd(Rule):
+    """x - c -> x + (-c)  with c constant."""
+
+    dtypes = FLOATS | {DType.INT32, DType.INT64}
+    shapes = "x[...] c[...]:const"
+
+    def source(self, op: Op, x: Any, c: Any) -> Any:
+        return op.Sub(x, c)
+
+    def target(self, op: Op, x: Val, c: Val) -> Any:
+        return op.Add(x, op.Neg(c))
+
+
+RULES: tuple[AnyRule, ...] = (
+    FoldBatchNormIntoConv(),
+    FoldBatchNormIntoConvTranspose(),
+    FoldScaleIntoConv(),
+    FoldScaleIntoConvTranspose(),
+    FoldBiasIntoConv(),
+    FoldBiasIntoConvTranspose(),
+    FoldScaleBeforeConv(),
+    FoldScaleBeforeConvTranspose(),
+    FoldBiasBeforeConv(),
+    FoldBatchNormBeforeConv(),
+    FoldScaleIntoMatMul(),
+    FoldScaleIntoLeftMatMul(),
+    FoldScaleBeforeMatMul(),
+    MoveBiasBehindMatMul(),
+    FoldBatchNormIntoMatMul(),
+    FoldScaleIntoGemm(),
+    FoldBatchNormIntoGemm(),
+    FoldBiasIntoGemm(),
+    FoldScaleBeforeGemm(),
+    FoldBiasBeforeGemm(),
+    FuseMatMulAddIntoGemm(),
+    SplitGemm(),
+    MergeConstantAdds(),
+    MergeConstantMuls(),
+    PushMulThroughConstantAdd(),
+    PullMulOutOfConstantAdd(),
+    ReplaceConstantDivByMul(),
+    ReplaceConstantSubByAdd(),
+)
