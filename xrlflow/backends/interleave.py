@@ -21,7 +21,7 @@ MIN_SAMPLE = 2e-3
 """Seconds that one sample lasts at least: several runs of a fast model are timed as one."""
 SETTLE_BELOW = 0.25
 """Models slower than this many seconds get no untimed run at the start of their turn: it would tell nothing."""
-MIN_ROUNDS = 20
+MIN_ROUNDS = 16
 """Rounds before an interval may end the measurement (an interval of few samples can be narrow by luck)."""
 MAX_ROUNDS = 20_000
 
@@ -38,12 +38,12 @@ def interleave(
 ) -> Comparison:
     """Time `runs` (calls that run one model once) in rotating order and compare each with the first.
 
-    A round gives every model one turn; the first model gets two (`control`), so that the baseline is also
-    measured against itself under the same conditions, with no third session in memory. Both turns count as
-    baseline. A turn starts with one untimed run, because the model before has thrown this one's weights out
-    of the caches (a run right after another model was 2 to 15% slower than the ones following it, and a user
-    runs one model): then the turn's place in the round does not matter. A sample is the mean of as many runs
-    as last 2 ms.
+    A round gives every model two turns, in halves: the first half compares every model with the baseline, so does the
+    second, and the baseline's two turns compared with each other are the A/A control, which needs no third session in
+    memory. Without `control` a round is one half. A turn always follows one of another model, whose data have
+    pushed this one's out of the caches, and starts with one untimed run: a run right after another model is 2
+    to 15% slower than those after it, a user runs one model, and a baseline that followed itself now and then
+    came out 0.8% faster than its own copy. A sample is the mean of as many runs as last 2 ms.
 
     The loop ends when the 95% interval (see `median_interval`) of every median log ratio is narrower than
     `target_width`, or before a further round would pass `time_limit` seconds; one round is always taken.
@@ -56,8 +56,8 @@ def interleave(
         raise BackendError("the target width and the time limit of a measurement must be above zero")
     started = clock()
     deadline = started + time_limit
-    slots = [*range(len(runs)), *([0] if control else [])]
-    references = [0, len(runs)] if control else [0]
+    models = len(runs)
+    halves = 2 if control else 1
     rows: list[list[float]] = []
     check_at = MIN_ROUNDS
     converged = False
@@ -66,30 +66,33 @@ def interleave(
         batches = [max(1, math.ceil(MIN_SAMPLE / max(seconds, 1e-7))) for seconds in single]
         before = read_load()
         longest = 0.0
+        last = -1
         while len(rows) < MAX_ROUNDS:
             round_start = clock()
             if rows and round_start + longest > deadline:
                 break
-            row = [0.0] * len(slots)
-            for slot in turns(len(slots), len(rows)):
-                model = slots[slot]
-                row[slot] = _turn(runs[model], batches[model], single[model] < SETTLE_BELOW, clock)
+            row = [0.0] * (models * halves)
+            for slot in turns(models * halves, len(rows)):
+                model = slot % models
+                settle = single[model] < SETTLE_BELOW
+                if settle and model == last:
+                    runs[(model + 1) % models]()
+                row[slot] = _turn(runs[model], batches[model], settle, clock)
+                last = model
             rows.append(row)
             longest = max(0.9 * longest, clock() - round_start)
             if len(rows) >= check_at:
                 check_at = len(rows) + max(5, len(rows) // 8)
-                logs = np.log(np.array(rows))
-                converged = all(
-                    _speedup(logs, references, slot).width < target_width for slot in range(1, len(runs))
-                )
+                logs = _logs(rows, halves)
+                converged = all(_speedup(logs, model).width < target_width for model in range(1, models))
                 if converged:
                     break
         after = read_load()
-    logs = np.log(np.array(rows))
+    logs = _logs(rows, halves)
     return Comparison(
-        latencies=tuple(_latency(np.array(rows)[:, slot]) for slot in range(len(runs))),
-        speedups=tuple(_speedup(logs, references, slot) for slot in range(1, len(runs))),
-        control=_speedup(logs, [0], len(runs)) if control else None,
+        latencies=tuple(_latency(np.exp(logs[:, :, model]).ravel()) for model in range(models)),
+        speedups=tuple(_speedup(logs, model) for model in range(1, models)),
+        control=_interval(logs[:, 0, 0] - logs[:, 1, 0]) if control else None,
         load=load.judge(before, after, threads),
         samples=len(rows),
         seconds=clock() - started,
@@ -120,11 +123,11 @@ def time_alone(
 
 
 def turns(slots: int, round_index: int) -> list[int]:
-    """The order of `slots` turns in a round: rotated by one each round, reversed in every other cycle.
+    """The order of `slots` turns in a round: rotated by one every 4 rounds, reversed in every other cycle.
 
-    So every slot has every place equally often, and follows each of its neighbours.
+    So every slot has every place equally often, and comes before and after each of its neighbours.
     """
-    cycle, shift = divmod(round_index, slots)
+    cycle, shift = divmod(round_index // 4, slots)
     order = [(index + shift) % slots for index in range(slots)]
     return order[::-1] if cycle % 2 else order
 
@@ -158,8 +161,18 @@ def _latency(seconds: Floats) -> Latency:
     return Latency(median, p10, p90, len(seconds))
 
 
-def _speedup(logs: Floats, references: list[int], slot: int) -> SpeedUp:
-    median, low, high = median_interval(logs[:, references] - logs[:, [slot]])
+def _logs(rows: list[list[float]], halves: int) -> Floats:
+    """Logarithms of the samples, by round, half and model."""
+    logs: Floats = np.log(np.array(rows)).reshape(len(rows), halves, -1)
+    return logs
+
+
+def _speedup(logs: Floats, model: int) -> SpeedUp:
+    return _interval(logs[:, :, 0] - logs[:, :, model])
+
+
+def _interval(differences: Floats) -> SpeedUp:
+    median, low, high = median_interval(differences)
     return SpeedUp(math.exp(median), math.exp(low), math.exp(high))
 
 

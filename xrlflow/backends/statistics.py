@@ -34,45 +34,51 @@ T95 = (
 def median_interval(samples: Floats) -> tuple[float, float, float]:
     """(median, low, high) of paired differences: an order-statistic interval that allows for autocorrelation.
 
-    `samples` has one row a round, in the order in which they were taken; a row may hold several differences
-    that share a measurement (the baseline timed twice). The textbook interval of a median lies between the
-    order statistics at ranks n/2 -+ z sqrt(n)/2: distribution-free, because all it uses is that each sample
-    is above the median with probability 1/2. Latencies are skewed and have heavy tails, which such an
-    interval does not mind, and unlike a bootstrap it is cheap enough to look at after every few rounds and
-    needs no seed. Its weak point is that rounds are not independent: load comes and goes in stretches. So the
-    1/4 (the variance of the indicator "below the median") becomes the indicator series' long-run variance, by
-    Bartlett's window over sqrt(n) lags, and never less than the variance without any correlation. Half a rank
-    of continuity correction makes it agree with the exact binomial interval for small n. Fewer than 6 rounds
-    have no 95% interval: (median, -inf, inf).
+    `samples` has one row a round, in the order in which they were taken; a row may hold several differences that
+    share a measurement (the baseline timed twice). The textbook interval of a median lies between the order
+    statistics at ranks n/2 -+ z sqrt(n)/2: distribution-free, because all it uses is that each sample is above the
+    median with probability 1/2. Latencies are skewed and have heavy tails, which such an interval does not mind, and
+    unlike a bootstrap it is cheap enough to look at after every few rounds and needs no seed.
+
+    Its weak point is that rounds are not independent: load comes and goes in stretches. So the half width is the
+    larger of that of independent rounds and that from the long-run variance of the series "share of this row below the
+    median" (Bartlett's window over sqrt(n) lags, with the wider quantile that goes with such a window). Half
+    a rank of continuity correction makes it agree with the exact binomial interval for small n.
+    Fewer than 6 rounds have no 95% interval: (median, -inf, inf); none at all have (nan, -inf, inf).
     """
-    rows = samples.reshape(len(samples), -1)
-    rounds = len(rows)
+    rounds = len(samples)
     if rounds == 0:
         return math.nan, -math.inf, math.inf
+    rows = samples.reshape(rounds, -1)
     pooled = np.sort(rows.ravel())
     median = float(np.median(pooled))
     below = (rows < median).mean(axis=1) + 0.5 * (rows == median).mean(axis=1) - 0.5
-    half = Z95 * math.sqrt(_long_run_variance(below) / rounds)
+    half = _score_error(below, rows.shape[1])
     rank = math.floor(len(pooled) * (0.5 - half) + 0.5)
     if rank < 1:
         return median, -math.inf, math.inf
     return median, float(pooled[rank - 1]), float(pooled[-rank])
 
 
-def _long_run_variance(scores: Floats) -> float:
-    """Variance of sqrt(n) times the mean of `scores` (centred at their expectation, 0)."""
+def _score_error(scores: Floats, columns: int) -> float:
+    """Half width of the 95% interval of the mean of `scores`, which are centred at their expectation, 0."""
     rounds = len(scores)
-    # With few rounds the estimate is worth little: then that of one independent pair, the largest without correlation.
-    plain = float(np.mean(scores**2)) if rounds >= 30 else 0.25
-    # A run of exactly equal samples has all its scores at 0; the interval is then that one point whatever the ranks.
-    plain = plain or 0.25
+    plain = float(np.mean(scores**2))
+    if (
+        rounds < 30 or plain == 0.0
+    ):  # an estimate from few rows is worth little: at least that of independent columns
+        plain = max(plain, 0.25 / columns)
+    independent = Z95 * math.sqrt(plain / rounds)
     lags = math.isqrt(rounds)
-    correlated = sum(
+    long_run = float(np.mean(scores**2)) + sum(
         2.0 * (1.0 - lag / (lags + 1)) * float(np.dot(scores[lag:], scores[:-lag])) / rounds
         for lag in range(1, lags + 1)
         if lag < rounds
     )
-    return plain + max(correlated, 0.0)
+    # Kiefer and Vogelsang (2005): the 97.5% quantile when the window is the fraction b of the series.
+    b = (lags + 1) / rounds
+    quantile = 1.96 + 2.9694 * b + 0.416 * b**2 - 0.5324 * b**3
+    return max(independent, quantile * math.sqrt(max(long_run, 0.0) / rounds))
 
 
 def combine(medians: Sequence[float], within: Sequence[float]) -> tuple[float, float, float]:

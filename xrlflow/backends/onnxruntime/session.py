@@ -35,6 +35,8 @@ CPU = "CPUExecutionProvider"
 QUIET = 4
 """Log severity: fatal errors only. What fails is raised, and said once."""
 DEFAULT_ENTRIES: Mapping[str, str] = {"session.force_spinning_stop": "1"}
+AFFINITIES = "session.intra_op_thread_affinities"
+"""A CPU for each worker thread, counted from 1, separated by semicolons."""
 CUSTOM_OPERATORS = "custom_ops_library"
 """Key of a session options mapping that is ours: shared libraries of custom operators, separated like PATH."""
 
@@ -146,13 +148,15 @@ def open_model(
     optimization: Optimization = Optimization.ALL,
     providers: Sequence[str] = (CPU,),
     session_options: Options | None = None,
+    cpus: Sequence[int] | None = None,
 ) -> OrtModel:
     """Load a model into a session of its own.
 
     `threads` computes with that many threads in an operator (default: the physical cores), operators run one
     after the other. `session_options` are the user's: a mapping of configuration entries wins over ours. A
     SessionOptions object is used itself, and completed in place only where it says nothing (thread count, the
-    entry on spinning); its optimisation level holds when `optimization` is ALL.
+    entry on spinning); its optimisation level holds when `optimization` is ALL. `cpus` pins the worker
+    threads: a CPU for each thread, of which the first, the calling thread's, is not used here (see `placement`).
 
     Raises BackendError when a provider other than the CPU's is asked for, when `threads` contradicts the
     options, when a file is missing, and when ONNX Runtime cannot load the model.
@@ -160,14 +164,12 @@ def open_model(
     import onnxruntime as ort
 
     check_providers(providers)
-    if threads is not None and threads < 1:
-        raise BackendError(f"the thread count must be at least 1, not {threads}")
     name = describe(model)
     source: str | bytes = bytes(model) if isinstance(model, bytes) else os.fspath(model)
     if isinstance(source, str) and not os.path.isfile(source):
         raise BackendError(f"{name}: there is no such file")
     try:
-        options = _options(threads, optimization, session_options)
+        options = _options(threads, optimization, session_options, cpus)
         session = ort.InferenceSession(source, options, providers=[CPU])
     except ort_errors() as error:
         raise BackendError(f"ONNX Runtime cannot load {name}: {reason(error)}") from error
@@ -206,27 +208,43 @@ def reason(error: BaseException) -> str:
     return text
 
 
-def _options(threads: int | None, optimization: Optimization, user: Options | None) -> ort.SessionOptions:
+def resolve_threads(threads: int | None, session_options: Options | None) -> int:
+    """The thread count that `open_model` would use. Raises BackendError when the arguments contradict each other."""
+    own = 0
+    if session_options is not None and not isinstance(session_options, Mapping):
+        own = session_options.intra_op_num_threads
+    if threads is not None and threads < 1:
+        raise BackendError(f"the thread count must be at least 1, not {threads}")
+    if threads is not None and own not in (0, threads):
+        raise BackendError(f"{threads} threads were asked for, but the session options say {own}")
+    return threads or own or default_threads()
+
+
+def _options(
+    threads: int | None, optimization: Optimization, user: Options | None, cpus: Sequence[int] | None
+) -> ort.SessionOptions:
     import onnxruntime as ort
 
+    count = resolve_threads(threads, user)
+    entries = dict(DEFAULT_ENTRIES)
+    if cpus is not None and len(cpus) == count > 1:
+        entries[AFFINITIES] = ";".join(str(cpu + 1) for cpu in cpus[1:])
+
     if isinstance(user, ort.SessionOptions):
-        own = user.intra_op_num_threads
-        if threads is not None and own not in (0, threads):
-            raise BackendError(f"{threads} threads were asked for, but the session options say {own}")
-        user.intra_op_num_threads = own or threads or default_threads()
-        for key, value in DEFAULT_ENTRIES.items():
+        user.intra_op_num_threads = count
+        for key, value in entries.items():
             if not _has_entry(user, key):
                 user.add_session_config_entry(key, value)
         if optimization is not Optimization.ALL:
             user.graph_optimization_level = getattr(ort.GraphOptimizationLevel, optimization.value)
         return user
     options = ort.SessionOptions()
-    options.intra_op_num_threads = threads or default_threads()
+    options.intra_op_num_threads = count
     options.inter_op_num_threads = 1
     options.execution_mode = ort.ExecutionMode.ORT_SEQUENTIAL
     options.graph_optimization_level = getattr(ort.GraphOptimizationLevel, optimization.value)
     options.log_severity_level = QUIET
-    for key, value in {**DEFAULT_ENTRIES, **(user or {})}.items():
+    for key, value in {**entries, **(user or {})}.items():
         if key == CUSTOM_OPERATORS:
             for library in value.split(os.pathsep):
                 options.register_custom_ops_library(library)

@@ -7,7 +7,8 @@ import time
 from collections.abc import Sequence
 
 from xrlflow.backends.interleave import interleave, time_alone
-from xrlflow.backends.onnxruntime.session import Optimization, Options, open_model
+from xrlflow.backends.onnxruntime.session import Optimization, Options, open_model, resolve_threads
+from xrlflow.backends.placement import choose_cpus, pinned
 from xrlflow.backends.protocol import BackendError, Feeds, ModelSource
 from xrlflow.backends.results import Comparison, Latency
 
@@ -28,25 +29,35 @@ def measure(
 
     All are loaded at once (a session's memory each; the A/A control needs none of its own) and timed in turns: see
     `interleave` for how, when it ends and what `control` and `target_width` mean. `time_limit` is in seconds and
-    includes loading. `threads` defaults to the physical cores. `load_reversed` loads the last model first.
+    includes loading. `threads` defaults to the physical cores; they are pinned to the same CPUs for all models (see
+    `placement`), the calling thread too as long as this runs. `load_reversed` loads the last model first.
 
     Raises BackendError when a model cannot be loaded or run on `feeds`, and for what `open_model` refuses.
     """
     started = time.perf_counter()
     if len(models) < 2:
         raise BackendError("measuring needs at least two models: a baseline and something to compare it with")
+    threads = resolve_threads(threads, session_options)
+    cpus = choose_cpus(threads)
     with contextlib.ExitStack() as stack:
         order = list(enumerate(models))
         opened = {
             index: stack.enter_context(
-                open_model(model, threads=threads, optimization=optimization, session_options=session_options)
+                open_model(
+                    model,
+                    threads=threads,
+                    optimization=optimization,
+                    session_options=session_options,
+                    cpus=cpus,
+                )
             )
             for index, model in (reversed(order) if load_reversed else order)
         }
         callers = [opened[index].caller(feeds) for index in range(len(models))]
+        stack.enter_context(pinned(cpus))
         return interleave(
             callers,
-            threads=opened[0].threads,
+            threads=threads,
             time_limit=max(time_limit - (time.perf_counter() - started), 1e-3),
             target_width=target_width,
             control=control,
@@ -71,7 +82,12 @@ def time_model(
 
     Raises BackendError when the model cannot be loaded or run on `feeds`.
     """
-    with open_model(
-        model, threads=threads, optimization=optimization, session_options=session_options
-    ) as loaded:
+    threads = resolve_threads(threads, session_options)
+    cpus = choose_cpus(threads)
+    with (
+        open_model(
+            model, threads=threads, optimization=optimization, session_options=session_options, cpus=cpus
+        ) as loaded,
+        pinned(cpus),
+    ):
         return time_alone(loaded.bound_caller(feeds), time_limit=time_limit, min_samples=min_samples)
