@@ -409,9 +409,6 @@ class MergeCommonSubexpressions(RegionRule):
         if node.captured or not values or not is_deterministic(node.op):
             return None
         rarest = min(values, key=lambda v: len(uses[v]))
-        if len(uses[rarest]) == 1:
-            reader.reads.add(rarest)
-            return None
         what = _content(node)
         for other in reader.users(rarest):
             if other.outputs[0] < node.outputs[0] and other.op == node.op and _content(other) == what:

@@ -1,0 +1,897 @@
+"""Concat, Split, Slice and Gather: what is cut and put together again, and operators moved across the cuts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+
+import numpy as np
+
+from rewrite_rules.axes import axis_of, front, fronts, ints_input, rank_of, reshape_numbers, same_dims
+from rewrite_rules.elementwise import BROADCAST, UNARY, is_unary, read_once, unary_form
+from rewrite_rules.reshape import VIEWS
+from xrlflow.ir import Dim, Node, Value
+from xrlflow.rewrite import AnyRule, Op, Reader, Refused, Region, RegionRule, Val, require
+from xrlflow.rewrite.rule import uses_key
+
+# How a value is cut out of another
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A value as `length` positions of `source` from `start` on along `axis`.
+
+    `kept`: the value has the source's dimensions otherwise. If not, `length` is 1, and the value is what is left
+    in any shape (the axis dropped, other dimensions of 1 put in). `nodes` cut it out.
+    """
+
+    source: Value
+    axis: int
+    start: int
+    length: int
+    kept: bool
+    nodes: tuple[Node, ...]
+
+
+def _size(shape: Sequence[Dim] | None, axis: int) -> int | None:
+    """A dimension, if it is a known number."""
+    if shape is None:
+        return None
+    dim = shape[axis]
+    return dim if isinstance(dim, int) else None
+
+
+def sizes_along(reader: Reader, values: Sequence[Value], axis: int) -> list[int] | None:
+    """The sizes of values along an axis, if all are known numbers."""
+    out = [_size(reader.type(v).shape, axis) for v in values]
+    known = [s for s in out if s is not None]
+    return known if len(known) == len(out) else None
+
+
+def piece(reader: Reader, value: Value) -> Piece | None:
+    """How a value is cut out of one tensor, or None if it is not, or not by known numbers."""
+    node = reader.producer(value)
+    if node is None or node.const:
+        return None
+    if node.op in VIEWS:
+        inner = piece(reader, node.inputs[0])
+        if inner is None or inner.length != 1 or reader.type(value).shape is None:
+            return None
+        return Piece(inner.source, inner.axis, inner.start, 1, False, (node, *inner.nodes))
+    if node.op not in ("Split", "Slice", "Gather"):
+        return None
+    source = node.inputs[0]
+    shape = reader.type(source).shape
+    if shape is None or not shape:
+        return None
+    if node.op == "Split":
+        axis = axis_of(node, len(shape))
+        sizes = [_size(t.shape, axis) for t in node.types]
+        place = node.outputs.index(value)
+        before = [s for s in sizes[:place] if s is not None]
+        own = sizes[place]
+        if own is None or len(before) != place:
+            return None
+        return Piece(source, axis, sum(before), own, True, (node,))
+    try:
+        if node.op == "Gather":
+            axis = axis_of(node, len(shape))
+            index = reader.val(node.inputs[1])
+            size = _size(shape, axis)
+            numbers = [i + size if i < 0 and size is not None else i for i in index.ints]
+            if index.array.ndim > 1 or not numbers or numbers[0] < 0:
+                return None
+            if any(b != a + 1 for a, b in pairwise(numbers)):
+                return None
+            return Piece(source, axis, numbers[0], len(numbers), index.array.ndim == 1, (node,))
+        starts, ends = ints_input(reader, node, 1), ints_input(reader, node, 2)
+        axes, steps = ints_input(reader, node, 3), ints_input(reader, node, 4)
+    except Refused:  # not cut by constants
+        return None
+    if starts is None or ends is None or len(starts) != 1 or (steps is not None and steps != (1,)):
+        return None
+    axis = front(axes[0] if axes is not None else 0, len(shape))
+    start, length = starts[0], _size(reader.type(value).shape, axis)
+    size = _size(shape, axis)
+    if start < 0 and size is not None:
+        start = max(0, start + size)
+    if start < 0 or not length:
+        return None
+    return Piece(source, axis, start, length, True, (node,))
+
+
+def _cut(op: Op, x: Val, axis: int, start: int, length: int) -> Any:
+    """`length` positions of x from `start` on; x itself if those are all."""
+    if start == 0 and _size(x.type.shape, axis) == length:
+        return x
+    return op.Slice(x, [start], [start + length], [axis])
+
+
+def _nodes(*groups: Sequence[Node]) -> tuple[Node, ...]:
+    """Nodes without repetition."""
+    return tuple({n.outputs[0]: n for group in groups for n in group}.values())
+
+
+# Putting together what was cut
+
+
+class MergeConcatOfPieces(RegionRule):
+    """concat(x[a:b], x[b:c], ...) -> x[a:c], or x  when it is all of it.
+
+    The pieces may be outputs of a Split, Slices, or Gathers of consecutive constants, in one run or several.
+    """
+
+    anchors = ("Concat",)
+    examples = (
+        "agraph (float[N,6] x) => (float[N,6] y) { s = Constant<value_ints=[1, 2, 3]>() "
+        "a, b, c = Split<axis=1>(x, s) y = Concat<axis=1>(a, b, c) }",
+        "agraph (float[N,6] x, float[N,2] z) => (float[N,6] y) { i = Constant<value_ints=[1]>() "
+        "p = Constant<value_ints=[1]>() q = Constant<value_ints=[3]>() r = Constant<value_ints=[5]>() "
+        "a = Slice(x, p, q, i) b = Slice(x, q, r, i) y = Concat<axis=1>(a, z, a, b) }",
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        if len(node.inputs) < 2:
+            return None
+        found = [piece(reader, v) for v in node.inputs]
+        if sum(p is not None for p in found) < 2:
+            return None
+        axis = axis_of(node, rank_of(reader, *node.inputs))
+        inputs: list[Value] = []
+        runs: list[tuple[int, int] | None] = []  # start and length, None: as it is
+        used: list[Node] = [node]
+        at = 0
+        while at < len(found):
+            first, end = found[at], at + 1
+            if first is not None and first.kept and first.axis == axis:
+                stop = first.start + first.length
+                while end < len(found):
+                    other = found[end]
+                    if other is None or not other.kept:
+                        break
+                    if (other.source, other.axis, other.start) != (first.source, axis, stop):
+                        break
+                    stop += other.length
+                    end += 1
+                if end > at + 1:
+                    inputs.append(first.source)
+                    runs.append((first.start, stop - first.start))
+                    for p in found[at:end]:
+                        used += p.nodes if p is not None else ()
+                    at = end
+                    continue
+            inputs.append(node.inputs[at])
+            runs.append(None)
+            at += 1
+        if len(inputs) == len(found):
+            return None
+        return Region(node.outputs, tuple(inputs), _nodes(used), (axis, tuple(runs)))
+
+    def target(self, op: Op, region: Region, *inputs: Val) -> Any:
+        axis, runs = region.data
+        parts = [v if run is None else _cut(op, v, axis, *run) for v, run in zip(inputs, runs)]
+        return parts[0] if len(parts) == 1 else op.Concat(*parts, axis=axis)
+
+
+class MergeStackOfPieces(RegionRule):
+    """concat(x[t0], x[t1], ...) -> reshape(transpose(x))  when each part is one position of x along one axis.
+
+    As unrolled recurrent networks take their steps out of the input and put them together again: the dimensions
+    left of each position may be reshaped, as long as the Concat's axis falls between two of them.
+    """
+
+    anchors = ("Concat",)
+    examples = (
+        "agraph (float[2,3,4] x) => (float[6,4] y) { i = Constant<value_int=0>() j = Constant<value_int=1>() "
+        "k = Constant<value_int=2>() a = Gather<axis=1>(x, i) b = Gather<axis=1>(x, j) c = Gather<axis=1>(x, k) "
+        "y = Concat<axis=0>(a, b, c) }",
+        "agraph (float[3,N,4] x) => (float[N,2,4] y) { i = Constant<value_int=2>() j = Constant<value_int=0>() "
+        "p = Constant<value_ints=[1]>() a = Gather(x, i) b = Gather(x, j) c = Unsqueeze(a, p) d = Unsqueeze(b, p) "
+        "y = Concat<axis=1>(c, d) }",
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        if len(node.inputs) < 2:
+            return None
+        first = piece(reader, node.inputs[0])
+        if first is None or first.length != 1:
+            return None
+        used: list[Node] = [node]
+        places: list[int] = []
+        shape = reader.type(node.inputs[0]).shape
+        for v in node.inputs:
+            p = piece(reader, v)
+            if p is None or p.length != 1 or (p.source, p.axis) != (first.source, first.axis):
+                return None
+            require(same_dims(reader.type(v).shape, shape), "a shape is not known, or differs")
+            places.append(p.start)
+            used += p.nodes
+        whole = reader.type(first.source).shape
+        assert whole is not None
+        assert shape is not None
+        axis = axis_of(node, len(shape))
+        if first.kept and first.axis == axis:
+            require({b - a for a, b in pairwise(places)} != {1}, "it is one run of pieces")
+        left = (*whole[: first.axis], *whole[first.axis + 1 :])
+        require(None not in left, "a dimension is not known")
+        before = [d for d in shape[:axis] if d != 1]
+        cuts = [k for k in range(len(left) + 1) if [d for d in left[:k] if d != 1] == before]
+        require(cuts, "the parts are put together inside a dimension")
+        cut = first.axis if first.axis in cuts else cuts[0]
+        others = [i for i in range(len(whole)) if i != first.axis]
+        perm = (*others[:cut], first.axis, *others[cut:])
+        moved = (*left[:cut], len(places), *left[cut:])
+        result = node.types[0].shape
+        require(result is not None, "the result's rank is not known")
+        numbers = None if same_dims(moved, result) else tuple(reshape_numbers(moved, result or ()))
+        data = (first.axis, tuple(places), perm, numbers)
+        return Region(node.outputs, (first.source,), _nodes(used), data)
+
+    def target(self, op: Op, region: Region, x: Val) -> Any:
+        axis, places, perm, numbers = region.data
+        if all(b == a + 1 for a, b in pairwise(places)):
+            steps = _cut(op, x, axis, places[0], len(places))
+        else:
+            steps = op.Gather(x, list(places), axis=axis)
+        if perm != tuple(range(len(perm))):
+            steps = op.Transpose(steps, perm=perm)
+        return steps if numbers is None else op.Reshape(steps, list(numbers))
+
+
+class MergeSlices(RegionRule):
+    """x[a:b][c:d] -> x[a+c:a+d]  along one axis; also of a Split's output, and Gather for the second."""
+
+    anchors = ("Slice", "Gather")
+    examples = (
+        "agraph (float[N,6] x) => (float[N,2] y) { i = Constant<value_ints=[1]>() p = Constant<value_ints=[1]>() "
+        "q = Constant<value_ints=[5]>() r = Constant<value_ints=[3]>() a = Slice(x, p, q, i) y = Slice(a, p, r, i) }",
+        "agraph (float[N,6] x) => (float[N] y, float[N,2] z) { i = Constant<value_int=1>() "
+        "s = Constant<value_ints=[2, 4]>() z, b = Split<axis=1>(x, s) y = Gather<axis=1>(b, i) }",
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        if node.op == "Gather" and not reader.is_const(node.inputs[1]):
+            return None
+        inner = piece(reader, node.inputs[0])
+        if inner is None or not inner.kept:
+            return None
+        outer = piece(reader, node.outputs[0])
+        require(outer is not None and outer.axis == inner.axis, "they cut along different axes")
+        assert outer is not None
+        data = (inner.axis, inner.start + outer.start, outer.length, outer.kept)
+        return Region(node.outputs, (inner.source,), _nodes((node,), inner.nodes), data)
+
+    def target(self, op: Op, region: Region, x: Val) -> Any:
+        axis, start, length, kept = region.data
+        if not kept:
+            return op.Gather(x, np.array(start, np.int64), axis=axis)
+        return _cut(op, x, axis, start, length)
+
+
+class MergeSliceAxes(RegionRule):
+    """slice(slice(x, axis i), axis j) -> slice(x, axes i and j)."""
+
+    anchors = ("Slice",)
+    examples = (
+        "agraph (float[N,6] x) => (float[A,2] y) { i = Constant<value_ints=[1]>() p = Constant<value_ints=[1]>() "
+        "j = Constant<value_ints=[0]>() q = Constant<value_ints=[3]>() a = Slice(x, p, q, i) y = Slice(a, p, q, j) }",
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        inner = reader.producer(node.inputs[0])
+        if inner is None or inner.op != "Slice" or inner.const:
+            return None
+        rank = rank_of(reader, node.inputs[0])
+        columns: list[list[int]] = [[], [], [], []]
+        for part in (inner, node):
+            starts, ends = ints_input(reader, part, 1) or (), ints_input(reader, part, 2) or ()
+            axes = ints_input(reader, part, 3) or tuple(range(len(starts)))
+            steps = ints_input(reader, part, 4) or (1,) * len(starts)
+            for column, numbers in zip(columns, (starts, ends, fronts(axes, rank), steps)):
+                column += numbers
+        require(len(set(columns[2])) == len(columns[2]), "they cut along the same axis")
+        require(read_once(reader, node.inputs[0]), "the inner slice is read elsewhere")
+        return Region(node.outputs, inner.inputs[:1], (node, inner), tuple(tuple(c) for c in columns))
+
+    def target(self, op: Op, region: Region, x: Val) -> Any:
+        return op.Slice(x, *(list(c) for c in region.data))
+
+
+class MergeConcats(RegionRule):
+    """concat(a, concat(b, c), d) -> concat(a, b, c, d)  along one axis."""
+
+    anchors = ("Concat",)
+    examples = (
+        "agraph (float[N,2] x, float[N,3] z) => (float[N,7] y) "
+        "{ a = Concat<axis=1>(x, z) y = Concat<axis=1>(a, x) }",
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        inner = [reader.producer(v) for v in node.inputs]
+        if not any(n is not None and n.op == "Concat" for n in inner):
+            return None
+        axis = axis_of(node, rank_of(reader, *node.inputs))
+        inputs: list[Value] = []
+        used = [node]
+        for v, maker in zip(node.inputs, inner):
+            if (
+                maker is not None
+                and maker.op == "Concat"
+                and not maker.const
+                and axis_of(maker, rank_of(reader, v)) == axis
+                and read_once(reader, v)
+            ):
+                inputs += maker.inputs
+                used.append(maker)
+            else:
+                inputs.append(v)
+        require(len(used) > 1, "the inner concat is read elsewhere, or along another axis")
+        return Region(node.outputs, tuple(inputs), _nodes(used), axis)
+
+    def target(self, op: Op, region: Region, *inputs: Val) -> Any:
+        return op.Concat(*inputs, axis=region.data)
+
+
+# Cutting what was put together
+
+
+def _cover(sizes: Sequence[int], start: int, stop: int) -> list[tuple[int, int, int]]:
+    """The parts that hold [start, stop) of their concatenation: index, start in the part, length."""
+    out = []
+    at = 0
+    for k, size in enumerate(sizes):
+        a, b = max(start, at), min(stop, at + size)
+        if a < b:
+            out.append((k, a - at, b - a))
+        at += size
+    return out
+
+
+def _joined(op: Op, parts: Sequence[Val], axis: int, cover: Sequence[tuple[int, int, int]]) -> Any:
+    cut = [_cut(op, parts[k], axis, start, length) for k, start, length in cover]
+    return cut[0] if len(cut) == 1 else op.Concat(*cut, axis=axis)
+
+
+def _concat_along(reader: Reader, value: Value, axis: int) -> tuple[Node, list[int]] | None:
+    """The Concat along an axis that makes a value, with the sizes of its parts."""
+    node = reader.producer(value)
+    if node is None or node.op != "Concat" or node.const:
+        return None
+    rank = reader.type(value).rank
+    if rank is None or axis_of(node, rank) != axis:
+        return None
+    sizes = sizes_along(reader, node.inputs, axis)
+    return None if sizes is None else (node, sizes)
+
+
+class CancelSplitOfConcat(RegionRule):
+    """split(concat(a, b, c)) -> a, concat(b, c)  when it cuts between parts only."""
+
+    anchors = ("Split",)
+    examples = (
+        "agraph (float[N,2] x, float[N,3] z, float[N,1] w) => (float[N,2] a, float[N,4] b) { "
+        "s = Constant<value_ints=[2, 4]>() c = Concat<axis=1>(x, z, w) p, q = Split<axis=1>(c, s) "
+        "a = Relu(p) b = Neg(q) }",
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        inner = reader.producer(node.inputs[0])
+        if inner is None or inner.op != "Concat":
+            return None
+        axis = axis_of(node, rank_of(reader, node.inputs[0]))
+        found = _concat_along(reader, node.inputs[0], axis)
+        lengths = sizes_along(reader, node.outputs, axis)
+        require(found is not None and lengths is not None, "another axis, or a size is not known")
+        assert found is not None
+        assert lengths is not None
+        concat, sizes = found
+        stops = list(accumulate(lengths))
+        covers = tuple(tuple(_cover(sizes, b - n, b)) for b, n in zip(stops, lengths))
+        whole = all(start == 0 and n == sizes[k] for cover in covers for k, start, n in cover)
+        require(whole and all(covers), "it cuts inside a part")
+        return Region(node.outputs, concat.inputs, (node, concat), (axis, covers))
+
+    def target(self, op: Op, region: Region, *parts: Val) -> Any:
+        axis, covers = region.data
+        return [_joined(op, parts, axis, cover) for cover in covers]
+
+
+class PushSliceIntoConcat(RegionRule):
+    """slice(concat(a, b, c)) -> slice(b), or the concat of the parts that it touches;  Gather of a constant alike."""
+
+    anchors = ("Slice", "Gather")
+    examples = (
+        "agraph (float[N,2] x, float[N,3] z) => (float[N,2] y) { i = Constant<value_ints=[1]>() "
+        "p = Constant<value_ints=[3]>() q = Constant<value_ints=[5]>() c = Concat<axis=1>(x, z) "
+        "y = Slice(c, p, q, i) }",
+        "agraph (float[N,2] x, float[N,3] z) => (float[N] y) { i = Constant<value_int=3>() "
+        "c = Concat<axis=1>(x, z) y = Gather<axis=1>(c, i) }",
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        inner = reader.producer(node.inputs[0])
+        if inner is None or inner.op != "Concat":
+            return None
+        own = piece(reader, node.outputs[0])
+        require(own is not None, "it is not one piece of known size")
+        assert own is not None
+        found = _concat_along(reader, node.inputs[0], own.axis)
+        require(found is not None, "another axis, or a size is not known")
+        assert found is not None
+        concat, sizes = found
+        cover = _cover(sizes, own.start, own.start + own.length)
+        require(sum(n for _, _, n in cover) == own.length, "it reaches beyond the end")
+        require(len(cover) < len(sizes), "it touches every part")
+        chosen = tuple(concat.inputs[k] for k, _, _ in cover)
+        local = tuple((i, start, n) for i, (_, start, n) in enumerate(cover))
+        return Region(node.outputs, chosen, (node, concat), (own.axis, local, own.kept))
+
+    def target(self, op: Op, region: Region, *parts: Val) -> Any:
+        axis, cover, kept = region.data
+        if not kept:
+            return op.Gather(parts[0], np.array(cover[0][1], np.int64), axis=axis)
+        return _joined(op, parts, axis, cover)
+
+
+class MergeSplits(RegionRule):
+    """split(split(x)[i]) -> split(x)  along one axis, into all the parts of both."""
+
+    anchors = ("Split",)
+    examples = (
+        "agraph (float[N,6] x) => (float[N,2] a, float[N,1] b, float[N,3] c) { s = Constant<value_ints=[2, 4]>() "
+        "t = Constant<value_ints=[1, 3]>() a, r = Split<axis=1>(x, s) b, c = Split<axis=1>(r, t) }",
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        outer = reader.producer(node.inputs[0])
+        if outer is None or outer.op != "Split" or outer.const:
+            return None
+        rank = rank_of(reader, node.inputs[0])
+        axis = axis_of(node, rank)
+        require(axis_of(outer, rank) == axis, "they cut along different axes")
+        require(read_once(reader, node.inputs[0]), "the part is read elsewhere")
+        place = outer.outputs.index(node.inputs[0])
+        outputs = (*outer.outputs[:place], *node.outputs, *outer.outputs[place + 1 :])
+        sizes = sizes_along(reader, outputs, axis)
+        require(sizes is not None, "a size is not known")
+        return Region(outputs, outer.inputs[:1], (node, outer), (axis, tuple(sizes or ())))
+
+    def target(self, op: Op, region: Region, x: Val) -> Any:
+        axis, sizes = region.data
+        return op.Split(x, axis=axis, sizes=list(sizes))
+
+
+class ReplaceSplitBySlice(RegionRule):
+    """split(x) -> slice(x)  when only one part is read."""
+
+    anchors = ("Split",)
+    examples = (
+        "agraph (float[N,6] x) => (float[N,4] y) "
+        "{ s = Constant<value_ints=[2, 4]>() a, b = Split<axis=1>(x, s) y = Relu(b) }",
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        read = [v for v in node.outputs if reader.is_output(v) or reader.users(v)]
+        if len(read) != 1 or len(node.outputs) == 1:
+            return None
+        own = piece(reader, read[0])
+        require(own is not None, "a size is not known")
+        assert own is not None
+        return Region((read[0],), (own.source,), (node,), (own.axis, own.start, own.length))
+
+    def target(self, op: Op, region: Region, x: Val) -> Any:
+        return _cut(op, x, *region.data)
+
+
+class MergePiecesIntoSplit(RegionRule):
+    """x[a], x[b:c], ... -> split(x)  when the Slices and Gathers of x along an axis take all of it once.
+
+    One of them, the first by id, speaks for all.
+    """
+
+    anchors = ("Slice", "Gather")
+    examples = (
+        "agraph (float[N,3] x) => (float[N] a, float[N,2] b) { i = Constant<value_int=0>() "
+        "p = Constant<value_ints=[1]>() q = Constant<value_ints=[3]>() a = Gather<axis=1>(x, i) "
+        "b = Slice(x, p, q, p) }",
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        source = node.inputs[0]
+        reader.reads.add(uses_key(source))
+        own = piece(reader, node.outputs[0])
+        if own is None:
+            return None
+        found: list[tuple[Piece, Node]] = []
+        for user in reader.graph.uses.get(source, ()):
+            other = reader.producer(user)
+            if other is None or other.op not in ("Slice", "Gather") or other.inputs[0] != source:
+                continue
+            cut = piece(reader, other.outputs[0])
+            if cut is None or cut.axis != own.axis:
+                continue
+            if not found and other is not node:
+                return None  # the first one speaks
+            found.append((cut, other))
+        require(len(found) > 1, "it is the only piece")
+        whole = _size(reader.type(source).shape, own.axis)
+        require(whole is not None, "the size is not known")
+        found.sort(key=lambda f: (f[0].start, f[0].length))
+        at, sizes, places = 0, [], []
+        last: tuple[int, int] | None = None
+        for cut, _ in found:
+            if (cut.start, cut.length) != last:
+                require(cut.start == at, "the pieces overlap, or leave something out")
+                last = (cut.start, cut.length)
+                at += cut.length
+                sizes.append(cut.length)
+            places.append((len(sizes) - 1, cut.kept))
+        require(at == whole and len(sizes) > 1, "the pieces leave something out")
+        outputs = tuple(n.outputs[0] for _, n in found)
+        data = (own.axis, tuple(sizes), tuple(places))
+        return Region(outputs, (source,), tuple(n for _, n in found), data)
+
+    def target(self, op: Op, region: Region, x: Val) -> Any:
+        axis, sizes, places = region.data
+        parts = op.Split(x, axis=axis, sizes=list(sizes))
+        return [parts[k] if kept else op.Squeeze(parts[k], [axis]) for k, kept in places]
+
+
+# Element-wise operators across Concat and Split
+
+
+class PushUnaryIntoConcat(RegionRule):
+    """f(concat(x, y)) -> concat(f(x), f(y))  for f element by element, of one input."""
+
+    anchors = UNARY
+    examples = (
+        "agraph (float[N,2] x, float[N,3] z) => (float[N,5] y) { a = Concat<axis=1>(x, z) y = Relu(a) }",
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        inner = reader.producer(node.inputs[0])
+        if inner is None or inner.op != "Concat" or not is_unary(node):
+            return None
+        require(read_once(reader, node.inputs[0]), "the concat is read elsewhere")
+        data = (node.op, node.attrs, len(inner.inputs), inner.attrs)
+        return Region(node.outputs, (*inner.inputs, *node.inputs[1:]), (node, inner), data)
+
+    def target(self, op: Op, region: Region, *inputs: Val | None) -> Any:
+        name, attrs, count, concat = region.data
+        rest = inputs[count:]
+        return op.Concat(*[op[name](x, *rest, attrs=attrs) for x in inputs[:count]], attrs=concat)
+
+
+class PullUnaryOutOfConcat(RegionRule):
+    """concat(f(x), f(y)) -> f(concat(x, y))  for f element by element, of one input."""
+
+    anchors = ("Concat",)
+    examples = (
+        "agraph (float[N,2] x, float[N,3] z) => (float[N,5] y) { a = Relu(x) b = Relu(z) y = Concat<axis=1>(a, b) }",
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        inner = [reader.producer(v) for v in node.inputs]
+        first = inner[0]
+        if first is None or len(inner) < 2 or first.const or not is_unary(first):
+            return None
+        form = unary_form(first)
+        inputs: list[Value] = []
+        dtype = reader.type(first.inputs[0]).dtype
+        for v, maker in zip(node.inputs, inner):
+            if maker is None or maker.const or maker.op != first.op:
+                return None
+            require(unary_form(maker) == form, "the functions differ")
+            require(reader.type(maker.inputs[0]).dtype == dtype, "the element types differ")
+            require(read_once(reader, v), "a function is read elsewhere")
+            inputs.append(maker.inputs[0])
+        nodes = _nodes((node,), [n for n in inner if n is not None])
+        data = (first.op, first.attrs, len(inputs), node.attrs)
+        return Region(node.outputs, (*inputs, *first.inputs[1:]), nodes, data)
+
+    def target(self, op: Op, region: Region, *inputs: Val | None) -> Any:
+        name, attrs, count, concat = region.data
+        return op[name](op.Concat(*inputs[:count], attrs=concat), *inputs[count:], attrs=attrs)
+
+
+class PushUnaryThroughSplit(RegionRule):
+    """split(f(x)) -> f(split(x)), each part,  for f element by element, of one input."""
+
+    anchors = ("Split",)
+    examples = (
+        "agraph (float[N,4] x) => (float[N,2] y, float[N,2] z) "
+        "{ a = Relu(x) y, z = Split<axis=1, num_outputs=2>(a) }",
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        inner = reader.producer(node.inputs[0])
+        if inner is None or inner.const or not is_unary(inner):
+            return None
+        require(read_once(reader, node.inputs[0]), "the function is read elsewhere")
+        data = (inner.op, inner.attrs, len(inner.inputs), node.attrs, len(node.outputs))
+        return Region(node.outputs, (*inner.inputs, *node.inputs[1:]), (node, inner), data)
+
+    def target(self, op: Op, region: Region, x: Val, *rest: Val | None) -> Any:
+        name, attrs, count, split, outputs = region.data
+        bounds, sizes = rest[: count - 1], rest[count - 1 :]
+        parts = op.Split(x, *sizes, attrs=split, outputs=outputs)
+        return [op[name](p, *bounds, attrs=attrs) for p in (parts if outputs > 1 else (parts,))]
+
+
+class PullUnaryOutOfSplit(RegionRule):
+    """f(split(x)), each part -> split(f(x))  for f element by element, of one input."""
+
+    anchors = ("Split",)
+    examples = (
+        "agraph (float[N,4] x) => (float[N,2] y, float[N,2] z) "
+        "{ a, b = Split<axis=1, num_outputs=2>(x) y = Relu(a) z = Relu(b) }",
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        outer = _readers_of_parts(reader, node)
+        if not outer or not is_unary(outer[0]):
+            return None
+        form = unary_form(outer[0])
+        require(all(unary_form(n) == form for n in outer), "the functions differ")
+        require(all(n.inputs[0] == v for n, v in zip(outer, node.outputs)), "a part is a bound")
+        outputs = tuple(n.outputs[0] for n in outer)
+        data = (form[0], form[1], len(node.inputs), node.attrs, len(outputs))
+        return Region(outputs, (*node.inputs, *form[2]), (node, *outer), data)
+
+    def target(self, op: Op, region: Region, *inputs: Val | None) -> Any:
+        name, attrs, count, split, outputs = region.data
+        y = op[name](inputs[0], *inputs[count:], attrs=attrs)
+        parts = op.Split(y, *inputs[1:count], attrs=split, outputs=outputs)
+        return list(parts) if outputs > 1 else [parts]
+
+
+def _readers_of_parts(reader: Reader, node: Node) -> list[Node]:
+    """The one reader of each of a Split's outputs, if all are of one operator; nothing otherwise."""
+    outer: list[Node] = []
+    for v in node.outputs:
+        users = reader.users(v)
+        if len(users) != 1 or reader.is_output(v) or users[0] in outer:
+            return []
+        if outer and users[0].op != outer[0].op:
+            return []
+        outer.append(users[0])
+    return outer
+
+
+@dataclass(frozen=True, slots=True)
+class _Operands:
+    """One operand of the functions of all parts: one value each, along the axis, or one value for all."""
+
+    values: tuple[Value, ...]
+    shared: bool
+
+
+def _classify(
+    reader: Reader, values: Sequence[Value], outs: Sequence[Sequence[Dim]], axis: int
+) -> _Operands | None:
+    """What an operand of the functions of all parts is; None if it cannot be put together.
+
+    `outs` are the shapes of the functions' results.
+    """
+    rank = len(outs[0])
+    if len(set(values)) == 1:
+        shape = reader.type(values[0]).shape
+        if shape is None:
+            return None
+        at = axis - (rank - len(shape))
+        if at < 0 or shape[at] == 1:
+            return _Operands((values[0],), True)
+    rests = set()
+    for v, out in zip(values, outs):
+        shape = reader.type(v).shape
+        if shape is None or len(shape) > rank:
+            return None
+        at = axis - (rank - len(shape))
+        if at < 0 or shape[at] is None or shape[at] != out[axis] or shape[at] == 1 != out[axis]:
+            return None
+        rests.add((*shape[:at], *shape[at + 1 :]))
+    if len(rests) != 1 or None in next(iter(rests)):
+        return None
+    return _Operands(tuple(values), False)
+
+
+def _same_function(nodes: Sequence[Node]) -> bool:
+    first = nodes[0]
+    return all((n.op, n.attrs, len(n.inputs)) == (first.op, first.attrs, len(first.inputs)) for n in nodes)
+
+
+class PullBinaryOutOfConcat(RegionRule):
+    """concat(f(x, a), f(y, b)) -> f(concat(x, y), concat(a, b))  for f element by element.
+
+    An operand that all have in common and that broadcasts along the axis stays one.
+    """
+
+    anchors = ("Concat",)
+    examples = (
+        "agraph (float[N,2] x, float[N,3] z, float[2] a, float[3] b) => (float[N,5] y) "
+        "{ p = Add(x, a) q = Add(z, b) y = Concat<axis=1>(p, q) }",
+        "agraph (float[N,2] x, float[N,3] z, float[N,1] a) => (float[N,5] y) "
+        "{ p = Mul(x, a) q = Mul(z, a) y = Concat<axis=1>(p, q) }",
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        made = [reader.producer(v) for v in node.inputs]
+        inner = [n for n in made if n is not None and n.op in _BROADCAST and not n.const]
+        if len(inner) != len(made) or len(inner) < 2 or not _same_function(inner):
+            return None
+        rank = rank_of(reader, *node.inputs)
+        axis = axis_of(node, rank)
+        require(all(read_once(reader, v) for v in node.inputs), "a function is read elsewhere")
+        require(len({n.outputs[0] for n in inner}) == len(inner), "a part is repeated")
+        outs = [n.types[0].shape or () for n in inner]
+        require(all(len(s) == rank for s in outs), "a shape is not known")
+        operands = _columns(reader, inner, outs, axis)
+        data = (inner[0].op, inner[0].attrs, rank, axis, tuple(len(o.values) for o in operands))
+        return Region(node.outputs, tuple(v for o in operands for v in o.values), (node, *inner), data)
+
+    def target(self, op: Op, region: Region, *inputs: Val) -> Any:
+        name, attrs, rank, axis, counts = region.data
+        return op[name](*_together(op, inputs, rank, axis, counts), attrs=attrs)
+
+
+def _columns(
+    reader: Reader, inner: Sequence[Node], outs: Sequence[Sequence[Dim]], axis: int
+) -> list[_Operands]:
+    """The operands of the functions of all parts, place by place; refuses what cannot be put together."""
+    found = []
+    for k in range(len(inner[0].inputs)):
+        values = [n.inputs[k] for n in inner]
+        operand = _classify(reader, values, outs, axis)
+        require(operand is not None, "operands cannot be put together")
+        assert operand is not None
+        found.append(operand)
+    dtypes = [{reader.type(n.inputs[k]).dtype for n in inner} for k in range(len(inner[0].inputs))]
+    require(all(len(d) == 1 for d in dtypes), "the element types differ")
+    require(any(not o.shared for o in found), "nothing differs along the axis")
+    return found
+
+
+def _together(op: Op, inputs: Sequence[Val], rank: int, axis: int, counts: Sequence[int]) -> list[Any]:
+    """Operands put together: `counts` says how many of the inputs make each; one alone broadcasts."""
+    out = []
+    at = 0
+    for count in counts:
+        parts = inputs[at : at + count]
+        at += count
+        out.append(parts[0] if count == 1 else op.Concat(*parts, axis=axis - (rank - parts[0].rank)))
+    return out
+
+
+class PullBinaryOutOfSplit(RegionRule):
+    """f(split(x), c), each part with a constant -> split(f(x, concat(c)))  for f element by element.
+
+    An operand that all parts share, and that broadcasts along the axis, need not be constant.
+    """
+
+    anchors = ("Split",)
+    examples = (
+        "agraph (float[N,5] x) => (float[N,2] y, float[N,3] z) { s = Constant<value_ints=[2, 3]>() "
+        "c = Constant<value_floats=[1.0, 2.0]>() d = Constant<value_floats=[3.0, 4.0, 5.0]>() "
+        "a, b = Split<axis=1>(x, s) y = Add(a, c) z = Add(b, d) }",
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        outer = _readers_of_parts(reader, node)
+        if len(outer) < 2 or outer[0].op not in _BROADCAST or not _same_function(outer):
+            return None
+        places = [n.inputs.index(v) for n, v in zip(outer, node.outputs)]
+        require(len(set(places)) == 1, "the parts stand in different places")
+        place = places[0]
+        rank = rank_of(reader, *node.outputs)
+        axis = axis_of(node, rank)
+        outs = [n.types[0].shape or () for n in outer]
+        for n, v in zip(outer, node.outputs):
+            require(same_dims(n.types[0].shape, reader.type(v).shape), "an operand broadcasts the part")
+            require(n.inputs.count(v) == 1, "a part is read twice")
+        operands = _columns(reader, outer, outs, axis)
+        for k, operand in enumerate(operands):
+            if k != place:
+                fixed = operand.shared or all(reader.is_const(v) for v in operand.values)
+                require(fixed, "an operand is not constant")
+        counts = tuple(1 if k == place else len(o.values) for k, o in enumerate(operands))
+        inputs = [v for k, o in enumerate(operands) for v in ((node.inputs[0],) if k == place else o.values)]
+        sizes = sizes_along(reader, node.outputs, axis)
+        require(sizes is not None, "a size is not known")
+        outputs = tuple(n.outputs[0] for n in outer)
+        data = (outer[0].op, outer[0].attrs, rank, axis, counts, tuple(sizes or ()))
+        return Region(outputs, tuple(inputs), (node, *outer), data)
+
+    def target(self, op: Op, region: Region, *inputs: Val) -> Any:
+        name, attrs, rank, axis, counts, sizes = region.data
+        y = op[name](*_together(op, inputs, rank, axis, counts), attrs=attrs)
+        return op.Split(y, axis=axis, sizes=list(sizes))
+
+
+class PushBinaryIntoConcat(RegionRule):
+    """f(concat(x, y), c) -> concat(f(x, c'), f(y, c"))  for f element by element.
+
+    The other operands broadcast along the axis, are constant (and sliced), or concatenations of the same sizes.
+    """
+
+    anchors = BROADCAST
+    examples = (
+        "agraph (float[N,2] x, float[N,3] z, float[N,1] b) => (float[N,5] y) "
+        "{ a = Concat<axis=1>(x, z) y = Add(a, b) }",
+        "agraph (float[N,2] x, float[N,3] z) => (float[N,5] y) "
+        "{ c = Constant<value_floats=[1.0, 2.0, 3.0, 4.0, 5.0]>() a = Concat<axis=1>(x, z) y = Mul(a, c) }",
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        made = [reader.producer(v) for v in node.inputs]
+        first = next((n for n in made if n is not None and n.op == "Concat" and not n.const), None)
+        if first is None:
+            return None
+        rank = rank_of(reader, first.outputs[0], node.outputs[0])
+        axis = axis_of(first, rank)
+        sizes = sizes_along(reader, first.inputs, axis)
+        require(sizes is not None, "a size is not known")
+        assert sizes is not None
+        total = sum(sizes)
+        kinds: list[str] = []
+        inputs: list[Value] = []
+        used = [node]
+        for v, maker in zip(node.inputs, made):
+            shape = reader.type(v).shape
+            require(shape is not None, "a rank is not known")
+            at = axis - (rank - len(shape or ()))
+            found = _concat_along(reader, v, axis) if len(shape or ()) == rank else None
+            if found is not None and found[1] == sizes and maker is not None:
+                require(read_once(reader, v), "a concat is read elsewhere")
+                kinds.append("parts")
+                inputs += maker.inputs
+                used.append(maker)
+            elif at < 0 or (shape is not None and shape[at] == 1):
+                kinds.append("shared")
+                inputs.append(v)
+            else:
+                require(reader.is_const(v) and _size(shape, at) == total, "an operand is not cut alike")
+                kinds.append("cut")
+                inputs.append(v)
+        data = (node.op, node.attrs, rank, axis, tuple(sizes), tuple(kinds))
+        return Region(node.outputs, tuple(inputs), _nodes(used), data)
+
+    def target(self, op: Op, region: Region, *inputs: Val) -> Any:
+        name, attrs, rank, axis, sizes, kinds = region.data
+        starts = [0, *accumulate(sizes)]
+        out = []
+        for k, size in enumerate(sizes):
+            operands = []
+            at = 0
+            for kind in kinds:
+                v = inputs[at + k] if kind == "parts" else inputs[at]
+                at += len(sizes) if kind == "parts" else 1
+                if kind == "cut":
+                    v = _cut(op, v, axis - (rank - v.rank), starts[k], size)
+                operands.append(v)
+            out.append(op[name](*operands, attrs=attrs))
+        return op.Concat(*out, axis=axis)
+
+
+_BROADCAST = frozenset(BROADCAST)
+
+RULES: tuple[AnyRule, ...] = (
+    MergeConcatOfPieces(),
+    MergeStackOfPieces(),
+    MergeSlices(),
+    MergeSliceAxes(),
+    MergeConcats(),
+    CancelSplitOfConcat(),
+    PushSliceIntoConcat(),
+    MergeSplits(),
+    ReplaceSplitBySlice(),
+    MergePiecesIntoSplit(),
+    PushUnaryIntoConcat(),
+    PullUnaryOutOfConcat(),
+    PushUnaryThroughSplit(),
+    PullUnaryOutOfSplit(),
+    PullBinaryOutOfConcat(),
+    PullBinaryOutOfSplit(),
+    PushBinaryIntoConcat(),
+)
