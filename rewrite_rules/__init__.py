@@ -1,6 +1,6 @@
 """The rule library: one module per family, rules and nothing else. `LIBRARY` holds them all."""
 
-from rewrite_rules import attention, identity, normalisation, transpose
+from rewrite_rules import attention, identity, normalisation, reshape, shared_weights, transpose
 from xrlflow.rewrite import AnyRule
 
 LIBRARY: tuple[AnyRule, ...] = (
@@ -8,6 +8,8 @@ LIBRARY: tuple[AnyRule, ...] = (
     *transpose.RULES,
     *normalisation.RULES,
     *attention.RULES,
+    *reshape.RULES,
+    *shared_weights.RULES,
 )
 
 __all__ = ["LIBRARY"]

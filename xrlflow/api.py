@@ -256,8 +256,8 @@ def optimize(
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="xrlflow-"))
         job = _Job(
-            imported, model, search, cost if isinstance(cost, str) else cost.name, budget, alpha, seed, threads or default_threads(), session_options,
-            begin, begin + time_limit, max_growth, folder, Library(LIBRARY, backend=backend), listener,
+            imported, model, search, cost if isinstance(cost, str) else cost.name, budget, alpha, seed,
+            threads or default_threads(), session_options, begin, begin + time_limit, max_growth, folder, Library(LIBRARY, backend=backend), listener,
         )  # fmt: skip
         job.phase("import", begin)
         given = None if isinstance(cost, str) else cost
@@ -453,9 +453,7 @@ def _search(job: _Job, base: Found) -> SearchResult:
     limits = Limits(job.budget, job.until(_SEARCH_UNTIL))
     if job.search == "random":
         limits.deadline = job.deadline
-    limits.progress = lambda done, best: job.say(
-        "search", done, job.budget, f"{best / base.cost:.3f} of the cost"
-    )
+    limits.progress = lambda done, best: job.say("search", done, job.budget, f"{best * 1e3:.3f} ms modelled")
     if job.search == "greedy":
         return greedy(base.state, base.cost, limits)
     if job.search == "random":

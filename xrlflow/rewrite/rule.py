@@ -372,6 +372,8 @@ def common_source(reader: Reader, values: Sequence[Value], limit: int = 6) -> bo
             node = reader.producer(chain[-1])
             if node is None or node.op not in _MOVES:
                 break
+            if not all(reader.is_const(i) for i in node.inputs[1:] if i != ABSENT):
+                break  # where it moves the data to could depend on anything
             chain.append(node.inputs[0])
         chains.append(chain)
     shared = set(chains[0]).intersection(*chains)
