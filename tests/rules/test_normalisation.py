@@ -249,3 +249,7 @@ def test_sum():
     refuses(ReplaceAddBySum(), model(source.format("4", ", float[N,3,4] c"), **given), "read elsewhere")
     double = source.format("N,3,4", "").replace("float", "double")
     refuses(ReplaceAddBySum(), model(double, s=numbers(4).astype(np.float64)), "element type")
+
+
+def test_rms_of_a_difference_from_the_mean():
+    refuses(FuseRMSNormalization(), layer_norm(), "it is a LayerNormalization")
