@@ -1,15 +1,28 @@
 """The rule library: one module per family, rules and nothing else. `LIBRARY` holds them all."""
 
-from rewrite_rules import attention, identity, normalisation, reshape, shared_weights, transpose
+from rewrite_rules import (
+    attention,
+    identity,
+    linear,
+    normalisation,
+    recurrent,
+    reshape,
+    shared_weights,
+    slices,
+    transpose,
+)
 from xrlflow.rewrite import AnyRule
 
 LIBRARY: tuple[AnyRule, ...] = (
     *identity.RULES,
     *transpose.RULES,
+    *reshape.RULES,
+    *slices.RULES,
+    *linear.RULES,
+    *shared_weights.RULES,
+    *recurrent.RULES,
     *normalisation.RULES,
     *attention.RULES,
-    *reshape.RULES,
-    *shared_weights.RULES,
 )
 
 __all__ = ["LIBRARY"]

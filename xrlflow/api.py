@@ -257,7 +257,8 @@ def optimize(
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="xrlflow-"))
         job = _Job(
             imported, model, search, cost if isinstance(cost, str) else cost.name, budget, alpha, seed,
-            threads or default_threads(), session_options, begin, begin + time_limit, max_growth, folder, Library(LIBRARY, backend=backend), listener,
+            threads or default_threads(), session_options, begin, begin + time_limit, max_growth, folder,
+            Library(LIBRARY, backend=backend), listener,
         )  # fmt: skip
         job.phase("import", begin)
         given = None if isinstance(cost, str) else cost
