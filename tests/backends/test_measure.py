@@ -84,9 +84,17 @@ def test_an_interrupt_ends_the_child(monkeypatch: pytest.MonkeyPatch) -> None:
     assert children[0].poll() is not None
 
 
-def test_an_options_object_cannot_travel() -> None:
-    with pytest.raises(BackendError, match="dict"):
-        measure_in_fresh_processes(matmuls(1), matmuls(1), feeds(), session_options=ort.SessionOptions())
+def test_an_options_object_is_used_in_this_process() -> None:
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = 1
+    found = measure_in_fresh_processes(
+        matmuls(1), matmuls(1), feeds(), pairs=3, time_limit=1.0, session_options=options
+    )
+    assert not found.fresh_processes
+    assert found.threads == 1
+
+
+def test_no_pairs() -> None:
     with pytest.raises(BackendError, match="at least one pair"):
         measure_in_fresh_processes(matmuls(1), matmuls(1), feeds(), pairs=0)
 

@@ -124,6 +124,7 @@ class RepeatedComparison:
     runs: tuple[Comparison, ...]
     seconds: float
     threads: int
+    fresh_processes: bool = True
 
     @property
     def disturbed(self) -> bool:

@@ -14,7 +14,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from xrlflow.backends.onnxruntime.session import Optimization, Options, default_threads
+from xrlflow.backends.onnxruntime.session import Optimization, Options, resolve_threads
+from xrlflow.backends.onnxruntime.timing import measure
 from xrlflow.backends.onnxruntime.wire import from_json, save_feeds
 from xrlflow.backends.protocol import BackendError, Feeds, ModelSource, one_line
 from xrlflow.backends.results import Comparison, Latency, RepeatedComparison, SpeedUp
@@ -49,29 +50,28 @@ def measure_in_fresh_processes(
     interval is narrow leaves its time to the others, and those for which no time is left are not started:
     with one process the interval is (0, inf). Ctrl-C ends the running child.
 
+    A SessionOptions object cannot be handed to another process. With one the pairs are fresh sessions in this process,
+    and the result's `fresh_processes` is False: a mapping of configuration entries is better.
+
     Raises BackendError when a child crashes (with the end of what it wrote to standard error), when a model
-    cannot be loaded or run, when not even one measurement fits into the time limit, and when
-    `session_options` is a SessionOptions object, which cannot be handed to another process.
+    cannot be loaded or run, and when not even one measurement fits into the time limit.
     """
     if pairs < 1:
         raise BackendError("at least one pair of sessions has to be measured")
-    if session_options is not None and not isinstance(session_options, Mapping):
-        raise BackendError(
-            "a SessionOptions object cannot be handed to a fresh process: give a dict of configuration entries"
-        )
     started = time.monotonic()
     deadline = started + time_limit
-    threads = threads or default_threads()
+    threads = resolve_threads(threads, session_options)
+    in_child = session_options is None or isinstance(session_options, Mapping)
     runs: list[Comparison] = []
     with tempfile.TemporaryDirectory(prefix="xrlflow-measure-") as folder:
         root = Path(folder)
         request: dict[str, Any] = {
             "models": [_as_path(before, root / "before.onnx"), _as_path(after, root / "after.onnx")],
-            "feeds": save_feeds(root / "feeds.npz", feeds),
+            "feeds": save_feeds(root / "feeds.npz", feeds) if in_child else [],
             "threads": threads,
             "target_width": target_width,
             "optimization": optimization.value,
-            "session_options": None if session_options is None else dict(session_options),
+            "session_options": dict(session_options) if isinstance(session_options, Mapping) else None,
         }
         for index in range(pairs):
             share = (deadline - time.monotonic()) / (pairs - index)
@@ -81,13 +81,26 @@ def measure_in_fresh_processes(
             request["time_limit"] = max(share - _startup(runs, started), 0.2 * share, 0.01)
             request["load_reversed"] = index % 2 == 1
             patience = max(deadline - time.monotonic(), 0.0) + GRACE
-            result = _run_child(root, request, patience)
+            result: Comparison | None
+            if in_child:
+                result = _run_child(root, request, patience)
+            else:
+                result = measure(
+                    request["models"],
+                    feeds,
+                    threads=threads,
+                    time_limit=share,
+                    target_width=target_width,
+                    optimization=optimization,
+                    session_options=session_options,
+                    load_reversed=index % 2 == 1,
+                )
             if result is None:
                 break
             runs.append(result)
     if not runs:
         raise BackendError(f"the time limit of {time_limit:g} s is too short to load and measure the models")
-    return _combined(runs, time.monotonic() - started, threads)
+    return _combined(runs, time.monotonic() - started, threads, in_child)
 
 
 def _startup(runs: Sequence[Comparison], started: float) -> float:
@@ -141,7 +154,9 @@ def _run_child(folder: Path, request: dict[str, Any], patience: float) -> Compar
     return from_json(answer["comparison"])
 
 
-def _combined(runs: Sequence[Comparison], seconds: float, threads: int) -> RepeatedComparison:
+def _combined(
+    runs: Sequence[Comparison], seconds: float, threads: int, fresh_processes: bool
+) -> RepeatedComparison:
     controls = [run.control for run in runs if run.control is not None]
     return RepeatedComparison(
         speedup=_combine_speedups([run.speedup for run in runs]),
@@ -151,6 +166,7 @@ def _combined(runs: Sequence[Comparison], seconds: float, threads: int) -> Repea
         runs=tuple(runs),
         seconds=seconds,
         threads=threads,
+        fresh_processes=fresh_processes,
     )
 
 
