@@ -1,0 +1,71 @@
+"""Constant expressions that cut weights and put them together, so that there and back gives the same ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+from rewrite_rules.axes import axis_of
+from xrlflow.ir import Node
+from xrlflow.rewrite import Op, Val
+
+
+def _producer(v: Val) -> Node | None:
+    return v.graph.producers.get(v.value)
+
+
+def slice_constant(op: Op, w: Val, axis: int, start: int, stop: int) -> Any:
+    """w[start:stop] along an axis; the very part if w is a Concat that it was put into."""
+    node = _producer(w)
+    if node is not None and node.op == "Concat" and axis_of(node, w.rank) == axis:
+        parts = [Val(w.graph, v, w.graph.type(v)) for v in node.inputs]
+        ends = list(accumulate(p.size(axis) for p in parts))
+        for part, end in zip(parts, ends):
+            if end == stop and end - part.size(axis) == start:
+                return part
+    return op.Slice(w, [start], [stop], [axis])
+
+
+def concat_constants(op: Op, parts: Sequence[Val], axis: int) -> Any:
+    """The parts one behind the other; the constant that they were cut out of, if they are all of it."""
+    first = _producer(parts[0])
+    if first is not None and first.op == "Slice":
+        whole = Val(parts[0].graph, first.inputs[0], parts[0].graph.type(first.inputs[0]))
+        ends = list(accumulate(p.size(axis) for p in parts))
+        starts = [0, *ends[:-1]]
+        cuts = list(zip(parts, starts, ends))
+        if (
+            whole.rank == parts[0].rank
+            and whole.size(axis) == ends[-1]
+            and all(_is_slice(part, whole, axis, start, stop) for part, start, stop in cuts)
+        ):
+            return whole
+    return op.Concat(*parts, axis=axis)
+
+
+def cut_order(parts: Sequence[Val]) -> list[int]:
+    """The order in which parts were cut out of one constant; as they are if they were not."""
+    places = []
+    for part in parts:
+        node = _producer(part)
+        start = part.graph.const(node.inputs[1]) if node is not None and node.op == "Slice" else None
+        if node is None or start is None or start.array is None or start.array.size != 1:
+            return list(range(len(parts)))
+        places.append((node.inputs[0], int(start.array.reshape(()))))
+    if len({source for source, _ in places}) != 1:
+        return list(range(len(parts)))
+    return sorted(range(len(parts)), key=lambda i: places[i][1])
+
+
+def _is_slice(part: Val, whole: Val, axis: int, start: int, stop: int) -> bool:
+    """Whether a constant is whole[start:stop] as `slice_constant` writes it."""
+    node = _producer(part)
+    if node is None or node.op != "Slice" or node.inputs[0] != whole.value or len(node.inputs) != 4:
+        return False
+    consts = [part.graph.const(v) for v in node.inputs[1:]]
+    arrays = [None if c is None else c.array for c in consts]
+    return all(
+        a is not None and a.shape == (1,) and int(a[0]) == wanted
+        for a, wanted in zip(arrays, (start, stop, axis))
+    )

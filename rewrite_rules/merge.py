@@ -1,0 +1,618 @@
+"""Products and convolutions merged side by side, and taken apart again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+
+import numpy as np
+
+from rewrite_rules.axes import axis_of
+from rewrite_rules.constants import concat_constants, cut_order, slice_constant
+from rewrite_rules.elementwise import read_once
+from rewrite_rules.linear import group_of
+from rewrite_rules.shapes import either, per_rank
+from xrlflow.ir import ABSENT, FLOATS, INTEGERS, Attrs, Node, Value
+from xrlflow.ops.tensors import numpy_dtype
+from xrlflow.rewrite import AnyRule, Captures, Op, Reader, Region, RegionRule, Rule, Val, require
+
+NUMBERS = FLOATS | INTEGERS
+
+# Products of one input
+
+
+class MergeMatMuls(Rule):
+    """x@w0, x@w1, ... -> split(x @ [w0|w1|...]).  With three it is the QKV merge."""
+
+    arity = (2, 3)
+    symmetric = True
+    shapes = "x[...,k] w*[k,n*]:const | x[...,a,k] w*[b,k,n*]:const"
+
+    def source(self, op: Op, x: Any, *w: Any) -> Any:
+        return [op.MatMul(x, wi) for wi in w]
+
+    def target(self, op: Op, x: Val, *w: Val) -> Any:
+        order = cut_order(w)
+        y = op.MatMul(x, concat_constants(op, [w[i] for i in order], w[0].rank - 1))
+        return _split(op, y, w, -1, -1, order)
+
+
+def _split(op: Op, y: Val, weights: Sequence[Val], columns: int, axis: int, order: Sequence[int]) -> Any:
+    """The products with each of the weights, from the product with all of them in this order."""
+    parts = op.Split(y, axis=axis, sizes=[weights[i].size(columns) for i in order])
+    return [parts[order.index(i)] for i in range(len(order))]
+
+
+class MergeGemms(Rule):
+    """gemm(x, v, b), gemm(x, w, c) -> split(gemm(x, [v|w], [b|c]))."""
+
+    symmetric = True
+    optional = ("b", "c")
+    shapes = either(
+        "x[i,j]",
+        ("v[k,p]:const w[k,q]:const", "v[p,k]:const w[q,k]:const"),
+        ("b[p]:const c[q]:const", "b[1,p]:const c[1,q]:const"),
+    )
+
+    def source(self, op: Op, x: Any, v: Any, b: Any, w: Any, c: Any) -> Any:
+        return [op.Gemm(x, v, b, attrs="f"), op.Gemm(x, w, c, attrs="g")]
+
+    def where(self, m: Captures, x: Val, v: Val, b: Val | None, w: Val, c: Val | None) -> None:
+        require(m.f == m.g, "their attributes differ")
+        require((b is None) == (c is None), "one has a bias, the other has none")
+        columns = 0 if m.f.get("transB") else 1
+        require(b is None or b.size(-1) == v.size(columns), "a bias is not one number per column")
+        require(c is None or c.size(-1) == w.size(columns), "a bias is not one number per column")
+
+    def target(self, op: Op, m: Captures, x: Val, v: Val, b: Val | None, w: Val, c: Val | None) -> Any:
+        axis = 0 if m.f.get("transB") else 1
+        order = cut_order((v, w))
+        bias = (
+            None if b is None or c is None else concat_constants(op, [(b, c)[i] for i in order], b.rank - 1)
+        )
+        y = op.Gemm(x, concat_constants(op, [(v, w)[i] for i in order], axis), bias, attrs=m.f)
+        return _split(op, y, (v, w), axis, 1, order)
+
+
+class MergeManyMatMuls(RegionRule):
+    """x@w0, ..., x@wn -> split(x @ [w0|...|wn])  for all products of x, four or more, at once."""
+
+    anchors = ("MatMul",)
+    examples = (
+        "agraph (float[2,3] x, float[3,2] o) => (float[2,2] a, float[2,2] b, float[2,1] c, float[2,3] d) {"
+        " u = Constant<value_floats=[1.0,2.0,3.0]>() s = Constant<value_ints=[3,1]>() w = Reshape(u, s)"
+        " v = Concat<axis=1>(w, w) t = Concat<axis=1>(v, w)"
+        " a = MatMul(x, v) n = Neg(v) b = MatMul(x, n) c = MatMul(x, w) d = MatMul(x, t) }",
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        x = node.inputs[0]
+        # The least of them finds them all; the others depend on that one alone, or each would on each.
+        first = min((n.id for n in reader.graph.users(x) if _multiplies(reader, n, x)), default=node.id)
+        if first != node.id:
+            reader.producer(first)
+            return None
+        if not _multiplies(reader, node, x):
+            return None
+        group = [n for n in reader.users(x) if _multiplies(reader, n, x)]
+        require(len({n.inputs[1] for n in group}) == len(group), "the same product twice")
+        require(len(group) > 3, "there are too few")
+        depths = {reader.val(n.inputs[1]).size(0) for n in group}
+        require(len(depths) == 1, "the weights differ in depth")
+        outputs = tuple(n.outputs[0] for n in group)
+        return Region(outputs, (x, *(n.inputs[1] for n in group)), tuple(group))
+
+    def target(self, op: Op, region: Region, x: Val, *w: Val) -> Any:
+        order = cut_order(w)
+        y = op.MatMul(x, concat_constants(op, [w[i] for i in order], 1))
+        return _split(op, y, w, 1, -1, order)
+
+
+def _multiplies(reader: Reader, node: Node, x: Value) -> bool:
+    """Whether a node is x @ w for a constant matrix w."""
+    if node.op != "MatMul" or node.inputs[0] != x or node.const:
+        return False
+    weight = reader.graph.type(node.inputs[1])
+    return weight.const and weight.rank == 2 and weight.is_static
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """A product or convolution that is split: its operator and attributes, and the sizes of the parts."""
+
+    op: str
+    attrs: Attrs
+    sizes: tuple[int, ...]
+    biased: bool
+
+
+class _SplitMerged(RegionRule):
+    """A Split along the columns, or output channels, of a product with constant weights."""
+
+    anchors = ("Split",)
+    product: tuple[str, ...] = ("MatMul",)
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        merged = reader.producer(node.inputs[0])
+        if merged is None or merged.op not in self.product or len(node.outputs) < 2:
+            return None
+        if merged.const or not read_once(reader, node.inputs[0]):
+            return None
+        x, w, *rest = merged.inputs
+        if not reader.is_const(w) or not all(b == ABSENT or reader.is_const(b) for b in rest):
+            return None
+        rank = node.types[0].rank
+        require(rank is not None, "a rank is not known")
+        assert rank is not None
+        axis = axis_of(node, rank)
+        require(axis == (1 if merged.op == "Conv" else rank - 1), "it does not cut the columns")
+        sizes = tuple(reader.val(v).size(axis) for v in node.outputs)
+        columns = _column_axis(merged.op, merged.attrs, reader.val(w).rank)
+        require(reader.val(w).rank >= 2, "the weight is no matrix")
+        require(merged.op != "Conv" or group_of(merged.attrs) == 1, "the convolution is grouped")
+        require(reader.val(w).size(columns) == sum(sizes), "the parts are not the weight's columns")
+        given = [b for b in rest if b != ABSENT]
+        if given:
+            bias = reader.val(given[0])
+            require(bias.rank >= 1 and bias.size(-1) == sum(sizes), "the bias is not one number per column")
+        data = _Cut(merged.op, merged.attrs, sizes, bool(given))
+        return Region(node.outputs, (x, w, *given), (merged, node), data)
+
+    def target(self, op: Op, region: Region, x: Val, w: Val, b: Val | None = None) -> Any:
+        cut: _Cut = region.data
+        axis = _column_axis(cut.op, cut.attrs, w.rank)
+        results = []
+        for start, stop in pairwise([0, *accumulate(cut.sizes)]):
+            weight = slice_constant(op, w, axis, start, stop)
+            bias = None if b is None else slice_constant(op, b, b.rank - 1, start, stop)
+            results.append(op[cut.op](x, weight, bias, attrs=cut.attrs))
+        return results
+
+
+def _column_axis(op: str, attrs: Attrs, rank: int) -> int:
+    """Where the weights of a product or convolution have its output columns or channels."""
+    if op == "Conv":
+        return 0
+    if op == "Gemm":
+        return 0 if attrs.get("transB") else 1
+    return rank - 1
+
+
+class SplitMergedMatMul(_SplitMerged):
+    """split(x @ w) -> x @ w[:, a:b], ...  for constant w;  Gemm alike."""
+
+    product = ("MatMul", "Gemm")
+    examples = (
+        "agraph (float[2,1,3] x) => (float[2,1,2] a, float[2,1,1] b) {"
+        " u = Constant<value_floats=[1.0,2.0,3.0,4.0,5.0,6.0,7.0,8.0,9.0]>()"
+        " s = Constant<value_ints=[3,3]>() w = Reshape(u, s) z = Constant<value_ints=[2,1]>()"
+        " y = MatMul(x, w) a, b = Split<axis=2>(y, z) }",
+    )
+
+
+# Convolutions of one input
+
+
+class MergeParallelConvs(Rule):
+    """conv(x, v, b), conv(x, w, c) -> split(conv(x, [v; w], [b; c]))  with equal kernels and attributes."""
+
+    symmetric = True
+    optional = ("b", "c")
+    shapes = per_rank("x[i,j{h}] v[p,j{k}]:const b[p]:const w[q,j{k}]:const c[q]:const")
+
+    def source(self, op: Op, x: Any, v: Any, b: Any, w: Any, c: Any) -> Any:
+        return [op.Conv(x, v, b, attrs="f"), op.Conv(x, w, c, attrs="g")]
+
+    def where(self, m: Captures, x: Val, v: Val, b: Val | None, w: Val, c: Val | None) -> None:
+        require(m.f == m.g, "their attributes differ")
+
+    def target(self, op: Op, m: Captures, x: Val, v: Val, b: Val | None, w: Val, c: Val | None) -> Any:
+        order = cut_order((v, w))
+        bias = None
+        if b is not None or c is not None:
+            one = b if b is not None else _zeros(op, v)
+            two = c if c is not None else _zeros(op, w)
+            bias = concat_constants(op, [(one, two)[i] for i in order], 0)
+        y = op.Conv(x, concat_constants(op, [(v, w)[i] for i in order], 0), bias, attrs=m.f)
+        return _split(op, y, (v, w), 0, 1, order)
+
+
+def _zeros(op: Op, w: Val) -> Any:
+    """A bias of zeros for a convolution's weights."""
+    return op.Expand(np.zeros(1, numpy_dtype(w.dtype)), [w.size(0)])
+
+
+class SplitMergedConv(_SplitMerged):
+    """split(conv(x, w, b)) -> conv(x, w[a:b], b[a:b]), ...  along the channels."""
+
+    product = ("Conv",)
+    examples = (
+        "agraph (float[1,1,3,3] x) => (float[1,2,3,3] a, float[1,1,3,3] b) {"
+        " u = Constant<value_floats=[1.0,2.0,3.0]>() s = Constant<value_ints=[3,1,1,1]>() w = Reshape(u, s)"
+        " z = Constant<value_ints=[2,1]>() y = Conv(x, w, u) a, b = Split<axis=1>(y, z) }",
+    )
+
+
+class EnlargeConv(RegionRule):
+    """conv(x, w) -> conv(x, pad(w))  to the kernel of another convolution of x, so that the two can be merged.
+
+    The new rim of the kernel is zero, and meets neighbours that it did not meet before: right for finite x.
+    """
+
+    anchors = ("Conv",)
+    assumes = "finite"
+    examples = (
+        "agraph (float[1,1,4,4] x) => (float[1,1,4,4] a, float[1,1,4,4] b) {"
+        " u = Constant<value_floats=[1.0,2.0,3.0,4.0,5.0,6.0,7.0,8.0,9.0]>()"
+        " s = Constant<value_ints=[1,1,3,3]>() w = Reshape(u, s)"
+        " t = Constant<value_floats=[2.0]>() r = Constant<value_ints=[1,1,1,1]>() v = Reshape(t, r)"
+        " a = Conv<pads=[1,1,1,1]>(x, w) b = Conv(x, v) }",
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        x, w, *rest = node.inputs
+        if not _plain(reader, node):
+            return None
+        kernel = _kernel(reader, node)
+        best: tuple[int, ...] | None = None
+        for other in reader.users(x):
+            if other is node or other.op != "Conv" or other.inputs[0] != x or not _plain(reader, other):
+                continue
+            larger = _kernel(reader, other)
+            rim = [b - a for a, b in zip(kernel, larger)]
+            if len(larger) != len(kernel) or not any(rim) or any(r < 0 or r % 2 for r in rim):
+                continue
+            grown = tuple(p + r // 2 for p, r in zip(_pads(node, len(kernel)), rim * 2))
+            if grown != _pads(other, len(kernel)) or node.attrs.get("strides") != other.attrs.get("strides"):
+                continue
+            best = larger if best is None else min(best, larger)
+        if best is None:
+            return None
+        given = [b for b in rest if b != ABSENT]
+        return Region(node.outputs, (x, w, *given), (node,), (node.attrs, kernel, best))
+
+    def target(self, op: Op, region: Region, x: Val, w: Val, b: Val | None = None) -> Any:
+        attrs, kernel, larger = region.data
+        rim = [(b - a) // 2 for a, b in zip(kernel, larger)]
+        pads = attrs.get("pads", (0,) * (2 * len(rim)))
+        return op.Conv(
+            x,
+            op.Pad(w, [0, 0, *rim] * 2),
+            b,
+            attrs=attrs,
+            pads=[p + r for p, r in zip(pads, rim * 2)],
+            kernel_shape=None,
+        )
+
+
+def _plain(reader: Reader, node: Node) -> bool:
+    """Whether a convolution has constant weights of known shape, explicit pads, one group, no dilation."""
+    weight = reader.type(node.inputs[1])
+    return weight.const and weight.is_static and node.attrs.keys() <= {"pads", "strides"}
+
+
+def _kernel(reader: Reader, node: Node) -> tuple[int, ...]:
+    return reader.val(node.inputs[1]).sizes[2:]
+
+
+def _pads(node: Node, dims: int) -> tuple[int, ...]:
+    pads = node.attrs.get("pads", (0,) * (2 * dims))
+    assert isinstance(pads, tuple)
+    return tuple(int(p) for p in pads)
+
+
+# Groups
+
+
+class MergeGroupConv(Rule):
+    """conv(x, w; groups g) -> conv(x, blockdiagonal(w); groups g/2).
+
+    The zeros between the blocks meet channels that a group did not read before: right for finite x.
+    """
+
+    assumes = "finite"
+    optional = ("b",)
+    shapes = per_rank("x[i,c{h}] w[m,p{k}]:const b[m]")
+
+    def factor(self, m: Captures, w: Val) -> int:
+        """How many groups become one; refuses where that cannot be."""
+        require(group_of(m.c) % 2 == 0, "the number of groups is odd")
+        return 2
+
+    def source(self, op: Op, x: Any, w: Any, b: Any) -> Any:
+        return op.Conv(x, w, b, attrs="c")
+
+    def where(self, m: Captures, x: Val, w: Val, b: Val | None) -> None:
+        self.factor(m, w)
+
+    def target(self, op: Op, m: Captures, x: Val, w: Val, b: Val | None) -> Any:
+        n = self.factor(m, w)
+        groups = group_of(m.c)
+        outputs, inputs, *kernel = w.sizes
+        ones = [1] * len(kernel)
+        # [merged group, old group, output, old group, input, kernel]: zero where the old groups differ.
+        parts = op.Reshape(w, [groups // n, n, outputs // groups, 1, inputs, *kernel])
+        diagonal = np.eye(n, dtype=numpy_dtype(w.dtype)).reshape(1, n, 1, n, 1, *ones)
+        blocks = op.Reshape(op.Mul(parts, diagonal), [outputs, n * inputs, *kernel])
+        return op.Conv(x, blocks, b, attrs=m.c, group=groups // n)
+
+
+# Up to so many input channels a group, ONNX Runtime's convolution is as fast with zeros in between.
+_BLOCK = 16
+
+
+class MergeGroupConvToBlocks(MergeGroupConv):
+    """conv(x, w; groups g) -> conv(x, blockdiagonal(w); groups g/n)  with the most channels a group up to 16.
+
+    As merging by two, again and again, in one step; not for depthwise convolutions, which have kernels of their own.
+    """
+
+    def factor(self, m: Captures, w: Val) -> int:
+        groups, channels = group_of(m.c), w.size(1)
+        require(channels > 1, "it is depthwise")
+        n = max((d for d in range(1, groups + 1) if groups % d == 0 and d * channels <= _BLOCK), default=1)
+        require(n > 2, "a group has too many channels")
+        return n
+
+
+# Order of products
+
+
+class AssociateMatMulsRight(Rule):
+    """(x @ y) @ z -> x @ (y @ z)."""
+
+    dtypes = NUMBERS
+    shapes = "x[...,a,b] y[...,b,c] z[...,c,d]"
+
+    def source(self, op: Op, x: Any, y: Any, z: Any) -> Any:
+        return op.MatMul(op.MatMul(x, y), z)
+
+    def target(self, op: Op, x: Val, y: Val, z: Val) -> Any:
+        return op.MatMul(x, op.MatMul(y, z))
+
+
+class AssociateMatMulsLeft(Rule):
+    """x @ (y @ z) -> (x @ y) @ z."""
+
+    dtypes = NUMBERS
+    shapes = "x[...,a,b] y[...,b,c] z[...,c,d]"
+
+    def source(self, op: Op, x: Any, y: Any, z: Any) -> Any:
+        return op.MatMul(x, op.MatMul(y, z))
+
+    def target(self, op: Op, x: Val, y: Val, z: Val) -> Any:
+        return op.MatMul(op.MatMul(x, y), z)
+
+
+# Sums of products
+
+
+class MergeSumOfMatMuls(Rule):
+    """x @ v + y @ w -> [x|y] @ [v; w]."""
+
+    dtypes = NUMBERS
+    shapes = either(
+        ("x[a,k] y[a,l]", "x[a,b,k] y[a,b,l]", "x[a,b,c,k] y[a,b,c,l]"), "v[k,n]:const w[l,n]:const"
+    )
+
+    def source(self, op: Op, x: Any, v: Any, y: Any, w: Any) -> Any:
+        return op.Add(op.MatMul(x, v), op.MatMul(y, w))
+
+    def target(self, op: Op, x: Val, v: Val, y: Val, w: Val) -> Any:
+        return op.MatMul(op.Concat(x, y, axis=-1), concat_constants(op, (v, w), 0))
+
+
+class MergeSumOfGemms(Rule):
+    """gemm(x, v, b) + gemm(y, w, c) -> gemm([x|y], [v; w], b + c)."""
+
+    dtypes = FLOATS
+    optional = ("b", "c")
+    shapes = either(
+        "x[a,k] y[a,l]",
+        ("v[k,n]:const w[l,n]:const", "v[n,k]:const w[n,l]:const"),
+        ("b[n]:const c[n]:const", "b[1,n]:const c[n]:const", "b[n]:const c[1,n]:const"),
+    )
+
+    def source(self, op: Op, x: Any, v: Any, b: Any, y: Any, w: Any, c: Any) -> Any:
+        return op.Add(op.Gemm(x, v, b, transB="t"), op.Gemm(y, w, c, transB="t"))
+
+    def where(self, m: Captures, x: Val, v: Val, b: Val | None, y: Val, w: Val, c: Val | None) -> None:
+        require(x.size(1) == v.size(1 if m.t else 0), "the widths differ")
+
+    def target(
+        self, op: Op, m: Captures, x: Val, v: Val, b: Val | None, y: Val, w: Val, c: Val | None
+    ) -> Any:
+        bias = op.Add(b, c) if b is not None and c is not None else b if c is None else c
+        weight = concat_constants(op, (v, w), 1 if m.t else 0)
+        return op.Gemm(op.Concat(x, y, axis=1), weight, bias, transB=m.t)
+
+
+class MergeSumOfConvs(Rule):
+    """conv(x, v, b) + conv(y, w, c) -> conv([x|y], [v|w], b + c)  along the channels, attributes being equal."""
+
+    optional = ("b", "c")
+    shapes = per_rank("x[i,p{h}] v[m,p{k}]:const b[m]:const y[i,q{h}] w[m,q{k}]:const c[m]:const")
+
+    def source(self, op: Op, x: Any, v: Any, b: Any, y: Any, w: Any, c: Any) -> Any:
+        return op.Add(op.Conv(x, v, b, attrs="f"), op.Conv(y, w, c, attrs="g"))
+
+    def where(self, m: Captures, x: Val, v: Val, b: Val | None, y: Val, w: Val, c: Val | None) -> None:
+        require(m.f == m.g, "their attributes differ")
+
+    def target(
+        self, op: Op, m: Captures, x: Val, v: Val, b: Val | None, y: Val, w: Val, c: Val | None
+    ) -> Any:
+        bias = op.Add(b, c) if b is not None and c is not None else b if c is None else c
+        return op.Conv(op.Concat(x, y, axis=1), concat_constants(op, (v, w), 1), bias, attrs=m.f)
+
+
+class FoldSumOfMatMuls(Rule):
+    """x @ v + x @ w -> x @ (v + w)."""
+
+    dtypes = NUMBERS
+    shapes = "x[...,k] v[k,n]:const w[k,n]:const"
+
+    def source(self, op: Op, x: Any, v: Any, w: Any) -> Any:
+        return op.Add(op.MatMul(x, v), op.MatMul(x, w))
+
+    def target(self, op: Op, x: Val, v: Val, w: Val) -> Any:
+        return op.MatMul(x, op.Add(v, w))
+
+
+class FoldSumOfConvs(Rule):
+    """conv(x, v, b) + conv(x, w, c) -> conv(x, v + w, b + c)  with equal kernels and attributes."""
+
+    optional = ("b", "c")
+    shapes = per_rank("x[i,j{h}] v[m,p{k}]:const b[m]:const w[m,p{k}]:const c[m]:const")
+
+    def source(self, op: Op, x: Any, v: Any, b: Any, w: Any, c: Any) -> Any:
+        return op.Add(op.Conv(x, v, b, attrs="f"), op.Conv(x, w, c, attrs="g"))
+
+    def where(self, m: Captures, x: Val, v: Val, b: Val | None, w: Val, c: Val | None) -> None:
+        require(m.f == m.g, "their attributes differ")
+
+    def target(self, op: Op, m: Captures, x: Val, v: Val, b: Val | None, w: Val, c: Val | None) -> Any:
+        bias = op.Add(b, c) if b is not None and c is not None else b if c is None else c
+        return op.Conv(x, op.Add(v, w), bias, attrs=m.f)
+
+
+@dataclass(frozen=True, slots=True)
+class _Over:
+    """Products or convolutions of one Concat: the sizes of its parts, and of each product operator,
+    attributes, and whether it has a bias.
+    """
+
+    sizes: tuple[int, ...]
+    products: tuple[tuple[str, Attrs, bool], ...]
+
+
+class _SplitOverConcat(RegionRule):
+    """Sums of the products of a Concat's parts, instead of the product of the Concat."""
+
+    product: tuple[str, ...] = ("Conv",)
+
+    def region(self, reader: Reader, concat: Node, products: Sequence[Node]) -> Region | None:
+        rank = concat.types[0].rank
+        if rank is None or len(concat.inputs) < 2:
+            return None
+        axis = axis_of(concat, rank)
+        if axis != (1 if "Conv" in self.product else rank - 1):
+            return None
+        sizes = tuple(reader.val(v).size(axis) for v in concat.inputs)
+        require(all(sizes), "a part is empty")
+        inputs = list(concat.inputs)
+        forms = []
+        for node in products:
+            require(node.op in self.product and not node.attrs.get("transA"), "another operator reads it")
+            x, w, *rest = node.inputs
+            require(x == concat.outputs[0] and w != x and x not in rest, "the Concat is a weight or a bias")
+            require(reader.is_const(w), "the weights are not constant")
+            require(node.op != "Conv" or group_of(node.attrs) == 1, "a convolution is grouped")
+            weight = reader.val(w)
+            require(weight.rank >= 2, "the weight is no matrix")
+            require(
+                weight.size(_row_axis(node.op, node.attrs, weight.rank)) == sum(sizes), "the sizes differ"
+            )
+            given = [b for b in rest if b != ABSENT]
+            inputs += [w, *given]
+            forms.append((node.op, node.attrs, bool(given)))
+        outputs = tuple(n.outputs[0] for n in products)
+        return Region(outputs, tuple(inputs), (concat, *products), _Over(sizes, tuple(forms)))
+
+    def target(self, op: Op, region: Region, *given: Val) -> Any:
+        over: _Over = region.data
+        parts, rest = given[: len(over.sizes)], list(given[len(over.sizes) :])
+        cuts = list(pairwise([0, *accumulate(over.sizes)]))
+        results = []
+        for name, attrs, biased in over.products:
+            w = rest.pop(0)
+            bias: Val | None = rest.pop(0) if biased else None
+            axis = _row_axis(name, attrs, w.rank)
+            total: Any = None
+            for part, (start, stop) in zip(parts, cuts):
+                weight = slice_constant(op, w, axis, start, stop)
+                term = op[name](part, weight, bias, attrs=attrs)
+                total = term if total is None else op.Add(total, term)
+                bias = None
+            results.append(total)
+        return results
+
+
+def _row_axis(op: str, attrs: Attrs, rank: int) -> int:
+    """Where the weights of a product or convolution have its input columns or channels."""
+    if op == "Conv":
+        return 1
+    if op == "Gemm":
+        return 1 if attrs.get("transB") else 0
+    return rank - 2
+
+
+class SplitConvsOverConcat(_SplitOverConcat):
+    """conv([x|y|...], w, b) -> conv(x, w_x, b) + conv(y, w_y) + ...  for all readers of the Concat at once."""
+
+    anchors = ("Concat",)
+    examples = (
+        "agraph (float[1,1,3,3] x, float[1,2,3,3] y) => (float[1,1,3,3] a, float[1,1,3,3] b) {"
+        " u = Constant<value_floats=[1.0,2.0,3.0]>() s = Constant<value_ints=[1,3,1,1]>() w = Reshape(u, s)"
+        " z = Neg(w) c = Concat<axis=1>(x, y) a = Conv(c, w) b = Conv(c, z) }",
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        users = reader.users(node.outputs[0])
+        if reader.is_output(node.outputs[0]) or not any(u.op in self.product for u in users):
+            return None
+        return self.region(reader, node, users)
+
+
+class SplitConvOverConcat(_SplitOverConcat):
+    """conv([x|y|...], w, b) -> conv(x, w_x, b) + conv(y, w_y) + ...  for one reader among several."""
+
+    anchors = ("Conv",)
+    examples = (
+        "agraph (float[1,1,3,3] x, float[1,2,3,3] y) => (float[1,1,3,3] a, float[1,3,3,3] c) {"
+        " u = Constant<value_floats=[1.0,2.0,3.0]>() s = Constant<value_ints=[1,3,1,1]>() w = Reshape(u, s)"
+        " c = Concat<axis=1>(x, y) a = Conv(c, w) }",
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        concat = reader.producer(node.inputs[0])
+        if concat is None or concat.op != "Concat" or concat.const or read_once(reader, node.inputs[0]):
+            return None
+        found = self.region(reader, concat, [node])
+        return None if found is None else Region(found.outputs, found.inputs, (node,), found.data)
+
+
+class SplitMatMulsOverConcat(SplitConvsOverConcat):
+    """[x|y|...] @ w -> x @ w_x + y @ w_y + ...  for all readers of the Concat at once, MatMul or Gemm."""
+
+    product = ("MatMul", "Gemm")
+    examples = (
+        "agraph (float[2,1] x, float[2,2] y) => (float[2,1] a) {"
+        " u = Constant<value_floats=[1.0,2.0,3.0]>() s = Constant<value_ints=[3,1]>() w = Reshape(u, s)"
+        " c = Concat<axis=1>(x, y) a = MatMul(c, w) }",
+    )
+
+
+RULES: tuple[AnyRule, ...] = (
+    MergeMatMuls(),
+    MergeGemms(),
+    MergeManyMatMuls(),
+    SplitMergedMatMul(),
+    MergeParallelConvs(),
+    SplitMergedConv(),
+    EnlargeConv(),
+    MergeGroupConv(),
+    MergeGroupConvToBlocks(),
+    AssociateMatMulsRight(),
+    AssociateMatMulsLeft(),
+    MergeSumOfMatMuls(),
+    MergeSumOfGemms(),
+    MergeSumOfConvs(),
+    FoldSumOfMatMuls(),
+    FoldSumOfConvs(),
+    SplitConvsOverConcat(),
+    SplitConvOverConcat(),
+    SplitMatMulsOverConcat(),
+)
