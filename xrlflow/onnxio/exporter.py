@@ -347,7 +347,7 @@ class _Writer:
         while len(outputs) > 1 and not outputs[-1]:
             outputs.pop()
         inputs = ["" if v == ABSENT else names[v] for v in node.explicit_inputs]
-        proto = onnx.NodeProto(op_type=op, domain=domain, input=inputs, output=outputs)
+        proto = onnx.NodeProto(op_type=op, domain=domain or None, input=inputs, output=outputs)
         captured = iter(node.inputs[len(node.explicit_inputs) :])
         for name, attr in node.attrs.items():
             if not isinstance(attr, Body):
