@@ -108,7 +108,7 @@ class _Neutral(Rule):
     number = 0.0
 
     def where(self, m: Captures, x: Val, c: Val) -> None:
-        require(bool(np.all(c.array == self.number)), f"the constant is not {self.number:g} everywhere")
+        require(c.uniform == self.number, f"the constant is not {self.number:g} everywhere")
         require(keeps_shape(x.type.shape, c.type.shape), "it may broadcast")
 
     def target(self, op: Op, x: Val, c: Val) -> Any:
@@ -409,6 +409,8 @@ class MergeCommonSubexpressions(RegionRule):
         if node.captured or not values or not is_deterministic(node.op):
             return None
         rarest = min(values, key=lambda v: len(uses[v]))
+        if reader.count_users(rarest) < 2:
+            return None
         what = _content(node)
         for other in reader.users(rarest):
             if other.outputs[0] < node.outputs[0] and other.op == node.op and _content(other) == what:

@@ -33,6 +33,7 @@ class FuseStepsIntoGemms(RegionRule):
     """
 
     anchors = ("Split",)
+    reads_from = ("Gemm",)
     dtypes = FLOATS
     examples = (
         "agraph (float[2,3] x, float[1,3] s, float[1,3] t, float[4,3] v, float[4] c, float[4,3] w, float[4] b)"

@@ -22,6 +22,7 @@ class MergeReshapes(RegionRule):
     """reshape(reshape(x)) -> reshape(x), or x;  Squeeze, Unsqueeze and Flatten alike, in any mixture."""
 
     anchors = VIEWS
+    reads_from = VIEWS
     examples = (
         "agraph (float[N,3,4] x) => (float[N,12] y) "
         "{ i = Constant<value_ints=[1]>() s = Constant<value_ints=[0, 12]>() a = Unsqueeze(x, i) y = Reshape(a, s) }",
@@ -117,6 +118,7 @@ class PushReshapeDown(RegionRule):
     """f(reshape(x)) -> reshape(f(x))  for f element by element, of one input;  the other views alike."""
 
     anchors = UNARY
+    reads_from = VIEWS
     examples = (
         "agraph (float[N,3,4] x) => (float[N,12] y) "
         "{ s = Constant<value_ints=[0, -1]>() a = Reshape(x, s) y = Relu(a) }",
@@ -175,6 +177,7 @@ class PushReshapesDown(RegionRule):
     """
 
     anchors = BROADCAST
+    reads_from = VIEWS
     examples = (
         "agraph (float[N,3,4] x, float[4] b) => (float[M,4] y) "
         "{ s = Constant<value_ints=[-1, 4]>() a = Reshape(x, s) y = Add(a, b) }",
@@ -267,6 +270,7 @@ class PushReshapeThroughMatMul(RegionRule):
     """reshape(x) @ w -> reshape(x @ w)  for a matrix w, when the reshape keeps the last dimension."""
 
     anchors = ("MatMul",)
+    reads_from = VIEWS
     examples = (
         "agraph (float[2,3,4] x, float[4,5] w) => (float[6,5] y) "
         "{ s = Constant<value_ints=[6, 4]>() a = Reshape(x, s) y = MatMul(a, w) }",

@@ -546,6 +546,7 @@ class PushUnaryIntoConcat(RegionRule):
     """f(concat(x, y)) -> concat(f(x), f(y))  for f element by element, of one input."""
 
     anchors = UNARY
+    reads_from = ("Concat",)
     examples = (
         "agraph (float[N,2] x, float[N,3] z) => (float[N,5] y) { a = Concat<axis=1>(x, z) y = Relu(a) }",
     )
@@ -816,6 +817,7 @@ class PushBinaryIntoConcat(RegionRule):
     """
 
     anchors = BROADCAST
+    reads_from = ("Concat",)
     examples = (
         "agraph (float[N,2] x, float[N,3] z, float[N,1] b) => (float[N,5] y) "
         "{ a = Concat<axis=1>(x, z) y = Add(a, b) }",

@@ -98,6 +98,7 @@ class PushTransposeDown(RegionRule):
     """f(transpose(x)) -> transpose(f(x))  for f element by element, of one input."""
 
     anchors = UNARY
+    reads_from = ("Transpose",)
     examples = (
         "agraph (float[N,3,2] x) => (float[N,2,3] y) { a = Transpose<perm=[0,2,1]>(x) y = Relu(a) }",
         "agraph (float[N,3] x) => (double[3,N] y) { a = Transpose(x) y = Cast<to=11>(a) }",
@@ -155,6 +156,7 @@ class PushTransposesDown(RegionRule):
     """
 
     anchors = BROADCAST
+    reads_from = ("Transpose",)
     examples = (
         "agraph (float[N,3,2] x, float[N,3,2] z) => (float[N,2,3] y) "
         "{ a = Transpose<perm=[0,2,1]>(x) b = Transpose<perm=[0,2,1]>(z) y = Add(a, b) }",

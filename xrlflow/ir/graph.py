@@ -62,6 +62,20 @@ class Leaves:
     types: dict[Value, TensorType] = field(default_factory=dict)
     consts: dict[Value, Const] = field(default_factory=dict)
     names: dict[Value, str] = field(default_factory=dict)
+    _uniform: dict[Value, float | None] = field(default_factory=dict)
+
+    def uniform(self, value: Value) -> float | None:
+        """The number that a small constant holds everywhere; None if it has several, none, or none to read."""
+        if value in self._uniform:
+            return self._uniform[value]
+        const = self.consts.get(value)
+        array = const.array if const is not None else None
+        found: float | None = None
+        if array is not None and array.size and array.dtype.kind in "fiub":
+            first = array.flat[0]
+            found = float(first) if bool((array == first).all()) else None
+        self._uniform[value] = found
+        return found
 
     def intern(self, array: npt.NDArray[Any], dtype: DType) -> Value:
         """The value of a small constant: equal constants are one value."""

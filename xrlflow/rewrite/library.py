@@ -57,7 +57,10 @@ class Library:
         # Plans from the first root alone find every match of a whole graph; those from every node what is new.
         self.root_plans: dict[str, list[Plan]] = {}
         self.plans: dict[str, list[Plan]] = {}
-        self.regions: dict[str, list[RegionRule]] = {}
+        # Region rules by the anchor's operator, with the operators of which one must be above it, and again those
+        # with such a demand by (anchor's operator, operator above it).
+        self.regions: dict[str, list[tuple[RegionRule, frozenset[str] | None]]] = {}
+        self.regions_below: dict[tuple[str, str], list[RegionRule]] = {}
         for rule in offered:
             if isinstance(rule, Rule):
                 for pattern in trace_patterns(rule):
@@ -65,8 +68,11 @@ class Library:
             else:
                 if not rule.anchors:
                     raise RuleError(f"{rule.name} has no anchors")
+                above = None if rule.reads_from is None else frozenset(rule.reads_from)
                 for op in rule.anchors:
-                    self.regions.setdefault(op, []).append(rule)
+                    self.regions.setdefault(op, []).append((rule, above))
+                    for other in above or ():
+                        self.regions_below.setdefault((op, other), []).append(rule)
 
     def _compile(self, pattern: Pattern) -> None:
         root = pattern.outputs[0].node.index

@@ -98,6 +98,11 @@ class Val:
         return found
 
     @property
+    def uniform(self) -> float | None:
+        """The number that a small constant holds everywhere; None if there is no such number."""
+        return self.graph.leaves.uniform(self.value)
+
+    @property
     def ints(self) -> tuple[int, ...]:
         """The numbers of a small integer constant (shape, axes), flattened."""
         return tuple(int(i) for i in np.ravel(self.array))
@@ -306,6 +311,11 @@ class Reader:
         self.reads.update(n.outputs[0] for n in users)
         return users
 
+    def count_users(self, value: Value) -> int:
+        """How many nodes read a value, without looking at them."""
+        self.reads.add(uses_key(value))
+        return len(self.graph.uses.get(value, ()))
+
     def is_output(self, value: Value) -> bool:
         """Whether the value is an output of the graph."""
         self.reads.add(uses_key(value))
@@ -333,6 +343,8 @@ class RegionRule(_Declared):
     """
 
     anchors: ClassVar[tuple[str, ...]] = ()
+    # Early rejection: at least one input of the anchor must come from one of these operators (None: not asked).
+    reads_from: ClassVar[Sequence[str] | None] = None
     examples: ClassVar[tuple[str, ...]] = ()
 
     find: Callable[[Reader, Node], Region | None]

@@ -6,6 +6,7 @@ of another type) can take part in a new match, so plans start there; a match fal
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -83,10 +84,16 @@ class RewriteState:
     def start(graph: Graph, library: Library, delta: Delta | None = None) -> RewriteState:
         """The state of a graph, matched from scratch. `delta` is evaluated for each candidate."""
         finder = _Finder(graph, library, delta)
-        for node in graph.nodes():
-            finder.look(node, library.root_plans)
-            finder.look_for_regions(node, None)
-        return RewriteState(graph, library, delta, Map(finder.index({})), len(finder.found))
+        collecting = gc.isenabled()
+        gc.disable()  # nothing that matching makes is garbage in a cycle, and a collection walks the whole graph
+        try:
+            for node in graph.nodes():
+                finder.look(node, library.root_plans)
+                finder.look_for_regions(node, None)
+            return RewriteState(graph, library, delta, Map(finder.index({})), len(finder.found))
+        finally:
+            if collecting:
+                gc.enable()
 
     @property
     def fingerprint(self) -> int:
@@ -146,15 +153,21 @@ class RewriteState:
         producers, plans = graph.producers, self.library.plans
         for value in dirty.nodes:
             node = producers.get(value)
-            if node is not None and node.outputs[0] == value:
-                finder.look(node, plans)
-                finder.look_for_regions(node, None)
-                anchors.pop(value, None)
+            if node is None or node.outputs[0] != value:
+                continue
+            finder.look(node, plans)
+            finder.look_for_regions(node, None)
+            for user in {u for out in node.outputs for u in graph.uses.get(out, ())} - dirty.nodes:
+                # Rules that demand an operator above their anchor are rejected without a trace where it is missing.
+                for rule in self.library.regions_below.get((producers[user].op, node.op), ()):
+                    live = [e for e in index.get(user, ()) if e.rule is rule and e.reads[0] == user]
+                    if all(e in fallen for e in live):
+                        anchors.setdefault(user, set()).add(rule.name)
         for value in dirty.producers:
             finder.look(producers[value], plans)
         for value, names in anchors.items():
             node = producers.get(value)
-            if node is not None:
+            if node is not None and value not in dirty.nodes:
                 finder.look_for_regions(node, names)
 
         mutation = index.mutate()
@@ -291,9 +304,14 @@ class _Finder:
             stats.refused[str(reason)] += 1
 
     def look_for_regions(self, node: Node, names: set[str] | None) -> None:
-        if node.types[0].const or node.op not in self.library.regions:
+        rules = self.library.regions.get(node.op)
+        if rules is None or node.types[0].const:
             return
-        for rule in self.library.regions[node.op]:
+        producers = self.graph.producers
+        above = {p.op for p in map(producers.get, node.inputs) if p is not None}
+        for rule, demanded in rules:
+            if demanded is not None and demanded.isdisjoint(above):
+                continue
             if names is not None and rule.name not in names:
                 continue
             begin = time.perf_counter() if self.library.timed else 0.0
