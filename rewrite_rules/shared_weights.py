@@ -2,31 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
-from xrlflow.ir import FLOATS, Attrs, Node, Value
-from xrlflow.rewrite import AnyRule, Op, Reader, Region, RegionRule, Val, common_source, require
+from rewrite_rules.slices import Piece, piece
+from xrlflow.ir import ABSENT, FLOATS, Attrs, Dim, Node, Value
+from xrlflow.rewrite import AnyRule, Op, Reader, Refused, Region, RegionRule, Val, common_source, require
 
 
 @dataclass(frozen=True, slots=True)
-class _Parts:
-    """How the products are made: operator and attributes, rows of each input, and, if all inputs are
-    Gather(X, number) along one axis, that axis and the numbers.
+class _Stack:
+    """How the products are made together.
+
+    `op` and `attrs` are the products'. Their inputs lie one behind the other along `axis`, each with its `sizes`
+    entry of positions (None: all alike, of a number that is not known). `source_axis` is None if they are put
+    together by Concat; else they are positions `indices` of one tensor along that axis, which they `kept` or dropped.
     """
 
     op: str
     attrs: Attrs
-    rows: tuple[int, ...]
-    axis: int | None
-    indices: tuple[int, ...]
+    count: int
+    axis: int
+    sizes: tuple[int, ...] | None
+    source_axis: int | None = None
+    indices: tuple[int, ...] = ()
+    kept: bool = True
 
 
 class MergeSharedWeightProducts(RegionRule):
     """x0@w, x1@w, ..., xn@w -> split([x0; x1; ...; xn] @ w), also for Gemm with one bias.
 
     The inputs must not depend on the products: they come from one tensor by operators that only move data (the
-    steps of a sequence), or from inputs of the graph. If all are Gather(X, t), the rows are taken from X at once.
+    steps of a sequence), or from inputs of the graph. If all are positions of one tensor along one axis, they are
+    taken from it at once, and it is not cut at all where they are the whole of it.
     """
 
     anchors = ("MatMul", "Gemm")
@@ -38,73 +48,139 @@ class MergeSharedWeightProducts(RegionRule):
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
-        weight, rest = node.inputs[1], node.inputs[2:]
-        if reader.is_const(node.inputs[0]) or not reader.is_const(weight) or node.attrs.get("transA"):
+        if not _multiplies(reader, node):
             return None
+        weight, *rest = node.inputs[1:]
         own = _origin(reader, node.inputs[0])
-        group = [
+        # The least of the group finds it; the others depend on that one alone, or each would on each.
+        unrecorded = Reader(reader.graph)
+        for other in reader.graph.users(weight):
+            if other.id >= node.id:
+                break
+            if _alike(unrecorded, other, node) and _origin(unrecorded, other.inputs[0]) == own:
+                reader.producer(other.id)
+                _origin(reader, other.inputs[0])
+                return None
+        members = [
             user
             for user in reader.users(weight)
-            if user.op == node.op
-            and user.attrs == node.attrs
-            and user.inputs[1:] == (weight, *rest)
-            and user.inputs[0] != weight
-            and not user.types[0].const
-            and _origin(reader, user.inputs[0]) == own
+            if _alike(reader, user, node) and _origin(reader, user.inputs[0]) == own
         ]
+        group = list({user.inputs[0]: user for user in members}.values())
         if len(group) < 2:
             return None
-        if min(user.id for user in group) != node.id:
-            return None  # the group is found once, from its least member
-        require(len({user.inputs[0] for user in group}) == len(group), "the same product twice")
         require(common_source(reader, [u.inputs[0] for u in group]), "an input may depend on a product")
-        if rest:
-            bias = reader.val(rest[0])
+        given = [b for b in rest if b != ABSENT]
+        if given:
+            bias = reader.val(given[0])
             rows = 1 if bias.rank < 2 else bias.shape[-2]
             require(bias.const and rows == 1, "the bias differs from row to row")
-        require(reader.val(weight).rank == 2, "the weight is no matrix")
-        shapes = [reader.val(u.inputs[0]).sizes for u in group]
-        require(len(shapes[0]) >= 2 and len({s[1:] for s in shapes}) == 1, "the inputs cannot be stacked")
-        gathered = [_gathered(reader, u.inputs[0]) for u in group]
-        tensors = {g[:2] for g in gathered if g is not None}
-        if all(g is not None for g in gathered) and len(tensors) == 1:
-            order = sorted(range(len(group)), key=lambda i: gathered[i][2])  # type: ignore[index]
-            (source, axis) = tensors.pop()
-            indices = tuple(gathered[i][2] for i in order)  # type: ignore[index]
-            group = [group[i] for i in order]
-            inputs: tuple[Value, ...] = (source, weight, *rest)
-        else:
-            axis, indices = None, ()
-            inputs = (weight, *rest, *(u.inputs[0] for u in group))
-        heights = tuple(reader.val(u.inputs[0]).size(0) for u in group)
-        parts = _Parts(node.op, node.attrs, heights, axis, indices)
+        group, stack, inputs = _stacked(reader, group)
         outputs = tuple(u.outputs[0] for u in group)
-        return Region(outputs, inputs, tuple(group), (parts, len(rest)))
+        return Region(outputs, (weight, *given, *inputs), tuple(group), (stack, len(given)))
 
-    def target(self, op: Op, region: Region, *given: Val) -> Any:
-        parts, biases = region.data
-        if parts.axis is None:
-            weight, *more = given[: 1 + biases]
-            rows = op.Concat(*given[1 + biases :], axis=0)
-        else:
-            source, weight, *more = given
-            rows = _rows(op, source, parts)
-        product = op[parts.op](rows, weight, *more, attrs=parts.attrs)
-        return op.Split(product, axis=0, sizes=parts.rows)
+    def target(self, op: Op, region: Region, weight: Val, *given: Val) -> Any:
+        stack: _Stack
+        stack, biases = region.data
+        rows = _rows(op, stack, given[biases:])
+        product = op[stack.op](rows, weight, *given[:biases], attrs=stack.attrs)
+        if stack.sizes is not None:
+            return op.Split(product, axis=stack.axis, sizes=stack.sizes)
+        return op.Split(product, axis=stack.axis, outputs=stack.count, num_outputs=stack.count)
 
 
-def _rows(op: Op, source: Val, parts: _Parts) -> Any:
-    """Gather(X, t) for each t, one under the other."""
-    axis, indices = parts.axis, parts.indices
-    assert axis is not None
+def _multiplies(reader: Reader, node: Node) -> bool:
+    """Whether a node is a product of something that changes with a constant matrix."""
+    weight = node.inputs[1]
+    if node.attrs.get("transA") or node.const or not reader.is_const(weight):
+        return False
+    return reader.type(weight).rank == 2 and not reader.is_const(node.inputs[0])
+
+
+def _alike(reader: Reader, other: Node, node: Node) -> bool:
+    """Whether a node makes the product that `node` makes, of another input."""
+    same = other.op == node.op and other.inputs[1:] == node.inputs[1:] and other.attrs == node.attrs
+    return same and other.inputs[0] != node.inputs[1] and _multiplies(reader, other)
+
+
+def _stacked(reader: Reader, group: Sequence[Node]) -> tuple[list[Node], _Stack, tuple[Value, ...]]:
+    """The products in the order in which their inputs are put together, how, and of what."""
+    pieces = [piece(reader, n.inputs[0]) for n in group]
+    found = [p for p in pieces if p is not None]
+    if len(found) == len(group) and len({(p.source, p.axis, p.kept) for p in found}) == 1:
+        order = sorted(range(len(group)), key=lambda i: found[i].start)
+        ordered, parts = [group[i] for i in order], [found[i] for i in order]
+        stack = (_kept if parts[0].kept else _dropped)(reader, ordered, parts)
+        if stack is not None:
+            return ordered, stack, (parts[0].source,)
+    # By input, so that the products with another weight put together the very same rows.
+    ordered = sorted(group, key=lambda n: n.inputs[0])
+    shapes = [reader.val(n.inputs[0]).shape for n in ordered]
+    rank = len(shapes[0])
+    require(rank >= 2 and all(len(s) == rank for s in shapes), "the inputs cannot be stacked")
+    for axis in dict.fromkeys((0, rank - 2)):
+        if len({(*s[:axis], *s[axis + 1 :]) for s in shapes}) == 1 and None not in (
+            *shapes[0][:axis],
+            *shapes[0][axis + 1 :],
+        ):
+            stack = _Stack(ordered[0].op, ordered[0].attrs, len(ordered), axis, _sizes(shapes, axis))
+            return ordered, stack, tuple(n.inputs[0] for n in ordered)
+    raise Refused("the inputs cannot be stacked")
+
+
+def _sizes(shapes: Sequence[tuple[Dim, ...]], axis: int) -> tuple[int, ...] | None:
+    """The shapes' sizes along an axis; None where all have one of the same symbol. Refuses other unknown ones."""
+    dims = [s[axis] for s in shapes]
+    numbers = tuple(d for d in dims if isinstance(d, int))
+    if len(numbers) == len(dims):
+        return numbers
+    require(len(set(dims)) == 1 and dims[0] is not None, "a dimension is not a known number")
+    return None
+
+
+def _kept(reader: Reader, group: Sequence[Node], parts: Sequence[Piece]) -> _Stack | None:
+    """Inputs x[..., a:b, ...], x[..., b:c, ...]: they lie in x as they are wanted, if nothing is between them."""
+    axis, rank = parts[0].axis, reader.val(parts[0].source).rank
+    if axis > rank - 2 or any(p.start + p.length != q.start for p, q in pairwise(parts)):
+        return None
+    sizes = tuple(p.length for p in parts)
+    indices = tuple(range(parts[0].start, parts[0].start + sum(sizes)))
+    return _Stack(group[0].op, group[0].attrs, len(group), axis, sizes, axis, indices)
+
+
+def _dropped(reader: Reader, group: Sequence[Node], parts: Sequence[Piece]) -> _Stack | None:
+    """Inputs x[:, t, ...] without their axis, which becomes part of the first."""
+    source = reader.type(parts[0].source).shape
+    axis = parts[0].axis
+    shapes = [reader.val(n.inputs[0]).shape for n in group]
+    assert source is not None
+    rest = (*source[:axis], *source[axis + 1 :])
+    if len(rest) < 2 or any(s != rest for s in shapes) or not all(isinstance(d, int) and d for d in rest[1:]):
+        return None
+    if rest[0] is None or rest[0] == 0:
+        return None
+    indices = tuple(p.start for p in parts)
+    return _Stack(group[0].op, group[0].attrs, len(group), 0, _sizes(shapes, 0), axis, indices, kept=False)
+
+
+def _rows(op: Op, stack: _Stack, given: Sequence[Val]) -> Any:
+    """All inputs, one behind the other."""
+    if stack.source_axis is None:
+        return op.Concat(*given, axis=stack.axis)
+    (source,) = given
+    axis, indices = stack.source_axis, stack.indices
     taken = source
-    if indices != tuple(range(source.size(axis))):
-        taken = op.Gather(source, list(indices), axis=axis)
-    if axis and any(d != 1 for d in source.sizes[:axis]):
-        order = [axis, *(i for i in range(source.rank) if i != axis)]
-        taken = op.Transpose(taken, perm=order)
-    others = [d for i, d in enumerate(source.sizes) if i != axis]
-    return op.Reshape(taken, [len(indices) * others[0], *others[1:]])
+    if indices != tuple(range(len(indices))) or source.shape[axis] != len(indices):
+        if all(b == a + 1 for a, b in pairwise(indices)):
+            taken = op.Slice(source, [indices[0]], [indices[-1] + 1], [axis])
+        else:
+            taken = op.Gather(source, list(indices), axis=axis)
+    if stack.kept:
+        return taken
+    if any(d != 1 for d in source.shape[:axis]):
+        taken = op.Transpose(taken, perm=[axis, *(i for i in range(source.rank) if i != axis)])
+    first, *others = (d for i, d in enumerate(source.shape) if i != axis)
+    return op.Reshape(taken, [len(indices) * first if isinstance(first, int) else -1, *others])
 
 
 _STEPS = frozenset(("Slice", "Gather", "Split", "Squeeze", "Unsqueeze", "Reshape", "Transpose", "Identity"))
@@ -117,23 +193,7 @@ def _origin(reader: Reader, value: Value) -> Value:
         if node is None or node.op not in _STEPS:
             break
         value = node.inputs[0]
-    return Value(0) if value in reader.graph.inputs else value
-
-
-def _gathered(reader: Reader, value: Value) -> tuple[Value, int, int] | None:
-    """(X, axis, t) if a value is Gather(X, t) for a number t that is not negative."""
-    node = reader.producer(value)
-    if node is None or node.op != "Gather":
-        return None
-    index = reader.val(node.inputs[1])
-    if not index.known or index.rank != 0 or index.scalar < 0:
-        return None
-    source = reader.val(node.inputs[0])
-    axis = node.attrs.get("axis", 0)
-    assert isinstance(axis, int)
-    if source.type.shape is None or not source.type.is_static:
-        return None
-    return node.inputs[0], axis % source.rank, int(index.scalar)
+    return ABSENT if value in reader.graph.inputs else value
 
 
 RULES: tuple[AnyRule, ...] = (MergeSharedWeightProducts(),)

@@ -7,6 +7,8 @@ import pytest
 
 from rewrite_rules.shared_weights import MergeSharedWeightProducts
 from tests.rules.harness import applies, model, refuses
+from xrlflow.onnxio import load
+from xrlflow.rewrite import Library, RewriteState
 
 RNG = np.random.default_rng(0)
 RULE = MergeSharedWeightProducts()
@@ -58,7 +60,89 @@ def test_slices_of_one_value() -> None:
         " s = Relu(x)\n p, q = Split<num_outputs=2>(s)\n a = MatMul(p, w)\n b = MatMul(q, w) }",
         w=weight(5, 6),
     )
-    applies(RULE, proto, ops=["Relu", "Split", "Concat", "MatMul", "Split"])
+    applies(RULE, proto, ops=["Relu", "MatMul", "Split"])
+
+
+@pytest.mark.parametrize("step", ["Gather<axis=1>(x, i{})", "Squeeze(s{}, one)"])
+def test_steps_of_an_unknown_batch(step: str) -> None:
+    lines = [
+        f"s{t} = Slice(x, f{t}, f{t + 1}, one)\n x{t} = {step.format(t)}\n y{t} = MatMul(x{t}, w)"
+        for t in range(3)
+    ]
+    proto = model(
+        f"agraph (float[N,3,5] x) => (float[N,6] y0, float[N,6] y1, float[N,6] y2) {{ {chr(10).join(lines)} }}",
+        w=weight(5, 6),
+        one=np.array([1]),
+        **{f"i{t}": np.array(t) for t in range(3)},
+        **{f"f{t}": np.array([t]) for t in range(4)},
+    )
+    graph = applies(RULE, proto)
+    ops = sorted(n.op for n in graph.nodes() if not n.const)
+    assert [o for o in ops if o != "Slice"] == ["MatMul", "Reshape", "Split", "Transpose"]
+
+
+@pytest.mark.parametrize(
+    ("cuts", "more"),
+    [
+        (((0, 1), (1, 3), (3, 4)), []),
+        (((1, 2), (2, 4)), ["Slice"]),
+        (((0, 1), (2, 4)), ["Slice", "Slice", "Concat"]),
+    ],
+)
+def test_slices_that_keep_their_axis(cuts: tuple[tuple[int, int], ...], more: list[str]) -> None:
+    """Without a gap between them they are one slice; all of x is x itself; otherwise they are put together."""
+    lines = [f"x{i} = Slice(x, a{i}, b{i}, one)\n y{i} = MatMul(x{i}, w)" for i in range(len(cuts))]
+    outputs = ", ".join(f"float[2,{b - a},6] y{i}" for i, (a, b) in enumerate(cuts))
+    proto = model(
+        f"agraph (float[2,4,5] x) => ({outputs}) {{ {chr(10).join(lines)} }}",
+        w=weight(5, 6),
+        one=np.array([1]),
+        **{f"a{i}": np.array([a]) for i, (a, _) in enumerate(cuts)},
+        **{f"b{i}": np.array([b]) for i, (_, b) in enumerate(cuts)},
+    )
+    applies(RULE, proto, ops=["MatMul", "Split", *more])
+
+
+def test_two_weights_put_the_same_rows_together() -> None:
+    """The steps of a cell with several weights: one Concat serves all."""
+    lines = [f"a{t} = MatMul(x{t}, v)\n b{t} = MatMul(x{t}, w)" for t in range(3)]
+    inputs = ", ".join(f"float[1,5] x{t}" for t in range(3))
+    outputs = ", ".join(f"float[1,6] a{t}, float[1,7] b{t}" for t in range(3))
+    proto = model(
+        f"agraph ({inputs}) => ({outputs}) {{ {chr(10).join(lines)} }}", v=weight(5, 6), w=weight(5, 7)
+    )
+    state = RewriteState.start(load(proto).graph, Library([RULE]))
+    while state.candidates:
+        state = state.apply(state.candidates[0])
+    assert sorted(n.op for n in state.graph.nodes()) == ["Concat", "MatMul", "MatMul", "Split", "Split"]
+
+
+def test_one_candidate_for_all_steps() -> None:
+    names = [f"x{t}" for t in range(5)]
+    proto = model(
+        f"agraph ({', '.join(f'float[2,5] {x}' for x in names)}) => ({', '.join(f'float[2,6] y{x}' for x in names)}) "
+        f"{{ {' '.join(f'y{x} = MatMul({x}, w)' for x in names)} }}",
+        w=weight(5, 6),
+    )
+    assert len(RewriteState.start(load(proto).graph, Library([RULE])).candidates) == 1
+
+
+def test_inputs_that_cannot_be_stacked() -> None:
+    proto = model(
+        "agraph (float[2,5] x, float[3,2,5] z) => (float[2,6] a, float[3,2,6] b) {"
+        " a = MatMul(x, w)\n b = MatMul(z, w) }",
+        w=weight(5, 6),
+    )
+    refuses(RULE, proto, "stacked")
+
+
+def test_inputs_of_one_unknown_length() -> None:
+    proto = model(
+        "agraph (float[2,N,5] x, float[2,N,5] z) => (float[2,N,6] a, float[2,N,6] b) {"
+        " a = MatMul(x, w)\n b = MatMul(z, w) }",
+        w=weight(5, 6),
+    )
+    applies(RULE, proto, ops=["Concat", "MatMul", "Split"])
 
 
 def test_a_recurrence_is_left_alone() -> None:
