@@ -22,7 +22,7 @@ from xrlflow.verify import (
     VerificationError,
     verify,
 )
-from xrlflow.verify.compare import Leg
+from xrlflow.verify.compare import Leg, by_deviation, grid, judge_floats
 
 
 def identity(text: str = "y = Identity(x)", **types: str) -> onnx.ModelProto:
@@ -546,3 +546,20 @@ def test_the_message_names_output_element_and_substitution() -> None:
     assert ",5]: " in text
     assert "FuseBias" in text
     assert 0.49 < found.max_error < 0.51
+
+
+def test_small_elements_of_a_coarse_kernel_may_move_by_its_grid() -> None:
+    """ONNX Runtime's Sigmoid ends in an addition of one half: near 0 its results are multiples of 2^-25."""
+    step = 2.0**-25
+    original = np.stack([np.arange(128) % 3, 1000 + np.arange(128)]).astype(np.float32) * np.float32(step)
+    unoptimized, new = original.copy(), original.copy()
+    unoptimized[1] += 4 * step  # how far the original moves, where its elements are larger
+    new[0, 5] += 2 * step
+    assert judge_floats(by_deviation(original, unoptimized), new).passed
+    finer = original.copy()
+    finer[0, 7] = np.float32(1e-3 * step)  # no such grid: the slice's own magnitude counts
+    unoptimized[0, 7] = new[0, 7] = finer[0, 7]
+    assert "along axis 0" in judge_floats(by_deviation(finer, unoptimized), new).reason
+    assert grid(original) == step
+    assert grid(np.float32([0.0, 1.0, 2.0])) == 2.0**-24
+    assert grid(np.zeros(3, np.float32)) == 2.0**-24

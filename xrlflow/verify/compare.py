@@ -11,10 +11,12 @@ The greatest value of an output sets a tolerance that parts of it may lie far be
 beside scores below one. So slices are judged as well, each by its own magnitude: along every axis, where a slice has
 64 elements or more (fewer say too little of the original's own error),
 
-    |new - y| in the slice <= 16 |original - y| in the slice + 2^-10 |y| in the slice + eps / 8 |y|
+    |new - y| in the slice <= 16 |original - y| in the slice + 2^-10 |y| in the slice + eps / 8 |y| + 8 grid
 
 with y and |original - y| as in the leg. That is loose enough for any honest rounding and tight enough for a channel
-that lost its bias. It can only refuse, never admit.
+that lost its bias. It can only refuse, never admit. `grid` is the power of two, 2^-24 at most, of which
+all elements of the original are multiples: a kernel that ends in an addition (a Sigmoid by 0.5 + p / q) rounds small
+elements to that.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from xrlflow.verify.runner import Array
 EPS = 2.0**-20
 _LEAST_SLICE = 64
 _SLICE_ERROR, _SLICE_SCALE = 16.0, 2.0**-10
+_SLICE_GRID, _COARSEST_GRID = 8.0, 2.0**-24
 
 
 class Leg(Enum):
@@ -178,7 +181,7 @@ def judge_floats(yardstick: Yardstick, new: Array) -> Judgement:
     if greatest > allowed:
         reason = f"the error {greatest:.3g} exceeds the tolerance {allowed:.3g} ({leg.value})"
         return Judgement(leg, greatest, allowed, difference, element(index), reason)
-    outside = _worst_slice(y, error, own, eps, least)
+    outside = _worst_slice(y, error, own, eps, least + _SLICE_GRID * grid(original))
     if outside is not None:
         index, found, limit, where = outside
         reason = f"the error {found:.3g} {where} exceeds the tolerance {limit:.3g} there ({leg.value})"
@@ -201,6 +204,18 @@ def judge_exact(original: Array, new: Array) -> Judgement:
     )
 
 
+def grid(array: Array) -> float:
+    """The largest power of two, at most 2^-24, of which all finite elements are multiples."""
+    if array.dtype.kind == "c" or not array.size:
+        return 0.0
+    digits = int(_finfo(array).nmant) + 1
+    values = wide(array)
+    fraction, exponent = np.frexp(np.where(np.isfinite(values), values, 0.0))
+    mantissa = np.ldexp(np.abs(fraction), digits).astype(np.int64)
+    last = np.ldexp((mantissa & -mantissa).astype(np.float64), exponent - digits)
+    return min(_COARSEST_GRID, float(last.min(initial=_COARSEST_GRID, where=mantissa != 0)))
+
+
 def _distance(a: Array, b: Array) -> Array:
     """|a - b| where both are finite, else 0."""
     with np.errstate(invalid="ignore", over="ignore"):
@@ -215,11 +230,14 @@ def _kinds(a: Array) -> Array:
 
 
 def _worst_slice(
-    y: Array, error: Array, own: Array, eps: float, least: float
+    y: Array, error: Array, own: Array, eps: float, noise: float
 ) -> tuple[tuple[int, ...], float, float, str] | None:
-    """The element, error, tolerance and place of the slice that most exceeds its tolerance, if one does."""
+    """The element, error, tolerance and place of the slice that most exceeds its tolerance, if one does.
+
+    `noise` is allowed to every element.
+    """
     magnitude = np.abs(np.where(np.isfinite(y), y, 0))
-    floor = eps / 8 * _max(magnitude) + least
+    floor = eps / 8 * _max(magnitude) + noise
     found: tuple[tuple[int, ...], float, float, str] | None = None
     excess = 1.0
     for axis, length in enumerate(error.shape):
