@@ -45,16 +45,20 @@ def concat_constants(op: Op, parts: Sequence[Val], axis: int) -> Any:
 
 
 def cut_order(parts: Sequence[Val]) -> list[int]:
-    """The order in which parts were cut out of one constant; as they are if they were not."""
+    """The order in which parts were cut out of one constant; if they were not, one that depends on them alone.
+
+    So that those who put the same parts together, each time step for instance, get the same constant.
+    """
+    by_value = sorted(range(len(parts)), key=lambda i: parts[i].value)
     places = []
     for part in parts:
         node = _producer(part)
         start = part.graph.const(node.inputs[1]) if node is not None and node.op == "Slice" else None
         if node is None or start is None or start.array is None or start.array.size != 1:
-            return list(range(len(parts)))
+            return by_value
         places.append((node.inputs[0], int(start.array.reshape(()))))
     if len({source for source, _ in places}) != 1:
-        return list(range(len(parts)))
+        return by_value
     return sorted(range(len(parts)), key=lambda i: places[i][1])
 
 

@@ -109,6 +109,21 @@ def test_many_matmuls(count):
     assert len(load_candidates(MergeManyMatMuls(), many(count))) == 1
 
 
+@pytest.mark.parametrize("rule", [MergeMatMuls(), MergeManyMatMuls()])
+def test_steps_that_merge_the_same_weights_share_the_merged_one(rule):
+    count = 2 if isinstance(rule, MergeMatMuls) else 5
+    lines = [f"y{x}{i} = MatMul({x}, w{i})" for x in "pqr" for i in range(count)]
+    source = model(
+        f"agraph (float[1,40] p, float[1,40] q, float[1,40] r) => "
+        f"({', '.join(f'float[] y{x}{i}' for x in 'pqr' for i in range(count))}) {{ {' '.join(lines)} }}",
+        **{f"w{i}": normal(40, 30, seed=i) for i in range(count)},
+    )
+    state = RewriteState.start(load(source).graph, Library([rule]))
+    while state.candidates:
+        state = state.apply(state.candidates[0])
+    assert len({n.inputs[1] for n in state.graph.nodes() if n.op == "MatMul"}) == 1
+
+
 def test_few_matmuls():
     refuses(MergeManyMatMuls(), many(3), "too few")
 
