@@ -342,6 +342,16 @@ def test_float64_judges_where_it_exists_and_deviation_elsewhere(monkeypatch: pyt
     assert [o.judgement.leg for o in found.outputs] == [Leg.DEVIATION, Leg.FLOAT64]
 
 
+def test_what_float64_showed_of_some_inputs_counts_for_the_others() -> None:
+    a, b = cancelling()
+    only_one = verify(a, b, float64_flops=5e3, samples=4)
+    assert only_one.verified, only_one.message()
+    reference = Reference.of(a, float64_flops=5e3, samples=4)
+    found = {k.yardsticks[0, ""].leg for k in reference.known}
+    assert found == {Leg.FLOAT64, Leg.DEVIATION}
+    assert not verify(a, b, float64_flops=0).verified, "with no reference at all the rule is the strict one"
+
+
 def test_cancellation_is_no_licence() -> None:
     """Where the original is bad the tolerance is wide, and still has an end."""
     a, b = cancelling()

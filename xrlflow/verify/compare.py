@@ -5,6 +5,10 @@ Global rule, for each float output (|.| is the greatest absolute value over the 
     reference leg    |new - f64| <= 4 |original - f64| + eps |f64|
     deviation leg    |new - original| <= 8 max(|original - unoptimised|, eps |original|)
 
+Where float64 was evaluated for some of the inputs only (it is slow), the deviation leg's tolerance on the others is at
+least what the reference leg's would be (and the original's own distance) with the greatest relative error that the
+original showed of that output.
+
 `eps` is 2^-20 for float32 and float64, and the type's own epsilon for narrower floats.
 
 The greatest value of an output sets a tolerance that parts of it may lie far below: boxes of hundreds of pixels
@@ -64,12 +68,19 @@ class Yardstick:
     """What an output of the original is measured with.
 
     `other`: the float64 reference, or the original's output without the runtime's optimisations (None: not known,
-    only rounding is allowed for).
+    only rounding is allowed for). `relative`: |original - f64| / |f64| on other inputs, where known.
     """
 
     leg: Leg
     original: Array
     other: Array | None
+    relative: float = 0.0
+
+    def error(self) -> float:
+        """|original - other| / |y|: the original's relative error, if `other` is the reference."""
+        y, own = self.measure()
+        scale = _scale(y)
+        return _max(own) / scale if scale else 0.0
 
     def measure(self) -> tuple[Array, Array]:
         """y, and |original - other| (0 where either is not finite), both in double precision."""
@@ -150,10 +161,16 @@ def by_deviation(original: Array, unoptimized: Array | None) -> Yardstick:
     return Yardstick(Leg.DEVIATION, original, unoptimized)
 
 
-def tolerance(leg: Leg, y: Array, own: Array, eps: float) -> float:
+def tolerance(yardstick: Yardstick, y: Array, own: Array, eps: float) -> float:
     """The greatest admissible distance from y for the output as a whole; `own` is the original's."""
-    scale = _max(np.abs(np.where(np.isfinite(y), y, 0)))
-    return 4 * _max(own) + eps * scale if leg is Leg.FLOAT64 else 8 * max(_max(own), eps * scale)
+    scale = _scale(y)
+    if yardstick.leg is Leg.FLOAT64:
+        return 4 * _max(own) + eps * scale
+    return max(8 * max(_max(own), eps * scale), (5 * yardstick.relative + eps) * scale)
+
+
+def _scale(y: Array) -> float:
+    return _max(np.abs(np.where(np.isfinite(y), y, 0)))
 
 
 def judge_floats(yardstick: Yardstick, new: Array) -> Judgement:
@@ -163,7 +180,7 @@ def judge_floats(yardstick: Yardstick, new: Array) -> Judgement:
     a, b = wide(original), wide(new)
     eps, least = epsilon(original), _least(original)
     # Where denormal numbers are flushed to zero is the runtime's business.
-    allowed = tolerance(leg, y, own, eps) + least
+    allowed = tolerance(yardstick, y, own, eps) + least
     difference = _max(_distance(a, b))
 
     def element(index: tuple[int, ...]) -> Element:
@@ -181,7 +198,8 @@ def judge_floats(yardstick: Yardstick, new: Array) -> Judgement:
     if greatest > allowed:
         reason = f"the error {greatest:.3g} exceeds the tolerance {allowed:.3g} ({leg.value})"
         return Judgement(leg, greatest, allowed, difference, element(index), reason)
-    outside = _worst_slice(y, error, own, eps, least + _SLICE_GRID * grid(original))
+    known = np.maximum(own, yardstick.relative * np.abs(np.where(np.isfinite(y), y, 0)))
+    outside = _worst_slice(y, error, known, eps, least + _SLICE_GRID * grid(original))
     if outside is not None:
         index, found, limit, where = outside
         reason = f"the error {found:.3g} {where} exceeds the tolerance {limit:.3g} there ({leg.value})"

@@ -46,7 +46,7 @@ from xrlflow.verify.runner import Array, Model, Runner, first_line, flat, opened
 from xrlflow.verify.signature import Signature, differences, signature, signature_of_proto
 from xrlflow.verify.ties import undecided
 
-FLOAT64_FLOPS = 1e10
+FLOAT64_FLOPS = 3e10
 """Operations that the float64 evaluations of one verification may take together: some seconds on two cores."""
 
 
@@ -320,8 +320,14 @@ class Reference:
         ]
         if not missing:
             return []
+        errors: dict[int, float] = {}
+        for known in self.known:
+            for (index, _), reference in known.yardsticks.items():
+                errors[index] = max(errors.get(index, 0.0), reference.error())
         for known, index, part, array in missing:
-            known.yardsticks[index, part] = by_deviation(array, None)
+            known.yardsticks[index, part] = replace(
+                by_deviation(array, None), relative=errors.get(index, 0.0)
+            )
         cases = {id(known): known for known, *_ in missing}
         try:
             with opened(
@@ -333,7 +339,9 @@ class Reference:
                         for part, array in known.outputs[index]:
                             yardstick = known.yardsticks.get((index, part))
                             if yardstick is not None and yardstick.leg is Leg.DEVIATION and part in others:
-                                known.yardsticks[index, part] = by_deviation(array, others[part])
+                                known.yardsticks[index, part] = replace(
+                                    by_deviation(array, others[part]), relative=yardstick.relative
+                                )
         except BackendError as error:
             return [f"the original does not run without ONNX Runtime's optimisations: {first_line(error)}"]
         return []
