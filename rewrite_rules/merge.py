@@ -238,11 +238,11 @@ class SplitMergedConv(_SplitMerged):
 class EnlargeConv(RegionRule):
     """conv(x, w) -> conv(x, pad(w))  to the kernel of another convolution of x, so that the two can be merged.
 
-    The new rim of the kernel is zero, and meets neighbours that it did not meet before: right for finite x.
+    The new rim of the kernel is zero, and meets neighbours that it did not meet before: where x is infinite or
+    NaN, more of the result is NaN.
     """
 
     anchors = ("Conv",)
-    assumes = "finite"
     examples = (
         "agraph (float[1,1,4,4] x) => (float[1,1,4,4] a, float[1,1,4,4] b) {"
         " u = Constant<value_floats=[1.0,2.0,3.0,4.0,5.0,6.0,7.0,8.0,9.0]>()"
@@ -309,10 +309,10 @@ def _pads(node: Node, dims: int) -> tuple[int, ...]:
 class MergeGroupConv(Rule):
     """conv(x, w; groups g) -> conv(x, blockdiagonal(w); groups g/2).
 
-    The zeros between the blocks meet channels that a group did not read before: right for finite x.
+    The zeros between the blocks meet channels that a group did not read before: where x is infinite or NaN, more
+    of the result is NaN.
     """
 
-    assumes = "finite"
     optional = ("b",)
     shapes = per_rank("x[i,c{h}] w[m,p{k}]:const b[m]")
 

@@ -63,6 +63,7 @@ class Leaves:
     consts: dict[Value, Const] = field(default_factory=dict)
     names: dict[Value, str] = field(default_factory=dict)
     _uniform: dict[Value, float | None] = field(default_factory=dict)
+    _numbers: dict[tuple[int, ...], Value] = field(default_factory=dict)
 
     def uniform(self, value: Value) -> float | None:
         """The number that a small constant holds everywhere; None if it has several, none, or none to read."""
@@ -75,6 +76,13 @@ class Leaves:
             first = array.flat[0]
             found = float(first) if bool((array == first).all()) else None
         self._uniform[value] = found
+        return found
+
+    def numbers(self, values: tuple[int, ...]) -> Value:
+        """The value of a one-dimensional int64 constant (a shape, axes)."""
+        found = self._numbers.get(values)
+        if found is None:
+            found = self._numbers[values] = self.intern(np.array(values, np.int64), DType.INT64)
         return found
 
     def intern(self, array: npt.NDArray[Any], dtype: DType) -> Value:

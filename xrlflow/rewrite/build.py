@@ -113,7 +113,8 @@ class GraphBuilder(Op):
                     like = next(j.type.dtype for j in inputs if isinstance(j, Val))
                 vals.append(self.constant(i, like))
             elif isinstance(i, (list, tuple)):
-                vals.append(self.constant(np.array(i, np.int64)))
+                value = self.graph.leaves.numbers(tuple(map(int, i)))
+                vals.append(Val(self.graph, value, self.graph.leaves.types[value]))
             else:
                 vals.append(self.constant(i))
         while vals and vals[-1] is None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,17 +84,10 @@ class RewriteState:
     @staticmethod
     def start(graph: Graph, library: Library, delta: Delta | None = None) -> RewriteState:
         """The state of a graph, matched from scratch. `delta` is evaluated for each candidate."""
-        finder = _Finder(graph, library, delta)
-        collecting = gc.isenabled()
-        gc.disable()  # nothing that matching makes is garbage in a cycle, and a collection walks the whole graph
-        try:
-            for node in graph.nodes():
-                finder.look(node, library.root_plans)
-                finder.look_for_regions(node, None)
+        with _no_collection():
+            finder = _match_all(graph, library, delta)
+            finder.settle()
             return RewriteState(graph, library, delta, Map(finder.index({})), len(finder.found))
-        finally:
-            if collecting:
-                gc.enable()
 
     @property
     def fingerprint(self) -> int:
@@ -170,6 +164,7 @@ class RewriteState:
             if node is not None and value not in dirty.nodes:
                 finder.look_for_regions(node, names)
 
+        finder.settle()
         mutation = index.mutate()
         for value, entries in finder.index(touched, index).items():
             if entries:
@@ -182,6 +177,32 @@ class RewriteState:
         return RewriteState(
             graph, self.library, self.delta, mutation.finish(), self.count - lost + len(finder.found)
         )
+
+
+def match_all(graph: Graph, library: Library) -> list[Match]:
+    """Every place of a graph where the conditions of a rule hold, matched from scratch; not priced."""
+    with _no_collection():
+        return _match_all(graph, library, None).matches
+
+
+def _match_all(graph: Graph, library: Library, delta: Delta | None) -> _Finder:
+    finder = _Finder(graph, library, delta)
+    for node in graph.nodes():
+        finder.look(node, library.root_plans)
+        finder.look_for_regions(node, None)
+    return finder
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Nothing that matching makes is garbage in a cycle, and a collection walks the whole graph."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,6 +274,7 @@ class _Finder:
         self.library = library
         self.delta = delta
         self.outputs = frozenset(graph.outputs)
+        self.matches: list[Match] = []
         self.found: dict[Key, Match] = {}
         self.seen: set[Key] = set()
         self.attempts: dict[tuple[Value, str], Attempt] = {}
@@ -299,7 +321,7 @@ class _Finder:
             _check_shapes(pattern, vals)
             if rule.has_where:
                 rule.where(Captures(dict(zip(pattern.captures, attrs))), *vals)
-            self.admit(Match(rule, nodes, values, key, pattern, attrs, ids))
+            self.matches.append(Match(rule, nodes, values, key, pattern, attrs, ids))
         except Refused as reason:
             stats.refused[str(reason)] += 1
 
@@ -333,7 +355,9 @@ class _Finder:
                     key = (rule.name, (node.outputs[0], detail))
                     if key not in self.seen:
                         self.seen.add(key)
-                        self.admit(Match(rule, region.nodes, region.inputs, key, None, region, reads))
+                        self.matches.append(
+                            Match(rule, region.nodes, region.inputs, key, None, region, reads)
+                        )
             except Refused as reason:
                 stats.refused[str(reason)] += 1
                 region = None
@@ -347,17 +371,33 @@ class _Finder:
         reader.reads.discard(anchor.outputs[0])
         return (anchor.outputs[0], *sorted(reader.reads))
 
-    def admit(self, match: Match) -> None:
-        """Keep a match, unless it changes nothing; ask the cost model."""
-        edit = build_edit(self.graph, match)
-        shift = fingerprint_shift(self.graph, edit)
-        if not shift:
-            return
-        object.__setattr__(match, "shift", shift)
-        if self.delta is not None:
-            object.__setattr__(match, "delta", self.delta(self.graph, edit))
-        self.found[match.key] = match
-        self.library.stats[match.rule.name].admitted += 1
+    def settle(self) -> None:
+        """Build the edit of every match: those that change nothing fall, the cost model prices the others."""
+        for match in self.matches:
+            stats = self.library.stats[match.rule.name]
+            begin = time.perf_counter() if self.library.timed else 0.0
+            try:
+                edit = build_edit(self.graph, match)
+            except Refused as reason:
+                stats.refused[str(reason)] += 1
+                self._keep_trying(match)
+                continue
+            shift = fingerprint_shift(self.graph, edit)
+            if not shift:
+                self._keep_trying(match)
+                continue
+            object.__setattr__(match, "shift", shift)
+            if self.delta is not None:
+                object.__setattr__(match, "delta", self.delta(self.graph, edit))
+            self.found[match.key] = match
+            stats.admitted += 1
+            if self.library.timed:
+                stats.seconds += time.perf_counter() - begin
+
+    def _keep_trying(self, match: Match) -> None:
+        """A region whose target comes to nothing is tried again when what it read changes."""
+        if isinstance(match.rule, RegionRule) and len(match.reads) > 1:
+            self.attempts[(match.reads[0], match.rule.name)] = Attempt(match.rule, match.reads)
 
     def index(
         self, touched: dict[Value, list[Entry]], old: Map[Value, tuple[Entry, ...]] | None = None
