@@ -16,7 +16,19 @@ import onnx.shape_inference
 import onnx_ir
 
 from xrlflow import weights
-from xrlflow.ir import ABSENT, SMALL, Body, Const, DType, Graph, Node, RawAttr, TensorType, Value
+from xrlflow.ir import (
+    ABSENT,
+    SMALL,
+    Body,
+    Const,
+    DType,
+    Graph,
+    Node,
+    RawAttr,
+    TensorHandle,
+    TensorType,
+    Value,
+)
 from xrlflow.onnxio import protos, versions
 from xrlflow.onnxio.errors import GrowthError, ModelError
 from xrlflow.onnxio.model import ImportedModel, Recipe
@@ -253,7 +265,8 @@ class _Writer:
         self.taken: set[str] = set()
         self.domains: set[str] = set()
         self.large: dict[str, Const] = {}
-        self.handles: dict[int, str] = {}  # names of large constants, by the identity of their data
+        # Names of large constants by the identity of their data, which is kept alive: an identity is reused.
+        self.handles: dict[int, tuple[TensorHandle, str]] = {}
         self.contents: dict[tuple[TensorType, bytes], str] = {}  # of those that were computed
 
     def main(self, graph: Graph) -> None:
@@ -318,9 +331,8 @@ class _Writer:
 
     def _large(self, const: Const, wish: str, computed: bool) -> str:
         """The name of a large constant: an initialiser of the outermost graph, one for equal contents."""
-        name = self.handles.get(id(const.handle))
-        if name is not None:
-            return name
+        if id(const.handle) in self.handles:
+            return self.handles[id(const.handle)][1]
         key = (const.type, blake2b(raw_data(const), digest_size=16).digest()) if computed else None
         name = self.contents.get(key) if key is not None else None
         if name is None:
@@ -328,7 +340,7 @@ class _Writer:
             self.large[name] = const
         if key is not None:
             self.contents[key] = name
-        self.handles[id(const.handle)] = name
+        self.handles[id(const.handle)] = (const.handle, name)
         return name
 
     def _fresh(self, wish: str) -> str:

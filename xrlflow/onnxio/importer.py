@@ -368,6 +368,10 @@ class _Importer:
                 raw[name] = body
                 captured.extend(outer)
         types = [None if v == ABSENT else scope.type(v) for v in inputs]
+        if op == "Reshape" and raw.get("allowzero") and len(inputs) == 2:
+            shape = scope.const(inputs[1])
+            if shape is not None and shape.array is not None and shape.array.all():
+                del raw["allowzero"]  # says what a 0 means, and there is none
         attrs = canonical_attrs(op, raw, types)
         outputs = list(proto.output)
         while len(outputs) > 1 and not outputs[-1]:
