@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from rewrite_rules.shapes import either, per_rank
 from xrlflow.ir import FLOATS, INTEGERS, Attrs, DType
@@ -516,6 +517,13 @@ class MergeConstantMuls(_TwoConstants):
     def source(self, op: Op, x: Any, c: Any, d: Any) -> Any:
         return op.Mul(op.Mul(x, c), d)
 
+    def where(self, m: Captures, x: Val, c: Val, d: Val) -> None:
+        super().where(m, x, c, d)
+        if c.known and d.known and c.dtype in FLOATS:
+            product = c.array.astype(np.float64) * d.array.astype(np.float64)
+            exact = np.logical_or(c.array == 0, d.array == 0)
+            require(bool(np.all(exact | _is_normal(product, c.dtype))), "the product over- or underflows")
+
     def target(self, op: Op, x: Val, c: Val, d: Val) -> Any:
         return op.Mul(x, op.Mul(c, d))
 
@@ -528,6 +536,13 @@ class PushMulThroughConstantAdd(_TwoConstants):
 
     def target(self, op: Op, x: Val, c: Val, d: Val) -> Any:
         return op.Add(op.Mul(x, d), op.Mul(c, d))
+
+
+def _is_normal(numbers: npt.NDArray[np.float64], dtype: DType) -> npt.NDArray[np.bool_]:
+    """Which numbers an element type holds with full precision (of the wide ones: as float32)."""
+    least, most = (6.2e-5, 65504.0) if dtype == DType.FLOAT16 else (1.2e-38, 3.4e38)
+    size = np.abs(numbers)
+    return (size >= least) & (size <= most)
 
 
 # Below it a quotient may overflow, or lose what it is divided from.
@@ -552,6 +567,10 @@ class PullMulOutOfConstantAdd(_TwoConstants):
         super().where(m, x, c, d)
         require(c.known, "a constant is too large to be sure that there and back is one state")
         _require_divisor(d)
+        quotient = c.array.astype(np.float64) / d.array.astype(np.float64)
+        require(
+            bool(np.all((c.array == 0) | _is_normal(quotient, c.dtype))), "the quotient over- or underflows"
+        )
 
     def target(self, op: Op, x: Val, c: Val, d: Val) -> Any:
         return op.Mul(op.Add(x, op.Div(c, d)), d)

@@ -184,6 +184,7 @@ class SplitMergedMatMul(_SplitMerged):
     """split(x @ w) -> x @ w[:, a:b], ...  for constant w;  Gemm alike."""
 
     product = ("MatMul", "Gemm")
+    reads_from = product
     examples = (
         "agraph (float[2,1,3] x) => (float[2,1,2] a, float[2,1,1] b) {"
         " u = Constant<value_floats=[1.0,2.0,3.0,4.0,5.0,6.0,7.0,8.0,9.0]>()"
@@ -228,6 +229,7 @@ class SplitMergedConv(_SplitMerged):
     """split(conv(x, w, b)) -> conv(x, w[a:b], b[a:b]), ...  along the channels."""
 
     product = ("Conv",)
+    reads_from = product
     examples = (
         "agraph (float[1,1,3,3] x) => (float[1,2,3,3] a, float[1,1,3,3] b) {"
         " u = Constant<value_floats=[1.0,2.0,3.0]>() s = Constant<value_ints=[3,1,1,1]>() w = Reshape(u, s)"
@@ -570,6 +572,7 @@ class SplitConvOverConcat(_SplitOverConcat):
     """conv([x|y|...], w, b) -> conv(x, w_x, b) + conv(y, w_y) + ...  for one reader among several."""
 
     anchors = ("Conv",)
+    reads_from = ("Concat",)
     examples = (
         "agraph (float[1,1,3,3] x, float[1,2,3,3] y) => (float[1,1,3,3] a, float[1,3,3,3] c) {"
         " u = Constant<value_floats=[1.0,2.0,3.0]>() s = Constant<value_ints=[1,3,1,1]>() w = Reshape(u, s)"

@@ -48,9 +48,9 @@ class MergeSharedWeightProducts(RegionRule):
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
-        if not _multiplies(reader, node):
-            return None
         weight, *rest = node.inputs[1:]
+        if reader.count_users(weight) < 2 or not _multiplies(reader, node):
+            return None
         own = _origin(reader, node.inputs[0])
         # The least of the group finds it; the others depend on that one alone, or each would on each.
         unrecorded = Reader(reader.graph)

@@ -440,6 +440,32 @@ def test_two_integer_constants_overflow_alike():
     applies(MergeConstantMuls(), source, ops=["Mul"])
 
 
+@pytest.mark.parametrize(("c", "d"), [(1e30, 1e30), (1e-30, 1e-20), (np.inf, 2.0)])
+def test_factors_whose_product_no_float_holds(c, d):
+    source = model(
+        "agraph (float[3] x) => (float[3] y) { a = Mul(x, c) y = Mul(a, d) }",
+        c=np.float32(c),
+        d=np.float32(d),
+    )
+    refuses(MergeConstantMuls(), source, "underflows")
+
+
+def test_masks_stay_finite():
+    source = model(
+        "agraph (float[3] x) => (float[3] y) { a = Mul(x, d) y = Add(a, c) }",
+        c=np.array([0, np.finfo(np.float32).min, 1], np.float32),
+        d=np.float32(0.125),
+    )
+    refuses(PullMulOutOfConstantAdd(), source, "underflows")
+    # The same number everywhere: nothing underflows where a factor is zero.
+    zero = model(
+        "agraph (float[2] x) => (float[2] y) { a = Mul(x, c) y = Mul(a, d) }",
+        c=np.array([0, 2], np.float32),
+        d=np.float32(0.5),
+    )
+    applies(MergeConstantMuls(), zero, ops=["Mul"])
+
+
 def test_divisors():
     text = "agraph (float[2,3] x) => (float[2,3] y) { y = Div(x, c) }"
     applies(ReplaceConstantDivByMul(), model(text, c=normal(3)), ops=["Mul"])
