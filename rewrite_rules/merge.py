@@ -351,6 +351,8 @@ class MergeGroupConvToBlocks(MergeGroupConv):
     As merging by two, again and again, in one step; not for depthwise convolutions, which have kernels of their own.
     """
 
+    unpriced = True
+
     def factor(self, m: Captures, w: Val) -> int:
         groups, channels = group_of(m.c), w.size(1)
         require(channels > 1, "it is depthwise")
@@ -554,6 +556,7 @@ def _row_axis(op: str, attrs: Attrs, rank: int) -> int:
 class SplitConvsOverConcat(_SplitOverConcat):
     """conv([x|y|...], w, b) -> conv(x, w_x, b) + conv(y, w_y) + ...  for all readers of the Concat at once."""
 
+    unpriced = True
     anchors = ("Concat",)
     examples = (
         "agraph (float[1,1,3,3] x, float[1,2,3,3] y) => (float[1,1,3,3] a, float[1,1,3,3] b) {"

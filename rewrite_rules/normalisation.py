@@ -616,6 +616,7 @@ class ReplaceAddBySum(RegionRule):
     slower than the two on several threads; it does not know Sum.
     """
 
+    unpriced = True
     backend = "onnxruntime"
     dtypes = frozenset({DType.FLOAT})
     anchors = ("LayerNormalization",)

@@ -70,14 +70,17 @@ if TYPE_CHECKING:
 SEARCHES = ("greedy", "taso", "random")
 COSTS = ("roofline", "profiled", "measured")
 
-# How the time limit is shared out: when searching, then selecting, must be over (parts of the limit).
-_SEARCH_UNTIL, _SELECT_UNTIL = 0.35, 0.7
+# How the time limit is shared out: when searching must be over, and the least that is kept for measuring whole
+# models against each other before the end (parts of the limit).
+_SEARCH_UNTIL, _SELECT_AT_LEAST = 0.3, 0.15
 # Substitutions that the model sees as a loss of no more than this part of the cost are left to measurement.
 _TOLERANCE = 0.02
 # A result is shipped only if it is faster for sure: the interval's lower end is above this. Two sessions of one
 # model differ by half a percent, and what is not worth that is not worth another file.
 _CLEARLY_FASTER = 1.003
-_FRESH_PROCESSES = 5
+_FRESH_PROCESSES = (5, 3)  # three if the time does not suffice for five
+# What one process takes for the last measurement: seconds to start, and runs.
+_START_SECONDS, _RUNS = 1.5, 80
 
 
 class OptionError(ValueError):
@@ -179,12 +182,26 @@ class _Job:
     phases: dict[str, float] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     body_steps: list[Step] = field(default_factory=list)
+    latency: float = 0.0  # rough seconds of one run
     files: int = 0
     reference: Reference | None = None
 
     def until(self, part: float) -> float:
         """The moment at which a part of the time limit is over."""
         return self.begin + part * (self.deadline - self.begin)
+
+    def final_seconds(self, processes: int) -> float:
+        """What the last measurement takes in so many processes."""
+        return processes * (_START_SECONDS + _RUNS * self.latency)
+
+    @property
+    def select_until(self) -> float:
+        """When comparing whole models must be over, so that verification and the last measurement fit in."""
+        latest = self.until(_SEARCH_UNTIL + _SELECT_AT_LEAST)
+        left = self.deadline - self.final_seconds(_FRESH_PROCESSES[0]) - 10 * self.latency - 2.0
+        if left < latest:
+            left = self.deadline - self.final_seconds(_FRESH_PROCESSES[-1]) - 10 * self.latency - 2.0
+        return max(left, latest)
 
     def phase(self, name: str, since: float) -> None:
         self.phases[name] = round(self.phases.get(name, 0.0) + time.monotonic() - since, 3)
@@ -278,6 +295,8 @@ def _run(
     imported = job.imported
     if inputs is not None:
         job.feeds = dict(user_case(imported, inputs).feeds)
+        if measuring:
+            job.latency = _run_twice(job)
     elif measuring or job.cost_name == "measured":
         job.feeds = _feeds(job)
     since = time.monotonic()
@@ -488,18 +507,32 @@ def _feeds(job: _Job) -> dict[str, Any]:
         failures: tuple[type[Exception], ...] = (BackendError, *ort_errors())
 
         def runs(feeds: Mapping[str, Any]) -> bool:
+            begin = time.perf_counter()
             try:
                 opened.run(feeds)
             except failures:
                 return False
+            job.latency = time.perf_counter() - begin
             return True
 
-        return feeds_for_measurement(job.imported, job.seed, runs)
+        found = feeds_for_measurement(job.imported, job.seed, runs)
+        runs(found)  # the first run is slower
+        return found
+
+
+def _run_twice(job: _Job) -> float:
+    """Rough seconds of one run on the user's inputs: the first run is slower."""
+    assert job.feeds is not None
+    with open_model(job.original, threads=job.threads, session_options=job.session_options) as opened:
+        opened.run(job.feeds)
+        begin = time.perf_counter()
+        opened.run(job.feeds)
+        return time.perf_counter() - begin
 
 
 def _select(job: _Job, base: Found, proposals: Sequence[Found], exporting: bool) -> Selection:
     """What runs fastest end to end, among the search's proposals and sweeps of single rules."""
-    deadline = job.until(_SELECT_UNTIL)
+    deadline = job.select_until
     improving = [f for f in proposals if f.path is not None or exporting or job.body_steps]
     trials = 0
 
@@ -550,8 +583,9 @@ def _final(job: _Job, path: str) -> RepeatedComparison:
         old = file
     job.say("measure", 0, 0, "in fresh processes")
     left = max(3.0, job.deadline - time.monotonic())
+    pairs = next((n for n in _FRESH_PROCESSES if job.final_seconds(n) <= left), _FRESH_PROCESSES[-1])
     return measure_in_fresh_processes(
-        old, path, job.feeds, pairs=_FRESH_PROCESSES, threads=job.threads, time_limit=left,
+        old, path, job.feeds, pairs=pairs, threads=job.threads, time_limit=left,
         session_options=job.session_options,
     )  # fmt: skip
 

@@ -194,6 +194,8 @@ class _Declared:
     dtypes: ClassVar[frozenset[DType] | None] = None
     # Only offered for this backend ("onnxruntime"), None: for all.
     backend: ClassVar[str | None] = None
+    # Its worth lies in what the runtime fuses, which no cost of single operators sees: it is measured first.
+    unpriced: ClassVar[bool] = False
     # What must hold of the data ("finite"); such a rule is off unless asked for.
     assumes: ClassVar[str | None] = None
 

@@ -48,12 +48,16 @@ class Selection:
 
 
 def sweeping_rules(found: Found, at_most: float) -> list[str]:
-    """Rules that have a candidate whose modelled delta is at most `at_most`, the most promising first."""
-    gain: dict[str, float] = {}
+    """Rules that have a candidate whose modelled delta is at most `at_most`, the most promising first.
+
+    That is: those whose worth no model of single operators sees, then by the sum of their modelled deltas.
+    """
+    total: dict[str, tuple[bool, float]] = {}
     for match in found.state.candidates:
         if match.delta <= at_most:
-            gain[match.rule.name] = gain.get(match.rule.name, 0.0) + min(match.delta, 0.0)
-    return sorted(gain, key=lambda name: (gain[name], name))
+            _, before = total.get(match.rule.name, (False, 0.0))
+            total[match.rule.name] = (not match.rule.unpriced, before + match.delta)
+    return sorted(total, key=lambda name: (*total[name], name))
 
 
 def select(
