@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import tempfile
 import time
@@ -32,7 +31,7 @@ from xrlflow.onnxio import (
     size_of,
     to_proto,
 )
-from xrlflow.report import Listener, Report, operators
+from xrlflow.report import Listener, Report, finite, operators
 from xrlflow.rewrite import Library, RewriteState
 from xrlflow.search import (
     Found,
@@ -395,7 +394,7 @@ def _result(
         speedup=kept.speedup if kept else _unchanged(compared),
         control=compared.control if compared else None,
         verified=verification.verified if verification is not None else None,
-        max_error=_finite(verification.max_error) if verification is not None else None,
+        max_error=finite(verification.max_error) if verification is not None else None,
         seconds=round(time.monotonic() - job.begin, 3),
         phases=job.phases,
         returned_original=chosen is None,
@@ -413,10 +412,6 @@ def _result(
         verification,
         selection,
     )
-
-
-def _finite(x: float) -> float | None:
-    return x if math.isfinite(x) else None
 
 
 def _unchanged(compared: RepeatedComparison | None) -> SpeedUp | None:
@@ -740,9 +735,9 @@ def bench(
         "against_ms": before.median_ms,
         "speedup": measured.speedup.median,
         "speedup_low": measured.speedup.low,
-        "speedup_high": measured.speedup.high,
+        "speedup_high": finite(measured.speedup.high),
         "control_low": measured.control.low if measured.control else None,
-        "control_high": measured.control.high if measured.control else None,
+        "control_high": finite(measured.control.high) if measured.control else None,
         "samples": measured.samples,
         "threads": measured.threads,
         "disturbed": measured.load.disturbed,

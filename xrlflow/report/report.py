@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -56,9 +57,9 @@ class Report:
             "latency_after_ms": self.latency_after.median_ms if self.latency_after else None,
             "speedup": speedup.median if speedup else None,
             "speedup_low": speedup.low if speedup else None,
-            "speedup_high": speedup.high if speedup else None,
+            "speedup_high": finite(speedup.high) if speedup else None,
             "control_low": control.low if control else None,
-            "control_high": control.high if control else None,
+            "control_high": finite(control.high) if control else None,
             "verified": self.verified,
             "max_error": self.max_error,
             "seconds": self.seconds,
@@ -72,6 +73,11 @@ class Report:
             "operators_after": dict(self.operators_after),
             "notes": list(self.notes),
         }
+
+
+def finite(x: float) -> float | None:
+    """A number as JSON can hold it: None for an interval that is open, or an infinite error."""
+    return x if math.isfinite(x) else None
 
 
 def operators(graph: Graph) -> Counter[str]:
