@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rewrite_rules.axes import fronts, rank_of, reshape_numbers, same_dims
+from rewrite_rules.axes import axis_of, fronts, ints_input, rank_of, reshape_numbers, same_dims
 from rewrite_rules.elementwise import BROADCAST, UNARY, is_unary, read_once
 from xrlflow.ir import Dim, Node, Value
 from xrlflow.rewrite import AnyRule, Captures, Op, Reader, Region, RegionRule, Rule, Val, require
@@ -320,6 +320,45 @@ class PushReshapeIntoMatMul(RegionRule):
 
 _BROADCAST = frozenset(BROADCAST)
 
+
+class PullUnsqueezeOutOfConcat(RegionRule):
+    """concat_a(unsqueeze_a(x0), ..., unsqueeze_a(xn)) -> reshape(concat_a(x0, ..., xn))  for x of one shape.
+
+    The steps of an unrolled recurrence are stacked so; one view is left of many.
+    """
+
+    anchors = ("Concat",)
+    reads_from = ("Unsqueeze",)
+    examples = (
+        "agraph (float[N,3] x, float[N,3] z) => (float[N,2,3] y) { i = Constant<value_ints=[1]>() "
+        "a = Unsqueeze(x, i) b = Unsqueeze(z, i) y = Concat<axis=1>(a, b) }",
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        parts = [reader.producer(v) for v in node.inputs]
+        if len(parts) < 2 or any(p is None or p.op != "Unsqueeze" or p.const for p in parts):
+            return None
+        unsqueezes = [p for p in parts if p is not None]
+        rank = rank_of(reader, node.outputs[0])
+        axis = axis_of(node, rank)
+        axes = {ints_input(reader, p, 1) for p in unsqueezes}
+        require(axes in ({(axis,)}, {(axis - rank,)}), "another axis is inserted")
+        require(axis < rank - 1, "the new axis is the last")
+        shapes = [reader.type(p.inputs[0]).shape for p in unsqueezes]
+        require(all(same_dims(shapes[0], s) for s in shapes), "the shapes differ, or are not known")
+        require(all(read_once(reader, v) for v in node.inputs), "a part is read elsewhere")
+        before = list(shapes[0] or ())
+        width = before[axis]
+        before[axis] = width * len(parts) if isinstance(width, int) else None
+        numbers = tuple(reshape_numbers(before, node.types[0].shape or ()))
+        inputs = tuple(p.inputs[0] for p in unsqueezes)
+        return Region(node.outputs, inputs, (node, *unsqueezes), (axis, numbers))
+
+    def target(self, op: Op, region: Region, *x: Val) -> Any:
+        axis, numbers = region.data
+        return op.Reshape(op.Concat(*x, axis=axis), numbers)
+
+
 RULES: tuple[AnyRule, ...] = (
     MergeReshapes(),
     CancelUnsqueeze(),
@@ -331,4 +370,5 @@ RULES: tuple[AnyRule, ...] = (
     PushReshapesUp(),
     PushReshapeThroughMatMul(),
     PushReshapeIntoMatMul(),
+    PullUnsqueezeOutOfConcat(),
 )

@@ -597,6 +597,71 @@ class PullUnaryOutOfConcat(RegionRule):
         return op[name](op.Concat(*inputs[:count], attrs=concat), *inputs[count:], attrs=attrs)
 
 
+# Pools treat each channel by itself.
+_POOLS = ("MaxPool", "AveragePool", "LpPool", "GlobalMaxPool", "GlobalAveragePool", "GlobalLpPool")
+
+
+class PushPoolIntoConcat(RegionRule):
+    """pool(concat(x, y)) -> concat(pool(x), pool(y))  for a concat of channels."""
+
+    anchors = _POOLS
+    reads_from = ("Concat",)
+    examples = (
+        "agraph (float[N,2,4,4] x, float[N,3,4,4] z) => (float[N,5,2,2] y) "
+        "{ a = Concat<axis=1>(x, z) y = MaxPool<kernel_shape=[2,2], strides=[2,2]>(a) }",
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        inner = reader.producer(node.inputs[0])
+        if inner is None or inner.op != "Concat" or inner.const:
+            return None
+        require(len(node.outputs) == 1, "the places of the maxima are given out")
+        rank = rank_of(reader, inner.outputs[0])
+        require(axis_of(inner, rank) == 1, "the concat is not one of channels")
+        require(read_once(reader, node.inputs[0]), "the concat is read elsewhere")
+        data = (node.op, node.attrs, inner.attrs)
+        return Region(node.outputs, inner.inputs, (node, inner), data)
+
+    def target(self, op: Op, region: Region, *inputs: Val) -> Any:
+        name, attrs, concat = region.data
+        return op.Concat(*[op[name](x, attrs=attrs) for x in inputs], attrs=concat)
+
+
+class PullPoolOutOfConcat(RegionRule):
+    """concat(pool(x), pool(y)) -> pool(concat(x, y))  for a concat of channels."""
+
+    anchors = ("Concat",)
+    reads_from = _POOLS
+    examples = (
+        "agraph (float[N,2,4,4] x, float[N,3,4,4] z) => (float[N,5,1,1] y) "
+        "{ a = GlobalMaxPool(x) b = GlobalMaxPool(z) y = Concat<axis=1>(a, b) }",
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        inner = [reader.producer(v) for v in node.inputs]
+        first = inner[0]
+        if first is None or len(inner) < 2 or first.const or first.op not in _POOLS:
+            return None
+        require(axis_of(node, rank_of(reader, node.outputs[0])) == 1, "the concat is not one of channels")
+        shapes = []
+        for v, maker in zip(node.inputs, inner):
+            if maker is None or maker.const or maker.op != first.op or maker.attrs != first.attrs:
+                return None
+            require(len(maker.outputs) == 1, "the places of the maxima are given out")
+            require(read_once(reader, v), "a pool is read elsewhere")
+            shapes.append(reader.type(maker.inputs[0]).shape)
+        known = [(s[0], *s[2:]) for s in shapes if s is not None]
+        same = len(known) == len(inner) and all(same_dims(known[0], k) for k in known)
+        require(same, "the inputs differ besides their channels, or are not known")
+        nodes = _nodes((node,), [n for n in inner if n is not None])
+        inputs = tuple(n.inputs[0] for n in inner if n is not None)
+        return Region(node.outputs, inputs, nodes, (first.op, first.attrs, node.attrs))
+
+    def target(self, op: Op, region: Region, *inputs: Val) -> Any:
+        name, attrs, concat = region.data
+        return op[name](op.Concat(*inputs, attrs=concat), attrs=attrs)
+
+
 class PushUnaryThroughSplit(RegionRule):
     """split(f(x)) -> f(split(x)), each part,  for f element by element, of one input."""
 
@@ -891,6 +956,8 @@ RULES: tuple[AnyRule, ...] = (
     MergePiecesIntoSplit(),
     PushUnaryIntoConcat(),
     PullUnaryOutOfConcat(),
+    PushPoolIntoConcat(),
+    PullPoolOutOfConcat(),
     PushUnaryThroughSplit(),
     PullUnaryOutOfSplit(),
     PullBinaryOutOfConcat(),

@@ -11,6 +11,7 @@ from rewrite_rules.reshape import (
     CancelUnsqueeze,
     FoldReshapeShape,
     MergeReshapes,
+    PullUnsqueezeOutOfConcat,
     PushReshapeDown,
     PushReshapeIntoMatMul,
     PushReshapesDown,
@@ -220,3 +221,34 @@ def test_reshape_of_matmul():
     refuses(
         PushReshapeIntoMatMul(), model(source.format("6", "5,6"), w=w, **ints(s=[5, 6])), "last dimension"
     )
+
+
+STACK = (
+    "agraph (float[{dims}] x, float[{dims}] z) => (float[{out}] y) {{"
+    " a = Unsqueeze(x, i)\n b = Unsqueeze(z, j)\n y = Concat<axis={axis}>(a, b) }}"
+)
+
+
+@pytest.mark.parametrize(
+    ("dims", "out", "axis", "inserted"),
+    [
+        ("N,3", "N,2,3", 1, 1),
+        ("N,3", "N,2,3", 1, -2),
+        ("2,3,4", "2,2,3,4", 0, 0),
+        ("2,3,4", "2,3,2,4", -2, 2),
+    ],
+)
+def test_unsqueezes_below_a_concat(dims: str, out: str, axis: int, inserted: int) -> None:
+    source = STACK.format(dims=dims, out=out, axis=axis)
+    proto = model(source, i=np.array([inserted]), j=np.array([inserted]))
+    applies(PullUnsqueezeOutOfConcat(), proto, ops=["Concat", "Reshape"])
+
+
+def test_a_last_axis_is_not_stacked_by_a_reshape() -> None:
+    source = STACK.format(dims="2,3", out="2,3,2", axis=2)
+    refuses(PullUnsqueezeOutOfConcat(), model(source, i=np.array([2]), j=np.array([2])), "is the last")
+
+
+def test_unsqueezes_along_another_axis() -> None:
+    source = STACK.format(dims="2,3", out="2,6,1", axis=1)
+    refuses(PullUnsqueezeOutOfConcat(), model(source, i=np.array([2]), j=np.array([2])), "another axis")

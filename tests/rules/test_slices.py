@@ -17,9 +17,11 @@ from rewrite_rules.slices import (
     MergeStackOfPieces,
     PullBinaryOutOfConcat,
     PullBinaryOutOfSplit,
+    PullPoolOutOfConcat,
     PullUnaryOutOfConcat,
     PullUnaryOutOfSplit,
     PushBinaryIntoConcat,
+    PushPoolIntoConcat,
     PushSliceIntoConcat,
     PushUnaryIntoConcat,
     PushUnaryThroughSplit,
@@ -391,6 +393,47 @@ def test_binary_into_concat():
     refuses(rule, model(with_other.format(more=more, out="N,5", f="Max(a, b)")), "not cut alike")
     refuses(rule, pushed("Add(a, c)", ", float[N,5] c"), "not cut alike")
     refuses(rule, pushed("Add(a, c)", ", float[2,1,1] c", out="2,N,5"), "ranks differ")
+
+
+@pytest.mark.parametrize(
+    "pool",
+    [
+        "MaxPool<kernel_shape=[3,3], strides=[2,2], pads=[1,1,1,1]>",
+        "AveragePool<kernel_shape=[2,2], count_include_pad=1, pads=[1,0,0,1]>",
+        "GlobalAveragePool",
+    ],
+)
+def test_pools_across_a_concat(pool):
+    out = {"M": "3,3", "A": "5,5", "G": "1,1"}[pool[0]]
+    proto = model(
+        f"agraph (float[N,2,5,5] x, float[N,3,5,5] z) => (float[N,5,{out}] y) {{"
+        f" a = Concat<axis=1>(x, z)\n y = {pool}(a) }}"
+    )
+    name = pool.partition("<")[0]
+    applies(PushPoolIntoConcat(), proto, ops=["Concat", name, name])
+    proto = model(
+        f"agraph (float[N,2,5,5] x, float[N,3,5,5] z) => (float[N,5,{out}] y) {{"
+        f" a = {pool}(x)\n b = {pool}(z)\n y = Concat<axis=1>(a, b) }}"
+    )
+    applies(PullPoolOutOfConcat(), proto, ops=["Concat", name])
+
+
+def test_pools_that_stay():
+    along = (
+        "agraph (float[2,2,5,5] x, float[2,2,5,5] z) => (float[2,2,1,1] y) {"
+        " a = Concat<axis=2>(x, z)\n y = GlobalMaxPool(a) }"
+    )
+    refuses(PushPoolIntoConcat(), model(along), "not one of channels")
+    indices = (
+        "agraph (float[2,2,4,4] x, float[2,2,4,4] z) => (float[2,4,2,2] y, int64[2,4,2,2] i) {"
+        " a = Concat<axis=1>(x, z)\n y, i = MaxPool<kernel_shape=[2,2], strides=[2,2]>(a) }"
+    )
+    refuses(PushPoolIntoConcat(), model(indices), "places of the maxima")
+    other = (
+        "agraph (float[2,2,4,4] x, float[2,2,5,5] z) => (float[2,4,1,1] y) {"
+        " a = GlobalMaxPool(x)\n b = GlobalMaxPool(z)\n y = Concat<axis=1>(a, b) }"
+    )
+    refuses(PullPoolOutOfConcat(), model(other), "differ besides")
 
 
 def test_family():
