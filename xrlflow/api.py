@@ -400,6 +400,7 @@ def _result(
         returned_original=chosen is None,
         reason=reason,
         notes=tuple(job.notes),
+        trials=selection.trials if selection is not None else (),
     )
     return Result(
         report,
@@ -537,10 +538,11 @@ def _select(job: _Job, base: Found, proposals: Sequence[Found], exporting: bool)
         job.say("select", trials, 0, "measuring whole models")
         old = job.original if against is None else job.write(against.state.graph)
         new = job.write(found.state.graph)
+        enough = max(5.0, 60 * job.latency)  # loading both, and a dozen rounds
         left = max(0.5, deadline - time.monotonic())
         assert job.feeds is not None
         measured = measure(
-            [old, new], job.feeds, threads=job.threads, time_limit=min(6.0, left), target_width=0.02, control=False,
+            [old, new], job.feeds, threads=job.threads, time_limit=min(enough, left), target_width=0.02, control=False,
             session_options=job.session_options,
         )  # fmt: skip
         for path in (old, new):

@@ -10,6 +10,7 @@ from typing import Any
 
 from xrlflow.backends.results import Latency, SpeedUp
 from xrlflow.ir import Body, Graph
+from xrlflow.search import Trial
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,7 @@ class Report:
     returned_original: bool
     reason: str
     notes: tuple[str, ...] = field(default=())
+    trials: tuple[Trial, ...] = field(default=())
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain data; times in milliseconds where the name says so, else seconds."""
@@ -72,6 +74,17 @@ class Report:
             "operators_before": dict(self.operators_before),
             "operators_after": dict(self.operators_after),
             "notes": list(self.notes),
+            "trials": [
+                {
+                    "proposal": t.proposal,
+                    "against": t.against,
+                    "speedup": t.ratio.median,
+                    "speedup_low": t.ratio.low,
+                    "speedup_high": finite(t.ratio.high),
+                    "kept": t.kept,
+                }
+                for t in self.trials
+            ],
         }
 
 

@@ -2,7 +2,7 @@
 
 An operator measured or modelled alone cannot see what a runtime fuses, so what is decided last is decided on
 whole models: the shortlist of a search, and sweeps of single rules, are measured against the original, and the
-promising ones are combined one by one for as long as each is measured to be faster than what there is.
+promising ones are kept and combined with the next, for as long as that is measured to be faster still.
 """
 
 from __future__ import annotations
@@ -14,6 +14,9 @@ from dataclasses import dataclass
 from xrlflow.search.result import Found, Limits
 from xrlflow.search.sweep import sweep
 
+# A gain that a short measurement of a slow model cannot establish, but that is more than its noise.
+_WORTH_A_LOOK = 1.015
+
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
@@ -22,6 +25,11 @@ class Ratio:
     median: float
     low: float
     high: float
+
+    @property
+    def promising(self) -> bool:
+        """Faster for sure, or by so much that it deserves a longer look: the last measurement decides."""
+        return self.low > 1.0 or (self.median > _WORTH_A_LOOK and self.high > 1.0)
 
 
 # compare(a, b): how many times faster b runs than a; a None is the original file.
@@ -80,7 +88,7 @@ def select(
 
     def attempt(found: Found, name: str, against: Found | None, against_name: str) -> Ratio:
         ratio = compare(against, found)
-        kept = ratio.low > 1.0
+        kept = ratio.promising
         trials.append(Trial(name, against_name, ratio, kept))
         if log is not None:
             log(f"{name} against {against_name}: {ratio.median:.3f}x [{ratio.low:.3f}, {ratio.high:.3f}]")
@@ -89,46 +97,34 @@ def select(
     def left() -> bool:
         return time.monotonic() < deadline
 
-    promising: list[tuple[float, Found, str]] = []
     current: Found | None = None
+    current_name = "the original"
     interrupted = False
     at_most = tolerance * base.cost
     try:
-        for found, name in _first_round(base, proposals, polish, at_most, deadline):
+        for proposal, name in _proposals(base, proposals, polish, at_most, deadline):
+            if not left():
+                break
+            found = proposal
+            if current is not None:
+                # Add what the proposal does and the current state does not, rule by rule.
+                done = {s.rule for s in current.trace}
+                found = current
+                for rule in dict.fromkeys(s.rule for s in proposal.trace if s.rule not in done):
+                    found = sweep(found, rule, Limits(deadline=deadline), at_most)
+                found = polish(found)
+                name = f"{current_name} + {name}"
             if found.state.fingerprint in seen:
                 continue
             seen.add(found.state.fingerprint)
-            ratio = attempt(found, name, None, "the original")
-            if ratio.low > 1.0:
-                promising.append((ratio.median, found, name))
-            if not left():
-                break
-        promising.sort(key=lambda p: -p[0])
-        current, current_name = (promising[0][1], promising[0][2]) if promising else (None, "")
-        for _, other, name in promising[1:]:
-            # Add what the other does and the current does not, rule by rule.
-            assert current is not None
-            done = {s.rule for s in current.trace}
-            combined = current
-            for rule in dict.fromkeys(s.rule for s in other.trace if s.rule not in done):
-                combined = sweep(combined, rule, Limits(deadline=deadline), at_most)
-            combined = polish(combined)
-            if combined.state.fingerprint in seen:
-                continue
-            if not left():
-                break
-            seen.add(combined.state.fingerprint)
-            ratio = attempt(combined, f"{current_name} + {name}", current, current_name)
-            if ratio.low > 1.0:
-                current, current_name = combined, f"{current_name} + {name}"
+            if attempt(found, name, current, current_name).promising:
+                current, current_name = found, name
     except KeyboardInterrupt:  # keep the best so far
         interrupted = True
-        if current is None and promising:
-            current = max(promising, key=lambda p: p[0])[1]
     return Selection(current, tuple(trials), interrupted)
 
 
-def _first_round(
+def _proposals(
     base: Found, proposals: Iterable[Found], polish: Callable[[Found], Found], at_most: float, deadline: float
 ) -> Iterator[tuple[Found, str]]:
     """The search's best, then one sweep per rule, then the rest of the shortlist."""
