@@ -14,7 +14,7 @@ import platform
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -77,8 +77,10 @@ def source(name: str, folder: Path) -> tuple[str, dict[str, tuple[int, ...]] | N
     return str(path), None, feeds_for_measurement(load(path))
 
 
-def row(name: str, time_limit: float, seconds: float) -> dict[str, Any]:
-    """Everything about one model."""
+def row(
+    name: str, time_limit: float, seconds: float, searches: Sequence[str], thread_counts: Sequence[int]
+) -> dict[str, Any]:
+    """Everything about one model; slow models get as much more time as they need for a few dozen rounds."""
     found: dict[str, Any] = {"model": name, "ratios": {}, "failed": {}, "reports": {}}
     with tempfile.TemporaryDirectory(prefix="xrlflow-bench-") as temporary:
         folder = Path(temporary)
@@ -92,7 +94,7 @@ def row(name: str, time_limit: float, seconds: float) -> dict[str, Any]:
                 variants[rival] = output
             except Exception as error:  # a rival that fails is a result, and is shown as one
                 found["failed"][rival] = f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"
-        for search in OURS:
+        for search in searches:
             output = str(folder / f"{search}.onnx")
             begin = time.monotonic()
             result = xrlflow.optimize(
@@ -107,8 +109,16 @@ def row(name: str, time_limit: float, seconds: float) -> dict[str, Any]:
             result.save(output)
             variants[search] = output
             found["reports"][search] = result.report.to_json() | {"wall": time.monotonic() - begin}
-        for threads in THREADS:
-            compared = measure([path, *variants.values()], feeds, threads=threads, time_limit=seconds)
+        for threads in thread_counts:
+            quick = measure([path, path], feeds, threads=threads, time_limit=1.0, control=False)
+            needed = 30 * 2 * (1 + len(variants)) * quick.latencies[0].seconds
+            compared = measure(
+                [path, *variants.values()],
+                feeds,
+                threads=threads,
+                time_limit=max(seconds, needed),
+                control=True,
+            )
             control = compared.control
             found["ratios"][str(threads)] = {
                 "original_ms": compared.latencies[0].median_ms,
@@ -120,11 +130,17 @@ def row(name: str, time_limit: float, seconds: float) -> dict[str, Any]:
     return found
 
 
-def cell(ratio: list[float] | None, exact: bool = False) -> str:
+def ours(row: dict[str, Any], search: str, ratios: dict[str, Any]) -> str:
+    """A cell of one of our searches."""
+    report = row["reports"].get(search)
+    if report is None or search not in ratios:
+        return "-"
+    return "1 (original)" if report["returned_original"] else cell(ratios[search])
+
+
+def cell(ratio: list[float] | None) -> str:
     if ratio is None:
         return "fails"
-    if exact:
-        return "1 (original)"
     return f"{ratio[0]:.3f} [{ratio[1]:.3f}, {ratio[2]:.3f}]"
 
 
@@ -134,10 +150,10 @@ def table(rows: list[dict[str, Any]], threads: int) -> str:
         f"| model | original ms | A/A | {' | '.join(RIVALS)} | xrlflow greedy | xrlflow taso |",
         "|---|---|---|" + "---|" * (len(RIVALS) + len(OURS)),
     ]
+    rows = [r for r in rows if str(threads) in r["ratios"]]
     for r in rows:
         ratios = r["ratios"][str(threads)]
-        cells = [cell(ratios.get(v)) for v in RIVALS]
-        cells += [cell(ratios.get(v), r["reports"][v]["returned_original"]) for v in OURS]
+        cells = [cell(ratios.get(v)) for v in RIVALS] + [ours(r, v, ratios) for v in OURS]
         mark = "*" if ratios["disturbed"] else ""
         lines.append(
             f"| {r['model']}{mark} | {ratios['original_ms']:.2f} | {cell(ratios['control'])} | {' | '.join(cells)} |"
@@ -157,15 +173,18 @@ def table(rows: list[dict[str, Any]], threads: int) -> str:
 def summary(rows: list[dict[str, Any]]) -> str:
     import onnxruntime
 
-    returned = {s: sum(r["reports"][s]["returned_original"] for r in rows) for s in OURS}
+    reports = {s: [r["reports"][s] for r in rows if s in r["reports"]] for s in OURS}
+    returned = {s: (sum(r["returned_original"] for r in found), len(found)) for s, found in reports.items()}
     text = [
         f"{cpu_name()}, {platform.system()}, ONNX Runtime {onnxruntime.__version__}, {date.today().isoformat()}. "
         "Ratios of latencies, original over variant (above 1 is faster), median and 95% interval, all variants timed "
         "in turns in one process; A/A is the original against itself. A star: other programs used the processor. "
-        + "; ".join(f"{s} returned the original for {n} of {len(rows)} models" for s, n in returned.items())
+        + "; ".join(f"{s} returned the original for {n} of {m} models" for s, (n, m) in returned.items() if m)
         + ".",
     ]
     for threads in THREADS:
+        if not any(str(threads) in r["ratios"] for r in rows):
+            continue
         text += ["", f"{threads} thread{'s' if threads > 1 else ''}:", "", table(rows, threads)]
     return "\n".join(text)
 
@@ -185,6 +204,8 @@ def main() -> None:
     )
     parser.add_argument("--time-limit", type=float, default=60.0, help="seconds of each optimisation")
     parser.add_argument("--seconds", type=float, default=20.0, help="seconds of each measurement")
+    parser.add_argument("--searches", nargs="*", choices=OURS, default=OURS)
+    parser.add_argument("--threads", nargs="*", type=int, default=THREADS)
     parser.add_argument("--readme", action="store_true", help="put the tables into README.md")
     arguments = parser.parse_args()
     unknown = set(arguments.names) - set(names())
@@ -194,9 +215,11 @@ def main() -> None:
     arguments.json.parent.mkdir(parents=True, exist_ok=True)
     for name in arguments.names or names():
         if name not in kept or arguments.names:
-            kept[name] = row(name, arguments.time_limit, arguments.seconds)
+            kept[name] = row(
+                name, arguments.time_limit, arguments.seconds, arguments.searches, arguments.threads
+            )
             arguments.json.write_text(json.dumps(kept, indent=1))
-            print(table([kept[name]], 2).splitlines()[2], flush=True)
+            print(table([kept[name]], arguments.threads[0]).splitlines()[2], flush=True)
     text = summary([kept[n] for n in names() if n in kept])
     print(text)
     if arguments.readme:
