@@ -168,3 +168,19 @@ def test_evaluate_gives_the_declared_types() -> None:
     (out,) = weights.evaluate("Add", Attrs(), [np.float16([1, 2, 3]), np.float16([0.5])], types)
     assert out.dtype == np.float16
     np.testing.assert_array_equal(out, np.float16([1.5, 2.5, 3.5]))
+
+
+def test_what_is_stored_anyway_is_not_stored_again_in_another_form() -> None:
+    """A table that is multiplied with as it stands and transposed, or twice as large and three times."""
+    table = RNG.normal(size=(128, 64)).astype(np.float32)
+    b = Builder()
+    wide = b.node("MatMul", b.x, b.node("Transpose", b.const(table)))
+    alone = b.graph(wide)
+    assert materialised(alone)[0] == ["MatMul"]
+    both = b.graph(b.node("MatMul", wide, b.const(table)))
+    assert materialised(both)[0] == ["Transpose", "MatMul", "MatMul"]
+    assert weights.stored_bytes(both, weights.plan(both)) == table.nbytes
+    b = Builder()
+    scaled = [b.node("Mul", b.const(W), b.const(np.float32(k))) for k in (2, 3)]
+    graph = b.graph(*(b.node("MatMul", b.x, w) for w in scaled))
+    assert weights.stored_bytes(graph, weights.plan(graph)) < 1.01 * W.nbytes

@@ -541,10 +541,14 @@ def _select(job: _Job, base: Found, proposals: Sequence[Found], exporting: bool)
         enough = max(5.0, 60 * job.latency)  # loading both, and a dozen rounds
         left = max(0.5, deadline - time.monotonic())
         assert job.feeds is not None
-        measured = measure(
-            [old, new], job.feeds, threads=job.threads, time_limit=min(enough, left), target_width=0.02, control=False,
-            session_options=job.session_options,
-        )  # fmt: skip
+        try:
+            measured = measure(
+                [old, new], job.feeds, threads=job.threads, time_limit=min(enough, left), target_width=0.02,
+                control=False, session_options=job.session_options,
+            )  # fmt: skip
+        except BackendError as error:  # the original ran: it is the proposal that the runtime refuses
+            job.notes.append(f"a proposal was dropped: {error}")
+            return Ratio(0.0, 0.0, 0.0)
         for path in (old, new):
             if isinstance(path, str) and path.startswith(job.folder):
                 job.remove(path)

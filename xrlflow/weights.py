@@ -30,10 +30,16 @@ Array = npt.NDArray[Any]
 
 # A constant expression whose result has more bytes than this, and more than GROWTH times the bytes of the constants
 # that it is made of, stays in the model as nodes, which a runtime folds when it loads the model: Expand,
-# ConstantOfShape, the Cast of a compressed table, a kernel that is padded.
+# ConstantOfShape, the Cast of a compressed table.
 BLOAT = 1 << 10
 GROWTH = 1.5
+# The same if it has more bytes than this, and more than GROWTH times what storing it makes superfluous: the transpose
+# of a table that is looked up in as well, a weight that is scaled in one place of two.
+SHARED = 1 << 14
 
+# ONNX Runtime 1.31 fuses a Pad into the Conv that reads it, also where it reads it as its weights, and then refuses the
+# model: always stored.
+_NEVER_RUN = frozenset({"Pad"})
 
 # Operators that only move data: they need no float64, and keep whatever precision their input has.
 _MOVES = frozenset(
@@ -75,6 +81,7 @@ class Plan:
 def plan(graph: Graph, kept: AbstractSet[Value] = frozenset()) -> Plan:
     """Which nodes of a graph are run, and which constants it stores; `kept` are ids of nodes not to evaluate."""
     producers = graph.producers
+    sizes = _Sizes(graph)
     needed: dict[Value, None] = {}
     run: set[Value] = set()
     work = list(reversed(graph.outputs))
@@ -88,7 +95,7 @@ def plan(graph: Graph, kept: AbstractSet[Value] = frozenset()) -> Plan:
         if node is None:
             if value in graph.leaves.consts and value not in graph.inputs:
                 needed[value] = None
-        elif node.const and node.id not in kept and not _bloats(graph, value):
+        elif node.const and node.id not in kept and not sizes.bloats(value):
             needed[value] = None
         else:
             run.add(node.id)
@@ -96,13 +103,46 @@ def plan(graph: Graph, kept: AbstractSet[Value] = frozenset()) -> Plan:
     return Plan(tuple(n for n in graph.topological() if n.id in run), tuple(needed))
 
 
-def _bloats(graph: Graph, value: Value) -> bool:
-    size = graph.type(value).nbytes
-    if size is None:
-        return True
-    if size <= BLOAT:
-        return False
-    return size > GROWTH * sum(graph.type(v).nbytes or 0 for v in _cone(graph, value)[1])
+class _Sizes:
+    """What constant expressions take in a file, against what they are made of."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        # Large leaves, each with the bytes of all expressions that nodes at run time read and that are made of it.
+        self.shared: dict[Value, int] = {}
+        self.stored: set[Value] = set()  # leaves that nodes at run time read themselves
+        expressions: dict[Value, None] = {}
+        for value in (*graph.outputs, *(v for n in graph.nodes() if not n.const for v in n.inputs)):
+            node = graph.producers.get(value)
+            if node is None:
+                self.stored.add(value)
+            elif node.const:
+                expressions[value] = None
+        for value in expressions:
+            size = self._bytes(value)
+            if size > SHARED:
+                for leaf in _cone(graph, value)[1]:
+                    self.shared[leaf] = self.shared.get(leaf, 0) + size
+
+    def _bytes(self, value: Value) -> int:
+        return self.graph.type(value).nbytes or 0
+
+    def bloats(self, value: Value) -> bool:
+        """Whether storing an expression's result takes much more room than storing what it is made of."""
+        size = self.graph.type(value).nbytes
+        if size is None:
+            return True
+        if size <= BLOAT or self.graph.producers[value].op in _NEVER_RUN:
+            return False
+        leaves = _cone(self.graph, value)[1]
+        if size > GROWTH * sum(map(self._bytes, leaves)):
+            return True
+        if size <= SHARED:
+            return False
+        freed = sum(
+            self._bytes(v) * min(1.0, size / self.shared.get(v, size)) for v in leaves if v not in self.stored
+        )
+        return size > GROWTH * freed
 
 
 def _cone(graph: Graph, value: Value) -> tuple[list[Node], list[Value]]:

@@ -483,13 +483,14 @@ def test_growth_is_capped_and_foreseen(tmp_path: Path) -> None:
     graph = imported.graph
     first = graph.topological()[0]
     weight = first.inputs[1]
-    types = infer("Neg", first.attrs, [graph.type(weight)], [None], 1)
-    negated = Node("Neg", (weight,), (output_key(5, 5),), types)
-    product = Node("MatMul", (first.inputs[0], negated.id), (output_key(5, 6),), first.types)
-    both = Node("Sub", (output_key(5, 7), product.id), first.outputs, first.types)
+    pads = graph.leaves.numbers((0, 0, 0, 0))
+    types = infer("Pad", first.attrs, [graph.type(weight), graph.type(pads)], [None, graph.const(pads)], 1)
+    padded = Node("Pad", (weight, pads), (output_key(5, 5),), types)
+    product = Node("MatMul", (first.inputs[0], padded.id), (output_key(5, 6),), first.types)
+    both = Node("Add", (output_key(5, 7), product.id), first.outputs, first.types)
     plain = Node("MatMul", first.inputs, (output_key(5, 7),), first.types)
     rest = graph.topological()[1:]
-    grown = Graph.make([negated, product, both, plain, *rest], graph.inputs, graph.outputs, graph.leaves)
+    grown = Graph.make([padded, product, both, plain, *rest], graph.inputs, graph.outputs, graph.leaves)
     size = onnxio.size_of(imported, grown)
     assert size > 1.3 * imported.size
     with pytest.raises(GrowthError, match=r"over 1\.2 times"):
