@@ -534,6 +534,11 @@ def _select(job: _Job, base: Found, proposals: Sequence[Found], exporting: bool)
 
     def compare(against: Found | None, found: Found) -> Ratio:
         nonlocal trials
+        if not job.fits(found):
+            job.notes.append(
+                f"a proposal was dropped: over {job.max_growth:g} times the input's size (--max-growth)"
+            )
+            return Ratio(0.0, 0.0, 0.0)
         trials += 1
         job.say("select", trials, 0, "measuring whole models")
         old = job.original if against is None else job.write(against.state.graph)
@@ -554,20 +559,20 @@ def _select(job: _Job, base: Found, proposals: Sequence[Found], exporting: bool)
                 job.remove(path)
         return Ratio(measured.speedup.median, measured.speedup.low, measured.speedup.high)
 
-    def polish(found: Found) -> Found:
-        families = found.families | _TIDYING
+    def search(found: Found, families: frozenset[str]) -> Found:
+        """Greedy with the rules of some families, and all rules' candidates at the end."""
         state = RewriteState.start(found.state.graph, job.library.only(families), found.state.delta)
         better = greedy(state, found.cost, Limits(job.budget, deadline)).best
         if better.path is None:
             return found
-        full = RewriteState.start(better.state.graph, job.library, found.state.delta)
         path = found.path
         for step in better.trace:
             path = append(path, step)
+        full = RewriteState.start(better.state.graph, job.library, found.state.delta)
         return replace(better, state=full, path=path)
 
     fitting = [f for f in improving if job.fits(f)]
-    return select(base, fitting, compare, polish, deadline, _TOLERANCE)
+    return select(base, fitting, compare, search, deadline, _TOLERANCE, _TIDYING)
 
 
 # Families whose substitutions clear away what others leave behind.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import numpy as np
 import onnx
@@ -13,7 +14,7 @@ from tests.rewrite.toy import TOY, CancelTransposes, Collect, Distribute, PushTr
 from tests.rules.harness import model
 from xrlflow.ir import Edit, Graph
 from xrlflow.onnxio import load
-from xrlflow.rewrite import AnyRule, Library, RewriteState
+from xrlflow.rewrite import AnyRule, Library, Op, RewriteState, Rule, Val
 from xrlflow.search import Found, Limits, Ratio, extend, greedy, random_walk, replay, select, sweep, taso
 from xrlflow.search.select import sweeping_rules
 
@@ -156,12 +157,46 @@ def test_selection_combines_what_is_measured_to_be_faster() -> None:
         return Ratio(median, median * 0.99, median * 1.01)
 
     selection = select(
-        base, [modelled], compare, lambda f: greedy_from(f), time.monotonic() + 60, tolerance=0.5
+        base, [modelled], compare, lambda f, families: greedy_from(f), time.monotonic() + 60, tolerance=0.5
     )
     assert selection.chosen is not None
     assert truth.cost(selection.chosen.state.graph) < truth.cost(base.state.graph)
     assert not any(n.op == "Transpose" for n in selection.chosen.state.graph.nodes())
     assert any(t.kept for t in selection.trials)
+
+
+class ReplaceReluByMax(Rule):
+    """relu(x) -> max(x, 0): a bargain by the model, a loss in truth."""
+
+    def source(self, op: Op, x: Val) -> Any:
+        return op.Relu(x)
+
+    def target(self, op: Op, x: Val) -> Any:
+        return op.Max(x, 0.0)
+
+
+def test_selection_drops_a_family_that_is_measured_to_lose() -> None:
+    proto = model(
+        "agraph (float[2,3,4] x) => (float[2,3,4] y) {"
+        " a = Transpose<perm=[0,2,1]>(x)\n b = Transpose<perm=[0,2,1]>(a)\n y = Relu(b) }"
+    )
+    modelled, truth = Weighted(Max=0.1), Weighted(Max=20.0, Transpose=10.0)
+    base = start(proto, (CancelTransposes(), ReplaceReluByMax()), modelled)
+    best = greedy(base.state, base.cost, Limits()).best
+    assert best.families == {"toy", "test_search"}
+
+    def compare(against: Found | None, found: Found) -> Ratio:
+        median = truth.cost((against or base).state.graph) / truth.cost(found.state.graph)
+        return Ratio(median, median * 0.99, median * 1.01)
+
+    def search(found: Found, families: frozenset[str]) -> Found:
+        state = RewriteState.start(found.state.graph, found.state.library.only(families), modelled.delta)
+        return greedy(state, found.cost, Limits()).best
+
+    selection = select(base, [best], compare, search, time.monotonic() + 60)
+    assert selection.chosen is not None
+    assert [n.op for n in selection.chosen.state.graph.nodes()] == ["Relu"]
+    assert selection.trials[0].kept is (truth.cost(best.state.graph) < truth.cost(base.state.graph))
 
 
 def greedy_from(found: Found) -> Found:
@@ -179,7 +214,12 @@ def greedy_from(found: Found) -> Found:
 def test_selection_of_nothing() -> None:
     base = start(valley(), RULES, Weighted())
     selection = select(
-        base, [], lambda a, b: Ratio(0.9, 0.89, 0.91), lambda f: f, time.monotonic() + 60, tolerance=0.1
+        base,
+        [],
+        lambda a, b: Ratio(0.9, 0.89, 0.91),
+        lambda f, families: f,
+        time.monotonic() + 60,
+        tolerance=0.1,
     )
     assert selection.chosen is None
     assert [t.kept for t in selection.trials] == [False]

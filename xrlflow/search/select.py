@@ -1,14 +1,14 @@
 """Forward selection by end-to-end measurement.
 
 An operator measured or modelled alone cannot see what a runtime fuses, so what is decided last is decided on
-whole models: the shortlist of a search, and sweeps of single rules, are measured against the original, and the
-promising ones are kept and combined with the next, for as long as that is measured to be faster still.
+whole models: the best state of a search is measured against the original, then changed family by family and rule by
+rule for as long as that is measured to be faster still.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from xrlflow.search.result import Found, Limits
@@ -68,74 +68,91 @@ def sweeping_rules(found: Found, at_most: float) -> list[str]:
     return sorted(total, key=lambda name: (*total[name], name))
 
 
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """How a state is made: a search with some rule families, then sweeps of some rules."""
+
+    families: frozenset[str]
+    sweeps: tuple[str, ...] = ()
+
+    def without(self, family: str) -> _Plan:
+        return _Plan(self.families - {family}, self.sweeps)
+
+    def with_sweep(self, rule: str) -> _Plan:
+        return _Plan(self.families, (*self.sweeps, rule))
+
+
 def select(
     base: Found,
     proposals: Sequence[Found],
     compare: Compare,
-    polish: Callable[[Found], Found],
+    search: Callable[[Found, frozenset[str]], Found],
     deadline: float,
     tolerance: float = 0.02,
+    tidying: frozenset[str] = frozenset(),
     log: Callable[[str], None] | None = None,
 ) -> Selection:
-    """Choose among `proposals` and sweeps of single rules, until `deadline` (time.monotonic).
+    """Choose what runs fastest, until `deadline` (time.monotonic).
 
-    `base` is the original as imported. A sweep applies one rule wherever the model sees a loss of no more than
-    `tolerance` of the whole cost in it. `polish` improves a state by the modelled cost with the families that
-    it uses already (sweeps leave Concat and Split behind that cancel).
+    `base` is the original as imported, `proposals` are a search's states, the best by modelled cost first.
+    `search(found, families)` improves a state by the modelled cost, with the rules of some families alone. First
+    the best proposal is measured. Then one thing is changed at a time, and kept if that is measured to be faster:
+    a sweep is added (one rule wherever the model sees a loss of no more than `tolerance` of the whole cost in it; what
+    it leaves behind is cleared away by the `tidying` families), or a family is dropped. At last the other proposals.
     """
     trials: list[Trial] = []
     seen = {base.state.fingerprint}
-
-    def attempt(found: Found, name: str, against: Found | None, against_name: str) -> Ratio:
-        ratio = compare(against, found)
-        kept = ratio.promising
-        trials.append(Trial(name, against_name, ratio, kept))
-        if log is not None:
-            log(f"{name} against {against_name}: {ratio.median:.3f}x [{ratio.low:.3f}, {ratio.high:.3f}]")
-        return ratio
-
-    def left() -> bool:
-        return time.monotonic() < deadline
-
-    current: Found | None = None
-    current_name = "the original"
-    interrupted = False
     at_most = tolerance * base.cost
+    current: Found | None = None
+    name = "the original"
+
+    def build(plan: _Plan) -> Found:
+        found = best if plan.families == best.families else search(base, plan.families)
+        for rule in plan.sweeps:
+            swept = sweep(found, rule, Limits(deadline=deadline), at_most)
+            if swept.path is not found.path:
+                found = search(swept, swept.families | tidying)
+        return found
+
+    def attempt(found: Found, proposal: str) -> bool:
+        """Measure a state against the current one; whether it takes its place."""
+        nonlocal current, name
+        if found.state.fingerprint in seen or time.monotonic() >= deadline:
+            return False
+        seen.add(found.state.fingerprint)
+        ratio = compare(current, found)
+        trials.append(Trial(proposal, name, ratio, ratio.promising))
+        if log is not None:
+            log(f"{proposal} against {name}: {ratio.median:.3f}x [{ratio.low:.3f}, {ratio.high:.3f}]")
+        if ratio.promising:
+            current, name = found, proposal
+        return ratio.promising
+
+    interrupted = False
+    best = proposals[0] if proposals else base
     try:
-        for proposal, name in _proposals(base, proposals, polish, at_most, deadline):
-            if not left():
-                break
-            found = proposal
-            if current is not None:
-                # Add what the proposal does and the current state does not, rule by rule.
-                done = {s.rule for s in current.trace}
-                found = current
-                for rule in dict.fromkeys(s.rule for s in proposal.trace if s.rule not in done):
-                    found = sweep(found, rule, Limits(deadline=deadline), at_most)
-                found = polish(found)
-                name = f"{current_name} + {name}"
-            if found.state.fingerprint in seen:
+        kept = attempt(best, "the best by modelled cost")
+        plan = _Plan(best.families if kept else frozenset())
+        if not kept:
+            best = base
+        sweeps = sweeping_rules(base, at_most)
+        unpriced = [r for r in sweeps if base.state.library.rules[r].unpriced]
+        for rule in unpriced:
+            changed = plan.with_sweep(rule)
+            if attempt(build(changed), f"{name} + {rule}" if plan != _Plan(frozenset()) else rule):
+                plan = changed
+        for family in sorted(plan.families):
+            changed = plan.without(family)
+            if attempt(build(changed), f"{name} - {family}"):
+                plan = changed
+        for rule in sweeps:
+            if rule in unpriced or time.monotonic() >= deadline:
                 continue
-            seen.add(found.state.fingerprint)
-            if attempt(found, name, current, current_name).promising:
-                current, current_name = found, name
+            changed = plan.with_sweep(rule)
+            if attempt(build(changed), f"{name} + {rule}" if plan != _Plan(frozenset()) else rule):
+                plan = changed
+        for index, found in enumerate(proposals[1:]):
+            attempt(found, f"number {index + 2} by modelled cost")
     except KeyboardInterrupt:  # keep the best so far
         interrupted = True
     return Selection(current, tuple(trials), interrupted)
-
-
-def _proposals(
-    base: Found, proposals: Iterable[Found], polish: Callable[[Found], Found], at_most: float, deadline: float
-) -> Iterator[tuple[Found, str]]:
-    """The search's best, then one sweep per rule, then the rest of the shortlist."""
-    listed = list(proposals)
-    for index, found in enumerate(listed[:1]):
-        yield found, f"the best by modelled cost ({index + 1})"
-    for rule in sweeping_rules(base, at_most):
-        if time.monotonic() >= deadline:
-            return
-        swept = sweep(base, rule, Limits(deadline=deadline), at_most)
-        if swept.path is not None:
-            yield polish(swept), rule
-    for index, found in enumerate(listed[1:]):
-        yield found, f"number {index + 2} by modelled cost"
