@@ -15,8 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 from rewrite_rules import LIBRARY
 from xrlflow.backends import BackendError, RepeatedComparison
-from xrlflow.backends.onnxruntime import default_threads, measure, measure_in_fresh_processes, open_model
-from xrlflow.backends.onnxruntime.session import ort_errors
+from xrlflow.backends.onnxruntime import (
+    check_providers,
+    default_threads,
+    measure,
+    measure_in_fresh_processes,
+    open_model,
+)
+from xrlflow.backends.onnxruntime.session import CPU, ort_errors
 from xrlflow.backends.results import SpeedUp
 from xrlflow.cost import CostModel, Measured, Profiled, Roofline, calibrated
 from xrlflow.ir import Dim, Graph
@@ -52,6 +58,7 @@ from xrlflow.search import (
 )
 from xrlflow.verify import (
     NotASubstitution,
+    NotRepeatable,
     Reference,
     Status,
     Verification,
@@ -245,6 +252,7 @@ def optimize(
     fix_shapes: bool = False,
     threads: int | None = None,
     session_options: Mapping[str, str] | ort.SessionOptions | None = None,
+    providers: Sequence[str] = (CPU,),
     seed: int = 0,
     measure: bool = True,
     verify: bool = True,
@@ -260,15 +268,17 @@ def optimize(
     ignore the cost). `cost`: "roofline", "profiled" (operators measured alone) or "measured" (whole models, slow),
     or any CostModel.
     `time_limit`: seconds, covers everything. `shapes`: input name -> shape, for cost and measurement; with
-    `fix_shapes` also written into the model. `threads`: of the runtime, the physical cores by default. `inputs`: the
-    user's own, for verification and measurement. `measure=False` gives the best graph by modelled cost, never
-    run. `replay`: apply the substitutions of a trace instead of searching.
+    `fix_shapes` also written into the model. `threads`: of the runtime, the physical cores by default. `providers`:
+    ONNX Runtime's; others than the CPU's are refused for now. `inputs`: the user's own, for verification and
+    measurement. `measure=False` gives the best graph by modelled cost, never run. `replay`: apply the substitutions of
+    a trace instead of searching.
 
     Raises ModelError, BackendError, VerificationError or OptionError for what the caller can put right, and
     VerificationFailed if the result does not compute the same.
     """
     begin = time.monotonic()
     _check_options(search, cost, backend, budget, time_limit, alpha, max_growth)
+    check_providers(providers)
     imported = load(model, shapes=shapes, fix_shapes=fix_shapes)
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="xrlflow-"))
@@ -614,15 +624,19 @@ def _blame(
     inputs: str | os.PathLike[str] | Mapping[str, Any] | None,
 ) -> str:
     """A message that names the substitution that broke the model."""
-    states = [base.state, *replay(base.state, chosen.trace)]
+    graphs = [base.state.graph, *(s.graph for s in replay(base.state, chosen.trace))]
+    culprits = [f"{s.rule} (step {i} of {len(chosen.trace)})" for i, s in enumerate(chosen.trace, 1)]
+    if job.body_steps:
+        graphs.insert(0, job.imported.graph)
+        rules = ", ".join(sorted({s.rule for s in job.body_steps}))
+        culprits.insert(0, f"one of those in control-flow bodies ({rules})")
 
     def right(path: str) -> bool:
         return _verify(job, path, inputs).verified
 
     try:
-        index = blame(lambda k: job.write(states[k].graph), len(chosen.trace), right)
-        culprit = f"{chosen.trace[index].rule} (step {index + 1} of {len(chosen.trace)})"
-    except NotASubstitution as error:
+        culprit = culprits[blame(lambda k: job.write(graphs[k]), len(culprits), right)]
+    except (NotASubstitution, NotRepeatable) as error:
         culprit = str(error)
     return f"{job.imported.name}: nothing was written: {failed.message(culprit)}"
 

@@ -5,7 +5,7 @@ import onnx
 import pytest
 
 from tests.verify.models import changed, mlp, normal
-from xrlflow.verify import NotASubstitution, Reference, blame
+from xrlflow.verify import NotASubstitution, NotRepeatable, Reference, blame
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 7, 64])
@@ -32,7 +32,7 @@ def test_what_no_step_caused_is_not_blamed_on_one() -> None:
         blame(lambda k: k, 5, lambda k: False)
     with pytest.raises(NotASubstitution):
         blame(lambda k: k, 0, lambda k: False)
-    with pytest.raises(ValueError, match="is right"):
+    with pytest.raises(NotRepeatable, match="is right"):
         blame(lambda k: k, 5, lambda k: True)
 
 

@@ -1,6 +1,6 @@
 """Whole-model equivalence: two ONNX models on the same inputs, with a tolerance that comes from the numerics."""
 
-from xrlflow.verify.bisect import NotASubstitution, blame
+from xrlflow.verify.bisect import NotASubstitution, NotRepeatable, blame
 from xrlflow.verify.equivalence import HEADERS, OutputReport, Reference, Status, Verification, verify
 from xrlflow.verify.errors import BadInputs, InputsNeeded, OriginalFails, VerificationError
 from xrlflow.verify.inputs import Case, feeds_for_measurement
@@ -11,6 +11,7 @@ __all__ = [
     "Case",
     "InputsNeeded",
     "NotASubstitution",
+    "NotRepeatable",
     "OriginalFails",
     "OutputReport",
     "Reference",

@@ -14,6 +14,10 @@ class NotASubstitution(VerificationError):
     """The model is wrong already before the first substitution: import or export is to blame."""
 
 
+class NotRepeatable(VerificationError):
+    """The model that failed is right when it is checked again."""
+
+
 def blame(graph_at: Callable[[int], M], n_steps: int, check: Callable[[M], bool]) -> int:
     """The index of a substitution that breaks the model: right before it, wrong after it.
 
@@ -21,10 +25,10 @@ def blame(graph_at: Callable[[int], M], n_steps: int, check: Callable[[M], bool]
     2 + log2(n_steps) checks. If several substitutions break the model (or one repairs what another broke), it is
     one of those that break it.
 
-    Raises NotASubstitution if `graph_at(0)` is wrong already, ValueError if `graph_at(n_steps)` is right.
+    Raises NotASubstitution if `graph_at(0)` is wrong already, NotRepeatable if `graph_at(n_steps)` is right.
     """
     if check(graph_at(n_steps)):
-        raise ValueError(f"the model after all {n_steps} substitutions is right")
+        raise NotRepeatable("none: checked again, the model after all substitutions is right")
     if n_steps == 0 or not check(graph_at(0)):
         raise NotASubstitution(
             "the model is wrong before any substitution was made: reading and writing it changed what it computes"
