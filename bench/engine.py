@@ -13,9 +13,13 @@ import gc
 import json
 import random
 import statistics
+import sys
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for `models`
 
 import models
 from rewrite_rules import LIBRARY

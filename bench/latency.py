@@ -21,6 +21,8 @@ from typing import Any
 
 import onnx
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for `models`
+
 import models
 import xrlflow
 from models import wheels
@@ -206,6 +208,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=20.0, help="seconds of each measurement")
     parser.add_argument("--searches", type=lambda text: text.split(","), default=OURS)
     parser.add_argument("--threads", type=lambda text: [int(n) for n in text.split(",")], default=THREADS)
+    parser.add_argument("--kept", action="store_true", help="measure nothing: only the rows that are kept")
     parser.add_argument("--readme", action="store_true", help="put the tables into README.md")
     arguments = parser.parse_args()
     unknown = set(arguments.names) - set(names())
@@ -213,7 +216,7 @@ def main() -> None:
         sys.exit(f"no such model: {', '.join(sorted(unknown))}; there are {', '.join(names())}")
     kept: dict[str, Any] = json.loads(arguments.json.read_text()) if arguments.json.exists() else {}
     arguments.json.parent.mkdir(parents=True, exist_ok=True)
-    for name in arguments.names or names():
+    for name in [] if arguments.kept else arguments.names or names():
         if name not in kept or arguments.names:
             kept[name] = row(
                 name, arguments.time_limit, arguments.seconds, arguments.searches, arguments.threads
