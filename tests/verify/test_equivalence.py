@@ -7,10 +7,13 @@ import ml_dtypes
 import numpy as np
 import onnx
 import pytest
+from threadpoolctl import threadpool_info, threadpool_limits
 
 from tests.verify.models import MLP, changed, mlp, model, normal
+from xrlflow.ir import Attrs
 from xrlflow.ops.eval_spec import OpSpec, single
 from xrlflow.ops.evaluate import SPECS
+from xrlflow.ops.field import Field
 from xrlflow.verify import (
     HEADERS,
     BadInputs,
@@ -361,6 +364,23 @@ def test_cancellation_is_no_licence() -> None:
     assert 1e-4 < report.judgement.tolerance < 1
     worse = model("g (float[n, 40] x) => (float[n, 40] y) { y = Mul(x, k) }", k=np.float32([3]))
     assert not verify(a, worse).verified
+
+
+def test_float64_evaluation_uses_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine the threads of small products wait for each other."""
+    seen: list[int] = []
+
+    def relu(field: Field, attrs: Attrs, x: np.ndarray) -> np.ndarray:
+        seen.extend(p["num_threads"] for p in threadpool_info() if p["user_api"] == "blas")
+        return field.maximum(x, 0)
+
+    monkeypatch.setitem(SPECS, "Relu", OpSpec("Relu", single(relu), "polynomial"))
+    a = model("g (float[n, 8] x) => (float[n, 8] y) { y = Relu(x) }")
+    with threadpool_limits(2, user_api="blas"):
+        before = threadpool_info()
+        assert legs(verify(a, a)) == {Leg.FLOAT64}
+        assert threadpool_info() == before
+    assert set(seen) == {1}
 
 
 def test_a_reference_of_something_else_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:

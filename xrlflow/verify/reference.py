@@ -47,8 +47,13 @@ def _evaluate(
     feeds = evaluable_feeds(imported, case.feeds)
     if feeds is None:
         raise NoReference("the inputs are not all tensors")
+    from threadpoolctl import threadpool_limits
+
     try:
-        return evaluator(part_for(imported.graph, values), feeds)
+        # The products are small: more threads bring little on an idle machine, and on a busy one they wait for each
+        # other (14 times slower on two processors that somebody else uses too).
+        with threadpool_limits(1, user_api="blas"):
+            return evaluator(part_for(imported.graph, values), feeds)
     except NotEvaluable as error:
         raise NoReference(f"{error} has no float64 evaluation") from error
     except (ArithmeticError, IndexError, KeyError, MemoryError, TypeError, ValueError) as error:
