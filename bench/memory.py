@@ -2,9 +2,9 @@
 
     python bench/memory.py [--gigabytes 2.5] [--changed 4] [--folder FOLDER] [--json]
 
-Generates a chain of MatMuls with external data; the products of the first `--changed` are scaled by a constant, which
-`optimize(measure=False, verify=False)` folds into their weights. The target: 1.3 times the bytes of the changed
-weights plus 400 MB. Linux only.
+Generates a chain of MatMul and Relu with external data; the products of the first `--changed` are scaled by a
+constant, which `optimize(measure=False, verify=False)` folds into their weights. The target: 1.3 times the bytes of
+the changed weights plus 400 MB. Linux only.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ def generate(path: Path, layers: int, scaled: int) -> None:
     tensors.append(helper.make_tensor("half", TensorProto.FLOAT, [], [0.5]))
     with open(path.with_suffix(".data"), "wb") as file:
         for i in range(layers):
-            product = f"p{i}" if i < scaled else f"h{i + 1}"
-            nodes.append(helper.make_node("MatMul", [f"h{i}", f"w{i}"], [product]))
+            nodes.append(helper.make_node("MatMul", [f"h{i}", f"w{i}"], [f"p{i}"]))
             if i < scaled:
-                nodes.append(helper.make_node("Mul", [product, "half"], [f"h{i + 1}"]))
+                nodes.append(helper.make_node("Mul", [f"p{i}", "half"], [f"s{i}"]))
+            nodes.append(helper.make_node("Relu", [f"s{i}" if i < scaled else f"p{i}"], [f"h{i + 1}"]))
             tensor = TensorProto(name=f"w{i}", data_type=TensorProto.FLOAT, dims=[WIDTH, WIDTH])
             tensor.data_location = TensorProto.EXTERNAL
             length = 4 * WIDTH * WIDTH
