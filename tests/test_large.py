@@ -1,0 +1,88 @@
+"""A model over 2 GB goes in and out, with little memory; the file is sparse, so that making it costs nothing."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper
+
+import xrlflow
+from xrlflow.cost import Roofline
+from xrlflow.onnxio import ModelError
+
+WIDTH, LAYERS = 4096, 34
+BYTES = 4 * WIDTH * WIDTH  # of one weight: 67 MB
+
+
+def generate(path: Path) -> None:
+    """Layers whose weights are `i + 1` in one place and 0 elsewhere; the second product is halved."""
+    nodes, tensors = [], [helper.make_tensor("half", TensorProto.FLOAT, [], [0.5])]
+    with open(path.with_suffix(".bin"), "wb") as file:
+        file.truncate(LAYERS * BYTES)
+        for i in range(LAYERS):
+            file.seek(i * BYTES + 4 * i)
+            file.write(np.float32(i + 1).tobytes())
+            nodes.append(helper.make_node("MatMul", [f"h{i}", f"w{i}"], ["p" if i == 1 else f"p{i}"]))
+            if i == 1:
+                nodes.append(helper.make_node("Mul", ["p", "half"], ["p1"]))
+            nodes.append(helper.make_node("Relu", [f"p{i}"], [f"h{i + 1}"]))
+            tensor = TensorProto(name=f"w{i}", data_type=TensorProto.FLOAT, dims=[WIDTH, WIDTH])
+            tensor.data_location = TensorProto.EXTERNAL
+            for key, value in (("location", f"{path.stem}.bin"), ("offset", i * BYTES), ("length", BYTES)):
+                tensor.external_data.add(key=key, value=str(value))
+            tensors.append(tensor)
+    ends = [helper.make_tensor_value_info(n, TensorProto.FLOAT, ("n", WIDTH)) for n in ("h0", f"h{LAYERS}")]
+    graph = helper.make_graph(nodes, "chain", ends[:1], ends[1:], tensors)
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=9), path)
+
+
+class Peak(threading.Thread):
+    """The most anonymous memory that the process has while this runs, in bytes."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.bytes = 0
+        self.done = threading.Event()
+
+    def run(self) -> None:
+        while not self.done.wait(0.005):
+            self.bytes = max(self.bytes, anonymous())
+
+
+def anonymous() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("RssAnon:"))
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="only Linux tells anonymous memory")
+def test_over_2_gb_in_and_out(tmp_path: Path) -> None:
+    source, target = tmp_path / "big.onnx", tmp_path / "out.onnx"
+    generate(source)
+    assert (tmp_path / "big.bin").stat().st_size > 1 << 31
+    before = anonymous()
+    watch = Peak()
+    watch.start()
+    result = xrlflow.optimize(source, search="greedy", cost=Roofline(), measure=False, verify=False)
+    result.save(target)
+    watch.done.set()
+    watch.join()
+    assert watch.bytes - before < 1.3 * BYTES + 400e6
+    assert not result.returned_original
+    assert result.report.substitutions == {"FoldScaleIntoMatMul": 1}
+    with pytest.raises(ModelError, match="2 GB"):
+        _ = result.model
+    proto = onnx.load(target, load_external_data=False)
+    assert [n.op_type for n in proto.graph.node] == ["MatMul", "Relu"] * LAYERS
+    written = {t.name: {e.key: e.value for e in t.external_data} for t in proto.graph.initializer}
+    data = np.memmap(tmp_path / "out.onnx.data", np.float32, "r")
+    for i, node in enumerate(proto.graph.node[::2]):
+        place = written[node.input[1]]
+        assert place["location"] == "out.onnx.data"
+        assert int(place["length"]) == BYTES
+        row = data[int(place["offset"]) // 4 :][: 2 * LAYERS]
+        assert row[i] == (1.0 if i == 1 else i + 1)
+        assert np.count_nonzero(row) == 1
