@@ -363,6 +363,9 @@ class MergeGroupConvToBlocks(MergeGroupConv):
 
 # Order of products
 
+# Constants are multiplied out when the model is written: at most so many multiplications for one product.
+_AT_EXPORT = 1 << 32
+
 
 class AssociateMatMulsRight(Rule):
     """(x @ y) @ z -> x @ (y @ z)."""
@@ -372,6 +375,11 @@ class AssociateMatMulsRight(Rule):
 
     def source(self, op: Op, x: Any, y: Any, z: Any) -> Any:
         return op.MatMul(op.MatMul(x, y), z)
+
+    def where(self, m: Captures, x: Val, y: Val, z: Val) -> None:
+        if y.const and z.const:
+            work = y.size(-2) * y.size(-1) * z.size(-1)
+            require(work <= _AT_EXPORT, "multiplying the constants out would take long")
 
     def target(self, op: Op, x: Val, y: Val, z: Val) -> Any:
         return op.MatMul(x, op.MatMul(y, z))
