@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +18,13 @@ from xrlflow.onnxio import ModelError
 
 WIDTH, LAYERS = 4096, 34
 BYTES = 4 * WIDTH * WIDTH  # of one weight: 67 MB
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """A folder that goes at once: pytest keeps those of the last three runs, gigabytes each."""
+    with tempfile.TemporaryDirectory(dir=tmp_path) as name:
+        yield Path(name)
 
 
 def generate(path: Path) -> None:
@@ -59,10 +68,10 @@ def anonymous() -> int:
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="only Linux tells anonymous memory")
-def test_over_2_gb_in_and_out(tmp_path: Path) -> None:
-    source, target = tmp_path / "big.onnx", tmp_path / "out.onnx"
+def test_over_2_gb_in_and_out(folder: Path) -> None:
+    source, target = folder / "big.onnx", folder / "out.onnx"
     generate(source)
-    assert (tmp_path / "big.bin").stat().st_size > 1 << 31
+    assert (folder / "big.bin").stat().st_size > 1 << 31
     before = anonymous()
     watch = Peak()
     watch.start()
@@ -78,7 +87,7 @@ def test_over_2_gb_in_and_out(tmp_path: Path) -> None:
     proto = onnx.load(target, load_external_data=False)
     assert [n.op_type for n in proto.graph.node] == ["MatMul", "Relu"] * LAYERS
     written = {t.name: {e.key: e.value for e in t.external_data} for t in proto.graph.initializer}
-    data = np.memmap(tmp_path / "out.onnx.data", np.float32, "r")
+    data = np.memmap(folder / "out.onnx.data", np.float32, "r")
     for i, node in enumerate(proto.graph.node[::2]):
         place = written[node.input[1]]
         assert place["location"] == "out.onnx.data"
