@@ -400,8 +400,8 @@ def _result(
         cost_after=found.cost,
         expanded=result.expanded,
         latency_before=compared.before if compared else None,
-        latency_after=(compared.after if kept else compared.before) if compared else None,
-        speedup=kept.speedup if kept else _unchanged(compared),
+        latency_after=kept.after if kept else None,
+        speedup=kept.speedup if kept else None,
         control=compared.control if compared else None,
         verified=verification.verified if verification is not None else None,
         max_error=finite(verification.max_error) if verification is not None else None,
@@ -423,11 +423,6 @@ def _result(
         verification,
         selection,
     )
-
-
-def _unchanged(compared: RepeatedComparison | None) -> SpeedUp | None:
-    """The original against itself is exactly as fast, whatever was measured of what was rejected."""
-    return SpeedUp(1.0, 1.0, 1.0) if compared is not None else None
 
 
 def _cost_model(job: _Job) -> CostModel:

@@ -1,6 +1,6 @@
 """Search strategies over rewrite states and cost models."""
 
-from xrlflow.search.bodies import bodies, with_bodies
+from xrlflow.search.bodies import with_bodies
 from xrlflow.search.greedy import greedy
 from xrlflow.search.random import random_walk
 from xrlflow.search.result import (
@@ -30,7 +30,6 @@ __all__ = [
     "TraceError",
     "Trial",
     "append",
-    "bodies",
     "extend",
     "greedy",
     "random_walk",

@@ -2,17 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from xrlflow.ir import Attr, Attrs, Body, Edit, Graph, Node, apply_edit
-
-
-def bodies(graph: Graph) -> Iterator[tuple[Node, str, Body]]:
-    """Every body of the graph's own nodes: the node, the attribute, the body."""
-    for node in graph.nodes():
-        for name, value in node.attrs.items():
-            if isinstance(value, Body):
-                yield node, name, value
 
 
 def with_bodies(graph: Graph, improve: Callable[[Graph, str], Graph], where: str = "") -> Graph:

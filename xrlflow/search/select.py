@@ -90,7 +90,6 @@ def select(
     deadline: float,
     tolerance: float = 0.02,
     tidying: frozenset[str] = frozenset(),
-    log: Callable[[str], None] | None = None,
 ) -> Selection:
     """Choose what runs fastest, until `deadline` (time.monotonic).
 
@@ -122,8 +121,6 @@ def select(
         seen.add(found.state.fingerprint)
         ratio = compare(current, found)
         trials.append(Trial(proposal, name, ratio, ratio.promising))
-        if log is not None:
-            log(f"{proposal} against {name}: {ratio.median:.3f}x [{ratio.low:.3f}, {ratio.high:.3f}]")
         if ratio.promising:
             current, name = found, proposal
         return ratio.promising
