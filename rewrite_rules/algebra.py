@@ -1,0 +1,975 @@
+"""Sums, products and concatenations: associated, distributed, factored.
+
+Such equations hold everywhere and mostly lead nowhere. Those that cost nothing or more are offered where they can lead
+to something: where an operand or a factor then occurs twice, where something constant folds away, where a part of an
+operator's result is smaller than the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+from rewrite_rules.axes import axis_of, rank_of, same_dims
+from rewrite_rules.constants import concat_constants, slice_constant
+from rewrite_rules.elementwise import BROADCAST, is_unary, read_once, unary_form
+from rewrite_rules.linear import NUMBERS, group_of
+from rewrite_rules.shapes import per_rank
+from rewrite_rules.slices import sizes_along
+from xrlflow.ir import ABSENT, FLOATS, Dim, Node, Value
+from xrlflow.rewrite import (
+    AnyRule,
+    Captures,
+    Op,
+    Reader,
+    Region,
+    RegionRule,
+    Rule,
+    Val,
+    common_source,
+    require,
+    worthwhile,
+)
+
+# Sums and products, element by element
+
+
+def _at_hand(v: Val) -> bool:
+    """Whether a value is there before anything runs: an input of the graph, or a constant."""
+    return v.const or v.value not in v.graph.producers
+
+
+def _dim(v: Val, place: int) -> Dim:
+    """A dimension counted from the last, as broadcasting does: 1 where there is none."""
+    shape = v.type.shape or ()
+    return shape[-place] if place <= len(shape) else 1
+
+
+def _smaller(a: Val, b: Val, c: Val) -> bool:
+    """Whether b and c broadcast to less than all three do: along some axis both have one position."""
+    if any(v.type.shape is None for v in (a, b, c)):
+        return False
+    places = range(1, max(v.rank for v in (a, b, c)) + 1)
+    return any(_dim(b, i) == _dim(c, i) == 1 and _dim(a, i) != 1 for i in places)
+
+
+class AssociateAdds(Rule):
+    """(a + b) + c -> a + (b + c)."""
+
+    operator = "Add"
+    dtypes = NUMBERS
+    shapes = "a[...] b[...] c[...]"
+
+    def source(self, op: Op, a: Any, b: Any, c: Any) -> Any:
+        return op[self.operator](op[self.operator](a, b), c)
+
+    def where(self, m: Captures, a: Val, b: Val, c: Val) -> None:
+        values = (a, b, c)
+        worthwhile(sum(v.const for v in values) < 2, "two constants have rules of their own")
+        # What the graph computes is put together as it comes; what is there at the start can be at any time.
+        two = sum(_at_hand(v) for v in values) > 1
+        worthwhile(
+            two or b.value == c.value or _smaller(a, b, c), "no operand is smaller, repeated, or at hand"
+        )
+
+    def target(self, op: Op, a: Val, b: Val, c: Val) -> Any:
+        return op[self.operator](a, op[self.operator](b, c))
+
+
+class AssociateMuls(AssociateAdds):
+    """(a * b) * c -> a * (b * c)."""
+
+    operator = "Mul"
+
+
+class FactorOutOfSum(Rule):
+    """x * y + x * z -> x * (y + z)."""
+
+    dtypes = NUMBERS
+    shapes = "x[...] y[...] z[...]"
+
+    def source(self, op: Op, x: Any, y: Any, z: Any) -> Any:
+        return op.Add(op.Mul(x, y), op.Mul(x, z))
+
+    def target(self, op: Op, x: Val, y: Val, z: Val) -> Any:
+        return op.Mul(x, op.Add(y, z))
+
+
+class FactorOneOutOfSum(Rule):
+    """x + x * y -> x * (y + 1)."""
+
+    dtypes = NUMBERS
+    shapes = "x[...] y[...]"
+
+    def source(self, op: Op, x: Any, y: Any) -> Any:
+        return op.Add(x, op.Mul(x, y))
+
+    def target(self, op: Op, x: Val, y: Val) -> Any:
+        return op.Mul(x, op.Add(y, 1))
+
+
+# Operators that a constant factor of their result can be folded into.
+_TAKE_FACTORS = frozenset(("Conv", "ConvTranspose", "MatMul", "Gemm"))
+
+
+class DistributeMulOverSum(RegionRule):
+    """(y + z) * c -> y * c + z * c  with c constant, where y is a product or convolution that c folds into."""
+
+    anchors = ("Mul",)
+    reads_from = ("Add",)
+    dtypes = NUMBERS
+    examples = (
+        "agraph (float[2,3] x, float[3,4] w, float[2,4] z) => (float[2,4] y) "
+        "{ c = Constant<value_floats=[1.0,2.0,3.0,4.0]>() p = MatMul(x, w) s = Add(p, z) y = Mul(s, c) }",
+        "agraph (float[1,2,4,4] x, float[3,2,3,3] w, float[1,3,2,2] z) => (float[1,3,2,2] y) "
+        "{ c = Constant<value_float=2.0>() p = Conv(x, w) s = Add(z, p) y = Mul(c, s) }",
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        for factor, total in (node.inputs, node.inputs[::-1]):
+            add = reader.producer(total)
+            if add is None or add.op != "Add" or add.const or not reader.is_const(factor):
+                continue
+            # Constant addends are PushMulThroughConstantAdd's.
+            if any(reader.is_const(v) for v in add.inputs) or not read_once(reader, total):
+                continue
+            for v in add.inputs:
+                maker = reader.producer(v)
+                if maker is not None and maker.op in _TAKE_FACTORS and read_once(reader, v):
+                    return Region(node.outputs, (*add.inputs, factor), (node, add))
+        return None
+
+    def target(self, op: Op, region: Region, y: Val, z: Val, c: Val) -> Any:
+        return op.Add(op.Mul(y, c), op.Mul(z, c))
+
+
+# Functions that never fall, wherever they are defined: everywhere.
+MONOTONE: tuple[str, ...] = (
+    *("Atan", "Ceil", "Erf", "Exp", "Floor", "HardSigmoid", "LeakyRelu", "Relu", "Round", "Sigmoid"),
+    *("Softplus", "Softsign", "Tanh"),
+)
+_RISES = "f(x) <= f(y) wherever x <= y"
+
+
+def _monotone(node: Node | None) -> bool:
+    """Whether a node is a function that never falls; refuses those that fall for their attributes."""
+    if node is None or node.const or node.op not in MONOTONE or not is_unary(node):
+        return False
+    slope = node.attrs.get("alpha", 0.0)
+    assert isinstance(slope, float)
+    require(slope >= 0, "the function falls")
+    return True
+
+
+class PullMonotoneOutOfMax(RegionRule):
+    """max(f(x), f(y)) -> f(max(x, y))  for f that never falls;  Min alike."""
+
+    proof = "numeric"
+    relies_on = _RISES
+    dtypes = FLOATS
+    anchors = ("Max", "Min")
+    reads_from = MONOTONE
+    examples = (
+        "agraph (float[N,3] x, float[3] z) => (float[N,3] y) { a = Relu(x) b = Relu(z) y = Max(a, b) }",
+        "agraph (float[2,3] x, float[2,3] z, float[1,3] w) => (float[2,3] y) "
+        "{ a = Sigmoid(x) b = Sigmoid(z) c = Sigmoid(w) y = Min(a, b, c) }",
+        "agraph (float[2,3] x, float[2,3] z) => (float[2,3] y) "
+        "{ a = LeakyRelu<alpha=0.2>(x) b = LeakyRelu<alpha=0.2>(z) y = Max(a, b) }",
+        "agraph (float[4] x, float[4] z) => (float[4] y) "
+        "{ a = HardSigmoid<alpha=0.5, beta=0.25>(x) b = HardSigmoid<alpha=0.5, beta=0.25>(z) y = Min(a, b) }",
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        inner = [n for v in node.inputs if (n := reader.producer(v)) is not None]
+        if len(inner) != len(node.inputs) or len(set(node.inputs)) < 2:
+            return None
+        form = unary_form(inner[0])
+        if not all(unary_form(n) == form for n in inner) or not _monotone(inner[0]):
+            return None
+        worthwhile(all(read_once(reader, v) for v in node.inputs), "a function is read elsewhere")
+        inputs = tuple(n.inputs[0] for n in inner)
+        return Region(node.outputs, inputs, tuple(dict.fromkeys((node, *inner))), (node.op, *form[:2]))
+
+    def target(self, op: Op, region: Region, *inputs: Val) -> Any:
+        extreme, name, attrs = region.data
+        return op[name](op[extreme](*inputs), attrs=attrs)
+
+
+class PushMonotoneThroughMax(RegionRule):
+    """f(max(x, y)) -> max(f(x), f(y))  for f that never falls, where an operand is constant;  Min alike."""
+
+    proof = "numeric"
+    relies_on = _RISES
+    dtypes = FLOATS
+    anchors = MONOTONE
+    reads_from = ("Max", "Min")
+    examples = (
+        "agraph (float[N,3] x) => (float[N,3] y) "
+        "{ c = Constant<value_floats=[-1.0,0.5,2.0]>() a = Max(x, c) y = Relu(a) }",
+        "agraph (float[2,3] x, float[3] z) => (float[2,3] y) "
+        "{ c = Constant<value_float=1.0>() a = Min(x, z, c) y = Tanh(a) }",
+        "agraph (float[2,3] x) => (float[2,3] y) "
+        "{ c = Constant<value_float=-0.5>() a = Max(c, x) y = LeakyRelu<alpha=0.1>(a) }",
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        inner = reader.producer(node.inputs[0])
+        if inner is None or inner.const or inner.op not in ("Max", "Min") or len(inner.inputs) < 2:
+            return None
+        if not _monotone(node):
+            return None
+        worthwhile(any(reader.is_const(v) for v in inner.inputs), "no operand is constant")
+        worthwhile(read_once(reader, node.inputs[0]), "the maximum is read elsewhere")
+        return Region(node.outputs, inner.inputs, (node, inner), (inner.op, node.op, node.attrs))
+
+    def target(self, op: Op, region: Region, *inputs: Val) -> Any:
+        extreme, name, attrs = region.data
+        return op[extreme](*(op[name](x, attrs=attrs) for x in inputs))
+
+
+_MAX_POOLS = ("MaxPool", "GlobalMaxPool")
+
+
+def _require_full_windows(pool: Node) -> None:
+    """A window that lies in the padding alone gives minus infinity, on which a function may do anything."""
+    dilations = pool.attrs.get("dilations", (1,))
+    assert isinstance(dilations, tuple)
+    whole = "ceil_mode" not in pool.attrs and set(dilations) == {1}
+    require(whole, "a window may lie in the padding")
+    require(len(pool.outputs) == 1, "the places of the maxima are given out")
+
+
+class PullMonotoneOutOfMaxPool(RegionRule):
+    """maxpool(f(x)) -> f(maxpool(x))  for f that never falls, so that it has less to do."""
+
+    proof = "numeric"
+    relies_on = _RISES
+    dtypes = FLOATS
+    anchors = _MAX_POOLS
+    reads_from = MONOTONE
+    examples = (
+        "agraph (float[N,2,4,4] x) => (float[N,2,2,2] y) "
+        "{ a = Relu(x) y = MaxPool<kernel_shape=[2,2], strides=[2,2]>(a) }",
+        "agraph (float[1,2,5] x) => (float[1,2,3] y) "
+        "{ a = Sigmoid(x) y = MaxPool<kernel_shape=[3], strides=[2], pads=[1,1]>(a) }",
+        "agraph (float[1,2,3,4] x) => (float[1,2,1,1] y) { a = LeakyRelu<alpha=0.3>(x) y = GlobalMaxPool(a) }",
+        "agraph (float[1,1,5,5] x) => (float[1,1,3,3] y) { a = Tanh(x) "
+        'y = MaxPool<kernel_shape=[3,3], strides=[2,2], auto_pad="SAME_UPPER">(a) }',
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        inner = reader.producer(node.inputs[0])
+        if inner is None or not _monotone(inner):
+            return None
+        _require_full_windows(node)
+        worthwhile(read_once(reader, node.inputs[0]), "the function is read elsewhere")
+        data = (node.op, node.attrs, inner.op, inner.attrs)
+        return Region(node.outputs, inner.inputs, (node, inner), data)
+
+    def target(self, op: Op, region: Region, x: Val) -> Any:
+        pool, attrs, name, own = region.data
+        return op[name](op[pool](x, attrs=attrs), attrs=own)
+
+
+class PushMonotoneThroughMaxPool(RegionRule):
+    """relu(maxpool(conv(x))) -> maxpool(relu(conv(x))), which runtimes fuse;  other functions that never fall alike."""
+
+    proof = "numeric"
+    relies_on = _RISES
+    dtypes = FLOATS
+    unpriced = True
+    anchors = MONOTONE
+    reads_from = _MAX_POOLS
+    examples = (
+        "agraph (float[1,1,4,4] x, float[2,1,3,3] w) => (float[1,2,1,1] y) "
+        "{ a = Conv(x, w) b = MaxPool<kernel_shape=[2,2]>(a) y = Relu(b) }",
+        "agraph (float[1,1,6] x, float[2,1,3] w) => (float[1,2,2] y) "
+        "{ a = Conv(x, w) b = MaxPool<kernel_shape=[2], strides=[2]>(a) y = LeakyRelu<alpha=0.2>(b) }",
+        "agraph (float[1,1,4,4] x, float[2,1,3,3] w) => (float[1,2,1,1] y) "
+        "{ a = Conv(x, w) b = GlobalMaxPool(a) y = Sigmoid(b) }",
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        pool = reader.producer(node.inputs[0])
+        if pool is None or pool.op not in _MAX_POOLS or not _monotone(node):
+            return None
+        _require_full_windows(pool)
+        maker = reader.producer(pool.inputs[0])
+        worthwhile(maker is not None and maker.op == "Conv", "no convolution is there to fuse with")
+        single = read_once(reader, node.inputs[0]) and read_once(reader, pool.inputs[0])
+        worthwhile(single, "an inner value is read elsewhere")
+        data = (pool.op, pool.attrs, node.op, node.attrs)
+        return Region(node.outputs, pool.inputs, (node, pool), data)
+
+    def target(self, op: Op, region: Region, x: Val) -> Any:
+        pool, attrs, name, own = region.data
+        return op[pool](op[name](x, attrs=own), attrs=attrs)
+
+
+# Matrix products
+
+# At most so many multiplications for one product of constants.
+_AT_EXPORT = 1 << 32
+
+
+def _is_matrix(reader: Reader, value: Value) -> bool:
+    """Whether a value is a matrix, or several of them."""
+    rank = reader.type(value).rank
+    return rank is not None and rank > 1
+
+
+def _worthwhile_product(x: Val, y: Val) -> None:
+    """Constants are multiplied out when the model is written."""
+    worthwhile(
+        x.size(-2) * x.size(-1) * y.size(-1) <= _AT_EXPORT, "multiplying the constants out would take long"
+    )
+
+
+def _meet(reader: Reader, value: Value, other: Value) -> bool:
+    """Whether a reader of one value reads the other as well."""
+    return any(other in n.inputs for n in reader.users(value))
+
+
+class AssociateSharedMatMuls(RegionRule):
+    """(x @ y) @ z -> x @ (y @ z), and z @ (x @ y) -> (z @ x) @ y,  where others read x @ y too.
+
+    Where the two meet again (x @ y + (x @ y) @ z), or z is x or y, so that a factor or a product occurs twice.
+    """
+
+    anchors = ("MatMul",)
+    reads_from = ("MatMul",)
+    dtypes = NUMBERS
+    examples = (
+        "agraph (float[2,3] x, float[3,4] z, float[4,4] w) => (float[2,4] y) "
+        "{ a = MatMul(x, z) b = MatMul(a, w) y = Add(a, b) }",
+        "agraph (float[3,3] x, float[3,3] z) => (float[3,3] y, float[3,3] a) { a = MatMul(x, z) y = MatMul(a, x) }",
+        "agraph (float[2,3,3] x, float[3,4] z, float[3,3] w) => (float[2,6,4] y) "
+        "{ a = MatMul(x, z) b = MatMul(w, a) y = Concat<axis=1>(a, b) }",
+        "agraph (float[N,3,3] x, float[N,3,3] z) => (float[N,3,3] y, float[N,3,3] a) "
+        "{ a = MatMul(x, z) y = MatMul(z, a) }",
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        for place, value in enumerate(node.inputs):
+            inner = reader.producer(value)
+            if inner is None or inner.op != "MatMul" or inner.const:
+                continue
+            other = node.inputs[1 - place]
+            if other == value or read_once(reader, value):
+                continue  # the other rules of associativity see to it
+            if not all(_is_matrix(reader, v) for v in (*inner.inputs, other)):
+                continue
+            if other in inner.inputs or _meet(reader, node.outputs[0], value):
+                fixed = [inner.inputs[1 - place], other]
+                if all(reader.is_const(v) for v in fixed):
+                    _worthwhile_product(*(reader.val(v) for v in (fixed if place == 0 else fixed[::-1])))
+                return Region(node.outputs, (*inner.inputs, other), (node, inner), place)
+        return None
+
+    def target(self, op: Op, region: Region, x: Val, y: Val, z: Val) -> Any:
+        return op.MatMul(x, op.MatMul(y, z)) if region.data == 0 else op.MatMul(op.MatMul(z, x), y)
+
+
+class DistributeMatMul(RegionRule):
+    """(x + y) @ z -> x @ z + y @ z, and z @ (x + y) -> z @ x + z @ y,  where y is a product with x.
+
+    After it the products can be associated, and x @ z is a factor of both: (x + x @ w) @ z -> x @ (z + w @ z).
+    """
+
+    anchors = ("MatMul",)
+    reads_from = ("Add",)
+    dtypes = NUMBERS
+    spreads = True
+    examples = (
+        "agraph (float[2,3] x, float[3,3] w, float[3,4] z) => (float[2,4] y) "
+        "{ a = MatMul(x, w) s = Add(x, a) y = MatMul(s, z) }",
+        "agraph (float[N,3,4] x, float[3,3] w, float[2,3] z) => (float[N,2,4] y) "
+        "{ a = MatMul(w, x) s = Add(a, x) y = MatMul(z, s) }",
+        "agraph (float[2,3] x, float[2,2] w, float[3,4] z) => (float[2,4] y) "
+        "{ a = MatMul(w, x) s = Add(x, a) y = MatMul(s, z) }",
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        for place, value in enumerate(node.inputs):
+            add = reader.producer(value)
+            if add is None or add.op != "Add" or add.const or not read_once(reader, value):
+                continue
+            if not all(_is_matrix(reader, v) for v in (*add.inputs, node.inputs[1 - place])):
+                continue
+            for own, rest in (add.inputs, add.inputs[::-1]):
+                maker = reader.producer(own)
+                if maker is not None and maker.op == "MatMul" and not maker.const and rest in maker.inputs:
+                    # Along the axis of the product's sum nothing may be repeated.
+                    axis = -1 if place == 0 else -2
+                    sizes = [(reader.type(v).shape or ())[axis] for v in add.inputs]
+                    require(sizes[0] == sizes[1] is not None, "an addend broadcasts, or a size is not known")
+                    return Region(node.outputs, (*add.inputs, node.inputs[1 - place]), (node, add), place)
+        return None
+
+    def target(self, op: Op, region: Region, x: Val, y: Val, z: Val) -> Any:
+        if region.data == 0:
+            return op.Add(op.MatMul(x, z), op.MatMul(y, z))
+        return op.Add(op.MatMul(z, x), op.MatMul(z, y))
+
+
+class FactorMatMulOutOfSum(Rule):
+    """x @ w + y @ w -> (x + y) @ w."""
+
+    dtypes = NUMBERS
+    shapes = "x[...,a,k] y[...,b,k] w[...,k,n]"
+
+    def source(self, op: Op, x: Any, y: Any, w: Any) -> Any:
+        return op.Add(op.MatMul(x, w), op.MatMul(y, w))
+
+    def target(self, op: Op, x: Val, y: Val, w: Val) -> Any:
+        return op.MatMul(op.Add(x, y), w)
+
+
+class FactorLeftMatMulOutOfSum(Rule):
+    """x @ v + x @ w -> x @ (v + w)  where v or w is not constant."""
+
+    dtypes = NUMBERS
+    shapes = "x[...,a,k] v[...,k,n] w[...,k,o]"
+
+    def source(self, op: Op, x: Any, v: Any, w: Any) -> Any:
+        return op.Add(op.MatMul(x, v), op.MatMul(x, w))
+
+    def where(self, m: Captures, x: Val, v: Val, w: Val) -> None:
+        worthwhile(not (v.const and w.const), "constant weights are FoldSumOfMatMuls's")
+
+    def target(self, op: Op, x: Val, v: Val, w: Val) -> Any:
+        return op.MatMul(x, op.Add(v, w))
+
+
+class FactorConvOutOfSum(Rule):
+    """conv(x, w, b) + conv(y, w, c) -> conv(x + y, w, b + c)  with equal attributes."""
+
+    dtypes = FLOATS
+    optional = ("b", "c")
+    shapes = per_rank("x[i,j{h}] y[i,j{h}] w[m,p{k}] b[m] c[m]")
+
+    def source(self, op: Op, x: Any, w: Any, b: Any, y: Any, c: Any) -> Any:
+        return op.Add(op.Conv(x, w, b, attrs="f"), op.Conv(y, w, c, attrs="g"))
+
+    def where(self, m: Captures, x: Val, w: Val, b: Val | None, y: Val, c: Val | None) -> None:
+        require(m.f == m.g, "their attributes differ")
+
+    def target(self, op: Op, m: Captures, x: Val, w: Val, b: Val | None, y: Val, c: Val | None) -> Any:
+        bias = op.Add(b, c) if b is not None and c is not None else b if c is None else c
+        return op.Conv(op.Add(x, y), w, bias, attrs=m.f)
+
+
+# Products and convolutions across Concat
+
+_PRODUCTS = ("MatMul", "Gemm", "Conv")
+
+
+def _products(reader: Reader, concat: Node) -> list[Node] | None:
+    """The products that a Concat puts together, if they are of one operator and read by it alone."""
+    made = [n for v in concat.inputs if (n := reader.producer(v)) is not None]
+    if len(made) != len(concat.inputs) or len({n.outputs[0] for n in made}) != len(made) or len(made) < 2:
+        return None
+    first = made[0]
+    if first.op not in _PRODUCTS or any(n.op != first.op or n.const for n in made):
+        return None
+    worthwhile(all(read_once(reader, v) for v in concat.inputs), "a product is read elsewhere")
+    return made
+
+
+def _require_alike(reader: Reader, values: Sequence[Value], axis: int) -> None:
+    """Shapes are known and agree, but along the axis."""
+    shapes = [reader.val(v).shape for v in values]
+    first = shapes[0]
+    place = axis % len(first)
+    rests = {(len(s), *s[:place], *s[place + 1 :]) for s in shapes}
+    require(len(rests) == 1 and None not in next(iter(rests)), "the shapes differ, or are not known")
+
+
+def _is_rows(reader: Reader, node: Node, rank: int, axis: int) -> bool:
+    """Whether an axis of a product's result is one of its left factor, which the right one does not see."""
+    if reader.type(node.inputs[0]).rank != rank:
+        return False
+    if node.op == "MatMul":
+        weight = reader.val(node.inputs[1]).shape
+        if len(weight) < 2 or axis == rank - 1:
+            return False
+        at = axis - (rank - len(weight))
+        return axis == rank - 2 or at < 0 or weight[at] == 1
+    if axis != 0 or node.attrs.get("transA"):
+        return False
+    if node.op == "Gemm" and len(node.inputs) > 2 and node.inputs[2] != ABSENT:
+        bias = reader.val(node.inputs[2]).shape
+        return len(bias) < 2 or bias[-2] == 1
+    return True
+
+
+class PullProductOutOfConcat(RegionRule):
+    """[x @ w; y @ w] -> [x; y] @ w  for a concat of rows;  Gemm, and convolutions and a concat of the batch, alike."""
+
+    anchors = ("Concat",)
+    reads_from = _PRODUCTS
+    dtypes = NUMBERS
+    examples = (
+        "agraph (float[2,3] x, float[4,3] z, float[3,5] w) => (float[6,5] y) "
+        "{ a = MatMul(x, w) b = MatMul(z, w) y = Concat<axis=0>(a, b) }",
+        "agraph (float[1,2,3] x, float[2,2,3] z, float[1,3,5] w) => (float[3,2,5] y) "
+        "{ a = MatMul(x, w) b = MatMul(z, w) y = Concat<axis=-3>(a, b) }",
+        "agraph (float[N,2,3] x, float[N,4,3] z, float[N,3,5] w) => (float[N,6,5] y) "
+        "{ a = MatMul(x, w) b = MatMul(z, w) y = Concat<axis=1>(a, b) }",
+        "agraph (float[2,3] x, float[4,3] z, float[5,3] w, float[5] c) => (float[6,5] y) "
+        "{ a = Gemm<transB=1>(x, w, c) b = Gemm<transB=1>(z, w, c) y = Concat<axis=0>(a, b) }",
+        "agraph (float[1,2,4,4] x, float[3,2,4,4] z, float[5,2,3,3] w, float[5] c) => (float[4,5,2,2] y) "
+        "{ a = Conv<strides=[2,2], pads=[1,1,1,1]>(x, w, c) b = Conv<strides=[2,2], pads=[1,1,1,1]>(z, w, c) "
+        "y = Concat<axis=0>(a, b) }",
+        "agraph (float[1,4,5] x, float[N,4,5] z, float[6,2,3] w) => (float[M,6,3] y) "
+        "{ a = Conv<group=2>(x, w) b = Conv<group=2>(z, w) y = Concat<axis=0>(a, b) }",
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        made = _products(reader, node)
+        if made is None or len({n.inputs[1:] for n in made}) != 1 or len({n.attrs for n in made}) != 1:
+            return None
+        rank = rank_of(reader, *node.inputs)
+        axis = axis_of(node, rank)
+        require(all(_is_rows(reader, n, rank, axis) for n in made), "the concat is not one of rows")
+        factors = tuple(n.inputs[0] for n in made)
+        _require_alike(reader, factors, axis)
+        data = (made[0].op, made[0].attrs, len(factors), axis)
+        return Region(node.outputs, (*factors, *made[0].inputs[1:]), (node, *made), data)
+
+    def target(self, op: Op, region: Region, *inputs: Val | None) -> Any:
+        name, attrs, count, axis = region.data
+        return op[name](op.Concat(*inputs[:count], axis=axis), *inputs[count:], attrs=attrs)
+
+
+class PullProductOutOfConcatOfColumns(RegionRule):
+    """[x @ v | x @ w] -> x @ [v | w];  Gemm, and convolutions and a concat of channels, alike."""
+
+    anchors = ("Concat",)
+    reads_from = _PRODUCTS
+    dtypes = NUMBERS
+    examples = (
+        "agraph (float[2,3] x, float[3,4] v, float[3,5] w) => (float[2,9] y) "
+        "{ a = MatMul(x, v) b = MatMul(x, w) y = Concat<axis=1>(a, b) }",
+        "agraph (float[N,2,3] x, float[N,3,4] v, float[N,3,5] w) => (float[N,2,9] y) "
+        "{ a = MatMul(x, v) b = MatMul(x, w) y = Concat<axis=-1>(a, b) }",
+        "agraph (float[2,3] x, float[4,3] v, float[5,3] w, float[4] b, float[5] c) => (float[2,9] y) "
+        "{ p = Gemm<transB=1>(x, v, b) q = Gemm<transB=1>(x, w, c) y = Concat<axis=1>(p, q) }",
+        "agraph (float[1,2,4,4] x, float[3,2,3,3] v, float[5,2,3,3] w) => (float[1,8,4,4] y) "
+        "{ a = Conv<pads=[1,1,1,1]>(x, v) b = Conv<pads=[1,1,1,1]>(x, w) y = Concat<axis=1>(a, b) }",
+        "agraph (float[1,2,5] x, float[3,2,3] v, float[4,2,3] w, float[3] b, float[4] c) => (float[1,7,3] y) "
+        "{ p = Conv(x, v, b) q = Conv(x, w, c) y = Concat<axis=1>(p, q) }",
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        made = _products(reader, node)
+        if made is None or len({n.inputs[0] for n in made}) != 1 or len({n.attrs for n in made}) != 1:
+            return None
+        first = made[0]
+        rank = rank_of(reader, *node.inputs)
+        columns = 1 if first.op == "Conv" else rank - 1
+        require(axis_of(node, rank) == columns, "the concat is not one of columns")
+        require(first.op != "Conv" or group_of(first.attrs) == 1, "the convolutions are grouped")
+        require(_is_matrix(reader, first.inputs[1]), "the right factor is a vector")
+        axis = -1
+        if first.op != "MatMul":
+            axis = 0 if first.op == "Conv" or first.attrs.get("transB") else 1
+        weights = tuple(n.inputs[1] for n in made)
+        _require_alike(reader, weights, axis)
+        biases = tuple(b for n in made for b in n.inputs[2:] if b != ABSENT)
+        require(len(biases) in (0, len(made)), "one has a bias, the other has none")
+        for bias, weight in zip(biases, weights):
+            width = reader.val(bias).shape[-1:]
+            require(width == (reader.val(weight).size(axis),), "a bias is not one number per column")
+        if biases:
+            _require_alike(reader, biases, -1)
+        data = (first.op, first.attrs, len(weights), axis % reader.val(weights[0]).rank)
+        return Region(node.outputs, (first.inputs[0], *weights, *biases), (node, *made), data)
+
+    def target(self, op: Op, region: Region, x: Val, *given: Val) -> Any:
+        name, attrs, count, axis = region.data
+        weights, biases = given[:count], given[count:]
+        bias = concat_constants(op, biases, biases[0].rank - 1) if biases else None
+        return op[name](x, concat_constants(op, weights, axis), bias, attrs=attrs)
+
+
+class PushMatMulIntoConcat(RegionRule):
+    """[x; y] @ w -> [x @ w; y @ w], and x @ [v | w] -> [x @ v | x @ w],  where a part is a product itself.
+
+    So that it can be associated. Or where a part and the other factor are constant, and their product is.
+    """
+
+    anchors = ("MatMul",)
+    reads_from = ("Concat",)
+    dtypes = NUMBERS
+    examples = (
+        "agraph (float[2,3] x, float[3,3] z, float[3,4] w) => (float[5,4] y) "
+        "{ a = MatMul(x, z) c = Concat<axis=0>(z, a) y = MatMul(c, w) }",
+        "agraph (float[N,2,3] x, float[3,4] z, float[4,5] w) => (float[N,2,9] y) "
+        "{ a = MatMul(z, w) c = Concat<axis=1>(z, a) y = MatMul(x, c) }",
+        "agraph (float[2,2,3] x) => (float[3,2,2] y) "
+        "{ u = Constant<value_floats=[1.0,2.0,3.0]>() s = Constant<value_ints=[1,1,3]>() p = Reshape(u, s) "
+        "q = Concat<axis=1>(p, p) k = Constant<value_floats=[1.0,2.0,3.0,4.0,5.0,6.0]>() "
+        "t = Constant<value_ints=[3,2]>() v = Reshape(k, t) c = Concat<axis=0>(q, x) y = MatMul(c, v) }",
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        for place, value in enumerate(node.inputs):
+            concat = reader.producer(value)
+            if concat is None or concat.op != "Concat" or concat.const or len(concat.inputs) < 2:
+                continue
+            other = node.inputs[1 - place]
+            rank = rank_of(reader, value)
+            axis = axis_of(concat, rank)
+            result = reader.type(node.outputs[0]).rank
+            if other == value or result is None or not _is_matrix(reader, other) or rank < 2:
+                continue
+            if (axis != rank - 1) if place else not _is_rows(reader, node, result, axis):
+                continue
+            made = [reader.producer(v) for v in concat.inputs]
+            useful = any(n is not None and n.op == "MatMul" and not n.const for n in made)
+            folds = reader.is_const(other) and any(reader.is_const(v) for v in concat.inputs)
+            worthwhile(useful or folds, "no part is a product, and none becomes constant")
+            worthwhile(read_once(reader, value), "the concat is read elsewhere")
+            data = (place, result - 1 if place else axis)
+            return Region(node.outputs, (other, *concat.inputs), (node, concat), data)
+        return None
+
+    def target(self, op: Op, region: Region, other: Val, *parts: Val) -> Any:
+        place, axis = region.data
+        products = [op.MatMul(other, p) if place else op.MatMul(p, other) for p in parts]
+        return op.Concat(*products, axis=axis)
+
+
+class SplitMatMulOfConcats(RegionRule):
+    """[x | y] @ [v; w] -> x @ v + y @ w  where the parts are of the same sizes."""
+
+    anchors = ("MatMul",)
+    reads_from = ("Concat",)
+    dtypes = NUMBERS
+    examples = (
+        "agraph (float[2,3] x, float[2,4] z, float[3,5] v, float[4,5] w) => (float[2,5] y) "
+        "{ a = Concat<axis=1>(x, z) b = Concat<axis=0>(v, w) y = MatMul(a, b) }",
+        "agraph (float[N,2,3] x, float[N,2,4] z, float[3,5] v, float[4,5] w) => (float[N,2,5] y) "
+        "{ a = Concat<axis=-1>(x, z, x) b = Concat<axis=0>(v, w, v) y = MatMul(a, b) }",
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        makers = [reader.producer(v) for v in node.inputs]
+        sizes = []
+        for maker, value, inner in zip(makers, node.inputs, (1, 2)):
+            if maker is None or maker.op != "Concat" or maker.const or len(maker.inputs) < 2:
+                return None  # constant weights are SplitMatMulsOverConcat's
+            rank = rank_of(reader, value)
+            if rank < 2 or axis_of(maker, rank) != rank - inner:
+                return None
+            sizes.append(sizes_along(reader, maker.inputs, rank - inner))
+        require(sizes[0] is not None and sizes[0] == sizes[1], "the parts are of other sizes, or not known")
+        worthwhile(all(read_once(reader, v) for v in node.inputs), "a concat is read elsewhere")
+        nodes = tuple(n for n in makers if n is not None)
+        inputs = tuple(v for n in nodes for v in n.inputs)
+        return Region(node.outputs, inputs, (node, *nodes), len(inputs) // 2)
+
+    def target(self, op: Op, region: Region, *parts: Val) -> Any:
+        count = region.data
+        total: Any = None
+        for x, w in zip(parts[:count], parts[count:]):
+            term = op.MatMul(x, w)
+            total = term if total is None else op.Add(total, term)
+        return total
+
+
+class MergeConvsIntoGroups(RegionRule):
+    """[conv(x, v, b) | conv(y, w, c)] -> conv([x|y], [v; w], [b; c]; in groups)  along the channels."""
+
+    anchors = ("Concat",)
+    reads_from = ("Conv",)
+    dtypes = FLOATS
+    examples = (
+        "agraph (float[1,2,4,4] x, float[1,2,4,4] z, float[3,2,3,3] v, float[3,2,3,3] w) => (float[1,6,4,4] y) "
+        "{ a = Conv<pads=[1,1,1,1]>(x, v) b = Conv<pads=[1,1,1,1]>(z, w) y = Concat<axis=1>(a, b) }",
+        "agraph (float[N,2,5] x, float[N,4,5] z, float[3,2,3] v, float[6,2,3] w, float[3] b, float[6] c) "
+        "=> (float[N,9,3] y) { p = Conv(x, v, b) q = Conv<group=2>(z, w, c) y = Concat<axis=-2>(p, q) }",
+        "agraph (float[1,1,4,4] x, float[1,1,4,4] z, float[1,1,4,4] u, float[1,1,2,2] v, float[1,1,2,2] w) "
+        "=> (float[1,3,2,2] y) { a = Conv<strides=[2,2]>(x, v) b = Conv<strides=[2,2]>(z, w) "
+        "c = Conv<strides=[2,2]>(u, v) y = Concat<axis=1>(a, b, c) }",
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        made = _products(reader, node)
+        if made is None or made[0].op != "Conv":
+            return None
+        inputs = tuple(n.inputs[0] for n in made)
+        weights = tuple(n.inputs[1] for n in made)
+        forms = {tuple((k, v) for k, v in n.attrs.items() if k != "group") for n in made}
+        if len(forms) != 1 or len(set(inputs)) < 2:
+            return None  # convolutions of one input are merged without groups
+        rank = rank_of(reader, *node.inputs)
+        require(axis_of(node, rank) == 1, "the concat is not one of channels")
+        _require_alike(reader, inputs, 1)
+        _require_alike(reader, weights, 0)
+        groups = [group_of(n.attrs) for n in made]
+        widths = {reader.val(w).size(0) // g for w, g in zip(weights, groups)}
+        require(len(widths) == 1, "a group has more output channels than another")
+        biases = tuple(b for n in made for b in n.inputs[2:] if b != ABSENT)
+        require(len(biases) in (0, len(made)), "one has a bias, the other has none")
+        data = (made[0].attrs, sum(groups), len(made))
+        return Region(node.outputs, (*inputs, *weights, *biases), (node, *made), data)
+
+    def target(self, op: Op, region: Region, *given: Val) -> Any:
+        attrs, groups, n = region.data
+        biases = given[2 * n :]
+        return op.Conv(
+            op.Concat(*given[:n], axis=1),
+            concat_constants(op, given[n : 2 * n], 0),
+            concat_constants(op, biases, 0) if biases else None,
+            attrs=attrs,
+            group=groups,
+        )
+
+
+class SplitGroupsOverConcat(RegionRule):
+    """conv([x|y], w, b; in groups) -> [conv(x, w_x, b_x) | conv(y, w_y, b_y)]  where it has whole groups of each."""
+
+    anchors = ("Conv",)
+    reads_from = ("Concat",)
+    dtypes = FLOATS
+    examples = (
+        "agraph (float[1,2,4,4] x, float[1,2,4,4] z, float[6,2,3,3] w) => (float[1,6,4,4] y) "
+        "{ a = Concat<axis=1>(x, z) y = Conv<pads=[1,1,1,1], group=2>(a, w) }",
+        "agraph (float[N,2,5] x, float[N,4,5] z, float[9,2,3] w) => (float[N,9,3] y) "
+        "{ c = Constant<value_floats=[1.0,2.0,3.0,4.0,5.0,6.0,7.0,8.0,9.0]>() "
+        "a = Concat<axis=1>(x, z) y = Conv<group=3>(a, w, c) }",
+        "agraph (float[1,1,4,4] x, float[1,1,4,4] z, float[1,1,4,4] u, float[3,1,2,2] w) => (float[1,3,2,2] y) "
+        "{ a = Concat<axis=1>(x, z, u) y = Conv<group=3, strides=[2,2]>(a, w) }",
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        groups = group_of(node.attrs)
+        concat = reader.producer(node.inputs[0])
+        if groups == 1 or concat is None or concat.op != "Concat" or concat.const or len(concat.inputs) < 2:
+            return None
+        axis = axis_of(concat, rank_of(reader, node.inputs[0]))
+        require(axis == 1, "the concat is not one of channels")
+        sizes = sizes_along(reader, concat.inputs, 1)
+        require(sizes is not None, "a size is not known")
+        weight = reader.val(node.inputs[1])
+        own = weight.size(1)
+        require(all(s and s % own == 0 for s in sizes or ()), "a group reads several parts")
+        worthwhile(read_once(reader, node.inputs[0]), "the concat is read elsewhere")
+        rest = tuple(v for v in node.inputs[2:] if v != ABSENT)
+        data = (node.attrs, tuple(s // own for s in sizes or ()), weight.size(0) // groups)
+        return Region(node.outputs, (node.inputs[1], *rest, *concat.inputs), (node, concat), data)
+
+    def target(self, op: Op, region: Region, w: Val, *given: Val) -> Any:
+        attrs, groups, width = region.data
+        biases, parts = given[: -len(groups)], given[-len(groups) :]
+        cuts = [(a * width, b * width) for a, b in pairwise([0, *accumulate(groups)])]
+        results = []
+        for x, n, (start, stop) in zip(parts, groups, cuts):
+            weight = slice_constant(op, w, 0, start, stop)
+            bias = slice_constant(op, biases[0], 0, start, stop) if biases else None
+            results.append(op.Conv(x, weight, bias, attrs=attrs, group=n))
+        return op.Concat(*results, axis=1)
+
+
+class MergeSharedWeightConvs(RegionRule):
+    """conv(x, w, b), conv(y, w, b), ... -> split(conv([x; y; ...], w, b))  along the batch.
+
+    The inputs must not depend on the results: see MergeSharedWeightProducts.
+    """
+
+    anchors = ("Conv",)
+    dtypes = FLOATS
+    examples = (
+        "agraph (float[1,2,4,4] x, float[3,2,4,4] z, float[5,2,3,3] w, float[5] c) "
+        "=> (float[1,5,4,4] a, float[3,5,4,4] b) "
+        "{ a = Conv<pads=[1,1,1,1]>(x, w, c) b = Conv<pads=[1,1,1,1]>(z, w, c) }",
+        "agraph (float[2,4,6] x, float[6,2,3] w) => (float[1,6,4] a, float[1,6,4] b) "
+        "{ p, q = Split<axis=0, num_outputs=2>(x) a = Conv<group=2>(p, w) b = Conv<group=2>(q, w) }",
+        "agraph (float[N,2,5] x, float[N,2,5] z, float[N,2,5] u, float[4,2,1] w) "
+        "=> (float[N,4,5] a, float[N,4,5] b, float[N,4,5] c) { a = Conv(x, w) b = Conv(z, w) c = Conv(u, w) }",
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        weight = node.inputs[1]
+        if reader.count_users(weight) < 2:
+            return None
+        # The least of the group finds it; the others depend on that one alone, or each would on each.
+        first = min(n.id for n in reader.graph.users(weight) if _convolves(reader, n, node))
+        if first != node.id:
+            reader.producer(first)
+            return None
+        group = {n.inputs[0]: n for n in reader.users(weight) if _convolves(reader, n, node)}
+        if len(group) < 2:
+            return None
+        inputs = sorted(group)
+        require(common_source(reader, inputs), "an input may depend on a result")
+        batches = [reader.val(v).shape[0] for v in inputs]
+        numbers = tuple(b for b in batches if isinstance(b, int))
+        known = len(numbers) == len(batches)
+        require(known or (len(set(batches)) == 1 and batches[0] is not None), "a batch is not known")
+        nodes = tuple(group[v] for v in inputs)
+        data = (node.attrs, len(inputs), numbers if known else None)
+        return Region(tuple(n.outputs[0] for n in nodes), (*inputs, *node.inputs[1:]), nodes, data)
+
+    def target(self, op: Op, region: Region, *given: Val | None) -> Any:
+        attrs, count, sizes = region.data
+        y = op.Conv(op.Concat(*given[:count], axis=0), *given[count:], attrs=attrs)
+        if sizes is not None:
+            return op.Split(y, axis=0, sizes=sizes)
+        return op.Split(y, axis=0, outputs=count, num_outputs=count)
+
+
+def _convolves(reader: Reader, other: Node, node: Node) -> bool:
+    """Whether a node makes the convolution that `node` makes, of another image of the same size."""
+    if other.op != "Conv" or other.const or other.inputs[1:] != node.inputs[1:] or other.attrs != node.attrs:
+        return False
+    shape, own = (reader.graph.type(n.inputs[0]).shape for n in (other, node))
+    return shape is not None and own is not None and same_dims(shape[1:], own[1:])
+
+
+# Concat and Split
+
+
+class ExchangeConcats(RegionRule):
+    """[[x|y]; [v|w]] -> [[x; v] | [y; w]]  where the parts fit together both ways."""
+
+    anchors = ("Concat",)
+    reads_from = ("Concat",)
+    examples = (
+        "agraph (float[2,3] x, float[2,4] z, float[5,3] v, float[5,4] w) => (float[7,7] y) "
+        "{ a = Concat<axis=1>(x, z) b = Concat<axis=1>(v, w) y = Concat<axis=0>(a, b) }",
+        "agraph (float[N,2,3] x, float[N,2,3] z) => (float[N,6,6] y) "
+        "{ a = Concat<axis=-1>(x, z) b = Concat<axis=2>(z, z) c = Concat<axis=2>(z, x) y = Concat<axis=1>(a, b, c) }",
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        inner = [n for v in node.inputs if (n := reader.producer(v)) is not None]
+        if len(inner) != len(node.inputs) or len(set(node.inputs)) != len(inner) or len(inner) < 2:
+            return None
+        counts = {len(n.inputs) for n in inner}
+        if any(n.op != "Concat" or n.const for n in inner) or len(counts) != 1 or counts == {1}:
+            return None
+        rank = rank_of(reader, *node.inputs)
+        axis, axes = axis_of(node, rank), {axis_of(n, rank) for n in inner}
+        if len(axes) != 1 or axis in axes:
+            return None
+        worthwhile(all(read_once(reader, v) for v in node.inputs), "an inner concat is read elsewhere")
+        for column in zip(*(n.inputs for n in inner)):
+            _require_alike(reader, column, axis)
+        inputs = tuple(v for n in inner for v in n.inputs)
+        return Region(node.outputs, inputs, (node, *inner), (axis, axes.pop(), len(inner)))
+
+    def target(self, op: Op, region: Region, *parts: Val) -> Any:
+        outer, inner, rows = region.data
+        columns = len(parts) // rows
+        joined = [op.Concat(*parts[k::columns], axis=outer) for k in range(columns)]
+        return op.Concat(*joined, axis=inner)
+
+
+class PushBinaryThroughSplit(RegionRule):
+    """split(f(x, c)) -> f(split(x), split(c)), each part,  for f element by element.
+
+    At most one operand is split at run time: others broadcast along the axis, are constant, or put together of
+    parts of these sizes.
+    """
+
+    anchors = ("Split",)
+    reads_from = BROADCAST
+    examples = (
+        "agraph (float[N,5] x) => (float[N,2] y, float[N,3] z) { s = Constant<value_ints=[2, 3]>() "
+        "c = Constant<value_floats=[1.0, 2.0, 3.0, 4.0, 5.0]>() a = Add(x, c) y, z = Split<axis=1>(a, s) }",
+        "agraph (float[2,4,3] x, float[4,1] w) => (float[2,4,1] y, float[2,4,2] z) "
+        "{ s = Constant<value_ints=[1, 2]>() a = Mul(w, x) y, z = Split<axis=-1>(a, s) }",
+        "agraph (float[N,4] x, float[N,2] u) => (float[N,2] y, float[N,2] z) "
+        "{ c = Concat<axis=1>(u, u) a = Sub(x, c) y, z = Split<axis=1, num_outputs=2>(a) }",
+        "agraph (bool[1] x, float[4] u) => (float[3] y, float[1] z) { s = Constant<value_ints=[3, 1]>() "
+        "c = Constant<value_float=1.0>() a = Where(x, c, u) y, z = Split(a, s) }",
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        inner = reader.producer(node.inputs[0])
+        if inner is None or inner.op not in _BROADCAST or inner.const or len(node.outputs) < 2:
+            return None
+        rank = rank_of(reader, node.inputs[0])
+        axis = axis_of(node, rank)
+        sizes = sizes_along(reader, node.outputs, axis)
+        require(sizes is not None, "a size is not known")
+        total = sum(sizes or ())
+        kinds: list[str] = []
+        inputs: list[Value] = []
+        used = [node, inner]
+        for v in inner.inputs:
+            shape = reader.val(v).shape
+            at = axis - (rank - len(shape))
+            if at < 0 or (shape[at] == 1 and total != 1):
+                kinds.append("shared")
+                inputs.append(v)
+                continue
+            require(shape[at] == total, "an operand's size is not known")
+            maker = reader.producer(v)
+            parts = None
+            if maker is not None and maker.op == "Concat" and not maker.const:
+                parts = sizes_along(reader, maker.inputs, at) if axis_of(maker, len(shape)) == at else None
+            if maker is not None and parts == sizes:
+                kinds.append("parts")
+                inputs += maker.inputs
+                used.append(maker)
+            else:
+                kinds.append("cut" if reader.is_const(v) else "split")
+                inputs.append(v)
+        worthwhile(kinds.count("split") < 2, "several operands would be split")
+        worthwhile(read_once(reader, node.inputs[0]), "the function is read elsewhere")
+        nodes = tuple({n.outputs[0]: n for n in used}.values())
+        data = (inner.op, inner.attrs, rank, axis, tuple(sizes or ()), tuple(kinds))
+        return Region(node.outputs, tuple(inputs), nodes, data)
+
+    def target(self, op: Op, region: Region, *inputs: Val) -> Any:
+        name, attrs, rank, axis, sizes, kinds = region.data
+        cuts = list(pairwise([0, *accumulate(sizes)]))
+        operands: list[list[Any]] = []
+        at = 0
+        for kind in kinds:
+            v = inputs[at]
+            place = axis - (rank - v.rank)
+            if kind == "parts":
+                operands.append(list(inputs[at : at + len(sizes)]))
+            elif kind == "shared":
+                operands.append([v] * len(sizes))
+            elif kind == "cut":
+                operands.append([slice_constant(op, v, place, a, b) for a, b in cuts])
+            else:
+                operands.append(list(op.Split(v, axis=place, sizes=sizes)))
+            at += len(sizes) if kind == "parts" else 1
+        return [op[name](*given, attrs=attrs) for given in zip(*operands)]
+
+
+_BROADCAST = frozenset(BROADCAST)
+
+RULES: tuple[AnyRule, ...] = (
+    AssociateAdds(),
+    AssociateMuls(),
+    FactorOutOfSum(),
+    FactorOneOutOfSum(),
+    DistributeMulOverSum(),
+    PullMonotoneOutOfMax(),
+    PushMonotoneThroughMax(),
+    PullMonotoneOutOfMaxPool(),
+    PushMonotoneThroughMaxPool(),
+    AssociateSharedMatMuls(),
+    DistributeMatMul(),
+    FactorMatMulOutOfSum(),
+    FactorLeftMatMulOutOfSum(),
+    FactorConvOutOfSum(),
+    PullProductOutOfConcat(),
+    PullProductOutOfConcatOfColumns(),
+    PushMatMulIntoConcat(),
+    SplitMatMulOfConcats(),
+    MergeConvsIntoGroups(),
+    SplitGroupsOverConcat(),
+    MergeSharedWeightConvs(),
+    ExchangeConcats(),
+    PushBinaryThroughSplit(),
+)

@@ -1,0 +1,368 @@
+"""Sums, products and concatenations: associated, distributed, factored."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from rewrite_rules import algebra
+from rewrite_rules.algebra import (
+    AssociateAdds,
+    AssociateMuls,
+    AssociateSharedMatMuls,
+    DistributeMatMul,
+    DistributeMulOverSum,
+    ExchangeConcats,
+    FactorConvOutOfSum,
+    FactorLeftMatMulOutOfSum,
+    FactorMatMulOutOfSum,
+    FactorOneOutOfSum,
+    FactorOutOfSum,
+    MergeConvsIntoGroups,
+    MergeSharedWeightConvs,
+    PullMonotoneOutOfMax,
+    PullMonotoneOutOfMaxPool,
+    PullProductOutOfConcat,
+    PullProductOutOfConcatOfColumns,
+    PushBinaryThroughSplit,
+    PushMatMulIntoConcat,
+    PushMonotoneThroughMax,
+    PushMonotoneThroughMaxPool,
+    SplitGroupsOverConcat,
+    SplitMatMulOfConcats,
+)
+from tests.rules.harness import applies, model, refuses
+from xrlflow.onnxio import load
+from xrlflow.rewrite import Library, RegionRule, RewriteState
+
+EXAMPLES = [(r, e) for r in algebra.RULES if isinstance(r, RegionRule) for e in r.examples]
+
+
+def normal(*shape, seed=0):
+    return np.random.default_rng([seed, *shape]).standard_normal(shape).astype(np.float32)
+
+
+def count(rule, proto):
+    return RewriteState.start(load(proto).graph, Library([rule], assuming=("finite",))).count
+
+
+@pytest.mark.parametrize(("rule", "example"), EXAMPLES, ids=lambda v: getattr(v, "name", ""))
+def test_examples(rule, example):
+    applies(rule, model(example))
+
+
+@pytest.mark.parametrize(("rule", "op"), [(AssociateAdds(), "Add"), (AssociateMuls(), "Mul")])
+def test_operands_that_are_at_hand(rule, op):
+    source = model(
+        f"agraph (float[2,3] a, float[2,3] b, float[2,3] c) => (float[2,3] y) {{ t = {op}(a, b) y = {op}(c, t) }}"
+    )
+    assert count(rule, source) == 2
+    applies(rule, source, pick=0, ops=[op, op])
+    applies(rule, source, pick=1, ops=[op, op])
+
+
+@pytest.mark.parametrize("rule", [AssociateAdds(), AssociateMuls()])
+def test_smaller_operands_first(rule):
+    op = rule.operator
+    source = model(
+        f"agraph (float[2,4,3] x, float[1,1,3] b, float[1,4,1] c) => (float[2,4,3] y) "
+        f"{{ a = Tanh(x) u = Sin(b) v = Sin(c) t = {op}(a, u) y = {op}(t, v) }}"
+    )
+    assert count(rule, source) == 1
+    graph = applies(rule, source)
+    assert sorted(n.types[0].shape for n in graph.nodes() if n.op == op) == [(1, 4, 3), (2, 4, 3)]
+
+
+def test_sums_that_stay():
+    text = (
+        "agraph (float[2,3] x, float[2,3] b, float[2,3] z) => (float[2,3] y) "
+        "{ u = Sin(x) v = Sin(b) w = Sin(z) t = Add(u, v) y = Add(t, w) }"
+    )
+    refuses(AssociateAdds(), model(text), "no operand is smaller")
+    text = "agraph (float[2,3] x) => (float[2,3] y) { t = Add(x, u) y = Add(t, v) }"
+    refuses(AssociateAdds(), model(text, u=normal(3), v=normal(2, 1)), "two constants")
+    text = (
+        "agraph (float[2,3] a, float[2,3] b, float[2,3] c) => (float[2,3] y, float[2,3] t) "
+        "{ t = Add(a, b) y = Add(c, t) }"
+    )
+    refuses(AssociateAdds(), model(text))
+
+
+def test_factor_of_a_sum():
+    text = (
+        "agraph (float[2,3] x, float[3] v, float[2,1] w) => (float[2,3] y) "
+        "{{ a = Mul({}) b = Mul({}) y = Add(a, b) }}"
+    )
+    for one, other in (("x, v", "x, w"), ("v, x", "x, w"), ("v, x", "w, x")):
+        applies(FactorOutOfSum(), model(text.format(one, other)), ops=["Add", "Mul"])
+    refuses(FactorOutOfSum(), model(text.format("x, v", "w, w")))
+    integers = (
+        "agraph (int64[2,3] x, int64[3] v, int64[3] w) => (int64[2,3] y) "
+        "{ a = Mul(x, v) b = Mul(w, x) y = Add(b, a) }"
+    )
+    applies(FactorOutOfSum(), model(integers), ops=["Add", "Mul"])
+
+
+@pytest.mark.parametrize("kind", ["float", "int64", "double"])
+def test_one_as_a_factor(kind):
+    text = f"agraph ({kind}[2,4,3,3] x, {kind}[2,4,1,1] w) => ({kind}[2,4,3,3] y) {{ a = Mul(w, x) y = Add(a, x) }}"
+    graph = applies(FactorOneOutOfSum(), model(text), ops=["Add", "Mul"])
+    assert next(n for n in graph.nodes() if n.op == "Add").types[0].shape == (2, 4, 1, 1)
+
+
+def test_a_constant_factor_folds_into_one_addend():
+    text = "agraph (float[2,3] x, float[2,4] z) => (float[2,4] y) { p = MatMul(x, w) s = Add(p, z) y = Mul(s, c) }"
+    applies(
+        DistributeMulOverSum(), model(text, w=normal(3, 4), c=normal(4)), ops=["Add", "MatMul", "Mul", "Mul"]
+    )
+    text = "agraph (float[2,4] x, float[2,4] z) => (float[2,4] y) { s = Add(x, z) y = Mul(s, c) }"
+    refuses(DistributeMulOverSum(), model(text, c=normal(4)))
+    text = "agraph (float[2,3] x) => (float[2,4] y) { p = MatMul(x, w) s = Add(p, z) y = Mul(s, c) }"
+    refuses(DistributeMulOverSum(), model(text, w=normal(3, 4), c=normal(4), z=normal(4, seed=1)))
+
+
+def test_functions_and_maxima():
+    text = "agraph (float[2,3] x, float[3] z) => (float[2,3] y) {{ a = {0}(x) b = {1}(z) y = Max(a, b) }}"
+    for name in ("Relu", "Exp", "Floor", "LeakyRelu<alpha=0.5>"):
+        applies(PullMonotoneOutOfMax(), model(text.format(name, name)), ops=[name.partition("<")[0], "Max"])
+    refuses(PullMonotoneOutOfMax(), model(text.format("Relu", "Sigmoid")))
+    refuses(PullMonotoneOutOfMax(), model(text.format("Sin", "Sin")))
+    refuses(PullMonotoneOutOfMax(), model(text.format("LeakyRelu<alpha=0.5>", "LeakyRelu<alpha=0.25>")))
+    falls = "LeakyRelu<alpha=-0.5>"
+    refuses(PullMonotoneOutOfMax(), model(text.format(falls, falls)), "falls")
+    text = "agraph (float[2,3] x, float[3] z) => (float[2,3] y) { a = Max(x, z) y = Relu(a) }"
+    refuses(PushMonotoneThroughMax(), model(text), "no operand is constant")
+    text = "agraph (float[2,3] x) => (float[2,3] y) { a = Min(x, c) y = Relu(a) }"
+    graph = applies(PushMonotoneThroughMax(), model(text, c=normal(3)), ops=["Min", "Relu"])
+    assert next(n for n in graph.nodes() if n.op == "Min").id in graph.outputs
+
+
+@pytest.mark.parametrize("attrs", ["kernel_shape=[2,2]", "kernel_shape=[3,3], strides=[2,2], pads=[1,1,1,1]"])
+def test_functions_and_pools(attrs):
+    text = f"agraph (float[1,2,6,6] x) => (float[] y) {{ a = Relu(x) y = MaxPool<{attrs}>(a) }}"
+    graph = applies(PullMonotoneOutOfMaxPool(), model(text), ops=["MaxPool", "Relu"])
+    assert next(n for n in graph.nodes() if n.op == "Relu").id in graph.outputs
+    text = (
+        f"agraph (float[1,2,6,6] x) => (float[] y) {{ c = Conv<pads=[1,1,1,1]>(x, w) a = MaxPool<{attrs}>(c) "
+        "y = Relu(a) }"
+    )
+    applies(PushMonotoneThroughMaxPool(), model(text, w=normal(3, 2, 3, 3)), ops=["Conv", "MaxPool", "Relu"])
+
+
+def test_pools_that_stay():
+    text = "agraph (float[1,2,6,6] x) => (float[] y) {{ a = {}(x) y = MaxPool<kernel_shape=[2,2]{}>(a) }}"
+    rule = PullMonotoneOutOfMaxPool()
+    refuses(rule, model(text.format("Sin", "")))
+    refuses(rule, model(text.format("Relu", ", ceil_mode=1")), "in the padding")
+    refuses(rule, model(text.format("Relu", ", dilations=[2,2]")), "in the padding")
+    text = "agraph (float[1,2,6,6] x) => (float[] y, int64[] i) { a = Relu(x) y, i = MaxPool<kernel_shape=[2,2]>(a) }"
+    refuses(rule, model(text), "places of the maxima")
+    text = "agraph (float[1,2,6,6] x) => (float[] y) { a = MaxPool<kernel_shape=[2,2]>(x) y = Relu(a) }"
+    refuses(PushMonotoneThroughMaxPool(), model(text), "no convolution")
+
+
+def test_products_that_are_read_elsewhere():
+    rule = AssociateSharedMatMuls()
+    text = (
+        "agraph (float[2,3] x, float[3,4] v, float[4,4] w) => (float[2,4] y, float[2,4] b) "
+        "{ a = MatMul(x, v) b = MatMul(a, w) c = Relu(a) y = Add(b, c) }"
+    )
+    refuses(rule, model(text))  # they do not meet
+    text = "agraph (float[2,3] x) => (float[2,4] y) { a = MatMul(x, v) b = MatMul(a, w) y = Add(a, b) }"
+    applies(rule, model(text, v=normal(3, 4), w=normal(4, 4)), ops=["Add", "MatMul", "MatMul"])
+    text = (
+        "agraph (float[3] x, float[3,4] v, float[4,4] w) => (float[4] y) "
+        "{ a = MatMul(x, v) b = MatMul(a, w) y = Add(a, b) }"
+    )
+    refuses(rule, model(text))  # a vector
+
+
+def test_sums_in_products():
+    rule = DistributeMatMul()
+    text = (
+        "agraph (float[{}] x, float[3,3] w, float[3,4] z) => (float[] y) "
+        "{{ a = MatMul(x, w) s = Add({}, a) y = MatMul(s, z) }}"
+    )
+    applies(rule, model(text.format("2,3", "x")), ops=["Add", "MatMul", "MatMul", "MatMul"])
+    applies(rule, model(text.format("N,2,3", "x")), ops=["Add", "MatMul", "MatMul", "MatMul"])
+    refuses(rule, model(text.format("3,3", "z")))
+    text = (
+        "agraph (float[2,1] x, float[1,3] w, float[3,4] z) => (float[] y) "
+        "{ a = MatMul(x, w) s = Add(x, a) y = MatMul(s, z) }"
+    )
+    refuses(rule, model(text), "broadcasts")
+
+
+def test_common_factors_of_products():
+    text = (
+        "agraph (float[2,1,3] x, float[4,3] z, float[3,5] w) => (float[2,4,5] y) "
+        "{ a = MatMul(x, w) b = MatMul(z, w) y = Add(b, a) }"
+    )
+    applies(FactorMatMulOutOfSum(), model(text), ops=["Add", "MatMul"])
+    text = "agraph (float[2,3] x, float[3,5] v) => (float[2,5] y) { a = MatMul(x, v) b = MatMul(x, w) y = Add(a, b) }"
+    applies(FactorLeftMatMulOutOfSum(), model(text, w=normal(3, 5)), ops=["Add", "MatMul"])
+    text = "agraph (float[2,3] x) => (float[2,5] y) { a = MatMul(x, v) b = MatMul(x, w) y = Add(a, b) }"
+    refuses(
+        FactorLeftMatMulOutOfSum(), model(text, w=normal(3, 5), v=normal(3, 5, seed=1)), "FoldSumOfMatMuls"
+    )
+
+
+@pytest.mark.parametrize("biases", [("", ""), (", b", ""), ("", ", c"), (", b", ", c")])
+def test_common_weights_of_convs(biases):
+    text = (
+        "agraph (float[1,2,4,4] x, float[1,2,4,4] z) => (float[1,3,4,4] y) "
+        f"{{ p = Conv<pads=[1,1,1,1]>(x, w{biases[0]}) q = Conv<pads=[1,1,1,1]>(z, w{biases[1]}) y = Add(p, q) }}"
+    )
+    given = {"w": normal(3, 2, 3, 3), "b": normal(3), "c": normal(3, seed=1)}
+    applies(FactorConvOutOfSum(), model(text, **given), ops=["Add", "Conv"])
+
+
+def test_convs_that_differ():
+    text = (
+        "agraph (float[1,2,5,5] x, float[1,2,5,5] z) => (float[1,3,3,3] y) "
+        "{ p = Conv(x, w) q = Conv<pads=[1,1,1,1], strides=[2,2]>(z, w) y = Add(p, q) }"
+    )
+    refuses(FactorConvOutOfSum(), model(text, w=normal(3, 2, 3, 3)), "attributes differ")
+
+
+def test_rows_put_together():
+    text = (
+        "agraph (float[2,{}] x, float[2,{}] z) => (float[] y) "
+        "{{ a = MatMul(x, w) b = MatMul(z, w) y = Concat<axis={}>(a, b) }}"
+    )
+    rule = PullProductOutOfConcat()
+    applies(rule, model(text.format("4,3", "5,3", -2), w=normal(3, 5)), ops=["Concat", "MatMul"])
+    applies(rule, model(text.format("4,3", "4,3", 0), w=normal(3, 5)), ops=["Concat", "MatMul"])
+    applies(rule, model(text.format("4,3", "4,3", 0), w=normal(1, 3, 5)), ops=["Concat", "MatMul"])
+    refuses(rule, model(text.format("4,3", "4,3", 0), w=normal(2, 3, 5)), "not one of rows")
+    refuses(rule, model(text.format("4,3", "4,3", 2), w=normal(3, 5)), "not one of rows")
+    refuses(rule, model(text.format("1,4,3", "4,3", 2), w=normal(2, 3, 5)))
+    gemm = (
+        "agraph (float[2,3] x, float[2,3] z) => (float[4,5] y) "
+        "{ a = Gemm(x, w, c) b = Gemm(z, w, c) y = Concat<axis=0>(a, b) }"
+    )
+    applies(rule, model(gemm, w=normal(3, 5), c=normal(1, 5)), ops=["Concat", "Gemm"])
+    refuses(rule, model(gemm, w=normal(3, 5), c=normal(2, 5)), "not one of rows")
+
+
+def test_columns_put_together():
+    text = "agraph (float[{}] x) => (float[] y) {{ a = MatMul(x, v) b = MatMul(x, w) y = Concat<axis={}>(a, b) }}"
+    rule = PullProductOutOfConcatOfColumns()
+    weights = {"v": normal(3, 4), "w": normal(3, 5)}
+    applies(rule, model(text.format("2,3", 1), **weights), ops=["MatMul"])
+    applies(rule, model(text.format("3", 0), **weights), ops=["MatMul"])
+    same = {"v": normal(3, 4), "w": normal(3, 4, seed=1)}
+    refuses(rule, model(text.format("2,3", 0), **same), "not one of columns")
+    vectors = {"v": normal(3), "w": normal(3, seed=1)}
+    refuses(rule, model(text.format("2,3", 0), **vectors), "a vector")
+    conv = (
+        "agraph (float[1,4,5,5] x) => (float[] y) "
+        "{{ a = Conv<group={0}>(x, v) b = Conv<group={0}>(x, w) y = Concat<axis=1>(a, b) }}"
+    )
+    kernels = {"v": normal(2, 4, 3, 3), "w": normal(6, 4, 3, 3)}
+    applies(rule, model(conv.format(1), **kernels), ops=["Conv"])
+    kernels = {"v": normal(2, 2, 3, 3), "w": normal(6, 2, 3, 3)}
+    refuses(rule, model(conv.format(2), **kernels), "grouped")
+    gemm = "agraph (float[2,3] x) => (float[2,9] y) {{ p = Gemm(x, v, {}) q = Gemm(x, w{}) y = Concat<axis=1>(p, q) }}"
+    biases = {**weights, "b": normal(4), "c": normal(5), "d": normal(1)}
+    applies(rule, model(gemm.format("b", ", c"), **biases), ops=["Gemm"])
+    refuses(rule, model(gemm.format("b", ""), **biases), "has none")
+    refuses(rule, model(gemm.format("d", ", c"), **biases), "one number per column")
+
+
+def test_products_of_parts():
+    rule = PushMatMulIntoConcat()
+    text = (
+        "agraph (float[2,3] x, float[5,3] z, float[3,3] u, float[3,4] w) => (float[] y) "
+        "{{ a = {}(x{}) c = Concat<axis=0>(a, z) y = MatMul(c, w) }}"
+    )
+    applies(rule, model(text.format("MatMul", ", u")), ops=["Concat", "MatMul", "MatMul", "MatMul"])
+    refuses(rule, model(text.format("Relu", "")), "no part is a product")
+    # The class token of a vision transformer: its product is constant.
+    text = "agraph (float[1,4,3] x) => (float[1,5,2] y) { c = Concat<axis=1>(t, x) y = MatMul(c, w) }"
+    applies(rule, model(text, t=normal(1, 1, 3), w=normal(3, 2)), ops=["Concat", "MatMul"])
+    # Put together along what the product sums over.
+    text = (
+        "agraph (float[2,3] x, float[3,3] u, float[6,4] w) => (float[2,4] y) "
+        "{ a = MatMul(x, u) c = Concat<axis=1>(a, x) y = MatMul(c, w) }"
+    )
+    refuses(rule, model(text))
+
+
+def test_product_of_concats():
+    text = (
+        "agraph (float[2,{}] x, float[2,{}] z, float[3,5] v, float[4,5] w) => (float[2,5] y) "
+        "{{ a = Concat<axis=1>(x, z) b = Concat<axis=0>(v, w) y = MatMul(a, b) }}"
+    )
+    applies(SplitMatMulOfConcats(), model(text.format(3, 4)), ops=["Add", "MatMul", "MatMul"])
+    refuses(SplitMatMulOfConcats(), model(text.format(4, 3)), "other sizes")
+
+
+def test_groups():
+    text = (
+        "agraph (float[1,{}] x, float[1,{}] z) => (float[] y) "
+        "{{ a = Conv{}(x, v) b = Conv{}(z, w) y = Concat<axis=1>(a, b) }}"
+    )
+    rule = MergeConvsIntoGroups()
+    kernels = {"v": normal(3, 2, 3, 3), "w": normal(3, 2, 3, 3, seed=1)}
+    graph = applies(rule, model(text.format("2,5,5", "2,5,5", "", ""), **kernels), ops=["Concat", "Conv"])
+    assert next(n for n in graph.nodes() if n.op == "Conv").attrs["group"] == 2
+    refuses(rule, model(text.format("2,5,5", "2,5,5", "", "<strides=[1,1], dilations=[2,2]>"), **kernels))
+    refuses(
+        rule,
+        model(text.format("2,5,5", "4,5,5", "", "<group=2>"), v=normal(3, 2, 3, 3), w=normal(4, 2, 3, 3)),
+        "more output channels",
+    )
+    text = (
+        "agraph (float[1,2,5,5] x, float[1,4,5,5] z) => (float[] y) "
+        "{ a = Concat<axis=1>(x, z) y = Conv<group=3>(a, w) }"
+    )
+    graph = applies(
+        SplitGroupsOverConcat(), model(text, w=normal(6, 2, 3, 3)), ops=["Concat", "Conv", "Conv"]
+    )
+    assert sorted(n.attrs.get("group", 1) for n in graph.nodes() if n.op == "Conv") == [1, 2]
+    text = text.replace("[1,2,5,5]", "[1,3,5,5]").replace("[1,4,5,5]", "[1,3,5,5]")
+    refuses(SplitGroupsOverConcat(), model(text, w=normal(6, 2, 3, 3)), "several parts")
+
+
+def test_convs_with_one_weight():
+    text = "agraph (float[1,2,5,5] x, float[{}] z) => (float[] a, float[] b) {{ a = Conv(x, w) b = Conv({}, w) }}"
+    rule = MergeSharedWeightConvs()
+    applies(rule, model(text.format("3,2,5,5", "z"), w=normal(3, 2, 3, 3)), ops=["Concat", "Conv", "Split"])
+    refuses(rule, model(text.format("3,2,6,5", "z"), w=normal(3, 2, 3, 3)))
+    text = "agraph (float[1,2,5,5] x) => (float[] b) { a = Conv<pads=[1,1,1,1]>(x, w) b = Conv<pads=[1,1,1,1]>(a, w) }"
+    refuses(rule, model(text, w=normal(2, 2, 3, 3)), "depend")
+    # Three that have one source, each read on: one candidate.
+    text = (
+        "agraph (float[3,2,5,5] x) => (float[] a, float[] b, float[] c) { p, q, r = Split<axis=0, num_outputs=3>(x) "
+        "a = Conv(p, w) b = Conv(q, w) c = Conv(r, w) }"
+    )
+    assert count(rule, model(text, w=normal(3, 2, 3, 3))) == 1
+
+
+def test_concats_both_ways():
+    text = (
+        "agraph (float[2,3] x, float[2,{}] z, float[5,{}] v, float[5,4] w) => (float[7,7] y) "
+        "{{ a = Concat<axis=1>(x, z) b = Concat<axis=1>(v, w) y = Concat<axis=0>(a, b) }}"
+    )
+    applies(ExchangeConcats(), model(text.format(4, 3)), ops=["Concat"] * 3)
+    text = (
+        "agraph (float[2,3] x, float[2,4] z, float[5,4] v, float[5,3] w) => (float[7,7] y) "
+        "{ a = Concat<axis=1>(x, z) b = Concat<axis=1>(v, w) y = Concat<axis=0>(a, b) }"
+    )
+    refuses(ExchangeConcats(), model(text), "shapes differ")
+
+
+def test_functions_before_a_split():
+    rule = PushBinaryThroughSplit()
+    text = (
+        "agraph (float[2,6] x, float[{}] z) => (float[2,2] a, float[2,4] b) "
+        "{{ t = Add(x, z) a, b = Split<axis=1>(t, s) }}"
+    )
+    sizes = {"s": np.array([2, 4])}
+    applies(rule, model(text.format("2,1"), **sizes), ops=["Add", "Add", "Split"])
+    refuses(rule, model(text.format("2,6"), **sizes), "several operands")
+    text = (
+        "agraph (float[2,6] x) => (float[2,2] a, float[2,4] b) { t = Add(x, z) a, b = Split<axis=1>(t, s) }"
+    )
+    applies(rule, model(text, z=normal(6), **sizes), ops=["Add", "Add", "Split"])
