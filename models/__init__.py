@@ -18,7 +18,15 @@ from types import MappingProxyType
 
 import onnx
 
-from models.attention import bert, dalle, gpt2, transformer_transducer, vit
+from models.attention import (
+    bert,
+    bert_classifier,
+    dalle,
+    gpt2,
+    transformer_transducer,
+    vit,
+    vit_classifier,
+)
 from models.inception import inceptionv3
 from models.mobile import efficientnet_b0, mobilenetv2, squeezenet
 from models.nasnet import nasnet_a
@@ -96,7 +104,25 @@ ZOO: Mapping[str, Model] = MappingProxyType(
             _model("lstm-unrolled", lstm_unrolled, 32, "LSTMCell over 32 steps, 512 hidden", 4, width=32),
             _model("gru-unrolled", gru_unrolled, 32, "GRUCell over 32 steps, 512 hidden", 4, width=32),
             _model("bert", bert, 12, "BERT-base, 128 tokens", 1, width=128, tokens=32),
+            _model(
+                "bert-classifier",
+                bert_classifier,
+                4,
+                "4 layers of BERT-base, 128 tokens, a head that reads the first",
+                1,
+                width=128,
+                tokens=32,
+            ),
             _model("vit", vit, 12, "ViT-B/16, 224x224", 1, width=128, image=64),
+            _model(
+                "vit-classifier",
+                vit_classifier,
+                12,
+                "ViT-B/16, a head that reads the class token",
+                1,
+                width=128,
+                image=64,
+            ),
             _model("gpt2", gpt2, 12, "GPT-2 124M, 64 tokens, no cache", 1, width=128, tokens=16),
             _model(
                 "dalle",

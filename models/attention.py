@@ -91,14 +91,8 @@ def _windowed_mask(net: Net, length: int, left: int, right: int) -> str:
     return net.weight("window_mask", mask[None, None])
 
 
-def bert(
-    depth: int, seed: int, *, width: int = 768, tokens: int = 128, vocabulary: int | None = None
-) -> onnx.ModelProto:
-    """BERT-base (Devlin et al., 2018): input_ids[1,128], attention_mask[1,128] -> last_hidden_state[1,128,768].
-
-    A smaller width has a vocabulary that is smaller in proportion.
-    """
-    net = Net("bert", seed)
+def _bert(net: Net, depth: int, width: int, tokens: int, vocabulary: int | None) -> str:
+    """The encoder: its last hidden state."""
     vocabulary = vocabulary or 30522 * width // 768
     ids = net.input("input_ids", (1, tokens), TensorProto.INT64)
     padding = net.input("attention_mask", (1, tokens), TensorProto.INT64)
@@ -123,13 +117,47 @@ def bert(
                 x = _norm(net, net.add(_attention(net, x, mask), x), 1e-12)
             with net.scope("mlp"):
                 x = _norm(net, net.add(_mlp(net, x, 4 * width), x), 1e-12)
-    net.output(x, "last_hidden_state")
+    return x
+
+
+def bert(
+    depth: int, seed: int, *, width: int = 768, tokens: int = 128, vocabulary: int | None = None
+) -> onnx.ModelProto:
+    """BERT-base (Devlin et al., 2018): input_ids[1,128], attention_mask[1,128] -> last_hidden_state[1,128,768].
+
+    A smaller width has a vocabulary that is smaller in proportion.
+    """
+    net = Net("bert", seed)
+    net.output(_bert(net, depth, width, tokens, vocabulary), "last_hidden_state")
     return net.model()
 
 
-def vit(depth: int, seed: int, *, width: int = 768, image: int = 224, patch: int = 16) -> onnx.ModelProto:
-    """ViT-B/16 (Dosovitskiy et al., 2020): pixel_values[1,3,224,224] -> last_hidden_state[1,197,768]."""
-    net = Net("vit", seed)
+def bert_classifier(
+    depth: int,
+    seed: int,
+    *,
+    width: int = 768,
+    tokens: int = 128,
+    vocabulary: int | None = None,
+    classes: int = 2,
+) -> onnx.ModelProto:
+    """BERT with the head of BertForSequenceClassification, which reads the first token: -> logits[1,2]."""
+    net = Net("bert-classifier", seed)
+    x = _first(net, _bert(net, depth, width, tokens, vocabulary))
+    with net.scope("pooler"):
+        x = net.tanh(net.gemm(x, width))
+    with net.scope("classifier"):
+        net.output(net.gemm(x, classes), "logits")
+    return net.model()
+
+
+def _first(net: Net, x: str) -> str:
+    """x[1,s,k] -> [1,k]: the first position, as the exporter writes `x[:, 0]`."""
+    return net.node("Gather", x, net.literal(0, np.int64), axis=1)
+
+
+def _vit(net: Net, depth: int, width: int, image: int, patch: int) -> str:
+    """The encoder: its last hidden state."""
     patches = (image // patch) ** 2
     pixels = net.input("pixel_values", (1, 3, image, image))
     with net.scope("embeddings"):
@@ -143,7 +171,24 @@ def vit(depth: int, seed: int, *, width: int = 768, image: int = 224, patch: int
     for layer in range(depth):
         with net.scope("layer", layer):
             x = _pre_norm_layer(net, x, 4 * width, mask=mask, epsilon=1e-12)
-    net.output(_norm(net, x, 1e-12), "last_hidden_state")
+    return _norm(net, x, 1e-12)
+
+
+def vit(depth: int, seed: int, *, width: int = 768, image: int = 224, patch: int = 16) -> onnx.ModelProto:
+    """ViT-B/16 (Dosovitskiy et al., 2020): pixel_values[1,3,224,224] -> last_hidden_state[1,197,768]."""
+    net = Net("vit", seed)
+    net.output(_vit(net, depth, width, image, patch), "last_hidden_state")
+    return net.model()
+
+
+def vit_classifier(
+    depth: int, seed: int, *, width: int = 768, image: int = 224, patch: int = 16, classes: int = 1000
+) -> onnx.ModelProto:
+    """ViT with the head of ViTForImageClassification, which reads the class token: -> logits[1,1000]."""
+    net = Net("vit-classifier", seed)
+    x = _first(net, _vit(net, depth, width, image, patch))
+    with net.scope("classifier"):
+        net.output(net.gemm(x, classes), "logits")
     return net.model()
 
 

@@ -1,10 +1,14 @@
 """The rule library: one module per family, rules and nothing else. `LIBRARY` holds them all."""
 
 from rewrite_rules import (
+    algebra,
     attention,
+    convolution,
+    demand,
     identity,
     linear,
     merge,
+    microsoft,
     normalisation,
     recurrent,
     reshape,
@@ -19,12 +23,16 @@ LIBRARY: tuple[AnyRule, ...] = (
     *transpose.RULES,
     *reshape.RULES,
     *slices.RULES,
+    *demand.RULES,
     *linear.RULES,
     *merge.RULES,
     *shared_weights.RULES,
+    *algebra.RULES,
     *recurrent.RULES,
     *normalisation.RULES,
     *attention.RULES,
+    *convolution.RULES,
+    *microsoft.RULES,
 )
 
 __all__ = ["LIBRARY"]

@@ -1,0 +1,1285 @@
+"""What is not read is not computed: Slice and Gather moved up through operators, towards the inputs.
+
+A classifier reads one row of the last layer, a decoder the last time step, a crop the middle of an image. A cut that
+stands before an operator instead of after it makes the operator smaller, and everything above it in turn.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, ClassVar
+
+from rewrite_rules.axes import axis_of, fronts, int_attr, ints_input, perm_of, reshape_numbers, same_dims
+from rewrite_rules.constants import slice_constant
+from rewrite_rules.elementwise import BROADCAST, UNARY, read_once
+from rewrite_rules.reshape import VIEWS
+from xrlflow.ir import ABSENT, FLOATS, Attrs, Dim, Node, Value
+from xrlflow.rewrite import AnyRule, Op, Reader, Refused, Region, RegionRule, Val, require, worthwhile
+
+# Beyond any dimension.
+_END = 2**63 - 1
+# A dimension that a cut leaves, where its size is not known.
+_LEFT = "what is left"
+
+
+# What is read of a value
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Positions along an axis: those from start to stop by step, as Slice counts, or those that are `listed`."""
+
+    start: int
+    stop: int
+    step: int = 1
+    listed: tuple[int, ...] | None = None
+
+    @property
+    def is_run(self) -> bool:
+        """Whether these are neighbours, counted from the front."""
+        return self.listed is None and self.step == 1 and 0 <= self.start < self.stop
+
+    def length(self, size: Dim) -> int | None:
+        """How many positions of an axis of some size these are, if that is known."""
+        if self.listed is not None:
+            return len(self.listed)
+        if not isinstance(size, int):
+            return None
+        return len(range(*slice(self.start, self.stop, self.step).indices(size)))
+
+    def is_all(self, size: Dim) -> bool:
+        """Whether these are all positions, in order."""
+        if self.listed is not None or (self.start, self.step) != (0, 1):
+            return False
+        return self.stop == _END or (isinstance(size, int) and self.stop >= size)
+
+
+# Axis and positions.
+Taken = tuple[int, Span]
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A Slice, Gather or Split by constants, and what it takes of its input.
+
+    `dropped` is the axis that a Gather of one number leaves out. `sizes` are those of a Split's parts from the first
+    to the last one that is read, `outputs` those that are read.
+    """
+
+    node: Node
+    taken: tuple[Taken, ...]
+    outputs: tuple[Value, ...]
+    dropped: int | None = None
+    sizes: tuple[int, ...] = ()
+    first: int = 0
+
+
+_CUTS = ("Slice", "Gather", "Split")
+
+
+def find_cut(reader: Reader, node: Node) -> Cut | None:
+    """What a Slice, Gather or Split takes; None if that is all. Refuses what is not constant."""
+    shape = reader.type(node.inputs[0]).shape
+    if not shape:
+        return None
+    if node.op == "Split":
+        return _find_split(reader, node, shape)
+    if node.op == "Gather":
+        axis = axis_of(node, len(shape))
+        index = reader.val(node.inputs[1])
+        if index.array.ndim > 1 or not index.ints:
+            return None
+        span = _of_indices(index.ints, shape[axis])
+        if span is None:
+            return None
+        return Cut(node, ((axis, span),), node.outputs, None if index.array.ndim else axis)
+    starts, ends = ints_input(reader, node, 1) or (), ints_input(reader, node, 2) or ()
+    axes = fronts(ints_input(reader, node, 3) or tuple(range(len(starts))), len(shape))
+    steps = ints_input(reader, node, 4) or (1,) * len(starts)
+    taken = []
+    for axis, start, stop, step in sorted(zip(axes, starts, ends, steps)):
+        size = shape[axis]
+        if isinstance(size, int) and step > 0:
+            start, stop, _ = slice(start, stop, step).indices(size)
+            stop = max(start, stop)
+        span = Span(start, stop, step)
+        if not span.is_all(size):
+            taken.append((axis, span))
+    return Cut(node, tuple(taken), node.outputs) if taken else None
+
+
+def _of_indices(numbers: Sequence[int], size: Dim) -> Span | None:
+    """The positions that a Gather takes; None if they are all, or out of range."""
+    if isinstance(size, int):
+        numbers = [i + size if i < 0 else i for i in numbers]
+        if min(numbers) < 0 or max(numbers) >= size:
+            return None
+    if numbers[0] >= 0 and all(b == a + 1 for a, b in pairwise(numbers)):
+        if not isinstance(size, int) and len(numbers) > 1:
+            return Span(0, 0, listed=tuple(numbers))  # how many a Slice takes would not be known
+        span = Span(numbers[0], numbers[-1] + 1)
+        return None if span.is_all(size) else span
+    if len(numbers) == 1:
+        return Span(numbers[0], numbers[0] + 1 if numbers[0] < -1 else _END)
+    return Span(0, 0, listed=tuple(numbers))
+
+
+def _find_split(reader: Reader, node: Node, shape: Sequence[Dim]) -> Cut | None:
+    """What is read of a Split's outputs: a run of parts."""
+    read = [k for k, v in enumerate(node.outputs) if reader.count_users(v) or reader.is_output(v)]
+    if not read or (read[0] == 0 and read[-1] == len(node.outputs) - 1):
+        return None
+    axis = axis_of(node, len(shape))
+    sizes = [t.shape[axis] if t.shape is not None else None for t in node.types]
+    known = [s for s in sizes if isinstance(s, int)]
+    worthwhile(len(known) == len(sizes), "a part's size is not known")
+    first, last = read[0], read[-1] + 1
+    start = sum(known[:first])
+    span = Span(start, start + sum(known[first:last]))
+    worthwhile(span.stop > span.start, "the parts are empty")
+    outputs = tuple(node.outputs[k] for k in read)
+    return Cut(node, ((axis, span),), outputs, sizes=tuple(known[first:last]), first=first)
+
+
+def _find_cuts(reader: Reader, node: Node) -> list[Cut] | None:
+    """All readers of a node's input, if they are cuts, and the node is the first of them."""
+    value = node.inputs[0]
+    own = find_cut(reader, node)
+    if own is None:
+        return None
+    worthwhile(not reader.is_output(value), "all of it is given out")
+    users = reader.users(value)
+    if len(users) == 1:
+        return [own]
+    if min(u.id for u in users) != node.id:
+        return None
+    cuts = [find_cut(reader, u) if u.op in _CUTS and u.inputs[0] == value else None for u in users]
+    worthwhile(all(c is not None for c in cuts), "all of it is read elsewhere")
+    return [c for c in cuts if c is not None]
+
+
+def _together(cuts: Sequence[Cut], shape: Sequence[Dim]) -> tuple[Taken, ...]:
+    """The smallest run along each axis that holds what all cuts take, of axes that none of them takes whole."""
+    out = []
+    for axis in sorted(set.intersection(*({a for a, _ in c.taken} for c in cuts))):
+        spans = [dict(c.taken)[axis] for c in cuts]
+        if all(s == spans[0] for s in spans):
+            out.append((axis, spans[0]))
+            continue
+        runs = [Span(min(s.listed), max(s.listed) + 1) if s.listed else s for s in spans]
+        hull = Span(min(s.start for s in runs), max(s.stop for s in runs))
+        if isinstance(shape[axis], int) and all(s.is_run for s in runs) and not hull.is_all(shape[axis]):
+            out.append((axis, hull))
+    return tuple(out)
+
+
+def _within(span: Span, hull: Span) -> Span | None:
+    """Positions counted from the start of a run that holds them; None if they are the run."""
+    if span == hull:
+        return None
+    if span.listed is not None:
+        return Span(0, 0, listed=tuple(i - hull.start for i in span.listed))
+    return Span(span.start - hull.start, span.stop - hull.start)
+
+
+def take(op: Op, x: Val, taken: Sequence[Taken]) -> Any:
+    """The positions of x, by one Slice, and a Gather where they are listed."""
+    for axis, span in taken:
+        if span.listed is not None:
+            x = op.Gather(x, list(span.listed), axis=axis)
+    runs = [t for t in taken if t[1].listed is None]
+    if not runs:
+        return x
+    if x.const and len(runs) == 1 and runs[0][1].is_run and isinstance(x.shape[runs[0][0]], int):
+        axis, run = runs[0]
+        return slice_constant(op, x, axis, run.start, min(run.stop, x.size(axis)))
+    steps = [s.step for _, s in runs]
+    numbers = [[s.start for _, s in runs], [s.stop for _, s in runs], [a for a, _ in runs]]
+    return op.Slice(x, *numbers) if set(steps) == {1} else op.Slice(x, *numbers, steps)
+
+
+# Through a reshape
+
+
+def _size_before(dims: Sequence[Dim]) -> tuple[int, Counter[str]] | None:
+    """A product of dimensions: its numbers and its symbols; None if one is not known."""
+    number, names = 1, Counter[str]()
+    for dim in dims:
+        if dim is None:
+            return None
+        if isinstance(dim, int):
+            number *= dim
+        else:
+            names[dim] += 1
+    return number, names
+
+
+def _inferred(before: Sequence[Dim], after: Sequence[Dim]) -> tuple[Dim, ...]:
+    """The dimensions after a reshape, with one that was left to be inferred as what the others leave of it."""
+    rest = _size_before([d for d in after if d is not None])
+    whole = _size_before(before)
+    if list(after).count(None) != 1 or whole is None or rest is None or not rest[0] or whole[0] % rest[0]:
+        return tuple(after)
+    number, names = whole[0] // rest[0], list((whole[1] - rest[1]).elements())
+    if rest[1] - whole[1] or len(names) > 1 or (names and number != 1):
+        return tuple(after)
+    found: Dim = names[0] if names else number
+    return tuple(found if d is None else d for d in after)
+
+
+def _through_view(before: Sequence[Dim], after: Sequence[Dim], axis: int) -> int:
+    """The axis before a reshape that is `axis` after it; refuses where no dimension stays whole in its place."""
+    own = _size_before(after[:axis])
+    require(own is not None and after[axis] not in (None, 0), "a dimension is not known")
+    worthwhile(after[axis] != 1, "there is only one position")
+    for i, dim in enumerate(before):
+        if dim == after[axis] and _size_before(before[:i]) == own:
+            return i
+    raise Refused("the reshape does not keep the dimension whole")
+
+
+@dataclass(frozen=True, slots=True)
+class _Finish:
+    """What remains to be done of one cut: positions within the run of all, an axis to drop, parts to split into."""
+
+    taken: tuple[Taken, ...]
+    dropped: int | None
+    axis: int
+    sizes: tuple[int, ...]
+    chosen: tuple[int, ...]
+
+    @staticmethod
+    def of(cut: Cut, passed: dict[int, Span]) -> _Finish:
+        left: list[Taken] = []
+        for axis, span in cut.taken:
+            rest = _within(span, passed[axis]) if axis in passed else span
+            if rest is not None:
+                left.append((axis, rest))
+        chosen = tuple(cut.node.outputs.index(v) - cut.first for v in cut.outputs) if cut.sizes else ()
+        return _Finish(tuple(left), cut.dropped, cut.taken[0][0], cut.sizes, chosen)
+
+    def build(self, op: Op, y: Val) -> list[Any]:
+        y = take(op, y, self.taken)
+        if self.dropped is not None:
+            return [op.Squeeze(y, [self.dropped])]
+        if len(self.sizes) > 1:
+            parts = op.Split(y, axis=self.axis, sizes=list(self.sizes))
+            return [parts[k] for k in self.chosen]
+        return [y]
+
+
+def _cut_dims(shape: Sequence[Dim], taken: Sequence[Taken], cuts: Sequence[Cut]) -> tuple[Dim, ...]:
+    """A shape after a cut; where its size is not known, _LEFT (of which there may be one)."""
+    out = list(shape)
+    for axis, span in taken:
+        length = span.length(shape[axis])
+        if length is None and any(c.dropped is not None for c in cuts):
+            length = 1
+        require(length is not None or _LEFT not in out, "what is left of two dimensions is not known")
+        out[axis] = _LEFT if length is None else length
+    return tuple(out)
+
+
+# The rules
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How a cut passes an operator: what to take of each input (None: all of it), and what else changes."""
+
+    inputs: tuple[Taken | None, ...]
+    extra: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    op: str
+    attrs: Attrs
+    inputs: tuple[tuple[Taken, ...], ...]
+    extra: tuple[tuple[int, Any], ...]  # by axis of the operator's result
+    shape: tuple[int, ...] | None  # of a Reshape that follows
+    cuts: tuple[_Finish, ...]
+
+
+class _PushSlice(RegionRule):
+    """A cut after an operator, moved before it.
+
+    Slices, Gathers of constants and Splits with parts that nobody reads are alike. Between them and the operator data
+    may be reshaped, as long as the dimension that is cut stays whole. If several cuts read the operator's result, and
+    nothing else does, the run that holds what they take is taken at once. Axes along which a cut does not pass are cut
+    afterwards.
+    """
+
+    anchors = _CUTS
+    operators: ClassVar[frozenset[str]] = frozenset()
+
+    def way(self, reader: Reader, node: Node, axis: int, span: Span) -> Way:
+        """How a cut of a node's result passes it. Refuses by `require`."""
+        raise NotImplementedError
+
+    def rebuild(self, op: Op, plan: _Plan, inputs: Sequence[Val | None]) -> Any:
+        return op[plan.op](*inputs, attrs=plan.attrs)
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        value = top = node.inputs[0]
+        inner = reader.producer(value)
+        if inner is None or inner.const or (inner.op not in self.operators and inner.op not in VIEWS):
+            return None
+        cuts = _find_cuts(reader, node)
+        if cuts is None:
+            return None
+        nodes = [c.node for c in cuts]
+        while inner.op not in self.operators:
+            nodes.append(inner)
+            top = inner.inputs[0]
+            inner = reader.producer(top)
+            if len(cuts) > 1 or inner is None or inner.const:
+                return None
+            if inner.op not in self.operators and inner.op not in VIEWS:
+                return None
+            worthwhile(read_once(reader, top), "all of it is read elsewhere")
+        worthwhile(len(inner.outputs) == 1, "it has another output")
+        before, after = reader.type(top).shape, reader.type(value).shape
+        require(before is not None and after is not None, "a rank is not known")
+        before, after = before or (), _inferred(before or (), after or ())
+        # Along which axes the cut passes, and which axes of the operator's result these are.
+        ways: dict[int, tuple[int, Span, Way]] = {}
+        refused: Refused | None = None
+        for axis, span in _together(cuts, after):
+            try:
+                at = axis if top == value else _through_view(before, after, axis)
+                ways[axis] = (at, span, self.way(reader, inner, at, span))
+            except Refused as reason:
+                refused = reason
+        if refused is not None and not ways:
+            raise refused
+        worthwhile(ways, "together they read all of it")
+        for axis, (_, span, _) in ways.items():
+            length, size = span.length(after[axis]), after[axis]
+            worthwhile(length is None or not isinstance(size, int) or length < size, "nothing is left out")
+        passed = {axis: span for axis, (_, span, _) in ways.items()}
+        shape = None
+        if top != value:
+            old = _cut_dims(before, [(at, span) for at, span, _ in ways.values()], cuts)
+            new = _cut_dims(after, list(passed.items()), cuts)
+            if not same_dims(old, new):
+                shape = tuple(reshape_numbers(old, new))
+        columns: list[list[Taken]] = [[] for _ in inner.inputs]
+        for _, _, way in ways.values():
+            for column, taken in zip(columns, way.inputs, strict=True):
+                column += () if taken is None else (taken,)
+        plan = _Plan(
+            inner.op,
+            inner.attrs,
+            tuple(tuple(c) for c in columns),
+            tuple((at, way.extra) for at, _, way in ways.values()),
+            shape,
+            tuple(_Finish.of(c, passed) for c in cuts),
+        )
+        outputs = tuple(v for c in cuts for v in c.outputs)
+        return Region(outputs, inner.inputs, (*nodes, inner), plan)
+
+    def target(self, op: Op, region: Region, *inputs: Val | None) -> Any:
+        plan: _Plan = region.data
+        cut = [None if x is None else take(op, x, taken) for x, taken in zip(inputs, plan.inputs)]
+        y = self.rebuild(op, plan, cut)
+        if plan.shape is not None:
+            y = op.Reshape(y, list(plan.shape))
+        return [v for finish in plan.cuts for v in finish.build(op, y)]
+
+
+def _above(*operators: str) -> tuple[frozenset[str], tuple[str, ...]]:
+    """What a rule looks for above a cut: its operators, or a reshape behind which they may be."""
+    return frozenset(operators), tuple(dict.fromkeys((*operators, *VIEWS)))
+
+
+def _same(span: Span, *axes: int | None) -> Way:
+    """The way of a cut that takes the same positions of each input, along one axis of each (None: not cut)."""
+    return Way(tuple(None if a is None else (a, span) for a in axes))
+
+
+def _rank(reader: Reader, value: Value) -> int:
+    rank = reader.type(value).rank
+    require(rank is not None, "a rank is not known")
+    return rank or 0
+
+
+def _aligned(reader: Reader, values: Sequence[Value], axis: int, rank: int) -> list[int | None]:
+    """The axis of each operand that is `axis` of their common shape, as broadcasting has it; None: it is repeated."""
+    axes: list[int | None] = []
+    dims: list[Dim] = []
+    for v in values:
+        shape = () if v == ABSENT else reader.type(v).shape
+        require(shape is not None, "a rank is not known")
+        shape = shape or ()
+        at = axis - (rank - len(shape))
+        axes.append(at if at >= 0 else None)
+        dims.append(shape[at] if at >= 0 else 1)
+    wide = [d for d in dims if d != 1]
+    if wide:
+        require(len(wide) == 1 or (None not in wide and len(set(wide)) == 1), "an operand may be repeated")
+        return [a if d != 1 else None for a, d in zip(axes, dims)]
+    return axes
+
+
+class PushSliceThroughUnary(_PushSlice):
+    """slice(f(x)) -> f(slice(x))  for f element by element, of one input;  Gather alike."""
+
+    operators, reads_from = _above(*UNARY)
+    examples = (
+        "agraph (float[N,6] x) => (float[N] y) { i = Constant<value_int=0>() a = Relu(x) y = Gather<axis=1>(a, i) }",
+        "agraph (float[N,2,6] x) => (float[N,2,2] y) { p = Constant<value_ints=[1]>() q = Constant<value_ints=[3]>() "
+        "i = Constant<value_ints=[2]>() a = Tanh(x) y = Slice(a, p, q, i) }",
+        "agraph (float[2,6] x) => (float[1,2,3] y) { p = Constant<value_ints=[0]>() q = Constant<value_ints=[1]>() "
+        "s = Constant<value_ints=[2,2,3]>() i = Constant<value_ints=[0]>() a = Exp(x) b = Reshape(a, s) "
+        "y = Slice(b, p, q, i) }",
+        "agraph (float[5,4] x) => (float[1,4] y, float[2,4] z) { p = Constant<value_ints=[1]>() "
+        "q = Constant<value_ints=[2]>() r = Constant<value_ints=[4]>() i = Constant<value_ints=[0]>() a = Sigmoid(x) "
+        "y = Slice(a, p, q, i) z = Slice(a, q, r, i) }",
+        "agraph (float[6,2] x) => (float[2,2] y, float[1,2] z) { s = Constant<value_ints=[1,2,1,2]>() a = Erf(x) "
+        "b, y, z, c = Split<axis=0>(a, s) }",
+        "agraph (float[N,4,5] x) => (float[N,2,5] y) { s = Constant<value_ints=[3,0]>() a = Abs(x) "
+        "y = Gather<axis=1>(a, s) }",
+    )
+
+    def way(self, reader: Reader, node: Node, axis: int, span: Span) -> Way:
+        return _same(span, axis, *(None for _ in node.inputs[1:]))
+
+
+class PushSliceThroughBroadcast(_PushSlice):
+    """slice(f(x, y)) -> f(slice(x), slice(y))  for f element by element;  what broadcasts along the axis stays."""
+
+    operators, reads_from = _above(*BROADCAST)
+    examples = (
+        "agraph (float[N,S,4] x, float[N,S,4] z) => (float[N,4] y) { i = Constant<value_int=0>() a = Add(x, z) "
+        "y = Gather<axis=1>(a, i) }",
+        "agraph (float[2,6,4] x, float[6,1] z) => (float[2,2,4] y) { p = Constant<value_ints=[1]>() "
+        "q = Constant<value_ints=[3]>() a = Mul(x, z) y = Slice(a, p, q, p) }",
+        "agraph (float[N,6] x, float[N,6] z) => (float[N,4] y) { p = Constant<value_ints=[1]>() "
+        "q = Constant<value_ints=[5]>() c = Constant<value_float=0.5>() a = Sum(x, c, z) y = Slice(a, p, q, p) }",
+        "agraph (bool[1,6] c, float[4,1] x, float[6] z) => (float[2,2] y) { p = Constant<value_ints=[1,1]>() "
+        "q = Constant<value_ints=[3,3]>() a = Where(c, x, z) y = Slice(a, p, q) }",
+    )
+
+    def way(self, reader: Reader, node: Node, axis: int, span: Span) -> Way:
+        return _same(span, *_aligned(reader, node.inputs, axis, _rank(reader, node.outputs[0])))
+
+
+class PushSliceThroughNormalization(_PushSlice):
+    """slice(layernormalization(x)) -> layernormalization(slice(x))  along a dimension that is not normalised."""
+
+    operators, reads_from = _above("LayerNormalization", "RMSNormalization", "LpNormalization")
+    dtypes = FLOATS
+    examples = (
+        "agraph (float[N,S,4] x, float[4] s, float[4] b) => (float[N,4] y) { i = Constant<value_int=0>() "
+        "a = LayerNormalization(x, s, b) y = Gather<axis=1>(a, i) }",
+        "agraph (float[N,5,2,3] x, float[2,3] s) => (float[N,2,2,3] y) { p = Constant<value_ints=[1]>() "
+        "q = Constant<value_ints=[3]>() a = LayerNormalization<axis=2>(x, s) y = Slice(a, p, q, p) }",
+        "agraph (float[N,5,4] x, float[4] s) => (float[N,2,4] y) { p = Constant<value_ints=[1]>() "
+        "q = Constant<value_ints=[3]>() a = RMSNormalization(x, s) y = Slice(a, p, q, p) }",
+        "agraph (float[N,5,4] x) => (float[N,2,4] y) { p = Constant<value_ints=[1]>() "
+        "q = Constant<value_ints=[3]>() a = LpNormalization<axis=2>(x) y = Slice(a, p, q, p) }",
+    )
+
+    def way(self, reader: Reader, node: Node, axis: int, span: Span) -> Way:
+        rank = _rank(reader, node.inputs[0])
+        own = axis_of(node, rank, -1)
+        if node.op == "LpNormalization":
+            require(axis != own, "it is normalised along this axis")
+        else:
+            require(axis < own, "it is normalised along this axis")
+        return _same(span, *_aligned(reader, node.inputs, axis, rank))
+
+
+class PushSliceThroughSoftmax(_PushSlice):
+    """slice(softmax(x)) -> softmax(slice(x))  along another axis than the softmax's;  LogSoftmax, Hardmax alike."""
+
+    operators, reads_from = _above("Softmax", "LogSoftmax", "Hardmax")
+    dtypes = FLOATS
+    examples = (
+        "agraph (float[N,2,5,4] x) => (float[N,2,1,4] y) { p = Constant<value_ints=[0]>() "
+        "q = Constant<value_ints=[1]>() i = Constant<value_ints=[2]>() a = Softmax(x) y = Slice(a, p, q, i) }",
+        "agraph (float[5,N] x) => (float[N] y) { i = Constant<value_int=-1>() a = LogSoftmax<axis=1>(x) "
+        "y = Gather(a, i) }",
+        "agraph (float[5,4] x) => (float[5,2] y) { p = Constant<value_ints=[1]>() q = Constant<value_ints=[3]>() "
+        "a = Softmax<axis=0>(x) y = Slice(a, p, q, p) }",
+    )
+
+    def way(self, reader: Reader, node: Node, axis: int, span: Span) -> Way:
+        own = axis_of(node, _rank(reader, node.inputs[0]), -1)
+        require(axis != own, "the softmax runs along this axis")
+        return _same(span, axis)
+
+
+class PushSliceThroughBatchNormalization(_PushSlice):
+    """slice(batchnormalization(x)) -> batchnormalization(slice(x)), of channels with those of the statistics.
+
+    InstanceNormalization alike, but not of positions.
+    """
+
+    operators, reads_from = _above("BatchNormalization", "InstanceNormalization")
+    dtypes = FLOATS
+    examples = (
+        "agraph (float[N,3,5,4] x, float[3] s, float[3] b, float[3] m) => (float[N,3,2,4] y) "
+        "{ v = Constant<value_floats=[1.0,2.0,3.0]>() p = Constant<value_ints=[1]>() q = Constant<value_ints=[3]>() "
+        "i = Constant<value_ints=[2]>() a = BatchNormalization(x, s, b, m, v) y = Slice(a, p, q, i) }",
+        "agraph (float[N,3,5] x, float[3] s, float[3] b, float[3] m) => (float[N,2,5] y) "
+        "{ v = Constant<value_floats=[1.0,2.0,3.0]>() p = Constant<value_ints=[1]>() q = Constant<value_ints=[3]>() "
+        "a = BatchNormalization(x, s, b, m, v) y = Slice(a, p, q, p) }",
+        "agraph (float[N,3,5] x, float[3] s, float[3] b) => (float[N,2,5] y) { p = Constant<value_ints=[1]>() "
+        "q = Constant<value_ints=[3]>() a = InstanceNormalization(x, s, b) y = Slice(a, p, q, p) }",
+    )
+
+    def way(self, reader: Reader, node: Node, axis: int, span: Span) -> Way:
+        require(not node.attrs.get("training_mode"), "it is in training")
+        if node.op == "InstanceNormalization":
+            require(axis < 2, "it is normalised along this axis")
+        return _same(span, axis, *(0 if axis == 1 else None for _ in node.inputs[1:]))
+
+
+class PushSliceIntoMatMul(_PushSlice):
+    """slice(x @ w) -> slice(x) @ w  for rows,  x @ slice(w)  for columns,  both  for other dimensions."""
+
+    operators, reads_from = _above("MatMul")
+    examples = (
+        "agraph (float[N,S,4] x, float[4,3] w) => (float[N,3] y) { i = Constant<value_int=0>() a = MatMul(x, w) "
+        "y = Gather<axis=1>(a, i) }",
+        "agraph (float[N,2,5,4] x, float[N,2,4,3] z) => (float[N,2,1,3] y) { p = Constant<value_ints=[4]>() "
+        "q = Constant<value_ints=[5]>() i = Constant<value_ints=[2]>() a = MatMul(x, z) y = Slice(a, p, q, i) }",
+        "agraph (float[2,4] x, float[3,4,5] z) => (float[1,2,3] y) { p = Constant<value_ints=[1,1]>() "
+        "q = Constant<value_ints=[2,4]>() i = Constant<value_ints=[0,2]>() a = MatMul(x, z) y = Slice(a, p, q, i) }",
+        "agraph (float[1,5,4] x, float[4,6] w) => (float[1,2,3] y) { s = Constant<value_ints=[5,2,3]>() "
+        "i = Constant<value_int=4>() a = MatMul(x, w) b = Reshape(a, s) c = Gather(b, i) "
+        "z = Constant<value_ints=[0]>() y = Unsqueeze(c, z) }",
+        "agraph (float[N,4] x, float[4,6] w) => (float[N,2] y, float[N,1] z) { s = Constant<value_ints=[1,2,1,2]>() "
+        "a = MatMul(x, w) b, y, z, c = Split<axis=1>(a, s) }",
+    )
+
+    def way(self, reader: Reader, node: Node, axis: int, span: Span) -> Way:
+        x, w = node.inputs
+        rank, rows, columns = (_rank(reader, v) for v in (node.outputs[0], x, w))
+        require(min(rows, columns) >= 2, "an operand is a vector")
+        if axis == rank - 2:
+            return _same(span, rows - 2, None)
+        if axis == rank - 1:
+            return _same(span, None, columns - 1)
+        return _same(span, *_aligned(reader, (x, w), axis, rank))
+
+
+class PushSliceIntoGemm(_PushSlice):
+    """slice(gemm(x, w, b)) -> gemm(slice(x), w, b)  for rows,  gemm(x, slice(w), slice(b))  for columns."""
+
+    operators, reads_from = _above("Gemm")
+    dtypes = FLOATS
+    examples = (
+        "agraph (float[N,4] x, float[3,4] w, float[3] b) => (float[3] y) { i = Constant<value_int=0>() "
+        "a = Gemm<transB=1>(x, w, b) y = Gather(a, i) }",
+        "agraph (float[4,5] x, float[4,3] w, float[5,1] b) => (float[2,3] y) { p = Constant<value_ints=[1]>() "
+        "q = Constant<value_ints=[3]>() i = Constant<value_ints=[0]>() a = Gemm<transA=1, alpha=0.5>(x, w, b) "
+        "y = Slice(a, p, q, i) }",
+        "agraph (float[N,4] x, float[4,6] w, float[6] b) => (float[N,2] y) { p = Constant<value_ints=[1]>() "
+        "q = Constant<value_ints=[3]>() a = Gemm(x, w, b) y = Slice(a, p, q, p) }",
+        "agraph (float[5,4] x, float[4,6] w) => (float[6] y) { s = Constant<value_ints=[1,5,6]>() "
+        "i = Constant<value_int=-1>() a = Gemm(x, w) b = Reshape(a, s) c = Gather<axis=1>(b, i) "
+        "z = Constant<value_ints=[0]>() y = Squeeze(c, z) }",
+    )
+
+    def way(self, reader: Reader, node: Node, axis: int, span: Span) -> Way:
+        rows, columns = int_attr(node, "transA", 0), 1 - int_attr(node, "transB", 0)
+        first = (rows, None) if axis == 0 else (None, columns)
+        # The bias is broadcast against the product.
+        bias = [_aligned(reader, (node.outputs[0], b), axis, 2)[1] for b in node.inputs[2:]]
+        return _same(span, *first, *bias)
+
+
+class PushSliceIntoAttention(_PushSlice):
+    """slice(attention(q, k, v, mask)) -> attention(slice(q), k, v, slice(mask))  for rows that are not causal.
+
+    Along batch and heads all inputs are cut, along the features of the result the values.
+    """
+
+    operators, reads_from = _above("Attention")
+    dtypes = FLOATS
+    examples = (
+        "agraph (float[N,2,5,4] q, float[N,2,3,4] k, float[N,2,3,4] v, float[1,1,5,3] m) => (float[N,2,1,4] y) "
+        "{ p = Constant<value_ints=[0]>() r = Constant<value_ints=[1]>() i = Constant<value_ints=[2]>() "
+        "a = Attention(q, k, v, m) y = Slice(a, p, r, i) }",
+        "agraph (float[N,5,8] q, float[N,3,8] k, float[N,3,4] v) => (float[N,4] y) { i = Constant<value_int=4>() "
+        "a = Attention<q_num_heads=2, kv_num_heads=2>(q, k, v) y = Gather<axis=1>(a, i) }",
+        "agraph (float[2,4,5,4] q, float[2,4,3,4] k, float[2,4,3,6] v) => (float[2,2,5,6] y) "
+        "{ p = Constant<value_ints=[1]>() r = Constant<value_ints=[3]>() a = Attention(q, k, v) "
+        "y = Slice(a, p, r, p) }",
+    )
+
+    def way(self, reader: Reader, node: Node, axis: int, span: Span) -> Way:
+        q, k, v, *rest = node.inputs
+        given = [x for x in rest if x != ABSENT]
+        rank = _rank(reader, q)
+        mask = rest[0] if rest else ABSENT
+        if axis == rank - 1:
+            require(rank == 4, "the heads lie side by side")
+            worthwhile(len(given) <= (mask != ABSENT), "there are past values")
+            return _same(span, None, None, 3, *(None for _ in rest))
+        if axis == (2 if rank == 4 else 1):
+            require(not node.attrs.get("is_causal"), "each row sees others")
+            row = self._mask_axis(reader, mask, 2, reader.type(q).shape, axis)
+            return _same(span, axis, None, None, *(row if i == 0 else None for i, _ in enumerate(rest)))
+        worthwhile(len(given) <= (mask != ABSENT), "there are past keys")
+        if axis == 1:
+            shapes = [reader.type(x).shape or () for x in (q, k, v)]
+            require(len({s[1] for s in shapes}) == 1 and shapes[0][1] is not None, "heads share keys")
+        cut = self._mask_axis(reader, mask, axis, reader.type(q).shape, axis)
+        return _same(span, axis, axis, axis, *(cut if i == 0 else None for i, _ in enumerate(rest)))
+
+    @staticmethod
+    def _mask_axis(
+        reader: Reader, mask: Value, of_scores: int, shape: Sequence[Dim] | None, axis: int
+    ) -> int | None:
+        """The mask's axis that is one of the scores' four; None if it is the same for all positions there."""
+        if mask == ABSENT:
+            return None
+        dims = reader.type(mask).shape
+        require(dims is not None and shape is not None, "a rank is not known")
+        dims, shape = dims or (), shape or ()
+        at = of_scores - (4 - len(dims))
+        if at < 0 or dims[at] == 1:
+            return None
+        require(dims[at] is not None and dims[at] == shape[axis], "the mask may be repeated")
+        return at
+
+
+class PushSliceThroughTranspose(_PushSlice):
+    """slice(transpose(x)) -> transpose(slice(x))."""
+
+    operators, reads_from = _above("Transpose")
+    examples = (
+        "agraph (float[N,2,5,4] x) => (float[N,2,4] y) { i = Constant<value_int=0>() "
+        "a = Transpose<perm=[0,2,1,3]>(x) y = Gather<axis=1>(a, i) }",
+        "agraph (float[1,2,S,4] x) => (float[1,8] y) { s = Constant<value_ints=[1,-1,8]>() "
+        "i = Constant<value_int=0>() a = Transpose<perm=[0,2,1,3]>(x) b = Reshape(a, s) y = Gather<axis=1>(b, i) }",
+        "agraph (float[3,4,5] x) => (float[2,1,3] y) { p = Constant<value_ints=[1,2]>() "
+        "q = Constant<value_ints=[3,3]>() a = Transpose(x) y = Slice(a, p, q) }",
+    )
+
+    def way(self, reader: Reader, node: Node, axis: int, span: Span) -> Way:
+        return _same(span, perm_of(node, _rank(reader, node.inputs[0]))[axis])
+
+
+class PushSliceThroughReshape(RegionRule):
+    """slice(reshape(x)) -> reshape(slice(x))  along a dimension that stays whole;  the other views alike."""
+
+    anchors = ("Slice", "Gather")
+    reads_from = VIEWS
+    examples = (
+        "agraph (float[N,S,6] x) => (float[N,2,3] y) { s = Constant<value_ints=[0,0,2,3]>() "
+        "i = Constant<value_int=0>() a = Reshape(x, s) y = Gather<axis=1>(a, i) }",
+        "agraph (float[1,5,6] x) => (float[2,6] y) { s = Constant<value_ints=[5,6]>() p = Constant<value_ints=[1]>() "
+        "q = Constant<value_ints=[3]>() i = Constant<value_ints=[0]>() a = Reshape(x, s) y = Slice(a, p, q, i) }",
+        "agraph (float[N,6] x) => (float[N,1,2] y) { p = Constant<value_ints=[1]>() q = Constant<value_ints=[3]>() "
+        "i = Constant<value_ints=[2]>() a = Unsqueeze(x, p) y = Slice(a, p, q, i) }",
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        view = reader.producer(node.inputs[0])
+        if view is None or view.op not in VIEWS or view.const:
+            return None
+        cut = find_cut(reader, node)
+        if cut is None:
+            return None
+        worthwhile(read_once(reader, node.inputs[0]), "all of it is read elsewhere")
+        before, after = reader.type(view.inputs[0]).shape, reader.type(node.inputs[0]).shape
+        require(before is not None and after is not None, "a rank is not known")
+        before, after = before or (), _inferred(before or (), after or ())
+        taken = tuple((_through_view(before, after, axis), span) for axis, span in cut.taken)
+        new = _cut_dims(after, cut.taken, (cut,))
+        if cut.dropped is not None:
+            new = (*new[: cut.dropped], *new[cut.dropped + 1 :])
+        numbers = tuple(reshape_numbers(_cut_dims(before, taken, (cut,)), new))
+        return Region(node.outputs, view.inputs[:1], (node, view), (taken, numbers))
+
+    def target(self, op: Op, region: Region, x: Val) -> Any:
+        taken, numbers = region.data
+        return op.Reshape(take(op, x, taken), list(numbers))
+
+
+class PushSliceThroughConcat(_PushSlice):
+    """slice(concat(x, y)) -> concat(slice(x), slice(y))  along another axis than the concat's."""
+
+    operators, reads_from = _above("Concat")
+    examples = (
+        "agraph (float[N,5,2] x, float[N,5,3] z) => (float[N,5] y) { i = Constant<value_int=0>() "
+        "a = Concat<axis=2>(x, z) y = Gather<axis=1>(a, i) }",
+        "agraph (float[5,N] x, float[5,M] z) => (float[2,K] y) { p = Constant<value_ints=[1]>() "
+        "q = Constant<value_ints=[3]>() i = Constant<value_ints=[0]>() a = Concat<axis=1>(x, z) "
+        "y = Slice(a, p, q, i) }",
+    )
+
+    def way(self, reader: Reader, node: Node, axis: int, span: Span) -> Way:
+        own = axis_of(node, _rank(reader, node.outputs[0]))
+        require(axis != own, "it is put together along this axis")
+        return _same(span, *(axis for _ in node.inputs))
+
+
+class PushSliceThroughReduction(_PushSlice):
+    """slice(reduce(x)) -> reduce(slice(x))  along a dimension that is not reduced."""
+
+    operators, reads_from = _above(
+        *("ReduceSum", "ReduceMean", "ReduceMax", "ReduceMin", "ReduceProd", "ReduceL1", "ReduceL2"),
+        *("ReduceSumSquare", "ReduceLogSum", "ReduceLogSumExp", "ArgMax", "ArgMin"),
+    )
+    examples = (
+        "agraph (float[N,5,4] x) => (float[N] y) { i = Constant<value_int=0>() r = Constant<value_ints=[2]>() "
+        "a = ReduceMean<keepdims=0>(x, r) y = Gather<axis=1>(a, i) }",
+        "agraph (float[3,5,4] x) => (float[1,1,4] y) { p = Constant<value_ints=[1]>() q = Constant<value_ints=[2]>() "
+        "i = Constant<value_ints=[0]>() r = Constant<value_ints=[1]>() a = ReduceSum(x, r) y = Slice(a, p, q, i) }",
+        "agraph (float[3,5,4] x) => (float[2] y) { p = Constant<value_ints=[1]>() q = Constant<value_ints=[3]>() "
+        "i = Constant<value_ints=[0]>() r = Constant<value_ints=[0,2]>() a = ReduceMax<keepdims=0>(x, r) "
+        "y = Slice(a, p, q, i) }",
+    )
+
+    def way(self, reader: Reader, node: Node, axis: int, span: Span) -> Way:
+        rank = _rank(reader, node.inputs[0])
+        if node.op.startswith("Arg"):
+            axes: tuple[int, ...] = (axis_of(node, rank),)
+        else:
+            axes = fronts(ints_input(reader, node, 1) or (), rank)
+            if not axes and not node.attrs.get("noop_with_empty_axes"):
+                axes = tuple(range(rank))
+        if int_attr(node, "keepdims", 1):
+            require(axis not in axes, "it is reduced along this axis")
+        else:
+            axis = [i for i in range(rank) if i not in axes][axis]
+        return _same(span, axis, *(None for _ in node.inputs[1:]))
+
+
+class PushSliceIntoGather(_PushSlice):
+    """slice(gather(x, i)) -> gather(x, slice(i))  along the indices' dimensions,  gather(slice(x), i)  along others."""
+
+    operators, reads_from = _above("Gather")
+    examples = (
+        "agraph (float[7,3] e, int64[N,5] i) => (float[N,3] y) { z = Constant<value_int=0>() a = Gather(e, i) "
+        "y = Gather<axis=1>(a, z) }",
+        "agraph (float[7,3] e, int64[N,5] i) => (float[N,5,2] y) { p = Constant<value_ints=[0]>() "
+        "q = Constant<value_ints=[2]>() k = Constant<value_ints=[2]>() a = Gather(e, i) y = Slice(a, p, q, k) }",
+        "agraph (float[5,4,2] e, int64[3] i) => (float[2,3,2] y) { p = Constant<value_ints=[1]>() "
+        "q = Constant<value_ints=[3]>() k = Constant<value_ints=[0]>() a = Gather<axis=1>(e, i) "
+        "y = Slice(a, p, q, k) }",
+    )
+
+    def way(self, reader: Reader, node: Node, axis: int, span: Span) -> Way:
+        data, index = node.inputs
+        own, width = axis_of(node, _rank(reader, data)), _rank(reader, index)
+        if own <= axis < own + width:
+            return _same(span, None, axis - own)
+        return _same(span, axis if axis < own else axis - width + 1, None)
+
+
+class PushSliceThroughExpand(_PushSlice):
+    """slice(expand(x, s)) -> expand(slice(x), s'),  or  expand(x, s')  along a dimension that is made."""
+
+    operators, reads_from = _above("Expand")
+    examples = (
+        "agraph (float[N,1,4] x) => (float[N,2,4] y) { s = Constant<value_ints=[1,5,1]>() "
+        "p = Constant<value_ints=[1]>() q = Constant<value_ints=[3]>() a = Expand(x, s) y = Slice(a, p, q, p) }",
+        "agraph (float[5,1] x) => (float[2,2,4] y) { s = Constant<value_ints=[2,5,4]>() p = Constant<value_ints=[1]>() "
+        "q = Constant<value_ints=[3]>() a = Expand(x, s) y = Slice(a, p, q, p) }",
+    )
+
+    def way(self, reader: Reader, node: Node, axis: int, span: Span) -> Way:
+        x, shape = reader.type(node.inputs[0]).shape, reader.val(node.inputs[1]).ints
+        out = reader.type(node.outputs[0]).shape
+        require(x is not None and out is not None, "a rank is not known")
+        x, out = x or (), out or ()
+        own, place = axis - (len(out) - len(x)), axis - (len(out) - len(shape))
+        if own >= 0 and x[own] != 1:
+            require(place < 0 or shape[place] == 1 or x[own] == shape[place], "a dimension may be repeated")
+            return Way(((own, span), None), (shape, place, 1))
+        length = span.length(out[axis])
+        require(length is not None and place >= 0, "how much is left is not known")
+        return Way((None, None), (shape, place, length))
+
+    def rebuild(self, op: Op, plan: _Plan, inputs: Sequence[Val | None]) -> Any:
+        shape = list(plan.extra[0][1][0])
+        for _, (_, place, length) in plan.extra:
+            if place >= 0:
+                shape[place] = length
+        return op.Expand(inputs[0], shape)
+
+
+# Windows
+
+
+@dataclass(frozen=True, slots=True)
+class _Windows:
+    """What a convolution or pool does along its spatial axes; pads as pairs."""
+
+    sizes: tuple[Dim, ...]
+    kernel: tuple[int, ...]
+    strides: tuple[int, ...]
+    dilations: tuple[int, ...]
+    pads: tuple[tuple[int, int], ...]
+
+    @staticmethod
+    def of(node: Node, shape: Sequence[Dim], kernel: Sequence[int]) -> _Windows:
+        n = len(kernel)
+
+        def numbers(name: str, default: int, count: int) -> tuple[int, ...]:
+            value = node.attrs.get(name)
+            return tuple(int(v) for v in value) if isinstance(value, tuple) else (default,) * count
+
+        sizes, strides, dilations = tuple(shape[2:]), numbers("strides", 1, n), numbers("dilations", 1, n)
+        flat = numbers("pads", 0, 2 * n)
+        pads = list(zip(flat[:n], flat[n:]))
+        auto = node.attrs.get("auto_pad", "NOTSET")
+        if auto in ("SAME_UPPER", "SAME_LOWER"):
+            for i, (size, k, s, d) in enumerate(zip(sizes, kernel, strides, dilations)):
+                require(isinstance(size, int), "the padding is not known")
+                reach = (-(-int(size or 0) // s) - 1) * s + (k - 1) * d + 1
+                total = max(0, reach - int(size or 0))
+                less, more = total // 2, total - total // 2
+                pads[i] = (less, more) if auto == "SAME_UPPER" else (more, less)
+        return _Windows(sizes, tuple(kernel), strides, dilations, tuple(pads))
+
+    def reads(self, i: int, span: Span) -> tuple[Span, tuple[int, int]]:
+        """What some positions of the result read of the input along spatial axis i, and the padding beside that."""
+        size = self.sizes[i]
+        require(span.is_run and isinstance(size, int), "where the windows lie is not known")
+        size = int(size or 0)
+        before, after = self.pads[i]
+        start = span.start * self.strides[i] - before
+        stop = (span.stop - 1) * self.strides[i] - before + (self.kernel[i] - 1) * self.dilations[i] + 1
+        require(stop <= size + after, "a window reaches beyond the padding")
+        require(max(start, 0) < min(stop, size), "only padding is read")
+        return Span(max(start, 0), min(stop, size)), (max(0, -start), max(0, stop - size))
+
+
+class _PushCrop(_PushSlice):
+    """What convolutions and pools share."""
+
+    def crop(self, windows: _Windows, axis: int, span: Span, others: int) -> Way:
+        """The way of a cut along a spatial axis."""
+        read, pads = windows.reads(axis - 2, span)
+        taken = None if read.is_all(windows.sizes[axis - 2]) else (axis, read)
+        return Way((taken, *(None for _ in range(others))), (windows.pads, pads))
+
+    @staticmethod
+    def pads(plan: _Plan) -> list[int] | None:
+        """All pads, with those of the axes that were cut; None if no spatial axis was."""
+        found = [(at - 2, extra) for at, extra in plan.extra if at >= 2]
+        if not found:
+            return None
+        pads = list(found[0][1][0])
+        for i, (_, own) in found:
+            pads[i] = own
+        return [p for p, _ in pads] + [p for _, p in pads]
+
+
+class PushSliceThroughConv(_PushCrop):
+    """slice(conv(x, w, b)) -> conv(slice(x), w, b)  with the rim that its windows reach, and less padding.
+
+    Along the result's channels the weights are cut, and with groups the groups of x.
+    """
+
+    operators, reads_from = _above("Conv")
+    dtypes = FLOATS
+    examples = (
+        "agraph (float[N,2,8,8] x, float[3,2,3,3] w, float[3] b) => (float[N,3,2,2] y) "
+        "{ p = Constant<value_ints=[0,3]>() q = Constant<value_ints=[2,5]>() i = Constant<value_ints=[2,3]>() "
+        "a = Conv<pads=[1,1,1,1]>(x, w, b) y = Slice(a, p, q, i) }",
+        "agraph (float[1,2,9] x, float[4,2,3] w) => (float[1,4] y) { i = Constant<value_int=-1>() "
+        "a = Conv<dilations=[2], strides=[2], pads=[4,0]>(x, w) y = Gather<axis=2>(a, i) }",
+        "agraph (float[1,4,7] x, float[6,2,2] w, float[6] b) => (float[1,3,2] y) { p = Constant<value_ints=[3,4]>() "
+        "q = Constant<value_ints=[6,6]>() i = Constant<value_ints=[1,2]>() "
+        'a = Conv<group=2, auto_pad="SAME_UPPER">(x, w, b) y = Slice(a, p, q, i) }',
+        "agraph (float[2,2,5] x, float[4,2,1] w, float[4] b) => (float[2,2,5] y) { p = Constant<value_ints=[1]>() "
+        "q = Constant<value_ints=[3]>() a = Conv(x, w, b) y = Slice(a, p, q, p) }",
+    )
+
+    def way(self, reader: Reader, node: Node, axis: int, span: Span) -> Way:
+        others = len(node.inputs) - 1
+        if axis == 0:
+            return _same(span, 0, *(None for _ in range(others)))
+        x, w = reader.val(node.inputs[0]), reader.val(node.inputs[1])
+        if axis == 1:
+            groups = int_attr(node, "group", 1)
+            if groups == 1:
+                return _same(span, None, *(0 for _ in range(others)))
+            each, channels = w.size(0) // groups, w.size(1)
+            require(span.is_run, "the channels are not neighbours")
+            require(span.start % each == 0 and span.stop % each == 0, "it cuts inside a group")
+            first, last = span.start // each, span.stop // each
+            part = Span(first * channels, last * channels)
+            return Way(((1, part), *((0, span) for _ in range(others))), last - first)
+        kernel = tuple(w.size(i) for i in range(2, w.rank))
+        return self.crop(_Windows.of(node, x.shape, kernel), axis, span, others)
+
+    def rebuild(self, op: Op, plan: _Plan, inputs: Sequence[Val | None]) -> Any:
+        named: dict[str, Any] = {}
+        pads = self.pads(plan)
+        if pads is not None:
+            named |= {"pads": pads, "auto_pad": None}
+        for at, extra in plan.extra:
+            if at == 1 and extra is not None:
+                named["group"] = extra
+        return op.Conv(*inputs, attrs=plan.attrs, **named)
+
+
+class PushSliceThroughPool(_PushCrop):
+    """slice(pool(x)) -> pool(slice(x))  with the rim that its windows reach, and less padding."""
+
+    operators, reads_from = _above(
+        *("MaxPool", "AveragePool", "LpPool", "GlobalMaxPool", "GlobalAveragePool", "GlobalLpPool")
+    )
+    dtypes = FLOATS
+    examples = (
+        "agraph (float[N,2,8,8] x) => (float[N,2,2,1] y) { p = Constant<value_ints=[0,3]>() "
+        "q = Constant<value_ints=[2,4]>() i = Constant<value_ints=[2,3]>() "
+        "a = MaxPool<kernel_shape=[3,3], strides=[2,2], pads=[1,1,1,1]>(x) y = Slice(a, p, q, i) }",
+        "agraph (float[N,2,9] x) => (float[N,2] y) { i = Constant<value_int=-1>() "
+        "a = AveragePool<kernel_shape=[3], pads=[1,1], count_include_pad=1>(x) y = Gather<axis=2>(a, i) }",
+        "agraph (float[N,2,6] x) => (float[N,2,1] y) { p = Constant<value_ints=[1]>() q = Constant<value_ints=[2]>() "
+        "i = Constant<value_ints=[2]>() a = MaxPool<kernel_shape=[3], strides=[2], ceil_mode=1>(x) "
+        "y = Slice(a, p, q, i) }",
+        "agraph (float[N,5,6] x) => (float[N,2,1] y) { p = Constant<value_ints=[1]>() q = Constant<value_ints=[3]>() "
+        "a = GlobalAveragePool(x) y = Slice(a, p, q, p) }",
+    )
+
+    def way(self, reader: Reader, node: Node, axis: int, span: Span) -> Way:
+        if axis < 2:
+            return _same(span, axis)
+        require(not node.op.startswith("Global"), "it is reduced along this axis")
+        shape, kernel = reader.val(node.inputs[0]).shape, node.attrs["kernel_shape"]
+        assert isinstance(kernel, tuple)
+        return self.crop(_Windows.of(node, shape, [int(k) for k in kernel]), axis, span, 0)
+
+    def rebuild(self, op: Op, plan: _Plan, inputs: Sequence[Val | None]) -> Any:
+        pads = self.pads(plan)
+        if pads is None:
+            return op[plan.op](*inputs, attrs=plan.attrs)
+        return op[plan.op](*inputs, attrs=plan.attrs, pads=pads, auto_pad=None, ceil_mode=None)
+
+
+class PushSliceThroughPad(_PushSlice):
+    """slice(pad(x)) -> pad(slice(x))  with less padding;  of a dimension that is not padded in any mode."""
+
+    operators, reads_from = _above("Pad")
+    examples = (
+        "agraph (float[N,5,6] x) => (float[N,5,3] y) { w = Constant<value_ints=[0,0,1,0,0,2]>() "
+        "p = Constant<value_ints=[0]>() q = Constant<value_ints=[3]>() i = Constant<value_ints=[2]>() "
+        "a = Pad(x, w) y = Slice(a, p, q, i) }",
+        "agraph (float[N,5,6] x, float c) => (float[N,9] y) { w = Constant<value_ints=[2,1]>() "
+        "k = Constant<value_ints=[2]>() r = Constant<value_ints=[1,2]>() i = Constant<value_int=3>() "
+        "a = Pad(x, w, c, k) y = Gather<axis=1>(a, i) }",
+        "agraph (float[5,6] x) => (float[2,9] y) { w = Constant<value_ints=[0,1,0,2]>() p = Constant<value_ints=[1]>() "
+        'q = Constant<value_ints=[3]>() i = Constant<value_ints=[0]>() a = Pad<mode="reflect">(x, w) '
+        "y = Slice(a, p, q, i) }",
+    )
+
+    def way(self, reader: Reader, node: Node, axis: int, span: Span) -> Way:
+        x = reader.val(node.inputs[0])
+        widths = ints_input(reader, node, 1) or ()
+        axes = fronts(ints_input(reader, node, 3) or tuple(range(x.rank)), x.rank)
+        n, others = len(axes), (None,) * (len(node.inputs) - 1)
+        place = axes.index(axis) if axis in axes else None
+        if place is None or (widths[place], widths[place + n]) == (0, 0):
+            return Way(((axis, span), *others), (widths, n, None, 0, 0))
+        require(node.attrs.get("mode", "constant") == "constant", "the padding is taken from the data")
+        size, before = x.size(axis), widths[place]
+        require(span.is_run, "where the padding lies is not known")
+        start, stop = span.start - before, span.stop - before
+        require(max(start, 0) < min(stop, size), "only padding is read")
+        read = Span(max(start, 0), min(stop, size))
+        taken = None if read.is_all(size) else (axis, read)
+        return Way((taken, *others), (widths, n, place, max(0, -start), max(0, stop - size)))
+
+    def rebuild(self, op: Op, plan: _Plan, inputs: Sequence[Val | None]) -> Any:
+        widths = list(plan.extra[0][1][0])
+        for _, (_, n, place, before, after) in plan.extra:
+            if place is not None:
+                widths[place], widths[place + n] = before, after
+        x, _, *rest = inputs
+        return op.Pad(x, widths, *rest, attrs=plan.attrs)
+
+
+# Several outputs
+
+
+class PushSlicesThroughSplit(RegionRule):
+    """slice(split(x)), each part alike -> split(slice(x))  along another axis than the split's."""
+
+    anchors = ("Slice", "Gather")
+    reads_from = ("Split",)
+    examples = (
+        "agraph (float[N,5,6] x) => (float[N,2] y, float[N,4] z) { s = Constant<value_ints=[2,4]>() "
+        "i = Constant<value_int=0>() a, b = Split<axis=2>(x, s) y = Gather<axis=1>(a, i) z = Gather<axis=1>(b, i) }",
+        "agraph (float[5,6] x) => (float[2,3] y, float[2,3] z) { p = Constant<value_ints=[1]>() "
+        "q = Constant<value_ints=[3]>() i = Constant<value_ints=[0]>() a, b = Split<axis=1, num_outputs=2>(x) "
+        "y = Slice(a, p, q, i) z = Slice(b, p, q, i) }",
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        split = reader.producer(node.inputs[0])
+        if split is None or split.op != "Split" or split.const:
+            return None
+        own = find_cut(reader, node)
+        if own is None:
+            return None
+        cuts: list[Cut] = []
+        places: list[int] = []
+        for place, value in enumerate(split.outputs):
+            users = reader.users(value)
+            if not users and not reader.is_output(value):
+                continue
+            worthwhile(len(users) == 1 and not reader.is_output(value), "all of a part is read")
+            found = find_cut(reader, users[0]) if users[0].op in self.anchors else None
+            require(found is not None and found.taken == own.taken, "the parts are not cut alike")
+            assert found is not None
+            worthwhile(users[0].inputs[0] == value, "a part is an index")
+            cuts.append(found)
+            places.append(place)
+        if min(c.node.id for c in cuts) != node.id:
+            return None
+        axis = axis_of(split, _rank(reader, split.inputs[0]))
+        require(all(a != axis for a, _ in own.taken), "it is split along this axis")
+        sizes = tuple(t.shape[axis] if t.shape is not None else None for t in split.types)
+        worthwhile(all(isinstance(s, int) for s in sizes), "a part's size is not known")
+        dropped = tuple(c.dropped for c in cuts)
+        data = (own.taken, axis, sizes, tuple(places), dropped)
+        outputs = tuple(c.node.outputs[0] for c in cuts)
+        return Region(outputs, split.inputs[:1], (*(c.node for c in cuts), split), data)
+
+    def target(self, op: Op, region: Region, x: Val) -> Any:
+        taken, axis, sizes, places, dropped = region.data
+        parts = op.Split(take(op, x, taken), axis=axis, sizes=list(sizes))
+        parts = parts if len(sizes) > 1 else (parts,)
+        return [
+            parts[k] if drop is None else op.Squeeze(parts[k], [drop]) for k, drop in zip(places, dropped)
+        ]
+
+
+class ReplaceLastStepByFinalState(RegionRule):
+    """lstm(x).y[-1] -> lstm(x).y_h  forwards, y[0] backwards;  GRU and RNN alike."""
+
+    anchors = ("Slice", "Gather")
+    reads_from = ("LSTM", "GRU", "RNN")
+    dtypes = FLOATS
+    examples = (
+        "agraph (float[5,N,3] x, float[1,8,3] w, float[1,8,2] r) => (float[1,N,2] y) { i = Constant<value_int=-1>() "
+        "a = LSTM<hidden_size=2>(x, w, r) y = Gather(a, i) }",
+        "agraph (float[5,N,3] x, float[1,6,3] w, float[1,6,2] r) => (float[1,1,N,2] y) "
+        "{ p = Constant<value_ints=[0]>() q = Constant<value_ints=[1]>() "
+        'a, b = GRU<hidden_size=2, direction="reverse">(x, w, r) y = Slice(a, p, q, p) }',
+        "agraph (float[5,N,3] x, float[1,2,3] w, float[1,2,2] r, float[1,4] b) => (float[1,N,2] y) "
+        "{ i = Constant<value_int=4>() a = RNN<hidden_size=2>(x, w, r, b) y = Gather(a, i) }",
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        inner = reader.producer(node.inputs[0])
+        if inner is None or inner.op not in ("LSTM", "GRU", "RNN") or inner.const:
+            return None
+        if node.inputs[0] != inner.outputs[0]:
+            return None
+        cut = find_cut(reader, node)
+        if cut is None:
+            return None
+        require(not inner.attrs.get("layout"), "the steps are in another place")
+        direction = inner.attrs.get("direction", "forward")
+        require(direction != "bidirectional", "the directions end at different steps")
+        require(len(inner.inputs) < 5 or inner.inputs[4] == ABSENT, "a sequence may end earlier")
+        (axis, span), *more = cut.taken
+        require(axis == 0 and not more, "it is not a step")
+        last = {Span(-1, _END)}
+        size = reader.type(node.inputs[0]).shape or (None,)
+        require(cut.dropped is not None or isinstance(size[0], int), "there may be no step")
+        if isinstance(size[0], int):
+            last.add(Span(size[0] - 1, size[0]))
+        wanted = last if direction == "forward" else {Span(0, 1)}
+        require(span in wanted, "it is not the step that the final state is of")
+        worthwhile(read_once(reader, node.inputs[0]), "other steps are read")
+        data = (inner.op, inner.attrs, cut.dropped)
+        return Region(node.outputs, inner.inputs, (node, inner), data)
+
+    def target(self, op: Op, region: Region, *inputs: Val | None) -> Any:
+        name, attrs, dropped = region.data
+        _, state = op[name](*inputs, attrs=attrs, outputs=2)
+        return state if dropped is not None else op.Unsqueeze(state, [0])
+
+
+# Keys and values of few queries
+
+
+@dataclass(frozen=True, slots=True)
+class _Projection:
+    """heads(x @ w + b): x[n,s,c], w[c,h*d] and b[h*d] constant, cut into h heads of d features and transposed."""
+
+    x: Value
+    weight: Value
+    bias: Value  # ABSENT: none
+    heads: int
+    depth: int
+    channels: int
+    nodes: tuple[Node, ...]
+
+
+def _find_projection(reader: Reader, value: Value, perm: tuple[int, ...]) -> _Projection | None:
+    """A value as a linear layer of which nothing else is read, cut into heads and transposed by `perm`."""
+    nodes: list[Node] = []
+
+    def producer(v: Value, *operators: str) -> Node | None:
+        node = reader.producer(v)
+        if node is None or node.op not in operators or node.const or not read_once(reader, v):
+            return None
+        nodes.append(node)
+        return node
+
+    transpose = producer(value, "Transpose")
+    if transpose is None or perm_of(transpose, _rank(reader, value)) != perm:
+        return None
+    view = producer(transpose.inputs[0], *VIEWS)
+    if view is None:
+        return None
+    flat, cut = reader.type(view.inputs[0]).shape, reader.type(view.outputs[0]).shape
+    if flat is None or cut is None or len(flat) != 3 or len(cut) != 4:
+        return None
+    if not same_dims(flat[:2], _inferred(flat, cut)[:2]):
+        return None
+    at, bias = view.inputs[0], ABSENT
+    add = reader.producer(at)
+    if add is not None and add.op == "Add":
+        constant = [v for v in add.inputs if reader.is_const(v)]
+        if len(constant) != 1 or producer(at, "Add") is None:
+            return None
+        bias = constant[0]
+        require(reader.val(bias).shape == (flat[2],), "the bias is not one number per feature")
+        at = next(v for v in add.inputs if v != bias)
+    product = producer(at, "MatMul")
+    if product is None or not reader.is_const(product.inputs[1]) or reader.is_const(product.inputs[0]):
+        return None
+    x, weight = (reader.val(v) for v in product.inputs)
+    require((x.rank, weight.rank) == (3, 2), "the layer is not a matrix for all")
+    heads, depth = reader.val(view.outputs[0]).size(2), reader.val(view.outputs[0]).size(3)
+    return _Projection(x.value, weight.value, bias, heads, depth, weight.size(0), tuple(nodes))
+
+
+def _few(reader: Reader, queries: Value, found: _Projection) -> int:
+    """The number of queries, if so few that their detour is shorter."""
+    dims = reader.val(queries)
+    require(dims.rank == 4 and dims.shape[1] == found.heads, "the heads are other ones")
+    require(dims.shape[0] is not None and dims.shape[0] == reader.val(found.x).shape[0], "the batches differ")
+    rows = dims.size(2)
+    worthwhile(2 * rows * found.channels <= found.depth * (found.channels + rows), "there are many queries")
+    return rows
+
+
+class PushKeyWeightsIntoQueries(RegionRule):
+    """q @ heads(x @ w + b)^T -> (q @ w_h^T) @ x^T + q @ b_h^T  for each head h, so that few queries need no keys."""
+
+    anchors = ("MatMul",)
+    reads_from = ("Transpose",)
+    dtypes = FLOATS
+    examples = (
+        "agraph (float[N,2,1,6] q, float[N,5,4] x) => (float[N,2,1,5] y) <float[4,12] w = {1,2,3,4,5,6,7,8,9,8,7,6,5,4,"
+        "3,2,1,2,3,4,5,6,7,8,9,8,7,6,5,4,3,2,1,2,3,4,5,6,7,8,9,1,2,3,4,5,6,7}, "
+        "float[12] b = {1,2,3,4,5,6,7,8,9,8,7,6}, int64[4] s = {0,0,2,6}> "
+        "{ k = MatMul(x, w) l = Add(k, b) r = Reshape(l, s) "
+        "t = Transpose<perm=[0,2,3,1]>(r) y = MatMul(q, t) }",
+        "agraph (float[1,2,1,3] q, float[1,S,2] x) => (float[1,2,1,S] y) <float[2,6] w = {1,2,3,4,5,6,7,8,9,8,7,6}, "
+        "int64[4] s = {1,-1,2,3}> { k = MatMul(x, w) r = Reshape(k, s) t = Transpose<perm=[0,2,3,1]>(r) "
+        "y = MatMul(q, t) }",
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        found = _find_projection(reader, node.inputs[1], (0, 2, 3, 1))
+        if found is None:
+            return None
+        q = node.inputs[0]
+        rows = _few(reader, q, found)
+        batch, length = reader.val(found.x).shape[:2]
+        width = found.heads * rows
+        narrow = (found.heads, rows, found.channels)
+        flat = tuple(reshape_numbers((batch, *narrow), (batch, width, found.channels)))
+        apart = tuple(reshape_numbers((batch, width, length), (batch, found.heads, rows, length)))
+        data = (found.heads, found.depth, found.channels, flat, apart)
+        inputs = (q, found.x, found.weight, found.bias)
+        return Region(node.outputs, inputs, (node, *found.nodes), data)
+
+    def target(self, op: Op, region: Region, q: Val, x: Val, w: Val, b: Val | None) -> Any:
+        heads, depth, channels, flat, apart = region.data
+        weights = op.Transpose(op.Reshape(w, [channels, heads, depth]), perm=[1, 2, 0])
+        rows = op.Reshape(op.MatMul(q, weights), list(flat))
+        # Transposed twice, since the rows are few and x is large.
+        scores = op.Transpose(op.MatMul(x, op.Transpose(rows, perm=[0, 2, 1])), perm=[0, 2, 1])
+        scores = op.Reshape(scores, list(apart))
+        return scores if b is None else op.Add(scores, op.MatMul(q, op.Reshape(b, [heads, depth, 1])))
+
+
+class PushValueWeightsBehindScores(RegionRule):
+    """p @ heads(x @ w + b) -> (p @ x) @ w_h + sum(p) * b_h  for each head h, so that few queries need no values."""
+
+    anchors = ("MatMul",)
+    reads_from = ("Transpose",)
+    dtypes = FLOATS
+    examples = (
+        "agraph (float[N,2,1,5] p, float[N,5,4] x) => (float[N,2,1,6] y) <float[4,12] w = {1,2,3,4,5,6,7,8,9,8,7,6,5,4,"
+        "3,2,1,2,3,4,5,6,7,8,9,8,7,6,5,4,3,2,1,2,3,4,5,6,7,8,9,1,2,3,4,5,6,7}, "
+        "float[12] b = {1,2,3,4,5,6,7,8,9,8,7,6}, int64[4] s = {0,0,2,6}> "
+        "{ k = MatMul(x, w) l = Add(k, b) r = Reshape(l, s) "
+        "t = Transpose<perm=[0,2,1,3]>(r) y = MatMul(p, t) }",
+        "agraph (float[1,2,1,S] p, float[1,S,2] x) => (float[1,2,1,3] y) <float[2,6] w = {1,2,3,4,5,6,7,8,9,8,7,6}, "
+        "int64[4] s = {1,-1,2,3}> { k = MatMul(x, w) r = Reshape(k, s) t = Transpose<perm=[0,2,1,3]>(r) "
+        "y = MatMul(p, t) }",
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        found = _find_projection(reader, node.inputs[1], (0, 2, 1, 3))
+        if found is None:
+            return None
+        p = node.inputs[0]
+        rows = _few(reader, p, found)
+        batch, length = reader.val(found.x).shape[:2]
+        require(length is not None and reader.val(p).shape[3] == length, "the values differ in number")
+        width = found.heads * rows
+        flat = tuple(reshape_numbers((batch, found.heads, rows, length), (batch, width, length)))
+        means = (batch, found.heads, rows, found.channels)
+        apart = tuple(reshape_numbers((batch, width, found.channels), means))
+        data = (found.heads, found.depth, found.channels, flat, apart)
+        inputs = (p, found.x, found.weight, found.bias)
+        return Region(node.outputs, inputs, (node, *found.nodes), data)
+
+    def target(self, op: Op, region: Region, p: Val, x: Val, w: Val, b: Val | None) -> Any:
+        heads, depth, channels, flat, apart = region.data
+        weights = op.Transpose(op.Reshape(w, [channels, heads, depth]), perm=[1, 0, 2])
+        means = op.Reshape(op.MatMul(op.Reshape(p, list(flat)), x), list(apart))
+        y = op.MatMul(means, weights)
+        if b is None:
+            return y
+        total = op.ReduceSum(p, [-1], keepdims=1)
+        return op.Add(y, op.Mul(total, op.Reshape(b, [heads, 1, depth])))
+
+
+RULES: tuple[AnyRule, ...] = (
+    PushSliceThroughUnary(),
+    PushSliceThroughBroadcast(),
+    PushSliceThroughNormalization(),
+    PushSliceThroughSoftmax(),
+    PushSliceThroughBatchNormalization(),
+    PushSliceIntoMatMul(),
+    PushSliceIntoGemm(),
+    PushSliceIntoAttention(),
+    PushSliceThroughTranspose(),
+    PushSliceThroughReshape(),
+    PushSliceThroughConcat(),
+    PushSliceThroughReduction(),
+    PushSliceIntoGather(),
+    PushSliceThroughExpand(),
+    PushSliceThroughConv(),
+    PushSliceThroughPool(),
+    PushSliceThroughPad(),
+    PushSlicesThroughSplit(),
+    ReplaceLastStepByFinalState(),
+    PushKeyWeightsIntoQueries(),
+    PushValueWeightsBehindScores(),
+)

@@ -1,0 +1,413 @@
+"""What is not read is not computed: cuts moved up through operators."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import models
+from rewrite_rules import LIBRARY, demand
+from rewrite_rules.demand import (
+    PushSliceIntoAttention,
+    PushSliceIntoGather,
+    PushSliceIntoGemm,
+    PushSliceIntoMatMul,
+    PushSlicesThroughSplit,
+    PushSliceThroughBatchNormalization,
+    PushSliceThroughBroadcast,
+    PushSliceThroughConcat,
+    PushSliceThroughConv,
+    PushSliceThroughExpand,
+    PushSliceThroughNormalization,
+    PushSliceThroughPad,
+    PushSliceThroughPool,
+    PushSliceThroughReduction,
+    PushSliceThroughReshape,
+    PushSliceThroughSoftmax,
+    PushSliceThroughTranspose,
+    PushSliceThroughUnary,
+    ReplaceLastStepByFinalState,
+)
+from tests.rules.harness import applies, model, refuses
+from xrlflow.cost.roofline import Roofline
+from xrlflow.ir import Graph
+from xrlflow.onnxio import load
+from xrlflow.rewrite import Library, RegionRule, RewriteState
+from xrlflow.search.greedy import greedy
+from xrlflow.search.result import Limits
+
+EXAMPLES = [(r, e) for r in demand.RULES if isinstance(r, RegionRule) for e in r.examples]
+
+
+@pytest.mark.parametrize(("rule", "example"), EXAMPLES, ids=lambda v: getattr(v, "name", ""))
+def test_examples(rule, example):
+    applies(rule, model(example))
+
+
+def ints(**values: int | list[int]) -> dict[str, np.ndarray]:
+    return {k: np.array(v, np.int64) for k, v in values.items()}
+
+
+def sizes(graph: Graph, op: str) -> list[tuple[int | str | None, ...] | None]:
+    """The shapes of what an operator gives, wherever it stands."""
+    return [n.types[0].shape for n in graph.topological() if n.op == op and not n.const]
+
+
+def rows(body: str, out: str, x: str = "N,6,4", more: str = "", **given: int | list[int]):
+    """A model that cuts axis 1 of what `body` makes of x; p and q are 1 and 3."""
+    source = f"agraph (float[{x}] x{more}) => (float[{out}] y) {{ {body} }}"
+    return model(source, **ints(**{"p": [1], "q": [3], "d": [1], "one": 1, **given}))
+
+
+# What is read
+
+
+def test_one_position_is_dropped_at_the_end():
+    graph = applies(
+        PushSliceThroughUnary(),
+        rows("a = Relu(x) y = Gather<axis=1>(a, one)", "N,4"),
+        ops=["Relu", "Slice", "Squeeze"],
+    )
+    assert sizes(graph, "Relu") == [("N", 1, 4)]
+
+
+def test_of_a_dimension_that_is_not_known():
+    last = rows("a = Relu(x) y = Gather<axis=1>(a, i)", "N,4", "N,S,4", i=-1)
+    applies(PushSliceThroughUnary(), last, ops=["Relu", "Slice", "Squeeze"])
+    several = rows("a = Relu(x) y = Gather<axis=1>(a, i)", "N,2,4", "N,S,4", i=[1, 2])
+    applies(PushSliceThroughUnary(), several, ops=["Gather", "Relu"])
+    some = rows("a = Relu(x) y = Slice(a, p, q, d)", "N,T,4", "N,S,4")
+    applies(PushSliceThroughUnary(), some, ops=["Relu", "Slice"])
+
+
+def test_steps_and_reversal():
+    stepped = rows("a = Relu(x) y = Slice(a, p, q, d, s)", "N,3,4", p=[0], q=[6], s=[2])
+    applies(PushSliceThroughUnary(), stepped, ops=["Relu", "Slice"])
+    backwards = rows("a = Relu(x) y = Slice(a, p, q, d, s)", "N,2,4", p=[-2], q=[-99], s=[-3])
+    applies(PushSliceThroughUnary(), backwards, ops=["Relu", "Slice"])
+    all_reversed = rows("a = Relu(x) y = Slice(a, p, q, d, s)", "N,6,4", p=[-1], q=[-99], s=[-1])
+    refuses(PushSliceThroughUnary(), all_reversed, "nothing is left out")
+
+
+def test_several_readers_take_the_run_that_holds_all():
+    source = (
+        "agraph (float[N,6,4] x) => (float[N,4] y, float[N,2,4] z, float[N,2,4] w) { a = Relu(x) "
+        "y = Gather<axis=1>(a, i) z = Slice(a, p, q, d) w = Gather<axis=1>(a, j) }"
+    )
+    proto = model(source, **ints(i=3, p=[1], q=[3], d=[1], j=[3, 1]))
+    ops = ["Gather", "Relu", "Slice", "Slice", "Slice", "Squeeze"]
+    graph = applies(PushSliceThroughUnary(), proto, ops=ops)
+    assert sizes(graph, "Relu") == [("N", 3, 4)]
+    refuses(PushSliceThroughUnary(), model(source, **ints(i=5, p=[0], q=[3], d=[1], j=[3, 1])), "all of it")
+    whole = source.replace("float[N,4] y", "float[N,4] y, float[N,6,4] a")
+    refuses(PushSliceThroughUnary(), model(whole, **ints(i=3, p=[1], q=[3], d=[1], j=[3, 1])), "given out")
+    read = source.replace("w = Gather<axis=1>(a, j)", "b = Neg(a) w = Gather<axis=1>(b, j)")
+    only = model(read, **ints(i=3, p=[1], q=[3], d=[1], j=[3, 1]))
+    applies(PushSliceThroughUnary(), only, ops=["Gather", "Gather", "Neg", "Relu", "Slice"])
+
+
+def test_the_same_rows_written_in_two_ways():
+    source = (
+        "agraph (float[N,6,4] x) => (float[N,4] y, float[N,1,4] z) { a = Relu(x) "
+        "y = Gather<axis=1>(a, i) z = Slice(a, p, q, d) }"
+    )
+    proto = model(source, **ints(i=-5, p=[1], q=[2], d=[1]))
+    applies(PushSliceThroughUnary(), proto, ops=["Relu", "Slice", "Squeeze"])
+
+
+def test_parts_that_nobody_reads():
+    source = (
+        "agraph (float[N,7] x) => (float[N,2] y, float[N,1] z) { s = Constant<value_ints=[1,2,2,1,1]>() "
+        "a = Relu(x) b, c, e, f, g = Split<axis=1>(a, s) y = Neg(c) z = Abs(f) }"
+    )
+    graph = applies(PushSliceThroughUnary(), model(source), ops=["Abs", "Neg", "Relu", "Slice", "Split"])
+    assert sizes(graph, "Relu") == [("N", 5)]
+
+
+def test_axes_along_which_it_does_not_pass_are_cut_afterwards():
+    body = "a = Softmax(x) y = Slice(a, p, q, d)"
+    graph = applies(
+        PushSliceThroughSoftmax(),
+        rows(body, "N,2,3", p=[1, 0], q=[3, 3], d=[1, 2]),
+        ops=["Slice", "Slice", "Softmax"],
+    )
+    assert sizes(graph, "Softmax") == [("N", 2, 4)]
+
+
+def test_across_a_reshape():
+    body = "a = Relu(x) b = Reshape(a, s) y = Slice(b, p, q, d)"
+    applies(PushSliceThroughUnary(), rows(body, "N,2,2,2", s=[0, 0, 2, 2]), ops=["Relu", "Reshape", "Slice"])
+    symbol = rows(
+        body.replace("Slice(b, p, q, d)", "Gather<axis=1>(b, one)"), "N,2,2", "N,S,4", s=[0, 0, 2, 2]
+    )
+    applies(PushSliceThroughUnary(), symbol, ops=["Relu", "Reshape", "Slice", "Squeeze"])
+    refuses(PushSliceThroughUnary(), rows(body, "N,2,3", s=[0, 8, 3]), "does not keep")
+    refuses(
+        PushSliceThroughUnary(),
+        rows(body, "N,2,2,3,2", "N,6,2,2", s=[0, 2, 3, 2, 2], p=[0], q=[1], d=[2]),
+        None,
+    )
+    shared = "a = Relu(x) b = Reshape(a, s) c = Slice(b, p, q, d) e = Neg(a) f = ReduceSum<keepdims=0>(e, d) "
+    refuses(
+        PushSliceThroughUnary(),
+        rows(shared + "y = Add(c, f)", "N,2,4", "2,6,4", s=[2, 6, 4], p=[1], q=[2]),
+        "read elsewhere",
+    )
+
+
+# Operators
+
+
+def test_broadcast():
+    def both(z, given="Slice(a, p, q, d)", out="N,2,4", x="N,6,4"):
+        return rows(f"a = Add(x, z) y = {given}", out, x, f", float[{z}] z")
+
+    rule = PushSliceThroughBroadcast()
+    for z in ("4", "1,4", "1,1,4"):
+        applies(rule, both(z), ops=["Add", "Slice"])
+    for z in ("6,4", "6,1", "1,6,4"):
+        applies(rule, both(z), ops=["Add", "Slice", "Slice"])
+    applies(rule, both("6,4", x="N,1,4"), ops=["Add", "Slice"])
+    applies(rule, both("S,4", out="N,T,4", x="N,S,4"), ops=["Add", "Slice", "Slice"])
+    refuses(rule, both("T,4", out="N,U,4", x="N,S,4"), "may be repeated")
+
+
+def test_normalization():
+    body = "a = LayerNormalization{axis}(x, s) y = Slice(a, p, q, d)"
+    source = "agraph (float[N,6,4] x, float[{s}] s) => (float[N,2,4] y) {{ {body} }}"
+    given = ints(p=[1], q=[3], d=[1])
+    rule = PushSliceThroughNormalization()
+    applies(
+        rule,
+        model(source.format(s="4", body=body.format(axis="")), **given),
+        ops=["LayerNormalization", "Slice"],
+    )
+    proto = model(source.format(s="6,4", body=body.format(axis="<axis=1>")), **given)
+    refuses(rule, proto, "normalised along this axis")
+
+
+def test_softmax():
+    refuses(
+        PushSliceThroughSoftmax(),
+        rows("a = Softmax<axis=1>(x) y = Slice(a, p, q, d)", "N,2,4"),
+        "runs along this axis",
+    )
+
+
+def test_statistics():
+    source = (
+        "agraph (float[N,6,4] x, float[6] s, float[6] b) => (float[N,6,2] y) "
+        "{ a = InstanceNormalization(x, s, b) y = Slice(a, p, q, d) }"
+    )
+    proto = model(source, **ints(p=[1], q=[3], d=[2]))
+    refuses(PushSliceThroughBatchNormalization(), proto, "normalised along this axis")
+
+
+def test_matrix_products():
+    rule = PushSliceIntoMatMul()
+    body = "a = MatMul(x, w) y = Slice(a, p, q, d)"
+    applies(rule, rows(body, "N,2,5", more=", float[4,5] w"), ops=["MatMul", "Slice"])
+    applies(rule, rows(body, "N,6,2", more=", float[4,5] w", d=[2]), ops=["MatMul", "Slice"])
+    applies(rule, rows(body, "N,2,6,5", "N,1,6,4", ", float[7,4,5] w"), ops=["MatMul", "Slice"])
+    applies(rule, rows(body, "N,2,6,5", "N,7,6,4", ", float[7,4,5] w"), ops=["MatMul", "Slice", "Slice"])
+    refuses(rule, rows(body, "N,2", more=", float[4] w"), "vector")
+
+
+def test_gemm():
+    source = (
+        "agraph (float[6,4] x, float[4,5] w, float[{b}] b) => (float[2,5] y) {{ a = Gemm(x, w, b) {cut} }}"
+    )
+    for b, count in (("5", 1), ("1,5", 1), ("6,1", 2), ("6,5", 2), ("1,1", 1)):
+        proto = model(source.format(b=b, cut="y = Slice(a, p, q, d)"), **ints(p=[1], q=[3], d=[0]))
+        applies(PushSliceIntoGemm(), proto, ops=["Gemm", *["Slice"] * count])
+
+
+def test_attention():
+    source = (
+        "agraph (float[N,2,5,4] q, float[N,2,3,4] k, float[N,2,3,4] v{more}) => (float[N,2,1,4] y) "
+        "{{ a = Attention{attrs}(q, k, v{m}) y = Slice(a, p, r, d) }}"
+    )
+    given = ints(p=[2], r=[3], d=[2])
+    rule = PushSliceIntoAttention()
+    for shape, count in (("5,3", 2), ("1,5,3", 2), ("N,2,5,3", 2)):
+        proto = model(source.format(more=f", float[{shape}] m", m=", m", attrs=""), **given)
+        applies(rule, proto, ops=["Attention", *["Slice"] * count])
+    causal = model(source.format(more="", m="", attrs="<is_causal=1>"), **given)
+    refuses(rule, causal, "each row sees others")
+
+
+def test_transpose_and_reshape():
+    body = "a = Transpose<perm=[0,2,1]>(x) y = Slice(a, p, q, d)"
+    graph = applies(PushSliceThroughTranspose(), rows(body, "N,2,6"), ops=["Slice", "Transpose"])
+    assert sizes(graph, "Slice") == [("N", 6, 2)]
+    body = "a = Reshape(x, s) y = {}"
+    rule = PushSliceThroughReshape()
+    applies(
+        rule, rows(body.format("Gather<axis=1>(a, one)"), "N,2,2", s=[0, 0, 2, 2]), ops=["Reshape", "Slice"]
+    )
+    applies(
+        rule,
+        rows(body.format("Slice(a, p, q, d)"), "2,4", "1,6,4", s=[6, 4], d=[0]),
+        ops=["Reshape", "Slice"],
+    )
+    refuses(rule, rows(body.format("Slice(a, p, q, d)"), "N,2,8", s=[0, 3, 8]), "does not keep")
+
+
+def test_concat():
+    body = "a = Concat<axis=1>(x, x) y = Slice(a, p, q, d)"
+    refuses(PushSliceThroughConcat(), rows(body, "N,2,4"), "put together along this axis")
+
+
+def test_reduction():
+    rule = PushSliceThroughReduction()
+    body = "a = ReduceSum<keepdims={keep}>(x, r) y = Slice(a, p, q, d)"
+    applies(rule, rows(body.format(keep=0), "N,2", "N,6,4,3", r=[1, 3]), ops=["ReduceSum", "Slice"])
+    applies(rule, rows(body.format(keep=1), "N,2,1", r=[2]), ops=["ReduceSum", "Slice"])
+    body = "a = ReduceSum<keepdims=1>(x, r) y = Slice(a, p, q, d)"
+    refuses(rule, rows(body, "N,U,4", r=[1], p=[1], q=[3]), "reduced along this axis")
+
+
+def test_expand():
+    rule = PushSliceThroughExpand()
+    graph = applies(
+        rule,
+        rows("a = Expand(x, s) y = Slice(a, p, q, d)", "3,2,4", "1,6,4", s=[3, 1, 1]),
+        ops=["Expand", "Slice"],
+    )
+    assert sizes(graph, "Expand") == [(3, 2, 4)]
+    applies(
+        rule, rows("a = Expand(x, s) y = Slice(a, p, q, d)", "3,2,4", "1,1,4", s=[3, 6, 1]), ops=["Expand"]
+    )
+    unknown = rows("a = Expand(x, s) y = Slice(a, p, q, d)", "N,2,4", "N,S,4", s=[1, 6, 1])
+    refuses(rule, unknown, "may be repeated")
+
+
+@pytest.mark.parametrize("strides", [1, 2])
+@pytest.mark.parametrize("dilations", [1, 2])
+@pytest.mark.parametrize("pads", ["pads=[2,1]", 'auto_pad="SAME_UPPER"', 'auto_pad="SAME_LOWER"', "group=1"])
+def test_windows(strides, dilations, pads):
+    """Every run of positions of a small convolution and of two small pools."""
+    if "SAME" in pads and dilations > 1:
+        pytest.skip("ONNX Runtime has no kernel")
+    attrs = f"strides=[{strides}], dilations=[{dilations}], {pads}"
+    for op, rest, channels in (
+        (f"Conv<{attrs}>(x, w)", ", float[3,2,3] w", 3),
+        (f"MaxPool<kernel_shape=[3], {attrs}>(x)".replace(", group=1", ""), "", 2),
+        (f"AveragePool<kernel_shape=[3], count_include_pad=0, {attrs}>(x)".replace(", group=1", ""), "", 2),
+    ):
+        rule = PushSliceThroughConv() if "Conv" in op else PushSliceThroughPool()
+        source = f"agraph (float[1,2,7] x{rest}) => (float[1,{channels},N] a) {{ a = {op} }}"
+        size = load(model(source)).graph
+        (length,) = {n.types[0].shape[2] for n in size.nodes()}
+        for start in range(length):
+            for stop in range(start + 1, length + (start > 0)):
+                body = f"agraph (float[1,2,7] x{rest}) => (float[1,{channels},{stop - start}] y)"
+                proto = model(
+                    f"{body} {{ a = {op} y = Slice(a, p, q, d) }}", **ints(p=[start], q=[stop], d=[2])
+                )
+                applies(rule, proto)
+
+
+def test_channels_of_a_convolution():
+    source = (
+        "agraph (float[1,4,5] x, float[6,2,3] w, float[6] b) => (float[1,{n},3] y) "
+        "{{ a = Conv<group=2>(x, w, b) y = Slice(a, p, q, d) }}"
+    )
+    applies(
+        PushSliceThroughConv(),
+        model(source.format(n=3), **ints(p=[0], q=[3], d=[1])),
+        ops=["Conv", "Slice", "Slice", "Slice"],
+    )
+    refuses(PushSliceThroughConv(), model(source.format(n=3), **ints(p=[1], q=[4], d=[1])), "inside a group")
+
+
+def test_windows_that_stay():
+    source = (
+        "agraph (float[N,2,6] x) => (float[N,2,{n}] y) "
+        "{{ a = MaxPool<kernel_shape=[3], strides=[2], ceil_mode=1>(x) y = Slice(a, p, q, d) }}"
+    )
+    refuses(
+        PushSliceThroughPool(), model(source.format(n=1), **ints(p=[2], q=[3], d=[2])), "beyond the padding"
+    )
+    whole = "agraph (float[2,3,5] x) => (float[2,3,0] y) { a = GlobalMaxPool(x) y = Slice(a, p, q, d) }"
+    refuses(PushSliceThroughPool(), model(whole, **ints(p=[1], q=[2], d=[2])), "reduced along this axis")
+    unknown = (
+        "agraph (float[1,2,L] x, float[3,2,3] w) => (float[1,3,K] y) { a = Conv(x, w) y = Slice(a, p, q, d) }"
+    )
+    refuses(PushSliceThroughConv(), model(unknown, **ints(p=[1], q=[2], d=[2])), "where the windows lie")
+
+
+def test_pad():
+    rule = PushSliceThroughPad()
+    for start, stop in ((0, 4), (2, 5), (3, 9), (1, 9)):
+        body = "a = Pad(x, w, , e) y = Slice(a, p, q, d)"
+        proto = rows(body, f"N,{stop - start},4", w=[2, 1], e=[1], p=[start], q=[stop])
+        applies(rule, proto)
+    refuses(
+        rule,
+        rows("a = Pad(x, w, , e) y = Slice(a, p, q, d)", "N,2,4", w=[2, 1], e=[1], p=[0], q=[2]),
+        "only padding",
+    )
+    mirrored = 'a = Pad<mode="reflect">(x, w, , e) y = Slice(a, p, q, d)'
+    refuses(rule, rows(mirrored, "N,2,4", w=[2, 1], e=[1]), "taken from the data")
+    applies(rule, rows(mirrored, "N,2,7", w=[2, 1], e=[2]), ops=["Pad", "Slice"])
+
+
+def test_gather():
+    source = (
+        "agraph (float[7,3] e, int64[N,5] i) => (float[N,2,3] y) { a = Gather(e, i) y = Slice(a, p, q, p) }"
+    )
+    graph = applies(PushSliceIntoGather(), model(source, **ints(p=[1], q=[3])), ops=["Gather", "Slice"])
+    assert sizes(graph, "Slice") == [("N", 2)]
+
+
+def test_split():
+    source = (
+        "agraph (float[N,6,4] x) => (float[N,2,1] y, float[N,2,3] z) {{ a, b = Split<axis=2>(x, s) "
+        "y = Slice(a, p, q, d) z = Slice(b, {}, d) }}"
+    )
+    rule = PushSlicesThroughSplit()
+    given = ints(s=[1, 3], p=[1], q=[3], d=[1], r=[2], t=[4])
+    applies(rule, model(source.format("p, q"), **given), ops=["Slice", "Split"])
+    refuses(rule, model(source.format("r, t"), **given), "not cut alike")
+    along = (
+        "agraph (float[N,6,4] x) => (float[N,1,4] y, float[N,1,4] z) { a, b = Split<axis=1, num_outputs=2>(x) "
+        "y = Slice(a, p, q, p) z = Slice(b, p, q, p) }"
+    )
+    refuses(rule, model(along, **ints(p=[1], q=[2])), "split along this axis")
+
+
+def test_final_state():
+    source = (
+        "agraph (float[5,2,3] x, float[{n},8,3] w, float[{n},8,2] r{more}) => (float[{n},2,2] y) "
+        "{{ a = LSTM<hidden_size=2{attrs}>(x, w, r{rest}) y = Gather(a, i) }}"
+    )
+    rule = ReplaceLastStepByFinalState()
+    plain = {"n": 1, "more": "", "rest": "", "attrs": ""}
+    applies(rule, model(source.format(**plain), **ints(i=-1)), ops=["LSTM"])
+    refuses(rule, model(source.format(**plain), **ints(i=0)), "not the step")
+    backwards = plain | {"attrs": ', direction="reverse"'}
+    applies(rule, model(source.format(**backwards), **ints(i=0)), ops=["LSTM"])
+    refuses(rule, model(source.format(**backwards), **ints(i=-1)), "not the step")
+    both = plain | {"n": 2, "attrs": ', direction="bidirectional"'}
+    refuses(rule, model(source.format(**both), **ints(i=-1)), "directions end")
+    lengths = plain | {"more": ", int32[2] l", "rest": ", , l"}
+    refuses(rule, model(source.format(**lengths), **ints(i=-1)), "may end earlier")
+
+
+# Whole networks
+
+
+@pytest.mark.parametrize("name", ["bert-classifier", "vit-classifier"])
+def test_a_classifier_computes_one_row_of_its_last_layer(name):
+    graph = load(models.build(name, 1, width=256, **({"image": 160} if name[0] == "v" else {}))).graph
+    cost = Roofline()
+    state = RewriteState.start(graph, Library(LIBRARY), cost.delta)
+    best = greedy(state, cost.cost(graph), Limits(budget=300)).best.state.graph
+    products = [n for n in best.nodes() if n.op in ("MatMul", "Gemm") and not n.const]
+    large = [n.types[0].shape for n in products if (n.types[0].size or 0) > 100 * 256]
+    assert not large, large
+
+
+def test_family():
+    assert len({r.name for r in demand.RULES}) == len(demand.RULES)
