@@ -10,7 +10,7 @@ import numpy as np
 from rewrite_rules.axes import axis_of, compose, is_identity, perm_of
 from rewrite_rules.elementwise import read_once
 from xrlflow.ir import Dim, DType, Node, Value
-from xrlflow.rewrite import AnyRule, Op, Reader, Region, RegionRule, Val, require
+from xrlflow.rewrite import AnyRule, Op, Reader, Region, RegionRule, Val, require, worthwhile
 
 
 def _factor(reader: Reader, value: Value) -> tuple[Value, float, Node] | None:
@@ -118,7 +118,7 @@ class FuseAttention(RegionRule):
             else:
                 break
         for value in inner:
-            require(read_once(reader, value), "an inner value is read elsewhere")
+            worthwhile(read_once(reader, value), "an inner value is read elsewhere")
         self._check(reader, q, kt, v, perm, mask)
         inputs = (q, kt, v) if mask is None else (q, kt, v, mask)
         return Region(last.outputs, inputs, (last, *nodes), (scale, perm))

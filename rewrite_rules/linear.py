@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from rewrite_rules.shapes import either, per_rank
 from xrlflow.ir import FLOATS, INTEGERS, Attrs, DType
-from xrlflow.rewrite import AnyRule, Captures, Op, Rule, Val, require
+from xrlflow.rewrite import AnyRule, Captures, Op, Rule, Val, require, worthwhile
 
 NUMBERS = FLOATS | INTEGERS
 
@@ -565,7 +565,7 @@ class PullMulOutOfConstantAdd(_TwoConstants):
 
     def where(self, m: Captures, x: Val, c: Val, d: Val) -> None:
         super().where(m, x, c, d)
-        require(c.known, "a constant is too large to be sure that there and back is one state")
+        worthwhile(c.known, "a constant is too large to be sure that there and back is one state")
         _require_divisor(d)
         quotient = c.array.astype(np.float64) / d.array.astype(np.float64)
         require(

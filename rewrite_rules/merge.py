@@ -16,7 +16,7 @@ from rewrite_rules.linear import group_of
 from rewrite_rules.shapes import either, per_rank
 from xrlflow.ir import ABSENT, FLOATS, INTEGERS, Attrs, Node, Value
 from xrlflow.ops.tensors import numpy_dtype
-from xrlflow.rewrite import AnyRule, Captures, Op, Reader, Region, RegionRule, Rule, Val, require
+from xrlflow.rewrite import AnyRule, Captures, Op, Reader, Region, RegionRule, Rule, Val, require, worthwhile
 
 NUMBERS = FLOATS | INTEGERS
 
@@ -97,8 +97,8 @@ class MergeManyMatMuls(RegionRule):
         if not _multiplies(reader, node, x):
             return None
         group = [n for n in reader.users(x) if _multiplies(reader, n, x)]
-        require(len({n.inputs[1] for n in group}) == len(group), "the same product twice")
-        require(len(group) > 3, "there are too few")
+        worthwhile(len({n.inputs[1] for n in group}) == len(group), "the same product twice")
+        worthwhile(len(group) > 3, "there are too few")
         depths = {reader.val(n.inputs[1]).size(0) for n in group}
         require(len(depths) == 1, "the weights differ in depth")
         outputs = tuple(n.outputs[0] for n in group)
@@ -355,9 +355,9 @@ class MergeGroupConvToBlocks(MergeGroupConv):
 
     def factor(self, m: Captures, w: Val) -> int:
         groups, channels = group_of(m.c), w.size(1)
-        require(channels > 1, "it is depthwise")
+        worthwhile(channels > 1, "it is depthwise")
         n = max((d for d in range(1, groups + 1) if groups % d == 0 and d * channels <= _BLOCK), default=1)
-        require(n > 2, "a group has too many channels")
+        worthwhile(n > 2, "a group has too many channels")
         return n
 
 
@@ -379,7 +379,7 @@ class AssociateMatMulsRight(Rule):
     def where(self, m: Captures, x: Val, y: Val, z: Val) -> None:
         if y.const and z.const:
             work = y.size(-2) * y.size(-1) * z.size(-1)
-            require(work <= _AT_EXPORT, "multiplying the constants out would take long")
+            worthwhile(work <= _AT_EXPORT, "multiplying the constants out would take long")
 
     def target(self, op: Op, x: Val, y: Val, z: Val) -> Any:
         return op.MatMul(x, op.MatMul(y, z))

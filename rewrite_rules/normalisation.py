@@ -12,7 +12,7 @@ import numpy as np
 from rewrite_rules.axes import fronts, ints_input
 from rewrite_rules.elementwise import read_once
 from xrlflow.ir import Dim, DType, Node, Value
-from xrlflow.rewrite import AnyRule, Op, Reader, Region, RegionRule, Rule, Val, require
+from xrlflow.rewrite import AnyRule, Op, Reader, Region, RegionRule, Rule, Val, require, worthwhile
 
 # Types that are only computed in float32 inside: a double would lose digits by the default `stash_type`.
 _STASHED = frozenset({DType.FLOAT, DType.FLOAT16})
@@ -176,7 +176,7 @@ class _Walk:
             inside = not self.reader.is_output(out) and all(
                 u.outputs[0] in members for u in self.reader.users(out)
             )
-            require(inside, "an inner value is read elsewhere")
+            worthwhile(inside, "an inner value is read elsewhere")
 
 
 # LayerNormalization
@@ -630,7 +630,7 @@ class ReplaceAddBySum(RegionRule):
         if add is None or add.op != "Add":
             return None
         # With other readers the runtime fuses nothing either.
-        require(read_once(reader, add.outputs[0]), "the sum is read elsewhere")
+        worthwhile(read_once(reader, add.outputs[0]), "the sum is read elsewhere")
         return Region(add.outputs, add.inputs, (node, add))
 
     def target(self, op: Op, region: Region, a: Val, b: Val) -> Any:

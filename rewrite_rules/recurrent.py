@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from xrlflow.ir import FLOATS, Node, Value
-from xrlflow.rewrite import AnyRule, Captures, Op, Reader, Region, RegionRule, Rule, Val, require
+from xrlflow.rewrite import AnyRule, Captures, Op, Reader, Region, RegionRule, Rule, Val, require, worthwhile
 
 
 class FuseSumOfGemms(Rule):
@@ -48,8 +48,8 @@ class FuseStepsIntoGemms(RegionRule):
             return None
         if node.attrs.get("axis", 0) != 0 or not reader.is_const(product.inputs[2]):
             return None
-        require(len(reader.users(node.inputs[0])) == 1, "the product is read elsewhere")
-        require(not reader.is_output(node.inputs[0]), "the product is read elsewhere")
+        worthwhile(len(reader.users(node.inputs[0])) == 1, "the product is read elsewhere")
+        worthwhile(not reader.is_output(node.inputs[0]), "the product is read elsewhere")
         bias: Value | None = None
         adds: list[Node] = []
         gemms: list[Node | None] = []
@@ -69,7 +69,7 @@ class FuseStepsIntoGemms(RegionRule):
                 continue
             if gemm is None or gemm.op != "Gemm" or len(gemm.inputs) != 3 or gemm.attrs != product.attrs:
                 return None
-            require(len(reader.users(other)) == 1 and not reader.is_output(other), "a step is read elsewhere")
+            worthwhile(len(reader.users(other)) == 1 and not reader.is_output(other), "a step is read elsewhere")
             require(bias in (None, gemm.inputs[2]), "the steps have different biases")
             require(reader.type(other).shape == reader.type(part).shape, "the addition broadcasts")
             bias = gemm.inputs[2]
@@ -123,7 +123,7 @@ class SwapSplits(RegionRule):
             readers = reader.users(part)
             if len(readers) != 1 or readers[0].op != "Split":
                 return None
-            require(not reader.is_output(part), "a part is read elsewhere")
+            worthwhile(not reader.is_output(part), "a part is read elsewhere")
             inner.append(readers[0])
         outer_axis, inner_axis = node.attrs.get("axis", 0), inner[0].attrs.get("axis", 0)
         require(outer_axis != inner_axis, "both split along one axis")

@@ -7,7 +7,7 @@ from typing import Any
 from rewrite_rules.axes import axis_of, fronts, ints_input, rank_of, reshape_numbers, same_dims
 from rewrite_rules.elementwise import BROADCAST, UNARY, is_unary, read_once
 from xrlflow.ir import Dim, Node, Value
-from xrlflow.rewrite import AnyRule, Captures, Op, Reader, Region, RegionRule, Rule, Val, require
+from xrlflow.rewrite import AnyRule, Captures, Op, Reader, Region, RegionRule, Rule, Val, require, worthwhile
 
 # Operators that give the same data another shape.
 VIEWS = ("Reshape", "Squeeze", "Unsqueeze", "Flatten")
@@ -129,7 +129,7 @@ class PushReshapeDown(RegionRule):
         inner = reader.producer(node.inputs[0])
         if inner is None or not is_view(inner) or not is_unary(node):
             return None
-        require(read_once(reader, node.inputs[0]), "the reshape is read elsewhere")
+        worthwhile(read_once(reader, node.inputs[0]), "the reshape is read elsewhere")
         inputs = (*inner.inputs, *node.inputs[1:])
         data = (node.op, node.attrs, inner.op, inner.attrs, len(inner.inputs))
         return Region(node.outputs, inputs, (node, inner), data)
@@ -153,7 +153,7 @@ class PushReshapeUp(RegionRule):
         inner = reader.producer(node.inputs[0])
         if inner is None or inner.const or not is_unary(inner):
             return None
-        require(read_once(reader, node.inputs[0]), "the function is read elsewhere")
+        worthwhile(read_once(reader, node.inputs[0]), "the function is read elsewhere")
         inputs = (*inner.inputs, *node.inputs[1:])
         data = (inner.op, inner.attrs, node.op, node.attrs, len(inner.inputs))
         return Region(node.outputs, inputs, (node, inner), data)
@@ -202,7 +202,7 @@ class PushReshapesDown(RegionRule):
                     and same_dims(after, maker.types[0].shape)
                 )
                 require(same, "operands are reshaped in different ways")
-                require(read_once(reader, v), "a reshape is read elsewhere")
+                worthwhile(read_once(reader, v), "a reshape is read elsewhere")
                 inputs.append(maker.inputs[0])
                 if maker not in nodes:
                     nodes.append(maker)
@@ -243,8 +243,8 @@ class PushReshapesUp(RegionRule):
             require(not moves or same_dims(reader.type(v).shape, before), "an operand has another shape")
         views = any(is_view(reader.producer(v)) for v, moves in zip(inner.inputs, moved) if moves)
         running = sum(moves and not reader.is_const(v) for v, moves in zip(inner.inputs, moved))
-        require(running == 1 or views, "no operand is reshaped")
-        require(read_once(reader, node.inputs[0]), "the function is read elsewhere")
+        worthwhile(running == 1 or views, "no operand is reshaped")
+        worthwhile(read_once(reader, node.inputs[0]), "the function is read elsewhere")
         data = (inner.op, inner.attrs, moved, node.op, node.attrs)
         return Region(node.outputs, (*inner.inputs, *node.inputs[1:]), (node, inner), data)
 
@@ -282,7 +282,7 @@ class PushReshapeThroughMatMul(RegionRule):
             return None
         require(reader.type(node.inputs[1]).rank == 2, "the right factor is not a matrix")
         _rows(reader, inner.inputs[0], node.inputs[0])
-        require(read_once(reader, node.inputs[0]), "the reshape is read elsewhere")
+        worthwhile(read_once(reader, node.inputs[0]), "the reshape is read elsewhere")
         before, width = reader.type(inner.inputs[0]).shape or (), reader.type(node.inputs[1]).shape or ()
         numbers = tuple(reshape_numbers((*before[:-1], width[-1]), node.types[0].shape or ()))
         return Region(node.outputs, (inner.inputs[0], node.inputs[1]), (node, inner), numbers)
@@ -308,7 +308,7 @@ class PushReshapeIntoMatMul(RegionRule):
         require(reader.type(w).rank == 2, "the right factor is not a matrix")
         require(rank_of(reader, x) >= 2, "an operand is a vector")
         _rows(reader, node.inputs[0], node.outputs[0])
-        require(read_once(reader, node.inputs[0]), "the product is read elsewhere")
+        worthwhile(read_once(reader, node.inputs[0]), "the product is read elsewhere")
         before, after = reader.type(x).shape or (), node.types[0].shape or ()
         require(before[-1] is not None, "a dimension is not known")
         numbers = tuple(reshape_numbers(before, (*after[:-1], before[-1])))
@@ -346,7 +346,7 @@ class PullUnsqueezeOutOfConcat(RegionRule):
         require(axis < rank - 1, "the new axis is the last")
         shapes = [reader.type(p.inputs[0]).shape for p in unsqueezes]
         require(all(same_dims(shapes[0], s) for s in shapes), "the shapes differ, or are not known")
-        require(all(read_once(reader, v) for v in node.inputs), "a part is read elsewhere")
+        worthwhile(all(read_once(reader, v) for v in node.inputs), "a part is read elsewhere")
         before = list(shapes[0] or ())
         width = before[axis]
         before[axis] = width * len(parts) if isinstance(width, int) else None

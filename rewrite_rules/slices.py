@@ -13,7 +13,7 @@ from rewrite_rules.axes import axis_of, front, fronts, ints_input, rank_of, resh
 from rewrite_rules.elementwise import BROADCAST, UNARY, is_unary, read_once, unary_form
 from rewrite_rules.reshape import VIEWS
 from xrlflow.ir import Dim, Node, Value
-from xrlflow.rewrite import AnyRule, Op, Reader, Refused, Region, RegionRule, Val, require
+from xrlflow.rewrite import AnyRule, Op, Reader, Refused, Region, RegionRule, Val, require, worthwhile
 from xrlflow.rewrite.rule import uses_key
 
 # How a value is cut out of another
@@ -213,7 +213,7 @@ class MergeStackOfPieces(RegionRule):
         assert shape is not None
         axis = axis_of(node, len(shape))
         if first.kept and first.axis == axis:
-            require({b - a for a, b in pairwise(places)} != {1}, "it is one run of pieces")
+            worthwhile({b - a for a, b in pairwise(places)} != {1}, "it is one run of pieces")
         left = (*whole[: first.axis], *whole[first.axis + 1 :])
         require(None not in left, "a dimension is not known")
         before = [d for d in shape[:axis] if d != 1]
@@ -292,7 +292,7 @@ class MergeSliceAxes(RegionRule):
             for column, numbers in zip(columns, (starts, ends, fronts(axes, rank), steps)):
                 column += numbers
         require(len(set(columns[2])) == len(columns[2]), "they cut along the same axis")
-        require(read_once(reader, node.inputs[0]), "the inner slice is read elsewhere")
+        worthwhile(read_once(reader, node.inputs[0]), "the inner slice is read elsewhere")
         return Region(node.outputs, inner.inputs[:1], (node, inner), tuple(tuple(c) for c in columns))
 
     def target(self, op: Op, region: Region, x: Val) -> Any:
@@ -327,7 +327,7 @@ class MergeConcats(RegionRule):
                 used.append(maker)
             else:
                 inputs.append(v)
-        require(len(used) > 1, "the inner concat is read elsewhere, or along another axis")
+        worthwhile(len(used) > 1, "the inner concat is read elsewhere, or along another axis")
         return Region(node.outputs, tuple(inputs), _nodes(used), axis)
 
     def target(self, op: Op, region: Region, *inputs: Val) -> Any:
@@ -451,7 +451,7 @@ class MergeSplits(RegionRule):
         rank = rank_of(reader, node.inputs[0])
         axis = axis_of(node, rank)
         require(axis_of(outer, rank) == axis, "they cut along different axes")
-        require(read_once(reader, node.inputs[0]), "the part is read elsewhere")
+        worthwhile(read_once(reader, node.inputs[0]), "the part is read elsewhere")
         place = outer.outputs.index(node.inputs[0])
         outputs = (*outer.outputs[:place], *node.outputs, *outer.outputs[place + 1 :])
         sizes = sizes_along(reader, outputs, axis)
@@ -555,7 +555,7 @@ class PushUnaryIntoConcat(RegionRule):
         inner = reader.producer(node.inputs[0])
         if inner is None or inner.op != "Concat" or not is_unary(node):
             return None
-        require(read_once(reader, node.inputs[0]), "the concat is read elsewhere")
+        worthwhile(read_once(reader, node.inputs[0]), "the concat is read elsewhere")
         data = (node.op, node.attrs, len(inner.inputs), inner.attrs)
         return Region(node.outputs, (*inner.inputs, *node.inputs[1:]), (node, inner), data)
 
@@ -586,7 +586,7 @@ class PullUnaryOutOfConcat(RegionRule):
                 return None
             require(unary_form(maker) == form, "the functions differ")
             require(reader.type(maker.inputs[0]).dtype == dtype, "the element types differ")
-            require(read_once(reader, v), "a function is read elsewhere")
+            worthwhile(read_once(reader, v), "a function is read elsewhere")
             inputs.append(maker.inputs[0])
         nodes = _nodes((node,), [n for n in inner if n is not None])
         data = (first.op, first.attrs, len(inputs), node.attrs)
@@ -618,7 +618,7 @@ class PushPoolIntoConcat(RegionRule):
         require(len(node.outputs) == 1, "the places of the maxima are given out")
         rank = rank_of(reader, inner.outputs[0])
         require(axis_of(inner, rank) == 1, "the concat is not one of channels")
-        require(read_once(reader, node.inputs[0]), "the concat is read elsewhere")
+        worthwhile(read_once(reader, node.inputs[0]), "the concat is read elsewhere")
         data = (node.op, node.attrs, inner.attrs)
         return Region(node.outputs, inner.inputs, (node, inner), data)
 
@@ -648,7 +648,7 @@ class PullPoolOutOfConcat(RegionRule):
             if maker is None or maker.const or maker.op != first.op or maker.attrs != first.attrs:
                 return None
             require(len(maker.outputs) == 1, "the places of the maxima are given out")
-            require(read_once(reader, v), "a pool is read elsewhere")
+            worthwhile(read_once(reader, v), "a pool is read elsewhere")
             shapes.append(reader.type(maker.inputs[0]).shape)
         known = [(s[0], *s[2:]) for s in shapes if s is not None]
         same = len(known) == len(inner) and all(same_dims(known[0], k) for k in known)
@@ -675,7 +675,7 @@ class PushUnaryThroughSplit(RegionRule):
         inner = reader.producer(node.inputs[0])
         if inner is None or inner.const or not is_unary(inner):
             return None
-        require(read_once(reader, node.inputs[0]), "the function is read elsewhere")
+        worthwhile(read_once(reader, node.inputs[0]), "the function is read elsewhere")
         data = (inner.op, inner.attrs, len(inner.inputs), node.attrs, len(node.outputs))
         return Region(node.outputs, (*inner.inputs, *node.inputs[1:]), (node, inner), data)
 
@@ -789,7 +789,7 @@ class PullBinaryOutOfConcat(RegionRule):
             return None
         rank = rank_of(reader, *node.inputs)
         axis = axis_of(node, rank)
-        require(all(read_once(reader, v) for v in node.inputs), "a function is read elsewhere")
+        worthwhile(all(read_once(reader, v) for v in node.inputs), "a function is read elsewhere")
         require(len({n.outputs[0] for n in inner}) == len(inner), "a part is repeated")
         outs = [n.types[0].shape or () for n in inner]
         require(all(len(s) == rank for s in outs), "a shape is not known")
@@ -910,7 +910,7 @@ class PushBinaryIntoConcat(RegionRule):
             at = axis - (rank - len(shape or ()))
             found = _concat_along(reader, v, axis) if len(shape or ()) == rank else None
             if found is not None and found[1] == sizes and maker is not None:
-                require(read_once(reader, v), "a concat is read elsewhere")
+                worthwhile(read_once(reader, v), "a concat is read elsewhere")
                 kinds.append("parts")
                 inputs += maker.inputs
                 used.append(maker)

@@ -20,7 +20,7 @@ from rewrite_rules.axes import (
 )
 from rewrite_rules.elementwise import BROADCAST, UNARY, is_unary, read_once
 from xrlflow.ir import Node, Value
-from xrlflow.rewrite import AnyRule, Captures, Op, Reader, Region, RegionRule, Rule, Val, require
+from xrlflow.rewrite import AnyRule, Captures, Op, Reader, Region, RegionRule, Rule, Val, require, worthwhile
 
 
 def _transpose(op: Op, x: Val, perm: Sequence[int]) -> Any:
@@ -108,7 +108,7 @@ class PushTransposeDown(RegionRule):
         inner = reader.producer(node.inputs[0])
         if inner is None or inner.op != "Transpose" or not is_unary(node):
             return None
-        require(read_once(reader, node.inputs[0]), "the transpose is read elsewhere")
+        worthwhile(read_once(reader, node.inputs[0]), "the transpose is read elsewhere")
         return Region(
             node.outputs,
             (*inner.inputs, *node.inputs[1:]),
@@ -131,7 +131,7 @@ class PushTransposeUp(RegionRule):
         inner = reader.producer(node.inputs[0])
         if inner is None or not is_unary(inner):
             return None
-        require(read_once(reader, node.inputs[0]), "the function is read elsewhere")
+        worthwhile(read_once(reader, node.inputs[0]), "the function is read elsewhere")
         return Region(node.outputs, inner.inputs, (node, inner), (inner.op, inner.attrs, node.attrs))
 
     def target(self, op: Op, region: Region, x: Val, *bounds: Val | None) -> Any:
@@ -182,7 +182,7 @@ class PushTransposesDown(RegionRule):
             if inner is not None and inner.op == "Transpose" and not inner.const:
                 require(rank_of(reader, v) == rank, "a transposed operand has fewer dimensions")
                 require(perm_of(inner, rank) == perm, "operands are transposed in different ways")
-                require(read_once(reader, v), "a transpose is read elsewhere")
+                worthwhile(read_once(reader, v), "a transpose is read elsewhere")
                 inputs.append(inner.inputs[0])
                 moved.append(True)
                 if inner not in nodes:
@@ -192,7 +192,7 @@ class PushTransposesDown(RegionRule):
                 require((reader.type(v).rank or 0) <= rank, "a rank is not known")
                 inputs.append(v)
                 moved.append(False)
-        require(len(nodes) > 1, "no operand is transposed at run time")
+        worthwhile(len(nodes) > 1, "no operand is transposed at run time")
         return Region(
             node.outputs, tuple(inputs), tuple(nodes), (node.op, node.attrs, rank, perm, tuple(moved))
         )
@@ -233,7 +233,7 @@ class PushTransposesUp(RegionRule):
             len(running) == 1 or any(p is not None and p.op == "Transpose" for p in makers),
             "no operand is transposed",
         )
-        require(read_once(reader, node.inputs[0]), "the function is read elsewhere")
+        worthwhile(read_once(reader, node.inputs[0]), "the function is read elsewhere")
         return Region(
             node.outputs, inner.inputs, (node, inner), (inner.op, inner.attrs, rank, perm_of(node, rank))
         )
@@ -343,12 +343,12 @@ class PushTransposesThroughConcat(RegionRule):
             require(inner is not None and inner.op == "Transpose", "a part is not transposed")
             assert inner is not None
             require(perm_of(inner, rank) == perm, "parts are transposed in different ways")
-            require(read_once(reader, v), "a transpose is read elsewhere")
+            worthwhile(read_once(reader, v), "a transpose is read elsewhere")
             inputs.append(inner.inputs[0])
             if inner not in nodes:
                 nodes.append(inner)
         moved = tuple(not reader.is_const(v) for v in node.inputs)
-        require(any(moved), "no part is transposed at run time")
+        worthwhile(any(moved), "no part is transposed at run time")
         return Region(node.outputs, tuple(inputs), tuple(nodes), (perm[axis_of(node, rank)], perm, moved))
 
     def target(self, op: Op, region: Region, *inputs: Val) -> Any:
@@ -372,12 +372,12 @@ class PushTransposeIntoConcat(RegionRule):
         if inner is None or inner.op != "Concat":
             return None
         makers = [reader.producer(v) for v in inner.inputs]
-        require(
+        worthwhile(
             any(p is not None and p.op == "Transpose" for p in makers)
             or any(reader.is_const(v) for v in inner.inputs),
             "no part is a transpose",
         )
-        require(read_once(reader, node.inputs[0]), "the concat is read elsewhere")
+        worthwhile(read_once(reader, node.inputs[0]), "the concat is read elsewhere")
         rank = rank_of(reader, *node.outputs)
         perm = perm_of(node, rank)
         axis = perm.index(axis_of(inner, rank))
@@ -401,7 +401,7 @@ class PushTransposeThroughSplit(RegionRule):
         inner = reader.producer(node.inputs[0])
         if inner is None or inner.op != "Transpose":
             return None
-        require(read_once(reader, node.inputs[0]), "the transpose is read elsewhere")
+        worthwhile(read_once(reader, node.inputs[0]), "the transpose is read elsewhere")
         rank = rank_of(reader, node.inputs[0])
         perm = perm_of(inner, rank)
         data = (len(node.outputs), node.attrs, perm[axis_of(node, rank)], perm)
@@ -465,7 +465,7 @@ class PushTransposeThroughReduce(RegionRule):
         axes = ints_input(reader, node, 1)
         require(axes, "it reduces everything, or nothing")
         assert axes is not None
-        require(read_once(reader, node.inputs[0]), "the transpose is read elsewhere")
+        worthwhile(read_once(reader, node.inputs[0]), "the transpose is read elsewhere")
         rank = rank_of(reader, node.inputs[0])
         perm = perm_of(inner, rank)
         places = fronts(axes, rank)
@@ -496,11 +496,11 @@ class PushTransposeIntoReduce(RegionRule):
         if inner is None or inner.op not in _REDUCTIONS or not inner.attrs.get("keepdims", 1):
             return None
         source = reader.producer(inner.inputs[0])
-        require(source is not None and source.op == "Transpose", "what is reduced is not a transpose")
+        worthwhile(source is not None and source.op == "Transpose", "what is reduced is not a transpose")
         axes = ints_input(reader, inner, 1)
         require(axes, "it reduces everything, or nothing")
         assert axes is not None
-        require(read_once(reader, node.inputs[0]), "the reduction is read elsewhere")
+        worthwhile(read_once(reader, node.inputs[0]), "the reduction is read elsewhere")
         rank = rank_of(reader, *node.outputs)
         perm = perm_of(node, rank)
         moved = tuple(sorted(perm.index(a) for a in fronts(axes, rank)))
@@ -523,7 +523,7 @@ class PushTransposeThroughSoftmax(RegionRule):
         inner = reader.producer(node.inputs[0])
         if inner is None or inner.op != "Transpose":
             return None
-        require(read_once(reader, node.inputs[0]), "the transpose is read elsewhere")
+        worthwhile(read_once(reader, node.inputs[0]), "the transpose is read elsewhere")
         rank = rank_of(reader, node.inputs[0])
         perm = perm_of(inner, rank)
         return Region(
@@ -547,7 +547,7 @@ class PushTransposeIntoSoftmax(RegionRule):
         inner = reader.producer(node.inputs[0])
         if inner is None or inner.op not in ("Softmax", "LogSoftmax"):
             return None
-        require(read_once(reader, node.inputs[0]), "the softmax is read elsewhere")
+        worthwhile(read_once(reader, node.inputs[0]), "the softmax is read elsewhere")
         rank = rank_of(reader, *node.outputs)
         perm = perm_of(node, rank)
         axis = perm.index(axis_of(inner, rank, -1))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -38,7 +39,7 @@ from xrlflow.onnxio import (
     to_proto,
 )
 from xrlflow.report import Listener, Report, finite, operators
-from xrlflow.rewrite import Library, RewriteState
+from xrlflow.rewrite import AnyRule, Library, RewriteState
 from xrlflow.search import (
     Found,
     Limits,
@@ -68,6 +69,7 @@ from xrlflow.verify import (
     verify,
 )
 from xrlflow.verify.inputs import user_case
+from xrlflow.verify.rules import Certificate, prove_all, prove_in_processes
 
 if TYPE_CHECKING:
     import onnx
@@ -245,6 +247,7 @@ def optimize(
     search: str = "taso",
     cost: str | CostModel = "profiled",
     backend: str = "onnxruntime",
+    backend_ops: bool = False,
     budget: int = 1000,
     time_limit: float = 60.0,
     alpha: float = 1.05,
@@ -267,6 +270,7 @@ def optimize(
     `model`: a path, the bytes of a file, or a ModelProto. `search`: "greedy", "taso" or "random" (`budget` edits that
     ignore the cost). `cost`: "roofline", "profiled" (operators measured alone) or "measured" (whole models, slow),
     or any CostModel.
+    `backend_ops`: the result may have operators that only the backend has (com.microsoft for ONNX Runtime).
     `time_limit`: seconds, covers everything. `shapes`: input name -> shape, for cost and measurement; with
     `fix_shapes` also written into the model. `threads`: of the runtime, the physical cores by default. `providers`:
     ONNX Runtime's; others than the CPU's are refused for now. `inputs`: the user's own, for verification and
@@ -285,7 +289,7 @@ def optimize(
         job = _Job(
             imported, model, search, cost if isinstance(cost, str) else cost.name, budget, alpha, seed,
             threads or default_threads(), session_options, begin, begin + time_limit, max_growth, folder,
-            Library(LIBRARY, backend=backend), listener,
+            Library(LIBRARY, backend=backend, contrib=backend_ops), listener,
         )  # fmt: skip
         job.phase("import", begin)
         given = None if isinstance(cost, str) else cost
@@ -673,7 +677,44 @@ def compare(
     return Comparison(tuple(optimize(model, search=search, **options).report for search in searches))
 
 
-def list_rules() -> list[dict[str, Any]]:
+def _chosen(names: Sequence[str]) -> tuple[AnyRule, ...]:
+    """The library's rules of these names, or all. Raises OptionError for a name that is not known."""
+    known = {r.name: r for r in LIBRARY}
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 3)
+            hint = f": did you mean {', '.join(near)}?" if near else ": `xrlflow rules` lists them"
+            raise OptionError(f"there is no rule {name!r}{hint}")
+    return tuple(known[n] for n in names) if names else LIBRARY
+
+
+def prove_rules(
+    names: Sequence[str] = (),
+    *,
+    seed: int = 0,
+    jobs: int | None = None,
+    listener: Callable[[Certificate, int, int], None] | None = None,
+) -> list[Certificate]:
+    """Prove rules of the library (all of them by default): a certificate for each, in the library's order.
+
+    `jobs` processes work (default: the physical cores); `listener` hears of each certificate, how many there are and
+    how many there will be. Raises OptionError for a name that is not known.
+    """
+    rules = _chosen(names)
+    found: dict[str, Certificate] = {}
+    jobs = min(jobs or default_threads(), len(rules))
+    if jobs == 1:
+        certificates = prove_all(rules, seed)
+    else:
+        certificates = prove_in_processes(rules, seed, jobs)
+    for certificate in certificates:
+        found[certificate.name] = certificate
+        if listener is not None:
+            listener(certificate, len(found), len(rules))
+    return [found[r.name] for r in rules]
+
+
+def list_rules(names: Sequence[str] = ()) -> list[dict[str, Any]]:
     """The library: name, family, equation, backend, proof, assumption of each rule."""
     return [
         {
@@ -681,19 +722,21 @@ def list_rules() -> list[dict[str, Any]]:
             "family": r.family,
             "equation": r.equation,
             "backend": r.backend,
+            "contrib": r.contrib,
             "proof": r.proof,
+            "relies_on": r.relies_on,
             "assumes": r.assumes,
         }
-        for r in LIBRARY
+        for r in _chosen(names)
     ]
 
 
-def rule_stats(model: Source) -> list[dict[str, Any]]:
+def rule_stats(model: Source, names: Sequence[str] = ()) -> list[dict[str, Any]]:
     """What the rules find in a model: admitted matches, refusals by reason (near misses), milliseconds."""
-    library = Library(LIBRARY, timed=True)
+    library = Library(_chosen(names), contrib=True, timed=True)
     RewriteState.start(load(model).graph, library, Roofline().delta)
     rows = []
-    for row in list_rules():
+    for row in list_rules(names):
         stats = library.stats.get(row["name"])
         if stats is not None:
             found = {

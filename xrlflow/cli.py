@@ -84,6 +84,9 @@ def optimize(
     search: Search = "taso",
     cost: Cost = "profiled",
     backend: Annotated[str, typer.Option(help="The runtime that the result is for.")] = "onnxruntime",
+    backend_ops: Annotated[
+        bool, typer.Option(help="Allow operators that only this runtime has (com.microsoft).")
+    ] = False,
     budget: Budget = 1000,
     time_limit: TimeLimit = 60.0,
     alpha: Annotated[
@@ -117,9 +120,10 @@ def optimize(
         api.check_writable(output)
         with progress(enabled=not as_json and sys.stderr.isatty()) as listener:
             result = api.optimize(
-                model, search=search, cost=cost, backend=backend, budget=budget, time_limit=time_limit, alpha=alpha,
-                shapes=shapes, fix_shapes=fix_shapes, threads=threads, seed=seed, measure=measure, verify=verify,
-                inputs=inputs, max_growth=max_growth, opset=opset, replay=replay, listener=listener,
+                model, search=search, cost=cost, backend=backend, backend_ops=backend_ops, budget=budget,
+                time_limit=time_limit, alpha=alpha, shapes=shapes, fix_shapes=fix_shapes, threads=threads, seed=seed,
+                measure=measure, verify=verify, inputs=inputs, max_growth=max_growth, opset=opset, replay=replay,
+                listener=listener,
             )  # fmt: skip
         result.save(output)
         if trace is not None:
@@ -160,17 +164,29 @@ def compare(
 
 @app.command()
 def rules(
+    names: Annotated[list[str] | None, typer.Argument(help="Only these rules.", show_default=False)] = None,
+    prove: Annotated[bool, typer.Option("--prove", help="Prove the rules, and print certificates.")] = False,
     stats: Annotated[
         Path | None, typer.Option(help="Match the rules against this model: hits, time, near misses.")
     ] = None,
+    seed: Seed = 0,
     as_json: AsJson = False,
 ) -> None:
-    """List the rewrite rules: equation, family, backend, proof."""
+    """List the rewrite rules (equation, family, backend, proof), or prove them."""
     with clear_errors():
         from xrlflow import api
         from xrlflow.report import show
 
-        listed = api.rule_stats(stats) if stats is not None else api.list_rules()
+        if prove:
+            certificates = api.prove_rules(names or (), seed=seed, listener=None if as_json else show.proven)
+            if as_json:
+                print_json([c.to_json() for c in certificates])
+            else:
+                show.certificates(certificates)
+            if not all(c.proven for c in certificates):
+                raise typer.Exit(1)
+            return
+        listed = api.rule_stats(stats, names or ()) if stats is not None else api.list_rules(names or ())
         if as_json:
             print_json(listed)
         else:

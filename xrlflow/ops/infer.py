@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import onnx
+import onnx.checker
 import onnx.helper
 import onnx.numpy_helper
 import onnx.shape_inference
@@ -140,7 +141,12 @@ def _infer(
         result = onnx.shape_inference.infer_node_outputs(
             found, node, input_types, input_data, opset_imports=imports, ir_version=IR_VERSION
         )
-    except (onnx.shape_inference.InferenceError, RuntimeError, ValueError) as error:
+    except (
+        onnx.shape_inference.InferenceError,
+        onnx.checker.ValidationError,
+        RuntimeError,
+        ValueError,
+    ) as error:
         shown = ", ".join(str(t) for t in types)
         raise InferenceError(f"{op}({shown}; {attrs!r}): {error}") from error
     inferred = [type_of_proto(result[f"o{i}"]) if f"o{i}" in result else UNKNOWN for i in range(outputs)]

@@ -11,6 +11,7 @@ from rich.table import Table
 from xrlflow.backends.results import SpeedUp
 from xrlflow.report.report import Report
 from xrlflow.verify import HEADERS, Verification
+from xrlflow.verify.rules import Certificate
 
 _console = Console()
 
@@ -69,6 +70,36 @@ def optimization(report: Report, output: str) -> None:
         _console.print(f"\n{output}: the original, unchanged ({report.reason})", markup=False)
     else:
         _console.print(f"\n{output}: written ({report.reason})", markup=False)
+
+
+def proven(certificate: Certificate, done: int, total: int) -> None:
+    """A line for each rule as it is proven."""
+    verdict = "proven" if certificate.proven else "[bold red]NOT PROVEN[/]"
+    _console.print(f"{done:4}/{total} {certificate.name}: {verdict}", highlight=False)
+
+
+def certificates(found: Sequence[Certificate]) -> None:
+    """What is known of each rule, and why rules are not proven."""
+    table = _grid("rule", "proof", "cases", "trials", "bound", "runtime", "bits", "mutants", "rejected", "s", title="")
+    for c in found:
+        table.add_row(
+            c.name if c.proven else f"[bold red]{c.name}[/]", c.proof, str(c.admitted), str(c.trials),
+            f"{c.bound:.0e}" if c.proof == "field" else "-", str(c.runtime_cases),
+            f"{c.bits:.1f}" if c.runtime_cases else "-", str(c.mutants), str(c.mutants_rejected), f"{c.seconds:.1f}",
+        )  # fmt: skip
+    _console.print(table)
+    mutants, rejected = sum(c.mutants for c in found), sum(c.mutants_rejected for c in found)
+    good = sum(c.proven for c in found)
+    share = 100 * rejected / mutants if mutants else 100.0
+    _console.print(
+        f"\n{good} of {len(found)} rules proven; {rejected} of {mutants} mutants rejected ({share:.1f}%)"
+    )
+    for c in found:
+        for survivor in c.survivors:
+            _console.print(f"{c.name}: survives: {survivor}", markup=False, highlight=False)
+    for c in found:
+        for failure in c.failures:
+            _console.print(f"\n{c.name}: {failure}", markup=False, highlight=False)
 
 
 def comparison(reports: Sequence[Report]) -> None:

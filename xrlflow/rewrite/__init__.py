@@ -16,6 +16,8 @@ from xrlflow.rewrite.rule import (
     Val,
     common_source,
     require,
+    without,
+    worthwhile,
 )
 from xrlflow.rewrite.state import Match, RewriteState
 
@@ -39,4 +41,6 @@ __all__ = [
     "common_source",
     "evaluate_small",
     "require",
+    "without",
+    "worthwhile",
 ]

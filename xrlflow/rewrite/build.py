@@ -10,10 +10,10 @@ import numpy as np
 
 from xrlflow.ir import (
     ABSENT,
-    FLOATS,
     SMALL,
     Attr,
     Attrs,
+    Body,
     Const,
     DType,
     Edit,
@@ -27,11 +27,11 @@ from xrlflow.ir import (
     output_key,
     plan_edit,
 )
-from xrlflow.ops.evaluate import NotEvaluable, evaluate_node
 from xrlflow.ops.infer import InferenceError, infer
-from xrlflow.ops.schema import canonical_attrs
+from xrlflow.ops.schema import canonical_attrs, schema
 from xrlflow.ops.tensors import dtype_of, numpy_dtype
 from xrlflow.rewrite.rule import Lit, Op, RuleError, Val
+from xrlflow.rewrite.settle import evaluate_small, settled
 
 _attrs_memo: dict[tuple[Any, ...], Attrs] = {}
 
@@ -39,7 +39,7 @@ _attrs_memo: dict[tuple[Any, ...], Attrs] = {}
 class Draft:
     """A node whose outputs are not named yet."""
 
-    __slots__ = ("attrs", "inputs", "names", "op", "temporary", "types")
+    __slots__ = ("attrs", "captured", "inputs", "names", "op", "temporary", "types")
 
     def __init__(
         self,
@@ -48,12 +48,14 @@ class Draft:
         attrs: Attrs,
         types: tuple[TensorType, ...],
         temporary: tuple[Value, ...],
+        captured: int = 0,
     ) -> None:
         self.op = op
         self.inputs = inputs
         self.attrs = attrs
         self.types = types
         self.temporary = temporary
+        self.captured = captured
         self.names: tuple[Value, ...] = ()
 
 
@@ -93,12 +95,14 @@ class GraphBuilder(Op):
         outputs: int = 1,
         sizes: Sequence[int] | None = None,
         type: TensorType | None = None,
+        declared: Sequence[TensorType] | None = None,
         **named: Any,
     ) -> Any:
         """A node `name`; `inputs` are Vals, None, or numbers (which take the element type of the first Val).
 
-        `type` gives the output's type of an operator that ONNX does not define. Raises RuleError if the inputs
-        do not fit the operator.
+        `type` gives the output's type of an operator that ONNX does not define. `declared`: what is known of all
+        outputs, besides what ONNX infers of an operator without bodies; the last inputs of one with bodies are what
+        they capture. Raises RuleError if the inputs do not fit the operator.
         """
         if sizes is not None:
             inputs = (*inputs, list(sizes))
@@ -124,6 +128,9 @@ class GraphBuilder(Op):
         data = [None if v is None else self.graph.leaves.consts.get(v.value) for v in vals]
         if type is not None:
             out_types: tuple[TensorType, ...] = (type,)
+        elif declared is not None:
+            outputs = len(declared)
+            out_types = _with_declared(name, full_attrs, types, data, declared)
         else:
             try:
                 out_types = infer(name, full_attrs, types, data, outputs)
@@ -135,7 +142,8 @@ class GraphBuilder(Op):
         temporary = tuple(Value(self.next - k) for k in range(outputs))
         self.next -= outputs
         values = tuple(ABSENT if v is None else v.value for v in vals)
-        self.drafts.append(Draft(name, values, full_attrs, out_types, temporary))
+        captured = sum(len(a.captured) for a in full_attrs.values() if a.__class__ is Body)
+        self.drafts.append(Draft(name, values, full_attrs, out_types, temporary, captured))
         made = tuple(Val(self.graph, v, t) for v, t in zip(temporary, out_types))
         return made[0] if outputs == 1 else made
 
@@ -191,6 +199,7 @@ class GraphBuilder(Op):
         for old, new in zip(replaced, results):
             if new.value < 0 and new.value not in adopted:
                 adopted[new.value] = old
+        taken = set(adopted.values())
         named: dict[Value, Value] = {}
         nodes: list[Node] = []
         fresh: dict[Value, Node] = {}
@@ -205,8 +214,9 @@ class GraphBuilder(Op):
                     known = fresh.get(outs[0]) or graph.producers.get(outs[0])
                     if known is None and all(o not in graph.producers for o in outs):
                         break
-                    if known is not None and known.key == key and known.outputs == outs:
-                        reuse = known  # literally the same node: share it
+                    same = known is not None and known.key == key and known.outputs == outs
+                    if same and taken.isdisjoint(outs):
+                        reuse = known  # literally the same node: share it, unless another producer takes its place
                         break
                     salt += 1
             else:
@@ -218,7 +228,7 @@ class GraphBuilder(Op):
                 _adopt(rule, graph.type(o), t) if temp in adopted else t
                 for o, t, temp in zip(outs, draft.types, draft.temporary)
             )
-            node = Node(draft.op, inputs, outs, types, draft.attrs)
+            node = Node(draft.op, inputs, outs, types, draft.attrs, draft.captured)
             nodes.append(node)
             for o in outs:
                 fresh[o] = node
@@ -235,7 +245,7 @@ class GraphBuilder(Op):
                 if aliases[old] in seen:
                     raise RuleError(f"{rule}: its results stand for each other in a circle")
                 seen.add(aliases[old])
-        return plan_edit(graph, rule, nodes, aliases)
+        return settled(graph, plan_edit(graph, rule, nodes, aliases))
 
     def _unused(self, key: int, index: int) -> Value:
         salt = 0
@@ -261,28 +271,25 @@ def _adopt(rule: str, old: TensorType, new: TensorType) -> TensorType:
         raise RuleError(f"{rule}: the target's type does not fit what it replaces: {error}") from error
 
 
-def evaluate_small(
-    op: str, attrs: Attrs, data: Sequence[Const | None], types: Sequence[TensorType]
-) -> list[np.ndarray[Any, Any]] | None:
-    """The outputs of a constant node, if inputs and outputs are small; None if not, or not evaluable.
-
-    Floats are computed in float64 and rounded once.
-    """
-    for t in types:
-        if t.size is None or t.size > SMALL or t.dtype == DType.UNDEFINED:
-            return None
-    inputs: list[np.ndarray[Any, Any] | None] = []
-    for const in data:
-        if const is None:
-            inputs.append(None)
-        elif const.array is None:
-            return None
-        else:
-            array = const.array
-            inputs.append(array.astype(np.float64) if const.type.dtype in FLOATS else array)
+def _with_declared(
+    op: str,
+    attrs: Attrs,
+    types: Sequence[TensorType | None],
+    data: Sequence[Const | None],
+    declared: Sequence[TensorType],
+) -> tuple[TensorType, ...]:
+    """What is inferred of a node's outputs and what is declared of them; the first is believed in a conflict."""
+    if schema(op) is None or any(isinstance(a, Body) for a in attrs.values()):
+        return tuple(declared)
     try:
-        outputs = evaluate_node(op, attrs, inputs, len(types))
-    except NotEvaluable:
-        return None
-    with np.errstate(over="ignore"):  # what is too large for the type is infinite, as it is for the runtime
-        return [np.asarray(o).astype(numpy_dtype(t.dtype)) for o, t in zip(outputs, types)]
+        inferred = infer(op, attrs, types, data, len(declared))
+    except InferenceError:  # the file that declares them may know more
+        return tuple(t.as_const(False) for t in declared)
+    return tuple(_more_precise(old, new) for old, new in zip(declared, inferred))
+
+
+def _more_precise(declared: TensorType, inferred: TensorType) -> TensorType:
+    try:
+        return merge_types(declared, inferred)
+    except TypeConflict:
+        return inferred

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from xrlflow.rewrite.pattern import Pattern, trace_patterns
 from xrlflow.rewrite.plan import PlanFunction, compile_plan
-from xrlflow.rewrite.rule import AnyRule, RegionRule, Rule, RuleError, check_rules
+from xrlflow.rewrite.rule import AnyRule, Refused, RegionRule, Rule, RuleError, check_rules
 
 
 @dataclass(slots=True)
@@ -32,10 +32,14 @@ class Plan:
 
 
 class Library:
-    """Rules compiled for matching. Rules of another backend, and those that assume something, stay out.
+    """Rules compiled for matching. Rules of another backend, and those that assume something, stay out; those that
+    write operators of the backend alone too, unless `contrib`.
 
-    `stats` counts matches, refusals with their reasons, and, with `timed`, the seconds per rule.
+    `stats` counts matches, refusals with their reasons, and, with `timed`, the seconds per rule. `refusals` keeps
+    the refusals themselves, if it is a list.
     """
+
+    refusals: list[Refused] | None = None
 
     def __init__(
         self,
@@ -43,14 +47,18 @@ class Library:
         *,
         backend: str | None = "onnxruntime",
         assuming: Sequence[str] = (),
+        contrib: bool = False,
         timed: bool = False,
     ) -> None:
         offered = [
             r
             for r in rules
-            if (r.backend is None or r.backend == backend) and (r.assumes is None or r.assumes in assuming)
+            if (r.backend is None or r.backend == backend)
+            and (r.assumes is None or r.assumes in assuming)
+            and (contrib or not r.contrib)
         ]
         check_rules(offered)
+        self.backend, self.assuming = backend, tuple(assuming)
         self.rules: dict[str, AnyRule] = {r.name: r for r in offered}
         self.timed = timed
         self.stats: dict[str, RuleStats] = {r.name: RuleStats() for r in offered}
@@ -82,7 +90,16 @@ class Library:
             if node.index == root:
                 self.root_plans.setdefault(node.op, []).append(plan)
 
+    def refuse(self, rule: AnyRule, reason: Refused) -> None:
+        """Note a near miss."""
+        self.stats[rule.name].refused[str(reason)] += 1
+        if self.refusals is not None:
+            self.refusals.append(reason)
+
     def only(self, families: Iterable[str]) -> Library:
         """The library with only the rules of some families."""
         wanted = set(families)
-        return Library([r for r in self.rules.values() if r.family in wanted], backend=None, timed=self.timed)
+        rules = [r for r in self.rules.values() if r.family in wanted]
+        return Library(
+            rules, backend=self.backend, assuming=self.assuming, contrib=True, timed=self.timed
+        )

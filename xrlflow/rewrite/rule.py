@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, Literal
@@ -17,16 +19,49 @@ from xrlflow.ir import ABSENT, FLOATS, Attr, Attrs, Dim, DType, Graph, Node, Ten
 Proof = Literal["field", "numeric"]
 
 
+# A line of code that refuses: file, line.
+Site = tuple[str, int]
+
+
 class Refused(Exception):
-    """A rule's pattern is there, but its condition does not hold; the message says why (a near miss)."""
+    """A rule's pattern is there, but its condition does not hold; the message says why (a near miss).
+
+    `site` is where `require` was called, None for the refusals of a `Val`.
+    """
+
+    site: Site | None = None
 
 
 class RuleError(Exception):
     """A rule is wrong: it cannot be compiled, or its target does not fit what it replaces."""
 
 
+_dropped: set[Site] = set()
+
+
+@contextmanager
+def without(site: Site) -> Iterator[None]:
+    """The rules with one `require` dropped: mutants, which a proof has to reject."""
+    _dropped.add(site)
+    try:
+        yield
+    finally:
+        _dropped.discard(site)
+
+
 def require(condition: object, reason: str) -> None:
-    """Refuse the match unless the condition holds."""
+    """Refuse the match unless the condition holds. Without it the rule would be wrong: see `worthwhile`."""
+    if not condition:
+        frame = sys._getframe(1)
+        site = (frame.f_code.co_filename, frame.f_lineno)
+        if site not in _dropped:
+            refused = Refused(reason)
+            refused.site = site
+            raise refused
+
+
+def worthwhile(condition: object, reason: str) -> None:
+    """Refuse a match on which the rule would be right, but to no avail."""
     if not condition:
         raise Refused(reason)
 
@@ -188,16 +223,23 @@ def parse_shapes(text: str, arity: int | None) -> list[dict[str, VarSpec]]:
 class _Declared:
     """What pattern rules and region rules share."""
 
-    # How the rule is proven; "numeric" says which property of a function it uses in the docstring.
+    # How the rule is proven; a numeric one says which property of which functions it relies on.
     proof: ClassVar[Proof] = "field"
+    relies_on: ClassVar[str] = ""
     # Element types of the replaced outputs for which the target has kernels; None: any.
     dtypes: ClassVar[frozenset[DType] | None] = None
     # Only offered for this backend ("onnxruntime"), None: for all.
     backend: ClassVar[str | None] = None
+    # It writes operators that only this backend has: off unless the user allows it.
+    contrib: ClassVar[bool] = False
     # Its worth lies in what the runtime fuses, which no cost of single operators sees: it is measured first.
     unpriced: ClassVar[bool] = False
     # What must hold of the data ("finite"); such a rule is off unless asked for.
     assumes: ClassVar[str | None] = None
+    # Where an input is infinite or NaN, more of the right side may be NaN (never another number).
+    spreads: ClassVar[bool] = False
+    # Graphs (ONNX's text form) in which the rule applies; a region rule has no other declaration of its left side.
+    examples: ClassVar[tuple[str, ...]] = ()
 
     @property
     def name(self) -> str:
@@ -347,7 +389,6 @@ class RegionRule(_Declared):
     anchors: ClassVar[tuple[str, ...]] = ()
     # Early rejection: at least one input of the anchor must come from one of these operators (None: not asked).
     reads_from: ClassVar[Sequence[str] | None] = None
-    examples: ClassVar[tuple[str, ...]] = ()
 
     find: Callable[[Reader, Node], Region | None]
     target: Callable[..., Any]
@@ -424,4 +465,6 @@ __all__ = [
     "common_source",
     "parse_shapes",
     "require",
+    "without",
+    "worthwhile",
 ]

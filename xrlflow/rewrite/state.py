@@ -245,9 +245,9 @@ class Dirty:
         return Dirty(nodes, uses, makers, gone)
 
 
-def build_edit(graph: Graph, match: Match) -> Edit:
+def build_edit(graph: Graph, match: Match, builder: GraphBuilder | None = None) -> Edit:
     """Trace a match's target. Raises RuleError if it does not fit, Refused if it finds a reason only now."""
-    builder = GraphBuilder(graph)
+    builder = builder or GraphBuilder(graph)
     rule = match.rule
     if isinstance(rule, RegionRule):
         region: Region = match.found
@@ -323,7 +323,7 @@ class _Finder:
                 rule.where(Captures(dict(zip(pattern.captures, attrs))), *vals)
             self.matches.append(Match(rule, nodes, values, key, pattern, attrs, ids))
         except Refused as reason:
-            stats.refused[str(reason)] += 1
+            self.library.refuse(rule, reason)
 
     def look_for_regions(self, node: Node, names: set[str] | None) -> None:
         rules = self.library.regions.get(node.op)
@@ -359,7 +359,7 @@ class _Finder:
                             Match(rule, region.nodes, region.inputs, key, None, region, reads)
                         )
             except Refused as reason:
-                stats.refused[str(reason)] += 1
+                self.library.refuse(rule, reason)
                 region = None
             if region is None and len(reader.reads) > 1:
                 self.attempts[(node.outputs[0], rule.name)] = Attempt(rule, self._reads(node, reader))
@@ -379,7 +379,7 @@ class _Finder:
             try:
                 edit = build_edit(self.graph, match)
             except Refused as reason:
-                stats.refused[str(reason)] += 1
+                self.library.refuse(match.rule, reason)
                 self._keep_trying(match)
                 continue
             shift = fingerprint_shift(self.graph, edit)

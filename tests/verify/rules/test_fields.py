@@ -1,0 +1,108 @@
+"""The fields of the proofs: arithmetic modulo a prime, and degrees."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+
+from xrlflow.ops.field import NotEvaluable
+from xrlflow.verify.rules.degrees import Degrees, chance, pack, unpack
+from xrlflow.verify.rules.prime import PRIMES, PrimeField, ZeroDenominator
+
+P = PRIMES[0]
+
+
+@pytest.mark.parametrize("prime", PRIMES)
+def test_primes(prime: int) -> None:
+    assert all(prime % d for d in range(2, math.isqrt(prime) + 1))
+    assert 512 * prime * prime <= 2**53
+
+
+def test_arithmetic_is_that_of_integers_modulo_the_prime() -> None:
+    field, rng = PrimeField(P, 1), np.random.default_rng(0)
+    a, b = field.draw(rng, (3, 700)), field.draw(rng, (700, 5))
+    x, y = (v.astype(object) for v in (a, b))
+    np.testing.assert_array_equal(field.matmul(a, b), (x @ y) % P)  # more than 512 terms
+    np.testing.assert_array_equal(field.add(a, a), (x + x) % P)
+    np.testing.assert_array_equal(field.sub(a[:, :5], b[:3]), (x[:, :5] - y[:3]) % P)
+    np.testing.assert_array_equal(field.mul(a[:, :5], b[:3]), (x[:, :5] * y[:3]) % P)
+    np.testing.assert_array_equal(field.neg(a), -x % P)
+    np.testing.assert_array_equal(field.sum(a, (1,)), x.sum(axis=1) % P)
+    np.testing.assert_array_equal(field.prod(a[:, :9], (1,)), x[:, :9].prod(axis=1) % P)
+    np.testing.assert_array_equal(field.mul(field.div(a[:, :5], b[:3]), b[:3]), a[:, :5])
+
+
+def test_numbers_are_rational() -> None:
+    field = PrimeField(P, 1)
+    assert field.constant(Fraction(2, 3)) * 3 % P == 2
+    lifted = field.lift(np.array([0.5, -3.0, 0.1], np.float32))
+    assert lifted[0] * 2 % P == 1
+    assert lifted[1] == P - 3
+    assert lifted[2] == field.constant(float(np.float32(0.1)))
+    with pytest.raises(NotEvaluable):
+        field.lift(np.array([np.inf]))
+    with pytest.raises(ZeroDenominator):
+        field.div(np.ones(2), np.array([1.0, 0.0]))
+
+
+def test_integers_stay_integers() -> None:
+    field = PrimeField(P, 1)
+    big = np.array([P + 5], np.int64)
+    assert field.add(big, big).tolist() == [2 * P + 10]
+    assert field.maximum(big, 3).tolist() == [P + 5]
+
+
+def test_functions_know_their_arguments_only() -> None:
+    field, rng = PrimeField(P, 1), np.random.default_rng(0)
+    a, b, c = (field.draw(rng, (50,)) for _ in range(3))
+    np.testing.assert_array_equal(field.unary("exp", a), field.unary("exp", a.copy()))
+    assert (field.unary("exp", a) != field.unary("relu", a)).all()
+    assert (field.unary("elu", a, 1.0) != field.unary("elu", a, 2.0)).all()
+    assert (field.unary("exp", a) != PrimeField(P, 2).unary("exp", a)).all()
+    np.testing.assert_array_equal(field.maximum(a, b), field.maximum(b, a))
+    np.testing.assert_array_equal(field.maximum(a, a), a)
+    np.testing.assert_array_equal(field.maximum(a, np.float64(field.lowest)), a)
+    assert (field.maximum(a, b) != field.minimum(a, b)).all()
+    table = np.stack((a, b, c))
+    np.testing.assert_array_equal(field.max(table, (0,)), field.max(table[::-1], (0,)))
+    np.testing.assert_array_equal(field.max(table[:2], (0,)), field.maximum(a, b))
+
+
+def test_small_powers_are_products() -> None:
+    field, rng = PrimeField(P, 1), np.random.default_rng(0)
+    a = field.draw(rng, (20,))
+    np.testing.assert_array_equal(field.binary("pow", a, field.constant(2)), field.mul(a, a))
+    np.testing.assert_array_equal(field.binary("pow", a, field.constant(-1)), field.inverse(a))
+    np.testing.assert_array_equal(field.binary("pow", a, field.constant(Fraction(1, 2))), field.unary("sqrt", a))
+    assert (field.binary("pow", a, field.constant(7)) != field.mul(a, a)).all()
+
+
+def test_degrees_of_rational_functions() -> None:
+    d = Degrees()
+    x = d.variable((2, 3))
+    assert unpack(d.mul(x, x))[0].max() == 2
+    assert unpack(d.add(d.mul(x, x), x))[0].max() == 2
+    quotient = d.div(d.mul(x, x), x)  # not reduced: 2 over 1
+    assert [int(c.max()) for c in unpack(quotient)] == [2, 1, 0]
+    assert [int(c.max()) for c in unpack(d.add(quotient, quotient))] == [3, 2, 0]
+    product = d.matmul(quotient, d.variable((3, 4)))
+    assert [int(c.max()) for c in unpack(product)] == [3 + 2, 3, 0]
+    applied = d.unary("exp", quotient)
+    assert [int(c.max()) for c in unpack(applied)] == [1, 0, 1]
+    assert d.applications == 6
+    assert [int(c.max()) for c in unpack(d.sum(applied, (1,)))] == [1, 0, 3]
+
+
+def test_the_chance_that_a_false_rule_passes() -> None:
+    d = Degrees()
+    x = d.variable((2,))
+    cube = d.mul(d.mul(x, x), x)
+    assert chance([cube], [x], d, P) == pytest.approx(2 * 3 / P)
+    applied = d.unary("exp", cube)
+    # One pair of applications, its arguments of degree 3, and a difference of degree 1.
+    assert chance([applied], [applied], d, P) > chance([cube], [cube], d, P)
+    d.add(pack(1 << 20, 0, 0), 0.0)
+    assert chance([x], [x], d, P) == 1.0  # the counts overflowed

@@ -1,0 +1,176 @@
+"""What follows from an edit: if an input became constant, or its type more precise, so may what is made of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from xrlflow.ir import (
+    ABSENT,
+    FLOATS,
+    SMALL,
+    Attrs,
+    Body,
+    Const,
+    DType,
+    Edit,
+    Graph,
+    Node,
+    TensorType,
+    TypeConflict,
+    Value,
+    apply_edit,
+    merge_types,
+    plan_edit,
+)
+from xrlflow.ops.evaluate import NotEvaluable, evaluate_node
+from xrlflow.ops.infer import InferenceError, infer
+from xrlflow.ops.schema import schema
+from xrlflow.ops.tensors import numpy_dtype
+
+Array = npt.NDArray[Any]
+
+# How many nodes one edit may change on top of its own: beyond them types stay as they were, which is never wrong.
+_MOST = 256
+
+
+def evaluate_small(
+    op: str, attrs: Attrs, data: Sequence[Const | None], types: Sequence[TensorType]
+) -> list[Array] | None:
+    """The outputs of a constant node, if inputs and outputs are small; None if not, or not evaluable.
+
+    Floats are computed in float64 and rounded once.
+    """
+    for t in types:
+        if t.size is None or t.size > SMALL or t.dtype == DType.UNDEFINED:
+            return None
+    inputs: list[Array | None] = []
+    for const in data:
+        if const is None:
+            inputs.append(None)
+        elif const.array is None:
+            return None
+        else:
+            array = const.array
+            inputs.append(array.astype(np.float64) if const.type.dtype in FLOATS else array)
+    try:
+        outputs = evaluate_node(op, attrs, inputs, len(types))
+    except NotEvaluable:
+        return None
+    with np.errstate(over="ignore"):  # what is too large for the type is infinite, as it is for the runtime
+        return [np.asarray(o).astype(numpy_dtype(t.dtype)) for o, t in zip(outputs, types)]
+
+
+def settled(graph: Graph, edit: Edit) -> Edit:
+    """The edit, with what follows from it.
+
+    A node that reads a value which became constant, or whose type became more precise, is inferred again: it may be
+    constant now, and if it is small it is evaluated; or its own outputs' types become more precise, and so on.
+    """
+    looked = _readers_of_news(graph, edit)
+    if not looked:
+        return edit
+    after = graph
+    applied = False
+    done = 0
+    while looked and done < _MOST:
+        if not applied:
+            after, applied = apply_edit(graph, edit)[0], True
+        folded: dict[Value, Value] = {}
+        refined: list[Node] = []
+        for value in sorted(looked):
+            node = after.producers.get(value)
+            if node is None or node.outputs[0] != value or node.const:
+                continue
+            found = _inferred(after, node)
+            constants = None if found is None else _evaluated(after, node, found)
+            if constants is not None:
+                folded.update(zip(node.outputs, constants))
+            elif found is not None and found != node.types:
+                refined.append(Node(node.op, node.inputs, node.outputs, found, node.attrs, node.captured))
+        if folded:  # before types: what is refined may read what is folded
+            more = plan_edit(after, edit.rule, (), folded)
+            looked = {v for v in looked if v not in folded} | {n.outputs[0] for _, n in more.rewired}
+        elif refined:
+            more = plan_edit(after, edit.rule, refined, {})
+            changed = [
+                v
+                for n in refined
+                for v, new, old in zip(n.outputs, n.types, after.producers[n.outputs[0]].types)
+                if new is not old
+            ]
+            looked = {user for v in changed for user in after.uses.get(v, ())}
+        else:
+            break
+        done += len(folded) + len(refined)
+        after = apply_edit(after, more)[0]
+        edit = _both(edit, more)
+    return edit
+
+
+def _readers_of_news(graph: Graph, edit: Edit) -> set[Value]:
+    """Nodes that read, after the edit, something of which more is known than of what they read before."""
+    made = {v: t for n in edit.added for v, t in zip(n.outputs, n.types)}
+    looked: set[Value] = set()
+    for value, type in made.items():
+        if value in graph.producers and graph.type(value) is not type:
+            looked.update(graph.uses.get(value, ()))
+    for old, new in edit.rewired:
+        for before, after in zip(old.inputs, new.inputs):
+            if before != after and (made.get(after) or graph.type(after)) is not graph.type(before):
+                looked.add(new.outputs[0])
+    return looked
+
+
+def _inferred(graph: Graph, node: Node) -> tuple[TensorType, ...] | None:
+    """The types of a node's outputs as its inputs are now; None if nothing can be said."""
+    if schema(node.op) is None or any(isinstance(a, Body) for a in node.attrs.values()):
+        return None
+    types = [None if v == ABSENT else graph.type(v) for v in node.inputs]
+    data = [None if v == ABSENT else graph.const(v) for v in node.inputs]
+    try:
+        found = infer(node.op, node.attrs, types, data, len(node.outputs))
+        return tuple(merge_types(old, new) for old, new in zip(node.types, found))
+    except (InferenceError, TypeConflict):  # the file knows better
+        return None
+
+
+def _evaluated(graph: Graph, node: Node, types: tuple[TensorType, ...]) -> list[Value] | None:
+    """The small constants that a node's outputs are."""
+    if node.op == "Shape":
+        dims = graph.type(node.inputs[0]).shape
+        if dims is None:
+            return None
+        start, end = node.attrs.get("start", 0), node.attrs.get("end")
+        kept = dims[start if isinstance(start, int) else 0 : end if isinstance(end, int) else None]
+        numbers = tuple(d for d in kept if isinstance(d, int))
+        return [graph.leaves.numbers(numbers)] if len(numbers) == len(kept) else None
+    if not types[0].const:
+        return None
+    data = [None if v == ABSENT else graph.const(v) for v in node.inputs]
+    if any(v != ABSENT and c is None for v, c in zip(node.inputs, data)):
+        return None
+    arrays = evaluate_small(node.op, node.attrs, data, types)
+    return None if arrays is None else [graph.leaves.intern(a, t.dtype) for a, t in zip(arrays, types)]
+
+
+def _both(first: Edit, second: Edit) -> Edit:
+    """One edit for two, the second of what the first gives."""
+    gone = {id(n): n for n in _leaving(first)}
+    come = {id(n): n for n in _coming(first)}
+    for node in _leaving(second):
+        if come.pop(id(node), None) is None:
+            gone[id(node)] = node
+    come.update((id(n), n) for n in _coming(second))
+    return Edit(first.rule, tuple(gone.values()), tuple(come.values()), (), second.outputs)
+
+
+def _leaving(edit: Edit) -> Iterable[Node]:
+    return (*edit.removed, *(old for old, _ in edit.rewired))
+
+
+def _coming(edit: Edit) -> Iterable[Node]:
+    return (*edit.added, *(new for _, new in edit.rewired))

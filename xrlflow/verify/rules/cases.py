@@ -1,0 +1,378 @@
+"""Cases of a rule: a small graph, where the rule applies, and what comes of it; and the tests that a case must pass."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from xrlflow.backends.onnxruntime.session import Optimization, open_model
+from xrlflow.backends.protocol import BackendError
+from xrlflow.ir import FLOATS, Attrs, Const, Edit, Graph, TensorType, Value, apply_edit
+from xrlflow.ops.alone import NotAlone, input_name, model_of
+from xrlflow.ops.evaluate import REALS, SPECS, Field, NotEvaluable, evaluate_graph, evaluate_node
+from xrlflow.ops.tensors import numpy_dtype
+from xrlflow.rewrite import GraphBuilder, Library, Match, Refused, Val
+from xrlflow.rewrite.state import build_edit, fingerprint_shift, match_all
+from xrlflow.verify.rules.degrees import Degrees, chance
+from xrlflow.verify.rules.prime import PRIMES, PrimeField, ZeroDenominator
+from xrlflow.verify.rules.sketch import Problem
+
+Array = npt.NDArray[Any]
+Feeds = dict[Value, Array]
+
+# A false rule passes with less than this probability.
+WANTED = 1e-12
+_MOST_TRIALS = 12
+# What float64 loses by computing in another order, relative to the largest number of an output.
+_REORDERED = 1e-9
+# For rules whose sides hold constants that were rounded to float32.
+_ROUNDED = 2.0**-20
+# ONNX Runtime's float32: what a side may be off, relative to the largest number, beyond what the other side is.
+_UNIT = 2.0**-24
+
+
+# What float64 computes of float32 numbers without rounding, if they are not too far apart.
+_EXACT_OPERATORS = frozenset({"Add", "Sub", "Mul", "Neg", "MatMul", "ReduceSum", "Sum"})
+
+
+class ProofBuilder(GraphBuilder):
+    """Traces a target, and leaves to the proof what folding would round."""
+
+    def _fold(
+        self,
+        op: str,
+        attrs: Attrs,
+        vals: list[Val | None],
+        data: list[Const | None],
+        types: tuple[TensorType, ...],
+    ) -> tuple[Val, ...] | None:
+        spec = SPECS.get(op)
+        floats = any(t.dtype in FLOATS for t in types)
+        moves = spec is not None and spec.proof in ("movement", "integer")
+        if not floats or moves:
+            return super()._fold(op, attrs, vals, data, types)
+        folded = super()._fold(op, attrs, vals, data, types) if op in _EXACT_OPERATORS else None
+        if folded is None:
+            return None
+        arrays = [None if c is None or c.array is None else REALS.lift(c.array) for c in data]
+        exact = evaluate_node(op, attrs, arrays, len(types))
+        same = all(np.array_equal(e, v.array.astype(np.float64)) for e, v in zip(exact, folded))
+        return folded if same else None
+
+
+class Wrong(Exception):
+    """The two sides of a case differ; the message says where."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Case:
+    """A rule applied once: `before` and `after` compute the same if the rule is right."""
+
+    problem: Problem
+    match: Match
+    edit: Edit
+    after: Graph
+
+    @property
+    def before(self) -> Graph:
+        return self.problem.graph
+
+
+def find_cases(library: Library, problem: Problem) -> tuple[list[Case], list[Refused]]:
+    """Every way in which a rule (the library has only this one) applies, and every near miss.
+
+    Raises RuleError, or whatever else a wrong rule raises.
+    """
+    library.refusals = refusals = []
+    cases = []
+    for match in match_all(problem.graph, library):
+        try:
+            case = applied(problem, match)
+        except Refused as refused:
+            refusals.append(refused)
+            continue
+        if case is not None:
+            cases.append(case)
+    library.refusals = None
+    return cases, refusals
+
+
+def applied(problem: Problem, match: Match, builder: GraphBuilder | None = None) -> Case | None:
+    """The case of one match; None if nothing changes. Raises what `build_edit` raises."""
+    edit = build_edit(problem.graph, match, builder or ProofBuilder(problem.graph))
+    if not fingerprint_shift(problem.graph, edit):
+        return None
+    return Case(problem, match, edit, apply_edit(problem.graph, edit)[0])
+
+
+# Inputs
+
+
+def symbols(graph: Graph) -> list[str]:
+    names = {d for v in graph.inputs for d in graph.type(v).shape or () if isinstance(d, str)}
+    return sorted(names)
+
+
+def bindings(graph: Graph, rng: np.random.Generator) -> dict[str, int]:
+    """Numbers for the symbolic dimensions: 1 to 4, seldom 0."""
+    return {name: int(rng.choice([0, 1, 2, 3, 4], p=[0.05, 0.2, 0.35, 0.25, 0.15])) for name in symbols(graph)}
+
+
+def _shape(type: TensorType, numbers: Mapping[str, int]) -> tuple[int, ...]:
+    return tuple(d if isinstance(d, int) else numbers.get(d or "", 2) for d in type.shape or ())
+
+
+def draw_feeds(
+    problem: Problem,
+    numbers: Mapping[str, int],
+    rng: np.random.Generator,
+    floats: Callable[[tuple[int, ...]], Array],
+) -> Feeds:
+    """Values of the graph's inputs and of the opaque constants; `floats` draws those of a float type."""
+    graph = problem.graph
+    feeds: Feeds = {}
+    for value, type in [*((v, graph.type(v)) for v in graph.inputs), *problem.opaque.items()]:
+        shape = _shape(type, numbers)
+        if type.dtype in FLOATS:
+            feeds[value] = floats(shape)
+        elif numpy_dtype(type.dtype).kind == "b":
+            feeds[value] = rng.random(shape) < 0.5
+        else:
+            feeds[value] = rng.integers(0, 4, shape).astype(numpy_dtype(type.dtype))
+    return feeds
+
+
+class Unusable(Exception):
+    """The left side itself has no value for these inputs."""
+
+
+def both_sides(case: Case, feeds: Feeds, field: Field) -> tuple[list[Array], list[Array]]:
+    """The outputs of both sides. Raises Unusable, NotEvaluable, ZeroDenominator, and Wrong if only the right fails."""
+    try:
+        left = evaluate_graph(case.before, feeds, field)
+    except (NotEvaluable, ZeroDenominator):
+        raise
+    except Exception as error:  # whatever NumPy says of inputs that do not fit
+        raise Unusable(f"{type(error).__name__}: {error}") from error
+    try:
+        return left, evaluate_graph(case.after, feeds, field)
+    except (NotEvaluable, ZeroDenominator):
+        raise
+    except Exception as error:
+        raise Wrong(f"the right side fails: {type(error).__name__}: {error}") from error
+
+
+def _same_form(left: list[Array], right: list[Array]) -> None:
+    for i, (a, b) in enumerate(zip(left, right, strict=True)):
+        if a.shape != b.shape:
+            raise Wrong(f"output {i} has shape {b.shape} instead of {a.shape}")
+        if a.dtype.kind != b.dtype.kind:
+            raise Wrong(f"output {i} has element type {b.dtype} instead of {a.dtype}")
+
+
+# The field
+
+
+@dataclass(frozen=True, slots=True)
+class FieldResult:
+    """What the field leg showed: how many trials agreed, and how likely a false rule would have passed them."""
+
+    trials: int
+    bound: float
+
+
+def check_field(case: Case, rng: np.random.Generator, wanted: float = WANTED) -> FieldResult | None:
+    """Evaluate both sides over prime fields until a false rule would pass with less than `wanted`.
+
+    None if an operator means nothing over a field, or if the left side has no value. Raises Wrong.
+    """
+    degrees = Degrees()
+    numbers = bindings(case.before, rng)
+    try:
+        variables = draw_feeds(case.problem, numbers, rng, degrees.variable)
+        counted = both_sides(case, variables, degrees)
+    except (NotEvaluable, Unusable):
+        return None
+    trials, bound, failures = 0, 1.0, 0
+    while trials < _MOST_TRIALS and bound >= wanted:
+        field = PrimeField(PRIMES[(trials + failures) % 2], int(rng.integers(1 << 62)))
+        feeds = draw_feeds(case.problem, numbers, rng, lambda shape, field=field: field.draw(rng, shape))  # type: ignore[misc]
+        try:
+            left, right = both_sides(case, feeds, field)
+        except (NotEvaluable, Unusable):
+            return None
+        except ZeroDenominator:
+            failures += 1
+            if failures > _MOST_TRIALS:
+                return None
+            continue
+        _same_form(left, right)
+        for i, (a, b) in enumerate(zip(left, right)):
+            if not np.array_equal(a, b):
+                place = tuple(int(k) for k in np.argwhere(np.asarray(a != b))[0])
+                raise Wrong(f"modulo {field.prime} output {i} differs at {list(place)}")
+        bound *= chance(*counted, degrees, field.prime)
+        trials += 1
+    return FieldResult(trials, bound)
+
+
+# Floats
+
+
+def magnitudes(numeric: bool) -> Iterator[tuple[str, float]]:
+    """What inputs are drawn: standard normal, positive, and for numeric rules very small and very large ones."""
+    yield "normal", 1.0
+    yield "positive", 1.0
+    if numeric:
+        yield from (("normal", m) for m in (1e-6, 1e-3, 30.0, 1e4))
+
+
+def check_floats(case: Case, rng: np.random.Generator, numeric: bool, spreads: bool) -> int:
+    """Evaluate both sides over float64, with ordinary numbers and with NaN, infinities and negative zeros.
+
+    `spreads`: where an input is not finite, more of the right side may be NaN. Gives the number of draws that the left
+    side took. Raises Wrong, NotEvaluable.
+    """
+    done = 0
+    tolerance = _ROUNDED if numeric else _REORDERED
+    for kind, size in magnitudes(numeric):
+        feeds = draw_feeds(case.problem, bindings(case.before, rng), rng, _floats(rng, kind, size))
+        try:
+            left, right = both_sides(case, feeds, REALS)
+        except Unusable:
+            continue
+        compare(left, right, tolerance, spreads=False)
+        done += 1
+    for special in (np.nan, np.inf, -np.inf, -0.0):
+        feeds = draw_feeds(case.problem, bindings(case.before, rng), rng, _floats(rng, "normal", 1.0))
+        _plant(case, feeds, rng, special)
+        try:
+            left, right = both_sides(case, feeds, REALS)
+        except Unusable:
+            continue
+        try:
+            compare(left, right, tolerance, spreads)
+        except Wrong as error:
+            raise Wrong(f"{error} (an input holds {special})") from error
+        done += 1
+    return done
+
+
+def _floats(rng: np.random.Generator, kind: str, size: float) -> Callable[[tuple[int, ...]], Array]:
+    def drawn(shape: tuple[int, ...]) -> Array:
+        numbers = rng.standard_normal(shape)
+        if kind == "positive":
+            numbers = np.abs(numbers) + 0.05
+        # As float32, which is what the runtime will get.
+        return (numbers * size).astype(np.float32).astype(np.float64)
+
+    return drawn
+
+
+def _plant(case: Case, feeds: Feeds, rng: np.random.Generator, special: float) -> None:
+    """Put a special number into each input of floats (not into constants)."""
+    for value in case.before.inputs:
+        array = feeds[value]
+        if array.dtype.kind == "f" and array.size:
+            array.reshape(-1)[rng.integers(array.size)] = special
+
+
+def compare(left: list[Array], right: list[Array], tolerance: float, spreads: bool) -> None:
+    """Raises Wrong unless the right side equals the left one."""
+    _same_form(left, right)
+    for i, (a, b) in enumerate(zip(left, right)):
+        if a.dtype.kind != "f":
+            if not np.array_equal(a, b):
+                raise Wrong(f"output {i} differs")
+            continue
+        skipped = np.isnan(b) & ~np.isnan(a) if spreads else np.zeros(a.shape, np.bool_)
+        finite = np.isfinite(a)
+        same = np.where(finite, np.isfinite(b), (a == b) | (np.isnan(a) & np.isnan(b))) | skipped
+        if not same.all():
+            place = np.argwhere(~np.atleast_1d(same))[0].tolist()
+            raise Wrong(f"output {i} is {b.reshape(same.shape)[~same][0]} instead of {a[~same][0]} at {place}")
+        both = finite & np.isfinite(b)
+        if not both.any():
+            continue
+        scale = float(np.abs(a[both]).max())
+        error = float(np.abs(a[both] - b[both]).max())
+        if error > tolerance * max(scale, 1e-12):
+            raise Wrong(f"output {i} is off by {error:.3g}, with numbers up to {scale:.3g}")
+
+
+# The runtime
+
+
+@dataclass(frozen=True, slots=True)
+class RuntimeResult:
+    """`bits`: how many bits of accuracy the right side loses in float32 (negative: gains)."""
+
+    bits: float
+
+
+def check_runtime(case: Case, rng: np.random.Generator) -> RuntimeResult | None:
+    """Run both sides in ONNX Runtime without its optimisations, in float32, against our float64.
+
+    None if the runtime does not take the left side. Raises Wrong.
+    """
+    feeds = draw_feeds(case.problem, bindings(case.before, rng), rng, _floats(rng, "positive", 1.0))
+    graph = case.before
+    floats = {v for v in feeds if graph.type(v).dtype in FLOATS}
+    try:
+        exact, right = both_sides(case, feeds, REALS)
+    except (Unusable, NotEvaluable):
+        return None
+    given = {v: a.astype(numpy_dtype(graph.type(v).dtype)) if v in floats else a for v, a in feeds.items()}
+    try:
+        before = run_graph(graph, given)
+    except (BackendError, NotAlone):
+        return None
+    try:
+        after = run_graph(case.after, given)
+    except BackendError as error:
+        raise Wrong(f"ONNX Runtime refuses the right side: {error}") from error
+    worst = -math.inf
+    for i, (y, a, b) in enumerate(zip(exact, before, after, strict=True)):
+        if a.shape != b.shape or a.dtype != b.dtype:
+            raise Wrong(f"in ONNX Runtime output {i} is {b.dtype}{b.shape} instead of {a.dtype}{a.shape}")
+        if a.dtype.kind != "f":
+            if not np.array_equal(a, b):
+                raise Wrong(f"in ONNX Runtime output {i} differs")
+            continue
+        finite = np.isfinite(y) & np.isfinite(a) & np.isfinite(b)
+        if not finite.any() or not np.abs(y[finite]).max():
+            continue
+        unit = _UNIT * 2 ** (10 if a.dtype.itemsize == 2 else 0) * float(np.abs(y[finite]).max())
+        own, new = (float(np.abs(s[finite].astype(np.float64) - y[finite]).max()) for s in (a, b))
+        if new > 8 * own + 64 * unit:
+            raise Wrong(f"in ONNX Runtime output {i} is off by {new:.3g}, the left side by {own:.3g}")
+        worst = max(worst, math.log2(max(new, unit) / max(own, unit)))
+    return RuntimeResult(worst)
+
+
+def run_graph(graph: Graph, feeds: Feeds) -> list[Array]:
+    """The outputs of a graph in ONNX Runtime, its own optimisations off. Raises BackendError, NotAlone."""
+    nodes = graph.topological()
+    made = {v for n in nodes for v in n.outputs}
+    read = {v for n in nodes for v in n.inputs if v}
+    inputs = {v: graph.type(v).as_const(False) for v in graph.inputs if v in read}
+    consts = {
+        v: feeds[v] if v in feeds else c.numpy()
+        for v in read - made - inputs.keys()
+        if (c := graph.leaves.consts.get(v)) is not None
+    }
+    wanted = list(dict.fromkeys(v for v in graph.outputs if v in made))
+    found: dict[Value, Array] = {}
+    if wanted:
+        model = model_of(nodes, inputs, consts, wanted)
+        with open_model(model, threads=1, optimization=Optimization.NONE) as opened:
+            out = opened.run({input_name(v): feeds[v] for v in inputs})
+            found = dict(zip(wanted, out))
+    return [
+        found[v] if v in found else feeds[v] if v in feeds else graph.leaves.consts[v].numpy() for v in graph.outputs
+    ]

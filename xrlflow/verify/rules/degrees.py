@@ -1,0 +1,221 @@
+"""Degrees: the evaluator's other field, in which an element is how complicated the element of the proof is.
+
+Evaluating both sides over `Degrees` gives what the bound of a proof needs: every output as a quotient of polynomials in
+the inputs and in the results of keyed functions, with the degrees of both, and how many results of keyed functions
+an element depends on. All are upper bounds.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from xrlflow.ops.field import Array, Field, NotEvaluable, Number, integer_divide
+
+# An element packs three counts of 17 bits: degree of the numerator, of the denominator, applications.
+_BITS = 17
+_MOST = (1 << _BITS) - 1
+
+Counts = tuple[Array, Array, Array]
+
+
+def pack(numerator: Any, denominator: Any, applications: Any) -> Array:
+    parts = [np.minimum(np.asarray(p, np.int64), _MOST) for p in (numerator, denominator, applications)]
+    return (parts[0] | parts[1] << _BITS | parts[2] << 2 * _BITS).astype(np.float64)
+
+
+def unpack(a: Any) -> Counts:
+    whole = np.asarray(a, np.float64).astype(np.int64)
+    return whole & _MOST, whole >> _BITS & _MOST, whole >> 2 * _BITS
+
+
+class Degrees(Field):
+    """Counts instead of numbers. `applications` counts the elements to which keyed functions were applied,
+    `steepest` is the greatest degree that was seen."""
+
+    real = False
+
+    def __init__(self) -> None:
+        self.applications = 0
+        self.steepest = 1
+        self.saturated = False
+
+    def variable(self, shape: tuple[int, ...]) -> Array:
+        """Elements that are drawn: degree 1."""
+        return np.ones(shape)
+
+    def _made(self, n: Any, d: Any, a: Any) -> Array:
+        n, d, a = np.broadcast_arrays(n, d, a)
+        if n.size:
+            top = int(max(n.max(), d.max()))
+            self.steepest = max(self.steepest, min(top, _MOST))
+            self.saturated |= top >= _MOST or int(a.max()) >= _MOST
+        return pack(n, d, a)
+
+    def lift(self, array: Array) -> Array:
+        return np.zeros(array.shape)
+
+    def constant(self, value: Number) -> Any:
+        return np.float64(0.0)
+
+    def truncate(self, a: Array, dtype: np.dtype[Any]) -> Array:
+        raise NotEvaluable("an element of a field as an integer")
+
+    @staticmethod
+    def _whole(*operands: Any) -> bool:
+        return all(np.asarray(o).dtype.kind in "iub" for o in operands)
+
+    @staticmethod
+    def _counts(a: Any) -> Counts:
+        """An operand's counts; integers and booleans are constants."""
+        array = np.asarray(a)
+        return unpack(np.zeros(array.shape) if array.dtype.kind in "iub" else array)
+
+    def _sum_of(self, a: Counts, b: Counts) -> Array:
+        return self._made(np.maximum(a[0] + b[1], b[0] + a[1]), a[1] + b[1], a[2] + b[2])
+
+    def add(self, a: Any, b: Any) -> Array:
+        return np.add(a, b) if self._whole(a, b) else self._sum_of(self._counts(a), self._counts(b))
+
+    def sub(self, a: Any, b: Any) -> Array:
+        return np.subtract(a, b) if self._whole(a, b) else self._sum_of(self._counts(a), self._counts(b))
+
+    def mul(self, a: Any, b: Any) -> Array:
+        if self._whole(a, b):
+            return np.multiply(a, b)  # type: ignore[no-any-return]
+        x, y = self._counts(a), self._counts(b)
+        return self._made(x[0] + y[0], x[1] + y[1], x[2] + y[2])
+
+    def div(self, a: Any, b: Any) -> Array:
+        if self._whole(a, b):
+            return integer_divide(a, b)
+        x, y = self._counts(a), self._counts(b)
+        return self._made(x[0] + y[1], x[1] + y[0], x[2] + y[2])
+
+    def neg(self, a: Any) -> Array:
+        return np.negative(a) if self._whole(a) else np.asarray(a)
+
+    def _sum_along(self, counts: Counts, axis: tuple[int, ...], keepdims: bool) -> Array:
+        n, d, a = counts
+        total = d.sum(axis=axis, keepdims=True)
+        top = (n - d).max(axis=axis, keepdims=True, initial=0) + total
+        out = self._made(top, total, a.sum(axis=axis, keepdims=True))
+        return out if keepdims else out.squeeze(axis)
+
+    def matmul(self, a: Array, b: Array) -> Array:
+        if self._whole(a, b):
+            return np.matmul(a, b)  # type: ignore[no-any-return]
+        left = a[None, :] if a.ndim == 1 else a
+        right = b[:, None] if b.ndim == 1 else b
+        x = self._counts(left[..., :, :, None])
+        y = self._counts(right[..., None, :, :])
+        terms = (x[0] + y[0], x[1] + y[1], x[2] + y[2])
+        out = self._sum_along(terms, (-2,), False)
+        out = out.squeeze(-1) if b.ndim == 1 else out
+        return out.squeeze(-1 if b.ndim == 1 else -2) if a.ndim == 1 else out
+
+    def sum(self, a: Array, axes: tuple[int, ...] | None, keepdims: bool = False) -> Array:
+        if self._whole(a):
+            return np.asarray(np.sum(a, axis=axes, keepdims=keepdims, dtype=a.dtype))
+        return self._sum_along(self._counts(a), tuple(range(a.ndim)) if axes is None else axes, keepdims)
+
+    def prod(self, a: Array, axes: tuple[int, ...] | None, keepdims: bool = False) -> Array:
+        if self._whole(a):
+            return np.asarray(np.prod(a, axis=axes, keepdims=keepdims, dtype=a.dtype))
+        return self._made(*(c.sum(axis=axes, keepdims=keepdims) for c in self._counts(a)))
+
+    def cumsum(self, a: Array, axis: int) -> Array:
+        if self._whole(a):
+            return np.cumsum(a, axis=axis, dtype=a.dtype)
+        return np.broadcast_to(self._sum_along(self._counts(a), (axis,), True), a.shape).copy()
+
+    # Keyed functions: a result is a variable of its own
+
+    def _applied(self, *operands: Any) -> Array:
+        counts = [self._counts(o) for o in operands]
+        applications = sum(c[2] for c in counts) + 1
+        self.applications += int(np.size(applications))
+        return self._made(np.ones_like(applications), np.zeros_like(applications), applications)
+
+    def unary(self, name: str, a: Any, *parameters: Number) -> Array:
+        return self._applied(a)
+
+    def binary(self, name: str, a: Any, b: Any) -> Array:
+        applied = self._applied(a, b)
+        if name != "pow":
+            return applied
+        # The exponent may be a small number: see PrimeField.
+        n, d, _ = self._counts(a)
+        return self._made(4 * n + 2 * d + 1, 4 * d + 2 * n, unpack(applied)[2])
+
+    def _extreme(self, a: Any, b: Any) -> Array:
+        applied = self._applied(a, b)
+        x, y = self._counts(a), self._counts(b)  # the extreme of a number and itself is that number
+        return self._made(
+            np.maximum(np.maximum(x[0], y[0]), 1), np.maximum(x[1], y[1]), unpack(applied)[2]
+        )
+
+    def maximum(self, a: Any, b: Any) -> Array:
+        return np.maximum(a, b) if self._whole(a, b) else self._extreme(a, b)
+
+    def minimum(self, a: Any, b: Any) -> Array:
+        return np.minimum(a, b) if self._whole(a, b) else self._extreme(a, b)
+
+    def _extreme_of(self, function: Any, a: Array, axes: tuple[int, ...] | None, keepdims: bool) -> Array:
+        if self._whole(a):
+            return np.asarray(function(a, axis=axes, keepdims=keepdims))
+        n, d, applications = self._counts(a)
+        total = applications.sum(axis=axes, keepdims=keepdims) + 1
+        self.applications += int(np.size(total))
+        top = np.maximum(n.max(axis=axes, keepdims=keepdims, initial=1), 1)
+        return self._made(top, d.max(axis=axes, keepdims=keepdims, initial=0), total)
+
+    def max(self, a: Array, axes: tuple[int, ...] | None, keepdims: bool = False) -> Array:
+        return self._extreme_of(np.max, a, axes, keepdims)
+
+    def min(self, a: Array, axes: tuple[int, ...] | None, keepdims: bool = False) -> Array:
+        return self._extreme_of(np.min, a, axes, keepdims)
+
+    @property
+    def lowest(self) -> float:
+        return 0.0
+
+    def compare(self, name: str, a: Any, b: Any) -> Array:
+        if self._whole(a, b):
+            functions = {"equal": np.equal, "less": np.less, "less_equal": np.less_equal}
+            return functions[name](a, b)
+        if name != "equal":
+            raise NotEvaluable("an order of the elements of a field")
+        return np.zeros(np.broadcast_shapes(np.shape(a), np.shape(b)), np.bool_)
+
+    def stabiliser(self, a: Array, axes: tuple[int, ...] | None) -> Any:
+        return np.float64(0.0)
+
+    def scatter(self, name: str, a: Array, index: Any, updates: Array) -> None:
+        if self._whole(a):
+            {"add": np.add, "mul": np.multiply, "max": np.maximum, "min": np.minimum}[name].at(a, index, updates)
+        else:
+            raise NotEvaluable(f"scatter by {name} in a field")
+
+
+def chance(left: list[Array], right: list[Array], degrees: Degrees, prime: int) -> float:
+    """The probability, at most, that a trial cannot tell two sides apart that differ.
+
+    `left` and `right` are the outputs over `degrees`. Somewhere an output differs, and there: either two different
+    arguments of a keyed function (or two of its results) are equal by chance, one of the pairs on which the element
+    depends, each with the probability degree / prime; or the two are different rational functions, equal where a
+    polynomial of the degree of their difference is zero. Twice that, since inputs with a zero denominator are drawn again.
+    """
+    if degrees.saturated:
+        return 1.0
+    worst = 0.0
+    for a, b in zip(left, right):
+        if a.dtype.kind != "f" or b.dtype.kind != "f" or not a.size or a.shape != b.shape:
+            continue
+        x, y = unpack(a), unpack(b)
+        degree = np.maximum(x[0] + y[1], y[0] + x[1]).astype(np.float64)
+        count = np.minimum((x[2] + y[2]).astype(np.float64), degrees.applications)
+        pairs = count * (count + 1) / 2  # an argument with another, or their results
+        worst = max(worst, float((degree + 2 * pairs * 2 * degrees.steepest).max()))
+    return min(1.0, 2 * max(worst, 1.0) / prime)

@@ -1,0 +1,278 @@
+"""What sketches are made of: sizes, permutations, attributes and index inputs of operators, drawn at random."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any, TypeVar
+
+import numpy as np
+
+from xrlflow.ir import Attr, DType
+from xrlflow.ops.schema import defaults, schema
+
+T = TypeVar("T")
+
+
+class Draw:
+    """Random choices; `seed` makes them repeatable."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = np.random.default_rng(seed)
+
+    def integer(self, low: int, high: int) -> int:
+        """One of low ... high, both included."""
+        return int(self.rng.integers(low, high + 1))
+
+    def chance(self, probability: float) -> bool:
+        return bool(self.rng.random() < probability)
+
+    def choice(self, options: Sequence[T]) -> T:
+        return options[int(self.rng.integers(len(options)))]
+
+    def permutation(self, n: int) -> tuple[int, ...]:
+        return tuple(int(i) for i in self.rng.permutation(n))
+
+    def subset(self, n: int) -> tuple[int, ...]:
+        """Some of 0 ... n - 1, at least one, in order."""
+        chosen = tuple(i for i in range(n) if self.chance(0.5))
+        return chosen or (self.integer(0, n - 1),)
+
+    def dim(self) -> int:
+        """A size: mostly 1 to 4, seldom 5, 6 or 0."""
+        return int(self.rng.choice([1, 2, 3, 4, 5, 6, 0], p=[0.22, 0.26, 0.22, 0.16, 0.05, 0.06, 0.03]))
+
+    def normals(self, shape: Sequence[int]) -> np.ndarray[Any, Any]:
+        """Floats of ordinary size."""
+        return self.rng.standard_normal(tuple(shape)).astype(np.float32)
+
+    def eighths(self, shape: Sequence[int]) -> np.ndarray[Any, Any]:
+        """Multiples of 1/8 other than 0: what is computed with a few of them is exact in float32."""
+        size = self.rng.integers(1, 33, tuple(shape)) / 8.0
+        return (size * self.rng.choice([-1.0, 1.0], tuple(shape))).astype(np.float32)
+
+    def axis(self, rank: int) -> int:
+        return self.integer(-rank, rank - 1) if rank else 0
+
+
+# Attributes by operator. A function gives the value, or None to leave it out, from the draw and the shapes of the inputs.
+Shapes = Sequence[tuple[int, ...] | None]
+DrawAttr = Callable[[Draw, Shapes], Attr | None]
+
+
+def _axis(draw: Draw, shapes: Shapes) -> Attr | None:
+    return draw.axis(len(shapes[0] or ()))
+
+
+def _perm(draw: Draw, shapes: Shapes) -> Attr | None:
+    return draw.permutation(len(shapes[0] or ()))
+
+
+def _spatial(shapes: Shapes) -> int:
+    return max(len(shapes[0] or ()) - 2, 0)
+
+
+def _each(low: int, high: int, twice: bool = False, often: float = 0.4) -> DrawAttr:
+    """A list of numbers for the spatial dimensions."""
+
+    def drawn(draw: Draw, shapes: Shapes) -> Attr | None:
+        if not draw.chance(often):
+            return None
+        return tuple(draw.integer(low, high) for _ in range(_spatial(shapes) * (2 if twice else 1)))
+
+    return drawn
+
+
+def _kernel(draw: Draw, shapes: Shapes) -> Attr | None:
+    return tuple(draw.integer(1, 3) for _ in range(_spatial(shapes)))
+
+
+def _flag(draw: Draw, shapes: Shapes) -> Attr | None:
+    return draw.integer(0, 1)
+
+
+def _epsilon(draw: Draw, shapes: Shapes) -> Attr | None:
+    return float(np.float32(draw.choice([1e-5, 1e-3, 0.125])))
+
+
+def _factor(draw: Draw, shapes: Shapes) -> Attr | None:
+    return draw.choice([None, 0.5, 2.0, -1.5, 0.25])
+
+
+def _mode(*options: str) -> DrawAttr:
+    def drawn(draw: Draw, shapes: Shapes) -> Attr | None:
+        return draw.choice(options) if draw.chance(0.3) else None
+
+    return drawn
+
+
+def _group(draw: Draw, shapes: Shapes) -> Attr | None:
+    """What makes x[N,C,...] and w[M,C/g,...] fit."""
+    x, w = shapes[0], shapes[1]
+    if x is None or w is None or len(x) < 2 or len(w) < 2 or not w[1]:
+        return None
+    return max(x[1] // w[1], 1)
+
+
+def _transposed_group(draw: Draw, shapes: Shapes) -> Attr | None:
+    """A divisor of the channels of x[N,C,...] and w[C,M/g,...]."""
+    channels = (shapes[0] or (1, 1))[1]
+    return draw.choice([g for g in (1, 2, 3, 4) if channels % g == 0])
+
+
+def _to(draw: Draw, shapes: Shapes) -> Attr | None:
+    options = (DType.FLOAT, DType.DOUBLE, DType.INT64, DType.INT32, DType.FLOAT16, DType.BOOL, DType.INT8, DType.UINT8)
+    return int(draw.choice(options))
+
+
+_WINDOW: dict[str, DrawAttr] = {
+    "strides": _each(1, 3),
+    "dilations": _each(1, 2, often=0.25),
+    "pads": _each(0, 2, twice=True),
+}
+
+ATTRIBUTES: dict[str, dict[str, DrawAttr]] = {
+    "Conv": {**_WINDOW, "group": _group, "auto_pad": _mode("SAME_UPPER", "SAME_LOWER", "VALID")},
+    "ConvTranspose": {
+        **_WINDOW,
+        "group": _transposed_group,
+        "auto_pad": _mode("SAME_UPPER", "SAME_LOWER", "VALID"),
+        "output_padding": _each(0, 1, often=0.15),
+    },
+    "MaxPool": {**_WINDOW, "kernel_shape": _kernel, "ceil_mode": _flag},
+    "AveragePool": {**_WINDOW, "kernel_shape": _kernel, "ceil_mode": _flag, "count_include_pad": _flag},
+    "Gemm": {"alpha": _factor, "beta": _factor, "transA": _flag, "transB": _flag},
+    "BatchNormalization": {"epsilon": _epsilon, "momentum": _factor},
+    "Pad": {"mode": _mode("constant", "edge", "reflect", "wrap")},
+    "Cast": {"to": _to},
+    "Transpose": {"perm": _perm},
+    "Dropout": {"seed": _flag},
+    "Reshape": {"allowzero": lambda draw, shapes: 1 if draw.chance(0.1) else None},
+}
+
+
+def attribute(draw: Draw, op: str, name: str, shapes: Shapes) -> Attr | None:
+    """A value for one attribute of an operator; None leaves it out."""
+    special = ATTRIBUTES.get(op, {}).get(name)
+    if special is not None:
+        return special(draw, shapes)
+    if name == "axis":
+        return _axis(draw, shapes)
+    if name == "epsilon":
+        return _epsilon(draw, shapes)
+    default = defaults(op).get(name)
+    if isinstance(default, bool | int):
+        return draw.choice([default, 1 - default] if default in (0, 1) else [default, default + 1])
+    if isinstance(default, float):
+        return draw.choice([default, 0.5, 0.25, 2.0])
+    return None
+
+
+def attributes(draw: Draw, op: str, shapes: Shapes) -> dict[str, Attr]:
+    """Values for all attributes that the operator has."""
+    defined = schema(op)
+    names = [*ATTRIBUTES.get(op, {})] or ([] if defined is None else [*defined.attributes])
+    out: dict[str, Attr] = {}
+    for name in names:
+        value = attribute(draw, op, name, shapes)
+        if value is not None:
+            out[name] = value
+    if "auto_pad" in out and out["auto_pad"] != "NOTSET":
+        if draw.chance(0.6):
+            del out["auto_pad"]
+        else:
+            out.pop("pads", None)
+            out.pop("output_padding", None)
+    return out
+
+
+# Inputs that say where, not what.
+
+
+def factors(draw: Draw, size: int, parts: int) -> list[int]:
+    """A size as a product of so many numbers."""
+    out = []
+    for _ in range(parts - 1):
+        options = [d for d in range(1, size + 1) if size % d == 0] if size > 0 else [1]
+        out.append(draw.choice(options))
+        size //= out[-1]
+    return [*out, size]
+
+
+def target_shape(draw: Draw, shape: tuple[int, ...]) -> list[int]:
+    """What a tensor can be reshaped to: dimensions merged, cut, flattened, or as they are; with a -1 or 0s."""
+    if 0 in shape:
+        return list(shape)
+    kind = draw.integer(0, 3)
+    out: list[int]
+    if kind == 0 or not shape:
+        out = factors(draw, prod(shape), draw.integer(1, 4))
+    elif kind == 1:  # neighbours merged
+        at = draw.integer(0, len(shape) - 1)
+        out = [*shape[:at], prod(shape[at : at + 2]), *shape[at + 2 :]]
+    elif kind == 2:  # one cut in two
+        at = draw.integer(0, len(shape) - 1)
+        out = [*shape[:at], *factors(draw, shape[at], 2), *shape[at + 1 :]]
+    else:
+        out = list(shape)
+    if draw.chance(0.3):
+        out[draw.integer(0, len(out) - 1)] = -1
+    elif draw.chance(0.3):
+        out = [0 if i < len(shape) and d == shape[i] and draw.chance(0.5) else d for i, d in enumerate(out)]
+    return out
+
+
+def index_input(draw: Draw, op: str, place: int, shapes: Shapes, given: dict[int, Any]) -> Any | None:
+    """The numbers of an index input of an operator; None if this input is data.
+
+    `given` has the numbers of the operator's earlier index inputs.
+    """
+    if not place:
+        return None
+    shape = shapes[0] or ()
+    rank = len(shape)
+    if (op, place) == ("Reshape", 1):
+        return np.array(target_shape(draw, shape), np.int64)
+    if (op, place) == ("Expand", 1):
+        lead = [draw.dim() for _ in range(draw.integer(0, 1))]
+        return np.array([*lead, *(draw.choice([d, 1]) if d != 1 else draw.integer(1, 3) for d in shape)], np.int64)
+    if (op, place) == ("Tile", 1):
+        return np.array([draw.choice([1, 1, 2]) for _ in shape], np.int64)
+    if op == "Slice" and place in (1, 2, 3, 4):
+        if place == 1:
+            return np.array([draw.choice([0, 0, 1, -2, -1]) for _ in range(draw.integer(1, max(rank, 1)))], np.int64)
+        count = len(given[1])
+        if place == 2:
+            return np.array([draw.choice([2**31 - 1, 2**63 - 1, 1, 2, 3, -1]) for _ in range(count)], np.int64)
+        if place == 3:
+            axes = draw.permutation(rank)[:count]
+            return np.array([a - rank if draw.chance(0.3) else a for a in axes], np.int64)
+        return np.array([draw.choice([1, 1, 1, 2]) for _ in range(count)], np.int64)
+    if op == "Squeeze" and place == 1:
+        ones = [i for i, d in enumerate(shape) if d == 1] or [0]
+        return np.array([ones[i] for i in draw.subset(len(ones))], np.int64)
+    if op == "Unsqueeze" and place == 1:
+        count = draw.integer(1, 2)
+        axes = sorted(draw.permutation(rank + count)[:count])
+        return np.array([a - rank - count if draw.chance(0.3) else a for a in axes], np.int64)
+    if op == "Pad" and place == 1:
+        if draw.chance(0.3):
+            return np.zeros(2 * rank, np.int64)
+        return np.array([draw.choice([0, 0, 1, 2]) for _ in range(2 * rank)], np.int64)
+    if op == "Gather" and place == 1:
+        size = shape[0] if rank else 1
+        return np.array([draw.integer(0, max(size - 1, 0)) for _ in range(draw.integer(1, 3))], np.int64)
+    if op.startswith("Reduce") and place == 1:
+        return np.array(draw.subset(rank) if rank else (), np.int64)
+    if op == "Split" and place == 1 and rank:
+        first = draw.integer(0, shape[0])
+        return np.array([first, shape[0] - first], np.int64)
+    if op == "Clip" and place in (1, 2):
+        return np.float32(draw.choice([-1.0, 0.0, 0.5, 1.0, 6.0, -0.25] if place == 1 else [0.0, 0.5, 1.0, 3.0, 6.0]))
+    if op == "Dropout" and place == 1:
+        return np.float32(0.5)
+    if op == "Dropout" and place == 2:
+        return np.bool_(draw.chance(0.2))
+    if op == "Pad" and place == 3:
+        return np.arange(rank)
+    return None

@@ -1,0 +1,263 @@
+"""A prime field for proofs: equal polynomials agree everywhere, different ones almost nowhere (Schwartz, Zippel).
+
+J. T. Schwartz, "Fast probabilistic algorithms for verification of polynomial identities", J. ACM 27 (1980).
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+
+from xrlflow.ops.field import Array, Field, NotEvaluable, Number, integer_divide
+
+# The greatest primes below 2^22: products of two elements, and sums of 512 of them, are exact in float64.
+PRIMES = (4194301, 4194287)
+_EXACT = 1 << 53
+_MASK = (1 << 64) - 1
+
+# What rational powers are: these exponents are computed, others are keyed functions.
+_LEAST_POWER, _MOST_POWER = -2, 4
+
+
+class ZeroDenominator(ArithmeticError):
+    """A denominator came out as zero: draw the inputs again."""
+
+
+class PrimeField(Field):
+    """The integers modulo `prime`, as float64 arrays of 0 ... prime - 1.
+
+    exp, Relu, max and the like are keyed functions: hashes of their name, parameters and arguments, of which nothing
+    is known but that equal arguments give equal results (and that max and min are commutative). `key` draws them.
+    `lowest` (what max pooling pads with) is `prime` itself, a symbol outside of the field.
+    """
+
+    real = False
+
+    def __init__(self, prime: int, key: int) -> None:
+        self.prime = prime
+        self.key = key
+        self._terms = _EXACT // (prime * prime)
+
+    # Elements
+
+    def draw(self, rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
+        """Elements drawn evenly."""
+        return rng.integers(0, self.prime, shape).astype(np.float64)
+
+    def lift(self, array: Array) -> Array:
+        kind = array.dtype.kind
+        if kind in "iub":
+            return np.remainder(array.astype(object), self.prime).astype(np.float64)
+        wide = array.astype(np.float64)
+        if not np.isfinite(wide).all():
+            raise NotEvaluable("a number that is not finite")
+        # Every float is an integer times a power of two.
+        mantissa, exponent = np.frexp(wide)
+        whole = (mantissa * float(1 << 53)).astype(np.int64) % self.prime
+        flat = [
+            int(m) * pow(2, int(e) - 53, self.prime) % self.prime
+            for m, e in zip(whole.reshape(-1), exponent.reshape(-1))
+        ]
+        return np.array(flat, np.float64).reshape(wide.shape)
+
+    def constant(self, value: Number) -> Any:
+        if isinstance(value, float) and not np.isfinite(value):
+            raise NotEvaluable("a number that is not finite")
+        number = Fraction(value)
+        if number.denominator % self.prime == 0:
+            raise ZeroDenominator(str(value))
+        inverse = pow(number.denominator, -1, self.prime)
+        return np.float64(number.numerator % self.prime * inverse % self.prime)
+
+    def truncate(self, a: Array, dtype: np.dtype[Any]) -> Array:
+        raise NotEvaluable("an element of a field as an integer")
+
+    # Arithmetic
+
+    def _whole(self, *operands: Any) -> bool:
+        """Whether all are integers or booleans, which are ordinary numbers."""
+        return all(np.asarray(o).dtype.kind in "iub" for o in operands)
+
+    def add(self, a: Any, b: Any) -> Array:
+        if self._whole(a, b):
+            return np.add(a, b)  # type: ignore[no-any-return]
+        return np.fmod(np.add(a, b), self.prime)  # type: ignore[no-any-return]
+
+    def sub(self, a: Any, b: Any) -> Array:
+        if self._whole(a, b):
+            return np.subtract(a, b)  # type: ignore[no-any-return]
+        return np.fmod(np.subtract(a, b) + self.prime, self.prime)  # type: ignore[no-any-return]
+
+    def mul(self, a: Any, b: Any) -> Array:
+        if self._whole(a, b):
+            return np.multiply(a, b)  # type: ignore[no-any-return]
+        return np.fmod(np.multiply(a, b), self.prime)  # type: ignore[no-any-return]
+
+    def neg(self, a: Any) -> Array:
+        if self._whole(a):
+            return np.negative(a)  # type: ignore[no-any-return]
+        return np.fmod(self.prime - np.asarray(a), self.prime)
+
+    def inverse(self, a: Any) -> Array:
+        """1 / a, by Fermat. Raises ZeroDenominator."""
+        base = np.asarray(a, np.float64)
+        if (np.fmod(base, self.prime) == 0).any():
+            raise ZeroDenominator("a denominator")
+        out = np.ones_like(base)
+        exponent = self.prime - 2
+        while exponent:
+            if exponent & 1:
+                out = np.fmod(out * base, self.prime)
+            base = np.fmod(base * base, self.prime)
+            exponent >>= 1
+        return out
+
+    def div(self, a: Any, b: Any) -> Array:
+        if self._whole(a, b):
+            return integer_divide(a, b)
+        return self.mul(a, self.inverse(b))
+
+    def matmul(self, a: Array, b: Array) -> Array:
+        if self._whole(a, b):
+            return np.matmul(a, b)  # type: ignore[no-any-return]
+        depth = a.shape[-1]
+        if depth <= self._terms:
+            return np.fmod(np.matmul(a, b), self.prime)  # type: ignore[no-any-return]
+        total: Array | None = None
+        for start in range(0, depth, self._terms):
+            rows = b[..., start : start + self._terms, :] if b.ndim > 1 else b[start : start + self._terms]
+            part = np.fmod(np.matmul(a[..., start : start + self._terms], rows), self.prime)
+            total = part if total is None else np.fmod(total + part, self.prime)
+        assert total is not None
+        return total
+
+    def sum(self, a: Array, axes: tuple[int, ...] | None, keepdims: bool = False) -> Array:
+        total = np.asarray(np.sum(a, axis=axes, keepdims=keepdims, dtype=a.dtype))
+        return total if self._whole(a) else np.fmod(total, self.prime)
+
+    def prod(self, a: Array, axes: tuple[int, ...] | None, keepdims: bool = False) -> Array:
+        if self._whole(a):
+            return np.asarray(np.prod(a, axis=axes, keepdims=keepdims, dtype=a.dtype))
+        return self._fold(a, axes, keepdims, lambda x, y: np.fmod(x * y, self.prime), 1.0)
+
+    def _fold(self, a: Array, axes: tuple[int, ...] | None, keepdims: bool, merge: Any, empty: float) -> Array:
+        """A reduction, one element after the other."""
+        reduced = tuple(range(a.ndim)) if axes is None else tuple(i % a.ndim for i in axes)
+        kept = [i for i in range(a.ndim) if i not in reduced]
+        shape = [a.shape[i] for i in kept]
+        flat = a.transpose([*kept, *reduced]).reshape([*shape, -1])
+        out = np.full(shape, empty)
+        for i in range(flat.shape[-1]):
+            out = flat[..., 0] if i == 0 else merge(out, flat[..., i])
+        return out.reshape([1 if i in reduced else d for i, d in enumerate(a.shape)]) if keepdims else out
+
+    def cumsum(self, a: Array, axis: int) -> Array:
+        total = np.cumsum(a, axis=axis, dtype=a.dtype)
+        return total if self._whole(a) else np.fmod(total, self.prime)
+
+    # Keyed functions
+
+    def _hash(self, name: str, *parts: Any) -> Array:
+        """A number below the prime from a name and elements, which broadcast."""
+        seed = self.key
+        for byte in name.encode():
+            seed = (seed * 0x100000001B3 ^ byte) & _MASK
+        state = np.asarray(seed, np.uint64)
+        for part in parts:
+            with np.errstate(over="ignore"):
+                state = _scramble(state ^ np.asarray(part, np.float64).astype(np.uint64))
+        return (state % np.uint64(self.prime)).astype(np.float64)
+
+    def unary(self, name: str, a: Any, *parameters: Number) -> Array:
+        return self._hash(f"{name}{parameters}", a)
+
+    def binary(self, name: str, a: Any, b: Any) -> Array:
+        if name != "pow":
+            return self._hash(name, a, b)
+        base, exponent = np.broadcast_arrays(np.asarray(a, np.float64), np.asarray(b, np.float64))
+        out = self._hash(name, base, exponent)
+        for power in range(_LEAST_POWER, _MOST_POWER + 1):
+            at = exponent == power % self.prime
+            if at.any():
+                value = np.ones(int(at.sum()))
+                for _ in range(abs(power)):
+                    value = np.fmod(value * base[at], self.prime)
+                out[at] = self.inverse(value) if power < 0 else value
+        at = exponent == self.constant(Fraction(1, 2))
+        if at.any():
+            out[at] = self.unary("sqrt", base[at])
+        return out
+
+    def _extreme(self, name: str, a: Any, b: Any) -> Array:
+        """max or min: commutative, idempotent, with `lowest` neutral; nothing else is known."""
+        a, b = np.asarray(a), np.asarray(b)
+        if self._whole(a, b):
+            return (np.maximum if name == "max" else np.minimum)(a, b)  # type: ignore[no-any-return]
+        out = self._hash(name, np.minimum(a, b), np.maximum(a, b))
+        out = np.where(a == b, a, out)
+        return np.where(a == self.lowest, b, np.where(b == self.lowest, a, out))
+
+    def maximum(self, a: Any, b: Any) -> Array:
+        return self._extreme("max", a, b)
+
+    def minimum(self, a: Any, b: Any) -> Array:
+        return self._extreme("min", a, b)
+
+    def _extreme_of(self, name: str, a: Array, axes: tuple[int, ...] | None, keepdims: bool) -> Array:
+        """The extreme of many: a function of the set of its arguments."""
+        if self._whole(a):
+            function = np.max if name == "max" else np.min
+            return np.asarray(function(a, axis=axes, keepdims=keepdims))
+        reduced = tuple(range(a.ndim)) if axes is None else tuple(i % a.ndim for i in axes)
+        kept = [i for i in range(a.ndim) if i not in reduced]
+        shape = [a.shape[i] for i in kept]
+        flat = np.sort(a.transpose([*kept, *reduced]).reshape([*shape, -1]), axis=-1)
+        if flat.shape[-1] == 0:
+            raise NotEvaluable("the extreme of nothing")
+        if flat.shape[-1] == 1:
+            out = flat[..., 0]
+        elif flat.shape[-1] == 2:
+            out = self._extreme(name, flat[..., 0], flat[..., 1])
+        else:
+            out = self._hash(f"{name} of many", *(flat[..., i] for i in range(flat.shape[-1])))
+        return out.reshape([1 if i in reduced else d for i, d in enumerate(a.shape)]) if keepdims else out
+
+    def max(self, a: Array, axes: tuple[int, ...] | None, keepdims: bool = False) -> Array:
+        return self._extreme_of("max", a, axes, keepdims)
+
+    def min(self, a: Array, axes: tuple[int, ...] | None, keepdims: bool = False) -> Array:
+        return self._extreme_of("min", a, axes, keepdims)
+
+    @property
+    def lowest(self) -> float:
+        return float(self.prime)
+
+    def compare(self, name: str, a: Any, b: Any) -> Array:
+        if self._whole(a, b):
+            functions = {"equal": np.equal, "less": np.less, "less_equal": np.less_equal}
+            return functions[name](a, b)
+        if name != "equal":
+            raise NotEvaluable("an order of the elements of a field")
+        return np.equal(a, b)
+
+    def stabiliser(self, a: Array, axes: tuple[int, ...] | None) -> Any:
+        return np.float64(0.0)
+
+    def scatter(self, name: str, a: Array, index: Any, updates: Array) -> None:
+        if self._whole(a):
+            {"add": np.add, "mul": np.multiply, "max": np.maximum, "min": np.minimum}[name].at(a, index, updates)
+        elif name == "add":
+            np.add.at(a, index, updates)
+            np.fmod(a, self.prime, out=a)
+        else:
+            raise NotEvaluable(f"scatter by {name} in a field")
+
+
+def _scramble(state: Any) -> Any:
+    """One round of splitmix64 (G. L. Steele et al., OOPSLA 2014)."""
+    state = state + np.uint64(0x9E3779B97F4A7C15)
+    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return state ^ (state >> np.uint64(31))

@@ -1,0 +1,260 @@
+"""Small graphs to try a rule on: written down, varied, and built.
+
+A `Sketch` is a graph whose types are not known yet; `build` infers them, which may fail. Large numbers of sketches are
+drawn around a rule; those that build and that the rule admits are its cases.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from xrlflow.ir import (
+    ABSENT,
+    FLOATS,
+    ArrayHandle,
+    Attr,
+    Attrs,
+    Body,
+    Const,
+    DType,
+    Graph,
+    Leaves,
+    Node,
+    TensorType,
+    Value,
+    mix,
+    node_key,
+    output_key,
+)
+from xrlflow.ops.infer import UNKNOWN, InferenceError, infer
+from xrlflow.ops.schema import canonical_attrs, schema
+from xrlflow.ops.tensors import numpy_dtype
+from xrlflow.rewrite import evaluate_small
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a value comes from: an input, a constant, or an output of a node, by their numbers."""
+
+    kind: str  # "input", "const", "node"
+    index: int
+    output: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SketchConst:
+    """A constant. Rules cannot read an `opaque` one: the proof draws its numbers."""
+
+    array: Array
+    dtype: DType
+    opaque: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SketchNode:
+    op: str
+    inputs: tuple[Place | None, ...]
+    attrs: dict[str, Attr] = field(default_factory=dict)
+    outputs: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Sketch:
+    """A graph without types. `nodes` are in an order in which they can be computed."""
+
+    inputs: tuple[TensorType, ...]
+    consts: tuple[SketchConst, ...]
+    nodes: tuple[SketchNode, ...]
+    outputs: tuple[Place, ...]
+
+    @property
+    def varied(self) -> bool:
+        """Whether it can be varied: control-flow bodies cannot."""
+        return not any(isinstance(v, Body) for n in self.nodes for v in n.attrs.values())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Problem:
+    """A built sketch. `opaque`: the constants that the proof draws, with their types."""
+
+    graph: Graph
+    opaque: dict[Value, TensorType]
+    sketch: Sketch
+
+
+class Unbuildable(Exception):
+    """The sketch is no graph: an operator does not take its inputs."""
+
+
+def build(sketch: Sketch) -> Problem:
+    """Infer all types. Raises Unbuildable."""
+    leaves = Leaves()
+    inputs = []
+    for i, type in enumerate(sketch.inputs):
+        value = mix(0x696E707574, i)
+        leaves.types[value] = type
+        leaves.names[value] = f"i{i}"
+        inputs.append(value)
+    opaque: dict[Value, TensorType] = {}
+    consts = []
+    for i, const in enumerate(sketch.consts):
+        if const.opaque and const.dtype in FLOATS:
+            type = TensorType(const.dtype, tuple(const.array.shape), True)
+            value = leaves.add_const(mix(0x6F7061717565, i), Const(type, ArrayHandle(const.array)))
+            opaque[value] = type
+        else:
+            value = leaves.intern(const.array.astype(numpy_dtype(const.dtype)), const.dtype)
+        consts.append(value)
+    made: list[tuple[Value, ...]] = []
+    types: dict[Value, TensorType] = {}
+    nodes: list[Node] = []
+    taken: set[Value] = set()
+
+    def find(place: Place | None) -> Value:
+        if place is None:
+            return ABSENT
+        if place.kind == "input":
+            return inputs[place.index]
+        return consts[place.index] if place.kind == "const" else made[place.index][place.output]
+
+    for sketched in sketch.nodes:
+        values = tuple(map(find, sketched.inputs))
+        outs, node = _node(sketched, values, leaves, types, taken)
+        if node is not None:
+            nodes.append(node)
+            types.update(zip(node.outputs, node.types))
+            taken.update(node.outputs)
+        made.append(outs)
+    outputs = tuple(map(find, sketch.outputs))
+    graph = Graph.make(_needed(nodes, outputs), tuple(inputs), outputs, leaves)
+    return Problem(graph, opaque, sketch)
+
+
+def _node(
+    sketched: SketchNode,
+    values: tuple[Value, ...],
+    leaves: Leaves,
+    made: dict[Value, TensorType],
+    taken: set[Value],
+) -> tuple[tuple[Value, ...], Node | None]:
+    """A node's outputs, and the node unless it was evaluated as the importer would."""
+    while values and values[-1] == ABSENT:
+        values = values[:-1]
+    types = [None if v == ABSENT else made.get(v) or leaves.types[v] for v in values]
+    try:
+        attrs = canonical_attrs(sketched.op, sketched.attrs, types)
+        _check_ranks(sketched.op, attrs, types)
+        _check_types(sketched.op, types)
+        data = [leaves.consts.get(v) for v in values]
+        found = infer(sketched.op, attrs, types, data, sketched.outputs)
+    except (InferenceError, IndexError, ZeroDivisionError) as error:
+        raise Unbuildable(str(error)) from error
+    if any(t is UNKNOWN for t in found):
+        raise Unbuildable(f"{sketched.op} is not known")
+    if found[0].const and all(v == ABSENT or v in leaves.consts for v in values):
+        try:
+            arrays = evaluate_small(sketched.op, attrs, data, found)
+        except (IndexError, ValueError) as error:  # ONNX's inference does not look at every size either
+            raise Unbuildable(str(error)) from error
+        if arrays is not None:
+            return tuple(leaves.intern(a, t.dtype) for a, t in zip(arrays, found)), None
+    key, salt = node_key(sketched.op, attrs, values), 0
+    while (outs := tuple(output_key(key, k, salt) for k in range(sketched.outputs)))[0] in taken:
+        salt += 1
+    return outs, Node(sketched.op, values, outs, found, attrs)
+
+
+def _check_types(op: str, types: Sequence[TensorType | None]) -> None:
+    """ONNX's inference does not look at every element type."""
+    defined = schema(op)
+    if defined is None:
+        return
+    bound: dict[str, DType] = {}
+    for i, type in enumerate(types):
+        if type is None:
+            continue
+        formal = defined.inputs[min(i, len(defined.inputs) - 1)]
+        name = formal.type_str
+        allowed = {t for c in defined.type_constraints if c.type_param_str == name for t in c.allowed_type_strs}
+        wanted = f"tensor({_onnx_name(type.dtype)})"
+        if wanted not in (allowed or {name}):
+            raise Unbuildable(f"{op} does not take {type.dtype.name}")
+        if allowed and formal.is_homogeneous and bound.setdefault(name, type.dtype) != type.dtype:
+            raise Unbuildable(f"{op}: the element types differ")
+
+
+# Attributes with a number for each dimension of the first input, or for each of its spatial dimensions.
+_PER_DIMENSION = ("perm",)
+_PER_SPATIAL = ("strides", "dilations", "kernel_shape", "output_padding")
+
+
+def _check_ranks(op: str, attrs: Attrs, types: Sequence[TensorType | None]) -> None:
+    """ONNX's inference does not count every list of numbers."""
+    rank = types[0].rank if types and types[0] is not None else None
+    if rank is None:
+        return
+    wanted = {**dict.fromkeys(_PER_DIMENSION, rank), **dict.fromkeys(_PER_SPATIAL, rank - 2)}
+    if op in ("Conv", "ConvTranspose", "MaxPool", "AveragePool", "LpPool"):
+        wanted["pads"] = 2 * (rank - 2)
+    for name, count in wanted.items():
+        value = attrs.get(name)
+        if isinstance(value, tuple) and len(value) != count:
+            raise Unbuildable(f"{op}: {name} has {len(value)} numbers")
+
+
+def _onnx_name(dtype: DType) -> str:
+    return dtype.name.lower() if dtype != DType.BFLOAT16 else "bfloat16"
+
+
+def _needed(nodes: list[Node], outputs: tuple[Value, ...]) -> list[Node]:
+    """The nodes that the outputs depend on."""
+    wanted = set(outputs)
+    kept = []
+    for node in reversed(nodes):
+        if not wanted.isdisjoint(node.outputs):
+            wanted.update(node.inputs)
+            kept.append(node)
+    return kept[::-1]
+
+
+def sketch_of(graph: Graph) -> Sketch:
+    """A graph that was read from a file, as a sketch."""
+    places: dict[Value, Place] = {v: Place("input", i) for i, v in enumerate(graph.inputs)}
+    consts: list[SketchConst] = []
+    nodes: list[SketchNode] = []
+
+    def place(value: Value) -> Place | None:
+        if value == ABSENT:
+            return None
+        if value not in places:
+            const = graph.leaves.consts[value]
+            places[value] = Place("const", len(consts))
+            consts.append(SketchConst(np.asarray(const.numpy()), const.type.dtype))
+        return places[value]
+
+    for node in graph.topological():
+        inputs = tuple(place(v) for v in node.inputs)
+        for k, out in enumerate(node.outputs):
+            places[out] = Place("node", len(nodes), k)
+        nodes.append(SketchNode(node.op, inputs, dict(node.attrs), len(node.outputs)))
+    outputs = tuple(p for v in graph.outputs if (p := place(v)) is not None)
+    return Sketch(tuple(graph.type(v) for v in graph.inputs), tuple(consts), tuple(nodes), outputs)
+
+
+def with_node(sketch: Sketch, index: int, **changes: Any) -> Sketch:
+    nodes = list(sketch.nodes)
+    nodes[index] = replace(nodes[index], **changes)
+    return replace(sketch, nodes=tuple(nodes))
+
+
+def with_const(sketch: Sketch, index: int, **changes: Any) -> Sketch:
+    consts = list(sketch.consts)
+    consts[index] = replace(consts[index], **changes)
+    return replace(sketch, consts=tuple(consts))

@@ -1,0 +1,324 @@
+"""Sketches near a known one: one or a few things changed at random.
+
+A region rule's left side has no declared form, only examples. What its conditions must refuse lies close to them: another
+axis, another permutation, another operator, a value that is read twice. Variations are also how attributes and sizes are
+covered that an example does not have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from xrlflow.ir import FLOATS, Attr, DType, TensorType
+from xrlflow.ops.schema import defaults, schema
+from xrlflow.verify.rules.draw import ATTRIBUTES, Draw, attribute
+from xrlflow.verify.rules.sketch import Place, Sketch, SketchConst, SketchNode, with_const, with_node
+
+# Operators that can stand for each other.
+CLASSES: tuple[tuple[str, ...], ...] = (
+    ("Relu", "Tanh", "Sigmoid", "Abs", "Neg", "Sqrt", "Exp", "Floor", "Softplus", "Erf", "Identity"),
+    ("Add", "Mul", "Sub", "Div", "Max", "Min", "Pow", "Sum"),
+    ("ReduceSum", "ReduceMean", "ReduceMax", "ReduceMin", "ReduceL2", "ReduceProd"),
+    ("Softmax", "LogSoftmax"),
+    ("Squeeze", "Unsqueeze"),
+    ("MaxPool", "AveragePool"),
+    ("And", "Or", "Xor"),
+    ("Equal", "Less", "Greater"),
+)
+_LIKE: dict[str, tuple[str, ...]] = {op: group for group in CLASSES for op in group}
+
+
+def vary(sketch: Sketch, draw: Draw) -> Sketch:
+    """One to three changes; some of them come to nothing."""
+    for _ in range(draw.choice([1, 1, 1, 2, 2, 3])):
+        sketch = draw.choice(_CHANGES)(sketch, draw)
+    return sketch
+
+
+def resize(sketch: Sketch, draw: Draw) -> Sketch:
+    """Another size wherever a size stands, in constant shapes too. The structure stays."""
+    numbers = sorted({d for t in sketch.inputs for d in t.shape or () if isinstance(d, int) and d > 1})
+    numbers = sorted({*numbers, *(d for c in sketch.consts if c.dtype in FLOATS for d in c.array.shape if d > 1)})
+    if not numbers:
+        return sketch
+    old, new = draw.choice(numbers), draw.integer(1, 5)
+
+    def changed(dims: tuple[int | str | None, ...]) -> tuple[int | str | None, ...]:
+        return tuple(new if d == old else d for d in dims)
+
+    inputs = tuple(
+        t if t.shape is None else TensorType(t.dtype, changed(t.shape), t.const) for t in sketch.inputs
+    )
+    consts = []
+    for const in sketch.consts:
+        if const.dtype in FLOATS and old in const.array.shape:
+            shape = tuple(new if d == old else d for d in const.array.shape)
+            consts.append(replace(const, array=np.resize(const.array, shape)))
+        elif const.dtype == DType.INT64 and const.array.size and (const.array == old).any() and draw.chance(0.8):
+            consts.append(replace(const, array=np.where(const.array == old, new, const.array)))
+        else:
+            consts.append(const)
+    return replace(sketch, inputs=inputs, consts=tuple(consts))
+
+
+def _change_size(sketch: Sketch, draw: Draw) -> Sketch:
+    """One dimension of one input."""
+    ranked = [i for i, t in enumerate(sketch.inputs) if t.shape]
+    if not ranked:
+        return sketch
+    at = draw.choice(ranked)
+    shape = list(sketch.inputs[at].shape or ())
+    shape[draw.integer(0, len(shape) - 1)] = draw.dim()
+    return _with_input(sketch, at, TensorType(sketch.inputs[at].dtype, tuple(shape)))
+
+
+def _change_rank(sketch: Sketch, draw: Draw) -> Sketch:
+    """A dimension more or fewer of one input, or of all."""
+    chosen = range(len(sketch.inputs)) if draw.chance(0.4) else [draw.integer(0, max(len(sketch.inputs) - 1, 0))]
+    more, at_front = draw.chance(0.6), draw.chance(0.7)
+    for i in chosen:
+        if i >= len(sketch.inputs) or sketch.inputs[i].shape is None:
+            continue
+        shape = sketch.inputs[i].shape or ()
+        if more:
+            shape = (draw.choice([1, 2]), *shape) if at_front else (*shape, draw.choice([1, 2]))
+        else:
+            shape = shape[1:] if at_front else shape[:-1]
+        sketch = _with_input(sketch, i, TensorType(sketch.inputs[i].dtype, shape))
+    return sketch
+
+
+def _name_dimension(sketch: Sketch, draw: Draw) -> Sketch:
+    """A number becomes a symbol wherever it stands in the inputs, or a symbol a number."""
+    dims = sorted({d for t in sketch.inputs for d in t.shape or () if d is not None}, key=str)
+    if not dims:
+        return sketch
+    old = draw.choice(dims)
+    new: int | str = draw.choice(["N", "M", "K"]) if isinstance(old, int) else draw.integer(1, 4)
+    inputs = [
+        TensorType(t.dtype, tuple(new if d == old else d for d in t.shape)) if t.shape is not None else t
+        for t in sketch.inputs
+    ]
+    return replace(sketch, inputs=tuple(inputs))
+
+
+def _change_attribute(sketch: Sketch, draw: Draw) -> Sketch:
+    at = draw.integer(0, len(sketch.nodes) - 1)
+    node = sketch.nodes[at]
+    defined = schema(node.op)
+    names = sorted({*node.attrs, *(() if defined is None else defined.attributes), *ATTRIBUTES.get(node.op, {})})
+    if not names:
+        return sketch
+    name = draw.choice(names)
+    attrs = dict(node.attrs)
+    value = attrs.get(name)
+    if value is not None:
+        flag = defaults(node.op).get(name) in (0, 1) and value in (0, 1) and "axis" not in name
+        new = 1 - int(value) if flag else _near(value, draw)  # type: ignore[call-overload]
+    else:
+        rank = 3 + draw.integer(-1, 1)
+        new = attribute(draw, node.op, name, [(2,) * rank, (2,) * rank])
+        if new is None:
+            default = defaults(node.op).get(name)
+            new = None if default is None else _near(default, draw)
+    if new is None or draw.chance(0.15):
+        attrs.pop(name, None)
+    else:
+        attrs[name] = new
+    return with_node(sketch, at, attrs=attrs)
+
+
+def _near(value: Attr, draw: Draw) -> Attr | None:
+    """Another value of the same kind."""
+    if isinstance(value, int):
+        return value + draw.choice([-1, 1, -2, 2])
+    if isinstance(value, float):
+        return value * draw.choice([0.5, 2.0, -1.0]) or 0.5
+    if isinstance(value, tuple) and value and isinstance(value[0], int):
+        numbers = [int(v) for v in value]  # type: ignore[arg-type]
+        if sorted(numbers) == list(range(len(numbers))):
+            return draw.permutation(len(numbers))
+        numbers[draw.integer(0, len(numbers) - 1)] += draw.choice([-1, 1])
+        return tuple(numbers)
+    return value
+
+
+def _change_number(sketch: Sketch, draw: Draw) -> Sketch:
+    """One number of a constant."""
+    if not sketch.consts:
+        return sketch
+    at = draw.integer(0, len(sketch.consts) - 1)
+    array = sketch.consts[at].array.copy()
+    if not array.size:
+        return sketch
+    place = draw.integer(0, array.size - 1)
+    flat = array.reshape(-1)
+    if array.dtype.kind in "iu":
+        if array.size > 1 and draw.chance(0.3):
+            flat[:] = draw.rng.permutation(flat)
+        else:
+            flat[place] = flat[place] + draw.choice([-1, 1, -2, 2])
+    elif array.dtype.kind == "b":
+        flat[place] = not flat[place]
+    else:
+        flat[place] = flat[place] * draw.choice([0.5, 2.0, -1.0]) + draw.choice([0.0, 0.0, 1.0])
+    return with_const(sketch, at, array=array)
+
+
+def _change_length(sketch: Sketch, draw: Draw) -> Sketch:
+    """A constant vector of integers gets an element more or fewer."""
+    lists = [i for i, c in enumerate(sketch.consts) if c.dtype == DType.INT64 and c.array.ndim == 1 and c.array.size]
+    if not lists:
+        return sketch
+    at = draw.choice(lists)
+    array = sketch.consts[at].array
+    more = np.append(array, array[-1]) if draw.chance(0.5) else array[:-1]
+    return with_const(sketch, at, array=more)
+
+
+def _change_operator(sketch: Sketch, draw: Draw) -> Sketch:
+    known = [i for i, n in enumerate(sketch.nodes) if n.op in _LIKE]
+    if not known:
+        return sketch
+    at = draw.choice(known)
+    return with_node(sketch, at, op=draw.choice(_LIKE[sketch.nodes[at].op]))
+
+
+def _swap_inputs(sketch: Sketch, draw: Draw) -> Sketch:
+    several = [i for i, n in enumerate(sketch.nodes) if len(n.inputs) > 1]
+    if not several:
+        return sketch
+    at = draw.choice(several)
+    inputs = list(sketch.nodes[at].inputs)
+    i, j = draw.permutation(len(inputs))[:2]
+    inputs[i], inputs[j] = inputs[j], inputs[i]
+    return with_node(sketch, at, inputs=tuple(inputs))
+
+
+def _rewire(sketch: Sketch, draw: Draw) -> Sketch:
+    """An input of a node comes from elsewhere."""
+    at = draw.integer(0, len(sketch.nodes) - 1)
+    node = sketch.nodes[at]
+    if not node.inputs:
+        return sketch
+    options = [Place("input", i) for i in range(len(sketch.inputs))]
+    options += [Place("const", i) for i in range(len(sketch.consts))]
+    options += [Place("node", i, k) for i in range(at) for k in range(sketch.nodes[i].outputs)]
+    inputs = list(node.inputs)
+    inputs[draw.integer(0, len(inputs) - 1)] = draw.choice(options)
+    return with_node(sketch, at, inputs=tuple(inputs))
+
+
+def _give_out(sketch: Sketch, draw: Draw) -> Sketch:
+    """An inner value becomes an output of the graph too."""
+    at = draw.integer(0, len(sketch.nodes) - 1)
+    place = Place("node", at, draw.integer(0, sketch.nodes[at].outputs - 1))
+    return sketch if place in sketch.outputs else replace(sketch, outputs=(*sketch.outputs, place))
+
+
+def _read_again(sketch: Sketch, draw: Draw) -> Sketch:
+    """An inner value is read by one more operator."""
+    at = draw.integer(0, len(sketch.nodes) - 1)
+    place = Place("node", at, draw.integer(0, sketch.nodes[at].outputs - 1))
+    extra = SketchNode("Neg", (place,))
+    last = Place("node", len(sketch.nodes))
+    return replace(sketch, nodes=(*sketch.nodes, extra), outputs=(*sketch.outputs, last))
+
+
+def _insert(sketch: Sketch, draw: Draw) -> Sketch:
+    """An operator between a value and one of its readers."""
+    at = draw.integer(0, len(sketch.nodes) - 1)
+    node = sketch.nodes[at]
+    places = [i for i, p in enumerate(node.inputs) if p is not None]
+    if not places:
+        return sketch
+    chosen = draw.choice(places)
+    inserted = SketchNode(draw.choice(["Neg", "Relu", "Tanh"]), (node.inputs[chosen],))
+
+    def moved(place: Place | None) -> Place | None:
+        later = place is not None and place.kind == "node" and place.index >= at
+        return replace(place, index=place.index + 1) if later and place is not None else place
+
+    nodes = list(sketch.nodes[:at])
+    nodes.append(inserted)
+    for n in sketch.nodes[at:]:
+        inputs = [moved(p) for p in n.inputs]
+        if n is node:
+            inputs[chosen] = Place("node", at)
+        nodes.append(replace(n, inputs=tuple(inputs)))
+    outputs = tuple(p for o in sketch.outputs if (p := moved(o)) is not None)
+    return replace(sketch, nodes=tuple(nodes), outputs=outputs)
+
+
+def _make_constant(sketch: Sketch, draw: Draw) -> Sketch:
+    """An input becomes a constant (the place of the input stays, unread)."""
+    static = [
+        i
+        for i, t in enumerate(sketch.inputs)
+        if t.dtype in FLOATS and t.shape is not None and all(isinstance(d, int) for d in t.shape)
+    ]
+    if not static:
+        return sketch
+    at = draw.choice(static)
+    shape = tuple(d for d in sketch.inputs[at].shape or () if isinstance(d, int))
+    opaque = draw.chance(0.5)
+    array = draw.normals(shape) if opaque else draw.eighths(shape)
+    const = SketchConst(array, sketch.inputs[at].dtype, opaque)
+    return _replaced(sketch, Place("input", at), Place("const", len(sketch.consts)), (*sketch.consts, const))
+
+
+def _make_input(sketch: Sketch, draw: Draw) -> Sketch:
+    """A constant becomes an input."""
+    if not sketch.consts:
+        return sketch
+    at = draw.integer(0, len(sketch.consts) - 1)
+    const = sketch.consts[at]
+    sketch = replace(sketch, inputs=(*sketch.inputs, TensorType(const.dtype, tuple(const.array.shape))))
+    return _replaced(sketch, Place("const", at), Place("input", len(sketch.inputs) - 1), sketch.consts)
+
+
+def _hide(sketch: Sketch, draw: Draw) -> Sketch:
+    """Constants that rules cannot read."""
+    consts = tuple(replace(c, opaque=c.dtype in FLOATS and draw.chance(0.7)) for c in sketch.consts)
+    return replace(sketch, consts=consts)
+
+
+def _replaced(sketch: Sketch, old: Place, new: Place, consts: tuple[SketchConst, ...]) -> Sketch:
+    nodes = tuple(
+        replace(n, inputs=tuple(new if p == old else p for p in n.inputs)) for n in sketch.nodes
+    )
+    outputs = tuple(new if p == old else p for p in sketch.outputs)
+    return replace(sketch, nodes=nodes, consts=consts, outputs=outputs)
+
+
+def _with_input(sketch: Sketch, index: int, type: TensorType) -> Sketch:
+    inputs = list(sketch.inputs)
+    inputs[index] = type
+    return replace(sketch, inputs=tuple(inputs))
+
+
+_CHANGES: tuple[Callable[[Sketch, Draw], Sketch], ...] = (
+    resize,
+    resize,
+    _change_size,
+    _change_rank,
+    _name_dimension,
+    _change_attribute,
+    _change_attribute,
+    _change_attribute,
+    _change_number,
+    _change_number,
+    _change_length,
+    _change_operator,
+    _swap_inputs,
+    _rewire,
+    _give_out,
+    _read_again,
+    _insert,
+    _make_constant,
+    _make_input,
+    _hide,
+)
