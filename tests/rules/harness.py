@@ -28,7 +28,7 @@ def model(source: str, *, opset: int = 23, **initializers: np.ndarray) -> onnx.M
 def rewritten(rule: AnyRule, proto: onnx.ModelProto, pick: int = 0) -> tuple[onnx.ModelProto, Graph]:
     """The model after one application of the rule, at its `pick`th candidate; it must have one."""
     imported = load(proto)
-    library = Library([rule], assuming=("finite",))
+    library = Library([rule], assuming=("finite",), contrib=True)
     state = RewriteState.start(imported.graph, library)
     candidates = sorted(state.candidates, key=lambda m: m.key)
     refused = dict(library.stats[rule.name].refused)
@@ -64,9 +64,9 @@ def random_feeds(proto: onnx.ModelProto, seed: int = 0) -> dict[str, np.ndarray]
         ]
         dtype = onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type)
         if dtype == np.bool_:
-            feeds[value.name] = rng.random(shape) < 0.5
+            feeds[value.name] = np.asarray(rng.random(shape) < 0.5)
         elif np.issubdtype(dtype, np.integer):
-            feeds[value.name] = rng.integers(0, 4, shape).astype(dtype)
+            feeds[value.name] = np.asarray(rng.integers(0, 4, shape), dtype)
         else:
             feeds[value.name] = rng.standard_normal(shape).astype(dtype)
     return feeds
@@ -98,7 +98,7 @@ def applies(
 def refuses(rule: AnyRule, proto: onnx.ModelProto, reason: str | None = None) -> None:
     """The rule has no candidate; with `reason`, because its condition refuses with words that contain it."""
     imported = load(proto)
-    library = Library([rule], assuming=("finite",))
+    library = Library([rule], assuming=("finite",), contrib=True)
     state = RewriteState.start(imported.graph, library)
     assert state.candidates == [], [Match.__name__, [m.key for m in state.candidates]]
     if reason is not None:

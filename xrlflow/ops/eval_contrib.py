@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from xrlflow.ir import Attrs, RawAttr
+from xrlflow.ops.eval_attention import rotate
 from xrlflow.ops.eval_linear import conv, gemm
 from xrlflow.ops.eval_norm import layer_norm, rms_norm, softmax
 from xrlflow.ops.eval_quant import dynamic_quantize, integer_product
@@ -148,6 +149,29 @@ def _multi_head(field: Field, attrs: Attrs, inputs: Inputs, outputs: int) -> tup
     return (y.reshape(*query.shape[:2], -1),)
 
 
+def _rotary(field: Field, attrs: Attrs, x: Array, positions: Array, cosine: Array, sine: Array) -> Array:
+    """x [b,s,h*d] or [b,h,s,d]; positions [b,s], or one number to count from."""
+    if integer(attrs, "is_packed_batching", 0) or number(attrs, "scale", 1.0) != 1.0:
+        raise NotEvaluable("RotaryEmbedding of this form")
+    if x.ndim == 4:
+        y = x.transpose(0, 2, 1, 3)
+    else:
+        heads = integer(attrs, "num_heads", 0) or x.shape[2] // (2 * cosine.shape[1])
+        y = x.reshape(*x.shape[:2], heads, -1)
+    if positions.ndim == 1:
+        positions = positions + np.arange(y.shape[1])[None]
+    width = integer(attrs, "rotary_embedding_dim", 0) or y.shape[-1]
+    turned = rotate(
+        field,
+        y[..., :width],
+        cosine[positions][:, :, None],
+        sine[positions][:, :, None],
+        bool(integer(attrs, "interleaved", 0)),
+    )
+    y = np.concatenate((turned, y[..., width:]), axis=-1)
+    return y.transpose(0, 2, 1, 3) if x.ndim == 4 else y.reshape(x.shape)
+
+
 def _matmul_integer_to_float(
     field: Field,
     attrs: Attrs,
@@ -182,7 +206,7 @@ def _table(proof: Proof, **operators: Evaluate) -> dict[str, OpSpec]:
 
 
 SPECS: dict[str, OpSpec] = {
-    **_table("polynomial", FusedMatMul=single(_fused_matmul)),
+    **_table("polynomial", FusedMatMul=single(_fused_matmul), RotaryEmbedding=single(_rotary)),
     **_table(
         "uninterpreted",
         BiasGelu=single(_gelu),

@@ -186,10 +186,10 @@ def conv(field: Field, attrs: Attrs, x: Array, weight: Array, bias: Array | None
     maps, depth = weight.shape[:2]
     groups = integer(attrs, "group", 1)
     w = windows(attrs, x.shape[2:], weight.shape[2:])
-    matrix = weight.reshape(groups, maps // groups, -1)
     rank, taps = len(w.kernel), prod(w.kernel)
+    matrix = weight.reshape(groups, maps // groups, depth * taps)
     if taps == 1 and set(w.strides) == {1} and not any(w.before) and not any(w.after):
-        y = field.matmul(matrix, x.reshape(batch, groups, depth, -1))
+        y = field.matmul(matrix, x.reshape(batch, groups, depth, prod(w.size)))
     else:
         x = _padded(x, w, 0)
         y = np.empty((batch, groups, maps // groups, *w.out), dtype=x.dtype)
@@ -206,7 +206,7 @@ def conv(field: Field, attrs: Attrs, x: Array, weight: Array, bias: Array | None
                 stop = min(start + step, w.out[0])
                 shape = (channels, *w.kernel, stop - start, *w.out[1:])
                 view = as_strided(x[item, :, start * w.strides[0] :], shape, strides, writeable=False)
-                unfolded = view.reshape(groups, depth * taps, -1)
+                unfolded = view.reshape(groups, depth * taps, prod(shape[1 + rank :]))
                 part = field.matmul(matrix, unfolded)
                 y[item, :, :, start:stop] = part.reshape(groups, maps // groups, *shape[1 + rank :])
     y = y.reshape(batch, maps, *w.out)

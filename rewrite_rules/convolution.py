@@ -1,0 +1,1478 @@
+"""Convolutions and pools as other operators, and moved past what is around them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from math import prod
+from typing import Any, ClassVar
+
+import numpy as np
+
+from rewrite_rules.axes import fronts, inverse, reshape_numbers
+from rewrite_rules.constants import slice_constant
+from rewrite_rules.elementwise import read_once
+from rewrite_rules.linear import group_of, scale_columns
+from rewrite_rules.shapes import per_rank
+from xrlflow.ir import ABSENT, Attrs, Dim, DType, Node, Value
+from xrlflow.ops.tensors import numpy_dtype
+from xrlflow.rewrite import AnyRule, Captures, Op, Reader, Region, RegionRule, Rule, Val, require, worthwhile
+
+# Element types for which ONNX Runtime multiplies matrices.
+_PRODUCTS = frozenset({DType.FLOAT, DType.DOUBLE})
+_FLOAT = frozenset({DType.FLOAT})
+
+# "To the end", as exporters write it.
+_END = 2**31 - 1
+
+# Constants are multiplied out when the model is written: at most so many multiplications for one product.
+_AT_EXPORT = 1 << 32
+
+_IMAGE = per_rank("x[i,c{h}]")
+_POINTWISE = per_rank("x[i,j{h}] w[m,p{1}] b[m]")
+
+
+# What attributes say
+
+
+def per_axis(attrs: Attrs, name: str, dims: int, default: int = 1) -> tuple[int, ...]:
+    """An attribute with one number for each spatial dimension (strides, dilations, kernel_shape)."""
+    value = attrs.get(name)
+    return _ints(value) if isinstance(value, tuple) else (default,) * dims
+
+
+def pads_of(attrs: Attrs, dims: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The explicit padding before and after."""
+    pads = per_axis(attrs, "pads", 2 * dims, 0)
+    return pads[:dims], pads[dims:]
+
+
+def _ints(value: Any) -> tuple[int, ...]:
+    return tuple(int(v) for v in value)
+
+
+def require_no_padding(attrs: Attrs) -> None:
+    """Refuse a convolution or pool that pads, or may."""
+    require("pads" not in attrs and "auto_pad" not in attrs, "it pads")
+
+
+def require_pointwise(attrs: Attrs) -> None:
+    """Refuse a convolution of a single tap (1x1) that does more than mix channels. (It has nothing to pad to.)"""
+    require("pads" not in attrs, "it pads")
+    require("strides" not in attrs, "it strides")
+
+
+def per_channel(op: Op, b: Val, dims: int) -> Any:
+    """A bias as it broadcasts against [N, C, ...]."""
+    return op.Reshape(b, [-1] + [1] * dims)
+
+
+def _positive(sizes: Sequence[Dim]) -> bool:
+    return all(isinstance(d, int) and d > 0 for d in sizes)
+
+
+# Convolutions of one tap and products of matrices
+
+
+class ReplacePointwiseConvByMatMul(Rule):
+    """conv(x, w, b) -> reshape(w @ reshape(x) + b)  for a 1x1 kernel: the image is a matrix of channels by places."""
+
+    dtypes = _PRODUCTS
+    optional = ("b",)
+    shapes = per_rank("x[i,c{h}] w[m,c{1}] b[m]")
+
+    def source(self, op: Op, x: Any, w: Any, b: Any) -> Any:
+        return op.Conv(x, w, b, attrs="c")
+
+    def where(self, m: Captures, x: Val, w: Val, b: Val | None) -> None:
+        require_pointwise(m.c)
+
+    def target(self, op: Op, x: Val, w: Val, b: Val | None) -> Any:
+        batch, channels, *space = x.shape
+        outputs = w.size(0)
+        flat: Any = x
+        if len(space) > 1:
+            places = prod(d for d in space if isinstance(d, int)) if _positive(space) else None
+            flat = op.Reshape(x, reshape_numbers(x.shape, (batch, channels, places)))
+        y = op.MatMul(op.Reshape(w, [outputs, w.size(1)]), flat)
+        if b is not None:
+            y = op.Add(y, per_channel(op, b, 1))
+        if len(space) == 1:
+            return y
+        return op.Reshape(y, reshape_numbers(y.shape, (batch, outputs, *space)))
+
+
+class ReplaceMatMulByPointwiseConv(Rule):
+    """w @ x -> conv(x, w)  for a constant matrix w and x of three dimensions."""
+
+    dtypes = _FLOAT
+    shapes = "w[m,c]:const x[i,c,h]"
+
+    def source(self, op: Op, w: Any, x: Any) -> Any:
+        return op.MatMul(w, x)
+
+    def where(self, m: Captures, w: Val, x: Val) -> None:
+        require(_positive(w.sizes), "a matrix is empty")
+
+    def target(self, op: Op, w: Val, x: Val) -> Any:
+        return op.Conv(x, op.Reshape(w, [*w.sizes, 1]))
+
+
+def _channels_last(rank: int) -> tuple[int, ...]:
+    """The permutation that makes [N, ..., C] of [N, C, ...]."""
+    return (0, *range(2, rank), 1)
+
+
+def _perm(m: Any, rank: int) -> tuple[int, ...]:
+    """A captured permutation; the absent one reverses the dimensions."""
+    return tuple(range(rank))[::-1] if m is None else _ints(m)
+
+
+class MergeTransposedMatMulIntoConv(Rule):
+    """transpose(transpose(x) @ w) -> conv(x, w^T)  when the channels go last for the product, and come back."""
+
+    dtypes = _FLOAT
+    shapes = per_rank("x[i,c{h}] w[c,n]:const")
+
+    def source(self, op: Op, x: Any, w: Any) -> Any:
+        return op.Transpose(op.MatMul(op.Transpose(x, perm="p"), w), perm="q")
+
+    def where(self, m: Captures, x: Val, w: Val) -> None:
+        last = _channels_last(x.rank)
+        require(_perm(m.p, x.rank) == last, "the channels do not go last")
+        require(_perm(m.q, x.rank) == inverse(last), "the channels do not come back")
+        require(_positive(w.sizes), "a matrix is empty")
+
+    def target(self, op: Op, x: Val, w: Val) -> Any:
+        columns, rows = w.sizes
+        return op.Conv(x, op.Reshape(op.Transpose(w), [rows, columns] + [1] * (x.rank - 2)))
+
+
+class ReplaceConvOfTransposeByMatMul(Rule):
+    """conv(transpose(x), w, b) -> transpose(x @ w^T + b)  for a 1x1 kernel and x with the channels last."""
+
+    dtypes = _PRODUCTS
+    optional = ("b",)
+    shapes = per_rank("x[i{h},c] w[m,c{1}] b[m]")
+    examples = (
+        "agraph (float[N,4,5,3] x) => (float[N,2,4,5] y) <float[2,3,1,1] w = {1,2,3,4,5,6}, float[2] b = {7,8}> "
+        "{ t = Transpose<perm=[0,3,1,2]>(x) y = Conv(t, w, b) }",
+        "agraph (float[2,L,3] x) => (float[2,2,L] y) <float[2,3,1] w = {1,2,3,4,5,6}> "
+        "{ t = Transpose<perm=[0,2,1]>(x) y = Conv(t, w) }",
+    )
+
+    def source(self, op: Op, x: Any, w: Any, b: Any) -> Any:
+        return op.Conv(op.Transpose(x, perm="p"), w, b, attrs="c")
+
+    def where(self, m: Captures, x: Val, w: Val, b: Val | None) -> None:
+        require(_perm(m.p, x.rank) == inverse(_channels_last(x.rank)), "the channels were not last")
+        require_pointwise(m.c)
+
+    def target(self, op: Op, m: Captures, x: Val, w: Val, b: Val | None) -> Any:
+        y = op.MatMul(x, op.Transpose(op.Reshape(w, [w.size(0), w.size(1)])))
+        return op.Transpose(y if b is None else op.Add(y, b), perm=m.p)
+
+
+class ReplaceConvStrideBySlice(Rule):
+    """conv(x, w, b; strides s) -> conv(x[::s], w, b)  for a 1x1 kernel."""
+
+    optional = ("b",)
+    shapes = _POINTWISE
+
+    def source(self, op: Op, x: Any, w: Any, b: Any) -> Any:
+        return op.Conv(x, w, b, attrs="c")
+
+    def where(self, m: Captures, x: Val, w: Val, b: Val | None) -> None:
+        require("pads" not in m.c, "it pads")
+        worthwhile("strides" in m.c, "it does not stride")
+
+    def target(self, op: Op, m: Captures, x: Val, w: Val, b: Val | None) -> Any:
+        steps = {2 + i: s for i, s in enumerate(per_axis(m.c, "strides", x.rank - 2)) if s > 1}
+        sliced = op.Slice(x, [0] * len(steps), [_END] * len(steps), list(steps), list(steps.values()))
+        return op.Conv(sliced, w, b, attrs=m.c, strides=None, auto_pad=None)
+
+
+class FoldSliceIntoConvStride(Rule):
+    """conv(x[::s], w, b) -> conv(x, w, b; strides s)  for a 1x1 kernel."""
+
+    optional = ("b", "axes", "steps")
+    shapes = per_rank(
+        "x[i,j{h}] w[m,p{1}] b[m] starts[n]:const ends[n]:const axes[n]:const steps[n]:const", ranks=(1, 2)
+    )
+    examples = (
+        "agraph (float[2,3,5,6] x) => (float[2,1,3,3] y) <float[1,3,1,1] w = {1,2,3}, int64[2] s = {0,0}, "
+        "int64[2] e = {2147483647,6}, int64[2] a = {2,3}, int64[2] t = {2,2}> "
+        "{ z = Slice(x, s, e, a, t) y = Conv(z, w) }",
+        "agraph (float[N,2,H] x) => (float[N,2,P] y) <float[2,2,1] w = {1,2,3,4}, float[2] b = {5,6}, "
+        "int64[1] s = {0}, int64[1] e = {9223372036854775807}, int64[1] a = {-1}, int64[1] t = {3}> "
+        "{ z = Slice(x, s, e, a, t) y = Conv<strides=[2]>(z, w, b) }",
+    )
+
+    def source(self, op: Op, x: Any, w: Any, b: Any, starts: Any, ends: Any, axes: Any, steps: Any) -> Any:
+        return op.Conv(op.Slice(x, starts, ends, axes, steps), w, b, attrs="c")
+
+    def where(
+        self,
+        m: Captures,
+        x: Val,
+        w: Val,
+        b: Val | None,
+        starts: Val,
+        ends: Val,
+        axes: Val | None,
+        steps: Val | None,
+    ) -> None:
+        require("pads" not in m.c, "it pads")
+        worthwhile(steps is not None and any(s != 1 for s in steps.ints), "it does not step")
+        for (axis, step), start, end in zip(self._steps(x, starts, axes, steps), starts.ints, ends.ints):
+            size = x.shape[axis]
+            require(axis > 1 and step > 0, "it does not step over the image, or backwards")
+            require(start == 0, "it leaves out a beginning")
+            require(end >= _END or (isinstance(size, int) and end >= size), "it leaves out an end")
+
+    @staticmethod
+    def _steps(x: Val, starts: Val, axes: Val | None, steps: Val | None) -> list[tuple[int, int]]:
+        count = len(starts.ints)
+        places = fronts(range(count) if axes is None else axes.ints, x.rank)
+        return list(zip(places, (1,) * count if steps is None else steps.ints))
+
+    def target(
+        self,
+        op: Op,
+        m: Captures,
+        x: Val,
+        w: Val,
+        b: Val | None,
+        starts: Val,
+        ends: Val,
+        axes: Val | None,
+        steps: Val | None,
+    ) -> Any:
+        strides = list(per_axis(m.c, "strides", x.rank - 2))
+        for axis, step in self._steps(x, starts, axes, steps):
+            strides[axis - 2] *= step
+        return op.Conv(x, w, b, attrs=m.c, strides=strides, auto_pad=None)
+
+
+class ReplaceDepthwisePointwiseConvByMul(Rule):
+    """conv(x, w, b; each channel by itself) -> x * w + b  for a 1x1 kernel."""
+
+    optional = ("b",)
+    shapes = per_rank("x[i,c{h}] w[c,1{1}] b[c]")
+
+    def source(self, op: Op, x: Any, w: Any, b: Any) -> Any:
+        return op.Conv(x, w, b, attrs="c")
+
+    def where(self, m: Captures, x: Val, w: Val, b: Val | None) -> None:
+        require_pointwise(m.c)
+
+    def target(self, op: Op, x: Val, w: Val, b: Val | None) -> Any:
+        y = op.Mul(x, per_channel(op, w, x.rank - 2))
+        return y if b is None else op.Add(y, per_channel(op, b, x.rank - 2))
+
+
+# Convolutions whose kernel is as large as the image, or as their stride
+
+
+class ReplaceFullConvByGemm(Rule):
+    """conv(x, w, b) -> reshape(gemm(reshape(x), reshape(w), b))  when the kernel meets the whole image at one place.
+
+    On an image of one pixel too, of which a padded kernel meets one tap.
+    """
+
+    dtypes = _PRODUCTS
+    optional = ("b",)
+    shapes = per_rank("x[i,c{h}] w[m,c{k}] b[m]")
+    examples = (
+        "agraph (float[N,3,1,1] x) => (float[N,2,1,1] y) <float[2,3,1,1] w = {1,2,3,4,5,6}, float[2] b = {7,8}> "
+        "{ y = Conv(x, w, b) }",
+        "agraph (float[2,1,2,1] x) => (float[2,1,1,1] y) <float[1,1,3,3] w = {1,2,3,4,5,6,7,8,9}> "
+        "{ y = Conv<pads=[1,1,0,1]>(x, w) }",
+        "agraph (float[2,2,3] x) => (float[2,2,1] y) <float[2,2,3] w = {1,2,3,4,5,6,7,8,9,10,11,12}> "
+        "{ y = Conv<strides=[2]>(x, w) }",
+    )
+
+    def source(self, op: Op, x: Any, w: Any, b: Any) -> Any:
+        return op.Conv(x, w, b, attrs="c")
+
+    def where(self, m: Captures, x: Val, w: Val, b: Val | None) -> None:
+        require("auto_pad" not in m.c, "it pads")
+        dims = x.rank - 2
+        sizes = [x.size(2 + i) for i in range(dims)]
+        before, after = pads_of(m.c, dims)
+        spaced = zip(w.sizes[2:], per_axis(m.c, "dilations", dims))
+        require(all(k == 1 or d == 1 for k, d in spaced), "it is dilated")
+        for size, kernel, first, last, stride in zip(
+            sizes, w.sizes[2:], before, after, per_axis(m.c, "strides", dims)
+        ):
+            require(first + size <= kernel, "the kernel does not meet the whole image")
+            require(0 <= first + size + last - kernel < stride, "there is more than one place")
+
+    def target(self, op: Op, m: Captures, x: Val, w: Val, b: Val | None) -> Any:
+        dims = x.rank - 2
+        sizes = [x.size(2 + i) for i in range(dims)]
+        before, _ = pads_of(m.c, dims)
+        taps: Any = w
+        if w.sizes[2:] != tuple(sizes):
+            ends = [p + s for p, s in zip(before, sizes)]
+            taps = op.Slice(w, list(before), ends, [2 + i for i in range(dims)])
+        columns = x.size(1) * prod(sizes)
+        flat = op.Reshape(x, reshape_numbers(x.shape, (x.shape[0], columns)))
+        y = op.Gemm(flat, op.Reshape(taps, [w.size(0), columns]), b, transB=1)
+        return op.Reshape(y, reshape_numbers(y.shape, (x.shape[0], w.size(0), *[1] * dims)))
+
+
+class ReplacePatchConvByMatMul(Rule):
+    """conv(x, w, b; strides = kernel) -> reshape(transpose(patches(x) @ w^T + b))  with patches(x) a transpose."""
+
+    dtypes = _PRODUCTS
+    optional = ("b",)
+    shapes = per_rank("x[i,c{h}] w[m,c{k}] b[m]")
+    examples = (
+        "agraph (float[2,1,4,6] x) => (float[2,2,2,2] y) "
+        "<float[2,1,2,3] w = {1,2,3,4,5,6,7,8,9,10,11,12}, float[2] b = {1,2}> "
+        "{ y = Conv<strides=[2,3]>(x, w, b) }",
+        "agraph (float[N,2,6] x) => (float[N,1,3] y) <float[1,2,2] w = {1,2,3,4}> "
+        "{ y = Conv<strides=[2]>(x, w) }",
+    )
+
+    def source(self, op: Op, x: Any, w: Any, b: Any) -> Any:
+        return op.Conv(x, w, b, attrs="c")
+
+    def where(self, m: Captures, x: Val, w: Val, b: Val | None) -> None:
+        kernel = w.sizes[2:]
+        require_no_padding(m.c)
+        require("dilations" not in m.c, "it is dilated")
+        require(per_axis(m.c, "strides", len(kernel)) == kernel, "the strides are not the kernel")
+        worthwhile(prod(kernel) > 1, "the kernel has one tap")
+        whole = all(x.size(2 + i) % k == 0 for i, k in enumerate(kernel))
+        require(whole, "the image is not a whole number of patches")
+
+    def target(self, op: Op, x: Val, w: Val, b: Val | None) -> Any:
+        batch, channels, outputs, kernel = x.shape[0], x.size(1), w.size(0), w.sizes[2:]
+        dims = len(kernel)
+        counts = [x.size(2 + i) // k for i, k in enumerate(kernel)]
+        cut = [d for pair in zip(counts, kernel) for d in pair]
+        parts = op.Reshape(x, reshape_numbers(x.shape, (batch, channels, *cut)))
+        inside = [3 + 2 * i for i in range(dims)]
+        moved = op.Transpose(parts, perm=[0, *[2 + 2 * i for i in range(dims)], 1, *inside])
+        columns = channels * prod(kernel)
+        rows = op.Reshape(moved, reshape_numbers(moved.shape, (batch, prod(counts), columns)))
+        y = op.MatMul(rows, op.Transpose(op.Reshape(w, [outputs, columns])))
+        y = op.Transpose(y if b is None else op.Add(y, b), perm=[0, 2, 1])
+        return y if dims == 1 else op.Reshape(y, reshape_numbers(y.shape, (batch, outputs, *counts)))
+
+
+def _filled(numbers: Sequence[int], sizes: Sequence[int]) -> tuple[int, ...]:
+    """A Reshape's target shape with its 0s and its -1 filled in; refuses an empty tensor."""
+    require(prod(sizes) > 0, "a tensor is empty")
+    out = [sizes[i] if d == 0 and i < len(sizes) else d for i, d in enumerate(numbers)]
+    known = prod(d for d in out if d != -1)
+    return tuple(prod(sizes) // known if d == -1 and known > 0 else d for d in out)
+
+
+class MergePatchMatMulIntoConv(Rule):
+    """reshape(transpose(reshape(x))) @ w -> transpose(reshape(conv(x, w'; strides = kernel)))  for rows of patches.
+
+    A patch may have its channels first or last.
+    """
+
+    dtypes = _FLOAT
+    shapes = "x[i,c,h0,h1] s[6]:const t[3]:const w[q,n]:const | x[i,c,h0] s[4]:const t[3]:const w[q,n]:const"
+    examples = (
+        "agraph (float[2,1,4,6] x) => (float[2,4,2] y) <int64[6] s = {2,1,2,2,2,3}, int64[3] t = {2,4,-1}, "
+        "float[6,2] w = {1,2,3,4,5,6,7,8,9,10,11,12}> "
+        "{ r = Reshape(x, s) p = Transpose<perm=[0,2,4,1,3,5]>(r) q = Reshape(p, t) y = MatMul(q, w) }",
+        "agraph (float[2,2,2,4] x) => (float[2,2,1] y) <int64[6] s = {2,2,1,2,-1,2}, int64[3] t = {0,2,8}, "
+        "float[8,1] w = {1,2,3,4,5,6,7,8}> "
+        "{ r = Reshape(x, s) p = Transpose<perm=[0,2,4,3,5,1]>(r) q = Reshape(p, t) y = MatMul(q, w) }",
+        "agraph (float[2,2,6] x) => (float[2,3,1] y) <int64[4] s = {2,2,3,2}, int64[3] t = {2,3,4}, "
+        "float[4,1] w = {1,2,3,4}> "
+        "{ r = Reshape(x, s) p = Transpose<perm=[0,2,1,3]>(r) q = Reshape(p, t) y = MatMul(q, w) }",
+    )
+
+    def source(self, op: Op, x: Any, s: Any, t: Any, w: Any) -> Any:
+        return op.MatMul(op.Reshape(op.Transpose(op.Reshape(x, s), perm="p"), t), w)
+
+    def where(self, m: Captures, x: Val, s: Val, t: Val, w: Val) -> None:
+        dims = x.rank - 2
+        cut = _filled(s.ints, x.sizes)
+        counts, kernel = cut[2::2], cut[3::2]
+        image = tuple(a * k for a, k in zip(counts, kernel))
+        require(cut[:2] == x.sizes[:2] and image == x.sizes[2:], "it does not cut the image")
+        outside, inside = range(2, 2 + 2 * dims, 2), range(3, 3 + 2 * dims, 2)
+        orders = ((0, *outside, 1, *inside), (0, *outside, *inside, 1))
+        perm = _perm(m.p, len(cut))
+        require(perm in orders, "it does not put patches together")
+        rows = _filled(t.ints, [cut[p] for p in perm])
+        require(rows[1:] == (prod(counts), x.size(1) * prod(kernel)), "the rows are not patches")
+
+    def target(self, op: Op, m: Captures, x: Val, s: Val, t: Val, w: Val) -> Any:
+        dims = x.rank - 2
+        kernel = _filled(s.ints, x.sizes)[3::2]
+        channels, outputs = x.size(1), w.size(1)
+        taps = op.Transpose(w)
+        if _perm(m.p, 2 + 2 * dims)[-1] == 1:
+            by_tap = op.Reshape(taps, [outputs, *kernel, channels])
+            weight = op.Transpose(by_tap, perm=[0, dims + 1, *range(1, dims + 1)])
+        else:
+            weight = op.Reshape(taps, [outputs, channels, *kernel])
+        y = op.Conv(x, weight, strides=kernel)
+        flat = y if dims == 1 else op.Reshape(y, [x.size(0), outputs, prod(y.sizes[2:])])
+        return op.Transpose(flat, perm=[0, 2, 1])
+
+
+class ReplaceConvTransposeByConv(Rule):
+    """conv_transpose(x, w, b; strides = kernel) -> depth_to_space(conv(x, w', b'))  with one tap for each place.
+
+    Where a block is no square, by a reshape and a transpose.
+    """
+
+    optional = ("b",)
+    shapes = per_rank("x[i,c{h}] w[c,p{k}] b[m]")
+    examples = (
+        "agraph (float[N,1,H,W] x) => (float[N,2,P,Q] y) <float[1,2,2,2] w = {1,2,3,4,5,6,7,8}, float[2] b = {1,2}> "
+        "{ y = ConvTranspose<strides=[2,2]>(x, w, b) }",
+        "agraph (float[N,2,3,2] x) => (float[N,2,6,2] y) <float[2,1,2,1] w = {1,2,3,4}> "
+        "{ y = ConvTranspose<strides=[2,1], group=2>(x, w) }",
+        "agraph (float[N,2,3] x) => (float[N,1,9] y) <float[2,1,3] w = {1,2,3,4,5,6}> "
+        "{ y = ConvTranspose<strides=[3]>(x, w) }",
+    )
+
+    def source(self, op: Op, x: Any, w: Any, b: Any) -> Any:
+        return op.ConvTranspose(x, w, b, attrs="c")
+
+    def where(self, m: Captures, x: Val, w: Val, b: Val | None) -> None:
+        dims = x.rank - 2
+        require(per_axis(m.c, "strides", dims) == w.sizes[2:], "the strides are not the kernel")
+        require(m.c.keys() <= {"strides", "group"}, "it pads, dilates, or says what it gives")
+        require(x.size(1) > 0, "there are no channels")
+
+    def target(self, op: Op, m: Captures, x: Val, w: Val, b: Val | None) -> Any:
+        groups, (channels, maps, *kernel) = group_of(m.c), w.sizes
+        taps, dims, outputs = prod(kernel), len(kernel), maps * groups
+        parts = op.Reshape(w, [groups, channels // groups, maps * taps])
+        weight = op.Reshape(
+            op.Transpose(parts, perm=[0, 2, 1]), [outputs * taps, channels // groups] + [1] * dims
+        )
+        bias = b
+        if b is not None and taps > 1:
+            bias = op.Reshape(op.Expand(op.Reshape(b, [-1, 1]), [outputs, taps]), [-1])
+        y = op.Conv(x, weight, bias, group=groups)
+        if taps == 1:
+            return y
+        if dims == 2 and kernel[0] == kernel[1]:
+            return op.DepthToSpace(y, blocksize=kernel[0], mode="CRD")
+        batch, sizes = x.shape[0], [x.size(2 + i) for i in range(dims)]
+        cut = op.Reshape(y, reshape_numbers(y.shape, (batch, outputs, *kernel, *sizes)))
+        woven = [p for i in range(dims) for p in (2 + dims + i, 2 + i)]
+        moved = op.Transpose(cut, perm=[0, 1, *woven])
+        grown = [s * k for s, k in zip(sizes, kernel)]
+        return op.Reshape(moved, reshape_numbers(moved.shape, (batch, outputs, *grown)))
+
+
+# Reshapes with exact correction
+
+
+class SplitDilatedConvIntoPhases(Rule):
+    """conv(x, w, b; dilations d) -> interleave(conv(phases(x), w, b))  with every d-th row an image of its own."""
+
+    optional = ("b",)
+    shapes = per_rank("x[i,j{h}] w[m,p{k}] b[m]")
+    examples = (
+        "agraph (float[2,1,5,6] x) => (float[2,1,5,4] y) <float[1,1,3,2] w = {1,2,3,4,5,6}, float[1] b = {7}> "
+        "{ y = Conv<dilations=[2,3], pads=[2,0,2,1]>(x, w, b) }",
+        "agraph (float[1,2,9] x) => (float[1,2,5] y) <float[2,1,3] w = {1,2,3,4,5,6}> "
+        "{ y = Conv<dilations=[2], group=2>(x, w) }",
+    )
+
+    def source(self, op: Op, x: Any, w: Any, b: Any) -> Any:
+        return op.Conv(x, w, b, attrs="c")
+
+    def where(self, m: Captures, x: Val, w: Val, b: Val | None) -> None:
+        worthwhile("dilations" in m.c, "it is not dilated")
+        require("strides" not in m.c, "it strides")
+        require("auto_pad" not in m.c, "it pads by itself")
+        require(_positive(x.sizes) and _positive(self._out(m, x, w)), "it gives nothing")
+
+    @staticmethod
+    def _out(m: Captures, x: Val, w: Val) -> list[int]:
+        dims = x.rank - 2
+        before, after = pads_of(m.c, dims)
+        return [
+            size + b + a - d * (k - 1)
+            for size, b, a, d, k in zip(
+                x.sizes[2:], before, after, per_axis(m.c, "dilations", dims), w.sizes[2:]
+            )
+        ]
+
+    def target(self, op: Op, m: Captures, x: Val, w: Val, b: Val | None) -> Any:
+        batch, channels, *sizes = x.sizes
+        dims = len(sizes)
+        spacing = per_axis(m.c, "dilations", dims)
+        before, after = pads_of(m.c, dims)
+        lengths = [-(-(s + b + a) // d) for s, b, a, d in zip(sizes, before, after, spacing)]
+        more = [n * d - s - b for n, d, s, b in zip(lengths, spacing, sizes, before)]
+        padded = op.Pad(x, [0, 0, *before, 0, 0, *more]) if any(before) or any(more) else x
+        cut = op.Reshape(padded, [batch, channels, *[v for pair in zip(lengths, spacing) for v in pair]])
+        phase, place = [3 + 2 * i for i in range(dims)], [2 + 2 * i for i in range(dims)]
+        phases = op.Transpose(cut, perm=[*phase, 0, 1, *place])
+        images = op.Reshape(phases, [prod(spacing) * batch, channels, *lengths])
+        y = op.Conv(images, w, b, attrs=m.c, dilations=None, pads=None)
+        _, outputs, *short = y.sizes
+        apart = op.Reshape(y, [*spacing, batch, outputs, *short])
+        woven = [p for i in range(dims) for p in (dims + 2 + i, i)]
+        together = op.Transpose(apart, perm=[dims, dims + 1, *woven])
+        full = [n * d for n, d in zip(short, spacing)]
+        out = self._out(m, x, w)
+        y = op.Reshape(together, [batch, outputs, *full])
+        return y if full == out else op.Slice(y, [0] * dims, out, [2 + i for i in range(dims)])
+
+
+class MergeBatchIntoHeight(Rule):
+    """conv(x, w, b) -> cut(conv(stack(x), w, b))  with the images of a batch below each other, padding between them.
+
+    What a window meets of two images is left out.
+    """
+
+    optional = ("b",)
+    shapes = per_rank("x[i,j{h}] w[m,p{k}] b[m]")
+
+    def source(self, op: Op, x: Any, w: Any, b: Any) -> Any:
+        return op.Conv(x, w, b, attrs="c")
+
+    def where(self, m: Captures, x: Val, w: Val, b: Val | None) -> None:
+        worthwhile(x.size(0) > 1, "there is one image")
+        require("auto_pad" not in m.c, "it pads by itself")
+        require(_positive(x.sizes), "there are no images")
+        height, _, window = self._heights(m, x, w)
+        require(height >= window, "it gives nothing")
+
+    @staticmethod
+    def _heights(m: Captures, x: Val, w: Val) -> tuple[int, int, int]:
+        """Of a padded image; the same up to a multiple of the stride; of the window."""
+        dims = x.rank - 2
+        before, after = pads_of(m.c, dims)
+        stride = per_axis(m.c, "strides", dims)[0]
+        height = x.size(2) + before[0] + after[0]
+        return (
+            height,
+            -(-height // stride) * stride,
+            per_axis(m.c, "dilations", dims)[0] * (w.size(2) - 1) + 1,
+        )
+
+    def target(self, op: Op, m: Captures, x: Val, w: Val, b: Val | None) -> Any:
+        batch, channels, _, *rest = x.sizes
+        dims = x.rank - 2
+        before, after = pads_of(m.c, dims)
+        stride = per_axis(m.c, "strides", dims)[0]
+        height, tall, window = self._heights(m, x, w)
+        more = tall - x.size(2) - before[0]
+        padded = x
+        if before[0] or more:
+            padded = op.Pad(x, [0, 0, before[0], *[0] * (dims - 1), 0, 0, more, *[0] * (dims - 1)])
+        swap = [1, 0, *range(2, x.rank)]
+        stacked = op.Reshape(op.Transpose(padded, perm=swap), [1, channels, batch * tall, *rest])
+        pads = [0, *before[1:], max(window - stride, 0), *after[1:]]
+        y = op.Conv(stacked, w, b, attrs=m.c, pads=pads)
+        _, outputs, rows, *wide = y.sizes
+        apart = op.Reshape(y, [outputs, batch, rows // batch, *wide])
+        kept = (height - window) // stride + 1
+        y = op.Transpose(apart, perm=swap)
+        return y if kept == rows // batch else op.Slice(y, [0], [kept], [2])
+
+
+class RaiseConvToTwoDimensions(Rule):
+    """conv(x, w, b) -> squeeze(conv(unsqueeze(x), unsqueeze(w), b))  from one spatial dimension to two.
+
+    ONNX Runtime's fastest layout is for images.
+    """
+
+    unpriced = True
+    backend = "onnxruntime"
+    optional = ("b",)
+    shapes = "x[i,j,h] w[m,p,k] b[m]"
+
+    def source(self, op: Op, x: Any, w: Any, b: Any) -> Any:
+        return op.Conv(x, w, b, attrs="c")
+
+    def target(self, op: Op, m: Captures, x: Val, w: Val, b: Val | None) -> Any:
+        (before,), (after,) = pads_of(m.c, 1)
+        y = op.Conv(
+            op.Unsqueeze(x, [2]),
+            op.Unsqueeze(w, [2]),
+            b,
+            attrs=m.c,
+            strides=[1, *per_axis(m.c, "strides", 1)],
+            dilations=[1, *per_axis(m.c, "dilations", 1)],
+            pads=None if "auto_pad" in m.c else [0, before, 0, after],
+            kernel_shape=None,
+        )
+        return op.Squeeze(y, [2])
+
+
+class LowerConvToOneDimension(Rule):
+    """conv(x, w, b) -> unsqueeze(conv(squeeze(x), squeeze(w), b))  for an image, and a kernel, of one row."""
+
+    optional = ("b",)
+    shapes = "x[i,j,1,h] w[m,p,1,k] b[m]"
+
+    def source(self, op: Op, x: Any, w: Any, b: Any) -> Any:
+        return op.Conv(x, w, b, attrs="c")
+
+    def where(self, m: Captures, x: Val, w: Val, b: Val | None) -> None:
+        before, after = pads_of(m.c, 2)
+        require(before[0] == 0 and after[0] == 0, "it pads the row")
+
+    def target(self, op: Op, m: Captures, x: Val, w: Val, b: Val | None) -> Any:
+        (_, before), (_, after) = pads_of(m.c, 2)
+        y = op.Conv(
+            op.Squeeze(x, [2]),
+            op.Squeeze(w, [2]),
+            b,
+            attrs=m.c,
+            strides=per_axis(m.c, "strides", 2)[1:],
+            dilations=per_axis(m.c, "dilations", 2)[1:],
+            pads=None if "auto_pad" in m.c else [before, after],
+            kernel_shape=None,
+        )
+        return op.Unsqueeze(y, [2])
+
+
+class MergeConvIntoPointwise(Rule):
+    """conv(conv(x, w, b), v, c) -> conv(x, v @ w, v @ b + c)  for a 1x1 kernel v, when that is less work."""
+
+    optional = ("b", "c")
+    shapes = per_rank("x[i,p{h}] w[m,p{k}]:const b[m]:const v[n,m{1}]:const c[n]:const")
+
+    def source(self, op: Op, x: Any, w: Any, b: Any, v: Any, c: Any) -> Any:
+        return op.Conv(op.Conv(x, w, b, attrs="f"), v, c, attrs="g")
+
+    def where(self, m: Captures, x: Val, w: Val, b: Val | None, v: Val, c: Val | None) -> None:
+        require_pointwise(m.g)
+        inner, outer = prod(w.sizes), prod(v.sizes)
+        merged = v.size(0) * prod(w.sizes[1:])
+        worthwhile(merged < inner + outer, "it is more work")
+        worthwhile(v.size(0) * inner <= _AT_EXPORT, "multiplying the constants out would take long")
+
+    def target(self, op: Op, m: Captures, x: Val, w: Val, b: Val | None, v: Val, c: Val | None) -> Any:
+        middle, *rest = w.sizes
+        outputs = v.size(0)
+        mix = op.Reshape(v, [outputs, middle])
+        weight = op.Reshape(op.MatMul(mix, op.Reshape(w, [middle, prod(rest)])), [outputs, *rest])
+        bias: Any = c
+        if b is not None:
+            bias = op.MatMul(mix, b)
+            bias = bias if c is None else op.Add(bias, c)
+        return op.Conv(x, weight, bias, attrs=m.f)
+
+
+class MergePointwiseIntoConv(Rule):
+    """conv(conv(x, w, b), v, c) -> conv(x, v w, sum(v) b + c)  for a 1x1 kernel w, when that is less work."""
+
+    optional = ("b", "c")
+    shapes = per_rank("x[i,p{h}] w[m,p{1}]:const b[m]:const v[n,m{k}]:const c[n]:const")
+
+    def source(self, op: Op, x: Any, w: Any, b: Any, v: Any, c: Any) -> Any:
+        return op.Conv(op.Conv(x, w, b, attrs="f"), v, c, attrs="g")
+
+    def where(self, m: Captures, x: Val, w: Val, b: Val | None, v: Val, c: Val | None) -> None:
+        require_pointwise(m.f)
+        padded = "pads" in m.g or "auto_pad" in m.g
+        require(b is None or not padded, "the bias meets padding")
+        taps = prod(v.sizes[2:])
+        merged = v.size(0) * w.size(1) * taps
+        worthwhile(merged < prod(v.sizes) + prod(w.sizes), "it is more work")
+        worthwhile(merged * w.size(0) <= _AT_EXPORT, "multiplying the constants out would take long")
+
+    def target(self, op: Op, m: Captures, x: Val, w: Val, b: Val | None, v: Val, c: Val | None) -> Any:
+        (middle, inputs), (outputs, _, *kernel) = w.sizes[:2], v.sizes
+        taps = prod(kernel)
+        columns = op.Reshape(v, [outputs, middle, taps])
+        mixed = op.MatMul(op.Transpose(columns, perm=[0, 2, 1]), op.Reshape(w, [middle, inputs]))
+        weight = op.Reshape(op.Transpose(mixed, perm=[0, 2, 1]), [outputs, inputs, *kernel])
+        bias: Any = c
+        if b is not None:
+            bias = op.MatMul(op.ReduceSum(columns, [2], keepdims=0), b)
+            bias = bias if c is None else op.Add(bias, c)
+        return op.Conv(x, weight, bias, attrs=m.g)
+
+
+class PushSliceIntoConv(Rule):
+    """conv(x, w, b)[:, i:j] -> conv(x, w[i:j], b[i:j])  for a slice of channels;  of x too if each is by itself."""
+
+    optional = ("b", "steps")
+    shapes = per_rank(
+        "x[i,j{h}] w[m,p{k}]:const b[m]:const starts[1]:const ends[1]:const axes[1]:const steps[1]:const"
+    )
+    examples = (
+        "agraph (float[N,1,3,3] x) => (float[N,1,3,3] y) <float[3,1,1,1] w = {1,2,3}, float[3] b = {4,5,6}, "
+        "int64[1] s = {1}, int64[1] e = {2}, int64[1] a = {1}> { c = Conv(x, w, b) y = Slice(c, s, e, a) }",
+        "agraph (float[N,3,3] x) => (float[N,2,2] y) <float[3,1,2] w = {1,2,3,4,5,6}, "
+        "int64[1] s = {-2}, int64[1] e = {9223372036854775807}, int64[1] a = {-2}> "
+        "{ c = Conv<group=3>(x, w) y = Slice(c, s, e, a) }",
+    )
+
+    def source(self, op: Op, x: Any, w: Any, b: Any, starts: Any, ends: Any, axes: Any, steps: Any) -> Any:
+        return op.Slice(op.Conv(x, w, b, attrs="c"), starts, ends, axes, steps)
+
+    def where(
+        self,
+        m: Captures,
+        x: Val,
+        w: Val,
+        b: Val | None,
+        starts: Val,
+        ends: Val,
+        axes: Val,
+        steps: Val | None,
+    ) -> None:
+        require(axes.ints[0] % x.rank == 1, "it is no slice of channels")
+        require(steps is None or steps.ints[0] == 1, "it has a step")
+        first, last = self._range(w, starts, ends)
+        require(first < last, "it is empty")
+        require(group_of(m.c) == 1 or self._alone(m, w), "the channels are grouped")
+
+    @staticmethod
+    def _range(w: Val, starts: Val, ends: Val) -> tuple[int, int]:
+        first, last, _ = slice(starts.ints[0], ends.ints[0]).indices(w.size(0))
+        return first, last
+
+    @staticmethod
+    def _alone(m: Captures, w: Val) -> bool:
+        return group_of(m.c) == w.size(0) and w.size(1) == 1
+
+    def target(
+        self,
+        op: Op,
+        m: Captures,
+        x: Val,
+        w: Val,
+        b: Val | None,
+        starts: Val,
+        ends: Val,
+        axes: Val,
+        steps: Val | None,
+    ) -> Any:
+        first, last = self._range(w, starts, ends)
+        weight = slice_constant(op, w, 0, first, last)
+        bias = None if b is None else slice_constant(op, b, 0, first, last)
+        if group_of(m.c) == 1:
+            return op.Conv(x, weight, bias, attrs=m.c)
+        return op.Conv(op.Slice(x, [first], [last], [1]), weight, bias, attrs=m.c, group=last - first)
+
+
+class MoveScaleIntoConvWeights(Rule):
+    """conv(x * s, w, b) -> conv(x, w * s, b)  for one image, and s a computed number for each of its channels.
+
+    What squeeze-and-excite gives: the weights are scaled instead of the image. A padded zero meets s on the right
+    side alone: where s is infinite, more of the result is NaN.
+    """
+
+    spreads = True
+    unpriced = True
+    optional = ("b",)
+    shapes = per_rank("x[1,c{h}] s[1,c{1}] w[m,p{k}]:const b[m]")
+
+    def source(self, op: Op, x: Any, s: Any, w: Any, b: Any) -> Any:
+        return op.Conv(op.Mul(x, s), w, b, attrs="c")
+
+    def where(self, m: Captures, x: Val, s: Val, w: Val, b: Val | None) -> None:
+        worthwhile(not s.const, "the scale is constant")
+        worthwhile(_positive(w.sizes) and prod(w.sizes[2:]) == 1, "the kernel is larger than one tap")
+
+    def target(self, op: Op, m: Captures, x: Val, s: Val, w: Val, b: Val | None) -> Any:
+        return op.Conv(x, scale_columns(op, w, s, group_of(m.c)), b, attrs=m.c)
+
+
+# Padding
+
+
+class _FoldPad(Rule):
+    """A Pad before what pads by itself."""
+
+    optional: ClassVar[tuple[str, ...]] = ("value", "axes")
+
+    def grown(self, attrs: Attrs, x: Val, pads: Val, axes: Val | None) -> list[int]:
+        """The padding of both; refuses what does not pad the image, or cuts it."""
+        rank = x.rank
+        places = fronts(range(rank) if axes is None else axes.ints, rank)
+        numbers = pads.ints
+        before, after = [0] * rank, [0] * rank
+        for place, low, high in zip(places, numbers[: len(places)], numbers[len(places) :]):
+            before[place], after[place] = low, high
+        require(min(numbers, default=0) >= 0, "it cuts")
+        require(before[:2] == [0, 0] == after[:2], "it pads channels or the batch")
+        worthwhile(any(numbers), "it does not pad")
+        own = pads_of(attrs, rank - 2)
+        return [p + q for p, q in zip((*own[0], *own[1]), (*before[2:], *after[2:]))]
+
+
+class FoldPadIntoConv(_FoldPad):
+    """conv(pad(x, p), w, b) -> conv(x, w, b; pads p)  for a padding with zeros."""
+
+    optional: ClassVar[tuple[str, ...]] = ("b", "value", "axes")
+    shapes = per_rank("x[i,j{h}] w[m,p{k}] b[m] pads:const value:const axes:const")
+    examples = (
+        "agraph (float[N,1,H,3] x) => (float[N,1,P,Q] y) <float[1,1,2,2] w = {1,2,3,4}, "
+        "int64[8] p = {0,0,1,2,0,0,0,1}> { z = Pad(x, p) y = Conv<pads=[1,0,0,0], strides=[2,1]>(z, w) }",
+        "agraph (float[N,1,4] x) => (float[N,1,P] y) <float[1,1,2] w = {1,2}, int64[2] p = {2,1}, float v = {0}, "
+        "int64[1] a = {-1}> { z = Pad(x, p, v, a) y = Conv(z, w) }",
+    )
+
+    def source(self, op: Op, x: Any, w: Any, b: Any, pads: Any, value: Any, axes: Any) -> Any:
+        return op.Conv(op.Pad(x, pads, value, axes), w, b, attrs="c")
+
+    def where(
+        self, m: Captures, x: Val, w: Val, b: Val | None, pads: Val, value: Val | None, axes: Val | None
+    ) -> None:
+        require(value is None or value.scalar == 0, "it does not pad with zeros")
+        require("auto_pad" not in m.c, "it pads by itself")
+        self.grown(m.c, x, pads, axes)
+
+    def target(
+        self,
+        op: Op,
+        m: Captures,
+        x: Val,
+        w: Val,
+        b: Val | None,
+        pads: Val,
+        value: Val | None,
+        axes: Val | None,
+    ) -> Any:
+        return op.Conv(x, w, b, attrs=m.c, pads=self.grown(m.c, x, pads, axes))
+
+
+class FoldPadIntoAveragePool(_FoldPad):
+    """averagepool(pad(x, p)) -> averagepool(x; pads p, padding counted)  for a padding with zeros."""
+
+    shapes = per_rank("x[i,c{h}] pads:const value:const axes:const")
+    examples = (
+        "agraph (float[N,2,5,4] x) => (float[N,2,P,Q] y) <int64[8] p = {0,0,1,1,0,0,0,1}> "
+        "{ z = Pad(x, p) y = AveragePool<kernel_shape=[2,3], strides=[2,2]>(z) }",
+        "agraph (float[N,2,5] x) => (float[N,2,P] y) <int64[2] p = {1,0}, float v = {0}, int64[1] a = {2}> "
+        "{ z = Pad(x, p, v, a) y = AveragePool<kernel_shape=[3], count_include_pad=1, pads=[1,1]>(z) }",
+    )
+
+    def source(self, op: Op, x: Any, pads: Any, value: Any, axes: Any) -> Any:
+        return op.AveragePool(op.Pad(x, pads, value, axes), attrs="c")
+
+    def where(self, m: Captures, x: Val, pads: Val, value: Val | None, axes: Val | None) -> None:
+        require(value is None or value.scalar == 0, "it does not pad with zeros")
+        require("auto_pad" not in m.c, "it pads by itself")
+        require(not m.c.get("ceil_mode"), "a window may hang over the end")
+        require("pads" not in m.c or m.c.get("count_include_pad"), "the pool does not count its padding")
+        grown = self.grown(m.c, x, pads, axes)
+        kernel = per_axis(m.c, "kernel_shape", x.rank - 2)
+        require(all(p < k for p, k in zip(grown, kernel * 2)), "a window may lie in the padding")
+
+    def target(self, op: Op, m: Captures, x: Val, pads: Val, value: Val | None, axes: Val | None) -> Any:
+        return op.AveragePool(x, attrs=m.c, pads=self.grown(m.c, x, pads, axes), count_include_pad=1)
+
+
+def meets_image(attrs: Attrs, dims: int) -> bool:
+    """Whether every window of a pool holds an element of the image, not padding alone."""
+    before, after = pads_of(attrs, dims)
+    kernel = per_axis(attrs, "kernel_shape", dims)
+    padded = any(before) or any(after) or "auto_pad" in attrs
+    inside = all(p < k for p, k in zip((*before, *after), kernel * 2))
+    return inside and not (padded and "dilations" in attrs)
+
+
+# Operators that give no number below zero.
+_NOT_NEGATIVE = frozenset({"Abs", "Exp", "HardSigmoid", "Relu", "Sigmoid", "Softmax", "Softplus"})
+
+
+class FoldPadIntoMaxPool(RegionRule):
+    """maxpool(pad(x, p)) -> maxpool(x; pads p)  for a padding with -inf, or with zeros where x is not negative."""
+
+    proof = "numeric"
+    relies_on = "max(x, -inf) = x, and max(x, 0) = x for x >= 0"
+    anchors = ("MaxPool",)
+    reads_from = ("Pad",)
+    examples = (
+        "agraph (float[N,2,5,4] x) => (float[N,2,P,Q] y) <int64[8] p = {0,0,1,1,0,0,0,1}> "
+        "{ r = Relu(x) z = Pad(r, p) y = MaxPool<kernel_shape=[2,3], strides=[2,2]>(z) }",
+        "agraph (float[N,2,5] x) => (float[N,2,P] y) <int64[2] p = {1,0}, float v = {0}, int64[1] a = {2}> "
+        "{ r = Sigmoid(x) z = Pad(r, p, v, a) y = MaxPool<kernel_shape=[3], pads=[0,1]>(z) }",
+        "agraph (float[N,2,5] x) => (float[N,2,P] y) <int64[6] p = {0,0,1,0,0,1}> "
+        "{ one = Constant<value_float=1.0>() zero = Constant<value_float=0.0>() m = Div(one, zero) v = Neg(m) "
+        "z = Pad(x, p, v) y = MaxPool<kernel_shape=[2]>(z) }",
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        pad = reader.producer(node.inputs[0])
+        if pad is None or pad.op != "Pad" or pad.const or len(node.outputs) > 1:
+            return None
+        worthwhile(read_once(reader, node.inputs[0]), "the padded image is read elsewhere")
+        require("mode" not in pad.attrs, "it does not pad with a number")
+        x = pad.inputs[0]
+        optional = [reader.val(v) if v else None for v in (*pad.inputs[1:], ABSENT, ABSENT)[:3]]
+        pads, number, axes = optional
+        assert pads is not None
+        value = 0.0 if number is None else number.scalar
+        require(
+            value == -math.inf or (value == 0 and self._not_negative(reader, x)),
+            "the padding may be the largest number",
+        )
+        attrs = node.attrs
+        require("auto_pad" not in attrs, "it pads by itself")
+        require(not attrs.get("ceil_mode"), "a window may hang over the end")
+        data = reader.val(x)
+        dims = data.rank - 2
+        grown = _FoldPad().grown(attrs, data, pads, axes)
+        kernel = per_axis(attrs, "kernel_shape", dims)
+        require("dilations" not in attrs, "a window may lie in the padding")
+        require(all(p < k for p, k in zip(grown, kernel * 2)), "a window may lie in the padding")
+        return Region(node.outputs, (x,), (node, pad), (attrs, tuple(grown)))
+
+    @staticmethod
+    def _not_negative(reader: Reader, x: Value) -> bool:
+        maker = reader.producer(x)
+        if maker is None:
+            return False
+        if maker.op == "Clip":
+            low = maker.inputs[1] if len(maker.inputs) > 1 else ABSENT
+            return bool(low) and reader.is_const(low) and reader.val(low).scalar >= 0
+        return maker.op in _NOT_NEGATIVE
+
+    def target(self, op: Op, region: Region, x: Val) -> Any:
+        attrs, pads = region.data
+        return op.MaxPool(x, attrs=attrs, pads=pads)
+
+
+class WriteOutAutoPad(RegionRule):
+    """conv(x, w; auto_pad SAME) -> conv(x, w; pads)  where the padding is known;  MaxPool and AveragePool alike."""
+
+    anchors = ("Conv", "MaxPool", "AveragePool")
+    examples = (
+        "agraph (float[N,1,H,W] x) => (float[N,1,H,W] y) <float[1,1,3,2] w = {1,2,3,4,5,6}> "
+        '{ y = Conv<auto_pad="SAME_UPPER">(x, w) }',
+        'agraph (float[N,2,5] x) => (float[N,2,3] y) { y = MaxPool<auto_pad="SAME_LOWER", kernel_shape=[2], '
+        "strides=[2]>(x) }",
+        "agraph (float[N,2,5,6] x) => (float[N,2,P,Q] y) "
+        '{ y = AveragePool<auto_pad="SAME_UPPER", kernel_shape=[3,4], strides=[2,3]>(x) }',
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        mode = node.attrs.get("auto_pad")
+        if mode is None or len(node.outputs) > 1:
+            return None
+        require(mode in ("SAME_UPPER", "SAME_LOWER"), "it does not pad")
+        x = reader.val(node.inputs[0])
+        dims = x.rank - 2
+        if node.op == "Conv":
+            kernel = reader.val(node.inputs[1]).sizes[2:]
+        else:
+            kernel = per_axis(node.attrs, "kernel_shape", dims)
+        before, after = [], []
+        for axis, (k, stride, spacing) in enumerate(
+            zip(kernel, per_axis(node.attrs, "strides", dims), per_axis(node.attrs, "dilations", dims))
+        ):
+            total = spacing * (k - 1)
+            if stride > 1:
+                size = x.size(2 + axis)
+                total = max((-(-size // stride) - 1) * stride + total + 1 - size, 0)
+            less, more = total // 2, total - total // 2
+            before.append(less if mode == "SAME_UPPER" else more)
+            after.append(more if mode == "SAME_UPPER" else less)
+        pads = (*before, *after)
+        require(node.op == "Conv" or all(p < k for p, k in zip(pads, kernel * 2)), "the runtime refuses it")
+        return Region(node.outputs, node.inputs, (node,), (node.op, node.attrs, pads))
+
+    def target(self, op: Op, region: Region, *inputs: Val | None) -> Any:
+        name, attrs, pads = region.data
+        return op[name](*inputs, attrs=attrs, auto_pad=None, ceil_mode=None, pads=pads)
+
+
+# Pools
+
+
+class ReplaceAveragePoolByConv(Rule):
+    """averagepool(x) -> conv(x, 1/n; each channel by itself)  when the padding is counted, or there is none."""
+
+    proof = "numeric"
+    relies_on = "a quotient by n is the product with 1/n, rounded"
+    dtypes = _FLOAT
+    shapes = _IMAGE
+
+    def source(self, op: Op, x: Any) -> Any:
+        return op.AveragePool(x, attrs="c")
+
+    def where(self, m: Captures, x: Val) -> None:
+        require("auto_pad" not in m.c, "it pads by itself")
+        require(not m.c.get("ceil_mode"), "a window may hang over the end")
+        require("pads" not in m.c or m.c.get("count_include_pad"), "it does not count the padding")
+        require(x.size(1) > 0, "there are no channels")
+
+    def target(self, op: Op, m: Captures, x: Val) -> Any:
+        dims, channels = x.rank - 2, x.size(1)
+        kernel = per_axis(m.c, "kernel_shape", dims)
+        share = np.full((1,) * x.rank, 1 / prod(kernel), numpy_dtype(x.dtype))
+        kept = {n: m.c.get(n) for n in ("strides", "pads", "dilations")}
+        return op.Conv(x, op.Expand(share, [channels, 1, *kernel]), group=channels, **kept)
+
+
+class ReplaceUniformConvByAveragePool(Rule):
+    """conv(x, c, b; each channel by itself) -> averagepool(x) * (n c) + b  when all weights are one number c."""
+
+    proof = "numeric"
+    relies_on = "a sum is n times the average, rounded"
+    dtypes = _FLOAT
+    optional = ("b",)
+    shapes = per_rank("x[i,c{h}] w[c,1{k}]:const b[c]")
+
+    def source(self, op: Op, x: Any, w: Any, b: Any) -> Any:
+        return op.Conv(x, w, b, attrs="c")
+
+    def where(self, m: Captures, x: Val, w: Val, b: Val | None) -> None:
+        require(w.uniform is not None, "the weights are not one number")
+        worthwhile(prod(w.sizes[2:]) > 1, "the kernel has one tap")
+        require("auto_pad" not in m.c, "it pads by itself")
+        pads = per_axis(m.c, "pads", 2 * (x.rank - 2), 0)
+        require(all(p < k for p, k in zip(pads, w.sizes[2:] * 2)), "the runtime refuses it")
+
+    def target(self, op: Op, m: Captures, x: Val, w: Val, b: Val | None) -> Any:
+        kernel = w.sizes[2:]
+        kept = {n: m.c.get(n) for n in ("strides", "pads", "dilations")}
+        y = op.AveragePool(x, kernel_shape=kernel, count_include_pad=int("pads" in m.c), **kept)
+        assert w.uniform is not None
+        factor = w.uniform * prod(kernel)
+        if not math.isclose(factor, 1.0, rel_tol=1e-7):
+            y = op.Mul(y, factor)
+        return y if b is None else op.Add(y, per_channel(op, b, x.rank - 2))
+
+
+class ReplaceFullAveragePoolByGlobal(Rule):
+    """averagepool(x; kernel = image) -> globalaveragepool(x)."""
+
+    pool, whole = "AveragePool", "GlobalAveragePool"
+    dtypes = _FLOAT
+    shapes = _IMAGE
+    examples: ClassVar[tuple[str, ...]] = (
+        "agraph (float[N,2,3,4] x) => (float[N,2,1,1] y) { y = AveragePool<kernel_shape=[3,4]>(x) }",
+        "agraph (float[N,2,3] x) => (float[N,2,1] y) { y = AveragePool<kernel_shape=[3], strides=[2]>(x) }",
+    )
+
+    def source(self, op: Op, x: Any) -> Any:
+        return op[self.pool](x, attrs="c")
+
+    def where(self, m: Captures, x: Val) -> None:
+        sizes = tuple(x.size(2 + i) for i in range(x.rank - 2))
+        require(per_axis(m.c, "kernel_shape", len(sizes)) == sizes, "the kernel is not the image")
+        require_no_padding(m.c)
+
+    def target(self, op: Op, x: Val) -> Any:
+        return op[self.whole](x)
+
+
+class ReplaceFullMaxPoolByGlobal(ReplaceFullAveragePoolByGlobal):
+    """maxpool(x; kernel = image) -> globalmaxpool(x)."""
+
+    proof = "numeric"
+    relies_on = "max is associative and commutative"
+    pool, whole = "MaxPool", "GlobalMaxPool"
+    examples: ClassVar[tuple[str, ...]] = tuple(
+        e.replace("Average", "Max") for e in ReplaceFullAveragePoolByGlobal.examples
+    )
+
+
+class ReplaceGlobalAveragePoolByMean(Rule):
+    """globalaveragepool(x) -> reducemean(x; the spatial axes)."""
+
+    pool, reduce = "GlobalAveragePool", "ReduceMean"
+    dtypes = _FLOAT
+    shapes = _IMAGE
+
+    def source(self, op: Op, x: Any) -> Any:
+        return op[self.pool](x)
+
+    def target(self, op: Op, x: Val) -> Any:
+        return op[self.reduce](x, list(range(2, x.rank)))
+
+
+class ReplaceGlobalMaxPoolByMax(ReplaceGlobalAveragePoolByMean):
+    """globalmaxpool(x) -> reducemax(x; the spatial axes)."""
+
+    pool, reduce = "GlobalMaxPool", "ReduceMax"
+
+
+class ReplaceMeanByGlobalAveragePool(Rule):
+    """reducemean(x; the spatial axes) -> globalaveragepool(x), squeezed where it keeps no dimensions."""
+
+    pool, reduce = "GlobalAveragePool", "ReduceMean"
+    dtypes = _FLOAT
+    shapes = per_rank("x[i,c{h}] axes[n]:const")
+    examples: ClassVar[tuple[str, ...]] = (
+        "agraph (float[N,2,3,W] x) => (float[N,2,1,1] y) <int64[2] a = {2,3}> { y = ReduceMean(x, a) }",
+        "agraph (float[N,2,3,4] x) => (float[N,2] y) <int64[2] a = {-1,-2}> { y = ReduceMean<keepdims=0>(x, a) }",
+        "agraph (float[N,C,3] x) => (float[N,C] y) <int64[1] a = {2}> { y = ReduceMean<keepdims=0>(x, a) }",
+        "agraph (float[2,C,3,4,5] x) => (float[2,C,1,1,1] y) <int64[3] a = {2,4,3}> { y = ReduceMean(x, a) }",
+    )
+
+    def source(self, op: Op, x: Any, axes: Any) -> Any:
+        return op[self.reduce](x, axes, keepdims="keep")
+
+    def where(self, m: Captures, x: Val, axes: Val) -> None:
+        places = sorted(fronts(axes.ints, x.rank))
+        require(places == list(range(2, x.rank)), "it does not reduce the spatial axes")
+
+    def target(self, op: Op, m: Captures, x: Val, axes: Val) -> Any:
+        y = op[self.pool](x)
+        return y if m.keep else op.Squeeze(y, list(range(2, x.rank)))
+
+
+class ReplaceMaxByGlobalMaxPool(ReplaceMeanByGlobalAveragePool):
+    """reducemax(x; the spatial axes) -> globalmaxpool(x), squeezed where it keeps no dimensions."""
+
+    pool, reduce = "GlobalMaxPool", "ReduceMax"
+    examples: ClassVar[tuple[str, ...]] = tuple(
+        e.replace("ReduceMean", "ReduceMax") for e in ReplaceMeanByGlobalAveragePool.examples
+    )
+
+
+class PushAveragePoolBeforeConv(Rule):
+    """averagepool(conv(x, w, b)) -> conv(averagepool(x), w, b)  for a 1x1 kernel."""
+
+    optional = ("b",)
+    shapes = _POINTWISE
+
+    def source(self, op: Op, x: Any, w: Any, b: Any) -> Any:
+        return op.AveragePool(op.Conv(x, w, b, attrs="c"), attrs="p")
+
+    def where(self, m: Captures, x: Val, w: Val, b: Val | None) -> None:
+        require_pointwise(m.c)
+        require(b is None or not m.p.get("count_include_pad"), "the bias is averaged with padding")
+
+    def target(self, op: Op, m: Captures, x: Val, w: Val, b: Val | None) -> Any:
+        return op.Conv(op.AveragePool(x, attrs=m.p), w, b, attrs=m.c)
+
+
+class PushGlobalAveragePoolBeforeConv(Rule):
+    """globalaveragepool(conv(x, w, b)) -> conv(globalaveragepool(x), w, b)  for a 1x1 kernel."""
+
+    optional = ("b",)
+    shapes = _POINTWISE
+
+    def source(self, op: Op, x: Any, w: Any, b: Any) -> Any:
+        return op.GlobalAveragePool(op.Conv(x, w, b, attrs="c"))
+
+    def where(self, m: Captures, x: Val, w: Val, b: Val | None) -> None:
+        require_pointwise(m.c)
+
+    def target(self, op: Op, m: Captures, x: Val, w: Val, b: Val | None) -> Any:
+        return op.Conv(op.GlobalAveragePool(x), w, b, attrs=m.c)
+
+
+class PushConvBeforeAveragePool(Rule):
+    """conv(averagepool(x), w, b) -> averagepool(conv(x, w)) + b  for a 1x1 kernel: the pool has fewer channels."""
+
+    optional = ("b",)
+    shapes = _POINTWISE
+
+    def source(self, op: Op, x: Any, w: Any, b: Any) -> Any:
+        return op.Conv(op.AveragePool(x, attrs="p"), w, b, attrs="c")
+
+    def where(self, m: Captures, x: Val, w: Val, b: Val | None) -> None:
+        require_pointwise(m.c)
+
+    def target(self, op: Op, m: Captures, x: Val, w: Val, b: Val | None) -> Any:
+        if b is None or not m.p.get("count_include_pad"):
+            return op.AveragePool(op.Conv(x, w, b, attrs=m.c), attrs=m.p)
+        y = op.AveragePool(op.Conv(x, w, attrs=m.c), attrs=m.p)
+        return op.Add(y, per_channel(op, b, x.rank - 2))
+
+
+class MergeMaxPools(Rule):
+    """maxpool(maxpool(x)) -> maxpool(x)  with a window of both: k = k' + s' (k - 1), strides multiplied."""
+
+    proof = "numeric"
+    relies_on = "max is associative, commutative and idempotent"
+    shapes = _IMAGE
+    examples = (
+        "agraph (float[N,2,H,7] x) => (float[N,2,P,Q] y) { a = MaxPool<kernel_shape=[5,3], pads=[2,1,2,1]>(x) "
+        "y = MaxPool<kernel_shape=[5,3], pads=[2,0,2,1]>(a) }",
+        "agraph (float[N,2,8] x) => (float[N,2,P] y) { a = MaxPool<kernel_shape=[2], strides=[2]>(x) "
+        "y = MaxPool<kernel_shape=[3], strides=[2], pads=[1,1]>(a) }",
+        "agraph (float[N,2,9] x) => (float[N,2,P] y) { a = MaxPool<kernel_shape=[3], strides=[2], pads=[1,0]>(x) "
+        "y = MaxPool<kernel_shape=[2]>(a) }",
+    )
+
+    def source(self, op: Op, x: Any) -> Any:
+        return op.MaxPool(op.MaxPool(x, attrs="a"), attrs="b")
+
+    def where(self, m: Captures, x: Val) -> None:
+        dims = x.rank - 2
+        for attrs in (m.a, m.b):
+            require("auto_pad" not in attrs, "it pads by itself")
+            require(not attrs.get("ceil_mode"), "a window may hang over the end")
+            require("dilations" not in attrs, "the windows have holes")
+            require(meets_image(attrs, dims), "a window may lie in the padding")
+        inner, outer = (per_axis(a, "kernel_shape", dims) for a in (m.a, m.b))
+        strides = per_axis(m.a, "strides", dims)
+        holes = any(s > k and n > 1 for s, k, n in zip(strides, inner, outer))
+        require(not holes, "the windows have holes")
+        (before, after), (_, behind) = pads_of(m.a, dims), pads_of(m.b, dims)
+        for axis, (k, s) in enumerate(zip(inner, strides)):
+            if s > 1 and behind[axis]:
+                room = x.size(2 + axis) + before[axis] + after[axis] - k
+                reach = room // s * s + k - before[axis]
+                require(
+                    reach >= x.size(2 + axis), "the first pool leaves out an end that the second would meet"
+                )
+
+    def target(self, op: Op, m: Captures, x: Val) -> Any:
+        dims = x.rank - 2
+        inner, outer = (per_axis(a, "kernel_shape", dims) for a in (m.a, m.b))
+        s, t = (per_axis(a, "strides", dims) for a in (m.a, m.b))
+        p, q = (per_axis(a, "pads", 2 * dims, 0) for a in (m.a, m.b))
+        return op.MaxPool(
+            x,
+            kernel_shape=[k + a * (n - 1) for k, a, n in zip(inner, s, outer)],
+            strides=[a * b for a, b in zip(s, t)],
+            pads=[a + b * c for a, b, c in zip(p, s * 2, q)],
+        )
+
+
+# Functions that do not fall anywhere, with the attribute that must not be negative for that.
+_RISING: dict[str, str] = {
+    **dict.fromkeys(
+        ("Ceil", "Clip", "Erf", "Exp", "Floor", "Relu", "Round", "Sigmoid", "Softplus", "Tanh"), ""
+    ),
+    **dict.fromkeys(("Elu", "HardSigmoid", "LeakyRelu"), "alpha"),
+}
+_MAX_POOLS = ("GlobalMaxPool", "MaxPool")
+
+
+def _rises(node: Node) -> bool:
+    """Whether a node is a function, element by element, of one input that does not fall anywhere."""
+    attribute = _RISING.get(node.op)
+    if attribute is None:
+        return False
+    slope = node.attrs.get(attribute, 1.0) if attribute else 1.0
+    return isinstance(slope, (int, float)) and slope >= 0
+
+
+class _SwapMaxPool(RegionRule):
+    """A maximum and a function that rises."""
+
+    proof = "numeric"
+    relies_on = "a function that does not fall commutes with max"
+    dtypes = _FLOAT
+
+    def region(self, reader: Reader, node: Node, inner: Node, pool: Node, function: Node) -> Region:
+        worthwhile(read_once(reader, node.inputs[0]), "what is between is read elsewhere")
+        require(_rises(function), "the function may fall")
+        dims = reader.val(pool.inputs[0]).rank - 2
+        require(pool.op != "MaxPool" or meets_image(pool.attrs, dims), "a window may lie in the padding")
+        data = (pool.op, pool.attrs, function.op, function.attrs)
+        return Region(node.outputs, (inner.inputs[0], *function.inputs[1:]), (node, inner), data)
+
+
+class PushRisingBeforeMaxPool(_SwapMaxPool):
+    """f(maxpool(x)) -> maxpool(f(x))  for f that does not fall: the runtime fuses it with what makes x."""
+
+    unpriced = True
+    anchors = tuple(_RISING)
+    reads_from = _MAX_POOLS
+    examples = (
+        "agraph (float[N,2,5,6] x) => (float[N,2,P,Q] y) "
+        "{ a = MaxPool<kernel_shape=[3,2], strides=[2,2], pads=[1,0,1,0]>(x) y = Relu(a) }",
+        "agraph (float[N,2,5] x) => (float[N,2,1] y) { a = GlobalMaxPool(x) y = LeakyRelu<alpha=0.1>(a) }",
+        "agraph (float[N,2,5] x) => (float[N,2,3] y) <float l = {-0.5}> "
+        "{ a = MaxPool<kernel_shape=[3]>(x) y = Clip(a, l) }",
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        pool = reader.producer(node.inputs[0])
+        if pool is None or pool.op not in _MAX_POOLS or pool.const or len(pool.outputs) > 1:
+            return None
+        return self.region(reader, node, pool, pool, node)
+
+    def target(self, op: Op, region: Region, x: Val, *rest: Val | None) -> Any:
+        pool, pooled, name, attrs = region.data
+        return op[pool](op[name](x, *rest, attrs=attrs), attrs=pooled)
+
+
+class PushRisingBehindMaxPool(_SwapMaxPool):
+    """maxpool(f(x)) -> f(maxpool(x))  for f that does not fall: there is less to compute."""
+
+    anchors = _MAX_POOLS
+    reads_from = tuple(_RISING)
+    examples = (
+        "agraph (float[N,2,5,6] x) => (float[N,2,P,Q] y) "
+        "{ a = Sigmoid(x) y = MaxPool<kernel_shape=[3,2], strides=[2,2], pads=[1,0,1,0]>(a) }",
+        "agraph (float[N,2,5] x) => (float[N,2,1] y) { a = HardSigmoid<alpha=0.3>(x) y = GlobalMaxPool(a) }",
+        "agraph (float[N,2,5] x) => (float[N,2,3] y) <float l = {-0.5}, float h = {0.75}> "
+        "{ a = Clip(x, l, h) y = MaxPool<kernel_shape=[3]>(a) }",
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        function = reader.producer(node.inputs[0])
+        if function is None or function.op not in _RISING or function.const or len(node.outputs) > 1:
+            return None
+        return self.region(reader, node, function, node, function)
+
+    def target(self, op: Op, region: Region, x: Val, *rest: Val | None) -> Any:
+        pool, pooled, name, attrs = region.data
+        return op[name](op[pool](x, attrs=pooled), *rest, attrs=attrs)
+
+
+# Resize
+
+
+class _SwapResize(Rule):
+    """A 1x1 convolution and a Resize that repeats or drops pixels."""
+
+    optional = ("b", "roi", "scales", "sizes")
+    shapes = per_rank("x[i,j{h}] w[m,p{1}] b[m] scales:const sizes:const", ranks=(1, 2))
+
+    def where(
+        self,
+        m: Captures,
+        x: Val,
+        w: Val,
+        b: Val | None,
+        roi: Val | None,
+        scales: Val | None,
+        sizes: Val | None,
+    ) -> None:
+        require_pointwise(m.c)
+        require(m.r.get("mode", "nearest") == "nearest", "it mixes pixels")
+        mode = m.r.get("coordinate_transformation_mode")
+        require(mode != "tf_crop_and_resize", "it crops")
+        require("keep_aspect_ratio_policy" not in m.r, "the channels may set the scale")
+        if "axes" in m.r:
+            require(min(fronts(_ints(m.r["axes"]), x.rank)) > 1, "it resizes more than the image")
+        elif scales is not None and scales.array.size:
+            kept = bool(np.all(scales.array[:2] == 1))
+            require(kept, "it resizes more than the image")
+        else:
+            assert sizes is not None
+            require(sizes.ints[:2] == (x.size(0), self.channels(x, w)), "it resizes more than the image")
+
+    def channels(self, x: Val, w: Val) -> int:
+        """Of what is resized on the left side."""
+        return x.size(1)
+
+    def resized(
+        self,
+        op: Op,
+        m: Captures,
+        x: Val,
+        channels: int,
+        roi: Val | None,
+        scales: Val | None,
+        sizes: Val | None,
+    ) -> Any:
+        to: Any = sizes
+        if sizes is not None and "axes" not in m.r:
+            to = [sizes.ints[0], channels, *sizes.ints[2:]]
+        return op.Resize(x, roi, scales, to, attrs=m.r)
+
+
+class PushConvBeforeResize(_SwapResize):
+    """conv(resize(x), w, b) -> resize(conv(x, w, b))  for a 1x1 kernel and the nearest pixel."""
+
+    examples = (
+        "agraph (float[2,1,2,3] x) => (float[2,2,4,6] y) <float[2,1,1,1] w = {1,2}, float[2] b = {3,4}, "
+        "float[4] s = {1,1,2,2}> { r = Resize(x, , s) y = Conv(r, w, b) }",
+        "agraph (float[2,2,3,2] x) => (float[2,1,4,3] y) <float[1,2,1,1] w = {1,2}, int64[4] s = {2,2,4,3}> "
+        '{ r = Resize<coordinate_transformation_mode="asymmetric", nearest_mode="floor">(x, , , s) '
+        "y = Conv(r, w) }",
+        "agraph (float[N,2,3] x) => (float[N,1,5] y) <float[1,2,1] w = {1,2}, int64[1] s = {5}> "
+        "{ r = Resize<axes=[2]>(x, , , s) y = Conv(r, w) }",
+    )
+
+    def source(self, op: Op, x: Any, w: Any, b: Any, roi: Any, scales: Any, sizes: Any) -> Any:
+        return op.Conv(op.Resize(x, roi, scales, sizes, attrs="r"), w, b, attrs="c")
+
+    def target(
+        self,
+        op: Op,
+        m: Captures,
+        x: Val,
+        w: Val,
+        b: Val | None,
+        roi: Val | None,
+        scales: Val | None,
+        sizes: Val | None,
+    ) -> Any:
+        y = op.Conv(x, w, b, attrs=m.c)
+        return self.resized(op, m, y, w.size(0), roi, scales, sizes)
+
+
+class PushResizeBeforeConv(_SwapResize):
+    """resize(conv(x, w, b)) -> conv(resize(x), w, b)  for a 1x1 kernel and the nearest pixel."""
+
+    examples = (
+        "agraph (float[2,1,4,6] x) => (float[2,2,2,3] y) <float[2,1,1,1] w = {1,2}, float[2] b = {3,4}, "
+        "float[4] s = {1,1,0.5,0.5}> { r = Conv(x, w, b) y = Resize(r, , s) }",
+        "agraph (float[2,2,3,2] x) => (float[2,1,4,3] y) <float[1,2,1,1] w = {1,2}, int64[4] s = {2,1,4,3}> "
+        '{ r = Conv(x, w) y = Resize<nearest_mode="ceil">(r, , , s) }',
+        "agraph (float[N,2,3] x) => (float[N,1,5] y) <float[1,2,1] w = {1,2}, int64[1] s = {5}> "
+        "{ r = Conv(x, w) y = Resize<axes=[2]>(r, , , s) }",
+    )
+
+    def source(self, op: Op, x: Any, w: Any, b: Any, roi: Any, scales: Any, sizes: Any) -> Any:
+        return op.Resize(op.Conv(x, w, b, attrs="c"), roi, scales, sizes, attrs="r")
+
+    def channels(self, x: Val, w: Val) -> int:
+        return w.size(0)
+
+    def target(
+        self,
+        op: Op,
+        m: Captures,
+        x: Val,
+        w: Val,
+        b: Val | None,
+        roi: Val | None,
+        scales: Val | None,
+        sizes: Val | None,
+    ) -> Any:
+        return op.Conv(self.resized(op, m, x, x.size(1), roi, scales, sizes), w, b, attrs=m.c)
+
+
+RULES: tuple[AnyRule, ...] = (
+    ReplacePointwiseConvByMatMul(),
+    ReplaceMatMulByPointwiseConv(),
+    MergeTransposedMatMulIntoConv(),
+    ReplaceConvOfTransposeByMatMul(),
+    ReplaceConvStrideBySlice(),
+    FoldSliceIntoConvStride(),
+    ReplaceDepthwisePointwiseConvByMul(),
+    ReplaceFullConvByGemm(),
+    ReplacePatchConvByMatMul(),
+    MergePatchMatMulIntoConv(),
+    ReplaceConvTransposeByConv(),
+    SplitDilatedConvIntoPhases(),
+    MergeBatchIntoHeight(),
+    RaiseConvToTwoDimensions(),
+    LowerConvToOneDimension(),
+    MergeConvIntoPointwise(),
+    MergePointwiseIntoConv(),
+    PushSliceIntoConv(),
+    MoveScaleIntoConvWeights(),
+    FoldPadIntoConv(),
+    FoldPadIntoAveragePool(),
+    FoldPadIntoMaxPool(),
+    WriteOutAutoPad(),
+    ReplaceAveragePoolByConv(),
+    ReplaceUniformConvByAveragePool(),
+    ReplaceFullAveragePoolByGlobal(),
+    ReplaceFullMaxPoolByGlobal(),
+    ReplaceGlobalAveragePoolByMean(),
+    ReplaceGlobalMaxPoolByMax(),
+    ReplaceMeanByGlobalAveragePool(),
+    ReplaceMaxByGlobalMaxPool(),
+    PushAveragePoolBeforeConv(),
+    PushGlobalAveragePoolBeforeConv(),
+    PushConvBeforeAveragePool(),
+    MergeMaxPools(),
+    PushRisingBeforeMaxPool(),
+    PushRisingBehindMaxPool(),
+    PushConvBeforeResize(),
+    PushResizeBeforeConv(),
+)

@@ -1,0 +1,443 @@
+"""ONNX Runtime's own operators (domain com.microsoft), where its optimiser does not write them itself.
+
+They are written only when the user allows it: no other runtime has them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from rewrite_rules.axes import compose, perm_of, reshape_numbers
+from rewrite_rules.elementwise import read_once
+from rewrite_rules.shapes import either
+from xrlflow.ir import Dim, DType, Node, TensorType, Value
+from xrlflow.rewrite import AnyRule, Captures, Op, Reader, Region, RegionRule, Rule, Val, require, worthwhile
+
+_FLOAT = frozenset({DType.FLOAT})
+
+
+class _Contributed(Rule):
+    """A rule that writes an operator of ONNX Runtime."""
+
+    contrib = True
+    backend = "onnxruntime"
+    dtypes = _FLOAT
+
+
+# Products
+
+
+def _last_two(rank: int) -> tuple[int, ...]:
+    """The permutation that exchanges the last two dimensions."""
+    return (*range(rank - 2), rank - 1, rank - 2)
+
+
+def _perm(found: Any, rank: int) -> tuple[int, ...]:
+    """A captured permutation; the absent one reverses the dimensions."""
+    return tuple(range(rank))[::-1] if found is None else tuple(int(p) for p in found)
+
+
+class _FuseTransposeIntoMatMul(_Contributed):
+    """A product that reads one operand the other way around."""
+
+    def where(self, m: Captures, x: Val, y: Val) -> None:
+        perm = _perm(m.p, y.rank)
+        require(len(perm) >= 2, "a vector cannot be turned around")
+        worthwhile(perm[-2] == len(perm) - 1, "its rows would not stay together")
+
+    @staticmethod
+    def turned(op: Op, m: Captures, y: Val) -> Any:
+        """The operand, but for the exchange of its last two dimensions."""
+        perm = compose(_perm(m.p, y.rank), _last_two(y.rank))
+        return y if perm == tuple(range(y.rank)) else op.Transpose(y, perm=perm)
+
+
+class FuseTransposeIntoRightOfMatMul(_FuseTransposeIntoMatMul):
+    """x @ transpose(y) -> fusedmatmul(x, y; transB)  with a transpose left that moves whole rows, or none."""
+
+    shapes = "x[...,a,k] y[...,c,d]"
+    examples = (
+        "agraph (float[N,2,3,4] q, float[N,5,2,4] k) => (float[N,2,3,5] y) "
+        "{ t = Transpose<perm=[0,2,3,1]>(k) y = MatMul(q, t) }",
+        "agraph (float[3,4] x, float[5,4] z) => (float[3,5] y) { t = Transpose(z) y = MatMul(x, t) }",
+    )
+
+    def source(self, op: Op, x: Any, y: Any) -> Any:
+        return op.MatMul(x, op.Transpose(y, perm="p"))
+
+    def target(self, op: Op, m: Captures, x: Val, y: Val) -> Any:
+        whole = op.MatMul(x, op.Transpose(y, perm=m.p))
+        return op["com.microsoft::FusedMatMul"](x, self.turned(op, m, y), transB=1, type=whole.type)
+
+
+class FuseTransposeIntoLeftOfMatMul(_FuseTransposeIntoMatMul):
+    """transpose(y) @ x -> fusedmatmul(y, x; transA)  with a transpose left that moves whole rows, or none."""
+
+    shapes = "x[...,k,b] y[...,c,d]"
+    examples = (
+        "agraph (float[N,2,3,4] q, float[N,3,2,5] k) => (float[N,2,5,4] y) "
+        "{ t = Transpose<perm=[0,2,3,1]>(k) y = MatMul(t, q) }",
+        "agraph (float[4,3] x, float[4,5] z) => (float[5,3] y) { t = Transpose(z) y = MatMul(t, x) }",
+    )
+
+    def source(self, op: Op, x: Any, y: Any) -> Any:
+        return op.MatMul(op.Transpose(y, perm="p"), x)
+
+    def target(self, op: Op, m: Captures, x: Val, y: Val) -> Any:
+        whole = op.MatMul(op.Transpose(y, perm=m.p), x)
+        return op["com.microsoft::FusedMatMul"](self.turned(op, m, y), x, transA=1, type=whole.type)
+
+
+class FuseScaleIntoMatMul(_Contributed):
+    """(x @ y) * c -> fusedmatmul(x, y; alpha c)  with c one constant number."""
+
+    shapes = either("x[...,a,k] y[...,k,n]", ("c[]:const", "c[1]:const", "c[1,1]:const"))
+
+    def source(self, op: Op, x: Any, y: Any, c: Any) -> Any:
+        return op.Mul(op.MatMul(x, y), c)
+
+    def where(self, m: Captures, x: Val, y: Val, c: Val) -> None:
+        worthwhile(c.known, "the constant cannot be read")
+
+    def target(self, op: Op, x: Val, y: Val, c: Val) -> Any:
+        whole = op.MatMul(x, y)
+        return op["com.microsoft::FusedMatMul"](x, y, alpha=c.scalar, type=whole.type)
+
+
+class FuseTransposedScale(_Contributed):
+    """(x @ transpose(y)) * c -> fusedmatmul(x, y; transB, alpha c)  with c one constant number."""
+
+    shapes = either("x[...,a,k] y[...,n,k]", ("c[]:const", "c[1]:const"))
+
+    def source(self, op: Op, x: Any, y: Any, c: Any) -> Any:
+        return op.Mul(op.MatMul(x, op.Transpose(y, perm="p")), c)
+
+    def where(self, m: Captures, x: Val, y: Val, c: Val) -> None:
+        require(_perm(m.p, y.rank) == _last_two(y.rank), "it does not exchange the last two dimensions")
+        worthwhile(c.known, "the constant cannot be read")
+
+    def target(self, op: Op, m: Captures, x: Val, y: Val, c: Val) -> Any:
+        whole = op.MatMul(x, op.Transpose(y, perm=m.p))
+        return op["com.microsoft::FusedMatMul"](x, y, transB=1, alpha=c.scalar, type=whole.type)
+
+
+# Activations
+
+
+class FuseQuickGelu(_Contributed):
+    """x * sigmoid(x * a) -> quickgelu(x; alpha a)  with a one constant number."""
+
+    shapes = either("x[...]:float", ("a[]:const", "a[1]:const"))
+
+    def source(self, op: Op, x: Any, a: Any) -> Any:
+        return op.Mul(x, op.Sigmoid(op.Mul(x, a)))
+
+    def where(self, m: Captures, x: Val, a: Val) -> None:
+        require(x.rank >= a.rank, "it adds a dimension")
+        worthwhile(a.known, "the constant cannot be read")
+
+    def target(self, op: Op, x: Val, a: Val) -> Any:
+        return op["com.microsoft::QuickGelu"](x, alpha=a.scalar, type=x.type)
+
+
+class FuseSiluIntoQuickGelu(_Contributed):
+    """x * sigmoid(x) -> quickgelu(x; alpha 1)."""
+
+    shapes = "x[...]:float"
+
+    def source(self, op: Op, x: Any) -> Any:
+        return op.Mul(x, op.Sigmoid(x))
+
+    def target(self, op: Op, x: Val) -> Any:
+        return op["com.microsoft::QuickGelu"](x, alpha=1.0, type=x.type)
+
+
+class FuseBiasGelu(_Contributed):
+    """gelu(x + b) -> biasgelu(x, b)  with b a number for each of the last dimension."""
+
+    shapes = "x[...,n] b[n]"
+
+    def source(self, op: Op, x: Any, b: Any) -> Any:
+        return op.Gelu(op.Add(x, b))
+
+    def where(self, m: Captures, x: Val, b: Val) -> None:
+        worthwhile(b.size(0) > 0, "it is empty")
+
+    def target(self, op: Op, x: Val, b: Val) -> Any:
+        return op["com.microsoft::BiasGelu"](x, b, type=x.type)
+
+
+class FuseBiasFastGelu(_Contributed):
+    """gelu(x + b; tanh) -> fastgelu(x, b)  with b a number for each of the last dimension."""
+
+    shapes = "x[...,n] b[n]"
+    examples = (
+        "agraph (float[N,3,4] x, float[4] b) => (float[N,3,4] y) "
+        '{ a = Add(x, b) y = Gelu<approximate="tanh">(a) }',
+    )
+
+    def source(self, op: Op, x: Any, b: Any) -> Any:
+        return op.Gelu(op.Add(x, b), approximate="how")
+
+    def where(self, m: Captures, x: Val, b: Val) -> None:
+        require(m.how == "tanh", "it is not approximate")
+        worthwhile(b.size(0) > 0, "it is empty")
+
+    def target(self, op: Op, x: Val, b: Val) -> Any:
+        return op["com.microsoft::FastGelu"](x, b, type=x.type)
+
+
+# Normalisation
+
+
+class FuseSkipLayerNormalization(_Contributed):
+    """layernormalization(x + y, s, t) -> skiplayernormalization(x, y, s, t)  over the last dimension.
+
+    The runtime does so itself, except where the sum is written as a Sum, which is faster on several threads.
+    """
+
+    unpriced = True
+    optional = ("t",)
+    shapes = "x[a,b,n] y[a,b,n] s[n] t[n] | x[a,n] y[a,n] s[n] t[n]"
+
+    def source(self, op: Op, x: Any, y: Any, s: Any, t: Any) -> Any:
+        return op.LayerNormalization(op.Add(x, y), s, t, epsilon="epsilon")
+
+    def target(self, op: Op, m: Captures, x: Val, y: Val, s: Val, t: Val | None) -> Any:
+        fused = op["com.microsoft::SkipLayerNormalization"]
+        return fused(x, y, s, t, epsilon=m.epsilon, type=x.type)
+
+
+# Attention
+
+
+class ReplaceAttentionByMultiHead(RegionRule):
+    """transpose(attention(transpose(q), transpose(k), transpose(v), mask)) -> multiheadattention(q, k, v, mask).
+
+    The heads stay where the projections have them. Where a whole row is masked by -inf the result is NaN.
+    """
+
+    contrib = True
+    backend = "onnxruntime"
+    dtypes = _FLOAT
+    spreads = True
+    anchors = ("Attention",)
+    reads_from = ("Transpose",)
+    examples = (
+        "agraph (float[N,S,2,4] q, float[N,T,2,4] k, float[N,T,2,6] v, float[1,1,S,T] m) => (float[N,S,2,6] y) "
+        "{ a = Transpose<perm=[0,2,1,3]>(q) b = Transpose<perm=[0,2,1,3]>(k) c = Transpose<perm=[0,2,1,3]>(v) "
+        "d = Attention<scale=0.25>(a, b, c, m) y = Transpose<perm=[0,2,1,3]>(d) }",
+        "agraph (float[2,3,1,4] q, float[2,5,1,4] k, float[2,5,1,4] v, float[3,5] m) => (float[2,3,1,4] y) "
+        "{ a = Transpose<perm=[0,2,1,3]>(q) b = Transpose<perm=[0,2,1,3]>(k) c = Transpose<perm=[0,2,1,3]>(v) "
+        "d = Attention(a, b, c, m) y = Transpose<perm=[0,2,1,3]>(d) }",
+        "agraph (float[1,3,2,2] q, float[1,4,2,2] k, float[1,4,2,2] v) => (float[1,3,2,2] y) "
+        "{ a = Transpose<perm=[0,2,1,3]>(q) b = Transpose<perm=[0,2,1,3]>(k) c = Transpose<perm=[0,2,1,3]>(v) "
+        "d = Attention(a, b, c) y = Transpose<perm=[0,2,1,3]>(d) }",
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        if not 3 <= len(node.inputs) <= 4 or len(node.outputs) > 1:
+            return None
+        require(node.attrs.keys() <= {"scale"}, "it is causal, capped, or has heads of its own")
+        turned = [self._turned(reader, v) for v in node.inputs[:3]]
+        after = reader.users(node.outputs[0])
+        if not all(turned) or len(after) != 1 or after[0].op != "Transpose":
+            return None
+        worthwhile(read_once(reader, node.outputs[0]), "it is read elsewhere")
+        require(perm_of(after[0], 4) == (0, 2, 1, 3), "the heads do not go back")
+        rows = [t.inputs[0] for t in turned if t is not None]
+        q, k, v = (reader.val(r).shape for r in rows)
+        sizes = (*q[2:], *k[2:], *v[2:])
+        require(all(isinstance(d, int) and d > 0 for d in sizes), "the heads are not known")
+        require(q[2] == k[2] == v[2], "heads share keys")
+        mask = node.inputs[3] if len(node.inputs) > 3 else None
+        if mask is not None:
+            require(reader.type(mask).dtype == DType.FLOAT, "the mask is not added")
+            require(self._fits(reader.val(mask).shape, q, k), "the mask does not fit")
+        inputs = tuple(rows) if mask is None else (*rows, mask)
+        return Region(after[0].outputs, inputs, (node, after[0]), node.attrs.get("scale"))
+
+    @staticmethod
+    def _turned(reader: Reader, value: Value) -> Node | None:
+        """The Transpose that exchanges positions and heads."""
+        node = reader.producer(value)
+        if node is None or node.op != "Transpose" or len(node.types[0].shape or ()) != 4:
+            return None
+        return node if perm_of(node, 4) == (0, 2, 1, 3) else None
+
+    @staticmethod
+    def _fits(mask: tuple[Dim, ...], q: tuple[Dim, ...], k: tuple[Dim, ...]) -> bool:
+        if not 2 <= len(mask) <= 4 or None in mask:
+            return False
+        batch, heads, rows, columns = (1,) * (4 - len(mask)) + mask
+        return batch in (1, q[0]) and heads in (1, q[2]) and rows == q[1] and columns == k[1]
+
+    def target(self, op: Op, region: Region, q: Val, k: Val, v: Val, mask: Val | None = None) -> Any:
+        flat = []
+        for x in (q, k, v):
+            shape = (*x.shape[:2], x.size(2) * x.size(3))
+            flat.append(op.Reshape(x, reshape_numbers(x.shape, shape)))
+        if mask is not None and mask.rank < 4:
+            mask = op.Unsqueeze(mask, list(range(4 - mask.rank)))
+        given = {} if region.data is None else {"scale": region.data}
+        heads, width = v.size(2), v.size(3)
+        y = op["com.microsoft::MultiHeadAttention"](
+            *flat,
+            None,
+            None,
+            mask,
+            num_heads=heads,
+            type=TensorType(q.dtype, (*q.shape[:2], heads * width)),
+            **given,
+        )
+        return op.Reshape(y, reshape_numbers(y.shape, (*q.shape[:2], heads, width)))
+
+
+class ReplaceRotaryEmbedding(_Contributed):
+    """rotaryembedding(x, cosine, sine, positions) -> com.microsoft's, which the runtime knows longer."""
+
+    shapes = "x[a,h,s,d] cosine[m,n] sine[m,n] positions[a,s]:int | x[a,s,d] cosine[m,n] sine[m,n] positions[a,s]:int"
+    examples = (
+        "agraph (float[2,3,4,8] x, float[5,4] c, float[5,4] s, int64[2,4] p) => (float[2,3,4,8] y) "
+        "{ y = RotaryEmbedding(x, c, s, p) }",
+        "agraph (float[2,4,16] x, float[5,4] c, float[5,4] s, int64[2,4] p) => (float[2,4,16] y) "
+        "{ y = RotaryEmbedding<num_heads=2, interleaved=1>(x, c, s, p) }",
+        "agraph (float[1,2,4,8] x, float[5,2] c, float[5,2] s, int64[1,4] p) => (float[1,2,4,8] y) "
+        "{ y = RotaryEmbedding<num_heads=2, rotary_embedding_dim=4>(x, c, s, p) }",
+    )
+
+    def source(self, op: Op, x: Any, cosine: Any, sine: Any, positions: Any) -> Any:
+        return op.RotaryEmbedding(x, cosine, sine, positions, attrs="c")
+
+    def where(self, m: Captures, x: Val, cosine: Val, sine: Val, positions: Val) -> None:
+        require(positions.dtype == DType.INT64, "the positions are of another type")
+        heads = m.c.get("num_heads", 0)
+        width = x.size(3) if x.rank == 4 else x.size(2) // max(heads, 1)
+        require(x.rank == 4 or heads > 0, "the number of heads is not known")
+        turned = m.c.get("rotary_embedding_dim", 0) or width
+        require(cosine.size(1) * 2 == turned, "the tables are wider than what is turned")
+        require(x.rank == 3 or turned == width or heads == x.shape[1], "the number of heads is not known")
+
+    def target(self, op: Op, m: Captures, x: Val, cosine: Val, sine: Val, positions: Val) -> Any:
+        rotary = op["com.microsoft::RotaryEmbedding"]
+        return rotary(x, positions, cosine, sine, attrs=m.c, type=x.type)
+
+
+# What is quantised
+
+
+class FuseMatMulIntegerToFloat(_Contributed):
+    """cast(matmulinteger(a, b)) * (s * t) -> matmulintegertofloat(a, b, s, t)  with t one number, or one per column."""
+
+    proof = "numeric"
+    relies_on = "a product of three numbers is the same in any order, rounded"
+    optional = ("z", "u")
+    shapes = either(
+        "a[...,m,k] b[k,n]",
+        ("s[]:float", "s[1]:float"),
+        ("t[]:float", "t[1]:float", "t[n]:float"),
+        "z[...] u[...]",
+    )
+    examples = (
+        "agraph (uint8[N,3,4] a, int8[4,2] b, float s, float[2] t, uint8 z) => (float[N,3,2] y) "
+        "{ p = MatMulInteger(a, b, z) f = Cast<to=1>(p) c = Mul(s, t) y = Mul(f, c) }",
+        "agraph (uint8[3,4] a, uint8[4,2] b, float[1] s, float t, uint8 z, uint8 u) => (float[3,2] y) "
+        "{ p = MatMulInteger(a, b, z, u) f = Cast<to=1>(p) c = Mul(t, s) y = Mul(c, f) }",
+    )
+
+    def source(self, op: Op, a: Any, b: Any, z: Any, u: Any, s: Any, t: Any) -> Any:
+        return op.Mul(op.Cast(op.MatMulInteger(a, b, z, u), to=1), op.Mul(s, t))
+
+    def where(self, m: Captures, a: Val, b: Val, z: Val | None, u: Val | None, s: Val, t: Val) -> None:
+        require_zeros(z, u)
+
+    def target(self, op: Op, a: Val, b: Val, z: Val | None, u: Val | None, s: Val, t: Val) -> Any:
+        like = op.Cast(op.MatMulInteger(a, b, z, u), to=1)
+        return op["com.microsoft::MatMulIntegerToFloat"](a, b, s, t, z, u, type=like.type)
+
+
+def require_zeros(*zeros: Val | None) -> None:
+    """Refuse zero points that are more than one number."""
+    for zero in zeros:
+        require(zero is None or all(d == 1 for d in zero.sizes), "a zero point is not one number")
+
+
+_QUANTISED = either(
+    "x[...,m,k]:float b[k,n]:const", ("t[]:float", "t[1]:float", "t[n]:float"), ("u[]", "u[1]"), "c[n]:float"
+)
+
+
+class FuseDynamicQuantizeMatMul(_Contributed):
+    """quantise(x), and the integer product with b, scaled back -> dynamicquantizematmul(x, b, t, u)."""
+
+    proof = "numeric"
+    relies_on = "a product of three numbers is the same in any order, rounded"
+    optional: ClassVar[tuple[str, ...]] = ("u",)
+    shapes = _QUANTISED.replace(" c[n]:float", "")
+    examples: ClassVar[tuple[str, ...]] = (
+        "agraph (float[N,3,4] x) => (float[N,3,2] y) <int8[4,2] b = {1,2,3,-4,5,6,-7,8}, float[2] t = {0.5,0.25}> "
+        "{ q, s, z = DynamicQuantizeLinear(x) p = MatMulInteger(q, b, z) f = Cast<to=1>(p) c = Mul(s, t) "
+        "y = Mul(f, c) }",
+        "agraph (float[3,4] x) => (float[3,2] y) <uint8[4,2] b = {1,2,3,4,5,6,7,8}, float t = {0.5}, uint8 u = {3}> "
+        "{ q, s, z = DynamicQuantizeLinear(x) p = MatMulInteger(q, b, z, u) f = Cast<to=1>(p) c = Mul(t, s) "
+        "y = Mul(c, f) }",
+    )
+
+    def product(self, op: Op, x: Any, b: Any, u: Any, t: Any) -> Any:
+        q, s, z = op.DynamicQuantizeLinear(x, outputs=3)
+        return op.Mul(op.Cast(op.MatMulInteger(q, b, z, u), to=1), op.Mul(s, t))
+
+    def source(self, op: Op, x: Any, b: Any, u: Any, t: Any) -> Any:
+        return self.product(op, x, b, u, t)
+
+    def where(self, m: Captures, x: Val, b: Val, u: Val | None, t: Val) -> None:
+        require_zeros(u)
+
+    def target(self, op: Op, x: Val, b: Val, u: Val | None, t: Val) -> Any:
+        like = self.product(op, x, b, u, t)
+        return op["com.microsoft::DynamicQuantizeMatMul"](x, b, t, u, type=like.type)
+
+
+class FuseBiasedDynamicQuantizeMatMul(_Contributed):
+    """quantise(x), and the integer product with b, scaled back, + c -> dynamicquantizematmul(x, b, t, u, c)."""
+
+    proof = "numeric"
+    relies_on = "a product of three numbers is the same in any order, rounded"
+    optional = ("u",)
+    shapes = _QUANTISED
+    examples = tuple(
+        e.replace("y = Mul", "w = Mul")
+        .replace(" }", " y = Add(w, d) }")
+        .replace("> {", ", float[2] d = {1,2}> {")
+        for e in FuseDynamicQuantizeMatMul.examples
+    )
+
+    def source(self, op: Op, x: Any, b: Any, u: Any, t: Any, c: Any) -> Any:
+        q, s, z = op.DynamicQuantizeLinear(x, outputs=3)
+        return op.Add(op.Mul(op.Cast(op.MatMulInteger(q, b, z, u), to=1), op.Mul(s, t)), c)
+
+    def where(self, m: Captures, x: Val, b: Val, u: Val | None, t: Val, c: Val) -> None:
+        require_zeros(u)
+
+    def target(self, op: Op, x: Val, b: Val, u: Val | None, t: Val, c: Val) -> Any:
+        q, s, z = op.DynamicQuantizeLinear(x, outputs=3)
+        like = op.Mul(op.Cast(op.MatMulInteger(q, b, z, u), to=1), op.Mul(s, t))
+        return op["com.microsoft::DynamicQuantizeMatMul"](x, b, t, u, c, type=like.type)
+
+
+RULES: tuple[AnyRule, ...] = (
+    FuseTransposeIntoRightOfMatMul(),
+    FuseTransposeIntoLeftOfMatMul(),
+    FuseScaleIntoMatMul(),
+    FuseTransposedScale(),
+    FuseQuickGelu(),
+    FuseSiluIntoQuickGelu(),
+    FuseBiasGelu(),
+    FuseBiasFastGelu(),
+    FuseSkipLayerNormalization(),
+    ReplaceAttentionByMultiHead(),
+    ReplaceRotaryEmbedding(),
+    FuseMatMulIntegerToFloat(),
+    FuseDynamicQuantizeMatMul(),
+    FuseBiasedDynamicQuantizeMatMul(),
+)
