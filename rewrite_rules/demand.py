@@ -1174,6 +1174,57 @@ def _few(reader: Reader, queries: Value, found: _Projection) -> int:
     return rows
 
 
+@dataclass(frozen=True, slots=True)
+class _Detour:
+    """The shapes of a product by way of x: the numbers of weights, all queries in one matrix, and apart again."""
+
+    heads: int
+    depth: int
+    channels: int
+    flat: tuple[int, ...]
+    apart: tuple[int, ...]
+
+
+def _key_detour(reader: Reader, q: Value, found: _Projection) -> _Detour:
+    """How scores of queries q[n,h,r,d] are made; refuses where the detour is none."""
+    rows = _few(reader, q, found)
+    batch, length = reader.val(found.x).shape[:2]
+    h, c = found.heads, found.channels
+    flat = tuple(reshape_numbers((batch, h, rows, c), (batch, h * rows, c)))
+    apart = tuple(reshape_numbers((batch, h * rows, length), (batch, h, rows, length)))
+    return _Detour(h, found.depth, c, flat, apart)
+
+
+def _scores(op: Op, way: _Detour, q: Val, x: Val, w: Val, b: Val | None) -> Any:
+    """(q @ w_h^T) @ x^T + q @ b_h^T."""
+    weights = op.Transpose(op.Reshape(w, [way.channels, way.heads, way.depth]), perm=[1, 2, 0])
+    rows = op.Reshape(op.MatMul(q, weights), list(way.flat))
+    # Transposed twice, since the rows are few and x is large.
+    scores = op.Transpose(op.MatMul(x, op.Transpose(rows, perm=[0, 2, 1])), perm=[0, 2, 1])
+    scores = op.Reshape(scores, list(way.apart))
+    return scores if b is None else op.Add(scores, op.MatMul(q, op.Reshape(b, [way.heads, way.depth, 1])))
+
+
+def _value_detour(reader: Reader, batch: Dim, rows: int, length: Dim, found: _Projection) -> _Detour:
+    """How values are weighted by p[n,h,r,s]."""
+    require(length is not None and length == reader.val(found.x).shape[1], "the values differ in number")
+    h, c = found.heads, found.channels
+    flat = tuple(reshape_numbers((batch, h, rows, length), (batch, h * rows, length)))
+    apart = tuple(reshape_numbers((batch, h * rows, c), (batch, h, rows, c)))
+    return _Detour(h, found.depth, c, flat, apart)
+
+
+def _weighted(op: Op, way: _Detour, p: Val, x: Val, w: Val, b: Val | None) -> Any:
+    """(p @ x) @ w_h + sum(p) * b_h."""
+    weights = op.Transpose(op.Reshape(w, [way.channels, way.heads, way.depth]), perm=[1, 0, 2])
+    means = op.Reshape(op.MatMul(op.Reshape(p, list(way.flat)), x), list(way.apart))
+    y = op.MatMul(means, weights)
+    if b is None:
+        return y
+    total = op.ReduceSum(p, [-1], keepdims=1)
+    return op.Add(y, op.Mul(total, op.Reshape(b, [way.heads, 1, way.depth])))
+
+
 class PushKeyWeightsIntoQueries(RegionRule):
     """q @ heads(x @ w + b)^T -> (q @ w_h^T) @ x^T + q @ b_h^T  for each head h, so that few queries need no keys."""
 
@@ -1196,24 +1247,12 @@ class PushKeyWeightsIntoQueries(RegionRule):
         if found is None:
             return None
         q = node.inputs[0]
-        rows = _few(reader, q, found)
-        batch, length = reader.val(found.x).shape[:2]
-        width = found.heads * rows
-        narrow = (found.heads, rows, found.channels)
-        flat = tuple(reshape_numbers((batch, *narrow), (batch, width, found.channels)))
-        apart = tuple(reshape_numbers((batch, width, length), (batch, found.heads, rows, length)))
-        data = (found.heads, found.depth, found.channels, flat, apart)
+        way = _key_detour(reader, q, found)
         inputs = (q, found.x, found.weight, found.bias)
-        return Region(node.outputs, inputs, (node, *found.nodes), data)
+        return Region(node.outputs, inputs, (node, *found.nodes), way)
 
     def target(self, op: Op, region: Region, q: Val, x: Val, w: Val, b: Val | None) -> Any:
-        heads, depth, channels, flat, apart = region.data
-        weights = op.Transpose(op.Reshape(w, [channels, heads, depth]), perm=[1, 2, 0])
-        rows = op.Reshape(op.MatMul(q, weights), list(flat))
-        # Transposed twice, since the rows are few and x is large.
-        scores = op.Transpose(op.MatMul(x, op.Transpose(rows, perm=[0, 2, 1])), perm=[0, 2, 1])
-        scores = op.Reshape(scores, list(apart))
-        return scores if b is None else op.Add(scores, op.MatMul(q, op.Reshape(b, [heads, depth, 1])))
+        return _scores(op, region.data, q, x, w, b)
 
 
 class PushValueWeightsBehindScores(RegionRule):
@@ -1239,25 +1278,85 @@ class PushValueWeightsBehindScores(RegionRule):
             return None
         p = node.inputs[0]
         rows = _few(reader, p, found)
-        batch, length = reader.val(found.x).shape[:2]
-        require(length is not None and reader.val(p).shape[3] == length, "the values differ in number")
-        width = found.heads * rows
-        flat = tuple(reshape_numbers((batch, found.heads, rows, length), (batch, width, length)))
-        means = (batch, found.heads, rows, found.channels)
-        apart = tuple(reshape_numbers((batch, width, found.channels), means))
-        data = (found.heads, found.depth, found.channels, flat, apart)
+        way = _value_detour(reader, reader.val(p).shape[0], rows, reader.val(p).shape[3], found)
         inputs = (p, found.x, found.weight, found.bias)
-        return Region(node.outputs, inputs, (node, *found.nodes), data)
+        return Region(node.outputs, inputs, (node, *found.nodes), way)
 
     def target(self, op: Op, region: Region, p: Val, x: Val, w: Val, b: Val | None) -> Any:
-        heads, depth, channels, flat, apart = region.data
-        weights = op.Transpose(op.Reshape(w, [channels, heads, depth]), perm=[1, 0, 2])
-        means = op.Reshape(op.MatMul(op.Reshape(p, list(flat)), x), list(apart))
-        y = op.MatMul(means, weights)
-        if b is None:
-            return y
-        total = op.ReduceSum(p, [-1], keepdims=1)
-        return op.Add(y, op.Mul(total, op.Reshape(b, [heads, 1, depth])))
+        return _weighted(op, region.data, p, x, w, b)
+
+
+class PushWeightsOutOfAttention(RegionRule):
+    """attention(q, heads(x @ v + a), heads(z @ w + b), m) -> (softmax(s + m) @ z) @ w_h + b_h  for few queries.
+
+    Here s = scale * ((q @ v_h^T) @ x^T + q @ a_h^T): neither keys nor values are computed.
+    """
+
+    proof = "numeric"
+    relies_on = "the scale of Attention, one over a square root unless it is given, rounded to float32"
+    # Attention gives zeros for a row that is masked by -inf altogether.
+    spreads = True
+    dtypes = FLOATS
+    anchors = ("Attention",)
+    reads_from = ("Transpose",)
+    examples = (
+        "agraph (float[1,2,1,6] q, float[1,5,4] x, float[1,1,1,5] m) => (float[1,2,1,6] y) <float[4,12] w = "
+        "{1,2,3,4,5,6,7,8,9,8,7,6,5,4,3,2,1,2,3,4,5,6,7,8,9,8,7,6,5,4,3,2,1,2,3,4,5,6,7,8,9,1,2,3,4,5,6,7}, "
+        "float[4,12] v = "
+        "{7,6,5,4,3,2,1,1,2,3,4,5,4,3,2,1,1,2,3,4,5,6,7,8,9,1,2,3,4,5,6,7,6,5,4,3,2,1,2,3,4,5,6,7,8,9,8,7}, "
+        "float[12] b = {1,2,3,4,5,6,7,8,9,8,7,6}, int64[4] s = {0,0,2,6}> "
+        "{ k = MatMul(x, w) l = Add(k, b) r = Reshape(l, s) t = Transpose<perm=[0,2,1,3]>(r) "
+        "e = MatMul(x, v) f = Reshape(e, s) g = Transpose<perm=[0,2,1,3]>(f) y = Attention<scale=0.5>(q, t, g, m) }",
+        "agraph (float[1,2,1,3] q, float[1,S,2] x, float[1,S,2] z) => (float[1,2,1,3] y) "
+        "<float[2,6] w = {1,2,3,4,5,6,7,8,9,8,7,6}, float[2,6] v = {3,2,1,4,5,6,7,8,2,1,2,3}, "
+        "float[6] b = {1,2,3,4,5,6}, int64[4] s = {1,-1,2,3}> { k = MatMul(x, w) r = Reshape(k, s) "
+        "t = Transpose<perm=[0,2,1,3]>(r) e = MatMul(z, v) l = Add(b, e) f = Reshape(l, s) "
+        "g = Transpose<perm=[0,2,1,3]>(f) y = Attention(q, t, g) }",
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        q, k, v, *rest = node.inputs
+        if _rank(reader, q) != 4 or len(node.outputs) != 1:
+            return None
+        keys = _find_projection(reader, k, (0, 2, 1, 3))
+        values = None if keys is None else _find_projection(reader, v, (0, 2, 1, 3))
+        if keys is None or values is None:
+            return None
+        mask = rest[0] if rest else ABSENT
+        require(all(r == ABSENT for r in rest[1:]), "there are past keys")
+        require(not node.attrs.get("is_causal"), "it is causal")
+        require(not node.attrs.get("softcap"), "the scores are capped")
+        first = _key_detour(reader, q, keys)
+        rows = _few(reader, q, values)
+        batch, length = reader.val(keys.x).shape[:2]
+        if mask != ABSENT:
+            require(reader.type(mask).dtype == reader.type(q).dtype, "the mask is not added")
+            width = reader.val(mask).shape[-1]
+            require(width is not None and width == length, "the mask is not as wide as the scores")
+        second = _value_detour(reader, batch, rows, length, values)
+        scale = node.attrs.get("scale", first.depth**-0.5)
+        inputs = (q, keys.x, keys.weight, keys.bias, values.x, values.weight, values.bias, mask)
+        nodes = (node, *keys.nodes, *values.nodes)
+        return Region(node.outputs, inputs, nodes, (scale, first, second))
+
+    def target(
+        self,
+        op: Op,
+        region: Region,
+        q: Val,
+        x: Val,
+        v: Val,
+        a: Val | None,
+        z: Val,
+        w: Val,
+        b: Val | None,
+        mask: Val | None,
+    ) -> Any:
+        scale, first, second = region.data
+        scores = _scores(op, first, op.Mul(q, scale), x, v, a)
+        if mask is not None:
+            scores = op.Add(scores, mask)
+        return _weighted(op, second, op.Softmax(scores, axis=-1), z, w, b)
 
 
 RULES: tuple[AnyRule, ...] = (
@@ -1282,4 +1381,5 @@ RULES: tuple[AnyRule, ...] = (
     ReplaceLastStepByFinalState(),
     PushKeyWeightsIntoQueries(),
     PushValueWeightsBehindScores(),
+    PushWeightsOutOfAttention(),
 )
