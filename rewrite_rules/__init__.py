@@ -3,12 +3,14 @@
 from rewrite_rules import (
     algebra,
     attention,
+    control,
     convolution,
     demand,
     identity,
     linear,
     merge,
     microsoft,
+    movement,
     normalisation,
     recurrent,
     reshape,
@@ -23,6 +25,7 @@ LIBRARY: tuple[AnyRule, ...] = (
     *transpose.RULES,
     *reshape.RULES,
     *slices.RULES,
+    *movement.RULES,
     *demand.RULES,
     *linear.RULES,
     *merge.RULES,
@@ -32,6 +35,7 @@ LIBRARY: tuple[AnyRule, ...] = (
     *normalisation.RULES,
     *attention.RULES,
     *convolution.RULES,
+    *control.RULES,
     *microsoft.RULES,
 )
 

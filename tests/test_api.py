@@ -238,10 +238,10 @@ def body(result: onnx.ModelProto, op: str, name: str) -> list[str]:
 
 def test_control_flow_bodies_are_optimised() -> None:
     proto = model(
-        "agraph (bool c, float[2,8] x) => (float[2,8] y, float[2,8] z) {"
+        "agraph (bool c, int64 n, float[2,8] x) => (float[2,8] y, float[2,8] z) {"
         " y = If(c)<then_branch = g1 () => (float[2,8] o) { a = Neg(x)\n b = Neg(a)\n o = Sigmoid(b) },"
         " else_branch = g2 () => (float[2,8] p) { p = Abs(x) }>\n"
-        " n = Constant<value_int=3>()\n t = Constant<value=bool {1}>()\n"
+        " t = Constant<value=bool {1}>()\n"
         " z = Loop(n, t, x)<body = g3 (int64 i, bool k, float[2,8] v) => (bool ko, float[2,8] vo) {"
         "  ko = Identity(k)\n u = Transpose<perm=[1,0]>(v)\n w = Transpose<perm=[1,0]>(u)\n vo = Tanh(w) }> }"
     )
@@ -253,7 +253,7 @@ def test_control_flow_bodies_are_optimised() -> None:
     assert result.report.nodes_after < result.report.nodes_before
     for condition in (True, False):
         x = RNG.standard_normal((2, 8)).astype(np.float32)
-        assert_same(proto, result.model, {"c": np.asarray(condition), "x": x})
+        assert_same(proto, result.model, {"c": np.asarray(condition), "n": np.asarray(3), "x": x})
 
 
 # --- stopping ---

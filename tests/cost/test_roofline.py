@@ -2,12 +2,13 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from tests.cost.graphs import Builder, t
 from xrlflow.cost.machine import Machine
 from xrlflow.cost.roofline import Roofline, seconds
-from xrlflow.ir import Attr, Attrs, Body, DType, Graph, Node, TensorType, Value
+from xrlflow.ir import ABSENT, Attr, Attrs, Body, DType, Graph, Node, TensorType, Value
 from xrlflow.ops.work import Gemm, Kind, Work
 
 MODEL = Roofline(machine=Machine.reference())
@@ -168,7 +169,24 @@ def test_a_body_is_priced_by_its_nodes() -> None:
     outer = Builder()
     outer.leaves.types[Value(1)] = t(5, 1 << 16)
     graph = Graph.make([node], (Value(1),), (Value(2),), outer.leaves)
-    assert MODEL.cost(graph) == pytest.approx(MODEL.machine.overhead + 5 * MODEL.cost(inner))
+    overhead = MODEL.machine.overhead
+    assert MODEL.cost(graph) == pytest.approx(overhead + 5 * (overhead + MODEL.cost(inner)))
+
+
+def test_a_loop_is_priced_by_its_trip_count() -> None:
+    b = Builder()
+    inner: Graph = b.graph(b.node("Tanh", [b.input(t(1 << 16))], t(1 << 16)).id)
+    outer = Builder()
+    counts = [outer.leaves.intern(np.array(n), DType.INT64) for n in (3, 30)]
+    outer.leaves.types[Value(1)] = t(1 << 16)
+
+    def cost(count: Value) -> float:
+        attrs = Attrs({"body": Body(inner, ())})
+        node = Node("Loop", (count, ABSENT, Value(1)), (Value(2),), (t(1 << 16),), attrs)
+        return MODEL.cost(Graph.make([node], (Value(1),), (Value(2),), outer.leaves))
+
+    overhead = MODEL.machine.overhead
+    assert cost(counts[1]) - overhead == pytest.approx(10 * (cost(counts[0]) - overhead))
 
 
 def test_bindings_decide_what_symbols_cost() -> None:

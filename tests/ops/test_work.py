@@ -11,6 +11,7 @@ from xrlflow.ops.work import (
     COUNTS,
     ELEMENTWISE,
     OTHER_DIM,
+    UNKNOWN_STEPS,
     Gemm,
     Kind,
     Work,
@@ -265,5 +266,10 @@ def test_a_scan_does_not_take_captured_values_for_scanned_ones() -> None:
     assert graph.node_count == 2
 
 
-def test_a_loop_counts_its_body_once() -> None:
-    assert count("Loop", [t(dtype=DType.INT64), None], [t(10)], body=body("Relu", 10)).flops == 10
+def test_a_loop_counts_its_body_as_often_as_it_collects_or_a_few_times() -> None:
+    assert count("Loop", [t(dtype=DType.INT64), None], [t(4, 10)], body=body("Relu", 10)).flops == 40
+    assert (
+        count("Loop", [t(dtype=DType.INT64), None], [t("T", 10)], {"T": 5}, body=body("Relu", 10)).flops == 50
+    )
+    unknown = count("Loop", [t(dtype=DType.INT64), None, t(10)], [t(10)], body=body("Relu", 10))
+    assert unknown.flops == 10 * UNKNOWN_STEPS

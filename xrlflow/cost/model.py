@@ -58,7 +58,9 @@ class AdditiveCost(ABC):
         if types[0].const:
             return 0.0
         # Types are interned, hence compared by identity.
-        key = (node.op, node.attrs.digest, in_types, types)
+        key: tuple[object, ...] = (node.op, node.attrs.digest, in_types, types)
+        if node.op == "Loop":
+            key = (*key, node.inputs[0])  # its trip count, if it is constant
         found = self._prices.get(key)
         if found is None:
             found = self._prices[key] = self.price(graph, node, in_types)

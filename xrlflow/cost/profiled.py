@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from math import fsum
 from typing import Any
 
 import numpy.typing as npt
@@ -107,9 +108,9 @@ class Profiled(AdditiveCost):
         return found
 
     def price(self, graph: Graph, node: Node, in_types: InTypes) -> float:
-        if any(bodies(node, in_types, self.bindings)):
-            inside = bodies(node, in_types, self.bindings)
-            return self.machine.overhead + sum(times * self.cost(body) for body, times in inside)
+        inside = list(bodies(node, in_types, self.bindings, graph.leaves.consts))
+        if inside:  # a body costs something to enter
+            return self.machine.overhead + fsum(t * (self.machine.overhead + self.cost(b)) for b, t in inside)
         kind = work(node, in_types, self.bindings).kind
         if kind is Kind.VIEW:
             return self.machine.overhead

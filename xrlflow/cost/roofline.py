@@ -42,9 +42,9 @@ class Roofline(AdditiveCost):
         return "roofline"
 
     def price(self, graph: Graph, node: Node, in_types: InTypes) -> float:
-        inside = list(bodies(node, in_types, self.bindings))
+        inside = list(bodies(node, in_types, self.bindings, graph.leaves.consts))
         if inside:
-            return self.machine.overhead + fsum(times * self.cost(body) for body, times in inside)
+            return self.machine.overhead + fsum(t * (self.machine.overhead + self.cost(b)) for b, t in inside)
         return seconds(work(node, in_types, self.bindings), self.machine)
 
 

@@ -17,7 +17,7 @@ from enum import Enum
 from math import prod
 from typing import TypeVar
 
-from xrlflow.ir import Body, Graph, Node, TensorType
+from xrlflow.ir import Body, Const, Graph, Node, TensorType, Value
 
 Shape = tuple[int, ...]
 
@@ -151,8 +151,7 @@ Count = Callable[[Operands], Work]
 def work(node: Node, in_types: Sequence[TensorType | None], bindings: Mapping[str, int]) -> Work:
     """The work of one call. `in_types[i]` is the type of `node.inputs[i]`, None for an absent one.
 
-    Control flow counts its bodies: a Scan as often as its inputs are long, a Loop once (its trip count is
-    not in the types), an If the mean of its branches.
+    Control flow counts its bodies, see `bodies`.
     """
     weighted = list(bodies(node, in_types, bindings))
     if weighted:
@@ -168,10 +167,21 @@ def work(node: Node, in_types: Sequence[TensorType | None], bindings: Mapping[st
     return _dense(operands, (per_element or 1) * operands.elements, kind)
 
 
+# How often a Loop is taken to run its body if nothing says: more than once, or nobody would have written it.
+UNKNOWN_STEPS = 8.0
+
+
 def bodies(
-    node: Node, in_types: Sequence[TensorType | None], bindings: Mapping[str, int]
+    node: Node,
+    in_types: Sequence[TensorType | None],
+    bindings: Mapping[str, int],
+    consts: Mapping[Value, Const] = {},
 ) -> Iterator[tuple[Graph, float]]:
-    """The graphs inside a control-flow node, each with how often a call runs it."""
+    """The graphs inside a control-flow node, each with how often a call runs it.
+
+    An If runs each of its branches as often as the other, a Scan its body as often as its inputs are long, a Loop as
+    its trip count says, if that is among `consts`, or the number of the results that it collects.
+    """
     graphs = [value.graph for value in node.attrs.values() if isinstance(value, Body)]
     weight = 1.0
     if node.op == "If" and graphs:
@@ -183,8 +193,23 @@ def bodies(
         axes = node.attrs.get("scan_input_axes", (0,))
         if scanned is not None and scanned.shape and isinstance(axes, tuple) and axes:
             weight = float(dimensions(scanned, bindings)[int(axes[0])])
+    elif node.op == "Loop":
+        weight = _steps(node, bindings, consts)
     for graph in graphs:
         yield graph, weight
+
+
+def _steps(node: Node, bindings: Mapping[str, int], consts: Mapping[Value, Const]) -> float:
+    const = consts.get(node.inputs[0]) if node.inputs else None
+    if const is not None and const.array is not None and const.array.size == 1:
+        count = int(const.array.item())
+        return float(max(count, 0)) if count < 1 << 30 else UNKNOWN_STEPS  # the condition ends it
+    for type in node.types[max(len(node.explicit_inputs) - 2, 0) :]:
+        first = type.shape[0] if type.shape else None
+        number = bindings.get(first) if isinstance(first, str) else first
+        if number is not None:
+            return float(number)
+    return UNKNOWN_STEPS
 
 
 def _running(graph: Graph) -> list[Node]:
@@ -462,7 +487,7 @@ ELEMENTWISE: dict[str, float] = _table(
     ("Add And BitShift BitwiseAnd BitwiseNot BitwiseOr BitwiseXor Cast CastLike Equal", 1.0),
     ("Greater GreaterOrEqual IsInf IsNaN Less LessOrEqual Mul Neg Not Or Relu Sub Where Xor Abs", 1.0),
     ("Clip LeakyRelu Shrink ThresholdedRelu HardSigmoid DequantizeLinear", 2.0),
-    ("Reciprocal Softsign QuantizeLinear RotaryEmbedding", 4.0),
+    ("Reciprocal Softsign QuantizeLinear RotaryEmbedding com.microsoft::RotaryEmbedding", 4.0),
     ("Ceil Div Floor HardSwish Round Sqrt", 8.0),
     ("Exp", 8.0),
     ("Tanh Sigmoid com.microsoft::QuickGelu", 12.0),

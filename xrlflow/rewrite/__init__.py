@@ -1,6 +1,6 @@
 """Rewriting: the rule DSL, patterns, incremental matching, rewrite states."""
 
-from xrlflow.rewrite.build import GraphBuilder, evaluate_small
+from xrlflow.rewrite.build import GraphBuilder
 from xrlflow.rewrite.library import Library, RuleStats
 from xrlflow.rewrite.rule import (
     AnyRule,
@@ -19,6 +19,7 @@ from xrlflow.rewrite.rule import (
     without,
     worthwhile,
 )
+from xrlflow.rewrite.settle import evaluate_small
 from xrlflow.rewrite.state import Match, RewriteState
 
 __all__ = [

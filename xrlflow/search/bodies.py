@@ -3,27 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
-from xrlflow.ir import Attr, Attrs, Body, Edit, Graph, Node, apply_edit
+from xrlflow.ir import Attr, Attrs, Body, Graph, Node, Value, apply_edit, plan_edit
 
 
 def with_bodies(graph: Graph, improve: Callable[[Graph, str], Graph], where: str = "") -> Graph:
     """The graph with each body, innermost first, replaced by what `improve` makes of it.
 
-    `improve` gets a body's graph and a name for it ("If.then_branch/Loop.body").
+    `improve` gets a body's graph and a name for it ("If.then_branch/Loop.body"). What a body does not read any more is
+    not captured, and what nobody else reads is not computed.
     """
-    rewired: list[tuple[Node, Node]] = []
-    for node in graph.nodes():
-        changed: dict[str, Attr] = {}
-        for name, value in node.attrs.items():
-            if isinstance(value, Body):
-                label = f"{where}{node.op}.{name}"
-                improved = improve(with_bodies(value.graph, improve, f"{label}/"), label)
-                if improved is not value.graph:
-                    changed[name] = Body(improved, value.captured, value.name)
-        if changed:
-            attrs = Attrs({**node.attrs, **changed})
-            rewired.append((node, Node(node.op, node.inputs, node.outputs, node.types, attrs, node.captured)))
-    if not rewired:
+    changed = [new for node in graph.nodes() if (new := _with_bodies(node, improve, where)) is not node]
+    if not changed:
         return graph
-    return apply_edit(graph, Edit("bodies", (), (), tuple(rewired), graph.outputs))[0]
+    return apply_edit(graph, plan_edit(graph, "bodies", changed, {}))[0]
+
+
+def _with_bodies(node: Node, improve: Callable[[Graph, str], Graph], where: str) -> Node:
+    attrs: dict[str, Attr] = dict(node.attrs)
+    outer = iter(node.inputs[len(node.explicit_inputs) :])
+    captured: list[Value] = []
+    changed = False
+    for name, body in node.attrs.items():
+        if not isinstance(body, Body):
+            continue
+        label = f"{where}{node.op}.{name}"
+        improved = improve(with_bodies(body.graph, improve, f"{label}/"), label)
+        pairs = list(zip(body.captured, outer))
+        read = {inside for inside in body.captured if inside in improved.uses or inside in improved.outputs}
+        captured += [value for inside, value in pairs if inside in read]
+        if improved is body.graph and len(read) == len(body.captured):
+            continue
+        changed = True
+        kept = tuple(inside for inside in body.captured if inside in read)
+        formals = improved.inputs[: len(improved.inputs) - len(body.captured)]
+        attrs[name] = Body(replace(improved, inputs=(*formals, *kept)), kept, body.name)
+    if not changed:
+        return node
+    inputs = (*node.explicit_inputs, *captured)
+    return Node(node.op, inputs, node.outputs, node.types, Attrs(attrs), len(captured))

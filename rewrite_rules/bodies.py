@@ -1,0 +1,417 @@
+"""Control-flow bodies: loops taken apart and put together, what is inside of a body and outside of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from xrlflow.ir import (
+    ABSENT,
+    Attr,
+    Attrs,
+    Body,
+    Graph,
+    Node,
+    TensorType,
+    Value,
+    apply_edit,
+    digest,
+    mix,
+    plan_edit,
+)
+from xrlflow.ops.schema import is_deterministic
+from xrlflow.rewrite import GraphBuilder, Op, Reader, Region, Val
+from xrlflow.rewrite.settle import settled
+
+# A loop's parts
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What a loop carries from step to step: inside it is `before` at the start of a step and `after` at its end."""
+
+    initial: Val
+    before: Value
+    after: Value
+    type: TensorType
+
+
+@dataclass(frozen=True, slots=True)
+class Scanned:
+    """A sequence that a Scan goes through, and what a step sees of it."""
+
+    sequence: Val
+    element: Value
+    axis: int
+    backwards: int
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """What a step gives out; the loop puts them one behind the other."""
+
+    value: Value
+    axis: int
+    backwards: int
+    type: TensorType
+
+
+@dataclass(slots=True)
+class Parts:
+    """What a loop is put together from; `captured` pairs what is outside with its name inside.
+
+    `graph` may be the loop's own body or what edits made of it, with the same outputs in the same order.
+    """
+
+    graph: Graph
+    states: list[State]
+    scans: list[Scanned]
+    captured: list[tuple[Val, Value]]
+    collected: list[Collected]
+
+    def outputs(self, loop: Loop) -> list[Value]:
+        """The outputs of the body."""
+        now = dict(zip(loop.graph.outputs, self.graph.outputs))  # an edit may have found that one is another
+        listed = [*loop.condition, *(s.after for s in self.states), *(c.value for c in self.collected)]
+        return [now.get(v, v) for v in listed]
+
+
+@dataclass(frozen=True, slots=True)
+class Loop:
+    """A Loop or Scan, seen from its body."""
+
+    node: Node
+    body: Body
+    explicit: tuple[Value, ...]
+    scans: int
+
+    @property
+    def graph(self) -> Graph:
+        return self.body.graph
+
+    @property
+    def lead(self) -> int:
+        """A Loop's first inputs are trip count and condition, its body's iteration and condition."""
+        return 2 if self.node.op == "Loop" else 0
+
+    @property
+    def states(self) -> int:
+        return len(self.explicit) - self.lead - self.scans
+
+    @property
+    def condition(self) -> tuple[Value, ...]:
+        """What a Loop's body says of going on."""
+        return self.graph.outputs[: self.lead // 2]
+
+    @property
+    def before(self) -> tuple[Value, ...]:
+        return self.graph.inputs[self.lead : self.lead + self.states]
+
+    @property
+    def after(self) -> tuple[Value, ...]:
+        start = len(self.condition)
+        return self.graph.outputs[start : start + self.states]
+
+    @property
+    def elements(self) -> tuple[Value, ...]:
+        start = self.lead + self.states
+        return self.graph.inputs[start : start + self.scans]
+
+    @property
+    def collected(self) -> tuple[Value, ...]:
+        return self.graph.outputs[len(self.condition) + self.states :]
+
+    @property
+    def scan_axes(self) -> tuple[tuple[int, int], ...]:
+        """Axis and direction of each sequence."""
+        return self._axes("scan_input", self.scans)
+
+    @property
+    def collected_axes(self) -> tuple[tuple[int, int], ...]:
+        return self._axes("scan_output", len(self.collected))
+
+    def _axes(self, name: str, count: int) -> tuple[tuple[int, int], ...]:
+        axes, ways = (self.node.attrs.get(f"{name}_{what}", (0,) * count) for what in ("axes", "directions"))
+        assert isinstance(axes, tuple)
+        assert isinstance(ways, tuple)
+        return tuple((a, w) for a, w in zip(axes, ways) if isinstance(a, int) and isinstance(w, int))
+
+    def region(self, data: Any = None) -> Region:
+        captured = self.node.inputs[len(self.node.explicit_inputs) :]
+        return Region(self.node.outputs, (*self.explicit, *captured), (self.node,), data)
+
+    def is_constant(self, value: Value) -> bool:
+        """Whether a value of the body is constant."""
+        graph = self.graph
+        if value in graph.producers:
+            return graph.type(value).const
+        return value in graph.leaves.consts and value not in graph.inputs
+
+    def parts(self, given: Sequence[Val | None]) -> Parts:
+        """The parts, for the values that a region's target gets."""
+        types = self.node.types
+        vals = [v for v in given[self.lead :] if v is not None]
+        initial, sequences = vals[: self.states], vals[self.states : self.states + self.scans]
+        states = [State(*s) for s in zip(initial, self.before, self.after, types)]
+        scans = [Scanned(v, e, *a) for v, e, a in zip(sequences, self.elements, self.scan_axes)]
+        captured = list(zip(vals[self.states + self.scans :], self.body.captured))
+        listed = zip(self.collected, self.collected_axes, types[self.states :])
+        return Parts(self.graph, states, scans, captured, [Collected(v, *a, t) for v, a, t in listed])
+
+    def starts_true(self, reader: Reader) -> bool:
+        """Whether a Loop's condition is true, or left out, in the beginning."""
+        const = reader.graph.const(self.explicit[1]) if self.explicit[1] != ABSENT else None
+        return self.explicit[1] == ABSENT or (
+            const is not None and const.array is not None and bool(const.array.item())
+        )
+
+    def steps(self, reader: Reader) -> int | None:
+        """A Loop's trip count, if it is known."""
+        const = reader.graph.const(self.explicit[0]) if self.explicit[0] != ABSENT else None
+        return int(const.array.item()) if const is not None and const.array is not None else None
+
+    def has_a_step(self, reader: Reader) -> bool:
+        """Whether a loop runs its body at least once, as far as is known."""
+        if self.node.op == "Scan":
+            shape = reader.type(self.explicit[self.states]).shape
+            axis = self.scan_axes[0][0]
+            dim = None if shape is None or not -len(shape) <= axis < len(shape) else shape[axis]
+            return isinstance(dim, int) and dim > 0
+        steps = self.steps(reader)
+        return self.starts_true(reader) and (self.explicit[0] == ABSENT or (steps is not None and steps > 0))
+
+
+def take_apart(node: Node) -> Loop | None:
+    """A Loop or Scan seen from its body; None if something that it should have is left out."""
+    body = node.attrs.get("body")
+    if not isinstance(body, Body):
+        return None
+    explicit = node.explicit_inputs
+    scans = 0
+    if node.op == "Loop":
+        explicit = (*explicit, *(ABSENT,) * (2 - len(explicit)))
+    else:
+        count = node.attrs.get("num_scan_inputs")
+        scans = count if isinstance(count, int) else 0
+    loop = Loop(node, body, explicit, scans)
+    formals = loop.lead + loop.states + scans + len(body.captured)
+    if ABSENT in explicit[loop.lead :] or formals != len(body.graph.inputs) or loop.states < 0:
+        return None
+    return loop if loop.states + len(loop.collected) == len(node.outputs) else None
+
+
+def taken_apart(region: Region) -> Loop:
+    """The loop of a region that `Loop.region` made."""
+    loop = take_apart(region.nodes[0])
+    assert loop is not None
+    return loop
+
+
+def put_together(op: Op, loop: Loop, parts: Parts, given: Sequence[Val | None]) -> list[Val]:
+    """The loop of these parts: what becomes of its states, and what it collects.
+
+    Sequences and captured values that no step reads any more are left out.
+    """
+    graph = parts.graph
+    outputs = parts.outputs(loop)
+    scans = parts.scans
+    if loop.scans:
+        read = {v for n in needed(graph, outputs) for v in n.inputs} | set(outputs)
+        scans = [s for s in scans if s.element in read] or scans[
+            :1
+        ]  # one at least says how many steps there are
+    lead = list(given[: loop.lead])
+    formals = (
+        *loop.graph.inputs[: loop.lead],
+        *(s.before for s in parts.states),
+        *(s.element for s in scans),
+    )
+    body, captured = with_captured(graph, formals, outputs, parts.captured, loop.body.name)
+    declared = [*(s.type for s in parts.states), *(c.type for c in parts.collected)]
+    if not declared:
+        return []
+    attrs: dict[str, Attr] = {"body": body}
+    if not loop.lead:
+        attrs["num_scan_inputs"] = len(scans)
+        listed = {
+            "scan_input_axes": tuple(s.axis for s in scans),
+            "scan_input_directions": tuple(s.backwards for s in scans),
+            "scan_output_axes": tuple(c.axis for c in parts.collected),
+            "scan_output_directions": tuple(c.backwards for c in parts.collected),
+        }
+        attrs.update({k: v for k, v in listed.items() if any(v)})
+    explicit = [*lead, *(s.initial for s in parts.states), *(s.sequence for s in scans)]
+    made = op[loop.node.op](
+        *with_condition(op, explicit, captured), *captured, attrs=Attrs(attrs), declared=declared
+    )
+    return [made] if len(declared) == 1 else list(made)
+
+
+def with_condition(op: Op, explicit: Sequence[Val | None], captured: Sequence[Val]) -> list[Val | None]:
+    """A node's inputs; a Loop's condition may be left out in their middle, but not at their end."""
+    inputs = list(explicit)
+    if inputs and inputs[-1] is None and not captured:
+        inputs[-1] = op.Identity(np.array(True))
+    return inputs
+
+
+def needed(graph: Graph, outputs: Sequence[Value]) -> list[Node]:
+    """The nodes that some values of a graph depend on."""
+    found: dict[Value, Node] = {}
+    work = list(outputs)
+    while work:
+        node = graph.producers.get(work.pop())
+        if node is not None and node.id not in found:
+            found[node.id] = node
+            work.extend(node.inputs)
+    return list(found.values())
+
+
+def with_captured(
+    graph: Graph,
+    formals: Sequence[Value],
+    outputs: Sequence[Value],
+    captured: Sequence[tuple[Val, Value]],
+    name: str,
+) -> tuple[Body, list[Val]]:
+    """A body without what nobody needs, and what it captures. Constants are not captured but known inside."""
+    inputs = (*formals, *(inside for _, inside in captured))
+    graph = Graph.make(needed(graph, outputs), inputs, tuple(outputs), graph.leaves)
+    for val, inside in captured:
+        if val.const and val.value > 0 and inside in (*graph.uses, *graph.outputs):
+            graph = _bound(graph, val, inside)
+    nodes = needed(graph, graph.outputs)
+    read = {v for n in nodes for v in n.inputs} | set(graph.outputs)
+    kept = {inside: val for val, inside in captured if inside in read}
+    body = Graph.make(nodes, (*formals, *kept), graph.outputs, graph.leaves)
+    return Body(body, tuple(kept), name), list(kept.values())
+
+
+def _bound(graph: Graph, val: Val, inside: Value) -> Graph:
+    """The body that knows one of its inputs to be a constant of the graph around it."""
+    outer = val.graph
+    nodes = needed(outer, [val.value])
+    for value in (val.value, *(v for n in nodes for v in n.inputs)):
+        if value in outer.leaves.consts and value not in outer.producers:
+            _share(outer, graph, value)
+    made = [n for n in nodes if n.id not in graph.producers]
+    return apply_edit(graph, settled(graph, plan_edit(graph, "bind", made, {inside: val.value})))[0]
+
+
+def _share(source: Graph, target: Graph, value: Value) -> None:
+    """Make a constant of one graph known to another."""
+    target.leaves.add_const(value, source.leaves.consts[value])
+    name = source.leaves.names.get(value)
+    if name is not None:
+        target.leaves.names.setdefault(value, name)
+
+
+# Inside and outside
+
+
+class Outside:
+    """What values of a body are in the graph around it; `known` is given, and grows.
+
+    `sizes_only`: the body's symbols say nothing of what is copied (they stand for another number in each step).
+    """
+
+    def __init__(
+        self,
+        op: Op,
+        graph: Graph,
+        around: Graph,
+        known: Mapping[Value, Val],
+        *,
+        sizes_only: bool = False,
+    ) -> None:
+        self.op = op
+        self.graph = graph
+        self.around = around
+        self.known = dict(known)
+        self.sizes_only = sizes_only
+
+    def __call__(self, value: Value) -> Val:
+        """The value outside; of what is not known, constants only."""
+        found = self.known.get(value)
+        if found is not None:
+            return found
+        node = self.graph.producers.get(value)
+        if node is not None:
+            self.copy(node)
+        else:
+            _share(self.graph, self.around, value)
+            self.known[value] = Val(self.around, value, self.around.leaves.types[value])
+        return self.known[value]
+
+    def copy(self, node: Node) -> None:
+        """A node of the body, outside."""
+        inputs = [None if v == ABSENT else self(v) for v in node.inputs]
+        types = [_sizes(t) for t in node.types] if self.sizes_only else node.types
+        made = self.op[node.op](*inputs, attrs=node.attrs, declared=types)
+        self.known.update(zip(node.outputs, made if len(node.outputs) > 1 else (made,)))
+
+
+def _sizes(type: TensorType) -> TensorType:
+    if type.shape is None:
+        return type
+    dims = tuple(d if isinstance(d, int) else None for d in type.shape)
+    return TensorType(type.dtype, dims, type.const, type.other)
+
+
+def around(given: Sequence[Val | None]) -> Graph:
+    """The graph that a match is in."""
+    return next(v.graph for v in given if v is not None)
+
+
+def bodies(node: Node) -> Iterator[tuple[str, Body]]:
+    """A node's bodies, in the order in which the node lists what they capture."""
+    for name, value in node.attrs.items():
+        if isinstance(value, Body):
+            yield name, value
+
+
+def repeats(graph: Graph) -> bool:
+    """Whether running a graph twice gives the same twice."""
+    for node in graph.nodes():
+        inner = [body.graph for _, body in bodies(node)]
+        if not all(map(repeats, inner)) or not (inner or is_deterministic(node.op)):
+            return False
+    return True
+
+
+def through_identity(graph: Graph, value: Value) -> Value:
+    """What a value is, behind Identity nodes."""
+    while (node := graph.producers.get(value)) is not None and node.op == "Identity":
+        value = node.inputs[0]
+    return value
+
+
+def without_nodes(graph: Graph, nodes: Sequence[Node]) -> Graph:
+    """A graph in which what some nodes make is given from outside, by the same names."""
+    gone = {n.id for n in nodes}
+    for node in nodes:
+        for value, type in zip(node.outputs, node.types):
+            graph.leaves.types.setdefault(value, type.as_const(False))
+    return Graph.make(
+        [n for n in graph.nodes() if n.id not in gone], graph.inputs, graph.outputs, graph.leaves
+    )
+
+
+def outside_name(value: Value) -> Value:
+    """The name inside of a body of what is made outside in place of a value of it."""
+    return mix(digest("made outside"), value)
+
+
+def made_outside(graph: Graph, value: Value, type: TensorType) -> Val:
+    """What is made outside in place of a value of the body, as the body sees it."""
+    name = outside_name(value)
+    graph.leaves.types[name] = type.as_const(False)
+    return Val(graph, name, graph.leaves.types[name])
+
+
+def put_in_place(op: GraphBuilder, value: Value, made: Any) -> Graph:
+    """The builder's graph, in which a value is made otherwise."""
+    return apply_edit(op.graph, op.edit("hoist", [value], [made]))[0]

@@ -1,0 +1,823 @@
+"""Control flow: loops relieved of what is the same in every step or needs no step before, branches that are decided."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from rewrite_rules.axes import axis_of
+from rewrite_rules.bodies import (
+    Loop,
+    Outside,
+    Scanned,
+    around,
+    bodies,
+    made_outside,
+    needed,
+    outside_name,
+    put_in_place,
+    put_together,
+    repeats,
+    take_apart,
+    taken_apart,
+    through_identity,
+    with_captured,
+    with_condition,
+    without_nodes,
+)
+from rewrite_rules.elementwise import BROADCAST, UNARY
+from xrlflow.ir import (
+    ABSENT,
+    FLOATS,
+    Attr,
+    Attrs,
+    Body,
+    DType,
+    Graph,
+    Node,
+    TensorType,
+    TypeConflict,
+    Value,
+    merge_types,
+)
+from xrlflow.ops.schema import is_deterministic
+from xrlflow.rewrite import AnyRule, GraphBuilder, Op, Reader, Region, RegionRule, Val, require, worthwhile
+
+# Branches
+
+
+class InlineConstantIf(RegionRule):
+    """if true then f(x) else g(x) -> f(x), and g(x) for false.
+
+    Exporters leave such branches behind where a shape that they ask for turns out to be known.
+    """
+
+    anchors = ("If",)
+    examples = tuple(
+        f"agraph ({kind} x, {kind} z) => ({kind} y) <bool{shape} c = {{{value}}}, {kind} w = {{{data}}}> {{"
+        f" y = If (c) <then_branch = a () => ({kind} p) {{ {then.replace('KIND', kind)} }},"
+        f" else_branch = b () => ({kind} q) {{ {other} }}> }}"
+        for kind, data in (("float[3]", "1, 2, 3"), ("float[1,2]", "3, -1"))
+        for shape, value, then, other in (
+            ("", 1, "s = Mul(x, w) p = Add(s, z)", "q = Sub(x, z)"),
+            ("", 0, "s = Mul(x, w) p = Add(s, z)", "q = Sub(x, z)"),
+            ("[1]", 1, "p = Identity(z)", "q = Mul(x, x)"),
+            ("[1]", 0, "p = Mul(x, z)", "s = Relu(z) t = Sub(w, s) q = Mul(t, t)"),
+            ("", 1, "p = If(c) <then_branch = t1 () => (KIND u) { u = Mul(x, z) },"
+             " else_branch = t2 () => (KIND v) { v = Neg(z) }>", "q = Neg(x)"),
+        )
+    )  # fmt: skip
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        const = reader.graph.const(node.inputs[0])
+        if const is None or const.array is None or const.array.size != 1:
+            return None
+        taken = "then_branch" if const.array.item() else "else_branch"
+        at = len(node.explicit_inputs)
+        for name, body in node.attrs.items():
+            assert isinstance(body, Body), "an If has no other attributes"
+            if name == taken:
+                require(repeats(body.graph), "the branch is random")
+                captured = node.inputs[at : at + len(body.captured)]
+                return Region(node.outputs, (node.inputs[0], *captured), (node,), body)
+            at += len(body.captured)
+        return None
+
+    def target(self, op: Op, region: Region, condition: Val, *captured: Val) -> Any:
+        body: Body = region.data
+        outside = Outside(op, body.graph, condition.graph, dict(zip(body.captured, captured)))
+        for node in body.graph.topological():
+            if not node.const:
+                outside.copy(node)
+        return [outside(v) for v in body.graph.outputs]
+
+
+# Loops
+
+
+def _loop_example(
+    before: str,
+    after: str,
+    *,
+    kind: str = "float[2,3]",
+    count: str = "n",
+    condition: str = "",
+    consts: str = "",
+) -> str:
+    """A Loop that carries v to w and collects s; it sees i, x of `kind`, m[3,3], and whatever `before` makes."""
+    return (
+        f"agraph (int64 n, {kind} x, {kind} z, float[3,3] m) => ({kind} last, float[T,2,3] all)"
+        f" <int64 three = {{3}}, bool yes = {{1}}, float[3] c = {{1, -2, 3}}{consts}> {{ {before}"
+        f" last, all = Loop ({count}, {condition}, z) <body = b (int64 i, bool going, {kind} v)"
+        f" => (bool on, {kind} w, {kind} s) {{ {after} }}> }}"
+    )
+
+
+def _scan_example(
+    body: str,
+    *,
+    kind: str = "float[2,3]",
+    sequence: str = "float[T,2,3]",
+    attributes: str = "",
+    out: str = "float[T,2,3]",
+    step: str = "float[2,3]",
+    consts: str = "",
+) -> str:
+    """A Scan over x that carries h to k and collects s; it sees e, the step's part of x, and m[3,3]."""
+    return (
+        f"agraph ({sequence} x, {kind} z, float[3,3] m) => ({kind} last, {out} all)"
+        f" <float[3] c = {{1, -2, 3}}, float[2,1] d = {{2, -1}}{consts}> {{"
+        f" last, all = Scan (z, x) <num_scan_inputs = 1{attributes}, body = b ({kind} h, {kind} e)"
+        f" => ({kind} k, {step} s) {{ {body} }}> }}"
+    )
+
+
+# What cannot fail, whatever the numbers: a loop of no steps does not compute it, but may.
+_TOTAL = frozenset(
+    (
+        *UNARY,
+        *BROADCAST,
+        "MatMul",
+        "Gemm",
+        "Transpose",
+        "Softmax",
+        "LogSoftmax",
+        "Concat",
+        "Identity",
+        "Shape",
+    )
+    + ("Size", "Squeeze", "Unsqueeze", "Flatten", "LayerNormalization", "RMSNormalization", "Conv")
+    + tuple(f"Reduce{name}" for name in ("L1", "L2", "Max", "Mean", "Min", "Prod", "Sum", "SumSquare"))
+)
+_QUANTISING = frozenset(("QuantizeLinear", "DequantizeLinear"))  # they stay beside what they quantise
+
+
+def _may_divide_by_zero(node: Node) -> bool:
+    return node.op in ("Div", "Mod") and node.types[0].dtype not in FLOATS
+
+
+class MoveInvariantsOutOfLoop(RegionRule):
+    """loop(f(c), x_t) -> y = f(c), loop(y, x_t)  where c is the same in every step.
+
+    Nodes of the body that depend only on captured values and constants are computed once. What may fail is moved only
+    if the loop has a first step.
+    """
+
+    anchors = ("Loop", "Scan")
+    examples = (
+        _loop_example("", "on = Identity(going) a = MatMul(x, m) w = Add(v, a) s = Mul(w, w)"),
+        _loop_example("", "on = Identity(going) a = MatMul(x, m) b = Relu(a) w = Add(v, b) s = Identity(a)"),
+        _loop_example("r = Neg(x)", "on = Identity(going) a = Exp(r) w = Mul(v, a) s = Add(w, a)", count="three"),
+        _loop_example("", "on = Identity(going) t = Transpose(m) w = MatMul(v, t) s = Mul(w, c)", condition="yes"),
+        _loop_example("", "on = Not(going) p, q = Split<axis = 0, num_outputs = 2>(x) t = Concat<axis = 0>(q, p)"
+                      " w = Sub(v, t) s = Relu(w)", count="three"),
+        _scan_example("a = MatMul(z, m) k = Add(h, a) s = Mul(e, a)"),
+        _scan_example("a = MatMul(c, m) k = Add(h, e) s = Mul(k, a)"),
+        _scan_example("t = Transpose(m) a = Add(t, c) b = MatMul(h, a) k = Add(b, e) s = Relu(k)",
+                      sequence="float[2,4,3]", attributes=", scan_input_axes = [1]", out="float[4,2,3]"),
+        "agraph (int64 n, float[3] x, float[2] z) => (float[2] last) <int64[1] to = {2}, int64[1] from = {0}> {"
+        " one = Constant<value_int = 1>() two = Constant<value_int = 2>()"
+        " last = Loop (two, , z) <body = b (int64 i, bool going, float[2] v) => (bool on, float[2] w) {"
+        " on = Identity(going) j = Cast<to = 7>(n) k = Min(j, one) g = Gather(x, k) w = Mul(v, g) }> }",
+        "agraph (int64 n, float[3] x, float[2] z) => (float[2] last) <int64[1] to = {2}, int64[1] from = {0}> {"
+        " last = Loop (n, , z) <body = b (int64 i, bool going, float[2] v) => (bool on, float[2] w) {"
+        " on = Identity(going) y = Softmax(x) g = Slice(y, from, to) w = Mul(v, g) }> }",
+    )  # fmt: skip
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        loop = take_apart(node)
+        if loop is None:
+            return None
+        starts = loop.has_a_step(reader)
+        fixed = set(loop.body.captured)
+        moved: list[Node] = []
+        for inner in loop.graph.topological():
+            if inner.const or not is_deterministic(inner.op) or inner.op in _QUANTISING:
+                continue
+            if not all(v == ABSENT or v in fixed or loop.is_constant(v) for v in inner.inputs):
+                continue
+            if any(t.dtype == DType.UNDEFINED for t in inner.types):
+                continue
+            if starts or (inner.op in _TOTAL and not _may_divide_by_zero(inner)):
+                moved.append(inner)
+                fixed.update(inner.outputs)
+        return loop.region(tuple(moved)) if moved else None
+
+    def target(self, op: Op, region: Region, *given: Val | None) -> Any:
+        loop = taken_apart(region)
+        parts = loop.parts(given)
+        outside = Outside(op, loop.graph, around(given), {inside: v for v, inside in parts.captured})
+        moved: tuple[Node, ...] = region.data
+        for node in moved:
+            outside.copy(node)
+        parts.graph = without_nodes(loop.graph, moved)
+        parts.captured += [(outside.known[v], v) for node in moved for v in node.outputs]
+        return put_together(op, loop, parts, given)
+
+
+class CaptureUnchangedStates(RegionRule):
+    """loop(s -> s, ...) -> s, loop(...) that captures s  for a state that every step hands on as it is."""
+
+    anchors = ("Loop", "Scan")
+    examples = (
+        *(
+            f"agraph (int64 n, float[2,3] x, float[{kind}] q)"
+            f" => (float[2,3] last, float[{kind}] same, float[T,2,3] all)"
+            f" {{ {give} = Loop (n, , {take}) <body = b (int64 i, bool going, {formals})"
+            f" => (bool on, {results}, float[2,3] s) {{ {body} on = Identity(going) w = Mul(v, u) s = Add(w, v) }}> }}"
+            for kind in ("2,3", "3", "1,1")
+            for give, take, formals, results, body in (
+                ("same, last, all", "q, x", f"float[{kind}] u, float[2,3] v", f"float[{kind}] k, float[2,3] w",
+                 "k = Identity(u)"),
+                ("last, same, all", "x, q", f"float[2,3] v, float[{kind}] u", f"float[2,3] w, float[{kind}] k",
+                 "k = Identity(u)"),
+            )
+        ),
+        "agraph (float[T,3] x, float[3] q, float[3] r) => (float[3] p, float[3] o, float[T,3] all) {"
+        " p, o, all = Scan (q, r, x) <num_scan_inputs = 1, body = b (float[3] u, float[3] v, float[3] e)"
+        " => (float[3] k, float[3] w, float[3] s) { k = Identity(u) w = Sub(v, e) s = Mul(u, w) }> }",
+        "agraph (float[T,3] x, float[3] q, float[3] r) => (float[3] p, float[3] o, float[T,3] all) {"
+        " o, p, all = Scan (r, q, x) <num_scan_inputs = 1, scan_output_directions = [1],"
+        " body = b (float[3] v, float[3] u, float[3] e) => (float[3] w, float[3] k, float[3] s) {"
+        " k = Identity(u) w = Sub(v, e) s = Mul(u, w) }> }",
+    )  # fmt: skip
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        loop = take_apart(node)
+        if loop is None:
+            return None
+        pairs = enumerate(zip(loop.before, loop.after))
+        same = tuple(i for i, (s, t) in pairs if through_identity(loop.graph, t) == s)
+        types = [(reader.type(loop.explicit[loop.lead + i]), loop.graph.type(loop.before[i])) for i in same]
+        return loop.region(same) if same and all(_fits(*t) for t in types) else None
+
+    def target(self, op: Op, region: Region, *given: Val | None) -> Any:
+        loop = taken_apart(region)
+        parts = loop.parts(given)
+        same: tuple[int, ...] = region.data
+        states = parts.states
+        parts.states = [s for i, s in enumerate(states) if i not in same]
+        parts.captured += [(states[i].initial, states[i].before) for i in same]
+        made = iter(put_together(op, loop, parts, given))
+        return [*(states[i].initial if i in same else next(made) for i in range(len(states))), *made]
+
+
+def _fits(outer: TensorType, inner: TensorType) -> bool:
+    try:
+        merge_types(outer, inner)
+    except TypeConflict:
+        return False
+    return True
+
+
+class DropUnreadLoopResults(RegionRule):
+    """y, z = loop(s, ...) -> y = loop(...)  where nobody reads z, and no step needs it for y."""
+
+    anchors = ("Loop", "Scan")
+    examples = (
+        *(
+            f"agraph (int64 n, float[2,3] x, float[2] q) => ({outputs}) {{"
+            " p, o, all, more = Loop (n, , x, q) <body = b (int64 i, bool going, float[2,3] v, float[2] u)"
+            " => (bool on, float[2,3] w, float[2] k, float[2,3] s, float[2] t) {"
+            " on = Identity(going) w = Mul(v, v) k = Relu(u) s = Neg(v) t = Add(k, k) }> }"
+            for outputs in (
+                *("float[2,3] p", "float[2] o", "float[T,2,3] all", "float[T,2] more"),
+                "float[2] o, float[T,2] more",
+            )
+        ),
+        *(
+            f"agraph (float[T,3] x, float[3] q, float[3] r) => ({outputs}) {{"
+            " p, o, all = Scan (q, r, x) <num_scan_inputs = 1, body = b (float[3] u, float[3] v, float[3] e)"
+            " => (float[3] k, float[3] w, float[3] s) { k = Add(u, e) w = Sub(v, e) s = Mul(v, w) }> }"
+            for outputs in ("float[3] p", "float[3] o", "float[T,3] all", "float[3] p, float[3] o")
+        ),
+    )  # fmt: skip
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        loop = take_apart(node)
+        if loop is None:
+            return None
+        read = [reader.is_output(v) or bool(reader.count_users(v)) for v in node.outputs]
+        if all(read):
+            return None
+        collected = [v for v, wanted in zip(loop.collected, read[loop.states :]) if wanted]
+        states = {i for i in range(loop.states) if read[i]}
+        while True:
+            wanted = (*loop.condition, *(loop.after[i] for i in states), *collected)
+            seen = {v for n in needed(loop.graph, wanted) for v in n.inputs} | set(wanted)
+            more = {i for i, s in enumerate(loop.before) if s in seen} - states
+            if not more:
+                break
+            states |= more
+        kept = (*sorted(states), *(i for i in range(loop.states, len(read)) if read[i]))
+        if not 0 < len(kept) < len(read):
+            return None
+        return replace(loop.region(kept), outputs=tuple(node.outputs[i] for i in kept))
+
+    def target(self, op: Op, region: Region, *given: Val | None) -> Any:
+        loop = taken_apart(region)
+        parts = loop.parts(given)
+        kept: tuple[int, ...] = region.data
+        parts.states = [s for i, s in enumerate(parts.states) if i in kept]
+        parts.collected = [c for i, c in enumerate(parts.collected, loop.states) if i in kept]
+        return put_together(op, loop, parts, given)
+
+
+class UnrollLoop(RegionRule):
+    """loop(n, s -> f(s)) -> f(f(... f(s)))  for a small number n and a small body."""
+
+    anchors = ("Loop",)
+    examples = (
+        *(
+            _loop_example("", f"{going} w = Add(v, x) s = Mul(w, c)", count=count, condition=condition)
+            for count, condition in (("three", ""), ("three", "yes"))
+            for going in ("on = Identity(going)", "on = Identity(yes)")
+        ),
+        _loop_example("", "on = Identity(going) t = Cast<to = 1>(i) w = Mul(v, t) s = Neg(w)", count="three"),
+        _loop_example("one = Constant<value_int = 1>()", "on = Identity(going) w = Relu(v) s = Sub(w, v)", count="one"),
+        _loop_example("two = Constant<value_int = 2>()", "on = Identity(going) w = MatMul(v, m) s = Identity(v)",
+                      count="two"),
+        _loop_example("", "on = Identity(going) g = Gather(m, i) w = Add(v, g)"
+                      " s = Identity(x)", count="three"),
+        "agraph (float[N] z, float[M] x) => (float[K] last) <int64 three = {3}> {"
+        " last = Loop (three, , z) <body = b (int64 i, bool going, float[L] v) => (bool on, float[P] w) {"
+        " on = Identity(going) w = Concat<axis = 0>(v, x) }> }",
+        "agraph (float[2] z, float[2] x) => (float[2] last, float[2] other) <int64 three = {3}> {"
+        " last, other = Loop (three, , z, x) <body = b (int64 i, bool going, float[2] v, float[2] u)"
+        " => (bool on, float[2] w, float[2] t) { on = Identity(going) w = Mul(u, x) t = Sub(v, u) }> }",
+    )  # fmt: skip
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        loop = take_apart(node)
+        if loop is None:
+            return None
+        steps = loop.steps(reader)
+        require(steps is not None, "the number of steps is not known")
+        assert steps is not None
+        on = through_identity(loop.graph, loop.condition[0])
+        const = loop.graph.const(on)
+        always = const is not None and const.array is not None and bool(const.array.item())
+        require(loop.starts_true(reader), "it may not start")
+        require(always or on == loop.graph.inputs[1], "it may stop early")
+        require(repeats(loop.graph), "the body is random")
+        require(steps > 0 or not loop.collected, "it collects nothing")
+        running = sum(not n.const for n in loop.graph.nodes())
+        worthwhile(steps <= _MOST_STEPS and steps * running <= _MOST_NODES, "it is too large to unroll")
+        return loop.region(max(steps, 0))
+
+    def target(self, op: Op, region: Region, *given: Val | None) -> Any:
+        loop = taken_apart(region)
+        graph, parts = loop.graph, loop.parts(given)
+        states = [s.initial for s in parts.states]
+        collected: list[list[Any]] = [[] for _ in parts.collected]
+        order = [n for n in graph.topological() if not n.const]
+        for step in range(region.data):
+            known = {inside: v for v, inside in parts.captured} | dict(zip(loop.before, states))
+            known[graph.inputs[0]] = op.Identity(np.array(step, np.int64))
+            known[graph.inputs[1]] = op.Identity(np.array(True))
+            outside = Outside(op, graph, around(given), known, sizes_only=True)
+            for node in order:
+                outside.copy(node)
+            states = [outside(s.after) for s in parts.states]
+            for column, c in zip(collected, parts.collected):
+                column.append(op.Unsqueeze(outside(c.value), [0]))
+        return [*states, *(op.Concat(*c, axis=0) if len(c) > 1 else c[0] for c in collected)]
+
+
+_MOST_STEPS, _MOST_NODES = 16, 128
+
+
+# Work on the whole sequence
+
+
+@dataclass(frozen=True, slots=True)
+class _Lane:
+    """How a value inside a loop is one step's part of a tensor: along which axis of it, and of which rank it is.
+
+    Two values belong to one lane only if their tensors have the same positions.
+    """
+
+    axis: int
+    backwards: int
+    rank: int
+    positions: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """A product of a Concat, of whose parts (start, stop of the weight's rows) some lie in a lane."""
+
+    node: Node
+    lane: _Lane
+    parts: tuple[tuple[Value, int, int], ...]
+    inside: tuple[tuple[Value, int, int], ...]
+
+
+@dataclass(slots=True)
+class _Lanes:
+    """The values of a body that need no step before, and how they are made."""
+
+    loop: Loop
+    of: dict[Value, _Lane]
+    fixed: set[Value]
+    nodes: list[Node] = field(default_factory=list)
+    cuts: list[_Cut] = field(default_factory=list)
+
+    def collect(self) -> None:
+        graph = self.loop.graph
+        for node in graph.topological():
+            if node.const or len(node.outputs) != 1 or node.outputs[0] in self.of:
+                continue
+            lane = self._lane(node)
+            if lane is not None:
+                self.of[node.outputs[0]] = lane
+                self.nodes.append(node)
+            elif node.op in ("MatMul", "Gemm"):
+                cut = self._cut(node)
+                if cut is not None:
+                    self.cuts.append(cut)
+
+    def _is_fixed(self, value: Value) -> bool:
+        return value == ABSENT or value in self.fixed or self.loop.is_constant(value)
+
+    def _lane(self, node: Node) -> _Lane | None:
+        """The lane of what a node makes, if it can be made for all steps at once."""
+        lanes = {self.of[v] for v in node.inputs if v in self.of}
+        if len(lanes) != 1 or not all(v in self.of or self._is_fixed(v) for v in node.inputs):
+            return None
+        lane = lanes.pop()
+        graph = self.loop.graph
+        others = [graph.type(v).rank for v in node.inputs if v != ABSENT and v not in self.of]
+        if node.op in UNARY:
+            return lane if node.inputs[0] in self.of else None
+        if node.op in BROADCAST:
+            low = all(r is not None and r <= lane.rank for r in others)
+            return lane if low and not _may_divide_by_zero(node) else None
+        if node.op == "Concat":
+            return lane if not others else None
+        return lane if self._is_product(node, lane) and node.inputs[0] in self.of else None
+
+    def _is_product(self, node: Node, lane: _Lane) -> bool:
+        """Whether a product with a matrix takes rows that lie in the lane."""
+        if node.op not in ("MatMul", "Gemm") or not all(map(self._is_fixed, node.inputs[1:])):
+            return False
+        if node.op == "Gemm" and (node.attrs.keys() - {"transB"} or lane.rank != 2):
+            return False
+        return self.loop.graph.type(node.inputs[1]).rank == 2 and 0 < lane.rank != lane.axis
+
+    def _cut(self, node: Node) -> _Cut | None:
+        """A product of a Concat of a step's part of the sequence with something else, a state for instance."""
+        graph = self.loop.graph
+        concat = graph.producers.get(node.inputs[0])
+        if concat is None or concat.op != "Concat" or not self.loop.is_constant(node.inputs[1]):
+            return None
+        rank = graph.type(concat.inputs[0]).rank
+        if rank is None or concat.attrs.get("axis", 0) != rank - 1:
+            return None
+        lanes = {self.of[v] for v in concat.inputs if v in self.of}
+        lane = lanes.pop() if len(lanes) == 1 else None
+        if lane is None or lane.rank != rank or not self._is_product(node, lane):
+            return None
+        parts: list[tuple[Value, int, int]] = []
+        for value in concat.inputs:
+            dim = (graph.type(value).shape or (None,))[-1]
+            if not isinstance(dim, int):
+                return None
+            start = parts[-1][2] if parts else 0
+            parts.append((value, start, start + dim))
+        return _Cut(
+            node,
+            lane,
+            tuple(p for p in parts if p[0] in self.of),
+            tuple(p for p in parts if p[0] not in self.of),
+        )
+
+    def read_by_the_rest(self, graph: Graph, outputs: Sequence[Value]) -> list[Value]:
+        """Which of the values that are made for all steps at once the rest of the body reads, or gives out."""
+        made = {n.outputs[0] for n in self.nodes}
+        found: dict[Value, None] = {}
+        seen: set[Value] = set()
+        work = list(outputs)
+        while work:
+            value = work.pop()
+            if value in made:
+                found[value] = None
+                continue
+            node = graph.producers.get(value)
+            if node is not None and node.id not in seen:
+                seen.add(node.id)
+                work.extend(node.inputs)
+        return list(found)
+
+
+class _Stacked:
+    """The lanes' values for all steps at once, outside of the loop."""
+
+    def __init__(self, op: Op, lanes: _Lanes, outside: Outside) -> None:
+        self.op = op
+        self.lanes = lanes
+        self.outside = outside
+
+    def run(self) -> None:
+        for node in self.lanes.nodes:
+            self.outside.known[node.outputs[0]] = self._made(node, self.lanes.of[node.outputs[0]])
+
+    def _made(self, node: Node, lane: _Lane) -> Val:
+        op = self.op
+        if node.op in UNARY or node.op in BROADCAST:
+            inputs = [self._operand(v, lane) for v in node.inputs]
+            return op[node.op](*inputs, attrs=node.attrs)  # type: ignore[no-any-return]
+        if node.op == "Concat":
+            axis = axis_of(node, lane.rank)
+            parts = [self.outside(v) for v in node.inputs]
+            return op.Concat(*parts, axis=axis if axis < lane.axis else axis + 1)  # type: ignore[no-any-return]
+        data, weight = self.outside(node.inputs[0]), self.outside(node.inputs[1])
+        if node.attrs.get("transB"):
+            weight = op.Transpose(weight, perm=[1, 0])
+        product = op.MatMul(data, weight)
+        bias = self._operand(node.inputs[2], lane) if len(node.inputs) > 2 else None
+        return product if bias is None else op.Add(product, bias)  # type: ignore[no-any-return]
+
+    def _operand(self, value: Value, lane: _Lane) -> Val | None:
+        """An operand, with a dimension for the steps if it would otherwise meet another one there."""
+        if value == ABSENT:
+            return None
+        found = self.outside(value)
+        if value in self.lanes.of:
+            return found
+        behind = lane.rank - lane.axis
+        if found.rank <= behind:
+            return found
+        return self.op.Unsqueeze(found, [found.rank - behind])  # type: ignore[no-any-return]
+
+    def of_cut(self, cut: _Cut) -> Val:
+        """What the parts in the lane contribute to a product."""
+        op = self.op
+        weight = self.outside(cut.node.inputs[1])
+        axis = 1 if cut.node.attrs.get("transB") else 0
+        rows = [op.Slice(weight, [start], [stop], [axis]) for _, start, stop in cut.parts]
+        data = [self.outside(v) for v, _, _ in cut.parts]
+        if len(rows) > 1:
+            rows, data = [op.Concat(*rows, axis=axis)], [op.Concat(*data, axis=cut.lane.rank)]
+        matrix = op.Transpose(rows[0], perm=[1, 0]) if axis else rows[0]
+        return op.MatMul(data[0], matrix)  # type: ignore[no-any-return]
+
+
+def _rest_of(cut: _Cut, op: GraphBuilder) -> Any:
+    """What the other parts contribute to a product, inside of the loop."""
+    graph = op.graph
+
+    def val(value: Value) -> Val:
+        return Val(graph, value, graph.type(value))
+
+    weight = val(cut.node.inputs[1])
+    axis = 1 if cut.node.attrs.get("transB") else 0
+    rows = [op.Slice(weight, [start], [stop], [axis]) for _, start, stop in cut.inside]
+    data = [val(v) for v, _, _ in cut.inside]
+    if len(rows) > 1:
+        rows, data = [op.Concat(*rows, axis=axis)], [op.Concat(*data, axis=cut.lane.rank - 1)]
+    more = [val(v) for v in cut.node.inputs[2:]]
+    return op[cut.node.op](data[0], rows[0], *more, attrs=cut.node.attrs)
+
+
+class HoistOutOfScan(RegionRule):
+    """scan(x_t @ w, ...) -> y = x @ w, scan(y_t, ...)  and so for every function of one step's input alone.
+
+    Products with a matrix and element-wise operators are computed for all steps at once; a product of [x_t, h] is cut
+    in two. What is given out of the loop as it is needs no loop.
+    """
+
+    anchors = ("Scan",)
+    examples = (
+        _scan_example("a = MatMul(e, m) k = Add(h, a) s = Identity(k)"),
+        _scan_example("a = MatMul(e, m) b = Add(a, c) d1 = Tanh(b) k = Mul(h, d1) s = Relu(k)"),
+        _scan_example("a = Gemm<transB = 1>(e, m, c) k = Add(h, a) s = Identity(a)"),
+        _scan_example("a = Mul(e, d) k = Add(h, a) s = Relu(a)", sequence="float[2,T,3]",
+                      attributes=", scan_input_axes = [1], scan_output_axes = [1]", out="float[2,T,3]"),
+        _scan_example("a = Gemm(e, m, d) k = Sub(h, a) s = Neg(a)", sequence="float[2,T,3]",
+                      attributes=", scan_input_axes = [1], scan_input_directions = [1]"),
+        _scan_example("a = Add(z, e) b = MatMul(a, m) k = Sub(h, b) s = Neg(e)", sequence="float[2,3,T]",
+                      attributes=", scan_input_axes = [2], scan_output_directions = [1]"),
+        _scan_example("a = MatMul(e, m) k = Sub(a, h) s = Exp(a)",
+                      attributes=", scan_input_directions = [1], scan_output_directions = [1]"),
+        _scan_example("a = Concat<axis = 1>(e, h) b = MatMul(a, v) k = Tanh(b) s = Identity(k)",
+                      consts=", float[6,3] v = {" + ", ".join(str(i % 5 - 2) for i in range(18)) + "}"),
+        _scan_example("r = Neg(e) a = Concat<axis = 1>(h, e, r) b = Gemm<transB = 1>(a, v, c)"
+                      " k = Sigmoid(b) s = Relu(b)",
+                      consts=", float[3,9] v = {" + ", ".join(str(i % 7 - 3) for i in range(27)) + "}"),
+        "agraph (float[T,3] x, float[T,3] y, float[3] z, float[3,2] m) => (float[3] last, float[T,2] all) {"
+        " last, all = Scan (z, x, y) <num_scan_inputs = 2, body = b (float[3] h, float[3] e, float[3] f)"
+        " => (float[3] k, float[2] s) { a = Mul(e, f) k = Sub(h, a) s = MatMul(a, m) }> }",
+        "agraph (float[T,3] x, float[3,2] m) => (float[T,2] all) {"
+        " all = Scan (x) <num_scan_inputs = 1, body = b (float[3] e) => (float[2] s) { s = MatMul(e, m) }> }",
+    )  # fmt: skip
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        loop = take_apart(node)
+        if loop is None:
+            return None
+        lanes = _scan_lanes(reader, loop)
+        lanes.collect()
+        return loop.region() if lanes.nodes or lanes.cuts else None
+
+    def target(self, op: Op, region: Region, *given: Val | None) -> Any:
+        loop = taken_apart(region)
+        parts, reader = loop.parts(given), Reader(around(given))
+        lanes = _scan_lanes(reader, loop)
+        lanes.collect()
+        known = {inside: v for v, inside in parts.captured} | {s.element: s.sequence for s in parts.scans}
+        outside = Outside(op, loop.graph, around(given), known)
+        stacked = _Stacked(op, lanes, outside)
+        stacked.run()
+        direct: dict[int, Val] = {}
+        for i, c in enumerate(parts.collected):
+            lane = lanes.of.get(c.value)
+            if lane is not None and (c.axis % (lane.rank + 1), c.backwards) == (lane.axis, lane.backwards):
+                direct[i] = outside.known[c.value]
+        everything = parts.collected
+        parts.collected = [c for i, c in enumerate(everything) if i not in direct]
+        graph = loop.graph
+        for cut in lanes.cuts:
+            inner, out = GraphBuilder(graph), cut.node.outputs[0]
+            element = made_outside(graph, out, cut.node.types[0])
+            graph = put_in_place(inner, out, inner.Add(_rest_of(cut, inner), element))
+            parts.scans.append(Scanned(stacked.of_cut(cut), element.value, cut.lane.axis, cut.lane.backwards))
+        parts.graph = graph
+        read = lanes.read_by_the_rest(graph, parts.outputs(loop))
+        parts.graph = without_nodes(graph, [n for n in lanes.nodes if n.id in graph.producers])
+        for value in read:
+            lane = lanes.of[value]
+            parts.scans.append(Scanned(outside.known[value], value, lane.axis, lane.backwards))
+        made_all = put_together(op, loop, parts, given)
+        rest = iter(made_all[len(parts.states) :])
+        collected = [direct[i] if i in direct else next(rest) for i in range(len(everything))]
+        return [*made_all[: len(parts.states)], *collected]
+
+
+def _scan_lanes(reader: Reader, loop: Loop) -> _Lanes:
+    """A Scan's sequences as lanes."""
+    of: dict[Value, _Lane] = {}
+    for value, element, (axis, backwards) in zip(
+        loop.explicit[loop.states :], loop.elements, loop.scan_axes, strict=True
+    ):
+        rank = reader.type(value).rank
+        if rank is not None and loop.graph.type(element).rank == rank - 1 and -rank <= axis < rank:
+            of[element] = _Lane(axis % rank, backwards, rank - 1)
+    return _Lanes(loop, of, set(loop.body.captured))
+
+
+class HoistOutOfLoop(RegionRule):
+    """loop(x[i] @ w, ...) -> y = x @ w, loop(y[i], ...)  where i is the number of the step.
+
+    As for a Scan: every function of x[i] alone is computed for all of x at once.
+    """
+
+    anchors = ("Loop",)
+    examples = (
+        *(
+            f"agraph (int64 n, {kind} x, float[2,3] z, float[3,3] m) => (float[2,3] last, float[T,2,3] all)"
+            " <int64 two = {2}, float[3] c = {1, -2, 3}, float[2,1] d = {2, -1}> {"
+            " t = Min(n, two)"
+            " last, all = Loop (t, , z) <body = b (int64 i, bool going, float[2,3] h)"
+            " => (bool on, float[2,3] k, float[2,3] s) {"
+            f" on = Identity(going) e = Gather<axis = {axis}>(x, i) {body} }}> }}"
+            for kind, axis in (("float[4,2,3]", 0), ("float[2,4,3]", 1))
+            for body in (
+                "a = MatMul(e, m) k = Add(h, a) s = Identity(k)",
+                "a = Gemm<transB = 1>(e, m, c) b = Tanh(a) k = Mul(h, b) s = Relu(k)",
+                "a = Mul(e, d) b = MatMul(a, m) k = Add(h, b) s = Relu(a)",
+                "a = Sub(c, e) k = Add(h, a) s = MatMul(a, m)",
+            )
+        ),
+        "agraph (int64 n, float[3,3] x, float[3,3] y, float[3] z) => (float[3] last) <int64 two = {2}> {"
+        " t = Min(n, two)"
+        " last = Loop (t, , z) <body = b (int64 i, bool going, float[3] h) => (bool on, float[3] k) {"
+        " on = Identity(going) e = Gather(x, i) f = Gather(y, i) a = Mul(e, f) k = Sub(h, a) }> }",
+        "agraph (int64 n, float[3,2] x, float[1,2] z) => (float[1,2] last) <int64 two = {2},"
+        " float[4,2] v = {1, 2, 3, 4, -1, -2, -3, -4}, int64[1] one = {1}> {"
+        " t = Min(n, two) y = Unsqueeze(x, one)"
+        " last = Loop (t, , z) <body = b (int64 i, bool going, float[1,2] h) => (bool on, float[1,2] k) {"
+        " on = Identity(going) e = Gather(y, i) a = Concat<axis = 1>(e, h) k = MatMul(a, v) }> }",
+    )  # fmt: skip
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        loop = take_apart(node)
+        if loop is None:
+            return None
+        lanes = _loop_lanes(loop)
+        if not lanes.of:
+            return None
+        lanes.collect()
+        return loop.region() if lanes.nodes or lanes.cuts else None
+
+    def target(self, op: Op, region: Region, *given: Val | None) -> Any:
+        loop = taken_apart(region)
+        parts, lanes = loop.parts(given), _loop_lanes(loop)
+        outside = Outside(op, loop.graph, around(given), {inside: v for v, inside in parts.captured})
+        for value in lanes.of:
+            outside.known[value] = outside(loop.graph.producers[value].inputs[0])
+        lanes.collect()
+        stacked = _Stacked(op, lanes, outside)
+        stacked.run()
+        graph = loop.graph
+        made = [(c.node.outputs[0], stacked.of_cut(c), c.lane.axis, c) for c in lanes.cuts]
+        for value, whole, axis, cut in made:
+            inner = GraphBuilder(graph)
+            own = _gathered(inner, value, whole, axis)
+            graph = put_in_place(inner, value, inner.Add(_rest_of(cut, inner), own))
+        parts.graph = graph
+        for value in lanes.read_by_the_rest(graph, parts.outputs(loop)):
+            whole, axis = outside.known[value], lanes.of[value].axis
+            inner = GraphBuilder(graph)
+            graph = put_in_place(inner, value, _gathered(inner, value, whole, axis))
+            parts.captured.append((whole, outside_name(value)))
+        parts.captured += [(whole, outside_name(value)) for value, whole, _, _ in made]
+        parts.graph = graph
+        return put_together(op, loop, parts, given)
+
+
+def _loop_lanes(loop: Loop) -> _Lanes:
+    """What a Loop takes from tensors by the number of the step."""
+    graph = loop.graph
+    of: dict[Value, _Lane] = {}
+    for value in graph.uses.get(graph.inputs[0], ()):
+        node = graph.producers[value]
+        if node.op != "Gather" or node.inputs[1] != graph.inputs[0] or node.const:
+            continue
+        source = node.inputs[0]
+        shape = graph.type(source).shape
+        if not shape or not (source in loop.body.captured or loop.is_constant(source)):
+            continue
+        axis = node.attrs.get("axis", 0)
+        assert isinstance(axis, int)
+        if -len(shape) <= axis < len(shape):
+            axis %= len(shape)
+            of[node.outputs[0]] = _Lane(axis, 0, len(shape) - 1, shape[axis] or ("of", source))
+    return _Lanes(loop, of, set(loop.body.captured))
+
+
+def _gathered(inner: GraphBuilder, value: Value, whole: Val, axis: int) -> Any:
+    """A step's part of what is made outside in place of a value of the body."""
+    graph = inner.graph
+    index = Val(graph, graph.inputs[0], graph.type(graph.inputs[0]))
+    return inner.Gather(made_outside(graph, value, whole.type), index, axis=axis)
+
+
+class BindConstantsInBody(RegionRule):
+    """body(c) -> body with c in it  for a captured value that is a constant.
+
+    Import knows small constants, and those of the file; here are expressions of constants that are large, and what
+    other rules found to be constant.
+    """
+
+    anchors = ("If", "Loop", "Scan")
+    examples = tuple(
+        "agraph (bool q, int64 n, float[40] x, float[2,40] s) => (float[40] y) <float[40,1] c = {"
+        + ", ".join(str(i % 7 - 3) for i in range(40))
+        + f"}}, int64[2] shape = {{40, 40}}, int64[2] reps = {{1, 40}}> {{ {make} {use} }}"
+        for make in ("e = Expand(c, shape)", "e = Tile(c, reps)", "t = Transpose(c) e = Add(c, t)")
+        for use in (
+            "y = If (q) <then_branch = a () => (float[40] u) { u = MatMul(x, e) },"
+            " else_branch = b () => (float[40] v) { v = Neg(x) }>",
+            "y = Loop (n, q, x) <body = b (int64 i, bool going, float[40] v) => (bool on, float[40] w) {"
+            " on = Identity(going) w = MatMul(v, e) }>",
+            "y = Scan (x, s) <num_scan_inputs = 1, body = b (float[40] v, float[40] u) => (float[40] w) {"
+            " t1 = MatMul(u, e) w = Sub(v, t1) }>",
+        )
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        captured = node.inputs[len(node.explicit_inputs) :]
+        if not any(reader.is_const(v) for v in captured):
+            return None
+        explicit = node.explicit_inputs
+        return Region(node.outputs, (*explicit, *captured), (node,), len(explicit))
+
+    def target(self, op: Op, region: Region, *given: Val | None) -> Any:
+        node = region.nodes[0]
+        vals = iter(given[region.data :])
+        attrs: dict[str, Attr] = dict(node.attrs)
+        captured: list[Val] = []
+        for name, body in bodies(node):
+            pairs = [(v, inside) for inside, v in zip(body.captured, vals) if v is not None]
+            graph = body.graph
+            formals = graph.inputs[: len(graph.inputs) - len(body.captured)]
+            attrs[name], kept = with_captured(graph, formals, graph.outputs, pairs, body.name)
+            captured += kept
+        explicit = with_condition(op, given[: region.data], captured)
+        return op[node.op](*explicit, *captured, attrs=Attrs(attrs), declared=node.types)
+
+
+RULES: tuple[AnyRule, ...] = (
+    InlineConstantIf(),
+    MoveInvariantsOutOfLoop(),
+    CaptureUnchangedStates(),
+    DropUnreadLoopResults(),
+    UnrollLoop(),
+    HoistOutOfScan(),
+    HoistOutOfLoop(),
+    BindConstantsInBody(),
+)
