@@ -1,0 +1,998 @@
+"""Data movement as one map from output positions to input positions, and the cheapest chain that has a map.
+
+Reshape, Transpose, Slice, Expand and their like never compute: they say, for each position of the output, where in the
+input its element stands. `AccessMap` is that function. A position is written as digits of a mixed radix, the output's
+dimensions being groups of digits, and each digit adds a number to the address:
+
+    address(digits) = offset + sum of digit_k * step_k        (or values_k[digit_k], where the steps are irregular)
+
+Addresses count the elements of the source without its symbolic dimensions; those are digits of their own and are only
+carried along. Every operator is then a small change of the digits: a Reshape groups them in another way, a Transpose
+orders the groups, a Slice multiplies steps and moves the offset, an Expand adds a digit of step 0, a Concat puts lists
+of addresses one behind the other. Several sources lie far apart in the space of addresses, and so does what a Pad puts
+in.
+
+`plans` goes back: from a map to operators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from math import gcd, isqrt, prod
+from operator import mul
+
+# Longer dimensions are not written out as lists of addresses, and larger indices not made.
+LONGEST, MOST_INDICES = 4096, 1024
+# How far apart sources lie, and from where on an address means the number that a Pad puts in.
+_APART, FILL = 1 << 44, 1 << 60
+
+
+class Unmappable(Exception):
+    """An operator, or a result, that a map cannot express; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Digit:
+    """One digit of an output position: `size` values, `step` further in the source for each.
+
+    Irregular steps are listed in `values` (the first one is 0). A digit with a `name` is a whole symbolic dimension
+    of the source, `step` is its axis, and its size counts as 1.
+    """
+
+    size: int
+    step: int = 0
+    values: tuple[int, ...] = ()
+    name: str = ""
+
+    @property
+    def offsets(self) -> Sequence[int]:
+        """What each value adds to the address."""
+        if self.name:
+            raise Unmappable("a symbolic dimension is taken apart")
+        return self.values or [i * self.step for i in range(self.size)]
+
+    @property
+    def repeats(self) -> bool:
+        """Whether all its values stand for the same elements."""
+        return not self.name and not self.step and not any(self.values)
+
+    @property
+    def reach(self) -> tuple[int, int]:
+        """The least and the greatest number that it adds to the address."""
+        if self.name:
+            return 0, 0
+        ends = self.values or (0, (self.size - 1) * self.step)
+        return min(ends), max(ends)
+
+    @property
+    def common(self) -> int:
+        """The greatest common divisor of what it adds."""
+        return gcd(*self.values) if self.values else abs(self.step)
+
+    def split(self, inner: int) -> tuple[Digit, Digit]:
+        """Two digits, of which the inner one has so many values."""
+        if self.name:
+            raise Unmappable("a symbolic dimension is taken apart")
+        outer = self.size // inner
+        if not self.values:
+            return Digit(outer, self.step * inner), Digit(inner, self.step)
+        high, low = self.values[::inner], self.values[:inner]
+        if any(v != high[i // inner] + low[i % inner] for i, v in enumerate(self.values)):
+            raise Unmappable("irregular positions are taken apart")
+        return _one(high), _one(low)
+
+
+Dims = tuple[tuple[Digit, ...], ...]
+
+
+def _one(values: Sequence[int]) -> Digit:
+    """A digit that adds these numbers, the first of which is 0."""
+    step = values[1] if len(values) > 1 else 0
+    if all(v == i * step for i, v in enumerate(values)):
+        return Digit(len(values), step)
+    return Digit(len(values), 0, tuple(values))
+
+
+def size_of(digits: Sequence[Digit]) -> int:
+    """How many values digits have together, symbolic ones not counted."""
+    return prod(d.size for d in digits)
+
+
+def merged(digits: Sequence[Digit]) -> tuple[Digit, ...]:
+    """Digits with neighbours that count on in equal steps made one, and those of size 1 left out."""
+    out: list[Digit] = []
+    for d in digits:
+        if d.size == 1 and not d.name:
+            continue
+        last = out[-1] if out else None
+        if (
+            last is not None
+            and not (last.name or d.name or last.values or d.values)
+            and last.step == d.step * d.size
+        ):
+            out[-1] = Digit(last.size * d.size, d.step)
+        else:
+            out.append(d)
+    return tuple(out)
+
+
+def offsets_of(digits: Sequence[Digit]) -> list[int]:
+    """What each value of several digits together adds to the address. Refuses very long lists."""
+    if size_of(digits) > LONGEST:
+        raise Unmappable("a dimension is too long")
+    out = [0]
+    for d in digits:
+        out = [a + b for a in out for b in d.offsets]
+    return out
+
+
+def factored(values: Sequence[int]) -> tuple[Digit, ...]:
+    """Digits that together add these numbers, the first of which is 0: regular ones as far as possible."""
+    out: list[Digit] = []
+    while len(values) > 1:
+        n, step = len(values), values[1] - values[0]
+        run = next((i for i in range(2, n) if values[i] - values[i - 1] != step), n)
+        inner = next((b for b in range(run, 1, -1) if n % b == 0 and _repeats(values, b)), 0)
+        if not inner:  # the shortest irregular one
+            inner = next(b for b in range(2, n + 1) if n % b == 0 and _repeats(values, b))
+        out.append(_one([v - values[0] for v in values[:inner]]))
+        values = values[::inner]
+    return merged(out[::-1])
+
+
+def _repeats(values: Sequence[int], block: int) -> bool:
+    """Whether all blocks of that length are alike but for their first number."""
+    low = [v - values[0] for v in values[:block]]
+    return all(
+        values[i + k] - values[i] == low[k] for i in range(block, len(values), block) for k in range(1, block)
+    )
+
+
+class _Stock:
+    """Digits in a row, taken from either end."""
+
+    def __init__(self, digits: Sequence[Digit]) -> None:
+        self.digits = list(digits)
+
+    def take(self, wanted: int | Sequence[Digit], front: bool) -> tuple[Digit, ...]:
+        """So many elements, or as many as the given digits have: from the front, or from the back."""
+        taken: list[Digit] = []
+        if isinstance(wanted, int):
+            self._elements(wanted, front, taken)
+        else:
+            for d in wanted if front else reversed(wanted):
+                if not d.name:
+                    self._elements(d.size, front, taken)
+                    continue
+                if not self.digits or self.digits[0 if front else -1].name != d.name:
+                    raise Unmappable("a symbolic dimension is taken apart")
+                taken.append(self.digits.pop(0 if front else -1))
+        return merged(taken if front else taken[::-1])
+
+    def _elements(self, count: int, front: bool, taken: list[Digit]) -> None:
+        place = 0 if front else -1
+        while count > 1:
+            if not self.digits:
+                raise Unmappable("the number of elements changes")
+            d = self.digits[place]
+            if d.name:
+                raise Unmappable("a symbolic dimension is taken apart")
+            if count % d.size == 0:
+                taken.append(self.digits.pop(place))
+                count //= d.size
+            elif d.size % count == 0:
+                outer, inner = d.split(d.size // count if front else count)
+                taken.append(outer if front else inner)
+                self.digits[place] = inner if front else outer
+                count = 1
+            else:
+                raise Unmappable("a reshape cuts across what was moved")
+
+
+@dataclass(frozen=True, slots=True)
+class AccessMap:
+    """Where the elements of a tensor stand in its sources: see the module.
+
+    `dims`: the digits of each dimension, outermost first. `filled`: symbolic dimensions that cannot be 0, because an
+    operator of the chain would have failed.
+    """
+
+    dims: Dims
+    offset: int = 0
+    filled: frozenset[str] = frozenset()
+
+    @staticmethod
+    def source(shape: Sequence[int | str], number: int = 0) -> AccessMap:
+        """The map of a source itself; `number` tells sources apart. Refuses dimensions of 0."""
+        dims: list[tuple[Digit, ...]] = []
+        step = 1
+        for axis in range(len(shape) - 1, -1, -1):
+            size = shape[axis]
+            if isinstance(size, str):
+                dims.append((Digit(1, axis, (), size),))
+                continue
+            if size < 1:
+                raise Unmappable("a dimension is 0")
+            dims.append((Digit(size, step),) if size > 1 else ())
+            step *= size
+        return AccessMap(tuple(dims[::-1]), number * _APART)
+
+    @property
+    def volume(self) -> int:
+        """How many elements there are, symbolic dimensions counted as 1."""
+        return prod(size_of(dim) for dim in self.dims)
+
+    @property
+    def digits(self) -> tuple[Digit, ...]:
+        return tuple(d for dim in self.dims for d in dim)
+
+    @property
+    def reach(self) -> tuple[int, int]:
+        """The least and the greatest address."""
+        ends = [d.reach for d in self.digits]
+        return self.offset + sum(low for low, _ in ends), self.offset + sum(high for _, high in ends)
+
+    @property
+    def only_source(self) -> int | None:
+        """The number of the source that it reads, if it reads one alone and nothing is put in."""
+        low, high = self.reach
+        return low // _APART if low // _APART == high // _APART and high < FILL // 2 else None
+
+    def within(self, source: int) -> AccessMap:
+        """The same with addresses counted from the beginning of a source."""
+        return replace(self, offset=self.offset - source * _APART)
+
+    def same_as(self, other: AccessMap) -> bool:
+        return self.dims == other.dims and self.offset == other.offset
+
+    def _at(self, axis: int) -> tuple[Digit, ...]:
+        if not 0 <= axis < len(self.dims):
+            raise Unmappable("an axis is out of range")
+        return self.dims[axis]
+
+    def _with(self, axis: int, *dims: tuple[Digit, ...], offset: int = 0) -> AccessMap:
+        """Another dimension, or several, or none, in the place of one."""
+        return replace(
+            self, dims=(*self.dims[:axis], *dims, *self.dims[axis + 1 :]), offset=self.offset + offset
+        )
+
+    # The operators. Axes count from the front.
+
+    def reshape(self, shape: Sequence[int]) -> AccessMap:
+        """Reshape, with 0 and -1 as ONNX has them."""
+        wanted: list[int | Sequence[Digit] | None] = []
+        copied: set[str] = set()
+        for i, n in enumerate(shape):
+            if n == 0:
+                dim = self._at(i)
+                names = {d.name for d in dim if d.name}
+                copied |= names
+                wanted.append(dim if names else size_of(dim))
+            elif n < -1:
+                raise Unmappable("a dimension is negative")
+            else:
+                wanted.append(n if n > 0 else None)
+        if wanted.count(None) > 1:
+            raise Unmappable("two dimensions are to be inferred")
+        hole = wanted.index(None) if None in wanted else len(wanted)
+        stock = _Stock(merged(self.digits))
+        head = [stock.take(w, True) for w in wanted[:hole] if w is not None]
+        tail = [stock.take(w, False) for w in wanted[:hole:-1] if w is not None]
+        if hole == len(wanted):
+            if stock.digits:
+                raise Unmappable("the number of elements changes")
+            return replace(self, dims=tuple(head))
+        # A dimension cannot be inferred beside one of 0: neither side has a value then.
+        return replace(
+            self, dims=(*head, tuple(stock.digits), *tail[::-1]), filled=self.filled | frozenset(copied)
+        )
+
+    def transpose(self, perm: Sequence[int]) -> AccessMap:
+        if sorted(perm) != list(range(len(self.dims))):
+            raise Unmappable("the permutation is of another rank")
+        return replace(self, dims=tuple(self.dims[p] for p in perm))
+
+    def squeeze(self, axes: Sequence[int] | None) -> AccessMap:
+        """Without dimensions of 1: those given, or all."""
+        if axes is None:
+            if any(d.name for d in self.digits):
+                raise Unmappable("a symbolic dimension may be 1")
+            axes = [i for i, dim in enumerate(self.dims) if not dim]
+        if any(self._at(a) for a in axes):
+            raise Unmappable("a dimension that is dropped is not 1")
+        return replace(self, dims=tuple(dim for i, dim in enumerate(self.dims) if i not in axes))
+
+    def unsqueeze(self, axes: Sequence[int]) -> AccessMap:
+        rank = len(self.dims) + len(axes)
+        if len(set(axes)) != len(axes) or any(not 0 <= a < rank for a in axes):
+            raise Unmappable("an axis is out of range")
+        rest = iter(self.dims)
+        return replace(self, dims=tuple(() if i in axes else next(rest) for i in range(rank)))
+
+    def flatten(self, axis: int) -> AccessMap:
+        rows = [d for dim in self.dims[:axis] for d in dim]
+        columns = [d for dim in self.dims[axis:] for d in dim]
+        return replace(self, dims=(merged(rows), merged(columns)))
+
+    def slice(self, axis: int, start: int, count: int, step: int) -> AccessMap:
+        """`count` positions from `start` on, `step` apart; the caller has clamped them."""
+        dim = self._at(axis)
+        if count < 1:
+            raise Unmappable("a dimension is 0")
+        if any(d.name for d in dim):
+            raise Unmappable("a symbolic dimension is cut")
+        if len(dim) == 1 and not dim[0].values:
+            (d,) = dim
+            return self._with(axis, merged([Digit(count, d.step * step)]), offset=start * d.step)
+        values = offsets_of(dim)
+        return self._gathered(axis, [values[start + i * step] for i in range(count)])
+
+    def _gathered(self, axis: int, values: Sequence[int]) -> AccessMap:
+        return self._with(axis, factored([v - values[0] for v in values]), offset=values[0])
+
+    def gather(self, axis: int, indices: Sequence[int], shape: Sequence[int]) -> AccessMap:
+        """Positions `indices` along an axis, which gets that shape (none: it is dropped)."""
+        dim = self._at(axis)
+        if any(d.name for d in dim):
+            raise Unmappable("a symbolic dimension is cut")
+        size = size_of(dim)
+        if not indices or not all(-size <= i < size for i in indices):
+            raise Unmappable("an index is out of range, or there is none")
+        if len(indices) > LONGEST:
+            raise Unmappable("a dimension is too long")
+        places = [i % size for i in indices]
+        if len(dim) == 1 and not dim[0].values:
+            values = [i * dim[0].step for i in places]
+        else:
+            every = offsets_of(dim)
+            values = [every[i] for i in places]
+        line = AccessMap((factored([v - values[0] for v in values]),)).reshape(shape)
+        return self._with(axis, *line.dims, offset=values[0])
+
+    def expand(self, shape: Sequence[int]) -> AccessMap:
+        """Broadcast against a shape of numbers."""
+        missing = max(len(shape) - len(self.dims), 0)
+        dims = [()] * missing + list(self.dims)
+        numbers = [1] * (len(dims) - len(shape)) + list(shape)
+        out: list[tuple[Digit, ...]] = []
+        for dim, n in zip(dims, numbers):
+            if n < 1:
+                raise Unmappable("a dimension is 0")
+            if not dim and n > 1:
+                dim = (Digit(n),)
+            elif n > 1 and (size_of(dim) != n or any(d.name for d in dim)):
+                raise Unmappable("a dimension cannot be broadcast, or is symbolic")
+            out.append(dim)
+        return replace(self, dims=tuple(out))
+
+    def tile(self, repeats: Sequence[int]) -> AccessMap:
+        if len(repeats) != len(self.dims) or any(r < 1 for r in repeats):
+            raise Unmappable("a dimension is 0")
+        return replace(self, dims=tuple(merged([Digit(r), *dim]) for r, dim in zip(repeats, self.dims)))
+
+    def pad(self, before: Sequence[int], after: Sequence[int]) -> AccessMap:
+        """Pad with a number; negative pads cut off."""
+        if not len(before) == len(after) == len(self.dims):
+            raise Unmappable("the pads are of another rank")
+        out = self
+        for axis, (b, a) in enumerate(zip(before, after)):
+            if not b and not a:
+                continue
+            dim = out.dims[axis]
+            if b < 0 or a < 0:
+                out = out.slice(axis, max(-b, 0), size_of(dim) - max(-b, 0) - max(-a, 0), 1)
+            if b > 0 or a > 0:
+                values = [FILL] * max(b, 0) + offsets_of(out.dims[axis]) + [FILL] * max(a, 0)
+                if len(values) > LONGEST:
+                    raise Unmappable("a dimension is too long")
+                out = out._gathered(axis, values)
+        return out
+
+    def _cut(self, axis: int, *sizes: int) -> AccessMap:
+        """One dimension as several."""
+        return self._with(axis, *AccessMap((self._at(axis),)).reshape(sizes).dims)
+
+    def _joined(self, *groups: Sequence[int]) -> AccessMap:
+        """Dimensions brought into another order and put together."""
+        return replace(self, dims=tuple(merged([d for i in g for d in self.dims[i]]) for g in groups))
+
+    def depth_to_space(self, block: int, column_row_depth: bool) -> AccessMap:
+        if len(self.dims) != 4 or block < 1:
+            raise Unmappable("it has not 4 dimensions")
+        if column_row_depth:  # n, c, r, s, h, w
+            return self._cut(1, -1, block, block)._joined((0,), (1,), (4, 2), (5, 3))
+        return self._cut(1, block, block, -1)._joined((0,), (3,), (4, 1), (5, 2))  # n, r, s, c, h, w
+
+    def space_to_depth(self, block: int) -> AccessMap:
+        if len(self.dims) != 4 or block < 1:
+            raise Unmappable("it has not 4 dimensions")
+        apart = self._cut(3, -1, block)._cut(2, -1, block)  # n, c, h, r, w, s
+        return apart._joined((0,), (3, 5, 1), (2,), (4,))
+
+    @staticmethod
+    def concat(parts: Sequence[AccessMap], axis: int) -> AccessMap:
+        first = parts[0]
+        first._at(axis)
+        rest = (*first.dims[:axis], *first.dims[axis + 1 :])
+        if any((*p.dims[:axis], *p.dims[axis + 1 :]) != rest for p in parts[1:]):
+            raise Unmappable("the parts are moved in different ways")
+        if sum(size_of(p.dims[axis]) for p in parts) > LONGEST:
+            raise Unmappable("a dimension is too long")
+        values = [p.offset - first.offset + v for p in parts for v in offsets_of(p.dims[axis])]
+        filled = frozenset[str]().union(*(p.filled for p in parts))
+        return replace(first, filled=filled)._gathered(axis, values)
+
+
+# From maps to operators
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """An operator of a chain with the numbers that it takes.
+
+    Reshape: shape. Transpose: permutation. Slice: starts, ends, axes, steps. Gather: axis, indices (Pick: one index,
+    and the axis is dropped). Expand: shape. DepthToSpace: block, 1 for CRD. SpaceToDepth: block. Pad: pads, axes.
+    """
+
+    op: str
+    numbers: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Price:
+    """What a chain costs: elements read and written, operators, and those among them that touch no data."""
+
+    moved: int = 0
+    operators: int = 0
+    views: int = 0
+
+    def __add__(self, other: Price) -> Price:
+        return Price(self.moved + other.moved, self.operators + other.operators, self.views + other.views)
+
+    def total(self, scale: int = 1) -> int:
+        """In elements; `scale`: how many elements one counts for, since symbolic dimensions count as 1.
+
+        Calling an operator takes as long as moving some ten thousand numbers.
+        """
+        return scale * self.moved + 12_000 * self.operators + 3_000 * self.views
+
+
+_VIEW = Price(0, 0, 1)
+
+
+def price(op: str, taken: int, made: int, shuffles: bool = False) -> Price:
+    """What an operator costs that reads and writes so many elements; `shuffles`: neighbours are torn apart."""
+    if op in ("Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity"):
+        return _VIEW
+    if op in ("Slice", "Gather", "Pick", "Split", "Concat"):
+        taken = made
+    # A Gather's indices are looked at; Reshape, Transpose, Reshape is as good.
+    return Price((taken + made) * (3 if shuffles else 1), 1, 2 if op == "Gather" else 0)
+
+
+def shuffles(perm: Sequence[int], unit: Callable[[int], bool]) -> bool:
+    """Whether a Transpose moves the innermost dimension; those for which `unit` holds do not count."""
+    moved = [p for p in perm if not unit(p)]
+    return bool(moved) and moved[-1] != max(moved)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A chain of operators that makes a tensor from one source."""
+
+    steps: tuple[Step, ...]
+    price: Price
+
+
+# A dimension: its size without symbols, and those. The names are sorted.
+Extent = tuple[int, tuple[str, ...]]
+
+
+def _extent(digits: Sequence[Digit]) -> Extent:
+    return size_of(digits), tuple(sorted(d.name for d in digits if d.name))
+
+
+class _Chain:
+    """A chain while it is put together, with the shape that it has come to."""
+
+    def __init__(self, shape: Sequence[Extent], filled: frozenset[str]) -> None:
+        self.shape = tuple(shape)
+        self.filled = filled
+        self.steps: list[Step] = []
+        self.shapes: list[tuple[Extent, ...]] = []  # before each step
+        self.price = Price()
+
+    def copy(self) -> _Chain:
+        out = _Chain(self.shape, self.filled)
+        out.steps, out.shapes, out.price = self.steps[:], self.shapes[:], self.price
+        return out
+
+    def _add(self, op: str, shape: Sequence[Extent], *numbers: Sequence[int], torn: bool = False) -> None:
+        taken, made = prod(n for n, _ in self.shape), prod(n for n, _ in shape)
+        self.price += price(op, taken, made, torn)
+        self.steps.append(Step(op, tuple(tuple(n) for n in numbers)))
+        self.shapes.append(self.shape)
+        self.shape = tuple(shape)
+
+    def reshape(self, shape: Sequence[Extent]) -> None:
+        if self.steps and self.steps[-1].op == "Reshape":
+            self.steps.pop()
+            self.shape = self.shapes.pop()
+            self.price = Price(self.price.moved, self.price.operators, self.price.views - 1)
+        if tuple(shape) == self.shape:
+            return
+        numbers: list[int] = []
+        copied: set[str] = set()
+        for i, (size, names) in enumerate(shape):
+            if not names:
+                numbers.append(size)
+            elif i < len(self.shape) and self.shape[i] == (size, names):
+                numbers.append(0)
+                copied.update(names)
+            else:
+                numbers.append(-1)
+        if numbers.count(-1) > 1:
+            raise Unmappable("two dimensions would have to be inferred")
+        if -1 in numbers and not copied <= self.filled:
+            raise Unmappable("a dimension that is not known may be 0")
+        self._add("Reshape", shape, numbers)
+
+    def transpose(self, perm: Sequence[int]) -> None:
+        if tuple(perm) != tuple(range(len(perm))):
+            torn = shuffles(perm, lambda p: self.shape[p] == (1, ()))
+            self._add("Transpose", [self.shape[p] for p in perm], perm, torn=torn)
+
+    def slice(self, cuts: Sequence[tuple[int, int, int, int]]) -> None:
+        """`cuts`: axis, start, count, step."""
+        if not cuts:
+            return
+        shape = list(self.shape)
+        ends: list[int] = []
+        for axis, start, count, step in cuts:
+            last = start + step * (count - 1)
+            ends.append(last + 1 if step > 0 else last - 1 if last > 0 else -(shape[axis][0] + 1))
+            shape[axis] = (count, ())
+        columns = [[c[k] for c in cuts] for k in range(4)]
+        self._add("Slice", shape, columns[1], ends, columns[0], columns[3])
+
+    def gather(self, axis: int, indices: Sequence[int]) -> None:
+        if len(indices) > MOST_INDICES:
+            raise Unmappable("there are too many indices")
+        shape = list(self.shape)
+        shape[axis] = (len(indices), ())
+        # One by one if there is little behind each index.
+        torn = prod(n for n, _ in shape[axis + 1 :]) < 8 and not any(names for _, names in shape[axis + 1 :])
+        self._add("Gather", shape, (axis,), indices, torn=torn)
+
+    def expand(self, shape: Sequence[Extent], numbers: Sequence[int]) -> None:
+        self._add("Expand", shape, numbers)
+
+    def plan(self) -> Plan:
+        return Plan(tuple(self.steps), self.price)
+
+
+@dataclass(frozen=True, slots=True)
+class _Axis:
+    """A dimension of the source as it is read: `unit` addresses from one position to the next.
+
+    A symbolic dimension has a name; its unit is the axis of the source.
+    """
+
+    size: int
+    unit: int
+    name: str = ""
+
+    @property
+    def extent(self) -> Extent:
+        return (1, (self.name,)) if self.name else (self.size, ())
+
+
+def _own(shape: Sequence[int | str]) -> list[_Axis]:
+    numbers = [d if isinstance(d, int) else 1 for d in shape]
+    units = [*accumulate(numbers[:0:-1], mul, initial=1)][::-1]
+    return [_Axis(1, i, d) if isinstance(d, str) else _Axis(d, units[i]) for i, d in enumerate(shape)]
+
+
+def _fused(axes: Sequence[_Axis]) -> list[_Axis]:
+    """Neighbouring dimensions made one."""
+    out: list[_Axis] = []
+    for axis in axes:
+        if out and not out[-1].name and not axis.name:
+            out[-1] = _Axis(out[-1].size * axis.size, axis.unit)
+        else:
+            out.append(axis)
+    return out
+
+
+def _refined(axes: Sequence[_Axis], cuts: Sequence[int]) -> list[_Axis]:
+    """Dimensions cut in pieces of so many addresses, where they fit into each other."""
+    out: list[_Axis] = []
+    for axis in axes:
+        if axis.name:
+            out.append(axis)
+            continue
+        end = axis.unit * axis.size
+        bounds = [axis.unit]
+        for cut in cuts:
+            if bounds[-1] < cut < end and cut % bounds[-1] == 0 and end % cut == 0:
+                bounds.append(cut)
+        bounds.append(end)
+        out += [_Axis(b // a, a) for a, b in pairwise(bounds)][::-1]
+    return out
+
+
+def _views(shape: Sequence[int | str], m: AccessMap) -> Iterator[list[_Axis]]:
+    """Ways to read the source: by its own dimensions, as one, and either cut where the digits end."""
+    own = _own(shape)
+    ends = {c for d in m.digits if not d.name for c in (d.common, d.common * d.size)}
+    cuts = sorted(ends - {0})
+    seen: list[list[_Axis]] = []
+    for view in (own, _fused(own), _refined(own, cuts), _refined(_fused(own), cuts)):
+        if view not in seen:
+            seen.append(view)
+            yield view
+
+
+def plans(shape: Sequence[int | str], m: AccessMap, blocks: bool) -> Iterator[Plan]:
+    """Chains that make the map `m` from a source of this shape. `blocks`: DepthToSpace and SpaceToDepth may be used."""
+    filled = _without_fill(m)
+    if filled is not None:
+        inner, pads, axes = filled
+        for plan in plans(shape, inner, blocks):
+            more = price("Pad", inner.volume, m.volume)
+            yield Plan((*plan.steps, Step("Pad", (pads, axes))), plan.price + more)
+        return
+    if m.only_source != 0:
+        raise Unmappable("it has several sources")
+    if blocks:
+        yield from _blocks(shape, m)
+    yield from _chains(shape, m)
+
+
+def _chains(shape: Sequence[int | str], m: AccessMap) -> Iterator[Plan]:
+    for view in _views(shape, m):
+        try:
+            for chain in _attempts(shape, view, m):
+                yield _shortened(shape, chain)
+        except Unmappable:
+            continue
+
+
+def best(shape: Sequence[int | str], m: AccessMap, blocks: bool, scale: int = 1) -> Plan:
+    """The cheapest chain. Raises Unmappable if there is none."""
+    found = min(plans(shape, m, blocks), key=lambda p: p.price.total(scale), default=None)
+    if found is None:
+        raise Unmappable("no chain of operators has this map")
+    return found
+
+
+def _without_fill(m: AccessMap) -> tuple[AccessMap, tuple[int, ...], tuple[int, ...]] | None:
+    """What is inside a Pad, with its pads and axes; None if nothing is put in."""
+    before: list[int] = []
+    after: list[int] = []
+    axes: list[int] = []
+    inner = m
+    for axis, dim in enumerate(m.dims):
+        reach = [d.reach for d in dim]
+        low, high = sum(a for a, _ in reach), sum(b for _, b in reach)
+        if high - low < FILL // 2:
+            continue
+        values = offsets_of(dim)
+        real = [i for i, v in enumerate(values) if v - low < FILL // 2]
+        if real[-1] - real[0] + 1 != len(real):
+            raise Unmappable("a pad is in the middle")
+        axes.append(axis)
+        before.append(real[0])
+        after.append(len(values) - 1 - real[-1])
+        inner = inner._gathered(axis, [values[i] for i in real])
+    if not axes and m.offset < FILL // 2:
+        return None
+    if inner.only_source is None:
+        raise Unmappable("there are several sources, or nothing but a pad")
+    return inner, (*before, *after), tuple(axes)
+
+
+def _divided(m: AccessMap, axes: Sequence[_Axis]) -> AccessMap:
+    """The same map, its digits divided where a dimension ends."""
+    units = sorted({a.unit for a in axes if not a.name}, reverse=True)
+
+    def parts(d: Digit) -> Iterator[Digit]:
+        for unit in units if not (d.name or d.values) else ():
+            step = abs(d.step)
+            if 0 < step < unit < step * d.size and unit % step == 0 and step * d.size % unit == 0:
+                outer, d = d.split(unit // step)
+                yield outer
+        yield d
+
+    return replace(m, dims=tuple(tuple(p for d in dim for p in parts(d)) for dim in m.dims))
+
+
+def _attempts(shape: Sequence[int | str], axes: Sequence[_Axis], m: AccessMap) -> Iterator[_Chain]:
+    """Chains that read the source as `axes`, cut them, then transpose and repeat what is left."""
+    m = _divided(m, axes)
+    digits = m.digits
+    held: list[list[int]] = [[] for _ in axes]
+    for k, d in enumerate(digits):
+        if d.repeats:
+            continue
+        for j, axis in enumerate(axes):
+            if d.name:
+                found = axis.name == d.name and axis.unit == d.step
+            else:
+                found = not axis.name and axis.size > 1 and d.common % axis.unit == 0
+            if found:
+                held[j].append(k)
+                break
+        else:
+            return
+    chain = _Chain([a.extent for a in _own(shape)], m.filled)
+    chain.reshape([a.extent for a in axes])
+    cuts: list[tuple[int, int, int, int]] = []
+    picks: list[tuple[int, list[int]]] = []
+    for j, axis in enumerate(axes):
+        if axis.name:
+            continue
+        start = m.offset // axis.unit % axis.size
+        run = merged([digits[k] for k in sorted(held[j], key=lambda k: -digits[k].common)])
+        if len(run) > 1 or (run and run[0].values):
+            indices = [start + v // axis.unit for v in offsets_of([digits[k] for k in held[j]])]
+            if not all(0 <= i < axis.size for i in indices):
+                return
+            picks.append((j, indices))
+            continue
+        held[j].sort(key=lambda k: -digits[k].common)
+        count, step = (run[0].size, run[0].step // axis.unit) if run else (1, 1)
+        if not 0 <= start + step * (count - 1) < axis.size:
+            return
+        if (start, count, step) != (0, axis.size, 1):
+            cuts.append((j, start, count, step))
+    chain.slice(cuts)
+    for j, indices in picks:
+        chain.gather(j, indices)
+    order = [k for ks in held for k in ks]
+    if all(len(ks) <= 1 for ks in held) and not any(d.repeats for d in digits):
+        home = {k: j for j, ks in enumerate(held) for k in ks}
+        yield from _by_axes(chain.copy(), m, home)
+    yield from _by_digits(chain, m, order)
+
+
+def _numbered(m: AccessMap) -> list[list[int]]:
+    """The digits' numbers, dimension by dimension."""
+    ends = [0, *accumulate(len(dim) for dim in m.dims)]
+    return [list(range(a, b)) for a, b in pairwise(ends)]
+
+
+def _by_axes(chain: _Chain, m: AccessMap, home: dict[int, int]) -> Iterator[_Chain]:
+    """The end of a chain whose dimensions are moved as a whole: `home` says where each digit is."""
+    out = [_extent(dim) for dim in m.dims]
+    wanted = [home[k] for ks in _numbered(m) for k in ks]
+    units = [j for j in range(len(chain.shape)) if j not in wanted]
+    if wanted == sorted(wanted):
+        chain.reshape(out)
+        yield chain
+        return
+    if all(len(dim) <= 1 for dim in m.dims) and len(chain.shape) == len(out):
+        exact = chain.copy()
+        spare = iter(units)
+        exact.transpose([home[ks[0]] if ks else next(spare) for ks in _numbered(m)])
+        yield exact
+    chain.transpose([*units, *wanted])
+    chain.reshape(out)
+    yield chain
+
+
+def _by_digits(chain: _Chain, m: AccessMap, order: Sequence[int]) -> Iterator[_Chain]:
+    """The end of a chain whose dimensions are cut into digits first; `order` is that of the source."""
+    digits, numbered = m.digits, _numbered(m)
+    wanted = [k for ks in numbered for k in ks if not digits[k].repeats]
+    repeats = len(wanted) < len(digits)
+    if list(order) != wanted:
+        place = {k: i for i, k in enumerate(order)}
+        exact = not repeats and all(len(ks) <= 1 for ks in numbered)
+        groups: list[list[int]] = []
+        for k in wanted:
+            if not exact and groups and place[groups[-1][-1]] + 1 == place[k]:
+                groups[-1].append(k)
+            else:
+                groups.append([k])
+        stored = sorted(groups, key=lambda g: place[g[0]])
+        after = numbered if exact else groups
+        before = stored + [[] for g in after if not g]
+        chain.reshape([_extent([digits[k] for k in g]) for g in before])
+        spare = iter(range(len(stored), len(before)))
+        where = {g[0]: i for i, g in enumerate(before) if g}
+        chain.transpose([where[g[0]] if g else next(spare) for g in after])
+    if repeats:
+        pieces: list[tuple[bool, list[Digit]]] = []
+        for ks in numbered:
+            own: list[tuple[bool, list[Digit]]] = []
+            for d in (digits[k] for k in ks):
+                if own and not d.repeats and not own[-1][0]:
+                    own[-1][1].append(d)
+                else:
+                    own.append((d.repeats, [d]))
+            pieces += own or [(False, [])]
+        chain.reshape([(1, ()) if again else _extent(ds) for again, ds in pieces])
+        chain.expand([_extent(ds) for _, ds in pieces], [size_of(ds) if again else 1 for again, ds in pieces])
+    chain.reshape([_extent(dim) for dim in m.dims])
+    yield chain
+
+
+def _shortened(shape: Sequence[int | str], chain: _Chain) -> Plan:
+    """The plan of a chain: a Slice of one position and the Reshape that drops its axis are one Gather."""
+    if [s.op for s in chain.steps] == ["Slice", "Reshape"]:
+        starts, _, axes, _ = chain.steps[0].numbers
+        extents = [a.extent for a in _own(shape)]
+        if len(axes) == 1 and chain.shape == (*extents[: axes[0]], *extents[axes[0] + 1 :]):
+            moved = prod(n for n, _ in chain.shape)
+            return Plan((Step("Pick", (axes, starts)),), price("Pick", moved, moved))
+    return chain.plan()
+
+
+def _blocks(shape: Sequence[int | str], m: AccessMap) -> Iterator[Plan]:
+    """DepthToSpace, or SpaceToDepth, if that is the map; SpaceToDepth with what orders its channels in another way."""
+    if len(shape) != 4 or len(m.dims) != 4 or not isinstance(shape[1], int):
+        return
+    channels, others = size_of(m.dims[1]), shape[1]
+    source = AccessMap.source(shape)
+    if source.volume != m.volume or channels == others:
+        return
+    many, few = max(channels, others), min(channels, others)
+    block = isqrt(many // few)
+    if block * block * few != many:
+        return
+    try:
+        if channels < others:
+            for crd in (0, 1):
+                if source.depth_to_space(block, bool(crd)).same_as(m):
+                    yield Plan(
+                        (Step("DepthToSpace", ((block, crd),)),), price("DepthToSpace", m.volume, m.volume)
+                    )
+            return
+        made = source.space_to_depth(block)
+        first = Plan((Step("SpaceToDepth", ((block,),)),), price("SpaceToDepth", m.volume, m.volume))
+        if made.same_as(m):
+            yield first
+            return
+        blocked: list[int | str] = [_symbol_or_size(dim) for dim in made.dims]
+        for plan in _chains(blocked, _after(m, made, blocked)):
+            yield Plan((*first.steps, *plan.steps), first.price + plan.price)
+    except Unmappable:
+        return
+
+
+def _symbol_or_size(dim: Sequence[Digit]) -> int | str:
+    size, names = _extent(dim)
+    if not names:
+        return size
+    if size > 1 or len(names) > 1:
+        raise Unmappable("a dimension is partly symbolic")
+    return names[0]
+
+
+def _after(m: AccessMap, first: AccessMap, shape: Sequence[int | str]) -> AccessMap:
+    """The map that gives `m` from what `first` makes (which has that shape): `first` moves every element once."""
+    digits = first.digits
+    # Each digit of the source: its step there, its size, its step in what `first` makes.
+    radix = sorted(
+        ((d.step, d.size, size_of(digits[i + 1 :])) for i, d in enumerate(digits) if not d.name), reverse=True
+    )
+    named = [(name, axis) for axis, name in enumerate(shape) if isinstance(name, str)]
+    names = dict(named)
+    if len(names) != len(named):
+        raise Unmappable("a symbolic dimension stands twice")
+    dims: list[tuple[Digit, ...]] = []
+    for dim in m.dims:
+        out: list[Digit] = []
+        for d in dim:
+            if d.name:
+                out.append(Digit(1, names[d.name], (), d.name))
+                continue
+            out += _translated(d, radix)
+        dims.append(merged(out))
+    if m.offset:
+        raise Unmappable("it does not begin at the beginning")
+    return AccessMap(tuple(dims), 0, m.filled)
+
+
+def _translated(d: Digit, radix: Sequence[tuple[int, int, int]]) -> list[Digit]:
+    """A digit of a source as digits of what holds the source's digits `radix` (step, size, new step) elsewhere."""
+    out: list[Digit] = []
+    for step, size, new in radix:
+        end = step * size
+        if d.size == 1 or d.step >= end:
+            break
+        if d.step * d.size <= step or d.step < 1 or d.values:
+            continue
+        # The outer part of d, as far as it is in this digit.
+        low = max(d.step, step)
+        if low % step or low % d.step or (d.step * d.size) % low:
+            raise Unmappable("the digits do not fit into each other")
+        count = d.step * d.size // low
+        if low * count > end:
+            raise Unmappable("the digits do not fit into each other")
+        out.append(Digit(count, low // step * new))
+        d = Digit(low // d.step, d.step)
+    if d.size != 1:
+        raise Unmappable("the digits do not fit into each other")
+    return out
+
+
+# Several sources
+
+
+def source_of(m: AccessMap) -> int | None:
+    """The number of the source that a map reads, inside a Pad if need be; None if it reads several."""
+    try:
+        filled = _without_fill(m)
+    except Unmappable:
+        return None
+    return (m if filled is None else filled[0]).only_source
+
+
+def pieces(m: AccessMap, most: int = 8) -> tuple[int, list[tuple[int, int, int]]] | None:
+    """A dimension along which the sources stand one behind the other: axis, and start, count, source of each piece.
+
+    None if there is no such dimension, or the pieces are more than `most`.
+    """
+    low, high = m.reach
+    if high >= FILL // 2:
+        return None
+    for axis, dim in enumerate(m.dims):
+        if any(d.name for d in dim) or not dim:
+            continue
+        reach = [d.reach for d in dim]
+        rest = low - sum(a for a, _ in reach), high - sum(b for _, b in reach)
+        values = offsets_of(dim)
+        sources = [(v + rest[0]) // _APART for v in values]
+        if any((v + rest[1]) // _APART != s for v, s in zip(values, sources)):
+            continue
+        starts = [i for i, s in enumerate(sources) if i == 0 or s != sources[i - 1]]
+        if 1 < len(starts) <= most:
+            return axis, [(a, b - a, sources[a]) for a, b in pairwise([*starts, len(values)])]
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """Pieces put together along an axis: for each its source and its chain; then a Reshape, if there is a `shape`."""
+
+    axis: int
+    parts: tuple[tuple[int, Plan], ...]
+    shape: tuple[int, ...]
+    price: Price
+
+
+def best_joined(shapes: Sequence[Sequence[int | str]], m: AccessMap, blocks: bool, scale: int = 1) -> Joined:
+    """The cheapest way to cut a map of several sources into one chain each. Raises Unmappable if there is none."""
+    found: list[Joined] = []
+    apart = AccessMap(tuple((d,) for d in m.digits), m.offset, m.filled)
+    for form in (m, apart):
+        try:
+            found.append(_joined(shapes, form, m, blocks, scale))
+        except Unmappable:
+            continue
+    if not found:
+        raise Unmappable("the sources do not stand one behind the other")
+    return min(found, key=lambda j: j.price.total(scale))
+
+
+def _joined(
+    shapes: Sequence[Sequence[int | str]], form: AccessMap, m: AccessMap, blocks: bool, scale: int
+) -> Joined:
+    """The pieces of `form`, which are `m` but for a Reshape."""
+    cut = pieces(form)
+    if cut is None:
+        raise Unmappable("the sources do not stand one behind the other")
+    axis, runs = cut
+    parts = tuple(
+        (source, best(shapes[source], form.slice(axis, start, count, 1).within(source), blocks, scale))
+        for start, count, source in runs
+    )
+    price_of_all = sum((plan.price for _, plan in parts), price("Concat", m.volume, m.volume))
+    chain = _Chain([_extent(dim) for dim in form.dims], m.filled)
+    chain.reshape([_extent(dim) for dim in m.dims])
+    shape = chain.steps[0].numbers[0] if chain.steps else ()
+    return Joined(axis, parts, shape, price_of_all + chain.price)

@@ -1,0 +1,509 @@
+"""Chains of operators that only move data, rebuilt from where they take each element (see `access`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from rewrite_rules.access import (
+    AccessMap,
+    Joined,
+    Plan,
+    Price,
+    Step,
+    Unmappable,
+    best,
+    best_joined,
+    price,
+    shuffles,
+    source_of,
+)
+from rewrite_rules.axes import axis_of, front, fronts, int_attr, ints_input, perm_of
+from xrlflow.ir import ABSENT, DType, Node, Value
+from xrlflow.rewrite import AnyRule, Lit, Op, Reader, Refused, Region, RegionRule, Val, worthwhile
+
+_VIEWS = frozenset(("Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity"))
+# One data input, one output.
+_PLAIN = (
+    *("Reshape", "Squeeze", "Unsqueeze", "Flatten", "Transpose", "Slice", "Gather", "Expand", "Tile", "Pad"),
+    *("DepthToSpace", "SpaceToDepth"),
+)
+MOVES = (*_PLAIN, "Identity", "Split", "Concat")
+_PLAIN_SET, _MOVES_SET = frozenset(_PLAIN), frozenset(MOVES)
+# So many operators are looked at, and so far up for a first impression.
+_MOST_NODES, _FAR = 32, 8
+# What a symbolic dimension counts for, unless it is the first.
+_SYMBOL = 32
+# Element types for which ONNX Runtime has DepthToSpace and SpaceToDepth.
+_BLOCKS = frozenset((DType.FLOAT, DType.DOUBLE))
+
+
+class _Trace:
+    """Where values take their elements from, back to the first values that data movement does not make."""
+
+    def __init__(self, reader: Reader, most: int = _MOST_NODES, stop: frozenset[Value] = frozenset()) -> None:
+        self.reader = reader
+        self.left = most
+        self.stop = stop
+        self.maps: dict[Value, AccessMap] = {}
+        self.makers: dict[Value, Node] = {}
+        self.sources: list[Value] = []
+        self.shapes: list[tuple[int | str, ...]] = []
+        self.fill: Value | None = None
+
+    def map(self, value: Value) -> AccessMap:
+        found = self.maps.get(value)
+        if found is None:
+            found = self.maps[value] = self._made(value)
+        return found
+
+    def _made(self, value: Value) -> AccessMap:
+        node = self.reader.producer(value)
+        if node is None or node.op not in _MOVES_SET or node.const or value in self.stop or self.left <= 0:
+            return self._source(value)
+        self.left -= 1
+        try:
+            found = self._moved(node, value)
+        except (Unmappable, Refused):
+            return self._source(value)
+        self.makers[value] = node
+        return found
+
+    def _source(self, value: Value) -> AccessMap:
+        dims = self.reader.type(value).shape
+        if dims is None:
+            raise Unmappable("a rank is not known")
+        shape = tuple(f"?{value}.{i}" if d is None else d for i, d in enumerate(dims))
+        found = AccessMap.source(shape, len(self.sources))
+        self.sources.append(value)
+        self.shapes.append(shape)
+        return found
+
+    def _ints(self, node: Node, index: int) -> tuple[int, ...]:
+        found = ints_input(self.reader, node, index)
+        if found is None:
+            raise Unmappable("an input is left out")
+        return found
+
+    def _moved(self, node: Node, value: Value) -> AccessMap:
+        """The map of a node's output. Numbers are read first: where they are not known, nothing else is looked at."""
+        op = node.op
+        if op == "Concat":
+            parts = [self.map(v) for v in node.inputs]
+            return AccessMap.concat(parts, axis_of(node, len(parts[0].dims)))
+        if op == "Reshape":
+            shape = self._ints(node, 1)
+            if node.attrs.get("allowzero") and 0 in shape:
+                raise Unmappable("a dimension is 0")
+            return self.map(node.inputs[0]).reshape(shape)
+        if op == "Slice":
+            return self._sliced(node)
+        if op == "Gather":
+            index = self.reader.val(node.inputs[1]).array
+            x = self.map(node.inputs[0])
+            return x.gather(axis_of(node, len(x.dims)), [int(i) for i in index.ravel()], index.shape)
+        if op == "Split":
+            return self._split(node, value)
+        if op == "Pad":
+            return self._padded(node)
+        if op in ("Squeeze", "Unsqueeze"):
+            axes = ints_input(self.reader, node, 1)
+            x = self.map(node.inputs[0])
+            if op == "Squeeze":
+                return x.squeeze(None if axes is None else fronts(axes, len(x.dims)))
+            return x.unsqueeze(fronts(axes or (), len(x.dims) + len(axes or ())))
+        if op in ("Expand", "Tile"):
+            numbers = self._ints(node, 1)
+            x = self.map(node.inputs[0])
+            return x.expand(numbers) if op == "Expand" else x.tile(numbers)
+        x = self.map(node.inputs[0])
+        if op == "Transpose":
+            return x.transpose(perm_of(node, len(x.dims)))
+        if op == "Flatten":
+            axis = int_attr(node, "axis", 1)
+            return x.flatten(axis if axis == len(x.dims) else front(axis, len(x.dims)))
+        if op == "DepthToSpace":
+            return x.depth_to_space(int_attr(node, "blocksize", 1), node.attrs.get("mode", "DCR") == "CRD")
+        if op == "SpaceToDepth":
+            return x.space_to_depth(int_attr(node, "blocksize", 1))
+        return x  # Identity
+
+    def _size(self, x: AccessMap, axis: int) -> int | None:
+        """How long a dimension is; None if it is symbolic."""
+        return None if any(d.name for d in x.dims[axis]) else prod(d.size for d in x.dims[axis])
+
+    def _sliced(self, node: Node) -> AccessMap:
+        starts, ends = self._ints(node, 1), self._ints(node, 2)
+        given, steps = ints_input(self.reader, node, 3), ints_input(self.reader, node, 4)
+        x = self.map(node.inputs[0])
+        axes = fronts(range(len(starts)) if given is None else given, len(x.dims))
+        for axis, start, end, step in zip(axes, starts, ends, steps or (1,) * len(starts), strict=True):
+            size = self._size(x, axis)
+            if size is None:
+                # No dimension is longer than what fits 31 bits: exporters write "to the end" in that way.
+                if start != 0 or step != 1 or end < 2**31 - 1:
+                    raise Unmappable("a symbolic dimension is cut")
+                continue
+            start, end = (start + size if start < 0 else start), (end + size if end < 0 else end)
+            if step > 0:
+                start, end = min(max(start, 0), size), min(max(end, 0), size)
+            else:
+                start, end = min(max(start, 0), size - 1), min(max(end, -1), size - 1)
+            x = x.slice(axis, start, len(range(start, end, step)), step)
+        return x
+
+    def _split(self, node: Node, value: Value) -> AccessMap:
+        given = ints_input(self.reader, node, 1)
+        x = self.map(node.inputs[0])
+        axis = axis_of(node, len(x.dims))
+        size, count = self._size(x, axis), len(node.outputs)
+        if size is None:
+            raise Unmappable("a symbolic dimension is cut")
+        chunk = -(-size // count)
+        sizes = given if given is not None else (*(chunk,) * (count - 1), size - chunk * (count - 1))
+        place = node.outputs.index(value)
+        if sum(sizes) != size or len(sizes) != count:
+            raise Unmappable("the parts are not the whole")
+        return x.slice(axis, sum(sizes[:place]), sizes[place], 1)
+
+    def _padded(self, node: Node) -> AccessMap:
+        if node.attrs.get("mode", "constant") != "constant":
+            raise Unmappable("it pads with elements")
+        pads, given = self._ints(node, 1), ints_input(self.reader, node, 3)
+        fill = node.inputs[2] if len(node.inputs) > 2 else ABSENT
+        x = self.map(node.inputs[0])
+        axes = fronts(range(len(x.dims)) if given is None else given, len(x.dims))
+        if len(pads) != 2 * len(axes):
+            raise Unmappable("the pads are of another rank")
+        if self.fill not in (None, fill):
+            raise Unmappable("two pads put in different numbers")
+        before, after = [0] * len(x.dims), [0] * len(x.dims)
+        for i, axis in enumerate(axes):
+            before[axis], after[axis] = pads[i], pads[len(axes) + i]
+        found = x.pad(before, after)
+        self.fill = fill
+        return found
+
+    # What the chain costs
+
+    def nodes(self, anchor: Node) -> list[Node]:
+        """The nodes between the sources and the anchor, each before those that it reads."""
+        out: dict[Value, Node] = {}
+
+        def visit(node: Node) -> None:
+            if node.id in seen:
+                return
+            seen.add(node.id)
+            for value in node.inputs:
+                maker = self.makers.get(value)
+                if maker is not None:
+                    visit(maker)
+            out[node.id] = node
+
+        seen: set[Value] = set()
+        visit(anchor)
+        return list(out.values())[::-1]
+
+    def removed(self, nodes: Sequence[Node]) -> set[Value]:
+        """Which of them nobody reads any more once the first is replaced."""
+        gone = {nodes[0].id}
+        for node in nodes[1:]:
+            if all(
+                not self.reader.is_output(v) and all(u.id in gone for u in self.reader.users(v))
+                for v in node.outputs
+            ):
+                gone.add(node.id)
+        return gone
+
+    def price(self, node: Node) -> Price:
+        taken = sum(self.maps[v].volume for v in node.inputs if v in self.maps)
+        made = sum(self.maps[v].volume for v in node.outputs if v in self.maps)
+        torn = False
+        if node.op == "Transpose":
+            dims = self.maps[node.inputs[0]].dims
+            torn = shuffles(perm_of(node, len(dims)), lambda p: not dims[p])
+        return price(node.op, taken, made, torn)
+
+    def scale(self) -> int:
+        """How many elements one counts for, since symbolic dimensions count as 1."""
+        return max(prod(_SYMBOL for d in shape[1:] if isinstance(d, str)) for shape in self.shapes)
+
+    def may_use_blocks(self) -> bool:
+        return self.reader.type(self.sources[0]).dtype in _BLOCKS
+
+
+def _total(prices: Iterable[Price], scale: int) -> int:
+    return sum(prices, Price()).total(scale)
+
+
+def _emit(op: Op, x: Any, steps: Sequence[Step], fill: Val | None = None) -> Any:
+    """A chain's operators."""
+    for step in steps:
+        numbers = step.numbers
+        if step.op in ("Reshape", "Expand"):
+            x = op[step.op](x, list(numbers[0]))
+        elif step.op == "Transpose":
+            x = op.Transpose(x, perm=numbers[0])
+        elif step.op == "Slice":
+            starts, ends, axes, steps_ = (list(n) for n in numbers)
+            x = op.Slice(x, starts, ends, axes, *([steps_] if any(s != 1 for s in steps_) else []))
+        elif step.op == "Gather":
+            x = op.Gather(x, list(numbers[1]), axis=numbers[0][0])
+        elif step.op == "Pick":
+            x = op.Gather(x, np.array(numbers[1][0], np.int64), axis=numbers[0][0])
+        elif step.op == "DepthToSpace":
+            block, crd = numbers[0]
+            x = op.DepthToSpace(x, blocksize=block, mode=Lit("CRD" if crd else "DCR"))
+        elif step.op == "SpaceToDepth":
+            x = op.SpaceToDepth(x, blocksize=numbers[0][0])
+        else:
+            x = op.Pad(x, list(numbers[0]), fill, list(numbers[1]))
+    return x
+
+
+def _above(reader: Reader, node: Node) -> Iterator[Node]:
+    """The operators from a node upwards, by first inputs, as long as they move data."""
+    for _ in range(_FAR):
+        yield node
+        maker = reader.producer(node.inputs[0])
+        if maker is None or maker.op not in _MOVES_SET or maker.const:
+            return
+        node = maker
+
+
+def _goes_on(reader: Reader, node: Node) -> bool:
+    """Whether the one reader of a node moves the data on, in a known way: then the chain is longer."""
+    (value,) = node.outputs
+    if reader.count_users(value) != 1 or reader.is_output(value):
+        return False
+    (user,) = reader.users(value)
+    if user.op not in _PLAIN_SET or user.inputs[0] != value:
+        return False
+    return all(v == ABSENT or reader.is_const(v) for v in user.inputs[1:])
+
+
+def _common(reader: Reader, node: Node) -> bool:
+    """Whether all parts of a Concat can come from one value."""
+    shared: set[Value] | None = None
+    for value in dict.fromkeys(node.inputs):
+        chain = {value}
+        maker = reader.producer(value)
+        if maker is not None and maker.op in _MOVES_SET:
+            chain.update(n.inputs[0] for n in _above(reader, maker))
+        shared = chain if shared is None else shared & chain
+        if not shared:
+            return False
+    return True
+
+
+class MergeMovement(RegionRule):
+    """move_k(... move_1(x)) -> the cheapest chain that takes the same elements of x to the same places.
+
+    Reshape, Transpose, Slice, Split, Concat, Gather of constants, Expand, Tile, Pad and their like in any order: what
+    they do together is composed as one map of positions, and operators are made from that map. It applies where fewer
+    elements are moved, or by fewer operators. Symbolic dimensions are carried along.
+    """
+
+    anchors = (*_PLAIN, "Concat")
+    reads_from = MOVES
+    examples = (
+        # Reshape, Transpose, Reshape that are a Transpose; that are nothing.
+        "agraph (float[N,6,4] x) => (float[N,4,6] y) { s = Constant<value_ints=[0,2,3,4]>() "
+        "t = Constant<value_ints=[0,4,6]>() a = Reshape(x, s) b = Transpose<perm=[0,3,1,2]>(a) y = Reshape(b, t) }",
+        "agraph (float[2,3,4,5] x) => (float[2,3,4,5] y) { s = Constant<value_ints=[2,5,12]>() "
+        "t = Constant<value_ints=[2,5,3,4]>() a = Transpose<perm=[0,3,1,2]>(x) b = Reshape(a, s) "
+        "c = Reshape(b, t) y = Transpose<perm=[0,2,3,1]>(c) }",
+        # A shuffle of channels and one back.
+        "agraph (float[N,6,5] x) => (float[N,6,5] y) { s = Constant<value_ints=[0,2,3,5]>() "
+        "t = Constant<value_ints=[0,6,5]>() u = Constant<value_ints=[0,3,2,5]>() a = Reshape(x, s) "
+        "b = Transpose<perm=[0,2,1,3]>(a) c = Reshape(b, t) d = Reshape(c, u) e = Transpose<perm=[0,2,1,3]>(d) "
+        "f = Reshape(e, t) y = Neg(f) }",
+        # Strided slices put together (Focus), in the order of SpaceToDepth and in another.
+        "agraph (float[N,3,4,6] x) => (float[N,12,2,3] y) { h = Constant<value_ints=[2]>() "
+        "w = Constant<value_ints=[3]>() z = Constant<value_ints=[0]>() o = Constant<value_ints=[1]>() "
+        "e = Constant<value_ints=[9]>() "
+        "p = Slice(x, z, e, h, h) q = Slice(x, o, e, h, h) a = Slice(p, z, e, w, h) b = Slice(q, z, e, w, h) "
+        "c = Slice(p, o, e, w, h) d = Slice(q, o, e, w, h) y = Concat<axis=1>(a, c, b, d) }",
+        "agraph (float[N,2,4,6] x) => (float[N,8,2,3] y) { h = Constant<value_ints=[2]>() "
+        "w = Constant<value_ints=[3]>() z = Constant<value_ints=[0]>() o = Constant<value_ints=[1]>() "
+        "e = Constant<value_ints=[9]>() "
+        "p = Slice(x, z, e, h, h) q = Slice(x, o, e, h, h) a = Slice(p, z, e, w, h) b = Slice(q, z, e, w, h) "
+        "c = Slice(p, o, e, w, h) d = Slice(q, o, e, w, h) y = Concat<axis=1>(a, b, c, d) }",
+        # Pixel shuffle by hand, in both orders.
+        "agraph (float[N,8,3,5] x) => (float[N,2,6,10] y) { s = Constant<value_ints=[-1,2,2,2,3,5]>() "
+        "t = Constant<value_ints=[-1,2,6,10]>() a = Reshape(x, s) b = Transpose<perm=[0,1,4,2,5,3]>(a) "
+        "y = Reshape(b, t) }",
+        "agraph (float[2,18,2,3] x) => (float[2,2,6,9] y) { s = Constant<value_ints=[2,3,3,2,2,3]>() "
+        "t = Constant<value_ints=[2,2,6,9]>() a = Reshape(x, s) b = Transpose<perm=[0,3,4,1,5,2]>(a) "
+        "y = Reshape(b, t) }",
+        # Slices of slices, with steps.
+        "agraph (float[N,12] x) => (float[N,3] y) { i = Constant<value_ints=[1]>() p = Constant<value_ints=[10]>() "
+        "q = Constant<value_ints=[0]>() r = Constant<value_ints=[-2]>() e = Constant<value_ints=[5]>() "
+        "a = Slice(x, p, q, i, r) y = Slice(a, q, e, i, i) }",
+        # The shift of a window.
+        "agraph (float[N,7,3] x) => (float[N,7,3] y) { i = Constant<value_ints=[1]>() p = Constant<value_ints=[3]>() "
+        "q = Constant<value_ints=[0]>() e = Constant<value_ints=[7]>() a = Slice(x, p, e, i) b = Slice(x, q, p, i) "
+        "y = Concat<axis=1>(a, b) }",
+        # The parts of a Split in another order.
+        "agraph (float[N,6,2] x) => (float[N,6,2] y) { a, b, c = Split<axis=1, num_outputs=3>(x) "
+        "y = Concat<axis=1>(c, a, b) }",
+        # Repeated, then cut.
+        "agraph (float[N,1,4] x) => (float[N,2,4] y) { s = Constant<value_ints=[1,5,4]>() "
+        "i = Constant<value_ints=[1]>() p = Constant<value_ints=[3]>() a = Expand(x, s) y = Slice(a, i, p, i) }",
+        "agraph (float[2,3] x) => (float[2,3] y) { s = Constant<value_ints=[1,3]>() i = Constant<value_ints=[1]>() "
+        "p = Constant<value_ints=[3]>() q = Constant<value_ints=[6]>() a = Tile(x, s) y = Slice(a, p, q, i) }",
+        # Padded twice; padded, and what was put in cut off again.
+        "agraph (float[N,3,4] x) => (float[N,6,6] y) { p = Constant<value_ints=[0,1,0,0,2,0]>() "
+        "q = Constant<value_ints=[0,0,1,0,0,1]>() a = Pad(x, p) y = Pad(a, q) }",
+        "agraph (float[N,3] x) => (float[N,3] y) { p = Constant<value_ints=[0,1,0,2]>() i = Constant<value_ints=[1]>() "
+        "e = Constant<value_ints=[4]>() a = Pad(x, p) b = Slice(a, i, e, i) y = Neg(b) }",
+        # A permutation of Gathers.
+        "agraph (float[N,6,3] x) => (float[N,6,3] y) { i = Constant<value_ints=[0,3,1,4,2,5]>() "
+        "j = Constant<value_ints=[0,2,4,1,3,5]>() a = Gather<axis=1>(x, i) b = Gather<axis=1>(a, j) y = Neg(b) }",
+        # One position of a transposed tensor.
+        "agraph (float[2,3,4] x) => (float[2,3] y) { i = Constant<value_int=1>() a = Transpose<perm=[2,0,1]>(x) "
+        "y = Gather(a, i) }",
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        if _goes_on(reader, node):
+            return None
+        if node.op == "Concat":
+            if not _common(reader, node):
+                return None
+        else:
+            ops = {n.op for n in _above(reader, node)}
+            if ops <= _VIEWS or ops == {"Transpose"}:
+                return None  # the rules for two of them are enough
+        found, shared = self._found(reader, node, frozenset())
+        if found is None and shared:
+            found, _ = self._found(reader, node, shared)
+        worthwhile(found is not None, "nothing is gained")
+        return found
+
+    def _found(
+        self, reader: Reader, node: Node, stop: frozenset[Value]
+    ) -> tuple[Region | None, frozenset[Value]]:
+        """The region, if the chain can be had cheaper; and the values in it that are read elsewhere."""
+        (output,) = node.outputs
+        trace = _Trace(reader, stop=stop)
+        try:
+            m = trace.map(output)
+        except Unmappable as error:
+            raise Refused(str(error)) from error
+        if output not in trace.makers:
+            raise Refused("the map of the chain is not known")
+        nodes = trace.nodes(node)
+        gone = trace.removed(nodes)
+        shared = frozenset(v for n in nodes if n.id not in gone for v in n.outputs)
+        number = source_of(m)
+        if number is None or len(nodes) < 2:
+            return None, shared
+        scale = trace.scale()
+        try:
+            plan = best(trace.shapes[number], m.within(number), trace.may_use_blocks(), scale)
+        except Unmappable:
+            return None, shared
+        before = _total((trace.price(n) for n in nodes if n.id in gone), scale)
+        if plan.price.total(scale) >= before:
+            return None, shared
+        pads = any(s.op == "Pad" for s in plan.steps) and trace.fill not in (None, ABSENT)
+        fill = (trace.fill,) if pads and trace.fill is not None else ()
+        return Region(node.outputs, (trace.sources[number], *fill), tuple(nodes), plan), shared
+
+    def target(self, op: Op, region: Region, x: Val, fill: Val | None = None) -> Any:
+        plan: Plan = region.data
+        return _emit(op, x, plan.steps, fill)
+
+
+class PushMovementIntoConcat(RegionRule):
+    """move(concat(x, y, ...)) -> concat(move_x(x), move_y(y), ...)  where that moves less.
+
+    `move` is any chain that only moves data, and what the Concat reads may have been moved before. The Concat may
+    come out along another dimension.
+    """
+
+    anchors = _PLAIN
+    reads_from = MOVES
+    examples = (
+        "agraph (float[N,3] x, float[N,3] z) => (float[N,3,2] y) { i = Constant<value_ints=[1]>() a = Unsqueeze(x, i) "
+        "b = Unsqueeze(z, i) c = Concat<axis=1>(a, b) y = Transpose<perm=[0,2,1]>(c) }",
+        "agraph (float[N,2,3] x, float[N,4,3] z) => (float[6,N,3] y) { a = Transpose<perm=[0,2,1]>(x) "
+        "b = Transpose<perm=[0,2,1]>(z) c = Concat<axis=2>(a, b) y = Transpose<perm=[2,0,1]>(c) }",
+        "agraph (float[2,4] x, float[2,4] z) => (float[16] y) { s = Constant<value_ints=[2,2,2]>() "
+        "t = Constant<value_ints=[16]>() a = Reshape(x, s) b = Reshape(z, s) c = Concat<axis=1>(a, b) "
+        "d = Transpose<perm=[1,0,2]>(c) e = Transpose<perm=[1,0,2]>(d) y = Reshape(e, t) }",
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        if all(n.op != "Concat" for n in _above(reader, node)) or _goes_on(reader, node):
+            return None
+        (output,) = node.outputs
+        trace = _Trace(reader)
+        try:
+            m = trace.map(output)
+        except Unmappable as error:
+            raise Refused(str(error)) from error
+        nodes = trace.nodes(node) if output in trace.makers else []
+        if len(nodes) < 2 or source_of(m) is not None:
+            return None
+        scale = trace.scale()
+        try:
+            joined = best_joined(trace.shapes, m, trace.may_use_blocks(), scale)
+        except Unmappable as error:
+            raise Refused(str(error)) from error
+        gone = trace.removed(nodes)
+        before = _total((trace.price(n) for n in nodes if n.id in gone), scale)
+        worthwhile(joined.price.total(scale) < before, "nothing is gained")
+        inputs = tuple(trace.sources[number] for number, _ in joined.parts)
+        return Region(node.outputs, inputs, tuple(nodes), joined)
+
+    def target(self, op: Op, region: Region, *sources: Val) -> Any:
+        joined: Joined = region.data
+        parts = [_emit(op, x, plan.steps) for x, (_, plan) in zip(sources, joined.parts)]
+        whole = op.Concat(*parts, axis=joined.axis)
+        return op.Reshape(whole, list(joined.shape)) if joined.shape else whole
+
+
+class ReplaceMovement(RegionRule):
+    """gather(x, consecutive constants) -> slice(x), pad(x, negative) -> slice(x);  what moves no data -> reshape(x).
+
+    Gather, Slice, Expand, Tile, Pad, DepthToSpace and SpaceToDepth.
+    """
+
+    anchors = ("Gather", "Slice", "Expand", "Tile", "Pad", "DepthToSpace", "SpaceToDepth")
+    examples = (
+        "agraph (float[N,6] x) => (float[N,3] y) { i = Constant<value_ints=[2,3,4]>() y = Gather<axis=1>(x, i) }",
+        "agraph (float[N,6] x) => (float[N,3] y) { i = Constant<value_ints=[-1,-3,-5]>() y = Gather<axis=1>(x, i) }",
+        "agraph (float[N,1,4] x) => (float[N,4] y) { i = Constant<value_int=0>() y = Gather<axis=1>(x, i) }",
+        "agraph (float[3,4] x) => (float[1,1,3,4] y) { s = Constant<value_ints=[1,1,3,1]>() y = Expand(x, s) }",
+        'agraph (float[N,8,1,1] x) => (float[N,2,2,2] y) { y = DepthToSpace<blocksize=2, mode="CRD">(x) }',
+        "agraph (float[2,1,2,2] x) => (float[2,4,1,1] y) { y = SpaceToDepth<blocksize=2>(x) }",
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        (output,) = node.outputs
+        if node.op == "Gather" and not reader.is_const(node.inputs[1]):
+            return None
+        trace = _Trace(reader, most=1)
+        try:
+            m = trace.map(output)
+            if output not in trace.makers or source_of(m) != 0:
+                return None
+            plan = best(trace.shapes[0], m, False)
+        except Unmappable as error:
+            raise Refused(str(error)) from error
+        ops = [s.op for s in plan.steps]
+        better = not ops or ops == ["Reshape"] or (ops == ["Slice"] and node.op in ("Gather", "Pad"))
+        worthwhile(better, "it moves data")
+        return Region(node.outputs, node.inputs[:1], (node,), plan)
+
+    def target(self, op: Op, region: Region, x: Val) -> Any:
+        plan: Plan = region.data
+        return _emit(op, x, plan.steps)
+
+
+RULES: tuple[AnyRule, ...] = (MergeMovement(), PushMovementIntoConcat(), ReplaceMovement())

@@ -1,0 +1,346 @@
+"""Chains of data movement, rebuilt."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from rewrite_rules import movement
+from rewrite_rules.movement import MergeMovement, PushMovementIntoConcat, ReplaceMovement
+from tests.rules.harness import applies, model, refuses
+from xrlflow.rewrite import RegionRule
+
+EXAMPLES = [(r, e) for r in movement.RULES if isinstance(r, RegionRule) for e in r.examples]
+
+
+@pytest.mark.parametrize(("rule", "example"), EXAMPLES, ids=lambda v: getattr(v, "name", ""))
+def test_examples(rule, example):
+    applies(rule, model(example))
+
+
+def ints(**given: object) -> dict[str, np.ndarray]:
+    return {k: np.array(v, np.int64) for k, v in given.items()}
+
+
+def chain(before: str, nodes: str, after: str, **given: object):
+    """x -> `nodes` -> r, then y = Neg(r)."""
+    source = f"agraph (float[{before}] x) => (float[{after}] y) {{ {nodes} y = Neg(r) }}"
+    return model(source, **ints(**given))
+
+
+@pytest.mark.parametrize(
+    ("before", "nodes", "after", "given", "ops"),
+    [
+        # window partition and reverse
+        (
+            "2,8,8,3",
+            "a = Reshape(x, s) b = Transpose<perm=[0,1,3,2,4,5]>(a) c = Reshape(b, t) d = Reshape(c, u) "
+            "e = Transpose<perm=[0,1,3,2,4,5]>(d) r = Reshape(e, v)",
+            "2,8,8,3",
+            {"s": [2, 2, 4, 2, 4, 3], "t": [8, 16, 3], "u": [2, 2, 2, 4, 4, 3], "v": [2, 8, 8, 3]},
+            [],
+        ),
+        # heads split and merged
+        (
+            "N,5,12",
+            "a = Reshape(x, s) b = Transpose<perm=[0,2,1,3]>(a) c = Transpose<perm=[0,2,1,3]>(b) r = Reshape(c, t)",
+            "N,5,12",
+            {"s": [0, 0, 3, 4], "t": [0, 0, -1]},
+            [],
+        ),
+        # NHWC and back around a reshape
+        (
+            "2,3,4,5",
+            "a = Transpose<perm=[0,2,3,1]>(x) b = Reshape(a, s) r = Transpose<perm=[0,2,1]>(b)",
+            "2,3,20",
+            {"s": [2, 20, 3]},
+            ["Reshape"],
+        ),
+        # two shuffles of channels are one
+        (
+            "N,12,3",
+            "a = Reshape(x, s) b = Transpose<perm=[0,2,1,3]>(a) c = Reshape(b, t) d = Reshape(c, s) "
+            "e = Transpose<perm=[0,2,1,3]>(d) r = Reshape(e, t)",
+            "N,12,3",
+            {"s": [0, 2, 6, 3], "t": [0, 12, 3]},
+            ["Reshape", "Reshape", "Transpose"],
+        ),
+        # Squeeze, Unsqueeze, Flatten in between
+        (
+            "N,3,1,4",
+            "a = Squeeze(x, i) b = Transpose<perm=[0,2,1]>(a) c = Unsqueeze(b, j) "
+            "r = Transpose<perm=[0,3,2,1]>(c)",
+            "N,3,1,4",
+            {"i": [2], "j": [2]},
+            [],
+        ),
+        # slices with steps, negative too
+        (
+            "N,12",
+            "a = Slice(x, p, q, i, d) r = Slice(a, z, e, i, b)",
+            "N,3",
+            {"p": [10], "q": [-99], "i": [1], "d": [-1], "z": [1], "e": [10], "b": [3]},
+            ["Slice"],
+        ),
+        (
+            "N,6",
+            "a = Slice(x, p, q, i, d) r = Slice(a, p, q, i, d)",
+            "N,6",
+            {"p": [-1], "q": [-99], "i": [1], "d": [-1]},
+            [],
+        ),
+        # along two axes
+        (
+            "5,6",
+            "a = Slice(x, p, q, i) b = Transpose(a) c = Slice(b, p, q, i) r = Transpose(c)",
+            "2,2",
+            {"p": [1], "q": [3], "i": [0]},
+            ["Slice"],
+        ),
+        # cut, through a reshape
+        (
+            "N,4,6",
+            "a = Reshape(x, s) b = Slice(a, p, q, i) r = Reshape(b, t)",
+            "N,12",
+            {"s": [0, 24], "t": [0, 12], "p": [6], "q": [18], "i": [1]},
+            ["Reshape", "Slice"],
+        ),
+        # one position
+        (
+            "2,3,4",
+            "a = Transpose<perm=[2,0,1]>(x) b = Slice(a, p, q, i) r = Squeeze(b, i)",
+            "2,3",
+            {"p": [1], "q": [2], "i": [0]},
+            ["Gather"],
+        ),
+        # a Split put together in another order is a permutation
+        (
+            "N,6,9",
+            "a, b, c = Split<axis=1>(x, s) r = Concat<axis=1>(c, a, b)",
+            "N,6,9",
+            {"s": [1, 2, 3]},
+            ["Gather"],
+        ),
+        (
+            "N,6,9",
+            "a, b, c = Split<axis=1>(x, s) d = Concat<axis=1>(c, a) r = Concat<axis=1>(d, b)",
+            "N,6,9",
+            {"s": [1, 2, 3]},
+            ["Gather"],
+        ),
+        # Gathers
+        (
+            "N,6",
+            "a = Gather<axis=1>(x, i) r = Gather<axis=1>(a, j)",
+            "N,2",
+            {"i": [5, 0, 4, 1], "j": [0, -2]},
+            ["Slice"],
+        ),
+        # repeated and cut
+        (
+            "N,1,4",
+            "a = Expand(x, s) b = Slice(a, p, q, i) r = Squeeze(b, i)",
+            "N,4",
+            {"s": [1, 5, 4], "p": [2], "q": [3], "i": [1]},
+            ["Reshape"],
+        ),
+        ("2,3", "a = Expand(x, s) r = Reshape(a, t)", "8,3", {"s": [4, 2, 3], "t": [8, 3]}, None),
+        # padded
+        (
+            "N,3,4",
+            "a = Pad(x, p) b = Transpose<perm=[0,2,1]>(a) r = Slice(b, s, e, i)",
+            "N,4,3",
+            {"p": [0, 1, 0, 0, 1, 0], "s": [1], "e": [4], "i": [2]},
+            ["Transpose"],
+        ),
+        # space to depth by reshapes
+        (
+            "N,3,4,6",
+            "a = Reshape(x, s) b = Transpose<perm=[0,3,5,1,2,4]>(a) r = Reshape(b, t)",
+            "N,12,2,3",
+            {"s": [-1, 3, 2, 2, 3, 2], "t": [-1, 12, 2, 3]},
+            ["SpaceToDepth"],
+        ),
+        # and back
+        (
+            "N,3,4,6",
+            "a = SpaceToDepth<blocksize=2>(x) r = DepthToSpace<blocksize=2>(a)",
+            "N,3,4,6",
+            {},
+            [],
+        ),
+    ],
+)
+def test_merge(before, nodes, after, given, ops):
+    proto = chain(before, nodes, after, **given)
+    if ops is None:
+        refuses(MergeMovement(), proto)
+    else:
+        applies(MergeMovement(), proto, ops=["Neg", *ops])
+
+
+def test_rolled_twice():
+    """Two shifts of a window that cancel: found at the second Concat; at the first one, that is a Gather."""
+    proto = chain(
+        "N,6,9",
+        "a = Slice(x, p, e, i) b = Slice(x, z, p, i) c = Concat<axis=1>(a, b) d = Slice(c, q, e, i) "
+        "f = Slice(c, z, q, i) r = Concat<axis=1>(d, f)",
+        "N,6,9",
+        z=[0],
+        p=[2],
+        q=[4],
+        e=[6],
+        i=[1],
+    )
+    graphs = [applies(MergeMovement(), proto, pick=k) for k in range(2)]
+    assert sorted(len(list(g.nodes())) for g in graphs) == [1, 5]
+
+
+def test_unequal_pads_are_not_merged():
+    source = (
+        "agraph (float[N,3,4] x) => (float[N,5,6] y) <int64[6] p = {0,1,0,0,1,0}, int64[6] q = {0,0,1,0,0,1}, "
+        "float c = {1.0}, float d = {%s}> { a = Pad(x, p, c) y = Pad(a, q, d) }"
+    )
+    applies(MergeMovement(), model(source % "1.0"), ops=["Pad"])
+    refuses(MergeMovement(), model(source % "2.0"))
+    refuses(MergeMovement(), model((source % "1.0").replace("y = Pad", 'y = Pad<mode="edge">')))
+
+
+def test_a_pad_keeps_its_number_and_type():
+    source = (
+        "agraph (int32[N,3] x) => (int32[4,N] y) <int64[2] p = {1,1}, int64[1] i = {1}, int32 c = {7}, "
+        "int64[1] s = {0}, int64[1] e = {4}> { a = Pad(x, p, c, i) b = Slice(a, s, e, i) y = Transpose(b) }"
+    )
+    applies(MergeMovement(), model(source), ops=["Pad", "Transpose"])
+
+
+def test_what_others_read_stays():
+    """The shared transpose stays, and is worth passing by if the rest then is for nothing."""
+    source = (
+        "agraph (float[2,3,4] x) => (float[2,3,4] y, float[3,2,4] z) "
+        "{ a = Transpose<perm=[1,0,2]>(x) b = Reshape(a, s) c = Reshape(b, t) y = Transpose<perm=[1,0,2]>(c) "
+        "z = Neg(a) }"
+    )
+    applies(MergeMovement(), model(source, **ints(s=[6, 4], t=[3, 2, 4])), ops=["Neg", "Transpose"])
+    source = (
+        "agraph (float[N,6,4] x) => (float[N,3,4] y, float[N,4,6] z) "
+        "{ a = Transpose<perm=[0,2,1]>(x) b = Slice(a, p, e, j) c = Slice(b, p, q, i) y = Transpose<perm=[0,2,1]>(c) "
+        "z = Neg(a) }"
+    )
+    given = ints(p=[0], e=[3], q=[4], i=[1], j=[2])
+    applies(MergeMovement(), model(source, **given), ops=["Neg", "Slice", "Transpose"])
+
+
+def test_only_the_end_of_a_chain_speaks():
+    source = (
+        "agraph (float[N,3,4] x) => (float[N,3,4] y) "
+        "{ a = Transpose<perm=[0,2,1]>(x) b = Reshape(a, s) c = Reshape(b, t) d = Transpose<perm=[0,2,1]>(c) "
+        "y = Neg(d) }"
+    )
+    graph = applies(MergeMovement(), model(source, **ints(s=[0, 12], t=[0, 4, 3])), ops=["Neg"])
+    assert len(list(graph.nodes())) == 1
+
+
+@pytest.mark.parametrize(
+    ("before", "nodes", "after", "given"),
+    [
+        # one after the other is the rules' for two of them
+        ("2,3,4", "a = Reshape(x, s) r = Reshape(a, t)", "4,6", {"s": [24], "t": [4, 6]}),
+        ("2,3,4", "a = Transpose<perm=[1,0,2]>(x) r = Transpose<perm=[2,0,1]>(a)", "4,3,2", {}),
+        # already the cheapest
+        ("N,5,12", "a = Reshape(x, s) r = Transpose<perm=[0,2,1,3]>(a)", "N,3,5,4", {"s": [0, 0, 3, 4]}),
+        ("N,3,5,4", "a = Transpose<perm=[0,2,1,3]>(x) r = Reshape(a, s)", "N,5,12", {"s": [0, 0, 12]}),
+        # a reshape that cuts across
+        ("2,3", "a = Transpose(x) b = Reshape(a, s) r = Transpose(b)", "3,2", {"s": [2, 3]}),
+        # symbols are taken apart
+        (
+            "N,4",
+            "a = Reshape(x, s) b = Reshape(a, t) r = Transpose(b)",
+            "2,M",
+            {"s": [2, -1], "t": [-1, 2]},
+        ),
+    ],
+)
+def test_refuses(before, nodes, after, given):
+    refuses(MergeMovement(), chain(before, nodes, after, **given))
+
+
+def test_dimensions_of_zero_are_left_alone():
+    source = (
+        "agraph (float[0,3,4] x) => (float[0,3,4] y) "
+        "{ a = Transpose<perm=[0,2,1]>(x) b = Reshape(a, s) c = Reshape(b, t) y = Transpose<perm=[0,2,1]>(c) }"
+    )
+    refuses(MergeMovement(), model(source, **ints(s=[0, 12], t=[0, 4, 3])), "dimension is 0")
+
+
+@pytest.mark.parametrize(
+    ("nodes", "after", "given", "ops"),
+    [
+        (
+            "a = Transpose<perm=[0,2,1]>(x) b = Transpose<perm=[0,2,1]>(z) c = Concat<axis=2>(a, b) "
+            "y = Transpose<perm=[0,2,1]>(c)",
+            "N,8,3",
+            {},
+            ["Concat"],
+        ),
+        (
+            "a = Unsqueeze(x, i) b = Unsqueeze(z, i) c = Concat<axis=1>(a, b) d = Transpose<perm=[0,2,3,1]>(c) "
+            "y = Reshape(d, s)",
+            "N,4,6",
+            {"i": [1], "s": [0, 4, 6]},
+            ["Concat", "Reshape", "Reshape", "Reshape"],
+        ),
+    ],
+)
+def test_through_concat(nodes, after, given, ops):
+    source = f"agraph (float[N,4,3] x, float[N,4,3] z) => (float[{after}] y) {{ {nodes} }}"
+    applies(PushMovementIntoConcat(), model(source, **ints(**given)), ops=ops)
+
+
+def test_through_concat_to_one_part():
+    """A part of a stack is the part alone."""
+    source = (
+        "agraph (float[N,4,3] x, float[N,4,3] z) => (float[N,4,3] y) { a = Unsqueeze(x, i) b = Unsqueeze(z, i) "
+        "c = Concat<axis=1>(a, b) d = Transpose<perm=[1,0,2,3]>(c) e = Gather(d, j) y = Neg(e) }"
+    )
+    applies(MergeMovement(), model(source, **ints(i=[1], j=1)), ops=["Neg"])
+
+
+def test_through_concat_refuses():
+    source = (
+        "agraph (float[N,4,3] x, float[N,4,3] z) => (float[N,3,8] y) "
+        "{ c = Concat<axis=1>(x, z) y = Transpose<perm=[0,2,1]>(c) }"
+    )
+    refuses(PushMovementIntoConcat(), model(source), "nothing is gained")
+    source = (
+        source.replace("float[N,4,3] z", "float[M,4,3] z")
+        .replace("axis=1", "axis=0")
+        .replace("N,3,8", "K,3,4")
+    )
+    refuses(PushMovementIntoConcat(), model(source))
+
+
+@pytest.mark.parametrize(
+    ("before", "node", "after", "given", "ops"),
+    [
+        ("N,6", "y = Gather<axis=1>(x, i)", "N,3", {"i": [2, 3, 4]}, ["Slice"]),
+        ("N,6", "y = Gather<axis=-1>(x, i)", "N,3", {"i": [-2, -4, -6]}, ["Slice"]),
+        ("N,6", "y = Gather<axis=1>(x, i)", "N,6", {"i": [0, 1, 2, 3, 4, 5]}, []),
+        ("N,1,6", "y = Gather<axis=1>(x, i)", "N,6", {"i": 0}, ["Reshape"]),
+        ("N,6", "y = Gather<axis=1>(x, i)", "N,2,3", {"i": [[0, 1, 2], [3, 4, 5]]}, ["Reshape"]),
+        ("3,4", "y = Expand(x, i)", "1,3,4", {"i": [1, 1, 1]}, ["Reshape"]),
+        ("N,4,1,1", "y = DepthToSpace<blocksize=2>(x)", "N,1,2,2", {}, ["Reshape"]),
+        ("N,4,2,2", "y = DepthToSpace<blocksize=1>(x)", "N,4,2,2", {}, []),
+        ("N,6", "y = Gather<axis=1>(x, i)", "N,3", {"i": [2, 3, 5]}, None),
+        ("N,6", "y = Gather<axis=1>(x, i)", "N", {"i": 3}, None),
+        ("N,6", "y = Gather<axis=0>(x, i)", "2,6", {"i": [0, 1]}, None),
+        ("N,1", "y = Expand(x, i)", "N,4", {"i": [1, 4]}, None),
+        ("N,4,2,2", "y = DepthToSpace<blocksize=2>(x)", "N,1,4,4", {}, None),
+    ],
+)
+def test_replace(before, node, after, given, ops):
+    proto = model(f"agraph (float[{before}] x) => (float[{after}] y) {{ {node} }}", **ints(**given))
+    if ops is None:
+        refuses(ReplaceMovement(), proto)
+    else:
+        applies(ReplaceMovement(), proto, ops=ops)
