@@ -231,13 +231,21 @@ class PushMonotoneThroughMax(RegionRule):
 _MAX_POOLS = ("MaxPool", "GlobalMaxPool")
 
 
-def _require_full_windows(pool: Node) -> None:
+def _require_full_windows(reader: Reader, pool: Node) -> None:
     """A window that lies in the padding alone gives minus infinity, on which a function may do anything."""
+    require(len(pool.outputs) == 1, "the places of the maxima are given out")
     dilations = pool.attrs.get("dilations", (1,))
     assert isinstance(dilations, tuple)
-    whole = "ceil_mode" not in pool.attrs and set(dilations) == {1}
-    require(whole, "a window may lie in the padding")
-    require(len(pool.outputs) == 1, "the places of the maxima are given out")
+    require(set(dilations) == {1}, "a window may lie in the padding")
+    kernel, pads = pool.attrs.get("kernel_shape", ()), pool.attrs.get("pads", ())
+    assert isinstance(kernel, tuple)
+    assert isinstance(pads, tuple)
+    numbers = [int(p) for p in pads]
+    widths = list(zip(numbers[: len(kernel)], numbers[len(kernel) :], [int(k) for k in kernel]))
+    require(all(p < k and q < k for p, q, k in widths), "a window may lie in the padding")
+    if pool.op != "MaxPool" or any(p + q >= k for p, q, k in widths):
+        sizes = reader.val(pool.inputs[0]).shape[2:]
+        require(all(isinstance(d, int) and d > 0 for d in sizes), "there may be nothing but padding")
 
 
 class PullMonotoneOutOfMaxPool(RegionRule):
@@ -254,6 +262,9 @@ class PullMonotoneOutOfMaxPool(RegionRule):
         "agraph (float[1,2,5] x) => (float[1,2,3] y) "
         "{ a = Sigmoid(x) y = MaxPool<kernel_shape=[3], strides=[2], pads=[1,1]>(a) }",
         "agraph (float[1,2,3,4] x) => (float[1,2,1,1] y) { a = LeakyRelu<alpha=0.3>(x) y = GlobalMaxPool(a) }",
+        "agraph (float[2,2,1] x) => (float[2,2,2] y) { a = Relu(x) y = MaxPool<kernel_shape=[2], pads=[1,1]>(a) }",
+        "agraph (float[2,3,5] x) => (float[2,3,3] y) "
+        "{ a = LeakyRelu<alpha=0.2>(x) y = MaxPool<kernel_shape=[1], strides=[2]>(a) }",
         "agraph (float[1,1,5,5] x) => (float[1,1,3,3] y) { a = Tanh(x) "
         'y = MaxPool<kernel_shape=[3,3], strides=[2,2], auto_pad="SAME_UPPER">(a) }',
     )
@@ -262,7 +273,7 @@ class PullMonotoneOutOfMaxPool(RegionRule):
         inner = reader.producer(node.inputs[0])
         if inner is None or not _monotone(inner):
             return None
-        _require_full_windows(node)
+        _require_full_windows(reader, node)
         worthwhile(read_once(reader, node.inputs[0]), "the function is read elsewhere")
         data = (node.op, node.attrs, inner.op, inner.attrs)
         return Region(node.outputs, inner.inputs, (node, inner), data)
@@ -288,13 +299,17 @@ class PushMonotoneThroughMaxPool(RegionRule):
         "{ a = Conv(x, w) b = MaxPool<kernel_shape=[2], strides=[2]>(a) y = LeakyRelu<alpha=0.2>(b) }",
         "agraph (float[1,1,4,4] x, float[2,1,3,3] w) => (float[1,2,1,1] y) "
         "{ a = Conv(x, w) b = GlobalMaxPool(a) y = Sigmoid(b) }",
+        "agraph (float[2,1,9] x, float[2,1,3] w) => (float[2,2,4] y) "
+        "{ a = Conv(x, w) b = MaxPool<kernel_shape=[1], strides=[2]>(a) y = LeakyRelu<alpha=0.3>(b) }",
+        "agraph (float[2,1,3] x, float[2,1,3] w) => (float[2,2,2] y) "
+        "{ a = Conv(x, w) b = MaxPool<kernel_shape=[2], pads=[1,1]>(a) y = Relu(b) }",
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
         pool = reader.producer(node.inputs[0])
         if pool is None or pool.op not in _MAX_POOLS or not _monotone(node):
             return None
-        _require_full_windows(pool)
+        _require_full_windows(reader, pool)
         maker = reader.producer(pool.inputs[0])
         worthwhile(maker is not None and maker.op == "Conv", "no convolution is there to fuse with")
         single = read_once(reader, node.inputs[0]) and read_once(reader, pool.inputs[0])
@@ -710,10 +725,15 @@ class MergeConvsIntoGroups(RegionRule):
         _require_alike(reader, inputs, 1)
         _require_alike(reader, weights, 0)
         groups = [group_of(n.attrs) for n in made]
-        widths = {reader.val(w).size(0) // g for w, g in zip(weights, groups)}
-        require(len(widths) == 1, "a group has more output channels than another")
+        outputs = [reader.val(w).size(0) for w in weights]
+        first, *others = zip(outputs, groups)
+        require(
+            all(m * first[1] == first[0] * g for m, g in others),
+            "a group has more output channels than another",
+        )
         biases = tuple(b for n in made for b in n.inputs[2:] if b != ABSENT)
         require(len(biases) in (0, len(made)), "one has a bias, the other has none")
+        require(all(reader.val(b).rank == 1 for b in biases), "a bias is no vector")
         data = (made[0].attrs, sum(groups), len(made))
         return Region(node.outputs, (*inputs, *weights, *biases), (node, *made), data)
 
@@ -757,9 +777,12 @@ class SplitGroupsOverConcat(RegionRule):
         weight = reader.val(node.inputs[1])
         own = weight.size(1)
         require(all(s and s % own == 0 for s in sizes or ()), "a group reads several parts")
+        require(sum(sizes or ()) == own * groups, "the channels are not those of the groups")
         worthwhile(read_once(reader, node.inputs[0]), "the concat is read elsewhere")
         rest = tuple(v for v in node.inputs[2:] if v != ABSENT)
-        data = (node.attrs, tuple(s // own for s in sizes or ()), weight.size(0) // groups)
+        width = weight.size(0) // groups
+        require(width * groups == weight.size(0), "the output channels are not those of the groups")
+        data = (node.attrs, tuple(s // own for s in sizes or ()), width)
         return Region(node.outputs, (node.inputs[1], *rest, *concat.inputs), (node, concat), data)
 
     def target(self, op: Op, region: Region, w: Val, *given: Val) -> Any:
@@ -788,8 +811,8 @@ class MergeSharedWeightConvs(RegionRule):
         "{ a = Conv<pads=[1,1,1,1]>(x, w, c) b = Conv<pads=[1,1,1,1]>(z, w, c) }",
         "agraph (float[2,4,6] x, float[6,2,3] w) => (float[1,6,4] a, float[1,6,4] b) "
         "{ p, q = Split<axis=0, num_outputs=2>(x) a = Conv<group=2>(p, w) b = Conv<group=2>(q, w) }",
-        "agraph (float[N,2,5] x, float[N,2,5] z, float[N,2,5] u, float[4,2,1] w) "
-        "=> (float[N,4,5] a, float[N,4,5] b, float[N,4,5] c) { a = Conv(x, w) b = Conv(z, w) c = Conv(u, w) }",
+        "agraph (float[1,2,K] x, float[3,2,K] z, float[2,2,K] u, float[2,2,1] w) "
+        "=> (float[1,2,K] a, float[3,2,K] b, float[2,2,K] c) { a = Conv(x, w) b = Conv(z, w) c = Conv(u, w) }",
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
@@ -797,7 +820,9 @@ class MergeSharedWeightConvs(RegionRule):
         if reader.count_users(weight) < 2:
             return None
         # The least of the group finds it; the others depend on that one alone, or each would on each.
-        first = min(n.id for n in reader.graph.users(weight) if _convolves(reader, n, node))
+        first = min((n.id for n in reader.graph.users(weight) if _convolves(reader, n, node)), default=None)
+        if first is None:
+            return None
         if first != node.id:
             reader.producer(first)
             return None
@@ -806,20 +831,18 @@ class MergeSharedWeightConvs(RegionRule):
             return None
         inputs = sorted(group)
         require(common_source(reader, inputs), "an input may depend on a result")
-        batches = [reader.val(v).shape[0] for v in inputs]
-        numbers = tuple(b for b in batches if isinstance(b, int))
-        known = len(numbers) == len(batches)
-        require(known or (len(set(batches)) == 1 and batches[0] is not None), "a batch is not known")
+        # ONNX Runtime does not split what is empty into so many parts without their sizes.
+        sizes = sizes_along(reader, inputs, 0)
+        require(sizes is not None, "a batch is not a known number")
         nodes = tuple(group[v] for v in inputs)
-        data = (node.attrs, len(inputs), numbers if known else None)
+        data = (node.attrs, tuple(sizes or ()))
         return Region(tuple(n.outputs[0] for n in nodes), (*inputs, *node.inputs[1:]), nodes, data)
 
     def target(self, op: Op, region: Region, *given: Val | None) -> Any:
-        attrs, count, sizes = region.data
-        y = op.Conv(op.Concat(*given[:count], axis=0), *given[count:], attrs=attrs)
-        if sizes is not None:
-            return op.Split(y, axis=0, sizes=sizes)
-        return op.Split(y, axis=0, outputs=count, num_outputs=count)
+        attrs, sizes = region.data
+        n = len(sizes)
+        y = op.Conv(op.Concat(*given[:n], axis=0), *given[n:], attrs=attrs)
+        return op.Split(y, axis=0, sizes=sizes)
 
 
 def _convolves(reader: Reader, other: Node, node: Node) -> bool:
