@@ -81,7 +81,7 @@ _CUTS = ("Slice", "Gather", "Split")
 
 
 def find_cut(reader: Reader, node: Node) -> Cut | None:
-    """What a Slice, Gather or Split takes; None if that is all. Refuses what is not constant."""
+    """What a Slice, Gather or Split takes; None if that is all or nothing. Refuses what is not constant."""
     shape = reader.type(node.inputs[0]).shape
     if not shape:
         return None
@@ -106,24 +106,25 @@ def find_cut(reader: Reader, node: Node) -> Cut | None:
             start, stop, _ = slice(start, stop, step).indices(size)
             stop = max(start, stop)
         span = Span(start, stop, step)
+        if span.length(size) == 0:
+            return None  # for nothing at all, many operators have no kernel
         if not span.is_all(size):
             taken.append((axis, span))
     return Cut(node, tuple(taken), node.outputs) if taken else None
 
 
 def _of_indices(numbers: Sequence[int], size: Dim) -> Span | None:
-    """The positions that a Gather takes; None if they are all, or out of range."""
+    """The positions that a Gather takes; None if they are all, or out of range.
+
+    Of an axis of unknown size they stay listed: that there are so many is known only of a Gather.
+    """
     if isinstance(size, int):
         numbers = [i + size if i < 0 else i for i in numbers]
         if min(numbers) < 0 or max(numbers) >= size:
             return None
-    if numbers[0] >= 0 and all(b == a + 1 for a, b in pairwise(numbers)):
-        if not isinstance(size, int) and len(numbers) > 1:
-            return Span(0, 0, listed=tuple(numbers))  # how many a Slice takes would not be known
-        span = Span(numbers[0], numbers[-1] + 1)
-        return None if span.is_all(size) else span
-    if len(numbers) == 1:
-        return Span(numbers[0], numbers[0] + 1 if numbers[0] < -1 else _END)
+        if all(b == a + 1 for a, b in pairwise(numbers)):
+            span = Span(numbers[0], numbers[-1] + 1)
+            return None if span.is_all(size) else span
     return Span(0, 0, listed=tuple(numbers))
 
 
@@ -271,13 +272,11 @@ class _Finish:
         return [y]
 
 
-def _cut_dims(shape: Sequence[Dim], taken: Sequence[Taken], cuts: Sequence[Cut]) -> tuple[Dim, ...]:
+def _cut_dims(shape: Sequence[Dim], taken: Sequence[Taken]) -> tuple[Dim, ...]:
     """A shape after a cut; where its size is not known, _LEFT (of which there may be one)."""
     out = list(shape)
     for axis, span in taken:
         length = span.length(shape[axis])
-        if length is None and any(c.dropped is not None for c in cuts):
-            length = 1
         require(length is not None or _LEFT not in out, "what is left of two dimensions is not known")
         out[axis] = _LEFT if length is None else length
     return tuple(out)
@@ -315,6 +314,8 @@ class _PushSlice(RegionRule):
 
     anchors = _CUTS
     operators: ClassVar[frozenset[str]] = frozenset()
+    # Whether ONNX Runtime refuses to compute nothing.
+    needs_some: ClassVar[bool] = False
 
     def way(self, reader: Reader, node: Node, axis: int, span: Span) -> Way:
         """How a cut of a node's result passes it. Refuses by `require`."""
@@ -351,6 +352,8 @@ class _PushSlice(RegionRule):
         for axis, span in _together(cuts, after):
             try:
                 at = axis if top == value else _through_view(before, after, axis)
+                known = span.length(after[axis]) is not None
+                require(known or not self.needs_some, "there may be nothing left")
                 ways[axis] = (at, span, self.way(reader, inner, at, span))
             except Refused as reason:
                 refused = reason
@@ -363,8 +366,8 @@ class _PushSlice(RegionRule):
         passed = {axis: span for axis, (_, span, _) in ways.items()}
         shape = None
         if top != value:
-            old = _cut_dims(before, [(at, span) for at, span, _ in ways.values()], cuts)
-            new = _cut_dims(after, list(passed.items()), cuts)
+            old = _cut_dims(before, [(at, span) for at, span, _ in ways.values()])
+            new = _cut_dims(after, list(passed.items()))
             if not same_dims(old, new):
                 shape = tuple(reshape_numbers(old, new))
         columns: list[list[Taken]] = [[] for _ in inner.inputs]
@@ -537,7 +540,11 @@ class PushSliceThroughBatchNormalization(_PushSlice):
         require(not node.attrs.get("training_mode"), "it is in training")
         if node.op == "InstanceNormalization":
             require(axis < 2, "it is normalised along this axis")
-        return _same(span, axis, *(0 if axis == 1 else None for _ in node.inputs[1:]))
+        if axis != 1:
+            return _same(span, axis, *(None for _ in node.inputs[1:]))
+        channels = {(reader.type(v).shape or (None, None))[min(i, 1) ^ 1] for i, v in enumerate(node.inputs)}
+        require(len(channels) == 1 and None not in channels, "how many channels there are is not known")
+        return _same(span, 1, *(0 for _ in node.inputs[1:]))
 
 
 class PushSliceIntoMatMul(_PushSlice):
@@ -590,9 +597,21 @@ class PushSliceIntoGemm(_PushSlice):
     def way(self, reader: Reader, node: Node, axis: int, span: Span) -> Way:
         rows, columns = int_attr(node, "transA", 0), 1 - int_attr(node, "transB", 0)
         first = (rows, None) if axis == 0 else (None, columns)
-        # The bias is broadcast against the product.
-        bias = [_aligned(reader, (node.outputs[0], b), axis, 2)[1] for b in node.inputs[2:]]
-        return _same(span, *first, *bias)
+        return _same(span, *first, *(self._bias_axis(reader, node, b, axis) for b in node.inputs[2:]))
+
+    @staticmethod
+    def _bias_axis(reader: Reader, node: Node, bias: Value, axis: int) -> int | None:
+        """The axis of the bias that is one of the product; None where it is the same for all positions."""
+        shape = () if bias == ABSENT else reader.type(bias).shape
+        require(shape is not None, "the bias's rank is not known")
+        shape = shape or ()
+        at = axis - (2 - len(shape))
+        if at < 0 or shape[at] == 1:
+            return None
+        whole = reader.type(node.outputs[0]).shape or (None, None)
+        known = isinstance(shape[at], int) or (shape[at] is not None and shape[at] == whole[axis])
+        require(known, "the bias may be repeated")
+        return at
 
 
 class PushSliceIntoAttention(_PushSlice):
@@ -602,6 +621,7 @@ class PushSliceIntoAttention(_PushSlice):
     """
 
     operators, reads_from = _above("Attention")
+    needs_some = True
     dtypes = FLOATS
     examples = (
         "agraph (float[N,2,5,4] q, float[N,2,3,4] k, float[N,2,3,4] v, float[1,1,5,3] m) => (float[N,2,1,4] y) "
@@ -694,10 +714,10 @@ class PushSliceThroughReshape(RegionRule):
         require(before is not None and after is not None, "a rank is not known")
         before, after = before or (), _inferred(before or (), after or ())
         taken = tuple((_through_view(before, after, axis), span) for axis, span in cut.taken)
-        new = _cut_dims(after, cut.taken, (cut,))
+        new = _cut_dims(after, cut.taken)
         if cut.dropped is not None:
             new = (*new[: cut.dropped], *new[cut.dropped + 1 :])
-        numbers = tuple(reshape_numbers(_cut_dims(before, taken, (cut,)), new))
+        numbers = tuple(reshape_numbers(_cut_dims(before, taken), new))
         return Region(node.outputs, view.inputs[:1], (node, view), (taken, numbers))
 
     def target(self, op: Op, region: Region, x: Val) -> Any:
@@ -730,6 +750,7 @@ class PushSliceThroughReduction(_PushSlice):
         *("ReduceSum", "ReduceMean", "ReduceMax", "ReduceMin", "ReduceProd", "ReduceL1", "ReduceL2"),
         *("ReduceSumSquare", "ReduceLogSum", "ReduceLogSumExp", "ArgMax", "ArgMin"),
     )
+    needs_some = True
     examples = (
         "agraph (float[N,5,4] x) => (float[N] y) { i = Constant<value_int=0>() r = Constant<value_ints=[2]>() "
         "a = ReduceMean<keepdims=0>(x, r) y = Gather<axis=1>(a, i) }",
@@ -905,6 +926,8 @@ class PushSliceThroughConv(_PushCrop):
         x, w = reader.val(node.inputs[0]), reader.val(node.inputs[1])
         if axis == 1:
             groups = int_attr(node, "group", 1)
+            worthwhile(groups > 0, "there are no groups")
+            worthwhile(all(reader.type(v).rank == 1 for v in node.inputs[2:]), "the bias is no vector")
             if groups == 1:
                 return _same(span, None, *(0 for _ in range(others)))
             each, channels = w.size(0) // groups, w.size(1)
@@ -933,6 +956,7 @@ class PushSliceThroughPool(_PushCrop):
     operators, reads_from = _above(
         *("MaxPool", "AveragePool", "LpPool", "GlobalMaxPool", "GlobalAveragePool", "GlobalLpPool")
     )
+    needs_some = True
     dtypes = FLOATS
     examples = (
         "agraph (float[N,2,8,8] x) => (float[N,2,2,1] y) { p = Constant<value_ints=[0,3]>() "
@@ -943,6 +967,9 @@ class PushSliceThroughPool(_PushCrop):
         "agraph (float[N,2,6] x) => (float[N,2,1] y) { p = Constant<value_ints=[1]>() q = Constant<value_ints=[2]>() "
         "i = Constant<value_ints=[2]>() a = MaxPool<kernel_shape=[3], strides=[2], ceil_mode=1>(x) "
         "y = Slice(a, p, q, i) }",
+        "agraph (float[N,2,6] x) => (float[N,2,2] y) { p = Constant<value_ints=[1]>() q = Constant<value_ints=[3]>() "
+        "i = Constant<value_ints=[2]>() a = AveragePool<kernel_shape=[3], strides=[2], ceil_mode=1, "
+        "pads=[2,0], count_include_pad=1>(x) y = Slice(a, p, q, i) }",
         "agraph (float[N,5,6] x) => (float[N,2,1] y) { p = Constant<value_ints=[1]>() q = Constant<value_ints=[3]>() "
         "a = GlobalAveragePool(x) y = Slice(a, p, q, p) }",
     )
@@ -981,7 +1008,9 @@ class PushSliceThroughPad(_PushSlice):
     def way(self, reader: Reader, node: Node, axis: int, span: Span) -> Way:
         x = reader.val(node.inputs[0])
         widths = ints_input(reader, node, 1) or ()
-        axes = fronts(ints_input(reader, node, 3) or tuple(range(x.rank)), x.rank)
+        given = ints_input(reader, node, 3)
+        axes = fronts(tuple(range(x.rank)) if given is None else given, x.rank)
+        worthwhile(len(widths) == 2 * len(axes), "the pads are of other axes")
         n, others = len(axes), (None,) * (len(node.inputs) - 1)
         place = axes.index(axis) if axis in axes else None
         if place is None or (widths[place], widths[place + n]) == (0, 0):
@@ -1063,6 +1092,8 @@ class PushSlicesThroughSplit(RegionRule):
 class ReplaceLastStepByFinalState(RegionRule):
     """lstm(x).y[-1] -> lstm(x).y_h  forwards, y[0] backwards;  GRU and RNN alike."""
 
+    proof = "numeric"
+    relies_on = "no property: but numbers pass so many gates that the bound of a proof would mean nothing"
     anchors = ("Slice", "Gather")
     reads_from = ("LSTM", "GRU", "RNN")
     dtypes = FLOATS
@@ -1088,6 +1119,7 @@ class ReplaceLastStepByFinalState(RegionRule):
         require(not inner.attrs.get("layout"), "the steps are in another place")
         direction = inner.attrs.get("direction", "forward")
         require(direction != "bidirectional", "the directions end at different steps")
+        worthwhile(reader.val(inner.inputs[1]).shape[0] == 1, "the number of directions is not known")
         require(len(inner.inputs) < 5 or inner.inputs[4] == ABSENT, "a sequence may end earlier")
         (axis, span), *more = cut.taken
         require(axis == 0 and not more, "it is not a step")
@@ -1161,6 +1193,7 @@ def _find_projection(reader: Reader, value: Value, perm: tuple[int, ...]) -> _Pr
     x, weight = (reader.val(v) for v in product.inputs)
     require((x.rank, weight.rank) == (3, 2), "the layer is not a matrix for all")
     heads, depth = reader.val(view.outputs[0]).size(2), reader.val(view.outputs[0]).size(3)
+    worthwhile(heads * depth == weight.size(1), "the heads are not of the layer's features")
     return _Projection(x.value, weight.value, bias, heads, depth, weight.size(0), tuple(nodes))
 
 
@@ -1207,7 +1240,6 @@ def _scores(op: Op, way: _Detour, q: Val, x: Val, w: Val, b: Val | None) -> Any:
 
 def _value_detour(reader: Reader, batch: Dim, rows: int, length: Dim, found: _Projection) -> _Detour:
     """How values are weighted by p[n,h,r,s]."""
-    require(length is not None and length == reader.val(found.x).shape[1], "the values differ in number")
     h, c = found.heads, found.channels
     flat = tuple(reshape_numbers((batch, h, rows, length), (batch, h * rows, length)))
     apart = tuple(reshape_numbers((batch, h * rows, c), (batch, h, rows, c)))
@@ -1230,6 +1262,7 @@ class PushKeyWeightsIntoQueries(RegionRule):
 
     anchors = ("MatMul",)
     reads_from = ("Transpose",)
+    spreads = True
     dtypes = FLOATS
     examples = (
         "agraph (float[N,2,1,6] q, float[N,5,4] x) => (float[N,2,1,5] y) <float[4,12] w = {1,2,3,4,5,6,7,8,9,8,7,6,5,4,"
@@ -1260,6 +1293,7 @@ class PushValueWeightsBehindScores(RegionRule):
 
     anchors = ("MatMul",)
     reads_from = ("Transpose",)
+    spreads = True
     dtypes = FLOATS
     examples = (
         "agraph (float[N,2,1,5] p, float[N,5,4] x) => (float[N,2,1,6] y) <float[4,12] w = {1,2,3,4,5,6,7,8,9,8,7,6,5,4,"

@@ -8,6 +8,7 @@ import pytest
 import models
 from rewrite_rules import LIBRARY, demand
 from rewrite_rules.demand import (
+    PushKeyWeightsIntoQueries,
     PushSliceIntoAttention,
     PushSliceIntoGather,
     PushSliceIntoGemm,
@@ -26,6 +27,8 @@ from rewrite_rules.demand import (
     PushSliceThroughSoftmax,
     PushSliceThroughTranspose,
     PushSliceThroughUnary,
+    PushValueWeightsBehindScores,
+    PushWeightsOutOfAttention,
     ReplaceLastStepByFinalState,
 )
 from tests.rules.harness import applies, model, refuses
@@ -73,7 +76,7 @@ def test_one_position_is_dropped_at_the_end():
 
 def test_of_a_dimension_that_is_not_known():
     last = rows("a = Relu(x) y = Gather<axis=1>(a, i)", "N,4", "N,S,4", i=-1)
-    applies(PushSliceThroughUnary(), last, ops=["Relu", "Slice", "Squeeze"])
+    applies(PushSliceThroughUnary(), last, ops=["Gather", "Relu", "Squeeze"])
     several = rows("a = Relu(x) y = Gather<axis=1>(a, i)", "N,2,4", "N,S,4", i=[1, 2])
     applies(PushSliceThroughUnary(), several, ops=["Gather", "Relu"])
     some = rows("a = Relu(x) y = Slice(a, p, q, d)", "N,T,4", "N,S,4")
@@ -140,7 +143,7 @@ def test_across_a_reshape():
     symbol = rows(
         body.replace("Slice(b, p, q, d)", "Gather<axis=1>(b, one)"), "N,2,2", "N,S,4", s=[0, 0, 2, 2]
     )
-    applies(PushSliceThroughUnary(), symbol, ops=["Relu", "Reshape", "Slice", "Squeeze"])
+    applies(PushSliceThroughUnary(), symbol, ops=["Gather", "Relu", "Reshape", "Squeeze"])
     refuses(PushSliceThroughUnary(), rows(body, "N,2,3", s=[0, 8, 3]), "does not keep")
     refuses(
         PushSliceThroughUnary(),
@@ -263,8 +266,6 @@ def test_reduction():
     body = "a = ReduceSum<keepdims={keep}>(x, r) y = Slice(a, p, q, d)"
     applies(rule, rows(body.format(keep=0), "N,2", "N,6,4,3", r=[1, 3]), ops=["ReduceSum", "Slice"])
     applies(rule, rows(body.format(keep=1), "N,2,1", r=[2]), ops=["ReduceSum", "Slice"])
-    body = "a = ReduceSum<keepdims=1>(x, r) y = Slice(a, p, q, d)"
-    refuses(rule, rows(body, "N,U,4", r=[1], p=[1], q=[3]), "reduced along this axis")
 
 
 def test_expand():
@@ -321,6 +322,14 @@ def test_channels_of_a_convolution():
     refuses(PushSliceThroughConv(), model(source.format(n=3), **ints(p=[1], q=[4], d=[1])), "inside a group")
 
 
+def test_nothing_left():
+    nothing = rows("a = Relu(x) y = Slice(a, p, q, d)", "N,0,4", p=[3], q=[3])
+    refuses(PushSliceThroughUnary(), nothing)
+    source = "agraph (float[2,C,5] x) => (float[2,K,3] y) {{ a = {}(x) y = Slice(a, p, q, p) }}"
+    proto = model(source.format("MaxPool<kernel_shape=[3]>"), **ints(p=[1], q=[2]))
+    refuses(PushSliceThroughPool(), proto, "may be nothing left")
+
+
 def test_windows_that_stay():
     source = (
         "agraph (float[N,2,6] x) => (float[N,2,{n}] y) "
@@ -329,8 +338,6 @@ def test_windows_that_stay():
     refuses(
         PushSliceThroughPool(), model(source.format(n=1), **ints(p=[2], q=[3], d=[2])), "beyond the padding"
     )
-    whole = "agraph (float[2,3,5] x) => (float[2,3,0] y) { a = GlobalMaxPool(x) y = Slice(a, p, q, d) }"
-    refuses(PushSliceThroughPool(), model(whole, **ints(p=[1], q=[2], d=[2])), "reduced along this axis")
     unknown = (
         "agraph (float[1,2,L] x, float[3,2,3] w) => (float[1,3,K] y) { a = Conv(x, w) y = Slice(a, p, q, d) }"
     )
@@ -393,6 +400,53 @@ def test_final_state():
     refuses(rule, model(source.format(**both), **ints(i=-1)), "directions end")
     lengths = plain | {"more": ", int32[2] l", "rest": ", , l"}
     refuses(rule, model(source.format(**lengths), **ints(i=-1)), "may end earlier")
+
+
+# Keys and values of few queries
+
+
+def attention(rows: int, tail: str, **given: np.ndarray):
+    rng = np.random.default_rng(0)
+    weights = {
+        n: rng.standard_normal(s).astype(np.float32)
+        for n, s in (("w", (8, 12)), ("v", (8, 12)), ("b", (12,)))
+    }
+    source = (
+        f"agraph (float[N,2,{rows},6] q, float[N,5,8] x, float[N,1,1,5] m) => (float[N,2,{rows},6] y) {{ "
+        "k = MatMul(x, w) kb = Add(b, k) kh = Reshape(kb, s) u = MatMul(x, v) ub = Add(u, b) uh = Reshape(ub, s) "
+        f"ut = Transpose<perm=[0,2,1,3]>(uh) {tail} }}"
+    )
+    return model(source, **weights, **ints(s=[0, 0, 2, 6]), **given)
+
+
+SPELT = "kt = Transpose<perm=[0,2,3,1]>(kh) a = MatMul(q, kt) c = Add(a, m) p = Softmax(c) y = MatMul(p, ut)"
+FUSED = "kt = Transpose<perm=[0,2,1,3]>(kh) y = Attention{}(q, kt, ut, {})"
+
+
+def test_keys_and_values_of_few_queries():
+    for rule in (PushKeyWeightsIntoQueries(), PushValueWeightsBehindScores()):
+        applies(rule, attention(1, SPELT))
+        refuses(rule, attention(5, SPELT), "many queries")
+        shared = attention(
+            1,
+            SPELT.replace(
+                "c = Add(a, m)",
+                "r = ReduceSum(kh) e = Mul(a, r) f = ReduceSum(uh) g = Mul(e, f) c = Add(g, m)",
+            ),
+        )
+        refuses(rule, shared)
+
+
+def test_attention_of_few_queries():
+    rule = PushWeightsOutOfAttention()
+    graph = applies(rule, attention(1, FUSED.format("<scale=0.3>", "m")))
+    assert all(shape is not None and shape[-1] != 12 for shape in sizes(graph, "MatMul"))
+    applies(rule, attention(1, FUSED.format("", "").replace(", )", ")")))
+    refuses(rule, attention(5, FUSED.format("", "").replace(", )", ")")), "many queries")
+    refuses(rule, attention(1, FUSED.format("<is_causal=1>", "").replace(", )", ")")), "causal")
+    refuses(rule, attention(1, FUSED.format("<softcap=2.0>", "m")), "capped")
+    seen = attention(1, "z = Constant<value_float=0.0>() n = Greater(m, z) " + FUSED.format("", "n"))
+    refuses(rule, seen, "not added")
 
 
 # Whole networks
