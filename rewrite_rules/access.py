@@ -38,7 +38,7 @@ class Digit:
     """One digit of an output position: `size` values, `step` further in the source for each.
 
     Irregular steps are listed in `values` (the first one is 0). A digit with a `name` is a whole symbolic dimension
-    of the source, `step` is its axis, and its size counts as 1.
+    of the source: `step` is its axis, and says which one it is; its size counts as 1.
     """
 
     size: int
@@ -150,6 +150,10 @@ def _repeats(values: Sequence[int], block: int) -> bool:
     )
 
 
+def _same_symbol(a: Digit, b: Digit) -> bool:
+    return bool(a.name) and bool(b.name) and a.step == b.step
+
+
 class _Stock:
     """Digits in a row, taken from either end."""
 
@@ -166,7 +170,7 @@ class _Stock:
                 if not d.name:
                     self._elements(d.size, front, taken)
                     continue
-                if not self.digits or self.digits[0 if front else -1].name != d.name:
+                if not self.digits or not _same_symbol(self.digits[0 if front else -1], d):
                     raise Unmappable("a symbolic dimension is taken apart")
                 taken.append(self.digits.pop(0 if front else -1))
         return merged(taken if front else taken[::-1])
@@ -195,13 +199,13 @@ class _Stock:
 class AccessMap:
     """Where the elements of a tensor stand in its sources: see the module.
 
-    `dims`: the digits of each dimension, outermost first. `filled`: symbolic dimensions that cannot be 0, because an
-    operator of the chain would have failed.
+    `dims`: the digits of each dimension, outermost first. `filled`: axes of symbolic dimensions that cannot be 0,
+    because an operator of the chain would have failed.
     """
 
     dims: Dims
     offset: int = 0
-    filled: frozenset[str] = frozenset()
+    filled: frozenset[int] = frozenset()
 
     @staticmethod
     def source(shape: Sequence[int | str], number: int = 0) -> AccessMap:
@@ -263,13 +267,13 @@ class AccessMap:
     def reshape(self, shape: Sequence[int]) -> AccessMap:
         """Reshape, with 0 and -1 as ONNX has them."""
         wanted: list[int | Sequence[Digit] | None] = []
-        copied: set[str] = set()
+        copied: set[int] = set()
         for i, n in enumerate(shape):
             if n == 0:
                 dim = self._at(i)
-                names = {d.name for d in dim if d.name}
-                copied |= names
-                wanted.append(dim if names else size_of(dim))
+                symbols = {d.step for d in dim if d.name}
+                copied |= symbols
+                wanted.append(dim if symbols else size_of(dim))
             elif n < -1:
                 raise Unmappable("a dimension is negative")
             else:
@@ -323,6 +327,8 @@ class AccessMap:
             raise Unmappable("a dimension is 0")
         if any(d.name for d in dim):
             raise Unmappable("a symbolic dimension is cut")
+        if not all(0 <= i < size_of(dim) for i in (start, start + step * (count - 1))):
+            raise Unmappable("a slice is out of range")
         if len(dim) == 1 and not dim[0].values:
             (d,) = dim
             return self._with(axis, merged([Digit(count, d.step * step)]), offset=start * d.step)
@@ -415,14 +421,26 @@ class AccessMap:
     def concat(parts: Sequence[AccessMap], axis: int) -> AccessMap:
         first = parts[0]
         first._at(axis)
-        rest = (*first.dims[:axis], *first.dims[axis + 1 :])
-        if any((*p.dims[:axis], *p.dims[axis + 1 :]) != rest for p in parts[1:]):
+        rest = _comparable(first.dims, axis)
+        if any(_comparable(p.dims, axis) != rest for p in parts[1:]):
             raise Unmappable("the parts are moved in different ways")
         if sum(size_of(p.dims[axis]) for p in parts) > LONGEST:
             raise Unmappable("a dimension is too long")
         values = [p.offset - first.offset + v for p in parts for v in offsets_of(p.dims[axis])]
-        filled = frozenset[str]().union(*(p.filled for p in parts))
+        filled = frozenset[int]().union(*(p.filled for p in parts))
         return replace(first, filled=filled)._gathered(axis, values)
+
+
+def _comparable(dims: Dims, axis: int) -> Dims:
+    """Dimensions but for one, as they are compared between the parts of a Concat.
+
+    They have the same sizes, or the Concat would fail: one symbol may stand for another.
+    """
+    return tuple(
+        tuple(replace(d, name="?") if d.name and sum(bool(e.name) for e in dim) == 1 else d for d in dim)
+        for i, dim in enumerate(dims)
+        if i != axis
+    )
 
 
 # From maps to operators
@@ -486,18 +504,18 @@ class Plan:
     price: Price
 
 
-# A dimension: its size without symbols, and those. The names are sorted.
-Extent = tuple[int, tuple[str, ...]]
+# A dimension: its size without symbols, and those, by their axes in the source, sorted.
+Extent = tuple[int, tuple[int, ...]]
 
 
 def _extent(digits: Sequence[Digit]) -> Extent:
-    return size_of(digits), tuple(sorted(d.name for d in digits if d.name))
+    return size_of(digits), tuple(sorted(d.step for d in digits if d.name))
 
 
 class _Chain:
     """A chain while it is put together, with the shape that it has come to."""
 
-    def __init__(self, shape: Sequence[Extent], filled: frozenset[str]) -> None:
+    def __init__(self, shape: Sequence[Extent], filled: frozenset[int]) -> None:
         self.shape = tuple(shape)
         self.filled = filled
         self.steps: list[Step] = []
@@ -524,13 +542,13 @@ class _Chain:
         if tuple(shape) == self.shape:
             return
         numbers: list[int] = []
-        copied: set[str] = set()
-        for i, (size, names) in enumerate(shape):
-            if not names:
+        copied: set[int] = set()
+        for i, (size, symbols) in enumerate(shape):
+            if not symbols:
                 numbers.append(size)
-            elif i < len(self.shape) and self.shape[i] == (size, names):
+            elif i < len(self.shape) and self.shape[i] == (size, symbols):
                 numbers.append(0)
-                copied.update(names)
+                copied.update(symbols)
             else:
                 numbers.append(-1)
         if numbers.count(-1) > 1:
@@ -563,7 +581,9 @@ class _Chain:
         shape = list(self.shape)
         shape[axis] = (len(indices), ())
         # One by one if there is little behind each index.
-        torn = prod(n for n, _ in shape[axis + 1 :]) < 8 and not any(names for _, names in shape[axis + 1 :])
+        torn = prod(n for n, _ in shape[axis + 1 :]) < 8 and not any(
+            symbols for _, symbols in shape[axis + 1 :]
+        )
         self._add("Gather", shape, (axis,), indices, torn=torn)
 
     def expand(self, shape: Sequence[Extent], numbers: Sequence[int]) -> None:
@@ -586,7 +606,7 @@ class _Axis:
 
     @property
     def extent(self) -> Extent:
-        return (1, (self.name,)) if self.name else (self.size, ())
+        return (1, (self.unit,)) if self.name else (self.size, ())
 
 
 def _own(shape: Sequence[int | str]) -> list[_Axis]:
@@ -719,7 +739,7 @@ def _attempts(shape: Sequence[int | str], axes: Sequence[_Axis], m: AccessMap) -
             continue
         for j, axis in enumerate(axes):
             if d.name:
-                found = axis.name == d.name and axis.unit == d.step
+                found = bool(axis.name) and axis.unit == d.step
             else:
                 found = not axis.name and axis.size > 1 and d.common % axis.unit == 0
             if found:
@@ -856,45 +876,28 @@ def _blocks(shape: Sequence[int | str], m: AccessMap) -> Iterator[Plan]:
         if made.same_as(m):
             yield first
             return
-        blocked: list[int | str] = [_symbol_or_size(dim) for dim in made.dims]
-        for plan in _chains(blocked, _after(m, made, blocked)):
+        blocked = [dim[0].name if dim and dim[0].name else size_of(dim) for dim in made.dims]
+        for plan in _chains(blocked, _after(m, made)):
             yield Plan((*first.steps, *plan.steps), first.price + plan.price)
     except Unmappable:
         return
 
 
-def _symbol_or_size(dim: Sequence[Digit]) -> int | str:
-    size, names = _extent(dim)
-    if not names:
-        return size
-    if size > 1 or len(names) > 1:
-        raise Unmappable("a dimension is partly symbolic")
-    return names[0]
-
-
-def _after(m: AccessMap, first: AccessMap, shape: Sequence[int | str]) -> AccessMap:
-    """The map that gives `m` from what `first` makes (which has that shape): `first` moves every element once."""
+def _after(m: AccessMap, first: AccessMap) -> AccessMap:
+    """The map that gives `m` from what `first` makes: that moves every element once, and leaves symbols in place."""
     digits = first.digits
     # Each digit of the source: its step there, its size, its step in what `first` makes.
     radix = sorted(
         ((d.step, d.size, size_of(digits[i + 1 :])) for i, d in enumerate(digits) if not d.name), reverse=True
     )
-    named = [(name, axis) for axis, name in enumerate(shape) if isinstance(name, str)]
-    names = dict(named)
-    if len(names) != len(named):
-        raise Unmappable("a symbolic dimension stands twice")
-    dims: list[tuple[Digit, ...]] = []
-    for dim in m.dims:
-        out: list[Digit] = []
-        for d in dim:
-            if d.name:
-                out.append(Digit(1, names[d.name], (), d.name))
-                continue
-            out += _translated(d, radix)
-        dims.append(merged(out))
-    if m.offset:
-        raise Unmappable("it does not begin at the beginning")
-    return AccessMap(tuple(dims), 0, m.filled)
+    if m.offset or any(d.name and dim != (d,) for dim in first.dims for d in dim):
+        raise Unmappable("it does not begin at the beginning, or a dimension is partly symbolic")
+    return replace(
+        m,
+        dims=tuple(
+            merged([t for d in dim for t in ([d] if d.name else _translated(d, radix))]) for dim in m.dims
+        ),
+    )
 
 
 def _translated(d: Digit, radix: Sequence[tuple[int, int, int]]) -> list[Digit]:

@@ -189,9 +189,10 @@ class _Trace:
 
     # What the chain costs
 
-    def nodes(self, anchor: Node) -> list[Node]:
-        """The nodes between the sources and the anchor, each before those that it reads."""
+    def nodes(self, end: Node) -> list[Node]:
+        """The nodes between the sources and the end of the chain, each before those that it reads."""
         out: dict[Value, Node] = {}
+        seen: set[Value] = set()
 
         def visit(node: Node) -> None:
             if node.id in seen:
@@ -203,12 +204,11 @@ class _Trace:
                     visit(maker)
             out[node.id] = node
 
-        seen: set[Value] = set()
-        visit(anchor)
+        visit(end)
         return list(out.values())[::-1]
 
     def removed(self, nodes: Sequence[Node]) -> set[Value]:
-        """Which of them nobody reads any more once the first is replaced."""
+        """Which of the nodes nobody reads any more once the first is replaced."""
         gone = {nodes[0].id}
         for node in nodes[1:]:
             if all(
@@ -279,10 +279,20 @@ def _goes_on(reader: Reader, node: Node) -> bool:
     (value,) = node.outputs
     if reader.count_users(value) != 1 or reader.is_output(value):
         return False
-    (user,) = reader.users(value)
+    return _moves_on(reader, reader.users(value)[0], value)
+
+
+def _moves_on(reader: Reader, user: Node, value: Value) -> bool:
+    """Whether a reader of a value moves it, by numbers that are known."""
     if user.op not in _PLAIN_SET or user.inputs[0] != value:
         return False
     return all(v == ABSENT or reader.is_const(v) for v in user.inputs[1:])
+
+
+def _simple(nodes: Iterable[Node]) -> bool:
+    """Whether the rules for two operators are enough for a chain."""
+    ops = {n.op for n in nodes}
+    return ops <= _VIEWS or ops == {"Transpose"}
 
 
 def _common(reader: Reader, node: Node) -> bool:
@@ -374,10 +384,8 @@ class MergeMovement(RegionRule):
         if node.op == "Concat":
             if not _common(reader, node):
                 return None
-        else:
-            ops = {n.op for n in _above(reader, node)}
-            if ops <= _VIEWS or ops == {"Transpose"}:
-                return None  # the rules for two of them are enough
+        elif _simple(_above(reader, node)):
+            return None
         found, shared = self._found(reader, node, frozenset())
         if found is None and shared:
             found, _ = self._found(reader, node, shared)
@@ -400,7 +408,7 @@ class MergeMovement(RegionRule):
         gone = trace.removed(nodes)
         shared = frozenset(v for n in nodes if n.id not in gone for v in n.outputs)
         number = source_of(m)
-        if number is None or len(nodes) < 2:
+        if number is None or len(nodes) < 2 or _simple(nodes):
             return None, shared
         scale = trace.scale()
         try:
@@ -439,25 +447,30 @@ class PushMovementIntoConcat(RegionRule):
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
-        if all(n.op != "Concat" for n in _above(reader, node)) or _goes_on(reader, node):
+        concat = next((n for n in _above(reader, node) if n.op == "Concat"), None)
+        if concat is None or _goes_on(reader, node):
             return None
+        # What the Concat reads may have been moved too, in ways that fit together or not.
+        found = self._found(reader, node, frozenset()) or self._found(reader, node, frozenset(concat.inputs))
+        worthwhile(found is not None, "nothing is gained")
+        return found
+
+    def _found(self, reader: Reader, node: Node, stop: frozenset[Value]) -> Region | None:
         (output,) = node.outputs
-        trace = _Trace(reader)
+        trace = _Trace(reader, stop=stop)
         try:
             m = trace.map(output)
-        except Unmappable as error:
-            raise Refused(str(error)) from error
-        nodes = trace.nodes(node) if output in trace.makers else []
-        if len(nodes) < 2 or source_of(m) is not None:
-            return None
-        scale = trace.scale()
-        try:
+            nodes = trace.nodes(node) if output in trace.makers else []
+            if len(nodes) < 2 or source_of(m) is not None:
+                return None
+            scale = trace.scale()
             joined = best_joined(trace.shapes, m, trace.may_use_blocks(), scale)
-        except Unmappable as error:
-            raise Refused(str(error)) from error
+        except Unmappable:
+            return None
         gone = trace.removed(nodes)
         before = _total((trace.price(n) for n in nodes if n.id in gone), scale)
-        worthwhile(joined.price.total(scale) < before, "nothing is gained")
+        if joined.price.total(scale) >= before:
+            return None
         inputs = tuple(trace.sources[number] for number, _ in joined.parts)
         return Region(node.outputs, inputs, tuple(nodes), joined)
 
@@ -506,4 +519,8 @@ class ReplaceMovement(RegionRule):
         return _emit(op, x, plan.steps)
 
 
-RULES: tuple[AnyRule, ...] = (MergeMovement(), PushMovementIntoConcat(), ReplaceMovement())
+RULES: tuple[AnyRule, ...] = (
+    MergeMovement(),
+    PushMovementIntoConcat(),
+    ReplaceMovement(),
+)

@@ -394,7 +394,7 @@ def test_a_copied_dimension_beside_an_inferred_one():
     with pytest.raises(Unmappable):
         best(shape, AccessMap.source(shape).flatten(1).unsqueeze([1]), True)
     m = AccessMap.source(shape).reshape([0, -1])
-    assert m.filled == {"N"}
+    assert m.filled == {0}
     assert steps(shape, m) == ["Reshape"]
 
 
@@ -429,8 +429,13 @@ def test_interleaved_sources():
 
 
 def test_symbols_of_sources_must_agree():
+    """Sizes agree where a Concat puts tensors side by side, but a symbol is known by its axis in the source."""
     x, y, z = AccessMap.source(("N", 2), 0), AccessMap.source(("M", 2), 1), AccessMap.source((2, "N"), 2)
-    with pytest.raises(Unmappable):
-        AccessMap.concat([x, y], 1)
+    both = AccessMap.concat([x, y], 1)
+    plan = best(("M", 2), both.slice(1, 2, 2, 1).reshape([-1]).within(1), True)
+    assert plan.steps == (Step("Reshape", ((-1,),)),)
     with pytest.raises(Unmappable):
         AccessMap.concat([x, z.transpose([1, 0])], 1)
+    x, y = AccessMap.source(("N", "M", 2), 0), AccessMap.source(("K", "L", 2), 1)
+    with pytest.raises(Unmappable):  # the products agree, the factors need not
+        AccessMap.concat([m.transpose([2, 0, 1]).reshape([0, -1]) for m in (x, y)], 0)
