@@ -30,6 +30,11 @@ _AT_EXPORT = 1 << 32
 
 _IMAGE = per_rank("x[i,c{h}]")
 _POINTWISE = per_rank("x[i,j{h}] w[m,p{1}] b[m]")
+_POOLED = per_rank("x[i,j{h}] w[m,p{1}]:const b[m]:const")
+
+
+# What a kernel of one tap does not heed.
+_UNHEEDED: dict[str, None] = {"auto_pad": None, "dilations": None}
 
 
 # What attributes say
@@ -62,9 +67,21 @@ def require_pointwise(attrs: Attrs) -> None:
     require("strides" not in attrs, "it strides")
 
 
+def meets_whole(x: Val, kernel: Sequence[int], attrs: Attrs) -> bool:
+    """Whether an image, as far as its size is known, is at least as large as a window, so that it gives something."""
+    dims = x.rank - 2
+    sizes = zip(x.shape[2:], *pads_of(attrs, dims), per_axis(attrs, "dilations", dims), kernel)
+    return all(not isinstance(n, int) or n + b + a > d * (k - 1) for n, b, a, d, k in sizes)
+
+
 def per_channel(op: Op, b: Val, dims: int) -> Any:
     """A bias as it broadcasts against [N, C, ...]."""
-    return op.Reshape(b, [-1] + [1] * dims)
+    return op.Reshape(b, [b.size(0)] + [1] * dims)
+
+
+def worthwhile_data(*values: Val) -> None:
+    """Refuse tensors without elements: nothing is gained, and not all who infer shapes agree on what they give."""
+    worthwhile(not any(0 in v.shape for v in values), "it is empty")
 
 
 def _positive(sizes: Sequence[Dim]) -> bool:
@@ -112,7 +129,7 @@ class ReplaceMatMulByPointwiseConv(Rule):
         return op.MatMul(w, x)
 
     def where(self, m: Captures, w: Val, x: Val) -> None:
-        require(_positive(w.sizes), "a matrix is empty")
+        worthwhile_data(w)
 
     def target(self, op: Op, w: Val, x: Val) -> Any:
         return op.Conv(x, op.Reshape(w, [*w.sizes, 1]))
@@ -141,7 +158,7 @@ class MergeTransposedMatMulIntoConv(Rule):
         last = _channels_last(x.rank)
         require(_perm(m.p, x.rank) == last, "the channels do not go last")
         require(_perm(m.q, x.rank) == inverse(last), "the channels do not come back")
-        require(_positive(w.sizes), "a matrix is empty")
+        worthwhile_data(w)
 
     def target(self, op: Op, x: Val, w: Val) -> Any:
         columns, rows = w.sizes
@@ -185,11 +202,12 @@ class ReplaceConvStrideBySlice(Rule):
     def where(self, m: Captures, x: Val, w: Val, b: Val | None) -> None:
         require("pads" not in m.c, "it pads")
         worthwhile("strides" in m.c, "it does not stride")
+        worthwhile_data(x)
 
     def target(self, op: Op, m: Captures, x: Val, w: Val, b: Val | None) -> Any:
         steps = {2 + i: s for i, s in enumerate(per_axis(m.c, "strides", x.rank - 2)) if s > 1}
         sliced = op.Slice(x, [0] * len(steps), [_END] * len(steps), list(steps), list(steps.values()))
-        return op.Conv(sliced, w, b, attrs=m.c, strides=None, auto_pad=None)
+        return op.Conv(sliced, w, b, attrs=m.c, strides=None, **_UNHEEDED)
 
 
 class FoldSliceIntoConvStride(Rule):
@@ -226,7 +244,7 @@ class FoldSliceIntoConvStride(Rule):
         worthwhile(steps is not None and any(s != 1 for s in steps.ints), "it does not step")
         for (axis, step), start, end in zip(self._steps(x, starts, axes, steps), starts.ints, ends.ints):
             size = x.shape[axis]
-            require(axis > 1 and step > 0, "it does not step over the image, or backwards")
+            require(axis > 1 and 0 < step < _END, "it does not step over the image, or backwards")
             require(start == 0, "it leaves out a beginning")
             require(end >= _END or (isinstance(size, int) and end >= size), "it leaves out an end")
 
@@ -251,7 +269,7 @@ class FoldSliceIntoConvStride(Rule):
         strides = list(per_axis(m.c, "strides", x.rank - 2))
         for axis, step in self._steps(x, starts, axes, steps):
             strides[axis - 2] *= step
-        return op.Conv(x, w, b, attrs=m.c, strides=strides, auto_pad=None)
+        return op.Conv(x, w, b, attrs=m.c, strides=strides, **_UNHEEDED)
 
 
 class ReplaceDepthwisePointwiseConvByMul(Rule):
@@ -282,12 +300,15 @@ class ReplaceFullConvByGemm(Rule):
 
     dtypes = _PRODUCTS
     optional = ("b",)
-    shapes = per_rank("x[i,c{h}] w[m,c{k}] b[m]")
+    shapes = per_rank("x[i,c{h}] w[m,c{k}]:const b[m]")
     examples = (
         "agraph (float[N,3,1,1] x) => (float[N,2,1,1] y) <float[2,3,1,1] w = {1,2,3,4,5,6}, float[2] b = {7,8}> "
         "{ y = Conv(x, w, b) }",
         "agraph (float[2,1,2,1] x) => (float[2,1,1,1] y) <float[1,1,3,3] w = {1,2,3,4,5,6,7,8,9}> "
         "{ y = Conv<pads=[1,1,0,1]>(x, w) }",
+        "agraph (float[2,1,1,1] x) => (float[2,2,1,1] y) "
+        "<float[2,1,3,3] w = {1,2,3,4,5,6,7,8,9,1,2,3,4,5,6,7,8,9}, float[2] b = {1,2}> "
+        "{ y = Conv<pads=[1,0,1,2]>(x, w, b) }",
         "agraph (float[2,2,3] x) => (float[2,2,1] y) <float[2,2,3] w = {1,2,3,4,5,6,7,8,9,10,11,12}> "
         "{ y = Conv<strides=[2]>(x, w) }",
     )
@@ -405,7 +426,8 @@ class MergePatchMatMulIntoConv(Rule):
         perm = _perm(m.p, len(cut))
         require(perm in orders, "it does not put patches together")
         rows = _filled(t.ints, [cut[p] for p in perm])
-        require(rows[1:] == (prod(counts), x.size(1) * prod(kernel)), "the rows are not patches")
+        columns = x.size(1) * prod(kernel)
+        require(rows == (x.size(0), prod(counts), columns), "the rows are not patches")
 
     def target(self, op: Op, m: Captures, x: Val, s: Val, t: Val, w: Val) -> Any:
         dims = x.rank - 2
@@ -437,6 +459,8 @@ class ReplaceConvTransposeByConv(Rule):
         "{ y = ConvTranspose<strides=[2,1], group=2>(x, w) }",
         "agraph (float[N,2,3] x) => (float[N,1,9] y) <float[2,1,3] w = {1,2,3,4,5,6}> "
         "{ y = ConvTranspose<strides=[3]>(x, w) }",
+        "agraph (float[N,1,3,2] x) => (float[N,2,6,6] y) <float[1,2,2,3] w = {1,2,3,4,5,6,7,8,9,10,11,12}, "
+        "float[2] b = {1,2}> { y = ConvTranspose<strides=[2,3]>(x, w, b) }",
     )
 
     def source(self, op: Op, x: Any, w: Any, b: Any) -> Any:
@@ -446,7 +470,9 @@ class ReplaceConvTransposeByConv(Rule):
         dims = x.rank - 2
         require(per_axis(m.c, "strides", dims) == w.sizes[2:], "the strides are not the kernel")
         require(m.c.keys() <= {"strides", "group"}, "it pads, dilates, or says what it gives")
-        require(x.size(1) > 0, "there are no channels")
+        maps = w.size(1) * group_of(m.c)
+        worthwhile(b is None or b.size(0) == maps, "the bias is not one number per channel")
+        worthwhile_data(x, w)
 
     def target(self, op: Op, m: Captures, x: Val, w: Val, b: Val | None) -> Any:
         groups, (channels, maps, *kernel) = group_of(m.c), w.sizes
@@ -457,7 +483,7 @@ class ReplaceConvTransposeByConv(Rule):
         )
         bias = b
         if b is not None and taps > 1:
-            bias = op.Reshape(op.Expand(op.Reshape(b, [-1, 1]), [outputs, taps]), [-1])
+            bias = op.Reshape(op.Expand(op.Reshape(b, [outputs, 1]), [outputs, taps]), [outputs * taps])
         y = op.Conv(x, weight, bias, group=groups)
         if taps == 1:
             return y
@@ -493,7 +519,7 @@ class SplitDilatedConvIntoPhases(Rule):
         worthwhile("dilations" in m.c, "it is not dilated")
         require("strides" not in m.c, "it strides")
         require("auto_pad" not in m.c, "it pads by itself")
-        require(_positive(x.sizes) and _positive(self._out(m, x, w)), "it gives nothing")
+        worthwhile(_positive(x.sizes) and _positive(self._out(m, x, w)), "it gives nothing")
 
     @staticmethod
     def _out(m: Captures, x: Val, w: Val) -> list[int]:
@@ -544,9 +570,8 @@ class MergeBatchIntoHeight(Rule):
     def where(self, m: Captures, x: Val, w: Val, b: Val | None) -> None:
         worthwhile(x.size(0) > 1, "there is one image")
         require("auto_pad" not in m.c, "it pads by itself")
-        require(_positive(x.sizes), "there are no images")
-        height, _, window = self._heights(m, x, w)
-        require(height >= window, "it gives nothing")
+        worthwhile_data(x, w)
+        worthwhile(meets_whole(x, w.sizes[2:], m.c), "it gives nothing")
 
     @staticmethod
     def _heights(m: Captures, x: Val, w: Val) -> tuple[int, int, int]:
@@ -642,6 +667,7 @@ class LowerConvToOneDimension(Rule):
 class MergeConvIntoPointwise(Rule):
     """conv(conv(x, w, b), v, c) -> conv(x, v @ w, v @ b + c)  for a 1x1 kernel v, when that is less work."""
 
+    spreads = True
     optional = ("b", "c")
     shapes = per_rank("x[i,p{h}] w[m,p{k}]:const b[m]:const v[n,m{1}]:const c[n]:const")
 
@@ -670,6 +696,7 @@ class MergeConvIntoPointwise(Rule):
 class MergePointwiseIntoConv(Rule):
     """conv(conv(x, w, b), v, c) -> conv(x, v w, sum(v) b + c)  for a 1x1 kernel w, when that is less work."""
 
+    spreads = True
     optional = ("b", "c")
     shapes = per_rank("x[i,p{h}] w[m,p{1}]:const b[m]:const v[n,m{k}]:const c[n]:const")
 
@@ -730,7 +757,7 @@ class PushSliceIntoConv(Rule):
         require(axes.ints[0] % x.rank == 1, "it is no slice of channels")
         require(steps is None or steps.ints[0] == 1, "it has a step")
         first, last = self._range(w, starts, ends)
-        require(first < last, "it is empty")
+        worthwhile(first < last, "it is empty")
         require(group_of(m.c) == 1 or self._alone(m, w), "the channels are grouped")
 
     @staticmethod
@@ -779,7 +806,10 @@ class MoveScaleIntoConvWeights(Rule):
 
     def where(self, m: Captures, x: Val, s: Val, w: Val, b: Val | None) -> None:
         worthwhile(not s.const, "the scale is constant")
-        worthwhile(_positive(w.sizes) and prod(w.sizes[2:]) == 1, "the kernel is larger than one tap")
+        worthwhile_data(w)
+        worthwhile(prod(w.sizes[2:]) == 1, "the kernel is larger than one tap")
+        groups = group_of(m.c)
+        require(w.size(0) % groups == 0 and w.size(1) * groups == x.size(1), "it is no convolution")
 
     def target(self, op: Op, m: Captures, x: Val, s: Val, w: Val, b: Val | None) -> Any:
         return op.Conv(x, scale_columns(op, w, s, group_of(m.c)), b, attrs=m.c)
@@ -865,7 +895,7 @@ class FoldPadIntoAveragePool(_FoldPad):
         require("pads" not in m.c or m.c.get("count_include_pad"), "the pool does not count its padding")
         grown = self.grown(m.c, x, pads, axes)
         kernel = per_axis(m.c, "kernel_shape", x.rank - 2)
-        require(all(p < k for p, k in zip(grown, kernel * 2)), "a window may lie in the padding")
+        worthwhile(all(p < k for p, k in zip(grown, kernel * 2)), "the runtime refuses it")
 
     def target(self, op: Op, m: Captures, x: Val, pads: Val, value: Val | None, axes: Val | None) -> Any:
         return op.AveragePool(x, attrs=m.c, pads=self.grown(m.c, x, pads, axes), count_include_pad=1)
@@ -978,12 +1008,14 @@ class WriteOutAutoPad(RegionRule):
             before.append(less if mode == "SAME_UPPER" else more)
             after.append(more if mode == "SAME_UPPER" else less)
         pads = (*before, *after)
-        require(node.op == "Conv" or all(p < k for p, k in zip(pads, kernel * 2)), "the runtime refuses it")
+        worthwhile(
+            node.op == "Conv" or all(p < k for p, k in zip(pads, kernel * 2)), "the runtime refuses it"
+        )
         return Region(node.outputs, node.inputs, (node,), (node.op, node.attrs, pads))
 
     def target(self, op: Op, region: Region, *inputs: Val | None) -> Any:
         name, attrs, pads = region.data
-        return op[name](*inputs, attrs=attrs, auto_pad=None, ceil_mode=None, pads=pads)
+        return op[name](*inputs, attrs=attrs, auto_pad=None, pads=pads)
 
 
 # Pools
@@ -1004,7 +1036,8 @@ class ReplaceAveragePoolByConv(Rule):
         require("auto_pad" not in m.c, "it pads by itself")
         require(not m.c.get("ceil_mode"), "a window may hang over the end")
         require("pads" not in m.c or m.c.get("count_include_pad"), "it does not count the padding")
-        require(x.size(1) > 0, "there are no channels")
+        worthwhile_data(x)
+        worthwhile(meets_whole(x, per_axis(m.c, "kernel_shape", x.rank - 2), m.c), "it gives nothing")
 
     def target(self, op: Op, m: Captures, x: Val) -> Any:
         dims, channels = x.rank - 2, x.size(1)
@@ -1031,7 +1064,7 @@ class ReplaceUniformConvByAveragePool(Rule):
         worthwhile(prod(w.sizes[2:]) > 1, "the kernel has one tap")
         require("auto_pad" not in m.c, "it pads by itself")
         pads = per_axis(m.c, "pads", 2 * (x.rank - 2), 0)
-        require(all(p < k for p, k in zip(pads, w.sizes[2:] * 2)), "the runtime refuses it")
+        worthwhile(all(p < k for p, k in zip(pads, w.sizes[2:] * 2)), "the runtime refuses it")
 
     def target(self, op: Op, m: Captures, x: Val, w: Val, b: Val | None) -> Any:
         kernel = w.sizes[2:]
@@ -1061,6 +1094,7 @@ class ReplaceFullAveragePoolByGlobal(Rule):
     def where(self, m: Captures, x: Val) -> None:
         sizes = tuple(x.size(2 + i) for i in range(x.rank - 2))
         require(per_axis(m.c, "kernel_shape", len(sizes)) == sizes, "the kernel is not the image")
+        require("dilations" not in m.c, "it is dilated")
         require_no_padding(m.c)
 
     def target(self, op: Op, x: Val) -> Any:
@@ -1084,6 +1118,11 @@ class ReplaceGlobalAveragePoolByMean(Rule):
     pool, reduce = "GlobalAveragePool", "ReduceMean"
     dtypes = _FLOAT
     shapes = _IMAGE
+    examples: ClassVar[tuple[str, ...]] = (
+        "agraph (float[N,2,3,4] x) => (float[N,2,1,1] y) { y = GlobalAveragePool(x) }",
+        "agraph (float[2,C,3] x) => (float[2,C,1] y) { y = GlobalAveragePool(x) }",
+        "agraph (float[N,1,2,3,2] x) => (float[N,1,1,1,1] y) { y = GlobalAveragePool(x) }",
+    )
 
     def source(self, op: Op, x: Any) -> Any:
         return op[self.pool](x)
@@ -1096,6 +1135,9 @@ class ReplaceGlobalMaxPoolByMax(ReplaceGlobalAveragePoolByMean):
     """globalmaxpool(x) -> reducemax(x; the spatial axes)."""
 
     pool, reduce = "GlobalMaxPool", "ReduceMax"
+    examples: ClassVar[tuple[str, ...]] = tuple(
+        e.replace("Average", "Max") for e in ReplaceGlobalAveragePoolByMean.examples
+    )
 
 
 class ReplaceMeanByGlobalAveragePool(Rule):
@@ -1136,51 +1178,58 @@ class PushAveragePoolBeforeConv(Rule):
     """averagepool(conv(x, w, b)) -> conv(averagepool(x), w, b)  for a 1x1 kernel."""
 
     optional = ("b",)
-    shapes = _POINTWISE
+    shapes = _POOLED
 
     def source(self, op: Op, x: Any, w: Any, b: Any) -> Any:
         return op.AveragePool(op.Conv(x, w, b, attrs="c"), attrs="p")
 
     def where(self, m: Captures, x: Val, w: Val, b: Val | None) -> None:
         require_pointwise(m.c)
-        require(b is None or not m.p.get("count_include_pad"), "the bias is averaged with padding")
+        worthwhile_data(x, w)
+        worthwhile(meets_whole(x, per_axis(m.p, "kernel_shape", x.rank - 2), m.p), "it gives nothing")
+        counted = bool(m.p.get("count_include_pad")) and ("pads" in m.p or "auto_pad" in m.p)
+        require(b is None or not counted, "the bias is averaged with padding")
 
     def target(self, op: Op, m: Captures, x: Val, w: Val, b: Val | None) -> Any:
-        return op.Conv(op.AveragePool(x, attrs=m.p), w, b, attrs=m.c)
+        return op.Conv(op.AveragePool(x, attrs=m.p), w, b, attrs=m.c, **_UNHEEDED)
 
 
 class PushGlobalAveragePoolBeforeConv(Rule):
     """globalaveragepool(conv(x, w, b)) -> conv(globalaveragepool(x), w, b)  for a 1x1 kernel."""
 
     optional = ("b",)
-    shapes = _POINTWISE
+    shapes = _POOLED
 
     def source(self, op: Op, x: Any, w: Any, b: Any) -> Any:
         return op.GlobalAveragePool(op.Conv(x, w, b, attrs="c"))
 
     def where(self, m: Captures, x: Val, w: Val, b: Val | None) -> None:
         require_pointwise(m.c)
+        worthwhile_data(x, w)
 
     def target(self, op: Op, m: Captures, x: Val, w: Val, b: Val | None) -> Any:
-        return op.Conv(op.GlobalAveragePool(x), w, b, attrs=m.c)
+        return op.Conv(op.GlobalAveragePool(x), w, b, attrs=m.c, **_UNHEEDED)
 
 
 class PushConvBeforeAveragePool(Rule):
     """conv(averagepool(x), w, b) -> averagepool(conv(x, w)) + b  for a 1x1 kernel: the pool has fewer channels."""
 
     optional = ("b",)
-    shapes = _POINTWISE
+    shapes = _POOLED
 
     def source(self, op: Op, x: Any, w: Any, b: Any) -> Any:
         return op.Conv(op.AveragePool(x, attrs="p"), w, b, attrs="c")
 
     def where(self, m: Captures, x: Val, w: Val, b: Val | None) -> None:
         require_pointwise(m.c)
+        worthwhile_data(x, w)
+        worthwhile(w.size(1) * group_of(m.c) == x.shape[1], "it is no convolution")
+        worthwhile(meets_whole(x, per_axis(m.p, "kernel_shape", x.rank - 2), m.p), "it gives nothing")
 
     def target(self, op: Op, m: Captures, x: Val, w: Val, b: Val | None) -> Any:
         if b is None or not m.p.get("count_include_pad"):
-            return op.AveragePool(op.Conv(x, w, b, attrs=m.c), attrs=m.p)
-        y = op.AveragePool(op.Conv(x, w, attrs=m.c), attrs=m.p)
+            return op.AveragePool(op.Conv(x, w, b, attrs=m.c, **_UNHEEDED), attrs=m.p)
+        y = op.AveragePool(op.Conv(x, w, attrs=m.c, **_UNHEEDED), attrs=m.p)
         return op.Add(y, per_channel(op, b, x.rank - 2))
 
 
@@ -1211,9 +1260,13 @@ class MergeMaxPools(Rule):
             require(meets_image(attrs, dims), "a window may lie in the padding")
         inner, outer = (per_axis(a, "kernel_shape", dims) for a in (m.a, m.b))
         strides = per_axis(m.a, "strides", dims)
+        full = [s * (n - 1) + k for s, n, k in zip(strides, outer, inner)]
+        (before, after), (ahead, behind) = pads_of(m.a, dims), pads_of(m.b, dims)
+        more = [b + a + s * (q + r) for b, a, s, q, r in zip(before, after, strides, ahead, behind)]
+        sizes = zip(x.shape[2:], more, full)
+        worthwhile(all(not isinstance(n, int) or n + p >= k for n, p, k in sizes), "it gives nothing")
         holes = any(s > k and n > 1 for s, k, n in zip(strides, inner, outer))
         require(not holes, "the windows have holes")
-        (before, after), (_, behind) = pads_of(m.a, dims), pads_of(m.b, dims)
         for axis, (k, s) in enumerate(zip(inner, strides)):
             if s > 1 and behind[axis]:
                 room = x.size(2 + axis) + before[axis] + after[axis] - k
@@ -1264,8 +1317,13 @@ class _SwapMaxPool(RegionRule):
     def region(self, reader: Reader, node: Node, inner: Node, pool: Node, function: Node) -> Region:
         worthwhile(read_once(reader, node.inputs[0]), "what is between is read elsewhere")
         require(_rises(function), "the function may fall")
+        bounds = [v for v in function.inputs[1:] if v != ABSENT]
+        worthwhile(all(reader.is_const(v) for v in bounds), "a bound is computed")
         dims = reader.val(pool.inputs[0]).rank - 2
-        require(pool.op != "MaxPool" or meets_image(pool.attrs, dims), "a window may lie in the padding")
+        if pool.op == "MaxPool":
+            require(meets_image(pool.attrs, dims), "a window may lie in the padding")
+        else:
+            require(_positive(reader.val(pool.inputs[0]).shape[2:]), "the image may be empty")
         data = (pool.op, pool.attrs, function.op, function.attrs)
         return Region(node.outputs, (inner.inputs[0], *function.inputs[1:]), (node, inner), data)
 
@@ -1279,7 +1337,7 @@ class PushRisingBeforeMaxPool(_SwapMaxPool):
     examples = (
         "agraph (float[N,2,5,6] x) => (float[N,2,P,Q] y) "
         "{ a = MaxPool<kernel_shape=[3,2], strides=[2,2], pads=[1,0,1,0]>(x) y = Relu(a) }",
-        "agraph (float[N,2,5] x) => (float[N,2,1] y) { a = GlobalMaxPool(x) y = LeakyRelu<alpha=0.1>(a) }",
+        "agraph (float[N,2,1] x) => (float[N,2,1] y) { a = GlobalMaxPool(x) y = LeakyRelu<alpha=0.1>(a) }",
         "agraph (float[N,2,5] x) => (float[N,2,3] y) <float l = {-0.5}> "
         "{ a = MaxPool<kernel_shape=[3]>(x) y = Clip(a, l) }",
     )
@@ -1325,6 +1383,8 @@ class PushRisingBehindMaxPool(_SwapMaxPool):
 class _SwapResize(Rule):
     """A 1x1 convolution and a Resize that repeats or drops pixels."""
 
+    proof = "numeric"
+    relies_on = "the nearest pixel is one of the image"
     optional = ("b", "roi", "scales", "sizes")
     shapes = per_rank("x[i,j{h}] w[m,p{1}] b[m] scales:const sizes:const", ranks=(1, 2))
 
@@ -1338,19 +1398,19 @@ class _SwapResize(Rule):
         scales: Val | None,
         sizes: Val | None,
     ) -> None:
+        worthwhile_data(x, w)
         require_pointwise(m.c)
         require(m.r.get("mode", "nearest") == "nearest", "it mixes pixels")
         mode = m.r.get("coordinate_transformation_mode")
         require(mode != "tf_crop_and_resize", "it crops")
         require("keep_aspect_ratio_policy" not in m.r, "the channels may set the scale")
         if "axes" in m.r:
-            require(min(fronts(_ints(m.r["axes"]), x.rank)) > 1, "it resizes more than the image")
+            require(1 not in fronts(_ints(m.r["axes"]), x.rank), "it resizes the channels")
         elif scales is not None and scales.array.size:
-            kept = bool(np.all(scales.array[:2] == 1))
-            require(kept, "it resizes more than the image")
+            require(scales.array[1] == 1, "it resizes the channels")
         else:
-            assert sizes is not None
-            require(sizes.ints[:2] == (x.size(0), self.channels(x, w)), "it resizes more than the image")
+            worthwhile(sizes is not None and len(sizes.ints) == x.rank, "it has no sizes")
+            require(sizes is None or sizes.ints[1] == self.channels(x, w), "it resizes the channels")
 
     def channels(self, x: Val, w: Val) -> int:
         """Of what is resized on the left side."""
@@ -1369,7 +1429,9 @@ class _SwapResize(Rule):
         to: Any = sizes
         if sizes is not None and "axes" not in m.r:
             to = [sizes.ints[0], channels, *sizes.ints[2:]]
-        return op.Resize(x, roi, scales, to, attrs=m.r)
+        y = op.Resize(x, roi, scales, to, attrs=m.r)
+        worthwhile_data(y)
+        return y
 
 
 class PushConvBeforeResize(_SwapResize):
@@ -1399,7 +1461,7 @@ class PushConvBeforeResize(_SwapResize):
         scales: Val | None,
         sizes: Val | None,
     ) -> Any:
-        y = op.Conv(x, w, b, attrs=m.c)
+        y = op.Conv(x, w, b, attrs=m.c, **_UNHEEDED)
         return self.resized(op, m, y, w.size(0), roi, scales, sizes)
 
 
@@ -1432,7 +1494,7 @@ class PushResizeBeforeConv(_SwapResize):
         scales: Val | None,
         sizes: Val | None,
     ) -> Any:
-        return op.Conv(self.resized(op, m, x, x.size(1), roi, scales, sizes), w, b, attrs=m.c)
+        return op.Conv(self.resized(op, m, x, x.size(1), roi, scales, sizes), w, b, attrs=m.c, **_UNHEEDED)
 
 
 RULES: tuple[AnyRule, ...] = (

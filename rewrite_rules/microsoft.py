@@ -250,6 +250,8 @@ class ReplaceAttentionByMultiHead(RegionRule):
         sizes = (*q[2:], *k[2:], *v[2:])
         require(all(isinstance(d, int) and d > 0 for d in sizes), "the heads are not known")
         require(q[2] == k[2] == v[2], "heads share keys")
+        require(None not in (q[0], k[1]) and q[0] == k[0] == v[0], "the batches differ, or are not known")
+        require(k[1] == v[1], "keys and values differ in number")
         mask = node.inputs[3] if len(node.inputs) > 3 else None
         if mask is not None:
             require(reader.type(mask).dtype == DType.FLOAT, "the mask is not added")
@@ -349,17 +351,17 @@ class FuseMatMulIntegerToFloat(_Contributed):
         return op.Mul(op.Cast(op.MatMulInteger(a, b, z, u), to=1), op.Mul(s, t))
 
     def where(self, m: Captures, a: Val, b: Val, z: Val | None, u: Val | None, s: Val, t: Val) -> None:
-        require_zeros(z, u)
+        worthwhile_zeros(z, u)
 
     def target(self, op: Op, a: Val, b: Val, z: Val | None, u: Val | None, s: Val, t: Val) -> Any:
         like = op.Cast(op.MatMulInteger(a, b, z, u), to=1)
         return op["com.microsoft::MatMulIntegerToFloat"](a, b, s, t, z, u, type=like.type)
 
 
-def require_zeros(*zeros: Val | None) -> None:
-    """Refuse zero points that are more than one number."""
+def worthwhile_zeros(*zeros: Val | None) -> None:
+    """Refuse zero points that are more than one number, which not every kernel takes."""
     for zero in zeros:
-        require(zero is None or all(d == 1 for d in zero.sizes), "a zero point is not one number")
+        worthwhile(zero is None or all(d == 1 for d in zero.sizes), "a zero point is not one number")
 
 
 _QUANTISED = either(
@@ -391,7 +393,7 @@ class FuseDynamicQuantizeMatMul(_Contributed):
         return self.product(op, x, b, u, t)
 
     def where(self, m: Captures, x: Val, b: Val, u: Val | None, t: Val) -> None:
-        require_zeros(u)
+        worthwhile_zeros(u)
 
     def target(self, op: Op, x: Val, b: Val, u: Val | None, t: Val) -> Any:
         like = self.product(op, x, b, u, t)
@@ -417,7 +419,7 @@ class FuseBiasedDynamicQuantizeMatMul(_Contributed):
         return op.Add(op.Mul(op.Cast(op.MatMulInteger(q, b, z, u), to=1), op.Mul(s, t)), c)
 
     def where(self, m: Captures, x: Val, b: Val, u: Val | None, t: Val, c: Val) -> None:
-        require_zeros(u)
+        worthwhile_zeros(u)
 
     def target(self, op: Op, x: Val, b: Val, u: Val | None, t: Val, c: Val) -> Any:
         q, s, z = op.DynamicQuantizeLinear(x, outputs=3)

@@ -402,7 +402,7 @@ def test_pad_into_average_pool():
     applies(rule, pool("AveragePool", f"{own}, count_include_pad=1", **PADS), ops=["AveragePool"])
     refuses(rule, pool("AveragePool", own, **PADS), "count its padding")
     refuses(rule, pool("AveragePool", f"{kernel}, ceil_mode=1, strides=[2,2]", **PADS), "hang over")
-    refuses(rule, pool("AveragePool", "kernel_shape=[2,2]", **PADS), "lie in the padding")
+    refuses(rule, pool("AveragePool", "kernel_shape=[2,2]", **PADS), "refuses it")
 
 
 def test_pad_into_max_pool():
@@ -591,7 +591,7 @@ def test_resize(attrs, scales, reason):
         RESIZE.format(attrs), s=np.array(scales, np.float32), w=normal(2, channels, 1, 1), b=normal(2)
     )
     if scales[1] != 1:
-        refuses(PushConvBeforeResize(), source, "more than the image")
+        refuses(PushConvBeforeResize(), source, "resizes the channels")
     elif reason is None:
         applies(PushConvBeforeResize(), source, ops=["Conv", "Resize"])
     else:

@@ -140,13 +140,16 @@ def _multi_head(field: Field, attrs: Attrs, inputs: Inputs, outputs: int) -> tup
         width = query.shape[-1]
         shifts = (bias[:width], bias[width : 2 * width], bias[2 * width :])
         parts = [field.add(x, b) if x.ndim == 3 else x for x, b in zip(parts, shifts)]
-    q, k, v = (x if x.ndim == 4 else x.reshape(*x.shape[:2], heads, -1).transpose(0, 2, 1, 3) for x in parts)
+    q, k, v = (
+        x if x.ndim == 4 else x.reshape(*x.shape[:2], heads, x.shape[2] // heads).transpose(0, 2, 1, 3)
+        for x in parts
+    )
     scale = number(attrs, "scale", 0.0) or 1.0 / sqrt(q.shape[-1])
     scores = field.mul(field.matmul(q, k.swapaxes(-1, -2)), field.constant(scale))
     if on_scores is not None:
         scores = field.add(scores, on_scores)
     y = field.matmul(softmax(field, scores, -1), v).transpose(0, 2, 1, 3)
-    return (y.reshape(*query.shape[:2], -1),)
+    return (y.reshape(*query.shape[:2], heads * y.shape[3]),)
 
 
 def _rotary(field: Field, attrs: Attrs, x: Array, positions: Array, cosine: Array, sine: Array) -> Array:
