@@ -142,7 +142,7 @@ class Windows:
             yield (
                 place,
                 tuple(
-                    slice(i * d, i * d + (o - 1) * s + 1, s)
+                    slice(i * d, i * d + max((o - 1) * s + 1, 0), s)
                     for i, d, o, s in zip(place, self.dilations, self.out, self.strides)
                 ),
             )
