@@ -193,9 +193,17 @@ def vit_classifier(
 
 
 def gpt2(
-    depth: int, seed: int, *, width: int = 768, tokens: int = 64, vocabulary: int | None = None
+    depth: int,
+    seed: int,
+    *,
+    width: int = 768,
+    tokens: int = 64,
+    vocabulary: int | None = None,
+    last: bool = False,
 ) -> onnx.ModelProto:
     """GPT-2 124M (Radford et al., 2019) without a cache: input_ids[1,64] -> logits[1,64,50257].
+
+    With `last` only the logits of the last token are given out, [1,1,50257], as generation asks for.
 
     Its linear layers are `Conv1D` modules, exported as Gemm between two Reshapes. The embedding is the last
     layer's weight as well. A smaller width has a vocabulary that is smaller in proportion.
@@ -239,16 +247,26 @@ def gpt2(
         with net.scope("layer", i):
             x = layer(x)
     x = net.reshape(_norm(net, x, 1e-5), -1, tokens, width)
+    if last:
+        x = _last(net, x)
     net.output(net.node("MatMul", x, net.transpose(words, 1, 0)), "logits")
     return net.model()
 
 
-def dalle(depth: int, seed: int, *, width: int = 768, text: int = 16, image: int = 64) -> onnx.ModelProto:
+def _last(net: Net, x: str) -> str:
+    """x[1,s,k] -> [1,1,k]: the last position, as the exporter writes `x[:, -1:]`."""
+    return net.node("Slice", x, net.ints(-1), net.ints(np.iinfo(np.int64).max), net.ints(1), net.ints(1))
+
+
+def dalle(
+    depth: int, seed: int, *, width: int = 768, text: int = 16, image: int = 64, last: bool = False
+) -> onnx.ModelProto:
     """DALL-E's decoder (Ramesh et al., 2021): text[1,16], image[1,64] token ids -> logits[1,80,18192].
 
     X-RLflow's size: 16 text tokens, 768 features, 8 layers. One causal transformer over the text and the image tokens
     after it, as the open PyTorch implementation has it: one linear layer without bias for query, key and value,
-    gated Gelu, and a learned scale on every residual branch. A smaller width has smaller vocabularies.
+    gated Gelu, and a learned scale on every residual branch. A smaller width has smaller vocabularies. With `last` only
+    the logits of the last token are given out.
     """
     net = Net("dalle", seed)
     tokens = text + image
@@ -281,8 +299,11 @@ def dalle(depth: int, seed: int, *, width: int = 768, text: int = 16, image: int
     for i in range(depth):
         with net.scope("layer", i):
             x = layer(x)
+    x = _norm(net, x, 1e-5)
+    if last:
+        x = _last(net, x)
     with net.scope("to_logits"):
-        net.output(net.linear(_norm(net, x, 1e-5), sum(vocabularies.values())), "logits")
+        net.output(net.linear(x, sum(vocabularies.values())), "logits")
     return net.model()
 
 

@@ -314,8 +314,8 @@ class _PushSlice(RegionRule):
 
     anchors = _CUTS
     operators: ClassVar[frozenset[str]] = frozenset()
-    # Whether ONNX Runtime refuses to compute nothing.
-    needs_some: ClassVar[bool] = False
+    # Operators of which ONNX Runtime refuses to compute nothing.
+    needs_some: ClassVar[frozenset[str]] = frozenset()
 
     def way(self, reader: Reader, node: Node, axis: int, span: Span) -> Way:
         """How a cut of a node's result passes it. Refuses by `require`."""
@@ -353,7 +353,7 @@ class _PushSlice(RegionRule):
             try:
                 at = axis if top == value else _through_view(before, after, axis)
                 known = span.length(after[axis]) is not None
-                require(known or not self.needs_some, "there may be nothing left")
+                require(known or inner.op not in self.needs_some, "there may be nothing left")
                 ways[axis] = (at, span, self.way(reader, inner, at, span))
             except Refused as reason:
                 refused = reason
@@ -428,6 +428,26 @@ def _aligned(reader: Reader, values: Sequence[Value], axis: int, rank: int) -> l
     return axes
 
 
+class _PushSliceThroughParts(_PushSlice):
+    """A rule for operators that a cut passes in different ways."""
+
+    parts: ClassVar[tuple[_PushSlice, ...]] = ()
+
+    def __init_subclass__(cls) -> None:
+        cls.operators = frozenset[str]().union(*(p.operators for p in cls.parts))
+        cls.needs_some = frozenset[str]().union(*(p.needs_some for p in cls.parts))
+        cls.reads_from = tuple(dict.fromkeys((*sorted(cls.operators), *VIEWS)))
+
+    def _part(self, op: str) -> _PushSlice:
+        return next(p for p in self.parts if op in p.operators)
+
+    def way(self, reader: Reader, node: Node, axis: int, span: Span) -> Way:
+        return self._part(node.op).way(reader, node, axis, span)
+
+    def rebuild(self, op: Op, plan: _Plan, inputs: Sequence[Val | None]) -> Any:
+        return self._part(plan.op).rebuild(op, plan, inputs)
+
+
 class PushSliceThroughUnary(_PushSlice):
     """slice(f(x)) -> f(slice(x))  for f element by element, of one input;  Gather alike."""
 
@@ -471,21 +491,10 @@ class PushSliceThroughBroadcast(_PushSlice):
         return _same(span, *_aligned(reader, node.inputs, axis, _rank(reader, node.outputs[0])))
 
 
-class PushSliceThroughNormalization(_PushSlice):
+class _ThroughNormalization(_PushSlice):
     """slice(layernormalization(x)) -> layernormalization(slice(x))  along a dimension that is not normalised."""
 
     operators, reads_from = _above("LayerNormalization", "RMSNormalization", "LpNormalization")
-    dtypes = FLOATS
-    examples = (
-        "agraph (float[N,S,4] x, float[4] s, float[4] b) => (float[N,4] y) { i = Constant<value_int=0>() "
-        "a = LayerNormalization(x, s, b) y = Gather<axis=1>(a, i) }",
-        "agraph (float[N,5,2,3] x, float[2,3] s) => (float[N,2,2,3] y) { p = Constant<value_ints=[1]>() "
-        "q = Constant<value_ints=[3]>() a = LayerNormalization<axis=2>(x, s) y = Slice(a, p, q, p) }",
-        "agraph (float[N,5,4] x, float[4] s) => (float[N,2,4] y) { p = Constant<value_ints=[1]>() "
-        "q = Constant<value_ints=[3]>() a = RMSNormalization(x, s) y = Slice(a, p, q, p) }",
-        "agraph (float[N,5,4] x) => (float[N,2,4] y) { p = Constant<value_ints=[1]>() "
-        "q = Constant<value_ints=[3]>() a = LpNormalization<axis=2>(x) y = Slice(a, p, q, p) }",
-    )
 
     def way(self, reader: Reader, node: Node, axis: int, span: Span) -> Way:
         rank = _rank(reader, node.inputs[0])
@@ -497,44 +506,13 @@ class PushSliceThroughNormalization(_PushSlice):
         return _same(span, *_aligned(reader, node.inputs, axis, rank))
 
 
-class PushSliceThroughSoftmax(_PushSlice):
-    """slice(softmax(x)) -> softmax(slice(x))  along another axis than the softmax's;  LogSoftmax, Hardmax alike."""
-
-    operators, reads_from = _above("Softmax", "LogSoftmax", "Hardmax")
-    dtypes = FLOATS
-    examples = (
-        "agraph (float[N,2,5,4] x) => (float[N,2,1,4] y) { p = Constant<value_ints=[0]>() "
-        "q = Constant<value_ints=[1]>() i = Constant<value_ints=[2]>() a = Softmax(x) y = Slice(a, p, q, i) }",
-        "agraph (float[5,N] x) => (float[N] y) { i = Constant<value_int=-1>() a = LogSoftmax<axis=1>(x) "
-        "y = Gather(a, i) }",
-        "agraph (float[5,4] x) => (float[5,2] y) { p = Constant<value_ints=[1]>() q = Constant<value_ints=[3]>() "
-        "a = Softmax<axis=0>(x) y = Slice(a, p, q, p) }",
-    )
-
-    def way(self, reader: Reader, node: Node, axis: int, span: Span) -> Way:
-        own = axis_of(node, _rank(reader, node.inputs[0]), -1)
-        require(axis != own, "the softmax runs along this axis")
-        return _same(span, axis)
-
-
-class PushSliceThroughBatchNormalization(_PushSlice):
+class _ThroughStatistics(_PushSlice):
     """slice(batchnormalization(x)) -> batchnormalization(slice(x)), of channels with those of the statistics.
 
     InstanceNormalization alike, but not of positions.
     """
 
     operators, reads_from = _above("BatchNormalization", "InstanceNormalization")
-    dtypes = FLOATS
-    examples = (
-        "agraph (float[N,3,5,4] x, float[3] s, float[3] b, float[3] m) => (float[N,3,2,4] y) "
-        "{ v = Constant<value_floats=[1.0,2.0,3.0]>() p = Constant<value_ints=[1]>() q = Constant<value_ints=[3]>() "
-        "i = Constant<value_ints=[2]>() a = BatchNormalization(x, s, b, m, v) y = Slice(a, p, q, i) }",
-        "agraph (float[N,3,5] x, float[3] s, float[3] b, float[3] m) => (float[N,2,5] y) "
-        "{ v = Constant<value_floats=[1.0,2.0,3.0]>() p = Constant<value_ints=[1]>() q = Constant<value_ints=[3]>() "
-        "a = BatchNormalization(x, s, b, m, v) y = Slice(a, p, q, p) }",
-        "agraph (float[N,3,5] x, float[3] s, float[3] b) => (float[N,2,5] y) { p = Constant<value_ints=[1]>() "
-        "q = Constant<value_ints=[3]>() a = InstanceNormalization(x, s, b) y = Slice(a, p, q, p) }",
-    )
 
     def way(self, reader: Reader, node: Node, axis: int, span: Span) -> Way:
         require(not node.attrs.get("training_mode"), "it is in training")
@@ -545,6 +523,34 @@ class PushSliceThroughBatchNormalization(_PushSlice):
         channels = {(reader.type(v).shape or (None, None))[min(i, 1) ^ 1] for i, v in enumerate(node.inputs)}
         require(len(channels) == 1 and None not in channels, "how many channels there are is not known")
         return _same(span, 1, *(0 for _ in node.inputs[1:]))
+
+
+class PushSliceThroughNormalization(_PushSliceThroughParts):
+    """slice(normalization(x)) -> normalization(slice(x))  along a dimension that is not normalised.
+
+    LayerNormalization, RMSNormalization, LpNormalization; BatchNormalization and InstanceNormalization, of channels
+    with those of the statistics.
+    """
+
+    parts = (_ThroughNormalization(), _ThroughStatistics())
+    examples = (
+        "agraph (float[N,S,4] x, float[4] s, float[4] b) => (float[N,4] y) { i = Constant<value_int=0>() "
+        "a = LayerNormalization(x, s, b) y = Gather<axis=1>(a, i) }",
+        "agraph (float[N,5,2,3] x, float[2,3] s) => (float[N,2,2,3] y) { p = Constant<value_ints=[1]>() "
+        "q = Constant<value_ints=[3]>() a = LayerNormalization<axis=2>(x, s) y = Slice(a, p, q, p) }",
+        "agraph (float[N,5,4] x, float[4] s) => (float[N,2,4] y) { p = Constant<value_ints=[1]>() "
+        "q = Constant<value_ints=[3]>() a = RMSNormalization(x, s) y = Slice(a, p, q, p) }",
+        "agraph (float[N,5,4] x) => (float[N,2,4] y) { p = Constant<value_ints=[1]>() "
+        "q = Constant<value_ints=[3]>() a = LpNormalization<axis=2>(x) y = Slice(a, p, q, p) }",
+        "agraph (float[N,3,5,4] x, float[3] s, float[3] b, float[3] m) => (float[N,3,2,4] y) "
+        "{ v = Constant<value_floats=[1.0,2.0,3.0]>() p = Constant<value_ints=[1]>() q = Constant<value_ints=[3]>() "
+        "i = Constant<value_ints=[2]>() a = BatchNormalization(x, s, b, m, v) y = Slice(a, p, q, i) }",
+        "agraph (float[N,3,5] x, float[3] s, float[3] b, float[3] m) => (float[N,2,5] y) "
+        "{ v = Constant<value_floats=[1.0,2.0,3.0]>() p = Constant<value_ints=[1]>() q = Constant<value_ints=[3]>() "
+        "a = BatchNormalization(x, s, b, m, v) y = Slice(a, p, q, p) }",
+        "agraph (float[N,3,5] x, float[3] s, float[3] b) => (float[N,2,5] y) { p = Constant<value_ints=[1]>() "
+        "q = Constant<value_ints=[3]>() a = InstanceNormalization(x, s, b) y = Slice(a, p, q, p) }",
+    )
 
 
 class PushSliceIntoMatMul(_PushSlice):
@@ -621,7 +627,7 @@ class PushSliceIntoAttention(_PushSlice):
     """
 
     operators, reads_from = _above("Attention")
-    needs_some = True
+    needs_some = operators
     dtypes = FLOATS
     examples = (
         "agraph (float[N,2,5,4] q, float[N,2,3,4] k, float[N,2,3,4] v, float[1,1,5,3] m) => (float[N,2,1,4] y) "
@@ -725,17 +731,10 @@ class PushSliceThroughReshape(RegionRule):
         return op.Reshape(take(op, x, taken), list(numbers))
 
 
-class PushSliceThroughConcat(_PushSlice):
+class _ThroughConcat(_PushSlice):
     """slice(concat(x, y)) -> concat(slice(x), slice(y))  along another axis than the concat's."""
 
     operators, reads_from = _above("Concat")
-    examples = (
-        "agraph (float[N,5,2] x, float[N,5,3] z) => (float[N,5] y) { i = Constant<value_int=0>() "
-        "a = Concat<axis=2>(x, z) y = Gather<axis=1>(a, i) }",
-        "agraph (float[5,N] x, float[5,M] z) => (float[2,K] y) { p = Constant<value_ints=[1]>() "
-        "q = Constant<value_ints=[3]>() i = Constant<value_ints=[0]>() a = Concat<axis=1>(x, z) "
-        "y = Slice(a, p, q, i) }",
-    )
 
     def way(self, reader: Reader, node: Node, axis: int, span: Span) -> Way:
         own = axis_of(node, _rank(reader, node.outputs[0]))
@@ -743,23 +742,14 @@ class PushSliceThroughConcat(_PushSlice):
         return _same(span, *(axis for _ in node.inputs))
 
 
-class PushSliceThroughReduction(_PushSlice):
+class _ThroughReduction(_PushSlice):
     """slice(reduce(x)) -> reduce(slice(x))  along a dimension that is not reduced."""
 
     operators, reads_from = _above(
         *("ReduceSum", "ReduceMean", "ReduceMax", "ReduceMin", "ReduceProd", "ReduceL1", "ReduceL2"),
         *("ReduceSumSquare", "ReduceLogSum", "ReduceLogSumExp", "ArgMax", "ArgMin"),
     )
-    needs_some = True
-    examples = (
-        "agraph (float[N,5,4] x) => (float[N] y) { i = Constant<value_int=0>() r = Constant<value_ints=[2]>() "
-        "a = ReduceMean<keepdims=0>(x, r) y = Gather<axis=1>(a, i) }",
-        "agraph (float[3,5,4] x) => (float[1,1,4] y) { p = Constant<value_ints=[1]>() q = Constant<value_ints=[2]>() "
-        "i = Constant<value_ints=[0]>() r = Constant<value_ints=[1]>() a = ReduceSum(x, r) y = Slice(a, p, q, i) }",
-        "agraph (float[3,5,4] x) => (float[2] y) { p = Constant<value_ints=[1]>() q = Constant<value_ints=[3]>() "
-        "i = Constant<value_ints=[0]>() r = Constant<value_ints=[0,2]>() a = ReduceMax<keepdims=0>(x, r) "
-        "y = Slice(a, p, q, i) }",
-    )
+    needs_some = operators
 
     def way(self, reader: Reader, node: Node, axis: int, span: Span) -> Way:
         rank = _rank(reader, node.inputs[0])
@@ -776,19 +766,42 @@ class PushSliceThroughReduction(_PushSlice):
         return _same(span, axis, *(None for _ in node.inputs[1:]))
 
 
-class PushSliceIntoGather(_PushSlice):
+class _ThroughSoftmax(_PushSlice):
+    """slice(softmax(x)) -> softmax(slice(x))  along another axis than the softmax's;  LogSoftmax, Hardmax alike."""
+
+    operators, reads_from = _above("Softmax", "LogSoftmax", "Hardmax")
+
+    def way(self, reader: Reader, node: Node, axis: int, span: Span) -> Way:
+        own = axis_of(node, _rank(reader, node.inputs[0]), -1)
+        require(axis != own, "the softmax runs along this axis")
+        return _same(span, axis)
+
+
+class PushSliceThroughReduction(_PushSliceThroughParts):
+    """slice(reduce(x)) -> reduce(slice(x))  along a dimension that is not reduced;  Softmax and its like."""
+
+    parts = (_ThroughReduction(), _ThroughSoftmax())
+    examples = (
+        "agraph (float[N,5,4] x) => (float[N] y) { i = Constant<value_int=0>() r = Constant<value_ints=[2]>() "
+        "a = ReduceMean<keepdims=0>(x, r) y = Gather<axis=1>(a, i) }",
+        "agraph (float[3,5,4] x) => (float[1,1,4] y) { p = Constant<value_ints=[1]>() q = Constant<value_ints=[2]>() "
+        "i = Constant<value_ints=[0]>() r = Constant<value_ints=[1]>() a = ReduceSum(x, r) y = Slice(a, p, q, i) }",
+        "agraph (float[3,5,4] x) => (float[2] y) { p = Constant<value_ints=[1]>() q = Constant<value_ints=[3]>() "
+        "i = Constant<value_ints=[0]>() r = Constant<value_ints=[0,2]>() a = ReduceMax<keepdims=0>(x, r) "
+        "y = Slice(a, p, q, i) }",
+        "agraph (float[N,2,5,4] x) => (float[N,2,1,4] y) { p = Constant<value_ints=[0]>() "
+        "q = Constant<value_ints=[1]>() i = Constant<value_ints=[2]>() a = Softmax(x) y = Slice(a, p, q, i) }",
+        "agraph (float[5,N] x) => (float[N] y) { i = Constant<value_int=-1>() a = LogSoftmax<axis=1>(x) "
+        "y = Gather(a, i) }",
+        "agraph (float[5,4] x) => (float[5,2] y) { p = Constant<value_ints=[1]>() q = Constant<value_ints=[3]>() "
+        "a = Softmax<axis=0>(x) y = Slice(a, p, q, p) }",
+    )
+
+
+class _IntoGather(_PushSlice):
     """slice(gather(x, i)) -> gather(x, slice(i))  along the indices' dimensions,  gather(slice(x), i)  along others."""
 
     operators, reads_from = _above("Gather")
-    examples = (
-        "agraph (float[7,3] e, int64[N,5] i) => (float[N,3] y) { z = Constant<value_int=0>() a = Gather(e, i) "
-        "y = Gather<axis=1>(a, z) }",
-        "agraph (float[7,3] e, int64[N,5] i) => (float[N,5,2] y) { p = Constant<value_ints=[0]>() "
-        "q = Constant<value_ints=[2]>() k = Constant<value_ints=[2]>() a = Gather(e, i) y = Slice(a, p, q, k) }",
-        "agraph (float[5,4,2] e, int64[3] i) => (float[2,3,2] y) { p = Constant<value_ints=[1]>() "
-        "q = Constant<value_ints=[3]>() k = Constant<value_ints=[0]>() a = Gather<axis=1>(e, i) "
-        "y = Slice(a, p, q, k) }",
-    )
 
     def way(self, reader: Reader, node: Node, axis: int, span: Span) -> Way:
         data, index = node.inputs
@@ -798,16 +811,10 @@ class PushSliceIntoGather(_PushSlice):
         return _same(span, axis if axis < own else axis - width + 1, None)
 
 
-class PushSliceThroughExpand(_PushSlice):
+class _ThroughExpand(_PushSlice):
     """slice(expand(x, s)) -> expand(slice(x), s'),  or  expand(x, s')  along a dimension that is made."""
 
     operators, reads_from = _above("Expand")
-    examples = (
-        "agraph (float[N,1,4] x) => (float[N,2,4] y) { s = Constant<value_ints=[1,5,1]>() "
-        "p = Constant<value_ints=[1]>() q = Constant<value_ints=[3]>() a = Expand(x, s) y = Slice(a, p, q, p) }",
-        "agraph (float[5,1] x) => (float[2,2,4] y) { s = Constant<value_ints=[2,5,4]>() p = Constant<value_ints=[1]>() "
-        "q = Constant<value_ints=[3]>() a = Expand(x, s) y = Slice(a, p, q, p) }",
-    )
 
     def way(self, reader: Reader, node: Node, axis: int, span: Span) -> Way:
         x, shape = reader.type(node.inputs[0]).shape, reader.val(node.inputs[1]).ints
@@ -828,6 +835,33 @@ class PushSliceThroughExpand(_PushSlice):
             if place >= 0:
                 shape[place] = length
         return op.Expand(inputs[0], shape)
+
+
+class PushSliceThroughMovement(_PushSliceThroughParts):
+    """slice(concat(x, y)) -> concat(slice(x), slice(y)),  slice(gather(x, i)) -> gather(x, slice(i)).
+
+    Along dimensions that the indices do not make a Gather's data are cut. An Expand makes fewer positions.
+    """
+
+    parts = (_ThroughConcat(), _IntoGather(), _ThroughExpand())
+    examples = (
+        "agraph (float[N,5,2] x, float[N,5,3] z) => (float[N,5] y) { i = Constant<value_int=0>() "
+        "a = Concat<axis=2>(x, z) y = Gather<axis=1>(a, i) }",
+        "agraph (float[5,N] x, float[5,M] z) => (float[2,K] y) { p = Constant<value_ints=[1]>() "
+        "q = Constant<value_ints=[3]>() i = Constant<value_ints=[0]>() a = Concat<axis=1>(x, z) "
+        "y = Slice(a, p, q, i) }",
+        "agraph (float[7,3] e, int64[N,5] i) => (float[N,3] y) { z = Constant<value_int=0>() a = Gather(e, i) "
+        "y = Gather<axis=1>(a, z) }",
+        "agraph (float[7,3] e, int64[N,5] i) => (float[N,5,2] y) { p = Constant<value_ints=[0]>() "
+        "q = Constant<value_ints=[2]>() k = Constant<value_ints=[2]>() a = Gather(e, i) y = Slice(a, p, q, k) }",
+        "agraph (float[5,4,2] e, int64[3] i) => (float[2,3,2] y) { p = Constant<value_ints=[1]>() "
+        "q = Constant<value_ints=[3]>() k = Constant<value_ints=[0]>() a = Gather<axis=1>(e, i) "
+        "y = Slice(a, p, q, k) }",
+        "agraph (float[N,1,4] x) => (float[N,2,4] y) { s = Constant<value_ints=[1,5,1]>() "
+        "p = Constant<value_ints=[1]>() q = Constant<value_ints=[3]>() a = Expand(x, s) y = Slice(a, p, q, p) }",
+        "agraph (float[5,1] x) => (float[2,2,4] y) { s = Constant<value_ints=[2,5,4]>() p = Constant<value_ints=[1]>() "
+        "q = Constant<value_ints=[3]>() a = Expand(x, s) y = Slice(a, p, q, p) }",
+    )
 
 
 # Windows
@@ -898,26 +932,13 @@ class _PushCrop(_PushSlice):
         return [p for p, _ in pads] + [p for _, p in pads]
 
 
-class PushSliceThroughConv(_PushCrop):
+class _ThroughConv(_PushCrop):
     """slice(conv(x, w, b)) -> conv(slice(x), w, b)  with the rim that its windows reach, and less padding.
 
     Along the result's channels the weights are cut, and with groups the groups of x.
     """
 
     operators, reads_from = _above("Conv")
-    dtypes = FLOATS
-    examples = (
-        "agraph (float[N,2,8,8] x, float[3,2,3,3] w, float[3] b) => (float[N,3,2,2] y) "
-        "{ p = Constant<value_ints=[0,3]>() q = Constant<value_ints=[2,5]>() i = Constant<value_ints=[2,3]>() "
-        "a = Conv<pads=[1,1,1,1]>(x, w, b) y = Slice(a, p, q, i) }",
-        "agraph (float[1,2,9] x, float[4,2,3] w) => (float[1,4] y) { i = Constant<value_int=-1>() "
-        "a = Conv<dilations=[2], strides=[2], pads=[4,0]>(x, w) y = Gather<axis=2>(a, i) }",
-        "agraph (float[1,4,7] x, float[6,2,2] w, float[6] b) => (float[1,3,2] y) { p = Constant<value_ints=[3,4]>() "
-        "q = Constant<value_ints=[6,6]>() i = Constant<value_ints=[1,2]>() "
-        'a = Conv<group=2, auto_pad="SAME_UPPER">(x, w, b) y = Slice(a, p, q, i) }',
-        "agraph (float[2,2,5] x, float[4,2,1] w, float[4] b) => (float[2,2,5] y) { p = Constant<value_ints=[1]>() "
-        "q = Constant<value_ints=[3]>() a = Conv(x, w, b) y = Slice(a, p, q, p) }",
-    )
 
     def way(self, reader: Reader, node: Node, axis: int, span: Span) -> Way:
         others = len(node.inputs) - 1
@@ -950,29 +971,13 @@ class PushSliceThroughConv(_PushCrop):
         return op.Conv(*inputs, attrs=plan.attrs, **named)
 
 
-class PushSliceThroughPool(_PushCrop):
+class _ThroughPool(_PushCrop):
     """slice(pool(x)) -> pool(slice(x))  with the rim that its windows reach, and less padding."""
 
     operators, reads_from = _above(
         *("MaxPool", "AveragePool", "LpPool", "GlobalMaxPool", "GlobalAveragePool", "GlobalLpPool")
     )
-    needs_some = True
-    dtypes = FLOATS
-    examples = (
-        "agraph (float[N,2,8,8] x) => (float[N,2,2,1] y) { p = Constant<value_ints=[0,3]>() "
-        "q = Constant<value_ints=[2,4]>() i = Constant<value_ints=[2,3]>() "
-        "a = MaxPool<kernel_shape=[3,3], strides=[2,2], pads=[1,1,1,1]>(x) y = Slice(a, p, q, i) }",
-        "agraph (float[N,2,9] x) => (float[N,2] y) { i = Constant<value_int=-1>() "
-        "a = AveragePool<kernel_shape=[3], pads=[1,1], count_include_pad=1>(x) y = Gather<axis=2>(a, i) }",
-        "agraph (float[N,2,6] x) => (float[N,2,1] y) { p = Constant<value_ints=[1]>() q = Constant<value_ints=[2]>() "
-        "i = Constant<value_ints=[2]>() a = MaxPool<kernel_shape=[3], strides=[2], ceil_mode=1>(x) "
-        "y = Slice(a, p, q, i) }",
-        "agraph (float[N,2,6] x) => (float[N,2,2] y) { p = Constant<value_ints=[1]>() q = Constant<value_ints=[3]>() "
-        "i = Constant<value_ints=[2]>() a = AveragePool<kernel_shape=[3], strides=[2], ceil_mode=1, "
-        "pads=[2,0], count_include_pad=1>(x) y = Slice(a, p, q, i) }",
-        "agraph (float[N,5,6] x) => (float[N,2,1] y) { p = Constant<value_ints=[1]>() q = Constant<value_ints=[3]>() "
-        "a = GlobalAveragePool(x) y = Slice(a, p, q, p) }",
-    )
+    needs_some = operators
 
     def way(self, reader: Reader, node: Node, axis: int, span: Span) -> Way:
         if axis < 2:
@@ -989,21 +994,10 @@ class PushSliceThroughPool(_PushCrop):
         return op[plan.op](*inputs, attrs=plan.attrs, pads=pads, auto_pad=None, ceil_mode=None)
 
 
-class PushSliceThroughPad(_PushSlice):
+class _ThroughPad(_PushSlice):
     """slice(pad(x)) -> pad(slice(x))  with less padding;  of a dimension that is not padded in any mode."""
 
     operators, reads_from = _above("Pad")
-    examples = (
-        "agraph (float[N,5,6] x) => (float[N,5,3] y) { w = Constant<value_ints=[0,0,1,0,0,2]>() "
-        "p = Constant<value_ints=[0]>() q = Constant<value_ints=[3]>() i = Constant<value_ints=[2]>() "
-        "a = Pad(x, w) y = Slice(a, p, q, i) }",
-        "agraph (float[N,5,6] x, float c) => (float[N,9] y) { w = Constant<value_ints=[2,1]>() "
-        "k = Constant<value_ints=[2]>() r = Constant<value_ints=[1,2]>() i = Constant<value_int=3>() "
-        "a = Pad(x, w, c, k) y = Gather<axis=1>(a, i) }",
-        "agraph (float[5,6] x) => (float[2,9] y) { w = Constant<value_ints=[0,1,0,2]>() p = Constant<value_ints=[1]>() "
-        'q = Constant<value_ints=[3]>() i = Constant<value_ints=[0]>() a = Pad<mode="reflect">(x, w) '
-        "y = Slice(a, p, q, i) }",
-    )
 
     def way(self, reader: Reader, node: Node, axis: int, span: Span) -> Way:
         x = reader.val(node.inputs[0])
@@ -1031,6 +1025,50 @@ class PushSliceThroughPad(_PushSlice):
                 widths[place], widths[place + n] = before, after
         x, _, *rest = inputs
         return op.Pad(x, widths, *rest, attrs=plan.attrs)
+
+
+class PushSliceThroughWindows(_PushSliceThroughParts):
+    """slice(conv(x, w, b)) -> conv(slice(x), w, b)  with the rim that the windows reach, and less padding.
+
+    Pools alike, and Pad itself. Along the channels of a convolution's result its weights are cut, and with groups the
+    groups of x.
+    """
+
+    parts = (_ThroughConv(), _ThroughPool(), _ThroughPad())
+    examples = (
+        "agraph (float[N,2,8,8] x, float[3,2,3,3] w, float[3] b) => (float[N,3,2,2] y) "
+        "{ p = Constant<value_ints=[0,3]>() q = Constant<value_ints=[2,5]>() i = Constant<value_ints=[2,3]>() "
+        "a = Conv<pads=[1,1,1,1]>(x, w, b) y = Slice(a, p, q, i) }",
+        "agraph (float[1,2,9] x, float[4,2,3] w) => (float[1,4] y) { i = Constant<value_int=-1>() "
+        "a = Conv<dilations=[2], strides=[2], pads=[4,0]>(x, w) y = Gather<axis=2>(a, i) }",
+        "agraph (float[1,4,7] x, float[6,2,2] w, float[6] b) => (float[1,3,2] y) { p = Constant<value_ints=[3,4]>() "
+        "q = Constant<value_ints=[6,6]>() i = Constant<value_ints=[1,2]>() "
+        'a = Conv<group=2, auto_pad="SAME_UPPER">(x, w, b) y = Slice(a, p, q, i) }',
+        "agraph (float[2,2,5] x, float[4,2,1] w, float[4] b) => (float[2,2,5] y) { p = Constant<value_ints=[1]>() "
+        "q = Constant<value_ints=[3]>() a = Conv(x, w, b) y = Slice(a, p, q, p) }",
+        "agraph (float[N,2,8,8] x) => (float[N,2,2,1] y) { p = Constant<value_ints=[0,3]>() "
+        "q = Constant<value_ints=[2,4]>() i = Constant<value_ints=[2,3]>() "
+        "a = MaxPool<kernel_shape=[3,3], strides=[2,2], pads=[1,1,1,1]>(x) y = Slice(a, p, q, i) }",
+        "agraph (float[N,2,9] x) => (float[N,2] y) { i = Constant<value_int=-1>() "
+        "a = AveragePool<kernel_shape=[3], pads=[1,1], count_include_pad=1>(x) y = Gather<axis=2>(a, i) }",
+        "agraph (float[N,2,6] x) => (float[N,2,1] y) { p = Constant<value_ints=[1]>() q = Constant<value_ints=[2]>() "
+        "i = Constant<value_ints=[2]>() a = MaxPool<kernel_shape=[3], strides=[2], ceil_mode=1>(x) "
+        "y = Slice(a, p, q, i) }",
+        "agraph (float[N,2,6] x) => (float[N,2,2] y) { p = Constant<value_ints=[1]>() q = Constant<value_ints=[3]>() "
+        "i = Constant<value_ints=[2]>() a = AveragePool<kernel_shape=[3], strides=[2], ceil_mode=1, "
+        "pads=[2,0], count_include_pad=1>(x) y = Slice(a, p, q, i) }",
+        "agraph (float[N,5,6] x) => (float[N,2,1] y) { p = Constant<value_ints=[1]>() q = Constant<value_ints=[3]>() "
+        "a = GlobalAveragePool(x) y = Slice(a, p, q, p) }",
+        "agraph (float[N,5,6] x) => (float[N,5,3] y) { w = Constant<value_ints=[0,0,1,0,0,2]>() "
+        "p = Constant<value_ints=[0]>() q = Constant<value_ints=[3]>() i = Constant<value_ints=[2]>() "
+        "a = Pad(x, w) y = Slice(a, p, q, i) }",
+        "agraph (float[N,5,6] x, float c) => (float[N,9] y) { w = Constant<value_ints=[2,1]>() "
+        "k = Constant<value_ints=[2]>() r = Constant<value_ints=[1,2]>() i = Constant<value_int=3>() "
+        "a = Pad(x, w, c, k) y = Gather<axis=1>(a, i) }",
+        "agraph (float[5,6] x) => (float[2,9] y) { w = Constant<value_ints=[0,1,0,2]>() p = Constant<value_ints=[1]>() "
+        'q = Constant<value_ints=[3]>() i = Constant<value_ints=[0]>() a = Pad<mode="reflect">(x, w) '
+        "y = Slice(a, p, q, i) }",
+    )
 
 
 # Several outputs
@@ -1397,20 +1435,14 @@ RULES: tuple[AnyRule, ...] = (
     PushSliceThroughUnary(),
     PushSliceThroughBroadcast(),
     PushSliceThroughNormalization(),
-    PushSliceThroughSoftmax(),
-    PushSliceThroughBatchNormalization(),
+    PushSliceThroughReduction(),
     PushSliceIntoMatMul(),
     PushSliceIntoGemm(),
     PushSliceIntoAttention(),
     PushSliceThroughTranspose(),
     PushSliceThroughReshape(),
-    PushSliceThroughConcat(),
-    PushSliceThroughReduction(),
-    PushSliceIntoGather(),
-    PushSliceThroughExpand(),
-    PushSliceThroughConv(),
-    PushSliceThroughPool(),
-    PushSliceThroughPad(),
+    PushSliceThroughMovement(),
+    PushSliceThroughWindows(),
     PushSlicesThroughSplit(),
     ReplaceLastStepByFinalState(),
     PushKeyWeightsIntoQueries(),

@@ -80,6 +80,13 @@ def test_folded_batchnorm_is_the_same_function(name: str) -> None:
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("name", ["gpt2", "dalle"])
+def test_last_logits_are_the_last_of_all(name: str) -> None:
+    np.testing.assert_allclose(
+        run(models.small(name, last=True))[0], run(models.small(name))[0][:, -1:], rtol=1e-4, atol=1e-4
+    )
+
+
 @pytest.mark.parametrize("name", ["bert", "resnext50", "nasnet-a", "gru-unrolled"])
 def test_depth_for_a_number_of_nodes(name: str) -> None:
     model = models.ZOO[name]

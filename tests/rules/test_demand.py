@@ -10,23 +10,17 @@ from rewrite_rules import LIBRARY, demand
 from rewrite_rules.demand import (
     PushKeyWeightsIntoQueries,
     PushSliceIntoAttention,
-    PushSliceIntoGather,
     PushSliceIntoGemm,
     PushSliceIntoMatMul,
     PushSlicesThroughSplit,
-    PushSliceThroughBatchNormalization,
     PushSliceThroughBroadcast,
-    PushSliceThroughConcat,
-    PushSliceThroughConv,
-    PushSliceThroughExpand,
+    PushSliceThroughMovement,
     PushSliceThroughNormalization,
-    PushSliceThroughPad,
-    PushSliceThroughPool,
     PushSliceThroughReduction,
     PushSliceThroughReshape,
-    PushSliceThroughSoftmax,
     PushSliceThroughTranspose,
     PushSliceThroughUnary,
+    PushSliceThroughWindows,
     PushValueWeightsBehindScores,
     PushWeightsOutOfAttention,
     ReplaceLastStepByFinalState,
@@ -130,7 +124,7 @@ def test_parts_that_nobody_reads():
 def test_axes_along_which_it_does_not_pass_are_cut_afterwards():
     body = "a = Softmax(x) y = Slice(a, p, q, d)"
     graph = applies(
-        PushSliceThroughSoftmax(),
+        PushSliceThroughReduction(),
         rows(body, "N,2,3", p=[1, 0], q=[3, 3], d=[1, 2]),
         ops=["Slice", "Slice", "Softmax"],
     )
@@ -191,7 +185,7 @@ def test_normalization():
 
 def test_softmax():
     refuses(
-        PushSliceThroughSoftmax(),
+        PushSliceThroughReduction(),
         rows("a = Softmax<axis=1>(x) y = Slice(a, p, q, d)", "N,2,4"),
         "runs along this axis",
     )
@@ -203,7 +197,7 @@ def test_statistics():
         "{ a = InstanceNormalization(x, s, b) y = Slice(a, p, q, d) }"
     )
     proto = model(source, **ints(p=[1], q=[3], d=[2]))
-    refuses(PushSliceThroughBatchNormalization(), proto, "normalised along this axis")
+    refuses(PushSliceThroughNormalization(), proto, "normalised along this axis")
 
 
 def test_matrix_products():
@@ -258,7 +252,7 @@ def test_transpose_and_reshape():
 
 def test_concat():
     body = "a = Concat<axis=1>(x, x) y = Slice(a, p, q, d)"
-    refuses(PushSliceThroughConcat(), rows(body, "N,2,4"), "put together along this axis")
+    refuses(PushSliceThroughMovement(), rows(body, "N,2,4"), "put together along this axis")
 
 
 def test_reduction():
@@ -269,7 +263,7 @@ def test_reduction():
 
 
 def test_expand():
-    rule = PushSliceThroughExpand()
+    rule = PushSliceThroughMovement()
     graph = applies(
         rule,
         rows("a = Expand(x, s) y = Slice(a, p, q, d)", "3,2,4", "1,6,4", s=[3, 1, 1]),
@@ -296,7 +290,7 @@ def test_windows(strides, dilations, pads):
         (f"MaxPool<kernel_shape=[3], {attrs}>(x)".replace(", group=1", ""), "", 2),
         (f"AveragePool<kernel_shape=[3], count_include_pad=0, {attrs}>(x)".replace(", group=1", ""), "", 2),
     ):
-        rule = PushSliceThroughConv() if "Conv" in op else PushSliceThroughPool()
+        rule = PushSliceThroughWindows()
         source = f"agraph (float[1,2,7] x{rest}) => (float[1,{channels},N] a) {{ a = {op} }}"
         size = load(model(source)).graph
         (length,) = {n.types[0].shape[2] for n in size.nodes()}
@@ -315,11 +309,13 @@ def test_channels_of_a_convolution():
         "{{ a = Conv<group=2>(x, w, b) y = Slice(a, p, q, d) }}"
     )
     applies(
-        PushSliceThroughConv(),
+        PushSliceThroughWindows(),
         model(source.format(n=3), **ints(p=[0], q=[3], d=[1])),
         ops=["Conv", "Slice", "Slice", "Slice"],
     )
-    refuses(PushSliceThroughConv(), model(source.format(n=3), **ints(p=[1], q=[4], d=[1])), "inside a group")
+    refuses(
+        PushSliceThroughWindows(), model(source.format(n=3), **ints(p=[1], q=[4], d=[1])), "inside a group"
+    )
 
 
 def test_nothing_left():
@@ -327,7 +323,7 @@ def test_nothing_left():
     refuses(PushSliceThroughUnary(), nothing)
     source = "agraph (float[2,C,5] x) => (float[2,K,3] y) {{ a = {}(x) y = Slice(a, p, q, p) }}"
     proto = model(source.format("MaxPool<kernel_shape=[3]>"), **ints(p=[1], q=[2]))
-    refuses(PushSliceThroughPool(), proto, "may be nothing left")
+    refuses(PushSliceThroughWindows(), proto, "may be nothing left")
 
 
 def test_windows_that_stay():
@@ -336,16 +332,18 @@ def test_windows_that_stay():
         "{{ a = MaxPool<kernel_shape=[3], strides=[2], ceil_mode=1>(x) y = Slice(a, p, q, d) }}"
     )
     refuses(
-        PushSliceThroughPool(), model(source.format(n=1), **ints(p=[2], q=[3], d=[2])), "beyond the padding"
+        PushSliceThroughWindows(),
+        model(source.format(n=1), **ints(p=[2], q=[3], d=[2])),
+        "beyond the padding",
     )
     unknown = (
         "agraph (float[1,2,L] x, float[3,2,3] w) => (float[1,3,K] y) { a = Conv(x, w) y = Slice(a, p, q, d) }"
     )
-    refuses(PushSliceThroughConv(), model(unknown, **ints(p=[1], q=[2], d=[2])), "where the windows lie")
+    refuses(PushSliceThroughWindows(), model(unknown, **ints(p=[1], q=[2], d=[2])), "where the windows lie")
 
 
 def test_pad():
-    rule = PushSliceThroughPad()
+    rule = PushSliceThroughWindows()
     for start, stop in ((0, 4), (2, 5), (3, 9), (1, 9)):
         body = "a = Pad(x, w, , e) y = Slice(a, p, q, d)"
         proto = rows(body, f"N,{stop - start},4", w=[2, 1], e=[1], p=[start], q=[stop])
@@ -364,7 +362,7 @@ def test_gather():
     source = (
         "agraph (float[7,3] e, int64[N,5] i) => (float[N,2,3] y) { a = Gather(e, i) y = Slice(a, p, q, p) }"
     )
-    graph = applies(PushSliceIntoGather(), model(source, **ints(p=[1], q=[3])), ops=["Gather", "Slice"])
+    graph = applies(PushSliceThroughMovement(), model(source, **ints(p=[1], q=[3])), ops=["Gather", "Slice"])
     assert sizes(graph, "Slice") == [("N", 2)]
 
 
