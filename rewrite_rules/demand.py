@@ -645,6 +645,8 @@ class PushSliceIntoAttention(_PushSlice):
         given = [x for x in rest if x != ABSENT]
         rank = _rank(reader, q)
         mask = rest[0] if rest else ABSENT
+        batches = {(reader.type(x).shape or (None,))[0] for x in (q, k, v)}
+        worthwhile(len(batches) == 1 and None not in batches, "how many sequences there are is not known")
         if axis == rank - 1:
             require(rank == 4, "the heads lie side by side")
             worthwhile(len(given) <= (mask != ABSENT), "there are past values")
