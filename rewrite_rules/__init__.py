@@ -7,6 +7,7 @@ from rewrite_rules import (
     convolution,
     demand,
     identity,
+    idioms,
     linear,
     merge,
     microsoft,
@@ -17,6 +18,7 @@ from rewrite_rules import (
     shared_weights,
     slices,
     transpose,
+    weights_algebra,
 )
 from xrlflow.rewrite import AnyRule
 
@@ -36,6 +38,8 @@ LIBRARY: tuple[AnyRule, ...] = (
     *attention.RULES,
     *convolution.RULES,
     *control.RULES,
+    *idioms.RULES,
+    *weights_algebra.RULES,
     *microsoft.RULES,
 )
 

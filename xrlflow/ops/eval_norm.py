@@ -103,8 +103,13 @@ def _cumsum(field: Field, attrs: Attrs, x: Array, axis: Array) -> Array:
 # --- softmax ---
 
 
+def _top(field: Field, x: Array, axis: int) -> Any:
+    """What softmax subtracts: the greatest, also where it is infinite (as runtimes do: all of the row is then NaN)."""
+    return field.max(x, (axis,), True) if field.real else field.stabiliser(x, (axis,))
+
+
 def softmax(field: Field, x: Array, axis: int) -> Array:
-    powers = field.unary("exp", field.sub(x, field.stabiliser(x, (axis,))))
+    powers = field.unary("exp", field.sub(x, _top(field, x, axis)))
     return field.div(powers, field.sum(powers, (axis,), True))
 
 
@@ -114,7 +119,7 @@ def _softmax(field: Field, attrs: Attrs, x: Array) -> Array:
 
 def _log_softmax(field: Field, attrs: Attrs, x: Array) -> Array:
     axis = integer(attrs, "axis", -1)
-    y = field.sub(x, field.stabiliser(x, (axis,)))
+    y = field.sub(x, _top(field, x, axis))
     return field.sub(y, field.unary("log", field.sum(field.unary("exp", y), (axis,), True)))
 
 
@@ -141,6 +146,8 @@ def _moments(field: Field, x: Array, axes: tuple[int, ...]) -> tuple[Array, Arra
 
 
 def _along_channels(x: Array, parameter: Array) -> Array:
+    if parameter.size != x.shape[1]:
+        raise ValueError(f"{parameter.size} parameters for {x.shape[1]} channels")
     return parameter.reshape(-1, *(1,) * (x.ndim - 2))
 
 

@@ -1,0 +1,2148 @@
+"""Operators spelt out of others, by hand or by an exporter, back to the operators themselves; simpler spellings.
+
+Only operators that ONNX Runtime has a CPU kernel for: Mish, GroupNormalization and Swish are taken apart again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from rewrite_rules.axes import axis_of, fronts, ints_input, inverse, is_identity, rank_of, same_dims
+from rewrite_rules.elementwise import BROADCAST, is_unary, keeps_shape
+from rewrite_rules.reshape import VIEWS
+from rewrite_rules.slices import piece
+from xrlflow.ir import ABSENT, FLOATS, INTEGERS, Dim, DType, Node, Value
+from xrlflow.rewrite import AnyRule, Captures, Op, Reader, Region, RegionRule, Rule, Val, require, worthwhile
+
+_FLOAT = frozenset({DType.FLOAT})
+_WIDE = frozenset({DType.FLOAT, DType.DOUBLE})
+
+
+# How regions are read
+
+
+def _number(reader: Reader, value: Value, beside: Value) -> float | None:
+    """The number that a small constant holds everywhere, if it leaves the shape of what stands beside it."""
+    if not reader.is_const(value):
+        return None
+    number = reader.val(value).uniform
+    kept = number is not None and keeps_shape(reader.type(beside).shape, reader.type(value).shape)
+    return number if kept else None
+
+
+def _is(reader: Reader, value: Value, number: float, beside: Value) -> bool:
+    """Whether a value is this number, as float32 rounds it."""
+    found = _number(reader, value, beside)
+    return found is not None and math.isclose(found, number, rel_tol=1e-6)
+
+
+def _made(reader: Reader, value: Value, *ops: str) -> Node | None:
+    """The node that makes a value, if it is one of these operators and runs."""
+    node = reader.producer(value)
+    return node if node is not None and node.op in ops and not node.const else None
+
+
+def _operands(node: Node | None) -> list[tuple[Value, Value]]:
+    """The two inputs of a commutative node in both orders; of no node none."""
+    if node is None or len(node.inputs) != 2:
+        return []
+    a, b = node.inputs
+    return [(a, b), (b, a)]
+
+
+def _between(reader: Reader, out: Value, inputs: Collection[Value]) -> tuple[Node, ...]:
+    """The nodes that make `out` from `inputs` and constants; an inner value may not be read elsewhere.
+
+    How the shape of a Reshape or Expand is computed is no part of it.
+    """
+    nodes: dict[Value, Node] = {}
+    work = [out]
+    while work:
+        value = work.pop()
+        if value == ABSENT or value in inputs:
+            continue
+        node = reader.producer(value)
+        if node is None or node.const or node.id in nodes:
+            continue
+        nodes[node.id] = node
+        work.extend(node.inputs[:1] if node.op in _SEEN else node.inputs)
+    for node in nodes.values():
+        for value in node.outputs:
+            if value != out:
+                inside = not reader.is_output(value) and all(u.id in nodes for u in reader.users(value))
+                worthwhile(inside, "an inner value is read elsewhere")
+    return tuple(nodes.values())
+
+
+# How the result of a reduction is seen in the rank of what it was reduced from.
+_SEEN = (*VIEWS, "Expand")
+
+
+def _unseen(reader: Reader, value: Value) -> Value:
+    """What a value is a view of."""
+    while (node := _made(reader, value, *_SEEN)) is not None:
+        value = node.inputs[0]
+    return value
+
+
+def _axes(reader: Reader, node: Node) -> tuple[int, ...] | None:
+    """The axes of a reduction, from the front, in order; None where they are not known."""
+    rank = reader.type(node.inputs[0]).rank
+    axes = ints_input(reader, node, 1)
+    if rank is None or (not axes and node.attrs.get("noop_with_empty_axes")):
+        return None
+    return tuple(sorted(fronts(axes or tuple(range(rank)), rank)))
+
+
+def _fits(reader: Reader, value: Value, x: Value, axes: tuple[int, ...]) -> bool:
+    """Whether a value, a view of x reduced over the axes, has x's dimensions with 1 in their place.
+
+    Views keep the number of elements, so that one dimension need not be known.
+    """
+    shape, seen = reader.type(x).shape, reader.type(value).shape
+    if shape is None or seen is None or len(shape) != len(seen):
+        return False
+    unknown, numbers = 0, True
+    for i, (a, b) in enumerate(zip(shape, seen)):
+        if i in axes:
+            if b != 1:
+                return False
+        elif a is None or a != b:
+            unknown += 1
+        else:
+            numbers &= isinstance(a, int) and a > 0
+    while (node := _made(reader, value, *_SEEN)) is not None:
+        if node.op == "Expand" and not same_dims(reader.type(node.inputs[0]).shape, node.types[0].shape):
+            return False
+        value = node.inputs[0]
+    return not unknown or (unknown == 1 and numbers)
+
+
+def _reduced(reader: Reader, value: Value, x: Value, op: str) -> tuple[int, ...] | None:
+    """The axes, if a value is x reduced over them, and has 1 in their place."""
+    node = _made(reader, _unseen(reader, value), op)
+    axes = None if node is None or node.inputs[0] != x else _axes(reader, node)
+    if node is None or axes is None:
+        return None
+    kept = node.outputs[0] == value and node.attrs.get("keepdims", 1) == 1
+    return axes if kept or _fits(reader, value, x, axes) else None
+
+
+def _reader(reader: Reader, value: Value) -> Node | None:
+    """The node that alone reads a value, if the graph does not give it out."""
+    users = [] if reader.is_output(value) else reader.users(value)
+    return users[0] if len(users) == 1 else None
+
+
+def _require_number(c: Val, number: float, beside: Val) -> None:
+    require(
+        c.uniform is not None and math.isclose(c.uniform, number, rel_tol=1e-6),
+        f"the constant is not {number:g} everywhere",
+    )
+    require(keeps_shape(beside.type.shape, c.type.shape), "it may broadcast")
+
+
+def _square(reader: Reader, value: Value) -> Value | None:
+    """What a value is the square of."""
+    node = _made(reader, value, "Mul", "Pow")
+    if node is None:
+        return None
+    base, other = node.inputs
+    squared = base == other if node.op == "Mul" else _is(reader, other, 2.0, base)
+    return base if squared else None
+
+
+# Activations by Where
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """where(x < bound, below, above), or the same by another comparison.
+
+    `equal_below`: at the bound itself `below` is taken; `nan_below`: where x is NaN.
+    """
+
+    x: Value
+    bound: float
+    below: Value
+    above: Value
+    equal_below: bool
+    nan_below: bool
+
+
+# Whether it is true of smaller numbers, and of equal ones.
+_COMPARISONS = {
+    "Less": (True, False),
+    "LessOrEqual": (True, True),
+    "Greater": (False, False),
+    "GreaterOrEqual": (False, True),
+}
+
+
+def _choice(reader: Reader, node: Node | None) -> _Choice | None:
+    """A Where as a choice by the sign of x - bound."""
+    if node is None or node.op != "Where":
+        return None
+    condition, yes, no = node.inputs
+    compare = _made(reader, condition, *_COMPARISONS)
+    if compare is None:
+        return None
+    less, equal = _COMPARISONS[compare.op]
+    x, c = compare.inputs
+    if reader.is_const(x):
+        x, c, less = c, x, not less
+    bound = _number(reader, c, x)
+    if bound is None:
+        return None
+    below, above = (yes, no) if less else (no, yes)
+    return _Choice(x, bound, below, above, equal == less, not less)
+
+
+def _exponential(reader: Reader, value: Value, x: Value) -> float | None:
+    """c, if a value is c * exp(x)."""
+    node = _made(reader, value, "Exp", "Mul")
+    if node is None:
+        return None
+    if node.op == "Exp":
+        return 1.0 if node.inputs[0] == x else None
+    for inner, c in _operands(node):
+        number = _number(reader, c, inner)
+        if number is not None:
+            found = _exponential(reader, inner, x)
+            return None if found is None else found * number
+    return None
+
+
+def _exponential_less_one(reader: Reader, value: Value, x: Value) -> float | None:
+    """c, if a value is c * (exp(x) - 1), the product taken apart or not."""
+    node = _made(reader, value, "Add", "Sub", "Mul")
+    if node is None:
+        return None
+    for inner, c in _operands(node)[: 1 if node.op == "Sub" else 2]:
+        number = _number(reader, c, inner)
+        if number is None:
+            continue
+        if node.op == "Mul":
+            found = _exponential_less_one(reader, inner, x)
+            return None if found is None else found * number
+        found = _exponential(reader, inner, x)
+        less = number if node.op == "Sub" else -number
+        return found if found is not None and math.isclose(found, less, rel_tol=1e-6) else None
+    return None
+
+
+def _shift(reader: Reader, value: Value, x: Value) -> float | None:
+    """c, if a value is x + c."""
+    if value == x:
+        return 0.0
+    node = _made(reader, value, "Add", "Sub")
+    for inner, c in _operands(node):
+        number = _number(reader, c, inner)
+        if inner == x and number is not None and node is not None:
+            if node.op == "Add":
+                return number
+            return -number if node.inputs[0] == x else None
+    return None
+
+
+class _ReplaceWhere(RegionRule):
+    """An activation with two branches, chosen by Where."""
+
+    proof = "numeric"
+    relies_on = "the definition by cases"
+    dtypes = _FLOAT
+    anchors = ("Where",)
+    reads_from = tuple(_COMPARISONS)
+
+    # The activation's inputs, and its parameters.
+    read: Callable[[Reader, _Choice], tuple[tuple[Value, ...], Any] | None]
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        choice = _choice(reader, node)
+        found = None if choice is None else self.read(reader, choice)
+        if found is None:
+            return None
+        inputs, data = found
+        return Region(node.outputs, inputs, _between(reader, node.outputs[0], inputs), data)
+
+
+class ReplaceWhereByRelu(_ReplaceWhere):
+    """where(x > 0, x, 0) -> relu(x)  for any comparison that comes to this.
+
+    Where x is NaN, the left side may be 0.
+    """
+
+    spreads = True
+    dtypes = _WIDE
+    examples = (
+        "agraph (float[N,3] x) => (float[N,3] y) { z = Constant<value_float=0.0>() c = Greater(x, z) y = "
+        "Where(c, x, z) }",
+        "agraph (float[2,3] x) => (float[2,3] y) { z = Constant<value_float=0.0>() c = LessOrEqual(x, z) y "
+        "= Where(c, z, x) }",
+        "agraph (double[N] x) => (double[N] y) <double[1] z = {0}> { c = Less(z, x) y = Where(c, x, z) }",
+    )
+
+    def read(self, reader: Reader, choice: _Choice) -> tuple[tuple[Value, ...], Any] | None:
+        if choice.bound != 0 or choice.above != choice.x or not _is(reader, choice.below, 0.0, choice.x):
+            return None
+        return (choice.x,), None
+
+    def target(self, op: Op, region: Region, x: Val) -> Any:
+        return op.Relu(x)
+
+
+class ReplaceWhereByPRelu(_ReplaceWhere):
+    """where(x < 0, a * x, x) -> prelu(x, a), or leakyrelu(x, a) of a single number,  for any comparison."""
+
+    examples = (
+        "agraph (float[N,3] x, float[3] a) => (float[N,3] y) "
+        "{ z = Constant<value_float=0.0>() c = Less(x, z) m = Mul(a, x) y = Where(c, m, x) }",
+        "agraph (float[N,3] x) => (float[N,3] y) { z = Constant<value_float=0.0>() "
+        "a = Constant<value_float=0.125>() c = Greater(x, z) m = Mul(x, a) y = Where(c, x, m) }",
+        "agraph (float[2,3,4] x) => (float[2,3,4] y) <float[3,1] a = {0.5, 2, -1}, float[1] z = {0}> "
+        "{ c = LessOrEqual(z, x) m = Mul(x, a) y = Where(c, x, m) }",
+    )
+
+    def read(self, reader: Reader, choice: _Choice) -> tuple[tuple[Value, ...], Any] | None:
+        if choice.bound != 0 or choice.above != choice.x:
+            return None
+        for x, slope in _operands(_made(reader, choice.below, "Mul")):
+            if x != choice.x or not keeps_shape(reader.type(x).shape, reader.type(slope).shape):
+                continue
+            if not reader.is_const(slope):
+                # At 0 the left side is 0 * a, NaN for an infinite one.
+                return None if choice.equal_below else ((x, slope), None)
+            number = reader.val(slope).uniform
+            return ((x, slope), None) if number is None else ((x,), number)
+        return None
+
+    def target(self, op: Op, region: Region, x: Val, slope: Val | None = None) -> Any:
+        return op.LeakyRelu(x, alpha=region.data) if slope is None else op.PRelu(x, slope)
+
+
+class ReplaceWhereByElu(_ReplaceWhere):
+    """where(x < 0, a * (exp(x) - 1), x) -> elu(x, a)."""
+
+    examples = (
+        "agraph (float[N,3] x) => (float[N,3] y) { z = Constant<value_float=0.0>() one = "
+        "Constant<value_float=1.0>() "
+        "a = Constant<value_float=0.5>() c = Less(x, z) e = Exp(x) s = Sub(e, one) m = Mul(a, s) y = "
+        "Where(c, m, x) }",
+        "agraph (float[2,3] x) => (float[2,3] y) { z = Constant<value_float=0.0>() one = "
+        "Constant<value_float=-1.0>() "
+        "c = Greater(x, z) e = Exp(x) s = Add(e, one) y = Where(c, x, s) }",
+    )
+
+    def read(self, reader: Reader, choice: _Choice) -> tuple[tuple[Value, ...], Any] | None:
+        if choice.bound != 0 or choice.above != choice.x:
+            return None
+        alpha = _exponential_less_one(reader, choice.below, choice.x)
+        return None if alpha is None else ((choice.x,), alpha)
+
+    def target(self, op: Op, region: Region, x: Val) -> Any:
+        return op.Elu(x, alpha=region.data)
+
+
+class ReplaceWhereBySelu(_ReplaceWhere):
+    """where(x < 0, g * (a * exp(x) - a), g * x) -> selu(x, a, g)."""
+
+    examples = (
+        "agraph (float[N,3] x) => (float[N,3] y) { z = Constant<value_float=0.0>() a = "
+        "Constant<value_float=1.5>() "
+        "g = Constant<value_float=0.75>() c = Less(x, z) e = Exp(x) m = Mul(a, e) s = Sub(m, a) n = Mul(g, "
+        "s) "
+        "p = Mul(g, x) y = Where(c, n, p) }",
+    )
+
+    def read(self, reader: Reader, choice: _Choice) -> tuple[tuple[Value, ...], Any] | None:
+        below = _exponential_less_one(reader, choice.below, choice.x)
+        if choice.bound != 0 or below is None:
+            return None
+        for x, c in _operands(_made(reader, choice.above, "Mul")):
+            gamma = _number(reader, c, x)
+            if x == choice.x and gamma:
+                return (x,), (below / gamma, gamma)
+        return None
+
+    def target(self, op: Op, region: Region, x: Val) -> Any:
+        alpha, gamma = region.data
+        return op.Selu(x, alpha=alpha, gamma=gamma)
+
+
+class ReplaceWhereByThresholdedRelu(_ReplaceWhere):
+    """where(x > a, x, 0) -> thresholdedrelu(x, a).
+
+    Where x is NaN or minus infinity, the left side may be 0.
+    """
+
+    spreads = True
+    examples = (
+        "agraph (float[N,3] x) => (float[N,3] y) { a = Constant<value_float=0.5>() z = "
+        "Constant<value_float=0.0>() "
+        "c = Less(a, x) y = Where(c, x, z) }",
+    )
+
+    def read(self, reader: Reader, choice: _Choice) -> tuple[tuple[Value, ...], Any] | None:
+        if choice.above != choice.x or not choice.equal_below or not _is(reader, choice.below, 0.0, choice.x):
+            return None
+        return (choice.x,), choice.bound
+
+    def target(self, op: Op, region: Region, x: Val) -> Any:
+        return op.ThresholdedRelu(x, alpha=region.data)
+
+
+class ReplaceWhereByShrink(_ReplaceWhere):
+    """where(x < -l, x + b, where(x > l, x - b, 0)) -> shrink(x, l, b)."""
+
+    examples = (
+        "agraph (float[N,3] x) => (float[N,3] y) { l = Constant<value_float=0.5>() n = "
+        "Constant<value_float=-0.5>() "
+        "b = Constant<value_float=0.25>() z = Constant<value_float=0.0>() c = Less(x, n) p = Add(x, b) m = "
+        "Sub(x, b) "
+        "d = Less(l, x) i = Where(d, m, z) y = Where(c, p, i) }",
+    )
+
+    def read(self, reader: Reader, choice: _Choice) -> tuple[tuple[Value, ...], Any] | None:
+        inner = _choice(reader, reader.producer(choice.above))
+        if inner is None or inner.x != choice.x or inner.bound != -choice.bound:
+            return None
+        if choice.equal_below or choice.nan_below or not inner.equal_below or not inner.nan_below:
+            return None
+        up = _shift(reader, choice.below, choice.x)
+        down = _shift(reader, inner.above, choice.x)
+        if up is None or down != -up or not _is(reader, inner.below, 0.0, choice.x):
+            return None
+        return (choice.x,), (inner.bound, up)
+
+    def target(self, op: Op, region: Region, x: Val) -> Any:
+        bound, bias = region.data
+        return op.Shrink(x, lambd=bound, bias=bias)
+
+
+# Relu, Clip, PRelu without Where
+
+
+class ReplaceMaxByClip(Rule):
+    """max(x, c) -> clip(x, c, inf)  for one number c."""
+
+    dtypes = _WIDE
+    shapes = "x[...]:float c[...]:const"
+
+    def source(self, op: Op, x: Any, c: Any) -> Any:
+        return op.Max(x, c)
+
+    def where(self, m: Captures, x: Val, c: Val) -> None:
+        require(c.uniform is not None, "the constant is not one number")
+        require(keeps_shape(x.type.shape, c.type.shape), "it may broadcast")
+
+    def target(self, op: Op, x: Val, c: Val) -> Any:
+        return op.Clip(x, c.uniform)
+
+
+class ReplaceMinByClip(ReplaceMaxByClip):
+    """min(x, c) -> clip(x, -inf, c)  for one number c."""
+
+    def source(self, op: Op, x: Any, c: Any) -> Any:
+        return op.Min(x, c)
+
+    def target(self, op: Op, x: Val, c: Val) -> Any:
+        return op.Clip(x, None, c.uniform)
+
+
+class RemoveNoopMax(RegionRule):
+    """max(x, -inf) -> x,  min(x, inf) -> x;  clip(x) without finite bounds alike."""
+
+    proof = "numeric"
+    relies_on = "no number is below minus infinity or above infinity"
+    anchors = ("Max", "Min", "Clip")
+    examples = (
+        "agraph (float[N,3] x) => (float[N,3] y) { z = Constant<value_float=0.0>() n = Log(z) y = Max(n, x) "
+        "}",
+        "agraph (float[2,3] x) => (float[2,3] y) { z = Constant<value_float=0.0>() n = Reciprocal(z) y = "
+        "Min(x, n) }",
+        "agraph (float[2,3,4] x) => (float[2,3,4] y) { z = Constant<value_float=0.0>() l = Log(z) h = "
+        "Reciprocal(z) "
+        "y = Clip(x, l, h) }",
+        "agraph (float[N,3] x) => (float[N,3] y) { z = Constant<value_float=0.0>() h = Reciprocal(z) y = "
+        "Clip(x, , h) }",
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        if node.op == "Clip":
+            bounds = [*node.inputs[1:], ABSENT, ABSENT][:2]
+            x = node.inputs[0]
+            free = all(v == ABSENT or _is(reader, v, b, x) for v, b in zip(bounds, (-math.inf, math.inf)))
+        else:
+            bound = -math.inf if node.op == "Max" else math.inf
+            x = next((a for a, b in _operands(node) if _is(reader, b, bound, a)), ABSENT)
+            free = x != ABSENT
+        return Region(node.outputs, (x,), (node,)) if free else None
+
+    def target(self, op: Op, region: Region, x: Val) -> Any:
+        return x
+
+
+class ReplaceClipByRelu(Rule):
+    """clip(x, 0, inf) -> relu(x)."""
+
+    proof = "numeric"
+    relies_on = "relu(x) = max(x, 0)"
+    dtypes = _WIDE
+    optional = ("b",)
+    shapes = "x[...]:float a[]:const b[]:const"
+    examples = (
+        "agraph (float[N,3] x) => (float[N,3] y) { a = Constant<value_float=0.0>() y = Clip(x, a) }",
+        "agraph (double[2,3] x) => (double[2,3] y) <double a = {0}> { y = Clip(x, a) }",
+    )
+
+    def source(self, op: Op, x: Any, a: Any, b: Any) -> Any:
+        return op.Clip(x, a, b)
+
+    def where(self, m: Captures, x: Val, a: Val, b: Val | None) -> None:
+        require(b is None or b.uniform == math.inf, "there is an upper bound")
+        require(a.uniform == 0, "the lower bound is not 0")
+
+    def target(self, op: Op, x: Val, a: Val, b: Val | None) -> Any:
+        return op.Relu(x)
+
+
+class ReplacePReluByLeakyRelu(Rule):
+    """prelu(x, a) -> leakyrelu(x, a)  for one number a."""
+
+    proof = "numeric"
+    relies_on = "leakyrelu(x, a) = prelu(x, a)"
+    dtypes = _FLOAT
+    shapes = "x[...]:float a[...]:const"
+
+    def source(self, op: Op, x: Any, a: Any) -> Any:
+        return op.PRelu(x, a)
+
+    def where(self, m: Captures, x: Val, a: Val) -> None:
+        require(a.uniform is not None, "the slope is not one number")
+        require(keeps_shape(x.type.shape, a.type.shape), "it may broadcast")
+
+    def target(self, op: Op, x: Val, a: Val) -> Any:
+        return op.LeakyRelu(x, alpha=a.uniform)
+
+
+class FusePRelu(RegionRule):
+    """relu(x) - a * relu(-x) -> prelu(x, a), or leakyrelu(x, a) of a single number.
+
+    The slope is constant; the sum of relu(x) and -a * relu(-x) alike.
+    """
+
+    proof = "numeric"
+    relies_on = "relu(x) - relu(-x) = x"
+    dtypes = _FLOAT
+    anchors = ("Add", "Sub")
+    reads_from = ("Relu",)
+    examples = (
+        "agraph (float[N,3] x) => (float[N,3] y) <float[3] a = {0.5, 0.25, -2}> "
+        "{ p = Relu(x) n = Neg(x) r = Relu(n) m = Mul(r, a) y = Sub(p, m) }",
+        "agraph (float[2,3] x) => (float[2,3] y) <float a = {-0.125}> "
+        "{ n = Neg(x) r = Relu(n) m = Mul(a, r) p = Relu(x) y = Add(m, p) }",
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        for positive, product in _operands(node)[: 1 if node.op == "Sub" else 2]:
+            relu = _made(reader, positive, "Relu")
+            for negative, slope in _operands(_made(reader, product, "Mul")):
+                other = _made(reader, negative, "Relu")
+                if relu is None or other is None or not reader.is_const(slope):
+                    continue
+                x = relu.inputs[0]
+                neg = _made(reader, other.inputs[0], "Neg")
+                if neg is None or neg.inputs[0] != x:
+                    continue
+                worthwhile(
+                    keeps_shape(reader.type(x).shape, reader.type(slope).shape), "the slope broadcasts x"
+                )
+                data = (node.op == "Add", reader.val(slope).uniform)
+                nodes = _between(reader, node.outputs[0], (x, slope))
+                return Region(node.outputs, (x, slope), nodes, data)
+        return None
+
+    def target(self, op: Op, region: Region, x: Val, slope: Val) -> Any:
+        negate, number = region.data
+        if number is not None:
+            return op.LeakyRelu(x, alpha=-number if negate else number)
+        return op.PRelu(x, op.Neg(slope) if negate else slope)
+
+
+class FuseLeakyReluFromMax(RegionRule):
+    """max(x, a * x) -> leakyrelu(x, a)  for 0 < a < 1."""
+
+    proof = "numeric"
+    relies_on = "a * x is the greater one just where x is negative"
+    dtypes = _FLOAT
+    anchors = ("Max",)
+    reads_from = ("Mul",)
+    examples = (
+        "agraph (float[N,3] x) => (float[N,3] y) { a = Constant<value_float=0.125>() m = Mul(x, a) y = "
+        "Max(x, m) }",
+        "agraph (float[2,3] x) => (float[2,3] y) <float[1] a = {0.5}> { m = Mul(a, x) y = Max(m, x) }",
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        for x, product in _operands(node):
+            for inner, c in _operands(_made(reader, product, "Mul")):
+                alpha = _number(reader, c, inner)
+                if inner != x or alpha is None:
+                    continue
+                require(0 < alpha < 1, "the slope is not between 0 and 1")
+                return Region(node.outputs, (x,), _between(reader, node.outputs[0], (x,)), alpha)
+        return None
+
+    def target(self, op: Op, region: Region, x: Val) -> Any:
+        return op.LeakyRelu(x, alpha=region.data)
+
+
+# Sigmoid, Softplus, Tanh and their like
+
+
+def _negated(reader: Reader, value: Value) -> Value | None:
+    """x, if a value is -x."""
+    node = _made(reader, value, "Neg", "Mul")
+    if node is None:
+        return None
+    if node.op == "Neg":
+        return node.inputs[0]
+    return next((x for x, c in _operands(node) if _is(reader, c, -1.0, x)), None)
+
+
+def _one_and_exp(reader: Reader, value: Value) -> Value | None:
+    """x, if a value is 1 + exp(x)."""
+    for power, one in _operands(_made(reader, value, "Add")):
+        node = _made(reader, power, "Exp")
+        if node is not None and _is(reader, one, 1.0, power):
+            return node.inputs[0]
+    return None
+
+
+class FuseSigmoid(RegionRule):
+    """1 / (1 + exp(-x)) -> sigmoid(x)."""
+
+    proof = "numeric"
+    relies_on = "sigmoid(x) = 1 / (1 + exp(-x))"
+    dtypes = _WIDE
+    anchors = ("Div", "Reciprocal")
+    reads_from = ("Add",)
+    examples = (
+        "agraph (float[N,3] x) => (float[N,3] y) { one = Constant<value_float=1.0>() n = Neg(x) e = Exp(n) "
+        "s = Add(e, one) y = Div(one, s) }",
+        "agraph (float[2,3] x) => (float[2,3] y) <float[1] one = {1}, float m = {-1}> "
+        "{ n = Mul(x, m) e = Exp(n) s = Add(one, e) y = Reciprocal(s) }",
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        below = node.inputs[-1]
+        if node.op == "Div" and not _is(reader, node.inputs[0], 1.0, below):
+            return None
+        exponent = _one_and_exp(reader, below)
+        x = None if exponent is None else _negated(reader, exponent)
+        if x is None:
+            return None
+        return Region(node.outputs, (x,), _between(reader, node.outputs[0], (x,)))
+
+    def target(self, op: Op, region: Region, x: Val) -> Any:
+        return op.Sigmoid(x)
+
+
+class ReplaceDivBySigmoid(RegionRule):
+    """a / (1 + exp(-x)) -> a * sigmoid(x).  With a = x it is SiLU."""
+
+    proof = "numeric"
+    relies_on = "sigmoid(x) = 1 / (1 + exp(-x))"
+    dtypes = _WIDE
+    anchors = ("Div",)
+    reads_from = ("Add",)
+    examples = (
+        "agraph (float[N,3] x) => (float[N,3] y) { one = Constant<value_float=1.0>() n = Neg(x) e = Exp(n) "
+        "s = Add(e, one) y = Div(x, s) }",
+        "agraph (float[N,3] x, float[3] a) => (float[N,3] y) { one = Constant<value_float=1.0>() "
+        "m = Constant<value_float=-1.0>() n = Mul(m, x) e = Exp(n) s = Add(one, e) y = Div(a, s) }",
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        a, below = node.inputs
+        exponent = _one_and_exp(reader, below)
+        x = None if exponent is None else _negated(reader, exponent)
+        if x is None or _is(reader, a, 1.0, below):
+            return None
+        return Region(node.outputs, (a, x), _between(reader, node.outputs[0], (a, x)))
+
+    def target(self, op: Op, region: Region, a: Val, x: Val) -> Any:
+        return op.Mul(a, op.Sigmoid(x))
+
+
+class FuseSoftplus(RegionRule):
+    """log(1 + exp(x)) -> softplus(x).
+
+    Where exp(x) overflows, the left side is infinite, and the right side x.
+    """
+
+    proof = "numeric"
+    relies_on = "softplus(x) = log(1 + exp(x))"
+    dtypes = _FLOAT
+    anchors = ("Log",)
+    reads_from = ("Add",)
+    examples = (
+        "agraph (float[N,3] x) => (float[N,3] y) { one = Constant<value_float=1.0>() e = Exp(x) s = Add(e, "
+        "one) y = Log(s) }",
+        "agraph (float[2,3] x) => (float[2,3] y) <float[1] one = {1}> { e = Exp(x) s = Add(one, e) y = "
+        "Log(s) }",
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        x = _one_and_exp(reader, node.inputs[0])
+        if x is None:
+            return None
+        return Region(node.outputs, (x,), _between(reader, node.outputs[0], (x,)))
+
+    def target(self, op: Op, region: Region, x: Val) -> Any:
+        return op.Softplus(x)
+
+
+class FuseTanh(RegionRule):
+    """(exp(x) - exp(-x)) / (exp(x) + exp(-x)) -> tanh(x).
+
+    Where an exponential overflows, the left side is NaN, and the right side 1 or -1.
+    """
+
+    proof = "numeric"
+    relies_on = "the definition of tanh by exponentials"
+    dtypes = _WIDE
+    anchors = ("Div",)
+    reads_from = ("Sub",)
+    examples = (
+        "agraph (float[N,3] x) => (float[N,3] y) { n = Neg(x) e = Exp(x) f = Exp(n) s = Sub(e, f) t = "
+        "Add(e, f) y = Div(s, t) }",
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        difference = _made(reader, node.inputs[0], "Sub")
+        total = _made(reader, node.inputs[1], "Add")
+        if difference is None or total is None or sorted(total.inputs) != sorted(difference.inputs):
+            return None
+        up, down = (_made(reader, v, "Exp") for v in difference.inputs)
+        if up is None or down is None or _negated(reader, down.inputs[0]) != up.inputs[0]:
+            return None
+        x = up.inputs[0]
+        return Region(node.outputs, (x,), _between(reader, node.outputs[0], (x,)))
+
+    def target(self, op: Op, region: Region, x: Val) -> Any:
+        return op.Tanh(x)
+
+
+class FuseSoftsign(RegionRule):
+    """x / (1 + |x|) -> softsign(x)."""
+
+    dtypes = _FLOAT
+    anchors = ("Div",)
+    reads_from = ("Add",)
+    examples = (
+        "agraph (float[N,3] x) => (float[N,3] y) { one = Constant<value_float=1.0>() a = Abs(x) s = "
+        "Add(one, a) y = Div(x, s) }",
+        "agraph (float[2,3] x) => (float[2,3] y) <float[1,1] one = {1}> { a = Abs(x) s = Add(a, one) y = "
+        "Div(x, s) }",
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        x, below = node.inputs
+        for size, one in _operands(_made(reader, below, "Add")):
+            absolute = _made(reader, size, "Abs")
+            if absolute is not None and absolute.inputs[0] == x and _is(reader, one, 1.0, size):
+                return Region(node.outputs, (x,), _between(reader, node.outputs[0], (x,)))
+        return None
+
+    def target(self, op: Op, region: Region, x: Val) -> Any:
+        return op.Softsign(x)
+
+
+class FuseCelu(RegionRule):
+    """a * elu(x / a) -> celu(x, a)  for a > 0."""
+
+    proof = "numeric"
+    relies_on = "celu(x, a) = a * elu(x / a)"
+    dtypes = _FLOAT
+    anchors = ("Mul",)
+    reads_from = ("Elu",)
+    examples = (
+        "agraph (float[N,3] x) => (float[N,3] y) { a = Constant<value_float=2.0>() d = Div(x, a) e = Elu(d) "
+        "y = Mul(a, e) }",
+        "agraph (float[2,3] x) => (float[2,3] y) <float[1] a = {0.5}, float r = {2}> { d = Mul(x, r) e = "
+        "Elu(d) y = Mul(e, a) }",
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        for value, c in _operands(node):
+            elu = _made(reader, value, "Elu")
+            scaled = None if elu is None else _made(reader, elu.inputs[0], "Div", "Mul")
+            alpha = _number(reader, c, value)
+            if elu is None or scaled is None or alpha is None or elu.attrs:
+                continue
+            for x, d in _operands(scaled)[: 1 if scaled.op == "Div" else 2]:
+                number = _number(reader, d, x)
+                if number is None:
+                    continue
+                require(alpha > 0, "the factor is not positive")
+                other = number if scaled.op == "Div" else 1 / number if number else 0.0
+                require(math.isclose(other, alpha, rel_tol=1e-6), "the factors do not cancel")
+                return Region(node.outputs, (x,), _between(reader, node.outputs[0], (x,)), alpha)
+        return None
+
+    def target(self, op: Op, region: Region, x: Val) -> Any:
+        return op.Celu(x, alpha=region.data)
+
+
+class FuseHardSwishFromScaled(RegionRule):
+    """x * clip(x + 3, 0, 6) * (1/6) -> x * hardsigmoid(x, 1/6, 1/2)  with the factors in any order."""
+
+    proof = "numeric"
+    relies_on = "hardsigmoid(x) = clip(x / 6 + 1/2, 0, 1)"
+    dtypes = _FLOAT
+    anchors = ("Mul",)
+    reads_from = ("Mul", "Div", "Clip")
+    examples = (
+        "agraph (float[N,3] x) => (float[N,3] y) <float t = {3}, float z = {0}, float s = {6}, float r = "
+        "{0.16666667}> "
+        "{ a = Add(x, t) c = Clip(a, z, s) m = Mul(x, c) y = Mul(m, r) }",
+        "agraph (float[2,3] x) => (float[2,3] y) <float[1] t = {3}, float z = {0}, float s = {6}> "
+        "{ a = Add(t, x) c = Clip(a, z, s) d = Div(x, s) y = Mul(c, d) }",
+        "agraph (float[2,3] x) => (float[2,3] y) <float t = {3}, float z = {0}, float s = {6}, float r = "
+        "{0.16666667}> "
+        "{ a = Add(x, t) c = Clip(a, z, s) m = Mul(r, x) y = Mul(m, c) }",
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        for x, clip in self._factors(reader, node):
+            if self._clipped(reader, clip) == x:
+                return Region(node.outputs, (x,), _between(reader, node.outputs[0], (x,)))
+        return None
+
+    @staticmethod
+    def _factors(reader: Reader, node: Node) -> Iterator[tuple[Value, Value]]:
+        """The two factors besides 1/6 of a product of three, in both orders."""
+        for whole, part in _operands(node):
+            inner = _made(reader, whole, "Mul", "Div")
+            if inner is None:
+                continue
+            p, q = inner.inputs
+            if inner.op == "Div":
+                pairs = [(p, part)] if _is(reader, q, 6.0, p) else []
+            elif _is(reader, part, 1 / 6, whole):
+                pairs = [(p, q)]
+            else:
+                pairs = [(a, part) for a, b in ((p, q), (q, p)) if _is(reader, b, 1 / 6, a)]
+            for a, b in pairs:
+                yield a, b
+                yield b, a
+
+    @staticmethod
+    def _clipped(reader: Reader, value: Value) -> Value | None:
+        """x, if a value is clip(x + 3, 0, 6)."""
+        clip = _made(reader, value, "Clip")
+        if clip is None or len(clip.inputs) != 3 or ABSENT in clip.inputs:
+            return None
+        total = _made(reader, clip.inputs[0], "Add")
+        low, high = clip.inputs[1:]
+        if not _is(reader, low, 0.0, clip.inputs[0]) or not _is(reader, high, 6.0, clip.inputs[0]):
+            return None
+        return next((x for x, c in _operands(total) if _is(reader, c, 3.0, x)), None)
+
+    def target(self, op: Op, region: Region, x: Val) -> Any:
+        return op.Mul(x, op.HardSigmoid(x, alpha=float(np.float32(1 / 6)), beta=0.5))
+
+
+def _polynomial(reader: Reader, value: Value, x: Value, depth: int = 6) -> dict[int, float] | None:
+    """The coefficients by power, if a value is a polynomial of x."""
+    if value == x:
+        return {1: 1.0}
+    node = _made(reader, value, "Add", "Mul", "Pow", "Div") if depth else None
+    if node is None:
+        return None
+    a, b = node.inputs
+    if node.op == "Pow":
+        exponent, base = _number(reader, b, a), _polynomial(reader, a, x, depth - 1)
+        if exponent not in (2.0, 3.0) or base is None or len(base) != 1:
+            return None
+        return {p * int(exponent): c ** int(exponent) for p, c in base.items()}
+    for part, c in _operands(node)[: 1 if node.op == "Div" else 2]:
+        number = _number(reader, c, part)
+        if number is not None:
+            inner = _polynomial(reader, part, x, depth - 1)
+            if inner is None or node.op == "Add" or (node.op == "Div" and not number):
+                return None
+            return {p: k * (number if node.op == "Mul" else 1 / number) for p, k in inner.items()}
+    left, right = _polynomial(reader, a, x, depth - 1), _polynomial(reader, b, x, depth - 1)
+    if left is None or right is None or node.op == "Div":
+        return None
+    out: dict[int, float] = {}
+    if node.op == "Add":
+        for p, k in (*left.items(), *right.items()):
+            out[p] = out.get(p, 0.0) + k
+        return out
+    for p, k in left.items():
+        for q, m in right.items():
+            out[p + q] = out.get(p + q, 0.0) + k * m
+    return out
+
+
+class FuseTanhGeluOfPolynomial(RegionRule):
+    """x * 0.5 * (1 + tanh(p(x))) -> gelu(x, tanh)  for p(x) = sqrt(2/pi) * (x + 0.044715 * x^3) written in any way."""
+
+    proof = "numeric"
+    relies_on = "the definition of gelu by tanh"
+    dtypes = _FLOAT
+    anchors = ("Tanh",)
+    reads_from = ("Mul", "Add", "Div")
+    examples = (
+        "agraph (float[N,4] x) => (float[N,4] y) <float k = {0.044715}, float c = {0.7978845608}, float one "
+        "= {1}, "
+        "float h = {0.5}> { a = Mul(k, x) b = Mul(x, a) d = Mul(x, b) e = Add(x, d) f = Mul(c, e) t = "
+        "Tanh(f) "
+        "u = Add(one, t) v = Mul(h, u) y = Mul(x, v) }",
+        "agraph (float[2,3] x) => (float[2,3] y) <float k = {0.0356774081}, float c = {0.7978845608}, "
+        "float[1] one = {1}, "
+        "float h = {0.5}, float three = {3}> { p = Pow(x, three) a = Mul(p, k) b = Mul(x, c) f = Add(a, b) "
+        "t = Tanh(f) "
+        "u = Add(t, one) w = Mul(x, h) y = Mul(u, w) }",
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        for x in self._leaves(reader, node.inputs[0]):
+            found = _polynomial(reader, node.inputs[0], x)
+            root = math.sqrt(2 / math.pi)
+            if found is None or set(found) != {1, 3}:
+                continue
+            if not math.isclose(found[1], root, rel_tol=1e-6):
+                continue
+            require(math.isclose(found[3], root * 0.044715, rel_tol=1e-6), "the cube has another factor")
+            out = self._product(reader, node.outputs[0], x)
+            if out is not None:
+                return Region((out,), (x,), _between(reader, out, (x,)))
+        return None
+
+    @staticmethod
+    def _leaves(reader: Reader, value: Value) -> list[Value]:
+        """What a polynomial may be one of: the values of which there are powers in it."""
+        found: dict[Value, None] = {}
+        work = [(value, 0)]
+        while work:
+            at, depth = work.pop()
+            node = _made(reader, at, "Add", "Mul", "Pow", "Div") if depth < 6 else None
+            if node is None or depth >= 2:
+                found[at] = None
+            if node is not None:
+                work.extend((v, depth + 1) for v in node.inputs if not reader.is_const(v))
+        return list(found)
+
+    @staticmethod
+    def _product(reader: Reader, at: Value, x: Value) -> Value | None:
+        """0.5 * x * (1 + at), made by the readers of `at`."""
+        step = _reader(reader, at)
+        if step is None or step.op != "Add" or not any(_is(reader, v, 1.0, at) for v in step.inputs):
+            return None
+        at, power, factor = step.outputs[0], 0, 1.0
+        while (step := _reader(reader, at)) is not None and step.op == "Mul":
+            other = step.inputs[0] if step.inputs[1] == at else step.inputs[1]
+            number = _number(reader, other, at)
+            term = {0: number} if number is not None else _polynomial(reader, other, x)
+            if term is None or len(term) != 1:
+                return None
+            ((p, c),) = term.items()
+            power, factor, at = power + p, factor * c, step.outputs[0]
+            if power == 1 and math.isclose(factor, 0.5, rel_tol=1e-6):
+                return at
+        return None
+
+    def target(self, op: Op, region: Region, x: Val) -> Any:
+        return op.Gelu(x, approximate="tanh")
+
+
+# Softmax
+
+
+def _less_its_greatest(reader: Reader, value: Value) -> tuple[Value, tuple[int, ...]] | None:
+    """x and the axes, if a value is x - max(x) over them."""
+    node = _made(reader, value, "Sub")
+    if node is None:
+        return None
+    axes = _reduced(reader, node.inputs[1], node.inputs[0], "ReduceMax")
+    return None if axes is None else (node.inputs[0], axes)
+
+
+class FuseSoftmax(RegionRule):
+    """exp(x - max(x)) / sum(exp(x - max(x))) -> softmax(x)  along one axis;  the product with the reciprocal alike."""
+
+    proof = "numeric"
+    relies_on = "exp(a - b) = exp(a) / exp(b)"
+    dtypes = _WIDE
+    anchors = ("Div", "Mul")
+    reads_from = ("Exp",)
+    examples = (
+        "agraph (float[N,3] x) => (float[N,3] y) { i = Constant<value_ints=[-1]>() m = ReduceMax(x, i) d = "
+        "Sub(x, m) "
+        "e = Exp(d) s = ReduceSum(e, i) y = Div(e, s) }",
+        "agraph (float[2,3,4] x) => (float[2,3,4] y) { i = Constant<value_ints=[1]>() m = ReduceMax(x, i) d "
+        "= Sub(x, m) "
+        "e = Exp(d) s = ReduceSum(e, i) r = Reciprocal(s) y = Mul(r, e) }",
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        pairs = [(node.inputs[0], node.inputs[1])]
+        if node.op == "Mul":
+            pairs = [
+                (p, r.inputs[0])
+                for p, q in _operands(node)
+                if (r := _made(reader, q, "Reciprocal")) is not None
+            ]
+        for powers, total in pairs:
+            exponential = _made(reader, powers, "Exp")
+            axes = None if exponential is None else _reduced(reader, total, powers, "ReduceSum")
+            if exponential is None or axes is None or len(axes) != 1:
+                continue
+            x = self.argument(reader, exponential.inputs[0], axes)
+            if x is not None:
+                return Region(node.outputs, (x,), _between(reader, node.outputs[0], (x,)), axes[0])
+        return None
+
+    def argument(self, reader: Reader, value: Value, axes: tuple[int, ...]) -> Value | None:
+        """What the softmax is of, if this is what is exponentiated."""
+        found = _less_its_greatest(reader, value)
+        return None if found is None or found[1] != axes else found[0]
+
+    def target(self, op: Op, region: Region, x: Val) -> Any:
+        return op.Softmax(x, axis=region.data)
+
+
+class FuseUnshiftedSoftmax(FuseSoftmax):
+    """exp(x) / sum(exp(x)) -> softmax(x)  along one axis;  the product with the reciprocal alike.
+
+    Where the exponentials overflow, the left side is NaN, and the right side is not.
+    """
+
+    examples = (
+        "agraph (float[N,3] x) => (float[N,3] y) { i = Constant<value_ints=[-1]>() e = Exp(x) s = "
+        "ReduceSum(e, i) y = Div(e, s) }",
+        "agraph (float[2,3,4] x) => (float[2,3,4] y) { i = Constant<value_ints=[1]>() e = Exp(x) s = "
+        "ReduceSum(e, i) "
+        "r = Reciprocal(s) y = Mul(e, r) }",
+    )
+
+    def argument(self, reader: Reader, value: Value, axes: tuple[int, ...]) -> Value | None:
+        return value if _less_its_greatest(reader, value) is None else None
+
+
+class FuseLogSoftmax(RegionRule):
+    """(x - max(x)) - log(sum(exp(x - max(x)))) -> logsoftmax(x)  along one axis."""
+
+    proof = "numeric"
+    relies_on = "exp(a - b) = exp(a) / exp(b)"
+    dtypes = _WIDE
+    anchors = ("Sub",)
+    reads_from = ("Log",)
+    examples = (
+        "agraph (float[N,3] x) => (float[N,3] y) { i = Constant<value_ints=[-1]>() m = ReduceMax(x, i) d = "
+        "Sub(x, m) "
+        "e = Exp(d) s = ReduceSum(e, i) l = Log(s) y = Sub(d, l) }",
+        "agraph (float[2,3,4] x) => (float[2,3,4] y) { i = Constant<value_ints=[1]>() m = ReduceMax(x, i) d "
+        "= Sub(x, m) "
+        "e = Exp(d) s = ReduceSum(e, i) l = Log(s) y = Sub(d, l) }",
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        shifted, value = node.inputs
+        log = _made(reader, _unseen(reader, value), "Log")
+        summed = None if log is None else _made(reader, _unseen(reader, log.inputs[0]), "ReduceSum")
+        exponential = None if summed is None else _made(reader, summed.inputs[0], "Exp")
+        found = _less_its_greatest(reader, shifted)
+        if log is None or summed is None or exponential is None or found is None:
+            return None
+        x, axes = found
+        if exponential.inputs[0] != shifted or len(axes) != 1 or _axes(reader, summed) != axes:
+            return None
+        kept = (value, log.inputs[0]) == (log.outputs[0], summed.outputs[0])
+        seen = log.inputs[0] == summed.outputs[0] and _fits(reader, value, x, axes)
+        if not seen and not (kept and summed.attrs.get("keepdims", 1) == 1):
+            return None
+        return Region(node.outputs, (x,), _between(reader, node.outputs[0], (x,)), axes[0])
+
+    def target(self, op: Op, region: Region, x: Val) -> Any:
+        return op.LogSoftmax(x, axis=region.data)
+
+
+class FuseLogOfSoftmax(Rule):
+    """log(softmax(x)) -> logsoftmax(x).
+
+    Where the softmax underflows, the left side is minus infinity, and the right side is not.
+    """
+
+    proof = "numeric"
+    relies_on = "log(exp(x) / s) = x - log(s)"
+    dtypes = _WIDE
+    shapes = "x[...]:float"
+
+    def source(self, op: Op, x: Any) -> Any:
+        return op.Log(op.Softmax(x, axis="axis"))
+
+    def target(self, op: Op, m: Captures, x: Val) -> Any:
+        return op.LogSoftmax(x, axis=m.axis)
+
+
+# Reductions
+
+
+class FuseReduceMean(RegionRule):
+    """sum(x) / n -> mean(x)  when n elements are summed;  sum(x) * (1/n) alike."""
+
+    proof = "numeric"
+    relies_on = "the product with 1/n as its type rounds it"
+    dtypes = _WIDE
+    anchors = ("Div", "Mul")
+    reads_from = ("ReduceSum",)
+    examples = (
+        "agraph (float[N,4] x) => (float[N,1] y) { i = Constant<value_ints=[-1]>() n = "
+        "Constant<value_float=4.0>() "
+        "s = ReduceSum(x, i) y = Div(s, n) }",
+        "agraph (float[N,2,4] x) => (float[N] y) { i = Constant<value_ints=[1,2]>() n = "
+        "Constant<value_float=0.125>() "
+        "s = ReduceSum<keepdims=0>(x, i) y = Mul(n, s) }",
+        "agraph (float[2,3] x) => (float y) { n = Constant<value_float=6.0>() s = ReduceSum<keepdims=0>(x) "
+        "y = Div(s, n) }",
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        for total, c in _operands(node)[: 1 if node.op == "Div" else 2]:
+            summed = _made(reader, total, "ReduceSum")
+            number = _number(reader, c, total)
+            axes = None if summed is None or number is None else _axes(reader, summed)
+            if summed is None or number is None or axes is None:
+                continue
+            count = prod(reader.val(summed.inputs[0]).size(a) for a in axes)
+            if not count:
+                return None
+            wanted = count if node.op == "Div" else 1 / count
+            require(math.isclose(number, wanted, rel_tol=1e-6), "another number of elements is summed")
+            inputs = tuple(v for v in summed.inputs if v != ABSENT)
+            nodes = _between(reader, node.outputs[0], inputs)
+            return Region(node.outputs, inputs, nodes, summed.attrs)
+        return None
+
+    def target(self, op: Op, region: Region, x: Val, axes: Val | None = None) -> Any:
+        return op.ReduceMean(x, axes, attrs=region.data)
+
+
+class FuseReduceSumSquare(RegionRule):
+    """sum(x * x) -> sumsquare(x)  over the same axes;  sum(x^2) alike."""
+
+    dtypes = _WIDE | {DType.INT32}
+    anchors = ("ReduceSum",)
+    reads_from = ("Mul", "Pow")
+    examples = (
+        "agraph (float[N,4] x) => (float[N,1] y) { i = Constant<value_ints=[-1]>() s = Mul(x, x) y = "
+        "ReduceSum(s, i) }",
+        "agraph (float[2,3,4] x) => (float[3] y) { i = Constant<value_ints=[0,2]>() t = "
+        "Constant<value_float=2.0>() "
+        "s = Pow(x, t) y = ReduceSum<keepdims=0>(s, i) }",
+        "agraph (float[2,3] x) => (float[1,1] y) { s = Mul(x, x) y = ReduceSum(s) }",
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        x = _square(reader, node.inputs[0])
+        if x is None or _axes(reader, node) is None:
+            return None
+        inputs = (x, *(v for v in node.inputs[1:] if v != ABSENT))
+        return Region(node.outputs, inputs, _between(reader, node.outputs[0], inputs), node.attrs)
+
+    def target(self, op: Op, region: Region, x: Val, axes: Val | None = None) -> Any:
+        return op.ReduceSumSquare(x, axes, attrs=region.data)
+
+
+class FuseReduceL1(RegionRule):
+    """sum(|x|) -> l1(x)  over the same axes."""
+
+    dtypes = _FLOAT
+    anchors = ("ReduceSum",)
+    reads_from = ("Abs",)
+    examples = (
+        "agraph (float[N,4] x) => (float[N,1] y) { i = Constant<value_ints=[-1]>() s = Abs(x) y = ReduceSum(s, i) }",
+        "agraph (float[2,3,2] x) => (float[3] y) { i = Constant<value_ints=[0,2]>() s = Abs(x) "
+        "y = ReduceSum<keepdims=0>(s, i) }",
+        "agraph (float[2,3] x) => (float[1,1] y) { s = Abs(x) y = ReduceSum(s) }",
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        absolute = _made(reader, node.inputs[0], "Abs")
+        if absolute is None or _axes(reader, node) is None:
+            return None
+        inputs = (*absolute.inputs, *(v for v in node.inputs[1:] if v != ABSENT))
+        return Region(node.outputs, inputs, _between(reader, node.outputs[0], inputs), node.attrs)
+
+    def target(self, op: Op, region: Region, x: Val, axes: Val | None = None) -> Any:
+        return op.ReduceL1(x, axes, attrs=region.data)
+
+
+class FuseReduceL2(Rule):
+    """sqrt(sumsquare(x)) -> l2(x)  over the same axes."""
+
+    dtypes = _FLOAT
+    optional = ("axes",)
+    shapes = "x[...]:float axes:const"
+
+    def source(self, op: Op, x: Any, axes: Any) -> Any:
+        return op.Sqrt(op.ReduceSumSquare(x, axes, keepdims="keep"))
+
+    def target(self, op: Op, m: Captures, x: Val, axes: Val | None) -> Any:
+        return op.ReduceL2(x, axes, keepdims=m.keep)
+
+
+# Normalisations by moments
+
+
+def _mean(reader: Reader, value: Value) -> tuple[Value, tuple[int, ...]] | None:
+    """x and the axes, if a value is the mean of x over them (whether it keeps them or not)."""
+    node = _made(reader, value, "ReduceMean", "GlobalAveragePool", "Div", "Mul")
+    if node is None:
+        return None
+    if node.op == "GlobalAveragePool":
+        return node.inputs[0], tuple(range(2, rank_of(reader, node.inputs[0])))
+    if node.op == "ReduceMean":
+        axes = _axes(reader, node)
+        return None if axes is None else (node.inputs[0], axes)
+    for total, c in _operands(node)[: 1 if node.op == "Div" else 2]:
+        summed = _made(reader, total, "ReduceSum")
+        number = _number(reader, c, total)
+        axes = None if summed is None or number is None else _axes(reader, summed)
+        if summed is None or number is None or axes is None:
+            continue
+        count = prod(reader.val(summed.inputs[0]).size(a) for a in axes)
+        wanted = count if node.op == "Div" else 1 / count if count else math.nan
+        if math.isclose(number, wanted, rel_tol=1e-6):
+            return summed.inputs[0], axes
+    return None
+
+
+def _centred(reader: Reader, value: Value) -> tuple[Value, tuple[int, ...]] | None:
+    """x and the axes, if a value is x less its mean over them."""
+    node = _made(reader, value, "Sub")
+    if node is None:
+        return None
+    x, mean = node.inputs
+    inner = _unseen(reader, mean)
+    found = _mean(reader, inner)
+    if found is None or found[0] != x:
+        return None
+    return found if _is_kept(reader, mean, inner) or _fits(reader, mean, *found) else None
+
+
+def _is_kept(reader: Reader, value: Value, inner: Value) -> bool:
+    """Whether a value is that inner one, made by a reduction that keeps its axes, or of such."""
+    if value != inner:
+        return False
+    node = reader.producer(value)
+    while node is not None and not node.op.startswith(("Reduce", "Global")):
+        node = next((reader.producer(v) for v in node.inputs if not reader.is_const(v)), None)
+    return node is not None and node.attrs.get("keepdims", 1) == 1
+
+
+def _variance(reader: Reader, value: Value) -> tuple[Value, tuple[int, ...]] | None:
+    """x and the axes, if a value is the variance of x over them: E[(x - m)^2] or E[x^2] - m^2, at least 0."""
+    node = _made(reader, value, "Max", "Relu", "Clip", "Sub")
+    if node is not None and node.op != "Sub":
+        inner = node.inputs[0]
+        if node.op == "Max":
+            inner = next((a for a, b in _operands(node) if _is(reader, b, 0.0, a)), ABSENT)
+        elif node.op == "Clip":
+            free = len(node.inputs) == 2 and _is(reader, node.inputs[1], 0.0, inner)
+            inner = inner if free else ABSENT
+        return None if inner == ABSENT else _variance(reader, inner)
+    if node is None:
+        mean = _mean(reader, value)
+        base = None if mean is None else _square(reader, mean[0])
+        found = None if base is None else _centred(reader, base)
+        return found if found is not None and mean is not None and found[1] == mean[1] else None
+    if len({reader.type(v).rank for v in node.inputs}) > 1:
+        return None
+    of_square, squared = _mean(reader, node.inputs[0]), _square(reader, node.inputs[1])
+    base = None if of_square is None else _square(reader, of_square[0])
+    plain = None if squared is None else _mean(reader, squared)
+    return plain if plain is not None and of_square is not None and plain == (base, of_square[1]) else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Normal:
+    """What a region normalises: a tensor, over which axes, with which epsilon, scale and shift (ABSENT: none)."""
+
+    x: Value
+    axes: tuple[int, ...]
+    epsilon: float
+    scale: Value
+    shift: Value
+    out: Value
+
+
+def _normal(reader: Reader, node: Node) -> _Normal | None:
+    """A normalisation whose deviation is made by `node`, a Sqrt or a Pow."""
+    exponent = 0.5
+    if node.op == "Pow":
+        exponent = next((e for e in (0.5, -0.5) if _is(reader, node.inputs[1], e, node.inputs[0])), 0.0)
+    total = _made(reader, node.inputs[0], "Add") if exponent else None
+    for viewed, c in _operands(total):
+        epsilon = _number(reader, c, viewed)
+        variance = _unseen(reader, viewed)
+        found = None if epsilon is None else _variance(reader, variance)
+        if found is None or epsilon is None:
+            continue
+        if _is_kept(reader, viewed, variance) or _fits(reader, viewed, *found):
+            return _applied(reader, node.outputs[0], exponent < 0, *found, epsilon)
+    return None
+
+
+def _applied(
+    reader: Reader, at: Value, inverted: bool, x: Value, axes: tuple[int, ...], epsilon: float
+) -> _Normal | None:
+    """How the deviation is used: (x - m) / d, (x - m) * (1 / d) or (x - m) * ((1 / d) * scale), and a shift."""
+    scale = shift = ABSENT
+    step = _reader(reader, at)
+    if (
+        not inverted
+        and step is not None
+        and (step.op == "Reciprocal" or (step.op == "Div" and _is(reader, step.inputs[0], 1.0, at)))
+    ):
+        at, inverted = step.outputs[0], True
+        step = _reader(reader, at)
+    if step is None or len(step.inputs) != 2 or step.op != ("Mul" if inverted else "Div"):
+        return None
+    other = step.inputs[0] if step.inputs[1] == at else step.inputs[1]
+    if not inverted and step.inputs[1] != at:
+        return None
+    if inverted and _centred(reader, other) is None:
+        scale, at = other, step.outputs[0]
+        step = _reader(reader, at)
+        if step is None or step.op != "Mul":
+            return None
+        other = step.inputs[0] if step.inputs[1] == at else step.inputs[1]
+    if _centred(reader, other) != (x, axes):
+        return None
+    at = step.outputs[0]
+    shape = reader.type(x).shape
+    for op in ("Mul", "Add"):
+        step = _reader(reader, at)
+        if (
+            step is None
+            or step.op != op
+            or step.inputs[0] == step.inputs[1]
+            or (op == "Mul" and scale != ABSENT)
+        ):
+            continue
+        other = step.inputs[0] if step.inputs[1] == at else step.inputs[1]
+        if not reader.is_const(other) or not keeps_shape(shape, reader.type(other).shape):
+            continue
+        scale, shift = (other, shift) if op == "Mul" else (scale, other)
+        at = step.outputs[0]
+    if scale != ABSENT and (not reader.is_const(scale) or not keeps_shape(shape, reader.type(scale).shape)):
+        return None
+    return _Normal(x, axes, epsilon, scale, shift, at)
+
+
+class _FuseNormalization(RegionRule):
+    """A normalisation by mean and variance, in the spellings of JAX, TensorFlow and Keras."""
+
+    proof = "numeric"
+    relies_on = "E[(x - m)^2] = E[x^2] - m^2"
+    dtypes = _FLOAT
+    anchors = ("Sqrt", "Pow")
+    reads_from = ("Add",)
+
+    # Which axes it is for, and over which axes its scale and shift vary.
+    varying: Callable[[Reader, _Normal], tuple[int, ...] | None]
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        normal = _normal(reader, node)
+        varying = None if normal is None else self.varying(reader, normal)
+        if normal is None or varying is None:
+            return None
+        x = reader.val(normal.x)
+        given = tuple(v for v in (normal.scale, normal.shift) if v != ABSENT)
+        for v in given:
+            shape = reader.val(v).sizes
+            aligned = (1,) * (x.rank - len(shape)) + shape
+            fits = all(d == 1 or a in varying for a, d in enumerate(aligned))
+            require(fits, "a parameter varies along other axes")
+        sizes = tuple(x.size(a) for a in varying)
+        data = (normal.axes, normal.epsilon, sizes, normal.scale != ABSENT, normal.shift != ABSENT)
+        nodes = _between(reader, normal.out, (normal.x,))
+        return Region((normal.out,), (normal.x, *given), nodes, data)
+
+
+def _spread(op: Op, v: Val, varying: Sequence[int], rank: int, sizes: Sequence[int]) -> Any:
+    """A parameter with the axes over which it varies, of these sizes, and no others."""
+    aligned = (1,) * (rank - v.rank) + v.sizes
+    kept = [aligned[a] for a in varying]
+    flat = op.Reshape(v, kept)
+    return flat if kept == list(sizes) else op.Expand(flat, list(sizes))
+
+
+def _filled(op: Op, number: float, sizes: Sequence[int]) -> Any:
+    return op.Expand(np.full(1, number, np.float32), list(sizes))
+
+
+class FuseLayerNormalizationByMoments(_FuseNormalization):
+    """(x - m) * (scale / sqrt(E[x^2] - m^2 + eps)) + bias -> layernormalization(x, scale, bias)  over any axes.
+
+    Axes that are not the last are moved there. The mean may be a sum times 1/n, the variance at least 0,
+    and both seen in x's rank by Reshape and Expand.
+    """
+
+    examples = (
+        "agraph (float[N,3,4] x) => (float[N,3,4] y) <int64[1] i = {-1}, float n = {0.25}, float z = {0}, "
+        "float e = {0.125}, "
+        "float[4] g = {1,2,3,4}, float[4] b = {4,3,2,1}> { s = ReduceSum(x, i) m = Mul(s, n) p = Mul(x, x) "
+        "q = ReduceSum(p, i) "
+        "r = Mul(q, n) t = Mul(m, m) v = Sub(r, t) w = Max(v, z) a = Add(w, e) d = Sqrt(a) k = "
+        "Reciprocal(d) f = Mul(k, g) "
+        "c = Sub(x, m) h = Mul(c, f) y = Add(h, b) }",
+        "agraph (float[3,4] x) => (float[3,4] y) <int64[1] i = {1}, float e = {0.125}, float h = {-0.5}, "
+        "float t = {2}, "
+        "float[4] g = {1,2,3,4}> { m = ReduceMean(x, i) c = Sub(x, m) p = Pow(c, t) v = ReduceMean(p, i) a "
+        "= Add(v, e) "
+        "k = Pow(a, h) n = Mul(c, k) y = Mul(n, g) }",
+        "agraph (float[2,3,4] x) => (float[2,3,4] y) <int64[1] i = {-1}, int64[3] u = {2,3,1}, float e = "
+        "{0.125}, "
+        "float one = {1}, float[4] b = {4,3,2,1}> { m = ReduceMean<keepdims=0>(x, i) p = Mul(x, x) "
+        "q = ReduceMean<keepdims=0>(p, i) t = Mul(m, m) v = Sub(q, t) o = Reshape(v, u) l = Expand(o, u) a "
+        "= Add(l, e) "
+        "d = Sqrt(a) k = Div(one, d) j = Reshape(m, u) c = Sub(x, j) h = Mul(k, c) y = Add(b, h) }",
+        "agraph (float[2,3,4] x) => (float[2,3,4] y) <int64[2] i = {1,2}, float e = {0.125}> { m = "
+        "ReduceMean(x, i) p = Mul(x, x) "
+        "q = ReduceMean(p, i) t = Mul(m, m) v = Sub(q, t) a = Add(v, e) d = Sqrt(a) c = Sub(x, m) y = "
+        "Div(c, d) }",
+    )
+
+    def varying(self, reader: Reader, normal: _Normal) -> tuple[int, ...] | None:
+        return normal.axes
+
+    def target(self, op: Op, region: Region, x: Val, *given: Val) -> Any:
+        axes, epsilon, sizes, scaled, shifted = region.data
+        scale = _spread(op, given[0], axes, x.rank, sizes) if scaled else _filled(op, 1.0, sizes)
+        shift = _spread(op, given[-1], axes, x.rank, sizes) if shifted else None
+        perm = (*(a for a in range(x.rank) if a not in axes), *axes)
+        rows = x if is_identity(perm) else op.Transpose(x, perm=perm)
+        y = op.LayerNormalization(rows, scale, shift, axis=x.rank - len(axes), epsilon=epsilon)
+        return y if is_identity(perm) else op.Transpose(y, perm=inverse(perm))
+
+
+class FuseInstanceNormalization(_FuseNormalization):
+    """(x - m) / sqrt(var + eps) * scale + bias -> instancenormalization(x, scale, bias)  over all spatial axes."""
+
+    examples = (
+        "agraph (float[N,3,4,5] x) => (float[N,3,4,5] y) <int64[2] i = {2,3}, float e = {0.125}, "
+        "float[3,1,1] g = {1,2,3}, "
+        "float[1,3,1,1] b = {3,2,1}> { m = ReduceMean(x, i) c = Sub(x, m) p = Mul(c, c) v = ReduceMean(p, "
+        "i) a = Add(v, e) "
+        "d = Sqrt(a) n = Div(c, d) s = Mul(n, g) y = Add(s, b) }",
+        "agraph (float[N,3,4] x) => (float[N,3,4] y) <int64[1] i = {-1}, float e = {0.125}, float[3,1] g = "
+        "{1,2,3}> "
+        "{ m = GlobalAveragePool(x) p = Mul(x, x) q = ReduceMean(p, i) t = Mul(m, m) v = Sub(q, t) a = "
+        "Add(v, e) d = Sqrt(a) "
+        "k = Reciprocal(d) f = Mul(g, k) c = Sub(x, m) y = Mul(f, c) }",
+        "agraph (float[N,2,3,4] x) => (float[N,2,3,4] y) <int64[2] i = {2,3}, float e = {0.125}> { m = "
+        "ReduceMean(x, i) "
+        "c = Sub(x, m) p = Mul(c, c) v = ReduceMean(p, i) a = Add(v, e) d = Sqrt(a) y = Div(c, d) }",
+    )
+
+    def varying(self, reader: Reader, normal: _Normal) -> tuple[int, ...] | None:
+        rank = rank_of(reader, normal.x)
+        return (1,) if rank > 2 and normal.axes == tuple(range(2, rank)) else None
+
+    def target(self, op: Op, region: Region, x: Val, *given: Val) -> Any:
+        _, epsilon, sizes, scaled, shifted = region.data
+        scale = _spread(op, given[0], (1,), x.rank, sizes) if scaled else _filled(op, 1.0, sizes)
+        shift = _spread(op, given[-1], (1,), x.rank, sizes) if shifted else _filled(op, 0.0, sizes)
+        return op.InstanceNormalization(x, scale, shift, epsilon=epsilon)
+
+
+# Rotary embeddings, nearest neighbours
+
+
+def _twice(reader: Reader, value: Value) -> bool:
+    """Whether the last dimension of a value is made of the same half twice: functions of concat(f, f)."""
+    for _ in range(8):
+        node = reader.producer(value)
+        if node is None:
+            array = reader.val(value).array_or_none if reader.is_const(value) else None
+            if array is None or array.ndim == 0 or array.shape[-1] % 2:
+                return False
+            first, second = np.split(array, 2, axis=-1)
+            return bool(np.array_equal(first, second))
+        rank = node.types[0].rank
+        if rank is None or rank == 0:
+            return False
+        if node.op == "Concat":
+            return (
+                len(node.inputs) == 2 and node.inputs[0] == node.inputs[1] and axis_of(node, rank) == rank - 1
+            )
+        if node.op == "Mul":
+            scaled = [a for a, c in _operands(node) if _number(reader, c, a) is not None]
+            if not scaled:
+                return False
+            value = scaled[0]
+        elif node.op == "Unsqueeze":
+            axes = ints_input(reader, node, 1) or ()
+            if rank - 1 in fronts(axes, rank):
+                return False
+            value = node.inputs[0]
+        elif is_unary(node):
+            value = node.inputs[0]
+        else:
+            return False
+    return False
+
+
+class FuseRotaryEmbedding(RegionRule):
+    """x * [c|c] + [-x2|x1] * [s|s] -> rotaryembedding(x, c, s)  for x = [x1|x2] of four dimensions.
+
+    As `rotate_half` has it in transformers.
+    """
+
+    dtypes = _FLOAT
+    anchors = ("Add",)
+    reads_from = ("Mul",)
+    examples = (
+        "agraph (float[2,3,5,4] x, float[2,5,2] f) => (float[2,3,5,4] y) <int64[1] i = {1}, int64[1] z = "
+        "{0}, int64[1] h = {2}, "
+        "int64[1] e = {9223372036854775807}, int64[1] l = {3}> { d = Concat<axis=-1>(f, f) a = Cos(d) b = "
+        "Sin(d) "
+        "c = Unsqueeze(a, i) s = Unsqueeze(b, i) p = Slice(x, z, h, l) q = Slice(x, h, e, l) n = Neg(q) r = "
+        "Concat<axis=-1>(n, p) "
+        "u = Mul(x, c) v = Mul(r, s) y = Add(u, v) }",
+        "agraph (float[N,3,5,4] x, float[N,5,2] f, float[N,5,2] g) => (float[N,3,5,4] y) <int64[1] i = {1}, "
+        "int64[2] k = {2,2}> "
+        "{ d = Concat<axis=2>(f, f) t = Concat<axis=2>(g, g) c = Unsqueeze(d, i) s = Unsqueeze(t, i) "
+        "p, q = Split<axis=-1>(x, k) n = Neg(q) r = Concat<axis=3>(n, p) v = Mul(s, r) u = Mul(c, x) y = "
+        "Add(v, u) }",
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        if node.types[0].rank != 4:
+            return None
+        for straight, crossed in _operands(node):
+            for turned, sine in _operands(_made(reader, crossed, "Mul")):
+                x = self._turned(reader, turned)
+                if x is None:
+                    continue
+                for same, cosine in _operands(_made(reader, straight, "Mul")):
+                    if same == x:
+                        self._check(reader, x, cosine, sine)
+                        inputs = (x, cosine, sine)
+                        return Region(node.outputs, inputs, _between(reader, node.outputs[0], inputs))
+        return None
+
+    @staticmethod
+    def _turned(reader: Reader, value: Value) -> Value | None:
+        """[x1|x2], if a value is [-x2|x1]."""
+        concat = _made(reader, value, "Concat")
+        if concat is None or len(concat.inputs) != 2 or axis_of(concat, 4) != 3:
+            return None
+        neg = _made(reader, concat.inputs[0], "Neg")
+        first = piece(reader, concat.inputs[1])
+        second = None if neg is None else piece(reader, neg.inputs[0])
+        if first is None or second is None or not first.kept or not second.kept:
+            return None
+        halves = (first.start, first.length, second.start) == (0, second.length, first.length)
+        same = first.source == second.source and first.axis == second.axis == 3
+        whole = reader.type(first.source).shape
+        return (
+            first.source if same and halves and whole is not None and whole[3] == 2 * first.length else None
+        )
+
+    @staticmethod
+    def _check(reader: Reader, x: Value, cosine: Value, sine: Value) -> None:
+        """Refuse angles that RotaryEmbedding does not take."""
+        shape = reader.type(x).shape or ()
+        wanted = (shape[0], 1, shape[2], shape[3])
+        for angle in (cosine, sine):
+            require(same_dims(reader.type(angle).shape, wanted), "the angles are not those of each position")
+            require(_twice(reader, angle), "the two halves have other angles")
+
+    def target(self, op: Op, region: Region, x: Val, cosine: Val, sine: Val) -> Any:
+        half = x.size(3) // 2
+        tables = [op.Squeeze(op.Slice(v, [0], [half], [3]), [1]) for v in (cosine, sine)]
+        return op.RotaryEmbedding(x, *tables)
+
+
+class FuseNearestResize(RegionRule):
+    """reshape(expand(reshape(x))) -> resize(x)  to nearest neighbours, when each pixel is repeated;  Tile alike."""
+
+    proof = "numeric"
+    relies_on = "the nearest neighbour by rounding down repeats each pixel"
+    dtypes = _FLOAT
+    anchors = ("Reshape",)
+    reads_from = ("Expand", "Tile")
+    examples = (
+        "agraph (float[1,2,3,4] x) => (float[1,2,6,12] y) <int64[6] a = {1,2,3,1,4,1}, int64[6] b = "
+        "{1,2,3,2,4,3}, "
+        "int64[4] c = {1,2,6,12}> { r = Reshape(x, a) e = Expand(r, b) y = Reshape(e, c) }",
+        "agraph (float[N,2,3,4] x) => (float[N,2,6,4] y) <int64[2] a = {3,5}, int64[6] b = {1,1,1,2,1,1}, "
+        "int64[4] c = {-1,2,6,4}> { r = Unsqueeze(x, a) e = Tile(r, b) y = Reshape(e, c) }",
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        repeat = _made(reader, node.inputs[0], "Expand", "Tile")
+        view = None if repeat is None else _made(reader, repeat.inputs[0], *VIEWS)
+        if repeat is None or view is None or node.types[0].rank != 4:
+            return None
+        x = view.inputs[0]
+        shapes = [reader.type(v).shape for v in (x, view.outputs[0], repeat.outputs[0], node.outputs[0])]
+        if any(s is None for s in shapes):
+            return None
+        before, cut, repeated, after = (s or () for s in shapes)
+        times = ints_input(reader, repeat, 1) if repeat.op == "Tile" else None
+        if times is not None:  # what is known of the result is less than what is known of the input
+            repeated = tuple(
+                d * t if isinstance(d, int) else d if t == 1 else None for d, t in zip(cut, times)
+            )
+        if len(before) != 4 or len(cut) != 6:
+            return None
+        n, c, h, w = before
+        require(same_dims(cut, (n, c, h, 1, w, 1)), "it is not cut into pixels")
+        rows, columns = repeated[3], repeated[5]
+        sizes = tuple(d for d in (rows, columns, h, w) if isinstance(d, int))
+        if len(sizes) < 4:
+            return None
+        require(same_dims(repeated, (n, c, h, rows, w, columns)), "something else is repeated")
+        require(
+            same_dims(after, (n, c, sizes[0] * sizes[2], sizes[1] * sizes[3])), "it is not put together again"
+        )
+        nodes = _between(reader, node.outputs[0], (x,))
+        return Region(node.outputs, (x,), nodes, (rows, columns))
+
+    def target(self, op: Op, region: Region, x: Val) -> Any:
+        scales = np.array([1, 1, *region.data], np.float32)
+        return op.Resize(
+            x, None, scales, mode="nearest", coordinate_transformation_mode="asymmetric", nearest_mode="floor"
+        )
+
+
+# Powers, quotients, signs
+
+
+class _ReplacePower(Rule):
+    """x to the power of one number."""
+
+    dtypes = _WIDE
+    shapes = "x[...]:float c[...]:const"
+    exponent = 2.0
+
+    def source(self, op: Op, x: Any, c: Any) -> Any:
+        return op.Pow(x, c)
+
+    def where(self, m: Captures, x: Val, c: Val) -> None:
+        _require_number(c, self.exponent, x)
+
+
+class ReplacePowByProduct(_ReplacePower):
+    """x ^ 2 -> x * x."""
+
+    def target(self, op: Op, x: Val, c: Val) -> Any:
+        return op.Mul(x, x)
+
+
+class ReplacePowBySqrt(_ReplacePower):
+    """x ^ 0.5 -> sqrt(x).
+
+    Of minus infinity the left side is infinite, the right side NaN.
+    """
+
+    spreads = True
+    exponent = 0.5
+
+    def target(self, op: Op, x: Val, c: Val) -> Any:
+        return op.Sqrt(x)
+
+
+class ReplacePowByReciprocal(_ReplacePower):
+    """x ^ -1 -> 1 / x."""
+
+    exponent = -1.0
+
+    def target(self, op: Op, x: Val, c: Val) -> Any:
+        return op.Reciprocal(x)
+
+
+class ReplaceDivByReciprocal(Rule):
+    """x / y -> x * (1 / y)  when y is smaller, and repeated along x."""
+
+    dtypes = _WIDE
+    shapes = "x[...]:float y[...]:float"
+
+    examples = (
+        "agraph (float[N,3] x, float[N,1] z) => (float[N,3] y) { y = Div(x, z) }",
+        "agraph (float[2,3,4] x, float[4] z) => (float[2,3,4] y) { y = Div(x, z) }",
+        "agraph (double[2,3] x, double z) => (double[2,3] y) { y = Div(x, z) }",
+    )
+
+    def source(self, op: Op, x: Any, y: Any) -> Any:
+        return op.Div(x, y)
+
+    def where(self, m: Captures, x: Val, y: Val) -> None:
+        worthwhile(not x.const and not y.const, "an operand is constant")
+        worthwhile(_repeats(y.shape, x.shape), "the divisor is not smaller")
+
+    def target(self, op: Op, x: Val, y: Val) -> Any:
+        return op.Mul(x, op.Reciprocal(y))
+
+
+def _repeats(small: tuple[Dim, ...], large: tuple[Dim, ...]) -> bool:
+    """Whether a shape has a 1, or nothing, where another has more."""
+    padded = (1,) * (len(large) - len(small)) + small
+    aligned = len(padded) == len(large) and all(a == b or a == 1 for a, b in zip(padded, large))
+    return aligned and any(a == 1 and b != 1 for a, b in zip(padded, large))
+
+
+class ReplaceReciprocalByDiv(Rule):
+    """x * (1 / y) -> x / y  for x and y of one shape."""
+
+    dtypes = _WIDE
+    shapes = "x[...]:float y[...]:float"
+
+    def source(self, op: Op, x: Any, y: Any) -> Any:
+        return op.Mul(x, op.Reciprocal(y))
+
+    def where(self, m: Captures, x: Val, y: Val) -> None:
+        worthwhile(same_dims(x.type.shape, y.type.shape), "the shapes differ")
+
+    def target(self, op: Op, x: Val, y: Val) -> Any:
+        return op.Div(x, y)
+
+
+class ReplaceDivOfOne(Rule):
+    """1 / x -> reciprocal(x)."""
+
+    dtypes = _WIDE
+    shapes = "c[...]:const x[...]:float"
+
+    def source(self, op: Op, c: Any, x: Any) -> Any:
+        return op.Div(c, x)
+
+    def where(self, m: Captures, c: Val, x: Val) -> None:
+        _require_number(c, 1.0, x)
+
+    def target(self, op: Op, c: Val, x: Val) -> Any:
+        return op.Reciprocal(x)
+
+
+class ReplaceAddOfNegBySub(Rule):
+    """x + (-y) -> x - y."""
+
+    dtypes = FLOATS | {DType.INT32, DType.INT64}
+
+    def source(self, op: Op, x: Any, y: Any) -> Any:
+        return op.Add(x, op.Neg(y))
+
+    def target(self, op: Op, x: Val, y: Val) -> Any:
+        return op.Sub(x, y)
+
+
+class ReplaceSubOfNegByAdd(Rule):
+    """x - (-y) -> x + y."""
+
+    dtypes = FLOATS | {DType.INT32, DType.INT64}
+
+    def source(self, op: Op, x: Any, y: Any) -> Any:
+        return op.Sub(x, op.Neg(y))
+
+    def target(self, op: Op, x: Val, y: Val) -> Any:
+        return op.Add(x, y)
+
+
+class ReplaceNegByMul(Rule):
+    """-x -> x * -1, so that it can be folded as a factor."""
+
+    dtypes = _WIDE
+    shapes = "x[...]:float"
+
+    def source(self, op: Op, x: Any) -> Any:
+        return op.Neg(x)
+
+    def target(self, op: Op, x: Val) -> Any:
+        return op.Mul(x, -1.0)
+
+
+class ReplaceMulByNeg(Rule):
+    """x * -1 -> -x."""
+
+    dtypes = _WIDE
+    shapes = "x[...]:float c[...]:const"
+
+    def source(self, op: Op, x: Any, c: Any) -> Any:
+        return op.Mul(x, c)
+
+    def where(self, m: Captures, x: Val, c: Val) -> None:
+        _require_number(c, -1.0, x)
+
+    def target(self, op: Op, x: Val, c: Val) -> Any:
+        return op.Neg(x)
+
+
+class RemoveNegOfSquare(RegionRule):
+    """(-x) * (-x) -> x * x;  (-x)^2 alike."""
+
+    dtypes = FLOATS | {DType.INT32, DType.INT64}
+    anchors = ("Mul", "Pow")
+    reads_from = ("Neg",)
+    examples = (
+        "agraph (float[N,3] x) => (float[N,3] y) { n = Neg(x) y = Mul(n, n) }",
+        "agraph (float[2,3] x) => (float[2,3] y) { t = Constant<value_float=2.0>() n = Neg(x) y = Pow(n, t) "
+        "}",
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        base = _square(reader, node.outputs[0])
+        neg = None if base is None else _made(reader, base, "Neg")
+        return None if neg is None else Region(node.outputs, neg.inputs, (node, neg))
+
+    def target(self, op: Op, region: Region, x: Val) -> Any:
+        return op.Mul(x, x)
+
+
+# Conditions and casts
+
+
+class ReplaceCastLike(Rule):
+    """castlike(x, y) -> cast(x)  to y's element type."""
+
+    proof = "numeric"
+    relies_on = "a cast depends on the element type alone"
+    shapes = "x y | x:int y:float | x:float y:int | x:bool y:float | x:int y:bool"
+
+    def source(self, op: Op, x: Any, y: Any) -> Any:
+        return op.CastLike(x, y, saturate="saturate")
+
+    def where(self, m: Captures, x: Val, y: Val) -> None:
+        worthwhile(y.dtype != DType.UNDEFINED, "the element type is not known")
+
+    def target(self, op: Op, m: Captures, x: Val, y: Val) -> Any:
+        return op.Cast(x, to=int(y.dtype), saturate=m.saturate)
+
+
+class RemoveConstantWhere(Rule):
+    """where(true, x, y) -> x,  where(false, x, y) -> y."""
+
+    shapes = "c[...]:const:bool x[...] y[...]"
+
+    def source(self, op: Op, c: Any, x: Any, y: Any) -> Any:
+        return op.Where(c, x, y)
+
+    def where(self, m: Captures, c: Val, x: Val, y: Val) -> None:
+        require(c.uniform is not None, "the condition is not the same everywhere")
+        chosen, other = (x, y) if c.uniform else (y, x)
+        for v in (c, other):
+            require(keeps_shape(chosen.type.shape, v.type.shape), "it may broadcast")
+
+    def target(self, op: Op, c: Val, x: Val, y: Val) -> Any:
+        return x if c.uniform else y
+
+
+class ReplaceWhereByCast(Rule):
+    """where(c, 1, 0) -> cast(c),  where(c, 0, 1) -> cast(not c)."""
+
+    proof = "numeric"
+    relies_on = "a boolean is cast to 0 or 1"
+    shapes = "c[...]:bool a[...]:const b[...]:const"
+
+    dtypes = FLOATS | {DType.INT32, DType.INT64}
+    examples = (
+        "agraph (bool[N,3] c) => (float[N,3] y) { z = Constant<value_float=0.0>() one = "
+        "Constant<value_float=1.0>() "
+        "y = Where(c, one, z) }",
+        "agraph (bool[N,3] c) => (int64[N,3] y) <int64[1] z = {0}, int64 one = {1}> { y = Where(c, z, one) }",
+    )
+
+    def source(self, op: Op, c: Any, a: Any, b: Any) -> Any:
+        return op.Where(c, a, b)
+
+    def where(self, m: Captures, c: Val, a: Val, b: Val) -> None:
+        require((a.uniform, b.uniform) in ((1, 0), (0, 1)), "the constants are not 1 and 0")
+        for v in (a, b):
+            require(keeps_shape(c.type.shape, v.type.shape), "it may broadcast")
+
+    def target(self, op: Op, c: Val, a: Val, b: Val) -> Any:
+        return op.Cast(c if a.uniform else op.Not(c), to=int(a.dtype))
+
+
+class FlipWhere(Rule):
+    """where(not c, x, y) -> where(c, y, x)."""
+
+    shapes = "c[...]:bool x[...] y[...]"
+
+    def source(self, op: Op, c: Any, x: Any, y: Any) -> Any:
+        return op.Where(op.Not(c), x, y)
+
+    def target(self, op: Op, c: Val, x: Val, y: Val) -> Any:
+        return op.Where(c, y, x)
+
+
+_ORDERED = frozenset({DType.FLOAT, DType.DOUBLE, DType.INT32, DType.INT64})
+
+
+class FuseLessOrEqual(Rule):
+    """x < y or x = y -> x <= y."""
+
+    proof = "numeric"
+    relies_on = "the definition of <="
+    shapes = "x[...] y[...]"
+
+    def source(self, op: Op, x: Any, y: Any) -> Any:
+        return op.Or(op.Less(x, y), op.Equal(x, y))
+
+    def where(self, m: Captures, x: Val, y: Val) -> None:
+        worthwhile(x.dtype in _ORDERED, "there is no kernel for this element type")
+
+    def target(self, op: Op, x: Val, y: Val) -> Any:
+        return op.LessOrEqual(x, y)
+
+
+class FuseGreaterOrEqual(FuseLessOrEqual):
+    """x > y or x = y -> x >= y."""
+
+    relies_on = "the definition of >="
+
+    def source(self, op: Op, x: Any, y: Any) -> Any:
+        return op.Or(op.Greater(x, y), op.Equal(x, y))
+
+    def target(self, op: Op, x: Val, y: Val) -> Any:
+        return op.GreaterOrEqual(x, y)
+
+
+_OPPOSITE = {
+    "Less": "GreaterOrEqual",
+    "GreaterOrEqual": "Less",
+    "Greater": "LessOrEqual",
+    "LessOrEqual": "Greater",
+}
+
+
+class PushNotIntoComparison(RegionRule):
+    """not (x < y) -> x >= y  for integers;  the other comparisons alike.
+
+    Of NaN neither is true, hence no floats.
+    """
+
+    proof = "numeric"
+    relies_on = "of two integers one is less, or they are equal"
+    anchors = ("Not",)
+    reads_from = tuple(_COMPARISONS)
+    examples = (
+        "agraph (int64[N,3] a, int64[3] b) => (bool[N,3] y) { c = Less(a, b) y = Not(c) }",
+        "agraph (int32[N,3] a, int32[N,3] b) => (bool[N,3] y) { c = GreaterOrEqual(a, b) y = Not(c) }",
+        "agraph (float[N,3] a, int64[N,3] i, int64 k) => (bool[N,3] y) { c = Greater(i, k) y = Not(c) }",
+        "agraph (float[N,3] a, float[3] b) => (bool[N,3] y) { c = LessOrEqual(a, b) y = Not(c) }",
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        compare = _made(reader, node.inputs[0], *_COMPARISONS)
+        if compare is None:
+            return None
+        require(reader.type(compare.inputs[0]).dtype not in FLOATS, "one of the two may be NaN")
+        worthwhile(
+            reader.type(compare.inputs[0]).dtype in _ORDERED, "there is no kernel for this element type"
+        )
+        return Region(node.outputs, compare.inputs, (node, compare), _OPPOSITE[compare.op])
+
+    def target(self, op: Op, region: Region, x: Val, y: Val) -> Any:
+        return op[region.data](x, y)
+
+
+_FUNCTIONS: dict[str, Callable[[Any, Any], Any]] = {
+    "Equal": np.equal,
+    "Less": np.less,
+    "LessOrEqual": np.less_equal,
+    "Greater": np.greater,
+    "GreaterOrEqual": np.greater_equal,
+}
+
+
+class FoldComparisonOfBool(RegionRule):
+    """cast(c) = 1 -> c,  cast(c) = 0 -> not c  for a boolean c;  the other comparisons with a number alike."""
+
+    proof = "numeric"
+    relies_on = "a boolean is cast to 0 or 1"
+    anchors = ("Equal", *_COMPARISONS)
+    reads_from = ("Cast",)
+    examples = (
+        "agraph (bool[N,3] c) => (bool[N,3] y) { one = Constant<value_int=1>() i = Cast<to=7>(c) y = "
+        "Equal(i, one) }",
+        "agraph (bool[N,3] c) => (bool[N,3] y) { z = Constant<value_float=0.0>() f = Cast<to=1>(c) y = "
+        "Equal(z, f) }",
+        "agraph (bool[N,3] c) => (bool[N,3] y) { h = Constant<value_float=0.5>() f = Cast<to=1>(c) y = "
+        "Greater(f, h) }",
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        function = _FUNCTIONS[node.op]
+        for place, other in ((0, 1), (1, 0)):
+            cast = _made(reader, node.inputs[place], "Cast")
+            number = _number(reader, node.inputs[other], node.inputs[place])
+            if cast is None or number is None:
+                continue
+            if (
+                reader.type(cast.inputs[0]).dtype != DType.BOOL
+                or cast.types[0].dtype not in FLOATS | INTEGERS
+            ):
+                continue
+            truth = tuple(bool(function(*((b, number) if place == 0 else (number, b)))) for b in (0.0, 1.0))
+            require(truth[0] != truth[1], "it is the same for both")
+            return Region(node.outputs, cast.inputs[:1], (node, cast), truth[1])
+        return None
+
+    def target(self, op: Op, region: Region, c: Val) -> Any:
+        return c if region.data else op.Not(c)
+
+
+# Shapes
+
+
+class RemoveExpandBeforeBroadcast(RegionRule):
+    """f(expand(x), y) -> f(x, y)  when broadcasting gives the same shape anyway;  Tile of dimensions of 1 alike."""
+
+    anchors = BROADCAST
+    reads_from = ("Expand", "Tile")
+    examples = (
+        "agraph (float[1,3] x, float[N,3] z) => (float[N,3] y) { o = Constant<value_ints=[1]>() s = Shape(z) "
+        "e = Expand(x, s) y = Add(e, z) }",
+        "agraph (float[3,1] x, float[2,3,4] z) => (float[2,3,4] y) { s = Constant<value_ints=[3,4]>() e = "
+        "Expand(x, s) y = Mul(z, e) }",
+        "agraph (float[3,1] x, float[2,3,4] z) => (float[2,3,4] y) { s = Constant<value_ints=[1,4]>() e = "
+        "Tile(x, s) y = Sub(e, z) }",
+        "agraph (bool[1,4] c, float[3,4] x, float[1] z) => (float[3,4] y) { s = Constant<value_ints=[3,4]>() "
+        "e = Expand(c, s) y = Where(e, x, z) }",
+        # Here it does not apply.
+        "agraph (float[1,3] x, float[1,3] z) => (float[2,3] y) { s = Constant<value_ints=[2,3]>() e = "
+        "Expand(x, s) y = Add(e, z) }",
+        "agraph (float[1,3] x, float[2,6] z) => (float[2,6] y) { s = Constant<value_ints=[2,2]>() e = "
+        "Tile(x, s) y = Add(e, z) }",
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        out = node.types[0].shape
+        for place, value in enumerate(node.inputs):
+            inner = _made(reader, value, "Expand", "Tile")
+            if inner is None or out is None:
+                continue
+            inputs = (*node.inputs[:place], inner.inputs[0], *node.inputs[place + 1 :])
+            before, after = reader.type(inner.inputs[0]).shape, inner.types[0].shape
+            if inner.op == "Tile":
+                require(before is not None and after is not None, "a rank is not known")
+                once = all(a == 1 or (a is not None and a == b) for a, b in zip(before or (), after or ()))
+                require(once, "a dimension is repeated")
+            shapes = [reader.type(v).shape for v in inputs]
+            require(all(s is not None for s in shapes), "a rank is not known")
+            require(_broadcast_to(out, [s or () for s in shapes]), "the shape would be another")
+            return Region(node.outputs, inputs, (node, inner), (node.op, node.attrs))
+        return None
+
+    def target(self, op: Op, region: Region, *inputs: Val) -> Any:
+        name, attrs = region.data
+        return op[name](*inputs, attrs=attrs)
+
+
+def _broadcast_to(out: tuple[Dim, ...], shapes: list[tuple[Dim, ...]]) -> bool:
+    """Whether, of shapes that broadcast, each dimension of the result stands in one of them."""
+    for i, dim in enumerate(reversed(out)):
+        dims = [s[-1 - i] for s in shapes if len(s) > i]
+        if dim is None or dim not in dims:
+            return False
+    return True
+
+
+class PushShapeUp(RegionRule):
+    """shape(f(x)) -> shape(x)  when f keeps the shape.
+
+    So that nothing but shapes depends on an inner value.
+    """
+
+    anchors = ("Shape",)
+    examples = (
+        "agraph (float[N,3] x) => (int64[2] y) { a = Relu(x) y = Shape(a) }",
+        "agraph (float[N,M] x, float[M] b) => (int64[1] y) { a = Add(b, x) y = Shape<start=0, end=1>(a) }",
+        "agraph (float[N,3] x) => (int64[2] y) { a = Softmax(x) y = Shape(a) }",
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        inner = reader.producer(node.inputs[0])
+        if inner is None or inner.const or inner.captured:
+            return None
+        shape = inner.types[inner.outputs.index(node.inputs[0])].shape
+        for value in inner.inputs:
+            if value != ABSENT and not reader.is_const(value) and same_dims(reader.type(value).shape, shape):
+                return Region(node.outputs, (value,), (node, inner), node.attrs)
+        return None
+
+    def target(self, op: Op, region: Region, x: Val) -> Any:
+        return op.Shape(x, attrs=region.data)
+
+
+RULES: tuple[AnyRule, ...] = (
+    ReplaceWhereByRelu(),
+    ReplaceWhereByPRelu(),
+    ReplaceWhereByElu(),
+    ReplaceWhereBySelu(),
+    ReplaceWhereByThresholdedRelu(),
+    ReplaceWhereByShrink(),
+    ReplaceMaxByClip(),
+    ReplaceMinByClip(),
+    RemoveNoopMax(),
+    ReplaceClipByRelu(),
+    ReplacePReluByLeakyRelu(),
+    FusePRelu(),
+    FuseLeakyReluFromMax(),
+    FuseSigmoid(),
+    ReplaceDivBySigmoid(),
+    FuseSoftsign(),
+    FuseCelu(),
+    FuseHardSwishFromScaled(),
+    FuseTanhGeluOfPolynomial(),
+    FuseSoftmax(),
+    FuseLogSoftmax(),
+    FuseReduceMean(),
+    FuseReduceSumSquare(),
+    FuseReduceL1(),
+    FuseReduceL2(),
+    FuseLayerNormalizationByMoments(),
+    FuseInstanceNormalization(),
+    FuseRotaryEmbedding(),
+    FuseNearestResize(),
+    ReplacePowByProduct(),
+    ReplacePowBySqrt(),
+    ReplacePowByReciprocal(),
+    ReplaceDivByReciprocal(),
+    ReplaceReciprocalByDiv(),
+    ReplaceDivOfOne(),
+    ReplaceAddOfNegBySub(),
+    ReplaceSubOfNegByAdd(),
+    ReplaceNegByMul(),
+    ReplaceMulByNeg(),
+    RemoveNegOfSquare(),
+    ReplaceCastLike(),
+    RemoveConstantWhere(),
+    ReplaceWhereByCast(),
+    FlipWhere(),
+    FuseLessOrEqual(),
+    FuseGreaterOrEqual(),
+    PushNotIntoComparison(),
+    FoldComparisonOfBool(),
+    RemoveExpandBeforeBroadcast(),
+    PushShapeUp(),
+)
+
+# Where the exponentials of these left sides overflow, the right sides are the numbers that were meant: a proof has to
+# make an exception for them.
+OVERFLOWING: tuple[AnyRule, ...] = (FuseSoftplus(), FuseTanh(), FuseUnshiftedSoftmax(), FuseLogOfSoftmax())

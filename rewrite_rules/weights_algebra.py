@@ -1,0 +1,722 @@
+"""Weights multiplied out when the model is written: tables, two linear layers in a row, factors moved to constants.
+
+Where a product of weights replaces a product at run time, the rounding differs as in any change of order. A factor that
+is moved may make intermediate numbers larger or smaller by that factor; only finite constants are moved.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from rewrite_rules.axes import axis_of, fronts, ints_input, rank_of
+from rewrite_rules.constants import slice_constant
+from rewrite_rules.elementwise import UNARY, given, keeps_shape, read_once
+from rewrite_rules.linear import flat
+from rewrite_rules.shapes import either
+from xrlflow.ir import ABSENT, FLOATS, Attrs, Dim, DType, Node, Value
+from xrlflow.ops.tensors import numpy_dtype
+from xrlflow.rewrite import AnyRule, Captures, Op, Reader, Region, RegionRule, Rule, Val, require, worthwhile
+
+_WIDE = frozenset({DType.FLOAT, DType.DOUBLE})
+
+# What is computed once, when the model is written: at most so many multiplications, and so many bytes of a result.
+_WORK = 1 << 32
+_BYTES = 1 << 26
+
+
+def _made(reader: Reader, value: Value, *ops: str) -> Node | None:
+    """The node that makes a value, if it is one of these operators and runs."""
+    node = reader.producer(value)
+    return node if node is not None and node.op in ops and not node.const else None
+
+
+def _factor(reader: Reader, value: Value, beside: Value) -> bool:
+    """Whether a value is a constant of one element that leaves the shape of what stands beside it."""
+    type = reader.type(value)
+    single = type.const and type.shape is not None and all(d == 1 for d in type.shape)
+    return single and keeps_shape(reader.type(beside).shape, type.shape)
+
+
+# Tables
+
+
+class PushGatherThroughMatMul(Rule):
+    """table[i] @ w -> (table @ w)[i]  for a constant table and matrix, when the product is no large table."""
+
+    dtypes = _WIDE
+    shapes = "t[v,d]:const i[...]:int w[d,n]:const"
+
+    def source(self, op: Op, t: Any, i: Any, w: Any) -> Any:
+        return op.MatMul(op.Gather(t, i), w)
+
+    def where(self, m: Captures, t: Val, i: Val, w: Val) -> None:
+        rows, columns = t.size(0), w.size(1)
+        worthwhile(rows * columns * t.dtype.bits // 8 <= _BYTES, "the table would be large")
+        worthwhile(rows * columns * t.size(1) <= _WORK, "multiplying the table out would take long")
+
+    def target(self, op: Op, t: Val, i: Val, w: Val) -> Any:
+        return op.Gather(op.MatMul(t, w), i)
+
+
+# A table that is cast is as well cast after the look-up, when it is small.
+_FUNCTIONS = tuple(op for op in UNARY if op != "Cast")
+_ALONG_ROWS = ("Softmax", "LayerNormalization", "RMSNormalization")
+
+
+class PushGatherThroughFunction(RegionRule):
+    """f(table[i], c) -> f(table, c)[i]  for f element by element, or along rows, and c constant.
+
+    c is one number or one for each column; Softmax and the normalisations over the last axis count as functions along
+    rows.
+    """
+
+    anchors = (*_FUNCTIONS, "Add", "Mul", "Sub", "Div", *_ALONG_ROWS)
+    reads_from = ("Gather",)
+    dtypes = _WIDE
+    examples = (
+        "agraph (int64[N,5] i) => (float[N,5,2] y) <float[3,2] t = {1,2,3,4,5,6}> { g = Gather(t, i) y = "
+        "Tanh(g) }",
+        "agraph (int64[N,5] i) => (float[N,5,2] y) <float[3,2] t = {1,2,3,4,5,6}, float[2] c = {7,8}> "
+        "{ g = Gather(t, i) y = Add(c, g) }",
+        "agraph (int32[5] i) => (float[5,2] y) <float[3,2] t = {1,2,3,4,5,6}, float[1,2] c = {7,8}> "
+        "{ g = Gather(t, i) y = Div(g, c) }",
+        "agraph (int64[N,5] i) => (float[N,5,2] y) <float[3,2] t = {1,2,3,4,5,6}, float[2] s = {7,8}, "
+        "float[2] b = {2,1}> "
+        "{ g = Gather(t, i) y = LayerNormalization<epsilon=0.125>(g, s, b) }",
+        "agraph (int64[N,5] i) => (float[N,5,2] y) <float[3,2] t = {1,2,3,4,5,6}, float c = {0.5}> "
+        "{ g = Gather(t, i) y = Mul(g, c) }",
+        "agraph (int64[N] i) => (float[N,2] y) <float[3,2] t = {1,2,3,4,5,6}> { g = Gather(t, i) y = "
+        "Softmax(g) }",
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        if len(node.outputs) > 1:
+            return None
+        for place, value in enumerate(node.inputs):
+            gather = None if value == ABSENT else _made(reader, value, "Gather")
+            if gather is None or not reader.is_const(gather.inputs[0]):
+                continue
+            table = reader.val(gather.inputs[0])
+            rank = rank_of(reader, value)
+            worthwhile(table.rank == 2, "it is no table of rows")
+            require(axis_of(gather, 2) == 0, "it takes columns")
+            others = [v for k, v in enumerate(node.inputs) if k != place]
+            if node.op in _ALONG_ROWS:
+                require(axis_of(node, rank, -1) == rank - 1, "the axis is not the last")
+                require(place == 0, "it is a parameter")
+            for v in given(tuple(others)):
+                constant = reader.is_const(v) and self._fits(reader.type(v).shape, table.shape[1], rank)
+                require(constant, "an operand is not constant, or not one number per column")
+            worthwhile(read_once(reader, value), "the rows are read elsewhere")
+            worthwhile(prod(table.sizes) * table.dtype.bits // 8 <= _BYTES, "the table is large")
+            attrs = Attrs({k: v for k, v in node.attrs.items() if k != "axis"})
+            data = (node.op, attrs, place, gather.attrs)
+            return Region(node.outputs, (*gather.inputs, *others), (node, gather), data)
+        return None
+
+    @staticmethod
+    def _fits(shape: tuple[Dim, ...] | None, columns: Dim, rank: int) -> bool:
+        """Whether an operand is one number, or one for each column, and adds no dimension."""
+        if shape is None or len(shape) > rank:
+            return False
+        return not shape or (shape[-1] in (1, columns) and all(d == 1 for d in shape[:-1]))
+
+    def target(self, op: Op, region: Region, table: Val, index: Val, *others: Val | None) -> Any:
+        name, attrs, place, gather = region.data
+        operands = [v if v is None or v.rank < 2 else flat(op, v) for v in others]
+        operands.insert(place, table)
+        return op.Gather(op[name](*operands, attrs=attrs), index, attrs=gather)
+
+
+class ReplaceOneHotByGather(RegionRule):
+    """cast(i = [0, 1, ..., n-1]) @ w -> [w; 0][i]  for integers i and a constant matrix w of n rows.
+
+    An i out of range gives zeros: it is sent to a row of zeros behind the last.
+    """
+
+    anchors = ("MatMul",)
+    reads_from = ("Cast",)
+    dtypes = _WIDE
+    examples = (
+        "agraph (int64[N,5,1] i) => (float[N,5,2] y) <int64[3] r = {0,1,2}, float[3,2] w = {1,2,3,4,5,6}> "
+        "{ e = Equal(i, r) h = Cast<to=1>(e) y = MatMul(h, w) }",
+        "agraph (int32[4,1] i) => (float[4,2] y) <int32[1,4] r = {0,1,2,3}, float[4,2] w = "
+        "{1,2,3,4,5,6,7,8}> "
+        "{ e = Equal(r, i) h = Cast<to=1>(e) y = MatMul(h, w) }",
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        hot, w = node.inputs
+        cast = _made(reader, hot, "Cast")
+        equal = None if cast is None else _made(reader, cast.inputs[0], "Equal")
+        if cast is None or equal is None or not reader.is_const(w):
+            return None
+        rows = reader.val(w).size(0)
+        require(reader.val(w).rank == 2, "the weight is no matrix")
+        for index, counted in (equal.inputs, equal.inputs[::-1]):
+            if not reader.is_const(counted):
+                continue
+            numbers, i = reader.val(counted), reader.val(index)
+            require(i.dtype in (DType.INT32, DType.INT64), "the index is no integer")
+            require(
+                i.rank >= 2 and i.shape[-1] == 1 and numbers.rank <= i.rank, "the index is not one number"
+            )
+            counts = numbers.array.reshape(-1)
+            require(counts.size == rows and numbers.size(-1) == rows, "the numbers are not those of the rows")
+            require(np.array_equal(counts, np.arange(rows)), "the numbers are not counted from 0")
+            worthwhile(read_once(reader, hot) and read_once(reader, cast.inputs[0]), "it is read elsewhere")
+            return Region(node.outputs, (index, w), (node, cast, equal))
+        return None
+
+    def target(self, op: Op, region: Region, index: Val, w: Val) -> Any:
+        rows, columns = w.sizes
+        zeros = op.Expand(np.zeros((1, 1), numpy_dtype(w.dtype)), [1, columns])
+        table = op.Concat(w, zeros, axis=0)
+        i = op.Squeeze(index, [-1])
+        known = op.And(op.GreaterOrEqual(i, 0), op.Less(i, rows))
+        return op.Gather(table, op.Where(known, i, op.Cast(np.array(rows), to=int(index.dtype))))
+
+
+# Two linear layers in a row
+
+
+class FoldGemmIntoGemm(Rule):
+    """gemm(gemm(x, v, b), w, c) -> gemm(x, v w, b w + c)  for constant weights."""
+
+    spreads = True
+    dtypes = _WIDE
+    optional = ("b", "c")
+    shapes = either(
+        "x[a,k]",
+        ("v[k,m]:const", "v[m,k]:const"),
+        ("b[m]:const", "b[1,m]:const"),
+        ("w[m,n]:const", "w[n,m]:const"),
+        ("c[n]:const", "c[1,n]:const"),
+    )
+
+    def source(self, op: Op, x: Any, v: Any, b: Any, w: Any, c: Any) -> Any:
+        return op.Gemm(op.Gemm(x, v, b, transB="t"), w, c, transB="u")
+
+    def where(self, m: Captures, x: Val, v: Val, b: Val | None, w: Val, c: Val | None) -> None:
+        worthwhile(prod(v.sizes) * w.size(0 if m.u else 1) <= _WORK, "it would take long")
+
+    def target(self, op: Op, m: Captures, x: Val, v: Val, b: Val | None, w: Val, c: Val | None) -> Any:
+        first = op.Transpose(v) if m.t else v
+        second = op.Transpose(w) if m.u else w
+        bias = c
+        if b is not None:
+            moved = op.MatMul(b, second)
+            bias = moved if c is None else op.Add(moved, c)
+        return op.Gemm(x, op.MatMul(first, second), bias)
+
+
+# The affine part of a normalisation
+
+
+@dataclass(frozen=True, slots=True)
+class _Affine:
+    """A normalisation and its readers: operators and attributes, whether there is a shift, whether each has a bias."""
+
+    op: str
+    attrs: Attrs
+    shifted: bool
+    readers: tuple[tuple[str, Attrs, bool], ...]
+
+
+class FoldAffineIntoReaders(RegionRule):
+    """layernorm(x, s, b) @ w -> layernorm(x, 1) @ (s^T * w) + b @ w  for all readers, MatMul or Gemm.
+
+    RMSNormalization alike. The normalisations of one tensor become one, and the shift meets the reader's bias.
+    """
+
+    anchors = ("LayerNormalization", "RMSNormalization")
+    dtypes = frozenset({DType.FLOAT})
+    examples = (
+        "agraph (float[N,5,2] x) => (float[N,5,3] y, float[N,5,1] z) <float[2] s = {1,2}, float[2] b = "
+        "{3,4}, "
+        "float[2,3] w = {1,2,3,4,5,6}, float[2,1] v = {7,8}> "
+        "{ n = LayerNormalization(x, s, b) y = MatMul(n, w) z = MatMul(n, v) }",
+        "agraph (float[5,2] x) => (float[5,3] y) <float[2] s = {1,2}, float[2] b = {3,4}, "
+        "float[3,2] w = {1,2,3,4,5,6}, float[3] c = {1,-1,2}> "
+        "{ n = LayerNormalization<epsilon=0.125>(x, s, b) y = Gemm<transB=1, alpha=0.5, beta=2.0>(n, w, c) }",
+        "agraph (float[N,5,2] x) => (float[N,5,3] y) <float[2] s = {1,2}, float[2,3] w = {1,2,3,4,5,6}> "
+        "{ n = RMSNormalization(x, s) y = MatMul(n, w) }",
+        "agraph (float[5,2] x) => (float[5,3] y) <float[2] s = {1,2}, float[2] b = {3,4}, float[2,3] w = "
+        "{1,2,3,4,5,6}> "
+        "{ n = LayerNormalization(x, s, b) y = Gemm(n, w) }",
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        out = node.outputs[0]
+        if len(node.outputs) > 1 or reader.is_output(out):
+            return None
+        users = reader.users(out)
+        if not users or any(u.op not in ("MatMul", "Gemm") for u in users):
+            return None
+        x, scale, *rest = node.inputs
+        shifts = [v for v in rest if v != ABSENT]
+        rank = rank_of(reader, x)
+        worthwhile(axis_of(node, rank, -1) == rank - 1, "the axis is not the last")
+        parameters = [scale, *shifts]
+        worthwhile(all(reader.is_const(v) for v in parameters), "the scale or the shift is not constant")
+        sizes = {reader.val(v).sizes for v in parameters}
+        require(len(sizes) == 1 and len(next(iter(sizes))) == 1, "it is not one number per column")
+        worthwhile(shifts or reader.val(scale).uniform != 1, "there is nothing to fold")
+        (width,) = next(iter(sizes))
+        inputs = [x, *parameters]
+        forms = []
+        for user in users:
+            y, w, *more = user.inputs
+            require(y == out and w != out and out not in more, "a reader has it as a weight or a bias")
+            require(not user.attrs.get("transA"), "a reader transposes it")
+            require(reader.is_const(w) and reader.val(w).rank == 2, "a reader has no constant matrix")
+            require(reader.val(w).size(1 if user.attrs.get("transB") else 0) == width, "the sizes differ")
+            biases = [v for v in more if v != ABSENT]
+            inputs += [w, *biases]
+            forms.append((user.op, user.attrs, bool(biases)))
+        data = _Affine(node.op, node.attrs, bool(shifts), tuple(forms))
+        return Region(tuple(u.outputs[0] for u in users), tuple(inputs), (node, *users), data)
+
+    def target(self, op: Op, region: Region, x: Val, scale: Val, *given: Val) -> Any:
+        affine: _Affine = region.data
+        rest = list(given)
+        shift = rest.pop(0) if affine.shifted else None
+        ones = op.Expand(np.ones(1, numpy_dtype(scale.dtype)), list(scale.sizes))
+        normal = op[affine.op](x, ones, attrs=affine.attrs)
+        results = []
+        for name, attrs, biased in affine.readers:
+            w = rest.pop(0)
+            bias: Any = rest.pop(0) if biased else None
+            transposed = bool(attrs.get("transB"))
+            weight = op.Mul(w, op.Reshape(scale, [1, -1] if transposed else [-1, 1]))
+            moved = None
+            if shift is not None:
+                moved = op.MatMul(shift, op.Transpose(w) if transposed else w)
+            if name == "MatMul":
+                y = op.MatMul(normal, weight)
+                results.append(y if moved is None else op.Add(y, moved))
+                continue
+            if moved is None:
+                results.append(op.Gemm(normal, weight, bias, attrs=attrs))
+                continue
+            alpha, beta = attrs.get("alpha", 1.0), attrs.get("beta", 1.0)
+            if alpha != 1.0:
+                moved = op.Mul(moved, alpha)
+            if bias is not None:
+                moved = op.Add(moved, bias if beta == 1.0 else op.Mul(bias, beta))
+            results.append(op.Gemm(normal, weight, moved, attrs=attrs, beta=None))
+        return results
+
+
+class FoldScaleIntoNormalization(Rule):
+    """layernorm(x, g, b) * s -> layernorm(x, g * s, b * s)  with s constant, one number or one per column."""
+
+    dtypes = _WIDE
+    optional = ("b",)
+    shapes = either("x[...,d] g[d]:const b[d]:const", ("s[d]:const", "s[]:const", "s[1]:const"))
+
+    def source(self, op: Op, x: Any, g: Any, b: Any, s: Any) -> Any:
+        return op.Mul(op.LayerNormalization(x, g, b, attrs="a"), s)
+
+    def target(self, op: Op, m: Captures, x: Val, g: Val, b: Val | None, s: Val) -> Any:
+        return op.LayerNormalization(x, op.Mul(g, s), None if b is None else op.Mul(b, s), attrs=m.a)
+
+
+class FoldBiasIntoNormalization(Rule):
+    """layernorm(x, g, b) + c -> layernorm(x, g, b + c)  with c constant, one number or one per column."""
+
+    dtypes = _WIDE
+    optional = ("b",)
+    shapes = either("x[...,d] g[d]:const b[d]:const", ("c[d]:const", "c[]:const", "c[1]:const"))
+
+    def source(self, op: Op, x: Any, g: Any, b: Any, c: Any) -> Any:
+        return op.Add(op.LayerNormalization(x, g, b, attrs="a"), c)
+
+    def target(self, op: Op, m: Captures, x: Val, g: Val, b: Val | None, c: Val) -> Any:
+        shift = op.Add(b, c) if b is not None else op.Expand(flat(op, c), list(g.sizes))
+        return op.LayerNormalization(x, g, shift, attrs=m.a)
+
+
+# Factors moved towards constants
+
+
+class MoveScaleIntoMatMul(RegionRule):
+    """(x @ y) * s -> (x * s) @ y  with s a constant number, and neither x nor y constant.
+
+    As the scale of attention's scores into the query, from where it goes into the query's weights.
+    """
+
+    anchors = ("Mul",)
+    reads_from = ("MatMul",)
+    dtypes = _WIDE
+    examples = (
+        "agraph (float[N,3,4] x, float[N,4,5] z) => (float[N,3,5] y) <float s = {0.5}> { p = MatMul(x, z) y "
+        "= Mul(p, s) }",
+        "agraph (float[3,4] x, float[N,4,5] z) => (float[N,3,5] y) <float[1] s = {3}> { p = MatMul(x, z) y "
+        "= Mul(s, p) }",
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        for value, s in (node.inputs, node.inputs[::-1]):
+            product = _made(reader, value, "MatMul")
+            if product is None or not reader.is_const(s):
+                continue
+            x, y = product.inputs
+            if not _factor(reader, s, value) or not _factor(reader, s, x):
+                continue
+            worthwhile(not reader.is_const(x) and not reader.is_const(y), "a factor is constant")
+            worthwhile(read_once(reader, value), "the product is read elsewhere")
+            return Region(node.outputs, (x, y, s), (node, product))
+        return None
+
+    def target(self, op: Op, region: Region, x: Val, y: Val, s: Val) -> Any:
+        return op.MatMul(op.Mul(x, s), y)
+
+
+class MoveScaleOutOfMatMul(RegionRule):
+    """(x * s) @ y -> (x @ y) * s  with s a constant number, and neither x nor y constant;  x @ (y * s) alike."""
+
+    anchors = ("MatMul",)
+    reads_from = ("Mul",)
+    dtypes = _WIDE
+    examples = (
+        "agraph (float[N,3,4] x, float[N,4,5] z) => (float[N,3,5] y) <float s = {0.5}> { p = Mul(x, s) y = "
+        "MatMul(p, z) }",
+        "agraph (float[N,3,4] x, float[4,5] z) => (float[N,3,5] y) <float[1] s = {3}> { p = Mul(s, z) y = "
+        "MatMul(x, p) }",
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        for place, value in enumerate(node.inputs):
+            mul = _made(reader, value, "Mul")
+            for x, s in () if mul is None else (mul.inputs, mul.inputs[::-1]):
+                if mul is None or not _factor(reader, s, x) or not _factor(reader, s, node.outputs[0]):
+                    continue
+                worthwhile(not any(reader.is_const(v) for v in node.inputs), "a factor is constant")
+                worthwhile(read_once(reader, value), "the product is read elsewhere")
+                inputs = (*node.inputs[:place], x, *node.inputs[place + 1 :], s)
+                return Region(node.outputs, inputs, (node, mul))
+        return None
+
+    def target(self, op: Op, region: Region, x: Val, y: Val, s: Val) -> Any:
+        return op.Mul(op.MatMul(x, y), s)
+
+
+class FoldScaleOfPartIntoMatMul(RegionRule):
+    """split(x @ w + b)[i] * s -> split(x @ (w * f) + b * f)[i]  with f = [1, ..., s, ..., 1]  and constant s, w, b.
+
+    As the scale of the queries, when queries, keys and values come from one product. Gemm alike.
+    """
+
+    anchors = ("Mul",)
+    reads_from = ("Split",)
+    dtypes = frozenset({DType.FLOAT})
+    examples = (
+        "agraph (float[N,3,2] x) => (float[N,3,2] y, float[N,3,1] b) <float[2,3] w = {1,2,3,4,5,6}, float s "
+        "= {0.5}, "
+        "int64[2] z = {2,1}> { p = MatMul(x, w) a, b = Split<axis=-1>(p, z) y = Mul(a, s) }",
+        "agraph (float[5,2] x) => (float[5,1] a, float[5,2] y) <float[2,3] w = {1,2,3,4,5,6}, float[3] c = "
+        "{1,2,3}, "
+        "float[1] s = {0.5}, int64[2] z = {1,2}> { p = MatMul(x, w) q = Add(p, c) a, b = Split<axis=1>(q, "
+        "z) y = Mul(s, b) }",
+        "agraph (float[5,2] x) => (float[5,1] a, float[5,2] y) <float[3,2] w = {1,2,3,4,5,6}, float[3] c = "
+        "{1,2,3}, "
+        "float s = {3}, int64[2] z = {1,2}> "
+        "{ q = Gemm<transB=1, beta=0.5>(x, w, c) a, b = Split<axis=1>(q, z) y = Mul(b, s) }",
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        for value, s in (node.inputs, node.inputs[::-1]):
+            split = _made(reader, value, "Split")
+            if split is None or not _factor(reader, s, value):
+                continue
+            rank = rank_of(reader, value)
+            require(axis_of(split, rank) == rank - 1, "it does not cut the columns")
+            nodes, biases = [node, split], []
+            whole = split.inputs[0]
+            added = _made(reader, whole, "Add")
+            for inner, c in () if added is None else (added.inputs, added.inputs[::-1]):
+                if added is not None and reader.is_const(c):
+                    require(
+                        keeps_shape(reader.type(inner).shape, reader.type(c).shape), "the bias broadcasts"
+                    )
+                    worthwhile(read_once(reader, whole), "the sum is read elsewhere")
+                    nodes.append(added)
+                    biases.append(c)
+                    whole = inner
+            product = _made(reader, whole, "MatMul", "Gemm")
+            if product is None:
+                return None
+            x, w, *rest = product.inputs
+            constant = [w, *(v for v in rest if v != ABSENT)]
+            worthwhile(all(reader.is_const(v) for v in constant), "a weight is not constant")
+            require(reader.val(w).rank == 2, "the weight is no matrix")
+            worthwhile(read_once(reader, value) and read_once(reader, whole), "it is read elsewhere")
+            sizes = tuple(reader.val(v).size(rank - 1) for v in split.outputs)
+            part = split.outputs.index(value)
+            outputs = tuple(node.outputs[0] if k == part else v for k, v in enumerate(split.outputs))
+            data = _Part(part, sizes, split.attrs, product.op, product.attrs, len(constant), len(biases))
+            inputs = (x, s, *constant, *biases, *split.inputs[1:])
+            return Region(outputs, inputs, (*nodes, product), data)
+        return None
+
+    def target(self, op: Op, region: Region, x: Val, s: Val, *given: Val) -> Any:
+        data: _Part = region.data
+        ones = np.ones(1, numpy_dtype(s.dtype))
+        pieces = [op.Expand(flat(op, s) if k == data.part else ones, [n]) for k, n in enumerate(data.sizes)]
+        factors = op.Concat(*pieces, axis=0)
+        w, *inner = given[: data.constants]
+        column = op.Reshape(factors, [-1, 1]) if data.attrs.get("transB") else factors
+        y = op[data.op](x, op.Mul(w, column), *(op.Mul(b, factors) for b in inner), attrs=data.attrs)
+        rest = list(given[data.constants :])
+        for _ in range(data.biases):
+            y = op.Add(y, op.Mul(rest.pop(0), factors))
+        return op.Split(y, *rest, attrs=data.split, outputs=len(data.sizes))
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Which part of a Split is scaled; the sizes and attributes of the Split; the product that is split."""
+
+    part: int
+    sizes: tuple[int, ...]
+    split: Attrs
+    op: str
+    attrs: Attrs
+    constants: int
+    biases: int
+
+
+_MEANS = ("ReduceMean", "ReduceSum", "GlobalAveragePool", "AveragePool")
+
+
+class MoveConstantBehindMean(RegionRule):
+    """mean(x * c) -> mean(x) * c,  mean(x + c) -> mean(x) + c  with c constant, the same along what is averaged.
+
+    ReduceMean, GlobalAveragePool and AveragePool (which may not count what it pads); for the product ReduceSum too.
+    """
+
+    anchors = _MEANS
+    reads_from = ("Mul", "Add")
+    dtypes = _WIDE
+    examples = (
+        "agraph (float[N,2,3,4] x) => (float[N,2,1,1] y) <float[2,1,1] c = {2,3}> { m = Mul(x, c) y = "
+        "GlobalAveragePool(m) }",
+        "agraph (float[N,2,3,4] x) => (float[N,2,2,3] y) <float[1,2,1,1] c = {2,3}> "
+        "{ m = Add(c, x) y = AveragePool<kernel_shape=[2,2]>(m) }",
+        "agraph (float[N,2,3] x) => (float[N,3] y) <int64[1] i = {1}, float[3] c = {2,3,4}> "
+        "{ m = Add(x, c) y = ReduceMean<keepdims=0>(m, i) }",
+        "agraph (float[N,2,3] x) => (float[N,2,1] y) <int64[1] i = {-1}, float[2,1] c = {2,3}> "
+        "{ m = Mul(x, c) y = ReduceSum(m, i) }",
+        "agraph (float[N,2,3] x) => (float[N,2,1] y) <int64[1] i = {2}, float[2,1] c = {2,3}> "
+        "{ m = Add(x, c) y = ReduceMean(m, i) }",
+        "agraph (float[N,2,3] x) => (float[N,2,1] y) <float[2,1] c = {2,3}> { m = Add(x, c) y = "
+        "GlobalAveragePool(m) }",
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        inner = _made(reader, node.inputs[0], "Mul", "Add")
+        if inner is None or (inner.op == "Add" and node.op == "ReduceSum"):
+            return None
+        for x, c in (inner.inputs, inner.inputs[::-1]):
+            if not reader.is_const(c) or reader.is_const(x):
+                continue
+            rank = rank_of(reader, x)
+            shape = reader.val(c).sizes
+            require(keeps_shape(reader.type(x).shape, shape), "it may broadcast")
+            axes = self._axes(reader, node, rank)
+            aligned = (1,) * (rank - len(shape)) + shape
+            require(all(aligned[a] == 1 for a in axes), "the constant differs along what is averaged")
+            if node.op == "AveragePool" and inner.op == "Add":
+                padded = "pads" in node.attrs or "auto_pad" in node.attrs or "ceil_mode" in node.attrs
+                require(not padded or not node.attrs.get("count_include_pad"), "what is padded is counted")
+            worthwhile(read_once(reader, node.inputs[0]), "it is read elsewhere")
+            kept = node.attrs.get("keepdims", 1)
+            place = None if kept else tuple(a for a in range(rank) if a not in axes)
+            rest = tuple(v for v in node.inputs[1:] if v != ABSENT)
+            data = (inner.op, node.op, node.attrs, aligned, place)
+            return Region(node.outputs, (x, c, *rest), (node, inner), data)
+        return None
+
+    @staticmethod
+    def _axes(reader: Reader, node: Node, rank: int) -> tuple[int, ...]:
+        """What is averaged over."""
+        if not node.op.startswith("Reduce"):
+            return tuple(range(2, rank))
+        axes = ints_input(reader, node, 1)
+        if not axes:
+            return () if node.attrs.get("noop_with_empty_axes") else tuple(range(rank))
+        return fronts(axes, rank)
+
+    def target(self, op: Op, region: Region, x: Val, c: Val, *rest: Val) -> Any:
+        name, mean, attrs, aligned, place = region.data
+        y = op[mean](x, *rest, attrs=attrs)
+        if place is not None:
+            c = op.Reshape(c, [aligned[a] for a in place])
+        return op[name](y, c)
+
+
+class MergeConstantsOfSum(Rule):
+    """(x + c) + (y + d) -> (x + y) + (c + d)  with c and d constant."""
+
+    dtypes = FLOATS | {DType.INT32, DType.INT64}
+    shapes = "x[...] c[...]:const y[...] d[...]:const"
+
+    def source(self, op: Op, x: Any, c: Any, y: Any, d: Any) -> Any:
+        return op.Add(op.Add(x, c), op.Add(y, d))
+
+    def where(self, m: Captures, x: Val, c: Val, y: Val, d: Val) -> None:
+        worthwhile(np.broadcast_shapes(c.sizes, d.sizes) in (c.sizes, d.sizes), "together they are larger")
+
+    def target(self, op: Op, x: Val, c: Val, y: Val, d: Val) -> Any:
+        return op.Add(op.Add(x, y), op.Add(c, d))
+
+
+# BatchNormalization
+
+_STATISTICS = "scale[{0}]:const shift[{0}]:const mean[{0}]:const var[{0}]:const"
+
+
+def _require_deviation(var: Val, epsilon: float) -> None:
+    """Refuse variances that cannot be divided by, where they can be read."""
+    numbers = var.array_or_none
+    require(numbers is None or bool(np.all(numbers + epsilon > 0)), "a variance is not positive")
+
+
+def _factor_and_shift(op: Op, scale: Val, shift: Val, mean: Val, var: Val, epsilon: float) -> tuple[Any, Any]:
+    """A BatchNormalization as a factor and a shift for each channel."""
+    factor = op.Div(scale, op.Sqrt(op.Add(var, epsilon)))
+    return factor, op.Sub(shift, op.Mul(mean, factor))
+
+
+class SplitBatchNormalization(Rule):
+    """batch_norm(x) -> x * f + (shift - mean * f)  with f = scale / sqrt(var + eps)."""
+
+    dtypes = _WIDE
+    shapes = either(("x[n,c]", "x[n,c,h]", "x[n,c,h,k]", "x[n,c,h,k,t]"), _STATISTICS.format("c"))
+
+    def source(self, op: Op, x: Any, scale: Any, shift: Any, mean: Any, var: Any) -> Any:
+        return op.BatchNormalization(x, scale, shift, mean, var, epsilon="epsilon", momentum="momentum")
+
+    def where(self, m: Captures, x: Val, scale: Val, shift: Val, mean: Val, var: Val) -> None:
+        require(all(v.dtype == x.dtype for v in (scale, mean)), "the statistics are of another element type")
+        _require_deviation(var, m.epsilon)
+
+    def target(self, op: Op, m: Captures, x: Val, scale: Val, shift: Val, mean: Val, var: Val) -> Any:
+        factor, offset = _factor_and_shift(op, scale, shift, mean, var, m.epsilon)
+        column = [-1] + [1] * (x.rank - 2)
+        return op.Add(op.Mul(x, op.Reshape(factor, column)), op.Reshape(offset, column))
+
+
+class MergeBatchNormalizations(Rule):
+    """batch_norm(batch_norm(x)) -> batch_norm(x)  with scale1 * f2 and (shift1 - mean2) * f2 + shift2."""
+
+    dtypes = _WIDE
+    shapes = either(
+        ("x[n,c]", "x[n,c,h]", "x[n,c,h,k]"),
+        _STATISTICS.format("c"),
+        "scale2[c]:const shift2[c]:const mean2[c]:const var2[c]:const",
+    )
+
+    def source(
+        self,
+        op: Op,
+        x: Any,
+        scale: Any,
+        shift: Any,
+        mean: Any,
+        var: Any,
+        scale2: Any,
+        shift2: Any,
+        mean2: Any,
+        var2: Any,
+    ) -> Any:
+        y = op.BatchNormalization(x, scale, shift, mean, var, epsilon="epsilon", momentum="momentum")
+        return op.BatchNormalization(y, scale2, shift2, mean2, var2, epsilon="epsilon2", momentum="momentum2")
+
+    def where(self, m: Captures, x: Val, *statistics: Val) -> None:
+        require(all(v.dtype == x.dtype for v in statistics), "the statistics are of another element type")
+        _require_deviation(statistics[3], m.epsilon)
+        _require_deviation(statistics[7], m.epsilon2)
+
+    def target(
+        self,
+        op: Op,
+        m: Captures,
+        x: Val,
+        scale: Val,
+        shift: Val,
+        mean: Val,
+        var: Val,
+        scale2: Val,
+        shift2: Val,
+        mean2: Val,
+        var2: Val,
+    ) -> Any:
+        factor, offset = _factor_and_shift(op, scale2, shift2, mean2, var2, m.epsilon2)
+        moved = op.Add(op.Mul(shift, factor), offset)
+        return op.BatchNormalization(x, op.Mul(scale, factor), moved, mean, var, epsilon=m.epsilon)
+
+
+class PushBatchNormalizationIntoConcat(RegionRule):
+    """batch_norm(concat(x, y)) -> concat(batch_norm(x), batch_norm(y))  for a concat of channels."""
+
+    anchors = ("BatchNormalization",)
+    reads_from = ("Concat",)
+    dtypes = _WIDE
+    examples = (
+        "agraph (float[N,1,4] x, float[N,2,4] z) => (float[N,3,4] y) <float[3] s = {1,2,3}, float[3] b = "
+        "{4,5,6}, "
+        "float[3] m = {1,-1,2}, float[3] v = {3,2,1}> "
+        "{ c = Concat<axis=1>(x, z) y = BatchNormalization<epsilon=0.125>(c, s, b, m, v) }",
+        "agraph (float[N,1,2,2] x, float[N,2,2,2] z) => (float[N,4,2,2] y) <float[4] s = {1,2,3,4}, "
+        "float[4] b = {4,5,6,7}, "
+        "float[4] m = {1,-1,2,0}, float[4] v = {3,2,1,1}> "
+        "{ c = Concat<axis=-3>(x, z, x) y = BatchNormalization(c, s, b, m, v) }",
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        concat = _made(reader, node.inputs[0], "Concat")
+        if concat is None or len(node.outputs) > 1:
+            return None
+        require(not node.attrs.get("training_mode"), "it is in training mode")
+        require(axis_of(concat, rank_of(reader, concat.outputs[0])) == 1, "the concat is not one of channels")
+        worthwhile(all(reader.is_const(v) for v in node.inputs[1:]), "the statistics are not constant")
+        worthwhile(read_once(reader, node.inputs[0]), "the concat is read elsewhere")
+        sizes = tuple(reader.val(v).size(1) for v in concat.inputs)
+        data = (sizes, node.attrs, concat.attrs)
+        return Region(node.outputs, (*concat.inputs, *node.inputs[1:]), (node, concat), data)
+
+    def target(self, op: Op, region: Region, *given: Val) -> Any:
+        sizes, attrs, concat = region.data
+        parts, statistics = given[: len(sizes)], given[len(sizes) :]
+        ends = list(accumulate(sizes))
+        out = []
+        for x, size, end in zip(parts, sizes, ends):
+            cut = [slice_constant(op, v, 0, end - size, end) for v in statistics]
+            out.append(op.BatchNormalization(x, *cut, attrs=attrs))
+        return op.Concat(*out, attrs=concat)
+
+
+RULES: tuple[AnyRule, ...] = (
+    PushGatherThroughMatMul(),
+    PushGatherThroughFunction(),
+    ReplaceOneHotByGather(),
+    FoldGemmIntoGemm(),
+    FoldAffineIntoReaders(),
+    FoldScaleIntoNormalization(),
+    FoldBiasIntoNormalization(),
+    MoveScaleIntoMatMul(),
+    MoveScaleOutOfMatMul(),
+    FoldScaleOfPartIntoMatMul(),
+    MoveConstantBehindMean(),
+    MergeConstantsOfSum(),
+    SplitBatchNormalization(),
+    MergeBatchNormalizations(),
+    PushBatchNormalizationIntoConcat(),
+)
