@@ -87,6 +87,7 @@ class FactorOutOfSum(Rule):
     """x * y + x * z -> x * (y + z)."""
 
     dtypes = NUMBERS
+    spreads = True
     shapes = "x[...] y[...] z[...]"
 
     def source(self, op: Op, x: Any, y: Any, z: Any) -> Any:
@@ -100,6 +101,7 @@ class FactorOneOutOfSum(Rule):
     """x + x * y -> x * (y + 1)."""
 
     dtypes = NUMBERS
+    spreads = True
     shapes = "x[...] y[...]"
 
     def source(self, op: Op, x: Any, y: Any) -> Any:
@@ -228,100 +230,6 @@ class PushMonotoneThroughMax(RegionRule):
         return op[extreme](*(op[name](x, attrs=attrs) for x in inputs))
 
 
-_MAX_POOLS = ("MaxPool", "GlobalMaxPool")
-
-
-def _require_full_windows(reader: Reader, pool: Node) -> None:
-    """A window that lies in the padding alone gives minus infinity, on which a function may do anything."""
-    require(len(pool.outputs) == 1, "the places of the maxima are given out")
-    dilations = pool.attrs.get("dilations", (1,))
-    assert isinstance(dilations, tuple)
-    require(set(dilations) == {1}, "a window may lie in the padding")
-    kernel, pads = pool.attrs.get("kernel_shape", ()), pool.attrs.get("pads", ())
-    assert isinstance(kernel, tuple)
-    assert isinstance(pads, tuple)
-    numbers = [int(p) for p in pads]
-    widths = list(zip(numbers[: len(kernel)], numbers[len(kernel) :], [int(k) for k in kernel]))
-    require(all(p < k and q < k for p, q, k in widths), "a window may lie in the padding")
-    if pool.op != "MaxPool" or any(p + q >= k for p, q, k in widths):
-        sizes = reader.val(pool.inputs[0]).shape[2:]
-        require(all(isinstance(d, int) and d > 0 for d in sizes), "there may be nothing but padding")
-
-
-class PullMonotoneOutOfMaxPool(RegionRule):
-    """maxpool(f(x)) -> f(maxpool(x))  for f that never falls, so that it has less to do."""
-
-    proof = "numeric"
-    relies_on = _RISES
-    dtypes = FLOATS
-    anchors = _MAX_POOLS
-    reads_from = MONOTONE
-    examples = (
-        "agraph (float[N,2,4,4] x) => (float[N,2,2,2] y) "
-        "{ a = Relu(x) y = MaxPool<kernel_shape=[2,2], strides=[2,2]>(a) }",
-        "agraph (float[1,2,5] x) => (float[1,2,3] y) "
-        "{ a = Sigmoid(x) y = MaxPool<kernel_shape=[3], strides=[2], pads=[1,1]>(a) }",
-        "agraph (float[1,2,3,4] x) => (float[1,2,1,1] y) { a = LeakyRelu<alpha=0.3>(x) y = GlobalMaxPool(a) }",
-        "agraph (float[2,2,1] x) => (float[2,2,2] y) { a = Relu(x) y = MaxPool<kernel_shape=[2], pads=[1,1]>(a) }",
-        "agraph (float[2,3,5] x) => (float[2,3,3] y) "
-        "{ a = LeakyRelu<alpha=0.2>(x) y = MaxPool<kernel_shape=[1], strides=[2]>(a) }",
-        "agraph (float[1,1,5,5] x) => (float[1,1,3,3] y) { a = Tanh(x) "
-        'y = MaxPool<kernel_shape=[3,3], strides=[2,2], auto_pad="SAME_UPPER">(a) }',
-    )
-
-    def find(self, reader: Reader, node: Node) -> Region | None:
-        inner = reader.producer(node.inputs[0])
-        if inner is None or not _monotone(inner):
-            return None
-        _require_full_windows(reader, node)
-        worthwhile(read_once(reader, node.inputs[0]), "the function is read elsewhere")
-        data = (node.op, node.attrs, inner.op, inner.attrs)
-        return Region(node.outputs, inner.inputs, (node, inner), data)
-
-    def target(self, op: Op, region: Region, x: Val) -> Any:
-        pool, attrs, name, own = region.data
-        return op[name](op[pool](x, attrs=attrs), attrs=own)
-
-
-class PushMonotoneThroughMaxPool(RegionRule):
-    """relu(maxpool(conv(x))) -> maxpool(relu(conv(x))), which runtimes fuse;  other functions that never fall alike."""
-
-    proof = "numeric"
-    relies_on = _RISES
-    dtypes = FLOATS
-    unpriced = True
-    anchors = MONOTONE
-    reads_from = _MAX_POOLS
-    examples = (
-        "agraph (float[1,1,4,4] x, float[2,1,3,3] w) => (float[1,2,1,1] y) "
-        "{ a = Conv(x, w) b = MaxPool<kernel_shape=[2,2]>(a) y = Relu(b) }",
-        "agraph (float[1,1,6] x, float[2,1,3] w) => (float[1,2,2] y) "
-        "{ a = Conv(x, w) b = MaxPool<kernel_shape=[2], strides=[2]>(a) y = LeakyRelu<alpha=0.2>(b) }",
-        "agraph (float[1,1,4,4] x, float[2,1,3,3] w) => (float[1,2,1,1] y) "
-        "{ a = Conv(x, w) b = GlobalMaxPool(a) y = Sigmoid(b) }",
-        "agraph (float[2,1,9] x, float[2,1,3] w) => (float[2,2,4] y) "
-        "{ a = Conv(x, w) b = MaxPool<kernel_shape=[1], strides=[2]>(a) y = LeakyRelu<alpha=0.3>(b) }",
-        "agraph (float[2,1,3] x, float[2,1,3] w) => (float[2,2,2] y) "
-        "{ a = Conv(x, w) b = MaxPool<kernel_shape=[2], pads=[1,1]>(a) y = Relu(b) }",
-    )
-
-    def find(self, reader: Reader, node: Node) -> Region | None:
-        pool = reader.producer(node.inputs[0])
-        if pool is None or pool.op not in _MAX_POOLS or not _monotone(node):
-            return None
-        _require_full_windows(reader, pool)
-        maker = reader.producer(pool.inputs[0])
-        worthwhile(maker is not None and maker.op == "Conv", "no convolution is there to fuse with")
-        single = read_once(reader, node.inputs[0]) and read_once(reader, pool.inputs[0])
-        worthwhile(single, "an inner value is read elsewhere")
-        data = (pool.op, pool.attrs, node.op, node.attrs)
-        return Region(node.outputs, pool.inputs, (node, pool), data)
-
-    def target(self, op: Op, region: Region, x: Val) -> Any:
-        pool, attrs, name, own = region.data
-        return op[pool](op[name](x, attrs=own), attrs=attrs)
-
-
 # Matrix products
 
 # At most so many multiplications for one product of constants.
@@ -355,6 +263,7 @@ class AssociateSharedMatMuls(RegionRule):
     anchors = ("MatMul",)
     reads_from = ("MatMul",)
     dtypes = NUMBERS
+    spreads = True
     examples = (
         "agraph (float[2,3] x, float[3,4] z, float[4,4] w) => (float[2,4] y) "
         "{ a = MatMul(x, z) b = MatMul(a, w) y = Add(a, b) }",
@@ -432,6 +341,7 @@ class FactorMatMulOutOfSum(Rule):
     """x @ w + y @ w -> (x + y) @ w."""
 
     dtypes = NUMBERS
+    spreads = True
     shapes = "x[...,a,k] y[...,b,k] w[...,k,n]"
 
     def source(self, op: Op, x: Any, y: Any, w: Any) -> Any:
@@ -445,6 +355,7 @@ class FactorLeftMatMulOutOfSum(Rule):
     """x @ v + x @ w -> x @ (v + w)  where v or w is not constant."""
 
     dtypes = NUMBERS
+    spreads = True
     shapes = "x[...,a,k] v[...,k,n] w[...,k,o]"
 
     def source(self, op: Op, x: Any, v: Any, w: Any) -> Any:
@@ -461,6 +372,7 @@ class FactorConvOutOfSum(Rule):
     """conv(x, w, b) + conv(y, w, c) -> conv(x + y, w, b + c)  with equal attributes."""
 
     dtypes = FLOATS
+    spreads = True
     optional = ("b", "c")
     shapes = per_rank("x[i,j{h}] y[i,j{h}] w[m,p{k}] b[m] c[m]")
 
@@ -772,17 +684,16 @@ class SplitGroupsOverConcat(RegionRule):
             return None
         axis = axis_of(concat, rank_of(reader, node.inputs[0]))
         require(axis == 1, "the concat is not one of channels")
-        sizes = sizes_along(reader, concat.inputs, 1)
-        require(sizes is not None, "a size is not known")
+        sizes = sizes_along(reader, concat.inputs, 1) or ()
         weight = reader.val(node.inputs[1])
         own = weight.size(1)
-        require(all(s and s % own == 0 for s in sizes or ()), "a group reads several parts")
-        require(sum(sizes or ()) == own * groups, "the channels are not those of the groups")
+        require(sum(sizes) == own * groups, "the channels are not those of the groups, or not known")
+        require(all(s and s % own == 0 for s in sizes), "a group reads several parts")
         worthwhile(read_once(reader, node.inputs[0]), "the concat is read elsewhere")
         rest = tuple(v for v in node.inputs[2:] if v != ABSENT)
         width = weight.size(0) // groups
         require(width * groups == weight.size(0), "the output channels are not those of the groups")
-        data = (node.attrs, tuple(s // own for s in sizes or ()), width)
+        data = (node.attrs, tuple(s // own for s in sizes), width)
         return Region(node.outputs, (node.inputs[1], *rest, *concat.inputs), (node, concat), data)
 
     def target(self, op: Op, region: Region, w: Val, *given: Val) -> Any:
@@ -919,8 +830,9 @@ class PushBinaryThroughSplit(RegionRule):
         rank = rank_of(reader, node.inputs[0])
         axis = axis_of(node, rank)
         sizes = sizes_along(reader, node.outputs, axis)
-        require(sizes is not None, "a size is not known")
-        total = sum(sizes or ())
+        if sizes is None:
+            return None
+        total = sum(sizes)
         kinds: list[str] = []
         inputs: list[Value] = []
         used = [node, inner]
@@ -946,7 +858,7 @@ class PushBinaryThroughSplit(RegionRule):
         worthwhile(kinds.count("split") < 2, "several operands would be split")
         worthwhile(read_once(reader, node.inputs[0]), "the function is read elsewhere")
         nodes = tuple({n.outputs[0]: n for n in used}.values())
-        data = (inner.op, inner.attrs, rank, axis, tuple(sizes or ()), tuple(kinds))
+        data = (inner.op, inner.attrs, rank, axis, tuple(sizes), tuple(kinds))
         return Region(node.outputs, tuple(inputs), nodes, data)
 
     def target(self, op: Op, region: Region, *inputs: Val) -> Any:
@@ -979,8 +891,6 @@ RULES: tuple[AnyRule, ...] = (
     DistributeMulOverSum(),
     PullMonotoneOutOfMax(),
     PushMonotoneThroughMax(),
-    PullMonotoneOutOfMaxPool(),
-    PushMonotoneThroughMaxPool(),
     AssociateSharedMatMuls(),
     DistributeMatMul(),
     FactorMatMulOutOfSum(),

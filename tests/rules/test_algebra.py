@@ -21,13 +21,11 @@ from rewrite_rules.algebra import (
     MergeConvsIntoGroups,
     MergeSharedWeightConvs,
     PullMonotoneOutOfMax,
-    PullMonotoneOutOfMaxPool,
     PullProductOutOfConcat,
     PullProductOutOfConcatOfColumns,
     PushBinaryThroughSplit,
     PushMatMulIntoConcat,
     PushMonotoneThroughMax,
-    PushMonotoneThroughMaxPool,
     SplitGroupsOverConcat,
     SplitMatMulOfConcats,
 )
@@ -135,29 +133,6 @@ def test_functions_and_maxima():
     text = "agraph (float[2,3] x) => (float[2,3] y) { a = Min(x, c) y = Relu(a) }"
     graph = applies(PushMonotoneThroughMax(), model(text, c=normal(3)), ops=["Min", "Relu"])
     assert next(n for n in graph.nodes() if n.op == "Min").id in graph.outputs
-
-
-@pytest.mark.parametrize("attrs", ["kernel_shape=[2,2]", "kernel_shape=[3,3], strides=[2,2], pads=[1,1,1,1]"])
-def test_functions_and_pools(attrs):
-    text = f"agraph (float[1,2,6,6] x) => (float[] y) {{ a = Relu(x) y = MaxPool<{attrs}>(a) }}"
-    graph = applies(PullMonotoneOutOfMaxPool(), model(text), ops=["MaxPool", "Relu"])
-    assert next(n for n in graph.nodes() if n.op == "Relu").id in graph.outputs
-    text = (
-        f"agraph (float[1,2,6,6] x) => (float[] y) {{ c = Conv<pads=[1,1,1,1]>(x, w) a = MaxPool<{attrs}>(c) "
-        "y = Relu(a) }"
-    )
-    applies(PushMonotoneThroughMaxPool(), model(text, w=normal(3, 2, 3, 3)), ops=["Conv", "MaxPool", "Relu"])
-
-
-def test_pools_that_stay():
-    text = "agraph (float[1,2,6,6] x) => (float[] y) {{ a = {}(x) y = MaxPool<kernel_shape=[2,2]{}>(a) }}"
-    rule = PullMonotoneOutOfMaxPool()
-    refuses(rule, model(text.format("Sin", "")))
-    refuses(rule, model(text.format("Relu", ", dilations=[2,2]")), "in the padding")
-    text = "agraph (float[1,2,6,6] x) => (float[] y, int64[] i) { a = Relu(x) y, i = MaxPool<kernel_shape=[2,2]>(a) }"
-    refuses(rule, model(text), "places of the maxima")
-    text = "agraph (float[1,2,6,6] x) => (float[] y) { a = MaxPool<kernel_shape=[2,2]>(x) y = Relu(a) }"
-    refuses(PushMonotoneThroughMaxPool(), model(text), "no convolution")
 
 
 def test_products_that_are_read_elsewhere():
