@@ -64,9 +64,9 @@ class InlineConstantIf(RegionRule):
         for shape, value, then, other in (
             ("", 1, "s = Mul(x, w) p = Add(s, z)", "q = Sub(x, z)"),
             ("", 0, "s = Mul(x, w) p = Add(s, z)", "q = Sub(x, z)"),
-            ("[1]", 1, "p = Identity(z)", "q = Mul(x, x)"),
-            ("[1]", 0, "p = Mul(x, z)", "s = Relu(z) t = Sub(w, s) q = Mul(t, t)"),
-            ("", 1, "p = If(c) <then_branch = t1 () => (KIND u) { u = Mul(x, z) },"
+            ("[1]", 1, "p = Sqrt(z)", "q = Mul(x, x)"),
+            ("[1]", 0, "p = Mul(x, z)", "s = Relu(z) t = Sub(w, s) q = Mul(t, x)"),
+            ("", 1, "p = If(c) <then_branch = t1 () => (KIND u) { u = Sub(x, z) },"
              " else_branch = t2 () => (KIND v) { v = Neg(z) }>", "q = Neg(x)"),
         )
     )  # fmt: skip
@@ -103,14 +103,15 @@ def _loop_example(
     after: str,
     *,
     kind: str = "float[2,3]",
-    count: str = "n",
+    count: str = "some",
     condition: str = "",
     consts: str = "",
 ) -> str:
     """A Loop that carries v to w and collects s; it sees i, x of `kind`, m[3,3], and whatever `before` makes."""
     return (
         f"agraph (int64 n, {kind} x, {kind} z, float[3,3] m) => ({kind} last, float[T,2,3] all)"
-        f" <int64 three = {{3}}, bool yes = {{1}}, float[3] c = {{1, -2, 3}}{consts}> {{ {before}"
+        f" <int64 one = {{1}}, int64 three = {{3}}, bool yes = {{1}}, float[3] c = {{1, -2, 3}}{consts}> {{"
+        f" some = Add(n, one) {before}"
         f" last, all = Loop ({count}, {condition}, z) <body = b (int64 i, bool going, {kind} v)"
         f" => (bool on, {kind} w, {kind} s) {{ {after} }}> }}"
     )
@@ -169,7 +170,7 @@ class MoveInvariantsOutOfLoop(RegionRule):
     anchors = ("Loop", "Scan")
     examples = (
         _loop_example("", "on = Identity(going) a = MatMul(x, m) w = Add(v, a) s = Mul(w, w)"),
-        _loop_example("", "on = Identity(going) a = MatMul(x, m) b = Relu(a) w = Add(v, b) s = Identity(a)"),
+        _loop_example("", "on = Identity(going) a = MatMul(x, m) b = Relu(a) w = Add(v, b) s = Neg(a)"),
         _loop_example("r = Neg(x)", "on = Identity(going) a = Exp(r) w = Mul(v, a) s = Add(w, a)", count="three"),
         _loop_example("", "on = Identity(going) t = Transpose(m) w = MatMul(v, t) s = Mul(w, c)", condition="yes"),
         _loop_example("", "on = Not(going) p, q = Split<axis = 0, num_outputs = 2>(x) t = Concat<axis = 0>(q, p)"
@@ -179,11 +180,12 @@ class MoveInvariantsOutOfLoop(RegionRule):
         _scan_example("t = Transpose(m) a = Add(t, c) b = MatMul(h, a) k = Add(b, e) s = Relu(k)",
                       sequence="float[2,4,3]", attributes=", scan_input_axes = [1]", out="float[4,2,3]"),
         "agraph (int64 n, float[3] x, float[2] z) => (float[2] last) <int64[1] to = {2}, int64[1] from = {0}> {"
-        " one = Constant<value_int = 1>() two = Constant<value_int = 2>()"
+        " two = Constant<value_int = 2>()"
         " last = Loop (two, , z) <body = b (int64 i, bool going, float[2] v) => (bool on, float[2] w) {"
-        " on = Identity(going) j = Cast<to = 7>(n) k = Min(j, one) g = Gather(x, k) w = Mul(v, g) }> }",
+        " on = Identity(going) k = Sub(two, n) g = Gather(x, k) w = Mul(v, g) }> }",
         "agraph (int64 n, float[3] x, float[2] z) => (float[2] last) <int64[1] to = {2}, int64[1] from = {0}> {"
-        " last = Loop (n, , z) <body = b (int64 i, bool going, float[2] v) => (bool on, float[2] w) {"
+        " one = Constant<value_int = 1>() some = Add(n, one)"
+        " last = Loop (some, , z) <body = b (int64 i, bool going, float[2] v) => (bool on, float[2] w) {"
         " on = Identity(going) y = Softmax(x) g = Slice(y, from, to) w = Mul(v, g) }> }",
     )  # fmt: skip
 
@@ -336,13 +338,13 @@ class UnrollLoop(RegionRule):
             for count, condition in (("three", ""), ("three", "yes"))
             for going in ("on = Identity(going)", "on = Identity(yes)")
         ),
-        _loop_example("", "on = Identity(going) t = Cast<to = 1>(i) w = Mul(v, t) s = Neg(w)", count="three"),
-        _loop_example("one = Constant<value_int = 1>()", "on = Identity(going) w = Relu(v) s = Sub(w, v)", count="one"),
-        _loop_example("two = Constant<value_int = 2>()", "on = Identity(going) w = MatMul(v, m) s = Identity(v)",
+        _loop_example("", "on = Identity(going) t = Equal(i, one) w = Where(t, x, v) s = Neg(w)", count="three"),
+        _loop_example("", "on = Identity(going) w = Relu(v) s = Sub(w, v)", count="one"),
+        _loop_example("two = Constant<value_int = 2>()", "on = Identity(going) w = MatMul(v, m) s = Neg(v)",
                       count="two"),
         _loop_example("", "on = Identity(going) g = Gather(m, i) w = Add(v, g)"
-                      " s = Identity(x)", count="three"),
-        "agraph (float[N] z, float[M] x) => (float[K] last) <int64 three = {3}> {"
+                      " s = Sub(x, w)", count="three"),
+        "agraph (float[2] z, float[3] x) => (float[K] last) <int64 three = {3}> {"
         " last = Loop (three, , z) <body = b (int64 i, bool going, float[L] v) => (bool on, float[P] w) {"
         " on = Identity(going) w = Concat<axis = 0>(v, x) }> }",
         "agraph (float[2] z, float[2] x) => (float[2] last, float[2] other) <int64 three = {3}> {"
@@ -679,8 +681,8 @@ class HoistOutOfLoop(RegionRule):
     examples = (
         *(
             f"agraph (int64 n, {kind} x, float[2,3] z, float[3,3] m) => (float[2,3] last, float[T,2,3] all)"
-            " <int64 two = {2}, float[3] c = {1, -2, 3}, float[2,1] d = {2, -1}> {"
-            " t = Min(n, two)"
+            " <int64 one = {1}, int64 two = {2}, float[3] c = {1, -2, 3}, float[2,1] d = {2, -1}> {"
+            " k1 = Add(n, one) t = Min(k1, two)"
             " last, all = Loop (t, , z) <body = b (int64 i, bool going, float[2,3] h)"
             " => (bool on, float[2,3] k, float[2,3] s) {"
             f" on = Identity(going) e = Gather<axis = {axis}>(x, i) {body} }}> }}"
@@ -692,13 +694,14 @@ class HoistOutOfLoop(RegionRule):
                 "a = Sub(c, e) k = Add(h, a) s = MatMul(a, m)",
             )
         ),
-        "agraph (int64 n, float[3,3] x, float[3,3] y, float[3] z) => (float[3] last) <int64 two = {2}> {"
-        " t = Min(n, two)"
+        "agraph (int64 n, float[3,3] x, float[3,3] y, float[3] z) => (float[3] last)"
+        " <int64 one = {1}, int64 two = {2}> {"
+        " k1 = Add(n, one) t = Min(k1, two)"
         " last = Loop (t, , z) <body = b (int64 i, bool going, float[3] h) => (bool on, float[3] k) {"
         " on = Identity(going) e = Gather(x, i) f = Gather(y, i) a = Mul(e, f) k = Sub(h, a) }> }",
-        "agraph (int64 n, float[3,2] x, float[1,2] z) => (float[1,2] last) <int64 two = {2},"
-        " float[4,2] v = {1, 2, 3, 4, -1, -2, -3, -4}, int64[1] one = {1}> {"
-        " t = Min(n, two) y = Unsqueeze(x, one)"
+        "agraph (int64 n, float[3,2] x, float[1,2] z) => (float[1,2] last) <int64 one = {1}, int64 two = {2},"
+        " float[4,2] v = {1, 2, 3, 4, -1, -2, -3, -4}, int64[1] first = {1}> {"
+        " k1 = Add(n, one) t = Min(k1, two) y = Unsqueeze(x, first)"
         " last = Loop (t, , z) <body = b (int64 i, bool going, float[1,2] h) => (bool on, float[1,2] k) {"
         " on = Identity(going) e = Gather(y, i) a = Concat<axis = 1>(e, h) k = MatMul(a, v) }> }",
     )  # fmt: skip

@@ -501,3 +501,44 @@ def test_growth_is_capped_and_foreseen(tmp_path: Path) -> None:
     doubled = mlp_of(tmp_path / "out.onnx")
     w0, w1 = (numpy_helper.to_array(t) for t in proto.graph.initializer)
     assert_same_outputs([np.maximum(2 * X @ w0, 0) @ w1], run(doubled, {"x": X}))
+
+
+def test_what_folding_leaves_behind_is_not_read() -> None:
+    """The Reshape was read for its shape alone; a body that does so captures nothing."""
+    otherwise = helper.make_graph(
+        [
+            helper.make_node("Shape", ["x"], ["s"]),
+            helper.make_node("Cast", ["s"], ["f"], to=F),
+            helper.make_node("Identity", ["f"], ["q"]),
+        ],
+        "else",
+        [],
+        [tensor("q", F, (2,))],
+    )
+    then = helper.make_graph([helper.make_node("Neg", ["y"], ["p"])], "then", [], [tensor("p", F, (2,))])
+    nodes = [
+        helper.make_node("Shape", ["x"], ["shape"]),
+        helper.make_node("Reshape", ["x", "shape"], ["r"]),
+        helper.make_node("Shape", ["r"], ["again"]),
+        helper.make_node("Cast", ["again"], ["y"], to=F),
+        helper.make_node("If", ["c"], ["z"], then_branch=then, else_branch=otherwise),
+    ]
+    proto = model(nodes, {"x": X, "c": np.asarray(True)}, [tensor("z", F, (2,))], {})
+    imported = onnxio.load(proto)
+    assert [(n.op, n.captured) for n in imported.graph.nodes()] == [("If", 0)]
+    onnxio.check_result(imported, imported.graph)
+
+
+def test_a_loop_with_nothing_but_a_trip_count() -> None:
+    body = helper.make_graph(
+        [helper.make_node("Identity", ["go"], ["on"]), helper.make_node("Neg", ["i"], ["out"])],
+        "body",
+        [tensor("i", I64, ()), tensor("go", B, ())],
+        [tensor("on", B, ()), tensor("out", I64, ())],
+    )
+    nodes = [helper.make_node("Loop", ["n", ""], ["all"], body=body)]
+    proto = model(nodes, {"n": np.int64(3)}, [tensor("all", I64, ("N",))], {})
+    imported = onnxio.load(proto)
+    onnxio.check_result(imported, imported.graph)
+    written = onnxio.to_proto(imported, imported.graph)
+    assert list(written.graph.node[0].input) == ["n", ""]

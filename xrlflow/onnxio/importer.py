@@ -316,7 +316,9 @@ class _Importer:
         outputs = []
         for info in proto.output:
             outputs.append(self._find(scope, info.name, f"output {info.name!r}"))
-        return Graph.make(scope.nodes, (*inputs, *scope.captured.values()), tuple(outputs), scope.leaves)
+        nodes, read = _needed(scope.nodes, outputs)  # folding leaves nodes behind that nobody reads
+        scope.captured = {outer: inner for outer, inner in scope.captured.items() if inner in read}
+        return Graph.make(nodes, (*inputs, *scope.captured.values()), tuple(outputs), scope.leaves)
 
     def _find(self, scope: _Scope, name: str, reader: str) -> Value:
         value = scope.find(name)
@@ -350,7 +352,8 @@ class _Importer:
             return
         reader = f"node {proto.name!r} ({op})" if proto.name else f"the {op} that makes {proto.output[0]!r}"
         inputs = [self._find(scope, name, reader) if name else ABSENT for name in proto.input]
-        while inputs and inputs[-1] == ABSENT:
+        least = 2 if op == "Loop" else 0  # its trip count and condition are always listed
+        while len(inputs) > least and inputs[-1] == ABSENT:
             inputs.pop()
         raw: dict[str, Attr] = {}
         captured: list[Value] = []
@@ -516,6 +519,17 @@ def _merged(first: TensorType, second: TensorType | None) -> TensorType:
         return merge_types(first, second)
     except TypeConflict:
         return first
+
+
+def _needed(nodes: Sequence[Node], outputs: Sequence[Value]) -> tuple[list[Node], set[Value]]:
+    """The nodes, of a list with producers first, that outputs depend on, and all values that are read."""
+    read = set(outputs)
+    kept = []
+    for node in reversed(nodes):
+        if not read.isdisjoint(node.outputs):
+            read.update(node.inputs)
+            kept.append(node)
+    return kept[::-1], read
 
 
 def _fold_shape(op: str, attrs: Attrs, type: TensorType | None) -> tuple[np.ndarray, ...] | None:

@@ -153,12 +153,20 @@ def _stacked(graph: Graph, rows: list[list[Array]], first: int, axes: Sequence[i
     return out
 
 
+# A loop that takes longer is taken to be one without end.
+_MOST_TRIPS = 100_000
+
+
 def _loop(field: Field, attrs: Attrs, inputs: Inputs, outputs: int) -> tuple[Any, ...]:
     (trips, condition, *state), bodies = _bodies(attrs, inputs)
     graph, captured = bodies["body"]
+    if (trips is not None and trips.dtype.kind not in "iu") or (condition is not None and condition.dtype.kind != "b"):
+        raise TypeError("Loop: its trip count is an integer, its condition a boolean")
     going = condition is None or bool(condition.item())
     rows: list[list[Array]] = []
     while going and (trips is None or len(rows) < trips.item()):
+        if len(rows) >= _MOST_TRIPS:
+            raise NotEvaluable(f"a loop of more than {_MOST_TRIPS} steps")
         step = (np.array(len(rows), dtype=np.int64), np.array(going), *state)
         results = _run_body(field, graph, step, captured)
         going = bool(results[0].item())
@@ -177,6 +185,8 @@ def _scan(field: Field, attrs: Attrs, inputs: Inputs, outputs: int) -> tuple[Any
     scans = len(graph.outputs) - states
     axes = integers(attrs, "scan_input_axes") or (0,) * scanned
     ways = integers(attrs, "scan_input_directions") or (0,) * scanned
+    if not {*ways, *(integers(attrs, "scan_output_directions") or ())} <= {0, 1}:
+        raise ValueError("Scan: a direction is 0 or 1")
     columns = []
     for x, axis, way in zip(sources, axes, ways, strict=True):
         assert x is not None

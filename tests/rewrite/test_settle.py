@@ -1,0 +1,68 @@
+"""What follows from an edit: constants are found, types become more precise, downstream of what was replaced."""
+
+from __future__ import annotations
+
+from rewrite_rules.control import InlineConstantIf
+from rewrite_rules.identity import FoldConstant, FoldDimension, RemoveIdentity
+from rewrite_rules.transpose import CancelTransposes
+from tests.rules.harness import applies, model
+from xrlflow.onnxio import load
+from xrlflow.rewrite import Library, RewriteState
+
+
+def test_constness_goes_down_a_chain() -> None:
+    """The branch that is chosen has a known shape: what is computed from it is evaluated."""
+    proto = model(
+        "agraph (float[2,3] x, float[N] y) => (float[N] z) { q = Constant<value = bool {1}>()"
+        " d = If (q) <then_branch = g () => (float[A,B] p) { p = Neg(x) },"
+        " else_branch = h () => (float[C] r) { r = Identity(y) }>"
+        " s = Shape(d) i = Constant<value_int = 1>() a = Gather(s, i) n = Neg(a) m = Mul(n, n) c = Cast<to = 1>(m)"
+        " z = Add(y, c) }"
+    )
+    graph = applies(InlineConstantIf(), proto, ops=["Add"])
+    add = next(graph.nodes())
+    constant = graph.const(add.inputs[1])
+    assert constant is not None
+    assert constant.numpy().tolist() == 9.0
+
+
+def test_types_become_more_precise_as_far_as_they_do() -> None:
+    proto = model(
+        "agraph (float[2,3] x, bool u) => (float[N,M] z) { q = Constant<value = bool {1}>()"
+        " d = If (q) <then_branch = g () => (float[A,B] p) { p = Neg(x) },"
+        " else_branch = h () => (float[C] r) { zero = Constant<value_ints = [-1]>() r = Reshape(x, zero) }>"
+        " e = Relu(d) f = Transpose<perm = [1, 0]>(e) z = Exp(f) }"
+    )
+    graph = applies(InlineConstantIf(), proto)
+    assert graph.type(graph.outputs[0]).shape == (3, 2)
+    assert graph.fingerprint == graph.rebuilt_fingerprint()
+
+
+def test_an_edit_that_teaches_nothing_is_left_alone() -> None:
+    proto = model(
+        "agraph (float[2,3] x) => (float[2,3] y) { a = Identity(x) b = Transpose(a) c = Transpose(b) y = Relu(c) }"
+    )
+    state = RewriteState.start(load(proto).graph, Library([RemoveIdentity(), CancelTransposes()]))
+    for match in state.candidates:
+        edit = state.edit(match)
+        assert {n.op for n in edit.removed} <= {"Identity", "Transpose"}
+        assert not edit.added
+
+
+def test_folding_commutes() -> None:
+    """Two dimensions, found in either order, give one state."""
+    proto = model(
+        "agraph (float[N,3,5] x, float[4] y) => (float[4] z) { s = Shape(x) i = Constant<value_int = 1>()"
+        " j = Constant<value_int = 2>() a = Gather(s, i) b = Gather(s, j) m = Mul(a, b) c = Cast<to = 1>(m)"
+        " z = Add(y, c) }"
+    )
+    state = RewriteState.start(load(proto).graph, Library([FoldDimension(), FoldConstant()]))
+    first, second = sorted(state.candidates, key=lambda m: m.key)
+    ends = []
+    for one, other in ((first, second), (second, first)):
+        middle = state.apply(one)
+        found = middle.find(other.key)
+        assert found is not None
+        ends.append(middle.apply(found))
+    assert ends[0].fingerprint == ends[1].fingerprint
+    assert [n.op for n in ends[0].graph.nodes()] == ["Add"]
