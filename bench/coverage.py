@@ -15,6 +15,9 @@ inputs and as constants), and the left one is searched, breadth first, with the 
 The outcome is the worst one over the sets of sizes, and for each of them the best over what is constant and over
 the names of the tensors (parts are put together in an order that depends on names). Both sides are also evaluated on
 random numbers: a substitution that is wrong says so.
+
+The free tensors are inputs or constants. Sums and products of operands that the graph itself computes are reordered only
+where it leads somewhere (see `AssociateAdds`): there TASO's pure reorderings are not offered.
 """
 
 from __future__ import annotations
