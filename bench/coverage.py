@@ -16,8 +16,8 @@ The outcome is the worst one over the sets of sizes, and for each of them the be
 the names of the tensors (parts are put together in an order that depends on names). Both sides are also evaluated on
 random numbers: a substitution that is wrong says so.
 
-The free tensors are inputs or constants. Sums and products of operands that the graph itself computes are reordered only
-where it leads somewhere (see `AssociateAdds`): there TASO's pure reorderings are not offered.
+The free tensors are inputs or constants. Sums and products of operands that the graph itself computes are reordered
+only where it leads somewhere (see `AssociateAdds`): there TASO's pure reorderings are not offered.
 """
 
 from __future__ import annotations
