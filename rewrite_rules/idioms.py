@@ -100,6 +100,11 @@ def _axes(reader: Reader, node: Node) -> tuple[int, ...] | None:
     return tuple(sorted(fronts(axes or tuple(range(rank)), rank)))
 
 
+def _surely_reduces(reader: Reader, node: Node) -> bool:
+    """Whether a reduction reduces: without axes it may do nothing."""
+    return not node.attrs.get("noop_with_empty_axes") or _axes(reader, node) is not None
+
+
 def _fits(reader: Reader, value: Value, x: Value, axes: tuple[int, ...]) -> bool:
     """Whether a value, a view of x reduced over the axes, has x's dimensions with 1 in their place.
 
@@ -1156,7 +1161,7 @@ class FuseReduceSumSquare(RegionRule):
 
     def find(self, reader: Reader, node: Node) -> Region | None:
         x = _square(reader, node.inputs[0])
-        if x is None or _axes(reader, node) is None:
+        if x is None or not _surely_reduces(reader, node):
             return None
         inputs = (x, *(v for v in node.inputs[1:] if v != ABSENT))
         return Region(node.outputs, inputs, _between(reader, node.outputs[0], inputs), node.attrs)
@@ -1172,7 +1177,8 @@ class FuseReduceL1(RegionRule):
     anchors = ("ReduceSum",)
     reads_from = ("Abs",)
     examples = (
-        "agraph (float[N,4] x) => (float[N,1] y) { i = Constant<value_ints=[-1]>() s = Abs(x) y = ReduceSum(s, i) }",
+        "agraph (float[N,4] x) => (float[N,1] y) { i = Constant<value_ints=[-1]>() s = Abs(x) y = "
+        "ReduceSum(s, i) }",
         "agraph (float[2,3,2] x) => (float[3] y) { i = Constant<value_ints=[0,2]>() s = Abs(x) "
         "y = ReduceSum<keepdims=0>(s, i) }",
         "agraph (float[2,3] x) => (float[1,1] y) { s = Abs(x) y = ReduceSum(s) }",
@@ -1180,7 +1186,7 @@ class FuseReduceL1(RegionRule):
 
     def find(self, reader: Reader, node: Node) -> Region | None:
         absolute = _made(reader, node.inputs[0], "Abs")
-        if absolute is None or _axes(reader, node) is None:
+        if absolute is None or not _surely_reduces(reader, node):
             return None
         inputs = (*absolute.inputs, *(v for v in node.inputs[1:] if v != ABSENT))
         return Region(node.outputs, inputs, _between(reader, node.outputs[0], inputs), node.attrs)
@@ -1194,7 +1200,7 @@ class FuseReduceL2(Rule):
 
     dtypes = _FLOAT
     optional = ("axes",)
-    shapes = "x[...]:float axes:const"
+    shapes = "x[...]:float axes:int"
 
     def source(self, op: Op, x: Any, axes: Any) -> Any:
         return op.Sqrt(op.ReduceSumSquare(x, axes, keepdims="keep"))
@@ -1469,6 +1475,47 @@ class FuseInstanceNormalization(_FuseNormalization):
         return op.InstanceNormalization(x, scale, shift, epsilon=epsilon)
 
 
+class FuseMeanVarianceNormalization(RegionRule):
+    """(x - m) / (sqrt(E[x^2] - m^2) + 1e-9) -> meanvariancenormalization(x)  over any axes."""
+
+    proof = "numeric"
+    relies_on = "E[(x - m)^2] = E[x^2] - m^2"
+    dtypes = _FLOAT
+    anchors = ("Sqrt",)
+    examples = (
+        "agraph (float[N,3,4,5] x) => (float[N,3,4,5] y) <int64[3] i = {0,2,3}, float e = {1e-9}, float t = "
+        "{2}> "
+        "{ m = ReduceMean(x, i) s = Pow(m, t) p = Pow(x, t) q = ReduceMean(p, i) v = Sub(q, s) d = Sqrt(v) "
+        "c = Sub(x, m) "
+        "a = Add(d, e) y = Div(c, a) }",
+        "agraph (float[2,3,4] x) => (float[2,3,4] y) <int64[1] i = {-1}, float[1] e = {1e-9}> { m = "
+        "ReduceMean(x, i) "
+        "c = Sub(x, m) p = Mul(c, c) v = ReduceMean(p, i) d = Sqrt(v) a = Add(e, d) y = Div(c, a) }",
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        inner = _unseen(reader, node.inputs[0])
+        found = _variance(reader, inner)
+        if found is None or not (
+            _is_kept(reader, node.inputs[0], inner) or _fits(reader, node.inputs[0], *found)
+        ):
+            return None
+        at = node.outputs[0]
+        total = _reader(reader, at)
+        if total is None or total.op != "Add" or not any(_is(reader, v, 1e-9, at) for v in total.inputs):
+            return None
+        divide = _reader(reader, total.outputs[0])
+        if divide is None or divide.op != "Div" or divide.inputs[1] != total.outputs[0]:
+            return None
+        if _centred(reader, divide.inputs[0]) != found:
+            return None
+        x, axes = found
+        return Region(divide.outputs, (x,), _between(reader, divide.outputs[0], (x,)), axes)
+
+    def target(self, op: Op, region: Region, x: Val) -> Any:
+        return op.MeanVarianceNormalization(x, axes=region.data)
+
+
 # Rotary embeddings, nearest neighbours
 
 
@@ -1668,15 +1715,6 @@ class ReplacePowBySqrt(_ReplacePower):
         return op.Sqrt(x)
 
 
-class ReplacePowByReciprocal(_ReplacePower):
-    """x ^ -1 -> 1 / x."""
-
-    exponent = -1.0
-
-    def target(self, op: Op, x: Val, c: Val) -> Any:
-        return op.Reciprocal(x)
-
-
 class ReplaceDivByReciprocal(Rule):
     """x / y -> x * (1 / y)  when y is smaller, and repeated along x."""
 
@@ -1707,62 +1745,6 @@ def _repeats(small: tuple[Dim, ...], large: tuple[Dim, ...]) -> bool:
     return aligned and any(a == 1 and b != 1 for a, b in zip(padded, large))
 
 
-class ReplaceReciprocalByDiv(Rule):
-    """x * (1 / y) -> x / y  for x and y of one shape."""
-
-    dtypes = _WIDE
-    shapes = "x[...]:float y[...]:float"
-
-    def source(self, op: Op, x: Any, y: Any) -> Any:
-        return op.Mul(x, op.Reciprocal(y))
-
-    def where(self, m: Captures, x: Val, y: Val) -> None:
-        worthwhile(same_dims(x.type.shape, y.type.shape), "the shapes differ")
-
-    def target(self, op: Op, x: Val, y: Val) -> Any:
-        return op.Div(x, y)
-
-
-class ReplaceDivOfOne(Rule):
-    """1 / x -> reciprocal(x)."""
-
-    dtypes = _WIDE
-    shapes = "c[...]:const x[...]:float"
-
-    def source(self, op: Op, c: Any, x: Any) -> Any:
-        return op.Div(c, x)
-
-    def where(self, m: Captures, c: Val, x: Val) -> None:
-        _require_number(c, 1.0, x)
-
-    def target(self, op: Op, c: Val, x: Val) -> Any:
-        return op.Reciprocal(x)
-
-
-class ReplaceAddOfNegBySub(Rule):
-    """x + (-y) -> x - y."""
-
-    dtypes = FLOATS | {DType.INT32, DType.INT64}
-
-    def source(self, op: Op, x: Any, y: Any) -> Any:
-        return op.Add(x, op.Neg(y))
-
-    def target(self, op: Op, x: Val, y: Val) -> Any:
-        return op.Sub(x, y)
-
-
-class ReplaceSubOfNegByAdd(Rule):
-    """x - (-y) -> x + y."""
-
-    dtypes = FLOATS | {DType.INT32, DType.INT64}
-
-    def source(self, op: Op, x: Any, y: Any) -> Any:
-        return op.Sub(x, op.Neg(y))
-
-    def target(self, op: Op, x: Val, y: Val) -> Any:
-        return op.Add(x, y)
-
-
 class ReplaceNegByMul(Rule):
     """-x -> x * -1, so that it can be folded as a factor."""
 
@@ -1790,27 +1772,6 @@ class ReplaceMulByNeg(Rule):
 
     def target(self, op: Op, x: Val, c: Val) -> Any:
         return op.Neg(x)
-
-
-class RemoveNegOfSquare(RegionRule):
-    """(-x) * (-x) -> x * x;  (-x)^2 alike."""
-
-    dtypes = FLOATS | {DType.INT32, DType.INT64}
-    anchors = ("Mul", "Pow")
-    reads_from = ("Neg",)
-    examples = (
-        "agraph (float[N,3] x) => (float[N,3] y) { n = Neg(x) y = Mul(n, n) }",
-        "agraph (float[2,3] x) => (float[2,3] y) { t = Constant<value_float=2.0>() n = Neg(x) y = Pow(n, t) "
-        "}",
-    )
-
-    def find(self, reader: Reader, node: Node) -> Region | None:
-        base = _square(reader, node.outputs[0])
-        neg = None if base is None else _made(reader, base, "Neg")
-        return None if neg is None else Region(node.outputs, neg.inputs, (node, neg))
-
-    def target(self, op: Op, region: Region, x: Val) -> Any:
-        return op.Mul(x, x)
 
 
 # Conditions and casts
@@ -2063,33 +2024,6 @@ def _broadcast_to(out: tuple[Dim, ...], shapes: list[tuple[Dim, ...]]) -> bool:
     return True
 
 
-class PushShapeUp(RegionRule):
-    """shape(f(x)) -> shape(x)  when f keeps the shape.
-
-    So that nothing but shapes depends on an inner value.
-    """
-
-    anchors = ("Shape",)
-    examples = (
-        "agraph (float[N,3] x) => (int64[2] y) { a = Relu(x) y = Shape(a) }",
-        "agraph (float[N,M] x, float[M] b) => (int64[1] y) { a = Add(b, x) y = Shape<start=0, end=1>(a) }",
-        "agraph (float[N,3] x) => (int64[2] y) { a = Softmax(x) y = Shape(a) }",
-    )
-
-    def find(self, reader: Reader, node: Node) -> Region | None:
-        inner = reader.producer(node.inputs[0])
-        if inner is None or inner.const or inner.captured:
-            return None
-        shape = inner.types[inner.outputs.index(node.inputs[0])].shape
-        for value in inner.inputs:
-            if value != ABSENT and not reader.is_const(value) and same_dims(reader.type(value).shape, shape):
-                return Region(node.outputs, (value,), (node, inner), node.attrs)
-        return None
-
-    def target(self, op: Op, region: Region, x: Val) -> Any:
-        return op.Shape(x, attrs=region.data)
-
-
 RULES: tuple[AnyRule, ...] = (
     ReplaceWhereByRelu(),
     ReplaceWhereByPRelu(),
@@ -2118,19 +2052,14 @@ RULES: tuple[AnyRule, ...] = (
     FuseReduceL2(),
     FuseLayerNormalizationByMoments(),
     FuseInstanceNormalization(),
+    FuseMeanVarianceNormalization(),
     FuseRotaryEmbedding(),
     FuseNearestResize(),
     ReplacePowByProduct(),
     ReplacePowBySqrt(),
-    ReplacePowByReciprocal(),
     ReplaceDivByReciprocal(),
-    ReplaceReciprocalByDiv(),
-    ReplaceDivOfOne(),
-    ReplaceAddOfNegBySub(),
-    ReplaceSubOfNegByAdd(),
     ReplaceNegByMul(),
     ReplaceMulByNeg(),
-    RemoveNegOfSquare(),
     ReplaceCastLike(),
     RemoveConstantWhere(),
     ReplaceWhereByCast(),
@@ -2140,7 +2069,6 @@ RULES: tuple[AnyRule, ...] = (
     PushNotIntoComparison(),
     FoldComparisonOfBool(),
     RemoveExpandBeforeBroadcast(),
-    PushShapeUp(),
 )
 
 # Where the exponentials of these left sides overflow, the right sides are the numbers that were meant: a proof has to
