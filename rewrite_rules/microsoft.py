@@ -16,6 +16,11 @@ from xrlflow.rewrite import AnyRule, Captures, Op, Reader, Region, RegionRule, R
 _FLOAT = frozenset({DType.FLOAT})
 
 
+def _runs(type: TensorType) -> TensorType:
+    """The type of what is computed when the model runs, whatever it is computed of."""
+    return type.as_const(False)
+
+
 class _Contributed(Rule):
     """A rule that writes an operator of ONNX Runtime."""
 
@@ -67,7 +72,7 @@ class FuseTransposeIntoRightOfMatMul(_FuseTransposeIntoMatMul):
 
     def target(self, op: Op, m: Captures, x: Val, y: Val) -> Any:
         whole = op.MatMul(x, op.Transpose(y, perm=m.p))
-        return op["com.microsoft::FusedMatMul"](x, self.turned(op, m, y), transB=1, type=whole.type)
+        return op["com.microsoft::FusedMatMul"](x, self.turned(op, m, y), transB=1, type=_runs(whole.type))
 
 
 class FuseTransposeIntoLeftOfMatMul(_FuseTransposeIntoMatMul):
@@ -85,7 +90,7 @@ class FuseTransposeIntoLeftOfMatMul(_FuseTransposeIntoMatMul):
 
     def target(self, op: Op, m: Captures, x: Val, y: Val) -> Any:
         whole = op.MatMul(op.Transpose(y, perm=m.p), x)
-        return op["com.microsoft::FusedMatMul"](self.turned(op, m, y), x, transA=1, type=whole.type)
+        return op["com.microsoft::FusedMatMul"](self.turned(op, m, y), x, transA=1, type=_runs(whole.type))
 
 
 class FuseScaleIntoMatMul(_Contributed):
@@ -101,7 +106,7 @@ class FuseScaleIntoMatMul(_Contributed):
 
     def target(self, op: Op, x: Val, y: Val, c: Val) -> Any:
         whole = op.MatMul(x, y)
-        return op["com.microsoft::FusedMatMul"](x, y, alpha=c.scalar, type=whole.type)
+        return op["com.microsoft::FusedMatMul"](x, y, alpha=c.scalar, type=_runs(whole.type))
 
 
 class FuseTransposedScale(_Contributed):
@@ -118,7 +123,7 @@ class FuseTransposedScale(_Contributed):
 
     def target(self, op: Op, m: Captures, x: Val, y: Val, c: Val) -> Any:
         whole = op.MatMul(x, op.Transpose(y, perm=m.p))
-        return op["com.microsoft::FusedMatMul"](x, y, transB=1, alpha=c.scalar, type=whole.type)
+        return op["com.microsoft::FusedMatMul"](x, y, transB=1, alpha=c.scalar, type=_runs(whole.type))
 
 
 # Activations
@@ -137,7 +142,7 @@ class FuseQuickGelu(_Contributed):
         worthwhile(a.known, "the constant cannot be read")
 
     def target(self, op: Op, x: Val, a: Val) -> Any:
-        return op["com.microsoft::QuickGelu"](x, alpha=a.scalar, type=x.type)
+        return op["com.microsoft::QuickGelu"](x, alpha=a.scalar, type=_runs(x.type))
 
 
 class FuseSiluIntoQuickGelu(_Contributed):
@@ -149,7 +154,7 @@ class FuseSiluIntoQuickGelu(_Contributed):
         return op.Mul(x, op.Sigmoid(x))
 
     def target(self, op: Op, x: Val) -> Any:
-        return op["com.microsoft::QuickGelu"](x, alpha=1.0, type=x.type)
+        return op["com.microsoft::QuickGelu"](x, alpha=1.0, type=_runs(x.type))
 
 
 class FuseBiasGelu(_Contributed):
@@ -164,7 +169,7 @@ class FuseBiasGelu(_Contributed):
         worthwhile(b.size(0) > 0, "it is empty")
 
     def target(self, op: Op, x: Val, b: Val) -> Any:
-        return op["com.microsoft::BiasGelu"](x, b, type=x.type)
+        return op["com.microsoft::BiasGelu"](x, b, type=_runs(x.type))
 
 
 class FuseBiasFastGelu(_Contributed):
@@ -184,7 +189,7 @@ class FuseBiasFastGelu(_Contributed):
         worthwhile(b.size(0) > 0, "it is empty")
 
     def target(self, op: Op, x: Val, b: Val) -> Any:
-        return op["com.microsoft::FastGelu"](x, b, type=x.type)
+        return op["com.microsoft::FastGelu"](x, b, type=_runs(x.type))
 
 
 # Normalisation
@@ -205,7 +210,7 @@ class FuseSkipLayerNormalization(_Contributed):
 
     def target(self, op: Op, m: Captures, x: Val, y: Val, s: Val, t: Val | None) -> Any:
         fused = op["com.microsoft::SkipLayerNormalization"]
-        return fused(x, y, s, t, epsilon=m.epsilon, type=x.type)
+        return fused(x, y, s, t, epsilon=m.epsilon, type=_runs(x.type))
 
 
 # Attention
@@ -322,7 +327,7 @@ class ReplaceRotaryEmbedding(_Contributed):
 
     def target(self, op: Op, m: Captures, x: Val, cosine: Val, sine: Val, positions: Val) -> Any:
         rotary = op["com.microsoft::RotaryEmbedding"]
-        return rotary(x, positions, cosine, sine, attrs=m.c, type=x.type)
+        return rotary(x, positions, cosine, sine, attrs=m.c, type=_runs(x.type))
 
 
 # What is quantised
@@ -355,7 +360,7 @@ class FuseMatMulIntegerToFloat(_Contributed):
 
     def target(self, op: Op, a: Val, b: Val, z: Val | None, u: Val | None, s: Val, t: Val) -> Any:
         like = op.Cast(op.MatMulInteger(a, b, z, u), to=1)
-        return op["com.microsoft::MatMulIntegerToFloat"](a, b, s, t, z, u, type=like.type)
+        return op["com.microsoft::MatMulIntegerToFloat"](a, b, s, t, z, u, type=_runs(like.type))
 
 
 def worthwhile_zeros(*zeros: Val | None) -> None:
@@ -397,7 +402,7 @@ class FuseDynamicQuantizeMatMul(_Contributed):
 
     def target(self, op: Op, x: Val, b: Val, u: Val | None, t: Val) -> Any:
         like = self.product(op, x, b, u, t)
-        return op["com.microsoft::DynamicQuantizeMatMul"](x, b, t, u, type=like.type)
+        return op["com.microsoft::DynamicQuantizeMatMul"](x, b, t, u, type=_runs(like.type))
 
 
 class FuseBiasedDynamicQuantizeMatMul(_Contributed):
@@ -424,7 +429,7 @@ class FuseBiasedDynamicQuantizeMatMul(_Contributed):
     def target(self, op: Op, x: Val, b: Val, u: Val | None, t: Val, c: Val) -> Any:
         q, s, z = op.DynamicQuantizeLinear(x, outputs=3)
         like = op.Mul(op.Cast(op.MatMulInteger(q, b, z, u), to=1), op.Mul(s, t))
-        return op["com.microsoft::DynamicQuantizeMatMul"](x, b, t, u, c, type=like.type)
+        return op["com.microsoft::DynamicQuantizeMatMul"](x, b, t, u, c, type=_runs(like.type))
 
 
 RULES: tuple[AnyRule, ...] = (
