@@ -1240,57 +1240,75 @@ def _find_projection(reader: Reader, value: Value, perm: tuple[int, ...]) -> _Pr
 def _few(reader: Reader, queries: Value, found: _Projection) -> int:
     """The number of queries, if so few that their detour is shorter."""
     dims = reader.val(queries)
-    require(dims.rank == 4 and dims.shape[1] == found.heads, "the heads are other ones")
-    require(dims.shape[0] is not None and dims.shape[0] == reader.val(found.x).shape[0], "the batches differ")
+    require(dims.rank == 4, "there are no heads")
     rows = dims.size(2)
+    if rows != 1:  # they are put into one matrix, which cannot broadcast
+        require(dims.shape[1] == found.heads, "the heads are other ones")
+        require(
+            dims.shape[0] is not None and dims.shape[0] == reader.val(found.x).shape[0], "the batches differ"
+        )
     worthwhile(2 * rows * found.channels <= found.depth * (found.channels + rows), "there are many queries")
     return rows
 
 
 @dataclass(frozen=True, slots=True)
 class _Detour:
-    """The shapes of a product by way of x: the numbers of weights, all queries in one matrix, and apart again."""
+    """The sizes of a product by way of x, and its reshapes: all queries in one matrix, and apart again.
+
+    A single query needs no numbers for them, so batch and length may be unknown.
+    """
 
     heads: int
     depth: int
     channels: int
-    flat: tuple[int, ...]
-    apart: tuple[int, ...]
+    flat: tuple[int, ...] | None
+    apart: tuple[int, ...] | None
+
+    @staticmethod
+    def of(found: _Projection, rows: int, before: Sequence[Dim], after: Sequence[Dim]) -> _Detour:
+        """`before` and `after`: the dimensions [n,h,r,...] of what is made one matrix, and of what is made of it."""
+        flat = apart = None
+        if rows != 1:
+            wide = found.heads * rows
+            flat = tuple(reshape_numbers(before, (before[0], wide, before[3])))
+            apart = tuple(reshape_numbers((after[0], wide, after[3]), after))
+        return _Detour(found.heads, found.depth, found.channels, flat, apart)
+
+    def flatten(self, op: Op, x: Val) -> Any:
+        return op.Squeeze(x, [2]) if self.flat is None else op.Reshape(x, list(self.flat))
+
+    def part(self, op: Op, x: Val) -> Any:
+        return op.Unsqueeze(x, [2]) if self.apart is None else op.Reshape(x, list(self.apart))
 
 
 def _key_detour(reader: Reader, q: Value, found: _Projection) -> _Detour:
     """How scores of queries q[n,h,r,d] are made; refuses where the detour is none."""
     rows = _few(reader, q, found)
     batch, length = reader.val(found.x).shape[:2]
-    h, c = found.heads, found.channels
-    flat = tuple(reshape_numbers((batch, h, rows, c), (batch, h * rows, c)))
-    apart = tuple(reshape_numbers((batch, h * rows, length), (batch, h, rows, length)))
-    return _Detour(h, found.depth, c, flat, apart)
+    lead = (batch, found.heads, rows)
+    return _Detour.of(found, rows, (*lead, found.channels), (*lead, length))
 
 
 def _scores(op: Op, way: _Detour, q: Val, x: Val, w: Val, b: Val | None) -> Any:
     """(q @ w_h^T) @ x^T + q @ b_h^T."""
     weights = op.Transpose(op.Reshape(w, [way.channels, way.heads, way.depth]), perm=[1, 2, 0])
-    rows = op.Reshape(op.MatMul(q, weights), list(way.flat))
+    rows = way.flatten(op, op.MatMul(q, weights))
     # Transposed twice, since the rows are few and x is large.
     scores = op.Transpose(op.MatMul(x, op.Transpose(rows, perm=[0, 2, 1])), perm=[0, 2, 1])
-    scores = op.Reshape(scores, list(way.apart))
+    scores = way.part(op, scores)
     return scores if b is None else op.Add(scores, op.MatMul(q, op.Reshape(b, [way.heads, way.depth, 1])))
 
 
-def _value_detour(reader: Reader, batch: Dim, rows: int, length: Dim, found: _Projection) -> _Detour:
+def _value_detour(batch: Dim, rows: int, length: Dim, found: _Projection) -> _Detour:
     """How values are weighted by p[n,h,r,s]."""
-    h, c = found.heads, found.channels
-    flat = tuple(reshape_numbers((batch, h, rows, length), (batch, h * rows, length)))
-    apart = tuple(reshape_numbers((batch, h * rows, c), (batch, h, rows, c)))
-    return _Detour(h, found.depth, c, flat, apart)
+    lead = (batch, found.heads, rows)
+    return _Detour.of(found, rows, (*lead, length), (*lead, found.channels))
 
 
 def _weighted(op: Op, way: _Detour, p: Val, x: Val, w: Val, b: Val | None) -> Any:
     """(p @ x) @ w_h + sum(p) * b_h."""
     weights = op.Transpose(op.Reshape(w, [way.channels, way.heads, way.depth]), perm=[1, 0, 2])
-    means = op.Reshape(op.MatMul(op.Reshape(p, list(way.flat)), x), list(way.apart))
-    y = op.MatMul(means, weights)
+    y = op.MatMul(way.part(op, op.MatMul(way.flatten(op, p), x)), weights)
     if b is None:
         return y
     total = op.ReduceSum(p, [-1], keepdims=1)
@@ -1310,6 +1328,9 @@ class PushKeyWeightsIntoQueries(RegionRule):
         "float[12] b = {1,2,3,4,5,6,7,8,9,8,7,6}, int64[4] s = {0,0,2,6}> "
         "{ k = MatMul(x, w) l = Add(k, b) r = Reshape(l, s) "
         "t = Transpose<perm=[0,2,3,1]>(r) y = MatMul(q, t) }",
+        "agraph (float[1,2,2,9] q, float[1,3,2] x) => (float[1,2,2,3] y) <float[2,18] w = "
+        "{1,2,3,4,5,6,7,8,9,8,7,6,5,4,3,2,1,2,3,4,5,6,7,8,9,8,7,6,5,4,3,2,1,2,3,4}, int64[4] s = {1,-1,2,9}> "
+        "{ k = MatMul(x, w) r = Reshape(k, s) t = Transpose<perm=[0,2,3,1]>(r) y = MatMul(q, t) }",
         "agraph (float[1,2,1,3] q, float[1,S,2] x) => (float[1,2,1,S] y) <float[2,6] w = {1,2,3,4,5,6,7,8,9,8,7,6}, "
         "int64[4] s = {1,-1,2,3}> { k = MatMul(x, w) r = Reshape(k, s) t = Transpose<perm=[0,2,3,1]>(r) "
         "y = MatMul(q, t) }",
@@ -1341,6 +1362,9 @@ class PushValueWeightsBehindScores(RegionRule):
         "float[12] b = {1,2,3,4,5,6,7,8,9,8,7,6}, int64[4] s = {0,0,2,6}> "
         "{ k = MatMul(x, w) l = Add(k, b) r = Reshape(l, s) "
         "t = Transpose<perm=[0,2,1,3]>(r) y = MatMul(p, t) }",
+        "agraph (float[1,2,2,3] p, float[1,3,2] x) => (float[1,2,2,9] y) <float[2,18] w = "
+        "{1,2,3,4,5,6,7,8,9,8,7,6,5,4,3,2,1,2,3,4,5,6,7,8,9,8,7,6,5,4,3,2,1,2,3,4}, int64[4] s = {1,-1,2,9}> "
+        "{ k = MatMul(x, w) r = Reshape(k, s) t = Transpose<perm=[0,2,1,3]>(r) y = MatMul(p, t) }",
         "agraph (float[1,2,1,S] p, float[1,S,2] x) => (float[1,2,1,3] y) <float[2,6] w = {1,2,3,4,5,6,7,8,9,8,7,6}, "
         "int64[4] s = {1,-1,2,3}> { k = MatMul(x, w) r = Reshape(k, s) t = Transpose<perm=[0,2,1,3]>(r) "
         "y = MatMul(p, t) }",
@@ -1352,7 +1376,7 @@ class PushValueWeightsBehindScores(RegionRule):
             return None
         p = node.inputs[0]
         rows = _few(reader, p, found)
-        way = _value_detour(reader, reader.val(p).shape[0], rows, reader.val(p).shape[3], found)
+        way = _value_detour(reader.val(p).shape[0], rows, reader.val(p).shape[3], found)
         inputs = (p, found.x, found.weight, found.bias)
         return Region(node.outputs, inputs, (node, *found.nodes), way)
 
@@ -1400,6 +1424,8 @@ class PushWeightsOutOfAttention(RegionRule):
         require(all(r == ABSENT for r in rest[1:]), "there are past keys")
         require(not node.attrs.get("is_causal"), "it is causal")
         require(not node.attrs.get("softcap"), "the scores are capped")
+        heads = reader.val(q).shape[1]
+        require(heads == keys.heads == values.heads, "heads share keys")
         first = _key_detour(reader, q, keys)
         rows = _few(reader, q, values)
         batch, length = reader.val(keys.x).shape[:2]
@@ -1407,7 +1433,8 @@ class PushWeightsOutOfAttention(RegionRule):
             require(reader.type(mask).dtype == reader.type(q).dtype, "the mask is not added")
             width = reader.val(mask).shape[-1]
             require(width is not None and width == length, "the mask is not as wide as the scores")
-        second = _value_detour(reader, batch, rows, length, values)
+            worthwhile(reader.val(mask).rank <= 4, "the mask has more dimensions than the scores")
+        second = _value_detour(batch, rows, length, values)
         scale = node.attrs.get("scale", first.depth**-0.5)
         inputs = (q, keys.x, keys.weight, keys.bias, values.x, values.weight, values.bias, mask)
         nodes = (node, *keys.nodes, *values.nodes)
