@@ -1222,17 +1222,31 @@ def _mean(reader: Reader, value: Value) -> tuple[Value, tuple[int, ...]] | None:
     if node.op == "ReduceMean":
         axes = _axes(reader, node)
         return None if axes is None else (node.inputs[0], axes)
-    for total, c in _operands(node)[: 1 if node.op == "Div" else 2]:
-        summed = _made(reader, total, "ReduceSum")
+    return _averaged(reader, value, "ReduceSum")
+
+
+def _averaged(reader: Reader, value: Value, op: str) -> tuple[Value, tuple[int, ...]] | None:
+    """x and the axes, if a value is what a reduction makes of x over them, divided by the number of elements."""
+    node = _made(reader, value, "Div", "Mul")
+    for total, c in _operands(node)[: 1 if node is not None and node.op == "Div" else 2]:
+        summed = _made(reader, total, op)
         number = _number(reader, c, total)
         axes = None if summed is None or number is None else _axes(reader, summed)
-        if summed is None or number is None or axes is None:
+        if node is None or summed is None or number is None or axes is None:
             continue
         count = prod(reader.val(summed.inputs[0]).size(a) for a in axes)
         wanted = count if node.op == "Div" else 1 / count if count else math.nan
         if math.isclose(number, wanted, rel_tol=1e-6):
             return summed.inputs[0], axes
     return None
+
+
+def _mean_square(reader: Reader, value: Value) -> tuple[Value, tuple[int, ...]] | None:
+    """x and the axes, if a value is the mean of x^2 over them."""
+    found = _averaged(reader, value, "ReduceSumSquare")
+    mean = None if found is not None else _mean(reader, value)
+    base = None if mean is None else _square(reader, mean[0])
+    return found if base is None or mean is None else (base, mean[1])
 
 
 def _centred(reader: Reader, value: Value) -> tuple[Value, tuple[int, ...]] | None:
@@ -1270,16 +1284,14 @@ def _variance(reader: Reader, value: Value) -> tuple[Value, tuple[int, ...]] | N
             inner = inner if free else ABSENT
         return None if inner == ABSENT else _variance(reader, inner)
     if node is None:
-        mean = _mean(reader, value)
-        base = None if mean is None else _square(reader, mean[0])
-        found = None if base is None else _centred(reader, base)
+        mean = _mean_square(reader, value)
+        found = None if mean is None else _centred(reader, mean[0])
         return found if found is not None and mean is not None and found[1] == mean[1] else None
     if len({reader.type(v).rank for v in node.inputs}) > 1:
         return None
-    of_square, squared = _mean(reader, node.inputs[0]), _square(reader, node.inputs[1])
-    base = None if of_square is None else _square(reader, of_square[0])
+    of_square, squared = _mean_square(reader, node.inputs[0]), _square(reader, node.inputs[1])
     plain = None if squared is None else _mean(reader, squared)
-    return plain if plain is not None and of_square is not None and plain == (base, of_square[1]) else None
+    return plain if plain == of_square else None
 
 
 @dataclass(frozen=True, slots=True)
