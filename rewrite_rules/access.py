@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from math import gcd, isqrt, prod
+from math import gcd, inf, isqrt, prod
 from operator import mul
 
 # Longer dimensions are not written out as lists of addresses, and larger indices not made.
@@ -144,9 +144,11 @@ def factored(values: Sequence[int]) -> tuple[Digit, ...]:
 
 def _repeats(values: Sequence[int], block: int) -> bool:
     """Whether all blocks of that length are alike but for their first number."""
-    low = [v - values[0] for v in values[:block]]
+    first = values[0]
     return all(
-        values[i + k] - values[i] == low[k] for i in range(block, len(values), block) for k in range(1, block)
+        values[i + k] - values[i] == values[k] - first
+        for i in range(block, len(values), block)
+        for k in range(1, block)
     )
 
 
@@ -504,6 +506,8 @@ class Plan:
     price: Price
 
 
+# Whether a price is less than what a chain may cost.
+Below = Callable[[Price], bool]
 # A dimension: its size without symbols, and those, by their axes in the source, sorted.
 Extent = tuple[int, tuple[int, ...]]
 
@@ -655,63 +659,129 @@ def _views(shape: Sequence[int | str], m: AccessMap) -> Iterator[list[_Axis]]:
             yield view
 
 
-def plans(shape: Sequence[int | str], m: AccessMap, blocks: bool) -> Iterator[Plan]:
-    """Chains that make the map `m` from a source of this shape. `blocks`: DepthToSpace and SpaceToDepth may be used."""
-    filled = _without_fill(m)
-    if filled is not None:
-        inner, pads, axes = filled
-        for plan in plans(shape, inner, blocks):
-            more = price("Pad", inner.volume, m.volume)
-            yield Plan((*plan.steps, Step("Pad", (pads, axes))), plan.price + more)
-        return
-    if m.only_source != 0:
-        raise Unmappable("it has several sources")
+@dataclass(frozen=True, slots=True)
+class Core:
+    """A map without what a Pad puts in at its ends: that of one source, counted from its beginning.
+
+    `pad`: the Pad that has to follow.
+    """
+
+    source: int
+    map: AccessMap
+    pad: Step | None = None
+    price: Price = Price()
+
+
+def core_of(m: AccessMap) -> Core | None:
+    """What is inside a Pad, if there is one; None if there are several sources, or a Pad in the middle."""
+    before: list[int] = []
+    after: list[int] = []
+    axes: list[int] = []
+    inner = m
+    if m.reach[1] >= FILL // 2:
+        for axis, dim in enumerate(m.dims):
+            reach = [d.reach for d in dim]
+            low, high = sum(a for a, _ in reach), sum(b for _, b in reach)
+            if high - low < FILL // 2:
+                continue
+            if any(d.name for d in dim) or size_of(dim) > LONGEST:
+                return None
+            values = offsets_of(dim)
+            real = [i for i, v in enumerate(values) if v - low < FILL // 2]
+            if real[-1] - real[0] + 1 != len(real):
+                return None
+            axes.append(axis)
+            before.append(real[0])
+            after.append(len(values) - 1 - real[-1])
+            inner = inner._gathered(axis, [values[i] for i in real])
+    source = inner.only_source
+    if source is None:
+        return None
+    if not axes:
+        return Core(source, m.within(source))
+    pad = Step("Pad", ((*before, *after), tuple(axes)))
+    return Core(source, inner.within(source), pad, price("Pad", inner.volume, m.volume))
+
+
+def plans(
+    shape: Sequence[int | str], core: Core, blocks: bool, below: Below = lambda _: True
+) -> Iterator[Plan]:
+    """Chains that make a map from a source of this shape. `blocks`: DepthToSpace and SpaceToDepth may be used.
+
+    Chains that begin with operators whose price is not `below` what is looked for are left out.
+    """
+
+    def padded(plan: Plan) -> Plan:
+        return plan if core.pad is None else Plan((*plan.steps, core.pad), plan.price + core.price)
+
     if blocks:
-        yield from _blocks(shape, m)
-    yield from _chains(shape, m)
+        yield from map(padded, _blocks(shape, core.map, below))
+    yield from map(padded, _chains(shape, core.map, below))
 
 
-def _chains(shape: Sequence[int | str], m: AccessMap) -> Iterator[Plan]:
+def _chains(shape: Sequence[int | str], m: AccessMap, below: Below) -> Iterator[Plan]:
     for view in _views(shape, m):
         try:
-            for chain in _attempts(shape, view, m):
+            for chain in _attempts(shape, view, m, below):
                 yield _shortened(shape, chain)
         except Unmappable:
             continue
 
 
-def best(shape: Sequence[int | str], m: AccessMap, blocks: bool, scale: int = 1) -> Plan:
-    """The cheapest chain. Raises Unmappable if there is none."""
-    found = min(plans(shape, m, blocks), key=lambda p: p.price.total(scale), default=None)
+def best(shape: Sequence[int | str], core: Core, blocks: bool, scale: int = 1, limit: float = inf) -> Plan:
+    """The cheapest chain, below `limit` if there is one. Raises Unmappable if there is none."""
+    least = (core.price + cheapest(shape, core.map)).total(scale)
+    found: Plan | None = None
+    lowest = limit
+
+    def below(p: Price) -> bool:
+        return p.total(scale) < lowest
+
+    if least < limit:
+        for plan in plans(shape, core, blocks, below):
+            if below(plan.price):
+                found, lowest = plan, plan.price.total(scale)
+            if lowest == least:
+                break
     if found is None:
-        raise Unmappable("no chain of operators has this map")
+        raise Unmappable("no chain of operators has this map, or not for less")
     return found
 
 
-def _without_fill(m: AccessMap) -> tuple[AccessMap, tuple[int, ...], tuple[int, ...]] | None:
-    """What is inside a Pad, with its pads and axes; None if nothing is put in."""
-    before: list[int] = []
-    after: list[int] = []
-    axes: list[int] = []
-    inner = m
-    for axis, dim in enumerate(m.dims):
-        reach = [d.reach for d in dim]
-        low, high = sum(a for a, _ in reach), sum(b for _, b in reach)
-        if high - low < FILL // 2:
+def cheapest(shape: Sequence[int | str], m: AccessMap) -> Price:
+    """What every chain costs at least that has this map.
+
+    Nothing, if the elements stay in their order; two operators, if a symbolic dimension changes places and elements
+    are left out or repeated; else one.
+    """
+    source = AccessMap.source(shape)
+    if not m.offset and merged(m.digits) == merged(source.digits):
+        return Price()
+    repeated = any(d.repeats for d in m.digits)
+    least = Price(m.volume if repeated else 2 * m.volume, 1)
+    if (repeated or m.volume != source.volume) and _reordered(shape, m):
+        least += Price(0, 1)
+    return least
+
+
+def _reordered(shape: Sequence[int | str], m: AccessMap) -> bool:
+    """Whether something stands on the other side of a symbolic dimension than in the source."""
+    axes = _own(shape)
+    latest, latest_symbol = -1, -1
+    for d in m.digits:
+        if d.repeats:
             continue
-        values = offsets_of(dim)
-        real = [i for i, v in enumerate(values) if v - low < FILL // 2]
-        if real[-1] - real[0] + 1 != len(real):
-            raise Unmappable("a pad is in the middle")
-        axes.append(axis)
-        before.append(real[0])
-        after.append(len(values) - 1 - real[-1])
-        inner = inner._gathered(axis, [values[i] for i in real])
-    if not axes and m.offset < FILL // 2:
-        return None
-    if inner.only_source is None:
-        raise Unmappable("there are several sources, or nothing but a pad")
-    return inner, (*before, *after), tuple(axes)
+        if d.name:
+            if latest > d.step:
+                return True
+            latest, latest_symbol = d.step, d.step
+            continue
+        # The axis in which its smallest steps are.
+        axis = next(i for i, a in enumerate(axes) if not a.name and a.size > 1 and a.unit <= d.common)
+        if axis < latest_symbol:
+            return True
+        latest = max(latest, axis)
+    return False
 
 
 def _divided(m: AccessMap, axes: Sequence[_Axis]) -> AccessMap:
@@ -729,7 +799,9 @@ def _divided(m: AccessMap, axes: Sequence[_Axis]) -> AccessMap:
     return replace(m, dims=tuple(tuple(p for d in dim for p in parts(d)) for dim in m.dims))
 
 
-def _attempts(shape: Sequence[int | str], axes: Sequence[_Axis], m: AccessMap) -> Iterator[_Chain]:
+def _attempts(
+    shape: Sequence[int | str], axes: Sequence[_Axis], m: AccessMap, below: Below
+) -> Iterator[_Chain]:
     """Chains that read the source as `axes`, cut them, then transpose and repeat what is left."""
     m = _divided(m, axes)
     digits = m.digits
@@ -747,8 +819,6 @@ def _attempts(shape: Sequence[int | str], axes: Sequence[_Axis], m: AccessMap) -
                 break
         else:
             return
-    chain = _Chain([a.extent for a in _own(shape)], m.filled)
-    chain.reshape([a.extent for a in axes])
     cuts: list[tuple[int, int, int, int]] = []
     picks: list[tuple[int, list[int]]] = []
     for j, axis in enumerate(axes):
@@ -757,6 +827,8 @@ def _attempts(shape: Sequence[int | str], axes: Sequence[_Axis], m: AccessMap) -
         start = m.offset // axis.unit % axis.size
         run = merged([digits[k] for k in sorted(held[j], key=lambda k: -digits[k].common)])
         if len(run) > 1 or (run and run[0].values):
+            if size_of(run) > MOST_INDICES:
+                return
             indices = [start + v // axis.unit for v in offsets_of([digits[k] for k in held[j]])]
             if not all(0 <= i < axis.size for i in indices):
                 return
@@ -768,13 +840,25 @@ def _attempts(shape: Sequence[int | str], axes: Sequence[_Axis], m: AccessMap) -
             return
         if (start, count, step) != (0, axis.size, 1):
             cuts.append((j, start, count, step))
+    own = [a.extent for a in _own(shape)]
+    viewed = [a.extent for a in axes]
+    order = [k for ks in held for k in ks]
+    wanted = sorted(order)
+    rest = Price(0, bool(cuts) + len(picks), int(own != viewed))
+    if order != wanted:
+        volume = size_of([digits[k] for k in order])
+        rest += price("Transpose", volume, volume, order[-1] != wanted[-1])
+    if not below(rest):
+        return
+    chain = _Chain(own, m.filled)
+    chain.reshape(viewed)
     chain.slice(cuts)
     for j, indices in picks:
         chain.gather(j, indices)
-    order = [k for ks in held for k in ks]
-    if all(len(ks) <= 1 for ks in held) and not any(d.repeats for d in digits):
-        home = {k: j for j, ks in enumerate(held) for k in ks}
-        yield from _by_axes(chain.copy(), m, home)
+    if all(len(ks) <= 1 for ks in held) and len(wanted) == len(digits):
+        yield from _by_axes(chain.copy(), m, {k: j for j, ks in enumerate(held) for k in ks})
+        if order == wanted:
+            return
     yield from _by_digits(chain, m, order)
 
 
@@ -851,7 +935,7 @@ def _shortened(shape: Sequence[int | str], chain: _Chain) -> Plan:
     return chain.plan()
 
 
-def _blocks(shape: Sequence[int | str], m: AccessMap) -> Iterator[Plan]:
+def _blocks(shape: Sequence[int | str], m: AccessMap, below: Below) -> Iterator[Plan]:
     """DepthToSpace, or SpaceToDepth, if that is the map; SpaceToDepth with what orders its channels in another way."""
     if len(shape) != 4 or len(m.dims) != 4 or not isinstance(shape[1], int):
         return
@@ -877,7 +961,7 @@ def _blocks(shape: Sequence[int | str], m: AccessMap) -> Iterator[Plan]:
             yield first
             return
         blocked = [dim[0].name if dim and dim[0].name else size_of(dim) for dim in made.dims]
-        for plan in _chains(blocked, _after(m, made)):
+        for plan in _chains(blocked, _after(m, made), below):
             yield Plan((*first.steps, *plan.steps), first.price + plan.price)
     except Unmappable:
         return
@@ -924,15 +1008,6 @@ def _translated(d: Digit, radix: Sequence[tuple[int, int, int]]) -> list[Digit]:
 
 
 # Several sources
-
-
-def source_of(m: AccessMap) -> int | None:
-    """The number of the source that a map reads, inside a Pad if need be; None if it reads several."""
-    try:
-        filled = _without_fill(m)
-    except Unmappable:
-        return None
-    return (m if filled is None else filled[0]).only_source
 
 
 def pieces(m: AccessMap, most: int = 8) -> tuple[int, list[tuple[int, int, int]]] | None:
@@ -990,10 +1065,8 @@ def _joined(
     if cut is None:
         raise Unmappable("the sources do not stand one behind the other")
     axis, runs = cut
-    parts = tuple(
-        (source, best(shapes[source], form.slice(axis, start, count, 1).within(source), blocks, scale))
-        for start, count, source in runs
-    )
+    cores = [Core(source, form.slice(axis, start, count, 1).within(source)) for start, count, source in runs]
+    parts = tuple((core.source, best(shapes[core.source], core, blocks, scale)) for core in cores)
     price_of_all = sum((plan.price for _, plan in parts), price("Concat", m.volume, m.volume))
     chain = _Chain([_extent(dim) for dim in form.dims], m.filled)
     chain.reshape([_extent(dim) for dim in m.dims])

@@ -17,12 +17,12 @@ from rewrite_rules.access import (
     Unmappable,
     best,
     best_joined,
+    core_of,
     price,
     shuffles,
-    source_of,
 )
 from rewrite_rules.axes import axis_of, front, fronts, int_attr, ints_input, perm_of
-from xrlflow.ir import ABSENT, DType, Node, Value
+from xrlflow.ir import ABSENT, Dim, DType, Node, Value
 from xrlflow.rewrite import AnyRule, Lit, Op, Reader, Refused, Region, RegionRule, Val, worthwhile
 
 _VIEWS = frozenset(("Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity"))
@@ -295,6 +295,21 @@ def _simple(nodes: Iterable[Node]) -> bool:
     return ops <= _VIEWS or ops == {"Transpose"}
 
 
+def _hopeless(reader: Reader, nodes: Sequence[Node]) -> bool:
+    """Whether it is plain that nothing is gained: a view and a Transpose, both of which are needed."""
+    if _simple(nodes):
+        return True
+    if len(nodes) != 2 or {n.op == "Transpose" for n in nodes} != {True, False}:
+        return False
+    view, transpose = sorted(nodes, key=lambda n: n.op == "Transpose")
+    before, after = reader.type(view.inputs[0]).shape, view.types[0].shape
+    moved = reader.type(transpose.inputs[0]).shape
+    if view.op not in _VIEWS or before is None or after is None or moved is None:
+        return False
+    left = [p for p in perm_of(transpose, len(moved)) if moved[p] != 1]
+    return left != sorted(left) and [d for d in before if d != 1] != [d for d in after if d != 1]
+
+
 def _common(reader: Reader, node: Node) -> bool:
     """Whether all parts of a Concat can come from one value."""
     shared: set[Value] | None = None
@@ -384,7 +399,7 @@ class MergeMovement(RegionRule):
         if node.op == "Concat":
             if not _common(reader, node):
                 return None
-        elif _simple(_above(reader, node)):
+        elif _hopeless(reader, list(_above(reader, node))):
             return None
         found, shared = self._found(reader, node, frozenset())
         if found is None and shared:
@@ -407,20 +422,17 @@ class MergeMovement(RegionRule):
         nodes = trace.nodes(node)
         gone = trace.removed(nodes)
         shared = frozenset(v for n in nodes if n.id not in gone for v in n.outputs)
-        number = source_of(m)
-        if number is None or len(nodes) < 2 or _simple(nodes):
+        core = core_of(m)
+        if core is None or len(nodes) < 2 or _hopeless(reader, nodes):
             return None, shared
         scale = trace.scale()
+        before = _total((trace.price(n) for n in nodes if n.id in gone), scale)
         try:
-            plan = best(trace.shapes[number], m.within(number), trace.may_use_blocks(), scale)
+            plan = best(trace.shapes[core.source], core, trace.may_use_blocks(), scale, before)
         except Unmappable:
             return None, shared
-        before = _total((trace.price(n) for n in nodes if n.id in gone), scale)
-        if plan.price.total(scale) >= before:
-            return None, shared
-        pads = any(s.op == "Pad" for s in plan.steps) and trace.fill not in (None, ABSENT)
-        fill = (trace.fill,) if pads and trace.fill is not None else ()
-        return Region(node.outputs, (trace.sources[number], *fill), tuple(nodes), plan), shared
+        fill = (trace.fill,) if core.pad is not None and trace.fill else ()
+        return Region(node.outputs, (trace.sources[core.source], *fill), tuple(nodes), plan), shared
 
     def target(self, op: Op, region: Region, x: Val, fill: Val | None = None) -> Any:
         plan: Plan = region.data
@@ -461,7 +473,7 @@ class PushMovementIntoConcat(RegionRule):
         try:
             m = trace.map(output)
             nodes = trace.nodes(node) if output in trace.makers else []
-            if len(nodes) < 2 or source_of(m) is not None:
+            if len(nodes) < 2 or core_of(m) is not None:
                 return None
             scale = trace.scale()
             joined = best_joined(trace.shapes, m, trace.may_use_blocks(), scale)
@@ -482,12 +494,12 @@ class PushMovementIntoConcat(RegionRule):
 
 
 class ReplaceMovement(RegionRule):
-    """gather(x, consecutive constants) -> slice(x), pad(x, negative) -> slice(x);  what moves no data -> reshape(x).
+    """gather(x, consecutive constants) -> slice(x);  what moves no data -> reshape(x).
 
-    Gather, Slice, Expand, Tile, Pad, DepthToSpace and SpaceToDepth.
+    The latter for Gather, Expand, DepthToSpace and SpaceToDepth, along dimensions of 1.
     """
 
-    anchors = ("Gather", "Slice", "Expand", "Tile", "Pad", "DepthToSpace", "SpaceToDepth")
+    anchors = ("Gather", "Expand", "DepthToSpace", "SpaceToDepth")
     examples = (
         "agraph (float[N,6] x) => (float[N,3] y) { i = Constant<value_ints=[2,3,4]>() y = Gather<axis=1>(x, i) }",
         "agraph (float[N,6] x) => (float[N,3] y) { i = Constant<value_ints=[-1,-3,-5]>() y = Gather<axis=1>(x, i) }",
@@ -498,25 +510,47 @@ class ReplaceMovement(RegionRule):
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
-        (output,) = node.outputs
-        if node.op == "Gather" and not reader.is_const(node.inputs[1]):
+        if not self._promises(reader, node):
             return None
+        (output,) = node.outputs
         trace = _Trace(reader, most=1)
         try:
             m = trace.map(output)
-            if output not in trace.makers or source_of(m) != 0:
+            core = core_of(m)
+            if output not in trace.makers or core is None:
                 return None
-            plan = best(trace.shapes[0], m, False)
+            plan = best(trace.shapes[0], core, False)
         except Unmappable as error:
             raise Refused(str(error)) from error
         ops = [s.op for s in plan.steps]
-        better = not ops or ops == ["Reshape"] or (ops == ["Slice"] and node.op in ("Gather", "Pad"))
+        better = not ops or ops == ["Reshape"] or (ops == ["Slice"] and node.op == "Gather")
         worthwhile(better, "it moves data")
         return Region(node.outputs, node.inputs[:1], (node,), plan)
+
+    @staticmethod
+    def _promises(reader: Reader, node: Node) -> bool:
+        """A look at the numbers alone: most are refused here."""
+        before, after = reader.type(node.inputs[0]).shape, node.types[0].shape
+        if before is None or after is None:
+            return False
+        if node.op != "Gather":
+            return _elements(before) == _elements(after) and len(before) > 0
+        index = reader.val(node.inputs[1]).array_or_none
+        if index is None or not index.size:
+            return False
+        if index.size == 1:
+            return before[axis_of(node, len(before))] == 1 or index.ndim > 0
+        steps = np.diff(index.ravel())
+        return bool((steps == steps[0]).all())
 
     def target(self, op: Op, region: Region, x: Val) -> Any:
         plan: Plan = region.data
         return _emit(op, x, plan.steps)
+
+
+def _elements(shape: Sequence[Dim]) -> int:
+    """How many elements a tensor has, symbolic dimensions counted as 1."""
+    return prod(d for d in shape if isinstance(d, int))
 
 
 RULES: tuple[AnyRule, ...] = (
