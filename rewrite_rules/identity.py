@@ -82,6 +82,7 @@ class MergeCasts(Rule):
     """
 
     proof = "numeric"
+    relies_on = "the first type holds every number of the type before it"
     shared_interior = True
 
     def source(self, op: Op, x: Any) -> Any:
@@ -162,6 +163,9 @@ class RemoveUnitPow(_Neutral):
 class RemoveRepeated(RegionRule):
     """f(f(x)) -> f(x)  for Relu, Abs, Sign and the roundings."""
 
+    proof = "numeric"
+    relies_on = "Relu, Abs, Sign and the roundings are idempotent"
+
     anchors = ("Relu", "Abs", "Sign", "Ceil", "Floor", "Round")
     examples = ("agraph (float[N,3] x) => (float[N,3] y) { a = Floor(x) y = Floor(a) }",)
 
@@ -201,6 +205,9 @@ def _bounds(low: Val | None, high: Val | None) -> tuple[float, float]:
 class MergeClips(Rule):
     """clip(clip(x, a, b), c, d) -> clip(x, clip(a, c, d), clip(b, c, d))."""
 
+    proof = "numeric"
+    relies_on = "max and min are those of an ordered set"
+
     optional = ("a", "b", "c", "d")
     shapes = "x[...]:float a[]:const b[]:const c[]:const d[]:const"
 
@@ -224,6 +231,9 @@ def _clip(op: Op, x: Val, low: float, high: float) -> Any:
 class MergeReluIntoClip(Rule):
     """clip(relu(x), a, b) -> clip(x, clip(0, a, b), clip(inf, a, b))."""
 
+    proof = "numeric"
+    relies_on = "max and min are those of an ordered set"
+
     optional = ("a", "b")
     shapes = "x[...]:float a[]:const b[]:const"
 
@@ -241,6 +251,9 @@ class MergeReluIntoClip(Rule):
 
 class MergeClipIntoRelu(Rule):
     """relu(clip(x, a, b)) -> clip(x, max(a, 0), max(b, 0))."""
+
+    proof = "numeric"
+    relies_on = "max and min are those of an ordered set"
 
     optional = ("a", "b")
     shapes = "x[...]:float a[]:const b[]:const"
@@ -482,6 +495,11 @@ class FoldConstant(RegionRule):
     """
 
     anchors = tuple(op for op in _OPERATORS if is_foldable(op))
+    examples = (
+        "agraph (float[2,3] x) => (float[2,3] y) { y = Neg(x) }",
+        "agraph (float[2,3] x, float[3] z) => (float[2,3] y) { y = Mul(x, z) }",
+        "agraph (float[2,3] x) => (float[3,2] y) { y = Transpose(x) }",
+    )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
         # What is read needs no record: an input that becomes constant is another input.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,7 @@ def scale_columns(op: Op, w: Val, s: Val, group: int) -> Any:
     if group == 1 or is_single(s):
         return op.Mul(w, op.Reshape(s, [1, -1] + [1] * (w.rank - 2)))
     rows, columns, *kernel = w.sizes
+    require(all(w.sizes), "a dimension is 0")
     parts = op.Reshape(w, [group, rows // group, columns, *kernel])
     scaled = op.Mul(parts, op.Reshape(s, [group, 1, columns] + [1] * len(kernel)))
     return op.Reshape(scaled, [rows, columns, *kernel])
@@ -75,7 +77,7 @@ class _Convolution(Rule):
         return op.Expand(op.Reshape(c, [1]), [channels]) if is_single(c) else flat(op, c)
 
     def require_channel(self, c: Val, channels: int) -> None:
-        require(is_single(c) or max(c.sizes) == channels, "the constant is not one number per channel")
+        require(is_single(c) or prod(c.sizes) == channels, "the constant is not one number per channel")
 
 
 # A constant that is one number, or one per channel, as it broadcasts against [N, C, ...].
@@ -94,6 +96,8 @@ def _conv_shapes(name: str, channel: str, weight: str = "w[m,p{k}]:const", image
 
 class FoldBatchNormIntoConv(_Convolution):
     """batch_norm(conv(x, w, b)) -> conv(x, w * f, (b - mean) * f + shift)  with f = scale / sqrt(var + eps)."""
+
+    spreads = True
 
     shapes = per_rank(
         "x[i,c{h}] w[m,p{k}]:const b[m]:const scale[m]:const shift[m]:const mean[m]:const var[m]:const"
@@ -212,6 +216,8 @@ class FoldBiasBeforeConv(_Convolution):
 class FoldBatchNormBeforeConv(_Convolution):
     """conv(batch_norm(x), w, b) -> conv(x, w * f, b + sum(w * (shift - mean * f)))  if it does not pad."""
 
+    spreads = True
+
     shapes = per_rank(
         "x[i,c{h}] w[m,p{k}]:const b[m]:const scale[c]:const shift[c]:const mean[c]:const var[c]:const"
     )
@@ -316,6 +322,8 @@ def _times(op: Op, t: Val, w: Val) -> Any:
 class FoldBatchNormIntoMatMul(Rule):
     """batch_norm(x @ w) -> x @ (w * f) + (shift - mean * f)  for matrices, f = scale / sqrt(var + eps)."""
 
+    spreads = True
+
     dtypes = FLOATS
     shapes = "x[a,k] w[k,n]:const scale[n]:const shift[n]:const mean[n]:const var[n]:const"
 
@@ -377,6 +385,8 @@ class FoldScaleIntoGemm(_Gemm):
 
 class FoldBatchNormIntoGemm(_Gemm):
     """batch_norm(gemm(x, w, b)) -> gemm(x, w * f, (b - mean) * f + shift)  with f = scale / sqrt(var + eps)."""
+
+    spreads = True
 
     shapes = either("x[a,i]", _WEIGHT, _BIAS, "scale[n]:const shift[n]:const mean[n]:const var[n]:const")
 

@@ -244,6 +244,7 @@ class EnlargeConv(RegionRule):
     NaN, more of the result is NaN.
     """
 
+    spreads = True
     anchors = ("Conv",)
     examples = (
         "agraph (float[1,1,4,4] x) => (float[1,1,4,4] a, float[1,1,4,4] b) {"
@@ -315,6 +316,7 @@ class MergeGroupConv(Rule):
     of the result is NaN.
     """
 
+    spreads = True
     optional = ("b",)
     shapes = per_rank("x[i,c{h}] w[m,p{k}]:const b[m]")
 
@@ -331,6 +333,7 @@ class MergeGroupConv(Rule):
 
     def target(self, op: Op, m: Captures, x: Val, w: Val, b: Val | None) -> Any:
         n = self.factor(m, w)
+        require(all(w.sizes), "a dimension is 0")
         groups = group_of(m.c)
         outputs, inputs, *kernel = w.sizes
         ones = [1] * len(kernel)
@@ -352,6 +355,12 @@ class MergeGroupConvToBlocks(MergeGroupConv):
     """
 
     unpriced = True
+    examples = (
+        "agraph (float[N,8,3,3] x) => (y) <float[4,2,1,1] w = {1, 2, 3, 4, 5, 6, 7, 8}> { y = Conv<group=4>(x, w) }",
+        "agraph (float[N,12,4] x, float[6] b) => (y) "
+        "<float[6,2,2] w = {1, 2, 3, 4, 5, 6, 7, 8, 9, 1, -2, 3, -4, 5, -6, 7, -8, 9, 1, 2, 3, 4, 5, 6}> "
+        "{ y = Conv<group=6, strides=[2]>(x, w, b) }",
+    )
 
     def factor(self, m: Captures, w: Val) -> int:
         groups, channels = group_of(m.c), w.size(1)
@@ -370,6 +379,7 @@ _AT_EXPORT = 1 << 32
 class AssociateMatMulsRight(Rule):
     """(x @ y) @ z -> x @ (y @ z)."""
 
+    spreads = True
     dtypes = NUMBERS
     shapes = "x[...,a,b] y[...,b,c] z[...,c,d]"
 
@@ -377,6 +387,8 @@ class AssociateMatMulsRight(Rule):
         return op.MatMul(op.MatMul(x, y), z)
 
     def where(self, m: Captures, x: Val, y: Val, z: Val) -> None:
+        # Sums of nothing would hide what is not finite.
+        require(0 not in (y.shape[-2], y.shape[-1]), "an inner dimension is 0")
         if y.const and z.const:
             work = y.size(-2) * y.size(-1) * z.size(-1)
             worthwhile(work <= _AT_EXPORT, "multiplying the constants out would take long")
@@ -388,11 +400,15 @@ class AssociateMatMulsRight(Rule):
 class AssociateMatMulsLeft(Rule):
     """x @ (y @ z) -> (x @ y) @ z."""
 
+    spreads = True
     dtypes = NUMBERS
     shapes = "x[...,a,b] y[...,b,c] z[...,c,d]"
 
     def source(self, op: Op, x: Any, y: Any, z: Any) -> Any:
         return op.MatMul(x, op.MatMul(y, z))
+
+    def where(self, m: Captures, x: Val, y: Val, z: Val) -> None:
+        require(0 not in (y.shape[-2], y.shape[-1]), "an inner dimension is 0")
 
     def target(self, op: Op, x: Val, y: Val, z: Val) -> Any:
         return op.MatMul(op.MatMul(x, y), z)
@@ -463,6 +479,7 @@ class MergeSumOfConvs(Rule):
 class FoldSumOfMatMuls(Rule):
     """x @ v + x @ w -> x @ (v + w)."""
 
+    spreads = True
     dtypes = NUMBERS
     shapes = "x[...,k] v[k,n]:const w[k,n]:const"
 
@@ -476,6 +493,7 @@ class FoldSumOfMatMuls(Rule):
 class FoldSumOfConvs(Rule):
     """conv(x, v, b) + conv(x, w, c) -> conv(x, v + w, b + c)  with equal kernels and attributes."""
 
+    spreads = True
     optional = ("b", "c")
     shapes = per_rank("x[i,j{h}] v[m,p{k}]:const b[m]:const w[m,p{k}]:const c[m]:const")
 

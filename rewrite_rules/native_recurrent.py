@@ -129,7 +129,9 @@ class _Step:
 
     gates: tuple[_Linear, ...]
     kind: tuple[Any, ...]
-    states: tuple[Value, ...]  # known states before this step (the cell of an LSTM, the hidden state of a GRU)
+    states: tuple[
+        Value, ...
+    ]  # known states before this step (the cell of an LSTM, the hidden state of a GRU)
     values: tuple[Value, ...]  # the states that the step makes
 
     @property
@@ -198,14 +200,15 @@ class _Unrolled(RegionRule):
         shape = shapes.pop()
         require(not shapes and shape is not None and len(shape) == 2, "the inputs differ in shape")
         assert shape is not None
-        require(shape[0] is not None and reader.type(first).shape == (shape[0], size), "the states differ in shape")
+        require(
+            shape[0] is not None and reader.type(first).shape == (shape[0], size),
+            "the states differ in shape",
+        )
         states = [first, *steps[0].states[1:]] if self.states == 2 else [first]
         require(all(reader.type(s).shape == (shape[0], size) for s in states), "the states differ in shape")
         outside = self.outside(reader, steps)
         wanted = tuple(i for i, h in enumerate(hiddens) if i == len(steps) - 1 or h in outside)
-        cell = self.states == 2 and (
-            steps[-1].values[1] in outside or reader.is_output(steps[-1].values[1])
-        )
+        cell = self.states == 2 and (steps[-1].values[1] in outside or reader.is_output(steps[-1].values[1]))
         if self.states == 2:
             inner = {s.values[1] for s in steps[:-1]}
             worthwhile(not any(c in outside for c in inner), "a cell state is read elsewhere")
@@ -287,7 +290,9 @@ class _Unrolled(RegionRule):
             rows.append(part if w.transposed else op.Transpose(part, perm=[1, 0]))
         return op.Unsqueeze(op.Concat(*rows, axis=0) if len(rows) > 1 else rows[0], [0])
 
-    def bias(self, op: Op, biases: Sequence[tuple[Value, int, int]], vals: dict[Value, Val], size: int) -> Any:
+    def bias(
+        self, op: Op, biases: Sequence[tuple[Value, int, int]], vals: dict[Value, Val], size: int
+    ) -> Any:
         """A gate's bias [size]: the sum of the parts, or zeros."""
         total: Any = None
         for value, start, length in biases:
@@ -343,7 +348,9 @@ def _numbers(n: int) -> str:
     return ", ".join(f"{((7 * i) % 11 - 5) / 8}" for i in range(n))
 
 
-def _unrolled(cell: str, gates: int, *, joined: bool = False, states: str = "float[2,2] h0", steps: int = 3) -> str:
+def _unrolled(
+    cell: str, gates: int, *, joined: bool = False, states: str = "float[2,2] h0", steps: int = 3
+) -> str:
     """ONNX text of a cell over x[2,steps,3] with hidden size 2; `cell` is one step, with {t} and {p}, the step before.
 
     It has z{t}, the projections of x and h: their sum, or (not `joined`) a{t} and b{t}, one of each.
@@ -438,7 +445,9 @@ class FuseUnrolledLSTM(_Unrolled):
             inner = 1 if i == len(steps) - 1 else 2  # its Tanh, and the next step's product
             if reader.is_output(cell) or reader.count_users(cell) > inner:
                 out.add(cell)
-            if reader.is_output(hidden) or _read_outside(reader, hidden, steps[i + 1] if inner == 2 else None):
+            if reader.is_output(hidden) or _read_outside(
+                reader, hidden, steps[i + 1] if inner == 2 else None
+            ):
                 out.add(hidden)
         return out
 
@@ -449,8 +458,12 @@ def _read_outside(reader: Reader, hidden: Value, later: _Step | None) -> bool:
     for user in reader.users(hidden):
         if user.op in ("MatMul", "Gemm") and user.inputs[0] == hidden and user.inputs[1] in weights:
             continue
-        if user.op == "Concat" and later is not None and all(
-            n.op in ("MatMul", "Gemm") and n.inputs[1] in weights for n in reader.users(user.outputs[0])
+        if (
+            user.op == "Concat"
+            and later is not None
+            and all(
+                n.op in ("MatMul", "Gemm") and n.inputs[1] in weights for n in reader.users(user.outputs[0])
+            )
         ):
             continue
         return True
@@ -525,7 +538,9 @@ class FuseUnrolledGRU(_Unrolled):
                 of_input = _linear(reader, added, 0, size)
                 if reset is None or of_hidden is None or of_input is None:
                     continue
-                if {v for v, _ in of_hidden.terms} == {before} and before not in {v for v, _ in of_input.terms}:
+                if {v for v, _ in of_hidden.terms} == {before} and before not in {
+                    v for v, _ in of_input.terms
+                }:
                     return reset, of_input, of_hidden, True
         whole = _linear(reader, value, 0, size)
         if whole is None:
@@ -553,12 +568,19 @@ class FuseUnrolledGRU(_Unrolled):
         out: set[Value] = set()
         for step, later in zip(steps, [*steps[1:], None]):
             hidden = step.values[0]
-            weights = set() if later is None else {w.value for g in later.gates for v, w in g.terms if v == hidden}
+            weights = (
+                set() if later is None else {w.value for g in later.gates for v, w in g.terms if v == hidden}
+            )
             for user in reader.users(hidden):
                 inner = user.op in ("Mul", "Sub") and later is not None
                 product = user.op in ("MatMul", "Gemm") and user.inputs[1] in weights
-                joined = user.op == "Concat" and later is not None and all(
-                    n.op in ("MatMul", "Gemm") and n.inputs[1] in weights for n in reader.users(user.outputs[0])
+                joined = (
+                    user.op == "Concat"
+                    and later is not None
+                    and all(
+                        n.op in ("MatMul", "Gemm") and n.inputs[1] in weights
+                        for n in reader.users(user.outputs[0])
+                    )
                 )
                 if not (inner or product or joined):
                     out.add(hidden)
@@ -609,7 +631,9 @@ class FuseUnrolledRNN(_Unrolled):
         kinds = set()
         for user in reader.users(step.values[0]):
             if user.op in ("MatMul", "Gemm", "Concat"):
-                kinds.update(w.op for n in reader.users(user.outputs[0]) for w in (n, *reader.users(n.outputs[0])))
+                kinds.update(
+                    w.op for n in reader.users(user.outputs[0]) for w in (n, *reader.users(n.outputs[0]))
+                )
                 kinds.update(n.op for n in reader.users(user.outputs[0]))
         return step.kind[0] not in kinds
 

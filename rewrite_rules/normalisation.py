@@ -288,6 +288,8 @@ class FuseMomentsLayerNormalization(RegionRule):
     As TensorFlow writes it (a batch normalisation by moments of the row itself).
     """
 
+    spreads = True
+
     proof = "numeric"
     dtypes = _STASHED
     anchors = ("Sqrt",)

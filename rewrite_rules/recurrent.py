@@ -36,10 +36,15 @@ class FuseStepsIntoGemms(RegionRule):
     reads_from = ("Gemm",)
     dtypes = FLOATS
     examples = (
-        "agraph (float[2,3] x, float[1,3] s, float[1,3] t, float[4,3] v, float[4] c, float[4,3] w, float[4] b)"
-        " => (float[1,4] f, float[1,4] g) { i = Constant<value_ints=[1,1]>() p = Gemm<transB=1>(x, v, c)"
-        " q, r = Split<axis=0>(p, i) d = Gemm<transB=1>(s, w, b) e = Gemm<transB=1>(t, w, b)"
-        " f = Add(q, d) g = Add(r, e) }",
+        "agraph (float[2,3] x, float[1,3] s, float[1,3] t) => (float[1,4] f, float[1,4] g) "
+        "<float[4,3] v = {1, 2, 3, 4, 5, 6, 7, 8, 9, -1, -2, -3}, float[4] c = {0.5, 1, 2, -1}, "
+        "float[4,3] w = {1, -2, 3, -4, 5, -6, 7, -8, 9, 1, 2, 3}, float[4] b = {1, 2, 3, 4}, int64[2] i = {1, 1}> "
+        "{ p = Gemm<transB=1>(x, v, c) q, r = Split<axis=0>(p, i) d = Gemm<transB=1>(s, w, b) "
+        "e = Gemm<transB=1>(t, w, b) f = Add(q, d) g = Add(r, e) }",
+        "agraph (float[3,2] x, float[2,2] s) => (float[2,2] f, float[1,2] g) "
+        "<float[2,2] v = {1, 2, 3, 4}, float[2] c = {0.5, 1}, float[2,2] w = {1, -2, 3, -4}, float[2] b = {1, 2}, "
+        "float[1,2] d = {3, 5}, int64[2] i = {2, 1}> "
+        "{ p = Gemm(x, v, c) q, r = Split(p, i) e = Gemm(s, w, b) f = Add(e, q) g = Add(r, d) }",
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:

@@ -43,6 +43,8 @@ def _attention(field: Field, attrs: Attrs, inputs: Inputs, outputs: int) -> tupl
 
     batch, q_heads, rows, depth = query.shape
     kv_heads, columns = key.shape[1:3]
+    if {key.shape[0], value.shape[0]} != {batch} or value.shape[1:3] != (kv_heads, columns) or q_heads % kv_heads:
+        raise ValueError(f"attention of {query.shape} to {key.shape} and {value.shape}")
     group = q_heads // kv_heads
     scale = number(attrs, "scale", 1.0 / sqrt(depth))
     scaled = field.mul(query, field.constant(scale))
@@ -78,9 +80,10 @@ def _attention(field: Field, attrs: Attrs, inputs: Inputs, outputs: int) -> tupl
     stages.append(weights)
 
     y = field.matmul(weights.reshape(batch, kv_heads, group, rows, columns), value[:, :, None])
-    y = y.reshape(batch, q_heads, rows, -1)
+    width = value.shape[-1]
+    y = y.reshape(batch, q_heads, rows, width)
     if flat:
-        y = y.transpose(0, 2, 1, 3).reshape(batch, rows, -1)
+        y = y.transpose(0, 2, 1, 3).reshape(batch, rows, q_heads * width)
     return y, key, value, stages[integer(attrs, "qk_matmul_output_mode", 0)]
 
 
@@ -107,7 +110,8 @@ def _rotary(
     if x.ndim == 4:
         x = x.transpose(0, 2, 1, 3)
     else:
-        x = x.reshape(*shape[:2], integer(attrs, "num_heads", 0), -1)
+        heads = integer(attrs, "num_heads", 0)
+        x = x.reshape(*shape[:2], heads, shape[2] // heads)
     width = integer(attrs, "rotary_embedding_dim", 0) or x.shape[-1]
     if positions is not None:
         cosine, sine = cosine[positions], sine[positions]

@@ -35,6 +35,8 @@ def gemm(field: Field, attrs: Attrs, a: Array, b: Array, c: Array | None = None)
     if c is not None and beta != 0.0:
         if beta != 1.0:
             c = field.mul(c, int(beta) if whole else field.constant(beta))
+        if np.broadcast_shapes(y.shape, c.shape) != y.shape:
+            raise ValueError(f"Gemm with a bias of {c.shape} for {y.shape}")
         y = field.add(y, c)
     return y
 
@@ -185,6 +187,8 @@ def conv(field: Field, attrs: Attrs, x: Array, weight: Array, bias: Array | None
     batch, channels = x.shape[:2]
     maps, depth = weight.shape[:2]
     groups = integer(attrs, "group", 1)
+    if channels != depth * groups or maps % groups or (bias is not None and bias.shape != (maps,)):
+        raise ValueError(f"Conv of {x.shape} with {weight.shape} in {groups} groups")
     w = windows(attrs, x.shape[2:], weight.shape[2:])
     rank, taps = len(w.kernel), prod(w.kernel)
     matrix = weight.reshape(groups, maps // groups, depth * taps)

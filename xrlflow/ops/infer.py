@@ -126,6 +126,12 @@ def _infer(
     const = is_foldable(op) and all(t is None or t.const for t in types)
     if found is None or any(t is not None and t is UNKNOWN for t in types):
         return (UNKNOWN,) * outputs
+    if op == "Split":  # where the numbers differ ONNX reads beyond the end of one of them
+        parts = attrs.get("num_outputs", outputs)
+        if len(data) > 1 and (sizes := data[1]) is not None and sizes.array is not None:
+            parts = sizes.array.size
+        if parts != outputs:
+            raise InferenceError(f"Split into {outputs} outputs with {parts} parts")
     domain, name = split_op(op)
     names = ["" if t is None else f"i{i}" for i, t in enumerate(types)]
     node = onnx.NodeProto(op_type=name, domain=domain, input=names, output=[f"o{i}" for i in range(outputs)])

@@ -24,10 +24,15 @@ if TYPE_CHECKING:
 PlanFunction = Callable[[Node, Any, Any, frozenset[Value], Graph, Callable[..., None]], None]
 
 
-def is_scalar(graph: Graph, value: Value, number: float) -> bool:
-    """Whether a value is a constant of one element, equal to `number` as float32 rounds it."""
+def is_scalar(graph: Graph, value: Value, number: float, beside: Value) -> bool:
+    """Whether a value is a constant of one element, equal to `number` as float32 rounds it.
+
+    It may have dimensions (of 1), but not more than the value `beside` it, which would get them.
+    """
     const = graph.leaves.consts.get(value)
     if const is None or const.array is None or const.array.size != 1 or const.array.dtype.kind not in "fiu":
+        return False
+    if const.array.ndim and const.array.ndim > (graph.type(beside).rank or 0):
         return False
     return abs(float(const.array.reshape(())) - number) <= 1e-6 * abs(number)
 
@@ -160,7 +165,8 @@ class _Writer:
             if wanted is None:
                 self.unless(f"{got} != {ABSENT}")
             elif isinstance(wanted, Number):
-                self.unless(f"not is_scalar(graph, {got}, {wanted.value!r})")
+                beside = f"{i}[{0 if k else len(p.inputs) - 1}]"
+                self.unless(f"not is_scalar(graph, {got}, {wanted.value!r}, {beside})")
             elif isinstance(wanted, Var):
                 if wanted.name in self.vars:
                     self.unless(f"{got} != v_{wanted.name}")

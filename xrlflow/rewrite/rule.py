@@ -236,7 +236,8 @@ class _Declared:
     unpriced: ClassVar[bool] = False
     # What must hold of the data ("finite"); such a rule is off unless asked for.
     assumes: ClassVar[str | None] = None
-    # Where an input is infinite or NaN, more of the right side may be NaN (never another number).
+    # Where an input is infinite or NaN, more of the right side may be NaN, and an infinity become NaN or NaN an
+    # infinity (never another number): sums in another order, or zeros that meet what they did not meet before.
     spreads: ClassVar[bool] = False
     # Graphs (ONNX's text form) in which the rule applies; a region rule has no other declaration of its left side.
     examples: ClassVar[tuple[str, ...]] = ()

@@ -76,7 +76,9 @@ def test_small_powers_are_products() -> None:
     a = field.draw(rng, (20,))
     np.testing.assert_array_equal(field.binary("pow", a, field.constant(2)), field.mul(a, a))
     np.testing.assert_array_equal(field.binary("pow", a, field.constant(-1)), field.inverse(a))
-    np.testing.assert_array_equal(field.binary("pow", a, field.constant(Fraction(1, 2))), field.unary("sqrt", a))
+    np.testing.assert_array_equal(
+        field.binary("pow", a, field.constant(Fraction(1, 2))), field.unary("sqrt", a)
+    )
     assert (field.binary("pow", a, field.constant(7)) != field.mul(a, a)).all()
 
 

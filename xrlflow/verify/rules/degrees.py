@@ -46,7 +46,7 @@ class Degrees(Field):
         return np.ones(shape)
 
     def _made(self, n: Any, d: Any, a: Any) -> Array:
-        n, d, a = np.broadcast_arrays(n, d, a)
+        n, d, a = np.broadcast_arrays(n, d, np.minimum(a, self.applications))  # there are no more than these
         if n.size:
             top = int(max(n.max(), d.max()))
             self.steepest = max(self.steepest, min(top, _MOST))
@@ -152,9 +152,7 @@ class Degrees(Field):
     def _extreme(self, a: Any, b: Any) -> Array:
         applied = self._applied(a, b)
         x, y = self._counts(a), self._counts(b)  # the extreme of a number and itself is that number
-        return self._made(
-            np.maximum(np.maximum(x[0], y[0]), 1), np.maximum(x[1], y[1]), unpack(applied)[2]
-        )
+        return self._made(np.maximum(np.maximum(x[0], y[0]), 1), np.maximum(x[1], y[1]), unpack(applied)[2])
 
     def maximum(self, a: Any, b: Any) -> Array:
         return np.maximum(a, b) if self._whole(a, b) else self._extreme(a, b)
@@ -194,7 +192,9 @@ class Degrees(Field):
 
     def scatter(self, name: str, a: Array, index: Any, updates: Array) -> None:
         if self._whole(a):
-            {"add": np.add, "mul": np.multiply, "max": np.maximum, "min": np.minimum}[name].at(a, index, updates)
+            {"add": np.add, "mul": np.multiply, "max": np.maximum, "min": np.minimum}[name].at(
+                a, index, updates
+            )
         else:
             raise NotEvaluable(f"scatter by {name} in a field")
 

@@ -121,7 +121,16 @@ def _transposed_group(draw: Draw, shapes: Shapes) -> Attr | None:
 
 
 def _to(draw: Draw, shapes: Shapes) -> Attr | None:
-    options = (DType.FLOAT, DType.DOUBLE, DType.INT64, DType.INT32, DType.FLOAT16, DType.BOOL, DType.INT8, DType.UINT8)
+    options = (
+        DType.FLOAT,
+        DType.DOUBLE,
+        DType.INT64,
+        DType.INT32,
+        DType.FLOAT16,
+        DType.BOOL,
+        DType.INT8,
+        DType.UINT8,
+    )
     return int(draw.choice(options))
 
 
@@ -235,15 +244,21 @@ def index_input(draw: Draw, op: str, place: int, shapes: Shapes, given: dict[int
         return np.array(target_shape(draw, shape), np.int64)
     if (op, place) == ("Expand", 1):
         lead = [draw.dim() for _ in range(draw.integer(0, 1))]
-        return np.array([*lead, *(draw.choice([d, 1]) if d != 1 else draw.integer(1, 3) for d in shape)], np.int64)
+        return np.array(
+            [*lead, *(draw.choice([d, 1]) if d != 1 else draw.integer(1, 3) for d in shape)], np.int64
+        )
     if (op, place) == ("Tile", 1):
         return np.array([draw.choice([1, 1, 2]) for _ in shape], np.int64)
     if op == "Slice" and place in (1, 2, 3, 4):
         if place == 1:
-            return np.array([draw.choice([0, 0, 1, -2, -1]) for _ in range(draw.integer(1, max(rank, 1)))], np.int64)
+            return np.array(
+                [draw.choice([0, 0, 1, -2, -1]) for _ in range(draw.integer(1, max(rank, 1)))], np.int64
+            )
         count = len(given[1])
         if place == 2:
-            return np.array([draw.choice([2**31 - 1, 2**63 - 1, 1, 2, 3, -1]) for _ in range(count)], np.int64)
+            return np.array(
+                [draw.choice([2**31 - 1, 2**63 - 1, 1, 2, 3, -1]) for _ in range(count)], np.int64
+            )
         if place == 3:
             axes = draw.permutation(rank)[:count]
             return np.array([a - rank if draw.chance(0.3) else a for a in axes], np.int64)
@@ -268,7 +283,9 @@ def index_input(draw: Draw, op: str, place: int, shapes: Shapes, given: dict[int
         first = draw.integer(0, shape[0])
         return np.array([first, shape[0] - first], np.int64)
     if op == "Clip" and place in (1, 2):
-        return np.float32(draw.choice([-1.0, 0.0, 0.5, 1.0, 6.0, -0.25] if place == 1 else [0.0, 0.5, 1.0, 3.0, 6.0]))
+        return np.float32(
+            draw.choice([-1.0, 0.0, 0.5, 1.0, 6.0, -0.25] if place == 1 else [0.0, 0.5, 1.0, 3.0, 6.0])
+        )
     if op == "Dropout" and place == 1:
         return np.float32(0.5)
     if op == "Dropout" and place == 2:

@@ -164,7 +164,7 @@ class _Sample:
             return Place("node", value.node.index, value.index)
         if isinstance(value, Number):
             like = next((t.dtype for t in types if t is not None), self.dtype)
-            rank = self.draw.choice([0, 0, 1])
+            rank = 0 if op == "Clip" else self.draw.choice([0, 0, 1])
             array = np.full((1,) * rank, value.value).astype(numpy_dtype(like))
             self.consts.append(SketchConst(array, like))
             return Place("const", len(self.consts) - 1)

@@ -142,7 +142,9 @@ class PrimeField(Field):
             return np.asarray(np.prod(a, axis=axes, keepdims=keepdims, dtype=a.dtype))
         return self._fold(a, axes, keepdims, lambda x, y: np.fmod(x * y, self.prime), 1.0)
 
-    def _fold(self, a: Array, axes: tuple[int, ...] | None, keepdims: bool, merge: Any, empty: float) -> Array:
+    def _fold(
+        self, a: Array, axes: tuple[int, ...] | None, keepdims: bool, merge: Any, empty: float
+    ) -> Array:
         """A reduction, one element after the other."""
         reduced = tuple(range(a.ndim)) if axes is None else tuple(i % a.ndim for i in axes)
         kept = [i for i in range(a.ndim) if i not in reduced]
@@ -247,7 +249,9 @@ class PrimeField(Field):
 
     def scatter(self, name: str, a: Array, index: Any, updates: Array) -> None:
         if self._whole(a):
-            {"add": np.add, "mul": np.multiply, "max": np.maximum, "min": np.minimum}[name].at(a, index, updates)
+            {"add": np.add, "mul": np.multiply, "max": np.maximum, "min": np.minimum}[name].at(
+                a, index, updates
+            )
         elif name == "add":
             np.add.at(a, index, updates)
             np.fmod(a, self.prime, out=a)

@@ -36,6 +36,7 @@ from xrlflow.verify.rules.cases import (
     check_floats,
     check_runtime,
     find_cases,
+    usable,
 )
 from xrlflow.verify.rules.draw import Draw
 from xrlflow.verify.rules.mutants import MutatingBuilder, Mutation, RecordingBuilder
@@ -87,7 +88,11 @@ class Certificate:
 
     def to_json(self) -> dict[str, Any]:
         names = [f for f in self.__slots__ if f != "seconds"]
-        return {"proven": self.proven, **{n: getattr(self, n) for n in names}, "seconds": round(self.seconds, 3)}
+        return {
+            "proven": self.proven,
+            **{n: getattr(self, n) for n in names},
+            "seconds": round(self.seconds, 3),
+        }
 
 
 @dataclass(slots=True)
@@ -120,13 +125,16 @@ class _Proof:
 
     def gather(self) -> None:
         """Find cases, and test each."""
-        seen: set[int] = set()
+        seen: set[object] = set()
         for problem in problems(self.rule, self.draw):
             self.sketches += 1
-            fingerprint = problem.graph.fingerprint
+            graph = problem.graph
+            key = (graph.fingerprint, *(graph.type(v) for v in graph.inputs), *problem.opaque.values())
             try:
                 cases, refusals = find_cases(self.library, problem)
             except Exception as error:  # a rule may raise anything, and must raise nothing
+                if not usable(problem, self.rng):
+                    continue
                 self.fail(f"it raises {type(error).__name__}: {error}", problem.graph)
                 return
             for refused in refusals:
@@ -136,8 +144,8 @@ class _Proof:
                     self.reasons[refused.site] = str(refused)
                     if len(kept) < _KEPT:
                         kept.append(problem)
-            if cases and fingerprint not in seen:
-                seen.add(fingerprint)
+            if cases and key not in seen:
+                seen.add(key)
                 for case in cases[:2]:
                     self.test(case)
             if self.failures or len(self.cases) >= CASES or self.sketches >= MOST_SKETCHES:
@@ -331,8 +339,9 @@ def prove_in_processes(rules: Sequence[AnyRule], seed: int, jobs: int) -> Iterat
 
 
 def library_of(rule: AnyRule) -> Library:
-    """A library of one rule, whatever it assumes."""
-    return Library([rule], backend=rule.backend, assuming=() if rule.assumes is None else (rule.assumes,))
+    """A library of one rule, whatever it assumes and writes."""
+    assuming = () if rule.assumes is None else (rule.assumes,)
+    return Library([rule], backend=rule.backend, assuming=assuming, contrib=True)
 
 
 def problems(rule: AnyRule, draw: Draw) -> Iterator[Problem]:
@@ -387,4 +396,3 @@ def parse(text: str) -> onnx.ModelProto:
 
 def _same(mutant: Case, case: Case) -> bool:
     return mutant.after.fingerprint == case.after.fingerprint
-

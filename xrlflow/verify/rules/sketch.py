@@ -67,12 +67,16 @@ class SketchNode:
 
 @dataclass(frozen=True, slots=True)
 class Sketch:
-    """A graph without types. `nodes` are in an order in which they can be computed."""
+    """A graph without types. `nodes` are in an order in which they can be computed.
+
+    `stale`: nodes of constants are not constant themselves, as in a graph whose inputs became constant only now.
+    """
 
     inputs: tuple[TensorType, ...]
     consts: tuple[SketchConst, ...]
     nodes: tuple[SketchNode, ...]
     outputs: tuple[Place, ...]
+    stale: bool = False
 
     @property
     def varied(self) -> bool:
@@ -126,7 +130,7 @@ def build(sketch: Sketch) -> Problem:
 
     for sketched in sketch.nodes:
         values = tuple(map(find, sketched.inputs))
-        outs, node = _node(sketched, values, leaves, types, taken)
+        outs, node = _node(sketched, values, leaves, types, taken, sketch.stale)
         if node is not None:
             nodes.append(node)
             types.update(zip(node.outputs, node.types))
@@ -143,6 +147,7 @@ def _node(
     leaves: Leaves,
     made: dict[Value, TensorType],
     taken: set[Value],
+    stale: bool,
 ) -> tuple[tuple[Value, ...], Node | None]:
     """A node's outputs, and the node unless it was evaluated as the importer would."""
     while values and values[-1] == ABSENT:
@@ -153,6 +158,8 @@ def _node(
         _check_ranks(sketched.op, attrs, types)
         _check_types(sketched.op, types)
         data = [leaves.consts.get(v) for v in values]
+        if stale:
+            types = [None if t is None else t.as_const(False) for t in types]
         found = infer(sketched.op, attrs, types, data, sketched.outputs)
     except (InferenceError, IndexError, ZeroDivisionError) as error:
         raise Unbuildable(str(error)) from error
@@ -182,7 +189,9 @@ def _check_types(op: str, types: Sequence[TensorType | None]) -> None:
             continue
         formal = defined.inputs[min(i, len(defined.inputs) - 1)]
         name = formal.type_str
-        allowed = {t for c in defined.type_constraints if c.type_param_str == name for t in c.allowed_type_strs}
+        allowed = {
+            t for c in defined.type_constraints if c.type_param_str == name for t in c.allowed_type_strs
+        }
         wanted = f"tensor({_onnx_name(type.dtype)})"
         if wanted not in (allowed or {name}):
             raise Unbuildable(f"{op} does not take {type.dtype.name}")

@@ -28,6 +28,17 @@ CLASSES: tuple[tuple[str, ...], ...] = (
     ("And", "Or", "Xor"),
     ("Equal", "Less", "Greater"),
 )
+# Attributes that runtimes divide by.
+_POSITIVE = (
+    "group",
+    "strides",
+    "dilations",
+    "kernel_shape",
+    "num_groups",
+    "num_heads",
+    "q_num_heads",
+    "kv_num_heads",
+)
 _LIKE: dict[str, tuple[str, ...]] = {op: group for group in CLASSES for op in group}
 
 
@@ -41,7 +52,9 @@ def vary(sketch: Sketch, draw: Draw) -> Sketch:
 def resize(sketch: Sketch, draw: Draw) -> Sketch:
     """Another size wherever a size stands, in constant shapes too. The structure stays."""
     numbers = sorted({d for t in sketch.inputs for d in t.shape or () if isinstance(d, int) and d > 1})
-    numbers = sorted({*numbers, *(d for c in sketch.consts if c.dtype in FLOATS for d in c.array.shape if d > 1)})
+    numbers = sorted(
+        {*numbers, *(d for c in sketch.consts if c.dtype in FLOATS for d in c.array.shape if d > 1)}
+    )
     if not numbers:
         return sketch
     old, new = draw.choice(numbers), draw.integer(1, 5)
@@ -57,7 +70,12 @@ def resize(sketch: Sketch, draw: Draw) -> Sketch:
         if const.dtype in FLOATS and old in const.array.shape:
             shape = tuple(new if d == old else d for d in const.array.shape)
             consts.append(replace(const, array=np.resize(const.array, shape)))
-        elif const.dtype == DType.INT64 and const.array.size and (const.array == old).any() and draw.chance(0.8):
+        elif (
+            const.dtype == DType.INT64
+            and const.array.size
+            and (const.array == old).any()
+            and draw.chance(0.8)
+        ):
             consts.append(replace(const, array=np.where(const.array == old, new, const.array)))
         else:
             consts.append(const)
@@ -77,7 +95,9 @@ def _change_size(sketch: Sketch, draw: Draw) -> Sketch:
 
 def _change_rank(sketch: Sketch, draw: Draw) -> Sketch:
     """A dimension more or fewer of one input, or of all."""
-    chosen = range(len(sketch.inputs)) if draw.chance(0.4) else [draw.integer(0, max(len(sketch.inputs) - 1, 0))]
+    chosen = (
+        range(len(sketch.inputs)) if draw.chance(0.4) else [draw.integer(0, max(len(sketch.inputs) - 1, 0))]
+    )
     more, at_front = draw.chance(0.6), draw.chance(0.7)
     for i in chosen:
         if i >= len(sketch.inputs) or sketch.inputs[i].shape is None:
@@ -109,7 +129,9 @@ def _change_attribute(sketch: Sketch, draw: Draw) -> Sketch:
     at = draw.integer(0, len(sketch.nodes) - 1)
     node = sketch.nodes[at]
     defined = schema(node.op)
-    names = sorted({*node.attrs, *(() if defined is None else defined.attributes), *ATTRIBUTES.get(node.op, {})})
+    names = sorted(
+        {*node.attrs, *(() if defined is None else defined.attributes), *ATTRIBUTES.get(node.op, {})}
+    )
     if not names:
         return sketch
     name = draw.choice(names)
@@ -118,6 +140,8 @@ def _change_attribute(sketch: Sketch, draw: Draw) -> Sketch:
     if value is not None:
         flag = defaults(node.op).get(name) in (0, 1) and value in (0, 1) and "axis" not in name
         new = 1 - int(value) if flag else _near(value, draw)  # type: ignore[call-overload]
+        if name in _POSITIVE and new is not None:
+            new = max(new, 1) if isinstance(new, int) else tuple(max(v, 1) for v in new)  # type: ignore
     else:
         rank = 3 + draw.integer(-1, 1)
         new = attribute(draw, node.op, name, [(2,) * rank, (2,) * rank])
@@ -160,7 +184,9 @@ def _change_number(sketch: Sketch, draw: Draw) -> Sketch:
         if array.size > 1 and draw.chance(0.3):
             flat[:] = draw.rng.permutation(flat)
         else:
-            flat[place] = flat[place] + draw.choice([-1, 1, -2, 2])
+            limits = np.iinfo(array.dtype)
+            changed = int(flat[place]) + draw.choice([-1, 1, -2, 2])
+            flat[place] = min(max(changed, limits.min), limits.max)
     elif array.dtype.kind == "b":
         flat[place] = not flat[place]
     else:
@@ -170,7 +196,11 @@ def _change_number(sketch: Sketch, draw: Draw) -> Sketch:
 
 def _change_length(sketch: Sketch, draw: Draw) -> Sketch:
     """A constant vector of integers gets an element more or fewer."""
-    lists = [i for i, c in enumerate(sketch.consts) if c.dtype == DType.INT64 and c.array.ndim == 1 and c.array.size]
+    lists = [
+        i
+        for i, c in enumerate(sketch.consts)
+        if c.dtype == DType.INT64 and c.array.ndim == 1 and c.array.size
+    ]
     if not lists:
         return sketch
     at = draw.choice(lists)
@@ -270,6 +300,13 @@ def _make_constant(sketch: Sketch, draw: Draw) -> Sketch:
     return _replaced(sketch, Place("input", at), Place("const", len(sketch.consts)), (*sketch.consts, const))
 
 
+def _make_stale(sketch: Sketch, draw: Draw) -> Sketch:
+    """All inputs become constants, and their readers have not noticed."""
+    for _ in sketch.inputs:
+        sketch = _make_constant(sketch, draw)
+    return replace(sketch, stale=True)
+
+
 def _make_input(sketch: Sketch, draw: Draw) -> Sketch:
     """A constant becomes an input."""
     if not sketch.consts:
@@ -287,9 +324,7 @@ def _hide(sketch: Sketch, draw: Draw) -> Sketch:
 
 
 def _replaced(sketch: Sketch, old: Place, new: Place, consts: tuple[SketchConst, ...]) -> Sketch:
-    nodes = tuple(
-        replace(n, inputs=tuple(new if p == old else p for p in n.inputs)) for n in sketch.nodes
-    )
+    nodes = tuple(replace(n, inputs=tuple(new if p == old else p for p in n.inputs)) for n in sketch.nodes)
     outputs = tuple(new if p == old else p for p in sketch.outputs)
     return replace(sketch, nodes=nodes, consts=consts, outputs=outputs)
 
@@ -319,6 +354,7 @@ _CHANGES: tuple[Callable[[Sketch, Draw], Sketch], ...] = (
     _read_again,
     _insert,
     _make_constant,
+    _make_stale,
     _make_input,
     _hide,
 )
