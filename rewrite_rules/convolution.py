@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 import numpy as np
 
 from rewrite_rules.axes import fronts, inverse, reshape_numbers
-from rewrite_rules.constants import slice_constant
 from rewrite_rules.elementwise import read_once
 from rewrite_rules.linear import group_of, scale_columns
 from rewrite_rules.shapes import per_rank
@@ -519,7 +518,8 @@ class SplitDilatedConvIntoPhases(Rule):
         worthwhile("dilations" in m.c, "it is not dilated")
         require("strides" not in m.c, "it strides")
         require("auto_pad" not in m.c, "it pads by itself")
-        worthwhile(_positive(x.sizes) and _positive(self._out(m, x, w)), "it gives nothing")
+        worthwhile_data(x, w)
+        worthwhile(_positive(self._out(m, x, w)), "it gives nothing")
 
     @staticmethod
     def _out(m: Captures, x: Val, w: Val) -> list[int]:
@@ -723,70 +723,6 @@ class MergePointwiseIntoConv(Rule):
             bias = op.MatMul(op.ReduceSum(columns, [2], keepdims=0), b)
             bias = bias if c is None else op.Add(bias, c)
         return op.Conv(x, weight, bias, attrs=m.g)
-
-
-class PushSliceIntoConv(Rule):
-    """conv(x, w, b)[:, i:j] -> conv(x, w[i:j], b[i:j])  for a slice of channels;  of x too if each is by itself."""
-
-    optional = ("b", "steps")
-    shapes = per_rank(
-        "x[i,j{h}] w[m,p{k}]:const b[m]:const starts[1]:const ends[1]:const axes[1]:const steps[1]:const"
-    )
-    examples = (
-        "agraph (float[N,1,3,3] x) => (float[N,1,3,3] y) <float[3,1,1,1] w = {1,2,3}, float[3] b = {4,5,6}, "
-        "int64[1] s = {1}, int64[1] e = {2}, int64[1] a = {1}> { c = Conv(x, w, b) y = Slice(c, s, e, a) }",
-        "agraph (float[N,3,3] x) => (float[N,2,2] y) <float[3,1,2] w = {1,2,3,4,5,6}, "
-        "int64[1] s = {-2}, int64[1] e = {9223372036854775807}, int64[1] a = {-2}> "
-        "{ c = Conv<group=3>(x, w) y = Slice(c, s, e, a) }",
-    )
-
-    def source(self, op: Op, x: Any, w: Any, b: Any, starts: Any, ends: Any, axes: Any, steps: Any) -> Any:
-        return op.Slice(op.Conv(x, w, b, attrs="c"), starts, ends, axes, steps)
-
-    def where(
-        self,
-        m: Captures,
-        x: Val,
-        w: Val,
-        b: Val | None,
-        starts: Val,
-        ends: Val,
-        axes: Val,
-        steps: Val | None,
-    ) -> None:
-        require(axes.ints[0] % x.rank == 1, "it is no slice of channels")
-        require(steps is None or steps.ints[0] == 1, "it has a step")
-        first, last = self._range(w, starts, ends)
-        worthwhile(first < last, "it is empty")
-        require(group_of(m.c) == 1 or self._alone(m, w), "the channels are grouped")
-
-    @staticmethod
-    def _range(w: Val, starts: Val, ends: Val) -> tuple[int, int]:
-        first, last, _ = slice(starts.ints[0], ends.ints[0]).indices(w.size(0))
-        return first, last
-
-    @staticmethod
-    def _alone(m: Captures, w: Val) -> bool:
-        return group_of(m.c) == w.size(0) and w.size(1) == 1
-
-    def target(
-        self,
-        op: Op,
-        m: Captures,
-        x: Val,
-        w: Val,
-        b: Val | None,
-        starts: Val,
-        ends: Val,
-        axes: Val,
-        steps: Val | None,
-    ) -> Any:
-        first, last = self._range(w, starts, ends)
-        weight = slice_constant(op, w, 0, first, last)
-        bias = None if b is None else slice_constant(op, b, 0, first, last)
-        if group_of(m.c) == 1:
-            return op.Conv(x, weight, bias, attrs=m.c)
-        return op.Conv(op.Slice(x, [first], [last], [1]), weight, bias, attrs=m.c, group=last - first)
 
 
 class MoveScaleIntoConvWeights(Rule):
@@ -1260,6 +1196,7 @@ class MergeMaxPools(Rule):
             require(meets_image(attrs, dims), "a window may lie in the padding")
         inner, outer = (per_axis(a, "kernel_shape", dims) for a in (m.a, m.b))
         strides = per_axis(m.a, "strides", dims)
+        worthwhile(meets_whole(x, inner, m.a), "it gives nothing")
         full = [s * (n - 1) + k for s, n, k in zip(strides, outer, inner)]
         (before, after), (ahead, behind) = pads_of(m.a, dims), pads_of(m.b, dims)
         more = [b + a + s * (q + r) for b, a, s, q, r in zip(before, after, strides, ahead, behind)]
@@ -1515,7 +1452,6 @@ RULES: tuple[AnyRule, ...] = (
     LowerConvToOneDimension(),
     MergeConvIntoPointwise(),
     MergePointwiseIntoConv(),
-    PushSliceIntoConv(),
     MoveScaleIntoConvWeights(),
     FoldPadIntoConv(),
     FoldPadIntoAveragePool(),

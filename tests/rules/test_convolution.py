@@ -26,7 +26,6 @@ from rewrite_rules.convolution import (
     PushResizeBeforeConv,
     PushRisingBeforeMaxPool,
     PushRisingBehindMaxPool,
-    PushSliceIntoConv,
     RaiseConvToTwoDimensions,
     ReplaceAveragePoolByConv,
     ReplaceConvOfTransposeByMatMul,
@@ -332,29 +331,6 @@ def test_convs_around_padding():
     padded = ((3, 3), "<pads=[1,1,1,1]>")
     applies(MergePointwiseIntoConv(), two_convs(((1, 1), ""), padded, 8, 3, bias=False), ops=["Conv"])
     refuses(MergePointwiseIntoConv(), two_convs(((1, 1), ""), padded, 8, 3), "padding")
-
-
-@pytest.mark.parametrize(
-    ("start", "end", "axis", "step", "group", "reason"),
-    [
-        (1, 3, 1, 1, 1, None),
-        (-2, 2**31 - 1, -3, 1, 1, None),
-        (2, 5, 1, 1, 6, None),
-        (1, 3, 2, 1, 1, "channels"),
-        (0, 4, 1, 2, 1, "step"),
-        (4, 2, 1, 1, 1, "empty"),
-        (0, 2, 1, 1, 2, "grouped"),
-    ],
-)
-def test_slice_of_channels(start, end, axis, step, group, reason):
-    source = conv(
-        "2,6,5,4", (6, 6 // group, 3, 3), f"<group={group}>", then="y = Slice(c, s, e, a, t)",
-        s=np.array([start]), e=np.array([end]), a=np.array([axis]), t=np.array([step]),
-    )  # fmt: skip
-    if reason is None:
-        applies(PushSliceIntoConv(), source)
-    else:
-        refuses(PushSliceIntoConv(), source, reason)
 
 
 def test_scale_into_weights():

@@ -204,5 +204,8 @@ def test_end_to_end():
     onnx.checker.check_model(proto, full_check=True)
     assert {"FusedMatMul"} <= {n.op_type for n in proto.graph.node}
     assert {"", "com.microsoft"} == {o.domain for o in proto.opset_import}
+    older = xrlflow.optimize(source, backend_ops=True, opset=17, **quick).model
+    onnx.checker.check_model(older, full_check=True)
+    assert {o.domain: o.version for o in older.opset_import} == {"": 17, "com.microsoft": 1}
     plain = xrlflow.optimize(source, **quick).model
     assert {n.domain for n in plain.graph.node} <= {""}

@@ -160,7 +160,7 @@ def _rotary(field: Field, attrs: Attrs, x: Array, positions: Array, cosine: Arra
         y = x.transpose(0, 2, 1, 3)
     else:
         heads = integer(attrs, "num_heads", 0) or x.shape[2] // (2 * cosine.shape[1])
-        y = x.reshape(*x.shape[:2], heads, -1)
+        y = x.reshape(*x.shape[:2], heads, x.shape[2] // heads)
     if positions.ndim == 1:
         positions = positions + np.arange(y.shape[1])[None]
     width = integer(attrs, "rotary_embedding_dim", 0) or y.shape[-1]
