@@ -498,6 +498,19 @@ def shuffles(perm: Sequence[int], unit: Callable[[int], bool]) -> bool:
     return bool(moved) and moved[-1] != max(moved)
 
 
+# A dimension: its size without symbols, and those, by their axes in the source, sorted.
+Extent = tuple[int, tuple[int, ...]]
+
+
+def extent_of(digits: Sequence[Digit]) -> Extent:
+    return size_of(digits), tuple(sorted(d.step for d in digits if d.name))
+
+
+def scattered(behind: Sequence[Extent]) -> bool:
+    """Whether a Gather copies little for each index: what the dimensions behind its axis hold."""
+    return not any(symbols for _, symbols in behind) and prod(n for n, _ in behind) < 32
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """A chain of operators that makes a tensor from one source."""
@@ -508,12 +521,6 @@ class Plan:
 
 # Whether a price is less than what a chain may cost.
 Below = Callable[[Price], bool]
-# A dimension: its size without symbols, and those, by their axes in the source, sorted.
-Extent = tuple[int, tuple[int, ...]]
-
-
-def _extent(digits: Sequence[Digit]) -> Extent:
-    return size_of(digits), tuple(sorted(d.step for d in digits if d.name))
 
 
 class _Chain:
@@ -584,10 +591,7 @@ class _Chain:
             raise Unmappable("there are too many indices")
         shape = list(self.shape)
         shape[axis] = (len(indices), ())
-        # One by one if there is little behind each index.
-        torn = prod(n for n, _ in shape[axis + 1 :]) < 8 and not any(
-            symbols for _, symbols in shape[axis + 1 :]
-        )
+        torn = scattered(shape[axis + 1 :])
         self._add("Gather", shape, (axis,), indices, torn=torn)
 
     def expand(self, shape: Sequence[Extent], numbers: Sequence[int]) -> None:
@@ -870,7 +874,7 @@ def _numbered(m: AccessMap) -> list[list[int]]:
 
 def _by_axes(chain: _Chain, m: AccessMap, home: dict[int, int]) -> Iterator[_Chain]:
     """The end of a chain whose dimensions are moved as a whole: `home` says where each digit is."""
-    out = [_extent(dim) for dim in m.dims]
+    out = [extent_of(dim) for dim in m.dims]
     wanted = [home[k] for ks in _numbered(m) for k in ks]
     units = [j for j in range(len(chain.shape)) if j not in wanted]
     if wanted == sorted(wanted):
@@ -904,7 +908,7 @@ def _by_digits(chain: _Chain, m: AccessMap, order: Sequence[int]) -> Iterator[_C
         stored = sorted(groups, key=lambda g: place[g[0]])
         after = numbered if exact else groups
         before = stored + [[] for g in after if not g]
-        chain.reshape([_extent([digits[k] for k in g]) for g in before])
+        chain.reshape([extent_of([digits[k] for k in g]) for g in before])
         spare = iter(range(len(stored), len(before)))
         where = {g[0]: i for i, g in enumerate(before) if g}
         chain.transpose([where[g[0]] if g else next(spare) for g in after])
@@ -918,9 +922,11 @@ def _by_digits(chain: _Chain, m: AccessMap, order: Sequence[int]) -> Iterator[_C
                 else:
                     own.append((d.repeats, [d]))
             pieces += own or [(False, [])]
-        chain.reshape([(1, ()) if again else _extent(ds) for again, ds in pieces])
-        chain.expand([_extent(ds) for _, ds in pieces], [size_of(ds) if again else 1 for again, ds in pieces])
-    chain.reshape([_extent(dim) for dim in m.dims])
+        chain.reshape([(1, ()) if again else extent_of(ds) for again, ds in pieces])
+        chain.expand(
+            [extent_of(ds) for _, ds in pieces], [size_of(ds) if again else 1 for again, ds in pieces]
+        )
+    chain.reshape([extent_of(dim) for dim in m.dims])
     yield chain
 
 
@@ -1068,7 +1074,7 @@ def _joined(
     cores = [Core(source, form.slice(axis, start, count, 1).within(source)) for start, count, source in runs]
     parts = tuple((core.source, best(shapes[core.source], core, blocks, scale)) for core in cores)
     price_of_all = sum((plan.price for _, plan in parts), price("Concat", m.volume, m.volume))
-    chain = _Chain([_extent(dim) for dim in form.dims], m.filled)
-    chain.reshape([_extent(dim) for dim in m.dims])
+    chain = _Chain([extent_of(dim) for dim in form.dims], m.filled)
+    chain.reshape([extent_of(dim) for dim in m.dims])
     shape = chain.steps[0].numbers[0] if chain.steps else ()
     return Joined(axis, parts, shape, price_of_all + chain.price)

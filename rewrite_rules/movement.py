@@ -18,7 +18,9 @@ from rewrite_rules.access import (
     best,
     best_joined,
     core_of,
+    extent_of,
     price,
+    scattered,
     shuffles,
 )
 from rewrite_rules.axes import axis_of, front, fronts, int_attr, ints_input, perm_of
@@ -225,6 +227,9 @@ class _Trace:
         if node.op == "Transpose":
             dims = self.maps[node.inputs[0]].dims
             torn = shuffles(perm_of(node, len(dims)), lambda p: not dims[p])
+        elif node.op == "Gather":
+            dims = self.maps[node.inputs[0]].dims
+            torn = scattered([extent_of(dim) for dim in dims[axis_of(node, len(dims)) + 1 :]])
         return price(node.op, taken, made, torn)
 
     def scale(self) -> int:

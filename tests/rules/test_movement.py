@@ -115,16 +115,16 @@ def chain(before: str, nodes: str, after: str, **given: object):
         ),
         # a Split put together in another order is a permutation
         (
-            "N,6,9",
+            "N,6,40",
             "a, b, c = Split<axis=1>(x, s) r = Concat<axis=1>(c, a, b)",
-            "N,6,9",
+            "N,6,40",
             {"s": [1, 2, 3]},
             ["Gather"],
         ),
         (
-            "N,6,9",
+            "N,6,40",
             "a, b, c = Split<axis=1>(x, s) d = Concat<axis=1>(c, a) r = Concat<axis=1>(d, b)",
-            "N,6,9",
+            "N,6,40",
             {"s": [1, 2, 3]},
             ["Gather"],
         ),
@@ -182,10 +182,10 @@ def test_merge(before, nodes, after, given, ops):
 def test_rolled_twice():
     """Two shifts of a window that cancel: found at the second Concat; at the first one, that is a Gather."""
     proto = chain(
-        "N,6,9",
+        "N,6,40",
         "a = Slice(x, p, e, i) b = Slice(x, z, p, i) c = Concat<axis=1>(a, b) d = Slice(c, q, e, i) "
         "f = Slice(c, z, q, i) r = Concat<axis=1>(d, f)",
-        "N,6,9",
+        "N,6,40",
         z=[0],
         p=[2],
         q=[4],
