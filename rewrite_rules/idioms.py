@@ -770,42 +770,6 @@ class FuseSoftsign(RegionRule):
         return op.Softsign(x)
 
 
-class FuseCelu(RegionRule):
-    """a * elu(x / a) -> celu(x, a)  for a > 0."""
-
-    proof = "numeric"
-    relies_on = "celu(x, a) = a * elu(x / a)"
-    dtypes = _FLOAT
-    anchors = ("Mul",)
-    reads_from = ("Elu",)
-    examples = (
-        "agraph (float[N,3] x) => (float[N,3] y) { a = Constant<value_float=2.0>() d = Div(x, a) e = Elu(d) "
-        "y = Mul(a, e) }",
-        "agraph (float[2,3] x) => (float[2,3] y) <float[1] a = {0.5}, float r = {2}> { d = Mul(x, r) e = "
-        "Elu(d) y = Mul(e, a) }",
-    )
-
-    def find(self, reader: Reader, node: Node) -> Region | None:
-        for value, c in _operands(node):
-            elu = _made(reader, value, "Elu")
-            scaled = None if elu is None else _made(reader, elu.inputs[0], "Div", "Mul")
-            alpha = _number(reader, c, value)
-            if elu is None or scaled is None or alpha is None or elu.attrs:
-                continue
-            for x, d in _operands(scaled)[: 1 if scaled.op == "Div" else 2]:
-                number = _number(reader, d, x)
-                if number is None:
-                    continue
-                require(alpha > 0, "the factor is not positive")
-                other = number if scaled.op == "Div" else 1 / number if number else 0.0
-                require(math.isclose(other, alpha, rel_tol=1e-6), "the factors do not cancel")
-                return Region(node.outputs, (x,), _between(reader, node.outputs[0], (x,)), alpha)
-        return None
-
-    def target(self, op: Op, region: Region, x: Val) -> Any:
-        return op.Celu(x, alpha=region.data)
-
-
 class FuseHardSwishFromScaled(RegionRule):
     """x * clip(x + 3, 0, 6) * (1/6) -> x * hardsigmoid(x, 1/6, 1/2)  with the factors in any order."""
 
@@ -2053,7 +2017,6 @@ RULES: tuple[AnyRule, ...] = (
     FuseSigmoid(),
     ReplaceDivBySigmoid(),
     FuseSoftsign(),
-    FuseCelu(),
     FuseHardSwishFromScaled(),
     FuseTanhGeluOfPolynomial(),
     FuseSoftmax(),
