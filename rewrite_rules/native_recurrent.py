@@ -54,13 +54,21 @@ def _linear(reader: Reader, value: Value, start: int, length: int) -> _Linear | 
     type = reader.type(value)
     if type.shape is None:
         return None
-    if type.const:
-        row = len(type.shape) == 1 or (len(type.shape) == 2 and type.shape[0] == 1)
-        wide = row and isinstance(type.shape[-1], int) and type.shape[-1] >= start + length
-        return _Linear(biases=((value, start, length),)) if wide else None
     node = reader.producer(value)
-    if node is None or len(type.shape) != 2:
+    if node is not None and len(type.shape) == 2:
+        # Constants too: the first step's product of a constant state is one of the others' kind.
+        found = _computed(reader, node, value, start, length)
+        if found is not None:
+            return found
+    if not type.const:
         return None
+    row = len(type.shape) == 1 or (len(type.shape) == 2 and type.shape[0] == 1)
+    wide = row and isinstance(type.shape[-1], int) and type.shape[-1] >= start + length
+    return _Linear(biases=((value, start, length),)) if wide else None
+
+
+def _computed(reader: Reader, node: Node, value: Value, start: int, length: int) -> _Linear | None:
+    """The same, of what a node makes."""
     if node.op in ("Split", "Slice"):
         part = piece(reader, value)
         if part is None or not part.kept or part.axis != 1:
