@@ -45,9 +45,9 @@ def _perm(found: Any, rank: int) -> tuple[int, ...]:
 class _FuseTransposeIntoMatMul(_Contributed):
     """A product that reads one operand the other way around."""
 
-    def where(self, m: Captures, x: Val, y: Val) -> None:
+    @staticmethod
+    def check(m: Captures, y: Val) -> None:
         perm = _perm(m.p, y.rank)
-        require(len(perm) >= 2, "a vector cannot be turned around")
         worthwhile(perm[-2] == len(perm) - 1, "its rows would not stay together")
 
     @staticmethod
@@ -70,6 +70,9 @@ class FuseTransposeIntoRightOfMatMul(_FuseTransposeIntoMatMul):
     def source(self, op: Op, x: Any, y: Any) -> Any:
         return op.MatMul(x, op.Transpose(y, perm="p"))
 
+    def where(self, m: Captures, x: Val, y: Val) -> None:
+        self.check(m, y)
+
     def target(self, op: Op, m: Captures, x: Val, y: Val) -> Any:
         whole = op.MatMul(x, op.Transpose(y, perm=m.p))
         return op["com.microsoft::FusedMatMul"](x, self.turned(op, m, y), transB=1, type=_runs(whole.type))
@@ -87,6 +90,9 @@ class FuseTransposeIntoLeftOfMatMul(_FuseTransposeIntoMatMul):
 
     def source(self, op: Op, x: Any, y: Any) -> Any:
         return op.MatMul(op.Transpose(y, perm="p"), x)
+
+    def where(self, m: Captures, x: Val, y: Val) -> None:
+        self.check(m, y)
 
     def target(self, op: Op, m: Captures, x: Val, y: Val) -> Any:
         whole = op.MatMul(op.Transpose(y, perm=m.p), x)
@@ -109,21 +115,28 @@ class FuseScaleIntoMatMul(_Contributed):
         return op["com.microsoft::FusedMatMul"](x, y, alpha=c.scalar, type=_runs(whole.type))
 
 
-class FuseTransposedScale(_Contributed):
+class FuseTransposedScale(_FuseTransposeIntoMatMul):
     """(x @ transpose(y)) * c -> fusedmatmul(x, y; transB, alpha c)  with c one constant number."""
 
-    shapes = either("x[...,a,k] y[...,n,k]", ("c[]:const", "c[1]:const"))
+    shapes = either("x[...,a,k] y[...,u,v]", ("c[]:const", "c[1]:const"))
+    examples = (
+        "agraph (float[N,2,3,4] q, float[N,5,2,4] k) => (float[N,2,3,5] y) <float c = {0.5}> "
+        "{ t = Transpose<perm=[0,2,3,1]>(k) m = MatMul(q, t) y = Mul(m, c) }",
+        "agraph (float[3,4] x, float[5,4] z) => (float[3,5] y) <float[1] c = {-2}> "
+        "{ t = Transpose(z) m = MatMul(x, t) y = Mul(c, m) }",
+    )
 
     def source(self, op: Op, x: Any, y: Any, c: Any) -> Any:
         return op.Mul(op.MatMul(x, op.Transpose(y, perm="p")), c)
 
     def where(self, m: Captures, x: Val, y: Val, c: Val) -> None:
-        require(_perm(m.p, y.rank) == _last_two(y.rank), "it does not exchange the last two dimensions")
+        self.check(m, y)
         worthwhile(c.known, "the constant cannot be read")
 
     def target(self, op: Op, m: Captures, x: Val, y: Val, c: Val) -> Any:
         whole = op.MatMul(x, op.Transpose(y, perm=m.p))
-        return op["com.microsoft::FusedMatMul"](x, y, transB=1, alpha=c.scalar, type=_runs(whole.type))
+        fused = op["com.microsoft::FusedMatMul"]
+        return fused(x, self.turned(op, m, y), transB=1, alpha=c.scalar, type=_runs(whole.type))
 
 
 # Activations
@@ -170,26 +183,6 @@ class FuseBiasGelu(_Contributed):
 
     def target(self, op: Op, x: Val, b: Val) -> Any:
         return op["com.microsoft::BiasGelu"](x, b, type=_runs(x.type))
-
-
-class FuseBiasFastGelu(_Contributed):
-    """gelu(x + b; tanh) -> fastgelu(x, b)  with b a number for each of the last dimension."""
-
-    shapes = "x[...,n] b[n]"
-    examples = (
-        "agraph (float[N,3,4] x, float[4] b) => (float[N,3,4] y) "
-        '{ a = Add(x, b) y = Gelu<approximate="tanh">(a) }',
-    )
-
-    def source(self, op: Op, x: Any, b: Any) -> Any:
-        return op.Gelu(op.Add(x, b), approximate="how")
-
-    def where(self, m: Captures, x: Val, b: Val) -> None:
-        require(m.how == "tanh", "it is not approximate")
-        worthwhile(b.size(0) > 0, "it is empty")
-
-    def target(self, op: Op, x: Val, b: Val) -> Any:
-        return op["com.microsoft::FastGelu"](x, b, type=_runs(x.type))
 
 
 # Normalisation
@@ -440,7 +433,6 @@ RULES: tuple[AnyRule, ...] = (
     FuseQuickGelu(),
     FuseSiluIntoQuickGelu(),
     FuseBiasGelu(),
-    FuseBiasFastGelu(),
     FuseSkipLayerNormalization(),
     ReplaceAttentionByMultiHead(),
     ReplaceRotaryEmbedding(),
