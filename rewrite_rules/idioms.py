@@ -278,24 +278,22 @@ class _ReplaceWhere(RegionRule):
 
 
 class ReplaceWhereByRelu(_ReplaceWhere):
-    """where(x > 0, x, 0) -> relu(x)  for any comparison that comes to this.
+    """where(x < 0, 0, x) -> relu(x)  for any comparison that comes to this, and gives x where x is NaN."""
 
-    Where x is NaN, the left side may be 0.
-    """
-
-    spreads = True
     dtypes = _WIDE
     examples = (
-        "agraph (float[N,3] x) => (float[N,3] y) { z = Constant<value_float=0.0>() c = Greater(x, z) y = "
-        "Where(c, x, z) }",
+        "agraph (float[N,3] x) => (float[N,3] y) { z = Constant<value_float=0.0>() c = Less(x, z) y = "
+        "Where(c, z, x) }",
         "agraph (float[2,3] x) => (float[2,3] y) { z = Constant<value_float=0.0>() c = LessOrEqual(x, z) y "
         "= Where(c, z, x) }",
-        "agraph (double[N] x) => (double[N] y) <double[1] z = {0}> { c = Less(z, x) y = Where(c, x, z) }",
+        "agraph (double[N] x) => (double[N] y) <double[1] z = {0}> { c = GreaterOrEqual(z, x) y = Where(c, "
+        "z, x) }",
     )
 
     def read(self, reader: Reader, choice: _Choice) -> tuple[tuple[Value, ...], Any] | None:
         if choice.bound != 0 or choice.above != choice.x or not _is(reader, choice.below, 0.0, choice.x):
             return None
+        require(not choice.nan_below, "NaN becomes 0")
         return (choice.x,), None
 
     def target(self, op: Op, region: Region, x: Val) -> Any:
@@ -381,12 +379,8 @@ class ReplaceWhereBySelu(_ReplaceWhere):
 
 
 class ReplaceWhereByThresholdedRelu(_ReplaceWhere):
-    """where(x > a, x, 0) -> thresholdedrelu(x, a).
+    """where(x > a, x, 0) -> thresholdedrelu(x, a)."""
 
-    Where x is NaN or minus infinity, the left side may be 0.
-    """
-
-    spreads = True
     examples = (
         "agraph (float[N,3] x) => (float[N,3] y) { a = Constant<value_float=0.5>() z = "
         "Constant<value_float=0.0>() "
@@ -396,6 +390,7 @@ class ReplaceWhereByThresholdedRelu(_ReplaceWhere):
     def read(self, reader: Reader, choice: _Choice) -> tuple[tuple[Value, ...], Any] | None:
         if choice.above != choice.x or not choice.equal_below or not _is(reader, choice.below, 0.0, choice.x):
             return None
+        require(choice.nan_below, "NaN stays NaN")
         return (choice.x,), choice.bound
 
     def target(self, op: Op, region: Region, x: Val) -> Any:

@@ -203,6 +203,7 @@ class FoldGemmIntoGemm(Rule):
         return op.Gemm(op.Gemm(x, v, b, transB="t"), w, c, transB="u")
 
     def where(self, m: Captures, x: Val, v: Val, b: Val | None, w: Val, c: Val | None) -> None:
+        require(prod(v.sizes) > 0, "a sum is one of nothing")
         worthwhile(prod(v.sizes) * w.size(0 if m.u else 1) <= _WORK, "it would take long")
 
     def target(self, op: Op, m: Captures, x: Val, v: Val, b: Val | None, w: Val, c: Val | None) -> Any:

@@ -247,7 +247,7 @@ def _elu(x: Array, alpha: float) -> Array:
 
 
 def _thresholded(x: Array, alpha: float) -> Array:
-    return np.where(x > alpha, x, 0.0 * x)
+    return np.where(x > alpha, x, np.zeros_like(x))
 
 
 def _shrink(x: Array, bias: float, threshold: float) -> Array:
