@@ -453,7 +453,8 @@ class Step:
     """An operator of a chain with the numbers that it takes.
 
     Reshape: shape. Transpose: permutation. Slice: starts, ends, axes, steps. Gather: axis, indices (Pick: one index,
-    and the axis is dropped). Expand: shape. DepthToSpace: block, 1 for CRD. SpaceToDepth: block. Pad: pads, axes.
+    and the axis is dropped). Squeeze, Unsqueeze: axes. Expand: shape. DepthToSpace: block, 1 for CRD. SpaceToDepth:
+    block. Pad: pads, axes.
     """
 
     op: str
@@ -500,6 +501,7 @@ def shuffles(perm: Sequence[int], unit: Callable[[int], bool]) -> bool:
 
 # A dimension: its size without symbols, and those, by their axes in the source, sorted.
 Extent = tuple[int, tuple[int, ...]]
+UNIT: Extent = (1, ())
 
 
 def extent_of(digits: Sequence[Digit]) -> Extent:
@@ -546,12 +548,21 @@ class _Chain:
         self.shape = tuple(shape)
 
     def reshape(self, shape: Sequence[Extent]) -> None:
-        if self.steps and self.steps[-1].op == "Reshape":
+        while self.steps and self.steps[-1].op in ("Reshape", "Squeeze", "Unsqueeze"):
             self.steps.pop()
             self.shape = self.shapes.pop()
             self.price = Price(self.price.moved, self.price.operators, self.price.views - 1)
         if tuple(shape) == self.shape:
             return
+        try:
+            self._add("Reshape", shape, self._numbers(shape))
+        except (
+            Unmappable
+        ):  # symbolic dimensions cannot be written down, but dimensions of 1 put in or left out
+            self._change_units(shape)
+
+    def _numbers(self, shape: Sequence[Extent]) -> list[int]:
+        """What a Reshape takes to make this shape."""
         numbers: list[int] = []
         copied: set[int] = set()
         for i, (size, symbols) in enumerate(shape):
@@ -566,11 +577,33 @@ class _Chain:
             raise Unmappable("two dimensions would have to be inferred")
         if -1 in numbers and not copied <= self.filled:
             raise Unmappable("a dimension that is not known may be 0")
-        self._add("Reshape", shape, numbers)
+        return numbers
+
+    def _change_units(self, shape: Sequence[Extent]) -> None:
+        """Squeeze and Unsqueeze to a shape that differs in dimensions of 1 alone."""
+        old, new = self.shape, tuple(shape)
+        dropped: list[int] = []
+        added: list[int] = []
+        i = j = 0
+        while i < len(old) or j < len(new):
+            if old[i : i + 1] == new[j : j + 1]:
+                i, j = i + 1, j + 1
+            elif old[i : i + 1] == (UNIT,):
+                dropped.append(i)
+                i += 1
+            elif new[j : j + 1] == (UNIT,):
+                added.append(j)
+                j += 1
+            else:
+                raise Unmappable("a dimension that is not known would have to be inferred")
+        if dropped:
+            self._add("Squeeze", [e for k, e in enumerate(old) if k not in dropped], dropped)
+        if added:
+            self._add("Unsqueeze", new, added)
 
     def transpose(self, perm: Sequence[int]) -> None:
         if tuple(perm) != tuple(range(len(perm))):
-            torn = shuffles(perm, lambda p: self.shape[p] == (1, ()))
+            torn = shuffles(perm, lambda p: self.shape[p] == UNIT)
             self._add("Transpose", [self.shape[p] for p in perm], perm, torn=torn)
 
     def slice(self, cuts: Sequence[tuple[int, int, int, int]]) -> None:
@@ -922,7 +955,7 @@ def _by_digits(chain: _Chain, m: AccessMap, order: Sequence[int]) -> Iterator[_C
                 else:
                     own.append((d.repeats, [d]))
             pieces += own or [(False, [])]
-        chain.reshape([(1, ()) if again else extent_of(ds) for again, ds in pieces])
+        chain.reshape([UNIT if again else extent_of(ds) for again, ds in pieces])
         chain.expand(
             [extent_of(ds) for _, ds in pieces], [size_of(ds) if again else 1 for again, ds in pieces]
         )
@@ -932,7 +965,7 @@ def _by_digits(chain: _Chain, m: AccessMap, order: Sequence[int]) -> Iterator[_C
 
 def _shortened(shape: Sequence[int | str], chain: _Chain) -> Plan:
     """The plan of a chain: a Slice of one position and the Reshape that drops its axis are one Gather."""
-    if [s.op for s in chain.steps] == ["Slice", "Reshape"]:
+    if len(chain.steps) == 2 and chain.steps[0].op == "Slice" and chain.steps[1].op in ("Reshape", "Squeeze"):
         starts, _, axes, _ = chain.steps[0].numbers
         extents = [a.extent for a in _own(shape)]
         if len(axes) == 1 and chain.shape == (*extents[: axes[0]], *extents[axes[0] + 1 :]):
@@ -1041,11 +1074,11 @@ def pieces(m: AccessMap, most: int = 8) -> tuple[int, list[tuple[int, int, int]]
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """Pieces put together along an axis: for each its source and its chain; then a Reshape, if there is a `shape`."""
+    """Pieces put together along an axis: for each its source and its chain; `steps` follow the Concat."""
 
     axis: int
     parts: tuple[tuple[int, Plan], ...]
-    shape: tuple[int, ...]
+    steps: tuple[Step, ...]
     price: Price
 
 
@@ -1076,5 +1109,4 @@ def _joined(
     price_of_all = sum((plan.price for _, plan in parts), price("Concat", m.volume, m.volume))
     chain = _Chain([extent_of(dim) for dim in form.dims], m.filled)
     chain.reshape([extent_of(dim) for dim in m.dims])
-    shape = chain.steps[0].numbers[0] if chain.steps else ()
-    return Joined(axis, parts, shape, price_of_all + chain.price)
+    return Joined(axis, parts, tuple(chain.steps), price_of_all + chain.price)

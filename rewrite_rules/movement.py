@@ -248,7 +248,7 @@ def _emit(op: Op, x: Any, steps: Sequence[Step], fill: Val | None = None) -> Any
     """A chain's operators."""
     for step in steps:
         numbers = step.numbers
-        if step.op in ("Reshape", "Expand"):
+        if step.op in ("Reshape", "Expand", "Squeeze", "Unsqueeze"):
             x = op[step.op](x, list(numbers[0]))
         elif step.op == "Transpose":
             x = op.Transpose(x, perm=numbers[0])
@@ -494,8 +494,7 @@ class PushMovementIntoConcat(RegionRule):
     def target(self, op: Op, region: Region, *sources: Val) -> Any:
         joined: Joined = region.data
         parts = [_emit(op, x, plan.steps) for x, (_, plan) in zip(sources, joined.parts)]
-        whole = op.Concat(*parts, axis=joined.axis)
-        return op.Reshape(whole, list(joined.shape)) if joined.shape else whole
+        return _emit(op, op.Concat(*parts, axis=joined.axis), joined.steps)
 
 
 class ReplaceMovement(RegionRule):

@@ -97,6 +97,10 @@ def execute(x: np.ndarray, steps: tuple[Step, ...]) -> np.ndarray:
         a = step.numbers
         if step.op == "Reshape":
             x = reshaped(x, a[0])
+        elif step.op == "Squeeze":
+            x = x.squeeze(a[0])
+        elif step.op == "Unsqueeze":
+            x = np.expand_dims(x, a[0])
         elif step.op == "Transpose":
             x = x.transpose(a[0])
         elif step.op == "Slice":
@@ -338,6 +342,9 @@ def steps(shape: Shape, m: AccessMap, blocks: bool = True) -> list[str]:
         (("N", 4), lambda m: m.pad([0, 1], [0, 0]).pad([0, 0], [0, 2]), ["Pad"]),
         (("N", 4), lambda m: m.pad([0, 1], [0, 1]).slice(1, 1, 4, 1), []),
         (("N", 8, 2, 3), lambda m: m.depth_to_space(2, True), ["DepthToSpace"]),
+        (("N", 1, "M", 1, 2), lambda m: m.squeeze([1]), ["Squeeze"]),
+        ((1, "N", "M", 2), lambda m: m.squeeze([0]).unsqueeze([2]), ["Squeeze", "Unsqueeze"]),
+        ((3, "N", "M", 2), lambda m: m.slice(0, 1, 1, 1).squeeze([0]), ["Pick"]),
         (("N", 2, 4, 6), lambda m: m.space_to_depth(2), ["SpaceToDepth"]),
     ],
 )
@@ -416,7 +423,7 @@ def test_sources_apart():
     joined = best_joined(shapes, turned, True)
     assert joined.axis == 0
     assert [(n, [s.op for s in p.steps]) for n, p in joined.parts] == [(0, ["Transpose"]), (1, ["Transpose"])]
-    assert joined.shape == ()
+    assert joined.steps == ()
     stacked = AccessMap.concat([x.unsqueeze([1]), x.unsqueeze([1])], 1).reshape([-1, 4])
     assert core(stacked).source == 0
     with pytest.raises(Unmappable):
@@ -430,7 +437,7 @@ def test_interleaved_sources():
     m = AccessMap.concat(parts, 2).reshape([0, 12])
     joined = best_joined(shapes, m, True)
     made = [execute(elements(s, SYMBOLS), p.steps) for s, (_, p) in zip(shapes, joined.parts)]
-    whole = reshaped(np.concatenate(made, joined.axis), joined.shape)
+    whole = execute(np.concatenate(made, joined.axis), joined.steps)
     np.testing.assert_array_equal(whole, np.stack([elements(s, SYMBOLS) for s in shapes], 2).reshape(2, 12))
 
 
