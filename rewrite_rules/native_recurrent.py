@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from rewrite_rules.slices import piece
+from rewrite_rules.axes import axis_of
+from rewrite_rules.slices import piece, sizes_along
 from xrlflow.ir import ABSENT, DType, Node, Value
 from xrlflow.rewrite import AnyRule, Op, Reader, Region, RegionRule, Val, common_source, require, worthwhile
 
@@ -69,7 +70,13 @@ def _linear(reader: Reader, value: Value, start: int, length: int) -> _Linear | 
 
 def _computed(reader: Reader, node: Node, value: Value, start: int, length: int) -> _Linear | None:
     """The same, of what a node makes."""
-    if node.op in ("Split", "Slice"):
+    if node.op == "Split":
+        if axis_of(node, 2) != 1:
+            return None
+        sizes = sizes_along(reader, node.outputs, 1)
+        before = None if sizes is None else sum(sizes[: node.outputs.index(value)])
+        return None if before is None else _linear(reader, node.inputs[0], before + start, length)
+    if node.op == "Slice":
         part = piece(reader, value)
         if part is None or not part.kept or part.axis != 1:
             return None
@@ -597,7 +604,7 @@ class FuseUnrolledGRU(_Unrolled):
         return out
 
     def biases(self, op: Op, native: _Native, vals: dict[Value, Val]) -> Any:
-        after, of_hidden = native.kind
+        _, of_hidden = native.kind
         if not any(native.biases):
             return None
         candidate = list(native.biases[2])
@@ -635,8 +642,8 @@ class FuseUnrolledRNN(_Unrolled):
         return _Step((gate,), (node.op,), (hidden,), (hidden,))
 
     def last(self, reader: Reader, step: _Step) -> bool:
-        # In a next step the state is multiplied by a square matrix; a layer behind may do so too, and is looked through.
-        kinds = set()
+        # In a next step the state is multiplied by a square matrix, as it may be by a layer behind.
+        kinds: set[str] = set()
         for user in reader.users(step.values[0]):
             if user.op in ("MatMul", "Gemm", "Concat"):
                 kinds.update(

@@ -128,6 +128,7 @@ def _infer(
         return (UNKNOWN,) * outputs
     if op == "Split":  # where the numbers differ ONNX reads beyond the end of one of them
         parts = attrs.get("num_outputs", outputs)
+        assert isinstance(parts, int)
         if len(data) > 1 and (sizes := data[1]) is not None and sizes.array is not None:
             parts = sizes.array.size
         if parts != outputs:

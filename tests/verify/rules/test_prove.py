@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from xrlflow.verify.rules import prove
 from xrlflow.ir import Node
 from xrlflow.rewrite import AnyRule, Captures, Op, Reader, Region, RegionRule, Rule, Val, require
+from xrlflow.verify.rules import prove
 
 
 class Distribute(Rule):

@@ -307,7 +307,7 @@ def _plant(case: Case, feeds: Feeds, rng: np.random.Generator, special: float) -
 
 
 def _compare_case(case: Case, left: list[Array], right: list[Array], tolerance: float, spreads: bool) -> None:
-    """Compare all outputs; where not finite ones may differ, those that the rule replaces: exp(-inf) is 0, exp(NaN) NaN."""
+    """Compare all outputs; where what is not finite may differ, those that the rule replaces (exp(-inf) is 0)."""
     everywhere = all(np.isfinite(a).all() for a in left if a.dtype.kind == "f")
     if spreads and not everywhere:
         kept = [i for i, v in enumerate(case.before.outputs) if v in case.replaced]
@@ -318,8 +318,8 @@ def _compare_case(case: Case, left: list[Array], right: list[Array], tolerance: 
 def compare(left: list[Array], right: list[Array], tolerance: float, spreads: bool) -> None:
     """Raises Wrong unless the right side equals the left one.
 
-    With `spreads` what is not finite on the left only has to be not finite on the right (infinity or NaN), and the right
-    may be NaN anywhere.
+    With `spreads` what is not finite on the left only has to be not finite on the right (infinity or NaN), and the
+    right may be NaN anywhere.
     """
     _same_form(left, right)
     for i, (a, b) in enumerate(zip(left, right)):
@@ -364,7 +364,7 @@ def check_runtime(case: Case, rng: np.random.Generator) -> RuntimeResult | None:
     graph = case.before
     floats = {v for v in feeds if graph.type(v).dtype in FLOATS}
     try:
-        exact, right = both_sides(case, feeds, REALS)
+        exact, _ = both_sides(case, feeds, REALS)
     except (Unusable, NotEvaluable):
         return None
     if (

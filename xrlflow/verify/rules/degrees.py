@@ -22,7 +22,8 @@ Counts = tuple[Array, Array, Array]
 
 def pack(numerator: Any, denominator: Any, applications: Any) -> Array:
     parts = [np.minimum(np.asarray(p, np.int64), _MOST) for p in (numerator, denominator, applications)]
-    return (parts[0] | parts[1] << _BITS | parts[2] << 2 * _BITS).astype(np.float64)
+    packed: Array = (parts[0] | parts[1] << _BITS | parts[2] << 2 * _BITS).astype(np.float64)
+    return packed
 
 
 def unpack(a: Any) -> Counts:
@@ -182,7 +183,7 @@ class Degrees(Field):
     def compare(self, name: str, a: Any, b: Any) -> Array:
         if self._whole(a, b):
             functions = {"equal": np.equal, "less": np.less, "less_equal": np.less_equal}
-            return functions[name](a, b)
+            return functions[name](a, b)  # type: ignore[no-any-return]
         if name != "equal":
             raise NotEvaluable("an order of the elements of a field")
         return np.zeros(np.broadcast_shapes(np.shape(a), np.shape(b)), np.bool_)
@@ -205,7 +206,8 @@ def chance(left: list[Array], right: list[Array], degrees: Degrees, prime: int) 
     `left` and `right` are the outputs over `degrees`. Somewhere an output differs, and there: either two different
     arguments of a keyed function (or two of its results) are equal by chance, one of the pairs on which the element
     depends, each with the probability degree / prime; or the two are different rational functions, equal where a
-    polynomial of the degree of their difference is zero. Twice that, since inputs with a zero denominator are drawn again.
+    polynomial of the degree of their difference is zero. Twice that, since inputs with a zero denominator are drawn
+    again.
     """
     if degrees.saturated:
         return 1.0

@@ -49,13 +49,14 @@ class Draw:
     def eighths(self, shape: Sequence[int]) -> np.ndarray[Any, Any]:
         """Multiples of 1/8 other than 0: what is computed with a few of them is exact in float32."""
         size = self.rng.integers(1, 33, tuple(shape)) / 8.0
-        return (size * self.rng.choice([-1.0, 1.0], tuple(shape))).astype(np.float32)
+        signed: np.ndarray[Any, Any] = (size * self.rng.choice([-1.0, 1.0], tuple(shape))).astype(np.float32)
+        return signed
 
     def axis(self, rank: int) -> int:
         return self.integer(-rank, rank - 1) if rank else 0
 
 
-# Attributes by operator. A function gives the value, or None to leave it out, from the draw and the shapes of the inputs.
+# Attributes by operator. A function gives the value, or None to leave it out, from the shapes of the inputs.
 Shapes = Sequence[tuple[int, ...] | None]
 DrawAttr = Callable[[Draw, Shapes], Attr | None]
 
@@ -268,8 +269,8 @@ def index_input(draw: Draw, op: str, place: int, shapes: Shapes, given: dict[int
         return np.array([ones[i] for i in draw.subset(len(ones))], np.int64)
     if op == "Unsqueeze" and place == 1:
         count = draw.integer(1, 2)
-        axes = sorted(draw.permutation(rank + count)[:count])
-        return np.array([a - rank - count if draw.chance(0.3) else a for a in axes], np.int64)
+        chosen = sorted(draw.permutation(rank + count)[:count])
+        return np.array([a - rank - count if draw.chance(0.3) else a for a in chosen], np.int64)
     if op == "Pad" and place == 1:
         if draw.chance(0.3):
             return np.zeros(2 * rank, np.int64)

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
-from xrlflow.ir import Attr, Attrs, Edit, Graph, Value
+from xrlflow.ir import NO_ATTRS, Attr, Attrs, Edit, Graph, Value
 from xrlflow.ops.schema import COMMUTATIVE, defaults
 from xrlflow.rewrite import Lit, Val
 from xrlflow.verify.rules.cases import ProofBuilder
@@ -46,7 +47,7 @@ class RecordingBuilder(ProofBuilder):
         call, self._calls = self._calls, self._calls + 1
         given = [i for i, v in enumerate(inputs) if v is not None]
         if name not in COMMUTATIVE:
-            pairs = list(zip(given, given[1:]))[:_MOST_SWAPS]
+            pairs = list(pairwise(given))[:_MOST_SWAPS]
             self.mutations += [Mutation(call, name, "swap", p) for p in pairs]
         for i in given:
             if isinstance(inputs[i], (list, tuple)):
@@ -126,8 +127,8 @@ def _perturbed(op: str, name: str, named: dict[str, Any]) -> dict[str, Any]:
         sizes = list(out["sizes"])
         out["sizes"] = sizes[1:] + sizes[:1] if len(set(sizes)) > 1 else [sizes[0] + 1, *sizes[1:]]
         return out
-    attrs: Attrs | None = out.get("attrs")
-    value = out[name] if name in out else (attrs or {}).get(name)
+    attrs: Attrs = out.get("attrs") or NO_ATTRS
+    value = out[name] if name in out else attrs.get(name)
     out[name] = _another(op, name, value)
     return out
 

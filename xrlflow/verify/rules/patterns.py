@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from xrlflow.ir import FLOATS, ArrayHandle, Attr, Attrs, Const, DType, TensorType
+from xrlflow.ir import FLOATS, ArrayHandle, Attr, Const, DType, TensorType
 from xrlflow.ops.infer import InferenceError, infer
 from xrlflow.ops.schema import canonical_attrs
 from xrlflow.ops.tensors import numpy_dtype
@@ -39,6 +39,7 @@ class _Sample:
         # What constants hold: numbers that rules cannot read, that they can, or one number everywhere.
         self.constants = draw.choice(["opaque", "opaque", "opaque", "read", "uniform", "uniform"])
         self.captured: dict[str, Attr | None] = {}
+        self.rests: dict[str, dict[str, Attr]] = {}  # all attributes of the last node of an operator
         self.inputs: list[TensorType] = []
         self.consts: list[SketchConst] = []
         self.places: dict[str, Place | None] = {}
@@ -69,7 +70,7 @@ class _Sample:
                 sizes.append(dim)
             else:
                 if dim not in self.dims:
-                    self.dims[dim] = self.draw.dim() if not dim[:1] == "k" else self.draw.integer(1, 3)
+                    self.dims[dim] = self.draw.dim() if dim[:1] != "k" else self.draw.integer(1, 3)
                 sizes.append(self.dims[dim])
         return (*self._variant(), *sizes) if spec.open else tuple(sizes)
 
@@ -174,12 +175,11 @@ class _Sample:
     def _attributes(self, node: PNode, shapes: list[tuple[int, ...] | None]) -> dict[str, Attr]:
         out: dict[str, Attr] = {}
         if node.rest is not None:
-            shared = self.captured.get(f"rest of {node.op}")
-            if isinstance(shared, Attrs) and self.draw.chance(0.7):
-                out.update(shared)
+            if node.op in self.rests and self.draw.chance(0.7):
+                out.update(self.rests[node.op])
             else:
                 out.update(attributes(self.draw, node.op, shapes))
-                self.captured[f"rest of {node.op}"] = Attrs(out)
+                self.rests[node.op] = dict(out)
         for name, value in node.attrs.items():
             if isinstance(value, Capture):
                 if value.name not in self.captured:

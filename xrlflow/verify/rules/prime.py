@@ -44,12 +44,13 @@ class PrimeField(Field):
 
     def draw(self, rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
         """Elements drawn evenly."""
-        return rng.integers(0, self.prime, shape).astype(np.float64)
+        drawn: Array = rng.integers(0, self.prime, shape).astype(np.float64)
+        return drawn
 
     def lift(self, array: Array) -> Array:
         kind = array.dtype.kind
         if kind in "iub":
-            return np.remainder(array.astype(object), self.prime).astype(np.float64)
+            return np.remainder(array.astype(object), self.prime).astype(np.float64)  # type: ignore[no-any-return]
         wide = array.astype(np.float64)
         if not np.isfinite(wide).all():
             raise NotEvaluable("a number that is not finite")
@@ -98,7 +99,7 @@ class PrimeField(Field):
     def neg(self, a: Any) -> Array:
         if self._whole(a):
             return np.negative(a)  # type: ignore[no-any-return]
-        return np.fmod(self.prime - np.asarray(a), self.prime)
+        return np.fmod(self.prime - np.asarray(a), self.prime)  # type: ignore[no-any-return]
 
     def inverse(self, a: Any) -> Array:
         """1 / a, by Fermat. Raises ZeroDenominator."""
@@ -239,10 +240,10 @@ class PrimeField(Field):
     def compare(self, name: str, a: Any, b: Any) -> Array:
         if self._whole(a, b):
             functions = {"equal": np.equal, "less": np.less, "less_equal": np.less_equal}
-            return functions[name](a, b)
+            return functions[name](a, b)  # type: ignore[no-any-return]
         if name != "equal":
             raise NotEvaluable("an order of the elements of a field")
-        return np.equal(a, b)
+        return np.equal(a, b)  # type: ignore[no-any-return]
 
     def stabiliser(self, a: Array, axes: tuple[int, ...] | None) -> Any:
         return np.float64(0.0)

@@ -1,8 +1,8 @@
 """Proofs of rules, and what they rest on.
 
 For each rule sketches of its left side are drawn (from its declared `shapes` or its `examples`, and around them), those
-that its conditions admit become cases, and every case has to pass three tests: both sides agree over prime fields, so often
-that a false rule would pass with less than 1e-12 (rules with `proof = "field"`); they agree over float64, NaN and
+that its conditions admit become cases, and every case has to pass three tests: both sides agree over prime fields, so
+often that a false rule would pass with less than 1e-12 (rules with `proof = "field"`); they agree over float64, NaN and
 infinities included, and numeric rules at extreme magnitudes; and they agree in ONNX Runtime in float32 with its
 optimisations off. Then mutants of the rule are made, and the same tests have to reject them.
 """
@@ -58,9 +58,10 @@ class Certificate:
     """What is known of a rule.
 
     `admitted` cases out of `sketches`; `refused`: near misses by reason. `trials`: evaluations over a prime field, and
-    `bound`: the greatest probability over the cases with which a false rule would have passed them (1 for rules that are
-    tested numerically). `bits`: the most bits of float32 accuracy that a case lost. `survivors`: mutants that passed;
-    `redundant`: conditions without which another one refuses. `covered`: how many values of each attribute were admitted.
+    `bound`: the greatest probability over the cases with which a false rule would have passed them (1 for rules that
+    are tested numerically). `bits`: the most bits of float32 accuracy that a case lost. `survivors`: mutants that
+    passed; `redundant`: conditions without which another one refuses. `covered`: how many values of each attribute
+    were admitted.
     """
 
     name: str
@@ -291,7 +292,7 @@ class _Proof:
         begin = time.perf_counter()
         self.gather()
         self.judge()
-        mutants, survivors, redundant = 0, [], []
+        mutants, survivors, redundant = 0, list[str](), list[str]()
         if not self.failures:
             targets, survived = self.targets()
             dropped, kept, redundant = self.conditions()

@@ -1,8 +1,8 @@
 """Sketches near a known one: one or a few things changed at random.
 
-A region rule's left side has no declared form, only examples. What its conditions must refuse lies close to them: another
-axis, another permutation, another operator, a value that is read twice. Variations are also how attributes and sizes are
-covered that an example does not have.
+A region rule's left side has no declared form, only examples. What its conditions must refuse lies close to them:
+another axis, another permutation, another operator, a value that is read twice. Variations are also how attributes and
+sizes are covered that an example does not have.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def _change_attribute(sketch: Sketch, draw: Draw) -> Sketch:
     value = attrs.get(name)
     if value is not None:
         flag = defaults(node.op).get(name) in (0, 1) and value in (0, 1) and "axis" not in name
-        new = 1 - int(value) if flag else _near(value, draw)  # type: ignore[call-overload]
+        new = 1 - value if flag and isinstance(value, int) else _near(value, draw)
         if name in _POSITIVE and new is not None:
             new = max(new, 1) if isinstance(new, int) else tuple(max(v, 1) for v in new)  # type: ignore
     else:
@@ -162,7 +162,7 @@ def _near(value: Attr, draw: Draw) -> Attr | None:
     if isinstance(value, float):
         return value * draw.choice([0.5, 2.0, -1.0]) or 0.5
     if isinstance(value, tuple) and value and isinstance(value[0], int):
-        numbers = [int(v) for v in value]  # type: ignore[arg-type]
+        numbers = [int(v) for v in value]
         if sorted(numbers) == list(range(len(numbers))):
             return draw.permutation(len(numbers))
         numbers[draw.integer(0, len(numbers) - 1)] += draw.choice([-1, 1])
