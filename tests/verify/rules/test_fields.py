@@ -24,7 +24,7 @@ def test_primes(prime: int) -> None:
 def test_arithmetic_is_that_of_integers_modulo_the_prime() -> None:
     field, rng = PrimeField(P, 1), np.random.default_rng(0)
     a, b = field.draw(rng, (3, 700)), field.draw(rng, (700, 5))
-    x, y = (v.astype(object) for v in (a, b))
+    x, y = (v.astype(np.int64).astype(object) for v in (a, b))
     np.testing.assert_array_equal(field.matmul(a, b), (x @ y) % P)  # more than 512 terms
     np.testing.assert_array_equal(field.add(a, a), (x + x) % P)
     np.testing.assert_array_equal(field.sub(a[:, :5], b[:3]), (x[:, :5] - y[:3]) % P)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from xrlflow.ir import Node
+from xrlflow.ir import DType, Node
 from xrlflow.rewrite import AnyRule, Captures, Op, Reader, Region, RegionRule, Rule, Val, require
 from xrlflow.verify.rules import prove
 
@@ -104,6 +104,7 @@ class RootOfSquare(Rule):
 class Vanish(Rule):
     """x * 0 -> 0: wrong for infinities and NaN."""
 
+    dtypes = frozenset({DType.FLOAT})
     shapes = "x[a,b]:float"
 
     def source(self, op: Op, x: Any) -> Any:
