@@ -241,6 +241,7 @@ class FoldSliceIntoConvStride(Rule):
     ) -> None:
         require("pads" not in m.c, "it pads")
         worthwhile(steps is not None and any(s != 1 for s in steps.ints), "it does not step")
+        worthwhile_data(x)
         for (axis, step), start, end in zip(self._steps(x, starts, axes, steps), starts.ints, ends.ints):
             size = x.shape[axis]
             require(axis > 1 and 0 < step < _END, "it does not step over the image, or backwards")
@@ -726,13 +727,11 @@ class MergePointwiseIntoConv(Rule):
 
 
 class MoveScaleIntoConvWeights(Rule):
-    """conv(x * s, w, b) -> conv(x, w * s, b)  for one image, and s a computed number for each of its channels.
+    """conv(x * s, w, b) -> conv(x, w * s, b)  for one image, a 1x1 kernel, and s a computed number for each channel.
 
-    What squeeze-and-excite gives: the weights are scaled instead of the image. A padded zero meets s on the right
-    side alone: where s is infinite, more of the result is NaN.
+    What squeeze-and-excite gives: the weights are scaled instead of the image.
     """
 
-    spreads = True
     unpriced = True
     optional = ("b",)
     shapes = per_rank("x[1,c{h}] s[1,c{1}] w[m,p{k}]:const b[m]")
@@ -742,8 +741,9 @@ class MoveScaleIntoConvWeights(Rule):
 
     def where(self, m: Captures, x: Val, s: Val, w: Val, b: Val | None) -> None:
         worthwhile(not s.const, "the scale is constant")
-        worthwhile_data(w)
+        worthwhile_data(x, w)
         worthwhile(prod(w.sizes[2:]) == 1, "the kernel is larger than one tap")
+        worthwhile("pads" not in m.c, "it pads")
         groups = group_of(m.c)
         require(w.size(0) % groups == 0 and w.size(1) * groups == x.size(1), "it is no convolution")
 
