@@ -41,10 +41,23 @@ from xrlflow.ir import (
     TensorType,
     TypeConflict,
     Value,
+    apply_edit,
     merge_types,
 )
-from xrlflow.ops.schema import is_deterministic
-from xrlflow.rewrite import AnyRule, GraphBuilder, Op, Reader, Region, RegionRule, Val, require, worthwhile
+from xrlflow.ops.infer import InferenceError, infer
+from xrlflow.ops.schema import is_deterministic, schema
+from xrlflow.rewrite import (
+    AnyRule,
+    GraphBuilder,
+    Op,
+    Reader,
+    Region,
+    RegionRule,
+    RuleError,
+    Val,
+    require,
+    worthwhile,
+)
 
 # Branches
 
@@ -55,6 +68,7 @@ class InlineConstantIf(RegionRule):
     Exporters leave such branches behind where a shape that they ask for turns out to be known.
     """
 
+    certain = True
     anchors = ("If",)
     examples = tuple(
         f"agraph ({kind} x, {kind} z) => ({kind} y) <bool{shape} c = {{{value}}}, {kind} w = {{{data}}}> {{"
@@ -72,27 +86,165 @@ class InlineConstantIf(RegionRule):
     )  # fmt: skip
 
     def find(self, reader: Reader, node: Node) -> Region | None:
-        const = reader.graph.const(node.inputs[0])
-        if const is None or const.array is None or const.array.size != 1:
+        decided = _decided(reader.graph, node)
+        if decided is None:
             return None
-        taken = "then_branch" if const.array.item() else "else_branch"
-        at = len(node.explicit_inputs)
-        for name, body in node.attrs.items():
-            assert isinstance(body, Body), "an If has no other attributes"
-            if name == taken:
+        body, captured = _branches(node)[decided]
+        require(repeats(body.graph), "the branch is random")
+        return Region(node.outputs, (node.inputs[0], *captured), (node,), body)
+
+    def target(self, op: Op, region: Region, condition: Val, *captured: Val) -> Any:
+        return _inlined(op, region.data, condition.graph, captured)
+
+
+def _inlined(op: Op, body: Body, graph: Graph, captured: Sequence[Val]) -> list[Val]:
+    """What a branch computes, without the branch."""
+    outside = Outside(op, body.graph, graph, dict(zip(body.captured, captured)))
+    for node in body.graph.topological():
+        if not node.const:
+            outside.copy(node)
+    return [outside(v) for v in body.graph.outputs]
+
+
+def _branches(node: Node) -> dict[bool, tuple[Body, tuple[Value, ...]]]:
+    """The branches of an If by its condition, each with what it captures."""
+    found: dict[bool, tuple[Body, tuple[Value, ...]]] = {}
+    at = len(node.explicit_inputs)
+    for name, body in bodies(node):
+        found[name == "then_branch"] = body, node.inputs[at : at + len(body.captured)]
+        at += len(body.captured)
+    return found
+
+
+def _decided(graph: Graph, node: Node) -> bool | None:
+    """An If's condition, if it is a constant."""
+    const = graph.const(node.inputs[0])
+    return None if const is None or const.array is None or const.array.size != 1 else bool(const.array.item())
+
+
+class DropFailingBranch(RegionRule):
+    """if c then f(x) else g(x) -> g(x)  where f(x) can only lead to an error, and so for g(x).
+
+    Exporters write a branch for every case that a function of the framework knows: another rank than the one that is
+    squeezed, a sequence that has no batch. Where what follows admits one case only, the condition is no question.
+    """
+
+    certain = True
+    anchors = ("If",)
+    examples = tuple(
+        f"agraph (bool c, float[N,1,3] x, float[3,N] z, float[N,2] u) => ({kind} y)"
+        f" <int64[1] one = {{1}}, int64[1] all = {{-1}}, float[2,1,2] w = {{1, 2, 3, -1}}> {{"
+        f" s = If (c) <then_branch = a () => ({first[0]} p) {{ {first[1]} }},"
+        f" else_branch = b () => ({second[0]} q) {{ {second[1]} }}> {after} }}"
+        for kind, after in (
+            ("float[N,5]", "t = Relu(s) y = Concat<axis = 1>(t, u)"),
+            ("float[6,M]", "t = Transpose<perm = [1, 0]>(s) y = Concat<axis = 0>(t, z)"),
+            ("float[N,2,2]", "e = Exp(s) t = Unsqueeze(e, one) y = Conv(t, w)"),
+        )
+        for good, bad in (
+            (("float[N,3]", "{} = Squeeze(x, one)"), ("float[N,1,3]", "{} = Neg(x)")),
+            (
+                ("float[N,3]", "r = Sqrt(x) {} = ReduceSum<keepdims = 0>(r, one)"),
+                ("float[M]", "{} = Reshape(x, all)"),
+            ),
+        )
+        for first, second in (
+            ((good[0], good[1].format("p")), (bad[0], bad[1].format("q"))),
+            ((bad[0], bad[1].format("p")), (good[0], good[1].format("q"))),
+        )
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        branches = _branches(node)
+        if len(branches) != 2 or _decided(reader.graph, node) is not None:
+            return None
+        ranks = [[body.graph.type(v).rank for v in body.graph.outputs] for body, _ in branches.values()]
+        if ranks[0] == ranks[1]:
+            return None
+        below = _below(reader, node)
+        for taken in (True, False):
+            body, captured = branches[not taken]
+            if _leads_to_an_error(reader.graph, node, taken, below):
                 require(repeats(body.graph), "the branch is random")
-                captured = node.inputs[at : at + len(body.captured)]
                 return Region(node.outputs, (node.inputs[0], *captured), (node,), body)
-            at += len(body.captured)
         return None
 
     def target(self, op: Op, region: Region, condition: Val, *captured: Val) -> Any:
-        body: Body = region.data
-        outside = Outside(op, body.graph, condition.graph, dict(zip(body.captured, captured)))
-        for node in body.graph.topological():
-            if not node.const:
-                outside.copy(node)
-        return [outside(v) for v in body.graph.outputs]
+        return _inlined(op, region.data, condition.graph, captured)
+
+
+# So many nodes behind an If are looked at, and so many other branches decided, to find out whether one fails.
+_MOST_BELOW, _MOST_DECIDED = 256, 16
+
+
+def _below(reader: Reader, node: Node) -> list[Value]:
+    """Ids of the nodes that depend on a node, the next ones first."""
+    found: dict[Value, None] = {}
+    work = [node]
+    for at in work:
+        for value in at.outputs:
+            for user in reader.users(value):
+                if user.id not in found and len(found) < _MOST_BELOW:
+                    found[user.id] = None
+                    work.append(user)
+    return list(found)
+
+
+def _leads_to_an_error(graph: Graph, node: Node, taken: bool, below: Sequence[Value]) -> bool:
+    """Whether some node that runs in any case cannot take what it gets if this branch is taken."""
+    after = _taking(graph, node, taken)
+    if after is None:
+        return False
+    work = [v for v in below if v in after.producers]
+    seen = set(work)
+    decided = 0
+    for value in work:
+        inner = after.producers.get(value)
+        if inner is None:
+            continue
+        choice = _decided(after, inner) if inner.op == "If" else None
+        chosen = _taking(after, inner, choice) if choice is not None and decided < _MOST_DECIDED else None
+        if chosen is not None:
+            before, after = after, chosen
+            decided += 1
+            new = [v for v, n in after.producers.items() if v == n.id and before.producers.get(v) is not n]
+            work += new
+            seen.update(new)
+            continue
+        if _is_refused(after, inner) and not (
+            value in graph.producers and _is_refused(graph, graph.producers[value])
+        ):
+            return True
+        more = [u.id for v in inner.outputs for u in after.users(v) if u.id not in seen]
+        if len(seen) < 2 * _MOST_BELOW:
+            work += more
+            seen.update(more)
+    return False
+
+
+def _taking(graph: Graph, node: Node, taken: bool) -> Graph | None:
+    """The graph if this branch were always taken, with all that is then known of types; None if the file says otherwise
+    of what it gives."""
+    body, captured = _branches(node)[taken]
+    op = GraphBuilder(graph)
+    try:
+        made = _inlined(op, body, graph, [Val(graph, v, graph.type(v)) for v in captured])
+        return apply_edit(graph, op.edit("assume", node.outputs, made))[0]
+    except RuleError:
+        return None
+
+
+def _is_refused(graph: Graph, node: Node) -> bool:
+    """Whether ONNX says that an operator does not take its inputs."""
+    if any(True for _ in bodies(node)) or schema(node.op) is None:
+        return False
+    types = [None if v == ABSENT else graph.type(v) for v in node.inputs]
+    data = [None if v == ABSENT else graph.const(v) for v in node.inputs]
+    try:
+        infer(node.op, node.attrs, types, data, len(node.outputs))
+    except InferenceError:
+        return True
+    return False
 
 
 # Loops
@@ -223,6 +375,7 @@ class MoveInvariantsOutOfLoop(RegionRule):
 class CaptureUnchangedStates(RegionRule):
     """loop(s -> s, ...) -> s, loop(...) that captures s  for a state that every step hands on as it is."""
 
+    certain = True
     anchors = ("Loop", "Scan")
     examples = (
         *(
@@ -278,6 +431,7 @@ def _fits(outer: TensorType, inner: TensorType) -> bool:
 class DropUnreadLoopResults(RegionRule):
     """y, z = loop(s, ...) -> y = loop(...)  where nobody reads z, and no step needs it for y."""
 
+    certain = True
     anchors = ("Loop", "Scan")
     examples = (
         *(
@@ -816,6 +970,7 @@ class BindConstantsInBody(RegionRule):
 
 RULES: tuple[AnyRule, ...] = (
     InlineConstantIf(),
+    DropFailingBranch(),
     MoveInvariantsOutOfLoop(),
     CaptureUnchangedStates(),
     DropUnreadLoopResults(),

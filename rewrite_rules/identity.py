@@ -445,6 +445,7 @@ def _content(node: Node) -> tuple[str, int, tuple[Value, ...]]:
 class FoldDimension(Rule):
     """gather(shape(x), i) -> constant  when these dimensions are known."""
 
+    certain = True
     shapes = "x i:const"
     shared_interior = True
 
@@ -465,6 +466,7 @@ class FoldDimension(Rule):
 class FoldDimensions(Rule):
     """slice(shape(x)) -> constant  when these dimensions are known."""
 
+    certain = True
     optional = ("axes", "steps")
     shapes = "x starts:const ends:const axes:const steps:const"
     shared_interior = True
@@ -494,6 +496,7 @@ class FoldConstant(RegionRule):
     Import leaves none of these: they appear when another rule finds a dimension.
     """
 
+    certain = True
     anchors = tuple(op for op in _OPERATORS if is_foldable(op))
     examples = (
         "agraph (float[2,3] x) => (float[2,3] y) { y = Neg(x) }",

@@ -54,6 +54,7 @@ from xrlflow.search import (
     random_walk,
     replay,
     select,
+    simplify,
     taso,
     with_bodies,
 )
@@ -108,7 +109,7 @@ class Result:
     """An optimised model, or the original if nothing better was found (`returned_original`).
 
     `speedup` is measured: how many times faster than the original, median and 95% interval; None if not measured.
-    `trace` has the substitutions in order, those in control-flow bodies first.
+    `trace` has the substitutions in order, those before the search (certain ones, and in control-flow bodies) first.
     """
 
     report: Report
@@ -189,7 +190,7 @@ class _Job:
     feeds: dict[str, Any] | None = None
     phases: dict[str, float] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    body_steps: list[Step] = field(default_factory=list)
+    early_steps: list[Step] = field(default_factory=list)
     latency: float = 0.0  # rough seconds of one run
     files: int = 0
     reference: Reference | None = None
@@ -340,7 +341,7 @@ def _run(
         job.phase("select", since)
     elif proposals and (job.search == "random" or proposals[0].cost < base.cost or exporting):
         chosen = proposals[0]
-    if chosen is not None and chosen.path is None and not exporting and not job.body_steps:
+    if chosen is not None and chosen.path is None and not exporting and not job.early_steps:
         chosen = None
 
     verification: Verification | None = None
@@ -382,7 +383,7 @@ def _result(
     opset: int | None,
 ) -> Result:
     found = chosen if chosen is not None else base
-    steps = (*job.body_steps, *found.trace) if chosen is not None else ()
+    steps = (*job.early_steps, *found.trace) if chosen is not None else ()
     if compared is not None and compared.disturbed:
         job.notes.append("other programs used the processor while the result was measured")
     kept: RepeatedComparison | None = compared if chosen is not None else None
@@ -460,18 +461,23 @@ def _bindings(job: _Job) -> dict[str, int]:
 
 
 def _start(job: _Job, model: CostModel) -> Found:
-    """The original's state, its control-flow bodies optimised."""
+    """The original's state: what needs no price is done, and its control-flow bodies are optimised."""
+
+    def prepare(graph: Graph) -> Graph:
+        simple, steps = simplify(graph, job.library, model.cost)
+        job.early_steps.extend(steps)
+        return simple
 
     def improve(graph: Graph, label: str) -> Graph:
         state = RewriteState.start(graph, job.library, model.delta)
         limits = Limits(budget=job.budget, deadline=job.until(_SEARCH_UNTIL))
         found = greedy(state, model.cost(graph), limits).best
-        job.body_steps.extend(found.trace)
+        job.early_steps.extend(found.trace)
         return found.state.graph if found.path is not None else graph
 
     graph = job.imported.graph
     if job.search != "random" and job.cost_name != "measured":
-        graph = with_bodies(graph, improve)
+        graph = with_bodies(prepare(graph), improve, prepare)
     return Found(RewriteState.start(graph, job.library, model.delta), None, model.cost(graph))
 
 
@@ -489,7 +495,7 @@ def _search(job: _Job, base: Found) -> SearchResult:
 
 def _replayed(job: _Job, base: Found, trace: str | os.PathLike[str]) -> SearchResult:
     steps = _read_trace(trace)
-    steps = steps[len(job.body_steps) :]  # those in bodies were made again by the same search
+    steps = steps[len(job.early_steps) :]  # those before the search were made again
     state, path, cost = base.state, None, base.cost
     for step, successor in zip(steps, replay(base.state, steps)):
         match = state.find(step.key)
@@ -538,7 +544,7 @@ def _run_twice(job: _Job) -> float:
 def _select(job: _Job, base: Found, proposals: Sequence[Found], exporting: bool) -> Selection:
     """What runs fastest end to end, among the search's proposals and sweeps of single rules."""
     deadline = job.select_until
-    improving = [f for f in proposals if f.path is not None or exporting or job.body_steps]
+    improving = [f for f in proposals if f.path is not None or exporting or job.early_steps]
     trials = 0
 
     def compare(against: Found | None, found: Found) -> Ratio:
@@ -625,10 +631,10 @@ def _blame(
     """A message that names the substitution that broke the model."""
     graphs = [base.state.graph, *(s.graph for s in replay(base.state, chosen.trace))]
     culprits = [f"{s.rule} (step {i} of {len(chosen.trace)})" for i, s in enumerate(chosen.trace, 1)]
-    if job.body_steps:
+    if job.early_steps:
         graphs.insert(0, job.imported.graph)
-        rules = ", ".join(sorted({s.rule for s in job.body_steps}))
-        culprits.insert(0, f"one of those in control-flow bodies ({rules})")
+        rules = ", ".join(sorted({s.rule for s in job.early_steps}))
+        culprits.insert(0, f"one of those before the search ({rules})")
 
     def right(path: str) -> bool:
         return _verify(job, path, inputs).verified

@@ -220,9 +220,8 @@ def test_a_body_is_the_sum_of_its_nodes(path: Path) -> None:
     branch = Body(inner, ())
     node = b.node("If", [x], t(4), then_branch=branch, else_branch=branch)
     model = profiled(path)
-    assert model.cost(b.graph(node.id)) == pytest.approx(
-        2 * MACHINE.overhead + model.cost(inner)
-    )  # to enter it too
+    # Either branch may run, and costs something to enter.
+    assert model.cost(b.graph(node.id)) == pytest.approx(3 * MACHINE.overhead + 2 * model.cost(inner))
     assert model.tally.measured == 1
 
 

@@ -236,11 +236,11 @@ def body(op: str, size: int) -> Body:
     )
 
 
-def test_an_if_is_the_mean_of_its_branches() -> None:
+def test_an_if_counts_every_branch() -> None:
     w = count(
         "If", [t(dtype=DType.BOOL)], [t(10)], then_branch=body("Relu", 10), else_branch=body("Relu", 30)
     )
-    assert w.flops == 20
+    assert w.flops == 40
 
 
 def test_a_scan_counts_its_body_as_often_as_its_input_is_long() -> None:

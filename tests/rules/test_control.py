@@ -10,6 +10,7 @@ from rewrite_rules.control import (
     RULES,
     BindConstantsInBody,
     CaptureUnchangedStates,
+    DropFailingBranch,
     DropUnreadLoopResults,
     HoistOutOfLoop,
     HoistOutOfScan,
@@ -17,10 +18,12 @@ from rewrite_rules.control import (
     MoveInvariantsOutOfLoop,
     UnrollLoop,
 )
-from tests.rules.harness import applies, model, random_feeds, refuses, run
+from tests.rules.harness import applies, model, random_feeds, refuses, rewritten, run
 from xrlflow import optimize
 from xrlflow.ir import Body, Graph, Node
-from xrlflow.rewrite import AnyRule
+from xrlflow.onnxio import load
+from xrlflow.rewrite import AnyRule, Library
+from xrlflow.search import simplify
 
 
 def only(graph: Graph, op: str) -> Node:
@@ -44,7 +47,10 @@ def outside(graph: Graph) -> list[str]:
 def test_examples(rule: AnyRule) -> None:
     assert len(rule.examples) >= 8
     for text in rule.examples:
-        applies(rule, model(text))
+        if rule.name == "DropFailingBranch":  # which branch fails depends on the inputs
+            rewritten(rule, model(text))
+        else:
+            applies(rule, model(text))
 
 
 # --- If ---
@@ -89,6 +95,49 @@ def test_what_follows_a_branch_learns_its_shape() -> None:
     graph = applies(InlineConstantIf(), proto)
     assert outside(graph) == ["Add", "Squeeze"]
     assert graph.type(graph.outputs[1]).shape == (3,)
+
+
+def squeezed(after: str, condition: str = "") -> onnx.ModelProto:
+    """As exporters write `x.squeeze(1)` of a dimension that is not known."""
+    return model(
+        "agraph (float[2,N,4] x, float[2,3] z) => (float[A,B] y) { one = Constant<value_ints = [1]>()"
+        " s = Shape(x) d = Gather(s, one) c = Equal(d, one)"
+        " q = If (c) <then_branch = a () => (float[C,D] p) { p = Squeeze(x, one) },"
+        f" else_branch = b () => (float[E,F,G] r) {{ r = Identity(x) }}> {after} }}"
+    )
+
+
+def test_a_branch_that_fails_later_is_dropped() -> None:
+    proto = squeezed("t = Tanh(q) y = Concat<axis = 1>(t, z)")
+    after, graph = rewritten(DropFailingBranch(), proto)
+    assert outside(graph) == ["Concat", "Squeeze", "Tanh"]
+    feeds = {k: v.astype(np.float32) for k, v in (("x", np.ones((2, 1, 4))), ("z", np.ones((2, 3))))}
+    np.testing.assert_array_equal(run(proto, feeds)[0], run(after, feeds)[0])
+
+
+def test_a_branch_that_fails_by_what_it_decides_is_dropped() -> None:
+    """Of rank 3 it would get another dimension, and four are too many."""
+    proto = squeezed(
+        "t = Shape(q) n = Size(t) two = Constant<value_int = 2>() f = Equal(n, two)"
+        " e = If (f) <then_branch = g () => (float[H,I] o) { o = Relu(q) },"
+        " else_branch = h () => (float[J,K,L,M] v) { zero = Constant<value_ints = [0]>() v = Unsqueeze(q, zero) }>"
+        " y = Concat<axis = 1>(e, z)"
+    )
+    for pick in range(2):
+        rewritten(DropFailingBranch(), proto, pick)
+    graph, steps = simplify(load(proto).graph, Library(RULES), lambda graph: 1.0)
+    assert outside(graph) == ["Concat", "Relu", "Squeeze"]
+    assert {s.rule for s in steps} <= {"DropFailingBranch", "InlineConstantIf"}
+
+
+def test_a_branch_stays_while_both_can_be() -> None:
+    refuses(DropFailingBranch(), squeezed("y = Tanh(q)"))
+    # What runs in one case only says nothing.
+    refuses(
+        DropFailingBranch(),
+        squeezed("y = If (c) <then_branch = g () => (float[H,I] o) { o = Concat<axis = 1>(q, z) },"
+                 " else_branch = h () => (float[J,K,L] v) { v = Neg(q) }>"),
+    )  # fmt: skip
 
 
 # --- loops ---

@@ -59,8 +59,8 @@ class AdditiveCost(ABC):
             return 0.0
         # Types are interned, hence compared by identity.
         key: tuple[object, ...] = (node.op, node.attrs.digest, in_types, types)
-        if node.op == "Loop":
-            key = (*key, node.inputs[0])  # its trip count, if it is constant
+        if node.op in ("If", "Loop"):
+            key = (*key, node.inputs[0])  # a condition or a trip count, which may be constant
         found = self._prices.get(key)
         if found is None:
             found = self._prices[key] = self.price(graph, node, in_types)

@@ -179,13 +179,17 @@ def bodies(
 ) -> Iterator[tuple[Graph, float]]:
     """The graphs inside a control-flow node, each with how often a call runs it.
 
-    An If runs each of its branches as often as the other, a Scan its body as often as its inputs are long, a Loop as
-    its trip count says, if that is among `consts`, or the number of the results that it collects.
+    Of an If every branch counts in full, since it may be the one that runs; or that one alone, if its condition is
+    among `consts`. A Scan runs its body as often as its inputs are long, a Loop as its trip count says, if that is
+    among `consts`, or the number of the results that it collects.
     """
     graphs = [value.graph for value in node.attrs.values() if isinstance(value, Body)]
     weight = 1.0
-    if node.op == "If" and graphs:
-        weight = 1 / len(graphs)
+    if node.op == "If":
+        const = consts.get(node.inputs[0])
+        if const is not None and const.array is not None and const.array.size == 1:
+            taken = node.attrs.get("then_branch" if const.array.item() else "else_branch")
+            graphs = [taken.graph] if isinstance(taken, Body) else graphs
     elif node.op == "Scan":
         explicit = in_types[: len(in_types) - node.captured]
         count = node.attrs.get("num_scan_inputs", 1)

@@ -31,7 +31,7 @@ from xrlflow.ops.infer import InferenceError, infer
 from xrlflow.ops.schema import canonical_attrs, schema
 from xrlflow.ops.tensors import dtype_of, numpy_dtype
 from xrlflow.rewrite.rule import Lit, Op, RuleError, Val
-from xrlflow.rewrite.settle import evaluate_small, settled
+from xrlflow.rewrite.settle import evaluate_small, more_precise, settled
 
 _attrs_memo: dict[tuple[Any, ...], Attrs] = {}
 
@@ -285,11 +285,4 @@ def _with_declared(
         inferred = infer(op, attrs, types, data, len(declared))
     except InferenceError:  # the file that declares them may know more
         return tuple(t.as_const(False) for t in declared)
-    return tuple(_more_precise(old, new) for old, new in zip(declared, inferred))
-
-
-def _more_precise(declared: TensorType, inferred: TensorType) -> TensorType:
-    try:
-        return merge_types(declared, inferred)
-    except TypeConflict:
-        return inferred
+    return tuple(more_precise(old, new) for old, new in zip(declared, inferred))

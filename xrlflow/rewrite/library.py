@@ -99,7 +99,13 @@ class Library:
     def only(self, families: Iterable[str]) -> Library:
         """The library with only the rules of some families."""
         wanted = set(families)
-        rules = [r for r in self.rules.values() if r.family in wanted]
+        return self._part(r for r in self.rules.values() if r.family in wanted)
+
+    def certain(self) -> Library:
+        """The library with only the rules that need no price."""
+        return self._part(r for r in self.rules.values() if r.certain)
+
+    def _part(self, rules: Iterable[AnyRule]) -> Library:
         return Library(
             rules, backend=self.backend, assuming=self.assuming, contrib=True, timed=self.timed
         )

@@ -234,6 +234,8 @@ class _Declared:
     contrib: ClassVar[bool] = False
     # Its worth lies in what the runtime fuses, which no cost of single operators sees: it is measured first.
     unpriced: ClassVar[bool] = False
+    # It leaves out what is computed for nothing, and may show more of the types: applied before anything is priced.
+    certain: ClassVar[bool] = False
     # What must hold of the data ("finite"); such a rule is off unless asked for.
     assumes: ClassVar[str | None] = None
     # Where an input is infinite or NaN, more of the right side may be NaN, and an infinity become NaN or NaN an

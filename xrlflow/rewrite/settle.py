@@ -133,9 +133,17 @@ def _inferred(graph: Graph, node: Node) -> tuple[TensorType, ...] | None:
     data = [None if v == ABSENT else graph.const(v) for v in node.inputs]
     try:
         found = infer(node.op, node.attrs, types, data, len(node.outputs))
-        return tuple(merge_types(old, new) for old, new in zip(node.types, found))
-    except (InferenceError, TypeConflict):  # the file knows better
+    except InferenceError:  # the file that declares its types may know more
         return None
+    return tuple(more_precise(old, new) for old, new in zip(node.types, found))
+
+
+def more_precise(declared: TensorType, inferred: TensorType) -> TensorType:
+    """What two types of one value say; what is inferred is believed where they contradict each other."""
+    try:
+        return merge_types(declared, inferred)
+    except TypeConflict:
+        return inferred
 
 
 def _evaluated(graph: Graph, node: Node, types: tuple[TensorType, ...]) -> list[Value] | None:
@@ -148,6 +156,8 @@ def _evaluated(graph: Graph, node: Node, types: tuple[TensorType, ...]) -> list[
         kept = dims[start if isinstance(start, int) else 0 : end if isinstance(end, int) else None]
         numbers = tuple(d for d in kept if isinstance(d, int))
         return [graph.leaves.numbers(numbers)] if len(numbers) == len(kept) else None
+    if node.op == "Size" and (size := graph.type(node.inputs[0]).size) is not None:
+        return [graph.leaves.intern(np.array(size, np.int64), DType.INT64)]
     if not types[0].const:
         return None
     data = [None if v == ABSENT else graph.const(v) for v in node.inputs]

@@ -1,6 +1,6 @@
 """Search strategies over rewrite states and cost models."""
 
-from xrlflow.search.bodies import with_bodies
+from xrlflow.search.bodies import simplify, with_bodies
 from xrlflow.search.greedy import greedy
 from xrlflow.search.random import random_walk
 from xrlflow.search.result import (
@@ -35,6 +35,7 @@ __all__ = [
     "random_walk",
     "replay",
     "select",
+    "simplify",
     "steps_of",
     "sweep",
     "taso",
