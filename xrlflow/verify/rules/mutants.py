@@ -17,6 +17,8 @@ from xrlflow.rewrite import Lit, Val
 from xrlflow.verify.rules.cases import ProofBuilder
 
 _MOST_SWAPS = 3
+# Attributes that do not change what is computed in float64, or say what is known otherwise.
+_IDLE = frozenset({"stash_type", "momentum", "saturate", "seed", "num_outputs", "kernel_shape", "round_mode"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +61,7 @@ class RecordingBuilder(ProofBuilder):
         if sizes is not None and len(sizes) > 1:
             self.mutations.append(Mutation(call, name, "attribute", ("sizes",)))
         for attribute in {**dict(named.get("attrs") or {}), **named}:
-            if attribute not in ("attrs", "outputs", "sizes", "type", "num_outputs"):
+            if attribute not in ("attrs", "outputs", "sizes", "type") and attribute not in _IDLE:
                 self.mutations.append(Mutation(call, name, "attribute", (attribute,)))
         if given and isinstance(inputs[given[0]], Val) and named.get("outputs", 1) == 1 and sizes is None:
             self.mutations.append(Mutation(call, name, "omit"))
@@ -95,7 +97,8 @@ class MutatingBuilder(ProofBuilder):
             i, element = m.detail
             if i >= len(values):
                 return super().node(name, *inputs, **named)
-            values[i] = _perturbed_input(values[i], element)
+            # A Slice may end beyond the end: one more changes nothing.
+            values[i] = _perturbed_input(values[i], element, -1 if (name, i) == ("Slice", 2) else 1)
         elif m.kind == "attribute":
             named = _perturbed(name, m.detail[0], named)
         elif m.kind == "omit":
@@ -111,13 +114,13 @@ class MutatingBuilder(ProofBuilder):
         return super().edit(rule, replaced, results)
 
 
-def _perturbed_input(value: Any, element: int) -> Any:
+def _perturbed_input(value: Any, element: int, by: int) -> Any:
     if isinstance(value, (list, tuple)):
         numbers = list(value)
         if element < len(numbers):
-            numbers[element] += 1
+            numbers[element] += by
         return numbers
-    return value + 1 if isinstance(value, (int, float)) else value
+    return value + by if isinstance(value, (int, float)) else value
 
 
 def _perturbed(op: str, name: str, named: dict[str, Any]) -> dict[str, Any]:

@@ -48,7 +48,7 @@ from xrlflow.verify.rules.variations import resize, vary
 MOST_SKETCHES, CASES, LEAST_CASES = 1200, 60, 8
 _RUNTIME_CASES = 8
 # Refused problems that are kept for each `require`, and cases on which each mutant is tried.
-_KEPT, _MUTANT_CASES = 6, 10
+_KEPT, _MUTANT_CASES = 24, 10
 # More bits of float32 than this may not be lost.
 MOST_BITS = 2.0
 
@@ -145,6 +145,8 @@ class _Proof:
                     self.reasons[refused.site] = str(refused)
                     if len(kept) < _KEPT:
                         kept.append(problem)
+                    elif self.draw.chance(_KEPT / self.refused[str(refused)]):  # a sample of them all
+                        kept[self.draw.integer(0, _KEPT - 1)] = problem
             if cases and key not in seen:
                 seen.add(key)
                 for case in cases[:2]:
@@ -238,9 +240,10 @@ class _Proof:
             applied(case.problem, case.match, recorder)
             found.update(dict.fromkeys(recorder.mutations))
         count, survivors = 0, []
+        others = [c for c in self.cases if c not in chosen]
         for mutation in found:
-            effective = False
-            for case in chosen:
+            effective = rejected = False
+            for case in (*chosen, *others):  # few survive the first
                 builder = MutatingBuilder(case.before, mutation)
                 try:
                     mutant = applied(case.problem, case.match, builder)

@@ -168,7 +168,7 @@ def _node(
     if found[0].const and all(v == ABSENT or v in leaves.consts for v in values):
         try:
             arrays = evaluate_small(sketched.op, attrs, data, found)
-        except (ArithmeticError, IndexError, ValueError) as error:  # ONNX's inference does not look at every size either
+        except (ArithmeticError, IndexError, ValueError) as error:  # as with types, for sizes
             raise Unbuildable(str(error)) from error
         if arrays is not None:
             return tuple(leaves.intern(a, t.dtype) for a, t in zip(arrays, found)), None
