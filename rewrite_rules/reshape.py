@@ -84,6 +84,7 @@ class FoldReshapeShape(RegionRule):
     Named dimensions count as known where they are copied from the same place. Expand alike.
     """
 
+    certain = True
     anchors = ("Reshape", "Expand")
     examples = (
         "agraph (float[N,3,4] x) => (float[N,12] y) { i = Constant<value_ints=[0]>() "

@@ -1,0 +1,120 @@
+"""What exporters leave behind."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from rewrite_rules.exports import (
+    RULES,
+    FoldComputedShape,
+    MergeFlattenedTranspose,
+    ReplaceUnitReduceBySqueeze,
+    UseSignedWeights,
+)
+from tests.rules.harness import applies, model, refuses, run
+from xrlflow.rewrite import AnyRule, Library
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda r: r.name)
+def test_examples(rule: AnyRule) -> None:
+    for text in rule.examples:
+        applies(rule, model(text))
+
+
+def test_a_shape_through_casts_and_negative_indices() -> None:
+    proto = model(
+        "agraph (float[N,M,4,3] x) => (float[A,B,C] y) { s = Shape(x) i = Constant<value_ints = [-4, 1]>()"
+        " g = Gather(s, i) c = Cast<to = 6>(g) t = Constant<value = int32[1] {12}>() f = Concat<axis = 0>(c, t)"
+        " d = Cast<to = 7>(f) y = Reshape(x, d) }"
+    )
+    graph = applies(FoldComputedShape(), proto, ops=["Reshape"])
+    node = next(graph.nodes())
+    shape = graph.const(node.inputs[1])
+    assert shape is not None
+    assert shape.numpy().tolist() == [0, 0, 12]
+
+
+def test_an_expand_to_its_own_shape_goes() -> None:
+    """The Reshape leaves one dimension open, which is that of x."""
+    proto = model(
+        "agraph (int32[N,6] x) => (int32[A,6,1] y) { one = Constant<value_ints = [-1, 6, 1]>() a = Reshape(x, one)"
+        " s = Shape(x) t = Constant<value_ints = [1]>() f = Concat<axis = 0>(s, t) e = Expand(a, f) y = Neg(e) }"
+    )
+    applies(FoldComputedShape(), proto, ops=["Neg", "Reshape"])
+
+
+def test_an_expand_that_repeats_stays() -> None:
+    proto = model(
+        "agraph (float[N,1] x, float[M] z) => (float[A,B] y) { s = Shape(x) i = Constant<value_ints = [0]>()"
+        " n = Gather(s, i) t = Shape(z) f = Concat<axis = 0>(n, t) y = Expand(x, f) }"
+    )
+    refuses(FoldComputedShape(), proto, "a dimension is not known")
+
+
+def test_two_open_dimensions_stay() -> None:
+    proto = model(
+        "agraph (float[N,M,4] x) => (float[A,B,C] y) { s = Shape(x) i = Constant<value_ints = [1, 0, 2]>()"
+        " f = Gather(s, i) y = Reshape(x, f) }"
+    )
+    refuses(FoldComputedShape(), proto, "a dimension is not known")
+
+
+def test_keys_are_transposed_at_once() -> None:
+    """As PyTorch writes the transpose of the keys of an attention with named dimensions."""
+    text = (
+        "agraph (float[N,12,S,8] x) => (float[A,B,C,D] y) {{ s = Shape(x) a = Constant<value_ints = [-2]>()"
+        " b = Constant<value_ints = [-1]>() e = Constant<value_ints = [9]>() z = Constant<value_ints = [0]>()"
+        " m = Slice(s, a, b) n = Slice(s, b, e) lead = Slice(s, z, a) f = Concat<axis = 0>(b, m, n)"
+        " r = Reshape(x, f) t = Transpose<perm = {perm}>(r) g = Concat<axis = 0>(lead, {back}) y = Reshape(t, g) }}"
+    )
+    graph = applies(
+        MergeFlattenedTranspose(), model(text.format(perm="[0, 2, 1]", back="n, m")), ops=["Transpose"]
+    )
+    assert next(graph.nodes()).attrs["perm"] == (0, 1, 3, 2)
+    refuses(MergeFlattenedTranspose(), model(text.format(perm="[0, 2, 1]", back="m, n")), "not those of x")
+    refuses(MergeFlattenedTranspose(), model(text.format(perm="[2, 0, 1]", back="n, m")), "leading")
+
+
+def test_a_mean_of_one_number() -> None:
+    applies(
+        ReplaceUnitReduceBySqueeze(),
+        model(
+            "agraph (float[N,1,1] x) => (float[N,1] y) { i = Constant<value_ints = [-1]>()"
+            " m = ReduceMean<keepdims = 0>(x, i) y = Relu(m) }"
+        ),
+        ops=["Relu", "Squeeze"],
+    )
+    refuses(
+        ReplaceUnitReduceBySqueeze(),
+        model(
+            "agraph (float[N,2] x) => (float[N] y) { i = Constant<value_ints = [1]>()"
+            " y = ReduceMean<keepdims = 0>(x, i) }"
+        ),
+        "not 1",
+    )
+
+
+def test_weights_become_signed() -> None:
+    weights = np.random.default_rng(0).integers(0, 256, (40, 30)).astype(np.uint8)
+    proto = model(
+        "agraph (uint8[N,40] x, uint8 z) => (int32[N,30] y) <uint8 v = {131}> { y = MatMulInteger(x, w, z, v) }",
+        w=weights,
+    )
+    graph = applies(UseSignedWeights(), proto, ops=["MatMulInteger"])
+    (node,) = (n for n in graph.nodes() if not n.const)
+    assert graph.type(node.inputs[1]).const
+    feeds = {"x": np.full((2, 40), 255, np.uint8), "z": np.asarray(0, np.uint8)}
+    assert run(proto, feeds)[0].shape == (2, 30)
+
+
+def test_signed_weights_need_a_processor_that_does_not_saturate() -> None:
+    assert "UseSignedWeights" not in Library(RULES).rules
+    assert "UseSignedWeights" in Library(RULES, assuming=("vnni",)).rules
+
+
+def test_computed_weights_stay() -> None:
+    proto = model(
+        "agraph (uint8[N,4] x, uint8[4,3] w, uint8 z) => (int32[N,3] y) { y = MatMulInteger(x, w, z, z) }"
+    )
+    refuses(UseSignedWeights(), proto, "the weights are computed")
