@@ -52,7 +52,10 @@ class FuseAttention(RegionRule):
     may be missing. Heads and batch must be the same in q, k and v.
     """
 
+    mends = True  # a row of the mask that is nothing but -inf: zeros instead of NaN
+
     proof = "numeric"
+    relies_on = "softmax of scaled scores; several scales make one product, rounded to float32"
     # ONNX Runtime has kernels for these.
     dtypes = frozenset({DType.FLOAT})
     anchors = ("Softmax",)

@@ -9,8 +9,8 @@ import numpy as np
 
 from rewrite_rules.axes import ints_input
 from rewrite_rules.elementwise import keeps_shape
-from xrlflow.ir import ABSENT, FLOATS, INTEGERS, SMALL, Dim, DType, Node, Value
-from xrlflow.ops.schema import COMMUTATIVE, is_deterministic, is_foldable
+from xrlflow.ir import FLOATS, INTEGERS, Dim, DType, Node, Value
+from xrlflow.ops.schema import COMMUTATIVE, is_deterministic
 from xrlflow.rewrite import AnyRule, Captures, Op, Reader, Region, RegionRule, Rule, Val, require
 
 
@@ -302,10 +302,8 @@ class RemoveNoopSlice(Rule):
             size = x.type.shape[axis] if x.type.shape is not None else None
             known = isinstance(size, int)
             require(start == 0 or (isinstance(size, int) and start <= -size), "it leaves out a beginning")
-            # No dimension is longer than what fits 31 bits: exporters write "to the end" in that way.
-            require(
-                end >= 2**31 - 1 or (known and isinstance(size, int) and end >= size), "it leaves out an end"
-            )
+            # No dimension is longer: exporters write "to the end" as 10^9, 2^31 - 1 or 2^63 - 1.
+            require(end >= 10**9 or (known and isinstance(size, int) and end >= size), "it leaves out an end")
 
     def target(self, op: Op, x: Val, starts: Val, ends: Val, axes: Val | None, steps: Val | None) -> Any:
         return x
@@ -490,37 +488,6 @@ class FoldDimensions(Rule):
         return x.shape[slice(m.start, m.end)][int(starts.scalar) : int(ends.scalar) : step]
 
 
-class FoldConstant(RegionRule):
-    """f(c) -> constant  when all inputs have become constants, and the result is small.
-
-    Import leaves none of these: they appear when another rule finds a dimension.
-    """
-
-    certain = True
-    anchors = tuple(op for op in _OPERATORS if is_foldable(op))
-    examples = (
-        "agraph (float[2,3] x) => (float[2,3] y) { y = Neg(x) }",
-        "agraph (float[2,3] x, float[3] z) => (float[2,3] y) { y = Mul(x, z) }",
-        "agraph (float[2,3] x) => (float[3,2] y) { y = Transpose(x) }",
-    )
-
-    def find(self, reader: Reader, node: Node) -> Region | None:
-        # What is read needs no record: an input that becomes constant is another input.
-        consts = reader.graph.leaves.consts
-        if len(node.outputs) > 1 or not node.inputs:
-            return None
-        for value in node.inputs:
-            if value != ABSENT and (value not in consts or consts[value].array is None):
-                return None
-        size = node.types[0].size
-        require(size is not None and size <= SMALL, "the result is large, or its size is not known")
-        return Region(node.outputs, node.inputs, (node,), (node.op, node.attrs))
-
-    def target(self, op: Op, region: Region, *inputs: Val | None) -> Any:
-        name, attrs = region.data
-        return op[name](*inputs, attrs=attrs)
-
-
 def _constant(op: Op, numbers: Any, shape: Sequence[int] | None = None) -> Any:
     """An int64 constant."""
     array = np.asarray(numbers, np.int64)
@@ -550,5 +517,4 @@ RULES: tuple[AnyRule, ...] = (
     MergeCommonSubexpressions(),
     FoldDimension(),
     FoldDimensions(),
-    FoldConstant(),
 )

@@ -687,6 +687,8 @@ class FuseSoftplus(RegionRule):
     Where exp(x) overflows, the left side is infinite, and the right side x.
     """
 
+    mends = True
+
     proof = "numeric"
     relies_on = "softplus(x) = log(1 + exp(x))"
     dtypes = _FLOAT
@@ -714,6 +716,8 @@ class FuseTanh(RegionRule):
 
     Where an exponential overflows, the left side is NaN, and the right side 1 or -1.
     """
+
+    mends = True
 
     proof = "numeric"
     relies_on = "the definition of tanh by exponentials"
@@ -992,6 +996,9 @@ class FuseUnshiftedSoftmax(FuseSoftmax):
     Where the exponentials overflow, the left side is NaN, and the right side is not.
     """
 
+    spreads = True
+    mends = True
+
     examples = (
         "agraph (float[N,3] x) => (float[N,3] y) { i = Constant<value_ints=[-1]>() e = Exp(x) s = "
         "ReduceSum(e, i) y = Div(e, s) }",
@@ -1047,6 +1054,8 @@ class FuseLogOfSoftmax(Rule):
 
     Where the softmax underflows, the left side is minus infinity, and the right side is not.
     """
+
+    mends = True
 
     proof = "numeric"
     relies_on = "log(exp(x) / s) = x - log(s)"
@@ -2039,8 +2048,8 @@ RULES: tuple[AnyRule, ...] = (
     PushNotIntoComparison(),
     FoldComparisonOfBool(),
     RemoveExpandBeforeBroadcast(),
+    FuseSoftplus(),
+    FuseTanh(),
+    FuseUnshiftedSoftmax(),
+    FuseLogOfSoftmax(),
 )
-
-# Where the exponentials of these left sides overflow, the right sides are the numbers that were meant: a proof has to
-# make an exception for them.
-OVERFLOWING: tuple[AnyRule, ...] = (FuseSoftplus(), FuseTanh(), FuseUnshiftedSoftmax(), FuseLogOfSoftmax())

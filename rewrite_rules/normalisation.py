@@ -214,6 +214,7 @@ class FuseLayerNormalization(RegionRule):
     """
 
     proof = "numeric"
+    relies_on = "a variance is the mean of squared deviations; float32 moments as the operator computes them"
     dtypes = _STASHED
     anchors = ("Sqrt",)
     examples = (
@@ -289,8 +290,8 @@ class FuseMomentsLayerNormalization(RegionRule):
     """
 
     spreads = True
-
     proof = "numeric"
+    relies_on = "a variance is the mean of squared deviations; sums in another order"
     dtypes = _STASHED
     anchors = ("Sqrt",)
     examples = (
@@ -355,6 +356,7 @@ class FuseRMSNormalization(RegionRule):
     """x / sqrt(mean(x^2) + eps) * scale -> rmsnormalization(x, scale)."""
 
     proof = "numeric"
+    relies_on = "the square root of the mean square, then its reciprocal or the quotient"
     dtypes = _STASHED
     anchors = ("Sqrt",)
     examples = (
@@ -442,6 +444,8 @@ class _FuseGelu(RegionRule):
 class FuseGelu(_FuseGelu):
     """x * 0.5 * (1 + erf(x / sqrt(2))) -> gelu(x), the factors in any order."""
 
+    relies_on = "gelu(x) = x (1 + erf(x / sqrt 2)) / 2, with sqrt 2 as float32 rounds it"
+
     anchors = ("Erf",)
     examples = (
         "agraph (float[N,4] x) => (float[N,4] y) { r = Constant<value_float=1.4142135623730951>() "
@@ -467,6 +471,8 @@ class FuseGelu(_FuseGelu):
 
 class FuseTanhGelu(_FuseGelu):
     """x * 0.5 * (1 + tanh(sqrt(2/pi) * (x + 0.044715 * x^3))) -> gelu(x, tanh), the factors in any order."""
+
+    relies_on = "the approximation of gelu by tanh, with its constants as float32 rounds them"
 
     anchors = ("Tanh",)
     examples = (
@@ -523,6 +529,7 @@ class FuseHardSigmoid(Rule):
     """clip(x + 3, 0, 6) / 6 -> hardsigmoid(x, 1/6, 1/2)."""
 
     proof = "numeric"
+    relies_on = "hardsigmoid(x) = max(0, min(1, a x + b)), scaling an interval scales its bounds"
     dtypes = _FLOAT
 
     def source(self, op: Op, x: Any) -> Any:
@@ -538,6 +545,7 @@ class FuseScaledHardSigmoid(Rule):
     """clip(x + 3, 0, 6) * (1/6) -> hardsigmoid(x, 1/6, 1/2)."""
 
     proof = "numeric"
+    relies_on = "hardsigmoid(x) = max(0, min(1, a x + b)), scaling an interval scales its bounds"
     dtypes = _FLOAT
     shapes = "x[...]:float"
 
@@ -552,6 +560,7 @@ class FuseHardSwishFromClip(Rule):
     """x * clip(x + 3, 0, 6) / 6 -> x * hardsigmoid(x, 1/6, 1/2)."""
 
     proof = "numeric"
+    relies_on = "hardsigmoid(x) = max(0, min(1, a x + b)), scaling an interval scales its bounds"
     dtypes = _FLOAT
     shapes = "x[...]:float"
 
@@ -566,6 +575,7 @@ class FuseAffineHardSigmoid(Rule):
     """clip(x * a + b, 0, 1) -> hardsigmoid(x, a, b)."""
 
     proof = "numeric"
+    relies_on = "hardsigmoid(x) = max(0, min(1, a x + b))"
     dtypes = _FLOAT
     shapes = "x[...]:float a[]:const b[]:const | x[...]:float a[1]:const b[1]:const"
 
@@ -584,6 +594,7 @@ class FuseHardSwish(Rule):
     """x * hardsigmoid(x, 1/6, 1/2) -> hardswish(x)."""
 
     proof = "numeric"
+    relies_on = "hardswish(x) = x hardsigmoid(x, 1/6, 1/2), with 1/6 as float32 rounds it"
     dtypes = _FLOAT
     shapes = "x[...]:float"
 
@@ -598,6 +609,7 @@ class SplitHardSwish(Rule):
     """hardswish(x) -> x * hardsigmoid(x, 1/6, 1/2)."""
 
     proof = "numeric"
+    relies_on = "hardswish(x) = x hardsigmoid(x, 1/6, 1/2), with 1/6 as float32 rounds it"
     dtypes = _FLOAT
     shapes = "x[...]:float"
 

@@ -8,15 +8,15 @@ from rewrite_rules import LIBRARY
 from xrlflow.rewrite import AnyRule
 from xrlflow.verify.rules import prove
 
-# Of all mutants of the library's rules at least so many are rejected; of one rule's, half.
-_LEAST_REJECTED = 0.5
+# Of a rule's mutants at least so many are rejected, and all but two at most if they are few.
+_LEAST_REJECTED = 0.7
 
 
 @pytest.mark.parametrize("rule", LIBRARY, ids=lambda r: r.name)
 def test_proven(rule: AnyRule) -> None:
     found = prove(rule)
     assert found.proven, "\n".join(found.failures)
-    assert found.mutants_rejected >= _LEAST_REJECTED * found.mutants, found.survivors
+    assert found.mutants_rejected >= min(_LEAST_REJECTED * found.mutants, found.mutants - 2), found.survivors
     if rule.proof == "field":
         assert found.bound < 1e-12
     else:

@@ -245,7 +245,11 @@ class GraphBuilder(Op):
                 if aliases[old] in seen:
                     raise RuleError(f"{rule}: its results stand for each other in a circle")
                 seen.add(aliases[old])
-        return settled(graph, plan_edit(graph, rule, nodes, aliases))
+        return self._settle(plan_edit(graph, rule, nodes, aliases))
+
+    def _settle(self, edit: Edit) -> Edit:
+        """The edit with what follows from it."""
+        return settled(self.graph, edit)
 
     def _unused(self, key: int, index: int) -> Value:
         salt = 0

@@ -241,6 +241,9 @@ class _Declared:
     # Where an input is infinite or NaN, more of the right side may be NaN, and an infinity become NaN or NaN an
     # infinity (never another number): sums in another order, or zeros that meet what they did not meet before.
     spreads: ClassVar[bool] = False
+    # Where the left side is infinite or NaN though a number was meant (exponentials that overflow, a softmax of
+    # nothing but -inf), the right side may be that number.
+    mends: ClassVar[bool] = False
     # Graphs (ONNX's text form) in which the rule applies; a region rule has no other declaration of its left side.
     examples: ClassVar[tuple[str, ...]] = ()
 

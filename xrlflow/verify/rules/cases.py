@@ -16,7 +16,7 @@ from xrlflow.ir import FLOATS, Attrs, Const, Edit, Graph, TensorType, Value, app
 from xrlflow.ops.alone import NotAlone, input_name, model_of
 from xrlflow.ops.evaluate import REALS, SPECS, Field, NotEvaluable, evaluate_graph, evaluate_node, promote
 from xrlflow.ops.tensors import numpy_dtype
-from xrlflow.rewrite import GraphBuilder, Library, Match, Refused, Val
+from xrlflow.rewrite import AnyRule, GraphBuilder, Library, Match, Refused, Val
 from xrlflow.rewrite.state import build_edit, fingerprint_shift, match_all
 from xrlflow.verify.rules.degrees import Degrees, chance
 from xrlflow.verify.rules.prime import PRIMES, PrimeField, ZeroDenominator
@@ -32,6 +32,8 @@ _MOST_TRIALS = 40
 _REORDERED = 1e-9
 # For rules whose sides hold constants that were rounded to float32.
 _ROUNDED = 2.0**-20
+# Smaller outputs are judged like ones of this size: they come of numbers around 1.
+_LEAST_SCALE = 1e-9
 # ONNX Runtime's float32: what a side may be off, relative to the largest number, beyond what the other side is.
 _UNIT = 2.0**-24
 
@@ -42,6 +44,9 @@ _EXACT_OPERATORS = frozenset({"Add", "Sub", "Mul", "Neg", "MatMul", "ReduceSum",
 
 class ProofBuilder(GraphBuilder):
     """Traces a target, and leaves to the proof what folding would round."""
+
+    def _settle(self, edit: Edit) -> Edit:
+        return edit  # what follows would be computed in real numbers
 
     def _fold(
         self,
@@ -256,13 +261,14 @@ def magnitudes(numeric: bool) -> Iterator[tuple[str, float]]:
         yield from (("normal", m) for m in (1e-6, 1e-3, 30.0, 1e4))
 
 
-def check_floats(case: Case, rng: np.random.Generator, numeric: bool, spreads: bool) -> int:
+def check_floats(case: Case, rng: np.random.Generator, rule: AnyRule) -> int:
     """Evaluate both sides over float64, with ordinary numbers and with NaN, infinities and negative zeros.
 
-    `spreads`: where an input is not finite, more of the right side may be NaN. Gives the number of draws that the left
-    side took. Raises Wrong, NotEvaluable.
+    The rule says what may differ where something is not finite (`spreads`, `mends`). Gives the number of draws that the
+    left side took. Raises Wrong, NotEvaluable.
     """
     done = 0
+    numeric = rule.proof == "numeric"
     tolerance = _ROUNDED if numeric else _REORDERED
     for kind, size in magnitudes(numeric):
         feeds = draw_feeds(case.problem, bindings(case.before, rng), rng, _floats(rng, kind, size))
@@ -270,7 +276,7 @@ def check_floats(case: Case, rng: np.random.Generator, numeric: bool, spreads: b
             left, right = both_sides(case, feeds, REALS)
         except Unusable:
             continue
-        _compare_case(case, left, right, tolerance, spreads)
+        _compare_case(case, left, right, tolerance, rule)
         done += 1
     for special in (np.nan, np.inf, -np.inf, -0.0):
         feeds = draw_feeds(case.problem, bindings(case.before, rng), rng, _floats(rng, "normal", 1.0))
@@ -280,7 +286,7 @@ def check_floats(case: Case, rng: np.random.Generator, numeric: bool, spreads: b
         except Unusable:
             continue
         try:
-            _compare_case(case, left, right, tolerance, spreads)
+            _compare_case(case, left, right, tolerance, rule)
         except Wrong as error:
             raise Wrong(f"{error} (an input holds {special})") from error
         done += 1
@@ -306,20 +312,23 @@ def _plant(case: Case, feeds: Feeds, rng: np.random.Generator, special: float) -
             array.reshape(-1)[rng.integers(array.size)] = special
 
 
-def _compare_case(case: Case, left: list[Array], right: list[Array], tolerance: float, spreads: bool) -> None:
+def _compare_case(case: Case, left: list[Array], right: list[Array], tolerance: float, rule: AnyRule) -> None:
     """Compare all outputs; where what is not finite may differ, those that the rule replaces (exp(-inf) is 0)."""
     everywhere = all(np.isfinite(a).all() for a in left if a.dtype.kind == "f")
-    if spreads and not everywhere:
+    loose = (rule.spreads or rule.mends) and not everywhere
+    if loose:
         kept = [i for i, v in enumerate(case.before.outputs) if v in case.replaced]
         left, right = [left[i] for i in kept], [right[i] for i in kept]
-    compare(left, right, tolerance, spreads and not everywhere)
+    compare(left, right, tolerance, loose and rule.spreads, loose and rule.mends)
 
 
-def compare(left: list[Array], right: list[Array], tolerance: float, spreads: bool) -> None:
+def compare(
+    left: list[Array], right: list[Array], tolerance: float, spreads: bool = False, mends: bool = False
+) -> None:
     """Raises Wrong unless the right side equals the left one.
 
     With `spreads` what is not finite on the left only has to be not finite on the right (infinity or NaN), and the
-    right may be NaN anywhere.
+    right may be NaN anywhere. With `mends` the right may be anything where the left is not finite.
     """
     _same_form(left, right)
     for i, (a, b) in enumerate(zip(left, right)):
@@ -329,6 +338,8 @@ def compare(left: list[Array], right: list[Array], tolerance: float, spreads: bo
             continue
         finite = np.isfinite(a)
         skipped = np.isnan(b) | ~(finite | np.isfinite(b)) if spreads else np.zeros(a.shape, np.bool_)
+        if mends:
+            skipped = skipped | ~finite
         same = np.where(finite, np.isfinite(b), (a == b) | (np.isnan(a) & np.isnan(b))) | skipped
         if not same.all():
             place = np.argwhere(~np.atleast_1d(same))[0].tolist()
@@ -340,7 +351,7 @@ def compare(left: list[Array], right: list[Array], tolerance: float, spreads: bo
             continue
         scale = float(np.abs(a[both]).max())
         error = float(np.abs(a[both] - b[both]).max())
-        if error > tolerance * max(scale, 1e-12):
+        if error > tolerance * max(scale, _LEAST_SCALE):
             raise Wrong(f"output {i} is off by {error:.3g}, with numbers up to {scale:.3g}")
 
 

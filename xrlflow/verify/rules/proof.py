@@ -176,7 +176,7 @@ class _Proof:
                 self.field_cases += 1
                 self.bound = max(self.bound, found.bound)
         try:
-            draws = check_floats(case, self.rng, self.rule.proof == "numeric", self.rule.spreads)
+            draws = check_floats(case, self.rng, self.rule)
         except NotEvaluable:
             draws = 0
         self.float_draws += draws
@@ -224,7 +224,7 @@ class _Proof:
         try:
             found = check_field(case, self.rng, 0.5) if self.rule.proof == "field" else None
             if found is None:
-                check_floats(case, self.rng, self.rule.proof == "numeric", self.rule.spreads)
+                check_floats(case, self.rng, self.rule)
         except Wrong:
             return True
         except NotEvaluable:

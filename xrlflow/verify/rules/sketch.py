@@ -67,16 +67,12 @@ class SketchNode:
 
 @dataclass(frozen=True, slots=True)
 class Sketch:
-    """A graph without types. `nodes` are in an order in which they can be computed.
-
-    `stale`: nodes of constants are not constant themselves, as in a graph whose inputs became constant only now.
-    """
+    """A graph without types. `nodes` are in an order in which they can be computed."""
 
     inputs: tuple[TensorType, ...]
     consts: tuple[SketchConst, ...]
     nodes: tuple[SketchNode, ...]
     outputs: tuple[Place, ...]
-    stale: bool = False
 
     @property
     def varied(self) -> bool:
@@ -130,7 +126,7 @@ def build(sketch: Sketch) -> Problem:
 
     for sketched in sketch.nodes:
         values = tuple(map(find, sketched.inputs))
-        outs, node = _node(sketched, values, leaves, types, taken, sketch.stale)
+        outs, node = _node(sketched, values, leaves, types, taken)
         if node is not None:
             nodes.append(node)
             types.update(zip(node.outputs, node.types))
@@ -147,7 +143,6 @@ def _node(
     leaves: Leaves,
     made: dict[Value, TensorType],
     taken: set[Value],
-    stale: bool,
 ) -> tuple[tuple[Value, ...], Node | None]:
     """A node's outputs, and the node unless it was evaluated as the importer would."""
     while values and values[-1] == ABSENT:
@@ -158,8 +153,6 @@ def _node(
         _check_ranks(sketched.op, attrs, types)
         _check_types(sketched.op, types)
         data = [leaves.consts.get(v) for v in values]
-        if stale:
-            types = [None if t is None else t.as_const(False) for t in types]
         found = infer(sketched.op, attrs, types, data, sketched.outputs)
     except (InferenceError, IndexError, ZeroDivisionError) as error:
         raise Unbuildable(str(error)) from error

@@ -300,13 +300,6 @@ def _make_constant(sketch: Sketch, draw: Draw) -> Sketch:
     return _replaced(sketch, Place("input", at), Place("const", len(sketch.consts)), (*sketch.consts, const))
 
 
-def _make_stale(sketch: Sketch, draw: Draw) -> Sketch:
-    """All inputs become constants, and their readers have not noticed."""
-    for _ in sketch.inputs:
-        sketch = _make_constant(sketch, draw)
-    return replace(sketch, stale=True)
-
-
 def _make_input(sketch: Sketch, draw: Draw) -> Sketch:
     """A constant becomes an input."""
     if not sketch.consts:
@@ -354,7 +347,6 @@ _CHANGES: tuple[Callable[[Sketch, Draw], Sketch], ...] = (
     _read_again,
     _insert,
     _make_constant,
-    _make_stale,
     _make_input,
     _hide,
 )
