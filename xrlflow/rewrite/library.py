@@ -106,6 +106,4 @@ class Library:
         return self._part(r for r in self.rules.values() if r.certain)
 
     def _part(self, rules: Iterable[AnyRule]) -> Library:
-        return Library(
-            rules, backend=self.backend, assuming=self.assuming, contrib=True, timed=self.timed
-        )
+        return Library(rules, backend=self.backend, assuming=self.assuming, contrib=True, timed=self.timed)

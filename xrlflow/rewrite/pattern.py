@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from xrlflow.ir import Attr
+from xrlflow.ir import Attr, TensorType
 from xrlflow.ops.schema import defaults
 from xrlflow.rewrite.rule import Lit, Op, Rule, RuleError, VarSpec, parse_shapes
 
@@ -67,6 +67,8 @@ class Pattern:
     optional: frozenset[str]
     shapes: list[dict[str, VarSpec]]
     captures: list[str] = field(default_factory=list)
+    # Why types of the variables are not what `shapes` declares (empty: they are), for those that were asked for.
+    undeclared: dict[tuple[TensorType | None, ...], str] = field(default_factory=dict)
 
     @property
     def name(self) -> str:

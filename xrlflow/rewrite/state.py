@@ -15,7 +15,7 @@ from typing import Any
 
 from immutables import Map
 
-from xrlflow.ir import ABSENT, Edit, Graph, Node, Value, apply_edit, mix
+from xrlflow.ir import ABSENT, Edit, Graph, Node, TensorType, Value, apply_edit, mix
 from xrlflow.ir.graph import FINGERPRINT_MASK, outputs_fingerprint
 from xrlflow.rewrite.build import GraphBuilder
 from xrlflow.rewrite.library import Library, Plan
@@ -313,13 +313,19 @@ class _Finder:
         rule = pattern.rule
         graph = self.graph
         try:
-            vals = [None if v == ABSENT else Val(graph, v, graph.type(v)) for v in values]
             if rule.dtypes is not None:
                 out = pattern.outputs[0]
                 if nodes[out.node.index].types[out.index].dtype not in rule.dtypes:
                     raise Refused("no kernel for the element type")
-            _check_shapes(pattern, vals)
+            types = tuple([None if v == ABSENT else graph.type(v) for v in values])
+            wrong = pattern.undeclared.get(types)
+            if wrong is None:
+                wrong = pattern.undeclared[types] = _undeclared(pattern, types)
+            if wrong:
+                self.library.refuse(rule, Refused(wrong))  # most matches end here: not worth an exception
+                return
             if rule.has_where:
+                vals = [None if t is None else Val(graph, v, t) for v, t in zip(values, types)]
                 rule.where(Captures(dict(zip(pattern.captures, attrs))), *vals)
             self.matches.append(Match(rule, nodes, values, key, pattern, attrs, ids))
         except Refused as reason:
@@ -422,31 +428,29 @@ def fingerprint_shift(graph: Graph, edit: Edit) -> int:
     return shift & FINGERPRINT_MASK
 
 
-def _check_shapes(pattern: Pattern, vals: list[Val | None]) -> None:
-    """Refuse what the rule's `shapes` do not declare: it is proven for those only."""
+def _undeclared(pattern: Pattern, types: tuple[TensorType | None, ...]) -> str:
+    """Why these are not types that the rule's `shapes` declare (it is proven for those only); empty if they are."""
     reason = ""
     for alternative in pattern.shapes:
-        if not alternative:
-            return
-        reason = _mismatch(alternative, pattern, vals)
+        reason = _mismatch(alternative, pattern, types) if alternative else ""
         if not reason:
-            return
-    raise Refused(reason)
+            break
+    return reason
 
 
-def _mismatch(alternative: dict[str, Any], pattern: Pattern, vals: list[Val | None]) -> str:
+def _mismatch(alternative: dict[str, Any], pattern: Pattern, types: tuple[TensorType | None, ...]) -> str:
     sizes: dict[str, Any] = {}
-    for var, val in zip(pattern.variables, vals):
+    for var, type in zip(pattern.variables, types):
         spec = alternative.get(var.name)
-        if spec is None or val is None:
+        if spec is None or type is None:
             continue
-        if spec.const and not val.type.const:
+        if spec.const and not type.const:
             return f"{var.name} is not constant"
-        if spec.dtype is not None and val.type.dtype not in DTYPE_FLAGS[spec.dtype]:
+        if spec.dtype is not None and type.dtype not in DTYPE_FLAGS[spec.dtype]:
             return f"{var.name} is not of type {spec.dtype}"
         if spec.dims is None or (spec.open and not spec.dims):
             continue
-        shape = val.type.shape
+        shape = type.shape
         if shape is None:
             return f"the rank of {var.name} is not known"
         if len(shape) < len(spec.dims) if spec.open else len(shape) != len(spec.dims):
