@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from rewrite_rules.axes import fronts, int_attr, ints_input, perm_of, reshape_numbers
+from rewrite_rules.elementwise import BROADCAST, UNARY, read_once
 from xrlflow.ir import ABSENT, Dim, DType, Node, Value
 from xrlflow.rewrite import AnyRule, Op, Reader, Region, RegionRule, Val, require, worthwhile
 
@@ -19,25 +20,58 @@ _MOST_STEPS = 24
 
 def dims(reader: Reader, value: Value, steps: int = _MOST_STEPS) -> tuple[Dim, ...] | None:
     """The dimensions of a value, with names where ONNX's own inference loses them; None if the rank is not known."""
-    shape = reader.type(value).shape
+    known = reader.type(value).shape
+    if known is None:
+        return None
+    # Whatever it is, it is the same for whoever asks.
+    shape: tuple[Dim, ...] = tuple(f"#{value}.{i}" if d is None else d for i, d in enumerate(known))
     node = reader.producer(value) if steps else None
-    if shape is None or node is None or node.const or all(isinstance(d, int) for d in shape):
+    if node is None or node.const or all(isinstance(d, int) for d in shape):
         return shape
-    if node.op == "Reshape" and not node.attrs.get("allowzero"):
-        before, wanted = dims(reader, node.inputs[0], steps - 1), numbers(reader, node.inputs[1], steps - 1)
-        if before is not None and wanted is not None and len(wanted) == len(shape):
-            return _more(shape, _reshaped(before, wanted))
-    elif node.op in ("Unsqueeze", "Squeeze", "Cast", "Identity", "Transpose"):
-        before = dims(reader, node.inputs[0], steps - 1)
-        if before is not None:
-            moved = _moved(reader, node, before)
-            return shape if moved is None else _more(shape, moved)
-    return shape
-
-
-def _more(shape: Sequence[Dim], found: Sequence[Dim]) -> tuple[Dim, ...]:
-    """What was found of dimensions, where it says more than what is known."""
+    found = _found(reader, node, steps - 1)
+    if found is None or len(found) != len(shape) or value != node.outputs[0]:
+        return shape
     return tuple(a if isinstance(a, int) or b is None else b for a, b in zip(shape, found))
+
+
+# Operators whose first output has the dimensions of their first input, and those that broadcast.
+_SAME = frozenset(
+    (*UNARY, "Identity", "Softmax", "LogSoftmax", "LayerNormalization", "DynamicQuantizeLinear")
+)
+_SPREAD = frozenset(BROADCAST)
+
+
+def _found(reader: Reader, node: Node, steps: int) -> Sequence[Dim] | None:
+    """The dimensions of a node's first output, from those of its inputs."""
+    if node.op in _SAME:
+        return dims(reader, node.inputs[0], steps)
+    if node.op == "Reshape":
+        before, wanted = dims(reader, node.inputs[0], steps), numbers(reader, node.inputs[1], steps)
+        if before is None or wanted is None or node.attrs.get("allowzero"):
+            return None
+        return _reshaped(before, wanted)
+    if node.op in ("Unsqueeze", "Squeeze", "Transpose"):
+        before = dims(reader, node.inputs[0], steps)
+        return None if before is None else _moved(reader, node, before)
+    if node.op in ("MatMul", "MatMulInteger"):
+        rows, columns = dims(reader, node.inputs[0], steps), reader.type(node.inputs[1]).shape
+        return None if not rows or columns is None or len(columns) != 2 else (*rows[:-1], columns[1])
+    if node.op in _SPREAD:
+        for value in node.inputs:
+            others = [reader.type(v).shape for v in node.inputs if v != value]
+            if reader.type(value).shape is not None and all(
+                _is_small(o, reader.type(value).shape or ()) for o in others
+            ):
+                return dims(reader, value, steps)
+    return None
+
+
+def _is_small(other: Sequence[Dim] | None, shape: Sequence[Dim]) -> bool:
+    """Whether an operand leaves dimensions as they are: its own are 1, or the number that stands there."""
+    if other is None or len(other) > len(shape):
+        return False
+    tail = shape[len(shape) - len(other) :]
+    return all(d == 1 or (isinstance(d, int) and d == own) for d, own in zip(other, tail))
 
 
 def _reshaped(before: Sequence[Dim], wanted: Sequence[Dim]) -> list[Dim]:
@@ -70,8 +104,6 @@ def _quotient(whole: Sequence[Dim], parts: Sequence[Dim]) -> Dim:
 
 def _moved(reader: Reader, node: Node, before: Sequence[Dim]) -> list[Dim] | None:
     """The dimensions of a node that only adds, drops or permutes some."""
-    if node.op in ("Cast", "Identity"):
-        return list(before)
     if node.op == "Transpose":
         return [before[p] for p in perm_of(node, len(before))]
     axes = _ints(reader, node, 1)
@@ -299,9 +331,148 @@ class UseSignedWeights(RegionRule):
         return op.MatMulInteger(x, signed(w), z, signed(v))
 
 
+_Chain = list[tuple[Node, int]]
+
+
+def _chain(reader: Reader, value: Value, ranks: tuple[int, ...]) -> _Chain | None:
+    """The element-wise nodes above a value, nearest first, each with the operand that is followed.
+
+    The other operands have one of these ranks. None if a value between is read elsewhere.
+    """
+    chain: _Chain = []
+    while True:
+        node = reader.producer(value)
+        if node is None or node.const or (node.op not in _SPREAD and node.op not in UNARY):
+            return chain
+        places = [i for i, v in enumerate(node.inputs) if v != ABSENT and reader.type(v).rank not in ranks]
+        if len(places) != 1:
+            return chain
+        if not read_once(reader, value):
+            return None
+        chain.append((node, places[0]))
+        value = node.inputs[places[0]]
+
+
+def _end(node: Node, chain: _Chain) -> Value:
+    """What a chain above a node starts from."""
+    return chain[-1][0].inputs[chain[-1][1]] if chain else node.inputs[0]
+
+
+def _others(chain: _Chain) -> list[Value]:
+    """The operands of a chain that are not followed, nearest node first."""
+    return [v for node, at in chain for i, v in enumerate(node.inputs) if i != at]
+
+
+def _replayed(op: Op, chain: _Chain, value: Any, others: Sequence[Val | None]) -> Any:
+    """The chain on another value."""
+    left = list(others)
+    for node, at in reversed(chain):
+        count = len(node.inputs) - 1
+        operands, left = left[len(left) - count :], left[: len(left) - count]
+        operands.insert(at, value)
+        value = op[node.op](*operands, attrs=node.attrs)
+    return value
+
+
+class MoveReshapeIntoConstant(RegionRule):
+    """reshape(f(c, s, ...)) -> f(reshape(c), s, ...)  for a constant c, scalars s, and f element by element.
+
+    As where a bias is divided by a scale that is known only when the model runs.
+    """
+
+    anchors = ("Reshape", "Unsqueeze", "Squeeze", "Flatten")
+    reads_from = (*UNARY, *BROADCAST)
+    examples = tuple(
+        f"agraph (float s) => ({result} y) <float[{shape}] b = {{1, -2, 3, 5}}> {{ d = {first} f = Floor(d)"
+        f" i = Constant<value_ints = [{axes}]>() y = {op}(f, i) }}"
+        for result, shape, axes, op in (
+            ("float[1,4,1,1]", "4", "1, -1, 1, 1", "Reshape"),
+            ("float[4,1]", "4", "1", "Unsqueeze"),
+            ("float[4]", "1,4", "0", "Squeeze"),
+        )
+        for first in ("Div(b, s)", "Sub(s, b)")
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        chain = _chain(reader, node.inputs[0], (0,))
+        if not chain or not reader.is_const(_end(node, chain)):
+            return None
+        given = node.inputs[1:]
+        worthwhile(all(map(reader.is_const, given)), "the shape is computed")
+        require(reader.type(_end(node, chain)).rank is not None, "a rank is not known")
+        inputs = (_end(node, chain), *given, *_others(chain))
+        nodes = (node, *(n for n, _ in chain))
+        return Region(node.outputs, inputs, nodes, (node.op, node.attrs, len(given), tuple(chain)))
+
+    def target(self, op: Op, region: Region, c: Val, *rest: Val | None) -> Any:
+        name, attrs, given, chain = region.data
+        return _replayed(op, list(chain), op[name](c, *rest[:given], attrs=attrs), rest[given:])
+
+
+class KeepRowsInQuantizedProduct(RegionRule):
+    """reshape(f(q(reshape(x, [r, k])) w), [..., n]) -> f(q(reshape(x, [..., k])) w)  for f element by element.
+
+    q is DynamicQuantizeLinear, the product MatMulInteger.
+    """
+
+    proof = "numeric"
+    relies_on = "the range that DynamicQuantizeLinear finds is that of all elements, wherever they stand"
+    anchors = ("Reshape",)
+    reads_from = ("Add", "Mul", "Cast", "MatMulInteger")
+    examples = tuple(
+        f"agraph (float[{before}] x) => (float[{after}] y) <uint8[4,2] w = {{0, 255, 7, 128, 127, 30, 9, 200}},"
+        " uint8 v = {120}, float[2] b = {0.5, -1.25}, float c = {0.25}> {"
+        f" k = Constant<value_ints = [{flat}]>() r = Reshape(x, k) q, s, z = DynamicQuantizeLinear(r)"
+        " m = MatMulInteger(q, w, z, v) f = Cast<to = 1>(m) t = Mul(s, c) g = Mul(f, t) h = Add(g, b)"
+        f" l = Constant<value_ints = [{out}]>() y = Reshape(h, l) }}"
+        for before, after, flat, out in (
+            ("3,2,4", "3,2,2", "-1, 4", "3, 2, 2"),
+            ("N,2,2", "N,1,2", "0, 4", "0, 1, 2"),
+            ("2,3,2,2", "2,3,2", "6, 4", "2, -1, 2"),
+        )
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        chain = _chain(reader, node.inputs[0], (0, 1))
+        product = None if chain is None else reader.producer(_end(node, chain))
+        if chain is None or product is None or product.op != "MatMulInteger":
+            return None
+        quantize = reader.producer(product.inputs[0])
+        if quantize is None or quantize.op != "DynamicQuantizeLinear" or len(product.inputs) != 4:
+            return None
+        flat = reader.producer(quantize.inputs[0])
+        if flat is None or flat.op != "Reshape" or not read_once(reader, quantize.outputs[0]):
+            return None
+        worthwhile(read_once(reader, quantize.inputs[0]), "the rows are read elsewhere")
+        require(product.inputs[2] == quantize.outputs[2], "another zero point is taken")
+        rows, columns = dims(reader, quantize.inputs[0]), reader.type(product.inputs[1]).shape
+        source, before = dims(reader, flat.inputs[0]), dims(reader, node.inputs[0])
+        wanted = numbers(reader, node.inputs[1])
+        if rows is None or source is None or before is None or wanted is None or columns is None:
+            return None
+        after = _reshaped(before, wanted)
+        require(not node.attrs.get("allowzero") or 0 not in wanted, "a 0 means 0")
+        if len(rows) != 2 or len(columns) != 2 or len(after) < 2:
+            return None
+        require(after[-1] == columns[1] != 0 and rows[-1] == columns[0] != 0, "the rows are cut")
+        shape = reshape_numbers(source, [*after[:-1], rows[-1]])
+        weights = product.inputs[1], product.inputs[3]
+        inputs = (flat.inputs[0], *weights, *_others(chain))
+        nodes = (node, *(n for n, _ in chain), product, quantize, flat)
+        return Region((node.outputs[0], *quantize.outputs[1:]), inputs, nodes, (tuple(shape), tuple(chain)))
+
+    def target(self, op: Op, region: Region, x: Val, w: Val, v: Val, *others: Val | None) -> Any:
+        shape, chain = region.data
+        quantized, scale, zero = op.DynamicQuantizeLinear(op.Reshape(x, list(shape)), outputs=3)
+        value = _replayed(op, list(chain), op.MatMulInteger(quantized, w, zero, v), others)
+        return [value, scale, zero]
+
+
 RULES: tuple[AnyRule, ...] = (
     FoldComputedShape(),
     MergeFlattenedTranspose(),
     ReplaceUnitReduceBySqueeze(),
     UseSignedWeights(),
+    MoveReshapeIntoConstant(),
+    KeepRowsInQuantizedProduct(),
 )

@@ -8,7 +8,9 @@ import pytest
 from rewrite_rules.exports import (
     RULES,
     FoldComputedShape,
+    KeepRowsInQuantizedProduct,
     MergeFlattenedTranspose,
+    MoveReshapeIntoConstant,
     ReplaceUnitReduceBySqueeze,
     UseSignedWeights,
 )
@@ -118,3 +120,46 @@ def test_computed_weights_stay() -> None:
         "agraph (uint8[N,4] x, uint8[4,3] w, uint8 z) => (int32[N,3] y) { y = MatMulInteger(x, w, z, z) }"
     )
     refuses(UseSignedWeights(), proto, "the weights are computed")
+
+
+QUANTISED = (
+    "agraph (float[T,2,1,4] x) => (float[A,B,C] y{more}) <float[6] b = {{1, 2, 3, 4, 5, 6}}, uint8 v = {{119}}> {{"
+    " k = Constant<value_ints = [0, 8]>() r = Reshape(x, k) q, s, z = DynamicQuantizeLinear(r)"
+    " m = MatMulInteger(q, w, z, v) f = Cast<to = 1>(m) g = Mul(f, s) h = Add(g, b)"
+    " l = Constant<value_ints = [{out}]>() y = Reshape(h, l) }}"
+)
+BYTES = np.random.default_rng(0).integers(0, 256, (8, 6)).astype(np.uint8)
+
+
+def test_rows_of_a_quantised_product_are_not_flattened() -> None:
+    graph = applies(
+        KeepRowsInQuantizedProduct(),
+        model(QUANTISED.format(out="0, 1, 6", more=""), w=BYTES),
+        ops=["Add", "Cast", "DynamicQuantizeLinear", "MatMulInteger", "Mul", "Reshape"],
+    )
+    assert graph.type(graph.outputs[0]).shape == ("T", 1, 6)
+
+
+def test_columns_that_are_cut_stay() -> None:
+    refuses(
+        KeepRowsInQuantizedProduct(), model(QUANTISED.format(out="0, 2, 3", more=""), w=BYTES), "rows are cut"
+    )
+    refuses(
+        KeepRowsInQuantizedProduct(),
+        model(QUANTISED.format(out="0, 1, 6", more=", float[D,8] r"), w=BYTES),
+        "read elsewhere",
+    )
+
+
+def test_a_bias_is_reshaped_before_it_is_scaled() -> None:
+    text = (
+        "agraph (float s, float[1,4,2,2] x) => (float[1,4,2,2] y{more}) <float[4] b = {{1, -2, 3, 5}}> {{"
+        " d = Div(b, s) f = Floor(d) c = Cast<to = 6>(f) i = Constant<value_ints = [1, -1, 1, 1]>()"
+        " r = Reshape(c, i) g = Cast<to = 1>(r) y = Add(x, g) }}"
+    )
+    applies(
+        MoveReshapeIntoConstant(),
+        model(text.format(more="")),
+        ops=["Add", "Cast", "Cast", "Div", "Floor"],
+    )
+    refuses(MoveReshapeIntoConstant(), model(text.format(more=", float[4] f")))
