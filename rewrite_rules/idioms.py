@@ -1455,47 +1455,6 @@ class FuseInstanceNormalization(_FuseNormalization):
         return op.InstanceNormalization(x, scale, shift, epsilon=epsilon)
 
 
-class FuseMeanVarianceNormalization(RegionRule):
-    """(x - m) / (sqrt(E[x^2] - m^2) + 1e-9) -> meanvariancenormalization(x)  over any axes."""
-
-    proof = "numeric"
-    relies_on = "E[(x - m)^2] = E[x^2] - m^2"
-    dtypes = _FLOAT
-    anchors = ("Sqrt",)
-    examples = (
-        "agraph (float[N,3,4,5] x) => (float[N,3,4,5] y) <int64[3] i = {0,2,3}, float e = {1e-9}, float t = "
-        "{2}> "
-        "{ m = ReduceMean(x, i) s = Pow(m, t) p = Pow(x, t) q = ReduceMean(p, i) v = Sub(q, s) d = Sqrt(v) "
-        "c = Sub(x, m) "
-        "a = Add(d, e) y = Div(c, a) }",
-        "agraph (float[2,3,4] x) => (float[2,3,4] y) <int64[1] i = {-1}, float[1] e = {1e-9}> { m = "
-        "ReduceMean(x, i) "
-        "c = Sub(x, m) p = Mul(c, c) v = ReduceMean(p, i) d = Sqrt(v) a = Add(e, d) y = Div(c, a) }",
-    )
-
-    def find(self, reader: Reader, node: Node) -> Region | None:
-        inner = _unseen(reader, node.inputs[0])
-        found = _variance(reader, inner)
-        if found is None or not (
-            _is_kept(reader, node.inputs[0], inner) or _fits(reader, node.inputs[0], *found)
-        ):
-            return None
-        at = node.outputs[0]
-        total = _reader(reader, at)
-        if total is None or total.op != "Add" or not any(_is(reader, v, 1e-9, at) for v in total.inputs):
-            return None
-        divide = _reader(reader, total.outputs[0])
-        if divide is None or divide.op != "Div" or divide.inputs[1] != total.outputs[0]:
-            return None
-        if _centred(reader, divide.inputs[0]) != found:
-            return None
-        x, axes = found
-        return Region(divide.outputs, (x,), _between(reader, divide.outputs[0], (x,)), axes)
-
-    def target(self, op: Op, region: Region, x: Val) -> Any:
-        return op.MeanVarianceNormalization(x, axes=region.data)
-
-
 # Rotary embeddings, nearest neighbours
 
 
@@ -2031,7 +1990,6 @@ RULES: tuple[AnyRule, ...] = (
     FuseReduceL2(),
     FuseLayerNormalizationByMoments(),
     FuseInstanceNormalization(),
-    FuseMeanVarianceNormalization(),
     FuseRotaryEmbedding(),
     FuseNearestResize(),
     ReplacePowByProduct(),

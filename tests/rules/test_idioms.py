@@ -18,7 +18,6 @@ from rewrite_rules.idioms import (
     FuseLessOrEqual,
     FuseLogOfSoftmax,
     FuseLogSoftmax,
-    FuseMeanVarianceNormalization,
     FuseNearestResize,
     FusePRelu,
     FuseReduceL1,
@@ -58,7 +57,7 @@ from rewrite_rules.idioms import (
 )
 from tests.rules.harness import applies, model, refuses
 
-EXAMPLES = [(r, e) for r in (*idioms.RULES, *idioms.OVERFLOWING) for e in r.examples]
+EXAMPLES = [(r, e) for r in idioms.RULES for e in r.examples]
 # The last examples of these are near misses.
 NEAR_MISSES = {"PushNotIntoComparison": 1, "RemoveExpandBeforeBroadcast": 2}
 
@@ -451,19 +450,6 @@ def test_instance_normalization():
     )
     refuses(rule, reduced(body, **image, **given | {"i": np.array([1, 2, 3])}))
     refuses(rule, reduced(body.replace("Div(c, d)", "Div(d, c)"), **image, **given))
-
-
-def test_mean_variance_normalization():
-    body = (
-        "m = ReduceMean(x, i) s = Mul(m, m) p = Mul(x, x) q = ReduceMean(p, i) v = Sub(q, s) d = Sqrt(v) c "
-        "= Sub(x, m) "
-        "a = Add(d, e) y = Div(c, a)"
-    )
-    given = {"i": np.array([0, 2]), "e": np.float32(1e-9)}
-    rule, shape = FuseMeanVarianceNormalization(), {"x": "2,3,4", "y": "2,3,4"}
-    applies(rule, reduced(body, **shape, **given), ops=["MeanVarianceNormalization"])
-    refuses(rule, reduced(body, **shape, **given | {"e": np.float32(1e-5)}))
-    refuses(rule, reduced(body.replace("Div(c, a)", "Div(a, c)"), **shape, **given))
 
 
 def test_tanh_gelu():

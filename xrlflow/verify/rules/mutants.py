@@ -61,7 +61,7 @@ class RecordingBuilder(ProofBuilder):
         if sizes is not None and len(sizes) > 1:
             self.mutations.append(Mutation(call, name, "attribute", ("sizes",)))
         for attribute in {**dict(named.get("attrs") or {}), **named}:
-            if attribute not in ("attrs", "outputs", "sizes", "type") and attribute not in _IDLE:
+            if attribute not in ("attrs", "outputs", "sizes", "type", "declared") and attribute not in _IDLE:
                 self.mutations.append(Mutation(call, name, "attribute", (attribute,)))
         if given and isinstance(inputs[given[0]], Val) and named.get("outputs", 1) == 1 and sizes is None:
             self.mutations.append(Mutation(call, name, "omit"))
