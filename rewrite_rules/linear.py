@@ -577,7 +577,8 @@ class PullMulOutOfConstantAdd(_TwoConstants):
         super().where(m, x, c, d)
         worthwhile(c.known, "a constant is too large to be sure that there and back is one state")
         _require_divisor(d)
-        quotient = c.array.astype(np.float64) / d.array.astype(np.float64)
+        with np.errstate(all="ignore"):
+            quotient = c.array.astype(np.float64) / d.array.astype(np.float64)
         require(
             bool(np.all((c.array == 0) | _is_normal(quotient, c.dtype))), "the quotient over- or underflows"
         )

@@ -74,7 +74,9 @@ class FuseStepsIntoGemms(RegionRule):
                 continue
             if gemm is None or gemm.op != "Gemm" or len(gemm.inputs) != 3 or gemm.attrs != product.attrs:
                 return None
-            worthwhile(len(reader.users(other)) == 1 and not reader.is_output(other), "a step is read elsewhere")
+            worthwhile(
+                len(reader.users(other)) == 1 and not reader.is_output(other), "a step is read elsewhere"
+            )
             require(bias in (None, gemm.inputs[2]), "the steps have different biases")
             require(reader.type(other).shape == reader.type(part).shape, "the addition broadcasts")
             bias = gemm.inputs[2]

@@ -77,6 +77,8 @@ if TYPE_CHECKING:
     import onnxruntime as ort
 
 SEARCHES = ("greedy", "taso", "random")
+# What rules may assume besides being approximate.
+ASSUMPTIONS = frozenset({"finite", "vnni"})
 COSTS = ("roofline", "profiled", "measured")
 
 # How the time limit is shared out: when searching must be over, and the least that is kept for measuring whole
@@ -192,6 +194,7 @@ class _Job:
     notes: list[str] = field(default_factory=list)
     early_steps: list[Step] = field(default_factory=list)
     latency: float = 0.0  # rough seconds of one run
+    loading: float = 0.0  # rough seconds of opening a session
     files: int = 0
     reference: Reference | None = None
 
@@ -201,7 +204,9 @@ class _Job:
 
     def final_seconds(self, processes: int) -> float:
         """What the last measurement takes in so many processes."""
-        return processes * (_START_SECONDS + _RUNS * self.latency)
+        return processes * (
+            _START_SECONDS + 3 * self.loading + _RUNS * self.latency
+        )  # the control has a session too
 
     @property
     def select_until(self) -> float:
@@ -249,6 +254,8 @@ def optimize(
     cost: str | CostModel = "profiled",
     backend: str = "onnxruntime",
     backend_ops: bool = False,
+    allow_approximate: bool = False,
+    assuming: Sequence[str] = (),
     budget: int = 1000,
     time_limit: float = 60.0,
     alpha: float = 1.05,
@@ -272,6 +279,9 @@ def optimize(
     ignore the cost). `cost`: "roofline", "profiled" (operators measured alone) or "measured" (whole models, slow),
     or any CostModel.
     `backend_ops`: the result may have operators that only the backend has (com.microsoft for ONNX Runtime).
+    `allow_approximate`: also rules that may lose more than two bits of float32 accuracy. `assuming`: what holds of the
+    data or the machine, for rules that are right only then: "finite" (no infinities or NaN), "vnni" (the processor
+    adds products of 8-bit integers without saturation).
     `time_limit`: seconds, covers everything. `shapes`: input name -> shape, for cost and measurement; with
     `fix_shapes` also written into the model. `threads`: of the runtime, the physical cores by default. `providers`:
     ONNX Runtime's; others than the CPU's are refused for now. `inputs`: the user's own, for verification and
@@ -283,6 +293,10 @@ def optimize(
     """
     begin = time.monotonic()
     _check_options(search, cost, backend, budget, time_limit, alpha, max_growth)
+    if unknown := set(assuming) - ASSUMPTIONS:
+        raise OptionError(
+            f"assumption {min(unknown)!r} is not known: choose of {', '.join(sorted(ASSUMPTIONS))}"
+        )
     check_providers(providers)
     imported = load(model, shapes=shapes, fix_shapes=fix_shapes)
     with ExitStack() as stack:
@@ -290,7 +304,11 @@ def optimize(
         job = _Job(
             imported, model, search, cost if isinstance(cost, str) else cost.name, budget, alpha, seed,
             threads or default_threads(), session_options, begin, begin + time_limit, max_growth, folder,
-            Library(LIBRARY, backend=backend, contrib=backend_ops), listener,
+            Library(
+                LIBRARY, backend=backend, contrib=backend_ops,
+                assuming=(*assuming, *(("approximate",) if allow_approximate else ())),
+            ),
+            listener,
         )  # fmt: skip
         job.phase("import", begin)
         given = None if isinstance(cost, str) else cost
@@ -310,7 +328,7 @@ def _run(
     if inputs is not None:
         job.feeds = dict(user_case(imported, inputs).feeds)
         if measuring:
-            job.latency = _run_twice(job)
+            _run_twice(job)
     elif measuring or job.cost_name == "measured":
         job.feeds = _feeds(job)
     since = time.monotonic()
@@ -514,7 +532,9 @@ def _runs_fewer(imported: ImportedModel, graph: Graph) -> bool:
 
 def _feeds(job: _Job) -> dict[str, Any]:
     """Inputs to measure with, on which the original runs."""
+    since = time.perf_counter()
     with open_model(job.original, threads=job.threads, session_options=job.session_options) as opened:
+        job.loading = time.perf_counter() - since
         failures: tuple[type[Exception], ...] = (BackendError, *ort_errors())
 
         def runs(feeds: Mapping[str, Any]) -> bool:
@@ -531,14 +551,16 @@ def _feeds(job: _Job) -> dict[str, Any]:
         return found
 
 
-def _run_twice(job: _Job) -> float:
-    """Rough seconds of one run on the user's inputs: the first run is slower."""
+def _run_twice(job: _Job) -> None:
+    """Note how long loading, and a run on the user's inputs, roughly take: the first run is slower."""
     assert job.feeds is not None
+    since = time.perf_counter()
     with open_model(job.original, threads=job.threads, session_options=job.session_options) as opened:
+        job.loading = time.perf_counter() - since
         opened.run(job.feeds)
         begin = time.perf_counter()
         opened.run(job.feeds)
-        return time.perf_counter() - begin
+        job.latency = time.perf_counter() - begin
 
 
 def _select(job: _Job, base: Found, proposals: Sequence[Found], exporting: bool) -> Selection:
@@ -558,7 +580,7 @@ def _select(job: _Job, base: Found, proposals: Sequence[Found], exporting: bool)
         job.say("select", trials, 0, "measuring whole models")
         old = job.original if against is None else job.write(against.state.graph)
         new = job.write(found.state.graph)
-        enough = max(5.0, 60 * job.latency)  # loading both, and a dozen rounds
+        enough = max(5.0, 2 * job.loading + 60 * job.latency)  # loading both, and a dozen rounds
         left = max(0.5, deadline - time.monotonic())
         assert job.feeds is not None
         try:

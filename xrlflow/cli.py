@@ -87,6 +87,14 @@ def optimize(
     backend_ops: Annotated[
         bool, typer.Option(help="Allow operators that only this runtime has (com.microsoft).")
     ] = False,
+    allow_approximate: Annotated[
+        bool,
+        typer.Option("--allow-approximate", help="Allow rules that may lose more than two bits of accuracy."),
+    ] = False,
+    assume: Annotated[
+        list[str] | None,
+        typer.Option(help="What holds: finite (no infinities, no NaN), vnni (the processor)."),
+    ] = None,
     budget: Budget = 1000,
     time_limit: TimeLimit = 60.0,
     alpha: Annotated[
@@ -120,7 +128,8 @@ def optimize(
         api.check_writable(output)
         with progress(enabled=not as_json and sys.stderr.isatty()) as listener:
             result = api.optimize(
-                model, search=search, cost=cost, backend=backend, backend_ops=backend_ops, budget=budget,
+                model, search=search, cost=cost, backend=backend, backend_ops=backend_ops,
+                allow_approximate=allow_approximate, assuming=assume or (), budget=budget,
                 time_limit=time_limit, alpha=alpha, shapes=shapes, fix_shapes=fix_shapes, threads=threads, seed=seed,
                 measure=measure, verify=verify, inputs=inputs, max_growth=max_growth, opset=opset, replay=replay,
                 listener=listener,

@@ -43,7 +43,11 @@ def _attention(field: Field, attrs: Attrs, inputs: Inputs, outputs: int) -> tupl
 
     batch, q_heads, rows, depth = query.shape
     kv_heads, columns = key.shape[1:3]
-    if {key.shape[0], value.shape[0]} != {batch} or value.shape[1:3] != (kv_heads, columns) or q_heads % kv_heads:
+    if (
+        {key.shape[0], value.shape[0]} != {batch}
+        or value.shape[1:3] != (kv_heads, columns)
+        or q_heads % kv_heads
+    ):
         raise ValueError(f"attention of {query.shape} to {key.shape} and {value.shape}")
     group = q_heads // kv_heads
     scale = number(attrs, "scale", 1.0 / sqrt(depth))

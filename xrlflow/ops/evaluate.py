@@ -160,7 +160,9 @@ _MOST_TRIPS = 100_000
 def _loop(field: Field, attrs: Attrs, inputs: Inputs, outputs: int) -> tuple[Any, ...]:
     (trips, condition, *state), bodies = _bodies(attrs, inputs)
     graph, captured = bodies["body"]
-    if (trips is not None and trips.dtype.kind not in "iu") or (condition is not None and condition.dtype.kind != "b"):
+    if (trips is not None and trips.dtype.kind not in "iu") or (
+        condition is not None and condition.dtype.kind != "b"
+    ):
         raise TypeError("Loop: its trip count is an integer, its condition a boolean")
     going = condition is None or bool(condition.item())
     rows: list[list[Array]] = []

@@ -80,7 +80,9 @@ def proven(certificate: Certificate, done: int, total: int) -> None:
 
 def certificates(found: Sequence[Certificate]) -> None:
     """What is known of each rule, and why rules are not proven."""
-    table = _grid("rule", "proof", "cases", "trials", "bound", "runtime", "bits", "mutants", "rejected", "s", title="")
+    table = _grid(
+        "rule", "proof", "cases", "trials", "bound", "runtime", "bits", "mutants", "rejected", "s", title=""
+    )
     for c in found:
         table.add_row(
             c.name if c.proven else f"[bold red]{c.name}[/]", c.proof, str(c.admitted), str(c.trials),

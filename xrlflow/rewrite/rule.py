@@ -236,7 +236,8 @@ class _Declared:
     unpriced: ClassVar[bool] = False
     # It leaves out what is computed for nothing, and may show more of the types: applied before anything is priced.
     certain: ClassVar[bool] = False
-    # What must hold of the data ("finite"); such a rule is off unless asked for.
+    # What must hold of the data or the machine ("finite", "vnni"), or "approximate": the rule may lose more than two
+    # bits of float32 accuracy. Such a rule is off unless asked for.
     assumes: ClassVar[str | None] = None
     # Where an input is infinite or NaN, more of the right side may be NaN, and an infinity become NaN or NaN an
     # infinity (never another number): sums in another order, or zeros that meet what they did not meet before.
@@ -247,7 +248,7 @@ class _Declared:
     # Graphs (ONNX's text form) in which the rule applies; a region rule has no other declaration of its left side.
     examples: ClassVar[tuple[str, ...]] = ()
 
-    @property
+    @cached_property
     def name(self) -> str:
         return type(self).__name__
 

@@ -303,27 +303,26 @@ class _Finder:
         self, pattern: Pattern, nodes: tuple[Node, ...], values: tuple[Value, ...], attrs: tuple[Any, ...]
     ) -> None:
         """A match of a pattern: ask its rule's conditions."""
+        rule, graph = pattern.rule, self.graph
+        types = tuple([None if v == ABSENT else graph.type(v) for v in values])
+        wrong = pattern.undeclared.get(types)
+        if wrong is None:
+            wrong = pattern.undeclared[types] = _undeclared(pattern, types)
+        if wrong:  # most matches end here: it has to be quick
+            self.library.stats[rule.name].matched += 1
+            self.library.refuse(rule, Refused(wrong))
+            return
         ids = tuple([n.outputs[0] for n in nodes])
-        key = (pattern.rule.name, ids + values)
+        key = (rule.name, ids + values)
         if key in self.seen:
             return
         self.seen.add(key)
-        stats = self.library.stats[pattern.rule.name]
-        stats.matched += 1
-        rule = pattern.rule
-        graph = self.graph
+        self.library.stats[rule.name].matched += 1
         try:
             if rule.dtypes is not None:
                 out = pattern.outputs[0]
                 if nodes[out.node.index].types[out.index].dtype not in rule.dtypes:
                     raise Refused("no kernel for the element type")
-            types = tuple([None if v == ABSENT else graph.type(v) for v in values])
-            wrong = pattern.undeclared.get(types)
-            if wrong is None:
-                wrong = pattern.undeclared[types] = _undeclared(pattern, types)
-            if wrong:
-                self.library.refuse(rule, Refused(wrong))  # most matches end here: not worth an exception
-                return
             if rule.has_where:
                 vals = [None if t is None else Val(graph, v, t) for v, t in zip(values, types)]
                 rule.where(Captures(dict(zip(pattern.captures, attrs))), *vals)

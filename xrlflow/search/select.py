@@ -82,6 +82,21 @@ class _Plan:
         return _Plan(self.families, (*self.sweeps, rule))
 
 
+def _changes(plan: _Plan, found: Found, at_most: float) -> list[str]:
+    """What can be changed of a plan that made `found`: "+ rule", a sweep of it; "- family", a search without it.
+
+    Sweeps whose worth no model sees come first, then families, then other sweeps.
+    """
+    rules = found.state.library.rules
+    sweeps = sweeping_rules(found, at_most)
+    unpriced = [f"+ {r}" for r in sweeps if rules[r].unpriced]
+    return [
+        *unpriced,
+        *(f"- {f}" for f in sorted(plan.families)),
+        *(f"+ {r}" for r in sweeps if not rules[r].unpriced),
+    ]
+
+
 def select(
     base: Found,
     proposals: Sequence[Found],
@@ -95,9 +110,10 @@ def select(
 
     `base` is the original as imported, `proposals` are a search's states, the best by modelled cost first.
     `search(found, families)` improves a state by the modelled cost, with the rules of some families alone. First
-    the best proposal is measured. Then one thing is changed at a time, and kept if that is measured to be faster:
-    a sweep is added (one rule wherever the model sees a loss of no more than `tolerance` of the whole cost in it; what
-    it leaves behind is cleared away by the `tidying` families), or a family is dropped. At last the other proposals.
+    the best proposal is measured. Then one thing is changed at a time, and kept if that is measured to be faster,
+    until nothing is: a sweep is added (one rule wherever the model sees a loss of no more than `tolerance` of the
+    whole cost in it; what it leaves behind is cleared away by the `tidying` families), or a family is dropped. At last
+    the other proposals.
     """
     trials: list[Trial] = []
     seen = {base.state.fingerprint}
@@ -132,22 +148,18 @@ def select(
         plan = _Plan(best.families if kept else frozenset())
         if not kept:
             best = base
-        sweeps = sweeping_rules(base, at_most)
-        unpriced = [r for r in sweeps if base.state.library.rules[r].unpriced]
-        for rule in unpriced:
-            changed = plan.with_sweep(rule)
-            if attempt(build(changed), f"{name} + {rule}" if plan != _Plan(frozenset()) else rule):
-                plan = changed
-        for family in sorted(plan.families):
-            changed = plan.without(family)
-            if attempt(build(changed), f"{name} - {family}"):
-                plan = changed
-        for rule in sweeps:
-            if rule in unpriced or time.monotonic() >= deadline:
-                continue
-            changed = plan.with_sweep(rule)
-            if attempt(build(changed), f"{name} + {rule}" if plan != _Plan(frozenset()) else rule):
-                plan = changed
+        changing = True  # what is kept makes place for more
+        while changing and time.monotonic() < deadline:
+            changing = False
+            for change in _changes(plan, current or base, at_most):
+                if time.monotonic() >= deadline:
+                    break
+                what = change[2:]
+                if change[0] == "-" and what not in plan.families:
+                    continue
+                changed = plan.with_sweep(what) if change[0] == "+" else plan.without(what)
+                if attempt(build(changed), what if plan == _Plan(frozenset()) else f"{name} {change}"):
+                    plan, changing = changed, True
         for index, found in enumerate(proposals[1:]):
             attempt(found, f"number {index + 2} by modelled cost")
     except KeyboardInterrupt:  # keep the best so far

@@ -60,8 +60,9 @@ class Certificate:
     `admitted` cases out of `sketches`; `refused`: near misses by reason. `trials`: evaluations over a prime field, and
     `bound`: the greatest probability over the cases with which a false rule would have passed them (1 for rules that
     are tested numerically). `bits`: the most bits of float32 accuracy that a case lost. `survivors`: mutants that
-    passed; `redundant`: conditions without which another one refuses. `covered`: how many values of each attribute
-    were admitted.
+    passed, with the number of cases in which they compute the same: they are right as far as cases were drawn, that is,
+    the change makes no difference or the condition refuses more than it has to. `redundant`: conditions without which
+    another one refuses. `covered`: how many values of each attribute were admitted.
     """
 
     name: str
@@ -212,6 +213,10 @@ class _Proof:
             self.failures.append(
                 f"only {len(self.cases)} cases in {self.sketches} sketches: give it (more) examples; refused: {reasons}"
             )
+        elif self.bits > MOST_BITS and self.rule.assumes != "approximate":
+            self.failures.append(
+                f'a case lost {self.bits:.1f} bits of float32: declare assumes = "approximate"'
+            )
         elif self.rule.proof == "field" and not self.field_cases:
             self.failures.append('no case can be evaluated over a field: declare proof = "numeric"')
         elif self.rule.proof == "field" and self.bound >= 1e-12:
@@ -242,17 +247,17 @@ class _Proof:
         count, survivors = 0, []
         others = [c for c in self.cases if c not in chosen]
         for mutation in found:
-            effective = rejected = False
+            effective, rejected = 0, False
             for case in (*chosen, *others):  # few survive the first
                 builder = MutatingBuilder(case.before, mutation)
                 try:
                     mutant = applied(case.problem, case.match, builder)
                 except Exception:  # the mutant's nodes do not even fit together
-                    effective = rejected = True
+                    effective, rejected = effective + 1, True
                     break
                 if not builder.reached or (mutant is not None and _same(mutant, case)):
                     continue
-                effective = True
+                effective += 1
                 if mutant is None:
                     rejected = False
                     continue
@@ -262,23 +267,25 @@ class _Proof:
             if effective:
                 count += 1
                 if not rejected:
-                    survivors.append(str(mutation))
+                    survivors.append(f"{mutation}: computes the same in {effective} cases")
         return count, survivors
 
     def conditions(self) -> tuple[int, list[str], list[str]]:
         """Mutants without one `require`: how many, which survive, and which make no difference."""
         count, survivors, redundant = 0, [], []
         for site, kept in self.sites.items():
-            admitted = rejected = False
+            admitted, rejected = 0, False
             with without(site):
                 for problem in kept:
                     try:
                         cases, _ = find_cases(self.library, problem)
-                    except Exception:  # it needs what the condition says
-                        admitted = rejected = True
+                    except Exception:  # it needs what the condition says, if the graph means anything
+                        if not usable(problem, self.rng):
+                            continue
+                        admitted, rejected = admitted + 1, True
                         break
                     for case in cases:
-                        admitted = True
+                        admitted += 1
                         rejected |= self.rejects(case)
                     if rejected:
                         break
@@ -288,7 +295,7 @@ class _Proof:
                 continue
             count += 1
             if not rejected:
-                survivors.append(line)
+                survivors.append(f"{line}: right in {admitted} cases without it")
         return count, survivors, redundant
 
     def certificate(self) -> Certificate:
