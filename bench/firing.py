@@ -86,9 +86,8 @@ def main() -> None:
         print(f"{rule.family:17} {rule.name:40} {where}")
     at_once = sum(bool(v) for v in direct.values())
     somewhere = sum(bool(direct[r.name] or after[r.name]) for r in LIBRARY)
-    print(
-        f"{len(LIBRARY)} rules: {at_once} fire at once, {somewhere - at_once} after others, {len(LIBRARY) - somewhere} nowhere"
-    )
+    later, never = somewhere - at_once, len(LIBRARY) - somewhere
+    print(f"{len(LIBRARY)} rules: {at_once} fire at once, {later} after others, {never} nowhere")
     if arguments.json:
         arguments.json.write_text(json.dumps({"direct": direct, "after": after}, indent=1))
 
