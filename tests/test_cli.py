@@ -285,3 +285,24 @@ def test_as_a_program(tmp_path: Path) -> None:
     assert "Traceback" not in ran.stderr
     code = "import sys, xrlflow, xrlflow.cli; sys.exit(any(m in sys.modules for m in ('torch', 'onnxruntime', 'onnx')))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_prove(capsys: pytest.CaptureFixture[str]) -> None:
+    """Certificates as JSON, also of a rule that the runtime cannot run alone (it has a body)."""
+    with pytest.raises(SystemExit) as exit:
+        app(["rules", "--prove", "--json", "CancelTransposes", "InlineConstantIf"])
+    assert exit.value.code == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [c["name"] for c in found] == ["CancelTransposes", "InlineConstantIf"]
+    for certificate in found:
+        assert certificate["proven"]
+        assert certificate["trials"] > 0
+        assert certificate["bound"] < 1e-12
+        assert certificate["mutants_rejected"] <= certificate["mutants"]
+
+
+def test_prove_what_is_no_rule(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit:
+        app(["rules", "--prove", "CancelTransposers"])
+    assert exit.value.code == 2
+    assert "did you mean CancelTransposes" in capsys.readouterr().err

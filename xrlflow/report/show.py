@@ -87,7 +87,7 @@ def certificates(found: Sequence[Certificate]) -> None:
         table.add_row(
             c.name if c.proven else f"[bold red]{c.name}[/]", c.proof, str(c.admitted), str(c.trials),
             f"{c.bound:.0e}" if c.proof == "field" else "-", str(c.runtime_cases),
-            f"{c.bits:.1f}" if c.runtime_cases else "-", str(c.mutants), str(c.mutants_rejected), f"{c.seconds:.1f}",
+            "-" if c.bits is None else f"{c.bits:.1f}", str(c.mutants), str(c.mutants_rejected), f"{c.seconds:.1f}",
         )  # fmt: skip
     _console.print(table)
     mutants, rejected = sum(c.mutants for c in found), sum(c.mutants_rejected for c in found)

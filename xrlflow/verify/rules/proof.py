@@ -9,6 +9,7 @@ optimisations off. Then mutants of the rule are made, and the same tests have to
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import time
 from collections import Counter
@@ -59,8 +60,8 @@ class Certificate:
 
     `admitted` cases out of `sketches`; `refused`: near misses by reason. `trials`: evaluations over a prime field, and
     `bound`: the greatest probability over the cases with which a false rule would have passed them (1 for rules that
-    are tested numerically). `bits`: the most bits of float32 accuracy that a case lost. `survivors`: mutants that
-    passed, with the number of cases in which they compute the same: they are right as far as cases were drawn, that is,
+    are tested numerically). `bits`: the most bits of float32 accuracy that a case lost (None: not run). `survivors`:
+    mutants that passed, with the number of cases in which they compute the same: they are right as far as cases were drawn, that is,
     the change makes no difference or the condition refuses more than it has to. `redundant`: conditions without which
     another one refuses. `covered`: how many values of each attribute were admitted.
     """
@@ -75,7 +76,7 @@ class Certificate:
     bound: float
     float_draws: int
     runtime_cases: int
-    bits: float
+    bits: float | None
     mutants: int
     mutants_rejected: int
     survivors: tuple[str, ...]
@@ -318,7 +319,7 @@ class _Proof:
             bound=self.bound if self.rule.proof == "field" else 1.0,
             float_draws=self.float_draws,
             runtime_cases=self.runtime_cases,
-            bits=self.bits,
+            bits=self.bits if math.isfinite(self.bits) else None,
             mutants=mutants,
             mutants_rejected=mutants - len(survivors),
             survivors=tuple(survivors),
