@@ -61,9 +61,9 @@ class Certificate:
     `admitted` cases out of `sketches`; `refused`: near misses by reason. `trials`: evaluations over a prime field, and
     `bound`: the greatest probability over the cases with which a false rule would have passed them (1 for rules that
     are tested numerically). `bits`: the most bits of float32 accuracy that a case lost (None: not run). `survivors`:
-    mutants that passed, with the number of cases in which they compute the same: they are right as far as cases were drawn, that is,
-    the change makes no difference or the condition refuses more than it has to. `redundant`: conditions without which
-    another one refuses. `covered`: how many values of each attribute were admitted.
+    mutants that passed, with the number of cases in which they compute the same: they are right as far as cases were
+    drawn, that is, the change makes no difference or the condition refuses more than it has to. `redundant`:
+    conditions without which another one refuses. `covered`: how many values of each attribute were admitted.
     """
 
     name: str
