@@ -1,0 +1,1 @@
+"""What agents of both kinds share: PPO, buffers, checkpoints."""

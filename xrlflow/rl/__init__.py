@@ -1,0 +1,1 @@
+"""Agents that choose substitutions: environment, features, encoder, training, search with a trained agent."""
