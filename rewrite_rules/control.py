@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,6 @@ from rewrite_rules.bodies import (
     around,
     bodies,
     made_outside,
-    needed,
     outside_name,
     put_in_place,
     put_together,
@@ -24,25 +23,18 @@ from rewrite_rules.bodies import (
     take_apart,
     taken_apart,
     through_identity,
-    with_captured,
-    with_condition,
     without_nodes,
 )
 from rewrite_rules.elementwise import BROADCAST, UNARY
 from xrlflow.ir import (
     ABSENT,
     FLOATS,
-    Attr,
-    Attrs,
     Body,
     DType,
     Graph,
     Node,
-    TensorType,
-    TypeConflict,
     Value,
     apply_edit,
-    merge_types,
 )
 from xrlflow.ops.infer import InferenceError, infer
 from xrlflow.ops.schema import is_deterministic, schema
@@ -369,116 +361,6 @@ class MoveInvariantsOutOfLoop(RegionRule):
             outside.copy(node)
         parts.graph = without_nodes(loop.graph, moved)
         parts.captured += [(outside.known[v], v) for node in moved for v in node.outputs]
-        return put_together(op, loop, parts, given)
-
-
-class CaptureUnchangedStates(RegionRule):
-    """loop(s -> s, ...) -> s, loop(...) that captures s  for a state that every step hands on as it is."""
-
-    certain = True
-    anchors = ("Loop", "Scan")
-    examples = (
-        *(
-            f"agraph (int64 n, float[2,3] x, float[{kind}] q)"
-            f" => (float[2,3] last, float[{kind}] same, float[T,2,3] all)"
-            f" {{ {give} = Loop (n, , {take}) <body = b (int64 i, bool going, {formals})"
-            f" => (bool on, {results}, float[2,3] s) {{ {body} on = Identity(going) w = Mul(v, u) s = Add(w, v) }}> }}"
-            for kind in ("2,3", "3", "1,1")
-            for give, take, formals, results, body in (
-                ("same, last, all", "q, x", f"float[{kind}] u, float[2,3] v", f"float[{kind}] k, float[2,3] w",
-                 "k = Identity(u)"),
-                ("last, same, all", "x, q", f"float[2,3] v, float[{kind}] u", f"float[2,3] w, float[{kind}] k",
-                 "k = Identity(u)"),
-            )
-        ),
-        "agraph (float[T,3] x, float[3] q, float[3] r) => (float[3] p, float[3] o, float[T,3] all) {"
-        " p, o, all = Scan (q, r, x) <num_scan_inputs = 1, body = b (float[3] u, float[3] v, float[3] e)"
-        " => (float[3] k, float[3] w, float[3] s) { k = Identity(u) w = Sub(v, e) s = Mul(u, w) }> }",
-        "agraph (float[T,3] x, float[3] q, float[3] r) => (float[3] p, float[3] o, float[T,3] all) {"
-        " o, p, all = Scan (r, q, x) <num_scan_inputs = 1, scan_output_directions = [1],"
-        " body = b (float[3] v, float[3] u, float[3] e) => (float[3] w, float[3] k, float[3] s) {"
-        " k = Identity(u) w = Sub(v, e) s = Mul(u, w) }> }",
-    )  # fmt: skip
-
-    def find(self, reader: Reader, node: Node) -> Region | None:
-        loop = take_apart(node)
-        if loop is None:
-            return None
-        pairs = enumerate(zip(loop.before, loop.after))
-        same = tuple(i for i, (s, t) in pairs if through_identity(loop.graph, t) == s)
-        types = [(reader.type(loop.explicit[loop.lead + i]), loop.graph.type(loop.before[i])) for i in same]
-        return loop.region(same) if same and all(_fits(*t) for t in types) else None
-
-    def target(self, op: Op, region: Region, *given: Val | None) -> Any:
-        loop = taken_apart(region)
-        parts = loop.parts(given)
-        same: tuple[int, ...] = region.data
-        states = parts.states
-        parts.states = [s for i, s in enumerate(states) if i not in same]
-        parts.captured += [(states[i].initial, states[i].before) for i in same]
-        made = iter(put_together(op, loop, parts, given))
-        return [*(states[i].initial if i in same else next(made) for i in range(len(states))), *made]
-
-
-def _fits(outer: TensorType, inner: TensorType) -> bool:
-    try:
-        merge_types(outer, inner)
-    except TypeConflict:
-        return False
-    return True
-
-
-class DropUnreadLoopResults(RegionRule):
-    """y, z = loop(s, ...) -> y = loop(...)  where nobody reads z, and no step needs it for y."""
-
-    certain = True
-    anchors = ("Loop", "Scan")
-    examples = (
-        *(
-            f"agraph (int64 n, float[2,3] x, float[2] q) => ({outputs}) {{"
-            " p, o, all, more = Loop (n, , x, q) <body = b (int64 i, bool going, float[2,3] v, float[2] u)"
-            " => (bool on, float[2,3] w, float[2] k, float[2,3] s, float[2] t) {"
-            " on = Identity(going) w = Mul(v, v) k = Relu(u) s = Neg(v) t = Add(k, k) }> }"
-            for outputs in (
-                *("float[2,3] p", "float[2] o", "float[T,2,3] all", "float[T,2] more"),
-                "float[2] o, float[T,2] more",
-            )
-        ),
-        *(
-            f"agraph (float[T,3] x, float[3] q, float[3] r) => ({outputs}) {{"
-            " p, o, all = Scan (q, r, x) <num_scan_inputs = 1, body = b (float[3] u, float[3] v, float[3] e)"
-            " => (float[3] k, float[3] w, float[3] s) { k = Add(u, e) w = Sub(v, e) s = Mul(v, w) }> }"
-            for outputs in ("float[3] p", "float[3] o", "float[T,3] all", "float[3] p, float[3] o")
-        ),
-    )  # fmt: skip
-
-    def find(self, reader: Reader, node: Node) -> Region | None:
-        loop = take_apart(node)
-        if loop is None:
-            return None
-        read = [reader.is_output(v) or bool(reader.count_users(v)) for v in node.outputs]
-        if all(read):
-            return None
-        collected = [v for v, wanted in zip(loop.collected, read[loop.states :]) if wanted]
-        states = {i for i in range(loop.states) if read[i]}
-        while True:
-            wanted = (*loop.condition, *(loop.after[i] for i in states), *collected)
-            seen = {v for n in needed(loop.graph, wanted) for v in n.inputs} | set(wanted)
-            more = {i for i, s in enumerate(loop.before) if s in seen} - states
-            if not more:
-                break
-            states |= more
-        kept = (*sorted(states), *(i for i in range(loop.states, len(read)) if read[i]))
-        if not 0 < len(kept) < len(read):
-            return None
-        return replace(loop.region(kept), outputs=tuple(node.outputs[i] for i in kept))
-
-    def target(self, op: Op, region: Region, *given: Val | None) -> Any:
-        loop = taken_apart(region)
-        parts = loop.parts(given)
-        kept: tuple[int, ...] = region.data
-        parts.states = [s for i, s in enumerate(parts.states) if i in kept]
-        parts.collected = [c for i, c in enumerate(parts.collected, loop.states) if i in kept]
         return put_together(op, loop, parts, given)
 
 
@@ -923,59 +805,11 @@ def _gathered(inner: GraphBuilder, value: Value, whole: Val, axis: int) -> Any:
     return inner.Gather(made_outside(graph, value, whole.type), index, axis=axis)
 
 
-class BindConstantsInBody(RegionRule):
-    """body(c) -> body with c in it  for a captured value that is a constant.
-
-    Import knows small constants, and those of the file; here are expressions of constants that are large, and what
-    other rules found to be constant.
-    """
-
-    anchors = ("If", "Loop", "Scan")
-    examples = tuple(
-        "agraph (bool q, int64 n, float[40] x, float[2,40] s) => (float[40] y) <float[40,1] c = {"
-        + ", ".join(str(i % 7 - 3) for i in range(40))
-        + f"}}, int64[2] shape = {{40, 40}}, int64[2] reps = {{1, 40}}> {{ {make} {use} }}"
-        for make in ("e = Expand(c, shape)", "e = Tile(c, reps)", "t = Transpose(c) e = Add(c, t)")
-        for use in (
-            "y = If (q) <then_branch = a () => (float[40] u) { u = MatMul(x, e) },"
-            " else_branch = b () => (float[40] v) { v = Neg(x) }>",
-            "y = Loop (n, q, x) <body = b (int64 i, bool going, float[40] v) => (bool on, float[40] w) {"
-            " on = Identity(going) w = MatMul(v, e) }>",
-            "y = Scan (x, s) <num_scan_inputs = 1, body = b (float[40] v, float[40] u) => (float[40] w) {"
-            " t1 = MatMul(u, e) w = Sub(v, t1) }>",
-        )
-    )
-
-    def find(self, reader: Reader, node: Node) -> Region | None:
-        captured = node.inputs[len(node.explicit_inputs) :]
-        if not any(reader.is_const(v) for v in captured):
-            return None
-        explicit = node.explicit_inputs
-        return Region(node.outputs, (*explicit, *captured), (node,), len(explicit))
-
-    def target(self, op: Op, region: Region, *given: Val | None) -> Any:
-        node = region.nodes[0]
-        vals = iter(given[region.data :])
-        attrs: dict[str, Attr] = dict(node.attrs)
-        captured: list[Val] = []
-        for name, body in bodies(node):
-            pairs = [(v, inside) for inside, v in zip(body.captured, vals) if v is not None]
-            graph = body.graph
-            formals = graph.inputs[: len(graph.inputs) - len(body.captured)]
-            attrs[name], kept = with_captured(graph, formals, graph.outputs, pairs, body.name)
-            captured += kept
-        explicit = with_condition(op, given[: region.data], captured)
-        return op[node.op](*explicit, *captured, attrs=Attrs(attrs), declared=node.types)
-
-
 RULES: tuple[AnyRule, ...] = (
     InlineConstantIf(),
     DropFailingBranch(),
     MoveInvariantsOutOfLoop(),
-    CaptureUnchangedStates(),
-    DropUnreadLoopResults(),
     UnrollLoop(),
     HoistOutOfScan(),
     HoistOutOfLoop(),
-    BindConstantsInBody(),
 )

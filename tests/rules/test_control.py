@@ -8,10 +8,7 @@ import pytest
 
 from rewrite_rules.control import (
     RULES,
-    BindConstantsInBody,
-    CaptureUnchangedStates,
     DropFailingBranch,
-    DropUnreadLoopResults,
     HoistOutOfLoop,
     HoistOutOfScan,
     InlineConstantIf,
@@ -184,30 +181,6 @@ def test_random_numbers_are_drawn_in_every_step() -> None:
     refuses(UnrollLoop(), loop(body, count="k", more="k = Constant<value_int = 2>()"), "random")
 
 
-def test_unchanged_state_is_captured() -> None:
-    proto = model(
-        "agraph (int64 n, float[2] x, float[2] q) => (float[2] a, float[2] b) {"
-        " a, b = Loop (n, , x, q) <body = g (int64 i, bool going, float[2] u, float[2] v)"
-        " => (bool on, float[2] w, float[2] k) { on = Identity(going) w = Mul(u, v) k = Identity(v) }> }"
-    )
-    graph = applies(CaptureUnchangedStates(), proto)
-    node = only(graph, "Loop")
-    assert (len(node.outputs), node.captured) == (1, 1)
-    assert graph.outputs[1] == graph.inputs[2]
-
-
-def test_unread_results_are_dropped_unless_a_step_needs_them() -> None:
-    text = (
-        "agraph (int64 n, float[2] x, float[2] q) => (float[2] a) {{"
-        " a, b, s = Loop (n, , x, q) <body = g (int64 i, bool going, float[2] u, float[2] v)"
-        " => (bool on, float[2] w, float[2] k, float[2] t) {{ on = Identity(going) {body} t = Exp(v) }}> }}"
-    )
-    alone = applies(DropUnreadLoopResults(), model(text.format(body="w = Neg(u) k = Relu(v)")))
-    assert (inside(alone, "Loop"), len(only(alone, "Loop").outputs)) == (["Neg"], 1)
-    both = applies(DropUnreadLoopResults(), model(text.format(body="w = Add(u, v) k = Relu(v)")))
-    assert (inside(both, "Loop"), len(only(both, "Loop").outputs)) == (["Add", "Relu"], 2)
-
-
 def test_small_loops_are_unrolled() -> None:
     k = "k = Constant<value_int = 3>()"
     graph = applies(UnrollLoop(), loop("on = Identity(going) w = Add(v, x) s = Relu(w)", count="k", more=k))
@@ -312,11 +285,6 @@ def test_sequences_of_other_lengths_do_not_mix() -> None:
         " on = Identity(going) e = Gather(x, i) f = Gather(y, i) a = Mul(e, f) k = Add(h, a) }> }"
     )
     refuses(HoistOutOfLoop(), proto)
-
-
-def test_constant_expressions_are_known_inside() -> None:
-    graph = applies(BindConstantsInBody(), model(BindConstantsInBody.examples[0]))
-    assert only(graph, "If").captured == 2  # x, by each branch
 
 
 # --- end to end ---
