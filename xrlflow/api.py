@@ -86,6 +86,8 @@ COSTS = ("roofline", "profiled", "measured")
 _SEARCH_UNTIL, _SELECT_AT_LEAST = 0.3, 0.15
 # Substitutions that the model sees as a loss of no more than this part of the cost are left to measurement.
 _TOLERANCE = 0.02
+# Comparing two models ends early when the interval is clear of 1 by this much.
+_DECIDED = 0.01
 # A result is shipped only if it is faster for sure: the interval's lower end is above this. Two sessions of one
 # model differ by half a percent, and what is not worth that is not worth another file.
 _CLEARLY_FASTER = 1.003
@@ -586,7 +588,7 @@ def _select(job: _Job, base: Found, proposals: Sequence[Found], exporting: bool)
         try:
             measured = measure(
                 [old, new], job.feeds, threads=job.threads, time_limit=min(enough, left), target_width=0.02,
-                control=False, session_options=job.session_options,
+                control=False, margin=_DECIDED, session_options=job.session_options,
             )  # fmt: skip
         except BackendError as error:  # the original ran: it is the proposal that the runtime refuses
             job.notes.append(f"a proposal was dropped: {error}")
@@ -596,9 +598,9 @@ def _select(job: _Job, base: Found, proposals: Sequence[Found], exporting: bool)
                 job.remove(path)
         return Ratio(measured.speedup.median, measured.speedup.low, measured.speedup.high)
 
-    def search(found: Found, families: frozenset[str]) -> Found:
-        """Greedy with the rules of some families, and all rules' candidates at the end."""
-        state = RewriteState.start(found.state.graph, job.library.only(families), found.state.delta)
+    def search(found: Found, rules: frozenset[str]) -> Found:
+        """Greedy with some rules, and all rules' candidates at the end."""
+        state = RewriteState.start(found.state.graph, job.library.only(rules), found.state.delta)
         better = greedy(state, found.cost, Limits(job.budget, deadline)).best
         if better.path is None:
             return found
@@ -609,7 +611,8 @@ def _select(job: _Job, base: Found, proposals: Sequence[Found], exporting: bool)
         return replace(better, state=full, path=path)
 
     fitting = [f for f in improving if job.fits(f)]
-    return select(base, fitting, compare, search, deadline, _TOLERANCE, _TIDYING)
+    tidying = frozenset(name for name, rule in job.library.rules.items() if rule.family in _TIDYING)
+    return select(base, fitting, compare, search, deadline, _TOLERANCE, tidying)
 
 
 # Families whose substitutions clear away what others leave behind.

@@ -96,10 +96,10 @@ class Library:
         if self.refusals is not None:
             self.refusals.append(reason)
 
-    def only(self, families: Iterable[str]) -> Library:
-        """The library with only the rules of some families."""
-        wanted = set(families)
-        return self._part(r for r in self.rules.values() if r.family in wanted)
+    def only(self, names: Iterable[str]) -> Library:
+        """The library with only the rules of these names."""
+        wanted = set(names)
+        return self._part(r for r in self.rules.values() if r.name in wanted)
 
     def certain(self) -> Library:
         """The library with only the rules that need no price."""

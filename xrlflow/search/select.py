@@ -1,8 +1,8 @@
 """Forward selection by end-to-end measurement.
 
 An operator measured or modelled alone cannot see what a runtime fuses, so what is decided last is decided on
-whole models: the best state of a search is measured against the original, then changed family by family and rule by
-rule for as long as that is measured to be faster still.
+whole models: the best state of a search is measured against the original, then changed by one family or one rule at
+a time for as long as that is measured to be faster still.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from xrlflow.search.sweep import sweep
 
 # A gain that a short measurement of a slow model cannot establish, but that is more than its noise.
 _WORTH_A_LOOK = 1.015
+# A change whose interval ends below this is not tried again beside others.
+_HOPELESS = 0.97
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,31 +72,63 @@ def sweeping_rules(found: Found, at_most: float) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """How a state is made: a search with some rule families, then sweeps of some rules."""
+    """How a state is made: a greedy search with some rules, then sweeps of some rules."""
 
-    families: frozenset[str]
+    rules: frozenset[str]
     sweeps: tuple[str, ...] = ()
 
-    def without(self, family: str) -> _Plan:
-        return _Plan(self.families - {family}, self.sweeps)
 
-    def with_sweep(self, rule: str) -> _Plan:
-        return _Plan(self.families, (*self.sweeps, rule))
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """One thing to try: a sweep of a rule more, or a search without some rules."""
+
+    text: str
+    sweep: str | None = None
+    without: frozenset[str] = frozenset()
+
+    def of(self, plan: _Plan) -> _Plan:
+        sweeps = plan.sweeps if self.sweep is None else (*plan.sweeps, self.sweep)
+        return _Plan(plan.rules - self.without, sweeps)
 
 
-def _changes(plan: _Plan, found: Found, at_most: float) -> list[str]:
-    """What can be changed of a plan that made `found`: "+ rule", a sweep of it; "- family", a search without it.
+def gains(found: Found, cost: float) -> dict[str, float]:
+    """The modelled seconds that each rule's substitutions have saved, by rule; `cost` is the cost at the start."""
+    total: dict[str, float] = {}
+    for step in found.trace:
+        total[step.rule] = total.get(step.rule, 0.0) + cost - step.cost
+        cost = step.cost
+    return total
 
-    Sweeps whose worth no model sees come first, then families, then other sweeps.
+
+def _plan(found: Found, cost: float) -> _Plan:
+    return _Plan(frozenset(gains(found, cost)))
+
+
+def _drops(plan: _Plan, found: Found, cost: float) -> list[_Change]:
+    """Searches without a family or a rule that `found` used, those first on which the model sets most.
+
+    Where the model is wrong by much, it is so about something of much weight.
     """
+    of_rule = {rule: gain for rule, gain in gains(found, cost).items() if rule in plan.rules}
+    families: dict[str, set[str]] = {}
+    for step in found.trace:
+        if step.rule in of_rule:
+            families.setdefault(step.family, set()).add(step.rule)
+    weighted = [(gain, _Change(f"- {rule}", without=frozenset({rule}))) for rule, gain in of_rule.items()]
+    for family, rules in families.items():
+        if len(rules) > 1:
+            change = _Change(f"- {family}", without=frozenset(rules))
+            weighted.append((sum(of_rule[r] for r in rules), change))
+    return [change for _, change in sorted(weighted, key=lambda w: (-abs(w[0]), w[1].text))]
+
+
+def _with_sweeps(drops: list[_Change], found: Found, at_most: float) -> list[_Change]:
+    """What can be changed of a state: sweeps whose worth no model sees, drops, other sweeps."""
     rules = found.state.library.rules
     sweeps = sweeping_rules(found, at_most)
-    unpriced = [f"+ {r}" for r in sweeps if rules[r].unpriced]
-    return [
-        *unpriced,
-        *(f"- {f}" for f in sorted(plan.families)),
-        *(f"+ {r}" for r in sweeps if not rules[r].unpriced),
-    ]
+    unpriced = [_Change(f"+ {r}", sweep=r) for r in sweeps if rules[r].unpriced]
+    priced = [_Change(f"+ {r}", sweep=r) for r in sweeps if not rules[r].unpriced]
+    return [*unpriced, *drops, *priced]
 
 
 def select(
@@ -109,59 +143,96 @@ def select(
     """Choose what runs fastest, until `deadline` (time.monotonic).
 
     `base` is the original as imported, `proposals` are a search's states, the best by modelled cost first.
-    `search(found, families)` improves a state by the modelled cost, with the rules of some families alone. First
-    the best proposal is measured. Then one thing is changed at a time, and kept if that is measured to be faster,
-    until nothing is: a sweep is added (one rule wherever the model sees a loss of no more than `tolerance` of the
-    whole cost in it; what it leaves behind is cleared away by the `tidying` families), or a family is dropped. At last
-    the other proposals.
+    `search(found, rules)` improves a state by the modelled cost, with some rules alone. First the best proposal is
+    measured against the original. From the best proposal, one thing is changed at a time, and kept if that is
+    measured to be faster, until nothing is: a family or a rule is dropped, or a sweep is added (one rule wherever the
+    model sees a loss of no more than `tolerance` of the whole cost in it; what it leaves behind is cleared away by the
+    `tidying` rules). If the best proposal was slower than the original, what becomes of it by drops is measured
+    against the original again, and if that does not win, sweeps are added to the original. At last the other proposals.
     """
     trials: list[Trial] = []
-    seen = {base.state.fingerprint}
     at_most = tolerance * base.cost
-    current: Found | None = None
-    name = "the original"
+    seen = {base.state.fingerprint}
 
-    def build(plan: _Plan) -> Found:
-        found = best if plan.families == best.families else search(base, plan.families)
-        for rule in plan.sweeps:
+    def build(start: Found, plan: _Plan, changed: _Plan) -> Found:
+        found = start if plan.rules == changed.rules else search(base, changed.rules)
+        for rule in changed.sweeps[len(plan.sweeps) if plan.rules == changed.rules else 0 :]:
             swept = sweep(found, rule, Limits(deadline=deadline), at_most)
             if swept.path is not found.path:
-                found = search(swept, swept.families | tidying)
+                found = search(swept, changed.rules | tidying)
         return found
 
-    def attempt(found: Found, proposal: str) -> bool:
-        """Measure a state against the current one; whether it takes its place."""
-        nonlocal current, name
-        if found.state.fingerprint in seen or time.monotonic() >= deadline:
-            return False
-        seen.add(found.state.fingerprint)
-        ratio = compare(current, found)
+    def faster(found: Found, proposal: str, than: Found | None, name: str) -> Ratio:
+        ratio = compare(than, found)
         trials.append(Trial(proposal, name, ratio, ratio.promising))
-        if ratio.promising:
-            current, name = found, proposal
-        return ratio.promising
+        return ratio
 
     interrupted = False
-    best = proposals[0] if proposals else base
-    try:
-        kept = attempt(best, "the best by modelled cost")
-        plan = _Plan(best.families if kept else frozenset())
-        if not kept:
-            best = base
-        changing = True  # what is kept makes place for more
-        while changing and time.monotonic() < deadline:
+    current: Found | None = None
+    name = original = "the original"
+
+    def climb(found: Found, at: str, plan: _Plan, until: float, proven: bool) -> tuple[Found, str]:
+        """Change one thing at a time for as long as that is measured to be faster.
+
+        `proven`: what is faster than `found` is faster than the original, and so the choice up to now. From something
+        slower only drops are tried.
+        """
+        nonlocal current, name
+        against = None if found is base else found
+        hopeless: set[str] = set()
+        changing = True
+        while changing and time.monotonic() < until:
             changing = False
-            for change in _changes(plan, current or base, at_most):
-                if time.monotonic() >= deadline:
-                    break
-                what = change[2:]
-                if change[0] == "-" and what not in plan.families:
+            drops = _drops(plan, found, base.cost)
+            changes = _with_sweeps(drops, found, at_most) if proven else drops
+            for change in changes:
+                if change.text in hopeless or not (change.sweep or change.without & plan.rules):
                     continue
-                changed = plan.with_sweep(what) if change[0] == "+" else plan.without(what)
-                if attempt(build(changed), what if plan == _Plan(frozenset()) else f"{name} {change}"):
-                    plan, changing = changed, True
+                if time.monotonic() >= until:
+                    break
+                changed = change.of(plan)
+                candidate = build(found, plan, changed)
+                if candidate.state.fingerprint in seen or time.monotonic() >= until:
+                    continue
+                seen.add(candidate.state.fingerprint)
+                proposal = change.text[2:] if found is base else f"{at} {change.text}"
+                ratio = faster(candidate, proposal, against, at)
+                if ratio.promising:
+                    found, against, at, plan, changing = candidate, candidate, proposal, changed, True
+                    if proven:
+                        current, name = found, at
+                elif ratio.high < _HOPELESS:
+                    hopeless.add(change.text)
+        return found, at
+
+    def challenge(found: Found, proposal: str) -> bool:
+        """Measure a state against the choice up to now; whether it takes its place."""
+        nonlocal current, name
+        if time.monotonic() >= deadline:
+            return False
+        seen.add(found.state.fingerprint)
+        kept = faster(found, proposal, current, name).promising
+        if kept:
+            current, name = found, proposal
+        return kept
+
+    try:
+        if proposals and proposals[0].state.fingerprint not in seen:
+            best, what = proposals[0], "the best by modelled cost"
+            kept = challenge(best, what)
+            plan = _plan(best, base.cost)
+            if not kept:
+                halfway = (time.monotonic() + deadline) / 2
+                dropped, what = climb(best, what, plan, halfway, proven=False)
+                kept = dropped is not best and challenge(dropped, what)
+                best, plan = dropped, _plan(dropped, base.cost)
+            if kept:
+                climb(best, what, plan, deadline, proven=True)
+        if current is None:
+            climb(base, original, _Plan(frozenset()), deadline, proven=True)
         for index, found in enumerate(proposals[1:]):
-            attempt(found, f"number {index + 2} by modelled cost")
+            if found.state.fingerprint not in seen:
+                challenge(found, f"number {index + 2} by modelled cost")
     except KeyboardInterrupt:  # keep the best so far
         interrupted = True
     return Selection(current, tuple(trials), interrupted)

@@ -21,6 +21,7 @@ def measure(
     time_limit: float = 30.0,
     target_width: float = 0.01,
     control: bool = True,
+    margin: float | None = None,
     optimization: Optimization = Optimization.ALL,
     session_options: Options | None = None,
     load_reversed: bool = False,
@@ -28,7 +29,7 @@ def measure(
     """How many times faster each of `models` is than the first, end to end, on the same `feeds`.
 
     All are loaded at once (a session's memory each; the A/A control needs none of its own) and timed in turns: see
-    `interleave` for how, when it ends and what `control` and `target_width` mean. `time_limit` is in seconds and
+    `interleave` for how, when it ends and what `control`, `margin` and `target_width` mean. `time_limit` is in seconds and
     includes loading. `threads` defaults to the physical cores; they are pinned to the same CPUs for all models (see
     `placement`), the calling thread too as long as this runs. `load_reversed` loads the last model first.
 
@@ -61,6 +62,7 @@ def measure(
             time_limit=max(time_limit - (time.perf_counter() - started), 1e-3),
             target_width=target_width,
             control=control,
+            margin=margin,
         )
 
 
