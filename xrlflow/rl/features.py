@@ -1,0 +1,731 @@
+"""Rewrite states as graphs for a network (PyTorch Geometric).
+
+The paper (X-RLflow, He et al., 2023, section 3.2) builds every successor graph and encodes them all. Here a state
+is encoded once, and a candidate is what it matches, adds and removes: the successors are not built. The paper's
+encoding is in `xrlflow.rl.successors`.
+
+Rows are made once per node and per candidate, which successors share with their parents, and gathered: after an edit
+only what it touched is made anew. Everything else is a few NumPy calls on whole arrays.
+
+Scales: sizes and counts are logarithms, about 0 to 1; seconds are shares of the graph's modelled cost, `squash`ed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import log1p, prod
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch_geometric.data import Data
+
+from xrlflow.cost.model import AdditiveCost, InTypes
+from xrlflow.ir import ABSENT, DType, Edit, Graph, Node, TensorType, Value
+from xrlflow.ir.graph import Leaves
+from xrlflow.ir.types import FLOATS, INTEGERS
+from xrlflow.ops.work import COUNTS, ELEMENTWISE, Kind, dimensions, work
+from xrlflow.rewrite import Library, Match, RegionRule, RewriteState
+from xrlflow.rewrite.state import Delta
+
+Floats = npt.NDArray[np.float32]
+Ints = npt.NDArray[np.int64]
+
+UNKNOWN = 0
+# What the graph's own inputs are called in the vocabulary of operators.
+INPUT = "(input)"
+
+# Seconds below this share of the whole are near 0 on the squashed scale, the whole is 1.
+_FINEST = 1e-4
+_KINDS = tuple(Kind)
+_DIMS = 4  # trailing dimensions of a tensor that an edge shows
+
+# Columns. A node: of its content, its kind, of its place in the graph.
+NODE_CONTENT = (
+    "flops", "bytes", "seconds", "m", "n", "k", "products", "channels", "groups", "kernel", "stride", "dilation",
+    "axis", "constant", "rank", "size", "bits", "inputs", "outputs",
+)  # fmt: skip
+NODE_PLACE = ("share of the cost", "readers", "is an output")
+NODE_FEATURES = len(NODE_CONTENT) + len(_KINDS) + len(NODE_PLACE)
+# An edge: of its tensor, of the slots that it joins, its direction (an edge from a constant has none).
+_TYPE_COLUMNS = _DIMS + 8
+_SLOT_COLUMNS = 4
+EDGE_FEATURES = _TYPE_COLUMNS + _SLOT_COLUMNS + 2
+CANDIDATE_CONTENT = (
+    "matched", "added", "removed", "rewired", "unpriced", "region", "flops added", "flops removed", "bytes added",
+    "bytes removed",
+)  # fmt: skip
+CANDIDATE_PLACE = (
+    "delta",
+    "delta to the initial cost",
+    "less than the best",
+    "is the best",
+    "gains",
+    "same rule",
+)
+CANDIDATE_FEATURES = len(CANDIDATE_CONTENT) + len(CANDIDATE_PLACE)
+CHANGE_FEATURES = 6  # sign, count, flops, bytes, constant, seconds
+GLOBAL_FEATURES = 7
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """Numbers of operators, rules and rule families; 0 is what has none. Stored with an agent's parameters."""
+
+    operators: tuple[str, ...]
+    rules: tuple[str, ...]
+    families: tuple[str, ...]
+
+    @staticmethod
+    def of(library: Library) -> Vocabulary:
+        """Of a library, and of every operator that it matches or that has a count of its work."""
+        return Vocabulary((INPUT,), (), ()).extended(library)
+
+    def extended(self, library: Library) -> Vocabulary:
+        """With what a library has besides. The numbers of what was known stay."""
+        operators = {*COUNTS, *ELEMENTWISE, *library.plans, *library.regions}
+        families = {rule.family for rule in library.rules.values()}
+        return Vocabulary(
+            (*self.operators, *sorted(operators.difference(self.operators))),
+            (*self.rules, *sorted(library.rules.keys() - set(self.rules))),
+            (*self.families, *sorted(families.difference(self.families))),
+        )
+
+    def numbers(self) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
+        """The numbers of operators, rules, families; they start at 1."""
+        operators, rules, families = (
+            {name: number for number, name in enumerate(names, 1)}
+            for names in (self.operators, self.rules, self.families)
+        )
+        return operators, rules, families
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Situation:
+    """What an agent decides on: a state, those of its candidates that it may choose, and how far it has come.
+
+    `cost` and `initial` are modelled seconds, now and where the episode began; `left` the part of the horizon that is
+    left.
+    """
+
+    state: RewriteState
+    candidates: tuple[Match, ...]
+    cost: float
+    initial: float
+    left: float = 1.0
+
+
+class RewriteData(Data):  # type: ignore[misc]
+    """A situation as tensors. N nodes (operators, then the graph's inputs), E edges, C candidates.
+
+    op [N]: operators' numbers; x [N, NODE_FEATURES]
+    edge_index [2, E], edge_attr [E, EDGE_FEATURES]: each tensor forward and backward; from constants, a self-loop
+    rule, family [C]: numbers; candidate [C, CANDIDATE_FEATURES]
+    role_node, role_candidate [M]: which nodes a candidate matches
+    change_op, change_candidate [K], change [K, CHANGE_FEATURES]: like operators that a candidate adds or removes
+    globals [1, GLOBAL_FEATURES]
+    """
+
+    op: torch.Tensor
+    rule: torch.Tensor
+    family: torch.Tensor
+    candidate: torch.Tensor
+    role_node: torch.Tensor
+    role_candidate: torch.Tensor
+    change_op: torch.Tensor
+    change_candidate: torch.Tensor
+    change: torch.Tensor
+    globals: torch.Tensor
+    # Of a batch: the graph of each node and of each candidate.
+    batch: torch.Tensor | None
+    rule_batch: torch.Tensor | None
+
+    @property
+    def candidates(self) -> int:
+        return int(self.rule.shape[0])
+
+    def __inc__(self, key: str, value: Any, *args: Any, **kwargs: Any) -> Any:
+        if key == "role_node":
+            return self.num_nodes
+        if key in ("role_candidate", "change_candidate"):
+            return self.candidates
+        return super().__inc__(key, value, *args, **kwargs)
+
+    def __cat_dim__(self, key: str, value: Any, *args: Any, **kwargs: Any) -> Any:
+        return 1 if key == "edge_index" else 0
+
+
+_CONCATENATED = ("op", "x", "edge_attr", "rule", "family", "candidate", "change_op", "change", "globals")
+
+
+def collate(observations: Sequence[RewriteData]) -> RewriteData:
+    """One disjoint union, with `batch` [N] and `rule_batch` [C]: the graph of each node and candidate.
+
+    The same as PyG's `Batch.from_data_list(observations, follow_batch=["rule"])`, in a fraction of the time.
+    """
+    stores = [o.to_dict() for o in observations]
+    nodes = torch.tensor([s["op"].shape[0] for s in stores])
+    candidates = torch.tensor([s["rule"].shape[0] for s in stores])
+    node_starts = (torch.cumsum(nodes, 0) - nodes).tolist()
+    candidate_starts = (torch.cumsum(candidates, 0) - candidates).tolist()
+
+    def joined(key: str, starts: Sequence[int], dim: int = 0) -> torch.Tensor:
+        return torch.cat([s[key] + start for s, start in zip(stores, starts)], dim)
+
+    numbers = torch.arange(len(stores))
+    out = RewriteData(
+        **{key: torch.cat([s[key] for s in stores]) for key in _CONCATENATED},
+        edge_index=joined("edge_index", node_starts, 1),
+        role_node=joined("role_node", node_starts),
+        role_candidate=joined("role_candidate", candidate_starts),
+        change_candidate=joined("change_candidate", candidate_starts),
+        batch=torch.repeat_interleave(numbers, nodes),
+        rule_batch=torch.repeat_interleave(numbers, candidates),
+    )
+    out.num_graphs = len(stores)
+    return out
+
+
+def squash(share: npt.ArrayLike) -> npt.NDArray[np.float64]:
+    """Shares of a whole on a scale that keeps the sign and shows small ones: 1e-4 -> 0.08, 0.01 -> 0.5, 1 -> 1."""
+    value = np.asarray(share, np.float64)
+    return np.sign(value) * np.log1p(np.abs(value) / _FINEST) / log1p(1 / _FINEST)
+
+
+def _log(number: float, top: float) -> float:
+    """A logarithm on a scale on which `top` is 1."""
+    return log1p(number) / log1p(top)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Like operators that an edit adds (count > 0) or removes (count < 0): their work all together."""
+
+    op: str
+    count: int
+    flops: float
+    bytes: float
+    seconds: float
+    const: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What an edit does to a graph."""
+
+    added: int
+    removed: int
+    rewired: int
+    parts: tuple[Part, ...]
+
+
+class Priced(float):
+    """An edit's worth that knows what the edit changes.
+
+    Matching builds the edit of each candidate once, to price it. A state that is priced by `Featuriser.pricing` keeps
+    then and there what the features need of it.
+    """
+
+    __slots__ = ("change",)
+
+    change: Change
+
+    def __new__(cls, delta: float, change: Change) -> Self:
+        made = super().__new__(cls, delta)
+        made.change = change
+        return made
+
+    def __reduce__(self) -> Any:
+        return (Priced, (float(self), self.change))
+
+
+@dataclass(frozen=True, slots=True)
+class _Content:
+    """What a node is, wherever it stands: the row of its features, its work at run time and its price."""
+
+    row: int
+    flops: float
+    bytes: float
+    seconds: float
+    const: bool
+
+
+class _Column:
+    """A growing array of rows."""
+
+    __slots__ = ("data", "size")
+
+    def __init__(self, width: int | None, dtype: npt.DTypeLike) -> None:
+        self.data = np.zeros((256,) if width is None else (256, width), dtype)
+        self.size = 0
+
+    def add(self, rows: Sequence[Any]) -> int:
+        """Append rows; the number of the first."""
+        start, self.size = self.size, self.size + len(rows)
+        if self.size > len(self.data):
+            grown = np.zeros((max(2 * len(self.data), self.size), *self.data.shape[1:]), self.data.dtype)
+            grown[:start] = self.data[:start]
+            self.data = grown
+        if rows:
+            self.data[start : self.size] = rows
+        return start
+
+
+class _Pool:
+    """The rows of everything seen in the states of one graph. Values have small numbers here."""
+
+    def __init__(self, leaves: Leaves) -> None:
+        self.leaves = leaves
+        self.values: dict[Value, int] = {}
+        self.leaf_type = _Column(None, np.int64)  # by value; -1: a node makes it
+        self.nodes: dict[Node, int] = {}
+        self.node = _Column(6, np.int64)  # operator, content, first input, inputs, first output, outputs
+        self.input = _Column(3, np.int64)  # value, slot, type that the content was made for
+        self.output = _Column(3, np.int64)  # value, slot, type
+        self.matches: dict[Match, int] = {}
+        self.match = _Column(6, np.int64)  # rule, family, first role, roles, first part, parts
+        self.match_content = _Column(len(CANDIDATE_CONTENT), np.float32)
+        self.delta = _Column(None, np.float64)
+        self.role = _Column(None, np.int64)  # value
+        self.part_op = _Column(None, np.int64)
+        self.part = _Column(CHANGE_FEATURES, np.float64)  # the last one is in seconds
+
+    @property
+    def size(self) -> int:
+        return len(self.nodes) + len(self.matches)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Structure:
+    """A graph as arrays. N nodes: operators, then the graph's inputs. R inputs of nodes.
+
+    `op`, `content` [N]: number and row. `source` [R]: the node that an input comes from, -1 for a constant; `target`
+    [R]: the node that reads it; `type` [R]: its tensor type's row; `slots` [R, 2]: which output of the source it is,
+    which input of the target. `positions`: by a value's number in the pool, the node that makes it.
+    """
+
+    op: Ints
+    content: Ints
+    source: Ints
+    target: Ints
+    type: Ints
+    slots: Ints
+    positions: Ints
+
+
+class Featuriser:
+    """Makes observations. Keeps the rows of what it has seen, up to `limit` nodes and candidates.
+
+    `prices` gives the nodes' shares of the cost; the model that the agent minimises, or one like it.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, prices: AdditiveCost, limit: int = 100_000) -> None:
+        self.vocabulary = vocabulary
+        self.prices = prices
+        self.limit = limit
+        self._ops, self._rules, self._families = vocabulary.numbers()
+        self._pools: dict[int, _Pool] = {}
+        self._contents: dict[tuple[object, ...], _Content] = {}
+        self._content = _Column(len(NODE_CONTENT) + len(_KINDS), np.float32)
+        self._content_seconds = _Column(None, np.float64)
+        self._types: dict[TensorType, int] = {}
+        self._type = _Column(_TYPE_COLUMNS, np.float32)
+
+    def pricing(self, delta: Delta) -> Delta:
+        """The cost model's delta for a state whose candidates are to be observed: their changes come for free."""
+
+        def price(graph: Graph, edit: Edit) -> float:
+            return Priced(delta(graph, edit), self.change(graph, edit))
+
+        return price
+
+    def priced(self, state: RewriteState) -> RewriteState:
+        """The same state, whose successors' new candidates are priced by `pricing`."""
+        assert state.delta is not None, "a state without prices has nothing to minimise"
+        return replace(state, delta=self.pricing(state.delta))
+
+    def __call__(self, situation: Situation) -> RewriteData:
+        """The observation. The candidates keep their order."""
+        graph, cost = situation.state.graph, situation.cost
+        pool = self._pool(graph)
+        structure = self._structure(pool, graph)
+        source, target = structure.source, structure.target
+        count = len(structure.op)
+
+        # Nodes.
+        made = source >= 0
+        x = np.empty((count, NODE_FEATURES), np.float32)
+        of_content = self._content.data.shape[1]
+        x[:, :of_content] = self._content.data[structure.content]
+        x[:, of_content] = squash(self._content_seconds.data[structure.content] / max(cost, 1e-30))
+        x[:, of_content + 1] = np.log1p(np.bincount(source[made], minlength=count)) / log1p(64)
+        x[:, of_content + 2] = 0.0
+        ends = [structure.positions[pool.values[v]] for v in graph.outputs if v in pool.values]
+        x[[p for p in ends if p >= 0], of_content + 2] = 1.0
+
+        # Edges: what nodes make forward and backward, what nobody makes as a loop.
+        tensors = np.concatenate((self._type.data[structure.type], _slot_columns(structure.slots)), 1)
+        read, loops = int(made.sum()), len(source) - int(made.sum())
+        edge_attr = np.zeros((2 * read + loops, EDGE_FEATURES), np.float32)
+        edge_attr[:read, :-2] = edge_attr[read : 2 * read, :-2] = tensors[made]
+        edge_attr[2 * read :, :-2] = tensors[~made]
+        edge_attr[:read, -2] = edge_attr[read : 2 * read, -1] = 1.0
+        above, below, alone = source[made], target[made], target[~made]
+        edge_index = np.stack((np.concatenate((above, below, alone)), np.concatenate((below, above, alone))))
+
+        # Candidates.
+        table, rows, deltas = self._candidates(pool, graph, situation)
+        choices = len(rows)
+        roles = _ranges(table[:, 2], table[:, 3])
+        role_node = structure.positions[pool.role.data[roles]]
+        role_candidate = np.repeat(np.arange(choices), table[:, 3])
+        parts = _ranges(table[:, 4], table[:, 5])
+        change = pool.part.data[parts]
+        change[:, -1] = squash(change[:, -1] / max(cost, 1e-30))
+        best = float(deltas.min()) if choices else 0.0
+        candidate = np.empty((choices, CANDIDATE_FEATURES), np.float32)
+        candidate[:, : len(CANDIDATE_CONTENT)] = pool.match_content.data[rows]
+        scale = max(cost, 1e-30)
+        gaining = deltas < 0
+        for column, values in enumerate(
+            (
+                squash(deltas / scale),
+                squash(deltas / max(situation.initial, 1e-30)),
+                squash((deltas - best) / scale),
+                deltas <= best,
+                gaining,
+                np.log1p(np.bincount(table[:, 0])[table[:, 0]]) / log1p(64) if choices else 0.0,
+            ),
+            len(CANDIDATE_CONTENT),
+        ):
+            candidate[:, column] = values
+        relative = cost / max(situation.initial, 1e-30)
+        state_of_affairs = [
+            relative,
+            float(squash(relative - 1)),
+            situation.left,
+            _log(count, 4096),
+            _log(choices, 4096),
+            float(squash(best / scale)),
+            float(gaining.mean()) if choices else 0.0,
+        ]
+        return RewriteData(
+            op=_tensor(structure.op),
+            x=torch.from_numpy(x),
+            edge_index=_tensor(edge_index),
+            edge_attr=torch.from_numpy(edge_attr),
+            rule=_tensor(table[:, 0]),
+            family=_tensor(table[:, 1]),
+            candidate=torch.from_numpy(candidate),
+            role_node=_tensor(role_node),
+            role_candidate=_tensor(role_candidate),
+            change_op=_tensor(pool.part_op.data[parts]),
+            change_candidate=_tensor(np.repeat(np.arange(choices), table[:, 5])),
+            change=torch.from_numpy(change.astype(np.float32)),
+            globals=torch.tensor([state_of_affairs], dtype=torch.float32),
+        )
+
+    def structure(self, graph: Graph) -> Structure:
+        """A graph's nodes and edges as arrays; rows of `content` and `type` are this featuriser's."""
+        return self._structure(self._pool(graph), graph)
+
+    def change(self, graph: Graph, edit: Edit) -> Change:
+        """What an edit of a graph adds and removes; operators of the same work are one part."""
+        new = {v: t for node in edit.added for v, t in zip(node.outputs, node.types)}
+        groups: Counter[tuple[str, _Content, bool]] = Counter()
+        for node in edit.removed:
+            groups[node.op, self._content_of(graph, node, _types(graph, node)), False] += 1
+        for node in edit.added:
+            in_types = tuple(
+                [None if v == ABSENT else new[v] if v in new else graph.type(v) for v in node.inputs]
+            )
+            groups[node.op, self._content_of(graph, node, in_types), True] += 1
+        parts = tuple(
+            Part(op, n if added else -n, n * c.flops, n * c.bytes, n * c.seconds, c.const)
+            for (op, c, added), n in groups.items()
+        )
+        return Change(len(edit.added), len(edit.removed), len(edit.rewired), parts)
+
+    def _pool(self, graph: Graph) -> _Pool:
+        """Of one graph and its successors: they share their leaves. All are dropped when there is too much."""
+        found = self._pools.get(id(graph.leaves))
+        if found is not None and sum(p.size for p in self._pools.values()) <= self.limit:
+            return found
+        if found is not None or len(self._pools) > self.limit // 100:
+            self._pools.clear()
+        found = self._pools[id(graph.leaves)] = _Pool(graph.leaves)
+        return found
+
+    def _structure(self, pool: _Pool, graph: Graph) -> Structure:
+        nodes = list(graph.nodes())
+        known = pool.nodes
+        try:
+            slots = [known[n] for n in nodes]
+        except KeyError:
+            slots = [known[n] if n in known else self._add_node(pool, graph, n) for n in nodes]
+        fed = [self._value(pool, v) for v in graph.inputs]
+        at, inputs = len(nodes), len(fed)
+
+        table = pool.node.data[slots] if slots else pool.node.data[:0]
+        entries = _ranges(table[:, 2], table[:, 3])
+        read = pool.input.data[entries]
+        target = np.repeat(np.arange(at), table[:, 3])
+        made = pool.output.data[_ranges(table[:, 4], table[:, 5])]
+        positions = np.full(len(pool.values), -1)
+        positions[fed] = np.arange(at, at + inputs)
+        positions[made[:, 0]] = np.repeat(np.arange(at), table[:, 5])
+        types = pool.leaf_type.data[: len(pool.values)].copy()
+        types[made[:, 0]] = made[:, 2]
+        output_slot = np.zeros(len(pool.values), np.int64)
+        output_slot[made[:, 0]] = made[:, 1]
+
+        type = types[read[:, 0]]
+        stale = np.flatnonzero(type != read[:, 2])
+        if stale.size:  # nodes that read a value of another type than where they were seen first
+            pool.input.data[entries[stale], 2] = type[stale]
+            for position in np.unique(target[stale]).tolist():
+                node = nodes[position]
+                row = self._content_of(graph, node, _types(graph, node)).row
+                pool.node.data[slots[position], 1] = table[position, 1] = row
+        content = np.empty(at + inputs, np.int64)
+        content[:at] = table[:, 1]
+        op = np.empty(at + inputs, np.int64)
+        op[:at], op[at:] = table[:, 0], self._ops[INPUT]
+        for number, value in enumerate(graph.inputs, at):
+            content[number] = self._content_of_input(graph.leaves.types[value]).row
+        slots_joined = np.stack((output_slot[read[:, 0]], read[:, 1]), 1)
+        return Structure(op, content, positions[read[:, 0]], target, type, slots_joined, positions)
+
+    def _candidates(
+        self, pool: _Pool, graph: Graph, situation: Situation
+    ) -> tuple[Ints, Sequence[int], npt.NDArray[np.float64]]:
+        """The candidates' rows in the pool's table [C, 6], their numbers there [C], and their deltas [C]."""
+        known, state = pool.matches, situation.state
+        try:
+            rows = [known[m] for m in situation.candidates]
+        except KeyError:
+            rows = [known[m] if m in known else self._add_match(pool, state, m) for m in situation.candidates]
+        if not rows:
+            return pool.match.data[:0], rows, pool.delta.data[:0]
+        return pool.match.data[rows], rows, pool.delta.data[rows]
+
+    def _value(self, pool: _Pool, value: Value) -> int:
+        found = pool.values.get(value)
+        if found is None:
+            found = pool.values[value] = len(pool.values)
+            type = pool.leaves.types.get(value)
+            pool.leaf_type.add((-1 if type is None else self._type_of(type),))
+        return found
+
+    def _add_node(self, pool: _Pool, graph: Graph, node: Node) -> int:
+        in_types = _types(graph, node)
+        first_input = pool.input.add(
+            [
+                (self._value(pool, value), slot, self._type_of(type))
+                for slot, (value, type) in enumerate(zip(node.inputs, in_types))
+                if type is not None
+            ]
+        )
+        first_output = pool.output.add(
+            [
+                (self._value(pool, value), slot, self._type_of(type))
+                for slot, (value, type) in enumerate(zip(node.outputs, node.types))
+            ]
+        )
+        content = self._content_of(graph, node, in_types).row
+        op = self._ops.get(node.op, UNKNOWN)
+        row = (op, content, first_input, pool.input.size - first_input, first_output, len(node.outputs))
+        number = pool.nodes[node] = pool.node.add((row,))
+        return number
+
+    def _add_match(self, pool: _Pool, state: RewriteState, match: Match) -> int:
+        rule, delta = match.rule, match.delta
+        change = delta.change if isinstance(delta, Priced) else self.change(state.graph, state.edit(match))
+        role = pool.role.add([self._value(pool, n.id) for n in match.nodes])
+        part = pool.part.add(
+            [
+                (
+                    1.0 if p.count > 0 else -1.0,
+                    _log(abs(p.count), 256),
+                    _log(p.flops, 1e12),
+                    _log(p.bytes, 1e10),
+                    p.const,
+                    p.seconds,
+                )
+                for p in change.parts
+            ]
+        )
+        pool.part_op.add([self._ops.get(p.op, UNKNOWN) for p in change.parts])
+        pool.match_content.add(
+            (
+                (
+                    _log(len(match.nodes), 256),
+                    _log(change.added, 256),
+                    _log(change.removed, 256),
+                    _log(change.rewired, 256),
+                    rule.unpriced,
+                    isinstance(rule, RegionRule),
+                    _log(sum(p.flops for p in change.parts if p.count > 0), 1e12),
+                    _log(sum(p.flops for p in change.parts if p.count < 0), 1e12),
+                    _log(sum(p.bytes for p in change.parts if p.count > 0), 1e10),
+                    _log(sum(p.bytes for p in change.parts if p.count < 0), 1e10),
+                ),
+            )
+        )
+        pool.delta.add((delta,))
+        numbers = self._rules.get(rule.name, UNKNOWN), self._families.get(rule.family, UNKNOWN)
+        number = pool.match.add(((*numbers, role, len(match.nodes), part, len(change.parts)),))
+        pool.matches[match] = number
+        return number
+
+    def _type_of(self, type: TensorType) -> int:
+        found = self._types.get(type)
+        if found is None:
+            found = self._types[type] = self._type.add((_type_columns(type, self.prices.bindings),))
+        return found
+
+    def _content_of_input(self, type: TensorType) -> _Content:
+        key = (INPUT, type)
+        found = self._contents.get(key)
+        if found is None:
+            columns = dict.fromkeys(NODE_CONTENT, 0.0)
+            columns.update(_output_columns(type, self.prices.bindings), outputs=_log(1, 16))
+            found = self._contents[key] = self._add_content(columns, Kind.VIEW, 0.0, 0.0, 0.0, False)
+        return found
+
+    def _content_of(self, graph: Graph, node: Node, in_types: InTypes) -> _Content:
+        key: tuple[object, ...] = (node.op, node.attrs.digest, in_types, node.types)
+        if node.op in ("If", "Loop"):
+            key = (*key, node.inputs[0])  # a condition or a trip count, which may be constant
+        found = self._contents.get(key)
+        if found is None:
+            found = self._contents[key] = self._content_from(graph, node, in_types)
+        return found
+
+    def _content_from(self, graph: Graph, node: Node, in_types: InTypes) -> _Content:
+        done = work(node, in_types, self.prices.bindings)
+        const = node.const  # evaluated when the model is written: no work at run time
+        flops, moved = (0.0, 0.0) if const else (float(done.flops), float(done.bytes))
+        seconds = self.prices.seconds(graph, node, in_types)
+        rank = node.types[0].rank or 0
+        columns: dict[str, float] = {
+            "flops": _log(flops, 1e12),
+            "bytes": _log(moved, 1e10),
+            "seconds": _log(seconds * 1e6, 1e6),
+            "channels": _log(done.channels, 4096),
+            "groups": _log(_number(node, "group", 1), 4096),
+            "kernel": _log(prod(_numbers(node, "kernel_shape")) - 1, 128),
+            "stride": _log(max(_numbers(node, "strides"), default=1) - 1, 8),
+            "dilation": _log(max(_numbers(node, "dilations"), default=1) - 1, 8),
+            "axis": _from_the_end(node, rank) / 8,
+            "constant": const,
+            "inputs": _log(len(node.inputs), 16),
+            "outputs": _log(len(node.outputs), 16),
+            **_output_columns(node.types[0], self.prices.bindings),
+        }
+        gemm = done.gemm
+        sizes = (0, 0, 0, 0) if gemm is None else (gemm.m, gemm.n, gemm.k, gemm.count)
+        columns.update(zip(("m", "n", "k", "products"), (_log(s, 65536) for s in sizes)))
+        return self._add_content(columns, done.kind, flops, moved, seconds, const)
+
+    def _add_content(
+        self,
+        columns: Mapping[str, float],
+        kind: Kind,
+        flops: float,
+        moved: float,
+        seconds: float,
+        const: bool,
+    ) -> _Content:
+        row = [*(columns[name] for name in NODE_CONTENT), *(k is kind for k in _KINDS)]
+        self._content_seconds.add((seconds,))
+        return _Content(self._content.add((row,)), flops, moved, seconds, const)
+
+
+def _types(graph: Graph, node: Node) -> InTypes:
+    return tuple([None if v == ABSENT else graph.type(v) for v in node.inputs])
+
+
+def _ranges(starts: Ints, counts: Ints) -> Ints:
+    """start, start + 1, ..., count of them, for each pair, one after the other."""
+    ends = np.cumsum(counts)
+    total = int(ends[-1]) if len(ends) else 0
+    return np.repeat(starts - (ends - counts), counts) + np.arange(total)
+
+
+def _tensor(array: Ints) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array))
+
+
+def _slot_columns(slots: Ints) -> Floats:
+    """[R, 2] -> [R, 4]: output slot, input slot, whether that is the first, the second."""
+    out = np.empty((len(slots), _SLOT_COLUMNS), np.float32)
+    out[:, :2] = np.minimum(slots, 8) / 8
+    out[:, 2] = slots[:, 1] == 0
+    out[:, 3] = slots[:, 1] == 1
+    return out
+
+
+def _type_columns(type: TensorType, bindings: Mapping[str, int]) -> list[float]:
+    """Trailing dimensions, size, rank, bits, float or integer or bool, constant, whether a dimension is a symbol."""
+    shape = dimensions(type, bindings)
+    sizes = [_log(d, 65536) for d in shape[-_DIMS:]]
+    return [
+        *[0.0] * (_DIMS - len(sizes)),
+        *sizes,
+        _log(prod(shape), 1e9),
+        len(shape) / 8,
+        type.dtype.bits / 64,
+        type.dtype in FLOATS,
+        type.dtype in INTEGERS,
+        type.dtype is DType.BOOL,
+        type.const,
+        not type.is_static,
+    ]
+
+
+def _output_columns(type: TensorType, bindings: Mapping[str, int]) -> dict[str, float]:
+    shape = dimensions(type, bindings)
+    return {"rank": len(shape) / 8, "size": _log(prod(shape), 1e9), "bits": type.dtype.bits / 64}
+
+
+def _number(node: Node, name: str, default: int) -> int:
+    value = node.attrs.get(name, default)
+    return value if isinstance(value, int) else default
+
+
+def _numbers(node: Node, name: str) -> tuple[int, ...]:
+    value = node.attrs.get(name, ())
+    return tuple(int(v) for v in value if isinstance(v, int)) if isinstance(value, tuple) else ()
+
+
+def _from_the_end(node: Node, rank: int) -> int:
+    """Which axis an operator works along, 1 being the last; 0 if it names none."""
+    axis = node.attrs.get("axis")
+    if not isinstance(axis, int):
+        return 0
+    return -axis if axis < 0 else max(rank - axis, 0)
+
+
+__all__ = [
+    "CANDIDATE_FEATURES",
+    "CHANGE_FEATURES",
+    "EDGE_FEATURES",
+    "GLOBAL_FEATURES",
+    "INPUT",
+    "NODE_FEATURES",
+    "UNKNOWN",
+    "Change",
+    "Featuriser",
+    "Part",
+    "Priced",
+    "RewriteData",
+    "Situation",
+    "Structure",
+    "Vocabulary",
+    "collate",
+    "squash",
+]
