@@ -1,0 +1,96 @@
+"""Checkpoints: tensors and their configuration in one safetensors file, never pickle."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save as to_bytes
+
+FORMAT = 1
+
+
+class CheckpointError(ValueError):
+    """A file that is not a checkpoint, is damaged, or is of another version or kind."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Checkpoint:
+    """Tensors by name, and a configuration of what JSON can hold. `kind` says whose they are ("agent")."""
+
+    kind: str
+    config: Mapping[str, Any]
+    tensors: Mapping[str, torch.Tensor]
+
+
+def save_checkpoint(checkpoint: Checkpoint, path: str | os.PathLike[str]) -> None:
+    """Write a checkpoint, whole or not at all: a reader, or a run that is killed, never sees half of one.
+
+    Raises CheckpointError if the file cannot be written, ValueError if the configuration is not JSON.
+    """
+    metadata = {
+        "format": str(FORMAT),
+        "kind": checkpoint.kind,
+        "config": json.dumps(checkpoint.config, allow_nan=False, sort_keys=True),
+    }
+    # Copies: safetensors refuses tensors that share memory.
+    tensors = {name: t.detach().cpu().contiguous().clone() for name, t in checkpoint.tensors.items()}
+    target = Path(path)
+    temporary: str | None = None
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+        with os.fdopen(handle, "wb") as file:
+            file.write(to_bytes(tensors, metadata))
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o666 & ~_umask())  # mkstemp's is for its owner alone
+        os.replace(temporary, target)
+        temporary = None
+    except OSError as error:
+        raise CheckpointError(f"{target} cannot be written: {error.strerror or error}") from error
+    finally:
+        if temporary is not None and os.path.exists(temporary):
+            os.remove(temporary)
+
+
+def load_checkpoint(path: str | os.PathLike[str], kind: str) -> Checkpoint:
+    """Read a checkpoint of this kind. Raises CheckpointError for anything else."""
+    try:
+        # Opened with Python first: it has the clearer error for what is not there or may not be read.
+        with open(path, "rb"):
+            pass
+        with safe_open(os.fspath(path), "pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+    except SafetensorError as error:
+        raise CheckpointError(f"{path} is no checkpoint, or is damaged: {error}") from error
+    version = metadata.get("format")
+    if version is None or "config" not in metadata:
+        raise CheckpointError(f"{path} is a safetensors file, but no checkpoint of xrlflow")
+    if version != str(FORMAT):
+        raise CheckpointError(f"{path} has format {version}; this version of xrlflow reads format {FORMAT}")
+    if metadata.get("kind") != kind:
+        raise CheckpointError(f"{path} holds: {metadata.get('kind')}; wanted: {kind}")
+    try:
+        config = json.loads(metadata["config"])
+    except json.JSONDecodeError as error:
+        raise CheckpointError(f"{path}: its configuration is damaged: {error}") from error
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path}: its configuration is damaged: not an object")
+    return Checkpoint(kind, config, tensors)
+
+
+def _umask() -> int:
+    current = os.umask(0)
+    os.umask(current)
+    return current

@@ -1,0 +1,352 @@
+"""Proximal policy optimisation in one file (Schulman et al., 2017, arXiv:1707.06347).
+
+It knows neither graphs nor kernels: observations are of any type, and a policy turns a list of them into a
+distribution over each one's own actions, and values. The details are those that "The 37 implementation details of
+PPO" (Huang et al., ICLR blog track 2022) found to matter.
+
+    episodes = collect(policy, environments, steps=2048, generator)   # whole episodes, batched over environments
+    rollout = Rollout.of(episodes, config)                            # advantages by GAE
+    statistics = update(policy, optimizer, rollout, config, generator)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from xrlflow.learn.segments import SegmentCategorical
+
+Obs = TypeVar("Obs")
+ObsIn = TypeVar("ObsIn", contravariant=True)
+ObsOut = TypeVar("ObsOut", covariant=True)
+Floats = npt.NDArray[np.float64]
+
+
+class TrainingError(RuntimeError):
+    """Training cannot go on: a statistic is not a number, or there is nothing to learn from."""
+
+
+class Policy(Protocol[ObsIn]):
+    """An actor and critic, usually an nn.Module: putting observations together is its business."""
+
+    def evaluate(self, observations: Sequence[ObsIn]) -> tuple[SegmentCategorical, Tensor]:
+        """The distribution over the actions of each of B observations, and their values [B]."""
+        ...
+
+    def parameters(self) -> Iterator[nn.Parameter]: ...
+
+
+class Environment(Protocol[ObsOut]):
+    """What is asked of an environment: Gymnasium's interface, with actions numbered from 0."""
+
+    def reset(self, *, seed: int | None = None) -> tuple[ObsOut, dict[str, Any]]: ...
+
+    def step(self, action: int) -> tuple[ObsOut, float, bool, bool, dict[str, Any]]:
+        """Observation, reward, terminated (it is an end), truncated (it would have gone on), information."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PPOConfig:
+    """Hyper-parameters. Defaults are X-RLflow's (see the paper's appendix) where it says them."""
+
+    learning_rate: float = 5e-4
+    # The part of the learning rate that is left at the end of training, reached linearly.
+    final_learning_rate: float = 0.1
+    adam_eps: float = 1e-5
+    gamma: float = 0.99
+    gae_lambda: float = 0.95
+    epochs: int = 4
+    minibatch: int = 64
+    clip: float = 0.2
+    # How far a value may move from the old one before its loss stops shrinking; None: as far as it wants.
+    value_clip: float | None = None
+    value_weight: float = 0.25
+    entropy_weight: float = 0.01
+    # An update ends early when a minibatch's KL divergence from the old policy exceeds 1.5 times this.
+    target_kl: float | None = 0.05
+    max_grad_norm: float = 0.5
+    normalize_advantages: bool = True
+    # Rewards are multiplied by this, so that values are of the order of 1.
+    reward_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        positive = (
+            "learning_rate",
+            "adam_eps",
+            "epochs",
+            "minibatch",
+            "clip",
+            "max_grad_norm",
+            "reward_scale",
+        )
+        for name in positive:
+            if not getattr(self, name) > 0:
+                raise ValueError(f"PPOConfig.{name} must be positive, not {getattr(self, name)}")
+        for name in ("gamma", "gae_lambda", "final_learning_rate"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"PPOConfig.{name} must be between 0 and 1, not {getattr(self, name)}")
+
+    def rate(self, progress: float) -> float:
+        """The learning rate when this part (0 to 1) of the training is done."""
+        left = 1.0 - min(max(progress, 0.0), 1.0)
+        return self.learning_rate * (self.final_learning_rate + (1.0 - self.final_learning_rate) * left)
+
+    def optimizer(self, policy: Policy[Any]) -> torch.optim.Adam:
+        return torch.optim.Adam(policy.parameters(), lr=self.learning_rate, eps=self.adam_eps)
+
+
+@dataclass(slots=True)
+class Episode(Generic[Obs]):
+    """What happened in T steps of one environment; `values` and `log_probs` as the acting policy had them.
+
+    `bootstrap` is the value of what came after the last step: 0 where the episode terminated, the critic's estimate
+    where it was cut off.
+    """
+
+    observations: list[Obs] = field(default_factory=list)
+    actions: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
+    bootstrap: float = 0.0
+    truncated: bool = False
+    # What the environment said with the last step.
+    info: dict[str, Any] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.actions)
+
+    @property
+    def total(self) -> float:
+        """The undiscounted return."""
+        return math.fsum(self.rewards)
+
+
+def collect(
+    policy: Policy[Obs],
+    environments: Sequence[Environment[Obs]],
+    steps: int,
+    generator: torch.Generator,
+) -> list[Episode[Obs]]:
+    """Whole episodes of at least `steps` steps together, the environments' observations evaluated in one batch.
+
+    Episodes are begun until the steps suffice, and then finished, so the next call depends on nothing but its
+    generator. A truncated episode bootstraps from the value of its last observation.
+    """
+    episodes: list[Episode[Obs]] = []
+    running: dict[int, tuple[Episode[Obs], Obs]] = {}
+    idle = list(range(len(environments)))
+    taken = 0
+    with torch.no_grad():
+        while True:
+            # The steps of episodes in progress count as taken: an episode begun now would come on top of them.
+            while idle and taken < steps:
+                index = idle.pop(0)
+                seed = int(torch.randint(2**31 - 1, (), generator=generator))
+                observation, _ = environments[index].reset(seed=seed)
+                episodes.append(Episode())
+                running[index] = (episodes[-1], observation)
+            if not running:
+                return episodes
+            order = sorted(running)
+            distribution, values = policy.evaluate([running[i][1] for i in order])
+            actions = distribution.sample(generator)
+            log_probs = distribution.log_prob(actions)
+            for index, action, log_prob, value in zip(
+                order, actions.tolist(), log_probs.tolist(), values.tolist()
+            ):
+                episode, observation = running[index]
+                episode.observations.append(observation)
+                episode.actions.append(action)
+                episode.log_probs.append(log_prob)
+                episode.values.append(value)
+                observation, reward, terminated, truncated, info = environments[index].step(action)
+                episode.rewards.append(float(reward))
+                taken += 1
+                running[index] = (episode, observation)
+                if terminated or truncated:
+                    del running[index]
+                    idle.append(index)
+                    episode.info, episode.truncated = info, truncated and not terminated
+                    if episode.truncated:
+                        episode.bootstrap = float(policy.evaluate([observation])[1][0])
+            idle.sort()
+
+
+def gae(rewards: Floats, values: Floats, bootstrap: float, gamma: float, gae_lambda: float) -> Floats:
+    """Generalised advantage estimates [T] of consecutive steps (Schulman et al., 2016, equation 16).
+
+    `rewards` [T], `values` [T]; `bootstrap` is the value of the state after the last step: 0 at a termination, an
+    estimate at a truncation or where the buffer happens to end.
+    """
+    following = np.append(values[1:], bootstrap)
+    errors = rewards + gamma * following - values
+    advantages = np.zeros_like(errors)
+    carried = 0.0
+    for step in reversed(range(len(errors))):
+        carried = errors[step] + gamma * gae_lambda * carried
+        advantages[step] = carried
+    return advantages
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rollout(Generic[Obs]):
+    """T steps to learn from, flat: observations, and tensors [T]."""
+
+    observations: list[Obs]
+    actions: Tensor
+    log_probs: Tensor
+    values: Tensor
+    advantages: Tensor
+    returns: Tensor
+
+    @staticmethod
+    def of(episodes: Sequence[Episode[Obs]], config: PPOConfig) -> Rollout[Obs]:
+        """The episodes' steps with advantages and returns. Raises TrainingError if there is no step."""
+        if not any(len(e) for e in episodes):
+            raise TrainingError("no steps to learn from")
+        advantages, values = [], []
+        for e in episodes:
+            old = np.asarray(e.values, np.float64)
+            scaled = config.reward_scale * np.asarray(e.rewards, np.float64)
+            advantages.append(gae(scaled, old, e.bootstrap, config.gamma, config.gae_lambda))
+            values.append(old)
+        flat, old = np.concatenate(advantages), np.concatenate(values)
+        return Rollout(
+            [o for e in episodes for o in e.observations],
+            torch.tensor([a for e in episodes for a in e.actions]),
+            torch.tensor([p for e in episodes for p in e.log_probs], dtype=torch.float32),
+            torch.tensor(old, dtype=torch.float32),
+            torch.tensor(flat, dtype=torch.float32),
+            torch.tensor(flat + old, dtype=torch.float32),
+        )
+
+    def __len__(self) -> int:
+        return len(self.observations)
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """Averages over the minibatches of an update."""
+
+    policy_loss: float
+    value_loss: float
+    entropy: float
+    # KL divergence from the policy that acted, estimated as in http://joschu.net/blog/kl-approx.html (k3).
+    approx_kl: float
+    # The part of the steps whose ratio was clipped.
+    clipfrac: float
+    grad_norm: float
+    # Of the returns' variance, the part that the acting critic had foreseen.
+    explained_variance: float
+    learning_rate: float
+    # Minibatches that were learned from: fewer than all where the KL divergence ended the update.
+    minibatches: int
+
+
+def update(
+    policy: Policy[Obs],
+    optimizer: torch.optim.Optimizer,
+    rollout: Rollout[Obs],
+    config: PPOConfig,
+    generator: torch.Generator,
+    progress: float = 0.0,
+) -> Stats:
+    """Improve the policy by `config.epochs` passes over the rollout; `progress` (0 to 1) sets the learning rate.
+
+    Raises TrainingError, before the parameters are touched, if a loss or the gradient is not finite.
+    """
+    rate = config.rate(progress)
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    size = len(rollout)
+    sums: dict[str, float] = {}
+    done = 0
+    stop = False
+    for _ in range(config.epochs):
+        order = torch.randperm(size, generator=generator)
+        for batch in torch.split(order, config.minibatch):
+            terms = _losses(policy, rollout, batch, config)
+            figures = {name: float(term.detach()) for name, term in terms.items()}
+            for name, figure in figures.items():
+                if not math.isfinite(figure):
+                    raise TrainingError(f"{name} is {figure}: the policy gives numbers that are not finite")
+            if config.target_kl is not None and figures["approx_kl"] > 1.5 * config.target_kl:
+                stop = True
+                break
+            loss = (
+                terms["policy_loss"]
+                + config.value_weight * terms["value_loss"]
+                - config.entropy_weight * terms["entropy"]
+            )
+            optimizer.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            figures["grad_norm"] = float(
+                nn.utils.clip_grad_norm_(policy.parameters(), config.max_grad_norm).detach()
+            )
+            if not math.isfinite(figures["grad_norm"]):
+                raise TrainingError(f"grad_norm is {figures['grad_norm']}: the gradient is not finite")
+            optimizer.step()
+            done += 1
+            for name, figure in figures.items():
+                sums[name] = sums.get(name, 0.0) + figure
+        if stop:
+            break
+    mean = {name: total / done for name, total in sums.items()} if done else figures | {"grad_norm": 0.0}
+    return Stats(
+        **mean,
+        explained_variance=explained_variance(rollout.values, rollout.returns),
+        learning_rate=rate,
+        minibatches=done,
+    )
+
+
+def _losses(
+    policy: Policy[Obs], rollout: Rollout[Obs], batch: Tensor, config: PPOConfig
+) -> dict[str, Tensor]:
+    """The terms of the loss on some steps, and what tells how far the policy has moved (Stats' names)."""
+    distribution, values = policy.evaluate([rollout.observations[i] for i in batch.tolist()])
+    log_ratio = distribution.log_prob(rollout.actions[batch]) - rollout.log_probs[batch]
+    ratio = log_ratio.exp()
+    advantages = rollout.advantages[batch]
+    if config.normalize_advantages and batch.numel() > 1:
+        advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
+    clipped = ratio.clamp(1 - config.clip, 1 + config.clip)
+    returns = rollout.returns[batch]
+    errors = (values - returns).square()
+    if config.value_clip is not None:
+        old = rollout.values[batch]
+        near = old + (values - old).clamp(-config.value_clip, config.value_clip)
+        errors = torch.maximum(errors, (near - returns).square())
+    with torch.no_grad():
+        approx_kl = (ratio - 1 - log_ratio).mean()
+        clipfrac = ((ratio - 1).abs() > config.clip).float().mean()
+    return {
+        "policy_loss": -torch.minimum(ratio * advantages, clipped * advantages).mean(),
+        "value_loss": errors.mean(),
+        "entropy": distribution.entropy().mean(),
+        "approx_kl": approx_kl,
+        "clipfrac": clipfrac,
+    }
+
+
+def explained_variance(values: Tensor, returns: Tensor) -> float:
+    """1 - Var(returns - values) / Var(returns); 0 where the returns do not vary."""
+    spread = float(returns.var(correction=0))
+    return 1.0 - float((returns - values).var(correction=0)) / spread if spread > 1e-12 else 0.0
+
+
+def orthogonal(layer: nn.Linear, gain: float = math.sqrt(2.0)) -> nn.Linear:
+    """The layer with orthogonal weights and no bias: gain sqrt(2) inside, 0.01 for policies, 1 for values."""
+    nn.init.orthogonal_(layer.weight, gain)
+    if layer.bias is not None:
+        nn.init.zeros_(layer.bias)
+    return layer
