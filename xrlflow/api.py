@@ -26,7 +26,7 @@ from xrlflow.backends.onnxruntime import (
 from xrlflow.backends.onnxruntime.session import CPU, ort_errors
 from xrlflow.backends.results import SpeedUp
 from xrlflow.cost import CostModel, Measured, Profiled, Roofline, calibrated
-from xrlflow.ir import Dim, Graph
+from xrlflow.ir import Graph
 from xrlflow.onnxio import (
     ImportedModel,
     ModelError,
@@ -191,6 +191,7 @@ class _Job:
     folder: str
     library: Library
     listener: Listener | None
+    shapes: Mapping[str, Sequence[int]]
     feeds: dict[str, Any] | None = None
     phases: dict[str, float] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -311,6 +312,7 @@ def optimize(
                 assuming=(*assuming, *(("approximate",) if allow_approximate else ())),
             ),
             listener,
+            shapes or {},
         )  # fmt: skip
         job.phase("import", begin)
         given = None if isinstance(cost, str) else cost
@@ -333,6 +335,8 @@ def _run(
             _run_twice(job)
     elif measuring or job.cost_name == "measured":
         job.feeds = _feeds(job)
+    if job.feeds is not None:
+        imported = job.imported = _bound(job, job.feeds)
     since = time.monotonic()
     model = given or _cost_model(job)
     base = _start(job, model)
@@ -451,7 +455,7 @@ def _result(
 
 
 def _cost_model(job: _Job) -> CostModel:
-    bindings = _bindings(job)
+    bindings = job.imported.bindings
     machine = calibrated(job.threads)
     if job.cost_name == "roofline":
         return Roofline(machine, bindings)
@@ -468,16 +472,19 @@ def _cost_model(job: _Job) -> CostModel:
     )
 
 
-def _bindings(job: _Job) -> dict[str, int]:
-    """Numbers for the symbols of the types: the user's, and those of the inputs that are measured with."""
-    bindings = dict(job.imported.bindings)
-    for value, name in zip(job.imported.graph.inputs, (i.name for i in job.imported.frame.graph.input)):
-        shape: tuple[Dim, ...] = job.imported.graph.type(value).shape or ()
-        array = (job.feeds or {}).get(name)
-        for dim, size in zip(shape, getattr(array, "shape", ())):
-            if isinstance(dim, str):
-                bindings.setdefault(dim, int(size))
-    return bindings
+def _bound(job: _Job, feeds: Mapping[str, Any]) -> ImportedModel:
+    """The model with numbers for the dimensions that the user left open: those of what is measured with."""
+    imported = job.imported
+    shapes: dict[str, tuple[int, ...]] = {}
+    for value, info in zip(imported.graph.inputs, imported.frame.graph.input):
+        declared = imported.graph.type(value).shape
+        shape = getattr(feeds.get(info.name), "shape", ())
+        known = (isinstance(d, int) or d in imported.bindings for d in declared or ())
+        if not all(known) and min(shape, default=0) > 0:
+            shapes[info.name] = shape
+    if not shapes or imported.fixed:
+        return imported
+    return load(job.source, shapes={**job.shapes, **shapes})
 
 
 def _start(job: _Job, model: CostModel) -> Found:
@@ -814,7 +821,7 @@ def bench(
         now = time.monotonic()
         job = _Job(
             imported, model, "greedy", "roofline", 0, 1.0, seed, threads or default_threads(), None,
-            now, now + time_limit, 1.0, folder, Library(()), None,
+            now, now + time_limit, 1.0, folder, Library(()), None, {},
         )  # fmt: skip
         feeds = dict(user_case(imported, inputs).feeds) if inputs is not None else _feeds(job)
         baseline = _runnable(against) if against is not None else job.original

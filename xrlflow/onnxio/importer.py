@@ -77,15 +77,15 @@ def load(
             frame = _frame(proto)
     opset = versions.to_canonical(store.name, proto)
     typed, declared = _typed(proto)
-    if bindings and not fix_shapes:
-        bindings = dimensions.solve(typed, bindings) | bindings
     overridable = {
         t.name: store.const(t)
         for t in proto.graph.initializer
         if t.name in {v.name for v in proto.graph.input}
     }
-    importer = _Importer(store, bindings)
+    importer = _Importer(store)
     graph = importer.main(typed.graph, declared, overridable)
+    if bindings and not fix_shapes:
+        bindings = dimensions.solve(graph, bindings)
     versions.set_opset(frame, opset)
     return ImportedModel(
         name=store.name,
@@ -200,10 +200,13 @@ def _typed(proto: onnx.ModelProto) -> tuple[onnx.ModelProto, dict[str, TensorTyp
     except (onnx.shape_inference.InferenceError, RuntimeError):
         # The model as a whole defeats ONNX's inference; node by node we may still learn most types.
         return bare, {name: type_of_proto(t) for name, t in declared.items()}
+    symbols = {
+        d.dim_param for v in (*proto.graph.input, *proto.graph.output) for d in v.type.tensor_type.shape.dim
+    }
     believed: dict[str, TensorType] = {}
     inferred = {v.name: v.type for v in typed.graph.value_info}
     for name, type in declared.items():
-        known = type_of_proto(type)
+        known = _without_made_up(type_of_proto(type), symbols)
         if name in inferred:
             try:
                 merge_types(type_of_proto(inferred[name]), known)
@@ -255,27 +258,36 @@ class _Scope:
         return self.values[name]
 
 
+def _without_made_up(type: TensorType, symbols: set[str]) -> TensorType:
+    """The type without the names that an earlier inference made up for dimensions.
+
+    This one uses the same names again, for others.
+    """
+    if type.shape is None:
+        return type
+    dims = tuple(
+        None if isinstance(d, str) and d.startswith("unk__") and d not in symbols else d for d in type.shape
+    )
+    return TensorType(type.dtype, dims, type.const, type.other)
+
+
 class _Importer:
-    def __init__(self, store: TensorStore, bindings: Mapping[str, int]) -> None:
+    def __init__(self, store: TensorStore) -> None:
         self.store = store
-        self.bindings = bindings
         self.pool = ConstPool()
         self.labels: dict[Value, NodeLabel] = {}
         self.recipes: dict[Value, Recipe] = {}
-        self.symbols: set[str] = set(bindings)
 
     def main(
         self, proto: onnx.GraphProto, declared: Mapping[str, TensorType], overridable: Mapping[str, Const]
     ) -> Graph:
         scope = _Scope(None)
-        for info in proto.input:
-            self.symbols.update(d.dim_param for d in info.type.tensor_type.shape.dim)
         inputs = []
         for info in proto.input:
             value = mix(digest("input"), digest(info.name))
             inputs.append(value)
             scope.values[info.name] = value
-            scope.leaves.types[value] = self._type(info.type)
+            scope.leaves.types[value] = type_of_proto(info.type)
             scope.leaves.names[value] = info.name
         scope.types.update(declared)
         return self._graph(proto, scope, inputs, overridable)
@@ -288,7 +300,7 @@ class _Importer:
             value = mix(digest("formal"), at)
             inputs.append(value)
             scope.values[info.name] = value
-            scope.leaves.types[value] = self._type(info.type)
+            scope.leaves.types[value] = type_of_proto(info.type)
             scope.leaves.names[value] = info.name
         graph = self._graph(proto, scope, inputs, {})
         return Body(graph, tuple(scope.captured.values()), proto.name), tuple(scope.captured)
@@ -298,7 +310,7 @@ class _Importer:
     ) -> Graph:
         for info in (*proto.value_info, *proto.output):
             if info.type.WhichOneof("value"):
-                scope.types[info.name] = _merged(self._type(info.type), scope.types.get(info.name))
+                scope.types[info.name] = _merged(type_of_proto(info.type), scope.types.get(info.name))
         for tensor in proto.initializer:
             if tensor.name not in overridable:
                 self._name_const(scope, tensor.name, self.store.const(tensor))
@@ -327,17 +339,6 @@ class _Importer:
                 f"{self.store.name}: {reader} reads {name!r}, which nothing makes: the file is damaged, export it again"
             )
         return value
-
-    def _type(self, proto: onnx.TypeProto) -> TensorType:
-        type = type_of_proto(proto)
-        if type.shape is None or not any(isinstance(d, str) for d in type.shape):
-            return type
-        # What ONNX's inference makes up for dimensions that it cannot compute says nothing.
-        dims = tuple(
-            None if isinstance(d, str) and d.startswith("unk__") and d not in self.symbols else d
-            for d in type.shape
-        )
-        return TensorType(type.dtype, dims, type.const, type.other)
 
     def _name_const(self, scope: _Scope, name: str, const: Const) -> None:
         value = self.pool.add(const, scope.leaves)

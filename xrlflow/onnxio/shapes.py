@@ -2,14 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import onnx
-import onnx.shape_inference
 
+from xrlflow.ir import (
+    ABSENT,
+    Body,
+    Const,
+    Dim,
+    DType,
+    Graph,
+    Node,
+    TensorType,
+    TypeConflict,
+    Value,
+    merge_types,
+)
+from xrlflow.ir.graph import SMALL, ArrayHandle
 from xrlflow.onnxio.errors import ModelError
 from xrlflow.onnxio.protos import subgraphs
+from xrlflow.ops.evaluate import evaluate_node
+from xrlflow.ops.field import NotEvaluable
+from xrlflow.ops.infer import InferenceError, infer
+from xrlflow.ops.schema import is_foldable, schema
+from xrlflow.ops.tensors import numpy_dtype
 
+_Arrays = Sequence[npt.NDArray[Any] | None]
 _Shape = onnx.TensorShapeProto
 
 
@@ -67,23 +90,96 @@ def fix(proto: onnx.ModelProto, bindings: Mapping[str, int]) -> None:
                 dim.dim_value = bindings[dim.dim_param]
 
 
-def solve(typed: onnx.ModelProto, bindings: Mapping[str, int]) -> dict[str, int]:
-    """Numbers for further symbols, those that ONNX's inference made up for computed dimensions included."""
-    bound = onnx.ModelProto()
-    bound.CopyFrom(typed)
-    del bound.graph.value_info[:]
-    fix(bound, bindings)
-    numeric = onnx.shape_inference.infer_shapes(bound, data_prop=True)
-    numbers = {v.name: v.type for v in (*numeric.graph.value_info, *numeric.graph.output)}
-    found: dict[str, int] = {}
-    for value in (*typed.graph.value_info, *typed.graph.output):
-        other = numbers.get(value.name)
-        if other is None or len(other.tensor_type.shape.dim) != len(value.type.tensor_type.shape.dim):
-            continue
-        for dim, number in zip(value.type.tensor_type.shape.dim, other.tensor_type.shape.dim):
-            if dim.dim_param and number.HasField("dim_value"):
-                found.setdefault(dim.dim_param, number.dim_value)
-    return found
+def solve(graph: Graph, bindings: Mapping[str, int]) -> dict[str, int]:
+    """Numbers for all symbols that follow from `bindings`, which are among them.
+
+    Also for those that ONNX's inference makes up for computed dimensions: types are inferred anew with numbers,
+    and what the model computes from them (shapes, axes, counts) is evaluated as far as it is small.
+    """
+    numbers = dict(bindings)
+    _solve(graph, numbers, {}, {})
+    return numbers
+
+
+def _solve(
+    graph: Graph,
+    numbers: dict[str, int],
+    types: dict[Value, TensorType],
+    known: dict[Value, npt.NDArray[Any]],
+) -> None:
+    """Adds to `numbers`. `types` and `known` hold what is known of the inputs."""
+
+    def type_of(value: Value) -> TensorType:
+        if value not in types:
+            types[value] = _with_numbers(graph.type(value), numbers)
+        return types[value]
+
+    def array_of(value: Value) -> npt.NDArray[Any] | None:
+        const = graph.const(value)
+        return const.array if const is not None else known.get(value)
+
+    for node in graph.topological():
+        ins = [None if v == ABSENT else type_of(v) for v in node.inputs]
+        arrays = [None if v == ABSENT else array_of(v) for v in node.inputs]
+        outer = iter(node.inputs[len(node.explicit_inputs) :])
+        for body in node.attrs.values():
+            if isinstance(body, Body):
+                captured = list(zip(body.captured, outer))
+                inside = {i: a for i, v in captured if (a := array_of(v)) is not None}
+                _solve(body.graph, numbers, {i: type_of(v) for i, v in captured}, inside)
+        for value, type in zip(node.outputs, _inferred(node, ins, arrays)):
+            for dim, number in zip(graph.type(value).shape or (), type.shape or ()):
+                if isinstance(dim, str) and isinstance(number, int):
+                    numbers.setdefault(dim, number)
+            with contextlib.suppress(TypeConflict):
+                types[value] = merge_types(type_of(value), type)
+        known.update(_evaluated(node, [type_of(v) for v in node.outputs], ins, arrays))
+
+
+def _inferred(node: Node, types: Sequence[TensorType | None], arrays: _Arrays) -> Sequence[TensorType]:
+    """What the types and small values of the inputs say of the outputs; as declared if nothing."""
+    if schema(node.op) is None or any(isinstance(a, Body) for a in node.attrs.values()):
+        return node.types
+    data = [None if a is None or t is None else Const(t, ArrayHandle(a), a) for a, t in zip(arrays, types)]
+    try:
+        return infer(node.op, node.attrs, types, data, len(node.outputs))
+    except InferenceError:  # the file that declares its types may know more
+        return node.types
+
+
+def _evaluated(
+    node: Node, made: Sequence[TensorType], types: Sequence[TensorType | None], arrays: _Arrays
+) -> dict[Value, npt.NDArray[Any]]:
+    """The outputs of a node that computes something small from what is known."""
+    if not is_foldable(node.op) or any(
+        t.dtype is DType.UNDEFINED or t.size is None or t.size > SMALL for t in made
+    ):
+        return {}
+    if node.op in ("Shape", "Size"):
+        shape = None if types[0] is None or types[0].size is None else types[0].shape
+        arrays = [None if shape is None else np.broadcast_to(np.int8(0), _numeric(shape))]
+    if any(a is None and v != ABSENT for a, v in zip(arrays, node.inputs)):
+        return {}
+    try:
+        found = evaluate_node(node.op, node.attrs, arrays, len(made))
+    except (
+        NotEvaluable,
+        ValueError,
+        IndexError,
+    ):  # the latter: the shapes do not fit the model, as a run will say
+        return {}
+    return {v: np.asarray(a).astype(numpy_dtype(t.dtype)) for v, a, t in zip(node.outputs, found, made)}
+
+
+def _numeric(shape: Sequence[Dim]) -> tuple[int, ...]:
+    return tuple(d for d in shape if isinstance(d, int))
+
+
+def _with_numbers(type: TensorType, numbers: Mapping[str, int]) -> TensorType:
+    if type.shape is None or not any(isinstance(d, str) for d in type.shape):
+        return type
+    dims = tuple(numbers.get(d, d) if isinstance(d, str) else d for d in type.shape)
+    return TensorType(type.dtype, dims, type.const, type.other)
 
 
 def _types(graph: onnx.GraphProto) -> Iterator[onnx.TypeProto]:

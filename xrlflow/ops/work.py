@@ -99,7 +99,7 @@ def dimensions(type: TensorType, bindings: Mapping[str, int]) -> Shape:
 
 
 def _unbound(symbol: str | None, axis: int) -> int:
-    if symbol is None:
+    if symbol is None or symbol.startswith("unk__"):  # a name that ONNX's inference made up
         return BATCH_DIM if axis == 0 else OTHER_DIM
     name = symbol.lower()
     return BATCH_DIM if name in _BATCH_NAMES or "batch" in name else OTHER_DIM

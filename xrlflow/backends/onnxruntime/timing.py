@@ -29,8 +29,8 @@ def measure(
     """How many times faster each of `models` is than the first, end to end, on the same `feeds`.
 
     All are loaded at once (a session's memory each; the A/A control needs none of its own) and timed in turns: see
-    `interleave` for how, when it ends and what `control`, `margin` and `target_width` mean. `time_limit` is in seconds and
-    includes loading. `threads` defaults to the physical cores; they are pinned to the same CPUs for all models (see
+    `interleave` for how, when it ends and what `control`, `margin` and `target_width` mean. `time_limit` is in seconds
+    and includes loading. `threads` defaults to the physical cores; they are pinned to the same CPUs for all models (see
     `placement`), the calling thread too as long as this runs. `load_reversed` loads the last model first.
 
     Raises BackendError when a model cannot be loaded or run on `feeds`, and for what `open_model` refuses.
