@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -247,6 +247,10 @@ class _Declared:
     mends: ClassVar[bool] = False
     # Graphs (ONNX's text form) in which the rule applies; a region rule has no other declaration of its left side.
     examples: ClassVar[tuple[str, ...]] = ()
+    # More graphs for the proof: conditions refuse in them that no variation of the others comes across.
+    near_misses: ClassVar[tuple[str, ...]] = ()
+    # Why mutants of the rule that pass its proof are right all the same, by what was done otherwise.
+    survivors: ClassVar[Mapping[str, str]] = {}
 
     @cached_property
     def name(self) -> str:
