@@ -12,7 +12,7 @@ PPO" (Huang et al., ICLR blog track 2022) found to matter.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -199,7 +199,10 @@ def gae(rewards: Floats, values: Floats, bootstrap: float, gamma: float, gae_lam
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rollout(Generic[Obs]):
-    """T steps to learn from, flat: observations, and tensors [T]."""
+    """T steps to learn from, flat: observations, and tensors [T].
+
+    Who only plans an update that others compute (see `Differentiate`) has no use for the observations.
+    """
 
     observations: list[Obs]
     actions: Tensor
@@ -229,8 +232,20 @@ class Rollout(Generic[Obs]):
             torch.tensor(flat + old, dtype=torch.float32),
         )
 
+    def part(self, steps: Tensor, advantages: Tensor) -> Rollout[Obs]:
+        """Some steps [S], with these advantages [S]."""
+        chosen = [self.observations[i] for i in steps.tolist()]
+        return Rollout(
+            chosen,
+            self.actions[steps],
+            self.log_probs[steps],
+            self.values[steps],
+            advantages,
+            self.returns[steps],
+        )
+
     def __len__(self) -> int:
-        return len(self.observations)
+        return int(self.actions.shape[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,6 +267,11 @@ class Stats:
     minibatches: int
 
 
+# differentiate(steps, advantages): leave the gradient of the mean loss on these steps in the parameters' `grad`, and
+# say what `losses` did, as numbers. Where the steps' observations are elsewhere, the work is done there.
+Differentiate = Callable[[Tensor, Tensor], dict[str, float]]
+
+
 def update(
     policy: Policy[Obs],
     optimizer: torch.optim.Optimizer,
@@ -259,48 +279,50 @@ def update(
     config: PPOConfig,
     generator: torch.Generator,
     progress: float = 0.0,
+    differentiate: Differentiate | None = None,
 ) -> Stats:
     """Improve the policy by `config.epochs` passes over the rollout; `progress` (0 to 1) sets the learning rate.
 
     Raises TrainingError, before the parameters are touched, if a loss or the gradient is not finite.
     """
+
+    def here(steps: Tensor, advantages: Tensor) -> dict[str, float]:
+        terms = losses(policy, rollout.part(steps, advantages), config)
+        terms["loss"].backward()  # type: ignore[no-untyped-call]
+        return {name: float(term.detach()) for name, term in terms.items()}
+
+    slope = differentiate or here
     rate = config.rate(progress)
     for group in optimizer.param_groups:
         group["lr"] = rate
-    size = len(rollout)
     sums: dict[str, float] = {}
-    done = 0
-    stop = False
+    figures: dict[str, float] = {}
+    done, stop = 0, False
     for _ in range(config.epochs):
-        order = torch.randperm(size, generator=generator)
-        for batch in torch.split(order, config.minibatch):
-            terms = _losses(policy, rollout, batch, config)
-            figures = {name: float(term.detach()) for name, term in terms.items()}
+        order = torch.randperm(len(rollout), generator=generator)
+        for steps in torch.split(order, config.minibatch):
+            advantages = rollout.advantages[steps]
+            if config.normalize_advantages and steps.numel() > 1:
+                advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
+            optimizer.zero_grad()
+            figures = slope(steps, advantages)
+            figures["grad_norm"] = float(
+                nn.utils.clip_grad_norm_(policy.parameters(), config.max_grad_norm).detach()
+            )
             for name, figure in figures.items():
                 if not math.isfinite(figure):
                     raise TrainingError(f"{name} is {figure}: the policy gives numbers that are not finite")
             if config.target_kl is not None and figures["approx_kl"] > 1.5 * config.target_kl:
                 stop = True
                 break
-            loss = (
-                terms["policy_loss"]
-                + config.value_weight * terms["value_loss"]
-                - config.entropy_weight * terms["entropy"]
-            )
-            optimizer.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
-            figures["grad_norm"] = float(
-                nn.utils.clip_grad_norm_(policy.parameters(), config.max_grad_norm).detach()
-            )
-            if not math.isfinite(figures["grad_norm"]):
-                raise TrainingError(f"grad_norm is {figures['grad_norm']}: the gradient is not finite")
             optimizer.step()
             done += 1
             for name, figure in figures.items():
                 sums[name] = sums.get(name, 0.0) + figure
         if stop:
             break
-    mean = {name: total / done for name, total in sums.items()} if done else figures | {"grad_norm": 0.0}
+    mean = {name: total / done for name, total in sums.items()} if done else figures
+    mean.pop("loss")
     return Stats(
         **mean,
         explained_variance=explained_variance(rollout.values, rollout.returns),
@@ -309,32 +331,28 @@ def update(
     )
 
 
-def _losses(
-    policy: Policy[Obs], rollout: Rollout[Obs], batch: Tensor, config: PPOConfig
-) -> dict[str, Tensor]:
-    """The terms of the loss on some steps, and what tells how far the policy has moved (Stats' names)."""
-    distribution, values = policy.evaluate([rollout.observations[i] for i in batch.tolist()])
-    log_ratio = distribution.log_prob(rollout.actions[batch]) - rollout.log_probs[batch]
+def losses(policy: Policy[Obs], steps: Rollout[Obs], config: PPOConfig) -> dict[str, Tensor]:
+    """The loss, its terms, and what tells how far the policy has moved (Stats' names): means over the steps."""
+    distribution, values = policy.evaluate(steps.observations)
+    log_ratio = distribution.log_prob(steps.actions) - steps.log_probs
     ratio = log_ratio.exp()
-    advantages = rollout.advantages[batch]
-    if config.normalize_advantages and batch.numel() > 1:
-        advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
     clipped = ratio.clamp(1 - config.clip, 1 + config.clip)
-    returns = rollout.returns[batch]
-    errors = (values - returns).square()
+    policy_loss = -torch.minimum(ratio * steps.advantages, clipped * steps.advantages).mean()
+    errors = (values - steps.returns).square()
     if config.value_clip is not None:
-        old = rollout.values[batch]
-        near = old + (values - old).clamp(-config.value_clip, config.value_clip)
-        errors = torch.maximum(errors, (near - returns).square())
+        near = steps.values + (values - steps.values).clamp(-config.value_clip, config.value_clip)
+        errors = torch.maximum(errors, (near - steps.returns).square())
+    value_loss, entropy = errors.mean(), distribution.entropy().mean()
     with torch.no_grad():
         approx_kl = (ratio - 1 - log_ratio).mean()
         clipfrac = ((ratio - 1).abs() > config.clip).float().mean()
     return {
-        "policy_loss": -torch.minimum(ratio * advantages, clipped * advantages).mean(),
-        "value_loss": errors.mean(),
-        "entropy": distribution.entropy().mean(),
+        "policy_loss": policy_loss,
+        "value_loss": value_loss,
+        "entropy": entropy,
         "approx_kl": approx_kl,
         "clipfrac": clipfrac,
+        "loss": policy_loss + config.value_weight * value_loss - config.entropy_weight * entropy,
     }
 
 

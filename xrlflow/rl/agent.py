@@ -1,0 +1,219 @@
+"""The agent: scores the candidates of a state and No-Op, and says what the state is worth.
+
+A candidate is scored from the nodes that it matches, its rule, what it adds and removes, its features and the whole
+graph. Its modelled gain enters the score directly, with a weight that is learned: an agent that knows nothing yet
+does what greedy search does, and learns where that is wrong.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from xrlflow.learn.checkpoint import Checkpoint, CheckpointError, load_checkpoint, save_checkpoint
+from xrlflow.learn.ppo import orthogonal
+from xrlflow.learn.segments import SegmentCategorical
+from xrlflow.rewrite import Library
+from xrlflow.rl.encoder import Encoder, EncoderConfig
+from xrlflow.rl.features import (
+    CANDIDATE_CONTENT,
+    CANDIDATE_FEATURES,
+    CANDIDATE_PLACE,
+    CHANGE_FEATURES,
+    EDGE_FEATURES,
+    GLOBAL_FEATURES,
+    NODE_FEATURES,
+    RewriteData,
+    Vocabulary,
+    collate,
+)
+
+KIND = "agent"
+# The column of a candidate's modelled delta, squashed: 1 is the whole cost, .5 one percent of it.
+_DELTA = len(CANDIDATE_CONTENT) + CANDIDATE_PLACE.index("delta")
+# A gain of one percent is e^5 times as likely as No-Op to an agent that knows nothing.
+_TRUST = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class AgentConfig:
+    """What an agent is made of."""
+
+    encoder: EncoderConfig = field(default_factory=EncoderConfig)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def from_json(value: Mapping[str, Any]) -> AgentConfig:
+        """Raises TypeError, KeyError or ValueError for what `to_json` did not make."""
+        return AgentConfig(EncoderConfig(**value["encoder"]))
+
+
+def _features() -> dict[str, int]:
+    """What an agent's parameters were made for: it cannot read other features."""
+    return {
+        "node": NODE_FEATURES,
+        "edge": EDGE_FEATURES,
+        "candidate": CANDIDATE_FEATURES,
+        "change": CHANGE_FEATURES,
+        "globals": GLOBAL_FEATURES,
+    }
+
+
+class Agent(nn.Module):
+    """A policy over the candidates of a state, then No-Op, for `xrlflow.learn.ppo`."""
+
+    def __init__(self, vocabulary: Vocabulary, config: AgentConfig | None = None) -> None:
+        super().__init__()
+        self.vocabulary = vocabulary
+        self.config = config or AgentConfig()
+        width = self.config.encoder.width
+        self.encoder = Encoder(len(vocabulary.operators) + 1, self.config.encoder)
+        # A rule is its family and what it changes, and what its own embedding adds, which begins at nothing. So a
+        # rule that was not there in training is scored as one of its family.
+        self.rule = nn.Embedding(len(vocabulary.rules) + 1, width, padding_idx=0)
+        nn.init.zeros_(self.rule.weight)
+        self.family = nn.Embedding(len(vocabulary.families) + 1, width, padding_idx=0)
+        self.changed = nn.Embedding(len(vocabulary.operators) + 1, width, padding_idx=0)
+        self.of_change = nn.Linear(CHANGE_FEATURES, width)
+        self.from_change = nn.Linear(width, width, bias=False)
+        self.from_role = nn.Linear(width, width, bias=False)
+        self.from_graph = nn.Linear(width, width, bias=False)
+        self.of_candidate = nn.Linear(CANDIDATE_FEATURES, width)
+        self.candidate = orthogonal(nn.Linear(width, width))
+        self.score = orthogonal(nn.Linear(width, 1), 0.01)
+        self.trust = nn.Parameter(torch.tensor(_TRUST))
+        self.stop = _head(2 * width, width, 0.01)
+        self.value = _head(2 * width + GLOBAL_FEATURES, width, 1.0)
+
+    def evaluate(self, observations: Sequence[RewriteData]) -> tuple[SegmentCategorical, Tensor]:
+        """The distribution over each one's candidates, in their order, and then No-Op; values [B]."""
+        return self(collate(observations), len(observations))  # type: ignore[no-any-return]
+
+    def forward(self, data: RewriteData, graphs: int) -> tuple[SegmentCategorical, Tensor]:
+        """The same for observations that are collated: `data` has `batch` [N] and `rule_batch` [C]."""
+        assert data.rule_batch is not None
+        owner = data.rule_batch
+        encoded = self.encoder(data, graphs)
+        hidden = self._candidates(data, encoded.nodes, self.from_graph(encoded.graphs)[owner])
+        scores = self.score(hidden).squeeze(-1) - self.trust * data.candidate[:, _DELTA]
+        # What can be done here, on the whole.
+        pooled = _mean(hidden, owner, graphs)
+        state = torch.cat([encoded.graphs, pooled], 1)
+        stop = self.stop(state).squeeze(-1)
+        values = self.value(torch.cat([state, data.globals], 1)).squeeze(-1)
+        return _with_stop(scores, stop, owner), values
+
+    def _candidates(self, data: RewriteData, nodes: Tensor, context: Tensor) -> Tensor:
+        """Vectors of the candidates [C, width]; `context` [C, width] is what the graph has to say."""
+        count = data.rule.shape[0]
+        role = _mean(nodes[data.role_node], data.role_candidate, count)
+        parts = torch.relu(self.of_change(data.change) + self.changed(data.change_op))
+        change = parts.new_zeros(count, parts.shape[1]).index_add(0, data.change_candidate, parts)
+        first = torch.relu(
+            self.from_role(role)
+            + self.from_change(torch.tanh(change))
+            + self.of_candidate(data.candidate)
+            + self.rule(data.rule)
+            + self.family(data.family)
+            + context
+        )
+        return torch.relu(self.candidate(first))
+
+    def extended(self, library: Library) -> Agent:
+        """An agent that also has embeddings for what a library has besides; it decides as this one does."""
+        vocabulary = self.vocabulary.extended(library)
+        if vocabulary == self.vocabulary:
+            return self
+        made = Agent(vocabulary, self.config)
+        with torch.no_grad():
+            own = self.state_dict()
+            for name, tensor in made.state_dict().items():
+                if tensor.shape != own[name].shape:
+                    tensor.zero_()
+                    tensor[: len(own[name])] = own[name]
+                else:
+                    tensor.copy_(own[name])
+        return made
+
+    def to_checkpoint(self, about: Mapping[str, Any] | None = None) -> Checkpoint:
+        """`about`: what else is to be known of the agent (how it was trained), of what JSON can hold."""
+        config = {
+            "agent": self.config.to_json(),
+            "features": _features(),
+            "vocabulary": asdict(self.vocabulary),
+            "about": dict(about or {}),
+        }
+        return Checkpoint(KIND, config, self.state_dict())
+
+    @staticmethod
+    def from_checkpoint(checkpoint: Checkpoint) -> Agent:
+        """Raises CheckpointError if the parts do not fit together, or the features are others than today's."""
+        config = checkpoint.config
+        if config.get("features") != _features():
+            raise CheckpointError(
+                f"the agent was made for other features ({config.get('features')}, now {_features()}): "
+                "train it again with this version"
+            )
+        try:
+            vocabulary = Vocabulary(
+                **{name: tuple(map(str, config["vocabulary"][name])) for name in Vocabulary.__slots__}
+            )
+            agent = Agent(vocabulary, AgentConfig.from_json(config["agent"]))
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"the agent's configuration is damaged: {error!r}") from error
+        own = agent.state_dict()
+        if own.keys() != checkpoint.tensors.keys():
+            odd = min(own.keys() ^ checkpoint.tensors.keys())
+            raise CheckpointError(f"the agent's parameters are not those of its configuration: {odd}")
+        for name, tensor in checkpoint.tensors.items():
+            if tensor.shape != own[name].shape:
+                what = (
+                    "vocabulary"
+                    if isinstance(agent.get_submodule(name.rpartition(".")[0]), nn.Embedding)
+                    else ("configuration")
+                )
+                raise CheckpointError(
+                    f"the agent's {name} has shape {tuple(tensor.shape)}, its {what} wants {tuple(own[name].shape)}"
+                )
+            if not bool(torch.isfinite(tensor).all()):
+                raise CheckpointError(f"the agent's {name} has numbers that are not finite")
+        agent.load_state_dict(dict(checkpoint.tensors))
+        return agent
+
+    def save(self, path: str | os.PathLike[str], about: Mapping[str, Any] | None = None) -> None:
+        """Write parameters, configuration and vocabulary. Raises CheckpointError if that cannot be done."""
+        save_checkpoint(self.to_checkpoint(about), path)
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> Agent:
+        """Raises CheckpointError for a file that is damaged, or is no agent of this version."""
+        return Agent.from_checkpoint(load_checkpoint(path, KIND))
+
+
+def _head(inputs: int, width: int, gain: float) -> nn.Sequential:
+    return nn.Sequential(
+        orthogonal(nn.Linear(inputs, width)), nn.Tanh(), orthogonal(nn.Linear(width, 1), gain)
+    )
+
+
+def _mean(rows: Tensor, owner: Tensor, count: int) -> Tensor:
+    """The mean of the rows of each owner [count, width]; 0 for one without rows."""
+    total = rows.new_zeros(count, rows.shape[1]).index_add(0, owner, rows)
+    sizes = torch.bincount(owner, minlength=count).clamp(min=1)
+    return total / sizes.unsqueeze(1)
+
+
+def _with_stop(scores: Tensor, stop: Tensor, owner: Tensor) -> SegmentCategorical:
+    """Scores [C] of candidates that belong to `owner` [C] (ascending), each owner's followed by its stop [B]."""
+    count = stop.shape[0]
+    sizes = torch.bincount(owner, minlength=count) + 1
+    places = torch.cat([torch.arange(owner.shape[0]) + owner, sizes.cumsum(0) - 1])
+    logits = stop.new_zeros(places.shape[0]).index_copy(0, places, torch.cat([scores, stop]))
+    return SegmentCategorical.of(logits, sizes)

@@ -1,0 +1,464 @@
+"""Training: workers play episodes, the agent learns from them, is evaluated, and is kept in checkpoints.
+
+An iteration depends on the parameters, the optimizer's state and its number alone (workers are given a seed derived
+from it, and play whole episodes), so a run that is killed and resumed gives the same agent as one that was not.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from xrlflow.cost import AdditiveCost
+from xrlflow.learn.checkpoint import Checkpoint, CheckpointError, load_checkpoint, save_checkpoint
+from xrlflow.learn.log import Logs
+from xrlflow.learn.ppo import PPOConfig, Rollout, Stats, TrainingError, update
+from xrlflow.onnxio import load
+from xrlflow.rewrite import AnyRule, Library
+from xrlflow.rl.agent import Agent, AgentConfig
+from xrlflow.rl.env import EnvConfig, Problem, Reward
+from xrlflow.rl.features import Featuriser, Vocabulary
+from xrlflow.rl.workers import (
+    Collect,
+    Differentiate,
+    Episodes,
+    Evaluate,
+    MakeTask,
+    Outcome,
+    Setup,
+    Task,
+    Worker,
+    make_workers,
+    parameters_of,
+)
+from xrlflow.search import simplify
+
+KIND = "training"
+
+
+def _ppo() -> PPOConfig:
+    # An episode that halves the cost returns 50: a scale that brings values to about 1, and gains of 1% to 0.05.
+    return PPOConfig(epochs=3, minibatch=64, reward_scale=0.05)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainConfig:
+    """A training run. Everything but `iterations` and `evaluate_every` has to stay the same when it is resumed."""
+
+    iterations: int = 200
+    # Environment steps of an iteration, of all workers together; episodes in progress are finished.
+    steps: int = 2048
+    # Processes that play; 0: this one does.
+    workers: int = 2
+    # Episodes that each worker plays side by side.
+    environments: int = 8
+    seed: int = 0
+    evaluate_every: int = 10
+    ppo: PPOConfig = field(default_factory=_ppo)
+    env: EnvConfig = field(default_factory=EnvConfig)
+    agent: AgentConfig = field(default_factory=AgentConfig)
+
+    def __post_init__(self) -> None:
+        for name in ("iterations", "steps", "environments", "evaluate_every"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"TrainConfig.{name} must be at least 1")
+        if self.workers < 0 or self.seed < 0:
+            raise ValueError("TrainConfig.workers and seed must not be negative")
+
+    def to_json(self) -> dict[str, Any]:
+        found = asdict(self)
+        found["env"]["reward"] = self.env.reward.value
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """An evaluation: how each problem went, and the geometric mean of the gains (1: nothing gained)."""
+
+    outcomes: tuple[Outcome, ...]
+
+    @property
+    def gain(self) -> float:
+        logs = [math.log(o.gain) for o in self.outcomes]
+        return math.exp(math.fsum(logs) / len(logs)) if logs else 1.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Trained:
+    """What a training run gives: the agent with the best evaluation, that evaluation, and how far it came."""
+
+    agent: Agent
+    score: Score
+    iterations: int
+    steps: int
+    seconds: float
+    interrupted: bool
+
+
+class Trainer:
+    """Improves an agent, iteration by iteration. For `with`: it closes its workers."""
+
+    def __init__(self, agent: Agent, workers: Sequence[Worker], config: TrainConfig) -> None:
+        self.agent = agent
+        self.workers = workers
+        self.config = config
+        self.optimizer = config.ppo.optimizer(agent)
+        self.generator = torch.Generator().manual_seed(config.seed)
+        self.iteration = 0
+        self.steps = 0
+        self.seconds = 0.0
+        # Where the steps of each worker end in the rollout.
+        self._ends: npt.NDArray[np.int64] = np.zeros(0, np.int64)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for worker in self.workers:
+            worker.close()
+
+    def iterate(self) -> dict[str, float]:
+        """Collect episodes and learn from them; the scalars of this iteration.
+
+        Raises TrainingError if a loss is not a number, WorkerError if a worker fails.
+        """
+        config, begin = self.config, time.perf_counter()
+        episodes = self._collect()
+        collected = time.perf_counter()
+        rollout = Rollout.of(episodes, config.ppo)  # the observations are where the episodes were played
+        progress = self.iteration / config.iterations
+        stats = update(
+            self.agent, self.optimizer, rollout, config.ppo, self.generator, progress, self._differentiate
+        )
+        end = time.perf_counter()
+        self.iteration += 1
+        self.steps += len(rollout)
+        self.seconds += end - begin
+        return _scalars(episodes, stats, len(rollout), collected - begin, end - collected)
+
+    def _collect(self) -> Episodes:
+        parameters, count = parameters_of(self.agent), len(self.workers)
+        for number, worker in enumerate(self.workers):
+            key = (self.config.seed, self.iteration, number)
+            seed = int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> 1)
+            worker.begin(Collect(parameters, seed, math.ceil(self.config.steps / count)))
+        played = [worker.episodes() for worker in self.workers]
+        self._ends = np.cumsum([sum(map(len, episodes)) for episodes in played])
+        return [episode for episodes in played for episode in episodes]
+
+    def _differentiate(self, steps: torch.Tensor, advantages: torch.Tensor) -> dict[str, float]:
+        """Each worker differentiates the loss on those of the steps that it played; see `ppo.Differentiate`."""
+        parameters, numbers = parameters_of(self.agent), steps.numpy()
+        owner = np.searchsorted(self._ends, numbers, side="right")
+        asked = []
+        for index, worker in enumerate(self.workers):
+            mine = np.flatnonzero(owner == index)
+            if mine.size:
+                first = self._ends[index - 1] if index else 0
+                worker.begin(Differentiate(parameters, numbers[mine] - first, advantages.numpy()[mine]))
+                asked.append((worker, mine.size / numbers.size))
+        gradient = np.zeros_like(parameters)
+        figures: defaultdict[str, float] = defaultdict(float)
+        for worker, share in asked:
+            slope = worker.slope()
+            gradient += np.float32(share) * slope.gradient
+            for name, figure in slope.figures.items():
+                figures[name] += share * figure
+        at = 0
+        for parameter in self.agent.parameters():
+            parameter.grad = torch.from_numpy(gradient[at : at + parameter.numel()]).view_as(parameter)
+            at += parameter.numel()
+        return dict(figures)
+
+    def evaluate(self) -> Score:
+        """Play the held-out problems (or those of the training if there are none), the workers sharing them."""
+        parameters = parameters_of(self.agent)
+        for number, worker in enumerate(self.workers):
+            worker.begin(Evaluate(parameters, number, len(self.workers)))
+        return Score(tuple(outcome for worker in self.workers for outcome in worker.outcomes()))
+
+    def to_checkpoint(self, best: Agent, score: Score) -> Checkpoint:
+        """Everything that the next iteration depends on, and the best agent so far."""
+        tensors = {f"agent.{name}": t for name, t in self.agent.state_dict().items()}
+        tensors |= {f"best.{name}": t for name, t in best.state_dict().items()}
+        names = [name for name, _ in self.agent.named_parameters()]
+        for index, state in self.optimizer.state_dict()["state"].items():
+            tensors |= {f"optimizer.{names[index]}.{key}": t for key, t in state.items()}
+        tensors["generator"] = self.generator.get_state()
+        config = {
+            "run": self.config.to_json(),
+            "vocabulary": asdict(self.agent.vocabulary),
+            "iteration": self.iteration,
+            "steps": self.steps,
+            "seconds": self.seconds,
+            "score": [asdict(o) for o in score.outcomes],
+        }
+        return Checkpoint(KIND, config, tensors)
+
+    def resume(self, checkpoint: Checkpoint) -> tuple[Agent, Score]:
+        """Take up a run where its checkpoint left it; the best agent so far, with its score.
+
+        Raises CheckpointError if it is a checkpoint of another run, or its parts do not fit.
+        """
+        config = checkpoint.config
+        mine, theirs = self.config.to_json(), dict(config.get("run", {}))
+        differing = sorted(
+            k for k in mine if k not in ("iterations", "evaluate_every") and mine[k] != theirs.get(k)
+        )
+        vocabulary = asdict(self.agent.vocabulary)
+        if differing:
+            raise CheckpointError(f"the checkpoint is of a run with another {', '.join(differing)}")
+        if {k: list(v) for k, v in vocabulary.items()} != config.get("vocabulary"):
+            raise CheckpointError("the checkpoint is of a run with other rules")
+        try:
+            tensors = checkpoint.tensors
+            best = Agent(self.agent.vocabulary, self.config.agent)
+            self.agent.load_state_dict(_under(tensors, "agent."))
+            best.load_state_dict(_under(tensors, "best."))
+            state = {}
+            for index, (name, _) in enumerate(self.agent.named_parameters()):
+                own = _under(tensors, f"optimizer.{name}.")
+                if own:
+                    state[index] = own
+            groups = self.optimizer.state_dict()["param_groups"]
+            self.optimizer.load_state_dict({"state": state, "param_groups": groups})
+            self.generator.set_state(tensors["generator"])
+            score = Score(tuple(Outcome(**o) for o in config["score"]))
+            self.iteration, self.steps = int(config["iteration"]), int(config["steps"])
+            self.seconds = float(config["seconds"])
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            raise CheckpointError(f"the checkpoint's parts do not fit: {error}") from error
+        return best, score
+
+
+def _under(tensors: Mapping[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
+    return {name[len(prefix) :]: t for name, t in tensors.items() if name.startswith(prefix)}
+
+
+def _scalars(
+    episodes: Episodes, stats: Stats, steps: int, collecting: float, updating: float
+) -> dict[str, float]:
+    outcomes: list[Outcome] = [e.info["outcome"] for e in episodes]
+    return {
+        "episode/return": float(np.mean([e.total for e in episodes])),
+        "episode/length": float(np.mean([len(e) for e in episodes])),
+        "episode/truncated": float(np.mean([e.truncated for e in episodes])),
+        "episode/gain": Score(tuple(outcomes)).gain,
+        **{f"ppo/{f.name}": float(getattr(stats, f.name)) for f in fields(stats)},
+        "time/steps_per_second": steps / max(collecting + updating, 1e-9),
+        "time/collecting": collecting,
+        "time/updating": updating,
+    }
+
+
+# progress(scalars, iteration): what an iteration came to; with "evaluation/gain" where there was an evaluation.
+Progress = Callable[[Mapping[str, float], int], None]
+
+
+def state_path(output: str | os.PathLike[str]) -> Path:
+    """Where the state of a training run is kept whose agent goes to `output`."""
+    path = Path(output)
+    return path.with_name(f"{path.stem}.training{path.suffix}")
+
+
+def train(
+    make: MakeTask,
+    vocabulary: Vocabulary,
+    config: TrainConfig,
+    output: str | os.PathLike[str] | None = None,
+    *,
+    start: Agent | None = None,
+    resume: bool = True,
+    deadline: float | None = None,
+    log: Callable[[int], Logs] | None = None,
+    about: Mapping[str, Any] | None = None,
+) -> Trained:
+    """Train an agent, and write it to `output` each time that an evaluation finds it better than before.
+
+    `make` makes the problems, in each worker anew. `start`: an agent to begin with, instead of one that knows
+    nothing. Beside `output` the state of the run is kept after each iteration; with `resume`, a run that was stopped
+    goes on from there. It ends after `config.iterations`, at `deadline` (time.monotonic) or on Ctrl-C, and gives the
+    best agent so far. `log(first)` makes what is told of each iteration; `about` goes into the agent's file.
+
+    Raises CheckpointError if the state is of another run or `output` cannot be written, TrainingError if a loss is
+    not a number, WorkerError if a worker fails.
+    """
+    agent = _first_agent(vocabulary, config, start)
+    interrupted = False
+    state = state_path(output) if output is not None else None
+    with Trainer(agent, (), config) as trainer:
+        best, score = _copy(agent), Score(())
+        if state is not None and resume and state.exists():
+            best, score = trainer.resume(load_checkpoint(state, KIND))
+        logs = log(trainer.iteration) if log is not None else Logs()
+
+        def keep() -> None:
+            if state is not None:
+                save_checkpoint(trainer.to_checkpoint(best, score), state)
+
+        def keep_agent() -> None:
+            if output is not None:
+                best.save(output, {**(about or {}), **_about(trainer, score)})
+
+        try:
+            with logs:
+                trainer.workers = make_workers(
+                    Setup(make, vocabulary, config.agent, config.env, config.ppo, config.environments),
+                    config.workers,
+                )
+                if not score.outcomes:
+                    score = trainer.evaluate()
+                    logs.scalars(_evaluated(score), trainer.iteration)
+                    keep()
+                    keep_agent()
+                while trainer.iteration < config.iterations:
+                    if deadline is not None and time.monotonic() >= deadline:
+                        break
+                    scalars = trainer.iterate()
+                    done = trainer.iteration
+                    if done % config.evaluate_every == 0 or done == config.iterations:
+                        found = trainer.evaluate()
+                        scalars |= _evaluated(found)
+                        if found.gain > score.gain:
+                            best, score = _copy(agent), found
+                            keep_agent()
+                    keep()
+                    logs.scalars(scalars, done)
+        except KeyboardInterrupt:  # the state of the last iteration is kept, and the best agent is whole
+            interrupted = True
+    return Trained(best, score, trainer.iteration, trainer.steps, trainer.seconds, interrupted)
+
+
+def _evaluated(score: Score) -> dict[str, float]:
+    return {"evaluation/gain": score.gain, **{f"evaluation/{o.problem}": o.gain for o in score.outcomes}}
+
+
+def _about(trainer: Trainer, score: Score) -> dict[str, Any]:
+    return {
+        "run": trainer.config.to_json(),
+        "iteration": trainer.iteration,
+        "steps": trainer.steps,
+        "seconds": round(trainer.seconds, 1),
+        "evaluation": {o.problem: round(o.gain, 4) for o in score.outcomes},
+    }
+
+
+def _first_agent(vocabulary: Vocabulary, config: TrainConfig, start: Agent | None) -> Agent:
+    if start is not None:
+        if start.vocabulary != vocabulary or start.config != config.agent:
+            raise CheckpointError(
+                "the agent to start from has another vocabulary or another form than the run"
+            )
+        return _copy(start)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        return Agent(vocabulary, config.agent)
+
+
+def _copy(agent: Agent) -> Agent:
+    made = Agent(agent.vocabulary, agent.config)
+    made.load_state_dict(agent.state_dict())
+    return made
+
+
+def fine_tune(
+    agent: Agent,
+    task: Task,
+    steps: int,
+    *,
+    seed: int = 0,
+    deadline: float | None = None,
+    horizon: int = 100,
+    progress: Progress | None = None,
+) -> Trained:
+    """Train an agent for at least `steps` steps on these problems alone, in this process.
+
+    Gives the agent that did best on them, which may be the one that came. No step after `deadline` (time.monotonic)
+    is begun but those of the iteration that runs.
+    """
+    per_iteration = min(256, max(1, steps))
+    config = TrainConfig(
+        iterations=max(1, math.ceil(steps / per_iteration)), steps=per_iteration, workers=0, environments=4,
+        seed=seed, evaluate_every=1, env=EnvConfig(horizon=horizon), agent=agent.config,
+    )  # fmt: skip
+
+    def log(first: int) -> Logs:
+        return Logs(_Listener(progress)) if progress is not None else Logs()
+
+    return train(_Given(task), agent.vocabulary, config, start=agent, deadline=deadline, log=log)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Given:
+    """A task that is there already."""
+
+    task: Task
+
+    def __call__(self, vocabulary: Vocabulary) -> Task:
+        return self.task
+
+
+@dataclass(frozen=True, slots=True)
+class _Listener:
+    """A log that only calls somebody."""
+
+    progress: Progress
+
+    def scalars(self, values: Mapping[str, float], step: int) -> None:
+        self.progress(values, step)
+
+    def close(self) -> None:
+        pass
+
+
+@dataclass(frozen=True, slots=True)
+class Files:
+    """A task made of ONNX files, by the rules and a cost model; what needs no price is done first."""
+
+    problems: tuple[str, ...]
+    held_out: tuple[str, ...]
+    rules: tuple[AnyRule, ...]
+    model: Callable[[], AdditiveCost]
+    contrib: bool = False
+
+    def library(self) -> Library:
+        return Library(self.rules, contrib=self.contrib)
+
+    def __call__(self, vocabulary: Vocabulary) -> Task:
+        """Raises ModelError if a file cannot be read."""
+        library, model = self.library(), self.model()
+        featuriser = Featuriser(vocabulary, model)
+
+        def problem(path: str) -> Problem:
+            graph, _ = simplify(load(path).graph, library, model.cost)
+            return Problem.of(path, graph, library, model, featuriser.pricing)
+
+        return Task([problem(p) for p in self.problems], [problem(p) for p in self.held_out], featuriser)
+
+
+__all__ = [
+    "Files",
+    "Progress",
+    "Reward",
+    "Score",
+    "TrainConfig",
+    "Trained",
+    "Trainer",
+    "TrainingError",
+    "fine_tune",
+    "state_path",
+    "train",
+]
