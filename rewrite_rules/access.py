@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from math import gcd, inf, isqrt, prod
 from operator import mul
@@ -765,8 +766,16 @@ def _chains(shape: Sequence[int | str], m: AccessMap, below: Below) -> Iterator[
             continue
 
 
-def best(shape: Sequence[int | str], core: Core, blocks: bool, scale: int = 1, limit: float = inf) -> Plan:
+def best(shape: tuple[int | str, ...], core: Core, blocks: bool, scale: int = 1, limit: float = inf) -> Plan:
     """The cheapest chain, below `limit` if there is one. Raises Unmappable if there is none."""
+    found = _best(shape, core, blocks, scale, limit)
+    if found is None:
+        raise Unmappable("no chain of operators has this map, or not for less")
+    return found
+
+
+@lru_cache(maxsize=4096)  # the layers of a network ask the same again and again
+def _best(shape: tuple[int | str, ...], core: Core, blocks: bool, scale: int, limit: float) -> Plan | None:
     least = (core.price + cheapest(shape, core.map)).total(scale)
     found: Plan | None = None
     lowest = limit
@@ -780,8 +789,6 @@ def best(shape: Sequence[int | str], core: Core, blocks: bool, scale: int = 1, l
                 found, lowest = plan, plan.price.total(scale)
             if lowest == least:
                 break
-    if found is None:
-        raise Unmappable("no chain of operators has this map, or not for less")
     return found
 
 
@@ -1082,7 +1089,9 @@ class Joined:
     price: Price
 
 
-def best_joined(shapes: Sequence[Sequence[int | str]], m: AccessMap, blocks: bool, scale: int = 1) -> Joined:
+def best_joined(
+    shapes: Sequence[tuple[int | str, ...]], m: AccessMap, blocks: bool, scale: int = 1
+) -> Joined:
     """The cheapest way to cut a map of several sources into one chain each. Raises Unmappable if there is none."""
     found: list[Joined] = []
     apart = AccessMap(tuple((d,) for d in m.digits), m.offset, m.filled)
@@ -1097,7 +1106,7 @@ def best_joined(shapes: Sequence[Sequence[int | str]], m: AccessMap, blocks: boo
 
 
 def _joined(
-    shapes: Sequence[Sequence[int | str]], form: AccessMap, m: AccessMap, blocks: bool, scale: int
+    shapes: Sequence[tuple[int | str, ...]], form: AccessMap, m: AccessMap, blocks: bool, scale: int
 ) -> Joined:
     """The pieces of `form`, which are `m` but for a Reshape."""
     cut = pieces(form)

@@ -9,7 +9,7 @@ import numpy as np
 
 from rewrite_rules.axes import ints_input
 from rewrite_rules.elementwise import keeps_shape
-from xrlflow.ir import FLOATS, INTEGERS, Dim, DType, Node, Value
+from xrlflow.ir import ABSENT, FLOATS, INTEGERS, Dim, DType, Node, Value
 from xrlflow.ops.schema import COMMUTATIVE, is_deterministic
 from xrlflow.rewrite import AnyRule, Captures, Op, Reader, Region, RegionRule, Rule, Val, require
 
@@ -415,12 +415,15 @@ class MergeCommonSubexpressions(RegionRule):
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
-        uses = reader.graph.uses
-        values = [v for v in node.inputs if v in uses]
-        if node.captured or not values or not is_deterministic(node.op):
+        if node.captured or not is_deterministic(node.op):
             return None
-        rarest = min(values, key=lambda v: len(uses[v]))
-        if reader.count_users(rarest) < 2:
+        uses = reader.graph.uses
+        rarest, fewest = ABSENT, 0
+        for value in node.inputs:
+            count = len(uses.get(value, ()))
+            if count and (count < fewest or not fewest):
+                rarest, fewest = value, count
+        if not fewest or reader.count_users(rarest) < 2:
             return None
         what = _content(node)
         for other in reader.users(rarest):

@@ -771,7 +771,7 @@ def list_rules(names: Sequence[str] = ()) -> list[dict[str, Any]]:
 
 def rule_stats(model: Source, names: Sequence[str] = ()) -> list[dict[str, Any]]:
     """What the rules find in a model: admitted matches, refusals by reason (near misses), milliseconds."""
-    library = Library(_chosen(names), contrib=True, timed=True)
+    library = Library(_chosen(names), contrib=True, timed=True, thorough=True)
     RewriteState.start(load(model).graph, library, Roofline().delta)
     rows = []
     for row in list_rules(names):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from xrlflow.ir import ABSENT, Graph, Node, TensorType
 from xrlflow.rewrite.pattern import Pattern, trace_patterns
-from xrlflow.rewrite.plan import PlanFunction, compile_plan
+from xrlflow.rewrite.plan import PlanFunction, compile_plan, may_start
 from xrlflow.rewrite.rule import AnyRule, Refused, RegionRule, Rule, RuleError, check_rules
 
 
@@ -31,12 +32,99 @@ class Plan:
     run: PlanFunction
 
 
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What can be told of a node without looking further: many nodes of a graph are alike in it.
+
+    `types` are those of the inputs, `above` the operators that make them (None: no operator does). `key` holds
+    them, operator, attributes, the number of outputs and which inputs are one value.
+    """
+
+    types: tuple[TensorType | None, ...]
+    above: tuple[str | None, ...]
+    key: Hashable
+
+    @staticmethod
+    def of(node: Node, graph: Graph) -> Surroundings:
+        producers, inputs = graph.producers, node.inputs
+        types = tuple([None if v == ABSENT else graph.type(v) for v in inputs])
+        above = tuple([None if (p := producers.get(v)) is None else p.op for v in inputs])
+        same = tuple(map(inputs.index, inputs)) if len(set(inputs)) < len(inputs) else None
+        return Surroundings(types, above, (node.op, node.attrs.digest, types, above, node.types, same))
+
+
+class Plans:
+    """Plans by the operator of the node that they start from; and which of them can lead anywhere from a given node.
+
+    Graphs repeat themselves: what a node's surroundings rule out is remembered by these.
+    """
+
+    def __init__(self) -> None:
+        self.by_op: dict[str, list[Plan]] = {}
+        self._fitting: dict[Hashable, list[Plan]] = {}
+
+    def add(self, op: str, plan: Plan) -> None:
+        self.by_op.setdefault(op, []).append(plan)
+
+    def __iter__(self) -> Iterator[str]:
+        """The operators from which plans start."""
+        return iter(self.by_op)
+
+    def of(self, node: Node, around: Surroundings) -> list[Plan]:
+        """The plans that can lead anywhere from a node. Plans that cannot after all may be taken out."""
+        found = self._fitting.get(around.key)
+        if found is None:
+            found = [
+                plan
+                for plan in self.by_op.get(node.op, ())
+                if may_start(plan.pattern, plan.start, node, around.types, around.above)
+            ]
+            self._fitting[around.key] = found
+        return found
+
+
+class Regions:
+    """Region rules by the operator of their anchor, and which of them can lead anywhere from a given node."""
+
+    def __init__(self) -> None:
+        self.by_op: dict[str, list[RegionRule]] = {}
+        # Those that demand an operator above their anchor, by both.
+        self.below: dict[tuple[str, str], list[RegionRule]] = {}
+        self._fitting: dict[Hashable, list[RegionRule]] = {}
+
+    def add(self, rule: RegionRule) -> None:
+        for op in rule.anchors:
+            self.by_op.setdefault(op, []).append(rule)
+            for other in rule.reads_from or ():
+                self.below.setdefault((op, other), []).append(rule)
+
+    def __iter__(self) -> Iterator[str]:
+        """The operators of anchors."""
+        return iter(self.by_op)
+
+    def demanded(self, node: Node, around: Surroundings) -> list[RegionRule]:
+        """The rules for a node's operator that find the operators above it that they demand."""
+        return [
+            rule
+            for rule in self.by_op.get(node.op, ())
+            if rule.reads_from is None or not set(rule.reads_from).isdisjoint(around.above)
+        ]
+
+    def of(self, node: Node, around: Surroundings) -> list[RegionRule]:
+        """The rules that can lead anywhere from a node. Rules that cannot after all may be taken out."""
+        found = self._fitting.get(around.key)
+        if found is None:
+            found = self._fitting[around.key] = self.demanded(node, around)
+        return found
+
+
 class Library:
     """Rules compiled for matching. Rules of another backend, and those that assume something, stay out; those that
     write operators of the backend alone too, unless `contrib`.
 
-    `stats` counts matches, refusals with their reasons, and, with `timed`, the seconds per rule. `refusals` keeps
-    the refusals themselves, if it is a list.
+    `stats` counts matches and refusals with their reasons (with `thorough` all of them, else not those that are known
+    from a node of the same surroundings), and, with `timed`, the seconds per rule. `refusals` keeps the refusals
+    themselves, if it is a list.
     """
 
     refusals: list[Refused] | None = None
@@ -49,6 +137,7 @@ class Library:
         assuming: Sequence[str] = (),
         contrib: bool = False,
         timed: bool = False,
+        thorough: bool = False,
     ) -> None:
         offered = [
             r
@@ -60,15 +149,11 @@ class Library:
         check_rules(offered)
         self.backend, self.assuming = backend, tuple(assuming)
         self.rules: dict[str, AnyRule] = {r.name: r for r in offered}
-        self.timed = timed
+        self.timed, self._thorough = timed, thorough
         self.stats: dict[str, RuleStats] = {r.name: RuleStats() for r in offered}
         # Plans from the first root alone find every match of a whole graph; those from every node what is new.
-        self.root_plans: dict[str, list[Plan]] = {}
-        self.plans: dict[str, list[Plan]] = {}
-        # Region rules by the anchor's operator, with the operators of which one must be above it, and again those
-        # with such a demand by (anchor's operator, operator above it).
-        self.regions: dict[str, list[tuple[RegionRule, frozenset[str] | None]]] = {}
-        self.regions_below: dict[tuple[str, str], list[RegionRule]] = {}
+        self.root_plans, self.plans = Plans(), Plans()
+        self.regions = Regions()
         for rule in offered:
             if isinstance(rule, Rule):
                 for pattern in trace_patterns(rule):
@@ -76,19 +161,20 @@ class Library:
             else:
                 if not rule.anchors:
                     raise RuleError(f"{rule.name} has no anchors")
-                above = None if rule.reads_from is None else frozenset(rule.reads_from)
-                for op in rule.anchors:
-                    self.regions.setdefault(op, []).append((rule, above))
-                    for other in above or ():
-                        self.regions_below.setdefault((op, other), []).append(rule)
+                self.regions.add(rule)
 
     def _compile(self, pattern: Pattern) -> None:
         root = pattern.outputs[0].node.index
         for node in pattern.nodes:
             plan = Plan(pattern, node.index, compile_plan(pattern, node.index))
-            self.plans.setdefault(node.op, []).append(plan)
+            self.plans.add(node.op, plan)
             if node.index == root:
-                self.root_plans.setdefault(node.op, []).append(plan)
+                self.root_plans.add(node.op, plan)
+
+    @property
+    def thorough(self) -> bool:
+        """Whether every refusal is counted, also where one of the same kind is known."""
+        return self._thorough or self.refusals is not None
 
     def refuse(self, rule: AnyRule, reason: Refused) -> None:
         """Note a near miss."""
@@ -106,4 +192,11 @@ class Library:
         return self._part(r for r in self.rules.values() if r.certain)
 
     def _part(self, rules: Iterable[AnyRule]) -> Library:
-        return Library(rules, backend=self.backend, assuming=self.assuming, contrib=True, timed=self.timed)
+        return Library(
+            rules,
+            backend=self.backend,
+            assuming=self.assuming,
+            contrib=True,
+            timed=self.timed,
+            thorough=self._thorough,
+        )

@@ -8,7 +8,7 @@ from typing import Any
 
 from xrlflow.ir import Attr, TensorType
 from xrlflow.ops.schema import defaults
-from xrlflow.rewrite.rule import Lit, Op, Rule, RuleError, VarSpec, parse_shapes
+from xrlflow.rewrite.rule import Lit, Op, Refused, Rule, RuleError, VarSpec, parse_shapes
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,8 +67,11 @@ class Pattern:
     optional: frozenset[str]
     shapes: list[dict[str, VarSpec]]
     captures: list[str] = field(default_factory=list)
-    # Why types of the variables are not what `shapes` declares (empty: they are), for those that were asked for.
-    undeclared: dict[tuple[TensorType | None, ...], str] = field(default_factory=dict)
+    # What the types of the variables and the captured attributes alone say: a refusal, or None if the types are
+    # what `shapes` declares.
+    verdicts: dict[tuple[tuple[TensorType | None, ...], tuple[Any, ...]], Refused | None] = field(
+        default_factory=dict
+    )
 
     @property
     def name(self) -> str:

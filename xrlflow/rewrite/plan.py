@@ -7,21 +7,104 @@ an interpreter, because it runs for every dirty node of every step of every sear
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from xrlflow.ir import ABSENT, Attr, Graph, Node, Value
+from xrlflow.ir import ABSENT, Attr, Dim, Graph, Node, TensorType, Value
 from xrlflow.ops.schema import COMMUTATIVE, schema
 from xrlflow.rewrite.pattern import Capture, Number, Out, Pattern, PInput, PNode, Var, default_of
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+from xrlflow.rewrite.rule import DTYPE_FLAGS, VarSpec
 
 # run(start, producers, uses, outputs, graph, found): calls found(nodes, values, attributes) for each match.
 PlanFunction = Callable[[Node, Any, Any, frozenset[Value], Graph, Callable[..., None]], None]
+
+
+def may_start(
+    pattern: Pattern, start: int, node: Node, types: Sequence[TensorType | None], above: Sequence[str | None]
+) -> bool:
+    """Whether the plan from pattern node `start` can lead anywhere from `node`, as far as the node itself tells.
+
+    `types` are those of the node's inputs, `above` the operators that make them (None: no operator does). What is
+    said depends on these, the node's operator, attributes and number of inputs alone: it can be remembered by them.
+    """
+    wanted = pattern.nodes[start]
+    if not _attributes_fit(wanted, node):
+        return False
+    inputs = wanted.inputs
+    if len(node.inputs) > len(inputs):
+        return False
+    missing = len(inputs) - len(node.inputs)
+    got = [*zip(node.inputs, types, above), *[(ABSENT, None, None)] * missing]
+    orders = [got, got[::-1]] if wanted.op in COMMUTATIVE and len(inputs) == 2 else [got]
+    return any(_inputs_fit(pattern, inputs, order) for order in orders)
+
+
+def _attributes_fit(wanted: PNode, node: Node) -> bool:
+    if wanted.rest is None and not wanted.attrs.keys() >= node.attrs.keys():
+        return False
+    for name, value in wanted.attrs.items():
+        if not isinstance(value, Capture):
+            default = default_of(wanted.op, name)
+            if node.attrs.get(name, default) != _comparable(value, default):
+                return False
+    return True
+
+
+def _inputs_fit(
+    pattern: Pattern,
+    inputs: Sequence[PInput],
+    got: Sequence[tuple[Value, TensorType | None, str | None]],
+) -> bool:
+    bound: dict[str, tuple[Value, TensorType | None]] = {}
+    for wanted, (value, type, op) in zip(inputs, got):
+        if isinstance(wanted, Var):
+            if bound.setdefault(wanted.name, (value, type))[0] != value:
+                return False
+            if value == ABSENT and wanted.name not in pattern.optional:
+                return False
+        elif isinstance(wanted, Out):
+            if op != wanted.node.op:
+                return False
+        elif isinstance(wanted, Number):
+            if type is None or not type.const or type.size != 1:
+                return False
+        elif value != ABSENT:
+            return False
+    known = {name: type for name, (_, type) in bound.items()}
+    return any(not mismatch(alternative, known) for alternative in pattern.shapes)
+
+
+def mismatch(declared: Mapping[str, VarSpec], types: Mapping[str, TensorType | None]) -> str:
+    """Why these are not types that a declaration allows (a rule is proven for those only); empty if they are."""
+    sizes: dict[str, Dim] = {}
+    for name, type in types.items():
+        spec = declared.get(name)
+        if spec is None or type is None:
+            continue
+        if spec.const and not type.const:
+            return f"{name} is not constant"
+        if spec.dtype is not None and type.dtype not in DTYPE_FLAGS[spec.dtype]:
+            return f"{name} is not of type {spec.dtype}"
+        if spec.dims is None or (spec.open and not spec.dims):
+            continue
+        shape = type.shape
+        if shape is None:
+            return f"the rank of {name} is not known"
+        if len(shape) < len(spec.dims) if spec.open else len(shape) != len(spec.dims):
+            return f"{name} has {len(shape)} dimensions"
+        for wanted, got in zip(spec.dims, shape[len(shape) - len(spec.dims) :]):
+            if isinstance(wanted, int):
+                if wanted != got:
+                    return f"a dimension of {name} is {got}, not {wanted}"
+            elif wanted in sizes:
+                if got is None or sizes[wanted] != got:
+                    return f"dimension {wanted} of {name} differs, or is not known"
+            else:
+                sizes[wanted] = got
+    return ""
 
 
 def is_scalar(graph: Graph, value: Value, number: float, beside: Value) -> bool:

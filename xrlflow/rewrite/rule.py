@@ -154,6 +154,28 @@ class Val:
         return f"{self.type}"
 
 
+class WatchedVal(Val):
+    """A value that notes when more of it is looked at than its type."""
+
+    __slots__ = ("_graph", "_value", "watch")
+
+    def __init__(self, graph: Graph, value: Value, type: TensorType, watch: list[bool]) -> None:
+        self._graph = graph
+        self._value = value
+        self.type = type
+        self.watch = watch
+
+    @property
+    def graph(self) -> Graph:  # type: ignore[override]
+        self.watch[0] = True
+        return self._graph
+
+    @property
+    def value(self) -> Value:  # type: ignore[override]
+        self.watch[0] = True
+        return self._value
+
+
 class Op:
     """What `source` and `target` call operators on: `op.MatMul(x, w)`, `op["com.microsoft::Gelu"](x)`.
 
@@ -344,47 +366,64 @@ def uses_key(value: Value) -> Value:
 
 
 class Reader:
-    """A graph as `RegionRule.find` sees it; it records what was read, so that matches fall when that changes."""
+    """A graph as `RegionRule.find` sees it; it records what was read, so that matches fall when that changes.
 
-    __slots__ = ("graph", "reads")
+    `near` is true for as long as only the anchor and the types of its inputs were looked at.
+    """
 
-    def __init__(self, graph: Graph) -> None:
-        self.graph = graph
-        self.reads: set[Value] = set()
+    __slots__ = ("_graph", "near", "reads")
+
+    def __init__(self, graph: Graph, anchor: Value | None = None) -> None:
+        self._graph = graph
+        self.reads: set[Value] = set() if anchor is None else {anchor}
+        self.near = True
+
+    @property
+    def graph(self) -> Graph:
+        self.near = False
+        return self._graph
 
     def producer(self, value: Value) -> Node | None:
         """The node that makes a value; None for inputs and constants."""
-        node = self.graph.producers.get(value)
+        node = self._graph.producers.get(value)
         if node is not None:
             self.reads.add(node.outputs[0])
+            self.near = False
         return node
 
     def users(self, value: Value) -> list[Node]:
         """The nodes that read a value."""
+        self.near = False
         self.reads.add(uses_key(value))
-        users = self.graph.users(value)
+        users = self._graph.users(value)
         self.reads.update(n.outputs[0] for n in users)
         return users
 
     def count_users(self, value: Value) -> int:
         """How many nodes read a value, without looking at them."""
+        self.near = False
         self.reads.add(uses_key(value))
-        return len(self.graph.uses.get(value, ()))
+        return len(self._graph.uses.get(value, ()))
 
     def is_output(self, value: Value) -> bool:
         """Whether the value is an output of the graph."""
+        self.near = False
         self.reads.add(uses_key(value))
-        return value in self.graph.outputs
+        return value in self._graph.outputs
 
     def type(self, value: Value) -> TensorType:
-        node = self.producer(value)
-        return self.graph.type(value) if node is not None else self.graph.leaves.types[value]
+        node = self._graph.producers.get(value)
+        if node is None:
+            return self._graph.leaves.types[value]
+        self.reads.add(node.outputs[0])
+        return self._graph.type(value)
 
     def is_const(self, value: Value) -> bool:
         return value != ABSENT and self.type(value).const
 
     def val(self, value: Value) -> Val:
-        return Val(self.graph, value, self.type(value))
+        type = self.type(value)
+        return Val(self.graph, value, type)
 
 
 class RegionRule(_Declared):

@@ -18,10 +18,10 @@ from immutables import Map
 from xrlflow.ir import ABSENT, Edit, Graph, Node, TensorType, Value, apply_edit, mix
 from xrlflow.ir.graph import FINGERPRINT_MASK, outputs_fingerprint
 from xrlflow.rewrite.build import GraphBuilder
-from xrlflow.rewrite.library import Library, Plan
+from xrlflow.rewrite.library import Library, Plan, Plans, Surroundings
 from xrlflow.rewrite.pattern import Pattern
+from xrlflow.rewrite.plan import mismatch
 from xrlflow.rewrite.rule import (
-    DTYPE_FLAGS,
     AnyRule,
     Captures,
     Reader,
@@ -30,6 +30,7 @@ from xrlflow.rewrite.rule import (
     RegionRule,
     RuleError,
     Val,
+    WatchedVal,
     uses_key,
 )
 
@@ -153,7 +154,7 @@ class RewriteState:
             finder.look_for_regions(node, None)
             for user in {u for out in node.outputs for u in graph.uses.get(out, ())} - dirty.nodes:
                 # Rules that demand an operator above their anchor are rejected without a trace where it is missing.
-                for rule in self.library.regions_below.get((producers[user].op, node.op), ()):
+                for rule in self.library.regions.below.get((producers[user].op, node.op), ()):
                     live = [e for e in index.get(user, ()) if e.rule is rule and e.reads[0] == user]
                     if all(e in fallen for e in live):
                         anchors.setdefault(user, set()).add(rule.name)
@@ -202,6 +203,9 @@ def _no_collection() -> Iterator[None]:
         yield
     finally:
         if collecting:
+            if gc.get_freeze_count() == 0:  # what is new counts as old now: it is not walked through at once
+                gc.freeze()
+                gc.unfreeze()
             gc.enable()
 
 
@@ -278,14 +282,27 @@ class _Finder:
         self.found: dict[Key, Match] = {}
         self.seen: set[Key] = set()
         self.attempts: dict[tuple[Value, str], Attempt] = {}
+        self._around: dict[Value, Surroundings] = {}
+        # Of the plan that runs: matches that it came to, and those that the types of their variables refuse.
+        self.considered = self.refused_by_types = 0
 
-    def look(self, node: Node, plans: dict[str, list[Plan]]) -> None:
-        graph = self.graph
-        producers, uses = graph.producers, graph.uses
-        timed = self.library.timed
-        for plan in plans.get(node.op, ()):
+    def around(self, node: Node) -> Surroundings:
+        found = self._around.get(node.outputs[0])
+        if found is None:
+            found = self._around[node.outputs[0]] = Surroundings.of(node, self.graph)
+        return found
+
+    def look(self, node: Node, plans: Plans) -> None:
+        """Run the plans that start at a node."""
+        if node.types[0].const or node.op not in plans.by_op:
+            return
+        graph, library = self.graph, self.library
+        fitting = plans.by_op[node.op] if library.thorough else plans.of(node, self.around(node))
+        hopeless: list[Plan] = []
+        for plan in fitting:
             pattern = plan.pattern
-            begin = time.perf_counter() if timed else 0.0
+            begin = time.perf_counter() if library.timed else 0.0
+            self.refused_by_types = self.considered = 0
 
             def found(
                 nodes: tuple[Node, ...],
@@ -295,56 +312,71 @@ class _Finder:
             ) -> None:
                 self.consider(p, nodes, values, attrs)
 
-            plan.run(node, producers, uses, self.outputs, graph, found)
-            if timed:
-                self.library.stats[pattern.rule.name].seconds += time.perf_counter() - begin
+            plan.run(node, graph.producers, graph.uses, self.outputs, graph, found)
+            if len(pattern.nodes) == 1 and 0 < self.considered == self.refused_by_types:
+                hopeless.append(plan)
+            if library.timed:
+                library.stats[pattern.rule.name].seconds += time.perf_counter() - begin
+        if hopeless and not library.thorough:
+            for plan in hopeless:
+                fitting.remove(plan)
 
     def consider(
         self, pattern: Pattern, nodes: tuple[Node, ...], values: tuple[Value, ...], attrs: tuple[Any, ...]
     ) -> None:
         """A match of a pattern: ask its rule's conditions."""
-        rule, graph = pattern.rule, self.graph
+        rule, graph, stats = pattern.rule, self.graph, self.library.stats[pattern.rule.name]
         types = tuple([None if v == ABSENT else graph.type(v) for v in values])
-        wrong = pattern.undeclared.get(types)
-        if wrong is None:
-            wrong = pattern.undeclared[types] = _undeclared(pattern, types)
-        if wrong:  # most matches end here: it has to be quick
-            self.library.stats[rule.name].matched += 1
-            self.library.refuse(rule, Refused(wrong))
+        self.considered += 1
+        asked = (types, attrs)
+        known = pattern.verdicts.get(asked)
+        if known is not None:  # most matches end here: it has to be quick
+            stats.matched += 1
+            self.refused_by_types += 1
+            self.library.refuse(rule, known)
             return
         ids = tuple([n.outputs[0] for n in nodes])
         key = (rule.name, ids + values)
         if key in self.seen:
             return
         self.seen.add(key)
-        self.library.stats[rule.name].matched += 1
+        stats.matched += 1
+        watch = [False]
         try:
+            if asked not in pattern.verdicts:
+                if wrong := _undeclared(pattern, types):
+                    raise Refused(wrong)
+                pattern.verdicts[asked] = None
+            if rule.has_where:
+                vals = [None if t is None else WatchedVal(graph, v, t, watch) for v, t in zip(values, types)]
+                rule.where(Captures(dict(zip(pattern.captures, attrs))), *vals)
+            watch[0] = True  # what is left depends on more than the types of the variables
             if rule.dtypes is not None:
                 out = pattern.outputs[0]
                 if nodes[out.node.index].types[out.index].dtype not in rule.dtypes:
                     raise Refused("no kernel for the element type")
-            if rule.has_where:
-                vals = [None if t is None else Val(graph, v, t) for v, t in zip(values, types)]
-                rule.where(Captures(dict(zip(pattern.captures, attrs))), *vals)
             self.matches.append(Match(rule, nodes, values, key, pattern, attrs, ids))
         except Refused as reason:
             self.library.refuse(rule, reason)
+            if not watch[0] and not self.library.thorough:
+                pattern.verdicts[asked] = reason
+                self.refused_by_types += 1
 
     def look_for_regions(self, node: Node, names: set[str] | None) -> None:
-        rules = self.library.regions.get(node.op)
-        if rules is None or node.types[0].const:
+        """Ask the region rules of which a node may be the anchor; with `names` only those."""
+        regions = self.library.regions
+        if node.types[0].const or node.op not in regions.by_op:
             return
-        producers = self.graph.producers
-        above = {p.op for p in map(producers.get, node.inputs) if p is not None}
-        for rule, demanded in rules:
-            if demanded is not None and demanded.isdisjoint(above):
-                continue
+        thorough = self.library.thorough
+        around = self.around(node)
+        fitting = regions.demanded(node, around) if thorough else regions.of(node, around)
+        hopeless: list[RegionRule] = []
+        for rule in fitting:
             if names is not None and rule.name not in names:
                 continue
             begin = time.perf_counter() if self.library.timed else 0.0
             stats = self.library.stats[rule.name]
-            reader = Reader(self.graph)
-            reader.reads.add(node.outputs[0])
+            reader = Reader(self.graph, node.outputs[0])
             region: Region | None = None
             try:
                 region = rule.find(reader, node)
@@ -366,10 +398,16 @@ class _Finder:
             except Refused as reason:
                 self.library.refuse(rule, reason)
                 region = None
-            if region is None and len(reader.reads) > 1:
-                self.attempts[(node.outputs[0], rule.name)] = Attempt(rule, self._reads(node, reader))
+            if region is None:
+                if reader.near:
+                    hopeless.append(rule)
+                elif len(reader.reads) > 1:
+                    self.attempts[(node.outputs[0], rule.name)] = Attempt(rule, self._reads(node, reader))
             if self.library.timed:
                 stats.seconds += time.perf_counter() - begin
+        if hopeless and not thorough:
+            for rule in hopeless:
+                fitting.remove(rule)
 
     @staticmethod
     def _reads(anchor: Node, reader: Reader) -> tuple[Value, ...]:
@@ -428,39 +466,11 @@ def fingerprint_shift(graph: Graph, edit: Edit) -> int:
 
 
 def _undeclared(pattern: Pattern, types: tuple[TensorType | None, ...]) -> str:
-    """Why these are not types that the rule's `shapes` declare (it is proven for those only); empty if they are."""
+    """Why these are not types that the rule's `shapes` declare; empty if they are."""
+    of = {var.name: type for var, type in zip(pattern.variables, types)}
     reason = ""
     for alternative in pattern.shapes:
-        reason = _mismatch(alternative, pattern, types) if alternative else ""
+        reason = mismatch(alternative, of)
         if not reason:
             break
     return reason
-
-
-def _mismatch(alternative: dict[str, Any], pattern: Pattern, types: tuple[TensorType | None, ...]) -> str:
-    sizes: dict[str, Any] = {}
-    for var, type in zip(pattern.variables, types):
-        spec = alternative.get(var.name)
-        if spec is None or type is None:
-            continue
-        if spec.const and not type.const:
-            return f"{var.name} is not constant"
-        if spec.dtype is not None and type.dtype not in DTYPE_FLAGS[spec.dtype]:
-            return f"{var.name} is not of type {spec.dtype}"
-        if spec.dims is None or (spec.open and not spec.dims):
-            continue
-        shape = type.shape
-        if shape is None:
-            return f"the rank of {var.name} is not known"
-        if len(shape) < len(spec.dims) if spec.open else len(shape) != len(spec.dims):
-            return f"{var.name} has {len(shape)} dimensions"
-        for wanted, got in zip(spec.dims, shape[len(shape) - len(spec.dims) :]):
-            if isinstance(wanted, int):
-                if wanted != got:
-                    return f"a dimension of {var.name} is {got}, not {wanted}"
-            elif wanted in sizes:
-                if got is None or sizes[wanted] != got:
-                    return f"dimension {wanted} of {var.name} differs, or is not known"
-            else:
-                sizes[wanted] = got
-    return ""
