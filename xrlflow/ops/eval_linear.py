@@ -241,7 +241,7 @@ def _conv_transpose(field: Field, attrs: Attrs, x: Array, weight: Array, bias: A
         before, after = (less, more) if auto == "SAME_UPPER" else (more, less)
 
     full = np.zeros((batch, groups, maps, *(e + p for e, p in zip(span, extra))), dtype=x.dtype)
-    flat = x.reshape(batch, groups, channels // groups, -1)
+    flat = x.reshape(batch, groups, channels // groups, prod(size))
     w = Windows(size, kernel, strides, dilations, before, after, size)
     taps = np.moveaxis(weight.reshape(groups, channels // groups, maps, *kernel), 1, 2)
     for place, where in w.offsets():
