@@ -13,7 +13,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from tests.onnxio.support import assert_same_outputs, info, model, run
 from xrlflow import onnxio
-from xrlflow.ir import Body, Graph, Node, apply_edit, output_key, plan_edit
+from xrlflow.ir import Body, Dim, Graph, Node, apply_edit, output_key, plan_edit
 from xrlflow.onnxio.errors import GrowthError
 from xrlflow.ops.infer import infer
 
@@ -120,6 +120,46 @@ def test_computed_shapes_are_evaluated() -> None:
     imported = onnxio.load(onnx.parser.parse_model(text), shapes={"x": (3, 5, 8)})
     shape = imported.graph.type(imported.graph.outputs[0]).shape
     assert [imported.bindings.get(d, d) for d in shape] == [15, 8]
+
+
+def types_of(text: str) -> list[tuple[Dim, ...] | None]:
+    proto = onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["" : 18]> {text}')
+    graph = onnxio.load(proto).graph
+    return [graph.type(v).shape for v in graph.outputs]
+
+
+def test_computed_dimensions_are_named_where_they_are_known() -> None:
+    (same, number, half) = types_of(
+        """agraph (float[N,S,8] x) => (float[A,B,8] y, float[C,D] z, float[E,F,8] h)
+        <int64[1] a = {0}, int64[1] b = {1}, int64[3] back = {-1,4,8}, int64[1] tail = {2}, int64[1] minus = {-1},
+         int64[1] zero = {0}, int64[1] big = {1000000}, int64[1] two = {2}, int64[1] one = {1}> {
+          s = Shape(x)
+          n = Slice(s, a, b)
+          rest = Concat<axis=0>(n, minus, tail)
+          u = Reshape(x, rest)
+          w = Reshape(u, s)
+          y = Relu(w)
+          flat = Concat<axis=0>(n, minus)
+          v = Reshape(x, flat)
+          ones = Div(v, v)
+          z = Concat<axis=1>(ones, ones)
+          k = Slice(x, zero, big, one, two)
+          h = Relu(k)
+        }"""
+    )
+    assert same == ("N", "S", 8)
+    assert number is not None and number[0] == "N" and number[1] not in ("N", "S")
+    assert half is not None and half[0] == "N" and half[1] not in ("N", "S")
+
+
+def test_a_dimension_that_is_cut_off_is_not_the_same() -> None:
+    (cut,) = types_of(
+        """agraph (float[N,8] x) => (float[M,8] y) <int64[1] zero = {0}, int64[1] most = {512}> {
+          c = Slice(x, zero, most, zero)
+          y = Relu(c)
+        }"""
+    )
+    assert cut is not None and cut[0] != "N"
 
 
 def test_shapes_bind_nameless_and_computed_dimensions() -> None:

@@ -20,6 +20,7 @@ from xrlflow.ir import (
     Attrs,
     Body,
     Const,
+    Dim,
     DType,
     Graph,
     Leaves,
@@ -84,6 +85,9 @@ def load(
     }
     importer = _Importer(store)
     graph = importer.main(typed.graph, declared, overridable)
+    if renamed := dimensions.identities(graph):
+        importer = _Importer(store, renamed)
+        graph = importer.main(typed.graph, declared, overridable)
     if bindings and not fix_shapes:
         bindings = dimensions.solve(graph, bindings)
     versions.set_opset(frame, opset)
@@ -265,18 +269,17 @@ def _without_made_up(type: TensorType, symbols: set[str]) -> TensorType:
     """
     if type.shape is None:
         return type
-    dims = tuple(
-        None if isinstance(d, str) and d.startswith("unk__") and d not in symbols else d for d in type.shape
-    )
+    dims = tuple(None if dimensions.is_made_up(d) and d not in symbols else d for d in type.shape)
     return TensorType(type.dtype, dims, type.const, type.other)
 
 
 class _Importer:
-    def __init__(self, store: TensorStore) -> None:
+    def __init__(self, store: TensorStore, renamed: Mapping[str, Dim] = {}) -> None:
         self.store = store
         self.pool = ConstPool()
         self.labels: dict[Value, NodeLabel] = {}
         self.recipes: dict[Value, Recipe] = {}
+        self.renamed = renamed
 
     def main(
         self, proto: onnx.GraphProto, declared: Mapping[str, TensorType], overridable: Mapping[str, Const]
@@ -287,7 +290,7 @@ class _Importer:
             value = mix(digest("input"), digest(info.name))
             inputs.append(value)
             scope.values[info.name] = value
-            scope.leaves.types[value] = type_of_proto(info.type)
+            scope.leaves.types[value] = self._type(info.type)
             scope.leaves.names[value] = info.name
         scope.types.update(declared)
         return self._graph(proto, scope, inputs, overridable)
@@ -300,7 +303,7 @@ class _Importer:
             value = mix(digest("formal"), at)
             inputs.append(value)
             scope.values[info.name] = value
-            scope.leaves.types[value] = type_of_proto(info.type)
+            scope.leaves.types[value] = self._type(info.type)
             scope.leaves.names[value] = info.name
         graph = self._graph(proto, scope, inputs, {})
         return Body(graph, tuple(scope.captured.values()), proto.name), tuple(scope.captured)
@@ -310,7 +313,7 @@ class _Importer:
     ) -> Graph:
         for info in (*proto.value_info, *proto.output):
             if info.type.WhichOneof("value"):
-                scope.types[info.name] = _merged(type_of_proto(info.type), scope.types.get(info.name))
+                scope.types[info.name] = _merged(self._type(info.type), scope.types.get(info.name))
         for tensor in proto.initializer:
             if tensor.name not in overridable:
                 self._name_const(scope, tensor.name, self.store.const(tensor))
@@ -339,6 +342,13 @@ class _Importer:
                 f"{self.store.name}: {reader} reads {name!r}, which nothing makes: the file is damaged, export it again"
             )
         return value
+
+    def _type(self, proto: onnx.TypeProto) -> TensorType:
+        type = type_of_proto(proto)
+        if type.shape is None or self.renamed.keys().isdisjoint(type.shape):
+            return type
+        dims = tuple(self.renamed.get(d, d) if isinstance(d, str) else d for d in type.shape)
+        return TensorType(type.dtype, dims, type.const, type.other)
 
     def _name_const(self, scope: _Scope, name: str, const: Const) -> None:
         value = self.pool.add(const, scope.leaves)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
@@ -101,6 +101,54 @@ def solve(graph: Graph, bindings: Mapping[str, int]) -> dict[str, int]:
     return numbers
 
 
+# What the inputs' symbols are set to, to see which computed dimensions are the same. Of several magnitudes, since a
+# dimension may be cut off or filled up to one; far apart and prime, so that it is not by accident.
+_DRAWS = (
+    (3, 5, 7, 2, 11),
+    (13, 17, 19, 23, 29),
+    (97, 89, 101, 83, 79),
+    (997, 991, 983, 977, 971),
+    (100003, 100019, 100043, 100049, 100057),
+)
+_NEEDED = 4  # the largest may be too large to be evaluated
+
+
+def identities(graph: Graph) -> dict[str, Dim]:
+    """What the dimensions are that ONNX's inference could not name: another symbol, a number, one name of their own.
+
+    Two polynomials are the same if they agree on a few random points (Schwartz, 1980); a computed dimension is one in
+    the inputs' symbols, but for divisions and limits, which points of several magnitudes tell apart. What cannot
+    be computed keeps its name.
+    """
+    made_up = {d: None for n in graph.nodes() for t in n.types for d in t.shape or () if is_made_up(d)}
+    symbols = sorted({d for v in graph.inputs for d in graph.type(v).shape or () if isinstance(d, str)})
+    found: dict[str, Dim] = {symbol: symbol for symbol in made_up}
+    if not made_up or len(symbols) > len(_DRAWS[0]):
+        return found
+    solved = [solve(graph, dict(zip(symbols, draw))) for draw in _DRAWS]
+    names: dict[tuple[int | None, ...], Dim] = {
+        tuple(draw[j] for draw in _DRAWS): s for j, s in enumerate(symbols)
+    }
+    for symbol in made_up:
+        values = tuple(numbers.get(symbol) for numbers in solved)
+        known = [v for v in values if v is not None]
+        if len(known) < _NEEDED:
+            continue
+        if len(set(known)) == 1:
+            found[symbol] = known[0]
+            continue
+        same = (
+            n for other, n in names.items() if all(a == b or None in (a, b) for a, b in zip(values, other))
+        )
+        found[symbol] = names.setdefault(values, next(same, symbol))
+    return found
+
+
+def is_made_up(dim: Dim) -> TypeGuard[str]:
+    """Whether ONNX's inference named the dimension."""
+    return isinstance(dim, str) and dim.startswith("unk__")
+
+
 def _solve(
     graph: Graph,
     numbers: dict[str, int],
@@ -155,9 +203,16 @@ def _evaluated(
         t.dtype is DType.UNDEFINED or t.size is None or t.size > SMALL for t in made
     ):
         return {}
-    if node.op in ("Shape", "Size"):
-        shape = None if types[0] is None or types[0].size is None else types[0].shape
-        arrays = [None if shape is None else np.broadcast_to(np.int8(0), _numeric(shape))]
+    if node.op == "Shape":
+        dims = types[0].shape if types[0] is not None else None
+        start, end = node.attrs.get("start", 0), node.attrs.get("end")
+        kept = (
+            dims[start if isinstance(start, int) else 0 : end if isinstance(end, int) else None]
+            if dims
+            else ()
+        )
+        numbers = [d for d in kept if isinstance(d, int)]
+        return {node.outputs[0]: np.array(numbers, np.int64)} if dims and len(numbers) == len(kept) else {}
     if any(a is None and v != ABSENT for a, v in zip(arrays, node.inputs)):
         return {}
     try:
@@ -169,10 +224,6 @@ def _evaluated(
     ):  # the latter: the shapes do not fit the model, as a run will say
         return {}
     return {v: np.asarray(a).astype(numpy_dtype(t.dtype)) for v, a, t in zip(node.outputs, found, made)}
-
-
-def _numeric(shape: Sequence[Dim]) -> tuple[int, ...]:
-    return tuple(d for d in shape if isinstance(d, int))
 
 
 def _with_numbers(type: TensorType, numbers: Mapping[str, int]) -> TensorType:
