@@ -102,23 +102,25 @@ def solve(graph: Graph, bindings: Mapping[str, int]) -> dict[str, int]:
 
 
 # What the inputs' symbols are set to, to see which computed dimensions are the same. Of several magnitudes, since a
-# dimension may be cut off or filled up to one; far apart and prime, so that it is not by accident.
+# dimension may be cut off or filled up to one; most are prime and far apart, so that it is not by accident.
 _DRAWS = (
-    (3, 5, 7, 2, 11),
+    (1, 1, 1, 1, 1),
+    (2, 2, 2, 2, 2),
+    (3, 5, 7, 4, 11),
     (13, 17, 19, 23, 29),
     (97, 89, 101, 83, 79),
     (997, 991, 983, 977, 971),
-    (100003, 100019, 100043, 100049, 100057),
+    (100003, 100019, 100043, 100049, 100057),  # may be too large to be evaluated
 )
-_NEEDED = 4  # the largest may be too large to be evaluated
+_NEEDED = 4
 
 
 def identities(graph: Graph) -> dict[str, Dim]:
-    """What the dimensions are that ONNX's inference could not name: another symbol, a number, one name of their own.
+    """What the dimensions are that ONNX's inference could not name: another symbol, or one name for all that are equal.
 
     Two polynomials are the same if they agree on a few random points (Schwartz, 1980); a computed dimension is one in
     the inputs' symbols, but for divisions and limits, which points of several magnitudes tell apart. What cannot
-    be computed keeps its name.
+    be computed keeps its name. So does what is always the same number: it may be less for a dimension of 0.
     """
     made_up = {d: None for n in graph.nodes() for t in n.types for d in t.shape or () if is_made_up(d)}
     symbols = sorted({d for v in graph.inputs for d in graph.type(v).shape or () if isinstance(d, str)})
@@ -126,22 +128,22 @@ def identities(graph: Graph) -> dict[str, Dim]:
     if not made_up or len(symbols) > len(_DRAWS[0]):
         return found
     solved = [solve(graph, dict(zip(symbols, draw))) for draw in _DRAWS]
-    names: dict[tuple[int | None, ...], Dim] = {
-        tuple(draw[j] for draw in _DRAWS): s for j, s in enumerate(symbols)
-    }
+    names: list[tuple[str, list[int | None]]] = [(s, [n[s] for n in solved]) for s in symbols]
     for symbol in made_up:
-        values = tuple(numbers.get(symbol) for numbers in solved)
-        known = [v for v in values if v is not None]
-        if len(known) < _NEEDED:
-            continue
-        if len(set(known)) == 1:
-            found[symbol] = known[0]
-            continue
-        same = (
-            n for other, n in names.items() if all(a == b or None in (a, b) for a, b in zip(values, other))
-        )
-        found[symbol] = names.setdefault(values, next(same, symbol))
+        values = [numbers.get(symbol) for numbers in solved]
+        known = {v for v in values if v is not None}
+        if 1 < len(known) and sum(v is not None for v in values) >= _NEEDED:
+            same = next((name for name, others in names if _agree(values, others)), None)
+            if same is None:
+                names.append((symbol, values))
+            else:
+                found[symbol] = same
     return found
+
+
+def _agree(a: list[int | None], b: list[int | None]) -> bool:
+    """Whether the numbers are the same; the last may be missing."""
+    return a[:-1] == b[:-1] and (a[-1] == b[-1] or a[-1] is None or b[-1] is None)
 
 
 def is_made_up(dim: Dim) -> TypeGuard[str]:
