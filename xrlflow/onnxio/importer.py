@@ -70,12 +70,13 @@ def load(
     nodes_before = protos.count_nodes(proto.graph)
     _drop_weights_from_inputs(proto)
     frame = _frame(proto)
+    dimensions.name_dimensions(proto)
     bindings: dict[str, int] = {}
     if shapes:
         bindings = dimensions.bind(store.name, proto, shapes)
         if fix_shapes:
             dimensions.fix(proto, bindings)
-            frame = _frame(proto)
+            dimensions.fix(frame, bindings)
     opset = versions.to_canonical(store.name, proto)
     typed, declared = _typed(proto)
     overridable = {

@@ -36,12 +36,6 @@ def save_original(model: ImportedModel, path: str | os.PathLike[str]) -> None:
 
 def _with_fixed_shapes(model: ImportedModel) -> bytes:
     proto = onnx.ModelProto.FromString(bytes(model.store.data))
-    # A nameless dimension is bound through a symbol made of its input and place.
-    for value in proto.graph.input:
-        for axis, dim in enumerate(value.type.tensor_type.shape.dim):
-            number = model.bindings.get(f"{value.name}.{axis}")
-            if number is not None and not dim.HasField("dim_value") and not dim.dim_param:
-                dim.dim_value = number
     shapes.fix(proto, model.bindings)
     fixed: bytes = proto.SerializeToString()
     return fixed

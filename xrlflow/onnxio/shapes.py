@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import count
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -36,11 +37,20 @@ _Arrays = Sequence[npt.NDArray[Any] | None]
 _Shape = onnx.TensorShapeProto
 
 
-def bind(name: str, proto: onnx.ModelProto, shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:
-    """What `shapes` say about the symbols of the inputs' dimensions.
+def name_dimensions(proto: onnx.ModelProto) -> None:
+    """Give each nameless dimension of an input a symbol ("input.0"), in place: all that reads the input shares it."""
+    for value in proto.graph.input:
+        if value.type.HasField("tensor_type") and value.type.tensor_type.HasField("shape"):
+            for axis, dim in enumerate(value.type.tensor_type.shape.dim):
+                if not dim.HasField("dim_value") and not dim.dim_param:
+                    dim.dim_param = f"{value.name}.{axis}"
 
-    Nameless dimensions of the inputs in question get a symbol ("input.0"), in place. Raises ModelError if an
-    input is unknown, or ranks or numbers contradict each other.
+
+def bind(name: str, proto: onnx.ModelProto, shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:
+    """What `shapes` say about the symbols of the inputs' dimensions, which have names all (`name_dimensions`).
+
+    An input of unknown rank gets dimensions, in place. Raises ModelError if an input is unknown, or ranks or numbers
+    contradict each other.
     """
     inputs = {v.name: v for v in proto.graph.input}
     bindings: dict[str, int] = {}
@@ -57,7 +67,8 @@ def bind(name: str, proto: onnx.ModelProto, shapes: Mapping[str, Sequence[int]])
         if not kind.HasField("tensor_type"):
             raise ModelError(f"{name}: input {key!r} is not a tensor and takes no shape")
         if not kind.tensor_type.HasField("shape"):
-            kind.tensor_type.shape.CopyFrom(_Shape(dim=[_Shape.Dimension() for _ in given]))
+            named = [_Shape.Dimension(dim_param=f"{key}.{axis}") for axis in range(len(given))]
+            kind.tensor_type.shape.CopyFrom(_Shape(dim=named))
         dims = kind.tensor_type.shape.dim
         if len(dims) != len(given):
             raise ModelError(
@@ -72,8 +83,6 @@ def bind(name: str, proto: onnx.ModelProto, shapes: Mapping[str, Sequence[int]])
                         f"the shape {_show(given)} says {number}"
                     )
                 continue
-            if not dim.dim_param:
-                dim.dim_param = f"{key}.{axis}"
             if bindings.setdefault(dim.dim_param, number) != number:
                 raise ModelError(
                     f"{name}: the shapes contradict each other: dimension {dim.dim_param!r} would be "
@@ -83,7 +92,17 @@ def bind(name: str, proto: onnx.ModelProto, shapes: Mapping[str, Sequence[int]])
 
 
 def fix(proto: onnx.ModelProto, bindings: Mapping[str, int]) -> None:
-    """Write the numbers in place of the symbols, everywhere in the model."""
+    """Write the numbers in place of the symbols, everywhere in the model; nameless dimensions of inputs too."""
+    for value in proto.graph.input:
+        if value.type.HasField("tensor_type"):
+            shape = value.type.tensor_type.shape
+            if not value.type.tensor_type.HasField("shape") and f"{value.name}.0" in bindings:
+                rank = next(k for k in count() if f"{value.name}.{k}" not in bindings)
+                shape.CopyFrom(_Shape(dim=[_Shape.Dimension() for _ in range(rank)]))
+            for axis, dim in enumerate(shape.dim):
+                number = bindings.get(f"{value.name}.{axis}")
+                if number is not None and not dim.HasField("dim_value") and not dim.dim_param:
+                    dim.dim_value = number
     for type in _types(proto.graph):
         for dim in type.tensor_type.shape.dim:
             if dim.dim_param in bindings:
@@ -132,7 +151,7 @@ def identities(graph: Graph) -> dict[str, Dim]:
     for symbol in made_up:
         values = [numbers.get(symbol) for numbers in solved]
         known = {v for v in values if v is not None}
-        if 1 < len(known) and sum(v is not None for v in values) >= _NEEDED:
+        if len(known) > 1 and sum(v is not None for v in values) >= _NEEDED:
             same = next((name for name, others in names if _agree(values, others)), None)
             if same is None:
                 names.append((symbol, values))
