@@ -256,6 +256,93 @@ def bench(
             show.bench(measured)
 
 
+@app.command()
+def train(
+    models: Annotated[list[Path], typer.Argument(help="The ONNX files to learn from.")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="Where the agent goes.")],
+    held_out: Annotated[
+        list[Path] | None, typer.Option(help="A file to evaluate on and not to learn from. May be repeated.")
+    ] = None,
+    iterations: Annotated[int, typer.Option(min=1, help="Updates of the agent.")] = 200,
+    steps: Annotated[int, typer.Option(min=1, help="Substitutions tried for each update.")] = 2048,
+    horizon: Annotated[int, typer.Option(min=1, help="Substitutions of an episode.")] = 100,
+    workers: Annotated[int, typer.Option(min=0, help="Processes; 0: only this one.")] = 2,
+    start: Annotated[Path | None, typer.Option(help="An agent to begin with.")] = None,
+    restart: Annotated[bool, typer.Option(help="Do not go on where a run with this output stopped.")] = False,
+    time_limit: Annotated[float | None, typer.Option(min=0.0, help="Seconds after which it ends.")] = None,
+    log: Annotated[Path | None, typer.Option(help="A folder for TensorBoard.")] = None,
+    seed: Seed = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Train an agent that chooses substitutions. Goes on where it stopped, when it is run again."""
+    with clear_errors():
+        import time
+
+        from rewrite_rules import LIBRARY
+        from xrlflow.cost import Roofline
+        from xrlflow.learn.checkpoint import CheckpointError
+        from xrlflow.learn.log import Logs, TensorBoard, Terminal
+        from xrlflow.learn.ppo import TrainingError
+        from xrlflow.rl import train as training
+        from xrlflow.rl.agent import Agent, AgentConfig
+        from xrlflow.rl.env import EnvConfig
+        from xrlflow.rl.features import Vocabulary
+        from xrlflow.rl.workers import WorkerError
+
+        for path in (*models, *(held_out or ())):
+            if not path.is_file():
+                fail(f"{path} is no file")
+        shown = {
+            "episode/return": "return {:.3f}",
+            "episode/gain": "gain {:.4f}",
+            "evaluation/gain": "evaluation {:.4f}",
+            "ppo/approx_kl": "kl {:.3f}",
+            "ppo/entropy": "entropy {:.2f}",
+            "time/steps_per_second": "{:.0f} steps/s",
+        }
+
+        def logs(done: int) -> Logs:
+            told = [] if as_json else [Terminal(iterations, shown, done)]
+            return Logs(
+                *told, *([TensorBoard(log, since=done + 1 if done else 0)] if log is not None else ())
+            )
+
+        try:
+            begin = None if start is None else Agent.load(start)
+            files = training.Files(
+                tuple(map(str, models)), tuple(map(str, held_out or ())), tuple(LIBRARY), Roofline
+            )
+            if begin is not None:
+                begin = begin.extended(files.library())
+            config = training.TrainConfig(
+                iterations, steps, workers, seed=seed, env=EnvConfig(horizon=horizon),
+                agent=AgentConfig() if begin is None else begin.config,
+            )  # fmt: skip
+            trained = training.train(
+                files, Vocabulary.of(files.library()) if begin is None else begin.vocabulary, config, output,
+                start=begin, resume=not restart,
+                deadline=None if time_limit is None else time.monotonic() + time_limit,
+                log=logs, about={"command": " ".join(["xrlflow", *sys.argv[1:]])},
+            )  # fmt: skip
+        except (CheckpointError, TrainingError, WorkerError) as error:
+            fail(str(error))
+        if as_json:
+            print_json({
+                "agent": str(output),
+                "iterations": trained.iterations,
+                "steps": trained.steps,
+                "seconds": trained.seconds,
+                "interrupted": trained.interrupted,
+                "gain": trained.score.gain,
+                "evaluation": {o.problem: o.gain for o in trained.score.outcomes},
+            })  # fmt: skip
+        else:
+            for outcome in trained.score.outcomes:
+                typer.echo(f"{outcome.problem}: {outcome.gain:.4f} times cheaper by the model")
+            stopped = " (interrupted: run the same command to go on)" if trained.interrupted else ""
+            typer.echo(f"{output}: after {trained.iterations} iterations, {trained.steps} steps{stopped}")
+
+
 def print_json(value: Any) -> None:
     print(json.dumps(value, indent=2, allow_nan=False))
 

@@ -227,3 +227,11 @@ def test_nothing_to_learn_from_is_an_error() -> None:
 def test_refuses_a_configuration_that_makes_no_sense(field: str, value: float) -> None:
     with pytest.raises(ValueError, match=field):
         PPOConfig(**{field: value})
+
+
+@pytest.mark.parametrize("name", ["rewards", "values", "log_probs"])
+def test_collected_figures_that_are_not_finite_are_an_error(name: str) -> None:
+    episode: Episode[int] = Episode([0], [1], [-0.7], [0.0], [1.0])
+    getattr(episode, name)[0] = float("nan")
+    with pytest.raises(TrainingError, match=f"{name} of the collected steps"):
+        Rollout.of([episode], PPOConfig())

@@ -213,9 +213,15 @@ class Rollout(Generic[Obs]):
 
     @staticmethod
     def of(episodes: Sequence[Episode[Obs]], config: PPOConfig) -> Rollout[Obs]:
-        """The episodes' steps with advantages and returns. Raises TrainingError if there is no step."""
+        """The episodes' steps with advantages and returns.
+
+        Raises TrainingError if there is no step, or if a reward, value or log-probability is not finite.
+        """
         if not any(len(e) for e in episodes):
             raise TrainingError("no steps to learn from")
+        for name in ("rewards", "values", "log_probs"):
+            if not all(math.isfinite(figure) for e in episodes for figure in getattr(e, name)):
+                raise TrainingError(f"{name} of the collected steps are not finite")
         advantages, values = [], []
         for e in episodes:
             old = np.asarray(e.values, np.float64)

@@ -30,7 +30,7 @@ Parameters = npt.NDArray[np.float32]
 
 
 class WorkerError(RuntimeError):
-    """A worker failed or ended; the message has its traceback or exit code."""
+    """A worker failed or ended; the message has its error or exit code, a note its traceback."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -259,7 +259,8 @@ class LocalWorker(_Answers):
 class _Failure:
     """What went wrong in a worker's process."""
 
-    text: str
+    error: str
+    traceback: str
 
 
 class ProcessWorker(_Answers):
@@ -300,7 +301,9 @@ class ProcessWorker(_Answers):
             self._process.join(5.0)
             raise WorkerError(f"{self._name} ended with exit code {self._process.exitcode}") from None
         if isinstance(found, _Failure):
-            raise WorkerError(f"{self._name} failed:\n{found.text}")
+            failed = WorkerError(f"{self._name} failed: {found.error}")
+            failed.add_note(found.traceback)
+            raise failed
         return found
 
 
@@ -320,8 +323,8 @@ def _serve(connection: Connection[Any, Any], setup: Setup) -> None:
             connection.send(hand.do(order))
     except BrokenPipeError:
         return
-    except Exception:
-        connection.send(_Failure(traceback.format_exc()))
+    except Exception as error:
+        connection.send(_Failure(f"{type(error).__name__}: {error}", traceback.format_exc()))
 
 
 def make_workers(setup: Setup, processes: int) -> list[Worker]:

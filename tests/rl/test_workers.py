@@ -1,0 +1,162 @@
+"""Workers: in this process and in others they do the same; what goes wrong in one is said, and nothing waits for it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from tests.rl.training import CONFIG, WORDS, Valleys, broken
+from xrlflow.learn.ppo import Episode, Rollout, losses
+from xrlflow.rl.agent import Agent
+from xrlflow.rl.features import RewriteData
+from xrlflow.rl.train import Trainer
+from xrlflow.rl.workers import (
+    Collect,
+    Differentiate,
+    Episodes,
+    Evaluate,
+    LocalWorker,
+    Parameters,
+    ProcessWorker,
+    Setup,
+    WorkerError,
+    parameters_of,
+)
+
+torch.set_num_threads(1)
+
+SETUP = Setup(Valleys(), WORDS, CONFIG.agent, CONFIG.env, CONFIG.ppo, environments=3)
+
+
+def an_agent() -> Agent:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return Agent(WORDS, CONFIG.agent)
+
+
+PARAMETERS: Parameters = parameters_of(an_agent())
+
+
+@pytest.fixture(scope="module")
+def other() -> Iterator[ProcessWorker]:
+    worker = ProcessWorker(SETUP)
+    yield worker
+    worker.close()
+
+
+def told(episodes: Episodes) -> list[tuple[object, ...]]:
+    return [(e.actions, e.log_probs, e.values, e.rewards, e.bootstrap, e.truncated, e.info) for e in episodes]
+
+
+def test_another_process_does_the_same(other: ProcessWorker) -> None:
+    here = LocalWorker(SETUP)
+    orders = [Collect(PARAMETERS, seed, 20) for seed in (5, 6, 5)]
+    played = []
+    for order in orders:
+        for worker in (here, other):
+            worker.begin(order)
+        mine, theirs = told(here.episodes()), told(other.episodes())
+        assert mine == theirs
+        played.append(mine)
+    assert played[0] == played[2], "an order depends on nothing but itself"
+    assert played[0] != played[1]
+    assert sum(len(actions) for actions, *_ in played[0]) >= 20
+    assert all(e.observations == [] for e in here_episodes(here)), "observations stay where they are"
+
+    for worker in (here, other):
+        worker.begin(Evaluate(PARAMETERS))
+    outcomes = here.outcomes()
+    assert outcomes == other.outcomes()
+    assert [o.problem for o in outcomes] == ["valley 320"]
+
+    steps, advantages = np.array([3, 0, 7]), np.array([1.0, -1.0, 0.5], np.float32)
+    for worker in (here, other):
+        worker.begin(Collect(PARAMETERS, 1, 20))
+        worker.episodes()
+        worker.begin(Differentiate(PARAMETERS, steps, advantages))
+    mine_, theirs_ = here.slope(), other.slope()
+    np.testing.assert_allclose(mine_.gradient, theirs_.gradient, rtol=1e-5, atol=1e-7)
+    assert mine_.figures == pytest.approx(theirs_.figures)
+
+
+def here_episodes(worker: LocalWorker) -> Episodes:
+    worker.begin(Collect(PARAMETERS, 0, 5))
+    return worker.episodes()
+
+
+def test_workers_share_the_problems_of_an_evaluation() -> None:
+    worker = LocalWorker(replace(SETUP, make=Valleys(held_out=())))
+    found = []
+    for first in range(2):
+        worker.begin(Evaluate(PARAMETERS, first, 2))
+        found.append([o.problem for o in worker.outcomes()])
+    assert found == [["valley 256"], ["valley 384"]]
+
+
+def test_shared_gradients_are_those_of_all_steps_together() -> None:
+    """What three workers say together is what one would that has all their observations."""
+    workers = [LocalWorker(SETUP) for _ in range(3)]
+    agent = an_agent()
+    trainer = Trainer(agent, workers, CONFIG)
+    observations: list[RewriteData] = []
+    episodes: list[Episode[RewriteData]] = trainer._collect()
+    for worker in workers:
+        kept = worker._hand.rollout
+        assert kept is not None
+        observations += kept.observations
+    whole = replace(Rollout.of(episodes, CONFIG.ppo), observations=observations)
+    order = torch.randperm(len(whole), generator=torch.Generator().manual_seed(0))
+    steps, advantages = order[:16], whole.advantages[order[:16]]
+    figures = trainer._differentiate(steps, advantages)
+    shared = [p.grad.clone() for p in agent.parameters() if p.grad is not None]
+    agent.zero_grad()
+    terms = losses(agent, whole.part(steps, advantages), CONFIG.ppo)
+    terms["loss"].backward()  # type: ignore[no-untyped-call]
+    assert figures == pytest.approx({name: float(t.detach()) for name, t in terms.items()}, abs=1e-6)
+    alone = [torch.zeros_like(p) if p.grad is None else p.grad for p in agent.parameters()]
+    for one, other_ in zip(shared, alone, strict=True):
+        torch.testing.assert_close(one, other_, rtol=1e-4, atol=1e-6)
+    assert any(float(g.abs().max()) > 0 for g in shared)
+
+
+def test_a_worker_that_fails_says_why() -> None:
+    worker = ProcessWorker(replace(SETUP, make=broken), "worker 7")
+    try:
+        worker.begin(Collect(PARAMETERS, 0, 5))  # it has not failed yet
+        with pytest.raises(
+            WorkerError, match="worker 7 failed: ValueError: there are no such files"
+        ) as failed:
+            worker.episodes()
+        assert "in broken" in failed.value.__notes__[0]
+    finally:
+        worker.close()
+
+
+def test_a_worker_that_is_killed_is_missed_at_once() -> None:
+    worker = ProcessWorker(SETUP, "worker 3")
+    worker.begin(Evaluate(PARAMETERS))
+    worker.outcomes()
+    worker.begin(Collect(PARAMETERS, 0, 10**6))
+    assert worker._process.pid is not None
+    os.kill(worker._process.pid, signal.SIGKILL)
+    begin = time.monotonic()
+    with pytest.raises(WorkerError, match="worker 3 ended with exit code -9"):
+        worker.episodes()
+    with pytest.raises(WorkerError, match="worker 3 ended with exit code -9"):
+        worker.begin(Evaluate(PARAMETERS))
+    assert time.monotonic() - begin < 60
+    worker.close()
+
+
+def test_closing_ends_a_worker_in_the_middle_of_its_work() -> None:
+    worker = ProcessWorker(SETUP)
+    worker.begin(Collect(PARAMETERS, 0, 10**6))
+    worker.close()
+    assert not worker._process.is_alive()
