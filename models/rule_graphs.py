@@ -1,0 +1,216 @@
+"""Random graphs put together of the left-hand sides of rules, so that rules are seen that no network triggers.
+
+    from models.rule_graphs import rule_graph
+    graph = rule_graph(LIBRARY, seed=7)        # an xrlflow Graph, in which some of the rules apply
+
+A pattern rule is sampled as its proof samples it, from its own `shapes` and from what its operators take, but larger,
+so that costs mean something; a region rule gives one of its `examples`. What is drawn is kept if the rule admits it.
+Several such pieces become one graph: outputs of the earlier ones are fed to the inputs of later ones, through a
+Reshape if only the number of elements fits.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import onnx.parser
+
+from xrlflow.ir import FLOATS, DType, Graph, TensorType
+from xrlflow.onnxio import ModelError, load
+from xrlflow.rewrite import AnyRule, Library, Rule
+from xrlflow.rewrite.pattern import Pattern, trace_patterns
+from xrlflow.rewrite.state import match_all
+from xrlflow.verify.rules.cases import usable
+from xrlflow.verify.rules.draw import Draw
+from xrlflow.verify.rules.patterns import Unlucky, draw_pattern
+from xrlflow.verify.rules.sketch import Place, Sketch, SketchConst, SketchNode, Unbuildable, build, sketch_of
+
+# No tensor of a piece has more elements: its sizes multiply to no more.
+_ELEMENTS = 1 << 18
+_SIZES = (1, 2, 3, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+# Draws of a rule before another one is tried, and rules before there is an error.
+_DRAWS, _RULES = 60, 40
+# How many of an example's sizes change, in parts: draw after draw fewer, for many stand for something else too.
+_SIZED = (0.8, 0.5, 0.2, 0.0)
+
+
+class RuleGraphError(ValueError):
+    """None of the rules can be made a graph of."""
+
+
+class Sizes(Draw):
+    """Draws sizes of real tensors. Those of earlier pieces come again, so that pieces fit together."""
+
+    def __init__(self, seed: int, known: Sequence[int] = ()) -> None:
+        super().__init__(seed)
+        self.known = tuple(known)
+        self.room = _ELEMENTS
+
+    def dim(self) -> int:
+        options = self.known if self.known and self.chance(0.5) else _SIZES
+        size = self.choice([s for s in options if s <= self.room] or [1])
+        self.room //= max(size, 1)
+        return size
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A rule's left-hand side, drawn: the rule applies to it. `types`: those of the outputs."""
+
+    rule: str
+    sketch: Sketch
+    types: tuple[TensorType, ...]
+
+
+@functools.cache
+def _compiled(rule: AnyRule) -> tuple[Library, tuple[Pattern, ...]]:
+    patterns = tuple(trace_patterns(rule)) if isinstance(rule, Rule) else ()
+    return Library([rule], contrib=True, assuming=(rule.assumes,) if rule.assumes else ()), patterns
+
+
+def draw_piece(rule: AnyRule, seed: int, known: Sequence[int] = ()) -> Piece | None:
+    """A graph to which the rule applies; None if none was found. `known`: sizes that are drawn again."""
+    library, patterns = _compiled(rule)
+    draw = Sizes(seed, known)
+    for attempt in range(_DRAWS):
+        draw.room = _ELEMENTS
+        try:
+            if patterns and not (rule.examples and attempt % 4 == 3):
+                sketch = draw_pattern(rule, list(patterns), draw)  # type: ignore[arg-type]
+            elif rule.examples:
+                sketch = sketch_of(load(_parsed(draw.choice(rule.examples))).graph)
+                if not sketch.varied:  # a control-flow body
+                    return None
+                sketch = resized(sketch, draw, _SIZED[attempt % len(_SIZED)])
+            else:
+                return None
+            problem = build(sketch)
+        except (Unlucky, Unbuildable, ModelError):
+            continue
+        graph = problem.graph
+        if _fit(graph) and match_all(graph, library) and usable(problem, draw.rng):
+            return Piece(rule.name, sketch, tuple(graph.type(v) for v in graph.outputs))
+    return None
+
+
+def resized(sketch: Sketch, draw: Sizes, part: float) -> Sketch:
+    """Other sizes, for all symbols and for that part of the numbers: wherever they stand, in constant shapes too."""
+    dims = {d for t in sketch.inputs for d in t.shape or () if isinstance(d, str)}
+    numbers = {d for t in sketch.inputs for d in t.shape or () if isinstance(d, int) and d > 1}
+    numbers |= {d for c in sketch.consts if c.dtype in FLOATS for d in c.array.shape if d > 1}
+    new: dict[int | str | None, int] = {d: draw.dim() for d in sorted(dims)}
+    new |= {d: draw.dim() for d in sorted(numbers) if draw.chance(part)}
+
+    def shape(dims: Sequence[int | str | None]) -> tuple[int | str | None, ...]:
+        return tuple(new.get(d, d) for d in dims)
+
+    def const(const: SketchConst) -> SketchConst:
+        array = const.array
+        if const.dtype in FLOATS:
+            return replace(const, array=np.resize(array, tuple(new.get(d, d) for d in array.shape)))
+        if const.dtype == DType.INT64 and array.size:
+            return replace(const, array=np.vectorize(lambda n: new.get(int(n), n), otypes=[np.int64])(array))
+        return const
+
+    inputs = tuple(
+        t if t.shape is None else TensorType(t.dtype, shape(t.shape), t.const) for t in sketch.inputs
+    )
+    return replace(sketch, inputs=inputs, consts=tuple(map(const, sketch.consts)))
+
+
+def _parsed(text: str) -> onnx.ModelProto:
+    """An example, which is a graph alone, as a model."""
+    return onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["": 23, "com.microsoft": 1]> {text}')
+
+
+def _fit(graph: Graph) -> bool:
+    """Whether all sizes are known, and nothing is empty or too large."""
+    types = [t for n in graph.nodes() for t in n.types]
+    return all(t.is_static and 0 < math.prod(map(int, t.shape or ())) <= 4 * _ELEMENTS for t in types)
+
+
+def glue(pieces: Sequence[Piece], draw: Draw) -> Sketch:
+    """One sketch of several: inputs are fed from earlier outputs of their type, in three of four cases."""
+    inputs: list[TensorType] = []
+    consts: list[SketchConst] = []
+    nodes: list[SketchNode] = []
+    loose: list[tuple[Place, TensorType]] = []  # outputs that nobody reads yet
+    for piece in pieces:
+        sketch = piece.sketch
+        fed: list[Place] = []
+        for type in sketch.inputs:
+            fitting = [i for i, (_, have) in enumerate(loose) if _same_data(have, type)]
+            if fitting and draw.chance(0.75):
+                place, have = loose.pop(draw.choice(fitting))
+                if have.shape != type.shape:
+                    place = _reshaped(place, type, consts, nodes)
+                fed.append(place)
+            else:
+                inputs.append(type)
+                fed.append(Place("input", len(inputs) - 1))
+        first_const, first_node = len(consts), len(nodes)
+        consts += sketch.consts
+
+        def moved(
+            place: Place | None,
+            fed: list[Place] = fed,
+            first_const: int = first_const,
+            first_node: int = first_node,
+        ) -> Place | None:
+            if place is None:
+                return None
+            if place.kind == "input":
+                return fed[place.index]
+            return replace(place, index=place.index + (first_const if place.kind == "const" else first_node))
+
+        nodes += [replace(n, inputs=tuple(map(moved, n.inputs))) for n in sketch.nodes]
+        outputs = [(moved(p), t) for p, t in zip(sketch.outputs, piece.types)]
+        loose += [(p, t) for p, t in outputs if p is not None and p.kind == "node"]
+    return Sketch(tuple(inputs), tuple(consts), tuple(nodes), tuple(dict.fromkeys(p for p, _ in loose)))
+
+
+def _same_data(have: TensorType, want: TensorType) -> bool:
+    """Whether a value can be what another is, reshaped if need be."""
+    if have.dtype != want.dtype or not (have.is_static and want.is_static):
+        return False
+    return have.shape == want.shape or _elements(have) == _elements(want) > 1
+
+
+def _elements(type: TensorType) -> int:
+    return math.prod(map(int, type.shape or ()))
+
+
+def _reshaped(place: Place, type: TensorType, consts: list[SketchConst], nodes: list[SketchNode]) -> Place:
+    consts.append(SketchConst(np.asarray(type.shape, np.int64), DType.INT64))
+    nodes.append(SketchNode("Reshape", (place, Place("const", len(consts) - 1))))
+    return Place("node", len(nodes) - 1)
+
+
+def rule_graph(rules: Sequence[AnyRule], seed: int, pieces: int = 3) -> Graph:
+    """A graph of so many pieces, each the left-hand side of one of the rules.
+
+    Raises RuleGraphError if the rules cannot be drawn.
+    """
+    draw = Draw(seed)
+    chosen: list[Piece] = []
+    for _ in range(_RULES * pieces):
+        if len(chosen) == pieces:
+            break
+        known = {
+            int(d) for p in chosen for t in p.types for d in t.shape or () if isinstance(d, int) and d > 1
+        }
+        piece = draw_piece(draw.choice(rules), draw.integer(0, 1 << 30), sorted(known))
+        if piece is None:
+            continue
+        try:
+            build(glue([*chosen, piece], Draw(seed)))
+        except Unbuildable:
+            continue
+        chosen.append(piece)
+    if not chosen:
+        raise RuleGraphError("none of the rules could be drawn")
+    return build(glue(chosen, Draw(seed))).graph

@@ -1,0 +1,638 @@
+"""Valleys: networks that no single substitution improves, though a chain of them does.
+
+    from models.valleys import FAMILIES, Valley, catalogue
+    for charted in catalogue():             # every instance whose optimum is known
+        start = charted.valley.start()      # its state and cost, under the library and machine of this file
+        ...                                 # search; charted.optimum is what can be reached
+
+A family is a builder `build(depth, width, seed)`: `depth` valleys in one network, each of which begins with `width`
+substitutions that cost more, `seed` draws the sizes. Some families are pieces of networks that people run (`real`),
+others are made up; one is held out of all training. Costs are those of the roofline on a fixed machine, so that they
+are the same everywhere.
+
+Rules that jump a valley in one step are off for everybody (`COMPOSITES`). What is known of an instance stands in
+`valleys.json`, which `python -m models.valleys` makes anew (see `chart`): an instance is listed only if, with every
+rule of the library but those,
+
+- each candidate of the start costs more, so that greedy stops at once;
+- whatever is reached without climbing by 2% is no better (as far as `searched` states show it, see `Charted`);
+- the chain to the first better graph begins with 1 to 4 steps of 2% to 20% each, in parts of the start's cost.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import heapq
+import itertools
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import onnx
+
+from models.builder import Net
+from rewrite_rules import LIBRARY
+from xrlflow.cost import Machine, Roofline
+from xrlflow.cost.machine import REFERENCE
+from xrlflow.ir.graph import FINGERPRINT_MASK
+from xrlflow.onnxio import load
+from xrlflow.rewrite import Library, Match, RewriteState
+from xrlflow.search import Found, Limits, append, extend, taso
+
+# Rules that are chains of others, and what of: each jumps a valley of this file.
+COMPOSITES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "MergeGroupConvToBlocks": ("MergeGroupConv",),
+        "MergeManyMatMuls": ("MergeMatMuls", "MergeSplits"),
+        "MergeConvIntoPointwise": ("ReplacePointwiseConvByMatMul", "MergeReshapes", "AssociateMatMulsLeft"),
+        "MergePointwiseIntoConv": ("ReplacePointwiseConvByMatMul", "MergeReshapes", "AssociateMatMulsLeft"),
+    }
+)
+
+# Vectors of 2,048 bits, the widest of Arm's SVE. A grouped convolution reaches the less of the peak the fewer of the
+# lanes a group fills, as measured on narrower machines: half as many channels, 0.58 of the speed.
+_LANES = 64
+WIDE = replace(
+    REFERENCE,
+    name="wide vectors",
+    lanes=_LANES,
+    grouped=tuple((_LANES >> k, 0.23 * 0.58 ** (k - 1)) for k in range(6, 0, -1)),
+)
+
+
+def valley_library() -> Library:
+    """The whole library without `COMPOSITES`: what everybody searches valleys with."""
+    return Library(r for r in LIBRARY if r.name not in COMPOSITES)
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Networks whose valleys are of one kind.
+
+    `shapes`: the depths and widths that have valleys; `rules`: those of the chains that lead through.
+    """
+
+    name: str
+    build: Callable[[int, int, int], onnx.ModelProto]
+    description: str
+    rules: frozenset[str]
+    shapes: tuple[tuple[int, int], ...] = ((1, 1), (2, 1), (3, 1))
+    real: bool = False
+    held_out: bool = False
+    machine: Machine = REFERENCE
+
+
+@dataclass(frozen=True, slots=True)
+class Valley:
+    """One instance of a family."""
+
+    family: Family
+    depth: int
+    width: int
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.family.name}-{self.depth}x{self.width}-{self.seed}"
+
+    def model(self) -> onnx.ModelProto:
+        return self.family.build(self.depth, self.width, self.seed)
+
+    def cost_model(self) -> Roofline:
+        return Roofline(self.family.machine)
+
+    def start(self, library: Library | None = None) -> Found:
+        """The state of the network and its modelled cost, with the library of this file unless another is given."""
+        cost, graph = self.cost_model(), load(self.model()).graph
+        state = RewriteState.start(graph, library or valley_library(), cost.delta)
+        return Found(state, None, cost.cost(graph))
+
+
+# Pieces of networks that people run
+
+
+def _sizes(seed: int, *salt: int) -> Callable[[Sequence[int]], int]:
+    """Draws one of several sizes."""
+    rng = np.random.default_rng((seed, *salt))
+    return lambda options: int(rng.choice(list(options)))
+
+
+def _groups(net: Net, x: str, per_group: int, inner: int) -> str:
+    """A bottleneck of ResNeXt with so many channels a group."""
+    channels = net.shape(x)[1]
+    y = net.relu(net.conv(x, inner, norm=1.0))
+    y = net.relu(net.conv(y, inner, 3, groups=inner // per_group, norm=1.0))
+    return net.relu(net.add(net.conv(y, channels, norm=0.7), x))
+
+
+def resnext(depth: int, width: int, seed: int) -> onnx.ModelProto:
+    """Bottlenecks of 4 channels a group: eight a group are slower, sixteen are faster."""
+    net, draw = Net("resnext", seed), _sizes(seed, depth, 1)
+    inner, image = draw((64, 96, 128, 192, 256)), draw((7, 10, 14, 20, 28))
+    x = net.input("x", (1, draw((32, 48, 64, 96)), image, image))
+    for block in range(depth):
+        with net.scope("block", block):
+            x = _groups(net, x, 4, inner)
+    net.output(x, "y")
+    return net.model()
+
+
+def fire(depth: int, width: int, seed: int) -> onnx.ModelProto:
+    """Fire modules of SqueezeNet and branches of Inception: the small kernel is enlarged to merge it with the other."""
+    net, draw = Net("fire", seed), _sizes(seed, depth, 2)
+    image = draw((14, 20, 28, 35))
+    x = net.input("x", (1, draw((32, 64, 96)), image, image))
+    for module in range(depth):
+        with net.scope("fire", module):
+            squeezed = net.relu(net.conv(x, draw((8, 12, 16)), 3, norm=1.0))
+            kernel = [(1, 3), (3, 1), (3, 3)][draw((0, 1, 2))]
+            small = net.conv(squeezed, draw((6, 8, 12)), norm=1.0)
+            large = net.conv(squeezed, draw((4, 8, 20)), kernel, norm=1.0)
+            x = net.relu(net.concat(small, large))
+    net.output(x, "y")
+    return net.model()
+
+
+def downsampling(depth: int, width: int, seed: int) -> onnx.ModelProto:
+    """Sums over scales as of HRNet, ResNet's projections: a strided 1x1 convolution has to become a plain one of a
+    Slice before it can be merged with its sister; with `width` 2 both are strided.
+    """
+    net, draw = Net("downsampling", seed), _sizes(seed, depth, width, 3)
+    out, image = draw((32, 48, 64, 96, 128)), draw((7, 10, 14, 20, 28))
+    strides = (1, 2) if width == 1 else (2, 4)
+    for unit in range(depth):
+        with net.scope("fuse", unit):
+            parts = []
+            for k, stride in enumerate(strides):
+                channels = draw((16, 32, 48, 64, 96, 128))
+                x = net.input(f"x{unit}_{k}", (1, channels, image * stride, image * stride))
+                parts.append(net.conv(x, out, stride=stride, norm=0.7))
+            net.output(net.relu(net.add(*parts)), f"y{unit}")
+    return net.model()
+
+
+def scaled_sums(depth: int, width: int, seed: int) -> onnx.ModelProto:
+    """Branches whose sum has a factor for each channel (LayerScale): distributed, it is folded into each of them."""
+    net, draw = Net("scaled-sums", seed), _sizes(seed, depth, 4)
+    image = draw((10, 14, 20, 28))
+    for unit in range(depth):
+        with net.scope("unit", unit):
+            out = draw((32, 48, 64, 96))
+            total = ""
+            for k in range(draw((2, 2, 3))):
+                x = net.input(f"x{unit}_{k}", (1, draw((4, 8, 16, 24)), image, image))
+                # Of different kernels, so that the sum is not simply one convolution.
+                y = net.conv(x, out, (1, 3, 5)[k])
+                total = net.add(total, y) if total else y
+            gamma = net.weight("gamma", net.uniform((1, out, 1, 1), 0.5, 1.5))
+            net.output(net.relu(net.mul(total, gamma)), f"y{unit}")
+    return net.model()
+
+
+def cells(depth: int, width: int, seed: int) -> onnx.ModelProto:
+    """NasNet's cells squeeze the same image for themselves and for their successor: merged, the two are split again,
+    which costs more until the activation comes out of the Split.
+    """
+    net, draw = Net("cells", seed), _sizes(seed, depth, 11)
+    for cell in range(depth):
+        with net.scope("cell", cell):
+            image = draw((14, 20, 28, 35))
+            x = net.input(f"x{cell}", (1, draw((8, 16, 24, 32)), image, image))
+            channels = draw((16, 32, 48))
+            for k in range(draw((2, 3))):
+                squeezed = net.relu(net.conv(x, channels, norm=0.75))
+                net.output(net.conv(squeezed, channels, 3, groups=channels, norm=1.0), f"y{cell}_{k}")
+    return net.model()
+
+
+def adapters(depth: int, width: int, seed: int) -> onnx.ModelProto:
+    """Linear residual layers before a narrow projection, (x + x @ a) @ z: multiplied out, a @ z is a constant."""
+    net, draw = Net("adapters", seed), _sizes(seed, depth, 5)
+    rows = draw((16, 32, 64, 128))
+    x = net.input("x", (1, rows, draw((96, 128, 192, 256))))
+    for layer in range(depth):
+        with net.scope("adapter", layer):
+            hidden = net.add(x, net.project(x, net.shape(x)[-1], 0.3))
+            x = net.tanh(net.project(hidden, draw((16, 32, 48, 64))))
+            if layer < depth - 1:
+                x = net.relu(net.linear(x, draw((96, 128, 192, 256))))
+    net.output(x, "y")
+    return net.model()
+
+
+def layouts(depth: int, width: int, seed: int) -> onnx.ModelProto:
+    """What converters from TensorFlow leave: an image with its channels last for a factor that has them last, and
+    back. The factor has to be transposed before the image need not be.
+    """
+    net, draw = Net("layouts", seed), _sizes(seed, depth, 6)
+    image, channels = draw((5, 6, 7, 8, 10)), draw((16, 24, 32))
+    x = net.input("x", (1, channels, image, image))
+    for unit in range(depth):
+        with net.scope("unit", unit):
+            factor = net.input(
+                f"s{unit}", (1, image, 1, channels) if draw((0, 1)) else (1, 1, image, channels)
+            )
+            last = net.transpose(x, 0, 2, 3, 1)
+            x = net.transpose(net.node(("Mul", "Sub")[draw((0, 1))], last, factor), 0, 3, 1, 2)
+            x = net.conv(x, channels, 3, norm=1.0)
+    net.output(x, "y")
+    return net.model()
+
+
+# Made up
+
+
+def wide_groups(depth: int, width: int, seed: int) -> onnx.ModelProto:
+    """Grouped convolutions for wide vectors: groups are merged by two `width` times before a group fills a vector."""
+    net, draw = Net("wide-groups", seed), _sizes(seed, depth, width, 7)
+    inner, image = draw((128, 192, 256)), draw((7, 10, 14, 20))
+    x = net.input("x", (1, _LANES, image, image))
+    for block in range(depth):
+        with net.scope("block", block):
+            x = _groups(net, x, _LANES >> (width + 1), inner)
+    net.output(x, "y")
+    return net.model()
+
+
+_MONOTONE = ("Sigmoid", "Tanh", "Relu", "Softplus")
+
+
+def _tree(net: Net, leaves: Sequence[Callable[[], str]], op: str) -> str:
+    """The product (or other function of two operands) of leaves, as a balanced tree."""
+    if len(leaves) == 1:
+        return leaves[0]()
+    half = len(leaves) // 2
+    return net.node(op, _tree(net, leaves[:half], op), _tree(net, leaves[half:], op))
+
+
+def gates(depth: int, width: int, seed: int) -> onnx.ModelProto:
+    """Sums of two gated towers, (f(x @ u) * f(x @ v)) @ w + ...: the towers have to be put side by side, operand by
+    operand, each with a Concat of its own, before they come out of one product. With `width` 1 there is no gate.
+    """
+    net, draw = Net("gates", seed), _sizes(seed, depth, width, 8)
+    rows = draw((64, 96, 128, 192, 256))
+    x = net.input("x", (1, rows, draw((2, 4, 8, 16))))
+    for layer in range(depth):
+        with net.scope("gates", layer):
+            hidden, out = draw((256, 384, 512, 768)), draw((2, 4, 8, 16))
+            op, acts = ("Mul", "Max")[draw((0, 1))], [_MONOTONE[draw(range(4))] for _ in range(2)]
+
+            def leaf(k: int, x: str = x, hidden: int = hidden, acts: list[str] = acts) -> str:
+                y = net.project(x, hidden)
+                return net.node(acts[0], y) if k == 0 else y
+
+            towers = [
+                _tree(net, [functools.partial(leaf, k) for k in range(1 << (width - 1))], op)
+                for _ in range(2)
+            ]
+            x = net.tanh(net.add(*[net.project(t, out) for t in towers]))
+    net.output(x, "y")
+    return net.model()
+
+
+def forks(depth: int, width: int, seed: int) -> onnx.ModelProto:
+    """As `gates`, of convolutions over an image."""
+    net, draw = Net("forks", seed), _sizes(seed, depth, width, 9)
+    image = draw((10, 14, 20, 28))
+    x = net.input("x", (1, draw((1, 2, 3, 4)), image, image))
+    for layer in range(depth):
+        with net.scope("fork", layer):
+            hidden, out = draw((64, 96, 128, 192)), draw((8, 16))
+            op, act = ("Mul", "Sub")[draw((0, 1))], _MONOTONE[draw(range(4))]
+
+            def leaf(k: int, x: str = x, hidden: int = hidden, act: str = act) -> str:
+                y = net.conv(x, hidden)
+                return net.node(act, y) if k == 0 else y
+
+            towers = [
+                _tree(net, [functools.partial(leaf, k) for k in range(1 << (width - 1))], op)
+                for _ in range(2)
+            ]
+            x = net.tanh(net.add(*[net.conv(t, out) for t in towers]))
+    net.output(x, "y")
+    return net.model()
+
+
+def factored(depth: int, width: int, seed: int) -> onnx.ModelProto:
+    """1x1 convolutions in a row without anything between (over-parameterised, as some are trained): they become
+    products of matrices before they can be multiplied out.
+    """
+    net, draw = Net("factored", seed), _sizes(seed, depth, 10)
+    image = draw((10, 14, 20, 28))
+    x = net.input("x", (1, draw((16, 32, 48)), image, image))
+    for layer in range(depth):
+        with net.scope("layer", layer):
+            for channels in (draw((64, 96, 128)), draw((16, 32, 48))):
+                fan_in = net.shape(x)[1]
+                weight = net.normal((channels, fan_in, 1, 1), 1 / math.sqrt(fan_in))
+                x = net.node("Conv", x, net.weight("weight", weight))
+            x = net.relu(x)
+    net.output(x, "y")
+    return net.model()
+
+
+_TOWERS = frozenset(
+    {
+        "MergeSumOfMatMuls",
+        "MergeSumOfConvs",
+        "PullBinaryOutOfConcat",
+        "PullUnaryOutOfConcat",
+        "PullProductOutOfConcatOfColumns",
+    }
+)
+
+FAMILIES: Mapping[str, Family] = MappingProxyType(
+    {
+        family.name: family
+        for family in (
+            Family(
+                "resnext", resnext, "groups of 4 channels merged by two, twice", frozenset({"MergeGroupConv"}),
+                real=True,
+            ),
+            Family(
+                "fire", fire, "a kernel enlarged, then merged with another one",
+                frozenset({"EnlargeConv", "PullProductOutOfConcatOfColumns", "MergeParallelConvs"}),
+                real=True,
+            ),
+            Family(
+                "downsampling", downsampling, "strides taken out of 1x1 convolutions, which are then merged",
+                frozenset({"ReplaceConvStrideBySlice", "MergeSumOfConvs", "FoldSliceIntoConvStride"}),
+                shapes=((1, 1), (1, 2), (2, 1), (2, 2)), real=True,
+            ),
+            Family(
+                "scaled-sums", scaled_sums, "a factor distributed over a sum of convolutions",
+                frozenset({"DistributeMulOverSum", "FoldScaleIntoConv"}), shapes=((1, 1), (2, 1)), real=True,
+            ),
+            Family(
+                "cells", cells, "convolutions of one input merged, the Split passed down",
+                frozenset({"MergeParallelConvs", "PullUnaryOutOfSplit", "MergeSplits"}),
+                shapes=((1, 1), (2, 1)), real=True,
+            ),
+            Family(
+                "adapters", adapters, "a residual product multiplied out",
+                frozenset({"DistributeMatMul", "AssociateMatMulsRight", "FoldSumOfMatMuls"}), real=True,
+            ),
+            Family(
+                "layouts", layouts, "a transpose pushed to the other operand",
+                frozenset({"PushTransposesUp", "CancelTransposes"}), real=True,
+            ),
+            Family(
+                "wide-groups", wide_groups, "groups merged by two, again and again",
+                frozenset({"MergeGroupConv"}), machine=WIDE,
+                shapes=tuple(itertools.product((1, 2), (1, 2, 3, 4))),
+            ),
+            Family(
+                "gates", gates, "towers of products put side by side", _TOWERS,
+                shapes=((1, 1), (1, 2), (1, 3), (2, 1), (2, 2)),
+            ),
+            Family(
+                "factored", factored, "convolutions as products of matrices, multiplied out",
+                frozenset({"ReplacePointwiseConvByMatMul", "MergeReshapes", "AssociateMatMulsLeft"}),
+                shapes=((1, 2), (2, 2)),
+            ),
+            Family(
+                "forks", forks, "towers of convolutions put side by side", _TOWERS,
+                shapes=((1, 1), (1, 2), (1, 3)), held_out=True,
+            ),
+        )
+    }
+)  # fmt: skip
+
+# What a step up may cost, in parts of the start's cost, and how many of them an improving chain may begin with.
+LEAST_STEP, MOST_STEP, MOST_STEPS = 0.02, 0.20, 4
+# What the optimum gains, in parts of the start's cost.
+LEAST_GAIN = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Explored:
+    """States that were reached, in the order of the highest cost on the way to them.
+
+    `better`: the first that costs less than the start; `climb`: the highest cost on the way there. `exhausted`: there
+    were no more states.
+    """
+
+    best: Found
+    better: Found | None
+    climb: float
+    states: int
+    exhausted: bool
+
+
+def explore(start: Found, ceiling: float, budget: int) -> Explored:
+    """Visit up to `budget` states whose cost, and that of all states on the way, is at most `ceiling`.
+
+    Ways that climb less are followed first (Dijkstra's algorithm with the maximum for the sum), so that the way to
+    `better` climbs least.
+    """
+    start = Found(start.state, None, start.cost)
+    best, better, climb = start, None, math.inf
+    seen = {start.state.fingerprint}
+    order = itertools.count()
+    queue: list[tuple[float, int, Found, Match | None]] = [(start.cost, next(order), start, None)]
+    states = 0
+    while queue and states < budget:
+        height, _, found, match = heapq.heappop(queue)
+        if match is not None:
+            state = found.state.apply(match)
+            if state.fingerprint in seen:
+                continue
+            seen.add(state.fingerprint)
+            cost = found.cost + match.delta
+            found = Found(state, extend(found.path, match, cost), cost)
+        states += 1
+        if found.cost < best.cost * (1 - 1e-9):
+            best = found
+            if better is None:
+                better, climb = found, height
+        for candidate in found.state.candidates:
+            expected = (found.state.fingerprint + candidate.shift) & FINGERPRINT_MASK
+            top = max(height, found.cost + candidate.delta)
+            if expected not in seen and top <= ceiling:
+                heapq.heappush(queue, (top, next(order), found, candidate))
+    return Explored(best, better, climb, states, not queue)
+
+
+@dataclass(frozen=True, slots=True)
+class Charted:
+    """What is known of an instance.
+
+    `cost`: of the start, in seconds. `optimum`: the least cost that is known, and `chain` the rules that lead there
+    with the cost after each. `climbs`: the steps up at the beginning of the least climbing chain to a better graph, in
+    parts of `cost`. `searched`: how many states were looked at; `exhausted`: whether those that are reached without
+    climbing by `LEAST_STEP` were all of them.
+    """
+
+    valley: Valley
+    cost: float
+    optimum: float
+    chain: tuple[tuple[str, float], ...]
+    climbs: tuple[float, ...]
+    searched: int
+    exhausted: bool
+
+    @property
+    def height(self) -> float:
+        """How much the chain climbs before it falls, in parts of the start's cost."""
+        return sum(self.climbs)
+
+    def reached(self, cost: float, tolerance: float = 1e-3) -> bool:
+        """Whether a cost is the optimum's, or less."""
+        return cost <= self.optimum * (1 + tolerance)
+
+
+class NoValley(Exception):
+    """A draw of sizes that does not make a valley; the message says why."""
+
+
+def chart(valley: Valley, budget: int = 2000) -> Charted:
+    """Look for an instance's optimum and the way there. Raises NoValley.
+
+    The rules of the family alone are followed first, to ten times `budget` states. From the best of them the whole
+    library goes on, by best-first search and to whatever is near; and so it does from the start, from where the whole
+    library is tried alone. Each of these searches has `budget` states, or twice as many.
+    """
+    start = valley.start()
+    cost = start.cost
+    if min((m.delta for m in start.state.candidates), default=1.0) <= 1e-9 * cost:
+        raise NoValley("a first step does not cost more")
+    near = explore(start, cost * (1 + LEAST_STEP), budget)
+    if near.better is not None:
+        raise NoValley("there is a way without climbing")
+    narrow = Library(r for r in valley_library().rules.values() if r.name in valley.family.rules)
+    guided = explore(valley.start(narrow), math.inf, 10 * budget)
+    if guided.better is None:
+        raise NoValley("the family's rules do not lead to anything better")
+    climbs = _climbs(guided.better, cost)
+    if not 1 <= len(climbs) <= MOST_STEPS:
+        raise NoValley(f"{len(climbs)} steps up")
+    if not all(LEAST_STEP <= c <= MOST_STEP for c in climbs):
+        raise NoValley(f"steps of {', '.join(f'{c:.1%}' for c in climbs)}")
+    best, searched = _settled(_with_all_rules(start, guided.best), budget)
+    direct = taso(start.state, cost, Limits(2 * budget), alpha=1.3)
+    if direct.best.cost < best.cost * (1 - 1e-6):
+        best, more = _settled(direct.best, budget)
+        searched += more
+    searched += near.states + guided.states + direct.expanded
+    if best.cost > (1 - LEAST_GAIN) * cost:
+        raise NoValley("little is gained")
+    chain = tuple((s.rule, s.cost) for s in best.trace)
+    return Charted(valley, cost, best.cost, chain, climbs, searched, near.exhausted)
+
+
+def _climbs(found: Found, cost: float) -> tuple[float, ...]:
+    """The steps up at the beginning of a chain, in parts of the start's cost."""
+    costs = [cost, *(s.cost for s in found.trace)]
+    steps = [(b - a) / cost for a, b in itertools.pairwise(costs)]
+    return tuple(itertools.takewhile(lambda step: step > 1e-9, steps))
+
+
+def _with_all_rules(start: Found, found: Found) -> Found:
+    """A state that some rules led to, with the candidates of all."""
+    state = start.state
+    for step in found.trace:
+        match = state.find(step.key)
+        assert match is not None, "a narrower library has no other candidates"
+        state = state.apply(match)
+    return Found(state, found.path, found.cost)
+
+
+def _settled(found: Found, budget: int) -> tuple[Found, int]:
+    """The best that is near a state, and near that; and how many states were looked at."""
+    searched = 0
+    while True:
+        wide = taso(found.state, found.cost, Limits(budget), alpha=1.2)
+        near = explore(found, found.cost * 1.1, budget)
+        searched += wide.expanded + near.states
+        best = min((wide.best, near.best), key=lambda f: f.cost)
+        if best.cost >= found.cost * (1 - 1e-6):
+            return found, searched
+        path = found.path
+        for step in best.trace:
+            path = append(path, step)
+        found = replace(best, path=path)
+
+
+# The catalogue
+
+CATALOGUE = Path(__file__).with_name("valleys.json")
+
+
+def catalogue(path: Path = CATALOGUE) -> tuple[Charted, ...]:
+    """Every instance whose optimum is known."""
+    return tuple(
+        Charted(
+            Valley(FAMILIES[row["family"]], row["depth"], row["width"], row["seed"]),
+            row["cost"],
+            row["optimum"],
+            tuple((rule, cost) for rule, cost in row["chain"]),
+            tuple(row["climbs"]),
+            row["searched"],
+            row["exhausted"],
+        )
+        for row in json.loads(path.read_text(encoding="utf-8"))
+    )
+
+
+def draws(family: Family, depth: int, width: int, count: int, tries: int, budget: int) -> Iterator[Charted]:
+    """The first `count` instances among so many seeds."""
+    found = 0
+    for seed in range(tries):
+        try:
+            charted = chart(Valley(family, depth, width, seed), budget)
+        except NoValley:
+            continue
+        yield charted
+        found += 1
+        if found == count:
+            return
+
+
+def as_row(charted: Charted) -> dict[str, Any]:
+    """An instance as the catalogue has it."""
+    valley = charted.valley
+    return {
+        "family": valley.family.name,
+        "depth": valley.depth,
+        "width": valley.width,
+        "seed": valley.seed,
+        "cost": charted.cost,
+        "optimum": charted.optimum,
+        "climbs": [round(c, 4) for c in charted.climbs],
+        "chain": [list(step) for step in charted.chain],
+        "searched": charted.searched,
+        "exhausted": charted.exhausted,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Chart the valleys anew.")
+    parser.add_argument("families", nargs="*", help="only these (default: all)")
+    parser.add_argument("--count", type=int, default=32, help="instances of each family, about")
+    parser.add_argument("--tries", type=int, default=60, help="seeds to look at for each depth and width")
+    parser.add_argument("--budget", type=int, default=2000, help="states of each search")
+    arguments = parser.parse_args()
+    chosen = arguments.families or list(FAMILIES)
+    rows = (
+        [as_row(c) for c in catalogue() if c.valley.family.name not in chosen] if CATALOGUE.exists() else []
+    )
+    for name in chosen:
+        family = FAMILIES[name]
+        each = math.ceil(arguments.count / len(family.shapes))
+        for depth, width in family.shapes:
+            made = list(draws(family, depth, width, each, arguments.tries, arguments.budget))
+            print(f"{name} {depth}x{width}: {len(made)} of {each}", flush=True)
+            rows += [as_row(c) for c in made]
+    order = list(FAMILIES)
+    rows.sort(key=lambda r: (order.index(r["family"]), r["depth"], r["width"], r["seed"]))
+    CATALOGUE.write_text("[\n" + ",\n".join(json.dumps(r) for r in rows) + "\n]\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

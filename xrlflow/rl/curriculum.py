@@ -1,0 +1,190 @@
+"""What an agent that is meant to work everywhere is trained on: graphs from several sources, some of them held out.
+
+A `Source` is a named recipe for a graph. This package has none: the zoo at small depth, valleys, and random graphs made
+of the rules' left-hand sides come from outside (`bench/agents.py` puts them together). A `Curriculum` is drawn from
+them by group, and makes their problems in each worker's own process, only as they are asked for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import random
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import overload
+
+from xrlflow.cost import Machine, Roofline
+from xrlflow.ir import Graph
+from xrlflow.rewrite import AnyRule, Library, RewriteState
+from xrlflow.rewrite.state import Delta
+from xrlflow.rl.env import Problem
+from xrlflow.rl.features import Featuriser, RewriteData, Situation, Vocabulary
+from xrlflow.rl.workers import Task
+from xrlflow.search import Limits, random_walk, simplify
+
+
+class CurriculumError(ValueError):
+    """A curriculum cannot be made of these sources; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A graph that can be built in any process: `build` and `machine` are pickled on their way there.
+
+    `group` says what kind of graph it is: a curriculum draws by it. Episodes begin after `scrambled` random
+    substitutions, whose undoing is then worth something. Costs are those of the roofline on what `machine` gives.
+    """
+
+    name: str
+    group: str
+    build: Callable[[], Graph]
+    scrambled: int = 0
+    machine: Callable[[], Machine] = Machine.reference
+
+
+def split(sources: Iterable[Source], part: float) -> tuple[tuple[Source, ...], tuple[Source, ...]]:
+    """Sources to train on, and about this part of them to hold out.
+
+    The name alone decides, so that a source stays on its side whatever else there is.
+    """
+    if not 0 <= part <= 1:
+        raise CurriculumError(f"the part to hold out is between 0 and 1, not {part:g}")
+    train: list[Source] = []
+    held_out: list[Source] = []
+    for source in sources:
+        digest = hashlib.blake2b(source.name.encode(), digest_size=8).digest()
+        drawn = int.from_bytes(digest, "big") / 2**64
+        (held_out if drawn < part else train).append(source)
+    return tuple(train), tuple(held_out)
+
+
+def mixed(
+    sources: Iterable[Source], shares: Mapping[str, float], count: int, seed: int = 0
+) -> tuple[Source, ...]:
+    """About `count` sources, drawn group by group in these shares; of a group that has fewer, all of them.
+
+    Raises CurriculumError if a group is not there or no share is positive.
+    """
+    groups: dict[str, list[Source]] = defaultdict(list)
+    for source in sources:
+        groups[source.group].append(source)
+    if missing := sorted(shares.keys() - groups.keys()):
+        raise CurriculumError(
+            f"no source is of the group {missing[0]!r}; there are: {', '.join(sorted(groups))}"
+        )
+    total = math.fsum(shares.values())
+    if total <= 0 or min(shares.values()) < 0:
+        raise CurriculumError("shares have to be positive")
+    rng = random.Random(seed)
+    chosen: list[Source] = []
+    for group, share in shares.items():
+        wanted = round(count * share / total)
+        chosen += rng.sample(groups[group], min(wanted, len(groups[group])))
+    return tuple(chosen)
+
+
+class Problems(Sequence[Problem]):
+    """Problems that are made when they are first asked for, and kept."""
+
+    def __init__(self, sources: Sequence[Source], make: Callable[[Source], Problem]) -> None:
+        self.sources = tuple(sources)
+        self._make = make
+        self._made: dict[int, Problem] = {}
+
+    def __len__(self) -> int:
+        return len(self.sources)
+
+    @overload
+    def __getitem__(self, index: int) -> Problem: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Problem]: ...
+    def __getitem__(self, index: int | slice) -> Problem | Sequence[Problem]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        if not -len(self) <= index < len(self):
+            raise IndexError(index)
+        index %= len(self)
+        if index not in self._made:
+            self._made[index] = self._make(self.sources[index])
+        return self._made[index]
+
+    def __iter__(self) -> Iterator[Problem]:
+        return (self[i] for i in range(len(self)))
+
+
+@dataclass(frozen=True)
+class Curriculum:
+    """Makes a training task: the problems of some sources, evaluated on those of others.
+
+    `rules` and `contrib` make the library. Raises CurriculumError for sources of one name.
+    """
+
+    sources: tuple[Source, ...]
+    held_out: tuple[Source, ...]
+    rules: tuple[AnyRule, ...]
+    contrib: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.sources:
+            raise CurriculumError("there is nothing to train on")
+        for sources in (self.sources, self.held_out):
+            names = [s.name for s in sources]
+            if twice := sorted({n for n in names if names.count(n) > 1}):
+                raise CurriculumError(f"two sources are called {twice[0]!r}")
+        if both := sorted({s.name for s in self.sources} & {s.name for s in self.held_out}):
+            raise CurriculumError(f"{both[0]!r} is trained on and held out")
+
+    @cached_property
+    def library(self) -> Library:
+        return Library(self.rules, contrib=self.contrib)
+
+    def __call__(self, vocabulary: Vocabulary) -> Task:
+        """The task, as a worker makes it. Nothing is built yet."""
+        maker = _Maker(self.library, vocabulary, self.seed)
+        return Task(
+            Problems(self.sources, maker.problem), Problems(self.held_out, maker.problem), maker.observe
+        )
+
+
+class _Maker:
+    """Builds graphs and observes them: a featuriser for each machine, since it keeps what nodes cost."""
+
+    def __init__(self, library: Library, vocabulary: Vocabulary, seed: int) -> None:
+        self.library = library
+        self.vocabulary = vocabulary
+        self.seed = seed
+        self._priced: dict[str, tuple[Roofline, Delta]] = {}
+        self._observers: dict[Delta, Featuriser] = {}
+
+    def _pricing(self, machine: Machine) -> tuple[Roofline, Delta]:
+        if machine.name not in self._priced:
+            model = Roofline(machine)
+            featuriser = Featuriser(self.vocabulary, model)
+            delta = featuriser.pricing(model.delta)
+            self._priced[machine.name] = model, delta
+            self._observers[delta] = featuriser
+        return self._priced[machine.name]
+
+    def problem(self, source: Source) -> Problem:
+        """Where episodes of a source begin: what needs no price is done, then it is scrambled."""
+        model, delta = self._pricing(source.machine())
+        graph, _ = simplify(source.build(), self.library, model.cost)
+        if source.scrambled:
+            seed = random.Random(f"{self.seed} {source.name}").getrandbits(32)
+            state = RewriteState.start(graph, self.library, model.delta)
+            walk = random_walk(state, model.cost(graph), Limits(budget=source.scrambled), seed)
+            graph = walk.best.state.graph
+        return Problem.of(source.name, graph, self.library, model, lambda _: delta)
+
+    def observe(self, situation: Situation) -> RewriteData:
+        """The observation, with the shares of cost that the situation's machine gives."""
+        delta = situation.state.delta
+        assert delta is not None, "the problems of a curriculum have prices"
+        return self._observers[delta](situation)
+
+
+__all__ = ["Curriculum", "CurriculumError", "Problems", "Source", "mixed", "split"]
