@@ -222,7 +222,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         "configuration is damaged": changed(whole, vocabulary={"rules": ["A"]}),
         "configuration wants": changed(whole, agent={"encoder": {"width": 8, "layers": 2, "heads": 2}}),
         "parameters are not those": replace(whole, tensors={**whole.tensors, "more": torch.zeros(1)}),
-        "not finite": replace(whole, tensors={**whole.tensors, "trust": torch.tensor(float("nan"))}),
+        "not finite": replace(whole, tensors={**whole.tensors, "trust": torch.tensor([10.0, float("nan")])}),
     }
     for index, (message, checkpoint) in enumerate(cases.items()):
         path = tmp_path / f"{index}.safetensors"

@@ -36,8 +36,9 @@ from xrlflow.rl.features import (
 KIND = "agent"
 # The column of a candidate's modelled delta, squashed: 1 is the whole cost, .5 one percent of it.
 _DELTA = len(CANDIDATE_CONTENT) + CANDIDATE_PLACE.index("delta")
-# A gain of one percent is e^5 times as likely as No-Op to an agent that knows nothing.
-_TRUST = 10.0
+# To an agent that knows nothing, a gain of one percent is e^5 times as likely as No-Op, and a loss of one percent e^2
+# times less: it must be tried now and then, or what lies behind it is never learned.
+_TRUST = (10.0, 4.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +89,7 @@ class Agent(nn.Module):
         self.of_candidate = nn.Linear(CANDIDATE_FEATURES, width)
         self.candidate = orthogonal(nn.Linear(width, width))
         self.score = orthogonal(nn.Linear(width, 1), 0.01)
-        self.trust = nn.Parameter(torch.tensor(_TRUST))
+        self.trust = nn.Parameter(torch.tensor(_TRUST))  # in gains, in losses
         self.stop = _head(2 * width, width, 0.01)
         self.value = _head(2 * width + GLOBAL_FEATURES, width, 1.0)
 
@@ -102,7 +103,9 @@ class Agent(nn.Module):
         owner = data.rule_batch
         encoded = self.encoder(data, graphs)
         hidden = self._candidates(data, encoded.nodes, self.from_graph(encoded.graphs)[owner])
-        scores = self.score(hidden).squeeze(-1) - self.trust * data.candidate[:, _DELTA]
+        delta = data.candidate[:, _DELTA]
+        scores = self.score(hidden).squeeze(-1)
+        scores = scores + self.trust[0] * torch.relu(-delta) - self.trust[1] * torch.relu(delta)
         # What can be done here, on the whole.
         pooled = _mean(hidden, owner, graphs)
         state = torch.cat([encoded.graphs, pooled], 1)

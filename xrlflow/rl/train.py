@@ -35,6 +35,7 @@ from xrlflow.rl.workers import (
     Episodes,
     Evaluate,
     MakeTask,
+    Objective,
     Outcome,
     Setup,
     Task,
@@ -65,6 +66,7 @@ class TrainConfig:
     environments: int = 8
     seed: int = 0
     evaluate_every: int = 10
+    objective: Objective = Objective.FINAL
     ppo: PPOConfig = field(default_factory=_ppo)
     env: EnvConfig = field(default_factory=EnvConfig)
     agent: AgentConfig = field(default_factory=AgentConfig)
@@ -75,10 +77,13 @@ class TrainConfig:
                 raise ValueError(f"TrainConfig.{name} must be at least 1")
         if self.workers < 0 or self.seed < 0:
             raise ValueError("TrainConfig.workers and seed must not be negative")
+        if self.objective is Objective.BEST and self.env.reward is not Reward.MODELLED:
+            raise ValueError("TrainConfig.objective can be the best only by the modelled reward")
 
     def to_json(self) -> dict[str, Any]:
         found = asdict(self)
         found["env"]["reward"] = self.env.reward.value
+        found["objective"] = self.objective.value
         return found
 
 
@@ -316,7 +321,15 @@ def train(
         try:
             with logs:
                 trainer.workers = make_workers(
-                    Setup(make, vocabulary, config.agent, config.env, config.ppo, config.environments),
+                    Setup(
+                        make,
+                        vocabulary,
+                        config.agent,
+                        config.env,
+                        config.ppo,
+                        config.objective,
+                        config.environments,
+                    ),
                     config.workers,
                 )
                 if not score.outcomes:

@@ -9,10 +9,12 @@ does not grow with the graphs.
 from __future__ import annotations
 
 import multiprocessing
+import random
 import signal
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from multiprocessing.connection import Connection, wait
 from typing import Any, Protocol
 
@@ -42,6 +44,17 @@ class Task:
     observe: Callable[[Situation], RewriteData]
 
 
+class Objective(Enum):
+    """What an episode is to make cheap.
+
+    FINAL: the graph at its end; a step is worth what the environment says. BEST: the cheapest graph on its way, which
+    is what a search returns; a step is worth what it improves on the best so far, and a loss costs nothing but time.
+    """
+
+    FINAL = "final"
+    BEST = "best"
+
+
 # Makes the task in the worker's own process, hence is pickled on its way there: a function of a module, or an object.
 # Observations must have the numbers of this vocabulary.
 MakeTask = Callable[[Vocabulary], Task]
@@ -56,6 +69,7 @@ class Setup:
     agent: AgentConfig
     env: EnvConfig
     ppo: PPOConfig
+    objective: Objective = Objective.FINAL
     environments: int = 8
 
 
@@ -143,6 +157,31 @@ class Worker(Protocol):
     def close(self) -> None: ...
 
 
+class _Episodes:
+    """An environment that draws one of many problems for each episode; they are not made before that."""
+
+    def __init__(self, task: Task, config: EnvConfig, objective: Objective) -> None:
+        self.task = task
+        self.config = config
+        self.objective = objective
+        self._best = 0.0
+
+    def reset(self, *, seed: int | None = None) -> tuple[RewriteData, dict[str, Any]]:
+        problems = self.task.problems
+        problem = problems[random.Random(seed).randrange(len(problems))]
+        self._env = RewriteEnv([problem], self.task.observe, self.config)
+        observation, info = self._env.reset(seed=seed)
+        self._best = info["best"]
+        return observation, info
+
+    def step(self, action: int) -> tuple[RewriteData, float, bool, bool, dict[str, Any]]:
+        observation, reward, terminated, truncated, info = self._env.step(action)
+        if self.objective is Objective.BEST:
+            reward = 100.0 * (self._best - info["best"]) / info["initial"] if info["initial"] > 0 else 0.0
+            self._best = info["best"]
+        return observation, reward, terminated, truncated, info
+
+
 class _Hand:
     """What every worker does, in whatever process."""
 
@@ -151,7 +190,7 @@ class _Hand:
         self.task = setup.make(setup.vocabulary)
         self.agent = Agent(setup.vocabulary, setup.agent)
         self.environments = [
-            RewriteEnv(self.task.problems, self.task.observe, setup.env) for _ in range(setup.environments)
+            _Episodes(self.task, setup.env, setup.objective) for _ in range(setup.environments)
         ]
         self.rollout: Rollout[RewriteData] | None = None
 
@@ -331,4 +370,12 @@ def make_workers(setup: Setup, processes: int) -> list[Worker]:
     """So many processes; with 0, one worker in this process."""
     if processes == 0:
         return [LocalWorker(setup)]
-    return [ProcessWorker(setup, f"worker {number}") for number in range(processes)]
+    workers: list[Worker] = []
+    try:
+        for number in range(processes):
+            workers.append(ProcessWorker(setup, f"worker {number}"))
+    except BaseException:
+        for worker in workers:
+            worker.close()
+        raise
+    return workers
