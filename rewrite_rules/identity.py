@@ -10,7 +10,7 @@ import numpy as np
 from rewrite_rules.axes import ints_input
 from rewrite_rules.elementwise import keeps_shape
 from xrlflow.ir import ABSENT, FLOATS, INTEGERS, Dim, DType, Node, Value
-from xrlflow.ops.schema import COMMUTATIVE, is_deterministic
+from xrlflow.ops.schema import COMMUTATIVE
 from xrlflow.rewrite import AnyRule, Captures, Op, Reader, Region, RegionRule, Rule, Val, require
 
 
@@ -415,14 +415,14 @@ class MergeCommonSubexpressions(RegionRule):
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
-        if node.captured or not is_deterministic(node.op):
-            return None
         uses = reader.graph.uses
         rarest, fewest = ABSENT, 0
         for value in node.inputs:
             count = len(uses.get(value, ()))
             if count and (count < fewest or not fewest):
                 rarest, fewest = value, count
+                if count == 1:  # by this node
+                    break
         if not fewest or reader.count_users(rarest) < 2:
             return None
         what = _content(node)
