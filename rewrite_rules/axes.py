@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from xrlflow.ir import ABSENT, Dim, Node
-from xrlflow.rewrite import Reader, require
+from xrlflow.rewrite import Reader, require, worthwhile
 
 
 def front(axis: int, rank: int) -> int:
@@ -15,9 +15,9 @@ def front(axis: int, rank: int) -> int:
 
 
 def fronts(axes: Sequence[int], rank: int) -> tuple[int, ...]:
-    """Axes counted from the front; refuses repeated ones."""
+    """Axes counted from the front; refuses repeated ones, of which ONNX does not say what they mean."""
     out = tuple(front(a, rank) for a in axes)
-    require(len(set(out)) == len(out), "an axis is repeated")
+    worthwhile(len(set(out)) == len(out), "an axis is repeated")
     return out
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -11,7 +11,7 @@ from rewrite_rules.axes import ints_input
 from rewrite_rules.elementwise import keeps_shape
 from xrlflow.ir import ABSENT, FLOATS, INTEGERS, Dim, DType, Node, Value
 from xrlflow.ops.schema import COMMUTATIVE
-from xrlflow.rewrite import AnyRule, Captures, Op, Reader, Region, RegionRule, Rule, Val, require
+from xrlflow.rewrite import AnyRule, Captures, Op, Reader, Region, RegionRule, Rule, Val, require, worthwhile
 
 
 class RemoveIdentity(Rule):
@@ -28,6 +28,9 @@ class RemoveDropout(Rule):
     """dropout(x) -> x  when it is not in training mode and nobody reads the mask."""
 
     optional = ("ratio", "training")
+    survivors: ClassVar[Mapping[str, str]] = {
+        "drop: it may be in training mode": "what is random then: no two evaluations of it can be compared"
+    }
 
     def source(self, op: Op, x: Any, ratio: Any, training: Any) -> Any:
         return op.Dropout(x, ratio, training, attrs="a")
@@ -206,17 +209,13 @@ class MergeClips(Rule):
     """clip(clip(x, a, b), c, d) -> clip(x, clip(a, c, d), clip(b, c, d))."""
 
     proof = "numeric"
-    relies_on = "max and min are those of an ordered set"
+    relies_on = "max and min are those of an ordered set; a lower bound above the upper one means the upper one"
 
     optional = ("a", "b", "c", "d")
     shapes = "x[...]:float a[]:const b[]:const c[]:const d[]:const"
 
     def source(self, op: Op, x: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
         return op.Clip(op.Clip(x, a, b), c, d)
-
-    def where(self, m: Captures, x: Val, a: Val | None, b: Val | None, c: Val | None, d: Val | None) -> None:
-        for low, high in (_bounds(a, b), _bounds(c, d)):
-            require(low <= high, "a lower bound is above the upper one")
 
     def target(self, op: Op, x: Val, a: Val | None, b: Val | None, c: Val | None, d: Val | None) -> Any:
         (low, high), (least, most) = _bounds(a, b), _bounds(c, d)
@@ -232,17 +231,13 @@ class MergeReluIntoClip(Rule):
     """clip(relu(x), a, b) -> clip(x, clip(0, a, b), clip(inf, a, b))."""
 
     proof = "numeric"
-    relies_on = "max and min are those of an ordered set"
+    relies_on = "max and min are those of an ordered set; a lower bound above the upper one means the upper one"
 
     optional = ("a", "b")
     shapes = "x[...]:float a[]:const b[]:const"
 
     def source(self, op: Op, x: Any, a: Any, b: Any) -> Any:
         return op.Clip(op.Relu(x), a, b)
-
-    def where(self, m: Captures, x: Val, a: Val | None, b: Val | None) -> None:
-        low, high = _bounds(a, b)
-        require(low <= high, "the lower bound is above the upper one")
 
     def target(self, op: Op, x: Val, a: Val | None, b: Val | None) -> Any:
         low, high = _bounds(a, b)
@@ -253,17 +248,13 @@ class MergeClipIntoRelu(Rule):
     """relu(clip(x, a, b)) -> clip(x, max(a, 0), max(b, 0))."""
 
     proof = "numeric"
-    relies_on = "max and min are those of an ordered set"
+    relies_on = "max and min are those of an ordered set; a lower bound above the upper one means the upper one"
 
     optional = ("a", "b")
     shapes = "x[...]:float a[]:const b[]:const"
 
     def source(self, op: Op, x: Any, a: Any, b: Any) -> Any:
         return op.Relu(op.Clip(x, a, b))
-
-    def where(self, m: Captures, x: Val, a: Val | None, b: Val | None) -> None:
-        low, high = _bounds(a, b)
-        require(low <= high, "the lower bound is above the upper one")
 
     def target(self, op: Op, x: Val, a: Val | None, b: Val | None) -> Any:
         low, high = _bounds(a, b)
@@ -487,7 +478,7 @@ class FoldDimensions(Rule):
     @staticmethod
     def _dims(m: Captures, x: Val, starts: Val, ends: Val, steps: Val | None) -> Sequence[Dim]:
         step = 1 if steps is None else int(steps.scalar)
-        require(step > 0, "it runs backwards")
+        worthwhile(step != 0, "it stands still")
         return x.shape[slice(m.start, m.end)][int(starts.scalar) : int(ends.scalar) : step]
 
 

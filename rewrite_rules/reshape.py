@@ -265,6 +265,7 @@ def _rows(reader: Reader, before: Value, after: Value) -> None:
     require(a is not None and b is not None and min(len(a), len(b)) >= 2, "an operand is a vector")
     if a and b:
         require(a[-1] is not None and a[-1] == b[-1], "the last dimension changes")
+        require(a[-1] != 0, "what has no elements has many shapes")
 
 
 class PushReshapeThroughMatMul(RegionRule):
@@ -307,10 +308,9 @@ class PushReshapeIntoMatMul(RegionRule):
             return None
         x, w = inner.inputs
         require(reader.type(w).rank == 2, "the right factor is not a matrix")
-        require(rank_of(reader, x) >= 2, "an operand is a vector")
         _rows(reader, node.inputs[0], node.outputs[0])
         worthwhile(read_once(reader, node.inputs[0]), "the product is read elsewhere")
-        before, after = reader.type(x).shape or (), node.types[0].shape or ()
+        before, after = reader.val(x).shape, node.types[0].shape or ()
         require(before[-1] is not None, "a dimension is not known")
         numbers = tuple(reshape_numbers(before, (*after[:-1], before[-1])))
         return Region(node.outputs, (x, w), (node, inner), numbers)

@@ -53,7 +53,7 @@ class MergeTransposes(Rule):
 
     def where(self, m: Captures, x: Val) -> None:
         p, q = permutation(m.p, x.rank), permutation(m.q, x.rank)
-        require(not is_identity(compose(p, q)), "the permutations cancel")
+        worthwhile(not is_identity(compose(p, q)), "the permutations cancel")
 
     def target(self, op: Op, m: Captures, x: Val) -> Any:
         p, q = permutation(m.p, x.rank), permutation(m.q, x.rank)
@@ -81,7 +81,7 @@ class ReplaceTransposeByReshape(Rule):
 
     def where(self, m: Captures, x: Val) -> None:
         perm = permutation(m.p, x.rank)
-        require(not is_identity(perm), "it moves nothing")
+        worthwhile(not is_identity(perm), "it moves nothing")
         moved = [p for p in perm if x.shape[p] != 1]
         require(moved == sorted(moved), "it moves data")
         reshape_numbers(x.shape, [x.shape[p] for p in perm])
@@ -163,6 +163,10 @@ class PushTransposesDown(RegionRule):
         "agraph (float[N,3,2] x) => (float[N,2,3] y) "
         "{ a = Transpose<perm=[0,2,1]>(x) c = Constant<value_floats=[1.0,2.0,3.0]>() y = Mul(a, c) }",
     )
+    near_misses = (
+        "agraph (float[3,2] x) => (float[2,2,3] y) <float[2,1,3] c = {1, 2, 3, 4, 5, 6}>"
+        " { a = Transpose(x) y = Mul(a, c) }",
+    )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
         found = [
@@ -189,7 +193,6 @@ class PushTransposesDown(RegionRule):
                     nodes.append(inner)
             else:
                 require(reader.is_const(v) or reader.type(v).rank == 0, "an operand is not transposed")
-                require((reader.type(v).rank or 0) <= rank, "a rank is not known")
                 inputs.append(v)
                 moved.append(False)
         worthwhile(len(nodes) > 1, "no operand is transposed at run time")
@@ -226,10 +229,8 @@ class PushTransposesUp(RegionRule):
         running = [v for v in inner.inputs if not reader.is_const(v) and reader.type(v).rank != 0]
         for v in running:
             require(reader.type(v).rank == rank, "an operand has fewer dimensions")
-        for v in inner.inputs:
-            require(reader.type(v).rank is not None, "a rank is not known")
         makers = [reader.producer(v) for v in running]
-        require(
+        worthwhile(
             len(running) == 1 or any(p is not None and p.op == "Transpose" for p in makers),
             "no operand is transposed",
         )
@@ -263,7 +264,6 @@ class PushTransposesThroughMatMul(Rule):
         return op.MatMul(op.Transpose(x, perm="p"), op.Transpose(y, perm="q"))
 
     def where(self, m: Captures, x: Val, y: Val) -> None:
-        require(x.rank == y.rank, "the ranks differ")
         for perm in (permutation(m.p, x.rank), permutation(m.q, y.rank)):
             require(_swaps_last(perm), "not the last two dimensions are exchanged")
 
@@ -463,7 +463,7 @@ class PushTransposeThroughReduce(RegionRule):
         if inner is None or inner.op != "Transpose":
             return None
         axes = ints_input(reader, node, 1)
-        require(axes, "it reduces everything, or nothing")
+        require(axes is not None, "it reduces everything, or nothing")
         assert axes is not None
         worthwhile(read_once(reader, node.inputs[0]), "the transpose is read elsewhere")
         rank = rank_of(reader, node.inputs[0])
@@ -498,7 +498,7 @@ class PushTransposeIntoReduce(RegionRule):
         source = reader.producer(inner.inputs[0])
         worthwhile(source is not None and source.op == "Transpose", "what is reduced is not a transpose")
         axes = ints_input(reader, inner, 1)
-        require(axes, "it reduces everything, or nothing")
+        require(axes is not None, "it reduces everything, or nothing")
         assert axes is not None
         worthwhile(read_once(reader, node.inputs[0]), "the reduction is read elsewhere")
         rank = rank_of(reader, *node.outputs)

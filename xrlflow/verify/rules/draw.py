@@ -272,9 +272,13 @@ def index_input(draw: Draw, op: str, place: int, shapes: Shapes, given: dict[int
         chosen = sorted(draw.permutation(rank + count)[:count])
         return np.array([a - rank - count if draw.chance(0.3) else a for a in chosen], np.int64)
     if op == "Pad" and place == 1:
-        if draw.chance(0.3):
-            return np.zeros(2 * rank, np.int64)
-        return np.array([draw.choice([0, 0, 1, 2]) for _ in range(2 * rank)], np.int64)
+        pads = np.array([draw.choice([0, 0, 1, 2]) for _ in range(2 * rank)], np.int64)
+        kind = draw.integer(0, 9)
+        if kind < 3:
+            pads[:] = 0
+        elif kind < 7:  # the image, not its channels or the batch
+            pads.reshape(2, rank)[:, :2] = 0
+        return pads
     if op == "Gather" and place == 1:
         size = shape[0] if rank else 1
         return np.array([draw.integer(0, max(size - 1, 0)) for _ in range(draw.integer(1, 3))], np.int64)
@@ -291,6 +295,8 @@ def index_input(draw: Draw, op: str, place: int, shapes: Shapes, given: dict[int
         return np.float32(0.5)
     if op == "Dropout" and place == 2:
         return np.bool_(draw.chance(0.2))
+    if op == "Pad" and place == 2:
+        return np.float32(draw.choice([0.0, 0.0, 0.0, 1.5]))
     if op == "Pad" and place == 3:
         return np.arange(rank)
     return None

@@ -6,17 +6,17 @@ perturbed, an operator left out, results exchanged. (Dropping a `require` is `xr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from xrlflow.ir import NO_ATTRS, Attr, Attrs, Edit, Graph, Value
+from xrlflow.ir import NO_ATTRS, Attrs, Edit, Graph, Value
 from xrlflow.ops.schema import COMMUTATIVE, defaults
 from xrlflow.rewrite import Lit, Val
 from xrlflow.verify.rules.cases import ProofBuilder
 
-_MOST_SWAPS = 3
+_MOST_SWAPS, _MOST_ELEMENTS = 3, 6
 # Attributes that do not change what is computed in float64, or say what is known otherwise.
 _IDLE = frozenset({"stash_type", "momentum", "saturate", "seed", "num_outputs", "kernel_shape", "round_mode"})
 
@@ -33,8 +33,13 @@ class Mutation:
     def __str__(self) -> str:
         if self.kind == "results":
             return "exchange the results"
-        what = " ".join(map(str, self.detail))
-        return f"{self.kind} {what} of {self.op} (call {self.call})".replace("omit  of", "omit")
+        where = f"{self.op} (call {self.call})"
+        if self.kind == "omit":
+            return f"omit {where}"
+        if self.kind == "attribute":
+            name, *element = self.detail
+            return f"attribute {name}{element if any(element) else ''} of {where}"
+        return f"{self.kind} {' '.join(map(str, self.detail))} of {where}"
 
 
 class RecordingBuilder(ProofBuilder):
@@ -53,16 +58,19 @@ class RecordingBuilder(ProofBuilder):
             self.mutations += [Mutation(call, name, "swap", p) for p in pairs]
         for i in given:
             if isinstance(inputs[i], (list, tuple)):
-                elements = range(min(len(inputs[i]), 4))
+                elements = range(min(len(inputs[i]), _MOST_ELEMENTS))
                 self.mutations += [Mutation(call, name, "number", (i, e)) for e in elements]
             elif isinstance(inputs[i], (int, float)) and not isinstance(inputs[i], bool):
                 self.mutations.append(Mutation(call, name, "number", (i, 0)))
         sizes = named.get("sizes")
         if sizes is not None and len(sizes) > 1:
             self.mutations.append(Mutation(call, name, "attribute", ("sizes",)))
-        for attribute in {**dict(named.get("attrs") or {}), **named}:
-            if attribute not in ("attrs", "outputs", "sizes", "type", "declared") and attribute not in _IDLE:
-                self.mutations.append(Mutation(call, name, "attribute", (attribute,)))
+        for attribute, value in {**dict(named.get("attrs") or {}), **named}.items():
+            if attribute in ("attrs", "outputs", "sizes", "type", "declared") or attribute in _IDLE:
+                continue
+            listed = isinstance(value, (tuple, list)) and not _is_permutation(value)
+            elements = range(min(len(value), _MOST_ELEMENTS) if listed else 1)
+            self.mutations += [Mutation(call, name, "attribute", (attribute, e)) for e in elements]
         if given and isinstance(inputs[given[0]], Val) and named.get("outputs", 1) == 1 and sizes is None:
             self.mutations.append(Mutation(call, name, "omit"))
         return super().node(name, *inputs, **named)
@@ -73,13 +81,27 @@ class RecordingBuilder(ProofBuilder):
         return super().edit(rule, replaced, results)
 
 
+@dataclass(frozen=True, slots=True)
+class Call:
+    """An operator that a target calls for."""
+
+    op: str
+    inputs: tuple[Any, ...]
+    named: Mapping[str, Any]
+
+
 class MutatingBuilder(ProofBuilder):
-    """Traces a target with one thing otherwise. `reached` says whether the target came to it."""
+    """Traces a target with one thing otherwise.
+
+    `reached` says whether the target came to it; `right` is what it called for there, `wrong` what it got.
+    """
 
     def __init__(self, graph: Graph, mutation: Mutation) -> None:
         super().__init__(graph)
         self.mutation = mutation
         self.reached = False
+        self.right: Call | None = None
+        self.wrong: Call | Val | None = None
         self._calls = 0
 
     def node(self, name: str, *inputs: Any, **named: Any) -> Any:
@@ -87,7 +109,7 @@ class MutatingBuilder(ProofBuilder):
         m = self.mutation
         if m.kind == "results" or call != m.call or name != m.op:
             return super().node(name, *inputs, **named)
-        values = list(inputs)
+        values, right = list(inputs), named
         if m.kind == "swap":
             i, j = m.detail
             if max(i, j) >= len(values):
@@ -97,14 +119,15 @@ class MutatingBuilder(ProofBuilder):
             i, element = m.detail
             if i >= len(values):
                 return super().node(name, *inputs, **named)
-            # A Slice may end beyond the end: one more changes nothing.
-            values[i] = _perturbed_input(values[i], element, -1 if (name, i) == ("Slice", 2) else 1)
+            values[i] = _perturbed_input(name, i, values[i], element)
         elif m.kind == "attribute":
-            named = _perturbed(name, m.detail[0], named)
-        elif m.kind == "omit":
-            self.reached = True
-            return next(v for v in values if v is not None)
+            named = _perturbed(name, named, *m.detail)
         self.reached = True
+        self.right = Call(name, inputs, right)
+        if m.kind == "omit":
+            self.wrong = next(v for v in values if v is not None)
+            return self.wrong
+        self.wrong = Call(name, tuple(values), named)
         return super().node(name, *values, **named)
 
     def edit(self, rule: str, replaced: Sequence[Value], results: Sequence[Val]) -> Edit:
@@ -114,16 +137,25 @@ class MutatingBuilder(ProofBuilder):
         return super().edit(rule, replaced, results)
 
 
-def _perturbed_input(value: Any, element: int, by: int) -> Any:
+def _perturbed_input(op: str, place: int, value: Any, element: int) -> Any:
     if isinstance(value, (list, tuple)):
         numbers = list(value)
         if element < len(numbers):
-            numbers[element] += by
+            numbers[element] = _next_number(op, place, numbers[element])
         return numbers
-    return value + by if isinstance(value, (int, float)) else value
+    return _next_number(op, place, value) if isinstance(value, (int, float)) else value
 
 
-def _perturbed(op: str, name: str, named: dict[str, Any]) -> dict[str, Any]:
+def _next_number(op: str, place: int, number: float) -> float:
+    """Another number, which means something else."""
+    if (op, place) == ("Slice", 2):  # it may end beyond the end: one more changes nothing, nor does one less
+        return number - 1 if abs(number) < 2**31 - 1 else 1
+    if op == "Reshape" and number in (0, -1):  # what is copied can be what is left
+        return 2
+    return number + 1
+
+
+def _perturbed(op: str, named: dict[str, Any], name: str, element: int = 0) -> dict[str, Any]:
     """The keyword arguments of a target's node with one attribute changed."""
     out = dict(named)
     if name == "sizes":
@@ -132,26 +164,28 @@ def _perturbed(op: str, name: str, named: dict[str, Any]) -> dict[str, Any]:
         return out
     attrs: Attrs = out.get("attrs") or NO_ATTRS
     value = out[name] if name in out else attrs.get(name)
-    out[name] = _another(op, name, value)
+    out[name] = _another(op, name, value, element)
     return out
 
 
-def _another(op: str, name: str, value: Any) -> Any:
+def _is_permutation(value: Sequence[Any]) -> bool:
+    return len(value) > 1 and sorted(value) == list(range(len(value)))
+
+
+def _another(op: str, name: str, value: Any, element: int) -> Any:
     if isinstance(value, Lit):
         value = value.text
     if value is None:
         value = defaults(op).get(name)
     if isinstance(value, bool | int):
-        return 1 - value if value in (0, 1) and defaults(op).get(name) in (0, 1) else _next(value)
+        return 1 - value if value in (0, 1) and defaults(op).get(name) in (0, 1) else value + 1
     if isinstance(value, float):
         return value * 2 if value else 1.0
     if isinstance(value, (tuple, list)) and value and isinstance(value[0], int):
-        numbers: list[Attr] = list(value)
-        if sorted(value) == list(range(len(value))) and len(value) > 1:
+        numbers: list[Any] = list(value)
+        if _is_permutation(value):
             return tuple(numbers[1:] + numbers[:1])
-        return (value[0] + 1, *value[1:])
+        if element < len(numbers):
+            numbers[element] += 1
+        return tuple(numbers)
     return None if value is not None else 1
-
-
-def _next(value: int) -> int:
-    return value + 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,29 +14,98 @@ from xrlflow.ops.tensors import numpy_dtype
 from xrlflow.rewrite import Rule
 from xrlflow.rewrite.pattern import Capture, Number, Out, Pattern, PNode, Var
 from xrlflow.rewrite.rule import VarSpec
-from xrlflow.verify.rules.draw import Draw, attribute, attributes, index_input
+from xrlflow.verify.rules.draw import Draw, Shapes, attribute, attributes, index_input
+from xrlflow.verify.rules.kinds import (
+    Family,
+    Kind,
+    Unlucky,
+    attribute_names,
+    attribute_subject,
+    family,
+    index_family,
+    index_subject,
+)
 from xrlflow.verify.rules.sketch import Place, Sketch, SketchConst, SketchNode
 
 _OTHER_TYPES = (DType.INT64, DType.INT32, DType.DOUBLE, DType.BOOL)
+# The element types that a rule is tried with, whether it takes them or not.
+_TYPES = (DType.FLOAT, DType.DOUBLE, DType.INT64, DType.BOOL)
+_RANKS = range(6)
 
 
-class Unlucky(Exception):
-    """This draw comes to nothing: its parts do not fit together."""
+def pattern_kinds(patterns: list[Pattern]) -> list[Kind]:
+    """What draws of a rule's left sides have to show: the kinds of whatever its declaration leaves open."""
+    found: dict[Kind, None] = {}
+
+    def note(subject: str, names: Iterable[str]) -> None:
+        found.update(dict.fromkeys(Kind(subject, n) for n in names))
+
+    for pattern in patterns:
+        if pattern.arity is not None:
+            note("arity", [str(pattern.arity)])
+        for name in sorted(pattern.optional):
+            note(name, ["given", "left out"])
+        for node in pattern.nodes:
+            captured = [n for n, v in node.attrs.items() if isinstance(v, Capture)]
+            rest = (
+                [n for n in attribute_names(node.op) if n not in node.attrs] if node.rest is not None else []
+            )
+            for attr in (*captured, *rest):
+                note(attribute_subject(node.op, attr), (s.name for s in family(node.op, attr)))
+            for place, value in enumerate(node.inputs):
+                if isinstance(value, Var) and any(
+                    _undescribed(alt.get(value.name)) for alt in pattern.shapes
+                ):
+                    note(index_subject(node.op, place), (s.name for s in index_family(node.op, place)))
+        specs = [alt.get(v.name) for alt in pattern.shapes for v in pattern.variables]
+        taps = _taps(pattern)
+        for spec in specs:
+            for dim in () if spec is None else spec.dims or ():
+                if isinstance(dim, str):
+                    note(dimension_subject(dim), "1" if dim in taps else "01")
+        if any(_undescribed(spec) or (spec is not None and spec.open) for spec in specs):
+            note("rank", map(str, _RANKS))
+    note("size", ("0", "1", "a name", "not known"))
+    note("type", (t.name.lower() for t in _TYPES))
+    return list(found)
+
+
+def dimension_subject(name: str) -> str:
+    return f"dimension {name}"
+
+
+def _taps(pattern: Pattern) -> set[int | str]:
+    """The dimensions that are sizes of kernels, which are never 0."""
+    return {
+        dim
+        for node in pattern.nodes
+        if node.op in ("Conv", "ConvTranspose") and isinstance(weight := node.inputs[1], Var)
+        for alternative in pattern.shapes
+        if (spec := alternative.get(weight.name)) is not None and not spec.open
+        for dim in (spec.dims or ())[2:]
+    }
+
+
+def _undescribed(spec: VarSpec | None) -> bool:
+    return spec is None or spec.dims is None
 
 
 class _Sample:
-    """One draw of a pattern."""
+    """One draw of a pattern. With a `wish` it shows this kind of something, if that is in its power."""
 
-    def __init__(self, rule: Rule, pattern: Pattern, draw: Draw) -> None:
+    def __init__(self, rule: Rule, pattern: Pattern, draw: Draw, wish: Kind | None) -> None:
         self.rule = rule
         self.pattern = pattern
         self.draw = draw
+        self.wish = wish or Kind("", "")
         self.specs = draw.choice(pattern.shapes)
         self.dims: dict[int | str, int] = {}
         # What open dimensions, and variables without dimensions, broadcast to.
         self.base = tuple(draw.dim() for _ in range(draw.integer(0, 5 if draw.chance(0.2) else 3)))
+        self.used_base = False
         self.absent = {n for n in pattern.optional if draw.chance(0.4)}
         self.dtype = self._element_type()
+        self._heed()
         # What constants hold: numbers that rules cannot read, that they can, or one number everywhere.
         self.constants = draw.choice(["opaque", "opaque", "opaque", "read", "uniform", "uniform"])
         self.captured: dict[str, Attr | None] = {}
@@ -54,14 +124,55 @@ class _Sample:
         options = [t for t in _OTHER_TYPES if allowed is None or t in allowed]
         return self.draw.choice(options or [DType.FLOAT])
 
+    def _heed(self) -> None:
+        """Draw those sizes and types anew that are wished for."""
+        draw, subject, name = self.draw, self.wish.subject, self.wish.name
+        if subject == "arity" and name != str(self.pattern.arity):
+            raise Unlucky("another arity is wished for")
+        if subject == "rank":
+            self.base = tuple(max(draw.dim(), draw.integer(0, 1)) for _ in range(int(name)))
+        elif subject == "size" and name in ("0", "1") and self.base:
+            at = draw.integer(0, len(self.base) - 1)
+            self.base = (*self.base[:at], int(name), *self.base[at + 1 :])
+        elif subject == "type":
+            self.dtype = DType[name.upper()]
+        elif subject in self.pattern.optional:
+            self.absent = (self.absent | {subject}) if name == "left out" else (self.absent - {subject})
+        elif subject.startswith("dimension "):
+            named = {d for s in self.specs.values() for d in s.dims or ()}
+            if (dim := subject.removeprefix("dimension ")) not in named:
+                raise Unlucky("this alternative has no such dimension")
+            self.dims[dim] = int(name)
+
+    def _wished(self, subject: str, sorts: Family) -> Callable[[Draw, Shapes], Any] | None:
+        if self.wish.subject != subject:
+            return None
+        return next(s.make for s in sorts if s.name == self.wish.name)
+
     def sketch(self) -> Sketch:
         nodes = [self._node(node) for node in self.pattern.nodes]
         outputs = tuple(Place("node", o.node.index, o.index) for o in self.pattern.outputs)
-        return Sketch(tuple(self.inputs), tuple(self.consts), tuple(nodes), outputs)
+        dims = {str(name): size for name, size in self.dims.items()}
+        drawn = frozenset(self._drawn())
+        return Sketch(tuple(self.inputs), tuple(self.consts), tuple(nodes), outputs, drawn=drawn, dims=dims)
+
+    def _drawn(self) -> Iterator[Kind]:
+        """The kinds that the graph will not show by itself."""
+        if self.pattern.arity is not None:
+            yield Kind("arity", str(self.pattern.arity))
+        for name in self.pattern.optional:
+            yield Kind(name, "left out" if name in self.absent else "given")
+        if self.used_base:
+            yield Kind("rank", str(len(self.base)))
+        for dim, size in self.dims.items():
+            if size in (0, 1):
+                yield Kind(dimension_subject(str(dim)), str(size))
 
     # Variables
 
     def _shape_of(self, spec: VarSpec | None) -> tuple[int, ...]:
+        if spec is None or spec.dims is None or spec.open:
+            self.used_base = True
         if spec is None or spec.dims is None:
             return self.base if self.draw.chance(0.7) else self._variant()
         sizes = []
@@ -89,7 +200,12 @@ class _Sample:
             self.places[name] = None
             return None
         spec = self.specs.get(name)
-        index = index_input(self.draw, op, place, shapes, self.given)
+        wished = self._wished(index_subject(op, place), index_family(op, place))
+        if wished is not None and _undescribed(spec):
+            known = [np.shape(a) if (a := self.given.get(i)) is not None else s for i, s in enumerate(shapes)]
+            index = wished(self.draw, known)
+        else:
+            index = index_input(self.draw, op, place, shapes, self.given)
         if index is not None and spec is not None and spec.dims is not None and op not in ("Clip", "Dropout"):
             index = None
         if index is not None:
@@ -179,11 +295,17 @@ class _Sample:
                 out.update(self.rests[node.op])
             else:
                 out.update(attributes(self.draw, node.op, shapes))
+                self._insist(
+                    node.op, out, [n for n in attribute_names(node.op) if n not in node.attrs], shapes
+                )
                 self.rests[node.op] = dict(out)
         for name, value in node.attrs.items():
             if isinstance(value, Capture):
                 if value.name not in self.captured:
-                    self.captured[value.name] = attribute(self.draw, node.op, name, shapes)
+                    drawn = attribute(self.draw, node.op, name, shapes)
+                    single = {} if drawn is None else {name: drawn}
+                    self._insist(node.op, single, [name], shapes)
+                    self.captured[value.name] = single.get(name)
                 drawn = self.captured[value.name]
                 out.pop(name, None)
                 if drawn is not None:
@@ -191,6 +313,13 @@ class _Sample:
             else:
                 out[name] = value
         return out
+
+    def _insist(self, op: str, attrs: dict[str, Attr], names: Sequence[str], shapes: Shapes) -> None:
+        """Put in the attribute that is wished for."""
+        for name in names:
+            make = self._wished(attribute_subject(op, name), family(op, name))
+            if make is not None and name != "group":  # which follows from the shapes
+                give(attrs, name, make(self.draw, shapes))
 
     def _type(self, place: Place | None) -> TensorType | None:
         if place is None:
@@ -217,6 +346,17 @@ class _Sample:
         return tuple(d if isinstance(d, int) else 1 for d in type.shape)
 
 
-def draw_pattern(rule: Rule, patterns: list[Pattern], draw: Draw) -> Sketch:
+def give(attrs: dict[str, Attr], name: str, value: Attr | None) -> None:
+    """Set an attribute, or leave it out, and leave out what contradicts it."""
+    attrs.pop(name, None)
+    if value is None:
+        return
+    attrs[name] = value
+    for other in {"pads": ("auto_pad",), "auto_pad": ("pads", "output_padding")}.get(name, ()):
+        if value != "NOTSET":
+            attrs.pop(other, None)
+
+
+def draw_pattern(rule: Rule, patterns: list[Pattern], draw: Draw, wish: Kind | None = None) -> Sketch:
     """One sketch of the rule's left side. Raises Unlucky."""
-    return _Sample(rule, draw.choice(patterns), draw).sketch()
+    return _Sample(rule, draw.choice(patterns), draw, wish).sketch()

@@ -4,7 +4,9 @@ For each rule sketches of its left side are drawn (from its declared `shapes` or
 that its conditions admit become cases, and every case has to pass three tests: both sides agree over prime fields, so
 often that a false rule would pass with less than 1e-12 (rules with `proof = "field"`); they agree over float64, NaN and
 infinities included, and numeric rules at extreme magnitudes; and they agree in ONNX Runtime in float32 with its
-optimisations off. Then mutants of the rule are made, and the same tests have to reject them.
+optimisations off. Sketches are drawn until every kind of attribute, index, size, rank and type that the declaration
+leaves open has been tried (`coverage`), and every `require` of the rule has refused. Then mutants of the rule are made,
+and the same tests have to reject them (`hunt`).
 """
 
 from __future__ import annotations
@@ -15,41 +17,42 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import onnx
 import onnx.parser
 
-from xrlflow.ir import Graph, digest
+from xrlflow.ir import Graph, digest, text
 from xrlflow.onnxio import load
 from xrlflow.ops.evaluate import NotEvaluable
 from xrlflow.ops.schema import IR_VERSION, OPSET
-from xrlflow.rewrite import AnyRule, Library, Rule, RuleError, without
-from xrlflow.rewrite.pattern import trace_patterns
+from xrlflow.rewrite import AnyRule, Library, Rule, RuleError
+from xrlflow.rewrite.pattern import Pattern, trace_patterns
 from xrlflow.rewrite.rule import Site
 from xrlflow.verify.rules.cases import (
     Case,
     Wrong,
-    applied,
     check_field,
     check_floats,
     check_runtime,
     find_cases,
     usable,
 )
+from xrlflow.verify.rules.coverage import Coverage, example_kinds, grant, matched, own_conditions
 from xrlflow.verify.rules.draw import Draw
-from xrlflow.verify.rules.mutants import MutatingBuilder, Mutation, RecordingBuilder
-from xrlflow.verify.rules.patterns import Unlucky, draw_pattern
+from xrlflow.verify.rules.hunt import Hunt, Hunted, Survivor
+from xrlflow.verify.rules.kinds import Kind, Meaningless, Unlucky
+from xrlflow.verify.rules.patterns import draw_pattern, pattern_kinds
 from xrlflow.verify.rules.sketch import Problem, Sketch, Unbuildable, build, sketch_of
-from xrlflow.verify.rules.variations import resize, vary
+from xrlflow.verify.rules.variations import resize, square, vary
 
 # How many sketches are drawn at most, how many cases are wanted, and how few are enough.
 MOST_SKETCHES, CASES, LEAST_CASES = 1200, 60, 8
 _RUNTIME_CASES = 8
-# Refused problems that are kept for each `require`, and cases on which each mutant is tried.
-_KEPT, _MUTANT_CASES = 24, 10
+# Refused problems that are kept for each `require`, and sketches that are drawn for mutants that survive the cases.
+_KEPT, _FURTHER = 24, 300
 # More bits of float32 than this may not be lost.
 MOST_BITS = 2.0
 
@@ -58,12 +61,13 @@ MOST_BITS = 2.0
 class Certificate:
     """What is known of a rule.
 
-    `admitted` cases out of `sketches`; `refused`: near misses by reason. `trials`: evaluations over a prime field, and
-    `bound`: the greatest probability over the cases with which a false rule would have passed them (1 for rules that
-    are tested numerically). `bits`: the most bits of float32 accuracy that a case lost (None: not run). `survivors`:
-    mutants that passed, with the number of cases in which they compute the same: they are right as far as cases were
-    drawn, that is, the change makes no difference or the condition refuses more than it has to. `redundant`:
-    conditions without which another one refuses. `covered`: how many values of each attribute were admitted.
+    `admitted` cases out of `sketches`; `refused`: near misses by reason; `unreached`: conditions of the rule that have
+    refused nothing. `trials`: evaluations over a prime field, and `bound`: the greatest probability over the cases with
+    which a false rule would have passed them (1 for rules that are tested numerically). `bits`: the most bits of
+    float32 accuracy that a case lost (None: not run). `survivors`: mutants that passed, and why that is right.
+    `redundant`: conditions without which another one refuses. `covered`: for each attribute, index, dimension, rank and
+    type what became of each kind of it: admitted; refused by a condition; beside the rule's left side; meaningless
+    for its shapes; unbuilt, since no operator took it.
     """
 
     name: str
@@ -71,6 +75,7 @@ class Certificate:
     sketches: int
     admitted: int
     refused: dict[str, int]
+    unreached: tuple[str, ...]
     trials: int
     field_cases: int
     bound: float
@@ -79,9 +84,9 @@ class Certificate:
     bits: float | None
     mutants: int
     mutants_rejected: int
-    survivors: tuple[str, ...]
+    survivors: tuple[Survivor, ...]
     redundant: tuple[str, ...]
-    covered: dict[str, int]
+    covered: dict[str, dict[str, str]]
     failures: tuple[str, ...]
     seconds: float
 
@@ -89,13 +94,13 @@ class Certificate:
     def proven(self) -> bool:
         return not self.failures
 
+    @property
+    def unexplained(self) -> tuple[Survivor, ...]:
+        """Mutants that passed, nobody knows why."""
+        return tuple(s for s in self.survivors if not s.why)
+
     def to_json(self) -> dict[str, Any]:
-        names = [f for f in self.__slots__ if f != "seconds"]
-        return {
-            "proven": self.proven,
-            **{n: getattr(self, n) for n in names},
-            "seconds": round(self.seconds, 3),
-        }
+        return {"proven": self.proven, **asdict(self), "seconds": round(self.seconds, 3)}
 
 
 @dataclass(slots=True)
@@ -107,11 +112,14 @@ class _Proof:
     library: Library = field(init=False)
     draw: Draw = field(init=False)
     rng: np.random.Generator = field(init=False)
+    source: Source = field(init=False)
+    coverage: Coverage = field(init=False)
+    seen: set[object] = field(default_factory=set)
+    bases: list[Base] = field(default_factory=list)
     cases: list[Case] = field(default_factory=list)
     refused: Counter[str] = field(default_factory=Counter)
     sites: dict[Site, list[Problem]] = field(default_factory=dict)
     reasons: dict[Site, str] = field(default_factory=dict)
-    covered: dict[str, set[str]] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
     sketches: int = 0
     trials: int = 0
@@ -125,47 +133,73 @@ class _Proof:
         self.library = library_of(self.rule)
         self.draw = Draw(digest(self.rule.name) ^ self.seed)
         self.rng = self.draw.rng
+        self.source = Source.of(self.rule, self.draw)
+        self.coverage = Coverage.of(self.source.kinds)
 
     def gather(self) -> None:
-        """Find cases, and test each."""
-        seen: set[object] = set()
-        for problem in problems(self.rule, self.draw):
-            self.sketches += 1
-            graph = problem.graph
-            key = (graph.fingerprint, *(graph.type(v) for v in graph.inputs), *problem.opaque.values())
-            try:
-                cases, refusals = find_cases(self.library, problem)
-            except Exception as error:  # a rule may raise anything, and must raise nothing
-                if not usable(problem, self.rng):
-                    continue
-                self.fail(f"it raises {type(error).__name__}: {error}", problem.graph)
-                return
-            for refused in refusals:
-                self.refused[str(refused)] += 1
-                if refused.site is not None:
-                    kept = self.sites.setdefault(refused.site, [])
-                    self.reasons[refused.site] = str(refused)
-                    if len(kept) < _KEPT:
-                        kept.append(problem)
-                    elif self.draw.chance(_KEPT / self.refused[str(refused)]):  # a sample of them all
-                        kept[self.draw.integer(0, _KEPT - 1)] = problem
-            if cases and key not in seen:
-                seen.add(key)
-                for case in cases[:2]:
-                    self.test(case)
+        """Find cases, and test each: first as they come, then for the kinds that have not come."""
+        for problem in self.source.problems():
+            self.take(problem)
             if self.failures or len(self.cases) >= CASES or self.sketches >= MOST_SKETCHES:
-                return
+                break
+        for kind in self.coverage.open:
+            tally = self.coverage.tallies[kind]
+            while not tally.settled and not self.failures:
+                tally.attempts += 1
+                try:
+                    drawn = self.source.problem(kind, self.bases)
+                except Meaningless:
+                    tally.meaningless += 1
+                    continue
+                if drawn is not None:
+                    self.take(drawn)
 
-    def test(self, case: Case) -> None:
+    def take(self, problem: Problem) -> None:
+        """Look for cases in a graph, and test them if there are too few yet, or if they show something new."""
+        self.sketches += 1
+        graph = problem.graph
+        kinds = self.coverage.shown_by(problem)
+        try:
+            cases, refusals = find_cases(self.library, problem)
+        except Exception as error:  # a rule may raise anything, and must raise nothing
+            if usable(problem, self.rng):
+                self.fail(f"it raises {type(error).__name__}: {error}", problem.graph)
+            return
+        for refused in refusals:
+            self.refused[str(refused)] += 1
+            if refused.site is not None:
+                kept = self.sites.setdefault(refused.site, [])
+                self.reasons[refused.site] = str(refused)
+                if len(kept) < _KEPT:
+                    kept.append(problem)
+                elif self.draw.chance(_KEPT / self.refused[str(refused)]):  # a sample of them all
+                    kept[self.draw.integer(0, _KEPT - 1)] = problem
+        if not cases:
+            self.coverage.count(kinds, "refused" if refusals else "beside")
+            return
+        key = (graph.fingerprint, *(graph.type(v) for v in graph.inputs), *problem.opaque.values())
+        new = key not in self.seen
+        self.seen.add(key)
+        more, dims = matched(cases[0])
+        kinds |= more & self.coverage.tallies.keys()
+        if new and (len(self.cases) < CASES or self.coverage.new(kinds)):
+            tested = [self.test(case) for case in cases[:2]]
+            if any(tested):
+                self.coverage.count(kinds, "admitted")
+                if not problem.sketch.hidden:
+                    self.bases.append((replace(problem.sketch, dims=dims), problem))
+            elif usable(problem, self.rng):
+                self.coverage.count(kinds, "untested")
+
+    def test(self, case: Case) -> bool:
+        """Whether a case could be tested; notes if it failed."""
         try:
             if not self.check(case):
-                return
-        except Wrong as error:
-            self.fail(str(error), case.before)
-        except RuleError as error:
+                return False
+        except (Wrong, RuleError) as error:
             self.fail(str(error), case.before)
         self.cases.append(case)
-        self.cover(case)
+        return True
 
     def check(self, case: Case) -> bool:
         """All three legs; whether at least one of them said something. Raises Wrong."""
@@ -191,19 +225,13 @@ class _Proof:
                 self.bits = max(self.bits, runtime.bits)
         return said
 
-    def cover(self, case: Case) -> None:
-        """Note the attributes and ranks of the left side."""
-        for node in case.before.nodes():
-            for name, value in node.attrs.items():
-                self.covered.setdefault(f"{node.op}.{name}", set()).add(repr(value))
-            self.covered.setdefault(f"{node.op} rank", set()).add(str(node.types[0].rank))
-        sizes = {d for v in case.before.inputs for d in case.before.type(v).shape or () if isinstance(d, int)}
-        self.covered.setdefault("sizes", set()).update(map(str, sizes))
-
     def fail(self, reason: str, graph: Graph) -> None:
-        from xrlflow.ir import text
-
         self.failures.append(f"{reason}\n{text(graph)}")
+
+    @property
+    def unreached(self) -> tuple[str, ...]:
+        conditions = own_conditions(self.rule)
+        return tuple(reason for site, reason in conditions.items() if site not in self.sites)
 
     def judge(self) -> None:
         """What a proof needs besides cases that pass."""
@@ -214,117 +242,75 @@ class _Proof:
             self.failures.append(
                 f"only {len(self.cases)} cases in {self.sketches} sketches: give it (more) examples; refused: {reasons}"
             )
-        elif self.bits > MOST_BITS and self.rule.assumes != "approximate":
+            return
+        if self.bits > MOST_BITS and self.rule.assumes != "approximate":
             self.failures.append(
                 f'a case lost {self.bits:.1f} bits of float32: declare assumes = "approximate"'
             )
-        elif self.rule.proof == "field" and not self.field_cases:
+        if self.rule.proof == "field" and not self.field_cases:
             self.failures.append('no case can be evaluated over a field: declare proof = "numeric"')
         elif self.rule.proof == "field" and self.bound >= 1e-12:
             self.failures.append(f"a false rule would pass with probability {self.bound:.1e}")
+        if untested := self.coverage.left("untested"):
+            self.failures.append(f"admitted, but never tested: {'; '.join(map(str, untested))}")
+        unbuilt = [k for k in self.coverage.left("unbuilt") if k.subject not in ("rank", "type")]
+        if unbuilt and isinstance(self.rule, Rule):
+            self.failures.append(f"never tried: {'; '.join(map(str, unbuilt))}")
+        if unreached := self.unreached:
+            self.failures.append(
+                f"it has never been refused that {'; '.join(unreached)}: name a near miss, or drop the condition"
+            )
 
-    # Mutants
-
-    def rejects(self, case: Case) -> bool:
-        """Whether a wrong rule's case is found out."""
-        try:
-            found = check_field(case, self.rng, 0.5) if self.rule.proof == "field" else None
-            if found is None:
-                check_floats(case, self.rng, self.rule)
-        except Wrong:
-            return True
-        except NotEvaluable:
-            return False
-        return False
-
-    def targets(self) -> tuple[int, list[str]]:
-        """Mutants of the target: how many, and which survive."""
-        found: dict[Mutation, None] = {}
-        chosen = self.cases[:: max(1, len(self.cases) // _MUTANT_CASES)]
-        for case in chosen:
-            recorder = RecordingBuilder(case.before)
-            applied(case.problem, case.match, recorder)
-            found.update(dict.fromkeys(recorder.mutations))
-        count, survivors = 0, []
-        others = [c for c in self.cases if c not in chosen]
-        for mutation in found:
-            effective, rejected = 0, False
-            for case in (*chosen, *others):  # few survive the first
-                builder = MutatingBuilder(case.before, mutation)
-                try:
-                    mutant = applied(case.problem, case.match, builder)
-                except Exception:  # the mutant's nodes do not even fit together
-                    effective, rejected = effective + 1, True
-                    break
-                if not builder.reached or (mutant is not None and _same(mutant, case)):
-                    continue
-                effective += 1
-                if mutant is None:
-                    rejected = False
-                    continue
-                rejected = self.rejects(mutant)
-                if rejected:
-                    break
-            if effective:
-                count += 1
-                if not rejected:
-                    survivors.append(f"{mutation}: computes the same in {effective} cases")
-        return count, survivors
-
-    def conditions(self) -> tuple[int, list[str], list[str]]:
-        """Mutants without one `require`: how many, which survive, and which make no difference."""
-        count, survivors, redundant = 0, [], []
-        for site, kept in self.sites.items():
-            admitted, rejected = 0, False
-            with without(site):
-                for problem in kept:
-                    try:
-                        cases, _ = find_cases(self.library, problem)
-                    except Exception:  # it needs what the condition says, if the graph means anything
-                        if not usable(problem, self.rng):
-                            continue
-                        admitted, rejected = admitted + 1, True
-                        break
-                    for case in cases:
-                        admitted += 1
-                        rejected |= self.rejects(case)
-                    if rejected:
-                        break
-            line = f"drop the condition of line {site[1]}: {self.reasons[site]}"
-            if not admitted:
-                redundant.append(line)
+    def further(self) -> tuple[list[Case], dict[Site, list[Problem]]]:
+        """More cases, and more that is refused, to try those mutants on that survive the first."""
+        cases: list[Case] = []
+        refused: dict[Site, list[Problem]] = {}
+        kinds = list(self.coverage.tallies)
+        for i in range(_FURTHER):
+            wish = self.draw.choice(kinds) if kinds and i % 2 else None
+            try:
+                problem = self.source.problem(wish, self.bases)
+            except Meaningless:
                 continue
-            count += 1
-            if not rejected:
-                survivors.append(f"{line}: right in {admitted} cases without it")
-        return count, survivors, redundant
+            if problem is None:
+                continue
+            try:
+                found, refusals = find_cases(self.library, problem)
+            except Exception:  # what the rule raises where the graph means nothing
+                continue
+            cases += found[:1]
+            for refusal in refusals:
+                if refusal.site is not None:
+                    refused.setdefault(refusal.site, []).append(problem)
+        return cases, refused
 
     def certificate(self) -> Certificate:
         begin = time.perf_counter()
         self.gather()
         self.judge()
-        mutants, survivors, redundant = 0, list[str](), list[str]()
+        found = Hunted(0, (), ())
         if not self.failures:
-            targets, survived = self.targets()
-            dropped, kept, redundant = self.conditions()
-            mutants, survivors = targets + dropped, survived + kept
+            found = Hunt(
+                self.rule, self.library, self.rng, self.cases, self.sites, self.reasons, self.further
+            ).run()
         return Certificate(
             name=self.rule.name,
             proof=self.rule.proof,
             sketches=self.sketches,
             admitted=len(self.cases),
             refused=dict(self.refused.most_common()),
+            unreached=self.unreached,
             trials=self.trials,
             field_cases=self.field_cases,
             bound=self.bound if self.rule.proof == "field" else 1.0,
             float_draws=self.float_draws,
             runtime_cases=self.runtime_cases,
             bits=self.bits if math.isfinite(self.bits) else None,
-            mutants=mutants,
-            mutants_rejected=mutants - len(survivors),
-            survivors=tuple(survivors),
-            redundant=tuple(redundant),
-            covered={k: len(v) for k, v in sorted(self.covered.items())},
+            mutants=found.mutants,
+            mutants_rejected=found.mutants - len(found.survivors),
+            survivors=found.survivors,
+            redundant=found.redundant,
+            covered=self.coverage.summary(),
             failures=tuple(self.failures),
             seconds=time.perf_counter() - begin,
         )
@@ -356,55 +342,99 @@ def library_of(rule: AnyRule) -> Library:
     return Library([rule], backend=rule.backend, assuming=assuming, contrib=True)
 
 
-def problems(rule: AnyRule, draw: Draw) -> Iterator[Problem]:
-    """Graphs around the left side of a rule, without end."""
-    for sketch in sketches(rule, draw):
-        if isinstance(sketch, Problem):
-            yield sketch
-            continue
+# A sketch, and what it builds.
+Base = tuple[Sketch, Problem]
+
+
+@dataclass(slots=True)
+class Source:
+    """Where the graphs around a rule's left side come from: its patterns, and its examples, built and as sketches.
+
+    `fixed`: examples that cannot be varied, since they hold bodies.
+    """
+
+    rule: AnyRule
+    draw: Draw
+    patterns: list[Pattern]
+    examples: list[Base]
+    fixed: list[Problem]
+
+    @classmethod
+    def of(cls, rule: AnyRule, draw: Draw) -> Source:
+        examples: list[Base] = []
+        fixed: list[Problem] = []
+        for example in (*rule.examples, *rule.near_misses):
+            graph = load(parse(example)).graph
+            sketch = sketch_of(graph)
+            if sketch.varied:
+                examples.append((sketch, build(sketch)))
+            else:
+                fixed.append(Problem(graph, {}, sketch))
+        patterns = trace_patterns(rule) if isinstance(rule, Rule) else []
+        return cls(rule, draw, patterns, examples, fixed)
+
+    @property
+    def kinds(self) -> list[Kind]:
+        """What has to be tried."""
+        return pattern_kinds(self.patterns) if self.patterns else example_kinds([s for s, _ in self.examples])
+
+    def problems(self) -> Iterator[Problem]:
+        """The examples, and then graphs without end (but for a rule that has nothing that could be varied)."""
+        yield from self.fixed
+        yield from (problem for _, problem in self.examples)
+        misses = 0
+        while (self.patterns or self.examples) and misses < 20 * MOST_SKETCHES:
+            problem = self.problem()
+            misses += 1
+            if problem is not None:
+                yield problem
+
+    def problem(self, wish: Kind | None = None, bases: Sequence[Base] = ()) -> Problem | None:
+        """A graph near the left side, if the draw is lucky.
+
+        It is meant to show the kind that is wished for, and may be one of `bases` but for that. Raises Meaningless if
+        there is no such thing.
+        """
         try:
-            yield build(sketch)
-        except Unbuildable:
-            continue
+            if wish is not None and bases and self.draw.chance(0.6):
+                return build(self._granted(*self.draw.choice(bases), wish))
+            return build(self._sketch(wish))
+        except Meaningless:
+            raise
+        except (Unlucky, Unbuildable):
+            return None
 
+    def _granted(self, sketch: Sketch, problem: Problem, wish: Kind) -> Sketch:
+        chance = self.draw.rng.random()
+        if chance < 0.5:
+            change = resize if chance < 0.3 else square
+            sketch = change(sketch, self.draw)
+            problem = build(sketch)
+        return grant(sketch, problem, wish, self.draw)
 
-def sketches(rule: AnyRule, draw: Draw) -> Iterator[Sketch | Problem]:
-    """Sketches around the left side of a rule, without end."""
-    examples: list[Sketch] = []
-    for text in rule.examples:
-        graph = load(parse(text)).graph
-        sketch = sketch_of(graph)
-        if not sketch.varied:
-            yield Problem(graph, {}, sketch)
-            continue
-        yield sketch
-        examples.append(sketch)
-    patterns = trace_patterns(rule) if isinstance(rule, Rule) else []
-    if not patterns and not examples:
-        return
-    misses = 0
-    while misses < 20 * MOST_SKETCHES:
-        misses += 1
-        if patterns and not (examples and draw.chance(0.3)):
-            try:
-                sketch = draw_pattern(rule, patterns, draw)  # type: ignore[arg-type]
-            except Unlucky:
-                continue
+    def _sketch(self, wish: Kind | None) -> Sketch:
+        draw = self.draw
+        if not self.patterns and not self.examples:
+            raise Unlucky("there is nothing to vary")
+        if self.patterns and not (self.examples and draw.chance(0.3)):
+            sketch = draw_pattern(self.rule, self.patterns, draw, wish)  # type: ignore[arg-type]
+            if wish is not None:
+                special = wish.subject == "size" and wish.name not in ("0", "1")
+                return grant(sketch, build(sketch), wish, draw) if special else sketch
             varied = draw.chance(0.25)
         else:
-            sketch, varied = draw.choice(examples), True
+            sketch, problem = draw.choice(self.examples)
+            if wish is not None:
+                return self._granted(sketch, problem, wish)
+            varied = True
             for _ in range(draw.integer(0, 2)):
                 sketch = resize(sketch, draw)
-        yield vary(sketch, draw) if varied and draw.chance(0.8) else sketch
+        return vary(sketch, draw) if varied and draw.chance(0.8) else sketch
 
 
-def parse(text: str) -> onnx.ModelProto:
+def parse(graph: str) -> onnx.ModelProto:
     """A model from ONNX's text form of a graph."""
     proto: onnx.ModelProto = onnx.parser.parse_model(
-        f'<ir_version: {IR_VERSION}, opset_import: ["" : {OPSET}, "com.microsoft" : 1]>\n{text}'
+        f'<ir_version: {IR_VERSION}, opset_import: ["" : {OPSET}, "com.microsoft" : 1]>\n{graph}'
     )
     return proto
-
-
-def _same(mutant: Case, case: Case) -> bool:
-    return mutant.after.fingerprint == case.after.fingerprint

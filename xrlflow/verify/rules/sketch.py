@@ -6,7 +6,7 @@ drawn around a rule; those that build and that the rule admits are its cases.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -35,6 +35,7 @@ from xrlflow.ops.infer import UNKNOWN, InferenceError, infer
 from xrlflow.ops.schema import canonical_attrs, schema
 from xrlflow.ops.tensors import numpy_dtype
 from xrlflow.rewrite import evaluate_small
+from xrlflow.verify.rules.kinds import Kind
 
 Array = npt.NDArray[Any]
 
@@ -67,12 +68,19 @@ class SketchNode:
 
 @dataclass(frozen=True, slots=True)
 class Sketch:
-    """A graph without types. `nodes` are in an order in which they can be computed."""
+    """A graph without types. `nodes` are in an order in which they can be computed.
+
+    `hidden`: what inputs really are of which the graph is told less, by their numbers. `drawn`: kinds of which it is
+    known that the sketch shows them; `dims` are the sizes of the dimensions that a rule's declaration names.
+    """
 
     inputs: tuple[TensorType, ...]
     consts: tuple[SketchConst, ...]
     nodes: tuple[SketchNode, ...]
     outputs: tuple[Place, ...]
+    hidden: Mapping[int, TensorType] = field(default_factory=dict)
+    drawn: frozenset[Kind] = frozenset()
+    dims: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def varied(self) -> bool:
@@ -82,11 +90,18 @@ class Sketch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Problem:
-    """A built sketch. `opaque`: the constants that the proof draws, with their types."""
+    """A built sketch. `opaque`: the constants that the proof draws, with their types; `actual`: the types of inputs
+    of which the graph is told less; `arguments`: the types of each sketched node's inputs."""
 
     graph: Graph
     opaque: dict[Value, TensorType]
     sketch: Sketch
+    actual: dict[Value, TensorType] = field(default_factory=dict)
+    arguments: tuple[tuple[TensorType | None, ...], ...] = ()
+
+    def type(self, value: Value) -> TensorType:
+        """What an input really is."""
+        return self.actual.get(value) or self.graph.type(value)
 
 
 class Unbuildable(Exception):
@@ -124,8 +139,10 @@ def build(sketch: Sketch) -> Problem:
             return inputs[place.index]
         return consts[place.index] if place.kind == "const" else made[place.index][place.output]
 
+    arguments: list[tuple[TensorType | None, ...]] = []
     for sketched in sketch.nodes:
         values = tuple(map(find, sketched.inputs))
+        arguments.append(tuple(None if v == ABSENT else types.get(v) or leaves.types[v] for v in values))
         outs, node = _node(sketched, values, leaves, types, taken)
         if node is not None:
             nodes.append(node)
@@ -134,7 +151,8 @@ def build(sketch: Sketch) -> Problem:
         made.append(outs)
     outputs = tuple(map(find, sketch.outputs))
     graph = Graph.make(_needed(nodes, outputs), tuple(inputs), outputs, leaves)
-    return Problem(graph, opaque, sketch)
+    actual = {inputs[i]: type for i, type in sketch.hidden.items()}
+    return Problem(graph, opaque, sketch, actual, tuple(arguments))
 
 
 def _node(
@@ -209,6 +227,10 @@ def _check_ranks(op: str, attrs: Attrs, types: Sequence[TensorType | None]) -> N
         value = attrs.get(name)
         if isinstance(value, tuple) and len(value) != count:
             raise Unbuildable(f"{op}: {name} has {len(value)} numbers")
+    pads, kernel = attrs.get("pads"), attrs.get("kernel_shape")
+    pools = op.endswith("Pool") and isinstance(pads, tuple) and isinstance(kernel, tuple)
+    if pools and any(p >= k for p, k in zip(pads, kernel * 2)):  # type: ignore
+        raise Unbuildable(f"{op}: a window may lie in the padding")  # runtimes refuse it
 
 
 def _onnx_name(dtype: DType) -> str:

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from xrlflow.ir import FLOATS, Attr, DType, TensorType
+from xrlflow.ir import FLOATS, Attr, Dim, DType, TensorType
 from xrlflow.ops.schema import defaults, schema
 from xrlflow.verify.rules.draw import ATTRIBUTES, Draw, attribute
 from xrlflow.verify.rules.sketch import Place, Sketch, SketchConst, SketchNode, with_const, with_node
@@ -44,20 +44,56 @@ _LIKE: dict[str, tuple[str, ...]] = {op: group for group in CLASSES for op in gr
 
 def vary(sketch: Sketch, draw: Draw) -> Sketch:
     """One to three changes; some of them come to nothing."""
+    sketch = replace(sketch, drawn=frozenset(), dims={})  # they need not be true any more
     for _ in range(draw.choice([1, 1, 1, 2, 2, 3])):
         sketch = draw.choice(_CHANGES)(sketch, draw)
-    return sketch
+    return forget(sketch, draw) if draw.chance(0.06) else sketch  # last: the others look at the shapes
+
+
+def replace_dims(type: TensorType, dims: tuple[Dim, ...]) -> TensorType:
+    return TensorType(type.dtype, dims, type.const)
+
+
+def forget(sketch: Sketch, draw: Draw) -> Sketch:
+    """The graph is not told a dimension, or the rank, of an input."""
+    ranked = [i for i, t in enumerate(sketch.inputs) if t.shape is not None and i not in sketch.hidden]
+    if not ranked:
+        return sketch
+    at = draw.choice(ranked)
+    type = sketch.inputs[at]
+    shape = type.shape or ()
+    if not shape or draw.chance(0.5):
+        told = TensorType(type.dtype, None)
+    else:
+        place = draw.integer(0, len(shape) - 1)
+        told = replace_dims(type, (*shape[:place], None, *shape[place + 1 :]))
+    inputs = (*sketch.inputs[:at], told, *sketch.inputs[at + 1 :])
+    return replace(sketch, inputs=inputs, hidden={**sketch.hidden, at: type})
 
 
 def resize(sketch: Sketch, draw: Draw) -> Sketch:
     """Another size wherever a size stands, in constant shapes too. The structure stays."""
-    numbers = sorted({d for t in sketch.inputs for d in t.shape or () if isinstance(d, int) and d > 1})
-    numbers = sorted(
-        {*numbers, *(d for c in sketch.consts if c.dtype in FLOATS for d in c.array.shape if d > 1)}
-    )
-    if not numbers:
-        return sketch
-    old, new = draw.choice(numbers), draw.integer(1, 5)
+    numbers = _all_sizes(sketch)
+    return resize_to(sketch, draw.choice(numbers), draw.integer(1, 5), draw) if numbers else sketch
+
+
+def _all_sizes(sketch: Sketch) -> list[int]:
+    """The sizes above 1 of inputs and of constants of floats."""
+    of_inputs = (d for t in sketch.inputs for d in t.shape or () if isinstance(d, int))
+    of_consts = (d for c in sketch.consts if c.dtype in FLOATS for d in c.array.shape)
+    return sorted({d for d in (*of_inputs, *of_consts) if d > 1})
+
+
+def square(sketch: Sketch, draw: Draw) -> Sketch:
+    """All sizes the same, so that axes and operands can be exchanged."""
+    size = draw.integer(2, 4)
+    for old in _all_sizes(sketch):
+        sketch = resize_to(sketch, old, size, draw)
+    return sketch
+
+
+def resize_to(sketch: Sketch, old: int, new: int, draw: Draw) -> Sketch:
+    """`new` wherever the size `old` stands, in constant shapes too (mostly)."""
 
     def changed(dims: tuple[int | str | None, ...]) -> tuple[int | str | None, ...]:
         return tuple(new if d == old else d for d in dims)
@@ -147,7 +183,8 @@ def _change_attribute(sketch: Sketch, draw: Draw) -> Sketch:
         new = attribute(draw, node.op, name, [(2,) * rank, (2,) * rank])
         if new is None:
             default = defaults(node.op).get(name)
-            new = None if default is None else _near(default, draw)
+            flag = default in (0, 1) and isinstance(default, int) and "axis" not in name
+            new = None if default is None else 1 - int(default) if flag else _near(default, draw)
     if new is None or draw.chance(0.15):
         attrs.pop(name, None)
     else:

@@ -1,0 +1,343 @@
+"""What a proof has tried, and what it has to have tried.
+
+The *demands* of a rule are the kinds of everything that its declaration (or its examples) leaves open: each attribute
+that it captures, each index input, each dimension, the ranks, the element types. Sketches are drawn for each until it
+is settled: a case of the kind was admitted and tested, or the rule refused it (or did not take the graph for its left
+side) as often as it was drawn, or no graph of the kind could be built. A kind that the rule admits but no test could
+evaluate, or that was drawn too seldom, makes the proof fail.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import numpy as np
+
+from xrlflow.ir import ABSENT, FLOATS, DType, TensorType
+from xrlflow.ops.tensors import numpy_dtype
+from xrlflow.rewrite import AnyRule
+from xrlflow.rewrite.rule import Site, VarSpec
+from xrlflow.verify.rules.cases import Case
+from xrlflow.verify.rules.draw import Draw
+from xrlflow.verify.rules.kinds import (
+    Kind,
+    Meaningless,
+    Sort,
+    Unlucky,
+    attribute_names,
+    attribute_subject,
+    family,
+    index_family,
+    index_subject,
+    shown,
+)
+from xrlflow.verify.rules.patterns import dimension_subject, give
+from xrlflow.verify.rules.sketch import Problem, Sketch, SketchConst, with_const, with_node
+from xrlflow.verify.rules.variations import forget, replace_dims, resize_to
+
+# A kind is given up after so many graphs of it that were not admitted, or after so many attempts to build one.
+ENOUGH, MOST_ATTEMPTS = 16, 60
+
+# What comes of a graph: a case that passed, a match that was refused, no match, a case that no test could evaluate.
+Outcome = Literal["admitted", "refused", "beside", "untested"]
+
+
+@dataclass(slots=True)
+class Tally:
+    """What came of the graphs of one kind.
+
+    `attempts` were made to build one for its sake; for so many of them there was no value of the kind (`meaningless`).
+    """
+
+    admitted: int = 0
+    refused: int = 0
+    beside: int = 0
+    untested: int = 0
+    attempts: int = 0
+    meaningless: int = 0
+
+    @property
+    def tried(self) -> int:
+        return self.admitted + self.refused + self.beside + self.untested
+
+    @property
+    def settled(self) -> bool:
+        return self.admitted > 0 or self.tried >= ENOUGH or self.attempts >= MOST_ATTEMPTS
+
+    @property
+    def verdict(self) -> str:
+        if self.admitted:
+            return "admitted"
+        if self.untested:
+            return "untested"
+        if self.refused:
+            return "refused"
+        if self.beside:
+            return "beside"
+        return "meaningless" if 0 < self.meaningless == self.attempts else "unbuilt"
+
+
+@dataclass(slots=True)
+class Coverage:
+    """The demands on a proof, and how far they are met."""
+
+    tallies: dict[Kind, Tally]
+    subjects: frozenset[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.subjects = frozenset(k.subject for k in self.tallies)
+
+    @classmethod
+    def of(cls, kinds: Iterable[Kind]) -> Coverage:
+        return cls({k: Tally() for k in kinds})
+
+    def shown_by(self, problem: Problem) -> set[Kind]:
+        """The demanded kinds that a problem is of."""
+        found = {*shown(problem.graph, self.subjects), *problem.sketch.drawn}
+        return found & self.tallies.keys()
+
+    def count(self, kinds: Iterable[Kind], outcome: Outcome) -> None:
+        for kind in kinds:
+            tally = self.tallies[kind]
+            setattr(tally, outcome, getattr(tally, outcome) + 1)
+
+    def new(self, kinds: Iterable[Kind]) -> bool:
+        """Whether nothing of one of these kinds has been admitted yet."""
+        return any(not self.tallies[k].admitted for k in kinds)
+
+    @property
+    def open(self) -> list[Kind]:
+        return [k for k, t in self.tallies.items() if not t.settled]
+
+    def left(self, verdict: str) -> list[Kind]:
+        """The kinds with this verdict."""
+        return [k for k, t in self.tallies.items() if t.verdict == verdict]
+
+    def summary(self) -> dict[str, dict[str, str]]:
+        """Subject -> kind -> verdict."""
+        out: dict[str, dict[str, str]] = {}
+        for kind, tally in self.tallies.items():
+            out.setdefault(kind.subject, {})[kind.name] = tally.verdict
+        return out
+
+
+# Demands of examples
+
+_SIZES = ("0", "1", "a name", "not known")
+
+
+def example_kinds(examples: Sequence[Sketch]) -> list[Kind]:
+    """What variations of examples have to show: the kinds of all attributes and index inputs of their operators."""
+    found: dict[Kind, None] = {}
+    for sketch in examples:
+        for node in sketch.nodes:
+            for name in attribute_names(node.op):
+                subject = attribute_subject(node.op, name)
+                found.update(dict.fromkeys(Kind(subject, s.name) for s in family(node.op, name)))
+            for place, given in enumerate(node.inputs):
+                if given is not None and given.kind == "const":
+                    subject = index_subject(node.op, place)
+                    found.update(dict.fromkeys(Kind(subject, s.name) for s in index_family(node.op, place)))
+    if examples:
+        found.update(dict.fromkeys(Kind("size", n) for n in _SIZES))
+        found.update(dict.fromkeys(Kind("rank", n) for n in ("lower", "higher")))
+        found[Kind("type", "double")] = None
+    return list(found)
+
+
+def grant(sketch: Sketch, problem: Problem, wish: Kind, draw: Draw) -> Sketch:
+    """A sketch changed so that it shows a kind; `problem` is what it builds. Raises Unlucky."""
+    sketch = replace(sketch, drawn=frozenset())  # it need not be true any more
+    if wish.subject == "size":
+        return _with_size(sketch, wish, draw)
+    if (dim := wish.subject.removeprefix("dimension ")) in sketch.dims:
+        resized = resize_to(sketch, sketch.dims[dim], int(wish.name), draw)
+        return replace(resized, drawn=frozenset({wish}), dims={})
+    if wish.subject == "rank" and wish.name in ("lower", "higher"):
+        return _with_rank(sketch, wish, draw)
+    if wish.subject == "type":
+        return _with_type(sketch, DType[wish.name.upper()])
+    places = _places(sketch, wish)
+    chosen = places if draw.chance(0.5) else [draw.choice(places)]
+    for at, name, place, sort in chosen:
+        node = sketch.nodes[at]
+        shapes = [None if t is None else _known(t) for t in problem.arguments[at]]
+        if not name:
+            given = node.inputs[place]
+            assert given is not None
+            old = sketch.consts[given.index].array
+            array = np.asarray(sort.make(draw, shapes))
+            if node.op != "Gather" and draw.chance(0.7):
+                array = np.resize(array, old.shape) if array.size else array
+            sketch = with_const(sketch, given.index, array=array.astype(old.dtype))
+        elif name == "group":
+            sketch = _grouped(sketch, at, shapes, wish, draw)
+        else:
+            attrs = dict(node.attrs)
+            give(attrs, name, sort.make(draw, shapes))
+            sketch = with_node(sketch, at, attrs=attrs)
+    return sketch
+
+
+def _places(sketch: Sketch, wish: Kind) -> list[tuple[int, str, int, Sort]]:
+    """Where a kind of an attribute or index input can be put: node, attribute or input, and how to draw it."""
+    found = []
+    for at, node in enumerate(sketch.nodes):
+        for name in attribute_names(node.op):
+            if attribute_subject(node.op, name) == wish.subject:
+                found += [(at, name, 0, s) for s in family(node.op, name) if s.name == wish.name]
+        for place, given in enumerate(node.inputs):
+            const = given is not None and given.kind == "const"
+            if const and index_subject(node.op, place) == wish.subject:
+                found += [(at, "", place, s) for s in index_family(node.op, place) if s.name == wish.name]
+    if not found:
+        raise Unlucky("the example has no such operator")
+    return found
+
+
+def _known(type: TensorType) -> tuple[int, ...] | None:
+    return None if type.shape is None else tuple(d if isinstance(d, int) else 2 for d in type.shape)
+
+
+def _with_size(sketch: Sketch, wish: Kind, draw: Draw) -> Sketch:
+    dims = sorted({d for t in sketch.inputs for d in t.shape or () if d is not None}, key=str)
+    if not dims:
+        raise Unlucky("there is no dimension")
+    if wish.name == "not known":
+        return forget(sketch, draw)
+    old = draw.choice(dims)
+    new: int | str = "N" if wish.name == "a name" else int(wish.name)
+    if isinstance(old, int) and isinstance(new, int):
+        return resize_to(sketch, old, new, draw)
+    inputs = [
+        t if t.shape is None else replace_dims(t, tuple(new if d == old else d for d in t.shape))
+        for t in sketch.inputs
+    ]
+    return replace(sketch, inputs=tuple(inputs))
+
+
+def _with_rank(sketch: Sketch, wish: Kind, draw: Draw) -> Sketch:
+    """One input, or all, with a dimension more or fewer."""
+    count = len(sketch.inputs)
+    chosen = range(count) if draw.chance(0.5) else [draw.integer(0, max(count - 1, 0))]
+    inputs = list(sketch.inputs)
+    front = draw.chance(0.7)
+    for i in chosen:
+        shape = inputs[i].shape if i < count else None
+        if shape is None or (wish.name == "lower" and not shape):
+            continue
+        more = draw.integer(1, 2)
+        if wish.name == "higher":
+            dims = (more, *shape) if front else (*shape, more)
+        else:
+            dims = shape[1:] if front else shape[:-1]
+        inputs[i] = replace_dims(inputs[i], dims)
+    return replace(sketch, inputs=tuple(inputs), drawn=frozenset({wish}))
+
+
+def _with_type(sketch: Sketch, dtype: DType) -> Sketch:
+    """All floats of another type."""
+    inputs = [TensorType(dtype, t.shape, t.const) if t.dtype in FLOATS else t for t in sketch.inputs]
+    consts = [
+        SketchConst(c.array.astype(numpy_dtype(dtype)), dtype, c.opaque and dtype in FLOATS)
+        if c.dtype in FLOATS
+        else c
+        for c in sketch.consts
+    ]
+    return replace(sketch, inputs=tuple(inputs), consts=tuple(consts))
+
+
+def _grouped(
+    sketch: Sketch, at: int, shapes: Sequence[tuple[int, ...] | None], wish: Kind, draw: Draw
+) -> Sketch:
+    """A convolution in groups: its weight gets fewer input channels."""
+    node = sketch.nodes[at]
+    if node.op != "Conv" or shapes[0] is None or shapes[1] is None or len(shapes[0]) < 2:
+        raise Unlucky("its groups follow from more than the weight")
+    channels, filters = shapes[0][1], shapes[1][0]
+    options = [g for g in range(2, channels + 1) if channels % g == 0 and filters % g == 0]
+    groups = 1 if wish.name == "1" else draw.choice(options) if options else 0
+    if wish.name == "each channel by itself":
+        groups = channels if channels in options else 0
+    if not groups:
+        raise Meaningless("the channels cannot be grouped")
+    shape = (filters, channels // groups, *shapes[1][2:])
+    given = node.inputs[1]
+    assert given is not None
+    if given.kind == "const":
+        old = sketch.consts[given.index]
+        sketch = with_const(sketch, given.index, array=np.resize(old.array, shape))
+    elif given.kind == "input":
+        inputs = list(sketch.inputs)
+        inputs[given.index] = replace_dims(inputs[given.index], shape)
+        sketch = replace(sketch, inputs=tuple(inputs))
+    else:
+        raise Unlucky("the weight is computed")
+    return with_node(sketch, at, attrs={**node.attrs, "group": groups})
+
+
+# Matches
+
+
+def matched(case: Case) -> tuple[set[Kind], dict[str, int]]:
+    """What a match of a pattern says of its declaration: its kinds, and the sizes of the dimensions that have names."""
+    match = case.match
+    pattern = match.pattern
+    if pattern is None:
+        return set(), {}
+    kinds = set[Kind]()
+    if pattern.arity is not None:
+        kinds.add(Kind("arity", str(pattern.arity)))
+    types: dict[str, TensorType] = {}
+    for variable, value in zip(pattern.variables, match.values):
+        if variable.name in pattern.optional:
+            kinds.add(Kind(variable.name, "left out" if value == ABSENT else "given"))
+        if value != ABSENT:
+            types[variable.name] = case.before.type(value)
+    for alternative in pattern.shapes:
+        dims = _unified(alternative, types)
+        if dims is not None:
+            kinds.update(Kind(dimension_subject(n), str(size)) for n, size in dims.items() if size in (0, 1))
+            return kinds, dims
+    return kinds, {}
+
+
+def _unified(alternative: Mapping[str, VarSpec], types: Mapping[str, TensorType]) -> dict[str, int] | None:
+    """The sizes of an alternative's dimensions, as far as they are numbers; None if it does not have these types."""
+    sizes: dict[str, int] = {}
+    for name, type in types.items():
+        spec = alternative.get(name)
+        if spec is None or spec.dims is None:
+            continue
+        shape = type.shape
+        if shape is None or (len(shape) < len(spec.dims) if spec.open else len(shape) != len(spec.dims)):
+            return None
+        for wanted, got in zip(spec.dims, shape[len(shape) - len(spec.dims) :]):
+            if isinstance(wanted, int):
+                if wanted != got:
+                    return None
+            elif isinstance(got, int) and sizes.setdefault(wanted, got) != got:
+                return None
+    return sizes
+
+
+# Conditions
+
+
+def own_conditions(rule: AnyRule) -> Mapping[Site, str]:
+    """The calls of `require` that stand in a rule's class itself, each with its reason as it is written."""
+    kind = type(rule)
+    lines, first = inspect.getsourcelines(kind)
+    file = inspect.getsourcefile(kind) or ""
+    found: dict[Site, str] = {}
+    for node in ast.walk(ast.parse(textwrap.dedent("".join(lines)))):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "require":
+            reason = node.args[1]
+            text = reason.value if isinstance(reason, ast.Constant) else ast.unparse(reason)
+            found[file, first + node.lineno - 1] = str(text)
+    return found

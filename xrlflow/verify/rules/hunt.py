@@ -1,0 +1,270 @@
+"""The hunt for mutants: wrong rules, made of a right one, have to be found out; those that are not are explained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from xrlflow.ir import FLOATS, Graph, TensorType, Value
+from xrlflow.ops.evaluate import REALS, NotEvaluable, evaluate_node, promote
+from xrlflow.ops.tensors import numpy_dtype
+from xrlflow.rewrite import AnyRule, Library, Val, without
+from xrlflow.rewrite.rule import Site
+from xrlflow.verify.rules.cases import (
+    Array,
+    Case,
+    ProofBuilder,
+    Wrong,
+    applied,
+    check_field,
+    check_floats,
+    check_runtime,
+    find_cases,
+    usable,
+)
+from xrlflow.verify.rules.mutants import Call, MutatingBuilder, Mutation, RecordingBuilder
+from xrlflow.verify.rules.sketch import Problem
+
+# Cases on which each mutant is tried first, and on which a survivor is tried by all means.
+_FIRST, _THOROUGH = 10, 40
+# Draws that must agree if an operator is to compute the same with a change.
+_DRAWS = 4
+
+_SAME = "equivalent: on other inputs of these types, too, the operator computes the same so"
+_BROADCASTS = "equivalent: only the shape differs, and what reads it broadcasts"
+
+
+@dataclass(frozen=True, slots=True)
+class Survivor:
+    """A mutant that passed: what was done otherwise, in how many cases it makes a difference to the graph but not to
+    what it computes, and why that is right (empty: nobody knows)."""
+
+    mutant: str
+    cases: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Hunted:
+    """How many mutants were made, those that passed, and conditions without which another one refuses."""
+
+    mutants: int
+    survivors: tuple[Survivor, ...]
+    redundant: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class Hunt:
+    """`cases` of the right rule, and the problems that each condition refused; `more` draws further ones of both."""
+
+    rule: AnyRule
+    library: Library
+    rng: np.random.Generator
+    cases: Sequence[Case]
+    refused: Mapping[Site, Sequence[Problem]]
+    reasons: Mapping[Site, str]
+    more: Callable[[], tuple[Sequence[Case], Mapping[Site, Sequence[Problem]]]]
+    _further: tuple[Sequence[Case], Mapping[Site, Sequence[Problem]]] | None = field(init=False, default=None)
+
+    def run(self) -> Hunted:
+        count, survivors = self._targets()
+        dropped, kept, redundant = self._conditions()
+        return Hunted(count + dropped, (*survivors, *kept), tuple(redundant))
+
+    @property
+    def further(self) -> tuple[Sequence[Case], Mapping[Site, Sequence[Problem]]]:
+        """More cases, and more that was refused: drawn if there is a survivor."""
+        if self._further is None:
+            self._further = self.more()
+        return self._further
+
+    def _rejects(self, case: Case, thorough: bool = False) -> bool:
+        """Whether a wrong rule's case is found out; one trial will do, a survivor is tried in every way."""
+        try:
+            found = check_field(case, self.rng, 0.5) if self.rule.proof == "field" else None
+            if found is None or thorough:
+                check_floats(case, self.rng, self.rule)
+            if thorough:
+                for _ in range(3):  # dimensions that have a name get other numbers
+                    if self.rule.proof == "field":
+                        check_field(case, self.rng, 0.5)
+                check_runtime(case, self.rng)
+        except Wrong:
+            return True
+        except NotEvaluable:
+            return False
+        return False
+
+    # Targets
+
+    def _targets(self) -> tuple[int, list[Survivor]]:
+        """Mutants of the target: how many, and which survive."""
+        found: dict[Mutation, None] = {}
+        chosen = self.cases[:: max(1, len(self.cases) // _FIRST)]
+        for case in chosen:
+            recorder = RecordingBuilder(case.before)
+            applied(case.problem, case.match, recorder)
+            found.update(dict.fromkeys(recorder.mutations))
+        others = [c for c in self.cases if c not in chosen]
+        count, survivors = 0, []
+        for mutation in found:
+            tried = _Tried()
+            if not self._finds_out(mutation, (*chosen, *others), tried) and tried.effective:
+                thorough = (*tried.cases[:_THOROUGH], *self.further[0])
+                if not self._finds_out(mutation, thorough, tried := _Tried(), thorough=True):
+                    survivors.append(self._explained(str(mutation), tried))
+            count += bool(tried.effective)
+        return count, survivors
+
+    def _finds_out(
+        self, mutation: Mutation, cases: Sequence[Case], tried: _Tried, thorough: bool = False
+    ) -> bool:
+        """Whether one of these cases shows that a mutant is wrong."""
+        for case in cases:
+            builder = MutatingBuilder(case.before, mutation)
+            try:
+                mutant = applied(case.problem, case.match, builder)
+            except Exception:  # the mutant's nodes do not even fit together
+                tried.effective += 1
+                return True
+            if not builder.reached or (
+                mutant is not None and mutant.after.fingerprint == case.after.fingerprint
+            ):
+                continue
+            tried.effective += 1
+            tried.cases.append(case)
+            if mutant is None:
+                tried.alike.add("")
+                continue
+            if self._rejects(mutant, thorough):
+                return True
+            if thorough:
+                tried.alike.add(_likeness(builder, case, self.rng))
+        return False
+
+    def _explained(self, mutant: str, tried: _Tried) -> Survivor:
+        why = self.rule.survivors.get(mutant, "")
+        if not why and tried.alike == {_SAME}:
+            why = _SAME
+        elif not why and tried.alike <= {_SAME, _BROADCASTS}:
+            why = _BROADCASTS
+        return Survivor(mutant, tried.effective, why)
+
+    # Conditions
+
+    def _conditions(self) -> tuple[int, list[Survivor], list[str]]:
+        """Mutants without one `require`: how many, which survive, and which make no difference."""
+        count, survivors, redundant = 0, [], []
+        for site, kept in self.refused.items():
+            admitted, rejected = self._drop(site, kept)
+            if not rejected:
+                further = (*kept, *self.further[1].get(site, ()))
+                admitted, rejected = self._drop(site, further, thorough=True)
+            mutant = f"drop: {self.reasons[site]}"
+            if not admitted:
+                redundant.append(mutant)
+                continue
+            count += 1
+            if not rejected:
+                survivors.append(Survivor(mutant, admitted, self.rule.survivors.get(mutant, "")))
+        return count, survivors, redundant
+
+    def _drop(self, site: Site, problems: Sequence[Problem], thorough: bool = False) -> tuple[int, bool]:
+        """How many cases there are without a condition, and whether one is found out."""
+        admitted = 0
+        with without(site):
+            for problem in problems:
+                try:
+                    cases, _ = find_cases(self.library, problem)
+                except Exception:  # it needs what the condition says, if the graph means anything
+                    if not usable(problem, self.rng):
+                        continue
+                    return admitted + 1, True
+                for case in cases:
+                    admitted += 1
+                    if self._rejects(case, thorough):
+                        return admitted, True
+        return admitted, False
+
+
+@dataclass(slots=True)
+class _Tried:
+    """In how many cases a mutant makes a difference, and how alike the two operators are by themselves."""
+
+    effective: int = 0
+    cases: list[Case] = field(default_factory=list)
+    alike: set[str] = field(default_factory=set)
+
+
+def _likeness(builder: MutatingBuilder, case: Case, rng: np.random.Generator) -> str:
+    """How a wrong operator by itself compares with the right one, on random inputs of the same types."""
+    if builder.right is None or builder.wrong is None:
+        return ""
+    verdict = _SAME
+    try:
+        for _ in range(_DRAWS):
+            known: dict[Value, Array] = {}
+            sizes: dict[str, int] = {}
+            right = _alone(case, builder.right, known, sizes, rng)
+            wrong = _alone(case, builder.wrong, known, sizes, rng)
+            for a, b in zip(right, wrong, strict=True):
+                if a.shape != b.shape:
+                    verdict = _BROADCASTS
+                shape = np.broadcast_shapes(a.shape, b.shape)
+                if not np.array_equal(
+                    np.broadcast_to(a, shape), np.broadcast_to(b, shape), equal_nan=a.dtype.kind == "f"
+                ):
+                    return ""
+    except Exception:  # inputs of one's own that the operator does not take
+        return ""
+    return verdict
+
+
+def _alone(
+    case: Case, call: Call | Val, known: dict[Value, Array], sizes: dict[str, int], rng: np.random.Generator
+) -> tuple[Array, ...]:
+    """What an operator computes of random inputs; those in `known` are given, the others are added to it."""
+    graph = case.before
+    if isinstance(call, Val):
+        return (_number(case, graph, call.value, call.type, known, sizes, rng),)
+    scratch = ProofBuilder(graph)
+    made = scratch.node(call.op, *call.inputs, **call.named)
+    if not scratch.drafts:  # a constant
+        return tuple(promote(REALS, v.array) for v in (made if isinstance(made, tuple) else (made,)))
+    draft = scratch.drafts[-1]
+    types = {v.value: v.type for v in call.inputs if isinstance(v, Val)}
+    arrays = [
+        _number(case, graph, v, types.get(v) or graph.type(v), known, sizes, rng) if v else None
+        for v in draft.inputs
+    ]
+    return evaluate_node(draft.op, draft.attrs, arrays, len(draft.types))[: len(draft.types)]
+
+
+def _number(
+    case: Case,
+    graph: Graph,
+    value: Value,
+    type: TensorType,
+    known: dict[Value, Array],
+    sizes: dict[str, int],
+    rng: np.random.Generator,
+) -> Array:
+    const = graph.leaves.consts.get(value)
+    if value not in known:
+        if const is not None and value not in case.problem.opaque:
+            known[value] = promote(REALS, const.numpy())
+        else:
+            shape = tuple(
+                d if isinstance(d, int) else sizes.setdefault(d or "", int(rng.integers(1, 4)))
+                for d in type.shape or ()
+            )
+            known[value] = (
+                rng.standard_normal(shape)
+                if type.dtype in FLOATS
+                else rng.integers(0, 2 if numpy_dtype(type.dtype).kind == "b" else 4, shape).astype(
+                    numpy_dtype(type.dtype)
+                )
+            )
+    return known[value]
