@@ -29,6 +29,7 @@ from xrlflow.rl.features import (
     GLOBAL_FEATURES,
     NODE_FEATURES,
     Featuriser,
+    Pricing,
     RewriteData,
     Situation,
 )
@@ -73,10 +74,10 @@ class Problem:
         graph: Graph,
         library: Library,
         model: CostModel,
-        pricing: Callable[[Delta], Delta] = lambda delta: delta,
+        pricing: Callable[[Delta], Delta] = Pricing.of,
         latency: RelativeLatency | None = None,
     ) -> Problem:
-        """Match a graph. `pricing` is the featuriser's: candidates then know what they change."""
+        """Match and price a graph; by default so that candidates can be observed quickly."""
         state = RewriteState.start(graph, library, pricing(model.delta))
         return Problem(name, state, model.cost(graph), latency)
 

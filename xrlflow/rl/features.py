@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import log1p, prod
 from typing import Any, Self
 
@@ -225,21 +225,43 @@ class Change:
 class Priced(float):
     """An edit's worth that knows what the edit changes.
 
-    Matching builds the edit of each candidate once, to price it. A state that is priced by `Featuriser.pricing` keeps
-    then and there what the features need of it.
+    Matching builds the edit of each candidate once, to price it. In a state that is priced by `Pricing` the
+    features need not build it again.
     """
 
-    __slots__ = ("change",)
+    __slots__ = ("_change", "_source")
 
-    change: Change
+    _source: tuple[Graph, Edit] | None
+    _change: Change | None
 
-    def __new__(cls, delta: float, change: Change) -> Self:
+    def __new__(cls, delta: float, graph: Graph, edit: Edit) -> Self:
         made = super().__new__(cls, delta)
-        made.change = change
+        made._source, made._change = (graph, edit), None
         return made
 
+    def change(self, featuriser: Featuriser) -> Change:
+        """What the edit changes; worked out when it is first asked for."""
+        if self._change is None:
+            assert self._source is not None
+            self._change, self._source = featuriser.change(*self._source), None
+        return self._change
+
     def __reduce__(self) -> Any:
-        return (Priced, (float(self), self.change))
+        return (float, (float(self),))
+
+
+@dataclass(frozen=True, slots=True)
+class Pricing:
+    """A cost model's delta whose prices know what they are for."""
+
+    delta: Delta
+
+    @staticmethod
+    def of(delta: Delta) -> Pricing:
+        return delta if isinstance(delta, Pricing) else Pricing(delta)
+
+    def __call__(self, graph: Graph, edit: Edit) -> float:
+        return Priced(self.delta(graph, edit), graph, edit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,18 +356,10 @@ class Featuriser:
         self._types: dict[TensorType, int] = {}
         self._type = _Column(_TYPE_COLUMNS, np.float32)
 
-    def pricing(self, delta: Delta) -> Delta:
-        """The cost model's delta for a state whose candidates are to be observed: their changes come for free."""
-
-        def price(graph: Graph, edit: Edit) -> float:
-            return Priced(delta(graph, edit), self.change(graph, edit))
-
-        return price
-
-    def priced(self, state: RewriteState) -> RewriteState:
-        """The same state, whose successors' new candidates are priced by `pricing`."""
-        assert state.delta is not None, "a state without prices has nothing to minimise"
-        return replace(state, delta=self.pricing(state.delta))
+    @staticmethod
+    def pricing(delta: Delta) -> Delta:
+        """The cost model's delta for states whose candidates are to be observed: that is then quicker."""
+        return Pricing.of(delta)
 
     def __call__(self, situation: Situation) -> RewriteData:
         """The observation. The candidates keep their order."""
@@ -543,7 +557,9 @@ class Featuriser:
 
     def _add_match(self, pool: _Pool, state: RewriteState, match: Match) -> int:
         rule, delta = match.rule, match.delta
-        change = delta.change if isinstance(delta, Priced) else self.change(state.graph, state.edit(match))
+        change = (
+            delta.change(self) if isinstance(delta, Priced) else self.change(state.graph, state.edit(match))
+        )
         role = pool.role.add([self._value(pool, n.id) for n in match.nodes])
         part = pool.part.add(
             [
@@ -722,6 +738,7 @@ __all__ = [
     "Featuriser",
     "Part",
     "Priced",
+    "Pricing",
     "RewriteData",
     "Situation",
     "Structure",

@@ -1,0 +1,419 @@
+"""Search with a trained agent: `search="xrlflow"`.
+
+A rollout of the policy is one walk, and one network call a step. Here a call's answer serves more than one step, and
+what a cost model can tell is not asked of a network:
+
+- Descents. From whatever state is reached greedy descent by modelled cost goes on, without a network call. The first
+  one starts at the input, so the result is never worse than greedy's (if the limits let that finish).
+- Kicks. Where a descent ends, the agent says which substitutions are worth a loss. Each is followed by a descent. Those
+  that do not pay at once are places for further kicks, best first by the policy's probability along the way (as in
+  Orseau et al., 2018, Single-Agent Policy Tree Search) and by what they lose: so valleys of several steps are crossed.
+- Rollouts. From the input, in bursts: all substitutions that the policy likes nearly as much as its first choice are
+  applied before it is asked again. The first rollout takes the policy's favourites, later ones sample.
+
+Repetition is seen: candidates of one rule with the same surroundings and price (the same place in another layer) are
+one kick, and if it pays, the others are taken at once. States are told apart by their fingerprints: none is expanded
+or evaluated twice. States to evaluate go through the network in batches.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from math import log
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from xrlflow.ir import Graph
+from xrlflow.ir.graph import FINGERPRINT_MASK
+from xrlflow.learn.ppo import Policy
+from xrlflow.rewrite import Match, RewriteState
+from xrlflow.rl.env import choices
+from xrlflow.rl.features import Featuriser, Pricing, RewriteData, Situation
+from xrlflow.search.result import Found, Limits, SearchResult, Shortlist, extend
+
+# A gain that only rounding sees is none.
+_ROUNDING = 1e-9
+# Of a large region, the nodes that tell it from others.
+_SHOWN = 16
+# When nothing else is left, rollouts that reach nothing new before the search is over.
+_IDLE = 4
+
+
+@dataclass(frozen=True, slots=True)
+class StrategyConfig:
+    """How the search spends its time.
+
+    `batch`: states per network call. `kicks`: those between two calls. `rollouts`: how many run side by side. `burst`:
+    a candidate is applied together with the likeliest one from this part of its probability on. `temperature` of the
+    rollouts that sample. `doubt`: the part of a kick's probability that does not come from the policy, but prefers
+    small losses. `rise`: what a loss of the whole initial cost counts, in nats of probability. `horizon` of a rollout.
+    `patience`: expanded states without an improvement before the search gives up; None: until the limits. `growth`:
+    graphs of more than so many times the input's operators are dropped.
+    """
+
+    batch: int = 4
+    kicks: int = 8
+    rollouts: int = 1
+    burst: float = 0.5
+    temperature: float = 1.0
+    doubt: float = 0.3
+    rise: float = 20.0
+    horizon: int = 100
+    patience: int | None = 100
+    growth: float = 2.0
+
+
+Group = tuple[object, ...]
+
+
+@dataclass(slots=True, eq=False)
+class _Place:
+    """A state that was evaluated: its choices, and log-probabilities [C + 1] of these and No-Op.
+
+    `group` [C] numbers what is alike; `groups` lists its members, the likeliest first.
+    """
+
+    found: Found
+    choices: tuple[Match, ...]
+    log_probs: npt.NDArray[np.float64]
+    group: npt.NDArray[np.int64]
+    groups: list[list[int]]
+
+
+@dataclass(slots=True, eq=False)
+class _Rollout:
+    """A walk that follows the policy."""
+
+    at: Found
+    temperature: float
+    seen: set[int] = field(default_factory=set)
+    steps: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Kick:
+    """Substitutions that are alike, to be tried; `nats`: how far-fetched that is."""
+
+    place: _Place
+    members: list[int]
+    nats: float
+    depth: int
+
+
+def agent_search(
+    state: RewriteState,
+    cost: float,
+    limits: Limits,
+    policy: Policy[RewriteData],
+    featuriser: Featuriser,
+    config: StrategyConfig = StrategyConfig(),
+    seed: int = 0,
+) -> SearchResult:
+    """Search with a policy. `state` has the cost model's deltas in its candidates; `cost` is its graph's modelled cost.
+
+    `limits.budget` counts expanded states. The same seed gives the same result unless the deadline ends the search.
+    """
+    begin = time.monotonic()
+    search = _Search(state, cost, limits, policy, featuriser, config, seed)
+    interrupted = False
+    try:
+        search.run()
+    except KeyboardInterrupt:
+        interrupted = True
+
+    def plain(found: Found) -> Found:
+        return replace(found, state=replace(found.state, delta=state.delta))
+
+    return SearchResult(
+        plain(search.best),
+        tuple(plain(f) for f in search.shortlist.best()),
+        search.expanded,
+        search.generated,
+        time.monotonic() - begin,
+        interrupted,
+    )
+
+
+class _Over(Exception):
+    """The limits are reached."""
+
+
+class _Search:
+    def __init__(
+        self,
+        state: RewriteState,
+        cost: float,
+        limits: Limits,
+        policy: Policy[RewriteData],
+        featuriser: Featuriser,
+        config: StrategyConfig,
+        seed: int,
+    ) -> None:
+        assert state.delta is not None, "a state without prices has nothing to minimise"
+        self.root = Found(replace(state, delta=Pricing.of(state.delta)), None, cost)
+        self.best = self.root
+        self.limits, self.policy, self.featuriser, self.config = limits, policy, featuriser, config
+        self.rng = np.random.default_rng(seed)
+        self.shortlist = Shortlist()
+        self.shortlist.offer(self.root)
+        self.most_nodes = config.growth * max(state.graph.node_count, 1)
+        # By fingerprint: every state made, the one that it was made from, where its descent ends, its evaluation.
+        self.reached: dict[int, Found] = {state.fingerprint: self.root}
+        self.parents: dict[int, int] = {}
+        self.ends: dict[int, Found] = {}
+        self.places: dict[int, _Place] = {}
+        # Both queues in order of (nats, number).
+        self.pending: list[tuple[float, int, Found, int]] = []
+        self.kicks: list[tuple[float, int, _Kick]] = []
+        self.queued: set[int] = set()
+        self.numbers = 0
+        self.expanded = self.generated = self.evaluated = 0
+        self.improved_at = 0
+
+    def run(self) -> None:
+        try:
+            self.descend(self.root)
+            self.await_evaluation(self.best, 0.0, 0)
+            rollouts = [
+                _Rollout(self.root, 0.0 if i == 0 else self.config.temperature)
+                for i in range(self.config.rollouts)
+            ]
+            idle = 0
+            patience = self.config.patience
+            while idle < _IDLE and (patience is None or self.expanded - self.improved_at < patience):
+                before = self.expanded + self.evaluated
+                ended = self.round(rollouts)
+                idle = 0 if self.expanded + self.evaluated > before else idle + ended
+        except _Over:
+            pass
+
+    def round(self, rollouts: list[_Rollout]) -> int:
+        """One network call, and what follows from it; how many rollouts ended."""
+        config = self.config
+        wanted = {r.at.state.fingerprint: r.at for r in rollouts if r.at.state.fingerprint not in self.places}
+        arrived: list[tuple[Found, float, int]] = []
+        while self.pending and len(wanted) < config.batch:
+            if self.kicks and self.kicks[0][0] < self.pending[0][0] and len(self.kicks) >= config.kicks:
+                break  # there is enough to do that is likelier
+            nats, _, found, depth = heapq.heappop(self.pending)
+            arrived.append((found, nats, depth))
+            if found.state.fingerprint not in self.places:
+                wanted[found.state.fingerprint] = found
+        self.evaluate(list(wanted.values()))
+        for found, nats, depth in arrived:
+            self.consider_kicks(self.places[found.state.fingerprint], nats, depth)
+        ended = 0
+        for index, rollout in enumerate(rollouts):
+            if not self.advance(rollout):
+                ended += 1
+                self.settle(rollout.at)
+                rollouts[index] = _Rollout(self.root, config.temperature)
+        tried = 0
+        while self.kicks and tried < config.kicks:
+            tried += self.kick(heapq.heappop(self.kicks)[2])
+        return ended
+
+    # --- states ---
+
+    def make(self, parent: Found, match: Match) -> Found | None:
+        """The successor; from memory if it was reached before. None if it is too large. Raises _Over at the limits."""
+        known = self.reached.get((parent.state.fingerprint + match.shift) & FINGERPRINT_MASK)
+        if known is not None:
+            return known
+        if self.limits.over(self.expanded, self.best.cost):
+            raise _Over
+        state = parent.state
+        edit = state.edit(match)
+        if state.graph.node_count + len(edit.added) - len(edit.removed) > self.most_nodes:
+            return None
+        assert state.delta is not None, "a state without prices has nothing to minimise"
+        # An edit clears away what it leaves unread, and that may have changed since the candidate was priced.
+        cost = parent.cost + float(state.delta(state.graph, edit))
+        successor = state.apply(match, edit)
+        self.expanded += 1
+        known = self.reached.get(successor.fingerprint)
+        if known is not None:
+            return known
+        found = Found(successor, extend(parent.path, match, cost), cost)
+        self.reached[successor.fingerprint] = found
+        self.parents[successor.fingerprint] = parent.state.fingerprint
+        self.shortlist.offer(found)
+        if cost < self.best.cost - _ROUNDING * self.root.cost:
+            self.best, self.improved_at = found, self.expanded
+        return found
+
+    def descend(self, found: Found) -> Found:
+        """Where greedy descent from a state ends."""
+        way: list[int] = []
+        while True:
+            here = found.state.fingerprint
+            if here in self.ends:
+                found = self.ends[here]
+                break
+            way.append(here)
+            candidates = found.state.candidates
+            self.generated += len(candidates)
+            match = min(candidates, key=lambda m: (m.delta, m.key), default=None)
+            if match is None or match.delta >= -_ROUNDING * found.cost:
+                break
+            successor = self.make(found, match)
+            if successor is None or successor.state.fingerprint in way:
+                break
+            found = successor
+        for fingerprint in way:
+            self.ends[fingerprint] = found
+        return found
+
+    def ancestors(self, found: Found) -> set[int]:
+        """The fingerprints on the way to a state, its own among them."""
+        at: int | None = found.state.fingerprint
+        out: set[int] = set()
+        while at is not None:
+            out.add(at)
+            at = self.parents.get(at)
+        return out
+
+    # --- the network ---
+
+    def evaluate(self, states: Sequence[Found]) -> None:
+        """Ask the policy about states, in batches."""
+        size = self.config.batch
+        for start in range(0, len(states), size):
+            if self.limits.over(self.expanded, self.best.cost):
+                raise _Over
+            situations = []
+            for found in states[start : start + size]:
+                offered = choices(found.state, self.ancestors(found))
+                self.generated += len(offered)
+                situations.append(Situation(found.state, offered, found.cost, self.root.cost))
+            with torch.inference_mode():
+                distribution, _ = self.policy.evaluate([self.featuriser(s) for s in situations])
+            flat = distribution.log_probs.double().numpy()
+            first = 0
+            for found, situation in zip(states[start : start + size], situations):
+                matches = situation.candidates
+                log_probs = flat[first : first + len(matches) + 1]
+                first += len(matches) + 1
+                numbers: dict[Group, int] = {}
+                graph = found.state.graph
+                group = np.array(
+                    [numbers.setdefault(alike(graph, m, found.cost), len(numbers)) for m in matches], np.int64
+                )
+                groups: list[list[int]] = [[] for _ in numbers]
+                for index in np.argsort(-log_probs[:-1], kind="stable").tolist():
+                    groups[group[index]].append(index)
+                self.places[found.state.fingerprint] = _Place(found, matches, log_probs, group, groups)
+                self.evaluated += 1
+
+    # --- kicks ---
+
+    def await_evaluation(self, found: Found, nats: float, depth: int) -> None:
+        if found.state.fingerprint not in self.queued:
+            self.queued.add(found.state.fingerprint)
+            self.numbers += 1
+            heapq.heappush(self.pending, (nats, self.numbers, found, depth))
+
+    def consider_kicks(self, place: _Place, nats: float, depth: int) -> None:
+        """Queue one kick for each group of a place's choices."""
+        if not place.choices:
+            return
+        probability = np.array([np.exp(place.log_probs[g]).sum() for g in place.groups])
+        loss = np.array([place.choices[g[0]].delta for g in place.groups]) / max(self.root.cost, 1e-30)
+        prior = np.exp(-np.maximum(loss, 0.0) * self.config.rise)
+        mixed = (1 - self.config.doubt) * probability + self.config.doubt * prior / prior.sum()
+        for members, chance in zip(place.groups, mixed.tolist()):
+            kick = _Kick(place, members, nats - log(max(chance, 1e-12)), depth + 1)
+            self.numbers += 1
+            heapq.heappush(self.kicks, (kick.nats, self.numbers, kick))
+
+    def kick(self, kick: _Kick) -> bool:
+        """Apply one of the kick's substitutions and descend; if that pays, the others too. False if nothing is new."""
+        place, best = kick.place, self.best
+        here = place.found.state.fingerprint
+        new = (
+            m for m in kick.members if (here + place.choices[m].shift) & FINGERPRINT_MASK not in self.reached
+        )
+        member = next(new, None)
+        kicked = None if member is None else self.make(place.found, place.choices[member])
+        if kicked is None:
+            return False
+        end = self.descend(kicked)
+        if self.best is not best:
+            self.spread(place, kick.members, self.descend(self.best))
+            self.await_evaluation(self.best, 0.0, 0)
+            return True
+        for found in (kicked, end):
+            loss = max(0.0, found.cost - best.cost) / max(self.root.cost, 1e-30)
+            self.await_evaluation(found, kick.nats + self.config.rise * loss, kick.depth)
+        return True
+
+    def spread(self, place: _Place, members: Sequence[int], found: Found) -> None:
+        """Take a kick that paid wherever else it was offered, as long as it goes on paying."""
+        for member in members:
+            match = found.state.find(place.choices[member].key)
+            if match is None:
+                continue
+            kicked = self.make(found, match)
+            end = self.descend(kicked) if kicked is not None else found
+            if end.cost < found.cost:
+                found = end
+
+    # --- rollouts ---
+
+    def advance(self, rollout: _Rollout) -> bool:
+        """One burst of a rollout; False if it is over."""
+        place = self.places[rollout.at.state.fingerprint]
+        if not place.choices or rollout.steps >= self.config.horizon:
+            return False
+        scores = place.log_probs.copy()
+        if rollout.temperature:
+            noise = rollout.temperature * self.rng.gumbel(size=len(place.groups) + 1)
+            scores[:-1] += noise[place.group]  # the same for what is alike
+            scores[-1] += noise[-1]
+        order = np.argsort(-scores, kind="stable").tolist()
+        stop = len(place.choices)
+        if order[0] == stop:
+            return False
+        least = scores[order[0]] + log(self.config.burst)
+        rollout.seen.add(rollout.at.state.fingerprint)
+        moved = False
+        for index in order:
+            if index == stop or scores[index] < least or scores[index] <= scores[stop]:
+                break
+            match = rollout.at.state.find(place.choices[index].key)
+            if match is None:
+                continue  # another of this burst took its place
+            successor = self.make(rollout.at, match)
+            if successor is None or successor.state.fingerprint in rollout.seen:
+                continue
+            rollout.seen.add(successor.state.fingerprint)
+            rollout.at = successor
+            rollout.steps += 1
+            moved = True
+        return moved
+
+    def settle(self, found: Found) -> None:
+        """Descend from where a rollout ended, and kick from there if that is new."""
+        best = self.best
+        end = self.descend(found)
+        loss = max(0.0, end.cost - best.cost) / max(self.root.cost, 1e-30)
+        self.await_evaluation(self.best if self.best is not best else end, self.config.rise * loss, 0)
+
+
+def alike(graph: Graph, match: Match, cost: float) -> Group:
+    """What two candidates share that are the same substitution in another place.
+
+    The rule, its price, the nodes matched, and the operators around them.
+    """
+    producers = graph.producers
+    around: list[object] = []
+    for node in match.nodes[:_SHOWN]:
+        makers = [producers[v].op if v in producers else "" for v in node.inputs]
+        readers = sorted([u.op for out in node.outputs for u in graph.users(out)])
+        around.append((node.op, node.attrs.digest, node.types, tuple(makers), tuple(readers)))
+    return (match.rule.name, round(match.delta / max(cost, 1e-30), 9), len(match.nodes), tuple(around))
