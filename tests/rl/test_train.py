@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import onnx
 import pytest
@@ -26,7 +27,7 @@ from xrlflow.learn.log import Logs
 from xrlflow.learn.ppo import TrainingError
 from xrlflow.rewrite import Library, RewriteState
 from xrlflow.rl.agent import Agent
-from xrlflow.rl.env import EnvConfig
+from xrlflow.rl.env import EnvConfig, Reward
 from xrlflow.rl.train import Files, TrainConfig, Trained, fine_tune, state_path, train
 from xrlflow.search import Limits, greedy
 
@@ -191,8 +192,11 @@ def test_fine_tuning_gives_an_agent_that_is_no_worse_on_the_graph() -> None:
     assert trained.score.gain == max(told) >= told[0]
 
 
-@pytest.mark.parametrize("wrong", [{"iterations": 0}, {"workers": -1}, {"steps": 0}])
-def test_refuses_a_configuration_that_makes_no_sense(wrong: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    "wrong",
+    [{"iterations": 0}, {"workers": -1}, {"steps": 0}, {"env": EnvConfig(Reward.HYBRID)}],
+)
+def test_refuses_a_configuration_that_makes_no_sense(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="TrainConfig"):
         TrainConfig(**wrong)
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.rl.training import CONFIG, WORDS, Valleys, broken
+from tests.rl.training import CONFIG, WORDS, Valleys, broken, loss
 from xrlflow.learn.ppo import Episode, Rollout, losses
 from xrlflow.rl.agent import Agent
 from xrlflow.rl.features import RewriteData
@@ -23,6 +23,8 @@ from xrlflow.rl.workers import (
     Episodes,
     Evaluate,
     LocalWorker,
+    Objective,
+    Outcome,
     Parameters,
     ProcessWorker,
     Setup,
@@ -89,6 +91,22 @@ def test_another_process_does_the_same(other: ProcessWorker) -> None:
 def here_episodes(worker: LocalWorker) -> Episodes:
     worker.begin(Collect(PARAMETERS, 0, 5))
     return worker.episodes()
+
+
+def test_what_is_worth_something_depends_on_the_objective() -> None:
+    """To the final graph the steps add up to its gain, to the best one to that of the best on the way."""
+    for objective in Objective:
+        worker = LocalWorker(replace(SETUP, make=loss, objective=objective))
+        worker.begin(Collect(PARAMETERS, 2, 60))
+        worse = 0
+        for episode in worker.episodes():
+            outcome: Outcome = episode.info["outcome"]
+            worse += outcome.final > outcome.best
+            aim = outcome.final if objective is Objective.FINAL else outcome.best
+            assert episode.total == pytest.approx(100 * (outcome.initial - aim) / outcome.initial, abs=1e-9)
+            if objective is Objective.BEST:
+                assert min(episode.rewards) >= 0
+        assert worse, "no episode ends in a graph that is not its best"
 
 
 def test_workers_share_the_problems_of_an_evaluation() -> None:

@@ -7,7 +7,7 @@ from functools import cache
 
 import torch
 
-from tests.rewrite.toy import CancelTransposes, PushTransposeThroughRelu
+from tests.rewrite.toy import CancelTransposes, Distribute, PushTransposeThroughRelu
 from tests.rules.harness import model
 from xrlflow.cost import Roofline
 from xrlflow.ir import Graph
@@ -58,6 +58,19 @@ class Valleys:
             return Problem.of(f"valley {size}", valley(size), library, costs, featuriser.pricing)
 
         return Task([problem(s) for s in self.sizes], [problem(s) for s in self.held_out], featuriser)
+
+
+def loss(vocabulary: Vocabulary) -> Task:
+    """One graph, where all that can be done is a loss."""
+    library, costs = Library([Distribute()]), Roofline()
+    featuriser = Featuriser(vocabulary, costs)
+    graph = load(
+        model(
+            "agraph (float[64,64] x, float[64,64] y, float[64,64] z) => (float[64,64] r) {"
+            " a = Add(x, y)\n r = Mul(a, z) }"
+        )
+    ).graph
+    return Task([Problem.of("loss", graph, library, costs, featuriser.pricing)], [], featuriser)
 
 
 def broken(vocabulary: Vocabulary) -> Task:

@@ -69,8 +69,8 @@ class Setup:
     agent: AgentConfig
     env: EnvConfig
     ppo: PPOConfig
-    objective: Objective = Objective.FINAL
-    environments: int = 8
+    objective: Objective = Objective.BEST
+    environments: int = 16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
