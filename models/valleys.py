@@ -491,7 +491,7 @@ class NoValley(Exception):
     """A draw of sizes that does not make a valley; the message says why."""
 
 
-def chart(valley: Valley, budget: int = 2000) -> Charted:
+def chart(valley: Valley, budget: int = 400) -> Charted:
     """Look for an instance's optimum and the way there. Raises NoValley.
 
     The rules of the family alone are followed first, to ten times `budget` states. From the best of them the whole
@@ -616,7 +616,7 @@ def main() -> None:
     parser.add_argument("families", nargs="*", help="only these (default: all)")
     parser.add_argument("--count", type=int, default=32, help="instances of each family, about")
     parser.add_argument("--tries", type=int, default=60, help="seeds to look at for each depth and width")
-    parser.add_argument("--budget", type=int, default=2000, help="states of each search")
+    parser.add_argument("--budget", type=int, default=400, help="states of each search")
     arguments = parser.parse_args()
     chosen = arguments.families or list(FAMILIES)
     rows = (

@@ -16,9 +16,10 @@ from rewrite_rules import LIBRARY
 from xrlflow.cost import Machine, Roofline
 from xrlflow.ir import Graph
 from xrlflow.onnxio import load
+from xrlflow.rewrite import Library, RewriteState
 from xrlflow.rl.agent import Agent, AgentConfig
 from xrlflow.rl.curriculum import Curriculum, CurriculumError, Problems, Source, mixed, split
-from xrlflow.rl.env import EnvConfig, RewriteEnv, choices
+from xrlflow.rl.env import EnvConfig, Problem, RewriteEnv, choices
 from xrlflow.rl.features import Vocabulary
 from xrlflow.rl.train import TrainConfig, train
 
@@ -89,11 +90,13 @@ def test_what_cannot_be_drawn_is_refused() -> None:
         Curriculum((one, one), (), LIBRARY)
     with pytest.raises(CurriculumError, match="held out"):
         Curriculum((one,), (one,), LIBRARY)
+    with pytest.raises(CurriculumError, match="kept"):
+        Curriculum((one,), (), LIBRARY, kept=0)
 
 
 def test_nothing_is_built_before_it_is_asked_for() -> None:
     curriculum = Curriculum((Source("x", "a", fails), SOURCES[0]), (Source("y", "a", fails),), LIBRARY)
-    task = curriculum(Vocabulary.of(curriculum.library))
+    task = curriculum(Vocabulary.of(curriculum.library()))
     assert len(task.problems) == 2
     assert task.problems[1].name == "squeezenet"
     assert task.problems[-1] is task.problems[1]
@@ -104,9 +107,22 @@ def test_nothing_is_built_before_it_is_asked_for() -> None:
         task.problems[2]
 
 
+def test_what_was_asked_for_last_is_kept() -> None:
+    built = []
+
+    def make(source: Source) -> Problem:
+        built.append(source.name)
+        return Problem(source.name, RewriteState.start(source.build(), Library(())), 1.0)
+
+    problems = Problems(SOURCES[1:5], make, kept=2)
+    names = [problems[i].name for i in (0, 1, 0, 2, 0, 1)]
+    assert names == ["rules-0", "rules-1", "rules-0", "rules-2", "rules-0", "rules-1"]
+    assert built == ["rules-0", "rules-1", "rules-2", "rules-1"]
+
+
 def test_problems_are_those_of_their_machines() -> None:
     curriculum = Curriculum(SOURCES, (), LIBRARY)
-    task = curriculum(Vocabulary.of(curriculum.library))
+    task = curriculum(Vocabulary.of(curriculum.library()))
     groups = next(p for p in task.problems if p.name == "groups-0")
     assert groups.cost == pytest.approx(Roofline(WIDE).cost(groups.state.graph))
     assert groups.cost != pytest.approx(Roofline().cost(groups.state.graph))
@@ -126,18 +142,18 @@ def test_scrambling_is_the_same_in_every_process() -> None:
     made = []
     for _ in range(2):
         curriculum = pickle.loads(pickle.dumps(Curriculum(SOURCES, (), LIBRARY, seed=3)))
-        task = curriculum(Vocabulary.of(curriculum.library))
+        task = curriculum(Vocabulary.of(curriculum.library()))
         made.append({p.name: p.state.fingerprint for p in task.problems})
     assert made[0] == made[1]
     plain = Curriculum(tuple(replace(s, scrambled=0) for s in SOURCES), (), LIBRARY)
-    task = plain(Vocabulary.of(plain.library))
+    task = plain(Vocabulary.of(plain.library()))
     assert sum(p.state.fingerprint != made[0][p.name] for p in task.problems) >= 3
 
 
 def test_an_agent_is_trained_on_it() -> None:
     torch.set_num_threads(1)
     curriculum = Curriculum(SOURCES[1:4], SOURCES[7:8], LIBRARY)
-    vocabulary = Vocabulary.of(curriculum.library)
+    vocabulary = Vocabulary.of(curriculum.library())
     config = TrainConfig(
         iterations=1, steps=24, workers=0, environments=2, env=EnvConfig(horizon=6),
     )  # fmt: skip

@@ -10,10 +10,9 @@ from __future__ import annotations
 import hashlib
 import math
 import random
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import overload
 
 from xrlflow.cost import Machine, Roofline
@@ -87,12 +86,13 @@ def mixed(
 
 
 class Problems(Sequence[Problem]):
-    """Problems that are made when they are first asked for, and kept."""
+    """Problems that are made when they are asked for; those that were asked for last are kept."""
 
-    def __init__(self, sources: Sequence[Source], make: Callable[[Source], Problem]) -> None:
+    def __init__(self, sources: Sequence[Source], make: Callable[[Source], Problem], kept: int) -> None:
         self.sources = tuple(sources)
         self._make = make
-        self._made: dict[int, Problem] = {}
+        self._kept = kept
+        self._made: OrderedDict[int, Problem] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self.sources)
@@ -107,9 +107,11 @@ class Problems(Sequence[Problem]):
         if not -len(self) <= index < len(self):
             raise IndexError(index)
         index %= len(self)
-        if index not in self._made:
-            self._made[index] = self._make(self.sources[index])
-        return self._made[index]
+        problem = self._made.pop(index, None) or self._make(self.sources[index])
+        self._made[index] = problem
+        if len(self._made) > self._kept:
+            self._made.popitem(last=False)
+        return problem
 
     def __iter__(self) -> Iterator[Problem]:
         return (self[i] for i in range(len(self)))
@@ -119,7 +121,8 @@ class Problems(Sequence[Problem]):
 class Curriculum:
     """Makes a training task: the problems of some sources, evaluated on those of others.
 
-    `rules` and `contrib` make the library. Raises CurriculumError for sources of one name.
+    `rules` and `contrib` make the library. A worker keeps so many problems at a time (`kept`), since they hold weights.
+    Raises CurriculumError for sources of one name.
     """
 
     sources: tuple[Source, ...]
@@ -127,8 +130,11 @@ class Curriculum:
     rules: tuple[AnyRule, ...]
     contrib: bool = False
     seed: int = 0
+    kept: int = 256
 
     def __post_init__(self) -> None:
+        if self.kept < 1:
+            raise CurriculumError("at least one problem has to be kept")
         if not self.sources:
             raise CurriculumError("there is nothing to train on")
         for sources in (self.sources, self.held_out):
@@ -138,15 +144,16 @@ class Curriculum:
         if both := sorted({s.name for s in self.sources} & {s.name for s in self.held_out}):
             raise CurriculumError(f"{both[0]!r} is trained on and held out")
 
-    @cached_property
     def library(self) -> Library:
         return Library(self.rules, contrib=self.contrib)
 
     def __call__(self, vocabulary: Vocabulary) -> Task:
         """The task, as a worker makes it. Nothing is built yet."""
-        maker = _Maker(self.library, vocabulary, self.seed)
+        maker = _Maker(self.library(), vocabulary, self.seed)
         return Task(
-            Problems(self.sources, maker.problem), Problems(self.held_out, maker.problem), maker.observe
+            Problems(self.sources, maker.problem, self.kept),
+            Problems(self.held_out, maker.problem, self.kept),
+            maker.observe,
         )
 
 
@@ -157,28 +164,27 @@ class _Maker:
         self.library = library
         self.vocabulary = vocabulary
         self.seed = seed
-        self._priced: dict[str, tuple[Roofline, Delta]] = {}
+        self._machines: dict[str, tuple[Roofline, Featuriser]] = {}
+        # By the delta that a problem's states are priced with.
         self._observers: dict[Delta, Featuriser] = {}
-
-    def _pricing(self, machine: Machine) -> tuple[Roofline, Delta]:
-        if machine.name not in self._priced:
-            model = Roofline(machine)
-            featuriser = Featuriser(self.vocabulary, model)
-            delta = featuriser.pricing(model.delta)
-            self._priced[machine.name] = model, delta
-            self._observers[delta] = featuriser
-        return self._priced[machine.name]
 
     def problem(self, source: Source) -> Problem:
         """Where episodes of a source begin: what needs no price is done, then it is scrambled."""
-        model, delta = self._pricing(source.machine())
+        machine = source.machine()
+        if machine.name not in self._machines:
+            prices = Roofline(machine)
+            self._machines[machine.name] = prices, Featuriser(self.vocabulary, prices)
+        model, featuriser = self._machines[machine.name]
         graph, _ = simplify(source.build(), self.library, model.cost)
         if source.scrambled:
             seed = random.Random(f"{self.seed} {source.name}").getrandbits(32)
             state = RewriteState.start(graph, self.library, model.delta)
             walk = random_walk(state, model.cost(graph), Limits(budget=source.scrambled), seed)
             graph = walk.best.state.graph
-        return Problem.of(source.name, graph, self.library, model, lambda _: delta)
+        problem = Problem.of(source.name, graph, self.library, model)
+        assert problem.state.delta is not None, "a problem has prices"
+        self._observers[problem.state.delta] = featuriser
+        return problem
 
     def observe(self, situation: Situation) -> RewriteData:
         """The observation, with the shares of cost that the situation's machine gives."""

@@ -1,0 +1,124 @@
+"""What the agent that works everywhere is trained on: see `xrlflow.rl.curriculum`.
+
+    sources = training_sources()
+    curriculum = curriculum(seed=0)     # makes the task of xrlflow.rl.train.train
+
+Networks at small depth, random graphs of rules' left-hand sides, and valleys. Left out of all training, and thus
+there to test on: the architectures of `UNSEEN`, networks of more than four blocks, the family of valleys that is held
+out, and every instance of `models.valleys.catalogue`, whose seeds are below `_FIRST_SEED`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+
+import models
+from models.rule_graphs import rule_graph
+from models.valleys import FAMILIES, Valley
+from rewrite_rules import LIBRARY
+from xrlflow.cost import Machine
+from xrlflow.ir import Graph
+from xrlflow.onnxio import load
+from xrlflow.rl.curriculum import Curriculum, Source, mixed, split
+
+# Architectures that no training sees.
+UNSEEN = frozenset({"inceptionv3", "mobilenetv2", "gru-unrolled", "dalle"})
+
+# Sizes besides those of `models.small`; of depths, all from the network's small one to four blocks.
+_WIDER: Mapping[str, tuple[Mapping[str, int], ...]] = MappingProxyType(
+    {
+        "resnet18": ({"width": 32, "image": 56},),
+        "resnet50": ({"width": 32, "image": 56},),
+        "resnext50": ({"width": 32, "image": 56}, {"width": 64, "image": 56}),
+        "squeezenet": ({"width": 32, "image": 112},),
+        "efficientnet-b0": ({"width": 32, "image": 64},),
+        "nasnet-a": ({"width": 16, "image": 56}, {"width": 32, "image": 56}),
+        "nasrnn": ({"width": 128},),
+        "nasrnn-shared": ({"width": 128},),
+        "lstm-unrolled": ({"width": 128},),
+        "bert": ({"width": 256, "tokens": 64},),
+        "bert-classifier": ({"width": 256, "tokens": 64},),
+        "vit": ({"width": 256, "image": 96},),
+        "vit-classifier": ({"width": 256, "image": 96},),
+        "gpt2": ({"width": 256, "tokens": 32},),
+        "transformer-transducer": ({"width": 256, "frames": 48, "labels": 8},),
+    }
+)
+_MOST_DEPTH = 4
+# Seeds of valleys that are trained on; those of the catalogue are below.
+_FIRST_SEED, _SEEDS = 1000, 24
+_RULE_GRAPHS = 1500
+# Of the problems of a training run.
+SHARES: Mapping[str, float] = MappingProxyType({"zoo": 0.3, "rules": 0.3, "valleys": 0.4})
+
+
+def network(name: str, depth: int, options: tuple[tuple[str, int], ...]) -> Graph:
+    """A network of the zoo as a graph."""
+    return load(models.build(name, depth, **dict(options))).graph
+
+
+def valley(family: str, depth: int, width: int, seed: int) -> Graph:
+    return load(Valley(FAMILIES[family], depth, width, seed).model()).graph
+
+
+def machine(family: str) -> Machine:
+    """The machine of a family of valleys."""
+    return FAMILIES[family].machine
+
+
+def random_rules(seed: int, pieces: int) -> Graph:
+    return rule_graph(LIBRARY, seed, pieces)
+
+
+def zoo_sources() -> Iterator[Source]:
+    """Networks of up to four blocks (or as many as they have at least), in several sizes, also scrambled."""
+    for name, model in models.ZOO.items():
+        if name in UNSEEN:
+            continue
+        for options in (model.small_options, *_WIDER.get(name, ())):
+            for depth in range(model.small_depth, max(model.small_depth, _MOST_DEPTH) + 1):
+                sizes = tuple(sorted(options.items()))
+                for folded in (True, False) if "fold_batchnorm" in model.options else (True,):
+                    given = sizes if folded else (*sizes, ("fold_batchnorm", 0))
+                    label = "-".join(f"{k}{v}" for k, v in given)
+                    build = functools.partial(network, name, depth, given)
+                    yield Source(f"{name}-{depth}-{label}", "zoo", build)
+                    yield Source(f"{name}-{depth}-{label}-scrambled", "zoo", build, scrambled=6)
+
+
+def rule_sources(count: int = _RULE_GRAPHS) -> Iterator[Source]:
+    """Graphs of two to five left-hand sides; two of three are scrambled."""
+    for seed in range(count):
+        build = functools.partial(random_rules, seed, 2 + seed % 4)
+        yield Source(f"rules-{seed}", "rules", build, scrambled=2 * (seed % 3))
+
+
+def valley_sources() -> Iterator[Source]:
+    """Instances of the families that are trained on."""
+    for family in FAMILIES.values():
+        if family.held_out:
+            continue
+        for depth, width in family.shapes:
+            for seed in range(_FIRST_SEED, _FIRST_SEED + _SEEDS):
+                yield Source(
+                    Valley(family, depth, width, seed).name,
+                    "valleys",
+                    functools.partial(valley, family.name, depth, width, seed),
+                    machine=functools.partial(machine, family.name),
+                )
+
+
+def training_sources() -> Iterator[Source]:
+    yield from zoo_sources()
+    yield from rule_sources()
+    yield from valley_sources()
+
+
+def curriculum(count: int = 800, held_out: int = 60, seed: int = 0) -> Curriculum:
+    """About `count` sources to train on, and `held_out` others to evaluate on, in the shares of `SHARES`."""
+    train, test = split(training_sources(), 0.1)
+    return Curriculum(
+        mixed(train, SHARES, count, seed), mixed(test, SHARES, held_out, seed), LIBRARY, seed=seed
+    )
