@@ -215,9 +215,9 @@ class _Job:
     def select_until(self) -> float:
         """When comparing whole models must be over, so that verification and the last measurement fit in."""
         latest = self.until(_SEARCH_UNTIL + _SELECT_AT_LEAST)
-        left = self.deadline - self.final_seconds(_FRESH_PROCESSES[0]) - 10 * self.latency - 2.0
+        left = self.deadline - self.final_seconds(_FRESH_PROCESSES[0]) - 10 * self.latency - 3.0
         if left < latest:
-            left = self.deadline - self.final_seconds(_FRESH_PROCESSES[-1]) - 10 * self.latency - 2.0
+            left = self.deadline - self.final_seconds(_FRESH_PROCESSES[-1]) - 10 * self.latency - 3.0
         return max(left, latest)
 
     def phase(self, name: str, since: float) -> None:

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+# Rounds whose range is an interval of their median in any case: all of them are on one side of it once in 2^15.
+_ENOUGH = 16
 Floats = npt.NDArray[np.float64]
 
 Z95 = 1.959964
@@ -44,7 +46,8 @@ def median_interval(samples: Floats) -> tuple[float, float, float]:
     larger of that of independent rounds and that from the long-run variance of the series "share of this row below the
     median" (Bartlett's window over sqrt(n) lags, with the wider quantile that goes with such a window). Half
     a rank of continuity correction makes it agree with the exact binomial interval for small n.
-    Fewer than 6 rounds have no 95% interval: (median, -inf, inf); none at all have (nan, -inf, inf).
+    Fewer than 6 rounds have no 95% interval: (median, -inf, inf); none at all have (nan, -inf, inf). Of 16 rounds or
+    more it is never wider than all samples, however they hang together.
     """
     rounds = len(samples)
     if rounds == 0:
@@ -56,6 +59,8 @@ def median_interval(samples: Floats) -> tuple[float, float, float]:
     half = _score_error(below, rows.shape[1])
     rank = math.floor(len(pooled) * (0.5 - half) + 0.5)
     if rank < 1:
+        if rounds >= _ENOUGH:
+            return median, float(pooled[0]), float(pooled[-1])
         return median, -math.inf, math.inf
     return median, float(pooled[rank - 1]), float(pooled[-rank])
 

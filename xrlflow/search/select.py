@@ -100,8 +100,10 @@ def gains(found: Found, cost: float) -> dict[str, float]:
     return total
 
 
-def _plan(found: Found, cost: float) -> _Plan:
-    return _Plan(frozenset(gains(found, cost)))
+def _plan(found: Found) -> _Plan:
+    """All rules of the families that made a state: where one is dropped another may take its place."""
+    rules = found.state.library.rules
+    return _Plan(frozenset(name for name, rule in rules.items() if rule.family in found.families))
 
 
 def _drops(plan: _Plan, found: Found, cost: float) -> list[_Change]:
@@ -109,16 +111,16 @@ def _drops(plan: _Plan, found: Found, cost: float) -> list[_Change]:
 
     Where the model is wrong by much, it is so about something of much weight.
     """
+    rules = found.state.library.rules
     of_rule = {rule: gain for rule, gain in gains(found, cost).items() if rule in plan.rules}
-    families: dict[str, set[str]] = {}
-    for step in found.trace:
-        if step.rule in of_rule:
-            families.setdefault(step.family, set()).add(step.rule)
+    of_family: dict[str, list[float]] = {}
+    for rule, gain in of_rule.items():
+        of_family.setdefault(rules[rule].family, []).append(gain)
     weighted = [(gain, _Change(f"- {rule}", without=frozenset({rule}))) for rule, gain in of_rule.items()]
-    for family, rules in families.items():
-        if len(rules) > 1:
-            change = _Change(f"- {family}", without=frozenset(rules))
-            weighted.append((sum(of_rule[r] for r in rules), change))
+    for family, each in of_family.items():
+        if len(each) > 1:
+            whole = frozenset(name for name, rule in rules.items() if rule.family == family)
+            weighted.append((sum(each), _Change(f"- {family}", without=whole)))
     return [change for _, change in sorted(weighted, key=lambda w: (-abs(w[0]), w[1].text))]
 
 
@@ -220,12 +222,12 @@ def select(
         if proposals and proposals[0].state.fingerprint not in seen:
             best, what = proposals[0], "the best by modelled cost"
             kept = challenge(best, what)
-            plan = _plan(best, base.cost)
+            plan = _plan(best)
             if not kept:
                 halfway = (time.monotonic() + deadline) / 2
                 dropped, what = climb(best, what, plan, halfway, proven=False)
                 kept = dropped is not best and challenge(dropped, what)
-                best, plan = dropped, _plan(dropped, base.cost)
+                best, plan = dropped, _plan(dropped)
             if kept:
                 climb(best, what, plan, deadline, proven=True)
         if current is None:
