@@ -442,8 +442,13 @@ class Featuriser:
             globals=torch.tensor([state_of_affairs], dtype=torch.float32),
         )
 
+    @property
+    def types(self) -> list[TensorType]:
+        """The tensor types seen so far: a structure's `type` numbers them."""
+        return list(self._types)
+
     def structure(self, graph: Graph) -> Structure:
-        """A graph's nodes and edges as arrays; rows of `content` and `type` are this featuriser's."""
+        """A graph's nodes and edges as arrays; what `content` and `type` number is this featuriser's."""
         return self._structure(self._pool(graph), graph)
 
     def change(self, graph: Graph, edit: Edit) -> Change:

@@ -20,9 +20,10 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from math import log
+from typing import Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -33,8 +34,10 @@ from xrlflow.ir.graph import FINGERPRINT_MASK
 from xrlflow.learn.ppo import Policy
 from xrlflow.rewrite import Match, RewriteState
 from xrlflow.rl.env import choices
-from xrlflow.rl.features import Featuriser, Pricing, RewriteData, Situation
+from xrlflow.rl.features import Pricing, Situation
 from xrlflow.search.result import Found, Limits, SearchResult, Shortlist, extend
+
+Obs = TypeVar("Obs")
 
 # A gain that only rounding sees is none.
 _ROUNDING = 1e-9
@@ -109,17 +112,18 @@ def agent_search(
     state: RewriteState,
     cost: float,
     limits: Limits,
-    policy: Policy[RewriteData],
-    featuriser: Featuriser,
+    policy: Policy[Obs],
+    observe: Callable[[Situation], Obs],
     config: StrategyConfig = StrategyConfig(),
     seed: int = 0,
 ) -> SearchResult:
-    """Search with a policy. `state` has the cost model's deltas in its candidates; `cost` is its graph's modelled cost.
+    """Search with a policy; `observe` (a featuriser) makes what it sees.
 
-    `limits.budget` counts expanded states. The same seed gives the same result unless the deadline ends the search.
+    `state` has the cost model's deltas in its candidates; `cost` is its graph's modelled cost. `limits.budget` counts
+    expanded states. The same seed gives the same result unless the deadline ends the search.
     """
     begin = time.monotonic()
-    search = _Search(state, cost, limits, policy, featuriser, config, seed)
+    search = _Search(state, cost, limits, policy, observe, config, seed)
     interrupted = False
     try:
         search.run()
@@ -143,21 +147,21 @@ class _Over(Exception):
     """The limits are reached."""
 
 
-class _Search:
+class _Search(Generic[Obs]):
     def __init__(
         self,
         state: RewriteState,
         cost: float,
         limits: Limits,
-        policy: Policy[RewriteData],
-        featuriser: Featuriser,
+        policy: Policy[Obs],
+        observe: Callable[[Situation], Obs],
         config: StrategyConfig,
         seed: int,
     ) -> None:
         assert state.delta is not None, "a state without prices has nothing to minimise"
         self.root = Found(replace(state, delta=Pricing.of(state.delta)), None, cost)
         self.best = self.root
-        self.limits, self.policy, self.featuriser, self.config = limits, policy, featuriser, config
+        self.limits, self.policy, self.observe, self.config = limits, policy, observe, config
         self.rng = np.random.default_rng(seed)
         self.shortlist = Shortlist()
         self.shortlist.offer(self.root)
@@ -292,7 +296,7 @@ class _Search:
                 self.generated += len(offered)
                 situations.append(Situation(found.state, offered, found.cost, self.root.cost))
             with torch.inference_mode():
-                distribution, _ = self.policy.evaluate([self.featuriser(s) for s in situations])
+                distribution, _ = self.policy.evaluate([self.observe(s) for s in situations])
             flat = distribution.log_probs.double().numpy()
             first = 0
             for found, situation in zip(states[start : start + size], situations):
