@@ -71,6 +71,13 @@ def test_few_rounds_have_no_interval() -> None:
     assert math.isnan(median_interval(np.zeros((0, 2)))[0])
 
 
+def test_many_rounds_that_hang_together_have_their_range() -> None:
+    """A machine that changes its mind once: the long run cannot be told, but the samples say where they are."""
+    steps = np.repeat([0.1, 0.2], 12)
+    assert median_interval(steps)[1:] == (0.1, 0.2)
+    assert median_interval(steps[8:16])[1:] == (-math.inf, math.inf)
+
+
 def test_equal_samples_are_a_point() -> None:
     assert median_interval(np.full(40, 0.3)) == (0.3, 0.3, 0.3)
 
