@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from xrlflow.ir import ABSENT, Dim, Node
+from xrlflow.ir import ABSENT, Dim, Node, Value
 from xrlflow.rewrite import Reader, require, worthwhile
 
 
@@ -56,13 +56,11 @@ def perm_of(node: Node, rank: int) -> tuple[int, ...]:
     return permutation(perm if isinstance(perm, tuple) else None, rank)  # type: ignore[arg-type]
 
 
-def rank_of(reader: Reader, *values: int) -> int:
+def rank_of(reader: Reader, *values: Value) -> int:
     """The common rank of values; refuses where it is unknown or differs."""
-    ranks = {reader.type(v).rank for v in values}  # type: ignore[arg-type]
-    require(len(ranks) == 1 and None not in ranks, "ranks differ, or are not known")
-    rank = ranks.pop()
-    assert rank is not None
-    return rank
+    first, *others = [reader.val(v).rank for v in values]
+    require(all(rank == first for rank in others), "ranks differ")
+    return first
 
 
 def ints_input(reader: Reader, node: Node, index: int) -> tuple[int, ...] | None:

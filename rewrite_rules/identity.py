@@ -209,7 +209,9 @@ class MergeClips(Rule):
     """clip(clip(x, a, b), c, d) -> clip(x, clip(a, c, d), clip(b, c, d))."""
 
     proof = "numeric"
-    relies_on = "max and min are those of an ordered set; a lower bound above the upper one means the upper one"
+    relies_on = (
+        "max and min are those of an ordered set; a lower bound above the upper one means the upper one"
+    )
 
     optional = ("a", "b", "c", "d")
     shapes = "x[...]:float a[]:const b[]:const c[]:const d[]:const"
@@ -231,7 +233,9 @@ class MergeReluIntoClip(Rule):
     """clip(relu(x), a, b) -> clip(x, clip(0, a, b), clip(inf, a, b))."""
 
     proof = "numeric"
-    relies_on = "max and min are those of an ordered set; a lower bound above the upper one means the upper one"
+    relies_on = (
+        "max and min are those of an ordered set; a lower bound above the upper one means the upper one"
+    )
 
     optional = ("a", "b")
     shapes = "x[...]:float a[]:const b[]:const"
@@ -248,7 +252,9 @@ class MergeClipIntoRelu(Rule):
     """relu(clip(x, a, b)) -> clip(x, max(a, 0), max(b, 0))."""
 
     proof = "numeric"
-    relies_on = "max and min are those of an ordered set; a lower bound above the upper one means the upper one"
+    relies_on = (
+        "max and min are those of an ordered set; a lower bound above the upper one means the upper one"
+    )
 
     optional = ("a", "b")
     shapes = "x[...]:float a[]:const b[]:const"

@@ -260,12 +260,10 @@ class PushReshapesUp(RegionRule):
 
 
 def _rows(reader: Reader, before: Value, after: Value) -> None:
-    """Refuse a view that does not keep the last dimension, or makes a vector."""
-    a, b = reader.type(before).shape, reader.type(after).shape
-    require(a is not None and b is not None and min(len(a), len(b)) >= 2, "an operand is a vector")
-    if a and b:
-        require(a[-1] is not None and a[-1] == b[-1], "the last dimension changes")
-        require(a[-1] != 0, "what has no elements has many shapes")
+    """Refuse a view that does not keep the last dimension."""
+    a, b = reader.val(before).shape, reader.val(after).shape
+    require(a and b and a[-1] is not None and a[-1] == b[-1], "the last dimension changes")
+    require(a[-1] != 0, "what has no elements has many shapes")
 
 
 class PushReshapeThroughMatMul(RegionRule):
@@ -311,7 +309,6 @@ class PushReshapeIntoMatMul(RegionRule):
         _rows(reader, node.inputs[0], node.outputs[0])
         worthwhile(read_once(reader, node.inputs[0]), "the product is read elsewhere")
         before, after = reader.val(x).shape, node.types[0].shape or ()
-        require(before[-1] is not None, "a dimension is not known")
         numbers = tuple(reshape_numbers(before, (*after[:-1], before[-1])))
         return Region(node.outputs, (x, w), (node, inner), numbers)
 
@@ -345,10 +342,8 @@ class PullUnsqueezeOutOfConcat(RegionRule):
         axes = {ints_input(reader, p, 1) for p in unsqueezes}
         require(axes in ({(axis,)}, {(axis - rank,)}), "another axis is inserted")
         require(axis < rank - 1, "the new axis is the last")
-        shapes = [reader.type(p.inputs[0]).shape for p in unsqueezes]
-        require(all(same_dims(shapes[0], s) for s in shapes), "the shapes differ, or are not known")
         worthwhile(all(read_once(reader, v) for v in node.inputs), "a part is read elsewhere")
-        before = list(shapes[0] or ())
+        before = [*reader.val(unsqueezes[0].inputs[0]).shape]
         width = before[axis]
         before[axis] = width * len(parts) if isinstance(width, int) else None
         numbers = tuple(reshape_numbers(before, node.types[0].shape or ()))

@@ -191,6 +191,11 @@ class MergeStackOfPieces(RegionRule):
         "p = Constant<value_ints=[1]>() a = Gather(x, i) b = Gather(x, j) c = Unsqueeze(a, p) d = Unsqueeze(b, p) "
         "y = Concat<axis=1>(c, d) }",
     )
+    near_misses = tuple(
+        f"agraph ({kind} x) => (float[K,L] y) <int64 i = {{0}}, int64 j = {{1}}, int64[2] s = {{2, 3}}> {{"
+        f" a = Gather(x, i) b = Gather(x, j) c = Reshape(a, s) d = Reshape(b, s) y = Concat<axis={axis}>(c, d) }}"
+        for kind, axis in (("float[2,6]", 1), ("float[2,?,3]", 0))
+    )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
         if len(node.inputs) < 2:
@@ -200,32 +205,27 @@ class MergeStackOfPieces(RegionRule):
             return None
         used: list[Node] = [node]
         places: list[int] = []
-        shape = reader.type(node.inputs[0]).shape
         for v in node.inputs:
             p = piece(reader, v)
             if p is None or p.length != 1 or (p.source, p.axis) != (first.source, first.axis):
                 return None
-            require(same_dims(reader.type(v).shape, shape), "a shape is not known, or differs")
             places.append(p.start)
             used += p.nodes
-        whole = reader.type(first.source).shape
-        assert whole is not None
-        assert shape is not None
+        whole, shape = reader.val(first.source).shape, reader.val(node.inputs[0]).shape
         axis = axis_of(node, len(shape))
         if first.kept and first.axis == axis:
             worthwhile({b - a for a, b in pairwise(places)} != {1}, "it is one run of pieces")
         left = (*whole[: first.axis], *whole[first.axis + 1 :])
-        require(None not in left, "a dimension is not known")
         before = [d for d in shape[:axis] if d != 1]
+        require(None not in before, "a dimension is not known")
         cuts = [k for k in range(len(left) + 1) if [d for d in left[:k] if d != 1] == before]
         require(cuts, "the parts are put together inside a dimension")
         cut = first.axis if first.axis in cuts else cuts[0]
         others = [i for i in range(len(whole)) if i != first.axis]
         perm = (*others[:cut], first.axis, *others[cut:])
         moved = (*left[:cut], len(places), *left[cut:])
-        result = node.types[0].shape
-        require(result is not None, "the result's rank is not known")
-        numbers = None if same_dims(moved, result) else tuple(reshape_numbers(moved, result or ()))
+        result = reader.val(node.outputs[0]).shape
+        numbers = None if same_dims(moved, result) else tuple(reshape_numbers(moved, result))
         data = (first.axis, tuple(places), perm, numbers)
         return Region(node.outputs, (first.source,), _nodes(used), data)
 
@@ -423,7 +423,7 @@ class PushSliceIntoConcat(RegionRule):
         concat, sizes = found
         cover = _cover(sizes, own.start, own.start + own.length)
         require(sum(n for _, _, n in cover) == own.length, "it reaches beyond the end")
-        require(len(cover) < len(sizes), "it touches every part")
+        worthwhile(len(cover) < len(sizes), "it touches every part")
         chosen = tuple(concat.inputs[k] for k, _, _ in cover)
         local = tuple((i, start, n) for i, (_, start, n) in enumerate(cover))
         return Region(node.outputs, chosen, (node, concat), (own.axis, local, own.kept))
@@ -496,6 +496,10 @@ class MergePiecesIntoSplit(RegionRule):
         "agraph (float[N,3] x) => (float[N] a, float[N,2] b) { i = Constant<value_int=0>() "
         "p = Constant<value_ints=[1]>() q = Constant<value_ints=[3]>() a = Gather<axis=1>(x, i) "
         "b = Slice(x, p, q, p) }",
+    )
+    near_misses = (
+        "agraph (float[N,M] x) => (float[N] a, float[N] b) <int64 i = {0}, int64 j = {1}>"
+        " { a = Gather<axis=1>(x, i) b = Gather<axis=1>(x, j) }",
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
@@ -571,6 +575,12 @@ class PullUnaryOutOfConcat(RegionRule):
     anchors = ("Concat",)
     examples = (
         "agraph (float[N,2] x, float[N,3] z) => (float[N,5] y) { a = Relu(x) b = Relu(z) y = Concat<axis=1>(a, b) }",
+        "agraph (float[N,2] x, float[N,3] z) => (float[N,5] y)"
+        " { a = LeakyRelu<alpha=0.5>(x) b = LeakyRelu<alpha=0.5>(z) y = Concat<axis=1>(a, b) }",
+    )
+    near_misses = (
+        "agraph (float[N,2] x, double[N,3] z) => (int64[N,5] y)"
+        " { a = Cast<to=7>(x) b = Cast<to=7>(z) y = Concat<axis=1>(a, b) }",
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
@@ -610,6 +620,10 @@ class PushPoolIntoConcat(RegionRule):
         "agraph (float[N,2,4,4] x, float[N,3,4,4] z) => (float[N,5,2,2] y) "
         "{ a = Concat<axis=1>(x, z) y = MaxPool<kernel_shape=[2,2], strides=[2,2]>(a) }",
     )
+    near_misses = (
+        "agraph (float[N,2,4,4] x, float[N,3,4,4] z) => (float[N,5,3,3] y, int64[N,5,3,3] i) "
+        "{ a = Concat<axis=1>(x, z) y, i = MaxPool<kernel_shape=[2,2]>(a) }",
+    )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
         inner = reader.producer(node.inputs[0])
@@ -635,6 +649,12 @@ class PullPoolOutOfConcat(RegionRule):
     examples = (
         "agraph (float[N,2,4,4] x, float[N,3,4,4] z) => (float[N,5,1,1] y) "
         "{ a = GlobalMaxPool(x) b = GlobalMaxPool(z) y = Concat<axis=1>(a, b) }",
+        "agraph (float[N,2,4] x, float[N,3,4] z) => (float[N,5,3] y) "
+        "{ a = MaxPool<kernel_shape=[2]>(x) b = MaxPool<kernel_shape=[2]>(z) y = Concat<axis=1>(a, b) }",
+    )
+    near_misses = (
+        "agraph (float[N,2,4] x, float[N,3,4] z) => (float[N,5,3] y, int64[N,2,3] i) "
+        "{ a, i = MaxPool<kernel_shape=[2]>(x) b, j = MaxPool<kernel_shape=[2]>(z) y = Concat<axis=1>(a, b) }",
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
@@ -693,6 +713,11 @@ class PullUnaryOutOfSplit(RegionRule):
     examples = (
         "agraph (float[N,4] x) => (float[N,2] y, float[N,2] z) "
         "{ a, b = Split<axis=1, num_outputs=2>(x) y = Relu(a) z = Relu(b) }",
+        "agraph (float[N,4] x) => (float[N,2] y, float[N,2] z) "
+        "{ a, b = Split<axis=1, num_outputs=2>(x) y = Elu<alpha=0.5>(a) z = Elu<alpha=0.5>(b) }",
+    )
+    near_misses = (
+        "agraph (float[N] x, float[1] u) => (float[N] y) { a = Split<num_outputs=1>(u) y = Clip(x, a) }",
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
@@ -781,6 +806,9 @@ class PullBinaryOutOfConcat(RegionRule):
         "agraph (float[N,2] x, float[N,3] z, float[N,1] a) => (float[N,5] y) "
         "{ p = Mul(x, a) q = Mul(z, a) y = Concat<axis=1>(p, q) }",
     )
+    near_misses = (
+        "agraph (float[N,2] x, float[2] a) => (float[N,4] y) { p = Add(x, a) y = Concat<axis=1>(p, p) }",
+    )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
         made = [reader.producer(v) for v in node.inputs]
@@ -790,9 +818,8 @@ class PullBinaryOutOfConcat(RegionRule):
         rank = rank_of(reader, *node.inputs)
         axis = axis_of(node, rank)
         worthwhile(all(read_once(reader, v) for v in node.inputs), "a function is read elsewhere")
-        require(len({n.outputs[0] for n in inner}) == len(inner), "a part is repeated")
+        worthwhile(len({n.outputs[0] for n in inner}) == len(inner), "a part is repeated")
         outs = [n.types[0].shape or () for n in inner]
-        require(all(len(s) == rank for s in outs), "a shape is not known")
         operands = _columns(reader, inner, outs, axis)
         data = (inner[0].op, inner[0].attrs, rank, axis, tuple(len(o.values) for o in operands))
         return Region(node.outputs, tuple(v for o in operands for v in o.values), (node, *inner), data)
@@ -841,6 +868,12 @@ class PullBinaryOutOfSplit(RegionRule):
         "agraph (float[N,5] x) => (float[N,2] y, float[N,3] z) { s = Constant<value_ints=[2, 3]>() "
         "c = Constant<value_floats=[1.0, 2.0]>() d = Constant<value_floats=[3.0, 4.0, 5.0]>() "
         "a, b = Split<axis=1>(x, s) y = Add(a, c) z = Add(b, d) }",
+    )
+    near_misses = (
+        "agraph (float[N,M] x, float w) => (float[N,K] y, float[N,K] z) <float[N,K] a, float[N,K] b>"
+        " { a, b = Split<axis=1, num_outputs=2>(x) y = Add(a, w) z = Add(b, w) }",
+        "agraph (float[N,4] x) => (float[N,2] y, float[N,2] z)"
+        " { a, b = Split<axis=1, num_outputs=2>(x) y = Mul(a, a) z = Mul(b, b) }",
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
@@ -905,16 +938,15 @@ class PushBinaryIntoConcat(RegionRule):
         inputs: list[Value] = []
         used = [node]
         for v, maker in zip(node.inputs, made):
-            shape = reader.type(v).shape
-            require(shape is not None, "a rank is not known")
-            at = axis - (rank - len(shape or ()))
-            found = _concat_along(reader, v, axis) if len(shape or ()) == rank else None
+            shape = reader.val(v).shape
+            at = axis - (rank - len(shape))
+            found = _concat_along(reader, v, axis) if len(shape) == rank else None
             if found is not None and found[1] == sizes and maker is not None:
                 worthwhile(read_once(reader, v), "a concat is read elsewhere")
                 kinds.append("parts")
                 inputs += maker.inputs
                 used.append(maker)
-            elif at < 0 or (shape is not None and shape[at] == 1):
+            elif at < 0 or shape[at] == 1:
                 kinds.append("shared")
                 inputs.append(v)
             else:

@@ -144,7 +144,7 @@ def _aligned(op: Op, v: Val, rank: int, perm: Sequence[int]) -> Any:
     if v.rank == 0:
         return v
     if v.rank < rank:
-        require(v.const, "an operand has fewer dimensions")
+        worthwhile(v.const, "an operand has fewer dimensions")
         v = op.Unsqueeze(v, list(range(rank - v.rank)))
     return _transpose(op, v, perm)
 
@@ -192,7 +192,7 @@ class PushTransposesDown(RegionRule):
                 if inner not in nodes:
                     nodes.append(inner)
             else:
-                require(reader.is_const(v) or reader.type(v).rank == 0, "an operand is not transposed")
+                worthwhile(reader.is_const(v) or reader.type(v).rank == 0, "an operand is not transposed")
                 inputs.append(v)
                 moved.append(False)
         worthwhile(len(nodes) > 1, "no operand is transposed at run time")
@@ -228,7 +228,7 @@ class PushTransposesUp(RegionRule):
         rank = rank_of(reader, *node.outputs)
         running = [v for v in inner.inputs if not reader.is_const(v) and reader.type(v).rank != 0]
         for v in running:
-            require(reader.type(v).rank == rank, "an operand has fewer dimensions")
+            worthwhile(reader.type(v).rank == rank, "an operand has fewer dimensions")
         makers = [reader.producer(v) for v in running]
         worthwhile(
             len(running) == 1 or any(p is not None and p.op == "Transpose" for p in makers),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 
@@ -55,9 +56,17 @@ class Hunted:
     redundant: tuple[str, ...]
 
 
+class Further(Protocol):
+    """Where there are more cases, and more that a condition refuses, to try survivors on."""
+
+    def further_cases(self) -> Sequence[Case]: ...
+
+    def further_refused(self, site: Site) -> Sequence[Problem]: ...
+
+
 @dataclass(slots=True)
 class Hunt:
-    """`cases` of the right rule, and the problems that each condition refused; `more` draws further ones of both."""
+    """`cases` of the right rule, and the problems that each condition refused."""
 
     rule: AnyRule
     library: Library
@@ -65,8 +74,8 @@ class Hunt:
     cases: Sequence[Case]
     refused: Mapping[Site, Sequence[Problem]]
     reasons: Mapping[Site, str]
-    more: Callable[[], tuple[Sequence[Case], Mapping[Site, Sequence[Problem]]]]
-    _further: tuple[Sequence[Case], Mapping[Site, Sequence[Problem]]] | None = field(init=False, default=None)
+    more: Further
+    _cases: Sequence[Case] | None = field(init=False, default=None)
 
     def run(self) -> Hunted:
         count, survivors = self._targets()
@@ -74,11 +83,11 @@ class Hunt:
         return Hunted(count + dropped, (*survivors, *kept), tuple(redundant))
 
     @property
-    def further(self) -> tuple[Sequence[Case], Mapping[Site, Sequence[Problem]]]:
-        """More cases, and more that was refused: drawn if there is a survivor."""
-        if self._further is None:
-            self._further = self.more()
-        return self._further
+    def further(self) -> Sequence[Case]:
+        """More cases: drawn if there is a survivor."""
+        if self._cases is None:
+            self._cases = self.more.further_cases()
+        return self._cases
 
     def _rejects(self, case: Case, thorough: bool = False) -> bool:
         """Whether a wrong rule's case is found out; one trial will do, a survivor is tried in every way."""
@@ -112,7 +121,7 @@ class Hunt:
         for mutation in found:
             tried = _Tried()
             if not self._finds_out(mutation, (*chosen, *others), tried) and tried.effective:
-                thorough = (*tried.cases[:_THOROUGH], *self.further[0])
+                thorough = (*tried.cases[:_THOROUGH], *self.further)
                 if not self._finds_out(mutation, thorough, tried := _Tried(), thorough=True):
                     survivors.append(self._explained(str(mutation), tried))
             count += bool(tried.effective)
@@ -160,7 +169,7 @@ class Hunt:
         for site, kept in self.refused.items():
             admitted, rejected = self._drop(site, kept)
             if not rejected:
-                further = (*kept, *self.further[1].get(site, ()))
+                further = (*kept, *self.more.further_refused(site))
                 admitted, rejected = self._drop(site, further, thorough=True)
             mutant = f"drop: {self.reasons[site]}"
             if not admitted:

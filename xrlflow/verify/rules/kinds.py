@@ -231,7 +231,9 @@ _BY_OPERATOR: Mapping[tuple[str, str], Family] = {
     ("RNN", "direction"): _options("forward", "reverse", "bidirectional"),
 }
 # Attributes that do not change what is computed, or repeat what shapes say.
-_SILENT = frozenset({"stash_type", "momentum", "saturate", "seed", "num_outputs", "kernel_shape"})
+_SILENT = frozenset(
+    {"stash_type", "momentum", "saturate", "seed", "num_outputs", "kernel_shape", "storage_order"}
+)
 
 
 def _number(default: float, step: float) -> Family:

@@ -18,7 +18,12 @@ from xrlflow.verify.rules.cases import ProofBuilder
 
 _MOST_SWAPS, _MOST_ELEMENTS = 3, 6
 # Attributes that do not change what is computed in float64, or say what is known otherwise.
-_IDLE = frozenset({"stash_type", "momentum", "saturate", "seed", "num_outputs", "kernel_shape", "round_mode"})
+_IDLE = frozenset(
+    {
+        *("stash_type", "momentum", "saturate", "seed", "num_outputs"),
+        *("kernel_shape", "round_mode", "storage_order"),
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)

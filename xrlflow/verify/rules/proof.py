@@ -15,7 +15,7 @@ import math
 import multiprocessing
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -28,7 +28,7 @@ from xrlflow.ir import Graph, digest, text
 from xrlflow.onnxio import load
 from xrlflow.ops.evaluate import NotEvaluable
 from xrlflow.ops.schema import IR_VERSION, OPSET
-from xrlflow.rewrite import AnyRule, Library, Rule, RuleError
+from xrlflow.rewrite import AnyRule, Library, Refused, Rule, RuleError
 from xrlflow.rewrite.pattern import Pattern, trace_patterns
 from xrlflow.rewrite.rule import Site
 from xrlflow.verify.rules.cases import (
@@ -51,8 +51,9 @@ from xrlflow.verify.rules.variations import resize, square, vary
 # How many sketches are drawn at most, how many cases are wanted, and how few are enough.
 MOST_SKETCHES, CASES, LEAST_CASES = 1200, 60, 8
 _RUNTIME_CASES = 8
-# Refused problems that are kept for each `require`, and sketches that are drawn for mutants that survive the cases.
-_KEPT, _FURTHER = 24, 300
+# Refused problems that are kept for each `require`; sketches that are drawn so that each refuses, and for mutants that
+# survive the cases.
+_KEPT, _MISSES, _FURTHER = 24, 600, 300
 # More bits of float32 than this may not be lost.
 MOST_BITS = 2.0
 
@@ -120,6 +121,7 @@ class _Proof:
     refused: Counter[str] = field(default_factory=Counter)
     sites: dict[Site, list[Problem]] = field(default_factory=dict)
     reasons: dict[Site, str] = field(default_factory=dict)
+    conditions: Mapping[Site, str] = field(init=False)
     failures: list[str] = field(default_factory=list)
     sketches: int = 0
     trials: int = 0
@@ -135,6 +137,7 @@ class _Proof:
         self.rng = self.draw.rng
         self.source = Source.of(self.rule, self.draw)
         self.coverage = Coverage.of(self.source.kinds)
+        self.conditions = own_conditions(self.rule)
 
     def gather(self) -> None:
         """Find cases, and test each: first as they come, then for the kinds that have not come."""
@@ -153,6 +156,22 @@ class _Proof:
                     continue
                 if drawn is not None:
                     self.take(drawn)
+        for problem in self.directed(_MISSES):
+            if self.failures or not self.unreached:
+                break
+            self.take(problem)
+
+    def directed(self, count: int) -> Iterator[Problem]:
+        """So many graphs near the left side, if draws are lucky: half of them meant to show some kind."""
+        kinds = list(self.coverage.tallies)
+        for i in range(count):
+            wish = self.draw.choice(kinds) if kinds and i % 2 else None
+            try:
+                problem = self.source.problem(wish, self.bases)
+            except Meaningless:
+                continue
+            if problem is not None:
+                yield problem
 
     def take(self, problem: Problem) -> None:
         """Look for cases in a graph, and test them if there are too few yet, or if they show something new."""
@@ -230,8 +249,7 @@ class _Proof:
 
     @property
     def unreached(self) -> tuple[str, ...]:
-        conditions = own_conditions(self.rule)
-        return tuple(reason for site, reason in conditions.items() if site not in self.sites)
+        return tuple(reason for site, reason in self.conditions.items() if site not in self.sites)
 
     def judge(self) -> None:
         """What a proof needs besides cases that pass."""
@@ -261,28 +279,32 @@ class _Proof:
                 f"it has never been refused that {'; '.join(unreached)}: name a near miss, or drop the condition"
             )
 
-    def further(self) -> tuple[list[Case], dict[Site, list[Problem]]]:
-        """More cases, and more that is refused, to try those mutants on that survive the first."""
+    def further_cases(self) -> list[Case]:
+        """More cases, to try those mutants of the target on that survive the first."""
         cases: list[Case] = []
-        refused: dict[Site, list[Problem]] = {}
-        kinds = list(self.coverage.tallies)
-        for i in range(_FURTHER):
-            wish = self.draw.choice(kinds) if kinds and i % 2 else None
-            try:
-                problem = self.source.problem(wish, self.bases)
-            except Meaningless:
-                continue
-            if problem is None:
-                continue
-            try:
-                found, refusals = find_cases(self.library, problem)
-            except Exception:  # what the rule raises where the graph means nothing
-                continue
-            cases += found[:1]
-            for refusal in refusals:
-                if refusal.site is not None:
-                    refused.setdefault(refusal.site, []).append(problem)
-        return cases, refused
+        for problem in self.directed(_FURTHER):
+            cases += self.found(problem)[0][:1]
+            if len(cases) >= CASES:
+                break
+        return cases
+
+    def further_refused(self, site: Site) -> list[Problem]:
+        """More graphs that a condition refuses: near those that are known, and others."""
+        refused: list[Problem] = []
+        known = [p.sketch for p in self.sites[site] if p.sketch.varied]
+        near = (self.source.near(self.draw.choice(known)) for _ in range(_FURTHER if known else 0))
+        for problem in (*near, *self.directed(_FURTHER)):
+            if problem is not None and any(r.site == site for r in self.found(problem)[1]):
+                refused.append(problem)
+                if len(refused) >= CASES:
+                    break
+        return refused
+
+    def found(self, problem: Problem) -> tuple[list[Case], list[Refused]]:
+        try:
+            return find_cases(self.library, problem)
+        except Exception:  # what the rule raises where the graph means nothing
+            return [], []
 
     def certificate(self) -> Certificate:
         begin = time.perf_counter()
@@ -290,9 +312,7 @@ class _Proof:
         self.judge()
         found = Hunted(0, (), ())
         if not self.failures:
-            found = Hunt(
-                self.rule, self.library, self.rng, self.cases, self.sites, self.reasons, self.further
-            ).run()
+            found = Hunt(self.rule, self.library, self.rng, self.cases, self.sites, self.reasons, self).run()
         return Certificate(
             name=self.rule.name,
             proof=self.rule.proof,
@@ -350,7 +370,7 @@ Base = tuple[Sketch, Problem]
 class Source:
     """Where the graphs around a rule's left side come from: its patterns, and its examples, built and as sketches.
 
-    `fixed`: examples that cannot be varied, since they hold bodies.
+    `fixed`: examples as they are read from a file; those with bodies cannot be varied.
     """
 
     rule: AnyRule
@@ -366,10 +386,9 @@ class Source:
         for example in (*rule.examples, *rule.near_misses):
             graph = load(parse(example)).graph
             sketch = sketch_of(graph)
+            fixed.append(Problem(graph, {}, sketch))
             if sketch.varied:
                 examples.append((sketch, build(sketch)))
-            else:
-                fixed.append(Problem(graph, {}, sketch))
         patterns = trace_patterns(rule) if isinstance(rule, Rule) else []
         return cls(rule, draw, patterns, examples, fixed)
 
@@ -402,6 +421,13 @@ class Source:
         except Meaningless:
             raise
         except (Unlucky, Unbuildable):
+            return None
+
+    def near(self, sketch: Sketch) -> Problem | None:
+        """A graph near a known one, if the draw is lucky."""
+        try:
+            return build((resize if self.draw.chance(0.5) else vary)(sketch, self.draw))
+        except Unbuildable:
             return None
 
     def _granted(self, sketch: Sketch, problem: Problem, wish: Kind) -> Sketch:

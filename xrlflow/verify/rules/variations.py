@@ -184,7 +184,7 @@ def _change_attribute(sketch: Sketch, draw: Draw) -> Sketch:
         if new is None:
             default = defaults(node.op).get(name)
             flag = default in (0, 1) and isinstance(default, int) and "axis" not in name
-            new = None if default is None else 1 - int(default) if flag else _near(default, draw)
+            new = None if default is None else int(not default) if flag else _near(default, draw)
     if new is None or draw.chance(0.15):
         attrs.pop(name, None)
     else:
