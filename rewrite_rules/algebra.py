@@ -313,6 +313,10 @@ class DistributeMatMul(RegionRule):
         "agraph (float[2,3] x, float[2,2] w, float[3,4] z) => (float[2,4] y) "
         "{ a = MatMul(w, x) s = Add(x, a) y = MatMul(s, z) }",
     )
+    near_misses = (
+        "agraph (float[2,1] x, float[1,3] w, float[3,4] z) => (float[2,4] y) "
+        "{ a = MatMul(x, w) s = Add(x, a) y = MatMul(s, z) }",
+    )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
         for place, value in enumerate(node.inputs):
@@ -349,23 +353,6 @@ class FactorMatMulOutOfSum(Rule):
 
     def target(self, op: Op, x: Val, y: Val, w: Val) -> Any:
         return op.MatMul(op.Add(x, y), w)
-
-
-class FactorLeftMatMulOutOfSum(Rule):
-    """x @ v + x @ w -> x @ (v + w)  where v or w is not constant."""
-
-    dtypes = NUMBERS
-    spreads = True
-    shapes = "x[...,a,k] v[...,k,n] w[...,k,o]"
-
-    def source(self, op: Op, x: Any, v: Any, w: Any) -> Any:
-        return op.Add(op.MatMul(x, v), op.MatMul(x, w))
-
-    def where(self, m: Captures, x: Val, v: Val, w: Val) -> None:
-        worthwhile(not (v.const and w.const), "constant weights are FoldSumOfMatMuls's")
-
-    def target(self, op: Op, x: Val, v: Val, w: Val) -> Any:
-        return op.MatMul(x, op.Add(v, w))
 
 
 class FactorConvOutOfSum(Rule):
@@ -487,6 +474,12 @@ class PullProductOutOfConcatOfColumns(RegionRule):
         "{ a = Conv<pads=[1,1,1,1]>(x, v) b = Conv<pads=[1,1,1,1]>(x, w) y = Concat<axis=1>(a, b) }",
         "agraph (float[1,2,5] x, float[3,2,3] v, float[4,2,3] w, float[3] b, float[4] c) => (float[1,7,3] y) "
         "{ p = Conv(x, v, b) q = Conv(x, w, c) y = Concat<axis=1>(p, q) }",
+    )
+    near_misses = (
+        "agraph (float[2,2,3] x, float[3] v, float[3] w) => (float[2,4] y) "
+        "{ p = MatMul(x, v) q = MatMul(x, w) y = Concat<axis=1>(p, q) }",
+        "agraph (float[1,2,5] x, float[3,2,3] v, float[4,2,3] w, float[3] b) => (float[1,7,3] y) "
+        "{ p = Conv(x, v, b) q = Conv(x, w) y = Concat<axis=1>(p, q) }",
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
@@ -622,6 +615,10 @@ class MergeConvsIntoGroups(RegionRule):
         "=> (float[1,3,2,2] y) { a = Conv<strides=[2,2]>(x, v) b = Conv<strides=[2,2]>(z, w) "
         "c = Conv<strides=[2,2]>(u, v) y = Concat<axis=1>(a, b, c) }",
     )
+    near_misses = (
+        "agraph (float[1,2,5] x, float[1,2,5] z, float[3,2,3] v, float[3,2,3] w, float[3] b) => (float[1,6,3] y) "
+        "{ p = Conv(x, v, b) q = Conv(z, w) y = Concat<axis=1>(p, q) }",
+    )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
         made = _products(reader, node)
@@ -675,6 +672,10 @@ class SplitGroupsOverConcat(RegionRule):
         "a = Concat<axis=1>(x, z) y = Conv<group=3>(a, w, c) }",
         "agraph (float[1,1,4,4] x, float[1,1,4,4] z, float[1,1,4,4] u, float[3,1,2,2] w) => (float[1,3,2,2] y) "
         "{ a = Concat<axis=1>(x, z, u) y = Conv<group=3, strides=[2,2]>(a, w) }",
+    )
+    near_misses = (
+        "agraph (float[1,1,4] x, float[1,3,4] z, float[2,2,1] w) => (float[1,2,4] y) "
+        "{ a = Concat<axis=1>(x, z) y = Conv<group=2>(a, w) }",
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
@@ -894,7 +895,6 @@ RULES: tuple[AnyRule, ...] = (
     AssociateSharedMatMuls(),
     DistributeMatMul(),
     FactorMatMulOutOfSum(),
-    FactorLeftMatMulOutOfSum(),
     FactorConvOutOfSum(),
     PullProductOutOfConcat(),
     PullProductOutOfConcatOfColumns(),

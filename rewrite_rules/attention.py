@@ -67,6 +67,10 @@ class FuseAttention(RegionRule):
         "{ c = Constant<value_float=0.7>() r = Mul(q, c) t = Transpose<perm=[0,2,3,1]>(k) u = Mul(t, c) "
         "a = MatMul(r, u) p = Softmax<axis=3>(a) y = MatMul(p, v) }",
     )
+    near_misses = (
+        "agraph (float[N,2,3,4] q, float[5,4] k, float[N,2,5,6] v) => (float[N,2,3,6] y) "
+        "{ t = Transpose(k) a = MatMul(q, t) p = Softmax(a) y = MatMul(p, v) }",
+    )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
         if reader.type(node.inputs[0]).rank != 4 or axis_of(node, 4, -1) != 3:
@@ -156,11 +160,9 @@ class FuseAttention(RegionRule):
             isinstance(queries[3], int) and queries[3] > 0 and keys[3] == queries[3],
             "the size of a head is not known",
         )
-        require(keys[2] is not None and keys[2] == values[2], "keys and values differ in number")
         require(isinstance(values[3], int) and values[3] > 0, "the size of a value is not known")
         if mask is not None:
             scores = (queries[0], queries[1], queries[2], keys[2])
-            require(reader.type(mask).dtype == reader.type(q).dtype, "the mask has another type")
             shape = reader.type(mask).shape
             require(shape is not None and _broadcasts(shape, scores), "the mask does not fit")
 

@@ -76,6 +76,10 @@ class InlineConstantIf(RegionRule):
              " else_branch = t2 () => (KIND v) { v = Neg(z) }>", "q = Neg(x)"),
         )
     )  # fmt: skip
+    near_misses = (
+        "agraph (float[3] x) => (float[3] y) <bool c = {1}> { y = If (c) <then_branch = a () => (float[3] p)"
+        " { p = RandomNormalLike(x) }, else_branch = b () => (float[3] q) { q = Neg(x) }> }",
+    )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
         decided = _decided(reader.graph, node)
@@ -145,6 +149,7 @@ class DropFailingBranch(RegionRule):
             ((bad[0], bad[1].format("p")), (good[0], good[1].format("q"))),
         )
     )
+    near_misses = (examples[0].replace("p = Squeeze(x, one)", "r = RandomNormalLike(x) p = Squeeze(r, one)"),)
 
     def find(self, reader: Reader, node: Node) -> Region | None:
         branches = _branches(node)
@@ -386,6 +391,14 @@ class UnrollLoop(RegionRule):
         "agraph (float[2] z, float[2] x) => (float[2] last, float[2] other) <int64 three = {3}> {"
         " last, other = Loop (three, , z, x) <body = b (int64 i, bool going, float[2] v, float[2] u)"
         " => (bool on, float[2] w, float[2] t) { on = Identity(going) w = Mul(u, x) t = Sub(v, u) }> }",
+    )  # fmt: skip
+    near_misses = (
+        _loop_example("", "on = Identity(going) w = Add(v, x) s = Neg(w)"),
+        _loop_example("", "on = Identity(going) w = Add(v, x) s = Neg(w)", count="three", condition="no",
+                      consts=", bool no = {0}"),
+        _loop_example("", "on = Not(going) w = Add(v, x) s = Neg(w)", count="three"),
+        _loop_example("", "on = Identity(going) w = RandomNormalLike(v) s = Neg(w)", count="three"),
+        _loop_example("", "on = Identity(going) w = Add(v, x) s = Neg(w)", count="zero", consts=", int64 zero = {0}"),
     )  # fmt: skip
 
     def find(self, reader: Reader, node: Node) -> Region | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any, ClassVar
 
@@ -167,6 +167,10 @@ class MergeTransposedMatMulIntoConv(Rule):
 class ReplaceConvOfTransposeByMatMul(Rule):
     """conv(transpose(x), w, b) -> transpose(x @ w^T + b)  for a 1x1 kernel and x with the channels last."""
 
+    survivors: ClassVar[Mapping[str, str]] = {
+        "omit Reshape (call 0)": "transposed, the kernel's dimensions of 1 stand in front, where a product broadcasts"
+    }
+
     dtypes = _PRODUCTS
     optional = ("b",)
     shapes = per_rank("x[i{h},c] w[m,c{1}] b[m]")
@@ -223,6 +227,12 @@ class FoldSliceIntoConvStride(Rule):
         "agraph (float[N,2,H] x) => (float[N,2,P] y) <float[2,2,1] w = {1,2,3,4}, float[2] b = {5,6}, "
         "int64[1] s = {0}, int64[1] e = {9223372036854775807}, int64[1] a = {-1}, int64[1] t = {3}> "
         "{ z = Slice(x, s, e, a, t) y = Conv<strides=[2]>(z, w, b) }",
+    )
+    near_misses = (
+        "agraph (float[1,2,6] x) => (float[1,1,2] y) <float[1,2,1] w = {1,2}, int64[1] s = {0}, int64[1] e = {3}, "
+        "int64[1] a = {2}, int64[1] t = {2}> { z = Slice(x, s, e, a, t) y = Conv(z, w) }",
+        "agraph (float[2,2,6] x) => (float[1,1,3] y) <float[1,2,1] w = {1,2}, int64[3] s = {0,0,0}, "
+        "int64[3] e = {1,2,3}> { z = Slice(x, s, e) y = Conv(z, w) }",
     )
 
     def source(self, op: Op, x: Any, w: Any, b: Any, starts: Any, ends: Any, axes: Any, steps: Any) -> Any:
@@ -866,6 +876,12 @@ class FoldPadIntoMaxPool(RegionRule):
         "{ one = Constant<value_float=1.0>() zero = Constant<value_float=0.0>() m = Div(one, zero) v = Neg(m) "
         "z = Pad(x, p, v) y = MaxPool<kernel_shape=[2]>(z) }",
     )
+    near_misses = (
+        "agraph (float[N,2,4] x) => (float[N,2,P] y) <int64[6] p = {0,0,0,0,0,1}> "
+        "{ r = Relu(x) z = Pad(r, p) y = MaxPool<kernel_shape=[2], strides=[2], ceil_mode=1>(z) }",
+        "agraph (float[N,2,1] x) => (float[N,2,P] y) <int64[6] p = {0,0,1,0,0,1}> "
+        "{ r = Relu(x) z = Pad(r, p) y = MaxPool<kernel_shape=[2], dilations=[2]>(z) }",
+    )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
         pad = reader.producer(node.inputs[0])
@@ -925,7 +941,6 @@ class WriteOutAutoPad(RegionRule):
         mode = node.attrs.get("auto_pad")
         if mode is None or len(node.outputs) > 1:
             return None
-        require(mode in ("SAME_UPPER", "SAME_LOWER"), "it does not pad")
         x = reader.val(node.inputs[0])
         dims = x.rank - 2
         if node.op == "Conv":
@@ -1183,6 +1198,12 @@ class MergeMaxPools(Rule):
         "agraph (float[N,2,9] x) => (float[N,2,P] y) { a = MaxPool<kernel_shape=[3], strides=[2], pads=[1,0]>(x) "
         "y = MaxPool<kernel_shape=[2]>(a) }",
     )
+    near_misses = (
+        "agraph (float[N,2,9] x) => (float[N,2,P] y) { a = MaxPool<kernel_shape=[1], strides=[2]>(x) "
+        "y = MaxPool<kernel_shape=[2]>(a) }",
+        "agraph (float[N,2,9] x) => (float[N,2,P] y) { a = MaxPool<kernel_shape=[2], dilations=[2]>(x) "
+        "y = MaxPool<kernel_shape=[2]>(a) }",
+    )
 
     def source(self, op: Op, x: Any) -> Any:
         return op.MaxPool(op.MaxPool(x, attrs="a"), attrs="b")
@@ -1278,6 +1299,10 @@ class PushRisingBeforeMaxPool(_SwapMaxPool):
         "agraph (float[N,2,5] x) => (float[N,2,3] y) <float l = {-0.5}> "
         "{ a = MaxPool<kernel_shape=[3]>(x) y = Clip(a, l) }",
     )
+    near_misses = (
+        "agraph (float[N,2,1] x) => (float[N,2,1] y) { a = MaxPool<kernel_shape=[2], dilations=[2], pads=[1,1]>(x) "
+        "y = Sigmoid(a) }",
+    )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
         pool = reader.producer(node.inputs[0])
@@ -1302,6 +1327,10 @@ class PushRisingBehindMaxPool(_SwapMaxPool):
         "agraph (float[N,2,5] x) => (float[N,2,3] y) <float l = {-0.5}, float h = {0.75}> "
         "{ a = Clip(x, l, h) y = MaxPool<kernel_shape=[3]>(a) }",
     )
+    near_misses = (
+        "agraph (float[N,2,1] x) => (float[N,2,1] y) { a = Sigmoid(x) "
+        "y = MaxPool<kernel_shape=[2], dilations=[2], pads=[1,1]>(a) }",
+    )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
         function = reader.producer(node.inputs[0])
@@ -1318,10 +1347,10 @@ class PushRisingBehindMaxPool(_SwapMaxPool):
 
 
 class _SwapResize(Rule):
-    """A 1x1 convolution and a Resize that repeats or drops pixels."""
+    """A 1x1 convolution and a Resize."""
 
     proof = "numeric"
-    relies_on = "the nearest pixel is one of the image"
+    relies_on = "each pixel that is made is a mean of others, with weights that sum up to one"
     optional = ("b", "roi", "scales", "sizes")
     shapes = per_rank("x[i,j{h}] w[m,p{1}] b[m] scales:const sizes:const", ranks=(1, 2))
 
@@ -1337,7 +1366,6 @@ class _SwapResize(Rule):
     ) -> None:
         worthwhile_data(x, w)
         require_pointwise(m.c)
-        require(m.r.get("mode", "nearest") == "nearest", "it mixes pixels")
         mode = m.r.get("coordinate_transformation_mode")
         require(mode != "tf_crop_and_resize", "it crops")
         require("keep_aspect_ratio_policy" not in m.r, "the channels may set the scale")
@@ -1372,7 +1400,7 @@ class _SwapResize(Rule):
 
 
 class PushConvBeforeResize(_SwapResize):
-    """conv(resize(x), w, b) -> resize(conv(x, w, b))  for a 1x1 kernel and the nearest pixel."""
+    """conv(resize(x), w, b) -> resize(conv(x, w, b))  for a 1x1 kernel."""
 
     examples = (
         "agraph (float[2,1,2,3] x) => (float[2,2,4,6] y) <float[2,1,1,1] w = {1,2}, float[2] b = {3,4}, "
@@ -1403,7 +1431,7 @@ class PushConvBeforeResize(_SwapResize):
 
 
 class PushResizeBeforeConv(_SwapResize):
-    """resize(conv(x, w, b)) -> conv(resize(x), w, b)  for a 1x1 kernel and the nearest pixel."""
+    """resize(conv(x, w, b)) -> conv(resize(x), w, b)  for a 1x1 kernel."""
 
     examples = (
         "agraph (float[2,1,4,6] x) => (float[2,2,2,3] y) <float[2,1,1,1] w = {1,2}, float[2] b = {3,4}, "

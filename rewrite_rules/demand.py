@@ -7,7 +7,7 @@ stands before an operator instead of after it makes the operator smaller, and ev
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, ClassVar
@@ -343,9 +343,8 @@ class _PushSlice(RegionRule):
                 return None
             worthwhile(read_once(reader, top), "all of it is read elsewhere")
         worthwhile(len(inner.outputs) == 1, "it has another output")
-        before, after = reader.type(top).shape, reader.type(value).shape
-        require(before is not None and after is not None, "a rank is not known")
-        before, after = before or (), _inferred(before or (), after or ())
+        before = reader.val(top).shape
+        after = _inferred(before, reader.val(value).shape)
         # Along which axes the cut passes, and which axes of the operator's result these are.
         ways: dict[int, tuple[int, Span, Way]] = {}
         refused: Refused | None = None
@@ -405,9 +404,7 @@ def _same(span: Span, *axes: int | None) -> Way:
 
 
 def _rank(reader: Reader, value: Value) -> int:
-    rank = reader.type(value).rank
-    require(rank is not None, "a rank is not known")
-    return rank or 0
+    return reader.val(value).rank
 
 
 def _aligned(reader: Reader, values: Sequence[Value], axis: int, rank: int) -> list[int | None]:
@@ -415,9 +412,7 @@ def _aligned(reader: Reader, values: Sequence[Value], axis: int, rank: int) -> l
     axes: list[int | None] = []
     dims: list[Dim] = []
     for v in values:
-        shape = () if v == ABSENT else reader.type(v).shape
-        require(shape is not None, "a rank is not known")
-        shape = shape or ()
+        shape = () if v == ABSENT else reader.val(v).shape
         at = axis - (rank - len(shape))
         axes.append(at if at >= 0 else None)
         dims.append(shape[at] if at >= 0 else 1)
@@ -570,6 +565,10 @@ class PushSliceIntoMatMul(_PushSlice):
         "agraph (float[N,4] x, float[4,6] w) => (float[N,2] y, float[N,1] z) { s = Constant<value_ints=[1,2,1,2]>() "
         "a = MatMul(x, w) b, y, z, c = Split<axis=1>(a, s) }",
     )
+    near_misses = (
+        "agraph (float[4] x, float[4,6] w) => (float[2] y) { p = Constant<value_ints=[1]>() "
+        "q = Constant<value_ints=[3]>() a = MatMul(x, w) y = Slice(a, p, q) }",
+    )
 
     def way(self, reader: Reader, node: Node, axis: int, span: Span) -> Way:
         x, w = node.inputs
@@ -599,6 +598,10 @@ class PushSliceIntoGemm(_PushSlice):
         "i = Constant<value_int=-1>() a = Gemm(x, w) b = Reshape(a, s) c = Gather<axis=1>(b, i) "
         "z = Constant<value_ints=[0]>() y = Squeeze(c, z) }",
     )
+    near_misses = (
+        "agraph (float[N,4] x, float[4,6] w, float[M] b) => (float[N,2] y) { p = Constant<value_ints=[1]>() "
+        "q = Constant<value_ints=[3]>() a = Gemm(x, w, b) y = Slice(a, p, q, p) }",
+    )
 
     def way(self, reader: Reader, node: Node, axis: int, span: Span) -> Way:
         rows, columns = int_attr(node, "transA", 0), 1 - int_attr(node, "transB", 0)
@@ -608,9 +611,7 @@ class PushSliceIntoGemm(_PushSlice):
     @staticmethod
     def _bias_axis(reader: Reader, node: Node, bias: Value, axis: int) -> int | None:
         """The axis of the bias that is one of the product; None where it is the same for all positions."""
-        shape = () if bias == ABSENT else reader.type(bias).shape
-        require(shape is not None, "the bias's rank is not known")
-        shape = shape or ()
+        shape = () if bias == ABSENT else reader.val(bias).shape
         at = axis - (2 - len(shape))
         if at < 0 or shape[at] == 1:
             return None
@@ -639,6 +640,11 @@ class PushSliceIntoAttention(_PushSlice):
         "{ p = Constant<value_ints=[1]>() r = Constant<value_ints=[3]>() a = Attention(q, k, v) "
         "y = Slice(a, p, r, p) }",
     )
+    near_misses = (
+        "agraph (float[N,2,5,4] q, float[N,2,3,4] k, float[N,2,3,4] v, float[1,1,L,3] m) => (float[N,2,1,4] y) "
+        "{ p = Constant<value_ints=[0]>() r = Constant<value_ints=[1]>() i = Constant<value_ints=[2]>() "
+        "a = Attention(q, k, v, m) y = Slice(a, p, r, i) }",
+    )
 
     def way(self, reader: Reader, node: Node, axis: int, span: Span) -> Way:
         q, k, v, *rest = node.inputs
@@ -653,25 +659,23 @@ class PushSliceIntoAttention(_PushSlice):
             return _same(span, None, None, 3, *(None for _ in rest))
         if axis == (2 if rank == 4 else 1):
             require(not node.attrs.get("is_causal"), "each row sees others")
-            row = self._mask_axis(reader, mask, 2, reader.type(q).shape, axis)
+            row = self._mask_axis(reader, mask, 2, reader.val(q).shape, axis)
             return _same(span, axis, None, None, *(row if i == 0 else None for i, _ in enumerate(rest)))
         worthwhile(len(given) <= (mask != ABSENT), "there are past keys")
         if axis == 1:
             shapes = [reader.type(x).shape or () for x in (q, k, v)]
             require(len({s[1] for s in shapes}) == 1 and shapes[0][1] is not None, "heads share keys")
-        cut = self._mask_axis(reader, mask, axis, reader.type(q).shape, axis)
+        cut = self._mask_axis(reader, mask, axis, reader.val(q).shape, axis)
         return _same(span, axis, axis, axis, *(cut if i == 0 else None for i, _ in enumerate(rest)))
 
     @staticmethod
     def _mask_axis(
-        reader: Reader, mask: Value, of_scores: int, shape: Sequence[Dim] | None, axis: int
+        reader: Reader, mask: Value, of_scores: int, shape: Sequence[Dim], axis: int
     ) -> int | None:
         """The mask's axis that is one of the scores' four; None if it is the same for all positions there."""
         if mask == ABSENT:
             return None
-        dims = reader.type(mask).shape
-        require(dims is not None and shape is not None, "a rank is not known")
-        dims, shape = dims or (), shape or ()
+        dims = reader.val(mask).shape
         at = of_scores - (4 - len(dims))
         if at < 0 or dims[at] == 1:
             return None
@@ -718,9 +722,8 @@ class PushSliceThroughReshape(RegionRule):
         if cut is None:
             return None
         worthwhile(read_once(reader, node.inputs[0]), "all of it is read elsewhere")
-        before, after = reader.type(view.inputs[0]).shape, reader.type(node.inputs[0]).shape
-        require(before is not None and after is not None, "a rank is not known")
-        before, after = before or (), _inferred(before or (), after or ())
+        before = reader.val(view.inputs[0]).shape
+        after = _inferred(before, reader.val(node.inputs[0]).shape)
         taken = tuple((_through_view(before, after, axis), span) for axis, span in cut.taken)
         new = _cut_dims(after, cut.taken)
         if cut.dropped is not None:
@@ -819,10 +822,8 @@ class _ThroughExpand(_PushSlice):
     operators, reads_from = _above("Expand")
 
     def way(self, reader: Reader, node: Node, axis: int, span: Span) -> Way:
-        x, shape = reader.type(node.inputs[0]).shape, reader.val(node.inputs[1]).ints
-        out = reader.type(node.outputs[0]).shape
-        require(x is not None and out is not None, "a rank is not known")
-        x, out = x or (), out or ()
+        x, shape = reader.val(node.inputs[0]).shape, reader.val(node.inputs[1]).ints
+        out = reader.val(node.outputs[0]).shape
         own, place = axis - (len(out) - len(x)), axis - (len(out) - len(shape))
         if own >= 0 and x[own] != 1:
             require(place < 0 or shape[place] == 1 or x[own] == shape[place], "a dimension may be repeated")
@@ -1146,6 +1147,10 @@ class ReplaceLastStepByFinalState(RegionRule):
         "agraph (float[5,N,3] x, float[1,2,3] w, float[1,2,2] r, float[1,4] b) => (float[1,N,2] y) "
         "{ i = Constant<value_int=4>() a = RNN<hidden_size=2>(x, w, r, b) y = Gather(a, i) }",
     )
+    near_misses = (
+        "agraph (float[5,N,3] x, float[1,2,3] w, float[1,2,2] r, int32[N] l) => (float[1,N,2] y) "
+        "{ i = Constant<value_int=4>() a = RNN<hidden_size=2>(x, w, r, , l) y = Gather(a, i) }",
+    )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
         inner = reader.producer(node.inputs[0])
@@ -1232,6 +1237,7 @@ def _find_projection(reader: Reader, value: Value, perm: tuple[int, ...]) -> _Pr
         return None
     x, weight = (reader.val(v) for v in product.inputs)
     require((x.rank, weight.rank) == (3, 2), "the layer is not a matrix for all")
+    require(weight.size(0) > 0, "the layer is a sum of nothing")
     heads, depth = reader.val(view.outputs[0]).size(2), reader.val(view.outputs[0]).size(3)
     worthwhile(heads * depth == weight.size(1), "the heads are not of the layer's features")
     return _Projection(x.value, weight.value, bias, heads, depth, weight.size(0), tuple(nodes))
@@ -1356,6 +1362,9 @@ class PushValueWeightsBehindScores(RegionRule):
     reads_from = ("Transpose",)
     spreads = True
     dtypes = FLOATS
+    survivors: ClassVar[Mapping[str, str]] = {
+        "omit Reshape (call 2)": "scores of one sequence times its rows broadcast: a product for each head"
+    }
     examples = (
         "agraph (float[N,2,1,5] p, float[N,5,4] x) => (float[N,2,1,6] y) <float[4,12] w = {1,2,3,4,5,6,7,8,9,8,7,6,5,4,"
         "3,2,1,2,3,4,5,6,7,8,9,8,7,6,5,4,3,2,1,2,3,4,5,6,7,8,9,1,2,3,4,5,6,7}, "
@@ -1410,6 +1419,13 @@ class PushWeightsOutOfAttention(RegionRule):
         "float[6] b = {1,2,3,4,5,6}, int64[4] s = {1,-1,2,3}> { k = MatMul(x, w) r = Reshape(k, s) "
         "t = Transpose<perm=[0,2,1,3]>(r) e = MatMul(z, v) l = Add(b, e) f = Reshape(l, s) "
         "g = Transpose<perm=[0,2,1,3]>(f) y = Attention(q, t, g) }",
+    )
+    near_misses = (
+        examples[0].replace("float[1,1,1,5] m", "bool[1,1,1,5] m"),
+        examples[0].replace("float[1,1,1,5] m", "float[1,1,1,1] m"),
+        examples[0]
+        .replace("float[1,1,1,5] m", "float[1,2,3,6] m, float[1,2,3,6] n")
+        .replace("(q, t, g, m)", "(q, t, g, , m, n)"),
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:

@@ -163,7 +163,7 @@ def numbers(reader: Reader, value: Value, steps: int = _MOST_STEPS) -> tuple[Dim
 
 
 class FoldComputedShape(RegionRule):
-    """reshape(x, s) -> reshape(x, constant)  for an s that is computed from the dimensions of x.
+    """reshape(x, s) -> reshape(x, constant)  for an s that is computed from dimensions, or whose result is known.
 
     Expand alike; one that changes nothing goes. Names of dimensions are followed through what is done to a shape, where
     ONNX's own inference gives up: casts, negative indices, and the one dimension that a Reshape leaves open.
@@ -187,24 +187,37 @@ class FoldComputedShape(RegionRule):
         " y = Reshape(x, f) }",
         "agraph (float[N,1,4] x) => (float[A,B,C] y) { s = Shape(x) c = Cast<to = 6>(s) d = Cast<to = 7>(c)"
         " y = Expand(x, d) }",
+        "agraph (float[N,3,4] x, float[N,12] z) => (float[N,12] y) <int64[2] o = {0, 0}> {"
+        " t = Shape(z) s = Add(t, o) y = Reshape(x, s) }",
+        "agraph (float[N,1] x, float[N,3] z) => (float[N,3] y) <int64[2] o = {0, 0}> {"
+        " t = Shape(z) s = Add(t, o) y = Expand(x, s) }",
     )  # fmt: skip
+    near_misses = (
+        "agraph (float[N,3,0] x) => (float[A,B] y) <int64[1] z = {0}, int64[1] o = {1}> {"
+        " s = Shape(x) g = Slice(s, z, o) f = Concat<axis = 0>(g, z) y = Reshape<allowzero = 1>(x, f) }",
+    )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
         source, shape = node.inputs
         if reader.is_const(shape) or node.const:
             return None
         before, wanted = dims(reader, source), numbers(reader, shape)
-        if before is None or wanted is None or None in wanted:
+        if before is None:
             return None
+        if wanted is None or None in wanted:  # it is computed from something else
+            wanted = node.types[0].shape
+            if wanted is None:
+                return None
+            if node.op == "Reshape":
+                return Region(node.outputs, (source,), (node,), reshape_numbers(before, wanted))
         if node.op == "Expand":
             if len(wanted) > len(before):
                 before = (1,) * (len(wanted) - len(before)) + before
             own = before[len(before) - len(wanted) :]
             if all(d in (1, b) for d, b in zip(wanted, own)) and reader.type(source).rank == len(before):
                 return Region(node.outputs, (source,), (node,), None)
-            require(
-                all(isinstance(d, int) or d == b for d, b in zip(wanted, own)), "a dimension is not known"
-            )
+            known = all(isinstance(d, int) or (d is not None and d == b) for d, b in zip(wanted, own))
+            require(known, "a dimension is not known")
             return Region(node.outputs, (source,), (node,), [d if isinstance(d, int) else 1 for d in wanted])
         require(not node.attrs.get("allowzero") or 0 not in wanted, "a 0 means 0")
         return Region(node.outputs, (source,), (node,), reshape_numbers(before, _reshaped(before, wanted)))
@@ -311,6 +324,11 @@ class UseSignedWeights(RegionRule):
         for shape in ("N", "2,N", "4", "2,5")
         for kind, value in (("", "{128}"), ("[2]", "{120, 255}"))
     )
+    near_misses = (
+        examples[0].replace("uint8[N,3] x, uint8 z", "int8[N,3] x, int8 z"),
+        examples[0].replace("uint8[3,2] w = {0, 255, 7, 128, 127, 30}, uint8 v = {128}",
+                            "int8[3,2] w = {0, 25, 7, -128, 127, 30}, int8 v = {12}"),
+    )  # fmt: skip
 
     def find(self, reader: Reader, node: Node) -> Region | None:
         if len(node.inputs) < 4 or ABSENT in node.inputs:
@@ -399,7 +417,6 @@ class MoveReshapeIntoConstant(RegionRule):
             return None
         given = node.inputs[1:]
         worthwhile(all(map(reader.is_const, given)), "the shape is computed")
-        require(reader.type(_end(node, chain)).rank is not None, "a rank is not known")
         inputs = (_end(node, chain), *given, *_others(chain))
         nodes = (node, *(n for n, _ in chain))
         return Region(node.outputs, inputs, nodes, (node.op, node.attrs, len(given), tuple(chain)))
@@ -431,6 +448,7 @@ class KeepRowsInQuantizedProduct(RegionRule):
             ("2,3,2,2", "2,3,2", "6, 4", "2, -1, 2"),
         )
     )
+    near_misses = (examples[0].replace("x) =>", "x, uint8 t0) =>").replace("(q, w, z, v)", "(q, w, t0, v)"),)
 
     def find(self, reader: Reader, node: Node) -> Region | None:
         chain = _chain(reader, node.inputs[0], (0, 1))

@@ -386,6 +386,10 @@ class ReplaceWhereByThresholdedRelu(_ReplaceWhere):
         "Constant<value_float=0.0>() "
         "c = Less(a, x) y = Where(c, x, z) }",
     )
+    near_misses = (
+        "agraph (float[N,3] x) => (float[N,3] y) <float a = {0.5}, float z = {0}> "
+        "{ c = LessOrEqual(x, a) y = Where(c, z, x) }",
+    )
 
     def read(self, reader: Reader, choice: _Choice) -> tuple[tuple[Value, ...], Any] | None:
         if choice.above != choice.x or not choice.equal_below or not _is(reader, choice.below, 0.0, choice.x):
@@ -1603,7 +1607,6 @@ class FuseNearestResize(RegionRule):
         sizes = tuple(d for d in (rows, columns, h, w) if isinstance(d, int))
         if len(sizes) < 4:
             return None
-        require(same_dims(repeated, (n, c, h, rows, w, columns)), "something else is repeated")
         require(
             same_dims(after, (n, c, sizes[0] * sizes[2], sizes[1] * sizes[3])), "it is not put together again"
         )
@@ -1938,14 +1941,12 @@ class RemoveExpandBeforeBroadcast(RegionRule):
             if inner is None or out is None:
                 continue
             inputs = (*node.inputs[:place], inner.inputs[0], *node.inputs[place + 1 :])
-            before, after = reader.type(inner.inputs[0]).shape, inner.types[0].shape
             if inner.op == "Tile":
-                require(before is not None and after is not None, "a rank is not known")
-                once = all(a == 1 or (a is not None and a == b) for a, b in zip(before or (), after or ()))
+                before, after = reader.val(inner.inputs[0]).shape, reader.val(value).shape
+                once = all(a == 1 or (a is not None and a == b) for a, b in zip(before, after))
                 require(once, "a dimension is repeated")
-            shapes = [reader.type(v).shape for v in inputs]
-            require(all(s is not None for s in shapes), "a rank is not known")
-            require(_broadcast_to(out, [s or () for s in shapes]), "the shape would be another")
+            shapes = [reader.val(v).shape for v in inputs]
+            require(_broadcast_to(out, shapes), "the shape would be another")
             return Region(node.outputs, inputs, (node, inner), (node.op, node.attrs))
         return None
 

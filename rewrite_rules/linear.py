@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import prod
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -46,6 +47,10 @@ def scale_columns(op: Op, w: Val, s: Val, group: int) -> Any:
     parts = op.Reshape(w, [group, rows // group, columns, *kernel])
     scaled = op.Mul(parts, op.Reshape(s, [group, 1, columns] + [1] * len(kernel)))
     return op.Reshape(scaled, [rows, columns, *kernel])
+
+
+# A BatchNormalization's parameters in float, where what is normalised is of another type.
+STATISTICS = "float[2] s = {1, 2}, float[2] b = {3, 4}, float[2] m = {1, -1}, float[2] v = {1, 4}"
 
 
 class _Convolution(Rule):
@@ -102,6 +107,10 @@ class FoldBatchNormIntoConv(_Convolution):
     shapes = per_rank(
         "x[i,c{h}] w[m,p{k}]:const b[m]:const scale[m]:const shift[m]:const mean[m]:const var[m]:const"
     )
+    near_misses: ClassVar[tuple[str, ...]] = (
+        f"agraph (double[N,2,3] x) => (double[N,2,3] y) <double[2,2,1] w = {{1, 2, 3, 4}}, {STATISTICS}>"
+        " { a = Conv(x, w) y = BatchNormalization(a, s, b, m, v) }",
+    )
 
     def source(self, op: Op, x: Any, w: Any, b: Any, scale: Any, shift: Any, mean: Any, var: Any) -> Any:
         y = op[self.convolution](x, w, b, attrs="c")
@@ -111,7 +120,6 @@ class FoldBatchNormIntoConv(_Convolution):
         self, m: Captures, x: Val, w: Val, b: Val | None, scale: Val, shift: Val, mean: Val, var: Val
     ) -> None:
         require(all(v.dtype == w.dtype for v in (scale, mean)), "the statistics are of another element type")
-        require(scale.size(0) == self.outputs(w, m.c), "the statistics are not one number per channel")
 
     def target(
         self, op: Op, m: Captures, x: Val, w: Val, b: Val | None, scale: Val, shift: Val, mean: Val, var: Val
@@ -126,6 +134,7 @@ class FoldBatchNormIntoConvTranspose(FoldBatchNormIntoConv):
     """batch_norm(conv_transpose(x, w, b)) -> conv_transpose(x, w * f, (b - mean) * f + shift)."""
 
     convolution = "ConvTranspose"
+    near_misses = ()
     shapes = per_rank(
         "x[i,c{h}] w[c,m{k}]:const b[m]:const scale[m]:const shift[m]:const mean[m]:const var[m]:const",
         "x[i,c{h}] w[c,p{k}]:const b[m]:const scale[m]:const shift[m]:const mean[m]:const var[m]:const",
@@ -220,6 +229,10 @@ class FoldBatchNormBeforeConv(_Convolution):
 
     shapes = per_rank(
         "x[i,c{h}] w[m,p{k}]:const b[m]:const scale[c]:const shift[c]:const mean[c]:const var[c]:const"
+    )
+    near_misses = (
+        f"agraph (double[N,2,3] x) => (double[N,2,3] y) <double[2,2,1] w = {{1, 2, 3, 4}}, {STATISTICS}>"
+        " { a = BatchNormalization(x, s, b, m, v) y = Conv(a, w) }",
     )
 
     def source(self, op: Op, x: Any, w: Any, b: Any, scale: Any, shift: Any, mean: Any, var: Any) -> Any:
@@ -326,6 +339,10 @@ class FoldBatchNormIntoMatMul(Rule):
 
     dtypes = FLOATS
     shapes = "x[a,k] w[k,n]:const scale[n]:const shift[n]:const mean[n]:const var[n]:const"
+    near_misses = (
+        f"agraph (double[N,2] x) => (double[N,2] y) <double[2,2] w = {{1, 2, 3, 4}}, {STATISTICS}>"
+        " { a = MatMul(x, w) y = BatchNormalization(a, s, b, m, v) }",
+    )
 
     def source(self, op: Op, x: Any, w: Any, scale: Any, shift: Any, mean: Any, var: Any) -> Any:
         y = op.MatMul(x, w)
@@ -365,7 +382,6 @@ class _Gemm(Rule):
 
     def require_row(self, m: Captures, w: Val, s: Val) -> None:
         require(is_single(s) or s.size(-1) == self.columns(m, w), "the constant is not one number per column")
-        require(s.rank <= 2, "the result gets more dimensions")
 
 
 class FoldScaleIntoGemm(_Gemm):
@@ -377,7 +393,7 @@ class FoldScaleIntoGemm(_Gemm):
         return op.Mul(op.Gemm(x, w, b, attrs="c"), s)
 
     def where(self, m: Captures, x: Val, w: Val, b: Val | None, s: Val) -> None:
-        self.require_row(m, w, s)
+        worthwhile(is_single(s) or s.size(-1) == self.columns(m, w), "the scale makes more columns")
 
     def target(self, op: Op, m: Captures, x: Val, w: Val, b: Val | None, s: Val) -> Any:
         return op.Gemm(x, self.scaled(op, m, w, s), None if b is None else op.Mul(b, s), attrs=m.c)
@@ -389,6 +405,10 @@ class FoldBatchNormIntoGemm(_Gemm):
     spreads = True
 
     shapes = either("x[a,i]", _WEIGHT, _BIAS, "scale[n]:const shift[n]:const mean[n]:const var[n]:const")
+    near_misses = (
+        f"agraph (double[N,2] x) => (double[N,2] y) <double[2,2] w = {{1, 2, 3, 4}}, {STATISTICS}>"
+        " { a = Gemm(x, w) y = BatchNormalization(a, s, b, m, v) }",
+    )
 
     def source(self, op: Op, x: Any, w: Any, b: Any, scale: Any, shift: Any, mean: Any, var: Any) -> Any:
         y = op.Gemm(x, w, b, attrs="c")
@@ -398,7 +418,6 @@ class FoldBatchNormIntoGemm(_Gemm):
         self, m: Captures, x: Val, w: Val, b: Val | None, scale: Val, shift: Val, mean: Val, var: Val
     ) -> None:
         require(all(v.dtype == w.dtype for v in (scale, mean)), "the statistics are of another element type")
-        require(scale.size(0) == self.columns(m, w), "the statistics are not one number per column")
 
     def target(
         self, op: Op, m: Captures, x: Val, w: Val, b: Val | None, scale: Val, shift: Val, mean: Val, var: Val
@@ -435,7 +454,6 @@ class FoldScaleBeforeGemm(_Gemm):
 
     def where(self, m: Captures, x: Val, w: Val, b: Val | None, s: Val) -> None:
         require(not m.c.get("transA"), "x is transposed")
-        require(x.size(1) == w.size(1 if m.c.get("transB") else 0), "the widths differ")
 
     def target(self, op: Op, m: Captures, x: Val, w: Val, b: Val | None, s: Val) -> Any:
         return op.Gemm(x, op.Mul(w, op.Reshape(s, [1, -1] if m.c.get("transB") else [-1, 1])), b, attrs=m.c)
@@ -451,7 +469,6 @@ class FoldBiasBeforeGemm(_Gemm):
 
     def where(self, m: Captures, x: Val, w: Val, b: Val | None, t: Val) -> None:
         require(not m.c.get("transA"), "x is transposed")
-        require(x.size(1) == w.size(1 if m.c.get("transB") else 0), "the widths differ")
 
     def target(self, op: Op, m: Captures, x: Val, w: Val, b: Val | None, t: Val) -> Any:
         moved = _times(op, t, op.Transpose(w) if m.c.get("transB") else w)
@@ -498,6 +515,10 @@ class SplitGemm(Rule):
         return op.Add(y, b if m.beta == 1.0 else op.Mul(b, m.beta))
 
 
+# Why conditions on the size of numbers are not missed.
+_WIDE = "the numbers have room in float64, and what the runtime computes in float32 is infinite on both sides"
+
+
 class _TwoConstants(Rule):
     """Two constants that are applied one after the other."""
 
@@ -505,7 +526,7 @@ class _TwoConstants(Rule):
     shapes = "x[...] c[...]:const d[...]:const"
 
     def where(self, m: Captures, x: Val, c: Val, d: Val) -> None:
-        require(
+        worthwhile(
             np.broadcast_shapes(c.sizes, d.sizes) in (c.sizes, d.sizes),
             "together the constants are larger than either",
         )
@@ -523,6 +544,11 @@ class MergeConstantAdds(_TwoConstants):
 
 class MergeConstantMuls(_TwoConstants):
     """(x * c) * d -> x * (c * d)  with c and d constant."""
+
+    near_misses = (
+        "agraph (float[N] x) => (float[N] y) <float c = {1e30}, float d = {1e30}> { a = Mul(x, c) y = Mul(a, d) }",
+    )
+    survivors: ClassVar[Mapping[str, str]] = {"drop: the product over- or underflows": _WIDE}
 
     def source(self, op: Op, x: Any, c: Any, d: Any) -> Any:
         return op.Mul(op.Mul(x, c), d)
@@ -569,6 +595,13 @@ class PullMulOutOfConstantAdd(_TwoConstants):
     """x * d + c -> (x + c / d) * d  with c and d constant."""
 
     dtypes = _WIDE_FLOATS
+    near_misses = (
+        "agraph (float[N] x) => (float[N] y) <float c = {1e36}, float d = {1e-5}> { a = Mul(x, d) y = Add(a, c) }",
+    )
+    survivors: ClassVar[Mapping[str, str]] = {
+        "drop: the quotient over- or underflows": _WIDE,
+        "drop: it cannot be divided by": _WIDE,
+    }
 
     def source(self, op: Op, x: Any, c: Any, d: Any) -> Any:
         return op.Add(op.Mul(x, d), c)
@@ -592,6 +625,7 @@ class ReplaceConstantDivByMul(Rule):
 
     dtypes = _WIDE_FLOATS
     shapes = "x[...] c[...]:const"
+    survivors: ClassVar[Mapping[str, str]] = {"drop: it cannot be divided by": _WIDE}
 
     def source(self, op: Op, x: Any, c: Any) -> Any:
         return op.Div(x, c)

@@ -248,8 +248,6 @@ class ReplaceAttentionByMultiHead(RegionRule):
         sizes = (*q[2:], *k[2:], *v[2:])
         require(all(isinstance(d, int) and d > 0 for d in sizes), "the heads are not known")
         require(q[2] == k[2] == v[2], "heads share keys")
-        require(None not in (q[0], k[1]) and q[0] == k[0] == v[0], "the batches differ, or are not known")
-        require(k[1] == v[1], "keys and values differ in number")
         mask = node.inputs[3] if len(node.inputs) > 3 else None
         if mask is not None:
             require(reader.type(mask).dtype == DType.FLOAT, "the mask is not added")
@@ -305,12 +303,15 @@ class ReplaceRotaryEmbedding(_Contributed):
         "agraph (float[1,2,4,8] x, float[5,2] c, float[5,2] s, int64[1,4] p) => (float[1,2,4,8] y) "
         "{ y = RotaryEmbedding<num_heads=2, rotary_embedding_dim=4>(x, c, s, p) }",
     )
+    near_misses = (
+        "agraph (float[1,2,4,8] x, float[5,2] c, float[5,2] s, int64[1,4] p) => (float[1,2,4,8] y) "
+        "{ y = RotaryEmbedding<rotary_embedding_dim=4>(x, c, s, p) }",
+    )
 
     def source(self, op: Op, x: Any, cosine: Any, sine: Any, positions: Any) -> Any:
         return op.RotaryEmbedding(x, cosine, sine, positions, attrs="c")
 
     def where(self, m: Captures, x: Val, cosine: Val, sine: Val, positions: Val) -> None:
-        require(positions.dtype == DType.INT64, "the positions are of another type")
         heads = m.c.get("num_heads", 0)
         width = x.size(3) if x.rank == 4 else x.size(2) // max(heads, 1)
         require(x.rank == 4 or heads > 0, "the number of heads is not known")
@@ -343,6 +344,8 @@ class FuseMatMulIntegerToFloat(_Contributed):
         "{ p = MatMulInteger(a, b, z) f = Cast<to=1>(p) c = Mul(s, t) y = Mul(f, c) }",
         "agraph (uint8[3,4] a, uint8[4,2] b, float[1] s, float t, uint8 z, uint8 u) => (float[3,2] y) "
         "{ p = MatMulInteger(a, b, z, u) f = Cast<to=1>(p) c = Mul(t, s) y = Mul(c, f) }",
+        "agraph (int8[3,4] a, int8[4,2] b, float s, float t) => (float[3,2] y) "
+        "{ p = MatMulInteger(a, b) f = Cast<to=1>(p) c = Mul(s, t) y = Mul(f, c) }",
     )
 
     def source(self, op: Op, a: Any, b: Any, z: Any, u: Any, s: Any, t: Any) -> Any:

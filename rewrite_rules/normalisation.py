@@ -377,7 +377,7 @@ class FuseRMSNormalization(RegionRule):
         if axis is None or square is None:
             return None
         x = square[0]
-        require(_centred(reader, x) is None, "it is a LayerNormalization")
+        worthwhile(_centred(reader, x) is None, "it is a LayerNormalization")
         walk = _Walk(reader, [node, shifted[2], variance, square[1]], node.outputs[0])
         user = _only_reader(reader, walk.at)
         if user is not None and user.op == "Reciprocal":

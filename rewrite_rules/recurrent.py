@@ -46,6 +46,10 @@ class FuseStepsIntoGemms(RegionRule):
         "float[1,2] d = {3, 5}, int64[2] i = {2, 1}> "
         "{ p = Gemm(x, v, c) q, r = Split(p, i) e = Gemm(s, w, b) f = Add(e, q) g = Add(r, d) }",
     )
+    near_misses = (
+        examples[0].replace("e = Gemm<transB=1>(t, w, b)", "e = Gemm<transB=1>(t, v, b)"),
+        examples[0].replace("f = Add(q, d)", "f = Add(q, q)"),
+    )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
         product = reader.producer(node.inputs[0])
@@ -53,6 +57,7 @@ class FuseStepsIntoGemms(RegionRule):
             return None
         if node.attrs.get("axis", 0) != 0 or not reader.is_const(product.inputs[2]):
             return None
+        require(product.attrs.get("beta", 1.0) == 1.0, "what is added is scaled")
         worthwhile(len(reader.users(node.inputs[0])) == 1, "the product is read elsewhere")
         worthwhile(not reader.is_output(node.inputs[0]), "the product is read elsewhere")
         bias: Value | None = None
@@ -89,9 +94,9 @@ class FuseStepsIntoGemms(RegionRule):
         weights = {g.inputs[1] for g in gemms if g is not None}
         require(len(weights) == 1, "the steps have different weights")
         heights = tuple(_size(reader, part, 0) for part in node.outputs)
-        for add, other in zip(adds, others):
+        for add in adds:
             shape = reader.type(add.outputs[0]).shape
-            require(shape == reader.type(_part(add, node)).shape, f"the addition of {other} broadcasts")
+            require(shape == reader.type(_part(add, node)).shape, "the addition broadcasts")
         outputs = tuple(a.outputs[0] for a in adds)
         nodes = (node, product, *adds, *(g for g in gemms if g is not None))
         steps = tuple(g is not None for g in gemms)
@@ -123,6 +128,11 @@ class SwapSplits(RegionRule):
         " s = Constant<value_ints=[2,4]>() p, q = Split<axis=0, num_outputs=2>(x)"
         " a, b = Split<axis=1>(p, s) c, d = Split<axis=1>(q, s) }",
     )
+    near_misses = (
+        "agraph (float[4,6] x) => (float[2,2] a, float[2,4] b, float[2,3] c, float[2,3] d) {"
+        " s = Constant<value_ints=[2,4]>() p, q = Split<axis=0, num_outputs=2>(x)"
+        " a, b = Split<axis=1>(p, s) c, d = Split<axis=1, num_outputs=2>(q) }",
+    )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
         inner: list[Node] = []
@@ -134,12 +144,8 @@ class SwapSplits(RegionRule):
             inner.append(readers[0])
         outer_axis, inner_axis = node.attrs.get("axis", 0), inner[0].attrs.get("axis", 0)
         require(outer_axis != inner_axis, "both split along one axis")
-        shape = reader.type(node.inputs[0]).shape
-        require(shape is not None, "the rank is not known")
-        assert shape is not None
         assert isinstance(outer_axis, int)
         assert isinstance(inner_axis, int)
-        require(0 <= outer_axis < len(shape) and 0 <= inner_axis < len(shape), "an axis counts from the back")
         widths = {tuple(_size(reader, o, inner_axis) for o in n.outputs) for n in inner}
         same_axis = all(n.attrs.get("axis", 0) == inner_axis for n in inner)
         require(same_axis and len(widths) == 1, "the parts are split differently")

@@ -78,40 +78,6 @@ class CancelSqueeze(Rule):
         return x
 
 
-class FoldReshapeShape(RegionRule):
-    """reshape(x, s) -> reshape(x, constant)  when s is computed, but the result's dimensions are known.
-
-    Named dimensions count as known where they are copied from the same place. Expand alike.
-    """
-
-    certain = True
-    anchors = ("Reshape", "Expand")
-    examples = (
-        "agraph (float[N,3,4] x) => (float[N,12] y) { i = Constant<value_ints=[0]>() "
-        "t = Constant<value_ints=[12]>() d = Shape<start=0, end=1>(x) s = Concat<axis=0>(d, t) y = Reshape(x, s) }",
-    )
-
-    def find(self, reader: Reader, node: Node) -> Region | None:
-        if reader.is_const(node.inputs[1]):
-            return None
-        before, after = reader.type(node.inputs[0]).shape, node.types[0].shape
-        require(before is not None and after is not None, "a rank is not known")
-        before, after = before or (), after or ()
-        if node.op == "Reshape":
-            numbers = reshape_numbers(before, after)
-        else:
-            numbers = []
-            padded = (1,) * (len(after) - len(before)) + before
-            for old, new in zip(padded, after):
-                require(isinstance(new, int) or (new is not None and old == new), "a dimension is not known")
-                numbers.append(new if isinstance(new, int) else 1)
-        return Region(node.outputs, node.inputs[:1], (node,), (node.op, tuple(numbers)))
-
-    def target(self, op: Op, region: Region, x: Val) -> Any:
-        name, numbers = region.data
-        return op[name](x, list(numbers))
-
-
 # Through element-wise operators
 
 
@@ -359,7 +325,6 @@ RULES: tuple[AnyRule, ...] = (
     MergeReshapes(),
     CancelUnsqueeze(),
     CancelSqueeze(),
-    FoldReshapeShape(),
     PushReshapeDown(),
     PushReshapeUp(),
     PushReshapesDown(),

@@ -16,7 +16,7 @@ import numpy as np
 from rewrite_rules.axes import axis_of, fronts, ints_input, rank_of
 from rewrite_rules.constants import slice_constant
 from rewrite_rules.elementwise import UNARY, given, keeps_shape, read_once
-from rewrite_rules.linear import flat
+from rewrite_rules.linear import STATISTICS, flat
 from rewrite_rules.shapes import either
 from xrlflow.ir import ABSENT, FLOATS, Attrs, Dim, DType, Node, Value
 from xrlflow.ops.tensors import numpy_dtype
@@ -93,6 +93,10 @@ class PushGatherThroughFunction(RegionRule):
         "agraph (int64[N] i) => (float[N,2] y) <float[3,2] t = {1,2,3,4,5,6}> { g = Gather(t, i) y = "
         "Softmax(g) }",
     )
+    near_misses = (
+        "agraph (float[N,2] x, int64 i) => (float[N,2] y) <float[3,2] t = {1,2,3,4,5,6}> "
+        "{ g = Gather(t, i) y = LayerNormalization(x, g) }",
+    )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
         if len(node.outputs) > 1:
@@ -148,6 +152,14 @@ class ReplaceOneHotByGather(RegionRule):
         "agraph (int32[4,1] i) => (float[4,2] y) <int32[1,4] r = {0,1,2,3}, float[4,2] w = "
         "{1,2,3,4,5,6,7,8}> "
         "{ e = Equal(r, i) h = Cast<to=1>(e) y = MatMul(h, w) }",
+    )
+    near_misses = (
+        "agraph (int64[N,1] i) => (float[N] y) <int64[3] r = {0,1,2}, float[3] w = {1,2,3}> "
+        "{ e = Equal(i, r) h = Cast<to=1>(e) y = MatMul(h, w) }",
+        "agraph (float[N,1] i) => (float[N,2] y) <float[3] r = {0,1,2}, float[3,2] w = {1,2,3,4,5,6}> "
+        "{ e = Equal(i, r) h = Cast<to=1>(e) y = MatMul(h, w) }",
+        "agraph (int64[2,1] i) => (float[2,2] y) <int64[2,3] r = {0,1,2,0,1,2}, float[3,2] w = {1,2,3,4,5,6}> "
+        "{ e = Equal(i, r) h = Cast<to=1>(e) y = MatMul(h, w) }",
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
@@ -268,7 +280,6 @@ class FoldAffineIntoReaders(RegionRule):
         sizes = {reader.val(v).sizes for v in parameters}
         require(len(sizes) == 1 and len(next(iter(sizes))) == 1, "it is not one number per column")
         worthwhile(shifts or reader.val(scale).uniform != 1, "there is nothing to fold")
-        (width,) = next(iter(sizes))
         inputs = [x, *parameters]
         forms = []
         for user in users:
@@ -276,7 +287,6 @@ class FoldAffineIntoReaders(RegionRule):
             require(y == out and w != out and out not in more, "a reader has it as a weight or a bias")
             require(not user.attrs.get("transA"), "a reader transposes it")
             require(reader.is_const(w) and reader.val(w).rank == 2, "a reader has no constant matrix")
-            require(reader.val(w).size(1 if user.attrs.get("transB") else 0) == width, "the sizes differ")
             biases = [v for v in more if v != ABSENT]
             inputs += [w, *biases]
             forms.append((user.op, user.attrs, bool(biases)))
@@ -430,6 +440,13 @@ class FoldScaleOfPartIntoMatMul(RegionRule):
         "float s = {3}, int64[2] z = {1,2}> "
         "{ q = Gemm<transB=1, beta=0.5>(x, w, c) a, b = Split<axis=1>(q, z) y = Mul(b, s) }",
     )
+    near_misses = (
+        "agraph (float[2,1,2] x) => (float[2,1,2] y, float[2,1,1] b) <float[2,2,3] w = {1,2,3,4,5,6,7,8,9,8,7,6}, "
+        "float s = {0.5}, int64[2] z = {2,1}> { p = MatMul(x, w) a, b = Split<axis=-1>(p, z) y = Mul(a, s) }",
+        "agraph (float[1,2] x) => (float[2,2] y, float[2,1] b) <float[2,3] w = {1,2,3,4,5,6}, float s = {0.5}, "
+        "float[2,3] c = {6,5,4,3,2,1}, int64[2] z = {2,1}> { p = MatMul(x, w) q = Add(p, c) "
+        "a, b = Split<axis=-1>(q, z) y = Mul(a, s) }",
+    )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
         for value, s in (node.inputs, node.inputs[::-1]):
@@ -519,6 +536,10 @@ class MoveConstantBehindMean(RegionRule):
         "agraph (float[N,2,3] x) => (float[N,2,1] y) <float[2,1] c = {2,3}> { m = Add(x, c) y = "
         "GlobalAveragePool(m) }",
     )
+    near_misses = (
+        "agraph (float[N,2,3] x) => (float[N,2,4] y) <float[2,1] c = {2,3}> "
+        "{ m = Add(c, x) y = AveragePool<kernel_shape=[2], pads=[1,1], count_include_pad=1>(m) }",
+    )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
         inner = _made(reader, node.inputs[0], "Mul", "Add")
@@ -600,6 +621,9 @@ class SplitBatchNormalization(Rule):
 
     dtypes = _WIDE
     shapes = either(("x[n,c]", "x[n,c,h]", "x[n,c,h,k]", "x[n,c,h,k,t]"), _STATISTICS.format("c"))
+    near_misses = (
+        f"agraph (double[N,2,3] x) => (double[N,2,3] y) <{STATISTICS}> {{ y = BatchNormalization(x, s, b, m, v) }}",
+    )
 
     def source(self, op: Op, x: Any, scale: Any, shift: Any, mean: Any, var: Any) -> Any:
         return op.BatchNormalization(x, scale, shift, mean, var, epsilon="epsilon", momentum="momentum")
@@ -622,6 +646,10 @@ class MergeBatchNormalizations(Rule):
         ("x[n,c]", "x[n,c,h]", "x[n,c,h,k]"),
         _STATISTICS.format("c"),
         "scale2[c]:const shift2[c]:const mean2[c]:const var2[c]:const",
+    )
+    near_misses = (
+        f"agraph (double[N,2,3] x) => (double[N,2,3] y) <{STATISTICS}>"
+        " { a = BatchNormalization(x, s, b, m, v) y = BatchNormalization(a, s, b, m, v) }",
     )
 
     def source(
@@ -685,7 +713,6 @@ class PushBatchNormalizationIntoConcat(RegionRule):
         concat = _made(reader, node.inputs[0], "Concat")
         if concat is None or len(node.outputs) > 1:
             return None
-        require(not node.attrs.get("training_mode"), "it is in training mode")
         require(axis_of(concat, rank_of(reader, concat.outputs[0])) == 1, "the concat is not one of channels")
         worthwhile(all(reader.is_const(v) for v in node.inputs[1:]), "the statistics are not constant")
         worthwhile(read_once(reader, node.inputs[0]), "the concat is read elsewhere")

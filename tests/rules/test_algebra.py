@@ -14,7 +14,6 @@ from rewrite_rules.algebra import (
     DistributeMulOverSum,
     ExchangeConcats,
     FactorConvOutOfSum,
-    FactorLeftMatMulOutOfSum,
     FactorMatMulOutOfSum,
     FactorOneOutOfSum,
     FactorOutOfSum,
@@ -173,12 +172,6 @@ def test_common_factors_of_products():
         "{ a = MatMul(x, w) b = MatMul(z, w) y = Add(b, a) }"
     )
     applies(FactorMatMulOutOfSum(), model(text), ops=["Add", "MatMul"])
-    text = "agraph (float[2,3] x, float[3,5] v) => (float[2,5] y) { a = MatMul(x, v) b = MatMul(x, w) y = Add(a, b) }"
-    applies(FactorLeftMatMulOutOfSum(), model(text, w=normal(3, 5)), ops=["Add", "MatMul"])
-    text = "agraph (float[2,3] x) => (float[2,5] y) { a = MatMul(x, v) b = MatMul(x, w) y = Add(a, b) }"
-    refuses(
-        FactorLeftMatMulOutOfSum(), model(text, w=normal(3, 5), v=normal(3, 5, seed=1)), "FoldSumOfMatMuls"
-    )
 
 
 @pytest.mark.parametrize("biases", [("", ""), (", b", ""), ("", ", c"), (", b", ", c")])

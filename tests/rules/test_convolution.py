@@ -553,25 +553,24 @@ RESIZE = "agraph (float[2,3,4,5] x) => (float[] y) {{ r = Resize{}(x, , s) y = C
 
 
 @pytest.mark.parametrize(
-    ("attrs", "scales", "reason"),
+    ("attrs", "scales"),
     [
-        ("", (1, 1, 2, 3), None),
-        ('<coordinate_transformation_mode="asymmetric", nearest_mode="floor">', (1, 1, 0.5, 2), None),
-        ('<mode="linear">', (1, 1, 2, 2), "mixes"),
-        ("", (1, 2, 2, 2), None),
+        ("", (1, 1, 2, 3)),
+        ('<coordinate_transformation_mode="asymmetric", nearest_mode="floor">', (1, 1, 0.5, 2)),
+        ('<mode="linear">', (1, 1, 2, 2)),
+        ('<mode="cubic", cubic_coeff_a=-0.5>', (1, 1, 2, 1.5)),
+        ("", (1, 2, 2, 2)),
     ],
 )
-def test_resize(attrs, scales, reason):
+def test_resize(attrs, scales):
     channels = int(3 * scales[1])
     source = model(
         RESIZE.format(attrs), s=np.array(scales, np.float32), w=normal(2, channels, 1, 1), b=normal(2)
     )
     if scales[1] != 1:
         refuses(PushConvBeforeResize(), source, "resizes the channels")
-    elif reason is None:
-        applies(PushConvBeforeResize(), source, ops=["Conv", "Resize"])
     else:
-        refuses(PushConvBeforeResize(), source, reason)
+        applies(PushConvBeforeResize(), source, ops=["Conv", "Resize"])
 
 
 def test_resize_after():

@@ -163,3 +163,18 @@ def test_a_bias_is_reshaped_before_it_is_scaled() -> None:
         ops=["Add", "Cast", "Cast", "Div", "Floor"],
     )
     refuses(MoveReshapeIntoConstant(), model(text.format(more=", float[4] f")))
+
+
+def test_shape_of_a_known_result() -> None:
+    source = (
+        "agraph (float[N,S,12] x) => (float[N,S,3,4] y) "
+        "{ n = Shape<start=0, end=2>(x) s = Concat<axis=0>(n, t) y = Reshape(x, s) }"
+    )
+    applies(FoldComputedShape(), model(source, t=np.array([3, 4])), ops=["Reshape"])
+    source = "agraph (float[N,1] x, float[N,3] z) => (float[N,3] y) { s = Shape(z) y = Expand(x, s) }"
+    applies(FoldComputedShape(), model(source), ops=["Expand"])
+    source = "agraph (float[1,4] x, int64[2] s) => (float[{}] y) {{ y = Expand(x, s) }}"
+    refuses(FoldComputedShape(), model(source.format("A,B")), "not known")
+    source = "agraph (float[2,6] x, int64[2] s) => (float[A,B] y) { y = Reshape(x, s) }"
+    refuses(FoldComputedShape(), model(source), "not known")
+    refuses(FoldComputedShape(), model(source.replace(", int64[2] s", ""), s=np.array([3, 4])))

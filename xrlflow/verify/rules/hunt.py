@@ -211,24 +211,29 @@ def _likeness(builder: MutatingBuilder, case: Case, rng: np.random.Generator) ->
     """How a wrong operator by itself compares with the right one, on random inputs of the same types."""
     if builder.right is None or builder.wrong is None:
         return ""
-    verdict = _SAME
-    try:
-        for _ in range(_DRAWS):
-            known: dict[Value, Array] = {}
-            sizes: dict[str, int] = {}
+    verdict, drawn = _SAME, 0
+    for _ in range(4 * _DRAWS):
+        known: dict[Value, Array] = {}
+        sizes: dict[str, int] = {}
+        try:
             right = _alone(case, builder.right, known, sizes, rng)
+        except Exception:  # inputs of one's own that the operator does not take
+            continue
+        try:
             wrong = _alone(case, builder.wrong, known, sizes, rng)
             for a, b in zip(right, wrong, strict=True):
                 if a.shape != b.shape:
                     verdict = _BROADCASTS
                 shape = np.broadcast_shapes(a.shape, b.shape)
-                if not np.array_equal(
-                    np.broadcast_to(a, shape), np.broadcast_to(b, shape), equal_nan=a.dtype.kind == "f"
-                ):
+                a, b = np.broadcast_to(a, shape), np.broadcast_to(b, shape)
+                if not np.array_equal(a, b, equal_nan=a.dtype.kind == "f"):
                     return ""
-    except Exception:  # inputs of one's own that the operator does not take
-        return ""
-    return verdict
+        except Exception:
+            return ""
+        drawn += 1
+        if drawn == _DRAWS:
+            break
+    return verdict if drawn else ""
 
 
 def _alone(

@@ -205,7 +205,7 @@ class _Proof:
             tested = [self.test(case) for case in cases[:2]]
             if any(tested):
                 self.coverage.count(kinds, "admitted")
-                if not problem.sketch.hidden:
+                if problem.arguments and not problem.sketch.hidden:
                     self.bases.append((replace(problem.sketch, dims=dims), problem))
             elif usable(problem, self.rng):
                 self.coverage.count(kinds, "untested")

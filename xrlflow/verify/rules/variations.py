@@ -39,6 +39,8 @@ _POSITIVE = (
     "q_num_heads",
     "kv_num_heads",
 )
+# Constants of these types are data, not shapes or axes.
+_DATA = FLOATS | {DType.INT8, DType.UINT8}
 _LIKE: dict[str, tuple[str, ...]] = {op: group for group in CLASSES for op in group}
 
 
@@ -103,7 +105,7 @@ def resize_to(sketch: Sketch, old: int, new: int, draw: Draw) -> Sketch:
     )
     consts = []
     for const in sketch.consts:
-        if const.dtype in FLOATS and old in const.array.shape:
+        if const.dtype in _DATA and old in const.array.shape:
             shape = tuple(new if d == old else d for d in const.array.shape)
             consts.append(replace(const, array=np.resize(const.array, shape)))
         elif (
