@@ -73,7 +73,8 @@ class Attention(nn.Module):
         (count, width), heads = nodes.shape, self.heads
         said, of_source, of_target = self.of_node(self.before(nodes)).split([width, heads, heads], 1)
         scores = leaky_relu(
-            of_source.index_select(0, source) + of_target.index_select(0, target) + self.of_edge(edge_attr), 0.2
+            of_source.index_select(0, source) + of_target.index_select(0, target) + self.of_edge(edge_attr),
+            0.2,
         )
         # The softmax over the edges of each target, divided by its sum after the sum over the edges.
         owner = target.unsqueeze(1).expand(-1, heads)
@@ -83,7 +84,8 @@ class Attention(nn.Module):
         total = weights.new_zeros(count, heads).index_add(0, target, weights)
         messages = said.index_select(0, source).view(-1, heads, width // heads) * weights.unsqueeze(2)
         heard = torch.zeros_like(nodes).index_add(0, target, messages.view(-1, width))
-        heard = heard.view(count, heads, -1) / total.clamp(min=1e-9).unsqueeze(2)  # nodes without edges hear nothing
+        # Nodes without edges hear nothing.
+        heard = heard.view(count, heads, -1) / total.clamp(min=1e-9).unsqueeze(2)
         return nodes + torch.relu(heard.reshape(count, width) + self.bias)
 
 
