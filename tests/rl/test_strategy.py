@@ -24,7 +24,7 @@ from xrlflow.learn.segments import SegmentCategorical
 from xrlflow.onnxio import load
 from xrlflow.rewrite import Captures, Library, Op, RewriteState, Rule, Val
 from xrlflow.rl.features import Featuriser, RewriteData, Situation, Vocabulary
-from xrlflow.rl.strategy import StrategyConfig, agent_search
+from xrlflow.rl.strategy import PolicyError, StrategyConfig, agent_search
 from xrlflow.search import Limits, SearchResult, greedy, replay, taso
 
 ALL = Library(LIBRARY)
@@ -274,3 +274,19 @@ def test_the_search_ends_where_nothing_is_left() -> None:
         config = StrategyConfig(patience=None)
         result = agent_search(state, cost, Limits(), Scripted(words), Featuriser(words, Roofline()), config)
         assert result.expanded == len(result.best.trace) == body.count("Transpose") // 2
+
+
+def test_a_policy_that_is_broken_is_refused() -> None:
+    with pytest.raises(PolicyError, match="train it again"):
+        search(valleys(), PushAndDouble=float("nan"))
+
+    class WithoutNoOp(Scripted):
+        def evaluate(self, observations: Sequence[RewriteData]) -> Any:
+            counts = [o.candidates for o in observations]
+            return SegmentCategorical.of(torch.zeros(sum(counts)), counts), torch.zeros(len(counts))
+
+    library = Library(VALLEYS)
+    words = Vocabulary.of(library)
+    state, cost = start(valleys(), library, PRICES)
+    with pytest.raises(PolicyError, match="No-Op"):
+        agent_search(state, cost, Limits(), WithoutNoOp(words), Featuriser(words, Roofline()))

@@ -143,6 +143,10 @@ def agent_search(
     )
 
 
+class PolicyError(RuntimeError):
+    """A policy's numbers are none, or too many or few for the situations that it was asked about."""
+
+
 class _Over(Exception):
     """The limits are reached."""
 
@@ -298,6 +302,10 @@ class _Search(Generic[Obs]):
             with torch.inference_mode():
                 distribution, _ = self.policy.evaluate([self.observe(s) for s in situations])
             flat = distribution.log_probs.double().numpy()
+            if len(flat) != sum(len(s.candidates) + 1 for s in situations) or np.isnan(flat).any():
+                raise PolicyError(
+                    "the policy gives no probability for each candidate and No-Op: train it again"
+                )
             first = 0
             for found, situation in zip(states[start : start + size], situations):
                 matches = situation.candidates
