@@ -3,9 +3,10 @@
     sources = training_sources()
     curriculum = curriculum(seed=0)     # makes the task of xrlflow.rl.train.train
 
-Networks at small depth, random graphs of rules' left-hand sides, and valleys. Left out of all training, and thus
-there to test on: the architectures of `UNSEEN`, networks of more than four blocks, the family of valleys that is held
-out, and every instance of `models.valleys.catalogue`, whose seeds are below `_FIRST_SEED`.
+Networks at small depth (also scrambled, and then without composite rules), random graphs of rules' left-hand sides,
+and valleys. Left out of all training, and thus there to test on: the architectures of `UNSEEN`, networks of more than
+four blocks, the family of valleys that is held out, and every instance of `models.valleys.catalogue`, whose seeds are
+below `_FIRST_SEED`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from types import MappingProxyType
 
 import models
 from models.rule_graphs import rule_graph
-from models.valleys import FAMILIES, Valley
+from models.valleys import COMPOSITES, FAMILIES, Valley
 from rewrite_rules import LIBRARY
 from xrlflow.cost import Machine
 from xrlflow.ir import Graph
@@ -85,7 +86,9 @@ def zoo_sources() -> Iterator[Source]:
                     label = "-".join(f"{k}{v}" for k, v in given)
                     build = functools.partial(network, name, depth, given)
                     yield Source(f"{name}-{depth}-{label}", "zoo", build)
-                    yield Source(f"{name}-{depth}-{label}-scrambled", "zoo", build, scrambled=6)
+                    yield Source(
+                        f"{name}-{depth}-{label}-scrambled", "zoo", build, 6, without=frozenset(COMPOSITES)
+                    )
 
 
 def rule_sources(count: int = _RULE_GRAPHS) -> Iterator[Source]:
@@ -107,6 +110,7 @@ def valley_sources() -> Iterator[Source]:
                     "valleys",
                     functools.partial(valley, family.name, depth, width, seed),
                     machine=functools.partial(machine, family.name),
+                    without=frozenset(COMPOSITES),
                 )
 
 

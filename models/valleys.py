@@ -10,9 +10,9 @@ substitutions that cost more, `seed` draws the sizes. Some families are pieces o
 others are made up; one is held out of all training. Costs are those of the roofline on a fixed machine, so that they
 are the same everywhere.
 
-Rules that jump a valley in one step are off for everybody (`COMPOSITES`). What is known of an instance stands in
-`valleys.json`, which `python -m models.valleys` makes anew (see `chart`): an instance is listed only if, with every
-rule of the library but those,
+Rules that jump a valley in one step are off for everybody (`COMPOSITES`): they are chains of others in the library.
+What is known of an instance stands in `valleys.json`, which `python -m models.valleys` makes anew (see `chart`): an
+instance is listed only if, with every rule of the library but those,
 
 - each candidate of the start costs more, so that greedy stops at once;
 - whatever is reached without climbing by 2% is no better (as far as `searched` states show it, see `Charted`);
@@ -65,6 +65,14 @@ WIDE = replace(
     grouped=tuple((_LANES >> k, 0.23 * 0.58 ** (k - 1)) for k in range(6, 0, -1)),
 )
 
+# Memory a third as fast, as small boards have it: what moves data costs more beside what computes.
+SLOW = replace(
+    REFERENCE,
+    name="slow memory",
+    cache_bandwidth=REFERENCE.cache_bandwidth / 3,
+    memory_bandwidth=REFERENCE.memory_bandwidth / 3,
+)
+
 
 def valley_library() -> Library:
     """The whole library without `COMPOSITES`: what everybody searches valleys with."""
@@ -75,7 +83,8 @@ def valley_library() -> Library:
 class Family:
     """Networks whose valleys are of one kind.
 
-    `shapes`: the depths and widths that have valleys; `rules`: those of the chains that lead through.
+    `shapes`: the depths and widths that have valleys; `rules`: those of the chains that lead through; `count`: how many
+    instances the catalogue is to have.
     """
 
     name: str
@@ -86,6 +95,7 @@ class Family:
     real: bool = False
     held_out: bool = False
     machine: Machine = REFERENCE
+    count: int = 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -384,12 +394,12 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             ),
             Family(
                 "wide-groups", wide_groups, "groups merged by two, again and again",
-                frozenset({"MergeGroupConv"}), machine=WIDE,
+                frozenset({"MergeGroupConv"}), machine=WIDE, count=64,
                 shapes=tuple(itertools.product((1, 2), (1, 2, 3, 4))),
             ),
             Family(
-                "gates", gates, "towers of products put side by side", _TOWERS,
-                shapes=((1, 1), (1, 2), (1, 3), (2, 1), (2, 2)),
+                "gates", gates, "towers of products put side by side", _TOWERS, machine=SLOW, count=40,
+                shapes=((1, 2), (1, 3), (2, 1), (2, 2)),
             ),
             Family(
                 "factored", factored, "convolutions as products of matrices, multiplied out",
@@ -397,7 +407,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 shapes=((1, 2), (2, 2)),
             ),
             Family(
-                "forks", forks, "towers of convolutions put side by side", _TOWERS,
+                "forks", forks, "towers of convolutions put side by side", _TOWERS, machine=SLOW, count=36,
                 shapes=((1, 1), (1, 2), (1, 3)), held_out=True,
             ),
         )
@@ -614,7 +624,6 @@ def as_row(charted: Charted) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Chart the valleys anew.")
     parser.add_argument("families", nargs="*", help="only these (default: all)")
-    parser.add_argument("--count", type=int, default=32, help="instances of each family, about")
     parser.add_argument("--tries", type=int, default=60, help="seeds to look at for each depth and width")
     parser.add_argument("--budget", type=int, default=400, help="states of each search")
     arguments = parser.parse_args()
@@ -624,7 +633,7 @@ def main() -> None:
     )
     for name in chosen:
         family = FAMILIES[name]
-        each = math.ceil(arguments.count / len(family.shapes))
+        each = math.ceil(family.count / len(family.shapes))
         for depth, width in family.shapes:
             made = list(draws(family, depth, width, each, arguments.tries, arguments.budget))
             print(f"{name} {depth}x{width}: {len(made)} of {each}", flush=True)

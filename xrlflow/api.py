@@ -51,6 +51,7 @@ from xrlflow.search import (
     append,
     extend,
     greedy,
+    lookahead,
     random_walk,
     replay,
     select,
@@ -76,7 +77,10 @@ if TYPE_CHECKING:
     import onnx
     import onnxruntime as ort
 
-SEARCHES = ("greedy", "taso", "random")
+_COMPARED = ("greedy", "taso", "random")
+# Greedy searches that look so many steps ahead where they are stuck.
+_LOOKAHEAD = {"lookahead2": 2, "lookahead3": 3}
+SEARCHES = (*_COMPARED, *_LOOKAHEAD)
 # What rules may assume besides being approximate.
 ASSUMPTIONS = frozenset({"finite", "vnni"})
 COSTS = ("roofline", "profiled", "measured")
@@ -278,9 +282,9 @@ def optimize(
 ) -> Result:
     """Make a model faster.
 
-    `model`: a path, the bytes of a file, or a ModelProto. `search`: "greedy", "taso" or "random" (`budget` edits that
-    ignore the cost). `cost`: "roofline", "profiled" (operators measured alone) or "measured" (whole models, slow),
-    or any CostModel.
+    `model`: a path, the bytes of a file, or a ModelProto. `search`: "greedy", "taso", "lookahead2", "lookahead3"
+    (greedy, but they look so many steps ahead where they are stuck) or "random" (`budget` edits that ignore the cost).
+    `cost`: "roofline", "profiled" (operators measured alone) or "measured" (whole models, slow), or any CostModel.
     `backend_ops`: the result may have operators that only the backend has (com.microsoft for ONNX Runtime).
     `allow_approximate`: also rules that may lose more than two bits of float32 accuracy. `assuming`: what holds of the
     data or the machine, for rules that are right only then: "finite" (no infinities or NaN), "vnni" (the processor
@@ -517,6 +521,8 @@ def _search(job: _Job, base: Found) -> SearchResult:
         return greedy(base.state, base.cost, limits)
     if job.search == "random":
         return random_walk(base.state, base.cost, limits, job.seed)
+    if job.search in _LOOKAHEAD:
+        return lookahead(base.state, base.cost, limits, _LOOKAHEAD[job.search])
     return taso(base.state, base.cost, limits, job.alpha)
 
 
@@ -708,7 +714,7 @@ def _check_options(
 def compare(
     model: Source,
     *,
-    searches: Sequence[str] = SEARCHES,
+    searches: Sequence[str] = _COMPARED,
     **options: Any,
 ) -> Comparison:
     """Optimise with each of several strategies; `options` are those of `optimize`. Raises what it raises."""

@@ -138,6 +138,15 @@ def test_problems_are_those_of_their_machines() -> None:
         assert info["cost"] == pytest.approx(Roofline(machine).cost(successor.graph))
 
 
+def test_rules_can_be_off_for_a_source() -> None:
+    off = frozenset({"MergeGroupConv"})
+    sources = (SOURCES[-1], replace(SOURCES[-1], name="without", without=off))
+    curriculum = Curriculum(sources, (), LIBRARY)
+    task = curriculum(Vocabulary.of(curriculum.library()))
+    with_it, without = ({m.rule.name for m in p.state.candidates} for p in task.problems)
+    assert with_it - without == off
+
+
 def test_scrambling_is_the_same_in_every_process() -> None:
     made = []
     for _ in range(2):

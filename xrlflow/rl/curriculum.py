@@ -35,6 +35,7 @@ class Source:
 
     `group` says what kind of graph it is: a curriculum draws by it. Episodes begin after `scrambled` random
     substitutions, whose undoing is then worth something. Costs are those of the roofline on what `machine` gives.
+    Rules of the names in `without` are off.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Source:
     build: Callable[[], Graph]
     scrambled: int = 0
     machine: Callable[[], Machine] = Machine.reference
+    without: frozenset[str] = frozenset()
 
 
 def split(sources: Iterable[Source], part: float) -> tuple[tuple[Source, ...], tuple[Source, ...]]:
@@ -144,12 +146,13 @@ class Curriculum:
         if both := sorted({s.name for s in self.sources} & {s.name for s in self.held_out}):
             raise CurriculumError(f"{both[0]!r} is trained on and held out")
 
-    def library(self) -> Library:
-        return Library(self.rules, contrib=self.contrib)
+    def library(self, without: frozenset[str] = frozenset()) -> Library:
+        """All rules, or all but those of some names."""
+        return Library((r for r in self.rules if r.name not in without), contrib=self.contrib)
 
     def __call__(self, vocabulary: Vocabulary) -> Task:
         """The task, as a worker makes it. Nothing is built yet."""
-        maker = _Maker(self.library(), vocabulary, self.seed)
+        maker = _Maker(self, vocabulary)
         return Task(
             Problems(self.sources, maker.problem, self.kept),
             Problems(self.held_out, maker.problem, self.kept),
@@ -160,10 +163,10 @@ class Curriculum:
 class _Maker:
     """Builds graphs and observes them: a featuriser for each machine, since it keeps what nodes cost."""
 
-    def __init__(self, library: Library, vocabulary: Vocabulary, seed: int) -> None:
-        self.library = library
+    def __init__(self, curriculum: Curriculum, vocabulary: Vocabulary) -> None:
+        self.curriculum = curriculum
         self.vocabulary = vocabulary
-        self.seed = seed
+        self._libraries: dict[frozenset[str], Library] = {}
         self._machines: dict[str, tuple[Roofline, Featuriser]] = {}
         # By the delta that a problem's states are priced with.
         self._observers: dict[Delta, Featuriser] = {}
@@ -175,13 +178,16 @@ class _Maker:
             prices = Roofline(machine)
             self._machines[machine.name] = prices, Featuriser(self.vocabulary, prices)
         model, featuriser = self._machines[machine.name]
-        graph, _ = simplify(source.build(), self.library, model.cost)
+        if source.without not in self._libraries:
+            self._libraries[source.without] = self.curriculum.library(source.without)
+        library = self._libraries[source.without]
+        graph, _ = simplify(source.build(), library, model.cost)
         if source.scrambled:
-            seed = random.Random(f"{self.seed} {source.name}").getrandbits(32)
-            state = RewriteState.start(graph, self.library, model.delta)
+            seed = random.Random(f"{self.curriculum.seed} {source.name}").getrandbits(32)
+            state = RewriteState.start(graph, library, model.delta)
             walk = random_walk(state, model.cost(graph), Limits(budget=source.scrambled), seed)
             graph = walk.best.state.graph
-        problem = Problem.of(source.name, graph, self.library, model)
+        problem = Problem.of(source.name, graph, library, model)
         assert problem.state.delta is not None, "a problem has prices"
         self._observers[problem.state.delta] = featuriser
         return problem

@@ -2,6 +2,7 @@
 
 from xrlflow.search.bodies import simplify, with_bodies
 from xrlflow.search.greedy import greedy
+from xrlflow.search.lookahead import lookahead
 from xrlflow.search.random import random_walk
 from xrlflow.search.result import (
     Found,
@@ -32,6 +33,7 @@ __all__ = [
     "append",
     "extend",
     "greedy",
+    "lookahead",
     "random_walk",
     "replay",
     "select",

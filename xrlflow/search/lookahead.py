@@ -1,0 +1,99 @@
+"""Greedy search that looks a few substitutions ahead: a control for strategies that claim to plan."""
+
+from __future__ import annotations
+
+import time
+
+from xrlflow.ir.graph import FINGERPRINT_MASK
+from xrlflow.rewrite import Match, RewriteState
+from xrlflow.search.result import Found, Limits, Path, SearchResult, Shortlist, extend
+
+# A gain that only rounding sees is none: it could go on for ever.
+_NOTHING = 1e-9
+
+
+def lookahead(state: RewriteState, cost: float, limits: Limits, depth: int = 2) -> SearchResult:
+    """Apply the chain of up to `depth` substitutions that gains most, until none gains.
+
+    Chains of one substitution are tried first, and longer ones only where no shorter one gains: with `depth` 1 it is
+    `greedy`. Of n candidates, two steps cost n expanded states and three up to n^2, which `limits.budget` counts.
+    Within a chain a graph is looked at once, however it is reached. Raises ValueError if `depth` is below 1.
+    """
+    if depth < 1:
+        raise ValueError(f"a look ahead of {depth} steps sees nothing")
+    begin = time.monotonic()
+    search = _Lookahead(limits, Found(state, None, cost))
+    interrupted = False
+    try:
+        while search.improve(depth):
+            pass
+    except KeyboardInterrupt:
+        interrupted = True
+    return SearchResult(
+        search.best,
+        search.shortlist.best(),
+        search.expanded,
+        search.generated,
+        time.monotonic() - begin,
+        interrupted,
+    )
+
+
+class _Lookahead:
+    """Where the search is, and what it has seen."""
+
+    def __init__(self, limits: Limits, start: Found) -> None:
+        self.limits = limits
+        self.best = start
+        self.shortlist = Shortlist()
+        self.shortlist.offer(start)
+        self.expanded = 0
+        self.generated = 0
+
+    @property
+    def over(self) -> bool:
+        return self.limits.over(self.expanded, self.best.cost)
+
+    def improve(self, depth: int) -> bool:
+        """Follow the shortest chain that gains, of those the best; whether there was one before the limits."""
+        reached = [self.best]
+        seen = {self.best.state.fingerprint}
+        for length in range(depth):
+            if self.over:
+                return False
+            # The end of a chain is known by its delta: only the graph of the best one is made.
+            last = min(
+                ((found, match) for found in reached for match in found.state.candidates),
+                key=lambda chain: (chain[0].cost + chain[1].delta, chain[1].key),
+                default=None,
+            )
+            self.generated += sum(found.state.count for found in reached)
+            if last is not None and last[0].cost + last[1].delta < self.best.cost * (1 - _NOTHING):
+                self.best = self._follow(*last)
+                self.shortlist.offer(self.best)
+                return True
+            if length + 1 < depth:
+                reached = self._successors(reached, seen)
+        return False
+
+    def _successors(self, reached: list[Found], seen: set[int]) -> list[Found]:
+        """Every graph that is one step further, as far as the limits allow."""
+        made: list[Found] = []
+        for found in reached:
+            for match in found.state.candidates:
+                expected = (found.state.fingerprint + match.shift) & FINGERPRINT_MASK
+                if expected in seen:
+                    continue
+                if self.over:
+                    return made
+                successor = self._follow(found, match)
+                if successor.state.fingerprint not in seen:
+                    seen.update((expected, successor.state.fingerprint))
+                    made.append(successor)
+        return made
+
+    def _follow(self, found: Found, match: Match) -> Found:
+        self.expanded += 1
+        cost = found.cost + match.delta
+        path: Path = extend(found.path, match, cost)
+        return Found(found.state.apply(match), path, cost)
