@@ -222,7 +222,7 @@ class _Hand:
         return Slope(torch.cat(gradients).numpy(), {name: float(t.detach()) for name, t in terms.items()})
 
     def evaluate(self, order: Evaluate) -> list[Outcome]:
-        problems = list(self.task.held_out or self.task.problems)[order.first :: order.every]
+        problems = (self.task.held_out or self.task.problems)[order.first :: order.every]
         return play(self.agent, problems, self.task.observe, self.setup.env)
 
 
