@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import heapq
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from math import log
@@ -43,6 +44,10 @@ Obs = TypeVar("Obs")
 _ROUNDING = 1e-9
 # Of a large region, the nodes that tell it from others.
 _SHOWN = 16
+# A graph of fewer operators may grow as one of so many.
+_SMALL = 32
+# A rule that lost may gain when it is applied again: so often, and at so many nats a time.
+_REPEATS, _AGAIN = 5, 1.5
 # When nothing else is left, rollouts that reach nothing new before the search is over.
 _IDLE = 4
 
@@ -54,9 +59,11 @@ class StrategyConfig:
     `batch`: states per network call. `kicks`: those between two calls. `rollouts`: how many run side by side. `burst`:
     a candidate is applied together with the likeliest one from this part of its probability on. `temperature` of the
     rollouts that sample. `doubt`: the part of a kick's probability that does not come from the policy, but prefers
-    small losses. `rise`: what a loss of the whole initial cost counts, in nats of probability. `horizon` of a rollout.
-    `patience`: expanded states without an improvement before the search gives up; None: until the limits. `growth`:
-    graphs of more than so many times the input's operators are dropped.
+    small losses. `rise`: what a loss of the whole initial cost counts, in nats of probability. `twins`: what a state
+    counts that is the n-th of one size and cost, times log n. `elsewhere`: what a kick counts that was there before the
+    last one: it has nothing to do with it, and could come first. `horizon` of a rollout. `patience`: expanded states
+    without an improvement before the search gives up; None: until the limits. `growth`: graphs of more than so many
+    times the input's operators are dropped.
     """
 
     batch: int = 4
@@ -65,7 +72,9 @@ class StrategyConfig:
     burst: float = 0.5
     temperature: float = 1.0
     doubt: float = 0.3
-    rise: float = 20.0
+    rise: float = 8.0
+    twins: float = 2.0
+    elsewhere: float = 2.0
     horizon: int = 100
     patience: int | None = 100
     growth: float = 2.0
@@ -88,6 +97,16 @@ class _Place:
     groups: list[list[int]]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Waiting:
+    """A state to be evaluated; `before`: where the kick began that led there."""
+
+    found: Found
+    nats: float
+    depth: int
+    before: Found | None
+
+
 @dataclass(slots=True, eq=False)
 class _Rollout:
     """A walk that follows the policy."""
@@ -100,10 +119,10 @@ class _Rollout:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Kick:
-    """Substitutions that are alike, to be tried; `nats`: how far-fetched that is."""
+    """Substitutions that are alike, of which one is to be tried; `nats`: how far-fetched that is."""
 
-    place: _Place
-    members: list[int]
+    found: Found
+    alike: tuple[Match, ...]
     nats: float
     depth: int
 
@@ -169,16 +188,18 @@ class _Search(Generic[Obs]):
         self.rng = np.random.default_rng(seed)
         self.shortlist = Shortlist()
         self.shortlist.offer(self.root)
-        self.most_nodes = config.growth * max(state.graph.node_count, 1)
+        self.most_nodes = config.growth * max(state.graph.node_count, _SMALL)
         # By fingerprint: every state made, the one that it was made from, where its descent ends, its evaluation.
         self.reached: dict[int, Found] = {state.fingerprint: self.root}
         self.parents: dict[int, int] = {}
         self.ends: dict[int, Found] = {}
         self.places: dict[int, _Place] = {}
         # Both queues in order of (nats, number).
-        self.pending: list[tuple[float, int, Found, int]] = []
+        self.pending: list[tuple[float, int, _Waiting]] = []
         self.kicks: list[tuple[float, int, _Kick]] = []
         self.queued: set[int] = set()
+        # States of one size and cost: mostly the same substitutions in other places, or detours back.
+        self.twins: Counter[tuple[int, float]] = Counter()
         self.numbers = 0
         self.expanded = self.generated = self.evaluated = 0
         self.improved_at = 0
@@ -204,17 +225,17 @@ class _Search(Generic[Obs]):
         """One network call, and what follows from it; how many rollouts ended."""
         config = self.config
         wanted = {r.at.state.fingerprint: r.at for r in rollouts if r.at.state.fingerprint not in self.places}
-        arrived: list[tuple[Found, float, int]] = []
+        arrived: list[_Waiting] = []
         while self.pending and len(wanted) < config.batch:
             if self.kicks and self.kicks[0][0] < self.pending[0][0] and len(self.kicks) >= config.kicks:
                 break  # there is enough to do that is likelier
-            nats, _, found, depth = heapq.heappop(self.pending)
-            arrived.append((found, nats, depth))
-            if found.state.fingerprint not in self.places:
-                wanted[found.state.fingerprint] = found
+            waiting = heapq.heappop(self.pending)[2]
+            arrived.append(waiting)
+            if waiting.found.state.fingerprint not in self.places:
+                wanted[waiting.found.state.fingerprint] = waiting.found
         self.evaluate(list(wanted.values()))
-        for found, nats, depth in arrived:
-            self.consider_kicks(self.places[found.state.fingerprint], nats, depth)
+        for waiting in arrived:
+            self.consider_kicks(waiting)
         ended = 0
         for index, rollout in enumerate(rollouts):
             if not self.advance(rollout):
@@ -255,24 +276,39 @@ class _Search(Generic[Obs]):
             self.best, self.improved_at = found, self.expanded
         return found
 
-    def descend(self, found: Found) -> Found:
-        """Where greedy descent from a state ends."""
+    def descend(self, found: Found, back: float | None = None) -> Found:
+        """Where greedy descent from a state ends.
+
+        What gains most after a loss is often to take it back, maybe in other words. So the way does not go where
+        another descent has been, nor to what costs just as much as the state before the loss (`back`).
+        """
+        here = found.state.fingerprint
+        if here in self.ends:
+            return self.ends[here]
         way: list[int] = []
+        self.ends[here] = found  # for now, so that the way does not come back
         while True:
-            here = found.state.fingerprint
-            if here in self.ends:
-                found = self.ends[here]
-                break
             way.append(here)
             candidates = found.state.candidates
             self.generated += len(candidates)
-            match = min(candidates, key=lambda m: (m.delta, m.key), default=None)
-            if match is None or match.delta >= -_ROUNDING * found.cost:
+            least = -_ROUNDING * found.cost
+            gaining = [
+                m
+                for m in candidates
+                if m.delta < least and (here + m.shift) & FINGERPRINT_MASK not in self.ends
+            ]
+            if back is not None:
+                gaining = [
+                    m for m in gaining if abs(found.cost + m.delta - back) > _ROUNDING * self.root.cost
+                ]
+            if not gaining:
                 break
-            successor = self.make(found, match)
-            if successor is None or successor.state.fingerprint in way:
+            successor = self.make(found, min(gaining, key=lambda m: (m.delta, m.key)))
+            if successor is None or successor.state.fingerprint in self.ends:
                 break
             found = successor
+            here = found.state.fingerprint
+            self.ends[here] = found
         for fingerprint in way:
             self.ends[fingerprint] = found
         return found
@@ -324,54 +360,81 @@ class _Search(Generic[Obs]):
 
     # --- kicks ---
 
-    def await_evaluation(self, found: Found, nats: float, depth: int) -> None:
-        if found.state.fingerprint not in self.queued:
-            self.queued.add(found.state.fingerprint)
-            self.numbers += 1
-            heapq.heappush(self.pending, (nats, self.numbers, found, depth))
+    def await_evaluation(self, found: Found, nats: float, depth: int, before: Found | None = None) -> None:
+        if found.state.fingerprint in self.queued:
+            return
+        self.queued.add(found.state.fingerprint)
+        twin = (found.state.graph.node_count, round(found.cost / max(self.root.cost, 1e-30), 9))
+        self.twins[twin] += 1
+        nats += self.config.twins * log(self.twins[twin])
+        self.numbers += 1
+        heapq.heappush(self.pending, (nats, self.numbers, _Waiting(found, nats, depth, before)))
 
-    def consider_kicks(self, place: _Place, nats: float, depth: int) -> None:
-        """Queue one kick for each group of a place's choices."""
+    def consider_kicks(self, waiting: _Waiting) -> None:
+        """Queue one kick for each group of a place's choices; what was there before the last kick is apart."""
+        place = self.places[waiting.found.state.fingerprint]
         if not place.choices:
             return
         probability = np.array([np.exp(place.log_probs[g]).sum() for g in place.groups])
         loss = np.array([place.choices[g[0]].delta for g in place.groups]) / max(self.root.cost, 1e-30)
         prior = np.exp(-np.maximum(loss, 0.0) * self.config.rise)
         mixed = (1 - self.config.doubt) * probability + self.config.doubt * prior / prior.sum()
+        before = waiting.before
+        old = {m.key for m in before.state.candidates} if before is not None else set()
         for members, chance in zip(place.groups, mixed.tolist()):
-            kick = _Kick(place, members, nats - log(max(chance, 1e-12)), depth + 1)
-            self.numbers += 1
-            heapq.heappush(self.kicks, (kick.nats, self.numbers, kick))
+            nats = waiting.nats - log(max(chance, 1e-12))
+            same = [place.choices[m] for m in members]
+            for part, toll in (
+                ([m for m in same if m.key not in old], 0.0),
+                ([m for m in same if m.key in old], self.config.elsewhere),
+            ):
+                if part:
+                    self.await_kick(_Kick(place.found, tuple(part), nats + toll, waiting.depth + 1))
+
+    def await_kick(self, kick: _Kick) -> None:
+        self.numbers += 1
+        heapq.heappush(self.kicks, (kick.nats, self.numbers, kick))
 
     def kick(self, kick: _Kick) -> bool:
         """Apply one of the kick's substitutions and descend; if that pays, the others too. False if nothing is new."""
-        place, best = kick.place, self.best
-        here = place.found.state.fingerprint
-        new = (
-            m for m in kick.members if (here + place.choices[m].shift) & FINGERPRINT_MASK not in self.reached
-        )
-        member = next(new, None)
-        kicked = None if member is None else self.make(place.found, place.choices[member])
-        if kicked is None:
+        base, best = kick.found, self.best
+        here = base.state.fingerprint
+        # A rollout may have been there, but it left no kicks behind.
+        new = (m for m in kick.alike if (here + m.shift) & FINGERPRINT_MASK not in self.queued)
+        match = next(new, None)
+        kicked = None if match is None else self.make(base, match)
+        if kicked is None or match is None:
             return False
-        end = self.descend(kicked)
+        end = self.descend(kicked, base.cost)
         if self.best is not best:
-            self.spread(place, kick.members, self.descend(self.best))
+            self.spread(kick.alike, self.descend(self.best))
             self.await_evaluation(self.best, 0.0, 0)
             return True
         for found in (kicked, end):
             loss = max(0.0, found.cost - best.cost) / max(self.root.cost, 1e-30)
-            self.await_evaluation(found, kick.nats + self.config.rise * loss, kick.depth)
+            self.await_evaluation(found, kick.nats + self.config.rise * loss, kick.depth, base)
+        if kick.depth < _REPEATS:
+            self.repeat(kick, match, kicked)
         return True
 
-    def spread(self, place: _Place, members: Sequence[int], found: Found) -> None:
+    def repeat(self, kick: _Kick, match: Match, kicked: Found) -> None:
+        """Queue the same rule again: where it was offered before, and where it was not."""
+        again = sorted(
+            (m for m in kicked.state.candidates if m.rule is match.rule), key=lambda m: (m.delta, m.key)
+        )
+        known = {m.key for m in kick.alike}
+        for part in ([m for m in again if m.key in known], [m for m in again if m.key not in known]):
+            if part:
+                self.await_kick(_Kick(kicked, tuple(part), kick.nats + _AGAIN, kick.depth + 1))
+
+    def spread(self, alike: Sequence[Match], found: Found) -> None:
         """Take a kick that paid wherever else it was offered, as long as it goes on paying."""
-        for member in members:
-            match = found.state.find(place.choices[member].key)
+        for other in alike:
+            match = found.state.find(other.key)
             if match is None:
                 continue
             kicked = self.make(found, match)
-            end = self.descend(kicked) if kicked is not None else found
+            end = self.descend(kicked, found.cost) if kicked is not None else found
             if end.cost < found.cost:
                 found = end
 
