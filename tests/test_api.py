@@ -270,7 +270,7 @@ def chain(length: int) -> onnx.ModelProto:
     return model("agraph (float[N,8] x) => (float[N,8] y) { " + "\n".join(lines) + f"\n y = Relu({at}) }}")
 
 
-@pytest.mark.parametrize("search", ["greedy", "taso", "random"])
+@pytest.mark.parametrize("search", ["greedy", "taso", "random", "xrlflow"])
 def test_an_interrupted_search_keeps_the_best_so_far(search: str) -> None:
     def listener(phase: str, done: int, total: int, note: str) -> None:
         if phase == "search" and done == 3:

@@ -25,7 +25,7 @@ from xrlflow.backends.onnxruntime import (
 )
 from xrlflow.backends.onnxruntime.session import CPU, ort_errors
 from xrlflow.backends.results import SpeedUp
-from xrlflow.cost import CostModel, Measured, Profiled, Roofline, calibrated
+from xrlflow.cost import AdditiveCost, CostModel, Measured, Profiled, Roofline, calibrated
 from xrlflow.ir import Graph
 from xrlflow.onnxio import (
     ImportedModel,
@@ -80,7 +80,8 @@ if TYPE_CHECKING:
 _COMPARED = ("greedy", "taso", "random")
 # Greedy searches that look so many steps ahead where they are stuck.
 _LOOKAHEAD = {"lookahead2": 2, "lookahead3": 3}
-SEARCHES = (*_COMPARED, *_LOOKAHEAD)
+_AGENT = "xrlflow"
+SEARCHES = (_AGENT, *_COMPARED, *_LOOKAHEAD)
 # What rules may assume besides being approximate.
 ASSUMPTIONS = frozenset({"finite", "vnni"})
 COSTS = ("roofline", "profiled", "measured")
@@ -88,6 +89,8 @@ COSTS = ("roofline", "profiled", "measured")
 # How the time limit is shared out: when searching must be over, and the least that is kept for measuring whole
 # models against each other before the end (parts of the limit).
 _SEARCH_UNTIL, _SELECT_AT_LEAST = 0.3, 0.15
+# Of the time until searching must be over, what fine-tuning an agent may take.
+_TRAIN_AT_MOST = 0.6
 # Substitutions that the model sees as a loss of no more than this part of the cost are left to measurement.
 _TOLERANCE = 0.02
 # Comparing two models ends early when the interval is clear of 1 by this much.
@@ -196,6 +199,8 @@ class _Job:
     library: Library
     listener: Listener | None
     shapes: Mapping[str, Sequence[int]]
+    agent: str | os.PathLike[str] | None = None
+    train_steps: int = 0
     feeds: dict[str, Any] | None = None
     phases: dict[str, float] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -266,6 +271,8 @@ def optimize(
     budget: int = 1000,
     time_limit: float = 60.0,
     alpha: float = 1.05,
+    agent: str | os.PathLike[str] | None = None,
+    train_steps: int = 0,
     shapes: Mapping[str, Sequence[int]] | None = None,
     fix_shapes: bool = False,
     threads: int | None = None,
@@ -282,8 +289,10 @@ def optimize(
 ) -> Result:
     """Make a model faster.
 
-    `model`: a path, the bytes of a file, or a ModelProto. `search`: "greedy", "taso", "lookahead2", "lookahead3"
-    (greedy, but they look so many steps ahead where they are stuck) or "random" (`budget` edits that ignore the cost).
+    `model`: a path, the bytes of a file, or a ModelProto. `search`: "xrlflow" (a trained agent: the one that is
+    shipped, or that in the file `agent`, trained for `train_steps` more steps on this model), "greedy", "taso" (with
+    `alpha`), "lookahead2", "lookahead3" (greedy, but they look so many steps ahead where they are stuck) or "random"
+    (`budget` edits that ignore the cost). `budget`: states that a search may expand.
     `cost`: "roofline", "profiled" (operators measured alone) or "measured" (whole models, slow), or any CostModel.
     `backend_ops`: the result may have operators that only the backend has (com.microsoft for ONNX Runtime).
     `allow_approximate`: also rules that may lose more than two bits of float32 accuracy. `assuming`: what holds of the
@@ -299,7 +308,7 @@ def optimize(
     VerificationFailed if the result does not compute the same.
     """
     begin = time.monotonic()
-    _check_options(search, cost, backend, budget, time_limit, alpha, max_growth)
+    _check_options(search, cost, backend, budget, time_limit, alpha, max_growth, agent, train_steps)
     if unknown := set(assuming) - ASSUMPTIONS:
         raise OptionError(
             f"assumption {min(unknown)!r} is not known: choose of {', '.join(sorted(ASSUMPTIONS))}"
@@ -317,6 +326,8 @@ def optimize(
             ),
             listener,
             shapes or {},
+            agent,
+            train_steps,
         )  # fmt: skip
         job.phase("import", begin)
         given = None if isinstance(cost, str) else cost
@@ -347,7 +358,7 @@ def _run(
     job.phase("calibrate", since)
 
     since = time.monotonic()
-    result = _replayed(job, base, trace) if trace is not None else _search(job, base)
+    result = _replayed(job, base, trace) if trace is not None else _search(job, base, model)
     job.phase("search", since)
     if result.interrupted:
         job.notes.append("interrupted: the best so far is kept")
@@ -512,7 +523,7 @@ def _start(job: _Job, model: CostModel) -> Found:
     return Found(RewriteState.start(graph, job.library, model.delta), None, model.cost(graph))
 
 
-def _search(job: _Job, base: Found) -> SearchResult:
+def _search(job: _Job, base: Found, model: CostModel) -> SearchResult:
     limits = Limits(job.budget, job.until(_SEARCH_UNTIL))
     if job.search == "random":
         limits.deadline = job.deadline
@@ -523,7 +534,49 @@ def _search(job: _Job, base: Found) -> SearchResult:
         return random_walk(base.state, base.cost, limits, job.seed)
     if job.search in _LOOKAHEAD:
         return lookahead(base.state, base.cost, limits, _LOOKAHEAD[job.search])
+    if job.search == _AGENT:
+        return _agent_search(job, base, model, limits)
     return taso(base.state, base.cost, limits, job.alpha)
+
+
+def _agent_search(job: _Job, base: Found, model: CostModel, limits: Limits) -> SearchResult:
+    """Search with the agent that was asked for, after training it on this model if that was asked for too."""
+    from xrlflow.learn.checkpoint import CheckpointError
+    from xrlflow.learn.threads import one_thread
+    from xrlflow.rl.agent import Agent
+    from xrlflow.rl.env import Problem
+    from xrlflow.rl.features import Featuriser, Pricing
+    from xrlflow.rl.pretrained import PRETRAINED
+    from xrlflow.rl.strategy import PolicyError, agent_search
+    from xrlflow.rl.train import TrainingError, fine_tune
+    from xrlflow.rl.workers import Task
+
+    path = job.agent if job.agent is not None else PRETRAINED
+    interrupted = False
+    try:
+        agent = Agent.load(path).extended(job.library).eval()
+        prices = model if isinstance(model, AdditiveCost) else Roofline(bindings=job.imported.bindings)
+        featuriser = Featuriser(agent.vocabulary, prices)
+        with one_thread():
+            if job.train_steps:
+                assert base.state.delta is not None, "candidates have no prices"
+                state = replace(base.state, delta=Pricing.of(base.state.delta))
+                task = Task([Problem(job.imported.name, state, base.cost)], (), featuriser)
+                trained = fine_tune(
+                    agent, task, job.train_steps, seed=job.seed,
+                    deadline=job.until(_SEARCH_UNTIL * _TRAIN_AT_MOST),
+                    progress=lambda values, done: job.say("train", done, 0, f"gain {values['evaluation/gain']:.3f}"),
+                )  # fmt: skip
+                agent, interrupted = trained.agent.eval(), trained.interrupted
+                job.notes.append(f"the agent was trained on this model for {trained.steps} steps")
+            if interrupted:
+                limits.deadline = time.monotonic()
+            result = agent_search(base.state, base.cost, limits, agent, featuriser, seed=job.seed)
+    except CheckpointError as error:
+        raise OptionError(f"agent: {error}") from error
+    except (PolicyError, TrainingError) as error:
+        raise OptionError(f"agent {path}: {error}") from error
+    return replace(result, interrupted=result.interrupted or interrupted)
 
 
 def _replayed(job: _Job, base: Found, trace: str | os.PathLike[str]) -> SearchResult:
@@ -692,6 +745,8 @@ def _check_options(
     time_limit: float,
     alpha: float,
     max_growth: float,
+    agent: str | os.PathLike[str] | None,
+    train_steps: int,
 ) -> None:
     if search not in SEARCHES:
         raise OptionError(f"search {search!r} is not known: choose one of {', '.join(SEARCHES)}")
@@ -701,6 +756,13 @@ def _check_options(
         raise OptionError(f"backend {backend!r} is not known: only onnxruntime is, for now")
     if budget < 0:
         raise OptionError(f"budget {budget} is negative")
+    if train_steps < 0:
+        raise OptionError(f"train_steps {train_steps} is negative: give steps of training, or 0")
+    for option, value in (("agent", agent), ("train_steps", train_steps)):
+        if value and search != _AGENT:
+            raise OptionError(f"{option} has no meaning with search {search!r}: choose {_AGENT!r}")
+    if agent is not None and not os.path.isfile(agent):
+        raise OptionError(f"agent {os.fspath(agent)} is no file: give one that `xrlflow train` wrote")
     if time_limit <= 0:
         raise OptionError(f"time_limit {time_limit:g} is not positive: give seconds")
     if alpha < 1:

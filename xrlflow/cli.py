@@ -30,7 +30,9 @@ Threads = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object to standard output.")]
 Seed = Annotated[int, typer.Option(help="Seed of everything random.")]
-Search = Annotated[str, typer.Option(help="greedy, taso or random.")]
+Search = Annotated[
+    str, typer.Option(help="xrlflow (an agent), taso, greedy, lookahead2, lookahead3 or random.")
+]
 Cost = Annotated[str, typer.Option(help="What guides the search: roofline, profiled or measured.")]
 Budget = Annotated[int, typer.Option(min=0, help="Graphs that the search may expand.")]
 TimeLimit = Annotated[float, typer.Option(min=0.0, help="Seconds for everything.")]
@@ -100,6 +102,12 @@ def optimize(
     alpha: Annotated[
         float, typer.Option(min=1.0, help="TASO: how much worse than the best may a graph be.")
     ] = 1.05,
+    agent: Annotated[
+        Path | None, typer.Option(help="xrlflow: an agent of your own (`xrlflow train`).", show_default=False)
+    ] = None,
+    train_steps: Annotated[
+        int, typer.Option(min=0, help="xrlflow: train the agent on this model first, for so many steps.")
+    ] = 0,
     shape: Shapes = None,
     fix_shapes: Annotated[bool, typer.Option(help="Write the numbers of --shape into the file.")] = False,
     threads: Threads = None,
@@ -130,7 +138,8 @@ def optimize(
             result = api.optimize(
                 model, search=search, cost=cost, backend=backend, backend_ops=backend_ops,
                 allow_approximate=allow_approximate, assuming=assume or (), budget=budget,
-                time_limit=time_limit, alpha=alpha, shapes=shapes, fix_shapes=fix_shapes, threads=threads, seed=seed,
+                time_limit=time_limit, alpha=alpha, agent=agent, train_steps=train_steps, shapes=shapes,
+                fix_shapes=fix_shapes, threads=threads, seed=seed,
                 measure=measure, verify=verify, inputs=inputs, max_growth=max_growth, opset=opset, replay=replay,
                 listener=listener,
             )  # fmt: skip

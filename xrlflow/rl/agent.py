@@ -197,7 +197,11 @@ class Agent(nn.Module):
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Agent:
         """Raises CheckpointError for a file that is damaged, or is no agent of this version."""
-        return Agent.from_checkpoint(load_checkpoint(path, KIND))
+        checkpoint = load_checkpoint(path, KIND)
+        try:
+            return Agent.from_checkpoint(checkpoint)
+        except CheckpointError as error:
+            raise CheckpointError(f"{os.fspath(path)}: {error}") from error
 
 
 def _head(inputs: int, width: int, gain: float) -> nn.Sequential:

@@ -1,0 +1,140 @@
+"""`optimize(search="xrlflow")`: the agent that is shipped, one from a file, one trained on the model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import models
+import xrlflow
+from rewrite_rules import LIBRARY
+from xrlflow.api import OptionError
+from xrlflow.cli import app
+from xrlflow.cost import Machine, Roofline
+from xrlflow.learn.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+from xrlflow.rewrite import Library
+from xrlflow.rl.agent import KIND, Agent
+from xrlflow.rl.features import Vocabulary
+from xrlflow.rl.pretrained import PRETRAINED
+
+
+@pytest.fixture(autouse=True)
+def reference_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("xrlflow.api.calibrated", lambda threads: Machine.reference())
+
+
+def optimize(name: str, **options: Any) -> xrlflow.Result:
+    defaults: dict[str, Any] = {
+        "search": "xrlflow", "cost": Roofline(), "measure": False, "verify": False, "threads": 1, "budget": 150,
+        "time_limit": 300.0,
+    }  # fmt: skip
+    return xrlflow.optimize(models.small(name), **(defaults | options))
+
+
+def small_agent(path: Path, rules: int = 40) -> Path:
+    """An untrained agent that knows only some of the rules."""
+    torch.manual_seed(0)
+    Agent(Vocabulary.of(Library(LIBRARY[:rules]))).save(path)
+    return path
+
+
+@pytest.mark.parametrize("name", ["resnext50", "bert-classifier", "squeezenet"])
+def test_the_shipped_agent_is_no_worse_than_greedy(name: str) -> None:
+    found, greedy = optimize(name), optimize(name, search="greedy")
+    assert found.report.search == "xrlflow"
+    assert found.report.cost_after <= greedy.report.cost_after * (1 + 1e-9)
+
+
+def test_the_result_computes_the_same_and_replays(tmp_path: Path) -> None:
+    found = optimize("resnext50", verify=True)
+    assert not found.returned_original
+    assert found.report.verified
+    found.save_trace(tmp_path / "trace.json")
+    again = optimize("resnext50", replay=tmp_path / "trace.json")
+    assert again.graph.fingerprint == found.graph.fingerprint
+    assert optimize("resnext50").trace == found.trace  # of the same seed
+
+
+def test_an_agent_of_fewer_rules_is_extended(tmp_path: Path) -> None:
+    found = optimize("resnext50", agent=small_agent(tmp_path / "agent.safetensors"))
+    assert found.report.cost_after < found.report.cost_before
+
+
+def test_training_on_the_model_is_told(tmp_path: Path) -> None:
+    threads = torch.get_num_threads()
+    found = optimize(
+        "squeezenet", agent=small_agent(tmp_path / "agent.safetensors"), train_steps=20, budget=30
+    )
+    assert any("trained on this model for" in note for note in found.report.notes)
+    assert torch.get_num_threads() == threads
+
+
+def spoiled(path: Path) -> Path:
+    """The shipped agent, with a number that is none."""
+    checkpoint = load_checkpoint(PRETRAINED, KIND)
+    tensors = {k: v.clone() for k, v in checkpoint.tensors.items()}
+    tensors["trust"][0] = float("nan")
+    save_checkpoint(Checkpoint(KIND, checkpoint.config, tensors), path)
+    return path
+
+
+def truncated(path: Path) -> Path:
+    path.write_bytes(PRETRAINED.read_bytes()[:1000])
+    return path
+
+
+def unrelated(path: Path) -> Path:
+    save_checkpoint(Checkpoint("training", {}, {"a": torch.zeros(1)}), path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("make", "words"), [(spoiled, "trust"), (truncated, "damaged"), (unrelated, "holds: training")]
+)
+def test_a_bad_agent_is_refused_in_one_line(tmp_path: Path, make: Any, words: str) -> None:
+    path = make(tmp_path / "bad.safetensors")
+    with pytest.raises(OptionError, match=f"bad.safetensors.*{words}"):
+        optimize("squeezenet", agent=path)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"agent": "nowhere.safetensors"}, "nowhere.safetensors is no file"),
+        ({"train_steps": -1}, "train_steps -1 is negative"),
+        ({"search": "taso", "train_steps": 5}, "train_steps has no meaning with search 'taso'"),
+        ({"search": "greedy", "agent": str(PRETRAINED)}, "agent has no meaning with search 'greedy'"),
+    ],
+)
+def test_options_that_make_no_sense(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(OptionError, match=words):
+        optimize("squeezenet", **options)
+
+
+def test_the_command_line_takes_an_agent(tmp_path: Path) -> None:
+    import onnx
+
+    source, output = tmp_path / "in.onnx", tmp_path / "out.onnx"
+    onnx.save(models.small("squeezenet"), source)
+    agent = small_agent(tmp_path / "agent.safetensors")
+    command = [
+        "optimize",
+        str(source),
+        "-o",
+        str(output),
+        "--search",
+        "xrlflow",
+        "--agent",
+        str(agent),
+        "--budget",
+        "20",
+    ]
+    done = CliRunner().invoke(app, [*command, "--cost", "roofline", "--no-measure", "--json"])
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["search"] == "xrlflow"
+    assert output.exists()
