@@ -353,7 +353,7 @@ def networks(arguments: argparse.Namespace) -> str:
         nodes = start.found.state.graph.node_count
         reference = list(contestants.compete(start, lambda _: Limits(1000), ["taso 1.05"]))
         taken = reference[0]["seconds"]
-        given = PART * taken if nodes > LARGE else taken
+        given = PART * taken if nodes > LARGE else max(taken, 1.0)
 
         def limits(method: str, given: float = given, taken: float = taken) -> Limits:
             return within(given if method in ("agent", "uniform") else max(taken, 1.0))

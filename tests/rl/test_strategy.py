@@ -312,7 +312,7 @@ def test_ctrl_c_keeps_the_best() -> None:
 
     result = agent_search(state, initial, Limits(), Interrupting(words), Featuriser(words, Roofline()))
     assert result.interrupted
-    assert result.best.cost == greedy(state, initial, Limits()).best.cost < initial
+    assert result.best.cost <= greedy(state, initial, Limits()).best.cost < initial
 
 
 def test_the_search_ends_where_nothing_is_left() -> None:

@@ -5,6 +5,8 @@ what a cost model can tell is not asked of a network:
 
 - Descents. From whatever state is reached greedy descent by modelled cost goes on, without a network call. The first
   one starts at the input, so the result is never worse than greedy's (if the limits let that finish).
+- Level steps. Where the first descent ends, every substitution that costs next to nothing is tried, each followed by a
+  descent: that is cheaper than a network call.
 - Kicks. Where a descent ends, the agent says which substitutions are worth a loss. Each is followed by a descent. Those
   that do not pay at once are places for further kicks, best first by the policy's probability along the way (as in
   Orseau et al., 2018, Single-Agent Policy Tree Search) and by what they lose: so valleys of several steps are crossed.
@@ -61,9 +63,10 @@ class StrategyConfig:
     rollouts that sample. `doubt`: the part of a kick's probability that does not come from the policy, but prefers
     small losses. `rise`: what a loss of the whole initial cost counts, in nats of probability. `twins`: what a state
     counts that is the n-th of one size and cost, times log n. `elsewhere`: what a kick counts that was there before the
-    last one: it has nothing to do with it, and could come first. `horizon` of a rollout. `patience`: expanded states
-    without an improvement before the search gives up; None: until the limits. `growth`: graphs of more than so many
-    times the input's operators are dropped.
+    last one: it has nothing to do with it, and could come first. `level`: a loss of at most this part of the initial
+    cost is tried without asking. `horizon` of a rollout. `patience`: expanded states without an improvement before the
+    search gives up; None: until the limits. `growth`: graphs of more than so many times the input's operators are
+    dropped.
     """
 
     batch: int = 4
@@ -75,6 +78,7 @@ class StrategyConfig:
     rise: float = 8.0
     twins: float = 2.0
     elsewhere: float = 2.0
+    level: float = 0.005
     horizon: int = 100
     patience: int | None = 100
     growth: float = 2.0
@@ -207,6 +211,7 @@ class _Search(Generic[Obs]):
     def run(self) -> None:
         try:
             self.descend(self.root)
+            self.try_level_steps()
             self.await_evaluation(self.best, 0.0, 0)
             rollouts = [
                 _Rollout(self.root, 0.0 if i == 0 else self.config.temperature)
@@ -390,6 +395,23 @@ class _Search(Generic[Obs]):
             ):
                 if part:
                     self.await_kick(_Kick(place.found, tuple(part), nats + toll, waiting.depth + 1))
+
+    def try_level_steps(self) -> None:
+        """Kick wherever that costs next to nothing, as long as it brings anything."""
+        least = self.config.level * self.root.cost
+        settled: Found | None = None
+        while settled is not self.best:
+            settled = self.best
+            groups: dict[Group, list[Match]] = {}
+            for match in choices(settled.state, self.ancestors(settled)):
+                if match.delta <= least:
+                    group = alike(settled.state.graph, match, settled.cost)
+                    groups.setdefault(group, []).append(match)
+            for alikes in sorted(groups.values(), key=lambda g: (g[0].delta, g[0].key)):
+                loss = max(0.0, alikes[0].delta) / max(self.root.cost, 1e-30)
+                self.kick(_Kick(settled, tuple(alikes), self.config.rise * loss + log(len(groups)), 1))
+                if self.best is not settled:
+                    break
 
     def await_kick(self, kick: _Kick) -> None:
         self.numbers += 1
