@@ -9,6 +9,7 @@ Tables, each of one run on one machine, with the same rules and the same modelle
     steps           environment steps per second in training, updates included
     scratch         how long an agent that knows nothing takes to beat greedy search on one network
     encodings       training with `encoding="successors"` beside ours, in equal time
+    rewards         training by the modelled reward, by the measured one and by both, in equal time
     train           makes an agent from `models/training.py`, to be tested by the tables above
 
 With several `--agents` each is one of the seeds; with one, `--seeds` searches are made with it. Controls stand in every
@@ -29,7 +30,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,20 +43,23 @@ import models
 from models import training, wheels
 from models.valleys import FAMILIES, Charted, catalogue, valley_library
 from rewrite_rules import LIBRARY
+from xrlflow.backends.onnxruntime import measure
 from xrlflow.cost import Roofline
 from xrlflow.learn.log import Logs
 from xrlflow.learn.ppo import PPOConfig, Rollout, collect, update
 from xrlflow.learn.segments import SegmentCategorical
-from xrlflow.onnxio import load
+from xrlflow.onnxio import ImportedModel, load, to_proto
 from xrlflow.rewrite import Library, RewriteState
 from xrlflow.rl.agent import Agent
-from xrlflow.rl.env import EnvConfig, Problem, RewriteEnv, choices
+from xrlflow.rl.env import EnvConfig, Problem, Reward, RewriteEnv, choices
 from xrlflow.rl.features import Featuriser, RewriteData, Situation, Vocabulary
+from xrlflow.rl.latency import PairedLatency
 from xrlflow.rl.strategy import StrategyConfig, agent_search
 from xrlflow.rl.successors import SuccessorAgent, SuccessorFeaturiser
 from xrlflow.rl.train import TrainConfig, train
 from xrlflow.rl.workers import Task
-from xrlflow.search import Found, Limits, SearchResult, extend, greedy, lookahead, simplify, taso
+from xrlflow.search import Found, Limits, SearchResult, extend, greedy, lookahead, replay, simplify, taso
+from xrlflow.verify import feeds_for_measurement
 
 PRETRAINED = Path(__file__).resolve().parent.parent / "xrlflow" / "rl" / "pretrained" / "agent.safetensors"
 # Expanded states that no time limit reaches.
@@ -714,20 +718,90 @@ def trained_alone(start: Start, vocabulary: Vocabulary, encoding: str, seed: int
     observe: Any = SuccessorFeaturiser(featuriser) if successors else featuriser
     policy: Any = SuccessorAgent(vocabulary) if successors else Agent(vocabulary)
     environments = [RewriteEnv([_problem(start)], observe, EnvConfig(horizon=50)) for _ in range(4)]
+    row = learn(policy, environments, 256, seed, seconds)
+    return {"graph": start.name, "encoding": encoding, "seed": seed, "initial": start.found.cost, **row}
+
+
+def learn(policy: Any, environments: Sequence[RewriteEnv[Any]], steps: int, seed: int, seconds: float) -> Row:
+    """PPO in this process for so long, at least `steps` steps to an update; what the episodes came to."""
     config = PPOConfig(epochs=3, minibatch=64, reward_scale=0.05)
     optimizer = config.optimizer(policy)
     generator = torch.Generator().manual_seed(seed)
-    begin, taken, best, last = time.monotonic(), 0, start.found.cost, [start.found.cost]
+    begin, taken, best, last = time.monotonic(), 0, math.inf, [math.inf]
     while time.monotonic() - begin < seconds:
-        episodes = collect(policy, environments, 256, generator)
+        episodes = collect(policy, environments, steps, generator)
         taken += sum(map(len, episodes))
         best = min(best, *(e.info["best"] for e in episodes))
         last = [e.info["cost"] for e in episodes]
         update(policy, optimizer, Rollout.of(episodes, config), config, generator)
     return {
-        "graph": start.name, "encoding": encoding, "seed": seed, "initial": start.found.cost, "best": best,
-        "last": statistics.fmean(last), "steps": taken, "seconds": time.monotonic() - begin,
+        "best": best, "last": statistics.fmean(last), "steps": taken, "seconds": time.monotonic() - begin,
     }  # fmt: skip
+
+
+# Rewards
+
+
+def rewards(arguments: argparse.Namespace) -> str:
+    """What the measured reward buys and costs: PPO for equal time, and then the policy's own graph, measured."""
+    library = Library(LIBRARY)
+    vocabulary = Vocabulary.of(library)
+    table, rows = [], []
+    for name in arguments.names or ["squeezenet", "magika"]:
+        start = whole_start(name, library)
+        imported, source, feeds = measurable(name)
+        for reward in Reward:
+            for seed in range(arguments.seeds):
+                torch.manual_seed(seed)
+                latency = PairedLatency(imported, source, feeds, seconds=3.0)
+                problem = replace(_problem(start), latency=latency)
+                featuriser, policy = Featuriser(vocabulary, start.prices), Agent(vocabulary)
+                config = EnvConfig(reward, horizon=30)
+                row = learn(policy, [RewriteEnv([problem], featuriser, config)], 128, seed, arguments.seconds)
+                found = likeliest(policy, RewriteEnv([problem], featuriser, EnvConfig(horizon=30)))
+                graph = [start.found.state, *replay(start.found.state, found["trace"])][-1].graph
+                result = to_proto(imported, graph).SerializeToString()
+                ratio = measure([source, result], feeds, time_limit=20.0).speedup
+                rows.append(
+                    {
+                        "graph": name, "reward": reward.value, "seed": seed, "initial": start.found.cost,
+                        "cost": found["cost"], "speedup": [ratio.median, ratio.low, ratio.high], **row,
+                    }
+                )  # fmt: skip
+                print(rows[-1], file=sys.stderr, flush=True)
+            mine = [r for r in rows if r["graph"] == name and r["reward"] == reward.value]
+            table.append(
+                [
+                    name, reward.value, spread([r["steps"] / r["seconds"] for r in mine], "{:.1f}"),
+                    spread([r["cost"] / r["initial"] for r in mine], "{:.4f}"),
+                    ", ".join("{:.3f} [{:.3f}, {:.3f}]".format(*r["speedup"]) for r in mine),
+                ]
+            )  # fmt: skip
+    Rows(arguments.json).add(rows)
+    return markdown(
+        ["equal time", "reward", "steps per second", "modelled cost of the policy's graph", "measured"], table
+    )
+
+
+def measurable(name: str) -> tuple[ImportedModel, str | bytes, Mapping[str, Any]]:
+    """A network as the runtime takes it, and inputs."""
+    if name in models.ZOO:
+        proto = models.build(name)
+        imported = load(proto)
+        return imported, proto.SerializeToString(), feeds_for_measurement(imported)
+    path = str(wheels.fetch(name))
+    return load(path, shapes=wheels.find(name).shapes), path, wheels.inputs(name)
+
+
+def likeliest(policy: Agent, env: RewriteEnv[RewriteData]) -> dict[str, Any]:
+    """What an episode of the policy's first choices comes to."""
+    observation, _ = env.reset(seed=0)
+    while True:
+        with torch.inference_mode():
+            distribution, _ = policy.evaluate([observation])
+        observation, _, terminated, truncated, information = env.step(int(distribution.mode()[0]))
+        if terminated or truncated:
+            return information
 
 
 # Training
@@ -758,10 +832,18 @@ TABLES: Mapping[str, Callable[[argparse.Namespace], str]] = {
     "steps": steps,
     "scratch": scratch,
     "encodings": encodings,
+    "rewards": rewards,
     "train": make,
 }
 # Seconds that a search, or a training run, has.
-SECONDS = {"valleys": 5.0, "generalisation": 30.0, "scratch": 600.0, "encodings": 120.0, "train": 0.0}
+SECONDS = {
+    "valleys": 5.0,
+    "generalisation": 30.0,
+    "scratch": 600.0,
+    "encodings": 120.0,
+    "rewards": 120.0,
+    "train": 0.0,
+}
 
 
 def main() -> None:
