@@ -439,6 +439,10 @@ class PullProductOutOfConcat(RegionRule):
         "agraph (float[1,4,5] x, float[N,4,5] z, float[6,2,3] w) => (float[M,6,3] y) "
         "{ a = Conv<group=2>(x, w) b = Conv<group=2>(z, w) y = Concat<axis=0>(a, b) }",
     )
+    near_misses = (
+        "agraph (float[1,2,3] x, float[2,4,3] z, float[2,3,5] w) => (float[2,6,5] y) "
+        "{ a = MatMul(x, w) b = MatMul(z, w) y = Concat<axis=1>(a, b) }",
+    )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
         made = _products(reader, node)
@@ -480,6 +484,8 @@ class PullProductOutOfConcatOfColumns(RegionRule):
         "{ p = MatMul(x, v) q = MatMul(x, w) y = Concat<axis=1>(p, q) }",
         "agraph (float[1,2,5] x, float[3,2,3] v, float[4,2,3] w, float[3] b) => (float[1,7,3] y) "
         "{ p = Conv(x, v, b) q = Conv(x, w) y = Concat<axis=1>(p, q) }",
+        "agraph (float[2,3] x, float[3,4] v, float[3,5] w, float[1] b, float[1] c) => (float[2,9] y) "
+        "{ p = Gemm(x, v, b) q = Gemm(x, w, c) y = Concat<axis=1>(p, q) }",
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
@@ -725,6 +731,9 @@ class MergeSharedWeightConvs(RegionRule):
         "{ p, q = Split<axis=0, num_outputs=2>(x) a = Conv<group=2>(p, w) b = Conv<group=2>(q, w) }",
         "agraph (float[1,2,K] x, float[3,2,K] z, float[2,2,K] u, float[2,2,1] w) "
         "=> (float[1,2,K] a, float[3,2,K] b, float[2,2,K] c) { a = Conv(x, w) b = Conv(z, w) c = Conv(u, w) }",
+    )
+    near_misses = (
+        "agraph (float[1,2,4] x, float[2,2,1] w) => (float[1,2,4] b) { a = Conv(x, w) r = Relu(a) b = Conv(r, w) }",
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:

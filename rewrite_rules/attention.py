@@ -160,7 +160,7 @@ class FuseAttention(RegionRule):
             isinstance(queries[3], int) and queries[3] > 0 and keys[3] == queries[3],
             "the size of a head is not known",
         )
-        require(isinstance(values[3], int) and values[3] > 0, "the size of a value is not known")
+        worthwhile(isinstance(values[3], int) and values[3] > 0, "the size of a value is not known")
         if mask is not None:
             scores = (queries[0], queries[1], queries[2], keys[2])
             shape = reader.type(mask).shape

@@ -84,12 +84,12 @@ def reshape_numbers(before: Sequence[Dim], after: Sequence[Dim]) -> list[int]:
     """The constant shape that makes a Reshape of `before` give `after`, for every binding of the symbols.
 
     A symbol that stands in the same place is copied (0), one other is left to be inferred (-1), if no other
-    dimension can be 0. Refuses where that does not do, and where `after` has a dimension of 0.
+    dimension can be 0. Refuses where that does not do, and where a dimension becomes 0, which would be copied.
     """
     out: list[int] = []
     for i, dim in enumerate(after):
         if isinstance(dim, int):
-            require(dim > 0, "a dimension is 0")
+            require(dim > 0 or (i < len(before) and before[i] == 0), "a dimension is 0")
             out.append(dim)
         elif dim is not None and i < len(before) and before[i] == dim:
             out.append(0)

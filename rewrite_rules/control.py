@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -26,6 +26,7 @@ from rewrite_rules.bodies import (
     without_nodes,
 )
 from rewrite_rules.elementwise import BROADCAST, UNARY
+from rewrite_rules.identity import RANDOM
 from xrlflow.ir import (
     ABSENT,
     FLOATS,
@@ -76,6 +77,7 @@ class InlineConstantIf(RegionRule):
              " else_branch = t2 () => (KIND v) { v = Neg(z) }>", "q = Neg(x)"),
         )
     )  # fmt: skip
+    survivors: ClassVar[Mapping[str, str]] = {"drop: the branch is random": RANDOM}
     near_misses = (
         "agraph (float[3] x) => (float[3] y) <bool c = {1}> { y = If (c) <then_branch = a () => (float[3] p)"
         " { p = RandomNormalLike(x) }, else_branch = b () => (float[3] q) { q = Neg(x) }> }",
@@ -149,6 +151,7 @@ class DropFailingBranch(RegionRule):
             ((bad[0], bad[1].format("p")), (good[0], good[1].format("q"))),
         )
     )
+    survivors: ClassVar[Mapping[str, str]] = {"drop: the branch is random": RANDOM}
     near_misses = (examples[0].replace("p = Squeeze(x, one)", "r = RandomNormalLike(x) p = Squeeze(r, one)"),)
 
     def find(self, reader: Reader, node: Node) -> Region | None:
@@ -379,7 +382,8 @@ class UnrollLoop(RegionRule):
             for count, condition in (("three", ""), ("three", "yes"))
             for going in ("on = Identity(going)", "on = Identity(yes)")
         ),
-        _loop_example("", "on = Identity(going) t = Equal(i, one) w = Where(t, x, v) s = Neg(w)", count="three"),
+        _loop_example("", "on = Identity(going) t = Equal(i, one) u = Where(t, x, v) w = Sin(u) s = Neg(w)",
+                      count="three"),
         _loop_example("", "on = Identity(going) w = Relu(v) s = Sub(w, v)", count="one"),
         _loop_example("two = Constant<value_int = 2>()", "on = Identity(going) w = MatMul(v, m) s = Neg(v)",
                       count="two"),
@@ -392,6 +396,7 @@ class UnrollLoop(RegionRule):
         " last, other = Loop (three, , z, x) <body = b (int64 i, bool going, float[2] v, float[2] u)"
         " => (bool on, float[2] w, float[2] t) { on = Identity(going) w = Mul(u, x) t = Sub(v, u) }> }",
     )  # fmt: skip
+    survivors: ClassVar[Mapping[str, str]] = {"drop: the body is random": RANDOM}
     near_misses = (
         _loop_example("", "on = Identity(going) w = Add(v, x) s = Neg(w)"),
         _loop_example("", "on = Identity(going) w = Add(v, x) s = Neg(w)", count="three", condition="no",

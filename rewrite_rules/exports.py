@@ -219,13 +219,30 @@ class FoldComputedShape(RegionRule):
             known = all(isinstance(d, int) or (d is not None and d == b) for d, b in zip(wanted, own))
             require(known, "a dimension is not known")
             return Region(node.outputs, (source,), (node,), [d if isinstance(d, int) else 1 for d in wanted])
-        require(not node.attrs.get("allowzero") or 0 not in wanted, "a 0 means 0")
+        require(_copies(node, before, wanted), "a 0 means 0")
         return Region(node.outputs, (source,), (node,), reshape_numbers(before, _reshaped(before, wanted)))
 
     def target(self, op: Op, region: Region, x: Val) -> Any:
         if region.data is None:
             return x
         return op[region.nodes[0].op](x, list(region.data))
+
+
+def _copies(node: Node, before: Sequence[Dim], wanted: Sequence[Dim]) -> bool:
+    """Whether a 0 in the shape of a Reshape is the dimension in its place, which it copies without `allowzero`."""
+    zeros = (i for i, d in enumerate(wanted) if d == 0)
+    return not node.attrs.get("allowzero") or all(i < len(before) and before[i] == 0 for i in zeros)
+
+
+def _flattened(leading: str) -> str:
+    """A transpose of the last two dimensions of something, with the leading ones put together meanwhile."""
+    return (
+        f"agraph (float[{leading},M,4] x) => (float[{','.join('ABCDE'[: leading.count(',') + 3])}] y) {{"
+        " all = Constant<value_ints = [-1]>() two = Constant<value_ints = [-2]>() low = Constant<value_ints = [0]>()"
+        " end = Constant<value_ints = [100]>() s = Shape(x) m = Slice(s, two, all) n = Slice(s, all, end)"
+        " lead = Slice(s, low, two) f = Concat<axis = 0>(all, m, n) a = Reshape(x, f)"
+        " b = Transpose<perm = [0, 2, 1]>(a) g = Concat<axis = 0>(lead, n, m) y = Reshape(b, g) }"
+    )
 
 
 class MergeFlattenedTranspose(RegionRule):
@@ -237,15 +254,8 @@ class MergeFlattenedTranspose(RegionRule):
     certain = True
     anchors = ("Reshape",)
     reads_from = ("Transpose",)
-    examples = tuple(
-        f"agraph (float[{leading},M,4] x) => (float[{','.join('ABCDE'[: leading.count(',') + 3])}] y) {{"
-        " all = Constant<value_ints = [-1]>() two = Constant<value_ints = [-2]>() low = Constant<value_ints = [0]>()"
-        " end = Constant<value_ints = [100]>() s = Shape(x) m = Slice(s, two, all) n = Slice(s, all, end)"
-        f" lead = Slice(s, low, two) f = Concat<axis = 0>({first}) a = Reshape(x, f)"
-        f" b = Transpose<perm = [0, 2, 1]>(a) g = Concat<axis = 0>({second}) y = Reshape(b, g) }}"
-        for leading in ("N,3", "2,N", "N,K", "2,3,N", "5", "3,1", "N", "2,3,4")
-        for first, second in (("all, m, n", "lead, n, m"),)
-    )
+    examples = tuple(map(_flattened, ("N,3", "N,5", "N,2,3", "2,3", "5", "3,1", "N", "2,3,4")))
+    near_misses = tuple(map(_flattened, ("2,N", "N,K")))
 
     def find(self, reader: Reader, node: Node) -> Region | None:
         transpose = reader.producer(node.inputs[0])
@@ -267,12 +277,16 @@ class MergeFlattenedTranspose(RegionRule):
         perm = perm_of(transpose, len(first))
         behind = len(first) - 1
         leading = len(before) - behind
-        require(perm[0] == 0 and leading > 0, "the leading dimensions move")
+        require(perm[0] == 0, "the leading dimensions move")
         own = [before[i] if d == 0 and i < len(before) else d for i, d in enumerate(first)]
         require(tuple(own[1:]) == before[leading:], "the last dimensions are not those of x")
         moved = (*range(leading), *(p - 1 + leading for p in perm[1:]))
         after = [before[p] for p in moved]
         require(tuple(after) == second, "the dimensions are not those of x")
+        # A 0 copies the dimension in its place. (The first is put together of all that lead, and is 0 if one is.)
+        turned = [own[p] for p in perm]
+        meant = ((isinstance(d, int) and d > 0) or d == t for d, t in zip(second[1:], turned[1:]))
+        require(all(meant), "a dimension may be 0, and another be copied")
         return Region(node.outputs, (flat.inputs[0],), (node, transpose, flat), moved)
 
     def target(self, op: Op, region: Region, x: Val) -> Any:
@@ -325,7 +339,6 @@ class UseSignedWeights(RegionRule):
         for kind, value in (("", "{128}"), ("[2]", "{120, 255}"))
     )
     near_misses = (
-        examples[0].replace("uint8[N,3] x, uint8 z", "int8[N,3] x, int8 z"),
         examples[0].replace("uint8[3,2] w = {0, 255, 7, 128, 127, 30}, uint8 v = {128}",
                             "int8[3,2] w = {0, 25, 7, -128, 127, 30}, int8 v = {12}"),
     )  # fmt: skip
@@ -334,7 +347,7 @@ class UseSignedWeights(RegionRule):
         if len(node.inputs) < 4 or ABSENT in node.inputs:
             return None
         x, w, z, v = node.inputs
-        require(reader.type(x).dtype == DType.UINT8, "the other factor is signed")
+        worthwhile(reader.type(x).dtype == DType.UINT8, "the other factor is signed")
         require(
             reader.type(w).dtype == DType.UINT8 and reader.type(v).dtype == DType.UINT8,
             "the weights are signed",
@@ -469,7 +482,7 @@ class KeepRowsInQuantizedProduct(RegionRule):
         if rows is None or source is None or before is None or wanted is None or columns is None:
             return None
         after = _reshaped(before, wanted)
-        require(not node.attrs.get("allowzero") or 0 not in wanted, "a 0 means 0")
+        require(_copies(node, before, wanted), "a 0 means 0")
         if len(rows) != 2 or len(columns) != 2 or len(after) < 2:
             return None
         require(after[-1] == columns[1] != 0 and rows[-1] == columns[0] != 0, "the rows are cut")

@@ -289,6 +289,10 @@ class ReplaceWhereByRelu(_ReplaceWhere):
         "agraph (double[N] x) => (double[N] y) <double[1] z = {0}> { c = GreaterOrEqual(z, x) y = Where(c, "
         "z, x) }",
     )
+    near_misses = (
+        "agraph (float[N,3] x) => (float[N,3] y) { z = Constant<value_float=0.0>() c = Greater(x, z) y = "
+        "Where(c, x, z) }",
+    )
 
     def read(self, reader: Reader, choice: _Choice) -> tuple[tuple[Value, ...], Any] | None:
         if choice.bound != 0 or choice.above != choice.x or not _is(reader, choice.below, 0.0, choice.x):

@@ -314,7 +314,6 @@ class ReplaceRotaryEmbedding(_Contributed):
     def where(self, m: Captures, x: Val, cosine: Val, sine: Val, positions: Val) -> None:
         heads = m.c.get("num_heads", 0)
         width = x.size(3) if x.rank == 4 else x.size(2) // max(heads, 1)
-        require(x.rank == 4 or heads > 0, "the number of heads is not known")
         turned = m.c.get("rotary_embedding_dim", 0) or width
         require(cosine.size(1) * 2 == turned, "the tables are wider than what is turned")
         require(x.rank == 3 or turned == width or heads == x.shape[1], "the number of heads is not known")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -407,6 +407,25 @@ _GRU_CELL = (
 )
 
 
+def _fed_back(example: str) -> str:
+    """A cell of which the second step's input depends on the first state."""
+    return example.replace(
+        "x1 = Gather<axis=1>(x, i1)", "y1 = Gather<axis=1>(x, i1) y2 = ReduceMean(h1, one) x1 = Add(y1, y2)"
+    )
+
+
+def _short(example: str, state: str, shape: str) -> str:
+    """A cell with a first state that broadcasts."""
+    return example.replace(f"float[2,2] {state}", f"float[{shape}] {state}")
+
+
+def _other_input(example: str) -> str:
+    """A cell of which the second step has an input that broadcasts."""
+    return example.replace("agraph (", "agraph (float[1,3] v, ").replace(
+        "x1 = Gather<axis=1>(x, i1)", "x1 = Identity(v)"
+    )
+
+
 def _users(reader: Reader, value: Value, op: str) -> list[Node]:
     return [n for n in reader.users(value) if n.op == op]
 
@@ -423,6 +442,12 @@ class FuseUnrolledLSTM(_Unrolled):
     examples = (
         _unrolled(f"z{{t}} = Add(a{{t}}, b{{t}}) {_LSTM_CELL}", 4, states=_LSTM_STATES),
         _unrolled(_LSTM_CELL, 4, states=_LSTM_STATES, joined=True, steps=2),
+    )
+    near_misses = (
+        _fed_back(examples[0]),
+        _short(examples[0], "h0", "1,2"),
+        _short(examples[0], "c0", "2,1"),
+        _other_input(examples[0]),
     )
     native = "LSTM"
     states = 2
@@ -501,6 +526,7 @@ class FuseUnrolledGRU(_Unrolled):
             3,
         ),
     )
+    near_misses = (_fed_back(examples[0]), _short(examples[0], "h0", "1,2"), _other_input(examples[0]))
     native = "GRU"
 
     def step(self, reader: Reader, hidden: Value) -> _Step | None:
@@ -620,6 +646,10 @@ class FuseUnrolledGRU(_Unrolled):
         return {"linear_before_reset": 1} if native.kind[0] else {}
 
 
+# Why the two halves of a bias may change places.
+_SUM = "an RNN adds up its two biases"
+
+
 class FuseUnrolledRNN(_Unrolled):
     """h' = tanh(W x_t + R h + b), step by step -> rnn(x, h);  Relu alike."""
 
@@ -629,6 +659,11 @@ class FuseUnrolledRNN(_Unrolled):
         _unrolled("s{t} = Add(a{t}, b{t}) h{n} = Tanh(s{t})", 1),
         _unrolled("h{n} = Relu(z{t})", 1, joined=True, steps=2),
     )
+    near_misses = (_fed_back(examples[0]), _short(examples[0], "h0", "1,2"), _other_input(examples[0]))
+    survivors: ClassVar[Mapping[str, str]] = {
+        "swap 0 1 of Concat (call 12)": _SUM,
+        "swap 0 1 of Concat (call 13)": _SUM,
+    }
     native = "RNN"
 
     def step(self, reader: Reader, hidden: Value) -> _Step | None:

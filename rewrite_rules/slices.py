@@ -874,6 +874,8 @@ class PullBinaryOutOfSplit(RegionRule):
         " { a, b = Split<axis=1, num_outputs=2>(x) y = Add(a, w) z = Add(b, w) }",
         "agraph (float[N,4] x) => (float[N,2] y, float[N,2] z)"
         " { a, b = Split<axis=1, num_outputs=2>(x) y = Mul(a, a) z = Mul(b, b) }",
+        "agraph (float[N,4] x, float[N,2] c) => (float[N,2] y, float[N,2] z)"
+        " { a, b = Split<axis=1, num_outputs=2>(x) y = Add(a, c) t = Relu(y) z = Add(b, t) }",
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:

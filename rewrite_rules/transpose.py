@@ -463,7 +463,7 @@ class PushTransposeThroughReduce(RegionRule):
         if inner is None or inner.op != "Transpose":
             return None
         axes = ints_input(reader, node, 1)
-        require(axes is not None, "it reduces everything, or nothing")
+        require(axes, "it reduces everything, or nothing")
         assert axes is not None
         worthwhile(read_once(reader, node.inputs[0]), "the transpose is read elsewhere")
         rank = rank_of(reader, node.inputs[0])
@@ -489,6 +489,10 @@ class PushTransposeIntoReduce(RegionRule):
     examples = (
         "agraph (float[N,3,4] x) => (float[N,3,1] y) { a = Transpose<perm=[0,2,1]>(x) "
         "i = Constant<value_ints=[1]>() b = ReduceMax(a, i) y = Transpose<perm=[0,2,1]>(b) }",
+    )
+    near_misses = (
+        "agraph (float[N,3,4] x) => (float[1,1,1] y) { a = Transpose<perm=[0,2,1]>(x) b = ReduceMax(a) "
+        "y = Transpose<perm=[0,2,1]>(b) }",
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:

@@ -10,28 +10,10 @@ from xrlflow.verify.rules import prove
 
 # Of a rule's mutants at least so many are rejected, and all but two at most if they are few.
 _LEAST_REJECTED = 0.7
-# Rules whose proof is not complete since it demands that everything was tried. The first three differ from their left
-# side on tensors without elements, or without axes; the others have conditions or attributes that no example reaches.
-_INCOMPLETE = frozenset(
-    {
-        "DropFailingBranch",
-        "MergeFlattenedTranspose",
-        "PushTransposeThroughReduce",
-        "FoldSliceIntoConvStride",
-        "FuseStepsIntoGemms",
-        "MergeMaxPools",
-        "MergeSharedWeightProducts",
-        "PushConvBeforeResize",
-        "PushTransposeIntoReduce",
-        "ReplaceRotaryEmbedding",
-    }
-)
 
 
 @pytest.mark.parametrize("rule", LIBRARY, ids=lambda r: r.name)
-def test_proven(rule: AnyRule, request: pytest.FixtureRequest) -> None:
-    if rule.name in _INCOMPLETE:
-        request.applymarker(pytest.mark.xfail(reason="the proof is not complete", strict=True))
+def test_proven(rule: AnyRule) -> None:
     found = prove(rule)
     assert found.proven, "\n".join(found.failures)
     assert found.mutants_rejected >= min(_LEAST_REJECTED * found.mutants, found.mutants - 2), found.survivors

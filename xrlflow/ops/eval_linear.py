@@ -187,7 +187,8 @@ def conv(field: Field, attrs: Attrs, x: Array, weight: Array, bias: Array | None
     batch, channels = x.shape[:2]
     maps, depth = weight.shape[:2]
     groups = integer(attrs, "group", 1)
-    if channels != depth * groups or maps % groups or (bias is not None and bias.shape != (maps,)):
+    fits = x.ndim == weight.ndim and channels == depth * groups and maps % groups == 0
+    if not fits or (bias is not None and bias.shape != (maps,)):
         raise ValueError(f"Conv of {x.shape} with {weight.shape} in {groups} groups")
     w = windows(attrs, x.shape[2:], weight.shape[2:])
     rank, taps = len(w.kernel), prod(w.kernel)

@@ -154,7 +154,12 @@ def _center_crop_pad(field: Field, attrs: Attrs, x: Array, shape: Array) -> Arra
 
 
 def _gather(field: Field, attrs: Attrs, x: Array, indices: Array) -> Array:
-    return x.take(indices, axis=integer(attrs, "axis", 0))
+    axis = integer(attrs, "axis", 0)
+    if x.size == 0 and indices.size and not -x.shape[axis] <= indices.min() <= indices.max() < x.shape[axis]:
+        raise IndexError(
+            f"Gather beyond the {x.shape[axis]} positions of an axis"
+        )  # where NumPy does not look
+    return x.take(indices, axis=axis)
 
 
 def _within(x: Array, axis: int, indices: Array) -> Array:

@@ -156,7 +156,9 @@ def draw_feeds(
         elif numpy_dtype(type.dtype).kind == "b":
             feeds[value] = rng.random(shape) < 0.5
         else:
-            feeds[value] = rng.integers(0, 4, shape).astype(numpy_dtype(type.dtype))
+            # Now and then an index counts from the back, or leads nowhere.
+            low, high = (-4, 8) if rng.random() < 0.25 else (0, 4)
+            feeds[value] = rng.integers(low, high, shape).astype(numpy_dtype(type.dtype))
     return feeds
 
 

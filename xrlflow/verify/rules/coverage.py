@@ -36,7 +36,7 @@ from xrlflow.verify.rules.kinds import (
     index_subject,
     shown,
 )
-from xrlflow.verify.rules.patterns import dimension_subject, give
+from xrlflow.verify.rules.patterns import dimension_of, dimension_subject, give
 from xrlflow.verify.rules.sketch import Problem, Sketch, SketchConst, with_const, with_node
 from xrlflow.verify.rules.variations import forget, replace_dims, resize_to
 
@@ -155,7 +155,9 @@ def grant(sketch: Sketch, problem: Problem, wish: Kind, draw: Draw) -> Sketch:
     sketch = replace(sketch, drawn=frozenset())  # it need not be true any more
     if wish.subject == "size":
         return _with_size(sketch, wish, draw)
-    if (dim := wish.subject.removeprefix("dimension ")) in sketch.dims:
+    if (dim := dimension_of(wish)) is not None:
+        if dim not in sketch.dims:
+            raise Unlucky("the sketch has no such dimension")
         resized = resize_to(sketch, sketch.dims[dim], int(wish.name), draw)
         return replace(resized, drawn=frozenset({wish}), dims={})
     if wish.subject == "rank" and wish.name in ("lower", "higher"):

@@ -89,22 +89,25 @@ class Hunt:
             self._cases = self.more.further_cases()
         return self._cases
 
-    def _rejects(self, case: Case, thorough: bool = False) -> bool:
-        """Whether a wrong rule's case is found out; one trial will do, a survivor is tried in every way."""
+    def _rejects(self, case: Case, thorough: bool = False) -> bool | None:
+        """Whether a wrong rule's case is found out; None if the graph has no value anyway.
+
+        One trial will do, a survivor is tried in every way.
+        """
+        said = False
         try:
-            found = check_field(case, self.rng, 0.5) if self.rule.proof == "field" else None
-            if found is None or thorough:
-                check_floats(case, self.rng, self.rule)
+            if self.rule.proof == "field":
+                for _ in range(4 if thorough else 1):  # dimensions that have a name get other numbers
+                    said |= check_field(case, self.rng, 0.5) is not None
             if thorough:
-                for _ in range(3):  # dimensions that have a name get other numbers
-                    if self.rule.proof == "field":
-                        check_field(case, self.rng, 0.5)
-                check_runtime(case, self.rng)
+                said |= check_runtime(case, self.rng) is not None
+            if not said or thorough:
+                said |= check_floats(case, self.rng, self.rule) > 0
         except Wrong:
             return True
         except NotEvaluable:
             return False
-        return False
+        return False if said or usable(case.problem, self.rng) else None
 
     # Targets
 
@@ -142,12 +145,16 @@ class Hunt:
                 mutant is not None and mutant.after.fingerprint == case.after.fingerprint
             ):
                 continue
-            tried.effective += 1
-            tried.cases.append(case)
             if mutant is None:
+                tried.effective += 1
                 tried.alike.add("")
                 continue
-            if self._rejects(mutant, thorough):
+            rejected = self._rejects(mutant, thorough)
+            if rejected is None:
+                continue
+            tried.effective += 1
+            tried.cases.append(case)
+            if rejected:
                 return True
             if thorough:
                 tried.alike.add(_likeness(builder, case, self.rng))
@@ -192,8 +199,9 @@ class Hunt:
                         continue
                     return admitted + 1, True
                 for case in cases:
-                    admitted += 1
-                    if self._rejects(case, thorough):
+                    rejected = self._rejects(case, thorough)
+                    admitted += rejected is not None
+                    if rejected:
                         return admitted, True
         return admitted, False
 
@@ -226,7 +234,8 @@ def _likeness(builder: MutatingBuilder, case: Case, rng: np.random.Generator) ->
                     verdict = _BROADCASTS
                 shape = np.broadcast_shapes(a.shape, b.shape)
                 a, b = np.broadcast_to(a, shape), np.broadcast_to(b, shape)
-                if not np.array_equal(a, b, equal_nan=a.dtype.kind == "f"):
+                same = np.allclose(a, b, 1e-12, 1e-12) if a.dtype.kind == "f" else np.array_equal(a, b)
+                if not same:
                     return ""
         except Exception:
             return ""
@@ -271,7 +280,7 @@ def _number(
             known[value] = promote(REALS, const.numpy())
         else:
             shape = tuple(
-                d if isinstance(d, int) else sizes.setdefault(d or "", int(rng.integers(1, 4)))
+                d if isinstance(d, int) else sizes.setdefault(d or "", int(rng.integers(1, 5)))
                 for d in type.shape or ()
             )
             known[value] = (

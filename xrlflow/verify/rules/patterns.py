@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,8 @@ _OTHER_TYPES = (DType.INT64, DType.INT32, DType.DOUBLE, DType.BOOL)
 # The element types that a rule is tried with, whether it takes them or not.
 _TYPES = (DType.FLOAT, DType.DOUBLE, DType.INT64, DType.BOOL)
 _RANKS = range(6)
+# What the subject of a dimension's kinds begins with.
+_DIMENSION = "dimension "
 
 
 def pattern_kinds(patterns: list[Pattern]) -> list[Kind]:
@@ -71,7 +73,13 @@ def pattern_kinds(patterns: list[Pattern]) -> list[Kind]:
 
 
 def dimension_subject(name: str) -> str:
-    return f"dimension {name}"
+    return f"{_DIMENSION}{name}"
+
+
+def dimension_of(kind: Kind) -> str | None:
+    """The name of the dimension that a kind is one of."""
+    name = kind.subject.removeprefix(_DIMENSION)
+    return name if name != kind.subject else None
 
 
 def _taps(pattern: Pattern) -> set[int | str]:
@@ -98,7 +106,7 @@ class _Sample:
         self.pattern = pattern
         self.draw = draw
         self.wish = wish or Kind("", "")
-        self.specs = draw.choice(pattern.shapes)
+        self.specs = draw.choice(self._alternatives())
         self.dims: dict[int | str, int] = {}
         # What open dimensions, and variables without dimensions, broadcast to.
         self.base = tuple(draw.dim() for _ in range(draw.integer(0, 5 if draw.chance(0.2) else 3)))
@@ -116,6 +124,16 @@ class _Sample:
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.given: dict[int, Any] = {}  # the constant inputs of the node at hand, by their places
         self.types: dict[int, tuple[TensorType, ...]] = {}
+
+    def _alternatives(self) -> Sequence[Mapping[str, VarSpec]]:
+        """The declared shapes, those only that have the dimension that is wished for."""
+        dim = dimension_of(self.wish)
+        if dim is None:
+            return self.pattern.shapes
+        found = [a for a in self.pattern.shapes if any(dim in (s.dims or ()) for s in a.values())]
+        if not found:
+            raise Unlucky("this pattern has no such dimension")
+        return found
 
     def _element_type(self) -> DType:
         allowed = self.rule.dtypes
@@ -138,10 +156,7 @@ class _Sample:
             self.dtype = DType[name.upper()]
         elif subject in self.pattern.optional:
             self.absent = (self.absent | {subject}) if name == "left out" else (self.absent - {subject})
-        elif subject.startswith("dimension "):
-            named = {d for s in self.specs.values() for d in s.dims or ()}
-            if (dim := subject.removeprefix("dimension ")) not in named:
-                raise Unlucky("this alternative has no such dimension")
+        elif (dim := dimension_of(self.wish)) is not None:
             self.dims[dim] = int(name)
 
     def _wished(self, subject: str, sorts: Family) -> Callable[[Draw, Shapes], Any] | None:

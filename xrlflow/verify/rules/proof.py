@@ -44,7 +44,7 @@ from xrlflow.verify.rules.coverage import Coverage, example_kinds, grant, matche
 from xrlflow.verify.rules.draw import Draw
 from xrlflow.verify.rules.hunt import Hunt, Hunted, Survivor
 from xrlflow.verify.rules.kinds import Kind, Meaningless, Unlucky
-from xrlflow.verify.rules.patterns import draw_pattern, pattern_kinds
+from xrlflow.verify.rules.patterns import dimension_of, draw_pattern, pattern_kinds
 from xrlflow.verify.rules.sketch import Problem, Sketch, Unbuildable, build, sketch_of
 from xrlflow.verify.rules.variations import resize, square, vary
 
@@ -415,6 +415,8 @@ class Source:
         there is no such thing.
         """
         try:
+            if wish is not None and (dim := dimension_of(wish)) is not None:
+                bases = [base for base in bases if dim in base[0].dims]
             if wish is not None and bases and self.draw.chance(0.6):
                 return build(self._granted(*self.draw.choice(bases), wish))
             return build(self._sketch(wish))
@@ -442,7 +444,9 @@ class Source:
         draw = self.draw
         if not self.patterns and not self.examples:
             raise Unlucky("there is nothing to vary")
-        if self.patterns and not (self.examples and draw.chance(0.3)):
+        # An example has no names for its dimensions.
+        drawn_only = not self.examples or (wish is not None and dimension_of(wish) is not None)
+        if self.patterns and (drawn_only or not draw.chance(0.3)):
             sketch = draw_pattern(self.rule, self.patterns, draw, wish)  # type: ignore[arg-type]
             if wish is not None:
                 special = wish.subject == "size" and wish.name not in ("0", "1")

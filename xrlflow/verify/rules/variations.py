@@ -40,6 +40,8 @@ _POSITIVE = (
     "kv_num_heads",
 )
 # Constants of these types are data, not shapes or axes.
+# No factor above it is moved from one number of a shape to another.
+_GREATEST_FACTOR = 12
 _DATA = FLOATS | {DType.INT8, DType.UINT8}
 _LIKE: dict[str, tuple[str, ...]] = {op: group for group in CLASSES for op in group}
 
@@ -233,6 +235,25 @@ def _change_number(sketch: Sketch, draw: Draw) -> Sketch:
     return with_const(sketch, at, array=array)
 
 
+def _move_factor(sketch: Sketch, draw: Draw) -> Sketch:
+    """A factor goes from one number of a constant vector to another: the same elements in another shape."""
+    lists = [i for i, c in enumerate(sketch.consts) if c.dtype == DType.INT64 and c.array.ndim == 1]
+    lists = [i for i in lists if sketch.consts[i].array.size > 1]
+    if not lists:
+        return sketch
+    at = draw.choice(lists)
+    array = sketch.consts[at].array.copy()
+    source, target = draw.permutation(array.size)[:2]
+    size = int(array[source])
+    factors = [f for f in range(2, min(size, _GREATEST_FACTOR) + 1) if size % f == 0]
+    if not factors:
+        return sketch
+    factor = draw.choice(factors)
+    array[source] //= factor
+    array[target] *= factor
+    return with_const(sketch, at, array=array)
+
+
 def _change_length(sketch: Sketch, draw: Draw) -> Sketch:
     """A constant vector of integers gets an element more or fewer."""
     lists = [
@@ -379,6 +400,7 @@ _CHANGES: tuple[Callable[[Sketch, Draw], Sketch], ...] = (
     _change_number,
     _change_number,
     _change_length,
+    _move_factor,
     _change_operator,
     _swap_inputs,
     _rewire,
