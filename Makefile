@@ -35,6 +35,8 @@ pytest: install
 
 bench: install
 	$(BIN)/python bench/engine.py
+	$(BIN)/python bench/agents.py valleys --quick 4 --seconds 2
+	$(BIN)/python bench/agents.py networks
 	$(BIN)/python bench/latency.py
 
 clean:

@@ -1,9 +1,9 @@
 """Measured latency of every zoo and wheel model: `python bench/latency.py [NAMES] [--json FILE] [--readme]`.
 
 Each model as it is, as onnxsim, onnxslim and onnxoptimizer leave it, and as `xrlflow optimize` leaves it with greedy
-and with TASO's search: all under ORT_ENABLE_ALL, in turns in one process, with the original against itself as the
-control (A/A), on 1 and 2 threads. Ratios above 1 are faster than the original; in brackets the 95% interval.
-"""
+Each model as it is, as onnxsim, onnxslim and onnxoptimizer leave it, and as `xrlflow optimize` leaves it with greedy
+search, with TASO's and with the agent: all under ORT_ENABLE_ALL, in turns in one process, with the original against
+itself as the control (A/A), on 1 and 2 threads. Ratios above 1 are faster; in brackets the 95% interval.
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from xrlflow.onnxio import load
 from xrlflow.verify import feeds_for_measurement
 
 RIVALS = ("onnxsim", "onnxslim", "onnxoptimizer")
-OURS = ("greedy", "taso")
+OURS = ("greedy", "taso", "xrlflow")
 THREADS = (2, 1)
 README = Path(__file__).parent.parent / "README.md"
 BEGIN, END = "<!-- latency table: python bench/latency.py --readme -->", "<!-- end of latency table -->"

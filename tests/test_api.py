@@ -433,7 +433,7 @@ def test_other_providers_are_refused() -> None:
 @pytest.mark.parametrize(
     ("option", "words"),
     [
-        ({"search": "magic"}, "greedy, taso, random"),
+        ({"search": "magic"}, "xrlflow, taso, greedy, random"),
         ({"cost": "guess"}, "roofline"),
         ({"backend": "tpu"}, "onnxruntime"),
         ({"budget": -1}, "negative"),

@@ -254,7 +254,7 @@ def test_unwritable_output(path: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("option", "value", "word"),
     [
-        ("--search", "magic", "greedy, taso, random"),
+        ("--search", "magic", "xrlflow, taso, greedy, random"),
         ("--cost", "guess", "roofline"),
         ("--backend", "tpu", "onnxruntime"),
     ],

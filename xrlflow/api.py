@@ -77,11 +77,11 @@ if TYPE_CHECKING:
     import onnx
     import onnxruntime as ort
 
-_COMPARED = ("greedy", "taso", "random")
+_AGENT = "xrlflow"
+_COMPARED = (_AGENT, "taso", "greedy", "random")
 # Greedy searches that look so many steps ahead where they are stuck.
 _LOOKAHEAD = {"lookahead2": 2, "lookahead3": 3}
-_AGENT = "xrlflow"
-SEARCHES = (_AGENT, *_COMPARED, *_LOOKAHEAD)
+SEARCHES = (*_COMPARED, *_LOOKAHEAD)
 # What rules may assume besides being approximate.
 ASSUMPTIONS = frozenset({"finite", "vnni"})
 COSTS = ("roofline", "profiled", "measured")
@@ -262,7 +262,7 @@ class _Job:
 def optimize(
     model: Source,
     *,
-    search: str = "taso",
+    search: str = "xrlflow",
     cost: str | CostModel = "profiled",
     backend: str = "onnxruntime",
     backend_ops: bool = False,

@@ -83,7 +83,7 @@ def parse_shapes(options: list[str] | None) -> dict[str, tuple[int, ...]] | None
 def optimize(
     model: Model,
     output: Annotated[Path, typer.Option("-o", "--output", help="Where the result goes.")],
-    search: Search = "taso",
+    search: Search = "xrlflow",
     cost: Cost = "profiled",
     backend: Annotated[str, typer.Option(help="The runtime that the result is for.")] = "onnxruntime",
     backend_ops: Annotated[
@@ -155,7 +155,7 @@ def optimize(
 @app.command()
 def compare(
     model: Model,
-    searches: Annotated[str, typer.Option(help="Strategies, separated by commas.")] = "greedy,taso,random",
+    searches: Annotated[str, typer.Option(help="Strategies, separated by commas.")] = "xrlflow,taso,greedy,random",
     cost: Cost = "profiled",
     budget: Budget = 1000,
     time_limit: Annotated[float, typer.Option(min=0.0, help="Seconds for each strategy.")] = 60.0,
