@@ -1,9 +1,9 @@
 """Measured latency of every zoo and wheel model: `python bench/latency.py [NAMES] [--json FILE] [--readme]`.
 
 Each model as it is, as onnxsim, onnxslim and onnxoptimizer leave it, and as `xrlflow optimize` leaves it with greedy
-Each model as it is, as onnxsim, onnxslim and onnxoptimizer leave it, and as `xrlflow optimize` leaves it with greedy
 search, with TASO's and with the agent: all under ORT_ENABLE_ALL, in turns in one process, with the original against
 itself as the control (A/A), on 1 and 2 threads. Ratios above 1 are faster; in brackets the 95% interval.
+"""
 
 from __future__ import annotations
 
