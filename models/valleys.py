@@ -47,12 +47,7 @@ from xrlflow.search import Found, Limits, append, extend, taso
 
 # Rules that are chains of others, and what of: each jumps a valley of this file.
 COMPOSITES: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "MergeGroupConvToBlocks": ("MergeGroupConv",),
-        "MergeManyMatMuls": ("MergeMatMuls", "MergeSplits"),
-        "MergeConvIntoPointwise": ("ReplacePointwiseConvByMatMul", "MergeReshapes", "AssociateMatMulsLeft"),
-        "MergePointwiseIntoConv": ("ReplacePointwiseConvByMatMul", "MergeReshapes", "AssociateMatMulsLeft"),
-    }
+    {r.name: r.composite_of for r in LIBRARY if r.composite_of}
 )
 
 # Vectors of 2,048 bits, the widest of Arm's SVE. A grouped convolution reaches the less of the peak the fewer of the

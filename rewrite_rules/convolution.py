@@ -180,12 +180,16 @@ class ReplaceConvOfTransposeByMatMul(Rule):
         "agraph (float[2,L,3] x) => (float[2,2,L] y) <float[2,3,1] w = {1,2,3,4,5,6}> "
         "{ t = Transpose<perm=[0,2,1]>(x) y = Conv(t, w) }",
     )
+    near_misses = (
+        "agraph (float[2,3,3] x) => (float[3,2,2] y) <float[2,3,1] w = {1,2,3,4,5,6}> "
+        "{ t = Transpose<perm=[2,1,0]>(x) y = Conv(t, w) }",
+    )
 
     def source(self, op: Op, x: Any, w: Any, b: Any) -> Any:
         return op.Conv(op.Transpose(x, perm="p"), w, b, attrs="c")
 
     def where(self, m: Captures, x: Val, w: Val, b: Val | None) -> None:
-        require(_perm(m.p, x.rank) == inverse(_channels_last(x.rank)), "the channels were not last")
+        require(_perm(m.p, x.rank)[1] == x.rank - 1, "the channels were not last")
         require_pointwise(m.c)
 
     def target(self, op: Op, m: Captures, x: Val, w: Val, b: Val | None) -> Any:
@@ -568,6 +572,10 @@ class MergeBatchIntoHeight(Rule):
 
     optional = ("b",)
     shapes = per_rank("x[i,j{h}] w[m,p{k}] b[m]")
+    near_misses = (
+        "agraph (float[2,1,4,5] x, float[1,1,3,3] w) => (float[2,1,4,5] y) "
+        '{ y = Conv<auto_pad="SAME_UPPER">(x, w) }',
+    )
 
     def source(self, op: Op, x: Any, w: Any, b: Any) -> Any:
         return op.Conv(x, w, b, attrs="c")
@@ -622,6 +630,9 @@ class RaiseConvToTwoDimensions(Rule):
     backend = "onnxruntime"
     optional = ("b",)
     shapes = "x[i,j,h] w[m,p,k] b[m]"
+    survivors: ClassVar[Mapping[str, str]] = {
+        "attribute strides of Conv (call 2)": "a stride along the new dimension, which has one position"
+    }
 
     def source(self, op: Op, x: Any, w: Any, b: Any) -> Any:
         return op.Conv(x, w, b, attrs="c")
@@ -672,6 +683,7 @@ class LowerConvToOneDimension(Rule):
 class MergeConvIntoPointwise(Rule):
     """conv(conv(x, w, b), v, c) -> conv(x, v @ w, v @ b + c)  for a 1x1 kernel v, when that is less work."""
 
+    composite_of = ("ReplacePointwiseConvByMatMul", "MergeReshapes", "AssociateMatMulsLeft")
     spreads = True
     optional = ("b", "c")
     shapes = per_rank("x[i,p{h}] w[m,p{k}]:const b[m]:const v[n,m{1}]:const c[n]:const")
@@ -701,6 +713,7 @@ class MergeConvIntoPointwise(Rule):
 class MergePointwiseIntoConv(Rule):
     """conv(conv(x, w, b), v, c) -> conv(x, v w, sum(v) b + c)  for a 1x1 kernel w, when that is less work."""
 
+    composite_of = ("ReplacePointwiseConvByMatMul", "MergeReshapes", "AssociateMatMulsLeft")
     spreads = True
     optional = ("b", "c")
     shapes = per_rank("x[i,p{h}] w[m,p{1}]:const b[m]:const v[n,m{k}]:const c[n]:const")
@@ -827,6 +840,8 @@ class FoldPadIntoAveragePool(_FoldPad):
     near_misses = (
         "agraph (float[N,2,4] x) => (float[N,2,P] y) <int64[6] p = {0,0,0,0,0,1}> "
         "{ z = Pad(x, p) y = AveragePool<kernel_shape=[2], strides=[2], ceil_mode=1>(z) }",
+        "agraph (float[N,2,5] x) => (float[N,2,P] y) <int64[2] p = {1,0}, float v = {1}, int64[1] a = {2}> "
+        "{ z = Pad(x, p, v, a) y = AveragePool<kernel_shape=[2]>(z) }",
     )
 
     def source(self, op: Op, x: Any, pads: Any, value: Any, axes: Any) -> Any:
@@ -1270,6 +1285,9 @@ class _SwapMaxPool(RegionRule):
     proof = "numeric"
     relies_on = "a function that does not fall commutes with max"
     dtypes = _FLOAT
+    survivors: ClassVar[Mapping[str, str]] = {
+        "drop: the image may be empty": "which is the greatest of no numbers, ONNX leaves open: it is not evaluated"
+    }
 
     def region(self, reader: Reader, node: Node, inner: Node, pool: Node, function: Node) -> Region:
         worthwhile(read_once(reader, node.inputs[0]), "what is between is read elsewhere")

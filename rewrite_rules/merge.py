@@ -84,6 +84,7 @@ class MergeGemms(Rule):
 class MergeManyMatMuls(RegionRule):
     """x@w0, ..., x@wn -> split(x @ [w0|...|wn])  for all products of x, four or more, at once."""
 
+    composite_of = ("MergeMatMuls", "MergeSplits")
     anchors = ("MatMul",)
     examples = (
         "agraph (float[2,3] x, float[3,2] o) => (float[2,2] a, float[2,2] b, float[2,1] c, float[2,3] d) {"
@@ -357,6 +358,7 @@ class MergeGroupConvToBlocks(MergeGroupConv):
     As merging by two, again and again, in one step; not for depthwise convolutions, which have kernels of their own.
     """
 
+    composite_of = ("MergeGroupConv",)
     unpriced = True
     examples = (
         "agraph (float[N,8,3,3] x) => (y) <float[4,2,1,1] w = {1, 2, 3, 4, 5, 6, 7, 8}> { y = Conv<group=4>(x, w) }",

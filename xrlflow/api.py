@@ -821,7 +821,7 @@ def prove_rules(
 
 
 def list_rules(names: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """The library: name, family, equation, backend, proof, assumption of each rule."""
+    """The library: name, family, equation, backend, proof, assumption of each rule, and what it is a composite of."""
     return [
         {
             "name": r.name,
@@ -832,6 +832,7 @@ def list_rules(names: Sequence[str] = ()) -> list[dict[str, Any]]:
             "proof": r.proof,
             "relies_on": r.relies_on,
             "assumes": r.assumes,
+            "composite_of": list(r.composite_of),
         }
         for r in _chosen(names)
     ]

@@ -155,7 +155,9 @@ def optimize(
 @app.command()
 def compare(
     model: Model,
-    searches: Annotated[str, typer.Option(help="Strategies, separated by commas.")] = "xrlflow,taso,greedy,random",
+    searches: Annotated[
+        str, typer.Option(help="Strategies, separated by commas.")
+    ] = "xrlflow,taso,greedy,random",
     cost: Cost = "profiled",
     budget: Budget = 1000,
     time_limit: Annotated[float, typer.Option(min=0.0, help="Seconds for each strategy.")] = 60.0,

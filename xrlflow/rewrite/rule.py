@@ -267,6 +267,8 @@ class _Declared:
     # Where the left side is infinite or NaN though a number was meant (exponentials that overflow, a softmax of
     # nothing but -inf), the right side may be that number.
     mends: ClassVar[bool] = False
+    # It does in one step what a chain of these other rules does, because the chain leads through slower graphs.
+    composite_of: ClassVar[tuple[str, ...]] = ()
     # Graphs (ONNX's text form) in which the rule applies; a region rule has no other declaration of its left side.
     examples: ClassVar[tuple[str, ...]] = ()
     # More graphs for the proof: conditions refuse in them that no variation of the others comes across.
