@@ -788,6 +788,10 @@ class ExchangeConcats(RegionRule):
         "agraph (float[N,2,3] x, float[N,2,3] z) => (float[N,6,6] y) "
         "{ a = Concat<axis=-1>(x, z) b = Concat<axis=2>(z, z) c = Concat<axis=2>(z, x) y = Concat<axis=1>(a, b, c) }",
     )
+    near_misses = (
+        "agraph (float[2,3] x, float[2,4] z, float[5,4] v, float[5,3] w) => (float[7,7] y) "
+        "{ a = Concat<axis=1>(x, z) b = Concat<axis=1>(v, w) y = Concat<axis=0>(a, b) }",
+    )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
         inner = [n for v in node.inputs if (n := reader.producer(v)) is not None]

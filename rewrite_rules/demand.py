@@ -1257,7 +1257,7 @@ def _find_projection(reader: Reader, value: Value, perm: tuple[int, ...]) -> _Pr
         return None
     x, weight = (reader.val(v) for v in product.inputs)
     require((x.rank, weight.rank) == (3, 2), "the layer is not a matrix for all")
-    require(weight.size(0) > 0, "the layer is a sum of nothing")
+    worthwhile(weight.size(0) > 0, "the layer is a sum of nothing")
     heads, depth = reader.val(view.outputs[0]).size(2), reader.val(view.outputs[0]).size(3)
     worthwhile(heads * depth == weight.size(1), "the heads are not of the layer's features")
     return _Projection(x.value, weight.value, bias, heads, depth, weight.size(0), tuple(nodes))
@@ -1445,6 +1445,9 @@ class PushWeightsOutOfAttention(RegionRule):
         "t = Transpose<perm=[0,2,1,3]>(r) e = MatMul(z, v) l = Add(b, e) f = Reshape(l, s) "
         "g = Transpose<perm=[0,2,1,3]>(f) y = Attention(q, t, g) }",
     )
+    survivors: ClassVar[Mapping[str, str]] = {
+        "drop: the batches differ": "Attention takes what is of one batch, whatever its dimension is called"
+    }
     near_misses = (
         examples[0].replace("float[1,1,1,5] m", "bool[1,1,1,5] m"),
         examples[0]
@@ -1492,9 +1495,8 @@ class PushWeightsOutOfAttention(RegionRule):
         mask: Val | None,
     ) -> Any:
         scale, first, second = region.data
-        scores = _scores(
-            op, first, op.Mul(q, scale), x, v, None
-        )  # a softmax does not see what all keys share
+        # A softmax does not see what all keys share.
+        scores = _scores(op, first, op.Mul(q, scale), x, v, None)
         if mask is not None:
             scores = op.Add(scores, mask)
         return _weighted(op, second, op.Softmax(scores, axis=-1), z, w, b)

@@ -162,6 +162,9 @@ class FoldScaleIntoConvTranspose(FoldScaleIntoConv):
 
     convolution = "ConvTranspose"
     shapes = f"{_conv_shapes('s', 'm', 'w[c,m{k}]:const')} | {_conv_shapes('s', 'm', 'w[c,p{k}]:const')}"
+    survivors: ClassVar[Mapping[str, str]] = {
+        "drop: the constant is not one number per channel": "one channel becomes many, and so does the filter of it"
+    }
 
 
 class FoldBiasIntoConv(_Convolution):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -462,6 +462,9 @@ class PushMovementIntoConcat(RegionRule):
         "t = Constant<value_ints=[16]>() a = Reshape(x, s) b = Reshape(z, s) c = Concat<axis=1>(a, b) "
         "d = Transpose<perm=[1,0,2]>(c) e = Transpose<perm=[1,0,2]>(d) y = Reshape(e, t) }",
     )
+    survivors: ClassVar[Mapping[str, str]] = {
+        "attribute axis of Concat (call 4)": "beside a dimension of 1 the numbers lie the same, and are flattened"
+    }
 
     def find(self, reader: Reader, node: Node) -> Region | None:
         concat = next((n for n in _above(reader, node) if n.op == "Concat"), None)

@@ -241,6 +241,10 @@ class PushReshapeThroughMatMul(RegionRule):
         "agraph (float[2,3,4] x, float[4,5] w) => (float[6,5] y) "
         "{ s = Constant<value_ints=[6, 4]>() a = Reshape(x, s) y = MatMul(a, w) }",
     )
+    near_misses = (
+        "agraph (float[2,6] x, float[4,5] w) => (float[3,5] y) "
+        "{ s = Constant<value_ints=[3, 4]>() a = Reshape(x, s) y = MatMul(a, w) }",
+    )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
         inner = reader.producer(node.inputs[0])
@@ -264,6 +268,10 @@ class PushReshapeIntoMatMul(RegionRule):
     examples = (
         "agraph (float[2,3,4] x, float[4,5] w) => (float[6,5] y) "
         "{ s = Constant<value_ints=[6, 5]>() a = MatMul(x, w) y = Reshape(a, s) }",
+    )
+    near_misses = (
+        "agraph (float[2,3,4] x, float[4,0] w) => (float[5,0] y) "
+        "{ s = Constant<value_ints=[5, 0]>() a = MatMul(x, w) y = Reshape<allowzero=1>(a, s) }",
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:

@@ -185,11 +185,18 @@ def _group_norm(field: Field, attrs: Attrs, x: Array, scale: Array, bias: Array)
     return field.add(field.mul(y, _along_channels(x, scale)), _along_channels(x, bias))
 
 
+def _from(axis: int, x: Array) -> tuple[int, ...]:
+    """An axis and all behind it."""
+    if not -x.ndim <= axis < x.ndim:
+        raise ValueError(f"axis {axis} of {x.shape}")
+    return tuple(range(axis % x.ndim, x.ndim))
+
+
 def layer_norm(
     field: Field, x: Array, scale: Array, bias: Array | None, axis: int, epsilon: float
 ) -> tuple[Array, Array, Array]:
     """Normalised output, mean, inverse standard deviation."""
-    mean, centred, variance = _moments(field, x, tuple(range(axis % x.ndim, x.ndim)))
+    mean, centred, variance = _moments(field, x, _from(axis, x))
     inverse = _inverse_deviation(field, variance, epsilon)
     y = field.mul(field.mul(centred, inverse), scale)
     return (y if bias is None else field.add(y, bias)), mean, inverse
@@ -203,7 +210,7 @@ def _layer_norm(
 
 
 def rms_norm(field: Field, x: Array, scale: Array, axis: int, epsilon: float) -> Array:
-    square = field.mean(field.square(x), tuple(range(axis % x.ndim, x.ndim)), True)
+    square = field.mean(field.square(x), _from(axis, x), True)
     return field.mul(field.mul(x, _inverse_deviation(field, square, epsilon)), scale)
 
 
