@@ -541,6 +541,9 @@ def _search(job: _Job, base: Found, model: CostModel) -> SearchResult:
 
 def _agent_search(job: _Job, base: Found, model: CostModel, limits: Limits) -> SearchResult:
     """Search with the agent that was asked for, after training it on this model if that was asked for too."""
+    if not base.state.candidates and job.agent is None:  # torch takes seconds to load
+        return SearchResult(base, (base,), 0, 0, 0.0, False)
+
     from xrlflow.learn.checkpoint import CheckpointError
     from xrlflow.learn.threads import one_thread
     from xrlflow.rl.agent import Agent
