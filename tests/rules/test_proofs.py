@@ -16,6 +16,7 @@ _LEAST_REJECTED = 0.7
 def test_proven(rule: AnyRule) -> None:
     found = prove(rule)
     assert found.proven, "\n".join(found.failures)
+    assert not found.unexplained
     assert found.mutants_rejected >= min(_LEAST_REJECTED * found.mutants, found.mutants - 2), found.survivors
     if rule.proof == "field":
         assert found.bound < 1e-12
