@@ -1366,6 +1366,7 @@ class PushRisingBehindMaxPool(_SwapMaxPool):
 class _SwapResize(Rule):
     """A 1x1 convolution and a Resize."""
 
+    spreads = True  # the pixels are summed before the channels, or the channels first
     proof = "numeric"
     relies_on = "each pixel that is made is a mean of others, with weights that sum up to one"
     optional = ("b", "roi", "scales", "sizes")

@@ -653,6 +653,9 @@ class PushSliceIntoAttention(_PushSlice):
         "agraph (float[2,4,5,4] q, float[2,2,3,4] k, float[2,2,3,6] v) => (float[2,2,5,6] y) "
         "{ p = Constant<value_ints=[0]>() r = Constant<value_ints=[2]>() i = Constant<value_ints=[1]>() "
         "a = Attention(q, k, v) y = Slice(a, p, r, i) }",
+        "agraph (float[N,5,8] q, float[N,3,8] k, float[N,3,4] v) => (float[N,5,2] y) "
+        "{ p = Constant<value_ints=[0]>() r = Constant<value_ints=[2]>() i = Constant<value_ints=[2]>() "
+        "a = Attention<q_num_heads=2, kv_num_heads=2>(q, k, v) y = Slice(a, p, r, i) }",
     )
     survivors: ClassVar[Mapping[str, str]] = {"drop: there may be nothing left": _NOTHING}
 

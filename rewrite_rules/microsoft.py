@@ -320,7 +320,9 @@ class ReplaceRotaryEmbedding(_Contributed):
 
     def target(self, op: Op, m: Captures, x: Val, cosine: Val, sine: Val, positions: Val) -> Any:
         rotary = op["com.microsoft::RotaryEmbedding"]
-        return rotary(x, positions, cosine, sine, attrs=m.c, type=_runs(x.type))
+        # The kernel wants the number of heads with it, which turns all of each by default.
+        width = m.c.get("rotary_embedding_dim") if m.c.get("num_heads") else None
+        return rotary(x, positions, cosine, sine, attrs=m.c, rotary_embedding_dim=width, type=_runs(x.type))
 
 
 # What is quantised

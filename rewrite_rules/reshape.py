@@ -90,6 +90,8 @@ class PushReshapeDown(RegionRule):
         "agraph (float[N,3,4] x) => (float[N,12] y) "
         "{ s = Constant<value_ints=[0, -1]>() a = Reshape(x, s) y = Relu(a) }",
         "agraph (float[N,3] x) => (float[N,1,3] y) { i = Constant<value_ints=[1]>() a = Unsqueeze(x, i) y = Tanh(a) }",
+        "agraph (float[2,6] x) => (float[3,4] y) "
+        "{ s = Constant<value_ints=[3, 4]>() a = Reshape<allowzero=1>(x, s) y = Sigmoid(a) }",
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:

@@ -533,6 +533,10 @@ class MoveConstantBehindMean(RegionRule):
         "{ m = Add(x, c) y = ReduceMean(m, i) }",
         "agraph (float[N,2,3] x) => (float[N,2,1] y) <float[2,1] c = {2,3}> { m = Add(x, c) y = "
         "GlobalAveragePool(m) }",
+        "agraph (float[2,3,4] x) => (float[2,4] y) <int64[1] i = {1}, float[2,1,4] c = {1,2,3,4,5,6,7,8}> "
+        "{ m = Mul(x, c) y = ReduceMean<keepdims=0>(m, i) }",
+        "agraph (float[N,2,0] x) => (float[N,0] y) <int64[1] i = {1}, float[0] c = {}> "
+        "{ m = Mul(x, c) y = ReduceMean<keepdims=0>(m, i) }",
     )
     near_misses = (
         "agraph (float[N,2,3] x) => (float[N,2,4] y) <float[2,1] c = {2,3}> "
@@ -552,16 +556,17 @@ class MoveConstantBehindMean(RegionRule):
             shape = reader.val(c).sizes
             require(len(shape) <= rank, "the constant adds a dimension")
             axes = self._axes(reader, node, rank)
-            aligned = (1,) * (rank - len(shape)) + shape
+            lead = rank - len(shape)
+            aligned = (1,) * lead + shape
             require(all(aligned[a] == 1 for a in axes), "the constant differs along what is averaged")
             if node.op == "AveragePool" and inner.op == "Add":
                 padded = "pads" in node.attrs or "auto_pad" in node.attrs or "ceil_mode" in node.attrs
                 require(not padded or not node.attrs.get("count_include_pad"), "what is padded is counted")
             worthwhile(read_once(reader, node.inputs[0]), "it is read elsewhere")
             kept = node.attrs.get("keepdims", 1)
-            place = None if kept else tuple(a for a in range(rank) if a not in axes)
+            gone = [] if kept else [a - lead for a in axes if a >= lead]
             rest = tuple(v for v in node.inputs[1:] if v != ABSENT)
-            data = (inner.op, node.op, node.attrs, aligned, place)
+            data = (inner.op, node.op, node.attrs, gone)
             return Region(node.outputs, (x, c, *rest), (node, inner), data)
         return None
 
@@ -576,11 +581,8 @@ class MoveConstantBehindMean(RegionRule):
         return fronts(axes, rank)
 
     def target(self, op: Op, region: Region, x: Val, c: Val, *rest: Val) -> Any:
-        name, mean, attrs, aligned, place = region.data
-        y = op[mean](x, *rest, attrs=attrs)
-        if place is not None:
-            c = op.Reshape(c, [aligned[a] for a in place])
-        return op[name](y, c)
+        name, mean, attrs, gone = region.data
+        return op[name](op[mean](x, *rest, attrs=attrs), op.Squeeze(c, gone) if gone else c)
 
 
 class MergeConstantsOfSum(Rule):

@@ -26,6 +26,8 @@ from xrlflow.ops.field import Array, Field, NotEvaluable
 
 
 def _reshape(field: Field, attrs: Attrs, x: Array, shape: Array) -> Array:
+    if shape.ndim != 1:
+        raise ValueError(f"Reshape to what is no list, but of shape {shape.shape}")
     target = shape.tolist()
     if not integer(attrs, "allowzero", 0):
         target = [x.shape[i] if d == 0 else d for i, d in enumerate(target)]
