@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from xrlflow.backends.onnxruntime.session import Optimization, open_model
 from xrlflow.backends.protocol import BackendError
-from xrlflow.ir import FLOATS, Attrs, Const, Edit, Graph, TensorType, Value, apply_edit
+from xrlflow.ir import FLOATS, Attrs, Const, DType, Edit, Graph, TensorType, Value, apply_edit
 from xrlflow.ops.alone import NotAlone, input_name, model_of
 from xrlflow.ops.evaluate import REALS, SPECS, Field, NotEvaluable, evaluate_graph, evaluate_node, promote
 from xrlflow.ops.tensors import numpy_dtype
@@ -61,7 +61,9 @@ class ProofBuilder(GraphBuilder):
         moves = spec is not None and spec.proof in ("movement", "integer")
         if not floats or moves:
             return super()._fold(op, attrs, vals, data, types)
-        folded = super()._fold(op, attrs, vals, data, types) if op in _EXACT_OPERATORS else None
+        # Of doubles nobody knows what was rounded: there is nothing finer to compare with.
+        known = op in _EXACT_OPERATORS and all(t.dtype != DType.DOUBLE for t in types)
+        folded = super()._fold(op, attrs, vals, data, types) if known else None
         if folded is None:
             return None
         arrays = [None if c is None or c.array is None else promote(REALS, c.array) for c in data]
