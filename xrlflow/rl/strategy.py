@@ -62,11 +62,11 @@ class StrategyConfig:
     a candidate is applied together with the likeliest one from this part of its probability on. `temperature` of the
     rollouts that sample. `doubt`: the part of a kick's probability that does not come from the policy, but prefers
     small losses. `rise`: what a loss of the whole initial cost counts, in nats of probability. `twins`: what a state
-    counts that is the n-th of one size and cost, times log n. `elsewhere`: what a kick counts that was there before the
-    last one: it has nothing to do with it, and could come first. `level`: a loss of at most this part of the initial
-    cost is tried without asking. `horizon` of a rollout. `patience`: expanded states without an improvement before the
-    search gives up; None: until the limits. `growth`: graphs of more than so many times the input's operators are
-    dropped.
+    counts that is the n-th of one size and cost, times log n. `elsewhere`: how probable it is, relatively, to go on
+    with what was there before the last kick: it has nothing to do with that, and could come first. `level`: a loss of
+    at most this part of the initial cost is tried without asking. `horizon` of a rollout. `patience`: expanded states
+    without an improvement before the search gives up; None: until the limits. `growth`: graphs of more than so many
+    times the input's operators are dropped.
     """
 
     batch: int = 4
@@ -77,7 +77,7 @@ class StrategyConfig:
     doubt: float = 0.3
     rise: float = 8.0
     twins: float = 2.0
-    elsewhere: float = 2.0
+    elsewhere: float = 0.2
     level: float = 0.005
     horizon: int = 100
     patience: int | None = 100
@@ -376,25 +376,27 @@ class _Search(Generic[Obs]):
         heapq.heappush(self.pending, (nats, self.numbers, _Waiting(found, nats, depth, before)))
 
     def consider_kicks(self, waiting: _Waiting) -> None:
-        """Queue one kick for each group of a place's choices; what was there before the last kick is apart."""
+        """Queue one kick for each group of a place's choices, those apart that were there before the last kick."""
         place = self.places[waiting.found.state.fingerprint]
-        if not place.choices:
-            return
-        probability = np.array([np.exp(place.log_probs[g]).sum() for g in place.groups])
-        loss = np.array([place.choices[g[0]].delta for g in place.groups]) / max(self.root.cost, 1e-30)
-        prior = np.exp(-np.maximum(loss, 0.0) * self.config.rise)
-        mixed = (1 - self.config.doubt) * probability + self.config.doubt * prior / prior.sum()
         before = waiting.before
         old = {m.key for m in before.state.candidates} if before is not None else set()
-        for members, chance in zip(place.groups, mixed.tolist()):
-            nats = waiting.nats - log(max(chance, 1e-12))
-            same = [place.choices[m] for m in members]
-            for part, toll in (
-                ([m for m in same if m.key not in old], 0.0),
-                ([m for m in same if m.key in old], self.config.elsewhere),
-            ):
-                if part:
-                    self.await_kick(_Kick(place.found, tuple(part), nats + toll, waiting.depth + 1))
+        sides = [
+            [[i for i in g if (place.choices[i].key in old) is known] for g in place.groups]
+            for known in (False, True)
+        ]
+        shares = (1.0, self.config.elsewhere if any(sides[0]) else 1.0)
+        for groups, share in zip(sides, shares):
+            parts = [g for g in groups if g]
+            if not parts:
+                continue
+            probability = np.array([np.exp(place.log_probs[g]).sum() for g in parts])
+            loss = np.array([place.choices[g[0]].delta for g in parts]) / max(self.root.cost, 1e-30)
+            prior = np.exp(-np.maximum(loss, 0.0) * self.config.rise)
+            mixed = (1 - self.config.doubt) * probability + self.config.doubt * prior / prior.sum()
+            for members, chance in zip(parts, (share * mixed).tolist()):
+                same = tuple(place.choices[i] for i in members)
+                nats = waiting.nats - log(max(chance, 1e-12))
+                self.await_kick(_Kick(place.found, same, nats, waiting.depth + 1))
 
     def try_level_steps(self) -> None:
         """Kick wherever that costs next to nothing, as long as it brings anything."""
