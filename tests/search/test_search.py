@@ -200,6 +200,30 @@ def test_selection_drops_a_rule_that_is_measured_to_lose(loss: float) -> None:
     assert selection.trials[0].kept is (loss == 20.0)
 
 
+def test_selection_gives_nothing_up_for_what_an_open_interval_says() -> None:
+    """A comparison just before the deadline has hardly a round: its median alone is no reason."""
+    proto = model(
+        "agraph (float[2,3,4] x) => (float[2,3,4] y) {"
+        " a = Transpose<perm=[0,2,1]>(x)\n b = Transpose<perm=[0,2,1]>(a)\n y = Relu(b) }"
+    )
+    modelled = Weighted(Max=0.1)
+    base = start(proto, (CancelTransposes(), ReplaceReluByMax()), modelled)
+    best = greedy(base.state, base.cost, Limits()).best
+
+    def compare(against: Found | None, found: Found) -> Ratio:
+        return Ratio(1.5, 1.4, 1.6) if against is None else Ratio(1.04, 0.0, float("inf"))
+
+    def search(found: Found, rules: frozenset[str]) -> Found:
+        state = RewriteState.start(found.state.graph, found.state.library.only(rules), modelled.delta)
+        return greedy(state, found.cost, Limits()).best
+
+    selection = select(base, [best], compare, search, time.monotonic() + 60)
+    assert selection.chosen is best
+    assert [t.kept for t in selection.trials][0]
+    assert len(selection.trials) > 1
+    assert not any(t.kept for t in selection.trials[1:])
+
+
 def greedy_from(found: Found) -> Found:
     better = greedy(found.state, found.cost, Limits()).best
     path = found.path

@@ -33,6 +33,14 @@ class Ratio:
         """Faster for sure, or by so much that it deserves a longer look: the last measurement decides."""
         return self.low > 1.0 or (self.median > _WORTH_A_LOOK and self.high > 1.0)
 
+    @property
+    def convincing(self) -> bool:
+        """The same beside a choice that there is already, which no later measurement brings back.
+
+        A slow model, or one measured just before the deadline, has few rounds and an interval that says nothing.
+        """
+        return self.low > 1.0 or (self.median > _WORTH_A_LOOK and self.low > _HOPELESS)
+
 
 # compare(a, b): how many times faster b runs than a; a None is the original file.
 Compare = Callable[[Found | None, Found], Ratio]
@@ -164,10 +172,11 @@ def select(
                 found = search(swept, changed.rules | tidying)
         return found
 
-    def faster(found: Found, proposal: str, than: Found | None, name: str) -> Ratio:
+    def faster(found: Found, proposal: str, than: Found | None, name: str, sure: bool) -> Trial:
+        """Measure; `sure`: there is something to lose."""
         ratio = compare(than, found)
-        trials.append(Trial(proposal, name, ratio, ratio.promising))
-        return ratio
+        trials.append(Trial(proposal, name, ratio, ratio.convincing if sure else ratio.promising))
+        return trials[-1]
 
     interrupted = False
     current: Found | None = None
@@ -198,12 +207,12 @@ def select(
                     continue
                 seen.add(candidate.state.fingerprint)
                 proposal = change.text[2:] if found is base else f"{at} {change.text}"
-                ratio = faster(candidate, proposal, against, at)
-                if ratio.promising:
+                trial = faster(candidate, proposal, against, at, sure=current is not None)
+                if trial.kept:
                     found, against, at, plan, changing = candidate, candidate, proposal, changed, True
                     if proven:
                         current, name = found, at
-                elif ratio.high < _HOPELESS:
+                elif trial.ratio.high < _HOPELESS:
                     hopeless.add(change.text)
         return found, at
 
@@ -213,7 +222,7 @@ def select(
         if time.monotonic() >= deadline:
             return False
         seen.add(found.state.fingerprint)
-        kept = faster(found, proposal, current, name).promising
+        kept = faster(found, proposal, current, name, sure=current is not None).kept
         if kept:
             current, name = found, proposal
         return kept
