@@ -219,7 +219,7 @@ def test_selection_gives_nothing_up_for_what_an_open_interval_says() -> None:
 
     selection = select(base, [best], compare, search, time.monotonic() + 60)
     assert selection.chosen is best
-    assert [t.kept for t in selection.trials][0]
+    assert selection.trials[0].kept
     assert len(selection.trials) > 1
     assert not any(t.kept for t in selection.trials[1:])
 
