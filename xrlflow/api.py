@@ -89,6 +89,8 @@ COSTS = ("roofline", "profiled", "measured")
 # How the time limit is shared out: when searching must be over, and the least that is kept for measuring whole
 # models against each other before the end (parts of the limit).
 _SEARCH_UNTIL, _SELECT_AT_LEAST = 0.3, 0.15
+# Seconds that a search with an agent has after the agent is loaded, if that is not too late for the rest.
+_SEARCH_AT_LEAST = 2.0
 # Of the time until searching must be over, what fine-tuning an agent may take.
 _TRAIN_AT_MOST = 0.6
 # Substitutions that the model sees as a loss of no more than this part of the cost are left to measurement.
@@ -560,6 +562,9 @@ def _agent_search(job: _Job, base: Found, model: CostModel, limits: Limits) -> S
         agent = Agent.load(path).extended(job.library).eval()
         prices = model if isinstance(model, AdditiveCost) else Roofline(bindings=job.imported.bindings)
         featuriser = Featuriser(agent.vocabulary, prices)
+        # Loading torch may have taken all of the search's time, on a busy machine and of a short limit.
+        least = min(time.monotonic() + _SEARCH_AT_LEAST, job.until(_SEARCH_UNTIL + _SELECT_AT_LEAST))
+        limits.deadline = max(job.until(_SEARCH_UNTIL), least)
         with one_thread():
             if job.train_steps:
                 assert base.state.delta is not None, "candidates have no prices"
