@@ -663,6 +663,7 @@ def _select(job: _Job, base: Found, proposals: Sequence[Found], exporting: bool)
             measured = measure(
                 [old, new], job.feeds, threads=job.threads, time_limit=min(enough, left), target_width=0.02,
                 control=False, margin=_DECIDED, session_options=job.session_options,
+                load_reversed=trials % 2 == 0,
             )  # fmt: skip
         except BackendError as error:  # the original ran: it is the proposal that the runtime refuses
             job.notes.append(f"a proposal was dropped: {error}")

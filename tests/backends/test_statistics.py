@@ -98,6 +98,16 @@ def test_one_process_has_no_interval_and_an_endless_one_spreads() -> None:
     assert combine([0.5, 0.5], [math.inf, 0.01])[1:] == (-math.inf, math.inf)
 
 
+def test_processes_without_an_interval_are_judged_by_their_spread() -> None:
+    """Three processes with 15 rounds each of a slow model know what they agree on."""
+    inf = math.inf
+    assert combine([0.07, 0.08, 0.09], [inf, inf, inf])[1] == pytest.approx(
+        0.08 - 4.303 * 0.01 / math.sqrt(3)
+    )
+    mean, low, high = combine([0.01, 0.01, 0.01], [0.03, inf, 0.02])
+    assert high - mean == pytest.approx(mean - low) == pytest.approx(math.sqrt(2 * 0.03**2 + 0.02**2) / 3)
+
+
 def test_combined_intervals_cover() -> None:
     rng = np.random.default_rng(11)
     hits = 0

@@ -224,6 +224,23 @@ def test_selection_gives_nothing_up_for_what_an_open_interval_says() -> None:
     assert not any(t.kept for t in selection.trials[1:])
 
 
+def test_selection_keeps_only_what_is_faster_twice() -> None:
+    """One session in three is luckily placed and 5% faster than any other: nothing else differs."""
+    base = start(layered(2), (PushTransposeThroughRelu(), CancelTransposes(), Collect()), Weighted())
+    sessions = 0
+
+    def compare(against: Found | None, found: Found) -> Ratio:
+        nonlocal sessions
+        sessions += 1
+        median = 1.05 if sessions % 3 == 1 else 1.0
+        return Ratio(median, median - 0.01, median + 0.01)
+
+    best = greedy(base.state, base.cost, Limits()).best
+    selection = select(base, [best], compare, lambda f, rules: greedy_from(f), time.monotonic() + 60)
+    assert selection.chosen is None
+    assert sessions > len(selection.trials) >= 1
+
+
 def greedy_from(found: Found) -> Found:
     better = greedy(found.state, found.cost, Limits()).best
     path = found.path

@@ -93,7 +93,9 @@ def combine(medians: Sequence[float], within: Sequence[float]) -> tuple[float, f
     and thread placement differ from process to process and stay fixed inside one, so more samples in one
     process do not help: the spread between the estimates is what counts. With k of them the interval is
     Student's t on k - 1 degrees of freedom, and never narrower than what the processes' own intervals alone
-    would give. One process has no interval.
+    would give. A process with too few samples for an interval of its own (a slow model) counts as the widest of the
+    others there: what its estimate is worth shows in the spread, as long as three or more can be compared. One
+    process has no interval.
     """
     count = len(medians)
     mean = sum(medians) / count
@@ -102,6 +104,10 @@ def combine(medians: Sequence[float], within: Sequence[float]) -> tuple[float, f
     spread = math.sqrt(sum((m - mean) ** 2 for m in medians) / (count - 1))
     quantile = T95[count - 2] if count - 2 < len(T95) else Z95 * (1 + 1.5 / (count - 2))
     between = quantile * spread / math.sqrt(count)
-    inside = math.sqrt(sum(half * half for half in within)) / count
+    closed = [half for half in within if math.isfinite(half)]
+    if count < 3 and len(closed) < count:
+        return mean, -math.inf, math.inf
+    widest = max(closed, default=0.0)
+    inside = math.sqrt(sum(min(half, widest) ** 2 for half in within)) / count
     half = max(between, inside)
     return mean, mean - half, mean + half
