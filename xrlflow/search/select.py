@@ -16,6 +16,8 @@ from xrlflow.search.sweep import sweep
 
 # A gain that a short measurement of a slow model cannot establish, but that is more than its noise.
 _WORTH_A_LOOK = 1.015
+# The part of the time that may go into mending a best proposal that was measured to be slower than the original.
+_MENDING = 0.75
 # A change whose interval ends below this is not tried again beside others.
 _HOPELESS = 0.97
 
@@ -247,8 +249,8 @@ def select(
             kept = challenge(best, what)
             plan = _plan(best)
             if not kept:
-                halfway = (time.monotonic() + deadline) / 2
-                dropped, what = climb(best, what, plan, halfway, proven=False)
+                until = time.monotonic() + _MENDING * (deadline - time.monotonic())
+                dropped, what = climb(best, what, plan, until, proven=False)
                 kept = dropped is not best and challenge(dropped, what)
                 best, plan = dropped, _plan(dropped)
             if kept:
