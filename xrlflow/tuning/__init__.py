@@ -1,0 +1,1 @@
+"""Kernel tuning on TVM: knob spaces, tuners, measuring, and what was learned."""
