@@ -1,1 +1,4 @@
-"""TVM as a backend: graphs lowered through Relax, kernels scheduled by MetaSchedule. Importing this does not import TVM."""
+"""TVM as a backend: graphs lowered through Relax, kernels scheduled by MetaSchedule.
+
+Importing this does not import TVM.
+"""
