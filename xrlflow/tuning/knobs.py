@@ -1,0 +1,453 @@
+"""A task's knobs: every schedule that its sketches allow, as a vector of small integers.
+
+MetaSchedule's schedule rules give sketches: programs of schedule primitives with sampling instructions among them
+(Shao et al., 2022, "Tensor Program Optimization with Probabilistic Programs"). A knob is one such instruction, with the
+decisions that it may take in an order in which neighbours are alike; the first knob is the sketch itself. Sampling
+instructions of different sketches that decide the same thing (the i-th split of a loop of this extent) are one knob, so
+that changing the sketch keeps the rest of the vector.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import cache, cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from xrlflow.backends.tvm.load import tvm
+from xrlflow.tuning.tasks import Task, module_key
+
+if TYPE_CHECKING:
+    from tvm.ir import IRModule
+    from tvm.s_tir import Schedule
+    from tvm.s_tir.meta_schedule import TuneContext
+    from tvm.s_tir.meta_schedule.space_generator import SpaceGenerator
+    from tvm.s_tir.schedule import Instruction, Trace
+
+Vector = tuple[int, ...]
+Decision = int | tuple[int, ...]
+Floats = npt.NDArray[np.float32]
+
+# A compute location is an index of a loop, -1 (at the root) or -2 (inlined).
+_FIRST_LOCATION = -2
+# TVM lowers a location that is not on offer to the last one that is.
+_BEYOND = 1 << 20
+# How often a sketch is tried to learn how many compute locations there are: the number varies with other decisions.
+_PROBES = 6
+# What a feature of a knob is where the sketch has no use for the knob.
+_UNUSED = -1.0
+
+
+class KnobError(ValueError):
+    """A task whose schedules cannot be enumerated, or a vector that is not of this space."""
+
+
+class Kind(Enum):
+    """What a knob decides."""
+
+    SKETCH = "sketch"
+    TILE = "tile"
+    CATEGORICAL = "categorical"
+    LOCATION = "location"
+
+
+@dataclass(frozen=True, slots=True)
+class Knob:
+    """One decision: `values[i]` is what TVM is told for index i.
+
+    SKETCH: the sketch's number. TILE: the factors of a loop, outermost first. CATEGORICAL: the index of the
+    candidate, whose number `levels[i]` is. LOCATION: -2 (inline), -1 (root), 0, 1, ... the loops from the outside.
+    """
+
+    name: str
+    kind: Kind
+    values: tuple[Decision, ...]
+    levels: tuple[float, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    @property
+    def extent(self) -> int:
+        """The loop's extent of a TILE, 1 of others."""
+        first = self.values[0]
+        return math.prod(first) if isinstance(first, tuple) else 1
+
+    def near(self, index: int) -> tuple[int, ...]:
+        """The indices of the decisions nearest to this one, ascending, without itself.
+
+        Of a tile those with one prime factor moved to another level, of a sketch all others, else those beside it.
+        """
+        if self.kind is Kind.SKETCH:
+            return tuple(i for i in range(len(self)) if i != index)
+        if self.kind is not Kind.TILE:
+            return tuple(i for i in (index - 1, index + 1) if 0 <= i < len(self))
+        factors = self.values[index]
+        assert isinstance(factors, tuple)
+        places = _places(self.values)
+        found = {places.get(moved) for moved in _moved(factors)}
+        return tuple(sorted(i for i in found if i is not None))
+
+    def features(self) -> Floats:
+        """What a model is told of each decision, [len(self), F]: logarithms of factors and of tile sizes, say."""
+        if self.kind is Kind.SKETCH:
+            return np.eye(len(self), dtype=np.float32)
+        if self.kind is Kind.CATEGORICAL:
+            amounts: Floats = np.log2(1 + np.abs(np.asarray(self.levels, np.float32)))
+            return amounts[:, None]
+        if self.kind is Kind.LOCATION:
+            return np.asarray(self.values, np.float32)[:, None]
+        factors = np.log2(np.asarray(self.values, np.float32))
+        # Sizes of the inner tiles: of the two innermost levels, the three innermost and so on, but not of all.
+        inner = np.cumsum(factors[:, ::-1], axis=1)[:, 1:-1]
+        return np.concatenate([factors, inner], axis=1)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Candidate:
+    """A schedule of a task, valid as far as TVM can tell without building it.
+
+    `vector` decodes to it, and two candidates are the same kernel if their `key`s are equal. It is None of a schedule
+    from elsewhere that no vector decodes to. `trace` is TVM's, with the postprocessing, as JSON can hold it.
+    """
+
+    vector: Vector | None
+    trace: list[Any]
+    mod: IRModule
+    key: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sketch:
+    """One program of schedule primitives; `sites`: its sampling instructions and the knob that decides each."""
+
+    instructions: tuple[Instruction, ...]
+    sites: tuple[tuple[int, int], ...]
+    text: str
+
+    @property
+    def knobs(self) -> frozenset[int]:
+        """The positions of its knobs in a vector, the sketch's own among them."""
+        return frozenset(knob for _, knob in self.sites) | {0}
+
+
+@dataclass(frozen=True, eq=False)
+class KnobSpace:
+    """All schedules of a task that its sketches allow. The knobs do not depend on the seed."""
+
+    task: Task
+    knobs: tuple[Knob, ...]
+    sketches: tuple[Sketch, ...]
+    context: TuneContext = field(repr=False)
+
+    @staticmethod
+    def of(task: Task, seed: int, space_generator: SpaceGenerator | None = None) -> KnobSpace:
+        """The knobs of a task. `space_generator`: PostOrderApply with other schedule rules than TVM's own.
+
+        Raises KnobError if there is no sketch, or if it samples in a way that is not known here.
+        """
+        meta = tvm().s_tir.meta_schedule
+        context = meta.TuneContext(
+            task.mod,
+            target=task.target,
+            space_generator=space_generator or meta.space_generator.PostOrderApply(),
+            rand_state=1 + seed % (2**31 - 2),
+            num_threads=1,
+            task_name=task.name,
+        )
+        schedules = context.generate_design_space()
+        if not schedules:
+            raise KnobError(f"task {task.name}: the schedule rules give no sketch")
+        found: dict[tuple[Any, ...], tuple[int, Knob]] = {}
+        sketches = [_sketch(task, schedule.trace, found) for schedule in schedules]
+        first = Knob("sketch", Kind.SKETCH, tuple(range(len(sketches))))
+        knobs = (first, *(knob for _, knob in sorted(found.values(), key=lambda entry: entry[0])))
+        return KnobSpace(task, knobs, tuple(sketches), context)
+
+    @cached_property
+    def size(self) -> int:
+        """How many normal vectors there are; fewer of them are valid, and some decode to the same kernel."""
+        return sum(math.prod(len(self.knobs[k]) for k in sketch.knobs if k > 0) for sketch in self.sketches)
+
+    def active(self, vector: Sequence[int]) -> frozenset[int]:
+        """The positions that matter under the vector's sketch."""
+        return self._active[vector[0]]
+
+    def normal(self, vector: Sequence[int]) -> Vector:
+        """The vector with 0 for what its sketch has no use for: equal schedules have equal normal vectors.
+
+        Raises KnobError if it is not of this space.
+        """
+        if len(vector) != len(self.knobs):
+            raise KnobError(f"a vector of {len(vector)} knobs for a space of {len(self.knobs)}")
+        for knob, index in zip(self.knobs, vector):
+            if not 0 <= index < len(knob):
+                raise KnobError(f"knob {knob.name} has {len(knob)} values; {index} is none of them")
+        active = self._active[vector[0]]
+        return tuple(int(index) if k in active else 0 for k, index in enumerate(vector))
+
+    def random(self, generator: np.random.Generator) -> Vector:
+        """A vector drawn evenly: each sketch as likely as the next, then each value of each of its knobs."""
+        return self.normal([int(generator.integers(len(knob))) for knob in self.knobs])
+
+    def neighbours(self, vector: Sequence[int]) -> list[Vector]:
+        """The normal vectors that differ in one decision, which is near (see Knob.near); without repeats."""
+        start = self.normal(vector)
+        found: dict[Vector, None] = {}
+        for k in sorted(self.active(start)):
+            for index in self.knobs[k].near(start[k]):
+                found[self.normal((*start[:k], index, *start[k + 1 :]))] = None
+        found.pop(start, None)
+        return list(found)
+
+    def step(self, vector: Sequence[int], moves: Sequence[int]) -> Vector:
+        """The vector after moving each knob by so many places, as far as its ends."""
+        return self.normal(
+            [min(max(i + m, 0), len(knob) - 1) for knob, i, m in zip(self.knobs, vector, moves, strict=True)]
+        )
+
+    def enumerate(self) -> Iterator[Vector]:
+        """Every normal vector (`size` of them), one sketch after the other."""
+        for number, sketch in enumerate(self.sketches):
+            used = sorted(sketch.knobs - {0})
+            for choice in np.ndindex(*(len(self.knobs[k]) for k in used)):
+                vector = [number] + [0] * (len(self.knobs) - 1)
+                for k, index in zip(used, choice):
+                    vector[k] = int(index)
+                yield tuple(vector)
+
+    def features(self, vectors: Sequence[Sequence[int]]) -> Floats:
+        """What a model is told of vectors [N, F], without decoding them: each knob's features (see Knob.features),
+        -1 where it is not used, and the logarithm of the tile size over all loops, level by level."""
+        indices = np.asarray(vectors, np.int64).reshape(-1, len(self.knobs))
+        columns = []
+        sums: dict[tuple[int, int], Floats] = {}
+        for k, (knob, table) in enumerate(zip(self.knobs, self._tables)):
+            used = self._used[indices[:, 0], k][:, None]
+            columns.append(np.where(used, table[indices[:, k]], np.float32(_UNUSED)))
+            if knob.kind is Kind.TILE:
+                levels = len(knob.values[0]) if isinstance(knob.values[0], tuple) else 0
+                for level in range(levels):
+                    part = np.where(used[:, 0], table[indices[:, k], level], np.float32(0))
+                    sums[levels, level] = sums.get((levels, level), np.float32(0)) + part
+        columns += [sums[place][:, None] for place in sorted(sums)]
+        return np.concatenate(columns, axis=1).astype(np.float32)
+
+    def decode(self, vector: Sequence[int]) -> Candidate | None:
+        """The schedule of a vector; None if TVM, or a postprocessor, refuses it.
+
+        The candidate's vector is the canonical one: TVM moves a compute location that is not on offer to one that is.
+        Raises KnobError if the vector is not of this space.
+        """
+        wanted = self.normal(vector)
+        sketch = self.sketches[wanted[0]]
+        decisions = {
+            sketch.instructions[i]: _for_tvm(self.knobs[k].values[wanted[k]]) for i, k in sketch.sites
+        }
+        schedule = self._apply(sketch, decisions)
+        return None if schedule is None else self.candidate(schedule, wanted)
+
+    def candidate(self, schedule: Schedule, vector: Vector | None = None) -> Candidate:
+        """What a postprocessed schedule of the task is here. `vector`: what it was decoded from, if that is known."""
+        trace = _plain(schedule.trace.as_json())
+        found = self.encode(trace)
+        return Candidate(vector if found is None else found, trace, schedule.mod, module_key(schedule.mod))
+
+    def encode(self, trace: Sequence[Any]) -> Vector | None:
+        """The vector of a trace (a Candidate's, or `Trace.as_json()`), postprocessed or not.
+
+        None if the trace is of no sketch of this space, or has a decision that is none of its knob's.
+        """
+        instructions, decisions = _plain(trace)
+        number = self._numbers.get(json.dumps(_before_postprocessing(instructions)))
+        if number is None:
+            return None
+        decided = {int(i): tuple(d) if isinstance(d, list) else int(d) for i, d in decisions}
+        vector = [number] + [0] * (len(self.knobs) - 1)
+        for i, k in self.sketches[number].sites:
+            index = _places(self.knobs[k].values).get(decided.get(i, ()))
+            if index is None:
+                return None
+            vector[k] = index
+        return tuple(vector)
+
+    @cached_property
+    def _active(self) -> tuple[frozenset[int], ...]:
+        return tuple(sketch.knobs for sketch in self.sketches)
+
+    @cached_property
+    def _used(self) -> npt.NDArray[np.bool_]:
+        return np.array([[k in active for k in range(len(self.knobs))] for active in self._active])
+
+    @cached_property
+    def _tables(self) -> tuple[Floats, ...]:
+        return tuple(knob.features() for knob in self.knobs)
+
+    @cached_property
+    def _numbers(self) -> Mapping[str, int]:
+        # Of sketches alike the first: they decode to the same.
+        return {sketch.text: i for i, sketch in reversed(list(enumerate(self.sketches)))}
+
+    def _apply(self, sketch: Sketch, decisions: Mapping[Instruction, Any]) -> Schedule | None:
+        schedule = _schedule(self.task, sketch.instructions, decisions)
+        if schedule is None:
+            return None
+        try:
+            schedule.enter_postproc()
+            fine = all(p.apply(schedule) for p in self.context.space_generator.postprocs)
+        except (RuntimeError, ValueError):  # TVM's: what cannot be scheduled so
+            return None
+        return schedule if fine else None
+
+
+@cache
+def factorisations(extent: int, levels: int, innermost: int) -> tuple[tuple[int, ...], ...]:
+    """All ways to write a loop's extent as a product of `levels` factors, outermost first, the last at most `innermost`
+    (0: any). They are in the order of the innermost factor, then of the next, in turn ascending and descending (a
+    reflected order, as a Gray code has), so that neighbours in the list differ little.
+    """
+    if levels == 1:
+        return ((extent,),) if not innermost or extent <= innermost else ()
+    found: list[tuple[int, ...]] = []
+    divisors = [d for d in range(1, min(extent, innermost or extent) + 1) if extent % d == 0]
+    for i, last in enumerate(divisors):
+        outer = factorisations(extent // last, levels - 1, 0)
+        found += [(*rest, last) for rest in (outer if i % 2 == 0 else reversed(outer))]
+    return tuple(found)
+
+
+def _sketch(task: Task, trace: Trace, found: dict[tuple[Any, ...], tuple[int, Knob]]) -> Sketch:
+    """A sketch of the task; knobs that no sketch had before are added to those found, by what they decide."""
+    instructions = tuple(trace.insts)
+    seen: dict[tuple[Any, ...], int] = {}
+    sites = []
+    locations: dict[int, int] | None = None
+    for i, instruction in enumerate(instructions):
+        name = str(instruction.kind.name)
+        if not name.startswith("Sample"):
+            continue
+        attrs = _plain(instruction.attrs)
+        levels: tuple[float, ...] = ()
+        if name == "SamplePerfectTile":
+            extent = math.prod(int(f) for f in trace.decisions[instruction])
+            kind, limit = Kind.TILE, max(int(attrs[1]), 0)
+            values: tuple[Decision, ...] = factorisations(extent, int(attrs[0]), limit)
+        elif name == "SampleCategorical":
+            kind, values = Kind.CATEGORICAL, tuple(range(len(attrs[0])))
+            levels = tuple(float(c) for c in attrs[0])
+        elif name == "SampleComputeLocation":
+            if locations is None:
+                locations = _locations(task, trace)
+            kind, values = Kind.LOCATION, tuple(range(_FIRST_LOCATION, locations[i] + 1))
+        else:
+            raise KnobError(f"task {task.name}: {name} is no sampling instruction that is known here")
+        # Locations alike may have more places in one sketch than in another: the knob has the most.
+        what = (kind, *(() if kind is Kind.LOCATION else (values, levels)))
+        seen[what] = seen.get(what, -1) + 1
+        signature = (*what, seen[what])
+        position = found[signature][0] if signature in found else 1 + len(found)
+        known = found[signature][1].values if signature in found else ()
+        if len(values) > len(known):
+            found[signature] = position, Knob(f"{kind.value} {position}", kind, values, levels)
+        sites.append((i, position))
+    text = json.dumps(_before_postprocessing(_plain(trace.as_json())[0]))
+    return Sketch(instructions, tuple(sites), text)
+
+
+def _locations(task: Task, trace: Trace) -> dict[int, int]:
+    """The last loop that each compute location of a sketch may take, by the instruction's place.
+
+    TVM says it only while it schedules, and it varies with other decisions; so some are tried, with each location at
+    its end or at the root, and what TVM has made of them is read. The trace's own decisions are of no influence.
+    """
+    instructions = tuple(trace.insts)
+    places = [i for i, inst in enumerate(instructions) if str(inst.kind.name) == "SampleComputeLocation"]
+    last = dict.fromkeys(places, -1)
+    generator = np.random.default_rng(0)
+    for attempt in range(_PROBES):
+        decisions = {
+            instructions[i]: _BEYOND if attempt == 0 or generator.random() < 0.7 else -1 for i in places
+        }
+        schedule = _schedule(task, instructions, decisions, seed=1 + attempt)
+        if schedule is None:
+            continue
+        made = dict(_plain(schedule.trace.as_json())[1])
+        for i in places:
+            if decisions[instructions[i]] == _BEYOND:
+                last[i] = max(last[i], int(made[i]))
+    return last
+
+
+def _schedule(
+    task: Task, instructions: Sequence[Instruction], decisions: Mapping[Instruction, Any], seed: int = 1
+) -> Schedule | None:
+    """The task's schedule by these instructions, not yet postprocessed; None if TVM refuses it.
+
+    Decisions that are missing are drawn; the seed is a positive number.
+    """
+    package = tvm()
+    schedule = package.s_tir.Schedule(task.mod, seed=seed, error_render_level="none")
+    trace = package.s_tir.schedule.Trace(list(instructions), dict(decisions))
+    try:
+        trace.apply_to_schedule(schedule, remove_postproc=True)
+    except (RuntimeError, ValueError):  # TVM's: what cannot be scheduled so
+        return None
+    return schedule
+
+
+@cache
+def _places(values: tuple[Decision, ...]) -> Mapping[Decision, int]:
+    return {value: i for i, value in enumerate(values)}
+
+
+def _moved(factors: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """The factors with one prime of one level moved to another."""
+    for i, factor in enumerate(factors):
+        for prime in _primes(factor):
+            for j in range(len(factors)):
+                if j != i:
+                    moved = list(factors)
+                    moved[i] //= prime
+                    moved[j] *= prime
+                    yield tuple(moved)
+
+
+@cache
+def _primes(number: int) -> tuple[int, ...]:
+    """The prime factors, each once, ascending."""
+    found, left, p = [], number, 2
+    while p * p <= left:
+        if left % p == 0:
+            found.append(p)
+            while left % p == 0:
+                left //= p
+        p += 1
+    return tuple(found + [left] * (left > 1))
+
+
+def _for_tvm(decision: Decision) -> int | list[int]:
+    return list(decision) if isinstance(decision, tuple) else decision
+
+
+def _before_postprocessing(instructions: Sequence[Any]) -> list[Any]:
+    names = [entry[0] for entry in instructions]
+    return list(instructions[: names.index("EnterPostproc")] if "EnterPostproc" in names else instructions)
+
+
+def _plain(value: Any) -> Any:
+    """What JSON can hold, of what TVM takes for it: its containers and its immediate numbers."""
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    if isinstance(value, str):
+        return str(value)
+    if hasattr(value, "value"):
+        return value.value
+    if isinstance(value, Mapping) or hasattr(value, "items"):
+        return {str(k): _plain(v) for k, v in value.items()}
+    return [_plain(v) for v in value]

@@ -1,0 +1,71 @@
+"""Tuning tasks: the kernels of a module, each once, with how often it is called."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from xrlflow.backends.tvm.load import tvm
+
+if TYPE_CHECKING:
+    from tvm.ir import IRModule
+    from tvm.target import Target
+    from tvm.tirx import PrimFunc
+
+
+class TaskError(ValueError):
+    """What was given is nothing that can be tuned."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Task:
+    """One kernel to tune: a module of one function, `main`, and the target that it is for.
+
+    `weight` says how often the model calls it. `key` is the same in every process for the same structure and target,
+    whatever the names: what is known about a task is kept under it.
+    """
+
+    name: str
+    mod: IRModule
+    target: Target
+    weight: int
+    key: str
+
+    @staticmethod
+    def of(name: str, kernel: IRModule | PrimFunc, target: Target, weight: int = 1) -> Task:
+        """The task of a function, or of a module that holds just one. Raises TaskError for anything else."""
+        package = tvm()
+        functions = [kernel] if isinstance(kernel, package.tirx.PrimFunc) else list(kernel.functions.values())
+        if len(functions) != 1 or not isinstance(functions[0], package.tirx.PrimFunc):
+            raise TaskError(f"task {name}: its module holds {len(functions)} functions, not one kernel")
+        if weight < 1:
+            raise TaskError(f"task {name}: its weight is {weight}, not a positive number of calls")
+        function = functions[0].with_attr("global_symbol", "main").with_attr("tirx.noalias", True)
+        mod = package.IRModule({"main": function})
+        return Task(name, mod, target, weight, _key(mod, target))
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations of one call, by TVM's estimate; 0 where it finds none (data movement)."""
+        return float(tvm().s_tir.analysis.estimate_tir_flops(self.mod))
+
+
+def extract_tasks(mod: IRModule, target: Target) -> list[Task]:
+    """The tasks of a Relax module whose operators are legalized and fused, those alike merged with their weights."""
+    meta = tvm().s_tir.meta_schedule
+    found: dict[str, Task] = {}
+    for extracted in meta.relax_integration.extract_tasks(mod, target, {}):
+        task = Task.of(str(extracted.task_name), extracted.dispatched[0], target, int(extracted.weight))
+        known = found.get(task.key)
+        found[task.key] = replace(known, weight=known.weight + task.weight) if known else task
+    return list(found.values())
+
+
+def module_key(mod: IRModule) -> str:
+    """TVM's structural hash of a module: of what it computes and how, not of names; equal in every process."""
+    return str(tvm().s_tir.meta_schedule.utils.shash2hex(mod))
+
+
+def _key(mod: IRModule, target: Target) -> str:
+    return hashlib.sha256(f"{module_key(mod)} {target}".encode()).hexdigest()[:24]

@@ -1,0 +1,1 @@
+"""Tuners: what is measured next."""
