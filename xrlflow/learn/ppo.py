@@ -33,6 +33,32 @@ class TrainingError(RuntimeError):
     """Training cannot go on: a statistic is not a number, or there is nothing to learn from."""
 
 
+class Distribution(Protocol):
+    """What an actor draws from: for each of B observations one action, an integer or K of them."""
+
+    def log_prob(self, actions: Tensor) -> Tensor:
+        """Log-probabilities [B] of actions [B] or [B, K]."""
+        ...
+
+    def entropy(self) -> Tensor:
+        """Entropies in nats [B]."""
+        ...
+
+    def sample(self, generator: torch.Generator | None = None) -> Tensor:
+        """Actions [B] or [B, K]."""
+        ...
+
+
+class ActorCritic(Protocol[ObsIn]):
+    """What PPO improves, whatever its actions are."""
+
+    def evaluate(self, observations: Sequence[ObsIn]) -> tuple[Distribution, Tensor]:
+        """The distribution over the actions of each of B observations, and their values [B]."""
+        ...
+
+    def parameters(self) -> Iterator[nn.Parameter]: ...
+
+
 class Policy(Protocol[ObsIn]):
     """An actor and critic, usually an nn.Module: putting observations together is its business."""
 
@@ -48,7 +74,7 @@ class Environment(Protocol[ObsOut]):
 
     def reset(self, *, seed: int | None = None) -> tuple[ObsOut, dict[str, Any]]: ...
 
-    def step(self, action: int) -> tuple[ObsOut, float, bool, bool, dict[str, Any]]:
+    def step(self, action: Any) -> tuple[ObsOut, float, bool, bool, dict[str, Any]]:
         """Observation, reward, terminated (it is an end), truncated (it would have gone on), information."""
         ...
 
@@ -99,7 +125,7 @@ class PPOConfig:
         left = 1.0 - min(max(progress, 0.0), 1.0)
         return self.learning_rate * (self.final_learning_rate + (1.0 - self.final_learning_rate) * left)
 
-    def optimizer(self, policy: Policy[Any]) -> torch.optim.Adam:
+    def optimizer(self, policy: ActorCritic[Any]) -> torch.optim.Adam:
         return torch.optim.Adam(policy.parameters(), lr=self.learning_rate, eps=self.adam_eps)
 
 
@@ -112,7 +138,8 @@ class Episode(Generic[Obs]):
     """
 
     observations: list[Obs] = field(default_factory=list)
-    actions: list[int] = field(default_factory=list)
+    # Integers, or lists of K of them.
+    actions: list[Any] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     values: list[float] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
@@ -131,7 +158,7 @@ class Episode(Generic[Obs]):
 
 
 def collect(
-    policy: Policy[Obs],
+    policy: ActorCritic[Obs],
     environments: Sequence[Environment[Obs]],
     steps: int,
     generator: torch.Generator,
@@ -199,7 +226,7 @@ def gae(rewards: Floats, values: Floats, bootstrap: float, gamma: float, gae_lam
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rollout(Generic[Obs]):
-    """T steps to learn from, flat: observations, and tensors [T].
+    """T steps to learn from, flat: observations, and tensors [T]; factored actions are [T, K].
 
     Who only plans an update that others compute (see `Differentiate`) has no use for the observations.
     """
@@ -279,7 +306,7 @@ Differentiate = Callable[[Tensor, Tensor], dict[str, float]]
 
 
 def update(
-    policy: Policy[Obs],
+    policy: ActorCritic[Obs],
     optimizer: torch.optim.Optimizer,
     rollout: Rollout[Obs],
     config: PPOConfig,
@@ -337,7 +364,7 @@ def update(
     )
 
 
-def losses(policy: Policy[Obs], steps: Rollout[Obs], config: PPOConfig) -> dict[str, Tensor]:
+def losses(policy: ActorCritic[Obs], steps: Rollout[Obs], config: PPOConfig) -> dict[str, Tensor]:
     """The loss, its terms, and what tells how far the policy has moved (Stats' names): means over the steps."""
     distribution, values = policy.evaluate(steps.observations)
     log_ratio = distribution.log_prob(steps.actions) - steps.log_probs
