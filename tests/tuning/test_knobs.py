@@ -10,7 +10,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from tests.tuning.kernels import convolution, knobless, matmul, softmax
+from tests.tuning.problems import convolution, knobless, matmul, softmax
 from xrlflow.backends.tvm.load import tvm
 from xrlflow.tuning.knobs import Kind, Knob, KnobError, KnobSpace, Vector, factorisations
 from xrlflow.tuning.tasks import Task, module_key

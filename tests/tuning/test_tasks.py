@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.tuning.kernels import knobless, matmul, module, target
+from tests.tuning.problems import knobless, matmul, module, target
 from xrlflow.backends.tvm.load import tvm
 from xrlflow.tuning.tasks import Task, TaskError, extract_tasks
 
@@ -42,7 +42,7 @@ def test_the_key_is_also_of_the_target() -> None:
 
 
 def test_the_key_is_the_same_in_another_process() -> None:
-    code = "from tests.tuning.kernels import matmul; print(matmul().key)"
+    code = "from tests.tuning.problems import matmul; print(matmul().key)"
     found = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
     )
