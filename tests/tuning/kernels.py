@@ -1,53 +1,54 @@
-"""Small tasks that several tests use."""
+"""Small kernels to build and run, good and bad ones."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
+import hashlib
 from typing import Any
 
 from xrlflow.backends.tvm.load import tvm
-from xrlflow.tuning.tasks import Task, extract_tasks
+from xrlflow.tuning.knobs import Candidate
+from xrlflow.tuning.tasks import Task
 
 
-def target() -> Any:
-    """A machine with AVX2 and two cores, whatever the tests run on: nothing is built here."""
-    return tvm().target.Target({"kind": "llvm", "mcpu": "core-avx2", "num-cores": 2})
+def target(cores: int = 2) -> Any:
+    return tvm().target.Target({"kind": "llvm", "num-cores": cores})
 
 
-def module(build: Callable[..., Any], *shapes: tuple[int, ...]) -> Any:
-    """A Relax module of float32 inputs of these shapes, legalized and fused."""
-    relax = tvm().relax
-    builder = relax.BlockBuilder()
-    inputs = [relax.Var(f"x{i}", relax.TensorType(shape, "float32")) for i, shape in enumerate(shapes)]
-    with builder.function("main", inputs):
-        with builder.dataflow():
-            output = builder.emit_output(build(relax.op, *inputs))
-        builder.emit_func_output(output)
-    passes = ("LegalizeOps", "AnnotateTIROpPattern", "FuseOps", "FuseTIR", "DeadCodeElimination")
-    return tvm().transform.Sequential([getattr(relax.transform, name)() for name in passes])(builder.get())
+def matmul(size: int = 16, columns: int | None = None) -> Task:
+    """[size, size] times [size, columns]."""
+    te = tvm().te
+    columns = size if columns is None else columns
+    x, w = te.placeholder((size, size), name="X"), te.placeholder((size, columns), name="W")
+    k = te.reduce_axis((0, size), "k")
+    y = te.compute((size, columns), lambda i, j: te.sum(x[i, k] * w[k, j], axis=k), name="Y")
+    return Task.of(f"matmul{size}x{columns}", te.create_prim_func([x, w, y]), target())
 
 
-@cache
-def matmul(n: int = 8) -> Task:
-    """Two square matrices: tiles of three loops, unrolling, and where the result is gathered."""
-    return extract_tasks(module(lambda op, a, b: op.matmul(a, b), (n, n), (n, n)), target())[0]
+def calls(function: str, dtype: str = "float32") -> Candidate:
+    """A kernel that does nothing but call a C function without arguments."""
+    te, tirx = tvm().te, tvm().tirx
+    x = te.placeholder((4,), name="X", dtype=dtype)
+    y = te.extern((4,), [x], lambda i, o: tirx.call_extern("int32", function), name="Y", dtype=dtype)
+    return Candidate(None, [[], []], tvm().IRModule({"main": te.create_prim_func([x, y])}), function)
 
 
-@cache
-def convolution() -> Task:
-    """A padded convolution: the padding's place is a knob."""
-    build = lambda op, x, w: op.nn.conv2d(x, w, padding=1, data_layout="NHWC", kernel_layout="HWIO")  # noqa: E731
-    return extract_tasks(module(build, (1, 8, 8, 4), (3, 3, 4, 8)), target())[0]
+def unscheduled(task: Task) -> Candidate:
+    return Candidate(None, [[], []], task.mod, "as it is")
 
 
-@cache
-def softmax() -> Task:
-    """Four blocks, two reductions that may be factored: sketches with different knobs."""
-    return extract_tasks(module(lambda op, x: op.nn.softmax(x), (16, 64)), target())[0]
-
-
-@cache
-def knobless() -> Task:
-    """One addition: nothing to decide."""
-    return extract_tasks(module(lambda op, x: op.add(x, x), (1,)), target())[0]
+def scheduled(task: Task, inner: int, parallel: bool = False) -> Candidate:
+    """A matmul whose columns are split by `inner` and vectorised."""
+    schedule = tvm().s_tir.Schedule(task.mod)
+    block = schedule.get_sblock("Y")
+    i, j, k = schedule.get_loops(block)
+    outer, vector = schedule.split(j, [None, inner])
+    schedule.reorder(i, outer, k, vector)
+    if parallel:
+        schedule.parallel(i)
+    schedule.vectorize(vector)
+    schedule.decompose_reduction(block, k)
+    record = tvm().s_tir.meta_schedule.database.TuningRecord
+    workload = tvm().s_tir.meta_schedule.database.Workload(task.mod)
+    trace = record(schedule.trace, workload).as_json()[0]
+    key = hashlib.sha256(f"{task.key} {inner} {parallel}".encode()).hexdigest()
+    return Candidate(None, trace, schedule.mod, key)

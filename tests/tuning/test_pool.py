@@ -1,0 +1,266 @@
+"""Builders and the runner, and what candidates do to them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from tests.tuning.kernels import calls, matmul, scheduled, target, unscheduled
+from xrlflow.backends.tvm.load import tvm
+from xrlflow.tuning.knobs import Candidate
+from xrlflow.tuning.pool import Pool, PoolError, PoolOptions, _Crew
+from xrlflow.tuning.tasks import Task
+from xrlflow.tuning.worker import Built, Failed, Timing, build, steady
+
+QUICK = Timing(samples=2, sample_ms=0.5)
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    with Pool(PoolOptions(builders=1, threads=1, timing=QUICK, run_seconds=1.0)) as pool:
+        yield pool
+
+
+def workers_of(process: int) -> list[psutil.Process]:
+    nurseries = [p for p in psutil.Process(process).children() if "raise_workers" in " ".join(p.cmdline())]
+    return [worker for nursery in nurseries for worker in nursery.children()]
+
+
+def test_kernels_compute_what_numpy_does(pool: Pool) -> None:
+    task = matmul(16, 32)
+    generator = np.random.default_rng(0)
+    x = generator.random((16, 16), np.float32)
+    w = generator.random((16, 32), np.float32)
+    for candidate in (unscheduled(task), scheduled(task, 8), scheduled(task, 16, parallel=True)):
+        (y,) = pool.evaluate(task, candidate, [x, w])
+        np.testing.assert_allclose(y, x @ w, rtol=1e-5)
+
+
+def test_measured_are_positive_times_in_the_candidates_order(pool: Pool) -> None:
+    # So different that no noise can turn them round: 16 and 16 million multiplications.
+    small, large = matmul(2, 4), matmul(256)
+    outcomes = pool.measure(small, [unscheduled(large), unscheduled(small), unscheduled(large)])
+    assert all(outcome.error is None for outcome in outcomes)
+    assert outcomes[1].median < min(outcomes[0].median, outcomes[2].median)
+
+
+def test_inputs_of_another_shape_are_refused(pool: Pool) -> None:
+    task = matmul(16)
+    with pytest.raises(PoolError, match=r"input 0 is float32\[4, 4\], not float32\[16, 16\]"):
+        pool.evaluate(task, unscheduled(task), [np.zeros((4, 4), np.float32)])
+
+
+def test_half_precision_needs_the_compilers_library(pool: Pool) -> None:
+    te = tvm().te
+    x = te.placeholder((8,), "float16", "X")
+    y = te.compute((8,), lambda i: te.exp(x[i].astype("float32")).astype("float16"), name="Y")
+    task = Task.of("half", te.create_prim_func([x, y]), target())
+    given = np.linspace(-1, 1, 8).astype(np.float16)
+    (found,) = pool.evaluate(task, unscheduled(task), [given])
+    np.testing.assert_allclose(found, np.exp(given.astype(np.float32)), rtol=2e-3)
+    assert pool.measure(task, [unscheduled(task)])[0].error is None
+
+
+def test_bad_candidates_cost_their_worker_and_say_why(pool: Pool) -> None:
+    task = matmul(16)
+    good = unscheduled(task)
+    candidates = [good, calls("abort"), good, calls("pause"), calls("there_is_no_such_function"), good]
+    found = pool.measure(task, candidates)
+    assert [outcome.error is None for outcome in found] == [True, False, True, False, False, True]
+    assert found[1].error is not None
+    assert found[1].error.startswith("the process died running it (SIGABRT")
+    assert found[3].error == "running it took longer than 1 s"
+    assert found[4].error is not None
+    assert "there_is_no_such_function" in found[4].error
+
+
+def test_what_does_not_compile_is_an_outcome(pool: Pool) -> None:
+    task = matmul(16)
+    schedule = tvm().s_tir.Schedule(task.mod)
+    i, _, _ = schedule.get_loops(schedule.get_sblock("Y"))
+    schedule.bind(i, "threadIdx.x")  # a CPU has none
+    bad = Candidate(None, [[], []], schedule.mod, "bad")
+    found = pool.measure(task, [bad, unscheduled(task)])
+    assert found[0].error is not None
+    assert "\n" not in found[0].error
+    assert found[1].error is None
+
+
+def test_killed_workers_are_replaced_and_nobody_is_blamed(pool: Pool) -> None:
+    task = matmul(16)
+    assert pool.measure(task, [unscheduled(task)])[0].error is None
+    before = {worker.pid for worker in workers_of(os.getpid())}
+    for pid in before:
+        os.kill(pid, signal.SIGKILL)
+    assert pool.measure(task, [unscheduled(task)])[0].error is None
+    assert before.isdisjoint(worker.pid for worker in workers_of(os.getpid()))
+
+
+def test_nothing_is_begun_after_the_limit(pool: Pool) -> None:
+    task = matmul(16)
+    assert list(pool.outcomes(task, [unscheduled(task)], until=time.monotonic())) == []
+
+
+def test_an_iterator_left_early_leaves_the_pool_usable(pool: Pool) -> None:
+    task = matmul(16)
+    outcomes = pool.outcomes(task, [unscheduled(task)] * 3)
+    assert next(outcomes)[1].error is None
+    outcomes.close()
+    assert pool.measure(task, [unscheduled(task)])[0].error is None
+
+
+def test_no_library_stays_on_disk(pool: Pool) -> None:
+    task = matmul(16)
+    pool.measure(task, [unscheduled(task), calls("abort")])
+    assert [path for path in Path(pool._nursery.folder).rglob("*") if path.is_file()] == []
+
+
+def test_a_slow_build_is_ended(pool: Pool) -> None:
+    task = matmul(16)
+    crew = _Crew(pool._nursery, 1, 1, 500, "building", 0.001)
+    try:
+        jobs = pool._builds(task, [unscheduled(task)], [f"{pool._nursery.folder}/slow.so"])
+        assert list(crew.work(jobs)) == [(0, Failed("building it took longer than 0.001 s"))]
+    finally:
+        crew.close()
+
+
+def test_old_workers_are_replaced(pool: Pool) -> None:
+    task = matmul(16)
+    crew = _Crew(pool._nursery, 1, 1, 2, "building", 20.0)
+    try:
+        seen = []
+        for _ in range(4):
+            crew.settle()
+            seen.append(crew._workers[0].process)
+            jobs = pool._builds(task, [unscheduled(task)], [f"{pool._nursery.folder}/old.so"])
+            ((_, answer),) = crew.work(jobs)
+            assert isinstance(answer, Built)
+        assert seen[0] == seen[1] != seen[2] == seen[3]
+    finally:
+        crew.close()
+
+
+def test_closing_leaves_nothing() -> None:
+    pool = Pool(PoolOptions(builders=2, threads=1))
+    folder, group = pool._nursery.folder, pool._nursery.group
+    assert os.path.isdir(folder)
+    pool.close()
+    assert not os.path.exists(folder)
+    assert not members(group)
+    task = matmul(16)
+    with pytest.raises(PoolError, match="closed"):
+        pool.measure(task, [unscheduled(task)])
+    pool.close()
+
+
+HOLDER = """
+import sys
+from xrlflow.tuning.pool import Pool, PoolOptions
+from xrlflow.tuning.worker import Run, Timing
+with Pool(PoolOptions(builders=1, threads=1, run_seconds=300.0)) as pool:
+    pool._runners.settle()
+    print(pool._nursery.folder, pool._nursery.group, flush=True)
+    list(pool._runners.work(iter([Run(sys.argv[1], (("float32", (4,)),) * 2, Timing())])))
+"""
+
+
+def test_neither_an_interrupt_nor_a_kill_leaves_anything_behind(tmp_path: Path) -> None:
+    library = str(tmp_path / "endless.so")
+    (job,) = Pool._builds(matmul(4), [calls("pause")], [library])
+    build(job)
+    signals = (signal.SIGINT, signal.SIGKILL)
+    holders = [
+        subprocess.Popen(
+            [sys.executable, "-c", HOLDER, library],
+            cwd=Path(__file__).resolve().parents[2],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for _ in signals
+    ]
+    try:
+        for holder, how in zip(holders, signals):
+            assert holder.stdout is not None
+            folder, group = holder.stdout.readline().split()
+            assert os.path.isdir(folder)
+            await_that(lambda group=group: any(library in maps(pid) for pid in members(int(group))))
+            holder.send_signal(how)
+            _, said = holder.communicate(timeout=20)
+            assert holder.returncode != 0
+            assert ("KeyboardInterrupt" in said) == (how == signal.SIGINT)
+            await_that(lambda folder=folder: not os.path.exists(folder))
+            await_that(lambda group=group: not members(int(group)))
+    finally:
+        for holder in holders:
+            holder.kill()
+            holder.communicate()
+
+
+def maps(process: int) -> str:
+    """The files that a process has in memory."""
+    try:
+        return Path(f"/proc/{process}/maps").read_text()
+    except OSError:
+        return ""
+
+
+def members(group: int) -> list[int]:
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process.pid)
+        except (ProcessLookupError, psutil.NoSuchProcess):
+            continue
+    return found
+
+
+def await_that(condition: Callable[[], object], seconds: float = 30.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it never came"
+        time.sleep(0.02)
+
+
+def test_workers_that_cannot_start_say_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import sys; sys.modules['tvm'] = None")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    task = matmul(16)
+    with (
+        Pool(PoolOptions(builders=1, threads=1)) as pool,
+        pytest.raises(PoolError, match="TVM cannot be loaded"),
+    ):
+        pool.measure(task, [unscheduled(task)])
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        ((1.0,), (1.0,)),
+        ((1.0, 1.001, 0.999, 1.3), (1.0, 1.001, 0.999)),
+        ((1.0, 1.01, 0.99, 1.015), (1.0, 1.01, 0.99, 1.015)),
+        ((3.0, 1.0), (3.0, 1.0)),
+        ((0.5, 1.0, 1.0, 1.0), (0.5, 1.0, 1.0, 1.0)),
+    ],
+)
+def test_only_what_is_far_above_the_others_is_dropped(
+    given: tuple[float, ...], kept: tuple[float, ...]
+) -> None:
+    assert steady(given) == kept
+
+
+@pytest.mark.parametrize("wrong", [{"builders": 0}, {"threads": 0}, {"uses": 0}, {"run_seconds": 0.0}])
+def test_options_that_make_no_sense_are_refused(wrong: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match=r"pool|positive"):
+        PoolOptions(**wrong)  # type: ignore[arg-type]

@@ -1,0 +1,457 @@
+"""Candidates built and run on this machine, by processes that may die without the tuning ending.
+
+Builders compile, as many at a time as there are cores; one runner measures, and only while nothing is built. All of
+them are workers that stay for many candidates. One that crashes or outlasts its limit costs its worker, and the next
+worker is forked off the nursery (see `worker.py`) while the others go on.
+
+Nothing outlives a pool: the nursery ends all workers and removes their files when its socket closes, and that is so
+when the pool is closed, and when the process that has it is killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import pickle
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import weakref
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from multiprocessing import Pipe
+from multiprocessing.connection import wait
+from pathlib import Path
+from types import TracebackType
+from typing import IO, TYPE_CHECKING, Self
+
+import psutil  # type: ignore[import-untyped]
+
+from xrlflow.backends.protocol import Array, one_line
+from xrlflow.backends.tvm.load import tvm
+from xrlflow.tuning.tuners.protocol import Outcome
+from xrlflow.tuning.worker import (
+    REQUEST_BYTES,
+    Answer,
+    Argument,
+    Build,
+    Built,
+    Bury,
+    Evaluate,
+    Evaluated,
+    Failed,
+    Hire,
+    Job,
+    Ran,
+    Ready,
+    Run,
+    Timing,
+    request,
+)
+
+if TYPE_CHECKING:
+    from xrlflow.tuning.knobs import Candidate
+    from xrlflow.tuning.tasks import Task
+
+START_SECONDS = 120.0
+"""How long a worker may take to load TVM."""
+
+_ATTEMPTS = 3  # of a worker to start
+
+
+class PoolError(RuntimeError):
+    """Nothing can be measured: workers do not start, or the pool is closed. The message is one line."""
+
+
+def default_threads() -> int:
+    """The physical cores that this process may run on."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(allowed, psutil.cpu_count(logical=False) or allowed))
+
+
+@dataclass(frozen=True, slots=True)
+class PoolOptions:
+    """`builders` compile at a time; kernels run with `threads` threads. A candidate may take `build_seconds` to
+    compile and `run_seconds` to measure. A worker is replaced after `uses` candidates (TVM leaks memory)."""
+
+    builders: int = field(default_factory=default_threads)
+    threads: int = field(default_factory=default_threads)
+    timing: Timing = field(default_factory=Timing)
+    build_seconds: float = 20.0
+    run_seconds: float = 10.0
+    uses: int = 500
+
+    def __post_init__(self) -> None:
+        if min(self.builders, self.threads, self.uses) < 1:
+            raise ValueError(f"a pool needs builders, threads and uses: {self}")
+        if min(self.build_seconds, self.run_seconds) <= 0:
+            raise ValueError(f"time limits must be positive: {self}")
+
+
+class Pool:
+    """Builders and a runner, for any number of tasks. Use it in a `with` statement, or close it.
+
+    Raises PoolError when its workers cannot start (TVM is missing, say), at the first use.
+    """
+
+    def __init__(self, options: PoolOptions | None = None) -> None:
+        self.options = options if options is not None else PoolOptions()
+        self._nursery = _Nursery()
+        self._end = weakref.finalize(self, self._nursery.end)
+        self._builders = _Crew(
+            self._nursery, self.options.builders, 1, self.options.uses, "building", self.options.build_seconds
+        )
+        self._runners = _Crew(
+            self._nursery, 1, self.options.threads, self.options.uses, "running", self.options.run_seconds
+        )
+        self._built = 0
+
+    def outcomes(
+        self, task: Task, candidates: Sequence[Candidate], *, until: float = math.inf
+    ) -> Iterator[tuple[int, Outcome]]:
+        """Each candidate's position and outcome, as soon as it is known: first those that do not build.
+
+        What would start after `until` (`time.monotonic`) is left out. The iterator may be left at any point.
+        """
+        paths = self._paths(len(candidates))
+        try:
+            libraries: dict[int, tuple[Argument, ...]] = {}
+            for number, answer in self._builders.work(self._builds(task, candidates, paths), until):
+                match answer:
+                    case Built(arguments):
+                        libraries[number] = arguments
+                    case _:
+                        yield number, _failure(answer)
+            # Loading TVM keeps a core busy as building does.
+            self._builders.settle()
+            order = sorted(libraries)
+            runs = (Run(paths[number], libraries[number], self.options.timing) for number in order)
+            for position, answer in self._runners.work(runs, until):
+                match answer:
+                    case Ran(seconds):
+                        yield order[position], Outcome(seconds)
+                    case _:
+                        yield order[position], _failure(answer)
+        finally:
+            for path in paths:
+                Path(path).unlink(missing_ok=True)
+
+    def measure(self, task: Task, candidates: Sequence[Candidate]) -> tuple[Outcome, ...]:
+        """The outcomes of all candidates, in their order."""
+        found = dict(self.outcomes(task, candidates))
+        return tuple(found[number] for number in range(len(candidates)))
+
+    def evaluate(self, task: Task, candidate: Candidate, inputs: Sequence[Array]) -> tuple[Array, ...]:
+        """What the kernel computes: its parameters beyond `inputs`, which it finds zero.
+
+        Raises PoolError when it does not build, run, or take the inputs.
+        """
+        (path,) = self._paths(1)
+        try:
+            for _, answer in self._builders.work(self._builds(task, [candidate], [path])):
+                if not isinstance(answer, Built):
+                    raise PoolError(_failure(answer).error)
+                call = Evaluate(path, answer.arguments, tuple(inputs))
+                for _, result in self._runners.work(iter([call])):
+                    if isinstance(result, Evaluated):
+                        return result.outputs
+                    raise PoolError(_failure(result).error)
+        finally:
+            Path(path).unlink(missing_ok=True)
+        raise PoolError("the pool is closed")
+
+    def close(self) -> None:
+        """End the workers and remove their files. A second call does nothing."""
+        self._builders.close()
+        self._runners.close()
+        self._end()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _paths(self, count: int) -> list[str]:
+        first, self._built = self._built, self._built + count
+        return [os.path.join(self._nursery.folder, f"{number}.so") for number in range(first, first + count)]
+
+    @staticmethod
+    def _builds(task: Task, candidates: Sequence[Candidate], paths: Sequence[str]) -> Iterator[Build]:
+        save = tvm().ir.save_json
+        target = save(task.target)
+        # A generator: a module is turned to text when a builder is free, while others build.
+        return (Build(save(c.mod), target, path) for c, path in zip(candidates, paths, strict=True))
+
+
+def _failure(answer: Answer) -> Outcome:
+    return Outcome(error=answer.error if isinstance(answer, Failed) else f"unexpected answer {answer!r}")
+
+
+class _Nursery:
+    """The process that workers are forked from; theirs is its process group, and the folder of their files."""
+
+    def __init__(self) -> None:
+        self.folder = tempfile.mkdtemp(prefix="xrlflow-tuning-")
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115  (what it says is read when it has died)
+        self._socket, theirs = socket.socketpair()
+        root = str(Path(__file__).resolve().parents[2])
+        inherited = os.environ.get("PYTHONPATH")
+        program = "from xrlflow.tuning.worker import raise_workers; "
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-c", f"{program} raise_workers({theirs.fileno()}, {self.folder!r})"],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=self._log,
+                pass_fds=(theirs.fileno(),),
+                process_group=0,  # Ctrl-C does not reach it
+                env={
+                    **os.environ,
+                    "PYTHONPATH": root + (os.pathsep + inherited if inherited else ""),
+                    "TMPDIR": self.folder,
+                    # No library starts threads, which no fork would survive.
+                    **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
+                },
+            )
+        except OSError as error:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            raise PoolError(f"no worker can be started: {error}") from error
+        theirs.close()
+        self._owner = os.getpid()
+
+    @property
+    def group(self) -> int:
+        return self._process.pid
+
+    def hire(self, threads: int, pipe: int, log: int) -> None:
+        """Ask for a worker; it says `Ready` on its pipe."""
+        with contextlib.suppress(OSError):  # if the nursery is dead, the pipe closes
+            socket.send_fds(self._socket, [request(Hire(threads))], [pipe, log])
+
+    def bury(self, process: int, patience: float) -> int | None:
+        """The status with which a worker ended, as `os.waitpid` has it; None if the nursery is dead itself."""
+        try:
+            self._socket.sendall(request(Bury(process, patience)))
+            reply = self._socket.recv(REQUEST_BYTES)
+        except OSError:
+            return None
+        return int(pickle.loads(reply)) if reply else None
+
+    def last_words(self) -> str:
+        """How it ended, if it did, and what it printed last."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(1.0)
+        return _last_line(self._log) or f"its process ended with {self._process.returncode}"
+
+    def end(self) -> None:
+        """End all workers and remove their files; a second call does nothing."""
+        if os.getpid() != self._owner or self._socket.fileno() < 0:  # after a fork they are another's workers
+            return
+        self._socket.close()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.group, signal.SIGKILL)
+        self._process.wait()
+        self._log.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _last_line(log: IO[bytes]) -> str:
+    size = log.seek(0, os.SEEK_END)
+    log.seek(max(0, size - 2000))
+    return "".join(log.read().decode(errors="replace").strip().splitlines()[-1:])
+
+
+@dataclass(slots=True)
+class _Duty:
+    """A job and where it came from; `crashes` so far."""
+
+    number: int
+    job: Job
+    crashes: int = 0
+
+
+class _Worker:
+    """One process and what it is doing."""
+
+    def __init__(self, nursery: _Nursery, threads: int) -> None:
+        self._nursery = nursery
+        self.connection, theirs = Pipe()
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115  (what it says is read when it has died)
+        nursery.hire(threads, theirs.fileno(), self._log.fileno())
+        theirs.close()
+        self.process: int | None = None
+        self.duty: _Duty | None = None
+        self.deadline = time.monotonic() + START_SECONDS
+        self.uses = 0
+
+    @property
+    def ready(self) -> bool:
+        return self.process is not None
+
+    @property
+    def busy(self) -> bool:
+        return self.duty is not None
+
+    def begin(self, duty: _Duty, seconds: float) -> bool:
+        """Whether it took the job: a process may have died since it was last heard of."""
+        try:
+            self.connection.send(duty.job)
+        except OSError:
+            return False
+        self.duty = duty
+        self.deadline = time.monotonic() + seconds
+        self.uses += 1
+        return True
+
+    def answer(self) -> Answer | None:
+        """What it sent; None when it is dead."""
+        try:
+            received: Answer = self.connection.recv()
+        except (EOFError, OSError):
+            return None
+        return received
+
+    def release(self) -> None:
+        """Tell it that there is no more work."""
+        self.connection.close()
+        self._log.close()
+
+    def end(self, patience: float = 0.0) -> str:
+        """Wait `patience` seconds for it to exit, then kill it; how it ended, and its last words."""
+        self.connection.close()  # if it is not yet there, it will exit at once
+        status = None if self.process is None else self._nursery.bury(self.process, patience)
+        words = _last_line(self._log)
+        self._log.close()
+        if status is None:
+            manner = self._nursery.last_words()
+        elif os.WIFSIGNALED(status):
+            manner = signal.Signals(os.WTERMSIG(status)).name
+        else:
+            manner = f"exit status {os.WEXITSTATUS(status)}"
+        return one_line(": ".join(part for part in (manner, words) if part), 200)
+
+
+class _Crew:
+    """Workers for one kind of job. Those that die or grow old are replaced while the others go on."""
+
+    def __init__(
+        self, nursery: _Nursery, count: int, threads: int, uses: int, activity: str, seconds: float
+    ) -> None:
+        self._nursery, self._threads, self._uses = nursery, threads, uses
+        self._activity, self._seconds = activity, seconds
+        self._failed_starts = 0
+        self._closed = False
+        self._workers = [_Worker(nursery, threads) for _ in range(count)]
+
+    def work(self, jobs: Iterator[Job], until: float = math.inf) -> Iterator[tuple[int, Answer]]:
+        """The answer to each job, by its number in `jobs`, as they come; none is begun after `until`.
+
+        Left early, the workers that are at it are replaced.
+        """
+        if self._closed:
+            raise PoolError("the pool is closed")
+        source = (_Duty(number, job) for number, job in enumerate(jobs))
+        again: deque[_Duty] = deque()
+        more = True
+        try:
+            while True:
+                for position, worker in enumerate(self._workers):
+                    if not worker.ready or worker.busy or not more:
+                        continue
+                    over = time.monotonic() >= until
+                    duty = None if over else again.popleft() if again else next(source, None)
+                    if duty is None:
+                        more = False
+                    elif not worker.begin(duty, self._seconds):
+                        self._replace(position, patience=1.0)
+                        again.append(duty)
+                if not more and not any(worker.busy for worker in self._workers):
+                    return
+                for duty, answer in self._heard():
+                    if answer is not None:
+                        yield duty.number, answer
+                    else:
+                        again.append(duty)
+                        more = True
+        finally:
+            for position, worker in enumerate(self._workers):
+                if worker.busy and not self._closed:
+                    self._replace(position)
+
+    def settle(self) -> None:
+        """Wait until every worker is ready, so that none is loading."""
+        while not all(worker.ready for worker in self._workers):
+            for _ in self._heard():
+                pass
+
+    def close(self) -> None:
+        """Let go of the workers: they exit when they have nothing more to do, or when the nursery ends."""
+        self._closed = True
+        for worker in self._workers:
+            worker.release()
+        self._workers = []
+
+    def _heard(self) -> Iterator[tuple[_Duty, Answer | None]]:
+        """Wait for news, and tell what became of jobs; None: it must be done again."""
+        expecting = [worker for worker in self._workers if worker.busy or not worker.ready]
+        patience = min(worker.deadline for worker in expecting) - time.monotonic()
+        heard = set(wait([worker.connection for worker in expecting], max(0.0, patience)))
+        now = time.monotonic()
+        for position, worker in enumerate(self._workers):
+            if worker not in expecting:
+                continue
+            if worker.connection in heard:
+                answer = worker.answer()
+            elif worker.deadline <= now:
+                answer = self._overdue(position)
+            else:
+                continue
+            duty, worker.duty = worker.duty, None
+            if duty is None:
+                self._started(position, answer)
+            elif answer is None:
+                fresh = worker.uses == 1
+                manner = self._replace(position, patience=1.0)
+                duty.crashes += 1
+                # What came before may have broken the process: once more, and that on a fresh one in the end.
+                failed = Failed(f"the process died {self._activity} it ({manner})")
+                yield duty, failed if fresh or duty.crashes > 1 else None
+            else:
+                if worker is self._workers[position] and worker.uses >= self._uses:
+                    self._replace(position)
+                yield duty, answer
+
+    def _overdue(self, position: int) -> Answer:
+        worker = self._workers[position]
+        if worker.ready:
+            self._replace(position)
+            return Failed(f"{self._activity} it took longer than {self._seconds:g} s")
+        return Failed(f"a worker did not load TVM in {START_SECONDS:g} s", fatal=True)
+
+    def _started(self, position: int, answer: Answer | None) -> None:
+        """A worker's first word, or its end without one. Raises PoolError when there is no use in another."""
+        worker = self._workers[position]
+        if isinstance(answer, Ready):
+            worker.process = answer.process
+            self._failed_starts = 0
+        elif answer is None:
+            manner = self._replace(position, patience=1.0)
+            self._failed_starts += 1
+            if self._failed_starts >= _ATTEMPTS:
+                raise PoolError(f"workers die before they are ready ({manner})")
+        else:
+            raise PoolError(_failure(answer).error)
+
+    def _replace(self, position: int, patience: float = 0.0) -> str:
+        manner = self._workers[position].end(patience)
+        self._workers[position] = _Worker(self._nursery, self._threads)
+        return manner

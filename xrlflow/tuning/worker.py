@@ -1,0 +1,416 @@
+"""The processes that build and run candidates for a pool: workers, and the nursery that they are forked from.
+
+The nursery loads TVM once (3 s, 400 MB) and runs no candidate itself. It has one thread, so that a fork of it is sound,
+and a worker costs a few milliseconds: a candidate that takes its worker down takes nothing else.
+
+A worker sends `Ready`, then an answer for each job. What a job raises is answered with `Failed`; what a candidate does
+to the process (a crash, a hang) is for the pool to notice.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import ctypes.util
+import functools
+import gc
+import importlib
+import math
+import os
+import pickle
+import shutil
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from xrlflow.backends.protocol import Array, BackendError, one_line
+from xrlflow.backends.tvm.load import tvm
+
+Argument: TypeAlias = tuple[str, tuple[int, ...]]
+"""Data type and shape of a kernel's parameter."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """How a kernel is timed.
+
+    A sample is the mean of as many calls in a row as take `sample_ms`; there are `samples` of them, fewer where all
+    would take longer than `limit_ms`, and as many again where they disagree. Samples far above the others are
+    dropped: others' work makes a kernel slower, nothing makes it faster. `flush` empties the cache of the kernel's
+    operands (but the first) before each sample, which then is one call.
+    """
+
+    samples: int = 5
+    sample_ms: float = 10.0
+    limit_ms: float = 500.0
+    flush: bool = False
+
+    def __post_init__(self) -> None:
+        if self.samples < 1 or self.sample_ms < 0 or self.limit_ms <= 0:
+            raise ValueError(f"timing needs samples, and a positive limit: {self}")
+
+
+@dataclass(frozen=True, slots=True)
+class Build:
+    """Compile a module (TVM's JSON) for a target (TVM's JSON) to a shared library at `path`."""
+
+    module: str
+    target: str
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Time the library at `path` on arguments of the worker's own."""
+
+    path: str
+    arguments: tuple[Argument, ...]
+    timing: Timing
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluate:
+    """Call the library at `path` once, with `inputs` for its first parameters and zeros for the others."""
+
+    path: str
+    arguments: tuple[Argument, ...]
+    inputs: tuple[Array, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The worker takes jobs. `process` is its number."""
+
+    process: int
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """The kernel's parameters, as it wants them."""
+
+    arguments: tuple[Argument, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """Seconds of one call, a figure a sample."""
+
+    seconds: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """What the parameters beyond the inputs hold after the call."""
+
+    outputs: tuple[Array, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The job raised. One line; `fatal` where no other job can do better."""
+
+    error: str
+    fatal: bool = False
+
+
+Job: TypeAlias = Build | Run | Evaluate
+Answer: TypeAlias = Ready | Built | Ran | Evaluated | Failed
+
+
+def steady(samples: Sequence[float]) -> tuple[float, ...]:
+    """`samples` without those far above the median: by more than three standard deviations, estimated from the
+    median absolute deviation (Hampel's identifier), and by more than 2%. At least half of them stay.
+
+    >>> steady((1.0, 1.001, 0.999, 1.3))
+    (1.0, 1.001, 0.999)
+    """
+    median = statistics.median(samples)
+    deviation = 1.4826 * statistics.median(abs(sample - median) for sample in samples)
+    return tuple(s for s in samples if s <= median + max(3.0 * deviation, 0.02 * median))
+
+
+def agree(samples: Sequence[float]) -> bool:
+    """Whether half of the samples lie within 5% of the fastest."""
+    return statistics.median(samples) <= 1.05 * min(samples)
+
+
+def build(job: Build) -> Built:
+    """Compile and link. The library is complete when this returns."""
+    package = tvm()
+    from tvm.driver import build as lower_and_compile
+
+    module = package.ir.load_json(job.module)
+    # Weights that a schedule lays out anew come in that layout: it is done once for a model, not in the kernel.
+    module = package.s_tir.transform.RemoveWeightLayoutRewriteBlock(skip_tensor_rewrite=True)(module)
+    arguments = tuple(
+        (str(info.dtype), tuple(int(size) for size in info.shape))
+        for info in package.s_tir.meta_schedule.arg_info.ArgInfo.from_entry_func(module, False)
+    )
+    library = lower_and_compile(module, target=package.ir.load_json(job.target))
+    if library.imports:  # of other than one LLVM module: TVM knows what to pack
+        library.export_library(job.path)
+        return Built(arguments)
+    compiled = f"{job.path}.o"
+    library.write_to_file(compiled, "o")
+    try:
+        _link(compiled, job.path)
+    finally:
+        Path(compiled).unlink(missing_ok=True)
+    return Built(arguments)
+
+
+def _link(compiled: str, library: str) -> None:
+    """A shared library of one object file. Raises BackendError when the linker refuses."""
+    done = subprocess.run(
+        [*_linker(), "-o", library, compiled, *_builtins()],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        errors="replace",
+    )
+    if done.returncode != 0:
+        raise BackendError(f"linking failed: {one_line(done.stderr)}")
+
+
+@functools.cache
+def _linker() -> tuple[str, ...]:
+    """The linker alone (4 ms) where there is one, else the compiler's driver (25 ms)."""
+    if sys.platform == "linux" and (ld := shutil.which("ld")):
+        return (ld, "-shared")
+    if driver := _driver():
+        return (driver, "-shared", "-fPIC")
+    raise BackendError("neither a linker nor a C compiler is installed: TVM's kernels cannot be linked")
+
+
+@functools.cache
+def _driver() -> str | None:
+    from tvm.support.cc import get_cc
+
+    found = get_cc()
+    return None if found is None else str(found)
+
+
+@functools.cache
+def _builtins() -> tuple[str, ...]:
+    """The compiler's support library, with conversions of half precision; the driver would add it by itself."""
+    driver = _driver()
+    if driver is None:
+        return ()
+    done = subprocess.run(
+        [driver, "-print-libgcc-file-name"], stdin=subprocess.DEVNULL, capture_output=True, text=True
+    )
+    path = done.stdout.strip()
+    return (path,) if done.returncode == 0 and Path(path).is_file() else ()
+
+
+def run(job: Run) -> Ran:
+    """Time a library."""
+    package = tvm()
+    library = package.runtime.load_module(job.path)
+    arguments = [_filled(kind, shape) for kind, shape in job.arguments]
+    kernel, device, timing = library["main"], package.cpu(0), job.timing
+    start = time.perf_counter()
+    kernel(*arguments)
+    first = time.perf_counter() - start
+    limit = timing.limit_ms / 1e3
+    if first >= limit:  # so slow that its cold start does not matter
+        return Ran((first,))
+
+    def samples(number: int, repeat: int) -> list[float]:
+        # TVM calls once more before it measures: the cache is warm, unless it is to be flushed.
+        evaluator = library.time_evaluator(
+            "main",
+            device,
+            number=number,
+            repeat=repeat,
+            f_preproc="cache_flush_cpu_non_first_arg" if timing.flush else "",
+        )
+        return [max(float(seconds), 1e-9) for seconds in evaluator(*arguments).results]
+
+    (once,) = samples(1, 1)
+    number = 1 if timing.flush else max(1, math.ceil(timing.sample_ms / 1e3 / once))
+    repeat = min(timing.samples, max(1, int(limit / (number * once))))
+    found = samples(number, repeat)
+    if not agree(found) and 2 * repeat * number * once <= limit:
+        found += samples(number, repeat)
+    return Ran(steady(found))
+
+
+def evaluate(job: Evaluate) -> Evaluated:
+    """Call a library once. Raises BackendError when the inputs are not what it takes."""
+    library = tvm().runtime.load_module(job.path)
+    wanted = job.arguments[: len(job.inputs)]
+    for position, (array, (kind, shape)) in enumerate(zip(job.inputs, wanted, strict=True)):
+        if str(array.dtype) != kind or array.shape != shape:
+            raise BackendError(
+                f"input {position} is {array.dtype}{list(array.shape)}, not {kind}{list(shape)}"
+            )
+    tensor = tvm().runtime.tensor
+    inputs = [tensor(array) for array in job.inputs]
+    outputs = [tensor(np.zeros(shape, kind)) for kind, shape in job.arguments[len(inputs) :]]
+    library["main"](*inputs, *outputs)
+    return Evaluated(tuple(output.numpy() for output in outputs))
+
+
+def _filled(kind: str, shape: tuple[int, ...]) -> Any:
+    """A tensor of harmless values: floats of ordinary size (denormals are slow), integers that are ones (they may
+    be indices, or divide)."""
+    package = tvm()
+    if kind == "bfloat16":  # none of NumPy's
+        tensor = package.runtime.empty(shape, kind)
+        package.get_global_func("tvm.contrib.random.random_fill_for_measure")(tensor)
+        return tensor
+    if kind.startswith("float"):
+        values = np.random.default_rng(0).uniform(0.1, 1.0, size=shape).astype(kind)
+    else:
+        values = np.ones(shape, dtype=kind)
+    return package.runtime.tensor(values)
+
+
+def serve(connection: Connection[Answer, Job]) -> None:
+    """Do jobs until the other end is gone."""
+    try:
+        started = _start()
+        connection.send(replace(started, process=os.getpid()) if isinstance(started, Ready) else started)
+        while True:
+            connection.send(_done(connection.recv()))
+    except (EOFError, BrokenPipeError):
+        return
+
+
+@functools.cache
+def _start() -> Ready | Failed:
+    """Load what workers need. It is in memory when they are forked."""
+    try:
+        tvm()
+        importlib.import_module("tvm.driver")
+        _builtins()
+    except BackendError as error:
+        return Failed(str(error), fatal=True)
+    # Kernels call libm, and the linker alone does not say so in the library.
+    if name := ctypes.util.find_library("m"):
+        ctypes.CDLL(name, mode=ctypes.RTLD_GLOBAL)
+    return Ready(0)
+
+
+def _done(job: Job) -> Answer:
+    try:
+        match job:
+            case Build():
+                return build(job)
+            case Run():
+                return run(job)
+            case Evaluate():
+                return evaluate(job)
+    except BackendError as error:
+        return Failed(str(error))
+    except Exception as error:  # TVM raises what it likes at schedules that it cannot compile
+        return Failed(one_line(f"{type(error).__name__}: {_gist(str(error))}"))
+
+
+def _gist(text: str) -> str:
+    """The first line of TVM's message that says something, without the frames of C++ around it."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return next(
+        (line for line in lines if not line.startswith(("File ", "Traceback", "Stack"))), "no message"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Hire:
+    """Fork a worker whose kernels run with `threads` threads. Two descriptors come with it: its end of a pipe, and the
+    file that takes what it prints."""
+
+    threads: int
+
+
+@dataclass(frozen=True, slots=True)
+class Bury:
+    """Wait `patience` seconds for a worker to exit, then kill it. The reply is its status, as `os.waitpid` has it."""
+
+    process: int
+    patience: float
+
+
+def raise_workers(descriptor: int, folder: str) -> None:
+    """The nursery: fork workers as the pool at the other end of a socket asks for them.
+
+    The end of the socket is the end of the pool, however that came about. Then this process's group is ended,
+    kernels in endless loops included, and the folder removed.
+    """
+    # Ctrl-C is the business of the pool, and it may be pressed before anything is loaded.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    pool = socket.socket(fileno=descriptor)
+    try:
+        _start()
+        gc.freeze()  # a collection would write to memory that is shared
+        while True:
+            data, descriptors, _, _ = socket.recv_fds(pool, REQUEST_BYTES, 2)
+            if not data:
+                return
+            match pickle.loads(data):
+                case Hire(threads):
+                    _fork(pool, threads, *descriptors)
+                    for descriptor in descriptors:
+                        os.close(descriptor)
+                case Bury(process, patience):
+                    pool.sendall(pickle.dumps(_bury(process, patience)))
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        os.killpg(0, signal.SIGTERM)
+        time.sleep(0.05)  # none of them writes any more
+        shutil.rmtree(folder, ignore_errors=True)
+        os.killpg(0, signal.SIGKILL)
+
+
+REQUEST_BYTES = 512
+"""The size of every request: padded, so that each is received whole and alone."""
+
+
+def request(message: Hire | Bury) -> bytes:
+    """A message to the nursery."""
+    return pickle.dumps(message).ljust(REQUEST_BYTES, b"\0")
+
+
+def _fork(pool: socket.socket, threads: int, pipe: int, log: int) -> None:
+    try:
+        process = os.fork()
+    except OSError:  # no memory: the pool sees the pipe close
+        traceback.print_exc()
+        return
+    if process != 0:
+        return
+    status = 1
+    try:
+        pool.close()
+        os.dup2(log, 2)
+        for name in ("TVM_NUM_THREADS", "OMP_NUM_THREADS"):
+            os.environ[name] = str(threads)
+        serve(Connection(pipe))
+        status = 0
+    except Exception:
+        traceback.print_exc()
+    finally:
+        os._exit(status)  # nothing of the nursery's is to be done at the end of a worker
+
+
+def _bury(process: int, patience: float) -> int:
+    end = time.monotonic() + patience
+    while True:
+        found, status = os.waitpid(process, os.WNOHANG)
+        if found:
+            return status
+        if time.monotonic() >= end:
+            os.kill(process, signal.SIGKILL)
+            return os.waitpid(process, 0)[1]
+        time.sleep(0.002)
