@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 from typing import Any
 
 from xrlflow.backends.tvm.load import tvm
 from xrlflow.tuning.knobs import Candidate
-from xrlflow.tuning.tasks import Task
+from xrlflow.tuning.tasks import Task, module_key
 
 
 def target(cores: int = 2) -> Any:
@@ -50,5 +49,4 @@ def scheduled(task: Task, inner: int, parallel: bool = False) -> Candidate:
     record = tvm().s_tir.meta_schedule.database.TuningRecord
     workload = tvm().s_tir.meta_schedule.database.Workload(task.mod)
     trace = record(schedule.trace, workload).as_json()[0]
-    key = hashlib.sha256(f"{task.key} {inner} {parallel}".encode()).hexdigest()
-    return Candidate(None, trace, schedule.mod, key)
+    return Candidate(None, trace, schedule.mod, module_key(schedule.mod))

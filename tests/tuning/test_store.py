@@ -1,0 +1,395 @@
+"""What the store keeps, and what it does when it cannot."""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+import subprocess
+import sys
+import threading
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.tuning.kernels import matmul, scheduled, target
+from xrlflow.backends.tvm.load import tvm
+from xrlflow.tuning.store import Record, Setting, Store, StoreError
+from xrlflow.tuning.tasks import Task, extract_tasks
+from xrlflow.tuning.tuners.protocol import Outcome
+
+SETTING = Setting('{"kind":"llvm"}', "0.27", "some cpu", 2)
+
+
+def made(
+    task: str = "t", candidate: str = "c", seconds: tuple[float, ...] = (1e-3,), taken: float = 0.0
+) -> Record:
+    error = None if seconds else "it crashed"
+    return Record(task, SETTING, candidate, f'["{candidate}"]', "[]", seconds, error, taken)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    with Store(tmp_path / "tuning.sqlite") as store:
+        yield store
+
+
+def test_what_is_put_is_there_in_another_process_of_time(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "tuning.sqlite"
+    records = [
+        made(candidate="slow", seconds=(0.1 + 0.2, 1 / 3), taken=1.0),
+        made(candidate="failed", seconds=(), taken=2.0),
+        made(task="other", taken=3.0),
+    ]
+    with Store(path) as store:
+        for record in records:
+            store.put(record)
+    with Store(path) as store:
+        assert store.known("t") == records[:2]
+        assert store.known("other") == records[2:]
+        assert store.known("none") == []
+        assert store.tasks() == ["other", "t"]
+        assert len(store) == 3
+        assert store.known("t")[1].outcome == Outcome(error="it crashed")
+
+
+def test_the_best_are_the_fastest_by_the_median_once_each(store: Store) -> None:
+    for record in (
+        made(candidate="a", seconds=(1.0, 2.0, 9.0)),
+        made(candidate="b", seconds=(1.5, 1.6, 1.4)),
+        made(candidate="b", seconds=(3.0,)),
+        made(candidate="c", seconds=()),
+        made(candidate="d", seconds=(1e10,)),
+    ):
+        store.put(record)
+    assert [record.candidate for record in store.best("t", 9)] == ["b", "a"]
+    assert [record.seconds for record in store.best("t")] == [(1.5, 1.6, 1.4)]
+
+
+def test_records_of_other_settings_are_kept_apart(store: Store) -> None:
+    elsewhere = replace(SETTING, device="another cpu")
+    store.put(made())
+    store.put(replace(made(seconds=(1e-9,)), setting=elsewhere))
+    assert store.best("t", setting=SETTING)[0].seconds == (1e-3,)
+    assert store.best("t", setting=elsewhere)[0].seconds == (1e-9,)
+    assert len(store.known("t")) == 2
+    assert store.known("t", replace(SETTING, threads=1)) == []
+
+
+def test_the_same_measurement_is_kept_once(store: Store) -> None:
+    store.put(made(taken=1.0))
+    store.put(made(taken=2.0))
+    assert store.known("t") == [made(taken=1.0)]
+
+
+def test_many_threads_and_connections_write_one_file(tmp_path: Path) -> None:
+    path = tmp_path / "tuning.sqlite"
+
+    def write(name: str, store: Store) -> None:
+        for number in range(20):
+            store.put(made(candidate=f"{name} {number}"))
+
+    with Store(path) as one, Store(path) as two, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        writers = [
+            threading.Thread(target=write, args=(name, store))
+            for name, store in (("a", one), ("b", one), ("c", two), ("d", two))
+        ]
+        for writer in writers:
+            writer.start()
+        for writer in writers:
+            writer.join()
+        assert len(one) == len(two) == 80
+
+
+@pytest.mark.parametrize("content", [b"this is no database" * 100, None])
+def test_a_file_that_is_damaged_or_of_another_version_is_set_aside(
+    tmp_path: Path, content: bytes | None
+) -> None:
+    path = tmp_path / "tuning.sqlite"
+    if content is not None:
+        path.write_bytes(content)
+    else:
+        connection = sqlite3.connect(path)
+        connection.execute("PRAGMA user_version = 999")
+        connection.commit()
+        connection.close()
+        content = path.read_bytes()
+    with Store(path) as store, pytest.warns(RuntimeWarning, match="starting afresh"):
+        store.put(made())
+    with Store(path) as store:
+        assert len(store) == 1
+    assert Path(f"{path}.damaged").read_bytes() == content
+
+
+def test_a_file_that_is_damaged_while_it_is_open_is_set_aside(tmp_path: Path) -> None:
+    path = tmp_path / "tuning.sqlite"
+    with Store(path) as store:
+        for number in range(200):
+            store.put(made(candidate=f"{number}" * 50))
+    size = path.stat().st_size
+    with Store(path) as store:
+        assert len(store) == 200
+        with open(path, "r+b") as file:
+            file.seek(4096)
+            file.write(b"\xff" * (size - 4096))
+
+        def put_more() -> None:
+            store.put(made(candidate="later"))
+            store.known("t")
+            store.put(made(candidate="last"))
+
+        with pytest.warns(RuntimeWarning, match="starting afresh"):
+            put_more()
+        assert store.known("t")[-1].candidate == "last"
+
+
+def test_a_full_disk_is_said_once_and_nothing_is_lost(tmp_path: Path) -> None:
+    path = tmp_path / "tuning.sqlite"
+    with Store(path) as store:
+        store.put(made(candidate="early", taken=1.0))
+        disk = store._opened()
+        assert disk is not None
+        (pages,) = disk.execute("PRAGMA page_count").fetchone()
+        disk.execute(f"PRAGMA max_page_count = {pages}")
+        large = [made(candidate=f"{number}" * 9000, taken=2.0 + number) for number in range(1, 5)]
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for record in large:
+                store.put(record)
+        assert [str(w.message).partition(": ")[2][:20] for w in caught] == ["measurements are kept"[:20]]
+        assert [r.taken for r in store.known("t")] == [1.0, 3.0, 4.0, 5.0, 6.0]
+        assert len(store) == 5
+        with Store(path) as other:  # none of the large ones is there in part
+            assert [r.taken for r in other.known("t")] == [1.0]
+        disk.execute(
+            "PRAGMA max_page_count = 100000"
+        )  # somebody made room: what waited is written at the end
+    with Store(path) as store:
+        assert store.known("t") == [made(candidate="early", taken=1.0), *large]
+
+
+FULL = """
+import resource, sys, warnings
+from tests.tuning.test_store import made
+from xrlflow.tuning.store import Store
+with Store(sys.argv[1]) as store, warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    store.put(made(candidate="early"))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))  # files cannot grow beyond it
+    for number in range(100):
+        store.put(made(candidate=f"{number} " + "x" * 9000))
+    assert len(store) == 101
+    assert len([w for w in caught if w.category is RuntimeWarning]) == 1, [str(w.message) for w in caught]
+"""
+
+
+def test_a_file_that_cannot_grow_stays_whole(tmp_path: Path) -> None:
+    path = tmp_path / "tuning.sqlite"
+    subprocess.run([sys.executable, "-c", FULL, path], cwd=Path(__file__).resolve().parents[2], check=True)
+    with Store(path) as store:
+        kept = store.known("t")
+    assert 0 < len(kept) < 101
+    assert all(json.loads(record.trace) == [record.candidate] for record in kept)
+    connection = sqlite3.connect(path)
+    assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+    connection.close()
+
+
+def test_a_locked_file_does_not_stop_anything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("xrlflow.tuning.store._PATIENCE", 0.05)
+    path = tmp_path / "tuning.sqlite"
+    with Store(path) as store:
+        store.put(made(candidate="early", taken=1.0))
+        blocker = sqlite3.connect(path, isolation_level=None)
+        blocker.execute("BEGIN IMMEDIATE")
+        with pytest.warns(RuntimeWarning, match="locked"):
+            store.put(made(candidate="late", taken=2.0))
+        store.put(made(candidate="later", taken=3.0))
+        assert len(store) == 3
+        blocker.execute("ROLLBACK")
+        blocker.close()
+    with Store(path) as store:
+        assert len(store) == 3
+
+
+def test_where_no_file_can_be_measurements_last_as_long_as_the_store(tmp_path: Path) -> None:
+    with Store(tmp_path) as store:  # a directory
+        with pytest.warns(RuntimeWarning, match="in memory"):
+            store.put(made())
+        assert store.known("t") == [made()]
+
+
+def test_a_file_that_may_only_be_read_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "tuning.sqlite"
+    with Store(path) as store:
+        store.put(made(candidate="early"))
+    connection = sqlite3.connect(path)
+    connection.execute("PRAGMA journal_mode = DELETE")
+    connection.close()
+    with Store(path) as store:
+        assert len(store) == 1
+        store._disk = store._open_to_read()
+        with pytest.warns(RuntimeWarning, match="readonly"):
+            store.put(made(candidate="late"))
+        assert [record.candidate for record in store.known("t")] == ["early", "late"]
+
+
+def test_a_fork_opens_the_file_for_itself(tmp_path: Path) -> None:
+    path = tmp_path / "tuning.sqlite"
+    with Store(path) as store:
+        store.put(made(candidate="parent"))
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                store.put(made(candidate="child"))
+                status = 0 if len(store) == 2 else 2
+            finally:
+                os._exit(status)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert len(store) == 2
+
+
+def filled(store: Store, tasks: list[Task]) -> None:
+    """Each task with two schedules and one that failed."""
+    for task in tasks:
+        store.put_task(task)
+        setting = Setting.here(task.target, 2)
+        for inner, outcome in (
+            (4, Outcome((2e-3, 1 / 300))),
+            (8, Outcome((1e-3,))),
+            (2, Outcome(error="crash")),
+        ):
+            store.put(Record.of(task, setting, scheduled(task, inner), outcome))
+
+
+def json_lines(folder: Path) -> list[Any]:
+    return [
+        json.loads(line) for file in sorted(folder.glob("*.json")) for line in file.read_text().splitlines()
+    ]
+
+
+def test_tvm_reads_what_is_exported_and_it_comes_back_unchanged(tmp_path: Path) -> None:
+    tasks = [matmul(16), matmul(16, 32)]
+    with Store(tmp_path / "one.sqlite") as store:
+        filled(store, tasks)
+        assert store.export_json(tmp_path / "json") == 6
+        with pytest.raises(StoreError, match="exists already"):
+            store.export_json(tmp_path / "json")
+        original = {key: store.known(key) for key in store.tasks()}
+    database = tvm().s_tir.meta_schedule.database.JSONDatabase(work_dir=str(tmp_path / "json"))
+    assert len(database) == 6
+    (best,) = database.get_top_k(database.commit_workload(tasks[0].mod), 1)
+    assert [float(s) for s in best.run_secs] == [1e-3]
+    with Store(tmp_path / "two.sqlite") as store:
+        setting = Setting.here(target(), 2)
+        assert store.import_json(tmp_path / "json", setting=setting) == 6
+        assert store.import_json(tmp_path / "json", setting=setting) == 0
+        for key, records in original.items():
+            # TVM has no place for the time of day, nor for the reason of a failure.
+            found = [replace(record, taken=0.0) for record in store.known(key)]
+            assert found == [replace(record, taken=0.0, error=None) for record in records]
+        store.export_json(tmp_path / "again")
+    assert json_lines(tmp_path / "again") == json_lines(tmp_path / "json")
+
+
+def test_a_database_that_tvm_wrote_survives_the_store(tmp_path: Path) -> None:
+    meta = tvm().s_tir.meta_schedule
+    task = matmul(16)
+    theirs = meta.database.JSONDatabase(work_dir=str(tmp_path))
+    workload = theirs.commit_workload(task.mod)
+    arguments = meta.arg_info.ArgInfo.from_entry_func(task.mod, True)
+    for inner, seconds in ((8, [0.1 + 0.2, 1e-300 + 1e-3]), (4, [1 / 3]), (2, None)):
+        schedule = tvm().s_tir.Schedule(task.mod)
+        _, j, _ = schedule.get_loops(schedule.get_sblock("Y"))
+        schedule.split(j, [None, inner])
+        record = meta.database.TuningRecord(schedule.trace, workload, seconds, task.target, arguments)
+        theirs.commit_tuning_record(record)
+    with Store(tmp_path / "tuning.sqlite") as store:
+        assert store.import_json(tmp_path) == 3
+        assert store.tasks() == [task.key]
+        assert len({record.candidate for record in store.known(task.key)}) == 3
+        assert store.known(task.key)[0].setting == Setting.here(task.target, 2)
+        store.export_json(tmp_path / "json")
+    assert json_lines(tmp_path / "json") == json_lines(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "complaint"),
+    [
+        ("database_workload.json", "[1, ", r"database_workload.json:1: not JSON"),
+        ("database_workload.json", '["1", "2"]', r"database_workload.json:1: no workload"),
+        (
+            "database_tuning_record.json",
+            "[7, [[[], []], [1.0], null, []]]",
+            r"record.json:1: no tuning record",
+        ),
+        ("database_tuning_record.json", "[0]", r"record.json:1: no tuning record"),
+    ],
+)
+def test_a_damaged_json_database_is_refused_with_its_line(
+    store: Store, tmp_path: Path, file: str, text: str, complaint: str
+) -> None:
+    filled(store, [matmul(16)])
+    store.export_json(tmp_path / "json")
+    (tmp_path / "json" / file).write_text(text + "\n")
+    with Store(tmp_path / "two.sqlite") as other:
+        with pytest.raises(StoreError, match=complaint):
+            other.import_json(tmp_path / "json")
+        assert len(other) == 0
+        with pytest.raises(StoreError, match="cannot read"):
+            other.import_json(tmp_path / "nothing")
+
+
+def test_tvm_applies_the_best_record_of_each_task(store: Store) -> None:
+    from tvm import relax
+
+    builder = relax.BlockBuilder()
+    x = relax.Var("x", relax.TensorType((16, 16), "float32"))
+    w = relax.Var("w", relax.TensorType((16, 32), "float32"))
+    with builder.function("main", [x, w]):
+        builder.emit_func_output(builder.emit(relax.op.matmul(x, w)))
+    kind = target()
+    with kind:
+        mod = relax.transform.LegalizeOps()(builder.get())
+        (task,) = extract_tasks(mod, kind)
+        names = [str(variable.name_hint) for variable in mod.get_global_vars()]
+        (name,) = set(names) - {"main"}
+        (block,) = blocks(task)
+        store.put_task(task)
+        for inner, seconds in ((4, 2e-3), (8, 1e-3)):
+            schedule = tvm().s_tir.Schedule(task.mod)
+            *_, j, _ = schedule.get_loops(schedule.get_sblock(block))
+            schedule.vectorize(schedule.split(j, [None, inner])[1])
+            candidate = replace(
+                scheduled(matmul(16), 4), mod=schedule.mod, trace=schedule_trace(task, schedule)
+            )
+            store.put(Record.of(task, Setting.here(kind, 2), candidate, Outcome((seconds,))))
+        for database in (store.database(kind), store.database(kind, [task])):
+            with database:
+                applied = relax.transform.MetaScheduleApplyDatabase()(mod)
+            assert "T.vectorized(T.int64(8))" in applied[name].script()
+        assert len(store.database(target(cores=1))) == 0
+        x_value, w_value = np.ones((16, 16), np.float32), np.ones((16, 32), np.float32)
+        machine = relax.VirtualMachine(tvm().compile(applied, target=kind), tvm().cpu())
+        found = machine["main"](tvm().runtime.tensor(x_value), tvm().runtime.tensor(w_value)).numpy()
+    np.testing.assert_allclose(found, x_value @ w_value, rtol=1e-5)
+
+
+def blocks(task: Task) -> list[str]:
+    schedule = tvm().s_tir.Schedule(task.mod)
+    found = schedule.get_child_blocks(schedule.get_sblock("root"))
+    return [str(schedule.get(block).name_hint) for block in found]
+
+
+def schedule_trace(task: Task, schedule: Any) -> list[Any]:
+    database = tvm().s_tir.meta_schedule.database
+    record = database.TuningRecord(schedule.trace, database.Workload(task.mod))
+    found: list[Any] = record.as_json()[0]
+    return found

@@ -1,0 +1,84 @@
+"""Which task is worth the next measurements, when many share a budget."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class _Curve:
+    """How a task got faster: (trials so far, best seconds so far) after each batch, ascending."""
+
+    weight: float
+    points: list[tuple[int, float]] = field(default_factory=list)
+    open: bool = True
+
+    @property
+    def trials(self) -> int:
+        return self.points[-1][0] if self.points else 0
+
+    @property
+    def best(self) -> float:
+        return self.points[-1][1] if self.points else math.inf
+
+
+class Allocation:
+    """The gradient scheduler of Ansor (Zheng et al., OSDI 2020, section 6) without its guess from similar tasks, which
+    makes it that of MetaSchedule.
+
+    The latency to lower is the sum over the tasks of weight times best time g. What the next trial of a task will
+    take off it is estimated from two sides, and mixed: `alpha` times the slope of g over the last `window` batches,
+    and 1 - `alpha` times g/t after t trials, the slope if the time fell as 1/t (the optimist's guess, which
+    keeps a task that has been stuck for a while from being given up at once). Each task gets a batch before any gets a
+    second, those first that come first; later the task with the largest estimate is next.
+
+    A task none of whose candidates has run yet has no estimate: it is taken to be worth as much as the best of the
+    others, divided by the number of batches that it was given in vain.
+    """
+
+    def __init__(self, weights: Sequence[float], *, alpha: float = 0.2, window: int = 3) -> None:
+        """`weights`: how often each task is called. Raises ValueError for figures that make no sense."""
+        if not all(math.isfinite(weight) and weight > 0 for weight in weights):
+            raise ValueError(f"weights must be positive: {list(weights)}")
+        if not 0 <= alpha <= 1 or window < 1:
+            raise ValueError(f"alpha must be in [0, 1] and the window positive, not {alpha} and {window}")
+        self._alpha, self._window = alpha, window
+        self._curves = [_Curve(float(weight)) for weight in weights]
+
+    def next(self) -> int | None:
+        """The position of the task to measure next; None when all have left."""
+        waiting = [number for number, curve in enumerate(self._curves) if curve.open]
+        untouched = [number for number in waiting if not self._curves[number].points]
+        if not waiting or untouched:
+            return untouched[0] if untouched else None
+        gains = self._gains(waiting)
+        return max(waiting, key=lambda number: (gains[number], -self._curves[number].trials, -number))
+
+    def update(self, task: int, trials: int, best: float) -> None:
+        """The task had so many more trials, and its best time is now `best` seconds (infinite: none has run)."""
+        curve = self._curves[task]
+        curve.points.append((curve.trials + max(trials, 0), min(best, curve.best)))
+
+    def leave(self, task: int) -> None:
+        """The task has nothing more to try."""
+        self._curves[task].open = False
+
+    def trials(self, task: int) -> int:
+        """How many trials the task has had."""
+        return self._curves[task].trials
+
+    def _gains(self, waiting: Sequence[int]) -> dict[int, float]:
+        """Seconds of the whole that one more trial of each task is expected to save."""
+        gains = {n: self._gain(self._curves[n]) for n in waiting if self._curves[n].best < math.inf}
+        most = max(gains.values(), default=1.0)
+        return gains | {n: most / len(self._curves[n].points) for n in waiting if n not in gains}
+
+    def _gain(self, curve: _Curve) -> float:
+        finite = [point for point in curve.points if point[1] < math.inf]
+        trials, best = finite[-1]
+        before, slower = finite[-1 - min(self._window, len(finite) - 1)]
+        backward = (slower - best) / (trials - before) if trials > before else 0.0
+        forward = best / max(trials, 1)
+        return curve.weight * (self._alpha * backward + (1.0 - self._alpha) * forward)

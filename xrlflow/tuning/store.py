@@ -1,0 +1,501 @@
+"""What was measured, on disk: each schedule of a task is measured once on a machine."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import sqlite3
+import threading
+import time
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
+
+from xrlflow.backends.protocol import one_line
+from xrlflow.backends.tvm.load import tvm
+from xrlflow.cost.database import cache_directory
+from xrlflow.cost.machine import cpu_name
+from xrlflow.tuning.tasks import Task, module_key, target_text
+from xrlflow.tuning.tuners.protocol import Outcome
+
+if TYPE_CHECKING:
+    from tvm.target import Target
+
+    from xrlflow.tuning.knobs import Candidate
+
+VERSION = 1
+_PATIENCE = 5.0  # seconds that a writer waits for another process
+_NO_TIME = 1e10  # what TVM writes for the seconds of what failed
+_RETRY = 30.0  # seconds between attempts to write to a disk that takes nothing
+
+_SCHEMA = (
+    "CREATE TABLE IF NOT EXISTS workload (task TEXT PRIMARY KEY, workload TEXT NOT NULL) WITHOUT ROWID",
+    """
+    CREATE TABLE IF NOT EXISTS record (
+        id INTEGER PRIMARY KEY, task TEXT NOT NULL,
+        target TEXT NOT NULL, tvm TEXT NOT NULL, device TEXT NOT NULL, threads INTEGER NOT NULL,
+        candidate TEXT NOT NULL, trace TEXT NOT NULL, arguments TEXT NOT NULL,
+        seconds TEXT NOT NULL, error TEXT NOT NULL, taken REAL NOT NULL, digest TEXT NOT NULL UNIQUE
+    )
+    """,
+    "CREATE INDEX IF NOT EXISTS record_of_task ON record (task)",
+)
+_COLUMNS = "task, target, tvm, device, threads, candidate, trace, arguments, seconds, error, taken"
+
+Row: TypeAlias = tuple[Any, ...]
+
+
+class StoreError(ValueError):
+    """A file that cannot be imported, or a place that cannot be exported to. The message is one line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What times depend on besides the schedule. `target` is TVM's, as
+    JSON (`tasks.target_text`)."""
+
+    target: str
+    tvm: str
+    device: str
+    threads: int
+
+    @staticmethod
+    def here(target: Target, threads: int) -> Setting:
+        """This machine with the TVM that is installed."""
+        return Setting(target_text(target), str(tvm().__version__), cpu_name(), threads)
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One measurement: of which task and candidate, in which setting, and what came of it.
+
+    `trace` and `arguments` (the kernel's parameters) are JSON as TVM's own database has it. `seconds` is empty where
+    there is an `error`; records from elsewhere may have neither. `taken` is in seconds since 1970.
+    """
+
+    task: str
+    setting: Setting
+    candidate: str
+    trace: str
+    arguments: str
+    seconds: tuple[float, ...]
+    error: str | None
+    taken: float
+
+    @staticmethod
+    def of(task: Task, setting: Setting, candidate: Candidate, outcome: Outcome) -> Record:
+        """What is to be kept of a measurement that was just taken."""
+        arguments = tvm().s_tir.meta_schedule.arg_info.ArgInfo.from_entry_func(candidate.mod, True)
+        described = [["TENSOR", str(a.dtype), [int(size) for size in a.shape]] for a in arguments]
+        return Record(
+            task=task.key,
+            setting=setting,
+            candidate=candidate.key,
+            trace=_text(candidate.trace),
+            arguments=_text(described),
+            seconds=outcome.seconds,
+            error=outcome.error,
+            taken=time.time(),
+        )
+
+    @property
+    def outcome(self) -> Outcome:
+        """As the tuners know it."""
+        if self.seconds and all(0.0 < s < _NO_TIME for s in self.seconds):
+            return Outcome(self.seconds)
+        return Outcome(error=self.error or "it has no time")
+
+    @property
+    def digest(self) -> str:
+        """Equal for measurements that are the same in all but when they were taken."""
+        setting = self.setting
+        parts = [self.task, setting.target, setting.tvm, setting.device, setting.threads]
+        parts += [self.trace, self.arguments, self.seconds, self.error]
+        return hashlib.sha256(_text(parts).encode()).hexdigest()
+
+
+class Store:
+    """A SQLite file of measurements, shared by processes and threads (write-ahead log, a statement per write).
+
+    A file that is damaged, or of another version, is set aside (`.damaged`) and another begun, with a warning. Where
+    the disk takes no more, or the file is locked or read-only, that is said once; what was written before can be
+    read still, what comes is kept in memory, and written as soon as that is possible.
+    """
+
+    def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
+        """`path`: the file; by default `tuning.sqlite` in the user's cache directory."""
+        self.path = Path(path) if path is not None else cache_directory() / "tuning.sqlite"
+        self._lock = threading.RLock()
+        self._disk: sqlite3.Connection | None = None
+        self._memory: sqlite3.Connection | None = None
+        self._pending: list[tuple[str, Row]] = []
+        self._retry = 0.0
+        self._warned = False
+        self._process = 0
+        self._inherited: list[sqlite3.Connection | None] = []
+
+    def put(self, record: Record) -> None:
+        """Keep a measurement; one that is the same in all but its time of day is kept once."""
+        setting = record.setting
+        values = (
+            *(record.task, setting.target, setting.tvm, setting.device, setting.threads),
+            *(record.candidate, record.trace, record.arguments, _text(record.seconds)),
+            *(record.error or "", record.taken),
+            record.digest,
+        )
+        marks = ", ".join("?" * len(values))
+        self._write(f"INSERT OR IGNORE INTO record ({_COLUMNS}, digest) VALUES ({marks})", values)
+
+    def put_task(self, task: Task) -> None:
+        """Keep a task's module, which records are of no use without elsewhere."""
+        workload = tvm().s_tir.meta_schedule.database.Workload(task.mod).as_json()
+        self._put_workload(task.key, _text([str(part) for part in workload]))
+
+    def known(self, task: str, setting: Setting | None = None) -> list[Record]:
+        """All records of the task with this key, in the order in which they were taken. `setting`: only those."""
+        found = [_record(row) for row in self._select("task = ?", (task,))]
+        return sorted((r for r in found if setting in (None, r.setting)), key=lambda record: record.taken)
+
+    def best(self, task: str, count: int = 1, setting: Setting | None = None) -> list[Record]:
+        """The fastest candidates of the task with this key, by the median, each once; none that failed."""
+        fastest: dict[str, Record] = {}
+        records = [(record.outcome.median, record) for record in self.known(task, setting)]
+        for median, record in sorted(records, key=lambda pair: pair[0]):
+            if median < math.inf:
+                fastest.setdefault(record.candidate, record)
+        return list(fastest.values())[:count]
+
+    def tasks(self) -> list[str]:
+        """The keys of all tasks that there are records of, in order."""
+        return sorted({str(key) for (key,) in self._read("SELECT DISTINCT task FROM record", ())})
+
+    def __len__(self) -> int:
+        return sum(int(count) for (count,) in self._read("SELECT count(*) FROM record", ()))
+
+    def database(self, target: Target, tasks: Iterable[Task] | None = None) -> Any:
+        """The best record for this target of each task (default: of all tasks that are known), as a database of
+        MetaSchedule's, for its pass MetaScheduleApplyDatabase."""
+        meta = tvm().s_tir.meta_schedule.database
+        found = meta.MemoryDatabase()
+        modules = {task.key: task.mod for task in tasks} if tasks is not None else self._modules()
+        for key, module in modules.items():
+            records = [r for r in self.best(key, count=len(self)) if r.setting.target == target_text(target)]
+            if records:
+                workload = found.commit_workload(module)
+                found.commit_tuning_record(meta.TuningRecord.from_json(_for_tvm(records[0]), workload))
+        return found
+
+    def export_json(self, folder: str | os.PathLike[str]) -> int:
+        """Write everything as a JSON database of TVM's (`JSONDatabase(work_dir=folder)`); how many records.
+
+        TVM keeps no reasons: of what failed, only that it has no time. Raises StoreError when the folder has such
+        files already, or nothing can be written there.
+        """
+        place = Path(folder)
+        files = place / _WORKLOADS, place / _RECORDS
+        if present := [file for file in files if file.exists()]:
+            raise StoreError(f"{present[0]} exists already")
+        workloads: dict[str, str] = dict(self._read("SELECT task, workload FROM workload", ()))
+        # Tasks for several targets may share a module.
+        numbers = {text: number for number, text in enumerate(dict.fromkeys(workloads.values()))}
+        records = [record for key in sorted(workloads) for record in self.known(key)]
+        lines = [_text([numbers[workloads[record.task]], _for_tvm(record)]) for record in records]
+        try:
+            place.mkdir(parents=True, exist_ok=True)
+            for file, text in zip(files, (list(numbers), lines)):
+                part = file.with_suffix(".part")
+                part.write_text("".join(f"{line}\n" for line in text))
+                part.replace(file)
+        except OSError as error:
+            raise StoreError(f"cannot export to {place}: {one_line(error)}") from error
+        return len(lines)
+
+    def import_json(
+        self, folder: str | os.PathLike[str], *, setting: Setting | None = None, threads: int | None = None
+    ) -> int:
+        """Add the records of a JSON database of TVM's; how many of them were new.
+
+        The files do not say where and with how many threads they were measured: `setting` does (its target stands
+        in where a record has none), by default this machine and the cores of each record's target, or `threads`.
+        Raises StoreError, with file and line, for what is no such database; then nothing is added.
+        """
+        workloads = [
+            (text, _workload(line, place)) for place, text, line in _lines(Path(folder) / _WORKLOADS)
+        ]
+        found: list[tuple[Record, str]] = []
+        for place, _, line in _lines(Path(folder) / _RECORDS):
+            try:
+                number, (trace, seconds, target, arguments) = line
+                text, workload = workloads[int(number)]
+                kind = tvm().target.Target(target) if target is not None else _target(setting)
+                task = Task.of("imported", workload.mod, kind)
+                where = setting or Setting.here(kind, threads or int(kind.attrs.get("num-cores", 1)))
+                record = Record(
+                    task=task.key,
+                    setting=Setting(target_text(kind), where.tvm, where.device, where.threads),
+                    candidate=_candidate(line[1], workload),
+                    trace=_text(trace),
+                    arguments=_text(arguments),
+                    seconds=tuple(float(s) for s in seconds or ()),
+                    error=None,
+                    taken=time.time(),
+                )
+            except (ValueError, TypeError, IndexError, RuntimeError, KeyError) as error:
+                raise StoreError(f"{place}: no tuning record ({one_line(error, 150)})") from error
+            found.append((record, text))
+        before = len(self)
+        for record, text in found:
+            self._put_workload(record.task, text)
+            self.put(record)
+        return len(self) - before
+
+    def close(self) -> None:
+        """Write what could not be written so far, if that is possible now."""
+        with self._lock:
+            if self._process == os.getpid():
+                self._retry = 0.0
+                self._write_pending()
+                for connection in (self._disk, self._memory):
+                    if connection is not None:
+                        connection.close()
+            self._disk = self._memory = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _put_workload(self, task: str, text: str) -> None:
+        self._write("INSERT OR IGNORE INTO workload VALUES (?, ?)", (task, text))
+
+    def _modules(self) -> dict[str, Any]:
+        workload = tvm().s_tir.meta_schedule.database.Workload
+        rows = self._read("SELECT task, workload FROM workload", ())
+        return {key: workload.from_json(json.loads(text)).mod for key, text in rows}
+
+    def _select(self, condition: str, values: Row) -> list[Row]:
+        return self._read(f"SELECT {_COLUMNS} FROM record WHERE {condition} ORDER BY id", values)
+
+    def _read(self, statement: str, values: Row) -> list[Row]:
+        """Rows of the file, then those that wait to be written."""
+        with self._lock:
+            self._adopt()
+            rows: list[Row] = []
+            if (disk := self._opened()) is not None:
+                try:
+                    rows += disk.execute(statement, values).fetchall()
+                except sqlite3.OperationalError as error:
+                    self._complain(error)
+                except sqlite3.DatabaseError as error:
+                    self._set_aside(error)
+            if self._memory is not None:
+                rows += self._memory.execute(statement, values).fetchall()
+            return rows
+
+    def _write(self, statement: str, values: Row) -> None:
+        with self._lock:
+            self._adopt()
+            self._pending.append((statement, values))
+            self._write_pending()
+            if self._pending:
+                if self._memory is None:
+                    self._memory = _created(":memory:")
+                self._memory.execute(statement, values)
+
+    def _write_pending(self) -> None:
+        """Bring what waits to disk, all of it or nothing, unless that failed a moment ago."""
+        if not self._pending or time.monotonic() < self._retry:
+            return
+        for _ in range(2):
+            if (disk := self._opened()) is None:
+                return
+            try:
+                if len(self._pending) > 1:
+                    disk.execute("BEGIN IMMEDIATE")
+                for statement, values in self._pending:
+                    disk.execute(statement, values)
+                if disk.in_transaction:
+                    disk.execute("COMMIT")
+            except sqlite3.OperationalError as error:
+                self._roll_back(disk)
+                self._complain(error)
+                return
+            except sqlite3.DatabaseError as error:
+                self._roll_back(disk)
+                self._set_aside(error)
+            else:
+                self._pending.clear()
+                if self._memory is not None:
+                    self._memory.close()
+                    self._memory = None
+                return
+
+    @staticmethod
+    def _roll_back(disk: sqlite3.Connection) -> None:
+        if disk.in_transaction:  # some errors end the transaction, others do not
+            disk.execute("ROLLBACK")
+
+    def _adopt(self) -> None:
+        """After a fork: connections are not ours to use, nor to close."""
+        if self._process != os.getpid():
+            self._inherited += [self._disk, self._memory]
+            self._disk = self._memory = None
+            self._pending = []  # its business who measured it
+            self._process = os.getpid()
+
+    def _opened(self) -> sqlite3.Connection | None:
+        if self._disk is not None:
+            return self._disk
+        try:
+            self._disk = self._open()
+        except (sqlite3.OperationalError, OSError) as error:
+            self._complain(error)
+            self._disk = self._open_to_read()
+        except sqlite3.DatabaseError as error:
+            self._set_aside(error)
+            try:
+                self._disk = self._open()
+            except (sqlite3.Error, OSError) as again:
+                self._complain(again)
+        return self._disk
+
+    def _open(self) -> sqlite3.Connection:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        return _created(self.path)
+
+    def _open_to_read(self) -> sqlite3.Connection | None:
+        """The file as it is, if it is one of ours that may only be read."""
+        for manner in ("mode=ro", "immutable=1"):  # the second where not even a lock file can be written
+            try:
+                connection = sqlite3.connect(
+                    f"{self.path.absolute().as_uri()}?{manner}",
+                    uri=True,
+                    timeout=_PATIENCE,
+                    isolation_level=None,
+                    check_same_thread=False,
+                )
+            except sqlite3.Error:
+                continue
+            try:
+                (version,) = connection.execute("PRAGMA user_version").fetchone()
+                if version == VERSION:
+                    return connection
+            except sqlite3.Error:
+                pass
+            connection.close()
+        return None
+
+    def _complain(self, error: Exception) -> None:
+        """The disk takes nothing: say so the first time, and leave it alone for a while."""
+        self._retry = time.monotonic() + _RETRY
+        if self._disk is not None:
+            self._disk.execute("PRAGMA busy_timeout = 100")  # who waited once need not wait each time
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"{self.path}: measurements are kept in memory until they can be written ({error})",
+                RuntimeWarning,
+                stacklevel=5,
+            )
+
+    def _set_aside(self, error: Exception) -> None:
+        warnings.warn(
+            f"{self.path}: starting afresh, the old file is beside it ({error})", RuntimeWarning, stacklevel=5
+        )
+        if self._disk is not None:
+            self._disk.close()
+            self._disk = None
+        try:
+            for suffix in ("", "-wal", "-shm"):
+                if (file := Path(f"{self.path}{suffix}")).exists():
+                    file.replace(f"{self.path}.damaged{suffix}")
+        except OSError as failure:
+            self._complain(failure)
+
+
+_WORKLOADS = "database_workload.json"
+_RECORDS = "database_tuning_record.json"
+
+
+def _created(path: Path | str) -> sqlite3.Connection:
+    """A connection to a file of this version. Raises sqlite3.DatabaseError for one of another."""
+    connection = sqlite3.connect(path, timeout=_PATIENCE, isolation_level=None, check_same_thread=False)
+    try:
+        (version,) = connection.execute("PRAGMA user_version").fetchone()
+        if version not in (0, VERSION):
+            raise sqlite3.DatabaseError(f"version {version}, and {VERSION} is wanted")
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute("PRAGMA synchronous = NORMAL")
+        if version == 0:
+            # One transaction: of two processes that come first, one makes the tables.
+            connection.execute("BEGIN IMMEDIATE")
+            for statement in _SCHEMA:
+                connection.execute(statement)
+            connection.execute(f"PRAGMA user_version = {VERSION}")
+            connection.execute("COMMIT")
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _text(value: object) -> str:
+    """Compact JSON; floats keep every bit."""
+    return json.dumps(value, separators=(",", ":"))
+
+
+def _record(row: Row) -> Record:
+    task, target, version, device, threads, candidate, trace, arguments, seconds, error, taken = row
+    setting = Setting(target, version, device, int(threads))
+    times = tuple(float(s) for s in json.loads(seconds))
+    return Record(task, setting, candidate, trace, arguments, times, error or None, float(taken))
+
+
+def _for_tvm(record: Record) -> list[Any]:
+    """As in TVM's JSON database: trace, seconds, target, arguments."""
+    return [
+        json.loads(record.trace),
+        list(record.seconds) or None,
+        json.loads(record.setting.target),
+        json.loads(record.arguments),
+    ]
+
+
+def _lines(file: Path) -> Iterator[tuple[str, str, Any]]:
+    """(where it is, text, value) of each line of a file of JSON lines. Raises StoreError."""
+    try:
+        texts = file.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise StoreError(f"cannot read {file}: {one_line(error)}") from error
+    for number, text in enumerate(texts, start=1):
+        try:
+            yield f"{file}:{number}", text, json.loads(text)
+        except json.JSONDecodeError as error:
+            raise StoreError(f"{file}:{number}: not JSON ({error})") from error
+
+
+def _workload(line: Any, place: str) -> Any:
+    try:
+        return tvm().s_tir.meta_schedule.database.Workload.from_json(line)
+    except (ValueError, TypeError, RuntimeError, IndexError) as error:
+        raise StoreError(f"{place}: no workload ({one_line(error, 150)})") from error
+
+
+def _target(setting: Setting | None) -> Any:
+    if setting is None:
+        raise ValueError("it has no target, and no setting was given")
+    return tvm().target.Target(json.loads(setting.target))
+
+
+def _candidate(line: Sequence[Any], workload: Any) -> str:
+    """The key of the kernel that a record's trace makes of its workload."""
+    record = tvm().s_tir.meta_schedule.database.TuningRecord.from_json(line, workload)
+    return module_key(record.as_measure_candidate().sch.mod)
