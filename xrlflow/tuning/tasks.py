@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -67,5 +68,10 @@ def module_key(mod: IRModule) -> str:
     return str(tvm().s_tir.meta_schedule.utils.shash2hex(mod))
 
 
+def target_text(target: Target) -> str:
+    """A target as JSON in one order: TVM's text has the attributes as they came in, and differs after a round trip."""
+    return json.dumps(json.loads(str(target)), sort_keys=True, separators=(",", ":"))
+
+
 def _key(mod: IRModule, target: Target) -> str:
-    return hashlib.sha256(f"{module_key(mod)} {target}".encode()).hexdigest()[:24]
+    return hashlib.sha256(f"{module_key(mod)} {target_text(target)}".encode()).hexdigest()[:24]
