@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 Vector = tuple[int, ...]
 Decision = int | tuple[int, ...]
 Floats = npt.NDArray[np.float32]
+Indices = npt.NDArray[np.int64]
 
 # A compute location is an index of a loop, -1 (at the root) or -2 (inlined).
 _FIRST_LOCATION = -2
@@ -196,6 +197,19 @@ class KnobSpace:
         """A vector drawn evenly: each sketch as likely as the next, then each value of each of its knobs."""
         return self.normal([int(generator.integers(len(knob))) for knob in self.knobs])
 
+    def draw(self, generator: np.random.Generator, count: int) -> Indices:
+        """So many vectors as `random` draws them, [count, K]."""
+        return self.masked(generator.integers(self.sizes, size=(count, len(self.knobs))))
+
+    def masked(self, indices: Indices) -> Indices:
+        """The normal vectors of vectors [N, K] whose indices are within their knobs: `normal`, all at once."""
+        return np.where(self._used[indices[:, 0]], indices, 0)
+
+    def movable(self, indices: Indices) -> npt.NDArray[np.bool_]:
+        """Which knobs of vectors [N, K] matter under their sketch and have more than one value, [N, K]."""
+        found: npt.NDArray[np.bool_] = self._used[indices[:, 0]] & (self.sizes > 1)
+        return found
+
     def neighbours(self, vector: Sequence[int]) -> list[Vector]:
         """The normal vectors that differ in one decision, which is near (see Knob.near); without repeats."""
         start = self.normal(vector)
@@ -222,7 +236,7 @@ class KnobSpace:
                     vector[k] = int(index)
                 yield tuple(vector)
 
-    def features(self, vectors: Sequence[Sequence[int]]) -> Floats:
+    def features(self, vectors: Indices | Sequence[Vector]) -> Floats:
         """What a model is told of vectors [N, F], without decoding them: each knob's features (see Knob.features),
         -1 where it is not used, and the logarithm of the tile size over all loops, level by level."""
         indices = np.asarray(vectors, np.int64).reshape(-1, len(self.knobs))
@@ -260,7 +274,7 @@ class KnobSpace:
         return Candidate(vector if found is None else found, trace, schedule.mod, module_key(schedule.mod))
 
     def encode(self, trace: Sequence[Any]) -> Vector | None:
-        """The vector of a trace (a Candidate's, or `Trace.as_json()`), postprocessed or not.
+        """The vector of a trace (a Candidate's, or `as_json()` of one that is simplified), postprocessed or not.
 
         None if the trace is of no sketch of this space, or has a decision that is none of its knob's.
         """
@@ -276,6 +290,11 @@ class KnobSpace:
                 return None
             vector[k] = index
         return tuple(vector)
+
+    @cached_property
+    def sizes(self) -> Indices:
+        """How many values each knob has, [K]."""
+        return np.array([len(knob) for knob in self.knobs], np.int64)
 
     @cached_property
     def _active(self) -> tuple[frozenset[int], ...]:
@@ -324,6 +343,8 @@ def factorisations(extent: int, levels: int, innermost: int) -> tuple[tuple[int,
 
 def _sketch(task: Task, trace: Trace, found: dict[tuple[Any, ...], tuple[int, Knob]]) -> Sketch:
     """A sketch of the task; knobs that no sketch had before are added to those found, by what they decide."""
+    # Without what has no effect: MetaSchedule's search strips its traces so, and they are to be recognised.
+    trace = trace.simplified(remove_postproc=True)
     instructions = tuple(trace.insts)
     seen: dict[tuple[Any, ...], int] = {}
     sites = []
@@ -356,7 +377,7 @@ def _sketch(task: Task, trace: Trace, found: dict[tuple[Any, ...], tuple[int, Kn
         if len(values) > len(known):
             found[signature] = position, Knob(f"{kind.value} {position}", kind, values, levels)
         sites.append((i, position))
-    text = json.dumps(_before_postprocessing(_plain(trace.as_json())[0]))
+    text = json.dumps(_plain(trace.as_json())[0])
     return Sketch(instructions, tuple(sites), text)
 
 

@@ -66,9 +66,11 @@ def make_tuner(
     *,
     space: KnobSpace | None = None,
     agent: Agent | None = None,
+    threads: int = 1,
 ) -> Tuner:
     """A tuner of this kind. `space`: the task's knobs, where they are not those of TVM's own schedule rules;
-    `agent`: for `chameleon`, one that has learned on other tasks (the tuner works on a copy).
+    `agent`: for `chameleon`, one that has learned on other tasks (the tuner works on a copy). `threads`: of
+    MetaSchedule's search, which with more than one does not give the same for the same seed.
 
     Raises KnobError where the task cannot be scheduled, ValueError where an agent is given to another method.
     """
@@ -81,9 +83,9 @@ def make_tuner(
 
             return RandomTuner(knobs, seed)
         case Method.EVOLUTIONARY:
-            from xrlflow.tuning.tuners.evolutionary import EvolutionaryTuner
+            from xrlflow.tuning.tuners.evolutionary import EvolutionaryConfig, EvolutionaryTuner
 
-            return EvolutionaryTuner(knobs, seed)
+            return EvolutionaryTuner(knobs, seed, EvolutionaryConfig(threads=threads))
         case Method.ANNEALING:
             from xrlflow.tuning.tuners.annealing import AnnealingTuner
 

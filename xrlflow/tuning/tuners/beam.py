@@ -1,0 +1,77 @@
+"""Beam search on a surrogate: Halide's tree search (Adams et al., 2019, "Learning to Optimize Halide with Tree Search
+and Random Programs").
+
+Knobs are decided one after the other. Of partial assignments the best are kept, as far as the surrogate, which knows
+complete ones only, can tell: by their mean score over some ways to decide the rest. The first pass takes random ways,
+each later one the assignments that the pass before has ended with, as Halide's passes look for what is like the best
+of the pass before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from xrlflow.tuning.knobs import Indices, KnobSpace, Vector
+from xrlflow.tuning.tuners.guided import Guided
+
+
+@dataclass(frozen=True, slots=True)
+class BeamConfig:
+    """Halide keeps 32 and makes 5 passes; fewer here, where every step scores the hundreds of values of a tile."""
+
+    beam: int = 16
+    completions: int = 8
+    passes: int = 3
+
+    def __post_init__(self) -> None:
+        if min(self.beam, self.completions, self.passes) < 1:
+            raise ValueError(f"a beam search takes positive numbers, not {self}")
+
+
+class BeamTuner(Guided):
+    """The sketch first, then knob after knob, in an order that is drawn anew for each pass."""
+
+    name = "beam"
+
+    def __init__(self, space: KnobSpace, seed: int, config: BeamConfig = BeamConfig()) -> None:
+        super().__init__(space, seed)
+        self._config = config
+
+    def plan(self, count: int) -> Sequence[Vector]:
+        config = self._config
+        seen: dict[Vector, float] = {}
+        # The fastest that were measured, and others: what is best in one company is often good in another.
+        known = np.array(self.surrogate.best(config.completions // 2), np.int64)
+        rest = self.space.draw(self.generator, config.completions)
+        rest = np.concatenate([known.reshape(-1, len(self.space.knobs)), rest])[: config.completions]
+        for _ in range(config.passes):
+            ends, scores = self._pass(rest, max(config.beam, 4 * count))
+            for end, score in zip(ends.tolist(), scores.tolist()):
+                if not self.frontier.spent(tuple(end)):
+                    seen[tuple(end)] = score
+            rest = ends[: config.completions]
+        return sorted(seen, key=lambda vector: (-seen[vector], vector))
+
+    def _pass(self, rest: Indices, most: int) -> tuple[Indices, np.ndarray[tuple[int], np.dtype[np.float32]]]:
+        """At most so many complete vectors and their scores, best first; `rest` [C, K] completes partial ones."""
+        beam = np.zeros((1, len(self.space.knobs)), np.int64)
+        decided = np.zeros(len(self.space.knobs), bool)
+        order = [0, *(1 + self.generator.permutation(len(self.space.knobs) - 1)).tolist()]
+        scores = np.zeros(1, np.float32)
+        for place, knob in enumerate(order):
+            size = int(self.space.sizes[knob])
+            wider = np.repeat(beam, size, axis=0)
+            wider[:, knob] = np.tile(np.arange(size), len(beam))
+            decided[knob] = True
+            # What the sketch has no use for is 0, so these are not told apart.
+            wider = np.unique(np.where(decided, self.space.masked(wider), 0), axis=0)
+            complete = np.where(decided, wider[:, None, :], rest[None, :, :])
+            flat = self.space.masked(complete.reshape(-1, len(decided)))
+            means = self.surrogate.predict(flat).reshape(len(wider), len(rest)).mean(axis=1)
+            kept = self._config.beam if place + 1 < len(order) else most
+            best = np.argsort(-means, kind="stable")[:kept]
+            beam, scores = wider[best], means[best]
+        return beam, scores

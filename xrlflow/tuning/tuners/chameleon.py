@@ -1,0 +1,430 @@
+"""Reinforcement learning over knob moves: Chameleon (Ahn et al., ICLR 2020, "Chameleon: Adaptive Code Optimization for
+Expedited Deep Neural Network Compilation").
+
+Adaptive exploration: PPO (the graph agent's, `xrlflow.learn.ppo`) walks through the knobs, decreasing, keeping or
+increasing each in one action; the reward is a surrogate's score of where it gets to. Adaptive sampling: of the many
+configurations that were visited k-means finds groups, as many as pay, and what is nearest to the middle of each is
+measured.
+
+What differs from the paper, and why:
+- One small network is applied to every knob, with the mean over all knobs and features of the task beside it. So an
+  agent serves tasks with any number of knobs, and what it has learned on some is of use on others.
+- A tile has one knob per loop with up to hundreds of values; moves begin wide and end at one place, so that a walk of a
+  few dozen steps can get from anywhere to anywhere.
+- The surrogate that is asked in a walk sees knobs alone (see `xrlflow.tuning.surrogate`): nothing is decoded.
+- Of the visited configurations those that the surrogate thinks best are grouped: the first walks of a plan go to places
+  that the agent has learned to avoid by the last.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Self
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from xrlflow.learn.checkpoint import Checkpoint, CheckpointError, load_checkpoint, save_checkpoint
+from xrlflow.learn.factored import FactoredCategorical
+from xrlflow.learn.ppo import Episode, PPOConfig, Rollout, orthogonal, update
+from xrlflow.learn.threads import one_thread
+from xrlflow.tuning.knobs import Candidate, Floats, Indices, Kind, KnobSpace, Vector
+from xrlflow.tuning.surrogate import Surrogate
+from xrlflow.tuning.tuners.frontier import Frontier
+from xrlflow.tuning.tuners.protocol import Outcome
+
+# Actions of a knob, in this order: decrease, stay, increase.
+_MOVES, _STAY = 3, 1
+# Levels of a tile that the agent sees; there are at most 4 in TVM's own sketches for CPUs.
+_LEVELS = 4
+# Features: of a knob's value, of a knob, of a task.
+_VALUE, _KNOB, _TASK = 1 + _LEVELS, len(Kind) + 4, 5
+_AGENT = "kernel agent"
+
+
+@dataclass(frozen=True, slots=True)
+class ChameleonConfig:
+    """Of the paper: gamma, lambda, clip, epochs and learning rate of PPO, the part of the knobs whose rest ends a walk,
+    the numbers of groups and the knee. It has 128 walks of up to 500 steps and minibatches of 32; here walks are fewer
+    and shorter, so that planning takes less than measuring."""
+
+    walks: int = 64
+    steps: int = 32
+    # Times that walks are taken and learned from in a plan.
+    rounds: int = 3
+    # A walk ends when this part of its knobs stays or is at its end.
+    rest: float = 0.75
+    # So many of the visited configurations, the best by the surrogate, are grouped.
+    pool: int = 512
+    # Groups that are tried: this many, twice as many and so on, up to what is wanted.
+    groups: int = 8
+    # More groups pay if the sum of squared distances falls by this factor.
+    knee: float = 2.5
+    ppo: PPOConfig = field(
+        default_factory=lambda: PPOConfig(
+            learning_rate=1e-3,
+            final_learning_rate=1.0,
+            gamma=0.9,
+            gae_lambda=0.99,
+            clip=0.2,
+            epochs=3,
+            minibatch=256,
+            value_weight=0.5,
+            entropy_weight=0.02,
+            target_kl=None,
+            # A score of 1 for ever is then worth 1.
+            reward_scale=0.1,
+        )
+    )
+
+    def __post_init__(self) -> None:
+        if min(self.walks, self.steps, self.rounds, self.pool, self.groups) < 1:
+            raise ValueError(f"walks, steps, rounds, pool and groups must be positive, not {self}")
+        if not 0 < self.rest <= 1 or self.knee <= 1:
+            raise ValueError(
+                f"rest must be above 0 and at most 1, knee above 1, not {self.rest}, {self.knee}"
+            )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class View:
+    """What an agent sees of a space whatever the vector: tensors, K knobs of at most N values."""
+
+    values: Tensor  # [K, N, _VALUE]
+    knobs: Tensor  # [K, _KNOB]
+    task: Tensor  # [_TASK]
+
+    @staticmethod
+    def of(space: KnobSpace) -> View:
+        count = len(space.knobs)
+        values = np.zeros((count, int(space.sizes.max()), _VALUE), np.float32)
+        knobs = np.zeros((count, _KNOB), np.float32)
+        for k, knob in enumerate(space.knobs):
+            size = len(knob)
+            values[k, :size, 0] = np.linspace(-1, 1, size) if size > 1 else 0
+            if knob.kind is Kind.TILE:
+                logs = np.log2(np.asarray(knob.values, np.float32))[:, -_LEVELS:]
+                values[k, :size, _VALUE - logs.shape[1] :] = logs / max(1.0, math.log2(knob.extent))
+            knobs[k, list(Kind).index(knob.kind)] = 1
+            knobs[k, len(Kind) :] = (
+                math.log2(size) / 8,
+                math.log2(knob.extent) / 12,
+                k / 16,
+                (count - k) / 16,
+            )
+        loops = [knob.extent for knob in space.knobs if knob.kind is Kind.TILE]
+        task = (
+            math.log2(1 + space.task.flops) / 32,
+            math.log2(space.size) / 32,
+            math.log2(math.prod(loops)) / 32,
+            count / 16,
+            len(space.sketches) / 8,
+        )
+        return View(torch.from_numpy(values), torch.from_numpy(knobs), torch.tensor(task))
+
+
+class Observation(NamedTuple):
+    """Where a walk is: indices [K], which knobs can be moved [K], and how far one move goes [K]."""
+
+    view: View
+    vector: Indices
+    movable: npt.NDArray[np.bool_]
+    strides: Floats
+
+
+class Agent(nn.Module):
+    """Actor and critic: tanh networks of 20-20 (the paper's), shared by all knobs."""
+
+    def __init__(self, seed: int, hidden: int = 20) -> None:
+        super().__init__()
+        self.hidden = hidden
+        # Updates that it has learned from: before the first it knows nothing.
+        self.updates = 0
+        width = _VALUE + 1 + _KNOB
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.actor_knobs = orthogonal(nn.Linear(width, hidden), 1.0)
+            self.actor_hidden = orthogonal(nn.Linear(2 * hidden + _TASK, hidden), 1.0)
+            self.actor = orthogonal(nn.Linear(hidden, _MOVES), 0.01)
+            self.critic_knobs = orthogonal(nn.Linear(width, hidden), 1.0)
+            self.critic_hidden = orthogonal(nn.Linear(hidden + _TASK, hidden), 1.0)
+            self.critic = orthogonal(nn.Linear(hidden, 1), 1.0)
+
+    def evaluate(self, observations: Sequence[Observation]) -> tuple[FactoredCategorical, Tensor]:
+        """Actions of K factors, and values [B], of B observations of one space."""
+        view = observations[0].view
+        assert all(o.view is view for o in observations)
+        vectors = torch.from_numpy(np.stack([o.vector for o in observations]))
+        movable = torch.from_numpy(np.stack([o.movable for o in observations]))
+        strides = torch.from_numpy(np.stack([o.strides for o in observations]))
+        size, count = vectors.shape
+        each = torch.cat(
+            [
+                view.values[torch.arange(count), vectors],
+                strides.unsqueeze(-1),
+                view.knobs.expand(size, count, _KNOB),
+            ],
+            -1,
+        )
+        weights = movable.float()
+        weights = (weights / weights.sum(-1, keepdim=True).clamp(min=1)).unsqueeze(-1)
+        task = view.task.expand(size, _TASK)
+
+        own = torch.tanh(self.actor_knobs(each))
+        company = torch.cat([(weights * own).sum(1), task], -1)
+        company = company.unsqueeze(1).expand(size, count, self.hidden + _TASK)
+        logits = self.actor(torch.tanh(self.actor_hidden(torch.cat([own, company], -1))))
+
+        whole = (weights * torch.tanh(self.critic_knobs(each))).sum(1)
+        values = self.critic(torch.tanh(self.critic_hidden(torch.cat([whole, task], -1))))
+        return FactoredCategorical.of(logits, movable, _STAY), values.squeeze(-1)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Raises CheckpointError if the file cannot be written."""
+        config = {"hidden": self.hidden, "updates": self.updates}
+        save_checkpoint(Checkpoint(_AGENT, config, self.state_dict()), path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        """Raises CheckpointError for a file that is not of such an agent, or of another version's."""
+        found = load_checkpoint(path, _AGENT)
+        hidden, updates = found.config.get("hidden"), found.config.get("updates")
+        if not (isinstance(hidden, int) and isinstance(updates, int) and 0 < hidden <= 4096):
+            raise CheckpointError(f"{path}: its configuration is damaged: {dict(found.config)}")
+        agent = cls(0, hidden)
+        try:
+            agent.load_state_dict(dict(found.tensors))
+        except RuntimeError as error:
+            raise CheckpointError(f"{path} is an agent of another version of xrlflow") from error
+        agent.updates = updates
+        return agent
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Walks:
+    """Where walks have been: vectors [N, K] with their scores [N], where each ended [W, K], and what to learn from."""
+
+    visited: Indices
+    scores: Floats
+    ends: Indices
+    episodes: list[Episode[Observation]]
+
+
+class ChameleonTuner:
+    """Walks of an agent that goes on learning from plan to plan; with an agent of other tasks it begins with those."""
+
+    name = "chameleon"
+
+    def __init__(
+        self,
+        space: KnobSpace,
+        seed: int,
+        config: ChameleonConfig = ChameleonConfig(),
+        agent: Agent | None = None,
+    ) -> None:
+        self.agent = copy.deepcopy(agent) if agent is not None else Agent(seed)
+        self._space, self._config, self._view = space, config, View.of(space)
+        self._generator = np.random.default_rng(seed)
+        self._draws = torch.Generator().manual_seed(seed)
+        self._optimizer = config.ppo.optimizer(self.agent)
+        self._frontier = Frontier(space, self._generator)
+        self._surrogate = Surrogate(space, seed)
+        self._ends = space.draw(self._generator, config.walks)
+
+    def propose(self, count: int) -> Sequence[Candidate]:
+        """At most `count`: as many as the visited configurations have groups, while walks find any that are new."""
+        if count < 1:
+            return []
+        still = not bool(self._space.movable(self._ends).any()) and len(self._space.sketches) == 1
+        if still or not (self._surrogate.ready or self.agent.updates):
+            return self._frontier.random(count)
+        with one_thread():
+            pool = self._explore()
+        chosen = self._sample(pool, count) if len(pool) else []
+        self._frontier.claim(chosen)
+        return chosen or self._frontier.random(count)
+
+    def update(self, measured: Sequence[tuple[Candidate, Outcome]]) -> None:
+        self._frontier.claim([candidate for candidate, _ in measured])
+        self._surrogate.add(measured)
+
+    def _explore(self) -> Indices:
+        """Walk and learn; what was visited and may be new, the best first [N, K]."""
+        config = self._config
+        visited, scores = [], []
+        for _ in range(config.rounds if self._surrogate.ready else 1):
+            walks = walk(
+                self.agent, self._view, self._space, self._surrogate, self._starts(), config, self._draws
+            )
+            self._ends = walks.ends
+            if self._surrogate.ready:
+                rollout = Rollout.of(walks.episodes, config.ppo)
+                update(self.agent, self._optimizer, rollout, config.ppo, self._draws)
+                self.agent.updates += 1
+                visited.append(walks.visited)
+                scores.append(walks.scores)
+            else:
+                # Without a score, where an agent of other tasks goes to is what counts.
+                visited.append(walks.ends)
+                scores.append(np.zeros(len(walks.ends), np.float32))
+        places, first = np.unique(np.concatenate(visited), axis=0, return_index=True)
+        values = np.concatenate(scores)[first]
+        fresh = [i for i, place in enumerate(places.tolist()) if not self._frontier.spent(tuple(place))]
+        places, values = places[fresh], values[fresh]
+        return places[np.argsort(-values, kind="stable")[: config.pool]]
+
+    def _starts(self) -> Indices:
+        """A quarter at the best measured, a quarter where walks have ended, the rest anywhere [W, K]."""
+        walks = self._config.walks
+        best = self._surrogate.best(walks // 4)
+        known = np.array(best, np.int64).reshape(len(best), len(self._space.knobs))
+        ends = self._generator.permutation(self._ends)[: walks // 4]
+        others = self._space.draw(self._generator, walks - len(known) - len(ends))
+        return np.concatenate([known, ends, others])
+
+    def _sample(self, pool: Indices, count: int) -> list[Candidate]:
+        """Adaptive sampling: what is nearest to the middle of each group of the pool [N, K]; where that is not new or
+        not valid, one made of the values that the pool has most (the paper's), or as often as the pool has them."""
+        features = self._space.features(pool)
+        features = (features - features.mean(0)) / (features.std(0) + 1e-6)
+        centres = groups(features, self._config.groups, count, self._config.knee, self._generator)
+        found: dict[str, Candidate] = {}
+        for centre in centres:
+            nearest = int(np.square(features - centre).sum(1).argmin())
+            tries = [pool[nearest], *self._synthetic(pool)]
+            vectors: list[Vector] = [tuple(place.tolist()) for place in tries]
+            for vector in vectors:
+                candidate = next(iter(self._frontier.new([vector], 1)), None)
+                if candidate is not None and candidate.key not in found:
+                    found[candidate.key] = candidate
+                    break
+        return list(found.values())
+
+    def _synthetic(self, pool: Indices, tries: int = 8) -> Indices:
+        """The vector of the values that are the most frequent of each knob, and others drawn by frequency [T, K]."""
+        most = [int(np.bincount(column).argmax()) for column in pool.T]
+        rows = self._generator.integers(len(pool), size=(tries, pool.shape[1]))
+        drawn = np.take_along_axis(pool, rows, axis=0)
+        return self._space.masked(np.concatenate([np.array([most], np.int64), drawn]))
+
+
+def walk(
+    agent: Agent,
+    view: View,
+    space: KnobSpace,
+    surrogate: Surrogate,
+    starts: Indices,
+    config: ChameleonConfig,
+    generator: torch.Generator,
+) -> Walks:
+    """Walks from these starts [W, K], all at once; each visited configuration's reward is its score.
+
+    A walk that rests is cut off, not terminated: what it would get by resting there for ever is the critic's guess.
+    """
+    points = starts
+    episodes: list[Episode[Observation]] = [Episode() for _ in starts]
+    running = np.arange(len(starts))
+    ends = starts.copy()
+    visited, scores = [starts], [surrogate.predict(starts)]
+    with torch.no_grad():
+        for step in range(config.steps):
+            strides = _strides(space, step, config.steps)
+            movable = space.movable(points)
+            seen = _observe(view, points, movable, strides, space)
+            distribution, values = agent.evaluate(seen)
+            actions = distribution.sample(generator)
+            log_probs = distribution.log_prob(actions)
+            moves = (actions.numpy() - _STAY) * strides
+            moved = np.clip(points + moves, 0, space.sizes - 1)
+            # What moves nowhere stays, or is at its end.
+            resting = ((moved == points) & movable).sum(1) >= config.rest * movable.sum(1)
+            # Long moves that would not fit do not end a walk.
+            resting &= bool((strides == 1).all())
+            points = space.masked(moved)
+            found = surrogate.predict(points)
+            visited.append(points)
+            scores.append(found)
+            for i, episode in enumerate(episodes[j] for j in running):
+                episode.observations.append(seen[i])
+            for values_of, name in (
+                (actions.tolist(), "actions"),
+                (log_probs.tolist(), "log_probs"),
+                (values.tolist(), "values"),
+                (found.tolist(), "rewards"),
+            ):
+                for j, value in zip(running, values_of):
+                    getattr(episodes[j], name).append(value)
+            ends[running] = points
+            running, points = running[~resting], points[~resting]
+            if not len(running):
+                break
+        last = _strides(space, config.steps, config.steps)
+        _, beyond = agent.evaluate(_observe(view, ends, space.movable(ends), last, space))
+        for episode, value in zip(episodes, beyond.tolist()):
+            episode.bootstrap, episode.truncated = value, True
+    return Walks(np.concatenate(visited), np.concatenate(scores), ends, episodes)
+
+
+def groups(points: Floats, least: int, most: int, knee: float, generator: np.random.Generator) -> Floats:
+    """The centres [G, F] of points [N, F] by k-means, with as many groups as pay: `least`, two, three times as many, as
+    long as the squared distances fall by the factor `knee`; never more than `most`, nor than there are points."""
+    most = min(most, len(points))
+    chosen, loss = kmeans(points, min(least, most), generator)
+    for size in range(2 * least, most + 1, least):
+        centres, smaller = kmeans(points, size, generator)
+        if smaller >= loss / knee:
+            break
+        chosen, loss = centres, smaller
+    return chosen
+
+
+def kmeans(
+    points: Floats, size: int, generator: np.random.Generator, rounds: int = 20
+) -> tuple[Floats, float]:
+    """Lloyd's algorithm from k-means++ starts (Arthur and Vassilvitskii, 2007): centres [size, F], and the sum of
+    squared distances to them. An empty group keeps its centre."""
+    centres = points[generator.integers(len(points), size=1)]
+    while len(centres) < size:
+        near = _distances(points, centres).min(axis=1).astype(np.float64)
+        total = near.sum()
+        chances = near / total if total > 0 else np.full(len(points), 1 / len(points))
+        centres = np.concatenate([centres, points[generator.choice(len(points), size=1, p=chances)]])
+    for _ in range(rounds):
+        owner = _distances(points, centres).argmin(axis=1)
+        counts = np.bincount(owner, minlength=size)
+        sums = np.zeros_like(centres)
+        np.add.at(sums, owner, points)
+        moved = np.where(counts[:, None] > 0, sums / np.maximum(counts, 1)[:, None], centres)
+        if np.allclose(moved, centres):
+            break
+        centres = moved.astype(np.float32)
+    return centres, float(_distances(points, centres).min(axis=1).sum())
+
+
+def _distances(points: Floats, centres: Floats) -> Floats:
+    """Squared distances [N, G]."""
+    squares = np.square(points).sum(1)[:, None] + np.square(centres).sum(1)[None, :]
+    found: Floats = np.maximum(squares - 2 * points @ centres.T, 0)
+    return found
+
+
+def _strides(space: KnobSpace, step: int, steps: int) -> Indices:
+    """How many places a move goes at a step of a walk, by knob [K]: a quarter of its values at first, halved again and
+    again in the first half of the walk, then one."""
+    halvings = np.log2(np.maximum(space.sizes / 4, 1))
+    left = halvings * max(0.0, 1 - 2 * step / steps)
+    found: Indices = np.maximum(1, np.round(2**left)).astype(np.int64)
+    return found
+
+
+def _observe(
+    view: View, points: Indices, movable: npt.NDArray[np.bool_], strides: Indices, space: KnobSpace
+) -> list[Observation]:
+    relative = (strides / space.sizes).astype(np.float32)
+    return [Observation(view, point, can, relative) for point, can in zip(points, movable)]

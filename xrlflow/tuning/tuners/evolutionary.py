@@ -1,0 +1,174 @@
+"""MetaSchedule's own search, asked and told from outside (Shao et al., 2022, "Tensor Program Optimization with
+Probabilistic Programs"): the baseline that TVM's users have."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from xrlflow.backends.tvm.load import tvm
+from xrlflow.tuning.knobs import Candidate, KnobSpace
+from xrlflow.tuning.tuners.frontier import Frontier
+from xrlflow.tuning.tuners.protocol import Outcome
+
+# It wants to know how many trials there will be; who asks decides that here.
+_TRIALS = 1 << 30
+# Batches in a row that bring nothing new, after which it is exhausted: tasks without knobs would be asked for ever.
+_PATIENCE = 3
+
+
+@dataclass(frozen=True, slots=True)
+class EvolutionaryConfig:
+    """Defaults are MetaSchedule's, but for the threads."""
+
+    population: int = 512
+    generations: int = 4
+    explore: float = 0.05
+    # With fewer measurements its cost model's answers are random numbers.
+    warmup: int = 100
+    # With more than one the same seed does not give the same candidates.
+    threads: int = 1
+
+    def __post_init__(self) -> None:
+        if min(self.population, self.generations, self.threads) < 1:
+            raise ValueError(f"evolutionary search takes positive numbers, not {self}")
+
+
+class EvolutionaryTuner:
+    """EvolutionarySearch with its mutators and its XGBoost cost model, over the same sketches as all others.
+
+    Its candidates have a vector only where one decodes to them: it also mutates what is no knob (how many chunks a
+    loop is parallel in).
+    """
+
+    name = "evolutionary"
+
+    def __init__(
+        self, space: KnobSpace, seed: int, config: EvolutionaryConfig = EvolutionaryConfig()
+    ) -> None:
+        meta = tvm().s_tir.meta_schedule
+        self._space, self._config = space, config
+        self._frontier = Frontier(space, np.random.default_rng(seed))
+        self._context = meta.TuneContext(
+            space.task.mod,
+            target=space.task.target,
+            space_generator=space.context.space_generator.clone(),
+            search_strategy=meta.search_strategy.EvolutionarySearch(
+                population_size=config.population,
+                genetic_num_iters=config.generations,
+                eps_greedy=config.explore,
+            ),
+            rand_state=1 + seed % (2**31 - 2),
+            num_threads=config.threads,
+            task_name=space.task.name,
+            logger=_silent(),
+        )
+        self._database = meta.database.MemoryDatabase()
+        self._workload = self._database.commit_workload(space.task.mod)
+        booster = meta.cost_model.xgb_model.XGBConfig(seed=seed % 2**31, nthread=1)
+        self._model = meta.cost_model.XGBModel(
+            config=booster, num_warmup_samples=config.warmup, num_tuning_cores=1
+        )
+        self._random = np.random.RandomState(seed % 2**32).get_state()
+        # What it has generated and was not asked for yet, and by key what it calls a candidate.
+        self._waiting: list[Candidate] = []
+        self._theirs: dict[str, Any] = {}
+        self._batch: int | None = None
+
+    def propose(self, count: int) -> Sequence[Candidate]:
+        if count < 1:
+            return []
+        if self._batch is None:
+            self._batch = count
+            self._context.pre_tuning(
+                max_trials=_TRIALS,
+                num_trials_per_iter=count,
+                database=self._database,
+                cost_model=self._model,
+            )
+        idle = 0
+        while len(self._waiting) < count and idle < _PATIENCE:
+            fresh = self._generate()
+            self._waiting += fresh
+            idle = 0 if fresh else idle + 1
+        # Some may have been told of meanwhile, measured by another.
+        chosen, self._waiting = self._waiting[:count], self._waiting[count:]
+        return chosen
+
+    def update(self, measured: Sequence[tuple[Candidate, Outcome]]) -> None:
+        meta = tvm().s_tir.meta_schedule
+        candidates, results = [], []
+        for candidate, outcome in measured:
+            theirs = self._theirs.pop(candidate.key, None) or self._rebuild(candidate)
+            seconds = [float(s) for s in outcome.seconds]
+            candidates.append(theirs)
+            results.append(meta.runner.RunnerResult(seconds or None, outcome.error))
+            self._database.commit_tuning_record(
+                meta.database.TuningRecord(
+                    theirs.sch.trace,
+                    self._workload,
+                    # As MetaSchedule's AddToDatabase has failures.
+                    seconds or [1e10],
+                    self._space.task.target,
+                    theirs.args_info,
+                )
+            )
+        known = {candidate.key for candidate, _ in measured}
+        self._frontier.claim([candidate for candidate, _ in measured])
+        self._waiting = [c for c in self._waiting if c.key not in known]
+        if candidates:
+            with self._own_random_numbers():
+                self._model.update(self._context, candidates, results)
+            if self._batch is not None:
+                self._context.notify_runner_results(candidates, results)
+
+    def _generate(self) -> list[Candidate]:
+        """The next batch, as far as it is new, claimed; empty if there is none."""
+        with self._own_random_numbers():
+            theirs = self._context.generate_measure_candidates() or ()
+        found: dict[str, Candidate] = {}
+        for one in theirs:
+            candidate = self._space.candidate(one.sch)
+            if candidate.vector is not None and not self._decodes(candidate):
+                candidate = Candidate(None, candidate.trace, candidate.mod, candidate.key)
+            if not self._frontier.known(candidate) and candidate.key not in found:
+                found[candidate.key] = candidate
+                self._theirs[candidate.key] = one
+        fresh = list(found.values())
+        self._frontier.claim(fresh)
+        return fresh
+
+    def _decodes(self, candidate: Candidate) -> bool:
+        again = self._space.decode(candidate.vector or ())
+        return again is not None and again.key == candidate.key
+
+    def _rebuild(self, candidate: Candidate) -> Any:
+        """MetaSchedule's form of a candidate from elsewhere."""
+        package = tvm()
+        meta = package.s_tir.meta_schedule
+        schedule = package.s_tir.Schedule(self._space.task.mod)
+        package.s_tir.schedule.Trace.apply_json_to_schedule(candidate.trace, schedule)
+        return meta.MeasureCandidate(schedule, meta.arg_info.ArgInfo.from_entry_func(schedule.mod, True))
+
+    @contextmanager
+    def _own_random_numbers(self) -> Iterator[None]:
+        """NumPy's global generator, which the cost model draws from, in this tuner's state; as it was afterwards."""
+        before = np.random.get_state()
+        np.random.set_state(self._random)
+        try:
+            yield
+        finally:
+            self._random = np.random.get_state()
+            np.random.set_state(before)
+
+
+def _silent() -> logging.Logger:
+    """A logger that keeps MetaSchedule's tables to itself."""
+    logger = logging.getLogger("xrlflow.tuning.evolutionary")
+    logger.setLevel(logging.CRITICAL)
+    return logger

@@ -1,0 +1,77 @@
+"""What a tuner has not proposed yet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from xrlflow.tuning.knobs import Candidate, KnobSpace, Vector
+
+# Up to so many vectors a space is gone through in random order: then it is certain when there are no more.
+_LISTED = 4096
+# In a larger one, drawing ends after so many draws in a row that were invalid or known.
+_PATIENCE = 200
+
+
+class Frontier:
+    """The kernels of a space that are new: neither proposed by this tuner nor told of to it.
+
+    A kernel is known by its key: of vectors that decode to the same one, the first is taken.
+    """
+
+    def __init__(self, space: KnobSpace, generator: np.random.Generator) -> None:
+        self.space, self._generator = space, generator
+        self._keys: set[str] = set()
+        # Vectors that give nothing new: invalid, or their kernel is known.
+        self._spent: set[Vector] = set()
+        self._rest: list[Vector] | None = None
+
+    def new(self, vectors: Iterable[Vector], count: int) -> list[Candidate]:
+        """The kernels of the first `count` vectors that are valid and new, each once. They stay new until claimed."""
+        found: dict[str, Candidate] = {}
+        for vector in vectors:
+            if len(found) >= count:
+                break
+            if vector in self._spent:
+                continue
+            candidate = self.space.decode(vector)
+            if candidate is None or candidate.key in self._keys:
+                self._spent.add(vector)
+            else:
+                found.setdefault(candidate.key, candidate)
+        return list(found.values())
+
+    def claim(self, candidates: Sequence[Candidate]) -> None:
+        """These are new no more."""
+        for candidate in candidates:
+            self._keys.add(candidate.key)
+            if candidate.vector is not None:
+                self._spent.add(candidate.vector)
+
+    def known(self, candidate: Candidate) -> bool:
+        return candidate.key in self._keys
+
+    def spent(self, vector: Vector) -> bool:
+        """Whether it is known that this vector gives nothing new; False may mean that it has not been tried."""
+        return vector in self._spent
+
+    def random(self, count: int) -> list[Candidate]:
+        """At most `count` new kernels at random, claimed; fewer where there are no more, or none that can be found."""
+        found: list[Candidate] = []
+        if self.space.size <= _LISTED:
+            if self._rest is None:
+                everything = list(self.space.enumerate())
+                self._rest = [everything[i] for i in self._generator.permutation(len(everything))]
+            while self._rest and len(found) < count:
+                candidates = self.new([self._rest.pop()], 1)
+                self.claim(candidates)
+                found += candidates
+            return found
+        failures = 0
+        while len(found) < count and failures < _PATIENCE:
+            candidates = self.new([self.space.random(self._generator)], 1)
+            self.claim(candidates)
+            found += candidates
+            failures = 0 if candidates else failures + 1
+        return found

@@ -1,0 +1,49 @@
+"""What tuners have in common that search a surrogate: which of the vectors found are decoded and proposed."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar
+
+import numpy as np
+
+from xrlflow.tuning.knobs import Candidate, KnobSpace, Vector
+from xrlflow.tuning.surrogate import Surrogate
+from xrlflow.tuning.tuners.frontier import Frontier
+from xrlflow.tuning.tuners.protocol import Outcome
+
+# Of the vectors that the model of knobs likes best so many times those wanted are decoded for the model of schedules.
+_SHORTLIST = 4
+
+
+class Guided(ABC):
+    """Proposes what `plan` finds good, a part at random, and only at random while nothing is known."""
+
+    name: str
+    # The part of what is proposed that is drawn at random: AutoTVM's epsilon.
+    explore: ClassVar[float] = 0.05
+
+    def __init__(self, space: KnobSpace, seed: int) -> None:
+        self.space = space
+        self.generator = np.random.default_rng(seed)
+        self.frontier = Frontier(space, self.generator)
+        self.surrogate = Surrogate(space, seed)
+
+    @abstractmethod
+    def plan(self, count: int) -> Sequence[Vector]:
+        """Normal vectors, the most promising first; of them `count` kernels are wanted. The surrogate is ready."""
+
+    def propose(self, count: int) -> Sequence[Candidate]:
+        if count < 1 or not self.surrogate.ready:
+            return self.frontier.random(count)
+        wanted = count - int(self.generator.binomial(count, self.explore))
+        shortlist = self.frontier.new(self.plan(wanted), _SHORTLIST * wanted)
+        order = np.argsort(-self.surrogate.rank(shortlist), kind="stable")
+        chosen = [shortlist[i] for i in order[:wanted]]
+        self.frontier.claim(chosen)
+        return [*chosen, *self.frontier.random(count - len(chosen))]
+
+    def update(self, measured: Sequence[tuple[Candidate, Outcome]]) -> None:
+        self.frontier.claim([candidate for candidate, _ in measured])
+        self.surrogate.add(measured)

@@ -1,0 +1,26 @@
+"""Random search: what any method has to beat."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from xrlflow.tuning.knobs import Candidate, KnobSpace
+from xrlflow.tuning.tuners.frontier import Frontier
+from xrlflow.tuning.tuners.protocol import Outcome
+
+
+class RandomTuner:
+    """Vectors drawn evenly (see KnobSpace.random), each kernel once."""
+
+    name = "random"
+
+    def __init__(self, space: KnobSpace, seed: int) -> None:
+        self._frontier = Frontier(space, np.random.default_rng(seed))
+
+    def propose(self, count: int) -> Sequence[Candidate]:
+        return self._frontier.random(count)
+
+    def update(self, measured: Sequence[tuple[Candidate, Outcome]]) -> None:
+        self._frontier.claim([candidate for candidate, _ in measured])
