@@ -1,9 +1,12 @@
-"""How fast the rewrite engine is, with the whole rule library: `python bench/engine.py [--json]`.
+"""How fast the rewrite engine is, with the whole rule library: `python bench/engine.py [--json] [--shares]`.
 
 Uniformly random moves on BERT, ResNeXt and NasNet graphs of about 1,000 and 10,000 nodes. A move is `apply`: the
 successor graph, and its candidates refreshed, conditions and the roofline's delta of each new candidate included.
 Also a first full match from scratch (`match`: conditions included; `start`: every candidate priced as well), and
 the memory of 100 retained successors of a 1,000-node graph.
+
+With `--shares` instead: what part of a first full match each rule takes, summed over the networks of the zoo, at the
+depths of the papers and at those of the tests (medians of several matches, each with a library of its own).
 """
 
 from __future__ import annotations
@@ -16,10 +19,12 @@ import statistics
 import sys
 import time
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for `models`
+
+import onnx
 
 import models
 from rewrite_rules import LIBRARY
@@ -87,6 +92,57 @@ def retained_kb(start: Graph, library: Library, count: int = 100) -> float:
     return used / len(kept) / 1024
 
 
+def shares(protos: Sequence[onnx.ModelProto], repeats: int) -> tuple[dict[str, float], int]:
+    """Milliseconds of each rule in matching the models from scratch, the median for each summed; and their nodes.
+
+    Graphs, library and rules are made anew each time: nothing is remembered of the time before but what chains of
+    operators have a given map (`rewrite_rules.access`).
+    """
+    taken: dict[tuple[int, str], list[float]] = {}
+    nodes = [0] * len(protos)
+    for _ in range(repeats):
+        for number, proto in enumerate(protos):
+            start = load(proto).graph
+            nodes[number] = start.node_count
+            library = Library([type(rule)() for rule in LIBRARY], timed=True)
+            match_all(start, library)
+            for name, stats in library.stats.items():
+                taken.setdefault((number, name), []).append(stats.seconds * 1e3)
+    total = dict.fromkeys(Library(LIBRARY).rules, 0.0)
+    for (_, name), each in taken.items():
+        total[name] += statistics.median(each)
+    return total, sum(nodes)
+
+
+def zoo(*, small: bool) -> list[onnx.ModelProto]:
+    """Every network of the zoo with few weights, at the depth of the tests or of the papers."""
+    return [
+        models.small(name) if small else models.build(name, **model.small_options)
+        for name, model in models.ZOO.items()
+    ]
+
+
+def print_shares(repeats: int, as_json: bool, most: int = 10) -> None:
+    """The rules that take most of the time of matching."""
+    found: dict[str, dict[str, float | dict[str, float]]] = {}
+    for label, small in (("zoo", False), ("small zoo", True)):
+        spent, nodes = shares(zoo(small=small), repeats)
+        total = sum(spent.values())
+        slowest = sorted(spent, key=lambda name: -spent[name])[:most]
+        found[label] = {
+            "nodes": nodes,
+            "total_ms": total,
+            "percent": {name: 100 * spent[name] / total for name in slowest},
+            "ms": {name: spent[name] for name in slowest},
+        }
+        if not as_json:
+            print(f"{label}: {total:.1f} ms in the rules, of which")
+            for name in slowest:
+                print(f"  {100 * spent[name] / total:4.1f}%  {spent[name]:7.2f} ms  {name}")
+    if as_json:
+        print(json.dumps(found, indent=2))
+
+
 def p95(values: list[float]) -> float:
     return sorted(values)[int(0.95 * (len(values) - 1))]
 
@@ -95,7 +151,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print one object")
     parser.add_argument("--moves", type=int, default=300, help="random moves on each graph")
+    parser.add_argument("--shares", action="store_true", help="what part of matching the zoo each rule takes")
+    parser.add_argument(
+        "--repeats", type=int, default=9, help="matches of the zoo, of which the median counts"
+    )
     arguments = parser.parse_args()
+    if arguments.shares:
+        print_shares(arguments.repeats, arguments.json)
+        return
     library = Library(LIBRARY)
     result: dict[str, float | dict[str, dict[str, float]]] = {}
     rows: dict[str, dict[str, float]] = {}

@@ -327,15 +327,15 @@ class ReplaceFullConvByGemm(Rule):
     def where(self, m: Captures, x: Val, w: Val, b: Val | None) -> None:
         require("auto_pad" not in m.c, "it pads")
         dims = x.rank - 2
-        sizes = [x.size(2 + i) for i in range(dims)]
         before, after = pads_of(m.c, dims)
-        spaced = zip(w.sizes[2:], per_axis(m.c, "dilations", dims))
+        for i in range(dims):  # hardly any convolution gets beyond this
+            require(before[i] + x.size(2 + i) <= w.size(2 + i), "the kernel does not meet the whole image")
+        kernel = w.sizes[2:]
+        spaced = zip(kernel, per_axis(m.c, "dilations", dims))
         require(all(k == 1 or d == 1 for k, d in spaced), "it is dilated")
-        for size, kernel, first, last, stride in zip(
-            sizes, w.sizes[2:], before, after, per_axis(m.c, "strides", dims)
-        ):
-            require(first + size <= kernel, "the kernel does not meet the whole image")
-            require(0 <= first + size + last - kernel < stride, "there is more than one place")
+        for i, stride in enumerate(per_axis(m.c, "strides", dims)):
+            padded = before[i] + x.size(2 + i) + after[i]
+            require(0 <= padded - kernel[i] < stride, "there is more than one place")
 
     def target(self, op: Op, m: Captures, x: Val, w: Val, b: Val | None) -> Any:
         dims = x.rank - 2

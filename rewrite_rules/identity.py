@@ -9,7 +9,7 @@ import numpy as np
 
 from rewrite_rules.axes import ints_input
 from rewrite_rules.elementwise import keeps_shape
-from xrlflow.ir import ABSENT, FLOATS, INTEGERS, Dim, DType, Node, Value
+from xrlflow.ir import ABSENT, FLOATS, INTEGERS, Dim, DType, Graph, Node, Value
 from xrlflow.ops.schema import COMMUTATIVE
 from xrlflow.rewrite import AnyRule, Captures, Op, Reader, Region, RegionRule, Rule, Val, require, worthwhile
 
@@ -416,32 +416,47 @@ class MergeCommonSubexpressions(RegionRule):
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
-        uses = reader.graph.uses
-        rarest, fewest = ABSENT, 0
-        for value in node.inputs:
-            count = len(uses.get(value, ()))
-            if count and (count < fewest or not fewest):
-                rarest, fewest = value, count
-                if count == 1:  # by this node
-                    break
-        if not fewest or reader.count_users(rarest) < 2:
-            return None
-        what = _content(node)
-        for other in reader.users(rarest):
-            if other.outputs[0] < node.outputs[0] and other.op == node.op and _content(other) == what:
-                if len(other.outputs) != len(node.outputs):
-                    continue
+        # Nothing is recorded until there is a match: `partners` says when to look again.
+        graph = reader.graph
+        rarest = _rarest(graph, node)
+        for user in graph.uses[rarest] if rarest else ():
+            if user >= node.outputs[0]:
+                return None
+            other = graph.producers[user]
+            if _same(other, node):
+                reader.users(rarest)
                 return Region(node.outputs, other.outputs, (node, other))
         return None
+
+    def partners(self, graph: Graph, node: Node) -> list[Value]:
+        rarest = _rarest(graph, node)
+        users = graph.uses[rarest] if rarest else ()
+        return [user for user in users if user > node.outputs[0] and _same(graph.producers[user], node)]
 
     def target(self, op: Op, region: Region, *kept: Val) -> Any:
         return list(kept)
 
 
-def _content(node: Node) -> tuple[str, int, tuple[Value, ...]]:
-    """What a node computes; the order of commutative operands does not matter."""
-    inputs = tuple(sorted(node.inputs)) if node.op in COMMUTATIVE else node.inputs
-    return node.op, node.attrs.digest, inputs
+def _rarest(graph: Graph, node: Node) -> Value:
+    """The input of a node that fewest nodes read; ABSENT if the node is alone in reading one, or reads none."""
+    uses = graph.uses
+    rarest, fewest = ABSENT, 0
+    for value in node.inputs:
+        if value == ABSENT:
+            continue
+        count = len(uses[value])
+        if count == 1:
+            return ABSENT
+        if not fewest or count < fewest:
+            rarest, fewest = value, count
+    return rarest
+
+
+def _same(a: Node, b: Node) -> bool:
+    """Whether two nodes compute the same; the order of commutative operands does not matter."""
+    if a.op != b.op or a.attrs.digest != b.attrs.digest or len(a.outputs) != len(b.outputs):
+        return False
+    return a.inputs == b.inputs or (a.op in COMMUTATIVE and sorted(a.inputs) == sorted(b.inputs))
 
 
 class FoldDimension(Rule):

@@ -892,6 +892,8 @@ class FuseTanhGeluOfPolynomial(RegionRule):
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
+        if not self._shifted(reader, node.outputs[0]):
+            return None
         for x in self._leaves(reader, node.inputs[0]):
             found = _polynomial(reader, node.inputs[0], x)
             root = math.sqrt(2 / math.pi)
@@ -920,12 +922,20 @@ class FuseTanhGeluOfPolynomial(RegionRule):
         return list(found)
 
     @staticmethod
-    def _product(reader: Reader, at: Value, x: Value) -> Value | None:
-        """0.5 * x * (1 + at), made by the readers of `at`."""
+    def _shifted(reader: Reader, at: Value) -> Value | None:
+        """1 + at, if that is made by the one reader of `at`."""
         step = _reader(reader, at)
         if step is None or step.op != "Add" or not any(_is(reader, v, 1.0, at) for v in step.inputs):
             return None
-        at, power, factor = step.outputs[0], 0, 1.0
+        return step.outputs[0]
+
+    @classmethod
+    def _product(cls, reader: Reader, at: Value, x: Value) -> Value | None:
+        """0.5 * x * (1 + at), made by the readers of `at`."""
+        shifted = cls._shifted(reader, at)
+        if shifted is None:
+            return None
+        at, power, factor = shifted, 0, 1.0
         while (step := _reader(reader, at)) is not None and step.op == "Mul":
             other = step.inputs[0] if step.inputs[1] == at else step.inputs[1]
             number = _number(reader, other, at)

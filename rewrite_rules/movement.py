@@ -37,6 +37,8 @@ MOVES = (*_PLAIN, "Identity", "Split", "Concat")
 _PLAIN_SET, _MOVES_SET = frozenset(_PLAIN), frozenset(MOVES)
 # So many operators are looked at, and so far up for a first impression.
 _MOST_NODES, _FAR = 32, 8
+# So many chains are remembered.
+_MOST_LINES = 4096
 # What a symbolic dimension counts for, unless it is the first.
 _SYMBOL = 32
 # Element types for which ONNX Runtime has DepthToSpace and SpaceToDepth.
@@ -315,6 +317,38 @@ def _hopeless(reader: Reader, nodes: Sequence[Node]) -> bool:
     return left != sorted(left) and [d for d in before if d != 1] != [d for d in after if d != 1]
 
 
+# See `_line`.
+_Line = tuple[object, ...]
+
+
+def _line(reader: Reader, end: Node) -> _Line | None:
+    """All that decides whether a chain can be had cheaper; None if it is not a line of operators, or too long a one.
+
+    For each operator itself, its numbers, which of its outputs is moved on, their types, and whether nobody reads it
+    once the end is replaced; and the type of what the first one reads. Layers of a network are alike in it.
+    """
+    links: list[object] = []
+    gone: set[Value] = set()
+    value, node = end.outputs[0], reader.producer(end.outputs[0])
+    while node is not None and node.op in _MOVES_SET and not node.const:
+        if node.op == "Concat" or len(links) == _MOST_NODES:
+            return None
+        if not links or (
+            len(gone) == len(links)
+            and all(
+                not reader.is_output(v) and all(u.id in gone for u in reader.users(v)) for v in node.outputs
+            )
+        ):
+            gone.add(node.id)
+        # A constant is named by its content; what a node makes is not a number that could be read.
+        numbers = tuple([(v, reader.producer(v) is None) for v in node.inputs[1:]])
+        place = node.outputs.index(value)
+        links.append((node.op, node.attrs.digest, numbers, place, node.types, node.id in gone))
+        value = node.inputs[0]
+        node = reader.producer(value)
+    return (*links, reader.type(value))
+
+
 def _common(reader: Reader, node: Node) -> bool:
     """Whether all parts of a Concat can come from one value."""
     shared: set[Value] | None = None
@@ -398,14 +432,38 @@ class MergeMovement(RegionRule):
         "y = Gather(a, i) }",
     )
 
+    def __init__(self) -> None:
+        # Why nothing comes of a line of operators, for those that were looked at; empty where no reason is given.
+        self._futile: dict[_Line | None, str] = {}
+
     def find(self, reader: Reader, node: Node) -> Region | None:
         if _goes_on(reader, node):
             return None
         if node.op == "Concat":
-            if not _common(reader, node):
-                return None
-        elif _hopeless(reader, list(_above(reader, node))):
+            return self._cheaper(reader, node) if _common(reader, node) else None
+        line = _line(reader, node)
+        if line in self._futile:
+            reason = self._futile[line]
+            worthwhile(not reason, reason)
             return None
+        try:
+            found = None if _hopeless(reader, list(_above(reader, node))) else self._cheaper(reader, node)
+        except Refused as refused:
+            if refused.site is None:
+                self._note(line, str(refused))
+            raise
+        if found is None:
+            self._note(line, "")
+        return found
+
+    def _note(self, line: _Line | None, reason: str) -> None:
+        if line is not None:
+            if len(self._futile) >= _MOST_LINES:
+                self._futile.clear()
+            self._futile[line] = reason
+
+    def _cheaper(self, reader: Reader, node: Node) -> Region | None:
+        """The region; refused if the chain cannot be had cheaper."""
         found, shared = self._found(reader, node, frozenset())
         if found is None and shared:
             found, _ = self._found(reader, node, shared)

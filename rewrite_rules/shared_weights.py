@@ -31,6 +31,10 @@ class _Stack:
     kept: bool = True
 
 
+# So many parts of one tensor are followed, each with so many readers.
+_FEW_PARTS, _FEW_READERS = 8, 16
+
+
 class MergeSharedWeightProducts(RegionRule):
     """x0@w, x1@w, ..., xn@w -> split([x0; x1; ...; xn] @ w), also for Gemm with one bias.
 
@@ -65,9 +69,10 @@ class MergeSharedWeightProducts(RegionRule):
         if reader.count_users(weight) < 2 or not _multiplies(reader, node):
             return None
         own = _origin(reader, node.inputs[0])
+        candidates = _products(reader, node, own)
         # The least of the group finds it; the others depend on that one alone, or each would on each.
         unrecorded = Reader(reader.graph)
-        for other in reader.graph.users(weight):
+        for other in reader.graph.users(weight) if candidates is None else candidates:
             if other.id >= node.id:
                 break
             if _alike(unrecorded, other, node) and _origin(unrecorded, other.inputs[0]) == own:
@@ -76,7 +81,7 @@ class MergeSharedWeightProducts(RegionRule):
                 return None
         members = [
             user
-            for user in reader.users(weight)
+            for user in (reader.users(weight) if candidates is None else candidates)
             if _alike(reader, user, node) and _origin(reader, user.inputs[0]) == own
         ]
         group = list({user.inputs[0]: user for user in members}.values())
@@ -108,6 +113,32 @@ def _multiplies(reader: Reader, node: Node) -> bool:
     if node.attrs.get("transA") or node.const or not reader.is_const(weight):
         return False
     return reader.type(weight).rank == 2 and not reader.is_const(node.inputs[0])
+
+
+def _products(reader: Reader, node: Node, origin: Value) -> list[Node] | None:
+    """The readers of a node's weight that may have an input of this origin, in the order of their ids.
+
+    None if that cannot be told from the few values that are parts of the origin, because they are not few.
+    """
+    if origin == ABSENT:
+        return None
+    graph = reader.graph
+    found: dict[Value, Node] = {}
+    parts = [origin]
+    for part in parts:  # it grows
+        readers = graph.uses.get(part, ())
+        if len(parts) > _FEW_PARTS or len(readers) > _FEW_READERS:
+            return None
+        for user in map(graph.producers.__getitem__, readers):
+            if user.inputs[0] != part:
+                continue
+            if user.op in _STEPS:
+                parts += user.outputs
+            elif user.op == node.op and user.inputs[1] == node.inputs[1]:
+                found[user.id] = user
+    for part in parts:
+        reader.users(part)
+    return [found[i] for i in sorted(found)]
 
 
 def _alike(reader: Reader, other: Node, node: Node) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import numpy as np
 import pytest
 
@@ -31,7 +33,9 @@ from rewrite_rules.identity import (
     RemoveZeroSub,
 )
 from tests.rules.harness import applies, model, refuses
+from xrlflow.ir import Graph, Value
 from xrlflow.onnxio import load
+from xrlflow.ops.schema import COMMUTATIVE
 from xrlflow.rewrite import Library, RegionRule, RewriteState
 
 EXAMPLES = [(r, e) for r in identity.RULES if isinstance(r, RegionRule) for e in r.examples]
@@ -310,6 +314,53 @@ def test_common_subexpressions_that_differ():
         "{ a = RandomNormalLike(x) b = RandomNormalLike(x) y = Add(a, b) }",
     ):
         refuses(MergeCommonSubexpressions(), model(source))
+
+
+def repeated(graph: Graph) -> set[tuple[Value, Value]]:
+    """By definition: each node that computes what others do, and the one of them with the least id."""
+    alike: dict[tuple[object, ...], list[Value]] = {}
+    for node in graph.nodes():
+        if node.op == "Identity":  # it goes by itself
+            continue
+        inputs = sorted(node.inputs) if node.op in COMMUTATIVE else node.inputs
+        alike.setdefault((node.op, node.attrs, len(node.outputs), *inputs), []).append(node.id)
+    return {(value, min(ids)) for ids in alike.values() for value in ids if value != min(ids)}
+
+
+def test_common_subexpressions_are_those_of_the_definition():
+    """At each step of walks on which nodes come to read the same. (What is the same to the letter is one already.)"""
+    met = 0
+    for seed in range(10):
+        rng = random.Random(seed)
+        state = RewriteState.start(load(model(sums(rng))).graph, Library([*SIMPLER, RULE]))
+        while state.candidates:
+            found = {(m.nodes[0].id, m.nodes[1].id) for m in state.candidates if m.rule is RULE}
+            assert found == repeated(state.graph)
+            met += len(found)
+            others = [m for m in state.candidates if m.rule is not RULE]
+            chosen = others if others and rng.random() < 0.9 else state.candidates
+            state = state.apply(rng.choice(sorted(chosen, key=lambda m: m.key)))
+        assert repeated(state.graph) == set()
+    assert met > 50
+
+
+RULE = MergeCommonSubexpressions()
+SIMPLER = (RemoveIdentity(), CancelInvolution(), RemoveRepeated())
+
+
+def sums(rng: random.Random) -> str:
+    """A graph of many sums of the same in either order, with what can be removed in between."""
+    lines, values = [], ["x", "z"]
+    for number in range(60):
+        v, a, b = f"v{number}", rng.choice(values[-4:]), rng.choice(values[-4:-1] or values)
+        kind = rng.choice(("Identity", "Neg", "LeakyRelu<alpha=0.5>", "Sub", "Split", *["Add"] * 5))
+        if kind == "Split":
+            lines += [f"{v}w = Concat<axis=0>({a}, {b})", f"{v}, {v}b = Split<num_outputs=2>({v}w)"]
+        else:
+            lines.append(f"{v} = {kind}({a}, {b})" if kind in ("Add", "Sub") else f"{v} = {kind}({a})")
+        values.append(v)
+    outputs = ", ".join(f"float[2] {value}" for value in values[-12:])
+    return f"agraph (float[2] x, float[2] z) => ({outputs}) {{ {chr(10).join(lines)} }}"
 
 
 def test_dimensions():

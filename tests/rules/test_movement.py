@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import random
+
 import numpy as np
 import pytest
 
 from rewrite_rules import movement
 from rewrite_rules.movement import MergeMovement, PushMovementIntoConcat, ReplaceMovement
 from tests.rules.harness import applies, model, refuses
-from xrlflow.rewrite import RegionRule
+from xrlflow.onnxio import load
+from xrlflow.rewrite import Library, RegionRule
+from xrlflow.rewrite.state import match_all
 
 EXAMPLES = [(r, e) for r in movement.RULES if isinstance(r, RegionRule) for e in r.examples]
 
@@ -263,6 +267,79 @@ def test_only_the_end_of_a_chain_speaks():
 )
 def test_refuses(before, nodes, after, given):
     refuses(MergeMovement(), chain(before, nodes, after, **given))
+
+
+# A chain of which nothing comes, as it is split into heads, and chains of which something does.
+HEADS = (
+    "agraph (float[N,5,12] x) => (y) { a = Reshape(x, s) b = Transpose<perm=[0,2,1,3]>(a) y = Neg(b) }",
+    [0, 0, 3, 4],
+)
+CUT = "agraph (float[2,6,4] x) => (y%s) { a = Transpose<perm=[2,0,1]>(x) b = Slice(a, s, t, s) y = Neg(b) z = Abs(a) }"
+
+
+@pytest.mark.parametrize(
+    ("futile", "other"),
+    [
+        pytest.param(HEADS, (HEADS[0], [0, 0, 1, 12]), id="numbers"),
+        pytest.param(HEADS, (HEADS[0].replace("5,12", "1,12"), HEADS[1]), id="source"),
+        pytest.param(HEADS, (HEADS[0].replace("0,2,1,3", "0,1,2,3"), HEADS[1]), id="attributes"),
+        pytest.param((CUT % ", z", [1]), (CUT % "", [1]), id="readers"),
+    ],
+)
+def test_a_futile_chain_says_nothing_of_another(futile, other):
+    rule = MergeMovement()
+    for (source, numbers), found in ((futile, 0), (other, 1), (futile, 0)):
+        assert len(matches(rule, model(source, **ints(s=numbers, t=[2])))) == found
+
+
+def matches(rule: RegionRule, proto) -> set[tuple[object, ...]]:
+    """What the matches of a rule replace, and with what."""
+    return {
+        (m.found.outputs, m.found.inputs, m.found.data) for m in match_all(load(proto).graph, Library([rule]))
+    }
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_is_remembered_changes_nothing(seed: int):
+    """Many chains, with a rule that has seen those before, and with one that has seen nothing."""
+    rng = random.Random(seed)
+    rule = MergeMovement()
+    found = again = 0
+    for _ in range(150):
+        lines, value, rank = [], "x", 3
+        for number in range(rng.randint(2, 4)):
+            kind = rng.choice(("transpose", "transpose", "slice", "split", "reshape"))
+            name = f"v{number}"
+            if kind == "transpose":
+                perm = rng.choice(("0,2,1", "1,0,2") if rank == 3 else ("0,2,1,3", "0,1,3,2"))
+                lines.append(f"{name} = Transpose<perm=[{perm}]>({value})")
+            elif kind == "slice":
+                lines.append(f"{name} = Slice({value}, zero, three, {rng.choice(('one', 'two'))})")
+            elif kind == "split":
+                lines.append(f"{name}, {name}b = Split<axis={rng.randrange(2)}, num_outputs=2>({value})")
+                name = rng.choice((name, f"{name}b"))
+            elif rank == 3:
+                lines.append(f"{name} = Reshape({value}, cut)")
+                rank = 4
+            else:
+                lines.append(f"{name} = Reshape({value}, join)")
+                rank = 3
+            value = name
+        if rng.random() < 0.3:
+            lines.append(f"o = Neg({rng.choice(['v0', 'v1'])}) p = Relu(o)")
+        shape = rng.choice(("4,6,4", "4,4,6", "N,4,4"))
+        proto = model(
+            f"agraph (float[{shape}] x) => (y) {{ {' '.join(lines)} y = Neg({value}) }}",
+            **ints(zero=[0], one=[1], two=[2], three=[3], cut=[0, 2, 2, -1], join=[0, 0, -1]),
+        )
+        graph = load(proto).graph
+        seen = dict(rule._futile)
+        fresh = {m.nodes[0].id for m in match_all(graph, Library([MergeMovement()]))}
+        assert {m.nodes[0].id for m in match_all(graph, Library([rule]))} == fresh
+        found += len(fresh)
+        again += rule._futile == seen
+    assert found > 10
+    assert again > 10
 
 
 def test_dimensions_of_zero_are_left_alone():

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import random
+
 import numpy as np
 import pytest
 
+from rewrite_rules.identity import CancelInvolution, RemoveIdentity
 from rewrite_rules.shared_weights import MergeSharedWeightProducts
 from tests.rules.harness import applies, model, refuses
+from xrlflow.ir import Graph, Value
 from xrlflow.onnxio import load
 from xrlflow.rewrite import Library, RewriteState
 
@@ -179,3 +183,53 @@ def test_an_unknown_batch() -> None:
         w=weight(5, 6),
     )
     refuses(RULE, proto, "not a known number")
+
+
+def groups(graph: Graph) -> set[tuple[Value, frozenset[Value]]]:
+    """By definition: a weight, and what all parts of one value that are multiplied by it are."""
+    inputs: dict[tuple[Value, Value], set[Value]] = {}
+    for node in graph.nodes():
+        if node.op != "MatMul":
+            continue
+        origin = node.inputs[0]
+        while origin in graph.producers and graph.producers[origin].op == "Identity":
+            origin = graph.producers[origin].inputs[0]
+        inputs.setdefault((node.inputs[1], origin), set()).add(node.inputs[0])
+    return {(w, frozenset(values)) for (w, _), values in inputs.items() if len(values) > 1}
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_products_are_those_of_the_definition(seed: int) -> None:
+    """At each step of a walk on which parts become their origins; of values with few parts, and with many."""
+    rng = random.Random(seed)
+    lines = ["s = Relu(x)", "t = Neg(x)", "u = Abs(x)"]
+    parts = {"s": ["s"], "t": ["t"], "u": ["u"]}
+    for number in range(18):
+        origin = rng.choice("ssst")
+        lines.append(f"p{number} = Identity({rng.choice(parts[origin][:4])})")
+        parts[origin].append(f"p{number}")
+    every = [value for values in parts.values() for value in values]
+    for number in range(8):  # values of their own, until nobody changes their sign twice
+        lines += [f"m{number} = Neg({rng.choice(every[:-2])})", f"n{number} = Neg(m{number})"]
+        every.append(f"n{number}")
+    made = [f"y{number}" for number in range(20)]
+    lines += [f"{y} = MatMul({rng.choice(every)}, {rng.choice(('w', 'v'))})" for y in made]
+    outputs = ", ".join(f"float[2,4] {y}" for y in made)
+    proto = model(
+        f"agraph (float[2,5] x) => ({outputs}) {{ {chr(10).join(lines)} }}", w=weight(5, 4), v=weight(5, 4)
+    )
+    state = RewriteState.start(load(proto).graph, Library([RULE, RemoveIdentity(), CancelInvolution()]))
+    met = 0
+    while True:
+        found = {
+            (m.found.inputs[0], frozenset(n.inputs[0] for n in m.nodes))
+            for m in state.candidates
+            if m.rule is RULE
+        }
+        assert found == groups(state.graph)
+        met += len(found)
+        rest = [m for m in state.candidates if m.rule is not RULE]
+        if not rest:
+            break
+        state = state.apply(rng.choice(sorted(rest, key=lambda m: m.key)))
+    assert met > 3

@@ -73,8 +73,9 @@ class Leaves:
         array = const.array if const is not None else None
         found: float | None = None
         if array is not None and array.size and array.dtype.kind in "fiub":
-            first = array.flat[0]
-            found = float(first) if bool((array == first).all()) else None
+            first = array.item(0)
+            if array.item(-1) == first and bool((array == first).all()):
+                found = float(first)
         self._uniform[value] = found
         return found
 

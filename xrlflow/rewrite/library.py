@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from xrlflow.ir import ABSENT, Graph, Node, TensorType
+from xrlflow.ir import Node, TensorType, Value
 from xrlflow.rewrite.pattern import Pattern, trace_patterns
 from xrlflow.rewrite.plan import PlanFunction, compile_plan, may_start
 from xrlflow.rewrite.rule import AnyRule, Refused, RegionRule, Rule, RuleError, check_rules
@@ -45,9 +45,11 @@ class Surroundings:
     key: Hashable
 
     @staticmethod
-    def of(node: Node, graph: Graph) -> Surroundings:
-        producers, inputs = graph.producers, node.inputs
-        types = tuple([None if v == ABSENT else graph.type(v) for v in inputs])
+    def of(
+        node: Node, producers: Mapping[Value, Node], type_of: Mapping[Value, TensorType | None]
+    ) -> Surroundings:
+        inputs = node.inputs
+        types = tuple([type_of[v] for v in inputs])
         above = tuple([None if (p := producers.get(v)) is None else p.op for v in inputs])
         same = tuple(map(inputs.index, inputs)) if len(set(inputs)) < len(inputs) else None
         return Surroundings(types, above, (node.op, node.attrs.digest, types, above, node.types, same))
@@ -90,11 +92,15 @@ class Regions:
         self.by_op: dict[str, list[RegionRule]] = {}
         # Those that demand an operator above their anchor, by both.
         self.below: dict[tuple[str, str], list[RegionRule]] = {}
+        # Those that look for partners of their anchor.
+        self.paired: dict[str, list[RegionRule]] = {}
         self._fitting: dict[Hashable, list[RegionRule]] = {}
 
     def add(self, rule: RegionRule) -> None:
         for op in rule.anchors:
             self.by_op.setdefault(op, []).append(rule)
+            if rule.has_partners:
+                self.paired.setdefault(op, []).append(rule)
             for other in rule.reads_from or ():
                 self.below.setdefault((op, other), []).append(rule)
 

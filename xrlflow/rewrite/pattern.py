@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from xrlflow.ir import Attr, TensorType
-from xrlflow.ops.schema import defaults
+from xrlflow.ops.schema import COMMUTATIVE, defaults
 from xrlflow.rewrite.rule import Lit, Op, Refused, Rule, RuleError, VarSpec, parse_shapes
 
 
@@ -76,6 +77,12 @@ class Pattern:
     @property
     def name(self) -> str:
         return self.rule.name if self.arity is None else f"{self.rule.name}/{self.arity}"
+
+    @cached_property
+    def asked_at_start(self) -> bool:
+        """Whether a plan that may start (`plan.may_start`) finds variables of declared types alone."""
+        (first, *others) = self.nodes
+        return not others and not (first.op in COMMUTATIVE and len(first.inputs) == 2)
 
 
 class _Tracer(Op):

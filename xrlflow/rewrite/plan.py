@@ -8,7 +8,6 @@ an interpreter, because it runs for every dirty node of every step of every sear
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -181,6 +180,16 @@ class _Writer:
             self.unless(f"n{node.index}.op != {node.op!r}")
             self.node(node)
 
+    def in_order(self, p: PNode) -> None:
+        """Of the permutations of a symmetric rule's results only the one in which their ids ascend."""
+        results = [out.node for out in self.pattern.outputs] if self.pattern.rule.symmetric else []
+        if p not in results:
+            return
+        for other in results:
+            if other in self.bound:
+                first, second = (p, other) if results.index(p) < results.index(other) else (other, p)
+                self.unless(f"n{first.index}.outputs[0] >= n{second.index}.outputs[0]")
+
     def anchor(self, node: PNode) -> tuple[PNode, str] | None:
         """A value that is known already and that `node` reads."""
         shared: str | None = None
@@ -197,6 +206,7 @@ class _Writer:
         for other in self.bound:
             if other.op == p.op:
                 self.unless(f"{n} is n{other.index}")
+        self.in_order(p)
         self.bound.append(p)
         self.unless(f"{n}.types[0].const")
         found = schema(p.op)
@@ -291,10 +301,6 @@ class _Writer:
                         continue
                     value = f"n{node.index}.outputs[{index}]"
                     self.unless(f"len(uses[{value}]) != {readers} or {value} in outputs")
-        if pattern.rule.symmetric:
-            ordered = [o.node.index for o in pattern.outputs]
-            for a, b in pairwise(ordered):
-                self.unless(f"n{a}.outputs[0] >= n{b}.outputs[0]")
         nodes = "".join(f"n{n.index}, " for n in pattern.nodes)
         values = "".join(f"v_{v.name}, " for v in pattern.variables)
         attrs = "".join(f"a_{c}, " for c in pattern.captures)

@@ -445,6 +445,18 @@ class RegionRule(_Declared):
     find: Callable[[Reader, Node], Region | None]
     target: Callable[..., Any]
 
+    def partners(self, graph: Graph, node: Node) -> Iterable[Value]:
+        """Other anchors of which a node that has come, or reads something else, can make matches.
+
+        They are asked again. For a rule whose `find` looks at many nodes in vain: what it sees without recording it
+        leaves no trace in the index.
+        """
+        return ()
+
+    @cached_property
+    def has_partners(self) -> bool:
+        return type(self).partners is not RegionRule.partners
+
 
 AnyRule = Rule | RegionRule
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from immutables import Map
@@ -40,9 +41,11 @@ Delta = Callable[[Graph, Edit], float]
 Key = tuple[str, tuple[Value, ...]]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(
+    slots=True, eq=False
+)  # not frozen: that is most of what a match takes, and they are made by the thousand
 class Match:
-    """Where a rule applies, and what the cost model thinks of it.
+    """Where a rule applies, and what the cost model thinks of it. Not changed any more once it is a candidate.
 
     `key` names the substitution in traces: rule, ids of the matched nodes, values of the variables.
     """
@@ -152,12 +155,23 @@ class RewriteState:
                 continue
             finder.look(node, plans)
             finder.look_for_regions(node, None)
-            for user in {u for out in node.outputs for u in graph.uses.get(out, ())} - dirty.nodes:
-                # Rules that demand an operator above their anchor are rejected without a trace where it is missing.
-                for rule in self.library.regions.below.get((producers[user].op, node.op), ()):
-                    live = [e for e in index.get(user, ()) if e.rule is rule and e.reads[0] == user]
-                    if all(e in fallen for e in live):
-                        anchors.setdefault(user, set()).add(rule.name)
+            # Some rules leave no trace where they are rejected: those that demand an operator above their anchor, and
+            # those that know of partners.
+            again = [
+                (user, rule)
+                for user in {u for out in node.outputs for u in graph.uses.get(out, ())} - dirty.nodes
+                for rule in self.library.regions.below.get((producers[user].op, node.op), ())
+            ]
+            again += [
+                (partner, rule)
+                for rule in self.library.regions.paired.get(node.op, ())
+                for partner in rule.partners(graph, node)
+                if partner not in dirty.nodes
+            ]
+            for anchor, rule in again:
+                live = [e for e in index.get(anchor, ()) if e.rule is rule and e.reads[0] == anchor]
+                if all(e in fallen for e in live):
+                    anchors.setdefault(anchor, set()).add(rule.name)
         for value in dirty.producers:
             finder.look(producers[value], plans)
         for value, names in anchors.items():
@@ -270,6 +284,18 @@ def build_edit(graph: Graph, match: Match, builder: GraphBuilder | None = None) 
     return builder.edit(rule.name, replaced, listed)
 
 
+class _Types(dict[Value, TensorType | None]):
+    """Types by value (None: left out), looked up once for each value."""
+
+    def __init__(self, graph: Graph) -> None:
+        super().__init__({ABSENT: None})
+        self._graph = graph
+
+    def __missing__(self, value: Value) -> TensorType:
+        found = self[value] = self._graph.type(value)
+        return found
+
+
 class _Finder:
     """Collects the matches that start at some nodes of a graph."""
 
@@ -283,13 +309,14 @@ class _Finder:
         self.seen: set[Key] = set()
         self.attempts: dict[tuple[Value, str], Attempt] = {}
         self._around: dict[Value, Surroundings] = {}
+        self._types = _Types(graph)
         # Of the plan that runs: matches that it came to, and those that the types of their variables refuse.
         self.considered = self.refused_by_types = 0
 
     def around(self, node: Node) -> Surroundings:
         found = self._around.get(node.outputs[0])
         if found is None:
-            found = self._around[node.outputs[0]] = Surroundings.of(node, self.graph)
+            found = self._around[node.outputs[0]] = Surroundings.of(node, self.graph.producers, self._types)
         return found
 
     def look(self, node: Node, plans: Plans) -> None:
@@ -303,15 +330,7 @@ class _Finder:
             pattern = plan.pattern
             begin = time.perf_counter() if library.timed else 0.0
             self.refused_by_types = self.considered = 0
-
-            def found(
-                nodes: tuple[Node, ...],
-                values: tuple[Value, ...],
-                attrs: tuple[Any, ...],
-                p: Pattern = pattern,
-            ) -> None:
-                self.consider(p, nodes, values, attrs)
-
+            found = partial(self.consider, pattern)
             plan.run(node, graph.producers, graph.uses, self.outputs, graph, found)
             if len(pattern.nodes) == 1 and 0 < self.considered == self.refused_by_types:
                 hopeless.append(plan)
@@ -326,10 +345,11 @@ class _Finder:
     ) -> None:
         """A match of a pattern: ask its rule's conditions."""
         rule, graph, stats = pattern.rule, self.graph, self.library.stats[pattern.rule.name]
-        types = tuple([None if v == ABSENT else graph.type(v) for v in values])
+        types = tuple(map(self._types.__getitem__, values))
         self.considered += 1
         asked = (types, attrs)
-        known = pattern.verdicts.get(asked)
+        verdicts = pattern.verdicts
+        known = verdicts.get(asked)
         if known is not None:  # most matches end here: it has to be quick
             stats.matched += 1
             self.refused_by_types += 1
@@ -343,10 +363,11 @@ class _Finder:
         stats.matched += 1
         watch = [False]
         try:
-            if asked not in pattern.verdicts:
-                if wrong := _undeclared(pattern, types):
+            if asked not in verdicts:
+                declared = pattern.asked_at_start and not self.library.thorough
+                if not declared and (wrong := _undeclared(pattern, types)):
                     raise Refused(wrong)
-                pattern.verdicts[asked] = None
+                verdicts[asked] = None
             if rule.has_where:
                 vals = [None if t is None else WatchedVal(graph, v, t, watch) for v, t in zip(values, types)]
                 rule.where(Captures(dict(zip(pattern.captures, attrs))), *vals)
@@ -359,7 +380,7 @@ class _Finder:
         except Refused as reason:
             self.library.refuse(rule, reason)
             if not watch[0] and not self.library.thorough:
-                pattern.verdicts[asked] = reason
+                verdicts[asked] = reason
                 self.refused_by_types += 1
 
     def look_for_regions(self, node: Node, names: set[str] | None) -> None:
@@ -429,9 +450,9 @@ class _Finder:
             if not shift:
                 self._keep_trying(match)
                 continue
-            object.__setattr__(match, "shift", shift)
+            match.shift = shift
             if self.delta is not None:
-                object.__setattr__(match, "delta", self.delta(self.graph, edit))
+                match.delta = self.delta(self.graph, edit)
             self.found[match.key] = match
             stats.admitted += 1
             if self.library.timed:
