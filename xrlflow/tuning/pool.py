@@ -23,7 +23,7 @@ import tempfile
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from multiprocessing.connection import wait
@@ -112,12 +112,17 @@ class Pool:
         )
         self._built = 0
 
+    @property
+    def threads(self) -> int:
+        """How many threads kernels run with."""
+        return self.options.threads
+
     def outcomes(
         self, task: Task, candidates: Sequence[Candidate], *, until: float = math.inf
-    ) -> Iterator[tuple[int, Outcome]]:
+    ) -> Generator[tuple[int, Outcome], None, None]:
         """Each candidate's position and outcome, as soon as it is known: first those that do not build.
 
-        What would start after `until` (`time.monotonic`) is left out. The iterator may be left at any point.
+        What would start after `until` (`time.monotonic`) is left out. It may be closed at any point.
         """
         paths = self._paths(len(candidates))
         try:

@@ -114,9 +114,9 @@ class Record:
     def digest(self) -> str:
         """Equal for measurements that are the same in all but when they were taken."""
         setting = self.setting
-        parts = [self.task, setting.target, setting.tvm, setting.device, setting.threads]
-        parts += [self.trace, self.arguments, self.seconds, self.error]
-        return hashlib.sha256(_text(parts).encode()).hexdigest()
+        where = (setting.target, setting.tvm, setting.device, setting.threads)
+        what = (self.task, self.candidate, self.trace, self.arguments, self.seconds, self.error)
+        return hashlib.sha256(_text((where, what)).encode()).hexdigest()
 
 
 class Store:

@@ -1,0 +1,280 @@
+"""Whole sessions: budgets, what is known already, interruptions, kills."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Generator, Sequence
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.tuning.kernels import matmul
+from xrlflow.tuning.knobs import Candidate, KnobError
+from xrlflow.tuning.pool import Pool, PoolOptions
+from xrlflow.tuning.session import Progress, Stop, TuningResult, tune
+from xrlflow.tuning.store import Setting, Store
+from xrlflow.tuning.tasks import Task
+from xrlflow.tuning.tuners.protocol import Method, Outcome
+from xrlflow.tuning.worker import Timing
+
+
+@cache
+def one() -> Task:
+    return matmul(8)
+
+
+@cache
+def two() -> Task:
+    return matmul(8, 16)
+
+
+class Counting:
+    """A tuner that proposes numbers, in an order that depends on the seed and on what it is told."""
+
+    name = "counting"
+
+    def __init__(self, task: Task, seed: int, size: int = 1000, stride: int = 7) -> None:
+        self._task, self._size, self._stride = task, size, stride
+        self._next = seed % size
+        self._left = size
+        self.told: list[tuple[str, float]] = []
+
+    def propose(self, count: int) -> Sequence[Candidate]:
+        found = []
+        for _ in range(min(count, self._left)):
+            found.append(Candidate((self._next,), [[], []], self._task.mod, str(self._next)))
+            self._next = (self._next + self._stride) % self._size
+            self._left -= 1
+        return found
+
+    def update(self, measured: Sequence[tuple[Candidate, Outcome]]) -> None:
+        self.told += [(candidate.key, outcome.median) for candidate, outcome in measured]
+
+
+class Formula:
+    """Measures by a formula: every tenth fails, others take longer the larger their number."""
+
+    threads = 2
+
+    def __init__(self, pause: float = 0.0, act: Callable[[int], None] | None = None) -> None:
+        self.seen: list[str] = []
+        self._pause, self._act = pause, act
+
+    def outcomes(
+        self, task: Task, candidates: Sequence[Candidate], *, until: float
+    ) -> Generator[tuple[int, Outcome], None, None]:
+        for position in reversed(range(len(candidates))):  # in no order that the session may rely on
+            if time.monotonic() >= until:
+                return
+            time.sleep(self._pause)
+            key = candidates[position].key
+            self.seen.append(key)
+            if self._act is not None:
+                self._act(len(self.seen))
+            yield position, self.outcome(key)
+
+    @staticmethod
+    def outcome(key: str) -> Outcome:
+        return Outcome(error="it crashed") if int(key) % 10 == 9 else Outcome((1e-3 + 1e-6 * int(key),))
+
+
+def session(store: Store, measurer: Formula, trials: int = 40, **options: object) -> TuningResult:
+    tasks = options.pop("tasks", [one()])
+    return tune(tasks, Counting, trials=trials, batch=16, store=store, pool=measurer, **options)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(tmp_path / "tuning.sqlite")
+
+
+def test_trials_are_spent_and_the_best_is_found(store: Store) -> None:
+    measurer = Formula()
+    heard: list[Progress] = []
+    result = session(store, measurer, listener=heard.append)
+    assert result.stop is Stop.TRIALS
+    assert len(measurer.seen) == len(set(measurer.seen)) == 40
+    (found,) = result.tasks
+    fastest = min(measurer.seen, key=lambda key: Formula.outcome(key).median)
+    assert found.best is not None
+    assert found.best.candidate == fastest
+    assert found.seconds == Formula.outcome(fastest).median
+    assert result.latency == one().weight * found.seconds
+    assert (found.trials, found.measured) == (40, 40)
+    assert found.failed == sum(key.endswith("9") for key in measurer.seen) > 0
+    assert [point.trials for point in found.curve] == [16, 32, 40]
+    assert all(a.best >= b.best for a, b in zip(found.curve, found.curve[1:]))
+    assert [progress.spent for progress in heard] == list(range(1, 41))
+    assert heard[-1].best == found.seconds
+    assert {progress.budget for progress in heard} == {40}
+
+
+def test_a_second_session_measures_nothing_whatever_its_tuner_and_seed(store: Store) -> None:
+    first = session(store, Formula(), tasks=[one(), two()], trials=100)
+    again = Formula()
+    second = session(store, again, tasks=[one(), two()], trials=100, seed=5)
+    assert again.seen == []
+    assert second.measured == 0
+    assert second.stop is Stop.TRIALS
+    for before, after in zip(first.tasks, second.tasks):
+        assert (before.best, before.trials) == (after.best, after.trials)
+        assert [(p.trials, p.best) for p in before.curve] == [(p.trials, p.best) for p in after.curve]
+
+
+def test_more_trials_go_on_where_the_last_session_was(store: Store, tmp_path: Path) -> None:
+    first, second = Formula(), Formula()
+    session(store, first, trials=40)
+    session(store, second, trials=60)
+    with Store(tmp_path / "fresh.sqlite") as fresh:
+        at_once = Formula()
+        session(fresh, at_once, trials=60)
+    assert len(second.seen) == 20
+    assert set(first.seen) | set(second.seen) == set(at_once.seen)
+
+
+def test_another_setting_is_measured_anew(store: Store) -> None:
+    session(store, Formula())
+    other = Formula()
+    other.threads = 1
+    session(store, other)
+    assert len(other.seen) == 40
+
+
+def test_a_tuner_is_told_of_all_that_it_proposed(store: Store) -> None:
+    tuners: list[Counting] = []
+
+    def make(task: Task, seed: int) -> Counting:
+        tuners.append(Counting(task, seed))
+        return tuners[-1]
+
+    for trials, told in ((20, 20), (50, 50)):
+        tune([one()], make, trials=trials, batch=16, store=store, pool=Formula())
+        assert len(tuners[-1].told) == told
+    assert tuners[1].told[:16] == tuners[0].told[:16], "what is known is told as if it was measured"
+
+
+def test_a_time_limit_ends_it_within_a_batch(store: Store) -> None:
+    measurer = Formula(pause=0.02)
+    result = session(store, measurer, trials=10_000, time_limit=0.3)
+    assert result.stop is Stop.TIME
+    assert 0 < len(measurer.seen) < 100
+    assert result.measured == len(store.known(one().key)) == len(measurer.seen)
+    assert result.measuring > 0
+
+
+def test_tasks_that_have_no_more_candidates_leave(store: Store) -> None:
+    def make(task: Task, seed: int) -> Counting:
+        return Counting(task, seed, size=5 if task is one() else 30)
+
+    result = tune([one(), two()], make, trials=1000, batch=8, store=store, pool=Formula())
+    assert result.stop is Stop.EXHAUSTED
+    assert [found.trials for found in result.tasks] == [5, 30]
+
+
+def test_a_tuner_that_repeats_itself_is_exhausted(store: Store) -> None:
+    class Stuck(Counting):
+        def propose(self, count: int) -> Sequence[Candidate]:
+            return [Candidate((1,), [[], []], self._task.mod, "1")] * count
+
+    measurer = Formula()
+    assert tune([one()], Stuck, trials=100, store=store, pool=measurer).stop is Stop.EXHAUSTED
+    assert measurer.seen == ["1"]
+
+
+def test_a_task_without_schedules_leaves_the_others_alone(store: Store) -> None:
+    def make(task: Task, seed: int) -> Counting:
+        if task is one():
+            raise KnobError("no sketches")
+        return Counting(task, seed)
+
+    result = tune([one(), two()], make, trials=20, store=store, pool=Formula())
+    assert result.tasks[0].error == "no sketches"
+    assert result.tasks[0].best is None
+    assert math.isinf(result.latency)
+    assert result.tasks[1].trials == 20
+
+
+def test_an_interrupt_keeps_what_is_known(store: Store) -> None:
+    def interrupt(count: int) -> None:
+        if count == 21:
+            raise KeyboardInterrupt
+
+    result = session(store, Formula(act=interrupt))
+    assert result.interrupted
+    assert result.tasks[0].measured == 20
+    assert result.tasks[0].best is not None
+    rest = Formula()
+    assert session(store, rest).stop is Stop.TRIALS
+    assert len(rest.seen) == 20
+    assert len(store.known(one().key)) == 40
+
+
+KILLED = """
+import sys
+from tests.tuning.test_session import *
+session(Store(sys.argv[1]), Formula(pause=0.01), listener=lambda progress: print(progress.spent, flush=True))
+"""
+
+
+def test_a_killed_session_goes_on_where_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "tuning.sqlite"
+    root = Path(__file__).resolve().parents[2]
+    victim = subprocess.Popen(
+        [sys.executable, "-c", KILLED, path], cwd=root, stdout=subprocess.PIPE, text=True
+    )
+    assert victim.stdout is not None
+    told = 0
+    while told < 19:
+        told = int(victim.stdout.readline())
+    victim.send_signal(signal.SIGKILL)
+    told = int((victim.communicate()[0].split() or [str(told)])[-1])
+    assert victim.returncode == -signal.SIGKILL
+    with Store(path) as store:
+        kept = [record.candidate for record in store.known(one().key)]
+        assert told <= len(kept) <= told + 1, "what it told of was kept"
+        rest = Formula()
+        session(store, rest)
+        assert len(rest.seen) == 40 - len(kept)
+        assert set(rest.seen).isdisjoint(kept)
+        at_once = Formula()
+        session(Store(tmp_path / "fresh.sqlite"), at_once)
+        assert set(kept) | set(rest.seen) == set(at_once.seen)
+
+
+def test_a_disk_that_takes_nothing_does_not_stop_it(tmp_path: Path) -> None:
+    with Store(tmp_path) as store, pytest.warns(RuntimeWarning, match="in memory"):  # a directory
+        result = session(store, Formula())
+    assert result.stop is Stop.TRIALS
+    assert result.tasks[0].best is not None
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"trials": -1}, {"batch": 0}, {"time_limit": 0.0}, {"time_limit": math.nan}]
+)
+def test_limits_that_make_no_sense_are_refused(store: Store, wrong: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="cannot tune"):
+        tune([one()], Counting, store=store, pool=Formula(), **({"trials": 1} | wrong))
+    with pytest.raises(ValueError, match="given twice"):
+        tune([one(), one()], Counting, trials=1, store=store, pool=Formula())
+
+
+def test_a_real_kernel_is_tuned_and_known_afterwards(store: Store) -> None:
+    task = matmul(64)
+    options = PoolOptions(builders=2, threads=1, timing=Timing(samples=3, sample_ms=1.0))
+    with Pool(options) as pool:
+        first = tune([task], Method.RANDOM, trials=6, batch=3, seed=1, store=store, pool=pool)
+    (found,) = first.tasks
+    assert found.best is not None
+    assert found.trials == found.measured == 6
+    second = tune([task], Method.RANDOM, trials=6, batch=3, seed=1, store=store, pool=options)
+    assert second.measured == 0
+    assert second.tasks[0].best == found.best
+    assert found.best.setting == Setting.here(task.target, 1)
+    assert len(store.database(task.target)) == 1
+    assert os.path.getsize(store.path) > 0

@@ -1,0 +1,391 @@
+"""Tuning: trials are shared out among tasks, candidates proposed, measured and kept, until a limit is reached."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, Protocol, TypeAlias
+
+from xrlflow.tuning.allocation import Allocation
+from xrlflow.tuning.knobs import Candidate, KnobError
+from xrlflow.tuning.pool import Pool, PoolOptions
+from xrlflow.tuning.store import Record, Setting, Store
+from xrlflow.tuning.tasks import Task
+from xrlflow.tuning.tuners.protocol import Method, Outcome, Tuner, make_tuner
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+MakeTuner: TypeAlias = Callable[[Task, int], Tuner]
+"""A tuner for a task, with a seed. Raises KnobError where the task has no schedules to choose from."""
+
+
+Outcomes: TypeAlias = Generator[tuple[int, Outcome], None, None]
+"""Positions of candidates and their outcomes. It may be closed at any point."""
+
+
+class Measurer(Protocol):
+    """What a session needs of a pool."""
+
+    @property
+    def threads(self) -> int:
+        """How many threads kernels run with."""
+        ...
+
+    def outcomes(self, task: Task, candidates: Sequence[Candidate], *, until: float) -> Outcomes:
+        """Each outcome as soon as it is known; what would start after `until` is left out."""
+        ...
+
+
+class Stop(Enum):
+    """Why a session ended."""
+
+    TRIALS = "all trials were spent"
+    TIME = "the time limit was reached"
+    EXHAUSTED = "there is nothing more to try"
+    INTERRUPTED = "it was interrupted"
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A task's best time in seconds after so many trials of it, `elapsed` seconds into the session."""
+
+    trials: int
+    elapsed: float
+    best: float
+
+
+@dataclass(frozen=True, slots=True)
+class TaskResult:
+    """What is known about a task at the end.
+
+    `best` may be from an earlier session. `trials` of it were spent; `measured` of them in this session, of which
+    `failed` have no time; the others were known. `curve` is the best after each batch. `error`: why it could not be
+    tuned, if it could not.
+    """
+
+    task: Task
+    best: Record | None
+    trials: int
+    measured: int
+    failed: int
+    curve: tuple[Point, ...]
+    error: str | None
+
+    @property
+    def seconds(self) -> float:
+        """The best time of one call; infinite if there is none."""
+        return self.best.outcome.median if self.best is not None else math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class TuningResult:
+    """What a session came to. Of its `seconds`, the tuners took `proposing` and the pool `measuring`."""
+
+    tasks: tuple[TaskResult, ...]
+    stop: Stop
+    seconds: float
+    proposing: float
+    measuring: float
+
+    @property
+    def interrupted(self) -> bool:
+        return self.stop is Stop.INTERRUPTED
+
+    @property
+    def latency(self) -> float:
+        """Seconds of all calls of all kernels together."""
+        return math.fsum(result.task.weight * result.seconds for result in self.tasks)
+
+    @property
+    def measured(self) -> int:
+        """Candidates that were measured in this session."""
+        return sum(result.measured for result in self.tasks)
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Where a session stands, after each measurement. `outcome`: the one just taken; None after trials that had been
+    paid for in an earlier session. `best` and `trials` are of `task`; `spent` of all tasks, out of `budget`."""
+
+    task: Task
+    outcome: Outcome | None
+    best: float
+    trials: int
+    spent: int
+    budget: int
+    elapsed: float
+
+
+Listener: TypeAlias = Callable[[Progress], None]
+
+
+def tune(
+    tasks: Sequence[Task],
+    method: Method | MakeTuner,
+    *,
+    trials: int,
+    batch: int = 16,
+    time_limit: float = math.inf,
+    seed: int = 0,
+    store: Store | None = None,
+    pool: Measurer | PoolOptions | None = None,
+    listener: Listener | None = None,
+) -> TuningResult:
+    """Tune the kernels of `tasks` with `trials` trials in all, `batch` of a task at a time (see Allocation).
+
+    Every outcome is put in the store (default: the user's) at once. Trials that it holds already, in the same setting,
+    are not taken again: they count as spent, in the order in which they were taken. So a session that was killed, or
+    interrupted (Ctrl-C: what is known is returned), goes on where it was, and a second one with the same trials
+    measures nothing. A tuner is told what is known of its own candidates only, and with the same seed takes the same
+    way again.
+
+    `time_limit`, in seconds, may be overrun by one candidate or one proposal. Raises ValueError for limits that make
+    no sense, PoolError when nothing can be measured.
+    """
+    if trials < 0 or batch < 1 or not time_limit > 0:
+        raise ValueError(f"cannot tune with {trials} trials, {batch} a batch, in {time_limit} s")
+    if len({task.key for task in tasks}) != len(tasks):
+        raise ValueError("a task is given twice: merge them and add their weights")
+    maker = _maker(method) if isinstance(method, Method) else method
+    with contextlib.ExitStack() as stack:
+        kept = store if store is not None else stack.enter_context(Store())
+        measurer = stack.enter_context(_Measuring(pool))
+        session = _Session(tasks, maker, trials, batch, time_limit, seed, kept, measurer, listener)
+        return session.run()
+
+
+def _maker(method: Method) -> MakeTuner:
+    return lambda task, seed: make_tuner(method, task, seed)
+
+
+class _Measuring:
+    """The measurer given, or a pool of one's own, started when there is something to measure."""
+
+    def __init__(self, given: Measurer | PoolOptions | None) -> None:
+        self._options = given if isinstance(given, PoolOptions) else PoolOptions()
+        self._measurer: Measurer | None = None if isinstance(given, PoolOptions) else given
+        self._own: Pool | None = None
+
+    @property
+    def threads(self) -> int:
+        return self._options.threads if self._measurer is None else self._measurer.threads
+
+    def outcomes(self, task: Task, candidates: Sequence[Candidate], *, until: float) -> Outcomes:
+        if self._measurer is None:
+            self._measurer = self._own = Pool(self._options)
+        return self._measurer.outcomes(task, candidates, until=until)
+
+    def __enter__(self) -> _Measuring:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._own is not None:
+            self._own.close()
+
+
+@dataclass(slots=True)
+class _State:
+    """A task in a session. `paid`: outcomes from earlier sessions that are still to be counted; `known`: those and
+    what was measured since, by candidate; `ahead`: candidates proposed and not measured yet; `seen`: proposed ever."""
+
+    task: Task
+    setting: Setting
+    paid: deque[Outcome]
+    known: dict[str, Outcome]
+    tuner: Tuner | None = None
+    ahead: deque[Candidate] = field(default_factory=deque)
+    seen: set[str] = field(default_factory=set)
+    best: float = math.inf
+    trials: int = 0
+    measured: int = 0
+    failed: int = 0
+    curve: list[Point] = field(default_factory=list)
+    error: str | None = None
+
+
+class _Session:
+    def __init__(
+        self,
+        tasks: Sequence[Task],
+        maker: MakeTuner,
+        trials: int,
+        batch: int,
+        time_limit: float,
+        seed: int,
+        store: Store,
+        measurer: Measurer,
+        listener: Listener | None,
+    ) -> None:
+        self._maker, self._seed = maker, seed
+        self._budget, self._batch = trials, batch
+        self._store, self._measurer, self._listener = store, measurer, listener
+        self._start = time.monotonic()
+        self._until = self._start + time_limit
+        self._spent = 0
+        self._proposing = self._measuring = 0.0
+        self._states = [self._state(task) for task in tasks]
+        self._allocation = Allocation([task.weight for task in tasks])
+
+    def run(self) -> TuningResult:
+        try:
+            stop = self._loop()
+        except KeyboardInterrupt:
+            stop = Stop.INTERRUPTED
+        return TuningResult(
+            tasks=tuple(self._result(state) for state in self._states),
+            stop=stop,
+            seconds=self._elapsed(),
+            proposing=self._proposing,
+            measuring=self._measuring,
+        )
+
+    def _loop(self) -> Stop:
+        while self._spent < self._budget:
+            if self._over():
+                return Stop.TIME
+            if (number := self._allocation.next()) is None:
+                return Stop.EXHAUSTED
+            state = self._states[number]
+            before = state.trials
+            more = self._turn(state, min(self._batch, self._budget - self._spent))
+            self._allocation.update(number, state.trials - before, state.best)
+            state.curve.append(Point(state.trials, self._elapsed(), state.best))
+            if not more:
+                self._allocation.leave(number)
+        return Stop.TRIALS
+
+    def _turn(self, state: _State, count: int) -> bool:
+        """Spend `count` trials on a task; whether it has more to try."""
+        paid = min(count, len(state.paid))
+        for _ in range(paid):
+            self._spend(state, state.paid.popleft())
+        if paid:
+            self._tell(state, None)
+        count -= paid
+        while count > 0 and not self._over():
+            candidates = self._candidates(state, count)
+            if not candidates:
+                return False
+            found = self._measured(state, [c for c in candidates if c.key not in state.known])
+            count -= len(found)
+            state.known |= found
+            told = [(c, state.known[c.key]) for c in candidates if c.key in state.known]
+            if state.tuner is not None and told:
+                with self._clock_proposing():
+                    state.tuner.update(told)
+        return True
+
+    def _candidates(self, state: _State, count: int) -> list[Candidate]:
+        """What the tuner wants to know next: no more than `count` that are to be measured, and those before them
+        that are known already. The rest of its proposals waits for the task's next turn."""
+        if not state.ahead:
+            with self._clock_proposing():
+                state.ahead.extend(self._proposed(state))
+        chosen: list[Candidate] = []
+        while state.ahead and (count > 0 or state.ahead[0].key in state.known):
+            count -= state.ahead[0].key not in state.known
+            chosen.append(state.ahead.popleft())
+        return chosen
+
+    def _proposed(self, state: _State) -> list[Candidate]:
+        if state.tuner is None:
+            try:
+                state.tuner = self._maker(state.task, _seed(self._seed, state.task))
+            except KnobError as error:
+                state.error = str(error)
+                return []
+        fresh: list[Candidate] = []
+        for candidate in state.tuner.propose(self._batch):
+            if candidate.key not in state.seen:
+                state.seen.add(candidate.key)
+                fresh.append(candidate)
+        return fresh
+
+    def _measured(self, state: _State, candidates: Sequence[Candidate]) -> dict[str, Outcome]:
+        """The outcomes of candidates by their keys, stored as they come."""
+        found: dict[str, Outcome] = {}
+        if not candidates:
+            return found
+        if not state.measured:
+            self._store.put_task(state.task)
+        start = time.monotonic()
+        outcomes = self._measurer.outcomes(state.task, candidates, until=self._until)
+        try:
+            with contextlib.closing(outcomes):
+                for position, outcome in outcomes:
+                    candidate = candidates[position]
+                    self._store.put(Record.of(state.task, state.setting, candidate, outcome))
+                    found[candidate.key] = outcome
+                    state.measured += 1
+                    state.failed += outcome.error is not None
+                    self._spend(state, outcome)
+                    self._tell(state, outcome)
+        finally:
+            self._measuring += time.monotonic() - start
+        return found
+
+    def _spend(self, state: _State, outcome: Outcome) -> None:
+        state.trials += 1
+        self._spent += 1
+        state.best = min(state.best, outcome.median)
+
+    def _tell(self, state: _State, outcome: Outcome | None) -> None:
+        if self._listener is not None:
+            self._listener(
+                Progress(
+                    task=state.task,
+                    outcome=outcome,
+                    best=state.best,
+                    trials=state.trials,
+                    spent=self._spent,
+                    budget=self._budget,
+                    elapsed=self._elapsed(),
+                )
+            )
+
+    def _state(self, task: Task) -> _State:
+        setting = Setting.here(task.target, self._measurer.threads)
+        known: dict[str, Outcome] = {}
+        for record in self._store.known(task.key, setting):
+            known.setdefault(record.candidate, record.outcome)
+        return _State(task, setting, deque(known.values()), known)
+
+    def _result(self, state: _State) -> TaskResult:
+        best = self._store.best(state.task.key, 1, state.setting)
+        return TaskResult(
+            task=state.task,
+            best=best[0] if best else None,
+            trials=state.trials,
+            measured=state.measured,
+            failed=state.failed,
+            curve=tuple(state.curve),
+            error=state.error,
+        )
+
+    def _over(self) -> bool:
+        return time.monotonic() >= self._until
+
+    def _elapsed(self) -> float:
+        return time.monotonic() - self._start
+
+    @contextlib.contextmanager
+    def _clock_proposing(self) -> Iterator[None]:
+        start = time.monotonic()
+        try:
+            yield
+        finally:
+            self._proposing += time.monotonic() - start
+
+
+def _seed(seed: int, task: Task) -> int:
+    """The seed of a task's tuner: of its own, whatever other tasks there are."""
+    return int.from_bytes(hashlib.sha256(f"{seed} {task.key}".encode()).digest()[:4])
