@@ -8,6 +8,7 @@ import types
 from typing import Any
 
 from xrlflow.backends.protocol import BackendError, one_line
+from xrlflow.backends.tvm import functions
 
 # Tensor intrinsics of targets that are not ours: MetaSchedule imports them all, and parsing their scripts takes 25 s in
 # every fresh process. An empty module in their place takes nothing.
@@ -31,4 +32,5 @@ def tvm() -> Any:
         raise BackendError(
             f"TVM cannot be loaded ({one_line(error)}): install it with `pip install xrlflow[tvm]`"
         ) from error
+    functions.register()
     return package

@@ -1,0 +1,167 @@
+"""Elementary functions in the arithmetic of a vector unit.
+
+LLVM turns `exp`, `tanh` and `erf` of a vector into one call of the C library for each lane: 400,000 sigmoids of one
+activation of EfficientNet take milliseconds. These are the usual polynomial and rational approximations in single
+precision: exp within 1 unit in the last place, sigmoid 2, tanh and erf 5 (see the tests), infinities and NaN as in IEEE
+754. Coefficients: Cephes (Moshier) for exp, Eigen's rational approximations for tanh and erf.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+_LOG2_E = 1.44269504088896341
+# ln 2 in two parts, the first of few bits: n * _LN2_HIGH is exact.
+_LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4
+_EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
+_EXP_HIGHEST, _EXP_LOWEST = 88.7228394, -103.972084
+_TANH_LIMIT = 7.90531110763549805
+_TANH_ABOVE = (
+    -2.76076847742355e-16,
+    2.00018790482477e-13,
+    -8.60467152213735e-11,
+    5.12229709037114e-08,
+    1.48572235717979e-05,
+    6.37261928875436e-04,
+    4.89352455891786e-03,
+)
+_TANH_BELOW = (1.19825839466702e-06, 1.18534705686654e-04, 2.26843463243900e-03, 4.89352518554385e-03)
+_ERF_LIMIT = 3.7439211627767994
+_ERF_ABOVE = (
+    2.2905065861350646e-04,
+    3.4082910107109506e-03,
+    5.0955695062380861e-02,
+    1.8520832239976145e-01,
+    1.128379143519084,
+)
+_ERF_BELOW = (
+    -1.1791602954361697e-07,
+    2.3547966471313185e-05,
+    1.0179625278914885e-03,
+    1.4070470171167667e-02,
+    1.1098505178285362e-01,
+    4.9746925110067538e-01,
+    1.0,
+)
+
+
+def register() -> None:
+    """Tell TVM to compute these functions so in single precision, on processors. Once in a process (`load.tvm` does)."""
+    from tvm import tirx
+
+    for name, function in (("exp", _exp), ("tanh", _tanh), ("erf", _erf), ("sigmoid", _sigmoid)):
+        tirx.register_intrin_lowering(f"tirx.{name}", target="llvm", f=_lowering(name, function), level=99)
+
+
+def _lowering(name: str, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    from tvm import tirx
+
+    def lower(call: Any) -> Any:
+        (x,) = call.args
+        if str(x.ty.dtype).split("x")[0] != "float32":
+            intrinsic = {"exp": "llvm.exp"}.get(name)
+            if intrinsic is not None:
+                return tirx.call_llvm_pure_intrin(call.ty.dtype, intrinsic, x)
+            if name == "sigmoid":
+                return tirx.const(1.0, call.ty.dtype) / (tirx.const(1.0, call.ty.dtype) + tirx.exp(-x))
+            return tirx.call_pure_extern(call.ty.dtype, name, x)
+        return _bound(x, function)
+
+    return lower
+
+
+def _bound(value: Any, body: Callable[[Any], Any]) -> Any:
+    """`body` of a variable that holds `value`: it is computed once."""
+    from tvm import tirx
+
+    variable = tirx.Var("t", value.ty)
+    return tirx.Let(variable, value, body(variable))
+
+
+def _horner(x: Any, coefficients: Sequence[float]) -> Any:
+    from tvm import tirx
+
+    result = tirx.const(coefficients[0], x.ty.dtype)
+    for coefficient in coefficients[1:]:
+        result = result * x + tirx.const(coefficient, x.ty.dtype)
+    return result
+
+
+def _clamped(x: Any, low: float, high: float) -> Any:
+    """NaN becomes one of the limits."""
+    from tvm import tirx
+
+    return tirx.Min(tirx.Max(x, tirx.const(low, x.ty.dtype)), tirx.const(high, x.ty.dtype))
+
+
+def _or_nan(x: Any, result: Any) -> Any:
+    from tvm import tirx
+
+    return tirx.Select(x == x, result, x)
+
+
+def _power_of_two(n: Any, like: Any) -> Any:
+    """2 to the power of an int32 within the range of normal numbers."""
+    from tvm import tirx
+
+    exponent = (n + tirx.const(127, n.ty.dtype)) << tirx.const(23, n.ty.dtype)
+    return tirx.reinterpret(like.ty.dtype, exponent)
+
+
+def _exp(x: Any) -> Any:
+    """exp(x) = 2^n exp(r), r = x - n ln 2 within half of ln 2. The power is taken in two steps: n reaches 128."""
+    from tvm import tirx
+
+    def reduced(bounded: Any) -> Any:
+        half = tirx.const(0.5, x.ty.dtype)
+        return _bound(
+            tirx.floor(bounded * tirx.const(_LOG2_E, x.ty.dtype) + half), lambda n: scaled(bounded, n)
+        )
+
+    def scaled(bounded: Any, n: Any) -> Any:
+        r = bounded - n * tirx.const(_LN2_HIGH, x.ty.dtype) - n * tirx.const(_LN2_LOW, x.ty.dtype)
+        return _bound(r, lambda r: _bound(tirx.Cast(_integer(x), n), lambda whole: product(r, whole)))
+
+    def product(r: Any, whole: Any) -> Any:
+        one = tirx.const(1.0, x.ty.dtype)
+        fraction = _horner(r, _EXP) * r * r + r + one
+        first = whole >> tirx.const(1, whole.ty.dtype)
+        return fraction * _power_of_two(first, x) * _power_of_two(whole - first, x)
+
+    result = _bound(_clamped(x, _EXP_LOWEST, _EXP_HIGHEST), reduced)
+    infinity = tirx.const(float("inf"), x.ty.dtype)
+    zero = tirx.const(0.0, x.ty.dtype)
+    above = x > tirx.const(_EXP_HIGHEST, x.ty.dtype)
+    below = x < tirx.const(_EXP_LOWEST, x.ty.dtype)
+    return _or_nan(x, tirx.Select(above, infinity, tirx.Select(below, zero, result)))
+
+
+def _integer(x: Any) -> str:
+    lanes = str(x.ty.dtype).partition("x")[2]
+    return f"int32x{lanes}" if lanes else "int32"
+
+
+def _rational(x: Any, limit: float, above: Sequence[float], below: Sequence[float]) -> Any:
+    def of(bounded: Any) -> Any:
+        return _bound(
+            bounded * bounded, lambda square: bounded * _horner(square, above) / _horner(square, below)
+        )
+
+    return _or_nan(x, _bound(_clamped(x, -limit, limit), of))
+
+
+def _tanh(x: Any) -> Any:
+    return _rational(x, _TANH_LIMIT, _TANH_ABOVE, _TANH_BELOW)
+
+
+def _erf(x: Any) -> Any:
+    return _rational(x, _ERF_LIMIT, _ERF_ABOVE, _ERF_BELOW)
+
+
+def _sigmoid(x: Any) -> Any:
+    """1 / (1 + exp(-x))."""
+    from tvm import tirx
+
+    one = tirx.const(1.0, x.ty.dtype)
+    return one / (one + _bound(tirx.const(0.0, x.ty.dtype) - x, _exp))

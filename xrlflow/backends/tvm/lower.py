@@ -1,0 +1,162 @@
+"""From an ONNX model to a module of scheduled kernels: import, layout, fusion, schedules, packing of weights."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from xrlflow.backends.protocol import BackendError, one_line
+from xrlflow.backends.tvm.load import tvm
+from xrlflow.backends.tvm.schedules import schedule
+from xrlflow.backends.tvm.target import Machine
+
+LAYOUTS = {"relax.nn.conv2d": ["NHWC", "HWIO"]}
+"""Channels last: a pixel's channels are the columns of the product, and an output row is a row of tiles."""
+
+_SYMBOL, _SCHEDULED = "global_symbol", "tirx.is_scheduled"
+
+
+def unsupported(operators: Sequence[tuple[str, str]]) -> list[str]:
+    """Of these (domain, operator) pairs, the operators that cannot be lowered, sorted."""
+    return sorted(
+        {op for domain, op in operators if domain not in ("", "ai.onnx") or op not in _converters()}
+    )
+
+
+def _converters() -> Mapping[str, Any]:
+    tvm()
+    from tvm.relax.frontend.onnx import onnx_frontend
+
+    table: Mapping[str, Any] = onnx_frontend._get_convert_map()
+    return {**table, "If": None, "Constant": None}
+
+
+def import_model(model: Any, shapes: Mapping[str, Sequence[int]] | None = None) -> Any:
+    """A Relax module of an ONNX ModelProto; weights are constants in it.
+
+    Raises BackendError, before any work, for operators that cannot be lowered, for inputs whose dimensions are not
+    numbers (bind them with `shapes`), and for what TVM's importer refuses.
+    """
+    missing = unsupported([(node.domain, node.op_type) for node in model.graph.node])
+    if missing:
+        raise BackendError(f"TVM cannot lower {', '.join(missing)}: use --backend onnxruntime for this model")
+    bound = dict(shapes or {})
+    constants = {tensor.name for tensor in model.graph.initializer}
+    for value in model.graph.input:
+        if value.name in constants or value.name in bound:
+            continue
+        open_dims = [
+            dim.dim_param or "?" for dim in value.type.tensor_type.shape.dim if not dim.HasField("dim_value")
+        ]
+        if open_dims:
+            raise BackendError(
+                f"TVM compiles for fixed sizes, but input {value.name} has the dimensions {', '.join(open_dims)}: "
+                f"give them with --shape {value.name}=..."
+            )
+    package = tvm()
+    opset = max((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), default=1)
+    try:
+        module = _importer(bound).from_onnx(model.graph, opset)
+    except Exception as error:  # whatever the importer raises about a model is an answer to the user
+        raise BackendError(f"TVM cannot import the model: {one_line(_last(error))}") from error
+    assert isinstance(module, package.IRModule)
+    return module
+
+
+def _last(error: BaseException) -> str:
+    """TVM puts a stack trace of its own before the message."""
+    lines = [line for line in str(error).strip().splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__
+
+
+def _importer(shapes: Mapping[str, Sequence[int]]) -> Any:
+    from tvm import relax
+    from tvm.ir import GenericConst
+    from tvm.relax.frontend.onnx.onnx_frontend import ONNXGraphImporter
+
+    class Importer(ONNXGraphImporter):  # type: ignore[misc]
+        """TVM's importer, but Clip becomes operators that Relax knows, so that layouts pass through it."""
+
+        def _convert_operator(self, op_name: str, inputs: Any, attrs: Any, opset: int) -> Any:
+            if op_name == "Clip" and opset >= 11:
+                result, *bounds = inputs
+                known = [b for b in bounds if b is None or isinstance(b, GenericConst)]
+                if len(known) == len(bounds):
+                    return self._clip(result, bounds)
+            return super()._convert_operator(op_name, inputs, attrs, opset)
+
+        def _clip(self, result: Any, bounds: Sequence[Any]) -> Any:
+            for bound, operator in zip(bounds, (relax.op.maximum, relax.op.minimum)):
+                if bound is not None:
+                    result = self.bb.normalize(operator(result, bound))
+            return result
+
+    return Importer({name: list(shape) for name, shape in shapes.items()}, None, keep_params_in_input=False)
+
+
+def fuse(module: Any, machine: Machine) -> Any:
+    """Layouts, constant folding, fusion: a Relax function that calls one primitive function after another."""
+    package = tvm()
+    from tvm import relax
+
+    passes = [
+        relax.transform.DecomposeOpsForInference(),
+        relax.transform.CanonicalizeBindings(),
+        relax.transform.FoldConstant(),
+        relax.transform.ConvertLayout(LAYOUTS),
+        relax.transform.LegalizeOps(),
+        relax.transform.AnnotateTIROpPattern(),
+        relax.transform.FoldConstant(),
+        relax.transform.FuseOps(),
+        relax.transform.FuseTIR(),
+        relax.transform.DeadCodeElimination(),
+        relax.transform.AttachAttrLayoutFreeBuffers(),
+    ]
+    with machine.target(), package.transform.PassContext(opt_level=3):
+        return package.transform.Sequential(passes)(module)
+
+
+Tuned = Callable[[Any], Any | None]
+"""A module with one primitive function "main" in, the same scheduled by what tuning found out; None: not known."""
+
+
+def schedule_all(module: Any, machine: Machine, tuned: Tuned | None = None) -> Any:
+    """Every primitive function scheduled: as tuned where that is known, otherwise by `schedules`."""
+    package = tvm()
+    from tvm import tirx
+
+    updates = {}
+    for name, function in module.functions.items():
+        if not isinstance(function, tirx.PrimFunc):
+            continue
+        one = package.IRModule({"main": function.with_attr(_SYMBOL, "main")})
+        better = tuned(one) if tuned is not None else None
+        done = (better if better is not None else schedule(one, machine))["main"]
+        updates[name] = done.without_attr(_SYMBOL).with_attr(_SCHEDULED, True)
+    for name, function in updates.items():
+        module.update_func(name, function)
+    return module
+
+
+def compile_module(module: Any, machine: Machine) -> Any:
+    """An executable: packing of constants run once, memory planned, kernels compiled by LLVM."""
+    package = tvm()
+    from tvm import relax
+
+    target = machine.target()
+    logging.getLogger("te_compiler").disabled = True
+    with target, package.transform.PassContext(opt_level=3):
+        module = relax.transform.SplitLayoutRewritePreproc()(module)
+        module = relax.transform.FoldConstant()(module)
+        return package.compile(module, target)
+
+
+def lower(
+    model: Any,
+    machine: Machine,
+    shapes: Mapping[str, Sequence[int]] | None = None,
+    tuned: Tuned | None = None,
+) -> Any:
+    """An executable of an ONNX ModelProto. Raises BackendError (see `import_model`)."""
+    return compile_module(schedule_all(fuse(import_model(model, shapes), machine), machine, tuned), machine)

@@ -1,0 +1,597 @@
+"""How a primitive function runs on a processor, without tuning: the schedules that expert kernels use.
+
+Every function that Relax's fusion makes has one anchor, the block that does the work, with injective blocks before
+(padding) and behind it (bias, activation, residual). Four kinds of anchor are told apart:
+
+- a contraction (MatMul, Conv in NHWC, batched or not): register-blocked. A tile of mr x nr accumulators stays in vector
+  registers through the whole reduction; each step loads nr values of the packed operand as vectors and multiplies them
+  with mr values broadcast from the other (Goto and van de Geijn, Anatomy of High-Performance Matrix Multiplication,
+  2008). Constant weights are packed into panels of nr columns, once, when the model is compiled. The epilogue runs on
+  the tile while it is in registers.
+- a channelwise contraction (depthwise Conv): the same tile, without a broadcast.
+- a row reduction (softmax, normalisation, mean): rows in parallel, each with vectors of partial results.
+- none: everything inlined into the last block, which runs in parallel and in vectors.
+
+Each choice is a sampling instruction with the heuristic's decision filled in. So the same code is the schedule of an
+untuned model and, its trace being the design space, what the tuners search (see `design_space`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from xrlflow.backends.tvm.target import Machine
+
+# A thread's stack holds the tile: LLVM turns it into registers.
+_LOCAL = "local"
+# Marks the packing of a constant: SplitLayoutRewritePreproc makes a function of it, and constant folding runs that.
+_PACKING = "meta_schedule.layout_rewrite_preproc"
+_MOST_ROWS = 14
+# Rows whose addresses are a multiple of this apart share a set of an 8-way first-level cache.
+_PAGE = 4096
+_WAYS = 8
+# Below so many operations a function runs in one thread: waking another takes some microseconds.
+_WORTH_A_THREAD = 30_000
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Accumulators in registers: `rows` x `columns` values, the columns in vectors of `lanes`."""
+
+    rows: int
+    columns: int
+    lanes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Contraction:
+    """What a contraction block computes, by position of its iterators.
+
+    `column` is the last output dimension; `rows` the output dimensions that only the broadcast operand has, the
+    innermost last; `weights` the position of the operand with the columns among the block's reads; None where both
+    operands have the columns (channelwise).
+    """
+
+    column: int
+    rows: tuple[int, ...]
+    reductions: tuple[int, ...]
+    weights: int | None
+
+
+def schedule(mod: Any, machine: Machine) -> Any:
+    """The scheduled module of one primitive function named "main".
+
+    Raises nothing of its own: what is not understood is left as it was, in one thread, which is slow and right.
+    """
+    from tvm.s_tir import Schedule
+
+    sch = Schedule(mod, debug_mask="none")
+    return apply(sch, machine).mod
+
+
+def apply(sch: Any, machine: Machine) -> Any:
+    """Schedule "main" in place; returns `sch`."""
+    blocks = _blocks(sch)
+    anchors = [block for block in blocks if _is_reduction(sch, block)]
+    contractions = [(block, found) for block in anchors if (found := _contraction(sch, block)) is not None]
+    if len(contractions) == 1 and len(anchors) == 1:
+        block, found = contractions[0]
+        _schedule_contraction(sch, block, found, machine)
+    elif anchors:
+        _schedule_rows(sch, anchors, machine)
+    else:
+        _schedule_injective(sch, machine)
+    return sch
+
+
+# --- Reading a function
+
+
+def _blocks(sch: Any) -> list[Any]:
+    """The function's blocks in the order in which they run."""
+    return [block for block in sch.get_child_blocks(sch.get_sblock("root"))]
+
+
+def _name(sch: Any, block: Any) -> str:
+    """What identifies a block: two handles of one block are not equal."""
+    return str(sch.get(block).name_hint)
+
+
+def _outputs(sch: Any) -> set[str]:
+    return {_name(sch, block) for block in sch.get_output_blocks(sch.get_sblock("root"))}
+
+
+def _is_reduction(sch: Any, block: Any) -> bool:
+    return any(int(v.iter_type) == 2 for v in sch.get(block).iter_vars)
+
+
+def _extent(variable: Any) -> int | None:
+    extent = variable.dom.extent
+    return int(extent) if hasattr(extent, "value") else None
+
+
+def _extents(sch: Any, block: Any) -> list[int]:
+    return [_extent(v) or 1 for v in sch.get(block).iter_vars]
+
+
+def _uses(indices: Sequence[Any], variable: Any) -> bool:
+    from tvm.tirx.analysis import undefined_vars
+
+    return any(any(v.same_as(variable) for v in undefined_vars(index, [])) for index in indices)
+
+
+def _contraction(sch: Any, block: Any) -> _Contraction | None:
+    """C[.., n] += A[.., k] * B[k.., n]; None for another reduction, or one with extents that are not known."""
+    from tvm import tirx
+    from tvm.ir.expr import TensorLoad
+
+    node = sch.get(block)
+    variables = list(node.iter_vars)
+    if any(_extent(v) is None for v in variables) or not isinstance(node.body, tirx.BufferStore):
+        return None
+    value, indices = node.body.value, list(node.body.indices)
+    if not (isinstance(value, tirx.Add) and isinstance(value.b, tirx.Mul)):
+        return None
+    factors = [_stripped(value.b.a), _stripped(value.b.b)]
+    if not all(isinstance(f, TensorLoad) for f in factors):
+        return None
+    position = {id(v): i for i, v in enumerate(variables)}
+
+    def place(expression: Any) -> int | None:
+        return next((i for i, v in enumerate(variables) if v.var.same_as(expression)), None)
+
+    places = [place(index) for index in indices]
+    del position
+    if not places or places[-1] is None:
+        return None
+    column = places[-1]
+    with_column = [_uses(f.indices, variables[column].var) for f in factors]
+    reductions = tuple(i for i, v in enumerate(variables) if int(v.iter_type) == 2)
+    spatial = [p for p in places[:-1] if p is not None]
+    if all(with_column):
+        rows = tuple(p for p in spatial if sum(_uses(f.indices, variables[p].var) for f in factors) == 1)
+        last = [f.indices[-1] for f in factors]
+        wide = any(
+            _extents(sch, block)[r] > 1 and _uses([index], variables[r].var)
+            for r in reductions
+            for index in last
+        )
+        return None if wide or not rows else _Contraction(column, rows, reductions, None)
+    weights = factors[with_column.index(True)]
+    other = factors[with_column.index(False)]
+    if not weights.indices[-1].same_as(variables[column].var):
+        return None
+    rows = tuple(
+        p
+        for p in spatial
+        if _uses(other.indices, variables[p].var) and not _uses(weights.indices, variables[p].var)
+    )
+    reads = [region.source for region in node.reads]
+    at = next((i for i, buffer in enumerate(reads) if buffer.same_as(weights.source)), None)
+    return None if at is None or not rows else _Contraction(column, rows, reductions, at)
+
+
+def _stripped(expression: Any) -> Any:
+    return expression
+
+
+# --- Choices
+
+
+def tile_of(
+    rows: int, columns: int, machine: Machine, row_stride: int, reduction: int, padding: bool = False
+) -> Tile:
+    """The accumulator tile of a contraction of `rows` x `columns` outputs.
+
+    A step of the reduction loads `rows` + `columns` / `lanes` operands for `rows` x `columns` / `lanes`
+    multiply-adds, so a squarer tile loads less; it may not need more registers than there are, fewer than 8
+    accumulators leave the multipliers waiting for their own results, and rows `row_stride` bytes apart must
+    not push each other out of the first-level cache. A panel of `reduction` x columns stays in half of the second.
+    A tile divides the output, or, with `padding`, what is computed in vain is weighed against the better shape.
+    """
+    best, score = Tile(1, 1, 1), -math.inf
+    most = _WAYS if row_stride % _PAGE == 0 else _MOST_ROWS
+    lengths = [n for n in (machine.lanes, machine.lanes // 2, machine.lanes // 4, 1) if n >= 1]
+    for lanes in lengths:
+        for vectors in range(1, 9):
+            width = vectors * lanes
+            if columns % width and not (padding and lanes > 1):
+                continue
+            if vectors > 1 and reduction * width * 4 > machine.second_level // 2:
+                continue
+            for height in range(1, min(rows, most) + 1):
+                accumulators = height * vectors
+                if (rows % height and not padding) or accumulators + vectors + 1 > machine.registers:
+                    continue
+                busy = min(1.0, accumulators / 8)
+                loads = (height + vectors) / accumulators
+                useful = _useful(rows, height) * _useful(columns, width)
+                value = useful * busy * (lanes / machine.lanes) / (1.0 + 0.5 * loads)
+                if value > score + 1e-9:
+                    best, score = Tile(height, width, lanes), value
+    return best
+
+
+def _useful(extent: int, step: int) -> float:
+    """The part of a padded dimension that is needed, and less for the copy that padding takes."""
+    padded = -(-extent // step) * step
+    return extent / padded * (0.9 if padded != extent else 1.0)
+
+
+# --- Contractions
+
+
+def _schedule_contraction(sch: Any, block: Any, found: _Contraction, machine: Machine) -> None:
+    _inline_copies(sch, block)
+    padding = list(sch.get_producers(block))
+    final, later = _inline_epilogue(sch, block)
+    extents = _extents(sch, block)
+    flat = (
+        all(extents[r] == 1 for r in found.reductions[:-1])
+        and [*found.rows, found.column] == list(range(len(found.rows) + 1))
+        and _flat_rows(sch, block, found)
+    )
+    reduction = math.prod(extents[r] for r in found.reductions)
+    # Rows that are one dimension already can be padded to a multiple of the tile.
+    padded = found.weights is not None and not padding and _is_product(sch, block)
+    row = max(found.rows, key=lambda p: (extents[p], p)) if flat else found.rows[-1]
+    padded = padded and math.prod(extents[p] for p in found.rows) == extents[row]
+    count = math.prod(extents[p] for p in found.rows) if flat else extents[row]
+    column = extents[found.column]
+    stride = 4 * extents[found.reductions[-1]]
+    tile = tile_of(count, column, machine, stride, reduction, padding=padded)
+    cropped = None
+    if count % tile.rows or column % tile.columns:
+        cropped = final if final is not None else sch.cache_write(block, 0, "global")
+        padding = _pad(sch, block, found, row, tile)
+        extents = _extents(sch, block)
+        # The accumulators leave whole: where a condition guards their way out they do not become registers.
+        final = None
+    if found.weights is not None and _is_constant(sch, block, found.weights):
+        _pack(sch, block, found.weights, tile.columns)
+    if flat and math.prod(extents[p] for p in found.rows) > extents[row]:
+        final = final if final is not None else sch.cache_write(block, 0, "global")
+        found = _flatten(sch, block, final, found)
+        extents = _extents(sch, block)
+    loops = sch.get_loops(block)
+    rows = [loops[p] for p in found.rows]
+    batch = [loops[i] for i in range(len(loops)) if i not in (*found.rows, found.column, *found.reductions)]
+    reductions = [loops[r] for r in found.reductions]
+    if flat:
+        (tiled,) = [loop for loop, p in zip(rows, found.rows) if p == row or len(rows) == 1]
+        rows = [loop for loop in rows if loop is not tiled] + [tiled]
+    outer_row, inner_row = sch.split(rows[-1], [None, tile.rows])
+    outer_column, inner_column = sch.split(loops[found.column], [None, tile.columns])
+    # The larger operand is read once: what it does not depend on goes inside.
+    columns_bytes = 4 * reduction * column
+    rows_bytes = 4 * extents[found.reductions[-1]] * math.prod(extents[p] for p in found.rows)
+    columns_first = columns_bytes > rows_bytes and found.weights is not None
+    tiles = [outer_column, *rows[:-1], outer_row] if columns_first else [*rows[:-1], outer_row, outer_column]
+    sch.reorder(*batch, *tiles, *reductions, inner_row, inner_column)
+    outer = sch.fuse(*batch, *tiles)
+    if final is None:
+        final = sch.cache_write(block, 0, _LOCAL)
+    else:
+        sch.set_scope(block, 0, _LOCAL)
+    sch.reverse_compute_at(final, outer, preserve_unit_loops=True)
+    vectors, lane = sch.split(inner_column, [None, tile.lanes])
+    sch.vectorize(lane)
+    sch.unroll(vectors)
+    sch.unroll(inner_row)
+    if found.weights is None:  # channelwise: a few steps of reduction
+        for loop in reductions:
+            sch.unroll(loop)
+    _vectorize_tile(sch, final, tile)
+    if cropped is not None:
+        sch.reverse_compute_at(cropped, outer, preserve_unit_loops=True)
+        _vectorize_tile(sch, cropped, tile)
+    if 2 * math.prod(extents) >= _WORTH_A_THREAD:
+        sch.parallel(outer)
+    start = sch.decompose_reduction(block, reductions[0])
+    for loop in sch.get_loops(start)[1:-1]:
+        sch.unroll(loop)
+    for other in (*padding, *later):
+        _parallel_vectors(sch, other, machine)
+
+
+def _flatten(sch: Any, block: Any, final: Any, found: _Contraction) -> _Contraction:
+    """Make the rows one dimension, of the anchor, of its result and of the block that takes the result away."""
+    extents = _extents(sch, block)
+    sizes = [extents[p] for p in found.rows]
+    others = [i for i in range(len(extents)) if i not in (*found.rows, found.column, *found.reductions)]
+    assert not others and [*found.rows, found.column] == list(range(len(sizes) + 1))
+
+    def flat(*indices: Any) -> list[Any]:
+        row = indices[0]
+        for index, size in zip(indices[1 : len(sizes)], sizes[1:]):
+            row = row * size + index
+        return [row, *indices[len(sizes) :]]
+
+    sch.transform_layout(block, ("write", 0), _index_map(flat, len(sizes) + 1, sch, block))
+    sch.transform_block_layout(block, _index_map(flat, len(extents), sch, block))
+    sch.transform_block_layout(final, _index_map(flat, len(sizes) + 1, sch, block))
+    reductions = tuple(range(2, 2 + len(found.reductions)))
+    return _Contraction(1, (0,), reductions, found.weights)
+
+
+def _index_map(function: Any, dimensions: int, sch: Any, block: Any) -> Any:
+    from tvm.tirx import IndexMap
+
+    kind = str(sch.get(block).iter_vars[0].var.ty.dtype)
+    return IndexMap.from_func(function, ndim=dimensions, index_dtype=kind)
+
+
+def _pad(sch: Any, block: Any, found: _Contraction, row: int, tile: Tile) -> list[Any]:
+    """Pad rows and columns to multiples of the tile; returns the blocks that copy padded operands."""
+    extents = _extents(sch, block)
+    steps = [1] * len(extents)
+    steps[row], steps[found.column] = tile.rows, tile.columns
+    assert found.weights is not None
+    for position in range(2):
+        sch.cache_read(block, position, "global")
+    sch.pad_einsum(block, steps)
+    (cropped,) = sch.get_consumers(block)
+    sch.compute_inline(cropped)
+    needed = []
+    for producer in sch.get_producers(block):
+        copies = list(sch.get_producers(producer))
+        for copy in copies:
+            sch.compute_inline(copy)
+        if copies:
+            needed.append(producer)
+        else:  # nothing was padded
+            sch.compute_inline(producer)
+    return needed
+
+
+def _inline_copies(sch: Any, block: Any) -> None:
+    """Inline what only copies (padding by nothing) into the anchor."""
+    from tvm import tirx
+    from tvm.ir.expr import TensorLoad
+
+    for producer in sch.get_producers(block):
+        node = sch.get(producer)
+        if isinstance(node.body, tirx.BufferStore) and isinstance(node.body.value, TensorLoad):
+            sch.compute_inline(producer)
+
+
+def _inline_epilogue(sch: Any, block: Any) -> tuple[Any | None, list[Any]]:
+    """What stands behind the anchor, in as few blocks as can be: (what leaves with a tile or None, what comes later).
+
+    Blocks with an element for each of the anchor's are inlined into the last of them. What spreads the result over
+    more elements (the gate of a squeeze-and-excitation block) would compute it many times over: it runs afterwards.
+    """
+    anchor = _name(sch, block)
+    outputs = _outputs(sch)
+    elements = _elements(sch, block)
+    behind = [b for b in _blocks(sch) if _name(sch, b) != anchor and _behind(sch, anchor, b)]
+    alike = [b for b in behind if _elements(sch, b) == elements and not _spreads(sch, anchor, b, elements)]
+    kept = _name(sch, alike[-1]) if alike else None
+    later = [b for b in behind if _name(sch, b) in outputs and _name(sch, b) != kept]
+    for middle in behind:
+        if _name(sch, middle) not in outputs | {kept}:
+            sch.compute_inline(middle)
+    return (alike[-1] if alike else None), later
+
+
+def _elements(sch: Any, block: Any) -> int:
+    node = sch.get(block)
+    return math.prod(_extent(v) or 1 for v in node.iter_vars if int(v.iter_type) == 0)
+
+
+def _spreads(sch: Any, anchor: str, block: Any, elements: int) -> bool:
+    """Whether a larger block lies between the anchor and this one."""
+    return any(
+        _name(sch, p) != anchor
+        and (_elements(sch, p) > elements or _spreads(sch, anchor, p, elements))
+        and _behind(sch, anchor, p)
+        for p in sch.get_producers(block)
+    )
+
+
+def _behind(sch: Any, anchor: str, block: Any) -> bool:
+    """Whether a block depends on the anchor."""
+    frontier = list(sch.get_producers(block))
+    while frontier:
+        current = frontier.pop()
+        if _name(sch, current) == anchor:
+            return True
+        frontier.extend(sch.get_producers(current))
+    return False
+
+
+def _flat_rows(sch: Any, block: Any, found: _Contraction) -> bool:
+    """Whether the broadcast operand is read at the rows themselves, so that they are one dimension."""
+    from tvm.ir.expr import TensorLoad
+
+    node = sch.get(block)
+    product = node.body.value.b
+    variables = [v.var for v in node.iter_vars]
+    rows = [variables[p] for p in found.rows]
+    for factor in (product.a, product.b):
+        if not isinstance(factor, TensorLoad):
+            return False
+        used = [index for index in factor.indices if any(_uses([index], row) for row in rows)]
+        if used and not (len(used) == len(rows) and all(_plain(i, row) for i, row in zip(used, rows))):
+            return False
+    return True
+
+
+def _is_product(sch: Any, block: Any) -> bool:
+    """Whether both operands are read at iterators alone, as a matrix product does."""
+    product = sch.get(block).body.value.b
+    variables = [v.var for v in sch.get(block).iter_vars]
+    return all(any(i.same_as(v) for v in variables) for f in (product.a, product.b) for i in f.indices)
+
+
+def _plain(index: Any, row: Any) -> bool:
+    """index = row, or row + r with a reduction variable of extent 1 (which simplification leaves in)."""
+    from tvm import tirx
+
+    if index.same_as(row):
+        return True
+    return isinstance(index, tirx.Add) and (index.a.same_as(row) or index.b.same_as(row))
+
+
+def _is_constant(sch: Any, block: Any, position: int) -> bool:
+    """Whether an operand is a parameter that holds a constant when the model is compiled."""
+    function = sch.mod["main"]
+    buffer = sch.get(block).reads[position].source
+    free = function.attrs.get("layout_free_buffers") if function.attrs is not None else None
+    if free is None:
+        return False
+    return any(function.params[int(i)].same_as(buffer) for i in free)
+
+
+def _pack(sch: Any, block: Any, position: int, width: int) -> Any:
+    """Weights [.., k, n] in panels [n / width, .., k, width], packed when the model is compiled."""
+    packed = sch.cache_read(block, position, "global")
+
+    def panels(*indices: Any) -> list[Any]:
+        *head, n = indices
+        return [n // width, *head, n % width]
+
+    sch.transform_layout(block, ("read", position), panels)
+    sch.annotate(packed, _PACKING, True)
+    return packed
+
+
+def _vectorize_tile(sch: Any, final: Any, tile: Tile) -> None:
+    """The tile's way out: its loops below the one over tiles unrolled, the last one in vectors."""
+    _, *inside = sch.get_loops(final)
+    vectors, lane = sch.split(inside[-1], [None, tile.lanes])
+    sch.vectorize(lane)
+    for loop in (*inside[:-1], vectors):
+        sch.unroll(loop)
+
+
+# --- Row reductions and injective functions
+
+
+def _parallel_vectors(sch: Any, block: Any, machine: Machine) -> None:
+    """An injective block: its innermost dimension in vectors, the others in parallel."""
+    loops = sch.get_loops(block)
+    extents = [int(sch.get(loop).extent) for loop in loops]
+    if not loops:
+        return
+    if not sch.get_producers(block) and not sch.get_consumers(block):
+        pass
+    lanes = next(
+        (n for n in (machine.lanes, machine.lanes // 2, machine.lanes // 4) if extents[-1] % n == 0), 0
+    )
+    contiguous = math.prod(extents)
+    if not lanes and contiguous % machine.lanes == 0 and _elementwise(sch, block):
+        fused = sch.fuse(*loops)
+        outer, lane = sch.split(fused, [None, machine.lanes])
+        sch.vectorize(lane)
+        if contiguous >= _WORTH_A_THREAD:
+            _spread(sch, outer, contiguous // machine.lanes, machine)
+        return
+    if lanes:
+        loops[-1], lane = sch.split(loops[-1], [None, lanes])
+        sch.vectorize(lane)
+    if contiguous >= _WORTH_A_THREAD:
+        fused = sch.fuse(*loops)
+        _spread(sch, fused, contiguous // (lanes or 1), machine)
+
+
+def _spread(sch: Any, loop: Any, extent: int, machine: Machine) -> None:
+    """Run a loop in parallel."""
+    del extent, machine
+    sch.parallel(loop)
+
+
+def _elementwise(sch: Any, block: Any) -> bool:
+    """Whether a block reads every operand where it writes."""
+    from tvm import tirx
+
+    node = sch.get(block)
+    if not isinstance(node.body, tirx.BufferStore):
+        return False
+    return all(
+        len(region.region) == len(node.body.indices)
+        and all(r.min.same_as(i) for r, i in zip(region.region, node.body.indices))
+        for region in node.reads
+    )
+
+
+def _schedule_injective(sch: Any, machine: Machine) -> None:
+    outputs = _outputs(sch)
+    for block in _blocks(sch):
+        if _name(sch, block) not in outputs:
+            sch.compute_inline(block)
+    for block in _blocks(sch):
+        _parallel_vectors(sch, block, machine)
+
+
+def _schedule_rows(sch: Any, anchors: Sequence[Any], machine: Machine) -> None:
+    """Reductions over the last dimensions, one row at a time; others as far as blocks can be told apart."""
+    names = {_name(sch, a) for a in anchors}
+    outputs = _outputs(sch)
+    for block in _blocks(sch):
+        name = _name(sch, block)
+        if name in names or name in outputs or _shared(sch, block, names):
+            continue
+        sch.compute_inline(block)
+    for block in _blocks(sch):
+        if _name(sch, block) in names:
+            _vectorize_reduction(sch, block, machine)
+        else:
+            _parallel_vectors(sch, block, machine)
+
+
+def _shared(sch: Any, block: Any, reductions: set[str]) -> bool:
+    """Whether a block is dear enough to be kept: several read it, or a reduction would compute it anew."""
+    consumers = sch.get_consumers(block)
+    return len(consumers) > 1 or any(_name(sch, c) in reductions for c in consumers)
+
+
+def _vectorize_reduction(sch: Any, block: Any, machine: Machine) -> None:
+    """Spatial loops in parallel; a reduction along contiguous memory in vectors of partial results."""
+    node = sch.get(block)
+    loops = sch.get_loops(block)
+    extents = _extents(sch, block)
+    spatial = [i for i, v in enumerate(node.iter_vars) if int(v.iter_type) == 0]
+    reduced = [i for i, v in enumerate(node.iter_vars) if int(v.iter_type) == 2]
+    work = math.prod(extents)
+    last = reduced[-1]
+    along = bool(node.reads) and _uses([node.reads[-1].region[-1].min], node.iter_vars[last].var)
+    along = any(r.region and _uses([r.region[-1].min], node.iter_vars[last].var) for r in node.reads)
+    if along and extents[last] % machine.lanes == 0 and extents[last] >= 2 * machine.lanes:
+        outer, lane = sch.split(loops[last], [None, machine.lanes])
+        partial = sch.rfactor(lane, len(spatial))
+        partial_loops = sch.get_loops(partial)
+        kinds = [int(v.iter_type) for v in sch.get(partial).iter_vars]
+        del outer, kinds
+        _order_partial(sch, partial, partial_loops, len(spatial), machine, work)
+        if work >= _WORTH_A_THREAD and spatial:
+            final_loops = sch.get_loops(block)
+            sch.parallel(sch.fuse(*final_loops[: len(spatial)]))
+        return
+    inner = spatial[-1] if spatial else None
+    if not along and inner is not None and extents[inner] % machine.lanes == 0:
+        outer, lane = sch.split(loops[inner], [None, machine.lanes])
+        sch.reorder(*[loops[i] for i in spatial[:-1]], outer, *[loops[i] for i in reduced], lane)
+        fused = sch.fuse(*[loops[i] for i in spatial[:-1]], outer)
+        sch.vectorize(lane)
+        if work >= _WORTH_A_THREAD:
+            sch.parallel(fused)
+        start = sch.decompose_reduction(block, loops[reduced[0]])
+        del start
+        return
+    if spatial and work >= _WORTH_A_THREAD:
+        sch.parallel(sch.fuse(*[loops[i] for i in spatial]))
+
+
+def _order_partial(
+    sch: Any, partial: Any, loops: Sequence[Any], spatial: int, machine: Machine, work: int
+) -> None:
+    """Partial results of a row: [rows.., k / lanes, lanes], the lanes innermost and in vectors."""
+    del machine
+    *rest, lane = loops
+    sch.vectorize(lane)
+    if spatial and work >= _WORTH_A_THREAD:
+        sch.parallel(sch.fuse(*rest[:spatial]))
