@@ -79,6 +79,11 @@ class Pattern:
         return self.rule.name if self.arity is None else f"{self.rule.name}/{self.arity}"
 
     @cached_property
+    def unconditional(self) -> bool:
+        """Whether a match is admitted wherever the variables are of declared types."""
+        return not self.rule.has_where and self.rule.dtypes is None
+
+    @cached_property
     def asked_at_start(self) -> bool:
         """Whether a plan that may start (`plan.may_start`) finds variables of declared types alone."""
         (first, *others) = self.nodes

@@ -176,19 +176,20 @@ class _Writer:
         while rest := [n for n in self.pattern.nodes if n not in self.bound]:
             node, value = next(found for n in rest if (found := self.anchor(n)) is not None)
             self.loop(f"u{node.index} in uses.get({value}, ())")
+            self.in_order(node, f"u{node.index}")
             self.emit(f"n{node.index} = producers[u{node.index}]")
             self.unless(f"n{node.index}.op != {node.op!r}")
-            self.node(node)
+            self.node(node, ordered=True)
 
-    def in_order(self, p: PNode) -> None:
+    def in_order(self, p: PNode, id: str) -> None:
         """Of the permutations of a symmetric rule's results only the one in which their ids ascend."""
         results = [out.node for out in self.pattern.outputs] if self.pattern.rule.symmetric else []
         if p not in results:
             return
         for other in results:
             if other in self.bound:
-                first, second = (p, other) if results.index(p) < results.index(other) else (other, p)
-                self.unless(f"n{first.index}.outputs[0] >= n{second.index}.outputs[0]")
+                sign = ">=" if results.index(p) < results.index(other) else "<="
+                self.unless(f"{id} {sign} n{other.index}.outputs[0]")
 
     def anchor(self, node: PNode) -> tuple[PNode, str] | None:
         """A value that is known already and that `node` reads."""
@@ -200,13 +201,17 @@ class _Writer:
                 shared = f"v_{i.name}"
         return None if shared is None else (node, shared)
 
-    def node(self, p: PNode) -> None:
-        """Checks of a node whose operator is known to fit, then of its inputs, then of their producers."""
+    def node(self, p: PNode, ordered: bool = False) -> None:
+        """Checks of a node whose operator is known to fit, then of its inputs, then of their producers.
+
+        `ordered`: its place among the results was checked.
+        """
         n = f"n{p.index}"
         for other in self.bound:
             if other.op == p.op:
                 self.unless(f"{n} is n{other.index}")
-        self.in_order(p)
+        if not ordered:
+            self.in_order(p, f"{n}.outputs[0]")
         self.bound.append(p)
         self.unless(f"{n}.types[0].const")
         found = schema(p.op)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 from immutables import Map
 
@@ -284,6 +284,10 @@ def build_edit(graph: Graph, match: Match, builder: GraphBuilder | None = None) 
     return builder.edit(rule.name, replaced, listed)
 
 
+# A match whose rule has not been asked about its types.
+_NOT_ASKED: Final = object()
+
+
 class _Types(dict[Value, TensorType | None]):
     """Types by value (None: left out), looked up once for each value."""
 
@@ -344,26 +348,30 @@ class _Finder:
         self, pattern: Pattern, nodes: tuple[Node, ...], values: tuple[Value, ...], attrs: tuple[Any, ...]
     ) -> None:
         """A match of a pattern: ask its rule's conditions."""
-        rule, graph, stats = pattern.rule, self.graph, self.library.stats[pattern.rule.name]
+        rule, stats = pattern.rule, self.library.stats[pattern.rule.name]
         types = tuple(map(self._types.__getitem__, values))
         self.considered += 1
         asked = (types, attrs)
         verdicts = pattern.verdicts
-        known = verdicts.get(asked)
-        if known is not None:  # most matches end here: it has to be quick
+        known = verdicts.get(asked, _NOT_ASKED)
+        if known.__class__ is Refused:  # most matches end here: it has to be quick
             stats.matched += 1
             self.refused_by_types += 1
             self.library.refuse(rule, known)
             return
         ids = tuple([n.outputs[0] for n in nodes])
         key = (rule.name, ids + values)
-        if key in self.seen:
-            return
+        before = len(self.seen)
         self.seen.add(key)
+        if len(self.seen) == before:
+            return
         stats.matched += 1
-        watch = [False]
+        if known is None and pattern.unconditional:
+            self.matches.append(Match(rule, nodes, values, key, pattern, attrs, ids))
+            return
+        graph, watch = self.graph, [False]
         try:
-            if asked not in verdicts:
+            if known is _NOT_ASKED:
                 declared = pattern.asked_at_start and not self.library.thorough
                 if not declared and (wrong := _undeclared(pattern, types)):
                     raise Refused(wrong)
