@@ -15,11 +15,12 @@ import psutil
 import pytest
 
 from tests.tuning.kernels import calls, matmul, scheduled, target, unscheduled
+from xrlflow.backends.protocol import BackendError
 from xrlflow.backends.tvm.load import tvm
 from xrlflow.tuning.knobs import Candidate
 from xrlflow.tuning.pool import Pool, PoolError, PoolOptions, _Crew
 from xrlflow.tuning.tasks import Task
-from xrlflow.tuning.worker import Built, Failed, Timing, build, steady
+from xrlflow.tuning.worker import Built, Failed, Ran, Run, Timing, build, run, steady
 
 QUICK = Timing(samples=2, sample_ms=0.5)
 
@@ -32,7 +33,8 @@ def pool() -> Iterator[Pool]:
 
 def workers_of(process: int) -> list[psutil.Process]:
     nurseries = [p for p in psutil.Process(process).children() if "raise_workers" in " ".join(p.cmdline())]
-    return [worker for nursery in nurseries for worker in nursery.children()]
+    found = [worker for nursery in nurseries for worker in nursery.children()]
+    return [worker for worker in found if worker.status() != psutil.STATUS_ZOMBIE]
 
 
 def test_kernels_compute_what_numpy_does(pool: Pool) -> None:
@@ -53,9 +55,42 @@ def test_measured_are_positive_times_in_the_candidates_order(pool: Pool) -> None
     assert outcomes[1].median < min(outcomes[0].median, outcomes[2].median)
 
 
+def test_kernels_run_with_the_threads_asked_for_each_on_a_cpu(pool: Pool) -> None:
+    task = matmul(16)
+    path = f"{pool._nursery.folder}/parallel.so"
+    built = build(next(Pool._builds(task, [scheduled(task, 8, parallel=True)], [path])))
+    for threads in (1, 2):
+        crew = _Crew(pool._nursery, 1, threads, 500, "running", 20.0)
+        try:
+            ((_, answer),) = crew.work(iter([Run(path, built.arguments, QUICK)]))
+            assert isinstance(answer, Ran)
+            process = crew._workers[0].process
+            assert process is not None
+            tasks = [int(thread.id) for thread in psutil.Process(process).threads()]
+            assert len(tasks) == threads
+            if len(os.sched_getaffinity(0)) >= threads > 1:
+                places = [os.sched_getaffinity(task) for task in tasks]
+                assert sorted(map(len, places)) == [1] * threads
+                assert len(set.union(*places)) == threads
+        finally:
+            crew.close()
+    os.unlink(path)
+
+
+def test_cold_caches_and_slow_kernels_are_timed(tmp_path: Path) -> None:
+    task = matmul(64)
+    path = str(tmp_path / "kernel.so")
+    built = build(next(Pool._builds(task, [unscheduled(task)], [path])))
+    cold = run(Run(path, built.arguments, Timing(samples=4, flush=True, limit_ms=1e6))).seconds
+    assert 1 <= len(cold) <= 8
+    assert all(second > 0 for second in cold)
+    once = run(Run(path, built.arguments, Timing(samples=4, limit_ms=1e-6))).seconds
+    assert len(once) == 1, "what takes longer than the limit is called once"
+
+
 def test_inputs_of_another_shape_are_refused(pool: Pool) -> None:
     task = matmul(16)
-    with pytest.raises(PoolError, match=r"input 0 is float32\[4, 4\], not float32\[16, 16\]"):
+    with pytest.raises(BackendError, match=r"input 0 is float32\[4, 4\], not float32\[16, 16\]"):
         pool.evaluate(task, unscheduled(task), [np.zeros((4, 4), np.float32)])
 
 
@@ -93,6 +128,17 @@ def test_what_does_not_compile_is_an_outcome(pool: Pool) -> None:
     assert found[0].error is not None
     assert "\n" not in found[0].error
     assert found[1].error is None
+
+
+def test_tools_that_do_not_work_are_no_fault_of_the_candidate(pool: Pool) -> None:
+    task = matmul(16)
+    jobs = pool._builds(task, [unscheduled(task)], [f"{pool._nursery.folder}/no such folder/x.so"])
+    job = next(jobs)
+    Path(f"{job.path}.o").parent.mkdir()
+    Path(job.path).mkdir()  # where the library is to be
+    with pytest.raises(PoolError, match="linking failed"):
+        list(pool._builders.work(iter([job])))
+    assert pool.measure(task, [unscheduled(task)])[0].error is None
 
 
 def test_killed_workers_are_replaced_and_nobody_is_blamed(pool: Pool) -> None:
@@ -163,12 +209,20 @@ def test_closing_leaves_nothing() -> None:
     pool.close()
 
 
+def test_a_killed_nursery_is_an_error_and_no_hang() -> None:
+    task = matmul(16)
+    with Pool(PoolOptions(builders=1, threads=1)) as pool:
+        os.kill(pool._nursery.group, signal.SIGKILL)
+        with pytest.raises(PoolError, match="workers die before they are ready"):
+            pool.measure(task, [unscheduled(task)])
+
+
 HOLDER = """
 import sys
 from xrlflow.tuning.pool import Pool, PoolOptions
 from xrlflow.tuning.worker import Run, Timing
 with Pool(PoolOptions(builders=1, threads=1, run_seconds=300.0)) as pool:
-    pool._runners.settle()
+    pool.settle()
     print(pool._nursery.folder, pool._nursery.group, flush=True)
     list(pool._runners.work(iter([Run(sys.argv[1], (("float32", (4,)),) * 2, Timing())])))
 """
@@ -250,11 +304,12 @@ def test_workers_that_cannot_start_say_why(monkeypatch: pytest.MonkeyPatch, tmp_
         ((1.0,), (1.0,)),
         ((1.0, 1.001, 0.999, 1.3), (1.0, 1.001, 0.999)),
         ((1.0, 1.01, 0.99, 1.015), (1.0, 1.01, 0.99, 1.015)),
-        ((3.0, 1.0), (3.0, 1.0)),
+        ((3.0, 1.0), (1.0,)),
+        ((3.0, 0.99, 9.0, 1.0, 1.02, 3.1, 3.3, 3.2), (0.99, 1.0, 1.02)),
         ((0.5, 1.0, 1.0, 1.0), (0.5, 1.0, 1.0, 1.0)),
     ],
 )
-def test_only_what_is_far_above_the_others_is_dropped(
+def test_samples_that_others_slowed_down_are_dropped(
     given: tuple[float, ...], kept: tuple[float, ...]
 ) -> None:
     assert steady(given) == kept

@@ -33,7 +33,7 @@ from typing import IO, TYPE_CHECKING, Self
 
 import psutil  # type: ignore[import-untyped]
 
-from xrlflow.backends.protocol import Array, one_line
+from xrlflow.backends.protocol import Array, BackendError, one_line
 from xrlflow.backends.tvm.load import tvm
 from xrlflow.tuning.tuners.protocol import Outcome
 from xrlflow.tuning.worker import (
@@ -133,8 +133,6 @@ class Pool:
                         libraries[number] = arguments
                     case _:
                         yield number, _failure(answer)
-            # Loading TVM keeps a core busy as building does.
-            self._builders.settle()
             order = sorted(libraries)
             runs = (Run(paths[number], libraries[number], self.options.timing) for number in order)
             for position, answer in self._runners.work(runs, until):
@@ -155,21 +153,26 @@ class Pool:
     def evaluate(self, task: Task, candidate: Candidate, inputs: Sequence[Array]) -> tuple[Array, ...]:
         """What the kernel computes: its parameters beyond `inputs`, which it finds zero.
 
-        Raises PoolError when it does not build, run, or take the inputs.
+        Raises BackendError when it does not build, run, or take the inputs.
         """
         (path,) = self._paths(1)
         try:
             for _, answer in self._builders.work(self._builds(task, [candidate], [path])):
                 if not isinstance(answer, Built):
-                    raise PoolError(_failure(answer).error)
+                    raise BackendError(_failure(answer).error)
                 call = Evaluate(path, answer.arguments, tuple(inputs))
                 for _, result in self._runners.work(iter([call])):
                     if isinstance(result, Evaluated):
                         return result.outputs
-                    raise PoolError(_failure(result).error)
+                    raise BackendError(_failure(result).error)
         finally:
             Path(path).unlink(missing_ok=True)
         raise PoolError("the pool is closed")
+
+    def settle(self) -> None:
+        """Wait until TVM is loaded, for those who measure how long the rest takes."""
+        self._builders.settle()
+        self._runners.settle()
 
     def close(self) -> None:
         """End the workers and remove their files. A second call does nothing."""
@@ -210,10 +213,10 @@ class _Nursery:
         self._socket, theirs = socket.socketpair()
         root = str(Path(__file__).resolve().parents[2])
         inherited = os.environ.get("PYTHONPATH")
-        program = "from xrlflow.tuning.worker import raise_workers; "
+        program = "from xrlflow.tuning.worker import raise_workers"
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", f"{program} raise_workers({theirs.fileno()}, {self.folder!r})"],
+                [sys.executable, "-P", "-c", f"{program}; raise_workers({theirs.fileno()}, {self.folder!r})"],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=self._log,
@@ -393,7 +396,7 @@ class _Crew:
                     self._replace(position)
 
     def settle(self) -> None:
-        """Wait until every worker is ready, so that none is loading."""
+        """Wait until every worker is ready."""
         while not all(worker.ready for worker in self._workers):
             for _ in self._heard():
                 pass
@@ -431,6 +434,8 @@ class _Crew:
                 failed = Failed(f"the process died {self._activity} it ({manner})")
                 yield duty, failed if fresh or duty.crashes > 1 else None
             else:
+                if isinstance(answer, Failed) and answer.fatal:
+                    raise PoolError(answer.error)
                 if worker is self._workers[position] and worker.uses >= self._uses:
                     self._replace(position)
                 yield duty, answer
@@ -440,7 +445,7 @@ class _Crew:
         if worker.ready:
             self._replace(position)
             return Failed(f"{self._activity} it took longer than {self._seconds:g} s")
-        return Failed(f"a worker did not load TVM in {START_SECONDS:g} s", fatal=True)
+        return Failed(f"a worker did not load TVM in {START_SECONDS:g} s")
 
     def _started(self, position: int, answer: Answer | None) -> None:
         """A worker's first word, or its end without one. Raises PoolError when there is no use in another."""

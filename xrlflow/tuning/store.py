@@ -178,13 +178,16 @@ class Store:
         return sum(int(count) for (count,) in self._read("SELECT count(*) FROM record", ()))
 
     def database(self, target: Target, tasks: Iterable[Task] | None = None) -> Any:
-        """The best record for this target of each task (default: of all tasks that are known), as a database of
-        MetaSchedule's, for its pass MetaScheduleApplyDatabase."""
+        """The best record for this target and version of TVM of each task (default: of all tasks that are known), as a
+        database of MetaSchedule's, for its pass MetaScheduleApplyDatabase."""
         meta = tvm().s_tir.meta_schedule.database
         found = meta.MemoryDatabase()
+        ours = target_text(target), str(tvm().__version__)
         modules = {task.key: task.mod for task in tasks} if tasks is not None else self._modules()
         for key, module in modules.items():
-            records = [r for r in self.best(key, count=len(self)) if r.setting.target == target_text(target)]
+            records = [
+                r for r in self.best(key, count=len(self)) if (r.setting.target, r.setting.tvm) == ours
+            ]
             if records:
                 workload = found.commit_workload(module)
                 found.commit_tuning_record(meta.TuningRecord.from_json(_for_tvm(records[0]), workload))

@@ -23,6 +23,7 @@ import socket
 import statistics
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Sequence
@@ -40,13 +41,17 @@ Argument: TypeAlias = tuple[str, tuple[int, ...]]
 """Data type and shape of a kernel's parameter."""
 
 
+class ToolError(BackendError):
+    """What kernels are built with is missing, or does not work here."""
+
+
 @dataclass(frozen=True, slots=True)
 class Timing:
     """How a kernel is timed.
 
     A sample is the mean of as many calls in a row as take `sample_ms`; there are `samples` of them, fewer where all
-    would take longer than `limit_ms`, and as many again where they disagree. Samples far above the others are
-    dropped: others' work makes a kernel slower, nothing makes it faster. `flush` empties the cache of the kernel's
+    would take longer than `limit_ms`, and as many again where they disagree; see `steady` for what is dropped.
+    `flush` empties the cache of the kernel's
     operands (but the first) before each sample, which then is one call.
     """
 
@@ -117,7 +122,7 @@ class Evaluated:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The job raised. One line; `fatal` where no other job can do better."""
+    """The job raised. One line; `fatal` where it is not the candidate's fault, and no other would do better."""
 
     error: str
     fatal: bool = False
@@ -128,20 +133,24 @@ Answer: TypeAlias = Ready | Built | Ran | Evaluated | Failed
 
 
 def steady(samples: Sequence[float]) -> tuple[float, ...]:
-    """`samples` without those far above the median: by more than three standard deviations, estimated from the
-    median absolute deviation (Hampel's identifier), and by more than 2%. At least half of them stay.
+    """`samples` without those that others' work has slowed down: more than 10% above the lower quartile.
+
+    Nothing makes a kernel faster than it is, so it is the fast samples that tell, but not the fastest alone. Where
+    most samples are disturbed (two threads, and somebody else on one of the cores), the median would not do.
 
     >>> steady((1.0, 1.001, 0.999, 1.3))
     (1.0, 1.001, 0.999)
     """
-    median = statistics.median(samples)
-    deviation = 1.4826 * statistics.median(abs(sample - median) for sample in samples)
-    return tuple(s for s in samples if s <= median + max(3.0 * deviation, 0.02 * median))
+    return tuple(sample for sample in samples if sample <= 1.1 * _quartile(samples))
 
 
 def agree(samples: Sequence[float]) -> bool:
-    """Whether half of the samples lie within 5% of the fastest."""
-    return statistics.median(samples) <= 1.05 * min(samples)
+    """Whether half of the samples lie within 5% of the lower quartile."""
+    return statistics.median(samples) <= 1.05 * _quartile(samples)
+
+
+def _quartile(samples: Sequence[float]) -> float:
+    return sorted(samples)[len(samples) // 4]
 
 
 def build(job: Build) -> Built:
@@ -170,7 +179,7 @@ def build(job: Build) -> Built:
 
 
 def _link(compiled: str, library: str) -> None:
-    """A shared library of one object file. Raises BackendError when the linker refuses."""
+    """A shared library of one object file. Raises ToolError when the linker refuses."""
     done = subprocess.run(
         [*_linker(), "-o", library, compiled, *_builtins()],
         stdin=subprocess.DEVNULL,
@@ -179,7 +188,7 @@ def _link(compiled: str, library: str) -> None:
         errors="replace",
     )
     if done.returncode != 0:
-        raise BackendError(f"linking failed: {one_line(done.stderr)}")
+        raise ToolError(f"linking failed: {one_line(done.stderr)}")
 
 
 @functools.cache
@@ -189,7 +198,7 @@ def _linker() -> tuple[str, ...]:
         return (ld, "-shared")
     if driver := _driver():
         return (driver, "-shared", "-fPIC")
-    raise BackendError("neither a linker nor a C compiler is installed: TVM's kernels cannot be linked")
+    raise ToolError("neither a linker nor a C compiler is installed: TVM's kernels cannot be linked")
 
 
 @functools.cache
@@ -222,6 +231,7 @@ def run(job: Run) -> Ran:
     start = time.perf_counter()
     kernel(*arguments)
     first = time.perf_counter() - start
+    _keep_apart()
     limit = timing.limit_ms / 1e3
     if first >= limit:  # so slow that its cold start does not matter
         return Ran((first,))
@@ -244,6 +254,21 @@ def run(job: Run) -> Ran:
     if not agree(found) and 2 * repeat * number * once <= limit:
         found += samples(number, repeat)
     return Ran(steady(found))
+
+
+def _keep_apart() -> None:
+    """Keep this thread off the CPUs of TVM's threads, which it shares the work with.
+
+    TVM pins its threads to a CPU each and lets the calling thread go everywhere. As often as not it is on the CPU
+    of one of them, and a kernel with two threads takes twice as long.
+    """
+    if sys.platform != "linux" or len(allowed := os.sched_getaffinity(0)) == 1:
+        return
+    others = {int(thread) for thread in os.listdir("/proc/self/task")} - {threading.get_native_id()}
+    pinned = [cpus for thread in others if len(cpus := os.sched_getaffinity(thread)) == 1]
+    free = allowed.difference(*pinned)
+    if pinned and free:
+        os.sched_setaffinity(0, {min(free)})
 
 
 def evaluate(job: Evaluate) -> Evaluated:
@@ -294,6 +319,7 @@ def _start() -> Ready | Failed:
     try:
         tvm()
         importlib.import_module("tvm.driver")
+        _linker()
         _builtins()
     except BackendError as error:
         return Failed(str(error), fatal=True)
@@ -313,7 +339,7 @@ def _done(job: Job) -> Answer:
             case Evaluate():
                 return evaluate(job)
     except BackendError as error:
-        return Failed(str(error))
+        return Failed(str(error), fatal=isinstance(error, ToolError))
     except Exception as error:  # TVM raises what it likes at schedules that it cannot compile
         return Failed(one_line(f"{type(error).__name__}: {_gist(str(error))}"))
 
