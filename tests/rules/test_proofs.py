@@ -22,3 +22,9 @@ def test_proven(rule: AnyRule) -> None:
         assert found.bound < 1e-12
     else:
         assert rule.relies_on, "say which property of a function the rule relies on"
+
+
+def test_means_of_nothing_do_not_tell_operators_apart() -> None:
+    """With this seed some reduced dimension is 0."""
+    (rule,) = [r for r in LIBRARY if r.name == "PushTransposeThroughReduce"]
+    assert not prove(rule, seed=1).unexplained

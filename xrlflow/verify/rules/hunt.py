@@ -234,7 +234,8 @@ def _likeness(builder: MutatingBuilder, case: Case, rng: np.random.Generator) ->
                     verdict = _BROADCASTS
                 shape = np.broadcast_shapes(a.shape, b.shape)
                 a, b = np.broadcast_to(a, shape), np.broadcast_to(b, shape)
-                same = np.allclose(a, b, 1e-12, 1e-12) if a.dtype.kind == "f" else np.array_equal(a, b)
+                real = a.dtype.kind == "f"  # the mean of nothing is NaN on both sides
+                same = np.allclose(a, b, 1e-12, 1e-12, equal_nan=True) if real else np.array_equal(a, b)
                 if not same:
                     return ""
         except Exception:
