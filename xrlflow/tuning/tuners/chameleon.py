@@ -3,8 +3,7 @@ Expedited Deep Neural Network Compilation").
 
 Adaptive exploration: PPO (the graph agent's, `xrlflow.learn.ppo`) walks through the knobs, decreasing, keeping or
 increasing each in one action; the reward is a surrogate's score of where it gets to. Adaptive sampling: of the many
-configurations that were visited k-means finds groups, as many as pay, and what is nearest to the middle of each is
-measured.
+configurations that were visited k-means finds groups, as many as pay, and one of each is measured.
 
 What differs from the paper, and why:
 - One small network is applied to every knob, with the mean over all knobs and features of the task beside it. So an
@@ -12,8 +11,9 @@ What differs from the paper, and why:
 - A tile has one knob per loop with up to hundreds of values; moves begin wide and end at one place, so that a walk of a
   few dozen steps can get from anywhere to anywhere.
 - The surrogate that is asked in a walk sees knobs alone (see `xrlflow.tuning.surrogate`): nothing is decoded.
-- Of the visited configurations those that the surrogate thinks best are grouped: the first walks of a plan go to places
-  that the agent has learned to avoid by the last.
+- Of the visited configurations those that the surrogate thinks best are grouped, and of a group the best is measured,
+  not what is nearest to its middle: over an 8x8 matmul's 19,200 vectors with the time given by the distance to a known
+  optimum, 160 measurements led to the optimum in two of six cases with the middles, in five with the best.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from xrlflow.learn.checkpoint import Checkpoint, CheckpointError, load_checkpoin
 from xrlflow.learn.factored import FactoredCategorical
 from xrlflow.learn.ppo import Episode, PPOConfig, Rollout, orthogonal, update
 from xrlflow.learn.threads import one_thread
-from xrlflow.tuning.knobs import Candidate, Floats, Indices, Kind, KnobSpace, Vector
+from xrlflow.tuning.knobs import Candidate, Floats, Indices, Kind, KnobSpace
 from xrlflow.tuning.surrogate import Surrogate
 from xrlflow.tuning.tuners.frontier import Frontier
 from xrlflow.tuning.tuners.protocol import Outcome
@@ -61,7 +61,11 @@ class ChameleonConfig:
     # A walk ends when this part of its knobs stays or is at its end.
     rest: float = 0.75
     # So many of the visited configurations, the best by the surrogate, are grouped.
-    pool: int = 512
+    pool: int = 128
+    # Of a group so many are decoded, the best by their knobs; the best by their schedules is taken.
+    shortlist: int = 4
+    # The part of what is proposed that is drawn at random, as AutoTVM does.
+    explore: float = 0.05
     # Groups that are tried: this many, twice as many and so on, up to what is wanted.
     groups: int = 8
     # More groups pay if the sum of squared distances falls by this factor.
@@ -84,8 +88,10 @@ class ChameleonConfig:
     )
 
     def __post_init__(self) -> None:
-        if min(self.walks, self.steps, self.rounds, self.pool, self.groups) < 1:
-            raise ValueError(f"walks, steps, rounds, pool and groups must be positive, not {self}")
+        if min(self.walks, self.steps, self.rounds, self.pool, self.groups, self.shortlist) < 1:
+            raise ValueError(f"walks, steps, rounds, pool, groups and shortlist must be positive, not {self}")
+        if not 0 <= self.explore < 1:
+            raise ValueError(f"explore is a part of the whole, not {self.explore}")
         if not 0 < self.rest <= 1 or self.knee <= 1:
             raise ValueError(
                 f"rest must be above 0 and at most 1, knee above 1, not {self.rest}, {self.knee}"
@@ -246,9 +252,10 @@ class ChameleonTuner:
             return self._frontier.random(count)
         with one_thread():
             pool = self._explore()
-        chosen = self._sample(pool, count) if len(pool) else []
+        wanted = count - int(self._generator.binomial(count, self._config.explore))
+        chosen = self._sample(pool, wanted) if len(pool) and wanted else []
         self._frontier.claim(chosen)
-        return chosen or self._frontier.random(count)
+        return [*chosen, *self._frontier.random(count - wanted if chosen else count)]
 
     def update(self, measured: Sequence[tuple[Candidate, Outcome]]) -> None:
         self._frontier.claim([candidate for candidate, _ in measured])
@@ -289,21 +296,25 @@ class ChameleonTuner:
         return np.concatenate([known, ends, others])
 
     def _sample(self, pool: Indices, count: int) -> list[Candidate]:
-        """Adaptive sampling: what is nearest to the middle of each group of the pool [N, K]; where that is not new or
-        not valid, one made of the values that the pool has most (the paper's), or as often as the pool has them."""
+        """Adaptive sampling: of each group of the pool [N, K] the best; where none is new and valid, one made of the
+        values that the pool has most (the paper's), or as often as the pool has them."""
         features = self._space.features(pool)
         features = (features - features.mean(0)) / (features.std(0) + 1e-6)
         centres = groups(features, self._config.groups, count, self._config.knee, self._generator)
+        owner = _distances(features, centres).argmin(axis=1)
         found: dict[str, Candidate] = {}
-        for centre in centres:
-            nearest = int(np.square(features - centre).sum(1).argmin())
-            tries = [pool[nearest], *self._synthetic(pool)]
-            vectors: list[Vector] = [tuple(place.tolist()) for place in tries]
-            for vector in vectors:
-                candidate = next(iter(self._frontier.new([vector], 1)), None)
-                if candidate is not None and candidate.key not in found:
-                    found[candidate.key] = candidate
-                    break
+        for group in range(len(centres)):
+            members = np.flatnonzero(owner == group)
+            vectors = [tuple(place) for place in pool[members].tolist()]
+            shortlist = [c for c in self._frontier.new(vectors, self._config.shortlist) if c.key not in found]
+            shortlist = shortlist or [
+                c
+                for c in self._frontier.new([tuple(v) for v in self._synthetic(pool).tolist()], 1)
+                if c.key not in found
+            ]
+            if shortlist:
+                best = shortlist[int(self._surrogate.rank(shortlist).argmax())]
+                found[best.key] = best
         return list(found.values())
 
     def _synthetic(self, pool: Indices, tries: int = 8) -> Indices:

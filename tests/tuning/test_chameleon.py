@@ -1,0 +1,248 @@
+"""Chameleon's parts: the agent, its walks, k-means with its knee, and that the policy learns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.tuning.problems import convolution, knobless, matmul, softmax
+from tests.tuning.test_tuners import Landscape, goal_of, space_of
+from xrlflow.learn.checkpoint import Checkpoint, CheckpointError, save_checkpoint
+from xrlflow.learn.ppo import Rollout, update
+from xrlflow.tuning.knobs import Floats, Indices, KnobSpace, Vector
+from xrlflow.tuning.surrogate import Surrogate
+from xrlflow.tuning.tasks import Task
+from xrlflow.tuning.tuners.chameleon import (
+    Agent,
+    ChameleonConfig,
+    ChameleonTuner,
+    Observation,
+    View,
+    Walks,
+    groups,
+    kmeans,
+    walk,
+)
+from xrlflow.tuning.tuners.protocol import Outcome
+
+TASKS = [matmul, convolution, softmax, knobless]
+SMALL = ChameleonConfig(walks=32, steps=16)
+
+
+class Known(Surrogate):
+    """A surrogate that has nothing to learn: the score falls with the distance in places from a goal."""
+
+    def __init__(self, space: KnobSpace, goal: Vector | None) -> None:
+        super().__init__(space, 0)
+        assert goal is not None
+        self.goal = np.array(goal)
+
+    def predict(self, vectors: object) -> Floats:
+        away = np.abs(np.asarray(vectors) - self.goal) / np.maximum(1, self.space.sizes - 1)
+        scores: Floats = np.exp(-2 * away.sum(axis=1)).astype(np.float32)
+        return scores
+
+
+def observations(space: KnobSpace, count: int, seed: int = 0) -> list[Observation]:
+    view, points = View.of(space), space.draw(np.random.default_rng(seed), count)
+    strides = np.full(len(space.knobs), 0.1, np.float32)
+    return [Observation(view, p, m, strides) for p, m in zip(points, space.movable(points))]
+
+
+def starts(space: KnobSpace, count: int = 32) -> Indices:
+    return space.draw(np.random.default_rng(0), count)
+
+
+def walks_of(agent: Agent, space: KnobSpace, surrogate: Surrogate, seed: int = 0) -> Walks:
+    draws = torch.Generator().manual_seed(seed)
+    return walk(agent, View.of(space), space, surrogate, starts(space), SMALL, draws)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_one_agent_serves_every_task(task: Callable[[], Task]) -> None:
+    space = space_of(task)
+    distribution, values = Agent(0).evaluate(observations(space, 5))
+    assert distribution.log_probs.shape == (5, len(space.knobs), 3)
+    assert values.shape == (5,)
+    assert bool(torch.isfinite(distribution.entropy()).all())
+
+
+def test_knobs_without_a_choice_do_not_count() -> None:
+    space = space_of(softmax)
+    seen = observations(space, 20)
+    distribution, _ = Agent(0).evaluate(seen)
+    movable = np.stack([o.movable for o in seen])
+    assert not movable.all()
+    actions = distribution.sample(torch.Generator().manual_seed(0)).numpy()
+    assert (actions[~movable] == 1).all()
+
+
+def test_observations_are_independent_of_their_company() -> None:
+    seen = observations(space_of(convolution), 6)
+    agent = Agent(0)
+    # An actor that has learned something: the initial one is nearly indifferent.
+    torch.nn.init.normal_(agent.actor.weight, generator=torch.Generator().manual_seed(0))
+    together, values = agent.evaluate(seen)
+    alone, value = agent.evaluate(seen[2:3])
+    torch.testing.assert_close(together.log_probs[2], alone.log_probs[0])
+    torch.testing.assert_close(values[2], value[0])
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_walks_stay_in_the_space_and_say_what_was_visited(task: Callable[[], Task]) -> None:
+    space = space_of(task)
+    surrogate = Known(space, goal_of(space, 0).vector)
+    walks = walks_of(Agent(0), space, surrogate)
+    assert len(walks.visited) == len(walks.scores) == 32 + sum(len(e) for e in walks.episodes)
+    assert all(space.normal(v) == tuple(v) for v in walks.visited.tolist())
+    assert np.array_equal(surrogate.predict(walks.visited), walks.scores)
+    assert all(1 <= len(e) <= SMALL.steps for e in walks.episodes)
+    assert all(e.truncated for e in walks.episodes)
+    # A reward is the score of where the step has led to.
+    for episode, end in zip(walks.episodes, walks.ends):
+        assert episode.rewards[-1] == pytest.approx(float(surrogate.predict(end[None])[0]))
+
+
+def test_a_walk_without_a_choice_rests() -> None:
+    space = space_of(knobless)
+    walks = walks_of(Agent(0), space, Known(space, (0,)))
+    # It ends with the first step that is one place wide.
+    assert {len(e) for e in walks.episodes} == {1}
+
+
+def test_walks_are_reproducible() -> None:
+    space = space_of(matmul)
+    surrogate = Known(space, goal_of(space, 0).vector)
+    one, same, other = (walks_of(Agent(0), space, surrogate, seed) for seed in (0, 0, 1))
+    assert np.array_equal(one.visited, same.visited)
+    assert [e.log_probs for e in one.episodes] == [e.log_probs for e in same.episodes]
+    assert len(one.visited) != len(other.visited) or not np.array_equal(one.visited, other.visited)
+
+
+def test_the_agent_learns_to_walk_to_better_places() -> None:
+    space = space_of(matmul)
+    surrogate = Known(space, goal_of(space, 3).vector)
+    agent, config = Agent(0), ChameleonConfig(walks=32, steps=16)
+    optimizer = config.ppo.optimizer(agent)
+    draws = torch.Generator().manual_seed(0)
+
+    def mean_end() -> float:
+        walks = walks_of(agent, space, surrogate, seed=99)
+        return float(surrogate.predict(walks.ends).mean())
+
+    before = mean_end()
+    for _ in range(25):
+        walks = walk(agent, View.of(space), space, surrogate, starts(space), config, draws)
+        update(agent, optimizer, Rollout.of(walks.episodes, config.ppo), config.ppo, draws)
+    assert mean_end() > 1.5 * before
+
+
+def test_kmeans_finds_groups_that_are_apart() -> None:
+    generator = np.random.default_rng(0)
+    truth = np.array([[0, 0], [10, 0], [0, 10]], np.float32)
+    points = np.concatenate([c + generator.normal(0, 0.1, (50, 2)) for c in truth]).astype(np.float32)
+    centres, loss = kmeans(points, 3, generator)
+    assert sorted(np.abs(np.round(centres)).tolist()) == sorted(truth.tolist())
+    assert loss == pytest.approx(150 * 2 * 0.01, rel=0.3)
+
+
+def test_kmeans_takes_points_that_are_all_alike() -> None:
+    centres, loss = kmeans(np.ones((5, 2), np.float32), 3, np.random.default_rng(0))
+    assert (centres.tolist(), loss) == ([[1, 1]] * 3, 0.0)
+
+
+def clustered(count: int) -> Floats:
+    generator = np.random.default_rng(0)
+    centres = generator.normal(0, 100, (count, 4))
+    return np.concatenate([c + generator.normal(0, 0.1, (20, 4)) for c in centres]).astype(np.float32)
+
+
+def test_groups_stop_at_the_knee() -> None:
+    """Twelve clumps: more than eight groups pay much, more than sixteen nothing."""
+    found = groups(clustered(12), 8, 64, 2.5, np.random.default_rng(0))
+    assert len(found) == 16
+
+
+def test_groups_are_no_more_than_wanted_or_there_are_points() -> None:
+    points = clustered(12)
+    assert len(groups(points, 8, 5, 2.5, np.random.default_rng(0))) == 5
+    assert len(groups(points[:3], 8, 64, 2.5, np.random.default_rng(0))) == 3
+
+
+def test_a_cloud_without_structure_needs_few_measurements() -> None:
+    """What makes it cheaper than others: a plan is as long as it has kinds of configurations."""
+    space = space_of(matmul)
+    landscape = Landscape(space, goal_of(space, 0))
+    tuner = ChameleonTuner(space, 0, ChameleonConfig(walks=32, steps=16, explore=0.0))
+    tuner.update([(c, landscape(c)) for c in tuner.propose(64)])
+    assert 0 < len(tuner.propose(64)) < 64
+
+
+def test_an_agent_is_saved_and_loaded(tmp_path: Path) -> None:
+    agent = Agent(3)
+    agent.updates = 7
+    agent.save(tmp_path / "agent.safetensors")
+    again = Agent.load(tmp_path / "agent.safetensors")
+    assert again.updates == 7
+    seen = observations(space_of(matmul), 4)
+    torch.testing.assert_close(again.evaluate(seen)[0].log_probs, agent.evaluate(seen)[0].log_probs)
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "message"),
+    [
+        ("agent", {"hidden": 20, "updates": 1}, "holds: agent"),
+        ("kernel agent", {"hidden": "20", "updates": 1}, "configuration is damaged"),
+        ("kernel agent", {"hidden": 20, "updates": 1}, "another version"),
+    ],
+)
+def test_other_files_are_no_agents(
+    tmp_path: Path, kind: str, config: dict[str, object], message: str
+) -> None:
+    save_checkpoint(Checkpoint(kind, config, {"w": torch.zeros(2)}), tmp_path / "x")
+    with pytest.raises(CheckpointError, match=message):
+        Agent.load(tmp_path / "x")
+
+
+def test_a_tuner_leaves_the_agent_that_it_was_given_alone_and_goes_on_from_it() -> None:
+    space = space_of(matmul)
+    landscape = Landscape(space, goal_of(space, 0))
+    given = Agent(0)
+    before = {name: tensor.clone() for name, tensor in given.state_dict().items()}
+    tuner = ChameleonTuner(space, 0, SMALL, given)
+    for _ in range(2):
+        tuner.update([(c, landscape(c)) for c in tuner.propose(8)])
+    assert given.updates == 0
+    assert tuner.agent.updates > 0
+    assert all(torch.equal(tensor, before[name]) for name, tensor in given.state_dict().items())
+    assert any(not torch.equal(tensor, before[name]) for name, tensor in tuner.agent.state_dict().items())
+
+
+def test_an_agent_of_other_tasks_chooses_from_the_start() -> None:
+    """The first proposals are where it walks to; without one they are drawn."""
+    space = space_of(convolution)
+    agent = Agent(0)
+    agent.updates = 1
+    # One that decreases every knob that can be.
+    with torch.no_grad():
+        agent.actor.weight.zero_()
+        agent.actor.bias.copy_(torch.tensor([9.0, 0.0, 0.0]))
+    config = ChameleonConfig(walks=32, steps=16, explore=0.0)
+    proposed = ChameleonTuner(space, 0, config, agent).propose(4)
+    drawn = ChameleonTuner(space, 0, config).propose(4)
+    assert len(drawn) == 4
+    assert proposed
+    lower, upper = (np.mean([sum(c.vector or ()) for c in found]) for found in (proposed, drawn))
+    assert lower < 0.5 * upper
+
+
+def test_times_are_learned_from_until_no_kernel_is_left() -> None:
+    space = space_of(knobless)
+    tuner = ChameleonTuner(space, 0, SMALL)
+    (only,) = tuner.propose(8)
+    tuner.update([(only, Outcome((1e-3,)))])
+    assert list(tuner.propose(8)) == []

@@ -1,0 +1,322 @@
+"""What every tuner keeps to, and that each finds the best of a small landscape that nothing is built for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import cache
+
+import numpy as np
+import pytest
+
+from tests.tuning.problems import convolution, knobless, matmul, softmax
+from xrlflow.tuning.knobs import Candidate, Kind, KnobSpace
+from xrlflow.tuning.surrogate import Surrogate
+from xrlflow.tuning.tasks import Task
+from xrlflow.tuning.tuners.annealing import AnnealingConfig, AnnealingTuner
+from xrlflow.tuning.tuners.beam import BeamConfig, BeamTuner
+from xrlflow.tuning.tuners.chameleon import ChameleonConfig, ChameleonTuner
+from xrlflow.tuning.tuners.evolutionary import EvolutionaryConfig, EvolutionaryTuner
+from xrlflow.tuning.tuners.frontier import Frontier
+from xrlflow.tuning.tuners.protocol import Method, Outcome, Tuner, make_tuner
+from xrlflow.tuning.tuners.random import RandomTuner
+
+# Small ones, for tests take seconds.
+EVOLUTION = EvolutionaryConfig(population=16, generations=1, warmup=8)
+ANNEALING = AnnealingConfig(chains=32, steps=60)
+BEAM = BeamConfig(beam=8, completions=4, passes=2)
+WALKS = ChameleonConfig(walks=24, steps=12, rounds=2)
+MAKERS: dict[Method, Callable[[KnobSpace, int], Tuner]] = {
+    Method.RANDOM: RandomTuner,
+    Method.EVOLUTIONARY: lambda space, seed: EvolutionaryTuner(space, seed, EVOLUTION),
+    Method.ANNEALING: lambda space, seed: AnnealingTuner(space, seed, ANNEALING),
+    Method.BEAM: lambda space, seed: BeamTuner(space, seed, BEAM),
+    Method.CHAMELEON: lambda space, seed: ChameleonTuner(space, seed, WALKS),
+}
+GUIDED = [Method.ANNEALING, Method.BEAM, Method.CHAMELEON]
+
+
+@cache
+def space_of(task: Callable[[], Task]) -> KnobSpace:
+    return KnobSpace.of(task(), 0)
+
+
+def tiny() -> Task:
+    return matmul(4)
+
+
+def smallest() -> Task:
+    return matmul(2)
+
+
+class Landscape:
+    """Milliseconds that grow with the distance from a goal: of tiles by their factors' logarithms, else by index.
+
+    The goal's kernel takes one, whichever vector it comes from: some vectors decode to the same.
+    """
+
+    def __init__(self, space: KnobSpace, goal: Candidate) -> None:
+        self.space, self.goal = space, goal
+
+    def __call__(self, candidate: Candidate) -> Outcome:
+        assert self.goal.vector is not None
+        if candidate.key == self.goal.key:
+            return Outcome((1e-3,))
+        if candidate.vector is None:
+            return Outcome(error="no vector, no place in the landscape")
+        away = 0.0
+        for knob, index, goal in zip(self.space.knobs, candidate.vector, self.goal.vector):
+            one, other = knob.values[index], knob.values[goal]
+            if isinstance(one, tuple) and isinstance(other, tuple):
+                away += sum(abs(math.log2(a / b)) for a, b in zip(one, other))
+            else:
+                away += abs(index - goal)
+        return Outcome((1e-3 * (1 + away),))
+
+
+def goal_of(space: KnobSpace, seed: int) -> Candidate:
+    """Any candidate."""
+    candidate = space.decode(space.random(np.random.default_rng(100 + seed)))
+    assert candidate is not None
+    return candidate
+
+
+def trials_to_goal(tuner: Tuner, landscape: Landscape, most: int, batch: int = 8) -> int | None:
+    """How many measurements it took; None if they did not do."""
+    done = 0
+    while done < most:
+        proposed = tuner.propose(batch)
+        if not proposed:
+            return None
+        measured = [(candidate, landscape(candidate)) for candidate in proposed]
+        done += len(measured)
+        if any(outcome.median == 1e-3 for _, outcome in measured):
+            return done
+        tuner.update(measured)
+    return None
+
+
+def play(tuner: Tuner, space: KnobSpace, batches: Sequence[int]) -> list[Candidate]:
+    """What it proposes while it is told of a landscape in which every fifth fails."""
+    landscape, found = Landscape(space, goal_of(space, 0)), []
+    for size in batches:
+        proposed = tuner.propose(size)
+        assert len(proposed) <= size
+        found += proposed
+        tuner.update(
+            [
+                (c, Outcome(error="it fell over") if i % 5 == 4 else landscape(c))
+                for i, c in enumerate(proposed)
+            ]
+        )
+    return found
+
+
+@pytest.mark.parametrize("task", [matmul, convolution, softmax])
+@pytest.mark.parametrize("method", Method)
+def test_proposals_are_distinct_valid_and_reproducible(method: Method, task: Callable[[], Task]) -> None:
+    space = space_of(task)
+    batches = (8, 3, 6)
+    found = play(MAKERS[method](space, 1), space, batches)
+    assert len({c.key for c in found}) == len(found) >= 10
+    for candidate in found:
+        if candidate.vector is not None:
+            again = space.decode(candidate.vector)
+            assert again is not None
+            assert (again.key, again.vector) == (candidate.key, candidate.vector)
+    assert [c.key for c in play(MAKERS[method](space, 1), space, batches)] == [c.key for c in found]
+    assert [c.key for c in play(MAKERS[method](space, 2), space, batches[:1])] != [c.key for c in found[:8]]
+
+
+@pytest.mark.parametrize("method", Method)
+def test_a_task_without_knobs_ends(method: Method) -> None:
+    space = space_of(knobless)
+    tuner = MAKERS[method](space, 0)
+    first = tuner.propose(4)
+    assert len(first) == 1
+    tuner.update([(first[0], Outcome((1e-3,)))])
+    assert list(tuner.propose(4)) == []
+
+
+@pytest.mark.parametrize("method", Method)
+def test_nothing_is_asked_for_and_nothing_told(method: Method) -> None:
+    tuner = MAKERS[method](space_of(matmul), 0)
+    assert list(tuner.propose(0)) == []
+    tuner.update([])
+    assert len(tuner.propose(2)) == 2
+
+
+@pytest.mark.parametrize("method", Method)
+def test_what_another_has_measured_is_not_proposed(method: Method) -> None:
+    space = space_of(smallest)
+    measured = RandomTuner(space, 5).propose(space.size // 2)
+    tuner = MAKERS[method](space, 0)
+    tuner.update([(c, Outcome((1e-3 * (1 + i),))) for i, c in enumerate(measured)])
+    found: list[Candidate] = []
+    for _ in range(6):
+        proposed = tuner.propose(8)
+        found += proposed
+        tuner.update([(c, Outcome((1e-2,))) for c in proposed])
+    assert found
+    assert not {c.key for c in found} & {c.key for c in measured}
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        RandomTuner,
+        lambda space, seed: AnnealingTuner(space, seed, AnnealingConfig(chains=8, steps=20)),
+        lambda space, seed: BeamTuner(space, seed, BeamConfig(beam=4, completions=2, passes=1)),
+        lambda space, seed: ChameleonTuner(
+            space, seed, ChameleonConfig(walks=8, steps=4, rounds=1, groups=40)
+        ),
+    ],
+)
+def test_every_kernel_is_proposed_once_and_then_it_ends(make: Callable[[KnobSpace, int], Tuner]) -> None:
+    space = space_of(smallest)
+    kernels = {c.key for v in space.enumerate() if (c := space.decode(v)) is not None}
+    tuner, found = make(space, 0), []
+    landscape = Landscape(space, goal_of(space, 0))
+    while proposed := tuner.propose(40):
+        found += [c.key for c in proposed]
+        tuner.update([(c, landscape(c)) for c in proposed])
+    assert len(found) == len(kernels)
+    assert set(found) == kernels
+
+
+@pytest.mark.parametrize("method", GUIDED)
+def test_all_failing_is_survived(method: Method) -> None:
+    tuner = MAKERS[method](space_of(matmul), 0)
+    for _ in range(3):
+        proposed = tuner.propose(8)
+        assert len(proposed) == 8
+        tuner.update([(c, Outcome(error="no compiler")) for c in proposed])
+
+
+@pytest.mark.parametrize("method", GUIDED)
+def test_the_best_is_found_in_a_fraction_of_the_space(method: Method) -> None:
+    """Blind search would need 1,800 trials of the 3,600 on average."""
+    space = space_of(tiny)
+    assert space.size == 3600
+    found = [
+        trials_to_goal(MAKERS[method](space, seed), Landscape(space, goal_of(space, seed)), space.size // 16)
+        for seed in range(3)
+    ]
+    assert sum(trials is not None for trials in found) >= 2
+
+
+@pytest.mark.parametrize("method", [Method.EVOLUTIONARY, *GUIDED])
+def test_what_was_measured_guides_what_is_proposed(method: Method) -> None:
+    """After some measurements, which it need not have asked for, proposals are better than what is drawn."""
+    space = space_of(matmul)
+    landscape = Landscape(space, goal_of(space, 1))
+    known = [(c, landscape(c)) for c in RandomTuner(space, 3).propose(60)]
+    tuner = MAKERS[method](space, 0)
+    tuner.update(known)
+    times = [o.median for c in tuner.propose(16) if math.isfinite((o := landscape(c)).median)]
+    assert np.median(times) < 0.75 * np.median([o.median for _, o in known])
+
+
+def test_the_surrogate_orders_what_it_has_not_seen() -> None:
+    space = space_of(matmul)
+    landscape = Landscape(space, goal_of(space, 0))
+    drawn = RandomTuner(space, 0).propose(200)
+    surrogate = Surrogate(space, 0)
+    assert not surrogate.ready
+    assert surrogate.rank(drawn[:3]).tolist() == [0, 0, 0]
+    surrogate.add([(c, landscape(c)) for c in drawn[:120]])
+    assert surrogate.ready
+    rest = drawn[120:]
+    truth = np.array([-landscape(c).median for c in rest])
+    vectors = [c.vector for c in rest if c.vector is not None]
+    for scores in (surrogate.predict(vectors), surrogate.rank(rest)):
+        order = np.corrcoef(np.argsort(np.argsort(scores)), np.argsort(np.argsort(truth)))[0, 1]
+        assert order > 0.5
+
+
+def test_the_surrogate_keeps_the_best_and_leaves_failures_out() -> None:
+    space = space_of(matmul)
+    drawn = RandomTuner(space, 0).propose(9)
+    surrogate = Surrogate(space, 0)
+    surrogate.add([(c, Outcome((1.0 + i,))) for i, c in enumerate(drawn[:8])])
+    surrogate.add([(drawn[8], Outcome(error="no")), (drawn[7], Outcome((0.5, 0.4, 9.0)))])
+    assert surrogate.best(2) == [drawn[7].vector, drawn[0].vector]
+    assert drawn[8].vector not in surrogate.best(99)
+
+
+def test_the_surrogate_learns_from_schedules_without_vectors() -> None:
+    space = space_of(matmul)
+    landscape = Landscape(space, goal_of(space, 0))
+    drawn = RandomTuner(space, 0).propose(40)
+    surrogate = Surrogate(space, 0)
+    surrogate.add([(Candidate(None, c.trace, c.mod, c.key), landscape(c)) for c in drawn])
+    assert surrogate.best(5) == []
+    assert surrogate.predict([c.vector for c in drawn if c.vector is not None]).tolist() == [0] * 40
+    scores = surrogate.rank(drawn)
+    assert np.corrcoef(scores, [-landscape(c).median for c in drawn])[0, 1] > 0.5
+
+
+def test_a_frontier_gives_each_kernel_once() -> None:
+    space = space_of(convolution)
+    frontier = Frontier(space, np.random.default_rng(0))
+    vector = space.random(np.random.default_rng(0))
+    (one,) = frontier.new([vector, vector], 2)
+    assert not frontier.known(one)
+    assert [c.key for c in frontier.new([vector], 1)] == [one.key]
+    frontier.claim([one])
+    assert frontier.known(one)
+    assert frontier.new([vector], 1) == []
+    assert frontier.spent(vector)
+
+
+def test_outcomes_are_times_or_an_error() -> None:
+    assert Outcome((3.0, 1.0, 2.0)).median == 2.0
+    assert Outcome(error="no").median == math.inf
+    for wrong in ({}, {"seconds": (1.0,), "error": "no"}, {"seconds": (0.0,)}, {"seconds": (math.nan,)}):
+        with pytest.raises(ValueError):
+            Outcome(**wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("method", Method)
+def test_each_method_makes_its_tuner(method: Method) -> None:
+    assert make_tuner(method, matmul(), 0, space=space_of(matmul)).name == method.value
+
+
+def test_an_agent_is_for_chameleon_alone() -> None:
+    from xrlflow.tuning.tuners.chameleon import Agent
+
+    with pytest.raises(ValueError, match="no use to beam"):
+        make_tuner(Method.BEAM, matmul(), 0, space=space_of(matmul), agent=Agent(0))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda: AnnealingConfig(chains=0),
+        lambda: AnnealingConfig(temperature=0),
+        lambda: BeamConfig(beam=0),
+        lambda: EvolutionaryConfig(threads=0),
+        lambda: ChameleonConfig(walks=0),
+        lambda: ChameleonConfig(knee=1),
+        lambda: ChameleonConfig(rest=0),
+        lambda: ChameleonConfig(explore=1.5),
+    ],
+)
+def test_configurations_that_make_no_sense_are_refused(wrong: Callable[[], object]) -> None:
+    with pytest.raises(ValueError):
+        wrong()
+
+
+def test_global_random_numbers_are_left_alone() -> None:
+    np.random.seed(7)
+    expected = np.random.random(3)
+    np.random.seed(7)
+    tuner = MAKERS[Method.EVOLUTIONARY](space_of(matmul), 0)
+    tuner.update([(c, Outcome((1e-3,))) for c in tuner.propose(4)])
+    assert np.random.random(3).tolist() == expected.tolist()
+
+
+def test_the_smallest_space_is_what_it_seems() -> None:
+    space = space_of(smallest)
+    assert [k.kind for k in space.knobs].count(Kind.TILE) == 3
+    assert space.size < 1000
