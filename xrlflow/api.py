@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rewrite_rules import LIBRARY
+from xrlflow import lowering
 from xrlflow.backends import BackendError, RepeatedComparison
 from xrlflow.backends.onnxruntime import (
     check_providers,
@@ -25,6 +26,7 @@ from xrlflow.backends.onnxruntime import (
 )
 from xrlflow.backends.onnxruntime.session import CPU, ort_errors
 from xrlflow.backends.results import SpeedUp
+from xrlflow.backends.tvm import TvmModel
 from xrlflow.cost import AdditiveCost, CostModel, Measured, Profiled, Roofline, calibrated
 from xrlflow.ir import Graph
 from xrlflow.onnxio import (
@@ -85,6 +87,7 @@ SEARCHES = (*_COMPARED, *_LOOKAHEAD)
 # What rules may assume besides being approximate.
 ASSUMPTIONS = frozenset({"finite", "vnni"})
 COSTS = ("roofline", "profiled", "measured")
+BACKENDS = ("onnxruntime", "tvm")
 
 # How the time limit is shared out: when searching must be over, and the least that is kept for measuring whole
 # models against each other before the end (parts of the limit).
@@ -134,6 +137,7 @@ class Result:
     opset: int | None
     verification: Verification | None = None
     selection: Selection | None = None
+    compiled: TvmModel | None = None
 
     @property
     def speedup(self) -> SpeedUp | None:
@@ -158,10 +162,12 @@ class Result:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the result to a file, whole or not at all.
 
-        The original is written byte for byte, its external data beside it. Raises ModelError if the file cannot be
-        written.
+        The original is written byte for byte, its external data beside it; with TVM as the backend a shared library.
+        Raises ModelError or BackendError if the file cannot be written.
         """
-        if self.returned_original:
+        if self.compiled is not None:
+            self.compiled.save(path)
+        elif self.returned_original:
             save_original(self.imported, path)
         else:
             save(self.imported, self.graph, path, opset=self.opset, max_growth=self.max_growth)
@@ -296,6 +302,8 @@ def optimize(
     `alpha`), "lookahead2", "lookahead3" (greedy, but they look so many steps ahead where they are stuck) or "random"
     (`budget` edits that ignore the cost). `budget`: states that a search may expand.
     `cost`: "roofline", "profiled" (operators measured alone) or "measured" (whole models, slow), or any CostModel.
+    `backend`: "onnxruntime", or "tvm": the result is compiled, `save` writes a shared library, and its latency is
+    compared with the original's in ONNX Runtime.
     `backend_ops`: the result may have operators that only the backend has (com.microsoft for ONNX Runtime).
     `allow_approximate`: also rules that may lose more than two bits of float32 accuracy. `assuming`: what holds of the
     data or the machine, for rules that are right only then: "finite" (no infinities or NaN), "vnni" (the processor
@@ -325,12 +333,15 @@ def optimize(
             Library(
                 LIBRARY, backend=backend, contrib=backend_ops,
                 assuming=(*assuming, *(("approximate",) if allow_approximate else ())),
+                runs=lowering.runs if backend == "tvm" else None,
             ),
             listener,
             shapes or {},
             agent,
             train_steps,
         )  # fmt: skip
+        if backend == "tvm":
+            lowering.check_supported(imported.graph)
         job.phase("import", begin)
         given = None if isinstance(cost, str) else cost
         return _run(job, given, measure, verify, inputs, opset, replay)
@@ -370,6 +381,8 @@ def _run(
     if not job.fits(result.best):
         job.notes.append(f"the best graph exceeds {job.max_growth:g} times the input's size (--max-growth)")
 
+    if job.library.backend == "tvm":
+        return _lowered(job, base, result, proposals, measuring, verifying, inputs)
     exporting = _runs_fewer(imported, base.state.graph)
     selection: Selection | None = None
     chosen: Found | None = None
@@ -435,7 +448,7 @@ def _result(
         model=job.imported.name,
         search=job.search,
         cost_model=job.cost_name,
-        backend="onnxruntime",
+        backend=job.library.backend or "onnxruntime",
         threads=job.threads,
         nodes_before=job.imported.nodes_before,
         nodes_after=nodes_after,
@@ -469,6 +482,46 @@ def _result(
         verification,
         selection,
     )
+
+
+def _lowered(
+    job: _Job,
+    base: Found,
+    found: SearchResult,
+    proposals: Sequence[Found],
+    measuring: bool,
+    verifying: bool,
+    inputs: str | os.PathLike[str] | Mapping[str, Any] | None,
+) -> Result:
+    """Compile what was found, choose by measurement, verify and measure the compiled model."""
+    since = time.monotonic()
+    job.say("compile", 0, 0, "with TVM")
+    best, remarks = lowering.lower_best(
+        job.original, base, proposals, job.write, job.feeds if measuring else None, threads=job.threads,
+        shapes=job.shapes, folder=job.folder, time_left=lambda: job.deadline - time.monotonic(),
+        session_options=job.session_options,
+    )  # fmt: skip
+    job.notes.extend(remarks)
+    job.phase("compile", since)
+    verification: Verification | None = None
+    if verifying:
+        since = time.monotonic()
+        verification = _reference(job, inputs).check_compiled(best.model, best.model.sizes)
+        job.phase("verify", since)
+        if not verification.verified:
+            raise VerificationFailed(
+                "the compiled model does not compute the same: "
+                + ("; ".join(verification.failures) or verification.reason)
+            )
+    compared: RepeatedComparison | None = None
+    reason = "not measured"
+    if measuring:
+        since = time.monotonic()
+        compared = _final(job, best.path)
+        job.phase("measure", since)
+        reason = f"measured {compared.speedup} against ONNX Runtime"
+    result = _result(job, base, best.found, found, verification, compared, None, reason, None)
+    return replace(result, compiled=best.model)
 
 
 def _cost_model(job: _Job) -> CostModel:
@@ -712,13 +765,17 @@ def _final(job: _Job, path: str) -> RepeatedComparison:
 
 
 def _verify(job: _Job, path: str, inputs: str | os.PathLike[str] | Mapping[str, Any] | None) -> Verification:
+    return _reference(job, inputs).check(path)
+
+
+def _reference(job: _Job, inputs: str | os.PathLike[str] | Mapping[str, Any] | None) -> Reference:
     job.say("verify", 0, 0, "on random inputs")
     if job.reference is None:
         job.reference = Reference.of(
             job.original, imported=job.imported, inputs=inputs, seed=job.seed, threads=job.threads,
             session_options=job.session_options,
         )  # fmt: skip
-    return job.reference.check(path)
+    return job.reference
 
 
 def _blame(
@@ -761,8 +818,8 @@ def _check_options(
         raise OptionError(f"search {search!r} is not known: choose one of {', '.join(SEARCHES)}")
     if isinstance(cost, str) and cost not in COSTS:
         raise OptionError(f"cost {cost!r} is not known: choose one of {', '.join(COSTS)}")
-    if backend != "onnxruntime":
-        raise OptionError(f"backend {backend!r} is not known: only onnxruntime is, for now")
+    if backend not in BACKENDS:
+        raise OptionError(f"backend {backend!r} is not known: choose of {', '.join(BACKENDS)}")
     if budget < 0:
         raise OptionError(f"budget {budget} is negative")
     if train_steps < 0:

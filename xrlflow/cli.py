@@ -85,7 +85,9 @@ def optimize(
     output: Annotated[Path, typer.Option("-o", "--output", help="Where the result goes.")],
     search: Search = "xrlflow",
     cost: Cost = "profiled",
-    backend: Annotated[str, typer.Option(help="The runtime that the result is for.")] = "onnxruntime",
+    backend: Annotated[
+        str, typer.Option(help="onnxruntime, or tvm: -o names a shared library.")
+    ] = "onnxruntime",
     backend_ops: Annotated[
         bool, typer.Option(help="Allow operators that only this runtime has (com.microsoft).")
     ] = False,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from xrlflow.ir import Node, TensorType, Value
@@ -144,7 +144,9 @@ class Library:
         contrib: bool = False,
         timed: bool = False,
         thorough: bool = False,
+        runs: Callable[[str], bool] | None = None,
     ) -> None:
+        """`runs` says whether the backend has an operator; substitutions do not write those that it lacks."""
         offered = [
             r
             for r in rules
@@ -154,6 +156,7 @@ class Library:
         ]
         check_rules(offered)
         self.backend, self.assuming = backend, tuple(assuming)
+        self.runs = runs
         self.rules: dict[str, AnyRule] = {r.name: r for r in offered}
         self.timed, self._thorough = timed, thorough
         self.stats: dict[str, RuleStats] = {r.name: RuleStats() for r in offered}
@@ -205,4 +208,5 @@ class Library:
             contrib=True,
             timed=self.timed,
             thorough=self._thorough,
+            runs=self.runs,
         )

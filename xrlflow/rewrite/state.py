@@ -450,6 +450,10 @@ class _Finder:
             begin = time.perf_counter() if self.library.timed else 0.0
             try:
                 edit = build_edit(self.graph, match)
+                if self.library.runs is not None:
+                    for node in edit.added:
+                        if not self.library.runs(node.op):
+                            raise Refused(f"the backend has no {node.op}")
             except Refused as reason:
                 self.library.refuse(match.rule, reason)
                 self._keep_trying(match)

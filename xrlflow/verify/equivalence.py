@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from xrlflow.backends.onnxruntime.session import Options
-from xrlflow.backends.protocol import BackendError
+from xrlflow.backends.protocol import BackendError, CompiledModel
 from xrlflow.ir import Body, Graph, Value
 from xrlflow.onnxio import ImportedModel, load
 from xrlflow.verify.compare import (
@@ -266,36 +266,59 @@ class Reference:
         failures = [*differences(self.declared, signature(new))]
         if failures:
             return Verification(Status.FAILED, failures=tuple(failures), notes=self.notes)
-        reports: dict[str, OutputReport] = {}
-        doubtful: list[_Doubt] = []
-        broken: _Known | None = None
         try:
             with opened(new, threads=self.threads, session_options=self.session_options) as runner:
-                for known in self.known:
-                    try:
-                        outputs = runner.run(known.case.feeds)
-                    except BackendError as error:
-                        failures.append(f"the new model fails on {known.case}: {first_line(error)}")
-                        break
-                    for doubt in self._judge(known, outputs, reports):
-                        doubtful.append(doubt)
+                found = self._compare(runner, self.known)
         except BackendError as error:
-            failures.append(f"the new model cannot be loaded: {first_line(error)}")
+            reason = f"the new model cannot be loaded: {first_line(error)}"
+            return Verification(Status.FAILED, failures=(reason,), notes=self.notes)
+        bad = [r for r in found.outputs if not r.judgement.passed]
+        if bad:
+            broken = next(k for k in self.known if str(k.case) == bad[0].case)
+            found = replace(found, notes=(*found.notes, *self._without_optimizer(new, broken)))
+        return found
+
+    def check_compiled(self, new: CompiledModel, sizes: Mapping[str, tuple[int, ...]]) -> Verification:
+        """Judge a model that is loaded already, in whatever runtime, made for inputs of these `sizes` alone.
+
+        Its names and types are the caller's promise. Only the cases of those sizes are compared; without one the
+        result is not comparable.
+        """
+        if self.incomparable:
+            return Verification(Status.NOT_COMPARABLE, reason=self.incomparable)
+        fitting = tuple(
+            known
+            for known in self.known
+            if all(np.shape(known.case.feeds[name]) == shape for name, shape in sizes.items())
+        )
+        if not fitting:
+            return Verification(
+                Status.NOT_COMPARABLE, reason="no input has the sizes that it was compiled for"
+            )
+        return self._compare(new, fitting)
+
+    def _compare(self, runner: CompiledModel | Runner, cases: Sequence[_Known]) -> Verification:
+        failures: list[str] = []
+        reports: dict[str, OutputReport] = {}
+        doubtful: list[_Doubt] = []
+        for known in cases:
+            try:
+                outputs = runner.run(known.case.feeds)
+            except BackendError as error:
+                failures.append(f"the new model fails on {known.case}: {first_line(error)}")
+                break
+            doubtful.extend(self._judge(known, outputs, reports))
         self._resolve(doubtful, reports)
         bad = [r for r in reports.values() if not r.judgement.passed]
         for report in sorted(bad, key=lambda r: -r.judgement.ratio):
             failures.append(_sentence(report))
-        notes = list(self.notes)
-        if bad:
-            broken = next(k for k in self.known if str(k.case) == bad[0].case)
-            notes.extend(self._without_optimizer(new, broken))
         return Verification(
             Status.FAILED if failures else Status.VERIFIED,
             tuple(reports.values()),
             tuple(failures),
-            notes=tuple(notes),
+            notes=self.notes,
             bindings=self.bindings,
-            cases=len(self.known),
+            cases=len(cases),
         )
 
     @property

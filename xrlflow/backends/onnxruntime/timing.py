@@ -7,10 +7,17 @@ import time
 from collections.abc import Sequence
 
 from xrlflow.backends.interleave import interleave, time_alone
-from xrlflow.backends.onnxruntime.session import Optimization, Options, open_model, resolve_threads
+from xrlflow.backends.onnxruntime.session import (
+    Optimization,
+    Options,
+    OrtModel,
+    open_model,
+    resolve_threads,
+)
 from xrlflow.backends.placement import choose_cpus, pinned
 from xrlflow.backends.protocol import BackendError, Feeds, ModelSource
 from xrlflow.backends.results import Comparison, Latency
+from xrlflow.backends.tvm import TvmModel, is_compiled, load_compiled
 
 
 def measure(
@@ -28,6 +35,8 @@ def measure(
 ) -> Comparison:
     """How many times faster each of `models` is than the first, end to end, on the same `feeds`.
 
+    A model may also be a shared library that TVM compiled, beside others in ONNX Runtime.
+
     All are loaded at once (a session's memory each; the A/A control needs none of its own) and timed in turns: see
     `interleave` for how, when it ends and what `control`, `margin` and `target_width` mean. `time_limit` is in seconds
     and includes loading. `threads` defaults to the physical cores; they are pinned to the same CPUs for all models (see
@@ -42,18 +51,18 @@ def measure(
     cpus = choose_cpus(threads)
     with contextlib.ExitStack() as stack:
         order = list(enumerate(models))
-        opened = {
-            index: stack.enter_context(
-                open_model(
-                    model,
-                    threads=threads,
-                    optimization=optimization,
-                    session_options=session_options,
-                    cpus=cpus,
-                )
+
+        def load(model: ModelSource) -> OrtModel | TvmModel:
+            if is_compiled(model):
+                return load_compiled(model, threads=threads)
+            return open_model(
+                model, threads=threads, optimization=optimization, session_options=session_options, cpus=cpus
             )
-            for index, model in (reversed(order) if load_reversed else order)
-        }
+
+        opened: dict[int, OrtModel | TvmModel] = {}
+        for index, model in reversed(order) if load_reversed else order:
+            opened[index] = load(model)
+            stack.callback(opened[index].close)
         callers = [opened[index].caller(feeds) for index in range(len(models))]
         stack.enter_context(pinned(cpus))
         return interleave(

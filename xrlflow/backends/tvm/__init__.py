@@ -1,4 +1,55 @@
-"""TVM as a backend: graphs lowered through Relax, kernels scheduled by MetaSchedule.
+"""TVM as a backend: graphs lowered through Relax, kernels register-blocked or as tuned.
 
 Importing this does not import TVM.
 """
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from xrlflow.backends.protocol import BackendError, ModelSource
+from xrlflow.backends.tvm.compiled import TvmModel, compiled, is_compiled, load_compiled
+from xrlflow.backends.tvm.target import Machine, detect
+
+__all__ = ["Machine", "Tvm", "TvmModel", "detect", "is_compiled", "load_compiled"]
+
+
+@dataclass(frozen=True, slots=True)
+class Tvm:
+    """The Backend. `machine` is what is compiled for (default: this one); `shapes` bind dimensions of inputs."""
+
+    machine: Machine = field(default_factory=detect)
+    shapes: Mapping[str, Sequence[int]] | None = None
+    tuned: Callable[[Any], Any | None] | None = None
+
+    @property
+    def name(self) -> str:
+        return "tvm"
+
+    @property
+    def version(self) -> str:
+        from xrlflow.backends.tvm.load import tvm
+
+        return str(tvm().__version__)
+
+    def supports(self, op: str, domain: str = "", dtypes: Iterable[str] = ()) -> bool:
+        """Whether `op` can be lowered. Complex numbers, strings and sequences cannot."""
+        from xrlflow.backends.tvm.lower import unsupported
+
+        foreign = any(dtype.startswith(("complex", "string", "seq", "optional")) for dtype in dtypes)
+        return not foreign and not unsupported([(domain, op)])
+
+    def compile(self, model: ModelSource, *, threads: int | None = None) -> TvmModel:
+        """Lower, schedule and compile a model. Raises BackendError (see `lower.import_model`)."""
+        import onnx
+
+        if isinstance(model, bytes):
+            proto = onnx.load_from_string(model)
+        else:
+            if not os.path.isfile(model):
+                raise BackendError(f"{os.fspath(model)}: there is no such file")
+            proto = onnx.load(os.fspath(model))
+        return compiled(proto, self.machine, threads=threads, shapes=self.shapes, tuned=self.tuned)

@@ -47,7 +47,7 @@ _ERF_BELOW = (
 
 
 def register() -> None:
-    """Tell TVM to compute these functions so in single precision, on processors. Once in a process (`load.tvm` does)."""
+    """Tell TVM to compute these functions so, in single precision and on processors: once in a process."""
     from tvm import tirx
 
     for name, function in (("exp", _exp), ("tanh", _tanh), ("erf", _erf), ("sigmoid", _sigmoid)):

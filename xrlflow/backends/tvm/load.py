@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import sys
 import types
 from typing import Any
@@ -13,6 +14,9 @@ from xrlflow.backends.tvm import functions
 # Tensor intrinsics of targets that are not ours: MetaSchedule imports them all, and parsing their scripts takes 25 s in
 # every fresh process. An empty module in their place takes nothing.
 _FOREIGN = ("cuda", "arm_cpu", "hexagon", "metal", "riscv_cpu", "rocm")
+# TVM's threads wait for the next kernel awake, by default so long (300,000 turns) that they disturb whoever runs next.
+# Between the kernels of one model it is microseconds: 200 turns are enough, while none cost MobileNetV2 half again.
+_SPINS = ("TVM_THREAD_POOL_SPIN_COUNT", "200")
 
 
 @functools.cache
@@ -24,6 +28,7 @@ def tvm() -> Any:
     for name in _FOREIGN:
         full = f"tvm.s_tir.tensor_intrin.{name}"
         sys.modules.setdefault(full, types.ModuleType(full))
+    os.environ.setdefault(*_SPINS)
     try:
         import tvm as package
         import tvm.relax.frontend.onnx

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -24,6 +24,7 @@ def unsupported(operators: Sequence[tuple[str, str]]) -> list[str]:
     )
 
 
+@functools.cache
 def _converters() -> Mapping[str, Any]:
     tvm()
     from tvm.relax.frontend.onnx import onnx_frontend
@@ -145,18 +146,8 @@ def compile_module(module: Any, machine: Machine) -> Any:
     from tvm import relax
 
     target = machine.target()
-    logging.getLogger("te_compiler").disabled = True
     with target, package.transform.PassContext(opt_level=3):
         module = relax.transform.SplitLayoutRewritePreproc()(module)
         module = relax.transform.FoldConstant()(module)
+        module = relax.transform.DeadCodeElimination()(module)
         return package.compile(module, target)
-
-
-def lower(
-    model: Any,
-    machine: Machine,
-    shapes: Mapping[str, Sequence[int]] | None = None,
-    tuned: Tuned | None = None,
-) -> Any:
-    """An executable of an ONNX ModelProto. Raises BackendError (see `import_model`)."""
-    return compile_module(schedule_all(fuse(import_model(model, shapes), machine), machine, tuned), machine)

@@ -92,7 +92,7 @@ def apply(sch: Any, machine: Machine) -> Any:
 
 def _blocks(sch: Any) -> list[Any]:
     """The function's blocks in the order in which they run."""
-    return [block for block in sch.get_child_blocks(sch.get_sblock("root"))]
+    return list(sch.get_child_blocks(sch.get_sblock("root")))
 
 
 def _name(sch: Any, block: Any) -> str:
@@ -302,7 +302,8 @@ def _flatten(sch: Any, block: Any, final: Any, found: _Contraction) -> _Contract
     extents = _extents(sch, block)
     sizes = [extents[p] for p in found.rows]
     others = [i for i in range(len(extents)) if i not in (*found.rows, found.column, *found.reductions)]
-    assert not others and [*found.rows, found.column] == list(range(len(sizes) + 1))
+    assert not others
+    assert [*found.rows, found.column] == list(range(len(sizes) + 1))
 
     def flat(*indices: Any) -> list[Any]:
         row = indices[0]

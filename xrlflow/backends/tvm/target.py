@@ -6,7 +6,7 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
-from xrlflow.backends.protocol import BackendError, one_line
+from xrlflow.backends.protocol import BackendError
 
 # LLVM's names of features, and the floats in a vector register and the registers that come with them.
 _VECTORS = (("avx512f", 16, 32), ("avx2", 8, 16), ("avx", 8, 16), ("neon", 4, 32), ("sse2", 4, 16))
@@ -25,20 +25,19 @@ class Machine:
     second_level: int = 512 << 10
 
     def target(self) -> Any:
-        """TVM's target. Raises BackendError when LLVM does not know the processor."""
+        """TVM's target."""
         from xrlflow.backends.tvm.load import tvm
 
-        try:
-            return tvm().target.Target(
-                {"kind": "llvm", "mtriple": self.triple, "mcpu": self.cpu, "num-cores": self.cores}
-            )
-        except Exception as error:
-            raise BackendError(f"TVM cannot compile for {self.cpu!r}: {one_line(error)}") from error
+        options = {"kind": "llvm", "mtriple": self.triple, "mcpu": self.cpu, "num-cores": self.cores}
+        return tvm().target.Target(options)
 
 
 @functools.cache
 def detect(cpu: str | None = None, cores: int | None = None) -> Machine:
-    """This machine, or another processor by LLVM's name for it (`cpu`), with so many cores (default: the physical ones)."""
+    """This machine, or another processor by LLVM's name (`cpu`), with so many cores (default: the physical ones).
+
+    Raises BackendError when LLVM does not know the processor.
+    """
     from xrlflow.backends.onnxruntime.session import default_threads
     from xrlflow.backends.tvm.load import tvm
 
@@ -52,9 +51,9 @@ def detect(cpu: str | None = None, cores: int | None = None) -> Machine:
 
 
 def _features(package: Any, triple: str, cpu: str) -> frozenset[str]:
-    try:
-        target = package.target.Target({"kind": "llvm", "mtriple": triple, "mcpu": cpu})
-        known = package.get_global_func("target.llvm_get_cpu_features")(target)
-    except Exception as error:
-        raise BackendError(f"LLVM does not know the processor {cpu!r}: {one_line(error)}") from error
-    return frozenset(str(name) for name in known)
+    call = package.get_global_func
+    known = call("target.llvm_get_cpu_archlist")(package.target.Target({"kind": "llvm", "mtriple": triple}))
+    if cpu not in {str(name) for name in known}:
+        raise BackendError(f"LLVM does not know the processor {cpu!r} (of {triple})")
+    target = package.target.Target({"kind": "llvm", "mtriple": triple, "mcpu": cpu})
+    return frozenset(str(name) for name in call("target.llvm_get_cpu_features")(target))

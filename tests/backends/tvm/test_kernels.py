@@ -1,0 +1,141 @@
+"""Every kind of kernel computes what ONNX Runtime computes, whatever its sizes do to tiles and vectors."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx.parser
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from xrlflow.backends.onnxruntime import open_model
+from xrlflow.backends.tvm import Machine, Tvm, TvmModel, detect
+from xrlflow.backends.tvm.compiled import compiled
+from xrlflow.backends.tvm.schedules import tile_of
+
+MACHINE = Machine("x86_64-unknown-linux-gnu", "znver4", 2, 16, 32)
+
+
+@given(
+    rows=st.integers(1, 400),
+    columns=st.integers(1, 400),
+    stride=st.sampled_from([64, 3072, 4096, 12288]),
+    reduction=st.sampled_from([1, 64, 3072, 100_000]),
+    padding=st.booleans(),
+)
+def test_tiles_fit_registers_and_output(
+    rows: int, columns: int, stride: int, reduction: int, padding: bool
+) -> None:
+    tile = tile_of(rows, columns, MACHINE, stride, reduction, padding=padding)
+    vectors = tile.columns // tile.lanes
+    assert tile.columns == vectors * tile.lanes
+    assert tile.rows * vectors + vectors + 1 <= MACHINE.registers
+    if not padding:
+        assert rows % tile.rows == 0
+        assert columns % tile.columns == 0
+
+
+def test_tiles_of_products_that_networks_have() -> None:
+    """They use at least 8 accumulators of whole vectors: fewer wait for their own results."""
+    for rows, columns in ((128, 768), (512, 512), (3136, 64), (56, 64), (14, 256), (7, 512)):
+        tile = tile_of(rows, columns, MACHINE, 1024, 576)
+        assert tile.lanes == 16
+        assert tile.rows * tile.columns >= 8 * 16
+
+
+def test_padding_saves_a_prime_number_of_rows() -> None:
+    assert tile_of(197, 768, MACHINE, 3072, 768).rows == 1
+    assert tile_of(197, 768, MACHINE, 3072, 768, padding=True).rows > 4
+
+
+GRAPHS = {
+    "product": "(float[128,96] x, float[96,64] w) => (float[128,64] y) { y = MatMul(x, w) }",
+    "product, odd": "(float[37,19] x, float[19,23] w) => (float[37,23] y) { y = MatMul(x, w) }",
+    "product, prime rows": "(float[1,197,64] x, float[64,48] w) => (float[1,197,48] y) { y = MatMul(x, w) }",
+    "product, one row": "(float[1,64] x, float[64,40] w, float[40] b) => (float[1,40] y) {"
+    " a = MatMul(x, w)\n y = Add(a, b) }",
+    "products in a batch": "(float[2,3,33,16] x, float[2,3,16,29] z) => (float[2,3,33,29] y) { y = MatMul(x, z) }",
+    "epilogue": "(float[64,32] x, float[64,48] r, float[32,48] w, float[48] b) => (float[64,48] y) {"
+    " a = MatMul(x, w)\n c = Add(a, b)\n d = Add(c, r)\n y = Relu(d) }",
+    "Gelu": "(float[16,32] x, float[32,64] w) => (float[16,64] y) { a = MatMul(x, w)\n y = Gelu(a) }",
+    "Gemm": "(float[5,32] x, float[24,32] w, float[24] b) => (float[5,24] y) { y = Gemm<transB=1>(x, w, b) }",
+    "Conv": "(float[1,8,14,14] x, float[32,8,3,3] w, float[32] b) => (float[1,32,14,14] y) {"
+    " a = Conv<pads=[1,1,1,1]>(x, w, b)\n y = Relu(a) }",
+    "Conv, strided, odd": "(float[1,3,23,23] x, float[24,3,3,3] w) => (float[1,24,12,12] y) {"
+    " y = Conv<pads=[1,1,1,1], strides=[2,2]>(x, w) }",
+    "Conv, dilated": "(float[2,16,11,13] x, float[16,16,3,3] w) => (float[2,16,11,13] y) {"
+    " y = Conv<pads=[2,2,2,2], dilations=[2,2]>(x, w) }",
+    "Conv, pointwise": "(float[1,24,14,14] x, float[1,40,14,14] r, float[40,24,1,1] w) => (float[1,40,14,14] y) {"
+    " a = Conv(x, w)\n y = Add(a, r) }",
+    "Conv, pointwise and strided": "(float[1,16,9,9] x, float[16,16,1,1] w) => (float[1,16,5,5] y) {"
+    " y = Conv<strides=[2,2]>(x, w) }",
+    "Conv, depthwise": "(float[1,24,15,15] x, float[24,1,5,5] w, float[24] b) => (float[1,24,8,8] y) {"
+    " a = Conv<group=24, pads=[2,2,2,2], strides=[2,2]>(x, w, b)\n s = Sigmoid(a)\n y = Mul(a, s) }",
+    "Conv, grouped": "(float[1,16,7,7] x, float[32,4,3,3] w) => (float[1,32,7,7] y) {"
+    " y = Conv<group=4, pads=[1,1,1,1]>(x, w) }",
+    "gate": "(float[1,32,12,12] x, float[8,32,1,1] v, float[32,8,1,1] w) => (float[1,32,12,12] y) {"
+    " p = GlobalAveragePool(x)\n a = Conv(p, v)\n b = Relu(a)\n c = Conv(b, w)\n g = Sigmoid(c)\n y = Mul(x, g) }",
+    "Softmax": "(float[3,5,64] x) => (float[3,5,64] y) { y = Softmax<axis=-1>(x) }",
+    "Softmax, odd": "(float[3,197] x) => (float[3,197] y) { y = Softmax<axis=-1>(x) }",
+    "LayerNormalization": "(float[1,12,96] x, float[96] s, float[96] b) => (float[1,12,96] y) {"
+    " y = LayerNormalization(x, s, b) }",
+    "pooling": "(float[1,16,13,13] x) => (float[1,16,6,6] y) { y = MaxPool<kernel_shape=[3,3], strides=[2,2]>(x) }",
+    "movement": "(float[2,6,8] x) => (float[8,12] y) <int64[2] s = {8, 12}> {"
+    " a = Transpose<perm=[2,0,1]>(x)\n y = Reshape(a, s) }",
+    "mean": "(float[4,33,7] x) => (float[4,1,7] y) <int64[1] a = {1}> { y = ReduceMean(x, a) }",
+}
+
+
+# Inputs of these names are weights.
+WEIGHTS = ("b", "s", "v", "w")
+
+
+def network(text: str) -> onnx.ModelProto:
+    model = onnx.parser.parse_model(f'<ir_version: 9, opset_import: ["": 20]> agraph {text}')
+    rng = np.random.default_rng(3)
+    for value in list(model.graph.input):
+        if value.name in WEIGHTS:
+            shape = [d.dim_value for d in value.type.tensor_type.shape.dim]
+            weight = rng.standard_normal(shape) / np.sqrt(np.prod(shape[1:]))
+            model.graph.initializer.append(
+                onnx.numpy_helper.from_array(weight.astype(np.float32), value.name)
+            )
+            model.graph.input.remove(value)
+    return model
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_kernels_agree_with_onnx_runtime(name: str) -> None:
+    model = network(GRAPHS[name])
+    rng = np.random.default_rng(1)
+    feeds = {
+        value.name: rng.standard_normal([d.dim_value for d in value.type.tensor_type.shape.dim]).astype(
+            np.float32
+        )
+        for value in model.graph.input
+    }
+    with open_model(model.SerializeToString(), threads=1) as runtime:
+        expected = runtime.run(feeds)
+    with compiled(model, detect(), threads=2) as lowered:
+        found = lowered.run(feeds)
+    for a, b in zip(expected, found, strict=True):
+        assert a.shape == b.shape
+        assert a.dtype == b.dtype
+        np.testing.assert_allclose(b, a, rtol=2e-5, atol=2e-6)
+
+
+def test_narrower_machines() -> None:
+    """A processor with registers of 8 floats, 16 of them."""
+    machine = detect(cpu="haswell")
+    assert (machine.lanes, machine.registers) == (8, 16)
+    model = network(GRAPHS["epilogue"])
+    feeds = {
+        "x": np.ones((64, 32), np.float32),
+        "r": np.zeros((64, 48), np.float32),
+    }
+    with open_model(model.SerializeToString()) as runtime, compiled(model, machine) as lowered:
+        np.testing.assert_allclose(lowered.run(feeds)[0], runtime.run(feeds)[0], rtol=2e-5, atol=2e-6)
+
+
+def test_type() -> None:
+    assert isinstance(Tvm().compile(network(GRAPHS["product"]).SerializeToString()), TvmModel)

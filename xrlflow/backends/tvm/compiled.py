@@ -1,0 +1,240 @@
+"""A compiled model: run it, time it, save it as a shared library, load it again without anything that tunes."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+
+from xrlflow.backends.protocol import BackendError, Feeds, ModelSource, one_line, same_feeds
+from xrlflow.backends.tvm.load import tvm
+from xrlflow.backends.tvm.target import Machine
+
+SUFFIX = ".so"
+_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """An input or output as the compiled model takes it."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Interface:
+    """What a compiled model was made for."""
+
+    inputs: tuple[Value, ...]
+    outputs: tuple[str, ...]
+    cpu: str
+    version: str
+
+
+class TvmModel:
+    """A model compiled for fixed sizes, in this process. See `CompiledModel`."""
+
+    def __init__(self, executable: Any, interface: Interface, threads: int) -> None:
+        package = tvm()
+        from tvm import relax
+
+        self._executable: Any = executable
+        self._device = package.cpu()
+        self._machine: Any = relax.VirtualMachine(executable, self._device)
+        self.interface = interface
+        self.threads = threads
+
+    @property
+    def input_names(self) -> tuple[str, ...]:
+        return tuple(value.name for value in self.interface.inputs)
+
+    @property
+    def sizes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of each input that it was compiled for."""
+        return {value.name: value.shape for value in self.interface.inputs}
+
+    @property
+    def output_names(self) -> tuple[str, ...]:
+        return self.interface.outputs
+
+    def run(self, feeds: Feeds) -> Sequence[Any]:
+        """The outputs, in the order of `output_names`. Raises BackendError for inputs of other sizes or types."""
+        return self._call(self._arguments(feeds))
+
+    def caller(self, feeds: Feeds) -> Callable[[], object]:
+        """A call that runs the model once on `feeds`, arrays in and arrays out, as a user's program would."""
+        arrays = same_feeds(feeds)
+        self.run(arrays)
+        return lambda: self._call(self._arguments(arrays))
+
+    def close(self) -> None:
+        """Drop the code, the weights and the memory plan."""
+        self._machine = self._executable = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _arguments(self, feeds: Feeds) -> list[Any]:
+        package = tvm()
+        arguments = []
+        for value in self.interface.inputs:
+            if value.name not in feeds:
+                raise BackendError(f"input {value.name} is missing")
+            array = np.asarray(feeds[value.name])
+            if array.shape != value.shape or array.dtype != np.dtype(value.dtype):
+                raise BackendError(
+                    f"input {value.name} was compiled as {value.dtype}{list(value.shape)}, "
+                    f"not {array.dtype}{list(array.shape)}: compile the model for this size with --shape"
+                )
+            arguments.append(package.runtime.tensor(array, self._device))
+        return arguments
+
+    def _call(self, arguments: Sequence[Any]) -> list[Any]:
+        if self._machine is None:
+            raise BackendError("this model has been closed")
+        _use_threads(self.threads)
+        result = self._machine["main"](*arguments)
+        values = [result] if len(self.interface.outputs) == 1 and hasattr(result, "numpy") else list(result)
+        return [value.numpy() for value in values]
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the model as one shared library with its weights, and its interface beside it (`.json`), whole or not.
+
+        Raises BackendError if there is no linker (a C compiler) or the file cannot be written.
+        """
+        target = Path(path)
+        if target.suffix != SUFFIX:
+            raise BackendError(f"{target}: a compiled model is a shared library, its name ends in {SUFFIX}")
+        if shutil.which("cc") is None and shutil.which("gcc") is None:
+            raise BackendError(f"{target}: writing a shared library needs a C compiler (cc) to link it")
+        try:
+            with tempfile.TemporaryDirectory(prefix=".xrlflow-", dir=target.parent) as folder:
+                library, description = Path(folder) / target.name, Path(folder) / "interface.json"
+                with _silent():
+                    self._executable.export_library(str(library))
+                stored = {"format": _VERSION, "digest": _digest(library), **asdict(self.interface)}
+                description.write_text(json.dumps(stored, indent=1))
+                os.replace(description, _description(target))
+                os.replace(library, target)
+        except OSError as error:
+            raise BackendError(f"{target}: cannot be written: {error.strerror or one_line(error)}") from error
+
+
+def is_compiled(model: ModelSource) -> bool:
+    """Whether a model is a shared library that `TvmModel.save` wrote, by its name."""
+    return not isinstance(model, bytes) and Path(model).suffix == SUFFIX
+
+
+def load_compiled(path: ModelSource, *, threads: int | None = None) -> TvmModel:
+    """Load what `TvmModel.save` wrote. Raises BackendError for a missing, damaged or foreign file."""
+    assert not isinstance(path, bytes)
+    from xrlflow.backends.onnxruntime.session import default_threads
+
+    file = Path(path)
+    for needed in (file, _description(file)):
+        if not needed.is_file():
+            raise BackendError(f"{needed}: there is no such file")
+    try:
+        stored = json.loads(_description(file).read_text())
+        if stored.pop("format") != _VERSION:
+            raise BackendError(f"{_description(file)}: written by another version: compile the model again")
+        digest = stored["digest"]
+        inputs = tuple(Value(v["name"], v["dtype"], tuple(v["shape"])) for v in stored["inputs"])
+        interface = Interface(inputs, tuple(stored["outputs"]), stored["cpu"], stored["version"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise BackendError(f"{_description(file)}: damaged: compile the model again") from error
+    package = tvm()
+    if interface.version != package.__version__:
+        raise BackendError(
+            f"{file}: compiled with TVM {interface.version}, this is {package.__version__}: compile the model again"
+        )
+    if digest != _digest(file):  # the system's loader may end the process on a truncated library
+        raise BackendError(
+            f"{file}: damaged, or not what {_description(file).name} describes: compile the model again"
+        )
+    try:
+        with _silent():
+            executable = package.runtime.load_module(str(file.resolve()))
+    except Exception as error:  # the loader's own classes have no common base
+        raise BackendError(f"{file}: cannot be loaded: {one_line(error)}") from error
+    return TvmModel(executable, interface, threads or default_threads())
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "blake2b").hexdigest()[:32]
+
+
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    """Without standard error: TVM writes a warning there for every constant that it saves or loads."""
+    kept = os.dup(2)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
+
+
+def _description(path: Path) -> Path:
+    return path.with_name(path.name + ".json")
+
+
+def interface_of(module: Any, model: Any, machine: Machine) -> Interface:
+    """The names of an ONNX ModelProto's inputs and outputs, with the sizes that its Relax `module` has."""
+    constants = {tensor.name for tensor in model.graph.initializer}
+    names = [value.name for value in model.graph.input if value.name not in constants]
+    values = []
+    for name, parameter in zip(names, module["main"].params, strict=True):
+        shape = tuple(int(extent) for extent in parameter.ty.shape)
+        values.append(Value(name, str(parameter.ty.dtype), shape))
+    outputs = tuple(value.name for value in model.graph.output)
+    return Interface(tuple(values), outputs, machine.cpu, str(tvm().__version__))
+
+
+_configured: dict[str, int] = {}
+
+
+def _use_threads(count: int) -> None:
+    """TVM has one pool of threads in a process."""
+    if _configured.get("threads") != count:
+        tvm().get_global_func("runtime.config_threadpool")(1, count)
+        _configured["threads"] = count
+
+
+def compiled(
+    model: Any,
+    machine: Machine,
+    *,
+    threads: int | None = None,
+    shapes: Mapping[str, Sequence[int]] | None = None,
+    tuned: Callable[[Any], Any | None] | None = None,
+) -> TvmModel:
+    """Compile an ONNX ModelProto for `machine`; `tuned` says how a function was tuned to run (see `lower`).
+
+    Raises BackendError for what cannot be lowered (see `lower.import_model`).
+    """
+    from xrlflow.backends.tvm import lower
+
+    module = lower.import_model(model, shapes)
+    interface = interface_of(module, model, machine)
+    scheduled = lower.schedule_all(lower.fuse(module, machine), machine, tuned)
+    executable = lower.compile_module(scheduled, machine)
+    return TvmModel(executable, interface, threads or machine.cores)
