@@ -328,11 +328,12 @@ class ReplaceFullConvByGemm(Rule):
         require("auto_pad" not in m.c, "it pads")
         dims = x.rank - 2
         before, after = pads_of(m.c, dims)
-        for i in range(dims):  # hardly any convolution gets beyond this
-            require(before[i] + x.size(2 + i) <= w.size(2 + i), "the kernel does not meet the whole image")
         kernel = w.sizes[2:]
-        spaced = zip(kernel, per_axis(m.c, "dilations", dims))
-        require(all(k == 1 or d == 1 for k, d in spaced), "it is dilated")
+        if "dilations" in m.c:
+            spaced = zip(kernel, per_axis(m.c, "dilations", dims))
+            require(all(k == 1 or d == 1 for k, d in spaced), "it is dilated")
+        for i in range(dims):  # hardly any convolution gets beyond this
+            require(before[i] + x.size(2 + i) <= kernel[i], "the kernel does not meet the whole image")
         for i, stride in enumerate(per_axis(m.c, "strides", dims)):
             padded = before[i] + x.size(2 + i) + after[i]
             require(0 <= padded - kernel[i] < stride, "there is more than one place")
