@@ -265,13 +265,16 @@ class KnobSpace:
             sketch.instructions[i]: _for_tvm(self.knobs[k].values[wanted[k]]) for i, k in sketch.sites
         }
         schedule = self._apply(sketch, decisions)
-        return None if schedule is None else self.candidate(schedule, wanted)
-
-    def candidate(self, schedule: Schedule, vector: Vector | None = None) -> Candidate:
-        """What a postprocessed schedule of the task is here. `vector`: what it was decoded from, if that is known."""
+        if schedule is None:
+            return None
         trace = _plain(schedule.trace.as_json())
-        found = self.encode(trace)
-        return Candidate(vector if found is None else found, trace, schedule.mod, module_key(schedule.mod))
+        made = self._vector(wanted[0], trace[1])
+        return Candidate(wanted if made is None else made, trace, schedule.mod, module_key(schedule.mod))
+
+    def candidate(self, schedule: Schedule) -> Candidate:
+        """What a postprocessed schedule of the task, from elsewhere, is here."""
+        trace = _plain(schedule.trace.as_json())
+        return Candidate(self.encode(trace), trace, schedule.mod, module_key(schedule.mod))
 
     def encode(self, trace: Sequence[Any]) -> Vector | None:
         """The vector of a trace (a Candidate's, or `as_json()` of one that is simplified), postprocessed or not.
@@ -280,8 +283,10 @@ class KnobSpace:
         """
         instructions, decisions = _plain(trace)
         number = self._numbers.get(json.dumps(_before_postprocessing(instructions)))
-        if number is None:
-            return None
+        return None if number is None else self._vector(number, decisions)
+
+    def _vector(self, number: int, decisions: Sequence[Any]) -> Vector | None:
+        """The vector of a sketch's decisions (pairs of an instruction's place and what it decided)."""
         decided = {int(i): tuple(d) if isinstance(d, list) else int(d) for i, d in decisions}
         vector = [number] + [0] * (len(self.knobs) - 1)
         for i, k in self.sketches[number].sites:
