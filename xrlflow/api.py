@@ -611,11 +611,12 @@ def _agent_search(job: _Job, base: Found, model: CostModel, limits: Limits) -> S
 
     path = job.agent if job.agent is not None else PRETRAINED
     interrupted = False
+    # On a busy machine, and with a short limit, loading torch may leave the agent no time: then there is this.
+    quick = greedy(base.state, base.cost, Limits(job.budget, limits.deadline))
     try:
         agent = Agent.load(path).extended(job.library).eval()
         prices = model if isinstance(model, AdditiveCost) else Roofline(bindings=job.imported.bindings)
         featuriser = Featuriser(agent.vocabulary, prices)
-        # Loading torch may have taken all of the search's time, on a busy machine and of a short limit.
         least = min(time.monotonic() + _SEARCH_AT_LEAST, job.until(_SEARCH_UNTIL + _SELECT_AT_LEAST))
         limits.deadline = max(job.until(_SEARCH_UNTIL), least)
         with one_thread():
@@ -637,6 +638,8 @@ def _agent_search(job: _Job, base: Found, model: CostModel, limits: Limits) -> S
         raise OptionError(f"agent: {error}") from error
     except (PolicyError, TrainingError) as error:
         raise OptionError(f"agent {path}: {error}") from error
+    if quick.best.cost < result.best.cost:
+        result = quick
     return replace(result, interrupted=result.interrupted or interrupted)
 
 

@@ -21,6 +21,7 @@ from xrlflow.rewrite import Library
 from xrlflow.rl.agent import KIND, Agent
 from xrlflow.rl.features import Vocabulary
 from xrlflow.rl.pretrained import PRETRAINED
+from xrlflow.search.result import Found, SearchResult
 
 
 @pytest.fixture(autouse=True)
@@ -138,3 +139,16 @@ def test_the_command_line_takes_an_agent(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout)["search"] == "xrlflow"
     assert output.exists()
+
+
+def test_without_time_for_the_agent_there_is_what_greedy_finds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loading torch on a busy machine takes longer than a short limit gives."""
+
+    def nothing(state: Any, cost: float, *_: Any, **__: Any) -> SearchResult:
+        start = Found(state, None, cost)
+        return SearchResult(start, (start,), 0, 0, 0.0, False)
+
+    monkeypatch.setattr("xrlflow.rl.strategy.agent_search", nothing)
+    found, greedy = optimize("resnext50"), optimize("resnext50", search="greedy")
+    assert not found.returned_original
+    assert found.trace == greedy.trace
