@@ -226,6 +226,9 @@ class _Nursery:
                     **os.environ,
                     "PYTHONPATH": root + (os.pathsep + inherited if inherited else ""),
                     "TMPDIR": self.folder,
+                    # A library leaves something small in the hole that a large tensor left, and the next tensor does
+                    # not fit: megabytes a candidate, unless large ones have their own pages (glibc).
+                    "MALLOC_MMAP_THRESHOLD_": str(128 * 1024),
                     # No library starts threads, which no fork would survive.
                     **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
                 },
