@@ -12,17 +12,19 @@ Every function that Relax's fusion makes has one anchor, the block that does the
 - a row reduction (softmax, normalisation, mean): rows in parallel, each with vectors of partial results.
 - none: everything inlined into the last block, which runs in parallel and in vectors.
 
-Each choice is a sampling instruction with the heuristic's decision filled in. So the same code is the schedule of an
-untuned model and, its trace being the design space, what the tuners search (see `design_space`).
+What a contraction leaves open (see `Choice`) is decided by a heuristic for a model that was not tuned, and is the
+design space of the tuners (see `design_space`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from xrlflow.backends.tvm.load import tvm
 from xrlflow.backends.tvm.target import Machine
 
 # A thread's stack holds the tile: LLVM turns it into registers.
@@ -61,25 +63,34 @@ class _Contraction:
     weights: int | None
 
 
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What a contraction leaves open: its tile, and whether tiles of one column come one after the other."""
+
+    tile: Tile
+    columns_first: bool
+
+
 def schedule(mod: Any, machine: Machine) -> Any:
     """The scheduled module of one primitive function named "main".
 
-    Raises nothing of its own: what is not understood is left as it was, in one thread, which is slow and right.
+    What none of the schedules understands is left as it was, in one thread, which is slow and right: a warning says so.
     """
-    from tvm.s_tir import Schedule
+    from tvm.s_tir import Schedule, ScheduleError
 
-    sch = Schedule(mod, debug_mask="none")
-    return apply(sch, machine).mod
+    try:
+        return apply(Schedule(mod, debug_mask="none"), machine).mod
+    except ScheduleError as error:
+        last = str(error).strip().splitlines()[-1]
+        warnings.warn(f"a kernel was left unscheduled: {last}", stacklevel=2)
+        return mod
 
 
-def apply(sch: Any, machine: Machine) -> Any:
-    """Schedule "main" in place; returns `sch`."""
-    blocks = _blocks(sch)
-    anchors = [block for block in blocks if _is_reduction(sch, block)]
-    contractions = [(block, found) for block in anchors if (found := _contraction(sch, block)) is not None]
-    if len(contractions) == 1 and len(anchors) == 1:
-        block, found = contractions[0]
-        _schedule_contraction(sch, block, found, machine)
+def apply(sch: Any, machine: Machine, choice: Choice | None = None) -> Any:
+    """Schedule "main" in place, a contraction as `choice` says (default: the heuristic's); returns `sch`."""
+    anchors = [block for block in _blocks(sch) if _is_reduction(sch, block)]
+    if contraction := _only_contraction(sch, anchors):
+        _schedule_contraction(sch, *contraction, machine, choice)
     elif anchors:
         _schedule_rows(sch, anchors, machine)
     else:
@@ -87,7 +98,43 @@ def apply(sch: Any, machine: Machine) -> Any:
     return sch
 
 
+def choices(mod: Any, machine: Machine, most: int = 64) -> list[Choice]:
+    """The `most` most promising choices for "main", in an order in which neighbours differ little; [] without any."""
+    from tvm.s_tir import Schedule
+
+    sch = Schedule(mod, debug_mask="none")
+    contraction = _only_contraction(sch, [block for block in _blocks(sch) if _is_reduction(sch, block)])
+    if contraction is None:
+        return []
+    form = _prepare(sch, *contraction)
+    rated = sorted(form.tiles(machine), key=lambda entry: -entry[0])[: max(1, most // 2)]
+    return [
+        Choice(tile, columns_first)
+        for columns_first in (False, True)
+        for tile in sorted((tile for _, tile in rated), key=lambda t: (t.lanes, t.rows, t.columns))
+    ]
+
+
+def design_space(machine: Machine, most: int = 64) -> Any:
+    """MetaSchedule's space generator of these kernels: a sketch for each of `choices`, or the one schedule there is."""
+    package = tvm()
+
+    def sketches(sch: Any) -> list[Any]:
+        found: list[Choice | None] = [*choices(sch.mod, machine, most)]
+        return [apply(sch.copy(), machine, choice) for choice in found or [None]]
+
+    generator = package.s_tir.meta_schedule.space_generator.ScheduleFn
+    return generator(sketches, sch_rules=[], postprocs=[], mutator_probs={})
+
+
 # --- Reading a function
+
+
+def _only_contraction(sch: Any, anchors: Sequence[Any]) -> tuple[Any, _Contraction] | None:
+    if len(anchors) != 1:
+        return None
+    found = _contraction(sch, anchors[0])
+    return None if found is None else (anchors[0], found)
 
 
 def _blocks(sch: Any) -> list[Any]:
@@ -135,16 +182,14 @@ def _contraction(sch: Any, block: Any) -> _Contraction | None:
     value, indices = node.body.value, list(node.body.indices)
     if not (isinstance(value, tirx.Add) and isinstance(value.b, tirx.Mul)):
         return None
-    factors = [_stripped(value.b.a), _stripped(value.b.b)]
+    factors = [value.b.a, value.b.b]
     if not all(isinstance(f, TensorLoad) for f in factors):
         return None
-    position = {id(v): i for i, v in enumerate(variables)}
 
     def place(expression: Any) -> int | None:
         return next((i for i, v in enumerate(variables) if v.var.same_as(expression)), None)
 
     places = [place(index) for index in indices]
-    del position
     if not places or places[-1] is None:
         return None
     column = places[-1]
@@ -160,6 +205,8 @@ def _contraction(sch: Any, block: Any) -> _Contraction | None:
             for index in last
         )
         return None if wide or not rows else _Contraction(column, rows, reductions, None)
+    if not any(with_column):
+        return None
     weights = factors[with_column.index(True)]
     other = factors[with_column.index(False)]
     if not weights.indices[-1].same_as(variables[column].var):
@@ -174,17 +221,22 @@ def _contraction(sch: Any, block: Any) -> _Contraction | None:
     return None if at is None or not rows else _Contraction(column, rows, reductions, at)
 
 
-def _stripped(expression: Any) -> Any:
-    return expression
-
-
 # --- Choices
 
 
 def tile_of(
     rows: int, columns: int, machine: Machine, row_stride: int, reduction: int, padding: bool = False
 ) -> Tile:
-    """The accumulator tile of a contraction of `rows` x `columns` outputs.
+    """The accumulator tile of a contraction of `rows` x `columns` outputs: the first of the best of `rated_tiles`."""
+    rated = list(rated_tiles(rows, columns, machine, row_stride, reduction, padding))
+    highest = max(value for value, _ in rated)
+    return next(tile for value, tile in rated if value > highest - 1e-9)
+
+
+def rated_tiles(
+    rows: int, columns: int, machine: Machine, row_stride: int, reduction: int, padding: bool = False
+) -> Iterator[tuple[float, Tile]]:
+    """Tiles that the registers hold, with what they promise.
 
     A step of the reduction loads `rows` + `columns` / `lanes` operands for `rows` x `columns` / `lanes`
     multiply-adds, so a squarer tile loads less; it may not need more registers than there are, fewer than 8
@@ -192,10 +244,8 @@ def tile_of(
     not push each other out of the first-level cache. A panel of `reduction` x columns stays in half of the second.
     A tile divides the output, or, with `padding`, what is computed in vain is weighed against the better shape.
     """
-    best, score = Tile(1, 1, 1), -math.inf
     most = _WAYS if row_stride % _PAGE == 0 else _MOST_ROWS
-    lengths = [n for n in (machine.lanes, machine.lanes // 2, machine.lanes // 4, 1) if n >= 1]
-    for lanes in lengths:
+    for lanes in (n for n in (machine.lanes, machine.lanes // 2, machine.lanes // 4, 1) if n >= 1):
         for vectors in range(1, 9):
             width = vectors * lanes
             if columns % width and not (padding and lanes > 1):
@@ -209,10 +259,10 @@ def tile_of(
                 busy = min(1.0, accumulators / 8)
                 loads = (height + vectors) / accumulators
                 useful = _useful(rows, height) * _useful(columns, width)
-                value = useful * busy * (lanes / machine.lanes) / (1.0 + 0.5 * loads)
-                if value > score + 1e-9:
-                    best, score = Tile(height, width, lanes), value
-    return best
+                yield (
+                    useful * busy * (lanes / machine.lanes) / (1.0 + 0.5 * loads),
+                    Tile(height, width, lanes),
+                )
 
 
 def _useful(extent: int, step: int) -> float:
@@ -224,35 +274,76 @@ def _useful(extent: int, step: int) -> float:
 # --- Contractions
 
 
-def _schedule_contraction(sch: Any, block: Any, found: _Contraction, machine: Machine) -> None:
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """A contraction with its function made ready: the blocks around it, and how its output can be tiled.
+
+    `flat`: the rows are one dimension already, or can be made one; `row` is the one that is tiled, of `count`;
+    `padded`: they and the columns may be padded to multiples of the tile.
+    """
+
+    before: tuple[Any, ...]
+    final: Any | None
+    later: tuple[Any, ...]
+    flat: bool
+    row: int
+    padded: bool
+    count: int
+    column: int
+    row_stride: int
+    reduction: int
+    columns_first: bool
+
+    def tiles(self, machine: Machine) -> Iterator[tuple[float, Tile]]:
+        return rated_tiles(self.count, self.column, machine, self.row_stride, self.reduction, self.padded)
+
+    def heuristic(self, machine: Machine) -> Choice:
+        tile = tile_of(self.count, self.column, machine, self.row_stride, self.reduction, self.padded)
+        return Choice(tile, self.columns_first)
+
+
+def _prepare(sch: Any, block: Any, found: _Contraction) -> _Form:
+    """Inline what can be inlined around a contraction, and look at what is left."""
     _inline_copies(sch, block)
-    padding = list(sch.get_producers(block))
+    before = tuple(sch.get_producers(block))
     final, later = _inline_epilogue(sch, block)
     extents = _extents(sch, block)
+    count = math.prod(extents[p] for p in found.rows)
     flat = (
         all(extents[r] == 1 for r in found.reductions[:-1])
         and [*found.rows, found.column] == list(range(len(found.rows) + 1))
         and _flat_rows(sch, block, found)
     )
-    reduction = math.prod(extents[r] for r in found.reductions)
-    # Rows that are one dimension already can be padded to a multiple of the tile.
-    padded = found.weights is not None and not padding and _is_product(sch, block)
     row = max(found.rows, key=lambda p: (extents[p], p)) if flat else found.rows[-1]
-    padded = padded and math.prod(extents[p] for p in found.rows) == extents[row]
-    count = math.prod(extents[p] for p in found.rows) if flat else extents[row]
+    product = found.weights is not None and not before and _is_product(sch, block)
+    reduction = math.prod(extents[r] for r in found.reductions)
+    row_stride = 4 * extents[found.reductions[-1]]
     column = extents[found.column]
-    stride = 4 * extents[found.reductions[-1]]
-    tile = tile_of(count, column, machine, stride, reduction, padding=padded)
+    return _Form(
+        before, final, tuple(later), flat, row, product and count == extents[row], count if flat else extents[row],
+        column, row_stride, reduction,
+        # The larger operand is read once: what it does not depend on goes inside.
+        columns_first=found.weights is not None and 4 * reduction * column > row_stride * count,
+    )  # fmt: skip
+
+
+def _schedule_contraction(
+    sch: Any, block: Any, found: _Contraction, machine: Machine, choice: Choice | None
+) -> None:
+    form = _prepare(sch, block, found)
+    chosen = choice if choice is not None else form.heuristic(machine)
+    tile, row, final, before = chosen.tile, form.row, form.final, form.before
+    extents = _extents(sch, block)
     cropped = None
-    if count % tile.rows or column % tile.columns:
+    if form.count % tile.rows or form.column % tile.columns:
         cropped = final if final is not None else sch.cache_write(block, 0, "global")
-        padding = _pad(sch, block, found, row, tile)
+        before = tuple(_pad(sch, block, found, row, tile))
         extents = _extents(sch, block)
         # The accumulators leave whole: where a condition guards their way out they do not become registers.
         final = None
     if found.weights is not None and _is_constant(sch, block, found.weights):
         _pack(sch, block, found.weights, tile.columns)
-    if flat and math.prod(extents[p] for p in found.rows) > extents[row]:
+    if form.flat and math.prod(extents[p] for p in found.rows) > extents[row]:
         final = final if final is not None else sch.cache_write(block, 0, "global")
         found = _flatten(sch, block, final, found)
         extents = _extents(sch, block)
@@ -260,16 +351,15 @@ def _schedule_contraction(sch: Any, block: Any, found: _Contraction, machine: Ma
     rows = [loops[p] for p in found.rows]
     batch = [loops[i] for i in range(len(loops)) if i not in (*found.rows, found.column, *found.reductions)]
     reductions = [loops[r] for r in found.reductions]
-    if flat:
+    if form.flat:
         (tiled,) = [loop for loop, p in zip(rows, found.rows) if p == row or len(rows) == 1]
         rows = [loop for loop in rows if loop is not tiled] + [tiled]
     outer_row, inner_row = sch.split(rows[-1], [None, tile.rows])
     outer_column, inner_column = sch.split(loops[found.column], [None, tile.columns])
-    # The larger operand is read once: what it does not depend on goes inside.
-    columns_bytes = 4 * reduction * column
-    rows_bytes = 4 * extents[found.reductions[-1]] * math.prod(extents[p] for p in found.rows)
-    columns_first = columns_bytes > rows_bytes and found.weights is not None
-    tiles = [outer_column, *rows[:-1], outer_row] if columns_first else [*rows[:-1], outer_row, outer_column]
+    if chosen.columns_first:
+        tiles = [outer_column, *rows[:-1], outer_row]
+    else:
+        tiles = [*rows[:-1], outer_row, outer_column]
     sch.reorder(*batch, *tiles, *reductions, inner_row, inner_column)
     outer = sch.fuse(*batch, *tiles)
     if final is None:
@@ -293,7 +383,7 @@ def _schedule_contraction(sch: Any, block: Any, found: _Contraction, machine: Ma
     start = sch.decompose_reduction(block, reductions[0])
     for loop in sch.get_loops(start)[1:-1]:
         sch.unroll(loop)
-    for other in (*padding, *later):
+    for other in (*before, *form.later):
         _parallel_vectors(sch, other, machine)
 
 
@@ -476,33 +566,24 @@ def _parallel_vectors(sch: Any, block: Any, machine: Machine) -> None:
     """An injective block: its innermost dimension in vectors, the others in parallel."""
     loops = sch.get_loops(block)
     extents = [int(sch.get(loop).extent) for loop in loops]
+    elements = math.prod(extents)
     if not loops:
         return
-    if not sch.get_producers(block) and not sch.get_consumers(block):
-        pass
-    lanes = next(
-        (n for n in (machine.lanes, machine.lanes // 2, machine.lanes // 4) if extents[-1] % n == 0), 0
-    )
-    contiguous = math.prod(extents)
-    if not lanes and contiguous % machine.lanes == 0 and _elementwise(sch, block):
-        fused = sch.fuse(*loops)
-        outer, lane = sch.split(fused, [None, machine.lanes])
-        sch.vectorize(lane)
-        if contiguous >= _WORTH_A_THREAD:
-            _spread(sch, outer, contiguous // machine.lanes, machine)
-        return
+    lengths = (machine.lanes, machine.lanes // 2, machine.lanes // 4)
+    lanes = next((n for n in lengths if n > 1 and extents[-1] % n == 0), 0)
+    if not lanes and elements % machine.lanes == 0 and _elementwise(sch, block):
+        loops, lanes = [sch.fuse(*loops)], machine.lanes
     if lanes:
-        loops[-1], lane = sch.split(loops[-1], [None, lanes])
+        last, lane = sch.split(loops[-1], [None, lanes])
         sch.vectorize(lane)
-    if contiguous >= _WORTH_A_THREAD:
-        fused = sch.fuse(*loops)
-        _spread(sch, fused, contiguous // (lanes or 1), machine)
-
-
-def _spread(sch: Any, loop: Any, extent: int, machine: Machine) -> None:
-    """Run a loop in parallel."""
-    del extent, machine
-    sch.parallel(loop)
+        outer = [*loops[:-1], last]
+    else:  # LLVM makes vectors of what it can: the innermost loops stay as they are
+        inside = next(
+            (n for n in range(1, len(loops)) if math.prod(extents[-n:]) >= machine.lanes), len(loops) - 1
+        )
+        outer = loops[: len(loops) - inside]
+    if elements >= _WORTH_A_THREAD and outer:
+        sch.parallel(sch.fuse(*outer))
 
 
 def _elementwise(sch: Any, block: Any) -> bool:
@@ -529,14 +610,12 @@ def _schedule_injective(sch: Any, machine: Machine) -> None:
 
 
 def _schedule_rows(sch: Any, anchors: Sequence[Any], machine: Machine) -> None:
-    """Reductions over the last dimensions, one row at a time; others as far as blocks can be told apart."""
+    """Several reductions, or one that is no contraction (softmax, normalisation, pooling): each block by itself."""
     names = {_name(sch, a) for a in anchors}
     outputs = _outputs(sch)
     for block in _blocks(sch):
-        name = _name(sch, block)
-        if name in names or name in outputs or _shared(sch, block, names):
-            continue
-        sch.compute_inline(block)
+        if _name(sch, block) not in names | outputs and not _is_dear(sch, block, names):
+            sch.compute_inline(block)
     for block in _blocks(sch):
         if _name(sch, block) in names:
             _vectorize_reduction(sch, block, machine)
@@ -544,55 +623,38 @@ def _schedule_rows(sch: Any, anchors: Sequence[Any], machine: Machine) -> None:
             _parallel_vectors(sch, block, machine)
 
 
-def _shared(sch: Any, block: Any, reductions: set[str]) -> bool:
-    """Whether a block is dear enough to be kept: several read it, or a reduction would compute it anew."""
+def _is_dear(sch: Any, block: Any, reductions: set[str]) -> bool:
+    """Whether inlining would compute a block again and again: several blocks read it, or a reduction does."""
     consumers = sch.get_consumers(block)
     return len(consumers) > 1 or any(_name(sch, c) in reductions for c in consumers)
 
 
 def _vectorize_reduction(sch: Any, block: Any, machine: Machine) -> None:
-    """Spatial loops in parallel; a reduction along contiguous memory in vectors of partial results."""
-    node = sch.get(block)
-    loops = sch.get_loops(block)
-    extents = _extents(sch, block)
-    spatial = [i for i, v in enumerate(node.iter_vars) if int(v.iter_type) == 0]
-    reduced = [i for i, v in enumerate(node.iter_vars) if int(v.iter_type) == 2]
-    work = math.prod(extents)
+    """Rows in parallel; along contiguous memory a vector of partial results, across it a vector of results."""
+    variables = list(sch.get(block).iter_vars)
+    extents, loops = _extents(sch, block), sch.get_loops(block)
+    spatial = [i for i, v in enumerate(variables) if int(v.iter_type) == 0]
+    reduced = [i for i, v in enumerate(variables) if int(v.iter_type) == 2]
+    parallel = bool(spatial) and math.prod(extents) >= _WORTH_A_THREAD
     last = reduced[-1]
-    along = bool(node.reads) and _uses([node.reads[-1].region[-1].min], node.iter_vars[last].var)
-    along = any(r.region and _uses([r.region[-1].min], node.iter_vars[last].var) for r in node.reads)
+    reads = [region.region[-1].min for region in sch.get(block).reads if region.region]
+    along = _uses(reads, variables[last].var)
     if along and extents[last] % machine.lanes == 0 and extents[last] >= 2 * machine.lanes:
-        outer, lane = sch.split(loops[last], [None, machine.lanes])
+        _, lane = sch.split(loops[last], [None, machine.lanes])
         partial = sch.rfactor(lane, len(spatial))
-        partial_loops = sch.get_loops(partial)
-        kinds = [int(v.iter_type) for v in sch.get(partial).iter_vars]
-        del outer, kinds
-        _order_partial(sch, partial, partial_loops, len(spatial), machine, work)
-        if work >= _WORTH_A_THREAD and spatial:
-            final_loops = sch.get_loops(block)
-            sch.parallel(sch.fuse(*final_loops[: len(spatial)]))
-        return
-    inner = spatial[-1] if spatial else None
-    if not along and inner is not None and extents[inner] % machine.lanes == 0:
-        outer, lane = sch.split(loops[inner], [None, machine.lanes])
-        sch.reorder(*[loops[i] for i in spatial[:-1]], outer, *[loops[i] for i in reduced], lane)
-        fused = sch.fuse(*[loops[i] for i in spatial[:-1]], outer)
+        *rest, lane = sch.get_loops(partial)
         sch.vectorize(lane)
-        if work >= _WORTH_A_THREAD:
+        if parallel:
+            sch.parallel(sch.fuse(*rest[: len(spatial)]))
+            sch.parallel(sch.fuse(*sch.get_loops(block)[: len(spatial)]))
+    elif not along and spatial and extents[spatial[-1]] % machine.lanes == 0:
+        outer, lane = sch.split(loops[spatial[-1]], [None, machine.lanes])
+        rows = [*(loops[i] for i in spatial[:-1]), outer]
+        sch.reorder(*rows, *(loops[i] for i in reduced), lane)
+        fused = sch.fuse(*rows)
+        sch.vectorize(lane)
+        if parallel:
             sch.parallel(fused)
-        start = sch.decompose_reduction(block, loops[reduced[0]])
-        del start
-        return
-    if spatial and work >= _WORTH_A_THREAD:
-        sch.parallel(sch.fuse(*[loops[i] for i in spatial]))
-
-
-def _order_partial(
-    sch: Any, partial: Any, loops: Sequence[Any], spatial: int, machine: Machine, work: int
-) -> None:
-    """Partial results of a row: [rows.., k / lanes, lanes], the lanes innermost and in vectors."""
-    del machine
-    *rest, lane = loops
-    sch.vectorize(lane)
-    if spatial and work >= _WORTH_A_THREAD:
-        sch.parallel(sch.fuse(*rest[:spatial]))
+        sch.decompose_reduction(block, loops[reduced[0]])
+    elif parallel:
+        sch.parallel(sch.fuse(*(loops[i] for i in spatial)))
