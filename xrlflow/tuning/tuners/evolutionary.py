@@ -60,6 +60,8 @@ class EvolutionaryTuner:
             space_generator=space.context.space_generator.clone(),
             search_strategy=meta.search_strategy.EvolutionarySearch(
                 population_size=config.population,
+                # Its default, but for populations that are smaller.
+                init_min_unmeasured=min(50, config.population),
                 genetic_num_iters=config.generations,
                 eps_greedy=config.explore,
             ),
