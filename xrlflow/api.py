@@ -29,6 +29,7 @@ from xrlflow.backends.results import SpeedUp
 from xrlflow.backends.tvm import TvmModel
 from xrlflow.cost import AdditiveCost, CostModel, Measured, Profiled, Roofline, calibrated
 from xrlflow.ir import Graph
+from xrlflow.lowering import TunedModel
 from xrlflow.onnxio import (
     ImportedModel,
     ModelError,
@@ -61,6 +62,10 @@ from xrlflow.search import (
     taso,
     with_bodies,
 )
+from xrlflow.tuning.pool import PoolError
+from xrlflow.tuning.session import Progress
+from xrlflow.tuning.store import Store
+from xrlflow.tuning.tuners.protocol import Method
 from xrlflow.verify import (
     NotASubstitution,
     NotRepeatable,
@@ -496,11 +501,12 @@ def _lowered(
     """Compile what was found, choose by measurement, verify and measure the compiled model."""
     since = time.monotonic()
     job.say("compile", 0, 0, "with TVM")
-    best, remarks = lowering.lower_best(
-        job.original, base, proposals, job.write, job.feeds if measuring else None, threads=job.threads,
-        shapes=job.shapes, folder=job.folder, time_left=lambda: job.deadline - time.monotonic(),
-        session_options=job.session_options,
-    )  # fmt: skip
+    with Store() as store:
+        best, remarks = lowering.lower_best(
+            job.original, base, proposals, job.write, job.feeds if measuring else None, threads=job.threads,
+            shapes=job.shapes, folder=job.folder, time_left=lambda: job.deadline - time.monotonic(), store=store,
+            session_options=job.session_options,
+        )  # fmt: skip
     job.notes.extend(remarks)
     job.phase("compile", since)
     verification: Verification | None = None
@@ -981,6 +987,117 @@ def bench(
         "threads": measured.threads,
         "disturbed": measured.load.disturbed,
     }
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tuned:
+    """A model whose kernels were tuned; `save` writes the shared library.
+
+    `speedup`: of the compiled model over the original in ONNX Runtime, measured in fresh processes; None if not
+    measured.
+    """
+
+    found: TunedModel
+    speedup: SpeedUp | None
+    control: SpeedUp | None
+    verification: Verification | None
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Raises BackendError if the file cannot be written."""
+        self.found.model.save(path)
+
+    def to_json(self) -> dict[str, Any]:
+        tuning = self.found.tuning
+        return {
+            "kernels": [
+                {
+                    "name": result.task.name, "calls": result.task.weight, "flops": result.task.flops,
+                    "best_us": finite(result.seconds * 1e6), "trials": result.trials, "measured": result.measured,
+                    "failed": result.failed,
+                }
+                for result in tuning.tasks
+            ],
+            "stop": tuning.stop.name.lower(), "seconds": tuning.seconds, "proposing": tuning.proposing,
+            "measuring": tuning.measuring, "onnxruntime_ms": self.found.onnxruntime_ms,
+            "untuned_ms": self.found.untuned_ms, "tuned_ms": self.found.tuned_ms,
+            "speedup": self.speedup.median if self.speedup else None,
+            "speedup_low": self.speedup.low if self.speedup else None,
+            "speedup_high": finite(self.speedup.high) if self.speedup else None,
+            "verified": self.verification.verified if self.verification is not None else None,
+        }  # fmt: skip
+
+
+def tune(
+    model: Source,
+    *,
+    method: str = "chameleon",
+    trials: int = 512,
+    batch: int = 16,
+    time_limit: float = 600.0,
+    shapes: Mapping[str, Sequence[int]] | None = None,
+    threads: int | None = None,
+    seed: int = 0,
+    store: str | os.PathLike[str] | None = None,
+    measure: bool = True,
+    verify: bool = True,
+    inputs: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    listener: Listener | None = None,
+) -> Tuned:
+    """Compile a model with TVM, its kernels tuned by measurement.
+
+    `method`: "chameleon" (reinforcement learning), "evolutionary" (MetaSchedule's own), "random", "annealing" or
+    "beam". `trials`: kernels that are built and measured in all, `batch` of one at a time. `time_limit`: seconds of
+    tuning. What was measured is kept in `store` (a file; by default in the user's cache), so that a second run goes on
+    where the first ended. Raises ModelError, BackendError, VerificationError or OptionError for what the caller can put
+    right, and VerificationFailed.
+    """
+    methods = {m.value: m for m in Method}
+    if method not in methods:
+        raise OptionError(f"method {method!r} is not known: choose of {', '.join(methods)}")
+    if trials < 0 or batch < 1 or not time_limit > 0:
+        raise OptionError("trials must not be negative, the batch and the time limit must be above zero")
+    imported = load(model, shapes=shapes)
+    lowering.check_supported(imported.graph)
+    begin = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="xrlflow-") as folder, Store(store) as records:
+        job = _Job(
+            imported, model, "greedy", "roofline", 0, 1.0, seed, threads or default_threads(), None,
+            begin, begin + time_limit, 1.0, folder, Library(()), listener, shapes or {},
+        )  # fmt: skip
+        if measure:
+            job.feeds = dict(user_case(imported, inputs).feeds) if inputs is not None else _feeds(job)
+
+        def tell(progress: Progress) -> None:
+            job.say(
+                "tune", progress.spent, progress.budget, f"{progress.task.name} {progress.best * 1e6:.1f} us"
+            )
+
+        try:
+            found = lowering.tune_model(
+                job.original, job.write(imported.graph), job.feeds, method=methods[method], trials=trials, batch=batch,
+                time_limit=time_limit, threads=job.threads, shapes=job.shapes, seed=seed, store=records, folder=folder,
+                listener=tell,
+            )  # fmt: skip
+        except PoolError as error:
+            raise BackendError(str(error)) from error
+        verification: Verification | None = None
+        if verify:
+            verification = _reference(job, inputs).check_compiled(found.model, found.model.sizes)
+            if not verification.verified:
+                raise VerificationFailed(
+                    "the compiled model does not compute the same: "
+                    + ("; ".join(verification.failures) or verification.reason)
+                )
+        compared: RepeatedComparison | None = None
+        if measure:
+            job.deadline = time.monotonic() + 20.0
+            compared = _final(job, found.path)
+    return Tuned(
+        found,
+        compared.speedup if compared is not None else None,
+        compared.control if compared is not None else None,
+        verification,
+    )
 
 
 def check_writable(path: str | os.PathLike[str]) -> None:

@@ -270,6 +270,48 @@ def bench(
 
 
 @app.command()
+def tune(
+    model: Model,
+    output: Annotated[Path, typer.Option("-o", "--output", help="Where the shared library (.so) goes.")],
+    method: Annotated[
+        str, typer.Option(help="chameleon, evolutionary, random, annealing or beam.")
+    ] = "chameleon",
+    trials: Annotated[int, typer.Option(min=0, help="Kernels that are built and measured.")] = 512,
+    batch: Annotated[int, typer.Option(min=1, help="Of one kernel at a time.")] = 16,
+    time_limit: Annotated[float, typer.Option(min=0.0, help="Seconds of tuning.")] = 600.0,
+    shape: Shapes = None,
+    threads: Threads = None,
+    seed: Seed = 0,
+    store: Annotated[
+        Path | None, typer.Option(help="Where measurements are kept; default: the user's cache.")
+    ] = None,
+    measure: Annotated[bool, typer.Option(help="Measure the result against ONNX Runtime.")] = True,
+    verify: Annotated[
+        bool, typer.Option(help="Compare the result with the original on random inputs.")
+    ] = True,
+    inputs: Inputs = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compile a model with TVM, its kernels tuned on this machine."""
+    with clear_errors():
+        from xrlflow import api
+        from xrlflow.report import progress, show
+
+        api.check_writable(output)
+        with progress(enabled=not as_json and sys.stderr.isatty()) as listener:
+            tuned = api.tune(
+                model, method=method, trials=trials, batch=batch, time_limit=time_limit, shapes=parse_shapes(shape),
+                threads=threads, seed=seed, store=store, measure=measure, verify=verify, inputs=inputs,
+                listener=listener,
+            )  # fmt: skip
+        tuned.save(output)
+        if as_json:
+            print_json(tuned.to_json())
+        else:
+            show.tuned(tuned.to_json(), tuned.speedup, str(output))
+
+
+@app.command()
 def train(
     models: Annotated[list[Path], typer.Argument(help="The ONNX files to learn from.")],
     output: Annotated[Path, typer.Option("-o", "--output", help="Where the agent goes.")],

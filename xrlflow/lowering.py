@@ -11,8 +11,14 @@ from typing import Any
 from xrlflow.backends import BackendError
 from xrlflow.backends.onnxruntime import measure
 from xrlflow.backends.tvm import Tvm, TvmModel, detect
+from xrlflow.backends.tvm.lower import fuse, import_model
 from xrlflow.ir import Graph
 from xrlflow.search.result import Found
+from xrlflow.tuning.kernels import blocked, kernel_tasks, tuned_by
+from xrlflow.tuning.pool import PoolOptions
+from xrlflow.tuning.session import Progress, TuningResult, tune
+from xrlflow.tuning.store import Store
+from xrlflow.tuning.tuners.protocol import Method
 
 Export = Callable[[Graph], str]
 """A graph as an ONNX file: its path."""
@@ -44,8 +50,11 @@ def check_supported(graph: Graph) -> None:
         raise BackendError(f"TVM cannot lower {', '.join(missing)}: use --backend onnxruntime for this model")
 
 
-def _backend(threads: int | None, shapes: Mapping[str, Sequence[int]]) -> Tvm:
-    return Tvm(detect(cores=threads), shapes or None)
+def _backend(threads: int | None, shapes: Mapping[str, Sequence[int]], store: Store | None = None) -> Tvm:
+    """With a store: kernels as they were tuned on this machine."""
+    machine = detect(cores=threads)
+    tuned = tuned_by(store, machine, machine.cores) if store is not None else None
+    return Tvm(machine, shapes or None, tuned)
 
 
 def lower_best(
@@ -59,15 +68,18 @@ def lower_best(
     shapes: Mapping[str, Sequence[int]],
     folder: str,
     time_left: Callable[[], float],
+    store: Store,
     session_options: Any = None,
 ) -> tuple[Lowered, tuple[str, ...]]:
     """Compile the graph as imported and the best proposals, and choose what runs fastest; (choice, remarks).
+
+    Kernels that `store` knows run as they were tuned.
 
     With `feeds` all are measured in turns, together with the original in ONNX Runtime; without, the best by modelled
     cost is compiled alone. Compiling more ends when a further one would not fit into the time left. Raises BackendError
     if the original's graph cannot be compiled.
     """
-    backend = _backend(threads, shapes)
+    backend = _backend(threads, shapes, store)
     cheaper = [found for found in proposals if found.cost < base.cost][:_AT_MOST]
     wanted = [base, *cheaper] if feeds is not None else [cheaper[0] if cheaper else base]
     made: list[Lowered] = []
@@ -99,3 +111,65 @@ def lower_best(
         others = ", ".join(f"{lowered.milliseconds:.2f}" for lowered in timed[1:])
         remarks.append(f"and what the search found in {others} ms")
     return best, tuple(remarks)
+
+
+@dataclass(frozen=True, slots=True)
+class TunedModel:
+    """A model with tuned kernels: what tuning found, and the compiled model (the faster of tuned and untuned)."""
+
+    tuning: TuningResult
+    model: TvmModel
+    path: str
+    onnxruntime_ms: float | None
+    untuned_ms: float | None
+    tuned_ms: float | None
+
+
+def tune_model(
+    original: str | bytes,
+    exported: str,
+    feeds: Mapping[str, Any] | None,
+    *,
+    method: Method,
+    trials: int,
+    batch: int,
+    time_limit: float,
+    threads: int,
+    shapes: Mapping[str, Sequence[int]],
+    seed: int,
+    store: Store,
+    folder: str,
+    listener: Callable[[Progress], None] | None = None,
+) -> TunedModel:
+    """Tune the kernels of the ONNX file `exported`, compile it with what was found, and compare (with `feeds`) the
+    original in ONNX Runtime, the untuned and the tuned model.
+
+    Raises BackendError for what cannot be lowered, PoolError when nothing can be measured.
+    """
+    import onnx
+
+    machine = detect(cores=threads)
+    module = fuse(import_model(onnx.load(exported), shapes or None), machine)
+    tasks = kernel_tasks(module, machine)
+    found = tune(
+        tasks, blocked(method, machine), trials=trials, batch=batch, time_limit=time_limit, seed=seed, store=store,
+        pool=PoolOptions(threads=threads), listener=listener,
+    )  # fmt: skip
+    made = []
+    for name, backend in (
+        ("untuned", _backend(threads, shapes)),
+        ("tuned", _backend(threads, shapes, store)),
+    ):
+        model = backend.compile(exported, threads=threads)
+        path = os.path.join(folder, f"{name}.so")
+        model.save(path)
+        made.append((path, model))
+    if feeds is None:
+        return TunedModel(found, made[1][1], made[1][0], None, None, None)
+    measured = measure(
+        [original, *(path for path, _ in made)], dict(feeds), threads=threads, time_limit=20.0, target_width=0.02,
+        control=False,
+    )  # fmt: skip
+    runtime, untuned, tuned = (latency.median_ms for latency in measured.latencies)
+    path, model = made[1] if tuned <= untuned else made[0]
+    return TunedModel(found, model, path, runtime, untuned, tuned)

@@ -23,6 +23,13 @@ LOOK = 0.05
 """Seconds for which the CPUs are watched when there are more of them than threads."""
 
 
+def default_threads() -> int:
+    """The physical cores that this process may run on."""
+    cores = psutil.cpu_count(logical=False) or os.cpu_count() or 1
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores
+    return max(1, min(cores, allowed))
+
+
 def choose_cpus(threads: int) -> tuple[int, ...] | None:
     """One CPU (by number) for each of `threads` threads, on cores of their own; the first is the calling thread's.
 

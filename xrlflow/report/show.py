@@ -147,6 +147,27 @@ def bench(measured: Mapping[str, Any]) -> None:
     _console.print(table)
 
 
+def tuned(report: Mapping[str, Any], speedup: SpeedUp | None, output: str) -> None:
+    """The kernels that were tuned, and what the compiled model takes."""
+    table = _grid("kernel", "calls", "us", "GFLOP/s", "trials", title="Kernels, as tuned")
+    for row in report["kernels"]:
+        best = row["best_us"]
+        rate = f"{row['flops'] / best / 1e3:.0f}" if best else ""
+        table.add_row(
+            row["name"], str(row["calls"]), f"{best:.1f}" if best else "untuned", rate, str(row["trials"])
+        )
+    _console.print(table)
+    for name, key in (
+        ("ONNX Runtime", "onnxruntime_ms"),
+        ("TVM, untuned", "untuned_ms"),
+        ("TVM, tuned", "tuned_ms"),
+    ):
+        _console.print(f"{name}: {ms(report[key])}")
+    _console.print(f"speed-up over ONNX Runtime: {ratio(speedup)}")
+    _console.print(f"{report['seconds']:.1f} s of tuning ({report['stop']})")
+    _console.print(f"{output}: written")
+
+
 def verification(found: Verification) -> None:
     """One row for each output, and the verdict."""
     table = _grid(*HEADERS)

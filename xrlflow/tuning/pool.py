@@ -31,8 +31,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Self
 
-import psutil  # type: ignore[import-untyped]
-
+from xrlflow.backends.placement import default_threads
 from xrlflow.backends.protocol import Array, BackendError, one_line
 from xrlflow.backends.tvm.load import tvm
 from xrlflow.tuning.tuners.protocol import Outcome
@@ -67,12 +66,6 @@ _ATTEMPTS = 3  # of a worker to start
 
 class PoolError(RuntimeError):
     """Nothing can be measured: workers do not start, or the pool is closed. The message is one line."""
-
-
-def default_threads() -> int:
-    """The physical cores that this process may run on."""
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(allowed, psutil.cpu_count(logical=False) or allowed))
 
 
 @dataclass(frozen=True, slots=True)

@@ -422,6 +422,7 @@ def _fork(pool: socket.socket, threads: int, pipe: int, log: int) -> None:
         os.dup2(log, 2)
         for name in ("TVM_NUM_THREADS", "OMP_NUM_THREADS"):
             os.environ[name] = str(threads)
+        os.environ["TVM_BIND_THREADS"] = "1"  # see _keep_apart
         serve(Connection(pipe))
         status = 0
     except Exception:

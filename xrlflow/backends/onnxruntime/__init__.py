@@ -13,10 +13,10 @@ from xrlflow.backends.onnxruntime.session import (
     Options,
     OrtModel,
     check_providers,
-    default_threads,
     open_model,
 )
 from xrlflow.backends.onnxruntime.timing import measure, time_model
+from xrlflow.backends.placement import default_threads
 from xrlflow.backends.protocol import ModelSource
 
 __all__ = [

@@ -24,8 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
-import psutil  # type: ignore[import-untyped]
-
+from xrlflow.backends.placement import default_threads
 from xrlflow.backends.protocol import BackendError, Feeds, ModelSource, one_line, same_feeds
 
 if TYPE_CHECKING:
@@ -52,13 +51,6 @@ class Optimization(enum.Enum):
     EXTENDED = "ORT_ENABLE_EXTENDED"
     LAYOUT = "ORT_ENABLE_LAYOUT"
     ALL = "ORT_ENABLE_ALL"
-
-
-def default_threads() -> int:
-    """The physical cores that this process may run on."""
-    cores = psutil.cpu_count(logical=False) or os.cpu_count() or 1
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores
-    return max(1, min(cores, allowed))
 
 
 class OrtModel:

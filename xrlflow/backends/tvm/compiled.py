@@ -15,6 +15,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from xrlflow.backends.placement import default_threads
 from xrlflow.backends.protocol import BackendError, Feeds, ModelSource, one_line, same_feeds
 from xrlflow.backends.tvm.load import tvm
 from xrlflow.backends.tvm.target import Machine
@@ -142,8 +143,6 @@ def is_compiled(model: ModelSource) -> bool:
 def load_compiled(path: ModelSource, *, threads: int | None = None) -> TvmModel:
     """Load what `TvmModel.save` wrote. Raises BackendError for a missing, damaged or foreign file."""
     assert not isinstance(path, bytes)
-    from xrlflow.backends.onnxruntime.session import default_threads
-
     file = Path(path)
     for needed in (file, _description(file)):
         if not needed.is_file():

@@ -8,6 +8,7 @@ import sys
 import types
 from typing import Any
 
+from xrlflow.backends.placement import default_threads
 from xrlflow.backends.protocol import BackendError, one_line
 from xrlflow.backends.tvm import functions
 
@@ -17,6 +18,10 @@ _FOREIGN = ("cuda", "arm_cpu", "hexagon", "metal", "riscv_cpu", "rocm")
 # TVM's threads wait for the next kernel awake, by default so long (300,000 turns) that they disturb whoever runs next.
 # Between the kernels of one model it is microseconds: 200 turns are enough, while none cost MobileNetV2 half again.
 _SPINS = ("TVM_THREAD_POOL_SPIN_COUNT", "200")
+# TVM ties each of its threads to a CPU but not the caller's, which then often shares one with another of them.
+_BINDING = ("TVM_BIND_THREADS", "0")
+# Its pool has as many threads as it thinks that there are cores, by default half of the CPUs: models use fewer if told.
+_THREADS = "TVM_NUM_THREADS"
 
 
 @functools.cache
@@ -29,6 +34,8 @@ def tvm() -> Any:
         full = f"tvm.s_tir.tensor_intrin.{name}"
         sys.modules.setdefault(full, types.ModuleType(full))
     os.environ.setdefault(*_SPINS)
+    os.environ.setdefault(*_BINDING)
+    os.environ.setdefault(_THREADS, str(default_threads()))
     try:
         import tvm as package
         import tvm.relax.frontend.onnx

@@ -115,6 +115,15 @@ def choices(mod: Any, machine: Machine, most: int = 64) -> list[Choice]:
     ]
 
 
+def heuristic(mod: Any, machine: Machine) -> Choice | None:
+    """What is chosen for "main" without tuning; None where there is no choice."""
+    from tvm.s_tir import Schedule
+
+    sch = Schedule(mod, debug_mask="none")
+    contraction = _only_contraction(sch, [block for block in _blocks(sch) if _is_reduction(sch, block)])
+    return None if contraction is None else _prepare(sch, *contraction).heuristic(machine)
+
+
 def design_space(machine: Machine, most: int = 64) -> Any:
     """MetaSchedule's space generator of these kernels: a sketch for each of `choices`, or the one schedule there is."""
     package = tvm()

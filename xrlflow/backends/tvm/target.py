@@ -6,6 +6,7 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
+from xrlflow.backends.placement import default_threads
 from xrlflow.backends.protocol import BackendError
 
 # LLVM's names of features, and the floats in a vector register and the registers that come with them.
@@ -38,7 +39,6 @@ def detect(cpu: str | None = None, cores: int | None = None) -> Machine:
 
     Raises BackendError when LLVM does not know the processor.
     """
-    from xrlflow.backends.onnxruntime.session import default_threads
     from xrlflow.backends.tvm.load import tvm
 
     package = tvm()

@@ -1,0 +1,104 @@
+"""A model's kernels as tuning tasks, and what tuning found put back into the model."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from xrlflow.backends.protocol import BackendError, one_line
+from xrlflow.backends.tvm.load import tvm
+from xrlflow.backends.tvm.lower import Tuned
+from xrlflow.backends.tvm.schedules import choices, design_space, heuristic
+from xrlflow.backends.tvm.target import Machine
+from xrlflow.tuning.knobs import Candidate, KnobSpace
+from xrlflow.tuning.store import Setting, Store
+from xrlflow.tuning.tasks import Task
+from xrlflow.tuning.tuners.protocol import Method, Outcome, Tuner, make_tuner
+
+if TYPE_CHECKING:
+    from xrlflow.tuning.session import MakeTuner
+
+
+def kernel_tasks(module: Any, machine: Machine) -> list[Task]:
+    """The functions of a fused module (`lower.fuse`) whose schedule leaves a choice; alike ones merged."""
+    from tvm import relax, tirx
+
+    calls: Counter[str] = Counter()
+
+    def count(expression: Any) -> None:
+        if isinstance(expression, relax.Call) and expression.args:
+            callee = expression.args[0]
+            if isinstance(callee, tvm().ir.GlobalVar):
+                calls[callee.name_hint] += 1
+
+    relax.analysis.post_order_visit(module["main"], count)
+    target = machine.target()
+    found: dict[str, Task] = {}
+    for name, function in module.functions.items():
+        if not isinstance(function, tirx.PrimFunc) or not calls[name.name_hint]:
+            continue
+        task = Task.of(name.name_hint, function, target, calls[name.name_hint])
+        if len(choices(task.mod, machine)) > 1:
+            known = found.get(task.key)
+            found[task.key] = replace(known, weight=known.weight + task.weight) if known else task
+    return list(found.values())
+
+
+def blocked(method: Method, machine: Machine) -> MakeTuner:
+    """Tuners of this method over the choices of our own kernels (`schedules.design_space`), the untuned one first."""
+
+    def make(task: Task, seed: int) -> Tuner:
+        space = KnobSpace.of(task, seed, design_space(machine))
+        options, untuned = choices(task.mod, machine), heuristic(task.mod, machine)
+        tuner = make_tuner(method, task, seed, space=space)
+        first = space.decode((options.index(untuned),)) if untuned in options else None
+        return tuner if first is None else _BeginWith(first, tuner)
+
+    return make
+
+
+class _BeginWith:
+    """A tuner that proposes one candidate before its own: what is tuned is never slower than what is not."""
+
+    def __init__(self, first: Candidate, tuner: Tuner) -> None:
+        self.name = tuner.name
+        self._first: Candidate | None = first
+        self._tuner = tuner
+        self._own: set[str] = set()
+
+    def propose(self, count: int) -> Sequence[Candidate]:
+        begin = [self._first] if self._first is not None else []
+        self._first = None
+        own = self._tuner.propose(count - len(begin)) if count > len(begin) else ()
+        self._own.update(candidate.key for candidate in own)
+        return [*begin, *(c for c in own if not begin or c.key != begin[0].key)]
+
+    def update(self, measured: Sequence[tuple[Candidate, Outcome]]) -> None:
+        self._tuner.update([pair for pair in measured if pair[0].key in self._own])
+
+
+def tuned_by(store: Store, machine: Machine, threads: int) -> Tuned:
+    """How the store's best records of this machine schedule a function."""
+    target = machine.target()
+    setting = Setting.here(target, threads)
+
+    def tuned(module: Any) -> Any | None:
+        from tvm.s_tir import Schedule, ScheduleError, Trace
+
+        task = Task.of("main", module, target)
+        best = store.best(task.key, setting=setting)
+        if not best:
+            return None
+        schedule = Schedule(task.mod, debug_mask="none")
+        try:
+            Trace.apply_json_to_schedule(json.loads(best[0].trace), schedule)
+        except (ScheduleError, RuntimeError, ValueError) as error:
+            raise BackendError(
+                f"{store.path}: a tuned schedule cannot be applied ({one_line(str(error)[-200:])}): tune again"
+            ) from error
+        return schedule.mod
+
+    return tuned
