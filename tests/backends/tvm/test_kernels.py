@@ -26,7 +26,7 @@ MACHINE = Machine("x86_64-unknown-linux-gnu", "znver4", 2, 16, 32)
 def test_tiles_fit_registers_and_output(
     rows: int, columns: int, stride: int, reduction: int, padding: bool
 ) -> None:
-    tile = tile_of(rows, columns, MACHINE, stride, reduction, padding=padding)
+    tile = tile_of(rows, columns, MACHINE, stride, reduction, pad_rows=padding, pad_columns=padding)
     vectors = tile.columns // tile.lanes
     assert tile.columns == vectors * tile.lanes
     assert tile.rows * vectors + vectors + 1 <= MACHINE.registers
@@ -45,7 +45,7 @@ def test_tiles_of_products_that_networks_have() -> None:
 
 def test_padding_saves_a_prime_number_of_rows() -> None:
     assert tile_of(197, 768, MACHINE, 3072, 768).rows == 1
-    assert tile_of(197, 768, MACHINE, 3072, 768, padding=True).rows > 4
+    assert tile_of(197, 768, MACHINE, 3072, 768, pad_rows=True).rows > 4
 
 
 GRAPHS = {

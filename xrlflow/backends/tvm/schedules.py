@@ -234,16 +234,28 @@ def _contraction(sch: Any, block: Any) -> _Contraction | None:
 
 
 def tile_of(
-    rows: int, columns: int, machine: Machine, row_stride: int, reduction: int, padding: bool = False
+    rows: int,
+    columns: int,
+    machine: Machine,
+    row_stride: int,
+    reduction: int,
+    pad_rows: bool = False,
+    pad_columns: bool = False,
 ) -> Tile:
     """The accumulator tile of a contraction of `rows` x `columns` outputs: the first of the best of `rated_tiles`."""
-    rated = list(rated_tiles(rows, columns, machine, row_stride, reduction, padding))
+    rated = list(rated_tiles(rows, columns, machine, row_stride, reduction, pad_rows, pad_columns))
     highest = max(value for value, _ in rated)
     return next(tile for value, tile in rated if value > highest - 1e-9)
 
 
 def rated_tiles(
-    rows: int, columns: int, machine: Machine, row_stride: int, reduction: int, padding: bool = False
+    rows: int,
+    columns: int,
+    machine: Machine,
+    row_stride: int,
+    reduction: int,
+    pad_rows: bool = False,
+    pad_columns: bool = False,
 ) -> Iterator[tuple[float, Tile]]:
     """Tiles that the registers hold, with what they promise.
 
@@ -251,19 +263,20 @@ def rated_tiles(
     multiply-adds, so a squarer tile loads less; it may not need more registers than there are, fewer than 8
     accumulators leave the multipliers waiting for their own results, and rows `row_stride` bytes apart must
     not push each other out of the first-level cache. A panel of `reduction` x columns stays in half of the second.
-    A tile divides the output, or, with `padding`, what is computed in vain is weighed against the better shape.
+    A tile divides the output, or, where that may be padded, what is computed in vain is weighed against the better
+    shape.
     """
     most = _WAYS if row_stride % _PAGE == 0 else _MOST_ROWS
     for lanes in (n for n in (machine.lanes, machine.lanes // 2, machine.lanes // 4, 1) if n >= 1):
         for vectors in range(1, 9):
             width = vectors * lanes
-            if columns % width and not (padding and lanes > 1):
+            if columns % width and not (pad_columns and lanes > 1):
                 continue
             if vectors > 1 and reduction * width * 4 > machine.second_level // 2:
                 continue
             for height in range(1, min(rows, most) + 1):
                 accumulators = height * vectors
-                if (rows % height and not padding) or accumulators + vectors + 1 > machine.registers:
+                if (rows % height and not pad_rows) or accumulators + vectors + 1 > machine.registers:
                     continue
                 busy = min(1.0, accumulators / 8)
                 loads = (height + vectors) / accumulators
@@ -288,7 +301,8 @@ class _Form:
     """A contraction with its function made ready: the blocks around it, and how its output can be tiled.
 
     `flat`: the rows are one dimension already, or can be made one; `row` is the one that is tiled, of `count`;
-    `padded`: they and the columns may be padded to multiples of the tile.
+    `pad_rows` and `pad_columns`: they may be padded to multiples of the tile (constant weights, which are packed
+    already, are not).
     """
 
     before: tuple[Any, ...]
@@ -296,7 +310,8 @@ class _Form:
     later: tuple[Any, ...]
     flat: bool
     row: int
-    padded: bool
+    pad_rows: bool
+    pad_columns: bool
     count: int
     column: int
     row_stride: int
@@ -304,16 +319,23 @@ class _Form:
     columns_first: bool
 
     def tiles(self, machine: Machine) -> Iterator[tuple[float, Tile]]:
-        return rated_tiles(self.count, self.column, machine, self.row_stride, self.reduction, self.padded)
+        return rated_tiles(*self._shape(machine))
 
     def heuristic(self, machine: Machine) -> Choice:
-        tile = tile_of(self.count, self.column, machine, self.row_stride, self.reduction, self.padded)
-        return Choice(tile, self.columns_first)
+        return Choice(tile_of(*self._shape(machine)), self.columns_first)
+
+    def _shape(self, machine: Machine) -> tuple[int, int, Machine, int, int, bool, bool]:
+        sizes = self.count, self.column, machine, self.row_stride, self.reduction
+        return (*sizes, self.pad_rows, self.pad_columns)
 
 
 def _prepare(sch: Any, block: Any, found: _Contraction) -> _Form:
     """Inline what can be inlined around a contraction, and look at what is left."""
     _inline_copies(sch, block)
+    if found.weights is None:
+        # A condition for each vector costs less than a padded copy in memory, which is read as often as it is computed.
+        for producer in sch.get_producers(block):
+            sch.compute_inline(producer)
     before = tuple(sch.get_producers(block))
     final, later = _inline_epilogue(sch, block)
     extents = _extents(sch, block)
@@ -325,11 +347,13 @@ def _prepare(sch: Any, block: Any, found: _Contraction) -> _Form:
     )
     row = max(found.rows, key=lambda p: (extents[p], p)) if flat else found.rows[-1]
     product = found.weights is not None and not before and _is_product(sch, block)
+    constant = found.weights is not None and _is_constant(sch, block, found.weights)
     reduction = math.prod(extents[r] for r in found.reductions)
     row_stride = 4 * extents[found.reductions[-1]]
     column = extents[found.column]
     return _Form(
-        before, final, tuple(later), flat, row, product and count == extents[row], count if flat else extents[row],
+        before, final, tuple(later), flat, row, product and count == extents[row],
+        product and count == extents[row] and not constant, count if flat else extents[row],
         column, row_stride, reduction,
         # The larger operand is read once: what it does not depend on goes inside.
         columns_first=found.weights is not None and 4 * reduction * column > row_stride * count,
@@ -582,10 +606,14 @@ def _parallel_vectors(sch: Any, block: Any, machine: Machine) -> None:
     lanes = next((n for n in lengths if n > 1 and extents[-1] % n == 0), 0)
     if not lanes and elements % machine.lanes == 0 and _elementwise(sch, block):
         loops, lanes = [sch.fuse(*loops)], machine.lanes
+    turned = _turned(sch, block) if lanes and len(loops) > 1 else None
     if lanes:
         last, lane = sch.split(loops[-1], [None, lanes])
         sch.vectorize(lane)
         outer = [*loops[:-1], last]
+        if turned is not None:  # neighbours in memory one after the other: a line is read once
+            along = outer.pop(turned)
+            sch.reorder(*outer, along, lane)
     else:  # LLVM makes vectors of what it can: the innermost loops stay as they are
         inside = next(
             (n for n in range(1, len(loops)) if math.prod(extents[-n:]) >= machine.lanes), len(loops) - 1
@@ -593,6 +621,18 @@ def _parallel_vectors(sch: Any, block: Any, machine: Machine) -> None:
         outer = loops[: len(loops) - inside]
     if elements >= _WORTH_A_THREAD and outer:
         sch.parallel(sch.fuse(*outer))
+
+
+def _turned(sch: Any, block: Any) -> int | None:
+    """The output dimension along which a transposed operand is contiguous in memory, if it is not the last one."""
+    node = sch.get(block)
+    variables = [v.var for v in node.iter_vars]
+    for region in node.reads:
+        if len(region.region) > 1:
+            used = [i for i, v in enumerate(variables) if _uses([region.region[-1].min], v)]
+            if used and len(variables) - 1 not in used:
+                return used[-1]
+    return None
 
 
 def _elementwise(sch: Any, block: Any) -> bool:

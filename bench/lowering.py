@@ -1,0 +1,197 @@
+"""TVM against ONNX Runtime: `python bench/lowering.py operators | models [--tune SECONDS] [--json FILE] [NAMES]`.
+
+Operators: single operators of the sizes that networks have, tensors staying in the runtime. Models: whole networks,
+arrays in and out, as a program calls them: ONNX Runtime on the original; TVM on the original graph, untuned; TVM on the
+graph that greedy search finds; with `--tune`, the original graph with kernels tuned for so many seconds. All variants
+are timed in turns in one process; A/A is ONNX Runtime against itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import numpy as np
+import onnx
+import onnx.numpy_helper
+import onnx.parser
+
+import models
+import xrlflow
+from xrlflow.backends.interleave import interleave
+from xrlflow.backends.onnxruntime import open_model
+from xrlflow.backends.placement import choose_cpus, pinned
+from xrlflow.backends.results import Comparison
+from xrlflow.backends.tvm import Tvm, TvmModel, detect
+from xrlflow.backends.tvm.lower import fuse, import_model
+from xrlflow.cost import Roofline
+from xrlflow.tuning.kernels import blocked, kernel_tasks, tuned_by
+from xrlflow.tuning.pool import PoolOptions
+from xrlflow.tuning.session import tune
+from xrlflow.tuning.store import Store
+from xrlflow.tuning.tuners.protocol import Method
+
+# Inputs named w, b and s are constants.
+OPERATORS = {
+    "MatMul 512x512x512": "(float[512,512] x, float[512,512] w) => (float[512,512] y) { y = MatMul(x, w) }",
+    "MatMul 128x768x768": "(float[128,768] x, float[768,768] w) => (float[128,768] y) { y = MatMul(x, w) }",
+    "MatMul 128x768x3072": "(float[128,768] x, float[768,3072] w) => (float[128,3072] y) { y = MatMul(x, w) }",
+    "MatMul 12 x 128x64x128": "(float[12,128,64] x, float[12,64,128] z) => (float[12,128,128] y) {"
+    " y = MatMul(x, z) }",
+    "MatMul 12 x 128x128x64": "(float[12,128,128] x, float[12,128,64] z) => (float[12,128,64] y) {"
+    " y = MatMul(x, z) }",
+    "Conv 3x3 64 at 56x56": "(float[1,64,56,56] x, float[64,64,3,3] w) => (float[1,64,56,56] y) {"
+    " y = Conv<pads=[1,1,1,1]>(x, w) }",
+    "Conv 3x3 256 at 14x14": "(float[1,256,14,14] x, float[256,256,3,3] w) => (float[1,256,14,14] y) {"
+    " y = Conv<pads=[1,1,1,1]>(x, w) }",
+    "Conv 1x1 256 to 512 at 28x28": "(float[1,256,28,28] x, float[512,256,1,1] w) => (float[1,512,28,28] y) {"
+    " y = Conv(x, w) }",
+    "Conv depthwise 3x3 144 at 56x56": "(float[1,144,56,56] x, float[144,1,3,3] w) => (float[1,144,56,56] y) {"
+    " y = Conv<pads=[1,1,1,1], group=144>(x, w) }",
+    "Softmax 12x128x128": "(float[12,128,128] x) => (float[12,128,128] y) { y = Softmax(x) }",
+    "LayerNormalization 128x768": "(float[128,768] x, float[768] s, float[768] b) => (float[128,768] y) {"
+    " y = LayerNormalization(x, s, b) }",
+}
+CONSTANTS = ("b", "s", "w")
+MODELS: Mapping[str, Callable[[], onnx.ModelProto]] = {
+    "resnet18": lambda: models.build("resnet18"),
+    "mobilenetv2": lambda: models.build("mobilenetv2"),
+    "efficientnet-b0": lambda: models.build("efficientnet-b0"),
+    "bert, 2 layers": lambda: models.build("bert", depth=2),
+    "vit, 2 layers": lambda: models.build("vit", depth=2),
+}
+
+
+def operator(text: str) -> onnx.ModelProto:
+    model = onnx.parser.parse_model(f'<ir_version: 9, opset_import: ["": 20]> agraph {text}')
+    rng = np.random.default_rng(0)
+    for value in list(model.graph.input):
+        if value.name in CONSTANTS:
+            shape = [d.dim_value for d in value.type.tensor_type.shape.dim]
+            tensor = onnx.numpy_helper.from_array(
+                rng.standard_normal(shape).astype(np.float32) / 16, value.name
+            )
+            model.graph.initializer.append(tensor)
+            model.graph.input.remove(value)
+    return model
+
+
+def inputs(compiled: TvmModel) -> dict[str, Any]:
+    rng = np.random.default_rng(0)
+    return {
+        value.name: rng.standard_normal(value.shape).astype(value.dtype)
+        if "float" in value.dtype
+        else np.ones(value.shape, value.dtype)
+        for value in compiled.interface.inputs
+    }
+
+
+def tuned(
+    proto: onnx.ModelProto, seconds: float, threads: int, store: Store, method: Method
+) -> tuple[TvmModel, int]:
+    machine = detect(cores=threads)
+    tasks = kernel_tasks(fuse(import_model(proto), machine), machine)
+    found = tune(
+        tasks, blocked(method, machine), trials=1_000_000, batch=16, time_limit=seconds, store=store,
+        pool=PoolOptions(threads=threads),
+    )  # fmt: skip
+    backend = Tvm(machine, None, tuned_by(store, machine, threads))
+    return backend.compile(proto.SerializeToString(), threads=threads), found.measured
+
+
+def timed(
+    proto: onnx.ModelProto, variants: Sequence[TvmModel], threads: int, seconds: float, bound: bool
+) -> Comparison:
+    cpus = choose_cpus(threads)
+    with ExitStack() as stack:
+        runtime = stack.enter_context(open_model(proto.SerializeToString(), threads=threads, cpus=cpus))
+        feeds = inputs(variants[0])
+        expected = runtime.run(feeds)
+        for variant in variants:
+            for a, b in zip(expected, variant.run(feeds), strict=True):
+                scale = float(np.abs(a).max())
+                if not np.allclose(a, b, rtol=1e-4, atol=1e-5 * max(scale, 1.0)):
+                    raise SystemExit(
+                        f"TVM computes something else: off by {float(np.abs(a - b).max()):g} of {scale:g}"
+                    )
+        everything = [runtime, *variants]
+        calls = [m.bound_caller(feeds) if bound else m.caller(feeds) for m in everything]
+        stack.enter_context(pinned(cpus))
+        return interleave(calls, threads=threads, time_limit=seconds, target_width=0.01)
+
+
+def row(name: str, names: Sequence[str], comparison: Comparison, facts: Mapping[str, Any]) -> dict[str, Any]:
+    control = comparison.control
+    found: dict[str, Any] = {
+        "name": name, "onnxruntime_ms": comparison.latencies[0].median_ms,
+        "control": [control.median, control.low, control.high] if control else None,
+        "disturbed": comparison.load.disturbed, "threads": comparison.threads, **facts,
+    }  # fmt: skip
+    for variant, speedup in zip(names, comparison.speedups):
+        found[variant] = [speedup.median, speedup.low, speedup.high]
+    cells = [f"{s.median:.3f} [{s.low:.3f}, {s.high:.3f}]" for s in comparison.speedups]
+    shown = f"{control.median:.3f} [{control.low:.3f}, {control.high:.3f}]" if control else "-"
+    star = " *" if comparison.load.disturbed else ""
+    print(
+        f"| {name}{star} | {comparison.latencies[0].median_ms:.3f} | {shown} | " + " | ".join(cells) + " |",
+        flush=True,
+    )
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("table", choices=("operators", "models"))
+    parser.add_argument("names", nargs="*", help="some of them; default: all")
+    parser.add_argument("--tune", type=float, default=0.0, help="seconds of tuning for each")
+    parser.add_argument("--method", default="chameleon", choices=[m.value for m in Method])
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=10.0, help="of each measurement")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_intermixed_args()
+    known: Mapping[str, Any] = OPERATORS if options.table == "operators" else MODELS
+    rows = []
+    names = [
+        "TVM",
+        *(["rewritten"] if options.table == "models" else []),
+        *(["tuned"] if options.tune else []),
+    ]
+    print(f"| {options.table} | ONNX Runtime ms | A/A | " + " | ".join(names) + " |")
+    print("|---" * (3 + len(names)) + "|")
+    with tempfile.TemporaryDirectory() as folder, Store(Path(folder) / "tuning.sqlite") as store:
+        for name in options.names or known:
+            if name not in known:
+                raise SystemExit(f"{name} is none of {', '.join(known)}")
+            proto = operator(known[name]) if options.table == "operators" else known[name]()
+            machine = detect(cores=options.threads)
+            variants = [Tvm(machine).compile(proto.SerializeToString(), threads=options.threads)]
+            facts: dict[str, Any] = {}
+            if options.table == "models":
+                result = xrlflow.optimize(
+                    proto, backend="tvm", search="greedy", cost=Roofline(), measure=False, verify=False,
+                    threads=options.threads,
+                )  # fmt: skip
+                assert result.compiled is not None
+                variants.append(result.compiled)
+            if options.tune:
+                model, measured = tuned(proto, options.tune, options.threads, store, Method(options.method))
+                variants.append(model)
+                facts["measured"] = measured
+            comparison = timed(
+                proto, variants, options.threads, options.seconds, options.table == "operators"
+            )
+            rows.append(row(name, names, comparison, facts))
+            if options.json is not None:
+                options.json.write_text(json.dumps(rows, indent=1))
+
+
+if __name__ == "__main__":
+    main()
