@@ -38,6 +38,8 @@ bench: install
 	$(BIN)/python bench/agents.py valleys --quick 4 --seconds 2
 	$(BIN)/python bench/agents.py networks
 	$(BIN)/python bench/latency.py
+	$(BIN)/python bench/lowering.py operators
+	$(BIN)/python bench/lowering.py models
 
 clean:
 	rm -rf $(VENV) out build *.egg-info

@@ -11,15 +11,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from xrlflow.api import Comparison, Result, compare, optimize
+    from xrlflow.api import Comparison, Result, Tuned, compare, optimize, tune
 
 __version__ = "0.1.0"
 
-__all__ = ["Comparison", "Result", "__version__", "compare", "optimize"]
+__all__ = ["Comparison", "Result", "Tuned", "__version__", "compare", "optimize", "tune"]
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("Comparison", "Result", "compare", "optimize"):
+    if name in __all__:
         from xrlflow import api
 
         return getattr(api, name)

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 from xrlflow.backends.protocol import BackendError, one_line
 from xrlflow.backends.tvm.load import tvm
 from xrlflow.backends.tvm.lower import Tuned
-from xrlflow.backends.tvm.schedules import choices, design_space, heuristic
+from xrlflow.backends.tvm.schedules import apply, choices, design_space, heuristic
 from xrlflow.backends.tvm.target import Machine
 from xrlflow.tuning.knobs import Candidate, KnobSpace
 from xrlflow.tuning.store import Setting, Store
-from xrlflow.tuning.tasks import Task
+from xrlflow.tuning.tasks import Task, module_key
 from xrlflow.tuning.tuners.protocol import Method, Outcome, Tuner, make_tuner
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class _BeginWith:
     def __init__(self, first: Candidate, tuner: Tuner) -> None:
         self.name = tuner.name
         self._first: Candidate | None = first
-        self._tuner = tuner
+        self._known, self._tuner = first.key, tuner
         self._own: set[str] = set()
 
     def propose(self, count: int) -> Sequence[Candidate]:
@@ -74,14 +74,19 @@ class _BeginWith:
         self._first = None
         own = self._tuner.propose(count - len(begin)) if count > len(begin) else ()
         self._own.update(candidate.key for candidate in own)
-        return [*begin, *(c for c in own if not begin or c.key != begin[0].key)]
+        return [*begin, *(candidate for candidate in own if candidate.key != self._known)]
 
     def update(self, measured: Sequence[tuple[Candidate, Outcome]]) -> None:
         self._tuner.update([pair for pair in measured if pair[0].key in self._own])
 
 
+# A kernel that was measured to be faster by less than this stays as it is without tuning: the best of many noisy
+# measurements looks better than it is, and a kernel alone has its operands in the cache.
+_WORTH = 0.97
+
+
 def tuned_by(store: Store, machine: Machine, threads: int) -> Tuned:
-    """How the store's best records of this machine schedule a function."""
+    """How the store's best records of this machine schedule a function, where they beat the untuned schedule."""
     target = machine.target()
     setting = Setting.here(target, threads)
 
@@ -92,6 +97,10 @@ def tuned_by(store: Store, machine: Machine, threads: int) -> Tuned:
         best = store.best(task.key, setting=setting)
         if not best:
             return None
+        untuned = module_key(apply(Schedule(task.mod, debug_mask="none"), machine).mod)
+        for record in store.known(task.key, setting):
+            if record.candidate == untuned and best[0].outcome.median > _WORTH * record.outcome.median:
+                return None
         schedule = Schedule(task.mod, debug_mask="none")
         try:
             Trace.apply_json_to_schedule(json.loads(best[0].trace), schedule)

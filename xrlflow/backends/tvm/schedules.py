@@ -665,11 +665,65 @@ def _schedule_rows(sch: Any, anchors: Sequence[Any], machine: Machine) -> None:
     for block in _blocks(sch):
         if _name(sch, block) not in names | outputs and not _is_dear(sch, block, names):
             sch.compute_inline(block)
+    if _schedule_by_row(sch, names, machine):
+        return
     for block in _blocks(sch):
         if _name(sch, block) in names:
             _vectorize_reduction(sch, block, machine)
         else:
             _parallel_vectors(sch, block, machine)
+
+
+def _schedule_by_row(sch: Any, reductions: set[str], machine: Machine) -> bool:
+    """Everything about a row while it is in the cache: softmax and normalisations; False where rows are not alike.
+
+    All reductions run along the dimensions behind the same first ones, and the last block has an element for each of
+    theirs.
+    """
+    outputs = _outputs(sch)
+    if len(outputs) != 1 or outputs & reductions:
+        return False
+    (last,) = sch.get_output_blocks(sch.get_sblock("root"))
+    extents = _extents(sch, last)
+    anchors = [block for block in _blocks(sch) if _name(sch, block) in reductions]
+    kinds = [[int(v.iter_type) for v in sch.get(anchor).iter_vars] for anchor in anchors]
+    rows = kinds[0].count(0)
+    alike = all(
+        kind == [0] * rows + [2] * (len(kind) - rows) and _extents(sch, anchor)[:rows] == extents[:rows]
+        for kind, anchor in zip(kinds, anchors)
+    )
+    if not alike or not 0 < rows < len(extents):
+        return False
+    partial: set[str] = set()
+    for anchor in anchors:
+        along = _extents(sch, anchor)[-1]
+        if along % machine.lanes == 0 and along >= 2 * machine.lanes:
+            _, lane = sch.split(sch.get_loops(anchor)[-1], [None, machine.lanes])
+            partial.add(_name(sch, sch.rfactor(lane, rows)))
+    row = sch.fuse(*sch.get_loops(last)[:rows])
+    _vectorize_last(sch, last, machine)
+    for block in reversed(_blocks(sch)):
+        if _name(sch, block) not in outputs:
+            sch.compute_at(block, row, preserve_unit_loops=True)
+    for block in _blocks(sch):
+        name = _name(sch, block)
+        if name in partial:  # rfactor puts the lanes first
+            lane, *steps = sch.get_loops(block)[1:]
+            sch.reorder(*steps, lane)
+            sch.vectorize(lane)
+        elif name not in reductions | outputs:
+            _vectorize_last(sch, block, machine)
+    if math.prod(extents) >= _WORTH_A_THREAD:
+        sch.parallel(row)
+    return True
+
+
+def _vectorize_last(sch: Any, block: Any, machine: Machine) -> None:
+    """The innermost loop in vectors, where they divide it."""
+    loop = sch.get_loops(block)[-1]
+    if int(sch.get(loop).extent) % machine.lanes == 0:
+        _, lane = sch.split(loop, [None, machine.lanes])
+        sch.vectorize(lane)
 
 
 def _is_dear(sch: Any, block: Any, reductions: set[str]) -> bool:
