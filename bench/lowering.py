@@ -33,6 +33,7 @@ from xrlflow.backends.results import Comparison
 from xrlflow.backends.tvm import Tvm, TvmModel, detect
 from xrlflow.backends.tvm.lower import fuse, import_model
 from xrlflow.cost import Roofline
+from xrlflow.lowering import COLD
 from xrlflow.tuning.kernels import blocked, kernel_tasks, tuned_by
 from xrlflow.tuning.pool import PoolOptions
 from xrlflow.tuning.session import tune
@@ -101,7 +102,7 @@ def tuned(
     tasks = kernel_tasks(fuse(import_model(proto), machine), machine)
     found = tune(
         tasks, blocked(method, machine), trials=1_000_000, batch=16, time_limit=seconds, store=store,
-        pool=PoolOptions(threads=threads),
+        pool=PoolOptions(threads=threads, timing=COLD),
     )  # fmt: skip
     backend = Tvm(machine, None, tuned_by(store, machine, threads))
     return backend.compile(proto.SerializeToString(), threads=threads), found.measured

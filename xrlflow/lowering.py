@@ -19,9 +19,12 @@ from xrlflow.tuning.pool import PoolOptions
 from xrlflow.tuning.session import Progress, TuningResult, tune
 from xrlflow.tuning.store import Store
 from xrlflow.tuning.tuners.protocol import Method
+from xrlflow.tuning.worker import Timing
 
 Export = Callable[[Graph], str]
 """A graph as an ONNX file: its path."""
+COLD = Timing(flush=True)
+"""How the kernels of a model are timed: other kernels have pushed their weights out of the caches."""
 # Proposals beside the original graph that are compiled, if the time allows.
 _AT_MOST = 3
 
@@ -81,20 +84,28 @@ def lower_best(
     """
     backend = _backend(threads, shapes, store)
     cheaper = [found for found in proposals if found.cost < base.cost][:_AT_MOST]
-    wanted = [base, *cheaper] if feeds is not None else [cheaper[0] if cheaper else base]
+    # Without measuring, the best by modelled cost that can be compiled.
+    wanted = [base, *cheaper] if feeds is not None else [*cheaper, base]
     made: list[Lowered] = []
+    remarks: list[str] = []
     longest = 0.0
     for index, found in enumerate(wanted):
         before = time_left()
-        if made and before < 3 * longest:
+        if made and (feeds is None or before < 3 * longest):
             break
-        model = backend.compile(export(found.state.graph), threads=threads)
+        try:
+            model = backend.compile(export(found.state.graph), threads=threads)
+        except BackendError as error:
+            if found is base:
+                raise
+            remarks.append(f"a proposal was dropped: {error}")
+            continue
         path = os.path.join(folder, f"compiled{index}.so")
         model.save(path)
         made.append(Lowered(found, path, model))
         longest = max(longest, before - time_left())
     if feeds is None:
-        return made[0], ()
+        return made[0], tuple(remarks)
     measured = measure(
         [original, *(lowered.path for lowered in made)], dict(feeds), threads=threads,
         time_limit=max(2.0, min(15.0, 0.3 * time_left())), target_width=0.02, control=False,
@@ -105,7 +116,7 @@ def lower_best(
         for lowered, latency in zip(made, measured.latencies[1:])
     ]
     best = min(timed, key=lambda lowered: lowered.milliseconds or 0.0)
-    remarks = [f"ONNX Runtime runs the original in {measured.latencies[0].median_ms:.2f} ms"]
+    remarks.append(f"ONNX Runtime runs the original in {measured.latencies[0].median_ms:.2f} ms")
     remarks.append(f"TVM runs the original graph in {timed[0].milliseconds:.2f} ms")
     if len(timed) > 1:
         others = ", ".join(f"{lowered.milliseconds:.2f}" for lowered in timed[1:])
@@ -153,7 +164,7 @@ def tune_model(
     tasks = kernel_tasks(module, machine)
     found = tune(
         tasks, blocked(method, machine), trials=trials, batch=batch, time_limit=time_limit, seed=seed, store=store,
-        pool=PoolOptions(threads=threads), listener=listener,
+        pool=PoolOptions(threads=threads, timing=COLD), listener=listener,
     )  # fmt: skip
     made = []
     for name, backend in (

@@ -106,6 +106,7 @@ def test_operators_that_cannot_be_lowered() -> None:
     backend = Tvm()
     assert backend.supports("Conv", dtypes=["float"])
     assert not any(backend.supports(op) for op in ("LSTM", "GRU", "Loop", "Scan"))
+    assert not backend.supports("Attention")  # TVM knows com.microsoft's
     assert not backend.supports("Gelu", "com.microsoft")
     assert not backend.supports("Add", dtypes=["string"])
     text = """<ir_version: 9, opset_import: ["": 20]>

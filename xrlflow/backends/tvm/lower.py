@@ -14,6 +14,8 @@ from xrlflow.backends.tvm.target import Machine
 LAYOUTS = {"relax.nn.conv2d": ["NHWC", "HWIO"]}
 """Channels last: a pixel's channels are the columns of the product, and an output row is a row of tiles."""
 
+# Names that TVM's importer takes for operators of com.microsoft, of other inputs and attributes.
+_OTHERS = frozenset({"Attention"})
 _SYMBOL, _SCHEDULED = "global_symbol", "tirx.is_scheduled"
 
 
@@ -30,7 +32,8 @@ def _converters() -> Mapping[str, Any]:
     from tvm.relax.frontend.onnx import onnx_frontend
 
     table: Mapping[str, Any] = onnx_frontend._get_convert_map()
-    return {**table, "If": None, "Constant": None}
+    known = {**table, "If": None, "Constant": None}
+    return {name: converter for name, converter in known.items() if name not in _OTHERS}
 
 
 def import_model(model: Any, shapes: Mapping[str, Sequence[int]] | None = None) -> Any:
