@@ -164,7 +164,8 @@ def select(
     measured to be faster, until nothing is: a family or a rule is dropped, or a sweep is added (one rule wherever the
     model sees a loss of no more than `tolerance` of the whole cost in it; what it leaves behind is cleared away by the
     `tidying` rules). If the best proposal was slower than the original, what becomes of it by drops is measured
-    against the original again, and if that does not win, sweeps are added to the original. At last the other proposals.
+    against the original again. Then sweeps are added to the original, and what becomes of it is measured against the
+    choice up to now. At last the other proposals.
     """
     trials: list[Trial] = []
     at_most = tolerance * base.cost
@@ -198,11 +199,12 @@ def select(
     current: Found | None = None
     name = original = "the original"
 
-    def climb(found: Found, at: str, plan: _Plan, until: float, proven: bool) -> tuple[Found, str]:
-        """Change one thing at a time for as long as that is measured to be faster.
+    def climb(
+        found: Found, at: str, plan: _Plan, until: float, proven: bool, sweeping: bool
+    ) -> tuple[Found, str]:
+        """Change one thing at a time for as long as that is measured to be faster; `sweeping`: sweeps are tried too.
 
-        `proven`: what is faster than `found` is faster than the original, and so the choice up to now. From something
-        slower only drops are tried.
+        `proven`: what is faster than `found` is faster than the original, and so the choice up to now.
         """
         nonlocal current, name
         against = None if found is base else found
@@ -211,7 +213,7 @@ def select(
         while changing and time.monotonic() < until:
             changing = False
             drops = _drops(plan, found, base.cost)
-            changes = _with_sweeps(drops, found, at_most) if proven else drops
+            changes = _with_sweeps(drops, found, at_most) if sweeping else drops
             for change in changes:
                 if change.text in hopeless or not (change.sweep or change.without & plan.rules):
                     continue
@@ -250,13 +252,15 @@ def select(
             plan = _plan(best)
             if not kept:
                 until = time.monotonic() + _MENDING * (deadline - time.monotonic())
-                dropped, what = climb(best, what, plan, until, proven=False)
+                dropped, what = climb(best, what, plan, until, proven=False, sweeping=False)
                 kept = dropped is not best and challenge(dropped, what)
                 best, plan = dropped, _plan(dropped)
             if kept:
-                climb(best, what, plan, deadline, proven=True)
-        if current is None:
-            climb(base, original, _Plan(frozenset()), deadline, proven=True)
+                climb(best, what, plan, deadline, proven=True, sweeping=True)
+        nothing = current is None
+        swept, what = climb(base, original, _Plan(frozenset()), deadline, proven=nothing, sweeping=True)
+        if not nothing and swept is not base:
+            challenge(swept, what)
         for index, found in enumerate(proposals[1:]):
             if found.state.fingerprint not in seen:
                 challenge(found, f"number {index + 2} by modelled cost")
