@@ -1,0 +1,38 @@
+"""Substitutions do not write what the backend lacks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.rewrite.toy import CancelTransposes
+from tests.rules.harness import model
+from xrlflow.onnxio import load
+from xrlflow.rewrite import Library, Op, RewriteState, Rule, Val
+
+
+class ReplaceReluByMax(Rule):
+    """relu(x) -> max(x, 0)."""
+
+    def source(self, op: Op, x: Val) -> Any:
+        return op.Relu(x)
+
+    def target(self, op: Op, x: Val) -> Any:
+        return op.Max(x, 0.0)
+
+
+def test_operators_that_the_backend_lacks_are_refused() -> None:
+    graph = load(
+        model(
+            "agraph (float[2,3] x) => (float[2,3] y) {"
+            " a = Transpose<perm=[1,0]>(x)\n b = Transpose<perm=[1,0]>(a)\n y = Relu(b) }"
+        )
+    ).graph
+    rules = (CancelTransposes(), ReplaceReluByMax())
+    everything = RewriteState.start(graph, Library(rules), None)
+    assert {m.rule.name for m in everything.candidates} == {"CancelTransposes", "ReplaceReluByMax"}
+    library = Library(rules, runs=lambda op: op != "Max")
+    some = RewriteState.start(graph, library, None)
+    assert {m.rule.name for m in some.candidates} == {"CancelTransposes"}
+    assert library.stats["ReplaceReluByMax"].refused == {"the backend has no Max": 1}
+    part = RewriteState.start(graph, library.only(["ReplaceReluByMax"]), None)
+    assert not part.candidates
