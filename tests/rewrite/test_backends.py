@@ -23,8 +23,8 @@ class ReplaceReluByMax(Rule):
 def test_operators_that_the_backend_lacks_are_refused() -> None:
     graph = load(
         model(
-            "agraph (float[2,3] x) => (float[2,3] y) {"
-            " a = Transpose<perm=[1,0]>(x)\n b = Transpose<perm=[1,0]>(a)\n y = Relu(b) }"
+            "agraph (float[2,3,4] x) => (float[2,3,4] y) {"
+            " a = Transpose<perm=[0,2,1]>(x)\n b = Transpose<perm=[0,2,1]>(a)\n y = Relu(b) }"
         )
     ).graph
     rules = (CancelTransposes(), ReplaceReluByMax())
