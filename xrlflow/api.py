@@ -619,6 +619,8 @@ def _agent_search(job: _Job, base: Found, model: CostModel, limits: Limits) -> S
     interrupted = False
     # On a busy machine, and with a short limit, loading torch may leave the agent no time: then there is this.
     quick = greedy(base.state, base.cost, Limits(job.budget, limits.deadline))
+    if quick.interrupted:
+        return quick
     try:
         agent = Agent.load(path).extended(job.library).eval()
         prices = model if isinstance(model, AdditiveCost) else Roofline(bindings=job.imported.bindings)
@@ -644,7 +646,7 @@ def _agent_search(job: _Job, base: Found, model: CostModel, limits: Limits) -> S
         raise OptionError(f"agent: {error}") from error
     except (PolicyError, TrainingError) as error:
         raise OptionError(f"agent {path}: {error}") from error
-    if quick.best.cost < result.best.cost:
+    if quick.best.cost < result.best.cost and not result.interrupted:
         result = quick
     return replace(result, interrupted=result.interrupted or interrupted)
 
