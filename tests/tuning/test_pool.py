@@ -218,7 +218,8 @@ def test_a_killed_nursery_is_an_error_and_no_hang() -> None:
 
 
 HOLDER = """
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 from xrlflow.tuning.pool import Pool, PoolOptions
 from xrlflow.tuning.worker import Run, Timing
 with Pool(PoolOptions(builders=1, threads=1, run_seconds=300.0)) as pool:
