@@ -26,7 +26,7 @@ from xrlflow.backends.onnxruntime import (
 )
 from xrlflow.backends.onnxruntime.session import CPU, ort_errors
 from xrlflow.backends.results import SpeedUp
-from xrlflow.backends.tvm import TvmModel
+from xrlflow.backends.tvm import SUFFIX, TvmModel
 from xrlflow.cost import AdditiveCost, CostModel, Measured, Profiled, Roofline, calibrated
 from xrlflow.ir import Graph
 from xrlflow.lowering import TunedModel
@@ -1102,9 +1102,13 @@ def tune(
     )
 
 
-def check_writable(path: str | os.PathLike[str]) -> None:
-    """Raises ModelError at once if a result could not be written there in the end."""
+def check_writable(path: str | os.PathLike[str], *, library: bool = False) -> None:
+    """Raises ModelError or OptionError at once if a result (`library`: a compiled one) could not be written there."""
     target = Path(path)
+    if library and target.suffix != SUFFIX:
+        raise OptionError(
+            f"{target}: a compiled model is a shared library: give it a name that ends in {SUFFIX}"
+        )
     folder = target.parent
     if target.is_dir():
         raise ModelError(f"{target}: is a folder: name the file to write")

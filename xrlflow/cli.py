@@ -135,7 +135,7 @@ def optimize(
         from xrlflow.report import progress, show
 
         shapes = parse_shapes(shape)
-        api.check_writable(output)
+        api.check_writable(output, library=backend == "tvm")
         with progress(enabled=not as_json and sys.stderr.isatty()) as listener:
             result = api.optimize(
                 model, search=search, cost=cost, backend=backend, backend_ops=backend_ops,
@@ -297,7 +297,7 @@ def tune(
         from xrlflow import api
         from xrlflow.report import progress, show
 
-        api.check_writable(output)
+        api.check_writable(output, library=True)
         with progress(enabled=not as_json and sys.stderr.isatty()) as listener:
             tuned = api.tune(
                 model, method=method, trials=trials, batch=batch, time_limit=time_limit, shapes=parse_shapes(shape),

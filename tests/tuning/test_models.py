@@ -157,6 +157,14 @@ def test_tune_writes_a_library_that_computes_the_same(file: Path, tmp_path: Path
     assert again.found.tuning.measured == 0
 
 
+@pytest.mark.parametrize("command", [["tune"], ["optimize", "--backend", "tvm"]])
+def test_the_name_of_a_library_is_checked_first(command: list[str], file: Path, tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, [*command, str(file), "-o", str(tmp_path / "fast.onnx")])
+    assert result.exit_code == 2
+    assert "give it a name that ends in .so" in result.stderr
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["model.onnx"]
+
+
 def test_bad_options(file: Path) -> None:
     with pytest.raises(api.OptionError, match="choose of chameleon, evolutionary"):
         api.tune(file, method="luck")

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from xrlflow.backends.protocol import BackendError, ModelSource
-from xrlflow.backends.tvm.compiled import TvmModel, compiled, is_compiled, load_compiled
+from xrlflow.backends.tvm.compiled import SUFFIX, TvmModel, compiled, is_compiled, load_compiled
 from xrlflow.backends.tvm.target import Machine, detect
 
-__all__ = ["Machine", "Tvm", "TvmModel", "detect", "is_compiled", "load_compiled"]
+__all__ = ["SUFFIX", "Machine", "Tvm", "TvmModel", "detect", "is_compiled", "load_compiled"]
 
 
 @dataclass(frozen=True, slots=True)
