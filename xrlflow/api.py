@@ -512,13 +512,8 @@ def _lowered(
     verification: Verification | None = None
     if verifying:
         since = time.monotonic()
-        verification = _reference(job, inputs).check_compiled(best.model, best.model.sizes)
+        verification = _verify_compiled(job, best.model, inputs)
         job.phase("verify", since)
-        if not verification.verified:
-            raise VerificationFailed(
-                "the compiled model does not compute the same: "
-                + ("; ".join(verification.failures) or verification.reason)
-            )
     compared: RepeatedComparison | None = None
     reason = "not measured"
     if measuring:
@@ -777,6 +772,18 @@ def _final(job: _Job, path: str) -> RepeatedComparison:
 
 def _verify(job: _Job, path: str, inputs: str | os.PathLike[str] | Mapping[str, Any] | None) -> Verification:
     return _reference(job, inputs).check(path)
+
+
+def _verify_compiled(
+    job: _Job, model: TvmModel, inputs: str | os.PathLike[str] | Mapping[str, Any] | None
+) -> Verification:
+    """Raises VerificationFailed for a compiled model that is not known to compute the same."""
+    found = _reference(job, inputs).check_compiled(model, model.sizes)
+    if found.status is Status.NOT_COMPARABLE:
+        raise VerificationFailed(f"the compiled model cannot be verified: {found.reason} (--no-verify)")
+    if not found.verified:
+        raise VerificationFailed(f"the compiled model does not compute the same: {'; '.join(found.failures)}")
+    return found
 
 
 def _reference(job: _Job, inputs: str | os.PathLike[str] | Mapping[str, Any] | None) -> Reference:
@@ -1084,12 +1091,7 @@ def tune(
             raise BackendError(str(error)) from error
         verification: Verification | None = None
         if verify:
-            verification = _reference(job, inputs).check_compiled(found.model, found.model.sizes)
-            if not verification.verified:
-                raise VerificationFailed(
-                    "the compiled model does not compute the same: "
-                    + ("; ".join(verification.failures) or verification.reason)
-                )
+            verification = _verify_compiled(job, found.model, inputs)
         compared: RepeatedComparison | None = None
         if measure:
             job.deadline = time.monotonic() + 20.0

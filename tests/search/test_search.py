@@ -200,6 +200,37 @@ def test_selection_drops_a_rule_that_is_measured_to_lose(loss: float) -> None:
     assert selection.trials[0].kept is (loss == 20.0)
 
 
+class ReplaceReluByLeakyRelu(Rule):
+    """relu(x) -> leakyrelu(x, 0): level by the model, a great gain in truth."""
+
+    def source(self, op: Op, x: Val) -> Any:
+        return op.Relu(x)
+
+    def target(self, op: Op, x: Val) -> Any:
+        return op.LeakyRelu(x, alpha=0.0)
+
+
+def test_selection_sweeps_the_original_though_the_best_by_model_won() -> None:
+    """What the model prefers is faster than the original, and leaves nothing that the better rule matches."""
+    proto = model("agraph (float[2,3] x) => (float[2,3] y) { y = Relu(x) }")
+    modelled, truth = Weighted(Max=0.1), Weighted(Relu=10.0, Max=9.0, LeakyRelu=2.0)
+    base = start(proto, (ReplaceReluByMax(), ReplaceReluByLeakyRelu()), modelled)
+    best = greedy(base.state, base.cost, Limits()).best
+
+    def compare(against: Found | None, found: Found) -> Ratio:
+        median = truth.cost((against or base).state.graph) / truth.cost(found.state.graph)
+        return Ratio(median, median * 0.99, median * 1.01)
+
+    def search(found: Found, rules: frozenset[str]) -> Found:
+        state = RewriteState.start(found.state.graph, found.state.library.only(rules), modelled.delta)
+        return greedy(state, found.cost, Limits()).best
+
+    selection = select(base, [best], compare, search, time.monotonic() + 60)
+    assert selection.trials[0].kept
+    assert selection.chosen is not None
+    assert [n.op for n in selection.chosen.state.graph.nodes()] == ["LeakyRelu"]
+
+
 def test_selection_gives_nothing_up_for_what_an_open_interval_says() -> None:
     """A comparison just before the deadline has hardly a round: its median alone is no reason."""
     proto = model(

@@ -12,11 +12,12 @@ import onnx.parser
 import pytest
 
 import xrlflow
-from xrlflow.api import OptionError
+from xrlflow.api import OptionError, VerificationFailed
 from xrlflow.backends import BackendError
 from xrlflow.backends.onnxruntime import measure, open_model
 from xrlflow.backends.protocol import Feeds
 from xrlflow.backends.tvm import Tvm, detect, load_compiled
+from xrlflow.verify import Status, Verification
 
 WEIGHTS = ", ".join(str(round(math.sin(i), 3)) for i in range(128))
 TEXT = (
@@ -135,7 +136,10 @@ def test_processors() -> None:
         detect(cpu="no-such-processor")
 
 
-def test_optimize_compiles_and_verifies(file: Path, tmp_path: Path, feeds: Feeds) -> None:
+def test_optimize_compiles_and_verifies(
+    file: Path, tmp_path: Path, feeds: Feeds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("xrlflow.tuning.store.cache_directory", lambda: tmp_path / "cache")
     result = xrlflow.optimize(file, backend="tvm", search="greedy", cost="roofline", measure=False)
     assert result.report.backend == "tvm"
     assert result.report.verified
@@ -146,3 +150,15 @@ def test_optimize_compiles_and_verifies(file: Path, tmp_path: Path, feeds: Feeds
             np.testing.assert_allclose(b, a, rtol=1e-5, atol=1e-6)
     with pytest.raises(OptionError, match="choose of onnxruntime, tvm"):
         xrlflow.optimize(file, backend="cuda")
+
+
+def test_what_cannot_be_compared_is_not_said_to_differ(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("xrlflow.tuning.store.cache_directory", lambda: tmp_path / "cache")
+    verdict = Verification(Status.NOT_COMPARABLE, reason="it has random operators")
+    monkeypatch.setattr("xrlflow.api.Reference.check_compiled", lambda *_: verdict)
+    with pytest.raises(
+        VerificationFailed, match=r"cannot be verified: it has random operators \(--no-verify\)"
+    ):
+        xrlflow.optimize(file, backend="tvm", search="greedy", cost="roofline", measure=False)

@@ -88,7 +88,7 @@ def schedule(mod: Any, machine: Machine) -> Any:
 
 def apply(sch: Any, machine: Machine, choice: Choice | None = None) -> Any:
     """Schedule "main" in place, a contraction as `choice` says (default: the heuristic's); returns `sch`."""
-    anchors = [block for block in _blocks(sch) if _is_reduction(sch, block)]
+    anchors = _anchors(sch)
     if contraction := _only_contraction(sch, anchors):
         _schedule_contraction(sch, *contraction, machine, choice)
     elif anchors:
@@ -100,28 +100,27 @@ def apply(sch: Any, machine: Machine, choice: Choice | None = None) -> Any:
 
 def choices(mod: Any, machine: Machine, most: int = 64) -> list[Choice]:
     """The `most` most promising choices for "main", in an order in which neighbours differ little; [] without any."""
-    from tvm.s_tir import Schedule
-
-    sch = Schedule(mod, debug_mask="none")
-    contraction = _only_contraction(sch, [block for block in _blocks(sch) if _is_reduction(sch, block)])
-    if contraction is None:
+    form = _form(mod)
+    if form is None:
         return []
-    form = _prepare(sch, *contraction)
     rated = sorted(form.tiles(machine), key=lambda entry: -entry[0])[: max(1, most // 2)]
-    return [
-        Choice(tile, columns_first)
-        for columns_first in (False, True)
-        for tile in sorted((tile for _, tile in rated), key=lambda t: (t.lanes, t.rows, t.columns))
-    ]
+    tiles = sorted((tile for _, tile in rated), key=lambda t: (t.lanes, t.rows, t.columns))
+    return [Choice(tile, columns_first) for columns_first in (False, True) for tile in tiles]
 
 
 def heuristic(mod: Any, machine: Machine) -> Choice | None:
     """What is chosen for "main" without tuning; None where there is no choice."""
+    form = _form(mod)
+    return None if form is None else form.heuristic(machine)
+
+
+def _form(mod: Any) -> _Form | None:
+    """The contraction of "main", if that is what it is."""
     from tvm.s_tir import Schedule
 
     sch = Schedule(mod, debug_mask="none")
-    contraction = _only_contraction(sch, [block for block in _blocks(sch) if _is_reduction(sch, block)])
-    return None if contraction is None else _prepare(sch, *contraction).heuristic(machine)
+    contraction = _only_contraction(sch, _anchors(sch))
+    return None if contraction is None else _prepare(sch, *contraction)
 
 
 def design_space(machine: Machine, most: int = 64) -> Any:
@@ -160,8 +159,9 @@ def _outputs(sch: Any) -> set[str]:
     return {_name(sch, block) for block in sch.get_output_blocks(sch.get_sblock("root"))}
 
 
-def _is_reduction(sch: Any, block: Any) -> bool:
-    return any(int(v.iter_type) == 2 for v in sch.get(block).iter_vars)
+def _anchors(sch: Any) -> list[Any]:
+    """The blocks that reduce."""
+    return [b for b in _blocks(sch) if any(int(v.iter_type) == 2 for v in sch.get(b).iter_vars)]
 
 
 def _extent(variable: Any) -> int | None:
@@ -570,7 +570,7 @@ def _is_constant(sch: Any, block: Any, position: int) -> bool:
     return any(function.params[int(i)].same_as(buffer) for i in free)
 
 
-def _pack(sch: Any, block: Any, position: int, width: int) -> Any:
+def _pack(sch: Any, block: Any, position: int, width: int) -> None:
     """Weights [.., k, n] in panels [n / width, .., k, width], packed when the model is compiled."""
     packed = sch.cache_read(block, position, "global")
 
@@ -580,7 +580,6 @@ def _pack(sch: Any, block: Any, position: int, width: int) -> Any:
 
     sch.transform_layout(block, ("read", position), panels)
     sch.annotate(packed, _PACKING, True)
-    return packed
 
 
 def _vectorize_tile(sch: Any, final: Any, tile: Tile) -> None:
