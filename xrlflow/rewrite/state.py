@@ -41,9 +41,8 @@ Delta = Callable[[Graph, Edit], float]
 Key = tuple[str, tuple[Value, ...]]
 
 
-@dataclass(
-    slots=True, eq=False
-)  # not frozen: that is most of what a match takes, and they are made by the thousand
+# Not frozen: that is most of what a match takes, and they are made by the thousand.
+@dataclass(slots=True, eq=False)
 class Match:
     """Where a rule applies, and what the cost model thinks of it. Not changed any more once it is a candidate.
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from xrlflow.backends.onnxruntime import open_model
 from xrlflow.backends.tvm import Machine, Tvm, TvmModel, detect
 from xrlflow.backends.tvm.compiled import compiled
-from xrlflow.backends.tvm.schedules import tile_of
+from xrlflow.backends.tvm.schedules import Grid, tile_of
 
 MACHINE = Machine("x86_64-unknown-linux-gnu", "znver4", 2, 16, 32)
 
@@ -26,7 +26,7 @@ MACHINE = Machine("x86_64-unknown-linux-gnu", "znver4", 2, 16, 32)
 def test_tiles_fit_registers_and_output(
     rows: int, columns: int, stride: int, reduction: int, padding: bool
 ) -> None:
-    tile = tile_of(rows, columns, MACHINE, stride, reduction, pad_rows=padding, pad_columns=padding)
+    tile = tile_of(Grid(rows, columns, stride, reduction, padding, padding), MACHINE)
     vectors = tile.columns // tile.lanes
     assert tile.columns == vectors * tile.lanes
     assert tile.rows * vectors + vectors + 1 <= MACHINE.registers
@@ -38,14 +38,14 @@ def test_tiles_fit_registers_and_output(
 def test_tiles_of_products_that_networks_have() -> None:
     """They use at least 8 accumulators of whole vectors: fewer wait for their own results."""
     for rows, columns in ((128, 768), (512, 512), (3136, 64), (56, 64), (14, 256), (7, 512)):
-        tile = tile_of(rows, columns, MACHINE, 1024, 576)
+        tile = tile_of(Grid(rows, columns, 1024, 576), MACHINE)
         assert tile.lanes == 16
         assert tile.rows * tile.columns >= 8 * 16
 
 
 def test_padding_saves_a_prime_number_of_rows() -> None:
-    assert tile_of(197, 768, MACHINE, 3072, 768).rows == 1
-    assert tile_of(197, 768, MACHINE, 3072, 768, pad_rows=True).rows > 4
+    assert tile_of(Grid(197, 768, 3072, 768), MACHINE).rows == 1
+    assert tile_of(Grid(197, 768, 3072, 768, pad_rows=True), MACHINE).rows > 4
 
 
 GRAPHS = {

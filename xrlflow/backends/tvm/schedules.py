@@ -103,7 +103,7 @@ def choices(mod: Any, machine: Machine, most: int = 64) -> list[Choice]:
     form = _form(mod)
     if form is None:
         return []
-    rated = sorted(form.tiles(machine), key=lambda entry: -entry[0])[: max(1, most // 2)]
+    rated = sorted(rated_tiles(form.grid, machine), key=lambda entry: -entry[0])[: max(1, most // 2)]
     tiles = sorted((tile for _, tile in rated), key=lambda t: (t.lanes, t.rows, t.columns))
     return [Choice(tile, columns_first) for columns_first in (False, True) for tile in tiles]
 
@@ -233,54 +233,56 @@ def _contraction(sch: Any, block: Any) -> _Contraction | None:
 # --- Choices
 
 
-def tile_of(
-    rows: int,
-    columns: int,
-    machine: Machine,
-    row_stride: int,
-    reduction: int,
-    pad_rows: bool = False,
-    pad_columns: bool = False,
-) -> Tile:
-    """The accumulator tile of a contraction of `rows` x `columns` outputs: the first of the best of `rated_tiles`."""
-    rated = list(rated_tiles(rows, columns, machine, row_stride, reduction, pad_rows, pad_columns))
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """The outputs of a contraction: `rows` x `columns`, each the sum of `reduction` products.
+
+    Rows of the broadcast operand are `row_stride` bytes apart; `pad_rows` and `pad_columns`: they may be padded to
+    multiples of a tile.
+    """
+
+    rows: int
+    columns: int
+    row_stride: int
+    reduction: int
+    pad_rows: bool = False
+    pad_columns: bool = False
+
+
+def tile_of(grid: Grid, machine: Machine) -> Tile:
+    """The accumulator tile of a contraction: the first of the best of `rated_tiles`."""
+    rated = list(rated_tiles(grid, machine))
     highest = max(value for value, _ in rated)
     return next(tile for value, tile in rated if value > highest - 1e-9)
 
 
-def rated_tiles(
-    rows: int,
-    columns: int,
-    machine: Machine,
-    row_stride: int,
-    reduction: int,
-    pad_rows: bool = False,
-    pad_columns: bool = False,
-) -> Iterator[tuple[float, Tile]]:
+def rated_tiles(grid: Grid, machine: Machine) -> Iterator[tuple[float, Tile]]:
     """Tiles that the registers hold, with what they promise.
 
-    A step of the reduction loads `rows` + `columns` / `lanes` operands for `rows` x `columns` / `lanes`
+    A step of the reduction loads rows + columns / lanes operands for rows x columns / lanes
     multiply-adds, so a squarer tile loads less; it may not need more registers than there are, fewer than 8
-    accumulators leave the multipliers waiting for their own results, and rows `row_stride` bytes apart must
-    not push each other out of the first-level cache. A panel of `reduction` x columns stays in half of the second.
+    accumulators leave the multipliers waiting for their own results, and rows must not push each other
+    out of the first-level cache. A panel of reduction x columns stays in half of the second.
     A tile divides the output, or, where that may be padded, what is computed in vain is weighed against the better
     shape.
     """
-    most = _WAYS if row_stride % _PAGE == 0 else _MOST_ROWS
+    most = _WAYS if grid.row_stride % _PAGE == 0 else _MOST_ROWS
     for lanes in (n for n in (machine.lanes, machine.lanes // 2, machine.lanes // 4, 1) if n >= 1):
         for vectors in range(1, 9):
             width = vectors * lanes
-            if columns % width and not (pad_columns and lanes > 1):
+            if grid.columns % width and not (grid.pad_columns and lanes > 1):
                 continue
-            if vectors > 1 and reduction * width * 4 > machine.second_level // 2:
+            if vectors > 1 and grid.reduction * width * 4 > machine.second_level // 2:
                 continue
-            for height in range(1, min(rows, most) + 1):
+            for height in range(1, min(grid.rows, most) + 1):
                 accumulators = height * vectors
-                if (rows % height and not pad_rows) or accumulators + vectors + 1 > machine.registers:
+                if (
+                    grid.rows % height and not grid.pad_rows
+                ) or accumulators + vectors + 1 > machine.registers:
                     continue
                 busy = min(1.0, accumulators / 8)
                 loads = (height + vectors) / accumulators
-                useful = _useful(rows, height) * _useful(columns, width)
+                useful = _useful(grid.rows, height) * _useful(grid.columns, width)
                 yield (
                     useful * busy * (lanes / machine.lanes) / (1.0 + 0.5 * loads),
                     Tile(height, width, lanes),
@@ -300,9 +302,8 @@ def _useful(extent: int, step: int) -> float:
 class _Form:
     """A contraction with its function made ready: the blocks around it, and how its output can be tiled.
 
-    `flat`: the rows are one dimension already, or can be made one; `row` is the one that is tiled, of `count`;
-    `pad_rows` and `pad_columns`: they may be padded to multiples of the tile (constant weights, which are packed
-    already, are not).
+    `flat`: the rows are one dimension already, or can be made one; `row` is the one that is tiled. Constant weights,
+    which are packed already, are not padded.
     """
 
     before: tuple[Any, ...]
@@ -310,23 +311,11 @@ class _Form:
     later: tuple[Any, ...]
     flat: bool
     row: int
-    pad_rows: bool
-    pad_columns: bool
-    count: int
-    column: int
-    row_stride: int
-    reduction: int
+    grid: Grid
     columns_first: bool
 
-    def tiles(self, machine: Machine) -> Iterator[tuple[float, Tile]]:
-        return rated_tiles(*self._shape(machine))
-
     def heuristic(self, machine: Machine) -> Choice:
-        return Choice(tile_of(*self._shape(machine)), self.columns_first)
-
-    def _shape(self, machine: Machine) -> tuple[int, int, Machine, int, int, bool, bool]:
-        sizes = self.count, self.column, machine, self.row_stride, self.reduction
-        return (*sizes, self.pad_rows, self.pad_columns)
+        return Choice(tile_of(self.grid, machine), self.columns_first)
 
 
 def _prepare(sch: Any, block: Any, found: _Contraction) -> _Form:
@@ -351,13 +340,13 @@ def _prepare(sch: Any, block: Any, found: _Contraction) -> _Form:
     reduction = math.prod(extents[r] for r in found.reductions)
     row_stride = 4 * extents[found.reductions[-1]]
     column = extents[found.column]
-    return _Form(
-        before, final, tuple(later), flat, row, product and count == extents[row],
-        product and count == extents[row] and not constant, count if flat else extents[row],
-        column, row_stride, reduction,
-        # The larger operand is read once: what it does not depend on goes inside.
-        columns_first=found.weights is not None and 4 * reduction * column > row_stride * count,
-    )  # fmt: skip
+    padded = product and count == extents[row]
+    grid = Grid(
+        count if flat else extents[row], column, row_stride, reduction, padded, padded and not constant
+    )
+    # The larger operand is read once: what it does not depend on goes inside.
+    columns_first = found.weights is not None and 4 * reduction * column > row_stride * count
+    return _Form(before, final, tuple(later), flat, row, grid, columns_first)
 
 
 def _schedule_contraction(
@@ -368,7 +357,7 @@ def _schedule_contraction(
     tile, row, final, before = chosen.tile, form.row, form.final, form.before
     extents = _extents(sch, block)
     cropped = None
-    if form.count % tile.rows or form.column % tile.columns:
+    if form.grid.rows % tile.rows or form.grid.columns % tile.columns:
         cropped = final if final is not None else sch.cache_write(block, 0, "global")
         before = tuple(_pad(sch, block, found, row, tile))
         extents = _extents(sch, block)
