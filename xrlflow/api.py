@@ -27,7 +27,7 @@ from xrlflow.backends.onnxruntime import (
 from xrlflow.backends.onnxruntime.session import CPU, ort_errors
 from xrlflow.backends.results import SpeedUp
 from xrlflow.backends.tvm import SUFFIX, TvmModel
-from xrlflow.cost import AdditiveCost, CostModel, Measured, Profiled, Roofline, calibrated
+from xrlflow.cost import AdditiveCost, CostModel, Measured, Profiled, Roofline, Surroundings, calibrated
 from xrlflow.ir import Graph
 from xrlflow.lowering import TunedModel
 from xrlflow.onnxio import (
@@ -744,11 +744,24 @@ def _select(job: _Job, base: Found, proposals: Sequence[Found], exporting: bool)
         full = RewriteState.start(better.state.graph, job.library, found.state.delta)
         return replace(better, state=full, path=path)
 
+    surroundings = Surroundings(job.threads, job.imported.bindings, session_options=job.session_options)
+
+    def survey(found: Found, rules: Sequence[str]) -> Mapping[str, float]:
+        now = time.monotonic()
+        job.say("select", trials, 0, "measuring substitutions where they stand")
+        return surroundings.survey(
+            found.state, rules, _TOLERANCE * base.cost, now + _SURVEYING * (deadline - now)
+        )
+
     fitting = [f for f in improving if job.fits(f)]
     tidying = frozenset(name for name, rule in job.library.rules.items() if rule.family in _TIDYING)
-    return select(base, fitting, compare, search, deadline, _TOLERANCE, tidying)
+    selection = select(base, fitting, compare, search, deadline, _TOLERANCE, tidying, survey)
+    job.notes += [f"not measured where it stands: {refusal}" for refusal in surroundings.refused]
+    return selection
 
 
+# The part of the time of the selection that may go into one look at substitutions in their surroundings.
+_SURVEYING = 0.15
 # Families whose substitutions clear away what others leave behind.
 _TIDYING = frozenset({"identity", "reshape", "slices", "transpose"})
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -210,6 +211,9 @@ class ReplaceReluByLeakyRelu(Rule):
         return op.LeakyRelu(x, alpha=0.0)
 
 
+ALTERNATIVES = (ReplaceReluByLeakyRelu(), ReplaceReluByMax())
+
+
 def test_selection_sweeps_the_original_though_the_best_by_model_won() -> None:
     """What the model prefers is faster than the original, and leaves nothing that the better rule matches."""
     proto = model("agraph (float[2,3] x) => (float[2,3] y) { y = Relu(x) }")
@@ -229,6 +233,53 @@ def test_selection_sweeps_the_original_though_the_best_by_model_won() -> None:
     assert selection.trials[0].kept
     assert selection.chosen is not None
     assert [n.op for n in selection.chosen.state.graph.nodes()] == ["LeakyRelu"]
+
+
+def test_selection_begins_with_what_saves_time_where_it_stands() -> None:
+    """What the model prefers gains too little to be seen; with the rules that a survey found it is."""
+    proto = model(
+        "agraph (float[2,3,4] x) => (float[2,3,4] y) {"
+        " a = Transpose<perm=[0,2,1]>(x)\n b = Transpose<perm=[0,2,1]>(a)\n y = Relu(b) }"
+    )
+    modelled, truth = Weighted(), Weighted(Transpose=0.001, Relu=10.0, LeakyRelu=2.0, Max=20.0)
+    base = start(proto, (CancelTransposes(), ReplaceReluByMax(), ReplaceReluByLeakyRelu()), modelled)
+    best = greedy(base.state, base.cost, Limits()).best
+    asked: list[list[str]] = []
+
+    def survey(found: Found, rules: Sequence[str]) -> dict[str, float]:
+        asked.append(sorted(rules))
+        return {"ReplaceReluByLeakyRelu": 8.0, "ReplaceReluByMax": -10.0}
+
+    def compare(against: Found | None, found: Found) -> Ratio:
+        median = truth.cost((against or base).state.graph) / truth.cost(found.state.graph)
+        return Ratio(median, median * 0.98, median * 1.02)
+
+    def search(found: Found, rules: frozenset[str]) -> Found:
+        state = RewriteState.start(found.state.graph, found.state.library.only(rules), modelled.delta)
+        return greedy(state, found.cost, Limits()).best
+
+    selection = select(base, [best], compare, search, time.monotonic() + 60, tolerance=0.5, survey=survey)
+    assert selection.trials[0].proposal == "the best by modelled cost + ReplaceReluByLeakyRelu"
+    assert selection.trials[0].kept
+    assert selection.chosen is not None
+    assert [n.op for n in selection.chosen.state.graph.nodes()] == ["LeakyRelu"]
+    assert asked[0] == ["ReplaceReluByLeakyRelu", "ReplaceReluByMax"]
+
+
+@pytest.mark.parametrize("known", [-1.0, 1.0], ids=["costs time", "saves time"])
+def test_sweeps_that_save_time_where_they_stand_come_first(known: float) -> None:
+    base = start(model("agraph (float[2,3] x) => (float[2,3] y) { y = Relu(x) }"), ALTERNATIVES, Weighted())
+    selection = select(
+        base,
+        [],
+        lambda a, b: Ratio(0.9, 0.89, 0.91),
+        lambda f, rules: f,
+        time.monotonic() + 60,
+        tolerance=0.5,
+        survey=lambda found, rules: {"ReplaceReluByLeakyRelu": known},
+    )
+    expected = ["ReplaceReluByLeakyRelu", "ReplaceReluByMax"]
+    assert [t.proposal for t in selection.trials] == (expected if known > 0 else expected[::-1])
 
 
 def test_selection_gives_nothing_up_for_what_an_open_interval_says() -> None:

@@ -7,6 +7,7 @@ from xrlflow.cost.measured import Measured
 from xrlflow.cost.model import AdditiveCost, CostModel, Provenance
 from xrlflow.cost.profiled import Profiled, Tally
 from xrlflow.cost.roofline import Roofline
+from xrlflow.cost.surroundings import Surroundings
 
 __all__ = [
     "AdditiveCost",
@@ -17,6 +18,7 @@ __all__ = [
     "Profiled",
     "Provenance",
     "Roofline",
+    "Surroundings",
     "Tally",
     "calibrated",
 ]

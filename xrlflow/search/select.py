@@ -8,7 +8,7 @@ a time for as long as that is measured to be faster still.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from xrlflow.search.result import Found, Limits
@@ -47,6 +47,10 @@ class Ratio:
         """What two measurements of the same pair both say."""
         return Ratio(min(self.median, other.median), min(self.low, other.low), min(self.high, other.high))
 
+
+Survey = Callable[[Found, Sequence[str]], Mapping[str, float]]
+"""The seconds that rules save wherever they apply to a state, measured around each substitution; not all rules need be
+there, and 0 says that nothing is certain."""
 
 # compare(a, b): how many times faster b runs than a, in sessions opened for that; a None is the original file.
 Compare = Callable[[Found | None, Found], Ratio]
@@ -94,15 +98,14 @@ class _Plan:
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    """One thing to try: a sweep of a rule more, or a search without some rules."""
+    """One thing to try: sweeps of rules more, or a search without some rules."""
 
     text: str
-    sweep: str | None = None
+    sweeps: tuple[str, ...] = ()
     without: frozenset[str] = frozenset()
 
     def of(self, plan: _Plan) -> _Plan:
-        sweeps = plan.sweeps if self.sweep is None else (*plan.sweeps, self.sweep)
-        return _Plan(plan.rules - self.without, sweeps)
+        return _Plan(plan.rules - self.without, (*plan.sweeps, *self.sweeps))
 
 
 def gains(found: Found, cost: float) -> dict[str, float]:
@@ -138,13 +141,32 @@ def _drops(plan: _Plan, found: Found, cost: float) -> list[_Change]:
     return [change for _, change in sorted(weighted, key=lambda w: (-abs(w[0]), w[1].text))]
 
 
-def _with_sweeps(drops: list[_Change], found: Found, at_most: float) -> list[_Change]:
-    """What can be changed of a state: sweeps whose worth no model sees, drops, other sweeps."""
+def _with_sweeps(
+    drops: list[_Change], found: Found, at_most: float, surveyed: Mapping[str, float]
+) -> list[_Change]:
+    """What can be changed of a state: sweeps that save time where they were measured, the most first; then those whose
+    worth no model sees, drops, other sweeps; at last sweeps that cost time where they were measured."""
     rules = found.state.library.rules
     sweeps = sweeping_rules(found, at_most)
-    unpriced = [_Change(f"+ {r}", sweep=r) for r in sweeps if rules[r].unpriced]
-    priced = [_Change(f"+ {r}", sweep=r) for r in sweeps if not rules[r].unpriced]
-    return [*unpriced, *drops, *priced]
+    good = [r for r in _saving(surveyed) if r in sweeps]
+    bad = [r for r in sweeps if surveyed.get(r, 0.0) < 0.0]
+    unpriced = [r for r in sweeps if rules[r].unpriced and r not in good and r not in bad]
+    others = [r for r in sweeps if r not in good and r not in bad and r not in unpriced]
+
+    def changes(names: Sequence[str]) -> list[_Change]:
+        return [_Change(f"+ {r}", sweeps=(r,)) for r in names]
+
+    together = [_together(good)] if len(good) > 1 else []
+    return [*together, *changes(good), *changes(unpriced), *drops, *changes(others), *changes(bad)]
+
+
+def _saving(surveyed: Mapping[str, float]) -> list[str]:
+    """The rules that save time where they were measured, the most first."""
+    return sorted((r for r, seconds in surveyed.items() if seconds > 0.0), key=lambda r: (-surveyed[r], r))
+
+
+def _together(rules: Sequence[str]) -> _Change:
+    return _Change(f"+ {' + '.join(rules)}", sweeps=tuple(rules))
 
 
 def select(
@@ -155,17 +177,19 @@ def select(
     deadline: float,
     tolerance: float = 0.02,
     tidying: frozenset[str] = frozenset(),
+    survey: Survey | None = None,
 ) -> Selection:
     """Choose what runs fastest, until `deadline` (time.monotonic).
 
     `base` is the original as imported, `proposals` are a search's states, the best by modelled cost first.
     `search(found, rules)` improves a state by the modelled cost, with some rules alone. First the best proposal is
-    measured against the original. From the best proposal, one thing is changed at a time, and kept if that is
-    measured to be faster, until nothing is: a family or a rule is dropped, or a sweep is added (one rule wherever the
-    model sees a loss of no more than `tolerance` of the whole cost in it; what it leaves behind is cleared away by the
-    `tidying` rules). If the best proposal was slower than the original, what becomes of it by drops is measured
-    against the original again. Then sweeps are added to the original, and what becomes of it is measured against the
-    choice up to now. At last the other proposals.
+    measured against the original: with sweeps of the rules that save time by `survey`, and if that is no faster,
+    without. From there one thing is changed at a time, and kept if that is measured to be faster, until nothing is: a
+    family or a rule is dropped, or a sweep is added (one rule wherever the model sees a loss of no more than
+    `tolerance` of the whole cost in it; what it leaves behind is cleared away by the `tidying` rules). If the best
+    proposal was slower than the original, what becomes of it by drops is measured against the original again. Then
+    sweeps are added to the original, and what becomes of it is measured against the choice up to now. At last the other
+    proposals.
     """
     trials: list[Trial] = []
     at_most = tolerance * base.cost
@@ -195,6 +219,11 @@ def select(
         trials.append(Trial(proposal, name, ratio, holds(ratio)))
         return trials[-1]
 
+    def look(found: Found) -> Mapping[str, float]:
+        if survey is None or time.monotonic() >= deadline:
+            return {}
+        return survey(found, sweeping_rules(found, at_most))
+
     interrupted = False
     current: Found | None = None
     name = original = "the original"
@@ -208,14 +237,15 @@ def select(
         """
         nonlocal current, name
         against = None if found is base else found
+        surveyed = look(found) if sweeping else {}
         hopeless: set[str] = set()
         changing = True
         while changing and time.monotonic() < until:
             changing = False
             drops = _drops(plan, found, base.cost)
-            changes = _with_sweeps(drops, found, at_most) if sweeping else drops
+            changes = _with_sweeps(drops, found, at_most, surveyed) if sweeping else drops
             for change in changes:
-                if change.text in hopeless or not (change.sweep or change.without & plan.rules):
+                if change.text in hopeless or not (change.sweeps or change.without & plan.rules):
                     continue
                 if time.monotonic() >= until:
                     break
@@ -248,8 +278,15 @@ def select(
     try:
         if proposals and proposals[0].state.fingerprint not in seen:
             best, what = proposals[0], "the best by modelled cost"
-            kept = challenge(best, what)
             plan = _plan(best)
+            kept = False
+            if saving := _saving(look(best)):
+                change = _together(saving)
+                fuller = build(best, plan, change.of(plan))
+                kept = fuller.state.fingerprint not in seen and challenge(fuller, f"{what} {change.text}")
+                if kept:
+                    best, what, plan = fuller, f"{what} {change.text}", change.of(plan)
+            kept = kept or challenge(best, what)
             if not kept:
                 until = time.monotonic() + _MENDING * (deadline - time.monotonic())
                 dropped, what = climb(best, what, plan, until, proven=False, sweeping=False)

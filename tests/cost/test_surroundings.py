@@ -1,0 +1,168 @@
+"""Substitutions measured where they stand: what is cut out of a graph, and what is made of the measurements."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+
+from tests.rules.harness import model
+from xrlflow.backends.onnxruntime import open_model
+from xrlflow.backends.protocol import BackendError
+from xrlflow.cost.surroundings import Gain, Surroundings, excerpts
+from xrlflow.ir import Edit, Graph
+from xrlflow.onnxio import load
+from xrlflow.ops.alone import NotAlone
+from xrlflow.rewrite import Library, Op, RewriteState, Rule, Val
+from xrlflow.rewrite.state import build_edit
+
+
+class ReplaceAddBySum(Rule):
+    """add(x, y) -> sum(x, y)"""
+
+    def source(self, op: Op, x: Val, y: Val) -> Any:
+        return op.Add(x, y)
+
+    def target(self, op: Op, x: Val, y: Val) -> Any:
+        return op.Sum(x, y)
+
+
+class ReplaceReluByMax(Rule):
+    """relu(x) -> max(x, 0)"""
+
+    def source(self, op: Op, x: Val) -> Any:
+        return op.Relu(x)
+
+    def target(self, op: Op, x: Val) -> Any:
+        return op.Max(x, 0.0)
+
+
+def chain(length: int, dims: str = "4,8") -> onnx.ModelProto:
+    """relu, exp, tanh, sigmoid, ... one after the other, with one Add in the middle that others read too."""
+    ops = ["Relu", "Exp", "Tanh", "Sigmoid"]
+    lines, last = [], "x"
+    for i in range(length):
+        lines.append(f"v{i} = {ops[i % 4]}({last})")
+        last = f"v{i}"
+    lines += [f"s = Add({last}, x)", "a = Neg(s)", "b = Abs(a)", "c = Ceil(b)", "y = Mul(c, s)"]
+    return model(f"agraph (float[{dims}] x) => (float[{dims}] y) {{ {' '.join(lines)} }}")
+
+
+def edit_of(proto: onnx.ModelProto, rule: Rule) -> tuple[Graph, Edit]:
+    graph = load(proto).graph
+    state = RewriteState.start(graph, Library([rule]))
+    match = next(iter(state.candidates))  # an Add matches both ways round
+    return graph, build_edit(graph, match)
+
+
+def test_an_excerpt_reaches_two_nodes_far_on_both_sides() -> None:
+    graph, edit = edit_of(chain(6), ReplaceAddBySum())
+    before, after = excerpts(graph, edit, {})
+    assert sorted(n.op for n in before.nodes) == ["Abs", "Add", "Exp", "Mul", "Neg", "Relu"]
+    assert sorted(n.op for n in after.nodes) == ["Abs", "Exp", "Mul", "Neg", "Relu", "Sum"]
+    # Abs is read by Ceil, which is left out, and Mul reads what Ceil makes.
+    assert before.outputs == after.outputs
+    assert {before.graph.producers[v].op for v in before.outputs} == {"Abs", "Mul"}
+
+
+def test_an_excerpt_ends_at_products() -> None:
+    proto = model(
+        "agraph (float[4,8] x, float[8,8] w) => (float[4,8] y) {"
+        " a = Exp(x) b = MatMul(a, w) c = Relu(b) d = MatMul(c, w) y = Tanh(d) }"
+    )
+    before, _ = excerpts(*edit_of(proto, ReplaceReluByMax()), {})
+    assert [n.op for n in before.nodes] == ["MatMul", "Relu", "MatMul"]
+
+
+def test_both_excerpts_compute_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On what they are measured with: the same inputs go into both."""
+    graph, edit = edit_of(chain(6), ReplaceAddBySum())
+    compared: list[list[Any]] = []
+
+    def fake(models: list[bytes], feeds: dict[str, Any], **_: Any) -> Any:
+        for each in models:
+            with open_model(each, threads=1) as opened:
+                compared.append(list(opened.run(feeds)))
+        raise BackendError("seen enough")
+
+    monkeypatch.setattr("xrlflow.cost.surroundings.measure", fake)
+    surroundings = Surroundings(1)
+    assert surroundings.gain(graph, edit) is None
+    assert surroundings.refused == ["ReplaceAddBySum: seen enough"]
+    before, after = compared
+    assert len(before) == 2
+    for a, b in zip(before, after, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_symbols_need_numbers() -> None:
+    graph, edit = edit_of(chain(2, "N,8"), ReplaceAddBySum())
+    assert Surroundings(1).gain(graph, edit) is None
+    gain = Surroundings(1, {"N": 4}, seconds=0.05).gain(graph, edit)
+    assert gain is not None
+    assert math.isfinite(gain.seconds)
+
+
+def test_what_is_too_large_is_left_out() -> None:
+    readers = " ".join(f"r{i} = Exp(s)" for i in range(70))
+    total = ", ".join(f"r{i}" for i in range(70))
+    proto = model(f"agraph (float[4] x) => (float[4] y) {{ s = Relu(x) {readers} y = Sum({total}) }}")
+    graph, edit = edit_of(proto, ReplaceReluByMax())
+    with pytest.raises(NotAlone, match="too many"):
+        excerpts(graph, edit, {})
+    assert Surroundings(1).gain(graph, edit) is None
+
+
+class Known(Surroundings):
+    """Gains by operator, and how often each was asked for."""
+
+    def __init__(self, gains: dict[str, Gain | None]) -> None:
+        super().__init__(1)
+        self.gains = gains
+        self.asked: list[str] = []
+
+    def _measured(self, graph: Graph, edit: Edit, limit: float) -> Gain:
+        self.asked.append(f"{edit.rule} {limit:g} s")
+        gain = self.gains[edit.rule]
+        if gain is None:
+            raise NotAlone("on purpose")
+        return gain if limit < 0.5 or gain.sure else Gain(gain.seconds, True)
+
+
+def survey(gains: dict[str, Gain | None], until: float = math.inf) -> tuple[dict[str, float], list[str]]:
+    proto = model(
+        "agraph (float[4,8] x) => (float[4,8] y) { a = Relu(x) b = Add(a, x) c = Relu(b) d = Add(c, a) y = Neg(d) }"
+    )
+    rules = [ReplaceAddBySum(), ReplaceReluByMax()]
+    state = RewriteState.start(load(proto).graph, Library(rules), lambda graph, edit: 0.0)
+    known = Known(gains)
+    return known.survey(state, [r.name for r in rules], 0.0, until), known.asked
+
+
+def test_alike_substitutions_are_measured_once_and_count_each() -> None:
+    found, asked = survey(
+        {"ReplaceAddBySum": Gain(2e-3, True), "ReplaceReluByMax": Gain(-1e-3, True)}, time.monotonic() + 60
+    )
+    assert found == {"ReplaceAddBySum": pytest.approx(4e-3), "ReplaceReluByMax": pytest.approx(-2e-3)}
+    assert asked == ["ReplaceAddBySum 0.3 s", "ReplaceReluByMax 0.3 s"]
+
+
+def test_what_is_unsure_saves_nothing_and_what_cannot_be_measured_is_left_out() -> None:
+    found, _ = survey(
+        {"ReplaceAddBySum": Gain(2e-3, False), "ReplaceReluByMax": None}, time.monotonic() + 0.5
+    )
+    assert found == {"ReplaceAddBySum": 0.0}
+
+
+def test_what_is_unsure_is_measured_longer_where_the_time_allows() -> None:
+    found, asked = survey({"ReplaceAddBySum": Gain(1e-3, False), "ReplaceReluByMax": Gain(-9e-3, False)})
+    assert asked[2:] == ["ReplaceReluByMax 0.9 s", "ReplaceAddBySum 0.9 s"]
+    assert found == {"ReplaceAddBySum": pytest.approx(2e-3), "ReplaceReluByMax": pytest.approx(-18e-3)}
+
+
+def test_a_survey_ends_in_time() -> None:
+    assert survey({}, time.monotonic()) == ({}, [])

@@ -1,0 +1,271 @@
+"""What a substitution is worth where it stands: it and the nodes next to it as one small model, before and after.
+
+An operator measured alone cannot see what a runtime fuses, and in the whole of a slow model the effect of one
+substitution drowns in noise. The few nodes around it show both: the runtime fuses them as it would in the model, and
+the effect is a large part of what is measured.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from xrlflow.backends.onnxruntime import measure
+from xrlflow.backends.onnxruntime.session import Options
+from xrlflow.backends.protocol import BackendError
+from xrlflow.cost.alone import is_bound, sample_inputs
+from xrlflow.ir import ABSENT, Edit, Graph, Node, TensorType, Value, apply_edit
+from xrlflow.ops.alone import NotAlone, input_name, model_of
+from xrlflow.ops.work import Kind, dimensions, work
+from xrlflow.rewrite import Match, RewriteState
+from xrlflow.rewrite.state import build_edit
+
+# How far from the substitution: a producer's producer, a reader's reader. ONNX Runtime fuses chains of about that
+# length (a product, its bias, an activation; a sum, a normalisation).
+_HOPS = 2
+# Nothing is fused across these: they are the last node on their side.
+_HEAVY = frozenset({Kind.GEMM, Kind.CONV, Kind.GROUPED_CONV, Kind.DEPTHWISE_CONV, Kind.RECURRENT})
+_MOST_NODES = 64
+_MOST_BYTES = 64 << 20
+_MOST_MATCHES = 64
+_MOST_KINDS = 3
+# Seconds to load both models, beside those of measuring, and how many times longer a second measurement is.
+_LOADING = 0.2
+_LONGER = 3
+
+_Kind: TypeAlias = tuple[object, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Gain:
+    """Seconds that a substitution saves in its surroundings (negative: costs); `sure`: the interval says which."""
+
+    seconds: float
+    sure: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Alike:
+    """Substitutions of a rule that differ only in their place: one of them, and how many they are."""
+
+    rule: str
+    kind: _Kind
+    edit: Edit
+    count: int
+
+    def total(self, gains: Mapping[_Kind, Gain | None]) -> float:
+        gain = gains[self.kind]
+        return self.count * gain.seconds if gain is not None else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Excerpt:
+    """Some nodes of a graph, producers first, and those of their values that others read."""
+
+    graph: Graph
+    nodes: tuple[Node, ...]
+    outputs: tuple[Value, ...]
+
+
+class Surroundings:
+    """Measures substitutions in their surroundings; alike ones (same operators on the same types) once."""
+
+    def __init__(
+        self,
+        threads: int,
+        bindings: Mapping[str, int] | None = None,
+        *,
+        seconds: float = 0.3,
+        session_options: Options | None = None,
+    ) -> None:
+        """`bindings`: a number for each symbolic dimension; `seconds`: of measuring each pair."""
+        self._threads, self._bindings = threads, dict(bindings or {})
+        self._seconds, self._options = seconds, session_options
+        self._known: dict[_Kind, Gain | None] = {}
+        self.refused: list[str] = []
+
+    def survey(
+        self, state: RewriteState, rules: Sequence[str], at_most: float, until: float
+    ) -> dict[str, float]:
+        """Seconds that each of these rules saves wherever it applies at a modelled delta of `at_most` seconds or less.
+
+        Each kind of substitution is measured once and counts as often as there are matches of it. Rules whose effect
+        is within the noise have 0; those not reached by `until` (time.monotonic), and those that cannot be measured
+        this way, are left out; `refused` says what the runtime could not run.
+        """
+        alike = self._alike(state, rules, at_most)
+        reached: list[_Alike] = []
+        for each in alike:
+            if time.monotonic() >= until:
+                break
+            self.gain(state.graph, each.edit)
+            reached.append(each)
+        # What is left of the time goes where an unsure measurement promises or threatens most.
+        for each in sorted(reached, key=lambda each: -abs(each.total(self._known))):
+            gain = self._known[each.kind]
+            if gain is None or gain.sure:
+                continue
+            if time.monotonic() + _LONGER * self._seconds >= until:
+                break
+            self._known[each.kind] = self._try(state.graph, each.edit, _LONGER * self._seconds)
+        found: dict[str, float] = {}
+        for each in reached:
+            gain = self._known[each.kind]
+            if gain is not None:
+                found[each.rule] = found.get(each.rule, 0.0) + (
+                    each.count * gain.seconds if gain.sure else 0.0
+                )
+        return found
+
+    def _alike(self, state: RewriteState, rules: Sequence[str], at_most: float) -> list[_Alike]:
+        """The most frequent kinds of each rule's substitutions, in the order of the rules."""
+        wanted = set(rules)
+        matches: dict[str, list[Match]] = {}
+        for match in sorted(state.candidates, key=lambda m: m.key):
+            if match.rule.name in wanted and match.delta <= at_most:
+                matches.setdefault(match.rule.name, []).append(match)
+        found: list[_Alike] = []
+        for rule in rules:
+            edits: dict[_Kind, Edit] = {}
+            times: Counter[_Kind] = Counter()
+            places: set[frozenset[Value]] = set()
+            for match in matches.get(rule, ())[:_MOST_MATCHES]:
+                edit = build_edit(state.graph, match)
+                place = frozenset(n.id for n in edit.removed)
+                if place in places:  # a commutative operator matches both ways round
+                    continue
+                places.add(place)
+                kind = _kind(edit)
+                edits.setdefault(kind, edit)
+                times[kind] += 1
+            found += [
+                _Alike(rule, kind, edits[kind], count) for kind, count in times.most_common(_MOST_KINDS)
+            ]
+        return found
+
+    def gain(self, graph: Graph, edit: Edit) -> Gain | None:
+        """What the edit saves; None if its surroundings cannot be a model of their own, or one that runs."""
+        kind = _kind(edit)
+        if kind not in self._known:
+            self._known[kind] = self._try(graph, edit, self._seconds)
+        return self._known[kind]
+
+    def _try(self, graph: Graph, edit: Edit, seconds: float) -> Gain | None:
+        try:
+            return self._measured(graph, edit, seconds)
+        except NotAlone:
+            return None
+        except BackendError as error:
+            self.refused.append(f"{edit.rule}: {error}")
+            return None
+
+    def _measured(self, graph: Graph, edit: Edit, limit: float) -> Gain:
+        before, after = excerpts(graph, edit, self._bindings)
+        feeds: dict[Value, npt.NDArray[Any]] = {}
+        consts: dict[Value, npt.NDArray[Any]] = {}
+        models = [self._model(excerpt, feeds, consts) for excerpt in (before, after)]
+        compared = measure(
+            models, {input_name(v): a for v, a in feeds.items()}, threads=self._threads,
+            time_limit=limit + _LOADING, target_width=0.02, control=False, session_options=self._options,
+        )  # fmt: skip
+        ratio = compared.speedup
+        seconds = compared.latencies[0].seconds * (1.0 - 1.0 / ratio.median)
+        return Gain(seconds, ratio.low > 1.0 or ratio.high < 1.0)
+
+    def _model(
+        self, excerpt: Excerpt, feeds: dict[Value, npt.NDArray[Any]], consts: dict[Value, npt.NDArray[Any]]
+    ) -> bytes:
+        """A model of the excerpt; what it reads is added to `feeds` (what a run is given) and `consts`."""
+        graph = excerpt.graph
+        made = {v for node in excerpt.nodes for v in node.outputs}
+        reads: dict[Value, None] = {}
+        for node in excerpt.nodes:
+            in_types = tuple(graph.type(v) if v != ABSENT else None for v in node.inputs)
+            if not is_bound((*in_types, *node.types), self._bindings):
+                raise NotAlone(f"{node.op} has a dimension that has no number")
+            wanted = [v for v in node.inputs if v != ABSENT and v not in made]
+            reads.update(dict.fromkeys(wanted))
+            if all(v in feeds or v in consts for v in wanted):
+                continue
+            size = sum(8 * int(np.prod(dimensions(graph.type(v), self._bindings))) for v in wanted)
+            if size > _MOST_BYTES:
+                raise NotAlone(f"{node.op} reads {size >> 20} MB")
+            known = {v: c.array for v in wanted if (c := graph.const(v)) is not None and c.array is not None}
+            given, built = sample_inputs(node, in_types, known, self._bindings)
+            feeds.update((v, a) for v, a in given.items() if v not in feeds and v in wanted)
+            consts.update((v, a) for v, a in built.items() if v not in consts and v in wanted)
+        types = {v: TensorType(graph.type(v).dtype, feeds[v].shape) for v in reads if v in feeds}
+        return model_of(excerpt.nodes, types, {v: consts[v] for v in reads if v in consts}, excerpt.outputs)
+
+
+def _kind(edit: Edit) -> _Kind:
+    """What alike substitutions have in common: the rule, and what it takes away, adds and rewires."""
+
+    def shown(nodes: Iterable[Node]) -> tuple[str, ...]:
+        return tuple(sorted(repr((n.op, n.attrs.digest, n.types)) for n in nodes))
+
+    return edit.rule, shown(edit.removed), shown(edit.added), shown(new for _, new in edit.rewired)
+
+
+def excerpts(graph: Graph, edit: Edit, bindings: Mapping[str, int]) -> tuple[Excerpt, Excerpt]:
+    """What the edit changes, with the nodes around it, before and after. Raises NotAlone if that is too large."""
+    successor, _ = apply_edit(graph, edit)
+    old = {n.id for n in (*edit.removed, *(was for was, _ in edit.rewired)) if not n.types[0].const}
+    new = {n.id for n in (*edit.added, *(now for _, now in edit.rewired)) if not n.types[0].const}
+    near = _around(graph, old, bindings) | _around(successor, new, bindings)
+    kept = {i for i in near if i in graph.producers and graph.producers[i] is successor.producers.get(i)}
+    return _excerpt(graph, old | kept), _excerpt(successor, new | kept)
+
+
+def _around(graph: Graph, start: set[Value], bindings: Mapping[str, int]) -> set[Value]:
+    """Ids of the nodes within two steps of these, in the direction of the data or against it."""
+    found: set[Value] = set()
+    for upwards in (True, False):
+        front = set(start)
+        for _ in range(_HOPS):
+            step: set[Value] = set()
+            for node in (graph.producers[i] for i in front):
+                in_types = [graph.type(v) if v != ABSENT else None for v in node.inputs]
+                if node.id not in start and work(node, in_types, bindings).kind in _HEAVY:
+                    continue
+                if upwards:
+                    step.update(graph.producers[v].id for v in node.inputs if v in graph.producers)
+                else:
+                    step.update(user.id for v in node.outputs for user in graph.users(v))
+            front = {i for i in step if not graph.producers[i].types[0].const} - found - start
+            found |= front
+    return found
+
+
+def _excerpt(graph: Graph, ids: set[Value]) -> Excerpt:
+    if len(ids) > _MOST_NODES:
+        raise NotAlone(f"{len(ids)} nodes are too many")
+    order: list[Node] = []
+    done: set[Value] = set()
+
+    def visit(node: Node) -> None:
+        done.add(node.id)
+        for value in node.inputs:
+            producer = graph.producers.get(value)
+            if producer is not None and producer.id in ids and producer.id not in done:
+                visit(producer)
+        order.append(node)
+
+    for i in sorted(ids):
+        if i not in done:
+            visit(graph.producers[i])
+    outputs = tuple(
+        v
+        for node in order
+        for v in node.outputs
+        if v in graph.outputs or any(user.id not in ids for user in graph.users(v))
+    )
+    if not outputs:
+        raise NotAlone("nobody reads its results")
+    return Excerpt(graph, tuple(order), outputs)
