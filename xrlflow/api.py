@@ -57,6 +57,7 @@ from xrlflow.search import (
     lookahead,
     random_walk,
     replay,
+    retrace,
     select,
     simplify,
     taso,
@@ -746,18 +747,39 @@ def _select(job: _Job, base: Found, proposals: Sequence[Found], exporting: bool)
 
     surroundings = Surroundings(job.threads, job.imported.bindings, session_options=job.session_options)
 
-    def survey(found: Found, rules: Sequence[str]) -> Mapping[str, float]:
-        now = time.monotonic()
+    def say() -> None:
         job.say("select", trials, 0, "measuring substitutions where they stand")
-        return surroundings.survey(
-            found.state, rules, _TOLERANCE * base.cost, now + _SURVEYING * (deadline - now)
-        )
 
     fitting = [f for f in improving if job.fits(f)]
     tidying = frozenset(name for name, rule in job.library.rules.items() if rule.family in _TIDYING)
-    selection = select(base, fitting, compare, search, deadline, _TOLERANCE, tidying, survey)
+    selection = select(
+        base, fitting, compare, search, deadline, _TOLERANCE, tidying,
+        _Where(surroundings, base, deadline, say),
+    )  # fmt: skip
     job.notes += [f"not measured where it stands: {refusal}" for refusal in surroundings.refused]
     return selection
+
+
+@dataclass(frozen=True, slots=True)
+class _Where:
+    """Substitutions measured where they stand, within the time of the selection."""
+
+    surroundings: Surroundings
+    base: Found
+    deadline: float
+    say: Callable[[], None]
+
+    def candidates(self, found: Found, rules: Sequence[str]) -> Mapping[str, float]:
+        return self.surroundings.survey(found.state, rules, _TOLERANCE * self.base.cost, self._until())
+
+    def steps(self, found: Found) -> Mapping[str, float]:
+        made = ((state, match) for state, match, _ in retrace(self.base.state, found.trace))
+        return self.surroundings.retrace(made, self._until())
+
+    def _until(self) -> float:
+        self.say()
+        now = time.monotonic()
+        return now + _SURVEYING * (self.deadline - now)
 
 
 # The part of the time of the selection that may go into one look at substitutions in their surroundings.

@@ -151,6 +151,26 @@ def test_alike_substitutions_are_measured_once_and_count_each() -> None:
     assert asked == ["ReplaceAddBySum 0.3 s", "ReplaceReluByMax 0.3 s"]
 
 
+def test_steps_are_weighed_in_the_states_that_they_were_made_in() -> None:
+    """The second Relu reads what the first Add's substitute makes; alike steps of different states are one kind."""
+    proto = model(
+        "agraph (float[4,8] x) => (float[4,8] y) { a = Relu(x) b = Add(a, x) c = Relu(b) d = Add(c, a) y = Neg(d) }"
+    )
+    state = RewriteState.start(load(proto).graph, Library([ReplaceAddBySum(), ReplaceReluByMax()]))
+    steps = []
+    while state.candidates:
+        match = min(state.candidates, key=lambda m: m.key)
+        steps.append((state, match))
+        state = state.apply(match)
+    assert len(steps) == 4
+    known = Known({"ReplaceAddBySum": Gain(2e-3, True), "ReplaceReluByMax": Gain(-1e-3, True)})
+    assert known.retrace(steps, math.inf) == {
+        "ReplaceAddBySum": pytest.approx(4e-3), "ReplaceReluByMax": pytest.approx(-2e-3)
+    }  # fmt: skip
+    assert sorted(known.asked) == ["ReplaceAddBySum 0.3 s", "ReplaceReluByMax 0.3 s"]
+    assert Known({}).retrace(iter(steps), time.monotonic()) == {}
+
+
 def test_what_is_unsure_saves_nothing_and_what_cannot_be_measured_is_left_out() -> None:
     found, _ = survey(
         {"ReplaceAddBySum": Gain(2e-3, False), "ReplaceReluByMax": None}, time.monotonic() + 0.5

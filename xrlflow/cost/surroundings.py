@@ -34,7 +34,7 @@ _HEAVY = frozenset({Kind.GEMM, Kind.CONV, Kind.GROUPED_CONV, Kind.DEPTHWISE_CONV
 _MOST_NODES = 64
 _MOST_BYTES = 64 << 20
 _MOST_MATCHES = 64
-_MOST_KINDS = 3
+_MOST_KINDS = 6
 # Seconds to load both models, beside those of measuring, and how many times longer a second measurement is.
 _LOADING = 0.2
 _LONGER = 3
@@ -54,8 +54,8 @@ class Gain:
 class _Alike:
     """Substitutions of a rule that differ only in their place: one of them, and how many they are."""
 
-    rule: str
     kind: _Kind
+    graph: Graph
     edit: Edit
     count: int
 
@@ -99,12 +99,35 @@ class Surroundings:
         is within the noise have 0; those not reached by `until` (time.monotonic), and those that cannot be measured
         this way, are left out; `refused` says what the runtime could not run.
         """
-        alike = self._alike(state, rules, at_most)
+        matches: dict[str, list[Match]] = {rule: [] for rule in rules}
+        for match in sorted(state.candidates, key=lambda m: m.key):
+            if match.rule.name in matches and match.delta <= at_most:
+                matches[match.rule.name].append(match)
+        alike: list[_Alike] = []
+        for found in matches.values():
+            places: dict[frozenset[Value], Edit] = {}
+            for match in found[:_MOST_MATCHES]:
+                edit = build_edit(state.graph, match)
+                # A commutative operator matches both ways round.
+                places.setdefault(frozenset(n.id for n in edit.removed), edit)
+            alike += _alike([(state.graph, edit) for edit in places.values()])
+        return self._weigh(alike, until)
+
+    def retrace(self, steps: Iterable[tuple[RewriteState, Match]], until: float) -> dict[str, float]:
+        """The same of substitutions that were made, one after the other, each in the state that it was made in."""
+        made: dict[str, list[tuple[Graph, Edit]]] = {}
+        for state, match in steps:
+            made.setdefault(match.rule.name, []).append((state.graph, build_edit(state.graph, match)))
+            if time.monotonic() >= until:
+                break
+        return self._weigh([each for edits in made.values() for each in _alike(edits)], until)
+
+    def _weigh(self, alike: Sequence[_Alike], until: float) -> dict[str, float]:
         reached: list[_Alike] = []
         for each in alike:
             if time.monotonic() >= until:
                 break
-            self.gain(state.graph, each.edit)
+            self.gain(each.graph, each.edit)
             reached.append(each)
         # What is left of the time goes where an unsure measurement promises or threatens most.
         for each in sorted(reached, key=lambda each: -abs(each.total(self._known))):
@@ -113,40 +136,13 @@ class Surroundings:
                 continue
             if time.monotonic() + _LONGER * self._seconds >= until:
                 break
-            self._known[each.kind] = self._try(state.graph, each.edit, _LONGER * self._seconds)
+            self._known[each.kind] = self._try(each.graph, each.edit, _LONGER * self._seconds)
         found: dict[str, float] = {}
         for each in reached:
             gain = self._known[each.kind]
             if gain is not None:
-                found[each.rule] = found.get(each.rule, 0.0) + (
-                    each.count * gain.seconds if gain.sure else 0.0
-                )
-        return found
-
-    def _alike(self, state: RewriteState, rules: Sequence[str], at_most: float) -> list[_Alike]:
-        """The most frequent kinds of each rule's substitutions, in the order of the rules."""
-        wanted = set(rules)
-        matches: dict[str, list[Match]] = {}
-        for match in sorted(state.candidates, key=lambda m: m.key):
-            if match.rule.name in wanted and match.delta <= at_most:
-                matches.setdefault(match.rule.name, []).append(match)
-        found: list[_Alike] = []
-        for rule in rules:
-            edits: dict[_Kind, Edit] = {}
-            times: Counter[_Kind] = Counter()
-            places: set[frozenset[Value]] = set()
-            for match in matches.get(rule, ())[:_MOST_MATCHES]:
-                edit = build_edit(state.graph, match)
-                place = frozenset(n.id for n in edit.removed)
-                if place in places:  # a commutative operator matches both ways round
-                    continue
-                places.add(place)
-                kind = _kind(edit)
-                edits.setdefault(kind, edit)
-                times[kind] += 1
-            found += [
-                _Alike(rule, kind, edits[kind], count) for kind, count in times.most_common(_MOST_KINDS)
-            ]
+                rule = each.edit.rule
+                found[rule] = found.get(rule, 0.0) + (each.count * gain.seconds if gain.sure else 0.0)
         return found
 
     def gain(self, graph: Graph, edit: Edit) -> Gain | None:
@@ -202,6 +198,17 @@ class Surroundings:
             consts.update((v, a) for v, a in built.items() if v not in consts and v in wanted)
         types = {v: TensorType(graph.type(v).dtype, feeds[v].shape) for v in reads if v in feeds}
         return model_of(excerpt.nodes, types, {v: consts[v] for v in reads if v in consts}, excerpt.outputs)
+
+
+def _alike(edits: Sequence[tuple[Graph, Edit]]) -> list[_Alike]:
+    """The most frequent kinds of a rule's edits."""
+    first: dict[_Kind, tuple[Graph, Edit]] = {}
+    times: Counter[_Kind] = Counter()
+    for graph, edit in edits:
+        kind = _kind(edit)
+        first.setdefault(kind, (graph, edit))
+        times[kind] += 1
+    return [_Alike(kind, *first[kind], count) for kind, count in times.most_common(_MOST_KINDS)]
 
 
 def _kind(edit: Edit) -> _Kind:

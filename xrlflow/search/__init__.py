@@ -14,9 +14,10 @@ from xrlflow.search.result import (
     append,
     extend,
     replay,
+    retrace,
     steps_of,
 )
-from xrlflow.search.select import Ratio, Selection, Trial, select
+from xrlflow.search.select import Ratio, Selection, Survey, Trial, select
 from xrlflow.search.sweep import sweep
 from xrlflow.search.taso import taso
 
@@ -28,6 +29,7 @@ __all__ = [
     "Selection",
     "Shortlist",
     "Step",
+    "Survey",
     "TraceError",
     "Trial",
     "append",
@@ -36,6 +38,7 @@ __all__ = [
     "lookahead",
     "random_walk",
     "replay",
+    "retrace",
     "select",
     "simplify",
     "steps_of",

@@ -117,11 +117,18 @@ class TraceError(ValueError):
     """A trace does not fit the graph that it is replayed on."""
 
 
-def replay(state: RewriteState, trace: Sequence[Step]) -> Iterator[RewriteState]:
-    """The states after each step of a trace. Raises TraceError if a step is not among the candidates."""
+def retrace(state: RewriteState, trace: Sequence[Step]) -> Iterator[tuple[RewriteState, Match, RewriteState]]:
+    """Of each step of a trace: the state before, the match, the state after. Raises TraceError if a step is not among
+    the candidates."""
     for index, step in enumerate(trace):
         match = state.find((step.key[0], step.key[1]))
         if match is None:
             raise TraceError(f"step {index + 1} of the trace ({step.rule}) does not apply to this graph")
-        state = state.apply(match)
-        yield state
+        successor = state.apply(match)
+        yield state, match, successor
+        state = successor
+
+
+def replay(state: RewriteState, trace: Sequence[Step]) -> Iterator[RewriteState]:
+    """The states after each step of a trace. Raises TraceError as `retrace` does."""
+    return (successor for _, _, successor in retrace(state, trace))

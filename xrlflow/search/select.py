@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from xrlflow.search.result import Found, Limits
 from xrlflow.search.sweep import sweep
@@ -48,9 +49,20 @@ class Ratio:
         return Ratio(min(self.median, other.median), min(self.low, other.low), min(self.high, other.high))
 
 
-Survey = Callable[[Found, Sequence[str]], Mapping[str, float]]
-"""The seconds that rules save wherever they apply to a state, measured around each substitution; not all rules need be
-there, and 0 says that nothing is certain."""
+class Survey(Protocol):
+    """Seconds that substitutions save (below 0: cost), each measured in its surroundings, and added up by rule.
+
+    Not all rules need be there, and 0 says that nothing is certain.
+    """
+
+    def candidates(self, found: Found, rules: Sequence[str]) -> Mapping[str, float]:
+        """Of a state's candidates of these rules."""
+        ...
+
+    def steps(self, found: Found) -> Mapping[str, float]:
+        """Of the substitutions that led to a state."""
+        ...
+
 
 # compare(a, b): how many times faster b runs than a, in sessions opened for that; a None is the original file.
 Compare = Callable[[Found | None, Found], Ratio]
@@ -123,8 +135,9 @@ def _plan(found: Found) -> _Plan:
     return _Plan(frozenset(name for name, rule in rules.items() if rule.family in found.families))
 
 
-def _drops(plan: _Plan, found: Found, cost: float) -> list[_Change]:
-    """Searches without a family or a rule that `found` used, those first on which the model sets most.
+def _drops(plan: _Plan, found: Found, cost: float, surveyed: Mapping[str, float]) -> list[_Change]:
+    """Searches without a family or a rule that `found` used: first those that cost time where they were measured, then
+    those on which the model sets most.
 
     Where the model is wrong by much, it is so about something of much weight.
     """
@@ -133,12 +146,16 @@ def _drops(plan: _Plan, found: Found, cost: float) -> list[_Change]:
     of_family: dict[str, list[float]] = {}
     for rule, gain in of_rule.items():
         of_family.setdefault(rules[rule].family, []).append(gain)
-    weighted = [(gain, _Change(f"- {rule}", without=frozenset({rule}))) for rule, gain in of_rule.items()]
+    weighted = [
+        (min(0.0, surveyed.get(rule, 0.0)), gain, _Change(f"- {rule}", without=frozenset({rule})))
+        for rule, gain in of_rule.items()
+    ]
     for family, each in of_family.items():
         if len(each) > 1:
             whole = frozenset(name for name, rule in rules.items() if rule.family == family)
-            weighted.append((sum(each), _Change(f"- {family}", without=whole)))
-    return [change for _, change in sorted(weighted, key=lambda w: (-abs(w[0]), w[1].text))]
+            lost = min(0.0, sum(surveyed.get(rule, 0.0) for rule in of_rule if rule in whole))
+            weighted.append((lost, sum(each), _Change(f"- {family}", without=whole)))
+    return [change for _, _, change in sorted(weighted, key=lambda w: (w[0], -abs(w[1]), w[2].text))]
 
 
 def _with_sweeps(
@@ -156,7 +173,7 @@ def _with_sweeps(
     def changes(names: Sequence[str]) -> list[_Change]:
         return [_Change(f"+ {r}", sweeps=(r,)) for r in names]
 
-    together = [_together(good)] if len(good) > 1 else []
+    together = [_together(good, [])] if len(good) > 1 else []
     return [*together, *changes(good), *changes(unpriced), *drops, *changes(others), *changes(bad)]
 
 
@@ -165,8 +182,9 @@ def _saving(surveyed: Mapping[str, float]) -> list[str]:
     return sorted((r for r, seconds in surveyed.items() if seconds > 0.0), key=lambda r: (-surveyed[r], r))
 
 
-def _together(rules: Sequence[str]) -> _Change:
-    return _Change(f"+ {' + '.join(rules)}", sweeps=tuple(rules))
+def _together(saving: Sequence[str], losing: Sequence[str]) -> _Change:
+    text = " ".join([*(f"+ {rule}" for rule in saving), *(f"- {rule}" for rule in losing)])
+    return _Change(text, sweeps=tuple(saving), without=frozenset(losing))
 
 
 def select(
@@ -183,13 +201,13 @@ def select(
 
     `base` is the original as imported, `proposals` are a search's states, the best by modelled cost first.
     `search(found, rules)` improves a state by the modelled cost, with some rules alone. First the best proposal is
-    measured against the original: with sweeps of the rules that save time by `survey`, and if that is no faster,
-    without. From there one thing is changed at a time, and kept if that is measured to be faster, until nothing is: a
-    family or a rule is dropped, or a sweep is added (one rule wherever the model sees a loss of no more than
-    `tolerance` of the whole cost in it; what it leaves behind is cleared away by the `tidying` rules). If the best
-    proposal was slower than the original, what becomes of it by drops is measured against the original again. Then
-    sweeps are added to the original, and what becomes of it is measured against the choice up to now. At last the other
-    proposals.
+    measured against the original: changed as `survey` has it, with sweeps of the rules that save time and without
+    those of its own that cost time, and if that is no faster as it is. From there one thing is changed at a time, and
+    kept if that is measured to be faster, until nothing is: a family or a rule is dropped, or a sweep is added (one
+    rule wherever the model sees a loss of no more than `tolerance` of the whole cost in it; what it leaves behind is
+    cleared away by the `tidying` rules). If the best proposal was slower than the original, what becomes of it by
+    drops is measured against the original again. Then sweeps are added to the original, and what becomes of it is
+    measured against the choice up to now. At last the other proposals.
     """
     trials: list[Trial] = []
     at_most = tolerance * base.cost
@@ -222,7 +240,10 @@ def select(
     def look(found: Found) -> Mapping[str, float]:
         if survey is None or time.monotonic() >= deadline:
             return {}
-        return survey(found, sweeping_rules(found, at_most))
+        return survey.candidates(found, sweeping_rules(found, at_most))
+
+    def look_back(found: Found) -> Mapping[str, float]:
+        return {} if survey is None or time.monotonic() >= deadline else survey.steps(found)
 
     interrupted = False
     current: Found | None = None
@@ -237,13 +258,13 @@ def select(
         """
         nonlocal current, name
         against = None if found is base else found
-        surveyed = look(found) if sweeping else {}
+        ahead, back = look(found) if sweeping else {}, look_back(found)
         hopeless: set[str] = set()
         changing = True
         while changing and time.monotonic() < until:
             changing = False
-            drops = _drops(plan, found, base.cost)
-            changes = _with_sweeps(drops, found, at_most, surveyed) if sweeping else drops
+            drops = _drops(plan, found, base.cost, back)
+            changes = _with_sweeps(drops, found, at_most, ahead) if sweeping else drops
             for change in changes:
                 if change.text in hopeless or not (change.sweeps or change.without & plan.rules):
                     continue
@@ -280,8 +301,11 @@ def select(
             best, what = proposals[0], "the best by modelled cost"
             plan = _plan(best)
             kept = False
-            if saving := _saving(look(best)):
-                change = _together(saving)
+            lost = look_back(best)
+            losing = sorted((r for r in plan.rules if lost.get(r, 0.0) < 0.0), key=lambda r: (lost[r], r))
+            saving = _saving(look(best))
+            if saving or losing:
+                change = _together(saving, losing)
                 fuller = build(best, plan, change.of(plan))
                 kept = fuller.state.fingerprint not in seen and challenge(fuller, f"{what} {change.text}")
                 if kept:
