@@ -41,6 +41,16 @@ class ReplaceReluByMax(Rule):
         return op.Max(x, 0.0)
 
 
+class ReplaceMatMulByGemm(Rule):
+    """matmul(x, y) -> gemm(x, y)"""
+
+    def source(self, op: Op, x: Val, y: Val) -> Any:
+        return op.MatMul(x, y)
+
+    def target(self, op: Op, x: Val, y: Val) -> Any:
+        return op.Gemm(x, y)
+
+
 def chain(length: int, dims: str = "4,8") -> onnx.ModelProto:
     """relu, exp, tanh, sigmoid, ... one after the other, with one Add in the middle that others read too."""
     ops = ["Relu", "Exp", "Tanh", "Sigmoid"]
@@ -76,6 +86,15 @@ def test_an_excerpt_ends_at_products() -> None:
     )
     before, _ = excerpts(*edit_of(proto, ReplaceReluByMax()), {})
     assert [n.op for n in before.nodes] == ["MatMul", "Relu", "MatMul"]
+
+
+def test_an_excerpt_goes_on_around_a_product_that_is_replaced() -> None:
+    proto = model(
+        "agraph (float[4,8] x, float[8,8] w) => (float[4,8] y) { a = Exp(x) b = MatMul(a, w) y = Relu(b) }"
+    )
+    before, after = excerpts(*edit_of(proto, ReplaceMatMulByGemm()), {})
+    assert [n.op for n in before.nodes] == ["Exp", "MatMul", "Relu"]
+    assert [n.op for n in after.nodes] == ["Exp", "Gemm", "Relu"]
 
 
 def test_both_excerpts_compute_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -187,15 +187,16 @@ class Surroundings:
                 raise NotAlone(f"{node.op} has a dimension that has no number")
             wanted = [v for v in node.inputs if v != ABSENT and v not in made]
             reads.update(dict.fromkeys(wanted))
-            if all(v in feeds or v in consts for v in wanted):
+            new = {v for v in wanted if v not in feeds and v not in consts}
+            if not new:
                 continue
-            size = sum(8 * int(np.prod(dimensions(graph.type(v), self._bindings))) for v in wanted)
+            size = sum(8 * int(np.prod(dimensions(graph.type(v), self._bindings))) for v in new)
             if size > _MOST_BYTES:
                 raise NotAlone(f"{node.op} reads {size >> 20} MB")
-            known = {v: c.array for v in wanted if (c := graph.const(v)) is not None and c.array is not None}
+            known = {v: c.array for v in new if (c := graph.const(v)) is not None and c.array is not None}
             given, built = sample_inputs(node, in_types, known, self._bindings)
-            feeds.update((v, a) for v, a in given.items() if v not in feeds and v in wanted)
-            consts.update((v, a) for v, a in built.items() if v not in consts and v in wanted)
+            feeds.update((v, a) for v, a in given.items() if v in new)
+            consts.update((v, a) for v, a in built.items() if v in new)
         types = {v: TensorType(graph.type(v).dtype, feeds[v].shape) for v in reads if v in feeds}
         return model_of(excerpt.nodes, types, {v: consts[v] for v in reads if v in consts}, excerpt.outputs)
 
@@ -245,7 +246,7 @@ def _around(graph: Graph, start: set[Value], bindings: Mapping[str, int]) -> set
                     step.update(graph.producers[v].id for v in node.inputs if v in graph.producers)
                 else:
                     step.update(user.id for v in node.outputs for user in graph.users(v))
-            front = {i for i in step if not graph.producers[i].types[0].const} - found - start
+            front = {i for i in step if not graph.producers[i].types[0].const} - found
             found |= front
     return found
 
