@@ -43,6 +43,15 @@ def test_tiles_of_products_that_networks_have() -> None:
         assert tile.rows * tile.columns >= 8 * 16
 
 
+def test_channelwise_tiles_leave_registers_for_the_weights() -> None:
+    """One vector of channels: its 9 or 25 weights stay in registers beside the accumulators."""
+    for rows, columns, taps in ((56, 144, 9), (28, 240, 25), (112, 32, 9)):
+        tile = tile_of(Grid(rows, columns, 12, taps, channelwise=True), MACHINE)
+        assert (tile.rows, tile.columns, tile.lanes) == (2, 16, 16)
+    # A prime number of rows: two vectors of channels instead of two rows.
+    assert tile_of(Grid(7, 960, 12, 9, channelwise=True), MACHINE).columns == 32
+
+
 def test_padding_saves_a_prime_number_of_rows() -> None:
     assert tile_of(Grid(197, 768, 3072, 768), MACHINE).rows == 1
     assert tile_of(Grid(197, 768, 3072, 768, pad_rows=True), MACHINE).rows > 4
