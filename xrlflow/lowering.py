@@ -17,7 +17,7 @@ from xrlflow.backends.tvm import Machine, Tvm, TvmModel, detect
 from xrlflow.backends.tvm.device import Device
 from xrlflow.backends.tvm.lower import fuse, import_model
 from xrlflow.backends.tvm.remote import PATIENCE, Remote
-from xrlflow.backends.tvm.target import lacking
+from xrlflow.backends.tvm.target import compiler, lacking, linker
 from xrlflow.ir import Graph
 from xrlflow.search.result import Found
 from xrlflow.tuning.kernels import blocked, kernel_tasks, tuned_by
@@ -60,7 +60,7 @@ def find_place(cpu: str | None, triple: str | None, remote: Remote | None, threa
     for a device that does not answer.
     """
     if remote is None:
-        return Place(detect(cpu, threads, triple))
+        return _linkable(Place(detect(cpu, threads, triple)))
     with Device(remote, threads) as device:
         about = device.about
     if cpu is None and about.system is None:
@@ -73,7 +73,14 @@ def find_place(cpu: str | None, triple: str | None, remote: Remote | None, threa
     missing = lacking(machine.triple, machine.cpu, about.system) if about.system is not None else ()
     if missing:
         raise BackendError(f"remote device {remote} has no {', '.join(missing)}, which code for {cpu} uses")
-    return Place(machine, remote)
+    return _linkable(Place(machine, remote))
+
+
+def _linkable(place: Place) -> Place:
+    triple = place.machine.triple
+    if linker(triple) is None:
+        raise BackendError(f"what is compiled for {triple} is linked with {compiler(triple)}: install that")
+    return place
 
 
 @contextlib.contextmanager

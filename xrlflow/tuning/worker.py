@@ -36,7 +36,7 @@ import numpy as np
 
 from xrlflow.backends.protocol import Array, BackendError, one_line
 from xrlflow.backends.tvm.load import tvm
-from xrlflow.backends.tvm.remote import DeviceError, Remote, connect, use_threads
+from xrlflow.backends.tvm.remote import DeviceError, Remote, connect, use_threads, what_happened
 from xrlflow.backends.tvm.target import compiler, linker
 
 Argument: TypeAlias = tuple[str, tuple[int, ...]]
@@ -265,12 +265,17 @@ def run_there(job: RunThere) -> Ran:
     The device ends a session that takes too long. Raises DeviceError when there is no device (any more).
     """
     session = connect(job.remote, limit=job.seconds)
-    use_threads(session, job.remote, job.threads)
-    name = Path(job.path).name
-    session.upload(job.path, name)
-    device = session.cpu(0)
-    arguments = [_filled(kind, shape, device) for kind, shape in job.arguments]
-    return _timed(session.load_module(name), device, arguments, job.timing)
+    try:
+        use_threads(session, job.remote, job.threads)
+        name = Path(job.path).name
+        session.upload(job.path, name)
+        device = session.cpu(0)
+        arguments = [_filled(kind, shape, device) for kind, shape in job.arguments]
+        return _timed(session.load_module(name), device, arguments, job.timing)
+    except BackendError:
+        raise
+    except Exception as error:  # TVM's client raises what it likes
+        raise BackendError(what_happened(error, job.remote, job.seconds)) from error
 
 
 def _timed(

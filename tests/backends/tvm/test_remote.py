@@ -1,4 +1,8 @@
-"""A remote device, as far as one machine goes: a tracker and a server of TVM's on loopback."""
+"""A remote device, as far as one machine goes: a tracker and a server of TVM's on loopback.
+
+TVM's own client waits without an end for a device that is unknown or in use, and for a tracker that says nothing: what
+replaces it is tested by the tests' ending.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,6 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -34,8 +37,6 @@ from xrlflow.tuning.store import Store
 from xrlflow.tuning.worker import Timing
 
 QUICK = Timing(samples=2, sample_ms=0.2)
-SOON = 40.0
-"""Seconds in which errors must have come: a process that loads TVM is part of them. TVM's own client waits for ever."""
 
 
 def free_port() -> int:
@@ -238,11 +239,9 @@ def test_unknown_keys_and_dead_trackers(command: list[str], board: Board, file: 
         (f"127.0.0.1:{free_port()}/board", "no tracker of TVM's answers at 127.0.0.1:"),
         ("board", "remote device 'board': write it as HOST:PORT/KEY"),
     ):
-        since = time.monotonic()
         result = CliRunner().invoke(
             app, [*command, str(file), "-o", str(tmp_path / "f.so"), "--remote", remote]
         )
-        assert time.monotonic() - since < SOON
         assert result.exit_code == 2
         assert expected in result.stderr
         assert len(result.stderr.strip().splitlines()) == 1
@@ -252,10 +251,8 @@ def test_unknown_keys_and_dead_trackers(command: list[str], board: Board, file: 
 def test_a_tracker_that_says_nothing() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         remote = Remote("127.0.0.1", silent.getsockname()[1], "board")
-        since = time.monotonic()
         with pytest.raises(DeviceError, match="no tracker of TVM's answers"):
             connect(remote, patience=0.0)
-        assert time.monotonic() - since < SOON
 
 
 def test_a_device_that_others_use(board: Board) -> None:
@@ -268,13 +265,45 @@ def test_kernels_that_hang_are_ended_by_the_device(board: Board) -> None:
     task = matmul(8)
     options = PoolOptions(1, 1, QUICK, run_seconds=3.0, remote=board.remote)
     with Pool(options) as pool:
-        since = time.monotonic()
         hung, good = pool.measure(task, [calls("pause"), unscheduled(task)])
-        assert time.monotonic() - since < SOON
-        assert hung.error is not None
+        assert hung.error == f"remote device {board.remote} ended the session after 3 s"
         assert good.error is None
         with pytest.raises(BackendError, match="are not evaluated here"):
             pool.evaluate(task, scheduled(task, 8), [])
+
+
+def test_a_crash_is_the_kernels_own() -> None:
+    """TVM's server does not outlive a kernel that crashes: the next one finds no device."""
+    own = Board()
+    try:
+        own.serve()
+        task = matmul(8)
+        with Pool(PoolOptions(1, 1, QUICK, remote=own.remote)) as pool:
+            outcomes = pool.outcomes(task, [calls("abort"), unscheduled(task)])
+            _, crashed = next(outcomes)
+            assert (
+                crashed.error
+                == f"the session with remote device {own.remote} ended: its process died, or the network"
+            )
+            with pytest.raises(PoolError, match="has no device 'board'"):
+                next(outcomes)
+    finally:
+        own.close()
+
+
+def test_a_device_that_is_gone_is_said_to_be(file: Path, tmp_path: Path) -> None:
+    own = Board()
+    try:
+        server = own.serve()
+        compiled = Tvm().compile(str(file))
+        compiled.save(tmp_path / "fast.so")
+        with Device(own.remote) as device:
+            model = device.load(tmp_path / "fast.so", compiled.interface)
+            own.end(server)
+            with pytest.raises(DeviceError, match=r"^the session with remote device .* ended"):
+                model.run(FEEDS)
+    finally:
+        own.close()
 
 
 def test_a_server_killed_while_tuning(file: Path, tmp_path: Path) -> None:
@@ -290,7 +319,6 @@ def test_a_server_killed_while_tuning(file: Path, tmp_path: Path) -> None:
             if len(seen) == 3 and server.poll() is None:
                 board.end(server)
 
-        since = time.monotonic()
         with pytest.raises(
             BackendError, match=r"has no device 'board' .*\(what was measured is kept"
         ) as raised:
@@ -305,7 +333,6 @@ def test_a_server_killed_while_tuning(file: Path, tmp_path: Path) -> None:
                 listener=kill,
             )
         assert isinstance(raised.value.__cause__, PoolError)
-        assert time.monotonic() - since < 3 * SOON
         with Store(place) as store:
             measured = [record for key in store.tasks() for record in store.known(key)]
         assert len([record for record in measured if record.error is None]) >= 3

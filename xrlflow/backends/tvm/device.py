@@ -26,8 +26,8 @@ from xrlflow.backends.load import Reading
 from xrlflow.backends.protocol import Array, BackendError, Feeds, one_line
 from xrlflow.backends.results import Comparison
 from xrlflow.backends.tvm.compiled import Interface, arguments_of
-from xrlflow.backends.tvm.load import last_line, tvm
-from xrlflow.backends.tvm.remote import PATIENCE, DeviceError, Remote, connect, use_threads
+from xrlflow.backends.tvm.load import tvm
+from xrlflow.backends.tvm.remote import PATIENCE, DeviceError, Remote, connect, use_threads, what_happened
 
 ANSWER_SECONDS = 60.0
 """How long a device may take to load or run a model before it counts as gone. The network is part of it."""
@@ -227,7 +227,7 @@ def serve(descriptor: int) -> None:
             except BackendError as error:
                 answer = _Trouble(str(error), device=False)
             except Exception as error:  # whatever TVM's client raises about a connection or a model
-                answer = _Trouble(f"remote device {session.remote}: {last_line(error)}", device=True)
+                answer = _Trouble(what_happened(error, session.remote), device=True)
             connection.send(answer)
     except (EOFError, BrokenPipeError):
         os._exit(0)  # TVM's client may wait for the device at the interpreter's end

@@ -108,6 +108,16 @@ def _granted(remote: Remote, patience: float) -> tuple[str, int, str]:
         raise DeviceError(f"no tracker of TVM's answers at {remote.tracker}: {last_line(error)}") from error
 
 
+def what_happened(error: Exception, remote: Remote | None, limit: float = 0.0) -> str:
+    """What an error of TVM's client means: that the session is over, or what is said of the model. One line."""
+    text = last_line(error)
+    if "RPCSessionTimeoutError" in text:
+        return f"remote device {remote} ended the session after {limit:g} s"
+    if "RPCCode" in text:  # whatever came instead of an answer
+        return f"the session with remote device {remote} ended: its process died, or the network"
+    return f"remote device {remote}: {text}"
+
+
 def use_threads(session: Any, remote: Remote, threads: int | None) -> int:
     """Have kernels of a session run with so many threads (None: as many as there are); how many that is.
 
