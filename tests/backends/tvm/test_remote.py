@@ -291,16 +291,26 @@ def test_a_crash_is_the_kernels_own() -> None:
         own.close()
 
 
-def test_a_device_that_is_gone_is_said_to_be(file: Path, tmp_path: Path) -> None:
+def test_a_device_that_is_gone_or_silent(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own = Board()
+    compiled = Tvm().compile(str(file))
+    compiled.save(tmp_path / "fast.so")
     try:
         server = own.serve()
-        compiled = Tvm().compile(str(file))
-        compiled.save(tmp_path / "fast.so")
         with Device(own.remote) as device:
             model = device.load(tmp_path / "fast.so", compiled.interface)
             own.end(server)
             with pytest.raises(DeviceError, match=r"^the session with remote device .* ended"):
+                model.run(FEEDS)
+        server = own.serve()
+        with Device(own.remote) as device:
+            model = device.load(tmp_path / "fast.so", compiled.interface)
+            for process in psutil.Process(server.pid).children(recursive=True):
+                process.suspend()
+            monkeypatch.setattr("xrlflow.backends.tvm.device.ANSWER_SECONDS", 1.0)
+            with pytest.raises(DeviceError, match=r"^remote device .* has not answered for 1 s$"):
+                model.run(FEEDS)
+            with pytest.raises(DeviceError, match="is closed"):
                 model.run(FEEDS)
     finally:
         own.close()

@@ -161,7 +161,8 @@ class Device:
     ) -> None:
         self.close()
 
-    def _ask(self, message: object, seconds: float = ANSWER_SECONDS) -> Any:
+    def _ask(self, message: object, seconds: float | None = None) -> Any:
+        seconds = ANSWER_SECONDS if seconds is None else seconds
         if self._connection.closed:
             raise DeviceError(f"the session with remote device {self.remote} is closed")
         try:
