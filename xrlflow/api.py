@@ -25,11 +25,13 @@ from xrlflow.backends.onnxruntime import (
     open_model,
 )
 from xrlflow.backends.onnxruntime.session import CPU, ort_errors
+from xrlflow.backends.protocol import CompiledModel
 from xrlflow.backends.results import SpeedUp
 from xrlflow.backends.tvm import SUFFIX, TvmModel
+from xrlflow.backends.tvm.remote import Remote
 from xrlflow.cost import AdditiveCost, CostModel, Measured, Profiled, Roofline, Surroundings, calibrated
 from xrlflow.ir import Graph
-from xrlflow.lowering import TunedModel
+from xrlflow.lowering import Place, TunedModel
 from xrlflow.onnxio import (
     ImportedModel,
     ModelError,
@@ -223,6 +225,7 @@ class _Job:
     loading: float = 0.0  # rough seconds of opening a session
     files: int = 0
     reference: Reference | None = None
+    place: Place | None = None
 
     def until(self, part: float) -> float:
         """The moment at which a part of the time limit is over."""
@@ -279,6 +282,9 @@ def optimize(
     search: str = "xrlflow",
     cost: str | CostModel = "profiled",
     backend: str = "onnxruntime",
+    cpu: str | None = None,
+    triple: str | None = None,
+    remote: str | Remote | None = None,
     backend_ops: bool = False,
     allow_approximate: bool = False,
     assuming: Sequence[str] = (),
@@ -310,6 +316,10 @@ def optimize(
     `cost`: "roofline", "profiled" (operators measured alone) or "measured" (whole models, slow), or any CostModel.
     `backend`: "onnxruntime", or "tvm": the result is compiled, `save` writes a shared library, and its latency is
     compared with the original's in ONNX Runtime.
+    `cpu`: LLVM's name of the processor that TVM compiles for (default: this one), `triple` that of its system if it is
+    another. What this machine cannot run has to run on a `remote` device ("HOST:PORT/KEY", of TVM's RPC tracker), or
+    not at all (`measure=False, verify=False`). On a remote device the result's latency is compared with that of the
+    original graph, compiled.
     `backend_ops`: the result may have operators that only the backend has (com.microsoft for ONNX Runtime).
     `allow_approximate`: also rules that may lose more than two bits of float32 accuracy. `assuming`: what holds of the
     data or the machine, for rules that are right only then: "finite" (no infinities or NaN), "vnni" (the processor
@@ -330,6 +340,9 @@ def optimize(
             f"assumption {min(unknown)!r} is not known: choose of {', '.join(sorted(ASSUMPTIONS))}"
         )
     check_providers(providers)
+    place = _place(backend, cpu, triple, remote, threads)
+    if place is not None and (measure or verify):
+        place.check_runs()
     imported = load(model, shapes=shapes, fix_shapes=fix_shapes)
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="xrlflow-"))
@@ -345,6 +358,7 @@ def optimize(
             shapes or {},
             agent,
             train_steps,
+            place=place,
         )  # fmt: skip
         if backend == "tvm":
             lowering.check_supported(imported.graph)
@@ -500,11 +514,12 @@ def _lowered(
     inputs: str | os.PathLike[str] | Mapping[str, Any] | None,
 ) -> Result:
     """Compile what was found, choose by measurement, verify and measure the compiled model."""
+    assert job.place is not None
     since = time.monotonic()
     job.say("compile", 0, 0, "with TVM")
     with Store() as store:
         best, remarks = lowering.lower_best(
-            job.original, base, proposals, job.write, job.feeds if measuring else None, threads=job.threads,
+            job.original, base, proposals, job.write, job.feeds if measuring else None, place=job.place,
             shapes=job.shapes, folder=job.folder, time_left=lambda: job.deadline - time.monotonic(), store=store,
             session_options=job.session_options,
         )  # fmt: skip
@@ -513,17 +528,23 @@ def _lowered(
     verification: Verification | None = None
     if verifying:
         since = time.monotonic()
-        verification = _verify_compiled(job, best.model, inputs)
+        with lowering.running(job.place, best.path, best.model) as runner:
+            verification = _verify_compiled(job, runner, best.model.sizes, inputs)
         job.phase("verify", since)
-    compared: RepeatedComparison | None = None
+    compared = best.compared
     reason = "not measured"
-    if measuring:
+    if compared is not None:
+        reason = f"measured {compared.speedup} against the original graph, compiled, on {job.place.remote}"
+    elif measuring and job.place.remote is not None:
+        reason = "the original graph, compiled: nothing is faster on the remote device"
+    elif measuring:
         since = time.monotonic()
         compared = _final(job, best.path)
         job.phase("measure", since)
         reason = f"measured {compared.speedup} against ONNX Runtime"
     result = _result(job, base, best.found, found, verification, compared, None, reason, None)
-    return replace(result, compiled=best.model)
+    report = replace(result.report, threads=job.place.machine.cores)
+    return replace(result, report=report, compiled=best.model)
 
 
 def _cost_model(job: _Job) -> CostModel:
@@ -810,10 +831,13 @@ def _verify(job: _Job, path: str, inputs: str | os.PathLike[str] | Mapping[str, 
 
 
 def _verify_compiled(
-    job: _Job, model: TvmModel, inputs: str | os.PathLike[str] | Mapping[str, Any] | None
+    job: _Job,
+    model: CompiledModel,
+    sizes: Mapping[str, tuple[int, ...]],
+    inputs: str | os.PathLike[str] | Mapping[str, Any] | None,
 ) -> Verification:
     """Raises VerificationFailed for a compiled model that is not known to compute the same."""
-    found = _reference(job, inputs).check_compiled(model, model.sizes)
+    found = _reference(job, inputs).check_compiled(model, sizes)
     if found.status is Status.NOT_COMPARABLE:
         raise VerificationFailed(f"the compiled model cannot be verified: {found.reason} (--no-verify)")
     if not found.verified:
@@ -890,6 +914,19 @@ def _check_options(
         )
     if max_growth <= 0:
         raise OptionError(f"max_growth {max_growth:g} is not positive: give sizes of the input, such as 1.2")
+
+
+def _place(
+    backend: str, cpu: str | None, triple: str | None, remote: str | Remote | None, threads: int | None
+) -> Place | None:
+    """Where a compiled model runs; None with ONNX Runtime. Raises OptionError, BackendError."""
+    if backend == "tvm":
+        device = Remote.parse(remote) if isinstance(remote, str) else remote
+        return lowering.find_place(cpu, triple, device, threads)
+    for option, value in (("cpu", cpu), ("triple", triple), ("remote", remote)):
+        if value is not None:
+            raise OptionError(f"{option} has no meaning with backend {backend!r}: choose 'tvm'")
+    return None
 
 
 def compare(
@@ -1037,14 +1074,15 @@ def bench(
 class Tuned:
     """A model whose kernels were tuned; `save` writes the shared library.
 
-    `speedup`: of the compiled model over the original in ONNX Runtime, measured in fresh processes; None if not
-    measured.
+    `speedup`: of the compiled model over the original in ONNX Runtime, measured in fresh processes, or, on a remote
+    device (`device`), of the tuned model over the untuned one, in one session; None if not measured.
     """
 
     found: TunedModel
     speedup: SpeedUp | None
     control: SpeedUp | None
     verification: Verification | None
+    device: str | None = None
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Raises BackendError if the file cannot be written."""
@@ -1061,6 +1099,7 @@ class Tuned:
                 }
                 for result in tuning.tasks
             ],
+            "device": self.device, "against": "onnxruntime" if self.device is None else "untuned",
             "stop": tuning.stop.name.lower(), "seconds": tuning.seconds, "proposing": tuning.proposing,
             "measuring": tuning.measuring, "onnxruntime_ms": self.found.onnxruntime_ms,
             "untuned_ms": self.found.untuned_ms, "tuned_ms": self.found.tuned_ms,
@@ -1078,6 +1117,9 @@ def tune(
     trials: int = 512,
     batch: int = 16,
     time_limit: float = 600.0,
+    cpu: str | None = None,
+    triple: str | None = None,
+    remote: str | Remote | None = None,
     shapes: Mapping[str, Sequence[int]] | None = None,
     threads: int | None = None,
     seed: int = 0,
@@ -1091,7 +1133,8 @@ def tune(
 
     `method`: "chameleon" (reinforcement learning), "evolutionary" (MetaSchedule's own), "random", "annealing" or
     "beam". `trials`: kernels that are built and measured in all, `batch` of one at a time. `time_limit`: seconds of
-    tuning. What was measured is kept in `store` (a file; by default in the user's cache), so that a second run goes on
+    tuning. `cpu`, `triple` and `remote` are those of `optimize`: kernels are built here, and timed on the remote
+    device. What was measured is kept in `store` (a file; by default in the user's cache), so that a second run goes on
     where the first ended. Raises ModelError, BackendError, VerificationError or OptionError for what the caller can put
     right, and VerificationFailed.
     """
@@ -1100,6 +1143,9 @@ def tune(
         raise OptionError(f"method {method!r} is not known: choose of {', '.join(methods)}")
     if trials < 0 or batch < 1 or not time_limit > 0:
         raise OptionError("trials must not be negative, the batch and the time limit must be above zero")
+    place = _place("tvm", cpu, triple, remote, threads)
+    assert place is not None
+    place.check_runs()
     imported = load(model, shapes=shapes)
     lowering.check_supported(imported.graph)
     begin = time.monotonic()
@@ -1107,6 +1153,7 @@ def tune(
         job = _Job(
             imported, model, "greedy", "roofline", 0, 1.0, seed, threads or default_threads(), None,
             begin, begin + time_limit, 1.0, folder, Library(()), listener, shapes or {},
+            place=place,
         )  # fmt: skip
         if measure:
             job.feeds = dict(user_case(imported, inputs).feeds) if inputs is not None else _feeds(job)
@@ -1119,16 +1166,20 @@ def tune(
         try:
             found = lowering.tune_model(
                 job.original, job.write(imported.graph), job.feeds, method=methods[method], trials=trials, batch=batch,
-                time_limit=time_limit, threads=job.threads, shapes=job.shapes, seed=seed, store=records, folder=folder,
+                time_limit=time_limit, place=place, shapes=job.shapes, seed=seed, store=records, folder=folder,
                 listener=tell,
             )  # fmt: skip
         except PoolError as error:
-            raise BackendError(str(error)) from error
+            kept = (
+                " (what was measured is kept: the same command goes on)" if place.remote is not None else ""
+            )
+            raise BackendError(f"{error}{kept}") from error
         verification: Verification | None = None
         if verify:
-            verification = _verify_compiled(job, found.model, inputs)
-        compared: RepeatedComparison | None = None
-        if measure:
+            with lowering.running(place, found.path, found.model) as runner:
+                verification = _verify_compiled(job, runner, found.model.sizes, inputs)
+        compared = found.compared
+        if measure and place.remote is None:
             job.deadline = time.monotonic() + 20.0
             compared = _final(job, found.path)
     return Tuned(
@@ -1136,6 +1187,7 @@ def tune(
         compared.speedup if compared is not None else None,
         compared.control if compared is not None else None,
         verification,
+        place.device,
     )
 
 

@@ -40,6 +40,17 @@ Inputs = Annotated[
     Path | None, typer.Option("--inputs", help="Your own inputs for verification and measurement (.npz).")
 ]
 
+Cpu = Annotated[
+    str | None, typer.Option(help="tvm: LLVM's name of the processor to compile for; default: this one.")
+]
+Triple = Annotated[
+    str | None, typer.Option(help="tvm: LLVM's name of its system, if it is another (aarch64-linux-gnu).")
+]
+RemoteDevice = Annotated[
+    str | None,
+    typer.Option("--remote", help="tvm: run on a device of a TVM RPC tracker: HOST:PORT/KEY."),
+]
+
 
 def main() -> None:
     """Run the command line; errors of the user's making end in one line and exit code 2."""
@@ -88,6 +99,9 @@ def optimize(
     backend: Annotated[
         str, typer.Option(help="onnxruntime, or tvm: -o names a shared library.")
     ] = "onnxruntime",
+    cpu: Cpu = None,
+    triple: Triple = None,
+    remote: RemoteDevice = None,
     backend_ops: Annotated[
         bool, typer.Option(help="Allow operators that only this runtime has (com.microsoft).")
     ] = False,
@@ -138,7 +152,8 @@ def optimize(
         api.check_writable(output, library=backend == "tvm")
         with progress(enabled=not as_json and sys.stderr.isatty()) as listener:
             result = api.optimize(
-                model, search=search, cost=cost, backend=backend, backend_ops=backend_ops,
+                model, search=search, cost=cost, backend=backend, cpu=cpu, triple=triple, remote=remote,
+                backend_ops=backend_ops,
                 allow_approximate=allow_approximate, assuming=assume or (), budget=budget,
                 time_limit=time_limit, alpha=alpha, agent=agent, train_steps=train_steps, shapes=shapes,
                 fix_shapes=fix_shapes, threads=threads, seed=seed,
@@ -279,20 +294,23 @@ def tune(
     trials: Annotated[int, typer.Option(min=0, help="Kernels that are built and measured.")] = 512,
     batch: Annotated[int, typer.Option(min=1, help="Of one kernel at a time.")] = 16,
     time_limit: Annotated[float, typer.Option(min=0.0, help="Seconds of tuning.")] = 600.0,
+    cpu: Cpu = None,
+    triple: Triple = None,
+    remote: RemoteDevice = None,
     shape: Shapes = None,
     threads: Threads = None,
     seed: Seed = 0,
     store: Annotated[
         Path | None, typer.Option(help="Where measurements are kept; default: the user's cache.")
     ] = None,
-    measure: Annotated[bool, typer.Option(help="Measure the result against ONNX Runtime.")] = True,
+    measure: Annotated[bool, typer.Option(help="Measure the result.")] = True,
     verify: Annotated[
         bool, typer.Option(help="Compare the result with the original on random inputs.")
     ] = True,
     inputs: Inputs = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compile a model with TVM, its kernels tuned on this machine."""
+    """Compile a model with TVM, its kernels tuned on this machine or a remote device."""
     with clear_errors():
         from xrlflow import api
         from xrlflow.report import progress, show
@@ -300,9 +318,9 @@ def tune(
         api.check_writable(output, library=True)
         with progress(enabled=not as_json and sys.stderr.isatty()) as listener:
             tuned = api.tune(
-                model, method=method, trials=trials, batch=batch, time_limit=time_limit, shapes=parse_shapes(shape),
-                threads=threads, seed=seed, store=store, measure=measure, verify=verify, inputs=inputs,
-                listener=listener,
+                model, method=method, trials=trials, batch=batch, time_limit=time_limit, cpu=cpu, triple=triple,
+                remote=remote, shapes=parse_shapes(shape), threads=threads, seed=seed, store=store, measure=measure,
+                verify=verify, inputs=inputs, listener=listener,
             )  # fmt: skip
         tuned.save(output)
         if as_json:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from xrlflow.backends import BackendError
+from xrlflow.backends import BackendError, RepeatedComparison
 from xrlflow.backends.onnxruntime import measure
-from xrlflow.backends.tvm import Tvm, TvmModel, detect
+from xrlflow.backends.protocol import CompiledModel
+from xrlflow.backends.results import Comparison
+from xrlflow.backends.tvm import Machine, Tvm, TvmModel, detect
+from xrlflow.backends.tvm.device import Device
 from xrlflow.backends.tvm.lower import fuse, import_model
+from xrlflow.backends.tvm.remote import PATIENCE, Remote
+from xrlflow.backends.tvm.target import compiler, lacking, linker
 from xrlflow.ir import Graph
 from xrlflow.search.result import Found
 from xrlflow.tuning.kernels import blocked, kernel_tasks, tuned_by
@@ -20,6 +26,72 @@ from xrlflow.tuning.session import Progress, TuningResult, tune
 from xrlflow.tuning.store import Store
 from xrlflow.tuning.tuners.protocol import Method
 from xrlflow.tuning.worker import Timing
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a compiled model runs: on which processor, and on which remote device (None: this machine).
+
+    Kernels have as many threads as the processor has cores.
+    """
+
+    machine: Machine
+    remote: Remote | None = None
+
+    @property
+    def device(self) -> str | None:
+        """The name that measurements are kept under; None: this machine's."""
+        return str(self.remote) if self.remote is not None else None
+
+    def check_runs(self) -> None:
+        """Raise BackendError where what is compiled could not be run, because the processor is not this machine's."""
+        missing = () if self.remote is not None else lacking(self.machine.triple, self.machine.cpu)
+        if missing:
+            raise BackendError(
+                f"code for {self.machine.cpu} cannot run here: this machine has no {', '.join(missing)}; name a remote "
+                "device (--remote), or only compile (optimize --no-measure --no-verify)"
+            )
+
+
+def find_place(cpu: str | None, triple: str | None, remote: Remote | None, threads: int | None) -> Place:
+    """The place that options ask for; a remote device is asked what it is, and its processor is the default.
+
+    Raises BackendError for a processor that LLVM does not know or that the device has less than, and DeviceError (one)
+    for a device that does not answer.
+    """
+    if remote is None:
+        return _linkable(Place(detect(cpu, threads, triple)))
+    with Device(remote, threads) as device:
+        about = device.about
+    if cpu is None and about.system is None:
+        raise BackendError(
+            f"remote device {remote} does not tell its processor: give LLVM's name of it (--cpu)"
+        )
+    if about.system is not None:
+        triple, cpu = triple or about.system[0], cpu or about.system[1]
+    machine = detect(cpu, about.threads, triple)
+    missing = lacking(machine.triple, machine.cpu, about.system) if about.system is not None else ()
+    if missing:
+        raise BackendError(f"remote device {remote} has no {', '.join(missing)}, which code for {cpu} uses")
+    return _linkable(Place(machine, remote))
+
+
+def _linkable(place: Place) -> Place:
+    triple = place.machine.triple
+    if linker(triple) is None:
+        raise BackendError(f"what is compiled for {triple} is linked with {compiler(triple)}: install that")
+    return place
+
+
+@contextlib.contextmanager
+def running(place: Place, path: str, model: TvmModel) -> Iterator[CompiledModel]:
+    """A compiled model, saved at `path`, where it runs. Raises DeviceError (a BackendError)."""
+    if place.remote is None:
+        yield model
+        return
+    with Device(place.remote, place.machine.cores, patience=PATIENCE) as device:
+        yield device.load(path, model.interface)
+
 
 Export = Callable[[Graph], str]
 """A graph as an ONNX file: its path."""
@@ -31,19 +103,23 @@ _AT_MOST = 3
 
 @dataclass(frozen=True, slots=True)
 class Lowered:
-    """One graph compiled: the shared library's path, and its milliseconds if it was measured."""
+    """One graph compiled: the shared library's path, and its milliseconds if it was measured.
+
+    `compared`: with the original graph compiled, on a remote device.
+    """
 
     found: Found
     path: str
     model: TvmModel
     milliseconds: float | None = None
+    compared: RepeatedComparison | None = None
 
 
 @functools.cache
 def runs(op: str) -> bool:
     """Whether TVM has an operator, given as the IR names it (those of other domains as `domain::name`)."""
     domain, _, name = op.rpartition("::")
-    return _backend(None, {}).supports(name, domain)
+    return Tvm().supports(name, domain)
 
 
 def check_supported(graph: Graph) -> None:
@@ -53,10 +129,10 @@ def check_supported(graph: Graph) -> None:
         raise BackendError(f"TVM cannot lower {', '.join(missing)}: use --backend onnxruntime for this model")
 
 
-def _backend(threads: int | None, shapes: Mapping[str, Sequence[int]], store: Store | None = None) -> Tvm:
-    """With a store: kernels as they were tuned on this machine."""
-    machine = detect(cores=threads)
-    tuned = tuned_by(store, machine, machine.cores) if store is not None else None
+def _backend(place: Place, shapes: Mapping[str, Sequence[int]], store: Store | None = None) -> Tvm:
+    """With a store: kernels as they were tuned at this place."""
+    machine = place.machine
+    tuned = tuned_by(store, machine, machine.cores, place.device) if store is not None else None
     return Tvm(machine, shapes or None, tuned)
 
 
@@ -67,7 +143,7 @@ def lower_best(
     export: Export,
     feeds: Mapping[str, Any] | None,
     *,
-    threads: int,
+    place: Place,
     shapes: Mapping[str, Sequence[int]],
     folder: str,
     time_left: Callable[[], float],
@@ -79,10 +155,12 @@ def lower_best(
     Kernels that `store` knows run as they were tuned.
 
     With `feeds` all are measured in turns, together with the original in ONNX Runtime; without, the best by modelled
-    cost is compiled alone. Compiling more ends when a further one would not fit into the time left. Raises BackendError
-    if the original's graph cannot be compiled.
+    cost is compiled alone. On a remote device, which has no ONNX Runtime, the original graph compiled is what the
+    others are compared with. Compiling more ends when a further one would not fit into the time left. Raises
+    BackendError if the original's graph cannot be compiled.
     """
-    backend = _backend(threads, shapes, store)
+    threads = place.machine.cores
+    backend = _backend(place, shapes, store)
     cheaper = [found for found in proposals if found.cost < base.cost][:_AT_MOST]
     # Without measuring, the best by modelled cost that can be compiled.
     wanted = [base, *cheaper] if feeds is not None else [*cheaper, base]
@@ -106,10 +184,13 @@ def lower_best(
         longest = max(longest, before - time_left())
     if feeds is None:
         return made[0], tuple(remarks)
+    limit = max(2.0, min(15.0, 0.3 * time_left()))
+    if place.remote is not None:
+        best, said = _best_there(place, made, feeds, limit)
+        return best, (*remarks, *said)
     measured = measure(
-        [original, *(lowered.path for lowered in made)], dict(feeds), threads=threads,
-        time_limit=max(2.0, min(15.0, 0.3 * time_left())), target_width=0.02, control=False,
-        session_options=session_options,
+        [original, *(lowered.path for lowered in made)], dict(feeds), threads=threads, time_limit=limit,
+        target_width=0.02, control=False, session_options=session_options,
     )  # fmt: skip
     timed = [
         Lowered(lowered.found, lowered.path, lowered.model, latency.median_ms)
@@ -124,9 +205,53 @@ def lower_best(
     return best, tuple(remarks)
 
 
+def _best_there(
+    place: Place, made: Sequence[Lowered], feeds: Mapping[str, Any], limit: float
+) -> tuple[Lowered, tuple[str, ...]]:
+    """The fastest on the remote device, with how it compares with the first; (choice, remarks)."""
+    if len(made) == 1:
+        return made[0], ("the search found no other graph: nothing was measured",)
+    measured = compare_there(place, [(lowered.path, lowered.model) for lowered in made], feeds, limit)
+    times = [latency.median_ms for latency in measured.latencies]
+    fastest = min(range(len(made)), key=times.__getitem__)
+    others = ", ".join(f"{milliseconds:.2f}" for milliseconds in times[1:])
+    remarks = (
+        f"measured on remote device {place.remote}, in one session, without ONNX Runtime",
+        f"TVM runs the original graph there in {times[0]:.2f} ms, and what the search found in {others} ms",
+    )
+    best = replace(made[fastest], milliseconds=times[fastest])
+    if fastest == 0:
+        return best, remarks
+    return replace(best, compared=_alone(measured, fastest)), remarks
+
+
+def compare_there(
+    place: Place, models: Sequence[tuple[str, TvmModel]], feeds: Mapping[str, Any], limit: float
+) -> Comparison:
+    """Models, saved at these paths, timed in turns on the remote device for `limit` seconds. Raises DeviceError."""
+    assert place.remote is not None
+    with Device(place.remote, place.machine.cores, patience=PATIENCE) as device:
+        loaded = [device.load(path, model.interface) for path, model in models]
+        return device.compare(loaded, dict(feeds), time_limit=limit)
+
+
+def _alone(measured: Comparison, position: int) -> RepeatedComparison:
+    """One model of a comparison against the first."""
+    assert measured.control is not None
+    before, after = measured.latencies[0], measured.latencies[position]
+    speedup = measured.speedups[position - 1]
+    return RepeatedComparison(
+        speedup, measured.control, before, after, (measured,), measured.seconds, measured.threads,
+        fresh_processes=False,
+    )  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True)
 class TunedModel:
-    """A model with tuned kernels: what tuning found, and the compiled model (the faster of tuned and untuned)."""
+    """A model with tuned kernels: what tuning found, and the compiled model (the faster of tuned and untuned).
+
+    `compared`: tuned against untuned, on a remote device.
+    """
 
     tuning: TuningResult
     model: TvmModel
@@ -134,6 +259,7 @@ class TunedModel:
     onnxruntime_ms: float | None
     untuned_ms: float | None
     tuned_ms: float | None
+    compared: RepeatedComparison | None = None
 
 
 def tune_model(
@@ -145,7 +271,7 @@ def tune_model(
     trials: int,
     batch: int,
     time_limit: float,
-    threads: int,
+    place: Place,
     shapes: Mapping[str, Sequence[int]],
     seed: int,
     store: Store,
@@ -153,23 +279,25 @@ def tune_model(
     listener: Callable[[Progress], None] | None = None,
 ) -> TunedModel:
     """Tune the kernels of the ONNX file `exported`, compile it with what was found, and compare (with `feeds`) the
-    original in ONNX Runtime, the untuned and the tuned model.
+    original in ONNX Runtime (but not on a remote device), the untuned and the tuned model.
 
-    Raises BackendError for what cannot be lowered, PoolError when nothing can be measured.
+    Raises BackendError for what cannot be lowered or run, PoolError when nothing can be measured.
     """
     import onnx
 
-    machine = detect(cores=threads)
+    place.check_runs()
+    machine = place.machine
+    threads = machine.cores
     module = fuse(import_model(onnx.load(exported), shapes or None), machine)
     tasks = kernel_tasks(module, machine)
     found = tune(
         tasks, blocked(method, machine), trials=trials, batch=batch, time_limit=time_limit, seed=seed, store=store,
-        pool=PoolOptions(threads=threads, timing=COLD), listener=listener,
+        pool=PoolOptions(threads=threads, timing=COLD, remote=place.remote), listener=listener,
     )  # fmt: skip
     made = []
     for name, backend in (
-        ("untuned", _backend(threads, shapes)),
-        ("tuned", _backend(threads, shapes, store)),
+        ("untuned", _backend(place, shapes)),
+        ("tuned", _backend(place, shapes, store)),
     ):
         model = backend.compile(exported, threads=threads)
         path = os.path.join(folder, f"{name}.so")
@@ -177,6 +305,11 @@ def tune_model(
         made.append((path, model))
     if feeds is None:
         return TunedModel(found, made[1][1], made[1][0], None, None, None)
+    if place.remote is not None:
+        there = compare_there(place, made, feeds, 20.0)
+        before, after = (latency.median_ms for latency in there.latencies)
+        path, model = made[1] if after <= before else made[0]
+        return TunedModel(found, model, path, None, before, after, _alone(there, 1))
     measured = measure(
         [original, *(path for path, _ in made)], dict(feeds), threads=threads, time_limit=20.0, target_width=0.02,
         control=False,

@@ -61,6 +61,7 @@ class Formula:
     """Measures by a formula: every tenth fails, others take longer the larger their number."""
 
     threads = 2
+    device = None
 
     def __init__(self, pause: float = 0.0, act: Callable[[int], None] | None = None) -> None:
         self.seen: list[str] = []

@@ -37,6 +37,7 @@ def interleave(
     control: bool = True,
     margin: float | None = None,
     clock: Callable[[], float] = time.perf_counter,
+    watch: Callable[[], float] | None = None,
     read_load: Callable[[], load.Reading] = load.read,
 ) -> Comparison:
     """Time `runs` (calls that run one model once) in rotating order and compare each with the first.
@@ -52,6 +53,7 @@ def interleave(
     `target_width`, or before a further round would pass `time_limit` seconds; one round is always taken. With
     `margin` it also ends, for those who only ask which is faster, when every interval is wholly above 1 + margin or
     below 1 - margin.
+    `clock` times the samples, `watch` (default: the same) the whole: where models run on another machine, they differ.
     Python's garbage collector is off meanwhile. Raises BackendError for fewer than two models, and whatever a
     run raises.
     """
@@ -59,7 +61,8 @@ def interleave(
         raise BackendError("measuring needs at least two models: a baseline and something to compare it with")
     if target_width <= 0 or time_limit <= 0:
         raise BackendError("the target width and the time limit of a measurement must be above zero")
-    started = clock()
+    watch = watch if watch is not None else clock
+    started = watch()
     deadline = started + time_limit
     models = len(runs)
     halves = 2 if control else 1
@@ -73,7 +76,7 @@ def interleave(
         longest = 0.0
         last = -1
         while len(rows) < MAX_ROUNDS:
-            round_start = clock()
+            round_start = watch()
             if rows and round_start + longest > deadline:
                 break
             row = [0.0] * (models * halves)
@@ -85,7 +88,7 @@ def interleave(
                 row[slot] = _turn(runs[model], batches[model], settle, clock)
                 last = model
             rows.append(row)
-            longest = max(0.9 * longest, clock() - round_start)
+            longest = max(0.9 * longest, watch() - round_start)
             if len(rows) >= check_at:
                 check_at = len(rows) + max(5, len(rows) // 8)
                 speedups = [_speedup(_logs(rows, halves), model) for model in range(1, models)]
@@ -100,7 +103,7 @@ def interleave(
         control=_interval(logs[:, 0, 0] - logs[:, 1, 0]) if control else None,
         load=load.judge(before, after, threads),
         samples=len(rows),
-        seconds=clock() - started,
+        seconds=watch() - started,
         threads=threads,
         converged=converged,
     )

@@ -30,6 +30,20 @@ def default_threads() -> int:
     return max(1, min(cores, allowed))
 
 
+def cache_levels() -> dict[int, int]:
+    """Bytes of the caches for data of the first core, by level (1, 2, ...); empty where the system does not say."""
+    found: dict[int, int] = {}
+    for folder in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*"):
+        try:
+            level, kind, size = ((folder / name).read_text().strip() for name in ("level", "type", "size"))
+            unit = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}.get(size[-1:], 1)
+            if kind != "Instruction":
+                found[int(level)] = int(size.rstrip("KMG")) * unit
+        except (OSError, ValueError):  # some systems list a cache and do not know its size
+            continue
+    return found
+
+
 def choose_cpus(threads: int) -> tuple[int, ...] | None:
     """One CPU (by number) for each of `threads` threads, on cores of their own; the first is the calling thread's.
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
+from xrlflow.backends.placement import cache_levels
 from xrlflow.ops.work import Kind
 
 
@@ -97,11 +98,4 @@ def cpu_name() -> str:
 
 def cache_bytes() -> float:
     """Bytes of the largest cache of the first core; 32 MB where the system does not say."""
-    found = 0
-    for file in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
-        text = file.read_text().strip()
-        unit = {"K": 1024, "M": 1024**2, "G": 1024**3}.get(text[-1:], 1)
-        digits = text.rstrip("KMG")
-        if digits.isdigit():
-            found = max(found, int(digits) * unit)
-    return float(found or 32e6)
+    return float(max(cache_levels().values(), default=0) or 32e6)

@@ -162,8 +162,10 @@ def tuned(report: Mapping[str, Any], speedup: SpeedUp | None, output: str) -> No
         ("TVM, untuned", "untuned_ms"),
         ("TVM, tuned", "tuned_ms"),
     ):
-        _console.print(f"{name}: {ms(report[key])}")
-    _console.print(f"speed-up over ONNX Runtime: {ratio(speedup)}")
+        if report["device"] is None or key != "onnxruntime_ms":
+            _console.print(f"{name}: {ms(report[key])}")
+    against = "ONNX Runtime" if report["device"] is None else f"the untuned model, on {report['device']}"
+    _console.print(f"speed-up over {against}: {ratio(speedup)}", markup=False)
     _console.print(f"{report['seconds']:.1f} s of tuning ({report['stop']})")
     _console.print(f"{output}: written")
 

@@ -85,10 +85,11 @@ class _BeginWith:
 _WORTH = 0.97
 
 
-def tuned_by(store: Store, machine: Machine, threads: int) -> Tuned:
-    """How the store's best records of this machine schedule a function, where they beat the untuned schedule."""
+def tuned_by(store: Store, machine: Machine, threads: int, device: str | None = None) -> Tuned:
+    """How the store's best records of a device (default: this machine) schedule a function, where they beat the
+    untuned schedule."""
     target = machine.target()
-    setting = Setting.here(target, threads)
+    setting = Setting.on(device, target, threads)
 
     def tuned(module: Any) -> Any | None:
         from tvm.s_tir import Schedule, ScheduleError, Trace

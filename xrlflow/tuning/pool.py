@@ -34,6 +34,7 @@ from typing import IO, TYPE_CHECKING, Self
 from xrlflow.backends.placement import default_threads
 from xrlflow.backends.protocol import Array, BackendError, one_line
 from xrlflow.backends.tvm.load import tvm
+from xrlflow.backends.tvm.remote import PATIENCE, Remote
 from xrlflow.tuning.tuners.protocol import Outcome
 from xrlflow.tuning.worker import (
     REQUEST_BYTES,
@@ -50,6 +51,7 @@ from xrlflow.tuning.worker import (
     Ran,
     Ready,
     Run,
+    RunThere,
     Timing,
     request,
 )
@@ -71,7 +73,8 @@ class PoolError(RuntimeError):
 @dataclass(frozen=True, slots=True)
 class PoolOptions:
     """`builders` compile at a time; kernels run with `threads` threads. A candidate may take `build_seconds` to
-    compile and `run_seconds` to measure. A worker is replaced after `uses` candidates (TVM leaks memory)."""
+    compile and `run_seconds` to measure. A worker is replaced after `uses` candidates (TVM leaks memory). `remote`:
+    they are built here and run on that device."""
 
     builders: int = field(default_factory=default_threads)
     threads: int = field(default_factory=default_threads)
@@ -79,12 +82,18 @@ class PoolOptions:
     build_seconds: float = 20.0
     run_seconds: float = 10.0
     uses: int = 500
+    remote: Remote | None = None
 
     def __post_init__(self) -> None:
         if min(self.builders, self.threads, self.uses) < 1:
             raise ValueError(f"a pool needs builders, threads and uses: {self}")
         if min(self.build_seconds, self.run_seconds) <= 0:
             raise ValueError(f"time limits must be positive: {self}")
+
+    @property
+    def device(self) -> str | None:
+        """The name of what kernels run on; None: this machine."""
+        return str(self.remote) if self.remote is not None else None
 
 
 class Pool:
@@ -100,8 +109,11 @@ class Pool:
         self._builders = _Crew(
             self._nursery, self.options.builders, 1, self.options.uses, "building", self.options.build_seconds
         )
+        limit = self.options.run_seconds
+        if self.options.remote is not None:  # the device ends what takes longer: if it does not, it is gone
+            limit += 2 * PATIENCE
         self._runners = _Crew(
-            self._nursery, 1, self.options.threads, self.options.uses, "running", self.options.run_seconds
+            self._nursery, 1, self.options.threads, self.options.uses, "running", limit, self.options.device
         )
         self._built = 0
 
@@ -109,6 +121,11 @@ class Pool:
     def threads(self) -> int:
         """How many threads kernels run with."""
         return self.options.threads
+
+    @property
+    def device(self) -> str | None:
+        """The name of what kernels run on; None: this machine."""
+        return self.options.device
 
     def outcomes(
         self, task: Task, candidates: Sequence[Candidate], *, until: float = math.inf
@@ -120,14 +137,15 @@ class Pool:
         paths = self._paths(len(candidates))
         try:
             libraries: dict[int, tuple[Argument, ...]] = {}
-            for number, answer in self._builders.work(self._builds(task, candidates, paths), until):
+            builds = self._builds(task, candidates, paths, self.options.remote is not None)
+            for number, answer in self._builders.work(builds, until):
                 match answer:
                     case Built(arguments):
                         libraries[number] = arguments
                     case _:
                         yield number, _failure(answer)
             order = sorted(libraries)
-            runs = (Run(paths[number], libraries[number], self.options.timing) for number in order)
+            runs = (self._run(paths[number], libraries[number]) for number in order)
             for position, answer in self._runners.work(runs, until):
                 match answer:
                     case Ran(seconds):
@@ -146,8 +164,10 @@ class Pool:
     def evaluate(self, task: Task, candidate: Candidate, inputs: Sequence[Array]) -> tuple[Array, ...]:
         """What the kernel computes: its parameters beyond `inputs`, which it finds zero.
 
-        Raises BackendError when it does not build, run, or take the inputs.
+        Raises BackendError when it does not build, run, or take the inputs, and with a remote device.
         """
+        if self.options.remote is not None:
+            raise BackendError(f"kernels for {self.options.remote} are not evaluated here")
         (path,) = self._paths(1)
         try:
             for _, answer in self._builders.work(self._builds(task, [candidate], [path])):
@@ -185,12 +205,22 @@ class Pool:
         first, self._built = self._built, self._built + count
         return [os.path.join(self._nursery.folder, f"{number}.so") for number in range(first, first + count)]
 
+    def _run(self, path: str, arguments: tuple[Argument, ...]) -> Run | RunThere:
+        remote, timing = self.options.remote, self.options.timing
+        if remote is None:
+            return Run(path, arguments, timing)
+        return RunThere(path, arguments, timing, remote, self.options.run_seconds, self.options.threads)
+
     @staticmethod
-    def _builds(task: Task, candidates: Sequence[Candidate], paths: Sequence[str]) -> Iterator[Build]:
+    def _builds(
+        task: Task, candidates: Sequence[Candidate], paths: Sequence[str], elsewhere: bool = False
+    ) -> Iterator[Build]:
         save = tvm().ir.save_json
         target = save(task.target)
         # A generator: a module is turned to text when a builder is free, while others build.
-        return (Build(save(c.mod), target, path) for c, path in zip(candidates, paths, strict=True))
+        return (
+            Build(save(c.mod), target, path, elsewhere) for c, path in zip(candidates, paths, strict=True)
+        )
 
 
 def _failure(answer: Answer) -> Outcome:
@@ -345,13 +375,23 @@ class _Worker:
 
 
 class _Crew:
-    """Workers for one kind of job. Those that die or grow old are replaced while the others go on."""
+    """Workers for one kind of job. Those that die or grow old are replaced while the others go on.
+
+    `device`: what they wait for, if that is another machine; when it does not answer in time, nothing more can be done.
+    """
 
     def __init__(
-        self, nursery: _Nursery, count: int, threads: int, uses: int, activity: str, seconds: float
+        self,
+        nursery: _Nursery,
+        count: int,
+        threads: int,
+        uses: int,
+        activity: str,
+        seconds: float,
+        device: str | None = None,
     ) -> None:
         self._nursery, self._threads, self._uses = nursery, threads, uses
-        self._activity, self._seconds = activity, seconds
+        self._activity, self._seconds, self._device = activity, seconds, device
         self._failed_starts = 0
         self._closed = False
         self._workers = [_Worker(nursery, threads) for _ in range(count)]
@@ -440,6 +480,10 @@ class _Crew:
         worker = self._workers[position]
         if worker.ready:
             self._replace(position)
+            if self._device is not None:
+                return Failed(
+                    f"remote device {self._device} has not answered for {self._seconds:g} s", fatal=True
+                )
             return Failed(f"{self._activity} it took longer than {self._seconds:g} s")
         return Failed(f"a worker did not load TVM in {START_SECONDS:g} s")
 

@@ -38,6 +38,11 @@ class Measurer(Protocol):
         """How many threads kernels run with."""
         ...
 
+    @property
+    def device(self) -> str | None:
+        """The name of what kernels run on; None: this machine."""
+        ...
+
     def outcomes(self, task: Task, candidates: Sequence[Candidate], *, until: float) -> Outcomes:
         """Each outcome as soon as it is known; what would start after `until` is left out."""
         ...
@@ -176,6 +181,10 @@ class _Measuring:
     @property
     def threads(self) -> int:
         return self._options.threads if self._measurer is None else self._measurer.threads
+
+    @property
+    def device(self) -> str | None:
+        return self._options.device if self._measurer is None else self._measurer.device
 
     def outcomes(self, task: Task, candidates: Sequence[Candidate], *, until: float) -> Outcomes:
         if self._measurer is None:
@@ -353,7 +362,7 @@ class _Session:
             )
 
     def _state(self, task: Task) -> _State:
-        setting = Setting.here(task.target, self._measurer.threads)
+        setting = Setting.on(self._measurer.device, task.target, self._measurer.threads)
         known: dict[str, Outcome] = {}
         for record in self._store.known(task.key, setting):
             known.setdefault(record.candidate, record.outcome)

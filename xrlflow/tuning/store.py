@@ -67,7 +67,12 @@ class Setting:
     @staticmethod
     def here(target: Target, threads: int) -> Setting:
         """This machine with the TVM that is installed."""
-        return Setting(target_text(target), str(tvm().__version__), cpu_name(), threads)
+        return Setting.on(None, target, threads)
+
+    @staticmethod
+    def on(device: str | None, target: Target, threads: int) -> Setting:
+        """A device by its name (None: this machine), with the TVM that is installed here."""
+        return Setting(target_text(target), str(tvm().__version__), device or cpu_name(), threads)
 
 
 @dataclass(frozen=True, slots=True)

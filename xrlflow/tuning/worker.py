@@ -26,7 +26,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -36,6 +36,8 @@ import numpy as np
 
 from xrlflow.backends.protocol import Array, BackendError, one_line
 from xrlflow.backends.tvm.load import tvm
+from xrlflow.backends.tvm.remote import DeviceError, Remote, connect, use_threads, what_happened
+from xrlflow.backends.tvm.target import compiler, linker
 
 Argument: TypeAlias = tuple[str, tuple[int, ...]]
 """Data type and shape of a kernel's parameter."""
@@ -67,11 +69,15 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """Compile a module (TVM's JSON) for a target (TVM's JSON) to a shared library at `path`."""
+    """Compile a module (TVM's JSON) for a target (TVM's JSON) to a shared library at `path`.
+
+    `elsewhere`: it is loaded on another machine, and names what it needs.
+    """
 
     module: str
     target: str
     path: str
+    elsewhere: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +87,18 @@ class Run:
     path: str
     arguments: tuple[Argument, ...]
     timing: Timing
+
+
+@dataclass(frozen=True, slots=True)
+class RunThere:
+    """Like Run, but on a remote device, which may take `seconds` for it, with `threads` threads."""
+
+    path: str
+    arguments: tuple[Argument, ...]
+    timing: Timing
+    remote: Remote
+    seconds: float
+    threads: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +146,7 @@ class Failed:
     fatal: bool = False
 
 
-Job: TypeAlias = Build | Run | Evaluate
+Job: TypeAlias = Build | Run | RunThere | Evaluate
 Answer: TypeAlias = Ready | Built | Ran | Evaluated | Failed
 
 
@@ -165,30 +183,40 @@ def build(job: Build) -> Built:
         (str(info.dtype), tuple(int(size) for size in info.shape))
         for info in package.s_tir.meta_schedule.arg_info.ArgInfo.from_entry_func(module, False)
     )
-    library = lower_and_compile(module, target=package.ir.load_json(job.target))
+    target = package.ir.load_json(job.target)
+    library = lower_and_compile(module, target=target)
     if library.imports:  # of other than one LLVM module: TVM knows what to pack
         library.export_library(job.path)
         return Built(arguments)
     compiled = f"{job.path}.o"
     library.write_to_file(compiled, "o")
+    triple = str(target.attrs["mtriple"]) if job.elsewhere else None
     try:
-        _link(compiled, job.path)
+        _link(compiled, job.path, triple)
     finally:
         Path(compiled).unlink(missing_ok=True)
     return Built(arguments)
 
 
-def _link(compiled: str, library: str) -> None:
-    """A shared library of one object file. Raises ToolError when the linker refuses."""
-    done = subprocess.run(
-        [*_linker(), "-o", library, compiled, *_builtins()],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        errors="replace",
-    )
+def _link(compiled: str, library: str, triple: str | None = None) -> None:
+    """A shared library of one object file; `triple`: for another machine, of that system.
+
+    Raises ToolError when the linker refuses.
+    """
+    if triple is None:
+        command = [*_linker(), "-o", library, compiled, *_builtins()]
+    else:
+        command = [_linker_for(triple), "-shared", "-fPIC", "-o", library, compiled, "-lm"]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace")
     if done.returncode != 0:
         raise ToolError(f"linking failed: {one_line(done.stderr)}")
+
+
+@functools.cache
+def _linker_for(triple: str) -> str:
+    if (driver := linker(triple)) is None:
+        raise ToolError(f"kernels for {triple} are linked with {compiler(triple)}, which is not installed")
+    return driver
 
 
 @functools.cache
@@ -226,12 +254,44 @@ def run(job: Run) -> Ran:
     """Time a library."""
     package = tvm()
     library = package.runtime.load_module(job.path)
-    arguments = [_filled(kind, shape) for kind, shape in job.arguments]
-    kernel, device, timing = library["main"], package.cpu(0), job.timing
+    device = package.cpu(0)
+    arguments = [_filled(kind, shape, device) for kind, shape in job.arguments]
+    return _timed(library, device, arguments, job.timing, _keep_apart)
+
+
+def run_there(job: RunThere) -> Ran:
+    """Time a library on a remote device, in a session of its own: what it breaks is broken for itself only.
+
+    The device ends a session that takes too long. Raises DeviceError when there is no device (any more).
+    """
+    session = connect(job.remote, limit=job.seconds)
+    try:
+        use_threads(session, job.remote, job.threads)
+        name = Path(job.path).name
+        session.upload(job.path, name)
+        device = session.cpu(0)
+        arguments = [_filled(kind, shape, device) for kind, shape in job.arguments]
+        return _timed(session.load_module(name), device, arguments, job.timing)
+    except BackendError:
+        raise
+    except Exception as error:  # TVM's client raises what it likes
+        raise BackendError(what_happened(error, job.remote, job.seconds)) from error
+
+
+def _timed(
+    library: Any,
+    device: Any,
+    arguments: Sequence[Any],
+    timing: Timing,
+    warm: Callable[[], None] | None = None,
+) -> Ran:
+    """Time a library's kernel. `warm`: what is to be done when TVM's threads have started."""
+    kernel = library["main"]
     start = time.perf_counter()
     kernel(*arguments)
     first = time.perf_counter() - start
-    _keep_apart()
+    if warm is not None:
+        warm()
     limit = timing.limit_ms / 1e3
     if first >= limit:  # so slow that its cold start does not matter
         return Ran((first,))
@@ -287,19 +347,19 @@ def evaluate(job: Evaluate) -> Evaluated:
     return Evaluated(tuple(output.numpy() for output in outputs))
 
 
-def _filled(kind: str, shape: tuple[int, ...]) -> Any:
+def _filled(kind: str, shape: tuple[int, ...], device: Any) -> Any:
     """A tensor of harmless values: floats of ordinary size (denormals are slow), integers that are ones (they may
     be indices, or divide)."""
     package = tvm()
     if kind == "bfloat16":  # none of NumPy's
         tensor = package.runtime.empty(shape, kind)
         package.get_global_func("tvm.contrib.random.random_fill_for_measure")(tensor)
-        return tensor
+        return tensor.copyto(device)
     if kind.startswith("float"):
         values = np.random.default_rng(0).uniform(0.1, 1.0, size=shape).astype(kind)
     else:
         values = np.ones(shape, dtype=kind)
-    return package.runtime.tensor(values)
+    return package.runtime.tensor(values, device)
 
 
 def serve(connection: Connection[Answer, Job]) -> None:
@@ -336,10 +396,12 @@ def _done(job: Job) -> Answer:
                 return build(job)
             case Run():
                 return run(job)
+            case RunThere():
+                return run_there(job)
             case Evaluate():
                 return evaluate(job)
     except BackendError as error:
-        return Failed(str(error), fatal=isinstance(error, ToolError))
+        return Failed(str(error), fatal=isinstance(error, (ToolError, DeviceError)))
     except Exception as error:  # TVM raises what it likes at schedules that it cannot compile
         return Failed(one_line(f"{type(error).__name__}: {_gist(str(error))}"))
 

@@ -10,6 +10,7 @@ import numpy as np
 import onnx
 import onnx.parser
 import pytest
+from typer.testing import CliRunner
 
 import xrlflow
 from xrlflow.api import OptionError, VerificationFailed
@@ -17,6 +18,8 @@ from xrlflow.backends import BackendError
 from xrlflow.backends.onnxruntime import measure, open_model
 from xrlflow.backends.protocol import Feeds
 from xrlflow.backends.tvm import Tvm, detect, load_compiled
+from xrlflow.backends.tvm.target import lacking
+from xrlflow.cli import app
 from xrlflow.verify import Status, Verification
 
 WEIGHTS = ", ".join(str(round(math.sin(i), 3)) for i in range(128))
@@ -134,6 +137,75 @@ def test_processors() -> None:
     assert detect(cpu="skylake-avx512").lanes == 16
     with pytest.raises(BackendError, match="no-such-processor"):
         detect(cpu="no-such-processor")
+
+
+def caches(monkeypatch: pytest.MonkeyPatch, levels: dict[int, int]) -> None:
+    monkeypatch.setattr("xrlflow.backends.tvm.target.cache_levels", lambda: levels)
+    detect.cache_clear()
+
+
+def test_sizes_of_caches_are_this_machines_for_its_processor_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = detect().cpu
+    other = "haswell" if own != "haswell" else "skylake"
+    try:
+        caches(monkeypatch, {1: 48 << 10, 2: 2 << 20, 3: 1 << 25})
+        for machine in (detect(), detect(cpu=own)):
+            assert (machine.first_level, machine.second_level) == (48 << 10, 2 << 20)
+        assert (detect(cpu=other).first_level, detect(cpu=other).second_level) == (32 << 10, 512 << 10)
+        caches(monkeypatch, {})
+        assert (detect().first_level, detect().second_level) == (32 << 10, 512 << 10)
+    finally:
+        detect.cache_clear()
+
+
+X86 = "x86_64-linux-gnu"
+AVX512 = ("avx512bw", "avx512cd", "avx512dq", "avx512f", "avx512vl")
+
+
+def test_what_another_processor_lacks() -> None:
+    assert lacking(X86, "skylake-avx512", (X86, "haswell")) == AVX512
+    assert lacking(X86, "haswell", (X86, "skylake-avx512")) == ()  # it is tuned otherwise, and runs
+    assert lacking("x86_64-unknown-linux-gnu", "haswell", (X86, "haswell")) == ()
+    assert lacking("aarch64-linux-gnu", "cortex-a76", (X86, "haswell")) == ("aarch64-linux-gnu",)
+    assert "dotprod" in lacking("aarch64-linux-gnu", "cortex-a76", ("aarch64-linux-gnu", "cortex-a53"))
+
+
+FOREIGN = "sapphirerapids"
+"""A processor that has what hardly another has (AMX)."""
+
+
+def test_what_this_machine_cannot_run_is_written_and_not_loaded(
+    file: Path, tmp_path: Path, feeds: Feeds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("xrlflow.tuning.store.cache_directory", lambda: tmp_path / "cache")
+    if detect(cpu=FOREIGN).runs_here:
+        pytest.skip("this machine has AMX")
+    compiled = Tvm(detect(cpu=FOREIGN)).compile(str(file))
+    with pytest.raises(BackendError, match=f"compiled for {FOREIGN}, and this machine has no .*amx-tile"):
+        compiled.run(feeds)
+    command = ["optimize", str(file), "-o", str(tmp_path / "fast.so"), "--backend", "tvm", "--cpu", FOREIGN]
+    command += ["--search", "greedy", "--cost", "roofline"]
+    for option in ("--no-measure", "--no-verify"):
+        result = CliRunner().invoke(app, [*command, option])
+        assert result.exit_code == 2
+        assert f"code for {FOREIGN} cannot run here" in result.stderr
+    assert not (tmp_path / "fast.so").exists()
+    result = CliRunner().invoke(app, [*command, "--no-measure", "--no-verify"])
+    assert result.exit_code == 0, result.output
+    with pytest.raises(
+        BackendError, match=rf"fast\.so: compiled for {FOREIGN}, and this machine has no .*amx-tile"
+    ):
+        load_compiled(tmp_path / "fast.so")
+    with pytest.raises(BackendError, match=f"code for {FOREIGN} cannot run here"):
+        xrlflow.api.tune(file, cpu=FOREIGN, measure=False, verify=False)
+
+
+def test_a_system_without_its_compiler(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("xrlflow.backends.tvm.target.shutil.which", lambda _: None)
+    with pytest.raises(BackendError, match="linked with riscv64-linux-gnu-gcc: install that"):
+        xrlflow.optimize(
+            file, backend="tvm", cpu="sifive-u74", triple="riscv64-linux-gnu", measure=False, verify=False
+        )
 
 
 def test_optimize_compiles_and_verifies(

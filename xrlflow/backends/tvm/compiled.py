@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import json
 import os
-import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -16,12 +15,12 @@ from typing import Any, Self
 import numpy as np
 
 from xrlflow.backends.placement import default_threads
-from xrlflow.backends.protocol import BackendError, Feeds, ModelSource, one_line, same_feeds
+from xrlflow.backends.protocol import Array, BackendError, Feeds, ModelSource, one_line, same_feeds
 from xrlflow.backends.tvm.load import tvm
-from xrlflow.backends.tvm.target import Machine
+from xrlflow.backends.tvm.target import Machine, compiler, lacking, linker
 
 SUFFIX = ".so"
-_VERSION = 1
+_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +38,7 @@ class Interface:
 
     inputs: tuple[Value, ...]
     outputs: tuple[str, ...]
+    triple: str
     cpu: str
     version: str
 
@@ -47,12 +47,8 @@ class TvmModel:
     """A model compiled for fixed sizes, in this process. See `CompiledModel`."""
 
     def __init__(self, executable: Any, interface: Interface, threads: int) -> None:
-        package = tvm()
-        from tvm import relax
-
         self._executable: Any = executable
-        self._device = package.cpu()
-        self._machine: Any = relax.VirtualMachine(executable, self._device)
+        self._machine: Any = None
         self.interface = interface
         self.threads = threads
 
@@ -83,7 +79,7 @@ class TvmModel:
         """Like `caller`, with inputs and outputs that stay TVM's: for operators timed alone."""
         arguments = self._arguments(same_feeds(feeds))
         self._call(arguments)
-        main = self._machine["main"]
+        main = self._started()["main"]
         return lambda: main(*arguments)
 
     def close(self) -> None:
@@ -97,25 +93,24 @@ class TvmModel:
         self.close()
 
     def _arguments(self, feeds: Feeds) -> list[Any]:
-        package = tvm()
-        arguments = []
-        for value in self.interface.inputs:
-            if value.name not in feeds:
-                raise BackendError(f"input {value.name} is missing")
-            array = np.asarray(feeds[value.name])
-            if array.shape != value.shape or array.dtype != np.dtype(value.dtype):
-                raise BackendError(
-                    f"input {value.name} was compiled as {value.dtype}{list(value.shape)}, "
-                    f"not {array.dtype}{list(array.shape)}: compile the model for this size with --shape"
-                )
-            arguments.append(package.runtime.tensor(array, self._device))
-        return arguments
+        tensor = tvm().runtime.tensor
+        return [tensor(array, tvm().cpu()) for array in arguments_of(self.interface, feeds)]
+
+    def _started(self) -> Any:
+        """The code, loaded. Not before it is called: it may be for a processor that is not this one."""
+        if self._executable is None:
+            raise BackendError("this model has been closed")
+        if self._machine is None:
+            check_runs_here(self.interface)
+            from tvm import relax
+
+            self._machine = relax.VirtualMachine(self._executable, tvm().cpu())
+        return self._machine
 
     def _call(self, arguments: Sequence[Any]) -> list[Any]:
-        if self._machine is None:
-            raise BackendError("this model has been closed")
+        machine = self._started()
         _use_threads(self.threads)
-        result = self._machine["main"](*arguments)
+        result = machine["main"](*arguments)
         values = [result] if len(self.interface.outputs) == 1 and hasattr(result, "numpy") else list(result)
         return [value.numpy() for value in values]
 
@@ -127,19 +122,31 @@ class TvmModel:
         target = Path(path)
         if target.suffix != SUFFIX:
             raise BackendError(f"{target}: a compiled model is a shared library, its name ends in {SUFFIX}")
-        if shutil.which("cc") is None and shutil.which("gcc") is None:
-            raise BackendError(f"{target}: writing a shared library needs a C compiler (cc) to link it")
+        link = linker(self.interface.triple)
+        if link is None:
+            raise BackendError(
+                f"{target}: writing a shared library needs {compiler(self.interface.triple)} to link it"
+            )
         try:
             with tempfile.TemporaryDirectory(prefix=".xrlflow-", dir=target.parent) as folder:
                 library, description = Path(folder) / target.name, Path(folder) / "interface.json"
                 with _silent():
-                    self._executable.export_library(str(library))
+                    self._executable.export_library(
+                        str(library), fcompile=_linked_by(self.interface.triple, link)
+                    )
                 stored = {"format": _VERSION, "digest": _digest(library), **asdict(self.interface)}
                 description.write_text(json.dumps(stored, indent=1))
                 os.replace(description, _description(target))
                 os.replace(library, target)
         except OSError as error:
             raise BackendError(f"{target}: cannot be written: {error.strerror or one_line(error)}") from error
+
+
+def _linked_by(triple: str, command: str) -> Any:
+    """How TVM links: in its own way here, otherwise with the compiler of that system."""
+    from tvm.support import cc
+
+    return cc.cross_compiler(command, options=["-lm"]) if compiler(triple) != "cc" else None
 
 
 def is_compiled(model: ModelSource) -> bool:
@@ -160,7 +167,9 @@ def load_compiled(path: ModelSource, *, threads: int | None = None) -> TvmModel:
             raise BackendError(f"{_description(file)}: written by another version: compile the model again")
         digest = stored["digest"]
         inputs = tuple(Value(v["name"], v["dtype"], tuple(v["shape"])) for v in stored["inputs"])
-        interface = Interface(inputs, tuple(stored["outputs"]), stored["cpu"], stored["version"])
+        interface = Interface(
+            inputs, tuple(stored["outputs"]), *(str(stored[k]) for k in ("triple", "cpu", "version"))
+        )
     except (ValueError, KeyError, TypeError) as error:
         raise BackendError(f"{_description(file)}: damaged: compile the model again") from error
     package = tvm()
@@ -172,6 +181,7 @@ def load_compiled(path: ModelSource, *, threads: int | None = None) -> TvmModel:
         raise BackendError(
             f"{file}: damaged, or not what {_description(file).name} describes: compile the model again"
         )
+    check_runs_here(interface, f"{file}: ")  # loading alone may run what its kernels are initialised with
     try:
         with _silent():
             executable = package.runtime.load_module(str(file.resolve()))
@@ -212,7 +222,32 @@ def interface_of(module: Any, model: Any, machine: Machine) -> Interface:
         shape = tuple(int(extent) for extent in parameter.ty.shape)
         values.append(Value(name, str(parameter.ty.dtype), shape))
     outputs = tuple(value.name for value in model.graph.output)
-    return Interface(tuple(values), outputs, machine.cpu, str(tvm().__version__))
+    return Interface(tuple(values), outputs, machine.triple, machine.cpu, str(tvm().__version__))
+
+
+def check_runs_here(interface: Interface, what: str = "") -> None:
+    """Raise BackendError for a model whose code would end the process: its instructions are not this machine's."""
+    missing = lacking(interface.triple, interface.cpu)
+    if missing:
+        raise BackendError(
+            f"{what}compiled for {interface.cpu}, and this machine has no {', '.join(missing)}: it cannot run here"
+        )
+
+
+def arguments_of(interface: Interface, feeds: Feeds) -> list[Array]:
+    """The inputs in the order of the interface. Raises BackendError for inputs of other sizes or types."""
+    arrays = []
+    for value in interface.inputs:
+        if value.name not in feeds:
+            raise BackendError(f"input {value.name} is missing")
+        array = np.asarray(feeds[value.name])
+        if array.shape != value.shape or array.dtype != np.dtype(value.dtype):
+            raise BackendError(
+                f"input {value.name} was compiled as {value.dtype}{list(value.shape)}, "
+                f"not {array.dtype}{list(array.shape)}: compile the model for this size with --shape"
+            )
+        arrays.append(array)
+    return arrays
 
 
 _configured: dict[str, int] = {}

@@ -46,3 +46,9 @@ def tvm() -> Any:
         ) from error
     functions.register()
     return package
+
+
+def last_line(error: BaseException) -> str:
+    """What an error of TVM's says: it puts a stack trace of its own before the message."""
+    lines = [line for line in str(error).strip().splitlines() if line.strip()]
+    return one_line(lines[-1] if lines else type(error).__name__)

@@ -6,8 +6,8 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from xrlflow.backends.protocol import BackendError, one_line
-from xrlflow.backends.tvm.load import tvm
+from xrlflow.backends.protocol import BackendError
+from xrlflow.backends.tvm.load import last_line, tvm
 from xrlflow.backends.tvm.schedules import schedule
 from xrlflow.backends.tvm.target import Machine
 
@@ -63,15 +63,9 @@ def import_model(model: Any, shapes: Mapping[str, Sequence[int]] | None = None) 
     try:
         module = _importer(bound).from_onnx(model.graph, opset)
     except Exception as error:  # whatever the importer raises about a model is an answer to the user
-        raise BackendError(f"TVM cannot import the model: {one_line(_last(error))}") from error
+        raise BackendError(f"TVM cannot import the model: {last_line(error)}") from error
     assert isinstance(module, package.IRModule)
     return module
-
-
-def _last(error: BaseException) -> str:
-    """TVM puts a stack trace of its own before the message."""
-    lines = [line for line in str(error).strip().splitlines() if line.strip()]
-    return lines[-1] if lines else type(error).__name__
 
 
 def _importer(shapes: Mapping[str, Sequence[int]]) -> Any:

@@ -3,14 +3,61 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
-from typing import Any
+import shutil
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
 
-from xrlflow.backends.placement import default_threads
+from xrlflow.backends.placement import cache_levels, default_threads
 from xrlflow.backends.protocol import BackendError
+from xrlflow.backends.tvm.load import tvm
 
 # LLVM's names of features, and the floats in a vector register and the registers that come with them.
 _VECTORS = (("avx512f", 16, 32), ("avx2", 8, 16), ("avx", 8, 16), ("neon", 4, 32), ("sse2", 4, 16))
+# Of LLVM's features those that are instructions which a compiler uses on its own; most others say how to tune. By what
+# their names begin with: x86, then ARM.
+_INSTRUCTIONS = (
+    *(
+        "sse",
+        "ssse",
+        "avx",
+        "fma",
+        "f16c",
+        "bmi",
+        "lzcnt",
+        "popcnt",
+        "movbe",
+        "xop",
+        "tbm",
+        "gfni",
+        "vaes",
+        "vpcl",
+        "amx",
+    ),
+    *(
+        "neon",
+        "sve",
+        "sme",
+        "dotprod",
+        "fullfp16",
+        "fp-armv8",
+        "bf16",
+        "i8mm",
+        "fp16fml",
+        "lse",
+        "rdm",
+        "rcpc",
+        "crc",
+    ),
+)
+
+# The first part of a system's name, and what LLVM calls the architecture.
+_ARCHITECTURES = {
+    **{name: name for name in ("x86_64", "aarch64", "riscv64")},
+    "i686": "i386",
+    "arm64": "aarch64",
+    "armv7l": "arm",
+    "armv7a": "arm",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,33 +74,100 @@ class Machine:
 
     def target(self) -> Any:
         """TVM's target."""
-        from xrlflow.backends.tvm.load import tvm
-
         options = {"kind": "llvm", "mtriple": self.triple, "mcpu": self.cpu, "num-cores": self.cores}
         return tvm().target.Target(options)
 
+    @property
+    def runs_here(self) -> bool:
+        """Whether this machine has every instruction that its kernels may use."""
+        return not lacking(self.triple, self.cpu)
+
 
 @functools.cache
-def detect(cpu: str | None = None, cores: int | None = None) -> Machine:
+def detect(cpu: str | None = None, cores: int | None = None, triple: str | None = None) -> Machine:
     """This machine, or another processor by LLVM's name (`cpu`), with so many cores (default: the physical ones).
 
-    Raises BackendError when LLVM does not know the processor.
+    `triple` is LLVM's name of another system (`aarch64-linux-gnu`); a processor has to be given with it. The sizes of
+    caches are this machine's where the processor is; nobody tells those of another, which has the usual ones.
+    Raises BackendError when LLVM does not know the system or the processor.
     """
-    from xrlflow.backends.tvm.load import tvm
+    ours, own = _here()
+    if cpu is None and triple is not None:
+        raise BackendError(f"a processor is needed for {triple}: give LLVM's name of it (--cpu)")
+    system, name = triple or ours, cpu or own
+    features = _features(system, name)
+    lanes, registers = next(((n, r) for feature, n, r in _VECTORS if feature in features), (4, 16))
+    machine = Machine(system, name, cores or default_threads(), lanes, registers)
+    if (system, name) != (ours, own):
+        return machine
+    levels = cache_levels()
+    first, second = levels.get(1, machine.first_level), levels.get(2, machine.second_level)
+    return replace(machine, first_level=first, second_level=second)
 
+
+System: TypeAlias = tuple[str, str]
+"""LLVM's names of a system (its triple) and of a processor."""
+
+
+@functools.cache
+def lacking(triple: str, cpu: str, there: System | None = None) -> tuple[str, ...]:
+    """What code for a processor may use and another (default: this machine) lacks: the system, or instructions.
+
+    Raises BackendError when LLVM does not know one of them.
+    """
+    system, name = there or _here()
+    if (triple, cpu) == (system, name):
+        return ()
+    wanted = _features(triple, cpu)
+    if _loader(triple) != _loader(system):
+        return (triple,)
+    offered = _features(system, name) if there is not None else _features_here()
+    return tuple(sorted(f for f in wanted - offered if f.startswith(_INSTRUCTIONS)))
+
+
+def _features_here() -> frozenset[str]:
+    """As the processor tells: a virtual machine may hide some."""
+    found = tvm().get_global_func("tvm.codegen.llvm.GetHostCPUFeatures")()
+    return frozenset(str(name) for name, present in found.items() if present)
+
+
+def compiler(triple: str) -> str:
+    """The C compiler that links for a system, by its usual name."""
+    return "cc" if _loader(triple) == _loader(_here()[0]) else f"{triple}-gcc"
+
+
+def linker(triple: str) -> str | None:
+    """The path of the C compiler that links for a system, if there is one."""
+    native = compiler(triple) == "cc"
+    return next(filter(None, map(shutil.which, ("cc", "gcc") if native else (compiler(triple),))), None)
+
+
+@functools.cache
+def _here() -> System:
+    """LLVM's names of this system and processor."""
+    call = tvm().get_global_func
+    return str(call("target.llvm_get_system_triple")()), str(call("target.llvm_get_system_cpu")())
+
+
+def _loader(triple: str) -> tuple[str, bool]:
+    """What decides whether libraries can be loaded: the architecture, and whether it is Linux. The vendor does not."""
+    return triple.partition("-")[0], "linux" in triple
+
+
+def _features(triple: str, cpu: str) -> frozenset[str]:
     package = tvm()
     call = package.get_global_func
-    triple = str(call("target.llvm_get_system_triple")())
-    cpu = cpu or str(call("target.llvm_get_system_cpu")())
-    features = _features(package, triple, cpu)
-    lanes, registers = next(((n, r) for name, n, r in _VECTORS if name in features), (4, 16))
-    return Machine(triple, cpu, cores or default_threads(), lanes, registers)
-
-
-def _features(package: Any, triple: str, cpu: str) -> frozenset[str]:
-    call = package.get_global_func
-    known = call("target.llvm_get_cpu_archlist")(package.target.Target({"kind": "llvm", "mtriple": triple}))
-    if cpu not in {str(name) for name in known}:
+    arch = triple.partition("-")[0]
+    # Asked about a system that it was not built for, LLVM crashes.
+    if "-" not in triple or _ARCHITECTURES.get(arch) not in {
+        str(n) for n in call("target.llvm_get_targets")()
+    }:
+        known = ", ".join(_ARCHITECTURES)
+        raise BackendError(
+            f"the system {triple!r} is not known: name it as aarch64-linux-gnu, with one of {known}"
+        )
+    kind = package.target.Target({"kind": "llvm", "mtriple": triple})
+    if cpu not in {str(name) for name in call("target.llvm_get_cpu_archlist")(kind)}:
         raise BackendError(f"LLVM does not know the processor {cpu!r} (of {triple})")
     target = package.target.Target({"kind": "llvm", "mtriple": triple, "mcpu": cpu})
     return frozenset(str(name) for name in call("target.llvm_get_cpu_features")(target))
