@@ -308,7 +308,7 @@ def optimize(
     (`budget` edits that ignore the cost). `budget`: states that a search may expand.
     `cost`: "roofline", "profiled" (operators measured alone) or "measured" (whole models, slow), or any CostModel.
     `backend`: "onnxruntime", or "tvm": the result is compiled, `save` writes a shared library, and its latency is
-    compared with the original's in ONNX Runtime.
+    compared with the original's in ONNX Runtime. Operators that TVM lacks are spelt out before the search.
     `backend_ops`: the result may have operators that only the backend has (com.microsoft for ONNX Runtime).
     `allow_approximate`: also rules that may lose more than two bits of float32 accuracy. `assuming`: what holds of the
     data or the machine, for rules that are right only then: "finite" (no infinities or NaN), "vnni" (the processor
@@ -329,7 +329,8 @@ def optimize(
             f"assumption {min(unknown)!r} is not known: choose of {', '.join(sorted(ASSUMPTIONS))}"
         )
     check_providers(providers)
-    imported = load(model, shapes=shapes, fix_shapes=fix_shapes)
+    # TVM compiles for fixed sizes, and what is spelt out for it needs them as numbers.
+    imported = load(model, shapes=shapes, fix_shapes=fix_shapes or backend == "tvm")
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="xrlflow-"))
         job = _Job(
@@ -346,7 +347,7 @@ def optimize(
             train_steps,
         )  # fmt: skip
         if backend == "tvm":
-            lowering.check_supported(imported.graph)
+            lowering.check_supported(imported.graph, job.library)
         job.phase("import", begin)
         given = None if isinstance(cost, str) else cost
         return _run(job, given, measure, verify, inputs, opset, replay)
@@ -576,6 +577,8 @@ def _start(job: _Job, model: CostModel) -> Found:
     graph = job.imported.graph
     if job.search != "random" and job.cost_name != "measured":
         graph = with_bodies(prepare(graph), improve, prepare)
+    elif job.library.backend == "tvm":  # what it lacks has to go, whoever searches
+        graph = prepare(graph)
     return Found(RewriteState.start(graph, job.library, model.delta), None, model.cost(graph))
 
 
@@ -1065,14 +1068,16 @@ def tune(
         raise OptionError(f"method {method!r} is not known: choose of {', '.join(methods)}")
     if trials < 0 or batch < 1 or not time_limit > 0:
         raise OptionError("trials must not be negative, the batch and the time limit must be above zero")
-    imported = load(model, shapes=shapes)
-    lowering.check_supported(imported.graph)
+    imported = load(model, shapes=shapes, fix_shapes=True)
+    library = Library(LIBRARY, backend="tvm", runs=lowering.runs)
+    lowering.check_supported(imported.graph, library)
     begin = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="xrlflow-") as folder, Store(store) as records:
         job = _Job(
             imported, model, "greedy", "roofline", 0, 1.0, seed, threads or default_threads(), None,
-            begin, begin + time_limit, 1.0, folder, Library(()), listener, shapes or {},
+            begin, begin + time_limit, 1.0, folder, library, listener, shapes or {},
         )  # fmt: skip
+        graph, _ = simplify(imported.graph, library, Roofline(bindings=imported.bindings).cost)
         if measure:
             job.feeds = dict(user_case(imported, inputs).feeds) if inputs is not None else _feeds(job)
 
@@ -1083,7 +1088,7 @@ def tune(
 
         try:
             found = lowering.tune_model(
-                job.original, job.write(imported.graph), job.feeds, method=methods[method], trials=trials, batch=batch,
+                job.original, job.write(graph), job.feeds, method=methods[method], trials=trials, batch=batch,
                 time_limit=time_limit, threads=job.threads, shapes=job.shapes, seed=seed, store=records, folder=folder,
                 listener=tell,
             )  # fmt: skip
