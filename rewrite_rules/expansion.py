@@ -148,13 +148,16 @@ class _ExpandCells(_Expansion):
             projected = op.MatMul(inputs, op.Transpose(_one(op, w, way, ways), perm=[1, 0]))
             if weights.of_input is not None:
                 projected = op.Add(projected, weights.of_input)
+            # Cut by one operator: TVM then has one kernel for all steps, not one for each.
+            parts = (
+                op.Split(projected, axis=0, sizes=[cells.batch] * cells.steps)
+                if cells.steps > 1
+                else [projected]
+            )
             states = tuple(self._initial(op, cells, s, way) for s in first)
             hidden: list[Any] = [None] * cells.steps
             for step in range(cells.steps)[:: -1 if backwards else 1]:
-                part = projected
-                if cells.steps > 1:
-                    part = op.Slice(projected, [step * cells.batch], [(step + 1) * cells.batch], [0])
-                states = self.step(op, cells, part, states, weights, cells.functions[way])
+                states = self.step(op, cells, parts[step], states, weights, cells.functions[way])
                 hidden[step] = states[0]
             seen.append(hidden)
             last.append(states)
@@ -212,7 +215,9 @@ def _columns(op: Op, x: Any, start: int, count: int) -> Any:
     return op.Slice(x, [start], [start + count], [1])
 
 
-def _cell_example(name: str, gates: int, attributes: str = "", more: str = "", *, ways: int = 1, read: str = "y") -> str:
+def _cell_example(
+    name: str, gates: int, attributes: str = "", more: str = "", *, ways: int = 1, read: str = "y"
+) -> str:
     """ONNX text of an operator over x[2,2,3] with hidden size 2; `more` are inputs after the weights.
 
     Of two directions with gates the hidden size is 1: the more activations there are, the less a proof is sure of.
@@ -490,12 +495,16 @@ class ExpandAttention(_Expansion):
         if data.past:
             keys, values = (op.Concat(b, x, axis=2) for b, x in zip(before, (keys, values)))
         columns = data.past + data.keys
-        scores = self._product(op, data, op.Mul(queries, data.scale), op.Transpose(keys, perm=[0, 1, 3, 2]), columns)
+        scores = self._product(
+            op, data, op.Mul(queries, data.scale), op.Transpose(keys, perm=[0, 1, 3, 2]), columns
+        )
         if data.cap:
             scores = op.Mul(op.Tanh(op.Div(scores, data.cap)), data.cap)
         shown: Any = None
         if data.causal:
-            places = [op.Range(np.int64(a), np.int64(b), np.int64(1)) for a, b in ((0, columns), (0, data.rows))]
+            places = [
+                op.Range(np.int64(a), np.int64(b), np.int64(1)) for a, b in ((0, columns), (0, data.rows))
+            ]
             lasts = op.Unsqueeze(op.Add(places[1], np.int64(data.past)), [1])
             shown = op.LessOrEqual(op.Unsqueeze(places[0], [0]), lasts)
         if mask is not None and mask.dtype == DType.BOOL:
@@ -512,7 +521,9 @@ class ExpandAttention(_Expansion):
             weights = op.Where(shown, weights, np.float32(0.0))
         y = self._product(op, data, weights, values, data.width)
         if data.flat:
-            y = op.Reshape(op.Transpose(y, perm=[0, 2, 1, 3]), [data.batch, data.rows, data.heads * data.width])
+            y = op.Reshape(
+                op.Transpose(y, perm=[0, 2, 1, 3]), [data.batch, data.rows, data.heads * data.width]
+            )
         made = (y, keys, values)
         return [made[i] for i in data.wanted]
 
@@ -585,7 +596,9 @@ class ExpandRotaryEmbedding(_Expansion):
         data = (flat, (batch, rows, heads, depth), width, bool(node.attrs.get("interleaved")))
         return Region(node.outputs, (*node.inputs[:3], positions), (node,), data)
 
-    def target(self, op: Op, region: Region, x: Val, cosine: Val, sine: Val, positions: Val | None = None) -> Any:
+    def target(
+        self, op: Op, region: Region, x: Val, cosine: Val, sine: Val, positions: Val | None = None
+    ) -> Any:
         flat, (batch, rows, heads, depth), width, interleaved = region.data
         cut = op.Reshape(x, [batch, rows, heads, depth]) if flat else x
         tables = (cosine, sine) if positions is None else (op.Gather(t, positions) for t in (cosine, sine))

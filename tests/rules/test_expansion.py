@@ -56,7 +56,8 @@ def cell(
         inputs += f", float[{last}] h0" + (f", float[{last}] c0" if op == "LSTM" else "")
         names = names if op == "LSTM" else names[:-1]
     read = ", ".join(
-        f"float[{steps},{ways},{BATCH},{SIZE}] y" if v == "y" else f"float[{last}] {v}" for v in outputs or made
+        f"float[{steps},{ways},{BATCH},{SIZE}] y" if v == "y" else f"float[{last}] {v}"
+        for v in outputs or made
     )
     while not names[-1]:
         names.pop()
@@ -102,7 +103,9 @@ def test_the_cell_state_alone() -> None:
 @pytest.mark.parametrize("bias", [True, False])
 def test_reset_after_the_product(direction: str, bias: bool) -> None:
     ways = 2 if direction == "bidirectional" else 1
-    applies(ExpandGRU(), cell("GRU", f', linear_before_reset=1, direction="{direction}"', ways=ways, bias=bias))
+    applies(
+        ExpandGRU(), cell("GRU", f', linear_before_reset=1, direction="{direction}"', ways=ways, bias=bias)
+    )
 
 
 @pytest.mark.parametrize(
