@@ -145,15 +145,7 @@ class _ExpandCells(_Expansion):
         seen, last = [], []
         for way, backwards in enumerate(cells.backwards):
             weights = self._weights(op, cells, r, b, way)
-            projected = op.MatMul(inputs, op.Transpose(_one(op, w, way, ways), perm=[1, 0]))
-            if weights.of_input is not None:
-                projected = op.Add(projected, weights.of_input)
-            # Cut by one operator: TVM then has one kernel for all steps, not one for each.
-            parts = (
-                op.Split(projected, axis=0, sizes=[cells.batch] * cells.steps)
-                if cells.steps > 1
-                else [projected]
-            )
+            parts = self._projected(op, cells, inputs, _one(op, w, way, ways), weights.of_input)
             states = tuple(self._initial(op, cells, s, way) for s in first)
             hidden: list[Any] = [None] * cells.steps
             for step in range(cells.steps)[:: -1 if backwards else 1]:
@@ -163,11 +155,38 @@ class _ExpandCells(_Expansion):
             last.append(states)
         return [self._output(op, cells, i, seen, last) for i in cells.wanted]
 
+    def _projected(self, op: Op, cells: _Cells, inputs: Any, w: Any, bias: Any) -> list[tuple[Any, ...]]:
+        """What comes of each step's input: [batch, gates * size] for each of the products."""
+        made, start = [], 0
+        products = self.products(cells)
+        for gates in products:
+            end = start + gates * cells.size
+            whole = len(products) == 1
+            rows = w if whole else op.Slice(w, [start], [end], [0])
+            product = op.MatMul(inputs, op.Transpose(rows, perm=[1, 0]))
+            if bias is not None:
+                product = op.Add(product, bias if whole else op.Slice(bias, [start], [end], [0]))
+            # Cut by one operator: TVM then has one kernel for all steps, not one for each.
+            sizes = [cells.batch] * cells.steps
+            made.append(op.Split(product, axis=0, sizes=sizes) if cells.steps > 1 else (product,))
+            start = end
+        return list(zip(*made))
+
     def step(
-        self, op: Op, cells: _Cells, x: Any, states: tuple[Any, ...], weights: _Weights, f: tuple[str, ...]
+        self,
+        op: Op,
+        cells: _Cells,
+        x: tuple[Any, ...],
+        states: tuple[Any, ...],
+        weights: _Weights,
+        f: tuple[str, ...],
     ) -> tuple[Any, ...]:
-        """The states after a step; x [batch, gates * size] is what comes of its input."""
+        """The states after a step; x is what comes of its input."""
         raise NotImplementedError
+
+    def products(self, cells: _Cells) -> tuple[int, ...]:
+        """How many gates each product of the inputs is for."""
+        return (self.gates,)
 
     def separate(self, cells: _Cells) -> int:
         """How many gates, the last ones, have a bias of the hidden state that cannot be added beforehand."""
@@ -297,10 +316,16 @@ class ExpandLSTM(_ExpandCells):
     )
 
     def step(
-        self, op: Op, cells: _Cells, x: Any, states: tuple[Any, ...], weights: _Weights, f: tuple[str, ...]
+        self,
+        op: Op,
+        cells: _Cells,
+        x: tuple[Any, ...],
+        states: tuple[Any, ...],
+        weights: _Weights,
+        f: tuple[str, ...],
     ) -> tuple[Any, ...]:
         hidden, cell = states
-        total = op.Add(op.MatMul(hidden, weights.hidden), x)
+        total = op.Add(op.MatMul(hidden, weights.hidden), x[0])
         let_in, out, kept, new = (_columns(op, total, i * cells.size, cells.size) for i in range(4))
         cell = op.Add(op.Mul(op[f[0]](kept), cell), op.Mul(op[f[0]](let_in), op[f[1]](new)))
         return op.Mul(op[f[0]](out), op[f[2]](cell)), cell
@@ -310,7 +335,7 @@ class ExpandGRU(_ExpandCells):
     """gru(x, h) -> h' = (1 - z) * n + z * h, step by step, with z, r = sigmoid(W x_t + R h + b), and
     n = tanh(W x_t + R (r * h) + b), or n = tanh(W x_t + b + r * (R h + c)).
 
-    The products W x_t of all steps are one.
+    The products W x_t of all steps are one, or one for each of z, r and n.
     """
 
     anchors = ("GRU",)
@@ -329,33 +354,50 @@ class ExpandGRU(_ExpandCells):
     )
     near_misses = _near_misses("GRU", 3)
 
+    def products(self, cells: _Cells) -> tuple[int, ...]:
+        # What a step adds to a product should not have to be cut out first: TVM could not add it in the same kernel.
+        return (3,) if cells.linear else (1, 1, 1)
+
     def separate(self, cells: _Cells) -> int:
         return 1 if cells.linear else 0
 
     def step(
-        self, op: Op, cells: _Cells, x: Any, states: tuple[Any, ...], weights: _Weights, f: tuple[str, ...]
+        self,
+        op: Op,
+        cells: _Cells,
+        x: tuple[Any, ...],
+        states: tuple[Any, ...],
+        weights: _Weights,
+        f: tuple[str, ...],
     ) -> tuple[Any, ...]:
         (hidden,) = states
-        size = cells.size
-        before = _columns(op, x, 2 * size, size)
         if cells.linear:
-            products = op.MatMul(hidden, weights.hidden)
-            both = op.Add(_columns(op, products, 0, 2 * size), _columns(op, x, 0, 2 * size))
-            inner = _columns(op, products, 2 * size, size)
-            if weights.of_hidden is not None:
-                inner = op.Add(inner, weights.of_hidden)
+            update, total = self._reset_after(op, cells, x[0], hidden, weights, f[0])
         else:
-            products = op.MatMul(hidden, _columns(op, weights.hidden, 0, 2 * size))
-            both = op.Add(products, _columns(op, x, 0, 2 * size))
-        gates = op[f[0]](both)
-        update, reset = _columns(op, gates, 0, size), _columns(op, gates, size, size)
-        if cells.linear:
-            total = op.Add(op.Mul(reset, inner), before)
-        else:
-            own = _columns(op, weights.hidden, 2 * size, size)
-            total = op.Add(op.MatMul(op.Mul(reset, hidden), own), before)
+            of_update, of_reset, own = (
+                _columns(op, weights.hidden, i * cells.size, cells.size) for i in range(3)
+            )
+            update = op[f[0]](op.Add(op.MatMul(hidden, of_update), x[0]))
+            reset = op[f[0]](op.Add(op.MatMul(hidden, of_reset), x[1]))
+            total = op.Add(op.MatMul(op.Mul(reset, hidden), own), x[2])
         new = op[f[1]](total)
         return (op.Add(op.Mul(op.Sub(1.0, update), new), op.Mul(update, hidden)),)
+
+    @staticmethod
+    def _reset_after(
+        op: Op, cells: _Cells, x: Any, hidden: Any, weights: _Weights, gate: str
+    ) -> tuple[Any, Any]:
+        """The update gate, and what the candidate is made of."""
+        size = cells.size
+        products = op.MatMul(hidden, weights.hidden)
+        update, reset = (
+            op[gate](op.Add(_columns(op, products, i * size, size), _columns(op, x, i * size, size)))
+            for i in (0, 1)
+        )
+        inner = _columns(op, products, 2 * size, size)
+        if weights.of_hidden is not None:
+            inner = op.Add(inner, weights.of_hidden)
+        return update, op.Add(op.Mul(reset, inner), _columns(op, x, 2 * size, size))
 
 
 class ExpandRNN(_ExpandCells):
@@ -374,9 +416,15 @@ class ExpandRNN(_ExpandCells):
     near_misses = _near_misses("RNN", 1)
 
     def step(
-        self, op: Op, cells: _Cells, x: Any, states: tuple[Any, ...], weights: _Weights, f: tuple[str, ...]
+        self,
+        op: Op,
+        cells: _Cells,
+        x: tuple[Any, ...],
+        states: tuple[Any, ...],
+        weights: _Weights,
+        f: tuple[str, ...],
     ) -> tuple[Any, ...]:
-        return (op[f[0]](op.Add(op.MatMul(states[0], weights.hidden), x)),)
+        return (op[f[0]](op.Add(op.MatMul(states[0], weights.hidden), x[0])),)
 
 
 # Attention
@@ -412,7 +460,8 @@ class ExpandAttention(_Expansion):
     relies_on = "the scale is rounded to float32"
     anchors = ("Attention",)
     examples = (
-        "agraph (float[2,4,3,5] q, float[2,4,6,5] k, float[2,4,6,7] v) => (float[2,4,3,7] y) { y = Attention(q, k, v) }",
+        "agraph (float[2,4,3,5] q, float[2,4,6,5] k, float[2,4,6,7] v) => (float[2,4,3,7] y)"
+        " { y = Attention(q, k, v) }",
         "agraph (float[2,4,3,5] q, float[2,2,6,5] k, float[2,2,6,7] v, float[3,6] m) => (float[2,4,3,7] y)"
         " { y = Attention<scale=0.75>(q, k, v, m) }",
         "agraph (float[2,4,3,5] q, float[2,2,6,5] k, float[2,2,6,7] v, bool[2,1,3,6] m) => (float[2,4,3,7] y)"
@@ -421,8 +470,8 @@ class ExpandAttention(_Expansion):
         " { y = Attention<is_causal=1>(q, k, v, m) }",
         "agraph (float[2,3,8] q, float[2,6,4] k, float[2,6,10] v) => (float[2,3,20] y)"
         " { y = Attention<q_num_heads=4, kv_num_heads=2, is_causal=1>(q, k, v) }",
-        "agraph (float[2,3,8] q, float[2,3,8] k, float[2,3,8] v, float[1,1,3,5] m, float[2,4,2,2] pk, float[2,4,2,2] pv)"
-        " => (float[2,3,8] y, float[2,4,5,2] sk, float[2,4,5,2] sv)"
+        "agraph (float[2,3,8] q, float[2,3,8] k, float[2,3,8] v, float[1,1,3,5] m, float[2,4,2,2] pk,"
+        " float[2,4,2,2] pv) => (float[2,3,8] y, float[2,4,5,2] sk, float[2,4,5,2] sv)"
         " { y, sk, sv = Attention<q_num_heads=4, kv_num_heads=4>(q, k, v, m, pk, pv) }",
         "agraph (float[2,4,3,2] q, float[2,2,3,2] k, float[2,2,3,2] v, float[2,2,2,2] pk, float[2,2,2,2] pv)"
         " => (float[2,4,3,2] y) { y, sk, sv = Attention<is_causal=1>(q, k, v, , pk, pv) }",

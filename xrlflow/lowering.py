@@ -49,9 +49,9 @@ def runs(op: str) -> bool:
 
 
 def check_supported(graph: Graph, library: Library) -> None:
-    """Raise BackendError, naming them, for operators that TVM cannot lower and that the library's rules do not spell out.
+    """Raise BackendError, naming them, for operators that TVM cannot lower and the library's rules do not spell out.
 
-    A rule that refuses to, says why: "LSTM (sequence_lens is given)".
+    A rule that refuses to says why: "LSTM (sequence_lens is given)".
     """
     if all(runs(node.op) for node in graph.nodes()):
         return

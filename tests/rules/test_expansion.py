@@ -89,7 +89,7 @@ def test_steps_and_outputs(op: str, outputs: str, steps: int) -> None:
     """Forty hidden states are put together in two rounds."""
     graph = applies(RULES[op], cell(op, steps=steps, outputs=outputs))
     products = [n for n in graph.nodes() if n.op == "MatMul" and not n.const]
-    assert len(products) == 1 + steps * (2 if op == "GRU" else 1)
+    assert len(products) == (1 + steps) * (3 if op == "GRU" else 1)
     concats = [n for n in graph.nodes() if n.op == "Concat" and not n.const]
     assert max((len(n.inputs) for n in concats), default=0) <= 16
     assert bool(concats) == (outputs == "y" and steps > 1)
