@@ -64,8 +64,7 @@ def cell(
     return model(
         f"agraph ({inputs}{more}) => ({read}) {{"
         f" {', '.join(made)} = {op}<hidden_size={SIZE}{attributes}>({', '.join(names)}) }}",
-        **weights,
-        **given,
+        **{**weights, **given},  # type: ignore[arg-type]
     )
 
 
@@ -185,7 +184,7 @@ def attend(
     return model(
         f"agraph (float[{q}] q, float[{k}] k, float[{v}] v{more}) => (float[{y}] y{outputs})"
         f" {{ {made} = Attention{attributes}({inputs}) }}",
-        **given,
+        **given,  # type: ignore[arg-type]
     )
 
 
