@@ -201,7 +201,7 @@ def rule_graph(rules: Sequence[AnyRule], seed: int, pieces: int = 3) -> Graph:
     rules = [r for r in rules if r.backend in (None, "onnxruntime")]
     chosen: list[Piece] = []
     for _ in range(_RULES * pieces):
-        if len(chosen) == pieces:
+        if len(chosen) == pieces or not rules:
             break
         known = {
             int(d) for p in chosen for t in p.types for d in t.shape or () if isinstance(d, int) and d > 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from rewrite_rules.expansion import (
 from tests.rules.harness import applies, model, refuses
 from xrlflow.onnxio import load
 from xrlflow.rewrite import AnyRule, Library, RewriteState
+from xrlflow.search.bodies import simplify
 
 GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
 RULES: dict[str, AnyRule] = {"LSTM": ExpandLSTM(), "GRU": ExpandGRU(), "RNN": ExpandRNN()}
@@ -282,6 +284,20 @@ def test_a_loop_that_the_search_would_not_unroll() -> None:
         n=np.array(60),
     )
     applies(ExpandLoop(), proto, ops=["Add", "Mul"] * 60)
+
+
+def test_what_a_loop_repeats_is_spelt_out_too() -> None:
+    """More substitutions than the file has operators."""
+    proto = model(
+        f"agraph (float[{STEPS},{BATCH},{SIZE}] x) => (float[{STEPS},{BATCH},{SIZE}] last) {{"
+        f" last = Loop (n, , x) <body = b (int64 i, bool going, float[{STEPS},{BATCH},{SIZE}] v)"
+        f" => (bool on, float[{STEPS},{BATCH},{SIZE}] o) {{ on = Identity(going)"
+        f" y = RNN<hidden_size={SIZE}>(v, w, r) o = Squeeze(y, one) }}> }}",
+        n=np.array(20), one=np.array([1]), w=numbers(1, SIZE, SIZE), r=numbers(1, SIZE, SIZE),
+    )  # fmt: skip
+    graph, steps = simplify(load(proto).graph, Library(LIBRARY, backend="tvm"), lambda _: 0.0)
+    assert Counter(s.rule for s in steps) == {"ExpandLoop": 1, "ExpandRNN": 20}
+    assert left(graph).isdisjoint(("Loop", "RNN"))
 
 
 def test_only_for_tvm() -> None:
