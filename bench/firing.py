@@ -65,20 +65,26 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     rng = random.Random(arguments.seed)
-    library = Library(LIBRARY, contrib=True, assuming=("finite", "vnni", "approximate"))
+    # The rules of another backend are looked for by themselves: what they write is not for the others.
+    elsewhere = {r.backend for r in LIBRARY} - {None, "onnxruntime"}
+    libraries = [Library(LIBRARY, contrib=True, assuming=("finite", "vnni", "approximate"))]
+    libraries += [
+        Library([r for r in LIBRARY if r.backend == b], backend=b) for b in sorted(map(str, elsewhere))
+    ]
     direct: dict[str, list[str]] = {r.name: [] for r in LIBRARY}
     after: dict[str, list[str]] = {r.name: [] for r in LIBRARY}
     for kind, name, model in sources():
-        try:
-            first, later = firing(model, library, arguments.steps, rng)
-        except ModelError:  # tests of what is no model
-            continue
-        except RuleError as error:
-            sys.exit(f"{kind} {name}: {error}")
-        for rule in first:
-            direct[rule].append(f"{kind}:{name}")
-        for rule in later:
-            after[rule].append(f"{kind}:{name}")
+        for library in libraries:
+            try:
+                first, later = firing(model, library, arguments.steps, rng)
+            except ModelError:  # tests of what is no model
+                break
+            except RuleError as error:
+                sys.exit(f"{kind} {name}: {error}")
+            for rule in first:
+                direct[rule].append(f"{kind}:{name}")
+            for rule in later:
+                after[rule].append(f"{kind}:{name}")
     for rule in LIBRARY:
         places = direct[rule.name] or after[rule.name]
         how = "" if direct[rule.name] else "after others, "

@@ -69,7 +69,8 @@ class Piece:
 @functools.cache
 def _compiled(rule: AnyRule) -> tuple[Library, tuple[Pattern, ...]]:
     patterns = tuple(trace_patterns(rule)) if isinstance(rule, Rule) else ()
-    return Library([rule], contrib=True, assuming=(rule.assumes,) if rule.assumes else ()), patterns
+    assuming = (rule.assumes,) if rule.assumes else ()
+    return Library([rule], backend=rule.backend, contrib=True, assuming=assuming), patterns
 
 
 def draw_piece(rule: AnyRule, seed: int, known: Sequence[int] = ()) -> Piece | None:
@@ -191,14 +192,16 @@ def _reshaped(place: Place, type: TensorType, consts: list[SketchConst], nodes: 
 
 
 def rule_graph(rules: Sequence[AnyRule], seed: int, pieces: int = 3) -> Graph:
-    """A graph of so many pieces, each the left-hand side of one of the rules.
+    """A graph of so many pieces, each the left-hand side of one of the rules (but of those for other backends than ONNX
+    Runtime, which no search offers by default).
 
     Raises RuleGraphError if the rules cannot be drawn.
     """
     draw = Draw(seed)
+    rules = [r for r in rules if r.backend in (None, "onnxruntime")]
     chosen: list[Piece] = []
     for _ in range(_RULES * pieces):
-        if len(chosen) == pieces:
+        if len(chosen) == pieces or not rules:
             break
         known = {
             int(d) for p in chosen for t in p.types for d in t.shape or () if isinstance(d, int) and d > 1

@@ -6,6 +6,7 @@ from rewrite_rules import (
     control,
     convolution,
     demand,
+    expansion,
     exports,
     identity,
     idioms,
@@ -45,6 +46,7 @@ LIBRARY: tuple[AnyRule, ...] = (
     *idioms.RULES,
     *weights_algebra.RULES,
     *microsoft.RULES,
+    *expansion.RULES,
 )
 
 __all__ = ["LIBRARY"]

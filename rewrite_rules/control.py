@@ -375,6 +375,8 @@ class MoveInvariantsOutOfLoop(RegionRule):
 class UnrollLoop(RegionRule):
     """loop(n, s -> f(s)) -> f(f(... f(s)))  for a small number n and a small body."""
 
+    most_steps: ClassVar[int] = 16
+    most_nodes: ClassVar[int] = 128
     anchors = ("Loop",)
     examples = (
         *(
@@ -421,7 +423,8 @@ class UnrollLoop(RegionRule):
         require(repeats(loop.graph), "the body is random")
         require(steps > 0 or not loop.collected, "it collects nothing")
         running = sum(not n.const for n in loop.graph.nodes())
-        worthwhile(steps <= _MOST_STEPS and steps * running <= _MOST_NODES, "it is too large to unroll")
+        small = steps <= self.most_steps and steps * running <= self.most_nodes
+        worthwhile(small, "it is too large to unroll")
         return loop.region(max(steps, 0))
 
     def target(self, op: Op, region: Region, *given: Val | None) -> Any:
@@ -441,9 +444,6 @@ class UnrollLoop(RegionRule):
             for column, c in zip(collected, parts.collected):
                 column.append(op.Unsqueeze(outside(c.value), [0]))
         return [*states, *(op.Concat(*c, axis=0) if len(c) > 1 else c[0] for c in collected)]
-
-
-_MOST_STEPS, _MOST_NODES = 16, 128
 
 
 # Work on the whole sequence

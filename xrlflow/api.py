@@ -315,7 +315,7 @@ def optimize(
     (`budget` edits that ignore the cost). `budget`: states that a search may expand.
     `cost`: "roofline", "profiled" (operators measured alone) or "measured" (whole models, slow), or any CostModel.
     `backend`: "onnxruntime", or "tvm": the result is compiled, `save` writes a shared library, and its latency is
-    compared with the original's in ONNX Runtime.
+    compared with the original's in ONNX Runtime. Operators that TVM lacks are spelt out before the search.
     `cpu`: LLVM's name of the processor that TVM compiles for (default: this one), `triple` that of its system if it is
     another. What this machine cannot run has to run on a `remote` device ("HOST:PORT/KEY", of TVM's RPC tracker), or
     not at all (`measure=False, verify=False`). On a remote device the result's latency is compared with that of the
@@ -343,7 +343,8 @@ def optimize(
     place = _place(backend, cpu, triple, remote, threads)
     if place is not None and (measure or verify):
         place.check_runs()
-    imported = load(model, shapes=shapes, fix_shapes=fix_shapes)
+    # TVM compiles for fixed sizes, and what is spelt out for it needs them as numbers.
+    imported = load(model, shapes=shapes, fix_shapes=fix_shapes or backend == "tvm")
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="xrlflow-"))
         job = _Job(
@@ -361,7 +362,7 @@ def optimize(
             place=place,
         )  # fmt: skip
         if backend == "tvm":
-            lowering.check_supported(imported.graph)
+            lowering.check_supported(imported.graph, job.library)
         job.phase("import", begin)
         given = None if isinstance(cost, str) else cost
         return _run(job, given, measure, verify, inputs, opset, replay)
@@ -598,6 +599,8 @@ def _start(job: _Job, model: CostModel) -> Found:
     graph = job.imported.graph
     if job.search != "random" and job.cost_name != "measured":
         graph = with_bodies(prepare(graph), improve, prepare)
+    elif job.library.backend == "tvm":  # what it lacks has to go, whoever searches
+        graph = prepare(graph)
     return Found(RewriteState.start(graph, job.library, model.delta), None, model.cost(graph))
 
 
@@ -1146,15 +1149,17 @@ def tune(
     place = _place("tvm", cpu, triple, remote, threads)
     assert place is not None
     place.check_runs()
-    imported = load(model, shapes=shapes)
-    lowering.check_supported(imported.graph)
+    imported = load(model, shapes=shapes, fix_shapes=True)
+    library = Library(LIBRARY, backend="tvm", runs=lowering.runs)
+    lowering.check_supported(imported.graph, library)
     begin = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="xrlflow-") as folder, Store(store) as records:
         job = _Job(
             imported, model, "greedy", "roofline", 0, 1.0, seed, threads or default_threads(), None,
-            begin, begin + time_limit, 1.0, folder, Library(()), listener, shapes or {},
+            begin, begin + time_limit, 1.0, folder, library, listener, shapes or {},
             place=place,
         )  # fmt: skip
+        graph, _ = simplify(imported.graph, library, Roofline(bindings=imported.bindings).cost)
         if measure:
             job.feeds = dict(user_case(imported, inputs).feeds) if inputs is not None else _feeds(job)
 
@@ -1165,7 +1170,7 @@ def tune(
 
         try:
             found = lowering.tune_model(
-                job.original, job.write(imported.graph), job.feeds, method=methods[method], trials=trials, batch=batch,
+                job.original, job.write(graph), job.feeds, method=methods[method], trials=trials, batch=batch,
                 time_limit=time_limit, place=place, shapes=job.shapes, seed=seed, store=records, folder=folder,
                 listener=tell,
             )  # fmt: skip

@@ -19,6 +19,8 @@ from xrlflow.backends.tvm.lower import fuse, import_model
 from xrlflow.backends.tvm.remote import PATIENCE, Remote
 from xrlflow.backends.tvm.target import compiler, lacking, linker
 from xrlflow.ir import Graph
+from xrlflow.rewrite import Library, RewriteState
+from xrlflow.search.bodies import simplify
 from xrlflow.search.result import Found
 from xrlflow.tuning.kernels import blocked, kernel_tasks, tuned_by
 from xrlflow.tuning.pool import PoolOptions
@@ -122,11 +124,29 @@ def runs(op: str) -> bool:
     return Tvm().supports(name, domain)
 
 
-def check_supported(graph: Graph) -> None:
-    """Raise BackendError, naming them, for operators that TVM cannot lower."""
-    missing = sorted(op for op in {node.op for node in graph.nodes()} if not runs(op))
-    if missing:
-        raise BackendError(f"TVM cannot lower {', '.join(missing)}: use --backend onnxruntime for this model")
+def check_supported(graph: Graph, library: Library) -> None:
+    """Raise BackendError, naming them, for operators that TVM cannot lower and the library's rules do not spell out.
+
+    A rule that refuses to says why: "LSTM (sequence_lens is given)".
+    """
+    if all(runs(node.op) for node in graph.nodes()):
+        return
+    left, _ = simplify(graph, library, lambda _: 0.0)
+    missing = sorted({node.op for node in left.nodes() if not runs(node.op)})
+    if not missing:
+        return
+    expansions = library.certain()
+    RewriteState.start(left, expansions)
+    named = []
+    for op in missing:
+        reasons = {
+            reason
+            for name, stats in expansions.stats.items()
+            if op in getattr(expansions.rules[name], "anchors", ())
+            for reason in stats.refused
+        }
+        named.append(f"{op} ({'; '.join(sorted(reasons))})" if reasons else op)
+    raise BackendError(f"TVM cannot lower {', '.join(named)}: use --backend onnxruntime for this model")
 
 
 def _backend(place: Place, shapes: Mapping[str, Sequence[int]], store: Store | None = None) -> Tvm:

@@ -12,6 +12,7 @@ import pytest
 from models.rule_graphs import RuleGraphError, draw_piece, glue, rule_graph
 from rewrite_rules import LIBRARY
 from rewrite_rules.control import UnrollLoop
+from rewrite_rules.expansion import ExpandRNN
 from rewrite_rules.identity import RemoveIdentity
 from rewrite_rules.merge import MergeGroupConv, MergeMatMuls
 from rewrite_rules.transpose import PushTransposeDown
@@ -53,6 +54,12 @@ def test_control_flow_is_left_out() -> None:
     assert draw_piece(UnrollLoop(), 0) is None
     with pytest.raises(RuleGraphError):
         rule_graph([UnrollLoop()], 0, 1)
+
+
+def test_rules_of_other_backends_are_left_out() -> None:
+    assert draw_piece(ExpandRNN(), 0) is not None
+    with pytest.raises(RuleGraphError):
+        rule_graph([ExpandRNN()], 0, 1)
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -25,12 +25,16 @@ def model(source: str, *, opset: int = 23, **initializers: np.ndarray) -> onnx.M
     return proto
 
 
+def alone(rule: AnyRule) -> Library:
+    """A library of one rule, whatever it assumes and for whatever backend."""
+    assuming = () if rule.assumes is None else (rule.assumes,)
+    return Library([rule], backend=rule.backend, assuming=assuming, contrib=True, thorough=True)
+
+
 def rewritten(rule: AnyRule, proto: onnx.ModelProto, pick: int = 0) -> tuple[onnx.ModelProto, Graph]:
     """The model after one application of the rule, at its `pick`th candidate; it must have one."""
     imported = load(proto)
-    library = Library(
-        [rule], assuming=() if rule.assumes is None else (rule.assumes,), contrib=True, thorough=True
-    )
+    library = alone(rule)
     state = RewriteState.start(imported.graph, library)
     candidates = sorted(state.candidates, key=lambda m: m.key)
     refused = dict(library.stats[rule.name].refused)
@@ -100,9 +104,7 @@ def applies(
 def refuses(rule: AnyRule, proto: onnx.ModelProto, reason: str | None = None) -> None:
     """The rule has no candidate; with `reason`, because its condition refuses with words that contain it."""
     imported = load(proto)
-    library = Library(
-        [rule], assuming=() if rule.assumes is None else (rule.assumes,), contrib=True, thorough=True
-    )
+    library = alone(rule)
     state = RewriteState.start(imported.graph, library)
     assert state.candidates == [], [Match.__name__, [m.key for m in state.candidates]]
     if reason is not None:

@@ -256,7 +256,8 @@ class _Declared:
     contrib: ClassVar[bool] = False
     # Its worth lies in what the runtime fuses, which no cost of single operators sees: it is measured first.
     unpriced: ClassVar[bool] = False
-    # It leaves out what is computed for nothing, and may show more of the types: applied before anything is priced.
+    # It leaves out what is computed for nothing, and may show more of the types, or it spells out what its backend does
+    # not have: applied before anything is priced.
     certain: ClassVar[bool] = False
     # What must hold of the data or the machine ("finite", "vnni"), or "approximate": the rule may lose more than two
     # bits of float32 accuracy. Such a rule is off unless asked for.

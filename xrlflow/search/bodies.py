@@ -14,11 +14,12 @@ def simplify(graph: Graph, library: Library, cost: Callable[[Graph], float]) -> 
     """The graph after the library's rules that need no price (`certain`), and those substitutions.
 
     They find constants and decide branches, and so the types of what follows: a search before that would price what it
-    does not know. All steps have the cost of the result.
+    does not know. They spell out operators that the backend lacks, too. All steps have the cost of the result.
     """
     state = RewriteState.start(graph, library.certain())
     matches: list[Match] = []
-    while (candidates := state.candidates) and len(matches) < 4 * graph.node_count:
+    # One operator that is spelt out may become thousands of nodes: those of the graph as it is now count.
+    while (candidates := state.candidates) and len(matches) < 4 * state.graph.node_count:
         matches.append(min(candidates, key=lambda m: m.key))
         state = state.apply(matches[-1])
     if not matches:

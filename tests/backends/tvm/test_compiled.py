@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import onnx
+import onnx.numpy_helper
 import onnx.parser
 import pytest
 from typer.testing import CliRunner
@@ -113,14 +115,78 @@ def test_operators_that_cannot_be_lowered() -> None:
     assert not backend.supports("Attention")  # TVM knows com.microsoft's
     assert not backend.supports("Gelu", "com.microsoft")
     assert not backend.supports("Add", dtypes=["string"])
-    text = """<ir_version: 9, opset_import: ["": 20]>
-    agraph (float[5,1,4] x) => (float[5,1,1,3] y)
-    <float[1,9,4] w = {%s}, float[1,9,3] r = {%s}> { y, h = GRU<hidden_size=3>(x, w, r) }"""
-    model = onnx.parser.parse_model(text % (", ".join(["0.5"] * 36), ", ".join(["0.25"] * 27)))
-    with pytest.raises(BackendError, match="TVM cannot lower GRU"):
-        backend.compile(model.SerializeToString())
-    with pytest.raises(BackendError, match="TVM cannot lower GRU"):
-        xrlflow.optimize(model, backend="tvm", measure=False)
+    with pytest.raises(BackendError, match="TVM cannot lower GRU: use --backend onnxruntime"):
+        backend.compile(recurrent("GRU").SerializeToString())  # as it is in the file
+
+
+def recurrent(op: str, *, lengths: bool = False, steps: int | str = 5) -> onnx.ModelProto:
+    """An LSTM or a GRU in two directions, with input sizes 4 and hidden size 3."""
+    gates = {"GRU": 3, "LSTM": 4}[op]
+    rng = np.random.default_rng(0)
+    model = onnx.parser.parse_model(
+        f'<ir_version: 9, opset_import: ["": 20]> agraph (float[{steps},2,4] x{", int32[2] n" if lengths else ""})'
+        f" => (float[{steps},2,2,3] y, float[2,2,3] h)"
+        f' {{ y, h = {op}<hidden_size=3, direction="bidirectional">(x, w, r, b{", n" if lengths else ""}) }}'
+    )
+    for name, shape in (("w", (2, 3 * gates, 4)), ("r", (2, 3 * gates, 3)), ("b", (2, 6 * gates))):
+        array = rng.standard_normal(shape).astype(np.float32)
+        model.graph.initializer.append(onnx.numpy_helper.from_array(array, name))
+    return model
+
+
+@pytest.mark.parametrize("op", ["LSTM", "GRU"])
+@pytest.mark.parametrize("search", ["greedy", "random"])
+def test_operators_that_are_spelt_out(
+    op: str, search: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("xrlflow.tuning.store.cache_directory", lambda: tmp_path / "cache")
+    model = recurrent(op)
+    options = {"backend": "tvm", "cost": "roofline", "measure": False, "budget": 3}
+    result = xrlflow.optimize(model, search=search, **options)
+    assert result.report.verified
+    assert result.report.substitutions[f"Expand{op}"] == 1
+    result.save(tmp_path / "fast.so")
+    feeds = {"x": np.random.default_rng(1).standard_normal((5, 2, 4)).astype(np.float32)}
+    with (
+        load_compiled(tmp_path / "fast.so") as loaded,
+        open_model(model.SerializeToString()) as runtime,
+    ):
+        for a, b in zip(runtime.run(feeds), loaded.run(feeds), strict=True):
+            np.testing.assert_allclose(b, a, rtol=1e-4, atol=1e-5)
+    result.save_trace(tmp_path / "trace.json")
+    again = xrlflow.optimize(model, search=search, replay=tmp_path / "trace.json", **options)
+    assert again.graph.fingerprint == result.graph.fingerprint
+
+
+def test_tuning_spells_out_too(tmp_path: Path) -> None:
+    found = xrlflow.tune(recurrent("GRU"), trials=0, measure=False, store=tmp_path / "store.sqlite")
+    assert found.verification is not None
+    assert found.verification.verified
+
+
+def test_named_dimensions_are_numbers_to_what_is_spelt_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("xrlflow.tuning.store.cache_directory", lambda: tmp_path / "cache")
+    model = recurrent("GRU", steps="steps")
+    options = {"backend": "tvm", "search": "greedy", "cost": "roofline", "measure": False}
+    with pytest.raises(BackendError, match=r"TVM cannot lower GRU \(a dimension is not a known number\)"):
+        xrlflow.optimize(model, **options)
+    result = xrlflow.optimize(model, shapes={"x": (6, 2, 4)}, **options)
+    assert result.report.verified
+    assert result.compiled is not None
+    assert result.compiled.sizes == {"x": (6, 2, 4)}
+
+
+@pytest.mark.parametrize("function", [xrlflow.optimize, xrlflow.tune])
+def test_why_an_operator_is_not_spelt_out(function: Callable[..., object]) -> None:
+    model = recurrent("LSTM", lengths=True)
+    options = {"backend": "tvm"} if function is xrlflow.optimize else {}
+    with pytest.raises(BackendError) as caught:
+        function(model, measure=False, **options)
+    assert str(caught.value) == (
+        "TVM cannot lower LSTM (sequence_lens is given): use --backend onnxruntime for this model"
+    )
 
 
 def test_open_dimensions_are_asked_for() -> None:

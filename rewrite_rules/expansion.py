@@ -1,0 +1,687 @@
+"""Operators that TVM lacks, spelt out in operators that it has: recurrent cells step by step, attention, rotation.
+
+What these rules write is no faster anywhere: they are applied on import, and only if the model is for TVM.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from rewrite_rules.axes import int_attr
+from rewrite_rules.control import UnrollLoop
+from xrlflow.ir import ABSENT, DType, Node, Value
+from xrlflow.rewrite import AnyRule, Op, Reader, Region, RegionRule, Val, require, worthwhile
+
+# A graph of so many steps takes TVM minutes to compile.
+_MOST_STEPS = 256
+# How many parts one Concat puts together: TVM's looks for each number through all parts before the right one.
+_PARTS = 16
+
+
+class _Expansion(RegionRule):
+    """One node, spelt out."""
+
+    backend = "tvm"
+    certain = True
+    dtypes = frozenset({DType.FLOAT})
+
+
+def _read(reader: Reader, node: Node) -> tuple[int, ...]:
+    """Which outputs of a node somebody reads."""
+    return tuple(i for i, v in enumerate(node.outputs) if reader.count_users(v) or reader.is_output(v))
+
+
+def _given(node: Node, count: int) -> tuple[Value, ...]:
+    """So many inputs, those left out too."""
+    return (*node.inputs, *(ABSENT,) * count)[:count]
+
+
+def _joined(op: Op, parts: Sequence[Any], axis: int) -> Any:
+    """The parts one behind the other, a few at a time."""
+    while len(parts) > 1:
+        groups = [parts[i : i + _PARTS] for i in range(0, len(parts), _PARTS)]
+        parts = [op.Concat(*group, axis=axis) if len(group) > 1 else group[0] for group in groups]
+    return parts[0]
+
+
+# Recurrent cells
+
+
+@dataclass(frozen=True, slots=True)
+class _Cells:
+    """What the target of a recurrent operator needs to know.
+
+    `backwards`: for each direction whether it runs from the last step to the first; `functions`: its activations.
+    `linear`: whether a GRU's reset gate comes after the product with the hidden state. `wanted`: outputs that are read.
+    """
+
+    steps: int
+    batch: int
+    width: int
+    size: int
+    batch_first: bool
+    backwards: tuple[bool, ...]
+    functions: tuple[tuple[str, ...], ...]
+    linear: bool
+    wanted: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Weights:
+    """Of one direction: `hidden` [size, gates * size]; the biases [gates * size] of input and hidden state, or None."""
+
+    hidden: Any
+    of_input: Any
+    of_hidden: Any
+
+
+_BACKWARDS = {"forward": (False,), "reverse": (True,), "bidirectional": (False, True)}
+# Activations that have no parameters, by their names in lower case.
+_PLAIN = {"relu": "Relu", "sigmoid": "Sigmoid", "tanh": "Tanh"}
+
+
+class _ExpandCells(_Expansion):
+    """What the recurrent operators have in common: one product of all steps' inputs, then step after step."""
+
+    gates = 1
+    states = 1
+    default: ClassVar[tuple[str, ...]] = ("Tanh",)
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        x, w, r = (reader.val(v) for v in node.inputs[:3])
+        b, lengths, *more = _given(node, 8)[3:]
+        require("clip" not in node.attrs, "what goes into the gates is clipped")
+        require(not node.attrs.get("input_forget"), "the input gate and the forget gate are coupled")
+        require(self.states == 1 or more[2] == ABSENT, "it has peepholes")
+        backwards = _BACKWARDS[str(node.attrs.get("direction", "forward"))]
+        batch_first = int_attr(node, "layout", 0) == 1
+        steps, batch, width = (x.sizes[i] for i in ((1, 0, 2) if batch_first else (0, 1, 2)))
+        size = r.size(2)
+        require(min(steps, batch, width, size) > 0, "a dimension is 0")
+        worthwhile(steps <= _MOST_STEPS, f"it has {steps} time steps, more than {_MOST_STEPS}")
+        if lengths != ABSENT:
+            known = reader.val(lengths).array_or_none
+            require(known is not None and bool((known == steps).all()), "sequence_lens is given")
+        ways, rows = len(backwards), self.gates * size
+        fits = w.sizes == (ways, rows, width) and r.sizes == (ways, rows, size)
+        if b != ABSENT:
+            fits = fits and reader.val(b).sizes == (ways, 2 * rows)
+        state = (batch, ways, size) if batch_first else (ways, batch, size)
+        initial = more[: self.states]
+        fits = fits and all(v == ABSENT or reader.val(v).sizes == state for v in initial)
+        fits = fits and int_attr(node, "hidden_size", size) == size
+        require(fits, "the shapes of the weights do not fit together")
+        data = _Cells(
+            steps, batch, width, size, batch_first, backwards, self._functions(node, ways),
+            bool(node.attrs.get("linear_before_reset")), _read(reader, node),
+        )  # fmt: skip
+        inputs = (*node.inputs[:3], b, *initial)
+        return Region(tuple(node.outputs[i] for i in data.wanted), inputs, (node,), data)
+
+    def _functions(self, node: Node, ways: int) -> tuple[tuple[str, ...], ...]:
+        """The activations of each direction."""
+        names = node.attrs.get("activations") or self.default * ways
+        assert isinstance(names, tuple)
+        for name in names:
+            require(str(name).lower() in _PLAIN, f"an activation is {name}")
+        count = len(self.default)
+        worthwhile(len(names) == ways * count, "there are too many or too few activations")
+        plain = [_PLAIN[str(name).lower()] for name in names]
+        return tuple(tuple(plain[i * count : (i + 1) * count]) for i in range(ways))
+
+    def target(
+        self, op: Op, region: Region, x: Val, w: Val, r: Val, b: Val | None = None, *initial: Val | None
+    ) -> Any:
+        cells: _Cells = region.data
+        sequence = op.Transpose(x, perm=[1, 0, 2]) if cells.batch_first else x
+        inputs = op.Reshape(sequence, [cells.steps * cells.batch, cells.width])
+        ways = len(cells.backwards)
+        first = (*initial, *(None,) * self.states)[: self.states]
+        seen, last = [], []
+        for way, backwards in enumerate(cells.backwards):
+            weights = self._weights(op, cells, r, b, way)
+            parts = self._projected(op, cells, inputs, _one(op, w, way, ways), weights.of_input)
+            states = tuple(self._initial(op, cells, s, way) for s in first)
+            hidden: list[Any] = [None] * cells.steps
+            for step in range(cells.steps)[:: -1 if backwards else 1]:
+                states = self.step(op, cells, parts[step], states, weights, cells.functions[way])
+                hidden[step] = states[0]
+            seen.append(hidden)
+            last.append(states)
+        return [self._output(op, cells, i, seen, last) for i in cells.wanted]
+
+    def _projected(self, op: Op, cells: _Cells, inputs: Any, w: Any, bias: Any) -> list[tuple[Any, ...]]:
+        """What comes of each step's input: [batch, gates * size] for each of the products."""
+        made, start = [], 0
+        products = self.products(cells)
+        for gates in products:
+            end = start + gates * cells.size
+            whole = len(products) == 1
+            rows = w if whole else op.Slice(w, [start], [end], [0])
+            product = op.MatMul(inputs, op.Transpose(rows, perm=[1, 0]))
+            if bias is not None:
+                product = op.Add(product, bias if whole else op.Slice(bias, [start], [end], [0]))
+            # Cut by one operator: TVM then has one kernel for all steps, not one for each.
+            sizes = [cells.batch] * cells.steps
+            made.append(op.Split(product, axis=0, sizes=sizes) if cells.steps > 1 else (product,))
+            start = end
+        return list(zip(*made))
+
+    def step(
+        self,
+        op: Op,
+        cells: _Cells,
+        x: tuple[Any, ...],
+        states: tuple[Any, ...],
+        weights: _Weights,
+        f: tuple[str, ...],
+    ) -> tuple[Any, ...]:
+        """The states after a step; x is what comes of its input."""
+        raise NotImplementedError
+
+    def products(self, cells: _Cells) -> tuple[int, ...]:
+        """How many gates each product of the inputs is for."""
+        return (self.gates,)
+
+    def separate(self, cells: _Cells) -> int:
+        """How many gates, the last ones, have a bias of the hidden state that cannot be added beforehand."""
+        return 0
+
+    def _weights(self, op: Op, cells: _Cells, r: Val, b: Val | None, way: int) -> _Weights:
+        ways, rows = len(cells.backwards), self.gates * cells.size
+        hidden = op.Transpose(_one(op, r, way, ways), perm=[1, 0])
+        if b is None:
+            return _Weights(hidden, None, None)
+        both = _one(op, b, way, ways)
+        of_input, of_hidden = (op.Slice(both, [i * rows], [(i + 1) * rows], [0]) for i in (0, 1))
+        if apart := self.separate(cells) * cells.size:
+            early = op.Slice(of_hidden, [0], [rows - apart], [0])
+            late = op.Slice(of_hidden, [rows - apart], [rows], [0])
+            zeros = op.Expand(np.zeros(1, np.float32), [apart])
+            return _Weights(hidden, op.Add(of_input, op.Concat(early, zeros, axis=0)), late)
+        return _Weights(hidden, op.Add(of_input, of_hidden), None)
+
+    @staticmethod
+    def _initial(op: Op, cells: _Cells, given: Val | None, way: int) -> Any:
+        if given is None:
+            return op.Expand(np.zeros((1, 1), np.float32), [cells.batch, cells.size])
+        return _one(op, given, way, len(cells.backwards), 1 if cells.batch_first else 0)
+
+    @staticmethod
+    def _output(
+        op: Op, cells: _Cells, which: int, seen: Sequence[Sequence[Any]], last: Sequence[tuple[Any, ...]]
+    ) -> Any:
+        """All hidden states [steps, directions, batch, size], or a last state [directions, batch, size]."""
+        if which:
+            axis = 1 if cells.batch_first else 0
+            return _joined(op, [op.Unsqueeze(states[which - 1], [axis]) for states in last], axis)
+        shape = [cells.steps, 1, cells.batch, cells.size]
+        whole = _joined(op, [op.Reshape(_joined(op, hidden, 0), shape) for hidden in seen], 1)
+        return op.Transpose(whole, perm=[2, 0, 1, 3]) if cells.batch_first else whole
+
+
+def _one(op: Op, value: Val, way: int, ways: int, axis: int = 0) -> Any:
+    """What belongs to one direction."""
+    return op.Squeeze(value if ways == 1 else op.Slice(value, [way], [way + 1], [axis]), [axis])
+
+
+def _columns(op: Op, x: Any, start: int, count: int) -> Any:
+    return op.Slice(x, [start], [start + count], [1])
+
+
+def _cell_example(
+    name: str, gates: int, attributes: str = "", more: str = "", *, ways: int = 1, read: str = "y"
+) -> str:
+    """ONNX text of an operator over x[2,2,3] with hidden size 2; `more` are inputs after the weights.
+
+    Of two directions with gates the hidden size is 1: the more activations there are, the less a proof is sure of.
+    """
+    size, batch = 1 if ways > 1 and gates > 1 else 2, 2
+    rows, state = gates * size, f"float[{ways},{batch},{size}]"
+    types = {"b": f"float[{ways},{2 * rows}]", "h": state, "c": state}
+    inputs = "".join(f", {types[v]} {v}" for v in more.replace(",", " ").split())
+    shapes = {"y": f"float[2,{ways},{batch},{size}]", "p": state, "q": state}
+    outputs = ", ".join(f"{shapes[v]} {v}" for v in read)
+    made = ", ".join("ypq"[: 3 if name == "LSTM" else 2])
+    return (
+        f"agraph (float[2,{batch},3] x, float[{ways},{rows},3] w, float[{ways},{rows},{size}] r{inputs}) =>"
+        f" ({outputs}) {{ {made} = {name}<hidden_size={size}{attributes}>(x, w, r{', ' + more if more else ''}) }}"
+    )
+
+
+_BOTH = ', direction="bidirectional"'
+_REVERSE = ', direction="reverse"'
+
+
+def _batch_first(name: str, gates: int, attributes: str = "", ways: int = 1) -> str:
+    """The same with the batch first."""
+    size, batch = 1 if ways > 1 and gates > 1 else 2, 2
+    return (
+        f"agraph (float[{batch},2,3] x, float[{ways},{gates * size},3] w, float[{ways},{gates * size},{size}] r,"
+        f" float[{batch},{ways},{size}] h) => (float[{batch},2,{ways},{size}] y, float[{batch},{ways},{size}] p)"
+        f" {{ y, p = {name}<hidden_size={size}, layout=1{attributes}>(x, w, r, , , h) }}"
+    )
+
+
+def _lengths(example: str, lengths: str) -> str:
+    """An example with sequence_lens, a constant or an input n."""
+    given = example.replace("(x, w, r, b", "(x, w, r, b, n")
+    if not lengths:
+        return given.replace(" r, float", " r, int32[2] n, float", 1)
+    return given.replace(" { ", f" <int32[2] n = {{{lengths}}}> {{ ", 1)
+
+
+def _near_misses(name: str, gates: int) -> tuple[str, ...]:
+    plain = _cell_example(name, gates, more="b")
+    return (
+        _cell_example(name, gates, ", clip=0.25"),
+        _cell_example(name, gates, ', activations=["Affine", "Affine", "Affine"]'),
+        _cell_example(name, gates, ', activations=["Relu", "Relu", "Relu", "Relu"]'),
+        _lengths(plain, ""),
+        _lengths(plain, "2, 1"),
+        plain.replace("float[2,2,3] x", "float[0,2,3] x"),
+    )
+
+
+class ExpandLSTM(_ExpandCells):
+    """lstm(x, h, c) -> c' = sigmoid(f) * c + sigmoid(i) * tanh(g), h' = sigmoid(o) * tanh(c'), step by step.
+
+    i, o, f, g = W x_t + R h + b; the products W x_t of all steps are one.
+    """
+
+    anchors = ("LSTM",)
+    gates = 4
+    states = 2
+    default = ("Sigmoid", "Tanh", "Tanh")
+    examples = (
+        _cell_example("LSTM", 4, more="b, , h, c", read="ypq"),
+        _cell_example("LSTM", 4, _REVERSE, more="b", read="yq"),
+        _cell_example("LSTM", 4, _BOTH, more="b, , h, c", ways=2, read="ypq"),
+        _cell_example("LSTM", 4, ', activations=["sigmoid", "Relu", "tanh"]', read="p"),
+        _batch_first("LSTM", 4),
+        _batch_first("LSTM", 4, _BOTH, 2),
+        _lengths(_cell_example("LSTM", 4, more="b"), "2, 2"),
+    )
+    near_misses = (
+        *_near_misses("LSTM", 4),
+        _cell_example("LSTM", 4, ", input_forget=1"),
+        _cell_example("LSTM", 4, more="b, , h, c")
+        .replace("float[1,2,2] c", "float[1,2,2] c, float[1,6] k")
+        .replace("h, c)", "h, c, k)"),
+    )
+
+    def step(
+        self,
+        op: Op,
+        cells: _Cells,
+        x: tuple[Any, ...],
+        states: tuple[Any, ...],
+        weights: _Weights,
+        f: tuple[str, ...],
+    ) -> tuple[Any, ...]:
+        hidden, cell = states
+        total = op.Add(op.MatMul(hidden, weights.hidden), x[0])
+        let_in, out, kept, new = (_columns(op, total, i * cells.size, cells.size) for i in range(4))
+        cell = op.Add(op.Mul(op[f[0]](kept), cell), op.Mul(op[f[0]](let_in), op[f[1]](new)))
+        return op.Mul(op[f[0]](out), op[f[2]](cell)), cell
+
+
+class ExpandGRU(_ExpandCells):
+    """gru(x, h) -> h' = (1 - z) * n + z * h, step by step, with z, r = sigmoid(W x_t + R h + b), and
+    n = tanh(W x_t + R (r * h) + b), or n = tanh(W x_t + b + r * (R h + c)).
+
+    The products W x_t of all steps are one, or one for each of z, r and n.
+    """
+
+    anchors = ("GRU",)
+    gates = 3
+    default = ("Sigmoid", "Tanh")
+    examples = (
+        _cell_example("GRU", 3, more="b, , h", read="yp"),
+        _cell_example("GRU", 3, ", linear_before_reset=1", more="b, , h", read="yp"),
+        _cell_example("GRU", 3, ", linear_before_reset=1", read="p"),
+        _cell_example("GRU", 3, _REVERSE, more="b"),
+        _cell_example("GRU", 3, _BOTH + ", linear_before_reset=1", more="b, , h", ways=2, read="yp"),
+        _cell_example("GRU", 3, ', activations=["sigmoid", "Relu"]', read="p"),
+        _batch_first("GRU", 3),
+        _batch_first("GRU", 3, _BOTH, 2),
+        _lengths(_cell_example("GRU", 3, more="b"), "2, 2"),
+    )
+    near_misses = _near_misses("GRU", 3)
+
+    def products(self, cells: _Cells) -> tuple[int, ...]:
+        # What a step adds to a product should not have to be cut out first: TVM could not add it in the same kernel.
+        return (3,) if cells.linear else (1, 1, 1)
+
+    def separate(self, cells: _Cells) -> int:
+        return 1 if cells.linear else 0
+
+    def step(
+        self,
+        op: Op,
+        cells: _Cells,
+        x: tuple[Any, ...],
+        states: tuple[Any, ...],
+        weights: _Weights,
+        f: tuple[str, ...],
+    ) -> tuple[Any, ...]:
+        (hidden,) = states
+        if cells.linear:
+            update, total = self._reset_after(op, cells, x[0], hidden, weights, f[0])
+        else:
+            of_update, of_reset, own = (
+                _columns(op, weights.hidden, i * cells.size, cells.size) for i in range(3)
+            )
+            update = op[f[0]](op.Add(op.MatMul(hidden, of_update), x[0]))
+            reset = op[f[0]](op.Add(op.MatMul(hidden, of_reset), x[1]))
+            total = op.Add(op.MatMul(op.Mul(reset, hidden), own), x[2])
+        new = op[f[1]](total)
+        return (op.Add(op.Mul(op.Sub(1.0, update), new), op.Mul(update, hidden)),)
+
+    @staticmethod
+    def _reset_after(
+        op: Op, cells: _Cells, x: Any, hidden: Any, weights: _Weights, gate: str
+    ) -> tuple[Any, Any]:
+        """The update gate, and what the candidate is made of."""
+        size = cells.size
+        products = op.MatMul(hidden, weights.hidden)
+        update, reset = (
+            op[gate](op.Add(_columns(op, products, i * size, size), _columns(op, x, i * size, size)))
+            for i in (0, 1)
+        )
+        inner = _columns(op, products, 2 * size, size)
+        if weights.of_hidden is not None:
+            inner = op.Add(inner, weights.of_hidden)
+        return update, op.Add(op.Mul(reset, inner), _columns(op, x, 2 * size, size))
+
+
+class ExpandRNN(_ExpandCells):
+    """rnn(x, h) -> h' = tanh(W x_t + R h + b), step by step;  Relu alike. The products W x_t of all steps are one."""
+
+    anchors = ("RNN",)
+    examples = (
+        _cell_example("RNN", 1, more="b, , h", read="yp"),
+        _cell_example("RNN", 1, ', activations=["relu"]', read="p"),
+        _cell_example("RNN", 1, _REVERSE, more="b"),
+        _cell_example("RNN", 1, _BOTH, more="b, , h", ways=2, read="yp"),
+        _batch_first("RNN", 1),
+        _batch_first("RNN", 1, _BOTH, 2),
+        _lengths(_cell_example("RNN", 1, more="b"), "2, 2"),
+    )
+    near_misses = _near_misses("RNN", 1)
+
+    def step(
+        self,
+        op: Op,
+        cells: _Cells,
+        x: tuple[Any, ...],
+        states: tuple[Any, ...],
+        weights: _Weights,
+        f: tuple[str, ...],
+    ) -> tuple[Any, ...]:
+        return (op[f[0]](op.Add(op.MatMul(states[0], weights.hidden), x[0])),)
+
+
+# Attention
+
+
+@dataclass(frozen=True, slots=True)
+class _Heads:
+    """What the target of an Attention needs to know. `keys` are those of the node, `past` those from before."""
+
+    batch: int
+    heads: int
+    shared: int  # heads of keys and values
+    rows: int
+    keys: int
+    past: int
+    depth: int
+    width: int
+    flat: bool  # three dimensions in, three out
+    scale: float
+    cap: float
+    causal: bool
+    wanted: tuple[int, ...]
+
+
+class ExpandAttention(_Expansion):
+    """attention(q, k, v, mask) -> softmax(q @ transpose(k) * scale + mask) @ v.
+
+    Heads of keys and values that several heads of queries share, keys and values from before, a soft cap and the
+    causal mask are spelt out too. What a mask hides is weighed 0, also where it hides all of a row.
+    """
+
+    proof = "numeric"
+    relies_on = "the scale is rounded to float32"
+    anchors = ("Attention",)
+    examples = (
+        "agraph (float[2,4,3,5] q, float[2,4,6,5] k, float[2,4,6,7] v) => (float[2,4,3,7] y)"
+        " { y = Attention(q, k, v) }",
+        "agraph (float[2,4,3,5] q, float[2,2,6,5] k, float[2,2,6,7] v, float[3,6] m) => (float[2,4,3,7] y)"
+        " { y = Attention<scale=0.75>(q, k, v, m) }",
+        "agraph (float[2,4,3,5] q, float[2,2,6,5] k, float[2,2,6,7] v, bool[2,1,3,6] m) => (float[2,4,3,7] y)"
+        " { y = Attention<is_causal=1, softcap=1.5>(q, k, v, m) }",
+        "agraph (float[2,4,3,5] q, float[2,4,6,5] k, float[2,4,6,7] v, float[4,1,6] m) => (float[2,4,3,7] y)"
+        " { y = Attention<is_causal=1>(q, k, v, m) }",
+        "agraph (float[2,3,8] q, float[2,6,4] k, float[2,6,10] v) => (float[2,3,20] y)"
+        " { y = Attention<q_num_heads=4, kv_num_heads=2, is_causal=1>(q, k, v) }",
+        "agraph (float[2,3,8] q, float[2,3,8] k, float[2,3,8] v, float[1,1,3,5] m, float[2,4,2,2] pk,"
+        " float[2,4,2,2] pv) => (float[2,3,8] y, float[2,4,5,2] sk, float[2,4,5,2] sv)"
+        " { y, sk, sv = Attention<q_num_heads=4, kv_num_heads=4>(q, k, v, m, pk, pv) }",
+        "agraph (float[2,4,3,2] q, float[2,2,3,2] k, float[2,2,3,2] v, float[2,2,2,2] pk, float[2,2,2,2] pv)"
+        " => (float[2,4,3,2] y) { y, sk, sv = Attention<is_causal=1>(q, k, v, , pk, pv) }",
+    )
+    near_misses = (
+        "agraph (float[2,4,3,5] q, float[2,4,6,5] k, float[2,4,6,7] v, double[3,6] m) => (float[2,4,3,7] y)"
+        " { y = Attention(q, k, v, m) }",
+        "agraph (float[2,4,3,5] q, float[2,4,6,5] k, float[2,4,6,7] v) => (float[2,4,3,7] y, float[2,4,3,6] s)"
+        " { y, sk, sv, s = Attention(q, k, v) }",
+        "agraph (float[2,4,3,5] q, float[2,4,6,5] k, float[2,4,6,7] v, float[3,1] m) => (float[2,4,3,7] y)"
+        " { y = Attention(q, k, v, m) }",
+        "agraph (float[2,4,3,5] q, float[2,4,0,5] k, float[2,4,0,7] v) => (float[2,4,3,7] y)"
+        " { y = Attention(q, k, v) }",
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        mask, past_key, past_value, lengths = _given(node, 7)[3:]
+        worthwhile(lengths == ABSENT, "nonpad_kv_seqlen is given")
+        wanted = _read(reader, node)
+        require(3 not in wanted, "the scores are read")
+        q, k, v = (reader.val(i) for i in node.inputs[:3])
+        require(q.rank == k.rank == v.rank and q.rank in (3, 4), "the ranks differ")
+        heads, shared = (
+            (q.size(1), k.size(1))
+            if q.rank == 4
+            else (int_attr(node, "q_num_heads", 0), int_attr(node, "kv_num_heads", 0))
+        )
+        require(heads > 0 and shared > 0 and heads % shared == 0, "the numbers of heads do not fit together")
+        queries, keys, values = _split_heads(q, heads), _split_heads(k, shared), _split_heads(v, shared)
+        batch, _, rows, depth = queries
+        require(
+            keys[:3] == values[:3] and (keys[0], keys[3]) == (batch, depth) and values[1] == shared,
+            "the shapes of queries, keys and values do not fit together",
+        )
+        past = 0
+        inputs = list(node.inputs[:3])
+        if past_key != ABSENT and past_value != ABSENT:
+            before = [reader.val(i).sizes for i in (past_key, past_value)]
+            past = before[0][2] if len(before[0]) == 4 else 0
+            require(
+                before == [(batch, shared, past, depth), (batch, shared, past, values[3])],
+                "the keys and values from before have other shapes",
+            )
+        worthwhile(min(batch, rows, keys[2], depth, values[3]) > 0, "a dimension is 0")
+        if mask != ABSENT:
+            known = reader.val(mask)
+            require(known.dtype in (DType.BOOL, q.dtype), "the mask has another type")
+            whole = (batch, heads, rows, past + keys[2])
+            fits = 2 <= known.rank <= 4 and known.sizes[-1] == whole[-1]
+            fits = fits and all(m in (1, d) for m, d in zip(known.sizes[::-1], whole[::-1]))
+            # Later opsets pad a mask that is too short, with what hides.
+            worthwhile(fits, "the mask has another shape")
+        inputs += [mask, past_key, past_value] if past else [mask, ABSENT, ABSENT]
+        scale, cap = node.attrs.get("scale"), node.attrs.get("softcap", 0.0)
+        assert isinstance(cap, float)
+        data = _Heads(
+            batch, heads, shared, rows, keys[2], past, depth, values[3], q.rank == 3,
+            scale if isinstance(scale, float) else float(np.float32(1.0 / math.sqrt(depth))), cap,
+            bool(node.attrs.get("is_causal")), wanted,
+        )  # fmt: skip
+        return Region(tuple(node.outputs[i] for i in wanted), tuple(inputs), (node,), data)
+
+    def target(
+        self, op: Op, region: Region, q: Val, k: Val, v: Val, mask: Val | None = None, *before: Val | None
+    ) -> Any:
+        data: _Heads = region.data
+        queries = self._heads(op, data, q, data.heads, data.rows, data.depth)
+        keys = self._heads(op, data, k, data.shared, data.keys, data.depth)
+        values = self._heads(op, data, v, data.shared, data.keys, data.width)
+        if data.past:
+            keys, values = (op.Concat(b, x, axis=2) for b, x in zip(before, (keys, values)))
+        columns = data.past + data.keys
+        scores = self._product(
+            op, data, op.Mul(queries, data.scale), op.Transpose(keys, perm=[0, 1, 3, 2]), columns
+        )
+        if data.cap:
+            scores = op.Mul(op.Tanh(op.Div(scores, data.cap)), data.cap)
+        shown: Any = None
+        if data.causal:
+            places = [
+                op.Range(np.int64(a), np.int64(b), np.int64(1)) for a, b in ((0, columns), (0, data.rows))
+            ]
+            lasts = op.Unsqueeze(op.Add(places[1], np.int64(data.past)), [1])
+            shown = op.LessOrEqual(op.Unsqueeze(places[0], [0]), lasts)
+        if mask is not None and mask.dtype == DType.BOOL:
+            shown = mask if shown is None else op.And(shown, mask)
+        elif mask is not None:
+            scores = op.Add(scores, mask)
+        if shown is not None:
+            scores = op.Where(shown, scores, np.float32(-np.inf))
+        weights = op.Softmax(scores)
+        if mask is not None:
+            if mask.dtype != DType.BOOL:
+                seen = op.Not(op.Equal(mask, np.float32(-np.inf)))
+                shown = seen if shown is None else op.And(shown, seen)
+            weights = op.Where(shown, weights, np.float32(0.0))
+        y = self._product(op, data, weights, values, data.width)
+        if data.flat:
+            y = op.Reshape(
+                op.Transpose(y, perm=[0, 2, 1, 3]), [data.batch, data.rows, data.heads * data.width]
+            )
+        made = (y, keys, values)
+        return [made[i] for i in data.wanted]
+
+    @staticmethod
+    def _heads(op: Op, data: _Heads, x: Val, heads: int, rows: int, width: int) -> Any:
+        """[batch, rows, heads * width] as [batch, heads, rows, width]."""
+        if not data.flat:
+            return x
+        return op.Transpose(op.Reshape(x, [data.batch, rows, heads, width]), perm=[0, 2, 1, 3])
+
+    @staticmethod
+    def _product(op: Op, data: _Heads, x: Any, y: Any, columns: int) -> Any:
+        """x [batch, heads, rows, n] times y [batch, shared, n, columns], each of y for a group of heads."""
+        if data.heads == data.shared:
+            return op.MatMul(x, y)
+        together = data.heads // data.shared * data.rows
+        made = op.MatMul(op.Reshape(x, [data.batch, data.shared, together, -1]), y)
+        return op.Reshape(made, [data.batch, data.heads, data.rows, columns])
+
+
+def _split_heads(x: Val, heads: int) -> tuple[int, ...]:
+    """The sizes [batch, heads, rows, width] of what has three dimensions or four."""
+    sizes = x.sizes
+    if len(sizes) == 4:
+        return sizes
+    require(sizes[2] % heads == 0, "the heads do not divide the width")
+    return sizes[0], heads, sizes[1], sizes[2] // heads
+
+
+class ExpandRotaryEmbedding(_Expansion):
+    """rotary(x, cos, sin) -> concat(a * cos - b * sin, a * sin + b * cos, c)  with a, b, c = x cut in three.
+
+    a and b are the first two halves of what is turned, or its even and odd numbers; c is what is not turned.
+    """
+
+    anchors = ("RotaryEmbedding",)
+    examples = (
+        "agraph (float[2,3,4,6] x, float[5,3] c, float[5,3] s, int64[2,4] p) => (float[2,3,4,6] y)"
+        " { y = RotaryEmbedding(x, c, s, p) }",
+        "agraph (float[2,3,4,6] x, float[2,4,3] c, float[2,4,3] s) => (float[2,3,4,6] y)"
+        " { y = RotaryEmbedding<interleaved=1>(x, c, s) }",
+        "agraph (float[2,4,18] x, float[5,2] c, float[5,2] s, int64[2,4] p) => (float[2,4,18] y)"
+        " { y = RotaryEmbedding<num_heads=3, rotary_embedding_dim=4>(x, c, s, p) }",
+        "agraph (float[2,4,18] x, float[2,4,2] c, float[2,4,2] s) => (float[2,4,18] y)"
+        " { y = RotaryEmbedding<num_heads=3, rotary_embedding_dim=4, interleaved=1>(x, c, s) }",
+    )
+    near_misses = (
+        "agraph (float[2,3,4,6] x, float[5,3] c, float[5,3] s, int64[1,4] p) => (float[2,3,4,6] y)"
+        " { y = RotaryEmbedding(x, c, s, p) }",
+        "agraph (float[0,3,4,6] x, float[0,4,3] c, float[0,4,3] s) => (float[0,3,4,6] y)"
+        " { y = RotaryEmbedding(x, c, s) }",
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        x, cosine, sine = (reader.val(v) for v in node.inputs[:3])
+        flat = x.rank == 3
+        heads = int_attr(node, "num_heads", 0) if flat else x.size(1)
+        require(heads > 0, "the number of heads is not given")
+        batch, _, rows, depth = _split_heads(x, heads)
+        worthwhile(min(batch, rows, depth) > 0, "a dimension is 0")
+        width = int_attr(node, "rotary_embedding_dim", 0) or depth
+        require(0 < width <= depth and width % 2 == 0, "what is turned is no even part of a head")
+        positions = _given(node, 4)[3]
+        if positions == ABSENT:
+            table: tuple[int, ...] = (batch, rows, width // 2)
+        else:
+            table = (cosine.size(0), width // 2)
+            worthwhile(reader.val(positions).sizes == (batch, rows), "the positions have another shape")
+        require(cosine.sizes == sine.sizes == table, "the tables of cosines and sines have another shape")
+        data = (flat, (batch, rows, heads, depth), width, bool(node.attrs.get("interleaved")))
+        return Region(node.outputs, (*node.inputs[:3], positions), (node,), data)
+
+    def target(
+        self, op: Op, region: Region, x: Val, cosine: Val, sine: Val, positions: Val | None = None
+    ) -> Any:
+        flat, (batch, rows, heads, depth), width, interleaved = region.data
+        cut = op.Reshape(x, [batch, rows, heads, depth]) if flat else x
+        tables = (cosine, sine) if positions is None else (op.Gather(t, positions) for t in (cosine, sine))
+        c, s = (op.Unsqueeze(t, [2 if flat else 1]) for t in tables)
+        start, step = (1, 2) if interleaved else (width // 2, 1)
+        a = op.Slice(cut, [0], [width - start if interleaved else start], [3], [step])
+        b = op.Slice(cut, [start], [width], [3], [step])
+        turned = [op.Sub(op.Mul(a, c), op.Mul(b, s)), op.Add(op.Mul(a, s), op.Mul(b, c))]
+        rest = [op.Slice(cut, [width], [depth], [3])] if width < depth else []
+        if interleaved:
+            pairs = op.Concat(*(op.Unsqueeze(t, [4]) for t in turned), axis=4)
+            turned = [op.Reshape(pairs, [batch, rows, heads, width] if flat else [batch, heads, rows, width])]
+        parts = [*turned, *rest]
+        y = op.Concat(*parts, axis=3) if len(parts) > 1 else parts[0]
+        return op.Reshape(y, [batch, rows, heads * depth]) if flat else y
+
+
+# Loops
+
+
+class ExpandLoop(UnrollLoop):
+    """loop(n, s -> f(s)) -> f(f(... f(s)))  for a number n that is known, whatever it costs."""
+
+    backend = "tvm"
+    certain = True
+    most_steps = _MOST_STEPS
+    most_nodes = 16 * _MOST_STEPS
+
+
+RULES: tuple[AnyRule, ...] = (
+    ExpandLSTM(),
+    ExpandGRU(),
+    ExpandRNN(),
+    ExpandAttention(),
+    ExpandRotaryEmbedding(),
+    ExpandLoop(),
+)
