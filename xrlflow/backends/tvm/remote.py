@@ -113,7 +113,8 @@ def what_happened(error: Exception, remote: Remote | None, limit: float = 0.0) -
     text = last_line(error)
     if "RPCSessionTimeoutError" in text:
         return f"remote device {remote} ended the session after {limit:g} s"
-    if "RPCCode" in text:  # whatever came instead of an answer
+    # Whatever came instead of an answer, or that nothing will come.
+    if "RPCCode" in text or "SockChannel" in text:
         return f"the session with remote device {remote} ended: its process died, or the network"
     return f"remote device {remote}: {text}"
 
