@@ -110,6 +110,16 @@ class Pool:
         """How many threads kernels run with."""
         return self.options.threads
 
+    @property
+    def building(self) -> float:
+        """Seconds for which candidates have been built so far."""
+        return self._builders.seconds
+
+    @property
+    def running(self) -> float:
+        """Seconds for which candidates have been run so far."""
+        return self._runners.seconds
+
     def outcomes(
         self, task: Task, candidates: Sequence[Candidate], *, until: float = math.inf
     ) -> Generator[tuple[int, Outcome], None, None]:
@@ -345,13 +355,15 @@ class _Worker:
 
 
 class _Crew:
-    """Workers for one kind of job. Those that die or grow old are replaced while the others go on."""
+    """Workers for one kind of job. Those that die or grow old are replaced while the others go on. `seconds`: how long
+    there was work for them, however many were at it."""
 
     def __init__(
         self, nursery: _Nursery, count: int, threads: int, uses: int, activity: str, seconds: float
     ) -> None:
         self._nursery, self._threads, self._uses = nursery, threads, uses
-        self._activity, self._seconds = activity, seconds
+        self._activity, self._limit = activity, seconds
+        self.seconds = 0.0
         self._failed_starts = 0
         self._closed = False
         self._workers = [_Worker(nursery, threads) for _ in range(count)]
@@ -361,6 +373,19 @@ class _Crew:
 
         Left early, the workers that are at it are replaced.
         """
+        answers = self._answers(jobs, until)
+        with contextlib.closing(answers):
+            while True:
+                start = time.monotonic()
+                try:
+                    found = next(answers, None)
+                finally:
+                    self.seconds += time.monotonic() - start
+                if found is None:
+                    return
+                yield found
+
+    def _answers(self, jobs: Iterator[Job], until: float) -> Generator[tuple[int, Answer], None, None]:
         if self._closed:
             raise PoolError("the pool is closed")
         source = (_Duty(number, job) for number, job in enumerate(jobs))
@@ -375,7 +400,7 @@ class _Crew:
                     duty = None if over else again.popleft() if again else next(source, None)
                     if duty is None:
                         more = False
-                    elif not worker.begin(duty, self._seconds):
+                    elif not worker.begin(duty, self._limit):
                         self._replace(position, patience=1.0)
                         again.append(duty)
                 if not more and not any(worker.busy for worker in self._workers):
@@ -440,7 +465,7 @@ class _Crew:
         worker = self._workers[position]
         if worker.ready:
             self._replace(position)
-            return Failed(f"{self._activity} it took longer than {self._seconds:g} s")
+            return Failed(f"{self._activity} it took longer than {self._limit:g} s")
         return Failed(f"a worker did not load TVM in {START_SECONDS:g} s")
 
     def _started(self, position: int, answer: Answer | None) -> None:
