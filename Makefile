@@ -40,6 +40,7 @@ bench: install
 	$(BIN)/python bench/latency.py
 	$(BIN)/python bench/lowering.py operators
 	$(BIN)/python bench/lowering.py models
+	$(BIN)/python bench/tuning.py --seeds 1 --operators "512x512x512,12 x 128x64,14x14,Softmax"
 
 clean:
 	rm -rf $(VENV) out build *.egg-info

@@ -320,3 +320,19 @@ def test_samples_that_others_slowed_down_are_dropped(
 def test_options_that_make_no_sense_are_refused(wrong: dict[str, int]) -> None:
     with pytest.raises(ValueError, match=r"pool|positive"):
         PoolOptions(**wrong)  # type: ignore[arg-type]
+
+
+def test_a_pool_says_how_long_it_has_been_building_and_running(pool: Pool) -> None:
+    task = matmul(16)
+    building, running = pool.building, pool.running
+    start = time.monotonic()
+    outcomes = pool.outcomes(task, [unscheduled(task), calls("no_such_function")])
+    position, outcome = next(outcomes)
+    # What the caller does meanwhile is none of its time.
+    time.sleep(0.2)
+    found = {position: outcome, **dict(outcomes)}
+    took = time.monotonic() - start - 0.2
+    assert len(found) == 2
+    spent = pool.building - building, pool.running - running
+    assert min(spent) > 0
+    assert sum(spent) <= took

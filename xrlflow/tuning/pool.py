@@ -127,6 +127,16 @@ class Pool:
         """The name of what kernels run on; None: this machine."""
         return self.options.device
 
+    @property
+    def building(self) -> float:
+        """Seconds for which candidates have been built so far."""
+        return self._builders.seconds
+
+    @property
+    def running(self) -> float:
+        """Seconds for which candidates have been run so far."""
+        return self._runners.seconds
+
     def outcomes(
         self, task: Task, candidates: Sequence[Candidate], *, until: float = math.inf
     ) -> Generator[tuple[int, Outcome], None, None]:
@@ -378,6 +388,7 @@ class _Crew:
     """Workers for one kind of job. Those that die or grow old are replaced while the others go on.
 
     `device`: what they wait for, if that is another machine; when it does not answer in time, nothing more can be done.
+    `seconds`: how long there was work for them, however many were at it.
     """
 
     def __init__(
@@ -391,7 +402,8 @@ class _Crew:
         device: str | None = None,
     ) -> None:
         self._nursery, self._threads, self._uses = nursery, threads, uses
-        self._activity, self._seconds, self._device = activity, seconds, device
+        self._activity, self._limit, self._device = activity, seconds, device
+        self.seconds = 0.0
         self._failed_starts = 0
         self._closed = False
         self._workers = [_Worker(nursery, threads) for _ in range(count)]
@@ -401,6 +413,19 @@ class _Crew:
 
         Left early, the workers that are at it are replaced.
         """
+        answers = self._answers(jobs, until)
+        with contextlib.closing(answers):
+            while True:
+                start = time.monotonic()
+                try:
+                    found = next(answers, None)
+                finally:
+                    self.seconds += time.monotonic() - start
+                if found is None:
+                    return
+                yield found
+
+    def _answers(self, jobs: Iterator[Job], until: float) -> Generator[tuple[int, Answer], None, None]:
         if self._closed:
             raise PoolError("the pool is closed")
         source = (_Duty(number, job) for number, job in enumerate(jobs))
@@ -415,7 +440,7 @@ class _Crew:
                     duty = None if over else again.popleft() if again else next(source, None)
                     if duty is None:
                         more = False
-                    elif not worker.begin(duty, self._seconds):
+                    elif not worker.begin(duty, self._limit):
                         self._replace(position, patience=1.0)
                         again.append(duty)
                 if not more and not any(worker.busy for worker in self._workers):
@@ -482,9 +507,9 @@ class _Crew:
             self._replace(position)
             if self._device is not None:
                 return Failed(
-                    f"remote device {self._device} has not answered for {self._seconds:g} s", fatal=True
+                    f"remote device {self._device} has not answered for {self._limit:g} s", fatal=True
                 )
-            return Failed(f"{self._activity} it took longer than {self._seconds:g} s")
+            return Failed(f"{self._activity} it took longer than {self._limit:g} s")
         return Failed(f"a worker did not load TVM in {START_SECONDS:g} s")
 
     def _started(self, position: int, answer: Answer | None) -> None:

@@ -1,0 +1,767 @@
+"""Kernel tuners against each other: `python bench/tuning.py [--operators WORDS] [--seeds N] [--json FILE] [--tables]`.
+
+Single operators of the sizes that networks have, with the sketches that TVM itself gives, the same for every tuner; the
+same pool builds and runs, the number of trials is the same, and each search starts with an empty store and knows
+nothing, but for `chameleon+transfer`, whose agent has tuned other operators before (how long that took is shown).
+
+A block is one operator with one seed: every tuner's search, in an order that rotates, and then all their kernels that
+matter measured again, in turns, in one process. Quality comes from that alone: the best of many noisy measurements
+looks better than it is. A kernel that comes out within `--margin` of what `evolutionary` (MetaSchedule's own search)
+ends with has its quality, and the time to quality of a search is when the first such kernel became its best, by its own
+measurements. A search that ends without one is censored: its time is only known to be longer than the whole search.
+
+Blocks are kept in `--json` one by one, the first seed of every operator before the second; the same command goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import math
+import os
+import platform
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass, replace
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Protocol
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import numpy as np
+import psutil
+
+from bench.operators import OPERATORS, operator
+from xrlflow.backends import load
+from xrlflow.backends.interleave import interleave
+from xrlflow.backends.placement import choose_cpus, pinned
+from xrlflow.backends.results import Comparison
+from xrlflow.backends.tvm import detect
+from xrlflow.backends.tvm.load import tvm
+from xrlflow.backends.tvm.lower import fuse, import_model
+from xrlflow.cost.machine import cpu_name
+from xrlflow.tuning.knobs import Candidate
+from xrlflow.tuning.pool import Pool, PoolOptions
+from xrlflow.tuning.session import MakeTuner, Outcomes, tune
+from xrlflow.tuning.store import Store
+from xrlflow.tuning.tasks import Task, extract_tasks, target_text
+from xrlflow.tuning.tuners.chameleon import Agent, ChameleonTuner
+from xrlflow.tuning.tuners.protocol import Method, Outcome, Tuner, make_tuner
+from xrlflow.tuning.worker import Build, build
+
+REFERENCE = Method.EVOLUTIONARY.value
+TRANSFER = "chameleon+transfer"
+TUNERS = ("chameleon", TRANSFER, "evolutionary", "annealing", "beam", "random")
+# What the agent of `chameleon+transfer` tunes before: the same kinds of operators, none of them of the same sizes.
+TRAINING = {
+    "MatMul 256x384x256": "(float[256,384] x, float[384,256] w) => (float[256,256] y) { y = MatMul(x, w) }",
+    "MatMul 8 x 64x96x96": "(float[8,64,96] x, float[8,96,96] z) => (float[8,64,96] y) { y = MatMul(x, z) }",
+    "Conv 3x3 128 at 28x28": "(float[1,128,28,28] x, float[128,128,3,3] w) => (float[1,128,28,28] y) {"
+    " y = Conv<pads=[1,1,1,1]>(x, w) }",
+    "Softmax 8x64x256": "(float[8,64,256] x) => (float[8,64,256] y) { y = Softmax(x) }",
+}
+# A kernel that its own search has measured to be slower than the reference's by this factor is not measured again.
+_HOPELESS = 1.25
+# Seconds that a search takes, where none has been recorded yet; and that measuring again takes beyond its limit.
+_GUESS, _BUILDING = 40.0, 5.0
+
+
+class Timed(Protocol):
+    """A measurer that knows for how many seconds it has been building and running."""
+
+    @property
+    def threads(self) -> int: ...
+
+    @property
+    def building(self) -> float: ...
+
+    @property
+    def running(self) -> float: ...
+
+    def outcomes(self, task: Task, candidates: Sequence[Candidate], *, until: float) -> Outcomes: ...
+
+
+Clock = Callable[[], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Improvement:
+    """A kernel, by its key, that became the best of a search after `trials` trials and `elapsed` seconds; `seconds` of
+    one call, as the search measured it."""
+
+    trials: int
+    elapsed: float
+    seconds: float
+    kernel: str
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """What one search came to. Seconds: `total` by the wall; of these the tuner took `setup` (sketches and knobs),
+    `proposing` and `learning`, the pool `building` and `running`; the rest is the session's."""
+
+    total: float
+    setup: float
+    proposing: float
+    learning: float
+    building: float
+    running: float
+    trials: int
+    failed: int
+    improvements: tuple[Improvement, ...]
+
+    @staticmethod
+    def of(found: Mapping[str, Any]) -> Search:
+        return Search(**{**found, "improvements": tuple(Improvement(**i) for i in found["improvements"])})
+
+
+@dataclass(frozen=True, slots=True)
+class Quality:
+    """Kernels measured in turns: milliseconds of the reference's last kernel, and how many times faster than it each
+    kernel is, by key, as [median, low, high]. `control`: it against itself; `copy`: against the same library, loaded
+    once more."""
+
+    reference_ms: float
+    speed: Mapping[str, Sequence[float]]
+    control: Sequence[float]
+    copy: Sequence[float]
+    disturbed: bool
+
+    def of(self, kernel: str) -> float:
+        """How many times faster than the reference's last kernel; 0 if it was not worth measuring again."""
+        return self.speed[kernel][0] if kernel in self.speed else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One operator and seed. `searches` by tuner, in the order in which they ran; `quality` is None if the reference
+    has found no kernel. `other`: how many processors others kept busy during the searches."""
+
+    operator: str
+    seed: int
+    flops: float
+    searches: Mapping[str, Search]
+    quality: Quality | None
+    other: float
+    disturbed: bool
+
+    @staticmethod
+    def of(found: Mapping[str, Any]) -> Block:
+        quality = found["quality"]
+        searches = {name: Search.of(search) for name, search in found["searches"].items()}
+        return Block(
+            **{**found, "searches": searches, "quality": None if quality is None else Quality(**quality)}
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Reached:
+    """When a search reached a quality; `censored`: it did not, and would have needed more than this."""
+
+    seconds: float
+    trials: int
+    censored: bool
+
+
+def reached(block: Block, tuner: str, margin: float) -> Reached | None:
+    """When a tuner's best became as good as what the reference ends with, less `margin`. None where the reference has
+    found nothing."""
+    search = block.searches[tuner]
+    if block.quality is None:
+        return None
+    for one in search.improvements:
+        if block.quality.of(one.kernel) >= 1 - margin:
+            return Reached(one.elapsed, one.trials, False)
+    return Reached(search.total, search.trials, True)
+
+
+def time_ratio(block: Block, tuner: str, margin: float) -> tuple[float, bool] | None:
+    """How many times sooner than the reference a tuner reached the reference's quality; whether it is censored: then
+    the ratio is no more than this."""
+    ours, theirs = reached(block, tuner, margin), reached(block, REFERENCE, margin)
+    return None if ours is None or theirs is None else (theirs.seconds / ours.seconds, ours.censored)
+
+
+def total_ratio(block: Block, tuner: str) -> float:
+    """How many times longer the reference's whole search took than a tuner's."""
+    return block.searches[REFERENCE].total / block.searches[tuner].total
+
+
+def quality_ratio(block: Block, tuner: str) -> float | None:
+    """How many times faster than the reference's last kernel the tuner's is; None where one of them has none."""
+    improvements = block.searches[tuner].improvements
+    if block.quality is None or not improvements:
+        return None
+    return block.quality.of(improvements[-1].kernel)
+
+
+def geometric_mean(values: Sequence[float]) -> float:
+    return math.exp(math.fsum(map(math.log, values)) / len(values))
+
+
+@dataclass(frozen=True, slots=True)
+class Aggregate:
+    """Over operators the geometric mean of the medians over seeds; `low` and `high`: of one seed, the least and the
+    greatest of the means over the operators that it has. Of `blocks` there were `censored`."""
+
+    value: float
+    low: float
+    high: float
+    blocks: int
+    censored: int = 0
+
+    def __str__(self) -> str:
+        bound = "up to " if self.censored else ""
+        return f"{bound}{self.value:.2f} [{self.low:.2f}, {self.high:.2f}]"
+
+
+def aggregate(
+    blocks: Sequence[Block], ratio: Callable[[Block], tuple[float, bool] | None]
+) -> Aggregate | None:
+    """Of the blocks that have this ratio (with whether it is censored); None if none has."""
+    found = [(block, known) for block in blocks if (known := ratio(block)) is not None]
+    if not found:
+        return None
+
+    def of(key: Callable[[Block], object], inner: Callable[[Sequence[float]], float]) -> list[float]:
+        keys = dict.fromkeys(key(block) for block, _ in found)
+        return [inner([value for block, (value, _) in found if key(block) == one]) for one in keys]
+
+    by_seed = of(lambda block: block.seed, geometric_mean)
+    return Aggregate(
+        value=geometric_mean(of(lambda block: block.operator, statistics.median)),
+        low=min(by_seed),
+        high=max(by_seed),
+        blocks=len(found),
+        censored=sum(censored for _, (_, censored) in found),
+    )
+
+
+class Watched:
+    """A tuner whose time is taken."""
+
+    def __init__(self, tuner: Tuner, clock: Clock) -> None:
+        self.name, self.tuner, self._clock = tuner.name, tuner, clock
+        self.proposing = self.learning = 0.0
+
+    def propose(self, count: int) -> Sequence[Candidate]:
+        start = self._clock()
+        found = self.tuner.propose(count)
+        self.proposing += self._clock() - start
+        return found
+
+    def update(self, measured: Sequence[tuple[Candidate, Outcome]]) -> None:
+        start = self._clock()
+        self.tuner.update(measured)
+        self.learning += self._clock() - start
+
+
+class Watch:
+    """A measurer that takes down what was measured when: what got better, and what failed."""
+
+    def __init__(self, measurer: Timed, clock: Clock) -> None:
+        self.threads = measurer.threads
+        self.improvements: list[Improvement] = []
+        self.kernels: dict[str, Candidate] = {}
+        self.trials = self.failed = 0
+        self._measurer, self._clock, self._start = measurer, clock, clock()
+
+    def outcomes(
+        self, task: Task, candidates: Sequence[Candidate], *, until: float
+    ) -> Generator[tuple[int, Outcome], None, None]:
+        with closing(self._measurer.outcomes(task, candidates, until=until)) as outcomes:
+            for position, outcome in outcomes:
+                self._note(candidates[position], outcome)
+                yield position, outcome
+
+    def _note(self, candidate: Candidate, outcome: Outcome) -> None:
+        self.trials += 1
+        self.failed += outcome.error is not None
+        best = self.improvements[-1].seconds if self.improvements else math.inf
+        if outcome.median < best:
+            elapsed = self._clock() - self._start
+            self.improvements.append(Improvement(self.trials, elapsed, outcome.median, candidate.key))
+            self.kernels[candidate.key] = candidate
+
+
+def search(
+    task: Task,
+    make: MakeTuner,
+    measurer: Timed,
+    *,
+    seed: int,
+    trials: int,
+    batch: int,
+    clock: Clock = time.monotonic,
+) -> tuple[Search, dict[str, Candidate], Tuner]:
+    """One search with a store of its own: how it went, its improvements' kernels, and the tuner as it is then."""
+    gc.collect()  # nobody pays for what another has left
+    made: list[Watched] = []
+    setup = 0.0
+
+    def watched(task: Task, seed: int) -> Tuner:
+        nonlocal setup
+        start = clock()
+        made.append(Watched(make(task, seed), clock))
+        setup = clock() - start
+        return made[0]
+
+    with tempfile.TemporaryDirectory() as folder, Store(Path(folder) / "tuning.sqlite") as store:
+        building, running, start = measurer.building, measurer.running, clock()
+        watch = Watch(measurer, clock)
+        tune([task], watched, trials=trials, batch=batch, seed=seed, store=store, pool=watch)
+        total = clock() - start
+    (tuner,) = made
+    found = Search(
+        total=total, setup=setup, proposing=tuner.proposing, learning=tuner.learning,
+        building=measurer.building - building, running=measurer.running - running,
+        trials=watch.trials, failed=watch.failed, improvements=tuple(watch.improvements),
+    )  # fmt: skip
+    return found, watch.kernels, tuner.tuner
+
+
+def contenders(searches: Mapping[str, Search]) -> list[str]:
+    """The kernels, by key, to be measured again, the reference's last first: what each search ends with, and on the
+    way there what may have been as good as the reference's last. Empty if the reference has none."""
+    if not searches[REFERENCE].improvements:
+        return []
+    last = searches[REFERENCE].improvements[-1]
+    found = {last.kernel: None}
+    for one in searches.values():
+        for improvement in one.improvements:
+            final = improvement is one.improvements[-1]
+            if final or improvement.seconds <= _HOPELESS * last.seconds:
+                found[improvement.kernel] = None
+    return list(found)
+
+
+def order(tuners: Sequence[str], seed: int, number: int) -> list[str]:
+    """The tuners in the order in which a block runs them: each has each place equally often over the seeds."""
+    first = (seed + number) % len(tuners)
+    return [*tuners[first:], *tuners[:first]]
+
+
+Makers = Mapping[str, MakeTuner]
+Compare = Callable[[Task, Sequence[Candidate]], Comparison]
+"""Kernels measured in turns: the second is the first once more."""
+
+
+def run_block(
+    name: str, task: Task, seed: int, number: int, makers: Makers, measurer: Timed, compare: Compare, *,
+    trials: int, batch: int, clock: Clock = time.monotonic, read_load: Callable[[], load.Reading] | None = None,
+) -> Block:  # fmt: skip
+    """All searches of an operator (the bench's `number`-th) with a seed, then their kernels against each other."""
+    read = read_load or whole_load
+    searches: dict[str, Search] = {}
+    kernels: dict[str, Candidate] = {}
+    before = read()
+    for tuner in order(list(makers), seed, number):
+        searches[tuner], found, _ = search(
+            task, makers[tuner], measurer, seed=seed, trials=trials, batch=batch, clock=clock
+        )
+        kernels |= found
+    cpus = psutil.cpu_count() or 1
+    others = load.judge(before, read(), cpus, cpus)
+    keys = contenders(searches)
+    return Block(
+        operator=name, seed=seed, flops=task.flops, searches=searches,
+        quality=quality(keys, compare(task, [kernels[key] for key in (keys[0], *keys)])) if keys else None,
+        other=others.other, disturbed=others.disturbed,
+    )  # fmt: skip
+
+
+def quality(keys: Sequence[str], comparison: Comparison) -> Quality:
+    """What a comparison of the first of these kernels with itself and all others says."""
+    control = comparison.control
+    copy, *others = ([s.median, s.low, s.high] for s in comparison.speedups)
+    return Quality(
+        reference_ms=comparison.latencies[0].median_ms,
+        speed={keys[0]: [1.0, 1.0, 1.0], **dict(zip(keys[1:], others, strict=True))},
+        control=[control.median, control.low, control.high] if control else [],
+        copy=copy,
+        disturbed=comparison.load.disturbed,
+    )
+
+
+def in_turns(threads: int, seconds: float) -> Compare:
+    """Kernels built, loaded and timed in this process, on operands of their own each."""
+
+    def compare(task: Task, kernels: Sequence[Candidate]) -> Comparison:
+        package = tvm()
+        package.get_global_func("runtime.config_threadpool")(1, threads)
+        target = package.ir.save_json(task.target)
+        with tempfile.TemporaryDirectory() as folder:
+            runs, paths = [], {}
+            for number, kernel in enumerate(kernels):
+                path = os.path.join(folder, f"{number}.so")
+                if kernel.key in paths:
+                    shutil.copy(paths[kernel.key][0], path)
+                    arguments = paths[kernel.key][1]
+                else:
+                    arguments = build(Build(package.ir.save_json(kernel.mod), target, path)).arguments
+                    paths[kernel.key] = path, arguments
+                runs.append(_call(path, arguments))
+            for run in runs:
+                run()
+            with pinned(choose_cpus(threads)):
+                return interleave(runs, threads=threads, time_limit=seconds, target_width=0.005)
+
+    return compare
+
+
+def _call(path: str, arguments: Iterable[tuple[str, tuple[int, ...]]]) -> Callable[[], object]:
+    package = tvm()
+    library = package.runtime.load_module(path)
+    generator = np.random.default_rng(0)
+    tensors = [
+        package.runtime.tensor(generator.uniform(0.1, 1.0, size=shape).astype(kind))
+        for kind, shape in arguments
+    ]
+    main = library["main"]
+    return lambda: main(*tensors)
+
+
+def whole_load() -> load.Reading:
+    """The counters of `load.read`, with the time of all processes below this one for this process's own."""
+    reading = load.read()
+    own = reading.own
+    for child in psutil.Process().children(recursive=True):
+        try:
+            times = child.cpu_times()
+        except psutil.NoSuchProcess:  # it has ended meanwhile; its parent has its time
+            continue
+        own += times.user + times.system + times.children_user + times.children_system
+    return replace(reading, own=own)
+
+
+def stock_task(name: str, text: str, threads: int) -> Task:
+    """The operator's own kernel, without the changes of layout beside it."""
+    machine = detect(cores=threads)
+    tasks = extract_tasks(fuse(import_model(operator(text)), machine), machine.target())
+    return replace(max(tasks, key=lambda task: task.flops), name=name, weight=1)
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """What the agent of `chameleon+transfer` had before: seconds and trials in all."""
+
+    seconds: float
+    trials: int
+    operators: tuple[str, ...]
+
+
+def train_agent(
+    tasks: Mapping[str, Task],
+    measurer: Timed,
+    path: Path,
+    *,
+    trials: int,
+    batch: int,
+    clock: Clock = time.monotonic,
+) -> Training:
+    """Tune these one after the other with one agent, and save it. Each surrogate starts anew."""
+    agent: Agent | None = None
+    start, spent = clock(), 0
+    for task in tasks.values():
+        found, _, tuner = search(
+            task, _with(agent), measurer, seed=0, trials=trials, batch=batch, clock=clock
+        )
+        assert isinstance(tuner, ChameleonTuner)
+        agent, spent = tuner.agent, spent + found.trials
+    if agent is not None:
+        agent.save(path)
+    return Training(clock() - start, spent, tuple(tasks))
+
+
+def _with(agent: Agent | None) -> MakeTuner:
+    return lambda task, seed: make_tuner(Method.CHAMELEON, task, seed, agent=agent)
+
+
+def maker(tuner: str, agent: Agent | None) -> MakeTuner:
+    if tuner == TRANSFER:
+        return _with(agent)
+    return lambda task, seed: make_tuner(Method(tuner), task, seed)
+
+
+# The file of a run.
+
+
+class Results:
+    """The blocks of a run, in a file that is whole whenever it is read."""
+
+    def __init__(self, path: Path | None, setting: Mapping[str, Any], foreign: bool = False) -> None:
+        """`foreign`: take the file's setting, whatever it is. Raises SystemExit for a file of another setting."""
+        self._path = path
+        self.setting = dict(setting)
+        self.training: Training | None = None
+        self.blocks: list[Block] = []
+        if path is None or not path.exists():
+            return
+        stored = json.loads(path.read_text())
+        differ = [k for k in setting if stored["setting"].get(k) != setting[k]]
+        if differ and not foreign:
+            raise SystemExit(f"{path} was measured with other {', '.join(differ)}: give another file")
+        self.setting = stored["setting"]
+        if stored["training"] is not None:
+            self.training = Training(
+                **{**stored["training"], "operators": tuple(stored["training"]["operators"])}
+            )
+        self.blocks = [Block.of(block) for block in stored["blocks"]]
+
+    def missing(self, operators: Iterable[str], seeds: int, tuners: Sequence[str]) -> list[tuple[str, int]]:
+        """The blocks (operator, seed) that are not there with all of these tuners, all of a seed before the next."""
+        there = {(b.operator, b.seed) for b in self.blocks if set(tuners) <= set(b.searches)}
+        names = list(operators)
+        return [(name, seed) for seed in range(seeds) for name in names if (name, seed) not in there]
+
+    def put(self, block: Block) -> None:
+        """Keep a block instead of what there was of it."""
+        self.blocks = [b for b in self.blocks if (b.operator, b.seed) != (block.operator, block.seed)] + [
+            block
+        ]
+        self.write()
+
+    def write(self) -> None:
+        if self._path is None:
+            return
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        content = {
+            "setting": self.setting,
+            "training": None if self.training is None else asdict(self.training),
+            "blocks": [asdict(block) for block in self.blocks],
+        }
+        part = self._path.with_name(f"{self._path.name}.part")
+        part.write_text(json.dumps(content, indent=1))
+        part.replace(self._path)
+
+    def seconds(self, tuners: Sequence[str]) -> float:
+        """What the searches of a block are expected to take, by those that are known."""
+        known = [b.searches[t].total for b in self.blocks for t in tuners if t in b.searches]
+        return len(tuners) * (statistics.fmean(known) if known else _GUESS)
+
+
+# Tables.
+
+
+def spread(values: Sequence[float], form: str = ".1f") -> str:
+    """Median, and in brackets the least and the greatest."""
+    shown = format(statistics.median(values), form)
+    return shown if len(values) == 1 else f"{shown} [{min(values):{form}}, {max(values):{form}}]"
+
+
+def operator_table(blocks: Sequence[Block], tuners: Sequence[str], margin: float) -> str:
+    """One operator's searches over the seeds, in Markdown."""
+    lines = [
+        "| tuner | search s | set up, propose, learn, build, run s | failed | GFLOP/s | s to quality "
+        "| trials to quality |",
+        "|---" * 7 + "|",
+    ]
+    for tuner in tuners:
+        mine = [b for b in blocks if tuner in b.searches]
+        if not mine:
+            continue
+        found = [b.searches[tuner] for b in mine]
+        parts = [
+            f"{statistics.median(getattr(s, part) for s in found):.1f}"
+            for part in ("setup", "proposing", "learning", "building", "running")
+        ]
+        rates = [
+            b.flops / (b.quality.reference_ms * 1e6) * q
+            for b in mine
+            if b.quality is not None and (q := quality_ratio(b, tuner)) is not None
+        ]
+        times = [r for b in mine if (r := reached(b, tuner, margin)) is not None]
+        lines.append(
+            f"| {tuner} | {spread([s.total for s in found])} | {', '.join(parts)} "
+            f"| {sum(s.failed for s in found)} of {sum(s.trials for s in found)} "
+            f"| {spread(rates) if rates else '-'} | {_shown([(r.seconds, r.censored) for r in times])} "
+            f"| {_shown([(float(r.trials), r.censored) for r in times], '.0f')} |"
+        )
+    return "\n".join(lines)
+
+
+def _shown(times: Sequence[tuple[float, bool]], form: str = ".1f") -> str:
+    """Times of which some are lower bounds: what is at a bound is marked with >."""
+    if not times:
+        return "-"
+    missed = sum(censored for _, censored in times)
+    ordered = sorted(times)
+    # Among those that did not come so far, nothing is known of the order: they count as the slowest.
+    ranked = sorted(times, key=lambda entry: (entry[1], entry[0]))
+    middle = ranked[len(ranked) // 2] if len(ranked) % 2 else ranked[len(ranked) // 2 - 1]
+    text = f"{'>' if middle[1] else ''}{middle[0]:{form}}"
+    if len(times) > 1:
+        text += f" [{ordered[0][0]:{form}}, {'>' if missed else ''}{ordered[-1][0]:{form}}]"
+    return text + (f", {missed} of {len(times)} never" if missed else "")
+
+
+def summary_table(blocks: Sequence[Block], tuners: Sequence[str], margin: float) -> str:
+    """The geometric means over operators, in Markdown."""
+    lines = [
+        f"| tuner | {REFERENCE}'s time to its quality over the tuner's | reached it | {REFERENCE}'s search time over "
+        "the tuner's | kernel at equal trials |",
+        "|---" * 5 + "|",
+    ]
+    for tuner in tuners:
+        mine = [b for b in blocks if tuner in b.searches and REFERENCE in b.searches]
+        times = aggregate(mine, lambda b, t=tuner: time_ratio(b, t, margin))
+        totals = aggregate(mine, lambda b, t=tuner: (total_ratio(b, t), False))
+        kernels = aggregate(mine, lambda b, t=tuner: None if not (q := quality_ratio(b, t)) else (q, False))
+        count = f"{times.blocks - times.censored} of {times.blocks}" if times else "-"
+        lines.append(f"| {tuner} | {times or '-'} | {count} | {totals or '-'} | {kernels or '-'} |")
+    return "\n".join(lines)
+
+
+def tables(results: Results, tuners: Sequence[str], margin: float) -> str:
+    """Everything that a file has to say."""
+    setting, blocks = results.setting, results.blocks
+    disturbed = [b for b in blocks if b.disturbed or (b.quality is not None and b.quality.disturbed)]
+    controls = [
+        abs(math.log(ratio))
+        for b in blocks
+        if b.quality
+        for ratio in (b.quality.control[0], b.quality.copy[0])
+    ]
+    text = [
+        ", ".join(f"{key} {value}" for key, value in setting.items()),
+        f"{len(blocks)} blocks; {len(disturbed)} beside other load (a star); medians over seeds with the least and the "
+        f"greatest in brackets. Kernels are compared in turns in one process; the reference's against itself is off by "
+        f"up to {100 * (math.exp(max(controls)) - 1):.1f}% at most." if controls else f"{len(blocks)} blocks",
+    ]  # fmt: skip
+    if results.training is not None:
+        done = results.training
+        text.append(
+            f"The agent of {TRANSFER} had {done.trials} trials of {', '.join(done.operators)}: {done.seconds:.0f} s."
+        )
+    for name in dict.fromkeys(b.operator for b in blocks):
+        mine = sorted((b for b in blocks if b.operator == name), key=lambda b: b.seed)
+        star = " *" if any(b in disturbed for b in mine) else ""
+        text += ["", f"{name}{star}, {len(mine)} seeds:", "", operator_table(mine, tuners, margin)]
+    if blocks:
+        text += [
+            "",
+            f"Geometric means over operators of the medians over seeds; in brackets the least and the greatest of one "
+            f"seed. Who never comes within {100 * margin:g}% of {REFERENCE}'s kernel counts with the time of the whole "
+            'search ("up to").',
+            "",
+            summary_table(blocks, tuners, margin),
+        ]  # fmt: skip
+    return "\n".join(text)
+
+
+def setting_of(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What results depend on; a file holds those of one setting."""
+    return {
+        "machine": cpu_name(), "system": platform.system(), "tvm": str(tvm().__version__),
+        "xgboost": version("xgboost-cpu"), "torch": version("torch"),
+        "target": target_text(detect(cores=arguments.threads).target()),
+        "cores": os.cpu_count(), "threads": arguments.threads, "trials": arguments.trials, "batch": arguments.batch,
+    }  # fmt: skip
+
+
+def chosen(words: str) -> list[str]:
+    """The operators whose names contain one of these words. Raises SystemExit for a word that none has."""
+    for word in words.split(","):
+        if not any(word in name for name in OPERATORS):
+            raise SystemExit(f"no operator is called {word!r}: there are {', '.join(OPERATORS)}")
+    return [name for name in OPERATORS if any(word in name for word in words.split(","))]
+
+
+def measure(arguments: argparse.Namespace, results: Results) -> None:
+    """Take the blocks that are missing, until the time limit."""
+    import torch  # noqa: F401  (nobody's search pays for loading it)
+    import xgboost  # noqa: F401
+
+    began = time.monotonic()
+    missing = results.missing(arguments.operators, arguments.seeds, arguments.tuners)
+    rest = arguments.seconds + _BUILDING
+
+    def expected() -> float:
+        return len(missing) * (results.seconds(arguments.tuners) + rest)
+
+    print(f"{len(missing)} blocks to take, about {expected() / 60:.0f} minutes", file=sys.stderr, flush=True)
+    if not missing:
+        return
+    with Pool(PoolOptions(threads=arguments.threads)) as pool:
+        pool.settle()
+        makers = {tuner: maker(tuner, None) for tuner in arguments.tuners}
+        if TRANSFER in makers:
+            makers[TRANSFER] = maker(TRANSFER, agent_of(arguments, results, pool))
+        while missing:
+            name, seed = missing.pop(0)
+            task = stock_task(name, OPERATORS[name], arguments.threads)
+            block = run_block(
+                name, task, seed, list(OPERATORS).index(name), makers, pool,
+                in_turns(arguments.threads, arguments.seconds), trials=arguments.trials, batch=arguments.batch,
+            )  # fmt: skip
+            results.put(block)
+            took = time.monotonic() - began
+            print(
+                f"{name}, seed {seed}{' *' if block.disturbed else ''}: "
+                + ", ".join(f"{t} {s.total:.0f} s" for t, s in block.searches.items())
+                + f"; {took / 60:.1f} minutes so far, {len(missing)} blocks and {expected() / 60:.0f} minutes to go",
+                file=sys.stderr,
+                flush=True,
+            )
+            if took > arguments.time_limit:
+                print("the time limit is reached; the same command goes on", file=sys.stderr)
+                return
+
+
+def agent_of(arguments: argparse.Namespace, results: Results, pool: Pool) -> Agent:
+    """The agent that has tuned the operators of TRAINING: the one beside the file, or a new one."""
+    with tempfile.TemporaryDirectory() as folder:
+        beside = arguments.json.with_suffix(".agent") if arguments.json else Path(folder) / "agent"
+        if results.training is None or not beside.exists():
+            beside.parent.mkdir(parents=True, exist_ok=True)
+            tasks = {name: stock_task(name, text, arguments.threads) for name, text in TRAINING.items()}
+            results.training = train_agent(
+                tasks, pool, beside, trials=arguments.training_trials, batch=arguments.batch
+            )
+            results.write()
+        return Agent.load(beside)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--operators", type=chosen, default=list(OPERATORS), help="words of their names, with commas"
+    )
+    parser.add_argument("--tuners", type=lambda text: text.split(","), default=list(TUNERS))
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--trials", type=int, default=64, help="of each search")
+    parser.add_argument("--batch", type=int, default=16, help="trials between which a tuner learns")
+    parser.add_argument("--threads", type=int, default=2, help="that kernels run with")
+    parser.add_argument(
+        "--training-trials", type=int, default=64, help=f"for each operator that {TRANSFER} learns on"
+    )
+    parser.add_argument("--seconds", type=float, default=8.0, help="for measuring a block's kernels in turns")
+    parser.add_argument("--margin", type=float, default=0.01, help="what is within it is of one quality")
+    parser.add_argument(
+        "--time-limit", type=float, default=math.inf, help="seconds; the block at work is finished"
+    )
+    parser.add_argument("--json", type=Path, help="blocks are kept here, and resumed")
+    parser.add_argument("--tables", action="store_true", help="measure nothing: only what the file has")
+    arguments = parser.parse_args()
+    if REFERENCE not in arguments.tuners or not set(arguments.tuners) <= set(TUNERS):
+        parser.error(
+            f"the tuners are {', '.join(TUNERS)}, and {REFERENCE} is one that others are compared with"
+        )
+    results = Results(arguments.json, setting_of(arguments), foreign=arguments.tables)
+    if not arguments.tables:
+        measure(arguments, results)
+    print(f"{date.today().isoformat()}: {tables(results, arguments.tuners, arguments.margin)}")
+
+
+if __name__ == "__main__":
+    main()
