@@ -81,6 +81,9 @@ class Timed(Protocol):
     def threads(self) -> int: ...
 
     @property
+    def device(self) -> str | None: ...
+
+    @property
     def building(self) -> float: ...
 
     @property
@@ -268,7 +271,7 @@ class Watch:
     """A measurer that takes down what was measured when: what got better, and what failed."""
 
     def __init__(self, measurer: Timed, clock: Clock) -> None:
-        self.threads = measurer.threads
+        self.threads, self.device = measurer.threads, measurer.device
         self.improvements: list[Improvement] = []
         self.kernels: dict[str, Candidate] = {}
         self.trials = self.failed = 0

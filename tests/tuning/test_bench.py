@@ -139,6 +139,7 @@ class Measurer:
     """A second to build each, two to run; every seventh fails. Of two kernels the one with the lesser key is faster."""
 
     threads = 2
+    device: str | None = None
 
     def __init__(self, clock: Clock) -> None:
         self.building = self.running = 0.0
