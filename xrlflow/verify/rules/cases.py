@@ -138,6 +138,15 @@ def bindings(problem: Problem, rng: np.random.Generator) -> dict[str, int]:
     return {name: int(rng.choice(5, p=[0.1, 0.25, 0.3, 0.2, 0.15])) for name in symbols(problem)}
 
 
+def tried_bindings(problem: Problem, rng: np.random.Generator) -> Iterator[dict[str, int]]:
+    """Numbers to try one after the other, until the left side has a value: as drawn, all alike, and as drawn again."""
+    yield bindings(problem, rng)
+    names = symbols(problem)
+    if names:
+        yield from (dict.fromkeys(names, number) for number in (2, 1, 0))
+    yield from (bindings(problem, rng) for _ in range(3))
+
+
 def _shape(type: TensorType, numbers: Mapping[str, int]) -> tuple[int, ...]:
     return tuple(d if isinstance(d, int) else numbers.get(d or "", 2) for d in type.shape or ())
 
@@ -186,8 +195,8 @@ def both_sides(case: Case, feeds: Feeds, field: Field) -> tuple[list[Array], lis
 
 def usable(problem: Problem, rng: np.random.Generator) -> bool:
     """Whether the graph computes anything: ONNX's inference lets through what no operator takes."""
-    for _ in range(4):
-        feeds = draw_feeds(problem, bindings(problem, rng), rng, _floats(rng, "positive", 1.0))
+    for numbers in tried_bindings(problem, rng):
+        feeds = draw_feeds(problem, numbers, rng, _floats(rng, "positive", 1.0))
         try:
             evaluate_graph(problem.graph, feeds, REALS)
         except NotEvaluable:
@@ -223,10 +232,10 @@ def check_field(case: Case, rng: np.random.Generator, wanted: float = WANTED) ->
     None if an operator means nothing over a field, or if the left side has no value. Raises Wrong.
     """
     degrees = Degrees()
-    numbers = bindings(case.problem, rng)
-    counted = _degrees(case, numbers, rng, degrees)
-    if counted is None:
+    found = _degrees(case, rng, degrees)
+    if found is None:
         return None
+    numbers, left_degrees, right_degrees = found
     trials, bound, failures = 0, 1.0, 0
     while trials < _MOST_TRIALS and bound >= wanted:
         field = PrimeField(PRIMES[(trials + failures) % 2], int(rng.integers(1 << 62)))
@@ -245,22 +254,25 @@ def check_field(case: Case, rng: np.random.Generator, wanted: float = WANTED) ->
             if not np.array_equal(a, b):
                 place = tuple(int(k) for k in np.argwhere(np.asarray(a != b))[0])
                 raise Wrong(f"modulo {field.prime} output {i} differs at {list(place)}")
-        bound *= chance(*counted, degrees, field.prime)
+        bound *= chance(left_degrees, right_degrees, degrees, field.prime)
         trials += 1
     return FieldResult(trials, bound)
 
 
 def _degrees(
-    case: Case, numbers: Mapping[str, int], rng: np.random.Generator, degrees: Degrees
-) -> tuple[list[Array], list[Array]] | None:
-    """Both sides as rational functions; None if that means nothing, or the left side has no value."""
-    for _ in range(4):  # integers and booleans, which are drawn, may decide whether it has one
+    case: Case, rng: np.random.Generator, degrees: Degrees
+) -> tuple[dict[str, int], list[Array], list[Array]] | None:
+    """Numbers for the dimensions, and both sides as rational functions; None if the left side has no value."""
+    for numbers in tried_bindings(
+        case.problem, rng
+    ):  # integers and booleans may decide, too, whether it has one
         try:
-            return both_sides(case, draw_feeds(case.problem, numbers, rng, degrees.variable), degrees)
+            left, right = both_sides(case, draw_feeds(case.problem, numbers, rng, degrees.variable), degrees)
         except NotEvaluable:
             return None
         except Unusable:
             continue
+        return numbers, left, right
     return None
 
 
@@ -285,26 +297,39 @@ def check_floats(case: Case, rng: np.random.Generator, rule: AnyRule) -> int:
     numeric = rule.proof == "numeric"
     tolerance = _ROUNDED if numeric else _REORDERED
     for kind, size in magnitudes(numeric):
-        feeds = draw_feeds(case.problem, bindings(case.problem, rng), rng, _floats(rng, kind, size))
-        try:
-            left, right = both_sides(case, feeds, REALS)
-        except Unusable:
+        found = _evaluated(case, rng, _floats(rng, kind, size))
+        if found is None:
             continue
-        _compare_case(case, left, right, tolerance, rule)
+        _compare_case(case, *found[1:], tolerance, rule)
         done += 1
     for special in (np.nan, np.inf, -np.inf, -0.0):
-        feeds = draw_feeds(case.problem, bindings(case.problem, rng), rng, _floats(rng, "normal", 1.0))
-        _plant(case, feeds, rng, special)
-        try:
-            left, right = both_sides(case, feeds, REALS)
-        except Unusable:
+        found = _evaluated(case, rng, _floats(rng, "normal", 1.0), special)
+        if found is None:
             continue
         try:
-            _compare_case(case, left, right, tolerance, rule)
+            _compare_case(case, *found[1:], tolerance, rule)
         except Wrong as error:
             raise Wrong(f"{error} (an input holds {special})") from error
         done += 1
     return done
+
+
+def _evaluated(
+    case: Case,
+    rng: np.random.Generator,
+    floats: Callable[[tuple[int, ...]], Array],
+    special: float | None = None,
+) -> tuple[Feeds, list[Array], list[Array]] | None:
+    """Inputs, each with a `special` number in it if there is one, and both sides; None if the left has no value."""
+    for numbers in tried_bindings(case.problem, rng):
+        feeds = draw_feeds(case.problem, numbers, rng, floats)
+        if special is not None:
+            _plant(case, feeds, rng, special)
+        try:
+            return feeds, *both_sides(case, feeds, REALS)
+        except Unusable:
+            continue
+    return None
 
 
 def _floats(rng: np.random.Generator, kind: str, size: float) -> Callable[[tuple[int, ...]], Array]:
@@ -385,13 +410,15 @@ def check_runtime(case: Case, rng: np.random.Generator) -> RuntimeResult | None:
     None if the runtime does not take the left side, or where a tensor is empty: several of its kernels refuse those,
     and some (ConvTranspose) crash. Raises Wrong.
     """
-    feeds = draw_feeds(case.problem, bindings(case.problem, rng), rng, _floats(rng, "positive", 1.0))
+    try:
+        found = _evaluated(case, rng, _floats(rng, "positive", 1.0))
+    except NotEvaluable:
+        return None
+    if found is None:
+        return None
+    feeds, exact, _ = found
     graph = case.before
     floats = {v for v in feeds if graph.type(v).dtype in FLOATS}
-    try:
-        exact, _ = both_sides(case, feeds, REALS)
-    except (Unusable, NotEvaluable):
-        return None
     if (
         _has_empty(case.before)
         or _has_empty(case.after)
