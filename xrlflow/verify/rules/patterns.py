@@ -101,8 +101,8 @@ def _undescribed(spec: VarSpec | None) -> bool:
 class _Sample:
     """One draw of a pattern. With a `wish` it shows this kind of something, if that is in its power.
 
-    If a size is wished for, the draw number `turn` gives it to one dimension more, each in its turn: sizes may depend
-    on each other.
+    Sizes may depend on each other: if one is wished for, the draw number `turn` gives it to one dimension more, each
+    in its turn, and in every second turn all others are alike.
     """
 
     def __init__(self, rule: Rule, pattern: Pattern, draw: Draw, wish: Kind | None, turn: int) -> None:
@@ -110,7 +110,8 @@ class _Sample:
         self.pattern = pattern
         self.draw = draw
         self.wish = wish or Kind("", "")
-        self.alike = self._dimension_alike(turn)
+        self.alike = self._dimension_alike(turn // 2)
+        self.even = draw.integer(1, 3) if dimension_of(self.wish) is not None and turn % 2 == 0 else 0
         self.specs = draw.choice(self._alternatives())
         self.dims: dict[int | str, int] = {}
         # What open dimensions, and variables without dimensions, broadcast to.
@@ -213,7 +214,8 @@ class _Sample:
                 sizes.append(dim)
             else:
                 if dim not in self.dims:
-                    self.dims[dim] = self.draw.dim() if dim[:1] != "k" else self.draw.integer(1, 3)
+                    drawn = self.draw.dim() if dim[:1] != "k" else self.draw.integer(1, 3)
+                    self.dims[dim] = self.even or drawn
                 sizes.append(self.dims[dim])
         return (*self._variant(), *sizes) if spec.open else tuple(sizes)
 

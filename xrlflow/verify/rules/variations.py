@@ -66,11 +66,12 @@ def neighbours(sketch: Sketch) -> Iterator[Sketch]:
     sketch = replace(sketch, drawn=frozenset(), dims={})
     for at, const in enumerate(sketch.consts):
         if const.dtype == DType.INT64 and const.array.size <= _MOST_NUMBERS:
-            for place in range(const.array.size):
-                for step in (-1, 1):
-                    array = const.array.copy()
-                    array.reshape(-1)[place] += step
-                    yield with_const(sketch, at, array=array)
+            for place, number in enumerate(const.array.ravel().tolist()):
+                for other in (number - 1, number + 1):
+                    if abs(other) < 2**63:
+                        array = const.array.copy()
+                        array.reshape(-1)[place] = other
+                        yield with_const(sketch, at, array=array)
     for at, type in enumerate(sketch.inputs):
         if type.shape is None or at in sketch.hidden:
             continue
