@@ -14,14 +14,19 @@ _LEAST_REJECTED = 0.7
 
 # Rules with which a demand was not met, or a mutant survived, by the luck of a seed; and two seeds for each.
 _ONCE_UNLUCKY = {
+    "AssociateMatMulsRight": (1, 3),
+    "AssociateSharedMatMuls": (2, 4),
     "FoldAffineIntoReaders": (1, 3),
     "FoldBatchNormIntoConvTranspose": (2, 4),
+    "FoldBatchNormIntoMatMul": (1, 4),
     "FuseAttention": (2, 4),
     "FuseMomentsLayerNormalization": (1, 2),
     "FuseTransposeIntoRightOfMatMul": (2, 3),
     "FuseTransposedScale": (2, 4),
     "MergeStackOfPieces": (2, 4),
+    "PullProductOutOfConcatOfColumns": (3, 4),
     "PushKeyWeightsIntoQueries": (1, 3),
+    "PushMonotoneThroughMax": (1, 4),
     "PushReshapeThroughMatMul": (2, 4),
     "PushReshapeUp": (1, 3),
     "PushReshapesDown": (1, 2),
@@ -29,8 +34,10 @@ _ONCE_UNLUCKY = {
     "PushSliceThroughBroadcast": (2, 3),
     "PushSliceThroughNormalization": (1, 3),
     "PushSliceThroughWindows": (1, 2),
+    "PushWeightsOutOfAttention": (3, 4),
     "ReplaceAttentionByMultiHead": (1, 4),
     "SplitDilatedConvIntoPhases": (1, 3),
+    "SplitGemm": (2, 3),
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -10,10 +11,17 @@ import pytest
 from xrlflow.ir import DType, Graph
 from xrlflow.onnxio import load
 from xrlflow.rewrite import Op, Rule, Val
-from xrlflow.verify.rules.cases import tried_bindings, usable
+from xrlflow.verify.rules.cases import (
+    RuntimeResult,
+    Wrong,
+    check_floats,
+    find_cases,
+    tried_bindings,
+    usable,
+)
 from xrlflow.verify.rules.draw import Draw
 from xrlflow.verify.rules.kinds import Kind, shown
-from xrlflow.verify.rules.proof import Source, different, in_turn, parse
+from xrlflow.verify.rules.proof import Source, different, in_turn, library_of, parse
 from xrlflow.verify.rules.sketch import Problem, build, sketch_of
 from xrlflow.verify.rules.variations import neighbours
 
@@ -31,6 +39,25 @@ class Associate(Rule):
         return op.MatMul(x, op.Mul(y, c))
 
 
+class NegateTwice(Rule):
+    """-x -> x - (x + x), which is NaN for an infinite x."""
+
+    dtypes = frozenset({DType.FLOAT})
+    shapes = "x[n]"
+
+    def source(self, op: Op, x: Any) -> Any:
+        return op.Neg(x)
+
+    def target(self, op: Op, x: Val) -> Any:
+        return op.Sub(x, op.Add(x, x))
+
+
+class SpreadingNegateTwice(NegateTwice):
+    """The same, of a rule that says so."""
+
+    spreads = True
+
+
 def read(graph: str) -> Graph:
     return load(parse(graph)).graph
 
@@ -45,9 +72,12 @@ def test_sizes_that_depend_on_each_other_are_drawn_together(dimension: str, seed
     assert any(p.sketch.dims["k"] == p.sketch.dims["p"] == 0 for p in found)
 
 
-def test_neighbours_differ_in_one_number() -> None:
-    sketch = sketch_of(read("agraph (float[N,3] x) => (y) <int64[2] s = {-1, 1}> { y = Reshape(x, s) }"))
-    found = list(neighbours(sketch))
+def test_neighbours_differ_in_one_thing() -> None:
+    sketch = sketch_of(
+        read("agraph (float[N,3] x) => (y) <int64[2] s = {-1, 1}> { a = Reshape(x, s) y = Softmax(a) }")
+    )
+    other, *found = neighbours(sketch)
+    assert [n.op for n in other.nodes] == ["Reshape", "LogSoftmax"]
     told = [n.inputs[0].shape for n in found if n.inputs != sketch.inputs]
     assert told == [
         None,
@@ -83,6 +113,22 @@ def test_a_zero_that_copies_nothing_is_a_number() -> None:
     for rows, copies in ((0, False), (2, True)):
         graph = read(f"agraph (float[{rows},3] x) => (y) <int64[2] s = {{0, 3}}> {{ y = Reshape(x, s) }}")
         assert (Kind("Reshape input 1", "with a 0") in shown(graph, {"Reshape input 1"})) == copies
+
+
+def test_errors_of_several_runs_are_compared_at_their_greatest() -> None:
+    """One number may be right by luck on the left side."""
+    lucky, usual = RuntimeResult(((0.5, 8.0),)), RuntimeResult(((6.0, 7.0),))
+    assert lucky.bits == 3.0
+    assert lucky.joined(usual).errors == ((6.0, 8.0),)
+
+
+def test_what_a_reader_hides_may_spread() -> None:
+    """exp(-inf) is 0, and the exponential of what the rule makes of it NaN: no other number, whatever is read."""
+    graph = read("agraph (float[3] x) => (y) { a = Abs(x) b = Neg(a) y = Exp(b) }")
+    for rule, wrong in ((NegateTwice(), True), (SpreadingNegateTwice(), False)):
+        (case,), _ = find_cases(library_of(rule), Problem(graph, {}, sketch_of(graph)))
+        with pytest.raises(Wrong, match="nan instead of 0") if wrong else nullcontext():
+            assert check_floats(case, np.random.default_rng(0), rule) == 6
 
 
 def test_in_turn() -> None:

@@ -59,11 +59,15 @@ def vary(sketch: Sketch, draw: Draw) -> Sketch:
 
 
 def neighbours(sketch: Sketch) -> Iterator[Sketch]:
-    """All sketches of the same structure that differ in one number, of an input's shape or of a constant of integers.
+    """All sketches that differ in one operator, or in one number of an input's shape or of a constant of integers.
 
     A dimension gets another size or a name, or is not known (what it really is stays), and a rank is not known.
     """
     sketch = replace(sketch, drawn=frozenset(), dims={})
+    for at, node in enumerate(sketch.nodes):
+        for op in _LIKE.get(node.op, ()):
+            if op != node.op:
+                yield with_node(sketch, at, op=op)
     for at, const in enumerate(sketch.consts):
         if const.dtype == DType.INT64 and const.array.size <= _MOST_NUMBERS:
             for place, number in enumerate(const.array.ravel().tolist()):
