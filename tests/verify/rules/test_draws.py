@@ -65,11 +65,12 @@ def read(graph: str) -> Graph:
 @pytest.mark.parametrize("dimension", ["k", "p"])
 @pytest.mark.parametrize("seed", range(8))
 def test_sizes_that_depend_on_each_other_are_drawn_together(dimension: str, seed: int) -> None:
-    """One draw for each other dimension, or none, with all others alike."""
+    """One draw for each other dimension, and for none, with all others alike."""
     source = Source.of(Associate(), Draw(seed))
     wish = Kind(f"dimension {dimension}", "0")
     found = [p for turn in range(0, 16, 4) if (p := source.problem(wish, turn=turn)) is not None]
     assert any(p.sketch.dims["k"] == p.sketch.dims["p"] == 0 for p in found)
+    assert all(len({*p.sketch.dims.values()} - {0}) <= 1 for p in found)
 
 
 def test_neighbours_differ_in_one_thing() -> None:
