@@ -33,6 +33,7 @@ _ONCE_UNLUCKY = {
     "PushReshapeUp": (1, 3),
     "PushReshapesDown": (1, 2),
     "PushReshapesUp": (1, 4),
+    "PushSliceIntoAttention": (2, 4),
     "PushSliceThroughBroadcast": (2, 3),
     "PushSliceThroughNormalization": (1, 3),
     "PushSliceThroughWindows": (1, 2),

@@ -171,15 +171,15 @@ class Hunt:
             tried.cases.append(case)
             if rejected:
                 return True
-            if thorough:
-                tried.alike.add(_likeness(builder, case, self.rng))
+            if thorough and (alike := _likeness(builder, case, self.rng)) is not None:
+                tried.alike.add(alike)
         return False
 
     def _explained(self, mutant: str, tried: _Tried) -> Survivor:
         why = self.rule.survivors.get(mutant, "")
         if not why and tried.alike == {_SAME}:
             why = _SAME
-        elif not why and tried.alike <= {_SAME, _BROADCASTS}:
+        elif not why and tried.alike and tried.alike <= {_SAME, _BROADCASTS}:
             why = _BROADCASTS
         return Survivor(mutant, tried.effective, why)
 
@@ -238,8 +238,11 @@ class _Tried:
     alike: set[str] = field(default_factory=set)
 
 
-def _likeness(builder: MutatingBuilder, case: Case, rng: np.random.Generator) -> str:
-    """How a wrong operator by itself compares with the right one, on random inputs of the same types."""
+def _likeness(builder: MutatingBuilder, case: Case, rng: np.random.Generator) -> str | None:
+    """How a wrong operator by itself compares with the right one, on random inputs of the same types.
+
+    Empty if it differs; None if the right one takes none of the inputs that were drawn, which says nothing.
+    """
     if builder.right is None or builder.wrong is None:
         return ""
     verdict, drawn = _SAME, 0
@@ -266,7 +269,7 @@ def _likeness(builder: MutatingBuilder, case: Case, rng: np.random.Generator) ->
         drawn += 1
         if drawn == _DRAWS:
             break
-    return verdict if drawn else ""
+    return verdict if drawn else None
 
 
 def _alone(

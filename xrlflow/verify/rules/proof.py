@@ -205,7 +205,8 @@ class _Proof:
         for i in range(_MISSES if kinds and problems else 0):
             turn, number = divmod(i, len(kinds))
             base = self.draw.choice(problems)
-            own = turn % 2 == 0 and base.sketch.varied and not base.sketch.hidden
+            # (What is read from a file has no types of arguments: it is among the examples, too.)
+            own = turn % 2 == 0 and bool(base.arguments) and base.sketch.varied and not base.sketch.hidden
             try:
                 problem = self.source.problem(
                     kinds[number], [(base.sketch, base)] if own else self.bases, 1 if own else turn // 2
