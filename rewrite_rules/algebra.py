@@ -486,6 +486,8 @@ class PullProductOutOfConcatOfColumns(RegionRule):
         "{ p = Conv(x, v, b) q = Conv(x, w) y = Concat<axis=1>(p, q) }",
         "agraph (float[2,3] x, float[3,4] v, float[3,5] w, float[1] b, float[1] c) => (float[2,9] y) "
         "{ p = Gemm(x, v, b) q = Gemm(x, w, c) y = Concat<axis=1>(p, q) }",
+        "agraph (float[1,2,4] x, float[2,1,3] v, float[4,1,3] w) => (float[1,6,2] y) "
+        "{ p = Conv<group=2>(x, v) q = Conv<group=2>(x, w) y = Concat<axis=1>(p, q) }",
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:

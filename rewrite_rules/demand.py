@@ -1429,8 +1429,10 @@ class PushWeightsOutOfAttention(RegionRule):
 
     proof = "numeric"
     relies_on = "a softmax is that of its input and any number; the scale of Attention, rounded to float32"
-    # Attention gives zeros for a row that is masked by -inf altogether.
+    # Attention gives zeros for a row that is masked by -inf altogether. Where a number of x is infinite, it depends on
+    # the order of the sums whether a score is NaN or -inf, which the softmax masks.
     spreads = True
+    mends = True
     dtypes = FLOATS
     anchors = ("Attention",)
     reads_from = ("Transpose",)

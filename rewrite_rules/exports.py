@@ -255,7 +255,14 @@ class MergeFlattenedTranspose(RegionRule):
     anchors = ("Reshape",)
     reads_from = ("Transpose",)
     examples = tuple(map(_flattened, ("N,3", "N,5", "N,2,3", "2,3", "5", "3,1", "N", "2,3,4")))
-    near_misses = tuple(map(_flattened, ("2,N", "N,K")))
+    near_misses = (
+        *map(_flattened, ("2,N", "N,K")),
+        # Where M and N are 0, the second Reshape copies the 100.
+        "agraph (float[N,M,4] x) => (float[A,B,C] y) <int64[1] h = {100}, int64[1] z = {0}, int64[1] k = {-2}, "
+        "int64[1] l = {-1}, int64[1] e = {9}> { s = Shape(x) m = Slice(s, k, l) n = Slice(s, l, e) "
+        "t = Concat<axis=0>(h, m, n) a = Reshape(x, t) b = Transpose<perm=[0,2,1]>(a) i = Slice(s, z, k) "
+        "u = Concat<axis=0>(i, n, m) y = Reshape(b, u) }",
+    )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
         transpose = reader.producer(node.inputs[0])
@@ -283,6 +290,8 @@ class MergeFlattenedTranspose(RegionRule):
         moved = (*range(leading), *(p - 1 + leading for p in perm[1:]))
         after = [before[p] for p in moved]
         require(tuple(after) == second, "the dimensions are not those of x")
+        sure = all(isinstance(d, int) and d > 0 for d in before[leading:])
+        require(sure or own[0] == -1 or [own[0]] == [*before[:leading]], "another number may lead")
         # A 0 copies the dimension in its place. (The first is put together of all that lead, and is 0 if one is.)
         turned = [own[p] for p in perm]
         meant = ((isinstance(d, int) and d > 0) or d == t for d, t in zip(second[1:], turned[1:]))

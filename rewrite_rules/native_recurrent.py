@@ -215,12 +215,11 @@ class _Unrolled(RegionRule):
         shape = shapes.pop()
         require(not shapes and shape is not None and len(shape) == 2, "the inputs differ in shape")
         assert shape is not None
+        states = [first, *steps[0].states[1:]] if self.states == 2 else [first]
         require(
-            shape[0] is not None and reader.type(first).shape == (shape[0], size),
+            shape[0] is not None and all(reader.type(s).shape == (shape[0], size) for s in states),
             "the states differ in shape",
         )
-        states = [first, *steps[0].states[1:]] if self.states == 2 else [first]
-        require(all(reader.type(s).shape == (shape[0], size) for s in states), "the states differ in shape")
         outside = self.outside(reader, steps)
         wanted = tuple(i for i, h in enumerate(hiddens) if i == len(steps) - 1 or h in outside)
         cell = self.states == 2 and (steps[-1].values[1] in outside or reader.is_output(steps[-1].values[1]))

@@ -160,7 +160,7 @@ class PushReshapesDown(RegionRule):
         if first is None:
             return None
         before, after = reader.type(first.inputs[0]).shape, first.types[0].shape
-        require(before is not None and after is not None, "a rank is not known")
+        worthwhile(before is not None and after is not None, "a rank is not known")
         before, after = before or (), after or ()
         inputs: list[Value] = []
         nodes = [node]
@@ -205,7 +205,7 @@ class PushReshapesUp(RegionRule):
         if inner is None or inner.const or inner.op not in _BROADCAST:
             return None
         before, after = inner.types[0].shape, node.types[0].shape
-        require(before is not None and after is not None, "a rank is not known")
+        worthwhile(before is not None and after is not None, "a rank is not known")
         before, after = before or (), after or ()
         moved = tuple(not _stays(reader.type(v).shape, before, after) for v in inner.inputs)
         for v, moves in zip(inner.inputs, moved):

@@ -192,9 +192,13 @@ class MergeStackOfPieces(RegionRule):
         "y = Concat<axis=1>(c, d) }",
     )
     near_misses = tuple(
-        f"agraph ({kind} x) => (float[K,L] y) <int64 i = {{0}}, int64 j = {{1}}, int64[2] s = {{2, 3}}> {{"
+        f"agraph ({kind} x) => (float[K,L] y) <int64 i = {{0}}, int64 j = {{1}}, int64[2] s = {{{shape}}}> {{"
         f" a = Gather(x, i) b = Gather(x, j) c = Reshape(a, s) d = Reshape(b, s) y = Concat<axis={axis}>(c, d) }}"
-        for kind, axis in (("float[2,6]", 1), ("float[2,?,3]", 0))
+        for kind, axis, shape in (
+            ("float[2,6]", 1, "2, 3"),
+            ("float[2,?,3]", 0, "2, 3"),
+            ("float[2,?,4]", 1, "-1, 2"),
+        )
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:

@@ -267,6 +267,11 @@ class FoldAffineIntoReaders(RegionRule):
         "{1,2,3,4,5,6}> "
         "{ n = LayerNormalization(x, s, b) y = Gemm(n, w) }",
     )
+    near_misses = (
+        "agraph (float[2,2] x, float[2,2] z) => (float[2,2] y) <float[2] s = {1,2}, float[2] b = {3,4}, "
+        "float[2,2] w = {1,2,3,4}> { n = LayerNormalization(x, s, b) y = Gemm(z, w, n) }",
+        examples[0].replace("float[2] b = {3,4}", "float[1] b = {3}"),
+    )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
         out = node.outputs[0]

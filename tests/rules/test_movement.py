@@ -274,6 +274,11 @@ HEADS = (
     "agraph (float[N,5,12] x) => (y) { a = Reshape(x, s) b = Transpose<perm=[0,2,1,3]>(a) y = Neg(b) }",
     [0, 0, 3, 4],
 )
+# Both parts are read elsewhere too. What the first one gathers, is a slice of x, and of the second it is not.
+PARTS = (
+    "agraph (float[2,6,4] x) => (y, z) { j = Constant<value_ints=[2,1,0]>() a = Gather<axis=1>(x, s) "
+    "p, q = Split<axis=1, num_outputs=2>(a) b = Gather<axis=1>(%s, j) y = Neg(b) z = Add(p, q) }"
+)
 CUT = "agraph (float[2,6,4] x) => (y%s) { a = Transpose<perm=[2,0,1]>(x) b = Slice(a, s, t, s) y = Neg(b) z = Abs(a) }"
 
 
@@ -283,6 +288,7 @@ CUT = "agraph (float[2,6,4] x) => (y%s) { a = Transpose<perm=[2,0,1]>(x) b = Sli
         pytest.param(HEADS, (HEADS[0], [0, 0, 1, 12]), id="numbers"),
         pytest.param(HEADS, (HEADS[0].replace("5,12", "1,12"), HEADS[1]), id="source"),
         pytest.param(HEADS, (HEADS[0].replace("0,2,1,3", "0,1,2,3"), HEADS[1]), id="attributes"),
+        pytest.param((PARTS % "q", [2, 1, 0, 5, 1, 3]), (PARTS % "p", [2, 1, 0, 5, 1, 3]), id="output"),
         pytest.param((CUT % ", z", [1]), (CUT % "", [1]), id="readers"),
     ],
 )

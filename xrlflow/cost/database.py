@@ -7,6 +7,7 @@ import sqlite3
 import threading
 import time
 import warnings
+from collections.abc import Iterable
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -44,6 +45,35 @@ def cache_directory() -> Path:
     from platformdirs import user_cache_path
 
     return user_cache_path("xrlflow")
+
+
+def connect(
+    path: Path | str, schema: Iterable[str], version: int, patience: float = 0.0
+) -> sqlite3.Connection:
+    """A connection to a file that processes and threads share; `schema`: what makes its tables where there are none.
+
+    `version` is of the tables; `patience`: seconds for which a statement waits for another process. Every statement
+    is a transaction of its own unless one is begun. Raises sqlite3.OperationalError where no file can be opened or
+    written, and sqlite3.DatabaseError for one that is damaged, or of another version.
+    """
+    connection = sqlite3.connect(path, timeout=patience, isolation_level=None, check_same_thread=False)
+    try:
+        (found,) = connection.execute("PRAGMA user_version").fetchone()
+        if found not in (0, version):
+            raise sqlite3.DatabaseError(f"version {found}, and {version} is wanted")
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute("PRAGMA synchronous = NORMAL")
+        if found == 0:
+            # One transaction: of two processes that come first, one makes the tables.
+            connection.execute("BEGIN IMMEDIATE")
+            for statement in schema:
+                connection.execute(statement)
+            connection.execute(f"PRAGMA user_version = {version}")
+            connection.execute("COMMIT")
+    except BaseException:
+        connection.close()
+        raise
+    return connection
 
 
 class Database:
@@ -123,32 +153,13 @@ class Database:
 
     def _open(self) -> sqlite3.Connection:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        connection = sqlite3.connect(
-            self.path, timeout=_PATIENCE, isolation_level=None, check_same_thread=False
-        )
-        try:
-            connection.execute("PRAGMA journal_mode = WAL")
-            connection.execute("PRAGMA synchronous = NORMAL")
-            (version,) = connection.execute("PRAGMA user_version").fetchone()
-            if version not in (0, VERSION):
-                raise sqlite3.DatabaseError(f"version {version}, and {VERSION} is wanted")
-            # One transaction: of two processes that come first, one makes the table.
-            connection.execute("BEGIN IMMEDIATE")
-            connection.execute(_SCHEMA)
-            connection.execute(f"PRAGMA user_version = {VERSION}")
-            connection.execute("COMMIT")
-        except BaseException:
-            connection.close()
-            raise
-        return connection
+        return connect(self.path, [_SCHEMA], VERSION, _PATIENCE)
 
     def _in_memory(self, error: Exception) -> sqlite3.Connection:
         warnings.warn(
             f"{self.path}: measurements are not kept on disk ({error})", RuntimeWarning, stacklevel=5
         )
-        connection = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
-        connection.execute(_SCHEMA)
-        return connection
+        return connect(":memory:", [_SCHEMA], VERSION)
 
     def _replace(self, reason: str) -> None:
         warnings.warn(f"{self.path}: starting afresh ({reason})", RuntimeWarning, stacklevel=5)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 from xrlflow.backends.protocol import one_line
 from xrlflow.backends.tvm.load import tvm
-from xrlflow.cost.database import cache_directory
+from xrlflow.cost.database import cache_directory, connect
 from xrlflow.cost.machine import cpu_name
 from xrlflow.tuning.tasks import Task, module_key, target_text
 from xrlflow.tuning.tuners.protocol import Outcome
@@ -315,7 +315,7 @@ class Store:
             self._write_pending()
             if self._pending:
                 if self._memory is None:
-                    self._memory = _created(":memory:")
+                    self._memory = connect(":memory:", _SCHEMA, VERSION)
                 self._memory.execute(statement, values)
 
     def _write_pending(self) -> None:
@@ -377,7 +377,7 @@ class Store:
 
     def _open(self) -> sqlite3.Connection:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        return _created(self.path)
+        return connect(self.path, _SCHEMA, VERSION, _PATIENCE)
 
     def _open_to_read(self) -> sqlite3.Connection | None:
         """The file as it is, if it is one of ours that may only be read."""
@@ -431,28 +431,6 @@ class Store:
 
 _WORKLOADS = "database_workload.json"
 _RECORDS = "database_tuning_record.json"
-
-
-def _created(path: Path | str) -> sqlite3.Connection:
-    """A connection to a file of this version. Raises sqlite3.DatabaseError for one of another."""
-    connection = sqlite3.connect(path, timeout=_PATIENCE, isolation_level=None, check_same_thread=False)
-    try:
-        (version,) = connection.execute("PRAGMA user_version").fetchone()
-        if version not in (0, VERSION):
-            raise sqlite3.DatabaseError(f"version {version}, and {VERSION} is wanted")
-        connection.execute("PRAGMA journal_mode = WAL")
-        connection.execute("PRAGMA synchronous = NORMAL")
-        if version == 0:
-            # One transaction: of two processes that come first, one makes the tables.
-            connection.execute("BEGIN IMMEDIATE")
-            for statement in _SCHEMA:
-                connection.execute(statement)
-            connection.execute(f"PRAGMA user_version = {VERSION}")
-            connection.execute("COMMIT")
-    except BaseException:
-        connection.close()
-        raise
-    return connection
 
 
 def _text(value: object) -> str:

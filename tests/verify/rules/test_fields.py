@@ -55,6 +55,15 @@ def test_integers_stay_integers() -> None:
     assert field.maximum(big, 3).tolist() == [P + 5]
 
 
+def test_integers_that_meet_elements_are_elements() -> None:
+    field, rng = PrimeField(P, 1), np.random.default_rng(0)
+    a, whole = field.draw(rng, (2, 2)), np.array([[-1, 2], [3, -4]], np.int32)
+    lifted = field.lift(whole)
+    for compute in (field.add, field.sub, field.mul, field.matmul, field.div):
+        np.testing.assert_array_equal(compute(a, whole), compute(a, lifted))
+        np.testing.assert_array_equal(compute(whole, a), compute(lifted, a))
+
+
 def test_functions_know_their_arguments_only() -> None:
     field, rng = PrimeField(P, 1), np.random.default_rng(0)
     a, b, c = (field.draw(rng, (50,)) for _ in range(3))

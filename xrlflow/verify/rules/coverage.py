@@ -41,7 +41,7 @@ from xrlflow.verify.rules.sketch import Problem, Sketch, SketchConst, with_const
 from xrlflow.verify.rules.variations import forget, replace_dims, resize_to
 
 # A kind is given up after so many graphs of it that were not admitted, or after so many attempts to build one.
-ENOUGH, MOST_ATTEMPTS = 16, 60
+ENOUGH, MOST_ATTEMPTS = 16, 120
 
 # What comes of a graph: a case that passed, a match that was refused, no match, a case that no test could evaluate.
 Outcome = Literal["admitted", "refused", "beside", "untested"]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Protocol
 
 import numpy as np
@@ -61,7 +62,11 @@ class Further(Protocol):
 
     def further_cases(self) -> Sequence[Case]: ...
 
-    def further_refused(self, site: Site) -> Sequence[Problem]: ...
+    def cases_near(self, cases: Sequence[Case]) -> Iterator[Case]: ...
+
+    def further_refused(self, site: Site) -> Iterator[Problem]: ...
+
+    def refused_near(self, site: Site, problems: Sequence[Problem]) -> Iterator[Problem]: ...
 
 
 @dataclass(slots=True)
@@ -124,14 +129,24 @@ class Hunt:
         for mutation in found:
             tried = _Tried()
             if not self._finds_out(mutation, (*chosen, *others), tried) and tried.effective:
-                thorough = (*tried.cases[:_THOROUGH], *self.further)
-                if not self._finds_out(mutation, thorough, tried := _Tried(), thorough=True):
-                    survivors.append(self._explained(str(mutation), tried))
+                survivor = self._survivor(mutation, tried.cases[:_THOROUGH])
+                if survivor is not None:
+                    survivors.append(survivor)
             count += bool(tried.effective)
         return count, survivors
 
+    def _survivor(self, mutation: Mutation, cases: Sequence[Case]) -> Survivor | None:
+        """What is known of a mutant that makes a difference in these cases, and passed; None if it is found out."""
+        if self._finds_out(mutation, (*cases, *self.further), tried := _Tried(), thorough=True):
+            return None
+        survivor = self._explained(str(mutation), tried)
+        # The more cases where it makes a difference, the more likely is one that shows which: they are looked for.
+        if not survivor.why and self._finds_out(mutation, self.more.cases_near(cases), tried, thorough=True):
+            return None
+        return self._explained(str(mutation), tried)
+
     def _finds_out(
-        self, mutation: Mutation, cases: Sequence[Case], tried: _Tried, thorough: bool = False
+        self, mutation: Mutation, cases: Iterable[Case], tried: _Tried, thorough: bool = False
     ) -> bool:
         """Whether one of these cases shows that a mutant is wrong."""
         for case in cases:
@@ -156,15 +171,15 @@ class Hunt:
             tried.cases.append(case)
             if rejected:
                 return True
-            if thorough:
-                tried.alike.add(_likeness(builder, case, self.rng))
+            if thorough and (alike := _likeness(builder, case, self.rng)) is not None:
+                tried.alike.add(alike)
         return False
 
     def _explained(self, mutant: str, tried: _Tried) -> Survivor:
         why = self.rule.survivors.get(mutant, "")
         if not why and tried.alike == {_SAME}:
             why = _SAME
-        elif not why and tried.alike <= {_SAME, _BROADCASTS}:
+        elif not why and tried.alike and tried.alike <= {_SAME, _BROADCASTS}:
             why = _BROADCASTS
         return Survivor(mutant, tried.effective, why)
 
@@ -174,36 +189,44 @@ class Hunt:
         """Mutants without one `require`: how many, which survive, and which make no difference."""
         count, survivors, redundant = 0, [], []
         for site, kept in self.refused.items():
-            admitted, rejected = self._drop(site, kept)
-            if not rejected:
-                further = (*kept, *self.more.further_refused(site))
-                admitted, rejected = self._drop(site, further, thorough=True)
             mutant = f"drop: {self.reasons[site]}"
-            if not admitted:
+            passed: list[Problem] = []
+            rejected = self._drop(site, kept, passed)
+            if not rejected:
+                passed.clear()
+                further = chain(kept, self.more.further_refused(site))
+                rejected = self._drop(site, further, passed, thorough=True)
+            why = self.rule.survivors.get(mutant, "")
+            if passed and not rejected and not why:
+                near = self.more.refused_near(site, passed)
+                rejected = self._drop(site, near, passed, thorough=True)
+            if not rejected and not passed:
                 redundant.append(mutant)
                 continue
             count += 1
             if not rejected:
-                survivors.append(Survivor(mutant, admitted, self.rule.survivors.get(mutant, "")))
+                survivors.append(Survivor(mutant, len(passed), why))
         return count, survivors, redundant
 
-    def _drop(self, site: Site, problems: Sequence[Problem], thorough: bool = False) -> tuple[int, bool]:
-        """How many cases there are without a condition, and whether one is found out."""
-        admitted = 0
-        with without(site):
-            for problem in problems:
-                try:
+    def _drop(
+        self, site: Site, problems: Iterable[Problem], passed: list[Problem], thorough: bool = False
+    ) -> bool:
+        """Whether a case that there is without a condition is found out; those that are not are added to `passed`."""
+        for problem in problems:
+            try:
+                with without(site):  # not while the problems are looked for
                     cases, _ = find_cases(self.library, problem)
-                except Exception:  # it needs what the condition says, if the graph means anything
-                    if not usable(problem, self.rng):
-                        continue
-                    return admitted + 1, True
-                for case in cases:
-                    rejected = self._rejects(case, thorough)
-                    admitted += rejected is not None
-                    if rejected:
-                        return admitted, True
-        return admitted, False
+            except Exception:  # it needs what the condition says, if the graph means anything
+                if not usable(problem, self.rng):
+                    continue
+                return True
+            for case in cases:
+                rejected = self._rejects(case, thorough)
+                if rejected:
+                    return True
+                if rejected is not None:
+                    passed.append(problem)
+        return False
 
 
 @dataclass(slots=True)
@@ -215,8 +238,11 @@ class _Tried:
     alike: set[str] = field(default_factory=set)
 
 
-def _likeness(builder: MutatingBuilder, case: Case, rng: np.random.Generator) -> str:
-    """How a wrong operator by itself compares with the right one, on random inputs of the same types."""
+def _likeness(builder: MutatingBuilder, case: Case, rng: np.random.Generator) -> str | None:
+    """How a wrong operator by itself compares with the right one, on random inputs of the same types.
+
+    Empty if it differs; None if the right one takes none of the inputs that were drawn, which says nothing.
+    """
     if builder.right is None or builder.wrong is None:
         return ""
     verdict, drawn = _SAME, 0
@@ -243,7 +269,7 @@ def _likeness(builder: MutatingBuilder, case: Case, rng: np.random.Generator) ->
         drawn += 1
         if drawn == _DRAWS:
             break
-    return verdict if drawn else ""
+    return verdict if drawn else None
 
 
 def _alone(

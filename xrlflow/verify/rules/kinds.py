@@ -334,6 +334,13 @@ def _replace_one(number: int) -> Callable[[Draw, list[int]], None]:
     return replace
 
 
+def _copies(value: Any, shapes: Shapes) -> bool:
+    """Whether a Reshape's target has a 0 that stands for another number."""
+    shape = shapes[0] if shapes else None
+    zeros = np.flatnonzero(value == 0).tolist()
+    return any(shape is None or (i < len(shape) and shape[i] != 0) for i in zeros)
+
+
 def _indices(rank: int, back: bool = False) -> Callable[[Draw, Shapes], Any]:
     def made(draw: Draw, shapes: Shapes) -> Any:
         shape = shapes[0] if shapes else None
@@ -383,7 +390,7 @@ _INDICES: Mapping[tuple[str, int], Family] = {
     ("Reshape", 1): (
         Sort("numbers", lambda v, s: v.size > 0 and v.min() > 0, _shaped(lambda d, s: None)),
         Sort("with a -1", lambda v, s: v.size > 0 and v.min() < 0, _shaped(_replace_one(-1))),
-        Sort("with a 0", lambda v, s: v.size > 0 and 0 in v, _shaped(_replace_one(0))),
+        Sort("with a 0", _copies, _shaped(_replace_one(0))),
     ),
     ("Gather", 1): (
         Sort("a number", lambda v, s: v.ndim == 0, _indices(0)),

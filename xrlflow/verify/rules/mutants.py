@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import Any
 
 from xrlflow.ir import NO_ATTRS, Attrs, Edit, Graph, Value
-from xrlflow.ops.schema import COMMUTATIVE, defaults
+from xrlflow.ops.schema import COMMUTATIVE, defaults, schema
 from xrlflow.rewrite import Lit, Val
 from xrlflow.verify.rules.cases import ProofBuilder
 
@@ -183,7 +183,9 @@ def _another(op: str, name: str, value: Any, element: int) -> Any:
     if value is None:
         value = defaults(op).get(name)
     if isinstance(value, bool | int):
-        return 1 - value if value in (0, 1) and defaults(op).get(name) in (0, 1) else value + 1
+        # An operator without a schema has no defaults; what is 0 or 1 may be a flag, of which 2 says the same as 1.
+        flag = value in (0, 1) and (schema(op) is None or defaults(op).get(name) in (0, 1))
+        return 1 - value if flag else value + 1
     if isinstance(value, float):
         return value * 2 if value else 1.0
     if isinstance(value, (tuple, list)) and value and isinstance(value[0], int):

@@ -99,13 +99,19 @@ def _undescribed(spec: VarSpec | None) -> bool:
 
 
 class _Sample:
-    """One draw of a pattern. With a `wish` it shows this kind of something, if that is in its power."""
+    """One draw of a pattern. With a `wish` it shows this kind of something, if that is in its power.
 
-    def __init__(self, rule: Rule, pattern: Pattern, draw: Draw, wish: Kind | None) -> None:
+    Sizes may depend on each other: if one is wished for, the draw number `turn` gives it to one dimension more, each
+    in its turn, and in every second turn all others are alike.
+    """
+
+    def __init__(self, rule: Rule, pattern: Pattern, draw: Draw, wish: Kind | None, turn: int) -> None:
         self.rule = rule
         self.pattern = pattern
         self.draw = draw
         self.wish = wish or Kind("", "")
+        self.alike = self._dimension_alike(turn // 2)
+        self.even = draw.integer(1, 3) if dimension_of(self.wish) is not None and turn % 2 == 0 else 0
         self.specs = draw.choice(self._alternatives())
         self.dims: dict[int | str, int] = {}
         # What open dimensions, and variables without dimensions, broadcast to.
@@ -125,12 +131,22 @@ class _Sample:
         self.given: dict[int, Any] = {}  # the constant inputs of the node at hand, by their places
         self.types: dict[int, tuple[TensorType, ...]] = {}
 
-    def _alternatives(self) -> Sequence[Mapping[str, VarSpec]]:
-        """The declared shapes, those only that have the dimension that is wished for."""
+    def _dimension_alike(self, turn: int) -> int | str | None:
+        """The dimension that gets the size that is wished for, too: none, or another one of the same alternative."""
         dim = dimension_of(self.wish)
-        if dim is None:
-            return self.pattern.shapes
-        found = [a for a in self.pattern.shapes if any(dim in (s.dims or ()) for s in a.values())]
+        named = [{d for s in a.values() for d in s.dims or ()} for a in self.pattern.shapes]
+        others = (
+            set[int | str]().union(*(dims for dims in named if dim in dims))
+            - _taps(self.pattern)
+            - {dim or ""}
+        )
+        options = [None, *sorted(d for d in others if isinstance(d, str))]
+        return options[turn % len(options)]
+
+    def _alternatives(self) -> Sequence[Mapping[str, VarSpec]]:
+        """The declared shapes, those only that have the dimensions that are wished for."""
+        wanted = {d for d in (dimension_of(self.wish), self.alike) if d is not None}
+        found = [a for a in self.pattern.shapes if wanted <= {d for s in a.values() for d in s.dims or ()}]
         if not found:
             raise Unlucky("this pattern has no such dimension")
         return found
@@ -158,6 +174,8 @@ class _Sample:
             self.absent = (self.absent | {subject}) if name == "left out" else (self.absent - {subject})
         elif (dim := dimension_of(self.wish)) is not None:
             self.dims[dim] = int(name)
+            if self.alike is not None:
+                self.dims[self.alike] = int(name)
 
     def _wished(self, subject: str, sorts: Family) -> Callable[[Draw, Shapes], Any] | None:
         if self.wish.subject != subject:
@@ -196,7 +214,8 @@ class _Sample:
                 sizes.append(dim)
             else:
                 if dim not in self.dims:
-                    self.dims[dim] = self.draw.dim() if dim[:1] != "k" else self.draw.integer(1, 3)
+                    drawn = self.draw.dim() if dim[:1] != "k" else self.draw.integer(1, 3)
+                    self.dims[dim] = self.even or drawn
                 sizes.append(self.dims[dim])
         return (*self._variant(), *sizes) if spec.open else tuple(sizes)
 
@@ -372,6 +391,8 @@ def give(attrs: dict[str, Attr], name: str, value: Attr | None) -> None:
             attrs.pop(other, None)
 
 
-def draw_pattern(rule: Rule, patterns: list[Pattern], draw: Draw, wish: Kind | None = None) -> Sketch:
-    """One sketch of the rule's left side. Raises Unlucky."""
-    return _Sample(rule, draw.choice(patterns), draw, wish).sketch()
+def draw_pattern(
+    rule: Rule, patterns: list[Pattern], draw: Draw, wish: Kind | None = None, turn: int = 0
+) -> Sketch:
+    """One sketch of the rule's left side; `turn`: how many were drawn for this wish before. Raises Unlucky."""
+    return _Sample(rule, draw.choice(patterns), draw, wish, turn).sketch()

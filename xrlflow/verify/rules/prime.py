@@ -81,19 +81,27 @@ class PrimeField(Field):
         """Whether all are integers or booleans, which are ordinary numbers."""
         return all(np.asarray(o).dtype.kind in "iub" for o in operands)
 
+    def _element(self, a: Any) -> Any:
+        """An operand as elements: an integer that meets an element may be negative."""
+        array = np.asarray(a)
+        return np.remainder(array, self.prime).astype(np.float64) if array.dtype.kind in "iu" else a
+
     def add(self, a: Any, b: Any) -> Array:
         if self._whole(a, b):
             return np.add(a, b)  # type: ignore[no-any-return]
+        a, b = self._element(a), self._element(b)
         return np.fmod(np.add(a, b), self.prime)  # type: ignore[no-any-return]
 
     def sub(self, a: Any, b: Any) -> Array:
         if self._whole(a, b):
             return np.subtract(a, b)  # type: ignore[no-any-return]
+        a, b = self._element(a), self._element(b)
         return np.fmod(np.subtract(a, b) + self.prime, self.prime)  # type: ignore[no-any-return]
 
     def mul(self, a: Any, b: Any) -> Array:
         if self._whole(a, b):
             return np.multiply(a, b)  # type: ignore[no-any-return]
+        a, b = self._element(a), self._element(b)
         return np.fmod(np.multiply(a, b), self.prime)  # type: ignore[no-any-return]
 
     def neg(self, a: Any) -> Array:
@@ -118,11 +126,12 @@ class PrimeField(Field):
     def div(self, a: Any, b: Any) -> Array:
         if self._whole(a, b):
             return integer_divide(a, b)
-        return self.mul(a, self.inverse(b))
+        return self.mul(a, self.inverse(self._element(b)))
 
     def matmul(self, a: Array, b: Array) -> Array:
         if self._whole(a, b):
             return np.matmul(a, b)  # type: ignore[no-any-return]
+        a, b = self._element(a), self._element(b)
         depth = a.shape[-1]
         if depth <= self._terms:
             return np.fmod(np.matmul(a, b), self.prime)  # type: ignore[no-any-return]
@@ -170,7 +179,7 @@ class PrimeField(Field):
         state = np.asarray(seed, np.uint64)
         for part in parts:
             with np.errstate(over="ignore"):
-                state = _scramble(state ^ np.asarray(part, np.float64).astype(np.uint64))
+                state = _scramble(state ^ np.asarray(self._element(part), np.float64).astype(np.uint64))
         return (state % np.uint64(self.prime)).astype(np.float64)
 
     def unary(self, name: str, a: Any, *parameters: Number) -> Array:

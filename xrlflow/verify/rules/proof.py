@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field, replace
+from itertools import chain, cycle, islice
 from typing import Any
 
 import numpy as np
@@ -41,12 +42,12 @@ from xrlflow.verify.rules.cases import (
     usable,
 )
 from xrlflow.verify.rules.coverage import Coverage, example_kinds, grant, matched, own_conditions
-from xrlflow.verify.rules.draw import Draw
+from xrlflow.verify.rules.draw import Draw, T
 from xrlflow.verify.rules.hunt import Hunt, Hunted, Survivor
 from xrlflow.verify.rules.kinds import Kind, Meaningless, Unlucky
 from xrlflow.verify.rules.patterns import dimension_of, draw_pattern, pattern_kinds
 from xrlflow.verify.rules.sketch import Problem, Sketch, Unbuildable, build, sketch_of
-from xrlflow.verify.rules.variations import resize, square, vary
+from xrlflow.verify.rules.variations import neighbours, resize, square, vary
 
 # How many sketches are drawn at most, how many cases are wanted, and how few are enough.
 MOST_SKETCHES, CASES, LEAST_CASES = 1200, 60, 8
@@ -54,8 +55,10 @@ _RUNTIME_CASES = 8
 # Refused problems that are kept for each `require`; sketches that are drawn so that each refuses, and for mutants that
 # survive the cases.
 _KEPT, _MISSES, _FURTHER = 24, 600, 300
-# More bits of float32 than this may not be lost.
-MOST_BITS = 2.0
+# Cases, or graphs that are refused, that are looked for near those where a mutant that survives makes a difference.
+_MOST_NEAR = 300
+# More bits of float32 than this may not be lost; what seems to is run so often again.
+MOST_BITS, _RUNS = 2.0, 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,26 +151,66 @@ class _Proof:
         for kind in self.coverage.open:
             tally = self.coverage.tallies[kind]
             while not tally.settled and not self.failures:
-                tally.attempts += 1
+                turn, tally.attempts = tally.attempts, tally.attempts + 1
                 try:
-                    drawn = self.source.problem(kind, self.bases)
+                    drawn = self.source.problem(kind, self.bases, turn)
                 except Meaningless:
                     tally.meaningless += 1
                     continue
                 if drawn is not None:
                     self.take(drawn)
-        for problem in self.directed(_MISSES):
+        known = [sketch for sketch, _ in self.source.examples or self.bases[:_KEPT]]
+        for problem in chain(self.neighbours(known), self.directed(_MISSES)):
             if self.failures or not self.unreached:
                 break
             self.take(problem)
 
     def directed(self, count: int) -> Iterator[Problem]:
-        """So many graphs near the left side, if draws are lucky: half of them meant to show some kind."""
+        """So many graphs near the left side, if draws are lucky; every second is meant to show a kind, in its turn."""
         kinds = list(self.coverage.tallies)
         for i in range(count):
-            wish = self.draw.choice(kinds) if kinds and i % 2 else None
+            turn, number = divmod(i // 2, len(kinds) or 1)
+            wish = kinds[number] if kinds and i % 2 else None
             try:
-                problem = self.source.problem(wish, self.bases)
+                problem = self.source.problem(wish, self.bases, turn)
+            except Meaningless:
+                continue
+            if problem is not None:
+                yield problem
+
+    def neighbours(self, sketches: Iterable[Sketch]) -> Iterator[Problem]:
+        """The graphs that differ from these in one number, near each of them in its turn."""
+        return filter(None, map(self.source.built, in_turn(*map(neighbours, sketches))))
+
+    def around(self, problems: Sequence[Problem]) -> Iterator[Problem]:
+        """Graphs that are one of these, or of the examples, but for a few things.
+
+        They differ in one number, in a kind of something, or in whatever is drawn. `problems` may grow meanwhile.
+        """
+        known = [s for s, _ in self.source.examples or self.bases[:_KEPT]]
+        given = [p.sketch for p in problems[:_KEPT] if p.sketch.varied]
+        return in_turn(
+            self.neighbours(known), self.neighbours(given), self.drawn_near(problems), self.of_kinds(problems)
+        )
+
+    def drawn_near(self, problems: Sequence[Problem]) -> Iterator[Problem]:
+        for _ in range(_MISSES if problems else 0):
+            sketch = self.draw.choice(problems).sketch
+            if sketch.varied and (problem := self.source.near(sketch)) is not None:
+                yield problem
+
+    def of_kinds(self, problems: Sequence[Problem]) -> Iterator[Problem]:
+        """Each kind in its turn, of one of these problems and of what is drawn."""
+        kinds = list(self.coverage.tallies)
+        for i in range(_MISSES if kinds and problems else 0):
+            turn, number = divmod(i, len(kinds))
+            base = self.draw.choice(problems)
+            # (What is read from a file has no types of arguments: it is among the examples, too.)
+            own = turn % 2 == 0 and bool(base.arguments) and base.sketch.varied and not base.sketch.hidden
+            try:
+                problem = self.source.problem(
+                    kinds[number], [(base.sketch, base)] if own else self.bases, 1 if own else turn // 2
+                )
             except Meaningless:
                 continue
             if problem is not None:
@@ -176,7 +219,6 @@ class _Proof:
     def take(self, problem: Problem) -> None:
         """Look for cases in a graph, and test them if there are too few yet, or if they show something new."""
         self.sketches += 1
-        graph = problem.graph
         kinds = self.coverage.shown_by(problem)
         try:
             cases, refusals = find_cases(self.library, problem)
@@ -192,11 +234,13 @@ class _Proof:
                 if len(kept) < _KEPT:
                     kept.append(problem)
                 elif self.draw.chance(_KEPT / self.refused[str(refused)]):  # a sample of them all
-                    kept[self.draw.integer(0, _KEPT - 1)] = problem
+                    at = self.draw.integer(0, _KEPT - 1)
+                    if kept[at] not in self.source.fixed:  # the near misses that a rule names stay
+                        kept[at] = problem
         if not cases:
             self.coverage.count(kinds, "refused" if refusals else "beside")
             return
-        key = (graph.fingerprint, *(graph.type(v) for v in graph.inputs), *problem.opaque.values())
+        key = key_of(problem)
         new = key not in self.seen
         self.seen.add(key)
         more, dims = matched(cases[0])
@@ -241,6 +285,9 @@ class _Proof:
             if runtime is not None:
                 said = True
                 self.runtime_cases += 1
+                for _ in range(_RUNS if runtime.bits > MOST_BITS else 0):
+                    if (again := check_runtime(case, self.rng)) is not None:
+                        runtime = runtime.joined(again)
                 self.bits = max(self.bits, runtime.bits)
         return said
 
@@ -288,17 +335,27 @@ class _Proof:
                 break
         return cases
 
-    def further_refused(self, site: Site) -> list[Problem]:
-        """More graphs that a condition refuses: near those that are known, and others."""
-        refused: list[Problem] = []
+    def cases_near(self, cases: Sequence[Case]) -> Iterator[Case]:
+        """More cases, that are some of these but for a few things."""
+        problems = different(self.around([c.problem for c in cases]))
+        found = (self.found(p)[0][:1] for p in problems)
+        return islice(chain.from_iterable(found), _MOST_NEAR)
+
+    def further_refused(self, site: Site) -> Iterator[Problem]:
+        """More graphs that a condition refuses: near each of those that are known in its turn, and others."""
         known = [p.sketch for p in self.sites[site] if p.sketch.varied]
-        near = (self.source.near(self.draw.choice(known)) for _ in range(_FURTHER if known else 0))
-        for problem in (*near, *self.directed(_FURTHER)):
-            if problem is not None and any(r.site == site for r in self.found(problem)[1]):
-                refused.append(problem)
-                if len(refused) >= CASES:
-                    break
-        return refused
+        near = filter(None, map(self.source.near, islice(cycle(known), _FURTHER)))
+        return islice(self.refused_by(site, chain(near, self.directed(_FURTHER))), CASES)
+
+    def refused_near(self, site: Site, problems: Sequence[Problem]) -> Iterator[Problem]:
+        """More graphs that a condition refuses, that are some of these but for a few things.
+
+        `problems` may grow meanwhile: the search goes on from what it has found.
+        """
+        return islice(self.refused_by(site, different(self.around(problems))), _MOST_NEAR)
+
+    def refused_by(self, site: Site, problems: Iterable[Problem]) -> Iterator[Problem]:
+        return (p for p in problems if any(r.site == site for r in self.found(p)[1]))
 
     def found(self, problem: Problem) -> tuple[list[Case], list[Refused]]:
         try:
@@ -408,18 +465,18 @@ class Source:
             if problem is not None:
                 yield problem
 
-    def problem(self, wish: Kind | None = None, bases: Sequence[Base] = ()) -> Problem | None:
+    def problem(self, wish: Kind | None = None, bases: Sequence[Base] = (), turn: int = 0) -> Problem | None:
         """A graph near the left side, if the draw is lucky.
 
-        It is meant to show the kind that is wished for, and may be one of `bases` but for that. Raises Meaningless if
-        there is no such thing.
+        It is meant to show the kind that is wished for, and in every second `turn` it is one of `bases` but for that.
+        Raises Meaningless if there is no such thing.
         """
         try:
             if wish is not None and (dim := dimension_of(wish)) is not None:
                 bases = [base for base in bases if dim in base[0].dims]
-            if wish is not None and bases and self.draw.chance(0.6):
+            if wish is not None and bases and turn % 2:
                 return build(self._granted(*self.draw.choice(bases), wish))
-            return build(self._sketch(wish))
+            return build(self._sketch(wish, turn // 2))
         except Meaningless:
             raise
         except (Unlucky, Unbuildable):
@@ -427,8 +484,12 @@ class Source:
 
     def near(self, sketch: Sketch) -> Problem | None:
         """A graph near a known one, if the draw is lucky."""
+        return self.built((resize if self.draw.chance(0.5) else vary)(sketch, self.draw))
+
+    def built(self, sketch: Sketch) -> Problem | None:
+        """What a sketch builds; None if it builds nothing."""
         try:
-            return build((resize if self.draw.chance(0.5) else vary)(sketch, self.draw))
+            return build(sketch)
         except Unbuildable:
             return None
 
@@ -440,14 +501,14 @@ class Source:
             problem = build(sketch)
         return grant(sketch, problem, wish, self.draw)
 
-    def _sketch(self, wish: Kind | None) -> Sketch:
+    def _sketch(self, wish: Kind | None, turn: int) -> Sketch:
         draw = self.draw
         if not self.patterns and not self.examples:
             raise Unlucky("there is nothing to vary")
         # An example has no names for its dimensions.
         drawn_only = not self.examples or (wish is not None and dimension_of(wish) is not None)
         if self.patterns and (drawn_only or not draw.chance(0.3)):
-            sketch = draw_pattern(self.rule, self.patterns, draw, wish)  # type: ignore[arg-type]
+            sketch = draw_pattern(self.rule, self.patterns, draw, wish, turn)  # type: ignore[arg-type]
             if wish is not None:
                 special = wish.subject == "size" and wish.name not in ("0", "1")
                 return grant(sketch, build(sketch), wish, draw) if special else sketch
@@ -460,6 +521,32 @@ class Source:
             for _ in range(draw.integer(0, 2)):
                 sketch = resize(sketch, draw)
         return vary(sketch, draw) if varied and draw.chance(0.8) else sketch
+
+
+def key_of(problem: Problem) -> object:
+    """Equal for problems that are the same."""
+    graph = problem.graph
+    return (graph.fingerprint, *(graph.type(v) for v in graph.inputs), *problem.opaque.values())
+
+
+def different(problems: Iterable[Problem]) -> Iterator[Problem]:
+    """Each problem once."""
+    seen = set[object]()
+    for problem in problems:
+        if (key := key_of(problem)) not in seen:
+            seen.add(key)
+            yield problem
+
+
+def in_turn(*sources: Iterator[T]) -> Iterator[T]:
+    """The first of each, the second of each, and so on until all are at their ends."""
+    left = list(sources)
+    while left:
+        for source in tuple(left):
+            try:
+                yield next(source)
+            except StopIteration:
+                left.remove(source)
 
 
 def parse(graph: str) -> onnx.ModelProto:

@@ -7,7 +7,7 @@ sizes are covered that an example does not have.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -39,9 +39,13 @@ _POSITIVE = (
     "q_num_heads",
     "kv_num_heads",
 )
-# Constants of these types are data, not shapes or axes.
 # No factor above it is moved from one number of a shape to another.
 _GREATEST_FACTOR = 12
+# In longer constants the numbers are not changed one by one.
+_MOST_NUMBERS = 8
+# What each dimension is tried with.
+_SIZES: tuple[Dim, ...] = (0, 1, "N", None)
+# Constants of these types are data, not shapes or axes.
 _DATA = FLOATS | {DType.INT8, DType.UINT8}
 _LIKE: dict[str, tuple[str, ...]] = {op: group for group in CLASSES for op in group}
 
@@ -52,6 +56,41 @@ def vary(sketch: Sketch, draw: Draw) -> Sketch:
     for _ in range(draw.choice([1, 1, 1, 2, 2, 3])):
         sketch = draw.choice(_CHANGES)(sketch, draw)
     return forget(sketch, draw) if draw.chance(0.06) else sketch  # last: the others look at the shapes
+
+
+def neighbours(sketch: Sketch) -> Iterator[Sketch]:
+    """All sketches that differ in one operator, or in one number of an input's shape or of a constant of integers.
+
+    A dimension gets another size or a name, or is not known (what it really is stays), and a rank is not known.
+    """
+    sketch = replace(sketch, drawn=frozenset(), dims={})
+    for at, node in enumerate(sketch.nodes):
+        for op in _LIKE.get(node.op, ()):
+            if op != node.op:
+                yield with_node(sketch, at, op=op)
+    for at, const in enumerate(sketch.consts):
+        if const.dtype == DType.INT64 and const.array.size <= _MOST_NUMBERS:
+            for place, number in enumerate(const.array.ravel().tolist()):
+                for other in (number - 1, number + 1):
+                    if abs(other) < 2**63:
+                        array = const.array.copy()
+                        array.reshape(-1)[place] = other
+                        yield with_const(sketch, at, array=array)
+    for at, type in enumerate(sketch.inputs):
+        if type.shape is None or at in sketch.hidden:
+            continue
+        yield _told(sketch, at, TensorType(type.dtype, None))
+        for place, old in enumerate(type.shape):
+            others = {*_SIZES, old + 1 if isinstance(old, int) else 2} - {old}
+            for new in sorted(others, key=str):
+                told = replace_dims(type, (*type.shape[:place], new, *type.shape[place + 1 :]))
+                yield _told(sketch, at, told) if new is None else _with_input(sketch, at, told)
+
+
+def _told(sketch: Sketch, at: int, told: TensorType) -> Sketch:
+    """The graph is told less of an input."""
+    hidden = {**sketch.hidden, at: sketch.inputs[at]}
+    return replace(_with_input(sketch, at, told), hidden=hidden)
 
 
 def replace_dims(type: TensorType, dims: tuple[Dim, ...]) -> TensorType:
@@ -71,8 +110,7 @@ def forget(sketch: Sketch, draw: Draw) -> Sketch:
     else:
         place = draw.integer(0, len(shape) - 1)
         told = replace_dims(type, (*shape[:place], None, *shape[place + 1 :]))
-    inputs = (*sketch.inputs[:at], told, *sketch.inputs[at + 1 :])
-    return replace(sketch, inputs=inputs, hidden={**sketch.hidden, at: type})
+    return _told(sketch, at, told)
 
 
 def resize(sketch: Sketch, draw: Draw) -> Sketch:

@@ -1,0 +1,141 @@
+"""What a proof tries is enumerated where it can be: no demand is met by the luck of a seed."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import pytest
+
+from xrlflow.ir import DType, Graph
+from xrlflow.onnxio import load
+from xrlflow.rewrite import Op, Rule, Val
+from xrlflow.verify.rules.cases import (
+    RuntimeResult,
+    Wrong,
+    check_floats,
+    find_cases,
+    tried_bindings,
+    usable,
+)
+from xrlflow.verify.rules.draw import Draw
+from xrlflow.verify.rules.kinds import Kind, shown
+from xrlflow.verify.rules.proof import Source, different, in_turn, library_of, parse
+from xrlflow.verify.rules.sketch import Problem, build, sketch_of
+from xrlflow.verify.rules.variations import neighbours
+
+
+class Associate(Rule):
+    """(x @ y) * c -> x @ (y * c): the inner dimensions have two names, and are one."""
+
+    dtypes = frozenset({DType.FLOAT})
+    shapes = "x[a,k] y[p,n] c[]"
+
+    def source(self, op: Op, x: Any, y: Any, c: Any) -> Any:
+        return op.Mul(op.MatMul(x, y), c)
+
+    def target(self, op: Op, x: Val, y: Val, c: Val) -> Any:
+        return op.MatMul(x, op.Mul(y, c))
+
+
+class NegateTwice(Rule):
+    """-x -> x - (x + x), which is NaN for an infinite x."""
+
+    dtypes = frozenset({DType.FLOAT})
+    shapes = "x[n]"
+
+    def source(self, op: Op, x: Any) -> Any:
+        return op.Neg(x)
+
+    def target(self, op: Op, x: Val) -> Any:
+        return op.Sub(x, op.Add(x, x))
+
+
+class SpreadingNegateTwice(NegateTwice):
+    """The same, of a rule that says so."""
+
+    spreads = True
+
+
+def read(graph: str) -> Graph:
+    return load(parse(graph)).graph
+
+
+@pytest.mark.parametrize("dimension", ["k", "p"])
+@pytest.mark.parametrize("seed", range(8))
+def test_sizes_that_depend_on_each_other_are_drawn_together(dimension: str, seed: int) -> None:
+    """One draw for each other dimension, and for none, with all others alike."""
+    source = Source.of(Associate(), Draw(seed))
+    wish = Kind(f"dimension {dimension}", "0")
+    found = [p for turn in range(0, 16, 4) if (p := source.problem(wish, turn=turn)) is not None]
+    assert any(p.sketch.dims["k"] == p.sketch.dims["p"] == 0 for p in found)
+    assert all(len({*p.sketch.dims.values()} - {0}) <= 1 for p in found)
+
+
+def test_neighbours_differ_in_one_thing() -> None:
+    sketch = sketch_of(
+        read("agraph (float[N,3] x) => (y) <int64[2] s = {-1, 1}> { a = Reshape(x, s) y = Softmax(a) }")
+    )
+    other, *found = neighbours(sketch)
+    assert [n.op for n in other.nodes] == ["Reshape", "LogSoftmax"]
+    told = [n.inputs[0].shape for n in found if n.inputs != sketch.inputs]
+    assert told == [
+        None,
+        (0, 3),
+        (1, 3),
+        (2, 3),
+        (None, 3),
+        ("N", 0),
+        ("N", 1),
+        ("N", 4),
+        ("N", "N"),
+        ("N", None),
+    ]
+    given = [n.consts[0].array.tolist() for n in found if n.inputs == sketch.inputs]
+    assert given == [[-2, 1], [0, 1], [-1, 0], [-1, 2]]
+    # What is not told is known still.
+    assert {n.hidden[0] for n in found if n.hidden} == {sketch.inputs[0]}
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_graph_for_one_size_is_found_usable(seed: int) -> None:
+    graph = read(
+        "agraph (float[N,3] x) => (y) <int64[2] s = {0, 3}> { a = Reshape<allowzero=1>(x, s) y = Neg(a) }"
+    )
+    problem = Problem(graph, {}, sketch_of(graph))
+    rng = np.random.default_rng(seed)
+    assert {"N": 0} in tried_bindings(problem, rng)
+    assert usable(problem, rng)
+
+
+def test_a_zero_that_copies_nothing_is_a_number() -> None:
+    """What is 0 anyway does not show whether a Reshape copies it."""
+    for rows, copies in ((0, False), (2, True)):
+        graph = read(f"agraph (float[{rows},3] x) => (y) <int64[2] s = {{0, 3}}> {{ y = Reshape(x, s) }}")
+        assert (Kind("Reshape input 1", "with a 0") in shown(graph, {"Reshape input 1"})) == copies
+
+
+def test_errors_of_several_runs_are_compared_at_their_greatest() -> None:
+    """One number may be right by luck on the left side."""
+    lucky, usual = RuntimeResult(((0.5, 8.0),)), RuntimeResult(((6.0, 7.0),))
+    assert lucky.bits == 3.0
+    assert lucky.joined(usual).errors == ((6.0, 8.0),)
+
+
+def test_what_a_reader_hides_may_spread() -> None:
+    """exp(-inf) is 0, and the exponential of what the rule makes of it NaN: no other number, whatever is read."""
+    graph = read("agraph (float[3] x) => (y) { a = Abs(x) b = Neg(a) y = Exp(b) }")
+    for rule, wrong in ((NegateTwice(), True), (SpreadingNegateTwice(), False)):
+        (case,), _ = find_cases(library_of(rule), Problem(graph, {}, sketch_of(graph)))
+        with pytest.raises(Wrong, match="nan instead of 0") if wrong else nullcontext():
+            assert check_floats(case, np.random.default_rng(0), rule) == 6
+
+
+def test_in_turn() -> None:
+    assert list(in_turn(iter("abc"), iter(""), iter("xy"))) == ["a", "x", "b", "y", "c"]
+
+
+def test_each_problem_once() -> None:
+    graphs = [read(f"agraph (float[{d}] x) => (y) {{ y = Neg(x) }}") for d in ("2", "N", "2")]
+    assert len(list(different(build(sketch_of(g)) for g in graphs))) == 2
