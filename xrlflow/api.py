@@ -794,20 +794,24 @@ class _Where:
     say: Callable[[], None]
 
     def candidates(self, found: Found, rules: Sequence[str]) -> Mapping[str, float]:
-        return self.surroundings.survey(found.state, rules, _TOLERANCE * self.base.cost, self._until())
+        return self.surroundings.survey(
+            found.state, rules, _TOLERANCE * self.base.cost, self._until(_LOOKING_AHEAD)
+        )
 
     def steps(self, found: Found) -> Mapping[str, float]:
         made = ((state, match) for state, match, _ in retrace(self.base.state, found.trace))
-        return self.surroundings.retrace(made, self._until())
+        return self.surroundings.retrace(made, self._until(_LOOKING_BACK))
 
-    def _until(self) -> float:
+    def _until(self, share: float) -> float:
         self.say()
         now = time.monotonic()
-        return now + _SURVEYING * (self.deadline - now)
+        return now + share * (self.deadline - now)
 
 
-# The part of the time of the selection that may go into one look at substitutions in their surroundings.
-_SURVEYING = 0.15
+# The parts of the time of the selection that is left that may go into one look at substitutions in their surroundings:
+# those that were made (they make up the best proposal, which is measured first), and those that could be.
+_LOOKING_BACK = 0.25
+_LOOKING_AHEAD = 0.15
 # Families whose substitutions clear away what others leave behind.
 _TIDYING = frozenset({"identity", "reshape", "slices", "transpose"})
 

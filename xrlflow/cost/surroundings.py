@@ -34,7 +34,7 @@ _HEAVY = frozenset({Kind.GEMM, Kind.CONV, Kind.GROUPED_CONV, Kind.DEPTHWISE_CONV
 _MOST_NODES = 64
 _MOST_BYTES = 64 << 20
 _MOST_MATCHES = 64
-_MOST_KINDS = 6
+_MOST_KINDS = 8
 # Seconds to load both models, beside those of measuring, and how many times longer a second measurement is.
 _LOADING = 0.2
 _LONGER = 3
