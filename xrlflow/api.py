@@ -778,14 +778,14 @@ def _select(job: _Job, base: Found, proposals: Sequence[Found], exporting: bool)
     tidying = frozenset(name for name, rule in job.library.rules.items() if rule.family in _TIDYING)
     selection = select(
         base, fitting, compare, search, deadline, _TOLERANCE, tidying,
-        _Where(surroundings, base, deadline, say),
+        _Survey(surroundings, base, deadline, say),
     )  # fmt: skip
     job.notes += [f"not measured where it stands: {refusal}" for refusal in surroundings.refused]
     return selection
 
 
 @dataclass(frozen=True, slots=True)
-class _Where:
+class _Survey:
     """Substitutions measured where they stand, within the time of the selection."""
 
     surroundings: Surroundings

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from xrlflow.ir import Edit, Graph
 from xrlflow.onnxio import load
 from xrlflow.rewrite import AnyRule, Library, Op, RewriteState, Rule, Val
 from xrlflow.search import Found, Limits, Ratio, extend, greedy, random_walk, replay, select, sweep, taso
-from xrlflow.search.select import sweeping_rules
+from xrlflow.search.select import Compare, sweeping_rules
 
 
 class Weighted:
@@ -40,6 +40,26 @@ class Weighted:
 def start(proto: onnx.ModelProto, rules: tuple[AnyRule, ...], cost: Weighted) -> Found:
     graph = load(proto).graph
     return Found(RewriteState.start(graph, Library(rules), cost.delta), None, cost.cost(graph))
+
+
+def timed(truth: Weighted, base: Found) -> Compare:
+    """Comparisons of which `truth` has the medians, with narrow intervals."""
+
+    def compare(against: Found | None, found: Found) -> Ratio:
+        median = truth.cost((against or base).state.graph) / truth.cost(found.state.graph)
+        return Ratio(median, median * 0.99, median * 1.01)
+
+    return compare
+
+
+def searching(modelled: Weighted) -> Callable[[Found, frozenset[str]], Found]:
+    """Greedy search with some of the rules."""
+
+    def search(found: Found, rules: frozenset[str]) -> Found:
+        state = RewriteState.start(found.state.graph, found.state.library.only(rules), modelled.delta)
+        return greedy(state, found.cost, Limits()).best
+
+    return search
 
 
 def valley() -> onnx.ModelProto:
@@ -187,15 +207,7 @@ def test_selection_drops_a_rule_that_is_measured_to_lose(loss: float) -> None:
     best = greedy(base.state, base.cost, Limits()).best
     assert best.families == {"toy", "test_search"}
 
-    def compare(against: Found | None, found: Found) -> Ratio:
-        median = truth.cost((against or base).state.graph) / truth.cost(found.state.graph)
-        return Ratio(median, median * 0.99, median * 1.01)
-
-    def search(found: Found, rules: frozenset[str]) -> Found:
-        state = RewriteState.start(found.state.graph, found.state.library.only(rules), modelled.delta)
-        return greedy(state, found.cost, Limits()).best
-
-    selection = select(base, [best], compare, search, time.monotonic() + 60)
+    selection = select(base, [best], timed(truth, base), searching(modelled), time.monotonic() + 60)
     assert selection.chosen is not None
     assert [n.op for n in selection.chosen.state.graph.nodes()] == ["Relu"]
     assert selection.trials[0].kept is (loss == 20.0)
@@ -221,15 +233,7 @@ def test_selection_sweeps_the_original_though_the_best_by_model_won() -> None:
     base = start(proto, (ReplaceReluByMax(), ReplaceReluByLeakyRelu()), modelled)
     best = greedy(base.state, base.cost, Limits()).best
 
-    def compare(against: Found | None, found: Found) -> Ratio:
-        median = truth.cost((against or base).state.graph) / truth.cost(found.state.graph)
-        return Ratio(median, median * 0.99, median * 1.01)
-
-    def search(found: Found, rules: frozenset[str]) -> Found:
-        state = RewriteState.start(found.state.graph, found.state.library.only(rules), modelled.delta)
-        return greedy(state, found.cost, Limits()).best
-
-    selection = select(base, [best], compare, search, time.monotonic() + 60)
+    selection = select(base, [best], timed(truth, base), searching(modelled), time.monotonic() + 60)
     assert selection.trials[0].kept
     assert selection.chosen is not None
     assert [n.op for n in selection.chosen.state.graph.nodes()] == ["LeakyRelu"]
@@ -260,16 +264,10 @@ def test_selection_begins_without_what_costs_time_where_it_stands() -> None:
     best = greedy(base.state, base.cost, Limits()).best
     assert {s.rule for s in best.trace} == {"CancelTransposes", "ReplaceReluByMax"}
 
-    def compare(against: Found | None, found: Found) -> Ratio:
-        median = truth.cost((against or base).state.graph) / truth.cost(found.state.graph)
-        return Ratio(median, median * 0.99, median * 1.01)
-
-    def search(found: Found, rules: frozenset[str]) -> Found:
-        state = RewriteState.start(found.state.graph, found.state.library.only(rules), modelled.delta)
-        return greedy(state, found.cost, Limits()).best
-
     survey = Surveyed({}, {"CancelTransposes": 9.0, "ReplaceReluByMax": -20.0})
-    selection = select(base, [best], compare, search, time.monotonic() + 60, survey=survey)
+    selection = select(
+        base, [best], timed(truth, base), searching(modelled), time.monotonic() + 60, survey=survey
+    )
     assert selection.trials[0].proposal == "the best by modelled cost - ReplaceReluByMax"
     assert selection.trials[0].kept
     assert selection.chosen is not None
@@ -286,13 +284,9 @@ def test_drops_begin_with_what_costs_time_where_it_stands() -> None:
     base = start(proto, (CancelTransposes(), ReplaceReluByMax()), modelled)
     best = greedy(base.state, base.cost, Limits()).best
 
-    def search(found: Found, rules: frozenset[str]) -> Found:
-        state = RewriteState.start(found.state.graph, found.state.library.only(rules), modelled.delta)
-        return greedy(state, found.cost, Limits()).best
-
     def proposals(back: dict[str, float]) -> list[str]:
         selection = select(
-            base, [best], lambda a, b: Ratio(0.9, 0.89, 0.91), search, time.monotonic() + 60,
+            base, [best], lambda a, b: Ratio(0.9, 0.89, 0.91), searching(modelled), time.monotonic() + 60,
             survey=Surveyed({}, back),
         )  # fmt: skip
         return [t.proposal for t in selection.trials]
@@ -316,15 +310,15 @@ def test_selection_begins_with_what_saves_time_where_it_stands() -> None:
     best = greedy(base.state, base.cost, Limits()).best
     survey = Surveyed({"ReplaceReluByLeakyRelu": 8.0, "ReplaceReluByMax": -10.0}, {"CancelTransposes": 0.0})
 
-    def compare(against: Found | None, found: Found) -> Ratio:
-        median = truth.cost((against or base).state.graph) / truth.cost(found.state.graph)
-        return Ratio(median, median * 0.98, median * 1.02)
-
-    def search(found: Found, rules: frozenset[str]) -> Found:
-        state = RewriteState.start(found.state.graph, found.state.library.only(rules), modelled.delta)
-        return greedy(state, found.cost, Limits()).best
-
-    selection = select(base, [best], compare, search, time.monotonic() + 60, tolerance=0.5, survey=survey)
+    selection = select(
+        base,
+        [best],
+        timed(truth, base),
+        searching(modelled),
+        time.monotonic() + 60,
+        tolerance=0.5,
+        survey=survey,
+    )
     assert selection.trials[0].proposal == "the best by modelled cost + ReplaceReluByLeakyRelu"
     assert selection.trials[0].kept
     assert selection.chosen is not None
@@ -361,11 +355,7 @@ def test_selection_gives_nothing_up_for_what_an_open_interval_says() -> None:
     def compare(against: Found | None, found: Found) -> Ratio:
         return Ratio(1.5, 1.4, 1.6) if against is None else Ratio(1.04, 0.0, float("inf"))
 
-    def search(found: Found, rules: frozenset[str]) -> Found:
-        state = RewriteState.start(found.state.graph, found.state.library.only(rules), modelled.delta)
-        return greedy(state, found.cost, Limits()).best
-
-    selection = select(base, [best], compare, search, time.monotonic() + 60)
+    selection = select(base, [best], compare, searching(modelled), time.monotonic() + 60)
     assert selection.chosen is best
     assert selection.trials[0].kept
     assert len(selection.trials) > 1
