@@ -13,6 +13,7 @@ import pytest
 from tests.backends.models import feeds, matmuls, strings
 from xrlflow.backends import BackendError
 from xrlflow.backends.onnxruntime import measure, measure_in_fresh_processes, processes, wire
+from xrlflow.backends.results import Comparison, Latency, Load, SpeedUp
 
 
 def test_measuring_three_models() -> None:
@@ -42,10 +43,36 @@ def test_fresh_processes(tmp_path: Path) -> None:
     start = time.monotonic()
     found = measure_in_fresh_processes(path, matmuls(1), feeds(), pairs=3, threads=1, time_limit=6.0)
     assert time.monotonic() - start < 6.0 + processes.GRACE
-    assert 1 <= len(found.runs) <= 3
+    assert 1 <= len(found.runs) <= 9
     assert 0 <= found.speedup.low <= found.speedup.median <= found.speedup.high
     assert found.before.samples == sum(run.latencies[0].samples for run in found.runs)
     assert found.threads == 1
+
+
+@pytest.mark.parametrize(
+    ("ratios", "processes_used"),
+    [
+        ([1.02, 1.02, 1.021], 3),  # clear of 1
+        ([1.001, 1.002, 1.001], 3),  # as good as equal
+        ([1.05, 0.99, 1.02] * 4, 9),  # in doubt to the last
+        ([0.99, 0.96, 0.975, 0.975, 0.975, 0.975, 0.975], 5),  # in doubt after three, slower after five
+    ],
+)
+def test_doubt_and_time_left_are_more_processes(
+    ratios: list[float], processes_used: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = iter(ratios)
+
+    def child(*_: object) -> Comparison:
+        ratio = next(told)
+        latency = Latency(1.0, 1.0, 1.0, samples=10)
+        load = Load(0.0, 0.0, 1.0, cpus=2, threads=1, seconds=0.01, disturbed=False)
+        narrow = SpeedUp(ratio, 0.9999 * ratio, 1.0001 * ratio)
+        return Comparison((latency, latency), (narrow,), narrow, load, 10, 0.01, threads=1, converged=True)
+
+    monkeypatch.setattr(processes, "_run_child", child)
+    found = measure_in_fresh_processes(matmuls(1), matmuls(1), feeds(), pairs=3, threads=1, time_limit=60.0)
+    assert len(found.runs) == processes_used
 
 
 def test_what_a_child_cannot_load_is_said_as_here() -> None:

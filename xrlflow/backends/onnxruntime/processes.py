@@ -22,6 +22,8 @@ from xrlflow.backends.results import Comparison, Latency, RepeatedComparison, Sp
 from xrlflow.backends.statistics import combine
 
 WORKER = "xrlflow.backends.onnxruntime.worker"
+_MOST = 3
+"""How many times as many processes as are asked for may measure, if the first leave time and doubt."""
 GRACE = 5.0
 """Seconds that a child may exceed its share of the time: it starts up, and finishes the round that it is in."""
 
@@ -48,7 +50,8 @@ def measure_in_fresh_processes(
 
     `time_limit` is in seconds for everything; the children share it evenly. One that ends early because its
     interval is narrow leaves its time to the others, and those for which no time is left are not started:
-    with one process the interval is (0, inf). Ctrl-C ends the running child.
+    with one process the interval is (0, inf). When all have ended with time left, and the interval is neither narrower
+    than `target_width` nor that far from 1, up to twice as many again follow. Ctrl-C ends the running child.
 
     A SessionOptions object cannot be handed to another process. With one the pairs are fresh sessions in this process,
     and the result's `fresh_processes` is False: a mapping of configuration entries is better.
@@ -73,10 +76,16 @@ def measure_in_fresh_processes(
             "optimization": optimization.value,
             "session_options": dict(session_options) if isinstance(session_options, Mapping) else None,
         }
-        for index in range(pairs):
-            share = (deadline - time.monotonic()) / (pairs - index)
-            if runs and share < 0.5 * min(run.seconds / max(run.samples, 1) for run in runs):
-                break
+        for index in range(_MOST * pairs):
+            left = deadline - time.monotonic()
+            if index < pairs:
+                share = left / (pairs - index)
+                if runs and share < 0.5 * min(run.seconds / max(run.samples, 1) for run in runs):
+                    break
+            else:
+                share = (time.monotonic() - started) / index
+                if share > left or _decided(_combine_speedups([run.speedup for run in runs]), target_width):
+                    break
             # Starting Python and importing the runtime takes part of the share.
             request["time_limit"] = max(share - _startup(runs, started), 0.2 * share, 0.01)
             request["load_reversed"] = index % 2 == 1
@@ -101,6 +110,11 @@ def measure_in_fresh_processes(
     if not runs:
         raise BackendError(f"the time limit of {time_limit:g} s is too short to load and measure the models")
     return _combined(runs, time.monotonic() - started, threads, in_child)
+
+
+def _decided(speedup: SpeedUp, width: float) -> bool:
+    """More processes would not change what is said of the two models."""
+    return speedup.width <= width or abs(math.log(speedup.median)) - speedup.width / 2 > width
 
 
 def _startup(runs: Sequence[Comparison], started: float) -> float:
