@@ -2,7 +2,8 @@
 
 Single operators of the sizes that networks have, with the sketches that TVM itself gives, the same for every tuner; the
 same pool builds and runs, the number of trials is the same, and each search starts with an empty store and knows
-nothing, but for `chameleon+transfer`, whose agent has tuned other operators before (how long that took is shown).
+nothing, but for `chameleon+transfer`, whose agent has tuned other operators before: it has a policy, and what it has
+measured of them, for its surrogate (how long that took is shown).
 
 A block is one operator with one seed: every tuner's search, in an order that rotates, and then all their kernels that
 matter measured again, in turns, in one process. Quality comes from that alone: the best of many noisy measurements

@@ -17,7 +17,7 @@ from tests.rules.harness import model
 from xrlflow.cli import app
 
 RNG = np.random.default_rng(0)
-FAST = ["--cost", "roofline", "--time-limit", "20"]
+FAST = ["--cost", "roofline", "--time-limit", "60"]
 KEYS = {
     "model", "nodes_before", "nodes_after", "substitutions", "search", "cost_model", "cost_before", "cost_after",
     "latency_before_ms", "latency_after_ms", "speedup", "speedup_low", "speedup_high", "verified", "max_error",

@@ -3,17 +3,19 @@ MetaSchedule's cost models are (Chen et al., 2018, "Learning to Optimize Tensor 
 
 Two models of the same measurements: one sees knobs alone and answers for thousands of vectors in milliseconds; the
 other sees the schedules too, which have to be decoded (milliseconds each), and orders those that the first has chosen.
-Every tuner that has a surrogate has this one. It starts knowing nothing.
+Every tuner that has a surrogate has this one. It starts knowing nothing, but for what it is given of other tasks:
+knobs are a task's own, but schedules are described alike everywhere, so that the second model can learn from them.
+What it thinks of schedules that nobody has measured then teaches the first.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from xrlflow.backends.tvm.load import tvm
 from xrlflow.tuning.knobs import Candidate, Floats, Indices, KnobSpace, Vector
@@ -38,14 +40,48 @@ _PARAMETERS = {
 }
 
 
-class Surrogate:
-    """Scores of schedules: the best time measured over their own, so that 1 is as good as the best and 0 a failure."""
+# What other tasks have shown weighs as much as so many measurements of this one, however many it is.
+_EXPERIENCE = 64.0
+# TVM's features of a store; they begin with its numbers of floating-point operations, by kind.
+_STORE, _ARITHMETIC = 164, 7
+SCHEDULE_FEATURES = 2 * _STORE
+"""How many numbers describe a schedule."""
 
-    def __init__(self, space: KnobSpace, seed: int) -> None:
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Experience:
+    """What was measured of tasks: schedules as a surrogate describes them [N, SCHEDULE_FEATURES], their scores [N]."""
+
+    schedules: Floats
+    scores: Floats
+
+    @staticmethod
+    def none() -> Experience:
+        return Experience(np.zeros((0, SCHEDULE_FEATURES), np.float32), np.zeros(0, np.float32))
+
+    def __len__(self) -> int:
+        return len(self.scores)
+
+    def __add__(self, other: Experience) -> Experience:
+        return Experience(
+            np.concatenate([self.schedules, other.schedules]), np.concatenate([self.scores, other.scores])
+        )
+
+
+class Surrogate:
+    """Scores of schedules: the best time measured over their own, so that 1 is as good as the best and 0 a failure.
+
+    `experience`: of other tasks, if there is any.
+    """
+
+    def __init__(self, space: KnobSpace, seed: int, experience: Experience | None = None) -> None:
         self.space, self._seed = space, seed % 2**31
+        self._others = experience if experience is not None else Experience.none()
         self._candidates: dict[str, Candidate] = {}
         self._seconds: dict[str, float] = {}
-        self._stores: dict[str, Floats] = {}
+        # Decoded, but not measured.
+        self._supposed: dict[str, Candidate] = {}
+        self._schedules: dict[str, Floats] = {}
         self._by_knobs: xgboost.Booster | None = None
         self._by_schedule: xgboost.Booster | None = None
 
@@ -55,14 +91,31 @@ class Surrogate:
             self._candidates.setdefault(candidate.key, candidate)
             before = self._seconds.get(candidate.key, math.inf)
             self._seconds[candidate.key] = min(before, outcome.median)
+            self._supposed.pop(candidate.key, None)
         if measured:
             self._by_knobs = self._by_schedule = None
 
+    def suppose(self, candidates: Sequence[Candidate]) -> None:
+        """Let the model of knobs learn what the model of schedules thinks of these, until they are measured."""
+        fresh = [c for c in candidates if c.vector is not None and c.key not in self._seconds]
+        if fresh:
+            self._supposed |= {c.key: c for c in fresh}
+            self._by_knobs = None
+
     @property
     def ready(self) -> bool:
-        """Whether enough was measured to say anything."""
+        """Whether there is enough to say anything: measurements of this task or of others."""
         times = self._seconds.values()
-        return len(times) >= _FEWEST and len({t for t in times if math.isfinite(t)}) >= _FEWEST_FINE
+        enough = len(times) >= _FEWEST and len({t for t in times if math.isfinite(t)}) >= _FEWEST_FINE
+        return enough or len(self._others) > 0
+
+    @property
+    def experience(self) -> Experience:
+        """All that it was given and told, for the surrogates of other tasks."""
+        if not any(map(math.isfinite, self._seconds.values())):
+            return self._others
+        own = self._schedules_of(list(self._candidates.values()))
+        return self._others + Experience(own, self._scores(self._candidates))
 
     def best(self, count: int) -> list[Vector]:
         """The vectors of the fastest kernels measured, fastest first; not of those that failed."""
@@ -70,15 +123,24 @@ class Surrogate:
         found = (self._candidates[key].vector for _, key in order)
         return [vector for vector in found if vector is not None][:count]
 
+    def promising(self, count: int) -> list[Vector]:
+        """The vectors of the best schedules supposed, the best first."""
+        supposed = list(self._supposed.values())
+        order = np.argsort(-self.rank(supposed), kind="stable")[:count]
+        return [vector for i in order if (vector := supposed[i].vector) is not None]
+
     def predict(self, vectors: Indices | Sequence[Vector]) -> Floats:
         """Scores of normal vectors [N, K], valid or not, without decoding them: [N]. Zeros before it is ready."""
-        if not self.ready:
+        if not self.ready or not len(vectors):
             return np.zeros(len(vectors), np.float32)
         if self._by_knobs is None:
             known = {k: c.vector for k, c in self._candidates.items() if c.vector is not None}
-            if not known:
+            supposed = list(self._supposed.values())
+            places = [*known.values(), *(c.vector for c in supposed if c.vector is not None)]
+            if not places:
                 return np.zeros(len(vectors), np.float32)
-            self._by_knobs = self._train(self.space.features(list(known.values())), self._scores(known))
+            scores = np.concatenate([self._scores(known), self.rank(supposed)])
+            self._by_knobs = self._train(self.space.features(places), scores)
         return self._ask(self._by_knobs, self.space.features(vectors))
 
     def rank(self, candidates: Sequence[Candidate]) -> Floats:
@@ -86,22 +148,46 @@ class Surrogate:
         if not self.ready or not candidates:
             return np.zeros(len(candidates), np.float32)
         if self._by_schedule is None:
-            known = self._candidates
-            self._by_schedule = self._train(self._describe(list(known.values())), self._scores(known))
+            self._by_schedule = self._learn_schedules()
         return self._ask(self._by_schedule, self._describe(candidates))
 
+    def _learn_schedules(self) -> xgboost.Booster:
+        known, others = list(self._candidates.values()), self._others
+        own = self._describe(known) if known else None
+        if not len(others):
+            assert own is not None
+            return self._train(own, self._scores(self._candidates))
+        # Their knobs are not this task's: they are missing.
+        width = len(self.space.features([(0,) * len(self.space.knobs)])[0])
+        blank = np.full((len(others), width), np.nan, np.float32)
+        theirs = np.concatenate([blank, others.schedules], axis=1)
+        weights = np.full(len(others), min(1.0, _EXPERIENCE / len(others)), np.float32)
+        if own is None:
+            return self._train(theirs, others.scores, weights)
+        return self._train(
+            np.concatenate([own, theirs]),
+            np.concatenate([self._scores(self._candidates), others.scores]),
+            np.concatenate([np.ones(len(own), np.float32), weights]),
+        )
+
     def _scores(self, keys: Any) -> Floats:
-        best = min(self._seconds.values())
+        best = min(self._seconds.values(), default=math.inf)
+        if not math.isfinite(best):  # nothing has worked so far
+            return np.zeros(len(keys), np.float32)
         return np.array([best / self._seconds[key] for key in keys], np.float32)
 
     def _describe(self, candidates: Sequence[Candidate]) -> Floats:
-        """Knobs (missing where a schedule has no vector) and the sum over its stores of TVM's features of each,
-        which are logarithms: [N, F]."""
-        self._extract([c for c in candidates if c.key not in self._stores])
+        """Knobs (missing where a schedule has no vector), and the schedules: [N, F]."""
         blank = (0,) * len(self.space.knobs)
         knobs = self.space.features([blank if c.vector is None else c.vector for c in candidates])
         knobs[[c.vector is None for c in candidates]] = np.nan
-        return np.concatenate([knobs, np.stack([self._stores[c.key] for c in candidates])], axis=1)
+        return np.concatenate([knobs, self._schedules_of(candidates)], axis=1)
+
+    def _schedules_of(self, candidates: Sequence[Candidate]) -> Floats:
+        """TVM's features of each store, which are logarithms, as their sum and as those of the store that computes
+        most: [N, SCHEDULE_FEATURES], whatever the task."""
+        self._extract([c for c in candidates if c.key not in self._schedules])
+        return np.stack([self._schedules[c.key] for c in candidates])
 
     def _extract(self, candidates: Sequence[Candidate]) -> None:
         if not candidates:
@@ -111,13 +197,14 @@ class Surrogate:
         extractor = meta.feature_extractor.PerStoreFeature()
         wanted = [meta.MeasureCandidate(package.s_tir.Schedule(c.mod), []) for c in candidates]
         for candidate, stores in zip(candidates, extractor.extract_from(self.space.context, wanted)):
-            array: npt.NDArray[Any] = stores.numpy()
-            self._stores[candidate.key] = array.astype(np.float32).sum(axis=0)
+            array: Floats = stores.numpy().astype(np.float32)
+            main = array[array[:, :_ARITHMETIC].sum(axis=1).argmax()]
+            self._schedules[candidate.key] = np.concatenate([array.sum(axis=0), main])
 
-    def _train(self, features: Floats, scores: Floats) -> xgboost.Booster:
+    def _train(self, features: Floats, scores: Floats, weights: Floats | None = None) -> xgboost.Booster:
         import xgboost
 
-        data = xgboost.DMatrix(features, scores, nthread=1)
+        data = xgboost.DMatrix(features, scores, weight=weights, nthread=1)
         return xgboost.train({**_PARAMETERS, "seed": self._seed}, data, _ROUNDS)
 
     @staticmethod

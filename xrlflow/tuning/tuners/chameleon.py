@@ -14,6 +14,8 @@ What differs from the paper, and why:
 - Of the visited configurations those that the surrogate thinks best are grouped, and of a group not what is nearest to
   its middle is measured: a few are decoded, and the best by the surrogate that sees schedules is. Both together led to
   known optima sooner on analytic landscapes; neither was tried alone against the paper's way.
+- What an agent takes from task to task is its policy and what was measured: schedules are described alike for all
+  tasks, so that the surrogate that sees them knows good from bad before the first measurement of a task.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ from xrlflow.learn.factored import FactoredCategorical
 from xrlflow.learn.ppo import Episode, PPOConfig, Rollout, orthogonal, update
 from xrlflow.learn.threads import one_thread
 from xrlflow.tuning.knobs import Candidate, Floats, Indices, Kind, KnobSpace
-from xrlflow.tuning.surrogate import Surrogate
+from xrlflow.tuning.surrogate import SCHEDULE_FEATURES, Experience, Surrogate
 from xrlflow.tuning.tuners.frontier import Frontier
 from xrlflow.tuning.tuners.protocol import Outcome
 
@@ -46,6 +48,7 @@ _LEVELS = 4
 # Features: of a knob's value, of a knob, of a task.
 _VALUE, _KNOB, _TASK = 1 + _LEVELS, len(Kind) + 4, 5
 _AGENT = "kernel agent"
+_SCHEDULES, _SCORES = "experience.schedules", "experience.scores"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +67,8 @@ class ChameleonConfig:
     pool: int = 128
     # Of a group so many are decoded, the best by their knobs; the best by their schedules is taken.
     shortlist: int = 4
+    # Configurations that are drawn and decoded when the surrogate first has something to say of schedules.
+    imagined: int = 128
     # The part of what is proposed that is drawn at random, as AutoTVM does.
     explore: float = 0.05
     # Groups that are tried: this many, twice as many and so on, up to what is wanted.
@@ -88,8 +93,11 @@ class ChameleonConfig:
     )
 
     def __post_init__(self) -> None:
-        if min(self.walks, self.steps, self.rounds, self.pool, self.groups, self.shortlist) < 1:
-            raise ValueError(f"walks, steps, rounds, pool, groups and shortlist must be positive, not {self}")
+        sizes = (self.walks, self.steps, self.rounds, self.pool, self.groups, self.shortlist, self.imagined)
+        if min(sizes) < 1:
+            raise ValueError(
+                f"walks, steps, rounds, pool, groups, shortlist and imagined must be positive, not {self}"
+            )
         if not 0 <= self.explore < 1:
             raise ValueError(f"explore is a part of the whole, not {self.explore}")
         if not 0 < self.rest <= 1 or self.knee <= 1:
@@ -145,13 +153,14 @@ class Observation(NamedTuple):
 
 
 class Agent(nn.Module):
-    """Actor and critic: tanh networks of 20-20 (the paper's), shared by all knobs."""
+    """Actor and critic: tanh networks of 20-20 (the paper's), shared by all knobs; and what was measured meanwhile."""
 
     def __init__(self, seed: int, hidden: int = 20) -> None:
         super().__init__()
         self.hidden = hidden
         # Updates that it has learned from: before the first it knows nothing.
         self.updates = 0
+        self.experience = Experience.none()
         width = _VALUE + 1 + _KNOB
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -194,7 +203,11 @@ class Agent(nn.Module):
     def save(self, path: str | os.PathLike[str]) -> None:
         """Raises CheckpointError if the file cannot be written."""
         config = {"hidden": self.hidden, "updates": self.updates}
-        save_checkpoint(Checkpoint(_AGENT, config, self.state_dict()), path)
+        measured = {
+            _SCHEDULES: torch.from_numpy(self.experience.schedules),
+            _SCORES: torch.from_numpy(self.experience.scores),
+        }
+        save_checkpoint(Checkpoint(_AGENT, config, {**self.state_dict(), **measured}), path)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
@@ -204,11 +217,15 @@ class Agent(nn.Module):
         if not (isinstance(hidden, int) and isinstance(updates, int) and 0 < hidden <= 4096):
             raise CheckpointError(f"{path}: its configuration is damaged: {dict(found.config)}")
         agent = cls(0, hidden)
+        tensors = dict(found.tensors)
+        schedules, scores = tensors.pop(_SCHEDULES, None), tensors.pop(_SCORES, None)
         try:
-            agent.load_state_dict(dict(found.tensors))
+            agent.load_state_dict(tensors)
         except RuntimeError as error:
             raise CheckpointError(f"{path} is an agent of another version of xrlflow") from error
-        agent.updates = updates
+        if schedules is None or scores is None or schedules.shape != (len(scores), SCHEDULE_FEATURES):
+            raise CheckpointError(f"{path} is an agent of another version of xrlflow")
+        agent.updates, agent.experience = updates, Experience(schedules.numpy(), scores.numpy())
         return agent
 
 
@@ -234,23 +251,32 @@ class ChameleonTuner:
         config: ChameleonConfig = ChameleonConfig(),
         agent: Agent | None = None,
     ) -> None:
-        self.agent = copy.deepcopy(agent) if agent is not None else Agent(seed)
+        self._agent = copy.deepcopy(agent) if agent is not None else Agent(seed)
         self._space, self._config, self._view = space, config, View.of(space)
         self._generator = np.random.default_rng(seed)
         self._draws = torch.Generator().manual_seed(seed)
-        self._optimizer = config.ppo.optimizer(self.agent)
+        self._optimizer = config.ppo.optimizer(self._agent)
         self._frontier = Frontier(space, self._generator)
-        self._surrogate = Surrogate(space, seed)
+        self._surrogate = Surrogate(space, seed, self._agent.experience)
         self._ends = space.draw(self._generator, config.walks)
+        self._imagined = False
+
+    @property
+    def agent(self) -> Agent:
+        """The agent as it is now, for other tasks."""
+        agent = copy.deepcopy(self._agent)
+        agent.experience = self._surrogate.experience
+        return agent
 
     def propose(self, count: int) -> Sequence[Candidate]:
         """At most `count`: as many as the visited configurations have groups, while walks find any that are new."""
         if count < 1:
             return []
         still = not bool(self._space.movable(self._ends).any()) and len(self._space.sketches) == 1
-        if still or not (self._surrogate.ready or self.agent.updates):
+        if still or not (self._surrogate.ready or self._agent.updates):
             return self._frontier.random(count)
         with one_thread():
+            self._imagine()
             pool = self._explore()
         wanted = count - int(self._generator.binomial(count, self._config.explore))
         chosen = self._sample(pool, wanted) if len(pool) and wanted else []
@@ -261,19 +287,29 @@ class ChameleonTuner:
         self._frontier.claim([candidate for candidate, _ in measured])
         self._surrogate.add(measured)
 
+    def _imagine(self) -> None:
+        """Once: what the model of schedules thinks of some that are drawn is where the model of knobs begins."""
+        if self._surrogate.ready and not self._imagined:
+            drawn = self._space.draw(self._generator, self._config.imagined)
+            vectors = [tuple(place) for place in drawn.tolist()]
+            self._surrogate.suppose(self._frontier.new(vectors, len(vectors)))
+            self._imagined = True
+
     def _explore(self) -> Indices:
-        """Walk and learn; what was visited and may be new, the best first [N, K]."""
+        """Walk and learn; what was visited or imagined and may be new, the best first [N, K]."""
         config = self._config
-        visited, scores = [], []
+        promising = self._surrogate.promising(config.pool)
+        visited = [np.array(promising, np.int64).reshape(len(promising), len(self._space.knobs))]
+        scores = [self._surrogate.predict(visited[0])]
         for _ in range(config.rounds if self._surrogate.ready else 1):
             walks = walk(
-                self.agent, self._view, self._space, self._surrogate, self._starts(), config, self._draws
+                self._agent, self._view, self._space, self._surrogate, self._starts(), config, self._draws
             )
             self._ends = walks.ends
             if self._surrogate.ready:
                 rollout = Rollout.of(walks.episodes, config.ppo)
-                update(self.agent, self._optimizer, rollout, config.ppo, self._draws)
-                self.agent.updates += 1
+                update(self._agent, self._optimizer, rollout, config.ppo, self._draws)
+                self._agent.updates += 1
                 visited.append(walks.visited)
                 scores.append(walks.scores)
             else:
@@ -287,9 +323,11 @@ class ChameleonTuner:
         return places[np.argsort(-values, kind="stable")[: config.pool]]
 
     def _starts(self) -> Indices:
-        """A quarter at the best measured, a quarter where walks have ended, the rest anywhere [W, K]."""
+        """A quarter at the best measured, or imagined while there are too few; a quarter where walks have ended, the
+        rest anywhere [W, K]."""
         walks = self._config.walks
         best = self._surrogate.best(walks // 4)
+        best += self._surrogate.promising(walks // 4 - len(best))
         known = np.array(best, np.int64).reshape(len(best), len(self._space.knobs))
         ends = self._generator.permutation(self._ends)[: walks // 4]
         others = self._space.draw(self._generator, walks - len(known) - len(ends))
@@ -303,6 +341,7 @@ class ChameleonTuner:
         centres = groups(features, self._config.groups, count, self._config.knee, self._generator)
         owner = _distances(features, centres).argmin(axis=1)
         found: dict[str, Candidate] = {}
+        decoded: list[Candidate] = []
         for group in range(len(centres)):
             members = np.flatnonzero(owner == group)
             vectors = [tuple(place) for place in pool[members].tolist()]
@@ -315,6 +354,8 @@ class ChameleonTuner:
             if shortlist:
                 best = shortlist[int(self._surrogate.rank(shortlist).argmax())]
                 found[best.key] = best
+                decoded += shortlist
+        self._surrogate.suppose(decoded)
         return list(found.values())
 
     def _synthetic(self, pool: Indices, tries: int = 8) -> Indices:
