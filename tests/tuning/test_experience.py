@@ -85,7 +85,7 @@ def test_the_model_of_knobs_learns_from_the_model_of_schedules(column: int) -> N
     vectors = [c.vector for c in candidates if c.vector is not None]
     assert surrogate.predict(vectors).tolist() == [0] * len(vectors)
     surrogate.suppose(candidates[:80])
-    assert surrogate.promising(3)[0] in vectors[:80]
+    assert surrogate.promising(3)[0][0] in vectors[:80]
     assert order(surrogate.predict(vectors[80:]), surrogate.rank(candidates[80:])) > 0.3
 
 
@@ -94,7 +94,8 @@ def test_what_was_supposed_is_forgotten_when_it_is_measured(column: int) -> None
     surrogate = Surrogate(space, 0, learned(matmul, column))
     surrogate.suppose(candidates)
     surrogate.add([(c, Outcome((1.0,))) for c in candidates[:5]])
-    assert sorted(surrogate.promising(99)) == sorted(c.vector for c in candidates[5:] if c.vector is not None)
+    supposed = sorted(vector for vector, _ in surrogate.promising(99))
+    assert supposed == sorted(c.vector for c in candidates[5:] if c.vector is not None)
     surrogate.suppose(candidates)
     assert len(surrogate.promising(99)) == 3
 

@@ -123,11 +123,12 @@ class Surrogate:
         found = (self._candidates[key].vector for _, key in order)
         return [vector for vector in found if vector is not None][:count]
 
-    def promising(self, count: int) -> list[Vector]:
-        """The vectors of the best schedules supposed, the best first."""
+    def promising(self, count: int) -> list[tuple[Vector, float]]:
+        """The vectors of the best schedules supposed with their scores, the best first."""
         supposed = list(self._supposed.values())
-        order = np.argsort(-self.rank(supposed), kind="stable")[:count]
-        return [vector for i in order if (vector := supposed[i].vector) is not None]
+        scores = self.rank(supposed)
+        order = np.argsort(-scores, kind="stable")[:count]
+        return [(vector, float(scores[i])) for i in order if (vector := supposed[i].vector) is not None]
 
     def predict(self, vectors: Indices | Sequence[Vector]) -> Floats:
         """Scores of normal vectors [N, K], valid or not, without decoding them: [N]. Zeros before it is ready."""

@@ -9,11 +9,13 @@ What differs from the paper, and why:
 - One small network is applied to every knob, with the mean over all knobs and features of the task beside it. So an
   agent serves tasks with any number of knobs, and what it has learned on some is of use on others.
 - A tile has one knob per loop with up to hundreds of values; moves begin wide and end at one place, so that a walk of a
-  few dozen steps can get from anywhere to anywhere.
+  few dozen steps can get from anywhere to anywhere. Walks from the best that was measured stay about there.
 - The surrogate that is asked in a walk sees knobs alone (see `xrlflow.tuning.surrogate`): nothing is decoded.
 - Of the visited configurations those that the surrogate thinks best are grouped, and of a group not what is nearest to
   its middle is measured: a few are decoded, and the best by the surrogate that sees schedules is. Both together led to
   known optima sooner on analytic landscapes; neither was tried alone against the paper's way.
+- Some configurations that no walk has visited are decoded too, and what the surrogate that sees schedules thinks of
+  them is learned by that which sees knobs: decoding takes a hundredth of measuring.
 - What an agent takes from task to task is its policy and what was measured: schedules are described alike for all
   tasks, so that the surrogate that sees them knows good from bad before the first measurement of a task.
 """
@@ -36,7 +38,7 @@ from xrlflow.learn.checkpoint import Checkpoint, CheckpointError, load_checkpoin
 from xrlflow.learn.factored import FactoredCategorical
 from xrlflow.learn.ppo import Episode, PPOConfig, Rollout, orthogonal, update
 from xrlflow.learn.threads import one_thread
-from xrlflow.tuning.knobs import Candidate, Floats, Indices, Kind, KnobSpace
+from xrlflow.tuning.knobs import Candidate, Floats, Indices, Kind, KnobSpace, Vector
 from xrlflow.tuning.surrogate import SCHEDULE_FEATURES, Experience, Surrogate
 from xrlflow.tuning.tuners.frontier import Frontier
 from xrlflow.tuning.tuners.protocol import Outcome
@@ -45,6 +47,8 @@ from xrlflow.tuning.tuners.protocol import Outcome
 _MOVES, _STAY = 3, 1
 # Levels of a tile that the agent sees; there are at most 4 in TVM's own sketches for CPUs.
 _LEVELS = 4
+# So many of the best measured have neighbours that are looked at.
+_BEST = 2
 # Features: of a knob's value, of a knob, of a task.
 _VALUE, _KNOB, _TASK = 1 + _LEVELS, len(Kind) + 4, 5
 _AGENT = "kernel agent"
@@ -69,6 +73,8 @@ class ChameleonConfig:
     shortlist: int = 4
     # Configurations that are drawn and decoded when the surrogate first has something to say of schedules.
     imagined: int = 128
+    # In each plan so many more are, of those one decision away from each of the two best that were measured.
+    neighbours: int = 12
     # The part of what is proposed that is drawn at random, as AutoTVM does.
     explore: float = 0.05
     # Groups that are tried: this many, twice as many and so on, up to what is wanted.
@@ -93,11 +99,10 @@ class ChameleonConfig:
     )
 
     def __post_init__(self) -> None:
-        sizes = (self.walks, self.steps, self.rounds, self.pool, self.groups, self.shortlist, self.imagined)
-        if min(sizes) < 1:
-            raise ValueError(
-                f"walks, steps, rounds, pool, groups, shortlist and imagined must be positive, not {self}"
-            )
+        if min(self.walks, self.steps, self.rounds, self.pool, self.groups, self.shortlist) < 1:
+            raise ValueError(f"walks, steps, rounds, pool, groups and shortlist must be positive, not {self}")
+        if min(self.imagined, self.neighbours) < 0:
+            raise ValueError(f"imagined and neighbours are numbers of configurations, not {self}")
         if not 0 <= self.explore < 1:
             raise ValueError(f"explore is a part of the whole, not {self.explore}")
         if not 0 < self.rest <= 1 or self.knee <= 1:
@@ -259,6 +264,7 @@ class ChameleonTuner:
         self._frontier = Frontier(space, self._generator)
         self._surrogate = Surrogate(space, seed, self._agent.experience)
         self._ends = space.draw(self._generator, config.walks)
+        self._decoded: dict[Vector, Candidate] = {}
         self._imagined = False
 
     @property
@@ -288,22 +294,30 @@ class ChameleonTuner:
         self._surrogate.add(measured)
 
     def _imagine(self) -> None:
-        """Once: what the model of schedules thinks of some that are drawn is where the model of knobs begins."""
-        if self._surrogate.ready and not self._imagined:
+        """Let the model of schedules look at some configurations: once at those that are drawn, and at some that are
+        one decision away from the best measured. What it thinks of them is where the model of knobs begins."""
+        if not self._surrogate.ready:
+            return
+        if not self._imagined:
             drawn = self._space.draw(self._generator, self._config.imagined)
-            vectors = [tuple(place) for place in drawn.tolist()]
-            self._surrogate.suppose(self._frontier.new(vectors, len(vectors)))
+            self._decode([tuple(place) for place in drawn.tolist()], self._config.imagined)
             self._imagined = True
+        for best in self._surrogate.best(_BEST):
+            near = self._space.neighbours(best)
+            some = self._generator.permutation(len(near))[: self._config.neighbours]
+            self._decode([near[i] for i in some], self._config.neighbours)
 
     def _explore(self) -> Indices:
         """Walk and learn; what was visited or imagined and may be new, the best first [N, K]."""
         config = self._config
         promising = self._surrogate.promising(config.pool)
-        visited = [np.array(promising, np.int64).reshape(len(promising), len(self._space.knobs))]
-        scores = [self._surrogate.predict(visited[0])]
+        visited = [self._array([vector for vector, _ in promising])]
+        # What its schedule says of a configuration counts more than what its knobs do.
+        scores = [np.array([score for _, score in promising], np.float32)]
         for _ in range(config.rounds if self._surrogate.ready else 1):
+            starts, near = self._starts()
             walks = walk(
-                self._agent, self._view, self._space, self._surrogate, self._starts(), config, self._draws
+                self._agent, self._view, self._space, self._surrogate, starts, config, self._draws, near
             )
             self._ends = walks.ends
             if self._surrogate.ready:
@@ -322,41 +336,50 @@ class ChameleonTuner:
         places, values = places[fresh], values[fresh]
         return places[np.argsort(-values, kind="stable")[: config.pool]]
 
-    def _starts(self) -> Indices:
-        """A quarter at the best measured, or imagined while there are too few; a quarter where walks have ended, the
-        rest anywhere [W, K]."""
+    def _starts(self) -> tuple[Indices, int]:
+        """A quarter at the best measured, or imagined while there are too few, a quarter where walks have ended, the
+        rest anywhere [W, K]; and how many, the first, begin at the best."""
         walks = self._config.walks
         best = self._surrogate.best(walks // 4)
-        best += self._surrogate.promising(walks // 4 - len(best))
-        known = np.array(best, np.int64).reshape(len(best), len(self._space.knobs))
+        best += [vector for vector, _ in self._surrogate.promising(walks // 4 - len(best))]
         ends = self._generator.permutation(self._ends)[: walks // 4]
-        others = self._space.draw(self._generator, walks - len(known) - len(ends))
-        return np.concatenate([known, ends, others])
+        others = self._space.draw(self._generator, walks - len(best) - len(ends))
+        return np.concatenate([self._array(best), ends, others]), len(best)
+
+    def _array(self, vectors: Sequence[Vector]) -> Indices:
+        return np.array(vectors, np.int64).reshape(len(vectors), len(self._space.knobs))
 
     def _sample(self, pool: Indices, count: int) -> list[Candidate]:
-        """Adaptive sampling: of each group of the pool [N, K] the best; where none is new and valid, one made of the
-        values that the pool has most (the paper's), or as often as the pool has them."""
+        """Adaptive sampling: of each group of the pool [N, K] the best, of those that have been decoded and a few more;
+        where none is new and valid, one made of the values that the pool has most (the paper's), or as often as the
+        pool has them."""
         features = self._space.features(pool)
         features = (features - features.mean(0)) / (features.std(0) + 1e-6)
         centres = groups(features, self._config.groups, count, self._config.knee, self._generator)
         owner = _distances(features, centres).argmin(axis=1)
         found: dict[str, Candidate] = {}
-        decoded: list[Candidate] = []
         for group in range(len(centres)):
             members = np.flatnonzero(owner == group)
             vectors = [tuple(place) for place in pool[members].tolist()]
-            shortlist = [c for c in self._frontier.new(vectors, self._config.shortlist) if c.key not in found]
-            shortlist = shortlist or [
-                c
-                for c in self._frontier.new([tuple(v) for v in self._synthetic(pool).tolist()], 1)
-                if c.key not in found
-            ]
-            if shortlist:
-                best = shortlist[int(self._surrogate.rank(shortlist).argmax())]
+            here = self._decode(vectors, self._config.shortlist)
+            here = here or self._decode([tuple(v) for v in self._synthetic(pool).tolist()], 1)
+            here = [candidate for candidate in here if candidate.key not in found]
+            if here:
+                best = here[int(self._surrogate.rank(here).argmax())]
                 found[best.key] = best
-                decoded += shortlist
-        self._surrogate.suppose(decoded)
         return list(found.values())
+
+    def _decode(self, vectors: Sequence[Vector], count: int) -> list[Candidate]:
+        """The new kernels of the vectors that have been decoded before, and of the first `count` others."""
+        there = [
+            candidate
+            for vector in vectors
+            if (candidate := self._decoded.get(vector)) and not self._frontier.known(candidate)
+        ]
+        others = self._frontier.new([v for v in vectors if v not in self._decoded], count)
+        self._decoded |= {c.vector: c for c in others if c.vector is not None}
+        self._surrogate.suppose(others)
+        return [*there, *others]
 
     def _synthetic(self, pool: Indices, tries: int = 8) -> Indices:
         """The vector of the values that are the most frequent of each knob, and others drawn by frequency [T, K]."""
@@ -374,8 +397,10 @@ def walk(
     starts: Indices,
     config: ChameleonConfig,
     generator: torch.Generator,
+    near: int = 0,
 ) -> Walks:
-    """Walks from these starts [W, K], all at once; each visited configuration's reward is its score.
+    """Walks from these starts [W, K], all at once; each visited configuration's reward is its score. The first `near`
+    walks stay about where they begin: their moves are of one place.
 
     A walk that rests is cut off, not terminated: what it would get by resting there for ever is the critic's guess.
     """
@@ -386,7 +411,7 @@ def walk(
     visited, scores = [starts], [surrogate.predict(starts)]
     with torch.no_grad():
         for step in range(config.steps):
-            strides = _strides(space, step, config.steps)
+            strides = np.where((running < near)[:, None], 1, _strides(space, step, config.steps))
             movable = space.movable(points)
             seen = _observe(view, points, movable, strides, space)
             distribution, values = agent.evaluate(seen)
@@ -397,7 +422,7 @@ def walk(
             # What moves nowhere stays, or is at its end.
             resting = ((moved == points) & movable).sum(1) >= config.rest * movable.sum(1)
             # Long moves that would not fit do not end a walk.
-            resting &= bool((strides == 1).all())
+            resting &= (strides == 1).all(1)
             points = space.masked(moved)
             found = surrogate.predict(points)
             visited.append(points)
@@ -416,7 +441,7 @@ def walk(
             running, points = running[~resting], points[~resting]
             if not len(running):
                 break
-        last = _strides(space, config.steps, config.steps)
+        last = np.broadcast_to(_strides(space, config.steps, config.steps), ends.shape)
         _, beyond = agent.evaluate(_observe(view, ends, space.movable(ends), last, space))
         for episode, value in zip(episodes, beyond.tolist()):
             episode.bootstrap, episode.truncated = value, True
@@ -479,4 +504,4 @@ def _observe(
     view: View, points: Indices, movable: npt.NDArray[np.bool_], strides: Indices, space: KnobSpace
 ) -> list[Observation]:
     relative = (strides / space.sizes).astype(np.float32)
-    return [Observation(view, point, can, relative) for point, can in zip(points, movable)]
+    return [Observation(view, *seen) for seen in zip(points, movable, relative)]
