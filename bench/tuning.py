@@ -56,7 +56,7 @@ from xrlflow.tuning.store import Store
 from xrlflow.tuning.tasks import Task, extract_tasks, target_text
 from xrlflow.tuning.tuners.chameleon import Agent, ChameleonTuner
 from xrlflow.tuning.tuners.protocol import Method, Outcome, Tuner, make_tuner
-from xrlflow.tuning.worker import Build, build
+from xrlflow.tuning.worker import Argument, Build, build
 
 REFERENCE = Method.EVOLUTIONARY.value
 TRANSFER = "chameleon+transfer"
@@ -396,7 +396,7 @@ def quality(keys: Sequence[str], comparison: Comparison) -> Quality:
 
 
 def in_turns(threads: int, seconds: float) -> Compare:
-    """Kernels built, loaded and timed in this process, on operands of their own each."""
+    """Kernels built, loaded and timed in this process, on the same operands: they are as warm as in the searches."""
 
     def compare(task: Task, kernels: Sequence[Candidate]) -> Comparison:
         package = tvm()
@@ -404,6 +404,7 @@ def in_turns(threads: int, seconds: float) -> Compare:
         target = package.ir.save_json(task.target)
         with tempfile.TemporaryDirectory() as folder:
             runs, paths = [], {}
+            operands: dict[tuple[Argument, ...], list[Any]] = {}
             for number, kernel in enumerate(kernels):
                 path = os.path.join(folder, f"{number}.so")
                 if kernel.key in paths:
@@ -412,7 +413,9 @@ def in_turns(threads: int, seconds: float) -> Compare:
                 else:
                     arguments = build(Build(package.ir.save_json(kernel.mod), target, path)).arguments
                     paths[kernel.key] = path, arguments
-                runs.append(_call(path, arguments))
+                if arguments not in operands:
+                    operands[arguments] = _operands(arguments)
+                runs.append(_call(path, operands[arguments]))
             for run in runs:
                 run()
             with pinned(choose_cpus(threads)):
@@ -421,16 +424,17 @@ def in_turns(threads: int, seconds: float) -> Compare:
     return compare
 
 
-def _call(path: str, arguments: Iterable[tuple[str, tuple[int, ...]]]) -> Callable[[], object]:
-    package = tvm()
-    library = package.runtime.load_module(path)
+def _operands(arguments: Iterable[Argument]) -> list[Any]:
     generator = np.random.default_rng(0)
-    tensors = [
-        package.runtime.tensor(generator.uniform(0.1, 1.0, size=shape).astype(kind))
+    return [
+        tvm().runtime.tensor(generator.uniform(0.1, 1.0, size=shape).astype(kind))
         for kind, shape in arguments
     ]
-    main = library["main"]
-    return lambda: main(*tensors)
+
+
+def _call(path: str, operands: Sequence[Any]) -> Callable[[], object]:
+    main = tvm().runtime.load_module(path)["main"]
+    return lambda: main(*operands)
 
 
 def whole_load() -> load.Reading:

@@ -300,7 +300,7 @@ class ChameleonTuner:
             return
         if not self._imagined:
             drawn = self._space.draw(self._generator, self._config.imagined)
-            self._decode([tuple(place) for place in drawn.tolist()], self._config.imagined)
+            self._decode(list(dict.fromkeys(map(tuple, drawn.tolist()))), self._config.imagined)
             self._imagined = True
         for best in self._surrogate.best(_BEST):
             near = self._space.neighbours(best)
