@@ -18,7 +18,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 import weakref
@@ -31,6 +30,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Self
 
+from xrlflow.backends.children import serve_in_child
 from xrlflow.backends.placement import default_threads
 from xrlflow.backends.protocol import Array, BackendError, one_line
 from xrlflow.backends.tvm.load import tvm
@@ -53,6 +53,7 @@ from xrlflow.tuning.worker import (
     Run,
     RunThere,
     Timing,
+    raise_workers,
     request,
 )
 
@@ -244,27 +245,18 @@ class _Nursery:
         self.folder = tempfile.mkdtemp(prefix="xrlflow-tuning-")
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  (what it says is read when it has died)
         self._socket, theirs = socket.socketpair()
-        root = str(Path(__file__).resolve().parents[2])
-        inherited = os.environ.get("PYTHONPATH")
-        program = "from xrlflow.tuning.worker import raise_workers"
         try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", f"{program}; raise_workers({theirs.fileno()}, {self.folder!r})"],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=self._log,
-                pass_fds=(theirs.fileno(),),
-                process_group=0,  # Ctrl-C does not reach it
-                env={
-                    **os.environ,
-                    "PYTHONPATH": root + (os.pathsep + inherited if inherited else ""),
-                    "TMPDIR": self.folder,
-                    # A library leaves something small in the hole that a large tensor left, and the next tensor does
-                    # not fit: megabytes a candidate, unless large ones have their own pages (glibc).
-                    "MALLOC_MMAP_THRESHOLD_": str(128 * 1024),
-                    # No library starts threads, which no fork would survive.
-                    **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
-                },
+            self._process = serve_in_child(
+                raise_workers,
+                theirs.fileno(),
+                self.folder,
+                log=self._log,
+                TMPDIR=self.folder,
+                # A library leaves something small in the hole that a large tensor left, and the next tensor does not
+                # fit: megabytes a candidate, unless large ones have their own pages (glibc).
+                MALLOC_MMAP_THRESHOLD_=str(128 * 1024),
+                # No library starts threads, which no fork would survive.
+                **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
             )
         except OSError as error:
             shutil.rmtree(self.folder, ignore_errors=True)

@@ -179,7 +179,7 @@ def test_optimised_on_the_device(board: Board, file: Path, tmp_path: Path) -> No
         app,
         [
             "optimize", str(file), "-o", str(output), "--backend", "tvm", "--remote", str(board.remote), "--cpu",
-            detect().cpu, "--search", "greedy", "--cost", "roofline", "--threads", "1", "--json",
+            detect().cpu, "--search", "greedy", "--cost", "roofline", "--threads", "1", "--time-limit", "25", "--json",
         ],
     )  # fmt: skip
     assert result.exit_code == 0, result.output
@@ -230,7 +230,10 @@ def test_what_a_device_lacks_is_refused(board: Board, file: Path) -> None:
 
 
 @pytest.mark.parametrize("command", [["optimize", "--backend", "tvm"], ["tune"]])
-def test_unknown_keys_and_dead_trackers(command: list[str], board: Board, file: Path, tmp_path: Path) -> None:
+def test_unknown_keys_and_dead_trackers(
+    command: list[str], board: Board, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("xrlflow.lowering.PATIENCE", 0.5)
     for remote, expected in (
         (
             f"127.0.0.1:{board.port}/bored",

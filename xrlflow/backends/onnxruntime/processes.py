@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from xrlflow.backends.children import environment
 from xrlflow.backends.onnxruntime.session import Optimization, Options, resolve_threads
 from xrlflow.backends.onnxruntime.timing import measure
 from xrlflow.backends.onnxruntime.wire import from_json, save_feeds
@@ -136,18 +137,12 @@ def _run_child(folder: Path, request: dict[str, Any], patience: float) -> Compar
     answer_file = folder / "result.json"
     answer_file.unlink(missing_ok=True)
     (folder / "request.json").write_text(json.dumps(request))
-    package_root = str(Path(__file__).resolve().parents[3])
-    inherited = os.environ.get("PYTHONPATH")
-    environment = {
-        **os.environ,
-        "PYTHONPATH": package_root + (os.pathsep + inherited if inherited else ""),
-    }
     child = subprocess.Popen(
         [sys.executable, "-m", WORKER, str(folder)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
-        env=environment,
+        env=environment(),
         text=True,
         errors="replace",
     )

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -21,6 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from xrlflow.backends.children import serve_in_child
 from xrlflow.backends.interleave import interleave
 from xrlflow.backends.load import Reading
 from xrlflow.backends.protocol import Array, BackendError, Feeds, one_line
@@ -99,17 +98,7 @@ class Device:
         self.remote = remote
         self._connection, theirs = Pipe()
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  (what it says is read when it has died)
-        root = str(Path(__file__).resolve().parents[3])
-        inherited = os.environ.get("PYTHONPATH")
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-c", f"from {__name__} import serve; serve({theirs.fileno()})"],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=self._log,
-            pass_fds=(theirs.fileno(),),
-            process_group=0,  # Ctrl-C does not reach it
-            env={**os.environ, "PYTHONPATH": root + (os.pathsep + inherited if inherited else "")},
-        )
+        self._process = serve_in_child(serve, theirs.fileno(), log=self._log)
         theirs.close()
         try:
             self.about: About = self._ask(

@@ -1,0 +1,38 @@
+"""Processes of our own: Python, with the package that is running here."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO
+
+
+def environment(**variables: str) -> dict[str, str]:
+    """This process's environment, in which a child imports this package, and these variables."""
+    root = str(Path(__file__).resolve().parents[2])
+    inherited = os.environ.get("PYTHONPATH")
+    path = root + (os.pathsep + inherited if inherited else "")
+    return {**os.environ, "PYTHONPATH": path, **variables}
+
+
+def serve_in_child(
+    function: Callable[..., None], descriptor: int, *texts: str, log: IO[bytes], **variables: str
+) -> subprocess.Popen[bytes]:
+    """A process that calls a function of a module of ours with a descriptor, which it inherits, and these texts.
+
+    What it says on standard error goes to `log`. Ctrl-C does not reach it. `variables`: of its environment. Raises
+    OSError where no process can be started.
+    """
+    module, name = function.__module__, function.__name__
+    return subprocess.Popen(
+        [sys.executable, "-P", "-c", f"from {module} import {name}; {name}({descriptor}, *{texts!r})"],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=log,
+        pass_fds=(descriptor,),
+        process_group=0,
+        env=environment(**variables),
+    )
