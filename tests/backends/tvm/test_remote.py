@@ -13,6 +13,8 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import onnx
@@ -24,9 +26,10 @@ from typer.testing import CliRunner
 
 import xrlflow
 from tests.tuning.kernels import calls, matmul, scheduled, unscheduled
-from xrlflow import api
+from xrlflow import api, lowering
 from xrlflow.backends import BackendError
 from xrlflow.backends.onnxruntime import open_model
+from xrlflow.backends.results import Comparison, Latency, Load, SpeedUp
 from xrlflow.backends.tvm import Tvm, detect, load_compiled
 from xrlflow.backends.tvm.device import Device
 from xrlflow.backends.tvm.remote import DeviceError, Remote, connect
@@ -366,3 +369,37 @@ def test_options_of_the_other_backend(file: Path, tmp_path: Path) -> None:
         xrlflow.optimize(file, backend="tvm", cpu="z80", triple="pdp11")
     with pytest.raises(BackendError, match="a processor is needed for aarch64-linux-gnu"):
         api.tune(file, triple="aarch64-linux-gnu")
+
+
+@pytest.mark.parametrize(
+    ("second", "chosen"), [((1.1, 1.05, 1.15), "found"), ((1.02, 0.98, 1.06), "the original")]
+)
+def test_the_fastest_has_to_be_faster_once_more(
+    second: tuple[float, float, float], chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two graphs beside the original the second looked best, by luck or not."""
+    compared = iter([[(0.9, 0.9, 0.9), (1.5, 1.4, 1.6)], [second]])
+    asked: list[list[str]] = []
+
+    def compare_there(_: object, files: list[tuple[str, Any]], *__: object) -> Comparison:
+        asked.append([path for path, _ in files])
+        speedups = tuple(SpeedUp(*each) for each in next(compared))
+        latencies = (Latency(3.0, 3.0, 3.0, 9), *(Latency(3.0 / s.median, 1.0, 9.0, 9) for s in speedups))
+        load = Load(0.0, 0.0, 1.0, cpus=1, threads=1, seconds=1.0, disturbed=False)
+        return Comparison(latencies, speedups, speedups[0], load, 9, 1.0, threads=1, converged=True)
+
+    monkeypatch.setattr(lowering, "compare_there", compare_there)
+    made: list[Any] = [
+        lowering.Lowered(None, path, None) for path in ("the original", "found first", "found")
+    ]  # type: ignore[arg-type]
+    place: Any = SimpleNamespace(remote="tracker:9190/board")
+    best, remarks = lowering._best_there(place, made, {}, 1.0)
+    assert asked == [["the original", "found first", "found"], ["the original", "found"]]
+    assert best.path == chosen
+    if chosen == "found":
+        assert best.compared is not None
+        assert best.compared.speedup == SpeedUp(*second)
+        assert best.milliseconds == pytest.approx(3.0 / 1.1)
+    else:
+        assert best.compared is None
+        assert "not clearly faster" in remarks[-1]
