@@ -9,7 +9,7 @@ Tables, each of one run on one machine, with the same rules and the same modelle
     steps           environment steps per second in training, updates included
     scratch         how long an agent that knows nothing takes to beat greedy search on one network
     encodings       training with `encoding="successors"` beside ours, in equal time
-    rewards         training by the modelled reward, by the measured one and by both, in equal time
+    rewards         training further by the modelled reward, by the measured one and by both, in equal time, measured
     train           makes an agent from `models/training.py`, to be tested by the tables above
 
 With several `--agents` each is one of the seeds; with one, `--seeds` searches are made with it. Controls stand in every
@@ -21,6 +21,7 @@ row for each search.
 from __future__ import annotations
 
 import argparse
+import copy
 import functools
 import json
 import math
@@ -45,8 +46,9 @@ from models.valleys import FAMILIES, Charted, catalogue, valley_library
 from rewrite_rules import LIBRARY
 from xrlflow.backends.onnxruntime import measure
 from xrlflow.cost import Roofline
+from xrlflow.ir import Graph
 from xrlflow.learn.log import Logs
-from xrlflow.learn.ppo import PPOConfig, Rollout, collect, update
+from xrlflow.learn.ppo import Episode, PPOConfig, Rollout, collect, update
 from xrlflow.learn.segments import SegmentCategorical
 from xrlflow.onnxio import ImportedModel, load, to_proto
 from xrlflow.rewrite import Library, RewriteState
@@ -722,8 +724,16 @@ def trained_alone(start: Start, vocabulary: Vocabulary, encoding: str, seed: int
     return {"graph": start.name, "encoding": encoding, "seed": seed, "initial": start.found.cost, **row}
 
 
-def learn(policy: Any, environments: Sequence[RewriteEnv[Any]], steps: int, seed: int, seconds: float) -> Row:
-    """PPO in this process for so long, at least `steps` steps to an update; what the episodes came to."""
+def learn(
+    policy: Any,
+    environments: Sequence[RewriteEnv[Any]],
+    steps: int,
+    seed: int,
+    seconds: float,
+    note: Callable[[Episode[Any]], None] = lambda _: None,
+) -> Row:
+    """PPO in this process for so long, at least `steps` steps to an update; what the episodes, each of them noted, came
+    to."""
     config = PPOConfig(epochs=3, minibatch=64, reward_scale=0.05)
     optimizer = config.optimizer(policy)
     generator = torch.Generator().manual_seed(seed)
@@ -733,6 +743,8 @@ def learn(policy: Any, environments: Sequence[RewriteEnv[Any]], steps: int, seed
         taken += sum(map(len, episodes))
         best = min(best, *(e.info["best"] for e in episodes))
         last = [e.info["cost"] for e in episodes]
+        for episode in episodes:
+            note(episode)
         update(policy, optimizer, Rollout.of(episodes, config), config, generator)
     return {
         "best": best, "last": statistics.fmean(last), "steps": taken, "seconds": time.monotonic() - begin,
@@ -743,43 +755,101 @@ def learn(policy: Any, environments: Sequence[RewriteEnv[Any]], steps: int, seed
 
 
 def rewards(arguments: argparse.Namespace) -> str:
-    """What the measured reward buys and costs: PPO for equal time, and then the policy's own graph, measured."""
+    """What the measured reward buys and costs: the agent taught further on one network for equal time, by each reward.
+
+    Beside it what greedy search, TASO's and the agent as it is find by the model alone. Of a training run the best
+    graph by its reward counts, of those that its episodes ended with. All graphs of a network are measured again, in
+    turns, in one process.
+    """
     library = Library(LIBRARY)
-    vocabulary = Vocabulary.of(library)
-    table, rows = [], []
-    for name in arguments.names or ["squeezenet", "magika"]:
+    agent = _knowing(arguments.agents[0], library)
+    plainly: dict[str, Method] = {
+        "greedy": plain(greedy), "taso 1.05": plain(taso, alpha=1.05), "agent": with_agent(agent, agent.vocabulary),
+    }  # fmt: skip
+    rows = Rows(arguments.json)
+    for name in arguments.names or ["squeezenet", "resnext50", "rapidocr-det"]:
+        if rows.has(name):
+            continue
         start = whole_start(name, library)
         imported, source, feeds = measurable(name)
+        made: list[tuple[Row, Graph]] = []
+        for method, search in plainly.items():
+            begin = time.monotonic()
+            best = search(start, within(arguments.seconds), 0).best
+            row = {"reward": method, "seed": 0, "seconds": time.monotonic() - begin, "steps": len(best.trace)}
+            made.append((row, best.state.graph))
         for reward in Reward:
             for seed in range(arguments.seeds):
-                torch.manual_seed(seed)
-                latency = PairedLatency(imported, source, feeds, seconds=3.0)
-                problem = replace(_problem(start), latency=latency)
-                featuriser, policy = Featuriser(vocabulary, start.prices), Agent(vocabulary)
-                config = EnvConfig(reward, horizon=30)
-                row = learn(policy, [RewriteEnv([problem], featuriser, config)], 128, seed, arguments.seconds)
-                found = likeliest(policy, RewriteEnv([problem], featuriser, EnvConfig(horizon=30)))
-                graph = [start.found.state, *replay(start.found.state, found["trace"])][-1].graph
-                result = to_proto(imported, graph).SerializeToString()
-                ratio = measure([source, result], feeds, time_limit=20.0).speedup
-                rows.append(
-                    {
-                        "graph": name, "reward": reward.value, "seed": seed, "initial": start.found.cost,
-                        "cost": found["cost"], "speedup": [ratio.median, ratio.low, ratio.high], **row,
-                    }
-                )  # fmt: skip
-                print(rows[-1], file=sys.stderr, flush=True)
-            mine = [r for r in rows if r["graph"] == name and r["reward"] == reward.value]
-            table.append(
-                [
-                    name, reward.value, spread([r["steps"] / r["seconds"] for r in mine], "{:.1f}"),
-                    spread([r["cost"] / r["initial"] for r in mine], "{:.4f}"),
-                    ", ".join("{:.3f} [{:.3f}, {:.3f}]".format(*r["speedup"]) for r in mine),
-                ]
-            )  # fmt: skip
-    Rows(arguments.json).add(rows)
+                latency = PairedLatency(imported, source, feeds, seconds=0.5)
+                row, graph = taught(
+                    agent, replace(_problem(start), latency=latency), start, reward, seed, arguments
+                )
+                made.append((row, graph))
+                print(row, file=sys.stderr, flush=True)
+        measured = _measured_in_turns(imported, source, feeds, [graph for _, graph in made])
+        rows.add(
+            {"graph": name, **row, "initial": start.found.cost, "cost": start.prices.cost(graph), "speedup": ratio}
+            for (row, graph), ratio in zip(made, measured)
+        )  # fmt: skip
+        print(rewards_table([r for r in rows.rows if r["graph"] == name]), file=sys.stderr, flush=True)
+    return rewards_table(rows.rows)
+
+
+def taught(
+    agent: Agent, problem: Problem, start: Start, reward: Reward, seed: int, arguments: argparse.Namespace
+) -> tuple[Row, Graph]:
+    """The agent after so many seconds of training by one reward, and the best graph that an episode ended with."""
+    torch.manual_seed(seed)
+    policy = copy.deepcopy(agent).train()
+    ends: dict[float, Any] = {}
+
+    def note(episode: Episode[Any]) -> None:
+        value = episode.info["cost"] if reward is Reward.MODELLED else episode.info["latency"]
+        ends.setdefault(value, episode.info["trace"])
+
+    env = RewriteEnv([problem], Featuriser(policy.vocabulary, start.prices), EnvConfig(reward, horizon=30))
+    row = learn(policy, [env], 64, seed, arguments.seconds, note)
+    graph = [start.found.state, *replay(start.found.state, ends[min(ends)])][-1].graph
+    return {"reward": reward.value, "seed": seed, **row}, graph
+
+
+def _measured_in_turns(
+    imported: ImportedModel, source: str | bytes, feeds: Mapping[str, Any], graphs: Sequence[Graph]
+) -> list[tuple[float, float, float]]:
+    """The original's latency over each graph's: median and interval. Graphs that are the same are measured once."""
+    different = {g.fingerprint: g for g in graphs}
+    files = [to_proto(imported, g).SerializeToString() for g in different.values()]
+    speedups = measure([source, *files], feeds, time_limit=15.0 * (1 + len(files))).speedups
+    found = {key: (s.median, s.low, s.high) for key, s in zip(different, speedups)}
+    return [found[g.fingerprint] for g in graphs]
+
+
+def rewards_table(rows: Sequence[Row]) -> str:
+    def line(graph: str, reward: str) -> list[str]:
+        mine = [r for r in rows if r["graph"] == graph and r["reward"] == reward]
+        return [
+            graph, reward, spread([r["seconds"] for r in mine], "{:.0f}"),
+            spread([r["steps"] / r["seconds"] for r in mine], "{:.1f}") if "last" in mine[0] else "",
+            spread([r["cost"] / r["initial"] for r in mine], "{:.4f}"),
+            ", ".join("{:.3f} [{:.3f}, {:.3f}]".format(*r["speedup"]) for r in mine),
+        ]  # fmt: skip
+
+    header = [
+        "network",
+        "search or reward",
+        "seconds",
+        "steps per second",
+        "modelled cost",
+        "measured speed-up",
+    ]
     return markdown(
-        ["equal time", "reward", "steps per second", "modelled cost of the policy's graph", "measured"], table
+        header,
+        [
+            line(g, m)
+            for g in ordered(rows, "graph")
+            for m in ordered(rows, "reward")
+            if any(r["graph"] == g and r["reward"] == m for r in rows)
+        ],
     )
 
 
@@ -791,17 +861,6 @@ def measurable(name: str) -> tuple[ImportedModel, str | bytes, Mapping[str, Any]
         return imported, proto.SerializeToString(), feeds_for_measurement(imported)
     path = str(wheels.fetch(name))
     return load(path, shapes=wheels.find(name).shapes), path, wheels.inputs(name)
-
-
-def likeliest(policy: Agent, env: RewriteEnv[RewriteData]) -> dict[str, Any]:
-    """What an episode of the policy's first choices comes to."""
-    observation, _ = env.reset(seed=0)
-    while True:
-        with torch.inference_mode():
-            distribution, _ = policy.evaluate([observation])
-        observation, _, terminated, truncated, information = env.step(int(distribution.mode()[0]))
-        if terminated or truncated:
-            return information
 
 
 # Training
