@@ -480,7 +480,7 @@ def train_agent(
     start, spent = clock(), 0
     for task in tasks.values():
         found, _, tuner = search(
-            task, _with(agent), measurer, seed=0, trials=trials, batch=batch, clock=clock
+            task, maker(TRANSFER, agent), measurer, seed=0, trials=trials, batch=batch, clock=clock
         )
         assert isinstance(tuner, ChameleonTuner)
         agent, spent = tuner.agent, spent + found.trials
@@ -489,14 +489,10 @@ def train_agent(
     return Training(clock() - start, spent, tuple(tasks))
 
 
-def _with(agent: Agent | None) -> MakeTuner:
-    return lambda task, seed: make_tuner(Method.CHAMELEON, task, seed, agent=agent)
-
-
 def maker(tuner: str, agent: Agent | None) -> MakeTuner:
-    if tuner == TRANSFER:
-        return _with(agent)
-    return lambda task, seed: make_tuner(Method(tuner), task, seed)
+    """Tuners that propose with all cores: nothing is measured meanwhile."""
+    method = Method.CHAMELEON if tuner == TRANSFER else Method(tuner)
+    return lambda task, seed: make_tuner(method, task, seed, agent=agent, threads=os.cpu_count() or 1)
 
 
 # The file of a run.

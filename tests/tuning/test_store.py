@@ -368,7 +368,7 @@ def test_tvm_applies_the_best_record_of_each_task(store: Store) -> None:
             *_, j, _ = schedule.get_loops(schedule.get_sblock(block))
             schedule.vectorize(schedule.split(j, [None, inner])[1])
             candidate = replace(
-                scheduled(matmul(16), 4), mod=schedule.mod, trace=schedule_trace(task, schedule)
+                scheduled(matmul(16), 4), mod=schedule.mod, steps=schedule_trace(task, schedule)
             )
             store.put(Record.of(task, Setting.here(kind, 2), candidate, Outcome((seconds,))))
         for database in (store.database(kind), store.database(kind, [task])):

@@ -110,18 +110,24 @@ class Knob:
         return np.concatenate([factors, inner], axis=1)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Candidate:
     """A schedule of a task, valid as far as TVM can tell without building it.
 
     `vector` decodes to it, and two candidates are the same kernel if their `key`s are equal. It is None of a schedule
-    from elsewhere that no vector decodes to. `trace` is TVM's, with the postprocessing, as JSON can hold it.
+    from elsewhere that no vector decodes to. `steps`: how it was made, as TVM or JSON has it.
     """
 
     vector: Vector | None
-    trace: list[Any]
+    steps: Trace | list[Any]
     mod: IRModule
     key: str
+
+    @cached_property
+    def trace(self) -> list[Any]:
+        """TVM's trace, with the postprocessing, as JSON can hold it: milliseconds, and few candidates are recorded."""
+        found: list[Any] = self.steps if isinstance(self.steps, list) else _plain(self.steps.as_json())
+        return found
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -148,8 +154,11 @@ class KnobSpace:
     context: TuneContext = field(repr=False)
 
     @staticmethod
-    def of(task: Task, seed: int, space_generator: SpaceGenerator | None = None) -> KnobSpace:
-        """The knobs of a task. `space_generator`: PostOrderApply with other schedule rules than TVM's own.
+    def of(
+        task: Task, seed: int, space_generator: SpaceGenerator | None = None, threads: int = 1
+    ) -> KnobSpace:
+        """The knobs of a task. `space_generator`: PostOrderApply with other schedule rules than TVM's own. `threads`:
+        that read the features of schedules.
 
         Raises KnobError if there is no sketch, or if it samples in a way that is not known here.
         """
@@ -159,7 +168,7 @@ class KnobSpace:
             target=task.target,
             space_generator=space_generator or meta.space_generator.PostOrderApply(),
             rand_state=1 + seed % (2**31 - 2),
-            num_threads=1,
+            num_threads=threads,
             task_name=task.name,
         )
         schedules = context.generate_design_space()
@@ -267,8 +276,10 @@ class KnobSpace:
         schedule = self._apply(sketch, decisions)
         if schedule is None:
             return None
-        trace = _plain(schedule.trace.as_json())
-        made = self._vector(wanted[0], trace[1])
+        trace = schedule.trace
+        instructions = trace.insts
+        decided = [(i, trace.get_decision(instructions[i])) for i, _ in sketch.sites]
+        made = self._vector(wanted[0], _plain(decided))
         return Candidate(wanted if made is None else made, trace, schedule.mod, module_key(schedule.mod))
 
     def candidate(self, schedule: Schedule) -> Candidate:

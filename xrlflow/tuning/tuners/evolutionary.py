@@ -137,7 +137,7 @@ class EvolutionaryTuner:
         for one in theirs:
             candidate = self._space.candidate(one.sch)
             if candidate.vector is not None and not self._decodes(candidate):
-                candidate = Candidate(None, candidate.trace, candidate.mod, candidate.key)
+                candidate = Candidate(None, candidate.steps, candidate.mod, candidate.key)
             if not self._frontier.known(candidate) and candidate.key not in found:
                 found[candidate.key] = candidate
                 self._theirs[candidate.key] = one

@@ -69,14 +69,14 @@ def make_tuner(
     threads: int = 1,
 ) -> Tuner:
     """A tuner of this kind. `space`: the task's knobs, where they are not those of TVM's own schedule rules;
-    `agent`: for `chameleon`, one that has learned on other tasks (the tuner works on a copy). `threads`: of
-    MetaSchedule's search, which with more than one does not give the same for the same seed.
+    `agent`: for `chameleon`, one that has learned on other tasks (the tuner works on a copy). `threads`: that
+    propose, as far as TVM does it; MetaSchedule's search with more than one does not give the same for the same seed.
 
     Raises KnobError where the task cannot be scheduled, ValueError where an agent is given to another method.
     """
     if agent is not None and method is not Method.CHAMELEON:
         raise ValueError(f"an agent is of no use to {method.value}")
-    knobs = space if space is not None else KnobSpace.of(task, seed)
+    knobs = space if space is not None else KnobSpace.of(task, seed, threads=threads)
     match method:
         case Method.RANDOM:
             from xrlflow.tuning.tuners.random import RandomTuner
