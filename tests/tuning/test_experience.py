@@ -79,6 +79,21 @@ def test_own_measurements_count_more_than_those_of_others(column: int) -> None:
     assert order(misled.rank(candidates[60:]), truth[60:]) > 0.5
 
 
+def test_however_much_others_have_shown_measurements_here_outweigh_it(column: int) -> None:
+    """Others say ten times over the opposite of what is true of the same schedules; no knobs tell them apart."""
+    space, candidates = drawn(convolution, 160)
+    blind = [Candidate(None, c.trace, c.mod, c.key) for c in candidates]
+    pairs = measured(space, blind, column)
+    truth = np.array([-o.median for _, o in pairs], np.float32)
+    told = Surrogate(space, 0)
+    told.add(pairs[:60])
+    true = told.experience
+    wrong = Experience(np.tile(true.schedules, (10, 1)), np.tile(1 - true.scores, 10))
+    misled = Surrogate(space, 0, wrong)
+    misled.add(pairs[:100])
+    assert order(misled.rank(blind[120:]), truth[120:]) > 0.4
+
+
 def test_the_model_of_knobs_learns_from_the_model_of_schedules(column: int) -> None:
     space, candidates = drawn(convolution, 120)
     surrogate = Surrogate(space, 0, learned(matmul, column))
