@@ -234,7 +234,7 @@ def _best_there(
     clearly faster there is not chosen.
     """
     if len(made) == 1:
-        return made[0], (f"nothing was measured on remote device {place.remote}: there was no other compiled graph",)
+        return made[0], (f"nothing measured on remote device {place.remote}: no other graph was compiled",)
     files = [(lowered.path, lowered.model) for lowered in made]
     measured = compare_there(place, files, feeds, 0.5 * limit)
     times = [latency.median_ms for latency in measured.latencies]
