@@ -225,6 +225,18 @@ def test_a_group_whose_kernels_are_another_groups_gives_one_made_of_what_the_poo
     assert len({c.key for c in chosen}) == 3
 
 
+def test_what_was_decoded_is_not_proposed_again_once_it_is_known() -> None:
+    space = space_of(matmul)
+    tuner = ChameleonTuner(space, 0, SMALL)
+    pool = space.draw(np.random.default_rng(0), 12)
+    first = tuner._sample(pool, 4)
+    assert first
+    tuner.update([(c, Outcome((1e-3,))) for c in first])
+    again = tuner._sample(pool, 4)
+    assert again
+    assert not {c.key for c in again} & {c.key for c in first}
+
+
 def test_an_agent_is_saved_and_loaded(tmp_path: Path) -> None:
     agent = Agent(3)
     agent.updates = 7
@@ -263,6 +275,13 @@ def test_a_tuner_leaves_the_agent_that_it_was_given_alone_and_goes_on_from_it() 
     assert tuner.agent.updates > 0
     assert all(torch.equal(tensor, before[name]) for name, tensor in given.state_dict().items())
     assert any(not torch.equal(tensor, before[name]) for name, tensor in tuner.agent.state_dict().items())
+    # What is taken from it is of that moment.
+    taken = tuner.agent
+    updates, known = taken.updates, len(taken.experience)
+    tuner.update([(c, landscape(c)) for c in tuner.propose(8)])
+    assert (taken.updates, len(taken.experience)) == (updates, known)
+    assert tuner.agent.updates > updates
+    assert len(tuner.agent.experience) > known
 
 
 class Decoded(list[Vector]):
@@ -317,6 +336,24 @@ def test_what_is_imagined_counts_by_its_schedule(monkeypatch: pytest.MonkeyPatch
     scored = [(vector, 2.0 - 0.05 * i) for i, vector in enumerate(imagined)]
     monkeypatch.setattr(tuner._surrogate, "promising", lambda count: scored[:count])
     assert [tuple(place) for place in tuner._explore()[:12].tolist()] == imagined
+
+
+def test_what_was_decoded_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    tuner, _ = told(replace(SMALL, explore=0.0))
+    decoded = Decoded(monkeypatch)
+    for _ in range(3):
+        tuner.propose(4)
+    assert len(decoded) == len(set(decoded)) > 100
+
+
+def test_of_a_group_all_that_have_been_decoded_are_compared() -> None:
+    tuner, _ = told(SMALL)
+    pool = space_of(matmul).draw(np.random.default_rng(9), 20)
+    decoded = tuner._decode([tuple(vector) for vector in pool.tolist()], 20)
+    assert len(decoded) > 2 * SMALL.shortlist
+    best = decoded[int(tuner._surrogate.rank(decoded).argmax())]
+    pool = np.array([c.vector for c in decoded if c is not best] + [best.vector])
+    assert [c.key for c in tuner._sample(pool, 1)] == [best.key]
 
 
 def test_nothing_has_to_be_imagined() -> None:

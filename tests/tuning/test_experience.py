@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from tests.tuning.problems import convolution, matmul, softmax
 from tests.tuning.test_tuners import WALKS, space_of
@@ -55,6 +56,16 @@ def order(one: Floats, other: Floats) -> float:
     """Spearman's rank correlation."""
     ranks = [np.argsort(np.argsort(values)) for values in (one, other)]
     return float(np.corrcoef(*ranks)[0, 1])
+
+
+def test_of_a_schedule_there_is_the_store_that_computes_most_beside_the_sum() -> None:
+    """A convolution adds and multiplies in one; the others pad, set to zero and copy."""
+    both = descriptions(*drawn(convolution, 8))
+    whole, main = both[:, : SCHEDULE_FEATURES // 2], both[:, SCHEDULE_FEATURES // 2 :]
+    arithmetic = slice(1, 3)
+    assert (main[:, arithmetic] > 0).all()
+    assert np.array_equal(main[:, arithmetic], whole[:, arithmetic])
+    assert (main.sum(axis=1) < whole.sum(axis=1)).all()
 
 
 @pytest.mark.parametrize("task", [convolution, softmax])
@@ -134,6 +145,8 @@ def test_an_agent_begins_with_what_it_has_measured_before(column: int, tmp_path:
     teacher.agent.save(tmp_path / "agent")
     agent = Agent.load(tmp_path / "agent")
     assert len(agent.experience) == 60
+    assert np.array_equal(agent.experience.schedules, teacher.agent.experience.schedules)
+    assert np.array_equal(agent.experience.scores, teacher.agent.experience.scores)
 
     other = space_of(convolution)
     first = ChameleonTuner(other, 0, WALKS, agent).propose(8)
@@ -142,8 +155,19 @@ def test_an_agent_begins_with_what_it_has_measured_before(column: int, tmp_path:
     assert np.median(times[0]) <= np.quantile(times[1], 0.25)
 
 
-def test_an_agent_without_its_measurements_is_of_another_version(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "measured",
+    [
+        {},
+        {"experience.schedules": torch.zeros(3, SCHEDULE_FEATURES - 1), "experience.scores": torch.zeros(3)},
+        {"experience.schedules": torch.zeros(3, SCHEDULE_FEATURES), "experience.scores": torch.zeros(2)},
+    ],
+)
+def test_an_agent_without_its_measurements_is_of_another_version(
+    measured: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
     config = {"hidden": 20, "updates": 1}
-    save_checkpoint(Checkpoint("kernel agent", config, Agent(0).state_dict()), tmp_path / "x")
+    tensors = {**Agent(0).state_dict(), **measured}
+    save_checkpoint(Checkpoint("kernel agent", config, tensors), tmp_path / "x")
     with pytest.raises(CheckpointError, match="another version"):
         Agent.load(tmp_path / "x")
