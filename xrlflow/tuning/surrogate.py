@@ -40,7 +40,7 @@ _PARAMETERS = {
 }
 
 
-# What other tasks have shown weighs as much as so many measurements of this one, however many it is.
+# What other tasks have shown weighs as much as so many measurements of this one at most, however much it is.
 _EXPERIENCE = 64.0
 # TVM's features of a store; they begin with its numbers of floating-point operations, by kind.
 _STORE, _ARITHMETIC = 164, 7

@@ -394,7 +394,8 @@ def test_the_fastest_has_to_be_faster_once_more(
         speedups = tuple(SpeedUp(*each) for each in next(compared) if each is not None)
         latencies = (Latency(3.0, 3.0, 3.0, 9), *(Latency(3.0 / s.median, 1.0, 9.0, 9) for s in speedups))
         load = Load(0.0, 0.0, 1.0, cpus=1, threads=1, seconds=1.0, disturbed=False)
-        return Comparison(latencies, speedups, speedups[0], load, 9, 1.0, threads=1, converged=True)
+        control = SpeedUp(1.0, 0.99, 1.01)
+        return Comparison(latencies, speedups, control, load, 9, 1.0, threads=1, converged=True)
 
     monkeypatch.setattr(lowering, "compare_there", compare_there)
     made: list[Any] = [
@@ -410,6 +411,7 @@ def test_the_fastest_has_to_be_faster_once_more(
         assert best.compared is not None
         assert second is not None
         assert best.compared.speedup == SpeedUp(*second)
+        assert best.compared.control == SpeedUp(1.0, 0.99, 1.01)
         assert best.milliseconds == pytest.approx(3.0 / 1.1)
     else:
         assert best.compared is None
