@@ -117,7 +117,10 @@ def test_the_model_of_knobs_learns_from_the_model_of_schedules(column: int) -> N
     early = surrogate.predict(vectors[80:])
     surrogate.suppose(candidates[5:80])
     assert not np.array_equal(surrogate.predict(vectors[80:]), early)
-    assert surrogate.promising(3)[0][0] in vectors[:80]
+    (vector, score), *_ = surrogate.promising(3)
+    assert vector in vectors[:80]
+    assert score == surrogate.rank(candidates[:80]).max() > 0
+    assert len(surrogate.predict([])) == 0
     assert order(surrogate.predict(vectors[80:]), surrogate.rank(candidates[80:])) > 0.3
 
 

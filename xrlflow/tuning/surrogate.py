@@ -132,7 +132,7 @@ class Surrogate:
 
     def predict(self, vectors: Indices | Sequence[Vector]) -> Floats:
         """Scores of normal vectors [N, K], valid or not, without decoding them: [N]. Zeros before it is ready."""
-        if not self.ready or not len(vectors):
+        if not self.ready:
             return np.zeros(len(vectors), np.float32)
         if self._by_knobs is None:
             known = {k: c.vector for k, c in self._candidates.items() if c.vector is not None}
