@@ -141,6 +141,7 @@ def test_experience_adds_up_and_leaves_out_tasks_of_which_nothing_ran(column: in
     surrogate = Surrogate(space, 0, before)
     surrogate.add([(c, Outcome(error="it fell over")) for c in candidates])
     assert len(surrogate.experience) == len(before)
+    assert np.isfinite(surrogate.rank(candidates)).all()
     surrogate.add([(candidates[0], Outcome((2.0,))), (candidates[1], Outcome((1.0,)))])
     after = surrogate.experience
     assert after.scores[len(before) :].tolist() == [0.5, 1, 0, 0, 0, 0]
