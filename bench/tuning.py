@@ -475,7 +475,7 @@ def train_agent(
     batch: int,
     clock: Clock = time.monotonic,
 ) -> Training:
-    """Tune these one after the other with one agent, and save it. Each surrogate starts anew."""
+    """Tune these one after the other with one agent, and save it: each search knows what the others have measured."""
     agent: Agent | None = None
     start, spent = clock(), 0
     for task in tasks.values():

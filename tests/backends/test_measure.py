@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -49,29 +51,58 @@ def test_fresh_processes(tmp_path: Path) -> None:
     assert found.threads == 1
 
 
-@pytest.mark.parametrize(
-    ("ratios", "processes_used"),
-    [
-        ([1.02, 1.02, 1.021], 3),  # clear of 1
-        ([1.001, 1.002, 1.001], 3),  # as good as equal
-        ([1.05, 0.99, 1.02] * 4, 9),  # in doubt to the last
-        ([0.99, 0.96, 0.975, 0.975, 0.975, 0.975, 0.975], 5),  # in doubt after three, slower after five
-    ],
-)
-def test_doubt_and_time_left_are_more_processes(
-    ratios: list[float], processes_used: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def telling(ratios: Iterable[float], each: Callable[[], None] = lambda: None) -> Callable[..., Comparison]:
+    """In place of children: what they tell, one after the other. `each`: what happens meanwhile."""
     told = iter(ratios)
 
     def child(*_: object) -> Comparison:
+        each()
         ratio = next(told)
         latency = Latency(1.0, 1.0, 1.0, samples=10)
         load = Load(0.0, 0.0, 1.0, cpus=2, threads=1, seconds=0.01, disturbed=False)
         narrow = SpeedUp(ratio, 0.9999 * ratio, 1.0001 * ratio)
         return Comparison((latency, latency), (narrow,), narrow, load, 10, 0.01, threads=1, converged=True)
 
-    monkeypatch.setattr(processes, "_run_child", child)
-    found = measure_in_fresh_processes(matmuls(1), matmuls(1), feeds(), pairs=3, threads=1, time_limit=60.0)
+    return child
+
+
+@pytest.mark.parametrize(
+    ("ratios", "width", "processes_used"),
+    [
+        ([1.02, 1.02, 1.021], 0.01, 3),  # clear of 1
+        ([0.999, 1.002, 1.0], 0.01, 3),  # as good as equal
+        ([0.999, 1.002, 1.0] * 3, 0.001, 9),  # not as equal as is asked
+        ([1.05, 0.99, 1.02] * 4, 0.01, 9),  # in doubt to the last
+        # In doubt after three, slower after five.
+        ([0.99, 0.96, 0.975, 0.975, 0.975, 0.975, 0.975], 0.01, 5),
+    ],
+)
+def test_doubt_and_time_left_are_more_processes(
+    ratios: list[float], width: float, processes_used: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "_run_child", telling(ratios))
+    found = measure_in_fresh_processes(
+        matmuls(1), matmuls(1), feeds(), pairs=3, threads=1, time_limit=60.0, target_width=width
+    )
+    assert len(found.runs) == processes_used
+
+
+@pytest.mark.parametrize(("time_limit", "processes_used"), [(19.0, 3), (22.0, 4), (26.0, 5)])
+def test_what_would_not_be_over_in_time_is_not_begun(
+    time_limit: float, processes_used: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In doubt to the last, with children of five seconds."""
+    now = 100.0
+
+    def pass_time() -> None:
+        nonlocal now
+        now += 5.0
+
+    monkeypatch.setattr(processes, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(processes, "_run_child", telling([1.05, 0.99, 1.02] * 3, pass_time))
+    found = measure_in_fresh_processes(
+        matmuls(1), matmuls(1), feeds(), pairs=3, threads=1, time_limit=time_limit
+    )
     assert len(found.runs) == processes_used
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from tests.tuning.problems import convolution, knobless, matmul, softmax
 from tests.tuning.test_tuners import Landscape, goal_of, space_of
 from xrlflow.learn.checkpoint import Checkpoint, CheckpointError, save_checkpoint
 from xrlflow.learn.ppo import Rollout, update
-from xrlflow.tuning.knobs import Floats, Indices, KnobSpace, Vector
+from xrlflow.tuning.knobs import Candidate, Floats, Indices, KnobSpace, Vector
 from xrlflow.tuning.surrogate import Surrogate
 from xrlflow.tuning.tasks import Task
 from xrlflow.tuning.tuners.chameleon import (
@@ -28,6 +29,7 @@ from xrlflow.tuning.tuners.chameleon import (
     walk,
 )
 from xrlflow.tuning.tuners.protocol import Outcome
+from xrlflow.tuning.tuners.random import RandomTuner
 
 TASKS = [matmul, convolution, softmax, knobless]
 SMALL = ChameleonConfig(walks=32, steps=16)
@@ -57,9 +59,18 @@ def starts(space: KnobSpace, count: int = 32) -> Indices:
     return space.draw(np.random.default_rng(0), count)
 
 
-def walks_of(agent: Agent, space: KnobSpace, surrogate: Surrogate, seed: int = 0) -> Walks:
+def walks_of(agent: Agent, space: KnobSpace, surrogate: Surrogate, seed: int = 0, near: int = 0) -> Walks:
     draws = torch.Generator().manual_seed(seed)
-    return walk(agent, View.of(space), space, surrogate, starts(space), SMALL, draws)
+    return walk(agent, View.of(space), space, surrogate, starts(space), SMALL, draws, near)
+
+
+def biased(*moves: float) -> Agent:
+    """One that decreases, keeps or increases every knob, whatever it sees."""
+    agent = Agent(0)
+    with torch.no_grad():
+        agent.actor.weight.zero_()
+        agent.actor.bias.copy_(torch.tensor(moves))
+    return agent
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -112,6 +123,25 @@ def test_a_walk_without_a_choice_rests() -> None:
     walks = walks_of(Agent(0), space, Known(space, (0,)))
     # It ends with the first step that is one place wide.
     assert {len(e) for e in walks.episodes} == {1}
+
+
+def test_the_first_walks_move_by_one_place_from_the_start() -> None:
+    space = space_of(matmul)
+    walks = walks_of(Agent(0), space, Known(space, goal_of(space, 0).vector), near=8)
+    before, after = walks.visited[:32], walks.visited[32:64]
+    # Another sketch has other knobs.
+    places = np.abs(after - before).max(axis=1) * (after[:, 0] == before[:, 0])
+    assert places[:8].max() == 1
+    assert places[8:].max() > 1
+
+
+def test_a_walk_that_stays_rests_when_its_moves_are_of_one_place() -> None:
+    space = space_of(matmul)
+    surrogate = Known(space, goal_of(space, 0).vector)
+    walks = walks_of(biased(0.0, 99.0, 0.0), space, surrogate, near=8)
+    lengths = [len(episode) for episode in walks.episodes]
+    assert set(lengths[:8]) == {1}
+    assert set(lengths[8:]) == {7}  # of 16 steps: the longest knobs have 20 values
 
 
 def test_walks_are_reproducible() -> None:
@@ -182,6 +212,31 @@ def test_a_cloud_without_structure_needs_few_measurements() -> None:
     assert 0 < len(tuner.propose(64)) < 64
 
 
+def test_a_group_whose_kernels_are_another_groups_gives_one_made_of_what_the_pool_has() -> None:
+    space = space_of(convolution)
+    generator = np.random.default_rng(0)
+    vectors = [space.random(generator) for _ in range(20)]
+    found = [(vector, c) for vector in vectors if (c := space.decode(vector)) is not None]
+    # Another vector of the same kernel, and a kernel to mix with it.
+    vector, one = next((v, c) for v, c in found if c.vector != v)
+    other = next(v for v, c in found if c.key != one.key)
+    tuner = ChameleonTuner(space, 0, SMALL)
+    chosen = tuner._sample(np.array([one.vector, vector, other]), 3)
+    assert len({c.key for c in chosen}) == 3
+
+
+def test_what_was_decoded_is_not_proposed_again_once_it_is_known() -> None:
+    space = space_of(matmul)
+    tuner = ChameleonTuner(space, 0, SMALL)
+    pool = space.draw(np.random.default_rng(0), 12)
+    first = tuner._sample(pool, 4)
+    assert first
+    tuner.update([(c, Outcome((1e-3,))) for c in first])
+    again = tuner._sample(pool, 4)
+    assert again
+    assert not {c.key for c in again} & {c.key for c in first}
+
+
 def test_an_agent_is_saved_and_loaded(tmp_path: Path) -> None:
     agent = Agent(3)
     agent.updates = 7
@@ -220,17 +275,113 @@ def test_a_tuner_leaves_the_agent_that_it_was_given_alone_and_goes_on_from_it() 
     assert tuner.agent.updates > 0
     assert all(torch.equal(tensor, before[name]) for name, tensor in given.state_dict().items())
     assert any(not torch.equal(tensor, before[name]) for name, tensor in tuner.agent.state_dict().items())
+    # What is taken from it is of that moment.
+    taken = tuner.agent
+    updates, known = taken.updates, len(taken.experience)
+    tuner.update([(c, landscape(c)) for c in tuner.propose(8)])
+    assert (taken.updates, len(taken.experience)) == (updates, known)
+    assert tuner.agent.updates > updates
+    assert len(tuner.agent.experience) > known
+
+
+class Decoded(list[Vector]):
+    """The vectors that are decoded, in their order."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        decode = KnobSpace.decode
+
+        def noted(space: KnobSpace, vector: Vector) -> Candidate | None:
+            self.append(space.normal(vector))
+            return decode(space, vector)
+
+        monkeypatch.setattr(KnobSpace, "decode", noted)
+
+
+def told(config: ChameleonConfig) -> tuple[ChameleonTuner, list[Vector]]:
+    """A tuner that knows of 30 measurements, and the vectors of those, the best first."""
+    space = space_of(matmul)
+    landscape = Landscape(space, goal_of(space, 0))
+    tuner = ChameleonTuner(space, 0, config)
+    known = [(c, landscape(c)) for c in RandomTuner(space, 3).propose(30)]
+    tuner.update(known)
+    known.sort(key=lambda pair: (pair[1].median, pair[0].key))
+    return tuner, [c.vector for c, _ in known if c.vector is not None]
+
+
+def test_plans_begin_with_neighbours_of_the_two_best(monkeypatch: pytest.MonkeyPatch) -> None:
+    space = space_of(matmul)
+    tuner, best = told(replace(SMALL, imagined=0, neighbours=5))
+    for _ in range(2):
+        decoded = Decoded(monkeypatch)
+        tuner.propose(1)
+        assert len(set(decoded[:5]) & set(space.neighbours(best[0]))) > 1
+        assert len(set(decoded[5:10]) & set(space.neighbours(best[1]))) > 1
+
+
+def test_configurations_are_imagined_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    tuner, _ = told(replace(SMALL, imagined=40, neighbours=0, shortlist=1, explore=0.0))
+    decoded = Decoded(monkeypatch)
+    tuner.propose(1)
+    first = len(decoded)
+    assert first > 30
+    tuner.propose(1)
+    assert len(decoded) - first < 10
+
+
+def test_what_is_imagined_counts_by_its_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside it there is what walks have visited, by its knobs: at most 1."""
+    tuner, _ = told(SMALL)
+    imagined = [tuple(vector) for vector in space_of(matmul).draw(np.random.default_rng(9), 12).tolist()]
+    scored = [(vector, 2.0 - 0.05 * i) for i, vector in enumerate(imagined)]
+    monkeypatch.setattr(tuner._surrogate, "promising", lambda count: scored[:count])
+    assert [tuple(place) for place in tuner._explore()[:12].tolist()] == imagined
+
+
+def test_what_was_decoded_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    tuner, _ = told(replace(SMALL, explore=0.0))
+    decoded = Decoded(monkeypatch)
+    for _ in range(3):
+        tuner.propose(4)
+    assert len(decoded) == len(set(decoded)) > 100
+
+
+def test_of_a_group_all_that_have_been_decoded_are_compared() -> None:
+    tuner, _ = told(SMALL)
+    pool = space_of(matmul).draw(np.random.default_rng(9), 20)
+    decoded = tuner._decode([tuple(vector) for vector in pool.tolist()], 20)
+    assert len(decoded) > 2 * SMALL.shortlist
+    best = decoded[int(tuner._surrogate.rank(decoded).argmax())]
+    pool = np.array([c.vector for c in decoded if c is not best] + [best.vector])
+    assert [c.key for c in tuner._sample(pool, 1)] == [best.key]
+
+
+def test_nothing_has_to_be_imagined() -> None:
+    tuner, _ = told(replace(SMALL, imagined=0, neighbours=0))
+    assert len(tuner.propose(8)) > 1
+
+
+def test_walks_begin_at_the_best_measured_and_then_at_the_best_imagined() -> None:
+    tuner, best = told(SMALL)
+    tuner.propose(1)
+    starts, near = tuner._starts()
+    assert (len(starts), near) == (32, 8)
+    assert [tuple(start) for start in starts[:8].tolist()] == best[:8]
+
+    other = space_of(convolution)
+    blank = ChameleonTuner(other, 0, SMALL, tuner.agent)
+    blank.propose(1)
+    promising = [vector for vector, _ in blank._surrogate.promising(8)]
+    starts, near = blank._starts()
+    assert near == 8
+    assert [tuple(start) for start in starts[:8].tolist()] == promising
 
 
 def test_an_agent_of_other_tasks_chooses_from_the_start() -> None:
     """The first proposals are where it walks to; without one they are drawn."""
     space = space_of(convolution)
-    agent = Agent(0)
+    agent = biased(9.0, 0.0, 0.0)
     agent.updates = 1
-    # One that decreases every knob that can be.
-    with torch.no_grad():
-        agent.actor.weight.zero_()
-        agent.actor.bias.copy_(torch.tensor([9.0, 0.0, 0.0]))
     config = ChameleonConfig(walks=32, steps=16, explore=0.0)
     proposed = ChameleonTuner(space, 0, config, agent).propose(4)
     drawn = ChameleonTuner(space, 0, config).propose(4)

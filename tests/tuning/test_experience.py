@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from tests.tuning.problems import convolution, matmul, softmax
 from tests.tuning.test_tuners import WALKS, space_of
@@ -57,6 +58,16 @@ def order(one: Floats, other: Floats) -> float:
     return float(np.corrcoef(*ranks)[0, 1])
 
 
+def test_of_a_schedule_there_is_the_store_that_computes_most_beside_the_sum() -> None:
+    """A convolution adds and multiplies in one; the others pad, set to zero and copy."""
+    both = descriptions(*drawn(convolution, 8))
+    whole, main = both[:, : SCHEDULE_FEATURES // 2], both[:, SCHEDULE_FEATURES // 2 :]
+    arithmetic = slice(1, 3)
+    assert (main[:, arithmetic] > 0).all()
+    assert np.array_equal(main[:, arithmetic], whole[:, arithmetic])
+    assert (main.sum(axis=1) < whole.sum(axis=1)).all()
+
+
 @pytest.mark.parametrize("task", [convolution, softmax])
 def test_schedules_are_ordered_by_what_others_have_shown(task: Callable[[], Task], column: int) -> None:
     space, candidates = drawn(task, 60)
@@ -79,13 +90,37 @@ def test_own_measurements_count_more_than_those_of_others(column: int) -> None:
     assert order(misled.rank(candidates[60:]), truth[60:]) > 0.5
 
 
+@pytest.mark.parametrize(("others", "times", "own", "least"), [(60, 10, 100, 0.2), (4, 1, 30, 0.75)])
+def test_however_much_or_little_others_have_shown_measurements_here_outweigh_it(
+    others: int, times: int, own: int, least: float, column: int
+) -> None:
+    """Others say the opposite of what is true of the same schedules; no knobs tell them apart."""
+    space, candidates = drawn(convolution, 160)
+    blind = [Candidate(None, c.trace, c.mod, c.key) for c in candidates]
+    pairs = measured(space, blind, column)
+    truth = np.array([-o.median for _, o in pairs], np.float32)
+    told = Surrogate(space, 0)
+    told.add(pairs[:others])
+    true = told.experience
+    wrong = Experience(np.tile(true.schedules, (times, 1)), np.tile(1 - true.scores, times))
+    misled = Surrogate(space, 0, wrong)
+    misled.add(pairs[:own])
+    assert order(misled.rank(blind[120:]), truth[120:]) > least
+
+
 def test_the_model_of_knobs_learns_from_the_model_of_schedules(column: int) -> None:
     space, candidates = drawn(convolution, 120)
     surrogate = Surrogate(space, 0, learned(matmul, column))
     vectors = [c.vector for c in candidates if c.vector is not None]
     assert surrogate.predict(vectors).tolist() == [0] * len(vectors)
-    surrogate.suppose(candidates[:80])
-    assert surrogate.promising(3)[0][0] in vectors[:80]
+    surrogate.suppose(candidates[:5])
+    early = surrogate.predict(vectors[80:])
+    surrogate.suppose(candidates[5:80])
+    assert not np.array_equal(surrogate.predict(vectors[80:]), early)
+    (vector, score), *_ = surrogate.promising(3)
+    assert vector in vectors[:80]
+    assert score == surrogate.rank(candidates[:80]).max() > 0
+    assert len(surrogate.predict([])) == 0
     assert order(surrogate.predict(vectors[80:]), surrogate.rank(candidates[80:])) > 0.3
 
 
@@ -106,6 +141,7 @@ def test_experience_adds_up_and_leaves_out_tasks_of_which_nothing_ran(column: in
     surrogate = Surrogate(space, 0, before)
     surrogate.add([(c, Outcome(error="it fell over")) for c in candidates])
     assert len(surrogate.experience) == len(before)
+    assert np.isfinite(surrogate.rank(candidates)).all()
     surrogate.add([(candidates[0], Outcome((2.0,))), (candidates[1], Outcome((1.0,)))])
     after = surrogate.experience
     assert after.scores[len(before) :].tolist() == [0.5, 1, 0, 0, 0, 0]
@@ -119,6 +155,8 @@ def test_an_agent_begins_with_what_it_has_measured_before(column: int, tmp_path:
     teacher.agent.save(tmp_path / "agent")
     agent = Agent.load(tmp_path / "agent")
     assert len(agent.experience) == 60
+    assert np.array_equal(agent.experience.schedules, teacher.agent.experience.schedules)
+    assert np.array_equal(agent.experience.scores, teacher.agent.experience.scores)
 
     other = space_of(convolution)
     first = ChameleonTuner(other, 0, WALKS, agent).propose(8)
@@ -127,8 +165,19 @@ def test_an_agent_begins_with_what_it_has_measured_before(column: int, tmp_path:
     assert np.median(times[0]) <= np.quantile(times[1], 0.25)
 
 
-def test_an_agent_without_its_measurements_is_of_another_version(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "measured",
+    [
+        {},
+        {"experience.schedules": torch.zeros(3, SCHEDULE_FEATURES - 1), "experience.scores": torch.zeros(3)},
+        {"experience.schedules": torch.zeros(3, SCHEDULE_FEATURES), "experience.scores": torch.zeros(2)},
+    ],
+)
+def test_an_agent_without_its_measurements_is_of_another_version(
+    measured: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
     config = {"hidden": 20, "updates": 1}
-    save_checkpoint(Checkpoint("kernel agent", config, Agent(0).state_dict()), tmp_path / "x")
+    tensors = {**Agent(0).state_dict(), **measured}
+    save_checkpoint(Checkpoint("kernel agent", config, tensors), tmp_path / "x")
     with pytest.raises(CheckpointError, match="another version"):
         Agent.load(tmp_path / "x")

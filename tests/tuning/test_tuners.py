@@ -303,6 +303,8 @@ def test_an_agent_is_for_chameleon_alone() -> None:
         lambda: ChameleonConfig(knee=1),
         lambda: ChameleonConfig(rest=0),
         lambda: ChameleonConfig(explore=1.5),
+        lambda: ChameleonConfig(imagined=-1),
+        lambda: ChameleonConfig(neighbours=-1),
     ],
 )
 def test_configurations_that_make_no_sense_are_refused(wrong: Callable[[], object]) -> None:

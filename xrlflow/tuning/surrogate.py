@@ -40,7 +40,7 @@ _PARAMETERS = {
 }
 
 
-# What other tasks have shown weighs as much as so many measurements of this one, however many it is.
+# What other tasks have shown weighs as much as so many measurements of this one at most, however much it is.
 _EXPERIENCE = 64.0
 # TVM's features of a store; they begin with its numbers of floating-point operations, by kind.
 _STORE, _ARITHMETIC = 164, 7
@@ -132,7 +132,7 @@ class Surrogate:
 
     def predict(self, vectors: Indices | Sequence[Vector]) -> Floats:
         """Scores of normal vectors [N, K], valid or not, without decoding them: [N]. Zeros before it is ready."""
-        if not self.ready or not len(vectors):
+        if not self.ready:
             return np.zeros(len(vectors), np.float32)
         if self._by_knobs is None:
             known = {k: c.vector for k, c in self._candidates.items() if c.vector is not None}

@@ -372,21 +372,30 @@ def test_options_of_the_other_backend(file: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("second", "chosen"), [((1.1, 1.05, 1.15), "found"), ((1.02, 0.98, 1.06), "the original")]
+    ("looks", "second", "chosen"),
+    [
+        (1.5, (1.1, 1.05, 1.15), "found"),
+        (1.5, (1.02, 0.98, 1.06), "the original"),
+        (0.8, None, "the original"),
+    ],
 )
 def test_the_fastest_has_to_be_faster_once_more(
-    second: tuple[float, float, float], chosen: str, monkeypatch: pytest.MonkeyPatch
+    looks: float,
+    second: tuple[float, float, float] | None,
+    chosen: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of two graphs beside the original the second looked best, by luck or not."""
-    compared = iter([[(0.9, 0.9, 0.9), (1.5, 1.4, 1.6)], [second]])
+    """Of two graphs beside the original the second looked best, by luck or not; or neither looked better."""
+    compared = iter([[(0.7, 0.7, 0.7), (looks, looks, looks)], [second]])
     asked: list[list[str]] = []
 
     def compare_there(_: object, files: list[tuple[str, Any]], *__: object) -> Comparison:
         asked.append([path for path, _ in files])
-        speedups = tuple(SpeedUp(*each) for each in next(compared))
+        speedups = tuple(SpeedUp(*each) for each in next(compared) if each is not None)
         latencies = (Latency(3.0, 3.0, 3.0, 9), *(Latency(3.0 / s.median, 1.0, 9.0, 9) for s in speedups))
         load = Load(0.0, 0.0, 1.0, cpus=1, threads=1, seconds=1.0, disturbed=False)
-        return Comparison(latencies, speedups, speedups[0], load, 9, 1.0, threads=1, converged=True)
+        control = SpeedUp(1.0, 0.99, 1.01)
+        return Comparison(latencies, speedups, control, load, 9, 1.0, threads=1, converged=True)
 
     monkeypatch.setattr(lowering, "compare_there", compare_there)
     made: list[Any] = [
@@ -394,12 +403,17 @@ def test_the_fastest_has_to_be_faster_once_more(
     ]  # type: ignore[arg-type]
     place: Any = SimpleNamespace(remote="tracker:9190/board")
     best, remarks = lowering._best_there(place, made, {}, 1.0)
-    assert asked == [["the original", "found first", "found"], ["the original", "found"]]
+    assert asked[0] == ["the original", "found first", "found"]
+    assert asked[1:] == ([["the original", "found"]] if second else [])
     assert best.path == chosen
+    assert any("another session" in remark for remark in remarks) is (second is not None)
     if chosen == "found":
         assert best.compared is not None
+        assert second is not None
         assert best.compared.speedup == SpeedUp(*second)
+        assert best.compared.control == SpeedUp(1.0, 0.99, 1.01)
         assert best.milliseconds == pytest.approx(3.0 / 1.1)
     else:
         assert best.compared is None
-        assert "not clearly faster" in remarks[-1]
+        assert best.milliseconds == 3.0
+        assert ("not clearly faster" in remarks[-1]) is (second is not None)

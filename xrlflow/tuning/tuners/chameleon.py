@@ -228,7 +228,7 @@ class Agent(nn.Module):
             agent.load_state_dict(tensors)
         except RuntimeError as error:
             raise CheckpointError(f"{path} is an agent of another version of xrlflow") from error
-        if schedules is None or scores is None or schedules.shape != (len(scores), SCHEDULE_FEATURES):
+        if schedules is None or scores is None or schedules.shape != (*scores.shape, SCHEDULE_FEATURES):
             raise CheckpointError(f"{path} is an agent of another version of xrlflow")
         agent.updates, agent.experience = updates, Experience(schedules.numpy(), scores.numpy())
         return agent
@@ -361,9 +361,10 @@ class ChameleonTuner:
         for group in range(len(centres)):
             members = np.flatnonzero(owner == group)
             vectors = [tuple(place) for place in pool[members].tolist()]
-            here = self._decode(vectors, self._config.shortlist)
-            here = here or self._decode([tuple(v) for v in self._synthetic(pool).tolist()], 1)
-            here = [candidate for candidate in here if candidate.key not in found]
+            here = [c for c in self._decode(vectors, self._config.shortlist) if c.key not in found]
+            if not here:
+                synthetic = [tuple(v) for v in self._synthetic(pool).tolist()]
+                here = [c for c in self._decode(synthetic, 1) if c.key not in found]
             if here:
                 best = here[int(self._surrogate.rank(here).argmax())]
                 found[best.key] = best
