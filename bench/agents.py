@@ -819,7 +819,7 @@ def _measured_in_turns(
     """The original's latency over each graph's: median and interval. Graphs that are the same are measured once."""
     different = {g.fingerprint: g for g in graphs}
     files = [to_proto(imported, g).SerializeToString() for g in different.values()]
-    speedups = measure([source, *files], feeds, time_limit=15.0 * (1 + len(files))).speedups
+    speedups = measure([source, *files], feeds, time_limit=8.0 * (1 + len(files))).speedups
     found = {key: (s.median, s.low, s.high) for key, s in zip(different, speedups)}
     return [found[g.fingerprint] for g in graphs]
 
