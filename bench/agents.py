@@ -758,7 +758,7 @@ def rewards(arguments: argparse.Namespace) -> str:
     """What the measured reward buys and costs: the agent taught further on one network for equal time, by each reward.
 
     Beside it what greedy search, TASO's and the agent as it is find by the model alone. Of a training run the best
-    graph by its reward counts, of those that its episodes ended with. All graphs of a network are measured again, in
+    graph by its reward counts, of those where its episodes began and ended. All graphs of a network are measured again, in
     turns, in one process.
     """
     library = Library(LIBRARY)
@@ -767,7 +767,7 @@ def rewards(arguments: argparse.Namespace) -> str:
         "greedy": plain(greedy), "taso 1.05": plain(taso, alpha=1.05), "agent": with_agent(agent, agent.vocabulary),
     }  # fmt: skip
     rows = Rows(arguments.json)
-    for name in arguments.names or ["squeezenet", "resnext50", "rapidocr-det"]:
+    for name in arguments.names or ["open-nsfw", "mobilenetv2"]:
         if rows.has(name):
             continue
         start = whole_start(name, library)
@@ -798,13 +798,15 @@ def rewards(arguments: argparse.Namespace) -> str:
 def taught(
     agent: Agent, problem: Problem, start: Start, reward: Reward, seed: int, arguments: argparse.Namespace
 ) -> tuple[Row, Graph]:
-    """The agent after so many seconds of training by one reward, and the best graph that an episode ended with."""
+    """So many seconds of training by one reward: how it went, and the best graph that an episode began or ended with."""
     torch.manual_seed(seed)
     policy = copy.deepcopy(agent).train()
-    ends: dict[float, Any] = {}
+    # By modelled cost, or by latency as a part of the start's.
+    modelled = reward is Reward.MODELLED
+    ends: dict[float, Any] = {problem.cost if modelled else 1.0: ()}
 
     def note(episode: Episode[Any]) -> None:
-        value = episode.info["cost"] if reward is Reward.MODELLED else episode.info["latency"]
+        value = episode.info["cost" if modelled else "latency"]
         ends.setdefault(value, episode.info["trace"])
 
     env = RewriteEnv([problem], Featuriser(policy.vocabulary, start.prices), EnvConfig(reward, horizon=30))
