@@ -758,8 +758,8 @@ def rewards(arguments: argparse.Namespace) -> str:
     """What the measured reward buys and costs: the agent taught further on one network for equal time, by each reward.
 
     Beside it what greedy search, TASO's and the agent as it is find by the model alone. Of a training run the best
-    graph by its reward counts, of those where its episodes began and ended. All graphs of a network are measured again, in
-    turns, in one process.
+    graph by its reward counts, of those where its episodes began and ended. All graphs of a network are measured again,
+    in turns, in one process.
     """
     library = Library(LIBRARY)
     agent = _knowing(arguments.agents[0], library)
@@ -798,7 +798,7 @@ def rewards(arguments: argparse.Namespace) -> str:
 def taught(
     agent: Agent, problem: Problem, start: Start, reward: Reward, seed: int, arguments: argparse.Namespace
 ) -> tuple[Row, Graph]:
-    """So many seconds of training by one reward: how it went, and the best graph that an episode began or ended with."""
+    """So many seconds of training by one reward: how it went, and the best graph where an episode began or ended."""
     torch.manual_seed(seed)
     policy = copy.deepcopy(agent).train()
     # By modelled cost, or by latency as a part of the start's.
