@@ -275,6 +275,19 @@ def test_wrong_trace(path: Path, tmp_path: Path) -> None:
     refused(invoke("optimize", path, "-o", tmp_path / "o.onnx", *FAST, "--replay", trace), "trace.json")
 
 
+def test_interrupted_with_nothing_to_keep(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("xrlflow.api.load", interrupted)
+    result = CliRunner().invoke(app, ["optimize", str(path), "-o", str(tmp_path / "fast.onnx")])
+    assert result.exit_code == 130
+    assert result.stderr == "xrlflow: error: interrupted before there was a result\n"
+    assert list(tmp_path.glob("fast*")) == []
+
+
 def test_as_a_program(tmp_path: Path) -> None:
     """The installed command: no traceback, exit code 2; help without loading what is heavy."""
     ran = subprocess.run(

@@ -73,6 +73,8 @@ def clear_errors() -> Iterator[None]:
         fail(str(error), code=1)
     except UserError as error:
         fail(str(error))
+    except KeyboardInterrupt:  # where there is something to keep, it ends otherwise
+        fail("interrupted before there was a result", code=130)
 
 
 def parse_shapes(options: list[str] | None) -> dict[str, tuple[int, ...]] | None:
