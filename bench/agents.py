@@ -786,11 +786,12 @@ def rewards(arguments: argparse.Namespace) -> str:
                 )
                 made.append((row, graph))
                 print(row, file=sys.stderr, flush=True)
-        measured = _measured_in_turns(imported, source, feeds, [graph for _, graph in made])
+        control, measured = _measured_in_turns(imported, source, feeds, [graph for _, graph in made])
+        common = {"graph": name, "initial": start.found.cost, "control": control}
         rows.add(
-            {"graph": name, **row, "initial": start.found.cost, "cost": start.prices.cost(graph), "speedup": ratio}
+            {**common, **row, "cost": start.prices.cost(graph), "speedup": ratio}
             for (row, graph), ratio in zip(made, measured)
-        )  # fmt: skip
+        )
         print(rewards_table([r for r in rows.rows if r["graph"] == name]), file=sys.stderr, flush=True)
     return rewards_table(rows.rows)
 
@@ -815,15 +816,21 @@ def taught(
     return {"reward": reward.value, "seed": seed, **row}, graph
 
 
+# Median, and the ends of the 95% interval.
+Interval = tuple[float, float, float]
+
+
 def _measured_in_turns(
     imported: ImportedModel, source: str | bytes, feeds: Mapping[str, Any], graphs: Sequence[Graph]
-) -> list[tuple[float, float, float]]:
-    """The original's latency over each graph's: median and interval. Graphs that are the same are measured once."""
+) -> tuple[Interval, list[Interval]]:
+    """The original's latency over its own, and over each graph's. Graphs that are the same are measured once."""
     different = {g.fingerprint: g for g in graphs}
     files = [to_proto(imported, g).SerializeToString() for g in different.values()]
-    speedups = measure([source, *files], feeds, time_limit=8.0 * (1 + len(files))).speedups
-    found = {key: (s.median, s.low, s.high) for key, s in zip(different, speedups)}
-    return [found[g.fingerprint] for g in graphs]
+    measured = measure([source, *files], feeds, time_limit=8.0 * (1 + len(files)))
+    assert measured.control is not None
+    control, *others = [(s.median, s.low, s.high) for s in (measured.control, *measured.speedups)]
+    found = dict(zip(different, others))
+    return control, [found[g.fingerprint] for g in graphs]
 
 
 def rewards_table(rows: Sequence[Row]) -> str:
@@ -833,6 +840,7 @@ def rewards_table(rows: Sequence[Row]) -> str:
             graph, reward, spread([r["seconds"] for r in mine], "{:.0f}"),
             spread([r["steps"] / r["seconds"] for r in mine], "{:.1f}") if "last" in mine[0] else "",
             spread([r["cost"] / r["initial"] for r in mine], "{:.4f}"),
+            "{:.3f} [{:.3f}, {:.3f}]".format(*mine[0]["control"]),
             ", ".join("{:.3f} [{:.3f}, {:.3f}]".format(*r["speedup"]) for r in mine),
         ]  # fmt: skip
 
@@ -842,6 +850,7 @@ def rewards_table(rows: Sequence[Row]) -> str:
         "seconds",
         "steps per second",
         "modelled cost",
+        "A/A",
         "measured speed-up",
     ]
     return markdown(
