@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from xrlflow.cli import app
 from xrlflow.cost import Machine, Roofline
 from xrlflow.ir import Edit, Graph
 from xrlflow.rewrite import AnyRule, Captures, Op, Rule, Val, require
+from xrlflow.search import Selection
 
 RNG = np.random.default_rng(0)
 W = RNG.standard_normal((8, 8)).astype(np.float32)
@@ -282,6 +284,25 @@ def test_an_interrupted_search_keeps_the_best_so_far(search: str) -> None:
     assert "interrupted" in " ".join(result.report.notes)
     assert result.report.verified
     assert_same(chain(8), result.model)
+
+
+@pytest.mark.parametrize("interrupting", [True, False])
+def test_an_interrupt_hurries_what_follows(interrupting: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever interrupts does not wait for the rest of the time limit, here hours."""
+    seconds = []
+
+    def listener(phase: str, done: int, total: int, note: str) -> None:
+        if interrupting and phase == "search" and done == 3:
+            raise KeyboardInterrupt
+
+    def selected(base: Any, proposals: Any, compare: Any, search: Any, deadline: float, *_: Any) -> Selection:
+        seconds.append(deadline - time.monotonic())
+        return Selection(None, (), False)
+
+    monkeypatch.setattr("xrlflow.api.select", selected)
+    result = optimize(chain(8), measure=True, time_limit=1e4, listener=listener)
+    assert ("interrupted: the best so far is kept" in result.report.notes) == interrupting
+    assert [s < 100.0 for s in seconds] == [interrupting]
 
 
 def test_the_time_limit_ends_a_search() -> None:

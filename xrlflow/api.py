@@ -112,6 +112,8 @@ _DECIDED = 0.01
 # model differ by half a percent, and what is not worth that is not worth another file.
 _CLEARLY_FASTER = 1.003
 _FRESH_PROCESSES = (5, 3)  # three if the time does not suffice for five
+# Seconds to compare and verify what an interrupted search found.
+_HURRIED = 8.0
 # What one process takes for the last measurement: seconds to start, and runs.
 _START_SECONDS, _RUNS = 1.5, 80
 
@@ -245,6 +247,11 @@ class _Job:
         if left < latest:
             left = self.deadline - self.final_seconds(_FRESH_PROCESSES[-1]) - 10 * self.latency - 3.0
         return max(left, latest)
+
+    def hurry(self) -> None:
+        """After Ctrl-C, take only the time to compare, verify and measure what was found until then."""
+        needed = _HURRIED + self.final_seconds(_FRESH_PROCESSES[-1]) + 10 * self.latency
+        self.deadline = min(self.deadline, time.monotonic() + needed)
 
     def phase(self, name: str, since: float) -> None:
         self.phases[name] = round(self.phases.get(name, 0.0) + time.monotonic() - since, 3)
@@ -396,6 +403,7 @@ def _run(
     job.phase("search", since)
     if result.interrupted:
         job.notes.append("interrupted: the best so far is kept")
+        job.hurry()
     if isinstance(model, Profiled):
         job.notes.append(f"operators: {model.tally}")
     proposals = [f for f in (result.best, *result.shortlist) if job.fits(f)]
@@ -413,6 +421,7 @@ def _run(
         chosen = selection.chosen
         if selection.interrupted:
             job.notes.append("interrupted while whole models were compared: the best so far is kept")
+            job.hurry()
         job.phase("select", since)
     elif proposals and (job.search == "random" or proposals[0].cost < base.cost or exporting):
         chosen = proposals[0]
@@ -519,12 +528,15 @@ def _lowered(
     since = time.monotonic()
     job.say("compile", 0, 0, "with TVM")
     with Store() as store:
-        best, remarks = lowering.lower_best(
+        choice = lowering.lower_best(
             job.original, base, proposals, job.write, job.feeds if measuring else None, place=job.place,
             shapes=job.shapes, folder=job.folder, time_left=lambda: job.deadline - time.monotonic(), store=store,
-            session_options=job.session_options,
+            session_options=job.session_options, hurried=found.interrupted,
         )  # fmt: skip
-    job.notes.extend(remarks)
+    best = choice.lowered
+    job.notes.extend(choice.remarks)
+    if choice.interrupted:
+        job.hurry()
     job.phase("compile", since)
     verification: Verification | None = None
     if verifying:

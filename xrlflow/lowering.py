@@ -117,6 +117,15 @@ class Lowered:
     compared: RepeatedComparison | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What `lower_best` chose, with remarks for the user; `interrupted`: by Ctrl-C, before it could compare."""
+
+    lowered: Lowered
+    remarks: tuple[str, ...]
+    interrupted: bool = False
+
+
 @functools.cache
 def runs(op: str) -> bool:
     """Whether TVM has an operator, given as the IR names it (those of other domains as `domain::name`)."""
@@ -169,60 +178,82 @@ def lower_best(
     time_left: Callable[[], float],
     store: Store,
     session_options: Any = None,
-) -> tuple[Lowered, tuple[str, ...]]:
-    """Compile the graph as imported and the best proposals, and choose what runs fastest; (choice, remarks).
+    hurried: bool = False,
+) -> Choice:
+    """Compile the graph as imported and the best proposals, and choose what runs fastest.
 
     Kernels that `store` knows run as they were tuned.
 
     With `feeds` all are measured in turns, together with the original in ONNX Runtime; without, the best by modelled
     cost is compiled alone. On a remote device, which has no ONNX Runtime, the original graph compiled is what the
-    others are compared with. Compiling more ends when a further one would not fit into the time left. Raises
-    BackendError if the original's graph cannot be compiled.
+    others are compared with. Compiling more ends when a further one would not fit into the time left; `hurried`, only
+    the best proposal is compiled, whatever time is left. On Ctrl-C what was compiled first is kept. Raises
+    BackendError if the original's graph cannot be compiled, KeyboardInterrupt if there is nothing to keep.
     """
-    threads = place.machine.cores
     backend = _backend(place, shapes, store)
-    cheaper = [found for found in proposals if found.cost < base.cost][:_AT_MOST]
+    cheaper = [found for found in proposals if found.cost < base.cost][: 1 if hurried else _AT_MOST]
     # Without measuring, the best by modelled cost that can be compiled.
     wanted = [base, *cheaper] if feeds is not None else [*cheaper, base]
     made: list[Lowered] = []
     remarks: list[str] = []
     longest = 0.0
-    for index, found in enumerate(wanted):
-        before = time_left()
-        if made and (feeds is None or before < 3 * longest):
-            break
-        try:
-            model = backend.compile(export(found.state.graph), threads=threads)
-        except BackendError as error:
-            if found is base:
-                raise
-            remarks.append(f"a proposal was dropped: {error}")
-            continue
-        path = os.path.join(folder, f"compiled{index}.so")
-        model.save(path)
-        made.append(Lowered(found, path, model))
-        longest = max(longest, before - time_left())
-    if feeds is None:
-        return made[0], tuple(remarks)
-    limit = max(2.0, min(15.0, 0.3 * time_left()))
-    if place.remote is not None:
-        best, said = _best_there(place, made, feeds, limit)
-        return best, (*remarks, *said)
+    try:
+        for index, found in enumerate(wanted):
+            before = time_left()
+            if made and (feeds is None or (before < 3 * longest and not hurried)):
+                break
+            try:
+                model = backend.compile(export(found.state.graph), threads=place.machine.cores)
+            except BackendError as error:
+                if found is base:
+                    raise
+                remarks.append(f"a proposal was dropped: {error}")
+                continue
+            path = os.path.join(folder, f"compiled{index}.so")
+            model.save(path)
+            made.append(Lowered(found, path, model))
+            longest = max(longest, before - time_left())
+        if feeds is None:
+            return Choice(made[0], tuple(remarks))
+        limit = max(2.0, min(15.0, 0.3 * time_left()))
+        if place.remote is not None:
+            best, said = _best_there(place, made, feeds, limit)
+        else:
+            best, said = _best_here(original, made, feeds, limit, place.machine.cores, session_options)
+    except KeyboardInterrupt:
+        if not made:
+            raise
+        kept = "the original graph" if made[0].found is base else "the best graph by modelled cost"
+        remarks.append(f"interrupted before the compiled graphs were compared: {kept}, compiled, is kept")
+        return Choice(made[0], tuple(remarks), interrupted=True)
+    return Choice(best, (*remarks, *said))
+
+
+def _best_here(
+    original: str | bytes,
+    made: Sequence[Lowered],
+    feeds: Mapping[str, Any],
+    limit: float,
+    threads: int,
+    session_options: Any,
+) -> tuple[Lowered, tuple[str, ...]]:
+    """The fastest on this machine, measured in turns with the original in ONNX Runtime; (choice, remarks)."""
     measured = measure(
         [original, *(lowered.path for lowered in made)], dict(feeds), threads=threads, time_limit=limit,
         target_width=0.02, control=False, session_options=session_options,
     )  # fmt: skip
     timed = [
-        Lowered(lowered.found, lowered.path, lowered.model, latency.median_ms)
+        replace(lowered, milliseconds=latency.median_ms)
         for lowered, latency in zip(made, measured.latencies[1:])
     ]
-    best = min(timed, key=lambda lowered: lowered.milliseconds or 0.0)
-    remarks.append(f"ONNX Runtime runs the original in {measured.latencies[0].median_ms:.2f} ms")
-    remarks.append(f"TVM runs the original graph in {timed[0].milliseconds:.2f} ms")
+    remarks = [
+        f"ONNX Runtime runs the original in {measured.latencies[0].median_ms:.2f} ms",
+        f"TVM runs the original graph in {timed[0].milliseconds:.2f} ms",
+    ]
     if len(timed) > 1:
         others = ", ".join(f"{lowered.milliseconds:.2f}" for lowered in timed[1:])
         remarks.append(f"and what the search found in {others} ms")
-    return best, tuple(remarks)
+    return min(timed, key=lambda lowered: lowered.milliseconds or 0.0), tuple(remarks)
 
 
 def _best_there(

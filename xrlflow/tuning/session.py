@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
+from xrlflow.backends.interrupts import heeding_interrupts
 from xrlflow.tuning.allocation import Allocation
 from xrlflow.tuning.knobs import Candidate, KnobError
 from xrlflow.tuning.pool import Pool, PoolOptions
@@ -390,7 +391,8 @@ class _Session:
     def _clock_proposing(self) -> Iterator[None]:
         start = time.monotonic()
         try:
-            yield
+            with heeding_interrupts():
+                yield
         finally:
             self._proposing += time.monotonic() - start
 

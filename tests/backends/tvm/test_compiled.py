@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import signal
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any, NoReturn, cast
 
 import numpy as np
 import onnx
@@ -19,7 +23,7 @@ from xrlflow.api import OptionError, VerificationFailed
 from xrlflow.backends import BackendError
 from xrlflow.backends.onnxruntime import measure, open_model
 from xrlflow.backends.protocol import Feeds
-from xrlflow.backends.tvm import Tvm, detect, load_compiled
+from xrlflow.backends.tvm import Tvm, TvmModel, detect, load_compiled
 from xrlflow.backends.tvm.target import lacking
 from xrlflow.cli import app
 from xrlflow.verify import Status, Verification
@@ -288,6 +292,76 @@ def test_optimize_compiles_and_verifies(
             np.testing.assert_allclose(b, a, rtol=1e-5, atol=1e-6)
     with pytest.raises(OptionError, match="choose of onnxruntime, tvm"):
         xrlflow.optimize(file, backend="cuda")
+
+
+def test_an_interrupt_that_tvm_swallows_still_interrupts(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def swallowing(*_: object) -> object:
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        raise RuntimeError("an error in a callback")
+
+    monkeypatch.setattr("xrlflow.backends.tvm.lower.schedule", swallowing)
+    with pytest.raises(KeyboardInterrupt):
+        Tvm().compile(str(file))
+
+
+@pytest.mark.parametrize("when", ["first", "second", "measuring"])
+def test_an_interrupt_keeps_what_is_compiled(
+    when: str, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("xrlflow.tuning.store.cache_directory", lambda: tmp_path / "cache")
+    compiled, last = Tvm.compile, {"first": 0, "second": 1, "measuring": 9}[when]
+    made: list[object] = []
+
+    def interrupted(*_: object, **__: object) -> NoReturn:
+        raise KeyboardInterrupt
+
+    def compile_some(*args: Any, **options: Any) -> TvmModel:
+        if len(made) == last:
+            raise KeyboardInterrupt
+        made.append(compiled(*args, **options))
+        return cast(TvmModel, made[-1])
+
+    monkeypatch.setattr(Tvm, "compile", compile_some)
+    monkeypatch.setattr("xrlflow.lowering.measure", interrupted)
+    run = partial(xrlflow.optimize, file, backend="tvm", search="greedy", cost="roofline", time_limit=20.0)
+    if when == "first":
+        with pytest.raises(KeyboardInterrupt):
+            run()
+        return
+    result = run()
+    assert len(made) == {"second": 1, "measuring": 3}[when]
+    assert result.compiled is made[0]
+    assert result.report.verified
+    assert result.speedup is not None
+    assert result.trace == ()
+    assert "interrupted before the compiled graphs were compared: the original graph" in " ".join(
+        result.report.notes
+    )
+
+
+def test_after_an_interrupted_search_its_best_is_compiled(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("xrlflow.tuning.store.cache_directory", lambda: tmp_path / "cache")
+    compiled = Tvm.compile
+    made: list[object] = []
+
+    def counted(*args: Any, **options: Any) -> TvmModel:
+        made.append(compiled(*args, **options))
+        return cast(TvmModel, made[-1])
+
+    def interrupt(phase: str, done: int, total: int, note: str) -> None:
+        if phase == "search" and done == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Tvm, "compile", counted)
+    result = xrlflow.optimize(
+        file, backend="tvm", search="greedy", cost="roofline", time_limit=20.0, listener=interrupt
+    )
+    assert len(made) == 2  # the original, and the best alone: uninterrupted it is three
+    assert "interrupted: the best so far is kept" in result.report.notes
+    assert result.speedup is not None
 
 
 def test_what_cannot_be_compared_is_not_said_to_differ(

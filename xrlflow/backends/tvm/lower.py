@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from xrlflow.backends.interrupts import heeding_interrupts
 from xrlflow.backends.protocol import BackendError
 from xrlflow.backends.tvm.load import last_line, tvm
 from xrlflow.backends.tvm.schedules import schedule
@@ -36,6 +37,7 @@ def _converters() -> Mapping[str, Any]:
     return {name: converter for name, converter in known.items() if name not in _OTHERS}
 
 
+@heeding_interrupts()
 def import_model(model: Any, shapes: Mapping[str, Sequence[int]] | None = None) -> Any:
     """A Relax module of an ONNX ModelProto; weights are constants in it.
 
@@ -93,6 +95,7 @@ def _importer(shapes: Mapping[str, Sequence[int]]) -> Any:
     return Importer({name: list(shape) for name, shape in shapes.items()}, None, keep_params_in_input=False)
 
 
+@heeding_interrupts()
 def fuse(module: Any, machine: Machine) -> Any:
     """Layouts, constant folding, fusion: a Relax function that calls one primitive function after another."""
     package = tvm()
@@ -119,6 +122,7 @@ Tuned = Callable[[Any], Any | None]
 """A module with one primitive function "main" in, the same scheduled by what tuning found out; None: not known."""
 
 
+@heeding_interrupts()
 def schedule_all(module: Any, machine: Machine, tuned: Tuned | None = None) -> Any:
     """Every primitive function scheduled: as tuned where that is known, otherwise by `schedules`."""
     package = tvm()
@@ -137,6 +141,7 @@ def schedule_all(module: Any, machine: Machine, tuned: Tuned | None = None) -> A
     return module
 
 
+@heeding_interrupts()
 def compile_module(module: Any, machine: Machine) -> Any:
     """An executable: packing of constants run once, memory planned, kernels compiled by LLVM."""
     package = tvm()

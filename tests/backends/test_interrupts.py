@@ -1,0 +1,104 @@
+"""Ctrl-C that foreign code swallows."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Iterator
+from types import FrameType
+
+import pytest
+
+from xrlflow.backends.interrupts import heeding_interrupts
+
+
+@pytest.fixture(autouse=True)
+def python_handles_interrupts() -> Iterator[None]:
+    """Nothing of these tests may stay behind."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    after = signal.signal(signal.SIGINT, before)
+    assert after is signal.default_int_handler
+
+
+def swallow() -> None:
+    """As constant folding does."""
+    with contextlib.suppress(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_a_swallowed_interrupt_comes_at_the_end() -> None:
+    reached = []
+
+    @heeding_interrupts()
+    def block() -> None:
+        swallow()
+        reached.append("the end")
+
+    with pytest.raises(KeyboardInterrupt):
+        block()
+    assert reached == ["the end"]
+
+
+def test_an_interrupt_that_became_an_error_is_one_again() -> None:
+    @heeding_interrupts()
+    def block() -> None:
+        swallow()
+        raise RuntimeError("an error in a callback")
+
+    with pytest.raises(KeyboardInterrupt) as caught:
+        block()
+    assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+def test_one_that_arrives_arrives_at_once() -> None:
+    @heeding_interrupts()
+    def block() -> None:
+        signal.raise_signal(signal.SIGINT)
+        pytest.fail("the interrupt came late")
+
+    with pytest.raises(KeyboardInterrupt):
+        block()
+
+
+def test_errors_without_an_interrupt_stay_what_they_are() -> None:
+    with pytest.raises(RuntimeError, match="of its own"), heeding_interrupts():
+        raise RuntimeError("of its own")
+    with heeding_interrupts():
+        pass
+
+
+def test_a_block_in_another_is_its_business() -> None:
+    with pytest.raises(KeyboardInterrupt), heeding_interrupts(), heeding_interrupts():
+        swallow()
+
+
+def test_a_program_that_handles_interrupts_itself_is_left_alone() -> None:
+    seen = []
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        seen.append(number)
+
+    signal.signal(signal.SIGINT, handle)
+    with heeding_interrupts():
+        assert signal.getsignal(signal.SIGINT) is handle
+        signal.raise_signal(signal.SIGINT)
+    assert seen == [signal.SIGINT]
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def test_other_threads_have_no_interrupts() -> None:
+    errors = []
+
+    def run() -> None:
+        try:
+            with heeding_interrupts():  # setting a handler here would raise ValueError
+                pass
+        except ValueError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert errors == []
