@@ -1139,6 +1139,76 @@ class ReplaceMaxByGlobalMaxPool(ReplaceMeanByGlobalAveragePool):
     )
 
 
+# ONNX Runtime keeps images in blocks of so many channels, where the processor's vectors are that long.
+_BLOCK = 16
+
+
+class AlignChannelsBeforeGlobalAveragePool(Rule):
+    """globalaveragepool(relu(conv(x, w, b))) -> slice(globalaveragepool(relu(conv(x, pad(w), pad(b)))), the channels).
+
+    With a multiple of 16 channels: of others ONNX Runtime writes the whole image in another order before it pools.
+    """
+
+    unpriced = True
+    optional = ("b",)
+    shapes = per_rank("x[i,j{h}] w[m,p{k}]:const b[m]:const")
+    examples: ClassVar[tuple[str, ...]] = (
+        "agraph (float[N,2,3,W] x, float[7,2,1,1] w, float[7] b) => (y) "
+        "{ a = Conv(x, w, b) r = Relu(a) y = GlobalAveragePool(r) }",
+        "agraph (float[1,1,5] x, float[18,1,2] w) => (y) "
+        "{ a = Conv<pads=[1,0]>(x, w) r = Relu(a) y = GlobalAveragePool(r) }",
+    )
+
+    def source(self, op: Op, x: Any, w: Any, b: Any) -> Any:
+        return op.GlobalAveragePool(op.Relu(op.Conv(x, w, b, attrs="c")))
+
+    def where(self, m: Captures, x: Val, w: Val, b: Val | None) -> None:
+        require(group_of(m.c) == 1, "it has groups")
+        worthwhile(w.size(0) % _BLOCK != 0, "the channels are aligned")
+
+    def target(self, op: Op, m: Captures, x: Val, w: Val, b: Val | None) -> Any:
+        channels, more = w.size(0), -w.size(0) % _BLOCK
+        rows = op.Pad(w, [0] * w.rank + [more] + [0] * (w.rank - 1))
+        image = op.Relu(op.Conv(x, rows, None if b is None else op.Pad(b, [0, more]), attrs=m.c))
+        return op.Slice(op.GlobalAveragePool(image), [0], [channels], [1])
+
+
+class AlignChannelsBeforeMean(AlignChannelsBeforeGlobalAveragePool):
+    """reducemean(relu(conv(x, w, b)); the spatial axes) -> slice(globalaveragepool(relu(conv(x, pad(w), pad(b))))).
+
+    As before a GlobalAveragePool, which takes the place of the mean.
+    """
+
+    shapes = per_rank("x[i,j{h}] w[m,p{k}]:const b[m]:const axes[n]:const")
+    examples: ClassVar[tuple[str, ...]] = tuple(
+        f"agraph (float[{image}] x) => (y) <float[{kernel}] w = {{{weights}}}, float[2] b = {{3, -1}}, "
+        f"int64[{dims}] i = {{{axes}}}> "
+        f"{{ a = Conv(x, w{bias}) r = Relu(a) y = ReduceMean<keepdims={min(dims - 1, 1)}>(r, i) }}"
+        for image, kernel, weights, dims, axes, bias in (
+            ("N,2,3,W", "2,2,1,1", "1, -2, 3, 4", 2, "2,-1", ", b"),
+            ("2,1,1,4", "2,1,1,2", "1, -2, 3, 4", 2, "3,2", ""),
+            ("2,1,3,1", "2,1,2,1", "1, -2, 3, 4", 2, "2,3", ", b"),
+            ("2,1,3,0", "2,1,1,1", "1, -2", 2, "2,3", ""),
+            ("1,1,5", "2,1,2", "1, -2, 3, 4", 1, "2", ", b"),
+            ("1,1,2,1,1", "2,1,1,1,1", "1, -2", 3, "2,4,3", ", b"),
+            ("1,1,2,1,0", "2,1,1,1,1", "1, -2", 3, "2,3,4", ""),
+        )
+    )
+
+    def source(self, op: Op, x: Any, w: Any, b: Any, axes: Any) -> Any:  # type: ignore[override]
+        return op.ReduceMean(op.Relu(op.Conv(x, w, b, attrs="c")), axes, keepdims="keep")
+
+    def where(self, m: Captures, x: Val, w: Val, b: Val | None, axes: Val) -> None:  # type: ignore[override]
+        super().where(m, x, w, b)
+        require(
+            sorted(fronts(axes.ints, x.rank)) == list(range(2, x.rank)), "it does not reduce the spatial axes"
+        )
+
+    def target(self, op: Op, m: Captures, x: Val, w: Val, b: Val | None, axes: Val) -> Any:  # type: ignore[override]
+        y = super().target(op, m, x, w, b)
+        return y if m.keep else op.Squeeze(y, list(range(2, x.rank)))
+
+
 class PushAveragePoolBeforeConv(Rule):
     """averagepool(conv(x, w, b)) -> conv(averagepool(x), w, b)  for a 1x1 kernel."""
 
@@ -1516,6 +1586,8 @@ RULES: tuple[AnyRule, ...] = (
     ReplaceGlobalMaxPoolByMax(),
     ReplaceMeanByGlobalAveragePool(),
     ReplaceMaxByGlobalMaxPool(),
+    AlignChannelsBeforeGlobalAveragePool(),
+    AlignChannelsBeforeMean(),
     PushAveragePoolBeforeConv(),
     PushGlobalAveragePoolBeforeConv(),
     PushConvBeforeAveragePool(),

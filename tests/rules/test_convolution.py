@@ -7,6 +7,8 @@ import pytest
 
 from rewrite_rules import convolution
 from rewrite_rules.convolution import (
+    AlignChannelsBeforeGlobalAveragePool,
+    AlignChannelsBeforeMean,
     FoldPadIntoAveragePool,
     FoldPadIntoConv,
     FoldPadIntoMaxPool,
@@ -468,6 +470,37 @@ def test_reductions(rule, op):
     for axes in ((2,), (1, 2, 3), (0, 2, 3), (2, 2)):
         source = model(f"agraph (float[N,3,4,5] x) => (float[] y) {{ y = {op}(x, a) }}", a=np.array(axes))
         refuses(rule, source)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(
+    ("rule", "pool"),
+    [
+        (AlignChannelsBeforeGlobalAveragePool(), "GlobalAveragePool(r)"),
+        (AlignChannelsBeforeMean(), "ReduceMean(r, i)"),
+        (AlignChannelsBeforeMean(), "ReduceMean<keepdims=0>(r, i)"),
+    ],
+)
+def test_aligned_channels(rule, pool, bias):
+    def source(channels, attrs="pads=[1,1,1,1]", inputs=3, axes=(3, -2), pool=pool):
+        operands = "x, w, b" if bias else "x, w"
+        return model(
+            f"agraph (float[N,3,8,W] x) => (float[] y) {{ c = Conv<{attrs}>({operands}) r = Relu(c) y = {pool} }}",
+            w=normal(channels, inputs, 3, 3),
+            b=normal(channels),
+            i=np.array(axes),
+        )
+
+    graph = applies(rule, source(150))
+    (conv,) = [n for n in graph.nodes() if n.op == "Conv"]
+    assert graph.type(conv.inputs[1]).shape == (160, 3, 3, 3)
+    (pooled,) = [n for n in graph.nodes() if n.op == "GlobalAveragePool"]
+    (cut,) = graph.users(pooled.outputs[0])
+    assert cut.op == "Slice"
+    refuses(rule, source(160), "the channels are aligned")
+    refuses(rule, source(150, "group=3", inputs=1), "groups")
+    if "ReduceMean" in pool:
+        refuses(rule, source(150, axes=(2,)), "spatial axes")
 
 
 POOLS = ["kernel_shape=[2,2], strides=[2,2]", "kernel_shape=[3,3], pads=[1,1,1,1]"]
