@@ -1153,9 +1153,9 @@ class AlignChannelsBeforeGlobalAveragePool(Rule):
     optional = ("b",)
     shapes = per_rank("x[i,j{h}] w[m,p{k}]:const b[m]:const")
     examples: ClassVar[tuple[str, ...]] = (
-        "agraph (float[N,2,3,W] x, float[7,2,1,1] w, float[7] b) => (y) "
+        "agraph (float[N,2,3,W] x) => (y) <float[2,2,1,1] w = {1, -2, 3, 4}, float[2] b = {3, -1}> "
         "{ a = Conv(x, w, b) r = Relu(a) y = GlobalAveragePool(r) }",
-        "agraph (float[1,1,5] x, float[18,1,2] w) => (y) "
+        "agraph (float[1,1,5] x) => (y) <float[2,1,2] w = {1, -2, 3, 4}> "
         "{ a = Conv<pads=[1,0]>(x, w) r = Relu(a) y = GlobalAveragePool(r) }",
     )
 
@@ -1185,13 +1185,12 @@ class AlignChannelsBeforeMean(AlignChannelsBeforeGlobalAveragePool):
         f"int64[{dims}] i = {{{axes}}}> "
         f"{{ a = Conv(x, w{bias}) r = Relu(a) y = ReduceMean<keepdims={min(dims - 1, 1)}>(r, i) }}"
         for image, kernel, weights, dims, axes, bias in (
-            ("N,2,3,W", "2,2,1,1", "1, -2, 3, 4", 2, "2,-1", ", b"),
-            ("2,1,1,4", "2,1,1,2", "1, -2, 3, 4", 2, "3,2", ""),
-            ("2,1,3,1", "2,1,2,1", "1, -2, 3, 4", 2, "2,3", ", b"),
-            ("2,1,3,0", "2,1,1,1", "1, -2", 2, "2,3", ""),
+            ("N,2,H,W", "2,2,1,1", "1, -2, 3, 4", 2, "2,-1", ", b"),
+            ("2,1,3,4", "2,1,1,2", "1, -2, 3, 4", 2, "3,2", ""),
+            ("2,1,W", "2,1,1", "1, -2", 1, "2", ""),
             ("1,1,5", "2,1,2", "1, -2, 3, 4", 1, "2", ", b"),
-            ("1,1,2,1,1", "2,1,1,1,1", "1, -2", 3, "2,4,3", ", b"),
-            ("1,1,2,1,0", "2,1,1,1,1", "1, -2", 3, "2,3,4", ""),
+            ("1,1,D,H,2", "2,1,1,1,1", "1, -2", 3, "2,4,3", ", b"),
+            ("1,1,2,2,W", "2,1,1,1,1", "1, -2", 3, "2,3,4", ""),
         )
     )
 
