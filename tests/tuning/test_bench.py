@@ -52,6 +52,9 @@ def test_quality_is_reached_when_what_is_measured_again_is_as_good() -> None:
     # Without a margin only the last kernel is as good as the last.
     assert bench.reached(REACHES, REFERENCE, 0.0) == bench.Reached(38.0, 60, False)
     assert bench.time_ratio(REACHES, "beam", 0.01) == (2.0, False)
+    # The reference's 40 s search over the 10 s that this one took to be as good.
+    assert bench.wait_ratio(REACHES, "beam", 0.01) == (4.0, False)
+    assert bench.wait_ratio(REACHES, "random", 0.01) == (40.0 / 16.0, True)
 
 
 def test_who_never_comes_there_is_censored_at_the_end_of_its_search() -> None:
