@@ -326,6 +326,28 @@ def test_selection_begins_with_what_saves_time_where_it_stands() -> None:
     assert survey.asked[0] == ["ReplaceReluByLeakyRelu", "ReplaceReluByMax"]
 
 
+@pytest.mark.parametrize("tidied", ["the best by the model", "the original"])
+def test_what_costs_time_where_it_stands_does_not_tidy(tidied: str) -> None:
+    """A rule that was dropped does not come back with those that clear away what a sweep leaves behind."""
+    proto = model(
+        "agraph (float[2,3,4] x) => (float[2,3,4] y) {"
+        " a = Transpose<perm=[0,2,1]>(x)\n b = Relu(a)\n y = Transpose<perm=[0,2,1]>(b) }"
+    )
+    modelled, truth = Weighted(Max=0.1), Weighted(Max=30.0, Transpose=10.0)
+    base = start(proto, (PushTransposeThroughRelu(), CancelTransposes(), ReplaceReluByMax()), modelled)
+    best = greedy(base.state, base.cost, Limits()).best
+    assert {s.rule for s in best.trace} == {"ReplaceReluByMax"}
+
+    ahead = {"PushTransposeThroughRelu": 5.0} if tidied == "the best by the model" else {}
+    selection = select(
+        base, [best], timed(truth, base), searching(modelled), time.monotonic() + 60, tolerance=0.5,
+        tidying=frozenset({"CancelTransposes", "ReplaceReluByMax"}),
+        survey=Surveyed(ahead, {"ReplaceReluByMax": -20.0}),
+    )  # fmt: skip
+    assert selection.chosen is not None
+    assert [n.op for n in selection.chosen.state.graph.nodes()] == ["Relu"]
+
+
 @pytest.mark.parametrize("known", [-1.0, 1.0], ids=["costs time", "saves time"])
 def test_sweeps_that_save_time_where_they_stand_come_first(known: float) -> None:
     base = start(model("agraph (float[2,3] x) => (float[2,3] y) { y = Relu(x) }"), ALTERNATIVES, Weighted())

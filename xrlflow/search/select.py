@@ -102,10 +102,14 @@ def sweeping_rules(found: Found, at_most: float) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """How a state is made: a greedy search with some rules, then sweeps of some rules."""
+    """How a state is made: a greedy search with some rules, then sweeps of some rules.
+
+    `dropped`: those that must not come back when what a sweep leaves behind is tidied up.
+    """
 
     rules: frozenset[str]
     sweeps: tuple[str, ...] = ()
+    dropped: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +121,7 @@ class _Change:
     without: frozenset[str] = frozenset()
 
     def of(self, plan: _Plan) -> _Plan:
-        return _Plan(plan.rules - self.without, (*plan.sweeps, *self.sweeps))
+        return _Plan(plan.rules - self.without, (*plan.sweeps, *self.sweeps), plan.dropped | self.without)
 
 
 def gains(found: Found, cost: float) -> dict[str, float]:
@@ -218,7 +222,7 @@ def select(
         for rule in changed.sweeps[len(plan.sweeps) if plan.rules == changed.rules else 0 :]:
             swept = sweep(found, rule, Limits(deadline=deadline), at_most)
             if swept.path is not found.path:
-                found = search(swept, changed.rules | tidying)
+                found = search(swept, changed.rules | (tidying - changed.dropped))
         return found
 
     def faster(found: Found, proposal: str, than: Found | None, name: str, sure: bool) -> Trial:
@@ -248,6 +252,7 @@ def select(
     interrupted = False
     current: Found | None = None
     name = original = "the original"
+    untidy: frozenset[str] = frozenset()  # rules that cost time where they were measured
 
     def climb(
         found: Found, at: str, plan: _Plan, until: float, proven: bool, sweeping: bool
@@ -303,6 +308,7 @@ def select(
             kept = False
             lost = look_back(best)
             losing = sorted((r for r in plan.rules if lost.get(r, 0.0) < 0.0), key=lambda r: (lost[r], r))
+            untidy = frozenset(losing)
             saving = _saving(look(best))
             if saving or losing:
                 change = _together(saving, losing)
@@ -319,7 +325,8 @@ def select(
             if kept:
                 climb(best, what, plan, deadline, proven=True, sweeping=True)
         nothing = current is None
-        swept, what = climb(base, original, _Plan(frozenset()), deadline, proven=nothing, sweeping=True)
+        bare = _Plan(frozenset(), dropped=untidy)
+        swept, what = climb(base, original, bare, deadline, proven=nothing, sweeping=True)
         if not nothing and swept is not base:
             challenge(swept, what)
         for index, found in enumerate(proposals[1:]):
