@@ -356,6 +356,14 @@ def test_of_a_group_all_that_have_been_decoded_are_compared() -> None:
     assert [c.key for c in tuner._sample(pool, 1)] == [best.key]
 
 
+def test_the_likeliest_comes_first() -> None:
+    tuner, _ = told(replace(SMALL, explore=0.0))
+    proposed = tuner.propose(8)
+    assert len(proposed) > 3
+    scores = tuner._surrogate.rank(proposed).tolist()
+    assert scores == sorted(scores, reverse=True)
+
+
 def test_nothing_has_to_be_imagined() -> None:
     tuner, _ = told(replace(SMALL, imagined=0, neighbours=0))
     assert len(tuner.propose(8)) > 1
