@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import onnx
@@ -16,13 +16,14 @@ from typer.testing import CliRunner
 
 import xrlflow
 from tests.rules.harness import model, random_feeds, run
-from xrlflow.api import VerificationFailed
+from xrlflow.api import VerificationFailed, _Job
 from xrlflow.backends import BackendError
 from xrlflow.cli import app
 from xrlflow.cost import Machine, Roofline
 from xrlflow.ir import Edit, Graph
 from xrlflow.rewrite import AnyRule, Captures, Op, Rule, Val, require
 from xrlflow.search import Selection
+from xrlflow.search.result import Found
 
 RNG = np.random.default_rng(0)
 W = RNG.standard_normal((8, 8)).astype(np.float32)
@@ -303,6 +304,62 @@ def test_an_interrupt_hurries_what_follows(interrupting: bool, monkeypatch: pyte
     result = optimize(chain(8), measure=True, time_limit=1e4, listener=listener)
     assert ("interrupted: the best so far is kept" in result.report.notes) == interrupting
     assert [s < 100.0 for s in seconds] == [interrupting]
+
+
+def job(begin: float, limit: float) -> _Job:
+    """An optimisation of a model of 20 ms that takes 0.3 s to load, begun so long ago."""
+    now = time.monotonic()
+    nothing = cast(Any, None)
+    made = _Job(
+        nothing, b"", "greedy", "roofline", 1000, 1.05, 0, 2, None, now - begin, now - begin + limit, 1.2, "",
+        nothing, None, {},
+    )  # fmt: skip
+    made.latency, made.loading = 0.02, 0.3
+    return made
+
+
+@pytest.mark.parametrize("begin", [1.0, 100.0, 3000.0])
+def test_however_late_an_interrupt_comes_there_is_time_to_compare(begin: float) -> None:
+    late = job(begin, 3600.0)
+    late.hurry()
+    now = time.monotonic()
+    assert late.select_until - now == pytest.approx(2 * late.compare_seconds, abs=1.0)
+    assert late.deadline - late.select_until == pytest.approx(late.ending_seconds(3))
+
+
+def test_an_interrupt_gives_no_more_time_than_there_was() -> None:
+    late = job(59.0, 60.0)
+    before = late.deadline
+    late.hurry()
+    assert late.deadline == before
+
+
+def test_a_second_interrupt_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def listener(phase: str, done: int, total: int, note: str) -> None:
+        if phase == "search" and done == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("xrlflow.api.select", lambda *_: Selection(None, (), interrupted=True))
+    with pytest.raises(KeyboardInterrupt):
+        optimize(chain(8), measure=True, listener=listener)
+    result = optimize(chain(8), measure=True)
+    assert "interrupted while whole models were compared: the best so far is kept" in result.report.notes
+
+
+def test_an_interrupt_within_the_selection_is_its_business(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Greedy search keeps what it has, but it is asked for one proposal of many."""
+
+    def selected(base: Found, proposals: Any, compare: Any, search: Any, *_: Any) -> Selection:
+        monkeypatch.setattr("xrlflow.rewrite.RewriteState.apply", interrupted)
+        search(base, frozenset(base.state.library.rules))
+        return Selection(None, ())
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("xrlflow.api.select", selected)
+    with pytest.raises(KeyboardInterrupt):
+        optimize(chain(8), measure=True)
 
 
 def test_the_time_limit_ends_a_search() -> None:

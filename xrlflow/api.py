@@ -112,8 +112,8 @@ _DECIDED = 0.01
 # model differ by half a percent, and what is not worth that is not worth another file.
 _CLEARLY_FASTER = 1.003
 _FRESH_PROCESSES = (5, 3)  # three if the time does not suffice for five
-# Seconds to compare and verify what an interrupted search found.
-_HURRIED = 8.0
+# Whole models that are compared after a search was interrupted: the best against the original, and again.
+_HURRIED_COMPARISONS = 2
 # What one process takes for the last measurement: seconds to start, and runs.
 _START_SECONDS, _RUNS = 1.5, 80
 
@@ -228,6 +228,11 @@ class _Job:
     files: int = 0
     reference: Reference | None = None
     place: Place | None = None
+    hurried: bool = False
+    limit: float = field(init=False)  # the deadline as the user gave it
+
+    def __post_init__(self) -> None:
+        self.limit = self.deadline
 
     def until(self, part: float) -> float:
         """The moment at which a part of the time limit is over."""
@@ -240,18 +245,30 @@ class _Job:
         )  # the control has a session too
 
     @property
+    def compare_seconds(self) -> float:
+        """What one comparison of whole models may take: loading both, and a dozen rounds."""
+        return max(5.0, 2 * self.loading + 60 * self.latency)
+
+    def ending_seconds(self, processes: int) -> float:
+        """What verification and the last measurement take, in so many processes."""
+        return self.final_seconds(processes) + 10 * self.latency + 3.0
+
+    @property
     def select_until(self) -> float:
         """When comparing whole models must be over, so that verification and the last measurement fit in."""
+        if self.hurried:
+            return self.deadline - self.ending_seconds(_FRESH_PROCESSES[-1])
         latest = self.until(_SEARCH_UNTIL + _SELECT_AT_LEAST)
-        left = self.deadline - self.final_seconds(_FRESH_PROCESSES[0]) - 10 * self.latency - 3.0
+        left = self.deadline - self.ending_seconds(_FRESH_PROCESSES[0])
         if left < latest:
-            left = self.deadline - self.final_seconds(_FRESH_PROCESSES[-1]) - 10 * self.latency - 3.0
+            left = self.deadline - self.ending_seconds(_FRESH_PROCESSES[-1])
         return max(left, latest)
 
     def hurry(self) -> None:
         """After Ctrl-C, take only the time to compare, verify and measure what was found until then."""
-        needed = _HURRIED + self.final_seconds(_FRESH_PROCESSES[-1]) + 10 * self.latency
-        self.deadline = min(self.deadline, time.monotonic() + needed)
+        self.hurried = True
+        needed = _HURRIED_COMPARISONS * self.compare_seconds + self.ending_seconds(_FRESH_PROCESSES[-1])
+        self.deadline = min(self.limit, time.monotonic() + needed)
 
     def phase(self, name: str, since: float) -> None:
         self.phases[name] = round(self.phases.get(name, 0.0) + time.monotonic() - since, 3)
@@ -419,6 +436,8 @@ def _run(
         since = time.monotonic()
         selection = _select(job, base, proposals, exporting)
         chosen = selection.chosen
+        if selection.interrupted and result.interrupted:
+            raise KeyboardInterrupt
         if selection.interrupted:
             job.notes.append("interrupted while whole models were compared: the best so far is kept")
             job.hurry()
@@ -530,12 +549,14 @@ def _lowered(
     with Store() as store:
         choice = lowering.lower_best(
             job.original, base, proposals, job.write, job.feeds if measuring else None, place=job.place,
-            shapes=job.shapes, folder=job.folder, time_left=lambda: job.deadline - time.monotonic(), store=store,
+            shapes=job.shapes, folder=job.folder, time_left=lambda: job.limit - time.monotonic(), store=store,
             session_options=job.session_options, hurried=found.interrupted,
         )  # fmt: skip
     best = choice.lowered
     job.notes.extend(choice.remarks)
-    if choice.interrupted:
+    if choice.interrupted and found.interrupted:
+        raise KeyboardInterrupt
+    if choice.interrupted or found.interrupted:
         job.hurry()
     job.phase("compile", since)
     verification: Verification | None = None
@@ -548,6 +569,8 @@ def _lowered(
     reason = "not measured"
     if compared is not None:
         reason = f"measured {compared.speedup} against the original graph, compiled, on {job.place.remote}"
+    elif measuring and job.place.remote is not None and choice.interrupted:
+        reason = "the original graph, compiled: interrupted before anything was compared with it"
     elif measuring and job.place.remote is not None:
         reason = "the original graph, compiled: nothing is faster on the remote device"
     elif measuring:
@@ -604,7 +627,10 @@ def _start(job: _Job, model: CostModel) -> Found:
     def improve(graph: Graph, label: str) -> Graph:
         state = RewriteState.start(graph, job.library, model.delta)
         limits = Limits(budget=job.budget, deadline=job.until(_SEARCH_UNTIL))
-        found = greedy(state, model.cost(graph), limits).best
+        result = greedy(state, model.cost(graph), limits)
+        if result.interrupted:
+            raise KeyboardInterrupt
+        found = result.best
         job.early_steps.extend(found.trace)
         return found.state.graph if found.path is not None else graph
 
@@ -752,13 +778,12 @@ def _select(job: _Job, base: Found, proposals: Sequence[Found], exporting: bool)
         job.say("select", trials, 0, "measuring whole models")
         old = job.original if against is None else job.write(against.state.graph)
         new = job.write(found.state.graph)
-        enough = max(5.0, 2 * job.loading + 60 * job.latency)  # loading both, and a dozen rounds
         left = max(0.5, deadline - time.monotonic())
         assert job.feeds is not None
         try:
             measured = measure(
-                [old, new], job.feeds, threads=job.threads, time_limit=min(enough, left), target_width=0.02,
-                control=False, margin=_DECIDED, session_options=job.session_options,
+                [old, new], job.feeds, threads=job.threads, time_limit=min(job.compare_seconds, left),
+                target_width=0.02, control=False, margin=_DECIDED, session_options=job.session_options,
                 load_reversed=trials % 2 == 0,
             )  # fmt: skip
         except BackendError as error:  # the original ran: it is the proposal that the runtime refuses
@@ -772,7 +797,10 @@ def _select(job: _Job, base: Found, proposals: Sequence[Found], exporting: bool)
     def search(found: Found, rules: frozenset[str]) -> Found:
         """Greedy with some rules, and all rules' candidates at the end."""
         state = RewriteState.start(found.state.graph, job.library.only(rules), found.state.delta)
-        better = greedy(state, found.cost, Limits(job.budget, deadline)).best
+        result = greedy(state, found.cost, Limits(job.budget, deadline))
+        if result.interrupted:  # it is the selection that keeps what it has
+            raise KeyboardInterrupt
+        better = result.best
         if better.path is None:
             return found
         path = found.path

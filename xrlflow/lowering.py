@@ -187,7 +187,7 @@ def lower_best(
     With `feeds` all are measured in turns, together with the original in ONNX Runtime; without, the best by modelled
     cost is compiled alone. On a remote device, which has no ONNX Runtime, the original graph compiled is what the
     others are compared with. Compiling more ends when a further one would not fit into the time left; `hurried`, only
-    the best proposal is compiled, whatever time is left. On Ctrl-C what was compiled first is kept. Raises
+    the best proposal is compiled, and measuring takes less. On Ctrl-C what was compiled first is kept. Raises
     BackendError if the original's graph cannot be compiled, KeyboardInterrupt if there is nothing to keep.
     """
     backend = _backend(place, shapes, store)
@@ -200,7 +200,7 @@ def lower_best(
     try:
         for index, found in enumerate(wanted):
             before = time_left()
-            if made and (feeds is None or (before < 3 * longest and not hurried)):
+            if made and (feeds is None or before < 3 * longest):
                 break
             try:
                 model = backend.compile(export(found.state.graph), threads=place.machine.cores)
@@ -215,7 +215,7 @@ def lower_best(
             longest = max(longest, before - time_left())
         if feeds is None:
             return Choice(made[0], tuple(remarks))
-        limit = max(2.0, min(15.0, 0.3 * time_left()))
+        limit = max(2.0, min(5.0 if hurried else 15.0, 0.3 * time_left()))
         if place.remote is not None:
             best, said = _best_there(place, made, feeds, limit)
         else:
@@ -223,8 +223,7 @@ def lower_best(
     except KeyboardInterrupt:
         if not made:
             raise
-        kept = "the original graph" if made[0].found is base else "the best graph by modelled cost"
-        remarks.append(f"interrupted before the compiled graphs were compared: {kept}, compiled, is kept")
+        remarks.append("interrupted before the compiled graphs were compared: the first of them is kept")
         return Choice(made[0], tuple(remarks), interrupted=True)
     return Choice(best, (*remarks, *said))
 

@@ -7,6 +7,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from types import FrameType
+from typing import Any
 
 import pytest
 
@@ -62,6 +63,27 @@ def test_one_that_arrives_arrives_at_once() -> None:
         block()
 
 
+def test_one_that_arrives_while_the_handler_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python handles it first, and does not get to the rest."""
+    put, late = signal.signal, [True]
+
+    def interrupted(number: int, handler: Any) -> Any:
+        if handler is signal.default_int_handler and late:
+            late.clear()
+            signal.raise_signal(signal.SIGINT)
+        return put(number, handler)
+
+    monkeypatch.setattr(signal, "signal", interrupted)
+
+    @heeding_interrupts()
+    def block() -> None:
+        pass
+
+    with pytest.raises(KeyboardInterrupt):
+        block()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
 def test_errors_without_an_interrupt_stay_what_they_are() -> None:
     with pytest.raises(RuntimeError, match="of its own"), heeding_interrupts():
         raise RuntimeError("of its own")
@@ -70,8 +92,14 @@ def test_errors_without_an_interrupt_stay_what_they_are() -> None:
 
 
 def test_a_block_in_another_is_its_business() -> None:
-    with pytest.raises(KeyboardInterrupt), heeding_interrupts(), heeding_interrupts():
+    @heeding_interrupts()
+    def block() -> None:
+        with heeding_interrupts():
+            pass
         swallow()
+
+    with pytest.raises(KeyboardInterrupt):
+        block()
 
 
 def test_a_program_that_handles_interrupts_itself_is_left_alone() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -343,6 +344,30 @@ def test_what_costs_time_where_it_stands_does_not_tidy(tidied: str) -> None:
         base, [best], timed(truth, base), searching(modelled), time.monotonic() + 60, tolerance=0.5,
         tidying=frozenset({"CancelTransposes", "ReplaceReluByMax"}),
         survey=Surveyed(ahead, {"ReplaceReluByMax": -20.0}),
+    )  # fmt: skip
+    assert selection.chosen is not None
+    assert [n.op for n in selection.chosen.state.graph.nodes()] == ["Relu"]
+
+
+def test_what_was_measured_to_cost_time_does_not_tidy() -> None:
+    proto = model(
+        "agraph (float[2,3,4] x) => (float[2,3,4] y) {"
+        " a = Transpose<perm=[0,2,1]>(x)\n b = Transpose<perm=[0,2,1]>(a)\n c = Transpose<perm=[0,2,1]>(b)\n"
+        " d = Relu(c)\n y = Transpose<perm=[0,2,1]>(d) }"
+    )
+    modelled, truth = Weighted(Max=0.1), Weighted(Max=30.0, Transpose=10.0)
+    base = start(proto, (PushTransposeThroughRelu(), CancelTransposes(), ReplaceReluByMax()), modelled)
+    best = greedy(base.state, base.cost, Limits()).best
+    restricted = searching(modelled)
+
+    def search(found: Found, rules: frozenset[str]) -> Found:
+        better = restricted(found, rules)
+        state = RewriteState.start(better.state.graph, base.state.library, base.state.delta)
+        return replace(better, state=state)
+
+    selection = select(
+        base, [best], timed(truth, base), search, time.monotonic() + 60, tolerance=0.5,
+        tidying=frozenset({"CancelTransposes", "ReplaceReluByMax"}),
     )  # fmt: skip
     assert selection.chosen is not None
     assert [n.op for n in selection.chosen.state.graph.nodes()] == ["Relu"]

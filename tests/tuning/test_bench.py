@@ -55,6 +55,8 @@ def test_quality_is_reached_when_what_is_measured_again_is_as_good() -> None:
     # The reference's 40 s search over the 10 s that this one took to be as good.
     assert bench.wait_ratio(REACHES, "beam", 0.01) == (4.0, False)
     assert bench.wait_ratio(REACHES, "random", 0.01) == (40.0 / 16.0, True)
+    row = bench.summary_table([REACHES], ["beam"], 0.01).splitlines()[-1]
+    assert [cell.split()[0] for cell in row.split(" | ")[1:]] == ["2.00", "1", "4.00", "1.60", "1.25"]
 
 
 def test_who_never_comes_there_is_censored_at_the_end_of_its_search() -> None:

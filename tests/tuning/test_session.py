@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import signal
@@ -214,6 +215,20 @@ def test_an_interrupt_keeps_what_is_known(store: Store) -> None:
     assert session(store, rest).stop is Stop.TRIALS
     assert len(rest.seen) == 20
     assert len(store.known(one().key)) == 40
+
+
+def test_an_interrupt_that_a_tuner_swallows_is_one(store: Store) -> None:
+    """MetaSchedule calls Python from C++, where a KeyboardInterrupt is an error like any other."""
+
+    class Swallowing(Counting):
+        def propose(self, count: int) -> Sequence[Candidate]:
+            with contextlib.suppress(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+            return super().propose(count)
+
+    result = tune([one()], Swallowing, trials=20, store=store, pool=Formula())
+    assert result.interrupted
+    assert result.tasks[0].measured == 0
 
 
 KILLED = """

@@ -32,14 +32,17 @@ def heeding_interrupts() -> Iterator[None]:
         interrupted = True
         usual(number, frame)
 
-    signal.signal(signal.SIGINT, handle)
     try:
+        signal.signal(signal.SIGINT, handle)
         yield
     except Exception as error:
         if interrupted:
             raise KeyboardInterrupt from error
         raise
     finally:
-        signal.signal(signal.SIGINT, usual)
+        # Python handles what has arrived before it sets the new handler, and may raise here.
+        while signal.getsignal(signal.SIGINT) is handle:
+            with contextlib.suppress(KeyboardInterrupt):
+                signal.signal(signal.SIGINT, usual)
     if interrupted:
         raise KeyboardInterrupt

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from xrlflow.search.result import Found, Limits
@@ -111,6 +111,9 @@ class _Plan:
     sweeps: tuple[str, ...] = ()
     dropped: frozenset[str] = frozenset()
 
+    def without(self, rules: frozenset[str]) -> _Plan:
+        return _Plan(self.rules - rules, self.sweeps, self.dropped | rules)
+
 
 @dataclass(frozen=True, slots=True)
 class _Change:
@@ -121,7 +124,7 @@ class _Change:
     without: frozenset[str] = frozenset()
 
     def of(self, plan: _Plan) -> _Plan:
-        return _Plan(plan.rules - self.without, (*plan.sweeps, *self.sweeps), plan.dropped | self.without)
+        return replace(plan.without(self.without), sweeps=(*plan.sweeps, *self.sweeps))
 
 
 def gains(found: Found, cost: float) -> dict[str, float]:
@@ -256,7 +259,7 @@ def select(
 
     def climb(
         found: Found, at: str, plan: _Plan, until: float, proven: bool, sweeping: bool
-    ) -> tuple[Found, str]:
+    ) -> tuple[Found, str, _Plan]:
         """Change one thing at a time for as long as that is measured to be faster; `sweeping`: sweeps are tried too.
 
         `proven`: what is faster than `found` is faster than the original, and so the choice up to now.
@@ -288,7 +291,7 @@ def select(
                         current, name = found, at
                 elif trial.ratio.high < _HOPELESS:
                     hopeless.add(change.text)
-        return found, at
+        return found, at, plan
 
     def challenge(found: Found, proposal: str) -> bool:
         """Measure a state against the choice up to now; whether it takes its place."""
@@ -319,14 +322,15 @@ def select(
             kept = kept or challenge(best, what)
             if not kept:
                 until = time.monotonic() + _MENDING * (deadline - time.monotonic())
-                dropped, what = climb(best, what, plan, until, proven=False, sweeping=False)
-                kept = dropped is not best and challenge(dropped, what)
-                best, plan = dropped, _plan(dropped)
+                mended, what, plan = climb(best, what, plan, until, proven=False, sweeping=False)
+                kept = mended is not best and challenge(mended, what)
+                untidy |= plan.dropped
+                best, plan = mended, _plan(mended).without(plan.dropped)
             if kept:
                 climb(best, what, plan, deadline, proven=True, sweeping=True)
         nothing = current is None
         bare = _Plan(frozenset(), dropped=untidy)
-        swept, what = climb(base, original, bare, deadline, proven=nothing, sweeping=True)
+        swept, what, _ = climb(base, original, bare, deadline, proven=nothing, sweeping=True)
         if not nothing and swept is not base:
             challenge(swept, what)
         for index, found in enumerate(proposals[1:]):

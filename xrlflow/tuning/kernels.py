@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from xrlflow.backends.interrupts import heeding_interrupts
 from xrlflow.backends.protocol import BackendError, one_line
 from xrlflow.backends.tvm.load import tvm
 from xrlflow.backends.tvm.lower import Tuned
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from xrlflow.tuning.session import MakeTuner
 
 
+@heeding_interrupts()
 def kernel_tasks(module: Any, machine: Machine) -> list[Task]:
     """The functions of a fused module (`lower.fuse`) whose schedule leaves a choice; alike ones merged."""
     from tvm import relax, tirx

@@ -294,13 +294,29 @@ def test_optimize_compiles_and_verifies(
         xrlflow.optimize(file, backend="cuda")
 
 
-def test_an_interrupt_that_tvm_swallows_still_interrupts(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def swallowing(*_: object) -> object:
+@pytest.mark.parametrize("where", ["importing", "fusing", "scheduling", "compiling"])
+def test_an_interrupt_that_tvm_swallows_still_interrupts(
+    where: str, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tvm import relax
+
+    from xrlflow.backends.tvm.load import tvm
+
+    def swallowing(*arguments: Any) -> Any:
         with contextlib.suppress(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
-        raise RuntimeError("an error in a callback")
+        return arguments[0]
 
-    monkeypatch.setattr("xrlflow.backends.tvm.lower.schedule", swallowing)
+    owner, name, replacement = {
+        "importing": ("xrlflow.backends.tvm.lower", "_importer", swallowing),
+        "fusing": (relax.transform, "FuseOps", lambda: swallowing),
+        "scheduling": ("xrlflow.backends.tvm.lower", "schedule", swallowing),
+        "compiling": (tvm(), "compile", swallowing),
+    }[where]
+    if isinstance(owner, str):
+        monkeypatch.setattr(f"{owner}.{name}", replacement)
+    else:
+        monkeypatch.setattr(owner, name, replacement)
     with pytest.raises(KeyboardInterrupt):
         Tvm().compile(str(file))
 
@@ -335,9 +351,24 @@ def test_an_interrupt_keeps_what_is_compiled(
     assert result.report.verified
     assert result.speedup is not None
     assert result.trace == ()
-    assert "interrupted before the compiled graphs were compared: the original graph" in " ".join(
+    assert "interrupted before the compiled graphs were compared: the first of them is kept" in (
         result.report.notes
     )
+
+
+def test_interrupted_once_more_it_ends(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("xrlflow.tuning.store.cache_directory", lambda: tmp_path / "cache")
+
+    def interrupted(*_: object, **__: object) -> NoReturn:
+        raise KeyboardInterrupt
+
+    def interrupt(phase: str, done: int, total: int, note: str) -> None:
+        if phase == "search":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("xrlflow.lowering.measure", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        xrlflow.optimize(file, backend="tvm", search="greedy", cost="roofline", listener=interrupt)
 
 
 def test_after_an_interrupted_search_its_best_is_compiled(

@@ -95,7 +95,6 @@ def _importer(shapes: Mapping[str, Sequence[int]]) -> Any:
     return Importer({name: list(shape) for name, shape in shapes.items()}, None, keep_params_in_input=False)
 
 
-@heeding_interrupts()
 def fuse(module: Any, machine: Machine) -> Any:
     """Layouts, constant folding, fusion: a Relax function that calls one primitive function after another."""
     package = tvm()
@@ -115,14 +114,16 @@ def fuse(module: Any, machine: Machine) -> Any:
         relax.transform.AttachAttrLayoutFreeBuffers(),
     ]
     with machine.target(), package.transform.PassContext(opt_level=3):
-        return package.transform.Sequential(passes)(module)
+        for step in passes:
+            with heeding_interrupts():
+                module = step(module)
+    return module
 
 
 Tuned = Callable[[Any], Any | None]
 """A module with one primitive function "main" in, the same scheduled by what tuning found out; None: not known."""
 
 
-@heeding_interrupts()
 def schedule_all(module: Any, machine: Machine, tuned: Tuned | None = None) -> Any:
     """Every primitive function scheduled: as tuned where that is known, otherwise by `schedules`."""
     package = tvm()
@@ -133,8 +134,9 @@ def schedule_all(module: Any, machine: Machine, tuned: Tuned | None = None) -> A
         if not isinstance(function, tirx.PrimFunc):
             continue
         one = package.IRModule({"main": function.with_attr(_SYMBOL, "main")})
-        better = tuned(one) if tuned is not None else None
-        done = (better if better is not None else schedule(one, machine))["main"]
+        with heeding_interrupts():
+            better = tuned(one) if tuned is not None else None
+            done = (better if better is not None else schedule(one, machine))["main"]
         updates[name] = done.without_attr(_SYMBOL).with_attr(_SCHEDULED, True)
     for name, function in updates.items():
         module.update_func(name, function)
