@@ -1,9 +1,13 @@
-"""What several tests report together."""
+"""What several tests report together, and what they share."""
 
 from __future__ import annotations
 
+import signal
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
+
+import pytest
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
@@ -26,3 +30,12 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         f"{totals['rewritten']} ({100 * totals['rewritten'] / max(1, totals['runnable']):.1f}%)"
     )
     terminalreporter.write_line(f"rules that fired nowhere: {', '.join(nowhere) or 'none'}")
+
+
+@pytest.fixture
+def python_handles_interrupts() -> Iterator[None]:
+    """Ctrl-C is a KeyboardInterrupt, also where the tests run in the background, and nothing stays behind."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    after = signal.signal(signal.SIGINT, before)
+    assert after is signal.default_int_handler

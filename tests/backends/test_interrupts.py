@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
-from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
@@ -13,14 +12,7 @@ import pytest
 
 from xrlflow.backends.interrupts import heeding_interrupts
 
-
-@pytest.fixture(autouse=True)
-def python_handles_interrupts() -> Iterator[None]:
-    """Nothing of these tests may stay behind."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    after = signal.signal(signal.SIGINT, before)
-    assert after is signal.default_int_handler
+pytestmark = pytest.mark.usefixtures("python_handles_interrupts")
 
 
 def swallow() -> None:

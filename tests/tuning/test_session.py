@@ -217,6 +217,7 @@ def test_an_interrupt_keeps_what_is_known(store: Store) -> None:
     assert len(store.known(one().key)) == 40
 
 
+@pytest.mark.usefixtures("python_handles_interrupts")
 def test_an_interrupt_that_a_tuner_swallows_is_one(store: Store) -> None:
     """MetaSchedule calls Python from C++, where a KeyboardInterrupt is an error like any other."""
 

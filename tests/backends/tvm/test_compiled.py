@@ -294,6 +294,7 @@ def test_optimize_compiles_and_verifies(
         xrlflow.optimize(file, backend="cuda")
 
 
+@pytest.mark.usefixtures("python_handles_interrupts")
 @pytest.mark.parametrize("where", ["importing", "fusing", "scheduling", "compiling"])
 def test_an_interrupt_that_tvm_swallows_still_interrupts(
     where: str, file: Path, monkeypatch: pytest.MonkeyPatch
