@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import Any, ClassVar
 
@@ -321,6 +322,15 @@ def _hopeless(reader: Reader, nodes: Sequence[Node]) -> bool:
 _Line = tuple[object, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class _Shortcut:
+    """How a line of operators can be had cheaper: so many of them, counted from its end, by this plan."""
+
+    nodes: int
+    fill: tuple[Value, ...]
+    plan: Plan
+
+
 def _line(reader: Reader, end: Node) -> _Line | None:
     """All that decides whether a chain can be had cheaper; None if it is not a line of operators, or too long a one.
 
@@ -433,8 +443,8 @@ class MergeMovement(RegionRule):
     )
 
     def __init__(self) -> None:
-        # Why nothing comes of a line of operators, for those that were looked at; empty where no reason is given.
-        self._futile: dict[_Line | None, str] = {}
+        # What comes of a line of operators, for those that were looked at; where nothing does, why (empty: no reason).
+        self._known: dict[_Line | None, _Shortcut | str] = {}
 
     def find(self, reader: Reader, node: Node) -> Region | None:
         if _goes_on(reader, node):
@@ -442,9 +452,14 @@ class MergeMovement(RegionRule):
         if node.op == "Concat":
             return self._cheaper(reader, node) if _common(reader, node) else None
         line = _line(reader, node)
-        if line in self._futile:
-            reason = self._futile[line]
-            worthwhile(not reason, reason)
+        known = self._known.get(line)
+        if isinstance(known, _Shortcut):
+            nodes = [node]
+            while len(nodes) < known.nodes and (maker := reader.producer(nodes[-1].inputs[0])) is not None:
+                nodes.append(maker)
+            return Region(node.outputs, (nodes[-1].inputs[0], *known.fill), tuple(nodes), known.plan)
+        if known is not None:
+            worthwhile(not known, known)
             return None
         try:
             found = None if _hopeless(reader, list(_above(reader, node))) else self._cheaper(reader, node)
@@ -452,15 +467,14 @@ class MergeMovement(RegionRule):
             if refused.site is None:
                 self._note(line, str(refused))
             raise
-        if found is None:
-            self._note(line, "")
+        self._note(line, "" if found is None else _Shortcut(len(found.nodes), found.inputs[1:], found.data))
         return found
 
-    def _note(self, line: _Line | None, reason: str) -> None:
+    def _note(self, line: _Line | None, known: _Shortcut | str) -> None:
         if line is not None:
-            if len(self._futile) >= _MOST_LINES:
-                self._futile.clear()
-            self._futile[line] = reason
+            if len(self._known) >= _MOST_LINES:
+                self._known.clear()
+            self._known[line] = known
 
     def _cheaper(self, reader: Reader, node: Node) -> Region | None:
         """The region; refused if the chain cannot be had cheaper."""

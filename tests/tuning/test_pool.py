@@ -18,9 +18,9 @@ from tests.tuning.kernels import calls, matmul, scheduled, target, unscheduled
 from xrlflow.backends.protocol import BackendError
 from xrlflow.backends.tvm.load import tvm
 from xrlflow.tuning.knobs import Candidate
-from xrlflow.tuning.pool import Pool, PoolError, PoolOptions, _Crew
+from xrlflow.tuning.pool import Pool, PoolError, PoolOptions, _Crew, _Duty, _Worker
 from xrlflow.tuning.tasks import Task
-from xrlflow.tuning.worker import Built, Failed, Ran, Run, Timing, build, run, steady
+from xrlflow.tuning.worker import Build, Built, Failed, Ran, Run, Timing, build, run, steady
 
 QUICK = Timing(samples=2, sample_ms=0.5)
 
@@ -162,6 +162,24 @@ def test_an_iterator_left_early_leaves_the_pool_usable(pool: Pool) -> None:
     assert next(outcomes)[1].error is None
     outcomes.close()
     assert pool.measure(task, [unscheduled(task)])[0].error is None
+
+
+def test_the_first_few_are_run_before_the_others_are_built(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = matmul(16)
+    begun: list[type] = []
+    begin = _Worker.begin
+
+    def noted(worker: _Worker, duty: _Duty, seconds: float) -> bool:
+        begun.append(type(duty.job))
+        return begin(worker, duty, seconds)
+
+    monkeypatch.setattr(_Worker, "begin", noted)
+    found = list(pool.outcomes(task, [unscheduled(task)] * 5))
+    assert [position for position, _ in found] == [0, 1, 2, 3, 4]
+    assert all(outcome.error is None for _, outcome in found)
+    assert begun == [Build, Build, Run, Run, *[Build] * 3, *[Run] * 3]
 
 
 def test_no_library_stays_on_disk(pool: Pool) -> None:

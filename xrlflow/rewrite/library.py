@@ -32,7 +32,7 @@ class Plan:
     run: PlanFunction
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)  # not frozen: that is most of what one takes
 class Surroundings:
     """What can be told of a node without looking further: many nodes of a graph are alike in it.
 

@@ -62,7 +62,7 @@ class Match:
     shift: int = 0
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)  # see `Match`
 class Attempt:
     """A region rule that looked further than its anchor and found nothing: tried again when that changes."""
 
@@ -392,55 +392,51 @@ class _Finder:
 
     def look_for_regions(self, node: Node, names: set[str] | None) -> None:
         """Ask the region rules of which a node may be the anchor; with `names` only those."""
-        regions = self.library.regions
-        if node.types[0].const or node.op not in regions.by_op:
+        graph, library, anchor = self.graph, self.library, node.outputs[0]
+        if node.types[0].const or node.op not in library.regions.by_op:
             return
-        thorough = self.library.thorough
         around = self.around(node)
+        regions, thorough, timed = library.regions, library.thorough, library.timed
         fitting = regions.demanded(node, around) if thorough else regions.of(node, around)
         hopeless: list[RegionRule] = []
         for rule in fitting:
             if names is not None and rule.name not in names:
                 continue
-            begin = time.perf_counter() if self.library.timed else 0.0
-            stats = self.library.stats[rule.name]
-            reader = Reader(self.graph, node.outputs[0])
+            begin = time.perf_counter() if timed else 0.0
+            reader = Reader(graph, anchor)
             region: Region | None = None
             try:
                 region = rule.find(reader, node)
                 if region is not None:
-                    stats.matched += 1
-                    if (
-                        rule.dtypes is not None
-                        and self.graph.type(region.outputs[0]).dtype not in rule.dtypes
-                    ):
+                    library.stats[rule.name].matched += 1
+                    if rule.dtypes is not None and graph.type(region.outputs[0]).dtype not in rule.dtypes:
                         raise Refused("no kernel for the element type")
-                    reads = self._reads(node, reader)
+                    reads = self._reads(anchor, reader)
                     detail = mix(*(n.outputs[0] for n in region.nodes), *region.inputs, *region.outputs)
-                    key = (rule.name, (node.outputs[0], detail))
+                    key = (rule.name, (anchor, detail))
                     if key not in self.seen:
                         self.seen.add(key)
                         self.matches.append(
                             Match(rule, region.nodes, region.inputs, key, None, region, reads)
                         )
             except Refused as reason:
-                self.library.refuse(rule, reason)
+                library.refuse(rule, reason)
                 region = None
             if region is None:
                 if reader.near:
                     hopeless.append(rule)
                 elif len(reader.reads) > 1:
-                    self.attempts[(node.outputs[0], rule.name)] = Attempt(rule, self._reads(node, reader))
-            if self.library.timed:
-                stats.seconds += time.perf_counter() - begin
+                    self.attempts[(anchor, rule.name)] = Attempt(rule, self._reads(anchor, reader))
+            if timed:
+                library.stats[rule.name].seconds += time.perf_counter() - begin
         if hopeless and not thorough:
             for rule in hopeless:
                 fitting.remove(rule)
 
     @staticmethod
-    def _reads(anchor: Node, reader: Reader) -> tuple[Value, ...]:
-        reader.reads.discard(anchor.outputs[0])
-        return (anchor.outputs[0], *sorted(reader.reads))
+    def _reads(anchor: Value, reader: Reader) -> tuple[Value, ...]:
+        reader.reads.discard(anchor)
+        return (anchor, *sorted(reader.reads))
 
     def settle(self) -> None:
         """Build the edit of every match: those that change nothing fall, the cost model prices the others."""

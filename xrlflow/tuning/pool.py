@@ -65,6 +65,9 @@ START_SECONDS = 120.0
 """How long a worker may take to load TVM."""
 
 _ATTEMPTS = 3  # of a worker to start
+# So many of a batch, for each builder, are run before the rest is built: a good kernel among them is known sooner, and
+# in the end one builder waits for the other once more.
+_FIRST = 2
 
 
 class PoolError(RuntimeError):
@@ -141,10 +144,22 @@ class Pool:
     def outcomes(
         self, task: Task, candidates: Sequence[Candidate], *, until: float = math.inf
     ) -> Generator[tuple[int, Outcome], None, None]:
-        """Each candidate's position and outcome, as soon as it is known: first those that do not build.
+        """Each candidate's position and outcome, as soon as it is known.
 
-        What would start after `until` (`time.monotonic`) is left out. It may be closed at any point.
+        The first few, which a tuner thinks most of, are built and run before the others are built; of either part
+        those come first that do not build. What would start after `until` (`time.monotonic`) is left out. It may be
+        closed at any point.
         """
+        few = _FIRST * self.options.builders
+        for start, part in ((0, candidates[:few]), (few, candidates[few:])):
+            with contextlib.closing(self._outcomes(task, part, until)) as found:
+                for position, outcome in found:
+                    yield start + position, outcome
+
+    def _outcomes(
+        self, task: Task, candidates: Sequence[Candidate], until: float
+    ) -> Generator[tuple[int, Outcome], None, None]:
+        """All built, then run: nothing else runs while a kernel is timed."""
         paths = self._paths(len(candidates))
         try:
             libraries: dict[int, tuple[Argument, ...]] = {}
