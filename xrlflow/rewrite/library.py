@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from xrlflow.ir import Node, TensorType, Value
 from xrlflow.rewrite.pattern import Pattern, trace_patterns
@@ -23,13 +24,16 @@ class RuleStats:
     seconds: float = 0.0
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(eq=False)
 class Plan:
-    """A pattern's plan from one of its nodes."""
+    """A pattern's plan from one of its nodes. It is compiled when it is first run: most are not, in most models."""
 
     pattern: Pattern
     start: int
-    run: PlanFunction
+
+    @cached_property
+    def run(self) -> PlanFunction:
+        return compile_plan(self.pattern, self.start)
 
 
 @dataclass(slots=True, eq=False)  # not frozen: that is most of what one takes
@@ -175,7 +179,7 @@ class Library:
     def _compile(self, pattern: Pattern) -> None:
         root = pattern.outputs[0].node.index
         for node in pattern.nodes:
-            plan = Plan(pattern, node.index, compile_plan(pattern, node.index))
+            plan = Plan(pattern, node.index)
             self.plans.add(node.op, plan)
             if node.index == root:
                 self.root_plans.add(node.op, plan)

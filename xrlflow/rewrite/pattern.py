@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -66,7 +66,7 @@ class Pattern:
     variables: list[Var]
     outputs: list[Out]
     optional: frozenset[str]
-    shapes: list[dict[str, VarSpec]]
+    shapes: Sequence[Mapping[str, VarSpec]]
     captures: list[str] = field(default_factory=list)
     # What the types of the variables and the captured attributes alone say: a refusal, or None if the types are
     # what `shapes` declares.

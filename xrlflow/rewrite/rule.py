@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -209,7 +209,8 @@ DTYPE_FLAGS = {
 }
 
 
-def parse_shapes(text: str, arity: int | None) -> list[dict[str, VarSpec]]:
+@lru_cache(maxsize=1024)
+def parse_shapes(text: str, arity: int | None) -> Sequence[Mapping[str, VarSpec]]:
     """The alternatives of a `shapes` declaration, starred variables expanded to `arity` of them."""
     out = []
     for alternative in text.split("|"):

@@ -330,11 +330,11 @@ class _Finder:
         fitting = plans.by_op[node.op] if library.thorough else plans.of(node, self.around(node))
         hopeless: list[Plan] = []
         for plan in fitting:
-            pattern = plan.pattern
+            pattern, run = plan.pattern, plan.run
             begin = time.perf_counter() if library.timed else 0.0
             self.refused_by_types = self.considered = 0
             found = partial(self.consider, pattern)
-            plan.run(node, graph.producers, graph.uses, self.outputs, graph, found)
+            run(node, graph.producers, graph.uses, self.outputs, graph, found)
             if len(pattern.nodes) == 1 and 0 < self.considered == self.refused_by_types:
                 hopeless.append(plan)
             if library.timed:
