@@ -130,6 +130,7 @@ def test_walks_against_their_oracles(proto: onnx.ModelProto, seed: int) -> None:
         keys = {m.key for m in state.candidates}
         assert keys == {m.key for m in scratch.candidates}, (walked, text(state.graph))
         assert state.count == len(state.candidates) == len(keys), walked
+        assert set(state.gaining) == {m for m in state.candidates if m.delta < 0}, walked
         assert state.fingerprint == state.graph.rebuilt_fingerprint(), walked
         assert np.isclose(modelled, COST.cost(state.graph), rtol=1e-9, atol=1e-15), walked
         assert len(state.graph.topological()) == state.graph.node_count, walked

@@ -83,6 +83,8 @@ class RewriteState:
     # Every match and attempt under the id of each node that it depends on; its first one lists it.
     index: Map[Value, tuple[Entry, ...]]
     count: int
+    # The candidates that gain, in no particular order: a descent looks at no others.
+    gaining: Map[Match, None]
 
     @staticmethod
     def start(graph: Graph, library: Library, delta: Delta | None = None) -> RewriteState:
@@ -90,7 +92,8 @@ class RewriteState:
         with _no_collection():
             finder = _match_all(graph, library, delta)
             finder.settle()
-            return RewriteState(graph, library, delta, Map(finder.index({})), len(finder.found))
+            gaining = Map((match, None) for match in finder.found.values() if match.delta < 0)
+            return RewriteState(graph, library, delta, Map(finder.index({})), len(finder.found), gaining)
 
     @property
     def fingerprint(self) -> int:
@@ -105,6 +108,18 @@ class RewriteState:
             for e in entries
             if e.reads[0] == value and e.__class__ is Match
         ]
+
+    def gains_most(self, least: float = 0.0, but: Callable[[Match], bool] | None = None) -> Match | None:
+        """The candidate with the lowest delta of those below `-least`, and not those that are excluded by `but`."""
+        best: Match | None = None
+        for match in self.gaining:
+            if match.delta >= -least or (
+                best is not None and (match.delta, match.key) >= (best.delta, best.key)
+            ):
+                continue
+            if but is None or not but(match):
+                best = match
+        return best
 
     def find(self, key: Key) -> Match | None:
         """The candidate of a trace's key."""
@@ -137,9 +152,12 @@ class RewriteState:
             fallen.update([e for e in index.get(value, ()) if e.__class__ is Match and e.pattern is not None])
         touched: dict[Value, list[Entry]] = {}
         anchors: dict[Value, set[str]] = {}
+        gaining = self.gaining.mutate()
         lost = 0
         for entry in fallen:
-            lost += entry.__class__ is Match
+            if isinstance(entry, Match):
+                lost += 1
+                gaining.pop(entry, None)
             if isinstance(entry.rule, RegionRule):
                 anchors.setdefault(entry.reads[0], set()).add(entry.rule.name)
             for value in entry.reads:
@@ -188,8 +206,16 @@ class RewriteState:
         for value in dirty.gone:
             if value in mutation:
                 del mutation[value]
+        for match in finder.found.values():
+            if match.delta < 0:
+                gaining[match] = None
         return RewriteState(
-            graph, self.library, self.delta, mutation.finish(), self.count - lost + len(finder.found)
+            graph,
+            self.library,
+            self.delta,
+            mutation.finish(),
+            self.count - lost + len(finder.found),
+            gaining.finish(),
         )
 
 

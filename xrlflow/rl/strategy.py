@@ -25,6 +25,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import log
 from typing import Generic, TypeVar
 
@@ -294,21 +295,11 @@ class _Search(Generic[Obs]):
         self.ends[here] = found  # for now, so that the way does not come back
         while True:
             way.append(here)
-            candidates = found.state.candidates
-            self.generated += len(candidates)
-            least = -_ROUNDING * found.cost
-            gaining = [
-                m
-                for m in candidates
-                if m.delta < least and (here + m.shift) & FINGERPRINT_MASK not in self.ends
-            ]
-            if back is not None:
-                gaining = [
-                    m for m in gaining if abs(found.cost + m.delta - back) > _ROUNDING * self.root.cost
-                ]
-            if not gaining:
+            self.generated += found.state.count
+            match = found.state.gains_most(_ROUNDING * found.cost, partial(self.leads_back, found, back))
+            if match is None:
                 break
-            successor = self.make(found, min(gaining, key=lambda m: (m.delta, m.key)))
+            successor = self.make(found, match)
             if successor is None or successor.state.fingerprint in self.ends:
                 break
             found = successor
@@ -317,6 +308,12 @@ class _Search(Generic[Obs]):
         for fingerprint in way:
             self.ends[fingerprint] = found
         return found
+
+    def leads_back(self, found: Found, back: float | None, match: Match) -> bool:
+        """Whether a candidate leads to where a descent has been, or to this cost."""
+        if (found.state.fingerprint + match.shift) & FINGERPRINT_MASK in self.ends:
+            return True
+        return back is not None and abs(found.cost + match.delta - back) <= _ROUNDING * self.root.cost
 
     def ancestors(self, found: Found) -> set[int]:
         """The fingerprints on the way to a state, its own among them."""

@@ -21,11 +21,10 @@ def greedy(state: RewriteState, cost: float, limits: Limits) -> SearchResult:
     interrupted = False
     try:
         while not limits.over(expanded, cost):
-            candidates = state.candidates
-            generated += len(candidates)
-            best = min(candidates, key=lambda m: (m.delta, m.key), default=None)
+            generated += state.count
             # A gain that only rounding sees is none: it could go on for ever.
-            if best is None or best.delta >= -1e-9 * cost:
+            best = state.gains_most(1e-9 * cost)
+            if best is None:
                 break
             state = state.apply(best)
             expanded += 1
