@@ -95,10 +95,12 @@ class MergeManyMatMuls(RegionRule):
 
     def find(self, reader: Reader, node: Node) -> Region | None:
         x = node.inputs[0]
-        if reader.count_users(x) < 4:  # there are too few, whatever they are
+        users = reader.graph.users(x)
+        if len(users) < 4:  # there are too few, whatever they are
+            reader.count_users(x)
             return None
         # The least of them finds them all; the others depend on that one alone, or each would on each.
-        first = min((n.id for n in reader.graph.users(x) if _multiplies(reader, n, x)), default=node.id)
+        first = min((n.id for n in users if _multiplies(reader, n, x)), default=node.id)
         if first != node.id:
             reader.producer(first)
             return None

@@ -203,7 +203,7 @@ class _Trace:
             if node.id in seen:
                 return
             seen.add(node.id)
-            for value in node.inputs:
+            for value in _moved(node):
                 maker = self.makers.get(value)
                 if maker is not None:
                     visit(maker)
@@ -224,7 +224,7 @@ class _Trace:
         return gone
 
     def price(self, node: Node) -> Price:
-        taken = sum(self.maps[v].volume for v in node.inputs if v in self.maps)
+        taken = sum(self.maps[v].volume for v in _moved(node) if v in self.maps)
         made = sum(self.maps[v].volume for v in node.outputs if v in self.maps)
         torn = False
         if node.op == "Transpose":
@@ -270,6 +270,11 @@ def _emit(op: Op, x: Any, steps: Sequence[Step], fill: Val | None = None) -> Any
         else:
             x = op.Pad(x, list(numbers[0]), fill, list(numbers[1]))
     return x
+
+
+def _moved(node: Node) -> tuple[Value, ...]:
+    """The inputs that a node moves: the others say how, or with what to fill."""
+    return node.inputs if node.op == "Concat" else node.inputs[:1]
 
 
 def _above(reader: Reader, node: Node) -> Iterator[Node]:
@@ -332,7 +337,7 @@ class _Shortcut:
 
 
 def _line(reader: Reader, end: Node) -> _Line | None:
-    """All that decides whether a chain can be had cheaper; None if it is not a line of operators, or too long a one.
+    """All that decides whether, and how, a chain can be had cheaper; None if it is no line of operators, or too long.
 
     For each operator itself, its numbers, which of its outputs is moved on, their types, and whether nobody reads it
     once the end is replaced; and the type of what the first one reads. Layers of a network are alike in it.
@@ -350,7 +355,7 @@ def _line(reader: Reader, end: Node) -> _Line | None:
             )
         ):
             gone.add(node.id)
-        # A constant is named by its content; what a node makes is not a number that could be read.
+        # A constant is named by its content. What a node makes is no number that could be read, but may fill a Pad.
         numbers = tuple([(v, reader.producer(v) is None) for v in node.inputs[1:]])
         place = node.outputs.index(value)
         links.append((node.op, node.attrs.digest, numbers, place, node.types, node.id in gone))
@@ -455,14 +460,18 @@ class MergeMovement(RegionRule):
         known = self._known.get(line)
         if isinstance(known, _Shortcut):
             nodes = [node]
-            while len(nodes) < known.nodes and (maker := reader.producer(nodes[-1].inputs[0])) is not None:
+            while len(nodes) < known.nodes:
+                maker = reader.producer(nodes[-1].inputs[0])
+                assert maker is not None, "a line that was known has as many operators"
                 nodes.append(maker)
             return Region(node.outputs, (nodes[-1].inputs[0], *known.fill), tuple(nodes), known.plan)
         if known is not None:
             worthwhile(not known, known)
             return None
+        # What decides has been read: a match depends on the same values whether the line was known or not.
+        apart = reader if line is None else Reader(reader.graph, node.id)
         try:
-            found = None if _hopeless(reader, list(_above(reader, node))) else self._cheaper(reader, node)
+            found = None if _hopeless(apart, list(_above(apart, node))) else self._cheaper(apart, node)
         except Refused as refused:
             if refused.site is None:
                 self._note(line, str(refused))

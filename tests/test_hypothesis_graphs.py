@@ -130,7 +130,13 @@ def test_walks_against_their_oracles(proto: onnx.ModelProto, seed: int) -> None:
         keys = {m.key for m in state.candidates}
         assert keys == {m.key for m in scratch.candidates}, (walked, text(state.graph))
         assert state.count == len(state.candidates) == len(keys), walked
-        assert set(state.gaining) == {m for m in state.candidates if m.delta < 0}, walked
+        gaining = {m for m in state.candidates if m.delta < 0}
+        assert set(state.gaining) == gaining, walked
+        ordered = sorted(gaining, key=lambda m: (m.delta, m.key))
+        assert state.gains_most(0.0) is (ordered[0] if ordered else None), walked
+        if len(ordered) > 1:
+            assert state.gains_most(-ordered[0].delta) is None, walked
+            assert state.gains_most(0.0, {ordered[0]}.__contains__) is ordered[1], walked
         assert state.fingerprint == state.graph.rebuilt_fingerprint(), walked
         assert np.isclose(modelled, COST.cost(state.graph), rtol=1e-9, atol=1e-15), walked
         assert len(state.graph.topological()) == state.graph.node_count, walked

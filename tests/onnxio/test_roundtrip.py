@@ -620,3 +620,27 @@ def test_a_loop_with_nothing_but_a_trip_count() -> None:
     onnxio.check_result(imported, imported.graph)
     written = onnxio.to_proto(imported, imported.graph)
     assert list(written.graph.node[0].input) == ["n", ""]
+
+
+def test_bodies_do_not_declare_names_that_inference_made_up() -> None:
+    """They would mean another dimension where they are read again."""
+    text = """<ir_version: 10, opset_import: ["" : 23]>
+    agraph (float[N,4,6] x, bool c, int64[2] s) => (float[?,6] t, float[?,6] y) {
+      i = Reshape(x, s)
+      t = Relu(i)
+      y = If(c) <
+        then_branch = yes () => (float[?,6] a) { a = Relu(t) },
+        else_branch = no () => (float[?,6] b) { b = Neg(t) }
+      >
+    }"""
+    proto = onnx.parser.parse_model(text)
+    proto.graph.initializer.append(numpy_helper.from_array(np.array([-1, 6]), "s"))
+    del proto.graph.input[-1]
+    (node,) = (n for n in onnxio.load(proto).graph.nodes() if n.op == "If")
+    assert str(node.types[0].shape[0]).startswith("unk__")
+    once = round_trip(proto)
+    assert "unk__" not in onnx.printer.to_text(once)
+    again = round_trip(once)
+    assert [n.SerializeToString() for n in again.graph.node] == [
+        n.SerializeToString() for n in once.graph.node
+    ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import onnx
 import pytest
 
 from rewrite_rules import merge
@@ -126,6 +127,12 @@ def test_steps_that_merge_the_same_weights_share_the_merged_one(rule):
 
 def test_few_matmuls():
     refuses(MergeManyMatMuls(), many(3))
+    beside = many(3)
+    beside.graph.node.add(op_type="Neg", input=["x"], output=["z"])
+    beside.graph.output.add().CopyFrom(
+        onnx.helper.make_tensor_value_info("z", onnx.TensorProto.FLOAT, [2, 3])
+    )
+    refuses(MergeManyMatMuls(), beside, "too few")
 
 
 @pytest.mark.parametrize("attrs", ["", "<alpha=0.5, transB=1>", "<transA=1, beta=2.0>"])

@@ -304,7 +304,7 @@ def matches(rule: RegionRule, proto: onnx.ModelProto | Graph) -> set[tuple[objec
     """What the matches of a rule replace, and with what."""
     graph = proto if isinstance(proto, Graph) else load(proto).graph
     return {
-        (m.found.outputs, m.found.inputs, tuple(n.id for n in m.nodes), m.found.data)
+        (m.found.outputs, m.found.inputs, tuple(n.id for n in m.nodes), m.found.data, m.reads)
         for m in match_all(graph, Library([rule]))
     }
 
@@ -318,7 +318,7 @@ def test_what_is_remembered_changes_nothing(seed: int):
     for _ in range(150):
         lines, value, rank = [], "x", 3
         for number in range(rng.randint(2, 4)):
-            kind = rng.choice(("transpose", "transpose", "slice", "split", "reshape"))
+            kind = rng.choice(("transpose", "transpose", "slice", "split", "reshape", "pad"))
             name = f"v{number}"
             if kind == "transpose":
                 perm = rng.choice(("0,2,1", "1,0,2") if rank == 3 else ("0,2,1,3", "0,1,3,2"))
@@ -328,6 +328,8 @@ def test_what_is_remembered_changes_nothing(seed: int):
             elif kind == "split":
                 lines.append(f"{name}, {name}b = Split<axis={rng.randrange(2)}, num_outputs=2>({value})")
                 name = rng.choice((name, f"{name}b"))
+            elif kind == "pad":
+                lines.append(f"{name} = Pad({value}, pads{rank}, {rng.choice(('fill', 'given'))})")
             elif rank == 3:
                 lines.append(f"{name} = Reshape({value}, cut)")
                 rank = 4
@@ -337,10 +339,12 @@ def test_what_is_remembered_changes_nothing(seed: int):
             value = name
         if rng.random() < 0.3:
             lines.append(f"o = Neg({rng.choice(['v0', 'v1'])}) p = Relu(o)")
-        shape = rng.choice(("4,6,4", "4,4,6", "N,4,4"))
+        shape = rng.choice(("4,6,4", "4,4,6", "N,4,4", "?,4,4"))
         proto = model(
-            f"agraph (float[{shape}] x) => (y) {{ {' '.join(lines)} y = Neg({value}) }}",
+            f"agraph (float[{shape}] x, float[] given) => (y) {{ {' '.join(lines)} y = Neg({value}) }}",
+            fill=np.float32(2.5),
             **ints(zero=[0], one=[1], two=[2], three=[3], cut=[0, 2, 2, -1], join=[0, 0, -1]),
+            **ints(pads3=[0, 1, 0, 0, 0, 2], pads4=[0, 0, 1, 0, 0, 2, 0, 0]),
         )
         graph = load(proto).graph
         seen = dict(rule._known)
@@ -353,6 +357,20 @@ def test_what_is_remembered_changes_nothing(seed: int):
         found += len(fresh)
     assert found > 10
     assert again > 10
+
+
+def test_what_fills_a_pad_may_be_made_further_up():
+    source = (
+        "agraph (float[1] s) => (y) { w = Squeeze(s, zero) e = Unsqueeze(w, zero) c = Pad(e, p, w) d = Pad(c, q) "
+        "a = Slice(d, one, five) b = Slice(a, one, four) r = Pad(b, t, w) y = Neg(r) }"
+    )
+    given = ints(zero=[0], one=[1], four=[4], five=[5], p=[0, 5], q=[2, -2], t=[1, 1])
+    graph = applies(MergeMovement(), model(source, **given))
+    assert [n.op for n in graph.topological()].count("Slice") == 1
+    rule = MergeMovement()
+    first = matches(rule, model(source, **given))
+    assert len(first) == 2  # both Slices alone, and with the Pad that has another filling than what is above
+    assert matches(rule, model(source, **given)) == first
 
 
 def test_dimensions_of_zero_are_left_alone():

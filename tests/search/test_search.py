@@ -409,6 +409,32 @@ def test_selection_gives_nothing_up_for_what_an_open_interval_says() -> None:
     assert not any(t.kept for t in selection.trials[1:])
 
 
+@pytest.mark.parametrize(
+    ("both", "one", "chosen"), [(0.99, 0.98, 2), (0.98, 0.99, 1), (0.99, None, 2), (None, 0.99, 1)]
+)
+def test_selection_leaves_what_noise_hides_to_the_last_measurement(
+    both: float | None, one: float | None, chosen: int
+) -> None:
+    """Both Relus replaced, or one of them: neither is faster for sure, and None is slower for sure."""
+    proto = model("agraph (float[2,3] x) => (float[2,3] y) { a = Relu(x)\n b = Neg(a)\n y = Relu(b) }")
+    modelled = Weighted(Max=0.1)
+    base = start(proto, (ReplaceReluByMax(),), modelled)
+    best = greedy(base.state, base.cost, Limits()).best
+    second = greedy(base.state, base.cost, Limits(1)).best
+
+    def replaced(found: Found) -> int:
+        return sum(n.op == "Max" for n in found.state.graph.nodes())
+
+    def compare(against: Found | None, found: Found) -> Ratio:
+        median = both if replaced(found) == 2 else one
+        return Ratio(0.9, 0.89, 0.91) if median is None or against is not None else Ratio(median, 0.9, 1.1)
+
+    selection = select(base, [best, second], compare, searching(modelled), time.monotonic() + 60)
+    assert not any(t.kept for t in selection.trials)
+    assert selection.chosen is not None
+    assert replaced(selection.chosen) == chosen
+
+
 def test_selection_keeps_only_what_is_faster_twice() -> None:
     """One session in three is luckily placed and 5% faster than any other: nothing else differs."""
     base = start(layered(2), (PushTransposeThroughRelu(), CancelTransposes(), Collect()), Weighted())

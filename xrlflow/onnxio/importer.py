@@ -211,7 +211,7 @@ def _typed(proto: onnx.ModelProto) -> tuple[onnx.ModelProto, dict[str, TensorTyp
     believed: dict[str, TensorType] = {}
     inferred = {v.name: v.type for v in typed.graph.value_info}
     for name, type in declared.items():
-        known = _without_made_up(type_of_proto(type), symbols)
+        known = dimensions.without_made_up(type_of_proto(type), symbols)
         if name in inferred:
             try:
                 merge_types(type_of_proto(inferred[name]), known)
@@ -261,17 +261,6 @@ class _Scope:
             self.leaves.names[inner] = name
         self.values[name] = self.captured[outer]
         return self.values[name]
-
-
-def _without_made_up(type: TensorType, symbols: set[str]) -> TensorType:
-    """The type without the names that an earlier inference made up for dimensions.
-
-    This one uses the same names again, for others.
-    """
-    if type.shape is None:
-        return type
-    dims = tuple(None if dimensions.is_made_up(d) and d not in symbols else d for d in type.shape)
-    return TensorType(type.dtype, dims, type.const, type.other)
 
 
 class _Importer:

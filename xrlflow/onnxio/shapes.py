@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any, TypeGuard
 
@@ -168,6 +168,17 @@ def _agree(a: list[int | None], b: list[int | None]) -> bool:
 def is_made_up(dim: Dim) -> TypeGuard[str]:
     """Whether ONNX's inference named the dimension."""
     return isinstance(dim, str) and dim.startswith("unk__")
+
+
+def without_made_up(type: TensorType, symbols: Container[str] = ()) -> TensorType:
+    """The type without the names that an inference made up for dimensions, but for those among `symbols`.
+
+    The next inference uses the same names again, for others.
+    """
+    if type.shape is None:
+        return type
+    dims = tuple(None if is_made_up(d) and d not in symbols else d for d in type.shape)
+    return TensorType(type.dtype, dims, type.const, type.other)
 
 
 def _solve(

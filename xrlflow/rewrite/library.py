@@ -1,4 +1,4 @@
-"""A compiled rule library: plans by operator, and statistics of their use."""
+"""A rule library made ready for matching: plans by operator, and statistics of their use."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ class Regions:
 
 
 class Library:
-    """Rules compiled for matching. Rules of another backend, and those that assume something, stay out; those that
+    """Rules made ready for matching. Rules of another backend, and those that assume something, stay out; those that
     write operators of the backend alone too, unless `contrib`.
 
     `stats` counts matches and refusals with their reasons (with `thorough` all of them, else not those that are known
@@ -170,13 +170,13 @@ class Library:
         for rule in offered:
             if isinstance(rule, Rule):
                 for pattern in trace_patterns(rule):
-                    self._compile(pattern)
+                    self._add(pattern)
             else:
                 if not rule.anchors:
                     raise RuleError(f"{rule.name} has no anchors")
                 self.regions.add(rule)
 
-    def _compile(self, pattern: Pattern) -> None:
+    def _add(self, pattern: Pattern) -> None:
         root = pattern.outputs[0].node.index
         for node in pattern.nodes:
             plan = Plan(pattern, node.index)

@@ -21,6 +21,8 @@ _WORTH_A_LOOK = 1.015
 _MENDING = 0.75
 # A change whose interval ends below this is not tried again beside others.
 _HOPELESS = 0.97
+# What is not measured to be faster than the original, but whose interval reaches so far, may be faster all the same.
+_POSSIBLE = 1.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +82,11 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """What was chosen (None: nothing beats the original), and every comparison on the way."""
+    """What was chosen, and every comparison on the way. None: nothing can be faster than the original.
+
+    Where nothing was measured to be faster, that is what may be: noise hides a gain of some percent, and the last
+    measurement, which decides, has more time.
+    """
 
     chosen: Found | None
     trials: tuple[Trial, ...]
@@ -214,9 +220,11 @@ def select(
     rule wherever the model sees a loss of no more than `tolerance` of the whole cost in it; what it leaves behind is
     cleared away by the `tidying` rules). If the best proposal was slower than the original, what becomes of it by
     drops is measured against the original again. Then sweeps are added to the original, and what becomes of it is
-    measured against the choice up to now. At last the other proposals.
+    measured against the choice up to now. At last the other proposals. If nothing was faster, but something was no
+    slower for sure, that is chosen, by its median.
     """
     trials: list[Trial] = []
+    undecided: list[tuple[float, Found]] = []  # against the original
     at_most = tolerance * base.cost
     seen = {base.state.fingerprint}
 
@@ -241,8 +249,11 @@ def select(
         ratio = compare(than, found)
         if holds(ratio):
             ratio = ratio.weaker(compare(than, found))
-        trials.append(Trial(proposal, name, ratio, holds(ratio)))
-        return trials[-1]
+        trial = Trial(proposal, name, ratio, holds(ratio))
+        trials.append(trial)
+        if than is None and not trial.kept and ratio.high > _POSSIBLE:
+            undecided.append((ratio.median, found))
+        return trial
 
     def look(found: Found) -> Mapping[str, float]:
         if survey is None or time.monotonic() >= deadline:
@@ -336,6 +347,8 @@ def select(
         for index, found in enumerate(proposals[1:]):
             if found.state.fingerprint not in seen:
                 challenge(found, f"number {index + 2} by modelled cost")
+        if current is None and undecided:
+            current = max(undecided, key=lambda u: u[0])[1]
     except KeyboardInterrupt:  # keep the best so far
         interrupted = True
     return Selection(current, tuple(trials), interrupted)

@@ -146,12 +146,14 @@ class Pool:
     ) -> Generator[tuple[int, Outcome], None, None]:
         """Each candidate's position and outcome, as soon as it is known.
 
-        The first few, which a tuner thinks most of, are built and run before the others are built; of either part
-        those come first that do not build. What would start after `until` (`time.monotonic`) is left out. It may be
-        closed at any point.
+        The first few, the likeliest if the tuner orders them, are built and run before the others are built; of
+        either part those come first that do not build. What would start after `until` (`time.monotonic`) is left out.
+        It may be closed at any point.
         """
         few = _FIRST * self.options.builders
         for start, part in ((0, candidates[:few]), (few, candidates[few:])):
+            if start and not part:
+                return
             with contextlib.closing(self._outcomes(task, part, until)) as found:
                 for position, outcome in found:
                     yield start + position, outcome

@@ -41,7 +41,10 @@ class Tuner(Protocol):
     name: str
 
     def propose(self, count: int) -> Sequence[Candidate]:
-        """At most `count` candidates, distinct and none proposed or told of before; none when exhausted."""
+        """At most `count` candidates, distinct and none proposed or told of before; none when exhausted.
+
+        The most promising come first, where the tuner knows: the first few are measured before the rest is built.
+        """
         ...
 
     def update(self, measured: Sequence[tuple[Candidate, Outcome]]) -> None:
