@@ -193,7 +193,7 @@ class Library:
         """Note a near miss."""
         self.stats[rule.name].refused[str(reason)] += 1
         if self.refusals is not None:
-            self.refusals.append(reason)
+            self.refusals.append(reason.bare())
 
     def only(self, names: Iterable[str]) -> Library:
         """The library with only the rules of these names."""

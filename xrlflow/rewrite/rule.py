@@ -31,6 +31,11 @@ class Refused(Exception):
 
     site: Site | None = None
 
+    def bare(self) -> Refused:
+        """Without its traceback, which keeps alive whatever was on the stack: for one that is remembered."""
+        self.__cause__ = self.__context__ = self.__traceback__ = None
+        return self
+
 
 class RuleError(Exception):
     """A rule is wrong: it cannot be compiled, or its target does not fit what it replaces."""

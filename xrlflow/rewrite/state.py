@@ -413,7 +413,7 @@ class _Finder:
         except Refused as reason:
             self.library.refuse(rule, reason)
             if not watch[0] and not self.library.thorough:
-                verdicts[asked] = reason
+                verdicts[asked] = reason.bare()
                 self.refused_by_types += 1
 
     def look_for_regions(self, node: Node, names: set[str] | None) -> None:
