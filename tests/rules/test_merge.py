@@ -7,6 +7,7 @@ import onnx
 import pytest
 
 from rewrite_rules import merge
+from rewrite_rules.identity import CancelInvolution
 from rewrite_rules.merge import (
     AssociateMatMulsLeft,
     AssociateMatMulsRight,
@@ -108,6 +109,21 @@ def many(count, x="2,3", depth=3):
 def test_many_matmuls(count):
     applies(MergeManyMatMuls(), many(count), ops=["MatMul", "Split"])
     assert len(load_candidates(MergeManyMatMuls(), many(count))) == 1
+
+
+@pytest.mark.parametrize("last", range(4))
+def test_a_fourth_product_that_comes_later(last):
+    """Whichever of the four it is: the one that finds them all was asked before there were enough."""
+    products = " ".join(f"y{i} = MatMul({'b' if i == last else 'x'}, w{i})" for i in range(4))
+    proto = model(
+        f"agraph (float[2,3] x) => ({', '.join(f'float[] y{i}' for i in range(4))}) "
+        f"{{ a = Neg(x) b = Neg(a) {products} }}",
+        **{f"w{i}": normal(3, 2, seed=i) for i in range(4)},
+    )
+    state = RewriteState.start(load(proto).graph, Library([MergeManyMatMuls(), CancelInvolution()]))
+    (match,) = state.candidates
+    state = state.apply(match)
+    assert [m.rule.name for m in state.candidates] == ["MergeManyMatMuls"]
 
 
 @pytest.mark.parametrize("rule", [MergeMatMuls(), MergeManyMatMuls()])

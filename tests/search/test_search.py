@@ -435,6 +435,24 @@ def test_selection_leaves_what_noise_hides_to_the_last_measurement(
     assert replaced(selection.chosen) == chosen
 
 
+def test_selection_of_what_is_undecided_beside_something_slower() -> None:
+    """A mend of the best that may be as fast as the best says nothing of the original."""
+    proto = model(
+        "agraph (float[2,3,4] x) => (float[2,3,4] y) {"
+        " a = Transpose<perm=[0,2,1]>(x)\n b = Transpose<perm=[0,2,1]>(a)\n y = Relu(b) }"
+    )
+    modelled = Weighted(Max=0.1)
+    base = start(proto, (CancelTransposes(), ReplaceReluByMax()), modelled)
+    best = greedy(base.state, base.cost, Limits()).best
+
+    def compare(against: Found | None, found: Found) -> Ratio:
+        return Ratio(0.9, 0.89, 0.91) if against is None else Ratio(1.0, 0.9, 1.1)
+
+    selection = select(base, [best], compare, searching(modelled), time.monotonic() + 60)
+    assert any(t.ratio.high > 1.01 for t in selection.trials)
+    assert selection.chosen is None
+
+
 def test_selection_keeps_only_what_is_faster_twice() -> None:
     """One session in three is luckily placed and 5% faster than any other: nothing else differs."""
     base = start(layered(2), (PushTransposeThroughRelu(), CancelTransposes(), Collect()), Weighted())

@@ -182,6 +182,14 @@ def test_the_first_few_are_run_before_the_others_are_built(
     assert begun == [Build, Build, Run, Run, *[Build] * 3, *[Run] * 3]
 
 
+def test_a_few_are_all(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    task = matmul(16)
+    outcomes = pool.outcomes(task, [unscheduled(task)])
+    assert next(outcomes)[1].error is None
+    monkeypatch.setattr(pool._builders, "_closed", True)  # nothing is left to be built
+    assert list(outcomes) == []
+
+
 def test_no_library_stays_on_disk(pool: Pool) -> None:
     task = matmul(16)
     pool.measure(task, [unscheduled(task), calls("abort")])
