@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
+import pytest
+
 from rewrite_rules.control import InlineConstantIf
 from rewrite_rules.identity import FoldDimension, RemoveIdentity
 from rewrite_rules.transpose import CancelTransposes
 from tests.rules.harness import applies, model
+from xrlflow.ir import ArrayHandle, Attrs, Const, DType, TensorType, Value, mix
 from xrlflow.onnxio import load
-from xrlflow.rewrite import Library, RewriteState
+from xrlflow.rewrite import Library, RewriteState, evaluate_small
+from xrlflow.rewrite.settle import fold_small
 
 
 def test_constness_goes_down_a_chain() -> None:
@@ -66,3 +73,39 @@ def test_folding_commutes() -> None:
         ends.append(middle.apply(found))
     assert ends[0].fingerprint == ends[1].fingerprint
     assert [n.op for n in ends[0].graph.nodes()] == ["Add"]
+
+
+def test_constants_of_constants_are_evaluated_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is remembered is told apart by operator, attributes, inputs and types; so is what cannot be evaluated."""
+    evaluated: list[str] = []
+    leaves = load(model("agraph (float[2,3] x) => (float[2,3] y) { y = Relu(x) }")).graph.leaves
+    row = leaves.intern(np.array([[1.0, 2.0, 4.0]], np.float32), DType.FLOAT)
+    other = leaves.intern(np.array([[1.0, 1.0, 1.0]], np.float32), DType.FLOAT)
+    large = leaves.add_const(
+        mix(1), Const(TensorType(DType.FLOAT, (2000,), True), ArrayHandle(np.ones(2000, np.float32)))
+    )
+    flat, wide = TensorType(DType.FLOAT, (1, 3), True), TensorType(DType.DOUBLE, (1, 3), True)
+
+    def counted(op: str, *given: Any) -> Any:
+        evaluated.append(op)
+        return evaluate_small(op, *given)
+
+    monkeypatch.setattr("xrlflow.rewrite.settle.evaluate_small", counted)
+
+    def fold(op: str, inputs: tuple[Value, ...], type: TensorType, **attrs: int) -> list[Any] | None:
+        found = fold_small(leaves, op, Attrs(attrs), inputs, (type,))
+        return None if found is None else [leaves.consts[found[0]].numpy().tolist(), leaves.types[found[0]]]
+
+    for _ in range(2):
+        assert fold("Add", (row, row), flat) == [[[2.0, 4.0, 8.0]], flat]
+        assert fold("Add", (row, other), flat) == [[[2.0, 3.0, 5.0]], flat]
+        assert fold("Sub", (row, row), flat) == [[[0.0, 0.0, 0.0]], flat]
+        assert fold("Softmax", (other,), TensorType(DType.FLOAT, (1, 3), True), axis=0) == [[[1.0] * 3], flat]
+        assert fold("Cast", (row,), flat, to=1) == [[[1.0, 2.0, 4.0]], flat]
+        assert fold("Cast", (row,), wide, to=11) == [[[1.0, 2.0, 4.0]], wide]
+        assert fold("Neg", (large,), TensorType(DType.FLOAT, (2000,), True)) is None
+        assert fold("Neg", (mix(2),), flat) is None  # no constant
+    assert evaluated == ["Add", "Add", "Sub", "Softmax", "Cast", "Cast", "Neg"]
+    third = fold("Softmax", (other,), flat, axis=1)
+    assert third is not None
+    assert third[0] != [[1.0] * 3]

@@ -57,11 +57,16 @@ class Leaves:
 
     Shared by all states of a search and only ever added to: values are named by content, so what a name
     stands for does not change. `names` keeps the names of the file, for inputs, constants and node outputs.
+    `folded`: the constants that an operator makes of constants, by operator, digest of its attributes, inputs and
+    output types; None where they are not small or cannot be evaluated.
     """
 
     types: dict[Value, TensorType] = field(default_factory=dict)
     consts: dict[Value, Const] = field(default_factory=dict)
     names: dict[Value, str] = field(default_factory=dict)
+    folded: dict[tuple[str, int, tuple[Value, ...], tuple[TensorType, ...]], tuple[Value, ...] | None] = (
+        field(default_factory=dict)
+    )
     _uniform: dict[Value, float | None] = field(default_factory=dict)
     _numbers: dict[tuple[int, ...], Value] = field(default_factory=dict)
 

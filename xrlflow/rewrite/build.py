@@ -31,7 +31,7 @@ from xrlflow.ops.infer import InferenceError, infer
 from xrlflow.ops.schema import canonical_attrs, schema
 from xrlflow.ops.tensors import dtype_of, numpy_dtype
 from xrlflow.rewrite.rule import Lit, Op, RuleError, Val
-from xrlflow.rewrite.settle import evaluate_small, more_precise, settled
+from xrlflow.rewrite.settle import fold_small, more_precise, settled
 
 _attrs_memo: dict[tuple[Any, ...], Attrs] = {}
 
@@ -136,15 +136,16 @@ class GraphBuilder(Op):
                 out_types = infer(name, full_attrs, types, data, outputs)
             except InferenceError as error:
                 raise RuleError(f"a target's node does not fit its inputs: {error}") from error
-        folded = self._fold(name, full_attrs, vals, data, out_types) if out_types[0].const else None
-        if folded is not None:
+        values = tuple([ABSENT if v is None else v.value for v in vals])
+        constants = self._fold(name, full_attrs, values, out_types) if out_types[0].const else None
+        if constants is not None:
+            folded = tuple([Val(self.graph, c, self.graph.leaves.types[c]) for c in constants])
             return folded[0] if outputs == 1 else folded
-        temporary = tuple(Value(self.next - k) for k in range(outputs))
+        temporary = tuple([Value(self.next - k) for k in range(outputs)])
         self.next -= outputs
-        values = tuple(ABSENT if v is None else v.value for v in vals)
-        captured = sum(len(a.captured) for a in full_attrs.values() if a.__class__ is Body)
+        captured = sum([len(a.captured) for a in full_attrs.values() if a.__class__ is Body])
         self.drafts.append(Draft(name, values, full_attrs, out_types, temporary, captured))
-        made = tuple(Val(self.graph, v, t) for v, t in zip(temporary, out_types))
+        made = tuple([Val(self.graph, v, t) for v, t in zip(temporary, out_types)])
         return made[0] if outputs == 1 else made
 
     @staticmethod
@@ -173,21 +174,10 @@ class GraphBuilder(Op):
         return found
 
     def _fold(
-        self,
-        op: str,
-        attrs: Attrs,
-        vals: list[Val | None],
-        data: list[Const | None],
-        types: tuple[TensorType, ...],
-    ) -> tuple[Val, ...] | None:
+        self, op: str, attrs: Attrs, inputs: tuple[Value, ...], types: tuple[TensorType, ...]
+    ) -> tuple[Value, ...] | None:
         """The outputs as small constants, if the inputs are and so are they; None otherwise."""
-        if any(v is not None and d is None for v, d in zip(vals, data)):
-            return None
-        arrays = evaluate_small(op, attrs, data, types)
-        if arrays is None:
-            return None
-        values = [self.graph.leaves.intern(a, t.dtype) for a, t in zip(arrays, types)]
-        return tuple(Val(self.graph, v, self.graph.leaves.types[v]) for v in values)
+        return fold_small(self.graph.leaves, op, attrs, inputs, types)
 
     def edit(self, rule: str, replaced: Sequence[Value], results: Sequence[Val]) -> Edit:
         """The edit that puts `results` in the place of `replaced`.
@@ -204,13 +194,13 @@ class GraphBuilder(Op):
         nodes: list[Node] = []
         fresh: dict[Value, Node] = {}
         for draft in self._live(results):
-            inputs = tuple(named[i] if i < 0 else i for i in draft.inputs)
+            inputs = tuple([named[i] if i < 0 else i for i in draft.inputs])
             key = node_key(draft.op, draft.attrs, inputs)
             reuse: Node | None = None
-            if not any(t in adopted for t in draft.temporary):
+            if adopted.keys().isdisjoint(draft.temporary):
                 salt = 0
                 while True:
-                    outs = tuple(output_key(key, k, salt) for k in range(len(draft.temporary)))
+                    outs = tuple([output_key(key, k, salt) for k in range(len(draft.temporary))])
                     known = fresh.get(outs[0]) or graph.producers.get(outs[0])
                     if known is None and all(o not in graph.producers for o in outs):
                         break
@@ -220,13 +210,15 @@ class GraphBuilder(Op):
                         break
                     salt += 1
             else:
-                outs = tuple(adopted.get(t) or self._unused(key, k) for k, t in enumerate(draft.temporary))
+                outs = tuple([adopted.get(t) or self._unused(key, k) for k, t in enumerate(draft.temporary)])
             named.update(zip(draft.temporary, outs))
             if reuse is not None:
                 continue
             types = tuple(
-                _adopt(rule, graph.type(o), t) if temp in adopted else t
-                for o, t, temp in zip(outs, draft.types, draft.temporary)
+                [
+                    _adopt(rule, graph.type(o), t) if temp in adopted else t
+                    for o, t, temp in zip(outs, draft.types, draft.temporary)
+                ]
             )
             node = Node(draft.op, inputs, outs, types, draft.attrs, draft.captured)
             nodes.append(node)

@@ -18,6 +18,7 @@ from xrlflow.ir import (
     DType,
     Edit,
     Graph,
+    Leaves,
     Node,
     TensorType,
     TypeConflict,
@@ -62,6 +63,27 @@ def evaluate_small(
         return None
     with np.errstate(over="ignore"):  # what is too large for the type is infinite, as it is for the runtime
         return [np.asarray(o).astype(numpy_dtype(t.dtype)) for o, t in zip(outputs, types)]
+
+
+def fold_small(
+    leaves: Leaves, op: str, attrs: Attrs, inputs: tuple[Value, ...], types: tuple[TensorType, ...]
+) -> tuple[Value, ...] | None:
+    """The small constants that an operator makes of constants, remembered with the leaves.
+
+    None if an input is no constant, if inputs or outputs are not small, or if it cannot be evaluated.
+    """
+    key = (op, attrs.digest, inputs, types)
+    if key in leaves.folded:
+        return leaves.folded[key]
+    consts = leaves.consts
+    data = [None if v == ABSENT else consts.get(v) for v in inputs]
+    for value, const in zip(inputs, data):
+        if const is None and value != ABSENT:
+            return None
+    arrays = evaluate_small(op, attrs, data, types)
+    constants = None if arrays is None else tuple([leaves.intern(a, t.dtype) for a, t in zip(arrays, types)])
+    leaves.folded[key] = constants
+    return constants
 
 
 def settled(graph: Graph, edit: Edit) -> Edit:
@@ -146,7 +168,7 @@ def more_precise(declared: TensorType, inferred: TensorType) -> TensorType:
         return inferred
 
 
-def _evaluated(graph: Graph, node: Node, types: tuple[TensorType, ...]) -> list[Value] | None:
+def _evaluated(graph: Graph, node: Node, types: tuple[TensorType, ...]) -> tuple[Value, ...] | None:
     """The small constants that a node's outputs are."""
     if node.op == "Shape":
         dims = graph.type(node.inputs[0]).shape
@@ -155,16 +177,14 @@ def _evaluated(graph: Graph, node: Node, types: tuple[TensorType, ...]) -> list[
         start, end = node.attrs.get("start", 0), node.attrs.get("end")
         kept = dims[start if isinstance(start, int) else 0 : end if isinstance(end, int) else None]
         numbers = tuple(d for d in kept if isinstance(d, int))
-        return [graph.leaves.numbers(numbers)] if len(numbers) == len(kept) else None
+        return (graph.leaves.numbers(numbers),) if len(numbers) == len(kept) else None
     if node.op == "Size" and (size := graph.type(node.inputs[0]).size) is not None:
-        return [graph.leaves.intern(np.array(size, np.int64), DType.INT64)]
+        return (graph.leaves.intern(np.array(size, np.int64), DType.INT64),)
     if not types[0].const:
         return None
-    data = [None if v == ABSENT else graph.const(v) for v in node.inputs]
-    if any(v != ABSENT and c is None for v, c in zip(node.inputs, data)):
+    if any(v in graph.producers for v in node.inputs):
         return None
-    arrays = evaluate_small(node.op, node.attrs, data, types)
-    return None if arrays is None else [graph.leaves.intern(a, t.dtype) for a, t in zip(arrays, types)]
+    return fold_small(graph.leaves, node.op, node.attrs, node.inputs, types)
 
 
 def _both(first: Edit, second: Edit) -> Edit:

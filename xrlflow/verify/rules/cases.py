@@ -12,11 +12,11 @@ import numpy.typing as npt
 
 from xrlflow.backends.onnxruntime.session import Optimization, open_model
 from xrlflow.backends.protocol import BackendError
-from xrlflow.ir import FLOATS, Attrs, Const, DType, Edit, Graph, TensorType, Value, apply_edit
+from xrlflow.ir import ABSENT, FLOATS, Attrs, DType, Edit, Graph, TensorType, Value, apply_edit
 from xrlflow.ops.alone import NotAlone, input_name, model_of
 from xrlflow.ops.evaluate import REALS, SPECS, Field, NotEvaluable, evaluate_graph, evaluate_node, promote
 from xrlflow.ops.tensors import numpy_dtype
-from xrlflow.rewrite import AnyRule, GraphBuilder, Library, Match, Refused, Val
+from xrlflow.rewrite import AnyRule, GraphBuilder, Library, Match, Refused
 from xrlflow.rewrite.state import build_edit, fingerprint_shift, match_all
 from xrlflow.verify.rules.degrees import Degrees, chance
 from xrlflow.verify.rules.prime import PRIMES, PrimeField, ZeroDenominator
@@ -49,26 +49,22 @@ class ProofBuilder(GraphBuilder):
         return edit  # what follows would be computed in real numbers
 
     def _fold(
-        self,
-        op: str,
-        attrs: Attrs,
-        vals: list[Val | None],
-        data: list[Const | None],
-        types: tuple[TensorType, ...],
-    ) -> tuple[Val, ...] | None:
+        self, op: str, attrs: Attrs, inputs: tuple[Value, ...], types: tuple[TensorType, ...]
+    ) -> tuple[Value, ...] | None:
         spec = SPECS.get(op)
         floats = any(t.dtype in FLOATS for t in types)
         moves = spec is not None and spec.proof in ("movement", "integer")
         if not floats or moves:
-            return super()._fold(op, attrs, vals, data, types)
+            return super()._fold(op, attrs, inputs, types)
         # Of doubles nobody knows what was rounded: there is nothing finer to compare with.
         known = op in _EXACT_OPERATORS and all(t.dtype != DType.DOUBLE for t in types)
-        folded = super()._fold(op, attrs, vals, data, types) if known else None
+        folded = super()._fold(op, attrs, inputs, types) if known else None
         if folded is None:
             return None
-        arrays = [None if c is None or c.array is None else promote(REALS, c.array) for c in data]
+        consts = self.graph.leaves.consts
+        arrays = [None if v == ABSENT else promote(REALS, consts[v].numpy()) for v in inputs]
         exact = evaluate_node(op, attrs, arrays, len(types))
-        same = all(np.array_equal(e, v.array.astype(np.float64)) for e, v in zip(exact, folded))
+        same = all(np.array_equal(e, consts[v].numpy().astype(np.float64)) for e, v in zip(exact, folded))
         return folded if same else None
 
 
