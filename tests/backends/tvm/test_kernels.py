@@ -80,12 +80,21 @@ GRAPHS = {
     " y = Conv<strides=[2,2]>(x, w) }",
     "Conv, depthwise": "(float[1,24,15,15] x, float[24,1,5,5] w, float[24] b) => (float[1,24,8,8] y) {"
     " a = Conv<group=24, pads=[2,2,2,2], strides=[2,2]>(x, w, b)\n s = Sigmoid(a)\n y = Mul(a, s) }",
+    "Conv, depthwise alone, channels first": "(float[2,6,21,24] x, float[6,1,5,5] w, float[6] b) =>"
+    " (float[2,6,21,24] y) { a = Conv<group=6, pads=[2,2,2,2]>(x, w, b)\n s = Sigmoid(a)\n y = Mul(a, s) }",
+    "Conv, depthwise, strided, channels first": "(float[1,3,45,47] x, float[6,1,3,3] w) => (float[1,6,22,23] y) {"
+    " y = Conv<group=3, strides=[2,2]>(x, w) }",
+    "Conv, depthwise, gate, channels first": "(float[1,4,20,20] x, float[4,1,3,3] w) => (float[1,4,20,20] y,"
+    " float[1,4,1,1] m) { y = Conv<group=4, pads=[1,1,1,1], dilations=[1,1]>(x, w)\n m = GlobalAveragePool(y) }",
     "Conv, grouped": "(float[1,16,7,7] x, float[32,4,3,3] w) => (float[1,32,7,7] y) {"
     " y = Conv<group=4, pads=[1,1,1,1]>(x, w) }",
     "gate": "(float[1,32,12,12] x, float[8,32,1,1] v, float[32,8,1,1] w) => (float[1,32,12,12] y) {"
     " p = GlobalAveragePool(x)\n a = Conv(p, v)\n b = Relu(a)\n c = Conv(b, w)\n g = Sigmoid(c)\n y = Mul(x, g) }",
     "Softmax": "(float[3,5,64] x) => (float[3,5,64] y) { y = Softmax<axis=-1>(x) }",
     "Softmax, odd": "(float[3,197] x) => (float[3,197] y) { y = Softmax<axis=-1>(x) }",
+    "Softmax, along rows": "(float[3,32,5] x) => (float[3,32,5] y) { y = Softmax<axis=1>(x) }",
+    "Softmax, apart": "(float[4,32] x, float[4,32] z) => (float[4,32] y) {"
+    " d = Mul(x, x)\n e = Mul(d, d)\n c = Exp(e)\n s = Softmax(c)\n y = Add(s, z) }",
     "LayerNormalization": "(float[1,12,96] x, float[96] s, float[96] b) => (float[1,12,96] y) {"
     " y = LayerNormalization(x, s, b) }",
     "pooling": "(float[1,16,13,13] x) => (float[1,16,6,6] y) { y = MaxPool<kernel_shape=[3,3], strides=[2,2]>(x) }",

@@ -15,7 +15,9 @@ _LOG2_E = 1.44269504088896341
 # ln 2 in two parts, the first of few bits: n * _LN2_HIGH is exact.
 _LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4
 _EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
-_EXP_HIGHEST, _EXP_LOWEST = 88.7228394, -103.972084
+# Beyond these the result is infinite, and zero, by itself.
+_EXP_HIGHEST, _EXP_LOWEST = 89.0, -105.0
+_ROUNDING = 1.5 * 2**23 + 254
 _TANH_LIMIT = 7.90531110763549805
 _TANH_ABOVE = (
     -2.76076847742355e-16,
@@ -89,52 +91,48 @@ def _horner(x: Any, coefficients: Sequence[float]) -> Any:
 
 
 def _clamped(x: Any, low: float, high: float) -> Any:
-    """NaN becomes one of the limits."""
+    """NaN stays: the code for max(a, b) and min(a, b) is `a > b ? a : b` and `a < b ? a : b`, so that b is kept."""
     from tvm import tirx
 
-    return tirx.Min(tirx.Max(x, tirx.const(low, x.ty.dtype)), tirx.const(high, x.ty.dtype))
-
-
-def _or_nan(x: Any, result: Any) -> Any:
-    from tvm import tirx
-
-    return tirx.Select(x == x, result, x)
-
-
-def _power_of_two(n: Any, like: Any) -> Any:
-    """2 to the power of an int32 within the range of normal numbers."""
-    from tvm import tirx
-
-    exponent = (n + tirx.const(127, n.ty.dtype)) << tirx.const(23, n.ty.dtype)
-    return tirx.reinterpret(like.ty.dtype, exponent)
+    return tirx.Min(tirx.const(high, x.ty.dtype), tirx.Max(tirx.const(low, x.ty.dtype), x))
 
 
 def _exp(x: Any) -> Any:
-    """exp(x) = 2^n exp(r), r = x - n ln 2 within half of ln 2. The power is taken in two steps: n reaches 128."""
+    """exp(x) = 2^n exp(r), r = x - n ln 2 within half of ln 2. The power is taken in two steps: n reaches 128.
+
+    Added to a number whose last place is worth 1, x / ln 2 is rounded to n, and n + 254 stands in its last bits: the
+    exponents of both powers together.
+    """
     from tvm import tirx
 
     def reduced(bounded: Any) -> Any:
-        half = tirx.const(0.5, x.ty.dtype)
+        rounded = bounded * tirx.const(_LOG2_E, x.ty.dtype) + tirx.const(_ROUNDING, x.ty.dtype)
+        return _bound(rounded, lambda rounded: scaled(bounded, rounded))
+
+    def scaled(bounded: Any, rounded: Any) -> Any:
+        def remainder(n: Any) -> Any:
+            return bounded - n * tirx.const(_LN2_HIGH, x.ty.dtype) - n * tirx.const(_LN2_LOW, x.ty.dtype)
+
+        r = _bound(rounded - tirx.const(_ROUNDING, x.ty.dtype), remainder)
+        bits = tirx.reinterpret(_integer(x), rounded)
+        return _bound(r, lambda r: _bound(bits, lambda bits: product(r, bits)))
+
+    def product(r: Any, bits: Any) -> Any:
+        def shifted(places: int) -> Any:
+            return bits << tirx.const(places, bits.ty.dtype)
+
+        fraction = _horner(r, _EXP) * r * r + r + tirx.const(1.0, x.ty.dtype)
+        exponent = tirx.const(-(1 << 23), bits.ty.dtype)  # the sign and the exponent of a float
         return _bound(
-            tirx.floor(bounded * tirx.const(_LOG2_E, x.ty.dtype) + half), lambda n: scaled(bounded, n)
+            shifted(22) & exponent,  # half of it, rounded down
+            lambda half: (
+                fraction
+                * tirx.reinterpret(x.ty.dtype, half)
+                * tirx.reinterpret(x.ty.dtype, shifted(23) - half)
+            ),
         )
 
-    def scaled(bounded: Any, n: Any) -> Any:
-        r = bounded - n * tirx.const(_LN2_HIGH, x.ty.dtype) - n * tirx.const(_LN2_LOW, x.ty.dtype)
-        return _bound(r, lambda r: _bound(tirx.Cast(_integer(x), n), lambda whole: product(r, whole)))
-
-    def product(r: Any, whole: Any) -> Any:
-        one = tirx.const(1.0, x.ty.dtype)
-        fraction = _horner(r, _EXP) * r * r + r + one
-        first = whole >> tirx.const(1, whole.ty.dtype)
-        return fraction * _power_of_two(first, x) * _power_of_two(whole - first, x)
-
-    result = _bound(_clamped(x, _EXP_LOWEST, _EXP_HIGHEST), reduced)
-    infinity = tirx.const(float("inf"), x.ty.dtype)
-    zero = tirx.const(0.0, x.ty.dtype)
-    above = x > tirx.const(_EXP_HIGHEST, x.ty.dtype)
-    below = x < tirx.const(_EXP_LOWEST, x.ty.dtype)
-    return _or_nan(x, tirx.Select(above, infinity, tirx.Select(below, zero, result)))
+    return _bound(_clamped(x, _EXP_LOWEST, _EXP_HIGHEST), reduced)
 
 
 def _integer(x: Any) -> str:
@@ -148,7 +146,7 @@ def _rational(x: Any, limit: float, above: Sequence[float], below: Sequence[floa
             bounded * bounded, lambda square: bounded * _horner(square, above) / _horner(square, below)
         )
 
-    return _or_nan(x, _bound(_clamped(x, -limit, limit), of))
+    return _bound(_clamped(x, -limit, limit), of)
 
 
 def _tanh(x: Any) -> Any:

@@ -1,7 +1,7 @@
 """How a primitive function runs on a processor, without tuning: the schedules that expert kernels use.
 
 Every function that Relax's fusion makes has one anchor, the block that does the work, with injective blocks before
-(padding) and behind it (bias, activation, residual). Four kinds of anchor are told apart:
+(padding) and behind it (bias, activation, residual). Five kinds of anchor are told apart:
 
 - a contraction (MatMul, Conv in NHWC, batched or not): register-blocked. A tile of mr x nr accumulators stays in vector
   registers through the whole reduction; each step loads nr values of the packed operand as vectors and multiplies them
@@ -10,6 +10,7 @@ Every function that Relax's fusion makes has one anchor, the block that does the
   the tile while it is in registers.
 - a channelwise contraction (depthwise Conv): a small tile that walks along the innermost row, so that the weights of
   its channels stay in registers.
+- the same with channels first: a plane after the other, a tile of a few rows in vectors along them.
 - a row reduction (softmax, normalisation, mean): rows in parallel, each with vectors of partial results.
 - none: everything inlined into the last block, which runs in parallel and in vectors.
 
@@ -33,6 +34,7 @@ _LOCAL = "local"
 # Marks the packing of a constant: SplitLayoutRewritePreproc makes a function of it, and constant folding runs that.
 _PACKING = "meta_schedule.layout_rewrite_preproc"
 _MOST_ROWS = 14
+_PLANE_ROWS = 4
 # Rows whose addresses are a multiple of this apart share a set of an 8-way first-level cache.
 _PAGE = 4096
 _WAYS = 8
@@ -92,6 +94,8 @@ def apply(sch: Any, machine: Machine, choice: Choice | None = None) -> Any:
     anchors = _anchors(sch)
     if contraction := _only_contraction(sch, anchors):
         _schedule_contraction(sch, *contraction, machine, choice)
+    elif len(anchors) == 1 and _is_plane(sch, anchors[0]):
+        _schedule_plane(sch, anchors[0], machine)
     elif anchors:
         _schedule_rows(sch, anchors, machine)
     else:
@@ -613,6 +617,76 @@ def _vectorize_tile(sch: Any, final: Any, tile: Tile, outside: int) -> None:
     sch.vectorize(lane)
     for loop in (*inside[:-1], vectors):
         sch.unroll(loop)
+
+
+# --- Channels first
+
+
+def _is_plane(sch: Any, block: Any) -> bool:
+    """C[.., y, x] += A[.., y + ky, x + kx] * W[.., ky, kx]: each plane of the result is made of one plane of A."""
+    from tvm import tirx
+    from tvm.ir.expr import TensorLoad
+
+    node = sch.get(block)
+    variables = list(node.iter_vars)
+    if any(_extent(v) is None for v in variables) or not isinstance(node.body, tirx.BufferStore):
+        return False
+    value, indices = node.body.value, list(node.body.indices)
+    if len(indices) < 3 or not (isinstance(value, tirx.Add) and isinstance(value.b, tirx.Mul)):
+        return False
+    plane, reductions = indices[-2:], [v for v in variables if int(v.iter_type) == 2]
+    spatial = [v for v in variables if int(v.iter_type) == 0]
+    if len(spatial) != len(indices) or not all(v.var.same_as(i) for v, i in zip(spatial, indices)):
+        return False
+    factors = [value.b.a, value.b.b]
+    if not all(isinstance(f, TensorLoad) for f in factors):
+        return False
+    within = [[any(_uses([i], v.var) for v in spatial[-2:]) for i in f.indices] for f in factors]
+    images = [f for f, used in zip(factors, within) if used[-2:] == [True, True] and not any(used[:-2])]
+    return (
+        len(images) == 1
+        and sum(map(any, within)) == 1
+        and len(plane) == 2
+        and not any((_extent(r) or 0) > 1 and _uses(images[0].indices[:-2], r.var) for r in reductions)
+    )
+
+
+def _schedule_plane(sch: Any, block: Any, machine: Machine) -> None:
+    """A plane after the other, in parallel: padded where it stays in the cache, its weights in registers.
+
+    A tile of a few rows shares the vectors that it loads.
+    """
+    padding = list(sch.get_producers(block))
+    final, later = _inline_epilogue(sch, block)
+    extents = _extents(sch, block)
+    kinds = [int(v.iter_type) for v in sch.get(block).iter_vars]
+    at = kinds.count(0)
+    *_, height, width = extents[:at]
+    lanes = next((n for n in (machine.lanes, machine.lanes // 2, machine.lanes // 4) if width % n == 0), 1)
+    rows = next(n for n in range(_PLANE_ROWS, 0, -1) if height % n == 0)
+    loops = sch.get_loops(block)
+    y, row = sch.split(loops[at - 2], [None, rows])
+    x, lane = sch.split(loops[at - 1], [None, lanes])
+    sch.reorder(*loops[: at - 2], y, x, *loops[at:], row, lane)
+    outer = sch.fuse(*loops[: at - 2])
+    if final is None:
+        final = sch.cache_write(block, 0, _LOCAL)
+    else:
+        sch.set_scope(block, 0, _LOCAL)
+    sch.reverse_compute_at(final, x, preserve_unit_loops=True)
+    for loop in (*loops[at:], row):
+        sch.unroll(loop)
+    sch.vectorize(lane)
+    _vectorize_tile(sch, final, Tile(rows, lanes, lanes), 3)
+    for producer in padding:
+        sch.compute_at(producer, outer, preserve_unit_loops=True)
+    if 2 * math.prod(extents) >= _WORTH_A_THREAD:
+        sch.parallel(outer)
+    start = sch.decompose_reduction(block, loops[at])
+    for loop in sch.get_loops(start)[3:-1]:
+        sch.unroll(loop)
+    for other in later:
+        _parallel_vectors(sch, other, machine)
 
 
 # --- Row reductions and injective functions
