@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 from xrlflow.backends.protocol import one_line
 from xrlflow.backends.tvm.load import tvm
+from xrlflow.backends.tvm.stack import CODE
 from xrlflow.cost.database import cache_directory, connect
 from xrlflow.cost.machine import cpu_name
 from xrlflow.tuning.tasks import Task, module_key, target_text
@@ -71,8 +72,13 @@ class Setting:
 
     @staticmethod
     def on(device: str | None, target: Target, threads: int) -> Setting:
-        """A device by its name (None: this machine), with the TVM that is installed here."""
-        return Setting(target_text(target), str(tvm().__version__), device or cpu_name(), threads)
+        """A device by its name (None: this machine), with the TVM that is installed here and what we add to it."""
+        return Setting(target_text(target), _version(), device or cpu_name(), threads)
+
+
+def _version() -> str:
+    """Of what makes code of a schedule."""
+    return f"{tvm().__version__}, {CODE}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +193,7 @@ class Store:
         database of MetaSchedule's, for its pass MetaScheduleApplyDatabase."""
         meta = tvm().s_tir.meta_schedule.database
         found = meta.MemoryDatabase()
-        ours = target_text(target), str(tvm().__version__)
+        ours = target_text(target), _version()
         modules = {task.key: task.mod for task in tasks} if tasks is not None else self._modules()
         for key, module in modules.items():
             records = [

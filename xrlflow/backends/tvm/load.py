@@ -10,7 +10,7 @@ from typing import Any
 
 from xrlflow.backends.placement import default_threads
 from xrlflow.backends.protocol import BackendError, one_line
-from xrlflow.backends.tvm import functions
+from xrlflow.backends.tvm import functions, stack
 
 # Tensor intrinsics of targets that are not ours: MetaSchedule imports them all, and parsing their scripts takes 25 s in
 # every fresh process. An empty module in their place takes nothing.
@@ -45,6 +45,7 @@ def tvm() -> Any:
             f"TVM cannot be loaded ({one_line(error)}): install it with `pip install xrlflow[tvm]`"
         ) from error
     functions.register()
+    stack.register()
     return package
 
 

@@ -1,0 +1,79 @@
+"""Small buffers on the stack, where LLVM turns them into registers.
+
+TVM takes a buffer of 1,024 bytes or more from its pool of workspaces: a call for memory, one to clear it and one to
+give it back for each tile of an output, whose accumulators are written there and read again. A tile that fills
+AVX-512's registers has 1,536 to 1,792 bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+_MOST = 4096
+CODE = "small buffers on the stack"
+"""What the code of one schedule depends on besides TVM's version: times from before are another setting's."""
+# TVM's annotation of an allocation that code generation is left to (LowerTVMBuiltin).
+_ON_STACK = "disable_lower_builtin"
+
+
+def register() -> None:
+    """Add this to the passes that TVM lowers kernels with: once in a process."""
+    from tvm import tirx
+
+    passes, finalize_host, finalize_device = tirx.get_tir_pipeline("s_tir")
+    tirx.register_tir_pipeline("s_tir", lambda: (_then(passes), finalize_host, finalize_device))
+
+
+def _then(passes: Any) -> Any:
+    import tvm
+
+    return tvm.transform.Sequential(
+        [passes, tvm.transform.module_pass(_module, opt_level=0, name="KeepOnStack")]
+    )
+
+
+def _module(mod: Any, context: Any) -> Any:
+    from tvm import tirx
+
+    for name, function in mod.functions.items():
+        if isinstance(function, tirx.PrimFunc):
+            mod.update_func(name, function.with_body(_statement(function.body)))
+    return mod
+
+
+def _statement(statement: Any) -> Any:
+    """The statement with its small buffers marked."""
+    from tvm import tirx
+
+    if isinstance(statement, tirx.SeqStmt):
+        return tirx.SeqStmt([_statement(s) for s in statement.seq])
+    if isinstance(statement, tirx.AttrStmt):
+        return tirx.AttrStmt(
+            statement.node, statement.attr_key, statement.value, _statement(statement.body), statement.span
+        )
+    if isinstance(statement, tirx.For):
+        return tirx.For(
+            statement.loop_var, statement.min, statement.extent, statement.kind, _statement(statement.body),
+            statement.thread_binding, statement.annotations, statement.step, statement.span,
+        )  # fmt: skip
+    if isinstance(statement, tirx.IfThenElse):
+        otherwise = statement.else_case
+        return tirx.IfThenElse(
+            statement.condition,
+            _statement(statement.then_case),
+            None if otherwise is None else _statement(otherwise),
+            statement.span,
+        )
+    if isinstance(statement, tirx.AllocBuffer) and _is_small(statement.buffer):
+        annotations = {**statement.annotations, _ON_STACK: tirx.IntImm("bool", 1)}
+        return tirx.AllocBuffer(statement.buffer, annotations, statement.span)
+    return statement
+
+
+def _is_small(buffer: Any) -> bool:
+    from tvm import tirx
+
+    if not all(isinstance(n, tirx.IntImm) for n in buffer.shape):
+        return False
+    return math.prod(int(n) for n in buffer.shape) * int(buffer.dtype.itemsize) <= _MOST
