@@ -93,6 +93,8 @@ def _positive(sizes: Sequence[Dim]) -> bool:
 class ReplacePointwiseConvByMatMul(Rule):
     """conv(x, w, b) -> reshape(w @ reshape(x) + b)  for a 1x1 kernel: the image is a matrix of channels by places."""
 
+    # TVM has channels last, where the convolution is this product already, and the matrix needs conversions.
+    backend = "onnxruntime"
     dtypes = _PRODUCTS
     optional = ("b",)
     shapes = per_rank("x[i,c{h}] w[m,c{1}] b[m]")
