@@ -45,6 +45,11 @@ MODELS: Mapping[str, Callable[[], onnx.ModelProto]] = {
     "efficientnet-b0": lambda: models.build("efficientnet-b0"),
     "bert, 2 layers": lambda: models.build("bert", depth=2),
     "vit, 2 layers": lambda: models.build("vit", depth=2),
+    "nasrnn-shared": lambda: models.build("nasrnn-shared"),
+    "gru-unrolled": lambda: models.build("gru-unrolled"),
+    "resnext50": lambda: models.build("resnext50"),
+    "nasnet-a": lambda: models.build("nasnet-a"),
+    "squeezenet": lambda: models.build("squeezenet"),
 }
 
 

@@ -88,6 +88,10 @@ GRAPHS = {
     " float[1,4,1,1] m) { y = Conv<group=4, pads=[1,1,1,1], dilations=[1,1]>(x, w)\n m = GlobalAveragePool(y) }",
     "Conv, grouped": "(float[1,16,7,7] x, float[32,4,3,3] w) => (float[1,32,7,7] y) {"
     " y = Conv<group=4, pads=[1,1,1,1]>(x, w) }",
+    "Conv, grouped, pointwise": "(float[1,24,9,9] x, float[48,8,1,1] w, float[48] b) => (float[1,48,9,9] y) {"
+    " a = Conv<group=3>(x, w, b)\n y = Relu(a) }",
+    "Conv, grouped, strided, weights given": "(float[2,32,15,15] x, float[16,8,3,3] k) => (float[2,16,7,7] y) {"
+    " y = Conv<group=4, strides=[2,2]>(x, k) }",
     "gate": "(float[1,32,12,12] x, float[8,32,1,1] v, float[32,8,1,1] w) => (float[1,32,12,12] y) {"
     " p = GlobalAveragePool(x)\n a = Conv(p, v)\n b = Relu(a)\n c = Conv(b, w)\n g = Sigmoid(c)\n y = Mul(x, g) }",
     "Softmax": "(float[3,5,64] x) => (float[3,5,64] y) { y = Softmax<axis=-1>(x) }",

@@ -146,6 +146,7 @@ def design_space(machine: Machine, most: int = 64) -> Any:
 def _only_contraction(sch: Any, anchors: Sequence[Any]) -> tuple[Any, _Contraction] | None:
     if len(anchors) != 1:
         return None
+    _split_groups(sch, anchors[0])
     found = _contraction(sch, anchors[0])
     return None if found is None else (anchors[0], found)
 
@@ -186,19 +187,24 @@ def _uses(indices: Sequence[Any], variable: Any) -> bool:
 
 def _contraction(sch: Any, block: Any) -> _Contraction | None:
     """C[.., n] += A[.., k] * B[k.., n]; None for another reduction, or one with extents that are not known."""
-    from tvm import tirx
+    from tvm import sym, tirx
     from tvm.ir.expr import TensorLoad
 
     node = sch.get(block)
     variables = list(node.iter_vars)
     if any(_extent(v) is None for v in variables) or not isinstance(node.body, tirx.BufferStore):
         return None
-    value, indices = node.body.value, list(node.body.indices)
+    value = node.body.value
     if not (isinstance(value, tirx.Add) and isinstance(value.b, tirx.Mul)):
         return None
     factors = [value.b.a, value.b.b]
     if not all(isinstance(f, TensorLoad) for f in factors):
         return None
+    analyzer = sym.Analyzer()
+    for variable in variables:
+        analyzer.bind(variable.var, variable.dom)
+    indices = [analyzer.simplify(i) for i in node.body.indices]
+    read = [[analyzer.simplify(i) for i in f.indices] for f in factors]
 
     def place(expression: Any) -> int | None:
         return next((i for i, v in enumerate(variables) if v.var.same_as(expression)), None)
@@ -207,12 +213,12 @@ def _contraction(sch: Any, block: Any) -> _Contraction | None:
     if not places or places[-1] is None:
         return None
     column = places[-1]
-    with_column = [_uses(f.indices, variables[column].var) for f in factors]
+    with_column = [_uses(r, variables[column].var) for r in read]
     reductions = tuple(i for i, v in enumerate(variables) if int(v.iter_type) == 2)
     spatial = [p for p in places[:-1] if p is not None]
     if all(with_column):
-        rows = tuple(p for p in spatial if sum(_uses(f.indices, variables[p].var) for f in factors) == 1)
-        last = [f.indices[-1] for f in factors]
+        rows = tuple(p for p in spatial if sum(_uses(r, variables[p].var) for r in read) == 1)
+        last = [r[-1] for r in read]
         wide = any(
             _extents(sch, block)[r] > 1 and _uses([index], variables[r].var)
             for r in reductions
@@ -221,18 +227,66 @@ def _contraction(sch: Any, block: Any) -> _Contraction | None:
         return None if wide or not rows else _Contraction(column, rows, reductions, None)
     if not any(with_column):
         return None
-    weights = factors[with_column.index(True)]
-    other = factors[with_column.index(False)]
-    if not weights.indices[-1].same_as(variables[column].var):
+    weights, other = with_column.index(True), with_column.index(False)
+    if not read[weights][-1].same_as(variables[column].var):
         return None
     rows = tuple(
         p
         for p in spatial
-        if _uses(other.indices, variables[p].var) and not _uses(weights.indices, variables[p].var)
+        if _uses(read[other], variables[p].var) and not _uses(read[weights], variables[p].var)
     )
     reads = [region.source for region in node.reads]
-    at = next((i for i, buffer in enumerate(reads) if buffer.same_as(weights.source)), None)
+    at = next((i for i, buffer in enumerate(reads) if buffer.same_as(factors[weights].source)), None)
     return None if at is None or not rows else _Contraction(column, rows, reductions, at)
+
+
+def _split_groups(sch: Any, block: Any) -> None:
+    """C[.., n] += A[.., n // m * k + r] * W[.., r, n], a grouped convolution, becomes a batch of contractions:
+    C[.., g, n] += A[.., g * k + r] * W[g, .., r, n]. Anything else stays as it is.
+    """
+    from tvm import sym, tirx
+    from tvm.ir.expr import TensorLoad
+
+    node = sch.get(block)
+    variables = list(node.iter_vars)
+    if any(_extent(v) is None for v in variables) or not isinstance(node.body, tirx.BufferStore):
+        return
+    value, indices = node.body.value, list(node.body.indices)
+    if not (isinstance(value, tirx.Add) and isinstance(value.b, tirx.Mul)):
+        return
+    image, weights = value.b.a, value.b.b
+    outputs = [v for v in variables if int(v.iter_type) == 0]
+    last, reduced = outputs[-1].var, variables[-1]
+    if (
+        not isinstance(image, TensorLoad)
+        or not isinstance(weights, TensorLoad)
+        or len(indices) != len(outputs)
+        or not all(v.var.same_as(i) for v, i in zip(outputs, indices))
+        or not weights.indices[-1].same_as(last)
+        or _uses([*image.indices[:-1], *weights.indices[:-1]], last)
+        or int(reduced.iter_type) != 2
+    ):
+        return
+    inner, channels, columns = _extent(reduced), int(image.source.shape[-1]), _extent(outputs[-1])
+    assert inner is not None
+    assert columns is not None
+    groups = channels // inner
+    width = columns // max(groups, 1)
+    expected = last // width * inner + reduced.var if width else last
+    if groups < 2 or width < 2 or not sym.Analyzer().can_prove_equal(image.indices[-1], expected):
+        return
+    reads = [region.source for region in node.reads]
+    position = next(i for i, buffer in enumerate(reads) if buffer.same_as(weights.source))
+    at = len(outputs) - 1
+
+    def split(*index: Any) -> list[Any]:
+        return [*index[:at], index[at] // width, index[at] % width, *index[at + 1 :]]
+
+    if _name(sch, block) in _outputs(sch):
+        sch.cache_write(block, 0, "global")
+    _pack(sch, block, position, width, constant=_is_constant(sch, block, position))
+    sch.transform_layout(block, ("write", 0), _index_map(split, len(outputs), sch, block))
+    sch.transform_block_layout(block, _index_map(split, len(variables), sch, block))
 
 
 # --- Choices
@@ -598,8 +652,8 @@ def _is_constant(sch: Any, block: Any, position: int) -> bool:
     return any(function.params[int(i)].same_as(buffer) for i in free)
 
 
-def _pack(sch: Any, block: Any, position: int, width: int) -> None:
-    """Weights [.., k, n] in panels [n / width, .., k, width], packed when the model is compiled."""
+def _pack(sch: Any, block: Any, position: int, width: int, constant: bool = True) -> None:
+    """Weights [.., k, n] in panels [n / width, .., k, width]; constant ones are packed when the model is compiled."""
     packed = sch.cache_read(block, position, "global")
 
     def panels(*indices: Any) -> list[Any]:
@@ -607,7 +661,8 @@ def _pack(sch: Any, block: Any, position: int, width: int) -> None:
         return [n // width, *head, n % width]
 
     sch.transform_layout(block, ("read", position), panels)
-    sch.annotate(packed, _PACKING, True)
+    if constant:
+        sch.annotate(packed, _PACKING, True)
 
 
 def _vectorize_tile(sch: Any, final: Any, tile: Tile, outside: int) -> None:
