@@ -93,7 +93,7 @@ def _positive(sizes: Sequence[Dim]) -> bool:
 class ReplacePointwiseConvByMatMul(Rule):
     """conv(x, w, b) -> reshape(w @ reshape(x) + b)  for a 1x1 kernel: the image is a matrix of channels by places."""
 
-    # TVM has channels last, where the convolution is this product already, and the matrix needs conversions.
+    # TVM's kernels are this product already, and where it has channels last the matrix would need conversions.
     backend = "onnxruntime"
     dtypes = _PRODUCTS
     optional = ("b",)

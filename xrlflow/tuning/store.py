@@ -235,7 +235,8 @@ class Store:
         """Add the records of a JSON database of TVM's; how many of them were new.
 
         The files do not say where and with how many threads they were measured: `setting` does (its target stands
-        in where a record has none), by default this machine and the cores of each record's target, or `threads`.
+        in where a record has none), by default this machine and the cores of each record's target, or `threads`, and
+        kernels built as they are here (`backends.tvm.stack`).
         Raises StoreError, with file and line, for what is no such database; then nothing is added.
         """
         workloads = [

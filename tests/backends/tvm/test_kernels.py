@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+import numpy.typing as npt
 import onnx.parser
 import pytest
 from hypothesis import given
@@ -11,7 +14,9 @@ from hypothesis import strategies as st
 from xrlflow.backends.onnxruntime import open_model
 from xrlflow.backends.tvm import Machine, Tvm, TvmModel, detect
 from xrlflow.backends.tvm.compiled import compiled
-from xrlflow.backends.tvm.schedules import Grid, tile_of
+from xrlflow.backends.tvm.load import tvm
+from xrlflow.backends.tvm.lower import fuse, import_model
+from xrlflow.backends.tvm.schedules import Grid, choices, heuristic, schedule, tile_of
 
 MACHINE = Machine("x86_64-unknown-linux-gnu", "znver4", 2, 16, 32)
 
@@ -84,8 +89,20 @@ GRAPHS = {
     " (float[2,6,21,24] y) { a = Conv<group=6, pads=[2,2,2,2]>(x, w, b)\n s = Sigmoid(a)\n y = Mul(a, s) }",
     "Conv, depthwise, strided, channels first": "(float[1,3,45,47] x, float[6,1,3,3] w) => (float[1,6,22,23] y) {"
     " y = Conv<group=3, strides=[2,2]>(x, w) }",
-    "Conv, depthwise, gate, channels first": "(float[1,4,20,20] x, float[4,1,3,3] w) => (float[1,4,20,20] y,"
-    " float[1,4,1,1] m) { y = Conv<group=4, pads=[1,1,1,1], dilations=[1,1]>(x, w)\n m = GlobalAveragePool(y) }",
+    "Conv, depthwise, dilated, channels first": "(float[1,4,20,31] x, float[4,1,3,3] w) => (float[1,4,18,30] y) {"
+    " y = Conv<group=4, pads=[2,1,0,2], dilations=[2,2]>(x, w) }",
+    "Conv, depthwise, large, channels first": "(float[1,3,20,16] x, float[3,1,9,9] w) => (float[1,3,20,16] y) {"
+    " y = Conv<group=3, pads=[4,4,4,4]>(x, w) }",
+    "Conv, depthwise, large": "(float[1,16,12,12] x, float[16,1,9,9] w) => (float[1,16,12,12] y) {"
+    " y = Conv<group=16, pads=[4,4,4,4]>(x, w) }",
+    "Conv, one channel": "(float[1,1,28,28] x, float[8,1,5,5] w) => (float[1,8,28,28] y) {"
+    " y = Conv<pads=[2,2,2,2]>(x, w) }",
+    "Conv, one dimension": "(float[2,12,30] x, float[16,12,3] w, float[8,16,1] v) => (float[2,8,28] y) {"
+    " a = Conv<pads=[2,2], dilations=[3]>(x, w)\n y = Conv(a, v) }",
+    "Conv, three dimensions": "(float[1,4,6,7,8] x, float[8,4,3,3,3] w) => (float[1,8,6,7,8] y) {"
+    " y = Conv<pads=[1,1,1,1,1,1]>(x, w) }",
+    "Conv, transposed": "(float[1,8,6,6] x, float[8,4,3,3] w, float[4,4,3,3] v) => (float[1,4,15,15] y) {"
+    " a = ConvTranspose<strides=[2,2]>(x, w)\n y = ConvTranspose(a, v) }",
     "Conv, grouped": "(float[1,16,7,7] x, float[32,4,3,3] w) => (float[1,32,7,7] y) {"
     " y = Conv<group=4, pads=[1,1,1,1]>(x, w) }",
     "Conv, grouped, pointwise": "(float[1,24,9,9] x, float[48,8,1,1] w, float[48] b) => (float[1,48,9,9] y) {"
@@ -98,7 +115,8 @@ GRAPHS = {
     "Softmax, odd": "(float[3,197] x) => (float[3,197] y) { y = Softmax<axis=-1>(x) }",
     "Softmax, along rows": "(float[3,32,5] x) => (float[3,32,5] y) { y = Softmax<axis=1>(x) }",
     "Softmax, apart": "(float[4,32] x, float[4,32] z) => (float[4,32] y) {"
-    " d = Mul(x, x)\n e = Mul(d, d)\n c = Exp(e)\n s = Softmax(c)\n y = Add(s, z) }",
+    " d = Add(x, x)\n e = Add(d, d)\n s = Softmax(e)\n y = Add(s, z) }",
+    "product of two vectors": "(float[64] x, float[64] z) => (float y) { y = MatMul(x, z) }",
     "LayerNormalization": "(float[1,12,96] x, float[96] s, float[96] b) => (float[1,12,96] y) {"
     " y = LayerNormalization(x, s, b) }",
     "pooling": "(float[1,16,13,13] x) => (float[1,16,6,6] y) { y = MaxPool<kernel_shape=[3,3], strides=[2,2]>(x) }",
@@ -126,16 +144,21 @@ def network(text: str) -> onnx.ModelProto:
     return model
 
 
-@pytest.mark.parametrize("name", GRAPHS)
-def test_kernels_agree_with_onnx_runtime(name: str) -> None:
-    model = network(GRAPHS[name])
+def numbers(model: onnx.ModelProto) -> dict[str, npt.NDArray[np.float32]]:
+    """The inputs of a model."""
     rng = np.random.default_rng(1)
-    feeds = {
+    return {
         value.name: rng.standard_normal([d.dim_value for d in value.type.tensor_type.shape.dim]).astype(
             np.float32
         )
         for value in model.graph.input
     }
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_kernels_agree_with_onnx_runtime(name: str) -> None:
+    model = network(GRAPHS[name])
+    feeds = numbers(model)
     with open_model(model.SerializeToString(), threads=1) as runtime:
         expected = runtime.run(feeds)
     with compiled(model, detect(), threads=2) as lowered:
@@ -146,17 +169,58 @@ def test_kernels_agree_with_onnx_runtime(name: str) -> None:
         np.testing.assert_allclose(b, a, rtol=2e-5, atol=2e-6)
 
 
-def test_narrower_machines() -> None:
+@pytest.mark.parametrize(
+    "name", ["epilogue", "Conv, depthwise alone, channels first", "Conv, grouped", "Softmax", "Gelu"]
+)
+def test_narrower_machines(name: str) -> None:
     """A processor with registers of 8 floats, 16 of them."""
     machine = detect(cpu="haswell")
     assert (machine.lanes, machine.registers) == (8, 16)
-    model = network(GRAPHS["epilogue"])
-    feeds = {
-        "x": np.ones((64, 32), np.float32),
-        "r": np.zeros((64, 48), np.float32),
-    }
+    model = network(GRAPHS[name])
+    feeds = numbers(model)
     with open_model(model.SerializeToString()) as runtime, compiled(model, machine) as lowered:
         np.testing.assert_allclose(lowered.run(feeds)[0], runtime.run(feeds)[0], rtol=2e-5, atol=2e-6)
+
+
+def kernels(name: str) -> dict[str, Any]:
+    """The kernels of a graph before they are scheduled, as modules of one function."""
+    module = fuse(import_model(network(GRAPHS[name])), detect())
+    return {
+        variable.name_hint: tvm().IRModule({"main": function.with_attr("global_symbol", "main")})
+        for variable, function in module.functions.items()
+        if variable.name_hint != "main"
+    }
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["product", "product, one row", "products in a batch", "gate", "Conv", "Conv, pointwise", "Conv, grouped",
+     "Conv, grouped, pointwise", "Conv, grouped, strided, weights given", "Conv, depthwise"],
+)  # fmt: skip
+def test_contractions_leave_a_choice(name: str) -> None:
+    """What is no contraction to us runs some ten times slower; a gate has two of one row."""
+    found = [n for n, mod in kernels(name).items() if choices(mod, detect())]
+    assert len(found) == (2 if name == "gate" else 1)
+
+
+def test_depthwise_convolutions_alone_stay_channels_first() -> None:
+    (kernel,) = kernels("Conv, depthwise alone, channels first").values()
+    scheduled = schedule(kernel, detect()).script()
+    assert "T.vectorized" in scheduled
+    assert "T.unroll" in scheduled
+    assert any("transpose" in n for n in kernels("Conv"))
+    assert any("transpose" in n for n in kernels("Conv, depthwise"))  # rows of 8
+    assert any("transpose" in n for n in kernels("Conv, one channel"))
+
+
+def test_rows_of_pointwise_convolutions_are_one_dimension() -> None:
+    """7 rows of 5 pixels are 35, in tiles of 7."""
+    graph = "(float[1,24,7,5] x, float[48,24,1,1] w) => (float[1,48,7,5] y) { y = Conv(x, w) }"
+    module = fuse(import_model(network(graph)), detect())
+    (kernel,) = (f for v, f in module.functions.items() if "conv" in v.name_hint)
+    chosen = heuristic(tvm().IRModule({"main": kernel.with_attr("global_symbol", "main")}), detect())
+    assert chosen is not None
+    assert chosen.tile.rows == 7
 
 
 def test_type() -> None:

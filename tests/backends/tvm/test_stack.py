@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from bench.operators import operator
 from xrlflow.backends.tvm import detect
 from xrlflow.backends.tvm.load import tvm
+from xrlflow.backends.tvm.lower import fuse, import_model
+from xrlflow.backends.tvm.schedules import Choice, Tile, apply
+from xrlflow.backends.tvm.stack import CODE
+from xrlflow.tuning.store import Setting
 
 
 @pytest.mark.parametrize(("floats", "called"), [(16, False), (384, False), (1024, False), (1040, True)])
@@ -24,3 +29,22 @@ def test_buffers_up_to_a_page_take_no_workspace(floats: int, called: bool) -> No
     sch.parallel(row)
     library = package.compile(sch.mod, target=detect().target())
     assert ("ptr @__TVMBackendAllocWorkspace" in library.mod.inspect_source("ll")) == called
+
+
+def test_tiles_of_accumulators_take_no_workspace() -> None:
+    """The most that AVX-512 has registers for, and what is left of it behind a condition."""
+    package = tvm()
+    from tvm.s_tir import Schedule
+
+    model = operator("(float[7,32] x, float[32,96] z) => (float[7,96] y) { y = MatMul(x, z) }")
+    (function,) = (
+        f for v, f in fuse(import_model(model), detect()).functions.items() if v.name_hint != "main"
+    )
+    mod = package.IRModule({"main": function.with_attr("global_symbol", "main")})
+    sch = apply(Schedule(mod), detect(), Choice(Tile(7, 32, 8), False))
+    library = package.compile(sch.mod, target=detect().target())
+    assert "ptr @__TVMBackendAllocWorkspace" not in library.mod.inspect_source("ll")
+
+
+def test_times_say_what_code_they_are_of() -> None:
+    assert CODE in Setting.here(detect().target(), 1).tvm

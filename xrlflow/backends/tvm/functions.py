@@ -114,7 +114,7 @@ def _exp(x: Any) -> Any:
             return bounded - n * tirx.const(_LN2_HIGH, x.ty.dtype) - n * tirx.const(_LN2_LOW, x.ty.dtype)
 
         r = _bound(rounded - tirx.const(_ROUNDING, x.ty.dtype), remainder)
-        bits = tirx.reinterpret(_integer(x), rounded)
+        bits = tirx.reinterpret(_unsigned(x), rounded)
         return _bound(r, lambda r: _bound(bits, lambda bits: product(r, bits)))
 
     def product(r: Any, bits: Any) -> Any:
@@ -122,7 +122,7 @@ def _exp(x: Any) -> Any:
             return bits << tirx.const(places, bits.ty.dtype)
 
         fraction = _horner(r, _EXP) * r * r + r + tirx.const(1.0, x.ty.dtype)
-        exponent = tirx.const(-(1 << 23), bits.ty.dtype)  # the sign and the exponent of a float
+        exponent = tirx.const(0xFF800000, bits.ty.dtype)  # the sign and the exponent of a float
         return _bound(
             shifted(22) & exponent,  # half of it, rounded down
             lambda half: (
@@ -135,9 +135,9 @@ def _exp(x: Any) -> Any:
     return _bound(_clamped(x, _EXP_LOWEST, _EXP_HIGHEST), reduced)
 
 
-def _integer(x: Any) -> str:
+def _unsigned(x: Any) -> str:
     lanes = str(x.ty.dtype).partition("x")[2]
-    return f"int32x{lanes}" if lanes else "int32"
+    return f"uint32x{lanes}" if lanes else "uint32"
 
 
 def _rational(x: Any, limit: float, above: Sequence[float], below: Sequence[float]) -> Any:

@@ -16,7 +16,8 @@ def _softmax(builder: Any, call: Any) -> Any:
 
 
 def softmax(x: Any, axis: int) -> Any:
-    """exp(x - max) * (1 / sum): one division for each row, where TVM's softmax has one for each element."""
+    """exp(x - max) * (1 / sum): one division for each row, where the schedule works row by row, instead of one for each
+    element."""
     from tvm import te, tirx
 
     shape = list(x.shape)

@@ -136,8 +136,10 @@ def _gains_from_channels_last(module: Any) -> bool:
     def look(expression: Any) -> None:
         nonlocal gains
         if isinstance(expression, relax.Call) and getattr(expression.op, "name", "") == "relax.nn.conv2d":
-            channels, width = int(expression.args[0].ty.shape[1]), int(expression.ty.shape[3])
-            gains |= int(expression.attrs.groups) < channels or width < _SHORT_ROW
+            channels, width = expression.args[0].ty.shape[1], expression.ty.shape[3]
+            known = hasattr(channels, "value") and hasattr(width, "value")
+            alone = known and int(expression.attrs.groups) == int(channels) > 1 and int(width) >= _SHORT_ROW
+            gains |= not alone
 
     relax.analysis.post_order_visit(module["main"], look)
     return gains

@@ -35,6 +35,9 @@ _LOCAL = "local"
 _PACKING = "meta_schedule.layout_rewrite_preproc"
 _MOST_ROWS = 14
 _PLANE_ROWS = 4
+# Groups of fewer columns are no contractions.
+_NARROWEST = 4
+_UNROLLED = 64
 # Rows whose addresses are a multiple of this apart share a set of an 8-way first-level cache.
 _PAGE = 4096
 _WAYS = 8
@@ -202,7 +205,9 @@ def _contraction(sch: Any, block: Any) -> _Contraction | None:
         return None
     analyzer = sym.Analyzer()
     for variable in variables:
-        analyzer.bind(variable.var, variable.dom)
+        # An output dimension of extent 1 is not to be taken for the number 0: a product of one row has rows.
+        if int(variable.iter_type) == 2 or _extent(variable) != 1:
+            analyzer.bind(variable.var, variable.dom)
     indices = [analyzer.simplify(i) for i in node.body.indices]
     read = [[analyzer.simplify(i) for i in f.indices] for f in factors]
 
@@ -228,8 +233,9 @@ def _contraction(sch: Any, block: Any) -> _Contraction | None:
     if not any(with_column):
         return None
     weights, other = with_column.index(True), with_column.index(False)
-    if not read[weights][-1].same_as(variables[column].var):
-        return None
+    first = [analyzer.simplify(read[weights][-1] - variables[column].var)]
+    if any(_uses(first, variables[i].var) for i in (column, *reductions)):
+        return None  # its neighbours are not neighbours in memory, or slide along with the reduction
     rows = tuple(
         p
         for p in spatial
@@ -242,7 +248,7 @@ def _contraction(sch: Any, block: Any) -> _Contraction | None:
 
 def _split_groups(sch: Any, block: Any) -> None:
     """C[.., n] += A[.., n // m * k + r] * W[.., r, n], a grouped convolution, becomes a batch of contractions:
-    C[.., g, n] += A[.., g * k + r] * W[g, .., r, n]. Anything else stays as it is.
+    C[.., g, n] += A[.., g * k + r] * W[.., r, g * m + n]. Anything else stays as it is, also groups of few columns.
     """
     from tvm import sym, tirx
     from tvm.ir.expr import TensorLoad
@@ -256,11 +262,13 @@ def _split_groups(sch: Any, block: Any) -> None:
         return
     image, weights = value.b.a, value.b.b
     outputs = [v for v in variables if int(v.iter_type) == 0]
+    if not isinstance(image, TensorLoad) or not isinstance(weights, TensorLoad):
+        return
+    if not outputs or not image.indices or not weights.indices:
+        return
     last, reduced = outputs[-1].var, variables[-1]
     if (
-        not isinstance(image, TensorLoad)
-        or not isinstance(weights, TensorLoad)
-        or len(indices) != len(outputs)
+        len(indices) != len(outputs)
         or not all(v.var.same_as(i) for v, i in zip(outputs, indices))
         or not weights.indices[-1].same_as(last)
         or _uses([*image.indices[:-1], *weights.indices[:-1]], last)
@@ -272,11 +280,10 @@ def _split_groups(sch: Any, block: Any) -> None:
     assert columns is not None
     groups = channels // inner
     width = columns // max(groups, 1)
-    expected = last // width * inner + reduced.var if width else last
-    if groups < 2 or width < 2 or not sym.Analyzer().can_prove_equal(image.indices[-1], expected):
+    if groups < 2 or width < _NARROWEST:
         return
-    reads = [region.source for region in node.reads]
-    position = next(i for i, buffer in enumerate(reads) if buffer.same_as(weights.source))
+    if not sym.Analyzer().can_prove_equal(image.indices[-1], last // width * inner + reduced.var):
+        return
     at = len(outputs) - 1
 
     def split(*index: Any) -> list[Any]:
@@ -284,7 +291,6 @@ def _split_groups(sch: Any, block: Any) -> None:
 
     if _name(sch, block) in _outputs(sch):
         sch.cache_write(block, 0, "global")
-    _pack(sch, block, position, width, constant=_is_constant(sch, block, position))
     sch.transform_layout(block, ("write", 0), _index_map(split, len(outputs), sch, block))
     sch.transform_block_layout(block, _index_map(split, len(variables), sch, block))
 
@@ -296,8 +302,8 @@ def _split_groups(sch: Any, block: Any) -> None:
 class Grid:
     """The outputs of a contraction: `rows` x `columns`, each the sum of `reduction` products.
 
-    Rows of the broadcast operand are `row_stride` bytes apart; `pad_rows` and `pad_columns`: they may be padded to
-    multiples of a tile; `channelwise`: nothing is broadcast, each column has its own weights.
+    Rows of the broadcast operand are `row_stride` bytes apart, or more. `pad_rows`, `pad_columns`: they may be padded
+    to multiples of a tile; `channelwise`: nothing is broadcast, each column has its own weights.
     """
 
     rows: int
@@ -485,9 +491,8 @@ def _schedule_contraction(
     sch.vectorize(lane)
     sch.unroll(vectors)
     sch.unroll(inner_row)
-    if channelwise:  # a few steps of reduction
-        for loop in reductions:
-            sch.unroll(loop)
+    if channelwise:
+        _unroll(sch, reductions)
     outside = 1 + len(walk)
     _vectorize_tile(sch, final, tile, outside)
     if cropped is not None:
@@ -652,8 +657,8 @@ def _is_constant(sch: Any, block: Any, position: int) -> bool:
     return any(function.params[int(i)].same_as(buffer) for i in free)
 
 
-def _pack(sch: Any, block: Any, position: int, width: int, constant: bool = True) -> None:
-    """Weights [.., k, n] in panels [n / width, .., k, width]; constant ones are packed when the model is compiled."""
+def _pack(sch: Any, block: Any, position: int, width: int) -> None:
+    """Weights [.., k, n] in panels [n / width, .., k, width], packed when the model is compiled."""
     packed = sch.cache_read(block, position, "global")
 
     def panels(*indices: Any) -> list[Any]:
@@ -661,8 +666,17 @@ def _pack(sch: Any, block: Any, position: int, width: int, constant: bool = True
         return [n // width, *head, n % width]
 
     sch.transform_layout(block, ("read", position), panels)
-    if constant:
-        sch.annotate(packed, _PACKING, True)
+    sch.annotate(packed, _PACKING, True)
+
+
+def _unroll(sch: Any, reductions: Sequence[Any]) -> None:
+    """Unroll a few steps of reduction; of more, as large kernels have, the innermost ones."""
+    steps = 1
+    for loop in reversed(reductions):
+        steps *= int(sch.get(loop).extent)
+        if steps > _UNROLLED:
+            return
+        sch.unroll(loop)
 
 
 def _vectorize_tile(sch: Any, final: Any, tile: Tile, outside: int) -> None:
@@ -689,7 +703,7 @@ def _is_plane(sch: Any, block: Any) -> bool:
     value, indices = node.body.value, list(node.body.indices)
     if len(indices) < 3 or not (isinstance(value, tirx.Add) and isinstance(value.b, tirx.Mul)):
         return False
-    plane, reductions = indices[-2:], [v for v in variables if int(v.iter_type) == 2]
+    reductions = [v for v in variables if int(v.iter_type) == 2]
     spatial = [v for v in variables if int(v.iter_type) == 0]
     if len(spatial) != len(indices) or not all(v.var.same_as(i) for v, i in zip(spatial, indices)):
         return False
@@ -701,7 +715,6 @@ def _is_plane(sch: Any, block: Any) -> bool:
     return (
         len(images) == 1
         and sum(map(any, within)) == 1
-        and len(plane) == 2
         and not any((_extent(r) or 0) > 1 and _uses(images[0].indices[:-2], r.var) for r in reductions)
     )
 
@@ -711,6 +724,7 @@ def _schedule_plane(sch: Any, block: Any, machine: Machine) -> None:
 
     A tile of a few rows shares the vectors that it loads.
     """
+    _inline_copies(sch, block)
     padding = list(sch.get_producers(block))
     final, later = _inline_epilogue(sch, block)
     extents = _extents(sch, block)
@@ -729,9 +743,9 @@ def _schedule_plane(sch: Any, block: Any, machine: Machine) -> None:
     else:
         sch.set_scope(block, 0, _LOCAL)
     sch.reverse_compute_at(final, x, preserve_unit_loops=True)
-    for loop in (*loops[at:], row):
-        sch.unroll(loop)
+    sch.unroll(row)
     sch.vectorize(lane)
+    _unroll(sch, loops[at:])
     _vectorize_tile(sch, final, Tile(rows, lanes, lanes), 3)
     for producer in padding:
         sch.compute_at(producer, outer, preserve_unit_loops=True)

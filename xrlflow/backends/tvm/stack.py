@@ -1,8 +1,7 @@
 """Small buffers on the stack, where LLVM turns them into registers.
 
-TVM takes a buffer of 1,024 bytes or more from its pool of workspaces: a call for memory, one to clear it and one to
-give it back for each tile of an output, whose accumulators are written there and read again. A tile that fills
-AVX-512's registers has 1,536 to 1,792 bytes.
+TVM takes a kernel's local buffers from its pool of workspaces, and others from 1,024 bytes on: a call for memory, one
+to clear it and one to give it back for each tile of an output, whose accumulators are written there and read again.
 """
 
 from __future__ import annotations
