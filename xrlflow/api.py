@@ -1229,7 +1229,7 @@ def tune(
                 verification = _verify_compiled(job, runner, found.model.sizes, inputs)
         compared = found.compared
         if measure and place.remote is None:
-            job.deadline = time.monotonic() + 20.0
+            job.deadline = time.monotonic() + (8.0 if found.tuning.interrupted else 20.0)
             compared = _final(job, found.path)
     return Tuned(
         found,

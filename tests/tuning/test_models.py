@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -13,7 +15,8 @@ import pytest
 from typer.testing import CliRunner
 
 from xrlflow import api
-from xrlflow.backends.onnxruntime import open_model
+from xrlflow.backends.onnxruntime import measure, open_model
+from xrlflow.backends.results import Comparison
 from xrlflow.backends.tvm import detect, load_compiled
 from xrlflow.backends.tvm.load import tvm
 from xrlflow.backends.tvm.lower import fuse, import_model
@@ -155,6 +158,34 @@ def test_tune_writes_a_library_that_computes_the_same(file: Path, tmp_path: Path
         np.testing.assert_allclose(loaded.run(feeds)[0], runtime.run(feeds)[0], rtol=1e-5, atol=1e-6)
     again = api.tune(file, method="random", trials=4, batch=2, threads=2, store=store, measure=False)
     assert again.found.tuning.measured == 0
+
+
+@pytest.mark.parametrize("interrupting", [True, False])
+def test_an_interrupt_hurries_what_follows(
+    interrupting: bool, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is known is compiled and compared, in less time."""
+    seconds: list[float] = []
+
+    def listener(phase: str, done: int, total: int, note: str) -> None:
+        if interrupting and phase == "tune":
+            raise KeyboardInterrupt
+
+    def measured(*given: Any, time_limit: float, **named: Any) -> Comparison:
+        seconds.append(time_limit)
+        return measure(*given, time_limit=0.2, **named)
+
+    def final(job: Any, path: str) -> None:
+        seconds.append(job.deadline - time.monotonic())
+
+    monkeypatch.setattr("xrlflow.lowering.measure", measured)
+    monkeypatch.setattr("xrlflow.api._final", final)
+    result = api.tune(
+        file, method="random", trials=4, batch=2, threads=2, store=tmp_path / "s.sqlite", listener=listener
+    )
+    assert result.found.tuning.interrupted == interrupting
+    assert result.verification is not None
+    assert [s < 10.0 for s in seconds] == [interrupting] * 2
 
 
 @pytest.mark.parametrize("command", [["tune"], ["optimize", "--backend", "tvm"]])
