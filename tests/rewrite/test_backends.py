@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from rewrite_rules import LIBRARY
 from tests.rewrite.toy import CancelTransposes
 from tests.rules.harness import model
 from xrlflow.onnxio import load
@@ -36,3 +37,9 @@ def test_operators_that_the_backend_lacks_are_refused() -> None:
     assert library.stats["ReplaceReluByMax"].refused == {"the backend has no Max": 1}
     part = RewriteState.start(graph, library.only(["ReplaceReluByMax"]), None)
     assert not part.candidates
+
+
+def test_a_pointwise_convolution_stays_one_for_tvm() -> None:
+    """Its kernels are this product already: the matrix would only bring conversions of layouts."""
+    assert "ReplacePointwiseConvByMatMul" in Library(LIBRARY).rules
+    assert "ReplacePointwiseConvByMatMul" not in Library(LIBRARY, backend="tvm").rules
