@@ -32,7 +32,7 @@ def test_buffers_up_to_a_page_take_no_workspace(floats: int, called: bool) -> No
 
 
 def test_tiles_of_accumulators_take_no_workspace() -> None:
-    """The most that AVX-512 has registers for, and what is left of it behind a condition."""
+    """TVM takes local buffers from its workspaces, whatever their size: this one has 896 bytes."""
     package = tvm()
     from tvm.s_tir import Schedule
 
