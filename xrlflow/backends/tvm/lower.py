@@ -8,6 +8,8 @@ from typing import Any
 
 from xrlflow.backends.interrupts import heeding_interrupts
 from xrlflow.backends.protocol import BackendError
+from xrlflow.backends.tvm.attention import SCHEDULED
+from xrlflow.backends.tvm.attention_fusion import fuse_attention
 from xrlflow.backends.tvm.legalize import legalizations
 from xrlflow.backends.tvm.load import last_line, tvm
 from xrlflow.backends.tvm.schedules import schedule
@@ -20,7 +22,7 @@ _SHORT_ROW = 16
 
 # Names that TVM's importer takes for operators of com.microsoft, of other inputs and attributes.
 _OTHERS = frozenset({"Attention"})
-_SYMBOL, _SCHEDULED = "global_symbol", "tirx.is_scheduled"
+_SYMBOL = "global_symbol"
 
 
 def unsupported(operators: Sequence[tuple[str, str]]) -> list[str]:
@@ -108,6 +110,7 @@ def fuse(module: Any, machine: Machine) -> Any:
         relax.transform.CanonicalizeBindings(),
         relax.transform.FoldConstant(),
         *([relax.transform.ConvertLayout(LAYOUTS)] if _gains_from_channels_last(module) else []),
+        lambda module: fuse_attention(module, machine),
         relax.transform.LegalizeOps(dict(legalizations())),
         relax.transform.AnnotateTIROpPattern(),
         relax.transform.FoldConstant(),
@@ -156,16 +159,21 @@ def schedule_all(module: Any, machine: Machine, tuned: Tuned | None = None) -> A
 
     updates = {}
     for name, function in module.functions.items():
-        if not isinstance(function, tirx.PrimFunc):
+        if not isinstance(function, tirx.PrimFunc) or is_scheduled(function):
             continue
         one = package.IRModule({"main": function.with_attr(_SYMBOL, "main")})
         with heeding_interrupts():
             better = tuned(one) if tuned is not None else None
             done = (better if better is not None else schedule(one, machine))["main"]
-        updates[name] = done.without_attr(_SYMBOL).with_attr(_SCHEDULED, True)
+        updates[name] = done.without_attr(_SYMBOL).with_attr(SCHEDULED, True)
     for name, function in updates.items():
         module.update_func(name, function)
     return module
+
+
+def is_scheduled(function: Any) -> bool:
+    """Whether a PrimFunc was written as it is to run."""
+    return function.attrs is not None and SCHEDULED in function.attrs
 
 
 @heeding_interrupts()

@@ -42,7 +42,7 @@ _UNROLLED = 64
 _PAGE = 4096
 _WAYS = 8
 # Below so many operations a function runs in one thread: waking another takes some microseconds.
-_WORTH_A_THREAD = 30_000
+WORTH_A_THREAD = 30_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -498,7 +498,7 @@ def _schedule_contraction(
     if cropped is not None:
         sch.reverse_compute_at(cropped, innermost, preserve_unit_loops=True)
         _vectorize_tile(sch, cropped, tile, outside)
-    if 2 * math.prod(extents) >= _WORTH_A_THREAD:
+    if 2 * math.prod(extents) >= WORTH_A_THREAD:
         sch.parallel(outer)
     start = sch.decompose_reduction(block, reductions[0])
     for loop in sch.get_loops(start)[outside:-1]:
@@ -749,7 +749,7 @@ def _schedule_plane(sch: Any, block: Any, machine: Machine) -> None:
     _vectorize_tile(sch, final, Tile(rows, lanes, lanes), 3)
     for producer in padding:
         sch.compute_at(producer, outer, preserve_unit_loops=True)
-    if 2 * math.prod(extents) >= _WORTH_A_THREAD:
+    if 2 * math.prod(extents) >= WORTH_A_THREAD:
         sch.parallel(outer)
     start = sch.decompose_reduction(block, loops[at])
     for loop in sch.get_loops(start)[3:-1]:
@@ -785,7 +785,7 @@ def _parallel_vectors(sch: Any, block: Any, machine: Machine) -> None:
             (n for n in range(1, len(loops)) if math.prod(extents[-n:]) >= machine.lanes), len(loops) - 1
         )
         outer = loops[: len(loops) - inside]
-    if elements >= _WORTH_A_THREAD and outer:
+    if elements >= WORTH_A_THREAD and outer:
         sch.parallel(sch.fuse(*outer))
 
 
@@ -879,7 +879,7 @@ def _schedule_by_row(sch: Any, reductions: set[str], machine: Machine) -> bool:
             sch.vectorize(lane)
         elif name not in reductions | outputs:
             _vectorize_last(sch, block, machine)
-    if math.prod(extents) >= _WORTH_A_THREAD:
+    if math.prod(extents) >= WORTH_A_THREAD:
         sch.parallel(row)
     return True
 
@@ -904,7 +904,7 @@ def _vectorize_reduction(sch: Any, block: Any, machine: Machine) -> None:
     extents, loops = _extents(sch, block), sch.get_loops(block)
     spatial = [i for i, v in enumerate(variables) if int(v.iter_type) == 0]
     reduced = [i for i, v in enumerate(variables) if int(v.iter_type) == 2]
-    parallel = bool(spatial) and math.prod(extents) >= _WORTH_A_THREAD
+    parallel = bool(spatial) and math.prod(extents) >= WORTH_A_THREAD
     last = reduced[-1]
     reads = [region.region[-1].min for region in sch.get(block).reads if region.region]
     along = _uses(reads, variables[last].var)

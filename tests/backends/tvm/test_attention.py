@@ -1,0 +1,209 @@
+"""softmax(f(q k)) v becomes one kernel, which computes what ONNX Runtime computes; what only looks like it does not."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import onnx.parser
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.backends.tvm.test_kernels import network
+from xrlflow.backends.onnxruntime import open_model
+from xrlflow.backends.tvm import Machine, detect
+from xrlflow.backends.tvm.attention import Array, Form, plan
+from xrlflow.backends.tvm.compiled import compiled
+from xrlflow.backends.tvm.lower import fuse, import_model
+from xrlflow.tuning.kernels import kernel_tasks
+
+TRANSPOSED = """ a = Transpose<perm=[0,2,1,3]>(q)
+ b = Transpose<perm=[0,2,3,1]>(k)
+ c = Transpose<perm=[0,2,1,3]>(v1)
+ p = MatMul(a, b)
+"""
+
+
+def heads(rows: int, keys: int, number: int, depth: int, width: int, middle: str, more: str = "") -> str:
+    """A graph of attention of so many heads, its operands [1, row, head, column]."""
+    return (
+        f"(float[1,{rows},{number},{depth}] q, float[1,{keys},{number},{depth}] k,"
+        f" float[1,{keys},{number},{width}] v1 {more}) => (float[1,{rows},{number},{width}] y)"
+        f" <float t = {{0.3}}> {{\n{TRANSPOSED} {middle}\n u = Softmax<axis=-1>(z)\n w1 = MatMul(u, c)\n"
+        f" y = Transpose<perm=[0,2,1,3]>(w1)\n}}"
+    )
+
+
+FUSED = {
+    "scaled": heads(24, 48, 3, 16, 32, "z = Mul(p, t)"),
+    "mask": heads(24, 48, 3, 16, 32, "r = Div(p, t)\n z = Add(r, m)", ", float[1,1,24,48] m"),
+    "mask of keys, first": heads(16, 32, 2, 16, 16, "r = Mul(t, p)\n z = Add(m, r)", ", float[1,1,1,32] m"),
+    "mask of lower rank": heads(16, 32, 2, 16, 16, "z = Sub(p, m)", ", float[16,32] m"),
+    "bias of heads": heads(16, 33, 4, 16, 16, "z = Add(p, m)", ", float[1,4,16,33] m"),
+    "choice": heads(16, 32, 2, 16, 16, "n = Neg(t)\n z = Where(m, p, n)", ", bool[1,1,16,32] m"),
+    "odd": heads(37, 41, 3, 19, 23, "z = Mul(p, t)"),
+    "odd, panels of keys": heads(7, 197, 2, 32, 40, "z = Mul(p, t)"),
+    "one row": heads(1, 64, 3, 16, 16, "z = Mul(p, t)"),
+    "one head": heads(101, 64, 1, 16, 16, "z = Mul(p, t)"),
+    "a page of keys": heads(20, 1024, 1, 16, 16, "z = Mul(p, t)"),
+    "no steps": "(float[2,30,16] q, float[2,16,40] k, float[2,40,24] v1) => (float[2,30,24] y) {"
+    " p = MatMul(q, k)\n u = Softmax(p)\n y = MatMul(u, v1) }",
+    "no heads": "(float[30,16] q, float[16,40] k, float[40,24] v1) => (float[30,24] y) {"
+    " p = MatMul(q, k)\n u = Softmax(p)\n y = MatMul(u, v1) }",
+    "constant keys": "(float[30,16] q, float[16,40] w, float[40,24] v) => (float[30,24] y) {"
+    " p = MatMul(q, w)\n u = Softmax(p)\n y = MatMul(u, v) }",
+    "transposed twice": "(float[2,3,30,16] q, float[3,40,2,16] k, float[2,40,3,24] v1) => (float[30,2,3,24] y) {"
+    " b = Transpose<perm=[2,0,3,1]>(k)\n c = Transpose<perm=[0,2,1,3]>(v1)\n p = MatMul(q, b)\n"
+    " u = Softmax(p)\n w1 = MatMul(u, c)\n y = Transpose<perm=[2,0,1,3]>(w1) }",
+    "in front of more": "(float[30,16] q, float[16,40] k, float[40,24] v1) => (float[30,24] y) {"
+    " p = MatMul(q, k)\n u = Softmax(p)\n o = MatMul(u, v1)\n y = Add(o, o) }",
+    "the transposition of what is read twice":
+    "(float[30,16] q, float[16,40] k, float[40,24] v1) => (float[24,30] y, float[30,24] o) {"
+    " p = MatMul(q, k)\n u = Softmax(p)\n o = MatMul(u, v1)\n y = Transpose(o) }",
+}  # fmt: skip
+LEFT = {
+    "scores read": "(float[30,16] q, float[16,40] k, float[40,24] v1) => (float[30,24] y, float[30,40] p) {"
+    " p = MatMul(q, k)\n u = Softmax(p)\n y = MatMul(u, v1) }",
+    "weights read": "(float[30,16] q, float[16,40] k, float[40,24] v1) => (float[30,24] y, float[30,40] u) {"
+    " p = MatMul(q, k)\n u = Softmax(p)\n y = MatMul(u, v1) }",
+    "another axis": "(float[30,16] q, float[16,40] k, float[40,24] v1) => (float[30,24] y) {"
+    " p = MatMul(q, k)\n u = Softmax<axis=0>(p)\n y = MatMul(u, v1) }",
+    "values of all heads": "(float[2,30,16] q, float[2,16,40] k, float[40,24] v1) => (float[2,30,24] y) {"
+    " p = MatMul(q, k)\n u = Softmax(p)\n y = MatMul(u, v1) }",
+    "few keys": "(float[30,16] q, float[16,10] k, float[10,24] v1) => (float[30,24] y) {"
+    " p = MatMul(q, k)\n u = Softmax(p)\n y = MatMul(u, v1) }",
+    "no product in front": "(float[30,40] p, float[40,24] v1) => (float[30,24] y) {"
+    " u = Softmax(p)\n y = MatMul(u, v1) }",
+    "another function in between": "(float[30,16] q, float[16,40] k, float[40,24] v1) => (float[30,24] y) {"
+    " p = MatMul(q, k)\n z = Tanh(p)\n u = Softmax(z)\n y = MatMul(u, v1) }",
+    "spread by a step": "(float[30,16] q, float[16,40] k, float[2,40,24] v1, float[2,1,40] m) =>"
+    " (float[2,30,24] y) { p = MatMul(q, k)\n z = Add(p, m)\n u = Softmax(z)\n y = MatMul(u, v1) }",
+    "scores on both sides": "(float[30,16] q, float[16,40] k, float[40,24] v1) => (float[30,24] y) {"
+    " p = MatMul(q, k)\n z = Mul(p, p)\n u = Softmax(z)\n y = MatMul(u, v1) }",
+    "doubles": "(double[30,16] q, double[16,40] k, double[40,24] v1) => (double[30,24] y) {"
+    " p = MatMul(q, k)\n u = Softmax(p)\n y = MatMul(u, v1) }",
+}
+
+Feeds = dict[str, npt.NDArray[np.generic]]
+
+
+def feeds(model: onnx.ModelProto) -> Feeds:
+    rng = np.random.default_rng(1)
+    found: Feeds = {}
+    for value in model.graph.input:
+        kind = onnx.helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type)
+        drawn = rng.standard_normal([d.dim_value for d in value.type.tensor_type.shape.dim])
+        found[value.name] = drawn > 0 if kind == bool else drawn.astype(kind)
+    return found
+
+
+def kernels(text: str) -> list[str]:
+    """The names of a graph's kernels."""
+    module = fuse(import_model(network(text)), detect())
+    return [v.name_hint for v in module.functions if v.name_hint != "main"]
+
+
+def both(
+    model: onnx.ModelProto, given: Feeds, machine: Machine
+) -> list[tuple[npt.NDArray[np.generic], npt.NDArray[np.generic]]]:
+    """What ONNX Runtime computes, and what TVM does."""
+    with open_model(model.SerializeToString(), threads=1) as runtime:
+        expected = runtime.run(given)
+    with compiled(model, machine, threads=2) as lowered:
+        return list(zip(expected, lowered.run(given), strict=True))
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_one_kernel(name: str) -> None:
+    assert sum("attention" in kernel for kernel in kernels(FUSED[name])) == 1
+    assert not any("softmax" in k or "matmul" in k for k in kernels(FUSED[name]))
+    model = network(FUSED[name])
+    for expected, found in both(model, feeds(model), detect()):
+        assert found.shape == expected.shape
+        np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_left_alone(name: str) -> None:
+    assert not any("attention" in kernel for kernel in kernels(LEFT[name]))
+
+
+def test_transpositions_around_the_heads_disappear() -> None:
+    (kernel,) = kernels(FUSED["scaled"])
+    assert "attention" in kernel
+
+
+@pytest.mark.parametrize("name", ["mask", "odd"])
+@pytest.mark.parametrize("cores", [1, 2, 7])
+def test_other_machines(name: str, cores: int) -> None:
+    """Registers of 8 floats, 16 of them; rows of three heads divided among any number of threads."""
+    model = network(FUSED[name])
+    ((expected, found),) = both(model, feeds(model), detect(cpu="haswell", cores=cores))
+    np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-6)
+
+
+def test_masked_by_infinity() -> None:
+    """A key that is masked has no weight; a row that is masked is NaN, here as there."""
+    model = network(FUSED["mask"])
+    given = feeds(model)
+    mask = np.zeros((1, 1, 24, 48), np.float32)
+    mask[..., 0, 5:] = -np.inf
+    mask[..., 1, :47] = -np.inf
+    mask[..., 2, :] = -np.inf
+    ((expected, found),) = both(model, {**given, "m": mask}, detect())
+    assert np.isnan(expected[0, 2]).all()
+    assert not np.isnan(np.delete(found, 2, axis=1)).any()
+    np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-6)
+
+
+def test_what_is_not_a_number_stays_in_its_row() -> None:
+    model = network(FUSED["odd"])
+    given = feeds(model)
+    given["q"][0, 3, 1, 0] = np.nan  # type: ignore[call-overload]
+    ((expected, found),) = both(model, given, detect())
+    assert np.isnan(found[0, 3, 1]).all()
+    np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-6)
+
+
+def test_layers_that_are_alike_share_a_kernel_that_nobody_tunes() -> None:
+    text = (
+        "(float[32,32] q, float[32,32] k, float[32,32] v1) => (float[32,32] y) {"
+        " p = MatMul(q, k)\n u = Softmax(p)\n o = MatMul(u, v1)\n"
+        " r = MatMul(o, k)\n t = Softmax(r)\n y = MatMul(t, v1) }"
+    )
+    (kernel,) = kernels(text)
+    assert "attention" in kernel
+    assert kernel_tasks(fuse(import_model(network(text)), detect()), detect()) == []
+
+
+@given(
+    rows=st.integers(1, 300),
+    keys=st.integers(16, 2000),
+    depth=st.integers(1, 128),
+    width=st.integers(1, 128),
+    number=st.integers(1, 30),
+    cores=st.integers(1, 64),
+    narrow=st.booleans(),
+)
+def test_tiles_fit_the_registers_and_cover_the_rows(
+    rows: int, keys: int, depth: int, width: int, number: int, cores: int, narrow: bool
+) -> None:
+    def array(*shape: int) -> Array:
+        return Array(shape, tuple(range(len(shape))))
+
+    form = Form(
+        array(number, rows, depth), array(number, depth, keys), array(number, keys, width),
+        array(number, rows, width), (),
+    )  # fmt: skip
+    machine = Machine("x86_64-unknown-linux-gnu", "znver4", cores, *((8, 16) if narrow else (16, 32)))
+    how = plan(form, machine)
+    for columns, lanes in ((how.columns, how.lanes), (how.value_columns, how.value_lanes)):
+        vectors = columns // lanes
+        assert vectors * lanes == columns
+        assert how.rows * vectors + vectors + 1 <= machine.registers
+    assert form.width % how.value_columns == 0
+    tiles = -(-rows // how.rows)
+    assert 1 <= how.parts <= tiles
+    if number * tiles >= 10 * cores:  # then the threads have equal work, but for a tenth
+        longest = -(-number * how.parts // cores) * -(-tiles // how.parts)
+        assert longest * cores <= 1.3 * number * tiles

@@ -1,0 +1,457 @@
+"""softmax(f(q k)) v as one kernel.
+
+The scores of a few rows stay in the cache from the first product to the second, instead of all of them going through
+memory five times (Dao et al., FlashAttention, 2022; without its running maximum, since a row of scores fits). Keys and
+values are packed into panels once for each head, q, k and v are read where they lie and the result is written where it
+is read, so that the transpositions around the heads disappear. Both products have a tile of accumulators in vector
+registers (see `schedules`), and a row is divided by its sum on the way out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from xrlflow.backends.tvm.load import tvm
+from xrlflow.backends.tvm.schedules import WORTH_A_THREAD
+from xrlflow.backends.tvm.target import Machine
+
+SCHEDULED = "tirx.is_scheduled"
+"""TVM's mark of a function of which nothing is left to be scheduled."""
+
+_FLOAT = "float32"
+_LOCAL = "local"
+_OPAQUE = 8  # relax's OpPatternKind: nothing is fused with it
+_MOST_ROWS = 14
+_PAGE = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Array:
+    """An operand [.., row, column] that lies in memory as `shape`: its dimension i is dimension `axes[i]` of that."""
+
+    shape: tuple[int, ...]
+    axes: tuple[int, ...]
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(self.shape[a] for a in self.axes)
+
+    def place(self, index: Sequence[Any]) -> list[Any]:
+        """Where an element of the operand lies."""
+        where: list[Any] = [None] * len(self.shape)
+        for axis, i in zip(self.axes, index):
+            where[axis] = i
+        return where
+
+
+@dataclass(frozen=True, slots=True)
+class Extra:
+    """An operand of a step: its shape broadcasts to the scores'."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """An operator between the products: each operand is the scores (None), a number, or the extra at a position."""
+
+    operator: str
+    operands: tuple[float | Extra | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What is computed: softmax(steps(q k)) v, along the last dimension of the scores."""
+
+    q: Array
+    k: Array
+    v: Array
+    out: Array
+    steps: tuple[Step, ...]
+
+    @property
+    def heads(self) -> tuple[int, ...]:
+        return self.q.sizes[:-2]
+
+    @property
+    def rows(self) -> int:
+        return self.q.sizes[-2]
+
+    @property
+    def depth(self) -> int:
+        return self.q.sizes[-1]
+
+    @property
+    def keys(self) -> int:
+        return self.k.sizes[-1]
+
+    @property
+    def width(self) -> int:
+        return self.v.sizes[-1]
+
+    @property
+    def extras(self) -> list[Extra]:
+        return [o for step in self.steps for o in step.operands if isinstance(o, Extra)]
+
+    @property
+    def flops(self) -> int:
+        return 2 * math.prod(self.heads) * self.rows * self.keys * (self.depth + self.width)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Rows of a tile; columns of a panel of keys and of one of values, in vectors of `lanes` and `value_lanes`; into
+    how many parts the rows of a head are divided among threads."""
+
+    rows: int
+    columns: int
+    lanes: int
+    value_columns: int
+    value_lanes: int
+    parts: int
+
+
+def plan(form: Form, machine: Machine) -> Plan:
+    """The tile that promises most for both products together, by the same reckoning as `schedules.rated_tiles`."""
+    lanes = machine.lanes
+    value_lanes = next(n for n in (lanes, lanes // 2, lanes // 4, 1) if n >= 1 and form.width % n == 0)
+    best: tuple[float, int, int, int] | None = None
+    for rows in range(1, min(form.rows, _MOST_ROWS) + 1):
+        for first in range(1, 7):
+            for second in (n for n in range(1, 7) if form.width % (n * value_lanes) == 0):
+                if (rows + 1) * max(first, second) + 1 > machine.registers:
+                    continue
+                panels = -(-form.keys // (first * lanes)) * first
+                tiles = -(-form.rows // rows)
+                cost = tiles * (
+                    panels * form.depth * _cost(rows, first)
+                    + form.width / value_lanes * form.keys * _cost(rows, second)
+                )
+                if best is None or cost < best[0]:
+                    best = cost, rows, first * lanes, second * value_lanes
+    assert best is not None
+    _, rows, columns, value_columns = best
+    return Plan(rows, columns, lanes, value_columns, value_lanes, _parts(form, rows, machine.cores))
+
+
+def _cost(rows: int, vectors: int) -> float:
+    """Of one step of the reduction of a tile, for each of its vectors of columns."""
+    accumulators = rows * vectors
+    busy = min(1.0, accumulators / 8)
+    return rows / busy * (1.0 + 0.5 * (rows + vectors) / accumulators)
+
+
+def _parts(form: Form, rows: int, cores: int) -> int:
+    """As few parts of a head as leave no thread idle for more than a tenth of the time."""
+    heads, tiles = math.prod(form.heads), -(-form.rows // rows)
+
+    def idle(parts: int) -> float:
+        return -(-heads * parts // cores) * cores * -(-tiles // parts) / (heads * tiles)
+
+    return next((p for p in range(1, tiles + 1) if idle(p) <= 1.1), min(range(1, tiles + 1), key=idle))
+
+
+def kernel(form: Form, machine: Machine) -> Any:
+    """The PrimFunc of q, k, v, what the steps read besides, in their order, and the result."""
+    tvm()
+    from tvm.script.ir_builder import IRBuilder
+    from tvm.script.ir_builder import tirx as T
+
+    how = plan(form, machine)
+    with IRBuilder() as builder:
+        with T.prim_func(is_private=True, s_tir=True):
+            T.func_attr({SCHEDULED: True, "op_pattern": _OPAQUE, "tirx.noalias": True})
+            arrays = [
+                T.arg(name, T.buffer(array.shape, _FLOAT))
+                for name, array in (("q", form.q), ("k", form.k), ("v", form.v))
+            ]
+            extras = [T.arg(f"x{i}", T.buffer(e.shape, e.dtype)) for i, e in enumerate(form.extras)]
+            out = T.arg("out", T.buffer(form.out.shape, _FLOAT))
+            loop = T.parallel if form.flops >= WORTH_A_THREAD else T.serial
+            tasks = loop(0, math.prod(form.heads) * how.parts)
+            # TVM looks for a root block and a block within it in every function.
+            with T.sblock("root"), tasks as task, T.sblock("attention"):
+                T.reads([])
+                T.writes([])
+                head = _unfold(task // how.parts, form.heads)
+                _Head(form, how, arrays, extras, out, head).write(task % how.parts)
+        return builder.get()
+
+
+def _unfold(index: Any, sizes: Sequence[int]) -> list[Any]:
+    """The indices of dimensions that `index` counts through."""
+    found: list[Any] = []
+    for size in reversed(sizes):
+        found.insert(0, index % size)
+        index = index // size
+    return found
+
+
+class _Head:
+    """Writes the loops over a part of the rows of one head, in the function that is being built."""
+
+    def __init__(
+        self,
+        form: Form,
+        how: Plan,
+        arrays: Sequence[Any],
+        extras: Sequence[Any],
+        out: Any,
+        head: Sequence[Any],
+    ) -> None:
+        from tvm.script.ir_builder import tirx as T
+
+        self._form, self._how, self._head = form, how, head
+        self._q, self._k, self._v = arrays
+        self._extras, self._out = extras, out
+        self._panels = -(-form.keys // how.columns)
+        width = self._panels * how.columns
+        # Rows that are a multiple of a page apart would push each other out of the cache.
+        stride = width + (how.lanes if width * 4 % _PAGE == 0 else 0)
+        self._keys = T.alloc_buffer((self._panels, form.depth, how.columns), _FLOAT)
+        self._values = T.alloc_buffer((form.width // how.value_columns, form.keys, how.value_columns), _FLOAT)
+        self._scores = T.alloc_buffer((how.rows, stride), _FLOAT)
+        self._over = T.alloc_buffer((how.rows,), _FLOAT, scope=_LOCAL)
+
+    def write(self, part: Any) -> None:
+        from tvm.script.ir_builder import tirx as T
+
+        self._pack_keys()
+        self._pack_values()
+        tiles = -(-self._form.rows // self._how.rows)
+        share = -(-tiles // self._how.parts)
+        with T.serial(0, share) as turn:
+            tile = part * share + turn
+            _where(None if share * self._how.parts == tiles else tile < tiles, lambda: self._tile(tile))
+
+    def _tile(self, tile: Any) -> None:
+        """The rows of one tile: scores, their softmax, and the sum of values."""
+        from tvm import tirx
+        from tvm.script.ir_builder import tirx as T
+
+        form, how = self._form, self._how
+        first, exact = tile * how.rows, form.rows % how.rows == 0
+
+        def row(i: Any) -> Any:
+            """Behind the last row it is read again, and what becomes of it is not kept."""
+            return first + i if exact else tirx.Min(first + i, tirx.const(form.rows - 1, "int32"))
+
+        def score(i: Any, n: Any, total: Any) -> None:
+            T.buffer_store(self._scores, total, [i, panel * how.columns + n])
+
+        def leave(i: Any, e: Any, total: Any) -> None:
+            where = form.out.place([*self._head, first + i, panel * how.value_columns + e])
+            T.buffer_store(self._out, total * self._over[i], where)
+
+        with T.serial(0, self._panels) as panel:
+            _product(
+                (how.rows, how.columns, how.lanes), form.depth,
+                lambda i, d: self._q[form.q.place([*self._head, row(i), d])],
+                lambda d, n: self._keys[panel, d, n],
+                score,
+            )  # fmt: skip
+        with T.serial(0, how.rows) as i:
+            self._softmax(i, row(i))
+        with T.serial(0, form.width // how.value_columns) as panel:
+            _product(
+                (how.rows, how.value_columns, how.value_lanes), form.keys,
+                lambda i, n: self._scores[i, n],
+                lambda n, e: self._values[panel, n, e],
+                leave,
+                None if exact else lambda i: first + i < form.rows,
+            )  # fmt: skip
+
+    def _key(self, d: Any, n: Any) -> Any:
+        return self._k[self._form.k.place([*self._head, d, n])]
+
+    def _pack_keys(self) -> None:
+        """[panel, depth, column]; columns behind the last key are zeros. The loops run along the memory of k."""
+        from tvm import tirx
+        from tvm.script.ir_builder import tirx as T
+
+        form, how = self._form, self._how
+        last = len(form.k.shape) - 1
+        along_keys, along_depth = form.k.axes[-1] == last, form.k.axes[-2] == last
+        squares = along_depth and form.depth % how.lanes == 0 and how.lanes > 1
+        if squares:
+            self._pack_squares()
+        begin = form.keys // how.lanes * how.lanes if squares else 0
+        for panel in range(begin // how.columns, self._panels):
+            first = max(begin - panel * how.columns, 0)
+            end = min(form.keys - panel * how.columns, how.columns)
+            outer, inner = ((0, form.depth), (first, end))[:: 1 if along_keys else -1]
+            with T.serial(*outer) as a, T.serial(*inner) as b:
+                d, n = (a, b) if along_keys else (b, a)
+                T.buffer_store(self._keys, self._key(d, panel * how.columns + n), [panel, d, n])
+        if rest := form.keys % how.columns:
+            with T.serial(0, form.depth) as d, T.serial(rest, how.columns) as n:
+                T.buffer_store(self._keys, tirx.const(0.0, _FLOAT), [self._panels - 1, d, n])
+
+    def _pack_squares(self) -> None:
+        """Keys whose depths are neighbours in memory, a square of lanes x lanes after the other.
+
+        A square is transposed in registers: halves, quarters, eighths change places in turn. Element by element it
+        takes three times as long.
+        """
+        from tvm import tirx
+        from tvm.script.ir_builder import tirx as T
+
+        lanes, across = self._how.lanes, self._how.columns // self._how.lanes
+        with (
+            T.serial(0, self._form.keys // lanes) as square,
+            T.serial(0, self._form.depth // lanes) as level,
+        ):
+            depths = tirx.Ramp(level * lanes, 1, lanes)
+            vectors = [T.bind(self._key(depths, square * lanes + i)) for i in range(lanes)]
+            step = lanes // 2
+            while step:
+                low = [x if not x & step else lanes + x - step for x in range(lanes)]
+                high = [x + step if not x & step else lanes + x for x in range(lanes)]
+                for i in (i for i in range(lanes) if not i & step):
+                    pair = [vectors[i], vectors[i + step]]
+                    vectors[i], vectors[i + step] = (T.bind(tirx.Shuffle(pair, half)) for half in (low, high))
+                step //= 2
+            columns = tirx.Ramp(square % across * lanes, 1, lanes)
+            for i, vector in enumerate(vectors):
+                T.buffer_store(self._keys, vector, [square // across, level * lanes + i, columns])
+
+    def _pack_values(self) -> None:
+        """[panel, key, column]."""
+        from tvm.script.ir_builder import tirx as T
+
+        form, how = self._form, self._how
+        panels, vectors = form.width // how.value_columns, how.value_columns // how.value_lanes
+        with (
+            T.serial(0, panels) as panel,
+            T.serial(0, form.keys) as n,
+            T.unroll(0, vectors) as vector,
+            T.vectorized(0, how.value_lanes) as lane,
+        ):
+            e = vector * how.value_lanes + lane
+            value = self._v[form.v.place([*self._head, n, panel * how.value_columns + e])]
+            T.buffer_store(self._values, value, [panel, n, e])
+
+    def _softmax(self, i: Any, row: Any) -> None:
+        """Row i of the scores becomes exp(x - max), and `over[i]` one over their sum."""
+        from tvm import tirx
+        from tvm.script.ir_builder import tirx as T
+
+        scores, lanes, keys = self._scores, self._how.lanes, self._form.keys
+        whole, padded = keys // lanes, -(-keys // lanes)
+        most = T.alloc_buffer((lanes,), _FLOAT, scope=_LOCAL)
+        sums = T.alloc_buffer((lanes,), _FLOAT, scope=_LOCAL)
+        found = T.alloc_buffer((1,), _FLOAT, scope=_LOCAL)
+        lowest, zero = tirx.const(-math.inf, _FLOAT), tirx.const(0.0, _FLOAT)
+
+        def take(n: Any) -> None:
+            T.buffer_store(scores, self._stepped(scores[i, n], [*self._head, row, n]), [i, n])
+
+        def fill(buffer: Any, value: Any) -> None:
+            with T.vectorized(0, lanes) as lane:
+                T.buffer_store(buffer, value, [lane])
+
+        def gather(buffer: Any, combine: Callable[[Any, Any], Any], vector: Any) -> None:
+            with T.vectorized(0, lanes) as lane:
+                T.buffer_store(buffer, combine(buffer[lane], scores[i, vector * lanes + lane]), [lane])
+
+        def together(buffer: Any, combine: Callable[[Any, Any], Any], start: Any) -> None:
+            T.buffer_store(found, start, [0])
+            with T.unroll(0, lanes) as lane:
+                T.buffer_store(found, combine(found[0], buffer[lane]), [0])
+
+        fill(most, lowest)
+        with T.serial(0, whole) as vector:
+            with T.vectorized(0, lanes) as lane:
+                take(vector * lanes + lane)
+            gather(most, tirx.Max, vector)
+        if padded > whole:  # behind the last key is nothing: exp(-inf) = 0
+            with T.serial(whole * lanes, keys) as n:
+                take(n)
+            with T.serial(keys, padded * lanes) as n:
+                T.buffer_store(scores, lowest, [i, n])
+            gather(most, tirx.Max, whole)
+        together(most, tirx.Max, lowest)
+        fill(sums, zero)
+        with T.serial(0, padded) as vector:
+            with T.vectorized(0, lanes) as lane:
+                n = vector * lanes + lane
+                T.buffer_store(scores, tirx.exp(scores[i, n] - found[0]), [i, n])
+            gather(sums, lambda a, b: a + b, vector)
+        together(sums, lambda a, b: a + b, zero)
+        T.buffer_store(self._over, tirx.const(1.0, _FLOAT) / found[0], [i])
+
+    def _stepped(self, score: Any, index: Sequence[Any]) -> Any:
+        """A score after the steps; `index`: its place among all scores."""
+        from tvm import tirx
+
+        extras = iter(self._extras)
+        for step in self._form.steps:
+            operands = []
+            for given in step.operands:
+                if given is None:
+                    operands.append(score)
+                elif isinstance(given, Extra):
+                    near = index[len(index) - len(given.shape) :]
+                    place = [0 if size == 1 else i for size, i in zip(given.shape, near)]
+                    operands.append(next(extras)[place])
+                else:
+                    operands.append(tirx.const(given, _FLOAT))
+            score = STEPS[step.operator](*operands)
+        return score
+
+
+def _select(condition: Any, yes: Any, no: Any) -> Any:
+    from tvm import tirx
+
+    return tirx.Select(condition, yes, no)
+
+
+STEPS: Mapping[str, Callable[..., Any]] = {
+    "relax.add": lambda a, b: a + b,
+    "relax.subtract": lambda a, b: a - b,
+    "relax.multiply": lambda a, b: a * b,
+    "relax.divide": lambda a, b: a / b,
+    "relax.where": _select,
+}
+"""What may stand between the products, by Relax's name."""
+
+
+def _where(condition: Any | None, body: Callable[[], None]) -> None:
+    from tvm.script.ir_builder import tirx as T
+
+    if condition is None:
+        body()
+    else:
+        with T.If(condition), T.Then():
+            body()
+
+
+def _product(
+    tile: tuple[int, int, int], reduction: int,
+    a: Callable[[Any, Any], Any], b: Callable[[Any, Any], Any], leave: Callable[[Any, Any, Any], None],
+    needed: Callable[[Any], Any] | None = None,
+) -> None:  # fmt: skip
+    """A tile (rows, columns, lanes) of accumulators, sum over r of a(i, r) b(r, n); `leave` stores them, where rows are
+    `needed`."""
+    from tvm import tirx
+    from tvm.script.ir_builder import tirx as T
+
+    rows, columns, lanes = tile
+    sums = T.alloc_buffer((rows, columns), _FLOAT, scope=_LOCAL)
+
+    def each(body: Callable[[Any, Any], None], needed: Callable[[Any], Any] | None = None) -> None:
+        def of(i: Any) -> None:
+            with T.unroll(0, columns // lanes) as vector, T.vectorized(0, lanes) as lane:
+                body(i, vector * lanes + lane)
+
+        with T.unroll(0, rows) as i:
+            _where(None if needed is None else needed(i), lambda: of(i))
+
+    each(lambda i, n: T.buffer_store(sums, tirx.const(0.0, _FLOAT), [i, n]))
+    with T.serial(0, reduction) as r:
+        each(lambda i, n: T.buffer_store(sums, sums[i, n] + a(i, r) * b(r, n), [i, n]))
+    each(lambda i, n: leave(i, n, sums[i, n]), needed)

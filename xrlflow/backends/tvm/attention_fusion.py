@@ -1,0 +1,205 @@
+"""Finds softmax(f(q k)) v in a Relax function that computes it operator by operator, and puts one kernel there."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from xrlflow.backends.tvm.attention import STEPS, Array, Extra, Form, Step, kernel
+from xrlflow.backends.tvm.load import tvm
+from xrlflow.backends.tvm.target import Machine
+
+_FLOAT = "float32"
+# Shorter rows of scores are mostly what does not fill a vector.
+_FEWEST_VECTORS = 2
+
+Match = tuple[Form, Sequence[Any]]
+"""What is computed, and the expressions of q, k, v and what the steps read besides."""
+
+
+def fuse_attention(module: Any, machine: Machine) -> Any:
+    """The module with a kernel for each softmax(f(q k)) v of "main" whose scores nothing else reads."""
+    tvm()
+    from tvm import relax
+
+    found = {
+        variable: match
+        for variable, match in _Reader(module["main"]).matches().items()
+        if match[0].keys >= _FEWEST_VECTORS * machine.lanes
+    }
+    if not found:
+        return module
+    functions: dict[Form, Any] = {}
+
+    @relax.expr_functor.mutator
+    class Fuser(relax.PyExprMutator):  # type: ignore[misc]
+        def visit_var_binding_(self, binding: Any) -> None:
+            if binding.var not in found:
+                super().visit_var_binding_(binding)
+                return
+            form, arguments = found[binding.var]
+            if form not in functions:
+                functions[form] = self.builder_.add_func(kernel(form, machine), "attention")
+            read = [self.visit_expr(argument) for argument in arguments]
+            call = relax.call_tir(functions[form], read, relax.TensorType(form.out.shape, _FLOAT))
+            self.builder_.emit_normalized(relax.VarBinding(binding.var, self.builder_.normalize(call)))
+
+    fuser = Fuser(module)
+    main = fuser.visit_expr(module["main"])
+    fused = fuser.builder_.get()
+    fused.update_func(fused.get_global_var("main"), main)
+    return relax.transform.DeadCodeElimination()(fused)
+
+
+class _Reader:
+    """Looks for attention in a Relax function."""
+
+    def __init__(self, function: Any) -> None:
+        from tvm import relax
+
+        self._values: dict[Any, Any] = {}
+        self._uses: Counter[Any] = Counter()
+
+        def count(expression: Any) -> None:
+            for part in _parts_of(expression):
+                if isinstance(part, relax.Var):
+                    self._uses[part] += 1
+
+        def look(block: Any) -> None:
+            for binding in block.bindings:
+                self._values[binding.var] = binding.value
+                count(binding.value)
+
+        for block in function.body.blocks:
+            look(block)
+        count(function.body.body)
+
+    def matches(self) -> dict[Any, Match]:
+        """By the variable that holds the result, behind a transposition if there is one."""
+        found: dict[Any, Match] = {}
+        for variable, value in self._values.items():
+            if _name(value) == "relax.matmul" and (match := self._attention(value)) is not None:
+                found[variable] = match
+            elif _name(value) == "relax.permute_dims" and value.args[0] in found:
+                inner = value.args[0]
+                if self._uses[inner] == 1:
+                    form, arguments = found.pop(inner)
+                    found[variable] = replace(form, out=_left_as(form.out.shape, value)), arguments
+        return found
+
+    def _attention(self, call: Any) -> Match | None:
+        weights = self._own(call.args[0])
+        scores = _sizes(call.args[0])
+        if weights is None or scores is None or _name(weights) != "relax.nn.softmax":
+            return None
+        if int(weights.attrs.axis) not in (-1, len(scores) - 1):
+            return None
+        chain = self._chain(weights.args[0], scores)
+        if chain is None:
+            return None
+        product, steps, extras = chain
+        q, k, v = (self._array(a) for a in (*product.args, call.args[1]))
+        out = _sizes(call)
+        if q is None or k is None or v is None or out is None:
+            return None
+        heads = scores[:-2]
+        alike = all(len(a.sizes) == len(scores) and a.sizes[:-2] == heads for a, _ in (q, k, v))
+        if not alike or 0 in (*scores, *out, q[0].sizes[-1]):
+            return None
+        form = Form(q[0], k[0], v[0], Array(out, tuple(range(len(out)))), steps)
+        return form, [q[1], k[1], v[1], *extras]
+
+    def _own(self, expression: Any) -> Any | None:
+        """What an expression was computed by, if nothing else reads it."""
+        return self._values.get(expression) if self._uses[expression] == 1 else None
+
+    def _chain(
+        self, expression: Any, scores: tuple[int, ...]
+    ) -> tuple[Any, tuple[Step, ...], tuple[Any, ...]] | None:
+        """The product that scores are made of, the steps behind it, and what these read besides."""
+        value = self._own(expression)
+        if value is None or _sizes(expression) != scores:
+            return None
+        if _name(value) == "relax.matmul":
+            return value, (), ()
+        if _name(value) not in STEPS:
+            return None
+        for position, operand in enumerate(value.args):
+            if (before := self._chain(operand, scores)) is not None:
+                product, steps, extras = before
+                others = [a for i, a in enumerate(value.args) if i != position]
+                read = [_other(a, len(scores)) for a in others]
+                if any(r is None for r in read) or (_name(value) == "relax.where" and position == 0):
+                    return None
+                operands: list[float | Extra | None] = [*read]
+                operands.insert(position, None)
+                more = [a for a, r in zip(others, read) if isinstance(r, Extra)]
+                return product, (*steps, Step(_name(value), tuple(operands))), (*extras, *more)
+        return None
+
+    def _array(self, expression: Any) -> tuple[Array, Any] | None:
+        """How an operand lies in memory, and what holds it."""
+        value = self._values.get(expression)
+        if value is not None and _name(value) == "relax.permute_dims":
+            shape = _sizes(value.args[0])
+            return None if shape is None else (Array(shape, tuple(_axes(len(shape), value))), value.args[0])
+        shape = _sizes(expression)
+        return None if shape is None else (Array(shape, tuple(range(len(shape)))), expression)
+
+
+def _parts_of(expression: Any) -> Iterator[Any]:
+    from tvm import relax
+
+    if isinstance(expression, relax.Call):
+        for argument in expression.args:
+            yield from _parts_of(argument)
+    elif isinstance(expression, relax.Tuple):
+        for field in expression.fields:
+            yield from _parts_of(field)
+    elif isinstance(expression, relax.TupleGetItem):
+        yield from _parts_of(expression.tuple_value)
+    else:
+        yield expression
+
+
+def _name(value: Any) -> str:
+    """Of the operator that is called; "" if it is no call of one."""
+    return str(getattr(getattr(value, "op", None), "name", ""))
+
+
+def _axes(rank: int, transposition: Any) -> list[int]:
+    axes = transposition.attrs.axes
+    return list(range(rank))[::-1] if axes is None else [int(a) % rank for a in axes]
+
+
+def _left_as(shape: tuple[int, ...], transposition: Any) -> Array:
+    """How an operand of this shape lies in memory behind a transposition."""
+    axes = _axes(len(shape), transposition)
+    return Array(tuple(shape[a] for a in axes), tuple(axes.index(i) for i in range(len(shape))))
+
+
+def _sizes(expression: Any, dtype: str = _FLOAT) -> tuple[int, ...] | None:
+    """The shape of a tensor of this type; None of another, or where a dimension is not known."""
+    from tvm import relax
+
+    kind = expression.ty
+    if not isinstance(kind, relax.TensorType) or str(kind.dtype) != dtype or kind.shape is None:
+        return None
+    sizes = list(kind.shape)
+    return tuple(int(n) for n in sizes) if all(hasattr(n, "value") for n in sizes) else None
+
+
+def _other(expression: Any, rank: int) -> float | Extra | None:
+    """An operand beside the scores: a number or a tensor; None for what the kernel does not read."""
+    from tvm.ir import GenericConst
+
+    for dtype in (_FLOAT, "bool"):
+        shape = _sizes(expression, dtype)
+        if shape is not None and len(shape) <= rank:
+            if dtype == _FLOAT and isinstance(expression, GenericConst) and math.prod(shape) == 1:
+                return float(expression.value.numpy().reshape(-1)[0])
+            return Extra(shape, dtype)
+    return None
