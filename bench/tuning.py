@@ -68,6 +68,8 @@ TRAINING = {
     "Conv 3x3 128 at 28x28": "(float[1,128,28,28] x, float[128,128,3,3] w) => (float[1,128,28,28] y) {"
     " y = Conv<pads=[1,1,1,1]>(x, w) }",
     "Softmax 8x64x256": "(float[8,64,256] x) => (float[8,64,256] y) { y = Softmax(x) }",
+    "LayerNormalization 64x512": "(float[64,512] x, float[512] s, float[512] b) => (float[64,512] y) {"
+    " y = LayerNormalization(x, s, b) }",
 }
 # A kernel that its own search has measured to be slower than the reference's by this factor is not measured again.
 _HOPELESS = 1.25

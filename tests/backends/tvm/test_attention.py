@@ -93,7 +93,7 @@ def feeds(model: onnx.ModelProto) -> Feeds:
     for value in model.graph.input:
         kind = onnx.helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type)
         drawn = rng.standard_normal([d.dim_value for d in value.type.tensor_type.shape.dim])
-        found[value.name] = drawn > 0 if kind == bool else drawn.astype(kind)
+        found[value.name] = drawn > 0 if kind == np.bool_ else drawn.astype(kind)
     return found
 
 
