@@ -16,7 +16,8 @@ from xrlflow.backends.tvm import Machine, Tvm, TvmModel, detect
 from xrlflow.backends.tvm.compiled import compiled
 from xrlflow.backends.tvm.load import tvm
 from xrlflow.backends.tvm.lower import fuse, import_model
-from xrlflow.backends.tvm.schedules import Grid, choices, heuristic, schedule, tile_of
+from xrlflow.backends.tvm.padding import padded
+from xrlflow.backends.tvm.schedules import Choice, Grid, apply, choices, heuristic, schedule, tile_of
 
 MACHINE = Machine("x86_64-unknown-linux-gnu", "znver4", 2, 16, 32)
 
@@ -68,6 +69,15 @@ GRAPHS = {
     "product, prime rows": "(float[1,197,64] x, float[64,48] w) => (float[1,197,48] y) { y = MatMul(x, w) }",
     "product, one row": "(float[1,64] x, float[64,40] w, float[40] b) => (float[1,40] y) {"
     " a = MatMul(x, w)\n y = Add(a, b) }",
+    "product, odd columns": "(float[40,64] x, float[64,37] w) => (float[40,37] y) { y = MatMul(x, w) }",
+    "product, odd columns, epilogue": "(float[2,13,32] x, float[32,101] w, float[101] b, float[2,13,101] r) =>"
+    " (float[2,13,101] y) { a = MatMul(x, w)\n c = Add(a, b)\n d = Gelu(c)\n y = Add(d, r) }",
+    "product, odd columns, one row": "(float[1,64] x, float[64,1001] w, float[1001] b) => (float[1,1001] y) {"
+    " a = MatMul(x, w)\n y = Add(a, b) }",
+    "product, odd columns, read twice": "(float[24,32] x, float[32,37] w) => (float[24,37] y, float[37,24] z) {"
+    " a = MatMul(x, w)\n y = Relu(a)\n z = Transpose(a) }",
+    "product, two columns": "(float[33,64] x, float[64,2] w) => (float[33,2] y) { y = MatMul(x, w) }",
+    "product, one column": "(float[33,64] x, float[64,1] w) => (float[33,1] y) { y = MatMul(x, w) }",
     "products in a batch": "(float[2,3,33,16] x, float[2,3,16,29] z) => (float[2,3,33,29] y) { y = MatMul(x, z) }",
     "epilogue": "(float[64,32] x, float[64,48] r, float[32,48] w, float[48] b) => (float[64,48] y) {"
     " a = MatMul(x, w)\n c = Add(a, b)\n d = Add(c, r)\n y = Relu(d) }",
@@ -75,6 +85,12 @@ GRAPHS = {
     "Gemm": "(float[5,32] x, float[24,32] w, float[24] b) => (float[5,24] y) { y = Gemm<transB=1>(x, w, b) }",
     "Conv": "(float[1,8,14,14] x, float[32,8,3,3] w, float[32] b) => (float[1,32,14,14] y) {"
     " a = Conv<pads=[1,1,1,1]>(x, w, b)\n y = Relu(a) }",
+    "Conv, odd channels": "(float[1,8,14,14] x, float[1,37,14,14] r, float[37,8,3,3] w, float[37] b) =>"
+    " (float[1,37,14,14] y) { a = Conv<pads=[1,1,1,1]>(x, w, b)\n c = Add(a, r)\n y = Relu(c) }",
+    "Conv, odd channels, pointwise": "(float[2,16,9,7] x, float[255,16,1,1] w) => (float[2,255,9,7] y) {"
+    " y = Conv(x, w) }",
+    "Conv, odd channels, strided": "(float[1,5,15,15] x, float[21,5,3,3] w, float[21] b) => (float[1,21,7,7] y) {"
+    " a = Conv<strides=[2,2]>(x, w, b)\n y = Sigmoid(a) }",
     "Conv, strided, odd": "(float[1,3,23,23] x, float[24,3,3,3] w) => (float[1,24,12,12] y) {"
     " y = Conv<pads=[1,1,1,1], strides=[2,2]>(x, w) }",
     "Conv, dilated": "(float[2,16,11,13] x, float[16,16,3,3] w) => (float[2,16,11,13] y) {"
@@ -194,13 +210,48 @@ def kernels(name: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "name",
-    ["product", "product, one row", "products in a batch", "gate", "Conv", "Conv, pointwise", "Conv, grouped",
-     "Conv, grouped, pointwise", "Conv, grouped, strided, weights given", "Conv, depthwise"],
+    ["product", "product, one row", "product, odd columns", "product, odd columns, epilogue",
+     "product, odd columns, one row", "Conv, odd channels", "Conv, odd channels, pointwise", "products in a batch",
+     "gate", "Conv", "Conv, pointwise", "Conv, grouped", "Conv, grouped, pointwise",
+     "Conv, grouped, strided, weights given", "Conv, depthwise"],
 )  # fmt: skip
 def test_contractions_leave_a_choice(name: str) -> None:
     """What is no contraction to us runs some ten times slower; a gate has two of one row."""
     found = [n for n, mod in kernels(name).items() if choices(mod, detect())]
     assert len(found) == (2 if name == "gate" else 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "columns"), [("product, odd columns, epilogue", 101), ("Conv, odd channels", 37)]
+)
+def test_odd_columns_are_computed_in_whole_vectors(name: str, columns: int) -> None:
+    """Weights have more columns in the kernel, and what leaves is cropped, with any tile."""
+    (found,) = (mod for n, mod in kernels(name).items() if "crop" in n)
+    untuned = heuristic(found, detect())
+    assert untuned is not None
+    assert untuned.tile.lanes == detect().lanes
+    assert padded(columns, detect().lanes) % untuned.tile.columns == 0
+    model = network(GRAPHS[name])
+    feeds = numbers(model)
+    with open_model(model.SerializeToString()) as runtime:
+        expected = runtime.run(feeds)[0]
+    few = choices(found, detect())[:: max(1, len(choices(found, detect())) // 6)]
+    for choice in few:
+
+        def chosen(mod: Any, choice: Choice = choice) -> Any | None:
+            sch = tvm().s_tir.Schedule(mod, debug_mask="none")
+            return apply(sch, detect(), choice).mod if choice in choices(mod, detect()) else None
+
+        with compiled(model, detect(), tuned=chosen) as lowered:
+            np.testing.assert_allclose(lowered.run(feeds)[0], expected, rtol=2e-5, atol=2e-6)
+
+
+@given(columns=st.integers(1, 100_000), lanes=st.sampled_from([4, 8, 16]))
+def test_padding_of_columns(columns: int, lanes: int) -> None:
+    width = padded(columns, lanes)
+    assert columns <= width <= max(1.05 * (columns + lanes - 1), columns)
+    assert columns == 1 or width % lanes == 0
+    assert columns % lanes or width == columns
 
 
 def test_depthwise_convolutions_alone_stay_channels_first() -> None:

@@ -395,7 +395,7 @@ class _Form:
     """A contraction with its function made ready: the blocks around it, and how its output can be tiled.
 
     `flat`: the rows are one dimension already, or can be made one; `row` is the one that is tiled. Constant weights,
-    which are packed already, are not padded.
+    which are packed already, are not padded here (see `padding`): `cropped` says that what leaves has fewer columns.
     """
 
     before: tuple[Any, ...]
@@ -405,6 +405,7 @@ class _Form:
     row: int
     grid: Grid
     columns_first: bool
+    cropped: bool
 
     def heuristic(self, machine: Machine) -> Choice:
         tile = tile_of(self.grid, machine)
@@ -422,6 +423,7 @@ def _prepare(sch: Any, block: Any, found: _Contraction) -> _Form:
         for producer in sch.get_producers(block):
             sch.compute_inline(producer)
     before = tuple(sch.get_producers(block))
+    cropped = _kept(sch, block) < _elements(sch, block)
     final, later = _inline_epilogue(sch, block)
     extents = _extents(sch, block)
     count = math.prod(extents[p] for p in found.rows)
@@ -443,7 +445,7 @@ def _prepare(sch: Any, block: Any, found: _Contraction) -> _Form:
     )  # fmt: skip
     # The larger operand is read once: what it does not depend on goes inside.
     columns_first = found.weights is not None and 4 * reduction * column > row_stride * count
-    return _Form(before, final, tuple(later), flat, row, grid, columns_first)
+    return _Form(before, final, tuple(later), flat, row, grid, columns_first, cropped)
 
 
 def _schedule_contraction(
@@ -458,13 +460,16 @@ def _schedule_contraction(
         cropped = final if final is not None else sch.cache_write(block, 0, "global")
         before = tuple(_pad(sch, block, found, row, tile))
         extents = _extents(sch, block)
-        # The accumulators leave whole: where a condition guards their way out they do not become registers.
         final = None
+    elif form.cropped:
+        cropped, final = final, None
+    # What is cropped leaves whole first: where a condition guards their way out accumulators do not become registers.
     if found.weights is not None and _is_constant(sch, block, found.weights):
         _pack(sch, block, found.weights, tile.columns)
     if form.flat and math.prod(extents[p] for p in found.rows) > extents[row]:
-        final = final if final is not None else sch.cache_write(block, 0, "global")
-        found = _flatten(sch, block, final, found)
+        if final is None and cropped is None:
+            final = sch.cache_write(block, 0, "global")
+        found = _flatten(sch, block, final if cropped is None else cropped, found)
         extents = _extents(sch, block)
     loops = sch.get_loops(block)
     rows = [loops[p] for p in found.rows]
@@ -577,7 +582,7 @@ def _inline_epilogue(sch: Any, block: Any) -> tuple[Any | None, list[Any]]:
     """
     anchor = _name(sch, block)
     outputs = _outputs(sch)
-    elements = _elements(sch, block)
+    elements = _kept(sch, block)
     behind = [b for b in _blocks(sch) if _name(sch, b) != anchor and _behind(sch, anchor, b)]
     alike = [b for b in behind if _elements(sch, b) == elements and not _spreads(sch, anchor, b, elements)]
     kept = _name(sch, alike[-1]) if alike else None
@@ -591,6 +596,22 @@ def _inline_epilogue(sch: Any, block: Any) -> tuple[Any | None, list[Any]]:
 def _elements(sch: Any, block: Any) -> int:
     node = sch.get(block)
     return math.prod(_extent(v) or 1 for v in node.iter_vars if int(v.iter_type) == 0)
+
+
+def _kept(sch: Any, block: Any) -> int:
+    """How many of its results are used: fewer than there are if all that reads them is a block that crops them."""
+    from tvm.ir.expr import TensorLoad
+
+    consumers = list(sch.get_consumers(block))
+    if len(consumers) != 1:
+        return _elements(sch, block)
+    node = sch.get(consumers[0])
+    value = getattr(node.body, "value", None)
+    if not isinstance(value, TensorLoad) or len(value.indices) != len(node.body.indices):
+        return _elements(sch, block)
+    if not all(a.same_as(b) for a, b in zip(value.indices, node.body.indices)):
+        return _elements(sch, block)
+    return _elements(sch, consumers[0])
 
 
 def _spreads(sch: Any, anchor: str, block: Any, elements: int) -> bool:
