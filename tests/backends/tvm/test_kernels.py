@@ -16,7 +16,7 @@ from xrlflow.backends.tvm import Machine, Tvm, TvmModel, detect
 from xrlflow.backends.tvm.compiled import compiled
 from xrlflow.backends.tvm.load import tvm
 from xrlflow.backends.tvm.lower import fuse, import_model
-from xrlflow.backends.tvm.padding import padded
+from xrlflow.backends.tvm.padding import Rows, padded_columns, padded_width
 from xrlflow.backends.tvm.schedules import Choice, Grid, apply, choices, heuristic, schedule, tile_of
 
 MACHINE = Machine("x86_64-unknown-linux-gnu", "znver4", 2, 16, 32)
@@ -91,6 +91,14 @@ GRAPHS = {
     " y = Conv(x, w) }",
     "Conv, odd channels, strided": "(float[1,5,15,15] x, float[21,5,3,3] w, float[21] b) => (float[1,21,7,7] y) {"
     " a = Conv<strides=[2,2]>(x, w, b)\n y = Sigmoid(a) }",
+    "Conv, prime rows": "(float[1,8,19,17] x, float[1,48,19,17] r, float[48,8,3,3] w, float[48] b) =>"
+    " (float[1,48,19,17] y) { a = Conv<pads=[1,1,1,1]>(x, w, b)\n c = Add(a, r)\n y = Relu(c) }",
+    "Conv, prime rows, strided, odd channels": "(float[2,8,20,37] x, float[37,8,5,3] w, float[37] b) =>"
+    " (float[2,37,8,19] y) { a = Conv<strides=[2,2], pads=[0,1,0,1]>(x, w, b)\n y = Sigmoid(a) }",
+    "Conv, prime rows, pointwise": "(float[1,16,17,17] x, float[64,16,1,1] w, float[64] b) =>"
+    " (float[1,64,17,17] y) { a = Conv(x, w, b)\n y = Relu(a) }",
+    "Conv, prime rows, dilated": "(float[1,8,30,31] x, float[32,8,3,3] w) => (float[1,32,26,29] y) {"
+    " y = Conv<dilations=[2,2], pads=[0,1,0,1]>(x, w) }",
     "Conv, strided, odd": "(float[1,3,23,23] x, float[24,3,3,3] w) => (float[1,24,12,12] y) {"
     " y = Conv<pads=[1,1,1,1], strides=[2,2]>(x, w) }",
     "Conv, dilated": "(float[2,16,11,13] x, float[16,16,3,3] w) => (float[2,16,11,13] y) {"
@@ -211,8 +219,9 @@ def kernels(name: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "name",
     ["product", "product, one row", "product, odd columns", "product, odd columns, epilogue",
-     "product, odd columns, one row", "Conv, odd channels", "Conv, odd channels, pointwise", "products in a batch",
-     "gate", "Conv", "Conv, pointwise", "Conv, grouped", "Conv, grouped, pointwise",
+     "product, odd columns, one row", "Conv, odd channels", "Conv, odd channels, pointwise", "Conv, prime rows",
+     "Conv, prime rows, strided, odd channels", "Conv, prime rows, pointwise", "products in a batch", "gate",
+     "Conv", "Conv, pointwise", "Conv, grouped", "Conv, grouped, pointwise",
      "Conv, grouped, strided, weights given", "Conv, depthwise"],
 )  # fmt: skip
 def test_contractions_leave_a_choice(name: str) -> None:
@@ -230,7 +239,7 @@ def test_odd_columns_are_computed_in_whole_vectors(name: str, columns: int) -> N
     untuned = heuristic(found, detect())
     assert untuned is not None
     assert untuned.tile.lanes == detect().lanes
-    assert padded(columns, detect().lanes) % untuned.tile.columns == 0
+    assert padded_columns(columns, detect().lanes) % untuned.tile.columns == 0
     model = network(GRAPHS[name])
     feeds = numbers(model)
     with open_model(model.SerializeToString()) as runtime:
@@ -248,10 +257,26 @@ def test_odd_columns_are_computed_in_whole_vectors(name: str, columns: int) -> N
 
 @given(columns=st.integers(1, 100_000), lanes=st.sampled_from([4, 8, 16]))
 def test_padding_of_columns(columns: int, lanes: int) -> None:
-    width = padded(columns, lanes)
+    width = padded_columns(columns, lanes)
     assert columns <= width <= max(1.05 * (columns + lanes - 1), columns)
     assert columns == 1 or width % lanes == 0
     assert columns % lanes or width == columns
+
+
+def test_rows_that_are_prime_get_longer() -> None:
+    def width(pixels: int, columns: int, flat: bool = False) -> int:
+        return padded_width(Rows(pixels, pixels, flat), columns, 256, 576, MACHINE)
+
+    for pixels in (17, 71, 149):
+        assert pixels < width(pixels, 192) <= 1.15 * pixels
+    assert 17 < width(17, 192, flat=True) < 20  # 17 * 17 has no better divisor than 17
+    for pixels in (7, 13, 14, 28, 56, 80, 112):
+        assert width(pixels, 192) == pixels
+        assert width(pixels, 192, flat=True) == pixels
+    (found,) = (mod for n, mod in kernels("Conv, prime rows").items() if "crop" in n)
+    chosen = heuristic(found, detect())
+    assert chosen is not None
+    assert chosen.tile.rows > 2
 
 
 def test_depthwise_convolutions_alone_stay_channels_first() -> None:

@@ -12,7 +12,7 @@ from xrlflow.backends.tvm.attention import SCHEDULED
 from xrlflow.backends.tvm.attention_fusion import fuse_attention
 from xrlflow.backends.tvm.legalize import legalizations
 from xrlflow.backends.tvm.load import last_line, tvm
-from xrlflow.backends.tvm.padding import pad_columns
+from xrlflow.backends.tvm.padding import pad_to_tiles
 from xrlflow.backends.tvm.schedules import schedule
 from xrlflow.backends.tvm.target import Machine
 
@@ -113,7 +113,7 @@ def fuse(module: Any, machine: Machine) -> Any:
         *([relax.transform.ConvertLayout(LAYOUTS)] if _gains_from_channels_last(module) else []),
         relax.transform.FoldConstant(),
         lambda module: fuse_attention(module, machine),
-        lambda module: pad_columns(module, machine),
+        lambda module: pad_to_tiles(module, machine),
         relax.transform.LegalizeOps(dict(legalizations())),
         relax.transform.AnnotateTIROpPattern(),
         relax.transform.FoldConstant(),

@@ -1,24 +1,32 @@
-"""Weights with a number of columns that vectors do not divide get columns of zeros, and the result is cropped.
+"""Sizes that tiles do not divide: products and convolutions compute a little more, and the result is cropped.
 
-A product with 50,257 columns, or a convolution to 255 or 1,000 channels, would be computed element by element
-otherwise, up to eighteen times more slowly. Only constants are padded, when the model is compiled.
+- Weights whose number of columns vectors do not divide get columns of zeros, when the model is compiled: a product with
+  50,257 columns, or a convolution to 255 channels, would be computed element by element otherwise.
+- A convolution with rows of a prime number of pixels (17, 71, 149) gets a few more at the right: a tile of one row at a
+  time would leave the multipliers waiting for operands half of the time.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from xrlflow.backends.tvm.load import tvm
+from xrlflow.backends.tvm.schedules import Grid, rated_tiles
 from xrlflow.backends.tvm.target import Machine
 
 # What is computed in vain may be so much more than what filling whole vectors takes.
-_MORE = 1.05
+_MORE_COLUMNS = 1.05
+# Longer rows have to promise so much more, since the image is copied for them; and may be so much longer.
+_GAIN, _MORE_PIXELS = 1.15, 1.15
 _ELEMENTWISE = 0  # relax's OpPatternKind: it may follow a product in one function
-_CHANNELS_LAST = "HWIO"
 
 
-def pad_columns(module: Any, machine: Machine) -> Any:
-    """The module with the constant weights of "main" padded: of products, and of convolutions with channels last."""
+def pad_to_tiles(module: Any, machine: Machine) -> Any:
+    """The module with the products of constant weights in "main" that have two dimensions, and the convolutions of
+    those with channels last, of sizes that tiles divide."""
     tvm()
     from tvm import relax
     from tvm.ir import GenericConst
@@ -27,18 +35,15 @@ def pad_columns(module: Any, machine: Machine) -> Any:
     class Padder(relax.PyExprMutator):  # type: ignore[misc]
         def visit_call_(self, call: Any) -> Any:
             call = super().visit_call_(call)
-            weights = call.args[1] if len(call.args) == 2 and _has_columns(call) else None
-            if not isinstance(weights, GenericConst):
+            name = str(getattr(call.op, "name", ""))
+            if name not in ("relax.matmul", "relax.nn.conv2d") or not isinstance(call.args[1], GenericConst):
                 return call
-            columns = int(weights.ty.shape[-1])
-            width = padded(columns, machine.lanes)
-            if width == columns:
+            wide = _matmul(call, machine) if name == "relax.matmul" else _conv(call, machine)
+            if wide is None:
                 return call
-            wide = self.builder_.normalize(
-                relax.Call(call.op, [call.args[0], _widened(weights, width)], call.attrs, call.ty_args)
-            )
+            shape = [int(n) for n in call.ty.shape]
             return self.builder_.call_te(
-                crop, self.builder_.emit(wide), columns,
+                crop, self.builder_.emit(wide), shape,
                 primfunc_name_hint="crop", primfunc_attrs={"op_pattern": _ELEMENTWISE},
             )  # fmt: skip
 
@@ -49,34 +54,89 @@ def pad_columns(module: Any, machine: Machine) -> Any:
     return done
 
 
-def padded(columns: int, lanes: int) -> int:
+def crop(x: Any, shape: Sequence[int]) -> Any:
+    """The first elements of each dimension."""
+    from tvm import te
+
+    return te.compute(list(shape), lambda *i: x[i], name="crop")
+
+
+def padded_columns(columns: int, lanes: int) -> int:
     """The number of columns to compute: a multiple of several vectors, where that is hardly more than of one."""
     if columns % lanes == 0 or columns == 1:
         return columns
     least = -(-columns // lanes) * lanes
     for vectors in (4, 3, 2):
         width = -(-columns // (vectors * lanes)) * vectors * lanes
-        if width <= _MORE * least:
+        if width <= _MORE_COLUMNS * least:
             return width
     return least
 
 
-def crop(x: Any, columns: int) -> Any:
-    """The first columns."""
-    from tvm import te
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The output of a convolution: `height` rows of `width` pixels; `flat`: all of them are one row to a tile."""
 
-    return te.compute([*x.shape[:-1], columns], lambda *i: x[i], name="crop")
+    height: int
+    width: int
+    flat: bool
 
 
-def _has_columns(call: Any) -> bool:
-    """Whether the second operand's last dimension is the result's last dimension, and no other one's."""
-    name = str(getattr(call.op, "name", ""))
-    if name == "relax.matmul":
-        return len(call.args[1].ty.shape) == 2
-    return (
-        name == "relax.nn.conv2d"
-        and call.attrs.kernel_layout == _CHANNELS_LAST
-        and int(call.attrs.groups) == 1
+def padded_width(rows: Rows, columns: int, row_stride: int, reduction: int, machine: Machine) -> int:
+    """The number of pixels of a row to compute: that for which tiles promise most, if it is clearly more."""
+
+    def promise(pixels: int) -> float:
+        return max(value for value, _ in rated_tiles(Grid(pixels, columns, row_stride, reduction), machine))
+
+    now = promise(rows.height * rows.width if rows.flat else rows.width)
+    wider = range(rows.width + 1, math.floor(_MORE_PIXELS * rows.width) + 1)
+    gain, width = max(((promise(w) * rows.width / w / now, -w) for w in wider), default=(1.0, -rows.width))
+    return -width if gain > _GAIN else rows.width
+
+
+def _matmul(call: Any, machine: Machine) -> Any | None:
+    from tvm import relax
+
+    weights = call.args[1]
+    if len(weights.ty.shape) != 2:
+        return None
+    columns = int(weights.ty.shape[-1])
+    width = padded_columns(columns, machine.lanes)
+    if width == columns:
+        return None
+    return relax.Call(call.op, [call.args[0], _widened(weights, width)], call.attrs, call.ty_args)
+
+
+def _conv(call: Any, machine: Machine) -> Any | None:
+    from tvm import relax
+
+    data, weights = call.args
+    attrs = call.attrs
+    if attrs.data_layout != "NHWC" or attrs.kernel_layout != "HWIO" or int(attrs.groups) != 1:
+        return None
+    height, width, columns = (int(n) for n in list(call.ty.shape)[1:])
+    kernel = [int(n) for n in weights.ty.shape]
+    strides, dilation, padding = (
+        [int(n) for n in list(values)] for values in (attrs.strides, attrs.dilation, attrs.padding)
+    )
+    flat = kernel[:2] == [1, 1] and strides == [1, 1] and not any(padding)
+    wide_columns = padded_columns(columns, machine.lanes)
+    wide = padded_width(
+        Rows(height, width, flat), wide_columns, 4 * kernel[2], math.prod(kernel[:3]), machine
+    )
+    if (wide, wide_columns) == (width, columns):
+        return None
+    top, left, bottom, right = padding
+    return relax.op.nn.conv2d(
+        data,
+        _widened(weights, wide_columns) if wide_columns > columns else weights,
+        strides=strides,
+        padding=[top, left, bottom, right + (wide - width) * strides[1]],
+        dilation=dilation,
+        data_layout="NHWC",
+        kernel_layout="HWIO",
+        out_layout=attrs.out_layout,
+        out_dtype=attrs.out_dtype,
     )
 
 

@@ -431,6 +431,7 @@ def _prepare(sch: Any, block: Any, found: _Contraction) -> _Form:
         all(extents[r] == 1 for r in found.reductions[:-1])
         and [*found.rows, found.column] == list(range(len(found.rows) + 1))
         and _flat_rows(sch, block, found)
+        and (not cropped or _keeps_rows(sch, final, extents, found))
     )
     row = max(found.rows, key=lambda p: (extents[p], p)) if flat else found.rows[-1]
     product = found.weights is not None and not before and _is_product(sch, block)
@@ -650,6 +651,11 @@ def _flat_rows(sch: Any, block: Any, found: _Contraction) -> bool:
         if used and not (len(used) == len(rows) and all(_plain(i, row) for i, row in zip(used, rows))):
             return False
     return True
+
+
+def _keeps_rows(sch: Any, final: Any, extents: Sequence[int], found: _Contraction) -> bool:
+    """Whether what leaves has all rows: only columns are cropped."""
+    return _extents(sch, final)[: len(found.rows)] == [extents[p] for p in found.rows]
 
 
 def _is_product(sch: Any, block: Any) -> bool:
