@@ -127,6 +127,12 @@ GRAPHS = {
     " y = Conv<pads=[1,1,1,1,1,1]>(x, w) }",
     "Conv, transposed": "(float[1,8,6,6] x, float[8,4,3,3] w, float[4,4,3,3] v) => (float[1,4,15,15] y) {"
     " a = ConvTranspose<strides=[2,2]>(x, w)\n y = ConvTranspose(a, v) }",
+    "Conv, transposed, between others": "(float[1,8,6,6] x, float[16,8,3,3] w, float[16,4,3,3] v, float[8,4,1,1] k)"
+    " => (float[1,8,13,13] y) { a = Conv<pads=[1,1,1,1]>(x, w)\n b = Relu(a)\n"
+    " c = ConvTranspose<strides=[2,2]>(b, v)\n d = Relu(c)\n y = Conv(d, k) }",
+    "extremes, sums and means of several": "(float[1,8,6,5] x, float[1,1,6,5] z, float[8,1,1] q, float[4,8,1,1] w)"
+    " => (float[1,4,6,5] y, float[1,8,6,5] n) { a = Max(x, z, q)\n b = Min(a, x)\n c = Sum(b, z, x)\n"
+    " d = Mean(c, z, q)\n e = Max(d)\n y = Conv(e, w)\n n = Sum(x, z) }",
     "Conv, grouped": "(float[1,16,7,7] x, float[32,4,3,3] w) => (float[1,32,7,7] y) {"
     " y = Conv<group=4, pads=[1,1,1,1]>(x, w) }",
     "Conv, grouped, pointwise": "(float[1,24,9,9] x, float[48,8,1,1] w, float[48] b) => (float[1,48,9,9] y) {"

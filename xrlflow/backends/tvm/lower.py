@@ -16,8 +16,12 @@ from xrlflow.backends.tvm.padding import pad_to_tiles
 from xrlflow.backends.tvm.schedules import schedule
 from xrlflow.backends.tvm.target import Machine
 
-LAYOUTS = {"relax.nn.conv2d": ["NHWC", "HWIO"]}
-"""Channels last: a pixel's channels are the columns of the product, and an output row is a row of tiles."""
+LAYOUTS = {
+    "relax.nn.conv2d": ["NHWC", "HWIO"],
+    "relax.nn.conv2d_transpose": ["NCHW", "IOHW"],
+}
+"""Channels last: a pixel's channels are the columns of the product, and an output row is a row of tiles. TVM has no
+transposed convolution of that layout: unless it is told, images between others reach one so."""
 
 _SHORT_ROW = 16
 
@@ -81,16 +85,27 @@ def _importer(shapes: Mapping[str, Sequence[int]]) -> Any:
     from tvm.ir import GenericConst
     from tvm.relax.frontend.onnx.onnx_frontend import ONNXGraphImporter
 
+    folds = {"Max": relax.op.maximum, "Min": relax.op.minimum, "Sum": relax.op.add, "Mean": relax.op.add}
+
     class Importer(ONNXGraphImporter):  # type: ignore[misc]
-        """TVM's importer, but Clip becomes operators that Relax knows, so that layouts pass through it."""
+        """TVM's importer, but Clip, Max, Min, Sum and Mean become operators of two operands, so that layouts pass
+        through them: it would stack the operands, copying all of them."""
 
         def _convert_operator(self, op_name: str, inputs: Any, attrs: Any, opset: int) -> Any:
+            if op_name in folds and not all(isinstance(x, GenericConst) for x in inputs):
+                return self._fold(op_name, list(inputs))
             if op_name == "Clip" and opset >= 11:
                 result, *bounds = inputs
                 known = [b for b in bounds if b is None or isinstance(b, GenericConst)]
                 if len(known) == len(bounds):
                     return self._clip(result, bounds)
             return super()._convert_operator(op_name, inputs, attrs, opset)
+
+        def _fold(self, op_name: str, inputs: Sequence[Any]) -> Any:
+            folded = functools.reduce(lambda a, b: self.bb.normalize(folds[op_name](a, b)), inputs)
+            if op_name != "Mean":
+                return folded
+            return relax.op.divide(folded, relax.const(len(inputs), folded.ty.dtype))
 
         def _clip(self, result: Any, bounds: Sequence[Any]) -> Any:
             for bound, operator in zip(bounds, (relax.op.maximum, relax.op.minimum)):
