@@ -127,6 +127,22 @@ GRAPHS = {
     " y = Conv<pads=[1,1,1,1,1,1]>(x, w) }",
     "Conv, transposed": "(float[1,8,6,6] x, float[8,4,3,3] w, float[4,4,3,3] v) => (float[1,4,15,15] y) {"
     " a = ConvTranspose<strides=[2,2]>(x, w)\n y = ConvTranspose(a, v) }",
+    "Conv, transposed, no overlap": "(float[2,6,5,4] x, float[6,3,2,2] w, float[3] b) => (float[2,3,10,8] y) {"
+    " a = ConvTranspose<strides=[2,2]>(x, w, b)\n y = Relu(a) }",
+    "Conv, transposed, overlapping, cut": "(float[1,5,6,7] x, float[5,4,4,3] w) => (float[1,4,11,14] y) {"
+    " y = ConvTranspose<strides=[2,2], pads=[1,0,2,1], output_padding=[0,0]>(x, w) }",
+    "Conv, transposed, output padded": "(float[1,5,6,7] x, float[5,4,3,3] w) => (float[1,4,12,14] y) {"
+    " y = ConvTranspose<strides=[2,2], pads=[1,1,1,1], output_padding=[1,1]>(x, w) }",
+    "Conv, transposed, with gaps": "(float[1,3,5,5] x, float[3,2,2,1] w) => (float[1,2,14,13] y) {"
+    " y = ConvTranspose<strides=[3,3]>(x, w) }",
+    "Conv, transposed, beyond the image": "(float[1,3,5,5] x, float[3,2,2,2] w) => (float[1,2,11,11] y) {"
+    " y = ConvTranspose<strides=[2,2], output_padding=[1,1]>(x, w) }",
+    "Conv, transposed, stride 1": "(float[1,3,7,6] x, float[3,8,3,3] w) => (float[1,8,7,6] y) {"
+    " y = ConvTranspose<pads=[1,1,1,1]>(x, w) }",
+    "Conv, transposed, grouped, weights given": "(float[1,4,5,5] x, float[4,3,3,3] w, float[6,2,2,2] k)"
+    " => (float[1,2,14,14] y) { a = ConvTranspose<group=2, pads=[0,0,0,0]>(x, w)\n"
+    " y = ConvTranspose<strides=[2,2]>(a, k) }",
+    "Conv, one pixel wide": "(float[1,16,60,1] x, float[24,16,5,1] w) => (float[1,24,56,1] y) { y = Conv(x, w) }",
     "Conv, transposed, between others": "(float[1,8,6,6] x, float[16,8,3,3] w, float[16,4,3,3] v, float[8,4,1,1] k)"
     " => (float[1,8,13,13] y) { a = Conv<pads=[1,1,1,1]>(x, w)\n b = Relu(a)\n"
     " c = ConvTranspose<strides=[2,2]>(b, v)\n d = Relu(c)\n y = Conv(d, k) }",
@@ -267,6 +283,19 @@ def test_padding_of_columns(columns: int, lanes: int) -> None:
     assert columns <= width <= max(1.05 * (columns + lanes - 1), columns)
     assert columns == 1 or width % lanes == 0
     assert columns % lanes or width == columns
+
+
+@pytest.mark.parametrize("name", [n for n in GRAPHS if n.startswith("Conv, transposed")])
+def test_transposed_convolutions_are_blocked(name: str) -> None:
+    left = any("conv2d_transpose" in kernel for kernel in kernels(name))
+    assert left == ("grouped" in name or "beyond" in name)
+
+
+def test_an_image_of_one_column_has_a_tile_of_rows() -> None:
+    (found,) = (mod for n, mod in kernels("Conv, one pixel wide").items() if "conv2d" in n)
+    chosen = heuristic(found, detect())
+    assert chosen is not None
+    assert chosen.tile.rows > 2
 
 
 def test_rows_that_are_prime_get_longer() -> None:

@@ -15,6 +15,7 @@ from xrlflow.backends.tvm.load import last_line, tvm
 from xrlflow.backends.tvm.padding import pad_to_tiles
 from xrlflow.backends.tvm.schedules import schedule
 from xrlflow.backends.tvm.target import Machine
+from xrlflow.backends.tvm.transposed import by_phases
 
 LAYOUTS = {
     "relax.nn.conv2d": ["NHWC", "HWIO"],
@@ -105,7 +106,7 @@ def _importer(shapes: Mapping[str, Sequence[int]]) -> Any:
             folded = functools.reduce(lambda a, b: self.bb.normalize(folds[op_name](a, b)), inputs)
             if op_name != "Mean":
                 return folded
-            return relax.op.divide(folded, relax.const(len(inputs), folded.ty.dtype))
+            return self.bb.normalize(relax.op.divide(folded, relax.const(len(inputs), folded.ty.dtype)))
 
         def _clip(self, result: Any, bounds: Sequence[Any]) -> Any:
             for bound, operator in zip(bounds, (relax.op.maximum, relax.op.minimum)):
@@ -125,7 +126,10 @@ def fuse(module: Any, machine: Machine) -> Any:
         relax.transform.DecomposeOpsForInference(),
         relax.transform.CanonicalizeBindings(),
         relax.transform.FoldConstant(),
-        *([relax.transform.ConvertLayout(LAYOUTS)] if _gains_from_channels_last(module) else []),
+        by_phases,
+        lambda module: (
+            relax.transform.ConvertLayout(LAYOUTS)(module) if _gains_from_channels_last(module) else module
+        ),
         relax.transform.FoldConstant(),
         lambda module: fuse_attention(module, machine),
         lambda module: pad_to_tiles(module, machine),

@@ -433,7 +433,9 @@ def _prepare(sch: Any, block: Any, found: _Contraction) -> _Form:
         and _flat_rows(sch, block, found)
         and (not cropped or _keeps_rows(sch, final, extents, found))
     )
-    row = max(found.rows, key=lambda p: (extents[p], p)) if flat else found.rows[-1]
+    # An image that is one pixel wide has rows of its height.
+    innermost = next((p for p in reversed(found.rows) if extents[p] > 1), found.rows[-1])
+    row = max(found.rows, key=lambda p: (extents[p], p)) if flat else innermost
     product = found.weights is not None and not before and _is_product(sch, block)
     constant = found.weights is not None and _is_constant(sch, block, found.weights)
     reduction = math.prod(extents[r] for r in found.reductions)
@@ -476,9 +478,8 @@ def _schedule_contraction(
     rows = [loops[p] for p in found.rows]
     batch = [loops[i] for i in range(len(loops)) if i not in (*found.rows, found.column, *found.reductions)]
     reductions = [loops[r] for r in found.reductions]
-    if form.flat:
-        (tiled,) = [loop for loop, p in zip(rows, found.rows) if p == row or len(rows) == 1]
-        rows = [loop for loop in rows if loop is not tiled] + [tiled]
+    (tiled,) = [loop for loop, p in zip(rows, found.rows) if p == row or len(rows) == 1]
+    rows = [loop for loop in rows if loop is not tiled] + [tiled]
     outer_row, inner_row = sch.split(rows[-1], [None, tile.rows])
     outer_column, inner_column = sch.split(loops[found.column], [None, tile.columns])
     channelwise = found.weights is None
