@@ -2,8 +2,9 @@
 
 Operators: single operators of the sizes that networks have, tensors staying in the runtime. Models: whole networks,
 arrays in and out, as a program calls them: ONNX Runtime on the original; TVM on the original graph, untuned; TVM on the
-graph that greedy search finds; with `--tune`, the original graph with kernels tuned for so many seconds. All variants
-are timed in turns in one process; A/A is ONNX Runtime against itself.
+graph that greedy search finds; with `--tune`, the original graph with kernels tuned by each of `--methods` for so many
+seconds, or until there is nothing left to measure, each knowing nothing of the others. All variants are timed in turns
+in one process; A/A is ONNX Runtime against itself.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ import argparse
 import json
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -88,17 +91,27 @@ def inputs(compiled: TvmModel) -> dict[str, Any]:
     }
 
 
-def tuned(
-    proto: onnx.ModelProto, seconds: float, threads: int, store: Store, method: Method
-) -> tuple[TvmModel, int]:
+@dataclass(frozen=True, slots=True)
+class Tuned:
+    """A model tuned by one method: kernels that were measured, and how long that took."""
+
+    model: TvmModel
+    measured: int
+    seconds: float
+
+
+def tuned(proto: onnx.ModelProto, seconds: float, threads: int, method: Method) -> Tuned:
     machine = detect(cores=threads)
     tasks = kernel_tasks(fuse(import_model(proto), machine), machine)
-    found = tune(
-        tasks, blocked(method, machine), trials=1_000_000, batch=16, time_limit=seconds, store=store,
-        pool=PoolOptions(threads=threads, timing=COLD),
-    )  # fmt: skip
-    backend = Tvm(machine, None, tuned_by(store, machine, threads))
-    return backend.compile(proto.SerializeToString(), threads=threads), found.measured
+    begin = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder, Store(Path(folder) / "tuning.sqlite") as store:
+        found = tune(
+            tasks, blocked(method, machine), trials=1_000_000, batch=16, time_limit=seconds, store=store,
+            pool=PoolOptions(threads=threads, timing=COLD),
+        )  # fmt: skip
+        took = time.monotonic() - begin
+        backend = Tvm(machine, None, tuned_by(store, machine, threads))
+        return Tuned(backend.compile(proto.SerializeToString(), threads=threads), found.measured, took)
 
 
 def timed(
@@ -120,6 +133,10 @@ def timed(
         calls = [m.bound_caller(feeds) if bound else m.caller(feeds) for m in everything]
         stack.enter_context(pinned(cpus))
         return interleave(calls, threads=threads, time_limit=seconds, target_width=0.01)
+
+
+def methods(text: str) -> list[Method]:
+    return list(Method) if text == "all" else [Method(word) for word in text.split(",")]
 
 
 def row(name: str, names: Sequence[str], comparison: Comparison, facts: Mapping[str, Any]) -> dict[str, Any]:
@@ -146,7 +163,9 @@ def main() -> None:
     parser.add_argument("table", choices=("operators", "models"))
     parser.add_argument("names", nargs="*", help="some of them; default: all")
     parser.add_argument("--tune", type=float, default=0.0, help="seconds of tuning for each")
-    parser.add_argument("--method", default="chameleon", choices=[m.value for m in Method])
+    parser.add_argument(
+        "--methods", type=methods, default=[Method.CHAMELEON], help="of tuning, with commas; or: all"
+    )
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=10.0, help="of each measurement")
     parser.add_argument("--json", type=Path)
@@ -156,35 +175,37 @@ def main() -> None:
     names = [
         "TVM",
         *(["rewritten"] if options.table == "models" else []),
-        *(["tuned"] if options.tune else []),
+        *([method.value for method in options.methods] if options.tune else []),
     ]
     print(f"| {options.table} | ONNX Runtime ms | A/A | " + " | ".join(names) + " |")
     print("|---" * (3 + len(names)) + "|")
-    with tempfile.TemporaryDirectory() as folder, Store(Path(folder) / "tuning.sqlite") as store:
-        for name in options.names or known:
-            if name not in known:
-                raise SystemExit(f"{name} is none of {', '.join(known)}")
-            proto = operator(known[name]) if options.table == "operators" else known[name]()
-            machine = detect(cores=options.threads)
-            variants = [Tvm(machine).compile(proto.SerializeToString(), threads=options.threads)]
-            facts: dict[str, Any] = {}
-            if options.table == "models":
-                result = xrlflow.optimize(
-                    proto, backend="tvm", search="greedy", cost=Roofline(), measure=False, verify=False,
-                    threads=options.threads,
-                )  # fmt: skip
-                assert result.compiled is not None
-                variants.append(result.compiled)
-            if options.tune:
-                model, measured = tuned(proto, options.tune, options.threads, store, Method(options.method))
-                variants.append(model)
-                facts["measured"] = measured
-            comparison = timed(
-                proto, variants, options.threads, options.seconds, options.table == "operators"
+    for name in options.names or known:
+        if name not in known:
+            raise SystemExit(f"{name} is none of {', '.join(known)}")
+        proto = operator(known[name]) if options.table == "operators" else known[name]()
+        machine = detect(cores=options.threads)
+        variants = [Tvm(machine).compile(proto.SerializeToString(), threads=options.threads)]
+        facts: dict[str, Any] = {}
+        if options.table == "models":
+            result = xrlflow.optimize(
+                proto, backend="tvm", search="greedy", cost=Roofline(), measure=False, verify=False,
+                threads=options.threads,
+            )  # fmt: skip
+            assert result.compiled is not None
+            variants.append(result.compiled)
+        for method in options.methods if options.tune else ():
+            found = tuned(proto, options.tune, options.threads, method)
+            variants.append(found.model)
+            facts[f"{method.value} measured"], facts[f"{method.value} s"] = found.measured, found.seconds
+            print(
+                f"{name}, {method.value}: {found.measured} in {found.seconds:.0f} s",
+                file=sys.stderr,
+                flush=True,
             )
-            rows.append(row(name, names, comparison, facts))
-            if options.json is not None:
-                options.json.write_text(json.dumps(rows, indent=1))
+        comparison = timed(proto, variants, options.threads, options.seconds, options.table == "operators")
+        rows.append(row(name, names, comparison, facts))
+        if options.json is not None:
+            options.json.write_text(json.dumps(rows, indent=1))
 
 
 if __name__ == "__main__":

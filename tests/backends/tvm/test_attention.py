@@ -42,6 +42,12 @@ FUSED = {
     "bias of heads": heads(16, 33, 4, 16, 16, "z = Add(p, m)", ", float[1,4,16,33] m"),
     "choice": heads(16, 32, 2, 16, 16, "n = Neg(t)\n z = Where(m, p, n)", ", bool[1,1,16,32] m"),
     "odd": heads(37, 41, 3, 19, 23, "z = Mul(p, t)"),
+    "heads of 15": heads(40, 40, 8, 15, 15, "z = Mul(p, t)"),
+    "heads of 40": heads(20, 70, 2, 40, 40, "z = Mul(p, t)"),
+    "wide values, odd": heads(9, 50, 1, 8, 101, "z = Mul(p, t)"),
+    "number given": heads(16, 32, 2, 16, 16, "z = Mul(p, m)", ", float m"),
+    "values the other way round": "(float[30,16] q, float[16,40] k, float[24,40] v1) => (float[24,30] y) {"
+    " c = Transpose(v1)\n p = MatMul(q, k)\n u = Softmax(p)\n o = MatMul(u, c)\n y = Transpose(o) }",
     "odd, panels of keys": heads(7, 197, 2, 32, 40, "z = Mul(p, t)"),
     "one row": heads(1, 64, 3, 16, 16, "z = Mul(p, t)"),
     "one head": heads(101, 64, 1, 16, 16, "z = Mul(p, t)"),
@@ -70,7 +76,7 @@ LEFT = {
     " p = MatMul(q, k)\n u = Softmax<axis=0>(p)\n y = MatMul(u, v1) }",
     "values of all heads": "(float[2,30,16] q, float[2,16,40] k, float[40,24] v1) => (float[2,30,24] y) {"
     " p = MatMul(q, k)\n u = Softmax(p)\n y = MatMul(u, v1) }",
-    "few keys": "(float[30,16] q, float[16,10] k, float[10,24] v1) => (float[30,24] y) {"
+    "few keys": "(float[30,16] q, float[16,7] k, float[7,24] v1) => (float[30,24] y) {"
     " p = MatMul(q, k)\n u = Softmax(p)\n y = MatMul(u, v1) }",
     "no product in front": "(float[30,40] p, float[40,24] v1) => (float[30,24] y) {"
     " u = Softmax(p)\n y = MatMul(u, v1) }",
@@ -201,9 +207,34 @@ def test_tiles_fit_the_registers_and_cover_the_rows(
         vectors = columns // lanes
         assert vectors * lanes == columns
         assert how.rows * vectors + vectors + 1 <= machine.registers
-    assert form.width % how.value_columns == 0
     tiles = -(-rows // how.rows)
     assert 1 <= how.parts <= tiles
-    if number * tiles >= 10 * cores:  # then the threads have equal work, but for a tenth
-        longest = -(-number * how.parts // cores) * -(-tiles // how.parts)
-        assert longest * cores <= 1.3 * number * tiles
+
+    def longest(parts: int) -> int:
+        """What the thread with the most to do does, in tiles: to pack keys takes as long as two."""
+        return -(-number * parts // cores) * (2 + -(-tiles // parts))
+
+    assert longest(how.parts) <= min(longest(1), longest(min(cores, tiles)))
+
+
+def test_rows_a_page_apart_do_not_push_each_other_out() -> None:
+    """32 heads of 32 are 4 KB: more than 8 rows of q would share a set of the first-level cache."""
+
+    def form(number: int) -> Form:
+        rows, keys = (1, 64, number, 32), (1, 32, number, 32)
+        q, k, v = Array(rows, (0, 2, 1, 3)), Array(keys, (0, 2, 3, 1)), Array(keys, (0, 2, 1, 3))
+        return Form(q, k, v, q, ())
+
+    machine = Machine("x86_64-unknown-linux-gnu", "znver4", 2, 16, 32)
+    assert form(32).q.row_stride == 4096
+    assert plan(form(32), machine).rows <= 8 < plan(form(31), machine).rows
+
+
+def test_few_heads_are_divided_among_threads() -> None:
+    array = Array((1, 512, 64), (0, 1, 2))
+    keys = Array((1, 64, 512), (0, 1, 2))
+
+    def parts(cores: int) -> int:
+        return plan(Form(array, keys, array, array, ()), Machine("x86_64", "znver4", cores, 16, 32)).parts
+
+    assert [parts(1), parts(2), parts(4)] == [1, 2, 4]

@@ -1,10 +1,11 @@
 """softmax(f(q k)) v as one kernel.
 
 The scores of a few rows stay in the cache from the first product to the second, instead of all of them going through
-memory five times (Dao et al., FlashAttention, 2022; without its running maximum, since a row of scores fits). Keys and
-values are packed into panels once for each head, q, k and v are read where they lie and the result is written where it
+memory five times (Dao et al., FlashAttention, 2022; without its running maximum, since a row of scores fits). Each task
+packs the keys and values of its head into panels, q, k and v are read where they lie and the result is written where it
 is read, so that the transpositions around the heads disappear. Both products have a tile of accumulators in vector
-registers (see `schedules`), and a row is divided by its sum on the way out.
+registers (see `schedules`), and a row is divided by its sum on the way out: values so large that their sum overflows
+give infinities, where the operators one by one would have divided first.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ _FLOAT = "float32"
 _LOCAL = "local"
 _OPAQUE = 8  # relax's OpPatternKind: nothing is fused with it
 _MOST_ROWS = 14
-_PAGE = 4096
+# Rows that are a multiple of a page apart share a set of an 8-way first-level cache.
+_PAGE, _WAYS = 4096, 8
+# Packing the keys and values of a head takes as long as so many tiles of rows (1.8 with 12 heads of 64 and 128 keys).
+_PACKING = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +42,11 @@ class Array:
     @property
     def sizes(self) -> tuple[int, ...]:
         return tuple(self.shape[a] for a in self.axes)
+
+    @property
+    def row_stride(self) -> int:
+        """Bytes from one row to the next."""
+        return 4 * math.prod(self.shape[self.axes[-2] + 1 :])
 
     def place(self, index: Sequence[Any]) -> list[Any]:
         """Where an element of the operand lies."""
@@ -118,24 +127,35 @@ class Plan:
 def plan(form: Form, machine: Machine) -> Plan:
     """The tile that promises most for both products together, by the same reckoning as `schedules.rated_tiles`."""
     lanes = machine.lanes
-    value_lanes = next(n for n in (lanes, lanes // 2, lanes // 4, 1) if n >= 1 and form.width % n == 0)
+    value_lanes = next((n for n in _vectors(lanes) if form.width % n == 0), lanes)
+    apart = any(array.row_stride % _PAGE == 0 for array in (form.q, form.out))
     best: tuple[float, int, int, int] | None = None
-    for rows in range(1, min(form.rows, _MOST_ROWS) + 1):
+    for rows in range(1, min(form.rows, _WAYS if apart else _MOST_ROWS) + 1):
         for first in range(1, 7):
-            for second in (n for n in range(1, 7) if form.width % (n * value_lanes) == 0):
+            for second in range(1, 7):
                 if (rows + 1) * max(first, second) + 1 > machine.registers:
                     continue
-                panels = -(-form.keys // (first * lanes)) * first
                 tiles = -(-form.rows // rows)
+                keys = _whole(form.keys, first * lanes) / lanes
+                columns = _whole(form.width, second * value_lanes) / value_lanes
                 cost = tiles * (
-                    panels * form.depth * _cost(rows, first)
-                    + form.width / value_lanes * form.keys * _cost(rows, second)
+                    keys * form.depth * _cost(rows, first) + columns * form.keys * _cost(rows, second)
                 )
                 if best is None or cost < best[0]:
                     best = cost, rows, first * lanes, second * value_lanes
     assert best is not None
     _, rows, columns, value_columns = best
     return Plan(rows, columns, lanes, value_columns, value_lanes, _parts(form, rows, machine.cores))
+
+
+def _vectors(lanes: int) -> list[int]:
+    """Whole registers, halves and quarters."""
+    return [n for n in (lanes, lanes // 2, lanes // 4) if n > 1]
+
+
+def _whole(extent: int, step: int) -> int:
+    """The least multiple of `step` that is not less."""
+    return -(-extent // step) * step
 
 
 def _cost(rows: int, vectors: int) -> float:
@@ -146,13 +166,14 @@ def _cost(rows: int, vectors: int) -> float:
 
 
 def _parts(form: Form, rows: int, cores: int) -> int:
-    """As few parts of a head as leave no thread idle for more than a tenth of the time."""
+    """Into how many parts the rows of a head are divided, so that the thread with the most to do is done first: each
+    part packs the keys of its head for itself."""
     heads, tiles = math.prod(form.heads), -(-form.rows // rows)
 
-    def idle(parts: int) -> float:
-        return -(-heads * parts // cores) * cores * -(-tiles // parts) / (heads * tiles)
+    def longest(parts: int) -> int:
+        return -(-heads * parts // cores) * (_PACKING + -(-tiles // parts))
 
-    return next((p for p in range(1, tiles + 1) if idle(p) <= 1.1), min(range(1, tiles + 1), key=idle))
+    return min(range(1, min(tiles, 2 * cores) + 1), key=longest)
 
 
 def kernel(form: Form, machine: Machine) -> Any:
@@ -213,7 +234,8 @@ class _Head:
         # Rows that are a multiple of a page apart would push each other out of the cache.
         stride = width + (how.lanes if width * 4 % _PAGE == 0 else 0)
         self._keys = T.alloc_buffer((self._panels, form.depth, how.columns), _FLOAT)
-        self._values = T.alloc_buffer((form.width // how.value_columns, form.keys, how.value_columns), _FLOAT)
+        self._value_panels = -(-form.width // how.value_columns)
+        self._values = T.alloc_buffer((self._value_panels, form.keys, how.value_columns), _FLOAT)
         self._scores = T.alloc_buffer((how.rows, stride), _FLOAT)
         self._over = T.alloc_buffer((how.rows,), _FLOAT, scope=_LOCAL)
 
@@ -244,8 +266,12 @@ class _Head:
             T.buffer_store(self._scores, total, [i, panel * how.columns + n])
 
         def leave(i: Any, e: Any, total: Any) -> None:
-            where = form.out.place([*self._head, first + i, panel * how.value_columns + e])
-            T.buffer_store(self._out, total * self._over[i], where)
+            column = panel * how.value_columns + e
+            where = form.out.place([*self._head, first + i, column])
+            _where(
+                None if form.width % how.value_columns == 0 else column < form.width,
+                lambda: T.buffer_store(self._out, total * self._over[i], where),
+            )
 
         with T.serial(0, self._panels) as panel:
             _product(
@@ -256,7 +282,7 @@ class _Head:
             )  # fmt: skip
         with T.serial(0, how.rows) as i:
             self._softmax(i, row(i))
-        with T.serial(0, form.width // how.value_columns) as panel:
+        with T.serial(0, self._value_panels) as panel:
             _product(
                 (how.rows, how.value_columns, how.value_lanes), form.keys,
                 lambda i, n: self._scores[i, n],
@@ -276,23 +302,29 @@ class _Head:
         form, how = self._form, self._how
         last = len(form.k.shape) - 1
         along_keys, along_depth = form.k.axes[-1] == last, form.k.axes[-2] == last
-        squares = along_depth and form.depth % how.lanes == 0 and how.lanes > 1
-        if squares:
-            self._pack_squares()
-        begin = form.keys // how.lanes * how.lanes if squares else 0
-        for panel in range(begin // how.columns, self._panels):
-            first = max(begin - panel * how.columns, 0)
-            end = min(form.keys - panel * how.columns, how.columns)
+        side = next((n for n in _vectors(how.lanes) if form.depth % n == 0), 1) if along_depth else 1
+
+        def fill(panel: Any, first: int, end: int) -> None:
             outer, inner = ((0, form.depth), (first, end))[:: 1 if along_keys else -1]
             with T.serial(*outer) as a, T.serial(*inner) as b:
                 d, n = (a, b) if along_keys else (b, a)
                 T.buffer_store(self._keys, self._key(d, panel * how.columns + n), [panel, d, n])
-        if rest := form.keys % how.columns:
-            with T.serial(0, form.depth) as d, T.serial(rest, how.columns) as n:
-                T.buffer_store(self._keys, tirx.const(0.0, _FLOAT), [self._panels - 1, d, n])
 
-    def _pack_squares(self) -> None:
-        """Keys whose depths are neighbours in memory, a square of lanes x lanes after the other.
+        whole, rest = divmod(form.keys, how.columns)
+        if side > 1:
+            self._pack_squares(side)
+        elif whole:
+            with T.serial(0, whole) as panel:
+                fill(panel, 0, how.columns)
+        begin = rest // side * side if side > 1 else 0
+        if begin < rest:
+            fill(tirx.const(whole, "int32"), begin, rest)
+        if rest:
+            with T.serial(0, form.depth) as d, T.serial(rest, how.columns) as n:
+                T.buffer_store(self._keys, tirx.const(0.0, _FLOAT), [whole, d, n])
+
+    def _pack_squares(self, side: int) -> None:
+        """Keys whose depths are neighbours in memory, a square of `side` x `side` after the other.
 
         A square is transposed in registers: halves, quarters, eighths change places in turn. Element by element it
         takes three times as long.
@@ -300,40 +332,52 @@ class _Head:
         from tvm import tirx
         from tvm.script.ir_builder import tirx as T
 
-        lanes, across = self._how.lanes, self._how.columns // self._how.lanes
+        across = self._how.columns // side
         with (
-            T.serial(0, self._form.keys // lanes) as square,
-            T.serial(0, self._form.depth // lanes) as level,
+            T.serial(0, self._form.keys // side) as square,
+            T.serial(0, self._form.depth // side) as level,
         ):
-            depths = tirx.Ramp(level * lanes, 1, lanes)
-            vectors = [T.bind(self._key(depths, square * lanes + i)) for i in range(lanes)]
-            step = lanes // 2
+            depths = tirx.Ramp(level * side, 1, side)
+            vectors = [T.bind(self._key(depths, square * side + i)) for i in range(side)]
+            step = side // 2
             while step:
-                low = [x if not x & step else lanes + x - step for x in range(lanes)]
-                high = [x + step if not x & step else lanes + x for x in range(lanes)]
-                for i in (i for i in range(lanes) if not i & step):
+                low = [x if not x & step else side + x - step for x in range(side)]
+                high = [x + step if not x & step else side + x for x in range(side)]
+                for i in (i for i in range(side) if not i & step):
                     pair = [vectors[i], vectors[i + step]]
                     vectors[i], vectors[i + step] = (T.bind(tirx.Shuffle(pair, half)) for half in (low, high))
                 step //= 2
-            columns = tirx.Ramp(square % across * lanes, 1, lanes)
+            columns = tirx.Ramp(square % across * side, 1, side)
             for i, vector in enumerate(vectors):
-                T.buffer_store(self._keys, vector, [square // across, level * lanes + i, columns])
+                T.buffer_store(self._keys, vector, [square // across, level * side + i, columns])
 
     def _pack_values(self) -> None:
-        """[panel, key, column]."""
+        """[panel, key, column]; columns behind the last are zeros."""
+        from tvm import tirx
         from tvm.script.ir_builder import tirx as T
 
         form, how = self._form, self._how
-        panels, vectors = form.width // how.value_columns, how.value_columns // how.value_lanes
-        with (
-            T.serial(0, panels) as panel,
-            T.serial(0, form.keys) as n,
-            T.unroll(0, vectors) as vector,
-            T.vectorized(0, how.value_lanes) as lane,
-        ):
-            e = vector * how.value_lanes + lane
+
+        def put(panel: Any, n: Any, e: Any) -> None:
             value = self._v[form.v.place([*self._head, n, panel * how.value_columns + e])]
             T.buffer_store(self._values, value, [panel, n, e])
+
+        whole, rest = divmod(form.width, how.value_columns)
+        vectors = how.value_columns // how.value_lanes
+        if whole:
+            with (
+                T.serial(0, whole) as panel,
+                T.serial(0, form.keys) as n,
+                T.unroll(0, vectors) as vector,
+                T.vectorized(0, how.value_lanes) as lane,
+            ):
+                put(panel, n, vector * how.value_lanes + lane)
+        if rest:
+            with T.serial(0, form.keys) as n:
+                with T.serial(0, rest) as e:
+                    put(tirx.const(whole, "int32"), n, e)
+                with T.serial(rest, how.value_columns) as e:
+                    T.buffer_store(self._values, tirx.const(0.0, _FLOAT), [whole, n, e])
 
     def _softmax(self, i: Any, row: Any) -> None:
         """Row i of the scores becomes exp(x - max), and `over[i]` one over their sum."""

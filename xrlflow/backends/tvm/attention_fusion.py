@@ -10,6 +10,7 @@ from typing import Any
 
 from xrlflow.backends.tvm.attention import STEPS, Array, Extra, Form, Step, kernel
 from xrlflow.backends.tvm.load import tvm
+from xrlflow.backends.tvm.reading import operator, sizes, with_main
 from xrlflow.backends.tvm.target import Machine
 
 _FLOAT = "float32"
@@ -47,11 +48,7 @@ def fuse_attention(module: Any, machine: Machine) -> Any:
             call = relax.call_tir(functions[form], read, relax.TensorType(form.out.shape, _FLOAT))
             self.builder_.emit_normalized(relax.VarBinding(binding.var, self.builder_.normalize(call)))
 
-    fuser = Fuser(module)
-    main = fuser.visit_expr(module["main"])
-    fused = fuser.builder_.get()
-    fused.update_func(fused.get_global_var("main"), main)
-    return relax.transform.DeadCodeElimination()(fused)
+    return relax.transform.DeadCodeElimination()(with_main(module, Fuser(module)))
 
 
 class _Reader:
@@ -81,9 +78,9 @@ class _Reader:
         """By the variable that holds the result, behind a transposition if there is one."""
         found: dict[Any, Match] = {}
         for variable, value in self._values.items():
-            if _name(value) == "relax.matmul" and (match := self._attention(value)) is not None:
+            if operator(value) == "relax.matmul" and (match := self._attention(value)) is not None:
                 found[variable] = match
-            elif _name(value) == "relax.permute_dims" and value.args[0] in found:
+            elif operator(value) == "relax.permute_dims" and value.args[0] in found:
                 inner = value.args[0]
                 if self._uses[inner] == 1:
                     form, arguments = found.pop(inner)
@@ -92,8 +89,8 @@ class _Reader:
 
     def _attention(self, call: Any) -> Match | None:
         weights = self._own(call.args[0])
-        scores = _sizes(call.args[0])
-        if weights is None or scores is None or _name(weights) != "relax.nn.softmax":
+        scores = sizes(call.args[0], _FLOAT)
+        if weights is None or scores is None or operator(weights) != "relax.nn.softmax":
             return None
         if int(weights.attrs.axis) not in (-1, len(scores) - 1):
             return None
@@ -102,7 +99,7 @@ class _Reader:
             return None
         product, steps, extras = chain
         q, k, v = (self._array(a) for a in (*product.args, call.args[1]))
-        out = _sizes(call)
+        out = sizes(call, _FLOAT)
         if q is None or k is None or v is None or out is None:
             return None
         heads = scores[:-2]
@@ -121,32 +118,32 @@ class _Reader:
     ) -> tuple[Any, tuple[Step, ...], tuple[Any, ...]] | None:
         """The product that scores are made of, the steps behind it, and what these read besides."""
         value = self._own(expression)
-        if value is None or _sizes(expression) != scores:
+        if value is None or sizes(expression, _FLOAT) != scores:
             return None
-        if _name(value) == "relax.matmul":
+        if operator(value) == "relax.matmul":
             return value, (), ()
-        if _name(value) not in STEPS:
+        if operator(value) not in STEPS:
             return None
         for position, operand in enumerate(value.args):
             if (before := self._chain(operand, scores)) is not None:
                 product, steps, extras = before
                 others = [a for i, a in enumerate(value.args) if i != position]
                 read = [_other(a, len(scores)) for a in others]
-                if any(r is None for r in read) or (_name(value) == "relax.where" and position == 0):
+                if any(r is None for r in read) or (operator(value) == "relax.where" and position == 0):
                     return None
                 operands: list[float | Extra | None] = [*read]
                 operands.insert(position, None)
                 more = [a for a, r in zip(others, read) if isinstance(r, Extra)]
-                return product, (*steps, Step(_name(value), tuple(operands))), (*extras, *more)
+                return product, (*steps, Step(operator(value), tuple(operands))), (*extras, *more)
         return None
 
     def _array(self, expression: Any) -> tuple[Array, Any] | None:
         """How an operand lies in memory, and what holds it."""
         value = self._values.get(expression)
-        if value is not None and _name(value) == "relax.permute_dims":
-            shape = _sizes(value.args[0])
+        if value is not None and operator(value) == "relax.permute_dims":
+            shape = sizes(value.args[0], _FLOAT)
             return None if shape is None else (Array(shape, tuple(_axes(len(shape), value))), value.args[0])
-        shape = _sizes(expression)
+        shape = sizes(expression, _FLOAT)
         return None if shape is None else (Array(shape, tuple(range(len(shape)))), expression)
 
 
@@ -161,13 +158,10 @@ def _parts_of(expression: Any) -> Iterator[Any]:
             yield from _parts_of(field)
     elif isinstance(expression, relax.TupleGetItem):
         yield from _parts_of(expression.tuple_value)
+    elif isinstance(expression, relax.If):
+        yield from relax.analysis.all_vars(expression)
     else:
         yield expression
-
-
-def _name(value: Any) -> str:
-    """Of the operator that is called; "" if it is no call of one."""
-    return str(getattr(getattr(value, "op", None), "name", ""))
 
 
 def _axes(rank: int, transposition: Any) -> list[int]:
@@ -181,23 +175,12 @@ def _left_as(shape: tuple[int, ...], transposition: Any) -> Array:
     return Array(tuple(shape[a] for a in axes), tuple(axes.index(i) for i in range(len(shape))))
 
 
-def _sizes(expression: Any, dtype: str = _FLOAT) -> tuple[int, ...] | None:
-    """The shape of a tensor of this type; None of another, or where a dimension is not known."""
-    from tvm import relax
-
-    kind = expression.ty
-    if not isinstance(kind, relax.TensorType) or str(kind.dtype) != dtype or kind.shape is None:
-        return None
-    sizes = list(kind.shape)
-    return tuple(int(n) for n in sizes) if all(hasattr(n, "value") for n in sizes) else None
-
-
 def _other(expression: Any, rank: int) -> float | Extra | None:
     """An operand beside the scores: a number or a tensor; None for what the kernel does not read."""
     from tvm.ir import GenericConst
 
     for dtype in (_FLOAT, "bool"):
-        shape = _sizes(expression, dtype)
+        shape = sizes(expression, dtype)
         if shape is not None and len(shape) <= rank:
             if dtype == _FLOAT and isinstance(expression, GenericConst) and math.prod(shape) == 1:
                 return float(expression.value.numpy().reshape(-1)[0])

@@ -11,63 +11,50 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from xrlflow.backends.tvm.load import tvm
+from xrlflow.backends.tvm.reading import constant, numbers, operator, sizes, with_calls
 
 
 def by_phases(module: Any) -> Any:
     """The module with the transposed convolutions of two dimensions in "main" as convolutions, those of constant
     weights, without groups or dilation."""
-    tvm()
-    from tvm import relax
-
-    @relax.expr_functor.mutator
-    class Rewriter(relax.PyExprMutator):  # type: ignore[misc]
-        def visit_call_(self, call: Any) -> Any:
-            call = super().visit_call_(call)
-            if str(getattr(call.op, "name", "")) != "relax.nn.conv2d_transpose":
-                return call
-            rewritten = _rewritten(call, self.builder_.emit)
-            return call if rewritten is None else rewritten
-
-    rewriter = Rewriter(module)
-    main = rewriter.visit_expr(module["main"])
-    done = rewriter.builder_.get()
-    done.update_func(done.get_global_var("main"), main)
-    return done
+    return with_calls(module, _rewritten)
 
 
-def _rewritten(call: Any, emit: Any) -> Any | None:
+def _rewritten(call: Any, builder: Any) -> Any | None:
     from tvm import relax
     from tvm.ir import GenericConst
 
-    data, weights = call.args
-    attrs = call.attrs
-    sizes = [*_numbers(data.ty.shape), *_numbers(call.ty.shape)]
-    if not isinstance(weights, GenericConst) or int(attrs.groups) != 1 or not all(sizes):
+    if operator(call) != "relax.nn.conv2d_transpose" or not isinstance(call.args[1], GenericConst):
         return None
-    strides, padding = _numbers(attrs.strides), _numbers(attrs.padding)
-    if _numbers(attrs.dilation) != [1, 1] or (attrs.data_layout, attrs.kernel_layout) != ("NCHW", "IOHW"):
+    shapes, attrs = [sizes(e) for e in (call, *call.args)], call.attrs
+    known = [shape for shape in shapes if shape and 0 not in shape]
+    if len(known) < len(shapes) or int(attrs.groups) != 1 or numbers(attrs.dilation) != [1, 1]:
         return None
-    batch, _, *image = _numbers(data.ty.shape)
-    channels, *result = _numbers(call.ty.shape)[1:]
-    kernel = _numbers(weights.ty.shape)[2:]
+    if (attrs.data_layout, attrs.kernel_layout) != ("NCHW", "IOHW"):
+        return None
+    (batch, channels, *result), (_, _, *image), (_, _, *kernel) = known
+    strides, begin = numbers(attrs.strides), numbers(attrs.padding)[:2]
     taps = [-(-k // s) for k, s in zip(kernel, strides)]
-    # Of each phase there are so many pixels, the first of them before the image begins.
+    end = [b + r for b, r in zip(begin, result)]
+    # Each phase has a pixel for each of the image and of its rim of taps - 1, but for those that are cut off whole.
     pixels = [size + t - 1 for size, t in zip(image, taps)]
-    first = padding[:2]
-    if any(f + r > p * s for f, r, p, s in zip(first, result, pixels, strides)):
+    if any(e > p * s for e, p, s in zip(end, pixels, strides)):
         return None  # output_padding reaches beyond what the image has a part in
-    around = [t - 1 for t in taps]
-    phases = emit(
-        relax.op.nn.conv2d(
-            data, relax.const(phase_weights(weights.value.numpy(), strides)), padding=[*around, *around]
-        )
-    )
-    apart = emit(relax.op.reshape(phases, (batch, *strides, channels, *pixels)))
-    beside = emit(relax.op.permute_dims(apart, [0, 3, 4, 1, 5, 2]))
-    whole = emit(relax.op.reshape(beside, (batch, channels, *(p * s for p, s in zip(pixels, strides)))))
+    before = [min(t - 1, b // s) for t, b, s in zip(taps, begin, strides)]
+    after = [min(t - 1, p - -(-e // s)) for t, p, e, s in zip(taps, pixels, end, strides)]
+    padding = [t - 1 - cut for cuts in (before, after) for t, cut in zip(taps, cuts)]
+    pixels = [p - b - a for p, b, a in zip(pixels, before, after)]
+    first = [b - cut * s for b, cut, s in zip(begin, before, strides)]
+
+    weights = constant(phase_weights(call.args[1].value.numpy(), strides))
+    phases = builder.emit(relax.op.nn.conv2d(call.args[0], weights, padding=padding))
+    apart = builder.emit(relax.op.reshape(phases, (batch, *strides, channels, *pixels)))
+    beside = builder.emit(relax.op.permute_dims(apart, [0, 3, 4, 1, 5, 2]))
+    whole = (batch, channels, *(p * s for p, s in zip(pixels, strides)))
     last = [f + r for f, r in zip(first, result)]
-    return relax.op.strided_slice(whole, axes=[2, 3], begin=first, end=last)
+    return relax.op.strided_slice(
+        builder.emit(relax.op.reshape(beside, whole)), axes=[2, 3], begin=first, end=last
+    )
 
 
 def phase_weights(weights: Any, strides: Sequence[int]) -> Any:
@@ -83,8 +70,3 @@ def phase_weights(weights: Any, strides: Sequence[int]) -> Any:
     # A convolution reads the image forwards, a transposed one backwards.
     phases = split[:, :, ::-1, :, ::-1, :].transpose(3, 5, 1, 0, 2, 4)
     return np.ascontiguousarray(phases.reshape(strides[0] * strides[1] * outputs, inputs, *taps))
-
-
-def _numbers(values: Any) -> list[int]:
-    """The values, 0 for those that are not known."""
-    return [int(v) if isinstance(v, int) or hasattr(v, "value") else 0 for v in list(values)]

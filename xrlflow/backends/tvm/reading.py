@@ -1,0 +1,61 @@
+"""What a Relax expression is, and a pass over the calls of a function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from xrlflow.backends.tvm.load import tvm
+
+
+def operator(value: Any) -> str:
+    """The name of the operator that is called; "" if it is no call of one."""
+    return str(getattr(getattr(value, "op", None), "name", ""))
+
+
+def sizes(expression: Any, dtype: str | None = None) -> tuple[int, ...] | None:
+    """The shape of a tensor (of this type); None of anything else, or where a dimension is not known."""
+    from tvm import relax
+
+    kind = expression.ty
+    if not isinstance(kind, relax.TensorType) or kind.shape is None:
+        return None
+    if dtype is not None and str(kind.dtype) != dtype:
+        return None
+    found = list(kind.shape)
+    return tuple(int(n) for n in found) if all(hasattr(n, "value") for n in found) else None
+
+
+def numbers(values: Any) -> list[int]:
+    """An attribute that is a list of numbers."""
+    return [int(v) for v in list(values)]
+
+
+def with_calls(module: Any, replace: Callable[[Any, Any], Any | None]) -> Any:
+    """The module with each call of "main" that `replace` (the call, a builder) has another expression for replaced."""
+    tvm()
+    from tvm import relax
+
+    @relax.expr_functor.mutator
+    class Replacer(relax.PyExprMutator):  # type: ignore[misc]
+        def visit_call_(self, call: Any) -> Any:
+            call = super().visit_call_(call)
+            better = replace(call, self.builder_)
+            return call if better is None else better
+
+    return with_main(module, Replacer(module))
+
+
+def with_main(module: Any, mutator: Any) -> Any:
+    """The module of a mutator that has gone through "main", with what it has added."""
+    main = mutator.visit_expr(module["main"])
+    done = mutator.builder_.get()
+    done.update_func(done.get_global_var("main"), main)
+    return done
+
+
+def constant(array: Any) -> Any:
+    """A constant of the array's own type."""
+    from tvm import relax
+
+    return relax.const(array, str(array.dtype))
