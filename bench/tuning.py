@@ -64,9 +64,16 @@ TUNERS = ("chameleon", TRANSFER, "evolutionary", "annealing", "beam", "random")
 # What the agent of `chameleon+transfer` tunes before: the same kinds of operators, none of them of the same sizes.
 TRAINING = {
     "MatMul 256x384x256": "(float[256,384] x, float[384,256] w) => (float[256,256] y) { y = MatMul(x, w) }",
+    "MatMul 64x1024x512": "(float[64,1024] x, float[1024,512] w) => (float[64,512] y) { y = MatMul(x, w) }",
     "MatMul 8 x 64x96x96": "(float[8,64,96] x, float[8,96,96] z) => (float[8,64,96] y) { y = MatMul(x, z) }",
     "Conv 3x3 128 at 28x28": "(float[1,128,28,28] x, float[128,128,3,3] w) => (float[1,128,28,28] y) {"
     " y = Conv<pads=[1,1,1,1]>(x, w) }",
+    "Conv 3x3 32 at 40x40": "(float[1,32,40,40] x, float[32,32,3,3] w) => (float[1,32,40,40] y) {"
+    " y = Conv<pads=[1,1,1,1]>(x, w) }",
+    "Conv 1x1 96 to 192 at 20x20": "(float[1,96,20,20] x, float[192,96,1,1] w) => (float[1,192,20,20] y) {"
+    " y = Conv(x, w) }",
+    "Conv depthwise 3x3 64 at 40x40": "(float[1,64,40,40] x, float[64,1,3,3] w) => (float[1,64,40,40] y) {"
+    " y = Conv<group=64, pads=[1,1,1,1]>(x, w) }",
     "Softmax 8x64x256": "(float[8,64,256] x) => (float[8,64,256] y) { y = Softmax(x) }",
     "LayerNormalization 64x512": "(float[64,512] x, float[512] s, float[512] b) => (float[64,512] y) {"
     " y = LayerNormalization(x, s, b) }",
