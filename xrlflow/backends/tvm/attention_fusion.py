@@ -129,7 +129,7 @@ class _Reader:
                 product, steps, extras = before
                 others = [a for i, a in enumerate(value.args) if i != position]
                 read = [_other(a, len(scores)) for a in others]
-                if any(r is None for r in read) or (operator(value) == "relax.where" and position == 0):
+                if any(r is None for r in read):
                     return None
                 operands: list[float | Extra | None] = [*read]
                 operands.insert(position, None)
