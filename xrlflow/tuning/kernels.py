@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from xrlflow.backends.interrupts import heeding_interrupts
 from xrlflow.backends.protocol import BackendError, one_line
 from xrlflow.backends.tvm.load import tvm
-from xrlflow.backends.tvm.lower import Tuned, is_scheduled
+from xrlflow.backends.tvm.lower import Tuned
 from xrlflow.backends.tvm.schedules import apply, choices, design_space, heuristic
 from xrlflow.backends.tvm.target import Machine
 from xrlflow.tuning.knobs import Candidate, KnobSpace
@@ -40,7 +40,7 @@ def kernel_tasks(module: Any, machine: Machine) -> list[Task]:
     target = machine.target()
     found: dict[str, Task] = {}
     for name, function in module.functions.items():
-        if not isinstance(function, tirx.PrimFunc) or is_scheduled(function) or not calls[name.name_hint]:
+        if not isinstance(function, tirx.PrimFunc) or not calls[name.name_hint]:
             continue
         task = Task.of(name.name_hint, function, target, calls[name.name_hint])
         if len(choices(task.mod, machine)) > 1:

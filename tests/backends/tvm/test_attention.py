@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.backends.tvm.test_kernels import network
 from xrlflow.backends.onnxruntime import open_model
 from xrlflow.backends.tvm import Machine, detect
-from xrlflow.backends.tvm.attention import Array, Form, plan
+from xrlflow.backends.tvm.attention import Array, Form, kernel, plan
 from xrlflow.backends.tvm.compiled import compiled
 from xrlflow.backends.tvm.lower import fuse, import_model
 from xrlflow.tuning.kernels import kernel_tasks
@@ -238,3 +238,29 @@ def test_few_heads_are_divided_among_threads() -> None:
         return plan(Form(array, keys, array, array, ()), Machine("x86_64", "znver4", cores, 16, 32)).parts
 
     assert [parts(1), parts(2), parts(4)] == [1, 2, 4]
+
+
+def test_packing_keys_again_is_weighed_against_idle_threads() -> None:
+    def parts(number: int, rows: int, cores: int) -> int:
+        array, keys = Array((number, rows, 64), (0, 1, 2)), Array((number, 64, 128), (0, 1, 2))
+        values = Array((number, 128, 64), (0, 1, 2))
+        how = plan(Form(array, keys, values, array, ()), Machine("x86_64", "znver4", cores, 16, 32))
+        assert 3 * how.rows < rows <= 4 * how.rows or rows > 100
+        return how.parts
+
+    assert parts(3, 128, 2) == 2  # three heads for two threads
+    assert (
+        parts(12, 20, 16) == 1
+    )  # 4 threads would rest, but packing takes as long as half of what there is to do
+
+
+def test_rows_behind_the_last_are_not_stored() -> None:
+    """They would be those of another head, or of nothing."""
+
+    def guarded_if_needed(rows: int) -> bool:
+        array, keys = Array((2, rows, 64), (0, 1, 2)), Array((2, 64, 32), (0, 1, 2))
+        form = Form(array, keys, Array((2, 32, 64), (0, 1, 2)), array, ())
+        tile = plan(form, detect()).rows
+        return (rows % tile == 0) == (f"< {rows}" not in kernel(form, detect()).script())
+
+    assert all(guarded_if_needed(rows) for rows in (7, 37, 41, 48, 64))

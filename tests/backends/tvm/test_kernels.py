@@ -103,6 +103,8 @@ GRAPHS = {
     " (float[2,37,8,19] y) { a = Conv<strides=[2,2], pads=[0,1,0,1]>(x, w, b)\n y = Sigmoid(a) }",
     "Conv, prime rows, pointwise": "(float[1,16,17,17] x, float[64,16,1,1] w, float[64] b) =>"
     " (float[1,64,17,17] y) { a = Conv(x, w, b)\n y = Relu(a) }",
+    "Conv, prime rows, pointwise, a batch": "(float[8,16,17,17] x, float[64,16,1,1] w) => (float[8,64,17,17] y) {"
+    " y = Conv(x, w) }",
     "Conv, prime rows, dilated": "(float[1,8,30,31] x, float[32,8,3,3] w) => (float[1,32,26,29] y) {"
     " y = Conv<dilations=[2,2], pads=[0,1,0,1]>(x, w) }",
     "Conv, strided, odd": "(float[1,3,23,23] x, float[24,3,3,3] w) => (float[1,24,12,12] y) {"
@@ -218,6 +220,7 @@ def numbers(model: onnx.ModelProto) -> dict[str, npt.NDArray[np.floating]]:
     }
 
 
+@pytest.mark.filterwarnings("error:a kernel was left unscheduled")
 @pytest.mark.parametrize("name", GRAPHS)
 def test_kernels_agree_with_onnx_runtime(name: str) -> None:
     model = network(GRAPHS[name])
@@ -351,10 +354,16 @@ def test_rows_that_are_prime_get_longer() -> None:
     for pixels in (7, 13, 14, 28, 56, 80, 112):
         assert width(pixels, 192) == pixels
         assert width(pixels, 192, flat=True) == pixels
-    (found,) = (mod for n, mod in kernels("Conv, prime rows").items() if "crop" in n)
-    chosen = heuristic(found, detect())
-    assert chosen is not None
-    assert chosen.tile.rows > 2
+    for name in (
+        "Conv, prime rows",
+        "Conv, prime rows, strided, odd channels",
+        "Conv, prime rows, pointwise",
+    ):
+        (found,) = (mod for n, mod in kernels(name).items() if "crop" in n)
+        chosen = heuristic(found, detect())
+        assert chosen is not None
+        assert chosen.tile.rows > 2
+    assert not any("crop" in n for n in kernels("Conv, prime rows, pointwise, a batch"))
 
 
 def test_depthwise_convolutions_alone_stay_channels_first() -> None:

@@ -181,7 +181,7 @@ def schedule_all(module: Any, machine: Machine, tuned: Tuned | None = None) -> A
 
     updates = {}
     for name, function in module.functions.items():
-        if not isinstance(function, tirx.PrimFunc) or is_scheduled(function):
+        if not isinstance(function, tirx.PrimFunc) or SCHEDULED in (function.attrs or {}):
             continue
         one = package.IRModule({"main": function.with_attr(_SYMBOL, "main")})
         with heeding_interrupts():
@@ -191,11 +191,6 @@ def schedule_all(module: Any, machine: Machine, tuned: Tuned | None = None) -> A
     for name, function in updates.items():
         module.update_func(name, function)
     return module
-
-
-def is_scheduled(function: Any) -> bool:
-    """Whether a PrimFunc was written as it is to run."""
-    return function.attrs is not None and SCHEDULED in function.attrs
 
 
 @heeding_interrupts()
