@@ -14,7 +14,7 @@ from xrlflow.backends.onnxruntime import open_model
 from xrlflow.backends.tvm import Machine, detect
 from xrlflow.backends.tvm.attention import Array, Form, kernel, plan
 from xrlflow.backends.tvm.compiled import compiled
-from xrlflow.backends.tvm.lower import fuse, import_model
+from xrlflow.backends.tvm.lower import fuse, import_model, schedule_all
 from xrlflow.tuning.kernels import kernel_tasks
 
 TRANSPOSED = """ a = Transpose<perm=[0,2,1,3]>(q)
@@ -169,6 +169,13 @@ def test_what_is_not_a_number_stays_in_its_row() -> None:
     ((expected, found),) = both(model, given, detect())
     assert np.isnan(found[0, 3, 1]).all()
     np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-6)
+
+
+def test_it_is_not_scheduled_again() -> None:
+    module = fuse(import_model(network(FUSED["scaled"])), detect())
+    (variable,) = (v for v in module.functions if "attention" in v.name_hint)
+    written = module[variable].script()
+    assert schedule_all(module, detect())[variable].script() == written
 
 
 def test_layers_that_are_alike_share_a_kernel_that_nobody_tunes() -> None:
