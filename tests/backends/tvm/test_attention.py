@@ -171,6 +171,7 @@ def test_what_is_not_a_number_stays_in_its_row() -> None:
     np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.filterwarnings("error:a kernel was left unscheduled")
 def test_it_is_not_scheduled_again() -> None:
     module = fuse(import_model(network(FUSED["scaled"])), detect())
     (variable,) = (v for v in module.functions if "attention" in v.name_hint)
