@@ -46,7 +46,7 @@ def measured(
 
 
 def learned(task: Callable[[], Task], column: int) -> Experience:
-    space, candidates = drawn(task, 60, seed=1)
+    space, candidates = drawn(task, 150, seed=1)
     surrogate = Surrogate(space, 0)
     surrogate.add(measured(space, candidates, column))
     return surrogate.experience
@@ -109,19 +109,19 @@ def test_however_much_or_little_others_have_shown_measurements_here_outweigh_it(
 
 
 def test_the_model_of_knobs_learns_from_the_model_of_schedules(column: int) -> None:
-    space, candidates = drawn(convolution, 120)
+    space, candidates = drawn(convolution, 400)
     surrogate = Surrogate(space, 0, learned(matmul, column))
     vectors = [c.vector for c in candidates if c.vector is not None]
     assert surrogate.predict(vectors).tolist() == [0] * len(vectors)
     surrogate.suppose(candidates[:5])
-    early = surrogate.predict(vectors[80:])
-    surrogate.suppose(candidates[5:80])
-    assert not np.array_equal(surrogate.predict(vectors[80:]), early)
+    early = surrogate.predict(vectors[320:])
+    surrogate.suppose(candidates[5:320])
+    assert not np.array_equal(surrogate.predict(vectors[320:]), early)
     (vector, score), *_ = surrogate.promising(3)
-    assert vector in vectors[:80]
-    assert score == surrogate.rank(candidates[:80]).max() > 0
+    assert vector in vectors[:320]
+    assert score == surrogate.rank(candidates[:320]).max() > 0
     assert len(surrogate.predict([])) == 0
-    assert order(surrogate.predict(vectors[80:]), surrogate.rank(candidates[80:])) > 0.3
+    assert order(surrogate.predict(vectors[320:]), surrogate.rank(candidates[320:])) > 0.3
 
 
 def test_what_was_supposed_is_forgotten_when_it_is_measured(column: int) -> None:
@@ -149,20 +149,21 @@ def test_experience_adds_up_and_leaves_out_tasks_of_which_nothing_ran(column: in
 
 
 def test_an_agent_begins_with_what_it_has_measured_before(column: int, tmp_path: Path) -> None:
-    space, candidates = drawn(matmul, 60, seed=1)
+    space, candidates = drawn(matmul, 150, seed=1)
     teacher = ChameleonTuner(space, 0, WALKS)
     teacher.update(measured(space, candidates, column))
     teacher.agent.save(tmp_path / "agent")
     agent = Agent.load(tmp_path / "agent")
-    assert len(agent.experience) == 60
+    assert len(agent.experience) == 150
     assert np.array_equal(agent.experience.schedules, teacher.agent.experience.schedules)
     assert np.array_equal(agent.experience.scores, teacher.agent.experience.scores)
 
     other = space_of(convolution)
     first = ChameleonTuner(other, 0, WALKS, agent).propose(8)
     anyhow = RandomTuner(other, 0).propose(60)
-    times = [[o.median for _, o in measured(other, found, column)] for found in (first, anyhow)]
-    assert np.median(times[0]) <= np.quantile(times[1], 0.25)
+    ours, theirs = ([o.median for _, o in measured(other, found, column)] for found in (first, anyhow))
+    faster = [np.mean(np.array(theirs) < time) for time in ours]
+    assert np.mean(faster) < 0.25  # of the kernels drawn at random; of one of those it would be a half
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cache, cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from tvm.s_tir.meta_schedule.space_generator import SpaceGenerator
     from tvm.s_tir.schedule import Instruction, Trace
 
+_Item = TypeVar("_Item")
+_Found = TypeVar("_Found")
 Vector = tuple[int, ...]
 Decision = int | tuple[int, ...]
 Floats = npt.NDArray[np.float32]
@@ -152,13 +155,14 @@ class KnobSpace:
     knobs: tuple[Knob, ...]
     sketches: tuple[Sketch, ...]
     context: TuneContext = field(repr=False)
+    threads: int = 1
 
     @staticmethod
     def of(
         task: Task, seed: int, space_generator: SpaceGenerator | None = None, threads: int = 1
     ) -> KnobSpace:
         """The knobs of a task. `space_generator`: PostOrderApply with other schedule rules than TVM's own. `threads`:
-        that read the features of schedules.
+        that decode many vectors, and read the features of schedules; what they come to does not depend on it.
 
         Raises KnobError if there is no sketch, or if it samples in a way that is not known here.
         """
@@ -178,7 +182,7 @@ class KnobSpace:
         sketches = [_sketch(task, schedule.trace, found) for schedule in schedules]
         first = Knob("sketch", Kind.SKETCH, tuple(range(len(sketches))))
         knobs = (first, *(knob for _, knob in sorted(found.values(), key=lambda entry: entry[0])))
-        return KnobSpace(task, knobs, tuple(sketches), context)
+        return KnobSpace(task, knobs, tuple(sketches), context, threads)
 
     @cached_property
     def size(self) -> int:
@@ -281,6 +285,13 @@ class KnobSpace:
         decided = [(i, trace.get_decision(instructions[i])) for i, _ in sketch.sites]
         made = self._vector(wanted[0], _plain(decided))
         return Candidate(wanted if made is None else made, trace, schedule.mod, module_key(schedule.mod))
+
+    def spread(self, function: Callable[[_Item], _Found], items: Sequence[_Item]) -> list[_Found]:
+        """The function of each, by as many threads as the space has: TVM lets go of Python's lock while it works."""
+        if min(self.threads, len(items)) < 2:
+            return [function(item) for item in items]
+        with ThreadPoolExecutor(self.threads) as executor:
+            return list(executor.map(function, items))
 
     def candidate(self, schedule: Schedule) -> Candidate:
         """What a postprocessed schedule of the task, from elsewhere, is here."""

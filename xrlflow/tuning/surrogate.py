@@ -29,7 +29,7 @@ _FEWEST, _FEWEST_FINE = 8, 2
 _ROUNDS = 60
 _PARAMETERS = {
     "objective": "reg:squarederror",
-    "tree_method": "exact",
+    "tree_method": "hist",
     "max_depth": 4,
     "eta": 0.15,
     "gamma": 1e-4,
@@ -41,7 +41,7 @@ _PARAMETERS = {
 
 
 # What other tasks have shown weighs as much as so many measurements of this one at most, however much it is.
-_EXPERIENCE = 64.0
+_EXPERIENCE = 128.0
 # TVM's features of a store; they begin with its numbers of floating-point operations, by kind.
 _STORE, _ARITHMETIC = 164, 7
 SCHEDULE_FEATURES = 2 * _STORE
@@ -162,13 +162,14 @@ class Surrogate:
         width = len(self.space.features([(0,) * len(self.space.knobs)])[0])
         blank = np.full((len(others), width), np.nan, np.float32)
         theirs = np.concatenate([blank, others.schedules], axis=1)
-        weights = np.full(len(others), min(1.0, _EXPERIENCE / len(others)), np.float32)
         if own is None:
-            return self._train(theirs, others.scores, weights)
+            return self._train(theirs, others.scores)
+        # Nothing weighs less than 1: what is a leaf's least weight would hide what few of them show.
+        weights = np.full(len(own), max(1.0, len(others) / _EXPERIENCE), np.float32)
         return self._train(
             np.concatenate([own, theirs]),
             np.concatenate([self._scores(self._candidates), others.scores]),
-            np.concatenate([np.ones(len(own), np.float32), weights]),
+            np.concatenate([weights, np.ones(len(others), np.float32)]),
         )
 
     def _scores(self, keys: Any) -> Floats:
@@ -196,7 +197,9 @@ class Surrogate:
         package = tvm()
         meta = package.s_tir.meta_schedule
         extractor = meta.feature_extractor.PerStoreFeature()
-        wanted = [meta.MeasureCandidate(package.s_tir.Schedule(c.mod), []) for c in candidates]
+        wanted = self.space.spread(
+            lambda c: meta.MeasureCandidate(package.s_tir.Schedule(c.mod), []), candidates
+        )
         for candidate, stores in zip(candidates, extractor.extract_from(self.space.context, wanted)):
             array: Floats = stores.numpy().astype(np.float32)
             main = array[array[:, :_ARITHMETIC].sum(axis=1).argmax()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import islice
 
 import numpy as np
 
@@ -30,16 +31,14 @@ class Frontier:
     def new(self, vectors: Iterable[Vector], count: int) -> list[Candidate]:
         """The kernels of the first `count` vectors that are valid and new, each once. They stay new until claimed."""
         found: dict[str, Candidate] = {}
-        for vector in vectors:
-            if len(found) >= count:
-                break
-            if vector in self._spent:
-                continue
-            candidate = self.space.decode(vector)
-            if candidate is None or candidate.key in self._keys:
-                self._spent.add(vector)
-            else:
-                found.setdefault(candidate.key, candidate)
+        untried = (vector for vector in vectors if vector not in self._spent)
+        # No more at a time than are wanted: whatever comes of them, all have to be decoded.
+        while some := list(islice(untried, count - len(found))):
+            for vector, candidate in zip(some, self.space.spread(self.space.decode, some)):
+                if candidate is None or candidate.key in self._keys:
+                    self._spent.add(vector)
+                else:
+                    found.setdefault(candidate.key, candidate)
         return list(found.values())
 
     def claim(self, candidates: Sequence[Candidate]) -> None:
