@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Sequence
 from functools import cache
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.tuning.problems import convolution, knobless, matmul, softmax
-from xrlflow.tuning.knobs import Candidate, Kind, KnobSpace
+from xrlflow.tuning.knobs import Candidate, Kind, KnobError, KnobSpace
 from xrlflow.tuning.surrogate import Surrogate
 from xrlflow.tuning.tasks import Task
 from xrlflow.tuning.tuners.annealing import AnnealingConfig, AnnealingTuner
@@ -270,6 +271,40 @@ def test_a_frontier_gives_each_kernel_once() -> None:
     assert frontier.known(one)
     assert frontier.new([vector], 1) == []
     assert frontier.spent(vector)
+
+
+def test_a_frontier_tries_no_more_vectors_than_it_needs() -> None:
+    space = space_of(convolution)
+    drawn = iter([tuple(v) for v in space.draw(np.random.default_rng(0), 40).tolist()])
+    frontier = Frontier(space, np.random.default_rng(0))
+    assert len(frontier.new(drawn, 6)) == 6
+    rest = list(drawn)
+    assert len(rest) == 34
+    assert len(frontier.new(rest, 99)) == 34
+    assert frontier.new(rest, 0) == []
+
+
+@pytest.mark.parametrize("method", GUIDED)
+def test_with_more_threads_the_same_is_proposed(method: Method) -> None:
+    """And TVM lets several threads decode at a time, without what one does showing in another's schedules."""
+    alone, together = (KnobSpace.of(convolution(), 0, threads=threads) for threads in (1, 3))
+    vectors = [tuple(v) for v in alone.draw(np.random.default_rng(0), 60).tolist()]
+    keys = [
+        [c and c.key for c in space.spread(space.decode, vectors)] for space in (alone, together, together)
+    ]
+    assert keys[0] == keys[1] == keys[2]
+    assert len(set(keys[0])) == 60
+    one, other = (play(MAKERS[method](space, 1), space, (8, 6, 6)) for space in (alone, together))
+    assert [c.key for c in one] == [c.key for c in other]
+
+
+def test_what_fails_in_another_thread_is_raised() -> None:
+    space = KnobSpace.of(matmul(), 0, threads=2)
+    threads = space.spread(lambda _: threading.get_ident(), range(8))
+    assert threading.get_ident() not in threads
+    assert set(space_of(matmul).spread(lambda _: threading.get_ident(), range(8))) == {threading.get_ident()}
+    with pytest.raises(KnobError, match="of 2 knobs"):
+        space.spread(space.decode, [(0, 0)] * 3)
 
 
 def test_outcomes_are_times_or_an_error() -> None:
