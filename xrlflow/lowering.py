@@ -22,7 +22,7 @@ from xrlflow.ir import Graph
 from xrlflow.rewrite import Library, RewriteState
 from xrlflow.search.bodies import simplify
 from xrlflow.search.result import Found
-from xrlflow.tuning.kernels import blocked, kernel_tasks, tuned_by
+from xrlflow.tuning.kernels import blocked, kernel_tasks, tuned_by, untuned_kernel
 from xrlflow.tuning.pool import PoolOptions
 from xrlflow.tuning.session import Progress, TuningResult, tune
 from xrlflow.tuning.store import Store
@@ -354,6 +354,7 @@ def tune_model(
     found = tune(
         tasks, blocked(method, machine), trials=trials, batch=batch, time_limit=time_limit, seed=seed, store=store,
         pool=PoolOptions(threads=threads, timing=COLD, remote=place.remote), listener=listener,
+        usual=untuned_kernel(machine),
     )  # fmt: skip
     made = []
     for name, backend in (

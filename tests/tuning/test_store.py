@@ -58,17 +58,23 @@ def test_what_is_put_is_there_in_another_process_of_time(tmp_path: Path) -> None
         assert store.known("t")[1].outcome == Outcome(error="it crashed")
 
 
-def test_the_best_are_the_fastest_by_the_median_once_each(store: Store) -> None:
+def test_the_best_are_the_fastest_by_the_median_of_all_their_times_once_each(store: Store) -> None:
     for record in (
         made(candidate="a", seconds=(1.0, 2.0, 9.0)),
+        made(candidate="lucky", seconds=(0.1,)),
+        made(candidate="lucky", seconds=(2.5,)),
+        made(candidate="lucky", seconds=(2.6,)),
         made(candidate="b", seconds=(1.5, 1.6, 1.4)),
+        made(candidate="b", seconds=()),
         made(candidate="b", seconds=(3.0,)),
         made(candidate="c", seconds=()),
         made(candidate="d", seconds=(1e10,)),
     ):
         store.put(record)
-    assert [record.candidate for record in store.best("t", 9)] == ["b", "a"]
-    assert [record.seconds for record in store.best("t")] == [(1.5, 1.6, 1.4)]
+    assert [record.candidate for record in store.best("t", 9)] == ["a", "b", "lucky"]
+    assert store.best("t", 9)[1].seconds == (1.5, 1.6, 1.4, 3.0)
+    assert [record.candidate for record in store.best("t", 9, least=3)] == ["lucky"]
+    assert [record.candidate for record in store.best("t", 9, least=4)] == ["a", "b", "lucky"]
 
 
 def test_records_of_other_settings_are_kept_apart(store: Store) -> None:

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from xrlflow.backends.interrupts import heeding_interrupts
-from xrlflow.backends.protocol import BackendError, one_line
 from xrlflow.backends.tvm.load import tvm
 from xrlflow.backends.tvm.lower import Tuned
 from xrlflow.backends.tvm.schedules import apply, choices, design_space, heuristic
 from xrlflow.backends.tvm.target import Machine
 from xrlflow.tuning.knobs import Candidate, KnobSpace
-from xrlflow.tuning.store import Setting, Store
+from xrlflow.tuning.store import CONFIRMED, Setting, Store
 from xrlflow.tuning.tasks import Task, module_key
 from xrlflow.tuning.tuners.protocol import Method, Outcome, Tuner, make_tuner
 
@@ -82,6 +80,17 @@ class _BeginWith:
         self._tuner.update([pair for pair in measured if pair[0].key in self._own])
 
 
+def untuned_kernel(machine: Machine) -> Callable[[Task], Candidate]:
+    """How a task's kernel runs without tuning."""
+    from tvm.s_tir import Schedule
+
+    def schedule(task: Task) -> Candidate:
+        done = apply(Schedule(task.mod, debug_mask="none"), machine)
+        return Candidate(None, done.trace, done.mod, module_key(done.mod))
+
+    return schedule
+
+
 # A kernel that was measured to be faster by less than this stays as it is without tuning: the best of many noisy
 # measurements looks better than it is, and a kernel alone has its operands in the cache.
 _WORTH = 0.97
@@ -94,23 +103,13 @@ def tuned_by(store: Store, machine: Machine, threads: int, device: str | None = 
     setting = Setting.on(device, target, threads)
 
     def tuned(module: Any) -> Any | None:
-        from tvm.s_tir import Schedule, ScheduleError, Trace
-
         task = Task.of("main", module, target)
-        best = store.best(task.key, setting=setting)
-        if not best:
+        known = store.best(task.key, count=len(store), setting=setting, least=CONFIRMED)
+        if not known:
             return None
-        untuned = module_key(apply(Schedule(task.mod, debug_mask="none"), machine).mod)
-        for record in store.known(task.key, setting):
-            if record.candidate == untuned and best[0].outcome.median > _WORTH * record.outcome.median:
-                return None
-        schedule = Schedule(task.mod, debug_mask="none")
-        try:
-            Trace.apply_json_to_schedule(json.loads(best[0].trace), schedule)
-        except (ScheduleError, RuntimeError, ValueError) as error:
-            raise BackendError(
-                f"{store.path}: a tuned schedule cannot be applied ({one_line(str(error)[-200:])}): tune again"
-            ) from error
-        return schedule.mod
+        usual = untuned_kernel(machine)(task).key
+        if any(r.candidate == usual and known[0].outcome.median > _WORTH * r.outcome.median for r in known):
+            return None
+        return store.scheduled(task, known[0])
 
     return tuned

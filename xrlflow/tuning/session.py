@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import math
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -16,12 +17,19 @@ from xrlflow.backends.interrupts import heeding_interrupts
 from xrlflow.tuning.allocation import Allocation
 from xrlflow.tuning.knobs import Candidate, KnobError
 from xrlflow.tuning.pool import Pool, PoolOptions
-from xrlflow.tuning.store import Record, Setting, Store
+from xrlflow.tuning.store import CONFIRMED, Record, Setting, Store
 from xrlflow.tuning.tasks import Task
 from xrlflow.tuning.tuners.protocol import Method, Outcome, Tuner, make_tuner
 
 if TYPE_CHECKING:
     from types import TracebackType
+
+# Kernels that lead: so many, no slower than the first by this factor.
+_LEADERS, _NEAR = 3, 1.05
+# They are measured again in at most so many rounds, in this and all later sessions.
+_ROUNDS = 8
+# That takes at most this part of the time limit, and so many seconds a task.
+_AGAIN, _AGAIN_SECONDS = 0.2, 4.0
 
 MakeTuner: TypeAlias = Callable[[Task, int], Tuner]
 """A tuner for a task, with a seed. Raises KnobError where the task has no schedules to choose from."""
@@ -72,8 +80,8 @@ class TaskResult:
     """What is known about a task at the end.
 
     `best` may be from an earlier session. `trials` of it were spent; `measured` of them in this session, of which
-    `failed` have no time; the others were known. `curve` is the best after each batch. `error`: why it could not be
-    tuned, if it could not.
+    `failed` have no time; the others were known. `curve` is the best after each batch, when all were measured once.
+    `error`: why it could not be tuned, if it could not.
     """
 
     task: Task
@@ -143,6 +151,7 @@ def tune(
     store: Store | None = None,
     pool: Measurer | PoolOptions | None = None,
     listener: Listener | None = None,
+    usual: Callable[[Task], Candidate] | None = None,
 ) -> TuningResult:
     """Tune the kernels of `tasks` with `trials` trials in all, `batch` of a task at a time (see Allocation).
 
@@ -152,8 +161,12 @@ def tune(
     measures nothing. A tuner is told what is known of its own candidates only, and with the same seed takes the same
     way again.
 
+    `usual`: how a task's kernel runs otherwise. With it, what leads is measured again in the end, side by side with
+    that, which is beyond the trials but within the time limit: the least of many noisy times is the luckiest kernel's,
+    not the fastest one's. What was measured often enough is not measured again.
+
     `time_limit`, in seconds, may be overrun by one candidate or one proposal. Raises ValueError for limits that make
-    no sense, PoolError when nothing can be measured.
+    no sense, PoolError when nothing can be measured, BackendError when a recorded schedule cannot be applied.
     """
     if trials < 0 or batch < 1 or not time_limit > 0:
         raise ValueError(f"cannot tune with {trials} trials, {batch} a batch, in {time_limit} s")
@@ -163,7 +176,7 @@ def tune(
     with contextlib.ExitStack() as stack:
         kept = store if store is not None else stack.enter_context(Store())
         measurer = stack.enter_context(_Measuring(pool))
-        session = _Session(tasks, maker, trials, batch, time_limit, seed, kept, measurer, listener)
+        session = _Session(tasks, maker, trials, batch, time_limit, seed, kept, measurer, listener, usual)
         return session.run()
 
 
@@ -220,6 +233,7 @@ class _State:
     failed: int = 0
     curve: list[Point] = field(default_factory=list)
     error: str | None = None
+    usual: Candidate | None = None
 
 
 class _Session:
@@ -234,12 +248,16 @@ class _Session:
         store: Store,
         measurer: Measurer,
         listener: Listener | None,
+        usual: Callable[[Task], Candidate] | None,
     ) -> None:
         self._maker, self._seed = maker, seed
         self._budget, self._batch = trials, batch
         self._store, self._measurer, self._listener = store, measurer, listener
         self._start = time.monotonic()
-        self._until = self._start + time_limit
+        self._usual, self._end = usual, self._start + time_limit
+        # Some of the time is for measuring again.
+        self._again = min(_AGAIN * time_limit, _AGAIN_SECONDS * len(tasks)) if usual is not None else 0.0
+        self._until = self._end - self._again
         self._spent = 0
         self._proposing = self._measuring = 0.0
         self._states = [self._state(task) for task in tasks]
@@ -248,6 +266,8 @@ class _Session:
     def run(self) -> TuningResult:
         try:
             stop = self._loop()
+            self._until = min(self._end, time.monotonic() + self._again)
+            self._confirm()
         except KeyboardInterrupt:
             stop = Stop.INTERRUPTED
         return TuningResult(
@@ -272,6 +292,51 @@ class _Session:
             if not more:
                 self._allocation.leave(number)
         return Stop.TRIALS
+
+    def _confirm(self) -> None:
+        """Measure again what leads each task, beside what runs otherwise, until it has been measured often enough."""
+        if self._usual is None:
+            return
+        for state in sorted(self._states, key=lambda state: -state.task.weight * state.best):
+            while not self._over():
+                with self._clock_proposing():
+                    again = self._unsettled(state, self._usual)
+                if not again:
+                    break
+                self._measure_again(state, again)
+
+    def _unsettled(self, state: _State, usual: Callable[[Task], Candidate]) -> list[Candidate]:
+        """What leads and was measured too seldom, with what leads beside it; empty if all is settled."""
+        best = self._store.best(state.task.key, _LEADERS, state.setting)
+        medians = [record.outcome.median for record in best]
+        leading = [record for record, median in zip(best, medians) if median <= _NEAR * medians[0]]
+        if not leading:
+            return []
+        known = Counter(record.candidate for record in self._store.known(state.task.key, state.setting))
+        if state.usual is None:
+            state.usual = usual(state.task)
+        others = [record for record in leading if record.candidate != state.usual.key]
+        often = all(known[key] >= CONFIRMED for key in (state.usual.key, *(r.candidate for r in others)))
+        if not others or often or known[state.usual.key] > _ROUNDS:
+            return []
+        return [state.usual, *(self._recorded(state.task, record) for record in others)]
+
+    def _recorded(self, task: Task, record: Record) -> Candidate:
+        return Candidate(
+            None, json.loads(record.trace), self._store.scheduled(task, record), record.candidate
+        )
+
+    def _measure_again(self, state: _State, candidates: Sequence[Candidate]) -> None:
+        start = time.monotonic()
+        try:
+            with contextlib.closing(
+                self._measurer.outcomes(state.task, candidates, until=self._until)
+            ) as outcomes:
+                for position, outcome in outcomes:
+                    self._store.put(Record.of(state.task, state.setting, candidates[position], outcome))
+                    self._tell(state, outcome)
+        finally:
+            self._measuring += time.monotonic() - start
 
     def _turn(self, state: _State, count: int) -> bool:
         """Spend `count` trials on a task; whether it has more to try."""
@@ -370,7 +435,7 @@ class _Session:
         return _State(task, setting, deque(known.values()), known)
 
     def _result(self, state: _State) -> TaskResult:
-        best = self._store.best(state.task.key, 1, state.setting)
+        best = self._store.best(state.task.key, 1, state.setting, least=CONFIRMED)
         return TaskResult(
             task=state.task,
             best=best[0] if best else None,

@@ -1,22 +1,22 @@
-"""What was measured, on disk: each schedule of a task is measured once on a machine."""
+"""What was measured, on disk: each schedule of a task once on a machine, and again if it is among the best."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import sqlite3
+import statistics
 import threading
 import time
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
-from xrlflow.backends.protocol import one_line
+from xrlflow.backends.protocol import BackendError, one_line
 from xrlflow.backends.tvm.load import tvm
 from xrlflow.backends.tvm.stack import CODE
 from xrlflow.cost.database import cache_directory, connect
@@ -25,11 +25,14 @@ from xrlflow.tuning.tasks import Task, module_key, target_text
 from xrlflow.tuning.tuners.protocol import Outcome
 
 if TYPE_CHECKING:
+    from tvm.ir import IRModule
     from tvm.target import Target
 
     from xrlflow.tuning.knobs import Candidate
 
 VERSION = 1
+CONFIRMED = 4
+"""What was measured so often is what it looks like: the least of many times that were taken once is a lucky one."""
 _PATIENCE = 5.0  # seconds that a writer waits for another process
 _NO_TIME = 1e10  # what TVM writes for the seconds of what failed
 _RETRY = 30.0  # seconds between attempts to write to a disk that takes nothing
@@ -83,7 +86,8 @@ def _version() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One measurement: of which task and candidate, in which setting, and what came of it.
+    """One measurement, or several together (`Store.best`): of which task and candidate, in which setting, and what came
+    of it.
 
     `trace` and `arguments` (the kernel's parameters) are JSON as TVM's own database has it. `seconds` is empty where
     there is an `error`; records from elsewhere may have neither. `taken` is in seconds since 1970.
@@ -172,14 +176,42 @@ class Store:
         found = [_record(row) for row in self._select("task = ?", (task,))]
         return sorted((r for r in found if setting in (None, r.setting)), key=lambda record: record.taken)
 
-    def best(self, task: str, count: int = 1, setting: Setting | None = None) -> list[Record]:
-        """The fastest candidates of the task with this key, by the median, each once; none that failed."""
-        fastest: dict[str, Record] = {}
-        records = [(record.outcome.median, record) for record in self.known(task, setting)]
-        for median, record in sorted(records, key=lambda pair: pair[0]):
-            if median < math.inf:
-                fastest.setdefault(record.candidate, record)
-        return list(fastest.values())[:count]
+    def best(
+        self, task: str, count: int = 1, setting: Setting | None = None, *, least: int = 1
+    ) -> list[Record]:
+        """The fastest candidates of the task with this key, each once in a setting, of those that were measured at
+        least so often, if there are any.
+
+        What counts is the median of the medians of all measurements of one, whose times the record has together. What
+        failed the last time that it was measured is left out.
+        """
+        found: dict[tuple[str, Setting], list[Record]] = {}
+        for record in self.known(task, setting):
+            found.setdefault((record.candidate, record.setting), []).append(record)
+        running = [
+            [record for record in records if record.outcome.error is None]
+            for records in found.values()
+            if records[-1].outcome.error is None
+        ]
+        often = [records for records in running if len(records) >= least] or running
+        ordered = sorted(often, key=lambda records: statistics.median(r.outcome.median for r in records))
+        return [
+            replace(records[-1], seconds=tuple(second for r in records for second in r.seconds))
+            for records in ordered[:count]
+        ]
+
+    def scheduled(self, task: Task, record: Record) -> IRModule:
+        """The task's module as a record of it says. Raises BackendError where that cannot be applied."""
+        from tvm.s_tir import Schedule, ScheduleError, Trace
+
+        schedule = Schedule(task.mod, debug_mask="none")
+        try:
+            Trace.apply_json_to_schedule(json.loads(record.trace), schedule)
+        except (ScheduleError, RuntimeError, ValueError) as error:
+            raise BackendError(
+                f"{self.path}: a tuned schedule cannot be applied ({one_line(str(error)[-200:])}): tune again"
+            ) from error
+        return schedule.mod
 
     def tasks(self) -> list[str]:
         """The keys of all tasks that there are records of, in order."""

@@ -186,6 +186,13 @@ GRAPHS = {
     "LayerNormalization": "(float[1,12,96] x, float[96] s, float[96] b) => (float[1,12,96] y) {"
     " y = LayerNormalization(x, s, b) }",
     "pooling": "(float[1,16,13,13] x) => (float[1,16,6,6] y) { y = MaxPool<kernel_shape=[3,3], strides=[2,2]>(x) }",
+    "pooling between others": "(float[1,8,13,13] x, float[40,8,1,1] w, float[24,40,1,1] v) => (float[1,24,7,7] y) {"
+    " a = Conv(x, w)\n b = MaxPool<kernel_shape=[3,3], strides=[2,2], pads=[1,1,1,1]>(a)\n y = Conv(b, v) }",
+    "pooling between others, averages": "(float[2,8,13,13] x, float[96,8,1,1] w, float[24,96,1,1] v) =>"
+    " (float[2,24,13,13] y) { a = Conv(x, w)\n c = Relu(a)\n"
+    " b = AveragePool<kernel_shape=[3,3], pads=[1,1,1,1]>(c)\n y = Conv(b, v) }",
+    "pooling of everything": "(float[2,8,19,19] x, float[72,8,1,1] w) => (float[2,72,1,1] y) {"
+    " a = Conv(x, w)\n c = Relu(a)\n y = GlobalAveragePool(c) }",
     "movement": "(float[2,6,8] x) => (float[8,12] y) <int64[2] s = {8, 12}> {"
     " a = Transpose<perm=[2,0,1]>(x)\n y = Reshape(a, s) }",
     "mean": "(float[4,33,7] x) => (float[4,1,7] y) <int64[1] a = {1}> { y = ReduceMean(x, a) }",
@@ -388,3 +395,25 @@ def test_rows_of_pointwise_convolutions_are_one_dimension() -> None:
 
 def test_type() -> None:
     assert isinstance(Tvm().compile(network(GRAPHS["product"]).SerializeToString()), TvmModel)
+
+
+@pytest.mark.parametrize(
+    ("channels", "expected"),
+    [
+        (32, [("parallel", 2), ("serial", 60), ("serial", 60), ("unrolled", 1), ("vectorized", 16)]),
+        (64, [("parallel", 2), ("serial", 60), ("serial", 60), ("unrolled", 2), ("vectorized", 16)]),
+        (1024, [("parallel", 16), ("serial", 60), ("serial", 60), ("unrolled", 4), ("vectorized", 16)]),
+        (1000, [("parallel", 125), ("serial", 60), ("serial", 60), ("unrolled", 1), ("vectorized", 8)]),
+    ],
+)
+def test_sums_across_memory_are_vectors_abreast_for_each_core(
+    channels: int, expected: list[tuple[str, int]]
+) -> None:
+    te = tvm().te
+    x = te.placeholder((1, 60, 60, channels), name="x")
+    row, column = te.reduce_axis((0, 60)), te.reduce_axis((0, 60))
+    y = te.compute((1, channels), lambda n, c: te.sum(x[n, row, column, c], axis=[row, column]), name="y")
+    done = tvm().s_tir.Schedule(schedule(tvm().IRModule({"main": te.create_prim_func([x, y])}), MACHINE))
+    kinds = ("serial", "parallel", "vectorized", "unrolled")
+    loops = [done.get(loop) for loop in done.get_loops(done.get_sblock("y_update"))]
+    assert [(kinds[int(loop.kind)], int(loop.extent)) for loop in loops] == expected

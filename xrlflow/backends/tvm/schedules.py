@@ -38,6 +38,8 @@ _PLANE_ROWS = 4
 # Groups of fewer columns are no contractions.
 _NARROWEST = 4
 _UNROLLED = 64
+# Vectors of results of a reduction across memory.
+_ABREAST = 4
 # Rows whose addresses are a multiple of this apart share a set of an 8-way first-level cache.
 _PAGE = 4096
 _WAYS = 8
@@ -759,7 +761,7 @@ def _schedule_plane(sch: Any, block: Any, machine: Machine) -> None:
     kinds = [int(v.iter_type) for v in sch.get(block).iter_vars]
     at = kinds.count(0)
     *_, height, width = extents[:at]
-    lanes = next((n for n in (machine.lanes, machine.lanes // 2, machine.lanes // 4) if width % n == 0), 1)
+    lanes = _dividing(width, machine) or 1
     rows = next(n for n in range(_PLANE_ROWS, 0, -1) if height % n == 0)
     loops = sch.get_loops(block)
     y, row = sch.split(loops[at - 2], [None, rows])
@@ -796,8 +798,7 @@ def _parallel_vectors(sch: Any, block: Any, machine: Machine) -> None:
     elements = math.prod(extents)
     if not loops:
         return
-    lengths = (machine.lanes, machine.lanes // 2, machine.lanes // 4)
-    lanes = next((n for n in lengths if n > 1 and extents[-1] % n == 0), 0)
+    lanes = _dividing(extents[-1], machine)
     if not lanes and elements % machine.lanes == 0 and _elementwise(sch, block):
         loops, lanes = [sch.fuse(*loops)], machine.lanes
     turned = _turned(sch, block) if lanes and len(loops) > 1 else None
@@ -926,8 +927,14 @@ def _is_dear(sch: Any, block: Any, reductions: set[str]) -> bool:
     return len(consumers) > 1 or any(_name(sch, c) in reductions for c in consumers)
 
 
+def _dividing(extent: int, machine: Machine) -> int:
+    """The longest vectors that divide it, not shorter than a quarter of a register; 0 if there are none."""
+    lengths = (machine.lanes, machine.lanes // 2, machine.lanes // 4)
+    return next((n for n in lengths if n > 1 and extent % n == 0), 0)
+
+
 def _vectorize_reduction(sch: Any, block: Any, machine: Machine) -> None:
-    """Rows in parallel; along contiguous memory a vector of partial results, across it a vector of results."""
+    """Rows in parallel; along contiguous memory a vector of partial results, across it a few vectors of results."""
     variables = list(sch.get(block).iter_vars)
     extents, loops = _extents(sch, block), sch.get_loops(block)
     spatial = [i for i, v in enumerate(variables) if int(v.iter_type) == 0]
@@ -944,12 +951,21 @@ def _vectorize_reduction(sch: Any, block: Any, machine: Machine) -> None:
         if parallel:
             sch.parallel(sch.fuse(*rest[: len(spatial)]))
             sch.parallel(sch.fuse(*sch.get_loops(block)[: len(spatial)]))
-    elif not along and spatial and extents[spatial[-1]] % machine.lanes == 0:
-        outer, lane = sch.split(loops[spatial[-1]], [None, machine.lanes])
-        rows = [*(loops[i] for i in spatial[:-1]), outer]
-        sch.reorder(*rows, *(loops[i] for i in reduced), lane)
+    elif not along and spatial and (lanes := _dividing(extents[spatial[-1]], machine)):
+        # Several vectors side by side: whole lines are read, and what is found for a row of the window serves them all.
+        # But each core is to have something to do.
+        others = math.prod(extents[i] for i in spatial[:-1])
+        wanted = machine.cores if parallel else 1
+        chunks = extents[spatial[-1]] // lanes
+        vectors = next(
+            (n for n in range(_ABREAST, 1, -1) if chunks % n == 0 and others * chunks // n >= wanted), 1
+        )
+        chunk, vector, lane = sch.split(loops[spatial[-1]], [None, vectors, lanes])
+        rows = [*(loops[i] for i in spatial[:-1]), chunk]
+        sch.reorder(*rows, *(loops[i] for i in reduced), vector, lane)
         fused = sch.fuse(*rows)
         sch.vectorize(lane)
+        sch.unroll(vector)
         if parallel:
             sch.parallel(fused)
         sch.decompose_reduction(block, loops[reduced[0]])
