@@ -73,7 +73,8 @@ def make_tuner(
 ) -> Tuner:
     """A tuner of this kind. `space`: the task's knobs, where they are not those of TVM's own schedule rules;
     `agent`: for `chameleon`, one that has learned on other tasks (the tuner works on a copy). `threads`: that
-    propose, as far as TVM does it; MetaSchedule's search with more than one does not give the same for the same seed.
+    decode and propose, where no `space` is given; MetaSchedule's search with more than one does not give the same for
+    the same seed.
 
     Raises KnobError where the task cannot be scheduled, ValueError where an agent is given to another method.
     """
