@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +138,42 @@ def test_only_what_is_clearly_faster_replaces_the_untuned_schedule(tasks: list[T
         found = tuned(task.mod)
         assert found is not None
         assert module_key(found) == other.key
+
+
+def test_what_was_lucky_once_does_not_replace_what_was_measured_often(
+    tasks: list[Task], tmp_path: Path
+) -> None:
+    machine = detect(cores=2)
+    task = tasks[0]
+    first, other = blocked(Method.RANDOM, machine)(task, 0).propose(2)
+    setting = Setting.here(machine.target(), 2)
+    with Store(tmp_path / "store.sqlite") as store:
+        tuned = tuned_by(store, machine, 2)
+        store.put(Record.of(task, setting, other, Outcome((0.5e-3,))))
+        assert tuned(task.mod) is not None
+        for number in range(4):
+            store.put(Record.of(task, setting, first, Outcome((1e-3 + 1e-6 * number,))))
+        assert tuned(task.mod) is None
+
+
+def test_a_models_kernels_are_measured_again_beside_the_untuned_ones(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[tuple[Sequence[Task], Any]] = []
+
+    def watched(tasks: Sequence[Task], *given: Any, usual: Any, **named: Any) -> Any:
+        kept.append((tasks, usual))
+        return tune(tasks, *given, usual=usual, **named)
+
+    monkeypatch.setattr("xrlflow.lowering.tune", watched)
+    api.tune(file, method="random", trials=2, threads=2, store=tmp_path / "s.sqlite", measure=False)
+    ((tasks, usual),) = kept
+    for task in tasks:
+        space = KnobSpace.of(task, 0, design_space(detect(cores=2)))
+        options = choices(task.mod, detect(cores=2))
+        untuned = space.decode((options.index(heuristic(task.mod, detect(cores=2))),))
+        assert untuned is not None
+        assert usual(task).key == untuned.key
 
 
 def test_tune_writes_a_library_that_computes_the_same(file: Path, tmp_path: Path) -> None:

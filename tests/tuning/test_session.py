@@ -350,6 +350,21 @@ def test_what_leads_is_measured_again_beside_what_runs_otherwise(store: Store) -
     assert later.seen == []
 
 
+def test_luck_that_is_not_at_an_end_in_time_is_not_the_best(store: Store) -> None:
+    """More have been lucky than are measured again: what was measured often enough counts, and the rest is left."""
+    measurer = Lucky({str(n) for n in range(1000)})
+    (found,) = confirmed(store, measurer, usual=usual).tasks
+    assert measurer.seen.count("30") == 9
+    assert found.best is not None
+    assert len(found.best.seconds) >= 4
+    (fastest,) = store.best(one().key)
+    assert len(fastest.seconds) < 4
+
+    later = Lucky(set())
+    confirmed(store, later, usual=usual)
+    assert later.seen == []
+
+
 def test_without_something_to_compare_with_nothing_is_measured_again(store: Store) -> None:
     measurer = Lucky({"70", "77"})
     result = confirmed(store, measurer)

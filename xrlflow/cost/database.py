@@ -17,6 +17,7 @@ from xrlflow.cost.alone import Sample
 
 VERSION = 1
 _PATIENCE = 20.0  # seconds that a writer waits for another process
+_SWITCHING = 1.0  # and for another that opens a file for the first time, at least
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS measurement (
@@ -61,7 +62,7 @@ def connect(
         (found,) = connection.execute("PRAGMA user_version").fetchone()
         if found not in (0, version):
             raise sqlite3.DatabaseError(f"version {found}, and {version} is wanted")
-        connection.execute("PRAGMA journal_mode = WAL")
+        _write_ahead(connection, max(patience, _SWITCHING))
         connection.execute("PRAGMA synchronous = NORMAL")
         if found == 0:
             # One transaction: of two processes that come first, one makes the tables.
@@ -74,6 +75,19 @@ def connect(
         connection.close()
         raise
     return connection
+
+
+def _write_ahead(connection: sqlite3.Connection, patience: float) -> None:
+    """Switch a file to the write-ahead log. SQLite does not wait for that by itself where two come first at once."""
+    until = time.monotonic() + patience
+    while True:
+        try:
+            connection.execute("PRAGMA journal_mode = WAL")
+            return
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode != sqlite3.SQLITE_BUSY or time.monotonic() >= until:
+                raise
+        time.sleep(0.01)
 
 
 class Database:
