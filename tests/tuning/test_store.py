@@ -113,6 +113,23 @@ def test_many_threads_and_connections_write_one_file(tmp_path: Path) -> None:
         assert len(one) == len(two) == 80
 
 
+def test_who_opens_a_file_that_another_begins_waits_for_it(tmp_path: Path) -> None:
+    path = tmp_path / "tuning.sqlite"
+    other = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+    other.execute("CREATE TABLE something (x)")
+    other.execute("BEGIN IMMEDIATE")
+    end = threading.Timer(0.2, lambda: other.execute("COMMIT"))
+    end.start()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with Store(path) as store:
+            store.put(made())
+        with Store(path) as store:
+            assert len(store) == 1
+    end.join()
+    other.close()
+
+
 @pytest.mark.parametrize("content", [b"this is no database" * 100, None])
 def test_a_file_that_is_damaged_or_of_another_version_is_set_aside(
     tmp_path: Path, content: bytes | None
