@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 # Kernels that lead: so many, no slower than the first by this factor.
 _LEADERS, _NEAR = 3, 1.05
-# They are measured again in at most so many rounds, in this and all later sessions.
+# They are measured again in at most so many rounds; in later sessions only if these have measured something new.
 _ROUNDS = 8
 # That takes at most this part of the time limit, and so many seconds a task.
 _AGAIN, _AGAIN_SECONDS = 0.2, 4.0
@@ -234,6 +234,7 @@ class _State:
     curve: list[Point] = field(default_factory=list)
     error: str | None = None
     usual: Candidate | None = None
+    rounds: int = 0
 
 
 class _Session:
@@ -317,8 +318,10 @@ class _Session:
             state.usual = usual(state.task)
         others = [record for record in leading if record.candidate != state.usual.key]
         often = all(known[key] >= CONFIRMED for key in (state.usual.key, *(r.candidate for r in others)))
-        if not others or often or known[state.usual.key] > _ROUNDS:
+        done = state.rounds if state.measured else known[state.usual.key]
+        if not others or often or done >= _ROUNDS:
             return []
+        state.rounds += 1
         return [state.usual, *(self._recorded(state.task, record) for record in others)]
 
     def _recorded(self, task: Task, record: Record) -> Candidate:
