@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import sys
+import warnings
 from typing import Any
 
 import numpy as np
@@ -64,6 +67,10 @@ def test_padding_saves_a_prime_number_of_rows() -> None:
 
 
 GRAPHS = {
+    "product, a gate and a slice beside": "(float[24,32] x, float[32,48] w, float[24,48] c, float[1,30,48] p) =>"
+    " (float[24,48] y) <int64[1] begin = {3}, int64[1] end = {27}, int64[1] rows = {1}, int64[2] flat = {24, 48}>"
+    " { a = MatMul(x, w)\n g = Sigmoid(c)\n h = Mul(g, a)\n k = Mul(g, c)\n d = Add(h, k)"
+    " q = Slice(p, begin, end, rows)\n r = Reshape(q, flat)\n y = Add(d, r) }",
     "product": "(float[128,96] x, float[96,64] w) => (float[128,64] y) { y = MatMul(x, w) }",
     "product, odd": "(float[37,19] x, float[19,23] w) => (float[37,23] y) { y = MatMul(x, w) }",
     "product, prime rows": "(float[1,197,64] x, float[64,48] w) => (float[1,197,48] y) { y = MatMul(x, w) }",
@@ -234,7 +241,10 @@ def test_kernels_agree_with_onnx_runtime(name: str) -> None:
     feeds = numbers(model)
     with open_model(model.SerializeToString(), threads=1) as runtime:
         expected = runtime.run(feeds)
-    with compiled(model, detect(), threads=2) as lowered:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # of a kernel that is left unscheduled
+        lowered = compiled(model, detect(), threads=2)
+    with lowered:
         found = lowered.run(feeds)
     for a, b in zip(expected, found, strict=True):
         assert a.shape == b.shape
@@ -417,3 +427,41 @@ def test_sums_across_memory_are_vectors_abreast_for_each_core(
     kinds = ("serial", "parallel", "vectorized", "unrolled")
     loops = [done.get(loop) for loop in done.get_loops(done.get_sblock("y_update"))]
     assert [(kinds[int(loop.kind)], int(loop.extent)) for loop in loops] == expected
+
+
+def test_constants_are_packed_once_when_the_model_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is left to run is the product alone, and its weights are in panels."""
+    from tvm import relax
+    from tvm.ir import GenericConst
+
+    package, modules = tvm(), []
+    build = package.compile
+
+    def watched(module: Any, target: Any) -> Any:
+        modules.append(module)
+        return build(module, target)
+
+    monkeypatch.setattr(package, "compile", watched)
+    text = "(float[16,32] x, float[32,512] w) => (float[16,512] y) { y = MatMul(x, w) }"
+    Tvm().compile(network(text).SerializeToString())
+    (module,) = modules
+    shapes: list[tuple[int, ...]] = []
+    calls: list[str] = []
+
+    def look(expression: Any) -> None:
+        if isinstance(expression, GenericConst):
+            shapes.append(tuple(int(extent) for extent in expression.ty.shape))
+        elif isinstance(expression, relax.Call):
+            calls.append(str(expression.op))
+
+    relax.analysis.post_order_visit(module["main"], look)
+    assert len(calls) == 1
+    ((panels, *panel),) = [shape for shape in shapes if math.prod(shape) == 32 * 512]
+    assert panels > 1
+    assert len(panel) >= 2
+
+
+def test_intrinsics_of_other_targets_are_not_parsed() -> None:
+    tvm()
+    for name in ("cuda", "hexagon", "rocm"):
+        assert not hasattr(sys.modules[f"tvm.s_tir.tensor_intrin.{name}"], "__file__")
