@@ -147,6 +147,19 @@ def test_nothing_is_asked_for_and_nothing_told(method: Method) -> None:
     assert len(tuner.propose(2)) == 2
 
 
+@pytest.mark.parametrize("make", [AnnealingTuner, BeamTuner])
+def test_all_that_is_proposed_may_be_drawn_at_random(
+    make: type[AnnealingTuner] | type[BeamTuner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One at a time, every twentieth is: then there is nothing to plan."""
+    tuner = make(space_of(smallest), 0)
+    tuner.update([(c, Outcome((1e-3 * (1 + i),))) for i, c in enumerate(tuner.propose(16))])
+    monkeypatch.setattr(make, "explore", 1.0)
+    monkeypatch.setattr(make, "plan", lambda *_: pytest.fail("nothing is wanted"))
+    assert tuner.surrogate.ready
+    assert len(tuner.propose(1)) == 1
+
+
 @pytest.mark.parametrize("method", Method)
 def test_what_another_has_measured_is_not_proposed(method: Method) -> None:
     space = space_of(smallest)

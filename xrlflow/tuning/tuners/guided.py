@@ -38,11 +38,14 @@ class Guided(ABC):
         if count < 1 or not self.surrogate.ready:
             return self.frontier.random(count)
         wanted = count - int(self.generator.binomial(count, self.explore))
-        shortlist = self.frontier.new(self.plan(wanted), _SHORTLIST * wanted)
-        order = np.argsort(-self.surrogate.rank(shortlist), kind="stable")
-        chosen = [shortlist[i] for i in order[:wanted]]
+        chosen = self._planned(wanted) if wanted else []
         self.frontier.claim(chosen)
         return [*chosen, *self.frontier.random(count - len(chosen))]
+
+    def _planned(self, wanted: int) -> list[Candidate]:
+        shortlist = self.frontier.new(self.plan(wanted), _SHORTLIST * wanted)
+        order = np.argsort(-self.surrogate.rank(shortlist), kind="stable")
+        return [shortlist[i] for i in order[:wanted]]
 
     def update(self, measured: Sequence[tuple[Candidate, Outcome]]) -> None:
         self.frontier.claim([candidate for candidate, _ in measured])
