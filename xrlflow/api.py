@@ -67,7 +67,7 @@ from xrlflow.search import (
 )
 from xrlflow.tuning.pool import PoolError
 from xrlflow.tuning.session import Progress
-from xrlflow.tuning.store import Store
+from xrlflow.tuning.store import Store, StoreError
 from xrlflow.tuning.tuners.protocol import Method
 from xrlflow.verify import (
     NotASubstitution,
@@ -127,7 +127,7 @@ class VerificationFailed(Exception):
 
 
 # What the user can put right.
-UserError = (ModelError, BackendError, VerificationError, OptionError, TraceError)
+UserError = (ModelError, BackendError, VerificationError, OptionError, TraceError, StoreError)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -228,6 +228,7 @@ class _Job:
     files: int = 0
     reference: Reference | None = None
     place: Place | None = None
+    store: Store | None = None  # of tuned kernels
     hurried: bool = False
     limit: float = field(init=False)  # the deadline as the user gave it
 
@@ -319,6 +320,7 @@ def optimize(
     train_steps: int = 0,
     shapes: Mapping[str, Sequence[int]] | None = None,
     fix_shapes: bool = False,
+    store: str | os.PathLike[str] | None = None,
     threads: int | None = None,
     session_options: Mapping[str, str] | ort.SessionOptions | None = None,
     providers: Sequence[str] = (CPU,),
@@ -343,7 +345,8 @@ def optimize(
     `cpu`: LLVM's name of the processor that TVM compiles for (default: this one), `triple` that of its system if it is
     another. What this machine cannot run has to run on a `remote` device ("HOST:PORT/KEY", of TVM's RPC tracker), or
     not at all (`measure=False, verify=False`). On a remote device the result's latency is compared with that of the
-    original graph, compiled.
+    original graph, compiled. Kernels run as they were tuned, where `store` (the file of `tune`; by default in the
+    user's cache) knows them.
     `backend_ops`: the result may have operators that only the backend has (com.microsoft for ONNX Runtime).
     `allow_approximate`: also rules that may lose more than two bits of float32 accuracy. `assuming`: what holds of the
     data or the machine, for rules that are right only then: "finite" (no infinities or NaN), "vnni" (the processor
@@ -364,7 +367,9 @@ def optimize(
             f"assumption {min(unknown)!r} is not known: choose of {', '.join(sorted(ASSUMPTIONS))}"
         )
     check_providers(providers)
-    place = _place(backend, cpu, triple, remote, threads)
+    _check_backend(backend, "tvm", {"cpu": cpu, "triple": triple, "remote": remote, "store": store})
+    _check_backend(backend, "onnxruntime", {"opset": opset, "backend_ops": backend_ops or None})
+    place = _place(cpu, triple, remote, threads) if backend == "tvm" else None
     if place is not None and (measure or verify):
         place.check_runs()
     # TVM compiles for fixed sizes, and what is spelt out for it needs them as numbers.
@@ -386,7 +391,9 @@ def optimize(
             place=place,
         )  # fmt: skip
         if backend == "tvm":
-            lowering.check_supported(imported.graph, job.library)
+            lowering.check_supported(imported, job.library)
+            job.store = stack.enter_context(Store(store))
+            job.store.check()
         job.phase("import", begin)
         given = None if isinstance(cost, str) else cost
         return _run(job, given, measure, verify, inputs, opset, replay)
@@ -544,14 +551,14 @@ def _lowered(
 ) -> Result:
     """Compile what was found, choose by measurement, verify and measure the compiled model."""
     assert job.place is not None
+    assert job.store is not None
     since = time.monotonic()
     job.say("compile", 0, 0, "with TVM")
-    with Store() as store:
-        choice = lowering.lower_best(
-            job.original, base, proposals, job.write, job.feeds if measuring else None, place=job.place,
-            shapes=job.shapes, folder=job.folder, time_left=lambda: job.limit - time.monotonic(), store=store,
-            session_options=job.session_options, hurried=found.interrupted,
-        )  # fmt: skip
+    choice = lowering.lower_best(
+        job.original, base, proposals, job.write, job.feeds if measuring else None, place=job.place,
+        shapes=job.shapes, folder=job.folder, time_left=lambda: job.limit - time.monotonic(), store=job.store,
+        session_options=job.session_options, hurried=found.interrupted,
+    )  # fmt: skip
     best = choice.lowered
     job.notes.extend(choice.remarks)
     if choice.interrupted and found.interrupted:
@@ -963,17 +970,17 @@ def _check_options(
         raise OptionError(f"max_growth {max_growth:g} is not positive: give sizes of the input, such as 1.2")
 
 
-def _place(
-    backend: str, cpu: str | None, triple: str | None, remote: str | Remote | None, threads: int | None
-) -> Place | None:
-    """Where a compiled model runs; None with ONNX Runtime. Raises OptionError, BackendError."""
-    if backend == "tvm":
-        device = Remote.parse(remote) if isinstance(remote, str) else remote
-        return lowering.find_place(cpu, triple, device, threads)
-    for option, value in (("cpu", cpu), ("triple", triple), ("remote", remote)):
-        if value is not None:
-            raise OptionError(f"{option} has no meaning with backend {backend!r}: choose 'tvm'")
-    return None
+def _check_backend(backend: str, only: str, options: Mapping[str, object]) -> None:
+    """Raise OptionError for an option that was given, not to the one backend for which it has a meaning."""
+    for option, value in options.items():
+        if backend != only and value is not None:
+            raise OptionError(f"{option} has no meaning with backend {backend!r}: choose {only!r}")
+
+
+def _place(cpu: str | None, triple: str | None, remote: str | Remote | None, threads: int | None) -> Place:
+    """Where a compiled model runs. Raises BackendError."""
+    device = Remote.parse(remote) if isinstance(remote, str) else remote
+    return lowering.find_place(cpu, triple, device, threads)
 
 
 def compare(
@@ -1142,7 +1149,7 @@ class Tuned:
                 {
                     "name": result.task.name, "calls": result.task.weight, "flops": result.task.flops,
                     "best_us": finite(result.seconds * 1e6), "trials": result.trials, "measured": result.measured,
-                    "failed": result.failed,
+                    "failed": result.failed, "error": result.error,
                 }
                 for result in tuning.tasks
             ],
@@ -1150,6 +1157,7 @@ class Tuned:
             "stop": tuning.stop.name.lower(), "seconds": tuning.seconds, "proposing": tuning.proposing,
             "measuring": tuning.measuring, "onnxruntime_ms": self.found.onnxruntime_ms,
             "untuned_ms": self.found.untuned_ms, "tuned_ms": self.found.tuned_ms,
+            "rewritten_ms": self.found.rewritten_ms, "notes": list(self.found.remarks),
             "speedup": self.speedup.median if self.speedup else None,
             "speedup_low": self.speedup.low if self.speedup else None,
             "speedup_high": finite(self.speedup.high) if self.speedup else None,
@@ -1171,6 +1179,7 @@ def tune(
     threads: int | None = None,
     seed: int = 0,
     store: str | os.PathLike[str] | None = None,
+    rewrite: bool = True,
     measure: bool = True,
     verify: bool = True,
     inputs: str | os.PathLike[str] | Mapping[str, Any] | None = None,
@@ -1182,28 +1191,29 @@ def tune(
     "beam". `trials`: kernels that are built and measured in all, `batch` of one at a time. `time_limit`: seconds of
     tuning. `cpu`, `triple` and `remote` are those of `optimize`: kernels are built here, and timed on the remote
     device. What was measured is kept in `store` (a file; by default in the user's cache), so that a second run goes on
-    where the first ended. Raises ModelError, BackendError, VerificationError or OptionError for what the caller can put
-    right, and VerificationFailed.
+    where the first ended. With `rewrite` the graph that greedy search finds (by the roofline) is tuned beside the
+    original's, and the faster one taken. Raises ModelError, BackendError, VerificationError, StoreError or OptionError
+    for what the caller can put right, and VerificationFailed.
     """
     methods = {m.value: m for m in Method}
     if method not in methods:
         raise OptionError(f"method {method!r} is not known: choose of {', '.join(methods)}")
     if trials < 0 or batch < 1 or not time_limit > 0:
         raise OptionError("trials must not be negative, the batch and the time limit must be above zero")
-    place = _place("tvm", cpu, triple, remote, threads)
-    assert place is not None
+    place = _place(cpu, triple, remote, threads)
     place.check_runs()
     imported = load(model, shapes=shapes, fix_shapes=True)
     library = Library(LIBRARY, backend="tvm", runs=lowering.runs)
-    lowering.check_supported(imported.graph, library)
+    lowering.check_supported(imported, library)
     begin = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="xrlflow-") as folder, Store(store) as records:
+        records.check()
         job = _Job(
-            imported, model, "greedy", "roofline", 0, 1.0, seed, threads or default_threads(), None,
-            begin, begin + time_limit, 1.0, folder, library, listener, shapes or {},
+            imported, model, "greedy", "roofline", 1000, 1.0, seed, threads or default_threads(), None,
+            begin, begin + time_limit, 1.2, folder, library, listener, shapes or {},
             place=place,
         )  # fmt: skip
-        graph, _ = simplify(imported.graph, library, Roofline(bindings=imported.bindings).cost)
+        graphs = [job.write(graph) for graph in _graphs_to_tune(job, rewrite)]
         if measure:
             job.feeds = dict(user_case(imported, inputs).feeds) if inputs is not None else _feeds(job)
 
@@ -1214,7 +1224,7 @@ def tune(
 
         try:
             found = lowering.tune_model(
-                job.original, job.write(graph), job.feeds, method=methods[method], trials=trials, batch=batch,
+                job.original, graphs, job.feeds, method=methods[method], trials=trials, batch=batch,
                 time_limit=time_limit, place=place, shapes=job.shapes, seed=seed, store=records, folder=folder,
                 listener=tell,
             )  # fmt: skip
@@ -1238,6 +1248,19 @@ def tune(
         verification,
         place.device,
     )
+
+
+def _graphs_to_tune(job: _Job, rewrite: bool) -> list[Graph]:
+    """The original's graph, as TVM can lower it, and what the search makes of it, if that costs less."""
+    model = _cost_model(job)
+    base = _start(job, model)
+    if not rewrite:
+        return [base.state.graph]
+    result = _search(job, base, model)
+    if result.interrupted:
+        raise KeyboardInterrupt
+    better = result.best.cost < base.cost and job.fits(result.best)
+    return [base.state.graph, result.best.state.graph] if better else [base.state.graph]
 
 
 def check_writable(path: str | os.PathLike[str], *, library: bool = False) -> None:

@@ -50,6 +50,10 @@ RemoteDevice = Annotated[
     str | None,
     typer.Option("--remote", help="tvm: run on a device of a TVM RPC tracker: HOST:PORT/KEY."),
 ]
+TuningStore = Annotated[
+    Path | None,
+    typer.Option("--store", help="tvm: the file of tuned kernels; default: in the user's cache."),
+]
 
 
 def main() -> None:
@@ -128,6 +132,7 @@ def optimize(
     ] = 0,
     shape: Shapes = None,
     fix_shapes: Annotated[bool, typer.Option(help="Write the numbers of --shape into the file.")] = False,
+    store: TuningStore = None,
     threads: Threads = None,
     seed: Seed = 0,
     measure: Annotated[bool, typer.Option(help="Measure the result against the original.")] = True,
@@ -158,7 +163,7 @@ def optimize(
                 backend_ops=backend_ops,
                 allow_approximate=allow_approximate, assuming=assume or (), budget=budget,
                 time_limit=time_limit, alpha=alpha, agent=agent, train_steps=train_steps, shapes=shapes,
-                fix_shapes=fix_shapes, threads=threads, seed=seed,
+                fix_shapes=fix_shapes, store=store, threads=threads, seed=seed,
                 measure=measure, verify=verify, inputs=inputs, max_growth=max_growth, opset=opset, replay=replay,
                 listener=listener,
             )  # fmt: skip
@@ -302,9 +307,8 @@ def tune(
     shape: Shapes = None,
     threads: Threads = None,
     seed: Seed = 0,
-    store: Annotated[
-        Path | None, typer.Option(help="Where measurements are kept; default: the user's cache.")
-    ] = None,
+    store: TuningStore = None,
+    rewrite: Annotated[bool, typer.Option(help="Tune what greedy search makes of the graph, too.")] = True,
     measure: Annotated[bool, typer.Option(help="Measure the result.")] = True,
     verify: Annotated[
         bool, typer.Option(help="Compare the result with the original on random inputs.")
@@ -321,8 +325,8 @@ def tune(
         with progress(enabled=not as_json and sys.stderr.isatty()) as listener:
             tuned = api.tune(
                 model, method=method, trials=trials, batch=batch, time_limit=time_limit, cpu=cpu, triple=triple,
-                remote=remote, shapes=parse_shapes(shape), threads=threads, seed=seed, store=store, measure=measure,
-                verify=verify, inputs=inputs, listener=listener,
+                remote=remote, shapes=parse_shapes(shape), threads=threads, seed=seed, store=store, rewrite=rewrite,
+                measure=measure, verify=verify, inputs=inputs, listener=listener,
             )  # fmt: skip
         tuned.save(output)
         if as_json:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,10 +15,11 @@ from xrlflow.backends.protocol import CompiledModel
 from xrlflow.backends.results import Comparison
 from xrlflow.backends.tvm import Machine, Tvm, TvmModel, detect
 from xrlflow.backends.tvm.device import Device
-from xrlflow.backends.tvm.lower import fuse, import_model
+from xrlflow.backends.tvm.lower import check_sizes, fuse, import_model
 from xrlflow.backends.tvm.remote import PATIENCE, Remote
 from xrlflow.backends.tvm.target import compiler, lacking, linker
 from xrlflow.ir import Graph
+from xrlflow.onnxio import ImportedModel
 from xrlflow.rewrite import Library, RewriteState
 from xrlflow.search.bodies import simplify
 from xrlflow.search.result import Found
@@ -26,6 +27,7 @@ from xrlflow.tuning.kernels import blocked, kernel_tasks, tuned_by, untuned_kern
 from xrlflow.tuning.pool import PoolOptions
 from xrlflow.tuning.session import Progress, TuningResult, tune
 from xrlflow.tuning.store import Store
+from xrlflow.tuning.tasks import Task
 from xrlflow.tuning.tuners.protocol import Method
 from xrlflow.tuning.worker import Timing
 
@@ -133,11 +135,14 @@ def runs(op: str) -> bool:
     return Tvm().supports(name, domain)
 
 
-def check_supported(graph: Graph, library: Library) -> None:
-    """Raise BackendError, naming them, for operators that TVM cannot lower and the library's rules do not spell out.
+def check_supported(imported: ImportedModel, library: Library) -> None:
+    """Raise BackendError for inputs without fixed sizes, and, naming them, for operators that TVM cannot lower and the
+    library's rules do not spell out.
 
     A rule that refuses to says why: "LSTM (sequence_lens is given)".
     """
+    check_sizes(imported.frame.graph.input)
+    graph = imported.graph
     if all(runs(node.op) for node in graph.nodes()):
         return
     left, _ = simplify(graph, library, lambda _: 0.0)
@@ -308,7 +313,8 @@ def repeated(measured: Comparison) -> RepeatedComparison:
 
 @dataclass(frozen=True, slots=True)
 class TunedModel:
-    """A model with tuned kernels: what tuning found, and the compiled model (the faster of tuned and untuned).
+    """A model with tuned kernels: what tuning found, and the compiled model: the fastest of the original graph untuned
+    and tuned, and, where a search has rewritten it, that graph tuned.
 
     `compared`: tuned against untuned, on a remote device.
     """
@@ -316,15 +322,17 @@ class TunedModel:
     tuning: TuningResult
     model: TvmModel
     path: str
-    onnxruntime_ms: float | None
-    untuned_ms: float | None
-    tuned_ms: float | None
+    onnxruntime_ms: float | None = None
+    untuned_ms: float | None = None
+    tuned_ms: float | None = None
+    rewritten_ms: float | None = None
     compared: RepeatedComparison | None = None
+    remarks: tuple[str, ...] = ()
 
 
 def tune_model(
     original: str | bytes,
-    exported: str,
+    graphs: Sequence[str],
     feeds: Mapping[str, Any] | None,
     *,
     method: Method,
@@ -338,45 +346,81 @@ def tune_model(
     folder: str,
     listener: Callable[[Progress], None] | None = None,
 ) -> TunedModel:
-    """Tune the kernels of the ONNX file `exported`, compile it with what was found, and compare (with `feeds`) the
-    original in ONNX Runtime (but not on a remote device), the untuned and the tuned model; in less time if the tuning
-    was interrupted.
+    """Tune the kernels of one or two ONNX files (`graphs`: the original's graph, and what a search made of it), within
+    one budget, compile them with what was found, and compare (with `feeds`) the original in ONNX Runtime (but not on a
+    remote device), the untuned and the tuned models; in less time if the tuning was interrupted. Without `feeds` the
+    last graph is taken, tuned.
 
-    Raises BackendError for what cannot be lowered or run, PoolError when nothing can be measured.
+    Raises BackendError for an original graph that cannot be lowered or run, PoolError when nothing can be measured.
     """
-    import onnx
-
     place.check_runs()
     machine = place.machine
     threads = machine.cores
-    module = fuse(import_model(onnx.load(exported), shapes or None), machine)
-    tasks = kernel_tasks(module, machine)
+    lowered, remarks = _lowered_first(graphs, shapes, machine)
+    tasks = _together(kernel_tasks(module, machine) for module in lowered.values())
     found = tune(
         tasks, blocked(method, machine), trials=trials, batch=batch, time_limit=time_limit, seed=seed, store=store,
         pool=PoolOptions(threads=threads, timing=COLD, remote=place.remote), listener=listener,
         usual=untuned_kernel(machine),
     )  # fmt: skip
+    tuned = _backend(place, shapes, store)
     made = []
-    for name, backend in (
-        ("untuned", _backend(place, shapes)),
-        ("tuned", _backend(place, shapes, store)),
+    for number, (backend, graph) in enumerate(
+        ((_backend(place, shapes), graphs[0]), *((tuned, graph) for graph in lowered))
     ):
-        model = backend.compile(exported, threads=threads)
-        path = os.path.join(folder, f"{name}.so")
+        model = backend.compile(graph, threads=threads)
+        path = os.path.join(folder, f"tuned{number}.so")
         model.save(path)
         made.append((path, model))
     if feeds is None:
-        return TunedModel(found, made[1][1], made[1][0], None, None, None)
+        return TunedModel(found, made[-1][1], made[-1][0], remarks=remarks)
     limit = 5.0 if found.interrupted else 20.0
+    runtime: float | None = None
+    compared: RepeatedComparison | None = None
     if place.remote is not None:
         there = compare_there(place, made, feeds, limit)
-        before, after = (latency.median_ms for latency in there.latencies)
-        path, model = made[1] if after <= before else made[0]
-        return TunedModel(found, model, path, None, before, after, repeated(there))
-    measured = measure(
-        [original, *(path for path, _ in made)], dict(feeds), threads=threads, time_limit=limit, target_width=0.02,
-        control=False,
-    )  # fmt: skip
-    runtime, untuned, tuned = (latency.median_ms for latency in measured.latencies)
-    path, model = made[1] if tuned <= untuned else made[0]
-    return TunedModel(found, model, path, runtime, untuned, tuned)
+        times = [latency.median_ms for latency in there.latencies]
+        if len(made) > 2:
+            better = min(range(1, len(made)), key=times.__getitem__)
+            there = compare_there(place, [made[0], made[better]], feeds, limit)
+        compared = repeated(there)
+    else:
+        measured = measure(
+            [original, *(path for path, _ in made)], dict(feeds), threads=threads, time_limit=limit,
+            target_width=0.02, control=False,
+        )  # fmt: skip
+        runtime, *times = (latency.median_ms for latency in measured.latencies)
+    path, model = made[min(range(len(made)), key=lambda i: (times[i], -i))]  # of equals the tuned one
+    untuned, tuned_ms, *rewritten = times
+    return TunedModel(
+        found, model, path, runtime, untuned, tuned_ms, rewritten[0] if rewritten else None, compared, remarks
+    )
+
+
+def _lowered_first(
+    graphs: Sequence[str], shapes: Mapping[str, Sequence[int]], machine: Machine
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The fused modules of ONNX files by their paths, and remarks: what cannot be lowered is left out, but for the
+    first."""
+    import onnx
+
+    modules: dict[str, Any] = {}
+    remarks: list[str] = []
+    for graph in graphs:
+        try:
+            modules[graph] = fuse(import_model(onnx.load(graph), shapes or None), machine)
+        except BackendError as error:
+            if not modules:
+                raise
+            remarks.append(f"the rewritten graph is left out: {error}")
+    return modules, tuple(remarks)
+
+
+def _together(groups: Iterable[Sequence[Task]]) -> list[Task]:
+    """The tasks of several graphs of one model: of those that they share, the one that is called most."""
+    found: dict[str, Task] = {}
+    for task in (task for group in groups for task in group):
+        known = found.get(task.key)
+        if known is None or known.weight < task.weight:
+            found[task.key] = task
+    return list(found.values())

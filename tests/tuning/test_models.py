@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,13 +25,15 @@ from xrlflow.backends.tvm.load import tvm
 from xrlflow.backends.tvm.lower import fuse, import_model
 from xrlflow.backends.tvm.schedules import apply, choices, design_space, heuristic
 from xrlflow.cli import app
-from xrlflow.tuning.kernels import blocked, kernel_tasks, tuned_by
-from xrlflow.tuning.knobs import KnobSpace
+from xrlflow.lowering import tune_model
+from xrlflow.tuning.kernels import blocked, kernel_tasks, tuned_by, untuned_kernel
+from xrlflow.tuning.knobs import Candidate, KnobSpace
 from xrlflow.tuning.pool import PoolOptions
 from xrlflow.tuning.session import tune
 from xrlflow.tuning.store import Record, Setting, Store
 from xrlflow.tuning.tasks import Task, module_key
 from xrlflow.tuning.tuners.protocol import Method, Outcome
+from xrlflow.tuning.tuners.random import RandomTuner
 from xrlflow.tuning.worker import Timing
 
 QUICK = PoolOptions(builders=2, threads=2, timing=Timing(samples=2, sample_ms=0.2))
@@ -112,6 +116,61 @@ def test_the_untuned_schedule_is_the_first_proposal(tasks: list[Task]) -> None:
     assert first.key not in {candidate.key for candidate in tuner.propose(100)}
 
 
+@pytest.mark.parametrize("method", [m for m in Method if m is not Method.EVOLUTIONARY])
+def test_asked_for_one_at_a_time_a_tuner_comes_to_all_choices(method: Method, tasks: list[Task]) -> None:
+    from tvm.s_tir import Schedule
+
+    machine = detect(cores=2)
+    task = min(tasks, key=lambda task: len(choices(task.mod, machine)))
+    tuner = blocked(method, machine)(task, 3)
+    keys: list[str] = []
+    while proposed := tuner.propose(1):
+        keys += [candidate.key for candidate in proposed]
+        tuner.update([(candidate, Outcome((1e-3 / len(keys),))) for candidate in proposed])
+    assert len(keys) == len(set(keys))
+    offered = choices(task.mod, machine)
+    assert set(keys) == {
+        module_key(apply(Schedule(task.mod, debug_mask="none"), machine, choice).mod) for choice in offered
+    }
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_tuner_learns_how_long_the_untuned_schedule_takes(
+    count: int, tasks: list[Task], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Listening(RandomTuner):
+        def update(self, measured: Sequence[tuple[Candidate, Outcome]]) -> None:
+            told.extend(candidate.key for candidate, _ in measured)
+            super().update(measured)
+
+    told: list[str] = []
+    monkeypatch.setattr(
+        "xrlflow.tuning.kernels.make_tuner", lambda _, task, seed, space: Listening(space, seed)
+    )
+    tuner = blocked(Method.RANDOM, detect(cores=2))(tasks[0], 3)
+    proposed = tuner.propose(count)
+    tuner.update([(candidate, Outcome((1e-3,))) for candidate in proposed])
+    assert told == [candidate.key for candidate in proposed]
+
+
+@pytest.mark.parametrize("method", Method)
+def test_every_method_tunes_a_models_kernels(method: Method, tasks: list[Task], tmp_path: Path) -> None:
+    machine = detect(cores=2)
+    with Store(tmp_path / "store.sqlite") as store:
+        found = tune(
+            tasks, blocked(method, machine), trials=12, batch=3, store=store, pool=QUICK,
+            usual=untuned_kernel(machine),
+        )  # fmt: skip
+        assert sum(result.trials for result in found.tasks) == 12
+        for result in found.tasks:
+            assert result.error is None
+            assert result.failed == 0
+            assert result.best is not None
+            records = store.known(result.task.key)
+            assert untuned_kernel(machine)(result.task).key in {record.candidate for record in records}
+            assert len({record.candidate for record in records}) == result.trials
+
+
 def test_what_was_tuned_is_put_back(tasks: list[Task], tmp_path: Path) -> None:
     machine = detect(cores=2)
     with Store(tmp_path / "store.sqlite") as store:
@@ -174,6 +233,125 @@ def test_a_models_kernels_are_measured_again_beside_the_untuned_ones(
         untuned = space.decode((options.index(heuristic(task.mod, detect(cores=2))),))
         assert untuned is not None
         assert usual(task).key == untuned.key
+
+
+def remember_another_kernel(task: Task, path: Path) -> str:
+    """A store that has another schedule than the untuned one as the faster of the two; its key."""
+    machine = detect(cores=2)
+    first, other = blocked(Method.RANDOM, machine)(task, 0).propose(2)
+    with Store(path) as store:
+        for candidate, seconds in ((first, 1e-3), (other, 1e-4)):
+            record = Record.of(task, Setting.here(machine.target(), 2), candidate, Outcome((seconds,)))
+            for times in range(4):
+                store.put(replace(record, taken=float(times), seconds=(seconds + 1e-9 * times,)))
+    return other.key
+
+
+@pytest.mark.parametrize("function", [api.optimize, api.tune])
+def test_kernels_run_as_the_store_has_them(
+    function: Any, file: Path, tasks: list[Task], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "store.sqlite"
+    wanted = {task.key: remember_another_kernel(task, path) for task in tasks}
+    used: dict[str, str] = {}
+    scheduled = Store.scheduled
+
+    def watched(store: Store, task: Task, record: Record) -> Any:
+        used[task.key] = record.candidate
+        assert store.path == path
+        return scheduled(store, task, record)
+
+    monkeypatch.setattr(Store, "scheduled", watched)
+    if function is api.optimize:
+        options: dict[str, Any] = {"backend": "tvm", "search": "greedy", "cost": "roofline"}
+    else:
+        options = {"trials": 0}
+    function(file, store=path, threads=2, measure=False, **options)
+    assert used == wanted
+
+
+def test_a_file_that_is_something_else_is_no_store(file: Path, tmp_path: Path) -> None:
+    before = file.read_bytes()
+    for command in (["tune"], ["optimize", "--backend", "tvm"]):
+        result = CliRunner().invoke(
+            app, [*command, str(file), "-o", str(tmp_path / "fast.so"), "--store", str(file)]
+        )
+        assert result.exit_code == 2
+        assert f"{file}: no store of measurements" in result.stderr
+        assert "name another file" in result.stderr
+    assert file.read_bytes() == before
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["model.onnx"]
+
+
+def test_progress_is_told(file: Path, tmp_path: Path) -> None:
+    told: list[tuple[int, int, str]] = []
+
+    def listener(phase: str, done: int, total: int, note: str) -> None:
+        if phase == "tune":
+            told.append((done, total, note))
+
+    api.tune(
+        file, method="random", trials=4, batch=2, threads=2, store=tmp_path / "s.sqlite", measure=False,
+        verify=False, listener=listener,
+    )  # fmt: skip
+    assert {total for _, total, _ in told} == {4}
+    assert [done for done, _, _ in told] == sorted(done for done, _, _ in told)
+    assert {1, 2, 3, 4} <= {done for done, _, _ in told}
+    assert all(note.endswith(" us") for _, _, note in told)
+
+
+def rewritable() -> onnx.ModelProto:
+    """Two products of one input, which a search merges."""
+    model = network()
+    del model.graph.node[:]
+    for text in ("a = MatMul(x, u)", "b = MatMul(x, v)", "c = Add(a, b)", "y = MatMul(c, w)"):
+        parsed = onnx.parser.parse_graph(f"g () => () {{ {text} }}")
+        model.graph.node.extend(parsed.node)
+    return model
+
+
+@pytest.mark.parametrize("fastest", ["untuned", "tuned", "rewritten"])
+def test_the_fastest_of_the_untuned_the_tuned_and_the_rewritten_model_is_taken(
+    fastest: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ["onnxruntime", "untuned", "tuned", "rewritten"]
+
+    def measured(models: Sequence[str | bytes], *given: Any, **named: Any) -> Any:
+        assert len(models) == len(names)
+        times = [SimpleNamespace(median_ms=1.0 if name == fastest else 2.0) for name in names]
+        paths.extend(str(path) for path in models[1:])
+        return SimpleNamespace(latencies=times)
+
+    paths: list[str] = []
+    monkeypatch.setattr("xrlflow.lowering.measure", measured)
+    monkeypatch.setattr("xrlflow.api._final", lambda job, path: None)
+    result = api.tune(rewritable(), trials=0, threads=2, store=tmp_path / "s.sqlite")
+    assert result.verification is not None
+    assert result.verification.verified
+    assert result.found.path == paths[names.index(fastest) - 1]
+    report = result.to_json()
+    assert [report[f"{name}_ms"] for name in names] == [1.0 if name == fastest else 2.0 for name in names]
+
+
+def test_without_rewriting_the_originals_graph_is_tuned_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graphs: list[Sequence[str]] = []
+
+    def watched(original: Any, given: Sequence[str], *rest: Any, **named: Any) -> Any:
+        graphs.append([node.op_type for path in given for node in onnx.load(path).graph.node])
+        return tune_model(original, given, *rest, **named)
+
+    monkeypatch.setattr("xrlflow.lowering.tune_model", watched)
+    for rewrite in (True, False):
+        api.tune(
+            rewritable(), trials=0, threads=2, store=tmp_path / "s.sqlite", rewrite=rewrite, measure=False,
+            verify=False,
+        )  # fmt: skip
+    both, alone = graphs
+    assert sorted(alone) == ["Add", "MatMul", "MatMul", "MatMul"]
+    assert both[: len(alone)] == alone
+    assert 0 < both[len(alone) :].count("MatMul") < 3
 
 
 def test_tune_writes_a_library_that_computes_the_same(file: Path, tmp_path: Path) -> None:

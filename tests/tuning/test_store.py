@@ -116,7 +116,6 @@ def test_many_threads_and_connections_write_one_file(tmp_path: Path) -> None:
 def test_who_opens_a_file_that_another_begins_waits_for_it(tmp_path: Path) -> None:
     path = tmp_path / "tuning.sqlite"
     other = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-    other.execute("CREATE TABLE something (x)")
     other.execute("BEGIN IMMEDIATE")
     end = threading.Timer(0.2, lambda: other.execute("COMMIT"))
     end.start()
@@ -131,9 +130,11 @@ def test_who_opens_a_file_that_another_begins_waits_for_it(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("content", [b"this is no database" * 100, None])
-def test_a_file_that_is_damaged_or_of_another_version_is_set_aside(
-    tmp_path: Path, content: bytes | None
+@pytest.mark.parametrize("named", [False, True])
+def test_a_file_that_is_damaged_or_of_another_version_is_set_aside_or_refused_if_somebody_named_it(
+    named: bool, content: bytes | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("xrlflow.tuning.store.cache_directory", lambda: tmp_path)
     path = tmp_path / "tuning.sqlite"
     if content is not None:
         path.write_bytes(content)
@@ -143,11 +144,30 @@ def test_a_file_that_is_damaged_or_of_another_version_is_set_aside(
         connection.commit()
         connection.close()
         content = path.read_bytes()
-    with Store(path) as store, pytest.warns(RuntimeWarning, match="starting afresh"):
+    if named:
+        for use in (Store.check, Store.__len__, lambda store: store.put(made())):
+            with Store(path) as store, pytest.raises(StoreError, match="no store of measurements"):
+                use(store)
+        assert path.read_bytes() == content
+        assert [p.name for p in tmp_path.iterdir()] == ["tuning.sqlite"]
+        return
+    with Store() as store, pytest.warns(RuntimeWarning, match="starting afresh"):
         store.put(made())
-    with Store(path) as store:
+    with Store() as store:
         assert len(store) == 1
     assert Path(f"{path}.damaged").read_bytes() == content
+
+
+def test_the_database_of_something_else_is_left_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "other.sqlite"
+    connection = sqlite3.connect(path)
+    connection.execute("CREATE TABLE something (x)")
+    connection.commit()
+    connection.close()
+    before = path.read_bytes()
+    with Store(path) as store, pytest.raises(StoreError, match="tables of something else"):
+        store.check()
+    assert path.read_bytes() == before
 
 
 def test_a_file_that_is_damaged_while_it_is_open_is_set_aside(tmp_path: Path) -> None:
@@ -242,10 +262,12 @@ def test_a_locked_file_does_not_stop_anything(tmp_path: Path, monkeypatch: pytes
 
 
 def test_where_no_file_can_be_measurements_last_as_long_as_the_store(tmp_path: Path) -> None:
-    with Store(tmp_path) as store:  # a directory
-        with pytest.warns(RuntimeWarning, match="in memory"):
-            store.put(made())
-        assert store.known("t") == [made()]
+    store = Store(tmp_path)  # a directory
+    with pytest.warns(RuntimeWarning, match="in memory"):
+        store.put(made())
+    assert store.known("t") == [made()]
+    with pytest.warns(RuntimeWarning, match=": 1 measurements are lost"):
+        store.close()
 
 
 def test_a_file_that_may_only_be_read_is_read(tmp_path: Path) -> None:
@@ -255,12 +277,14 @@ def test_a_file_that_may_only_be_read_is_read(tmp_path: Path) -> None:
     connection = sqlite3.connect(path)
     connection.execute("PRAGMA journal_mode = DELETE")
     connection.close()
-    with Store(path) as store:
-        assert len(store) == 1
-        store._disk = store._open_to_read()
-        with pytest.warns(RuntimeWarning, match="readonly"):
-            store.put(made(candidate="late"))
-        assert [record.candidate for record in store.known("t")] == ["early", "late"]
+    store = Store(path)
+    assert len(store) == 1
+    store._disk = store._open_to_read()
+    with pytest.warns(RuntimeWarning, match="readonly"):
+        store.put(made(candidate="late"))
+    assert [record.candidate for record in store.known("t")] == ["early", "late"]
+    with pytest.warns(RuntimeWarning, match=": 1 measurements are lost"):
+        store.close()
 
 
 def test_a_fork_opens_the_file_for_itself(tmp_path: Path) -> None:

@@ -55,13 +55,18 @@ def connect(
 
     `version` is of the tables; `patience`: seconds for which a statement waits for another process. Every statement
     is a transaction of its own unless one is begun. Raises sqlite3.OperationalError where no file can be opened or
-    written, and sqlite3.DatabaseError for one that is damaged, or of another version.
+    written, and sqlite3.DatabaseError for one that is damaged, of another version, or something else's.
     """
     connection = sqlite3.connect(path, timeout=patience, isolation_level=None, check_same_thread=False)
     try:
-        (found,) = connection.execute("PRAGMA user_version").fetchone()
+        # In one statement: another process may be making the tables just now.
+        found, tables = connection.execute(
+            "SELECT user_version, (SELECT count(*) FROM sqlite_master) FROM pragma_user_version"
+        ).fetchone()
         if found not in (0, version):
             raise sqlite3.DatabaseError(f"version {found}, and {version} is wanted")
+        if found == 0 and tables:
+            raise sqlite3.DatabaseError("it has tables of something else")
         _write_ahead(connection, max(patience, _SWITCHING))
         connection.execute("PRAGMA synchronous = NORMAL")
         if found == 0:

@@ -157,15 +157,19 @@ def tuned(report: Mapping[str, Any], speedup: SpeedUp | None, output: str) -> No
             row["name"], str(row["calls"]), f"{best:.1f}" if best else "untuned", rate, str(row["trials"])
         )
     _console.print(table)
-    for name, key in (
-        ("ONNX Runtime", "onnxruntime_ms"),
-        ("TVM, untuned", "untuned_ms"),
-        ("TVM, tuned", "tuned_ms"),
-    ):
-        if report["device"] is None or key != "onnxruntime_ms":
-            _console.print(f"{name}: {ms(report[key])}")
+    if report["device"] is None:
+        _console.print(f"ONNX Runtime: {ms(report['onnxruntime_ms'])}")
+    _console.print(f"TVM, untuned: {ms(report['untuned_ms'])}")
+    _console.print(f"TVM, tuned: {ms(report['tuned_ms'])}")
+    if report["rewritten_ms"] is not None:
+        _console.print(f"TVM, rewritten and tuned: {ms(report['rewritten_ms'])}")
     against = "ONNX Runtime" if report["device"] is None else f"the untuned model, on {report['device']}"
     _console.print(f"speed-up over {against}: {ratio(speedup)}", markup=False)
+    for row in report["kernels"]:
+        if row["error"]:
+            _console.print(f"note: {row['name']} could not be tuned: {row['error']}", markup=False)
+    for note in report["notes"]:
+        _console.print(f"note: {note}", markup=False)
     _console.print(f"{report['seconds']:.1f} s of tuning ({report['stop']})")
     _console.print(f"{output}: written")
 

@@ -66,18 +66,17 @@ class _BeginWith:
     def __init__(self, first: Candidate, tuner: Tuner) -> None:
         self.name = tuner.name
         self._first: Candidate | None = first
-        self._known, self._tuner = first.key, tuner
-        self._own: set[str] = set()
+        self._tuner = tuner
 
     def propose(self, count: int) -> Sequence[Candidate]:
-        begin = [self._first] if self._first is not None else []
-        self._first = None
-        own = self._tuner.propose(count - len(begin)) if count > len(begin) else ()
-        self._own.update(candidate.key for candidate in own)
-        return [*begin, *(candidate for candidate in own if candidate.key != self._known)]
+        if self._first is None or count < 1:
+            return self._tuner.propose(count)
+        first, self._first = self._first, None
+        own = self._tuner.propose(count - 1) if count > 1 else ()
+        return [first, *(candidate for candidate in own if candidate.key != first.key)]
 
     def update(self, measured: Sequence[tuple[Candidate, Outcome]]) -> None:
-        self._tuner.update([pair for pair in measured if pair[0].key in self._own])
+        self._tuner.update(measured)
 
 
 def untuned_kernel(machine: Machine) -> Callable[[Task], Candidate]:

@@ -49,13 +49,14 @@ _SCHEMA = (
     """,
     "CREATE INDEX IF NOT EXISTS record_of_task ON record (task)",
 )
+_PUT = "INSERT OR IGNORE INTO record"
 _COLUMNS = "task, target, tvm, device, threads, candidate, trace, arguments, seconds, error, taken"
 
 Row: TypeAlias = tuple[Any, ...]
 
 
 class StoreError(ValueError):
-    """A file that cannot be imported, or a place that cannot be exported to. The message is one line."""
+    """A file that is no store or cannot be imported, or a place that cannot be exported to. The message is one line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,14 +138,17 @@ class Record:
 class Store:
     """A SQLite file of measurements, shared by processes and threads (write-ahead log, a statement per write).
 
-    A file that is damaged, or of another version, is set aside (`.damaged`) and another begun, with a warning. Where
-    the disk takes no more, or the file is locked or read-only, that is said once; what was written before can be
-    read still, what comes is kept in memory, and written as soon as that is possible.
+    A file that gets damaged, and the one in the user's cache that is damaged or of another version, is set aside
+    (`.damaged`) and another begun, with a warning; a file that somebody named and that is no store is refused
+    (StoreError, by whatever reads or writes first). Where the disk takes no more, or the file is locked or read-only,
+    that is said once; what was written before can be read still, what comes is kept in memory, and written as soon as
+    that is possible. What never was is said at the end.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
         """`path`: the file; by default `tuning.sqlite` in the user's cache directory."""
         self.path = Path(path) if path is not None else cache_directory() / "tuning.sqlite"
+        self._ours = path is None
         self._lock = threading.RLock()
         self._disk: sqlite3.Connection | None = None
         self._memory: sqlite3.Connection | None = None
@@ -153,6 +157,12 @@ class Store:
         self._warned = False
         self._process = 0
         self._inherited: list[sqlite3.Connection | None] = []
+
+    def check(self) -> None:
+        """Open the file now. Raises StoreError for one that somebody named and that is no store."""
+        with self._lock:
+            self._adopt()
+            self._opened()
 
     def put(self, record: Record) -> None:
         """Keep a measurement; one that is the same in all but its time of day is kept once."""
@@ -164,7 +174,7 @@ class Store:
             record.digest,
         )
         marks = ", ".join("?" * len(values))
-        self._write(f"INSERT OR IGNORE INTO record ({_COLUMNS}, digest) VALUES ({marks})", values)
+        self._write(f"{_PUT} ({_COLUMNS}, digest) VALUES ({marks})", values)
 
     def put_task(self, task: Task) -> None:
         """Keep a task's module, which records are of no use without elsewhere."""
@@ -302,11 +312,18 @@ class Store:
         return len(self) - before
 
     def close(self) -> None:
-        """Write what could not be written so far, if that is possible now."""
+        """Write what could not be written so far, if that is possible now, and say what is lost."""
         with self._lock:
             if self._process == os.getpid():
                 self._retry = 0.0
                 self._write_pending()
+                if lost := sum(statement.startswith(_PUT) for statement, _ in self._pending):
+                    warnings.warn(
+                        f"{self.path}: {lost} measurements are lost, as they could never be written",
+                        RuntimeWarning,
+                        stacklevel=3,
+                    )
+                self._pending.clear()
                 for connection in (self._disk, self._memory):
                     if connection is not None:
                         connection.close()
@@ -416,7 +433,9 @@ class Store:
 
     def _open(self) -> sqlite3.Connection:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        return connect(self.path, _SCHEMA, VERSION, _PATIENCE)
+        connection = connect(self.path, _SCHEMA, VERSION, _PATIENCE)
+        self._ours = True
+        return connection
 
     def _open_to_read(self) -> sqlite3.Connection | None:
         """The file as it is, if it is one of ours that may only be read."""
@@ -454,6 +473,9 @@ class Store:
             )
 
     def _set_aside(self, error: Exception) -> None:
+        if not self._ours:
+            self._pending.clear()
+            raise StoreError(f"{self.path}: no store of measurements ({error}): name another file") from error
         warnings.warn(
             f"{self.path}: starting afresh, the old file is beside it ({error})", RuntimeWarning, stacklevel=5
         )

@@ -5,7 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import signal
+import subprocess
+import sys
+import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -115,12 +119,49 @@ def test_names_of_libraries(file: Path, tmp_path: Path) -> None:
 def test_operators_that_cannot_be_lowered() -> None:
     backend = Tvm()
     assert backend.supports("Conv", dtypes=["float"])
-    assert not any(backend.supports(op) for op in ("LSTM", "GRU", "Loop", "Scan"))
+    assert not any(backend.supports(op) for op in ("LSTM", "GRU", "If", "Loop", "Scan"))
     assert not backend.supports("Attention")  # TVM knows com.microsoft's
     assert not backend.supports("Gelu", "com.microsoft")
     assert not backend.supports("Add", dtypes=["string"])
     with pytest.raises(BackendError, match="TVM cannot lower GRU: use --backend onnxruntime"):
         backend.compile(recurrent("GRU").SerializeToString())  # as it is in the file
+
+
+def branching(condition: str) -> onnx.ModelProto:
+    """Relu(x) or -x, as a condition in the text format says: the input c, or something made of x."""
+    return onnx.parser.parse_model(
+        '<ir_version: 9, opset_import: ["": 20]> agraph (float[4,8] x, bool c) => (float[4,8] y)'
+        f" {{ {condition} y = If (t) <then_branch = g () => (float[4,8] a) {{ a = Relu(x) }},"
+        " else_branch = h () => (float[4,8] b) { b = Neg(x) }> }"
+    )
+
+
+@pytest.mark.parametrize("function", [xrlflow.optimize, xrlflow.tune])
+def test_a_branch_is_for_what_runs_to_take(function: Callable[..., object]) -> None:
+    model = branching("t = Identity(c)")
+    options = {"backend": "tvm"} if function is xrlflow.optimize else {}
+    with pytest.raises(BackendError, match="TVM cannot lower If: use --backend onnxruntime"):
+        function(model, measure=False, **options)
+    with pytest.raises(BackendError, match="TVM cannot lower If: use --backend onnxruntime"):
+        Tvm().compile(model.SerializeToString())
+
+
+@pytest.mark.parametrize("negated", [False, True])
+def test_a_branch_that_sizes_decide_is_taken(
+    negated: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("xrlflow.tuning.store.cache_directory", lambda: tmp_path / "cache")
+    known = "four = Constant<value_int=4>() rank = Size(x) eight = Constant<value_int=8>() each = Div(rank, eight)"
+    decided = f"{known} u = Equal(each, four) t = {'Not' if negated else 'Identity'}(u)"
+    result = xrlflow.optimize(
+        branching(decided), backend="tvm", search="greedy", cost="roofline", measure=False
+    )
+    assert result.report.verified
+    result.save(tmp_path / "fast.so")
+    x = np.random.default_rng(0).standard_normal((4, 8)).astype(np.float32)
+    with load_compiled(tmp_path / "fast.so") as loaded:
+        (y,) = loaded.run({"x": x, "c": np.array(True)})
+    np.testing.assert_array_equal(y, -x if negated else np.maximum(x, 0))
 
 
 def recurrent(op: str, *, lengths: bool = False, steps: int | str = 5) -> onnx.ModelProto:
@@ -146,7 +187,9 @@ def test_operators_that_are_spelt_out(
     monkeypatch.setattr("xrlflow.tuning.store.cache_directory", lambda: tmp_path / "cache")
     model = recurrent(op)
     options = {"backend": "tvm", "cost": "roofline", "measure": False, "budget": 3}
-    result = xrlflow.optimize(model, search=search, **options)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="a kernel was left unscheduled")
+        result = xrlflow.optimize(model, search=search, **options)
     assert result.report.verified
     assert result.report.substitutions[f"Expand{op}"] == 1
     result.save(tmp_path / "fast.so")
@@ -174,7 +217,7 @@ def test_named_dimensions_are_numbers_to_what_is_spelt_out(
     monkeypatch.setattr("xrlflow.tuning.store.cache_directory", lambda: tmp_path / "cache")
     model = recurrent("GRU", steps="steps")
     options = {"backend": "tvm", "search": "greedy", "cost": "roofline", "measure": False}
-    with pytest.raises(BackendError, match=r"TVM cannot lower GRU \(a dimension is not a known number\)"):
+    with pytest.raises(BackendError, match="input x has the dimensions steps: give them with --shape x="):
         xrlflow.optimize(model, **options)
     result = xrlflow.optimize(model, shapes={"x": (6, 2, 4)}, **options)
     assert result.report.verified
@@ -203,6 +246,60 @@ def test_open_dimensions_are_asked_for() -> None:
         assert compiled.run({"x": np.full((3, 8), -1, np.float32)})[0].max() == 0.0
 
 
+@pytest.mark.parametrize("function", [xrlflow.optimize, xrlflow.tune])
+def test_open_dimensions_are_asked_for_before_any_work(
+    function: Callable[..., object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*_: object) -> NoReturn:
+        raise AssertionError("it began")
+
+    monkeypatch.setattr("xrlflow.api._start", never)
+    model = onnx.parser.parse_model(
+        '<ir_version: 9, opset_import: ["": 20]> agraph (float[n,8] x) => (float[n,8] y) { y = Relu(x) }'
+    )
+    options = {"backend": "tvm"} if function is xrlflow.optimize else {}
+    with pytest.raises(BackendError, match=r"input x has the dimensions n: give them with --shape x="):
+        function(model, **options)
+
+
+def test_options_of_the_other_backend_are_refused(file: Path) -> None:
+    for options in ({"opset": 21}, {"backend_ops": True}):
+        with pytest.raises(OptionError, match=f"{next(iter(options))} has no meaning with backend 'tvm'"):
+            xrlflow.optimize(file, backend="tvm", **options)
+    with pytest.raises(OptionError, match="store has no meaning with backend 'onnxruntime': choose 'tvm'"):
+        xrlflow.optimize(file, store="tuning.sqlite")
+
+
+RUNNING = """
+import sys
+import numpy as np
+from xrlflow.backends.tvm import load_compiled
+with load_compiled(sys.argv[1]) as loaded:
+    loaded.run({name: np.zeros((4, 8), np.float32) for name in loaded.input_names})
+ours = ("xrlflow.tuning", "xrlflow.search", "xrlflow.rewrite", "rewrite_rules", "xgboost", "onnxruntime")
+print([name for name in sys.modules if name.startswith(ours)])
+"""
+PLAIN = """
+import sys
+import numpy as np
+import tvm
+from tvm.runtime.vm import VirtualMachine
+machine = VirtualMachine(tvm.runtime.load_module(sys.argv[1]), tvm.cpu())
+y, z = machine["main"](*[tvm.runtime.tensor(np.zeros((4, 8), np.float32))] * 2)
+print([*y.shape, *z.shape])
+"""
+
+
+@pytest.mark.parametrize(("code", "printed"), [(RUNNING, "[]"), (PLAIN, "[4, 16, 4, 8]")])
+def test_a_saved_library_needs_nothing_that_searches_or_tunes(code: str, printed: str, library: Path) -> None:
+    """Ours is loaded without it; and TVM's runtime alone, without its compiler, runs it too."""
+    alone = {**os.environ, "TVM_USE_RUNTIME_LIB": "1"} if code == PLAIN else dict(os.environ)
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(library)], env=alone, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == printed
+
+
 def test_processors() -> None:
     assert detect(cpu="skylake-avx512").lanes == 16
     with pytest.raises(BackendError, match="no-such-processor"):
@@ -220,10 +317,10 @@ def test_sizes_of_caches_are_this_machines_for_its_processor_only(monkeypatch: p
     try:
         caches(monkeypatch, {1: 48 << 10, 2: 2 << 20, 3: 1 << 25})
         for machine in (detect(), detect(cpu=own)):
-            assert (machine.first_level, machine.second_level) == (48 << 10, 2 << 20)
-        assert (detect(cpu=other).first_level, detect(cpu=other).second_level) == (32 << 10, 512 << 10)
+            assert machine.second_level == 2 << 20
+        assert detect(cpu=other).second_level == 512 << 10
         caches(monkeypatch, {})
-        assert (detect().first_level, detect().second_level) == (32 << 10, 512 << 10)
+        assert detect().second_level == 512 << 10
     finally:
         detect.cache_clear()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from xrlflow.backends.interrupts import heeding_interrupts
@@ -43,8 +43,10 @@ def _converters() -> Mapping[str, Any]:
     tvm()
     from tvm.relax.frontend.onnx import onnx_frontend
 
+    # Beside its table the importer has an If that runs both branches, whatever they index and divide by, and keeps the
+    # whole model from being fused: it counts as lacking, as Loop and Scan are.
     table: Mapping[str, Any] = onnx_frontend._get_convert_map()
-    known = {**table, "If": None, "Constant": None}
+    known = {**table, "Constant": None}
     return {name: converter for name, converter in known.items() if name not in _OTHERS}
 
 
@@ -60,17 +62,9 @@ def import_model(model: Any, shapes: Mapping[str, Sequence[int]] | None = None) 
         raise BackendError(f"TVM cannot lower {', '.join(missing)}: use --backend onnxruntime for this model")
     bound = dict(shapes or {})
     constants = {tensor.name for tensor in model.graph.initializer}
-    for value in model.graph.input:
-        if value.name in constants or value.name in bound:
-            continue
-        open_dims = [
-            dim.dim_param or "?" for dim in value.type.tensor_type.shape.dim if not dim.HasField("dim_value")
-        ]
-        if open_dims:
-            raise BackendError(
-                f"TVM compiles for fixed sizes, but input {value.name} has the dimensions {', '.join(open_dims)}: "
-                f"give them with --shape {value.name}=..."
-            )
+    check_sizes(
+        [value for value in model.graph.input if value.name not in constants and value.name not in bound]
+    )
     package = tvm()
     opset = max((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), default=1)
     try:
@@ -79,6 +73,19 @@ def import_model(model: Any, shapes: Mapping[str, Sequence[int]] | None = None) 
         raise BackendError(f"TVM cannot import the model: {last_line(error)}") from error
     assert isinstance(module, package.IRModule)
     return module
+
+
+def check_sizes(inputs: Iterable[Any]) -> None:
+    """Raise BackendError for an input (ONNX ValueInfoProto) that has a dimension without a number."""
+    for value in inputs:
+        open_dims = [
+            dim.dim_param or "?" for dim in value.type.tensor_type.shape.dim if not dim.HasField("dim_value")
+        ]
+        if open_dims:
+            raise BackendError(
+                f"TVM compiles for fixed sizes, but input {value.name} has the dimensions {', '.join(open_dims)}: "
+                f"give them with --shape {value.name}=..."
+            )
 
 
 def _importer(shapes: Mapping[str, Sequence[int]]) -> Any:

@@ -62,14 +62,14 @@ _ARCHITECTURES = {
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What schedules depend on: LLVM's name of the processor, cores, floats in a vector, registers, bytes of caches."""
+    """What schedules depend on: LLVM's name of the processor, cores, floats in a vector, registers, bytes of a core's
+    second-level cache."""
 
     triple: str
     cpu: str
     cores: int
     lanes: int
     registers: int
-    first_level: int = 32 << 10
     second_level: int = 512 << 10
 
     def target(self) -> Any:
@@ -87,8 +87,8 @@ class Machine:
 def detect(cpu: str | None = None, cores: int | None = None, triple: str | None = None) -> Machine:
     """This machine, or another processor by LLVM's name (`cpu`), with so many cores (default: the physical ones).
 
-    `triple` is LLVM's name of another system (`aarch64-linux-gnu`); a processor has to be given with it. The sizes of
-    caches are this machine's where the processor is; nobody tells those of another, which has the usual ones.
+    `triple` is LLVM's name of another system (`aarch64-linux-gnu`); a processor has to be given with it. The size of
+    the cache is this machine's where the processor is; nobody tells that of another, which has the usual one.
     Raises BackendError when LLVM does not know the system or the processor.
     """
     ours, own = _here()
@@ -100,9 +100,7 @@ def detect(cpu: str | None = None, cores: int | None = None, triple: str | None 
     machine = Machine(system, name, cores or default_threads(), lanes, registers)
     if (system, name) != (ours, own):
         return machine
-    levels = cache_levels()
-    first, second = levels.get(1, machine.first_level), levels.get(2, machine.second_level)
-    return replace(machine, first_level=first, second_level=second)
+    return replace(machine, second_level=cache_levels().get(2, machine.second_level))
 
 
 System: TypeAlias = tuple[str, str]

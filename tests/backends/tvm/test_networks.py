@@ -1,0 +1,81 @@
+"""The zoo's networks through TVM, and the bench that measures them."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+
+import onnx
+import pytest
+
+import models
+import xrlflow
+from bench import lowering
+from models import ZOO
+from xrlflow.tuning.session import tune
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("xrlflow.tuning.store.cache_directory", lambda: tmp_path / "cache")
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_networks_compute_what_onnx_runtime_does(name: str) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="a kernel was left unscheduled")
+        result = xrlflow.optimize(
+            models.small(name), backend="tvm", search="greedy", cost="roofline", measure=False, threads=2
+        )
+    assert result.report.verified
+    assert result.compiled is not None
+
+
+def test_the_bench_checks_networks(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    branching = onnx.parser.parse_model(
+        '<ir_version: 9, opset_import: ["": 20]> agraph (float[4,8] x, bool c) => (float[4,8] y)'
+        " { y = If (c) <then_branch = g () => (float[4,8] a) { a = Relu(x) },"
+        " else_branch = h () => (float[4,8] b) { b = Neg(x) }> }"
+    )
+    built = {"nasrnn": models.small("nasrnn"), "bert": branching}
+    monkeypatch.setattr(models, "build", built.__getitem__)
+    path = tmp_path / "networks.json"
+    monkeypatch.setattr("sys.argv", ["lowering", "networks", "nasrnn", "bert", "--json", str(path)])
+    lowering.main()
+    good, bad = json.loads(path.read_text())
+    assert (good["name"], good["said"]) == ("nasrnn", "verified")
+    assert 0 <= good["ratio"] <= 1
+    assert (bad["name"], bad["said"]) == (
+        "bert",
+        "TVM cannot lower If: use --backend onnxruntime for this model",
+    )
+    assert "| bert |" in capsys.readouterr().out
+    monkeypatch.setattr("sys.argv", ["lowering", "networks", "nobody"])
+    with pytest.raises(SystemExit, match="nobody is none of"):
+        lowering.main()
+
+
+def test_the_bench_times_all_variants(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = onnx.parser.parse_model(
+        '<ir_version: 9, opset_import: ["": 20]> agraph (float[16,32] x, float[32,48] w) => (float[16,48] y)'
+        " { a = MatMul(x, w) b = Relu(a) y = Relu(b) }"
+    )
+    monkeypatch.setattr(lowering, "MODELS", {"tiny": lambda: model})
+    monkeypatch.setattr(lowering, "tune", lambda *given, trials, **named: tune(*given, trials=3, **named))
+    path = tmp_path / "models.json"
+    monkeypatch.setattr(
+        "sys.argv",
+        ["lowering", "models", "--tune", "60", "--methods", "random", "--seconds", "1", "--json", str(path)],
+    )
+    lowering.main()
+    (row,) = json.loads(path.read_text())
+    for variant in ("TVM", "rewritten", "random", "rewritten, random"):
+        assert row[variant][0] > 0
+    assert row["random measured"] == row["rewritten, random measured"] == 3
+    header, _, line = capsys.readouterr().out.splitlines()
+    assert header.count("|") == line.count("|")
