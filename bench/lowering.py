@@ -6,8 +6,8 @@ arrays in and out, as a program calls them: ONNX Runtime on the original; TVM on
 graph that greedy search finds; with `--tune`, the original graph with kernels tuned by each of `--methods` for so many
 seconds, or until there is nothing left to measure, and the rewritten one by the first of them, each knowing nothing of
 the others. All variants are timed in turns in one process; A/A is ONNX Runtime against itself. Networks: every network
-of the zoo, at its full size, and every model of a package, as `optimize --backend tvm --search greedy --no-measure`
-takes it: compiled and verified, or what is said.
+of the zoo, at its full size, and every model of a package, as `optimize --backend tvm --search greedy --cost roofline
+--no-measure` takes it: compiled and verified, or what is said.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ import models
 import xrlflow
 from bench.operators import OPERATORS, operator
 from models import wheels
-from xrlflow.api import VerificationFailed
-from xrlflow.backends import BackendError
+from xrlflow.api import UserError, VerificationFailed
 from xrlflow.backends.interleave import interleave
 from xrlflow.backends.onnxruntime import open_model
 from xrlflow.backends.placement import choose_cpus, pinned
@@ -163,7 +162,7 @@ def row(name: str, names: Sequence[str], comparison: Comparison, facts: Mapping[
     return found
 
 
-def networks(names: Sequence[str], threads: int) -> list[dict[str, Any]]:
+def networks(names: Sequence[str], threads: int, path: Path | None) -> None:
     known = [*models.ZOO, *wheels.WHEELS]
     for name in names:
         if name not in known:
@@ -174,25 +173,26 @@ def networks(names: Sequence[str], threads: int) -> list[dict[str, Any]]:
     for name in names or known:
         packaged = name in wheels.WHEELS
         begin = time.monotonic()
-        row: dict[str, Any] = {"name": name, "said": "verified"}
+        found: dict[str, Any] = {"name": name, "said": "verified"}
         try:
             result = xrlflow.optimize(
                 str(wheels.fetch(name)) if packaged else models.build(name),
-                backend="tvm", search="greedy", cost=Roofline(), measure=False, threads=threads,
+                backend="tvm", search="greedy", cost="roofline", measure=False, threads=threads,
                 shapes=wheels.WHEELS[name].shapes if packaged else None,
             )  # fmt: skip
-        except (BackendError, VerificationFailed) as error:
-            row["said"] = str(error)
+        except (*UserError, VerificationFailed) as error:
+            found["said"] = str(error)
         else:
             assert result.verification is not None
             assert result.verification.worst is not None
-            row["difference"] = result.verification.max_error
-            row["ratio"] = result.verification.worst.judgement.ratio
-        row["seconds"] = time.monotonic() - begin
-        found = f"{row['difference']:.1e} | {row['ratio']:.2f}" if "ratio" in row else "- | -"
-        print(f"| {name} | {row['seconds']:.0f} | {row['said']} | {found} |", flush=True)
-        rows.append(row)
-    return rows
+            found["difference"] = result.verification.max_error
+            found["ratio"] = result.verification.worst.judgement.ratio
+        found["seconds"] = time.monotonic() - begin
+        cells = f"{found['difference']:.1e} | {found['ratio']:.2f}" if "ratio" in found else "- | -"
+        print(f"| {name} | {found['seconds']:.0f} | {found['said']} | {cells} |", flush=True)
+        rows.append(found)
+        if path is not None:
+            path.write_text(json.dumps(rows, indent=1))
 
 
 def main() -> None:
@@ -208,19 +208,17 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_intermixed_args()
     if options.table == "networks":
-        checked = networks(options.names, options.threads)
-        if options.json is not None:
-            options.json.write_text(json.dumps(checked, indent=1))
+        if options.tune:
+            parser.error("networks are not tuned: leave --tune out")
+        networks(options.names, options.threads, options.json)
         return
     known: Mapping[str, Any] = {**OPERATORS, **CHAINS} if options.table == "operators" else MODELS
     rows = []
-    names = ["TVM"]
-    if options.table == "models":
-        names += ["rewritten"]
-        # Which of the two graphs, and by which method.
-        tunings = [(0, method) for method in options.methods] + [(1, options.methods[0])]
-        if options.tune:
-            names += [f"rewritten, {method.value}" if graph else method.value for graph, method in tunings]
+    whole = options.table == "models"
+    # Which of the graphs, the original one and the rewritten one, and by which method.
+    tunings = [(0, method) for method in options.methods] + [(1, options.methods[0])] * whole
+    labels = [f"rewritten, {method.value}" if graph else method.value for graph, method in tunings]
+    names = ["TVM", *["rewritten"] * whole, *(labels if options.tune else ())]
     print(f"| {options.table} | ONNX Runtime ms | A/A | " + " | ".join(names) + " |")
     print("|---" * (3 + len(names)) + "|")
     for name in options.names or known:
@@ -230,21 +228,20 @@ def main() -> None:
         machine = detect(cores=options.threads)
         variants = [Tvm(machine).compile(proto.SerializeToString(), threads=options.threads)]
         facts: dict[str, Any] = {}
-        if options.table == "models":
+        graphs = [proto]
+        if whole:
             result = xrlflow.optimize(
                 proto, backend="tvm", search="greedy", cost=Roofline(), measure=False, verify=False,
                 threads=options.threads,
             )  # fmt: skip
             assert result.compiled is not None
             variants.append(result.compiled)
-            graphs = proto, to_proto(result.imported, result.graph)
-            for label, (graph, method) in zip(names[2:], tunings):
-                found = tuned(graphs[graph], options.tune, options.threads, method)
-                variants.append(found.model)
-                facts[f"{label} measured"], facts[f"{label} s"] = found.measured, found.seconds
-                print(
-                    f"{name}, {label}: {found.measured} in {found.seconds:.0f} s", file=sys.stderr, flush=True
-                )
+            graphs.append(to_proto(result.imported, result.graph))
+        for label, (graph, method) in zip(labels, tunings if options.tune else ()):
+            found = tuned(graphs[graph], options.tune, options.threads, method)
+            variants.append(found.model)
+            facts[f"{label} measured"], facts[f"{label} s"] = found.measured, found.seconds
+            print(f"{name}, {label}: {found.measured} in {found.seconds:.0f} s", file=sys.stderr, flush=True)
         comparison = timed(proto, variants, options.threads, options.seconds, options.table == "operators")
         rows.append(row(name, names, comparison, facts))
         if options.json is not None:

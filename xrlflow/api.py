@@ -357,8 +357,8 @@ def optimize(
     measurement. `measure=False` gives the best graph by modelled cost, never run. `replay`: apply the substitutions of
     a trace instead of searching.
 
-    Raises ModelError, BackendError, VerificationError or OptionError for what the caller can put right, and
-    VerificationFailed if the result does not compute the same.
+    Raises ModelError, BackendError, VerificationError, StoreError or OptionError for what the caller can put right,
+    and VerificationFailed if the result does not compute the same.
     """
     begin = time.monotonic()
     _check_options(search, cost, backend, budget, time_limit, alpha, max_growth, agent, train_steps)
@@ -369,6 +369,8 @@ def optimize(
     check_providers(providers)
     _check_backend(backend, "tvm", {"cpu": cpu, "triple": triple, "remote": remote, "store": store})
     _check_backend(backend, "onnxruntime", {"opset": opset, "backend_ops": backend_ops or None})
+    if store is not None and not os.path.isfile(store):
+        raise OptionError(f"store {os.fspath(store)} is no file: give one that `xrlflow tune --store` wrote")
     place = _place(cpu, triple, remote, threads) if backend == "tvm" else None
     if place is not None and (measure or verify):
         place.check_runs()
@@ -1129,7 +1131,7 @@ class Tuned:
     """A model whose kernels were tuned; `save` writes the shared library.
 
     `speedup`: of the compiled model over the original in ONNX Runtime, measured in fresh processes, or, on a remote
-    device (`device`), of the tuned model over the untuned one, in one session; None if not measured.
+    device (`device`), of the better tuned model over the untuned one, in one session; None if not measured.
     """
 
     found: TunedModel
@@ -1137,6 +1139,7 @@ class Tuned:
     control: SpeedUp | None
     verification: Verification | None
     device: str | None = None
+    notes: tuple[str, ...] = ()
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Raises BackendError if the file cannot be written."""
@@ -1157,7 +1160,7 @@ class Tuned:
             "stop": tuning.stop.name.lower(), "seconds": tuning.seconds, "proposing": tuning.proposing,
             "measuring": tuning.measuring, "onnxruntime_ms": self.found.onnxruntime_ms,
             "untuned_ms": self.found.untuned_ms, "tuned_ms": self.found.tuned_ms,
-            "rewritten_ms": self.found.rewritten_ms, "notes": list(self.found.remarks),
+            "rewritten_ms": self.found.rewritten_ms, "notes": list(self.notes),
             "speedup": self.speedup.median if self.speedup else None,
             "speedup_low": self.speedup.low if self.speedup else None,
             "speedup_high": finite(self.speedup.high) if self.speedup else None,
@@ -1192,8 +1195,8 @@ def tune(
     tuning. `cpu`, `triple` and `remote` are those of `optimize`: kernels are built here, and timed on the remote
     device. What was measured is kept in `store` (a file; by default in the user's cache), so that a second run goes on
     where the first ended. With `rewrite` the graph that greedy search finds (by the roofline) is tuned beside the
-    original's, and the faster one taken. Raises ModelError, BackendError, VerificationError, StoreError or OptionError
-    for what the caller can put right, and VerificationFailed.
+    original's, and the faster one taken (but not without `measure`). Raises ModelError, BackendError,
+    VerificationError, StoreError or OptionError for what the caller can put right, and VerificationFailed.
     """
     methods = {m.value: m for m in Method}
     if method not in methods:
@@ -1213,7 +1216,7 @@ def tune(
             begin, begin + time_limit, 1.2, folder, library, listener, shapes or {},
             place=place,
         )  # fmt: skip
-        graphs = [job.write(graph) for graph in _graphs_to_tune(job, rewrite)]
+        graphs = [job.write(graph) for graph in _graphs_to_tune(job, rewrite and measure)]
         if measure:
             job.feeds = dict(user_case(imported, inputs).feeds) if inputs is not None else _feeds(job)
 
@@ -1224,9 +1227,9 @@ def tune(
 
         try:
             found = lowering.tune_model(
-                job.original, graphs, job.feeds, method=methods[method], trials=trials, batch=batch,
-                time_limit=time_limit, place=place, shapes=job.shapes, seed=seed, store=records, folder=folder,
-                listener=tell,
+                job.original, graphs, job.feeds, method=methods[method], trials=0 if job.hurried else trials,
+                batch=batch, time_limit=time_limit, place=place, shapes=job.shapes, seed=seed, store=records,
+                folder=folder, listener=tell, hurried=job.hurried,
             )  # fmt: skip
         except PoolError as error:
             kept = (
@@ -1239,7 +1242,8 @@ def tune(
                 verification = _verify_compiled(job, runner, found.model.sizes, inputs)
         compared = found.compared
         if measure and place.remote is None:
-            job.deadline = time.monotonic() + (8.0 if found.tuning.interrupted else 20.0)
+            hurried = job.hurried or found.tuning.interrupted
+            job.deadline = time.monotonic() + (8.0 if hurried else 20.0)
             compared = _final(job, found.path)
     return Tuned(
         found,
@@ -1247,20 +1251,28 @@ def tune(
         compared.control if compared is not None else None,
         verification,
         place.device,
+        (*job.notes, *found.remarks),
     )
 
 
 def _graphs_to_tune(job: _Job, rewrite: bool) -> list[Graph]:
     """The original's graph, as TVM can lower it, and what the search makes of it, if that costs less."""
-    model = _cost_model(job)
-    base = _start(job, model)
+    # Of an unknown machine: what is tuned must not depend on a measurement.
+    model = Roofline(bindings=job.imported.bindings)
     if not rewrite:
-        return [base.state.graph]
+        return [simplify(job.imported.graph, job.library, model.cost)[0]]
+    base = _start(job, model)
     result = _search(job, base, model)
     if result.interrupted:
-        raise KeyboardInterrupt
-    better = result.best.cost < base.cost and job.fits(result.best)
-    return [base.state.graph, result.best.state.graph] if better else [base.state.graph]
+        job.notes.append("interrupted: nothing was tuned, the best so far is kept")
+        job.hurry()
+    found = [base.state.graph]
+    if result.best.cost < base.cost:
+        if job.fits(result.best):
+            found.append(result.best.state.graph)
+        else:
+            job.notes.append(f"the best graph exceeds {job.max_growth:g} times the input's size")
+    return found
 
 
 def check_writable(path: str | os.PathLike[str], *, library: bool = False) -> None:

@@ -65,17 +65,30 @@ def damage_version(path: Path) -> None:
     connection.close()
 
 
-@pytest.mark.parametrize("damage", [damage_header, damage_truncate, damage_pages, damage_version])
+def damage_tables(path: Path) -> None:
+    path.unlink()
+    connection = sqlite3.connect(path)
+    connection.execute("CREATE TABLE something (x)")
+    connection.execute(f"PRAGMA user_version = {VERSION}")
+    connection.commit()
+    connection.close()
+
+
+@pytest.mark.parametrize(
+    "damage", [damage_header, damage_truncate, damage_pages, damage_version, damage_tables]
+)
 def test_a_damaged_file_is_replaced_with_a_warning(tmp_path: Path, damage) -> None:  # type: ignore[no-untyped-def]
     path = tmp_path / "m.sqlite"
     with Database(path) as database:
         for i in range(300):
             database.put(replace(SUBJECT, operands=f"{i} {'x' * 50}"), SAMPLE)
     damage(path)
+    damaged = path.read_bytes()
     with Database(path) as database:
         with pytest.warns(RuntimeWarning, match="starting afresh"):
             assert database.get(SUBJECT) is None
         database.put(SUBJECT, SAMPLE)
+    assert Path(f"{path}.damaged").read_bytes() == damaged
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with Database(path) as again:

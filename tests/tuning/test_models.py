@@ -18,14 +18,14 @@ import pytest
 from typer.testing import CliRunner
 
 from xrlflow import api
+from xrlflow.backends import BackendError
 from xrlflow.backends.onnxruntime import measure, open_model
 from xrlflow.backends.results import Comparison
-from xrlflow.backends.tvm import detect, load_compiled
+from xrlflow.backends.tvm import Tvm, TvmModel, detect, load_compiled
 from xrlflow.backends.tvm.load import tvm
 from xrlflow.backends.tvm.lower import fuse, import_model
 from xrlflow.backends.tvm.schedules import apply, choices, design_space, heuristic
 from xrlflow.cli import app
-from xrlflow.lowering import tune_model
 from xrlflow.tuning.kernels import blocked, kernel_tasks, tuned_by, untuned_kernel
 from xrlflow.tuning.knobs import Candidate, KnobSpace
 from xrlflow.tuning.pool import PoolOptions
@@ -333,25 +333,54 @@ def test_the_fastest_of_the_untuned_the_tuned_and_the_rewritten_model_is_taken(
     assert [report[f"{name}_ms"] for name in names] == [1.0 if name == fastest else 2.0 for name in names]
 
 
-def test_without_rewriting_the_originals_graph_is_tuned_alone(
+@pytest.mark.parametrize(
+    ("options", "count"), [({}, 2), ({"rewrite": False}, 1), ({"measure": False, "verify": False}, 1)]
+)
+def test_what_cannot_be_compared_is_not_rewritten(
+    options: dict[str, bool], count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def watched(original: Any, given: Sequence[str], *rest: Any, **named: Any) -> Any:
+        graphs.extend([node.op_type for node in onnx.load(path).graph.node] for path in given)
+        raise BackendError("enough")
+
+    graphs: list[list[str]] = []
+    monkeypatch.setattr("xrlflow.lowering.tune_model", watched)
+    with pytest.raises(BackendError, match="enough"):
+        api.tune(rewritable(), trials=0, threads=2, store=tmp_path / "s.sqlite", **options)  # type: ignore[arg-type]
+    assert len(graphs) == count
+    assert sorted(graphs[0]) == ["Add", "MatMul", "MatMul", "MatMul"]
+    if count == 2:
+        assert graphs[1].count("MatMul") < 3
+
+
+def test_a_rewritten_graph_that_does_not_compile_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    graphs: list[Sequence[str]] = []
+    def failing(backend: Tvm, graph: str, **named: Any) -> TvmModel:
+        if sum(node.op_type == "MatMul" for node in onnx.load(graph).graph.node) < 3:
+            raise BackendError("not this one")
+        return compile_model(backend, graph, **named)
 
-    def watched(original: Any, given: Sequence[str], *rest: Any, **named: Any) -> Any:
-        graphs.append([node.op_type for path in given for node in onnx.load(path).graph.node])
-        return tune_model(original, given, *rest, **named)
+    compile_model = Tvm.compile
+    monkeypatch.setattr(Tvm, "compile", failing)
+    monkeypatch.setattr("xrlflow.api._final", lambda job, path: None)
+    result = api.tune(rewritable(), trials=0, threads=2, store=tmp_path / "s.sqlite")
+    assert result.found.rewritten_ms is None
+    assert result.to_json()["notes"] == ["the rewritten graph is left out: not this one"]
 
-    monkeypatch.setattr("xrlflow.lowering.tune_model", watched)
-    for rewrite in (True, False):
-        api.tune(
-            rewritable(), trials=0, threads=2, store=tmp_path / "s.sqlite", rewrite=rewrite, measure=False,
-            verify=False,
-        )  # fmt: skip
-    both, alone = graphs
-    assert sorted(alone) == ["Add", "MatMul", "MatMul", "MatMul"]
-    assert both[: len(alone)] == alone
-    assert 0 < both[len(alone) :].count("MatMul") < 3
+
+def test_after_an_interrupted_search_nothing_is_tuned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def listener(phase: str, done: int, total: int, note: str) -> None:
+        if phase == "search":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("xrlflow.api._final", lambda job, path: None)
+    result = api.tune(rewritable(), trials=8, threads=2, store=tmp_path / "s.sqlite", listener=listener)
+    assert result.found.tuning.measured == 0
+    assert result.verification is not None
+    assert result.notes[0].startswith("interrupted: nothing was tuned")
 
 
 def test_tune_writes_a_library_that_computes_the_same(file: Path, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ import pytest
 
 from tests.tuning.kernels import matmul, scheduled, target
 from xrlflow.backends.tvm.load import tvm
-from xrlflow.tuning.store import Record, Setting, Store, StoreError
+from xrlflow.tuning.store import VERSION, Record, Setting, Store, StoreError
 from xrlflow.tuning.tasks import Task, extract_tasks
 from xrlflow.tuning.tuners.protocol import Outcome
 
@@ -158,10 +158,12 @@ def test_a_file_that_is_damaged_or_of_another_version_is_set_aside_or_refused_if
     assert Path(f"{path}.damaged").read_bytes() == content
 
 
-def test_the_database_of_something_else_is_left_as_it_is(tmp_path: Path) -> None:
+@pytest.mark.parametrize("version", [0, VERSION])
+def test_the_database_of_something_else_is_left_as_it_is(version: int, tmp_path: Path) -> None:
     path = tmp_path / "other.sqlite"
     connection = sqlite3.connect(path)
     connection.execute("CREATE TABLE something (x)")
+    connection.execute(f"PRAGMA user_version = {version}")
     connection.commit()
     connection.close()
     before = path.read_bytes()

@@ -19,6 +19,7 @@ VERSION = 1
 _PATIENCE = 20.0  # seconds that a writer waits for another process
 _SWITCHING = 1.0  # and for another that opens a file for the first time, at least
 
+_TABLE = "measurement"
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS measurement (
     device TEXT NOT NULL, runtime TEXT NOT NULL, threads INTEGER NOT NULL,
@@ -49,24 +50,27 @@ def cache_directory() -> Path:
 
 
 def connect(
-    path: Path | str, schema: Iterable[str], version: int, patience: float = 0.0
+    path: Path | str, schema: Iterable[str], version: int, table: str, patience: float = 0.0
 ) -> sqlite3.Connection:
     """A connection to a file that processes and threads share; `schema`: what makes its tables where there are none.
 
-    `version` is of the tables; `patience`: seconds for which a statement waits for another process. Every statement
-    is a transaction of its own unless one is begun. Raises sqlite3.OperationalError where no file can be opened or
-    written, and sqlite3.DatabaseError for one that is damaged, of another version, or something else's.
+    `version` is of the tables, of which `table` is one; `patience`: seconds for which a statement waits for another
+    process. Every statement is a transaction of its own unless one is begun. Raises sqlite3.OperationalError where no
+    file can be opened or written, and sqlite3.DatabaseError for one that is damaged, of another version, or something
+    else's.
     """
     connection = sqlite3.connect(path, timeout=patience, isolation_level=None, check_same_thread=False)
     try:
         # In one statement: another process may be making the tables just now.
-        found, tables = connection.execute(
-            "SELECT user_version, (SELECT count(*) FROM sqlite_master) FROM pragma_user_version"
+        found, tables, own = connection.execute(
+            "SELECT user_version, count(name), coalesce(sum(name = ?), 0) FROM pragma_user_version"
+            " LEFT JOIN sqlite_master",
+            (table,),
         ).fetchone()
+        if tables and not own:
+            raise sqlite3.DatabaseError("it has tables of something else")
         if found not in (0, version):
             raise sqlite3.DatabaseError(f"version {found}, and {version} is wanted")
-        if found == 0 and tables:
-            raise sqlite3.DatabaseError("it has tables of something else")
         _write_ahead(connection, max(patience, _SWITCHING))
         connection.execute("PRAGMA synchronous = NORMAL")
         if found == 0:
@@ -80,6 +84,13 @@ def connect(
         connection.close()
         raise
     return connection
+
+
+def set_aside(path: Path) -> None:
+    """Rename a database and what belongs to it (`.damaged`). Raises OSError."""
+    for suffix in ("", "-wal", "-shm"):
+        if (file := Path(f"{path}{suffix}")).exists():
+            file.replace(f"{path}.damaged{suffix}")
 
 
 def _write_ahead(connection: sqlite3.Connection, patience: float) -> None:
@@ -98,8 +109,8 @@ def _write_ahead(connection: sqlite3.Connection, patience: float) -> None:
 class Database:
     """A SQLite file of measurements, shared by processes and threads (write-ahead log, a statement per write).
 
-    A file that is damaged, or of another version, is replaced with a warning; where no file can be written,
-    measurements last as long as the process, with a warning too.
+    A file that is damaged, of another version, or something else's is set aside (`.damaged`) and another begun, with a
+    warning; where no file can be written, measurements last as long as the process, with a warning too.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
@@ -172,19 +183,22 @@ class Database:
 
     def _open(self) -> sqlite3.Connection:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        return connect(self.path, [_SCHEMA], VERSION, _PATIENCE)
+        return connect(self.path, [_SCHEMA], VERSION, _TABLE, _PATIENCE)
 
     def _in_memory(self, error: Exception) -> sqlite3.Connection:
         warnings.warn(
             f"{self.path}: measurements are not kept on disk ({error})", RuntimeWarning, stacklevel=5
         )
-        return connect(":memory:", [_SCHEMA], VERSION)
+        return connect(":memory:", [_SCHEMA], VERSION, _TABLE)
 
     def _replace(self, reason: str) -> None:
-        warnings.warn(f"{self.path}: starting afresh ({reason})", RuntimeWarning, stacklevel=5)
+        warnings.warn(
+            f"{self.path}: starting afresh, the old file is beside it ({reason})",
+            RuntimeWarning,
+            stacklevel=5,
+        )
         self._disconnect()
-        for suffix in ("", "-wal", "-shm"):
-            Path(f"{self.path}{suffix}").unlink(missing_ok=True)
+        set_aside(self.path)
 
     def _disconnect(self) -> None:
         if self._connection is not None and self._process == os.getpid():

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias
 from xrlflow.backends.protocol import BackendError, one_line
 from xrlflow.backends.tvm.load import tvm
 from xrlflow.backends.tvm.stack import CODE
-from xrlflow.cost.database import cache_directory, connect
+from xrlflow.cost.database import cache_directory, connect, set_aside
 from xrlflow.cost.machine import cpu_name
 from xrlflow.tuning.tasks import Task, module_key, target_text
 from xrlflow.tuning.tuners.protocol import Outcome
@@ -49,6 +49,7 @@ _SCHEMA = (
     """,
     "CREATE INDEX IF NOT EXISTS record_of_task ON record (task)",
 )
+_TABLE = "record"
 _PUT = "INSERT OR IGNORE INTO record"
 _COLUMNS = "task, target, tvm, device, threads, candidate, trace, arguments, seconds, error, taken"
 
@@ -371,7 +372,7 @@ class Store:
             self._write_pending()
             if self._pending:
                 if self._memory is None:
-                    self._memory = connect(":memory:", _SCHEMA, VERSION)
+                    self._memory = connect(":memory:", _SCHEMA, VERSION, _TABLE)
                 self._memory.execute(statement, values)
 
     def _write_pending(self) -> None:
@@ -433,7 +434,7 @@ class Store:
 
     def _open(self) -> sqlite3.Connection:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        connection = connect(self.path, _SCHEMA, VERSION, _PATIENCE)
+        connection = connect(self.path, _SCHEMA, VERSION, _TABLE, _PATIENCE)
         self._ours = True
         return connection
 
@@ -483,9 +484,7 @@ class Store:
             self._disk.close()
             self._disk = None
         try:
-            for suffix in ("", "-wal", "-shm"):
-                if (file := Path(f"{self.path}{suffix}")).exists():
-                    file.replace(f"{self.path}.damaged{suffix}")
+            set_aside(self.path)
         except OSError as failure:
             self._complain(failure)
 

@@ -281,15 +281,16 @@ class Reference:
     def check_compiled(self, new: CompiledModel, sizes: Mapping[str, tuple[int, ...]]) -> Verification:
         """Judge a model that is loaded already, in whatever runtime, made for inputs of these `sizes` alone.
 
-        Its names and types are the caller's promise. Only the cases of those sizes are compared; without one the
-        result is not comparable.
+        Its names and types are the caller's promise. Only the cases of those sizes are compared, and none that replaces
+        a default which is a constant of the compiled model; without one the result is not comparable.
         """
         if self.incomparable:
             return Verification(Status.NOT_COMPARABLE, reason=self.incomparable)
         fitting = tuple(
             known
             for known in self.known
-            if all(np.shape(known.case.feeds[name]) == shape for name, shape in sizes.items())
+            if known.case.feeds.keys() <= sizes.keys()
+            and all(np.shape(known.case.feeds[name]) == shape for name, shape in sizes.items())
         )
         if not fitting:
             return Verification(

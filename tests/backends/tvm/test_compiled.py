@@ -268,6 +268,20 @@ def test_options_of_the_other_backend_are_refused(file: Path) -> None:
             xrlflow.optimize(file, backend="tvm", **options)
     with pytest.raises(OptionError, match="store has no meaning with backend 'onnxruntime': choose 'tvm'"):
         xrlflow.optimize(file, store="tuning.sqlite")
+    with pytest.raises(OptionError, match=r"store nowhere\.sqlite is no file: give one that"):
+        xrlflow.optimize(file, backend="tvm", store="nowhere.sqlite")
+
+
+def test_weights_that_a_caller_may_replace_have_their_own_sizes() -> None:
+    model = onnx.parser.parse_model(
+        '<ir_version: 9, opset_import: ["": 20]> agraph (float[4] x, float[n] w) => (float[4] y) { y = Add(x, w) }'
+    )
+    weights = np.arange(4, dtype=np.float32)
+    model.graph.initializer.append(onnx.numpy_helper.from_array(weights, "w"))
+    result = xrlflow.optimize(model, backend="tvm", search="greedy", cost="roofline", measure=False)
+    assert result.report.verified
+    assert result.compiled is not None
+    assert result.compiled.sizes == {"x": (4,)}
 
 
 RUNNING = """

@@ -56,26 +56,48 @@ def test_the_bench_checks_networks(
     monkeypatch.setattr("sys.argv", ["lowering", "networks", "nobody"])
     with pytest.raises(SystemExit, match="nobody is none of"):
         lowering.main()
+    monkeypatch.setattr("sys.argv", ["lowering", "networks", "nasrnn", "--tune", "5"])
+    with pytest.raises(SystemExit):
+        lowering.main()
+    assert "networks are not tuned" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("table", ["models", "operators"])
 def test_the_bench_times_all_variants(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    table: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = onnx.parser.parse_model(
         '<ir_version: 9, opset_import: ["": 20]> agraph (float[16,32] x, float[32,48] w) => (float[16,48] y)'
         " { a = MatMul(x, w) b = Relu(a) y = Relu(b) }"
     )
     monkeypatch.setattr(lowering, "MODELS", {"tiny": lambda: model})
+    monkeypatch.setattr(
+        lowering, "OPERATORS", {"tiny": "(float[16,32] x) => (float[16,32] y) { y = Relu(x) }"}
+    )
+    monkeypatch.setattr(lowering, "operator", lambda text: model)
     monkeypatch.setattr(lowering, "tune", lambda *given, trials, **named: tune(*given, trials=3, **named))
     path = tmp_path / "models.json"
     monkeypatch.setattr(
         "sys.argv",
-        ["lowering", "models", "--tune", "60", "--methods", "random", "--seconds", "1", "--json", str(path)],
+        [
+            "lowering",
+            table,
+            "tiny",
+            "--tune",
+            "60",
+            "--methods",
+            "random",
+            "--seconds",
+            "1",
+            "--json",
+            str(path),
+        ],
     )
     lowering.main()
     (row,) = json.loads(path.read_text())
-    for variant in ("TVM", "rewritten", "random", "rewritten, random"):
-        assert row[variant][0] > 0
-    assert row["random measured"] == row["rewritten, random measured"] == 3
+    variants = {"TVM", "random"} | ({"rewritten", "rewritten, random"} if table == "models" else set())
+    assert {name for name, value in row.items() if name != "control" and isinstance(value, list)} == variants
+    assert all(row[variant][0] > 0 for variant in variants)
+    assert {row[f"{variant} measured"] for variant in variants if "random" in variant} == {3}
     header, _, line = capsys.readouterr().out.splitlines()
     assert header.count("|") == line.count("|")

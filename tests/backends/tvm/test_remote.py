@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import onnx
@@ -371,6 +371,43 @@ def test_options_of_the_other_backend(file: Path, tmp_path: Path) -> None:
         api.tune(file, triple="aarch64-linux-gnu")
 
 
+def comparison(*ratios: tuple[float, float, float]) -> Comparison:
+    """One whose first model takes 3 ms, and the others that over the first of these."""
+    speedups = tuple(SpeedUp(*each) for each in ratios)
+    latencies = (Latency(3.0, 3.0, 3.0, 9), *(Latency(3.0 / s.median, 1.0, 9.0, 9) for s in speedups))
+    load = Load(0.0, 0.0, 1.0, cpus=1, threads=1, seconds=1.0, disturbed=False)
+    control = SpeedUp(1.0, 0.99, 1.01)
+    return Comparison(latencies, speedups, control, load, 9, 1.0, threads=1, converged=True)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "chosen"),
+    [([0.9], None, 0), ([1.1], None, 1), ([1.1, 1.2], 1.15, 2), ([1.2, 1.1], 0.9, 0), ([0.8, 0.9], 1.01, 2)],
+)
+def test_of_the_tuned_models_the_better_one_is_compared_with_the_untuned_one(
+    first: list[float], second: float | None, chosen: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[list[str]] = []
+
+    def compare_there(_: object, files: list[tuple[str, Any]], *__: object) -> Comparison:
+        asked.append([path for path, _ in files])
+        ratios = first if len(asked) == 1 else [second or 0.0]
+        return comparison(*((ratio, ratio, ratio) for ratio in ratios))
+
+    monkeypatch.setattr(lowering, "compare_there", compare_there)
+    made: list[Any] = [(name, None) for name in ("untuned", "tuned", "rewritten")[: 1 + len(first)]]
+    times, best, compared = lowering._fastest_there(cast(Any, None), made, {}, 1.0)
+    assert best == chosen
+    better = 1 + first.index(max(first))
+    if second is not None:
+        assert asked[1:] == [["untuned", made[better][0]]]
+        assert compared.speedup.median == second
+        assert times[better] == pytest.approx(3.0 / second)
+    else:
+        assert len(asked) == 1
+        assert compared.speedup.median == first[0]
+
+
 @pytest.mark.parametrize(
     ("looks", "second", "chosen"),
     [
@@ -391,11 +428,7 @@ def test_the_fastest_has_to_be_faster_once_more(
 
     def compare_there(_: object, files: list[tuple[str, Any]], *__: object) -> Comparison:
         asked.append([path for path, _ in files])
-        speedups = tuple(SpeedUp(*each) for each in next(compared) if each is not None)
-        latencies = (Latency(3.0, 3.0, 3.0, 9), *(Latency(3.0 / s.median, 1.0, 9.0, 9) for s in speedups))
-        load = Load(0.0, 0.0, 1.0, cpus=1, threads=1, seconds=1.0, disturbed=False)
-        control = SpeedUp(1.0, 0.99, 1.01)
-        return Comparison(latencies, speedups, control, load, 9, 1.0, threads=1, converged=True)
+        return comparison(*(each for each in next(compared) if each is not None))
 
     monkeypatch.setattr(lowering, "compare_there", compare_there)
     made: list[Any] = [

@@ -600,6 +600,17 @@ def _inline_epilogue(sch: Any, block: Any) -> tuple[Any | None, list[Any]]:
     alike = [b for b in behind if _elements(sch, b) == elements and not _spreads(sch, anchor, b, elements)]
     kept = _name(sch, alike[-1]) if alike else None
     later = [b for b in behind if _name(sch, b) in outputs and _name(sch, b) != kept]
+    beside = [
+        b
+        for b in _blocks(sch)
+        if kept is not None
+        and _name(sch, b) not in outputs | {anchor}
+        and _behind(sch, _name(sch, b), alike[-1])
+        and not _behind(sch, anchor, b)
+        and not _behind(sch, _name(sch, b), block)
+    ]
+    for other in beside:
+        sch.compute_inline(other)
     for middle in behind:
         if _name(sch, middle) not in outputs | {kept}:
             sch.compute_inline(middle)
