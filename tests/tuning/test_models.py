@@ -26,6 +26,7 @@ from xrlflow.backends.tvm.load import tvm
 from xrlflow.backends.tvm.lower import fuse, import_model
 from xrlflow.backends.tvm.schedules import apply, choices, design_space, heuristic
 from xrlflow.cli import app
+from xrlflow.lowering import _together
 from xrlflow.tuning.kernels import blocked, kernel_tasks, tuned_by, untuned_kernel
 from xrlflow.tuning.knobs import Candidate, KnobSpace
 from xrlflow.tuning.pool import PoolOptions
@@ -270,7 +271,20 @@ def test_kernels_run_as_the_store_has_them(
     assert used == wanted
 
 
-def test_a_file_that_is_something_else_is_no_store(file: Path, tmp_path: Path) -> None:
+def test_two_graphs_share_tasks_as_often_as_the_one_that_calls_them_more(tasks: list[Task]) -> None:
+    once, twice = sorted(tasks, key=lambda task: task.weight)
+    for groups in ([[once, twice], [replace(twice, weight=1)]], [[replace(twice, weight=1)], [once, twice]]):
+        found = _together(groups)
+        assert sorted((task.key, task.weight) for task in found) == sorted([(once.key, 1), (twice.key, 2)])
+
+
+def test_a_file_that_is_something_else_is_no_store(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*_: object) -> None:
+        raise AssertionError("it began")
+
+    monkeypatch.setattr("xrlflow.api._start", never)
     before = file.read_bytes()
     for command in (["tune"], ["optimize", "--backend", "tvm"]):
         result = CliRunner().invoke(

@@ -67,10 +67,12 @@ def test_padding_saves_a_prime_number_of_rows() -> None:
 
 
 GRAPHS = {
-    "product, a gate and a slice beside": "(float[24,32] x, float[32,48] w, float[24,48] c, float[1,30,48] p) =>"
-    " (float[24,48] y) <int64[1] begin = {3}, int64[1] end = {27}, int64[1] rows = {1}, int64[2] flat = {24, 48}>"
-    " { a = MatMul(x, w)\n g = Sigmoid(c)\n h = Mul(g, a)\n k = Mul(g, c)\n d = Add(h, k)"
-    " q = Slice(p, begin, end, rows)\n r = Reshape(q, flat)\n y = Add(d, r) }",
+    "product, a gate beside": "(float[24,32] x, float[32,48] w, float[24,48] c, float[24,48] h) => (float[24,48] y)"
+    " <float one = {1.0}> { a = MatMul(x, w)\n g = Sigmoid(c)\n n = Sub(one, g)\n t = Tanh(a)\n k = Mul(n, t)"
+    " l = Mul(g, h)\n y = Add(k, l) }",
+    "product, a slice beside": "(float[1,1,64] x, float[64,64] w, float[64] b, float[1,30,64] p) => (float[1,1,64] y)"
+    " <int64[1] begin = {0}, int64[1] end = {1}, int64[1] rows = {1}> { a = MatMul(x, w)\n d = Add(a, b)"
+    " q = Slice(p, begin, end, rows)\n y = Add(d, q) }",
     "product": "(float[128,96] x, float[96,64] w) => (float[128,64] y) { y = MatMul(x, w) }",
     "product, odd": "(float[37,19] x, float[19,23] w) => (float[37,23] y) { y = MatMul(x, w) }",
     "product, prime rows": "(float[1,197,64] x, float[64,48] w) => (float[1,197,48] y) { y = MatMul(x, w) }",
