@@ -583,18 +583,11 @@ def _inline_epilogue(sch: Any, block: Any) -> tuple[Any | None, list[Any]]:
 
     Blocks with an element for each of the anchor's are inlined into the last of them. What spreads the result over
     more elements (the gate of a squeeze-and-excitation block) would compute it many times over: it runs afterwards.
-    What they read that has nothing to do with the anchor (a mask, a slice of another tensor) is inlined into them.
+    What the last one reads that has nothing to do with the anchor (a mask, a slice of another tensor) is inlined, too:
+    TVM moves a block under the anchor's loops only with everything that it reads.
     """
     anchor = _name(sch, block)
     outputs = _outputs(sch)
-    for beside in _blocks(sch):
-        name = _name(sch, beside)
-        if (
-            name not in outputs | {anchor}
-            and not _behind(sch, anchor, beside)
-            and not _behind(sch, name, block)
-        ):
-            sch.compute_inline(beside)
     elements = _kept(sch, block)
     behind = [b for b in _blocks(sch) if _name(sch, b) != anchor and _behind(sch, anchor, b)]
     alike = [b for b in behind if _elements(sch, b) == elements and not _spreads(sch, anchor, b, elements)]
