@@ -20,7 +20,19 @@ from xrlflow.backends.tvm.compiled import compiled
 from xrlflow.backends.tvm.load import tvm
 from xrlflow.backends.tvm.lower import fuse, import_model
 from xrlflow.backends.tvm.padding import Rows, padded_columns, padded_width
-from xrlflow.backends.tvm.schedules import Choice, Grid, apply, choices, heuristic, schedule, tile_of
+from xrlflow.backends.tvm.schedules import (
+    Choice,
+    Grid,
+    apply,
+    choices,
+    chunk,
+    heuristic,
+    partial_lanes,
+    schedule,
+    tile_of,
+)
+from xrlflow.onnxio import load
+from xrlflow.ops.evaluate import evaluate_graph
 
 MACHINE = Machine("x86_64-unknown-linux-gnu", "znver4", 2, 16, 32)
 
@@ -205,6 +217,43 @@ GRAPHS = {
     "movement": "(float[2,6,8] x) => (float[8,12] y) <int64[2] s = {8, 12}> {"
     " a = Transpose<perm=[2,0,1]>(x)\n y = Reshape(a, s) }",
     "mean": "(float[4,33,7] x) => (float[4,1,7] y) <int64[1] a = {1}> { y = ReduceMean(x, a) }",
+    "mean along rows": "(float[4,5,48] x, float[4,5,1] z) => (float[4,5,1] y) <int64[1] a = {-1}> {"
+    " m = ReduceMean(x, a)\n y = Add(m, z) }",
+    "mean along rows, odd": "(float[4,5,101] x) => (float[4,5,101] y, float[4,5] m) <int64[1] a = {2}> {"
+    " m = ReduceMean<keepdims=0>(x, a)\n n = ReduceMean(x, a)\n y = Sub(x, n) }",
+    "sum along rows, odd, of several axes": "(float[3,6,5,37] x) => (float[1,6,1,1] y) <int64[3] a = {0,2,3}> {"
+    " p = Mul(x, x)\n y = ReduceSum(p, a) }",
+    "sums of everything": "(float[3,37] x, float[64] z) => (float y, float u, float[1,1] v) {"
+    " y = ReduceSum<keepdims=0>(x)\n u = ReduceMean<keepdims=0>(z)\n v = ReduceSum(x) }",
+    "extremes along rows": "(float[8,67] x, float[8,32] z) => (float[8,1] y, float[8] u, float v, float[8,1] n)"
+    " <int64[1] a = {1}> { y = ReduceMax(x, a)\n u = ReduceMax<keepdims=0>(z, a)\n v = ReduceMax<keepdims=0>(x)\n"
+    " n = ReduceMin(x, a) }",
+    "normalisation along rows, spelt out": "(float[6,101] x) => (float[6,101] y)"
+    " <int64[1] a = {1}, float e = {0.00001}> { m = ReduceMean(x, a)\n d = Sub(x, m)\n q = Mul(d, d)\n"
+    " v = ReduceMean(q, a)\n u = Add(v, e)\n r = Sqrt(u)\n y = Div(d, r) }",
+    "LayerNormalization, odd": "(float[2,6,101] x, float[101] s, float[101] b) => (float[2,6,101] y) {"
+    " y = LayerNormalization(x, s, b) }",
+    "LayerNormalization, odd, of two axes": "(float[5,4,37] x, float[4,37] s) => (float[5,4,37] y) {"
+    " y = LayerNormalization<axis=1, epsilon=0.01>(x, s) }",
+    "InstanceNormalization": "(float[2,3,9,37] x, float[3] s, float[3] b) => (float[2,3,9,37] y) {"
+    " y = InstanceNormalization(x, s, b) }",
+    "sums of doubles and of integers": "(double[4,37] x, double[4,37] z) => (double[4,1] y, int64[4,1] n)"
+    " <int64[1] a = {1}> { y = ReduceSum(x, a)\n i = Cast<to=7>(z)\n n = ReduceSum(i, a) }",
+    "product, long": "(float[37,480] x, float[480,40] w, float[40] b) => (float[37,40] y) {"
+    " a = MatMul(x, w)\n c = Add(a, b)\n y = Relu(c) }",
+    "product, long, odd": "(float[13,257] x, float[257,19] w) => (float[13,19] y) { y = MatMul(x, w) }",
+    "product, long, prime rows, odd columns": "(float[197,382] x, float[382,37] w) => (float[197,37] y) {"
+    " y = MatMul(x, w) }",
+    "products in a batch, long": "(float[2,3,33,384] x, float[2,3,384,29] z) => (float[2,3,33,29] y)"
+    " <float f = {0.05}> { u = Mul(z, f)\n y = MatMul(x, u) }",
+    "Conv, long": "(float[1,64,9,9] x, float[1,32,9,9] r, float[32,64,3,3] w, float[32] b) => (float[1,32,9,9] y) {"
+    " a = Conv<pads=[1,1,1,1]>(x, w, b)\n c = Add(a, r)\n y = Relu(c) }",
+    "Conv, long, pointwise, odd channels": "(float[1,480,7,5] x, float[37,480,1,1] w) => (float[1,37,7,5] y) {"
+    " y = Conv(x, w) }",
+    "Conv, long, prime rows, strided": "(float[1,50,19,37] x, float[24,50,3,3] w) => (float[1,24,9,18] y) {"
+    " y = Conv<strides=[2,2]>(x, w) }",
+    "Conv, long, grouped": "(float[1,256,7,7] x, float[32,64,3,3] w) => (float[1,32,7,7] y) {"
+    " y = Conv<group=4, pads=[1,1,1,1]>(x, w) }",
 }
 
 
@@ -255,7 +304,74 @@ def test_kernels_agree_with_onnx_runtime(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["epilogue", "Conv, depthwise alone, channels first", "Conv, grouped", "Softmax", "Gelu"]
+    "text",
+    [
+        "(float[20,3072] x, float[3072,48] w) => (float[20,48] y) { y = MatMul(x, w) }",
+        "(float[2,20,3072] x, float[2,3072,48] z) => (float[2,20,48] y) { y = MatMul(x, z) }",
+        "(float[1,384,6,6] x, float[40,384,3,3] w) => (float[1,40,6,6] y) { y = Conv<pads=[1,1,1,1]>(x, w) }",
+        "(float[20,6625] x) => (float[20,1] y) <int64[1] a = {1}> { y = ReduceMean(x, a) }",
+        "(float[20,6625] x) => (float[20] y) <int64[1] a = {1}> { y = ReduceSum<keepdims=0>(x, a) }",
+        "(float[33,99,67] x) => (float y) { y = ReduceSum<keepdims=0>(x) }",
+        "(float[20,6625] x) => (float[20,6625] y) { y = Softmax(x) }",
+        "(float[20,6625] x, float[6625] s, float[6625] b) => (float[20,6625] y) { y = LayerNormalization(x, s, b) }",
+    ],
+)
+def test_long_sums_are_as_exact_as_those_of_onnx_runtime(text: str) -> None:
+    """Of terms of one sign, which an accumulator that takes all of them is off by most."""
+    model = network(text)
+    feeds = {name: np.abs(value) for name, value in numbers(model).items()}
+    for weight in model.graph.initializer:
+        weight.CopyFrom(onnx.numpy_helper.from_array(np.abs(onnx.numpy_helper.to_array(weight)), weight.name))
+    imported = load(model)
+    (exact,) = evaluate_graph(imported.graph, dict(zip(imported.graph.inputs, feeds.values(), strict=True)))
+    with (
+        open_model(model.SerializeToString(), threads=1) as runtime,
+        compiled(model, detect(), threads=2) as ours,
+    ):
+        errors = [float(np.abs(run.run(feeds)[0] - exact).max()) for run in (runtime, ours)]
+    assert errors[1] <= 2 * errors[0] + 2.0**-22 * float(np.abs(exact).max())
+
+
+@pytest.mark.parametrize(
+    ("extents", "expected"),
+    [
+        ([192], None),
+        ([193], None),  # a prime number
+        ([194], (0, 97)),
+        ([1, 1, 480], (2, 120)),
+        ([3, 3, 64], (0, 1)),
+        ([3, 3, 512], (2, 128)),
+        ([2, 97], (0, 1)),
+        ([257], None),
+        ([382], (0, 191)),
+        ([11, 11, 3], None),
+        ([3072], (0, 128)),
+    ],
+)
+def test_long_sums_are_made_of_chunks(extents: list[int], expected: tuple[int, int] | None) -> None:
+    assert chunk(extents) == expected
+
+
+@pytest.mark.parametrize(
+    ("along", "lanes", "expected"),
+    [(48, 16, 16), (120, 16, 8), (16, 16, 8), (15, 16, 0), (101, 16, 0), (32, 1, 0)],
+)
+def test_lanes_of_partial_results(along: int, lanes: int, expected: int) -> None:
+    assert partial_lanes(along, lanes) == expected
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "epilogue",
+        "Conv, depthwise alone, channels first",
+        "Conv, grouped",
+        "Softmax",
+        "Gelu",
+        "product, long",
+        "Softmax, odd",
+        "LayerNormalization, odd",
+    ],
 )
 def test_narrower_machines(name: str) -> None:
     """A processor with registers of 8 floats, 16 of them."""
@@ -426,9 +542,42 @@ def test_sums_across_memory_are_vectors_abreast_for_each_core(
     row, column = te.reduce_axis((0, 60)), te.reduce_axis((0, 60))
     y = te.compute((1, channels), lambda n, c: te.sum(x[n, row, column, c], axis=[row, column]), name="y")
     done = tvm().s_tir.Schedule(schedule(tvm().IRModule({"main": te.create_prim_func([x, y])}), MACHINE))
+    assert loops(done, "y_update") == expected
+
+
+def loops(sch: Any, block: str) -> list[tuple[str, int]]:
+    """The loops around a block, outside in: what each does, and how often."""
     kinds = ("serial", "parallel", "vectorized", "unrolled")
-    loops = [done.get(loop) for loop in done.get_loops(done.get_sblock("y_update"))]
-    assert [(kinds[int(loop.kind)], int(loop.extent)) for loop in loops] == expected
+    found = [sch.get(loop) for loop in sch.get_loops(sch.get_sblock(block))]
+    return [(kinds[int(loop.kind)], int(loop.extent)) for loop in found]
+
+
+def scheduled(graph: str, name: str) -> Any:
+    """The one kernel whose name has `name` in it, scheduled."""
+    module = fuse(import_model(network(graph)), MACHINE)
+    (kernel,) = (f for v, f in module.functions.items() if name in v.name_hint)
+    return tvm().s_tir.Schedule(
+        schedule(tvm().IRModule({"main": kernel.with_attr("global_symbol", "main")}), MACHINE)
+    )
+
+
+def test_chunks_of_long_sums_stay_in_registers() -> None:
+    """35 pixels in 5 tiles of 7, four chunks of 120 terms each; of these every step is unrolled, in whole vectors."""
+    graph = "(float[1,480,7,5] x, float[48,480,1,1] w) => (float[1,48,7,5] y) { y = Conv(x, w) }"
+    found = scheduled(graph, "conv")
+    (sums,) = (
+        b for b in found.get_child_blocks(found.get_sblock("root")) if "rf_update" in found.get(b).name_hint
+    )
+    around = loops(found, found.get(sums).name_hint)
+    assert [n for kind, n in around if kind != "unrolled" and n > 1] == [5, 4, 120, 16]
+    assert around[-1] == ("vectorized", 16)
+    assert math.prod(n for kind, n in around if kind == "unrolled") == 21
+
+
+def test_means_of_rows_are_made_by_all_threads() -> None:
+    """Few results, but of many elements each."""
+    graph = "(float[40,6625] x) => (float[40,1] y) <int64[1] a = {1}> { y = ReduceMean(x, a) }"
+    assert loops(scheduled(graph, "mean"), "kept")[0] == ("parallel", 40)
 
 
 def test_constants_are_packed_once_when_the_model_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,21 +1,82 @@
-"""Operators whose loops we write ourselves, where TVM's own take longer."""
+"""Operators whose loops we write ourselves, where TVM's own take longer or are less exact.
+
+A sum that is made element after element is off by some ten to a hundred units in the last place after thousands of
+them, and cannot be made in vectors. The schedule makes it in lanes of partial sums where vectors divide the row; where
+they do not, what is reduced here is reduced in two parts: whole vectors, and the few elements that are left.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from xrlflow.backends.tvm.reading import numbers, sizes
+from xrlflow.backends.tvm.schedules import partial_lanes
+from xrlflow.backends.tvm.target import Machine
 
-def legalizations() -> Mapping[str, Callable[[Any, Any], Any]]:
+
+def legalizations(machine: Machine) -> Mapping[str, Callable[[Any, Any], Any]]:
     """For `relax.transform.LegalizeOps`: what becomes of a call, by operator."""
-    return {"relax.nn.softmax": _softmax}
+
+    def legal_softmax(builder: Any, call: Any) -> Any:
+        axis = int(call.attrs.axis)
+        return builder.call_te(softmax, call.args[0], axis, machine.lanes, primfunc_name_hint="softmax")
+
+    def along_rows(name: str, make: Callable[..., Any]) -> Callable[[Any, Any], Any]:
+        def legal(builder: Any, call: Any) -> Any:
+            axes = _last_axes(call.args[0], call.attrs.axis)
+            if axes is None:
+                return _default(name)(builder, call)
+            # A block without loops beside another is more than TVM's rfactor can replace: a scalar is a row before.
+            scalar = not sizes(call)
+            kept = scalar or bool(call.attrs.keepdims)
+            made = builder.call_te(make, call.args[0], axes, kept, machine.lanes, primfunc_name_hint=name)
+            return builder.call_te(_only, builder.emit(made), primfunc_name_hint="only") if scalar else made
+
+        return legal
+
+    def legal_layer_norm(builder: Any, call: Any) -> Any:
+        x, scale, bias = call.args
+        shape, axes = sizes(x), _last_axes(x, call.attrs.axes)
+        if shape is None or axes is None or not _whole(shape[-1], machine.lanes):
+            return _default("nn.layer_norm")(builder, call)
+        return builder.call_te(
+            layer_norm, x, scale, bias, axes, float(call.attrs.epsilon), machine.lanes,
+            primfunc_name_hint="layer_norm",
+        )  # fmt: skip
+
+    return {
+        "relax.nn.softmax": legal_softmax,
+        "relax.nn.layer_norm": legal_layer_norm,
+        "relax.max": along_rows("max", greatest),
+        "relax.sum": along_rows("sum", total),
+        "relax.mean": along_rows("mean", mean),
+        "relax.variance": along_rows("variance", variance),
+    }
 
 
-def _softmax(builder: Any, call: Any) -> Any:
-    return builder.call_te(softmax, call.args[0], int(call.attrs.axis), primfunc_name_hint="softmax")
+def _default(name: str) -> Callable[[Any, Any], Any]:
+    from tvm.ir import Op
+
+    found: Callable[[Any, Any], Any] = Op.get(f"relax.{name}").get_attr("FLegalize")
+    return found
 
 
-def softmax(x: Any, axis: int) -> Any:
+def _last_axes(x: Any, axes: Any | None) -> list[int] | None:
+    """These axes of a tensor (None: all) in their order, if the last one in memory is among them."""
+    shape = sizes(x, "float32")
+    if not shape or 0 in shape:
+        return None
+    found = sorted(axis % len(shape) for axis in numbers(range(len(shape)) if axes is None else axes))
+    return found if found and found[-1] == len(shape) - 1 else None
+
+
+def _whole(along: int, lanes: int) -> int:
+    """How much of a row the first of two parts has; 0 where it is reduced in one."""
+    return 0 if along < 2 * lanes or partial_lanes(along, lanes) else along // lanes * lanes
+
+
+def softmax(x: Any, axis: int, lanes: int) -> Any:
     """exp(x - max) * (1 / sum): one division for each row, where the schedule works row by row, instead of one for each
     element."""
     from tvm import te, tirx
@@ -26,16 +87,121 @@ def softmax(x: Any, axis: int) -> Any:
     def row(indices: tuple[Any, ...]) -> tuple[Any, ...]:
         return indices[:axis] + indices[axis + 1 :]
 
-    def reduced(name: str, combine: Callable[..., Any], of: Any) -> Any:
-        along = te.reduce_axis((0, shape[axis]), name="k")
-        return te.compute(
-            [*shape[:axis], *shape[axis + 1 :]],
-            lambda *i: combine(of[(*i[:axis], along, *i[axis:])], axis=along),
-            name=name,
-        )
-
-    most = reduced("softmax_max", te.max, x)
-    powers = te.compute(shape, lambda *i: te.exp(x[i] - most[row(i)]), name="softmax_exp")
-    total = reduced("softmax_sum", te.sum, powers)
+    most = _reduced("softmax_max", te.max, tirx.max, x, [axis], lanes)
+    powers = te.compute(shape, lambda *i: te.exp(x[i] - most(row(i))), name="softmax_exp")
+    whole = _reduced("softmax_sum", te.sum, _plus, powers, [axis], lanes)
     one = tirx.const(1.0, x.dtype)
-    return te.compute(shape, lambda *i: powers[i] * (one / total[row(i)]), name="softmax")
+    return te.compute(shape, lambda *i: powers[i] * (one / whole(row(i))), name="softmax")
+
+
+def total(x: Any, axes: Sequence[int], keepdims: bool, lanes: int) -> Any:
+    """The sum along some axes."""
+    from tvm import te
+
+    return _kept(x, axes, keepdims, _reduced("sum", te.sum, _plus, x, axes, lanes))
+
+
+def greatest(x: Any, axes: Sequence[int], keepdims: bool, lanes: int) -> Any:
+    """The greatest element along some axes."""
+    from tvm import te, tirx
+
+    return _kept(x, axes, keepdims, _reduced("max", te.max, tirx.max, x, axes, lanes))
+
+
+def mean(x: Any, axes: Sequence[int], keepdims: bool, lanes: int) -> Any:
+    """The mean along some axes."""
+    from tvm import te, tirx
+
+    sums = _reduced("sum", te.sum, _plus, x, axes, lanes)
+    count = tirx.const(1.0, x.dtype)
+    for axis in axes:
+        count = count * x.shape[axis].astype(x.dtype)
+    return _kept(x, axes, keepdims, lambda i: sums(i) / count)
+
+
+def variance(x: Any, axes: Sequence[int], keepdims: bool, lanes: int) -> Any:
+    """The mean of the squared distances from the mean along some axes."""
+    from tvm import te
+
+    middle = mean(x, axes, True, lanes)
+
+    def squared(*indices: Any) -> Any:
+        distance = x[indices] - middle[_row(indices, axes)]
+        return distance * distance
+
+    return mean(te.compute(x.shape, squared, name="squared"), axes, keepdims, lanes)
+
+
+def layer_norm(x: Any, scale: Any, bias: Any, axes: Sequence[int], epsilon: float, lanes: int) -> Any:
+    """(x - mean) / sqrt(variance + epsilon) * scale + bias, mean and variance along some axes."""
+    from tvm import te, tirx
+
+    middle, spread = mean(x, axes, True, lanes), variance(x, axes, True, lanes)
+    small = tirx.const(epsilon, x.dtype)
+
+    def normalized(*indices: Any) -> Any:
+        row, along = _row(indices, axes), tuple(indices[axis] for axis in axes)
+        return (x[indices] - middle[row]) * te.rsqrt(spread[row] + small) * scale[along] + bias[along]
+
+    return te.compute(x.shape, normalized, name="layer_norm")
+
+
+def _row(indices: Sequence[Any], axes: Sequence[int]) -> tuple[Any, ...]:
+    """Where a row has its element in a reduction along some axes that keeps them."""
+    return tuple(0 if axis in axes else i for axis, i in enumerate(indices))
+
+
+def _only(x: Any) -> Any:
+    """The only element of a tensor, as a scalar."""
+    from tvm import te
+
+    return te.compute((), lambda: x[(0,) * len(x.shape)], name="only")
+
+
+def _plus(a: Any, b: Any) -> Any:
+    return a + b
+
+
+def _kept(x: Any, axes: Sequence[int], keepdims: bool, of: Callable[[tuple[Any, ...]], Any]) -> Any:
+    """What is left of a reduction, an element for each row; with `keepdims` its axes have one element."""
+    from tvm import te
+
+    rows = [axis for axis in range(len(x.shape)) if axis not in axes]
+    shape = [x.shape[axis] if axis in rows else 1 for axis in range(len(x.shape)) if keepdims or axis in rows]
+    return te.compute(shape, lambda *i: of(tuple(i[axis] for axis in rows) if keepdims else i), name="kept")
+
+
+def _reduced(
+    name: str,
+    reduce: Callable[..., Any],
+    join: Callable[[Any, Any], Any],
+    x: Any,
+    axes: Sequence[int],
+    lanes: int,
+) -> Callable[[tuple[Any, ...]], Any]:
+    """An element of the reduction of `x` along some axes, by what is left of its index; `join` puts two parts together.
+
+    The last axis is reduced in two parts where it is the last one in memory and vectors do not divide it.
+    """
+    from tvm import te
+
+    last, dimensions = axes[-1], len(x.shape)
+    rows = [axis for axis in range(dimensions) if axis not in axes]
+
+    def part(name: str, begin: int, count: Any) -> Any:
+        along = {a: te.reduce_axis((0, count if a == last else x.shape[a]), name="k") for a in axes}
+
+        def element(*indices: Any) -> Any:
+            at = {**dict(zip(rows, indices)), **along}
+            index = tuple(at[a] + begin if a == last and begin else at[a] for a in range(dimensions))
+            return reduce(x[index], axis=list(along.values()))
+
+        return te.compute([x.shape[axis] for axis in rows] or [1], element, name=name)
+
+    extent = x.shape[last]
+    whole = _whole(int(extent), lanes) if last == dimensions - 1 and hasattr(extent, "value") else 0
+    if not whole:
+        only = part(name, 0, extent)
+        return lambda i: only[i or (0,)]
+    most, rest = part(f"{name}_most", 0, whole), part(f"{name}_rest", whole, extent - whole)
+    return lambda i: join(most[i or (0,)], rest[i or (0,)])

@@ -140,7 +140,7 @@ def fuse(module: Any, machine: Machine) -> Any:
         relax.transform.FoldConstant(),
         lambda module: fuse_attention(module, machine),
         lambda module: pad_to_tiles(module, machine),
-        relax.transform.LegalizeOps(dict(legalizations())),
+        relax.transform.LegalizeOps(dict(legalizations(machine))),
         relax.transform.AnnotateTIROpPattern(),
         relax.transform.FoldConstant(),
         relax.transform.FuseOps(),

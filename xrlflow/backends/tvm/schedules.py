@@ -37,6 +37,8 @@ _MOST_ROWS = 14
 _PLANE_ROWS = 4
 # Groups of fewer columns are no contractions.
 _NARROWEST = 4
+# A longer reduction is summed in chunks: rounding grows with the number of terms that one accumulator takes.
+_CHUNK = 128
 _UNROLLED = 64
 # Vectors of results of a reduction across memory.
 _ABREAST = 4
@@ -293,8 +295,9 @@ def _split_groups(sch: Any, block: Any) -> None:
 
     if _name(sch, block) in _outputs(sch):
         sch.cache_write(block, 0, "global")
-    sch.transform_layout(block, ("write", 0), _index_map(split, len(outputs), sch, block))
-    sch.transform_block_layout(block, _index_map(split, len(variables), sch, block))
+    whole, parts = _index_map(split, len(outputs), sch, block), _index_map(split, len(variables), sch, block)
+    sch.transform_block_layout(block, parts)
+    sch.transform_layout(block, ("write", 0), whole)
 
 
 # --- Choices
@@ -490,12 +493,16 @@ def _schedule_contraction(
     tiles = [outer_column, *across] if chosen.columns_first else [*across, outer_column]
     sch.reorder(*batch, *tiles, *walk, *reductions, inner_row, inner_column)
     outer = sch.fuse(*batch, *tiles)
+    partial = None if channelwise else _sum_chunks(sch, block, reductions)
+    if partial is not None:
+        outer, *reductions, inner_row, inner_column = sch.get_loops(block)
     innermost = walk[-1] if walk else outer
     if final is None:
         final = sch.cache_write(block, 0, _LOCAL)
     else:
         sch.set_scope(block, 0, _LOCAL)
     sch.reverse_compute_at(final, innermost, preserve_unit_loops=True)
+    steps = None if partial is None else _accumulate(sch, partial, reductions[-1], found.column, tile)
     vectors, lane = sch.split(inner_column, [None, tile.lanes])
     sch.vectorize(lane)
     sch.unroll(vectors)
@@ -509,11 +516,72 @@ def _schedule_contraction(
         _vectorize_tile(sch, cropped, tile, outside)
     if 2 * math.prod(extents) >= WORTH_A_THREAD:
         sch.parallel(outer)
-    start = sch.decompose_reduction(block, reductions[0])
-    for loop in sch.get_loops(start)[outside:-1]:
-        sch.unroll(loop)
+    _start_at_zero(sch, block, reductions[0], outside)
+    if partial is not None:
+        _start_at_zero(sch, partial, steps, outside + 1)
     for other in (*before, *form.later):
         _parallel_vectors(sch, other, machine)
+
+
+def _sum_chunks(sch: Any, block: Any, reductions: Sequence[Any]) -> Any | None:
+    """Split a long reduction into chunks, each summed by itself; returns the block that sums a chunk, and leaves the
+    one that adds chunks up. None for a short reduction, which stays as it is.
+
+    An accumulator that takes thousands of terms, one after the other, is off by so much more than one that takes some
+    hundred, that a network of many layers differs from what other runtimes compute by more than rounding.
+    """
+    extents = [int(sch.get(loop).extent) for loop in reductions]
+    found = chunk(extents)
+    if found is None:
+        return None
+    at, step = found
+    outer, _ = sch.split(reductions[at], [None, step])
+    return sch.rfactor(sch.fuse(*reductions[:at], outer), 0)
+
+
+def chunk(extents: Sequence[int]) -> tuple[int, int] | None:
+    """Where loops of these extents are split for chunks of about `_CHUNK` terms: (the loop, how much of it is inside).
+
+    None for a short reduction, and for one that nothing divides into such parts.
+    """
+    terms = math.prod(extents)
+    if terms <= _CHUNK * 3 // 2:
+        return None
+    parts = [
+        (at, step, step * math.prod(extents[at + 1 :]))
+        for at, extent in enumerate(extents)
+        for step in range(1, extent + 1)
+        if extent % step == 0
+    ]
+    fitting = [part for part in parts if _CHUNK // 2 <= part[2] <= terms // 2]
+    if not fitting:
+        return None
+    at, step, _ = min(fitting, key=lambda part: abs(math.log(part[2] / _CHUNK)))
+    return at, step
+
+
+def _accumulate(sch: Any, partial: Any, chunks: Any, column: int, tile: Tile) -> Any:
+    """The sums of a chunk in registers, a tile under the loop over chunks; returns the loop over a chunk's terms."""
+    sch.set_scope(partial, 0, _LOCAL)
+    sch.compute_at(partial, chunks, preserve_unit_loops=True)
+    kinds = [int(v.iter_type) for v in sch.get(partial).iter_vars]
+    loops = sch.get_loops(partial)[-len(kinds) :]
+    outputs = [loop for loop, kind in zip(loops, kinds) if kind == 0]
+    reductions = [loop for loop, kind in zip(loops, kinds) if kind == 2]
+    columns = outputs.pop(1 + column)  # rfactor puts the chunk first
+    sch.reorder(*reductions, *outputs, columns)
+    vectors, lane = sch.split(columns, [None, tile.lanes])
+    sch.vectorize(lane)
+    for loop in (*outputs, vectors):
+        sch.unroll(loop)
+    return reductions[0]
+
+
+def _start_at_zero(sch: Any, block: Any, reduction: Any, outside: int) -> None:
+    """A tile's accumulators set to zero before its reduction; `outside` loops are around that."""
+    start = sch.decompose_reduction(block, reduction)
+    for loop in sch.get_loops(start)[outside:-1]:
+        sch.unroll(loop)
 
 
 def _flatten(sch: Any, block: Any, final: Any, found: _Contraction) -> _Contraction:
@@ -902,11 +970,11 @@ def _schedule_by_row(sch: Any, reductions: set[str], machine: Machine) -> bool:
     )
     if not alike or not 0 < rows < len(extents):
         return False
+    work = max(math.prod(_extents(sch, block)) for block in (last, *anchors))
     partial: set[str] = set()
     for anchor in anchors:
-        along = _extents(sch, anchor)[-1]
-        if along % machine.lanes == 0 and along >= 2 * machine.lanes:
-            _, lane = sch.split(sch.get_loops(anchor)[-1], [None, machine.lanes])
+        if lanes := partial_lanes(_extents(sch, anchor)[-1], machine.lanes):
+            _, lane = sch.split(sch.get_loops(anchor)[-1], [None, lanes])
             partial.add(_name(sch, sch.rfactor(lane, rows)))
     row = sch.fuse(*sch.get_loops(last)[:rows])
     _vectorize_last(sch, last, machine)
@@ -921,7 +989,7 @@ def _schedule_by_row(sch: Any, reductions: set[str], machine: Machine) -> bool:
             sch.vectorize(lane)
         elif name not in reductions | outputs:
             _vectorize_last(sch, block, machine)
-    if math.prod(extents) >= WORTH_A_THREAD:
+    if work >= WORTH_A_THREAD:
         sch.parallel(row)
     return True
 
@@ -946,6 +1014,11 @@ def _dividing(extent: int, machine: Machine) -> int:
     return next((n for n in lengths if n > 1 and extent % n == 0), 0)
 
 
+def partial_lanes(along: int, lanes: int) -> int:
+    """How many partial results a reduction along a row is made in, a vector of them; 0 where it is made in one."""
+    return next((n for n in (lanes, lanes // 2) if n > 1 and along % n == 0 and along >= 2 * n), 0)
+
+
 def _vectorize_reduction(sch: Any, block: Any, machine: Machine) -> None:
     """Rows in parallel; along contiguous memory a vector of partial results, across it a few vectors of results."""
     variables = list(sch.get(block).iter_vars)
@@ -956,8 +1029,9 @@ def _vectorize_reduction(sch: Any, block: Any, machine: Machine) -> None:
     last = reduced[-1]
     reads = [region.region[-1].min for region in sch.get(block).reads if region.region]
     along = _uses(reads, variables[last].var)
-    if along and extents[last] % machine.lanes == 0 and extents[last] >= 2 * machine.lanes:
-        _, lane = sch.split(loops[last], [None, machine.lanes])
+    partial_sums = partial_lanes(extents[last], machine.lanes) if along else 0
+    if partial_sums:
+        _, lane = sch.split(loops[last], [None, partial_sums])
         partial = sch.rfactor(lane, len(spatial))
         *rest, lane = sch.get_loops(partial)
         sch.vectorize(lane)
