@@ -239,6 +239,20 @@ GRAPHS = {
     " y = InstanceNormalization(x, s, b) }",
     "sums of doubles and of integers": "(double[4,37] x, double[4,37] z) => (double[4,1] y, int64[4,1] n)"
     " <int64[1] a = {1}> { y = ReduceSum(x, a)\n i = Cast<to=7>(z)\n n = ReduceSum(i, a) }",
+    "LogSoftmax": "(float[5,101] x, float[4,8,6] z) => (float[5,101] y, float[4,8,6] u) {"
+    " y = LogSoftmax(x)\n u = LogSoftmax<axis=1>(z) }",
+    "product, long, a scalar beside": "(float[1,480] x, float[480,32] w, float[64,32] z, float t) =>"
+    " (float[64,32] y) { g = Exp(t)\n a = MatMul(x, w)\n r = Relu(a)\n q = Mul(r, z)\n y = Add(q, g) }",
+    "means, a scalar beside": "(float[8,7] z, float[8,64] x) => (float[8,1] y) <int64[1] a = {1}> {"
+    " g = ReduceMean<keepdims=0>(z)\n m = ReduceMean(x, a)\n u = Add(m, g)\n y = Mul(u, g) }",
+    "mean of doubles": "(double[24] x, double[64] z) => (double y, double u) {"
+    " y = ReduceMean<keepdims=0>(x)\n u = ReduceSum<keepdims=0>(z) }",
+    "distance from the mean of everything": "(float[1,64,96] x) => (float[1,64,96] y) {"
+    " m = ReduceMean(x)\n y = Sub(x, m) }",
+    "sums of rows beside columns": "(float[48,101] x, float[48,48] z) => (float[48,48] y) <int64[1] a = {1}> {"
+    " m = ReduceSum<keepdims=0>(x, a)\n y = Add(z, m) }",
+    "pooling of everything, channels first": "(float[2,8,28,28] x) => (float[2,8,1,1] y) {"
+    " y = GlobalAveragePool(x) }",
     "product, long": "(float[37,480] x, float[480,40] w, float[40] b) => (float[37,40] y) {"
     " a = MatMul(x, w)\n c = Add(a, b)\n y = Relu(c) }",
     "product, long, odd": "(float[13,257] x, float[257,19] w) => (float[13,19] y) { y = MatMul(x, w) }",
@@ -311,7 +325,7 @@ def test_kernels_agree_with_onnx_runtime(name: str) -> None:
         "(float[1,384,6,6] x, float[40,384,3,3] w) => (float[1,40,6,6] y) { y = Conv<pads=[1,1,1,1]>(x, w) }",
         "(float[20,6625] x) => (float[20,1] y) <int64[1] a = {1}> { y = ReduceMean(x, a) }",
         "(float[20,6625] x) => (float[20] y) <int64[1] a = {1}> { y = ReduceSum<keepdims=0>(x, a) }",
-        "(float[33,99,67] x) => (float y) { y = ReduceSum<keepdims=0>(x) }",
+        "(float[3,9,67] x) => (float y) { y = ReduceSum<keepdims=0>(x) }",
         "(float[20,6625] x) => (float[20,6625] y) { y = Softmax(x) }",
         "(float[20,6625] x, float[6625] s, float[6625] b) => (float[20,6625] y) { y = LayerNormalization(x, s, b) }",
     ],
@@ -354,7 +368,16 @@ def test_long_sums_are_made_of_chunks(extents: list[int], expected: tuple[int, i
 
 @pytest.mark.parametrize(
     ("along", "lanes", "expected"),
-    [(48, 16, 16), (120, 16, 8), (16, 16, 8), (15, 16, 0), (101, 16, 0), (32, 1, 0)],
+    [
+        (48, 16, 16),
+        (120, 16, 8),
+        (16, 16, 8),
+        (15, 16, 0),
+        (101, 16, 0),
+        (32, 1, 0),
+        (6632, 16, 0),
+        (768, 16, 16),
+    ],
 )
 def test_lanes_of_partial_results(along: int, lanes: int, expected: int) -> None:
     assert partial_lanes(along, lanes) == expected
@@ -561,7 +584,7 @@ def scheduled(graph: str, name: str) -> Any:
     )
 
 
-def test_chunks_of_long_sums_stay_in_registers() -> None:
+def test_chunks_of_long_sums_are_tiles_in_vectors() -> None:
     """35 pixels in 5 tiles of 7, four chunks of 120 terms each; of these every step is unrolled, in whole vectors."""
     graph = "(float[1,480,7,5] x, float[48,480,1,1] w) => (float[1,48,7,5] y) { y = Conv(x, w) }"
     found = scheduled(graph, "conv")
@@ -572,6 +595,29 @@ def test_chunks_of_long_sums_stay_in_registers() -> None:
     assert [n for kind, n in around if kind != "unrolled" and n > 1] == [5, 4, 120, 16]
     assert around[-1] == ("vectorized", 16)
     assert math.prod(n for kind, n in around if kind == "unrolled") == 21
+
+
+def test_few_rows_are_shared_by_all_threads() -> None:
+    """One mean, but what reads it has 6,144 elements in 384 vectors."""
+    graph = "(float[1,256,256] x) => (float[1,256,256] y) { m = ReduceMean(x)\n y = Sub(x, m) }"
+    found = scheduled(graph, "mean")
+    (last,) = found.get_output_blocks(found.get_sblock("root"))
+    assert loops(found, found.get(last).name_hint) == [("parallel", 256 * 16), ("vectorized", 16)]
+
+
+def test_sums_that_others_read_along_columns_are_made_once() -> None:
+    """As many columns as rows: each row of the result reads all sums."""
+    graph = GRAPHS["sums of rows beside columns"]
+    found = scheduled(graph, "sum")
+    names = [found.get(b).name_hint for b in found.get_child_blocks(found.get_sblock("root"))]
+    assert len(names) > 3
+    assert all(math.prod(n for _, n in loops(found, name)) <= 48 * 101 for name in names)
+
+
+def test_scalars_do_not_keep_long_sums_whole() -> None:
+    found = scheduled(GRAPHS["product, long, a scalar beside"], "matmul")
+    names = [found.get(b).name_hint for b in found.get_child_blocks(found.get_sblock("root"))]
+    assert any("rf_update" in name for name in names)
 
 
 def test_means_of_rows_are_made_by_all_threads() -> None:

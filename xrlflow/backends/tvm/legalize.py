@@ -8,6 +8,7 @@ they do not, what is reduced here is reduced in two parts: whole vectors, and th
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from operator import add
 from typing import Any
 
 from xrlflow.backends.tvm.reading import numbers, sizes
@@ -24,22 +25,28 @@ def legalizations(machine: Machine) -> Mapping[str, Callable[[Any, Any], Any]]:
 
     def along_rows(name: str, make: Callable[..., Any]) -> Callable[[Any, Any], Any]:
         def legal(builder: Any, call: Any) -> Any:
-            axes = _last_axes(call.args[0], call.attrs.axis)
-            if axes is None:
-                return _default(name)(builder, call)
-            # A block without loops beside another is more than TVM's rfactor can replace: a scalar is a row before.
+            shape, axes = sizes(call.args[0]), _last_axes(call.args[0], call.attrs.axis)
             scalar = not sizes(call)
             kept = scalar or bool(call.attrs.keepdims)
+            if shape is None or axes is None or not (kept or _whole(shape[-1], machine.lanes)):
+                return _default(name)(builder, call)
+            # A scalar is a row first: no partial sums are made beside a block without loops.
             made = builder.call_te(make, call.args[0], axes, kept, machine.lanes, primfunc_name_hint=name)
             return builder.call_te(_only, builder.emit(made), primfunc_name_hint="only") if scalar else made
 
         return legal
 
+    def legal_log_softmax(builder: Any, call: Any) -> Any:
+        axis = int(call.attrs.axis)
+        return builder.call_te(
+            log_softmax, call.args[0], axis, machine.lanes, primfunc_name_hint="log_softmax"
+        )
+
     def legal_layer_norm(builder: Any, call: Any) -> Any:
         x, scale, bias = call.args
         shape, axes = sizes(x), _last_axes(x, call.attrs.axes)
         if shape is None or axes is None or not _whole(shape[-1], machine.lanes):
-            return _default("nn.layer_norm")(builder, call)
+            return _default("nn.layer_norm")(builder, call)  # as good where the row is one part
         return builder.call_te(
             layer_norm, x, scale, bias, axes, float(call.attrs.epsilon), machine.lanes,
             primfunc_name_hint="layer_norm",
@@ -47,8 +54,10 @@ def legalizations(machine: Machine) -> Mapping[str, Callable[[Any, Any], Any]]:
 
     return {
         "relax.nn.softmax": legal_softmax,
+        "relax.nn.log_softmax": legal_log_softmax,
         "relax.nn.layer_norm": legal_layer_norm,
         "relax.max": along_rows("max", greatest),
+        "relax.min": along_rows("min", least),
         "relax.sum": along_rows("sum", total),
         "relax.mean": along_rows("mean", mean),
         "relax.variance": along_rows("variance", variance),
@@ -81,24 +90,35 @@ def softmax(x: Any, axis: int, lanes: int) -> Any:
     element."""
     from tvm import te, tirx
 
-    shape = list(x.shape)
-    axis %= len(shape)
-
-    def row(indices: tuple[Any, ...]) -> tuple[Any, ...]:
-        return indices[:axis] + indices[axis + 1 :]
-
-    most = _reduced("softmax_max", te.max, tirx.max, x, [axis], lanes)
-    powers = te.compute(shape, lambda *i: te.exp(x[i] - most(row(i))), name="softmax_exp")
-    whole = _reduced("softmax_sum", te.sum, _plus, powers, [axis], lanes)
+    axes = [axis % len(x.shape)]
+    most, rows = _reduced("softmax_max", te.max, tirx.max, x, axes, lanes), _rows(x, axes)
+    powers = te.compute(x.shape, lambda *i: te.exp(x[i] - most(rows(i))), name="softmax_exp")
+    sums = _reduced("softmax_sum", te.sum, add, powers, axes, lanes)
     one = tirx.const(1.0, x.dtype)
-    return te.compute(shape, lambda *i: powers[i] * (one / whole(row(i))), name="softmax")
+    return te.compute(x.shape, lambda *i: powers[i] * (one / sums(rows(i))), name="softmax")
+
+
+def log_softmax(x: Any, axis: int, lanes: int) -> Any:
+    """x - max - log(sum of exp(x - max))."""
+    from tvm import te, tirx
+
+    axes = [axis % len(x.shape)]
+    most, rows = _reduced("log_softmax_max", te.max, tirx.max, x, axes, lanes), _rows(x, axes)
+    powers = te.compute(x.shape, lambda *i: te.exp(x[i] - most(rows(i))), name="log_softmax_exp")
+    sums = _reduced("log_softmax_sum", te.sum, add, powers, axes, lanes)
+    logs = te.compute(
+        [x.shape[axis] for axis in range(len(x.shape)) if axis not in axes],
+        lambda *i: te.log(sums(i)),
+        name="log_softmax_log",
+    )
+    return te.compute(x.shape, lambda *i: x[i] - most(rows(i)) - logs[rows(i)], name="log_softmax")
 
 
 def total(x: Any, axes: Sequence[int], keepdims: bool, lanes: int) -> Any:
     """The sum along some axes."""
     from tvm import te
 
-    return _kept(x, axes, keepdims, _reduced("sum", te.sum, _plus, x, axes, lanes))
+    return _kept(x, axes, keepdims, _reduced("sum", te.sum, add, x, axes, lanes))
 
 
 def greatest(x: Any, axes: Sequence[int], keepdims: bool, lanes: int) -> Any:
@@ -108,11 +128,18 @@ def greatest(x: Any, axes: Sequence[int], keepdims: bool, lanes: int) -> Any:
     return _kept(x, axes, keepdims, _reduced("max", te.max, tirx.max, x, axes, lanes))
 
 
+def least(x: Any, axes: Sequence[int], keepdims: bool, lanes: int) -> Any:
+    """The least element along some axes."""
+    from tvm import te, tirx
+
+    return _kept(x, axes, keepdims, _reduced("min", te.min, tirx.min, x, axes, lanes))
+
+
 def mean(x: Any, axes: Sequence[int], keepdims: bool, lanes: int) -> Any:
     """The mean along some axes."""
     from tvm import te, tirx
 
-    sums = _reduced("sum", te.sum, _plus, x, axes, lanes)
+    sums = _reduced("sum", te.sum, add, x, axes, lanes)
     count = tirx.const(1.0, x.dtype)
     for axis in axes:
         count = count * x.shape[axis].astype(x.dtype)
@@ -121,12 +148,14 @@ def mean(x: Any, axes: Sequence[int], keepdims: bool, lanes: int) -> Any:
 
 def variance(x: Any, axes: Sequence[int], keepdims: bool, lanes: int) -> Any:
     """The mean of the squared distances from the mean along some axes."""
+    return _variance(x, mean(x, axes, True, lanes), axes, keepdims, lanes)
+
+
+def _variance(x: Any, middle: Any, axes: Sequence[int], keepdims: bool, lanes: int) -> Any:
     from tvm import te
 
-    middle = mean(x, axes, True, lanes)
-
     def squared(*indices: Any) -> Any:
-        distance = x[indices] - middle[_row(indices, axes)]
+        distance = x[indices] - middle[_first(indices, axes)]
         return distance * distance
 
     return mean(te.compute(x.shape, squared, name="squared"), axes, keepdims, lanes)
@@ -136,19 +165,25 @@ def layer_norm(x: Any, scale: Any, bias: Any, axes: Sequence[int], epsilon: floa
     """(x - mean) / sqrt(variance + epsilon) * scale + bias, mean and variance along some axes."""
     from tvm import te, tirx
 
-    middle, spread = mean(x, axes, True, lanes), variance(x, axes, True, lanes)
+    middle = mean(x, axes, True, lanes)
+    spread = _variance(x, middle, axes, True, lanes)
     small = tirx.const(epsilon, x.dtype)
 
     def normalized(*indices: Any) -> Any:
-        row, along = _row(indices, axes), tuple(indices[axis] for axis in axes)
+        row, along = _first(indices, axes), tuple(indices[axis] for axis in axes)
         return (x[indices] - middle[row]) * te.rsqrt(spread[row] + small) * scale[along] + bias[along]
 
     return te.compute(x.shape, normalized, name="layer_norm")
 
 
-def _row(indices: Sequence[Any], axes: Sequence[int]) -> tuple[Any, ...]:
-    """Where a row has its element in a reduction along some axes that keeps them."""
+def _first(indices: Sequence[Any], axes: Sequence[int]) -> tuple[Any, ...]:
+    """Where an element's row has its result in a reduction along some axes that keeps them."""
     return tuple(0 if axis in axes else i for axis, i in enumerate(indices))
+
+
+def _rows(x: Any, axes: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    """What is left of an element's index in a reduction along some axes."""
+    return lambda indices: tuple(indices[axis] for axis in range(len(x.shape)) if axis not in axes)
 
 
 def _only(x: Any) -> Any:
@@ -158,17 +193,13 @@ def _only(x: Any) -> Any:
     return te.compute((), lambda: x[(0,) * len(x.shape)], name="only")
 
 
-def _plus(a: Any, b: Any) -> Any:
-    return a + b
-
-
 def _kept(x: Any, axes: Sequence[int], keepdims: bool, of: Callable[[tuple[Any, ...]], Any]) -> Any:
     """What is left of a reduction, an element for each row; with `keepdims` its axes have one element."""
     from tvm import te
 
-    rows = [axis for axis in range(len(x.shape)) if axis not in axes]
-    shape = [x.shape[axis] if axis in rows else 1 for axis in range(len(x.shape)) if keepdims or axis in rows]
-    return te.compute(shape, lambda *i: of(tuple(i[axis] for axis in rows) if keepdims else i), name="kept")
+    rows = _rows(x, axes)
+    shape = [1 if axis in axes else n for axis, n in enumerate(x.shape) if keepdims or axis not in axes]
+    return te.compute(shape, lambda *i: of(rows(i) if keepdims else i), name="kept")
 
 
 def _reduced(

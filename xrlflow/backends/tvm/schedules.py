@@ -4,10 +4,10 @@ Every function that Relax's fusion makes has one anchor, the block that does the
 (padding) and behind it (bias, activation, residual). Five kinds of anchor are told apart:
 
 - a contraction (MatMul, Conv in NHWC, batched or not): register-blocked. A tile of mr x nr accumulators stays in vector
-  registers through the whole reduction; each step loads nr values of the packed operand as vectors and multiplies them
-  with mr values broadcast from the other (Goto and van de Geijn, Anatomy of High-Performance Matrix Multiplication,
-  2008). Constant weights are packed into panels of nr columns, once, when the model is compiled. The epilogue runs on
-  the tile while it is in registers.
+  registers through the reduction, or a chunk of a long one; each step loads nr values of the packed operand as vectors
+  and multiplies them with mr values broadcast from the other (Goto and van de Geijn, Anatomy of High-Performance Matrix
+  Multiplication, 2008). Constant weights are packed into panels of nr columns, once, when the model is compiled. The
+  epilogue runs on the tile while it is in registers.
 - a channelwise contraction (depthwise Conv): a small tile that walks along the innermost row, so that the weights of
   its channels stay in registers.
 - the same with channels first: a plane after the other, a tile of a few rows in vectors along them.
@@ -98,6 +98,7 @@ def schedule(mod: Any, machine: Machine) -> Any:
 
 def apply(sch: Any, machine: Machine, choice: Choice | None = None) -> Any:
     """Schedule "main" in place, a contraction as `choice` says (default: the heuristic's); returns `sch`."""
+    _inline_scalars(sch)
     anchors = _anchors(sch)
     if contraction := _only_contraction(sch, anchors):
         _schedule_contraction(sch, *contraction, machine, choice)
@@ -166,6 +167,19 @@ def _blocks(sch: Any) -> list[Any]:
 def _name(sch: Any, block: Any) -> str:
     """What identifies a block: two handles of one block are not equal."""
     return str(sch.get(block).name_hint)
+
+
+def _inline_scalars(sch: Any) -> None:
+    """What is computed of scalars alone goes into what reads it: see `_can_have_partial_sums`."""
+    outputs = _outputs(sch)
+    for block in _blocks(sch):
+        if not list(sch.get_loops(block)) and _name(sch, block) not in outputs:
+            sch.compute_inline(block)
+
+
+def _can_have_partial_sums(sch: Any) -> bool:
+    """TVM's rfactor ends with an internal error where there is a block without loops beside the one it splits."""
+    return all(list(sch.get_loops(block)) for block in _blocks(sch))
 
 
 def _outputs(sch: Any) -> set[str]:
@@ -295,6 +309,7 @@ def _split_groups(sch: Any, block: Any) -> None:
 
     if _name(sch, block) in _outputs(sch):
         sch.cache_write(block, 0, "global")
+    # In this order: the other one leaves indices (g * m + n) // m, which compute_at cannot read.
     whole, parts = _index_map(split, len(outputs), sch, block), _index_map(split, len(variables), sch, block)
     sch.transform_block_layout(block, parts)
     sch.transform_layout(block, ("write", 0), whole)
@@ -530,8 +545,7 @@ def _sum_chunks(sch: Any, block: Any, reductions: Sequence[Any]) -> Any | None:
     An accumulator that takes thousands of terms, one after the other, is off by so much more than one that takes some
     hundred, that a network of many layers differs from what other runtimes compute by more than rounding.
     """
-    extents = [int(sch.get(loop).extent) for loop in reductions]
-    found = chunk(extents)
+    found = chunk([int(sch.get(loop).extent) for loop in reductions])
     if found is None:
         return None
     at, step = found
@@ -951,7 +965,8 @@ def _schedule_rows(sch: Any, anchors: Sequence[Any], machine: Machine) -> None:
 
 
 def _schedule_by_row(sch: Any, reductions: set[str], machine: Machine) -> bool:
-    """Everything about a row while it is in the cache: softmax and normalisations; False where rows are not alike.
+    """Everything about a row while it is in the cache: softmax, normalisations, and means that are read along rows;
+    False where rows are not alike, or are too few for all threads.
 
     All reductions run along the dimensions behind the same first ones, and the last block has an element for each of
     theirs.
@@ -968,12 +983,15 @@ def _schedule_by_row(sch: Any, reductions: set[str], machine: Machine) -> bool:
         kind == [0] * rows + [2] * (len(kind) - rows) and _extents(sch, anchor)[:rows] == extents[:rows]
         for kind, anchor in zip(kinds, anchors)
     )
-    if not alike or not 0 < rows < len(extents):
+    if not alike or not 0 < rows < len(extents) or not _read_along_rows(sch, rows):
         return False
     work = max(math.prod(_extents(sch, block)) for block in (last, *anchors))
+    if work >= WORTH_A_THREAD and math.prod(extents[:rows]) < machine.cores:
+        return False
     partial: set[str] = set()
     for anchor in anchors:
-        if lanes := partial_lanes(_extents(sch, anchor)[-1], machine.lanes):
+        lanes = partial_lanes(_extents(sch, anchor)[-1], machine.lanes)
+        if lanes and _can_have_partial_sums(sch):
             _, lane = sch.split(sch.get_loops(anchor)[-1], [None, lanes])
             partial.add(_name(sch, sch.rfactor(lane, rows)))
     row = sch.fuse(*sch.get_loops(last)[:rows])
@@ -994,11 +1012,29 @@ def _schedule_by_row(sch: Any, reductions: set[str], machine: Machine) -> bool:
     return True
 
 
+def _read_along_rows(sch: Any, rows: int) -> bool:
+    """Whether each block reads what others make of a row at its own row: at its own first `rows` iterators."""
+    made = {region.source.name for block in _blocks(sch) for region in sch.get(block).writes}
+
+    def own(block: Any, region: Any) -> bool:
+        variables, at = list(sch.get(block).iter_vars)[:rows], list(region.region)[:rows]
+        return len(at) == rows and all(
+            _extent(variable) == 1 or one.min.same_as(variable.var) for variable, one in zip(variables, at)
+        )
+
+    return all(
+        own(block, region)
+        for block in _blocks(sch)
+        for region in sch.get(block).reads
+        if region.source.name in made
+    )
+
+
 def _vectorize_last(sch: Any, block: Any, machine: Machine) -> None:
     """The innermost loop in vectors, where they divide it."""
     loop = sch.get_loops(block)[-1]
-    if int(sch.get(loop).extent) % machine.lanes == 0:
-        _, lane = sch.split(loop, [None, machine.lanes])
+    if lanes := _dividing(int(sch.get(loop).extent), machine):
+        _, lane = sch.split(loop, [None, lanes])
         sch.vectorize(lane)
 
 
@@ -1015,8 +1051,12 @@ def _dividing(extent: int, machine: Machine) -> int:
 
 
 def partial_lanes(along: int, lanes: int) -> int:
-    """How many partial results a reduction along a row is made in, a vector of them; 0 where it is made in one."""
-    return next((n for n in (lanes, lanes // 2) if n > 1 and along % n == 0 and along >= 2 * n), 0)
+    """How many partial results a reduction along a row is made in, a vector of them; 0 where it is made in one.
+
+    Half vectors are for short rows: a long one is better made in two parts (see `legalize`).
+    """
+    lengths = (lanes, lanes // 2) if along < 8 * lanes else (lanes,)
+    return next((n for n in lengths if n > 1 and along % n == 0 and along >= 2 * n), 0)
 
 
 def _vectorize_reduction(sch: Any, block: Any, machine: Machine) -> None:
@@ -1029,9 +1069,9 @@ def _vectorize_reduction(sch: Any, block: Any, machine: Machine) -> None:
     last = reduced[-1]
     reads = [region.region[-1].min for region in sch.get(block).reads if region.region]
     along = _uses(reads, variables[last].var)
-    partial_sums = partial_lanes(extents[last], machine.lanes) if along else 0
-    if partial_sums:
-        _, lane = sch.split(loops[last], [None, partial_sums])
+    lanes = partial_lanes(extents[last], machine.lanes) if along else 0
+    if lanes and _can_have_partial_sums(sch):
+        _, lane = sch.split(loops[last], [None, lanes])
         partial = sch.rfactor(lane, len(spatial))
         *rest, lane = sch.get_loops(partial)
         sch.vectorize(lane)
@@ -1043,12 +1083,12 @@ def _vectorize_reduction(sch: Any, block: Any, machine: Machine) -> None:
         # But each core is to have something to do.
         others = math.prod(extents[i] for i in spatial[:-1])
         wanted = machine.cores if parallel else 1
-        chunks = extents[spatial[-1]] // lanes
+        pieces = extents[spatial[-1]] // lanes
         vectors = next(
-            (n for n in range(_ABREAST, 1, -1) if chunks % n == 0 and others * chunks // n >= wanted), 1
+            (n for n in range(_ABREAST, 1, -1) if pieces % n == 0 and others * pieces // n >= wanted), 1
         )
-        chunk, vector, lane = sch.split(loops[spatial[-1]], [None, vectors, lanes])
-        rows = [*(loops[i] for i in spatial[:-1]), chunk]
+        piece, vector, lane = sch.split(loops[spatial[-1]], [None, vectors, lanes])
+        rows = [*(loops[i] for i in spatial[:-1]), piece]
         sch.reorder(*rows, *(loops[i] for i in reduced), vector, lane)
         fused = sch.fuse(*rows)
         sch.vectorize(lane)

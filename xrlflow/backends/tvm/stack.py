@@ -10,7 +10,7 @@ import math
 from typing import Any
 
 _MOST = 4096
-CODE = "small buffers on the stack"
+CODE = "small buffers on the stack, long sums in chunks"
 """What the code of one schedule depends on besides TVM's version: times from before are another setting's."""
 # TVM's annotation of an allocation that code generation is left to (LowerTVMBuiltin).
 _ON_STACK = "disable_lower_builtin"
