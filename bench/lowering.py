@@ -40,7 +40,7 @@ from xrlflow.backends.results import Comparison
 from xrlflow.backends.tvm import Tvm, TvmModel, detect
 from xrlflow.backends.tvm.lower import fuse, import_model
 from xrlflow.cost import Roofline
-from xrlflow.lowering import COLD
+from xrlflow.lowering import BETWEEN_OTHERS
 from xrlflow.onnxio.exporter import to_proto
 from xrlflow.onnxio.importer import load
 from xrlflow.tuning.kernels import blocked, kernel_tasks, tuned_by, untuned_kernel
@@ -111,7 +111,7 @@ def tuned(proto: onnx.ModelProto, seconds: float, threads: int, method: Method) 
     with tempfile.TemporaryDirectory() as folder, Store(Path(folder) / "tuning.sqlite") as store:
         found = tune(
             tasks, blocked(method, machine), trials=1_000_000, batch=16, time_limit=seconds, store=store,
-            pool=PoolOptions(threads=threads, timing=COLD), usual=untuned_kernel(machine),
+            pool=PoolOptions(threads=threads, timing=BETWEEN_OTHERS), usual=untuned_kernel(machine),
         )  # fmt: skip
         took = time.monotonic() - begin
         backend = Tvm(machine, None, tuned_by(store, machine, threads))

@@ -99,8 +99,8 @@ def running(place: Place, path: str, model: TvmModel) -> Iterator[CompiledModel]
 
 Export = Callable[[Graph], str]
 """A graph as an ONNX file: its path."""
-COLD = Timing(flush=True)
-"""How the kernels of a model are timed: other kernels have pushed their weights out of the caches."""
+BETWEEN_OTHERS = Timing(samples=10, flush=True)
+"""How the kernels of a model are timed: other kernels have pushed their weights out of the cores' own caches."""
 # Proposals beside the original graph that are compiled, if the time allows.
 _AT_MOST = 3
 
@@ -361,7 +361,7 @@ def tune_model(
     tasks = _together(kernel_tasks(module, machine) for module in lowered.values())
     found = tune(
         tasks, blocked(method, machine), trials=trials, batch=batch, time_limit=time_limit, seed=seed, store=store,
-        pool=PoolOptions(threads=threads, timing=COLD, remote=place.remote), listener=listener,
+        pool=PoolOptions(threads=threads, timing=BETWEEN_OTHERS, remote=place.remote), listener=listener,
         usual=untuned_kernel(machine),
     )  # fmt: skip
     tuned = _backend(place, shapes, store)

@@ -13,10 +13,12 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+import tvm_ffi
 
 from tests.tuning.kernels import calls, matmul, scheduled, target, unscheduled
 from xrlflow.backends.protocol import BackendError
 from xrlflow.backends.tvm.load import tvm
+from xrlflow.tuning import worker
 from xrlflow.tuning.knobs import Candidate
 from xrlflow.tuning.pool import Pool, PoolError, PoolOptions, _Crew, _Duty, _Worker
 from xrlflow.tuning.tasks import Task
@@ -77,13 +79,41 @@ def test_kernels_run_with_the_threads_asked_for_each_on_a_cpu(pool: Pool) -> Non
     os.unlink(path)
 
 
-def test_cold_caches_and_slow_kernels_are_timed(tmp_path: Path) -> None:
+def test_caches_are_filled_before_each_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     task = matmul(64)
     path = str(tmp_path / "kernel.so")
     built = build(next(Pool._builds(task, [unscheduled(task)], [path])))
-    cold = run(Run(path, built.arguments, Timing(samples=4, flush=True, limit_ms=1e6))).seconds
-    assert 1 <= len(cold) <= 8
-    assert all(second > 0 for second in cold)
+    filled = []
+    evict = tvm_ffi.get_global_func(worker._evicting())
+    tvm_ffi.register_global_func("xrlflow.counted", lambda *given: filled.append(evict(*given)))
+    monkeypatch.setattr(worker, "_evicting", lambda: "xrlflow.counted")
+    found = run(Run(path, built.arguments, Timing(samples=4, flush=True, limit_ms=1e6))).seconds
+    assert 1 <= len(found) <= 8
+    assert all(second > 0 for second in found)
+    assert len(filled) in (1 + 4, 1 + 8)  # once for how long a call takes
+    filled.clear()
+    run(Run(path, built.arguments, Timing(samples=4, sample_ms=0.1)))
+    assert not filled
+
+
+def test_what_fills_caches_is_larger_than_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    tensor = tvm().runtime.tensor
+    monkeypatch.setattr(tvm().runtime, "tensor", lambda array: made.append(array.nbytes) or tensor(array))
+    monkeypatch.setattr(worker, "cache_levels", lambda: {1: 1 << 15, 2: 3 << 18})
+    worker._evicting.cache_clear()
+    try:
+        tvm_ffi.get_global_func(worker._evicting())()
+    finally:
+        worker._evicting.cache_clear()
+    threads = int(tvm_ffi.get_global_func("runtime.NumThreads")())
+    assert made == [threads * 2 * (3 << 18)] * 2
+
+
+def test_slow_kernels_are_timed_once(tmp_path: Path) -> None:
+    task = matmul(64)
+    path = str(tmp_path / "kernel.so")
+    built = build(next(Pool._builds(task, [unscheduled(task)], [path])))
     once = run(Run(path, built.arguments, Timing(samples=4, limit_ms=1e-6))).seconds
     assert len(once) == 1, "what takes longer than the limit is called once"
 
