@@ -219,15 +219,16 @@ def test_what_was_lucky_once_does_not_replace_what_was_measured_often(
 def test_a_models_kernels_are_measured_again_beside_the_untuned_ones(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kept: list[tuple[Sequence[Task], Any]] = []
+    kept: list[tuple[Sequence[Task], Any, PoolOptions]] = []
 
-    def watched(tasks: Sequence[Task], *given: Any, usual: Any, **named: Any) -> Any:
-        kept.append((tasks, usual))
-        return tune(tasks, *given, usual=usual, **named)
+    def watched(tasks: Sequence[Task], *given: Any, usual: Any, pool: PoolOptions, **named: Any) -> Any:
+        kept.append((tasks, usual, pool))
+        return tune(tasks, *given, usual=usual, pool=pool, **named)
 
     monkeypatch.setattr("xrlflow.lowering.tune", watched)
     api.tune(file, method="random", trials=2, threads=2, store=tmp_path / "s.sqlite", measure=False)
-    ((tasks, usual),) = kept
+    ((tasks, usual, pool),) = kept
+    assert pool.timing.flush, "as between other kernels"
     for task in tasks:
         space = KnobSpace.of(task, 0, design_space(detect(cores=2)))
         options = choices(task.mod, detect(cores=2))

@@ -42,6 +42,9 @@ from xrlflow.backends.tvm.target import compiler, linker
 
 Argument: TypeAlias = tuple[str, tuple[int, ...]]
 """Data type and shape of a kernel's parameter."""
+# Functions that TVM's timer calls before each sample: one of its own, and ours (see `_evicting`).
+_TVMS_FLUSH = "cache_flush_cpu_non_first_arg"
+_EVICT = "xrlflow.evict_private_caches"
 
 
 class ToolError(BackendError):
@@ -321,17 +324,13 @@ def _timed(
     return Ran(steady(found))
 
 
-_TVMS_FLUSH = "cache_flush_cpu_non_first_arg"
-_EVICT = "xrlflow.evict_private_caches"
-
-
 @functools.cache
 def _evicting() -> str:
     """The name of a function for TVM's timer that fills the private caches of its threads' cores with something else.
 
     Emptying all caches instead has weights come from memory, as in a model that is larger than all caches: one row
-    times 512x512 then takes 27 us instead of 7, what is best there was slower by half in the model, and kernels that
-    are limited by memory differ little.
+    times 512x512 then takes 27 us instead of 7, and what is best there made a model 1.8 times slower. Kernels that are
+    limited by memory differ little.
     """
     package = tvm()
     import tvm_ffi
