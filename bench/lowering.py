@@ -114,7 +114,7 @@ def tuned(proto: onnx.ModelProto, seconds: float, threads: int, method: Method) 
             pool=PoolOptions(threads=threads, timing=BETWEEN_OTHERS), usual=untuned_kernel(machine),
         )  # fmt: skip
         took = time.monotonic() - begin
-        backend = Tvm(machine, None, tuned_by(store, machine, threads))
+        backend = Tvm(machine, None, tuned_by(store, machine, threads, flushed=BETWEEN_OTHERS.flush))
         return Tuned(backend.compile(proto.SerializeToString(), threads=threads), found.measured, took)
 
 
@@ -230,10 +230,13 @@ def main() -> None:
         facts: dict[str, Any] = {}
         graphs = [proto]
         if whole:
-            result = xrlflow.optimize(
-                proto, backend="tvm", search="greedy", cost=Roofline(), measure=False, verify=False,
-                threads=options.threads,
-            )  # fmt: skip
+            with tempfile.TemporaryDirectory() as folder:
+                with Store(Path(folder) / "tuning.sqlite") as nothing:  # the user's may know tuned kernels
+                    nothing.check()
+                result = xrlflow.optimize(
+                    proto, backend="tvm", search="greedy", cost=Roofline(), measure=False, verify=False,
+                    threads=options.threads, store=nothing.path,
+                )  # fmt: skip
             assert result.compiled is not None
             variants.append(result.compiled)
             graphs.append(to_proto(result.imported, result.graph))

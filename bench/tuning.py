@@ -94,6 +94,9 @@ class Timed(Protocol):
     def device(self) -> str | None: ...
 
     @property
+    def flushed(self) -> bool: ...
+
+    @property
     def building(self) -> float: ...
 
     @property
@@ -289,7 +292,7 @@ class Watch:
     """A measurer that takes down what was measured when: what got better, and what failed."""
 
     def __init__(self, measurer: Timed, clock: Clock) -> None:
-        self.threads, self.device = measurer.threads, measurer.device
+        self.threads, self.device, self.flushed = measurer.threads, measurer.device, measurer.flushed
         self.improvements: list[Improvement] = []
         self.kernels: dict[str, Candidate] = {}
         self.trials = self.failed = 0

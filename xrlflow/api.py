@@ -341,7 +341,8 @@ def optimize(
     (`budget` edits that ignore the cost). `budget`: states that a search may expand.
     `cost`: "roofline", "profiled" (operators measured alone) or "measured" (whole models, slow), or any CostModel.
     `backend`: "onnxruntime", or "tvm": the result is compiled, `save` writes a shared library, and its latency is
-    compared with the original's in ONNX Runtime. Operators that TVM lacks are spelt out before the search.
+    compared with the original's in ONNX Runtime (the report says which is faster: it is the library that was asked
+    for). Operators that TVM lacks are spelt out before the search.
     `cpu`: LLVM's name of the processor that TVM compiles for (default: this one), `triple` that of its system if it is
     another. What this machine cannot run has to run on a `remote` device ("HOST:PORT/KEY", of TVM's RPC tracker), or
     not at all (`measure=False, verify=False`). On a remote device the result's latency is compared with that of the
@@ -366,6 +367,7 @@ def optimize(
         raise OptionError(
             f"assumption {min(unknown)!r} is not known: choose of {', '.join(sorted(ASSUMPTIONS))}"
         )
+    _check_seed(seed)
     check_providers(providers)
     _check_backend(backend, "tvm", {"cpu": cpu, "triple": triple, "remote": remote, "store": store})
     _check_backend(backend, "onnxruntime", {"opset": opset, "backend_ops": backend_ops or None})
@@ -587,6 +589,8 @@ def _lowered(
         compared = _final(job, best.path)
         job.phase("measure", since)
         reason = f"measured {compared.speedup} against ONNX Runtime"
+        if compared.speedup.high < 1:
+            reason += ", which is faster"
     result = _result(job, base, best.found, found, verification, compared, None, reason, None)
     report = replace(result.report, threads=job.place.machine.cores)
     return replace(result, report=report, compiled=best.model)
@@ -972,6 +976,11 @@ def _check_options(
         raise OptionError(f"max_growth {max_growth:g} is not positive: give sizes of the input, such as 1.2")
 
 
+def _check_seed(seed: int) -> None:
+    if seed < 0:
+        raise OptionError(f"seed {seed} is negative: give 0 or more")
+
+
 def _check_backend(backend: str, only: str, options: Mapping[str, object]) -> None:
     """Raise OptionError for an option that was given, not to the one backend for which it has a meaning."""
     for option, value in options.items():
@@ -1018,6 +1027,7 @@ def prove_rules(
     `jobs` processes work (default: the physical cores); `listener` hears of each certificate, how many there are and
     how many there will be. Raises OptionError for a name that is not known.
     """
+    _check_seed(seed)
     rules = _chosen(names)
     found: dict[str, Certificate] = {}
     jobs = min(jobs or default_threads(), len(rules))
@@ -1077,6 +1087,7 @@ def verify_files(
     seed: int = 0,
 ) -> Verification:
     """Whether two models compute the same. Raises ModelError, BackendError, VerificationError."""
+    _check_seed(seed)
     load(new)  # says what is wrong with the file
     return verify(
         _runnable(original), _runnable(new), imported=load(original, shapes=shapes), inputs=inputs, seed=seed
@@ -1097,6 +1108,7 @@ def bench(
 
     Without `against` it is measured against itself, which shows how far the machine can be trusted.
     """
+    _check_seed(seed)
     imported = load(model, shapes=shapes)
     with tempfile.TemporaryDirectory(prefix="xrlflow-") as folder:
         now = time.monotonic()
@@ -1164,7 +1176,11 @@ class Tuned:
             "speedup": self.speedup.median if self.speedup else None,
             "speedup_low": self.speedup.low if self.speedup else None,
             "speedup_high": finite(self.speedup.high) if self.speedup else None,
+            "control_low": self.control.low if self.control else None,
+            "control_high": finite(self.control.high) if self.control else None,
             "verified": self.verification.verified if self.verification is not None else None,
+            "max_error": finite(self.verification.max_error) if self.verification is not None else None,
+            "written": self.found.written,
         }  # fmt: skip
 
 
@@ -1203,6 +1219,7 @@ def tune(
         raise OptionError(f"method {method!r} is not known: choose of {', '.join(methods)}")
     if trials < 0 or batch < 1 or not time_limit > 0:
         raise OptionError("trials must not be negative, the batch and the time limit must be above zero")
+    _check_seed(seed)
     place = _place(cpu, triple, remote, threads)
     place.check_runs()
     imported = load(model, shapes=shapes, fix_shapes=True)
@@ -1232,10 +1249,7 @@ def tune(
                 folder=folder, listener=tell, hurried=job.hurried,
             )  # fmt: skip
         except PoolError as error:
-            kept = (
-                " (what was measured is kept: the same command goes on)" if place.remote is not None else ""
-            )
-            raise BackendError(f"{error}{kept}") from error
+            raise BackendError(f"{error} (what was measured is kept: the same command goes on)") from error
         verification: Verification | None = None
         if verify:
             with lowering.running(place, found.path, found.model) as runner:

@@ -29,7 +29,7 @@ Threads = Annotated[
     int | None, typer.Option(min=1, help="Threads of the runtime; default: the physical cores.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object to standard output.")]
-Seed = Annotated[int, typer.Option(help="Seed of everything random.")]
+Seed = Annotated[int, typer.Option(min=0, help="Seed of everything random.")]
 Search = Annotated[
     str, typer.Option(help="xrlflow (an agent), taso, greedy, lookahead2, lookahead3 or random.")
 ]
@@ -332,7 +332,7 @@ def tune(
         if as_json:
             print_json(tuned.to_json())
         else:
-            show.tuned(tuned.to_json(), tuned.speedup, str(output))
+            show.tuned(tuned.to_json(), tuned.speedup, tuned.control, str(output))
 
 
 @app.command()

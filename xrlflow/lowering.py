@@ -166,7 +166,11 @@ def check_supported(imported: ImportedModel, library: Library) -> None:
 def _backend(place: Place, shapes: Mapping[str, Sequence[int]], store: Store | None = None) -> Tvm:
     """With a store: kernels as they were tuned at this place."""
     machine = place.machine
-    tuned = tuned_by(store, machine, machine.cores, place.device) if store is not None else None
+    tuned = (
+        tuned_by(store, machine, machine.cores, place.device, flushed=BETWEEN_OTHERS.flush)
+        if store is not None
+        else None
+    )
     return Tvm(machine, shapes or None, tuned)
 
 
@@ -196,7 +200,9 @@ def lower_best(
     BackendError if the original's graph cannot be compiled, KeyboardInterrupt if there is nothing to keep.
     """
     backend = _backend(place, shapes, store)
-    cheaper = [found for found in proposals if found.cost < base.cost][: 1 if hurried else _AT_MOST]
+    # The best is on the shortlist, too.
+    different = {found.state.graph.fingerprint: found for found in proposals if found.cost < base.cost}
+    cheaper = list(different.values())[: 1 if hurried else _AT_MOST]
     # Without measuring, the best by modelled cost that can be compiled.
     wanted = [base, *cheaper] if feeds is not None else [*cheaper, base]
     made: list[Lowered] = []
@@ -311,17 +317,27 @@ def repeated(measured: Comparison) -> RepeatedComparison:
     )  # fmt: skip
 
 
+# What `tune` compares, in this order.
+_WRITTEN = (
+    "the original graph, untuned",
+    "the original graph with what tuning found",
+    "the rewritten graph with what tuning found",
+)
+
+
 @dataclass(frozen=True, slots=True)
 class TunedModel:
     """A model with tuned kernels: what tuning found, and the compiled model: the fastest of the original graph untuned
     and tuned, and, where a search has rewritten it, that graph tuned.
 
-    `compared`: the better of the tuned ones against the untuned one, on a remote device.
+    `written`: which of them it is. `compared`: the better of the tuned ones against the untuned one, on a remote
+    device.
     """
 
     tuning: TuningResult
     model: TvmModel
     path: str
+    written: str
     onnxruntime_ms: float | None = None
     untuned_ms: float | None = None
     tuned_ms: float | None = None
@@ -357,6 +373,8 @@ def tune_model(
     place.check_runs()
     machine = place.machine
     threads = machine.cores
+    # First of all: what cannot be compiled is not worth tuning.
+    untuned = _backend(place, shapes).compile(graphs[0], threads=threads)
     lowered, remarks = _lowered_first(graphs, shapes, machine)
     tasks = _together(kernel_tasks(module, machine) for module in lowered.values())
     found = tune(
@@ -364,20 +382,20 @@ def tune_model(
         pool=PoolOptions(threads=threads, timing=BETWEEN_OTHERS, remote=place.remote), listener=listener,
         usual=untuned_kernel(machine),
     )  # fmt: skip
-    tuned = _backend(place, shapes, store)
-    made: list[tuple[str, TvmModel]] = []
-    for backend, graph in ((_backend(place, shapes), graphs[0]), *((tuned, graph) for graph in lowered)):
+    backend = _backend(place, shapes, store)
+    models = [untuned]
+    for graph in lowered:
         try:
-            model = backend.compile(graph, threads=threads)
+            models.append(backend.compile(graph, threads=threads))
         except BackendError as error:
             if graph == graphs[0]:
                 raise
             remarks.append(_left_out(error))
-            continue
-        made.append((os.path.join(folder, f"tuned{len(made)}.so"), model))
-        model.save(made[-1][0])
+    made = [(os.path.join(folder, f"tuned{number}.so"), model) for number, model in enumerate(models)]
+    for path, model in made:
+        model.save(path)
     if feeds is None:
-        return TunedModel(found, made[1][1], made[1][0], remarks=tuple(remarks))
+        return TunedModel(found, made[1][1], made[1][0], _WRITTEN[1], remarks=tuple(remarks))
     limit = 5.0 if hurried or found.interrupted else 20.0
     runtime: float | None = None
     compared: RepeatedComparison | None = None
@@ -393,8 +411,8 @@ def tune_model(
     path, model = made[best]
     untuned_ms, tuned_ms, *rewritten = times
     return TunedModel(
-        found, model, path, runtime, untuned_ms, tuned_ms, rewritten[0] if rewritten else None, compared,
-        tuple(remarks),
+        found, model, path, _WRITTEN[best], runtime, untuned_ms, tuned_ms, rewritten[0] if rewritten else None,
+        compared, tuple(remarks),
     )  # fmt: skip
 
 

@@ -145,6 +145,7 @@ class Measurer:
 
     threads = 2
     device: str | None = None
+    flushed = False
 
     def __init__(self, clock: Clock) -> None:
         self.building = self.running = 0.0

@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +22,7 @@ from xrlflow import api
 from xrlflow.backends import BackendError
 from xrlflow.backends.onnxruntime import measure, open_model
 from xrlflow.backends.results import Comparison
-from xrlflow.backends.tvm import Tvm, TvmModel, detect, load_compiled
+from xrlflow.backends.tvm import Tvm, TvmModel, detect, load_compiled, schedules
 from xrlflow.backends.tvm.load import tvm
 from xrlflow.backends.tvm.lower import fuse, import_model
 from xrlflow.backends.tvm.schedules import apply, choices, design_space, heuristic
@@ -104,6 +105,25 @@ def test_the_design_space_has_a_sketch_for_each_choice(tasks: list[Task]) -> Non
         assert space.encode(candidate.trace) == candidate.vector
 
 
+def test_a_tile_that_does_not_fit_is_no_sketch(tasks: list[Task], monkeypatch: pytest.MonkeyPatch) -> None:
+    from tvm.s_tir import ScheduleError
+
+    def failing(sch: Any, block: Any, found: Any, machine: Any, choice: Any) -> None:
+        if choice == bad:
+            raise ScheduleError("not with this tile")
+        schedule_contraction(sch, block, found, machine, choice)
+
+    machine = detect(cores=2)
+    offered, untuned = choices(tasks[0].mod, machine), heuristic(tasks[0].mod, machine)
+    bad = offered[0] if offered[0] != untuned else offered[-1]
+    schedule_contraction = schedules._schedule_contraction
+    monkeypatch.setattr("xrlflow.backends.tvm.schedules._schedule_contraction", failing)
+    assert KnobSpace.of(tasks[0], 0, design_space(machine)).size == len(offered) - 1
+    (first,) = blocked(Method.RANDOM, machine)(tasks[0], 0).propose(1)
+    assert first.key == untuned_kernel(machine)(tasks[0]).key
+    assert first.vector is not None
+
+
 def test_the_untuned_schedule_is_the_first_proposal(tasks: list[Task]) -> None:
     from tvm.s_tir import Schedule
 
@@ -172,11 +192,10 @@ def test_every_method_tunes_a_models_kernels(method: Method, tasks: list[Task], 
             assert len({record.candidate for record in records}) == result.trials
 
 
-def test_what_was_tuned_is_put_back(tasks: list[Task], tmp_path: Path) -> None:
+def test_a_second_run_measures_nothing(tasks: list[Task], tmp_path: Path) -> None:
     machine = detect(cores=2)
     with Store(tmp_path / "store.sqlite") as store:
-        tuned = tuned_by(store, machine, 2)
-        assert tuned(tasks[0].mod) is None
+        assert tuned_by(store, machine, 2, flushed=False)(tasks[0].mod) is None
         found = tune(tasks, blocked(Method.RANDOM, machine), trials=6, batch=3, store=store, pool=QUICK)
         assert found.measured == 6
         assert all(result.best is not None for result in found.tasks)
@@ -190,7 +209,7 @@ def test_only_what_is_clearly_faster_replaces_the_untuned_schedule(tasks: list[T
     first, other = blocked(Method.RANDOM, machine)(task, 0).propose(2)
     setting = Setting.here(machine.target(), 2)
     with Store(tmp_path / "store.sqlite") as store:
-        tuned = tuned_by(store, machine, 2)
+        tuned = tuned_by(store, machine, 2, flushed=False)
         store.put(Record.of(task, setting, first, Outcome((1e-3,))))
         store.put(Record.of(task, setting, other, Outcome((0.99e-3,))))
         assert tuned(task.mod) is None
@@ -198,6 +217,61 @@ def test_only_what_is_clearly_faster_replaces_the_untuned_schedule(tasks: list[T
         found = tuned(task.mod)
         assert found is not None
         assert module_key(found) == other.key
+        assert tuned_by(store, machine, 2, flushed=True)(task.mod) is None, "timed in another way"
+
+
+@pytest.mark.parametrize("usual", [Outcome((1e-3,)), Outcome(error="it took longer than 1 s")])
+def test_what_the_untuned_schedule_once_took_counts(
+    usual: Outcome, tasks: list[Task], tmp_path: Path
+) -> None:
+    """Also where it was measured too seldom to be the best, or failed the last time."""
+    machine = detect(cores=2)
+    task = tasks[0]
+    first, other = blocked(Method.RANDOM, machine)(task, 0).propose(2)
+    setting = Setting.here(machine.target(), 2)
+    with Store(tmp_path / "store.sqlite") as store:
+        store.put(Record.of(task, setting, first, Outcome((1e-3 + 1e-9,))))
+        store.put(Record.of(task, setting, first, usual))
+        for number in range(4):
+            store.put(Record.of(task, setting, other, Outcome((2e-3 + 1e-9 * number,))))
+        assert tuned_by(store, machine, 2, flushed=False)(task.mod) is None
+
+
+def test_kernels_that_cannot_be_scheduled_are_not_tuned(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They run as they are, with a warning, in `tune` as in `optimize`."""
+    from tvm.s_tir import ScheduleError
+
+    def failing(*_: Any) -> Any:
+        raise ScheduleError("not this one")
+
+    monkeypatch.setattr("xrlflow.backends.tvm.schedules._prepare", failing)
+    with pytest.warns(UserWarning, match="a kernel was left unscheduled: .*not this one"):
+        result = api.tune(file, trials=4, threads=2, store=tmp_path / "store.sqlite", measure=False)
+    assert result.found.tuning.tasks == ()
+    assert result.verification is not None
+    assert result.verification.verified
+
+
+def test_a_kernel_whose_choices_fail_is_said_not_to_be_tuned(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tvm.s_tir import ScheduleError
+
+    def failing(sch: Any, block: Any, found: Any, machine: Any, choice: Any) -> None:
+        if choice is not None:
+            raise ScheduleError("not with this tile")
+        schedule_contraction(sch, block, found, machine, choice)
+
+    schedule_contraction = schedules._schedule_contraction
+    monkeypatch.setattr("xrlflow.backends.tvm.schedules._schedule_contraction", failing)
+    result = api.tune(file, trials=4, threads=2, store=tmp_path / "store.sqlite", measure=False)
+    errors = [kernel["error"] for kernel in result.to_json()["kernels"]]
+    assert len(errors) == 2
+    assert all(error.endswith("the schedule rules give no sketch") for error in errors)
+    assert result.verification is not None
+    assert result.verification.verified
 
 
 def test_what_was_lucky_once_does_not_replace_what_was_measured_often(
@@ -208,7 +282,7 @@ def test_what_was_lucky_once_does_not_replace_what_was_measured_often(
     first, other = blocked(Method.RANDOM, machine)(task, 0).propose(2)
     setting = Setting.here(machine.target(), 2)
     with Store(tmp_path / "store.sqlite") as store:
-        tuned = tuned_by(store, machine, 2)
+        tuned = tuned_by(store, machine, 2, flushed=False)
         store.put(Record.of(task, setting, other, Outcome((0.5e-3,))))
         assert tuned(task.mod) is not None
         for number in range(4):
@@ -241,9 +315,10 @@ def remember_another_kernel(task: Task, path: Path) -> str:
     """A store that has another schedule than the untuned one as the faster of the two; its key."""
     machine = detect(cores=2)
     first, other = blocked(Method.RANDOM, machine)(task, 0).propose(2)
+    setting = Setting.here(machine.target(), 2, flushed=True)
     with Store(path) as store:
         for candidate, seconds in ((first, 1e-3), (other, 1e-4)):
-            record = Record.of(task, Setting.here(machine.target(), 2), candidate, Outcome((seconds,)))
+            record = Record.of(task, setting, candidate, Outcome((seconds,)))
             for times in range(4):
                 store.put(replace(record, taken=float(times), seconds=(seconds + 1e-9 * times,)))
     return other.key
@@ -346,6 +421,14 @@ def test_the_fastest_of_the_untuned_the_tuned_and_the_rewritten_model_is_taken(
     assert result.found.path == paths[names.index(fastest) - 1]
     report = result.to_json()
     assert [report[f"{name}_ms"] for name in names] == [1.0 if name == fastest else 2.0 for name in names]
+    assert (
+        report["written"]
+        == {
+            "untuned": "the original graph, untuned",
+            "tuned": "the original graph with what tuning found",
+            "rewritten": "the rewritten graph with what tuning found",
+        }[fastest]
+    )
 
 
 @pytest.mark.parametrize(
@@ -412,6 +495,7 @@ def test_tune_writes_a_library_that_computes_the_same(file: Path, tmp_path: Path
     assert report["verified"] is True
     assert sum(kernel["measured"] for kernel in report["kernels"]) == 4
     assert report["speedup"] is None
+    assert report["written"] == "the original graph with what tuning found"
     feeds = {"x": np.random.default_rng(0).standard_normal((16, 32)).astype(np.float32)}
     with load_compiled(output) as loaded, open_model(str(file)) as runtime:
         np.testing.assert_allclose(loaded.run(feeds)[0], runtime.run(feeds)[0], rtol=1e-5, atol=1e-6)
@@ -460,3 +544,6 @@ def test_bad_options(file: Path) -> None:
         api.tune(file, method="luck")
     with pytest.raises(api.OptionError, match="above zero"):
         api.tune(file, time_limit=0)
+    for function in (api.tune, api.optimize, api.bench, partial(api.verify_files, file)):
+        with pytest.raises(api.OptionError, match="seed -1 is negative"):
+            function(file, seed=-1)

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
@@ -148,13 +149,16 @@ def test_bad_candidates_cost_their_worker_and_say_why(pool: Pool) -> None:
     assert "there_is_no_such_function" in found[4].error
 
 
-def test_what_does_not_compile_is_an_outcome(pool: Pool) -> None:
-    task = matmul(16)
+def not_for_a_cpu(task: Task) -> Candidate:
     schedule = tvm().s_tir.Schedule(task.mod)
     i, _, _ = schedule.get_loops(schedule.get_sblock("Y"))
     schedule.bind(i, "threadIdx.x")  # a CPU has none
-    bad = Candidate(None, [[], []], schedule.mod, "bad")
-    found = pool.measure(task, [bad, unscheduled(task)])
+    return Candidate(None, [[], []], schedule.mod, "bad")
+
+
+def test_what_does_not_compile_is_an_outcome(pool: Pool) -> None:
+    task = matmul(16)
+    found = pool.measure(task, [not_for_a_cpu(task), unscheduled(task)])
     assert found[0].error is not None
     assert "\n" not in found[0].error
     assert found[1].error is None
@@ -168,6 +172,15 @@ def test_tools_that_do_not_work_are_no_fault_of_the_candidate(pool: Pool) -> Non
     Path(job.path).mkdir()  # where the library is to be
     with pytest.raises(PoolError, match="linking failed"):
         list(pool._builders.work(iter([job])))
+    assert pool.measure(task, [unscheduled(task)])[0].error is None
+
+
+def test_a_full_disk_is_no_fault_of_the_candidate(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What does not build then is no outcome, which would be kept."""
+    task = matmul(16)
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=4096))
+    with pytest.raises(PoolError, match="no space is left for kernels: make some, or set TMPDIR"):
+        pool.measure(task, [not_for_a_cpu(task)])
     assert pool.measure(task, [unscheduled(task)])[0].error is None
 
 

@@ -19,6 +19,7 @@ import pytest
 
 from tests.tuning.kernels import matmul, scheduled, target
 from xrlflow.backends.tvm.load import tvm
+from xrlflow.cost.database import connect
 from xrlflow.tuning.store import VERSION, Record, Setting, Store, StoreError
 from xrlflow.tuning.tasks import Task, extract_tasks
 from xrlflow.tuning.tuners.protocol import Outcome
@@ -192,6 +193,31 @@ def test_a_file_that_is_damaged_while_it_is_open_is_set_aside(tmp_path: Path) ->
         with pytest.warns(RuntimeWarning, match="starting afresh"):
             put_more()
         assert store.known("t")[-1].candidate == "last"
+
+
+def test_what_another_process_has_begun_in_its_place_is_not_set_aside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("xrlflow.tuning.store.cache_directory", lambda: tmp_path)
+    path = tmp_path / "tuning.sqlite"
+    path.write_bytes(b"this is no database" * 100)
+
+    def connect_late(*given: Any) -> Any:
+        try:
+            return connect(*given)
+        except sqlite3.DatabaseError:  # meanwhile somebody else has found that, and begun another
+            monkeypatch.undo()
+            path.rename(tmp_path / "tuning.sqlite.damaged")
+            with Store(path) as first:
+                first.put(made(candidate="first"))
+            raise
+
+    monkeypatch.setattr("xrlflow.tuning.store.connect", connect_late)
+    with Store() as store, pytest.warns(RuntimeWarning, match="starting afresh"):
+        store.put(made(candidate="second"))
+    with Store(path) as store:
+        assert [record.candidate for record in store.known("t")] == ["first", "second"]
+    assert (tmp_path / "tuning.sqlite.damaged").read_bytes() == b"this is no database" * 100
 
 
 def test_a_full_disk_is_said_once_and_nothing_is_lost(tmp_path: Path) -> None:

@@ -86,9 +86,20 @@ def connect(
     return connection
 
 
-def set_aside(path: Path) -> None:
-    """Rename a database and what belongs to it (`.damaged`). Raises OSError."""
-    for suffix in ("", "-wal", "-shm"):
+def file_number(path: Path) -> int | None:
+    """What tells a file from another one of its name; None if there is none."""
+    try:
+        return path.stat().st_ino
+    except OSError:
+        return None
+
+
+def set_aside(path: Path, number: int | None) -> None:
+    """Rename a database and what belongs to it (`.damaged`), unless it is another file than the one that is damaged
+    (`number`: its `file_number`), which another process has begun by now. Raises OSError."""
+    if file_number(path) != number:
+        return
+    for suffix in ("-wal", "-shm", ""):  # what belongs to the next file is not there before the last is gone
         if (file := Path(f"{path}{suffix}")).exists():
             file.replace(f"{path}.damaged{suffix}")
 
@@ -118,6 +129,7 @@ class Database:
         self.path = Path(path) if path is not None else cache_directory() / "measurements.sqlite"
         self._lock = threading.Lock()
         self._connection: sqlite3.Connection | None = None
+        self._file: int | None = None
         self._process = 0
         self._inherited: list[sqlite3.Connection] = []
 
@@ -183,7 +195,10 @@ class Database:
 
     def _open(self) -> sqlite3.Connection:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        return connect(self.path, [_SCHEMA], VERSION, _TABLE, _PATIENCE)
+        self._file = file_number(self.path)
+        connection = connect(self.path, [_SCHEMA], VERSION, _TABLE, _PATIENCE)
+        self._file = file_number(self.path)
+        return connection
 
     def _in_memory(self, error: Exception) -> sqlite3.Connection:
         warnings.warn(
@@ -198,7 +213,7 @@ class Database:
             stacklevel=5,
         )
         self._disconnect()
-        set_aside(self.path)
+        set_aside(self.path, self._file)
 
     def _disconnect(self) -> None:
         if self._connection is not None and self._process == os.getpid():

@@ -59,9 +59,7 @@ def optimization(report: Report, output: str) -> None:
         )
         summary.add_row("speed-up, 95% interval", ratio(report.speedup))
         summary.add_row("original against itself", ratio(report.control))
-    verified = {True: "equal", False: "DIFFERENT", None: "not checked"}[report.verified]
-    error = "" if report.max_error is None else f", largest deviation {report.max_error:.2e}"
-    summary.add_row("verification", verified + error)
+    summary.add_row("verification", _verdict(report.verified, report.max_error))
     summary.add_row("time", f"{report.seconds:.1f} s")
     _console.print(summary)
     for note in report.notes:
@@ -70,6 +68,11 @@ def optimization(report: Report, output: str) -> None:
         _console.print(f"\n{output}: the original, unchanged ({report.reason})", markup=False)
     else:
         _console.print(f"\n{output}: written ({report.reason})", markup=False)
+
+
+def _verdict(verified: bool | None, error: float | None) -> str:
+    said = {True: "equal", False: "DIFFERENT", None: "not checked"}[verified]
+    return said if error is None else f"{said}, largest deviation {error:.2e}"
 
 
 def proven(certificate: Certificate, done: int, total: int) -> None:
@@ -147,8 +150,8 @@ def bench(measured: Mapping[str, Any]) -> None:
     _console.print(table)
 
 
-def tuned(report: Mapping[str, Any], speedup: SpeedUp | None, output: str) -> None:
-    """The kernels that were tuned, and what the compiled model takes."""
+def tuned(report: Mapping[str, Any], speedup: SpeedUp | None, control: SpeedUp | None, output: str) -> None:
+    """The kernels that were tuned, what the compiled models take, and which of them was written."""
     table = _grid("kernel", "calls", "us", "GFLOP/s", "trials", title="Kernels, as tuned")
     for row in report["kernels"]:
         best = row["best_us"]
@@ -165,13 +168,15 @@ def tuned(report: Mapping[str, Any], speedup: SpeedUp | None, output: str) -> No
         _console.print(f"TVM, rewritten and tuned: {ms(report['rewritten_ms'])}")
     against = "ONNX Runtime" if report["device"] is None else f"the untuned model, on {report['device']}"
     _console.print(f"speed-up over {against}: {ratio(speedup)}", markup=False)
+    _console.print(f"the latter against itself: {ratio(control)}", markup=False)
+    _console.print(f"verification: {_verdict(report['verified'], report['max_error'])}")
     for row in report["kernels"]:
         if row["error"]:
             _console.print(f"note: {row['name']} could not be tuned: {row['error']}", markup=False)
     for note in report["notes"]:
         _console.print(f"note: {note}", markup=False)
     _console.print(f"{report['seconds']:.1f} s of tuning ({report['stop']})")
-    _console.print(f"{output}: written")
+    _console.print(f"{output}: written ({report['written']})", markup=False)
 
 
 def verification(found: Verification) -> None:

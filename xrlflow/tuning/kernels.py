@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from xrlflow.backends.interrupts import heeding_interrupts
 from xrlflow.backends.tvm.load import tvm
 from xrlflow.backends.tvm.lower import Tuned
-from xrlflow.backends.tvm.schedules import apply, choices, design_space, heuristic
+from xrlflow.backends.tvm.schedules import choices, design_space, schedule
 from xrlflow.backends.tvm.target import Machine
 from xrlflow.tuning.knobs import Candidate, KnobSpace
 from xrlflow.tuning.store import CONFIRMED, Setting, Store
@@ -52,9 +53,9 @@ def blocked(method: Method, machine: Machine) -> MakeTuner:
 
     def make(task: Task, seed: int) -> Tuner:
         space = KnobSpace.of(task, seed, design_space(machine))
-        options, untuned = choices(task.mod, machine), heuristic(task.mod, machine)
         tuner = make_tuner(method, task, seed, space=space)
-        first = space.decode((options.index(untuned),)) if untuned in options else None
+        untuned = space.encode(schedule(task.mod, machine).trace.simplified(False).as_json())
+        first = space.decode(untuned) if untuned is not None else None
         return tuner if first is None else _BeginWith(first, tuner)
 
     return make
@@ -81,13 +82,12 @@ class _BeginWith:
 
 def untuned_kernel(machine: Machine) -> Callable[[Task], Candidate]:
     """How a task's kernel runs without tuning."""
-    from tvm.s_tir import Schedule
 
-    def schedule(task: Task) -> Candidate:
-        done = apply(Schedule(task.mod, debug_mask="none"), machine)
+    def untuned(task: Task) -> Candidate:
+        done = schedule(task.mod, machine)
         return Candidate(None, done.trace, done.mod, module_key(done.mod))
 
-    return schedule
+    return untuned
 
 
 # A kernel that was measured to be faster by less than this stays as it is without tuning: the best of many noisy
@@ -95,19 +95,27 @@ def untuned_kernel(machine: Machine) -> Callable[[Task], Candidate]:
 _WORTH = 0.97
 
 
-def tuned_by(store: Store, machine: Machine, threads: int, device: str | None = None) -> Tuned:
+def tuned_by(
+    store: Store, machine: Machine, threads: int, device: str | None = None, *, flushed: bool
+) -> Tuned:
     """How the store's best records of a device (default: this machine) schedule a function, where they beat the
-    untuned schedule."""
+    untuned schedule. `flushed`: records of kernels that were timed so (see `worker.Timing`)."""
     target = machine.target()
-    setting = Setting.on(device, target, threads)
+    setting = Setting.on(device, target, threads, flushed=flushed)
 
     def tuned(module: Any) -> Any | None:
         task = Task.of("main", module, target)
-        known = store.best(task.key, count=len(store), setting=setting, least=CONFIRMED)
+        known = store.best(task.key, setting=setting, least=CONFIRMED)
         if not known:
             return None
         usual = untuned_kernel(machine)(task).key
-        if any(r.candidate == usual and known[0].outcome.median > _WORTH * r.outcome.median for r in known):
+        # Also where it has failed once, or was measured less often than others.
+        times = [
+            record.outcome.median
+            for record in store.known(task.key, setting)
+            if record.candidate == usual and record.outcome.error is None
+        ]
+        if times and known[0].outcome.median > _WORTH * statistics.median(times):
             return None
         return store.scheduled(task, known[0])
 

@@ -233,12 +233,6 @@ class KnobSpace:
         found.pop(start, None)
         return list(found)
 
-    def step(self, vector: Sequence[int], moves: Sequence[int]) -> Vector:
-        """The vector after moving each knob by so many places, as far as its ends."""
-        return self.normal(
-            [min(max(i + m, 0), len(knob) - 1) for knob, i, m in zip(self.knobs, vector, moves, strict=True)]
-        )
-
     def enumerate(self) -> Iterator[Vector]:
         """Every normal vector (`size` of them), one sketch after the other."""
         for number, sketch in enumerate(self.sketches):

@@ -70,8 +70,12 @@ _ATTEMPTS = 3  # of a worker to start
 _FIRST = 2
 
 
+# Bytes on the disk that a kernel and its object file may need.
+_SPACE = 1 << 20
+
+
 class PoolError(RuntimeError):
-    """Nothing can be measured: workers do not start, or the pool is closed. The message is one line."""
+    """Nothing can be measured: workers do not start, the disk is full, the pool is closed. The message is one line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +136,11 @@ class Pool:
         return self.options.device
 
     @property
+    def flushed(self) -> bool:
+        """Whether kernels are timed as between others (see `worker.Timing`)."""
+        return self.options.timing.flush
+
+    @property
     def building(self) -> float:
         """Seconds for which candidates have been built so far."""
         return self._builders.seconds
@@ -166,12 +175,14 @@ class Pool:
         try:
             libraries: dict[int, tuple[Argument, ...]] = {}
             builds = self._builds(task, candidates, paths, self.options.remote is not None)
-            for number, answer in self._builders.work(builds, until):
-                match answer:
-                    case Built(arguments):
-                        libraries[number] = arguments
-                    case _:
-                        yield number, _failure(answer)
+            with contextlib.closing(self._builders.work(builds, until)) as answers:
+                for number, answer in answers:
+                    match answer:
+                        case Built(arguments):
+                            libraries[number] = arguments
+                        case _:
+                            self._check_space()
+                            yield number, _failure(answer)
             order = sorted(libraries)
             runs = (self._run(paths[number], libraries[number]) for number in order)
             for position, answer in self._runners.work(runs, until):
@@ -238,6 +249,12 @@ class Pool:
         if remote is None:
             return Run(path, arguments, timing)
         return RunThere(path, arguments, timing, remote, self.options.run_seconds, self.options.threads)
+
+    def _check_space(self) -> None:
+        """Raise PoolError where nothing can be built: that is not a candidate's fault, and not to be kept as one."""
+        folder = self._nursery.folder
+        if shutil.disk_usage(folder).free < _SPACE:
+            raise PoolError(f"{folder}: no space is left for kernels: make some, or set TMPDIR")
 
     @staticmethod
     def _builds(
@@ -417,7 +434,7 @@ class _Crew:
         self._closed = False
         self._workers = [_Worker(nursery, threads) for _ in range(count)]
 
-    def work(self, jobs: Iterator[Job], until: float = math.inf) -> Iterator[tuple[int, Answer]]:
+    def work(self, jobs: Iterator[Job], until: float = math.inf) -> Generator[tuple[int, Answer], None, None]:
         """The answer to each job, by its number in `jobs`, as they come; none is begun after `until`.
 
         Left early, the workers that are at it are replaced.

@@ -52,6 +52,11 @@ class Measurer(Protocol):
         """The name of what kernels run on; None: this machine."""
         ...
 
+    @property
+    def flushed(self) -> bool:
+        """Whether kernels are timed as between others (see `worker.Timing`)."""
+        ...
+
     def outcomes(self, task: Task, candidates: Sequence[Candidate], *, until: float) -> Outcomes:
         """Each outcome as soon as it is known; what would start after `until` is left out."""
         ...
@@ -113,11 +118,6 @@ class TuningResult:
         return self.stop is Stop.INTERRUPTED
 
     @property
-    def latency(self) -> float:
-        """Seconds of all calls of all kernels together."""
-        return math.fsum(result.task.weight * result.seconds for result in self.tasks)
-
-    @property
     def measured(self) -> int:
         """Candidates that were measured in this session."""
         return sum(result.measured for result in self.tasks)
@@ -163,7 +163,7 @@ def tune(
 
     `usual`: how a task's kernel runs otherwise. With it, what leads is measured again in the end, side by side with
     that, which is beyond the trials but within the time limit: the least of many noisy times is the luckiest kernel's,
-    not the fastest one's. What was measured often enough is not measured again.
+    not the fastest one's. What was measured often enough is not measured again, and without trials nothing is.
 
     `time_limit`, in seconds, may be overrun by one candidate or one proposal. Raises ValueError for limits that make
     no sense, PoolError when nothing can be measured, BackendError when a recorded schedule cannot be applied.
@@ -199,6 +199,10 @@ class _Measuring:
     @property
     def device(self) -> str | None:
         return self._options.device if self._measurer is None else self._measurer.device
+
+    @property
+    def flushed(self) -> bool:
+        return self._options.timing.flush if self._measurer is None else self._measurer.flushed
 
     def outcomes(self, task: Task, candidates: Sequence[Candidate], *, until: float) -> Outcomes:
         if self._measurer is None:
@@ -296,7 +300,7 @@ class _Session:
 
     def _confirm(self) -> None:
         """Measure again what leads each task, beside what runs otherwise, until it has been measured often enough."""
-        if self._usual is None:
+        if self._usual is None or self._budget == 0:  # whoever asks for no trials wants nothing measured
             return
         for state in sorted(self._states, key=lambda state: -state.task.weight * state.best):
             while not self._over():
@@ -431,7 +435,9 @@ class _Session:
             )
 
     def _state(self, task: Task) -> _State:
-        setting = Setting.on(self._measurer.device, task.target, self._measurer.threads)
+        setting = Setting.on(
+            self._measurer.device, task.target, self._measurer.threads, flushed=self._measurer.flushed
+        )
         known: dict[str, Outcome] = {}
         for record in self._store.known(task.key, setting):
             known.setdefault(record.candidate, record.outcome)

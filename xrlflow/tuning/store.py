@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias
 from xrlflow.backends.protocol import BackendError, one_line
 from xrlflow.backends.tvm.load import tvm
 from xrlflow.backends.tvm.stack import CODE
-from xrlflow.cost.database import cache_directory, connect, set_aside
+from xrlflow.cost.database import cache_directory, connect, file_number, set_aside
 from xrlflow.cost.machine import cpu_name
 from xrlflow.tuning.tasks import Task, module_key, target_text
 from xrlflow.tuning.tuners.protocol import Outcome
@@ -62,8 +62,8 @@ class StoreError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What times depend on besides the schedule. `target` is TVM's, as
-    JSON (`tasks.target_text`)."""
+    """What times depend on besides the schedule. `target` is TVM's, as JSON (`tasks.target_text`); `tvm` says what
+    makes code of a schedule, and that kernels are timed between others if they are (`worker.Timing.flush`)."""
 
     target: str
     tvm: str
@@ -71,19 +71,18 @@ class Setting:
     threads: int
 
     @staticmethod
-    def here(target: Target, threads: int) -> Setting:
+    def here(target: Target, threads: int, *, flushed: bool = False) -> Setting:
         """This machine with the TVM that is installed."""
-        return Setting.on(None, target, threads)
+        return Setting.on(None, target, threads, flushed=flushed)
 
     @staticmethod
-    def on(device: str | None, target: Target, threads: int) -> Setting:
+    def on(device: str | None, target: Target, threads: int, *, flushed: bool = False) -> Setting:
         """A device by its name (None: this machine), with the TVM that is installed here and what we add to it."""
-        return Setting(target_text(target), _version(), device or cpu_name(), threads)
+        return Setting(target_text(target), _version(flushed), device or cpu_name(), threads)
 
 
-def _version() -> str:
-    """Of what makes code of a schedule."""
-    return f"{tvm().__version__}, {CODE}"
+def _version(flushed: bool) -> str:
+    return f"{tvm().__version__}, {CODE}" + ", timed between others" * flushed
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +151,7 @@ class Store:
         self._ours = path is None
         self._lock = threading.RLock()
         self._disk: sqlite3.Connection | None = None
+        self._file: int | None = None
         self._memory: sqlite3.Connection | None = None
         self._pending: list[tuple[str, Row]] = []
         self._retry = 0.0
@@ -231,12 +231,12 @@ class Store:
     def __len__(self) -> int:
         return sum(int(count) for (count,) in self._read("SELECT count(*) FROM record", ()))
 
-    def database(self, target: Target, tasks: Iterable[Task] | None = None) -> Any:
+    def database(self, target: Target, tasks: Iterable[Task] | None = None, *, flushed: bool = False) -> Any:
         """The best record for this target and version of TVM of each task (default: of all tasks that are known), as a
-        database of MetaSchedule's, for its pass MetaScheduleApplyDatabase."""
+        database of MetaSchedule's, for its pass MetaScheduleApplyDatabase. `flushed`: of kernels that were timed so."""
         meta = tvm().s_tir.meta_schedule.database
         found = meta.MemoryDatabase()
-        ours = target_text(target), _version()
+        ours = target_text(target), _version(flushed)
         modules = {task.key: task.mod for task in tasks} if tasks is not None else self._modules()
         for key, module in modules.items():
             records = [
@@ -273,13 +273,18 @@ class Store:
         return len(lines)
 
     def import_json(
-        self, folder: str | os.PathLike[str], *, setting: Setting | None = None, threads: int | None = None
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        setting: Setting | None = None,
+        threads: int | None = None,
+        flushed: bool = False,
     ) -> int:
         """Add the records of a JSON database of TVM's; how many of them were new.
 
         The files do not say where and with how many threads they were measured: `setting` does (its target stands
         in where a record has none), by default this machine and the cores of each record's target, or `threads`, and
-        kernels built as they are here (`backends.tvm.stack`).
+        kernels built as they are here (`backends.tvm.stack`), timed alone or, as those of models are, `flushed`.
         Raises StoreError, with file and line, for what is no such database; then nothing is added.
         """
         workloads = [
@@ -292,7 +297,8 @@ class Store:
                 text, workload = workloads[int(number)]
                 kind = tvm().target.Target(target) if target is not None else _target(setting)
                 task = Task.of("imported", workload.mod, kind)
-                where = setting or Setting.here(kind, threads or int(kind.attrs.get("num-cores", 1)))
+                cores = threads or int(kind.attrs.get("num-cores", 1))
+                where = setting or Setting.here(kind, cores, flushed=flushed)
                 record = Record(
                     task=task.key,
                     setting=Setting(target_text(kind), where.tvm, where.device, where.threads),
@@ -434,7 +440,9 @@ class Store:
 
     def _open(self) -> sqlite3.Connection:
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = file_number(self.path)
         connection = connect(self.path, _SCHEMA, VERSION, _TABLE, _PATIENCE)
+        self._file = file_number(self.path)
         self._ours = True
         return connection
 
@@ -484,7 +492,7 @@ class Store:
             self._disk.close()
             self._disk = None
         try:
-            set_aside(self.path)
+            set_aside(self.path, self._file)
         except OSError as failure:
             self._complain(failure)
 

@@ -526,7 +526,7 @@ def test_rows_that_are_prime_get_longer() -> None:
 
 def test_depthwise_convolutions_alone_stay_channels_first() -> None:
     (kernel,) = kernels("Conv, depthwise alone, channels first").values()
-    scheduled = schedule(kernel, detect()).script()
+    scheduled = schedule(kernel, detect()).mod.script()
     assert "T.vectorized" in scheduled
     assert "T.unroll" in scheduled
     assert any("transpose" in n for n in kernels("Conv"))
@@ -564,7 +564,7 @@ def test_sums_across_memory_are_vectors_abreast_for_each_core(
     x = te.placeholder((1, 60, 60, channels), name="x")
     row, column = te.reduce_axis((0, 60)), te.reduce_axis((0, 60))
     y = te.compute((1, channels), lambda n, c: te.sum(x[n, row, column, c], axis=[row, column]), name="y")
-    done = tvm().s_tir.Schedule(schedule(tvm().IRModule({"main": te.create_prim_func([x, y])}), MACHINE))
+    done = schedule(tvm().IRModule({"main": te.create_prim_func([x, y])}), MACHINE)
     assert loops(done, "y_update") == expected
 
 
@@ -579,9 +579,7 @@ def scheduled(graph: str, name: str) -> Any:
     """The one kernel whose name has `name` in it, scheduled."""
     module = fuse(import_model(network(graph)), MACHINE)
     (kernel,) = (f for v, f in module.functions.items() if name in v.name_hint)
-    return tvm().s_tir.Schedule(
-        schedule(tvm().IRModule({"main": kernel.with_attr("global_symbol", "main")}), MACHINE)
-    )
+    return schedule(tvm().IRModule({"main": kernel.with_attr("global_symbol", "main")}), MACHINE)
 
 
 def test_chunks_of_long_sums_are_tiles_in_vectors() -> None:

@@ -117,7 +117,8 @@ class TvmModel:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the model as one shared library with its weights, and its interface beside it (`.json`), whole or not.
 
-        Raises BackendError if there is no linker (a C compiler) or the file cannot be written.
+        What is beside it describes the library that it replaces, too: a process may end between the two. Raises
+        BackendError if there is no linker (a C compiler), if that fails, or if a file cannot be written.
         """
         target = Path(path)
         if target.suffix != SUFFIX:
@@ -135,11 +136,26 @@ class TvmModel:
                         str(library), fcompile=_linked_by(self.interface.triple, link)
                     )
                 stored = {"format": _VERSION, "digest": _digest(library), **asdict(self.interface)}
+                if target.is_file() and _description(target).is_file():
+                    stored["replaced"] = _described(target)
                 description.write_text(json.dumps(stored, indent=1))
                 os.replace(description, _description(target))
                 os.replace(library, target)
         except OSError as error:
             raise BackendError(f"{target}: cannot be written: {error.strerror or one_line(error)}") from error
+        except RuntimeError as error:  # TVM's, with what the linker said
+            raise BackendError(f"{target}: cannot be built: {one_line(error)}") from error
+
+
+def _described(library: Path) -> dict[str, Any] | None:
+    """What is beside a library, of the library that is there (see `save`); None where it is damaged."""
+    try:
+        stored = json.loads(_description(library).read_text())
+        found = (stored, stored.pop("replaced", None))
+        digest = _digest(library)
+        return next((entry for entry in found if entry is not None and entry["digest"] == digest), None)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
 
 
 def _linked_by(triple: str, command: str) -> Any:
@@ -162,29 +178,37 @@ def load_compiled(path: ModelSource, *, threads: int | None = None) -> TvmModel:
         if not needed.is_file():
             raise BackendError(f"{needed}: there is no such file")
     try:
-        stored = json.loads(_description(file).read_text())
-        if stored.pop("format") != _VERSION:
+        described = _described(file)
+        stored = described or json.loads(_description(file).read_text())
+        if stored["format"] != _VERSION:
             raise BackendError(f"{_description(file)}: written by another version: compile the model again")
-        digest = stored["digest"]
         inputs = tuple(Value(v["name"], v["dtype"], tuple(v["shape"])) for v in stored["inputs"])
         interface = Interface(
             inputs, tuple(stored["outputs"]), *(str(stored[k]) for k in ("triple", "cpu", "version"))
         )
+    except OSError as error:
+        raise BackendError(f"{file}: cannot be read: {error.strerror or one_line(error)}") from error
     except (ValueError, KeyError, TypeError) as error:
         raise BackendError(f"{_description(file)}: damaged: compile the model again") from error
     package = tvm()
+    import tvm_ffi
+
     if interface.version != package.__version__:
         raise BackendError(
             f"{file}: compiled with TVM {interface.version}, this is {package.__version__}: compile the model again"
         )
-    if digest != _digest(file):  # the system's loader may end the process on a truncated library
+    if described is None:  # the system's loader may end the process on a truncated library
         raise BackendError(
             f"{file}: damaged, or not what {_description(file).name} describes: compile the model again"
         )
     check_runs_here(interface, f"{file}: ")  # loading alone may run what its kernels are initialised with
     try:
-        with _silent():
-            executable = package.runtime.load_module(str(file.resolve()))
+        # By a name of its own: the system's loader takes a file for the one of the same name that it has loaded before,
+        # though it was replaced since. (`tvm.runtime.load_module` would resolve it.)
+        with tempfile.TemporaryDirectory(prefix="xrlflow-") as folder, _silent():
+            name = Path(folder) / file.name
+            name.symlink_to(file.resolve())
+            executable = tvm_ffi.load_module(str(name))
     except Exception as error:  # the loader's own classes have no common base
         raise BackendError(f"{file}: cannot be loaded: {one_line(error)}") from error
     return TvmModel(executable, interface, threads or default_threads())

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from xrlflow.backends.interrupts import heeding_interrupts
@@ -67,12 +68,53 @@ def import_model(model: Any, shapes: Mapping[str, Sequence[int]] | None = None) 
     )
     package = tvm()
     opset = max((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), default=1)
-    try:
+    with _answering("import"):
         module = _importer(bound).from_onnx(model.graph, opset)
-    except Exception as error:  # whatever the importer raises about a model is an answer to the user
-        raise BackendError(f"TVM cannot import the model: {last_line(error)}") from error
     assert isinstance(module, package.IRModule)
     return module
+
+
+@contextlib.contextmanager
+def _answering(doing: str, module: Any = None) -> Iterator[None]:
+    """Whatever TVM raises about a model is an answer to the user: BackendError, which says if it may be because a size
+    in `module` is no number."""
+    try:
+        yield
+    except BackendError:
+        raise
+    except Exception as error:
+        if module is not None and (name := _without_size(module)):
+            raise BackendError(
+                f"TVM cannot {doing} a model in which the size of what {name} computes depends on values: use "
+                "--backend onnxruntime for this model"
+            ) from error
+        raise BackendError(f"TVM cannot {doing} the model: {last_line(error)}") from error
+
+
+def _without_size(module: Any) -> str | None:
+    """The first operator (or function) called in a Relax module whose result has a size that is not a number."""
+    from tvm import relax
+
+    def known(kind: Any) -> bool:
+        if isinstance(kind, relax.TupleType):
+            return all(known(part) for part in kind.fields)
+        if not isinstance(kind, relax.TensorType):
+            return True
+        return isinstance(kind.shape, relax.ShapeExpr) and all(hasattr(n, "value") for n in kind.shape.values)
+
+    calls: list[Any] = []
+
+    def look(expression: Any) -> None:
+        if isinstance(expression, relax.Call) and not known(expression.ty):
+            calls.append(expression)
+
+    relax.analysis.post_order_visit(module["main"], look)
+    if not calls:
+        return None
+    call = calls[0]
+    callee = call.args[0] if str(getattr(call.op, "name", "")).startswith("relax.call_") else call.op
+    names = (getattr(callee, attribute, None) for attribute in ("name_hint", "global_symbol", "name"))
+    return next((str(name).rpartition(".")[2] for name in names if name), str(callee))
 
 
 def check_sizes(inputs: Iterable[Any]) -> None:
@@ -125,7 +167,10 @@ def _importer(shapes: Mapping[str, Sequence[int]]) -> Any:
 
 
 def fuse(module: Any, machine: Machine) -> Any:
-    """Layouts, constant folding, fusion: a Relax function that calls one primitive function after another."""
+    """Layouts, constant folding, fusion: a Relax function that calls one primitive function after another.
+
+    Raises BackendError for what TVM refuses.
+    """
     package = tvm()
     from tvm import relax
 
@@ -148,7 +193,7 @@ def fuse(module: Any, machine: Machine) -> Any:
         relax.transform.DeadCodeElimination(),
         relax.transform.AttachAttrLayoutFreeBuffers(),
     ]
-    with machine.target(), package.transform.PassContext(opt_level=3):
+    with _answering("compile", module), machine.target(), package.transform.PassContext(opt_level=3):
         for step in passes:
             with heeding_interrupts():
                 module = step(module)
@@ -182,7 +227,10 @@ Tuned = Callable[[Any], Any | None]
 
 
 def schedule_all(module: Any, machine: Machine, tuned: Tuned | None = None) -> Any:
-    """Every primitive function scheduled: as tuned where that is known, otherwise by `schedules`."""
+    """Every primitive function scheduled: as tuned where that is known, otherwise by `schedules`.
+
+    Raises BackendError for what TVM refuses.
+    """
     package = tvm()
     from tvm import tirx
 
@@ -193,7 +241,8 @@ def schedule_all(module: Any, machine: Machine, tuned: Tuned | None = None) -> A
         one = package.IRModule({"main": function.with_attr(_SYMBOL, "main")})
         with heeding_interrupts():
             better = tuned(one) if tuned is not None else None
-            done = (better if better is not None else schedule(one, machine))["main"]
+        with _answering("compile", module), heeding_interrupts():
+            done = (better if better is not None else schedule(one, machine).mod)["main"]
         updates[name] = done.without_attr(_SYMBOL).with_attr(SCHEDULED, True)
     for name, function in updates.items():
         module.update_func(name, function)
@@ -202,12 +251,15 @@ def schedule_all(module: Any, machine: Machine, tuned: Tuned | None = None) -> A
 
 @heeding_interrupts()
 def compile_module(module: Any, machine: Machine) -> Any:
-    """An executable: packing of constants run once, memory planned, kernels compiled by LLVM."""
+    """An executable: packing of constants run once, memory planned, kernels compiled by LLVM.
+
+    Raises BackendError for what TVM refuses.
+    """
     package = tvm()
     from tvm import relax
 
     target = machine.target()
-    with target, package.transform.PassContext(opt_level=3):
+    with _answering("compile", module), target, package.transform.PassContext(opt_level=3):
         module = relax.transform.SplitLayoutRewritePreproc()(module)
         module = relax.transform.FoldConstant()(module)
         module = relax.transform.DeadCodeElimination()(module)

@@ -20,6 +20,7 @@ design space of the tuners (see `design_space`).
 
 from __future__ import annotations
 
+import contextlib
 import math
 import warnings
 from collections.abc import Iterator, Sequence
@@ -82,18 +83,18 @@ class Choice:
 
 
 def schedule(mod: Any, machine: Machine) -> Any:
-    """The scheduled module of one primitive function named "main".
+    """The schedule (TVM's) of a module with one primitive function named "main".
 
-    What none of the schedules understands is left as it was, in one thread, which is slow and right: a warning says so.
+    What none of ours understands is left as it was, in one thread, which is slow and right: a warning says so.
     """
     from tvm.s_tir import Schedule, ScheduleError
 
     try:
-        return apply(Schedule(mod, debug_mask="none"), machine).mod
+        return apply(Schedule(mod, debug_mask="none"), machine)
     except ScheduleError as error:
         last = str(error).strip().splitlines()[-1]
         warnings.warn(f"a kernel was left unscheduled: {last}", stacklevel=2)
-        return mod
+        return Schedule(mod, debug_mask="none")
 
 
 def apply(sch: Any, machine: Machine, choice: Choice | None = None) -> Any:
@@ -128,21 +129,31 @@ def heuristic(mod: Any, machine: Machine) -> Choice | None:
 
 
 def _form(mod: Any) -> _Form | None:
-    """The contraction of "main", if that is what it is."""
-    from tvm.s_tir import Schedule
+    """The contraction of "main", if that is what it is and we understand what is around it."""
+    from tvm.s_tir import Schedule, ScheduleError
 
     sch = Schedule(mod, debug_mask="none")
-    contraction = _only_contraction(sch, _anchors(sch))
-    return None if contraction is None else _prepare(sch, *contraction)
+    try:
+        _inline_scalars(sch)
+        contraction = _only_contraction(sch, _anchors(sch))
+        return None if contraction is None else _prepare(sch, *contraction)
+    except ScheduleError:
+        return None  # as `schedule` leaves it
 
 
 def design_space(machine: Machine, most: int = 64) -> Any:
     """MetaSchedule's space generator of these kernels: a sketch for each of `choices`, or the one schedule there is."""
     package = tvm()
 
+    from tvm.s_tir import ScheduleError
+
     def sketches(sch: Any) -> list[Any]:
-        found: list[Choice | None] = [*choices(sch.mod, machine, most)]
-        return [apply(sch.copy(), machine, choice) for choice in found or [None]]
+        options: list[Choice | None] = [*choices(sch.mod, machine, most)]
+        found = []
+        for choice in options or [None]:
+            with contextlib.suppress(ScheduleError):  # a tile that does not go with what is around it
+                found.append(apply(sch.copy(), machine, choice))
+        return found
 
     generator = package.s_tir.meta_schedule.space_generator.ScheduleFn
     return generator(sketches, sch_rules=[], postprocs=[], mutator_probs={})

@@ -77,11 +77,6 @@ class Machine:
         options = {"kind": "llvm", "mtriple": self.triple, "mcpu": self.cpu, "num-cores": self.cores}
         return tvm().target.Target(options)
 
-    @property
-    def runs_here(self) -> bool:
-        """Whether this machine has every instruction that its kernels may use."""
-        return not lacking(self.triple, self.cpu)
-
 
 @functools.cache
 def detect(cpu: str | None = None, cores: int | None = None, triple: str | None = None) -> Machine:
