@@ -501,6 +501,10 @@ def test_tune_writes_a_library_that_computes_the_same(file: Path, tmp_path: Path
         np.testing.assert_allclose(loaded.run(feeds)[0], runtime.run(feeds)[0], rtol=1e-5, atol=1e-6)
     again = api.tune(file, method="random", trials=4, batch=2, threads=2, store=store, measure=False)
     assert again.found.tuning.measured == 0
+    options = ["--trials", "0", "--threads", "2", "--store", str(store), "--no-measure"]
+    shown = " ".join(CliRunner().invoke(app, ["tune", str(file), "-o", str(output), *options]).stdout.split())
+    assert "verification: equal, largest deviation" in shown
+    assert shown.endswith(": written (the original graph with what tuning found)")
 
 
 @pytest.mark.parametrize("interrupting", [True, False])

@@ -393,6 +393,9 @@ def test_a_database_that_tvm_wrote_survives_the_store(tmp_path: Path) -> None:
         assert store.known(task.key)[0].setting == Setting.here(task.target, 2)
         store.export_json(tmp_path / "json")
     assert json_lines(tmp_path / "json") == json_lines(tmp_path)
+    with Store(tmp_path / "between.sqlite") as store:
+        assert store.import_json(tmp_path, flushed=True) == 3
+        assert {r.setting for r in store.known(task.key)} == {Setting.here(task.target, 2, flushed=True)}
 
 
 @pytest.mark.parametrize(
@@ -450,7 +453,7 @@ def test_tvm_applies_the_best_record_of_each_task(store: Store) -> None:
             with database:
                 applied = relax.transform.MetaScheduleApplyDatabase()(mod)
             assert "T.vectorized(T.int64(8))" in applied[name].script()
-        assert len(store.database(target(cores=1))) == 0
+        assert len(store.database(target(cores=1))) == len(store.database(kind, flushed=True)) == 0
         x_value, w_value = np.ones((16, 16), np.float32), np.ones((16, 32), np.float32)
         machine = relax.VirtualMachine(tvm().compile(applied, target=kind), tvm().cpu())
         found = machine["main"](tvm().runtime.tensor(x_value), tvm().runtime.tensor(w_value)).numpy()

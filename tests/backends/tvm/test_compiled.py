@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import math
 import os
@@ -25,10 +26,12 @@ import pytest
 from typer.testing import CliRunner
 
 import xrlflow
+from xrlflow import api
 from xrlflow.api import OptionError, VerificationFailed
 from xrlflow.backends import BackendError
 from xrlflow.backends.onnxruntime import measure, open_model
 from xrlflow.backends.protocol import Feeds
+from xrlflow.backends.results import SpeedUp
 from xrlflow.backends.tvm import Tvm, TvmModel, detect, load_compiled
 from xrlflow.backends.tvm.target import lacking
 from xrlflow.cli import app
@@ -355,6 +358,20 @@ def test_what_tvm_raises_at_a_proposal_leaves_the_original_graph(
     with pytest.raises(BackendError, match=r"^TVM cannot compile the model: of TVM's$"):
         xrlflow.optimize(gelu(), **options)
     assert compiled == 2
+
+
+@pytest.mark.parametrize("factor", [0.5, 2.0])
+def test_the_report_says_if_onnx_runtime_is_faster(
+    factor: float, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("xrlflow.tuning.store.cache_directory", lambda: tmp_path / "cache")
+    final, speedup = api._final, SpeedUp(factor, 0.9 * factor, 1.1 * factor)
+    monkeypatch.setattr(
+        api, "_final", lambda job, path: dataclasses.replace(final(job, path), speedup=speedup)
+    )
+    result = xrlflow.optimize(file, backend="tvm", search="greedy", cost="roofline", time_limit=8.0)
+    assert result.report.reason.startswith("measured ")
+    assert result.report.reason.endswith("against ONNX Runtime, which is faster") == (factor < 1)
 
 
 def test_open_dimensions_are_asked_for() -> None:
