@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from xrlflow.ir import ABSENT, Dim, Node, Value
+from xrlflow.ir import ABSENT, Dim, Node, Value, dims
 from xrlflow.rewrite import Reader, require, worthwhile
 
 
@@ -71,8 +71,8 @@ def ints_input(reader: Reader, node: Node, index: int) -> tuple[int, ...] | None
 
 
 def same_dims(a: Sequence[Dim] | None, b: Sequence[Dim] | None) -> bool:
-    """Whether two shapes are known and equal, number for number and symbol for symbol."""
-    return a is not None and b is not None and tuple(a) == tuple(b) and None not in a
+    """Whether two shapes are known and equal, whatever the sizes of their symbols."""
+    return a is not None and b is not None and len(a) == len(b) and all(map(dims.equal, a, b))
 
 
 def axis_of(node: Node, rank: int, default: int = 0) -> int:
@@ -91,7 +91,7 @@ def reshape_numbers(before: Sequence[Dim], after: Sequence[Dim]) -> list[int]:
         if isinstance(dim, int):
             require(dim > 0 or (i < len(before) and before[i] == 0), "a dimension is 0")
             out.append(dim)
-        elif dim is not None and i < len(before) and before[i] == dim:
+        elif i < len(before) and dims.equal(before[i], dim):
             out.append(0)
         else:
             out.append(-1)

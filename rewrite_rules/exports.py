@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
-from rewrite_rules.axes import fronts, int_attr, ints_input, perm_of, reshape_numbers
+from rewrite_rules.axes import fronts, int_attr, ints_input, perm_of, reshape_numbers, same_dims
 from rewrite_rules.elementwise import BROADCAST, UNARY, read_once
-from xrlflow.ir import ABSENT, Dim, DType, Node, Value
+from xrlflow.ir import ABSENT, Body, Dim, DType, Node, TensorType, Value, dims
+from xrlflow.ir.dims import Formula
+from xrlflow.ops.symbolic_shapes import refine
+from xrlflow.ops.symbolic_values import Known, of_array, values
 from xrlflow.rewrite import AnyRule, Op, Reader, Region, RegionRule, Val, require, worthwhile
 
 # Shapes as values
@@ -18,148 +18,56 @@ from xrlflow.rewrite import AnyRule, Op, Reader, Region, RegionRule, Val, requir
 _MOST_STEPS = 24
 
 
-def dims(reader: Reader, value: Value, steps: int = _MOST_STEPS) -> tuple[Dim, ...] | None:
-    """The dimensions of a value, with names where ONNX's own inference loses them; None if the rank is not known."""
+def shape_of(reader: Reader, value: Value) -> tuple[Dim, ...] | None:
+    """The dimensions of a value, with names of their own for those that are not known; None for an unknown rank."""
     known = reader.type(value).shape
-    if known is None:
+    return None if known is None else tuple(f"#{value}.{i}" if d is None else d for i, d in enumerate(known))
+
+
+def elements(reader: Reader, value: Value, steps: int = _MOST_STEPS) -> Known | None:
+    """What is known of the elements of a value that is computed from dimensions by at most so many nodes in a row."""
+    if value == ABSENT:
         return None
-    # Whatever it is, it is the same for whoever asks.
-    shape: tuple[Dim, ...] = tuple(f"#{value}.{i}" if d is None else d for i, d in enumerate(known))
+    val = reader.val(value)
+    if val.array_or_none is not None:
+        return of_array(val.array_or_none)
     node = reader.producer(value) if steps else None
-    if node is None or node.const or all(isinstance(d, int) for d in shape):
-        return shape
-    found = _found(reader, node, steps - 1)
-    if found is None or len(found) != len(shape) or value != node.outputs[0]:
-        return shape
-    return tuple(a if isinstance(a, int) or b is None else b for a, b in zip(shape, found))
-
-
-# Operators whose first output has the dimensions of their first input, and those that broadcast.
-_SAME = frozenset(
-    (*UNARY, "Identity", "Softmax", "LogSoftmax", "LayerNormalization", "DynamicQuantizeLinear")
-)
-_SPREAD = frozenset(BROADCAST)
-
-
-def _found(reader: Reader, node: Node, steps: int) -> Sequence[Dim] | None:
-    """The dimensions of a node's first output, from those of its inputs."""
-    if node.op in _SAME:
-        return dims(reader, node.inputs[0], steps)
-    if node.op == "Reshape":
-        before, wanted = dims(reader, node.inputs[0], steps), numbers(reader, node.inputs[1], steps)
-        if before is None or wanted is None or node.attrs.get("allowzero"):
-            return None
-        return _reshaped(before, wanted)
-    if node.op in ("Unsqueeze", "Squeeze", "Transpose"):
-        before = dims(reader, node.inputs[0], steps)
-        return None if before is None else _moved(reader, node, before)
-    if node.op in ("MatMul", "MatMulInteger"):
-        rows, columns = dims(reader, node.inputs[0], steps), reader.type(node.inputs[1]).shape
-        return None if not rows or columns is None or len(columns) != 2 else (*rows[:-1], columns[1])
-    if node.op in _SPREAD:
-        for value in node.inputs:
-            others = [reader.type(v).shape for v in node.inputs if v != value]
-            if reader.type(value).shape is not None and all(
-                _is_small(o, reader.type(value).shape or ()) for o in others
-            ):
-                return dims(reader, value, steps)
-    return None
-
-
-def _is_small(other: Sequence[Dim] | None, shape: Sequence[Dim]) -> bool:
-    """Whether an operand leaves dimensions as they are: its own are 1, or the number that stands there."""
-    if other is None or len(other) > len(shape):
-        return False
-    tail = shape[len(shape) - len(other) :]
-    return all(d == 1 or (isinstance(d, int) and d == own) for d, own in zip(other, tail))
-
-
-def _reshaped(before: Sequence[Dim], wanted: Sequence[Dim]) -> list[Dim]:
-    """The dimensions that a Reshape gives."""
-    out: list[Dim] = []
-    for i, dim in enumerate(wanted):
-        out.append((before[i] if i < len(before) else None) if dim == 0 else dim)
-    if -1 not in out:
-        return out
-    at = out.index(-1)
-    out[at] = _quotient(before, [d for i, d in enumerate(out) if i != at])
-    return out
-
-
-def _quotient(whole: Sequence[Dim], parts: Sequence[Dim]) -> Dim:
-    """The one dimension that is left of a product; None if it is no number and no name."""
-    if None in whole or None in parts or 0 in whole or 0 in parts:
+    if node is None or node.outputs[0] != value or any(isinstance(a, Body) for a in node.attrs.values()):
         return None
-    names = Counter(d for d in whole if isinstance(d, str))
-    names.subtract(d for d in parts if isinstance(d, str))
-    left = [name for name, count in names.items() for _ in range(count)]
-    if any(count < 0 for count in names.values()) or len(left) > 1:
+    if node.op == "Shape":  # of a value of any kind
+        shape = shape_of(reader, node.inputs[0])
+        types = [None if shape is None else TensorType(DType.FLOAT, shape)]
+        return values(node.op, node.attrs, types, [None], node.types[0])
+    if node.types[0].dtype not in _COMPUTED or (node.types[0].rank or 0) > 2:
         return None
-    top = int(np.prod([d for d in whole if isinstance(d, int)], dtype=np.int64))
-    bottom = int(np.prod([d for d in parts if isinstance(d, int)], dtype=np.int64))
-    if top % bottom or (left and top != bottom):
-        return None
-    return left[0] if left else top // bottom
+    kinds = [None if v == ABSENT else reader.type(v) for v in node.inputs]
+    inputs = [elements(reader, v, steps - 1) for v in node.inputs]
+    return values(node.op, node.attrs, kinds, inputs, node.types[0])
 
 
-def _moved(reader: Reader, node: Node, before: Sequence[Dim]) -> list[Dim] | None:
-    """The dimensions of a node that only adds, drops or permutes some."""
-    if node.op == "Transpose":
-        return [before[p] for p in perm_of(node, len(before))]
-    axes = _ints(reader, node, 1)
-    if axes is None:
-        return None
-    if node.op == "Squeeze":
-        gone = {a % len(before) for a in axes}
-        return [d for i, d in enumerate(before) if i not in gone]
-    rank = len(before) + len(axes)
-    new = {a % rank for a in axes}
-    rest = iter(before)
-    return [1 if i in new else next(rest) for i in range(rank)]
+# What shapes are computed in.
+_COMPUTED = frozenset((DType.INT64, DType.INT32, DType.BOOL, DType.FLOAT, DType.DOUBLE))
 
 
-def _ints(reader: Reader, node: Node, index: int) -> tuple[int, ...] | None:
-    """The numbers of a constant input; None if it is left out or not constant."""
-    if index >= len(node.inputs) or node.inputs[index] == ABSENT:
+def numbers(reader: Reader, value: Value) -> tuple[Dim, ...] | None:
+    """The elements of a list of integers as dimensions: numbers, formulas, None for what is neither."""
+    found = elements(reader, value)
+    if found is None or found.ndim > 1:
         return None
-    array = reader.val(node.inputs[index]).array_or_none
-    return None if array is None else tuple(int(i) for i in np.ravel(array))
+    return tuple(dims.dim(e) if isinstance(e, Formula) else None for e in found.flat)
 
 
-def numbers(reader: Reader, value: Value, steps: int = _MOST_STEPS) -> tuple[Dim, ...] | None:
-    """What a value holds that was computed from shapes: numbers, names of dimensions, None for what is neither."""
-    type = reader.type(value)
-    if type.dtype not in (DType.INT64, DType.INT32) or type.rank is None or type.rank > 1:
-        return None
-    array = reader.val(value).array_or_none
-    if array is not None:
-        return tuple(int(i) for i in np.ravel(array))
-    node = reader.producer(value) if steps else None
-    if node is None or len(node.outputs) != 1:
-        return None
-    if node.op == "Shape":
-        found = dims(reader, node.inputs[0], steps - 1)
-        if found is None:
-            return None
-        end = node.attrs.get("end")
-        return found[int_attr(node, "start", 0) : end if isinstance(end, int) else None]
-    if node.op == "Concat":
-        parts = [numbers(reader, v, steps - 1) for v in node.inputs]
-        return None if None in parts else tuple(d for part in parts if part is not None for d in part)
-    if node.op not in ("Cast", "Identity", "Squeeze", "Unsqueeze", "Reshape", "Gather", "Slice"):
-        return None
-    source = numbers(reader, node.inputs[0], steps - 1)
-    if source is None or node.op not in ("Gather", "Slice"):
-        return source
-    if node.op == "Gather":
-        places = _ints(reader, node, 1)
-        if places is None or not all(-len(source) <= i < len(source) for i in places):
-            return None
-        return tuple(source[i] for i in places)
-    starts, ends, strides = _ints(reader, node, 1), _ints(reader, node, 2), _ints(reader, node, 4)
-    if starts is None or ends is None or (len(node.inputs) > 4 and strides is None):
-        return None
-    return source[starts[0] : ends[0] : strides[0] if strides else 1]
+def reshaped(reader: Reader, node: Node) -> tuple[Dim, ...] | None:
+    """The dimensions of a Reshape's output, from those of its input and from how its shape is computed."""
+    source = reader.type(node.inputs[0])
+    before = TensorType(source.dtype, shape_of(reader, node.inputs[0]))
+    known = [None, elements(reader, node.inputs[1])]
+    blank = TensorType(source.dtype, None)
+    found = refine("Reshape", node.attrs, [before, reader.type(node.inputs[1])], known, [blank])[0].shape
+    own = node.types[0].shape
+    if found is None or own is None or len(own) != len(found):
+        return own
+    return tuple(a if isinstance(a, int) or b is None else b for a, b in zip(own, found))
 
 
 class FoldComputedShape(RegionRule):
@@ -199,39 +107,33 @@ class FoldComputedShape(RegionRule):
 
     def find(self, reader: Reader, node: Node) -> Region | None:
         source, shape = node.inputs
-        if reader.is_const(shape) or node.const:
+        before = shape_of(reader, source)
+        if reader.is_const(shape) or node.const or before is None:
             return None
-        before, wanted = dims(reader, source), numbers(reader, shape)
-        if before is None:
-            return None
+        if node.op == "Reshape":
+            after = reshaped(reader, node)
+            if after is None:
+                return None
+            return Region(node.outputs, (source,), (node,), reshape_numbers(before, after))
+        wanted = numbers(reader, shape)
         if wanted is None or None in wanted:  # it is computed from something else
             wanted = node.types[0].shape
             if wanted is None:
                 return None
-            if node.op == "Reshape":
-                return Region(node.outputs, (source,), (node,), reshape_numbers(before, wanted))
-        if node.op == "Expand":
-            if len(wanted) > len(before):
-                before = (1,) * (len(wanted) - len(before)) + before
-            own = before[len(before) - len(wanted) :]
-            if all(d in (1, b) for d, b in zip(wanted, own)) and reader.type(source).rank == len(before):
-                return Region(node.outputs, (source,), (node,), None)
-            known = all(isinstance(d, int) or (d is not None and d == b) for d, b in zip(wanted, own))
-            require(known, "a dimension is not known")
-            return Region(node.outputs, (source,), (node,), [d if isinstance(d, int) else 1 for d in wanted])
-        require(_copies(node, before, wanted), "a 0 means 0")
-        return Region(node.outputs, (source,), (node,), reshape_numbers(before, _reshaped(before, wanted)))
+        if len(wanted) > len(before):
+            before = (1,) * (len(wanted) - len(before)) + before
+        own = before[len(before) - len(wanted) :]
+        unchanged = all(d == 1 or dims.equal(d, b) for d, b in zip(wanted, own))
+        if unchanged and reader.type(source).rank == len(before):
+            return Region(node.outputs, (source,), (node,), None)
+        known = all(isinstance(d, int) or dims.equal(d, b) for d, b in zip(wanted, own))
+        require(known, "a dimension is not known")
+        return Region(node.outputs, (source,), (node,), [d if isinstance(d, int) else 1 for d in wanted])
 
     def target(self, op: Op, region: Region, x: Val) -> Any:
         if region.data is None:
             return x
         return op[region.nodes[0].op](x, list(region.data))
-
-
-def _copies(node: Node, before: Sequence[Dim], wanted: Sequence[Dim]) -> bool:
-    """Whether a 0 in the shape of a Reshape is the dimension in its place, which it copies without `allowzero`."""
-    zeros = (i for i, d in enumerate(wanted) if d == 0)
-    return not node.attrs.get("allowzero") or all(i < len(before) and before[i] == 0 for i in zeros)
 
 
 def _flattened(leading: str) -> str:
@@ -277,7 +179,7 @@ class MergeFlattenedTranspose(RegionRule):
             return None
         if node.attrs.get("allowzero") or flat.attrs.get("allowzero"):
             return None
-        before, first = dims(reader, flat.inputs[0]), numbers(reader, flat.inputs[1])
+        before, first = shape_of(reader, flat.inputs[0]), numbers(reader, flat.inputs[1])
         second = numbers(reader, node.inputs[1])
         if before is None or first is None or second is None or None in before or len(before) != len(second):
             return None
@@ -286,10 +188,10 @@ class MergeFlattenedTranspose(RegionRule):
         leading = len(before) - behind
         require(perm[0] == 0, "the leading dimensions move")
         own = [before[i] if d == 0 and i < len(before) else d for i, d in enumerate(first)]
-        require(tuple(own[1:]) == before[leading:], "the last dimensions are not those of x")
+        require(same_dims(own[1:], before[leading:]), "the last dimensions are not those of x")
         moved = (*range(leading), *(p - 1 + leading for p in perm[1:]))
         after = [before[p] for p in moved]
-        require(tuple(after) == second, "the dimensions are not those of x")
+        require(same_dims(after, second), "the dimensions are not those of x")
         sure = all(isinstance(d, int) and d > 0 for d in before[leading:])
         require(sure or own[0] == -1 or [own[0]] == [*before[:leading]], "another number may lead")
         # A 0 copies the dimension in its place. (The first is put together of all that lead, and is 0 if one is.)
@@ -382,7 +284,7 @@ def _chain(reader: Reader, value: Value, ranks: tuple[int, ...]) -> _Chain | Non
     chain: _Chain = []
     while True:
         node = reader.producer(value)
-        if node is None or node.const or (node.op not in _SPREAD and node.op not in UNARY):
+        if node is None or node.const or (node.op not in BROADCAST and node.op not in UNARY):
             return chain
         places = [i for i, v in enumerate(node.inputs) if v != ABSENT and reader.type(v).rank not in ranks]
         if len(places) != 1:
@@ -485,13 +387,10 @@ class KeepRowsInQuantizedProduct(RegionRule):
             return None
         worthwhile(read_once(reader, quantize.inputs[0]), "the rows are read elsewhere")
         require(product.inputs[2] == quantize.outputs[2], "another zero point is taken")
-        rows, columns = dims(reader, quantize.inputs[0]), reader.type(product.inputs[1]).shape
-        source, before = dims(reader, flat.inputs[0]), dims(reader, node.inputs[0])
-        wanted = numbers(reader, node.inputs[1])
-        if rows is None or source is None or before is None or wanted is None or columns is None:
+        rows, columns = shape_of(reader, quantize.inputs[0]), reader.type(product.inputs[1]).shape
+        source, after = shape_of(reader, flat.inputs[0]), reshaped(reader, node)
+        if rows is None or source is None or after is None or columns is None:
             return None
-        after = _reshaped(before, wanted)
-        require(_copies(node, before, wanted), "a 0 means 0")
         if len(rows) != 2 or len(columns) != 2 or len(after) < 2:
             return None
         require(after[-1] == columns[1] != 0 and rows[-1] == columns[0] != 0, "the rows are cut")

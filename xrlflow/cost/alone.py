@@ -25,7 +25,7 @@ from xrlflow.backends.onnxruntime.session import OrtModel, open_model
 from xrlflow.backends.protocol import BackendError
 from xrlflow.ir import ABSENT, NO_ATTRS, DType, Node, TensorType, Value
 from xrlflow.ops.alone import NotAlone, input_name, model_of, numpy_type
-from xrlflow.ops.work import dimensions
+from xrlflow.ops.work import dimensions, number_of
 
 Array = npt.NDArray[Any]
 
@@ -55,7 +55,7 @@ class Sample:
 def is_bound(types: Sequence[TensorType | None], bindings: Mapping[str, int]) -> bool:
     """Whether every dimension is a number, or a symbol that has one."""
     return all(
-        t is None or (t.shape is not None and all(isinstance(d, int) or d in bindings for d in t.shape))
+        t is None or (t.shape is not None and all(number_of(d, bindings) is not None for d in t.shape))
         for t in types
     )
 

@@ -1,5 +1,6 @@
 """The graph IR: values, types, nodes, graphs, edits. Knows nothing of ONNX files or of rules."""
 
+from xrlflow.ir import dims
 from xrlflow.ir.edit import Edit, apply_edit, plan_edit
 from xrlflow.ir.graph import SMALL, ArrayHandle, Const, Graph, Leaves, TensorHandle
 from xrlflow.ir.node import NO_ATTRS, Attr, Attrs, Body, Node, RawAttr, digest, mix, node_key, output_key
@@ -40,6 +41,7 @@ __all__ = [
     "Value",
     "apply_edit",
     "digest",
+    "dims",
     "merge_types",
     "mix",
     "node_key",

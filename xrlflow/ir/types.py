@@ -12,7 +12,8 @@ Value = NewType("Value", int)
 # The place of an optional input that is not given.
 ABSENT = Value(0)
 
-# A dimension: a number, a symbol ("batch"), or None for one that nothing is known about.
+# A dimension: a number, a symbol ("batch"), a formula of symbols ("=(batch + 1)//2", see `xrlflow.ir.dims`), or
+# None for one that nothing is known about.
 Dim = int | str | None
 
 

@@ -32,7 +32,7 @@ from xrlflow.ir import (
 from xrlflow.onnxio import protos, versions
 from xrlflow.onnxio.errors import GrowthError, ModelError
 from xrlflow.onnxio.model import ImportedModel, Recipe
-from xrlflow.onnxio.shapes import without_made_up
+from xrlflow.onnxio.shapes import without_computed
 from xrlflow.onnxio.tensors import raw_data, tensor_proto
 from xrlflow.onnxio.wire import StreamedTensor, write_model
 from xrlflow.ops.infer import attr_proto, type_proto
@@ -403,4 +403,4 @@ class _Writer:
 def _info(name: str, type: TensorType) -> onnx.ValueInfoProto:
     if type.dtype == DType.UNDEFINED and type.other is None:
         return onnx.ValueInfoProto(name=name)
-    return onnx.ValueInfoProto(name=name, type=type_proto(without_made_up(type)))
+    return onnx.ValueInfoProto(name=name, type=type_proto(without_computed(type)))

@@ -20,7 +20,6 @@ from xrlflow.ir import (
     Attrs,
     Body,
     Const,
-    Dim,
     DType,
     Graph,
     Leaves,
@@ -40,8 +39,11 @@ from xrlflow.onnxio.errors import ModelError
 from xrlflow.onnxio.model import ImportedModel, NodeLabel, Recipe
 from xrlflow.onnxio.tensors import ConstPool, TensorStore, array_const, map_file
 from xrlflow.onnxio.wire import WireError, strip_model
+from xrlflow.ops import symbolic_values
 from xrlflow.ops.infer import UNKNOWN, InferenceError, infer, type_of_proto
 from xrlflow.ops.schema import canonical_attrs, is_foldable, schema
+from xrlflow.ops.symbolic_shapes import refine
+from xrlflow.ops.symbolic_values import Known
 
 # A small constant of more bytes than this is written as the node that made it, if that takes a quarter or less.
 _COMPACT = 256
@@ -86,9 +88,6 @@ def load(
     }
     importer = _Importer(store)
     graph = importer.main(typed.graph, declared, overridable)
-    if renamed := dimensions.identities(graph):
-        importer = _Importer(store, renamed)
-        graph = importer.main(typed.graph, declared, overridable)
     if bindings and not fix_shapes:
         bindings = dimensions.solve(graph, bindings)
     versions.set_opset(frame, opset)
@@ -200,18 +199,16 @@ def _typed(proto: onnx.ModelProto) -> tuple[onnx.ModelProto, dict[str, TensorTyp
     bare.CopyFrom(proto)
     del bare.graph.value_info[:]
     bare.graph.value_info.extend(v for v in proto.graph.value_info if v.name in unknown)
+    dimensions.without_claims(bare.graph)
     try:
         typed = onnx.shape_inference.infer_shapes(bare, data_prop=True)
     except (onnx.shape_inference.InferenceError, RuntimeError):
         # The model as a whole defeats ONNX's inference; node by node we may still learn most types.
-        return bare, {name: type_of_proto(t) for name, t in declared.items()}
-    symbols = {
-        d.dim_param for v in (*proto.graph.input, *proto.graph.output) for d in v.type.tensor_type.shape.dim
-    }
+        return bare, {name: dimensions.without_symbols(type_of_proto(t)) for name, t in declared.items()}
     believed: dict[str, TensorType] = {}
     inferred = {v.name: v.type for v in typed.graph.value_info}
     for name, type in declared.items():
-        known = dimensions.without_made_up(type_of_proto(type), symbols)
+        known = dimensions.without_symbols(type_of_proto(type))
         if name in inferred:
             try:
                 merge_types(type_of_proto(inferred[name]), known)
@@ -232,6 +229,7 @@ class _Scope:
         self.nodes: list[Node] = []
         self.of_node: dict[Value, TensorType] = {}
         self.captured: dict[Value, Value] = {}  # enclosing value -> input of this graph
+        self.elements: dict[Value, Known] = {}  # of what is computed from dimensions
 
     def type(self, value: Value) -> TensorType:
         found = self.of_node.get(value)
@@ -259,17 +257,19 @@ class _Scope:
             self.captured[outer] = inner
             self.leaves.types[inner] = self.parent.type(outer).as_const(False)
             self.leaves.names[inner] = name
+            if outer in self.parent.elements:
+                self.elements[inner] = self.parent.elements[outer]
         self.values[name] = self.captured[outer]
         return self.values[name]
 
 
 class _Importer:
-    def __init__(self, store: TensorStore, renamed: Mapping[str, Dim] = {}) -> None:
+    def __init__(self, store: TensorStore) -> None:
         self.store = store
         self.pool = ConstPool()
         self.labels: dict[Value, NodeLabel] = {}
         self.recipes: dict[Value, Recipe] = {}
-        self.renamed = renamed
+        self.dimensions = dimensions.DimensionNames()
 
     def main(
         self, proto: onnx.GraphProto, declared: Mapping[str, TensorType], overridable: Mapping[str, Const]
@@ -280,7 +280,8 @@ class _Importer:
             value = mix(digest("input"), digest(info.name))
             inputs.append(value)
             scope.values[info.name] = value
-            scope.leaves.types[value] = self._type(info.type)
+            scope.leaves.types[value] = type_of_proto(info.type)
+            self.dimensions.add(scope.leaves.types[value])
             scope.leaves.names[value] = info.name
         scope.types.update(declared)
         return self._graph(proto, scope, inputs, overridable)
@@ -293,7 +294,7 @@ class _Importer:
             value = mix(digest("formal"), at)
             inputs.append(value)
             scope.values[info.name] = value
-            scope.leaves.types[value] = self._type(info.type)
+            scope.leaves.types[value] = type_of_proto(info.type)
             scope.leaves.names[value] = info.name
         graph = self._graph(proto, scope, inputs, {})
         return Body(graph, tuple(scope.captured.values()), proto.name), tuple(scope.captured)
@@ -303,7 +304,7 @@ class _Importer:
     ) -> Graph:
         for info in (*proto.value_info, *proto.output):
             if info.type.WhichOneof("value"):
-                scope.types[info.name] = _merged(self._type(info.type), scope.types.get(info.name))
+                scope.types[info.name] = _merged(type_of_proto(info.type), scope.types.get(info.name))
         for tensor in proto.initializer:
             if tensor.name not in overridable:
                 self._name_const(scope, tensor.name, self.store.const(tensor))
@@ -332,13 +333,6 @@ class _Importer:
                 f"{self.store.name}: {reader} reads {name!r}, which nothing makes: the file is damaged, export it again"
             )
         return value
-
-    def _type(self, proto: onnx.TypeProto) -> TensorType:
-        type = type_of_proto(proto)
-        if type.shape is None or self.renamed.keys().isdisjoint(type.shape):
-            return type
-        dims = tuple(self.renamed.get(d, d) if isinstance(d, str) else d for d in type.shape)
-        return TensorType(type.dtype, dims, type.const, type.other)
 
     def _name_const(self, scope: _Scope, name: str, const: Const) -> None:
         value = self.pool.add(const, scope.leaves)
@@ -380,7 +374,8 @@ class _Importer:
         outputs = list(proto.output)
         while len(outputs) > 1 and not outputs[-1]:
             outputs.pop()
-        found = self._output_types(op, attrs, inputs, types, outputs, scope)
+        elements = self._elements(inputs, scope)
+        found = self._output_types(op, attrs, inputs, types, elements, outputs, scope)
         is_const = (
             bool(inputs)
             and is_foldable(op)
@@ -408,6 +403,12 @@ class _Importer:
         node = Node(op, all_inputs, values, tuple(t.as_const(is_const) for t in found), attrs, len(captured))
         scope.nodes.append(node)
         scope.of_node.update(zip(values, node.types))
+        if (op in ("Shape", "Size") or any(e is not None for e in elements)) and not is_const:
+            computed = symbolic_values.values(
+                op, attrs, types, self._with_consts(inputs, elements, scope), found[0]
+            )
+            if computed is not None:
+                scope.elements[values[0]] = computed
         for name, value in zip(outputs, values):
             if name:
                 scope.values[name] = value
@@ -477,6 +478,7 @@ class _Importer:
         attrs: Attrs,
         inputs: Sequence[Value],
         types: Sequence[TensorType | None],
+        elements: Sequence[Known | None],
         outputs: Sequence[str],
         scope: _Scope,
     ) -> list[TensorType]:
@@ -489,7 +491,23 @@ class _Importer:
             own = infer(op, attrs, types, data, len(outputs))
         except InferenceError:  # the file may know more than we do
             return found
-        return [_merged(a, b) for a, b in zip(own, found)]
+        if any(e is not None for e in elements):
+            own = refine(op, attrs, types, self._with_consts(inputs, elements, scope), own)
+        return [self.dimensions(_merged(a, b)) for a, b in zip(own, found)]
+
+    def _elements(self, inputs: Sequence[Value], scope: _Scope) -> list[Known | None]:
+        """What is known of inputs that are computed from dimensions."""
+        return [scope.elements.get(v) for v in inputs]
+
+    def _with_consts(
+        self, inputs: Sequence[Value], elements: Sequence[Known | None], scope: _Scope
+    ) -> list[Known | None]:
+        """The elements of inputs, those of small constants too."""
+        consts = [None if v == ABSENT or e is not None else scope.const(v) for v, e in zip(inputs, elements)]
+        return [
+            e if c is None or c.array is None else symbolic_values.of_array(c.array)
+            for e, c in zip(elements, consts)
+        ]
 
     def _fold(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any, TypeGuard
 
@@ -22,6 +22,7 @@ from xrlflow.ir import (
     TensorType,
     TypeConflict,
     Value,
+    dims,
     merge_types,
 )
 from xrlflow.ir.graph import SMALL, ArrayHandle
@@ -31,6 +32,7 @@ from xrlflow.ops.evaluate import evaluate_node
 from xrlflow.ops.field import NotEvaluable
 from xrlflow.ops.infer import InferenceError, infer
 from xrlflow.ops.schema import is_foldable, schema
+from xrlflow.ops.symbolic_values import evaluate_call
 from xrlflow.ops.tensors import numpy_dtype
 
 _Arrays = Sequence[npt.NDArray[Any] | None]
@@ -44,6 +46,8 @@ def name_dimensions(proto: onnx.ModelProto) -> None:
             for axis, dim in enumerate(value.type.tensor_type.shape.dim):
                 if not dim.HasField("dim_value") and not dim.dim_param:
                     dim.dim_param = f"{value.name}.{axis}"
+                elif dims.is_computed(dim.dim_param) or is_made_up(dim.dim_param):
+                    dim.dim_param = f"_{dim.dim_param}"  # it means something else here
 
 
 def bind(name: str, proto: onnx.ModelProto, shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:
@@ -110,75 +114,118 @@ def fix(proto: onnx.ModelProto, bindings: Mapping[str, int]) -> None:
 
 
 def solve(graph: Graph, bindings: Mapping[str, int]) -> dict[str, int]:
-    """Numbers for all symbols that follow from `bindings`, which are among them.
+    """Numbers for all dimensions of the graph that follow from `bindings`, which are among them.
 
-    Also for those that ONNX's inference makes up for computed dimensions: types are inferred anew with numbers,
-    and what the model computes from them (shapes, axes, counts) is evaluated as far as it is small.
+    Formulas are evaluated. For names that ONNX's inference makes up for dimensions of which there is no formula, types
+    are inferred anew with numbers, and what the model computes from them (shapes, axes, counts) is evaluated as far as
+    it is small.
     """
     numbers = dict(bindings)
-    _solve(graph, numbers, {}, {})
+    open_ = dict.fromkeys(_symbolic(graph))
+    if any(map(is_made_up, open_)):
+        _solve(graph, numbers, {}, {})
+    for dim in open_:
+        if (value := dims.value(dim, numbers, evaluate_call)) is not None:
+            numbers[dim] = value
     return numbers
 
 
-# What the inputs' symbols are set to, to see which computed dimensions are the same. Of several magnitudes, since a
-# dimension may be cut off or filled up to one; most are prime and far apart, so that it is not by accident.
-_DRAWS = (
-    (1, 1, 1, 1, 1),
-    (2, 2, 2, 2, 2),
-    (3, 5, 7, 4, 11),
-    (13, 17, 19, 23, 29),
-    (97, 89, 101, 83, 79),
-    (997, 991, 983, 977, 971),
-    (100003, 100019, 100043, 100049, 100057),  # may be too large to be evaluated
-)
-_NEEDED = 4
+class DimensionNames:
+    """One name for all computed dimensions that are equal, whatever the sizes.
 
-
-def identities(graph: Graph) -> dict[str, Dim]:
-    """What the dimensions are that ONNX's inference could not name: another symbol, or one name for all that are equal.
-
-    Two polynomials are the same if they agree on a few random points (Schwartz, 1980); a computed dimension is one in
-    the inputs' symbols, but for divisions and limits, which points of several magnitudes tell apart. What cannot
-    be computed keeps its name. So does what is always the same number: it may be less for a dimension of 0.
+    Dimensions are formulas in normal form (`xrlflow.ir.dims`). Two forms of the same number are told by its decisions;
+    all are written as the one that was met first.
     """
-    made_up = {d: None for n in graph.nodes() for t in n.types for d in t.shape or () if is_made_up(d)}
-    symbols = sorted({d for v in graph.inputs for d in graph.type(v).shape or () if isinstance(d, str)})
-    found: dict[str, Dim] = {symbol: symbol for symbol in made_up}
-    if not made_up or len(symbols) > len(_DRAWS[0]):
+
+    def __init__(self) -> None:
+        self._names: dict[str, Dim] = {}
+        self._alike: dict[tuple[int | None, ...], list[Dim]] = {}
+
+    def add(self, type: TensorType) -> None:
+        """Take the symbols of an input's type for names."""
+        for dim in type.shape or ():
+            if isinstance(dim, str):
+                self._name(dim)
+
+    def __call__(self, type: TensorType) -> TensorType:
+        """The type with the names of its dimensions."""
+        if type.shape is None or not any(map(dims.is_computed, type.shape)):
+            return type
+        shape = tuple(self._name(d) if isinstance(d, str) and dims.is_computed(d) else d for d in type.shape)
+        return TensorType(type.dtype, shape, type.const, type.other)
+
+    def _name(self, dim: str) -> Dim:
+        found = self._names.get(dim)
+        if found is None:
+            alike = self._alike.setdefault(dims.fingerprint(dims.formula(dim)), [])
+            found = next((other for other in alike if dims.equal(dim, other)), None)
+            if found is None:
+                found = dim
+                alike.append(dim)
+            self._names[dim] = found
         return found
-    solved = [solve(graph, dict(zip(symbols, draw))) for draw in _DRAWS]
-    names: list[tuple[str, list[int | None]]] = [(s, [n[s] for n in solved]) for s in symbols]
-    for symbol in made_up:
-        values = [numbers.get(symbol) for numbers in solved]
-        known = {v for v in values if v is not None}
-        if len(known) > 1 and sum(v is not None for v in values) >= _NEEDED:
-            same = next((name for name, others in names if _agree(values, others)), None)
-            if same is None:
-                names.append((symbol, values))
-            else:
-                found[symbol] = same
-    return found
 
 
-def _agree(a: list[int | None], b: list[int | None]) -> bool:
-    """Whether the numbers are the same; the last may be missing."""
-    return a[:-1] == b[:-1] and (a[-1] == b[-1] or a[-1] is None or b[-1] is None)
+def without_claims(graph: onnx.GraphProto) -> None:
+    """Give each symbol that a file declares for a computed dimension a name of its own, in place.
+
+    Only inputs' symbols are facts: a runtime does not check what is said of other values, and two that are said to be
+    equal need not be. An output's go; others that inference starts from (operators that ONNX does not define, inputs of
+    bodies) become unknown sizes.
+    """
+    fresh = (f"unk__d{k}" for k in count())
+    for value in graph.output:
+        _rename(value.type, lambda: "")
+    for value in graph.value_info:
+        _rename(value.type, lambda: next(fresh))
+    for node in graph.node:
+        for body in subgraphs(node):
+            _without_claims_inside(body, fresh)
+
+
+def _without_claims_inside(body: onnx.GraphProto, fresh: Iterator[str]) -> None:
+    for value in (*body.input, *body.output, *body.value_info):
+        _rename(value.type, lambda: next(fresh))
+    for node in body.node:
+        for inner in subgraphs(node):
+            _without_claims_inside(inner, fresh)
+
+
+def _rename(type: onnx.TypeProto, name: Callable[[], str]) -> None:
+    if type.HasField("tensor_type"):
+        for dim in type.tensor_type.shape.dim:
+            if dim.HasField("dim_param"):
+                dim.dim_param = name()
+
+
+def _symbolic(graph: Graph) -> Iterator[str]:
+    """The dimensions of a graph's values, and of those in its bodies, that are no numbers."""
+    for node in graph.nodes():
+        yield from (d for t in node.types for d in t.shape or () if isinstance(d, str))
+        for body in node.attrs.values():
+            if isinstance(body, Body):
+                yield from _symbolic(body.graph)
 
 
 def is_made_up(dim: Dim) -> TypeGuard[str]:
     """Whether ONNX's inference named the dimension."""
-    return isinstance(dim, str) and dim.startswith("unk__")
+    return isinstance(dim, str) and (dim.startswith("unk__") or (dims.is_computed(dim) and "unk__" in dim))
 
 
-def without_made_up(type: TensorType, symbols: Container[str] = ()) -> TensorType:
-    """The type without the names that an inference made up for dimensions, but for those among `symbols`.
-
-    The next inference uses the same names again, for others.
-    """
-    if type.shape is None:
+def without_computed(type: TensorType) -> TensorType:
+    """The type without computed dimensions: a file has no words for formulas, and inference finds them again."""
+    if type.shape is None or not any(isinstance(d, str) for d in type.shape):
         return type
-    dims = tuple(None if is_made_up(d) and d not in symbols else d for d in type.shape)
-    return TensorType(type.dtype, dims, type.const, type.other)
+    shape = tuple(None if is_made_up(d) or dims.is_computed(d) else d for d in type.shape)
+    return TensorType(type.dtype, shape, type.const, type.other)
+
+
+def without_symbols(type: TensorType) -> TensorType:
+    """The type without the symbols of its dimensions, which are claims of the file that declares it."""
+    if type.shape is None or not any(isinstance(d, str) for d in type.shape):
+        return type
+    shape = tuple(d if isinstance(d, int) else None for d in type.shape)
+    return TensorType(type.dtype, shape, type.const, type.other)
 
 
 def _solve(

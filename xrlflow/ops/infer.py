@@ -13,6 +13,8 @@ import onnx.shape_inference
 
 from xrlflow.ir import Attr, Attrs, Body, Const, Dim, DType, RawAttr, TensorType
 from xrlflow.ops.schema import IR_VERSION, OPSET, is_foldable, schema, split_op
+from xrlflow.ops.symbolic_shapes import refine
+from xrlflow.ops.symbolic_values import of_array
 
 
 class InferenceError(ValueError):
@@ -103,9 +105,10 @@ def infer(
 ) -> tuple[TensorType, ...]:
     """Types of the outputs of a node.
 
-    `types` and `data` hold, for each input, its type (None: absent) and its constant, if it is one. Outputs
-    are const if the operator can be folded and every input is constant. What ONNX does not define gets
-    UNKNOWN types. Raises InferenceError if the inputs do not fit the operator.
+    `types` and `data` hold, for each input, its type (None: absent) and its constant, if it is one. Outputs are const
+    if the operator can be folded and every input is constant. Dimensions that ONNX's inference leaves open are formulas
+    where they follow from the inputs' (`symbolic_shapes`). What ONNX does not define gets UNKNOWN types. Raises
+    InferenceError if the inputs do not fit the operator.
     """
     places = _DATA_INPUTS.get(op, ())
     known = tuple(
@@ -122,7 +125,7 @@ def infer(
 def _infer(
     op: str, attrs: Attrs, types: Sequence[TensorType | None], data: Sequence[Const | None], outputs: int
 ) -> tuple[TensorType, ...]:
-    found = schema(op)
+    found, places = schema(op), _DATA_INPUTS.get(op, ())
     const = is_foldable(op) and all(t is None or t.const for t in types)
     if found is None or any(t is not None and t is UNKNOWN for t in types):
         return (UNKNOWN,) * outputs
@@ -140,7 +143,7 @@ def _infer(
     input_types = {n: type_proto(t) for n, t in zip(names, types) if t is not None}
     input_data = {
         names[i]: onnx.numpy_helper.from_array(np.asarray(c.array, order="C"))  # keeps scalars scalar
-        for i in _DATA_INPUTS.get(op, ())
+        for i in places
         if i < len(data) and (c := data[i]) is not None and c.array is not None
     }
     imports = [onnx.helper.make_opsetid("", OPSET), onnx.helper.make_opsetid("ai.onnx.ml", 5)]
@@ -159,4 +162,12 @@ def _infer(
     inferred = [type_of_proto(result[f"o{i}"]) if f"o{i}" in result else UNKNOWN for i in range(outputs)]
     # What is no tensor (a sequence) is made when the model runs, even of constants.
     const = const and all(t.other is None for t in inferred)
+    if any(t.shape is None or None in t.shape for t in inferred):
+        known = [
+            of_array(c.array)
+            if i in places and i < len(data) and (c := data[i]) and c.array is not None
+            else None
+            for i in range(len(types))
+        ]
+        inferred = [*refine(op, attrs, types, known, inferred)]
     return tuple(t.as_const(const) for t in inferred)

@@ -17,7 +17,8 @@ from enum import Enum
 from math import prod
 from typing import TypeVar
 
-from xrlflow.ir import Body, Const, Graph, Node, TensorType, Value
+from xrlflow.ir import Body, Const, Dim, Graph, Node, TensorType, Value, dims
+from xrlflow.ops.symbolic_values import evaluate_call
 
 Shape = tuple[int, ...]
 
@@ -93,12 +94,21 @@ def dimensions(type: TensorType, bindings: Mapping[str, int]) -> Shape:
     if type.shape is None:
         return (OTHER_DIM,)
     return tuple(
-        d if isinstance(d, int) else _unbound(d, axis) if d is None or d not in bindings else bindings[d]
+        d if isinstance(d, int) else _unbound(d, axis) if (n := number_of(d, bindings)) is None else n
         for axis, d in enumerate(type.shape)
     )
 
 
+def number_of(dim: Dim, bindings: Mapping[str, int]) -> int | None:
+    """The number that a dimension is, with numbers for symbols; None if they do not say it."""
+    return dims.value(dim, bindings, evaluate_call)
+
+
 def _unbound(symbol: str | None, axis: int) -> int:
+    if symbol is not None and dims.is_computed(symbol):
+        usual = {name: _unbound(name, 1) for name in dims.symbols(dims.formula(symbol))}
+        number = number_of(symbol, usual)
+        return OTHER_DIM if number is None else max(number, 1)
     if symbol is None or symbol.startswith("unk__"):  # a name that ONNX's inference made up
         return BATCH_DIM if axis == 0 else OTHER_DIM
     name = symbol.lower()

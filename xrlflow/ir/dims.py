@@ -1,0 +1,742 @@
+"""Dimensions as formulas: exact arithmetic in a normal form, and decisions about all sizes at once.
+
+A formula is a polynomial with integer coefficients over atoms: symbols (the inputs' dimensions), floor divisions,
+minima, and calls (functions of dimensions of which nothing else is known: a rounding in floating point). In a
+`TensorType` a formula is text: a symbol's own name ("batch"), or its normal form after a "=" ("=(samples + 159)//160").
+Equal texts are equal dimensions; `equal` and `at_least` decide the rest.
+
+Every symbol stands for any size from 0 to LARGEST. A comparison is true only if it holds for all of them at which both
+sides have a value (a division by 0 has none: the operator that divides fails). Linear formulas with divisions and
+minima by numbers are decided exactly (Presburger arithmetic, by isl; S. Verdoolaege, 2010); a product of symbols counts
+there as a symbol of its own. What is not decided is not true.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+import re
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+from xrlflow.ir.types import Dim
+
+LARGEST = 2**31 - 1
+"""The largest size of one dimension. ONNX says "to the end" by a bound of at least this."""
+
+_MARK = "="
+_PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
+_RESERVED = frozenset({"min", "sym", "call"})
+
+
+@dataclass(frozen=True)
+class Symbol:
+    """The size of a dimension of an input, or one that only the data decides."""
+
+    name: str
+
+    @cached_property
+    def text(self) -> str:
+        plain = _PLAIN.match(self.name) and self.name not in _RESERVED
+        return self.name if plain else f"sym({self.name!r})"
+
+
+@dataclass(frozen=True)
+class Floor:
+    """The largest integer that is at most `over` / `by`."""
+
+    over: Formula
+    by: Formula
+
+    @cached_property
+    def text(self) -> str:
+        return f"{_wrapped(self.over)}//{_wrapped(self.by)}"
+
+
+@dataclass(frozen=True)
+class Least:
+    """The least of several formulas."""
+
+    parts: tuple[Formula, ...]
+
+    @cached_property
+    def text(self) -> str:
+        return f"min({', '.join(p.text for p in self.parts)})"
+
+
+@dataclass(frozen=True)
+class Call:
+    """A function of formulas and other calls, known by name alone: the same name and arguments give the same number."""
+
+    name: str
+    arguments: tuple[Formula | Call | float, ...]
+
+    @cached_property
+    def text(self) -> str:
+        shown = ", ".join(repr(a) if isinstance(a, float) else a.text for a in self.arguments)
+        return f"call({self.name!r}, {shown})"
+
+
+Atom = Symbol | Floor | Least | Call
+Monomial = tuple[Atom, ...]
+"""A product of atoms, in the order of their texts; empty: 1."""
+
+
+@dataclass(frozen=True)
+class Formula:
+    """The sum of `terms`: products of atoms with integer coefficients, none of them 0, in the order of their texts."""
+
+    terms: tuple[tuple[Monomial, int], ...]
+
+    @cached_property
+    def text(self) -> str:
+        out = ""
+        for monomial, factor in sorted(self.terms, key=lambda t: not t[0]):
+            parts = [a.text if isinstance(a, Symbol | Least | Call) else f"({a.text})" for a in monomial]
+            if abs(factor) != 1 or not parts:
+                parts.insert(0, str(abs(factor)))
+            sign = ("-" if factor < 0 else "") if not out else (" - " if factor < 0 else " + ")
+            out += sign + "*".join(parts)
+        return out or "0"
+
+    @cached_property
+    def number(self) -> int | None:
+        """The number that the formula is, if it has no symbols."""
+        if not self.terms:
+            return 0
+        return self.terms[0][1] if len(self.terms) == 1 and not self.terms[0][0] else None
+
+    @cached_property
+    def constant(self) -> int:
+        """The coefficient of 1."""
+        return next((factor for monomial, factor in self.terms if not monomial), 0)
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self.terms)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __add__(self, other: Formula | int) -> Formula:
+        return _sum((*self.terms, *_formula(other).terms))
+
+    def __sub__(self, other: Formula | int) -> Formula:
+        return self + _formula(other) * -1
+
+    def __mul__(self, other: Formula | int) -> Formula:
+        return _sum((_product(a, b), m * n) for a, m in self.terms for b, n in _formula(other).terms)
+
+    def __neg__(self) -> Formula:
+        return self * -1
+
+    __radd__, __rmul__ = __add__, __mul__
+
+    def __rsub__(self, other: int) -> Formula:
+        return _formula(other) - self
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+def number(value: int) -> Formula:
+    """A number as a formula."""
+    return Formula((((), value),) if value else ())
+
+
+def symbol(name: str) -> Formula:
+    """A symbol as a formula."""
+    return _atom(Symbol(name))
+
+
+def call(name: str, *arguments: Formula | Call | float) -> Formula:
+    """An integer of which nothing is known but what it is made of."""
+    return _atom(make_call(name, *arguments))
+
+
+def make_call(name: str, *arguments: Formula | Call | float) -> Call:
+    """A number, perhaps no integer, of which nothing is known but what it is made of."""
+    return Call(name, tuple(_bare(a) if isinstance(a, Formula) else a for a in arguments))
+
+
+def _bare(formula: Formula) -> Formula | Call:
+    """A formula that is nothing but a call, as that call: so that both are written alike."""
+    if len(formula.terms) == 1 and formula.terms[0][1] == 1 and len(formula.terms[0][0]) == 1:
+        only = formula.terms[0][0][0]
+        return only if isinstance(only, Call) else formula
+    return formula
+
+
+ZERO, ONE = number(0), number(1)
+
+
+def _atom(atom: Atom) -> Formula:
+    return Formula((((atom,), 1),))
+
+
+def _formula(value: Formula | int) -> Formula:
+    return value if isinstance(value, Formula) else number(value)
+
+
+def _wrapped(formula: Formula) -> str:
+    simple = len(formula.terms) <= 1 and (formula.number or 0) >= 0
+    simple = simple and (formula.number is not None or formula.text == formula.terms[0][0][0].text)
+    if simple and formula.number is None:
+        simple = not isinstance(formula.terms[0][0][0], Floor)
+    return formula.text if simple else f"({formula.text})"
+
+
+def _product(a: Monomial, b: Monomial) -> Monomial:
+    return tuple(sorted((*a, *b), key=lambda atom: atom.text)) if a and b else a or b
+
+
+def _sum(terms: Iterable[tuple[Monomial, int]]) -> Formula:
+    total: dict[Monomial, int] = {}
+    for monomial, factor in terms:
+        total[monomial] = total.get(monomial, 0) + factor
+    kept = [(m, f) for m, f in total.items() if f]
+    if len(kept) > 1:
+        kept.sort(key=lambda term: [atom.text for atom in term[0]])
+    return Formula(tuple(kept))
+
+
+# Division, minima
+
+
+def floor_div(over: Formula | int, by: Formula | int) -> Formula:
+    """The largest integer that is at most `over` / `by`; it has no value where `by` is 0.
+
+    Raises ZeroDivisionError if `by` is the number 0.
+    """
+    over, by = _formula(over), _formula(by)
+    divisor = by.number
+    if divisor == 0:
+        raise ZeroDivisionError(f"{over} is divided by 0")
+    if divisor is not None:
+        return _divided(over, divisor) if divisor > 0 else _divided(-over, -divisor)
+    over, by = _cancelled(over, by)
+    if by.number is not None:
+        return floor_div(over, by)
+    if not over.terms:
+        return ZERO
+    whole = _ratio(over, by)
+    return whole if whole is not None else _atom(Floor(over, by))
+
+
+def ceil_div(over: Formula | int, by: Formula | int) -> Formula:
+    """The least integer that is at least `over` / `by`. Raises ZeroDivisionError if `by` is the number 0."""
+    return -floor_div(-_formula(over), by)
+
+
+def modulo(over: Formula | int, by: Formula | int) -> Formula:
+    """What is left after `floor_div`; it has the sign of `by`. Raises ZeroDivisionError if `by` is the number 0."""
+    return _formula(over) - floor_div(over, by) * by
+
+
+def _divided(over: Formula, by: int) -> Formula:
+    """Floor division by a positive number."""
+    # floor((q d + r) / d) = q + floor(r / d), for each coefficient; rests of symbols are the least in magnitude.
+    whole: list[tuple[Monomial, int]] = []
+    rest: list[tuple[Monomial, int]] = []
+    for monomial, factor in over.terms:
+        left = factor % by
+        if monomial and 2 * left > by:
+            left -= by
+        whole.append((monomial, (factor - left) // by))
+        rest.append((monomial, left))
+    outside, inside = _sum(whole), _sum(rest)
+    if inside.number is not None:
+        return outside + inside.number // by
+    first = next(factor for monomial, factor in inside.terms if monomial)
+    if first < 0:  # floor(-p / d) = -floor((p + d - 1) / d)
+        return outside - _divided(by - 1 - inside, by)
+    # With a common factor g: floor((g p + c) / (g d)) = floor((p + floor(c / g)) / d).
+    common = math.gcd(by, *(factor for monomial, factor in inside.terms if monomial))
+    if common > 1:
+        inside = _sum((m, f // common) for m, f in inside.terms)
+        return outside + _divided(inside, by // common)
+    # floor((floor(p / a) + q) / d) = floor((p + a q) / (a d)).
+    for monomial, factor in inside.terms:
+        if factor == 1 and len(monomial) == 1 and isinstance(atom := monomial[0], Floor):
+            inner = atom.by.number
+            if inner is not None and inner > 0:
+                return outside + _divided(atom.over + (inside - _atom(atom)) * inner, inner * by)
+    return outside + _atom(Floor(inside, number(by)))
+
+
+def _cancelled(over: Formula, by: Formula) -> tuple[Formula, Formula]:
+    """Both without the atoms and the number that divide all their terms. The divisor is not 0, so neither are they."""
+    terms = (*over.terms, *by.terms)
+    if not over.terms:
+        return over, by
+    factor = math.gcd(*(f for _, f in terms))
+    common = list(terms[0][0])
+    for monomial, _ in terms[1:]:
+        left = list(monomial)
+        kept = []
+        for atom in common:
+            if atom in left:
+                left.remove(atom)
+                kept.append(atom)
+        common = kept
+    if factor == 1 and not common:
+        return over, by
+
+    def without(formula: Formula) -> Formula:
+        out = []
+        for monomial, f in formula.terms:
+            atoms = list(monomial)
+            for atom in common:
+                atoms.remove(atom)
+            out.append((tuple(atoms), f // factor))
+        return _sum(out)
+
+    return without(over), without(by)
+
+
+def _ratio(over: Formula, by: Formula) -> Formula | None:
+    """The number of times that one formula is the other, if that is a number."""
+    if len(over.terms) != len(by.terms):
+        return None
+    ratio = over.terms[0][1] // by.terms[0][1]
+    return number(ratio) if over == by * ratio else None
+
+
+def least(*parts: Formula | int) -> Formula:
+    """The least of several."""
+    return _least(tuple(dict.fromkeys(_formula(p) for p in parts)))
+
+
+def greatest(*parts: Formula | int) -> Formula:
+    """The greatest of several."""
+    return -least(*(-_formula(p) for p in parts))
+
+
+@lru_cache(maxsize=65536)
+def _least(parts: tuple[Formula, ...]) -> Formula:
+    flat: dict[Formula, None] = {}
+    for part in parts:
+        inner = part.terms[0] if len(part.terms) == 1 else None
+        if inner is not None and inner[1] == 1 and len(inner[0]) == 1 and isinstance(inner[0][0], Least):
+            flat.update(dict.fromkeys(inner[0][0].parts))
+        else:
+            flat[part] = None
+    kept: list[Formula] = []
+    for part in sorted(flat, key=lambda p: p.text):
+        if not any(not_less(part, other) for other in kept):
+            kept = [other for other in kept if not not_less(other, part)] + [part]
+    if len(kept) == 1:
+        return kept[0]
+    # min(a + c, b + c) = min(a, b) + c
+    shift = min(p.constant for p in kept)
+    return _atom(Least(tuple(p - shift for p in kept))) + shift
+
+
+# Bounds and values
+
+Bound = int | float
+"""An exact integer, or an infinity."""
+
+_INFINITE = math.inf
+
+
+def bounds(formula: Formula) -> tuple[Bound, Bound]:
+    """Numbers that the formula is never below and never above (infinite where none is known)."""
+    low: Bound = 0
+    high: Bound = 0
+    for monomial, factor in formula.terms:
+        least_: Bound = 1
+        most: Bound = 1
+        for atom in monomial:
+            corners = [_times(a, b) for a in (least_, most) for b in _atom_bounds(atom)]
+            least_, most = min(corners), max(corners)
+        ends = (_times(least_, factor), _times(most, factor))
+        low, high = low + min(ends), high + max(ends)
+    return low, high
+
+
+def _times(a: Bound, b: Bound) -> Bound:
+    return 0 if a == 0 or b == 0 else a * b
+
+
+@lru_cache(maxsize=65536)
+def _atom_bounds(atom: Atom) -> tuple[Bound, Bound]:
+    if isinstance(atom, Symbol):
+        return 0, LARGEST
+    if isinstance(atom, Least):
+        ends = [bounds(p) for p in atom.parts]
+        return min(low for low, _ in ends), min(high for _, high in ends)
+    if isinstance(atom, Floor):
+        low, high = bounds(atom.over)
+        by = atom.by.number
+        if by is not None:
+            return _floored(low, by), _floored(high, by)
+        if low >= 0 and bounds(atom.by)[0] >= 0:
+            return 0, high
+    return -_INFINITE, _INFINITE
+
+
+def _floored(value: Bound, by: int) -> Bound:
+    return value // by if isinstance(value, int) else value
+
+
+Evaluate = Callable[[str, Sequence["float"]], "float | None"]
+"""What a call gives for numbers: None if that is not known."""
+
+
+def evaluate(formula: Formula, numbers: Mapping[str, int], calls: Evaluate | None = None) -> int | None:
+    """The number that a formula is, with numbers for its symbols; None where it has no value, or one is not given."""
+    total = 0
+    for monomial, factor in formula.terms:
+        term = factor
+        for atom in monomial:
+            value = _atom_value(atom, numbers, calls)
+            if value is None or value != int(value):
+                return None
+            term *= int(value)
+        total += term
+    return total
+
+
+def _atom_value(atom: Atom, numbers: Mapping[str, int], calls: Evaluate | None) -> float | None:
+    if isinstance(atom, Symbol):
+        return numbers.get(atom.name)
+    if isinstance(atom, Floor):
+        over, by = evaluate(atom.over, numbers, calls), evaluate(atom.by, numbers, calls)
+        return None if over is None or not by else over // by
+    if isinstance(atom, Least):
+        parts = [evaluate(p, numbers, calls) for p in atom.parts]
+        return None if None in parts else min(p for p in parts if p is not None)
+    arguments: list[float] = []
+    for argument in atom.arguments:
+        value: float | None
+        if isinstance(argument, Formula):
+            value = evaluate(argument, numbers, calls)
+        elif isinstance(argument, Call):
+            value = _atom_value(argument, numbers, calls)
+        else:
+            value = argument
+        if value is None:
+            return None
+        arguments.append(value)
+    return None if calls is None else calls(atom.name, arguments)
+
+
+def symbols(formula: Formula) -> frozenset[str]:
+    """The names of the symbols in a formula."""
+    return frozenset(a.name for a in atoms(formula) if isinstance(a, Symbol))
+
+
+def atoms(formula: Formula) -> Iterator[Atom]:
+    """All atoms of a formula, those within others too."""
+    for monomial, _ in formula.terms:
+        for atom in monomial:
+            yield from _with_inner(atom)
+
+
+def _with_inner(atom: Atom) -> Iterator[Atom]:
+    yield atom
+    inner: Iterable[Formula | Call | float] = ()
+    if isinstance(atom, Floor):
+        inner = (atom.over, atom.by)
+    elif isinstance(atom, Least):
+        inner = atom.parts
+    elif isinstance(atom, Call):
+        inner = atom.arguments
+    for part in inner:
+        if isinstance(part, Formula):
+            yield from atoms(part)
+        elif isinstance(part, Call):
+            yield from _with_inner(part)
+
+
+# Decisions
+
+
+def same(a: Formula, b: Formula) -> bool:
+    """Whether two formulas are equal at all sizes at which both have a value."""
+    return a == b or _never((a - b,), "{0} != 0", lambda n: n[0] != 0)
+
+
+def not_less(a: Formula, b: Formula) -> bool:
+    """Whether `a` is at least `b`, at all sizes at which both have a value."""
+    difference = a - b
+    low, high = bounds(difference)
+    if low >= 0 or high < 0:
+        return low >= 0
+    return _never((difference,), "{0} < 0", lambda n: n[0] < 0)
+
+
+def entails(a: Formula, b: Formula, value: int) -> bool:
+    """Whether `b` has a value wherever `a` has it, at all sizes."""
+    if a == b:
+        return True
+    return _never((a, b), f"{{0}} = {value} and {{1}} != {value}", lambda n: n[0] == value != n[1])
+
+
+def is_multiple(a: Formula, of: int) -> bool:
+    """Whether a formula is a multiple of a number, at all sizes at which it has a value."""
+    if of == 0:
+        return same(a, ZERO)
+    rest = modulo(a, abs(of))
+    return not rest.terms or same(rest, ZERO)
+
+
+def fingerprint(of: Formula) -> tuple[int | None, ...]:
+    """Numbers that tell most unequal formulas apart; equal ones have the same wherever they have a value."""
+    return tuple(evaluate(of, _Drawn(at), _drawn_call(at)) for at in range(4))
+
+
+class _Drawn(Mapping[str, int]):
+    """A size for each symbol, made from its name."""
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    def __getitem__(self, name: str) -> int:
+        return 1 + zlib.crc32(f"{self.at} {name}".encode()) % (50, 5000, 500000, 5)[self.at]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(())
+
+    def __len__(self) -> int:
+        return 0
+
+
+def _drawn_call(at: int) -> Evaluate:
+    return lambda name, arguments: 1 + zlib.crc32(f"{at} {name} {arguments}".encode()) % 997
+
+
+# Points at which a difference shows quickly: they only ever say that a comparison does not hold.
+_POINTS = tuple(
+    (a, b) for a in (0, 1, 2, 3, 5, 12, 48, 481, 7919, LARGEST) for b in (0, 1, 11)
+)  # fmt: skip
+
+
+def _never(parts: tuple[Formula, ...], condition: str, holds: Callable[[Sequence[int]], bool]) -> bool:
+    """Whether no sizes fulfil a condition on formulas, given in isl's notation and as a function of their numbers."""
+    if not any(isinstance(a, Call) for part in parts for a in atoms(part)):
+        names = sorted(frozenset().union(*map(symbols, parts)))
+        for base, step in _POINTS:
+            at = {name: min(base + step * k, LARGEST) for k, name in enumerate(names)}
+            found = [evaluate(part, at) for part in parts]
+            if None not in found and holds([n for n in found if n is not None]):
+                return False
+    return _is_empty(parts, condition)
+
+
+_MOST_ATOMS = 24
+_MOST_OPERATIONS = 200_000
+
+
+@lru_cache(maxsize=65536)
+def _is_empty(parts: tuple[Formula, ...], condition: str) -> bool:
+    """Whether no sizes fulfil the condition, by isl; False if that cannot be decided within bounds."""
+    problem = _Problem()
+    try:
+        terms = [problem.linear(part) for part in parts]
+    except _TooLarge:
+        return False
+    text = problem.text(condition.format(*terms))
+    import islpy
+
+    context = islpy.Context()
+    context.set_max_operations(_MOST_OPERATIONS)
+    context.set_on_error(islpy.on_error.CONTINUE)
+    try:
+        return bool(islpy.Set.read_from_str(context, text).is_empty())
+    except islpy.Error:  # too many operations
+        return False
+
+
+class _TooLarge(Exception):
+    """A formula has more atoms than a decision is worth."""
+
+
+class _Problem:
+    """A set of integers in isl's notation: a variable for each atom and product, with what is known of it."""
+
+    def __init__(self) -> None:
+        self.names: dict[Monomial, str] = {}
+        self.facts: list[str] = []
+
+    def linear(self, formula: Formula) -> str:
+        """The formula in the variables."""
+        terms = [f"{factor}*{self._variable(m)}" if m else str(factor) for m, factor in formula.terms]
+        return "(" + (" + ".join(terms) or "0") + ")"
+
+    def text(self, condition: str) -> str:
+        return f"{{ [{', '.join(self.names.values())}] : {' and '.join((*self.facts, condition))} }}"
+
+    def _variable(self, monomial: Monomial) -> str:
+        found = self.names.get(monomial)
+        if found is not None:
+            return found
+        if len(self.names) >= _MOST_ATOMS:
+            raise _TooLarge
+        name = self.names[monomial] = f"v{len(self.names)}"
+        if len(monomial) == 1:
+            self._define(name, monomial[0])
+        low, high = bounds(Formula(((monomial, 1),)))
+        self.facts += [f"{name} >= {low}"] if isinstance(low, int) else []
+        self.facts += [f"{name} <= {high}"] if isinstance(high, int) else []
+        return name
+
+    def _define(self, name: str, atom: Atom) -> None:
+        if isinstance(atom, Floor) and (by := atom.by.number) is not None:
+            over = self.linear(atom.over)
+            self.facts.append(f"0 <= {over} - {by}*{name} < {by}")
+        elif isinstance(atom, Least):
+            parts = [self.linear(p) for p in atom.parts]
+            self.facts += [f"{name} <= {p}" for p in parts]
+            self.facts.append("(" + " or ".join(f"{name} = {p}" for p in parts) + ")")
+
+
+# Dimensions of types
+
+
+@lru_cache(maxsize=65536)
+def formula(dim: int | str) -> Formula:
+    """What a dimension of a type stands for."""
+    if isinstance(dim, int):
+        return number(dim)
+    if not dim.startswith(_MARK):
+        return symbol(dim)
+    return _parsed(ast.parse(dim[len(_MARK) :], mode="eval").body)
+
+
+def dim(of: Formula) -> int | str:
+    """A formula as a dimension: a number, a symbol's name, or its text."""
+    value = of.number
+    if value is not None:
+        return value
+    if len(of.terms) == 1 and of.terms[0][1] == 1 and len(of.terms[0][0]) == 1:
+        only = of.terms[0][0][0]
+        if isinstance(only, Symbol):
+            return only.name
+    return _MARK + of.text
+
+
+def is_computed(dim: Dim) -> bool:
+    """Whether a dimension is a formula, and neither a number nor a symbol."""
+    return isinstance(dim, str) and dim.startswith(_MARK)
+
+
+def equal(a: Dim, b: Dim) -> bool:
+    """Whether two dimensions are equal at all sizes; not if one is unknown."""
+    if a is None or b is None:
+        return False
+    return a == b or same(formula(a), formula(b))
+
+
+def at_least(a: Dim, b: Dim) -> bool:
+    """Whether one dimension is at least the other at all sizes; not if one is unknown."""
+    return a is not None and b is not None and not_less(formula(a), formula(b))
+
+
+def divides(divisor: int, a: Dim) -> bool:
+    """Whether a dimension is a multiple of a number at all sizes; not if it is unknown."""
+    return a is not None and is_multiple(formula(a), divisor)
+
+
+def value(dim: Dim, numbers: Mapping[str, int], calls: Evaluate | None = None) -> int | None:
+    """The number that a dimension is, with numbers for symbols; None where it has none, or one is not given."""
+    if isinstance(dim, int) or dim is None:
+        return dim
+    found = numbers.get(dim)
+    return evaluate(formula(dim), numbers, calls) if found is None and is_computed(dim) else found
+
+
+def readable(dim: Dim) -> str:
+    """A dimension as a person reads it: "ceil(samples/160)", "?" for one that is unknown."""
+    if dim is None:
+        return "?"
+    if not is_computed(dim):
+        return str(dim)
+    return _shown(formula(dim))
+
+
+def _shown(of: Formula) -> str:
+    out = ""
+    for monomial, factor in sorted(of.terms, key=lambda t: not t[0]):
+        parts = [_shown_atom(a) for a in monomial]
+        if abs(factor) != 1 or not parts:
+            parts.insert(0, str(abs(factor)))
+        sign = ("-" if factor < 0 else "") if not out else (" - " if factor < 0 else " + ")
+        out += sign + "*".join(parts)
+    return out or "0"
+
+
+def _shown_atom(atom: Atom) -> str:
+    if isinstance(atom, Symbol):
+        return atom.name
+    if isinstance(atom, Least):
+        return f"min({', '.join(map(_shown, atom.parts))})"
+    if isinstance(atom, Call):
+        arguments = (repr(a) if isinstance(a, float) else _shown_call(a) for a in atom.arguments)
+        return f"{atom.name}({', '.join(arguments)})"
+    by = atom.by.number
+    over, name = atom.over, "floor"
+    if by is not None and over.constant == by - 1:
+        over, name = over - (by - 1), "ceil"
+    top = _shown(over)
+    bottom = _shown(atom.by)
+    return (
+        f"{name}({top if len(over.terms) == 1 else f'({top})'}/{bottom if by is not None else f'({bottom})'})"
+    )
+
+
+def _shown_call(value: Formula | Call) -> str:
+    return _shown(value) if isinstance(value, Formula) else _shown_atom(value)
+
+
+def _parsed(tree: ast.expr) -> Formula:
+    """A formula from its text. Raises ValueError for what no formula is written as."""
+    if isinstance(tree, ast.Constant) and isinstance(tree.value, int):
+        return number(tree.value)
+    if isinstance(tree, ast.Name):
+        return symbol(tree.id)
+    if isinstance(tree, ast.UnaryOp) and isinstance(tree.op, ast.USub):
+        return -_parsed(tree.operand)
+    if isinstance(tree, ast.BinOp):
+        left, right = _parsed(tree.left), _parsed(tree.right)
+        if isinstance(tree.op, ast.Add):
+            return left + right
+        if isinstance(tree.op, ast.Sub):
+            return left - right
+        if isinstance(tree.op, ast.Mult):
+            return left * right
+        if isinstance(tree.op, ast.FloorDiv):
+            return floor_div(left, right)
+    if isinstance(tree, ast.Call) and isinstance(tree.func, ast.Name):
+        first = tree.args[0]
+        if tree.func.id == "min":
+            return least(*map(_parsed, tree.args))
+        if tree.func.id == "sym" and isinstance(first, ast.Constant) and isinstance(first.value, str):
+            return symbol(first.value)
+        if tree.func.id == "call":
+            return _atom(_parsed_call(tree))
+    raise ValueError(f"not a formula of dimensions: {ast.unparse(tree)}")
+
+
+def _parsed_call(tree: ast.Call) -> Call:
+    name = ast.literal_eval(tree.args[0])
+    arguments: list[Formula | Call | float] = []
+    for argument in tree.args[1:]:
+        value = _literal(argument)
+        if isinstance(value, float):
+            arguments.append(value)
+            continue
+        part = _parsed(argument)
+        only = part.terms[0][0][0] if isinstance(argument, ast.Call) else None
+        arguments.append(only if isinstance(only, Call) else part)
+    return Call(name, tuple(arguments))
+
+
+def _literal(tree: ast.expr) -> object:
+    try:
+        return ast.literal_eval(tree)
+    except ValueError:
+        return None
