@@ -297,11 +297,25 @@ def _cancelled(over: Formula, by: Formula) -> tuple[Formula, Formula]:
 
 
 def _ratio(over: Formula, by: Formula) -> Formula | None:
-    """The number of times that one formula is the other, if that is a number."""
-    if len(over.terms) != len(by.terms):
-        return None
-    ratio = over.terms[0][1] // by.terms[0][1]
-    return number(ratio) if over == by * ratio else None
+    """The formula that gives one when multiplied with another, if there is one: division of polynomials."""
+    order = sorted({atom.text for monomial, _ in (*over.terms, *by.terms) for atom in monomial})
+
+    def degrees(term: tuple[Monomial, int]) -> tuple[int, ...]:
+        texts = [atom.text for atom in term[0]]
+        return (len(texts), *(texts.count(text) for text in order))
+
+    lead, factor = max(by.terms, key=degrees)
+    ratio, rest = ZERO, over
+    while rest.terms:
+        monomial, most = max(rest.terms, key=degrees)
+        atoms_ = list(monomial)
+        if most % factor or any(lead.count(atom) > monomial.count(atom) for atom in lead):
+            return None
+        for atom in lead:
+            atoms_.remove(atom)
+        part = Formula(((tuple(atoms_), most // factor),))
+        ratio, rest = ratio + part, rest - part * by
+    return ratio
 
 
 def least(*parts: Formula | int) -> Formula:
@@ -331,7 +345,7 @@ def _least(parts: tuple[Formula, ...]) -> Formula:
         return kept[0]
     # min(a + c, b + c) = min(a, b) + c
     shift = min(p.constant for p in kept)
-    return _atom(Least(tuple(p - shift for p in kept))) + shift
+    return _atom(Least(tuple(sorted((p - shift for p in kept), key=lambda p: p.text)))) + shift
 
 
 # Bounds and values

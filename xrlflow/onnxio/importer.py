@@ -201,7 +201,7 @@ def _typed(proto: onnx.ModelProto) -> tuple[onnx.ModelProto, dict[str, TensorTyp
     bare.graph.value_info.extend(v for v in proto.graph.value_info if v.name in unknown)
     dimensions.without_claims(bare.graph)
     try:
-        typed = onnx.shape_inference.infer_shapes(bare, data_prop=True)
+        typed = onnx.shape_inference.infer_shapes(bare)
     except (onnx.shape_inference.InferenceError, RuntimeError):
         # The model as a whole defeats ONNX's inference; node by node we may still learn most types.
         return bare, {name: dimensions.without_symbols(type_of_proto(t)) for name, t in declared.items()}

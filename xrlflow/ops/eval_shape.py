@@ -74,6 +74,8 @@ def _split(field: Field, attrs: Attrs, inputs: Inputs, outputs: int) -> tuple[An
         chunk = -(-x.shape[axis] // parts)
         ends = [min(chunk * (i + 1), x.shape[axis]) for i in range(parts - 1)]
     else:
+        if sum(sizes) != x.shape[axis]:
+            raise ValueError(f"parts of {sizes} do not make {x.shape[axis]}")
         ends = np.cumsum(sizes)[:-1].tolist()
     return tuple(np.split(x, ends, axis=axis))
 

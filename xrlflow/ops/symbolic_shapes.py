@@ -212,6 +212,7 @@ def _window(node: _Node, data: int, weight: int | None) -> Sequence[Shape | None
                 (pads[i], pads[rank + i]),
                 str(auto),
                 None if weight is not None else bool(node.integer("ceil_mode", 0)),
+                dilations[i] > 1,
             )
         )
         for i in range(rank)
@@ -220,11 +221,17 @@ def _window(node: _Node, data: int, weight: int | None) -> Sequence[Shape | None
 
 
 def _window_size(
-    size: Formula, extent: Formula, stride: int, pads: tuple[int, int], auto: str, ceil_mode: bool | None
+    size: Formula,
+    extent: Formula,
+    stride: int,
+    pads: tuple[int, int],
+    auto: str,
+    ceil_mode: bool | None,
+    dilated: bool,
 ) -> Formula | None:
     """How many windows fit. `extent`: of a window, dilation included; `ceil_mode` None: a convolution."""
     if auto.startswith("SAME"):
-        return dims.ceil_div(size, stride)
+        return dims.ceil_div(size, stride) if not dilated or ceil_mode is None else None
     begin, end = (0, 0) if auto == "VALID" else pads
     room = size + begin + end - extent
     if ceil_mode is None or (not ceil_mode and dims.not_less(begin + end + 1 - extent, dims.ZERO)):
@@ -286,9 +293,16 @@ def _reshape(node: _Node) -> Sequence[Shape | None]:
     for hole in holes[:1]:
         others = [e for i, e in enumerate(out) if i != hole]
         out[hole] = None
-        if total is not None and None not in others:
-            out[hole] = dims.floor_div(total, _product([e for e in others if e is not None]))
+        known = [e for e in others if e is not None]
+        # With `allowzero` a 0 beside what is inferred is an error, but the runtime takes it for something.
+        if total is not None and len(known) == len(others) and (copies or _are_filled(known)):
+            out[hole] = dims.floor_div(total, _product(known))
     return [tuple(_dim(e) for e in out)]
+
+
+def _are_filled(parts: Sequence[Formula]) -> bool:
+    """Whether none of the dimensions is ever 0."""
+    return all(dims.not_less(part, dims.ONE) for part in parts)
 
 
 def _maybe(dim: Dim) -> Formula | None:
@@ -315,7 +329,8 @@ def _or_copied(
         return element
     # Were it 0, so would be the number of elements; with no other zero what is copied must be 0 too.
     others = [e for i, e in enumerate(wanted) if i != at]
-    filled = all(e is not None and dims.not_less(e, dims.ONE) for e in others)
+    known = [e for e in others if e is not None]
+    filled = len(known) == len(others) and _are_filled(known)
     if filled and total is not None and _vanishes_with(total, element):
         return element
     return element + own * dims.greatest(dims.ONE - element, 0)
@@ -385,22 +400,27 @@ def _cut(size: Formula, start: Formula | None, end: Formula | None, step: Formul
     if not fits(start) or not fits(end):
         return None
     by = step.number or 1
-    first = _position(size, start, by < 0)
-    last = _position(size, end, by < 0)
+    if by < 0 and not dims.not_less(dims.number(dims.LARGEST - 1), end):
+        return None  # the runtime has a meaning of its own for the largest numbers
+    first = _position(size, start, 0, by < 0)
+    last = _position(size, end, -1, by < 0)
     if first is None or last is None:
         return None
     length = last - first if by > 0 else first - last
     return dims.greatest(dims.ceil_div(length, abs(by)), 0)
 
 
-def _position(size: Formula, at: Formula, backwards: bool) -> Formula | None:
-    """A bound of a slice, counted from the front and clamped; None if its sign is not known."""
+def _position(size: Formula, at: Formula, least: int, backwards: bool) -> Formula | None:
+    """A bound of a slice, counted from the front and clamped; None if its sign is not known.
+
+    `least`: the least position of a bound that is reached backwards.
+    """
     if dims.not_less(dims.number(-1), at):
         at = at + size
     elif not dims.not_less(at, dims.ZERO):
         return None
     if backwards:
-        return dims.least(dims.greatest(at, -1), size - 1)
+        return dims.least(dims.greatest(at, least), size - 1)
     return dims.least(dims.greatest(at, 0), size)
 
 

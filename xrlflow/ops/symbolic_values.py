@@ -80,7 +80,7 @@ def values(
             shape = None if types[0] is None else types[0].shape
             return None if shape is None or None in shape else _scalar(_volume(shape))
         if op in _MOVES:
-            return _moved(op, attrs, inputs)
+            return _moved(op, attrs, types, inputs)
         if op == "ConstantOfShape":
             return _filled(attrs, inputs, out)
         if op == "Range":
@@ -147,16 +147,16 @@ _MOVES: Mapping[str, Sequence[int]] = {
 }
 
 
-def _moved(op: str, attrs: Attrs, inputs: Sequence[Known | None]) -> Known | None:
+def _moved(
+    op: str, attrs: Attrs, types: Sequence[TensorType | None], inputs: Sequence[Known | None]
+) -> Known | None:
     if attrs.get("reduction", "none") != "none":
         return None
     arguments: list[npt.NDArray[Any] | None] = []
     carried = _MOVES[op]
     for i, x in enumerate(inputs):
-        if i in carried and x is None:
-            return None
         arguments.append(x if i in carried else numbers(x))
-        if i not in carried and x is not None and arguments[-1] is None:
+        if arguments[-1] is None and types[i] is not None:
             return None
     if op == "Expand" and arguments[1] is not None and np.prod(arguments[1].clip(1)) > SMALL:
         return None
