@@ -15,6 +15,8 @@ from rewrite_rules.exports import (
     UseSignedWeights,
 )
 from tests.rules.harness import applies, model, refuses, run
+from xrlflow.ir import dims
+from xrlflow.onnxio import load
 from xrlflow.rewrite import AnyRule, Library
 
 
@@ -178,3 +180,73 @@ def test_shape_of_a_known_result() -> None:
     source = "agraph (float[2,6] x, int64[2] s) => (float[A,B] y) { y = Reshape(x, s) }"
     refuses(FoldComputedShape(), model(source), "not known")
     refuses(FoldComputedShape(), model(source.replace(", int64[2] s", ""), s=np.array([3, 4])))
+
+
+def test_dimensions_that_agree_on_most_sizes_are_two() -> None:
+    """ceil(S/6) and floor(S/6)+1 differ at the multiples of 6: a Reshape that turns them round is none that copies."""
+    proto = model(
+        "agraph (float[S,S,2,1] x) => (float[A,B,2] y) <float[2,2,1,1] w = {1,0,0,1}, int64[3] i = {1,0,2}> {"
+        " t = Transpose<perm=[3,2,0,1]>(x) c = Conv<strides=[6,6], pads=[0,1,0,0]>(t, w) u = Transpose<perm=[2,3,1,0]>(c)"
+        " k = Constant<value_ints=[3]>() v = Squeeze(u, k) s = Shape(v) g = Gather(s, i) y = Reshape(v, g) }"
+    )
+    refuses(FoldComputedShape(), proto, "a dimension is not known")
+    (a, b, _) = load(proto).graph.topological()[3].types[0].shape
+    assert a != b
+    assert {dims.value(a, {"S": s}) == dims.value(b, {"S": s}) for s in (1, 5, 7, 11, 13, 997)} == {True}
+    assert dims.value(a, {"S": 12}) == 2
+    assert dims.value(b, {"S": 12}) == 3
+
+
+@pytest.mark.parametrize("end", [480_000, 1_000_003, 2**31 - 2])
+def test_a_limit_that_few_sizes_reach_is_a_limit(end: int) -> None:
+    proto = model(
+        f"agraph (float[N,M] x) => (float[A,B] y) <int64[1] z = {{0}}, int64[1] e = {{{end}}}, int64[2] i = {{1, 0}}> {{"
+        " c = Slice(x, z, e, z) d = Slice(x, z, e, o) o = Constant<value_ints=[1]>() s = Shape(c) t = Shape(d)"
+        " p = Slice(s, z, o) q = Slice(t, o, r) r = Constant<value_ints=[2]>() f = Concat<axis=0>(p, q)"
+        " y = Reshape(x, f) }"
+    )
+    refuses(FoldComputedShape(), proto, "a dimension is not known")
+
+
+def test_what_wraps_around_is_no_dimension() -> None:
+    """S*S*S*S / (S*S*S) is S until the product leaves 64 bits, and one of 32 leaves them sooner."""
+    for cast, back in (("", ""), (" c = Cast<to=6>(m)", " q = Cast<to=7>(r)")):
+        proto = model(
+            "agraph (float[S,T] x) => (float[A,B] y) <int64[2] i = {1, 0}> { h = Shape(x) m = Identity(h)"
+            + (cast or " c = Identity(m)")
+            + " p = Mul(c, c) u = Mul(p, p) v = Mul(p, c) r = Div(u, v)"
+            + (back or " q = Identity(r)")
+            + " g = Gather(q, i) j = Gather(g, i) y = Reshape(x, j) }"
+        )
+        refuses(FoldComputedShape(), proto, "a dimension is not known")
+
+
+def test_what_a_file_says_of_computed_dimensions_is_a_claim() -> None:
+    """The names of outputs and of intermediate values say that M is N, which no runtime checks."""
+    text = (
+        "agraph (float[N,M] x) => (float[M,N] y) <int64[2] i = {1, 0}, float[N,N] t> { t = Relu(x) s = Shape(t)"
+        " g = Gather(s, i) y = Reshape(t, g) }"
+    )
+    refuses(FoldComputedShape(), model(text), "a dimension is not known")
+    unknown = (
+        "agraph (float[N,M] x) => (float[M,N] y) <int64[2] i = {1, 0}, float[N,N] t> { t = other.Op(x) s = Shape(t)"
+        " g = Gather(s, i) y = Reshape(t, g) }"
+    )
+    proto = model(unknown)
+    proto.opset_import.add(domain="other", version=1)
+    refuses(FoldComputedShape(), proto, "a dimension is not known")
+
+
+def test_a_size_of_zero_counts() -> None:
+    """At S = 0 the Reshape copies 12 where it would else have S, so that its dimension is not S."""
+    proto = model(
+        "agraph (float[B,12,S,4] x) => (float[A,C,D] y, float[E,F,G] z) <int64[1] a = {0}, int64[1] b = {2},"
+        " int64[1] c = {3}, int64[1] n = {12}, int64[1] m = {-1}> { h = Shape(x) p = Slice(h, a, o) q = Slice(h, b, c)"
+        " o = Constant<value_ints=[1]>() r = Mul(p, n) f = Concat<axis=0>(r, q, m) y = Reshape(x, f)"
+        " k = Constant<value_ints=[-1]>() g = Concat<axis=0>(r, k, q) v = Reshape(x, g) z = Relu(v) }"
+    )
+    graph = load(proto).graph
+    shape = graph.type(graph.outputs[0]).shape
+    assert shape is not None
+    assert [dims.value(d, {"B": 2, "S": 0}) for d in shape] == [24, 12, 0]
+    assert [dims.value(d, {"B": 2, "S": 3}) for d in shape] == [24, 3, 4]
