@@ -76,8 +76,11 @@ def windows() -> Iterator[str]:
         for pool in ("MaxPool", "AveragePool", "LpPool"):
             ceil = rng.choice(("", ", ceil_mode=1")) if "auto" not in pads else ""
             if a < k and b < k:
-                dilated = common if pool == "MaxPool" or pool == "LpPool" else f"strides=[{s}]"
-                yield f"g (float[N,1,S] x) => (float[a,b,c] y) {{ y = {pool}<kernel_shape=[{k}], {dilated}, {pads}{ceil}>(x) }}"
+                dilated = f"strides=[{s}]" if pool == "AveragePool" else common
+                yield (
+                    "g (float[N,1,S] x) => (float[a,b,c] y) "
+                    f"{{ y = {pool}<kernel_shape=[{k}], {dilated}, {pads}{ceil}>(x) }}"
+                )
         out = rng.randint(0, s - 1)
         yield (
             f"g (float[N,1,S] x) => (float[a,b,c] y) <float[1,1,{k}] w = {{{weight}}}> "
@@ -92,8 +95,8 @@ def slices() -> Iterator[str]:
         start, end = rng.choice(numbers), rng.choice(numbers)
         step = rng.choice((1, 1, 2, 3, -1, -2))
         yield (
-            f"g (float[S,3] x) => (float[a,b] y) <int64[1] s = {{{start}}}, int64[1] e = {{{end}}}, int64[1] t = {{{step}}},"
-            " int64[1] z = {0}> { y = Slice(x, s, e, z, t) }"
+            f"g (float[S,3] x) => (float[a,b] y) <int64[1] s = {{{start}}}, int64[1] e = {{{end}}},"
+            f" int64[1] t = {{{step}}}, int64[1] z = {{0}}> {{ y = Slice(x, s, e, z, t) }}"
         )
 
 
@@ -102,10 +105,12 @@ def reshapes() -> Iterator[str]:
     rng = random.Random(2)
     parts = ("c0", "c1", "m", "p2", "p3", "p6", "ds", "dt", "dn", "st", "sn", "s2", "s6", "tn")
     define = (
-        " h = Shape(x) ds = Slice(h, i0, i1) dt = Slice(h, i1, i2) dn = Slice(h, i2, i3) st = Mul(ds, dt) sn = Mul(ds, dn)"
-        " tn = Mul(dt, dn) s2 = Mul(ds, p2) s6 = Mul(ds, p6) c0 = Identity(i0) c1 = Identity(i1) m = Identity(im) "
+        " h = Shape(x) ds = Slice(h, i0, i1) dt = Slice(h, i1, i2) dn = Slice(h, i2, i3) st = Mul(ds, dt)"
+        " sn = Mul(ds, dn) tn = Mul(dt, dn) s2 = Mul(ds, p2) s6 = Mul(ds, p6) c0 = Identity(i0)"
+        " c1 = Identity(i1) m = Identity(im) "
     )
-    consts = "int64[1] p2={2}, int64[1] p3={3}, int64[1] p6={6}, int64[1] i0={0}, int64[1] i1={1}, int64[1] i2={2}, int64[1] i3={3}, int64[1] im={-1}"
+    numbers = {"p2": 2, "p3": 3, "p6": 6, "i0": 0, "i1": 1, "i2": 2, "i3": 3, "im": -1}
+    consts = ", ".join(f"int64[1] {name} = {{{number}}}" for name, number in numbers.items())
     for _ in range(160):
         chosen = rng.choices(parts, k=rng.randint(1, 4))
         if chosen.count("m") <= 1:
@@ -146,7 +151,8 @@ OTHERS = (
     "g (float[S,1,T] x) => (float[a,b] y) { k = Constant<value_ints=[1]>() y = Squeeze(x, k) }",
     'g (float[S,T] x, float[T,S] z) => (float[a,b] y) { y = Einsum<equation="ij,jk->ki">(x, z) }',
     "g (float[S,T] x) => (float[a] y) { k = Constant<value_ints=[1]>() y = ReduceSum<keepdims=0>(x, k) }",
-    "g (float[S,T] x) => (float[a,b] y) { s = Shape(x) g = Gather(s, i) i = Constant<value_ints=[1,0]>() y = Reshape(x, g) }",
+    "g (float[S,T] x) => (float[a,b] y) { s = Shape(x) i = Constant<value_ints=[1,0]>() g = Gather(s, i)"
+    " y = Reshape(x, g) }",
 )  # fmt: skip
 
 

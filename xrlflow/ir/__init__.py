@@ -1,6 +1,7 @@
 """The graph IR: values, types, nodes, graphs, edits. Knows nothing of ONNX files or of rules."""
 
 from xrlflow.ir import dims
+from xrlflow.ir.dims import Dim
 from xrlflow.ir.edit import Edit, apply_edit, plan_edit
 from xrlflow.ir.graph import SMALL, ArrayHandle, Const, Graph, Leaves, TensorHandle
 from xrlflow.ir.node import NO_ATTRS, Attr, Attrs, Body, Node, RawAttr, digest, mix, node_key, output_key
@@ -9,7 +10,6 @@ from xrlflow.ir.types import (
     ABSENT,
     FLOATS,
     INTEGERS,
-    Dim,
     DType,
     TensorType,
     TypeConflict,

@@ -21,7 +21,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from xrlflow.ir.types import Dim
+Dim = int | str | None
+"""A dimension of a type: a number, a symbol, a formula of symbols, or None for one that nothing is known about."""
 
 LARGEST = 2**31 - 1
 """The largest size of one dimension. ONNX says "to the end" by a bound of at least this."""

@@ -5,16 +5,14 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import Any, ClassVar, NewType
 
+from xrlflow.ir.dims import Dim, readable
+
 # A value names one *semantic* tensor. The integer is derived from the content that first produced the
 # value, so that two searches, or two processes, that make the same tensor the same way give it the same name.
 Value = NewType("Value", int)
 
 # The place of an optional input that is not given.
 ABSENT = Value(0)
-
-# A dimension: a number, a symbol ("batch"), a formula of symbols ("=(batch + 1)//2", see `xrlflow.ir.dims`), or
-# None for one that nothing is known about.
-Dim = int | str | None
 
 
 class DType(IntEnum):
@@ -165,7 +163,7 @@ class TensorType:
     def __repr__(self) -> str:
         if self.dtype == DType.UNDEFINED:
             return "opaque"
-        dims = "..." if self.shape is None else ",".join("?" if d is None else str(d) for d in self.shape)
+        dims = "..." if self.shape is None else ",".join(map(readable, self.shape))
         return f"{self.dtype.name.lower()}[{dims}]" + (":const" if self.const else "")
 
 
