@@ -1,0 +1,778 @@
+"""What `bench/fuzz.py` does with one model: substitutions at random, and whether anything is computed otherwise.
+
+A model is run as it came, and after each of several walks: in ONNX Runtime without its own optimisations and with all of
+them, and where our evaluator can in float64. Integers and truth values must be equal, NaN and infinities must be at the
+same places, and numbers may be as far off as the original itself is from float64 (`xrlflow.verify.compare`).
+
+A number that the original does not decide itself (it changes when inputs move by one place in the last digit, and
+float64 knows no difference between the two graphs) is no difference: `Outcome.undecided` counts such outputs.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+from onnx import helper
+
+from bench.fuzz_models import Domain, Subject
+from rewrite_rules import LIBRARY
+from xrlflow.backends.onnxruntime.session import ort_errors
+from xrlflow.cost import Roofline
+from xrlflow.ir import Graph, Value
+from xrlflow.onnxio import ImportedModel, ModelError, load, to_proto
+from xrlflow.onnxio.exporter import check_result
+from xrlflow.ops.evaluate import NotEvaluable, evaluate_graph
+from xrlflow.rewrite import Library, Match, RewriteState
+from xrlflow.rewrite.rule import AnyRule
+from xrlflow.search.bodies import with_bodies
+from xrlflow.verify.compare import by_deviation, by_reference, is_float, judge_floats
+from xrlflow.verify.inputs import input_values, perturbed
+
+Array = np.ndarray[Any, Any]
+Feeds = Mapping[str, Array]
+MODES = ("normal", "grid", "wide", "special")
+# A reference whose distance from the original is more than this part of it is of something else.
+_CREDIBLE = 2.0**-8
+_STEPS = 12  # of a random walk
+_GREEDY_STEPS = 200
+COST = Roofline()
+
+
+# --- inputs ---
+
+
+@dataclass(frozen=True)
+class Case:
+    """One set of inputs. `mode`: how they were drawn."""
+
+    mode: str
+    feeds: Feeds
+
+
+def draw_cases(subject: Subject, seed: int) -> list[Case]:
+    """Every mode at the sizes in turn, so that each of both is seen."""
+    sizes = subject.sizes
+    modes = [m for m in MODES if m != "special" or subject.specials]
+    count = max(len(modes), len(sizes)) + (2 if len(sizes) > 1 else 0)
+    return [
+        Case(mode, draw_feeds(subject, sizes[i % len(sizes)], mode, np.random.default_rng([seed, i])))
+        for i, mode in ((i, modes[i % len(modes)]) for i in range(count))
+    ]
+
+
+def draw_feeds(
+    subject: Subject, sizes: Mapping[str, int], mode: str, rng: np.random.Generator
+) -> dict[str, Array]:
+    """Inputs of these sizes."""
+    feeds: dict[str, Array] = {}
+    for info in subject.proto.graph.input:
+        tensor = info.type.tensor_type
+        dtype = np.dtype(helper.tensor_dtype_to_np_dtype(tensor.elem_type))
+        shape = tuple(
+            sizes[d.dim_param] if d.HasField("dim_param") else d.dim_value for d in tensor.shape.dim
+        )
+        feeds[info.name] = _drawn(dtype, shape, mode, subject.domains.get(info.name), rng)
+    return feeds
+
+
+def _drawn(
+    dtype: np.dtype[Any], shape: tuple[int, ...], mode: str, domain: Domain | None, rng: np.random.Generator
+) -> Array:
+    if dtype == np.bool_:
+        even = {"normal": 0.5, "grid": rng.choice([0.0, 1.0]), "wide": 0.9, "special": 0.1}[mode]
+        return np.asarray(rng.random(shape) < even)
+    if domain is not None:
+        drawn = np.asarray(rng.integers(domain.low, domain.high, shape, endpoint=True))
+        if drawn.size > 1:
+            drawn.flat[0], drawn.flat[-1] = domain.low, domain.high
+        return drawn.astype(dtype)
+    return _floats(dtype, shape, mode, rng) if dtype.kind == "f" else _integers(dtype, shape, mode, rng)
+
+
+def _floats(dtype: np.dtype[Any], shape: tuple[int, ...], mode: str, rng: np.random.Generator) -> Array:
+    drawn = np.asarray(rng.standard_normal(shape))
+    if mode == "grid":  # sums and products are exact, and ties are frequent
+        drawn = np.asarray(rng.integers(-16, 17, shape) / 4.0)
+    elif mode == "wide":
+        drawn = np.sign(drawn) * 10.0 ** np.asarray(rng.uniform(-3, 3, shape))
+    elif mode == "special":
+        places = rng.random(shape) < 0.15
+        specials = rng.choice(np.asarray([np.nan, np.inf, -np.inf, -0.0, 0.0]), shape)
+        drawn = np.where(places, specials, drawn)
+    return np.asarray(drawn).astype(dtype)
+
+
+def _integers(dtype: np.dtype[Any], shape: tuple[int, ...], mode: str, rng: np.random.Generator) -> Array:
+    info = np.iinfo(dtype)
+    if mode == "normal":
+        return np.asarray(rng.integers(max(info.min, -8), 9, shape)).astype(dtype)
+    drawn = np.asarray(rng.integers(info.min, info.max, shape, dtype=dtype, endpoint=True))
+    if mode == "wide":
+        return drawn
+    marks = [0, 1, 2, 127, 128, 255, 256, 32768, 2**31 - 1, 2**31, 2**32, -1, -2, -129, -(2**31) - 1]
+    ends = np.asarray([info.min, info.max, *(m for m in marks if info.min <= m <= info.max)], dtype)
+    return np.where(rng.random(shape) < 0.6, rng.choice(ends, shape), drawn)
+
+
+# --- running ---
+
+
+class Refused(Exception):
+    """ONNX Runtime does not load or run a model. `loading`: it was not even loaded."""
+
+    def __init__(self, message: str, loading: bool) -> None:
+        super().__init__(" ".join(message.split())[:300])
+        self.loading = loading
+
+
+Stage = Callable[[str], None]
+
+
+class Session:
+    """A model in ONNX Runtime, without its optimisations or with all."""
+
+    def __init__(self, proto: onnx.ModelProto, optimized: bool) -> None:
+        options = ort.SessionOptions()
+        levels = ort.GraphOptimizationLevel
+        options.graph_optimization_level = levels.ORT_ENABLE_ALL if optimized else levels.ORT_DISABLE_ALL
+        options.log_severity_level = 4
+        options.intra_op_num_threads = options.inter_op_num_threads = 1
+        try:
+            self.session = ort.InferenceSession(
+                proto.SerializeToString(), options, providers=["CPUExecutionProvider"]
+            )
+        except ort_errors() as error:
+            raise Refused(str(error), True) from error
+
+    def run(self, feeds: Feeds) -> list[Array]:
+        wanted = {i.name for i in self.session.get_inputs()}
+        try:
+            return list(self.session.run(None, {k: v for k, v in feeds.items() if k in wanted}))
+        except ort_errors() as error:
+            raise Refused(str(error), False) from error
+
+
+def in_float64(imported: ImportedModel, graph: Graph, feeds: Feeds) -> list[Array | None]:
+    """The outputs that our evaluator has a value for."""
+    values = input_values(imported)
+    given = {values[name]: array for name, array in feeds.items() if name in values}
+    found: list[Array | None] = []
+    with np.errstate(all="ignore"):
+        try:
+            return list(evaluate_graph(graph, given))
+        except (NotEvaluable, ArithmeticError, IndexError, KeyError, TypeError, ValueError):
+            pass
+        for value in graph.outputs:  # NumPy's complaint about one output does not concern the others
+            try:
+                found.extend(evaluate_graph(_part(graph, value), given))
+            except (NotEvaluable, ArithmeticError, IndexError, KeyError, TypeError, ValueError):
+                found.append(None)
+    return found
+
+
+def _part(graph: Graph, value: Value) -> Graph:
+    nodes, pending = {}, [value]
+    while pending:
+        node = graph.producers.get(pending.pop())
+        if node is not None and node.id not in nodes:
+            nodes[node.id] = node
+            pending.extend(node.inputs)
+    return Graph.make(nodes.values(), graph.inputs, (value,), graph.leaves)
+
+
+# --- what the original computes ---
+
+
+@dataclass(frozen=True)
+class Known:
+    """One case, and what the original makes of it: plain and optimised by ONNX Runtime, in float64, on moved inputs."""
+
+    case: Case
+    plain: list[Array]
+    optimized: list[Array] | None
+    exact: list[Array | None]
+    moved: tuple[list[Array], ...]
+
+
+@dataclass(frozen=True)
+class Original:
+    """A model to fuzz with, and what it computes."""
+
+    subject: Subject
+    imported: ImportedModel
+    known: tuple[Known, ...]
+    runtime: tuple[str, ...]  # how ONNX Runtime differs from itself on it
+
+
+class NotComparable(Exception):
+    """The original does not load or run at all."""
+
+
+def examine(subject: Subject, cases: Sequence[Case], stage: Stage) -> Original:
+    """Run the original. Raises NotComparable, and ModelError if the loader refuses it."""
+    stage("the original in ONNX Runtime")
+    suspicions: list[str] = []
+    try:
+        plain = Session(subject.proto, False)
+    except Refused as error:
+        raise NotComparable(f"ONNX Runtime does not load it: {error}") from error
+    optimized: Session | None = None
+    try:
+        optimized = Session(subject.proto, True)
+    except Refused as error:
+        suspicions.append(f"loads without optimisations only: {error}")
+    results: list[tuple[Case, list[Array], list[Array] | None, tuple[list[Array], ...]]] = []
+    failure = ""
+    for case in cases:
+        try:
+            expected = plain.run(case.feeds)
+            moved = tuple(plain.run(perturbed(case.feeds, i)) for i in range(2))
+        except Refused as error:
+            failure = str(error)
+            continue
+        other = None
+        if optimized is not None:
+            try:
+                other = optimized.run(case.feeds)
+            except Refused as error:
+                suspicions.append(f"runs without optimisations only: {error}")
+        results.append((case, expected, other, moved))
+    if not results:
+        raise NotComparable(f"ONNX Runtime does not run it: {failure}")
+    stage("import")
+    imported = load(subject.proto)
+    stage("the original in float64")
+    known = tuple(
+        Known(case, expected, other, in_float64(imported, imported.graph, case.feeds), moved)
+        for case, expected, other, moved in results
+    )
+    for k in known:
+        for i, name in enumerate(o.name for o in subject.proto.graph.output):
+            if k.optimized is not None:
+                verdict = judged(k, i, k.plain[i], k.optimized[i])
+                if verdict.reason:
+                    suspicions.append(f"output {name}: {verdict.reason} with optimisations ({k.case.mode})")
+    return Original(subject, imported, known, tuple(dict.fromkeys(suspicions)))
+
+
+# --- judging ---
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """`reason` says what is wrong, or is empty. `unstable`: it is right only because the original is undecided."""
+
+    reason: str = ""
+    unstable: bool = False
+
+
+def judged(known: Known, index: int, expected: Array, new: Array, agree: bool | None = None) -> Verdict:
+    """Whether an output is what the original gives (`expected`, at the same level of optimisation).
+
+    `agree`: whether both graphs are the same in float64 there (None: not known).
+    """
+    expected, new = np.asarray(expected), np.asarray(new)
+    if expected.shape != new.shape or expected.dtype != new.dtype:
+        return Verdict(f"{new.dtype}{list(new.shape)} instead of {expected.dtype}{list(expected.shape)}")
+    reason = _differs(known, index, expected, new)
+    if not reason or agree is False:
+        return Verdict(reason)
+    loose = np.zeros(expected.shape, np.bool_)
+    for moved in known.moved:
+        loose |= _apart(known.plain[index], np.asarray(moved[index]), expected, new)
+    settled = np.where(loose, expected, new).astype(expected.dtype)
+    left = _differs(known, index, expected, settled)
+    return Verdict(left, unstable=not left)
+
+
+def _differs(known: Known, index: int, expected: Array, new: Array) -> str:
+    if not is_float(expected):
+        wrong = np.asarray(expected != new)
+        if not wrong.any():
+            return ""
+        place = tuple(int(i) for i in np.argwhere(wrong)[0]) if wrong.ndim else ()
+        return f"{np.count_nonzero(wrong)} of {wrong.size} elements differ: {new[place]} instead of {expected[place]}"
+    reference = known.exact[index]
+    yardstick = by_reference(expected, reference) if reference is not None else None
+    if yardstick is None or yardstick.error() > _CREDIBLE:
+        others = [a for a in (known.plain[index], (known.optimized or {index: None})[index]) if a is not None]
+        yardstick = by_deviation(expected, next((a for a in others if a is not expected), None))
+    found = judge_floats(yardstick, new)
+    return found.reason + (f", {found.worst}" if found.reason and found.worst is not None else "")
+
+
+def _apart(plain: Array, moved: Array, expected: Array, new: Array) -> Array:
+    """Where the original itself moves as much as the new model is off."""
+    if plain.shape != moved.shape:
+        return np.ones(expected.shape, np.bool_)
+    if not is_float(plain):
+        return np.asarray(plain != moved)
+    with np.errstate(all="ignore"):
+        a, b, e, n = (x.astype(np.float64) for x in (plain, moved, expected, new))
+        kinds = np.isfinite(a) != np.isfinite(b)
+        return np.asarray(kinds | (np.abs(n - e) <= 64 * np.abs(a - b)))
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Where a model computes something else. `runtime`: only in how ONNX Runtime optimises it."""
+
+    what: str
+    runtime: bool = False
+
+
+def compare(
+    original: Original, graph: Graph, stage: Stage, undecided: Counter[str], specials: bool = True
+) -> Fault | None:
+    """The first difference between the original and a graph derived from it.
+
+    `specials`: whether inputs with NaN and infinities count.
+    """
+    stage("export")
+    try:
+        check_result(original.imported, graph)
+        proto = to_proto(original.imported, graph)
+    except ModelError as error:
+        return Fault(f"export: {error}")
+    stage("the result in ONNX Runtime")
+    try:
+        plain = Session(proto, False)
+    except Refused as error:
+        return Fault(f"the result does not load: {error}")
+    try:
+        optimized: Session | None = Session(proto, True)
+    except Refused as error:
+        optimized = None
+        if all(k.optimized is not None for k in original.known):
+            return Fault(f"the result loads without optimisations only: {error}", True)
+    names = [o.name for o in original.subject.proto.graph.output]
+    for known in original.known:
+        if known.case.mode == "special" and not specials:
+            continue
+        stage("the result in float64")
+        exact = in_float64(original.imported, graph, known.case.feeds)
+        agree = [_agree(a, b) for a, b in zip(known.exact, exact)]
+        stage("the result in ONNX Runtime")
+        for session, expected in ((plain, known.plain), (optimized, known.optimized)):
+            if session is None or expected is None:
+                continue
+            level = "" if session is plain else " with ONNX Runtime's optimisations"
+            runtime = session is optimized
+            try:
+                found = session.run(known.case.feeds)
+            except Refused as error:
+                return Fault(f"the result does not run{level} ({known.case.mode}): {error}", runtime)
+            for i, name in enumerate(names):
+                verdict = judged(known, i, expected[i], found[i], agree[i])
+                undecided["outputs compared"] += 1
+                undecided["undecided by the original"] += verdict.unstable
+                if verdict.reason:
+                    return Fault(f"output {name}{level} ({known.case.mode}): {verdict.reason}", runtime)
+        for i, name in enumerate(names):
+            if agree[i] is False and not _explained(known, i, exact[i]):
+                return Fault(f"output {name} in float64 ({known.case.mode}): {_shown(known.exact[i], exact[i])}")
+    return None
+
+
+def _agree(a: Array | None, b: Array | None) -> bool | None:
+    """Whether two evaluations in float64 are one function: weights that were computed are rounded to float32."""
+    if a is None or b is None:
+        return None
+    if a.shape != b.shape:
+        return False
+    if a.dtype.kind not in "fc":
+        return bool(np.array_equal(a, b))
+    finite = np.isfinite(a) & np.isfinite(b)
+    scale = float(np.max(np.abs(a), initial=0.0, where=finite))
+    same = np.where(finite, np.abs(np.where(finite, a, 0) - np.where(finite, b, 0)) <= 1e-6 * scale, True)
+    kinds = np.where(finite, True, (a == b) | (np.isnan(a) & np.isnan(b)))
+    return bool(np.all(same & kinds))
+
+
+def _explained(known: Known, index: int, exact: Array | None) -> bool:
+    """Whether what differs in float64 alone is a number that float32 cannot hold, or that the original does not decide."""
+    expected, reference = np.asarray(known.plain[index]), known.exact[index]
+    if exact is None or reference is None or exact.shape != expected.shape:
+        return False
+    if not is_float(expected):
+        return not judged(known, index, expected, exact.astype(expected.dtype)).reason
+    with np.errstate(all="ignore"):
+        rounded = exact.astype(expected.dtype)
+        if _agree(reference.astype(expected.dtype).astype(np.float64), rounded.astype(np.float64)):
+            return True
+        return not judged(known, index, expected, rounded).reason
+
+
+def _shown(a: Array | None, b: Array | None) -> str:
+    if a is None or b is None or a.shape != b.shape:
+        return "another shape"
+    wrong = np.argwhere(~((a == b) | ((a != a) & (b != b))))
+    if not len(wrong):
+        return "another element type"
+    with np.errstate(all="ignore"):
+        places = [tuple(int(i) for i in w) for w in wrong]
+        far = max(places, key=lambda p: float(np.nan_to_num(abs(a[p] - b[p]))) if a.dtype.kind == "f" else 0.0)
+    return f"{b[far]} instead of {a[far]} at {list(far)}"
+
+
+# --- walks ---
+
+
+@dataclass(frozen=True)
+class Walk:
+    """A way to derive a graph. `steps` limits the substitutions, those in bodies first."""
+
+    kind: str  # "greedy" or "random"
+    library: str
+    seed: int = 0
+    steps: int = _STEPS
+
+    def __str__(self) -> str:
+        return f"{self.kind} ({self.library})"
+
+
+def walks(index: int) -> tuple[Walk, ...]:
+    """The walks of a model: the default one, and random ones with rules of all kinds."""
+    third = ("contrib", "tvm", "all")[index % 3]
+    return (
+        Walk("greedy", "default", steps=_GREEDY_STEPS),
+        Walk("random", "strict", 3 * index),
+        Walk("random", "all", 3 * index + 1),
+        Walk("random", third, 3 * index + 2),
+    )
+
+
+class Libraries:
+    """The libraries of walks, each made once.
+
+    default: what a search has. strict: those of them that promise the same NaN and infinities. all: those, and what has
+    to be allowed. contrib: with operators of ONNX Runtime alone. tvm: what spells out operators for TVM.
+    """
+
+    def __init__(self, rules: Sequence[AnyRule] = LIBRARY) -> None:
+        self.rules = tuple(rules)
+        self._made: dict[str, tuple[Library, Library]] = {}
+
+    def get(self, name: str) -> tuple[Library, Library]:
+        """A library, and the part of it that needs no price."""
+        if name not in self._made:
+            made = self._make(name)
+            self._made[name] = made, made.certain()
+        return self._made[name]
+
+    def _make(self, name: str) -> Library:
+        if name.startswith("rule:"):
+            rules = [r for r in self.rules if r.name == name[5:]]
+            return Library(rules, backend=rules[0].backend or "onnxruntime", contrib=True)
+        if name == "strict":
+            return Library([r for r in self.rules if not (r.spreads or r.mends)])
+        if name == "tvm":
+            return Library(self.rules, backend="tvm")
+        return Library(self.rules, contrib=name == "contrib")
+
+
+@dataclass
+class _Walker:
+    """Carries out a walk on a graph and its bodies."""
+
+    walk: Walk
+    library: Library
+    certain: Library
+    trace: list[str] = field(default_factory=list)
+    strict: bool = True
+
+    def __post_init__(self) -> None:
+        self.random = random.Random(self.walk.seed)
+
+    def apply(self, state: RewriteState, match: Match) -> RewriteState:
+        self.trace.append(match.rule.name)
+        self.strict = self.strict and not (match.rule.spreads or match.rule.mends)
+        return state.apply(match)
+
+    def left(self) -> int:
+        return self.walk.steps - len(self.trace)
+
+    def prepare(self, graph: Graph) -> Graph:
+        """The rules that need no price, as before any search."""
+        if self.walk.kind != "greedy":
+            return graph
+        state = RewriteState.start(graph, self.certain)
+        for _ in range(100):
+            candidates = state.candidates
+            if not candidates or self.left() <= 0:
+                break
+            state = self.apply(state, min(candidates, key=lambda m: m.key))
+        return state.graph
+
+    def improve(self, graph: Graph, label: str = "") -> Graph:
+        if self.walk.kind == "greedy":
+            state = RewriteState.start(graph, self.library, COST.delta)
+            least = 1e-9 * COST.cost(graph)
+            while self.left() > 0 and (best := state.gains_most(least)) is not None:
+                state = self.apply(state, best)
+            return state.graph
+        state = RewriteState.start(graph, self.library)
+        for _ in range(_STEPS if not label else 3):
+            candidates = state.candidates
+            if not candidates or self.left() <= 0:
+                break
+            # Rules first, then places: some rules have many.
+            rule = self.random.choice(sorted({m.rule.name for m in candidates}))
+            state = self.apply(state, self.random.choice([m for m in candidates if m.rule.name == rule]))
+        return state.graph
+
+    def run(self, graph: Graph) -> Graph:
+        return self.improve(with_bodies(self.prepare(graph), self.improve, self.prepare))
+
+
+def derive(original: Original, walk: Walk, libraries: Libraries) -> tuple[Graph, list[str], bool]:
+    """The graph that a walk leads to, its substitutions, and whether all promise the same NaN and infinities."""
+    library, certain = libraries.get(walk.library)
+    walker = _Walker(walk, library, certain)
+    graph = walker.run(original.imported.graph)
+    return graph, walker.trace, walker.strict
+
+
+# --- one model ---
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What was found: of which walk (None: by reading and writing alone), with which substitutions, and where."""
+
+    what: str
+    walk: Walk | None
+    trace: tuple[str, ...]
+    runtime: bool
+
+
+@dataclass
+class Outcome:
+    """What came of one model."""
+
+    nodes: int = 0
+    substitutions: Counter[str] = field(default_factory=Counter)
+    counts: Counter[str] = field(default_factory=Counter)
+    differences: list[Difference] = field(default_factory=list)
+    runtime: tuple[str, ...] = ()
+    not_comparable: str = ""
+
+
+def fuzz_one(subject: Subject, index: int, libraries: Libraries, stage: Stage) -> Outcome:
+    """All walks on one model."""
+    outcome = Outcome(nodes=len(subject.proto.graph.node))
+    try:
+        original = examine(subject, draw_cases(subject, index), stage)
+    except NotComparable as error:
+        outcome.not_comparable = str(error)
+        return outcome
+    except ModelError as error:
+        outcome.differences.append(Difference(f"the loader refuses it: {error}", None, (), False))
+        return outcome
+    outcome.runtime = original.runtime
+    outcome.counts["models with a float64 reference"] += any(e is not None for k in original.known for e in k.exact)
+    fault = compare(original, original.imported.graph, stage, outcome.counts)
+    if fault is not None:
+        outcome.differences.append(Difference(f"round trip: {fault.what}", None, (), fault.runtime))
+        if not fault.runtime:
+            return outcome
+    for walk in walks(index):
+        stage(f"{walk}")
+        graph, trace, strict = derive(original, walk, libraries)
+        outcome.substitutions.update(trace)
+        if not trace:
+            continue
+        fault = compare(original, graph, stage, outcome.counts, strict)
+        if fault is not None:
+            outcome.differences.append(Difference(fault.what, walk, tuple(trace), fault.runtime))
+    return outcome
+
+
+# --- making it small ---
+
+
+def culprit(original: Original, difference: Difference, libraries: Libraries) -> int | None:
+    """The first substitution of the trace after which the model differs; None if there is none such."""
+    if difference.walk is None:
+        return None
+
+    def wrong(steps: int) -> bool:
+        assert difference.walk is not None
+        graph, _, strict = derive(original, replace(difference.walk, steps=steps), libraries)
+        fault = compare(original, graph, _silent, Counter(), strict)
+        return fault is not None and fault.runtime == difference.runtime
+
+    low, high = 0, len(difference.trace)
+    if wrong(0) or not wrong(high):
+        return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if wrong(middle) else (middle, high)
+    return low
+
+
+def _silent(stage: str) -> None:
+    pass
+
+
+Wrong = Callable[[onnx.ModelProto, Sequence[Case]], "Fault | None"]
+
+
+def one_rule(rule: str, runtime: bool, libraries: Libraries) -> Wrong:
+    """Whether one application of a rule makes a model differ (of an empty name: reading and writing alone)."""
+
+    def wrong(proto: onnx.ModelProto, cases: Sequence[Case]) -> Fault | None:
+        try:
+            original = examine(Subject(proto), cases, _silent)
+        except (NotComparable, ModelError):
+            return None
+        for graph, strict in _applications(original, rule, libraries):
+            fault = compare(original, graph, _silent, Counter(), strict)
+            if fault is not None and fault.runtime == runtime:
+                return fault
+        return None
+
+    return wrong
+
+
+def _applications(original: Original, rule: str, libraries: Libraries) -> Iterator[tuple[Graph, bool]]:
+    graph = original.imported.graph
+    if not rule:
+        yield graph, True
+        return
+    library = libraries.get(f"rule:{rule}")[0]
+    state = RewriteState.start(graph, library)
+    for match in state.candidates[:40]:
+        yield state.apply(match).graph, not (match.rule.spreads or match.rule.mends)
+    for seed in range(4):
+        changed, trace, strict = derive(original, Walk("random", f"rule:{rule}", seed, 1), libraries)
+        if trace:
+            yield changed, strict
+
+
+def shrink(
+    proto: onnx.ModelProto, cases: Sequence[Case], wrong: Wrong, attempts: int = 150
+) -> tuple[onnx.ModelProto, list[Case]]:
+    """The smallest part found that still differs: outputs are dropped, and what is computed becomes an input."""
+    cases = list(cases)
+    for case in cases:  # one set of inputs will do, if it does
+        if wrong(proto, [case]):
+            cases = [case]
+            break
+    changed = True
+    while changed and attempts > 0:
+        changed = False
+        for smaller in _smaller(proto, cases):
+            attempts -= 1
+            if attempts <= 0:
+                break
+            if wrong(*smaller):
+                (proto, cases), changed = smaller, True
+                break
+    return proto, cases
+
+
+def _smaller(proto: onnx.ModelProto, cases: Sequence[Case]) -> Iterator[tuple[onnx.ModelProto, list[Case]]]:
+    types = _types(proto)
+    outputs = list(proto.graph.output)
+    if len(outputs) > 1:
+        for kept in outputs:
+            yield _cut(proto, [kept], [], cases)
+    for node in proto.graph.node:
+        for name in node.output:
+            if name in types and [name] != [o.name for o in outputs]:
+                yield _cut(proto, [types[name]], [], cases)
+    arrays = _intermediates(proto, types, cases)
+    for node in reversed(proto.graph.node):
+        for name in node.output:
+            if arrays and name in arrays[0]:
+                moved = [Case(c.mode, {**c.feeds, name: a[name]}) for c, a in zip(cases, arrays)]
+                yield _cut(proto, outputs, [_input(types[name], [a[name] for a in arrays])], moved)
+
+
+def _types(proto: onnx.ModelProto) -> dict[str, onnx.ValueInfoProto]:
+    inferred = onnx.shape_inference.infer_shapes(proto, data_prop=True)
+    found = {v.name: v for v in [*inferred.graph.value_info, *inferred.graph.output]}
+    return {k: v for k, v in found.items() if v.type.HasField("tensor_type")}
+
+
+def _input(info: onnx.ValueInfoProto, arrays: Sequence[Array]) -> onnx.ValueInfoProto:
+    """A value's declaration as an input: sizes that are not known are those seen, or symbols."""
+    tensor, dims = info.type.tensor_type, []
+    for axis, sizes in enumerate(zip(*(a.shape for a in arrays))):
+        known = tensor.shape.dim[axis] if axis < len(tensor.shape.dim) else None
+        if known is not None and known.dim_param:
+            dims.append(known.dim_param)
+        else:
+            dims.append(sizes[0] if len(set(sizes)) == 1 else f"{info.name}_{axis}")
+    return helper.make_tensor_value_info(info.name, tensor.elem_type, dims)
+
+
+def _intermediates(
+    proto: onnx.ModelProto, types: Mapping[str, onnx.ValueInfoProto], cases: Sequence[Case]
+) -> list[dict[str, Array]]:
+    """Every value of the model in each case."""
+    whole = onnx.ModelProto()
+    whole.CopyFrom(proto)
+    del whole.graph.output[:]
+    names = [name for node in proto.graph.node for name in node.output if name in types]
+    whole.graph.output.extend(helper.make_tensor_value_info(n, types[n].type.tensor_type.elem_type, None) for n in names)
+    try:
+        session = Session(whole, False)
+        return [dict(zip(names, session.run(c.feeds))) for c in cases]
+    except Refused:
+        return []
+
+
+def _cut(
+    proto: onnx.ModelProto,
+    outputs: Sequence[onnx.ValueInfoProto],
+    inputs: Sequence[onnx.ValueInfoProto],
+    cases: Sequence[Case],
+) -> tuple[onnx.ModelProto, list[Case]]:
+    """The part of a model that makes some values, with others given."""
+    given = {i.name for i in inputs}
+    needed, pending = set(), [o.name for o in outputs if o.name not in given]
+    by_output = {name: node for node in proto.graph.node for name in node.output if name}
+    nodes: dict[int, onnx.NodeProto] = {}
+    while pending:
+        name = pending.pop()
+        if name in needed or name in given:
+            continue
+        needed.add(name)
+        node = by_output.get(name)
+        if node is not None:
+            nodes[id(node)] = node
+            pending.extend(_reads(node))
+    part = onnx.ModelProto()
+    part.CopyFrom(proto)
+    kept = [n for n in proto.graph.node if id(by_output.get(next(filter(None, n.output), ""))) in nodes]
+    for listed, items in (
+        (part.graph.node, kept),
+        (part.graph.initializer, [t for t in proto.graph.initializer if t.name in needed]),
+        (part.graph.input, [*(v for v in proto.graph.input if v.name in needed), *inputs]),
+        (part.graph.output, [o for o in outputs if o.name not in given]),
+    ):
+        del listed[:]
+        listed.extend(items)
+    del part.graph.value_info[:]
+    wanted = {i.name for i in part.graph.input}
+    return part, [Case(c.mode, {k: v for k, v in c.feeds.items() if k in wanted}) for c in cases]
+
+
+def _reads(node: onnx.NodeProto) -> set[str]:
+    """Names that a node reads, those of its bodies included (and some that its bodies make)."""
+    found = {name for name in node.input if name}
+    for attribute in node.attribute:
+        for graph in [attribute.g, *attribute.graphs] if attribute.type in (5, 10) else []:
+            found |= {o.name for o in graph.output}
+            for inner in graph.node:
+                found |= _reads(inner)
+    return found
