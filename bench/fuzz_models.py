@@ -821,7 +821,10 @@ class _Maker:
         inputs = [x.name, self.const([a if self.chance(60) else a - x.rank for a in axes])]
         if len(axes) == x.rank and self.chance(40):
             inputs.pop()
-        return self.node(self.pick(ops), inputs, x.dtype, shapes, keepdims=keep)
+        op = self.pick(ops)
+        if op in ("ReduceMax", "ReduceMin"):
+            self.specials = False  # whether NaN wins depends on where it stands
+        return self.node(op, inputs, x.dtype, shapes, keepdims=keep)
 
     def order(self) -> T | None:
         """ArgMax, TopK, CumSum, OneHot or Trilu."""
@@ -884,6 +887,7 @@ class _Maker:
             eps = self.node("Add", [var.name, self.const(1e-5, P.FLOAT)], P.FLOAT, kept)
             return self.node("Div", [d.name, self.node("Sqrt", [eps.name], P.FLOAT, kept).name], P.FLOAT, x.shapes)
         if kind == 2:  # a softmax spelt out
+            self.specials = False
             top = self.node("ReduceMax", [x.name, self.const([-1])], P.FLOAT, kept, keepdims=1)
             e = self.node("Exp", [self.node("Sub", [x.name, top.name], P.FLOAT, x.shapes).name], P.FLOAT, x.shapes)
             total = self.node("ReduceSum", [e.name, self.const([-1])], P.FLOAT, kept, keepdims=1)
@@ -936,6 +940,7 @@ class _Maker:
             return y
         shapes = [(s[0], c, *o) for s, o in zip(x.shapes, spatial)]
         if kind == 2:
+            self.specials = False
             outs = [(P.FLOAT, shapes)] + ([(P.INT64, shapes)] if self.chance(20) else [])
             return self.several("MaxPool", [x.name], outs, dilations=dilations, **attrs)[0]
         if any(dilations[i] != 1 for i in range(2)):

@@ -147,9 +147,10 @@ class DistributeMulOverSum(RegionRule):
 
 
 # Functions that never fall, wherever they are defined: everywhere.
+# Of infinity too: Softsign is NaN there.
 MONOTONE: tuple[str, ...] = (
     *("Atan", "Ceil", "Erf", "Exp", "Floor", "HardSigmoid", "LeakyRelu", "Relu", "Round", "Sigmoid"),
-    *("Softplus", "Softsign", "Tanh"),
+    *("Softplus", "Tanh"),
 )
 _RISES = "f(x) <= f(y) wherever x <= y"
 
@@ -158,9 +159,9 @@ def _monotone(node: Node | None) -> bool:
     """Whether a node is a function that never falls; refuses those that fall for their attributes."""
     if node is None or node.const or node.op not in MONOTONE or not is_unary(node):
         return False
-    slope = node.attrs.get("alpha", 0.0)
+    slope = node.attrs.get("alpha", 1.0)
     assert isinstance(slope, float)
-    require(slope >= 0, "the function falls")
+    require(slope > 0, "the function falls, or is NaN of infinity")
     return True
 
 

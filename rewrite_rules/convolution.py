@@ -1135,6 +1135,9 @@ class ReplaceMeanByGlobalAveragePool(Rule):
 class ReplaceMaxByGlobalMaxPool(ReplaceMeanByGlobalAveragePool):
     """reducemax(x; the spatial axes) -> globalmaxpool(x), squeezed where it keeps no dimensions."""
 
+    # Which of the two kernels drops NaN depends on where it stands.
+    spreads = True
+    mends = True
     pool, reduce = "GlobalMaxPool", "ReduceMax"
     examples: ClassVar[tuple[str, ...]] = tuple(
         e.replace("ReduceMean", "ReduceMax") for e in ReplaceMeanByGlobalAveragePool.examples

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+import ml_dtypes
 import numpy as np
 
 from rewrite_rules.axes import ints_input
 from rewrite_rules.elementwise import keeps_shape
 from xrlflow.ir import ABSENT, FLOATS, INTEGERS, Dim, DType, Graph, Node, Value
 from xrlflow.ops.schema import COMMUTATIVE
+from xrlflow.ops.tensors import numpy_dtype
 from xrlflow.rewrite import AnyRule, Captures, Op, Reader, Region, RegionRule, Rule, Val, require, worthwhile
 
 # Why conditions that keep random numbers are not missed.
@@ -202,11 +204,10 @@ class CancelInvolution(RegionRule):
         return x
 
 
-def _bounds(low: Val | None, high: Val | None) -> tuple[float, float]:
-    return (
-        -np.inf if low is None else low.scalar,
-        np.inf if high is None else high.scalar,
-    )
+def _bounds(x: Val, low: Val | None, high: Val | None) -> tuple[float, float]:
+    """A bound that is absent is the type's least or greatest number, not infinite."""
+    most = float(ml_dtypes.finfo(numpy_dtype(x.dtype)).max)
+    return (-most if low is None else low.scalar, most if high is None else high.scalar)
 
 
 class MergeClips(Rule):
@@ -224,13 +225,14 @@ class MergeClips(Rule):
         return op.Clip(op.Clip(x, a, b), c, d)
 
     def target(self, op: Op, x: Val, a: Val | None, b: Val | None, c: Val | None, d: Val | None) -> Any:
-        (low, high), (least, most) = _bounds(a, b), _bounds(c, d)
+        (low, high), (least, most) = _bounds(x, a, b), _bounds(x, c, d)
         return _clip(op, x, float(np.clip(low, least, most)), float(np.clip(high, least, most)))
 
 
 def _clip(op: Op, x: Val, low: float, high: float) -> Any:
-    """A Clip without the bounds that are infinite."""
-    return op.Clip(x, None if low == -np.inf else low, None if high == np.inf else high)
+    """A Clip without the bounds that it has without saying so."""
+    least, most = _bounds(x, None, None)
+    return op.Clip(x, None if low == least else low, None if high == most else high)
 
 
 class MergeReluIntoClip(Rule):
@@ -248,7 +250,7 @@ class MergeReluIntoClip(Rule):
         return op.Clip(op.Relu(x), a, b)
 
     def target(self, op: Op, x: Val, a: Val | None, b: Val | None) -> Any:
-        low, high = _bounds(a, b)
+        low, high = _bounds(x, a, b)
         return _clip(op, x, float(np.clip(0.0, low, high)), high)
 
 
@@ -267,7 +269,7 @@ class MergeClipIntoRelu(Rule):
         return op.Relu(op.Clip(x, a, b))
 
     def target(self, op: Op, x: Val, a: Val | None, b: Val | None) -> Any:
-        low, high = _bounds(a, b)
+        low, high = _bounds(x, a, b)
         return _clip(op, x, max(low, 0.0), max(high, 0.0))
 
 

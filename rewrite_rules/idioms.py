@@ -439,6 +439,8 @@ class ReplaceWhereByShrink(_ReplaceWhere):
 class ReplaceMaxByClip(Rule):
     """max(x, c) -> clip(x, c, inf)  for one number c."""
 
+    proof = "numeric"
+    relies_on = "clip(x, c, inf) = max(x, c) and clip(x, -inf, c) = min(x, c)"
     dtypes = _WIDE
     shapes = "x[...]:float c[...]:const"
 
@@ -450,7 +452,7 @@ class ReplaceMaxByClip(Rule):
         require(keeps_shape(x.type.shape, c.type.shape), "it may broadcast")
 
     def target(self, op: Op, x: Val, c: Val) -> Any:
-        return op.Clip(x, c.uniform)
+        return op.Clip(x, c.uniform, math.inf)  # without an upper bound infinity would become a number
 
 
 class ReplaceMinByClip(ReplaceMaxByClip):
@@ -460,11 +462,11 @@ class ReplaceMinByClip(ReplaceMaxByClip):
         return op.Min(x, c)
 
     def target(self, op: Op, x: Val, c: Val) -> Any:
-        return op.Clip(x, None, c.uniform)
+        return op.Clip(x, -math.inf, c.uniform)
 
 
 class RemoveNoopMax(RegionRule):
-    """max(x, -inf) -> x,  min(x, inf) -> x;  clip(x) without finite bounds alike."""
+    """max(x, -inf) -> x,  min(x, inf) -> x,  clip(x, -inf, inf) -> x."""
 
     proof = "numeric"
     relies_on = "no number is below minus infinity or above infinity"
@@ -477,15 +479,14 @@ class RemoveNoopMax(RegionRule):
         "agraph (float[2,3,4] x) => (float[2,3,4] y) { z = Constant<value_float=0.0>() l = Log(z) h = "
         "Reciprocal(z) "
         "y = Clip(x, l, h) }",
-        "agraph (float[N,3] x) => (float[N,3] y) { z = Constant<value_float=0.0>() h = Reciprocal(z) y = "
-        "Clip(x, , h) }",
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
         if node.op == "Clip":
             bounds = [*node.inputs[1:], ABSENT, ABSENT][:2]
             x = node.inputs[0]
-            free = all(v == ABSENT or _is(reader, v, b, x) for v, b in zip(bounds, (-math.inf, math.inf)))
+            # A bound that is absent is a number: infinity does not get through.
+            free = all(v != ABSENT and _is(reader, v, b, x) for v, b in zip(bounds, (-math.inf, math.inf)))
         else:
             bound = -math.inf if node.op == "Max" else math.inf
             x = next((a for a, b in _operands(node) if _is(reader, b, bound, a)), ABSENT)
@@ -502,21 +503,21 @@ class ReplaceClipByRelu(Rule):
     proof = "numeric"
     relies_on = "relu(x) = max(x, 0)"
     dtypes = _WIDE
-    optional = ("b",)
     shapes = "x[...]:float a[]:const b[]:const"
     examples = (
-        "agraph (float[N,3] x) => (float[N,3] y) { a = Constant<value_float=0.0>() y = Clip(x, a) }",
-        "agraph (double[2,3] x) => (double[2,3] y) <double a = {0}> { y = Clip(x, a) }",
+        "agraph (float[N,3] x) => (float[N,3] y) { z = Constant<value_float=0.0>() h = Reciprocal(z) "
+        "y = Clip(x, z, h) }",
+        "agraph (double[2,3] x) => (double[2,3] y) <double a = {0}> { h = Reciprocal(a) y = Clip(x, a, h) }",
     )
 
     def source(self, op: Op, x: Any, a: Any, b: Any) -> Any:
         return op.Clip(x, a, b)
 
-    def where(self, m: Captures, x: Val, a: Val, b: Val | None) -> None:
-        require(b is None or b.uniform == math.inf, "there is an upper bound")
+    def where(self, m: Captures, x: Val, a: Val, b: Val) -> None:
+        require(b.uniform == math.inf, "there is an upper bound (one that is absent is a number)")
         require(a.uniform == 0, "the lower bound is not 0")
 
-    def target(self, op: Op, x: Val, a: Val, b: Val | None) -> Any:
+    def target(self, op: Op, x: Val, a: Val, b: Val) -> Any:
         return op.Relu(x)
 
 

@@ -127,6 +127,8 @@ def test_functions_and_maxima():
     refuses(PullMonotoneOutOfMax(), model(text.format("LeakyRelu<alpha=0.5>", "LeakyRelu<alpha=0.25>")))
     falls = "LeakyRelu<alpha=-0.5>"
     refuses(PullMonotoneOutOfMax(), model(text.format(falls, falls)), "falls")
+    for undefined in ("Softsign", "LeakyRelu<alpha=0.0>"):  # NaN at infinity
+        refuses(PullMonotoneOutOfMax(), model(text.format(undefined, undefined)))
     text = "agraph (float[2,3] x, float[3] z) => (float[2,3] y) { a = Max(x, z) y = Relu(a) }"
     refuses(PushMonotoneThroughMax(), model(text), "no operand is constant")
     text = "agraph (float[2,3] x) => (float[2,3] y) { a = Min(x, c) y = Relu(a) }"

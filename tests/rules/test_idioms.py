@@ -195,15 +195,18 @@ def test_clip():
         "agraph (float[4] x) => (float[2,4] y) { y = Min(x, a) }", a=np.full((2, 1), 0.2, np.float32)
     )
     refuses(ReplaceMinByClip(), wide, "may broadcast")
-    applies(ReplaceClipByRelu(), unary("y = Clip(x, z)", z=ZERO), ops=["Relu"])
-    refuses(ReplaceClipByRelu(), unary("y = Clip(x, z)", z=ONE), "not 0")
+    infinite = np.float32(np.inf)
+    applies(ReplaceClipByRelu(), unary("y = Clip(x, z, i)", z=ZERO, i=infinite), ops=["Relu"])
+    refuses(ReplaceClipByRelu(), unary("y = Clip(x, z, i)", z=ONE, i=infinite), "not 0")
+    refuses(ReplaceClipByRelu(), unary("y = Clip(x, z)", z=ZERO))  # infinity is clipped to a number
     refuses(ReplaceClipByRelu(), unary("y = Clip(x, z, s)", z=ZERO, s=SIX), "upper bound")
 
 
 def test_bounds_that_are_infinite():
     infinite = np.float32(np.inf)
     applies(RemoveNoopMax(), unary("r = Relu(x) y = Max(r, a)", a=-infinite), ops=["Relu"])
-    applies(RemoveNoopMax(), unary("r = Relu(x) y = Clip(r, , a)", a=infinite), ops=["Relu"])
+    applies(RemoveNoopMax(), unary("r = Relu(x) y = Clip(r, b, a)", a=infinite, b=-infinite), ops=["Relu"])
+    refuses(RemoveNoopMax(), unary("r = Relu(x) y = Clip(r, , a)", a=infinite))  # no lower bound is a number
     refuses(RemoveNoopMax(), unary("r = Relu(x) y = Max(r, a)", a=infinite))
     refuses(RemoveNoopMax(), unary("r = Relu(x) y = Clip(r, z, a)", z=ZERO, a=infinite))
 
