@@ -75,6 +75,9 @@ def draw_feeds(
     """Inputs of these sizes."""
     feeds: dict[str, Array] = {}
     for info in subject.proto.graph.input:
+        if info.name in subject.fixed:
+            feeds[info.name] = subject.fixed[info.name]
+            continue
         tensor = info.type.tensor_type
         dtype = np.dtype(helper.tensor_dtype_to_np_dtype(tensor.elem_type))
         shape = tuple(

@@ -64,12 +64,15 @@ class Domain:
 
 @dataclass(frozen=True)
 class Subject:
-    """A model to fuzz with. `sizes`: choices of its symbols at which it runs. `specials`: whether floats may be NaN."""
+    """A model to fuzz with. `sizes`: choices of its symbols at which it runs. `specials`: whether floats may be NaN.
+    `fixed`: inputs that are always the same.
+    """
 
     proto: onnx.ModelProto
     sizes: tuple[Mapping[str, int], ...] = ({},)
     domains: Mapping[str, Domain] = field(default_factory=dict)
     specials: bool = True
+    fixed: Mapping[str, np.ndarray[Any, Any]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

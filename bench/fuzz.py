@@ -1,0 +1,450 @@
+"""Random models, optimised at random, and compared: `python bench/fuzz.py --minutes 5 --jobs 2`.
+
+Three generators make models in turn: NNSmith; `idioms`, models like those that exporters write (bench/fuzz_models.py);
+`rules`, rules' left-hand sides put together. Each model is read and written again, optimised by a greedy search, and led
+through random substitutions of the whole library, of ONNX Runtime's own operators and of TVM's spellings among them
+(bench/fuzz_check.py). Whatever then computes something else is made small and saved with its trace.
+
+What is found depends on the seed alone, not on --jobs: `--only idioms --seed 859 --graphs 1` looks at one model again.
+Exit code 1 if there are differences.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for `bench` and `models`
+
+NAMES = ("nnsmith", "idioms", "rules")
+_SECONDS = 60.0  # that one model may take
+_SECONDS_TO_SHRINK = 180.0
+_STARTING = 120.0  # that a worker may take to start
+_GRAPHS_A_PROCESS = 1000
+_MOST_SHRUNK = 40  # differences that a run makes small: more are of the same few causes
+
+
+@dataclass(frozen=True)
+class Job:
+    """One model: which generator makes it, of which seed."""
+
+    generator: str
+    seed: int
+
+    def __str__(self) -> str:
+        return f"{self.generator}-{self.seed}"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A difference. `rule` is the substitution that makes it ("": reading and writing alone, or not known)."""
+
+    job: Job
+    what: str
+    walk: str
+    trace: tuple[str, ...]
+    runtime: bool
+    rule: str = ""
+    model: bytes = b""
+    inputs: tuple[Mapping[str, Any], ...] = ()
+
+
+@dataclass
+class Found:
+    """What came of one model."""
+
+    job: Job
+    substitutions: Counter[str] = field(default_factory=Counter)
+    counts: Counter[str] = field(default_factory=Counter)
+    findings: list[Finding] = field(default_factory=list)
+    runtime: tuple[str, ...] = ()
+    not_comparable: str = ""
+    seconds: float = 0.0
+
+
+@dataclass
+class Tally:
+    """What came of all models of a generator."""
+
+    graphs: int = 0
+    substitutions: Counter[str] = field(default_factory=Counter)
+    counts: Counter[str] = field(default_factory=Counter)
+    not_comparable: Counter[str] = field(default_factory=Counter)
+    differences: int = 0
+    runtime: int = 0
+    itself: int = 0  # ONNX Runtime's optimisations change the original
+    seconds: float = 0.0
+
+    def add(self, found: Found) -> None:
+        self.graphs += 1
+        self.substitutions.update(found.substitutions)
+        self.counts.update(found.counts)
+        if found.not_comparable:
+            self.not_comparable[_kind(found.not_comparable)] += 1
+        self.differences += any(not f.runtime for f in found.findings)
+        self.runtime += any(f.runtime for f in found.findings)
+        self.itself += bool(found.runtime)
+        self.seconds += found.seconds
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "graphs": self.graphs,
+            "substitutions": sum(self.substitutions.values()),
+            "distinct rules": len(self.substitutions),
+            "differences": self.differences,
+            "differences by ONNX Runtime's own faults": self.runtime,
+            "originals that ONNX Runtime's optimisations change": self.itself,
+            "not comparable": dict(self.not_comparable.most_common()),
+            **self.counts,
+            "seconds": round(self.seconds, 1),
+        }
+
+
+def _kind(reason: str) -> str:
+    """A reason without names and numbers."""
+    return "".join("#" if c.isdigit() else c for c in reason)[:120]
+
+
+# --- the workers ---
+
+
+def _generators() -> dict[str, Callable[[int], Any]]:
+    from bench.fuzz_models import idioms
+    from bench.fuzz_nnsmith import nnsmith
+    from bench.fuzz_rules import rules
+
+    return {"nnsmith": nnsmith, "idioms": idioms, "rules": rules}
+
+
+def look(job: Job, libraries: Any, stage: Callable[[str], None]) -> tuple[Found, Any]:
+    """Make one model and fuzz it. Gives the model too."""
+    from bench.fuzz_check import fuzz_one
+    from bench.fuzz_nnsmith import NothingDrawn
+    from models.rule_graphs import RuleGraphError
+
+    begin = time.monotonic()
+    stage("the generator")
+    try:
+        subject = _generators()[job.generator](job.seed)
+    except (NothingDrawn, RuleGraphError) as error:
+        return Found(job, not_comparable=f"nothing could be drawn: {error}"), None
+    outcome = fuzz_one(subject, job.seed, libraries, stage)
+    findings = [
+        Finding(job, d.what, str(d.walk or "round trip"), d.trace, d.runtime) for d in outcome.differences
+    ]
+    found = Found(
+        job, outcome.substitutions, outcome.counts, findings, outcome.runtime, outcome.not_comparable,
+        time.monotonic() - begin,
+    )  # fmt: skip
+    return found, (subject, outcome)
+
+
+def minimised(job: Job, subject: Any, outcome: Any, libraries: Any) -> list[Finding]:
+    """The differences of one model with the rule and the smallest model that show each; one for each rule."""
+    from bench.fuzz_check import _silent, culprit, derive, draw_cases, examine, one_rule, shrink
+    from dataclasses import replace
+    from xrlflow.onnxio import ModelError, to_proto
+
+    made: dict[tuple[str, bool], Finding] = {}
+    try:
+        original = examine(subject, draw_cases(subject, job.seed), _silent)
+    except ModelError:
+        return [
+            Finding(job, d.what, "round trip", (), d.runtime, "", subject.proto.SerializeToString())
+            for d in outcome.differences
+        ]
+    for d in outcome.differences:
+        step = culprit(original, d, libraries)
+        rule = d.trace[step] if step is not None else ""
+        if (rule, d.runtime) in made:
+            continue
+        proto, cases = subject.proto, [k.case for k in original.known]
+        if step is not None:
+            graph, _, _ = derive(original, replace(d.walk, steps=step), libraries)
+            proto = to_proto(original.imported, graph)
+        wrong = one_rule(rule, d.runtime, libraries)
+        what, trace = d.what, d.trace
+        if (rule or d.walk is None) and (fault := wrong(proto, cases)) is not None:
+            proto, cases = shrink(proto, cases, wrong)
+            fault = wrong(proto, cases) or fault
+            what, trace = fault.what, (rule,) if rule else ()
+        else:
+            proto = subject.proto
+        feeds = tuple(dict(c.feeds) for c in cases)
+        made[rule, d.runtime] = Finding(
+            job, what, str(d.walk or "round trip"), trace, d.runtime, rule, proto.SerializeToString(), feeds
+        )
+    return list(made.values())
+
+
+def _work(pipe: Connection, stage: Any, shrinking: bool) -> None:
+    """A worker: models come in, what came of them goes out; first as found, then made small."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to end
+    from bench.fuzz_check import Libraries
+
+    libraries = Libraries()
+
+    def note(text: str) -> None:
+        stage.value = text.encode()[:99]
+
+    while True:
+        pipe.send("ready")
+        try:
+            job = pipe.recv()
+        except EOFError:
+            return
+        found, details = look(job, libraries, note)
+        pipe.send(found)
+        if found.findings:
+            note("making it small")
+            pipe.send(minimised(job, *details, libraries) if shrinking else found.findings)
+
+
+@dataclass
+class _Worker:
+    process: Any
+    pipe: Connection
+    stage: Any
+    deadline: float
+    job: Job | None = None
+    done: int = 0
+    found: Found | None = None  # whose findings are being made small
+
+
+# --- the run ---
+
+
+class Run:
+    """All models of a run, by several processes, and what was found."""
+
+    def __init__(
+        self, jobs: int, seed: int, only: Sequence[str] = NAMES, save: Path | None = None, shrinking: bool = True
+    ) -> None:
+        self.count, self.seed, self.only, self.save, self.shrinking = jobs, seed, tuple(only), save, shrinking
+        self.tallies = {name: Tally() for name in self.only}
+        self.findings: list[Finding] = []
+        self.lost: list[str] = []  # models that a process died of or never ended with
+        self.begin = time.monotonic()
+        self.context = multiprocessing.get_context("spawn")
+        self.workers: list[_Worker] = []
+        self.ended = ""
+        self._said = 0.0
+
+    def jobs(self) -> Iterator[Job]:
+        index = 0
+        while True:
+            yield Job(self.only[index % len(self.only)], self.seed + index // len(self.only))
+            index += 1
+
+    def go(self, minutes: float | None, graphs: int | None) -> None:
+        """Fuzz until time or models are out."""
+        end = self.begin + 60 * minutes if minutes is not None else float("inf")
+        jobs, given = self.jobs(), 0
+        try:
+            self.workers = [self._start() for _ in range(self.count)]
+            while self.workers:
+                over = time.monotonic() >= end or (graphs is not None and given >= graphs)
+                for connection in wait([w.pipe for w in self.workers], timeout=0.5):
+                    worker = next(w for w in self.workers if w.pipe is connection)
+                    given += self._hear(worker, jobs, over)
+                    over = over or (graphs is not None and given >= graphs)
+                self._look_after(end)
+                self._say()
+        except KeyboardInterrupt:
+            self.ended = "interrupted"
+        finally:
+            for worker in self.workers:
+                worker.process.kill()
+            self.workers = []
+
+    def _start(self) -> _Worker:
+        ours, theirs = self.context.Pipe()
+        stage = self.context.Array("c", 100, lock=False)
+        process = self.context.Process(target=_work, args=(theirs, stage, self.shrinking), daemon=True)
+        process.start()
+        theirs.close()
+        return _Worker(process, ours, stage, time.monotonic() + _STARTING)
+
+    def _hear(self, worker: _Worker, jobs: Iterator[Job], over: bool) -> int:
+        """Take what a worker says; 1 if it got another model."""
+        try:
+            message = worker.pipe.recv()
+        except (EOFError, ConnectionResetError):
+            self._bury(worker, "the process died")
+            return 0
+        if isinstance(message, Found):
+            self.tallies[message.job.generator].add(message)
+            worker.found = message if message.findings else None
+            worker.job = None
+            worker.deadline = time.monotonic() + _SECONDS_TO_SHRINK
+        elif isinstance(message, list):
+            self._keep(message)
+            worker.found = None
+        elif over or worker.done >= _GRAPHS_A_PROCESS:
+            self._end(worker)
+            if not over:
+                self.workers.append(self._start())
+        else:
+            worker.job = next(jobs)
+            worker.done += 1
+            worker.deadline = time.monotonic() + _SECONDS
+            worker.pipe.send(worker.job)
+            return 1
+        return 0
+
+    def _end(self, worker: _Worker) -> None:
+        worker.pipe.close()
+        self.workers.remove(worker)
+
+    def _bury(self, worker: _Worker, how: str) -> None:
+        """A process that died or hangs: what it was at is a finding, unless ONNX Runtime dies of the original."""
+        stage = worker.stage.value.decode(errors="replace")
+        worker.process.kill()
+        worker.process.join()
+        if worker.found is not None:
+            self._keep(worker.found.findings)
+        elif worker.job is not None:
+            what = f"{how} (exit code {worker.process.exitcode}) at: {stage}"
+            found = Found(worker.job)
+            if stage == "the original in ONNX Runtime" or stage == "the generator":
+                found.not_comparable = what
+            else:
+                found.findings = [Finding(worker.job, what, stage, (), False)]
+                self._keep(found.findings)
+            self.tallies[worker.job.generator].add(found)
+            self.lost.append(f"{worker.job}: {what}")
+        elif worker.done == 0:
+            raise SystemExit(f"a worker does not start: {how}, exit code {worker.process.exitcode}")
+        self._end(worker)
+        self.workers.append(self._start())
+
+    def _look_after(self, end: float) -> None:
+        now = time.monotonic()
+        for worker in list(self.workers):
+            if now > worker.deadline and not worker.pipe.poll():
+                self._bury(worker, "no end in sight")
+            elif not worker.process.is_alive() and not worker.pipe.poll():
+                self._bury(worker, "the process died")
+        if now > end + _SECONDS_TO_SHRINK:
+            raise KeyboardInterrupt
+
+    def _keep(self, findings: Sequence[Finding]) -> None:
+        self.findings.extend(findings)
+        for f in findings:
+            kind = "ONNX RUNTIME" if f.runtime else "DIFFERENCE"
+            print(f"{kind} {f.job} {f.rule or f.walk}: {f.what}", flush=True)
+        if len(self.findings) > _MOST_SHRUNK:
+            self.shrinking = False
+        if self.save is not None:
+            for f in findings:
+                _save(self.save, f)
+
+    def _say(self) -> None:
+        now = time.monotonic()
+        if now - self._said >= 10:
+            self._said = now
+            print(f"{now - self.begin:6.0f} s  {self.line()}", flush=True)
+
+    def line(self) -> str:
+        total = sum(t.graphs for t in self.tallies.values())
+        steps = sum(sum(t.substitutions.values()) for t in self.tallies.values())
+        wrong = sum(t.differences for t in self.tallies.values())
+        return f"{total} graphs, {steps} substitutions, {wrong} with differences"
+
+    def to_json(self) -> dict[str, Any]:
+        rules = {r for t in self.tallies.values() for r in t.substitutions}
+        graphs = sum(t.graphs for t in self.tallies.values())
+        lost = sum(sum(t.not_comparable.values()) for t in self.tallies.values())
+        return {
+            "seed": self.seed,
+            "seconds": round(time.monotonic() - self.begin, 1),
+            "jobs": self.count,
+            "ended": self.ended or "complete",
+            "graphs": graphs,
+            "substitutions": sum(sum(t.substitutions.values()) for t in self.tallies.values()),
+            "distinct rules": len(rules),
+            "differences": sum(t.differences for t in self.tallies.values()),
+            "share not comparable": round(lost / graphs, 4) if graphs else None,
+            "generators": {name: t.to_json() for name, t in self.tallies.items()},
+            "findings": [
+                {"model": str(f.job), "rule": f.rule, "what": f.what, "walk": f.walk, "trace": f.trace,
+                 "by ONNX Runtime": f.runtime} for f in self.findings
+            ],
+            "processes lost": self.lost,
+        }  # fmt: skip
+
+    def summary(self) -> str:
+        """For people."""
+        told = self.to_json()
+        lines = [
+            f"{told['graphs']} graphs in {told['seconds']} s ({told['ended']}, seed {self.seed}, {self.count} processes): "
+            f"{told['substitutions']} substitutions by {told['distinct rules']} rules, "
+            f"{told['differences']} graphs with differences, {told['share not comparable']} not comparable"
+        ]
+        for name, tally in self.tallies.items():
+            lines.append(
+                f"  {name:8} {tally.graphs} graphs, {sum(tally.substitutions.values())} substitutions, "
+                f"{len(tally.substitutions)} rules, {tally.differences} differences, {tally.runtime} by ONNX Runtime, "
+                f"{tally.itself} that ONNX Runtime's optimisations change; outputs: "
+                + ", ".join(f"{n} {k.removeprefix('outputs ')}" for k, n in tally.counts.items())
+            )
+            lines += [f"      {n} not comparable: {reason}" for reason, n in tally.not_comparable.most_common(5)]
+        return "\n".join(lines)
+
+
+def _save(folder: Path, finding: Finding) -> None:
+    """Model, inputs and trace of one finding."""
+    import numpy as np
+
+    folder.mkdir(parents=True, exist_ok=True)
+    stem = f"{finding.job}-{'runtime-' if finding.runtime else ''}{finding.rule or 'model'}"
+    told = {"model": str(finding.job), "what": finding.what, "walk": finding.walk, "trace": finding.trace,
+            "rule": finding.rule, "by ONNX Runtime": finding.runtime}  # fmt: skip
+    (folder / f"{stem}.json").write_text(json.dumps(told, indent=1))
+    if finding.model:
+        (folder / f"{stem}.onnx").write_bytes(finding.model)
+    for i, feeds in enumerate(finding.inputs):
+        np.savez(folder / f"{stem}.{i}.npz", **feeds)
+
+
+def _stop(number: int, frame: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--minutes", type=float, help="how long (default: 1, without --graphs)")
+    parser.add_argument("--graphs", type=int, help="how many models")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", choices=NAMES, action="append", help="this generator (again for others)")
+    parser.add_argument("--json", type=Path, help="write the summary there")
+    parser.add_argument("--save", type=Path, default=Path("out/fuzz"), help="where differences go")
+    given = parser.parse_args(arguments)
+    minutes = given.minutes if given.minutes is not None or given.graphs is not None else 1.0
+    # Sets of NNSmith's have the same order in every process, and the runtimes do not fight for processors.
+    os.environ.update(PYTHONHASHSEED="0", OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
+    signal.signal(signal.SIGTERM, _stop)
+    run = Run(given.jobs, given.seed, given.only or NAMES, given.save)
+    try:
+        run.go(minutes, given.graphs)
+    finally:
+        print(run.summary(), flush=True)
+        if given.json is not None:
+            given.json.write_text(json.dumps(run.to_json(), indent=1))
+    return 1 if any(t.differences for t in run.tallies.values()) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

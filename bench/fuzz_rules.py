@@ -1,0 +1,50 @@
+"""Models of rules' left-hand sides for `bench/fuzz.py`: every rule is seen, next to others."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import onnx
+from onnx import helper
+
+from bench.fuzz_models import Subject
+from models.rule_graphs import rule_graph
+from rewrite_rules import LIBRARY
+from xrlflow.ir import FLOATS, Graph, TensorType
+from xrlflow.onnxio import ImportedModel, load, to_proto
+from xrlflow.verify.inputs import InputPlan
+
+
+@cache
+def _empty() -> ImportedModel:
+    value = helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, [1])
+    graph = helper.make_graph([helper.make_node("Relu", ["x"], ["y"])], "fuzz", [value], [])
+    graph.output.append(helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, [1]))
+    return load(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)], ir_version=10))
+
+
+def _declared(name: str, type: TensorType) -> onnx.ValueInfoProto:
+    return helper.make_tensor_value_info(name, int(type.dtype), type.shape)
+
+
+def as_proto(graph: Graph) -> onnx.ModelProto:
+    """A graph that came from no file, as a model."""
+    frame = onnx.ModelProto()
+    frame.CopyFrom(_empty().frame)
+    for listed, stem, values in ((frame.graph.input, "x", graph.inputs), (frame.graph.output, "y", graph.outputs)):
+        del listed[:]
+        listed.extend(_declared(f"{stem}{i}", graph.type(v)) for i, v in enumerate(values))
+    return to_proto(replace(_empty(), graph=graph, frame=frame, labels={}, recipes={}), graph)
+
+
+def rules(seed: int) -> Subject:
+    """Two or three rules' left-hand sides. Integers are what the operators that read them take."""
+    proto = as_proto(rule_graph(LIBRARY, seed, 2 + seed % 2))
+    imported = load(proto)
+    feeds = InputPlan.of(imported).case({}, seed, 0).feeds
+    floats = {int(t) for t in FLOATS}
+    fixed = {
+        v.name: feeds[v.name] for v in proto.graph.input if v.type.tensor_type.elem_type not in floats
+    }
+    return Subject(proto, fixed=fixed)
