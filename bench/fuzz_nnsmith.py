@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import onnx
 
+from bench.fuzz_check import Refused, Session, sees_nan
 from bench.fuzz_models import Subject
 
 _ELEMENTS = 2048  # of a tensor
@@ -101,7 +102,16 @@ def _exported(parts: Any, graph: Any, seed: int) -> Subject:
             dynamic_axes={name: {0: "N"} for name in likes} if dynamic else None,
         )  # fmt: skip
     proto = onnx.load_from_string(file.getvalue())
-    return Subject(proto, _sizes(firsts if dynamic and len(proto.graph.input) else ()), specials=True)
+    check_loads(proto)
+    return Subject(proto, _sizes(firsts if dynamic and len(proto.graph.input) else ()), specials=sees_nan(proto))
+
+
+def check_loads(proto: onnx.ModelProto) -> None:
+    """Raise ValueError if ONNX Runtime has no kernels for a model: NNSmith asks its backends the same of operators."""
+    try:
+        Session(proto, False)
+    except Refused as error:
+        raise ValueError(f"ONNX Runtime does not load it: {error}") from error
 
 
 def _sizes(firsts: Sequence[int] | set[int]) -> tuple[dict[str, int], ...]:

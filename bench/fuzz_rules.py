@@ -8,6 +8,7 @@ from functools import cache
 import onnx
 from onnx import helper
 
+from bench.fuzz_check import sees_nan
 from bench.fuzz_models import Subject
 from models.rule_graphs import rule_graph
 from rewrite_rules import LIBRARY
@@ -47,4 +48,4 @@ def rules(seed: int) -> Subject:
     fixed = {
         v.name: feeds[v.name] for v in proto.graph.input if v.type.tensor_type.elem_type not in floats
     }
-    return Subject(proto, fixed=fixed)
+    return Subject(proto, fixed=fixed, specials=sees_nan(proto))
