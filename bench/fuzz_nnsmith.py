@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import io
 import logging
+import math
 import random
 import sys
 import types
@@ -25,6 +26,7 @@ from bench.fuzz_check import Refused, Session, sees_nan
 from bench.fuzz_models import Subject
 
 _ELEMENTS = 2048  # of a tensor
+_WINDOW = 200  # elements
 _TRIES = 12
 
 
@@ -102,12 +104,18 @@ def _exported(parts: Any, graph: Any, seed: int) -> Subject:
             dynamic_axes={name: {0: "N"} for name in likes} if dynamic else None,
         )  # fmt: skip
     proto = onnx.load_from_string(file.getvalue())
-    check_loads(proto)
+    check_runs(proto)
     return Subject(proto, _sizes(firsts if dynamic and len(proto.graph.input) else ()), specials=sees_nan(proto))
 
 
-def check_loads(proto: onnx.ModelProto) -> None:
-    """Raise ValueError if ONNX Runtime has no kernels for a model: NNSmith asks its backends the same of operators."""
+def check_runs(proto: onnx.ModelProto) -> None:
+    """Raise ValueError if ONNX Runtime has no kernels for a model (NNSmith asks its backends the same of operators), or
+    if it has windows that take our evaluator minutes.
+    """
+    for node in proto.graph.node:
+        kernel = next((a.ints for a in node.attribute if a.name == "kernel_shape"), ())
+        if math.prod(kernel) > _WINDOW:
+            raise ValueError("a large window")
     try:
         Session(proto, False)
     except Refused as error:

@@ -1101,6 +1101,9 @@ class ReplaceGlobalAveragePoolByMean(Rule):
 class ReplaceGlobalMaxPoolByMax(ReplaceGlobalAveragePoolByMean):
     """globalmaxpool(x) -> reducemax(x; the spatial axes)."""
 
+    # Whether a kernel drops NaN depends on where it stands.
+    spreads = True
+    mends = True
     pool, reduce = "GlobalMaxPool", "ReduceMax"
     examples: ClassVar[tuple[str, ...]] = tuple(
         e.replace("Average", "Max") for e in ReplaceGlobalAveragePoolByMean.examples
@@ -1135,7 +1138,7 @@ class ReplaceMeanByGlobalAveragePool(Rule):
 class ReplaceMaxByGlobalMaxPool(ReplaceMeanByGlobalAveragePool):
     """reducemax(x; the spatial axes) -> globalmaxpool(x), squeezed where it keeps no dimensions."""
 
-    # Which of the two kernels drops NaN depends on where it stands.
+    # Whether a kernel drops NaN depends on where it stands.
     spreads = True
     mends = True
     pool, reduce = "GlobalMaxPool", "ReduceMax"
@@ -1277,6 +1280,9 @@ class MergeMaxPools(Rule):
 
     proof = "numeric"
     relies_on = "max is associative, commutative and idempotent"
+    # Whether a kernel drops NaN depends on where it stands.
+    spreads = True
+    mends = True
     shapes = _IMAGE
     examples = (
         "agraph (float[N,2,H,7] x) => (float[N,2,P,Q] y) { a = MaxPool<kernel_shape=[5,3], pads=[2,1,2,1]>(x) "
@@ -1359,6 +1365,9 @@ class _SwapMaxPool(RegionRule):
 
     proof = "numeric"
     relies_on = "a function that does not fall commutes with max"
+    # Whether a kernel drops NaN depends on where it stands.
+    spreads = True
+    mends = True
     dtypes = _FLOAT
     survivors: ClassVar[Mapping[str, str]] = {
         "drop: the image may be empty": "which is the greatest of no numbers, ONNX leaves open: it is not evaluated"
