@@ -1,0 +1,390 @@
+"""Broken models for the loader: `python bench/fuzz_loader.py --minutes 30 --jobs 2`.
+
+Atheris mutates serialised models, by bytes and field by field, guided by which lines of xrlflow they reach. Each goes
+through `xrlflow.onnxio.load`, and what loads is written again. Allowed are a model, and a ModelError of one line.
+Whatever else comes (another exception, more than a few seconds or two gigabytes, a process that dies) is saved as an
+.onnx file under --save, told once for each place in the code, and makes the exit code 1.
+
+Models to start from: ONNX's backend tests, models of bench/fuzz_models.py, and some with functions, external data, sparse
+tensors, strings, sequences and nested bodies.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import random
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # for `bench`
+
+_SECONDS = 8  # that one model may take
+_MEGABYTES = 2048  # that the process may take
+_LARGEST = 20_000  # bytes of a model to start from
+_DATA = "data.bin"  # external data beside every model
+_NUMBERS = (0, 1, -1, 2, 3, 7, 23, 127, 255, 2**31 - 1, -(2**31), 2**32, 2**63 - 1, -(2**63), 10**6, 10**12)
+
+
+# --- models to start from ---
+
+
+def corpus() -> Iterator[tuple[str, bytes]]:
+    """Names and serialised models."""
+    from onnx.backend.test.loader import load_model_tests
+
+    from bench.fuzz_models import idioms
+
+    for kind in ("node", "simple"):
+        for test in load_model_tests(kind=kind):
+            path = Path(test.model_dir or "") / "model.onnx"
+            if path.is_file() and path.stat().st_size <= _LARGEST:
+                yield test.name, path.read_bytes()
+    for seed in range(60):
+        yield f"idioms{seed}", idioms(seed).proto.SerializeToString()
+    for name, model in _others():
+        yield name, model.SerializeToString()
+
+
+def _others() -> Iterator[tuple[str, Any]]:
+    import numpy as np
+    import onnx
+    from onnx import TensorProto, helper, numpy_helper, parser
+
+    head = '<ir_version: 10, opset_import: ["": 21, "local": 1]> '
+    yield (
+        "functions",
+        parser.parse_model(
+            head + "agraph (float[N] x) => (float[N] y) { y = local.twice<k=2.0>(x) } "
+            '<domain: "local", opset_import: ["": 21, "local": 1]> twice<k>(a) => (c) '
+            "{ f = Constant<value_float: float = @k>() b = Mul(a, f) c = local.once(b) } "
+            '<domain: "local", opset_import: ["": 21]> once(a) => (b) { b = Relu(a) }'
+        ),
+    )
+    yield (
+        "bodies",
+        parser.parse_model(
+            head + "agraph (bool c, float[N,2] x, int64 m) => (float[] y) { "
+            "a = If (c) <then_branch = t () => (float[] u) { u = Relu(x) }, "
+            "else_branch = e () => (float[] u) { k = Constant<value_float=2.0>() w = Mul(x, k) "
+            "u = If (c) <then_branch = t2 () => (float[] v) { v = Neg(w) }, "
+            "else_branch = e2 () => (float[] v) { v = Abs(w) }> }> "
+            "y = Loop (m, c, a) <body = b (int64 i, bool go, float[] s) => (bool go2, float[] s2) "
+            "{ go2 = Identity(go) s2 = Add(s, x) }> }"
+        ),
+    )
+    yield (
+        "sequences",
+        parser.parse_model(
+            head + "agraph (float[N] x, seq(float[N]) s) => (seq(float[N]) t, float[N] y) "
+            "{ e = SequenceConstruct(x, x) i = Constant<value_int=0>() y = SequenceAt(e, i) t = SequenceInsert(s, y) }"
+        ),
+    )
+    strings = helper.make_graph(
+        [helper.make_node("StringConcat", ["x", "c"], ["y"])],
+        "strings",
+        [helper.make_tensor_value_info("x", TensorProto.STRING, ["N"])],
+        [helper.make_tensor_value_info("y", TensorProto.STRING, ["N"])],
+        [helper.make_tensor("c", TensorProto.STRING, [1], [b"a \xc3\xbc"])],
+    )
+    yield "strings", helper.make_model(strings, ir_version=10)
+    weights = numpy_helper.from_array(np.arange(6, dtype=np.float32), "w")
+    external = numpy_helper.from_array(np.arange(6, dtype=np.float32), "e")
+    onnx.external_data_helper.set_external_data(external, _DATA, 0, 24)
+    external.ClearField("raw_data")
+    external.data_location = TensorProto.EXTERNAL
+    sparse = helper.make_sparse_tensor(
+        numpy_helper.from_array(np.asarray([1.0, 2.0], np.float32), "s"),
+        numpy_helper.from_array(np.asarray([1, 4], np.int64), "s_indices"),
+        [6],
+    )
+    graph = helper.make_graph(
+        [
+            helper.make_node("Add", ["x", "w"], ["a"]),
+            helper.make_node("Mul", ["a", "e"], ["b"]),
+            helper.make_node("Sub", ["b", "s"], ["y"]),
+        ],
+        "weights",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [6])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [6])],
+        [weights, external],
+        sparse_initializer=[sparse],
+    )
+    yield "weights", helper.make_model(graph, ir_version=10)
+    table = helper.make_tensor("t", TensorProto.INT4, [3], [1, -2, 3])
+    graph = helper.make_graph(
+        [helper.make_node("Cast", ["t"], ["c"], to=TensorProto.FLOAT), helper.make_node("Add", ["x", "c"], ["y"])],
+        "nibbles",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [3])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [3])],
+        [table],
+    )
+    yield "nibbles", helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+
+
+# --- mutations ---
+
+
+class Mutator:
+    """Changes a model in one or a few of its fields, whatever they are."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+
+    def mutate(self, data: bytes) -> bytes | None:
+        """Another model; None if this is none, or if there is nothing to change."""
+        import onnx
+        from google.protobuf.message import DecodeError
+
+        try:
+            model = onnx.ModelProto.FromString(data)
+        except DecodeError:
+            return None
+        for _ in range(self.random.choice((1, 1, 2, 4))):
+            self._once(model)
+        return bytes(model.SerializeToString())
+
+    def _once(self, model: Any) -> None:
+        messages = [model, *_inside(model)]
+        message = self.random.choice(messages)
+        fields = [f for f, _ in message.ListFields()] if self.random.random() < 0.7 else list(message.DESCRIPTOR.fields)
+        if not fields:
+            return
+        field = self.random.choice(fields)
+        if field.is_repeated:
+            self._repeated(message, field, messages)
+        elif field.message_type is not None:
+            same = [m for m in messages if m.DESCRIPTOR is field.message_type]
+            if same and self.random.random() < 0.7:
+                copied = type(same[0])()
+                copied.CopyFrom(self.random.choice(same))  # it may hold what it is copied into
+                getattr(message, field.name).CopyFrom(copied)
+            else:
+                message.ClearField(field.name)
+        elif self.random.random() < 0.2:
+            message.ClearField(field.name)
+        else:
+            self._set(message, field, messages)
+
+    def _set(self, message: Any, field: Any, messages: Sequence[Any]) -> None:
+        try:
+            setattr(message, field.name, self._value(getattr(message, field.name), field, messages))
+        except (TypeError, ValueError):  # a number that is too large for the field
+            message.ClearField(field.name)
+
+    def _repeated(self, message: Any, field: Any, messages: Sequence[Any]) -> None:
+        items = getattr(message, field.name)
+        kind = self.random.randrange(4)
+        if field.message_type is not None:
+            if kind == 0 and len(items):
+                del items[self.random.randrange(len(items))]
+                return
+            same = [m for m in messages if m.DESCRIPTOR is field.message_type]
+            if same:
+                copied = type(same[0])()
+                copied.CopyFrom(self.random.choice(same))
+                items.append(copied)
+            return
+        try:
+            if kind == 0 and len(items):
+                del items[self.random.randrange(len(items))]
+            elif kind == 1 or not len(items):
+                items.append(self._value(items[0] if len(items) else None, field, messages))
+            else:
+                at = self.random.randrange(len(items))
+                items[at] = self._value(items[at], field, messages)
+        except (TypeError, ValueError):
+            del items[:]
+
+    def _value(self, old: Any, field: Any, messages: Sequence[Any]) -> Any:
+        if field.cpp_type in (field.CPPTYPE_FLOAT, field.CPPTYPE_DOUBLE):
+            return self.random.choice((0.0, 1.0, -1.0, float("nan"), float("inf"), 1e38, 0.5))
+        if field.cpp_type != field.CPPTYPE_STRING:
+            return self.random.choice((*_NUMBERS, (old or 0) + 1, (old or 0) - 1, self.random.randrange(30)))
+        text = [self._text(messages), "", "a" * self.random.randrange(2000), "../../x", "/etc/hostname", "\x00", "ai.onnx"]
+        found = self.random.choice(text)
+        if field.type != field.TYPE_BYTES:
+            return found
+        raw = old if isinstance(old, bytes) else b""
+        return self.random.choice((found.encode(), b"\xff\xfe\xc3", raw[: len(raw) // 2], raw + b"\x00" * 7, raw[::-1]))
+
+    def _text(self, messages: Sequence[Any]) -> str:
+        """A name that the model has, or one of an operator or an attribute."""
+        names = [n for m in messages for n in _names(m)]
+        return self.random.choice([*names, "Loop", "If", "Scan", "Constant", "Reshape", "ConstantOfShape", "value", "body"])
+
+
+def _inside(message: Any) -> Iterator[Any]:
+    for field, value in message.ListFields():
+        if field.message_type is None:
+            continue
+        for inner in value if field.is_repeated else (value,):
+            yield inner
+            yield from _inside(inner)
+
+
+def _names(message: Any) -> Iterator[str]:
+    for field, value in message.ListFields():
+        if field.name in ("name", "op_type", "domain", "dim_param"):
+            yield value
+        elif field.name in ("input", "output") and field.message_type is None:
+            yield from value
+
+
+# --- a worker ---
+
+
+class Loader:
+    """Loads what it is given and writes it again; what neither works nor is refused in one line is saved."""
+
+    def __init__(self, folder: Path, save: Path) -> None:
+        self.path, self.save = folder / "model.onnx", save
+        (folder / _DATA).write_bytes(b"\x00\x00\x80\x3f" * 64)
+        self.seen: set[str] = set()
+        self.count = self.loaded = 0
+
+    def one(self, data: bytes) -> None:
+        from xrlflow.onnxio import ModelError, load, to_proto
+
+        self.count += 1
+        self.path.write_bytes(data)
+        try:
+            imported = load(str(self.path))
+            to_proto(imported, imported.graph)
+            self.loaded += 1
+        except ModelError as error:
+            told = str(error)
+            if "\n" in told.strip() or "bug of xrlflow" in told:
+                self.keep(data, f"a message of several lines or of our own fault: {told[:200]!r}", re.sub(r"\d+|'[^']*'", "", told[:60]))
+        except Exception as error:  # any other one is what is looked for, and is told
+            frames = traceback.extract_tb(error.__traceback__)
+            place = next((f for f in reversed(frames) if "xrlflow" in f.filename), frames[-1])
+            where = f"{Path(place.filename).name}:{place.lineno} {place.name}"
+            self.keep(data, f"{type(error).__name__} at {where}: {str(error)[:200]}", f"{type(error).__name__} {where}")
+
+    def keep(self, data: bytes, what: str, kind: str) -> None:
+        if kind in self.seen:
+            return
+        self.seen.add(kind)
+        stem = "raised-" + hashlib.sha1(kind.encode()).hexdigest()[:10]
+        if (self.save / f"{stem}.txt").exists():
+            return
+        self.save.mkdir(parents=True, exist_ok=True)
+        (self.save / f"{stem}.onnx").write_bytes(data)
+        (self.save / f"{stem}.txt").write_text(what)
+        print(f"FOUND {stem}: {' '.join(what.split())}", flush=True)
+
+
+def work(seconds: int, seed: int, save: Path, models: Path) -> None:
+    """Fuzz in this process until the time is over, or until a model kills it."""
+    import atheris
+
+    with atheris.instrument_imports(include=["xrlflow.onnxio", "xrlflow.weights", "xrlflow.ops"]):
+        import xrlflow.onnxio
+    assert xrlflow.onnxio.load is not None
+    folder = tempfile.TemporaryDirectory(prefix="xrlflow-fuzz-")
+    loader = Loader(Path(folder.name), save)
+
+    def custom(data: bytes, size: int, seed: int) -> bytes:
+        changed = Mutator(seed).mutate(data) if seed % 4 else None
+        if changed is None or len(changed) > size:
+            return bytes(atheris.Mutate(data, size))
+        return changed
+
+    options = [
+        sys.argv[0], str(models), f"-max_total_time={seconds}", f"-seed={seed + 1}", f"-timeout={_SECONDS}",
+        f"-rss_limit_mb={_MEGABYTES}", f"-artifact_prefix={save}/", "-max_len=60000", "-verbosity=0", "-reload=0",
+    ]  # fmt: skip
+    save.mkdir(parents=True, exist_ok=True)
+    atheris.Setup(options, loader.one, custom_mutator=custom)
+
+    def told() -> None:
+        print(f"RAN {loader.count} {loader.loaded}", flush=True)
+
+    import atexit
+
+    atexit.register(told)
+    atheris.Fuzz()
+
+
+# --- the run ---
+
+
+def run(minutes: float, jobs: int, seed: int, save: Path) -> int:
+    """Workers until the time is over; one that dies is replaced. Gives the number of findings."""
+    end = time.monotonic() + 60 * minutes
+    before = set(save.glob("*")) if save.is_dir() else set()
+    ran = loaded = deaths = 0
+    with tempfile.TemporaryDirectory(prefix="xrlflow-fuzz-") as folder:
+        models = Path(folder)
+        for name, data in corpus():
+            (models / re.sub(r"\W", "_", name)[:80]).write_bytes(data)
+        print(f"{len(list(models.iterdir()))} models to start from", flush=True)
+        workers: list[tuple[subprocess.Popen[str], Any]] = []
+        started = 0
+        try:
+            while time.monotonic() < end or workers:
+                while len(workers) < jobs and (left := int(end - time.monotonic())) > 5:
+                    log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
+                    command = [sys.executable, __file__, "--worker", str(left), "--seed", str(seed + started)]
+                    command += ["--save", str(save), "--models", str(models)]
+                    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+                    process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, text=True, env=environment)
+                    workers.append((process, log))
+                    started += 1
+                time.sleep(0.5)
+                for worker in [w for w in workers if w[0].poll() is not None]:
+                    workers.remove(worker)
+                    process, log = worker
+                    log.seek(0)
+                    text = log.read()
+                    found = re.findall(r"RAN (\d+) (\d+)", text)
+                    ran += sum(int(a) for a, _ in found)
+                    loaded += sum(int(b) for _, b in found)
+                    print(*re.findall(r"^FOUND .*", text, re.MULTILINE), sep="\n", end="\n" if "FOUND" in text else "")
+                    if process.returncode:
+                        deaths += 1
+                        lines = [line for line in text.splitlines() if "ERROR" in line or "SUMMARY" in line]
+                        print(f"DIED with {process.returncode}: {' '.join(lines) or text[-300:]}", flush=True)
+                if not workers and time.monotonic() >= end - 5:
+                    break
+        finally:
+            for process, _ in workers:
+                process.kill()
+    made = sorted(set(save.glob("*")) - before) if save.is_dir() else []
+    models_found = [p for p in made if p.suffix != ".txt"]
+    print(
+        f"{ran} models in {minutes:g} minutes by {jobs} processes, {loaded} of them loaded; "
+        f"{len(models_found)} findings, {deaths} processes died"
+    )
+    for path in models_found:
+        print(f"  {path}")
+    return len(models_found) + (deaths if not models_found else 0)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=1.0)
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--save", type=Path, default=Path("out/fuzz-loader"))
+    parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--models", type=Path, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.worker is not None:
+        work(given.worker, given.seed, given.save, given.models)
+        return 0
+    return 1 if run(given.minutes, given.jobs, given.seed, given.save) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
