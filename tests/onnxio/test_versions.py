@@ -281,3 +281,25 @@ def test_a_resize_that_shrinks_and_enlarges_at_once_is_refused() -> None:
     scales = np.float32([1, 1, 0.5, 2])
     with pytest.raises(ModelError, match="shrinks and enlarges at once"):
         onnxio.load(model([node], {"x": X}, [info("y", X[:, :, :3].repeat(2, 3))], {"s": scales}, opset=10))
+
+
+@pytest.mark.parametrize("op", sorted(versions.SPELT_OUT))
+def test_what_the_runtime_spells_out_at_some_opsets_alone_is_spelt_out(op: str) -> None:
+    """ONNX Runtime has no kernel for these element types, and runs them at opset 18 all the same."""
+    for dtype in versions.SPELT_OUT[op]:
+        names = ["x", "w"] if op == "PRelu" else ["x"]
+        graph = helper.make_graph(
+            [helper.make_node(op, names, ["y"])],
+            "g",
+            [helper.make_tensor_value_info(n, dtype, [2, 3]) for n in names],
+            [helper.make_tensor_value_info("y", dtype, [2, 3])],
+        )
+        proto = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=8)
+        imported = onnxio.load(proto)
+        assert op not in {n.op for n in imported.graph.nodes()}
+        numbers = np.asarray([[-3.0, -0.5, 0.0], [0.25, 1.0, 4.0]])
+        numpy_type = helper.tensor_dtype_to_np_dtype(dtype)
+        if numpy_type.kind != "f":
+            numbers = numbers.astype(np.int64)
+        feeds = {n: numbers.astype(numpy_type) for n in names}
+        assert_same_outputs(run(proto, feeds), run(onnxio.to_proto(imported, imported.graph), feeds))

@@ -365,6 +365,18 @@ KEPT_BELOW_22 = frozenset(
     + ["RandomUniform", "RandomUniformLike", "RoiAlign"]
 )
 
+_DOUBLES = frozenset({onnx.TensorProto.DOUBLE})
+# For these element types ONNX Runtime has no kernel: at some opsets it computes what ONNX's definition spells out, and
+# at later ones refuses the operator. Models of those opsets are spelt out on import.
+SPELT_OUT: dict[str, frozenset[int]] = {
+    **dict.fromkeys(("Elu", "HardSigmoid", "HardSwish", "LeakyRelu", "Mish", "Selu", "Softplus"), _DOUBLES),
+    **dict.fromkeys(("Softsign", "ThresholdedRelu"), _DOUBLES),
+    "PRelu": _DOUBLES | {onnx.TensorProto.INT32, onnx.TensorProto.INT64, onnx.TensorProto.UINT32},
+    "Relu": frozenset({onnx.TensorProto.INT64}),
+}
+_SPELT_OUT_AT = range(16, 19)
+_SPELLINGS = "xrlflow.spelling"
+
 # Operators that changed after the canonical opset in more than what they admit.
 CHANGED_LATER = frozenset(["Attention"])
 
@@ -401,6 +413,8 @@ def to_canonical(name: str, proto: onnx.ModelProto) -> int:
             f"export the model with opset {OPSET}"
         )
     if opset < OPSET:
+        if opset in _SPELT_OUT_AT:
+            _spell_out(proto, opset)
         old = any(n.op_type in KEPT_BELOW_22 and not n.domain for n in _all_nodes(proto.graph))
         _Raiser(name, opset, _all_names(proto.graph)).graph(_inferred(proto).graph, {}, {}, proto.graph)
         if old and opset < 22:
@@ -415,6 +429,54 @@ def to_canonical(name: str, proto: onnx.ModelProto) -> int:
             return opset
     set_opset(proto, OPSET)
     return OPSET
+
+
+def _spell_out(proto: onnx.ModelProto, opset: int) -> None:
+    """Replace operators on element types that have no kernel by what ONNX's definition spells out, in place."""
+    import onnx.inliner
+
+    if not any(n.op_type in SPELT_OUT and not n.domain for n in _all_nodes(proto.graph)):
+        return
+    for _ in range(3):  # a spelling may have another such operator
+        types = dict(_typed_names(_inferred(proto).graph))
+        wanted: set[str] = set()
+        for node in _all_nodes(proto.graph):
+            if node.op_type not in SPELT_OUT or node.domain or not node.input or node.input[0] not in types:
+                continue
+            if types[node.input[0]].tensor_type.elem_type in SPELT_OUT[node.op_type]:
+                _write_defaults(node, opset)
+                node.domain = _SPELLINGS
+                wanted.add(node.op_type)
+        if not wanted:
+            return
+        proto.opset_import.add(domain=_SPELLINGS, version=1)
+        proto.functions.extend(_spelling(op, opset) for op in sorted(wanted))
+        names = [(_SPELLINGS, op) for op in sorted(wanted)]
+        proto.CopyFrom(onnx.inliner.inline_selected_functions(proto, names))
+        kept = [o for o in proto.opset_import if o.domain != _SPELLINGS]
+        del proto.opset_import[:]
+        proto.opset_import.extend(kept)
+
+
+def _spelling(op: str, opset: int) -> onnx.FunctionProto:
+    """An operator's definition in terms of others, as a function of a model of an opset."""
+    schema = onnx.defs.get_schema(op, opset, "")
+    function = onnx.FunctionProto()
+    function.CopyFrom(schema.function_body)
+    function.name, function.domain = op, _SPELLINGS
+    del function.opset_import[:]
+    function.opset_import.add(domain="", version=opset)
+    del function.attribute[:]
+    function.attribute.extend(schema.attributes)
+    return function
+
+
+def _write_defaults(node: onnx.NodeProto, opset: int) -> None:
+    """Give a node the attributes that it has without saying so."""
+    given = {a.name for a in node.attribute}
+    for name, attribute in onnx.defs.get_schema(node.op_type, opset, "").attributes.items():
+        if name not in given:
+            node.attribute.add().CopyFrom(attribute.default_value)
 
 
 def _inferred(proto: onnx.ModelProto) -> onnx.ModelProto:
