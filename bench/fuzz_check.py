@@ -184,6 +184,10 @@ def in_float64(imported: ImportedModel, graph: Graph, feeds: Feeds) -> list[Arra
     return found
 
 
+def _widened(array: Array) -> Array:
+    return array.astype(np.float64) if is_float(array) and array.dtype.kind != "c" else array
+
+
 def noisy(
     imported: ImportedModel, feeds: Feeds, seed: int
 ) -> tuple[list[Array | None], bool] | None:
@@ -192,12 +196,14 @@ def noisy(
     """
     graph, rng = imported.graph, np.random.default_rng(seed)
     values = input_values(imported)
-    held: dict[Value, Array] = {values[name]: array for name, array in feeds.items() if name in values}
+    held: dict[Value, Array] = {
+        values[name]: _widened(array) for name, array in feeds.items() if name in values
+    }
 
     def read(value: Value) -> Array | None:
         if value == ABSENT:
             return None
-        return held[value] if value in held else graph.leaves.consts[value].numpy()
+        return held[value] if value in held else _widened(graph.leaves.consts[value].numpy())
 
     finite = all(np.isfinite(a).all() for a in held.values() if a.dtype.kind == "f")
     try:
@@ -218,12 +224,14 @@ def noisy(
 def is_exact(imported: ImportedModel, graph: Graph, feeds: Feeds, index: int) -> bool:
     """Whether every float on the way to an output is a number of its type: nothing is rounded."""
     part, values = _part(graph, graph.outputs[index]), input_values(imported)
-    held: dict[Value, Array] = {values[name]: array for name, array in feeds.items() if name in values}
+    held: dict[Value, Array] = {
+        values[name]: _widened(array) for name, array in feeds.items() if name in values
+    }
 
     def read(value: Value) -> Array | None:
         if value == ABSENT:
             return None
-        return held[value] if value in held else graph.leaves.consts[value].numpy()
+        return held[value] if value in held else _widened(graph.leaves.consts[value].numpy())
 
     try:
         with np.errstate(all="ignore"):

@@ -147,3 +147,36 @@ def test_an_output_that_cannot_be_written(tmp_path: Path) -> None:
         onnxio.save(imported, imported.graph, tmp_path / "folder")
     assert os.listdir(tmp_path) == ["folder"]
     assert os.listdir(tmp_path / "folder") == []
+
+
+MALFORMED = {
+    "reads 'q', which nothing makes": "agraph (float[2] x) => (float[2] y) { y = Add(x, q) }",
+    "has a dimension of 9223372036854775807": "agraph (int64[9223372036854775807] s, float[1] x) => (y) { y = Expand(x, s) }",
+    "has 2 outputs and says 2147483647": "agraph (float[4] x) => (y, z) { y, z = Split<num_outputs=2147483647>(x) }",
+    "node '' .Constant. is not as ONNX has it": "agraph () => (y) { y = Constant() }",
+}
+
+
+@pytest.mark.parametrize("pattern", MALFORMED)
+def test_what_is_no_model_is_told_in_a_line_that_names_the_node(tmp_path: Path, pattern: str) -> None:
+    path = tmp_path / "m.onnx"
+    head = '<ir_version: 10, opset_import: ["": 21]> '
+    path.write_bytes(onnx.parser.parse_model(head + MALFORMED[pattern]).SerializeToString())
+    refused(path, pattern)
+
+
+def test_an_input_without_a_type_and_text_that_is_not_utf8(tmp_path: Path) -> None:
+    proto = mlp()
+    proto.graph.input[0].ClearField("type")
+    path = tmp_path / "m.onnx"
+    path.write_bytes(proto.SerializeToString())
+    refused(path, "has no type")
+    path.write_bytes(mlp().SerializeToString().replace(b"MatMul", b"Mat\xfful"))
+    refused(path, "is not as ONNX has it|not an ONNX model")
+
+
+def test_a_negative_dimension_is_one_that_is_not_known() -> None:
+    proto = mlp()
+    proto.graph.input[0].type.tensor_type.shape.dim[0].dim_value = -1
+    imported = onnxio.load(proto)
+    assert isinstance(imported.graph.type(imported.graph.inputs[0]).shape[0], str)

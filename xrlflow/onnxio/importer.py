@@ -36,6 +36,7 @@ from xrlflow.ir import (
 from xrlflow.onnxio import protos, versions
 from xrlflow.onnxio import shapes as dimensions
 from xrlflow.onnxio.errors import ModelError
+from xrlflow.onnxio.malformed import check_inputs, check_structure, reading
 from xrlflow.onnxio.model import ImportedModel, NodeLabel, Recipe
 from xrlflow.onnxio.tensors import ConstPool, TensorStore, array_const, map_file
 from xrlflow.onnxio.wire import WireError, strip_model
@@ -62,7 +63,16 @@ def load(
     Raises ModelError.
     """
     store = _open(source)
+    with reading(store.name, "the model"):
+        return _loaded(store, shapes, fix_shapes)
+
+
+def _loaded(
+    store: TensorStore, shapes: Mapping[str, Sequence[int]] | None, fix_shapes: bool
+) -> ImportedModel:
     stripped, proto = _parse(store)
+    check_structure(store.name, proto.graph)
+    check_inputs(store.name, proto.graph)
     external_bytes = 0
     for tensor in protos.tensors(proto.graph):
         if tensor.data_location == onnx.TensorProto.EXTERNAL:
@@ -318,7 +328,8 @@ class _Importer:
         except ValueError as error:
             raise ModelError(f"{self.store.name}: {error}: the file is damaged, export it again") from error
         for node in order:
-            self._node(node, scope)
+            with reading(self.store.name, f"node {node.name!r} ({node.op_type})"):
+                self._node(node, scope)
         outputs = []
         for info in proto.output:
             outputs.append(self._find(scope, info.name, f"output {info.name!r}"))
