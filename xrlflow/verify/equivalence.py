@@ -7,6 +7,7 @@ of the original, so that several candidates (those of a bisection, say) are judg
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -19,10 +20,13 @@ import numpy as np
 from xrlflow.backends.onnxruntime.session import Options
 from xrlflow.backends.protocol import BackendError, CompiledModel
 from xrlflow.ir import Body, Graph, Value
-from xrlflow.onnxio import ImportedModel, load
+from xrlflow.onnxio import ImportedModel, ModelError, load
+from xrlflow.verify.branches import deciding, has_branches, watched
+from xrlflow.verify.cases import Drawing, Drawn, is_whole
 from xrlflow.verify.compare import (
     Judgement,
     Leg,
+    Licence,
     Yardstick,
     by_deviation,
     by_reference,
@@ -33,7 +37,9 @@ from xrlflow.verify.compare import (
 from xrlflow.verify.dims import Bindings
 from xrlflow.verify.errors import OriginalFails, VerificationError
 from xrlflow.verify.follow import random_operators
-from xrlflow.verify.inputs import Case, InputPlan, draw_cases, perturbed, user_case
+from xrlflow.verify.inputs import Case, InputPlan, evaluable_feeds, perturbed, user_case
+from xrlflow.verify.nonfinite import Fate, fates
+from xrlflow.verify.numbers import marks, on_symbols, thresholds
 from xrlflow.verify.reference import (
     NoReference,
     Sizes,
@@ -45,6 +51,7 @@ from xrlflow.verify.reference import (
 from xrlflow.verify.runner import Array, Model, Runner, first_line, flat, opened
 from xrlflow.verify.signature import Signature, differences, signature, signature_of_proto
 from xrlflow.verify.ties import undecided
+from xrlflow.verify.values import Masks
 
 FLOAT64_FLOPS = 3e10
 """Operations that the float64 evaluations of one verification may take together: some seconds on two cores."""
@@ -90,7 +97,9 @@ class Verification:
 
     `failures` are sentences, the most telling first; `reason` says why models are not comparable; `notes` are remarks
     that change no verdict. `outputs` has the worst of each output (more than one row for a sequence or map).
-    `bindings` are the choices of dimensions that were tried, `cases` counts the sets of inputs.
+    `bindings` are the choices of dimensions that were tried, `cases` counts the sets of inputs, `values` names the kinds of
+    values besides ordinary ones. `left_out` are sizes that tell something and were too large to run, each with the reason,
+    `unexercised` branches that no input reached.
     """
 
     status: Status
@@ -100,6 +109,9 @@ class Verification:
     notes: tuple[str, ...] = ()
     bindings: tuple[Bindings, ...] = ()
     cases: int = 0
+    values: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
+    unexercised: tuple[str, ...] = ()
 
     @property
     def verified(self) -> bool:
@@ -128,6 +140,9 @@ class Verification:
             "max_error": _finite(self.max_error),
             "cases": self.cases,
             "bindings": [dict(b) for b in self.bindings],
+            "values": list(self.values),
+            "left_out": list(self.left_out),
+            "unexercised": list(self.unexercised),
             "failures": list(self.failures),
             "reason": self.reason,
             "notes": list(self.notes),
@@ -168,6 +183,11 @@ class _Known:
     case: Case
     outputs: list[Sequence[tuple[str, Any]]]
     yardsticks: dict[tuple[int, str], Yardstick] = field(default_factory=dict)
+    licences: tuple[Licence | None, ...] = ()
+
+    def licence(self, index: int) -> Licence | None:
+        """What the case allows of an output; None: nothing of it is judged."""
+        return self.licences[index] if self.licences else Licence.NONE
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -183,25 +203,30 @@ class Reference:
     session_options: Options | None
     incomparable: str = ""
     notes: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
+    unexercised: tuple[str, ...] = ()
 
     @staticmethod
     def of(
         model: Model,
         *,
         imported: ImportedModel | None = None,
+        against: Model | None = None,
         inputs: str | os.PathLike[str] | Mapping[str, Any] | None = None,
         bindings: Bindings | None = None,
         seed: int = 0,
-        samples: int = 3,
+        samples: int = 2,
         sizes: int = 3,
         threads: int | None = None,
         session_options: Options | None = None,
         float64_flops: float = FLOAT64_FLOPS,
     ) -> Reference:
-        """Run the original: on `inputs` if given, else on `samples` random inputs for each of `sizes` bindings.
+        """Run the original: on `inputs` if given, else on random ones (see `cases.py`).
 
-        `bindings` are the user's numbers for dimensions (default: those of `imported`), which are one of the choices
-        tried. Raises OriginalFails, InputsNeeded, BadInputs, and ModelError if the file cannot be read.
+        `against`: the model that is to be judged, whose numbers and branches say what to try as well. `bindings` are the
+        user's numbers for dimensions (default: those of `imported`), which are one of the choices tried. `samples`:
+        of ordinary values; `sizes`: bindings, besides those that tell something. Raises OriginalFails, InputsNeeded,
+        BadInputs, and ModelError if the file cannot be read.
         """
         if imported is None:
             imported = load(model)
@@ -213,47 +238,40 @@ class Reference:
         random = random_operators(imported.graph)
         if random:
             return replace(base, incomparable=f"it has random operators ({', '.join(sorted(random))})")
-        plan = InputPlan.of(imported)
-        if bindings is not None:
-            plan = replace(plan, bound=bindings)
-        errors: list[str] = []
-        at = Sizes(model, imported)
-
-        def sensible(case: Case, outputs: list[Any]) -> bool:
-            return _is_full(outputs) and at.windows_fit(case)
-
-        def attempt(case: Case) -> list[Any] | None:
-            try:
-                return runner.run(case.feeds)
-            except BackendError as error:
-                errors.append(first_line(error))
-                return None
-
+        other = _other(against, declared)
         try:
             with opened(model, threads=threads, session_options=session_options) as runner:
+                run = _Runs(model, imported, runner)
                 if inputs is not None:
-                    case = user_case(imported, inputs)
-                    outputs = attempt(case)
-                    if outputs is None:
-                        raise OriginalFails(f"the original fails on the inputs given: {errors[-1]}")
-                    drawn = [(case, outputs)]
+                    drawn = Drawn([run.on(user_case(imported, inputs))])
+                    unexercised: tuple[str, ...] = ()
                 else:
+                    drawing = run.drawing(other, bindings, seed)
                     try:
-                        drawn = draw_cases(plan, attempt, sensible, seed=seed, samples=samples, wanted=sizes)
+                        drawn = drawing.all(samples, sizes)
                     except VerificationError as error:
-                        if errors:
-                            raise type(error)(f"{error} (the last failure: {errors[-1]})") from error
+                        if run.errors:
+                            raise type(error)(f"{error} (the last failure: {run.errors[-1]})") from error
                         raise
-                known = tuple(_Known(case, [flat(o) for o in outputs]) for case, outputs in drawn)
+                    models = [
+                        (model, imported),
+                        *([(against, other)] if against is not None and other else []),
+                    ]
+                    unexercised = _exercise(drawing, drawn, models, threads, session_options)
+                known = tuple(
+                    _Known(case, [flat(o) for o in outputs], licences=run.licences(case))
+                    for case, outputs in drawn.cases
+                )
                 if _has_custom(imported.graph) and not _repeats(runner, known[0]):
                     reason = "the original gives other results when it is run again on the same inputs"
                     return replace(base, incomparable=reason)
         except BackendError as error:
             raise OriginalFails(f"the original cannot be run: {first_line(error)}") from error
-        notes = [*_by_float64(at, imported, known, float64_flops)]
-        base = replace(base, known=known)
+        notes = [*_by_float64(run.at, imported, known, float64_flops)]
+        base = replace(base, known=known, left_out=tuple(drawn.left_out), unexercised=unexercised)
         notes.extend(base._by_deviation())
         notes.extend(_empty_outputs(declared, known))
+        notes.extend(f"not exercised: {arm}" for arm in unexercised)
         return replace(base, notes=tuple(notes))
 
     def check(self, new: Model) -> Verification:
@@ -320,6 +338,9 @@ class Reference:
             notes=self.notes,
             bindings=self.bindings,
             cases=len(cases),
+            values=tuple(dict.fromkeys(k.case.values.name for k in cases if k.case.values.name)),
+            left_out=self.left_out,
+            unexercised=self.unexercised,
         )
 
     @property
@@ -373,7 +394,10 @@ class Reference:
     # --- judging ---
 
     def _judge(self, known: _Known, outputs: Sequence[Any], reports: dict[str, OutputReport]) -> list[_Doubt]:
-        """Judge the outputs of one case; integers that differ are left in doubt."""
+        """Judge the outputs of one case.
+
+        Integers that differ, and floats on values out of the ordinary, are left in doubt.
+        """
         doubts: list[_Doubt] = []
         for index, (port, output) in enumerate(zip(self.declared.outputs, outputs)):
             expected, found = known.outputs[index], dict(flat(output))
@@ -381,24 +405,38 @@ class Reference:
                 name = port.name + part
                 b = found.get(part)
                 judgement = _mismatch(a, b)
+                licence = known.licence(index)
                 if judgement is None and b is not None:
+                    if licence is None or (licence is Licence.SPREADS and not is_float(a)):
+                        continue  # nothing is known of what is made of NaN and infinities here
                     if is_float(a):
-                        judgement = judge_floats(known.yardsticks[index, part], b)
+                        judgement = judge_floats(known.yardsticks[index, part], b, licence)
                     else:
                         judgement = judge_exact(a, b)
-                        if not judgement.passed and a.dtype.kind in "iu" and not part:
-                            doubts.append(_Doubt(known, index, name, a, b, judgement))
-                            continue
+                    unusual = not known.case.values.ordinary and is_float(a)
+                    if not judgement.passed and not part and (unusual or a.dtype.kind in "iu"):
+                        doubts.append(_Doubt(known, index, name, a, b, judgement))
+                        continue
                 if judgement is not None:
                     _note(reports, OutputReport(name, _shown(a), judgement, str(known.case)))
         return doubts
 
     def _resolve(self, doubts: Sequence[_Doubt], reports: dict[str, OutputReport]) -> None:
-        """Judge integers that differ: a proven near-tie passes."""
+        """Judge what differs once more: integers pass at a proven near-tie, floats by more of the original's own error."""
         reruns = self._reruns({id(d.known): d.known for d in doubts}.values()) if doubts else {}
         for doubt in doubts:
             others = [run[doubt.index] for run in reruns.get(id(doubt.known), [])]
             arrays = [dict(flat(o)).get("") for o in others]
+            if is_float(doubt.original):
+                alike = [a for a in arrays if a is not None and a.shape == doubt.original.shape]
+                yardstick = replace(doubt.known.yardsticks[doubt.index, ""], variants=tuple(alike))
+                licence = doubt.known.licence(doubt.index) or Licence.NONE
+                judgement = judge_floats(yardstick, doubt.new, licence)
+                _note(
+                    reports,
+                    OutputReport(doubt.name, _shown(doubt.original), judgement, str(doubt.known.case)),
+                )
+                continue
             proven = undecided(
                 self.imported,
                 doubt.known.case,
@@ -457,7 +495,7 @@ class Reference:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Doubt:
-    """An output of integers that differ."""
+    """An output that differs, of integers or on values out of the ordinary."""
 
     known: _Known
     index: int
@@ -475,7 +513,7 @@ def verify(
     inputs: str | os.PathLike[str] | Mapping[str, Any] | None = None,
     bindings: Bindings | None = None,
     seed: int = 0,
-    samples: int = 3,
+    samples: int = 2,
     sizes: int = 3,
     threads: int | None = None,
     session_options: Options | None = None,
@@ -489,6 +527,7 @@ def verify(
     reference = Reference.of(
         a,
         imported=imported,
+        against=b,
         inputs=inputs,
         bindings=bindings,
         seed=seed,
@@ -499,6 +538,141 @@ def verify(
         float64_flops=float64_flops,
     )
     return reference.check(b)
+
+
+class _Runs:
+    """The original, run on cases."""
+
+    def __init__(self, model: Model, imported: ImportedModel, runner: Runner) -> None:
+        self.imported, self._runner = imported, runner
+        self.at = Sizes(model, imported)
+        self.errors: list[str] = []
+        self._first: float | None = None
+        self._whole = True
+        self._fates: list[tuple[Case, tuple[Fate, ...]]] = []
+
+    def on(self, case: Case) -> tuple[Case, list[Any]]:
+        """Raises OriginalFails."""
+        outputs = self.attempt(case)
+        if outputs is None:
+            raise OriginalFails(f"the original fails on the inputs given: {self.errors[-1]}")
+        return case, outputs
+
+    def attempt(self, case: Case) -> list[Any] | None:
+        """The outputs; None if the original fails, or takes a thousand times as long as at first."""
+        if not case.values.floats.finite and all(fate is Fate.UNDEFINED for fate in self.fates(case)):
+            return None
+        begin = time.monotonic()
+        limit = None if self._first is None else max(_LEAST_LIMIT, 1000 * self._first)
+        try:
+            outputs = self._runner.run(case.feeds, limit)
+        except BackendError as error:
+            self.errors.append(first_line(error))
+            return None
+        if self._first is None:
+            self._first = time.monotonic() - begin
+        if case.values.ordinary:
+            self._whole &= is_whole(outputs)
+        return outputs
+
+    def fates(self, case: Case) -> tuple[Fate, ...]:
+        """What is known of the outputs where inputs are not finite."""
+        feeds = evaluable_feeds(self.imported, case.feeds)
+        if feeds is None:
+            return tuple(Fate.UNDEFINED for _ in self.imported.graph.outputs)
+        known = next((found for other, found in self._fates if other is case), None)
+        if known is None:
+            known = fates(self.imported.graph, feeds, self.at.numbers(case.bindings))
+            self._fates.append((case, known))
+        return known
+
+    def sensible(self, case: Case, outputs: list[Any]) -> bool:
+        return _is_full(outputs) and self.at.windows_fit(case)
+
+    def telling(self, case: Case, outputs: list[Any]) -> bool:
+        """Whether values out of the ordinary leave something to compare: a model that overflows compares nothing."""
+        return (
+            not case.values.floats.finite
+            or case.values.masks is Masks.EMPTY
+            or not self._whole
+            or is_whole(outputs)
+        )
+
+    def licences(self, case: Case) -> tuple[Licence | None, ...]:
+        """What the case allows of each output."""
+        if case.values.masks is Masks.EMPTY:
+            return tuple(Licence.MENDS for _ in self.imported.graph.outputs)
+        if case.values.floats.finite:
+            return ()
+        return tuple(_LICENCES[fate] for fate in self.fates(case))
+
+    def drawing(
+        self, other: ImportedModel | None, bindings: Bindings | None, seed: int
+    ) -> Drawing[list[Any]]:
+        """How cases are drawn, with the numbers of both models. Those that only one of them has tell most."""
+        plan = InputPlan.of(self.imported)
+        if bindings is not None:
+            plan = replace(plan, bound=bindings)
+        graphs = [self.imported.graph, *([other.graph] if other is not None else [])]
+        plan = replace(plan, thresholds=tuple(sorted(frozenset().union(*map(thresholds, graphs)))))
+        symbols = [slot.name for slot in plan.dimensions.slots if not slot.name.endswith(".rank")]
+        numbers: dict[str, dict[int, int]] = {symbol: {} for symbol in symbols}
+        if symbols:
+            found = [on_symbols(graph, marks(graph), symbols) for graph in graphs]
+            for symbol in symbols:
+                for own in found:
+                    for number, weight in own[symbol].items():
+                        only = any(number not in others[symbol] for others in found)
+                        weight = 4 * weight if only else weight
+                        numbers[symbol][number] = max(weight, numbers[symbol].get(number, 0))
+        return Drawing(plan, self.attempt, self.sensible, self.telling, numbers, self.at.estimate, seed)
+
+
+_LICENCES = {Fate.EXACT: Licence.NONE, Fate.SPREADS: Licence.SPREADS, Fate.UNDEFINED: None}
+
+# Seconds that a run may take in any case: on some inputs a Loop does not end.
+_LEAST_LIMIT = 20.0
+
+
+def _other(against: Model | None, declared: Signature) -> ImportedModel | None:
+    """The model that is to be judged, imported; None if it cannot be, which is for `check` to say."""
+    if against is None:
+        return None
+    try:
+        return load(against)
+    except ModelError:
+        return None
+
+
+def _exercise(
+    drawing: Drawing[list[Any]],
+    drawn: Drawn[list[Any]],
+    models: Sequence[tuple[Model, ImportedModel]],
+    threads: int | None,
+    session_options: Options | None,
+) -> tuple[str, ...]:
+    """Seek inputs for every branch of the models, and add them to what is drawn. What no input reached is given back."""
+    missing: dict[str, None] = {}
+    for model, imported in models:
+        if not has_branches(imported.graph):
+            continue
+        try:
+            with watched(model, threads=threads, session_options=session_options) as watch:
+                for case, _ in drawn.cases:
+                    watch.run(case.feeds, _LEAST_LIMIT)
+                for case in drawing.seeking(drawn.cases[0][0].bindings, deciding(imported.graph)):
+                    if not watch.missing:
+                        break
+                    if watch.run(case.feeds, _LEAST_LIMIT):
+                        outputs = drawing.attempt(case)
+                        if outputs is not None:
+                            drawn.cases.append((case, outputs))
+                missing.update((str(arm), None) for arm in watch.missing)
+        except BackendError as error:
+            missing[
+                f"any branch: a copy of the model that counts them does not run ({first_line(error)})"
+            ] = None
+    return tuple(missing)
 
 
 def _by_float64(at: Sizes, imported: ImportedModel, known: Sequence[_Known], budget: float) -> list[str]:
