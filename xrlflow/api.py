@@ -887,7 +887,7 @@ def _final(job: _Job, path: str) -> RepeatedComparison:
 
 
 def _verify(job: _Job, path: str, inputs: str | os.PathLike[str] | Mapping[str, Any] | None) -> Verification:
-    return _reference(job, inputs).check(path)
+    return _reference(job, inputs, path).check(path)
 
 
 def _verify_compiled(
@@ -905,12 +905,15 @@ def _verify_compiled(
     return found
 
 
-def _reference(job: _Job, inputs: str | os.PathLike[str] | Mapping[str, Any] | None) -> Reference:
+def _reference(
+    job: _Job, inputs: str | os.PathLike[str] | Mapping[str, Any] | None, against: str | None = None
+) -> Reference:
+    """What is known of the original. `against`: the first result, whose numbers say what to try as well."""
     job.say("verify", 0, 0, "on random inputs")
     if job.reference is None:
         job.reference = Reference.of(
-            job.original, imported=job.imported, inputs=inputs, seed=job.seed, threads=job.threads,
-            session_options=job.session_options,
+            job.original, imported=job.imported, against=against, inputs=inputs, seed=job.seed,
+            threads=job.threads, session_options=job.session_options,
         )  # fmt: skip
     return job.reference
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, islice, takewhile, zip_longest
+from itertools import chain, islice, zip_longest
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -220,11 +220,11 @@ class Drawing(Generic[T]):
         first = self.estimate(bases[0]).seconds
         left = max(_SECONDS, 4 * first)
         count, attempts = len(bases), 0
-        telling = self._choices(bases)
-        filling = ([chosen] for chosen in self._others())
-        for at, choices in enumerate(chain(telling, takewhile(lambda _: count < LEAST_SIZES, filling))):
+        telling = ((choices, _MOST_SIZES) for choices in self._choices(bases))
+        filling = (([chosen], LEAST_SIZES) for chosen in self._others())
+        for at, (choices, most) in enumerate(chain(telling, filling)):
             for chosen in choices:
-                if count >= _MOST_SIZES or attempts >= _ATTEMPTS:
+                if count >= most or attempts >= _ATTEMPTS:
                     return
                 if drawn.has(chosen):
                     break
@@ -260,7 +260,7 @@ class Drawing(Generic[T]):
             for i in range(max(map(len, lists.values()), default=0))
         ]
         plain = [s.name for s in slots if s.role != Role.BATCH]
-        rows[2:2] = [dict.fromkeys(plain, 1)] if plain else []
+        rows[2:2] = [dict.fromkeys(plain or lists, 1)]
         for at, row in enumerate(rows):
             base = bases[at % len(bases)]
             singles = [{name: number} for name, number in row.items()]
@@ -268,14 +268,16 @@ class Drawing(Generic[T]):
             options = []
             for change in (row, *singles, *tied):
                 chosen = self.plan.dimensions.changed(base, change)
-                if chosen not in options and any(chosen[s.name] != 1 for s in slots):
+                if chosen not in options:
                     options.append(chosen)
             yield options
 
     def _others(self) -> Iterator[dict[str, int]]:
         """Any further sizes, where the models mention too few numbers."""
-        bound = self.plan.bound
-        yield from islice(self.plan.dimensions.candidates(bound, self.seed), MAX_TRIES)
+        dimensions = self.plan.dimensions
+        yield from islice(dimensions.candidates(self.plan.bound, self.seed), MAX_TRIES)
+        for number in (6, 8, 9, 16):
+            yield dimensions.complete({s.name: number for s in dimensions.slots})
 
 
 def _floats_only(plan: InputPlan) -> bool:

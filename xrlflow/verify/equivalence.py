@@ -7,51 +7,39 @@ of the original, so that several candidates (those of a bisection, say) are judg
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import Enum
-from functools import partial
 from typing import Any
 
 import numpy as np
 
 from xrlflow.backends.onnxruntime.session import Options
 from xrlflow.backends.protocol import BackendError, CompiledModel
-from xrlflow.ir import Body, Graph, Value
+from xrlflow.ir import Body, Graph
 from xrlflow.onnxio import ImportedModel, ModelError, load
-from xrlflow.verify.branches import deciding, has_branches, watched
-from xrlflow.verify.cases import Drawing, Drawn, is_whole
+from xrlflow.verify.cases import Drawn
 from xrlflow.verify.compare import (
     Judgement,
     Leg,
     Licence,
-    Yardstick,
     by_deviation,
-    by_reference,
     is_float,
     judge_exact,
     judge_floats,
 )
 from xrlflow.verify.dims import Bindings
 from xrlflow.verify.errors import OriginalFails, VerificationError
+from xrlflow.verify.exercise import Runs, exercise
 from xrlflow.verify.follow import random_operators
-from xrlflow.verify.inputs import Case, InputPlan, evaluable_feeds, perturbed, user_case
-from xrlflow.verify.nonfinite import Fate, fates
-from xrlflow.verify.numbers import marks, on_symbols, thresholds
+from xrlflow.verify.inputs import perturbed, user_case
 from xrlflow.verify.reference import (
-    NoReference,
     Sizes,
-    evaluable,
-    evaluate,
-    evaluate_rounded,
-    is_credible,
 )
 from xrlflow.verify.runner import Array, Model, Runner, first_line, flat, opened
 from xrlflow.verify.signature import Signature, differences, signature, signature_of_proto
 from xrlflow.verify.ties import undecided
-from xrlflow.verify.values import Masks
+from xrlflow.verify.yardsticks import Known, by_float64, on_demand
 
 FLOAT64_FLOPS = 3e10
 """Operations that the float64 evaluations of one verification may take together: some seconds on two cores."""
@@ -176,20 +164,6 @@ class Verification:
         return text if substitution is None else f"{text}; the substitution that caused it: {substitution}"
 
 
-@dataclass(slots=True)
-class _Known:
-    """One case, and what the original makes of it: for each output its parts, for each part a yardstick."""
-
-    case: Case
-    outputs: list[Sequence[tuple[str, Any]]]
-    yardsticks: dict[tuple[int, str], Yardstick] = field(default_factory=dict)
-    licences: tuple[Licence | None, ...] = ()
-
-    def licence(self, index: int) -> Licence | None:
-        """What the case allows of an output; None: nothing of it is judged."""
-        return self.licences[index] if self.licences else Licence.NONE
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Reference:
     """What is known of the original: its signature, and its outputs on inputs that it can run."""
@@ -197,7 +171,7 @@ class Reference:
     model: Model
     imported: ImportedModel
     declared: Signature
-    known: tuple[_Known, ...]
+    known: tuple[Known, ...]
     seed: int
     threads: int | None
     session_options: Options | None
@@ -205,6 +179,7 @@ class Reference:
     notes: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
     unexercised: tuple[str, ...] = ()
+    float64_flops: float = FLOAT64_FLOPS
 
     @staticmethod
     def of(
@@ -234,14 +209,16 @@ class Reference:
         declared = signature_of_proto(imported.frame, imported.overridable)
         if not imported.fixed:
             declared = signature(model)
-        base = Reference(model, imported, declared, (), seed, threads, session_options)
+        base = Reference(
+            model, imported, declared, (), seed, threads, session_options, float64_flops=float64_flops
+        )
         random = random_operators(imported.graph)
         if random:
             return replace(base, incomparable=f"it has random operators ({', '.join(sorted(random))})")
         other = _other(against, declared)
         try:
             with opened(model, threads=threads, session_options=session_options) as runner:
-                run = _Runs(model, imported, runner)
+                run = Runs(model, imported, runner)
                 if inputs is not None:
                     drawn = Drawn([run.on(user_case(imported, inputs))])
                     unexercised: tuple[str, ...] = ()
@@ -257,9 +234,9 @@ class Reference:
                         (model, imported),
                         *([(against, other)] if against is not None and other else []),
                     ]
-                    unexercised = _exercise(drawing, drawn, models, threads, session_options)
+                    unexercised = exercise(drawing, drawn, models, threads, session_options)
                 known = tuple(
-                    _Known(case, [flat(o) for o in outputs], licences=run.licences(case))
+                    Known(case, [flat(o) for o in outputs], licences=run.licences(case))
                     for case, outputs in drawn.cases
                 )
                 if _has_custom(imported.graph) and not _repeats(runner, known[0]):
@@ -267,7 +244,7 @@ class Reference:
                     return replace(base, incomparable=reason)
         except BackendError as error:
             raise OriginalFails(f"the original cannot be run: {first_line(error)}") from error
-        notes = [*_by_float64(run.at, imported, known, float64_flops)]
+        notes = [*by_float64(run.at, imported, known, float64_flops)]
         base = replace(base, known=known, left_out=tuple(drawn.left_out), unexercised=unexercised)
         notes.extend(base._by_deviation())
         notes.extend(_empty_outputs(declared, known))
@@ -316,7 +293,7 @@ class Reference:
             )
         return self._compare(new, fitting)
 
-    def _compare(self, runner: CompiledModel | Runner, cases: Sequence[_Known]) -> Verification:
+    def _compare(self, runner: CompiledModel | Runner, cases: Sequence[Known]) -> Verification:
         failures: list[str] = []
         reports: dict[str, OutputReport] = {}
         doubtful: list[_Doubt] = []
@@ -329,8 +306,7 @@ class Reference:
             doubtful.extend(self._judge(known, outputs, reports))
         self._resolve(doubtful, reports)
         bad = [r for r in reports.values() if not r.judgement.passed]
-        for report in sorted(bad, key=lambda r: -r.judgement.ratio):
-            failures.append(_sentence(report))
+        failures[:0] = [_sentence(report) for report in sorted(bad, key=lambda r: -r.judgement.ratio)]
         return Verification(
             Status.FAILED if failures else Status.VERIFIED,
             tuple(reports.values()),
@@ -393,10 +369,10 @@ class Reference:
 
     # --- judging ---
 
-    def _judge(self, known: _Known, outputs: Sequence[Any], reports: dict[str, OutputReport]) -> list[_Doubt]:
+    def _judge(self, known: Known, outputs: Sequence[Any], reports: dict[str, OutputReport]) -> list[_Doubt]:
         """Judge the outputs of one case.
 
-        Integers that differ, and floats on values out of the ordinary, are left in doubt.
+        What differs is left in doubt if it is of integers, on values out of the ordinary, or has no float64 evaluation.
         """
         doubts: list[_Doubt] = []
         for index, (port, output) in enumerate(zip(self.declared.outputs, outputs)):
@@ -413,8 +389,12 @@ class Reference:
                         judgement = judge_floats(known.yardsticks[index, part], b, licence)
                     else:
                         judgement = judge_exact(a, b)
-                    unusual = not known.case.values.ordinary and is_float(a)
-                    if not judgement.passed and not part and (unusual or a.dtype.kind in "iu"):
+                    again = (
+                        not known.case.values.ordinary or judgement.leg is Leg.DEVIATION
+                        if is_float(a)
+                        else a.dtype.kind in "iu"
+                    )
+                    if not judgement.passed and not part and again:
                         doubts.append(_Doubt(known, index, name, a, b, judgement))
                         continue
                 if judgement is not None:
@@ -428,10 +408,7 @@ class Reference:
             others = [run[doubt.index] for run in reruns.get(id(doubt.known), [])]
             arrays = [dict(flat(o)).get("") for o in others]
             if is_float(doubt.original):
-                alike = [a for a in arrays if a is not None and a.shape == doubt.original.shape]
-                yardstick = replace(doubt.known.yardsticks[doubt.index, ""], variants=tuple(alike))
-                licence = doubt.known.licence(doubt.index) or Licence.NONE
-                judgement = judge_floats(yardstick, doubt.new, licence)
+                judgement = self._again(doubt, [a for a in arrays if a is not None])
                 _note(
                     reports,
                     OutputReport(doubt.name, _shown(doubt.original), judgement, str(doubt.known.case)),
@@ -456,6 +433,17 @@ class Reference:
                 OutputReport(doubt.name, _shown(doubt.original), judgement, str(doubt.known.case)),
             )
 
+    def _again(self, doubt: _Doubt, others: Sequence[Array]) -> Judgement:
+        """Judge floats by float64, if that was not done, and values out of the ordinary by what else the original gives."""
+        known, key = doubt.known, (doubt.index, "")
+        if known.yardsticks[key].leg is Leg.DEVIATION:
+            on_demand(Sizes(self.model, self.imported), self.imported, known, self.float64_flops)
+        yardstick = known.yardsticks[key]
+        if not known.case.values.ordinary:
+            alike = tuple(a for a in others if a.shape == doubt.original.shape)
+            yardstick = replace(yardstick, variants=alike)
+        return judge_floats(yardstick, doubt.new, known.licence(doubt.index) or Licence.NONE)
+
     def _reruns(self, known: Any) -> dict[int, list[list[Any]]]:
         """The original's outputs without ONNX Runtime's optimiser, and with every float input moved a little."""
         found: dict[int, list[list[Any]]] = {}
@@ -476,7 +464,7 @@ class Reference:
                 continue
         return found
 
-    def _without_optimizer(self, new: Model, known: _Known) -> list[str]:
+    def _without_optimizer(self, new: Model, known: Known) -> list[str]:
         """Whether the new model is right when ONNX Runtime does not optimise it: then the runtime is suspect."""
         reports: dict[str, OutputReport] = {}
         try:
@@ -495,9 +483,9 @@ class Reference:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Doubt:
-    """An output that differs, of integers or on values out of the ordinary."""
+    """An output that differs: of integers, on values out of the ordinary, or without a float64 evaluation."""
 
-    known: _Known
+    known: Known
     index: int
     name: str
     original: Array
@@ -540,100 +528,6 @@ def verify(
     return reference.check(b)
 
 
-class _Runs:
-    """The original, run on cases."""
-
-    def __init__(self, model: Model, imported: ImportedModel, runner: Runner) -> None:
-        self.imported, self._runner = imported, runner
-        self.at = Sizes(model, imported)
-        self.errors: list[str] = []
-        self._first: float | None = None
-        self._whole = True
-        self._fates: list[tuple[Case, tuple[Fate, ...]]] = []
-
-    def on(self, case: Case) -> tuple[Case, list[Any]]:
-        """Raises OriginalFails."""
-        outputs = self.attempt(case)
-        if outputs is None:
-            raise OriginalFails(f"the original fails on the inputs given: {self.errors[-1]}")
-        return case, outputs
-
-    def attempt(self, case: Case) -> list[Any] | None:
-        """The outputs; None if the original fails, or takes a thousand times as long as at first."""
-        if not case.values.floats.finite and all(fate is Fate.UNDEFINED for fate in self.fates(case)):
-            return None
-        begin = time.monotonic()
-        limit = None if self._first is None else max(_LEAST_LIMIT, 1000 * self._first)
-        try:
-            outputs = self._runner.run(case.feeds, limit)
-        except BackendError as error:
-            self.errors.append(first_line(error))
-            return None
-        if self._first is None:
-            self._first = time.monotonic() - begin
-        if case.values.ordinary:
-            self._whole &= is_whole(outputs)
-        return outputs
-
-    def fates(self, case: Case) -> tuple[Fate, ...]:
-        """What is known of the outputs where inputs are not finite."""
-        feeds = evaluable_feeds(self.imported, case.feeds)
-        if feeds is None:
-            return tuple(Fate.UNDEFINED for _ in self.imported.graph.outputs)
-        known = next((found for other, found in self._fates if other is case), None)
-        if known is None:
-            known = fates(self.imported.graph, feeds, self.at.numbers(case.bindings))
-            self._fates.append((case, known))
-        return known
-
-    def sensible(self, case: Case, outputs: list[Any]) -> bool:
-        return _is_full(outputs) and self.at.windows_fit(case)
-
-    def telling(self, case: Case, outputs: list[Any]) -> bool:
-        """Whether values out of the ordinary leave something to compare: a model that overflows compares nothing."""
-        return (
-            not case.values.floats.finite
-            or case.values.masks is Masks.EMPTY
-            or not self._whole
-            or is_whole(outputs)
-        )
-
-    def licences(self, case: Case) -> tuple[Licence | None, ...]:
-        """What the case allows of each output."""
-        if case.values.masks is Masks.EMPTY:
-            return tuple(Licence.MENDS for _ in self.imported.graph.outputs)
-        if case.values.floats.finite:
-            return ()
-        return tuple(_LICENCES[fate] for fate in self.fates(case))
-
-    def drawing(
-        self, other: ImportedModel | None, bindings: Bindings | None, seed: int
-    ) -> Drawing[list[Any]]:
-        """How cases are drawn, with the numbers of both models. Those that only one of them has tell most."""
-        plan = InputPlan.of(self.imported)
-        if bindings is not None:
-            plan = replace(plan, bound=bindings)
-        graphs = [self.imported.graph, *([other.graph] if other is not None else [])]
-        plan = replace(plan, thresholds=tuple(sorted(frozenset().union(*map(thresholds, graphs)))))
-        symbols = [slot.name for slot in plan.dimensions.slots if not slot.name.endswith(".rank")]
-        numbers: dict[str, dict[int, int]] = {symbol: {} for symbol in symbols}
-        if symbols:
-            found = [on_symbols(graph, marks(graph), symbols) for graph in graphs]
-            for symbol in symbols:
-                for own in found:
-                    for number, weight in own[symbol].items():
-                        only = any(number not in others[symbol] for others in found)
-                        weight = 4 * weight if only else weight
-                        numbers[symbol][number] = max(weight, numbers[symbol].get(number, 0))
-        return Drawing(plan, self.attempt, self.sensible, self.telling, numbers, self.at.estimate, seed)
-
-
-_LICENCES = {Fate.EXACT: Licence.NONE, Fate.SPREADS: Licence.SPREADS, Fate.UNDEFINED: None}
-
-# Seconds that a run may take in any case: on some inputs a Loop does not end.
-_LEAST_LIMIT = 20.0
-
-
 def _other(against: Model | None, declared: Signature) -> ImportedModel | None:
     """The model that is to be judged, imported; None if it cannot be, which is for `check` to say."""
     if against is None:
@@ -644,92 +538,7 @@ def _other(against: Model | None, declared: Signature) -> ImportedModel | None:
         return None
 
 
-def _exercise(
-    drawing: Drawing[list[Any]],
-    drawn: Drawn[list[Any]],
-    models: Sequence[tuple[Model, ImportedModel]],
-    threads: int | None,
-    session_options: Options | None,
-) -> tuple[str, ...]:
-    """Seek inputs for every branch of the models, and add them to what is drawn. What no input reached is given back."""
-    missing: dict[str, None] = {}
-    for model, imported in models:
-        if not has_branches(imported.graph):
-            continue
-        try:
-            with watched(model, threads=threads, session_options=session_options) as watch:
-                for case, _ in drawn.cases:
-                    watch.run(case.feeds, _LEAST_LIMIT)
-                for case in drawing.seeking(drawn.cases[0][0].bindings, deciding(imported.graph)):
-                    if not watch.missing:
-                        break
-                    if watch.run(case.feeds, _LEAST_LIMIT):
-                        outputs = drawing.attempt(case)
-                        if outputs is not None:
-                            drawn.cases.append((case, outputs))
-                missing.update((str(arm), None) for arm in watch.missing)
-        except BackendError as error:
-            missing[
-                f"any branch: a copy of the model that counts them does not run ({first_line(error)})"
-            ] = None
-    return tuple(missing)
-
-
-def _by_float64(at: Sizes, imported: ImportedModel, known: Sequence[_Known], budget: float) -> list[str]:
-    """Yardsticks from our float64 evaluation, as far as the budget goes: the first case of each binding first."""
-    able = evaluable(imported.graph)
-    wanted = [
-        index
-        for index, can in enumerate(able)
-        if can and any(is_float(a) for part, a in known[0].outputs[index] if not part)
-    ]
-    values = [imported.graph.outputs[index] for index in wanted]
-    if not values:
-        return []
-    notes: list[str] = []
-    costs: dict[tuple[int, ...], float] = {}
-    for item in known:
-        key = tuple(item.case.bindings.values())
-        if key not in costs:
-            costs[key] = at.flops(item.case)
-    for item in sorted(known, key=lambda k: (k.case.sample, costs[tuple(k.case.bindings.values())])):
-        cost = costs[tuple(item.case.bindings.values())]
-        if cost > budget:
-            continue
-        budget -= cost
-        try:
-            references = evaluate(imported, item.case, values)
-        except NoReference as error:
-            return [str(error)]
-        rounded = _Rounded(imported, item.case, values)
-        for place, (index, reference) in enumerate(zip(wanted, references)):
-            original = item.outputs[index][0][1]
-            yardstick = by_reference(original, reference)
-            if yardstick is not None and is_credible(original, reference, partial(rounded.output, place)):
-                item.yardsticks[index, ""] = yardstick
-            else:
-                name = imported.frame.graph.output[index].name
-                notes.append(f"the float64 evaluation of output {name!r} is not what the original computes")
-    return list(dict.fromkeys(notes))
-
-
-class _Rounded:
-    """Our evaluation of some values in the model's own precision, made when it is first asked for."""
-
-    def __init__(self, imported: ImportedModel, case: Case, values: Sequence[Value]) -> None:
-        self._imported, self._case, self._values = imported, case, values
-        self._found: list[Array] | None = None
-        self._tried = False
-
-    def output(self, index: int) -> Array | None:
-        if not self._tried:
-            self._tried = True
-            with suppress(NoReference):
-                self._found = evaluate_rounded(self._imported, self._case, self._values)
-        return None if self._found is None else self._found[index]
-
-
-def _repeats(runner: Runner, known: _Known) -> bool:
+def _repeats(runner: Runner, known: Known) -> bool:
     """Whether a second run gives the same."""
     for parts, output in zip(known.outputs, runner.run(known.case.feeds)):
         others = dict(flat(output))
@@ -752,7 +561,7 @@ def _has_custom(graph: Graph) -> bool:
     )
 
 
-def _empty_outputs(declared: Signature, known: Sequence[_Known]) -> list[str]:
+def _empty_outputs(declared: Signature, known: Sequence[Known]) -> list[str]:
     """Outputs of which nothing was compared: all NaN, infinite or without elements on every input."""
     notes = []
     for index, port in enumerate(declared.outputs):
@@ -762,11 +571,6 @@ def _empty_outputs(declared: Signature, known: Sequence[_Known]) -> list[str]:
                 f"output {port.name!r} had no finite element on any input: nothing of it was compared"
             )
     return notes
-
-
-def _is_full(outputs: Sequence[Any]) -> bool:
-    """Whether every output has elements to compare."""
-    return all(array.size for output in outputs for _, array in flat(output))
 
 
 def _mismatch(a: Array, b: Array | None) -> Judgement | None:
