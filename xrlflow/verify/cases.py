@@ -66,6 +66,11 @@ class Drawn(Generic[T]):
     cases: list[tuple[Case, T]] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
 
+    @property
+    def bindings(self) -> list[Bindings]:
+        """The choices of sizes, each once."""
+        return list({tuple(case.bindings.items()): case.bindings for case, _ in self.cases}.values())
+
     def has(self, bindings: Bindings) -> bool:
         return any(dict(case.bindings) == dict(bindings) for case, _ in self.cases)
 
@@ -190,12 +195,15 @@ class Drawing(Generic[T]):
                 return case, result
         return None
 
-    def seeking(self, bindings: Bindings, numbers: Iterable[float]) -> Iterator[Case]:
-        """Cases of many kinds, in the hope that some take another branch. `numbers`: what conditions are made from."""
-        seconds = self.estimate(bindings).seconds
+    def seeking(self, bindings: Sequence[Bindings], numbers: Iterable[float]) -> Iterator[Case]:
+        """Cases of many kinds, in the hope that some take another branch. `numbers`: what conditions are made from.
+
+        `bindings` are taken in turn.
+        """
+        seconds = max(self.estimate(choice).seconds for choice in bindings)
         most = max(12, min(_SOUGHT, int(2 * _SECONDS / seconds) if seconds else _SOUGHT))
         for sample in range(1, 5):  # lengths, trip counts and flags go by the sample
-            yield self.plan.case(bindings, self.seed + 104729, sample)
+            yield self.plan.case(bindings[0], self.seed + 104729, sample)
         near = sorted(
             {n * k for n in numbers if n and abs(n) <= 1e9 for k in (1.0, 1.01, 0.99, -1.0, 2.0)}, key=abs
         )
@@ -210,15 +218,14 @@ class Drawing(Generic[T]):
         for at, floats in enumerate(mixed[:most]):
             shown = f"{floats.spread.value} values, {floats.scale:g}"
             values = Values(shown, floats, integers[at % 3], masks[at % 3])
-            yield self.plan.case(bindings, self.seed, at % 5, values=values)
+            yield self.plan.case(bindings[at % len(bindings)], self.seed, at % 5, values=values)
 
     # --- further sizes ---
 
     def _sizes(self, drawn: Drawn[T]) -> None:
-        """Ones, then sizes around the numbers that the models mention."""
-        bases = list({tuple(c.bindings.items()): c.bindings for c, _ in drawn.cases}.values())
-        first = self.estimate(bases[0]).seconds
-        left = max(_SECONDS, 4 * first)
+        """Ones, then sizes around the numbers that the models mention, then any, until there are enough."""
+        bases = drawn.bindings
+        left = max(_SECONDS, 4 * self.estimate(bases[0]).seconds)
         count, attempts = len(bases), 0
         telling = ((choices, _MOST_SIZES) for choices in self._choices(bases))
         filling = (([chosen], LEAST_SIZES) for chosen in self._others())
@@ -229,15 +236,9 @@ class Drawing(Generic[T]):
                 if drawn.has(chosen):
                     break
                 estimate = self.estimate(chosen)
-                shown = ", ".join(f"{k}={v}" for k, v in chosen.items())
-                if estimate.too_large:
-                    drawn.left_out.append(f"{shown} ({estimate.too_large})")
-                    continue
-                if estimate.seconds > left and count >= LEAST_SIZES:
-                    drawn.left_out.append(f"{shown} (about {estimate.seconds:.0f} s)")
-                    continue
-                if estimate.seconds > 8 * max(_SECONDS, first):
-                    drawn.left_out.append(f"{shown} (about {estimate.seconds:.0f} s)")
+                if estimate.too_large or (estimate.seconds > left and (most > LEAST_SIZES or count >= most)):
+                    reason = estimate.too_large or f"about {estimate.seconds:.1f} s, more than is left"
+                    drawn.left_out.append(f"{', '.join(f'{k}={v}' for k, v in chosen.items())} ({reason})")
                     continue
                 attempts += 1
                 found = self._samples(chosen, [at % 3])

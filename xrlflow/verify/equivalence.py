@@ -106,6 +106,11 @@ class Verification:
         return self.status is Status.VERIFIED
 
     @property
+    def sizes(self) -> str:
+        """The choices of dimensions that were run, as "n=2, s=11; n=1, s=3"."""
+        return "; ".join(", ".join(f"{k}={v}" for k, v in chosen.items()) for chosen in self.bindings)
+
+    @property
     def max_error(self) -> float:
         """The greatest absolute difference between the two models' elements, over all outputs of numbers."""
         return max((o.judgement.difference for o in self.outputs), default=0.0)
@@ -245,7 +250,7 @@ class Reference:
         except BackendError as error:
             raise OriginalFails(f"the original cannot be run: {first_line(error)}") from error
         notes = [*by_float64(run.at, imported, known, float64_flops)]
-        base = replace(base, known=known, left_out=tuple(drawn.left_out), unexercised=unexercised)
+        base = replace(base, known=known, left_out=_shortened(drawn.left_out), unexercised=unexercised)
         notes.extend(base._by_deviation())
         notes.extend(_empty_outputs(declared, known))
         notes.extend(f"not exercised: {arm}" for arm in unexercised)
@@ -536,6 +541,11 @@ def _other(against: Model | None, declared: Signature) -> ImportedModel | None:
         return load(against)
     except ModelError:
         return None
+
+
+def _shortened(names: Sequence[str], most: int = 8) -> tuple[str, ...]:
+    """The first of many."""
+    return (*names[:most], *([f"and {len(names) - most} more"] if len(names) > most else []))
 
 
 def _repeats(runner: Runner, known: Known) -> bool:

@@ -22,7 +22,7 @@ Symbols: TypeAlias = frozenset[str]
 # How much a number tells: what shapes are computed with and cut at, windows and strides, fixed parts of shapes.
 _CUT, _WINDOW, _PART = 4, 2, 1
 # Less than this is tried anyway; an end of this or more means "to the end".
-_LEAST, _ENDLESS = 2, (1 << 31) - 1
+_LEAST, _ENDLESS = 2, 1 << 27
 # Constants of more elements are data, not bounds.
 _FEW = 64
 # Beyond this a number that values are compared with stands for infinity (a mask's -3.4e38).
