@@ -45,6 +45,9 @@ def _broadcasts(shape: tuple[Dim, ...], scores: tuple[Dim, ...]) -> bool:
     return all(m == 1 or (m is not None and m == s) for m, s in zip(shape[:-2], lead))
 
 
+_NEARLY_ONE = float(np.nextafter(np.float32(1), np.float32(0)))
+
+
 class FuseAttention(RegionRule):
     """softmax(q @ transpose(k) * scale + mask) @ v -> attention(q, k, v, mask), for four dimensions.
 
@@ -169,6 +172,10 @@ class FuseAttention(RegionRule):
     def target(self, op: Op, region: Region, q: Val, k: Val, v: Val, mask: Val | None = None) -> Any:
         scale, perm = region.data
         keys = k if is_identity(perm) else op.Transpose(k, perm=perm)
+        if mask is not None:
+            # ONNX Runtime gives zeros for a row that is masked everywhere, and takes the least float for a mask as well, of
+            # which a softmax makes equal parts. One bit less is the same mask, and keeps -inf and 0.
+            mask = op.Mul(mask, _NEARLY_ONE)
         if mask is not None and mask.shape[-2] != q.shape[2]:
             mask = op.Expand(mask, [q.size(2), 1])
         return op.Attention(q, keys, v, mask, scale=float(np.float32(scale)))
