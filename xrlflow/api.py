@@ -8,7 +8,7 @@ import os
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -500,6 +500,8 @@ def _result(
     steps = (*job.early_steps, *found.trace) if chosen is not None else ()
     if compared is not None and compared.disturbed:
         job.notes.append("other programs used the processor while the result was measured")
+    if verification is not None and verification.verified:
+        job.notes.extend(_remarks(verification))
     kept: RepeatedComparison | None = compared if chosen is not None else None
     before = operators(base.state.graph)
     after = operators(found.state.graph) if chosen is not None else before
@@ -542,6 +544,15 @@ def _result(
         verification,
         selection,
     )
+
+
+def _remarks(verification: Verification) -> Iterator[str]:
+    """What a reader should know of a verification that passed: the sizes that were run, what was not."""
+    if verification.bindings:
+        yield f"verified with {verification.sizes}"
+    if verification.left_out:
+        yield f"not verified with {'; '.join(verification.left_out)}"
+    yield from (f"verification: not exercised: {arm}" for arm in verification.unexercised)
 
 
 def _lowered(
@@ -887,7 +898,7 @@ def _final(job: _Job, path: str) -> RepeatedComparison:
 
 
 def _verify(job: _Job, path: str, inputs: str | os.PathLike[str] | Mapping[str, Any] | None) -> Verification:
-    return _reference(job, inputs).check(path)
+    return _reference(job, inputs, path).check(path)
 
 
 def _verify_compiled(
@@ -905,12 +916,15 @@ def _verify_compiled(
     return found
 
 
-def _reference(job: _Job, inputs: str | os.PathLike[str] | Mapping[str, Any] | None) -> Reference:
+def _reference(
+    job: _Job, inputs: str | os.PathLike[str] | Mapping[str, Any] | None, against: str | None = None
+) -> Reference:
+    """What is known of the original. `against`: the first result, whose numbers say what to try as well."""
     job.say("verify", 0, 0, "on random inputs")
     if job.reference is None:
         job.reference = Reference.of(
-            job.original, imported=job.imported, inputs=inputs, seed=job.seed, threads=job.threads,
-            session_options=job.session_options,
+            job.original, imported=job.imported, against=against, inputs=inputs, seed=job.seed,
+            threads=job.threads, session_options=job.session_options,
         )  # fmt: skip
     return job.reference
 

@@ -91,12 +91,23 @@ def test_mask(shape, ops):
 
 def test_mask_at_run_time():
     body = f"{KT} a = MatMul(q, t) s = Add(a, m) p = Softmax(s) y = MatMul(p, v)"
-    applies(FuseAttention(), attend(body, more=", float[N,1,3,5] m"), ops=["Attention"])
-    applies(FuseAttention(), attend(body, more=", float[N,1,1,5] m"), ops=["Attention", "Expand"])
+    applies(FuseAttention(), attend(body, more=", float[N,1,3,5] m"), ops=["Attention", "Mul"])
+    applies(FuseAttention(), attend(body, more=", float[N,1,1,5] m"), ops=["Attention", "Expand", "Mul"])
     # Every number minus infinity but one.
     hidden = np.full((3, 5), -np.inf, np.float32)
     hidden[:, 2] = 0
     applies(FuseAttention(), attend(body, m=hidden), ops=["Attention"])
+
+
+@pytest.mark.parametrize("least", [np.finfo(np.float32).min, np.float32(-1e30), np.float32(-1e4)])
+def test_a_row_that_is_masked_everywhere(least):
+    """The least float is a number: a softmax of nothing else is not zero."""
+    body = f"{KT} a = MatMul(q, t) s = Add(a, m) p = Softmax(s) y = MatMul(p, v)"
+    hidden = np.where(np.arange(15).reshape(3, 5) < 7, least, np.float32(0)).astype(np.float32)
+    applies(FuseAttention(), attend(body, m=hidden))
+    mixed = hidden.copy()
+    mixed[0, 1] = -np.inf
+    applies(FuseAttention(), attend(body, m=mixed))
 
 
 def test_refusals():

@@ -13,9 +13,10 @@ from xrlflow.verify import InputsNeeded, Reference, feeds_for_measurement, verif
 from xrlflow.verify.inputs import InputPlan
 
 
-def drawn(proto: onnx.ModelProto, **options: Any) -> list[dict[str, Any]]:
-    """The inputs on which a model is compared."""
-    return [dict(k.case.feeds) for k in Reference.of(proto, **options).known]
+def drawn(proto: onnx.ModelProto, kind: str = "", **options: Any) -> list[dict[str, Any]]:
+    """The inputs on which a model is compared: the ordinary ones, or those of another kind."""
+    known = Reference.of(proto, **options).known
+    return [dict(k.case.feeds) for k in known if k.case.values.name == kind]
 
 
 def embedding(text: str, kind: str = "int64", rows: int = 7, **weights: np.ndarray) -> onnx.ModelProto:
@@ -44,7 +45,7 @@ i = Loop(trip, go, ids) <
     next = Add(state, three) }
 >"""
 
-# Each: the model, and the least and greatest index that it may be given.
+# Each: the model, and the least and greatest index that ordinary values may have.
 LOOKUPS = {
     "directly": (embedding("i = Identity(ids)"), 0, 6),
     "through a cast": (embedding("i = Cast<to=7>(ids)", "int32"), 0, 6),
@@ -99,7 +100,7 @@ LOOKUPS = {
 def test_indices_stay_in_their_table_and_reach_its_ends(name: str) -> None:
     proto, least, most = LOOKUPS[name]
     feeds = drawn(proto)
-    assert len(feeds) == 9
+    assert len(feeds) >= 7
     ids = np.concatenate([f["ids"].reshape(-1) for f in feeds])
     assert ids.min() >= least
     assert ids.max() <= most
@@ -184,7 +185,7 @@ def test_what_the_model_compares_with_is_tried() -> None:
 )  # fmt: skip
 def test_integers_that_shape_the_graph(text: str, inputs: str) -> None:
     proto = model(f"g (float[n, 6] x, {inputs}) => (float[] y) {{ {text} }}")
-    assert len(drawn(proto)) == 9
+    assert len(drawn(proto)) >= 7
 
 
 def test_strings_images_and_lengths() -> None:
@@ -257,15 +258,17 @@ PICKY = {
 def test_sizes_that_the_original_refuses_are_drawn_again(proto: onnx.ModelProto) -> None:
     found = verify(proto, proto)
     assert found.verified
-    assert len(found.bindings) == 3
-    assert len({tuple(b.values()) for b in found.bindings}) == 3
-    assert all(any(v != 1 for v in b.values()) for b in found.bindings)
+    assert len(found.bindings) >= 3
+    assert len({tuple(b.values()) for b in found.bindings}) == len(found.bindings)
+    assert all(any(v != 1 for v in b.values()) for b in found.bindings[:3])
 
 
 def test_sizes_that_leave_nothing_to_compare_are_drawn_again() -> None:
     proto = model("g (float[n, w] x) => (float[n, v] y) { y = Slice(x, start, end, axis) }",
                   start=np.int64([15]), end=np.int64([9999]), axis=np.int64([1]))  # fmt: skip
-    assert all(b["w"] > 15 for b in Reference.of(proto).bindings)
+    sizes = Reference.of(proto).bindings
+    assert all(b["w"] > 15 for b in sizes)
+    assert {"n": sizes[0]["n"], "w": 16} in [{**b, "n": sizes[0]["n"]} for b in sizes], "the least that leaves something"
     always = model("g (float[n, 4] x) => (float[m, 4] y) { y = Slice(x, z, z, z) }", z=np.int64([0]))
     assert len(Reference.of(always).bindings) == 3
 
@@ -287,7 +290,7 @@ def test_the_users_shapes_are_among_those_tried() -> None:
     imported = load(proto, shapes={"x": (4, 21)})
     found = Reference.of(proto, imported=imported)
     assert found.bindings[0] == {"n": 4, "s": 21}
-    assert len(found.bindings) == 3
+    assert len(found.bindings) == 6
     fixed = load(proto, shapes={"x": (4, 21)}, fix_shapes=True)
     pinned = model("g (float[4, 21] x) => (float[4, 21] y) { y = Relu(x) }")
     assert verify(proto, pinned, imported=fixed).verified
@@ -319,8 +322,10 @@ def test_defaults_are_overridden_in_one_sample() -> None:
     proto = model(
         "g (float[n] x, float[2] k = {2.0, 3.0}) => (float[] y) { s = ReduceSum(k)\n y = Mul(x, s) }"
     )
-    given = ["k" in feeds for feeds in drawn(proto)]
-    assert given == [False, True, False] * 3
+    known = Reference.of(proto).known
+    given = ["k" in k.case.feeds for k in known if k.case.values.ordinary]
+    assert 0 < sum(given) < len(given)
+    assert not any("k" in k.case.feeds for k in known if not k.case.values.ordinary)
 
 
 def test_plans_do_not_depend_on_order_or_process() -> None:

@@ -185,6 +185,12 @@ def verification(found: Verification) -> None:
     for output in found.outputs:
         table.add_row(*output.row)
     _console.print(table)
+    if found.bindings:
+        _console.print(f"sizes: {found.sizes}", markup=False)
+    if found.values:
+        _console.print(f"values: ordinary; {'; '.join(found.values)}", markup=False)
+    for size in found.left_out:
+        _console.print(f"not run: {size}", markup=False)
     for note in found.notes:
         _console.print(f"note: {note}", markup=False)
     _console.print(found.message(), markup=False)

@@ -1,9 +1,10 @@
 """Whole-model equivalence: two ONNX models on the same inputs, with a tolerance that comes from the numerics."""
 
 from xrlflow.verify.bisect import NotASubstitution, NotRepeatable, blame
+from xrlflow.verify.cases import feeds_for_measurement
 from xrlflow.verify.equivalence import HEADERS, OutputReport, Reference, Status, Verification, verify
 from xrlflow.verify.errors import BadInputs, InputsNeeded, OriginalFails, VerificationError
-from xrlflow.verify.inputs import Case, feeds_for_measurement
+from xrlflow.verify.inputs import Case
 
 __all__ = [
     "HEADERS",

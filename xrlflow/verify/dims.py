@@ -74,6 +74,16 @@ class Dimensions:
             out.setdefault(name, _value(tree, out))
         return out
 
+    def changed(self, base: Bindings, change: Mapping[str, int]) -> dict[str, int]:
+        """A choice with some numbers changed, and what is a sum of others as it has to be."""
+        chosen = {slot.name: change.get(slot.name, base[slot.name]) for slot in self.slots}
+        past = sum(chosen[s.name] for s in self.slots if s.role == Role.PAST)
+        present = next((chosen[s.name] for s in self.slots if s.role == Role.OTHER), 1)
+        for slot in self.slots:
+            if slot.role == Role.TOTAL and slot.name not in change and past:
+                chosen[slot.name] = past + present
+        return self.complete(chosen)
+
     def shape(self, port: Port, bindings: Bindings) -> tuple[int, ...]:
         """The input's shape in numbers. Raises KeyError for a dimension that is not bound."""
         dims = port.type.shape

@@ -8,43 +8,38 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import Enum
-from functools import partial
 from typing import Any
 
 import numpy as np
 
 from xrlflow.backends.onnxruntime.session import Options
 from xrlflow.backends.protocol import BackendError, CompiledModel
-from xrlflow.ir import Body, Graph, Value
-from xrlflow.onnxio import ImportedModel, load
+from xrlflow.ir import Body, Graph
+from xrlflow.onnxio import ImportedModel, ModelError, load
+from xrlflow.verify.cases import Drawn
 from xrlflow.verify.compare import (
     Judgement,
     Leg,
-    Yardstick,
+    Licence,
     by_deviation,
-    by_reference,
     is_float,
     judge_exact,
     judge_floats,
 )
 from xrlflow.verify.dims import Bindings
 from xrlflow.verify.errors import OriginalFails, VerificationError
+from xrlflow.verify.exercise import Runs, exercise
 from xrlflow.verify.follow import random_operators
-from xrlflow.verify.inputs import Case, InputPlan, draw_cases, perturbed, user_case
+from xrlflow.verify.inputs import perturbed, user_case
 from xrlflow.verify.reference import (
-    NoReference,
     Sizes,
-    evaluable,
-    evaluate,
-    evaluate_rounded,
-    is_credible,
 )
 from xrlflow.verify.runner import Array, Model, Runner, first_line, flat, opened
 from xrlflow.verify.signature import Signature, differences, signature, signature_of_proto
 from xrlflow.verify.ties import undecided
+from xrlflow.verify.yardsticks import Known, by_float64, on_demand
 
 FLOAT64_FLOPS = 3e10
 """Operations that the float64 evaluations of one verification may take together: some seconds on two cores."""
@@ -90,7 +85,9 @@ class Verification:
 
     `failures` are sentences, the most telling first; `reason` says why models are not comparable; `notes` are remarks
     that change no verdict. `outputs` has the worst of each output (more than one row for a sequence or map).
-    `bindings` are the choices of dimensions that were tried, `cases` counts the sets of inputs.
+    `bindings` are the choices of dimensions that were tried, `cases` counts the sets of inputs, `values` names the kinds of
+    values besides ordinary ones. `left_out` are sizes that tell something and were too large to run, each with the reason,
+    `unexercised` branches that no input reached.
     """
 
     status: Status
@@ -100,10 +97,18 @@ class Verification:
     notes: tuple[str, ...] = ()
     bindings: tuple[Bindings, ...] = ()
     cases: int = 0
+    values: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
+    unexercised: tuple[str, ...] = ()
 
     @property
     def verified(self) -> bool:
         return self.status is Status.VERIFIED
+
+    @property
+    def sizes(self) -> str:
+        """The choices of dimensions that were run, as "n=2, s=11; n=1, s=3"."""
+        return "; ".join(", ".join(f"{k}={v}" for k, v in chosen.items()) for chosen in self.bindings)
 
     @property
     def max_error(self) -> float:
@@ -128,6 +133,9 @@ class Verification:
             "max_error": _finite(self.max_error),
             "cases": self.cases,
             "bindings": [dict(b) for b in self.bindings],
+            "values": list(self.values),
+            "left_out": list(self.left_out),
+            "unexercised": list(self.unexercised),
             "failures": list(self.failures),
             "reason": self.reason,
             "notes": list(self.notes),
@@ -161,15 +169,6 @@ class Verification:
         return text if substitution is None else f"{text}; the substitution that caused it: {substitution}"
 
 
-@dataclass(slots=True)
-class _Known:
-    """One case, and what the original makes of it: for each output its parts, for each part a yardstick."""
-
-    case: Case
-    outputs: list[Sequence[tuple[str, Any]]]
-    yardsticks: dict[tuple[int, str], Yardstick] = field(default_factory=dict)
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Reference:
     """What is known of the original: its signature, and its outputs on inputs that it can run."""
@@ -177,31 +176,37 @@ class Reference:
     model: Model
     imported: ImportedModel
     declared: Signature
-    known: tuple[_Known, ...]
+    known: tuple[Known, ...]
     seed: int
     threads: int | None
     session_options: Options | None
     incomparable: str = ""
     notes: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
+    unexercised: tuple[str, ...] = ()
+    float64_flops: float = FLOAT64_FLOPS
 
     @staticmethod
     def of(
         model: Model,
         *,
         imported: ImportedModel | None = None,
+        against: Model | None = None,
         inputs: str | os.PathLike[str] | Mapping[str, Any] | None = None,
         bindings: Bindings | None = None,
         seed: int = 0,
-        samples: int = 3,
+        samples: int = 2,
         sizes: int = 3,
         threads: int | None = None,
         session_options: Options | None = None,
         float64_flops: float = FLOAT64_FLOPS,
     ) -> Reference:
-        """Run the original: on `inputs` if given, else on `samples` random inputs for each of `sizes` bindings.
+        """Run the original: on `inputs` if given, else on random ones (see `cases.py`).
 
-        `bindings` are the user's numbers for dimensions (default: those of `imported`), which are one of the choices
-        tried. Raises OriginalFails, InputsNeeded, BadInputs, and ModelError if the file cannot be read.
+        `against`: the model that is to be judged, whose numbers and branches say what to try as well. `bindings` are the
+        user's numbers for dimensions (default: those of `imported`), which are one of the choices tried. `samples`:
+        of ordinary values; `sizes`: bindings, besides those that tell something. Raises OriginalFails, InputsNeeded,
+        BadInputs, and ModelError if the file cannot be read.
         """
         if imported is None:
             imported = load(model)
@@ -209,51 +214,46 @@ class Reference:
         declared = signature_of_proto(imported.frame, imported.overridable)
         if not imported.fixed:
             declared = signature(model)
-        base = Reference(model, imported, declared, (), seed, threads, session_options)
+        base = Reference(
+            model, imported, declared, (), seed, threads, session_options, float64_flops=float64_flops
+        )
         random = random_operators(imported.graph)
         if random:
             return replace(base, incomparable=f"it has random operators ({', '.join(sorted(random))})")
-        plan = InputPlan.of(imported)
-        if bindings is not None:
-            plan = replace(plan, bound=bindings)
-        errors: list[str] = []
-        at = Sizes(model, imported)
-
-        def sensible(case: Case, outputs: list[Any]) -> bool:
-            return _is_full(outputs) and at.windows_fit(case)
-
-        def attempt(case: Case) -> list[Any] | None:
-            try:
-                return runner.run(case.feeds)
-            except BackendError as error:
-                errors.append(first_line(error))
-                return None
-
+        other = _other(against, declared)
         try:
             with opened(model, threads=threads, session_options=session_options) as runner:
+                run = Runs(model, imported, runner)
                 if inputs is not None:
-                    case = user_case(imported, inputs)
-                    outputs = attempt(case)
-                    if outputs is None:
-                        raise OriginalFails(f"the original fails on the inputs given: {errors[-1]}")
-                    drawn = [(case, outputs)]
+                    drawn = Drawn([run.on(user_case(imported, inputs))])
+                    unexercised: tuple[str, ...] = ()
                 else:
+                    drawing = run.drawing(other, bindings, seed)
                     try:
-                        drawn = draw_cases(plan, attempt, sensible, seed=seed, samples=samples, wanted=sizes)
+                        drawn = drawing.all(samples, sizes)
                     except VerificationError as error:
-                        if errors:
-                            raise type(error)(f"{error} (the last failure: {errors[-1]})") from error
+                        if run.errors:
+                            raise type(error)(f"{error} (the last failure: {run.errors[-1]})") from error
                         raise
-                known = tuple(_Known(case, [flat(o) for o in outputs]) for case, outputs in drawn)
+                    models = [
+                        (model, imported),
+                        *([(against, other)] if against is not None and other else []),
+                    ]
+                    unexercised = exercise(drawing, drawn, models, threads, session_options)
+                known = tuple(
+                    Known(case, [flat(o) for o in outputs], licences=run.licences(case))
+                    for case, outputs in drawn.cases
+                )
                 if _has_custom(imported.graph) and not _repeats(runner, known[0]):
                     reason = "the original gives other results when it is run again on the same inputs"
                     return replace(base, incomparable=reason)
         except BackendError as error:
             raise OriginalFails(f"the original cannot be run: {first_line(error)}") from error
-        notes = [*_by_float64(at, imported, known, float64_flops)]
-        base = replace(base, known=known)
+        notes = [*by_float64(run.at, imported, known, float64_flops)]
+        base = replace(base, known=known, left_out=_shortened(drawn.left_out), unexercised=unexercised)
         notes.extend(base._by_deviation())
         notes.extend(_empty_outputs(declared, known))
+        notes.extend(f"not exercised: {arm}" for arm in unexercised)
         return replace(base, notes=tuple(notes))
 
     def check(self, new: Model) -> Verification:
@@ -298,7 +298,7 @@ class Reference:
             )
         return self._compare(new, fitting)
 
-    def _compare(self, runner: CompiledModel | Runner, cases: Sequence[_Known]) -> Verification:
+    def _compare(self, runner: CompiledModel | Runner, cases: Sequence[Known]) -> Verification:
         failures: list[str] = []
         reports: dict[str, OutputReport] = {}
         doubtful: list[_Doubt] = []
@@ -311,8 +311,7 @@ class Reference:
             doubtful.extend(self._judge(known, outputs, reports))
         self._resolve(doubtful, reports)
         bad = [r for r in reports.values() if not r.judgement.passed]
-        for report in sorted(bad, key=lambda r: -r.judgement.ratio):
-            failures.append(_sentence(report))
+        failures[:0] = [_sentence(report) for report in sorted(bad, key=lambda r: -r.judgement.ratio)]
         return Verification(
             Status.FAILED if failures else Status.VERIFIED,
             tuple(reports.values()),
@@ -320,6 +319,9 @@ class Reference:
             notes=self.notes,
             bindings=self.bindings,
             cases=len(cases),
+            values=tuple(dict.fromkeys(k.case.values.name for k in cases if k.case.values.name)),
+            left_out=self.left_out,
+            unexercised=self.unexercised,
         )
 
     @property
@@ -372,8 +374,11 @@ class Reference:
 
     # --- judging ---
 
-    def _judge(self, known: _Known, outputs: Sequence[Any], reports: dict[str, OutputReport]) -> list[_Doubt]:
-        """Judge the outputs of one case; integers that differ are left in doubt."""
+    def _judge(self, known: Known, outputs: Sequence[Any], reports: dict[str, OutputReport]) -> list[_Doubt]:
+        """Judge the outputs of one case.
+
+        What differs is left in doubt if it is of integers, on values out of the ordinary, or has no float64 evaluation.
+        """
         doubts: list[_Doubt] = []
         for index, (port, output) in enumerate(zip(self.declared.outputs, outputs)):
             expected, found = known.outputs[index], dict(flat(output))
@@ -381,24 +386,39 @@ class Reference:
                 name = port.name + part
                 b = found.get(part)
                 judgement = _mismatch(a, b)
+                licence = known.licence(index)
                 if judgement is None and b is not None:
+                    if licence is None or (licence is Licence.SPREADS and not is_float(a)):
+                        continue  # nothing is known of what is made of NaN and infinities here
                     if is_float(a):
-                        judgement = judge_floats(known.yardsticks[index, part], b)
+                        judgement = judge_floats(known.yardsticks[index, part], b, licence)
                     else:
                         judgement = judge_exact(a, b)
-                        if not judgement.passed and a.dtype.kind in "iu" and not part:
-                            doubts.append(_Doubt(known, index, name, a, b, judgement))
-                            continue
+                    again = (
+                        not known.case.values.ordinary or judgement.leg is Leg.DEVIATION
+                        if is_float(a)
+                        else a.dtype.kind in "iu"
+                    )
+                    if not judgement.passed and not part and again:
+                        doubts.append(_Doubt(known, index, name, a, b, judgement))
+                        continue
                 if judgement is not None:
                     _note(reports, OutputReport(name, _shown(a), judgement, str(known.case)))
         return doubts
 
     def _resolve(self, doubts: Sequence[_Doubt], reports: dict[str, OutputReport]) -> None:
-        """Judge integers that differ: a proven near-tie passes."""
+        """Judge what differs once more: integers pass at a proven near-tie, floats by more of the original's own error."""
         reruns = self._reruns({id(d.known): d.known for d in doubts}.values()) if doubts else {}
         for doubt in doubts:
             others = [run[doubt.index] for run in reruns.get(id(doubt.known), [])]
             arrays = [dict(flat(o)).get("") for o in others]
+            if is_float(doubt.original):
+                judgement = self._again(doubt, [a for a in arrays if a is not None])
+                _note(
+                    reports,
+                    OutputReport(doubt.name, _shown(doubt.original), judgement, str(doubt.known.case)),
+                )
+                continue
             proven = undecided(
                 self.imported,
                 doubt.known.case,
@@ -417,6 +437,17 @@ class Reference:
                 reports,
                 OutputReport(doubt.name, _shown(doubt.original), judgement, str(doubt.known.case)),
             )
+
+    def _again(self, doubt: _Doubt, others: Sequence[Array]) -> Judgement:
+        """Judge floats by float64, if that was not done, and values out of the ordinary by what else the original gives."""
+        known, key = doubt.known, (doubt.index, "")
+        if known.yardsticks[key].leg is Leg.DEVIATION:
+            on_demand(Sizes(self.model, self.imported), self.imported, known, self.float64_flops)
+        yardstick = known.yardsticks[key]
+        if not known.case.values.ordinary:
+            alike = tuple(a for a in others if a.shape == doubt.original.shape)
+            yardstick = replace(yardstick, variants=alike)
+        return judge_floats(yardstick, doubt.new, known.licence(doubt.index) or Licence.NONE)
 
     def _reruns(self, known: Any) -> dict[int, list[list[Any]]]:
         """The original's outputs without ONNX Runtime's optimiser, and with every float input moved a little."""
@@ -438,7 +469,7 @@ class Reference:
                 continue
         return found
 
-    def _without_optimizer(self, new: Model, known: _Known) -> list[str]:
+    def _without_optimizer(self, new: Model, known: Known) -> list[str]:
         """Whether the new model is right when ONNX Runtime does not optimise it: then the runtime is suspect."""
         reports: dict[str, OutputReport] = {}
         try:
@@ -457,9 +488,9 @@ class Reference:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Doubt:
-    """An output of integers that differ."""
+    """An output that differs: of integers, on values out of the ordinary, or without a float64 evaluation."""
 
-    known: _Known
+    known: Known
     index: int
     name: str
     original: Array
@@ -475,7 +506,7 @@ def verify(
     inputs: str | os.PathLike[str] | Mapping[str, Any] | None = None,
     bindings: Bindings | None = None,
     seed: int = 0,
-    samples: int = 3,
+    samples: int = 2,
     sizes: int = 3,
     threads: int | None = None,
     session_options: Options | None = None,
@@ -489,6 +520,7 @@ def verify(
     reference = Reference.of(
         a,
         imported=imported,
+        against=b,
         inputs=inputs,
         bindings=bindings,
         seed=seed,
@@ -501,61 +533,22 @@ def verify(
     return reference.check(b)
 
 
-def _by_float64(at: Sizes, imported: ImportedModel, known: Sequence[_Known], budget: float) -> list[str]:
-    """Yardsticks from our float64 evaluation, as far as the budget goes: the first case of each binding first."""
-    able = evaluable(imported.graph)
-    wanted = [
-        index
-        for index, can in enumerate(able)
-        if can and any(is_float(a) for part, a in known[0].outputs[index] if not part)
-    ]
-    values = [imported.graph.outputs[index] for index in wanted]
-    if not values:
-        return []
-    notes: list[str] = []
-    costs: dict[tuple[int, ...], float] = {}
-    for item in known:
-        key = tuple(item.case.bindings.values())
-        if key not in costs:
-            costs[key] = at.flops(item.case)
-    for item in sorted(known, key=lambda k: (k.case.sample, costs[tuple(k.case.bindings.values())])):
-        cost = costs[tuple(item.case.bindings.values())]
-        if cost > budget:
-            continue
-        budget -= cost
-        try:
-            references = evaluate(imported, item.case, values)
-        except NoReference as error:
-            return [str(error)]
-        rounded = _Rounded(imported, item.case, values)
-        for place, (index, reference) in enumerate(zip(wanted, references)):
-            original = item.outputs[index][0][1]
-            yardstick = by_reference(original, reference)
-            if yardstick is not None and is_credible(original, reference, partial(rounded.output, place)):
-                item.yardsticks[index, ""] = yardstick
-            else:
-                name = imported.frame.graph.output[index].name
-                notes.append(f"the float64 evaluation of output {name!r} is not what the original computes")
-    return list(dict.fromkeys(notes))
+def _other(against: Model | None, declared: Signature) -> ImportedModel | None:
+    """The model that is to be judged, imported; None if it cannot be, which is for `check` to say."""
+    if against is None:
+        return None
+    try:
+        return load(against)
+    except ModelError:
+        return None
 
 
-class _Rounded:
-    """Our evaluation of some values in the model's own precision, made when it is first asked for."""
-
-    def __init__(self, imported: ImportedModel, case: Case, values: Sequence[Value]) -> None:
-        self._imported, self._case, self._values = imported, case, values
-        self._found: list[Array] | None = None
-        self._tried = False
-
-    def output(self, index: int) -> Array | None:
-        if not self._tried:
-            self._tried = True
-            with suppress(NoReference):
-                self._found = evaluate_rounded(self._imported, self._case, self._values)
-        return None if self._found is None else self._found[index]
+def _shortened(names: Sequence[str], most: int = 8) -> tuple[str, ...]:
+    """The first of many."""
+    return (*names[:most], *([f"and {len(names) - most} more"] if len(names) > most else []))
 
 
-def _repeats(runner: Runner, known: _Known) -> bool:
+def _repeats(runner: Runner, known: Known) -> bool:
     """Whether a second run gives the same."""
     for parts, output in zip(known.outputs, runner.run(known.case.feeds)):
         others = dict(flat(output))
@@ -578,7 +571,7 @@ def _has_custom(graph: Graph) -> bool:
     )
 
 
-def _empty_outputs(declared: Signature, known: Sequence[_Known]) -> list[str]:
+def _empty_outputs(declared: Signature, known: Sequence[Known]) -> list[str]:
     """Outputs of which nothing was compared: all NaN, infinite or without elements on every input."""
     notes = []
     for index, port in enumerate(declared.outputs):
@@ -588,11 +581,6 @@ def _empty_outputs(declared: Signature, known: Sequence[_Known]) -> list[str]:
                 f"output {port.name!r} had no finite element on any input: nothing of it was compared"
             )
     return notes
-
-
-def _is_full(outputs: Sequence[Any]) -> bool:
-    """Whether every output has elements to compare."""
-    return all(array.size for output in outputs for _, array in flat(output))
 
 
 def _mismatch(a: Array, b: Array | None) -> Judgement | None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from xrlflow.ir import Attrs, Body, Dim, DType, Graph, Node, TensorType, Value
+from xrlflow.ir import INTEGERS, Attrs, Body, Dim, DType, Graph, Node, TensorType, Value
 
 # Steps of one walk: enough for any network whose integers matter, and no more than a fraction of a second.
 _MAX_STEPS = 20_000
@@ -38,7 +38,8 @@ class Bound:
     """scale * x + shift lies in [low, high] for every shift in [shift_low, shift_high].
 
     `high` None: the dimension `dim` less 1, or less 0 with `inclusive` (a count, not an index). `unsure`: something
-    unknown was added on the way, so only the lower half is used.
+    unknown was added on the way, so only the lower half is used. `wraps`: an index that may be negative, then counted from
+    the end, and whose reader raises an error if it is outside.
     """
 
     low: float
@@ -49,14 +50,20 @@ class Bound:
     shift_low: float = 0.0
     shift_high: float = 0.0
     unsure: bool = False
+    wraps: bool = False
 
-    def interval(self, size: Callable[[Dim], int | None]) -> tuple[int, int]:
-        """The least and greatest integer x, given the numbers of dimensions (None: taken as 1)."""
-        high = self.high
+    def interval(self, size: Callable[[Dim], int | None], negative: bool = False) -> tuple[int, int]:
+        """The least and greatest integer x, given the numbers of dimensions (None: taken as 1).
+
+        `negative`: with what counts from the end, where that is allowed.
+        """
+        low, high = self.low, self.high
         if high is None:
             found = size(self.dim)
             high = (1 if found is None else found) - (0 if self.inclusive else 1)
-        ends = sorted(((self.low - self.shift_low) / self.scale, (high - self.shift_high) / self.scale))
+        if negative and self.wraps:
+            low = -high - 1
+        ends = sorted(((low - self.shift_low) / self.scale, (high - self.shift_high) / self.scale))
         least, most = ceil(ends[0] - 1e-9), floor(ends[1] + 1e-9)
         if self.unsure and most > least:
             most = least + (most - least) // 2
@@ -75,12 +82,22 @@ class Demands:
     extent: Dim = None
     # A logarithm or a root is taken of it, or something is divided by it.
     positive: bool = False
+    # It sizes something, counts steps or divides, however far down: values out of the ordinary could take all memory, run
+    # for ever, or end the process (an integer division by zero does).
+    steers: bool = False
 
-    def interval(self, size: Callable[[Dim], int | None]) -> tuple[int, int] | None:
+    @property
+    def loose(self) -> bool:
+        """Whether it may be outside its bounds, at the price of an error."""
+        return (
+            bool(self.bounds) and not self.steers and all(b.wraps for b in self.bounds) and self.form is None
+        )
+
+    def interval(self, size: Callable[[Dim], int | None], negative: bool = False) -> tuple[int, int] | None:
         """The integers that all bounds admit; the lowest bound wins where they contradict each other."""
         if not self.bounds:
             return None
-        ends = [bound.interval(size) for bound in self.bounds]
+        ends = [bound.interval(size, negative) for bound in self.bounds]
         least = max(low for low, _ in ends)
         most = min(high for _, high in ends)
         return (least, most) if least <= most else (most, most)
@@ -132,7 +149,59 @@ def follow(graph: Graph, value: Value) -> Demands:
                 again = _carried(node, body, out)
                 if again is not None:
                     work.append((replace(place, value=again), owners))
+    demands.steers = _steers(graph, value)
     return demands
+
+
+def _steers(graph: Graph, value: Value) -> bool:
+    """Whether a value, or what is computed from it, decides how much is computed: see `Demands.steers`."""
+    seen: set[Value] = set()
+    work = [value]
+    while work:
+        value = work.pop()
+        if value in seen:
+            continue
+        seen.add(value)
+        for node in graph.users(value):
+            if node.op in ("Shape", "Size"):
+                continue
+            at = [i for i, read in enumerate(node.inputs) if read == value]
+            if any(_decides(graph, node, i) for i in at):
+                return True
+            for body, first in _bodies(node):
+                inner = [body.captured[i - first] for i in at if first <= i < first + len(body.captured)]
+                # What goes in as a state or as a scanned input stands in order, a Loop's after its counter.
+                explicit = [i for i in at if i < len(node.inputs) - node.captured]
+                inner += [body.graph.inputs[i] for i in explicit if i < len(body.graph.inputs)]
+                ends = body.graph.outputs[:1] if node.op == "Loop" else ()
+                if any(_steers(body.graph, v) or v in ends or _reaches(body.graph, v, ends) for v in inner):
+                    return True
+            work.extend(node.outputs)
+    return False
+
+
+def _reaches(graph: Graph, value: Value, ends: tuple[Value, ...]) -> bool:
+    """Whether some of `ends` are computed from a value."""
+    seen: set[Value] = set()
+    work = list(ends)
+    while work:
+        node = graph.producers.get(work.pop())
+        if node is None or node.id in seen:
+            continue
+        seen.add(node.id)
+        if value in node.inputs:
+            return True
+        work.extend(node.inputs)
+    return False
+
+
+def _decides(graph: Graph, node: Node, position: int) -> bool:
+    if node.op in ("Div", "Mod", "BitShift") and position == 1:
+        return graph.type(node.inputs[1]).dtype in INTEGERS
+    reader = _READERS.get((node.op, position))
+    if reader is None or (reader.bound is None and reader.form is None) or reader.form is Form.MASK:
+        return False
+    return (node.op, position) not in _CHECKED
 
 
 # --- where values go unchanged ---
@@ -283,9 +352,9 @@ class _Reader:
     positive: bool = False
 
 
-def _index(data: int, axis: Callable[[Graph, Node], int]) -> _Reader:
+def _index(data: int, axis: Callable[[Graph, Node], int], wraps: bool = False) -> _Reader:
     """An index into input `data` along an axis."""
-    return _Reader(lambda g, n: Bound(0, None, _dim(g, n, data, axis(g, n))))
+    return _Reader(lambda g, n: Bound(0, None, _dim(g, n, data, axis(g, n)), wraps=wraps))
 
 
 def _range(low: float, high: float) -> _Reader:
@@ -308,8 +377,10 @@ def _gather_nd(graph: Graph, node: Node) -> Bound:
     numbers = [d for d in reached if isinstance(d, int)]
     symbols = [d for d in reached if not isinstance(d, int)]
     if len(reached) == 1:
-        return Bound(0, None, reached[0])
-    return Bound(0, 0) if symbols or not numbers else Bound(0, min(numbers) - 1)
+        return Bound(0, None, reached[0], wraps=True)
+    if symbols or not numbers:
+        return Bound(0, 0)
+    return Bound(0, min(numbers) - 1, wraps=True)
 
 
 def _one_hot(graph: Graph, node: Node) -> Bound:
@@ -353,10 +424,10 @@ def _reverse_axis(graph: Graph, node: Node) -> int:
 _POSITIVE = _Reader(positive=True)
 
 _READERS: dict[tuple[str, int], _Reader] = {
-    ("Gather", 1): _index(0, _by_axis(0)),
-    ("GatherElements", 1): _index(0, _by_axis(0)),
+    ("Gather", 1): _index(0, _by_axis(0), True),
+    ("GatherElements", 1): _index(0, _by_axis(0), True),
     ("GatherND", 1): _Reader(_gather_nd),
-    ("ScatterElements", 1): _index(0, _by_axis(0)),
+    ("ScatterElements", 1): _index(0, _by_axis(0), True),
     ("Scatter", 1): _index(0, _by_axis(0)),
     ("ScatterND", 1): _Reader(_gather_nd),
     ("TensorScatter", 2): _range(0, 0),
@@ -403,7 +474,7 @@ _READERS: dict[tuple[str, int], _Reader] = {
         for name in ("Sum", "Mean", "Max", "Min", "Prod", "L1", "L2", "LogSum", "LogSumExp", "SumSquare")
     },
     ("Trilu", 1): _range(-1, 1),
-    ("Loop", 0): _range(1, 4),
+    ("Loop", 0): _range(0, 4),
     ("Loop", 1): _Reader(form=Form.TRUE),
     ("Dropout", 1): _range(0, 0),
     ("Dropout", 2): _Reader(form=Form.FALSE),
@@ -424,6 +495,13 @@ _READERS: dict[tuple[str, int], _Reader] = {
     ("BatchNormalization", 4): _POSITIVE,
     ("BitShift", 1): _range(0, 7),
 }
+
+_COMPARING = ("Equal", "Less", "LessOrEqual", "Greater", "GreaterOrEqual")
+
+# Readers of indices that raise an error for one outside.
+_CHECKED = frozenset(
+    (op, 1) for op in ("Gather", "GatherElements", "GatherND", "ScatterElements", "ScatterND")
+)
 
 # A product with a constant of this size or more makes an additive mask.
 _MASKING = 1e3
@@ -448,7 +526,7 @@ def _demand(demands: Demands, place: _Place, node: Node, position: int) -> None:
             demands.form = reader.form
             demands.extent = reader.extent(place.graph, node) if reader.extent is not None else None
         demands.positive |= reader.positive and plain and not _is_whole_power(place.graph, node)
-    elif node.op in ("Equal", "Mul", "Add") and len(node.inputs) == 2:
+    elif node.op in (*_COMPARING, "Mul", "Add") and len(node.inputs) == 2:
         other = place.graph.const(node.inputs[1 - position])
         if (
             other is None
@@ -458,8 +536,9 @@ def _demand(demands: Demands, place: _Place, node: Node, position: int) -> None:
         ):
             return
         values = other.array.reshape(-1)
-        if node.op == "Equal" and place.shift_low == place.shift_high and values.size <= 8:
-            found = [(float(v) - place.shift_low) / place.scale for v in values]
+        if node.op in _COMPARING and place.shift_low == place.shift_high and values.size <= 8:
+            beside = (0, 1, -1) if node.op != "Equal" else (0,)
+            found = [(float(v) - place.shift_low) / place.scale + k for v in values for k in beside]
             demands.landmarks.extend(v for v in found if v not in demands.landmarks)
         elif node.op == "Mul" and place.scale < 0 and abs(float(values[0])) >= _MASKING:
             demands.form = demands.form or Form.MASK

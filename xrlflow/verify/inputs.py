@@ -6,8 +6,7 @@ import os
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import ml_dtypes
 import numpy as np
@@ -17,19 +16,15 @@ from xrlflow.ir import FLOATS, INTEGERS, Const, Dim, DType, Value, digest
 from xrlflow.onnxio import ImportedModel
 from xrlflow.ops.infer import type_of_proto
 from xrlflow.ops.tensors import dtype_of, numpy_dtype
-from xrlflow.verify.dims import Bindings, Dimensions, Role
+from xrlflow.verify.dims import Bindings, Dimensions
 from xrlflow.verify.errors import BadInputs, InputsNeeded
 from xrlflow.verify.follow import Demands, Form, follow
 from xrlflow.verify.runner import Array
 from xrlflow.verify.signature import Port, describe
+from xrlflow.verify.values import ORDINARY, Integers, Masks, Spread, Takes, Values
 
 Feeds: TypeAlias = Mapping[str, Any]
-T = TypeVar("T")
 
-# Bindings that are tried before the user is asked for inputs.
-MAX_TRIES = 150
-# Draws of values for one binding before it is given up.
-_REDRAWS = 3
 _WORDS = (
     "alpha",
     "beta",
@@ -48,17 +43,22 @@ _USER = "the user's inputs"
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One set of inputs. `bindings`: the numbers of the dynamic dimensions; `sample` counts within a binding."""
+    """One set of inputs.
+
+    `bindings`: the numbers of the dynamic dimensions; `sample` counts the ordinary values, `values` are of another kind.
+    """
 
     bindings: Bindings
     sample: int
     feeds: Feeds
     label: str = ""
+    values: Values = ORDINARY
 
     def __str__(self) -> str:
         if self.label:
             return self.label
-        return ", ".join([*(f"{k}={v}" for k, v in self.bindings.items()), f"sample {self.sample}"])
+        drawn = self.values.name or f"sample {self.sample}"
+        return ", ".join([*(f"{k}={v}" for k, v in self.bindings.items()), drawn])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,6 +70,7 @@ class InputPlan:
     demands: Mapping[str, Demands]
     dimensions: Dimensions
     bound: Bindings
+    thresholds: tuple[float, ...] = ()
 
     @staticmethod
     def of(imported: ImportedModel) -> InputPlan:
@@ -87,7 +88,22 @@ class InputPlan:
     def dynamic(self) -> bool:
         return bool(self.dimensions.slots)
 
-    def case(self, bindings: Bindings, seed: int, sample: int, cautious: bool = False) -> Case:
+    def takes(self) -> Takes:
+        """Which kinds of values make a difference to the inputs."""
+        of = [(p, self.demands.get(p.name, Demands())) for p in self.ports if p.type.other is None]
+        integers = [(p, d) for p, d in of if p.type.dtype in INTEGERS and not d.steers and not _is_mask(p, d)]
+        return Takes(
+            floats=any(p.type.dtype in FLOATS and not d.bounds and not _is_mask(p, d) for p, d in of),
+            bounded=any(d.loose for _, d in integers),
+            loose=any(d.loose for _, d in integers),
+            free=any(p.type.dtype.bits > 8 and not d.bounds and d.form is None for p, d in integers),
+            masks=any(_is_mask(p, d) for p, d in of),
+            thresholds=self.thresholds,
+        )
+
+    def case(
+        self, bindings: Bindings, seed: int, sample: int, cautious: bool = False, values: Values = ORDINARY
+    ) -> Case:
         """Inputs of these dimensions. `cautious`: the least values that are allowed everywhere.
 
         Raises InputsNeeded for an input that is not a dense tensor.
@@ -114,127 +130,30 @@ class InputPlan:
                 sample,
                 cautious,
                 longest,
+                values,
+                self.thresholds,
             )
             feeds[port.name] = draw.array()
-        if sample == 1:  # one sample of each binding overrides what can be overridden
+        if sample == 1 and values.ordinary:  # one sample overrides what can be overridden
             for port, const in self.defaults:
                 if port.type.dtype in (DType.FLOAT, DType.DOUBLE, DType.FLOAT16):
                     array = const.numpy()
                     noise = _generator(seed, bindings, sample, port.name).standard_normal(array.shape)
                     feeds[port.name] = (array * (1 + 0.1 * noise)).astype(array.dtype)
-        return Case(dict(bindings), sample, feeds)
+        return Case(dict(bindings), sample, feeds, values=values)
+
+
+def _is_mask(port: Port, demands: Demands) -> bool:
+    """Whether an input is a mask, as its consumers or its name and type say."""
+    if demands.form is not None:
+        return demands.form is Form.MASK
+    return port.type.dtype == DType.BOOL or ("mask" in port.name.lower() and not demands.bounds)
 
 
 def input_values(imported: ImportedModel) -> dict[str, Value]:
     """The values of the graph's inputs by name."""
     names = imported.graph.leaves.names
     return {names[v]: v for v in imported.graph.inputs if v in names}
-
-
-def draw_cases(
-    plan: InputPlan,
-    attempt: Callable[[Case], T | None],
-    sensible: Callable[[Case, T], bool] = lambda case, result: True,
-    *,
-    seed: int = 0,
-    samples: int = 3,
-    wanted: int = 3,
-    tries: int = MAX_TRIES,
-) -> list[tuple[Case, T]]:
-    """Cases on which the model runs, with what `attempt` made of each (None: it does not run).
-
-    Bindings that are not `sensible` (outputs have no elements, say, because a dimension is too small) are taken only
-    if there are too few others.
-
-    With dynamic dimensions: `wanted` bindings, never of ones only, that differ from each other, and the user's own
-    besides if it has only ones. Without: one. `samples` sets of inputs for each binding. A binding that fails is
-    replaced by another one, at most `tries` times. Raises InputsNeeded if too few work.
-    """
-    found: list[tuple[Case, T]] = []
-    if not plan.dynamic:
-        found = _samples(plan, {}, attempt, seed, samples)
-        if not found:
-            raise InputsNeeded(
-                "the original fails on every input drawn for it: give inputs that it runs on with --inputs data.npz"
-            )
-        return found
-    mine = plan.dimensions.default(plan.bound)
-    if all(
-        mine.get(s.name) == 1 and s.name in plan.bound for s in plan.dimensions.slots if s.role != Role.RANK
-    ):
-        found.extend(_samples(plan, mine, attempt, seed, samples))
-    working, tried = 0, 0
-    spare: list[list[tuple[Case, T]]] = []
-    for bindings in islice(plan.dimensions.candidates(plan.bound, seed), tries):
-        tried += 1
-        cases = _samples(plan, bindings, attempt, seed, samples)
-        if not all(sensible(case, result) for case, result in cases):
-            spare.extend([cases] if len(spare) < wanted else [])
-            continue
-        found.extend(cases)
-        working += bool(cases)
-        if working == wanted:
-            return found
-    for cases in spare[: wanted - working]:
-        found.extend(cases)
-        working += 1
-    if working == wanted:
-        return found
-    symbols = ", ".join(slot.name for slot in plan.dimensions.slots)
-    raise InputsNeeded(
-        f"the original runs with {working} of the {tried} choices tried for its dimensions ({symbols}), and "
-        f"{wanted} are needed: give inputs that it runs on with --inputs data.npz"
-    )
-
-
-def _samples(
-    plan: InputPlan, bindings: Bindings, attempt: Callable[[Case], T | None], seed: int, samples: int
-) -> list[tuple[Case, T]]:
-    """The samples of one binding on which the model runs; values are drawn again a few times."""
-    found: list[tuple[Case, T]] = []
-    # Other values cannot help a model of floats only.
-    redraws = _REDRAWS if any(p.type.dtype not in FLOATS for p in plan.ports) else 1
-    for sample in range(samples):
-        for redraw in range(redraws + 1):
-            cautious = redraw == redraws
-            if cautious and redraws == 1:
-                break
-            case = plan.case(bindings, seed + 7919 * redraw, sample, cautious)
-            result = attempt(case)
-            if result is not None:
-                found.append((case, result))
-                break
-        if not found:
-            break
-    return found
-
-
-def feeds_for_measurement(
-    imported: ImportedModel, seed: int = 0, runs: Callable[[Feeds], bool] | None = None
-) -> dict[str, Any]:
-    """One set of inputs at the user's dimensions, by default those that the cost model takes (batch 1).
-
-    With `runs` (whether the model runs on some inputs), other values and then other dimensions are tried until it
-    does. Raises InputsNeeded if nothing that is tried runs.
-    """
-    plan = InputPlan.of(imported)
-    usual = plan.dimensions.default(plan.bound)
-    if runs is None:
-        return dict(plan.case(usual, seed, 0).feeds)
-
-    def attempt(case: Case) -> bool | None:
-        return runs(case.feeds) or None
-
-    for bindings in [
-        usual,
-        *islice(plan.dimensions.candidates(plan.bound, seed), MAX_TRIES if plan.dynamic else 0),
-    ]:
-        found = _samples(plan, bindings, attempt, seed, 1)
-        if found:
-            return dict(found[0][0].feeds)
-    raise InputsNeeded(
-        "no inputs could be drawn on which the model runs: give some with --inputs data.npz, or shapes with --shape"
-    )
 
 
 def _generator(seed: int, bindings: Bindings, sample: int, name: str) -> np.random.Generator:
@@ -254,6 +173,8 @@ class _Draw:
     sample: int
     cautious: bool
     longest: int
+    values: Values
+    thresholds: tuple[float, ...]
 
     @property
     def name(self) -> str:
@@ -291,6 +212,19 @@ class _Draw:
             return self.mask()
         if dtype in FLOATS and interval is None:
             return self.floats()
+        if (
+            dtype in INTEGERS
+            and interval is None
+            and self.values.integers is Integers.WIDE
+            and self.wide_enough
+        ):
+            return self.wide(dtype)
+        if (
+            dtype in INTEGERS
+            and self.demands.loose
+            and self.values.integers in (Integers.ENDS, Integers.BEYOND)
+        ):
+            return self.ends(dtype)
         if dtype in INTEGERS or interval is not None:
             return self.integers(dtype, interval)
         if dtype in (DType.COMPLEX64, DType.COMPLEX128):
@@ -306,17 +240,47 @@ class _Draw:
         return self.floats()
 
     def floats(self) -> Any:
-        drawn = self.rng.standard_normal(self.shape)
+        """Of the kind that is asked for; those that steer the model stay finite."""
+        kind = self.values.floats
         landmarks = self.demands.landmarks
-        if landmarks and drawn.size == 1:
+        drawn = self.rng.standard_normal(self.shape)
+        if landmarks and drawn.size == 1 and kind.spread is not Spread.FILLED:
             return np.full(self.shape, landmarks[self.sample % len(landmarks)])
+        if kind.spread is Spread.UNIFORM:
+            drawn = self.rng.uniform(0.0, kind.scale, self.shape)
+        elif kind.spread is Spread.FILLED:
+            drawn = np.full(self.shape, kind.scale)
+        elif kind.spread is Spread.THRESHOLDS:
+            near = self.rng.choice(np.asarray(self.thresholds), self.shape)
+            near = near * self.rng.choice(np.asarray([1.0, 1.0 + 2**-7, 1.0 - 2**-7, 2.0, 0.5]), self.shape)
+            drawn = np.where(drawn > -0.5, np.copysign(near, self.rng.standard_normal(self.shape)), drawn)
+        elif kind.finite or self.demands.steers:
+            drawn = drawn * kind.scale
+        elif kind.spread is Spread.NAN:
+            return np.full(self.shape, np.nan)
+        else:
+            return self.poisoned(drawn)
         # What is negative may give NaN everywhere, which tells little; but a root has to be compared there as well.
-        positive = self.cautious or (self.demands.positive and self.sample == 0)
-        return np.abs(drawn) + 0.125 if positive else drawn
+        if self.cautious or (self.demands.positive and (self.sample == 0 or not self.values.ordinary)):
+            drawn = np.abs(drawn) + 0.125
+        limits = ml_dtypes.finfo(numpy_dtype(self.port.type.dtype))  # type: ignore[no-untyped-call]
+        most = float(limits.max) / 4
+        return np.clip(drawn, -most, most)
+
+    def poisoned(self, drawn: Array) -> Array:
+        """A few elements become NaN, infinite and minus infinite; of a single one, one of these."""
+        flat = drawn.reshape(-1)
+        each = max(1, flat.size // 32)
+        places = self.rng.permutation(flat.size)[: 3 * each]
+        bad = np.resize(np.asarray([np.nan, np.inf, -np.inf]), places.size)
+        flat[places] = np.roll(bad, self.sample) if flat.size < 3 else bad
+        return flat.reshape(self.shape)
 
     def mask(self) -> Any:
         """0 and 1 with at least a 1 in each row: everything, a prefix, or any."""
         mask = np.ones(self.shape, dtype=np.int64)
+        if self.values.masks is Masks.EMPTY and not self.cautious:
+            return np.zeros(self.shape, dtype=np.int64)
         if self.cautious or self.sample % 3 == 0 or mask.size == 0:
             return mask if mask.size != 1 or self.cautious else np.full(self.shape, 1)
         if mask.size == 1 and self.port.type.dtype == DType.BOOL and "mask" not in self.name:
@@ -356,6 +320,44 @@ class _Draw:
         if self.sample == 0 and count > 1:  # both ends of the table
             drawn[0], drawn[-1] = low, high
         return drawn.reshape(self.shape)
+
+    @property
+    def wide_enough(self) -> bool:
+        return not self.demands.steers and not self.cautious and self.port.type.dtype.bits > 8
+
+    def wide(self, dtype: DType) -> Array:
+        """Integers of all magnitudes that the type has, but for its least: powers of two, their neighbours, any."""
+        limits = np.iinfo(numpy_dtype(dtype))
+        low, high = int(limits.min) + 1, int(limits.max)
+        powers = [2**k for k in (8, 15, 16, 24, 31, 32, 33, 53, 62, 63) if 2**k - 1 <= high]
+        edges = [e for p in powers for e in (p - 1, p, p + 1) if e <= high]
+        near = [*edges, *(-e for e in edges if -e >= low), 0, 1, high]
+        count = int(np.prod(self.shape))
+        if self.demands.positive:
+            near, low = [n for n in near if n > 0], 1
+        drawn = np.asarray(near, dtype=object)[self.rng.integers(0, len(near), count)]
+        # Half of them below 2^40, which still have a meaning as seconds, counts and hashes.
+        some = self.rng.integers(max(low, -(2**40)), min(high, 2**40), count, endpoint=True)
+        drawn = np.where(self.rng.integers(0, 2, count) == 1, drawn, some.astype(object))
+        if count:
+            # One that a narrower type does not hold, in each input.
+            drawn[count // 2] = min(high, 2**32 + 5) if dtype.bits > 32 else high
+        return drawn.reshape(self.shape)
+
+    def ends(self, dtype: DType) -> Array:
+        """Indices at both ends of their tables, from both sides; one in eight outside if that is asked for."""
+        low, high = self.demands.interval(self.size, negative=True) or (0, 0)
+        if np.iinfo(numpy_dtype(dtype)).min == 0:
+            low = max(0, low)
+        near = [n for n in (low, low + 1, -1, 0, 1, high - 1, high) if low <= n <= high]
+        drawn = self.rng.choice(np.asarray(near), self.shape)
+        if self.values.integers is Integers.BEYOND and not self.cautious:
+            outside = self.rng.choice(
+                np.asarray([high + 1, 2 * high + 2, low - 1 if low < 0 else high + 3]), self.shape
+            )
+            drawn = np.where(self.rng.integers(0, 8, self.shape) == 0, outside, drawn)
+            drawn.reshape(-1)[:1] = high + 1
+        return np.asarray(drawn)
 
     def usual(self, dtype: DType) -> tuple[int, int]:
         """What integers of this name and type tend to be."""

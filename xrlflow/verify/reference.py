@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from math import prod
 from typing import TypeAlias
 
 import numpy as np
 
 from xrlflow.ir import ABSENT, FLOATS, Body, Graph, Node, TensorType, Value
 from xrlflow.onnxio import ImportedModel, ModelError, load
+from xrlflow.onnxio.shapes import solve
 from xrlflow.ops.evaluate import SPECS, NotEvaluable, evaluate_graph, evaluate_node
 from xrlflow.ops.tensors import numpy_dtype
-from xrlflow.ops.work import work
+from xrlflow.ops.work import dimensions, work
+from xrlflow.verify.cases import Estimate
 from xrlflow.verify.compare import wide
 from xrlflow.verify.inputs import Case, evaluable_feeds
 from xrlflow.verify.runner import Array, Model
@@ -23,6 +26,9 @@ _SUSPICIOUS = 2.0**-8
 _HARMLESS = 2.0**-20
 
 _CONVERSION = 50.0
+
+# A slow machine's operations and bytes a second, and the seconds that a call takes.
+_FLOPS, _BANDWIDTH, _CALL = 2e10, 4e9, 5e-6
 
 _Evaluator: TypeAlias = Callable[[Graph, Mapping[Value, Array]], list[Array]]
 
@@ -136,19 +142,41 @@ class Sizes:
     def __init__(self, model: Model, imported: ImportedModel) -> None:
         self._model, self._imported = model, imported
         self._known: dict[tuple[int, ...], Graph | None] = {}
+        self._numbers: dict[tuple[int, ...], Mapping[str, int]] = {}
+
+    def numbers(self, bindings: Mapping[str, int]) -> Mapping[str, int]:
+        """The numbers of all dimensions that follow from those of the inputs."""
+        key = tuple(bindings.values())
+        if key not in self._numbers:
+            self._numbers[key] = solve(self._imported.graph, bindings)
+        return self._numbers[key]
+
+    def estimate(self, bindings: Mapping[str, int]) -> Estimate:
+        """What a run takes. Constants are in memory anyway."""
+        graph, numbers = self._imported.graph, self.numbers(bindings)
+        seconds, working = 0.0, 0.0
+        for node in graph.nodes():
+            types = [graph.type(v) if v else None for v in node.inputs]
+            done = work(node, types, numbers)
+            seconds += done.flops / _FLOPS + done.bytes / _BANDWIDTH + _CALL
+            working = max(
+                working, sum(_bytes(t, numbers) for t in (*types, *node.types) if t and not t.const)
+            )
+        kept = sum(_bytes(graph.type(v), numbers) for v in (*graph.inputs, *graph.outputs))
+        return Estimate(seconds, working, kept)
 
     def flops(self, case: Case) -> float:
         """What one evaluation on the case's inputs takes, in floating-point operations; infinite if unknown.
 
         Converting a constant's elements counts as _CONVERSION operations each.
         """
-        graph = self.graph(case)
+        graph, numbers = self.graph(case)
         if graph is None:
             return float("inf")
         total = 0.0
         for node in graph.nodes():
             types = [graph.type(v) if v else None for v in node.inputs]
-            total += work(node, types, case.bindings).flops
+            total += work(node, types, numbers).flops
             total += _CONVERSION * sum(t.size or 0 for t in types if t is not None and t.const)
         return total
 
@@ -159,17 +187,16 @@ class Sizes:
         """
         if not any(node.op in _WINDOWED for node in self._imported.graph.nodes()):
             return True
-        graph = self.graph(case)
-        return graph is None or all(_window_fits(graph, node, case) for node in graph.nodes())
+        graph, numbers = self.graph(case)
+        return graph is None or all(_window_fits(graph, node, numbers) for node in graph.nodes())
 
-    def graph(self, case: Case) -> Graph | None:
-        """The graph with the case's numbers in its types, or as it is if the case's bindings tell them all.
-
-        None if the model cannot be imported at these sizes.
+    def graph(self, case: Case) -> tuple[Graph | None, Mapping[str, int]]:
+        """The graph and the numbers of its dimensions, or, where those of the inputs do not tell all, as it is imported
+        with the case's sizes; None if it cannot be.
         """
-        graph = self._imported.graph
-        if all(_is_bound(type, case.bindings) for node in graph.nodes() for type in node.types):
-            return graph
+        graph, numbers = self._imported.graph, self.numbers(case.bindings)
+        if all(_is_bound(type, numbers) for node in graph.nodes() for type in node.types):
+            return graph, numbers
         key = tuple(case.bindings.values())
         if key not in self._known:
             shapes = {name: a.shape for name, a in case.feeds.items() if isinstance(a, np.ndarray)}
@@ -178,7 +205,7 @@ class Sizes:
                 self._known[key] = load(self._model, shapes=shapes, fix_shapes=True).graph
             except ModelError:
                 self._known[key] = None
-        return self._known[key]
+        return self._known[key], case.bindings
 
 
 # Operators with windows: the input that is their weight, or None if they have none.
@@ -192,7 +219,7 @@ _WINDOWED: Mapping[str, int | None] = {
 }
 
 
-def _window_fits(graph: Graph, node: Node, case: Case) -> bool:
+def _window_fits(graph: Graph, node: Node, numbers: Mapping[str, int]) -> bool:
     if node.op not in _WINDOWED or node.attrs.get("auto_pad", "NOTSET") in ("SAME_UPPER", "SAME_LOWER"):
         return True
     shape, at = graph.type(node.inputs[0]).shape, _WINDOWED[node.op]
@@ -206,12 +233,16 @@ def _window_fits(graph: Graph, node: Node, case: Case) -> bool:
     if not isinstance(pads, tuple) or not isinstance(dilations, tuple) or len(shape) != rank + 2:
         return True
     for axis, (dim, size) in enumerate(zip(shape[2:], kernel)):
-        number = case.bindings.get(dim) if isinstance(dim, str) else dim
+        number = numbers.get(dim) if isinstance(dim, str) else dim
         if number is None or not isinstance(size, int):
             continue
         if number + int(pads[axis]) + int(pads[axis + rank]) < (size - 1) * int(dilations[axis]) + 1:
             return False
     return True
+
+
+def _bytes(type: TensorType, numbers: Mapping[str, int]) -> float:
+    return prod(dimensions(type, numbers)) * type.dtype.bits / 8
 
 
 def _is_bound(type: TensorType, bindings: Mapping[str, int]) -> bool:

@@ -6,6 +6,7 @@ import ctypes
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from threading import Timer
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -44,16 +45,29 @@ class Runner:
         special = {f"tensor({dtype.name.lower()})" for dtype in _BY_BYTES}
         self._by_bytes = any(port.type in special for port in ports)
 
-    def run(self, feeds: Mapping[str, Any]) -> list[Any]:
-        """The outputs in order: arrays, lists, dicts, None for an optional without value. Raises BackendError."""
+    def run(self, feeds: Mapping[str, Any], limit: float | None = None) -> list[Any]:
+        """The outputs in order: arrays, lists, dicts, None for an optional without value.
+
+        Raises BackendError, also after `limit` seconds (a Loop may not end on some inputs).
+        """
+        import onnxruntime as ort
+
+        options = ort.RunOptions()
+        timer = Timer(limit, setattr, (options, "terminate", True)) if limit is not None else None
+        if timer is not None:
+            timer.daemon = True
+            timer.start()
         try:
             if self._by_bytes:
-                return self._run_by_bytes(feeds)
-            return list(self._model.session.run(None, dict(feeds)))
+                return self._run_by_bytes(feeds, options)
+            return list(self._model.session.run(None, dict(feeds), options))
         except ort_errors() as error:
             raise BackendError(f"ONNX Runtime cannot run the model: {reason(error)}") from error
+        finally:
+            if timer is not None:
+                timer.cancel()
 
-    def _run_by_bytes(self, feeds: Mapping[str, Any]) -> list[Any]:
+    def _run_by_bytes(self, feeds: Mapping[str, Any], options: Any) -> list[Any]:
         import onnxruntime as ort
 
         values = {}
@@ -69,7 +83,7 @@ class Runner:
                     np.ascontiguousarray(array).reshape(array.shape)
                 )
         out: list[Any] = []
-        for value in self._model.session.run_with_ort_values(None, values):
+        for value in self._model.session.run_with_ort_values(None, values, options):
             dtype = DType(value.element_type())
             if dtype not in _BY_BYTES:
                 out.append(value.numpy())

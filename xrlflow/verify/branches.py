@@ -1,0 +1,286 @@
+"""Which branches of a model its inputs reach: a copy of it whose outputs count how often each was taken.
+
+Every If counts its sides, every Loop the executions of no, one and several steps, in bodies too: an inner count leaves a
+branch as one more output (0 on the other side), and a loop as one more state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx.numpy_helper
+from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+from onnx import helper, inliner
+
+from xrlflow.backends.onnxruntime.session import Options
+from xrlflow.backends.protocol import BackendError
+from xrlflow.ir import Body, Graph, Value
+from xrlflow.onnxio.protos import live_nodes, subgraphs
+from xrlflow.verify.runner import Model, Runner, first_line, opened
+
+# A model with more data than this is not read into memory for its branches.
+_LARGEST = 1 << 30
+_INT64 = onnx.TensorProto.INT64
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """One way that a control-flow node may go: ("If", "choose", "else"), ("Loop", "l", "no steps")."""
+
+    op: str
+    node: str
+    way: str
+
+    def __str__(self) -> str:
+        return f"{self.op} {self.node}, {self.way}"
+
+
+@dataclass(slots=True)
+class Watch:
+    """A model that says which arms its inputs reach. `reached` grows with each run."""
+
+    arms: tuple[Arm, ...]
+    runner: Runner
+    reached: set[Arm] = field(default_factory=set)
+
+    @property
+    def missing(self) -> list[Arm]:
+        return [arm for arm in self.arms if arm not in self.reached]
+
+    def run(self, feeds: Mapping[str, Any], limit: float | None = None) -> bool:
+        """Whether some arm is reached for the first time. What fails to run reaches nothing."""
+        try:
+            counts = self.runner.run(feeds, limit)
+        except BackendError:
+            return False  # the original fails on such inputs as well, so they are no evidence
+        found = {arm for arm, taken in zip(self.arms, counts) if int(taken) > 0} - self.reached
+        self.reached |= found
+        return bool(found)
+
+
+def has_branches(graph: Graph) -> bool:
+    """Whether a graph has an If or a Loop, in bodies too."""
+    return any(
+        node.op in ("If", "Loop")
+        or any(isinstance(a, Body) and has_branches(a.graph) for a in node.attrs.values())
+        for node in graph.nodes()
+    )
+
+
+def deciding(graph: Graph) -> frozenset[float]:
+    """Numbers from which the conditions of Ifs and Loops are computed, bodies included."""
+    found: set[float] = set()
+    for node in graph.nodes():
+        if node.op in ("If", "Loop"):
+            found |= _constants(graph, node.inputs[:1] if node.op == "If" else node.inputs[:2])
+        for attr in node.attrs.values():
+            if isinstance(attr, Body):
+                found |= deciding(attr.graph)
+                if node.op == "Loop":
+                    found |= _constants(attr.graph, attr.graph.outputs[:1])
+    return frozenset(found)
+
+
+def _constants(graph: Graph, values: tuple[Value, ...]) -> set[float]:
+    """The numbers of the smallest constants that some values are computed from."""
+    found: set[float] = set()
+    seen: set[Value] = set()
+    work = [v for v in values if v]
+    while work:
+        value = work.pop()
+        if value in seen:
+            continue
+        seen.add(value)
+        const = graph.const(value)
+        if const is not None:
+            array = const.array
+            if array is not None and array.size <= 8 and array.dtype.kind in "iuf":
+                found.update(float(n) for n in array.reshape(-1) if np.isfinite(n))
+        node = graph.producers.get(value)
+        if node is not None:
+            work.extend(v for v in node.inputs if v)
+    return found
+
+
+@contextmanager
+def watched(
+    model: Model, *, threads: int | None = None, session_options: Options | None = None
+) -> Iterator[Watch]:
+    """The model with counters in a session that lives as long as the `with` block. Raises BackendError."""
+    proto, arms = instrumented(_read(model))
+    with opened(proto, threads=threads, session_options=session_options) as runner:
+        yield Watch(arms, runner)
+
+
+def _read(model: Model) -> onnx.ModelProto:
+    """A copy of the model with its data. Raises BackendError if it is too large, or cannot be read."""
+    try:
+        if isinstance(model, onnx.ModelProto):
+            proto = onnx.ModelProto()
+            proto.CopyFrom(model)
+        elif isinstance(model, bytes):
+            proto = onnx.load_model_from_string(model)
+        else:
+            proto = onnx.load_model(model)
+        if proto.ByteSize() > _LARGEST:
+            raise BackendError("the model is too large to be copied")
+        if any(n.op_type in ("If", "Loop", "Scan") for f in proto.functions for n in f.node):
+            proto = inliner.inline_local_functions(proto)
+    except (OSError, ValueError, RuntimeError, DecodeError) as error:
+        raise BackendError(first_line(error)) from error
+    return proto
+
+
+def instrumented(proto: onnx.ModelProto) -> tuple[onnx.ModelProto, tuple[Arm, ...]]:
+    """The model, changed in place: its outputs are counters, one for each arm, and what they need is all that is left."""
+    writer = _Writer()
+    found = writer.graph(proto.graph)
+    del proto.graph.output[:]
+    proto.graph.output.extend(_info(name) for _, name in found)
+    live = live_nodes(proto.graph)
+    kept = [onnx.NodeProto.FromString(node.SerializeToString()) for node in live]
+    del proto.graph.node[:]
+    proto.graph.node.extend(kept)
+    return proto, tuple(arm for arm, _ in found)
+
+
+_Counter = tuple[Arm, str]
+"""An arm, and the name of the scalar that says how often it was taken."""
+
+
+def _info(name: str) -> onnx.ValueInfoProto:
+    return helper.make_tensor_value_info(name, _INT64, [])
+
+
+@dataclass(slots=True)
+class _Writer:
+    """Adds counters to graphs. All names are new."""
+
+    numbers: Iterator[int] = field(default_factory=count)
+
+    def name(self) -> str:
+        return f"xrlflow.watch.{next(self.numbers)}"
+
+    def graph(self, graph: onnx.GraphProto) -> list[_Counter]:
+        """Counters of everything in a graph, as values of that graph."""
+        found: list[_Counter] = []
+        nodes: list[onnx.NodeProto] = []
+        for node in graph.node:
+            nodes.append(node)
+            if node.op_type == "If" and node.domain in ("", "ai.onnx"):
+                found.extend(self._if(node, nodes))
+            elif node.op_type == "Loop" and node.domain in ("", "ai.onnx"):
+                found.extend(self._loop(node, nodes))
+            elif node.op_type == "Scan" and node.domain in ("", "ai.onnx"):
+                found.extend(self._scan(node, nodes))
+        copies = [onnx.NodeProto.FromString(node.SerializeToString()) for node in nodes]
+        del graph.node[:]
+        graph.node.extend(copies)
+        return found
+
+    def _number(self, nodes: list[onnx.NodeProto], value: int) -> str:
+        name = self.name()
+        tensor = onnx.numpy_helper.from_array(np.asarray(value, np.int64))
+        nodes.append(helper.make_node("Constant", [], [name], value=tensor))
+        return name
+
+    def _made(self, nodes: list[onnx.NodeProto], op: str, *inputs: str, **attrs: Any) -> str:
+        name = self.name()
+        nodes.append(helper.make_node(op, list(inputs), [name], **attrs))
+        return name
+
+    def _flag(self, nodes: list[onnx.NodeProto], value: str) -> str:
+        """A boolean of one element as a scalar 0 or 1."""
+        number = self._made(nodes, "Cast", value, to=_INT64)
+        empty = self.name()
+        shape = onnx.numpy_helper.from_array(np.zeros(0, np.int64))
+        nodes.append(helper.make_node("Constant", [], [empty], value=shape))
+        return self._made(nodes, "Reshape", number, empty)
+
+    def _if(self, node: onnx.NodeProto, nodes: list[onnx.NodeProto]) -> Iterator[_Counter]:
+        shown = node.name or node.output[0]
+        flag = self._flag(nodes, node.input[0])
+        yield Arm("If", shown, "then"), flag
+        yield Arm("If", shown, "else"), self._made(nodes, "Sub", self._number(nodes, 1), flag)
+        sides = {a.name: a.g for a in node.attribute if a.name in ("then_branch", "else_branch")}
+        for side, other in (("then_branch", "else_branch"), ("else_branch", "then_branch")):
+            for arm, inner in self.graph(sides[side]):
+                added: list[onnx.NodeProto] = []
+                none = self._number(added, 0)
+                sides[other].node.extend(added)
+                sides[side].output.append(_info(inner))
+                sides[other].output.append(_info(none))
+                node.output.append(self.name())
+                yield arm, node.output[-1]
+
+    def _loop(self, node: onnx.NodeProto, nodes: list[onnx.NodeProto]) -> Iterator[_Counter]:
+        shown = node.name or next((o for o in node.output if o), "")
+        body = next(subgraphs(node))
+        node.input.extend([""] * (2 - len(node.input)))
+        inner = self.graph(body)
+        added: list[onnx.NodeProto] = []
+        steps = [(Arm("Loop", shown, ""), self._number(added, 1)), *inner]
+        states = len(body.input) - 2
+        before = nodes.pop()  # the loop itself: its states are made before it
+        totals = []
+        for arm, value in steps:
+            total, state = self._state(nodes, added, body, value, 1 + states)
+            node.input.append(total[0])
+            node_outputs = list(node.output)
+            node_outputs.insert(states, total[1])
+            del node.output[:]
+            node.output.extend(node_outputs)
+            body.input.append(_info(state))
+            states += 1
+            totals.append((arm, total[1]))
+        body.node.extend(added)
+        nodes.append(before)
+        (_, taken), *others = totals
+        one = self._number(nodes, 1)
+        for way, op in (("no steps", "Less"), ("one step", "Equal"), ("several steps", "Greater")):
+            yield Arm("Loop", shown, way), self._flag(nodes, self._made(nodes, op, taken, one))
+        yield from others
+
+    def _scan(self, node: onnx.NodeProto, nodes: list[onnx.NodeProto]) -> Iterator[_Counter]:
+        body = next(subgraphs(node))
+        added: list[onnx.NodeProto] = []
+        before = nodes.pop()
+        for arm, value in self.graph(body):
+            total, state = self._state(nodes, added, body, value, 0)
+            for names, new in ((node.input, total[0]), (node.output, total[1])):
+                kept = [new, *names]
+                del names[:]
+                names.extend(kept)
+            inputs = [_info(state), *body.input]
+            kept_inputs = [onnx.ValueInfoProto.FromString(i.SerializeToString()) for i in inputs]
+            del body.input[:]
+            body.input.extend(kept_inputs)
+            yield arm, total[1]
+        body.node.extend(added)
+        nodes.append(before)
+
+    def _state(
+        self,
+        nodes: list[onnx.NodeProto],
+        added: list[onnx.NodeProto],
+        body: onnx.GraphProto,
+        value: str,
+        at: int,
+    ) -> tuple[tuple[str, str], str]:
+        """One more state, which sums `value` over the steps: its start and end outside, and its name in the body.
+
+        The body's output is put in at place `at`.
+        """
+        start, end, state = self._number(nodes, 0), self.name(), self.name()
+        total = self._made(added, "Add", state, value)
+        outputs = [onnx.ValueInfoProto.FromString(o.SerializeToString()) for o in body.output]
+        outputs.insert(at, _info(total))
+        del body.output[:]
+        body.output.extend(outputs)
+        return (start, end), state

@@ -1,0 +1,157 @@
+"""The original at work: the cases that it runs on, which numbers and branches of both models they are drawn for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from xrlflow.backends.onnxruntime.session import Options
+from xrlflow.backends.protocol import BackendError
+from xrlflow.onnxio import ImportedModel
+from xrlflow.verify.branches import deciding, has_branches, watched
+from xrlflow.verify.cases import Drawing, Drawn, is_whole
+from xrlflow.verify.compare import Licence
+from xrlflow.verify.dims import Bindings, Role
+from xrlflow.verify.errors import OriginalFails
+from xrlflow.verify.inputs import Case, InputPlan, evaluable_feeds
+from xrlflow.verify.nonfinite import Fate, fates
+from xrlflow.verify.numbers import marks, on_symbols, thresholds
+from xrlflow.verify.reference import Sizes
+from xrlflow.verify.runner import Model, Runner, first_line, flat
+from xrlflow.verify.values import Masks
+
+_LICENCES = {Fate.EXACT: Licence.NONE, Fate.SPREADS: Licence.SPREADS, Fate.UNDEFINED: None}
+
+# A number that only one of the models mentions tells so many times as much.
+_ALONE = 4
+
+# Seconds that a run may take in any case: on some inputs a Loop does not end.
+_LEAST_LIMIT = 20.0
+
+
+class Runs:
+    """The original, run on cases."""
+
+    def __init__(self, model: Model, imported: ImportedModel, runner: Runner) -> None:
+        self.imported, self._runner = imported, runner
+        self.at = Sizes(model, imported)
+        self.errors: list[str] = []
+        self._first: float | None = None
+        self._whole = True
+        self._fates: list[tuple[Case, tuple[Fate, ...]]] = []
+
+    def on(self, case: Case) -> tuple[Case, list[Any]]:
+        """Raises OriginalFails."""
+        outputs = self.attempt(case)
+        if outputs is None:
+            raise OriginalFails(f"the original fails on the inputs given: {self.errors[-1]}")
+        return case, outputs
+
+    def attempt(self, case: Case) -> list[Any] | None:
+        """The outputs; None if the original fails, or takes a thousand times as long as at first."""
+        if not case.values.floats.finite and all(fate is Fate.UNDEFINED for fate in self.fates(case)):
+            return None
+        begin = time.monotonic()
+        limit = None if self._first is None else max(_LEAST_LIMIT, 1000 * self._first)
+        try:
+            outputs = self._runner.run(case.feeds, limit)
+        except BackendError as error:
+            self.errors.append(first_line(error))
+            return None
+        if self._first is None:
+            self._first = time.monotonic() - begin
+        if case.values.ordinary:
+            self._whole &= is_whole(outputs)
+        return outputs
+
+    def fates(self, case: Case) -> tuple[Fate, ...]:
+        """What is known of the outputs where inputs are not finite."""
+        feeds = evaluable_feeds(self.imported, case.feeds)
+        if feeds is None:
+            return tuple(Fate.UNDEFINED for _ in self.imported.graph.outputs)
+        known = next((found for other, found in self._fates if other is case), None)
+        if known is None:
+            known = fates(self.imported.graph, feeds, self.at.numbers(case.bindings))
+            self._fates.append((case, known))
+        return known
+
+    def sensible(self, case: Case, outputs: list[Any]) -> bool:
+        return _is_full(outputs) and self.at.windows_fit(case)
+
+    def telling(self, case: Case, outputs: list[Any]) -> bool:
+        """Whether values out of the ordinary leave something to compare: a model that overflows compares nothing."""
+        return (
+            not case.values.floats.finite
+            or case.values.masks is Masks.EMPTY
+            or not self._whole
+            or is_whole(outputs)
+        )
+
+    def licences(self, case: Case) -> tuple[Licence | None, ...]:
+        """What the case allows of each output."""
+        if case.values.masks is Masks.EMPTY:
+            return tuple(Licence.MENDS for _ in self.imported.graph.outputs)
+        if case.values.floats.finite:
+            return ()
+        return tuple(_LICENCES[fate] for fate in self.fates(case))
+
+    def drawing(
+        self, other: ImportedModel | None, bindings: Bindings | None, seed: int
+    ) -> Drawing[list[Any]]:
+        """How cases are drawn, with the numbers of both models. Those that only one of them has tell most."""
+        plan = InputPlan.of(self.imported)
+        if bindings is not None:
+            plan = replace(plan, bound=bindings)
+        graphs = [self.imported.graph, *([other.graph] if other is not None else [])]
+        plan = replace(plan, thresholds=tuple(sorted(frozenset().union(*map(thresholds, graphs)))))
+        slots = [slot for slot in plan.dimensions.slots if slot.role is not Role.RANK]
+        symbols = [slot.name for slot in slots]
+        numbers: dict[str, dict[int, int]] = {symbol: {} for symbol in symbols}
+        found = [on_symbols(graph, marks(graph), symbols) for graph in graphs] if symbols else []
+        for slot in slots:
+            for own in found:
+                for number, weight in own[slot.name].items():
+                    alone = any(number not in others[slot.name] for others in found)
+                    # What only stays fixed beside a batch says little about it.
+                    if alone or weight > 1 or slot.role is not Role.BATCH:
+                        told = numbers[slot.name].get(number, 0)
+                        numbers[slot.name][number] = max(told, _ALONE * weight if alone else weight)
+        return Drawing(plan, self.attempt, self.sensible, self.telling, numbers, self.at.estimate, seed)
+
+
+def exercise(
+    drawing: Drawing[list[Any]],
+    drawn: Drawn[list[Any]],
+    models: Sequence[tuple[Model, ImportedModel]],
+    threads: int | None,
+    session_options: Options | None,
+) -> tuple[str, ...]:
+    """Seek inputs for every branch of the models, and add them to what is drawn. What no input reached is given back."""
+    missing: dict[str, None] = {}
+    for model, imported in models:
+        if not has_branches(imported.graph):
+            continue
+        try:
+            with watched(model, threads=threads, session_options=session_options) as watch:
+                for case, _ in drawn.cases:
+                    watch.run(case.feeds, _LEAST_LIMIT)
+                for case in drawing.seeking(drawn.bindings[:5], deciding(imported.graph)):
+                    if not watch.missing:
+                        break
+                    if watch.run(case.feeds, _LEAST_LIMIT):
+                        outputs = drawing.attempt(case)
+                        if outputs is not None:
+                            drawn.cases.append((case, outputs))
+                missing.update((str(arm), None) for arm in watch.missing)
+        except BackendError as error:
+            missing[
+                f"any branch: a copy of the model that counts them does not run ({first_line(error)})"
+            ] = None
+    return tuple(missing)
+
+
+def _is_full(outputs: Sequence[Any]) -> bool:
+    """Whether every output has elements to compare."""
+    return all(array.size for output in outputs for _, array in flat(output))

@@ -1,0 +1,153 @@
+"""What must stay as it is where inputs are NaN or infinite.
+
+Rewriting may spread what is not finite (`spreads`: sums in another order, zeros of a merged kernel that meet an infinity) or
+mend it (`mends`), and runtimes disagree on the larger of a number and NaN. So values are followed from the inputs: what only
+moves, selects and tests them is exact, and a guard (a Where on IsNaN) makes them finite again, exactly where the original's
+does. What sums them may spread; what compares or approximates them is not defined.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+import numpy as np
+
+from xrlflow.ir import ABSENT, FLOATS, DType, Graph, Node, Value
+from xrlflow.ops.evaluate import NotEvaluable, evaluate_node, promote
+from xrlflow.ops.field import REALS
+from xrlflow.verify.runner import Array
+
+# Larger arrays are not evaluated.
+_LARGEST = 1 << 22
+
+
+class Fate(IntEnum):
+    """What is known of a value of which some elements may be NaN or infinite, the better first."""
+
+    EXACT = 0  # the same elements in every right model
+    SPREADS = 1  # more elements may be NaN or infinite, and the finite ones are the same
+    UNDEFINED = 2  # anything
+
+
+def fates(graph: Graph, feeds: Mapping[Value, Array], numbers: Mapping[str, int]) -> tuple[Fate, ...]:
+    """What is known of each output. `numbers`: of the dimensions."""
+    walk = _Walk(graph, numbers)
+    for value, array in feeds.items():
+        walk.held[value] = promote(REALS, array)
+    for node in graph.topological():
+        walk.step(node)
+    return tuple(walk.fate.get(value, Fate.EXACT) for value in graph.outputs)
+
+
+_MOVING = frozenset(
+    {
+        "Identity", "Reshape", "Squeeze", "Unsqueeze", "Flatten", "Transpose", "Slice", "Split", "Expand", "Tile", "Gather",
+        "GatherElements", "GatherND", "Pad", "Concat", "Where", "ScatterElements", "ScatterND", "DepthToSpace",
+        "SpaceToDepth", "Trilu", "IsNaN", "IsInf", "Not", "And", "Or", "Xor", "Less", "LessOrEqual", "Greater",
+        "GreaterOrEqual", "Equal", "Shape", "Size", "Dropout", "ReverseSequence",
+    }
+)  # fmt: skip
+"""Operators that move elements, choose among them, or test them, each by itself."""
+
+_ARITHMETIC = frozenset({"Add", "Sub", "Mul", "Div", "Neg", "Abs", "Sqrt", "Reciprocal", "Sum", "Mean"})
+"""Whatever the order, NaN gives NaN; an infinity may give NaN or not."""
+
+_ORDER = frozenset({"Relu", "Clip", "Min", "Max", "LeakyRelu", "PRelu", "Sign", "Floor", "Ceil", "Round"})
+"""Infinities are numbers like others; of NaN a runtime makes what it likes."""
+
+_SUMS = frozenset(
+    {
+        "MatMul", "Gemm", "Conv", "ConvTranspose", "Einsum", "ReduceSum", "ReduceMean", "ReduceSumSquare", "ReduceL2",
+        "LayerNormalization", "InstanceNormalization", "GroupNormalization", "RMSNormalization", "BatchNormalization",
+        "AveragePool", "GlobalAveragePool", "CumSum", "Resize",
+    }
+)  # fmt: skip
+
+
+@dataclass(slots=True)
+class _Walk:
+    """`held`: what has been evaluated; `fate`: of what is not held and may not be finite."""
+
+    graph: Graph
+    numbers: Mapping[str, int]
+    held: dict[Value, Array] = field(default_factory=dict)
+    fate: dict[Value, Fate] = field(default_factory=dict)
+
+    def step(self, node: Node) -> None:
+        inputs = [v for v in node.inputs if v != ABSENT]
+        worst = max((self.fate[v] for v in inputs if v in self.fate), default=None)
+        arrays = [self._array(v) for v in node.inputs]
+        wrong = [a for a in arrays if a is not None and not _is_finite(a)]
+        whole = all(a is not None or v == ABSENT for a, v in zip(arrays, node.inputs))
+        known = node.op in _MOVING or node.op in _ARITHMETIC or node.op in _ORDER or node.op == "Cast"
+        if worst is None and not wrong:
+            if whole and known:
+                self._evaluate(node, arrays)
+            return
+        if worst is None and self._is_exact(node, wrong):
+            if not (whole and self._evaluate(node, arrays)):
+                self._set(node, Fate.EXACT)
+            return
+        if (
+            worst is None
+            and node.op in _SUMS
+            and any(np.isnan(a).all() for a in wrong)
+            and self._all_nan(node)
+        ):
+            return
+        adds = node.op in _ARITHMETIC or node.op in _SUMS or node.op in _MOVING
+        if worst is Fate.EXACT and node.op in _MOVING:
+            self._set(node, Fate.EXACT)
+        elif worst is Fate.UNDEFINED or not adds or node.types[0].dtype not in FLOATS:
+            self._set(node, Fate.UNDEFINED)
+        else:
+            self._set(node, Fate.SPREADS)
+
+    def _array(self, value: Value) -> Array | None:
+        if value in self.held:
+            return self.held[value]
+        const = self.graph.const(value) if value != ABSENT else None
+        if const is None or (const.type.size or 0) > _LARGEST or const.type.dtype is DType.STRING:
+            return None
+        return promote(REALS, const.numpy())
+
+    def _is_exact(self, node: Node, wrong: list[Array]) -> bool:
+        if node.op in _MOVING or (node.op == "Cast" and node.types[0].dtype in FLOATS):
+            return True
+        if node.op in _ARITHMETIC:
+            return not any(np.isinf(a).any() for a in wrong)
+        return node.op in _ORDER and not any(np.isnan(a).any() for a in wrong)
+
+    def _evaluate(self, node: Node, arrays: list[Array | None]) -> bool:
+        if any(a is not None and a.size > _LARGEST for a in arrays):
+            return False
+        try:
+            results = evaluate_node(node.op, node.attrs, arrays, len(node.outputs))
+        except (NotEvaluable, ArithmeticError, IndexError, MemoryError, TypeError, ValueError):
+            return False  # a use that our evaluator does not know: nothing is held of it
+        for value, result in zip(node.outputs, results):
+            self.held[value] = promote(REALS, result)
+        return True
+
+    def _all_nan(self, node: Node) -> bool:
+        """Sums over nothing but NaN are NaN, whatever else goes in."""
+        shapes = []
+        for type in node.types:
+            dims = (None,) if type.shape is None else type.shape
+            shape = [self.numbers.get(d) if isinstance(d, str) else d for d in dims]
+            sizes = [d for d in shape if d is not None]
+            if len(sizes) != len(shape) or int(np.prod(sizes)) > _LARGEST:
+                return False
+            shapes.append(sizes)
+        for value, sizes in zip(node.outputs, shapes):
+            self.held[value] = np.full(sizes, np.nan)
+        return True
+
+    def _set(self, node: Node, fate: Fate) -> None:
+        self.fate.update(dict.fromkeys(node.outputs, fate))
+
+
+def _is_finite(array: Array) -> bool:
+    return array.dtype.kind not in "fc" or bool(np.isfinite(array).all())

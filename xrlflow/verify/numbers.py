@@ -1,0 +1,357 @@
+"""Numbers that a graph mentions where a mistake would show: what its shapes are compared with, divided by and cut at.
+
+A rewrite that is wrong for some sizes is wrong on one side of such a number, at it, or at its multiples; one that is
+wrong for some values is wrong beyond a number that values are compared with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from math import ceil
+from typing import TypeAlias
+
+import numpy as np
+
+from xrlflow.ir import Body, Dim, Graph, Node, Value
+from xrlflow.onnxio.shapes import solve
+
+Symbols: TypeAlias = frozenset[str]
+
+# How much a number tells: what shapes are computed with and cut at, windows and strides, fixed parts of shapes.
+_CUT, _WINDOW, _PART = 4, 2, 1
+# Less than this is tried anyway; an end of this or more means "to the end".
+_LEAST, _ENDLESS = 2, 1 << 27
+# Constants of more elements are data, not bounds.
+_FEW = 64
+# Beyond this a number that values are compared with stands for infinity (a mask's -3.4e38).
+_LARGEST_THRESHOLD = 1e6
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A number, the dimensions that it concerns (none: not known, so all), and how much it tells."""
+
+    number: int
+    dims: Symbols
+    weight: int
+
+
+def marks(graph: Graph) -> frozenset[Mark]:
+    """The numbers that tell something about sizes, bodies included."""
+    return frozenset(_Harvest(graph).all())
+
+
+def on_symbols(graph: Graph, found: Iterable[Mark], symbols: Sequence[str]) -> dict[str, dict[int, int]]:
+    """For each of the inputs' symbols the numbers that it is to be tried around, with their weights.
+
+    A mark on a computed dimension is carried back to the inputs: the dimension is evaluated at two sizes of each
+    symbol, with all others at 1, and taken to be linear between them (floors and ceilings are within the neighbours that
+    are tried around each number).
+    """
+    out: dict[str, dict[int, int]] = {symbol: {} for symbol in symbols}
+    lines: dict[str, Mapping[str, tuple[float, float]]] | None = None
+
+    def add(symbol: str, number: int, weight: int) -> None:
+        if _LEAST <= number < _ENDLESS:
+            out[symbol][number] = max(weight, out[symbol].get(number, 0))
+
+    for mark in sorted(found, key=lambda m: (m.number, sorted(m.dims), m.weight)):
+        for dim in sorted(mark.dims) or [""]:
+            if dim in out:
+                add(dim, mark.number, mark.weight)
+                continue
+            if lines is None:
+                lines = _lines(graph, symbols)
+            for symbol in symbols:
+                line = lines[symbol].get(dim)
+                if line is not None:
+                    slope, shift = line
+                    for number in {ceil((mark.number + k - shift) / slope) for k in (0, 1)}:
+                        add(symbol, number, mark.weight)
+                elif not any(dim in known for known in lines.values()):
+                    add(symbol, mark.number, max(1, mark.weight // 2))
+    return out
+
+
+_NEAR, _FAR = 840, 1680
+
+
+def _lines(graph: Graph, symbols: Sequence[str]) -> dict[str, Mapping[str, tuple[float, float]]]:
+    """For each symbol the computed dimensions that grow with it: slope and shift."""
+    out: dict[str, Mapping[str, tuple[float, float]]] = {}
+    for symbol in symbols:
+        near, far = (solve(graph, {**dict.fromkeys(symbols, 1), symbol: size}) for size in (_NEAR, _FAR))
+        grown = {d: (far[d] - near[d]) / (_FAR - _NEAR) for d in near if d in far and far[d] > near[d]}
+        out[symbol] = {d: (slope, near[d] - slope * _NEAR) for d, slope in grown.items() if d not in symbols}
+    return out
+
+
+def around(numbers: Mapping[int, int]) -> list[int]:
+    """Sizes to try for one symbol, the most telling first: each covers as much as possible of what is not covered.
+
+    Of every number d: d - 1, d, d + 1 and a multiple, and a size beyond all of them.
+    """
+    if not numbers:
+        return []
+    beyond = 2 * max(numbers) + 1
+    sizes = sorted({n for d in numbers for n in (d - 1, d, d + 1, 2 * d)} | {beyond})
+    open_: dict[tuple[int, str], int] = {}
+    for d, weight in numbers.items():
+        for place, share in (("above", 4), ("at", 3), ("multiple", 2), ("below", 2)):
+            open_[d, place] = share * weight
+    open_[beyond, "beyond"] = 3 * max(numbers.values())
+
+    def covered(size: int) -> set[tuple[int, str]]:
+        places = {(size - 1, "above"), (size, "at"), (size + 1, "below")}
+        places |= {(d, "multiple") for d in numbers if size > d and size % d == 0}
+        if size >= beyond:
+            places.add((beyond, "beyond"))
+        return places & open_.keys()
+
+    out: list[int] = []
+    while open_ and sizes:
+        best = max(sizes, key=lambda n: (sum(open_[p] for p in covered(n)), -n))
+        gained = covered(best)
+        if not gained:
+            break
+        for key in gained:
+            del open_[key]
+        sizes.remove(best)
+        out.append(best)
+    return out
+
+
+def thresholds(graph: Graph) -> frozenset[float]:
+    """The numbers that values are compared with or clipped at, up to a million, bodies included."""
+    found: set[float] = set()
+    for node in graph.nodes():
+        for attr in node.attrs.values():
+            if isinstance(attr, Body):
+                found |= thresholds(attr.graph)
+        if node.op in _COMPARING:
+            for value in node.inputs:
+                found.update(_few(graph, value))
+        alpha = node.attrs.get("alpha")
+        if node.op == "ThresholdedRelu" and isinstance(alpha, (int, float)):
+            found.add(float(alpha))
+    return frozenset(abs(n) for n in found if 0 < abs(n) <= _LARGEST_THRESHOLD)
+
+
+_COMPARING = frozenset(
+    {"Less", "LessOrEqual", "Greater", "GreaterOrEqual", "Equal", "Clip", "Min", "Max", "Mod", "HardSwish"}
+)
+
+
+def _few(graph: Graph, value: Value) -> list[float]:
+    """The numbers of a small constant."""
+    const = graph.const(value) if value else None
+    array = const.array if const is not None else None
+    if array is None or array.size > _FEW or array.dtype.kind not in "iuf":
+        return []
+    return [float(n) for n in array.reshape(-1) if np.isfinite(n)]
+
+
+# --- sizes ---
+
+
+@dataclass(slots=True)
+class _Harvest:
+    """Walks a graph. `of`: the dimensions that a value is computed from, if it is from shapes alone, element by element
+    where that is known."""
+
+    graph: Graph
+    of: dict[Value, list[Symbols]] = field(default_factory=dict)
+
+    def all(self) -> Iterator[Mark]:
+        for node in self.graph.topological():
+            yield from self._compared(node)
+            reader = _READERS.get(node.op)
+            if reader is not None:
+                for number, dim, weight in reader(self.graph, node):
+                    if isinstance(dim, str) and _LEAST <= abs(number) < _ENDLESS:
+                        yield Mark(abs(int(number)), frozenset((dim,)), weight)
+            derived = self._derived(node)
+            if derived is not None:
+                self.of.update(dict.fromkeys(node.outputs, derived))
+            outer = iter(node.inputs[len(node.inputs) - node.captured :])
+            for attr in node.attrs.values():
+                if isinstance(attr, Body):
+                    captured = {inner: self.of[v] for inner, v in zip(attr.captured, outer) if v in self.of}
+                    yield from _Harvest(attr.graph, captured).all()
+
+    def _compared(self, node: Node) -> Iterator[Mark]:
+        """Constants that meet what is computed from shapes, and lengths of tables that it indexes or cuts."""
+        reads = [v for v in node.inputs if v in self.of]
+        if not reads:
+            return
+        symbols: Symbols = frozenset().union(*(s for v in reads for s in self.of[v]))
+        if not symbols:
+            return
+        weight = _PART if node.op in ("Concat", "Reshape", "Expand", "Tile", "Gather") else _CUT
+        for value in node.inputs if node.op not in _INDEXING else ():
+            for number in _few(self.graph, value):
+                whole = _whole(number)
+                if whole is not None:
+                    yield Mark(whole, symbols, weight)
+        if node.op in _INDEXING and node.inputs[0] not in self.of:
+            axis = node.attrs.get("axis", 0)
+            dims = _shape(self.graph, node, 0)
+            if node.op != "Slice" and isinstance(axis, int) and -len(dims) <= axis < len(dims):
+                dims = dims[axis : axis + 1] if axis >= 0 else dims[len(dims) + axis :][:1]
+            for dim in dims:
+                if isinstance(dim, int) and _LEAST <= dim < _ENDLESS:
+                    yield Mark(dim, symbols, _CUT)
+
+    def _derived(self, node: Node) -> list[Symbols] | None:
+        """What the node's outputs are computed from, if from shapes alone."""
+        if node.op in ("Shape", "Size"):
+            dims = [
+                frozenset((d,)) if isinstance(d, str) else frozenset[str]()
+                for d in _shape(self.graph, node, 0)
+            ]
+            if node.op == "Size":
+                return [frozenset().union(*dims)]
+            start, end = node.attrs.get("start", 0), node.attrs.get("end")
+            return dims[start if isinstance(start, int) else 0 : end if isinstance(end, int) else None]
+        inputs = [v for v in node.inputs if v]
+        if node.captured or not any(v in self.of for v in inputs):
+            return None
+        if not all(v in self.of or self.graph.const(v) is not None for v in inputs):
+            return None
+        first = self.of.get(inputs[0])
+        if node.op in _KEEPING and first is not None:
+            return first
+        if node.op == "Concat":
+            parts = [self.of.get(v, [frozenset()] * max(1, len(_few(self.graph, v)))) for v in inputs]
+            return [symbols for part in parts for symbols in part]
+        if node.op == "Gather" and first is not None:
+            at = [int(n) for n in _few(self.graph, inputs[1])]
+            if at and all(-len(first) <= n < len(first) for n in at):
+                return [first[n] for n in at]
+        if node.op == "Slice" and first is not None:
+            bounds = [_few(self.graph, v) for v in inputs[1:3]]
+            if len(inputs) <= 4 and all(len(b) == 1 for b in bounds):
+                return first[int(bounds[0][0]) : int(min(bounds[1][0], _ENDLESS))]
+        return [frozenset().union(*(s for v in inputs for s in self.of.get(v, [])))]
+
+
+_KEEPING = frozenset({"Cast", "Identity", "Squeeze", "Unsqueeze", "Reshape", "Floor", "Ceil", "Neg", "Abs"})
+_INDEXING = frozenset({"Gather", "GatherElements", "GatherND", "Slice"})
+
+
+def _whole(number: float) -> int | None:
+    """An integer from 2, or what a fraction is one of (0.125: 8)."""
+    size = abs(number)
+    if 0 < size < 1:
+        size = 1 / size
+    return int(size) if size == int(size) and _LEAST <= size < _ENDLESS else None
+
+
+def _shape(graph: Graph, node: Node, position: int) -> tuple[Dim, ...]:
+    if position >= len(node.inputs) or not node.inputs[position]:
+        return ()
+    return graph.type(node.inputs[position]).shape or ()
+
+
+def _numbers(node: Node, name: str, default: Sequence[int] = ()) -> list[int]:
+    value = node.attrs.get(name)
+    return [int(n) for n in value if isinstance(n, int)] if isinstance(value, tuple) else list(default)
+
+
+_Found: TypeAlias = Iterator[tuple[float, Dim, int]]
+"""Numbers, each with the dimension that it concerns and its weight."""
+
+
+def _window(graph: Graph, node: Node) -> _Found:
+    """A window slides over an image: its extent, its step, and what is padded."""
+    dims = _shape(graph, node, 0)[2:]
+    rank = len(dims)
+    kernel = _numbers(node, "kernel_shape") or [d for d in _shape(graph, node, 1)[2:] if isinstance(d, int)]
+    if len(kernel) != rank:
+        return
+    strides, dilations = _numbers(node, "strides", [1] * rank), _numbers(node, "dilations", [1] * rank)
+    pads = _numbers(node, "pads", [0] * 2 * rank)
+    for axis, dim in enumerate(dims):
+        for number in ((kernel[axis] - 1) * dilations[axis] + 1, strides[axis], *pads[axis::rank]):
+            yield number, dim, _WINDOW
+
+
+def _slice(graph: Graph, node: Node) -> _Found:
+    dims = _shape(graph, node, 0)
+    starts, ends, axes, steps = (
+        [int(n) for n in _few(graph, v)] for v in (*node.inputs[1:], *[Value(0)] * 4)[:4]
+    )
+    axes = axes or list(range(max(len(starts), len(ends))))
+    for numbers in (starts, ends, steps):
+        if len(numbers) == len(axes):
+            yield from ((n, dims[a], _CUT) for n, a in zip(numbers, axes) if -len(dims) <= a < len(dims))
+
+
+def _along(index: int, weight: int) -> Callable[[Graph, Node], _Found]:
+    """The numbers of a constant input concern the dimension at `axis`."""
+
+    def read(graph: Graph, node: Node) -> _Found:
+        axis, dims = node.attrs.get("axis", -1 if node.op == "TopK" else 0), _shape(graph, node, 0)
+        numbers = _few(graph, node.inputs[index]) if index < len(node.inputs) else []
+        parts = node.attrs.get("num_outputs")
+        if isinstance(axis, int) and -len(dims) <= axis < len(dims):
+            for number in {*numbers, *accumulate(numbers), *([parts] if isinstance(parts, int) else [])}:
+                yield number, dims[axis], weight
+
+    return read
+
+
+def _each(index: int) -> Callable[[Graph, Node], _Found]:
+    """The numbers of a constant input concern one dimension each, in turn (pads: twice)."""
+
+    def read(graph: Graph, node: Node) -> _Found:
+        dims = _shape(graph, node, 0)
+        numbers = _few(graph, node.inputs[index]) if index < len(node.inputs) else []
+        if dims and len(numbers) % len(dims) == 0:
+            yield from ((w, dims[i % len(dims)], _WINDOW) for i, n in enumerate(numbers) if (w := _whole(n)))
+
+    return read
+
+
+def _resize(graph: Graph, node: Node) -> _Found:
+    yield from _each(2)(graph, node)
+    yield from _each(3)(graph, node)
+
+
+def _blocks(graph: Graph, node: Node) -> _Found:
+    size = node.attrs.get("blocksize", 1)
+    if isinstance(size, int):
+        yield from ((size, dim, _CUT) for dim in _shape(graph, node, 0)[2:])
+
+
+def _reshape(graph: Graph, node: Node) -> _Found:
+    """What stays fixed divides what is reshaped."""
+    for number in _few(graph, node.inputs[1]):
+        yield from ((number, dim, _PART) for dim in _shape(graph, node, 0))
+
+
+def _broadcast(graph: Graph, node: Node) -> _Found:
+    """A dimension that meets a number of elements, in a constant or not: a table of positions, say."""
+    shapes = [_shape(graph, node, i) for i in range(len(node.inputs))]
+    for a in shapes:
+        for b in shapes:
+            for left, right in zip(a[::-1], b[::-1]):
+                if isinstance(left, int) and isinstance(right, str):
+                    yield left, right, _PART
+
+
+_READERS: dict[str, Callable[[Graph, Node], _Found]] = {
+    **dict.fromkeys(("Conv", "ConvTranspose", "MaxPool", "AveragePool", "LpPool", "ConvInteger"), _window),
+    "Slice": _slice,
+    "TopK": _along(1, _CUT),
+    "Split": _along(1, _CUT),
+    "SplitToSequence": _along(1, _CUT),
+    "Pad": _each(1),
+    "Tile": _each(1),
+    "Resize": _resize,
+    **dict.fromkeys(("SpaceToDepth", "DepthToSpace"), _blocks),
+    "Reshape": _reshape,
+    **dict.fromkeys(("Add", "Sub", "Mul", "Div", "Where", "And", "Or"), _broadcast),
+}

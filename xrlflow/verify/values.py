@@ -1,0 +1,105 @@
+"""What values inputs are given: kinds of floats, integers and masks, and which of them are worth a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Spread(Enum):
+    """How floats are drawn; `Floats.scale` says how large."""
+
+    NORMAL = "normal"  # around 0, of this deviation
+    UNIFORM = "uniform"  # from 0 to this
+    FILLED = "filled"  # every element is this
+    THRESHOLDS = "thresholds"  # around the numbers that the models compare values with
+    POISONED = "poisoned"  # normal, some elements NaN or infinite
+    NAN = "nan"  # every element
+
+
+@dataclass(frozen=True, slots=True)
+class Floats:
+    """A kind of floats."""
+
+    spread: Spread = Spread.NORMAL
+    scale: float = 1.0
+
+    @property
+    def finite(self) -> bool:
+        return self.spread not in (Spread.POISONED, Spread.NAN)
+
+
+class Integers(Enum):
+    """A kind of integers."""
+
+    USUAL = "usual"
+    ENDS = "ends"  # first and last of the tables that they index, counted from both sides
+    WIDE = "wide"  # beyond 32 bits, above the signed maximum, where nothing bounds them
+    BEYOND = "beyond"  # outside the tables that they index
+
+
+class Masks(Enum):
+    """A kind of masks: usual ones have ones, prefixes or any pattern, by the sample."""
+
+    USUAL = "usual"
+    EMPTY = "empty"  # no element is kept
+
+
+@dataclass(frozen=True, slots=True)
+class Values:
+    """What one run is given. `name`: for people; "" is the ordinary kind, of which there are several samples."""
+
+    name: str = ""
+    floats: Floats = Floats()
+    integers: Integers = Integers.USUAL
+    masks: Masks = Masks.USUAL
+
+    @property
+    def ordinary(self) -> bool:
+        return not self.name
+
+
+ORDINARY = Values()
+
+LARGE = 1e3
+"""The largest magnitude that is tried unless a model compares with larger numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Takes:
+    """Which kinds make a difference to a model's inputs.
+
+    `floats`: some float is free. `bounded`: some integer indexes a table; `loose`: what reads it checks its bounds.
+    `free`: some integer is bound by nothing. `masks`: some input is a mask. `thresholds`: numbers that the models compare
+    values with.
+    """
+
+    floats: bool
+    bounded: bool
+    loose: bool
+    free: bool
+    masks: bool
+    thresholds: tuple[float, ...]
+
+    def kinds(self) -> Iterator[Values]:
+        """What is tried besides ordinary values, the most telling first, each in a run of its own."""
+        largest = max(LARGE, *(2 * n for n in self.thresholds), LARGE)
+        if self.floats:
+            yield Values("values from 0 to 255", Floats(Spread.UNIFORM, 255.0))
+            yield Values(f"values of {largest:g}", Floats(Spread.NORMAL, largest))
+        if self.free:
+            yield Values("integers of all magnitudes", integers=Integers.WIDE)
+        if self.bounded:
+            yield Values("indices at both ends of their tables", integers=Integers.ENDS)
+        if self.masks:
+            yield Values("masks of zeros", masks=Masks.EMPTY)
+        if self.floats:
+            if self.thresholds:
+                yield Values("values around the models' own bounds", Floats(Spread.THRESHOLDS))
+            yield Values("some values NaN or infinite", Floats(Spread.POISONED))
+            yield Values("NaN", Floats(Spread.NAN))
+            yield Values("values from 0 to 1", Floats(Spread.UNIFORM, 1.0))
+            yield Values("values of 0.001", Floats(Spread.NORMAL, 1e-3))
+        if self.loose:
+            yield Values("indices outside their tables", integers=Integers.BEYOND)

@@ -1,0 +1,124 @@
+"""What the outputs of the original are measured with, on each set of inputs: float64 where it can be had."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from xrlflow.ir import Value
+from xrlflow.onnxio import ImportedModel
+from xrlflow.verify.compare import Licence, Yardstick, by_reference, is_float
+from xrlflow.verify.inputs import Case
+from xrlflow.verify.reference import (
+    NoReference,
+    Sizes,
+    evaluable,
+    evaluate,
+    evaluate_rounded,
+    is_credible,
+)
+from xrlflow.verify.runner import Array
+
+# A difference that would be reported is worth so many times as much of float64 as all the rest together.
+_ON_DEMAND = 10
+
+
+@dataclass(slots=True)
+class Known:
+    """One case, and what the original makes of it: for each output its parts, for each part a yardstick."""
+
+    case: Case
+    outputs: list[Sequence[tuple[str, Any]]]
+    yardsticks: dict[tuple[int, str], Yardstick] = field(default_factory=dict)
+    licences: tuple[Licence | None, ...] = ()
+
+    def licence(self, index: int) -> Licence | None:
+        """What the case allows of an output; None: nothing of it is judged."""
+        return self.licences[index] if self.licences else Licence.NONE
+
+
+def by_float64(at: Sizes, imported: ImportedModel, known: Sequence[Known], budget: float) -> list[str]:
+    """Yardsticks from our float64 evaluation, as far as the budget goes: ordinary values first, at each binding.
+
+    What stands in the way is given back.
+    """
+    wanted = _evaluable(imported, known[0])
+    if not wanted:
+        return []
+    notes: list[str] = []
+    costs: dict[tuple[int, ...], float] = {}
+
+    def cost_of(item: Known) -> float:
+        key = tuple(item.case.bindings.values())
+        if key not in costs:
+            costs[key] = at.flops(item.case)
+        return costs[key]
+
+    for item in sorted(known, key=lambda k: (not k.case.values.ordinary, k.case.sample, cost_of(k))):
+        cost = cost_of(item)
+        if cost > budget:
+            continue
+        budget -= cost
+        try:
+            strange = _measure(imported, item, wanted)
+        except NoReference as error:
+            if item.case.values.ordinary:
+                return [str(error)]
+            continue
+        if item.case.values.ordinary:
+            notes.extend(
+                f"the float64 evaluation of output {name!r} is not what the original computes"
+                for name in strange
+            )
+    return list(dict.fromkeys(notes))
+
+
+def on_demand(at: Sizes, imported: ImportedModel, item: Known, budget: float) -> None:
+    """The float64 yardsticks of one case after all, where a difference would be reported otherwise."""
+    wanted = _evaluable(imported, item)
+    if wanted and at.flops(item.case) <= _ON_DEMAND * budget:
+        with suppress(NoReference):  # then what is there already has to do
+            _measure(imported, item, wanted)
+
+
+def _evaluable(imported: ImportedModel, item: Known) -> list[int]:
+    """The outputs of floats that have a float64 evaluation."""
+    able = evaluable(imported.graph)
+    return [
+        i for i, can in enumerate(able) if can and any(is_float(a) for part, a in item.outputs[i] if not part)
+    ]
+
+
+def _measure(imported: ImportedModel, item: Known, wanted: Sequence[int]) -> list[str]:
+    """Evaluate these outputs of a case. Gives the names of those that are not believed. Raises NoReference."""
+    values = [imported.graph.outputs[index] for index in wanted]
+    references = evaluate(imported, item.case, values)
+    rounded = _Rounded(imported, item.case, values)
+    strange = []
+    for place, (index, reference) in enumerate(zip(wanted, references)):
+        original = item.outputs[index][0][1]
+        yardstick = by_reference(original, reference)
+        if yardstick is not None and is_credible(original, reference, partial(rounded.output, place)):
+            item.yardsticks[index, ""] = yardstick
+        else:
+            strange.append(imported.frame.graph.output[index].name)
+    return strange
+
+
+class _Rounded:
+    """Our evaluation of some values in the model's own precision, made when it is first asked for."""
+
+    def __init__(self, imported: ImportedModel, case: Case, values: Sequence[Value]) -> None:
+        self._imported, self._case, self._values = imported, case, values
+        self._found: list[Array] | None = None
+        self._tried = False
+
+    def output(self, index: int) -> Array | None:
+        if not self._tried:
+            self._tried = True
+            with suppress(NoReference):
+                self._found = evaluate_rounded(self._imported, self._case, self._values)
+        return None if self._found is None else self._found[index]
