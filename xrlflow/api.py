@@ -466,7 +466,7 @@ def _run(
     reason = "nothing measured faster" if measuring else "no cheaper graph was found"
     if chosen is not None:
         path = job.write(chosen.state.graph)
-        check_result(imported, chosen.state.graph)
+        job.notes.extend(check_result(imported, chosen.state.graph))
         if verifying:
             since = time.monotonic()
             verification = _verify(job, path, inputs)
@@ -531,7 +531,7 @@ def _result(
         phases=job.phases,
         returned_original=chosen is None,
         reason=reason,
-        notes=tuple(job.notes),
+        notes=(*job.imported.notes, *job.notes),
         trials=selection.trials if selection is not None else (),
     )
     return Result(

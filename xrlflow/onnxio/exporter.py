@@ -28,7 +28,7 @@ from xrlflow.ir import (
     TensorType,
     Value,
 )
-from xrlflow.onnxio import protos, versions
+from xrlflow.onnxio import declared, protos, versions
 from xrlflow.onnxio.beside import replacing_model
 from xrlflow.onnxio.errors import GrowthError, ModelError
 from xrlflow.onnxio.model import ImportedModel, Recipe
@@ -208,14 +208,35 @@ def check(proto: onnx.ModelProto) -> str | None:
     return None
 
 
-def check_result(model: ImportedModel, graph: Graph) -> None:
-    """Raise ModelError if ONNX's checker refuses the result and did not refuse the input.
+def check_result(model: ImportedModel, graph: Graph) -> tuple[str, ...]:
+    """Raise ModelError if ONNX's checker refuses the result and that is not the input's fault; notes where it is.
 
-    Large weights stand as inputs in what is checked: the checker does not look at their data.
+    It is the input's if the checker refuses the input itself, or its computation written anew, or if all that it has
+    against the result are shapes that the input declares. Large weights stand as inputs in what is checked: the
+    checker does not look at their data.
     """
-    problem = check(_typed_copy(_write(model, graph)))
-    if problem is not None and check_input(model) is None:
-        raise ModelError(f"{model.name}: the result is not a valid model (a bug of xrlflow): {problem}")
+    result = _typed_copy(_write(model, graph))
+    problem = check(result)
+    if problem is None or check_input(model) is not None:
+        return ()
+    if _computes(declared.forget(result)):
+        return (f"the model declares shapes that contradict what it computes: {_one_line(problem)}",)
+    if check(_typed_copy(_write(model, model.graph))) is not None:
+        return (f"ONNX's checker has something against the model, as it is: {_one_line(problem)}",)
+    raise ModelError(f"{model.name}: the result is not a valid model (a bug of xrlflow): {problem}")
+
+
+def _computes(proto: onnx.ModelProto) -> bool:
+    """Whether a model's nodes fit together (the checker wants shapes of its outputs, inference does not)."""
+    try:
+        onnx.shape_inference.infer_shapes(proto, check_type=True, strict_mode=True)
+    except onnx.shape_inference.InferenceError:
+        return False
+    return True
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())[:300]
 
 
 def _typed_copy(written: _Written) -> onnx.ModelProto:
