@@ -24,10 +24,6 @@ from xrlflow.verify.runner import opened
 
 CHUNKS = 16
 
-# Range of vectors of one element, which ONNX does not allow. ONNX Runtime takes that as long as it does not see
-# it; once `size` has a known length, the condition of an If is a constant, and it looks into the branch.
-INVALID = {"test_affine_grid_2d_align_corners_expanded", "test_affine_grid_2d_expanded"}
-
 
 @cache
 def corpus() -> list[Any]:
@@ -104,8 +100,6 @@ def test_backend_models(chunk: int, record_property: Any) -> None:
         again = outputs(original, feeds) if expected is not None else None
         if expected is None or again is None or not same(expected, again):
             continue  # not for this runtime, or random
-        if case.name in INVALID:
-            continue
         counts["runnable"] += 1
         rewritten = False
         for search, budget in (("greedy", 100), ("random", 10)):

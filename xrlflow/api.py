@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
+import shutil
 import tempfile
 import time
 from collections import Counter
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rewrite_rules import LIBRARY
-from xrlflow import lowering
+from xrlflow import files, lowering
 from xrlflow.backends import BackendError, RepeatedComparison
 from xrlflow.backends.onnxruntime import (
     check_providers,
@@ -172,7 +173,8 @@ class Result:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the result to a file, whole or not at all.
 
-        The original is written byte for byte, its external data beside it; with TVM as the backend a shared library.
+        The original is written byte for byte; external data goes to a file of the result's own, `NAME.DIGEST.data`
+        beside it, and nothing else is overwritten. With TVM as the backend a shared library.
         Raises ModelError or BackendError if the file cannot be written.
         """
         if self.compiled is not None:
@@ -284,16 +286,17 @@ class _Job:
         return _runnable(self.source)
 
     def write(self, graph: Graph) -> str:
-        """A graph as a file in the job's folder, of whatever size."""
+        """A graph as a file, of whatever size, in a folder of its own in the job's folder."""
         self.files += 1
-        path = os.path.join(self.folder, f"{self.files}.onnx")
-        save(self.imported, graph, path, max_growth=float("inf"))
+        folder = os.path.join(self.folder, str(self.files))
+        os.mkdir(folder)
+        path = os.path.join(folder, "model.onnx")
+        save(self.imported, graph, path, max_growth=float("inf"), durable=False)
         return path
 
     def remove(self, path: str) -> None:
-        for name in (path, f"{path}.data"):
-            if os.path.exists(name):
-                os.remove(name)
+        """Remove what `write` wrote."""
+        shutil.rmtree(os.path.dirname(path))
 
     def fits(self, found: Found) -> bool:
         """Whether the result would not be too large a file."""
@@ -463,7 +466,7 @@ def _run(
     reason = "nothing measured faster" if measuring else "no cheaper graph was found"
     if chosen is not None:
         path = job.write(chosen.state.graph)
-        check_result(imported, chosen.state.graph)
+        job.notes.extend(check_result(imported, chosen.state.graph))
         if verifying:
             since = time.monotonic()
             verification = _verify(job, path, inputs)
@@ -530,7 +533,7 @@ def _result(
         phases=job.phases,
         returned_original=chosen is None,
         reason=reason,
-        notes=tuple(job.notes),
+        notes=(*job.imported.notes, *job.notes),
         trials=selection.trials if selection is not None else (),
     )
     return Result(
@@ -1316,8 +1319,7 @@ def check_writable(path: str | os.PathLike[str], *, library: bool = False) -> No
     if not folder.is_dir():
         raise ModelError(f"{target}: there is no folder {folder}: create it first")
     try:
-        with tempfile.NamedTemporaryFile(dir=folder, prefix=f".{target.name}."):
-            pass
+        files.check(target)
     except OSError as error:
         raise ModelError(f"{target}: cannot be written ({error.strerror}): choose another output") from error
 
@@ -1345,11 +1347,9 @@ def _read_trace(path: str | os.PathLike[str]) -> tuple[Step, ...]:
 
 
 def _write_text(path: str | os.PathLike[str], content: str) -> None:
-    target = Path(path)
-    temporary = target.with_name(f".{target.name}.part")
     try:
-        temporary.write_text(content, encoding="utf-8")
-        os.replace(temporary, target)
+        files.write(path, content.encode())
     except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise ModelError(f"{target}: cannot be written ({error.strerror}): choose another file") from error
+        raise ModelError(
+            f"{os.fspath(path)}: cannot be written ({error.strerror}): choose another file"
+        ) from error

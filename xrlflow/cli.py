@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -57,8 +59,28 @@ TuningStore = Annotated[
 
 
 def main() -> None:
-    """Run the command line; errors of the user's making end in one line and exit code 2."""
-    app()
+    """Run the command line; errors of the user's making end in one line and exit code 2.
+
+    SIGTERM (of a closed terminal SIGHUP) ends it at once, with nothing left behind and exit code 143 (129).
+    """
+    for number in (signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)):
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, _end)
+    try:
+        app()
+    except _Terminated:
+        typer.echo("xrlflow: error: terminated", err=True)
+        raise
+
+
+class _Terminated(SystemExit):
+    pass
+
+
+def _end(number: int, frame: FrameType | None) -> NoReturn:
+    """Unwind all that is being done, so that it cleans up. Being told twice does not interrupt that."""
+    signal.signal(number, signal.SIG_IGN)
+    raise _Terminated(128 + number)
 
 
 def fail(message: str, code: int = 2) -> NoReturn:
@@ -157,6 +179,8 @@ def optimize(
 
         shapes = parse_shapes(shape)
         api.check_writable(output, library=backend == "tvm")
+        if trace is not None:
+            api.check_writable(trace)
         with progress(enabled=not as_json and sys.stderr.isatty()) as listener:
             result = api.optimize(
                 model, search=search, cost=cost, backend=backend, cpu=cpu, triple=triple, remote=remote,

@@ -76,6 +76,31 @@ def test_one_that_arrives_while_the_handler_is_put_back(monkeypatch: pytest.Monk
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+def test_a_swallowed_end_comes_at_the_end() -> None:
+    """SIGTERM, where the program raises something for it, as the command line does; before it, Ctrl-C."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    @heeding_interrupts()
+    def block(error: Exception | None) -> None:
+        swallow()
+        with contextlib.suppress(SystemExit):
+            signal.raise_signal(signal.SIGTERM)
+        if error is not None:
+            raise error
+
+    usual = signal.signal(signal.SIGTERM, end)
+    try:
+        for error in (None, RuntimeError("an error in a callback")):
+            with pytest.raises(SystemExit, match="143"):
+                block(error)
+            assert signal.getsignal(signal.SIGTERM) is end
+            assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGTERM, usual)
+
+
 def test_errors_without_an_interrupt_stay_what_they_are() -> None:
     with pytest.raises(RuntimeError, match="of its own"), heeding_interrupts():
         raise RuntimeError("of its own")

@@ -1,12 +1,13 @@
-"""Ctrl-C while foreign code calls back into Python."""
+"""Ctrl-C, and SIGTERM where a program handles it, while foreign code calls back into Python."""
 
 from __future__ import annotations
 
 import contextlib
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
+from typing import Any
 
 
 @contextlib.contextmanager
@@ -14,35 +15,42 @@ def heeding_interrupts() -> Iterator[None]:
     """Raise KeyboardInterrupt at the end of the block if Ctrl-C was pressed in it and nobody is told.
 
     C++ code that calls back into Python gets the KeyboardInterrupt as an error like any other, and may take it for an
-    answer: TVM's constant folding compiles, and for whatever is raised there it just does not fold.
+    answer: TVM's constant folding compiles, and for whatever is raised there it just does not fold. The same for what
+    the program's own handler of SIGTERM raises.
 
-    Interrupts are the main thread's; in others, and where a program handles them in its own way, this does nothing.
+    Interrupts are the main thread's; in others, and where a program handles Ctrl-C in its own way, this does nothing.
     """
-    usual = signal.default_int_handler
-    if (
-        threading.current_thread() is not threading.main_thread()
-        or signal.getsignal(signal.SIGINT) is not usual
-    ):
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
-    interrupted = False
+    usual: dict[int, Callable[[int, FrameType | None], Any]] = {}
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        usual[signal.SIGINT] = signal.default_int_handler
+    ending = signal.getsignal(signal.SIGTERM)
+    if callable(ending):
+        usual[signal.SIGTERM] = ending
+    arrived: list[int] = []
 
     def handle(number: int, frame: FrameType | None) -> None:
-        nonlocal interrupted
-        interrupted = True
-        usual(number, frame)
+        arrived.append(number)
+        usual[number](number, frame)
 
     try:
-        signal.signal(signal.SIGINT, handle)
+        for number in usual:
+            signal.signal(number, handle)
         yield
     except Exception as error:
-        if interrupted:
-            raise KeyboardInterrupt from error
+        if arrived:
+            try:
+                usual[max(arrived)](max(arrived), None)
+            except BaseException as interrupt:
+                raise interrupt from error
         raise
     finally:
         # Python handles what has arrived before it sets the new handler, and may raise here.
-        while signal.getsignal(signal.SIGINT) is handle:
-            with contextlib.suppress(KeyboardInterrupt):
-                signal.signal(signal.SIGINT, usual)
-    if interrupted:
-        raise KeyboardInterrupt
+        for number in usual:
+            while signal.getsignal(number) is handle:
+                with contextlib.suppress(KeyboardInterrupt, SystemExit):
+                    signal.signal(number, usual[number])
+    if arrived:  # SIGTERM, if both
+        usual[max(arrived)](max(arrived), None)

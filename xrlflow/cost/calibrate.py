@@ -7,8 +7,6 @@ thread count.
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 import time
 import warnings
 from collections.abc import Callable
@@ -21,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from xrlflow import files
 from xrlflow.cost.alone import Sample, call_seconds, in_quiet, time_node, time_nodes
 from xrlflow.cost.database import cache_directory
 from xrlflow.cost.machine import REFERENCE, Machine, Speed, cache_bytes, cpu_name
@@ -247,6 +246,4 @@ def _clamp(x: float, low: float, high: float) -> float:
 def _write(path: Path, text: str) -> None:
     """All or nothing: other processes read the old file or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=path.name, delete=False) as file:
-        file.write(text)
-    os.replace(file.name, path)
+    files.write(path, text.encode())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as to_bytes
+
+from xrlflow import files
 
 FORMAT = 1
 
@@ -43,22 +44,11 @@ def save_checkpoint(checkpoint: Checkpoint, path: str | os.PathLike[str]) -> Non
     # Copies: safetensors refuses tensors that share memory.
     tensors = {name: t.detach().cpu().contiguous().clone() for name, t in checkpoint.tensors.items()}
     target = Path(path)
-    temporary: str | None = None
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-        with os.fdopen(handle, "wb") as file:
-            file.write(to_bytes(tensors, metadata))
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o666 & ~_umask())  # mkstemp's is for its owner alone
-        os.replace(temporary, target)
-        temporary = None
+        files.write(target, to_bytes(tensors, metadata))
     except OSError as error:
         raise CheckpointError(f"{target} cannot be written: {error.strerror or error}") from error
-    finally:
-        if temporary is not None and os.path.exists(temporary):
-            os.remove(temporary)
 
 
 def load_checkpoint(path: str | os.PathLike[str], kind: str) -> Checkpoint:
@@ -88,9 +78,3 @@ def load_checkpoint(path: str | os.PathLike[str], kind: str) -> Checkpoint:
     if not isinstance(config, dict):
         raise CheckpointError(f"{path}: its configuration is damaged: not an object")
     return Checkpoint(kind, config, tensors)
-
-
-def _umask() -> int:
-    current = os.umask(0)
-    os.umask(current)
-    return current

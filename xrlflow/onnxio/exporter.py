@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import BinaryIO
@@ -29,7 +28,8 @@ from xrlflow.ir import (
     TensorType,
     Value,
 )
-from xrlflow.onnxio import protos, versions
+from xrlflow.onnxio import declared, protos, versions
+from xrlflow.onnxio.beside import replacing_model
 from xrlflow.onnxio.errors import GrowthError, ModelError
 from xrlflow.onnxio.model import ImportedModel, Recipe
 from xrlflow.onnxio.shapes import without_computed
@@ -116,12 +116,14 @@ def save(
     *,
     opset: int | None = None,
     max_growth: float = 1.2,
+    durable: bool = True,
 ) -> None:
     """Write the model with `graph` for its computation to a file, whole or not at all.
 
     `opset` asks for an older version of ONNX's operators than the canonical one. Models that came with
-    external data, or are over 1.5 GB, get a data file beside them (`NAME.data`). Raises GrowthError if the
-    result has more than `max_growth` times the bytes of the input, ModelError if it cannot be written.
+    external data, or are over 1.5 GB, get a data file beside them (`NAME.DIGEST.data`, see `beside`). With
+    `durable` the files are on the disk afterwards. Raises GrowthError if the result has more than `max_growth`
+    times the bytes of the input, ModelError if it cannot be written.
     """
     written = _write(model, graph, opset)
     target = os.fspath(path)
@@ -133,34 +135,56 @@ def save(
             f"{model.size:,} of {model.name}: allow more with --max-growth"
         )
     external = bool(written.large) and (model.external or total > EXTERNAL_ABOVE)
+    places = _places(written)
+
+    def write_data(file: BinaryIO) -> None:
+        at = 0
+        for place, const in zip(places, written.large.values()):
+            file.write(bytes(place - at))
+            data = raw_data(const)
+            file.write(data)
+            at = place + data.nbytes
+
     try:
-        if external:
-            data_path = f"{target}.data"
-            location = os.path.basename(data_path)
-            with replacing(data_path) as file:
-                _write_data(file, location, written)
-        with replacing(target) as file:
+        check_not_data_of(model, target)
+        with replacing_model(target, [write_data] if external else [], durable=durable) as (file, names):
+            if external:
+                _refer(written, names[0], places)
             _write_file(file, written, external)
     except OSError as error:
         raise ModelError(f"{target}: cannot be written ({error.strerror}): choose another output") from error
 
 
-def _write_data(file: BinaryIO, location: str, written: _Written) -> None:
-    """Write the large weights, and say in the proto where they are."""
-    at = 0
-    for name, const in written.large.items():
-        data = raw_data(const)
-        aligned = -at % (4096 if data.nbytes >= _PAGED else 64)
-        file.write(bytes(aligned))
-        at += aligned
+def check_not_data_of(model: ImportedModel, target: str) -> None:
+    """Raise ModelError if a file to write holds weights of the model that was read."""
+    if model.store.path is not None:
+        folder = os.path.dirname(os.path.abspath(model.store.path))
+        for location in model.store.files:
+            if os.path.realpath(target) == os.path.realpath(os.path.join(folder, location)):
+                raise ModelError(f"{target}: holds the weights of {model.name}: choose another output")
+
+
+def _places(written: _Written) -> list[int]:
+    """Where each of the large weights begins in the data file."""
+    found, at = [], 0
+    for const in written.large.values():
+        size = const.type.nbytes or 0
+        at += -at % (4096 if size >= _PAGED else 64)
+        found.append(at)
+        at += size
+    return found
+
+
+def _refer(written: _Written, location: str, places: list[int]) -> None:
+    """Say in the proto where the large weights are."""
+    for (name, const), at in zip(written.large.items(), places):
         proto = written.proto.graph.initializer.add(
             name=name, data_type=int(const.type.dtype), dims=_dims(const)
         )
         proto.data_location = onnx.TensorProto.EXTERNAL
-        for key, text in (("location", location), ("offset", str(at)), ("length", str(data.nbytes))):
+        length = str(const.type.nbytes or 0)
+        for key, text in (("location", location), ("offset", str(at)), ("length", length)):
             proto.external_data.add(key=key, value=text)
-        file.write(data)
-        at += data.nbytes
 
 
 def _write_file(file: BinaryIO, written: _Written, external: bool) -> None:
@@ -175,19 +199,6 @@ def _write_file(file: BinaryIO, written: _Written, external: bool) -> None:
     write_model(file, frame.SerializeToString(), graph, streamed)
 
 
-@contextmanager
-def replacing(path: str) -> Iterator[BinaryIO]:
-    """A file that takes the place of `path` when it is complete."""
-    temporary = f"{path}.{os.getpid()}.part"
-    try:
-        with open(temporary, "xb") as file:
-            yield file
-        os.replace(temporary, path)
-    finally:
-        if os.path.exists(temporary):
-            os.unlink(temporary)
-
-
 def check(proto: onnx.ModelProto) -> str | None:
     """What ONNX's checker, with types, has against a model without external data; None if it passes."""
     try:
@@ -197,14 +208,35 @@ def check(proto: onnx.ModelProto) -> str | None:
     return None
 
 
-def check_result(model: ImportedModel, graph: Graph) -> None:
-    """Raise ModelError if ONNX's checker refuses the result and did not refuse the input.
+def check_result(model: ImportedModel, graph: Graph) -> tuple[str, ...]:
+    """Raise ModelError if ONNX's checker refuses the result and that is not the input's fault; notes where it is.
 
-    Large weights stand as inputs in what is checked: the checker does not look at their data.
+    It is the input's if the checker refuses the input itself, or its computation written anew, or if all that it has
+    against the result are shapes that the input declares. Large weights stand as inputs in what is checked: the
+    checker does not look at their data.
     """
-    problem = check(_typed_copy(_write(model, graph)))
-    if problem is not None and check_input(model) is None:
-        raise ModelError(f"{model.name}: the result is not a valid model (a bug of xrlflow): {problem}")
+    result = _typed_copy(_write(model, graph))
+    problem = check(result)
+    if problem is None or check_input(model) is not None:
+        return ()
+    if _computes(declared.forget(result)):
+        return (f"the model declares shapes that contradict what it computes: {_one_line(problem)}",)
+    if check(_typed_copy(_write(model, model.graph))) is not None:
+        return (f"ONNX's checker has something against the model, as it is: {_one_line(problem)}",)
+    raise ModelError(f"{model.name}: the result is not a valid model (a bug of xrlflow): {problem}")
+
+
+def _computes(proto: onnx.ModelProto) -> bool:
+    """Whether a model's nodes fit together (the checker wants shapes of its outputs, inference does not)."""
+    try:
+        onnx.shape_inference.infer_shapes(proto, check_type=True, strict_mode=True)
+    except onnx.shape_inference.InferenceError:
+        return False
+    return True
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())[:300]
 
 
 def _typed_copy(written: _Written) -> onnx.ModelProto:

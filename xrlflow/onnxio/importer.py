@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 
 import numpy as np
 import onnx
@@ -33,8 +34,9 @@ from xrlflow.ir import (
     mix,
     output_key,
 )
-from xrlflow.onnxio import protos, versions
+from xrlflow.onnxio import declared, protos, versions
 from xrlflow.onnxio import shapes as dimensions
+from xrlflow.onnxio.declared import Contradiction
 from xrlflow.onnxio.errors import ModelError
 from xrlflow.onnxio.malformed import check_inputs, check_structure, reading
 from xrlflow.onnxio.model import ImportedModel, NodeLabel, Recipe
@@ -90,14 +92,20 @@ def _loaded(
             dimensions.fix(proto, bindings)
             dimensions.fix(frame, bindings)
     opset = versions.to_canonical(store.name, proto)
-    typed, declared = _typed(proto)
     overridable = {
         t.name: store.const(t)
         for t in proto.graph.initializer
         if t.name in {v.name for v in proto.graph.input}
     }
-    importer = _Importer(store)
-    graph = importer.main(typed.graph, declared, overridable)
+    notes: tuple[str, ...] = ()
+    try:
+        importer, graph = _imported(store, proto, overridable, declared.names(proto.graph))
+    except Contradiction as error:
+        notes = (f"what the model declares of its values is not believed: {error}",)
+        try:
+            importer, graph = _imported(store, declared.forget(proto), overridable, set())
+        except Contradiction as still:  # about an element type, which no runtime takes
+            raise ModelError(f"{store.name}: {still}: the file is damaged, export it again") from still
     if bindings and not fix_shapes:
         bindings = dimensions.solve(graph, bindings)
     versions.set_opset(frame, opset)
@@ -116,7 +124,17 @@ def _loaded(
         stripped=stripped,
         size=store.data.nbytes + external_bytes,
         external=bool(store.files),
+        notes=notes,
     )
+
+
+def _imported(
+    store: TensorStore, proto: onnx.ModelProto, overridable: Mapping[str, Const], doubtful: AbstractSet[str]
+) -> tuple[_Importer, Graph]:
+    """The graph of a model in canonical operators. Raises Contradiction if a declaration is not true."""
+    typed, believed = _typed(proto)
+    importer = _Importer(store, doubtful)
+    return importer, importer.main(typed.graph, believed, overridable)
 
 
 def _open(source: Source) -> TensorStore:
@@ -195,10 +213,10 @@ def _frame(proto: onnx.ModelProto) -> onnx.ModelProto:
 def _typed(proto: onnx.ModelProto) -> tuple[onnx.ModelProto, dict[str, TensorType]]:
     """The model with inferred types, and the types that it declares itself.
 
-    What a file declares for its intermediate values may be stale. It is believed where it adds something, and
-    not at all if it contradicts in a single place what ONNX infers.
+    What a file declares for its intermediate values may be stale. It is believed where it adds something. Raises
+    Contradiction if it contradicts in a single place what ONNX infers.
     """
-    declared = {v.name: v.type for v in proto.graph.value_info}
+    infos = {v.name: v.type for v in proto.graph.value_info}
     unknown = {
         name
         for node in proto.graph.node
@@ -214,16 +232,13 @@ def _typed(proto: onnx.ModelProto) -> tuple[onnx.ModelProto, dict[str, TensorTyp
         typed = onnx.shape_inference.infer_shapes(bare)
     except (onnx.shape_inference.InferenceError, RuntimeError):
         # The model as a whole defeats ONNX's inference; node by node we may still learn most types.
-        return bare, {name: dimensions.without_symbols(type_of_proto(t)) for name, t in declared.items()}
+        return bare, {name: dimensions.without_symbols(type_of_proto(t)) for name, t in infos.items()}
     believed: dict[str, TensorType] = {}
     inferred = {v.name: v.type for v in typed.graph.value_info}
-    for name, type in declared.items():
+    for name, type in infos.items():
         known = dimensions.without_symbols(type_of_proto(type))
         if name in inferred:
-            try:
-                merge_types(type_of_proto(inferred[name]), known)
-            except TypeConflict:
-                return typed, {}
+            declared.check(name, known, type_of_proto(inferred[name]))
         believed[name] = known
     return typed, believed
 
@@ -274,15 +289,18 @@ class _Scope:
 
 
 class _Importer:
-    def __init__(self, store: TensorStore) -> None:
+    """`doubtful`: values of which the file declares something that is not checked yet."""
+
+    def __init__(self, store: TensorStore, doubtful: AbstractSet[str]) -> None:
         self.store = store
+        self.doubtful = doubtful
         self.pool = ConstPool()
         self.labels: dict[Value, NodeLabel] = {}
         self.recipes: dict[Value, Recipe] = {}
         self.dimensions = dimensions.DimensionNames()
 
     def main(
-        self, proto: onnx.GraphProto, declared: Mapping[str, TensorType], overridable: Mapping[str, Const]
+        self, proto: onnx.GraphProto, believed: Mapping[str, TensorType], overridable: Mapping[str, Const]
     ) -> Graph:
         scope = _Scope(None)
         inputs = []
@@ -293,7 +311,7 @@ class _Importer:
             scope.leaves.types[value] = type_of_proto(info.type)
             self.dimensions.add(scope.leaves.types[value])
             scope.leaves.names[value] = info.name
-        scope.types.update(declared)
+        scope.types.update(believed)
         return self._graph(proto, scope, inputs, overridable)
 
     def _body(self, proto: onnx.GraphProto, parent: _Scope) -> tuple[Body, tuple[Value, ...]]:
@@ -361,6 +379,8 @@ class _Importer:
         least = 2 if op == "Loop" else 0  # its trip count and condition are always listed
         while len(inputs) > least and inputs[-1] == ABSENT:
             inputs.pop()
+        if op == "Range":
+            inputs = [_scalar(scope, v) for v in inputs]
         raw: dict[str, Attr] = {}
         captured: list[Value] = []
         for attribute in sorted(proto.attribute, key=lambda a: a.name):
@@ -431,15 +451,26 @@ class _Importer:
     def _type_formals(
         self, node: onnx.NodeProto, body: onnx.GraphProto, inputs: Sequence[Value], scope: _Scope
     ) -> None:
-        """Give the inputs of a loop's body element types where the file gives none, in place."""
-        given: list[DType] = []
+        """Give the inputs of a loop's body element types where the file gives none, in place.
+
+        Raises Contradiction if a state that the loop begins with is not what the body declares.
+        """
+        given: list[TensorType] = []
+        states = 0
         if node.op_type == "Loop":
-            given = [DType.INT64, DType.BOOL, *(scope.type(v).dtype for v in inputs[2:])]
+            scalars = (TensorType(DType.INT64, None), TensorType(DType.BOOL, None))
+            given = [*scalars, *(scope.type(v) if v != ABSENT else UNKNOWN for v in inputs[2:])]
+            states = len(given)
         elif node.op_type == "Scan":
-            given = [scope.type(v).dtype for v in inputs]
-        for info, dtype in zip(body.input, given):
-            if not info.type.WhichOneof("value") and dtype != DType.UNDEFINED:
-                info.type.tensor_type.elem_type = int(dtype)
+            given = [scope.type(v) if v != ABSENT else UNKNOWN for v in inputs]
+            states = len(given) - sum(a.i for a in node.attribute if a.name == "num_scan_inputs")
+        for at, (info, type) in enumerate(zip(body.input, given)):
+            if not info.type.WhichOneof("value") and type.dtype != DType.UNDEFINED:
+                info.type.tensor_type.elem_type = int(type.dtype)
+            elif at < states:
+                declared.check(
+                    info.name, dimensions.without_symbols(type_of_proto(info.type)), type.as_const(False)
+                )
 
     def _attribute(self, proto: onnx.AttributeProto) -> Attr:
         kind, kinds = proto.type, onnx.AttributeProto
@@ -494,8 +525,13 @@ class _Importer:
         scope: _Scope,
     ) -> list[TensorType]:
         found = [scope.types.get(name, UNKNOWN) for name in outputs]
-        bodies = any(isinstance(a, Body) for a in attrs.values())
-        if bodies or schema(op) is None or all(t.is_static or t.other is not None for t in found):
+        doubtful = not self.doubtful.isdisjoint(outputs)
+        if any(isinstance(a, Body) for a in attrs.values()):
+            if self.doubtful:
+                declared.check_bodies(op, attrs, outputs, found)
+            return found
+        sure = not doubtful and all(t.is_static or t.other is not None for t in found)
+        if sure or schema(op) is None:
             return found
         data = [None if v == ABSENT else scope.const(v) for v in inputs]
         try:
@@ -504,7 +540,11 @@ class _Importer:
             return found
         if any(e is not None for e in elements):
             own = refine(op, attrs, types, self._with_consts(inputs, elements, scope), own)
-        return [self.dimensions(_merged(a, b)) for a, b in zip(own, found)]
+        both = [
+            declared.check(name, b, a) if name in self.doubtful else _merged(a, b)
+            for name, a, b in zip(outputs, own, found)
+        ]
+        return [self.dimensions(t) for t in both]
 
     def _elements(self, inputs: Sequence[Value], scope: _Scope) -> list[Known | None]:
         """What is known of inputs that are computed from dimensions."""
@@ -539,6 +579,27 @@ class _Importer:
             return weights.evaluate(op, attrs, arrays, types)
         except weights.NotEvaluable:
             return None
+
+
+def _scalar(scope: _Scope, value: Value) -> Value:
+    """A value, as a scalar if it is a vector of one element.
+
+    ONNX has scalars only for the limits of a Range. ONNX Runtime takes both, as long as it does not know the shape.
+    """
+    type = scope.type(value)
+    if type.shape != (1,):
+        return value
+    const = scope.const(value)
+    if const is not None:
+        return scope.leaves.intern(const.numpy().reshape(()), type.dtype)
+    shape = scope.leaves.numbers(())
+    key = mix(digest("Reshape"), Attrs().digest, value, shape)
+    out = output_key(key, 0)
+    if out not in scope.of_node:
+        made = TensorType(type.dtype, (), type.const)
+        scope.nodes.append(Node("Reshape", (value, shape), (out,), (made,)))
+        scope.of_node[out] = made
+    return out
 
 
 def _merged(first: TensorType, second: TensorType | None) -> TensorType:

@@ -46,6 +46,7 @@ class ImportedModel:
     types, where the caller gave shapes. `nodes_before` counts the file's operators, functions inlined, bodies
     included. `recipes` are of constants that take less room in the file as the node that makes them.
     `overridable` are initialisers that are graph inputs too. `size` is in bytes, external data included.
+    `notes` say what of the file was not believed.
     """
 
     name: str
@@ -62,3 +63,4 @@ class ImportedModel:
     stripped: bytes  # the model as it was, without large tensors: see wire.strip_model
     size: int
     external: bool
+    notes: tuple[str, ...] = ()

@@ -3,39 +3,51 @@
 from __future__ import annotations
 
 import os
+from functools import partial
+from typing import BinaryIO
 
 import onnx
 
 from xrlflow.onnxio import shapes
+from xrlflow.onnxio.beside import relocate, replacing_model
 from xrlflow.onnxio.errors import ModelError
-from xrlflow.onnxio.exporter import replacing
+from xrlflow.onnxio.exporter import check_not_data_of
 from xrlflow.onnxio.model import ImportedModel
 
 
 def save_original(model: ImportedModel, path: str | os.PathLike[str]) -> None:
-    """Write the model as it was read, byte for byte, and its external data beside it.
+    """Write the model as it was read, byte for byte.
 
-    If the model was read with `fix_shapes`, the dimensions differ and nothing else. Raises ModelError if a file
-    cannot be written.
+    Where it has external data, that is copied to files of the result's own (see `beside`), whose names are what
+    differs; written to where it was read from, nothing changes. If the model was read with `fix_shapes`, the
+    dimensions differ. Raises ModelError if a file cannot be written.
     """
     target = os.fspath(path)
-    folder = os.path.dirname(os.path.abspath(target))
     store = model.store
+    if (
+        not model.fixed
+        and store.path is not None
+        and os.path.realpath(target) == os.path.realpath(store.path)
+    ):
+        return
+    data = [partial(_write, data) for data in store.files.values()]
     try:
-        if store.path is not None and folder != os.path.dirname(os.path.abspath(store.path)):
-            for location, data in store.files.items():
-                copy = os.path.join(folder, location)
-                os.makedirs(os.path.dirname(copy), exist_ok=True)
-                with replacing(copy) as file:
-                    file.write(data)
-        with replacing(target) as file:
-            file.write(_with_fixed_shapes(model) if model.fixed else store.data)
+        check_not_data_of(model, target)
+        with replacing_model(target, data) as (file, names):
+            file.write(_changed(model, names) if model.fixed or names else store.data)
     except OSError as error:
         raise ModelError(f"{target}: cannot be written ({error.strerror}): choose another output") from error
 
 
-def _with_fixed_shapes(model: ImportedModel) -> bytes:
+def _write(data: memoryview, file: BinaryIO) -> None:
+    file.write(data)
+
+
+def _changed(model: ImportedModel, names: list[str]) -> bytes:
+    """The model with fixed shapes, if it was read so, and other names of its data files."""
     proto = onnx.ModelProto.FromString(bytes(model.store.data))
-    shapes.fix(proto, model.bindings)
-    fixed: bytes = proto.SerializeToString()
-    return fixed
+    if model.fixed:
+        shapes.fix(proto, model.bindings)
+    relocate(proto, dict(zip(model.store.files, names)))
+    changed: bytes = proto.SerializeToString()
+    return changed

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
+from xrlflow import files
 from xrlflow.backends.protocol import BackendError, one_line
 from xrlflow.backends.tvm.load import tvm
 from xrlflow.backends.tvm.stack import CODE
@@ -254,8 +255,8 @@ class Store:
         files already, or nothing can be written there.
         """
         place = Path(folder)
-        files = place / _WORKLOADS, place / _RECORDS
-        if present := [file for file in files if file.exists()]:
+        places = place / _WORKLOADS, place / _RECORDS
+        if present := [file for file in places if file.exists()]:
             raise StoreError(f"{present[0]} exists already")
         workloads: dict[str, str] = dict(self._read("SELECT task, workload FROM workload", ()))
         # Tasks for several targets may share a module.
@@ -264,10 +265,8 @@ class Store:
         lines = [_text([numbers[workloads[record.task]], _for_tvm(record)]) for record in records]
         try:
             place.mkdir(parents=True, exist_ok=True)
-            for file, text in zip(files, (list(numbers), lines)):
-                part = file.with_suffix(".part")
-                part.write_text("".join(f"{line}\n" for line in text))
-                part.replace(file)
+            for file, text in zip(places, (list(numbers), lines)):
+                files.write(file, "".join(f"{line}\n" for line in text).encode())
         except OSError as error:
             raise StoreError(f"cannot export to {place}: {one_line(error)}") from error
         return len(lines)

@@ -14,6 +14,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from xrlflow import files
 from xrlflow.backends.placement import default_threads
 from xrlflow.backends.protocol import Array, BackendError, Feeds, ModelSource, one_line, same_feeds
 from xrlflow.backends.tvm.load import tvm
@@ -129,18 +130,24 @@ class TvmModel:
                 f"{target}: writing a shared library needs {compiler(self.interface.triple)} to link it"
             )
         try:
-            with tempfile.TemporaryDirectory(prefix=".xrlflow-", dir=target.parent) as folder:
+            target = Path(files.destination(path))
+            beside = _description(target)
+            if beside.exists() and not target.exists() and not _is_ours(beside):
+                raise BackendError(
+                    f"{beside}: xrlflow did not write this: choose another name for {target.name}"
+                )
+            with tempfile.TemporaryDirectory(prefix=files.UNFINISHED, dir=target.parent) as folder:
                 library, description = Path(folder) / target.name, Path(folder) / "interface.json"
                 with _silent():
                     self._executable.export_library(
                         str(library), fcompile=_linked_by(self.interface.triple, link)
                     )
                 stored = {"format": _VERSION, "digest": _digest(library), **asdict(self.interface)}
-                if target.is_file() and _description(target).is_file():
+                if target.is_file() and beside.is_file():
                     stored["replaced"] = _described(target)
                 description.write_text(json.dumps(stored, indent=1))
-                os.replace(description, _description(target))
-                os.replace(library, target)
+                files.put(description, beside)
+                files.put(library, target)
         except OSError as error:
             raise BackendError(f"{target}: cannot be written: {error.strerror or one_line(error)}") from error
         except RuntimeError as error:  # TVM's, with what the linker said
@@ -156,6 +163,14 @@ def _described(library: Path) -> dict[str, Any] | None:
         return next((entry for entry in found if entry is not None and entry["digest"] == digest), None)
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
+
+
+def _is_ours(description: Path) -> bool:
+    try:
+        stored = json.loads(description.read_text())
+    except (OSError, ValueError):
+        return False
+    return isinstance(stored, dict) and {"format", "digest", "triple"} <= stored.keys()
 
 
 def _linked_by(triple: str, command: str) -> Any:

@@ -1,0 +1,163 @@
+"""Models and the data files beside them, replaced together.
+
+The data of a model `out.onnx` is in `out.onnx.DIGEST.data`, where the digest is of its content. So no data file is ever
+overwritten: an old model has its old data until the new model, whose data is complete, takes its place in one step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import secrets
+import stat
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from hashlib import blake2b
+from typing import BinaryIO
+
+import onnx
+from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+
+from xrlflow import files
+from xrlflow.onnxio import protos
+from xrlflow.onnxio.tensors import map_file
+from xrlflow.onnxio.wire import EMBEDDED, WireError, strip_model
+
+_SUFFIX = ".data"
+# Old data is left where it is if more bytes than this would have to be searched for models that share it.
+_SEARCHED = 1 << 32
+_CHUNK = 1 << 22
+
+Write = Callable[[BinaryIO], None]
+
+
+@contextmanager
+def replacing_model(
+    path: files.Path, data: Iterable[Write], *, durable: bool = True
+) -> Iterator[tuple[BinaryIO, list[str]]]:
+    """A model's file that takes the place of `path` at the end of the block, and the names of its data files.
+
+    Each of `data` writes one data file, which is complete before the block. If the block, or writing, fails, then what
+    was there is as it was. Data of the model that is replaced goes where it was that model's alone. Raises OSError.
+    """
+    target = files.destination(path)
+    folder = os.path.dirname(target)
+    old = _locations(target)
+    names: list[str] = []
+    made: list[str] = []
+    with files.NewFile(folder, durable=durable) as model:
+        try:
+            for write in data:
+                names.append(_write(target, write, made, durable))
+            yield model.file, names
+            model.replace(target)
+        finally:
+            if not model.is_at(target):
+                for name in made:
+                    with contextlib.suppress(FileNotFoundError):
+                        os.unlink(name)
+    for location in sorted(old - set(names)):
+        if _is_of_alone(target, location):
+            with contextlib.suppress(OSError):  # it is only in the way
+                os.unlink(os.path.join(folder, location))
+
+
+def _write(target: str, write: Write, made: list[str], durable: bool) -> str:
+    """Write one data file; its name. If it is new, its path is added to `made`."""
+    folder, name = os.path.split(target)
+    with files.NewFile(folder, durable=durable) as new:
+        sink = _Digesting(new.file)
+        write(sink)  # type: ignore[arg-type]
+        found = stem = f"{_stem(name)}.{sink.digest.hexdigest()}"
+        while not new.claim(path := os.path.join(folder, found + _SUFFIX)):
+            if _same(path, new.file):  # written before, for the same weights
+                return found + _SUFFIX
+            found = f"{stem}-{secrets.token_hex(4)}"
+        made.append(path)
+    return found + _SUFFIX
+
+
+def _stem(name: str) -> str:
+    """A model's file name as a data file's name may begin: text, and short enough."""
+    try:
+        return name if len(name.encode()) <= 200 else "model"
+    except UnicodeEncodeError:  # the system's names are bytes, those in a model are text
+        return "model"
+
+
+class _Digesting:
+    """A file that is written to, and a digest of what was."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.file = file
+        self.digest = blake2b(digest_size=8)
+
+    def write(self, data: bytes | memoryview) -> int:
+        self.digest.update(data)
+        return self.file.write(data)
+
+
+def _same(path: str, file: BinaryIO) -> bool:
+    """Whether a regular file is at the path, and holds what `file` does."""
+    if not stat.S_ISREG(os.lstat(path).st_mode):
+        return False
+    file.seek(0)
+    with open(path, "rb") as other:
+        while True:
+            a, b = file.read(_CHUNK), other.read(_CHUNK)
+            if a != b:
+                return False
+            if not a:
+                return True
+
+
+def _locations(path: str) -> set[str]:
+    """The data files that a model names; none if the file is no model."""
+    try:
+        proto = onnx.ModelProto.FromString(strip_model(map_file(path)))
+    except (OSError, WireError, DecodeError):
+        return set()
+    found = {
+        entry.value for t in protos.all_tensors(proto) for entry in t.external_data if entry.key == "location"
+    }
+    return found - {EMBEDDED}
+
+
+def relocate(proto: onnx.ModelProto, names: Mapping[str, str]) -> None:
+    """Write other names of data files into a model, in place."""
+    for tensor in protos.all_tensors(proto):
+        for entry in tensor.external_data:
+            if entry.key == "location":
+                entry.value = names.get(entry.value, entry.value)
+
+
+def _is_of_alone(target: str, location: str) -> bool:
+    """Whether a data file belongs to the model at `target`, by its name, and no other file beside it names it.
+
+    Files are searched for the name, and not understood: a model is one under any name.
+    """
+    folder, name = os.path.split(target)
+    path = os.path.join(folder, location)
+    if os.path.basename(location) != location or not location.endswith(_SUFFIX):
+        return False
+    if not location.startswith((f"{name}.", f"{_stem(name)}.")) or location in _locations(target):
+        return False
+    try:
+        if not stat.S_ISREG(os.lstat(path).st_mode):
+            return False
+        with os.scandir(folder) as entries:
+            others = [e for e in entries if e.path not in (path, target) and e.is_file()]
+        if sum(e.stat().st_size for e in others) > _SEARCHED:
+            return False
+        return not any(_mentions(e.path, location.encode()) for e in others)
+    except OSError:
+        return False
+
+
+def _mentions(path: str, word: bytes) -> bool:
+    with open(path, "rb") as file:
+        if os.fstat(file.fileno()).st_size == 0:
+            return False
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            return content.find(word) >= 0
