@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from xrlflow.ops.field import Array, Field, NotEvaluable, Number, integer_divide
+from xrlflow.ops.field import Array, Field, NotEvaluable, Number
+from xrlflow.verify.rules.machine import MACHINE
 
 # The greatest primes below 2^22: products of two elements, and sums of 512 of them, are exact in float64.
 PRIMES = (4194301, 4194287)
@@ -125,7 +126,7 @@ class PrimeField(Field):
 
     def div(self, a: Any, b: Any) -> Array:
         if self._whole(a, b):
-            return integer_divide(a, b)
+            return MACHINE.div(a, b)
         return self.mul(a, self.inverse(self._element(b)))
 
     def matmul(self, a: Array, b: Array) -> Array:
@@ -183,9 +184,11 @@ class PrimeField(Field):
         return (state % np.uint64(self.prime)).astype(np.float64)
 
     def unary(self, name: str, a: Any, *parameters: Number) -> Array:
-        return self._hash(f"{name}{parameters}", a)
+        return MACHINE.unary(name, a, *parameters) if self._whole(a) else self._hash(f"{name}{parameters}", a)
 
     def binary(self, name: str, a: Any, b: Any) -> Array:
+        if self._whole(a, b):
+            return MACHINE.binary(name, a, b)
         if name != "pow":
             return self._hash(name, a, b)
         base, exponent = np.broadcast_arrays(np.asarray(a, np.float64), np.asarray(b, np.float64))

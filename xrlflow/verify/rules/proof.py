@@ -25,7 +25,7 @@ import numpy as np
 import onnx
 import onnx.parser
 
-from xrlflow.ir import Graph, digest, text
+from xrlflow.ir import FLOATS, DType, Graph, digest, text
 from xrlflow.onnxio import load
 from xrlflow.ops.evaluate import NotEvaluable
 from xrlflow.ops.schema import IR_VERSION, OPSET
@@ -40,6 +40,7 @@ from xrlflow.verify.rules.cases import (
     check_runtime,
     find_cases,
     usable,
+    whole_types,
 )
 from xrlflow.verify.rules.coverage import Coverage, example_kinds, grant, matched, own_conditions
 from xrlflow.verify.rules.draw import Draw, T
@@ -52,6 +53,8 @@ from xrlflow.verify.rules.variations import neighbours, resize, square, vary
 # How many sketches are drawn at most, how many cases are wanted, and how few are enough.
 MOST_SKETCHES, CASES, LEAST_CASES = 1200, 60, 8
 _RUNTIME_CASES = 8
+# So many cases more of each type of integers are run, with integers of its whole range.
+_RUNTIME_OF_TYPE = 3
 # Refused problems that are kept for each `require`; sketches that are drawn so that each refuses, and for mutants that
 # survive the cases.
 _KEPT, _MISSES, _FURTHER = 24, 600, 300
@@ -133,6 +136,7 @@ class _Proof:
     float_draws: int = 0
     runtime_cases: int = 0
     bits: float = -float("inf")
+    whole: Counter[DType] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         self.library = library_of(self.rule)
@@ -280,8 +284,11 @@ class _Proof:
             draws = 0
         self.float_draws += draws
         said |= draws > 0
-        if self.runtime_cases < _RUNTIME_CASES:
-            runtime = check_runtime(case, self.rng)
+        whole = whole_types(case)
+        self.whole.update(whole)
+        wide = any(self.whole[t] <= _RUNTIME_OF_TYPE for t in whole)
+        if self.runtime_cases < _RUNTIME_CASES or wide:
+            runtime = check_runtime(case, self.rng, wide)
             if runtime is not None:
                 said = True
                 self.runtime_cases += 1
@@ -474,6 +481,8 @@ class Source:
         try:
             if wish is not None and (dim := dimension_of(wish)) is not None:
                 bases = [base for base in bases if dim in base[0].dims]
+            if wish is not None and wish.subject == "type":
+                bases = [b for b in bases if any(t.dtype in FLOATS for t in b[0].inputs)] or bases
             if wish is not None and bases and turn % 2:
                 return build(self._granted(*self.draw.choice(bases), wish))
             return build(self._sketch(wish, turn // 2))
