@@ -159,8 +159,12 @@ class RemoveUnitDiv(_Neutral):
 
 
 class RemoveUnitPow(_Neutral):
-    """x ^ 1 -> x."""
+    """x ^ 1 -> x.
 
+    Not of integers: ONNX Runtime raises them as doubles, which round what is beyond 2^53.
+    """
+
+    dtypes = FLOATS
     number = 1.0
 
     def source(self, op: Op, x: Any, c: Any) -> Any:

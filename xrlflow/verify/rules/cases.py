@@ -336,10 +336,16 @@ def _degrees(
 # Floats
 
 
-def magnitudes(numeric: bool) -> Iterator[tuple[str, float]]:
-    """What inputs are drawn: standard normal, positive, and for numeric rules very small and very large ones."""
+def magnitudes(case: Case, numeric: bool) -> Iterator[tuple[str, float]]:
+    """What inputs are drawn: standard normal, positive, what a cast to a narrow type makes infinite, and for numeric
+    rules very small and very large ones."""
     yield "normal", 1.0
     yield "positive", 1.0
+    narrow = {n.types[0].dtype for n in case.before.nodes() if n.op in ("Cast", "CastLike")}
+    if DType.FLOAT16 in narrow:
+        yield "normal", 1e5
+    if not narrow.isdisjoint((DType.FLOAT, DType.BFLOAT16)):
+        yield "normal", 1e39
     if numeric:
         yield from (("normal", m) for m in (1e-6, 1e-3, 30.0, 1e4))
 
@@ -353,7 +359,7 @@ def check_floats(case: Case, rng: np.random.Generator, rule: AnyRule) -> int:
     done = 0
     numeric = rule.proof == "numeric"
     tolerance = _ROUNDED if numeric else _REORDERED
-    for turn, (kind, size) in enumerate(magnitudes(numeric)):
+    for turn, (kind, size) in enumerate(magnitudes(case, numeric)):
         found = _evaluated(case, rng, _floats(rng, kind, size), wide=turn % 2 == 1)
         if found is None:
             continue

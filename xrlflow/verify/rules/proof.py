@@ -54,7 +54,7 @@ from xrlflow.verify.rules.variations import neighbours, resize, square, vary
 MOST_SKETCHES, CASES, LEAST_CASES = 1200, 60, 8
 _RUNTIME_CASES = 8
 # So many cases more of each type of integers are run, with integers of its whole range.
-_RUNTIME_OF_TYPE = 3
+_RUNTIME_OF_TYPE = 4
 # Refused problems that are kept for each `require`; sketches that are drawn so that each refuses, and for mutants that
 # survive the cases.
 _KEPT, _MISSES, _FURTHER = 24, 600, 300
@@ -285,13 +285,13 @@ class _Proof:
         self.float_draws += draws
         said |= draws > 0
         whole = whole_types(case)
-        self.whole.update(whole)
-        wide = any(self.whole[t] <= _RUNTIME_OF_TYPE for t in whole)
+        wide = any(self.whole[t] < _RUNTIME_OF_TYPE for t in whole)
         if self.runtime_cases < _RUNTIME_CASES or wide:
             runtime = check_runtime(case, self.rng, wide)
             if runtime is not None:
                 said = True
                 self.runtime_cases += 1
+                self.whole.update(whole)
                 for _ in range(_RUNS if runtime.bits > MOST_BITS else 0):
                     if (again := check_runtime(case, self.rng)) is not None:
                         runtime = runtime.joined(again)
