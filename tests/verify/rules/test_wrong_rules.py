@@ -313,7 +313,7 @@ class FewRows(Rule):
     shapes = "x[a,b]"
 
     def source(self, op: Op, x: Any) -> Any:
-        return op.Transpose(x, perm=[1, 0])
+        return op.Transpose(x)
 
     def where(self, m: Captures, x: Val) -> None:
         a, b = x.sizes

@@ -166,7 +166,7 @@ def _shape(type: TensorType, numbers: Mapping[str, int]) -> tuple[int, ...]:
 
 
 # Larger tensors are not computed: their types alone are compared.
-_MOST_ELEMENTS = 1 << 21
+_MOST_ELEMENTS = 1 << 19
 
 
 @lru_cache(maxsize=1024)
@@ -221,6 +221,12 @@ def draw_feeds(
             low, high = (-4, 8) if rng.random() < 0.25 else (0, 4)
             feeds[value] = rng.integers(low, high, shape).astype(numpy_dtype(type.dtype))
     return feeds
+
+
+def too_large(problem: Problem) -> bool:
+    """Whether an input has more elements than can be computed with."""
+    types = (problem.type(v) for v in problem.graph.inputs)
+    return any(math.prod(_shape(t, {})) > _MOST_ELEMENTS for t in types)
 
 
 class Unusable(Exception):
