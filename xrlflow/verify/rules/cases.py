@@ -224,9 +224,14 @@ def draw_feeds(
 
 
 def too_large(problem: Problem) -> bool:
-    """Whether an input has more elements than can be computed with."""
+    """Whether an input has more elements than are computed with."""
+    return large(problem, _MOST_ELEMENTS)
+
+
+def large(problem: Problem, elements: int = 1 << 13) -> bool:
+    """Whether an input has more elements than this."""
     types = (problem.type(v) for v in problem.graph.inputs)
-    return any(math.prod(_shape(t, {})) > _MOST_ELEMENTS for t in types)
+    return any(math.prod(_shape(t, {})) > elements for t in types)
 
 
 class Unusable(Exception):

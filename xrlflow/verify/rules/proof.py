@@ -40,6 +40,7 @@ from xrlflow.verify.rules.cases import (
     check_floats,
     check_runtime,
     find_cases,
+    large,
     too_large,
     usable,
     whole_types,
@@ -73,6 +74,8 @@ _KEPT, _MISSES, _FURTHER = 24, 600, 300
 _MOST_NEAR = 300
 # Of how many graphs, refused by each condition or admitted, the numbers and sizes are tried around limits.
 _AT_LIMITS = 3
+# How many of the graphs with large tensors among these are tested.
+_LARGE = 8
 # More bits of float32 than this may not be lost; what seems to is run so often again.
 MOST_BITS, _RUNS = 2.0, 16
 
@@ -149,6 +152,7 @@ class _Proof:
     float_draws: int = 0
     runtime_cases: int = 0
     bits: float = -float("inf")
+    large: int = 0
     whole: Counter[DType] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
@@ -287,6 +291,9 @@ class _Proof:
         self.seen.add(key)
         more, dims = matched(cases[0])
         kinds |= more & self.coverage.tallies.keys()
+        if always and large(problem):
+            self.large += 1
+            always = self.large <= _LARGE
         if new and (always or len(self.cases) < CASES or self.coverage.new(kinds)):
             tested = [self.test(case) for case in cases[:2]]
             if any(tested):

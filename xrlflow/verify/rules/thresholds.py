@@ -25,6 +25,8 @@ _MOST = 24
 _MOST_COMPARISONS = 2000
 _MOST_DIGITS = 19
 _WIDEST = 1 << 63
+# No dimension is larger.
+WIDEST_SIZE = 1 << 40
 
 
 class TooMany(Exception):
@@ -203,7 +205,7 @@ def codes(code: CodeType) -> Iterator[CodeType]:
 
 def limits(numbers: set[int]) -> list[int]:
     """Those that no draw comes near by itself, the smaller first."""
-    return sorted({abs(n) for n in numbers if abs(n) > DRAWN - 1})[:_MOST]
+    return sorted({abs(n) for n in numbers if DRAWN <= abs(n) < _WIDEST - 1})[:_MOST]
 
 
 def around(number: int) -> tuple[int, int, int]:

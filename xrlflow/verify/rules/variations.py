@@ -16,7 +16,7 @@ from xrlflow.ir import FLOATS, Attr, Dim, DType, TensorType
 from xrlflow.ops.schema import defaults, schema
 from xrlflow.verify.rules.draw import ATTRIBUTES, Draw, attribute
 from xrlflow.verify.rules.sketch import Place, Sketch, SketchConst, SketchNode, with_const, with_node
-from xrlflow.verify.rules.thresholds import around
+from xrlflow.verify.rules.thresholds import WIDEST_SIZE, around
 
 # Operators that can stand for each other.
 CLASSES: tuple[tuple[str, ...], ...] = (
@@ -116,8 +116,9 @@ def at_limit(sketch: Sketch, limit: int, draw: Draw) -> Iterator[Sketch]:
     for number in around(limit):
         yield from at_number(sketch, number)
     yield from of_sizes(sketch, limit, draw)
-    for other in at_number(sketch, limit):
-        yield from of_sizes(other, limit, draw)
+    for number in (limit, limit + 1):
+        for other in at_number(sketch, number):
+            yield from of_sizes(other, limit, draw)
     if limit <= _MOST_RANK:
         for rank in around(limit):
             yield of_rank(sketch, rank, draw)
@@ -137,7 +138,7 @@ def of_rank(sketch: Sketch, rank: int, draw: Draw) -> Sketch:
 def of_sizes(sketch: Sketch, limit: int, draw: Draw) -> Iterator[Sketch]:
     """All sketches with a dimension, alone or with all that are alike, of this size or beside it."""
     sketch = replace(sketch, drawn=frozenset(), dims={})
-    for size in around(limit):
+    for size in around(limit) if limit < WIDEST_SIZE else ():
         for old in _all_sizes(sketch):
             yield resize_to(sketch, old, size, draw)
         for at, type in enumerate(sketch.inputs):
