@@ -167,6 +167,7 @@ def _shape(type: TensorType, numbers: Mapping[str, int]) -> tuple[int, ...]:
 
 # Larger tensors are not computed: their types alone are compared.
 _MOST_ELEMENTS = 1 << 19
+_LARGE = 1 << 13
 
 
 @lru_cache(maxsize=1024)
@@ -204,12 +205,12 @@ def draw_feeds(
     Unusable for a tensor that is too large to be computed.
     """
     graph = problem.graph
+    if too_large(problem):
+        raise Unusable("it is too large")
     kept = placing(problem) if wide else frozenset[Value]()
     feeds: Feeds = {}
     for value, type in [*((v, problem.type(v)) for v in graph.inputs), *problem.opaque.items()]:
         shape = _shape(type, numbers)
-        if math.prod(shape) > _MOST_ELEMENTS:
-            raise Unusable("it is too large")
         if type.dtype in FLOATS:
             feeds[value] = floats(shape, type.dtype)
         elif numpy_dtype(type.dtype).kind == "b":
@@ -224,14 +225,21 @@ def draw_feeds(
 
 
 def too_large(problem: Problem) -> bool:
-    """Whether an input has more elements than are computed with."""
-    return large(problem, _MOST_ELEMENTS)
+    """Whether a tensor has more elements than are computed with."""
+    return _elements(problem) > _MOST_ELEMENTS
 
 
-def large(problem: Problem, elements: int = 1 << 13) -> bool:
-    """Whether an input has more elements than this."""
-    types = (problem.type(v) for v in problem.graph.inputs)
-    return any(math.prod(_shape(t, {})) > elements for t in types)
+def large(problem: Problem) -> bool:
+    """Whether a tensor has so many elements that few such graphs are tested."""
+    return _elements(problem) > _LARGE
+
+
+@lru_cache(maxsize=256)
+def _elements(problem: Problem) -> int:
+    """How many elements the largest tensor has, symbols taken for 2."""
+    graph = problem.graph
+    types = [*(problem.type(v) for v in graph.inputs), *(t for n in graph.nodes() for t in n.types)]
+    return max(math.prod(_shape(t, {})) for t in types)
 
 
 class Unusable(Exception):

@@ -26,6 +26,7 @@ import onnx
 import onnx.parser
 
 from xrlflow.ir import FLOATS, DType, Graph, digest, text
+from xrlflow.ir.dims import LARGEST
 from xrlflow.onnxio import load
 from xrlflow.ops.evaluate import NotEvaluable
 from xrlflow.ops.schema import IR_VERSION, OPSET
@@ -54,6 +55,7 @@ from xrlflow.verify.rules.sketch import Problem, Sketch, Unbuildable, build, ske
 from xrlflow.verify.rules.thresholds import limits, watch, written
 from xrlflow.verify.rules.variations import (
     at_limit,
+    at_number,
     neighbours,
     numbers_of,
     of_sizes,
@@ -76,6 +78,8 @@ _MOST_NEAR = 300
 _AT_LIMITS = 3
 # How many of the graphs with large tensors among these are tested.
 _LARGE = 8
+# These numbers are tried in any case: a limit that is nowhere written, but computed, admits one of them if any.
+_WHATEVER_IS_WRITTEN = (100, LARGEST - 1)
 # More bits of float32 than this may not be lost; what seems to is run so often again.
 MOST_BITS, _RUNS = 2.0, 16
 
@@ -200,6 +204,8 @@ class _Proof:
         numbers = limits(written(self.rule) | set(notes))
         known += [p.sketch for p in near]
         for sketch in known:
+            for number in _WHATEVER_IS_WRITTEN:
+                yield from filter(None, map(self.source.built, at_number(sketch, number)))
             for number in numbers:
                 yield from filter(None, map(self.source.built, at_limit(sketch, number, self.draw)))
         seen = set[int]()

@@ -25,8 +25,6 @@ _MOST = 24
 _MOST_COMPARISONS = 2000
 _MOST_DIGITS = 19
 _WIDEST = 1 << 63
-# No dimension is larger.
-WIDEST_SIZE = 1 << 40
 
 
 class TooMany(Exception):

@@ -13,10 +13,11 @@ from dataclasses import replace
 import numpy as np
 
 from xrlflow.ir import FLOATS, Attr, Dim, DType, TensorType
+from xrlflow.ir.dims import LARGEST
 from xrlflow.ops.schema import defaults, schema
 from xrlflow.verify.rules.draw import ATTRIBUTES, Draw, attribute
 from xrlflow.verify.rules.sketch import Place, Sketch, SketchConst, SketchNode, with_const, with_node
-from xrlflow.verify.rules.thresholds import WIDEST_SIZE, around
+from xrlflow.verify.rules.thresholds import around
 
 # Operators that can stand for each other.
 CLASSES: tuple[tuple[str, ...], ...] = (
@@ -138,7 +139,7 @@ def of_rank(sketch: Sketch, rank: int, draw: Draw) -> Sketch:
 def of_sizes(sketch: Sketch, limit: int, draw: Draw) -> Iterator[Sketch]:
     """All sketches with a dimension, alone or with all that are alike, of this size or beside it."""
     sketch = replace(sketch, drawn=frozenset(), dims={})
-    for size in around(limit) if limit < WIDEST_SIZE else ():
+    for size in (n for n in around(limit) if n <= LARGEST):
         for old in _all_sizes(sketch):
             yield resize_to(sketch, old, size, draw)
         for at, type in enumerate(sketch.inputs):
