@@ -14,15 +14,13 @@ from rewrite_rules.elementwise import read_once
 from rewrite_rules.linear import group_of, scale_columns
 from rewrite_rules.shapes import per_rank
 from xrlflow.ir import ABSENT, Attrs, Dim, DType, Node, Value
+from xrlflow.ir.dims import LARGEST
 from xrlflow.ops.tensors import numpy_dtype
 from xrlflow.rewrite import AnyRule, Captures, Op, Reader, Region, RegionRule, Rule, Val, require, worthwhile
 
 # Element types for which ONNX Runtime multiplies matrices.
 _PRODUCTS = frozenset({DType.FLOAT, DType.DOUBLE})
 _FLOAT = frozenset({DType.FLOAT})
-
-# "To the end", as exporters write it.
-_END = 2**31 - 1
 
 # Constants are multiplied out when the model is written: at most so many multiplications for one product.
 _AT_EXPORT = 1 << 32
@@ -215,7 +213,7 @@ class ReplaceConvStrideBySlice(Rule):
 
     def target(self, op: Op, m: Captures, x: Val, w: Val, b: Val | None) -> Any:
         steps = {2 + i: s for i, s in enumerate(per_axis(m.c, "strides", x.rank - 2)) if s > 1}
-        sliced = op.Slice(x, [0] * len(steps), [_END] * len(steps), list(steps), list(steps.values()))
+        sliced = op.Slice(x, [0] * len(steps), [LARGEST] * len(steps), list(steps), list(steps.values()))
         return op.Conv(sliced, w, b, attrs=m.c, strides=None, **_UNHEEDED)
 
 
@@ -256,9 +254,9 @@ class FoldSliceIntoConvStride(Rule):
         worthwhile_data(x)
         for (axis, step), start, end in zip(self._steps(x, axes, steps), starts.ints, ends.ints):
             size = x.shape[axis]
-            require(axis > 1 and 0 < step < _END, "it does not step over the image, or backwards")
+            require(axis > 1 and 0 < step < LARGEST, "it does not step over the image, or backwards")
             require(start == 0, "it leaves out a beginning")
-            require(end >= _END or (isinstance(size, int) and end >= size), "it leaves out an end")
+            require(end >= LARGEST or (isinstance(size, int) and end >= size), "it leaves out an end")
 
     @staticmethod
     def _steps(x: Val, axes: Val, steps: Val) -> list[tuple[int, int]]:

@@ -11,6 +11,7 @@ import numpy as np
 from rewrite_rules.axes import ints_input
 from rewrite_rules.elementwise import keeps_shape
 from xrlflow.ir import ABSENT, FLOATS, INTEGERS, Dim, DType, Graph, Node, Value
+from xrlflow.ir.dims import LARGEST
 from xrlflow.ops.schema import COMMUTATIVE
 from xrlflow.ops.tensors import numpy_dtype
 from xrlflow.rewrite import AnyRule, Captures, Op, Reader, Region, RegionRule, Rule, Val, require, worthwhile
@@ -161,8 +162,12 @@ class RemoveUnitDiv(_Neutral):
 
 
 class RemoveUnitPow(_Neutral):
-    """x ^ 1 -> x."""
+    """x ^ 1 -> x.
 
+    Not of integers: ONNX Runtime raises them as doubles, which round what is beyond 2^53.
+    """
+
+    dtypes = FLOATS
     number = 1.0
 
     def source(self, op: Op, x: Any, c: Any) -> Any:
@@ -305,8 +310,8 @@ class RemoveNoopSlice(Rule):
             size = x.type.shape[axis] if x.type.shape is not None else None
             known = isinstance(size, int)
             require(start == 0 or (isinstance(size, int) and start <= -size), "it leaves out a beginning")
-            # No dimension is longer: exporters write "to the end" as 10^9, 2^31 - 1 or 2^63 - 1.
-            require(end >= 10**9 or (known and isinstance(size, int) and end >= size), "it leaves out an end")
+            # No dimension is longer: exporters write "to the end" as 2^31 - 1 or 2^63 - 1.
+            require(end >= LARGEST or (known and isinstance(size, int) and end >= size), "it leaves out an end")
 
     def target(self, op: Op, x: Val, starts: Val, ends: Val, axes: Val | None, steps: Val | None) -> Any:
         return x

@@ -1132,9 +1132,12 @@ class FuseReduceMean(RegionRule):
 
 
 class FuseReduceSumSquare(RegionRule):
-    """sum(x * x) -> sumsquare(x)  over the same axes;  sum(x^2) alike."""
+    """sum(x * x) -> sumsquare(x)  over the same axes;  sum(x^2) alike.
 
-    dtypes = _WIDE | {DType.INT32}
+    Not of integers: the product wraps around, where ONNX Runtime's sum of squares stops at the greatest number.
+    """
+
+    dtypes = _WIDE
     anchors = ("ReduceSum",)
     reads_from = ("Mul", "Pow")
     examples = (

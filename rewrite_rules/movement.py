@@ -26,6 +26,7 @@ from rewrite_rules.access import (
 )
 from rewrite_rules.axes import axis_of, front, fronts, int_attr, ints_input, perm_of
 from xrlflow.ir import ABSENT, Dim, DType, Node, Value
+from xrlflow.ir.dims import LARGEST
 from xrlflow.rewrite import AnyRule, Lit, Op, Reader, Refused, Region, RegionRule, Val, worthwhile
 
 _VIEWS = frozenset(("Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity"))
@@ -149,7 +150,7 @@ class _Trace:
             size = self._size(x, axis)
             if size is None:
                 # No dimension is longer than what fits 31 bits: exporters write "to the end" in that way.
-                if start != 0 or step != 1 or end < 2**31 - 1:
+                if start != 0 or step != 1 or end < LARGEST:
                     raise Unmappable("a symbolic dimension is cut")
                 continue
             start, end = (start + size if start < 0 else start), (end + size if end < 0 else end)

@@ -231,7 +231,7 @@ def cast(field: Field, x: Array, to: DType, saturate: bool = True) -> Array:
     if kind not in "fiub":
         raise NotEvaluable(f"Cast from {x.dtype}")
     if to in FLOATS:
-        return x if kind == "f" else field.lift(x)
+        return field.narrow(x if kind == "f" else field.lift(x), to)
     if to == DType.BOOL:
         return ~field.compare("equal", x, 0) if kind != "b" else x
     if to in WIDE_INTEGER:

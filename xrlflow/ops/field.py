@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from xrlflow.ir import DType
+
 Array = npt.NDArray[Any]
 Number = int | float | Fraction
 
@@ -46,6 +48,10 @@ class Field(ABC):
     @abstractmethod
     def truncate(self, a: Array, dtype: np.dtype[Any]) -> Array:
         """Elements as integers of `dtype`, rounded towards zero. Raises NotEvaluable where that means nothing."""
+
+    def narrow(self, a: Array, to: DType) -> Array:
+        """Elements as floats of a type: nothing is rounded, unless the field says otherwise."""
+        return a
 
     @abstractmethod
     def add(self, a: Any, b: Any) -> Array: ...

@@ -16,6 +16,7 @@ from xrlflow.rewrite.rule import (
     Val,
     common_source,
     require,
+    watched,
     without,
     worthwhile,
 )
@@ -42,6 +43,7 @@ __all__ = [
     "common_source",
     "evaluate_small",
     "require",
+    "watched",
     "without",
     "worthwhile",
 ]

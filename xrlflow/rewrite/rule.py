@@ -54,6 +54,21 @@ def without(site: Site) -> Iterator[None]:
         _dropped.discard(site)
 
 
+# What rules see of numbers, if somebody watches what they compare them with.
+_shown: Callable[[Any], Any] | None = None
+
+
+@contextmanager
+def watched(show: Callable[[Any], Any]) -> Iterator[None]:
+    """Rules see sizes, numbers of constants and attributes as `show` gives them: for conditions only, not targets."""
+    global _shown
+    before, _shown = _shown, show
+    try:
+        yield
+    finally:
+        _shown = before
+
+
 def require(condition: object, reason: str) -> None:
     """Refuse the match unless the condition holds. Without it the rule would be wrong: see `worthwhile`."""
     if not condition:
@@ -93,7 +108,7 @@ class Val:
         """The dimensions; refuses the match if not even the rank is known."""
         if self.type.shape is None:
             raise Refused("a rank is not known")
-        return self.type.shape
+        return self.type.shape if _shown is None else _shown(self.type.shape)  # type: ignore[no-any-return]
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -109,7 +124,8 @@ class Val:
 
     @property
     def rank(self) -> int:
-        return len(self.shape)
+        rank = len(self.shape)
+        return rank if _shown is None else _shown(rank)  # type: ignore[no-any-return]
 
     @property
     def dtype(self) -> DType:
@@ -140,12 +156,14 @@ class Val:
     @property
     def uniform(self) -> float | None:
         """The number that a small constant holds everywhere; None if there is no such number."""
-        return self.graph.leaves.uniform(self.value)
+        found = self.graph.leaves.uniform(self.value)
+        return found if _shown is None else _shown(found)  # type: ignore[no-any-return]
 
     @property
     def ints(self) -> tuple[int, ...]:
         """The numbers of a small integer constant (shape, axes), flattened."""
-        return tuple(int(i) for i in np.ravel(self.array))
+        numbers = tuple(int(i) for i in np.ravel(self.array))
+        return numbers if _shown is None else _shown(numbers)  # type: ignore[no-any-return]
 
     @property
     def scalar(self) -> float:
@@ -153,7 +171,8 @@ class Val:
         array = self.array
         if array.size != 1:
             raise Refused("a constant is not a scalar")
-        return float(array.reshape(()))
+        number = float(array.reshape(()))
+        return number if _shown is None else _shown(number)  # type: ignore[no-any-return]
 
     def __repr__(self) -> str:
         return f"{self.type}"
@@ -350,9 +369,10 @@ class Captures:
 
     def __getattr__(self, name: str) -> Any:
         try:
-            return self._values[name]
+            value = self._values[name]
         except KeyError:
             raise AttributeError(f"the source captures no attribute {name!r}") from None
+        return value if _shown is None else _shown(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -536,6 +556,7 @@ __all__ = [
     "common_source",
     "parse_shapes",
     "require",
+    "watched",
     "without",
     "worthwhile",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -12,18 +13,22 @@ import numpy.typing as npt
 
 from xrlflow.backends.onnxruntime.session import Optimization, open_model
 from xrlflow.backends.protocol import BackendError
-from xrlflow.ir import ABSENT, FLOATS, Attrs, DType, Edit, Graph, TensorType, Value, apply_edit
+from xrlflow.ir import ABSENT, FLOATS, INTEGERS, Attrs, DType, Edit, Graph, TensorType, Value, apply_edit
 from xrlflow.ops.alone import NotAlone, input_name, model_of
 from xrlflow.ops.evaluate import REALS, SPECS, Field, NotEvaluable, evaluate_graph, evaluate_node, promote
+from xrlflow.ops.schema import schema
 from xrlflow.ops.tensors import numpy_dtype
-from xrlflow.rewrite import AnyRule, GraphBuilder, Library, Match, Refused
+from xrlflow.rewrite import AnyRule, GraphBuilder, Library, Match, Refused, Val
 from xrlflow.rewrite.state import build_edit, fingerprint_shift, match_all
 from xrlflow.verify.rules.degrees import Degrees, chance
+from xrlflow.verify.rules.machine import MACHINE, integers, round_to, with_known_casts
 from xrlflow.verify.rules.prime import PRIMES, PrimeField, ZeroDenominator
 from xrlflow.verify.rules.sketch import Problem
 
 Array = npt.NDArray[Any]
 Feeds = dict[Value, Array]
+# Draws the floats of a shape and of an element type, as elements.
+DrawFloats = Callable[[tuple[int, ...], DType], Array]
 
 # A false rule passes with less than this probability.
 WANTED = 1e-12
@@ -44,6 +49,19 @@ _EXACT_OPERATORS = frozenset({"Add", "Sub", "Mul", "Neg", "MatMul", "ReduceSum",
 
 class ProofBuilder(GraphBuilder):
     """Traces a target, and leaves to the proof what folding would round."""
+
+    def constant(self, data: Any, dtype: DType | None = None) -> Val:
+        """Numbers that a target writes in half keep their digits: that they are rounded is no more than all rounding
+        of half is, unless nothing, or an infinity, is left of them."""
+        made = super().constant(data, dtype)
+        if dtype not in (DType.FLOAT16, DType.BFLOAT16) or not isinstance(data, (int, float)):
+            return made
+        exact = np.asarray(data, np.float32).astype(np.float64)
+        rounded = made.array.astype(np.float64)
+        if not np.isfinite(rounded) or (exact != 0) != (rounded != 0):
+            return made
+        value = self.graph.leaves.intern(exact, dtype)
+        return Val(self.graph, value, self.graph.leaves.types[value])
 
     def _settle(self, edit: Edit) -> Edit:
         return edit  # what follows would be computed in real numbers
@@ -147,26 +165,81 @@ def _shape(type: TensorType, numbers: Mapping[str, int]) -> tuple[int, ...]:
     return tuple(d if isinstance(d, int) else numbers.get(d or "", 2) for d in type.shape or ())
 
 
+# Larger tensors are not computed: their types alone are compared.
+_MOST_ELEMENTS = 1 << 19
+_LARGE = 1 << 13
+
+
+@lru_cache(maxsize=1024)
+def says_where(op: str, place: int) -> bool:
+    """Whether integers at this input of an operator say where or how much: they are sizes, indices, counts."""
+    defined = schema(op)
+    if defined is None or op in ("If", "Loop", "Scan", "Range") or (op, place) == ("OneHot", 1):
+        return True
+    formal = defined.inputs[min(place, len(defined.inputs) - 1)]
+    allowed = {t for c in defined.type_constraints if c.type_param_str == formal.type_str for t in c.allowed_type_strs}
+    return (allowed or {formal.type_str}) <= {"tensor(int32)", "tensor(int64)"}
+
+
+@lru_cache(maxsize=256)
+def placing(problem: Problem) -> frozenset[Value]:
+    """The values on which depends where something is, or how large: these are no data."""
+    graph = problem.graph
+    found = set[Value]()
+    for node in reversed(graph.topological()):
+        through = node.op not in ("Shape", "Size") and not found.isdisjoint(node.outputs)
+        found.update(v for i, v in enumerate(node.inputs) if through or says_where(node.op, i))
+    return frozenset(found)
+
+
 def draw_feeds(
     problem: Problem,
     numbers: Mapping[str, int],
     rng: np.random.Generator,
-    floats: Callable[[tuple[int, ...]], Array],
+    floats: DrawFloats,
+    wide: bool = False,
 ) -> Feeds:
-    """Values of the graph's inputs and of the opaque constants; `floats` draws those of a float type."""
+    """Values of the graph's inputs and of the opaque constants; `floats` draws those of a float type.
+
+    Integers are small, with `wide` of their types' whole range where they do not say where something is. Raises
+    Unusable for a tensor that is too large to be computed.
+    """
     graph = problem.graph
+    if too_large(problem):
+        raise Unusable("it is too large")
+    kept = placing(problem) if wide else frozenset[Value]()
     feeds: Feeds = {}
     for value, type in [*((v, problem.type(v)) for v in graph.inputs), *problem.opaque.items()]:
         shape = _shape(type, numbers)
         if type.dtype in FLOATS:
-            feeds[value] = floats(shape)
+            feeds[value] = floats(shape, type.dtype)
         elif numpy_dtype(type.dtype).kind == "b":
             feeds[value] = rng.random(shape) < 0.5
+        elif wide and value not in kept and numpy_dtype(type.dtype).kind in "iu":
+            feeds[value] = integers(rng, shape, numpy_dtype(type.dtype))
         else:
             # Now and then an index counts from the back, or leads nowhere.
             low, high = (-4, 8) if rng.random() < 0.25 else (0, 4)
             feeds[value] = rng.integers(low, high, shape).astype(numpy_dtype(type.dtype))
     return feeds
+
+
+def too_large(problem: Problem) -> bool:
+    """Whether a tensor has more elements than are computed with."""
+    return _elements(problem) > _MOST_ELEMENTS
+
+
+def large(problem: Problem) -> bool:
+    """Whether a tensor has so many elements that few such graphs are tested."""
+    return _elements(problem) > _LARGE
+
+
+@lru_cache(maxsize=256)
+def _elements(problem: Problem) -> int:
+    """How many elements the largest tensor has, symbols taken for 2."""
+    graph = problem.graph
+    types = [*(problem.type(v) for v in graph.inputs), *(t for n in graph.nodes() for t in n.types)]
+    return max(math.prod(_shape(t, {})) for t in types)
 
 
 class Unusable(Exception):
@@ -176,13 +249,13 @@ class Unusable(Exception):
 def both_sides(case: Case, feeds: Feeds, field: Field) -> tuple[list[Array], list[Array]]:
     """The outputs of both sides. Raises Unusable, NotEvaluable, ZeroDenominator, and Wrong if only the right fails."""
     try:
-        left = evaluate_graph(case.before, feeds, field)
+        left = evaluate_graph(with_known_casts(case.before), feeds, field)
     except (NotEvaluable, ZeroDenominator):
         raise
     except Exception as error:  # whatever NumPy says of inputs that do not fit
         raise Unusable(f"{type(error).__name__}: {error}") from error
     try:
-        return left, evaluate_graph(case.after, feeds, field)
+        return left, evaluate_graph(with_known_casts(case.after), feeds, field)
     except (NotEvaluable, ZeroDenominator):
         raise
     except Exception as error:
@@ -192,9 +265,9 @@ def both_sides(case: Case, feeds: Feeds, field: Field) -> tuple[list[Array], lis
 def usable(problem: Problem, rng: np.random.Generator) -> bool:
     """Whether the graph computes anything: ONNX's inference lets through what no operator takes."""
     for numbers in tried_bindings(problem, rng):
-        feeds = draw_feeds(problem, numbers, rng, _floats(rng, "positive", 1.0))
         try:
-            evaluate_graph(problem.graph, feeds, REALS)
+            feeds = draw_feeds(problem, numbers, rng, _floats(rng, "positive", 1.0))
+            evaluate_graph(problem.graph, feeds, MACHINE)
         except NotEvaluable:
             return True  # not for us to say
         except Exception:  # whatever NumPy says of inputs that do not fit
@@ -235,8 +308,15 @@ def check_field(case: Case, rng: np.random.Generator, wanted: float = WANTED) ->
     trials, bound, failures = 0, 1.0, 0
     while trials < _MOST_TRIALS and bound >= wanted:
         field = PrimeField(PRIMES[(trials + failures) % 2], int(rng.integers(1 << 62)))
-        feeds = draw_feeds(case.problem, numbers, rng, lambda shape, field=field: field.draw(rng, shape))  # type: ignore[misc]
+        wide = (trials + failures) % 3 == 1
         try:
+            feeds = draw_feeds(
+                case.problem,
+                numbers,
+                rng,
+                lambda shape, dtype, field=field: field.draw(rng, shape),  # type: ignore[misc]
+                wide,
+            )
             left, right = both_sides(case, feeds, field)
         except NotEvaluable:
             return None
@@ -263,7 +343,7 @@ def _degrees(
         case.problem, rng
     ):  # integers and booleans may decide, too, whether it has one
         try:
-            left, right = both_sides(case, draw_feeds(case.problem, numbers, rng, degrees.variable), degrees)
+            left, right = both_sides(case, draw_feeds(case.problem, numbers, rng, lambda shape, dtype: degrees.variable(shape)), degrees)
         except NotEvaluable:
             return None
         except Unusable:
@@ -275,10 +355,16 @@ def _degrees(
 # Floats
 
 
-def magnitudes(numeric: bool) -> Iterator[tuple[str, float]]:
-    """What inputs are drawn: standard normal, positive, and for numeric rules very small and very large ones."""
+def magnitudes(case: Case, numeric: bool) -> Iterator[tuple[str, float]]:
+    """What inputs are drawn: standard normal, positive, what a cast to a narrow type makes infinite, and for numeric
+    rules very small and very large ones."""
     yield "normal", 1.0
     yield "positive", 1.0
+    narrow = {n.types[0].dtype for n in case.before.nodes() if n.op in ("Cast", "CastLike")}
+    if DType.FLOAT16 in narrow:
+        yield "normal", 1e5
+    if not narrow.isdisjoint((DType.FLOAT, DType.BFLOAT16)):
+        yield "normal", 1e39
     if numeric:
         yield from (("normal", m) for m in (1e-6, 1e-3, 30.0, 1e4))
 
@@ -292,14 +378,14 @@ def check_floats(case: Case, rng: np.random.Generator, rule: AnyRule) -> int:
     done = 0
     numeric = rule.proof == "numeric"
     tolerance = _ROUNDED if numeric else _REORDERED
-    for kind, size in magnitudes(numeric):
-        found = _evaluated(case, rng, _floats(rng, kind, size))
+    for turn, (kind, size) in enumerate(magnitudes(case, numeric)):
+        found = _evaluated(case, rng, _floats(rng, kind, size), wide=turn % 2 == 1)
         if found is None:
             continue
         _compare_case(case, *found, tolerance, rule)
         done += 1
-    for special in (np.nan, np.inf, -np.inf, -0.0):
-        found = _evaluated(case, rng, _floats(rng, "normal", 1.0), special)
+    for turn, special in enumerate((np.nan, np.inf, -np.inf, -0.0)):
+        found = _evaluated(case, rng, _floats(rng, "normal", 1.0), special, wide=turn % 2 == 0)
         if found is None:
             continue
         try:
@@ -313,28 +399,28 @@ def check_floats(case: Case, rng: np.random.Generator, rule: AnyRule) -> int:
 def _evaluated(
     case: Case,
     rng: np.random.Generator,
-    floats: Callable[[tuple[int, ...]], Array],
+    floats: DrawFloats,
     special: float | None = None,
+    wide: bool = False,
 ) -> tuple[Feeds, list[Array], list[Array]] | None:
     """Inputs, each with a `special` number in it if there is one, and both sides; None if the left has no value."""
     for numbers in tried_bindings(case.problem, rng):
-        feeds = draw_feeds(case.problem, numbers, rng, floats)
-        if special is not None:
-            _plant(case, feeds, rng, special)
         try:
-            return feeds, *both_sides(case, feeds, REALS)
+            feeds = draw_feeds(case.problem, numbers, rng, floats, wide)
+            if special is not None:
+                _plant(case, feeds, rng, special)
+            return feeds, *both_sides(case, feeds, MACHINE)
         except Unusable:
             continue
     return None
 
 
-def _floats(rng: np.random.Generator, kind: str, size: float) -> Callable[[tuple[int, ...]], Array]:
-    def drawn(shape: tuple[int, ...]) -> Array:
+def _floats(rng: np.random.Generator, kind: str, size: float) -> DrawFloats:
+    def drawn(shape: tuple[int, ...], dtype: DType) -> Array:
         numbers = rng.standard_normal(shape)
         if kind == "positive":
             numbers = np.abs(numbers) + 0.05
-        # As float32, which is what the runtime will get.
-        return (numbers * size).astype(np.float32).astype(np.float64)
+        return round_to(numbers * size, dtype)  # which is what the runtime will get
 
     return drawn
 
@@ -373,7 +459,7 @@ def _replaced(case: Case, feeds: Feeds) -> list[Array]:
     """What the left side has for the values that the right side replaces, whatever its outputs make of them."""
     graph = case.before
     inner = Graph.make(graph.topological(), graph.inputs, tuple(case.replaced), graph.leaves)
-    return evaluate_graph(inner, feeds, REALS)
+    return evaluate_graph(with_known_casts(inner), feeds, MACHINE)
 
 
 def compare(
@@ -429,14 +515,22 @@ class RuntimeResult:
         return RuntimeResult(tuple((max(a, c), max(b, d)) for (a, b), (c, d) in pairs))
 
 
-def check_runtime(case: Case, rng: np.random.Generator) -> RuntimeResult | None:
+def whole_types(case: Case) -> frozenset[DType]:
+    """The types of the inputs that hold integers as data, not sizes or indices."""
+    graph, kept = case.before, placing(case.problem)
+    return frozenset(t for v in graph.inputs if v not in kept and (t := graph.type(v).dtype) in INTEGERS)
+
+
+def check_runtime(case: Case, rng: np.random.Generator, wide: bool = False) -> RuntimeResult | None:
     """Run both sides in ONNX Runtime without its optimisations, in float32, against our float64.
 
-    None if the runtime does not take the left side, or where a tensor is empty: several of its kernels refuse those,
-    and some (ConvTranspose) crash. Raises Wrong.
+    With `wide` integers are of their whole range. None if the runtime does not take the left side, or where a tensor is
+    empty: several of its kernels refuse those, and some (ConvTranspose) crash. Raises Wrong.
     """
+    if any(case.before.type(v).dtype == DType.BFLOAT16 for v in case.before.inputs):
+        return None  # NumPy arrays of it are not taken
     try:
-        found = _evaluated(case, rng, _floats(rng, "positive", 1.0))
+        found = _evaluated(case, rng, _floats(rng, "positive", 1.0), wide=wide)
     except NotEvaluable:
         return None
     if found is None:
@@ -494,7 +588,7 @@ def run_graph(graph: Graph, feeds: Feeds) -> list[Array]:
     read = {v for n in nodes for v in n.inputs if v}
     inputs = {v: graph.type(v).as_const(False) for v in graph.inputs if v in read}
     consts = {
-        v: feeds[v] if v in feeds else c.numpy()
+        v: feeds[v] if v in feeds else c.numpy().astype(numpy_dtype(c.type.dtype))
         for v in read - made - inputs.keys()
         if (c := graph.leaves.consts.get(v)) is not None
     }

@@ -36,12 +36,14 @@ from xrlflow.verify.rules.kinds import (
     index_subject,
     shown,
 )
-from xrlflow.verify.rules.patterns import dimension_of, dimension_subject, give
+from xrlflow.verify.rules.patterns import TYPES, dimension_of, dimension_subject, give
 from xrlflow.verify.rules.sketch import Problem, Sketch, SketchConst, with_const, with_node
 from xrlflow.verify.rules.variations import forget, replace_dims, resize_to
 
 # A kind is given up after so many graphs of it that were not admitted, or after so many attempts to build one.
 ENOUGH, MOST_ATTEMPTS = 16, 120
+# The same of an element type, and how many cases of it are wanted: there are many, and most operators take few.
+_TRIED_TYPES, _MOST_TYPES, _CASES_OF_TYPE = 8, 16, 3
 
 # What comes of a graph: a case that passed, a match that was refused, no match, a case that no test could evaluate.
 Outcome = Literal["admitted", "refused", "beside", "untested"]
@@ -65,9 +67,17 @@ class Tally:
     def tried(self) -> int:
         return self.admitted + self.refused + self.beside + self.untested
 
+    wanted: int = 1
+    most_tried: int = ENOUGH
+    most_attempts: int = MOST_ATTEMPTS
+
     @property
     def settled(self) -> bool:
-        return self.admitted > 0 or self.tried >= ENOUGH or self.attempts >= MOST_ATTEMPTS
+        return (
+            self.admitted >= self.wanted
+            or self.tried >= self.most_tried
+            or self.attempts >= self.most_attempts
+        )
 
     @property
     def verdict(self) -> str:
@@ -94,7 +104,8 @@ class Coverage:
 
     @classmethod
     def of(cls, kinds: Iterable[Kind]) -> Coverage:
-        return cls({k: Tally() for k in kinds})
+        of_type = Tally(wanted=_CASES_OF_TYPE, most_tried=_TRIED_TYPES, most_attempts=_MOST_TYPES)
+        return cls({k: replace(of_type) if k.subject == "type" else Tally() for k in kinds})
 
     def shown_by(self, problem: Problem) -> set[Kind]:
         """The demanded kinds that a problem is of."""
@@ -108,7 +119,7 @@ class Coverage:
 
     def new(self, kinds: Iterable[Kind]) -> bool:
         """Whether nothing of one of these kinds has been admitted yet."""
-        return any(not self.tallies[k].admitted for k in kinds)
+        return any(t.admitted < t.wanted for t in map(self.tallies.__getitem__, kinds))
 
     @property
     def open(self) -> list[Kind]:
@@ -146,7 +157,7 @@ def example_kinds(examples: Sequence[Sketch]) -> list[Kind]:
     if examples:
         found.update(dict.fromkeys(Kind("size", n) for n in _SIZES))
         found.update(dict.fromkeys(Kind("rank", n) for n in ("lower", "higher")))
-        found[Kind("type", "double")] = None
+        found.update(dict.fromkeys(Kind("type", t.name.lower()) for t in TYPES))
     return list(found)
 
 
@@ -243,14 +254,17 @@ def _with_rank(sketch: Sketch, wish: Kind, draw: Draw) -> Sketch:
 
 
 def _with_type(sketch: Sketch, dtype: DType) -> Sketch:
-    """All floats of another type."""
-    inputs = [TensorType(dtype, t.shape, t.const) if t.dtype in FLOATS else t for t in sketch.inputs]
-    consts = [
-        SketchConst(c.array.astype(numpy_dtype(dtype)), dtype, c.opaque and dtype in FLOATS)
-        if c.dtype in FLOATS
-        else c
-        for c in sketch.consts
-    ]
+    """All floats of another type; without any, whatever has the type of the first input."""
+    given = {t.dtype for t in sketch.inputs} | {c.dtype for c in sketch.consts}
+    old = FLOATS if given & FLOATS else frozenset(t.dtype for t in sketch.inputs[:1])
+    inputs = [TensorType(dtype, t.shape, t.const) if t.dtype in old else t for t in sketch.inputs]
+    with np.errstate(invalid="ignore", over="ignore"):
+        consts = [
+            SketchConst(c.array.astype(numpy_dtype(dtype)), dtype, c.opaque and dtype in FLOATS)
+            if c.dtype in old
+            else c
+            for c in sketch.consts
+        ]
     return replace(sketch, inputs=tuple(inputs), consts=tuple(consts))
 
 
@@ -332,9 +346,15 @@ def _unified(alternative: Mapping[str, VarSpec], types: Mapping[str, TensorType]
 
 
 def own_conditions(rule: AnyRule) -> Mapping[Site, str]:
-    """The calls of `require` that stand in a rule's class itself, each with its reason as it is written."""
+    """The calls of `require` that stand in a rule's class itself, each with its reason as it is written.
+
+    None of a class that was made, not written.
+    """
     kind = type(rule)
-    lines, first = inspect.getsourcelines(kind)
+    try:
+        lines, first = inspect.getsourcelines(kind)
+    except OSError:
+        return {}
     file = inspect.getsourcefile(kind) or ""
     found: dict[Site, str] = {}
     for node in ast.walk(ast.parse(textwrap.dedent("".join(lines)))):

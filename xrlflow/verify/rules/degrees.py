@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from xrlflow.ops.field import Array, Field, NotEvaluable, Number, integer_divide
+from xrlflow.ops.field import Array, Field, NotEvaluable, Number
+from xrlflow.verify.rules.machine import MACHINE
 
 # An element packs three counts of 17 bits: degree of the numerator, of the denominator, applications.
 _BITS = 17
@@ -90,7 +91,7 @@ class Degrees(Field):
 
     def div(self, a: Any, b: Any) -> Array:
         if self._whole(a, b):
-            return integer_divide(a, b)
+            return MACHINE.div(a, b)
         x, y = self._counts(a), self._counts(b)
         return self._made(x[0] + y[1], x[1] + y[0], x[2] + y[2])
 
@@ -140,9 +141,11 @@ class Degrees(Field):
         return self._made(np.ones_like(applications), np.zeros_like(applications), applications)
 
     def unary(self, name: str, a: Any, *parameters: Number) -> Array:
-        return self._applied(a)
+        return MACHINE.unary(name, a, *parameters) if self._whole(a) else self._applied(a)
 
     def binary(self, name: str, a: Any, b: Any) -> Array:
+        if self._whole(a, b):
+            return MACHINE.binary(name, a, b)
         applied = self._applied(a, b)
         if name != "pow":
             return applied

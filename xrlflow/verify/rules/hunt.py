@@ -25,6 +25,7 @@ from xrlflow.verify.rules.cases import (
     check_runtime,
     find_cases,
     usable,
+    whole_types,
 )
 from xrlflow.verify.rules.mutants import Call, MutatingBuilder, Mutation, RecordingBuilder
 from xrlflow.verify.rules.sketch import Problem
@@ -105,7 +106,8 @@ class Hunt:
                 for _ in range(4 if thorough else 1):  # dimensions that have a name get other numbers
                     said |= check_field(case, self.rng, 0.5) is not None
             if thorough:
-                said |= check_runtime(case, self.rng) is not None
+                for wide in {False, bool(whole_types(case))}:
+                    said |= check_runtime(case, self.rng, wide) is not None
             if not said or thorough:
                 said |= check_floats(case, self.rng, self.rule) > 0
         except Wrong:

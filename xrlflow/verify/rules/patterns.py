@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from xrlflow.ir import FLOATS, ArrayHandle, Attr, Const, DType, TensorType
+from xrlflow.ir import FLOATS, INTEGERS, ArrayHandle, Attr, Const, DType, TensorType
 from xrlflow.ops.infer import InferenceError, infer
 from xrlflow.ops.schema import canonical_attrs
 from xrlflow.ops.tensors import numpy_dtype
@@ -25,11 +25,12 @@ from xrlflow.verify.rules.kinds import (
     index_family,
     index_subject,
 )
+from xrlflow.verify.rules.machine import integers
 from xrlflow.verify.rules.sketch import Place, Sketch, SketchConst, SketchNode
 
-_OTHER_TYPES = (DType.INT64, DType.INT32, DType.DOUBLE, DType.BOOL)
 # The element types that a rule is tried with, whether it takes them or not.
-_TYPES = (DType.FLOAT, DType.DOUBLE, DType.INT64, DType.BOOL)
+TYPES = (DType.FLOAT, DType.DOUBLE, DType.FLOAT16, DType.BFLOAT16, DType.BOOL, *sorted(INTEGERS))
+_OTHER_TYPES = (DType.INT64, DType.INT32, *TYPES[1:])
 _RANKS = range(6)
 # What the subject of a dimension's kinds begins with.
 _DIMENSION = "dimension "
@@ -68,7 +69,7 @@ def pattern_kinds(patterns: list[Pattern]) -> list[Kind]:
         if any(_undescribed(spec) or (spec is not None and spec.open) for spec in specs):
             note("rank", map(str, _RANKS))
     note("size", ("0", "1", "a name", "not known"))
-    note("type", (t.name.lower() for t in _TYPES))
+    note("type", (t.name.lower() for t in TYPES))
     return list(found)
 
 
@@ -254,7 +255,8 @@ class _Sample:
             if spec.dtype == "float":
                 dtype = dtype if dtype in FLOATS else DType.FLOAT
             else:
-                dtype = DType.INT64 if spec.dtype == "int" else DType.BOOL
+                whole = DType.INT32 if dtype == DType.INT32 else DType.INT64
+                dtype = whole if spec.dtype == "int" else DType.BOOL
         self.shapes[name] = shape
         if (spec is not None and spec.const) or (spec is None and self.draw.chance(0.05)):
             return self._constant(name, self._data(shape, dtype), dtype, self.constants == "opaque")
@@ -275,7 +277,10 @@ class _Sample:
         if self.constants == "uniform":
             return np.full(shape, draw.choice([0.0, 1.0, 2.0, 0.5, 3.0, 6.0, -1.0]))
         if dtype not in FLOATS:
-            return draw.rng.integers(-3, 4, shape)
+            number = numpy_dtype(dtype)
+            if dtype == self.dtype and draw.chance(0.4):  # they are data
+                return integers(draw.rng, shape, number)
+            return draw.rng.integers(0 if number.kind == "u" else -3, 4, shape)
         return draw.normals(shape) if self.constants == "opaque" else draw.eighths(shape)
 
     # Nodes

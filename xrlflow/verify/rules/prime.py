@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from xrlflow.ops.field import Array, Field, NotEvaluable, Number, integer_divide
+from xrlflow.ops.field import Array, Field, NotEvaluable, Number
+from xrlflow.verify.rules.machine import MACHINE
 
 # The greatest primes below 2^22: products of two elements, and sums of 512 of them, are exact in float64.
 PRIMES = (4194301, 4194287)
@@ -57,11 +58,9 @@ class PrimeField(Field):
         # Every float is an integer times a power of two.
         mantissa, exponent = np.frexp(wide)
         whole = (mantissa * float(1 << 53)).astype(np.int64) % self.prime
-        flat = [
-            int(m) * pow(2, int(e) - 53, self.prime) % self.prime
-            for m, e in zip(whole.reshape(-1), exponent.reshape(-1))
-        ]
-        return np.array(flat, np.float64).reshape(wide.shape)
+        powers, at = np.unique(exponent, return_inverse=True)
+        table = np.array([pow(2, int(e) - 53, self.prime) for e in powers], np.int64)
+        return (whole * table[at.reshape(wide.shape)] % self.prime).astype(np.float64)  # type: ignore[no-any-return]
 
     def constant(self, value: Number) -> Any:
         if isinstance(value, float) and not np.isfinite(value):
@@ -125,7 +124,7 @@ class PrimeField(Field):
 
     def div(self, a: Any, b: Any) -> Array:
         if self._whole(a, b):
-            return integer_divide(a, b)
+            return MACHINE.div(a, b)
         return self.mul(a, self.inverse(self._element(b)))
 
     def matmul(self, a: Array, b: Array) -> Array:
@@ -183,9 +182,11 @@ class PrimeField(Field):
         return (state % np.uint64(self.prime)).astype(np.float64)
 
     def unary(self, name: str, a: Any, *parameters: Number) -> Array:
-        return self._hash(f"{name}{parameters}", a)
+        return MACHINE.unary(name, a, *parameters) if self._whole(a) else self._hash(f"{name}{parameters}", a)
 
     def binary(self, name: str, a: Any, b: Any) -> Array:
+        if self._whole(a, b):
+            return MACHINE.binary(name, a, b)
         if name != "pow":
             return self._hash(name, a, b)
         base, exponent = np.broadcast_arrays(np.asarray(a, np.float64), np.asarray(b, np.float64))

@@ -25,13 +25,15 @@ import numpy as np
 import onnx
 import onnx.parser
 
-from xrlflow.ir import Graph, digest, text
+from xrlflow.ir import FLOATS, DType, Graph, digest, text
+from xrlflow.ir.dims import LARGEST
 from xrlflow.onnxio import load
 from xrlflow.ops.evaluate import NotEvaluable
 from xrlflow.ops.schema import IR_VERSION, OPSET
 from xrlflow.rewrite import AnyRule, Library, Refused, Rule, RuleError
 from xrlflow.rewrite.pattern import Pattern, trace_patterns
 from xrlflow.rewrite.rule import Site
+from xrlflow.rewrite.state import match_all
 from xrlflow.verify.rules.cases import (
     Case,
     Wrong,
@@ -39,7 +41,10 @@ from xrlflow.verify.rules.cases import (
     check_floats,
     check_runtime,
     find_cases,
+    large,
+    too_large,
     usable,
+    whole_types,
 )
 from xrlflow.verify.rules.coverage import Coverage, example_kinds, grant, matched, own_conditions
 from xrlflow.verify.rules.draw import Draw, T
@@ -47,16 +52,34 @@ from xrlflow.verify.rules.hunt import Hunt, Hunted, Survivor
 from xrlflow.verify.rules.kinds import Kind, Meaningless, Unlucky
 from xrlflow.verify.rules.patterns import dimension_of, draw_pattern, pattern_kinds
 from xrlflow.verify.rules.sketch import Problem, Sketch, Unbuildable, build, sketch_of
-from xrlflow.verify.rules.variations import neighbours, resize, square, vary
+from xrlflow.verify.rules.thresholds import limits, watch, written
+from xrlflow.verify.rules.variations import (
+    at_limit,
+    at_number,
+    neighbours,
+    numbers_of,
+    of_sizes,
+    resize,
+    square,
+    vary,
+)
 
 # How many sketches are drawn at most, how many cases are wanted, and how few are enough.
 MOST_SKETCHES, CASES, LEAST_CASES = 1200, 60, 8
 _RUNTIME_CASES = 8
+# So many cases more of each type of integers are run, with integers of its whole range.
+_RUNTIME_OF_TYPE = 4
 # Refused problems that are kept for each `require`; sketches that are drawn so that each refuses, and for mutants that
 # survive the cases.
 _KEPT, _MISSES, _FURTHER = 24, 600, 300
 # Cases, or graphs that are refused, that are looked for near those where a mutant that survives makes a difference.
 _MOST_NEAR = 300
+# Of how many graphs, refused by each condition or admitted, the numbers and sizes are tried around limits.
+_AT_LIMITS = 3
+# How many of the graphs with large tensors among these are tested.
+_LARGE = 8
+# These numbers are tried in any case: a limit that is nowhere written, but computed, admits one of them if any.
+_WHATEVER_IS_WRITTEN = (100, LARGEST - 1)
 # More bits of float32 than this may not be lost; what seems to is run so often again.
 MOST_BITS, _RUNS = 2.0, 16
 
@@ -133,6 +156,8 @@ class _Proof:
     float_draws: int = 0
     runtime_cases: int = 0
     bits: float = -float("inf")
+    large: int = 0
+    whole: Counter[DType] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         self.library = library_of(self.rule)
@@ -164,6 +189,32 @@ class _Proof:
             if self.failures or not self.unreached:
                 break
             self.take(problem)
+        for problem in different(self.at_limits()):
+            if self.failures:
+                break
+            self.take(problem, always=True)
+
+    def at_limits(self) -> Iterator[Problem]:
+        """Graphs with numbers and sizes around those that the rule compares with, and around those that it admits."""
+        near = [p for kept in self.sites.values() for p in kept[:_AT_LIMITS] if p.sketch.varied]
+        known = [s for s, _ in (*self.source.examples, *self.bases[:_AT_LIMITS])]
+        with watch() as notes:
+            for problem in [*near, *self.source.fixed, *(p for _, p in self.bases[:_AT_LIMITS])]:
+                self.found(problem, conditions_only=True)
+        numbers = limits(written(self.rule) | set(notes))
+        known += [p.sketch for p in near]
+        for sketch in known:
+            for number in _WHATEVER_IS_WRITTEN:
+                yield from filter(None, map(self.source.built, at_number(sketch, number)))
+            for number in numbers:
+                yield from filter(None, map(self.source.built, at_limit(sketch, number, self.draw)))
+        seen = set[int]()
+        for case in reversed(self.cases):  # those at the rule's own numbers first
+            sketch = case.problem.sketch
+            for number in limits(numbers_of(sketch)) if sketch.varied else ():
+                if number not in seen:
+                    yield from filter(None, map(self.source.built, of_sizes(sketch, number, self.draw)))
+                seen.add(number)
 
     def directed(self, count: int) -> Iterator[Problem]:
         """So many graphs near the left side, if draws are lucky; every second is meant to show a kind, in its turn."""
@@ -216,14 +267,15 @@ class _Proof:
             if problem is not None:
                 yield problem
 
-    def take(self, problem: Problem) -> None:
+    def take(self, problem: Problem, always: bool = False) -> None:
         """Look for cases in a graph, and test them if there are too few yet, or if they show something new."""
         self.sketches += 1
         kinds = self.coverage.shown_by(problem)
         try:
             cases, refusals = find_cases(self.library, problem)
         except Exception as error:  # a rule may raise anything, and must raise nothing
-            if usable(problem, self.rng):
+            broken = isinstance(error, RuleError) and too_large(problem)
+            if broken or usable(problem, self.rng):
                 self.fail(f"it raises {type(error).__name__}: {error}", problem.graph)
             return
         for refused in refusals:
@@ -245,7 +297,10 @@ class _Proof:
         self.seen.add(key)
         more, dims = matched(cases[0])
         kinds |= more & self.coverage.tallies.keys()
-        if new and (len(self.cases) < CASES or self.coverage.new(kinds)):
+        if always and large(problem):
+            self.large += 1
+            always = self.large <= _LARGE
+        if new and (always or len(self.cases) < CASES or self.coverage.new(kinds)):
             tested = [self.test(case) for case in cases[:2]]
             if any(tested):
                 self.coverage.count(kinds, "admitted")
@@ -280,11 +335,14 @@ class _Proof:
             draws = 0
         self.float_draws += draws
         said |= draws > 0
-        if self.runtime_cases < _RUNTIME_CASES:
-            runtime = check_runtime(case, self.rng)
+        whole = whole_types(case)
+        wide = any(self.whole[t] < _RUNTIME_OF_TYPE for t in whole)
+        if self.runtime_cases < _RUNTIME_CASES or wide:
+            runtime = check_runtime(case, self.rng, wide)
             if runtime is not None:
                 said = True
                 self.runtime_cases += 1
+                self.whole.update(whole)
                 for _ in range(_RUNS if runtime.bits > MOST_BITS else 0):
                     if (again := check_runtime(case, self.rng)) is not None:
                         runtime = runtime.joined(again)
@@ -357,8 +415,11 @@ class _Proof:
     def refused_by(self, site: Site, problems: Iterable[Problem]) -> Iterator[Problem]:
         return (p for p in problems if any(r.site == site for r in self.found(p)[1]))
 
-    def found(self, problem: Problem) -> tuple[list[Case], list[Refused]]:
+    def found(self, problem: Problem, conditions_only: bool = False) -> tuple[list[Case], list[Refused]]:
         try:
+            if conditions_only:
+                match_all(problem.graph, self.library)
+                return [], []
             return find_cases(self.library, problem)
         except Exception:  # what the rule raises where the graph means nothing
             return [], []
@@ -474,6 +535,8 @@ class Source:
         try:
             if wish is not None and (dim := dimension_of(wish)) is not None:
                 bases = [base for base in bases if dim in base[0].dims]
+            if wish is not None and wish.subject == "type":
+                bases = [b for b in bases if any(t.dtype in FLOATS for t in b[0].inputs)] or bases
             if wish is not None and bases and turn % 2:
                 return build(self._granted(*self.draw.choice(bases), wish))
             return build(self._sketch(wish, turn // 2))

@@ -7,15 +7,17 @@ sizes are covered that an example does not have.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from xrlflow.ir import FLOATS, Attr, Dim, DType, TensorType
+from xrlflow.ir.dims import LARGEST
 from xrlflow.ops.schema import defaults, schema
 from xrlflow.verify.rules.draw import ATTRIBUTES, Draw, attribute
 from xrlflow.verify.rules.sketch import Place, Sketch, SketchConst, SketchNode, with_const, with_node
+from xrlflow.verify.rules.thresholds import around
 
 # Operators that can stand for each other.
 CLASSES: tuple[tuple[str, ...], ...] = (
@@ -41,6 +43,8 @@ _POSITIVE = (
 )
 # No factor above it is moved from one number of a shape to another.
 _GREATEST_FACTOR = 12
+# Ranks above it are no operator's.
+_MOST_RANK = 8
 # In longer constants the numbers are not changed one by one.
 _MOST_NUMBERS = 8
 # What each dimension is tried with.
@@ -85,6 +89,77 @@ def neighbours(sketch: Sketch) -> Iterator[Sketch]:
             for new in sorted(others, key=str):
                 told = replace_dims(type, (*type.shape[:place], new, *type.shape[place + 1 :]))
                 yield _told(sketch, at, told) if new is None else _with_input(sketch, at, told)
+
+
+def at_number(sketch: Sketch, number: int) -> Iterator[Sketch]:
+    """All sketches with this number in one place of a constant of integers or of an attribute."""
+    sketch = replace(sketch, drawn=frozenset(), dims={})
+    for at, const in enumerate(sketch.consts):
+        if const.dtype not in (DType.INT64, DType.INT32) or const.array.size > _MOST_NUMBERS:
+            continue
+        if number <= np.iinfo(const.array.dtype).max:
+            for place in range(const.array.size):
+                array = const.array.copy()
+                array.reshape(-1)[place] = number
+                yield with_const(sketch, at, array=array)
+    for at, node in enumerate(sketch.nodes):
+        for name, value in node.attrs.items():
+            if isinstance(value, int) and name not in ("to", "dtype"):
+                yield with_node(sketch, at, attrs={**node.attrs, name: number})
+            elif isinstance(value, tuple) and value and all(isinstance(v, int) for v in value):
+                for place in range(len(value)):
+                    other = (*value[:place], number, *value[place + 1 :])
+                    yield with_node(sketch, at, attrs={**node.attrs, name: other})
+
+
+def at_limit(sketch: Sketch, limit: int, draw: Draw) -> Iterator[Sketch]:
+    """Numbers, sizes and ranks at this number and beside it; and sizes where a number is just this."""
+    for number in around(limit):
+        yield from at_number(sketch, number)
+    yield from of_sizes(sketch, limit, draw)
+    for number in (limit, limit + 1):
+        for other in at_number(sketch, number):
+            yield from of_sizes(other, limit, draw)
+    if limit <= _MOST_RANK:
+        for rank in around(limit):
+            yield of_rank(sketch, rank, draw)
+
+
+def of_rank(sketch: Sketch, rank: int, draw: Draw) -> Sketch:
+    """All inputs with new dimensions in front, up to a rank."""
+    inputs = []
+    for at, type in enumerate(sketch.inputs):
+        shape = type.shape
+        if shape is not None and at not in sketch.hidden:
+            type = replace_dims(type, (*(draw.integer(1, 2) for _ in range(rank - len(shape))), *shape))
+        inputs.append(type)
+    return replace(sketch, inputs=tuple(inputs), drawn=frozenset(), dims={})
+
+
+def of_sizes(sketch: Sketch, limit: int, draw: Draw) -> Iterator[Sketch]:
+    """All sketches with a dimension, alone or with all that are alike, of this size or beside it."""
+    sketch = replace(sketch, drawn=frozenset(), dims={})
+    for size in (n for n in around(limit) if n <= LARGEST):
+        for old in _all_sizes(sketch):
+            yield resize_to(sketch, old, size, draw)
+        for at, type in enumerate(sketch.inputs):
+            shape = type.shape if at not in sketch.hidden else None
+            for place in range(len(shape or ())):
+                dims = shape or ()
+                yield _with_input(sketch, at, replace_dims(type, (*dims[:place], size, *dims[place + 1 :])))
+
+
+def numbers_of(sketch: Sketch) -> set[int]:
+    """The whole numbers in a sketch's constants of integers and in its attributes."""
+    found = set[int]()
+    for const in sketch.consts:
+        if const.array.dtype.kind in "iu" and const.array.size <= _MOST_NUMBERS:
+            found.update(const.array.ravel().tolist())
+    for node in sketch.nodes:
+        for name, value in node.attrs.items():
+            if name not in ("to", "dtype"):
+                found.update(v for v in (value if isinstance(value, tuple) else (value,)) if type(v) is int)
+    return found
 
 
 def _told(sketch: Sketch, at: int, told: TensorType) -> Sketch:

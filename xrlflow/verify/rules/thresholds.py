@@ -1,0 +1,210 @@
+"""The numbers that a rule's conditions and code compare with: around each of them a proof has to look.
+
+A Slice that ends at 1,000 keeps everything that is smaller, and no size that is drawn shows that it does not keep
+1,001. The numbers come from two sides: from what is written (the constants of a rule's functions, of those that they
+call, of closures, tables and attributes of the class), and from what is compared while the rule is asked, whichever way
+that is computed (`watch`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import CodeType, FunctionType
+from typing import Any
+
+import numpy as np
+
+from xrlflow.rewrite import AnyRule, RegionRule, Rule, watched
+
+# Numbers up to this are drawn anyway.
+DRAWN = 6
+# A rule's own numbers, the smaller first, if there are more.
+_MOST = 24
+# Comparisons that are noted of one number: a search through a range would go on for ever.
+_MOST_COMPARISONS = 2000
+_MOST_DIGITS = 19
+_WIDEST = 1 << 63
+
+
+class TooMany(Exception):
+    """A number is compared again and again."""
+
+
+class Watched(int):
+    """A number that notes what it is compared with, itself or after sums, differences, products and quotients.
+
+    `back` leads from a number that the result is compared with to the number itself.
+    """
+
+    notes: dict[int, int]
+    back: Callable[[int], int]
+
+    @classmethod
+    def of(cls, number: int, notes: dict[int, int], back: Callable[[int], int] = int) -> Watched:
+        made = cls(number)
+        made.notes, made.back = notes, back
+        return made
+
+    def _note(self, other: Any) -> None:
+        if isinstance(other, (int, float, np.integer, np.floating)) and abs(other) < _WIDEST:
+            found = self.back(int(other))
+            self.notes[found] = self.notes.get(found, 0) + 1
+            if sum(self.notes.values()) > _MOST_COMPARISONS:
+                raise TooMany
+
+    def _made(self, number: Any, back: Callable[[int], int]) -> Any:
+        if type(number) is not int:
+            return number
+        return Watched.of(number, self.notes, lambda n: self.back(back(n)))
+
+    def __hash__(self) -> int:
+        return int.__hash__(self)
+
+    def __eq__(self, other: object) -> bool:
+        self._note(other)
+        return int(self) == other
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __lt__(self, other: Any) -> bool:
+        self._note(other)
+        return bool(int(self) < other)
+
+    def __le__(self, other: Any) -> bool:
+        self._note(other)
+        return bool(int(self) <= other)
+
+    def __gt__(self, other: Any) -> bool:
+        self._note(other)
+        return bool(int(self) > other)
+
+    def __ge__(self, other: Any) -> bool:
+        self._note(other)
+        return bool(int(self) >= other)
+
+    def __add__(self, other: Any) -> Any:
+        return self._made(int(self) + other, lambda n: n - other)
+
+    __radd__ = __add__
+
+    def __sub__(self, other: Any) -> Any:
+        return self._made(int(self) - other, lambda n: n + other)
+
+    def __rsub__(self, other: Any) -> Any:
+        return self._made(other - int(self), lambda n: other - n)
+
+    def __mul__(self, other: Any) -> Any:
+        return self._made(int(self) * other, lambda n: n // (other or 1))
+
+    __rmul__ = __mul__
+
+    def __floordiv__(self, other: Any) -> Any:
+        return self._made(int(self) // other, lambda n: n * other)
+
+    def __neg__(self) -> Any:
+        return self._made(-int(self), lambda n: -n)
+
+    def __abs__(self) -> Any:
+        return self._made(abs(int(self)), lambda n: n)
+
+    def __mod__(self, other: Any) -> Any:
+        self._note(other)
+        return int(self) % other
+
+
+def show(value: Any, notes: dict[int, int]) -> Any:
+    """What a rule sees, with numbers that note what they are compared with."""
+    if type(value) is int:
+        return Watched.of(value, notes)
+    if type(value) is float and value.is_integer() and abs(value) < _WIDEST:
+        return Watched.of(int(value), notes)
+    return tuple(show(v, notes) for v in value) if type(value) is tuple else value
+
+
+@contextmanager
+def watch() -> Iterator[dict[int, int]]:
+    """The numbers that conditions compare with meanwhile, and how often."""
+    notes: dict[int, int] = {}
+    with watched(lambda value: show(value, notes)):
+        yield notes
+
+
+def written(rule: AnyRule) -> set[int]:
+    """The whole numbers in a rule's code, in what that calls of its own, and in the tables that it reads."""
+    found = set[int]()
+    seen: dict[int, Any] = {}  # by identity, and kept alive for that
+    home = type(rule).__module__.partition(".")[0]
+    for kind in type(rule).__mro__:
+        if kind in (Rule, RegionRule) or kind in Rule.__mro__ or kind in RegionRule.__mro__:
+            continue
+        for name, value in vars(kind).items():
+            if not name.startswith("__") and name not in ("examples", "near_misses", "shapes", "survivors"):
+                _collect(value, found, seen, home)
+    return found
+
+
+def _collect(value: Any, found: set[int], seen: dict[int, Any], home: str) -> None:
+    """The numbers in a value: a number, a table, a function with what it refers to."""
+    if isinstance(value, (bool, bytes)) or value is None:
+        return
+    if isinstance(value, (int, float, np.integer, np.floating)):
+        if abs(value) < _WIDEST and float(value).is_integer():
+            found.add(int(value))
+        return
+    if isinstance(value, str):
+        if value.isdigit() and len(value) < _MOST_DIGITS:
+            found.add(int(value))
+        return
+    if id(value) in seen:
+        return
+    seen[id(value)] = value
+    if isinstance(value, Mapping):
+        _collect((*value, *value.values()), found, seen, home)
+    elif isinstance(value, (tuple, list, set, frozenset)):
+        for item in value:
+            _collect(item, found, seen, home)
+    elif isinstance(value, np.ndarray) and value.size <= _MOST and value.dtype.kind in "iuf":
+        _collect(value.tolist(), found, seen, home)
+    else:
+        function = function_of(value)
+        if function is not None and function.__module__.partition(".")[0] == home:
+            _collect_function(function, found, seen, home)
+
+
+def function_of(value: Any) -> FunctionType | None:
+    """The function behind a method, a property, or a cache."""
+    for name in ("__func__", "fget", "func", "__wrapped__"):
+        value = getattr(value, name, value) if not isinstance(value, FunctionType) else value
+    return value if isinstance(value, FunctionType) else None
+
+
+def _collect_function(function: FunctionType, found: set[int], seen: dict[int, Any], home: str) -> None:
+    for code in codes(function.__code__):
+        _collect([c for c in code.co_consts if not isinstance(c, CodeType)], found, seen, home)
+        for name in code.co_names:
+            _collect(function.__globals__.get(name), found, seen, home)
+    for cell in function.__closure__ or ():
+        try:
+            _collect(cell.cell_contents, found, seen, home)
+        except ValueError:  # it is still empty
+            continue
+    _collect([*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()], found, seen, home)
+
+
+def codes(code: CodeType) -> Iterator[CodeType]:
+    """The code of a function and of those within it."""
+    yield code
+    for const in code.co_consts:
+        if isinstance(const, CodeType):
+            yield from codes(const)
+
+
+def limits(numbers: set[int]) -> list[int]:
+    """Those that no draw comes near by itself, the smaller first."""
+    return sorted({abs(n) for n in numbers if DRAWN <= abs(n) < _WIDEST - 1})[:_MOST]
+
+
+def around(number: int) -> tuple[int, int, int]:
+    return number - 1, number, number + 1
