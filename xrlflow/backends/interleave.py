@@ -69,8 +69,8 @@ def interleave(
     rows: list[list[float]] = []
     check_at = MIN_ROUNDS if margin is None else DECIDED_ROUNDS
     converged = False
-    with _no_garbage_collection():
-        single = [_warm_up(run, clock, time_limit / (8 * len(runs))) for run in runs]
+    with no_garbage_collection():
+        single = [warm_up(run, clock, time_limit / (8 * len(runs))) for run in runs]
         batches = [max(1, math.ceil(MIN_SAMPLE / max(seconds, 1e-7))) for seconds in single]
         before = read_load()
         longest = 0.0
@@ -85,7 +85,7 @@ def interleave(
                 settle = single[model] < SETTLE_BELOW
                 if settle and model == last:
                     runs[(model + 1) % models]()
-                row[slot] = _turn(runs[model], batches[model], settle, clock)
+                row[slot] = turn(runs[model], batches[model], settle, clock)
                 last = model
             rows.append(row)
             longest = max(0.9 * longest, watch() - round_start)
@@ -118,13 +118,13 @@ def time_alone(
     claim that one model is faster than another. Raises what `run` raises.
     """
     started = clock()
-    with _no_garbage_collection():
-        single = _warm_up(run, clock, time_limit / 4)
+    with no_garbage_collection():
+        single = warm_up(run, clock, time_limit / 4)
         batch = max(1, math.ceil(2e-4 / max(single, 1e-7)))
         samples: list[float] = []
         # After 100 samples the median is known to about a tenth of the spread: more would be wasted.
         while len(samples) < min_samples or (len(samples) < 100 and clock() - started < time_limit):
-            samples.append(_turn(run, batch, False, clock))
+            samples.append(turn(run, batch, False, clock))
             if clock() - started > 4 * time_limit:
                 break
     return _latency(np.array(samples))
@@ -140,7 +140,7 @@ def turns(slots: int, round_index: int) -> list[int]:
     return order[::-1] if cycle % 2 else order
 
 
-def _warm_up(run: Run, clock: Callable[[], float], budget: float) -> float:
+def warm_up(run: Run, clock: Callable[[], float], budget: float) -> float:
     """Seconds of the fastest of some runs that plan memory and fill caches: 3 of them, fewer beyond `budget`."""
     started = clock()
     fastest = math.inf
@@ -154,7 +154,7 @@ def _warm_up(run: Run, clock: Callable[[], float], budget: float) -> float:
     return fastest
 
 
-def _turn(run: Run, batch: int, settle: bool, clock: Callable[[], float]) -> float:
+def turn(run: Run, batch: int, settle: bool, clock: Callable[[], float]) -> float:
     """Seconds of one run, as the mean of `batch` of them."""
     if settle:
         run()
@@ -189,7 +189,7 @@ def _interval(differences: Floats) -> SpeedUp:
 
 
 @contextlib.contextmanager
-def _no_garbage_collection() -> Iterator[None]:
+def no_garbage_collection() -> Iterator[None]:
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from enum import Enum
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,14 @@ class SpeedUp:
             math.log(self.high) - math.log(self.low) if 0.0 < self.low <= self.high < math.inf else math.inf
         )
 
+    @property
+    def bounded(self) -> bool:
+        """There is an interval."""
+        return 0.0 < self.low and self.high < math.inf
+
     def __str__(self) -> str:
+        if not self.bounded:
+            return f"{self.median:.3f}x (too few measurements for an interval)"
         return f"{self.median:.3f}x [{self.low:.3f}, {self.high:.3f}]"
 
 
@@ -108,25 +116,36 @@ class Comparison:
         return fair and not self.load.disturbed
 
 
+class Verdict(Enum):
+    """What many processes say of two models."""
+
+    FASTER = "faster"
+    NOT_FASTER = "not clearly faster"
+    REFUTED = "slower when it was measured again"
+    TOO_FEW = "too few measurements"
+
+
 @dataclass(frozen=True, slots=True)
 class RepeatedComparison:
-    """Two models compared afresh in several processes.
+    """Two models compared afresh in many processes.
 
-    `speedup` is the mean of the processes' log medians with a 95% interval that counts the spread *between*
-    processes; `control` is the same of their A/A controls. `before` and `after` are medians over the
-    processes.
+    `speedup`: in processes that had no part in a decision, their mean with a 95% interval that counts the spread
+    *between* processes; None where nothing was decided or too few were left. `verdict`: what was decided, and `decided`
+    the interval that did it, which allows for all looks at it; None where nothing had to be decided, or too few
+    processes decided. `control` is the baseline compared with itself. `before` and `after`: of all turns in all
+    processes; None where time was up before the first had ended. `processes`: all of them. `pairs`: of runs that are
+    neighbours in time, in all. `disturbed`: in many processes others were using our CPUs.
     """
 
-    speedup: SpeedUp
-    control: SpeedUp
-    before: Latency
-    after: Latency
-    runs: tuple[Comparison, ...]
+    speedup: SpeedUp | None
+    control: SpeedUp | None
+    before: Latency | None
+    after: Latency | None
     seconds: float
     threads: int
+    verdict: Verdict | None = None
+    decided: SpeedUp | None = None
+    processes: int = 1
+    pairs: int = 0
+    disturbed: bool = False
     fresh_processes: bool = True
-
-    @property
-    def disturbed(self) -> bool:
-        """In at least one process others were using our CPUs."""
-        return any(run.load.disturbed for run in self.runs)

@@ -1,36 +1,21 @@
-"""Intervals for medians of paired, autocorrelated samples."""
+"""Intervals: for medians of paired, autocorrelated samples, and for what several processes say together."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+
+from xrlflow.backends.results import SpeedUp
 
 # Rounds whose range is an interval of their median in any case: all of them are on one side of it once in 2^15.
 _ENOUGH = 16
 Floats = npt.NDArray[np.float64]
 
 Z95 = 1.959964
-# Two-sided 95% quantiles of Student's t with 1, 2, ... degrees of freedom.
-T95 = (
-    12.706,
-    4.303,
-    3.182,
-    2.776,
-    2.571,
-    2.447,
-    2.365,
-    2.306,
-    2.262,
-    2.228,
-    2.201,
-    2.179,
-    2.160,
-    2.145,
-    2.131,
-)
 
 
 def median_interval(samples: Floats) -> tuple[float, float, float]:
@@ -86,28 +71,52 @@ def _score_error(scores: Floats, columns: int) -> float:
     return max(independent, quantile * math.sqrt(max(long_run, 0.0) / rounds))
 
 
-def combine(medians: Sequence[float], within: Sequence[float]) -> tuple[float, float, float]:
-    """(mean, low, high) of one quantity measured in several processes.
+TRIMMED = 0.1
+"""The part of the estimates on either side that is not believed: a neighbour may have come in between."""
+_ENOUGH_PROCESSES = 8
+"""Estimates that agree by luck once in 128 times, if they can only be too high or too low: fewer prove less."""
+_SPREAD = 0.01
+"""Standard deviation that fewer estimates are taken to have at least: what a session of the same model may differ."""
 
-    `medians` are the processes' estimates, `within` the half widths of their own 95% intervals. Memory layout
-    and thread placement differ from process to process and stay fixed inside one, so more samples in one
-    process do not help: the spread between the estimates is what counts. With k of them the interval is
-    Student's t on k - 1 degrees of freedom, and never narrower than what the processes' own intervals alone
-    would give. A process with too few samples for an interval of its own (a slow model) counts as the widest of the
-    others there: what its estimate is worth shows in the spread, as long as three or more can be compared. One
-    process has no interval.
+
+@dataclass(frozen=True, slots=True)
+class Pooled:
+    """One quantity, from estimates of it: a mean, its standard error, and the degrees of freedom of the latter."""
+
+    mean: float
+    error: float
+    freedom: int
+
+    def quantile(self, tail: float) -> float:
+        """How many standard errors the mean is off, upwards, with the probability `tail`."""
+        from scipy.special import stdtrit
+
+        return float(stdtrit(self.freedom, 1.0 - tail))
+
+    def interval(self, tail: float) -> SpeedUp:
+        """The interval outside which the quantity lies with the probability `tail` on either side, of a logarithm."""
+        half = self.quantile(tail) * self.error
+        return SpeedUp(math.exp(self.mean), math.exp(self.mean - half), math.exp(self.mean + half))
+
+
+def pool(estimates: Sequence[float]) -> Pooled:
+    """What estimates of one quantity, each from a process of its own, say together.
+
+    The estimates differ by what differs between processes and by the noise of the few runs in each. The spread between
+    them has both in it, so nothing else is needed: this is the estimate of a random effects model whose processes have
+    the same number of runs. It is the mean without the tenth that is highest and the tenth that is lowest (of fewer than 10: the mean), and its
+    standard error from the winsorised variance (Tukey and McLaughlin 1963). Fewer than 8 estimates may lie close together
+    by luck: their standard deviation is taken to be 1% at least. Raises ValueError for fewer than 2.
     """
-    count = len(medians)
-    mean = sum(medians) / count
+    count = len(estimates)
     if count < 2:
-        return mean, -math.inf, math.inf
-    spread = math.sqrt(sum((m - mean) ** 2 for m in medians) / (count - 1))
-    quantile = T95[count - 2] if count - 2 < len(T95) else Z95 * (1 + 1.5 / (count - 2))
-    between = quantile * spread / math.sqrt(count)
-    closed = [half for half in within if math.isfinite(half)]
-    if count < 3 and len(closed) < count:
-        return mean, -math.inf, math.inf
-    widest = max(closed, default=0.0)
-    inside = math.sqrt(sum(min(half, widest) ** 2 for half in within)) / count
-    half = max(between, inside)
-    return mean, mean - half, mean + half
+        raise ValueError("a spread needs two estimates at least")
+    ordered = np.sort(np.asarray(estimates, dtype=np.float64))
+    cut = int(TRIMMED * count)
+    kept = ordered[cut : count - cut]
+    winsorised = np.clip(ordered, kept[0], kept[-1])
+    spread = float(winsorised.std(ddof=1))
+    if count < _ENOUGH_PROCESSES:
+        spread = max(spread, _SPREAD)
+    error = spread / ((1.0 - 2.0 * cut / count) * math.sqrt(count))
+    return Pooled(float(kept.mean()), error, len(kept) - 1)

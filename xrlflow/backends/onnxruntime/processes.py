@@ -1,32 +1,47 @@
-"""Measuring two models in several fresh processes: the only figure that is reported as a speed-up."""
+"""Measuring two models in many fresh processes: the only figure that is reported as a speed-up."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
-import statistics
+import select
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import IO, Any, Self
+
+import numpy as np
 
 from xrlflow.backends.children import environment
+from xrlflow.backends.decision import FEWEST, Answer, confirm, settle
+from xrlflow.backends.interleave import SETTLE_BELOW
 from xrlflow.backends.onnxruntime.session import Optimization, Options, resolve_threads
-from xrlflow.backends.onnxruntime.timing import measure
+from xrlflow.backends.onnxruntime.timing import Sample, sample
 from xrlflow.backends.onnxruntime.wire import from_json, save_feeds
+from xrlflow.backends.pairs import Estimate, estimate
 from xrlflow.backends.protocol import BackendError, Feeds, ModelSource, one_line
-from xrlflow.backends.results import Comparison, Latency, RepeatedComparison, SpeedUp
-from xrlflow.backends.statistics import combine
+from xrlflow.backends.results import Latency, RepeatedComparison, SpeedUp, Verdict
+from xrlflow.backends.statistics import pool
 
 WORKER = "xrlflow.backends.onnxruntime.worker"
-_MOST = 3
-"""How many times as many processes as are asked for may measure, if the first leave time and doubt."""
-GRACE = 5.0
-"""Seconds that a child may exceed its share of the time: it starts up, and finishes the round that it is in."""
+GRACE = 0.03
+"""The part of the time limit for which a process may go on beyond it: it was begun as it seemed to fit."""
+_MOST_PROCESSES = 80
+_ENOUGH_PROCESSES = 16
+"""Where there is no time for so many processes, each has fewer turns, down to `_FEWEST_TURNS`."""
+_FEWEST_TURNS, _MOST_TURNS = 4, 40
+_BETWEEN = 0.01
+"""Standard deviation between processes that the number of turns is right for."""
+_FIGURE_ALONE = 24
+"""Processes for a figure where nothing is decided."""
 
 
 def measure_in_fresh_processes(
@@ -34,95 +49,262 @@ def measure_in_fresh_processes(
     after: ModelSource,
     feeds: Feeds,
     *,
-    pairs: int = 5,
+    deciding: bool = True,
     threads: int | None = None,
     time_limit: float = 60.0,
-    target_width: float = 0.01,
     optimization: Optimization = Optimization.ALL,
     session_options: Options | None = None,
 ) -> RepeatedComparison:
-    """How many times faster `after` is than `before`, measured anew in `pairs` processes and combined.
+    """How many times faster `after` is than `before`, measured anew in many processes.
 
-    What is fixed for the life of a process (addresses of weights, placement of threads) can make one session
-    a percent or more faster than another of the same model, so one process cannot tell a small speed-up from
-    luck. Each child opens its own two sessions, every other child in reverse order, and measures as `measure`
-    does, the A/A control included. `combine` counts the spread between them: with 3 processes the interval is
-    2.5 times their standard deviation to either side, with 5 it is 1.2 times, which is why 5 is the default.
+    What is fixed for the life of a process (addresses of weights, placement of threads) can make one session a percent
+    or more faster than another of the same model, so one process cannot tell a small speed-up from luck. Each opens
+    its own two sessions, every other one in reverse order, and takes a few turns (`pairs`): more where the first process
+    found them to be noisy, and where starting takes long. How many processes there are is settled by `decision`: with `deciding`, whether `after` is faster, and if it is, in further processes by how much;
+    without, by how much alone.
 
-    `time_limit` is in seconds for everything; the children share it evenly. One that ends early because its
-    interval is narrow leaves its time to the others, and those for which no time is left are not started:
-    with one process the interval is (0, inf). When all have ended with time left, and the interval is neither narrower
-    than `target_width` nor that far from 1, up to twice as many again follow. Ctrl-C ends the running child.
+    `time_limit` is in seconds for everything; it ends earlier when enough is known, and where the first processes show
+    that there is no time for another. Ctrl-C ends the running process.
 
-    A SessionOptions object cannot be handed to another process. With one the pairs are fresh sessions in this process,
+    A SessionOptions object cannot be handed to another process. With one the samples are fresh sessions in this process,
     and the result's `fresh_processes` is False: a mapping of configuration entries is better.
 
-    Raises BackendError when a child crashes (with the end of what it wrote to standard error), when a model
-    cannot be loaded or run, and when not even one measurement fits into the time limit.
+    Raises BackendError when a process crashes (with the end of what it wrote to standard error), and when a model
+    cannot be loaded and run.
     """
-    if pairs < 1:
-        raise BackendError("at least one pair of sessions has to be measured")
     started = time.monotonic()
-    deadline = started + time_limit
     threads = resolve_threads(threads, session_options)
     in_child = session_options is None or isinstance(session_options, Mapping)
-    runs: list[Comparison] = []
-    with tempfile.TemporaryDirectory(prefix="xrlflow-measure-") as folder:
-        root = Path(folder)
-        request: dict[str, Any] = {
-            "models": [_as_path(before, root / "before.onnx"), _as_path(after, root / "after.onnx")],
-            "feeds": save_feeds(root / "feeds.npz", feeds) if in_child else [],
-            "threads": threads,
-            "target_width": target_width,
-            "optimization": optimization.value,
-            "session_options": dict(session_options) if isinstance(session_options, Mapping) else None,
-        }
-        for index in range(_MOST * pairs):
-            left = deadline - time.monotonic()
-            if index < pairs:
-                share = left / (pairs - index)
-                if runs and share < 0.5 * min(run.seconds / max(run.samples, 1) for run in runs):
-                    break
-            else:
-                share = (time.monotonic() - started) / index
-                if share > left or _decided(_combine_speedups([run.speedup for run in runs]), target_width):
-                    break
-            # Starting Python and importing the runtime takes part of the share.
-            request["time_limit"] = max(share - _startup(runs, started), 0.2 * share, 0.01)
-            request["load_reversed"] = index % 2 == 1
-            patience = max(deadline - time.monotonic(), 0.0) + GRACE
-            result: Comparison | None
-            if in_child:
-                result = _run_child(root, request, patience)
-            else:
-                result = measure(
-                    request["models"],
+    with contextlib.ExitStack() as stack:
+        source: Callable[[int, int | None, float], Sample | None]
+        if in_child:
+            setup = _Setup(before, after, feeds, threads, optimization, session_options)
+            source = stack.enter_context(FreshProcesses(setup)).sample
+        else:
+
+            def source(index: int, turns: int | None, deadline: float) -> Sample | None:
+                return sample(
+                    (before, after),
                     feeds,
+                    turns=turns,
+                    swapped=index % 2 == 1,
                     threads=threads,
-                    time_limit=share,
-                    target_width=target_width,
                     optimization=optimization,
                     session_options=session_options,
-                    load_reversed=index % 2 == 1,
                 )
-            if result is None:
-                break
-            runs.append(result)
-    if not runs:
-        raise BackendError(f"the time limit of {time_limit:g} s is too short to load and measure the models")
-    return _combined(runs, time.monotonic() - started, threads, in_child)
+
+        drawing = _Drawing(source, started + time_limit, GRACE * time_limit)
+        affordable = drawing.plan()
+        if not affordable:
+            answer = None
+        elif deciding:
+            answer = settle(drawing.draw, affordable)
+        else:
+            answer = confirm(drawing.draw, min(affordable, _FIGURE_ALONE))
+    return drawing.summary(answer, time.monotonic() - started, threads, deciding, in_child)
 
 
-def _decided(speedup: SpeedUp, width: float) -> bool:
-    """More processes would not change what is said of the two models."""
-    return speedup.width <= width or abs(math.log(speedup.median)) - speedup.width / 2 > width
+@dataclass(slots=True)
+class _Drawing:
+    """Samples one after the other, until `deadline` (time.monotonic)."""
+
+    source: Callable[[int, int | None, float], Sample | None]
+    deadline: float
+    grace: float
+    turns: int | None = None
+    samples: list[Sample] = field(default_factory=list)
+    estimates: list[Estimate] = field(default_factory=list)
+    waiting: list[float] = field(default_factory=list)  # what was measured, and not drawn yet
+    longest: float = 0.0
+
+    def plan(self) -> int:
+        """Measure once; how many processes there is time for, that one included, with the `turns` that suit them."""
+        started = time.monotonic()
+        first = self._measure()
+        if first is None:
+            return 0
+        self.waiting.append(first)
+        seconds = time.monotonic() - started
+        sampled = self.samples[0]
+        each = sampled.measuring / max(len(sampled.turns), 1)
+        start = max(seconds - sampled.measuring, 0.0)
+        left = max(self.deadline - time.monotonic(), 0.0)
+        slow = sampled.turns[0].seconds >= SETTLE_BELOW
+        fewest = 2 if slow else _FEWEST_TURNS
+        # The variance of an estimate, between**2 + noise**2 / turns, times what it costs, start + turns * each, is least:
+        best = self.estimates[0].noise / _BETWEEN * math.sqrt(start / max(each, 1e-6))
+        room = (left / _ENOUGH_PROCESSES - start) / max(each, 1e-6)
+        self.turns = max(fewest, min(2 * round(min(best, room) / 2), _MOST_TURNS))
+        self.longest = start + self.turns * each
+        return min(1 + int(left / max(self.longest, 1e-6)), _MOST_PROCESSES)
+
+    def draw(self) -> float | None:
+        if self.waiting:
+            return self.waiting.pop()
+        if time.monotonic() + self.longest > self.deadline:
+            return None
+        started = time.monotonic()
+        found = self._measure()
+        self.longest = max(0.8 * self.longest, time.monotonic() - started)
+        return found
+
+    def _measure(self) -> float | None:
+        found = self.source(len(self.samples), self.turns, self.deadline + self.grace)
+        if found is None:
+            return None
+        self.samples.append(found)
+        self.estimates.append(estimate(found.turns))
+        return self.estimates[-1].ratio
+
+    def summary(
+        self, answer: Answer | SpeedUp | None, seconds: float, threads: int, deciding: bool, fresh: bool
+    ) -> RepeatedComparison:
+        controls = [e.control for e in self.estimates if e.control is not None]
+        disturbed = sum(s.load.disturbed for s in self.samples)
+        decision = answer if isinstance(answer, Answer) else None
+        verdict = (decision.verdict if decision else Verdict.TOO_FEW) if deciding else None
+        return RepeatedComparison(
+            speedup=answer.figure if isinstance(answer, Answer) else answer,
+            control=pool(controls).interval(0.025) if len(controls) >= FEWEST else None,
+            before=_latency(self.samples, 0),
+            after=_latency(self.samples, 1),
+            seconds=seconds,
+            threads=threads,
+            verdict=verdict,
+            decided=decision.decision.interval if decision else None,
+            processes=len(self.samples),
+            pairs=sum(e.pairs for e in self.estimates),
+            disturbed=disturbed > len(self.samples) / 4,
+            fresh_processes=fresh,
+        )
 
 
-def _startup(runs: Sequence[Comparison], started: float) -> float:
-    """Seconds that a child needs besides measuring, as far as those so far can tell."""
-    if not runs:
-        return 0.5
-    return max((time.monotonic() - started - sum(run.seconds for run in runs)) / len(runs), 0.0)
+def _latency(samples: Sequence[Sample], model: int) -> Latency | None:
+    seconds = [turn.seconds for s in samples for turn in s.turns if turn.model == model]
+    if not seconds:
+        return None
+    p10, median, p90 = (float(v) * 1e3 for v in np.percentile(seconds, [10, 50, 90]))
+    return Latency(median, p10, p90, len(seconds))
+
+
+@dataclass(frozen=True, slots=True)
+class _Setup:
+    """What all processes of a comparison have in common."""
+
+    before: ModelSource
+    after: ModelSource
+    feeds: Feeds
+    threads: int
+    optimization: Optimization
+    session_options: Mapping[str, str] | Any | None
+
+    def write(self, folder: Path) -> None:
+        setup = {
+            "models": [_as_path(self.before, folder / "before.onnx"), _as_path(self.after, folder / "after.onnx")],
+            "feeds": save_feeds(folder / "feeds.npz", self.feeds),
+            "threads": self.threads,
+            "optimization": self.optimization.value,
+            "session_options": dict(self.session_options) if self.session_options is not None else None,
+        }
+        (folder / "setup.json").write_text(json.dumps(setup))
+
+
+class FreshProcesses:
+    """Processes in which two models are loaded, timed and forgotten, one at a time. See `worker`."""
+
+    def __init__(self, setup: _Setup) -> None:
+        self._stack = contextlib.ExitStack()
+        self._setup = setup
+        self._nursery: subprocess.Popen[bytes] | None = None
+        self._log: IO[bytes] | None = None
+
+    def __enter__(self) -> Self:
+        with contextlib.ExitStack() as stack:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="xrlflow-measure-")))
+            self._setup.write(folder)
+            self._log = stack.enter_context(tempfile.TemporaryFile())
+            self._nursery = subprocess.Popen(
+                [sys.executable, "-m", WORKER, str(folder)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._log,
+                bufsize=0,
+                process_group=0,
+                # NumPy's threads would be in the way of a fork.
+                env=environment(OPENBLAS_NUM_THREADS="1", MKL_NUM_THREADS="1"),
+            )
+            stack.callback(self._end)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    @property
+    def process(self) -> int:
+        """The nursery's number."""
+        assert self._nursery is not None
+        return self._nursery.pid
+
+    def sample(self, index: int, turns: int | None, deadline: float) -> Sample | None:
+        """The turns of a process of its own; every other one (`index`) begins with the new model. None where it was not
+        over at `deadline` (time.monotonic): then nothing more can be asked. Raises BackendError."""
+        assert self._nursery is not None
+        assert self._nursery.stdin is not None
+        request = {"turns": turns, "swapped": index % 2 == 1, "seed": index}
+        try:
+            self._nursery.stdin.write(json.dumps(request).encode() + b"\n")
+        except BrokenPipeError:
+            self._nursery.wait()
+            raise self._crashed(self._nursery.returncode) from None
+        line = self._answer(deadline)
+        if line is None:
+            self._end()
+            return None
+        if not line:
+            raise self._crashed(self._nursery.wait())
+        answer = json.loads(line)
+        if "error" in answer:
+            raise BackendError(answer["error"])
+        if "status" in answer:
+            raise self._crashed(answer["status"])
+        return from_json(answer["sample"])
+
+    def _answer(self, deadline: float) -> bytes | None:
+        """A line; empty at the end, None at the deadline."""
+        assert self._nursery is not None
+        assert self._nursery.stdout is not None
+        line = b""
+        while not line.endswith(b"\n"):
+            left = max(deadline - time.monotonic(), 0.0)
+            ready, _, _ = select.select([self._nursery.stdout], [], [], left)
+            if not ready:
+                return None
+            part = os.read(self._nursery.stdout.fileno(), 1 << 16)
+            if not part:
+                return b""
+            line += part
+        return line
+
+    def _crashed(self, status: int) -> BackendError:
+        assert self._log is not None
+        size = self._log.seek(0, os.SEEK_END)
+        self._log.seek(max(size - 300, 0))
+        tail = one_line(self._log.read().decode(errors="replace")) or "it said nothing"
+        return BackendError(f"a measuring process ended with status {status}: {tail}")
+
+    def _end(self) -> None:
+        """End the nursery and its child, whatever they are doing."""
+        nursery = self._nursery
+        assert nursery is not None
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(nursery.pid, signal.SIGKILL)
+        nursery.wait()
+        for pipe in (nursery.stdin, nursery.stdout):
+            if pipe is not None:
+                pipe.close()
 
 
 def _as_path(model: ModelSource, path: Path) -> str:
@@ -130,66 +312,3 @@ def _as_path(model: ModelSource, path: Path) -> str:
         path.write_bytes(model)
         return str(path)
     return os.path.abspath(model)
-
-
-def _run_child(folder: Path, request: dict[str, Any], patience: float) -> Comparison | None:
-    """One child's comparison; None when it was still busy after `patience` seconds. It never outlives this call."""
-    answer_file = folder / "result.json"
-    answer_file.unlink(missing_ok=True)
-    (folder / "request.json").write_text(json.dumps(request))
-    child = subprocess.Popen(
-        [sys.executable, "-m", WORKER, str(folder)],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        env=environment(),
-        text=True,
-        errors="replace",
-    )
-    try:
-        _, stderr = child.communicate(timeout=patience)
-    except subprocess.TimeoutExpired:
-        return None
-    finally:
-        if child.poll() is None:
-            child.kill()
-            child.communicate()
-    if child.returncode != 0 or not answer_file.exists():
-        tail = one_line(stderr[-300:]) or "it said nothing"
-        raise BackendError(f"a measuring process ended with status {child.returncode}: {tail}")
-    answer = json.loads(answer_file.read_text())
-    if "error" in answer:
-        raise BackendError(answer["error"])
-    return from_json(answer["comparison"])
-
-
-def _combined(
-    runs: Sequence[Comparison], seconds: float, threads: int, fresh_processes: bool
-) -> RepeatedComparison:
-    controls = [run.control for run in runs if run.control is not None]
-    return RepeatedComparison(
-        speedup=_combine_speedups([run.speedup for run in runs]),
-        control=_combine_speedups(controls),
-        before=_median_latency([run.latencies[0] for run in runs]),
-        after=_median_latency([run.latencies[1] for run in runs]),
-        runs=tuple(runs),
-        seconds=seconds,
-        threads=threads,
-        fresh_processes=fresh_processes,
-    )
-
-
-def _combine_speedups(speedups: Sequence[SpeedUp]) -> SpeedUp:
-    mean, low, high = combine(
-        [math.log(speedup.median) for speedup in speedups], [speedup.width / 2 for speedup in speedups]
-    )
-    return SpeedUp(math.exp(mean), math.exp(low), math.exp(high))
-
-
-def _median_latency(latencies: Sequence[Latency]) -> Latency:
-    return Latency(
-        median_ms=statistics.median(latency.median_ms for latency in latencies),
-        p10_ms=statistics.median(latency.p10_ms for latency in latencies),
-        p90_ms=statistics.median(latency.p90_ms for latency in latencies),
-        samples=sum(latency.samples for latency in latencies),
-    )

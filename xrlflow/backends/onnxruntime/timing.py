@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from xrlflow.backends.interleave import interleave, time_alone
+from xrlflow.backends import load
+from xrlflow.backends.interleave import Run, interleave, time_alone
 from xrlflow.backends.onnxruntime.session import (
     Optimization,
     Options,
@@ -14,9 +16,10 @@ from xrlflow.backends.onnxruntime.session import (
     open_model,
     resolve_threads,
 )
+from xrlflow.backends.pairs import Turn, take_turns
 from xrlflow.backends.placement import choose_cpus, pinned
 from xrlflow.backends.protocol import BackendError, Feeds, ModelSource
-from xrlflow.backends.results import Comparison, Latency
+from xrlflow.backends.results import Comparison, Latency, Load
 from xrlflow.backends.tvm import TvmModel, is_compiled, load_compiled
 
 
@@ -52,16 +55,9 @@ def measure(
     with contextlib.ExitStack() as stack:
         order = list(enumerate(models))
 
-        def load(model: ModelSource) -> OrtModel | TvmModel:
-            if is_compiled(model):
-                return load_compiled(model, threads=threads)
-            return open_model(
-                model, threads=threads, optimization=optimization, session_options=session_options, cpus=cpus
-            )
-
         opened: dict[int, OrtModel | TvmModel] = {}
         for index, model in reversed(order) if load_reversed else order:
-            opened[index] = load(model)
+            opened[index] = _load(model, threads, optimization, session_options, cpus)
             stack.callback(opened[index].close)
         callers = [opened[index].caller(feeds) for index in range(len(models))]
         stack.enter_context(pinned(cpus))
@@ -73,6 +69,67 @@ def measure(
             control=control,
             margin=margin,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """The turns of two models in one process; `load`: what others did meanwhile; seconds of loading, and of the turns."""
+
+    turns: tuple[Turn, ...]
+    load: Load
+    loading: float
+    measuring: float
+
+
+def sample(
+    models: tuple[ModelSource, ModelSource],
+    feeds: Feeds,
+    *,
+    turns: int | None,
+    swapped: bool = False,
+    threads: int,
+    optimization: Optimization = Optimization.ALL,
+    session_options: Options | None = None,
+) -> Sample:
+    """Load two models, run each once, and take `turns` (None: a few); `swapped`: the second is loaded and timed first.
+
+    Either may be a shared library that TVM compiled. Raises BackendError when a model cannot be loaded or run.
+    """
+    started = time.perf_counter()
+    cpus = choose_cpus(threads)
+    order = (1, 0) if swapped else (0, 1)
+    with contextlib.ExitStack() as stack:
+        opened: dict[int, OrtModel | TvmModel] = {}
+        for index in order:
+            opened[index] = _load(models[index], threads, optimization, session_options, cpus)
+            stack.callback(opened[index].close)
+        stack.enter_context(pinned(cpus))
+        singles = [0.0, 0.0]
+        callers: list[Run] = [int, int]
+        for index in order:
+            begun = time.perf_counter()
+            callers[index] = opened[index].caller(feeds)
+            singles[index] = time.perf_counter() - begun
+        loaded = time.perf_counter()
+        before = load.read()
+        taken = take_turns(callers, singles, turns, first=order[0])
+        after = load.read()
+    ended = time.perf_counter()
+    return Sample(taken, load.judge(before, after, threads), loaded - started, ended - loaded)
+
+
+def _load(
+    model: ModelSource,
+    threads: int,
+    optimization: Optimization,
+    session_options: Options | None,
+    cpus: Sequence[int] | None,
+) -> OrtModel | TvmModel:
+    if is_compiled(model):
+        return load_compiled(model, threads=threads)
+    return open_model(
+        model, threads=threads, optimization=optimization, session_options=session_options, cpus=cpus
+    )
 
 
 def time_model(

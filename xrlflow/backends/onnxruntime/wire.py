@@ -8,8 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from xrlflow.backends.onnxruntime.timing import Sample
+from xrlflow.backends.pairs import Turn
 from xrlflow.backends.protocol import Array, BackendError, Feeds
-from xrlflow.backends.results import Comparison, Latency, Load, SpeedUp
+from xrlflow.backends.results import Load
 
 
 def save_feeds(path: Path, feeds: Feeds) -> list[str]:
@@ -38,20 +40,16 @@ def load_feeds(path: Path, names: list[str]) -> dict[str, Array]:
     }
 
 
-def to_json(comparison: Comparison) -> dict[str, Any]:
-    """A comparison as plain data (JSON knows the infinities of Python's `json`)."""
-    return dataclasses.asdict(comparison)
+def to_json(sample: Sample) -> dict[str, Any]:
+    """A process's sample as plain data."""
+    return dataclasses.asdict(sample)
 
 
-def from_json(data: dict[str, Any]) -> Comparison:
-    """The comparison that `to_json` made. Raises KeyError or TypeError for other data."""
-    return Comparison(
-        latencies=tuple(Latency(**latency) for latency in data["latencies"]),
-        speedups=tuple(SpeedUp(**speedup) for speedup in data["speedups"]),
-        control=None if data["control"] is None else SpeedUp(**data["control"]),
+def from_json(data: dict[str, Any]) -> Sample:
+    """The sample that `to_json` made. Raises KeyError or TypeError for other data."""
+    return Sample(
+        turns=tuple(Turn(**turn) for turn in data["turns"]),
         load=Load(**data["load"]),
-        samples=data["samples"],
-        seconds=data["seconds"],
-        threads=data["threads"],
-        converged=data["converged"],
+        loading=data["loading"],
+        measuring=data["measuring"],
     )

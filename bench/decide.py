@@ -1,0 +1,162 @@
+"""How often the last comparison is wrong: `python bench/decide.py` (simulated), `... aa --runs 100` (real models).
+
+Simulated: processes, each with an effect of its own (where its weights lie), a few runs with heavy-tailed noise, drift,
+neighbours that come and go; the functions that decide and report are those of `xrlflow.backends.decision`, fed with the
+simulated estimates. Real: `optimize` compares small models with themselves, and ships one, or not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the checkout
+
+from xrlflow.backends.decision import Answer, settle
+
+GAINS = (0.0, 0.003, 0.005, 0.01, 0.02, 0.05)
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """A machine and a model: what one process's estimate is off, and how many processes there is time for.
+
+    Standard deviations and shifts are logarithms of ratios (0.01 is 1%). `process`: of what is fixed in a process;
+    `two_sided`: that is one of two values, as where weights lie one way or the other. `run`: of one comparison of two
+    runs that are neighbours in time, Student's t with `tail` degrees of freedom; `runs`: so many in a process.
+    `disturbed`: the part of the processes that somebody else slows down while one of the models runs, by `blow`.
+    `order`: the shift in favour of the model that was loaded first; the order alternates. `wander`: standard deviation
+    of a slow wave that goes through all processes, alike for neighbours in time.
+    """
+
+    name: str
+    process: float
+    run: float
+    runs: int
+    affordable: int
+    seconds: float  # of one process
+    tail: float = 3.0
+    two_sided: bool = False
+    disturbed: float = 0.0
+    blow: float = 0.0
+    order: float = 0.0
+    wander: float = 0.0
+
+    def estimates(self, rng: np.random.Generator) -> np.ndarray:
+        """What all processes of one comparison are off the true gain, in the order in which they run."""
+        count = self.affordable
+        effect = rng.standard_normal(count)
+        if self.two_sided:
+            effect = np.sign(effect)
+        noise = np.median(self.run * rng.standard_t(self.tail, (count, self.runs)), axis=1)
+        hit = rng.random(count) < self.disturbed
+        blows = hit * rng.normal(0.0, self.blow, count) if self.blow else 0.0
+        first = self.order * np.where(np.arange(count) % 2 == 0, 1.0, -1.0) * rng.choice((-1.0, 1.0))
+        phase, period = rng.uniform(0.0, 2.0 * math.pi), rng.uniform(5.0, 40.0)
+        wave = self.wander * math.sqrt(2.0) * np.sin(2.0 * math.pi * np.arange(count) / period + phase)
+        return self.process * effect + noise + blows + first + wave
+
+
+WORLDS = (
+    World("quiet", 0.004, 0.01, 16, 40, 0.25),
+    World("one of two layouts", 0.01, 0.01, 16, 40, 0.25, two_sided=True),
+    World("neighbours", 0.01, 0.05, 12, 40, 0.4, tail=2.0, disturbed=0.15, blow=0.10),
+    World("drift, and a wave", 0.005, 0.02, 12, 40, 0.25, order=0.005, wander=0.003),
+    World("slow model", 0.006, 0.02, 3, 10, 3.0, disturbed=0.1, blow=0.05),
+    World("very slow model", 0.006, 0.03, 1, 6, 8.0),
+    World("very slow, two layouts", 0.01, 0.01, 1, 6, 8.0, two_sided=True),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Of many comparisons in one world, with one true gain."""
+
+    world: str
+    gain: float
+    shipped: float  # of all
+    bias: float | None  # what was reported of those shipped, less the truth, as ratios; None: nothing was reported
+    off: float | None  # standard error of the bias
+    half_width: float | None  # of the reported interval, the median
+    covered: float | None  # how often that holds the truth
+    seconds: float
+
+
+def simulate(world: World, gain: float, replications: int, seed: int) -> Outcome:
+    """Compare so many times with a true gain (0.01: 1% faster)."""
+    rng = np.random.default_rng([seed, round(gain * 1e6), *world.name.encode()])
+    truth = math.log1p(gain)
+    shipped, seconds = 0, 0.0
+    errors: list[float] = []
+    halves: list[float] = []
+    hits = 0
+    for _ in range(replications):
+        answer = settle(_draw(truth + world.estimates(rng)), world.affordable)
+        seconds += world.seconds * (len(answer.decision.estimates) + answer.confirming)
+        shipped += answer.faster
+        if answer.faster and answer.figure is not None:
+            errors.append(answer.figure.median - (1.0 + gain))
+            halves.append((answer.figure.high - answer.figure.low) / 2)
+            hits += answer.figure.low <= 1.0 + gain <= answer.figure.high
+    reported = len(errors)
+    return Outcome(
+        world.name,
+        gain,
+        shipped / replications,
+        statistics.fmean(errors) if reported else None,
+        statistics.stdev(errors) / math.sqrt(reported) if reported > 1 else None,
+        statistics.median(halves) if reported else None,
+        hits / reported if reported else None,
+        seconds / replications,
+    )
+
+
+def _draw(estimates: np.ndarray) -> Callable[[], float | None]:
+    left: Iterator[float] = iter(estimates.tolist())
+    return lambda: next(left, None)
+
+
+def percent(value: float | None, digits: int = 2) -> str:
+    return "-" if value is None else f"{100 * value:.{digits}f}%"
+
+
+def simulated(worlds: Sequence[World], gains: Sequence[float], replications: int, seed: int) -> list[Outcome]:
+    """All worlds with all gains; prints a row for each."""
+    print("| world | true gain | shipped | reported - true | its error | half width | covered | s |")
+    print("|---|---|---|---|---|---|---|---|")
+    found = []
+    for world in worlds:
+        for gain in gains:
+            o = simulate(world, gain, replications, seed)
+            found.append(o)
+            print(
+                f"| {o.world} | {percent(gain, 1)} | {percent(o.shipped)} | {percent(o.bias, 3)} | "
+                f"{percent(o.off, 3)} | {percent(o.half_width)} | {percent(o.covered, 1)} | {o.seconds:.1f} |",
+                flush=True,
+            )
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", nargs="?", choices=("simulate", "aa"), default="simulate")
+    parser.add_argument("--replications", type=int, default=10_000)
+    parser.add_argument("--runs", type=int, default=100, help="of optimize, of an original against itself")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    simulated(WORLDS, GAINS, arguments.replications, arguments.seed)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,173 @@
+"""Two models in turns in one process, and what the turns that are neighbours in time say."""
+
+from __future__ import annotations
+
+import glob
+import math
+import os
+import statistics
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from xrlflow.backends.interleave import MIN_SAMPLE, SETTLE_BELOW, Run, no_garbage_collection, turn, warm_up
+
+HELD_UP = 0.02
+"""A turn in which our threads waited for a CPU for more than this part of it says less about the model than others."""
+_WARM_UP = 0.03
+"""Seconds of untimed runs of each model, or three runs."""
+
+Waits = Callable[[], Sequence[float]]
+"""The seconds for which each thread of this process has waited for a CPU up to now, the calling one first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """Seconds of one run of a model (0: the baseline, 1: the new one), the mean of a few.
+
+    Without those for which the calling thread could have run and had no CPU. `held_up`: what part of the turn the thread
+    that waited longest, of all, had none.
+    """
+
+    model: int
+    seconds: float
+    held_up: float
+
+
+def take_turns(
+    runs: Sequence[Run],
+    singles: Sequence[float],
+    count: int | None,
+    *,
+    first: int = 0,
+    clock: Callable[[], float] = time.perf_counter,
+    waits: Waits | None = None,
+) -> tuple[Turn, ...]:
+    """`count` turns of two models, one after the other, `first` first; None: some, to learn how many are of use.
+
+    `singles`: seconds of a first run of each; who took less than 0.25 s is warmed up. A turn always follows one of the
+    other model, and starts with one untimed run, if that is not too slow (see `interleave`).
+
+    On two cores that others wanted, too, a run of 3.6 ms took 43 ms [12, 60] (10th and 90th percentile) with two threads,
+    and without the time in which the calling thread waited for a CPU 3.6 [3.5, 4.0]; with one thread 43 ms were 58
+    [43, 91], and 43.5 [42.7, 44.4] without. The waiting of other threads is not taken off: the calling one may have done
+    their work meanwhile. `waits` counts (by default: Linux does). Raises what a run raises.
+    """
+    with no_garbage_collection(), _Waiting() as waiting:
+        read = waits if waits is not None else waiting.seconds
+        quick = [single < SETTLE_BELOW for single in singles]
+        rough = list(singles)
+        for model in (first, 1 - first):
+            if quick[model]:
+                rough[model] = warm_up(runs[model], clock, _WARM_UP)
+        waiting.look()  # sessions have their threads now
+        batches = [max(1, math.ceil(MIN_SAMPLE / max(seconds, 1e-7))) for seconds in rough]
+        taken: list[Turn] = []
+        for index in range(count if count is not None else _first_turns(max(rough))):
+            model = (first + index) % 2
+            if quick[model]:
+                runs[model]()
+            before = read()
+            seconds = turn(runs[model], batches[model], False, clock)
+            waited = [(b - a) / batches[model] for a, b in zip(before, read())]
+            # A thread may have waited just before and after the turn, too.
+            lost = min(max(waited[0] if waited else 0.0, 0.0), 0.95 * seconds)
+            taken.append(Turn(model, seconds - lost, max(waited, default=0.0) / seconds))
+        return tuple(taken)
+
+
+def _first_turns(seconds: float) -> int:
+    return 12 if seconds < 0.02 else 6 if seconds < SETTLE_BELOW else 2
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """What one process says. `ratio`: the logarithm of how many times faster the new model ran than the baseline.
+
+    `control`: the same of the baseline's turns among themselves; None where it had one turn. `pairs`: those used, and
+    `noise` the standard deviation of what a pair says, from their median deviation (0 of one pair).
+    """
+
+    ratio: float
+    control: float | None
+    pairs: int
+    noise: float
+
+
+def estimate(turns: Sequence[Turn]) -> Estimate:
+    """Compare turns that are neighbours in time. Raises ValueError for fewer than two.
+
+    What slows the machine down for longer slows both. What took a CPU away in a turn did not: pairs with such a turn,
+    whichever model's it was, are left out, but of all pairs at least the half that was held up least is kept. In every
+    other pair the baseline comes first; the median of each kind counts half, so that a drift cancels.
+    """
+    if len(turns) < 2:
+        raise ValueError("a comparison needs a turn of each model")
+    pairs = _least_held_up(list(zip(turns, turns[1:])))
+    kinds = [
+        [_faster(a, b) for a, b in pairs if a.model == 0],
+        [-_faster(a, b) for a, b in pairs if a.model == 1],
+    ]
+    medians = [statistics.median(kind) for kind in kinds if kind]
+    baseline = [t for t in turns if t.model == 0]
+    among = [
+        _faster(a, b) * (-1.0 if index % 2 else 1.0)
+        for index, (a, b) in enumerate(zip(baseline, baseline[1:]))
+    ]
+    ratio = statistics.fmean(medians)
+    deviations = [abs(difference - ratio) for kind in kinds for difference in kind]
+    noise = 1.4826 * statistics.median(deviations) if len(pairs) > 1 else 0.0
+    return Estimate(ratio, statistics.median(among) if among else None, len(pairs), noise)
+
+
+def _least_held_up(pairs: Sequence[tuple[Turn, Turn]]) -> list[tuple[Turn, Turn]]:
+    ordered = sorted(pairs, key=lambda pair: max(pair[0].held_up, pair[1].held_up))
+    free = sum(max(a.held_up, b.held_up) <= HELD_UP for a, b in pairs)
+    return ordered[: max(free, math.ceil(len(pairs) / 2))]
+
+
+def _faster(first: Turn, second: Turn) -> float:
+    return math.log(first.seconds) - math.log(second.seconds)
+
+
+class _Waiting:
+    """How long the threads of this process have waited for a CPU, as Linux counts it; 0 on other systems."""
+
+    def __init__(self) -> None:
+        self._files: list[int] = []
+
+    def __enter__(self) -> Self:
+        self.look()
+        return self
+
+    def look(self) -> None:
+        """Take in threads that are new."""
+        self._close()
+        own = f"/proc/self/task/{threading.get_native_id()}/schedstat"
+        for name in sorted(glob.glob("/proc/self/task/*/schedstat"), key=lambda name: name != own):
+            try:
+                self._files.append(os.open(name, os.O_RDONLY))
+            except FileNotFoundError:  # the thread has ended
+                continue
+
+    def seconds(self) -> list[float]:
+        # Nanoseconds on a CPU, nanoseconds of waiting for one, times on a CPU.
+        found = []
+        for file in self._files:
+            try:
+                found.append(int(os.pread(file, 100, 0).split()[1]) * 1e-9)
+            except ProcessLookupError:  # the thread has ended
+                found.append(0.0)
+        return found
+
+    def _close(self) -> None:
+        while self._files:
+            os.close(self._files.pop())
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._close()
