@@ -333,11 +333,8 @@ def greatest(*parts: Formula | int) -> Formula:
 def _least(parts: tuple[Formula, ...]) -> Formula:
     flat: dict[Formula, None] = {}
     for part in parts:
-        inner = part.terms[0] if len(part.terms) == 1 else None
-        if inner is not None and inner[1] == 1 and len(inner[0]) == 1 and isinstance(inner[0][0], Least):
-            flat.update(dict.fromkeys(inner[0][0].parts))
-        else:
-            flat[part] = None
+        inner = _only_least(part)
+        flat.update(dict.fromkeys((part,) if inner is None else inner.parts))
     kept: list[Formula] = []
     for part in sorted(flat, key=lambda p: p.text):
         if not any(not_less(part, other) for other in kept):
@@ -346,7 +343,18 @@ def _least(parts: tuple[Formula, ...]) -> Formula:
         return kept[0]
     # min(a + c, b + c) = min(a, b) + c
     shift = min(p.constant for p in kept)
-    return _atom(Least(tuple(sorted((p - shift for p in kept), key=lambda p: p.text)))) + shift
+    moved = tuple(sorted((p - shift for p in kept), key=lambda p: p.text))
+    if any(_only_least(p) for p in moved):
+        return _least(moved) + shift
+    return _atom(Least(moved)) + shift
+
+
+def _only_least(formula: Formula) -> Least | None:
+    """The minimum that a formula is, if it is nothing else."""
+    if len(formula.terms) == 1 and formula.terms[0][1] == 1 and len(formula.terms[0][0]) == 1:
+        only = formula.terms[0][0][0]
+        return only if isinstance(only, Least) else None
+    return None
 
 
 # Bounds and values
