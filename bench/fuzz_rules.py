@@ -33,7 +33,10 @@ def as_proto(graph: Graph) -> onnx.ModelProto:
     """A graph that came from no file, as a model."""
     frame = onnx.ModelProto()
     frame.CopyFrom(_empty().frame)
-    for listed, stem, values in ((frame.graph.input, "x", graph.inputs), (frame.graph.output, "y", graph.outputs)):
+    for listed, stem, values in (
+        (frame.graph.input, "x", graph.inputs),
+        (frame.graph.output, "y", graph.outputs),
+    ):
         del listed[:]
         listed.extend(_declared(f"{stem}{i}", graph.type(v)) for i, v in enumerate(values))
     return to_proto(replace(_empty(), graph=graph, frame=frame, labels={}, recipes={}), graph)
@@ -45,7 +48,5 @@ def rules(seed: int) -> Subject:
     imported = load(proto)
     feeds = InputPlan.of(imported).case({}, seed, 0).feeds
     floats = {int(t) for t in FLOATS}
-    fixed = {
-        v.name: feeds[v.name] for v in proto.graph.input if v.type.tensor_type.elem_type not in floats
-    }
+    fixed = {v.name: feeds[v.name] for v in proto.graph.input if v.type.tensor_type.elem_type not in floats}
     return Subject(proto, fixed=fixed, specials=sees_nan(proto))
