@@ -103,7 +103,7 @@ def _others() -> Iterator[tuple[str, Any]]:
         [helper.make_tensor_value_info("y", TensorProto.STRING, ["N"])],
         [helper.make_tensor("c", TensorProto.STRING, [1], [b"a \xc3\xbc"])],
     )
-    yield "strings", helper.make_model(strings, ir_version=10)
+    yield "strings", helper.make_model(strings, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
     weights = numpy_helper.from_array(np.arange(6, dtype=np.float32), "w")
     external = numpy_helper.from_array(np.arange(6, dtype=np.float32), "e")
     onnx.external_data_helper.set_external_data(external, _DATA, 0, 24)
@@ -126,7 +126,7 @@ def _others() -> Iterator[tuple[str, Any]]:
         [weights, external],
         sparse_initializer=[sparse],
     )
-    yield "weights", helper.make_model(graph, ir_version=10)
+    yield "weights", helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
     table = helper.make_tensor("t", TensorProto.INT4, [3], [1, -2, 3])
     graph = helper.make_graph(
         [
