@@ -38,6 +38,8 @@ LEAST_SIZES, _MOST_SIZES, _ATTEMPTS = 6, 12, 40
 # if it is longer.
 _SECONDS = 2.0
 _LEAST_KINDS = 3
+# Dimensions that are set to 0.
+_EMPTY = 3
 # Attempts at reaching a branch.
 _SOUGHT = 48
 # Bytes that one run's largest operator, and the inputs and outputs of one run, may take.
@@ -272,6 +274,13 @@ class Drawing(Generic[T]):
                 if chosen not in options:
                     options.append(chosen)
             yield options
+
+    def empty(self, bindings: Bindings) -> Iterator[Case]:
+        """Cases in which one dimension is 0, those that are no batch first."""
+        slots = [s for s in self.plan.dimensions.slots if s.role != Role.RANK]
+        for slot in sorted(slots, key=lambda s: s.role == Role.BATCH)[:_EMPTY]:
+            chosen = self.plan.dimensions.changed(bindings, {slot.name: 0})
+            yield self.plan.case(chosen, self.seed, 0)
 
     def _others(self) -> Iterator[dict[str, int]]:
         """Any further sizes, where the models mention too few numbers."""

@@ -18,6 +18,7 @@ from xrlflow.backends.onnxruntime.session import Options
 from xrlflow.backends.protocol import BackendError, CompiledModel
 from xrlflow.ir import Body, Graph
 from xrlflow.onnxio import ImportedModel, ModelError, load
+from xrlflow.verify.apart import run_apart
 from xrlflow.verify.cases import Drawn
 from xrlflow.verify.compare import (
     Judgement,
@@ -30,7 +31,7 @@ from xrlflow.verify.compare import (
 )
 from xrlflow.verify.dims import Bindings
 from xrlflow.verify.errors import OriginalFails, VerificationError
-from xrlflow.verify.exercise import Runs, exercise
+from xrlflow.verify.exercise import Runs, exercise, run_empty
 from xrlflow.verify.follow import random_operators
 from xrlflow.verify.inputs import perturbed, user_case
 from xrlflow.verify.reference import (
@@ -185,6 +186,8 @@ class Reference:
     left_out: tuple[str, ...] = ()
     unexercised: tuple[str, ...] = ()
     float64_flops: float = FLOAT64_FLOPS
+    empty: tuple[Known, ...] = ()
+    """Cases of a size of 0, which are run in a process of their own."""
 
     @staticmethod
     def of(
@@ -227,6 +230,7 @@ class Reference:
                 if inputs is not None:
                     drawn = Drawn([run.on(user_case(imported, inputs))])
                     unexercised: tuple[str, ...] = ()
+                    empty: tuple[Known, ...] = ()
                 else:
                     drawing = run.drawing(other, bindings, seed)
                     try:
@@ -240,6 +244,7 @@ class Reference:
                         *([(against, other)] if against is not None and other else []),
                     ]
                     unexercised = exercise(drawing, drawn, models, threads, session_options)
+                    empty = run_empty(model, drawing.empty(drawn.bindings[0]), threads, session_options)
                 known = tuple(
                     Known(case, [flat(o) for o in outputs], licences=run.licences(case))
                     for case, outputs in drawn.cases
@@ -250,7 +255,9 @@ class Reference:
         except BackendError as error:
             raise OriginalFails(f"the original cannot be run: {first_line(error)}") from error
         notes = [*by_float64(run.at, imported, known, float64_flops)]
-        base = replace(base, known=known, left_out=_shortened(drawn.left_out), unexercised=unexercised)
+        base = replace(
+            base, known=known, empty=empty, left_out=_shortened(drawn.left_out), unexercised=unexercised
+        )
         notes.extend(base._by_deviation())
         notes.extend(_empty_outputs(declared, known))
         notes.extend(f"not exercised: {arm}" for arm in unexercised)
@@ -269,13 +276,16 @@ class Reference:
         try:
             with opened(new, threads=self.threads, session_options=self.session_options) as runner:
                 found = self._compare(runner, self.known)
+            if found.verified:
+                found = self._compare_empty(new, found)
         except BackendError as error:
             reason = f"the new model cannot be loaded: {first_line(error)}"
             return Verification(Status.FAILED, failures=(reason,), notes=self.notes)
         bad = [r for r in found.outputs if not r.judgement.passed]
         if bad:
-            broken = next(k for k in self.known if str(k.case) == bad[0].case)
-            found = replace(found, notes=(*found.notes, *self._without_optimizer(new, broken)))
+            broken = next((k for k in self.known if str(k.case) == bad[0].case), None)
+            if broken is not None:
+                found = replace(found, notes=(*found.notes, *self._without_optimizer(new, broken)))
         return found
 
     def check_compiled(self, new: CompiledModel, sizes: Mapping[str, tuple[int, ...]]) -> Verification:
@@ -322,6 +332,32 @@ class Reference:
             values=tuple(dict.fromkeys(k.case.values.name for k in cases if k.case.values.name)),
             left_out=self.left_out,
             unexercised=self.unexercised,
+        )
+
+    def _compare_empty(self, new: Model, found: Verification) -> Verification:
+        """Compare at sizes of 0 as well."""
+        reports = {report.name: report for report in found.outputs}
+        for known in self.empty:
+            try:
+                outputs = run_apart(
+                    new, known.case.feeds, threads=self.threads, session_options=self.session_options
+                )
+            except BackendError as error:
+                reason = f"the new model fails on {known.case}: {first_line(error)}"
+                return replace(found, status=Status.FAILED, failures=(reason,))
+            for doubt in self._judge(known, outputs, reports):
+                _note(
+                    reports,
+                    OutputReport(doubt.name, _shown(doubt.original), doubt.judgement, str(known.case)),
+                )
+        bad = [r for r in reports.values() if not r.judgement.passed]
+        return replace(
+            found,
+            status=Status.FAILED if bad else found.status,
+            outputs=tuple(reports.values()),
+            failures=tuple(_sentence(r) for r in bad),
+            bindings=(*found.bindings, *(known.case.bindings for known in self.empty)),
+            cases=found.cases + len(self.empty),
         )
 
     @property
