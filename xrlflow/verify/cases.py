@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, islice, zip_longest
+from itertools import chain, cycle, islice, zip_longest
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -41,7 +41,7 @@ _LEAST_KINDS = 3
 # Dimensions that are set to 0.
 _EMPTY = 3
 # Attempts at reaching a branch.
-_SOUGHT = 48
+_SOUGHT = 64
 # Bytes that one run's largest operator, and the inputs and outputs of one run, may take.
 _WORKING, _KEPT = 2 << 30, 256 << 20
 
@@ -217,10 +217,10 @@ class Drawing(Generic[T]):
         mixed = [kind for pair in zip_longest(scales, fills, rest) for kind in pair if kind is not None]
         integers = (Integers.WIDE, Integers.ENDS, Integers.USUAL)
         masks = (Masks.USUAL, Masks.USUAL, Masks.EMPTY)
-        for at, floats in enumerate(mixed[:most]):
+        for at, floats in enumerate(islice(cycle(mixed), most)):
             shown = f"{floats.spread.value} values, {floats.scale:g}"
             values = Values(shown, floats, integers[at % 3], masks[at % 3])
-            yield self.plan.case(bindings[at % len(bindings)], self.seed, at % 5, values=values)
+            yield self.plan.case(bindings[at % len(bindings)], self.seed + 104729 * at, at % 5, values=values)
 
     # --- further sizes ---
 

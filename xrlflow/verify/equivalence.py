@@ -263,8 +263,11 @@ class Reference:
         notes.extend(f"not exercised: {arm}" for arm in unexercised)
         return replace(base, notes=tuple(notes))
 
-    def check(self, new: Model) -> Verification:
-        """Judge a model. Only outputs are kept, of one case at a time."""
+    def check(self, new: Model, empty: bool = True) -> Verification:
+        """Judge a model. Only outputs are kept, of one case at a time.
+
+        `empty`: it has to be the same where a dimension is 0, too; otherwise a difference there is a note.
+        """
         if self.incomparable:
             changed = differences(self.declared, signature(new))
             if changed:
@@ -277,7 +280,7 @@ class Reference:
             with opened(new, threads=self.threads, session_options=self.session_options) as runner:
                 found = self._compare(runner, self.known)
             if found.verified:
-                found = self._compare_empty(new, found)
+                found = self._compare_empty(new, found, empty)
         except BackendError as error:
             reason = f"the new model cannot be loaded: {first_line(error)}"
             return Verification(Status.FAILED, failures=(reason,), notes=self.notes)
@@ -334,28 +337,33 @@ class Reference:
             unexercised=self.unexercised,
         )
 
-    def _compare_empty(self, new: Model, found: Verification) -> Verification:
-        """Compare at sizes of 0 as well."""
-        reports = {report.name: report for report in found.outputs}
+    def _compare_empty(self, new: Model, found: Verification, fails: bool) -> Verification:
+        """Compare at sizes of 0 as well. A difference `fails` the model, or is a note."""
+        reports: dict[str, OutputReport] = {}
+        failures: list[str] = []
         for known in self.empty:
             try:
                 outputs = run_apart(
                     new, known.case.feeds, threads=self.threads, session_options=self.session_options
                 )
             except BackendError as error:
-                reason = f"the new model fails on {known.case}: {first_line(error)}"
-                return replace(found, status=Status.FAILED, failures=(reason,))
+                failures.append(f"the new model fails on {known.case}: {first_line(error)}")
+                continue
             for doubt in self._judge(known, outputs, reports):
-                _note(
-                    reports,
-                    OutputReport(doubt.name, _shown(doubt.original), doubt.judgement, str(known.case)),
-                )
-        bad = [r for r in reports.values() if not r.judgement.passed]
+                shown = _shown(doubt.original)
+                _note(reports, OutputReport(doubt.name, shown, doubt.judgement, str(known.case)))
+        failures.extend(_sentence(r) for r in reports.values() if not r.judgement.passed)
+        if failures and not fails:
+            notes = tuple(f"not the same where a dimension is 0: {text}" for text in failures)
+            return replace(found, notes=(*found.notes, *notes))
+        rows = {r.name: r for r in found.outputs}
+        for report in reports.values():
+            _note(rows, report)
         return replace(
             found,
-            status=Status.FAILED if bad else found.status,
-            outputs=tuple(reports.values()),
-            failures=tuple(_sentence(r) for r in bad),
+            status=Status.FAILED if failures else found.status,
+            outputs=tuple(rows.values()),
+            failures=tuple(failures),
             bindings=(*found.bindings, *(known.case.bindings for known in self.empty)),
             cases=found.cases + len(self.empty),
         )
