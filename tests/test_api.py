@@ -462,11 +462,11 @@ def test_a_failure_that_does_not_repeat_is_blamed_on_no_rule(monkeypatch: pytest
 
     real, calls = Reference.check, []
 
-    def once_wrong(self: Reference, path: Any) -> Verification:
+    def once_wrong(self: Reference, path: Any, **options: Any) -> Verification:
         calls.append(path)
         if len(calls) == 1:
             return Verification(Status.FAILED, failures=("output 'y': something",))
-        return real(self, path)
+        return real(self, path, **options)
 
     monkeypatch.setattr(Reference, "check", once_wrong)
     with pytest.raises(VerificationFailed, match=r"'y': something.*none: checked again"):

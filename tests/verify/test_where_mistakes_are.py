@@ -196,7 +196,8 @@ def numbers_of(proto: onnx.ModelProto, *symbols: str) -> dict[str, set[int]]:
 
 def test_numbers_are_taken_from_operators_and_shape_computations() -> None:
     conv = model(
-        "g (float[n, 2, h, w] x) => (float[] y) { y = Conv<strides=[3, 1], dilations=[1, 5], pads=[2, 0, 2, 0]>(x, k) }",
+        "g (float[n, 2, h, w] x) => (float[] y) { "
+        "y = Conv<strides=[3, 1], dilations=[1, 5], pads=[2, 0, 2, 0]>(x, k) }",
         k=normal(2, 2, 7, 3),
     )
     found = numbers_of(conv, "n", "h", "w")

@@ -1,8 +1,8 @@
 """Which sets of inputs two models are compared on: sizes, kinds of values, and how many of both fit.
 
-Sizes: three choices that the original runs with, whatever they are; ones; then those around the numbers that either model
-mentions (`numbers.py`), the most telling first. Values: ordinary ones at every size, every other kind at the first.
-What a run costs is estimated from the graph, so that the same models are always compared on the same inputs.
+Sizes: three choices that the original runs with, whatever they are; ones; then those around the numbers that either
+model mentions (`numbers.py`), the most telling first. Values: ordinary ones at every size, every other kind at the
+first. What a run costs is estimated from the graph, so that the same models are always compared on the same inputs.
 """
 
 from __future__ import annotations
@@ -97,8 +97,8 @@ class Drawing(Generic[T]):
     def all(self, samples: int = _SAMPLES, sizes: int = 3, tries: int = MAX_TRIES) -> Drawn[T]:
         """Everything that is worth a run.
 
-        `samples` of ordinary values of the first binding, `sizes` bindings whatever they are. Raises InputsNeeded if too
-        few work.
+        `samples` of ordinary values of the first binding, `sizes` bindings whatever they are. Raises InputsNeeded if
+        too few work.
         """
         drawn = Drawn(self._first(samples, sizes, tries))
         base = drawn.cases[0][0].bindings
@@ -253,8 +253,8 @@ class Drawing(Generic[T]):
     def _choices(self, bases: Sequence[Bindings]) -> Iterator[list[dict[str, int]]]:
         """Choices of sizes, the most telling first. Of each list one is enough: the first that works.
 
-        Where all symbols at once fail they are tried one at a time, and then together with those that were equal to them
-        in what worked: what has to be equal is.
+        Where all symbols at once fail they are tried one at a time, and then together with those that were equal to
+        them in what worked: what has to be equal is.
         """
         slots = [s for s in self.plan.dimensions.slots if s.role != Role.RANK]
         lists = {slot.name: around(self.numbers.get(slot.name, {})) for slot in slots}

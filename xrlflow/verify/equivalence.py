@@ -86,9 +86,9 @@ class Verification:
 
     `failures` are sentences, the most telling first; `reason` says why models are not comparable; `notes` are remarks
     that change no verdict. `outputs` has the worst of each output (more than one row for a sequence or map).
-    `bindings` are the choices of dimensions that were tried, `cases` counts the sets of inputs, `values` names the kinds of
-    values besides ordinary ones. `left_out` are sizes that tell something and were too large to run, each with the reason,
-    `unexercised` branches that no input reached.
+    `bindings` are the choices of dimensions that were tried, `cases` counts the sets of inputs, `values` names the
+    kinds of values besides ordinary ones. `left_out` are sizes that tell something and were too large to run, each
+    with the reason, `unexercised` branches that no input reached.
     """
 
     status: Status
@@ -206,8 +206,8 @@ class Reference:
     ) -> Reference:
         """Run the original: on `inputs` if given, else on random ones (see `cases.py`).
 
-        `against`: the model that is to be judged, whose numbers and branches say what to try as well. `bindings` are the
-        user's numbers for dimensions (default: those of `imported`), which are one of the choices tried. `samples`:
+        `against`: the model that is to be judged, whose numbers and branches say what to try as well. `bindings` are
+        the user's numbers for dimensions (default: those of `imported`), which are one of the choices tried. `samples`:
         of ordinary values; `sizes`: bindings, besides those that tell something. Raises OriginalFails, InputsNeeded,
         BadInputs, and ModelError if the file cannot be read.
         """
@@ -451,7 +451,7 @@ class Reference:
         return doubts
 
     def _resolve(self, doubts: Sequence[_Doubt], reports: dict[str, OutputReport]) -> None:
-        """Judge what differs once more: integers pass at a proven near-tie, floats by more of the original's own error."""
+        """Judge once more: integers pass at a proven near-tie, floats by more of the original's own error."""
         reruns = self._reruns({id(d.known): d.known for d in doubts}.values()) if doubts else {}
         for doubt in doubts:
             others = [run[doubt.index] for run in reruns.get(id(doubt.known), [])]
@@ -483,7 +483,7 @@ class Reference:
             )
 
     def _again(self, doubt: _Doubt, others: Sequence[Array]) -> Judgement:
-        """Judge floats by float64, if that was not done, and values out of the ordinary by what else the original gives."""
+        """Judge floats by float64, if that was not done, and unusual values by what else the original gives."""
         known, key = doubt.known, (doubt.index, "")
         if known.yardsticks[key].leg is Leg.DEVIATION:
             on_demand(Sizes(self.model, self.imported), self.imported, known, self.float64_flops)

@@ -149,7 +149,7 @@ def exercise(
     threads: int | None,
     session_options: Options | None,
 ) -> tuple[str, ...]:
-    """Seek inputs for every branch of the models, and add them to what is drawn. What no input reached is given back."""
+    """Seek inputs for every branch of the models, and add them to what is drawn. Gives what none reached."""
     missing: dict[str, None] = {}
     for model, imported in models:
         if not has_branches(imported.graph):

@@ -47,8 +47,8 @@ def on_symbols(graph: Graph, found: Iterable[Mark], symbols: Sequence[str]) -> d
     """For each of the inputs' symbols the numbers that it is to be tried around, with their weights.
 
     A mark on a computed dimension is carried back to the inputs: the dimension is evaluated at two sizes of each
-    symbol, with all others at 1, and taken to be linear between them (floors and ceilings are within the neighbours that
-    are tried around each number).
+    symbol, with all others at 1, and taken to be linear between them (floors and ceilings are within the neighbours
+    that are tried around each number).
     """
     out: dict[str, dict[int, int]] = {symbol: {} for symbol in symbols}
     lines: dict[str, Mapping[str, tuple[float, float]]] | None = None
