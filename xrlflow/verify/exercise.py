@@ -111,7 +111,7 @@ class Runs:
         slots = [slot for slot in plan.dimensions.slots if slot.role is not Role.RANK]
         symbols = [slot.name for slot in slots]
         numbers: dict[str, dict[int, int]] = {symbol: {} for symbol in symbols}
-        found = [on_symbols(graph, marks(graph), symbols) for graph in graphs] if symbols else []
+        found = [on_symbols(marks(graph), symbols) for graph in graphs] if symbols else []
         for slot in slots:
             for own in found:
                 for number, weight in own[slot.name].items():

@@ -96,7 +96,9 @@ def with_known_casts(graph: Graph) -> Graph:
     """
     if not any(n.op in ("Cast", "CastLike") for n in graph.nodes()):
         return graph
-    return Graph.make([_known(graph, n) for n in graph.topological()], graph.inputs, graph.outputs, graph.leaves)
+    return Graph.make(
+        [_known(graph, n) for n in graph.topological()], graph.inputs, graph.outputs, graph.leaves
+    )
 
 
 def _known(graph: Graph, node: Node) -> Node:
@@ -109,9 +111,7 @@ def _known(graph: Graph, node: Node) -> Node:
     return Node("Cast", node.inputs[:1], node.outputs, node.types, attrs)
 
 
-def integers(
-    rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype[Any]
-) -> Array:
+def integers(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
     """Integers of a type's whole range: evenly drawn, the ends of the range and what is near them, and small ones."""
     info = np.iinfo(dtype)
     even = rng.integers(info.min, info.max, shape, dtype=dtype, endpoint=True)
