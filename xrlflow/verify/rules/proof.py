@@ -131,7 +131,7 @@ class Certificate:
 
 
 @dataclass(slots=True)
-class _Proof:
+class Proof:
     """A proof while it runs."""
 
     rule: AnyRule
@@ -157,6 +157,7 @@ class _Proof:
     runtime_cases: int = 0
     bits: float = -float("inf")
     large: int = 0
+    tried: list[Problem] = field(default_factory=list)
     whole: Counter[DType] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
@@ -205,7 +206,7 @@ class _Proof:
         known += [p.sketch for p in near]
         for sketch in known:
             for number in _WHATEVER_IS_WRITTEN:
-                yield from filter(None, map(self.source.built, at_number(sketch, number)))
+                yield from filter(None, map(self.source.built, at_number(sketch, number, attributes=False)))
             for number in numbers:
                 yield from filter(None, map(self.source.built, at_limit(sketch, number, self.draw)))
         seen = set[int]()
@@ -270,6 +271,7 @@ class _Proof:
     def take(self, problem: Problem, always: bool = False) -> None:
         """Look for cases in a graph, and test them if there are too few yet, or if they show something new."""
         self.sketches += 1
+        self.tried.append(problem)
         kinds = self.coverage.shown_by(problem)
         try:
             cases, refusals = find_cases(self.library, problem)
@@ -456,7 +458,7 @@ class _Proof:
 
 def prove(rule: AnyRule, seed: int = 0) -> Certificate:
     """Prove a rule, or show where it is wrong. The same seed gives the same certificate."""
-    return _Proof(rule, seed).certificate()
+    return Proof(rule, seed).certificate()
 
 
 def prove_all(rules: Iterable[AnyRule], seed: int = 0) -> Iterator[Certificate]:
