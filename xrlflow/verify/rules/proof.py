@@ -78,6 +78,8 @@ _MOST_NEAR = 300
 _AT_LIMITS = 3
 # How many of the graphs with large tensors among these are tested.
 _LARGE = 8
+# How many of these graphs are looked at, half of them for the rule's numbers, half for those of its cases.
+_AROUND_LIMITS = 600
 # These numbers are tried in any case: a limit that is nowhere written, but computed, admits one of them if any.
 _WHATEVER_IS_WRITTEN = (100, LARGEST - 1)
 # More bits of float32 than this may not be lost; what seems to is run so often again.
@@ -190,10 +192,11 @@ class Proof:
             if self.failures or not self.unreached:
                 break
             self.take(problem)
-        for problem in different(self.at_limits()):
+        tested = len(self.cases)
+        for problem in islice(different(self.at_limits()), _AROUND_LIMITS):
             if self.failures:
                 break
-            self.take(problem, always=True)
+            self.take(problem, always=len(self.cases) < tested + CASES)
 
     def at_limits(self) -> Iterator[Problem]:
         """Graphs with numbers and sizes around those that the rule compares with, and around those that it admits."""
@@ -204,11 +207,9 @@ class Proof:
                 self.found(problem, conditions_only=True)
         numbers = limits(written(self.rule) | set(notes))
         known += [p.sketch for p in near]
-        for sketch in known:
-            for number in _WHATEVER_IS_WRITTEN:
-                yield from filter(None, map(self.source.built, at_number(sketch, number, attributes=False)))
-            for number in numbers:
-                yield from filter(None, map(self.source.built, at_limit(sketch, number, self.draw)))
+        found = [at_number(s, n, attributes=False) for s in known for n in _WHATEVER_IS_WRITTEN]
+        found += [at_limit(s, n, self.draw) for s in known for n in numbers]
+        yield from islice(filter(None, map(self.source.built, in_turn(*found))), _AROUND_LIMITS // 2)
         seen = set[int]()
         for case in reversed(self.cases):  # those at the rule's own numbers first
             sketch = case.problem.sketch

@@ -154,7 +154,7 @@ def numbers_of(sketch: Sketch) -> set[int]:
     """The whole numbers in a sketch's constants of integers and in its attributes."""
     found = set[int]()
     for const in sketch.consts:
-        if const.array.dtype.kind in "iu" and const.array.size <= _MOST_NUMBERS:
+        if const.dtype in (DType.INT64, DType.INT32) and const.array.size <= _MOST_NUMBERS:
             found.update(const.array.ravel().tolist())
     for node in sketch.nodes:
         for name, value in node.attrs.items():
