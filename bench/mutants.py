@@ -33,6 +33,8 @@ from xrlflow.verify.rules.codehunt import KILLED, CodeHunt
 EXPLAINED = ROOT / "tests" / "rules" / "survivors.json"
 # A mutant of what many rules call is tried with so many of them.
 _RULES = 5
+# A process takes so many functions at a time.
+_AT_ONCE = 6
 Row = dict[str, Any]
 
 
@@ -49,6 +51,12 @@ def tasks(names: Sequence[str]) -> dict[str, list[tuple[str, list[str]]]]:
         chosen = rules[::step][:_RULES]
         out.setdefault(chosen[0], []).append((function, chosen))
     return out
+
+
+def pieces(work: dict[str, list[tuple[str, list[str]]]]) -> list[tuple[str, list[tuple[str, list[str]]]]]:
+    """The tasks, cut so that no process is left with a long one at the end."""
+    found = [(rule, functions[i : i + _AT_ONCE]) for rule, functions in work.items() for i in range(0, len(functions), _AT_ONCE)]
+    return sorted(found, key=lambda piece: -len(piece[1]))
 
 
 def hunt(rule: str, functions: Sequence[tuple[str, list[str]]], seed: int, done: set[str], sample: float) -> list[Row]:
@@ -125,7 +133,7 @@ def main() -> None:
         with ProcessPoolExecutor(options.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
             waiting = {
                 pool.submit(hunt, rule, functions, options.seed, done, options.sample): rule
-                for rule, functions in sorted(work.items(), key=lambda item: -len(item[1]))
+                for rule, functions in pieces(work)
             }
             for n, future in enumerate(as_completed(waiting), 1):
                 found = future.result()

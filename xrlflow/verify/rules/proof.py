@@ -93,7 +93,7 @@ class Certificate:
     `admitted` cases out of `sketches`; `refused`: near misses by reason; `unreached`: conditions of the rule that have
     refused nothing. `trials`: evaluations over a prime field, and `bound`: the greatest probability over the cases with
     which a false rule would have passed them (1 for rules that are tested numerically). `bits`: the most bits of
-    float32 accuracy that a case lost (None: not run). `survivors`: mutants that passed, and why that is right.
+    float32 accuracy that a case lost (None: not run). `mutants_by_kind`: how many were rejected, and made. `survivors`: mutants that passed, and why that is right.
     `redundant`: conditions without which another one refuses. `covered`: for each attribute, index, dimension, rank and
     type what became of each kind of it: admitted; refused by a condition; beside the rule's left side; meaningless
     for its shapes; unbuilt, since no operator took it.
@@ -113,6 +113,7 @@ class Certificate:
     bits: float | None
     mutants: int
     mutants_rejected: int
+    mutants_by_kind: dict[str, tuple[int, int]]
     survivors: tuple[Survivor, ...]
     redundant: tuple[str, ...]
     covered: dict[str, dict[str, str]]
@@ -331,7 +332,8 @@ class Proof:
                 said = True
                 self.trials += found.trials
                 self.field_cases += 1
-                self.bound = max(self.bound, found.bound)
+                if found.bound < 1 or not large(case.problem):  # the degrees of so many terms are not counted
+                    self.bound = max(self.bound, found.bound)
         try:
             draws = check_floats(case, self.rng, self.rule)
         except NotEvaluable:
@@ -431,7 +433,7 @@ class Proof:
         begin = time.perf_counter()
         self.gather()
         self.judge()
-        found = Hunted(0, (), ())
+        found = Hunted({}, (), ())
         if not self.failures:
             found = Hunt(self.rule, self.library, self.rng, self.cases, self.sites, self.reasons, self).run()
         return Certificate(
@@ -449,6 +451,7 @@ class Proof:
             bits=self.bits if math.isfinite(self.bits) else None,
             mutants=found.mutants,
             mutants_rejected=found.mutants - len(found.survivors),
+            mutants_by_kind=found.by_kind,
             survivors=found.survivors,
             redundant=found.redundant,
             covered=self.coverage.summary(),
