@@ -160,6 +160,7 @@ class Proof:
     runtime_cases: int = 0
     bits: float = -float("inf")
     large: int = 0
+    at_their_limits: bool = False
     tried: list[Problem] = field(default_factory=list)
     whole: Counter[DType] = field(default_factory=Counter)
 
@@ -193,7 +194,7 @@ class Proof:
             if self.failures or not self.unreached:
                 break
             self.take(problem)
-        tested = len(self.cases)
+        tested, self.at_their_limits = len(self.cases), True
         for problem in islice(different(self.at_limits()), _AROUND_LIMITS):
             if self.failures:
                 break
@@ -332,7 +333,7 @@ class Proof:
                 said = True
                 self.trials += found.trials
                 self.field_cases += 1
-                if found.bound < 1 or not large(case.problem):  # the degrees of so many terms are not counted
+                if not self.at_their_limits:  # of so many terms the degrees are beyond counting
                     self.bound = max(self.bound, found.bound)
         try:
             draws = check_floats(case, self.rng, self.rule)
