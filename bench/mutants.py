@@ -14,6 +14,7 @@ import json
 import multiprocessing
 import os
 import random
+import resource
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -35,6 +36,8 @@ EXPLAINED = ROOT / "tests" / "rules" / "survivors.json"
 _RULES = 5
 # A process takes so many functions at a time.
 _AT_ONCE = 6
+# What a process may take, in bytes.
+_MEMORY = 6 << 30
 Row = dict[str, Any]
 
 
@@ -61,6 +64,7 @@ def pieces(work: dict[str, list[tuple[str, list[str]]]]) -> list[tuple[str, list
 
 def hunt(rule: str, functions: Sequence[tuple[str, list[str]]], seed: int, done: set[str], sample: float) -> list[Row]:
     """Rows of all mutants of some functions that are not done."""
+    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))  # a mutant may ask for all there is
     by_name = {r.name: r for r in LIBRARY}
     hunts: dict[str, CodeHunt] = {}
 
