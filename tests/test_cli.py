@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -312,6 +313,21 @@ def test_prove(capsys: pytest.CaptureFixture[str]) -> None:
         assert certificate["trials"] > 0
         assert certificate["bound"] < 1e-12
         assert certificate["mutants_rejected"] <= certificate["mutants"]
+
+
+def test_prove_with_a_survivor(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A wrong rule that passes, and nobody knows why, is a failure; one that is explained is not."""
+    from xrlflow import api
+    from xrlflow.verify.rules.hunt import Survivor
+
+    (proven,) = api.prove_rules(["CancelTransposes"], jobs=1)
+    for why, code in (("", 1), ("equivalent", 0)):
+        certificate = dataclasses.replace(proven, survivors=(Survivor("omit it", 3, why, "omit"),))
+        monkeypatch.setattr(api, "prove_rules", lambda *args, found=certificate, **options: [found])
+        with pytest.raises(SystemExit) as exit:
+            app(["rules", "--prove", "CancelTransposes"])
+        assert exit.value.code == code
+        assert "omit it" in capsys.readouterr().out
 
 
 def test_prove_what_is_no_rule(capsys: pytest.CaptureFixture[str]) -> None:

@@ -78,6 +78,8 @@ def _verdict(verified: bool | None, error: float | None) -> str:
 def proven(certificate: Certificate, done: int, total: int) -> None:
     """A line for each rule as it is proven."""
     verdict = "proven" if certificate.proven else "[bold red]NOT PROVEN[/]"
+    if certificate.proven and certificate.unexplained:
+        verdict = f"[bold red]{len(certificate.unexplained)} mutants survive[/], nobody knows why"
     _console.print(f"{done:4}/{total} {certificate.name}: {verdict}", highlight=False)
 
 
@@ -99,6 +101,10 @@ def certificates(found: Sequence[Certificate]) -> None:
     _console.print(
         f"\n{good} of {len(found)} rules proven; {rejected} of {mutants} mutants rejected ({share:.1f}%)"
     )
+    for kind in sorted({k for c in found for k in c.mutants_by_kind}):
+        kinds = [c.mutants_by_kind[kind] for c in found if kind in c.mutants_by_kind]
+        good, made = (sum(k[i] for k in kinds) for i in range(2))
+        _console.print(f"  {kind:10} {good:6} of {made:6} ({100 * good / made:.1f}%)", highlight=False)
     for c in found:
         for survivor in c.survivors:
             _console.print(f"{c.name}: survives: {survivor}", markup=False, highlight=False)

@@ -167,7 +167,7 @@ def _shape(type: TensorType, numbers: Mapping[str, int]) -> tuple[int, ...]:
 
 # Larger tensors are not computed: their types alone are compared.
 _MOST_ELEMENTS = 1 << 19
-_LARGE = 1 << 13
+_LARGE = 1 << 11
 
 
 @lru_cache(maxsize=1024)

@@ -6,6 +6,7 @@ cannot hold is lost, and a rule that forgets it is wrong. Arithmetic between flo
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import ml_dtypes
@@ -89,6 +90,7 @@ _HELD = {
 }
 
 
+@lru_cache(maxsize=64)  # each side of a case is evaluated a dozen times
 def with_known_casts(graph: Graph) -> Graph:
     """Each CastLike as the Cast that it is, and casts that round nothing as Identity.
 
