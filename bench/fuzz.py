@@ -1,9 +1,10 @@
 """Random models, optimised at random, and compared: `python bench/fuzz.py --minutes 5 --jobs 2`.
 
-Three generators make models in turn: NNSmith; `idioms`, models like those that exporters write (bench/fuzz_models.py);
-`rules`, rules' left-hand sides put together. Each model is read and written again, optimised by a greedy search, and led
-through random substitutions of the whole library, of ONNX Runtime's own operators and of TVM's spellings among them
-(bench/fuzz_check.py). Whatever then computes something else is made small and saved with its trace.
+Three generators make models in turn: NNSmith; `idioms`, models like those that exporters write
+(bench/fuzz_models.py); `rules`, rules' left-hand sides put together. Each model is read and written again, optimised
+by a greedy search, and led through random substitutions of the whole library, of ONNX Runtime's own operators and of
+TVM's spellings among them (bench/fuzz_check.py). Whatever then computes something else is made small and saved with
+its trace.
 
 What is found depends on the seed alone, not on --jobs: `--only idioms --seed 859 --graphs 1` looks at one model again.
 Exit code 1 if there are differences.
@@ -18,6 +19,7 @@ import os
 import signal
 import sys
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,11 +27,14 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for `bench` and `models`
 
 NAMES = ("nnsmith", "idioms", "rules")
-_SECONDS = 60.0  # that one model may take
+_SECONDS = 60.0  # of the processor that one model may take
 _SECONDS_TO_SHRINK = 180.0
+_WAITING = 8.0  # times that on the clock: other programs may use the processor
 _STARTING = 120.0  # that a worker may take to start
 _GRAPHS_A_PROCESS = 1000
 _MOST_SHRUNK = 40  # differences that a run makes small: more are of the same few causes
@@ -139,7 +144,15 @@ def look(job: Job, libraries: Any, stage: Callable[[str], None]) -> tuple[Found,
         subject = _generators()[job.generator](job.seed)
     except (NothingDrawn, RuleGraphError) as error:
         return Found(job, not_comparable=f"nothing could be drawn: {error}"), None
-    outcome = fuzz_one(subject, job.seed, libraries, stage)
+    try:
+        outcome = fuzz_one(subject, job.seed, libraries, stage)
+    except Exception as error:  # whatever it is, it is a finding
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        told = " ".join(
+            f"{type(error).__name__} at {Path(last.filename).name}:{last.lineno}: {error}".split()
+        )
+        found = Finding(job, told, "raised", (), False, "", subject.proto.SerializeToString())
+        return Found(job, findings=[found], seconds=time.monotonic() - begin), None
     findings = [
         Finding(job, d.what, str(d.walk or "round trip"), d.trace, d.runtime) for d in outcome.differences
     ]
@@ -152,8 +165,9 @@ def look(job: Job, libraries: Any, stage: Callable[[str], None]) -> tuple[Found,
 
 def minimised(job: Job, subject: Any, outcome: Any, libraries: Any) -> list[Finding]:
     """The differences of one model with the rule and the smallest model that show each; one for each rule."""
-    from bench.fuzz_check import _silent, culprit, derive, draw_cases, examine, one_rule, shrink
     from dataclasses import replace
+
+    from bench.fuzz_check import _silent, culprit, derive, draw_cases, examine, one_rule, shrink
     from xrlflow.onnxio import ModelError, to_proto
 
     made: dict[tuple[str, bool], Finding] = {}
@@ -208,7 +222,7 @@ def _work(pipe: Connection, stage: Any, shrinking: bool) -> None:
         pipe.send(found)
         if found.findings:
             note("making it small")
-            pipe.send(minimised(job, *details, libraries) if shrinking else found.findings)
+            pipe.send(minimised(job, *details, libraries) if shrinking and details else found.findings)
 
 
 @dataclass
@@ -216,10 +230,31 @@ class _Worker:
     process: Any
     pipe: Connection
     stage: Any
-    deadline: float
+    allowed: float
+    since: float = field(default_factory=time.monotonic)
+    used: float = 0.0  # seconds of the processor before
     job: Job | None = None
     done: int = 0
     found: Found | None = None  # whose findings are being made small
+
+    def allow(self, seconds: float) -> None:
+        """From now on it may take so many seconds of the processor."""
+        self.allowed, self.since, self.used = seconds, time.monotonic(), self.processor()
+
+    def processor(self) -> float:
+        """Seconds of the processor that it has used."""
+        try:
+            times = psutil.Process(self.process.pid).cpu_times()
+        except psutil.Error:
+            return self.used
+        return float(times.user + times.system)
+
+    @property
+    def late(self) -> bool:
+        waited = time.monotonic() - self.since
+        return waited > self.allowed and (
+            waited > _WAITING * self.allowed or self.processor() - self.used > self.allowed
+        )
 
 
 # --- the run ---
@@ -229,7 +264,12 @@ class Run:
     """All models of a run, by several processes, and what was found."""
 
     def __init__(
-        self, jobs: int, seed: int, only: Sequence[str] = NAMES, save: Path | None = None, shrinking: bool = True
+        self,
+        jobs: int,
+        seed: int,
+        only: Sequence[str] = NAMES,
+        save: Path | None = None,
+        shrinking: bool = True,
     ) -> None:
         self.count, self.seed, self.only, self.save, self.shrinking = jobs, seed, tuple(only), save, shrinking
         self.tallies = {name: Tally() for name in self.only}
@@ -274,7 +314,7 @@ class Run:
         process = self.context.Process(target=_work, args=(theirs, stage, self.shrinking), daemon=True)
         process.start()
         theirs.close()
-        return _Worker(process, ours, stage, time.monotonic() + _STARTING)
+        return _Worker(process, ours, stage, _STARTING)
 
     def _hear(self, worker: _Worker, jobs: Iterator[Job], over: bool) -> int:
         """Take what a worker says; 1 if it got another model."""
@@ -287,7 +327,7 @@ class Run:
             self.tallies[message.job.generator].add(message)
             worker.found = message if message.findings else None
             worker.job = None
-            worker.deadline = time.monotonic() + _SECONDS_TO_SHRINK
+            worker.allow(_SECONDS_TO_SHRINK)
         elif isinstance(message, list):
             self._keep(message)
             worker.found = None
@@ -298,7 +338,7 @@ class Run:
         else:
             worker.job = next(jobs)
             worker.done += 1
-            worker.deadline = time.monotonic() + _SECONDS
+            worker.allow(_SECONDS)
             worker.pipe.send(worker.job)
             return 1
         return 0
@@ -321,7 +361,9 @@ class Run:
                 found.not_comparable = what
             else:
                 # The stage is that of bench.fuzz_check.OPTIMIZED, which is not imported here: it loads everything.
-                found.findings = [Finding(worker.job, what, stage, (), stage.endswith("as ONNX Runtime optimises it"))]
+                found.findings = [
+                    Finding(worker.job, what, stage, (), stage.endswith("as ONNX Runtime optimises it"))
+                ]
                 self._keep(found.findings)
             self.tallies[worker.job.generator].add(found)
             self.lost.append(f"{worker.job}: {what}")
@@ -333,7 +375,7 @@ class Run:
     def _look_after(self, end: float) -> None:
         now = time.monotonic()
         for worker in list(self.workers):
-            if now > worker.deadline and not worker.pipe.poll():
+            if worker.late and not worker.pipe.poll():
                 self._bury(worker, "no end in sight")
             elif not worker.process.is_alive() and not worker.pipe.poll():
                 self._bury(worker, "the process died")
@@ -389,7 +431,8 @@ class Run:
         """For people."""
         told = self.to_json()
         lines = [
-            f"{told['graphs']} graphs in {told['seconds']} s ({told['ended']}, seed {self.seed}, {self.count} processes): "
+            f"{told['graphs']} graphs in {told['seconds']} s ({told['ended']}, seed {self.seed}, {self.count} "
+            "processes): "
             f"{told['substitutions']} substitutions by {told['distinct rules']} rules, "
             f"{told['differences']} graphs with differences, {told['share not comparable']} not comparable"
         ]
@@ -400,7 +443,9 @@ class Run:
                 f"{tally.itself} that ONNX Runtime's optimisations change; outputs: "
                 + ", ".join(f"{n} {k.removeprefix('outputs ')}" for k, n in tally.counts.items())
             )
-            lines += [f"      {n} not comparable: {reason}" for reason, n in tally.not_comparable.most_common(5)]
+            lines += [
+                f"      {n} not comparable: {reason}" for reason, n in tally.not_comparable.most_common(5)
+            ]
         return "\n".join(lines)
 
 

@@ -1,8 +1,8 @@
 """What `bench/fuzz.py` does with one model: substitutions at random, and whether anything is computed otherwise.
 
-A model is run as it came, and after each of several walks: in ONNX Runtime without its own optimisations and with all of
-them, and where our evaluator can in float64. Integers and truth values must be equal, NaN and infinities must be at the
-same places, and numbers may be as far off as the original itself is from float64 (`xrlflow.verify.compare`).
+A model is run as it came, and after each of several walks: in ONNX Runtime without its own optimisations and with all
+of them, and where our evaluator can in float64. Integers and truth values must be equal, NaN and infinities must be
+at the same places, and numbers may be as far off as the original itself is from float64 (`xrlflow.verify.compare`).
 
 A number that the original does not decide itself (it changes when inputs move by one place in the last digit, and
 float64 knows no difference between the two graphs) is no difference: `Outcome.undecided` counts such outputs.
@@ -188,9 +188,7 @@ def _widened(array: Array) -> Array:
     return array.astype(np.float64) if is_float(array) and array.dtype.kind != "c" else array
 
 
-def noisy(
-    imported: ImportedModel, feeds: Feeds, seed: int
-) -> tuple[list[Array | None], bool] | None:
+def noisy(imported: ImportedModel, feeds: Feeds, seed: int) -> tuple[list[Array | None], bool] | None:
     """The outputs with noise of two places in the last digit on each float on the way, and whether all of these are
     finite. None if an operator has no evaluation.
     """
@@ -209,7 +207,9 @@ def noisy(
     try:
         with np.errstate(all="ignore"):
             for node in graph.topological():
-                results = evaluate_node(node.op, node.attrs, [read(v) for v in node.inputs], len(node.outputs))
+                results = evaluate_node(
+                    node.op, node.attrs, [read(v) for v in node.inputs], len(node.outputs)
+                )
                 for value, type, result in zip(node.outputs, node.types, results):
                     if type.dtype in FLOATS and result.dtype.kind == "f":
                         info = ml_dtypes.finfo(numpy_dtype(type.dtype))
@@ -236,11 +236,15 @@ def is_exact(imported: ImportedModel, graph: Graph, feeds: Feeds, index: int) ->
     try:
         with np.errstate(all="ignore"):
             for node in part.topological():
-                results = evaluate_node(node.op, node.attrs, [read(v) for v in node.inputs], len(node.outputs))
+                results = evaluate_node(
+                    node.op, node.attrs, [read(v) for v in node.inputs], len(node.outputs)
+                )
                 for value, type, result in zip(node.outputs, node.types, results):
                     if type.dtype in FLOATS and result.dtype.kind == "f":
                         wide = result.astype(np.float64)
-                        if not np.array_equal(wide.astype(numpy_dtype(type.dtype)).astype(np.float64), wide, equal_nan=True):
+                        if not np.array_equal(
+                            wide.astype(numpy_dtype(type.dtype)).astype(np.float64), wide, equal_nan=True
+                        ):
                             return False
                     held[value] = result
     except (NotEvaluable, ArithmeticError, IndexError, KeyError, TypeError, ValueError):
@@ -515,7 +519,9 @@ def compare(
                     return Fault(what, runtime or verdict.runtime)
         for i, name in enumerate(names):
             if agree[i] is False and not _explained(known, i, exact[i], plainly):
-                return Fault(f"output {name} in float64 ({known.case.mode}): {_shown(known.exact[i], exact[i])}")
+                return Fault(
+                    f"output {name} in float64 ({known.case.mode}): {_shown(known.exact[i], exact[i])}"
+                )
     return None
 
 
@@ -535,7 +541,7 @@ def _agree(a: Array | None, b: Array | None) -> bool | None:
 
 
 def _explained(known: Known, index: int, exact: Array | None, plainly: Callable[[int], bool]) -> bool:
-    """Whether what differs in float64 alone is a number that float32 cannot hold, or that the original does not decide."""
+    """Whether what differs in float64 alone cannot be held in float32, or is not decided by the original."""
     expected, reference = np.asarray(known.plain[index]), known.exact[index]
     if exact is None or reference is None or exact.shape != expected.shape:
         return False
@@ -556,7 +562,9 @@ def _shown(a: Array | None, b: Array | None) -> str:
         return "another element type"
     with np.errstate(all="ignore"):
         places = [tuple(int(i) for i in w) for w in wrong]
-        far = max(places, key=lambda p: float(np.nan_to_num(abs(a[p] - b[p]))) if a.dtype.kind == "f" else 0.0)
+        far = max(
+            places, key=lambda p: float(np.nan_to_num(abs(a[p] - b[p]))) if a.dtype.kind == "f" else 0.0
+        )
     return f"{b[far]} instead of {a[far]} at {list(far)}"
 
 
@@ -593,12 +601,17 @@ def is_strict(rule: AnyRule) -> bool:
 
 
 # Whether NaN wins depends, in ONNX Runtime's kernels, on where it stands.
-_BLIND = frozenset({"ReduceMax", "ReduceMin", "MaxPool", "GlobalMaxPool", "ArgMax", "ArgMin", "TopK", "GRU", "LSTM", "RNN"})
+_BLIND = frozenset(
+    {"ReduceMax", "ReduceMin", "MaxPool", "GlobalMaxPool", "ArgMax", "ArgMin", "TopK", "GRU", "LSTM", "RNN"}
+)
 
 
 def sees_nan(proto: onnx.ModelProto) -> bool:
     """Whether it is defined what a model makes of NaN: no order of numbers, no integers made of floats."""
-    casts = any(n.op_type == "Cast" and helper.get_node_attr_value(n, "to") not in (1, 10, 11) for n in proto.graph.node)
+    casts = any(
+        n.op_type == "Cast" and helper.get_node_attr_value(n, "to") not in (1, 10, 11)
+        for n in proto.graph.node
+    )
     return not casts and _BLIND.isdisjoint(n.op_type for n in proto.graph.node)
 
 
@@ -734,7 +747,9 @@ def fuzz_one(subject: Subject, index: int, libraries: Libraries, stage: Stage) -
         outcome.differences.append(Difference(f"the loader refuses it: {error}", None, (), False))
         return outcome
     outcome.runtime = original.runtime
-    outcome.counts["models with a float64 reference"] += any(e is not None for k in original.known for e in k.exact)
+    outcome.counts["models with a float64 reference"] += any(
+        e is not None for k in original.known for e in k.exact
+    )
     fault = compare(original, original.imported.graph, stage, outcome.counts)
     if fault is not None:
         outcome.differences.append(Difference(f"round trip: {fault.what}", None, (), fault.runtime))
@@ -880,7 +895,9 @@ def _intermediates(
     whole.CopyFrom(proto)
     del whole.graph.output[:]
     names = [name for node in proto.graph.node for name in node.output if name in types]
-    whole.graph.output.extend(helper.make_tensor_value_info(n, types[n].type.tensor_type.elem_type, None) for n in names)
+    whole.graph.output.extend(
+        helper.make_tensor_value_info(n, types[n].type.tensor_type.elem_type, None) for n in names
+    )
     try:
         session = Session(whole, False)
         return [dict(zip(names, session.run(c.feeds))) for c in cases]

@@ -5,8 +5,8 @@ through `xrlflow.onnxio.load`, and what loads is written again. Allowed are a mo
 Whatever else comes (another exception, more than a few seconds or two gigabytes, a process that dies) is saved as an
 .onnx file under --save, told once for each place in the code, and makes the exit code 1.
 
-Models to start from: ONNX's backend tests, models of bench/fuzz_models.py, and some with functions, external data, sparse
-tensors, strings, sequences and nested bodies.
+Models to start from: ONNX's backend tests, models of bench/fuzz_models.py, and some with functions, external data,
+sparse tensors, strings, sequences and nested bodies.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def _others() -> Iterator[tuple[str, Any]]:
         [helper.make_tensor_value_info("y", TensorProto.STRING, ["N"])],
         [helper.make_tensor("c", TensorProto.STRING, [1], [b"a \xc3\xbc"])],
     )
-    yield "strings", helper.make_model(strings, ir_version=10)
+    yield "strings", helper.make_model(strings, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
     weights = numpy_helper.from_array(np.arange(6, dtype=np.float32), "w")
     external = numpy_helper.from_array(np.arange(6, dtype=np.float32), "e")
     onnx.external_data_helper.set_external_data(external, _DATA, 0, 24)
@@ -126,10 +126,13 @@ def _others() -> Iterator[tuple[str, Any]]:
         [weights, external],
         sparse_initializer=[sparse],
     )
-    yield "weights", helper.make_model(graph, ir_version=10)
+    yield "weights", helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
     table = helper.make_tensor("t", TensorProto.INT4, [3], [1, -2, 3])
     graph = helper.make_graph(
-        [helper.make_node("Cast", ["t"], ["c"], to=TensorProto.FLOAT), helper.make_node("Add", ["x", "c"], ["y"])],
+        [
+            helper.make_node("Cast", ["t"], ["c"], to=TensorProto.FLOAT),
+            helper.make_node("Add", ["x", "c"], ["y"]),
+        ],
         "nibbles",
         [helper.make_tensor_value_info("x", TensorProto.FLOAT, [3])],
         [helper.make_tensor_value_info("y", TensorProto.FLOAT, [3])],
@@ -163,7 +166,11 @@ class Mutator:
     def _once(self, model: Any) -> None:
         messages = [model, *_inside(model)]
         message = self.random.choice(messages)
-        fields = [f for f, _ in message.ListFields()] if self.random.random() < 0.7 else list(message.DESCRIPTOR.fields)
+        fields = (
+            [f for f, _ in message.ListFields()]
+            if self.random.random() < 0.7
+            else list(message.DESCRIPTOR.fields)
+        )
         if not fields:
             return
         field = self.random.choice(fields)
@@ -217,17 +224,29 @@ class Mutator:
             return self.random.choice((0.0, 1.0, -1.0, float("nan"), float("inf"), 1e38, 0.5))
         if field.cpp_type != field.CPPTYPE_STRING:
             return self.random.choice((*_NUMBERS, (old or 0) + 1, (old or 0) - 1, self.random.randrange(30)))
-        text = [self._text(messages), "", "a" * self.random.randrange(2000), "../../x", "/etc/hostname", "\x00", "ai.onnx"]
+        text = [
+            self._text(messages),
+            "",
+            "a" * self.random.randrange(2000),
+            "../../x",
+            "/etc/hostname",
+            "\x00",
+            "ai.onnx",
+        ]
         found = self.random.choice(text)
         if field.type != field.TYPE_BYTES:
             return found
         raw = old if isinstance(old, bytes) else b""
-        return self.random.choice((found.encode(), b"\xff\xfe\xc3", raw[: len(raw) // 2], raw + b"\x00" * 7, raw[::-1]))
+        return self.random.choice(
+            (found.encode(), b"\xff\xfe\xc3", raw[: len(raw) // 2], raw + b"\x00" * 7, raw[::-1])
+        )
 
     def _text(self, messages: Sequence[Any]) -> str:
         """A name that the model has, or one of an operator or an attribute."""
         names = [n for m in messages for n in _names(m)]
-        return self.random.choice([*names, "Loop", "If", "Scan", "Constant", "Reshape", "ConstantOfShape", "value", "body"])
+        return self.random.choice(
+            [*names, "Loop", "If", "Scan", "Constant", "Reshape", "ConstantOfShape", "value", "body"]
+        )
 
 
 def _inside(message: Any) -> Iterator[Any]:
@@ -273,12 +292,20 @@ class Loader:
         except ModelError as error:
             told = str(error)
             if "\n" in told.strip() or "bug of xrlflow" in told:
-                self.keep(data, f"a message of several lines or of our own fault: {told[:200]!r}", re.sub(r"\d+|'[^']*'", "", told[:60]))
+                self.keep(
+                    data,
+                    f"a message of several lines or of our own fault: {told[:200]!r}",
+                    re.sub(r"\d+|'[^']*'", "", told[:60]),
+                )
         except Exception as error:  # any other one is what is looked for, and is told
             frames = traceback.extract_tb(error.__traceback__)
             place = next((f for f in reversed(frames) if "xrlflow" in f.filename), frames[-1])
             where = f"{Path(place.filename).name}:{place.lineno} {place.name}"
-            self.keep(data, f"{type(error).__name__} at {where}: {str(error)[:200]}", f"{type(error).__name__} {where}")
+            self.keep(
+                data,
+                f"{type(error).__name__} at {where}: {str(error)[:200]}",
+                f"{type(error).__name__} {where}",
+            )
 
     def keep(self, data: bytes, what: str, kind: str) -> None:
         if kind in self.seen:
@@ -339,11 +366,13 @@ def run(minutes: float, jobs: int, seed: int, save: Path) -> int:
         try:
             while time.monotonic() < end or workers:
                 while len(workers) < jobs and (left := int(end - time.monotonic())) > 5:
-                    log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
+                    log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
                     command = [sys.executable, __file__, "--worker", str(left), "--seed", str(seed + started)]
                     command += ["--save", str(save), "--models", str(models)]
                     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-                    process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, text=True, env=environment)
+                    process = subprocess.Popen(
+                        command, stdout=log, stderr=subprocess.STDOUT, text=True, env=environment
+                    )
                     workers.append((process, log))
                     started += 1
                 time.sleep(0.5)
@@ -355,7 +384,11 @@ def run(minutes: float, jobs: int, seed: int, save: Path) -> int:
                     found = re.findall(r"RAN (\d+) (\d+)", text)[-1:]
                     ran += sum(int(a) for a, _ in found)
                     loaded += sum(int(b) for _, b in found)
-                    print(*re.findall(r"^FOUND .*", text, re.MULTILINE), sep="\n", end="\n" if "FOUND" in text else "")
+                    print(
+                        *re.findall(r"^FOUND .*", text, re.MULTILINE),
+                        sep="\n",
+                        end="\n" if "FOUND" in text else "",
+                    )
                     if process.returncode:
                         deaths += 1
                         lines = [line for line in text.splitlines() if "ERROR" in line or "SUMMARY" in line]

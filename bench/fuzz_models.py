@@ -34,21 +34,21 @@ _SOME = (P.FLOAT, P.DOUBLE, P.FLOAT16, P.INT8, P.INT32, P.INT64, P.UINT8)
 _UNARY: Mapping[str, tuple[int, ...]] = {
     "Neg": FLOATS + SIGNED, "Abs": FLOATS + INTEGERS, "Sign": FLOATS + INTEGERS, "Not": (P.BOOL,),
     "BitwiseNot": INTEGERS, "Relu": (*FLOATS, P.INT8, P.INT32), "Identity": (*FLOATS, *INTEGERS, P.BOOL),
-    **{op: FLOATS for op in ("Sqrt", "Exp", "Log", "Floor", "Ceil", "Round", "Sigmoid", "Tanh", "Reciprocal", "Sin")},
-    **{op: (P.FLOAT,) for op in ("Erf", "Softplus", "HardSwish", "LeakyRelu", "Elu", "Atan", "Mish", "HardSigmoid",
-                                 "Celu", "Selu", "Softsign", "Gelu", "ThresholdedRelu")},
+    **dict.fromkeys(("Sqrt", "Exp", "Log", "Floor", "Ceil", "Round", "Sigmoid", "Tanh", "Reciprocal", "Sin"), FLOATS),
+    **dict.fromkeys(("Erf", "Softplus", "HardSwish", "LeakyRelu", "Elu", "Atan", "Mish", "HardSigmoid"), (P.FLOAT,)),
+    **dict.fromkeys(("Celu", "Selu", "Softsign", "Gelu", "ThresholdedRelu"), (P.FLOAT,)),
 }  # fmt: skip
 _MIN_MAX = (*FLOATS, P.INT8, P.INT32, P.INT64, P.UINT8, P.UINT32, P.UINT64)
 _BINARY: Mapping[str, tuple[int, ...]] = {
     "Add": FLOATS + INTEGERS, "Sub": FLOATS + INTEGERS, "Mul": FLOATS + INTEGERS, "Min": _MIN_MAX, "Max": _MIN_MAX,
-    **{op: INTEGERS for op in ("BitwiseAnd", "BitwiseOr", "BitwiseXor")},
-    **{op: (P.BOOL,) for op in ("And", "Or", "Xor")},
+    **dict.fromkeys(("BitwiseAnd", "BitwiseOr", "BitwiseXor"), INTEGERS),
+    **dict.fromkeys(("And", "Or", "Xor"), (P.BOOL,)),
 }  # fmt: skip
 _COMPARE = ("Equal", "Less", "Greater", "LessOrEqual", "GreaterOrEqual")
 _REDUCE: Mapping[str, tuple[int, ...]] = {
-    "ReduceMax": (*FLOATS, P.INT8, P.INT32, P.INT64, P.UINT8), "ReduceMin": (*FLOATS, P.INT8, P.INT32, P.INT64, P.UINT8),
-    **{op: (*FLOATS, P.INT32, P.INT64) for op in ("ReduceSum", "ReduceProd", "ReduceSumSquare", "ReduceL1")},
-    **{op: FLOATS for op in ("ReduceMean", "ReduceL2", "ReduceLogSumExp", "ReduceLogSum")},
+    **dict.fromkeys(("ReduceMax", "ReduceMin"), (*FLOATS, P.INT8, P.INT32, P.INT64, P.UINT8)),
+    **dict.fromkeys(("ReduceSum", "ReduceProd", "ReduceSumSquare", "ReduceL1"), (*FLOATS, P.INT32, P.INT64)),
+    **dict.fromkeys(("ReduceMean", "ReduceL2", "ReduceLogSumExp", "ReduceLogSum"), FLOATS),
 }  # fmt: skip
 _WHERE = (P.FLOAT, P.DOUBLE, P.INT8, P.INT32, P.INT64, P.UINT8, P.UINT32)
 _ENDS = (2**63 - 1, 2**31 - 1, 480_000, 1000, 128, 7, 3, 2, 1, -1, -2, -3, -1000, -(2**31), -(2**63) + 1)
@@ -227,7 +227,25 @@ class _Maker:
         if dtype in FLOATS:
             return self.pick((0.0, 1.0, -1.0, 2.0, 0.5, 0.1, 1e-5, 3.0, 100.0, -0.25))
         info = np.iinfo(_np(dtype))
-        options = (0, 1, 2, 3, 5, 10, -1, -2, 127, 128, 255, 256, 65535, 2**31, info.min, info.max, info.max - 1)
+        options = (
+            0,
+            1,
+            2,
+            3,
+            5,
+            10,
+            -1,
+            -2,
+            127,
+            128,
+            255,
+            256,
+            65535,
+            2**31,
+            info.min,
+            info.max,
+            info.max - 1,
+        )
         return self.pick([v for v in options if info.min <= v <= info.max])
 
     # --- the model ---
@@ -250,9 +268,7 @@ class _Maker:
         graph = helper.make_graph(self.nodes, "fuzz", used, infos, self.initializers)
         proto = helper.make_model(graph, opset_imports=[helper.make_opsetid("", self.opset)], ir_version=9)
         kept = {v.name for v in used}
-        symbols = {
-            d.dim_param for v in used for d in v.type.tensor_type.shape.dim if d.HasField("dim_param")
-        }
+        symbols = {d.dim_param for v in used for d in v.type.tensor_type.shape.dim if d.HasField("dim_param")}
         sizes = tuple({s: self.symbols[s][i] for s in sorted(symbols)} for i in range(SIZES))
         domains = {k: d for k, d in self.domains.items() if k in kept}
         return Subject(proto, sizes if symbols else ({},), domains, self.specials)
@@ -268,7 +284,10 @@ class _Maker:
         for i in range(self.pick((1, 2, 2, 3))):
             kind = self.random.randrange(10 if i else 6)  # the first has sizes to compute with
             if kind < 3:
-                self.input(P.FLOAT, (self.pick(("N", 1, 2)), self.pick((2, 3, 4)), self.pick((6, 7, "S")), self.pick((5, 8))))
+                self.input(
+                    P.FLOAT,
+                    (self.pick(("N", 1, 2)), self.pick((2, 3, 4)), self.pick((6, 7, "S")), self.pick((5, 8))),
+                )
             elif kind < 5:
                 self.input(P.FLOAT, ("N", "S", self.pick((4, 6, 8))))
             elif kind < 6:
@@ -306,9 +325,7 @@ class _Maker:
                           ("Reciprocal", "Reciprocal"), ("Sqrt", "Reciprocal")))  # fmt: skip
         if any(x.dtype not in _UNARY[op] for op in pair):
             return None
-        return self.node(
-            pair[1], [self.node(pair[0], [x.name], x.dtype, x.shapes).name], x.dtype, x.shapes
-        )
+        return self.node(pair[1], [self.node(pair[0], [x.name], x.dtype, x.shapes).name], x.dtype, x.shapes)
 
     def operand(self, x: T) -> tuple[str, Sequence[Shape]]:
         """A constant that broadcasts to x."""
@@ -348,8 +365,9 @@ class _Maker:
         x = self.tensor(lambda t: t.dtype != P.BOOL)
         if x is None:
             return None
-        first, second = self.pick((("Mul", "Div"), ("Add", "Sub"), ("Sub", "Add"), ("Div", "Mul"), ("Mul", "Mul"), ("Add", "Add"),
-                                   ("Div", "Div"), ("Max", "Min"), ("Min", "Max"), ("Sub", "Sub")))  # fmt: skip
+        first, second = self.pick((("Mul", "Div"), ("Add", "Sub"), ("Sub", "Add"), ("Div", "Mul"), ("Mul", "Mul"),
+                                   ("Add", "Add"), ("Div", "Div"), ("Max", "Min"), ("Min", "Max"),
+                                   ("Sub", "Sub")))  # fmt: skip
         if {first, second} & {"Max", "Min"} and x.dtype not in _MIN_MAX:
             return None
         options = (2, 3, 4, 5, 7, 16, 100) if x.dtype in INTEGERS else (2.0, 0.5, 3.0, 0.1, 1e-3)
@@ -379,8 +397,12 @@ class _Maker:
         if x is None:
             return None
         if x.dtype not in FLOATS:  # where it overflows, ONNX Runtime's result depends on the shapes
-            x = self.node("Clip", [x.name, self.const(-1000, x.dtype), self.const(1000, x.dtype)], x.dtype, x.shapes)
-        exponent = self.pick((2, 2, 3, 1)) if x.dtype not in FLOATS else self.pick((2, 2, 3, 0.5, 1, 0, -1, -0.5))
+            x = self.node(
+                "Clip", [x.name, self.const(-1000, x.dtype), self.const(1000, x.dtype)], x.dtype, x.shapes
+            )
+        exponent = (
+            self.pick((2, 2, 3, 1)) if x.dtype not in FLOATS else self.pick((2, 2, 3, 0.5, 1, 0, -1, -0.5))
+        )
         return self.node("Pow", [x.name, self.const(exponent, x.dtype)], x.dtype, x.shapes)
 
     def clip(self) -> T | None:
@@ -443,7 +465,9 @@ class _Maker:
         if x.dtype in FLOATS and to in INTEGERS:
             self.specials = False
             low, high = (0, 100) if to in UNSIGNED else (-100, 100)
-            x = self.node("Clip", [x.name, self.const(low, x.dtype), self.const(high, x.dtype)], x.dtype, x.shapes)
+            x = self.node(
+                "Clip", [x.name, self.const(low, x.dtype), self.const(high, x.dtype)], x.dtype, x.shapes
+            )
         values = x.values if x.small and to in (P.INT64, P.INT32) and x.dtype in (P.INT64, P.INT32) else None
         return self.node("Cast", [x.name], to, x.shapes, values, to=to)
 
@@ -542,7 +566,9 @@ class _Maker:
         if m is None:
             return n
         op = self.pick(("Add", "Mul", "Sub", "Max", "Min"))
-        run = {"Add": np.add, "Mul": np.multiply, "Sub": np.subtract, "Max": np.maximum, "Min": np.minimum}[op]
+        run = {"Add": np.add, "Mul": np.multiply, "Sub": np.subtract, "Max": np.maximum, "Min": np.minimum}[
+            op
+        ]
         arrays = [np.asarray(run(a, b)) for a, b in zip(n.values, m.values or ())]
         return self.node(op, [n.name, m.name], P.INT64, [form] * SIZES, arrays)
 
@@ -570,7 +596,9 @@ class _Maker:
         return self.node("Concat", names, P.INT64, [v.shape for v in values], values, axis=0)
 
     def size_of(self, x: T, axis: int) -> T:
-        s = self.node("Shape", [x.name], P.INT64, [(x.rank,)] * SIZES, [np.asarray(d, np.int64) for d in x.shapes])
+        s = self.node(
+            "Shape", [x.name], P.INT64, [(x.rank,)] * SIZES, [np.asarray(d, np.int64) for d in x.shapes]
+        )
         values = [np.asarray(d, np.int64) for d in x.dims(axis)]
         return self.node("Gather", [s.name, self.const(axis)], P.INT64, [()] * SIZES, values)
 
@@ -585,12 +613,16 @@ class _Maker:
             ab = self.node("Mul", [a.name, b.name], P.INT64, [()] * SIZES, values)
             rest = [self.size_of(x, i) if not x.fixed(i) else x.shapes[0][i] for i in range(2, x.rank)]
             target = self.joined([ab, *rest])
-            return self.node("Reshape", [x.name, target.name], x.dtype, [tuple(map(int, v)) for v in target.values or ()])
+            return self.node(
+                "Reshape", [x.name, target.name], x.dtype, [tuple(map(int, v)) for v in target.values or ()]
+            )
         if kind == 1:  # all but the first
             if any(0 in s for s in x.shapes):
                 return None
             target = self.joined([self.size_of(x, 0), -1])
-            return self.node("Reshape", [x.name, target.name], x.dtype, [(s[0], int(np.prod(s[1:]))) for s in x.shapes])
+            return self.node(
+                "Reshape", [x.name, target.name], x.dtype, [(s[0], int(np.prod(s[1:]))) for s in x.shapes]
+            )
         if kind == 2:
             shapes = [(int(np.prod(s)),) for s in x.shapes]
             if any(0 in s for s in x.shapes):
@@ -630,8 +662,16 @@ class _Maker:
         if self.chance(50):
             dtype = self.pick((P.FLOAT, P.INT64, P.INT32, P.BOOL, P.UINT8))
             value = numpy_helper.from_array(np.asarray([self.scalar(dtype)]).astype(_np(dtype)))
-            return self.node("ConstantOfShape", [self.vector(n).name], dtype, [(v,) for v in values], value=value)
-        flat = n if n.rank == 0 else self.node("Squeeze", [n.name], P.INT64, [()] * SIZES, [v.reshape(()) for v in n.values or ()])
+            return self.node(
+                "ConstantOfShape", [self.vector(n).name], dtype, [(v,) for v in values], value=value
+            )
+        flat = (
+            n
+            if n.rank == 0
+            else self.node(
+                "Squeeze", [n.name], P.INT64, [()] * SIZES, [v.reshape(()) for v in n.values or ()]
+            )
+        )
         start, step = self.pick((0, 1, -2)), self.pick((1, 2, 3))
         arrays = [np.arange(start, v, step, dtype=np.int64) for v in values]
         return self.node("Range", [self.const(start), flat.name, self.const(step)], P.INT64,
@@ -653,7 +693,10 @@ class _Maker:
                 last = n.name
             else:
                 last = self.const([end[0]])
-            index = [(slice(None),) * axis + (_python_slice(start, e, step, s[axis]),) for s, e in zip(x.shapes, end)]
+            index = [
+                (slice(None),) * axis + (_python_slice(start, e, step, s[axis]),)
+                for s, e in zip(x.shapes, end)
+            ]
             shapes = [np.empty(s, np.bool_)[i].shape for s, i in zip(x.shapes, index)]
             if any(0 in s for s in shapes) and self.chance(90):
                 return None
@@ -669,7 +712,11 @@ class _Maker:
         if x is None:
             return None
         least = [min(x.dims(i)) for i in range(x.rank)]
-        mode = self.pick(("constant", "constant", "reflect", "edge", "wrap")) if x.dtype == P.FLOAT else "constant"
+        mode = (
+            self.pick(("constant", "constant", "reflect", "edge", "wrap"))
+            if x.dtype == P.FLOAT
+            else "constant"
+        )
         reach = [min(2, d - 1) if mode in ("reflect", "wrap") else 2 for d in least]
         pads = [self.random.randint(0, max(0, r)) if self.chance(50) else 0 for r in reach + reach]
         if mode == "constant" and self.chance(30):
@@ -695,7 +742,9 @@ class _Maker:
             return None
         for _ in range(self.pick((1, 1, 2))):
             perm = self.random.sample(range(x.rank), x.rank)
-            x = self.node("Transpose", [x.name], x.dtype, [tuple(s[p] for p in perm) for s in x.shapes], perm=perm)
+            x = self.node(
+                "Transpose", [x.name], x.dtype, [tuple(s[p] for p in perm) for s in x.shapes], perm=perm
+            )
             if self.chance(40):
                 x = self.unary(x) or x
         return x
@@ -718,7 +767,9 @@ class _Maker:
         ]
         if max(int(np.prod(s)) for s in shapes) > _MOST:
             return None
-        return self.node("Concat", [p.name for p in parts], x.dtype, shapes, axis=self.pick((axis, axis - x.rank)))
+        return self.node(
+            "Concat", [p.name for p in parts], x.dtype, shapes, axis=self.pick((axis, axis - x.rank))
+        )
 
     def split(self) -> T | None:
         x = self.tensor(lambda t: any(t.fixed(i) and t.shapes[0][i] >= 2 for i in range(t.rank)))
@@ -738,7 +789,12 @@ class _Maker:
             if len(parts) != count:
                 return None
             attrs["num_outputs"] = count
-        outs = self.several("Split", inputs, [(x.dtype, [(*s[:axis], p, *s[axis + 1 :]) for s in x.shapes]) for p in parts], **attrs)
+        outs = self.several(
+            "Split",
+            inputs,
+            [(x.dtype, [(*s[:axis], p, *s[axis + 1 :]) for s in x.shapes]) for p in parts],
+            **attrs,
+        )
         if self.chance(50):
             order = [o.name for o in outs]
             if self.chance(30):
@@ -753,7 +809,9 @@ class _Maker:
         ones = [i for i in range(x.rank) if set(x.dims(i)) == {1}]
         if ones and self.chance(50):
             axis = self.pick(ones)
-            return self.node("Squeeze", [x.name, self.const([axis])], x.dtype, [s[:axis] + s[axis + 1 :] for s in x.shapes])
+            return self.node(
+                "Squeeze", [x.name, self.const([axis])], x.dtype, [s[:axis] + s[axis + 1 :] for s in x.shapes]
+            )
         axis = self.random.randint(0, x.rank)
         name = self.const([axis if self.chance(60) else axis - x.rank - 1])
         return self.node("Unsqueeze", [x.name, name], x.dtype, [(*s[:axis], 1, *s[axis:]) for s in x.shapes])
@@ -780,7 +838,11 @@ class _Maker:
             name, form = i.name, i.shapes[0]
         else:
             form = self.pick(((), (1,), (2,), (3,), (2, 2)))
-            indices = self.rng.integers(-least, least, form) if self.chance(70) else self.rng.integers(0, least, form)
+            indices = (
+                self.rng.integers(-least, least, form)
+                if self.chance(70)
+                else self.rng.integers(0, least, form)
+            )
             if form and form == (least,) and self.chance(50):
                 indices = np.arange(least)
             name = self.const(indices, kind)
@@ -791,7 +853,9 @@ class _Maker:
 
     def elements(self) -> T | None:
         """GatherElements, ScatterElements or ScatterND."""
-        x = self.tensor(lambda t: t.rank in (1, 2, 3) and min(min(s) for s in t.shapes) >= 1 and t.dtype in _SOME)
+        x = self.tensor(
+            lambda t: t.rank in (1, 2, 3) and min(min(s) for s in t.shapes) >= 1 and t.dtype in _SOME
+        )
         if x is None:
             return None
         axis = self.random.randrange(x.rank)
@@ -799,14 +863,22 @@ class _Maker:
         form = tuple(self.random.randint(1, d) for d in least)
         kind = self.random.randrange(3)
         if kind == 0:
-            index = self.const(self.rng.integers(-least[axis], least[axis], form), self.pick((P.INT64, P.INT32)))
+            index = self.const(
+                self.rng.integers(-least[axis], least[axis], form), self.pick((P.INT64, P.INT32))
+            )
             return self.node("GatherElements", [x.name, index], x.dtype, [form] * SIZES, axis=axis)
         if kind == 1:
             places = np.broadcast_to(
-                np.expand_dims(self.rng.permutation(least[axis])[: form[axis]], tuple(i for i in range(x.rank) if i != axis)), form
+                np.expand_dims(
+                    self.rng.permutation(least[axis])[: form[axis]],
+                    tuple(i for i in range(x.rank) if i != axis),
+                ),
+                form,
             )
             updates = self.const(self.rng.integers(0, 5, form), x.dtype)
-            return self.node("ScatterElements", [x.name, self.const(places), updates], x.dtype, x.shapes, axis=axis)
+            return self.node(
+                "ScatterElements", [x.name, self.const(places), updates], x.dtype, x.shapes, axis=axis
+            )
         if not all(x.fixed(i) for i in range(1, x.rank)):
             return None
         rows = self.rng.permutation(least[0])[: form[0]]
@@ -824,7 +896,9 @@ class _Maker:
             return None
         axes = sorted(self.random.sample(range(x.rank), self.random.randint(1, x.rank)))
         keep = self.pick((0, 1))
-        shapes = [tuple(1 if i in axes else d for i, d in enumerate(s) if keep or i not in axes) for s in x.shapes]
+        shapes = [
+            tuple(1 if i in axes else d for i, d in enumerate(s) if keep or i not in axes) for s in x.shapes
+        ]
         inputs = [x.name, self.const([a if self.chance(60) else a - x.rank for a in axes])]
         if len(axes) == x.rank and self.chance(40):
             inputs.pop()
@@ -862,11 +936,22 @@ class _Maker:
         return None
 
     def product(self) -> T | None:
-        x = self.tensor(lambda t: t.rank >= 2 and t.dtype in (P.FLOAT, P.DOUBLE, P.INT32, P.INT64) and t.fixed(t.rank - 1) and t.largest > 0)
+        x = self.tensor(
+            lambda t: (
+                t.rank >= 2
+                and t.dtype in (P.FLOAT, P.DOUBLE, P.INT32, P.INT64)
+                and t.fixed(t.rank - 1)
+                and t.largest > 0
+            )
+        )
         if x is None:
             return None
         k, n = x.shapes[0][-1], self.pick((1, 2, 4, 5))
-        array = self.rng.integers(-3, 4, (k, n)) if x.dtype in INTEGERS else self.rng.standard_normal((k, n)) / np.sqrt(k)
+        array = (
+            self.rng.integers(-3, 4, (k, n))
+            if x.dtype in INTEGERS
+            else self.rng.standard_normal((k, n)) / np.sqrt(k)
+        )
         w = self.const(array, x.dtype)
         if x.rank == 2 and x.dtype in FLOATS and self.chance(40):
             bias = [self.weight((self.pick((1, n)),), x.dtype)] if self.chance(60) else []
@@ -874,7 +959,9 @@ class _Maker:
                              alpha=self.pick((1.0, 0.5, -2.0)), beta=self.pick((1.0, 0.0, 2.0)))  # fmt: skip
         y = self.node("MatMul", [x.name, w], x.dtype, [(*s[:-1], n) for s in x.shapes])
         if self.chance(40):
-            y = self.node("Add", [y.name, self.const(self.rng.integers(-2, 3, (n,)), x.dtype)], x.dtype, y.shapes)
+            y = self.node(
+                "Add", [y.name, self.const(self.rng.integers(-2, 3, (n,)), x.dtype)], x.dtype, y.shapes
+            )
         return y
 
     def normal(self) -> T | None:
@@ -884,7 +971,13 @@ class _Maker:
             return None
         kind = self.random.randrange(5)
         if kind == 0:
-            return self.node(self.pick(("Softmax", "LogSoftmax")), [x.name], P.FLOAT, x.shapes, axis=self.random.randrange(-x.rank, x.rank))
+            return self.node(
+                self.pick(("Softmax", "LogSoftmax")),
+                [x.name],
+                P.FLOAT,
+                x.shapes,
+                axis=self.random.randrange(-x.rank, x.rank),
+            )
         kept = [(*s[:-1], 1) for s in x.shapes]
         if kind == 1:  # a layer norm spelt out
             mean = self.node("ReduceMean", [x.name, self.const([-1])], P.FLOAT, kept, keepdims=1)
@@ -892,11 +985,15 @@ class _Maker:
             square = self.node("Pow", [d.name, self.const(2.0, P.FLOAT)], P.FLOAT, x.shapes)
             var = self.node("ReduceMean", [square.name, self.const([-1])], P.FLOAT, kept, keepdims=1)
             eps = self.node("Add", [var.name, self.const(1e-5, P.FLOAT)], P.FLOAT, kept)
-            return self.node("Div", [d.name, self.node("Sqrt", [eps.name], P.FLOAT, kept).name], P.FLOAT, x.shapes)
+            return self.node(
+                "Div", [d.name, self.node("Sqrt", [eps.name], P.FLOAT, kept).name], P.FLOAT, x.shapes
+            )
         if kind == 2:  # a softmax spelt out
             self.specials = False
             top = self.node("ReduceMax", [x.name, self.const([-1])], P.FLOAT, kept, keepdims=1)
-            e = self.node("Exp", [self.node("Sub", [x.name, top.name], P.FLOAT, x.shapes).name], P.FLOAT, x.shapes)
+            e = self.node(
+                "Exp", [self.node("Sub", [x.name, top.name], P.FLOAT, x.shapes).name], P.FLOAT, x.shapes
+            )
             total = self.node("ReduceSum", [e.name, self.const([-1])], P.FLOAT, kept, keepdims=1)
             return self.node("Div", [e.name, total.name], P.FLOAT, x.shapes)
         if kind == 3:  # x * sigmoid(x)
@@ -905,8 +1002,12 @@ class _Maker:
         if x.rank >= 3 and x.fixed(1):
             c = x.shapes[0][1]
             if self.chance(50):
-                return self.node("InstanceNormalization", [x.name, self.weight((c,)), self.weight((c,))], P.FLOAT, x.shapes)
-            rest = [self.weight((c,)) for _ in range(3)] + [self.const(np.abs(self.rng.standard_normal(c)) + 0.5, P.FLOAT)]
+                return self.node(
+                    "InstanceNormalization", [x.name, self.weight((c,)), self.weight((c,))], P.FLOAT, x.shapes
+                )
+            rest = [self.weight((c,)) for _ in range(3)] + [
+                self.const(np.abs(self.rng.standard_normal(c)) + 0.5, P.FLOAT)
+            ]
             return self.node("BatchNormalization", [x.name, *rest], P.FLOAT, x.shapes)
         return None
 
@@ -914,7 +1015,9 @@ class _Maker:
 
     def window(self, x: T | None = None) -> T | None:
         """Conv, ConvTranspose or a pooling with odd attributes."""
-        x = x or self.tensor(lambda t: t.dtype == P.FLOAT and t.rank == 4 and t.fixed(1) and min(min(s) for s in t.shapes) >= 1)
+        x = x or self.tensor(
+            lambda t: t.dtype == P.FLOAT and t.rank == 4 and t.fixed(1) and min(min(s) for s in t.shapes) >= 1
+        )
         if x is None or not x.fixed(1) or x.largest > 2000:
             return None
         c = x.shapes[0][1]
@@ -940,7 +1043,8 @@ class _Maker:
                 return self.transposed(x, kernel, strides, dilations, pads, group)
             bias = [self.weight((m,))] if self.chance(50) else []
             y = self.node("Conv", [x.name, self.weight((m, c // group, *kernel)), *bias], P.FLOAT,
-                          [(s[0], m, *o) for s, o in zip(x.shapes, spatial)], group=group, dilations=dilations, **attrs)  # fmt: skip
+                          [(s[0], m, *o) for s, o in zip(x.shapes, spatial)], group=group,
+                          dilations=dilations, **attrs)  # fmt: skip
             if self.chance(40):
                 scale = self.weight((m, 1, 1))
                 y = self.node(self.pick(("Mul", "Add")), [y.name, scale], P.FLOAT, y.shapes)
@@ -952,14 +1056,26 @@ class _Maker:
             return self.several("MaxPool", [x.name], outs, dilations=dilations, **attrs)[0]
         if any(dilations[i] != 1 for i in range(2)):
             return None
-        return self.node("AveragePool", [x.name], P.FLOAT, shapes, count_include_pad=self.pick((0, 1)), **attrs)
+        return self.node(
+            "AveragePool", [x.name], P.FLOAT, shapes, count_include_pad=self.pick((0, 1)), **attrs
+        )
 
-    def transposed(self, x: T, kernel: list[int], strides: list[int], dilations: list[int], pads: list[int], group: int) -> T | None:
+    def transposed(
+        self, x: T, kernel: list[int], strides: list[int], dilations: list[int], pads: list[int], group: int
+    ) -> T | None:
         c, m = x.shapes[0][1], self.pick((1, 2))
-        extra = [self.random.randint(0, max(strides[i], dilations[i]) - 1) if self.chance(40) else 0 for i in range(2)]
+        extra = [
+            self.random.randint(0, max(strides[i], dilations[i]) - 1) if self.chance(40) else 0
+            for i in range(2)
+        ]
         spatial = [
             tuple(
-                strides[i] * (s[2 + i] - 1) + extra[i] + (kernel[i] - 1) * dilations[i] + 1 - pads[i] - pads[2 + i]
+                strides[i] * (s[2 + i] - 1)
+                + extra[i]
+                + (kernel[i] - 1) * dilations[i]
+                + 1
+                - pads[i]
+                - pads[2 + i]
                 for i in range(2)
             )
             for s in x.shapes
@@ -968,11 +1084,16 @@ class _Maker:
             return None
         bias = [self.weight((m * group,))] if self.chance(50) else []
         return self.node("ConvTranspose", [x.name, self.weight((c, m, *kernel)), *bias], P.FLOAT,
-                         [(s[0], m * group, *o) for s, o in zip(x.shapes, spatial)], kernel_shape=kernel, strides=strides,
-                         dilations=dilations, pads=pads, group=group, output_padding=extra)  # fmt: skip
+                         [(s[0], m * group, *o) for s, o in zip(x.shapes, spatial)], kernel_shape=kernel,
+                         strides=strides, dilations=dilations, pads=pads, group=group,
+                         output_padding=extra)  # fmt: skip
 
     def resize(self) -> T | None:
-        x = self.tensor(lambda t: t.dtype == P.FLOAT and t.rank == 4 and t.largest < 700 and min(min(s) for s in t.shapes) >= 1)
+        x = self.tensor(
+            lambda t: (
+                t.dtype == P.FLOAT and t.rank == 4 and t.largest < 700 and min(min(s) for s in t.shapes) >= 1
+            )
+        )
         if x is None:
             return None
         mode = self.pick(("nearest", "nearest", "linear", "cubic"))
@@ -989,11 +1110,15 @@ class _Maker:
         for i in (2, 3):
             n = self.size_of(x, i)
             values = [v * factors[i - 2] for v in n.values or ()]
-            parts.append(self.node("Mul", [n.name, self.const(factors[i - 2])], P.INT64, [()] * SIZES, values))
+            parts.append(
+                self.node("Mul", [n.name, self.const(factors[i - 2])], P.INT64, [()] * SIZES, values)
+            )
         return self.node("Resize", [x.name, "", "", self.joined(parts).name], P.FLOAT, shapes, **attrs)
 
     def depth(self) -> T | None:
-        x = self.tensor(lambda t: t.dtype in (P.FLOAT, P.UINT8) and t.rank == 4 and t.fixed(1) and t.shapes[0][1] % 4 == 0)
+        x = self.tensor(
+            lambda t: t.dtype in (P.FLOAT, P.UINT8) and t.rank == 4 and t.fixed(1) and t.shapes[0][1] % 4 == 0
+        )
         if x is None:
             return None
         shapes = [(s[0], s[1] // 4, s[2] * 2, s[3] * 2) for s in x.shapes]
@@ -1012,14 +1137,22 @@ class _Maker:
         if kind == 1:
             n = self.number()
             if n.rank:
-                n = self.node("Squeeze", [n.name], P.INT64, [()] * SIZES, [v.reshape(()) for v in n.values or ()])
-            return self.node(self.pick(_COMPARE), [n.name, self.const(self.pick((1, 2, 4, 12, 20)))], P.BOOL, [()] * SIZES)
-        x = self.tensor(lambda t: t.dtype in (P.FLOAT, P.INT32, P.INT64) and min(min(s, default=1) for s in t.shapes) >= 1)
+                n = self.node(
+                    "Squeeze", [n.name], P.INT64, [()] * SIZES, [v.reshape(()) for v in n.values or ()]
+                )
+            return self.node(
+                self.pick(_COMPARE), [n.name, self.const(self.pick((1, 2, 4, 12, 20)))], P.BOOL, [()] * SIZES
+            )
+        x = self.tensor(
+            lambda t: t.dtype in (P.FLOAT, P.INT32, P.INT64) and min(min(s, default=1) for s in t.shapes) >= 1
+        )
         if x is None:
             return None
         self.specials = False  # a comparison with NaN decides a branch
         top = self.node("ReduceMax", [x.name], x.dtype, [()] * SIZES, keepdims=0)
-        return self.node("Greater", [top.name, self.const(self.pick((0, 1, 3)), x.dtype)], P.BOOL, [()] * SIZES)
+        return self.node(
+            "Greater", [top.name, self.const(self.pick((0, 1, 3)), x.dtype)], P.BOOL, [()] * SIZES
+        )
 
     def body(self, x: T, name: str, length: int) -> tuple[list[onnx.NodeProto], list[onnx.TensorProto], str]:
         """Operators that keep x's shape, as nodes of their own; they may read what is outside."""
@@ -1068,7 +1201,10 @@ class _Maker:
         step, going, still, piece = (self.name(s) for s in ("i", "c", "k", "p"))
         nodes.append(helper.make_node("Identity", [going], [still]))
         scans = x.rank <= 2 and self.chance(50)
-        outs = [helper.make_tensor_value_info(still, P.BOOL, []), helper.make_tensor_value_info(last, x.dtype, None)]
+        outs = [
+            helper.make_tensor_value_info(still, P.BOOL, []),
+            helper.make_tensor_value_info(last, x.dtype, None),
+        ]
         if scans:
             nodes.append(helper.make_node("Identity", [last], [piece]))
             outs.append(helper.make_tensor_value_info(piece, x.dtype, None))
@@ -1093,14 +1229,17 @@ def _python_slice(start: int, end: int, step: int, size: int) -> slice:
         return slice(start, end, step)
     first = start + size if start < 0 else start
     last = end + size if end < 0 else end
-    return slice(min(max(first, 0), size - 1), None if last < 0 else last, step) if first >= 0 else slice(0, 0)
+    return (
+        slice(min(max(first, 0), size - 1), None if last < 0 else last, step) if first >= 0 else slice(0, 0)
+    )
 
 
 _EMITTERS: tuple[Callable[[_Maker], Any], ...] = (
-    _Maker.unary, _Maker.unary, _Maker.same, _Maker.binary, _Maker.binary, _Maker.binary, _Maker.again, _Maker.division,
-    _Maker.power, _Maker.clip, _Maker.compare, _Maker.where, _Maker.where, _Maker.cast, _Maker.cast, _Maker.shift,
-    _Maker.shape, _Maker.filled, _Maker.filled, _Maker.reshape, _Maker.reshape, _Maker.expand, _Maker.slice, _Maker.slice,
-    _Maker.slice, _Maker.pad, _Maker.pad, _Maker.transpose, _Maker.transpose, _Maker.concat, _Maker.split, _Maker.squeeze,
-    _Maker.tile, _Maker.gather, _Maker.elements, _Maker.reduce, _Maker.reduce, _Maker.order, _Maker.product,
-    _Maker.product, _Maker.normal, _Maker.window, _Maker.window, _Maker.resize, _Maker.depth, _Maker.branch, _Maker.loop,
+    _Maker.unary, _Maker.unary, _Maker.same, _Maker.binary, _Maker.binary, _Maker.binary, _Maker.again,
+    _Maker.division, _Maker.power, _Maker.clip, _Maker.compare, _Maker.where, _Maker.where, _Maker.cast,
+    _Maker.cast, _Maker.shift, _Maker.shape, _Maker.filled, _Maker.filled, _Maker.reshape, _Maker.reshape,
+    _Maker.expand, _Maker.slice, _Maker.slice, _Maker.slice, _Maker.pad, _Maker.pad, _Maker.transpose,
+    _Maker.transpose, _Maker.concat, _Maker.split, _Maker.squeeze, _Maker.tile, _Maker.gather, _Maker.elements,
+    _Maker.reduce, _Maker.reduce, _Maker.order, _Maker.product, _Maker.product, _Maker.normal, _Maker.window,
+    _Maker.window, _Maker.resize, _Maker.depth, _Maker.branch, _Maker.loop,
 )  # fmt: skip

@@ -1,9 +1,8 @@
 """Models by NNSmith for `bench/fuzz.py`: its graphs, exported by PyTorch.
 
-NNSmith 0.1.0 was written for the libraries of 2023. Of it we use the generator of graphs and the PyTorch modules made of
-them; the export is our own call, and its search for inputs is not used. `omegaconf` (which it imports for a name in an
-annotation) need not be installed.
-"""
+NNSmith 0.1.0 was written for the libraries of 2023. Of it we use the generator of graphs and the PyTorch modules made
+of them; the export is our own call, and its search for inputs is not used. `omegaconf` (which it imports for a name
+in an annotation) need not be installed."""
 
 from __future__ import annotations
 
@@ -71,14 +70,26 @@ def nnsmith(seed: int) -> Subject:
         try:
             return _exported(parts, _graph(parts, made), made)
         # What NNSmith asserts and what PyTorch's exporter lacks (complex numbers, say): another graph is drawn.
-        except (*parts.failures, AssertionError, ValueError, RuntimeError, TypeError, KeyError, IndexError) as error:
+        except (
+            *parts.failures,
+            AssertionError,
+            ValueError,
+            RuntimeError,
+            TypeError,
+            KeyError,
+            IndexError,
+        ) as error:
             failure = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
     raise NothingDrawn(failure)
 
 
 def _graph(parts: Any, seed: int) -> Any:
     generator = parts.generators[seed % 2](
-        parts.operators, seed, max_elem_per_tensor=_ELEMENTS, concr_ph_dim_rng=(1, 12), dtype_choices=parts.dtypes
+        parts.operators,
+        seed,
+        max_elem_per_tensor=_ELEMENTS,
+        concr_ph_dim_rng=(1, 12),
+        dtype_choices=parts.dtypes,
     )
     # It picks from a list made of a set, whose order is another one in every process.
     generator.dtype_choices.sort(key=str)
@@ -105,7 +116,9 @@ def _exported(parts: Any, graph: Any, seed: int) -> Subject:
         )  # fmt: skip
     proto = onnx.load_from_string(file.getvalue())
     check_runs(proto)
-    return Subject(proto, _sizes(firsts if dynamic and len(proto.graph.input) else ()), specials=sees_nan(proto))
+    return Subject(
+        proto, _sizes(firsts if dynamic and len(proto.graph.input) else ()), specials=sees_nan(proto)
+    )
 
 
 def check_runs(proto: onnx.ModelProto) -> None:

@@ -211,7 +211,7 @@ class CancelInvolution(RegionRule):
 
 def _bounds(x: Val, low: Val | None, high: Val | None) -> tuple[float, float]:
     """A bound that is absent is the type's least or greatest number, not infinite."""
-    most = float(ml_dtypes.finfo(numpy_dtype(x.dtype)).max)
+    most = float(ml_dtypes.finfo(numpy_dtype(x.dtype)).max)  # type: ignore[no-untyped-call]
     return (-most if low is None else low.scalar, most if high is None else high.scalar)
 
 

@@ -15,7 +15,7 @@ from onnx import TensorProto, helper, numpy_helper
 from typer.testing import CliRunner
 
 import xrlflow
-from tests.rules.harness import model, random_feeds, run
+from tests.rules.harness import assert_equivalent, model, random_feeds, run
 from xrlflow.api import VerificationFailed, _Job
 from xrlflow.backends import BackendError
 from xrlflow.cli import app
@@ -61,9 +61,7 @@ def ops(proto: onnx.ModelProto) -> list[str]:
 
 def assert_same(a: onnx.ModelProto, b: onnx.ModelProto, feeds: dict[str, np.ndarray] | None = None) -> None:
     feeds = feeds or random_feeds(a)
-    for x, y in zip(run(a, feeds), run(b, feeds), strict=True):
-        assert x.dtype == y.dtype
-        np.testing.assert_allclose(y, x, rtol=1e-5, atol=1e-5)
+    assert_equivalent(a, b, feeds)
 
 
 # --- in and out ---

@@ -20,6 +20,7 @@ from onnx.backend.test.loader import load_model_tests
 import xrlflow
 from xrlflow.backends import BackendError
 from xrlflow.cost import Roofline
+from xrlflow.verify.compare import by_deviation, is_float, judge_exact, judge_floats
 from xrlflow.verify.runner import opened
 
 CHUNKS = 16
@@ -76,12 +77,7 @@ def same(a: Any, b: Any) -> bool:
     x, y = np.asarray(a), np.asarray(b)
     if x.shape != y.shape or x.dtype != y.dtype:
         return False
-    if x.dtype.kind not in "fc":
-        return bool(np.array_equal(x, y))
-    finite = np.abs(x[np.isfinite(x)].astype(np.float64))
-    scale = float(finite.max(initial=0.0))
-    tolerance = {np.dtype(np.float16): 2e-3}.get(x.dtype, 2e-5) * scale
-    return bool(np.allclose(y, x, rtol=0.0, atol=tolerance, equal_nan=True))
+    return (judge_floats(by_deviation(x, None), y) if is_float(x) else judge_exact(x, y)).passed
 
 
 @pytest.mark.parametrize("chunk", range(CHUNKS))

@@ -164,10 +164,15 @@ def test_a_model_that_the_runtime_refuses_is_told() -> None:
 def test_the_same_seed_gives_the_same_model_and_inputs() -> None:
     for seed in range(5):
         first, second = idioms(seed), idioms(seed)
-        assert first.proto.SerializeToString(deterministic=True) == second.proto.SerializeToString(deterministic=True)
+        assert first.proto.SerializeToString(deterministic=True) == second.proto.SerializeToString(
+            deterministic=True
+        )
         for a, b in zip(draw_cases(first, 1), draw_cases(second, 1), strict=True):
             assert a.mode == b.mode
-            assert all(np.array_equal(a.feeds[k], b.feeds[k], equal_nan=a.feeds[k].dtype.kind == "f") for k in a.feeds)
+            assert all(
+                np.array_equal(a.feeds[k], b.feeds[k], equal_nan=a.feeds[k].dtype.kind == "f")
+                for k in a.feeds
+            )
 
 
 def test_a_process_that_dies_or_hangs_is_told(tmp_path: Path) -> None:

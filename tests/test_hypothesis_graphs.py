@@ -23,6 +23,7 @@ from xrlflow.ir import text
 from xrlflow.onnxio import load, to_proto
 from xrlflow.rewrite import Library, RewriteState
 from xrlflow.verify import verify
+from xrlflow.verify.compare import by_deviation, is_float, judge_exact, judge_floats
 
 EXAMPLES = int(os.environ.get("XRLFLOW_EXAMPLES", "0"))
 COST = Roofline()
@@ -73,8 +74,8 @@ def assert_equal(original: onnx.ModelProto, new: onnx.ModelProto, what: str) -> 
         for a, b, info in zip(expected, run(new, feeds), original.graph.output, strict=True):
             assert a.shape == b.shape, (what, info.name, a.shape, b.shape)
             assert a.dtype == b.dtype, (what, info.name)
-            scale = max(1e-3, float(np.max(np.abs(a), initial=0.0, where=np.isfinite(a))))
-            if not np.allclose(b, a, rtol=0, atol=1e-5 * scale, equal_nan=True):
+            judgement = judge_floats(by_deviation(a, None), b) if is_float(a) else judge_exact(a, b)
+            if not judgement.passed:
                 found = verify(original.SerializeToString(), new.SerializeToString())
                 assert found.verified, (what, found.failures)
                 return

@@ -9,6 +9,8 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
+from xrlflow.verify.compare import by_deviation, is_float, judge_exact, judge_floats
+
 
 def model(
     nodes: Sequence[onnx.NodeProto],
@@ -52,10 +54,5 @@ def assert_same_outputs(expected: Sequence[Any], got: Sequence[Any]) -> None:
             continue
         a, b = np.asarray(a), np.asarray(b)
         assert (a.dtype, a.shape) == (b.dtype, b.shape)
-        if a.dtype.kind == "f":
-            tolerance = 1e-5 if a.dtype.itemsize > 2 else 1e-2
-            np.testing.assert_allclose(
-                b.astype(np.float64), a.astype(np.float64), rtol=10 * tolerance, atol=tolerance
-            )
-        else:
-            np.testing.assert_array_equal(b, a)
+        judgement = judge_floats(by_deviation(a, None), b) if is_float(a) else judge_exact(a, b)
+        assert judgement.passed, f"{judgement.reason}; {judgement.worst}"

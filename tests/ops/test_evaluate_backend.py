@@ -108,7 +108,14 @@ def _load(value: Any) -> np.ndarray[Any, Any]:
     return onnx.numpy_helper.to_array(value) if isinstance(value, onnx.TensorProto) else np.asarray(value)
 
 
-def _compare(got: np.ndarray[Any, Any], raw: np.ndarray[Any, Any]) -> None:
+# Tests whose numbers are written with four digits.
+FOUR_DIGITS = frozenset(
+    ["test_averagepool_2d_ceil_last_window_starts_on_pad", "test_gridsample_bicubic"]
+    + ["test_roialign_aligned_false", "test_roialign_aligned_true"]
+)
+
+
+def _compare(got: np.ndarray[Any, Any], raw: np.ndarray[Any, Any], digits: float) -> None:
     expected = promote(REALS, raw)
     assert got.shape == expected.shape
     if raw.dtype.kind == "V" and expected is raw:  # float8, int4, ...: exact
@@ -120,7 +127,7 @@ def _compare(got: np.ndarray[Any, Any], raw: np.ndarray[Any, Any]) -> None:
         # What the reference rounded to a narrow type, we round to compare.
         got = promote(REALS, got.astype(raw.dtype)) if raw.dtype != np.float64 else got
         coarse = raw.dtype.itemsize < 4
-        np.testing.assert_allclose(got, expected, rtol=1e-2 if coarse else 1e-3, atol=1e-5)
+        np.testing.assert_allclose(got, expected, rtol=1e-2 if coarse else digits, atol=1e-6)
     else:
         assert got.dtype == expected.dtype
         np.testing.assert_array_equal(got, expected)
@@ -135,7 +142,7 @@ def test_backend_case(case: Case) -> None:
         outputs = evaluate_node(case.node.op_type, attrs, inputs, len(case.node.output))
         present = [out for name, out in zip(case.node.output, outputs, strict=False) if name]
         for got, value in zip(present, wanted, strict=True):
-            _compare(got, _load(value))
+            _compare(got, _load(value), 1e-3 if case.name in FOUR_DIGITS else 1e-5)
 
 
 def test_coverage() -> None:

@@ -23,7 +23,7 @@ from rewrite_rules.weights_algebra import (
     ReplaceOneHotByGather,
     SplitBatchNormalization,
 )
-from tests.rules.harness import applies, model, refuses, run
+from tests.rules.harness import applies, model, refuses
 
 EXAMPLES = [(r, e) for r in weights_algebra.RULES for e in r.examples]
 
@@ -43,13 +43,11 @@ def test_examples(rule, example):
 
 def after_indices(rule, proto):
     """Both sides at indices within a table of three rows."""
-    from tests.rules.harness import random_feeds, rewritten
+    from tests.rules.harness import assert_equivalent, random_feeds, rewritten
 
     after, _ = rewritten(rule, proto)
     feeds = {k: v % 3 for k, v in random_feeds(proto).items()}
-    for a, b in zip(run(proto, feeds), run(after, feeds), strict=True):
-        assert a.shape == b.shape
-        np.testing.assert_allclose(b, a, rtol=1e-5, atol=1e-5)
+    assert_equivalent(proto, after, feeds)
 
 
 @pytest.mark.parametrize("index", ["", "N", "N,5"])

@@ -74,7 +74,11 @@ def check_structure(name: str, graph: onnx.GraphProto, outside: frozenset[str] =
             if read and read not in known:
                 raise ModelError(f"{name}: {title} reads {read!r}, which nothing makes: {damaged}")
         for attribute in node.attribute:
-            if node.op_type == "Split" and attribute.name == "num_outputs" and attribute.i != len(node.output):
+            if (
+                node.op_type == "Split"
+                and attribute.name == "num_outputs"
+                and attribute.i != len(node.output)
+            ):
                 raise ModelError(
                     f"{name}: {title} has {len(node.output)} outputs and says {attribute.i}: {damaged}"
                 )
@@ -86,4 +90,6 @@ def check_inputs(name: str, graph: onnx.GraphProto) -> None:
     """Raise ModelError if an input of the model has no type."""
     for value in graph.input:
         if value.type.WhichOneof("value") is None:
-            raise ModelError(f"{name}: input {value.name!r} has no type: the file is damaged, export it again")
+            raise ModelError(
+                f"{name}: input {value.name!r} has no type: the file is damaged, export it again"
+            )

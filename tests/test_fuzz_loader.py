@@ -1,0 +1,63 @@
+"""Broken models go through the loader: none is more than refused. `bench/fuzz_loader.py` does it for longer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import onnx
+import pytest
+
+from bench import fuzz_loader
+from bench.fuzz_loader import Loader, Mutator
+from bench.fuzz_models import idioms
+from xrlflow import onnxio
+
+
+def starts() -> list[bytes]:
+    models = [model.SerializeToString() for _, model in fuzz_loader._others()]
+    return models + [idioms(seed).proto.SerializeToString() for seed in range(6)]
+
+
+def test_models_to_start_from_load(tmp_path: Path) -> None:
+    loader = Loader(tmp_path, tmp_path / "found")
+    for data in starts():
+        loader.one(data)
+    assert loader.loaded == loader.count == len(starts())
+
+
+def test_broken_models_are_refused_in_one_line(tmp_path: Path) -> None:
+    loader = Loader(tmp_path, tmp_path / "found")
+    for i, data in enumerate(starts()):
+        for seed in range(25):
+            loader.one(Mutator(1000 * i + seed).mutate(data) or b"")
+            loader.one(data[: 40 * seed] + data[40 * seed + seed % 5 :])
+    assert loader.seen == set()
+    assert 0.1 < loader.loaded / loader.count < 0.9
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [(IndexError("nothing there"), "IndexError"), (onnxio.ModelError("two\nlines"), "several lines")],
+)
+def test_what_is_raised_is_kept_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, told: str
+) -> None:
+    def load(path: str) -> None:
+        raise error
+
+    monkeypatch.setattr(onnxio, "load", load)
+    loader = Loader(tmp_path, tmp_path / "found")
+    for data in starts()[:3]:
+        loader.one(data)
+    (kept,) = (tmp_path / "found").glob("*.txt")
+    assert told in kept.read_text()
+    assert kept.with_suffix(".onnx").is_file()
+
+
+def test_mutations_depend_on_the_seed_alone() -> None:
+    data = starts()[0]
+    changed = [Mutator(seed).mutate(data) for seed in range(20)]
+    assert changed == [Mutator(seed).mutate(data) for seed in range(20)]
+    assert len(set(changed)) > 10
+    assert Mutator(0).mutate(b"no model at all \xff\xff") is None
+    assert all(onnx.ModelProto.FromString(m) is not None for m in changed if m)
