@@ -12,9 +12,10 @@ import onnx.parser
 import onnxruntime as ort
 import pytest
 
-from xrlflow.ir import Graph, dims
+from xrlflow.ir import ArrayHandle, Attrs, Const, DType, Graph, TensorType, dims
 from xrlflow.ir.dims import Formula
 from xrlflow.onnxio import load
+from xrlflow.ops.infer import infer
 from xrlflow.ops.symbolic_values import Known, evaluate_call, of_array, values
 
 HEAD = '<ir_version: 8, opset_import: ["" : 18]> '
@@ -272,3 +273,18 @@ def test_computed_values_are_those_of_the_runtime(seed: int) -> None:
             )
             decided += found is not None
     assert decided > 300
+
+
+@pytest.mark.parametrize("known", [(), (1,), (2,)])
+def test_a_slice_at_places_that_are_not_known(known: tuple[int, ...]) -> None:
+    """Without axes it cuts the first ones: nothing is known of those, whatever is known of its bounds."""
+    bounds = TensorType(DType.INT64, (2,))
+    data = [None, *(_const((1, 2)) if at in known else None for at in (1, 2))]
+    (found,) = infer("Slice", Attrs(), [TensorType(DType.FLOAT, (20, 10, 5)), bounds, bounds], data, 1)
+    assert found.shape is None or not isinstance(found.shape[0], int)
+    assert found.shape is None or not isinstance(found.shape[1], int)
+
+
+def _const(numbers: tuple[int, ...]) -> Const:
+    array = np.array(numbers, np.int64)
+    return Const(TensorType(DType.INT64, array.shape, True), ArrayHandle(array), array)

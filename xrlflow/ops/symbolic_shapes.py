@@ -382,7 +382,8 @@ def _squeeze(node: _Node) -> Sequence[Shape | None]:
 def _slice(node: _Node) -> Sequence[Shape | None]:
     shape = list(_need(node.shape()))
     starts, ends = node.elements(1), node.elements(2)
-    axes = node.numbers(3) if node.given(3) else list(range(len(starts or ())))
+    bounds = starts if starts is not None else ends  # as many as axes, the first ones if none are given
+    axes = node.numbers(3) if node.given(3) else None if bounds is None else list(range(len(bounds)))
     steps = node.elements(4) if node.given(4) else [dims.ONE] * len(axes or ())
     if axes is None:
         raise _Open
