@@ -8,22 +8,18 @@ simulated estimates. Real: `optimize` compares small models with themselves, and
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import statistics
 import sys
-import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the checkout
 
-from xrlflow.backends.decision import Answer, settle
+from xrlflow.backends.decision import settle
 
 GAINS = (0.0, 0.003, 0.005, 0.01, 0.02, 0.05)
 
@@ -86,7 +82,9 @@ class Outcome:
     world: str
     gain: float
     shipped: float  # of all
-    bias: float | None  # what was reported of those shipped, less the truth, as ratios; None: nothing was reported
+    bias: (
+        float | None
+    )  # what was reported of those shipped, less the truth, as ratios; None: nothing was reported
     off: float | None  # standard error of the bias
     half_width: float | None  # of the reported interval, the median
     covered: float | None  # how often that holds the truth
