@@ -53,9 +53,10 @@ def take_turns(
     other model, and starts with one untimed run, if that is not too slow (see `interleave`).
 
     On two cores that others wanted, too, a run of 3.6 ms took 43 ms [12, 60] (10th and 90th percentile) with two
-    threads, and without the time in which the calling thread waited for a CPU 3.6 [3.5, 4.0]; with one thread 43 ms were
-    58 [43, 91], and 43.5 [42.7, 44.4] without. The waiting of other threads is not taken off: the calling one may have
-    done their work meanwhile. `waits` counts (by default: Linux does). Raises what a run raises.
+    threads, and without the time in which the calling thread waited for a CPU 3.6 [3.5, 4.0]; with one thread 43 ms
+    were 58 [43, 91], and 43.5 [42.7, 44.4] without. The waiting of other threads is not taken off:
+    the calling one may have done their work meanwhile. `waits` counts (by default: Linux does). Raises what a run
+    raises.
     """
     with no_garbage_collection(), _Waiting() as waiting:
         read = waits if waits is not None else waiting.seconds

@@ -10,7 +10,7 @@ SEARCH_UNTIL = 0.3
 # More than this part of the time is not kept for what follows the selection.
 _ENDING_AT_MOST = 0.5
 # What a limit of 60 s allows a fast model, besides runs of it: a model of 3 ms needs no minute.
-_ENOUGH, _ENOUGH_RUNS = 15.0, 1000
+_ENOUGH, _ENOUGH_RUNS = 14.0, 1000
 # The last comparison: the nursery's start; processes that are enough; of each the start, and runs (the first of both
 # models, warming up, turns).
 _NURSERY, _PROCESSES, _START, _RUNS = 0.5, 24, 0.12, 14
