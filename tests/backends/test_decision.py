@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 
@@ -31,7 +32,7 @@ def test_looks_share_the_error(most: int) -> None:
     assert looks[-1] == most
     assert all(look >= SHIP.first for look in looks[:-1])
     spent = [0.0, *(SHIP.spent(look, most) for look in looks)]
-    shares = [b - a for a, b in zip(spent, spent[1:])]
+    shares = [b - a for a, b in itertools.pairwise(spent)]
     assert min(shares) > 0.0
     assert math.fsum(shares) == pytest.approx(SHIP.error) == 0.025
 
@@ -103,7 +104,9 @@ def test_how_many_confirm_is_known_before_the_first_does() -> None:
 def test_what_is_slower_when_measured_again_is_not_faster() -> None:
     deciding = around(0.05, 0.004, SHIP.first)
     assert settle(drawing([*deciding, *around(-0.03, 0.004, 60)]), 60).verdict is Verdict.REFUTED
-    assert settle(drawing([*deciding, *around(0.0, 0.004, 60)]), 60).faster  # no choice by the figure otherwise
+    assert settle(
+        drawing([*deciding, *around(0.0, 0.004, 60)]), 60
+    ).faster  # no choice by the figure otherwise
 
 
 def test_where_time_suffices_for_one_set_there_is_no_figure() -> None:
