@@ -76,6 +76,8 @@ class Budget:
     def ending(self) -> float:
         """What is kept for verification and the last comparison."""
         wanted = self.verification + self.comparison
+        if self.hurried:
+            return wanted
         return min(wanted, _ENDING_AT_MOST * (self.end - self.begin))
 
     @property
