@@ -322,8 +322,9 @@ def test_however_late_an_interrupt_comes_there_is_time_to_compare(begin: float) 
     late = job(begin, 3600.0)
     late.hurry()
     now = time.monotonic()
-    assert late.select_until - now == pytest.approx(2 * late.compare_seconds, abs=1.0)
-    assert late.deadline - late.select_until == pytest.approx(late.ending_seconds(3))
+    left = late.time
+    assert left.select_until - now == pytest.approx(2 * left.each_comparison, abs=1.0)
+    assert left.end - left.select_until == pytest.approx(left.verification + left.comparison)
 
 
 def test_an_interrupt_gives_no_more_time_than_there_was() -> None:
