@@ -182,7 +182,9 @@ def test_linear_formulas_are_decided_exactly(a: int, b: int, c: int, d: int) -> 
     assert dims.same(one, other) == all((s + b) // a == (s + d) // c for s in range(2 * a * c + 1))
 
 
-@pytest.mark.parametrize("name", ["in", "None", "True", "lambda", "min", "inf", "nan", "1", "a, b", "'", "é", "=N"])
+@pytest.mark.parametrize(
+    "name", ["in", "None", "True", "lambda", "min", "inf", "nan", "1", "a, b", "'", "é", "=N"]
+)
 def test_any_name_is_a_symbol(name: str) -> None:
     """Words of Python too: "True + 1" would be 2."""
     text = dims.dim(symbol(name) + 1)
