@@ -17,7 +17,6 @@ from xrlflow.ir import FLOATS, Graph, TensorType
 from xrlflow.onnxio import ImportedModel, load, to_proto
 from xrlflow.verify.inputs import InputPlan
 
-
 _TRIES = 5
 
 

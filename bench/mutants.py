@@ -58,11 +58,17 @@ def tasks(names: Sequence[str]) -> dict[str, list[tuple[str, list[str]]]]:
 
 def pieces(work: dict[str, list[tuple[str, list[str]]]]) -> list[tuple[str, list[tuple[str, list[str]]]]]:
     """The tasks, cut so that no process is left with a long one at the end."""
-    found = [(rule, functions[i : i + _AT_ONCE]) for rule, functions in work.items() for i in range(0, len(functions), _AT_ONCE)]
+    found = [
+        (rule, functions[i : i + _AT_ONCE])
+        for rule, functions in work.items()
+        for i in range(0, len(functions), _AT_ONCE)
+    ]
     return sorted(found, key=lambda piece: -len(piece[1]))
 
 
-def hunt(rule: str, functions: Sequence[tuple[str, list[str]]], seed: int, done: set[str], sample: float) -> list[Row]:
+def hunt(
+    rule: str, functions: Sequence[tuple[str, list[str]]], seed: int, done: set[str], sample: float
+) -> list[Row]:
     """Rows of all mutants of some functions that are not done."""
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))  # a mutant may ask for all there is
     by_name = {r.name: r for r in LIBRARY}
@@ -119,7 +125,9 @@ def summary(rows: Iterable[Row]) -> list[Row]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("rules", nargs="*", help="only the code of these rules")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--seed", type=int, default=0)
@@ -144,7 +152,9 @@ def main() -> None:
                 rows += found
                 out.writelines(json.dumps(row) + "\n" for row in found)
                 out.flush()
-                print(f"{n}/{len(waiting)} {waiting[future]}: {len(found)} mutants", file=sys.stderr, flush=True)
+                print(
+                    f"{n}/{len(waiting)} {waiting[future]}: {len(found)} mutants", file=sys.stderr, flush=True
+                )
     left = summary(rows)
     for row in left:
         print(f"{row['verdict']:6} {row['cases']:3} {row['rule']}: {row['name']}")

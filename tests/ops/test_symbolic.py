@@ -157,6 +157,22 @@ OTHERS = (
 )  # fmt: skip
 
 
+UNKNOWN = (
+    "Slice(x, v, w)", "Slice(x, v, w, a)", "Slice(x, v, k)", "Slice(x, k, w)", "Slice(x, k, w, , v)", "Reshape(x, v)",
+    "Expand(x, v)", "Tile(x, v)", "Pad(x, p)", "Resize(x, , , v)", "Resize(x, , f)", "ConstantOfShape(v)",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("node", UNKNOWN)
+def test_what_only_the_data_decides_has_no_formula(node: str) -> None:
+    text = (
+        "g (float[S,1] x, int64[2] v, int64[2] w, int64[4] p, float[2] f) => (float[a,b] y) <int64[2] a = {0, 1},"
+        f" int64[2] k = {{0, 2}}> {{ y = {node} }}"
+    )
+    graph = load(onnx.parser.parse_model(HEAD + text)).graph
+    assert graph.type(graph.outputs[0]).shape == (None, None)
+
+
 @pytest.mark.parametrize("family", [windows, slices, reshapes], ids=lambda f: f.__name__)
 def test_shapes_are_those_of_the_runtime(family: object) -> None:
     compared = total = 0

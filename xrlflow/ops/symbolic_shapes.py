@@ -384,9 +384,9 @@ def _slice(node: _Node) -> Sequence[Shape | None]:
     starts, ends = node.elements(1), node.elements(2)
     bounds = starts if starts is not None else ends  # as many as axes, the first ones if none are given
     axes = node.numbers(3) if node.given(3) else None if bounds is None else list(range(len(bounds)))
-    steps = node.elements(4) if node.given(4) else [dims.ONE] * len(axes or ())
     if axes is None:
         raise _Open
+    steps = node.elements(4) if node.given(4) else [dims.ONE] * len(axes)
     for at, axis in enumerate(axes):
         place = axis + len(shape) if axis < 0 else axis
         parts = [None if p is None else p[at] for p in (starts, ends, steps)]

@@ -81,13 +81,17 @@ def test_casts_round(to: DType) -> None:
 
 def test_a_cast_that_holds_everything_rounds_nothing() -> None:
     """What is computed of floats is more exact than they are."""
-    graph = load(model("agraph (float[3] x) => (y) { e = Exp(x) c = Cast<to = 1>(e) y = Cast<to = 11>(c) }")).graph
+    graph = load(
+        model("agraph (float[3] x) => (y) { e = Exp(x) c = Cast<to = 1>(e) y = Cast<to = 11>(c) }")
+    ).graph
     x = np.array([0.1, 0.2, 0.3])
     (found,) = evaluate_graph(with_known_casts(graph), {graph.inputs[0]: x}, MACHINE)
     np.testing.assert_array_equal(found, np.exp(x))
 
 
-@pytest.mark.parametrize("field", [MACHINE, PrimeField(PRIMES[0], 1), Degrees()], ids=lambda f: type(f).__name__)
+@pytest.mark.parametrize(
+    "field", [MACHINE, PrimeField(PRIMES[0], 1), Degrees()], ids=lambda f: type(f).__name__
+)
 def test_what_ends_the_process_is_undefined(field: object) -> None:
     least = np.array([-128], np.int8)
     for a, b in ((least, np.array([-1], np.int8)), (least, np.array([0], np.int8))):
@@ -126,9 +130,7 @@ def test_types_of_data() -> None:
     from rewrite_rules.identity import RemoveZeroAdd
     from xrlflow.verify.rules.proof import library_of
 
-    graph = load(
-        model("agraph (uint8[40] x) => (y) <uint8 z = {0}> { y = Add(x, z) }")
-    ).graph
+    graph = load(model("agraph (uint8[40] x) => (y) <uint8 z = {0}> { y = Add(x, z) }")).graph
     (case,), _ = find_cases(library_of(RemoveZeroAdd()), Problem(graph, {}, sketch_of(graph)))
     assert isinstance(case, Case)
     assert whole_types(case) == {DType.UINT8}

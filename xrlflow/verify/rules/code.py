@@ -114,7 +114,10 @@ def _chain(module: str, first: int, name: str) -> tuple[ast.AST, ...] | None:
                 line = min([node.lineno, *(d.lineno for d in node.decorator_list)])
                 if isinstance(node, ast.FunctionDef) and node.name == name and line == first:
                     return (*above, node)
-                if isinstance(node, ast.ClassDef) and (found := search(node.body, (*above, node))) is not None:
+                if (
+                    isinstance(node, ast.ClassDef)
+                    and (found := search(node.body, (*above, node))) is not None
+                ):
                     return found
         return None
 
@@ -205,7 +208,9 @@ def mutants_of(function: FunctionType) -> Iterator[Compiled]:
     if chain is None or code.co_freevars not in ((), ("__class__",)):
         return
     tree = _alone(chain)
-    (definition,) = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == code.co_name][:1]
+    (definition,) = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == code.co_name][
+        :1
+    ]
     seen = Counter[str]()
     for node, inside in list(_places(definition)):
         for kind, field, value in list(_changes(node, inside)):
@@ -218,7 +223,11 @@ def mutants_of(function: FunctionType) -> Iterator[Compiled]:
                 _set(node, field, old)
             number = seen[change]
             seen[change] += 1
-            found = next(c for c in codes(made) if c.co_name == code.co_name and c.co_firstlineno == code.co_firstlineno)
+            found = next(
+                c
+                for c in codes(made)
+                if c.co_name == code.co_name and c.co_firstlineno == code.co_firstlineno
+            )
             yield Compiled(CodeMutant(module, function.__qualname__, kind, change, number), found)
 
 

@@ -61,7 +61,13 @@ class Found:
         return self.verdict in KILLED
 
     def to_json(self) -> dict[str, Any]:
-        return {"name": str(self.mutant), **asdict(self.mutant), "verdict": self.verdict, "cases": self.cases, "rule": self.rule}
+        return {
+            "name": str(self.mutant),
+            **asdict(self.mutant),
+            "verdict": self.verdict,
+            "cases": self.cases,
+            "rule": self.rule,
+        }
 
 
 class _TooLong(BaseException):  # no handler of what a rule raises may take it
