@@ -111,7 +111,7 @@ BACKENDS = ("onnxruntime", "tvm")
 
 # Seconds that the last comparison has at least where it decides nothing: what was compiled is returned in any case.
 _FINAL_AT_LEAST = 3.0
-# Seconds that a search with an agent has after the agent is loaded, if that is not too late for the rest.
+# Seconds that a search has in any case, one with an agent after that is loaded, if it is not too late for the rest.
 _SEARCH_AT_LEAST = 2.0
 # Seconds that loading the agent, and torch with it, takes.
 _AGENT_LOADING = 3.0
@@ -421,6 +421,7 @@ def _run(
     job.phase("calibrate", since)
 
     since = time.monotonic()
+    searching = since < job.time.select_until
     result = _replayed(job, base, trace) if trace is not None else _search(job, base, model)
     job.phase("search", since)
     if result.interrupted:
@@ -453,7 +454,7 @@ def _run(
         chosen = None
 
     if chosen is None:
-        judged = _Judged(False, nothing_chosen(selection))
+        judged = _Judged(False, nothing_chosen(selection, searching))
     else:
         judged = _judge(job, base, chosen, measuring, verifying, inputs)
     kept = chosen if judged.kept else None
@@ -698,7 +699,8 @@ def _start(job: _Job, model: CostModel) -> Found:
 
 
 def _search(job: _Job, base: Found, model: CostModel) -> SearchResult:
-    limits = Limits(job.budget, job.time.search_until)
+    least = min(time.monotonic() + _SEARCH_AT_LEAST, job.time.select_until)
+    limits = Limits(job.budget, max(job.time.search_until, least))
     if job.search == "random":
         limits.deadline = job.deadline
     limits.progress = lambda done, best: job.say("search", done, job.budget, f"{best * 1e3:.3f} ms modelled")

@@ -21,6 +21,7 @@ def test_nothing_measured_faster_is_said_only_of_what_was_measured() -> None:
     slower, refused = Ratio(0.9, 0.89, 0.91), Ratio(0.0, 0.0, 0.0)
     assert nothing_chosen(None) == "no cheaper graph was found"
     assert nothing_chosen(Selection(None, ())) == "nothing was found to change"
+    assert nothing_chosen(Selection(None, ()), searched=False).startswith("there was no time to search")
     assert nothing_chosen(Selection(None, (), interrupted=True)).startswith("interrupted before")
     assert nothing_chosen(Selection(None, (trial(refused),))) == "nothing that was found could be measured"
     measured = nothing_chosen(Selection(None, (trial(slower), trial(slower), trial(refused))))

@@ -8,8 +8,11 @@ from xrlflow.search import Selection
 _MORE = "give it more with --time-limit"
 
 
-def nothing_chosen(selection: Selection | None) -> str:
-    """Why there is nothing to compare with the original. `selection`: None where nothing was to be measured."""
+def nothing_chosen(selection: Selection | None, searched: bool = True) -> str:
+    """Why there is nothing to compare with the original.
+
+    `selection`: None where nothing was to be measured. `searched`: there was time to search.
+    """
     if selection is None:
         return "no cheaper graph was found"
     measured = sum(trial.measured for trial in selection.trials)
@@ -20,6 +23,8 @@ def nothing_chosen(selection: Selection | None) -> str:
         return "nothing that was found could be measured"
     if selection.interrupted:
         return "interrupted before anything that was found was measured"
+    if not searched:
+        return f"there was no time to search ({_MORE})"
     return "nothing was found to change"
 
 
