@@ -805,8 +805,13 @@ def _feeds(job: _Job) -> dict[str, Any]:
             return True
 
         found = feeds_for_measurement(job.imported, job.seed, runs)
-        job.latency = _warm_latency(lambda: opened.run(found))
+        if job.latency < _SLOW:
+            job.latency = _warm_latency(lambda: opened.run(found))
         return found
+
+
+# A first run that takes so many seconds is not repeated to know how long a second one takes.
+_SLOW = 1.0
 
 
 def _warm_latency(run: Callable[[], object]) -> float:
@@ -827,9 +832,11 @@ def _run_twice(job: _Job) -> None:
     since = time.perf_counter()
     with open_model(job.original, threads=job.threads, session_options=job.session_options) as opened:
         job.loading = time.perf_counter() - since
-        opened.run(job.feeds)
-        feeds = job.feeds
-        job.latency = _warm_latency(lambda: opened.run(feeds))
+        begin, feeds = time.perf_counter(), job.feeds
+        opened.run(feeds)
+        job.latency = time.perf_counter() - begin
+        if job.latency < _SLOW:
+            job.latency = _warm_latency(lambda: opened.run(feeds))
 
 
 def _select(job: _Job, base: Found, proposals: Sequence[Found], exporting: bool) -> Selection:
@@ -934,7 +941,7 @@ def _final(job: _Job, path: str) -> RepeatedComparison:
 
 def _decided(job: _Job, path: str, check: Callable[[], bool]) -> RepeatedComparison:
     """Whether a result is faster than the original; if it is, and stands `check`, by how much."""
-    return _compared(job, path, job.time.end - time.monotonic(), check, job.time.verification)
+    return _compared(job, path, job.time.final(time.monotonic()), check, job.time.verification)
 
 
 def _compared(

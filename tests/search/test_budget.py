@@ -55,3 +55,11 @@ def test_an_interrupt_leaves_the_time_to_compare_but_no_more_than_there_was(now:
     hurried = budget.hurry(now)
     assert hurried.end == hurried.until <= budget.until
     assert hurried.until - now <= 100.0
+
+
+def test_who_is_late_still_measures_within_the_limit() -> None:
+    """A model of 3 ms, for which 17 of the 60 s are enough, and a search that took 25 of them."""
+    budget = Budget(0.0, 60.0, 3e-3, 0.02)
+    assert budget.final(25.0) == pytest.approx(budget.verification + budget.comparison)
+    assert budget.final(59.0) == 1.0
+    assert budget.final(budget.select_until) == pytest.approx(budget.ending)

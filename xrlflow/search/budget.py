@@ -96,9 +96,12 @@ class Budget:
         most = 2 * self.loading + _COMPARE_RUNS * self.latency
         return max(_COMPARE_AT_LEAST, min(most, _COMPARE_AT_MOST), most / 2)
 
-    def decide_until(self) -> float:
-        """When the last comparison must be over, if what follows is to be in time."""
-        return max(self.end, self.begin) - self.verification
+    def final(self, now: float) -> float:
+        """What verification and the last comparison have, if they begin now.
+
+        Where the machine was slower than it seemed, that is still what they need, within the limit.
+        """
+        return max(self.end, min(self.until, now + self.verification + self.comparison)) - now
 
     def can_verify(self, now: float) -> bool:
         """Whether verification, begun now, would be over in time, or soon after."""
