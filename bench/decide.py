@@ -12,7 +12,6 @@ import json
 import math
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,10 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
+from onnx import helper, numpy_helper
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the checkout
 
-from xrlflow.backends.decision import Answer, settle
+import xrlflow
+from xrlflow.backends.decision import settle
 
 GAINS = (0.0, 0.003, 0.005, 0.01, 0.02, 0.05)
 
@@ -65,7 +67,8 @@ class World:
         first = self.order * np.where(np.arange(count) % 2 == 0, 1.0, -1.0) * rng.choice((-1.0, 1.0))
         phase, period = rng.uniform(0.0, 2.0 * math.pi), rng.uniform(5.0, 40.0)
         wave = self.wander * math.sqrt(2.0) * np.sin(2.0 * math.pi * np.arange(count) / period + phase)
-        return self.process * effect + noise + blows + first + wave
+        off: np.ndarray = self.process * effect + noise + blows + first + wave
+        return off
 
 
 WORLDS = (
@@ -148,14 +151,92 @@ def simulated(worlds: Sequence[World], gains: Sequence[float], replications: int
     return found
 
 
+def twin(rows: int, width: int, layers: int, seed: int) -> onnx.ModelProto:
+    """A chain of products in which one substitution can be made, of two transposes, which ONNX Runtime makes as well.
+
+    So the result and the original are the same for ONNX Runtime: whatever says that one is faster is wrong.
+    """
+    rng = np.random.default_rng(seed)
+    nodes = [
+        helper.make_node("Transpose", ["x"], ["turned"], perm=[1, 0]),
+        helper.make_node("Transpose", ["turned"], ["v0"], perm=[1, 0]),
+    ]
+    weights = []
+    for layer in range(layers):
+        weight = (rng.standard_normal((width, width)) / math.sqrt(width)).astype(np.float32)
+        weights.append(numpy_helper.from_array(weight, f"w{layer}"))
+        nodes.append(helper.make_node("MatMul", [f"v{layer}", f"w{layer}"], [f"p{layer}"]))
+        nodes.append(
+            helper.make_node("Tanh", [f"p{layer}"], ["y" if layer == layers - 1 else f"v{layer + 1}"])
+        )
+    types = [helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [rows, width]) for name in "xy"]
+    graph = helper.make_graph(nodes, f"twin{width}x{layers}", types[:1], types[1:], weights)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=10)
+
+
+# What is kept of a report.
+KEPT = (
+    "model", "reason", "speedup", "speedup_low", "speedup_high", "decided", "decided_low", "decided_high",
+    "control_low", "control_high", "processes", "phases", "latency_before_ms",
+)  # fmt: skip
+TWINS = ((16, 128, 6), (64, 256, 8), (64, 512, 12))
+
+
+def against_itself(runs: int, seconds: float, kept: Path) -> None:
+    """Run `optimize` so many times on models that it cannot make faster; `kept`: a row a run, resumed."""
+    rows: list[dict[str, Any]] = json.loads(kept.read_text()) if kept.exists() else []
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    while len(rows) < runs:
+        number = len(rows)
+        proto = twin(*TWINS[number % len(TWINS)], seed=number)
+        began = time.monotonic()
+        result = xrlflow.optimize(proto, search="greedy", cost="roofline", time_limit=seconds, seed=number)
+        report = result.report.to_json()
+        row = {name: report[name] for name in KEPT} | {
+            "shipped": not result.returned_original,
+            "wall": time.monotonic() - began,
+        }
+        rows.append(row)
+        kept.write_text(json.dumps(rows, indent=1))
+        print(f"{number + 1:4} {report['model']} {row['wall']:.1f} s: {report['reason']}", flush=True)
+    print(summary(rows))
+
+
+def summary(rows: Sequence[dict[str, Any]]) -> str:
+    """What runs of models against themselves have in common."""
+    decided = [row for row in rows if row["decided"] is not None]
+    shipped = [row for row in rows if row["shipped"]]
+    widths = [(r["decided_high"] - r["decided_low"]) / 2 for r in decided if r["decided_low"] is not None]
+    lines = [
+        f"{len(shipped)} of {len(rows)} shipped; {len(decided)} reached the last comparison; "
+        f"{statistics.fmean(row['wall'] for row in rows):.1f} s each, at most {max(row['wall'] for row in rows):.1f} s"
+    ]
+    if decided:
+        middle = statistics.fmean(row["decided"] for row in decided)
+        lines.append(
+            f"what decided: {middle:.4f} on average, half width {statistics.median(widths):.4f} (median)"
+        )
+    figures = [row["speedup"] for row in shipped if row["speedup"] is not None]
+    if figures:
+        lines.append(f"what was reported of those shipped: {statistics.fmean(figures):.4f} on average")
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", nargs="?", choices=("simulate", "aa"), default="simulate")
     parser.add_argument("--replications", type=int, default=10_000)
     parser.add_argument("--runs", type=int, default=100, help="of optimize, of an original against itself")
+    parser.add_argument("--time-limit", type=float, default=13.0, help="seconds of each run of optimize")
+    parser.add_argument(
+        "--json", type=Path, default=Path("out/aa.json"), help="runs are kept here, and resumed"
+    )
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    simulated(WORLDS, GAINS, arguments.replications, arguments.seed)
+    if arguments.what == "aa":
+        against_itself(arguments.runs, arguments.time_limit, arguments.json)
+    else:
+        simulated(WORLDS, GAINS, arguments.replications, arguments.seed)
 
 
 if __name__ == "__main__":

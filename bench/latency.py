@@ -1,8 +1,10 @@
 """Measured latency of every zoo and wheel model: `python bench/latency.py [NAMES] [--json FILE] [--readme]`.
 
-Each model as it is, as onnxsim, onnxslim and onnxoptimizer leave it, and as `xrlflow optimize` leaves it with greedy
-search, with TASO's and with the agent: all under ORT_ENABLE_ALL, in turns in one process, with the original against
-itself as the control (A/A), on 1 and 2 threads. Ratios above 1 are faster; in brackets the 95% interval.
+Each model as it is, as onnxsim, onnxslim, onnxoptimizer and ONNX Runtime's optimizer for transformers leave it, and as
+`xrlflow optimize` leaves it with greedy search, with TASO's and with the agent: all under ORT_ENABLE_ALL, in turns in
+one process, with the original against itself as the control (A/A), on 1 and 2 threads. Ratios above 1 are faster; in
+brackets the 95% interval. What a rival made is verified as our own results are. A row keeps its date, machine and
+versions; rows that are there are not made again.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from datetime import date
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +32,12 @@ from models import wheels
 from xrlflow.backends.onnxruntime import measure
 from xrlflow.cost.machine import cpu_name
 from xrlflow.onnxio import load
-from xrlflow.verify import feeds_for_measurement
+from xrlflow.verify import Reference, VerificationError, feeds_for_measurement
 
-RIVALS = ("onnxsim", "onnxslim", "onnxoptimizer")
+RIVALS = ("onnxsim", "onnxslim", "onnxoptimizer", "transformers")
+RIVALS_AS_SHOWN = (*RIVALS[:-1], "ORT's for transformers")
+# Whose versions a row keeps.
+PACKAGES = ("onnxruntime", "onnx", "onnxsim", "onnxslim", "onnxoptimizer", "numpy")
 OURS = ("greedy", "taso", "xrlflow")
 OURS_AS_SHOWN = ("greedy search", "TASO's search", "the agent")
 THREADS = (2, 1)
@@ -60,11 +66,43 @@ def onnxoptimizer(path: str, output: str) -> None:
     onnx.save(onnxoptimizer.optimize(onnx.load(path)), output)
 
 
+def transformers(path: str, output: str) -> None:
+    """ONNX Runtime's own: fuses attention, normalisations and GELUs into its contrib operators."""
+    from onnxruntime.transformers import optimizer
+
+    optimized = optimizer.optimize_model(path, model_type="bert", num_heads=0, hidden_size=0)
+    optimized.save_model_to_file(output)
+
+
 SIMPLIFY: Mapping[str, Callable[[str, str], None]] = {
     "onnxsim": onnxsim,
     "onnxslim": onnxslim,
     "onnxoptimizer": onnxoptimizer,
+    "transformers": transformers,
 }
+
+
+def circumstances() -> dict[str, Any]:
+    """When and where a row was measured, and with what."""
+    versions = {"xrlflow": version("xrlflow")}
+    for package in PACKAGES:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": f"{cpu_name()}, {platform.system()}",
+        "versions": versions,
+    }
+
+
+def different(reference: Reference | str, output: str) -> str | None:
+    """Why a rival's model does not stand for the original; None if it does."""
+    if isinstance(reference, str):
+        return reference
+    found = reference.check(output)
+    return None if found.verified else found.message()
 
 
 def names() -> list[str]:
@@ -84,17 +122,25 @@ def row(
     name: str, time_limit: float, seconds: float, searches: Sequence[str], thread_counts: Sequence[int]
 ) -> dict[str, Any]:
     """Everything about one model; slow models get as much more time as they need for a few dozen rounds."""
-    found: dict[str, Any] = {"model": name, "ratios": {}, "failed": {}, "reports": {}}
+    found: dict[str, Any] = {"model": name, "ratios": {}, "failed": {}, "different": {}, "reports": {}}
+    found |= circumstances()
     with tempfile.TemporaryDirectory(prefix="xrlflow-bench-") as temporary:
         folder = Path(temporary)
         path, shapes, feeds = source(name, folder)
         variants: dict[str, str] = {}
+        reference: Reference | str
+        try:
+            reference = Reference.of(path, imported=load(path, shapes=shapes), inputs=feeds, threads=2)
+        except VerificationError as error:
+            reference = f"cannot be verified: {error}"
         for rival, simplify in SIMPLIFY.items():
             output = str(folder / f"{rival}.onnx")
             try:
                 simplify(path, output)
                 measure([path, output], feeds, time_limit=0.1, control=False)
                 variants[rival] = output
+                if (why := different(reference, output)) is not None:
+                    found["different"][rival] = why
             except Exception as error:  # a rival that fails is a result, and is shown as one
                 found["failed"][rival] = f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"
         for search in searches:
@@ -141,22 +187,30 @@ def ours(row: dict[str, Any], search: str, ratios: dict[str, Any]) -> str:
     return "1 (original)" if report["returned_original"] else cell(ratios[search])
 
 
+def theirs(row: dict[str, Any], rival: str, ratios: dict[str, Any]) -> str:
+    """A cell of a rival; what computes something else is marked, and is no rival."""
+    mark = " (differs)" if rival in row.get("different", {}) else ""
+    return f"{cell(ratios.get(rival))}{mark}"
+
+
 def cell(ratio: list[float] | None) -> str:
     if ratio is None:
         return "fails"
+    if not (ratio[1] > 0.0 and math.isfinite(ratio[2])):
+        return f"{ratio[0]:.3f} (too few measurements)"
     return f"{ratio[0]:.3f} [{ratio[1]:.3f}, {ratio[2]:.3f}]"
 
 
 def table(rows: list[dict[str, Any]], threads: int) -> str:
     """The table for so many threads, in Markdown."""
     lines = [
-        f"| model | original ms | A/A | {' | '.join(RIVALS)} | {' | '.join(OURS_AS_SHOWN)} |",
+        f"| model | original ms | A/A | {' | '.join(RIVALS_AS_SHOWN)} | {' | '.join(OURS_AS_SHOWN)} |",
         "|---|---|---|" + "---|" * (len(RIVALS) + len(OURS)),
     ]
     rows = [r for r in rows if str(threads) in r["ratios"]]
     for r in rows:
         ratios = r["ratios"][str(threads)]
-        cells = [cell(ratios.get(v)) for v in RIVALS] + [ours(r, v, ratios) for v in OURS]
+        cells = [theirs(r, v, ratios) for v in RIVALS] + [ours(r, v, ratios) for v in OURS]
         mark = "*" if ratios["disturbed"] else ""
         lines.append(
             f"| {r['model']}{mark} | {ratios['original_ms']:.2f} | {cell(ratios['control'])} | {' | '.join(cells)} |"
@@ -166,22 +220,33 @@ def table(rows: list[dict[str, Any]], threads: int) -> str:
         values = [
             1.0 if v in OURS and r["reports"][v]["returned_original"] else r["ratios"][str(threads)][v][0]
             for r in rows
-            if v in r["ratios"][str(threads)]
+            if v in r["ratios"][str(threads)] and v not in r.get("different", {})
         ]
         means.append(f"{math.exp(sum(map(math.log, values)) / len(values)):.3f}" if values else "-")
     lines.append(f"| geometric mean | | | {' | '.join(means)} |")
     return "\n".join(lines)
 
 
-def summary(rows: list[dict[str, Any]]) -> str:
-    import onnxruntime
+def said(rows: Sequence[dict[str, Any]]) -> str:
+    """Where, when and with what rows were measured: each that occurs."""
+    machines = sorted({r["machine"] for r in rows if "machine" in r})
+    runtimes = sorted({r["versions"]["onnxruntime"] for r in rows if "versions" in r})
+    dates = sorted({r["date"][:10] for r in rows if "date" in r})
+    unknown = sum("date" not in r for r in rows)
+    parts = [*machines, *(f"ONNX Runtime {v}" for v in runtimes)]
+    parts += [dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"] if dates else []
+    parts += [f"{unknown} rows of unknown date"] if unknown else []
+    return ", ".join(parts)
 
+
+def summary(rows: list[dict[str, Any]]) -> str:
     reports = {s: [r["reports"][s] for r in rows if s in r["reports"]] for s in OURS}
     returned = {s: (sum(r["returned_original"] for r in found), len(found)) for s, found in reports.items()}
     text = [
-        f"{cpu_name()}, {platform.system()}, ONNX Runtime {onnxruntime.__version__}, {date.today().isoformat()}. "
+        f"{said(rows)}. "
         "Ratios of latencies, original over variant (above 1 is faster), median and 95% interval, all variants timed "
-        "in turns in one process; A/A is the original against itself. A star: other programs used the processor. "
+        "in turns in one process; A/A is the original against itself. A star: other programs used the processor. What "
+        "computes something else than the original, by our verification, says that it differs, and is not in the mean. "
         + "; ".join(f"{s} returned the original for {n} of {m} models" for s, (n, m) in returned.items() if m)
         + ".",
     ]

@@ -393,9 +393,11 @@ class AccessMap:
             if b < 0 or a < 0:
                 out = out.slice(axis, max(-b, 0), size_of(dim) - max(-b, 0) - max(-a, 0), 1)
             if b > 0 or a > 0:
-                values = [FILL] * max(b, 0) + offsets_of(out.dims[axis]) + [FILL] * max(a, 0)
-                if len(values) > LONGEST:
+                if (
+                    max(b, 0) + size_of(out.dims[axis]) + max(a, 0) > LONGEST
+                ):  # before there is a list of them
                     raise Unmappable("a dimension is too long")
+                values = [FILL] * max(b, 0) + offsets_of(out.dims[axis]) + [FILL] * max(a, 0)
                 out = out._gathered(axis, values)
         return out
 

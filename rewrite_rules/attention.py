@@ -60,7 +60,7 @@ class FuseAttention(RegionRule):
 
     # Only a row of nothing but the least float shows them, which the proof does not draw (the rule's own tests do).
     survivors: ClassVar[Mapping[str, str]] = dict.fromkeys(
-        ("omit Mul (call 0)", "omit Mul (call 1)"), "the proof draws no row that is masked by the least float everywhere"
+        ("omit Mul (call 0)", "omit Mul (call 1)"), "the proof draws no row of nothing but the least float"
     )
 
     proof = "numeric"
@@ -179,8 +179,8 @@ class FuseAttention(RegionRule):
         scale, perm = region.data
         keys = k if is_identity(perm) else op.Transpose(k, perm=perm)
         if mask is not None:
-            # ONNX Runtime gives zeros for a row that is masked everywhere, and takes the least float for a mask as well, of
-            # which a softmax makes equal parts. One bit less is the same mask, and keeps -inf and 0.
+            # ONNX Runtime gives zeros for a row that is masked everywhere, and takes the least float for a mask as
+            # well, of which a softmax makes equal parts. One bit less is the same mask, and keeps -inf and 0.
             mask = op.Mul(mask, _NEARLY_ONE)
         if mask is not None and mask.shape[-2] != q.shape[2]:
             mask = op.Expand(mask, [q.size(2), 1])

@@ -311,7 +311,9 @@ class RemoveNoopSlice(Rule):
             known = isinstance(size, int)
             require(start == 0 or (isinstance(size, int) and start <= -size), "it leaves out a beginning")
             # No dimension is longer: exporters write "to the end" as 2^31 - 1 or 2^63 - 1.
-            require(end >= LARGEST or (known and isinstance(size, int) and end >= size), "it leaves out an end")
+            require(
+                end >= LARGEST or (known and isinstance(size, int) and end >= size), "it leaves out an end"
+            )
 
     def target(self, op: Op, x: Val, starts: Val, ends: Val, axes: Val | None, steps: Val | None) -> Any:
         return x

@@ -885,6 +885,10 @@ class PullBinaryOutOfSplit(RegionRule):
         " { a, b = Split<axis=1, num_outputs=2>(x) y = Mul(a, a) z = Mul(b, b) }",
         "agraph (float[N,4] x, float[N,2] c) => (float[N,2] y, float[N,2] z)"
         " { a, b = Split<axis=1, num_outputs=2>(x) y = Add(a, c) t = Relu(y) z = Add(b, t) }",
+        "agraph (float[2,4] x) => (float[2,2,2] y, float[2,2,2] z) <float[2,2,2] c = {1,2,3,4,5,6,7,8}>"
+        " { a, b = Split<axis=1, num_outputs=2>(x) y = Add(a, c) z = Add(b, c) }",
+        "agraph (float[1,4] x) => (float[2,2] y, float[2,2] z) <float[2,2] c = {1,2,3,4}, float[2,1] d = {5,6}>"
+        " { a, b = Split<axis=1, num_outputs=2>(x) y = Add(a, c) z = Add(b, d) }",
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:

@@ -322,8 +322,9 @@ def test_however_late_an_interrupt_comes_there_is_time_to_compare(begin: float) 
     late = job(begin, 3600.0)
     late.hurry()
     now = time.monotonic()
-    assert late.select_until - now == pytest.approx(2 * late.compare_seconds, abs=1.0)
-    assert late.deadline - late.select_until == pytest.approx(late.ending_seconds(3))
+    left = late.time
+    assert left.select_until - now == pytest.approx(2 * left.each_comparison, abs=1.0)
+    assert left.end - left.select_until == pytest.approx(left.verification + left.comparison)
 
 
 def test_an_interrupt_gives_no_more_time_than_there_was() -> None:
@@ -460,11 +461,11 @@ def test_a_failure_that_does_not_repeat_is_blamed_on_no_rule(monkeypatch: pytest
 
     real, calls = Reference.check, []
 
-    def once_wrong(self: Reference, path: Any) -> Verification:
+    def once_wrong(self: Reference, path: Any, **options: Any) -> Verification:
         calls.append(path)
         if len(calls) == 1:
             return Verification(Status.FAILED, failures=("output 'y': something",))
-        return real(self, path)
+        return real(self, path, **options)
 
     monkeypatch.setattr(Reference, "check", once_wrong)
     with pytest.raises(VerificationFailed, match=r"'y': something.*none: checked again"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -90,8 +91,14 @@ def test_optimize_measures(path: Path, tmp_path: Path) -> None:
         assert output.read_bytes() == path.read_bytes()
         assert report["speedup"] is None
     else:
-        assert 1 < report["speedup_low"] <= report["speedup"] <= report["speedup_high"]
+        # What decided is above 1; the figure was measured afterwards, and is what it is.
+        assert 1 < report["decided_low"] <= report["decided"] <= report["decided_high"]
+        if report["speedup"] is not None:
+            assert report["speedup_low"] <= report["speedup"] <= report["speedup_high"]
         assert report["latency_after_ms"] > 0
+    spent = sum(report["phases"].values())
+    assert report["phases"].keys() >= {"import", "inputs", "search", "select"}
+    assert 0 < spent <= report["seconds"] + 0.01
 
 
 def test_table_for_people(path: Path, tmp_path: Path) -> None:
@@ -312,6 +319,21 @@ def test_prove(capsys: pytest.CaptureFixture[str]) -> None:
         assert certificate["trials"] > 0
         assert certificate["bound"] < 1e-12
         assert certificate["mutants_rejected"] <= certificate["mutants"]
+
+
+def test_prove_with_a_survivor(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A wrong rule that passes, and nobody knows why, is a failure; one that is explained is not."""
+    from xrlflow import api
+    from xrlflow.verify.rules.hunt import Survivor
+
+    (proven,) = api.prove_rules(["CancelTransposes"], jobs=1)
+    for why, code in (("", 1), ("equivalent", 0)):
+        certificate = dataclasses.replace(proven, survivors=(Survivor("omit it", 3, why, "omit"),))
+        monkeypatch.setattr(api, "prove_rules", lambda *args, found=certificate, **options: [found])
+        with pytest.raises(SystemExit) as exit:
+            app(["rules", "--prove", "CancelTransposes"])
+        assert exit.value.code == code
+        assert "omit it" in capsys.readouterr().out
 
 
 def test_prove_what_is_no_rule(capsys: pytest.CaptureFixture[str]) -> None:

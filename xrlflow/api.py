@@ -27,7 +27,7 @@ from xrlflow.backends.onnxruntime import (
 )
 from xrlflow.backends.onnxruntime.session import CPU, ort_errors
 from xrlflow.backends.protocol import CompiledModel
-from xrlflow.backends.results import SpeedUp
+from xrlflow.backends.results import SpeedUp, Verdict
 from xrlflow.backends.tvm import SUFFIX, TvmModel
 from xrlflow.backends.tvm.remote import Remote
 from xrlflow.cost import AdditiveCost, CostModel, Measured, Profiled, Roofline, Surroundings, calibrated
@@ -44,9 +44,20 @@ from xrlflow.onnxio import (
     size_of,
     to_proto,
 )
-from xrlflow.report import Listener, Report, finite, operators
+from xrlflow.report import (
+    Listener,
+    Report,
+    bounds,
+    compared_with,
+    finite,
+    not_verified_in_time,
+    nothing_chosen,
+    operators,
+)
 from xrlflow.rewrite import AnyRule, Library, RewriteState
 from xrlflow.search import (
+    SEARCH_UNTIL,
+    Budget,
     Found,
     Limits,
     Ratio,
@@ -98,25 +109,18 @@ ASSUMPTIONS = frozenset({"finite", "vnni"})
 COSTS = ("roofline", "profiled", "measured")
 BACKENDS = ("onnxruntime", "tvm")
 
-# How the time limit is shared out: when searching must be over, and the least that is kept for measuring whole
-# models against each other before the end (parts of the limit).
-_SEARCH_UNTIL, _SELECT_AT_LEAST = 0.3, 0.15
-# Seconds that a search with an agent has after the agent is loaded, if that is not too late for the rest.
+# Seconds that the last comparison has at least where it decides nothing: what was compiled is returned in any case.
+_FINAL_AT_LEAST = 3.0
+# Seconds that a search has in any case, one with an agent after that is loaded, if it is not too late for the rest.
 _SEARCH_AT_LEAST = 2.0
+# Seconds that loading the agent, and torch with it, takes.
+_AGENT_LOADING = 3.0
 # Of the time until searching must be over, what fine-tuning an agent may take.
 _TRAIN_AT_MOST = 0.6
 # Substitutions that the model sees as a loss of no more than this part of the cost are left to measurement.
 _TOLERANCE = 0.02
 # Comparing two models ends early when the interval is clear of 1 by this much.
 _DECIDED = 0.01
-# A result is shipped only if it is faster for sure: the interval's lower end is above this. Two sessions of one
-# model differ by half a percent, and what is not worth that is not worth another file.
-_CLEARLY_FASTER = 1.003
-_FRESH_PROCESSES = (5, 3)  # three if the time does not suffice for five
-# Whole models that are compared after a search was interrupted: the best against the original, and again.
-_HURRIED_COMPARISONS = 2
-# What one process takes for the last measurement: seconds to start, and runs.
-_START_SECONDS, _RUNS = 1.5, 80
 
 
 class OptionError(ValueError):
@@ -231,47 +235,31 @@ class _Job:
     reference: Reference | None = None
     place: Place | None = None
     store: Store | None = None  # of tuned kernels
-    hurried: bool = False
+    verifying: bool = True
+    hurried_at: float | None = None  # time.monotonic
     limit: float = field(init=False)  # the deadline as the user gave it
 
     def __post_init__(self) -> None:
         self.limit = self.deadline
 
-    def until(self, part: float) -> float:
-        """The moment at which a part of the time limit is over."""
-        return self.begin + part * (self.deadline - self.begin)
-
-    def final_seconds(self, processes: int) -> float:
-        """What the last measurement takes in so many processes."""
-        return processes * (
-            _START_SECONDS + 3 * self.loading + _RUNS * self.latency
-        )  # the control has a session too
-
     @property
-    def compare_seconds(self) -> float:
-        """What one comparison of whole models may take: loading both, and a dozen rounds."""
-        return max(5.0, 2 * self.loading + 60 * self.latency)
-
-    def ending_seconds(self, processes: int) -> float:
-        """What verification and the last measurement take, in so many processes."""
-        return self.final_seconds(processes) + 10 * self.latency + 3.0
-
-    @property
-    def select_until(self) -> float:
-        """When comparing whole models must be over, so that verification and the last measurement fit in."""
-        if self.hurried:
-            return self.deadline - self.ending_seconds(_FRESH_PROCESSES[-1])
-        latest = self.until(_SEARCH_UNTIL + _SELECT_AT_LEAST)
-        left = self.deadline - self.ending_seconds(_FRESH_PROCESSES[0])
-        if left < latest:
-            left = self.deadline - self.ending_seconds(_FRESH_PROCESSES[-1])
-        return max(left, latest)
+    def time(self) -> Budget:
+        """What is left for what."""
+        begin = self.begin if self.hurried_at is None else self.hurried_at
+        return Budget(
+            begin,
+            self.deadline - begin,
+            self.latency,
+            self.loading,
+            self.verifying,
+            self.hurried_at is not None,
+        )
 
     def hurry(self) -> None:
         """After Ctrl-C, take only the time to compare, verify and measure what was found until then."""
-        self.hurried = True
-        needed = _HURRIED_COMPARISONS * self.compare_seconds + self.ending_seconds(_FRESH_PROCESSES[-1])
-        self.deadline = min(self.limit, time.monotonic() + needed)
+        now = time.monotonic()
+        self.deadline = self.time.hurry(now).until
+        self.hurried_at = now
 
     def phase(self, name: str, since: float) -> None:
         self.phases[name] = round(self.phases.get(name, 0.0) + time.monotonic() - since, 3)
@@ -416,6 +404,8 @@ def _run(
     trace: str | os.PathLike[str] | None,
 ) -> Result:
     imported = job.imported
+    job.verifying = verifying
+    since = time.monotonic()
     if inputs is not None:
         job.feeds = dict(user_case(imported, inputs).feeds)
         if measuring:
@@ -424,12 +414,14 @@ def _run(
         job.feeds = _feeds(job)
     if job.feeds is not None:
         imported = job.imported = _bound(job, job.feeds)
+    job.phase("inputs", since)
     since = time.monotonic()
     model = given or _cost_model(job)
     base = _start(job, model)
     job.phase("calibrate", since)
 
     since = time.monotonic()
+    searching = since < job.time.select_until
     result = _replayed(job, base, trace) if trace is not None else _search(job, base, model)
     job.phase("search", since)
     if result.interrupted:
@@ -461,31 +453,68 @@ def _run(
     if chosen is not None and chosen.path is None and not exporting and not job.early_steps:
         chosen = None
 
+    if chosen is None:
+        judged = _Judged(False, nothing_chosen(selection, searching))
+    else:
+        judged = _judge(job, base, chosen, measuring, verifying, inputs)
+    kept = chosen if judged.kept else None
+    return _result(
+        job, base, kept, result, judged.verification, judged.compared, selection, judged.reason, opset
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Judged:
+    """Whether what was found takes the original's place, and why."""
+
+    kept: bool
+    reason: str
     verification: Verification | None = None
     compared: RepeatedComparison | None = None
-    reason = "nothing measured faster" if measuring else "no cheaper graph was found"
-    if chosen is not None:
-        path = job.write(chosen.state.graph)
-        job.notes.extend(check_result(imported, chosen.state.graph))
-        if verifying:
-            since = time.monotonic()
-            verification = _verify(job, path, inputs)
-            job.phase("verify", since)
-            if verification.status is Status.FAILED:
-                raise VerificationFailed(_blame(job, base, chosen, verification, inputs))
-            if not verification.verified:
-                reason, chosen = f"the result cannot be verified: {verification.reason}", None
-        if measuring and chosen is not None:
-            since = time.monotonic()
-            compared = _final(job, path)
-            job.phase("measure", since)
-            if compared.speedup.low <= _CLEARLY_FASTER and job.search != "random":
-                reason, chosen = f"measured {compared.speedup}: not clearly faster", None
-            else:
-                reason = f"measured {compared.speedup}"
-        elif chosen is not None:
-            reason = "not measured" if job.search != "random" else "random edits"
-    return _result(job, base, chosen, result, verification, compared, selection, reason, opset)
+
+
+def _judge(
+    job: _Job,
+    base: Found,
+    chosen: Found,
+    measuring: bool,
+    verifying: bool,
+    inputs: str | os.PathLike[str] | Mapping[str, Any] | None,
+) -> _Judged:
+    """Compare a result with the original, and verify it if it is faster: that may take longer than all the rest."""
+    path = job.write(chosen.state.graph)
+    job.notes.extend(check_result(job.imported, chosen.state.graph))
+    verification: Verification | None = None
+
+    def right() -> bool:
+        """Whether the result is known to compute the same; raises VerificationFailed if it does not."""
+        nonlocal verification
+        if not verifying:
+            return True
+        since = time.monotonic()
+        if deciding and not job.time.can_verify(since):
+            return False
+        verification = _verify(job, path, inputs)
+        job.phase("verify", since)
+        if verification.status is Status.FAILED:
+            raise VerificationFailed(_blame(job, base, chosen, verification, inputs))
+        return verification.verified
+
+    deciding = measuring and job.search != "random"
+    compared: RepeatedComparison | None = None
+    if deciding:
+        compared = _decided(job, path, right)
+        if compared.verdict is not Verdict.FASTER:
+            return _Judged(False, compared_with(compared), verification, compared)
+        if verifying and verification is None:
+            return _Judged(False, not_verified_in_time(compared), None, compared)
+    elif right() and measuring:
+        compared = _final(job, path)
+    if verification is not None and not verification.verified:
+        reason = f"the result cannot be verified: {verification.reason}"
+        return _Judged(False, reason, verification, compared)
+    reason = "random edits" if job.search == "random" else "not measured"
+    return _Judged(True, compared_with(compared) if compared else reason, verification, compared)
 
 
 def _result(
@@ -527,6 +556,8 @@ def _result(
         latency_after=kept.after if kept else None,
         speedup=kept.speedup if kept else None,
         control=compared.control if compared else None,
+        decided=compared.decided if compared else None,
+        processes=compared.processes if compared else 0,
         verified=verification.verified if verification is not None else None,
         max_error=finite(verification.max_error) if verification is not None else None,
         seconds=round(time.monotonic() - job.begin, 3),
@@ -555,7 +586,7 @@ def _remarks(verification: Verification) -> Iterator[str]:
         yield f"verified with {verification.sizes}"
     if verification.left_out:
         yield f"not verified with {'; '.join(verification.left_out)}"
-    yield from (f"verification: not exercised: {arm}" for arm in verification.unexercised)
+    yield from (f"verification: {note}" for note in verification.notes)
 
 
 def _lowered(
@@ -599,11 +630,9 @@ def _lowered(
     elif measuring and job.place.remote is not None:
         reason = "the original graph, compiled: nothing is faster on the remote device"
     elif measuring:
-        since = time.monotonic()
         compared = _final(job, best.path)
-        job.phase("measure", since)
-        reason = f"measured {compared.speedup} against ONNX Runtime"
-        if compared.speedup.high < 1:
+        reason = f"{compared_with(compared)} against ONNX Runtime"
+        if compared.speedup is not None and compared.speedup.slower:
             reason += ", which is faster"
     result = _result(job, base, best.found, found, verification, compared, None, reason, None)
     report = replace(result.report, threads=job.place.machine.cores)
@@ -617,7 +646,7 @@ def _cost_model(job: _Job) -> CostModel:
         return Roofline(machine, bindings)
     if job.cost_name == "profiled":
         return Profiled(
-            machine, bindings=bindings, time_budget=0.5 * (job.until(_SEARCH_UNTIL) - time.monotonic())
+            machine, bindings=bindings, time_budget=0.5 * (job.time.search_until - time.monotonic())
         )
     assert job.feeds is not None
     return Measured(
@@ -653,7 +682,7 @@ def _start(job: _Job, model: CostModel) -> Found:
 
     def improve(graph: Graph, label: str) -> Graph:
         state = RewriteState.start(graph, job.library, model.delta)
-        limits = Limits(budget=job.budget, deadline=job.until(_SEARCH_UNTIL))
+        limits = Limits(budget=job.budget, deadline=job.time.search_until)
         result = greedy(state, model.cost(graph), limits)
         if result.interrupted:
             raise KeyboardInterrupt
@@ -670,7 +699,8 @@ def _start(job: _Job, model: CostModel) -> Found:
 
 
 def _search(job: _Job, base: Found, model: CostModel) -> SearchResult:
-    limits = Limits(job.budget, job.until(_SEARCH_UNTIL))
+    least = min(time.monotonic() + _SEARCH_AT_LEAST, job.time.select_until)
+    limits = Limits(job.budget, max(job.time.search_until, least))
     if job.search == "random":
         limits.deadline = job.deadline
     limits.progress = lambda done, best: job.say("search", done, job.budget, f"{best * 1e3:.3f} ms modelled")
@@ -690,6 +720,14 @@ def _agent_search(job: _Job, base: Found, model: CostModel, limits: Limits) -> S
     if not base.state.candidates and job.agent is None:  # torch takes seconds to load
         return SearchResult(base, (base,), 0, 0, 0.0, False)
 
+    interrupted = False
+    # On a busy machine, and with a short limit, loading torch may leave the agent no time: then there is this.
+    quick = greedy(base.state, base.cost, Limits(job.budget, limits.deadline))
+    if quick.interrupted:
+        return quick
+    if job.agent is None and time.monotonic() + _AGENT_LOADING > job.time.begin_comparing_until:
+        job.notes.append("there was no time for the agent: greedy search took its place (--time-limit)")
+        return quick
     from xrlflow.learn.checkpoint import CheckpointError
     from xrlflow.learn.threads import one_thread
     from xrlflow.rl.agent import Agent
@@ -701,17 +739,12 @@ def _agent_search(job: _Job, base: Found, model: CostModel, limits: Limits) -> S
     from xrlflow.rl.workers import Task
 
     path = job.agent if job.agent is not None else PRETRAINED
-    interrupted = False
-    # On a busy machine, and with a short limit, loading torch may leave the agent no time: then there is this.
-    quick = greedy(base.state, base.cost, Limits(job.budget, limits.deadline))
-    if quick.interrupted:
-        return quick
     try:
         agent = Agent.load(path).extended(job.library).eval()
         prices = model if isinstance(model, AdditiveCost) else Roofline(bindings=job.imported.bindings)
         featuriser = Featuriser(agent.vocabulary, prices)
-        least = min(time.monotonic() + _SEARCH_AT_LEAST, job.until(_SEARCH_UNTIL + _SELECT_AT_LEAST))
-        limits.deadline = max(job.until(_SEARCH_UNTIL), least)
+        least = min(time.monotonic() + _SEARCH_AT_LEAST, job.time.select_until)
+        limits.deadline = max(job.time.search_until, least)
         with one_thread():
             if job.train_steps:
                 assert base.state.delta is not None, "candidates have no prices"
@@ -719,7 +752,7 @@ def _agent_search(job: _Job, base: Found, model: CostModel, limits: Limits) -> S
                 task = Task([Problem(job.imported.name, state, base.cost)], (), featuriser)
                 trained = fine_tune(
                     agent, task, job.train_steps, seed=job.seed,
-                    deadline=job.until(_SEARCH_UNTIL * _TRAIN_AT_MOST),
+                    deadline=job.time.part(SEARCH_UNTIL * _TRAIN_AT_MOST),
                     progress=lambda values, done: job.say("train", done, 0, f"gain {values['evaluation/gain']:.3f}"),
                 )  # fmt: skip
                 agent, interrupted = trained.agent.eval(), trained.interrupted
@@ -772,8 +805,25 @@ def _feeds(job: _Job) -> dict[str, Any]:
             return True
 
         found = feeds_for_measurement(job.imported, job.seed, runs)
-        runs(found)  # the first run is slower
+        if job.latency < _SLOW:
+            job.latency = _warm_latency(lambda: opened.run(found))
         return found
+
+
+# A first run that takes so many seconds is not repeated to know how long a second one takes.
+_SLOW = 1.0
+
+
+def _warm_latency(run: Callable[[], object]) -> float:
+    """Rough seconds of one run, after a first one: the least of three, of one if the model is slow."""
+    least = float("inf")
+    for _ in range(3):
+        begin = time.perf_counter()
+        run()
+        least = min(least, time.perf_counter() - begin)
+        if least > 0.1:
+            break
+    return least
 
 
 def _run_twice(job: _Job) -> None:
@@ -782,15 +832,16 @@ def _run_twice(job: _Job) -> None:
     since = time.perf_counter()
     with open_model(job.original, threads=job.threads, session_options=job.session_options) as opened:
         job.loading = time.perf_counter() - since
-        opened.run(job.feeds)
-        begin = time.perf_counter()
-        opened.run(job.feeds)
+        begin, feeds = time.perf_counter(), job.feeds
+        opened.run(feeds)
         job.latency = time.perf_counter() - begin
+        if job.latency < _SLOW:
+            job.latency = _warm_latency(lambda: opened.run(feeds))
 
 
 def _select(job: _Job, base: Found, proposals: Sequence[Found], exporting: bool) -> Selection:
     """What runs fastest end to end, among the search's proposals and sweeps of single rules."""
-    deadline = job.select_until
+    deadline = job.time.select_until
     improving = [f for f in proposals if f.path is not None or exporting or job.early_steps]
     trials = 0
 
@@ -809,7 +860,7 @@ def _select(job: _Job, base: Found, proposals: Sequence[Found], exporting: bool)
         assert job.feeds is not None
         try:
             measured = measure(
-                [old, new], job.feeds, threads=job.threads, time_limit=min(job.compare_seconds, left),
+                [old, new], job.feeds, threads=job.threads, time_limit=min(job.time.each_comparison, left),
                 target_width=0.02, control=False, margin=_DECIDED, session_options=job.session_options,
                 load_reversed=trials % 2 == 0,
             )  # fmt: skip
@@ -844,8 +895,8 @@ def _select(job: _Job, base: Found, proposals: Sequence[Found], exporting: bool)
     fitting = [f for f in improving if job.fits(f)]
     tidying = frozenset(name for name, rule in job.library.rules.items() if rule.family in _TIDYING)
     selection = select(
-        base, fitting, compare, search, deadline, _TOLERANCE, tidying,
-        _Survey(surroundings, base, deadline, say),
+        base, fitting, compare, search, job.time.begin_comparing_until, _TOLERANCE, tidying,
+        _Survey(surroundings, base, job.time.begin_comparing_until, say),
     )  # fmt: skip
     job.notes += [f"not measured where it stands: {refusal}" for refusal in surroundings.refused]
     return selection
@@ -884,24 +935,41 @@ _TIDYING = frozenset({"identity", "reshape", "slices", "transpose"})
 
 
 def _final(job: _Job, path: str) -> RepeatedComparison:
-    """The figure that is reported: in fresh processes."""
+    """How much faster a result is than the original: the figure that is reported, in fresh processes."""
+    return _compared(job, path, max(_FINAL_AT_LEAST, job.time.until - time.monotonic()))
+
+
+def _decided(job: _Job, path: str, check: Callable[[], bool]) -> RepeatedComparison:
+    """Whether a result is faster than the original; if it is, and stands `check`, by how much."""
+    return _compared(job, path, job.time.final(time.monotonic()), check, job.time.verification)
+
+
+def _compared(
+    job: _Job,
+    path: str,
+    seconds: float,
+    check: Callable[[], bool] | None = None,
+    check_seconds: float = 0.0,
+) -> RepeatedComparison:
     assert job.feeds is not None
+    since, verifying = time.monotonic(), job.phases.get("verify", 0.0)
     old = job.original
     if isinstance(old, bytes):
         file = os.path.join(job.folder, "original.onnx")
         Path(file).write_bytes(old)
         old = file
     job.say("measure", 0, 0, "in fresh processes")
-    left = max(3.0, job.deadline - time.monotonic())
-    pairs = next((n for n in _FRESH_PROCESSES if job.final_seconds(n) <= left), _FRESH_PROCESSES[-1])
-    return measure_in_fresh_processes(
-        old, path, job.feeds, pairs=pairs, threads=job.threads, time_limit=left,
-        session_options=job.session_options,
+    compared = measure_in_fresh_processes(
+        old, path, job.feeds, check=check, check_seconds=check_seconds, threads=job.threads,
+        time_limit=seconds, session_options=job.session_options,
     )  # fmt: skip
+    job.phase("measure", since + job.phases.get("verify", 0.0) - verifying)
+    return compared
 
 
 def _verify(job: _Job, path: str, inputs: str | os.PathLike[str] | Mapping[str, Any] | None) -> Verification:
-    return _reference(job, inputs, path).check(path)
+    # Rules are right for sizes from 1 up; where a result is not at 0, the report says so.
+    return _reference(job, inputs, path).check(path, empty=False)
 
 
 def _verify_compiled(
@@ -1145,10 +1213,8 @@ def bench(
         "against": str(against) if against is not None else "itself",
         "against_ms": before.median_ms,
         "speedup": measured.speedup.median,
-        "speedup_low": measured.speedup.low,
-        "speedup_high": finite(measured.speedup.high),
-        "control_low": measured.control.low if measured.control else None,
-        "control_high": finite(measured.control.high) if measured.control else None,
+        **bounds("speedup", measured.speedup),
+        **bounds("control", measured.control),
         "samples": measured.samples,
         "threads": measured.threads,
         "disturbed": measured.load.disturbed,
@@ -1191,10 +1257,7 @@ class Tuned:
             "untuned_ms": self.found.untuned_ms, "tuned_ms": self.found.tuned_ms,
             "rewritten_ms": self.found.rewritten_ms, "notes": list(self.notes),
             "speedup": self.speedup.median if self.speedup else None,
-            "speedup_low": self.speedup.low if self.speedup else None,
-            "speedup_high": finite(self.speedup.high) if self.speedup else None,
-            "control_low": self.control.low if self.control else None,
-            "control_high": finite(self.control.high) if self.control else None,
+            **bounds("speedup", self.speedup), **bounds("control", self.control),
             "verified": self.verification.verified if self.verification is not None else None,
             "max_error": finite(self.verification.max_error) if self.verification is not None else None,
             "written": self.found.written,
@@ -1259,11 +1322,12 @@ def tune(
                 "tune", progress.spent, progress.budget, f"{progress.task.name} {progress.best * 1e6:.1f} us"
             )
 
+        hurried = job.hurried_at is not None
         try:
             found = lowering.tune_model(
-                job.original, graphs, job.feeds, method=methods[method], trials=0 if job.hurried else trials,
+                job.original, graphs, job.feeds, method=methods[method], trials=0 if hurried else trials,
                 batch=batch, time_limit=time_limit, place=place, shapes=job.shapes, seed=seed, store=records,
-                folder=folder, listener=tell, hurried=job.hurried,
+                folder=folder, listener=tell, hurried=hurried,
             )  # fmt: skip
         except PoolError as error:
             raise BackendError(f"{error} (what was measured is kept: the same command goes on)") from error
@@ -1273,8 +1337,7 @@ def tune(
                 verification = _verify_compiled(job, runner, found.model.sizes, inputs)
         compared = found.compared
         if measure and place.remote is None:
-            hurried = job.hurried or found.tuning.interrupted
-            job.deadline = time.monotonic() + (8.0 if hurried else 20.0)
+            job.deadline = time.monotonic() + (8.0 if hurried or found.tuning.interrupted else 20.0)
             compared = _final(job, found.path)
     return Tuned(
         found,

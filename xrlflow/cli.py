@@ -240,7 +240,10 @@ def rules(
     seed: Seed = 0,
     as_json: AsJson = False,
 ) -> None:
-    """List the rewrite rules (equation, family, backend, proof), or prove them."""
+    """List the rewrite rules (equation, family, backend, proof), or prove them.
+
+    Exit code 1: a rule is not proven, or a wrong one made of it passes and nobody knows why.
+    """
     with clear_errors():
         from xrlflow import api
         from xrlflow.report import show
@@ -251,7 +254,7 @@ def rules(
                 print_json([c.to_json() for c in certificates])
             else:
                 show.certificates(certificates)
-            if not all(c.proven for c in certificates):
+            if not all(c.proven and not c.unexplained for c in certificates):
                 raise typer.Exit(1)
             return
         listed = api.rule_stats(stats, names or ()) if stats is not None else api.list_rules(names or ())

@@ -289,11 +289,11 @@ def _best_there(
     if fastest == 0:
         return first, remarks
     # A slow model needs the time for an interval; for others this ends when it is narrow.
-    again = repeated(compare_there(place, [files[0], files[fastest]], feeds, limit))
+    again = compare_there(place, [files[0], files[fastest]], feeds, limit)
     said = f"measured again in another session, the fastest of them is {{}}clearly faster: {again.speedup}"
     if not again.speedup.faster:
         return first, (*remarks, said.format("not "))
-    chosen = replace(made[fastest], milliseconds=again.after.median_ms, compared=again)
+    chosen = replace(made[fastest], milliseconds=again.latencies[1].median_ms, compared=repeated(again))
     return chosen, (*remarks, said.format(""))
 
 
@@ -312,8 +312,8 @@ def repeated(measured: Comparison) -> RepeatedComparison:
     assert measured.control is not None
     before, after = measured.latencies
     return RepeatedComparison(
-        measured.speedup, measured.control, before, after, (measured,), measured.seconds, measured.threads,
-        fresh_processes=False,
+        measured.speedup, measured.control, before, after, measured.seconds, measured.threads,
+        pairs=measured.samples, disturbed=measured.load.disturbed, fresh_processes=False,
     )  # fmt: skip
 
 

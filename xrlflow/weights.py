@@ -18,11 +18,12 @@ import onnx.helper
 from onnx.reference import ReferenceEvaluator
 
 from xrlflow.ir import ABSENT, SMALL, ArrayHandle, Attrs, Const, DType, Graph, Node, TensorType, Value
-from xrlflow.ops.evaluate import NotEvaluable, evaluate_node, promote
+from xrlflow.ops.bounds import Effort, effort
+from xrlflow.ops.evaluate import SPECS, NotEvaluable, evaluate_node, promote
 from xrlflow.ops.field import REALS
 from xrlflow.ops.infer import attr_proto
 from xrlflow.ops.schema import OPSET, split_op
-from xrlflow.ops.tensors import numpy_dtype
+from xrlflow.ops.tensors import dtype_of, numpy_dtype
 
 __all__ = ["NotEvaluable", "Plan", "evaluate", "materialise", "plan", "stored_bytes"]
 
@@ -36,6 +37,11 @@ GROWTH = 1.5
 # The same if it has more bytes than this, and more than GROWTH times what storing it makes superfluous: the transpose
 # of a table that is looked up in as well, a weight that is scaled in one place of two.
 SHARED = 1 << 14
+
+# What evaluating all constants of a model may take: seconds, and bytes at a time, for a small model, and for each byte
+# of weights more. What would take longer, or more room, stays in the model as nodes.
+_SECONDS, _SECONDS_PER_BYTE = 2.0, 1 / (20 << 20)
+_ROOM, _ROOM_PER_BYTE = float(1 << 29), 8.0
 
 # ONNX Runtime 1.31 fuses a Pad into the Conv that reads it, also where it reads it as its weights, and then refuses the
 # model: always stored.
@@ -82,6 +88,7 @@ def plan(graph: Graph, kept: AbstractSet[Value] = frozenset()) -> Plan:
     """Which nodes of a graph are run, and which constants it stores; `kept` are ids of nodes not to evaluate."""
     producers = graph.producers
     sizes = _Sizes(graph)
+    efforts = _Efforts(graph)
     needed: dict[Value, None] = {}
     run: set[Value] = set()
     work = list(reversed(graph.outputs))
@@ -95,7 +102,9 @@ def plan(graph: Graph, kept: AbstractSet[Value] = frozenset()) -> Plan:
         if node is None:
             if value in graph.leaves.consts and value not in graph.inputs:
                 needed[value] = None
-        elif node.const and node.id not in kept and not sizes.bloats(value):
+        elif (
+            node.const and node.id not in kept and not sizes.bloats(value) and efforts.can_be_afforded(value)
+        ):
             needed[value] = None
         else:
             run.add(node.id)
@@ -143,6 +152,63 @@ class _Sizes:
             self._bytes(v) * min(1.0, size / self.shared.get(v, size)) for v in leaves if v not in self.stored
         )
         return size > GROWTH * freed
+
+
+class _Efforts:
+    """What evaluating constant expressions takes, one after the other, against what it may."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        # A bound for both: no expression is made of more than all weights.
+        self.weights = sum(const.type.nbytes or 0 for const in graph.leaves.consts.values())
+        self.left = _SECONDS + _SECONDS_PER_BYTE * self.weights
+        self.known: dict[Value, Effort] = {}
+
+    def can_be_afforded(self, value: Value) -> bool:
+        """Whether there is time and room for an expression; its time is spent then."""
+        order, leaves = _cone(self.graph, value)
+        seconds = sum(self._effort(node).seconds for node in order)
+        if seconds > self.left:
+            return False
+        given = sum(self.graph.type(v).nbytes or 0 for v in leaves)
+        if self._room(order, value) > _ROOM + _ROOM_PER_BYTE * given:
+            return False
+        self.left -= seconds
+        return True
+
+    def _room(self, order: Sequence[Node], value: Value) -> float:
+        """The most bytes at a time, if what is not read any more is let go."""
+        uses: dict[Value, int] = {value: 1}
+        for node in order:
+            for v in node.inputs:
+                uses[v] = uses.get(v, 0) + 1
+        held: dict[Value, float] = {}
+        most = 0.0
+        for node in order:
+            most = max(most, sum(held.values()) + self._effort(node).bytes)
+            held.update((v, 8.0 * (self.graph.type(v).size or 0)) for v in node.outputs if uses.get(v))
+            for v in node.inputs:
+                uses[v] -= 1
+                if not uses[v]:
+                    held.pop(v, None)
+        return most
+
+    def _effort(self, node: Node) -> Effort:
+        found = self.known.get(node.id)
+        if found is None:
+            found = self.known[node.id] = _effort(
+                node.op,
+                node.attrs,
+                [None if v == ABSENT else self.graph.type(v) for v in node.inputs],
+                node.types,
+            )
+        return found
+
+
+def _effort(
+    op: str, attrs: Attrs, in_types: Sequence[TensorType | None], types: Sequence[TensorType]
+) -> Effort:
+    return effort(op, attrs, in_types, types, by_reference=op not in SPECS)
 
 
 def _cone(graph: Graph, value: Value) -> tuple[list[Node], list[Value]]:
@@ -346,7 +412,11 @@ def _rounded(array: Array, dtype: DType) -> Array:
 def evaluate(
     op: str, attrs: Attrs, inputs: Sequence[Array | None], types: Sequence[TensorType]
 ) -> tuple[Array, ...]:
-    """The outputs of one node, rounded to their types. Raises NotEvaluable."""
+    """The outputs of one node, rounded to their types. Raises NotEvaluable, also if it took too much time or room."""
+    in_types = [None if a is None else TensorType(dtype_of(a.dtype), a.shape) for a in inputs]
+    needed = _effort(op, attrs, in_types, types)
+    if needed.seconds > _SECONDS or needed.bytes > _ROOM:
+        raise NotEvaluable(f"{op}: it would take too much")
     made = _evaluate(op, attrs, inputs, types)
     return tuple(_rounded(a, t.dtype) for a, t in zip(made, types))
 
@@ -361,7 +431,7 @@ def _evaluate(
         made = evaluate_node(op, attrs, arguments, len(types))[: len(types)]
     except NotEvaluable:
         return _by_reference(op, attrs, inputs, types)
-    except (ArithmeticError, IndexError, KeyError, TypeError, ValueError) as error:
+    except (ArithmeticError, IndexError, KeyError, MemoryError, TypeError, ValueError) as error:
         raise NotEvaluable(f"{op}: {error}") from error
     if op in _ROUNDS:
         return tuple(_rounded(a, t.dtype) for a, t in zip(made, types))

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import onnxruntime as ort
+import psutil
 import pytest
 
 from tests.backends.models import feeds, matmuls, strings
 from xrlflow.backends import BackendError
 from xrlflow.backends.onnxruntime import measure, measure_in_fresh_processes, processes, wire
-from xrlflow.backends.results import Comparison, Latency, Load, SpeedUp
+from xrlflow.backends.onnxruntime.timing import Sample, sample
+from xrlflow.backends.pairs import Turn
+from xrlflow.backends.results import Load, SpeedUp, Verdict
 
 
 def test_measuring_three_models() -> None:
@@ -39,71 +44,126 @@ def test_one_bad_model_spoils_it_with_one_line() -> None:
         measure([matmuls(1)], feeds())
 
 
+def ratio_is_sound(found: SpeedUp | None) -> None:
+    assert found is None or 0 <= found.low <= found.median <= found.high
+
+
 def test_fresh_processes(tmp_path: Path) -> None:
     path = tmp_path / "before.onnx"
     path.write_bytes(matmuls(2))
+    checked: list[bool] = []
+
+    def check() -> bool:
+        checked.append(True)
+        return True
+
     start = time.monotonic()
-    found = measure_in_fresh_processes(path, matmuls(1), feeds(), pairs=3, threads=1, time_limit=6.0)
-    assert time.monotonic() - start < 6.0 + processes.GRACE
-    assert 1 <= len(found.runs) <= 9
-    assert 0 <= found.speedup.low <= found.speedup.median <= found.speedup.high
-    assert found.before.samples == sum(run.latencies[0].samples for run in found.runs)
+    found = measure_in_fresh_processes(path, matmuls(1), feeds(), check=check, threads=1, time_limit=6.0)
+    assert time.monotonic() - start < 6.0 + 5.0
+    assert found.verdict is not None
+    assert len(checked) == (found.verdict in (Verdict.FASTER, Verdict.REFUTED))
+    ratio_is_sound(found.decided)
+    ratio_is_sound(found.speedup)
     assert found.threads == 1
+    assert found.fresh_processes
 
 
-def telling(ratios: Iterable[float], each: Callable[[], None] = lambda: None) -> Callable[..., Comparison]:
-    """In place of children: what they tell, one after the other. `each`: what happens meanwhile."""
-    told = iter(ratios)
+def test_a_figure_alone() -> None:
+    found = measure_in_fresh_processes(matmuls(1), matmuls(1), feeds(), threads=1, time_limit=5.0)
+    assert found.verdict is None
+    assert found.decided is None
+    assert found.processes <= 24
+    ratio_is_sound(found.speedup)
 
-    def child(*_: object) -> Comparison:
-        each()
-        ratio = next(told)
-        latency = Latency(1.0, 1.0, 1.0, samples=10)
+
+def test_each_process_is_new_and_the_nursery_has_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fork of a process with threads is not sound; that of one without finds the same addresses: see `_ballast`."""
+    seen: list[tuple[int, int, list[int]]] = []
+    ask = processes.FreshProcesses.sample
+
+    def asked(self: Any, index: int, turns: int | None, deadline: float) -> Any:
+        nursery = psutil.Process(self.process)
+        found = ask(self, index, turns, deadline)
+        seen.append((self.process, nursery.num_threads(), [child.pid for child in nursery.children()]))
+        return found
+
+    monkeypatch.setattr(processes.FreshProcesses, "sample", asked)
+    measure_in_fresh_processes(matmuls(1), matmuls(1), feeds(), threads=2, time_limit=3.0)
+    assert len(seen) > 1
+    assert {(threads, tuple(left)) for _, threads, left in seen} == {(1, ())}
+    assert not psutil.pid_exists(seen[0][0])
+
+
+@dataclass
+class Told:
+    """In place of processes: samples, on a clock of the test's own. `each`: seconds of one; `turns`: as asked for."""
+
+    seconds: float
+    ratio: float
+    now: float = 100.0
+    turns: list[int | None] = field(default_factory=list)
+
+    def __call__(self, index: int, turns: int | None, deadline: float) -> Sample | None:
+        self.turns.append(turns)
+        self.now += self.seconds
+        if self.now > deadline:
+            return None
         load = Load(0.0, 0.0, 1.0, cpus=2, threads=1, seconds=0.01, disturbed=False)
-        narrow = SpeedUp(ratio, 0.9999 * ratio, 1.0001 * ratio)
-        return Comparison((latency, latency), (narrow,), narrow, load, 10, 0.01, threads=1, converged=True)
-
-    return child
-
-
-@pytest.mark.parametrize(
-    ("ratios", "width", "processes_used"),
-    [
-        ([1.02, 1.02, 1.021], 0.01, 3),  # clear of 1
-        ([0.999, 1.002, 1.0], 0.01, 3),  # as good as equal
-        ([0.999, 1.002, 1.0] * 3, 0.001, 9),  # not as equal as is asked
-        ([1.05, 0.99, 1.02] * 4, 0.01, 9),  # in doubt to the last
-        # In doubt after three, slower after five.
-        ([0.99, 0.96, 0.975, 0.975, 0.975, 0.975, 0.975], 0.01, 5),
-    ],
-)
-def test_doubt_and_time_left_are_more_processes(
-    ratios: list[float], width: float, processes_used: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(processes, "_run_child", telling(ratios))
-    found = measure_in_fresh_processes(
-        matmuls(1), matmuls(1), feeds(), pairs=3, threads=1, time_limit=60.0, target_width=width
-    )
-    assert len(found.runs) == processes_used
+        noisy = 1.0 + 0.001 * (index % 3)
+        taken = tuple(Turn(k % 2, 0.001 if k % 2 else 0.001 * self.ratio * noisy, 0.0) for k in range(4))
+        return Sample(taken, load, loading=self.seconds / 2, measuring=self.seconds / 2)
 
 
-@pytest.mark.parametrize(("time_limit", "processes_used"), [(19.0, 3), (22.0, 4), (26.0, 5)])
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> Callable[[float, float], Told]:
+    def tell(seconds: float, ratio: float) -> Told:
+        made = Told(seconds, ratio)
+        monkeypatch.setattr(processes, "time", SimpleNamespace(monotonic=lambda: made.now))
+        monkeypatch.setattr(processes.FreshProcesses, "__enter__", lambda self: self)
+        monkeypatch.setattr(processes.FreshProcesses, "sample", lambda self, *asked: made(*asked))
+        return made
+
+    return tell
+
+
+@pytest.mark.parametrize("limit", [0.5, 4.0, 10.0, 31.0, 100.0])
 def test_what_would_not_be_over_in_time_is_not_begun(
-    time_limit: float, processes_used: int, monkeypatch: pytest.MonkeyPatch
+    limit: float, told: Callable[[float, float], Told]
 ) -> None:
-    """In doubt to the last, with children of five seconds."""
-    now = 100.0
+    """Processes of a second, of models that are as fast as each other."""
+    clock = told(1.0, 1.0)
+    found = measure_in_fresh_processes(matmuls(1), matmuls(1), feeds(), check=lambda: True, time_limit=limit)
+    assert clock.now - 100.0 <= max(1.1 * limit, 1.0)
+    assert found.processes <= limit
+    assert (found.verdict is Verdict.TOO_FEW) == (limit < 3)
 
-    def pass_time() -> None:
-        nonlocal now
-        now += 5.0
 
-    monkeypatch.setattr(processes, "time", SimpleNamespace(monotonic=lambda: now))
-    monkeypatch.setattr(processes, "_run_child", telling([1.05, 0.99, 1.02] * 3, pass_time))
+def test_what_is_decided_ends_it(told: Callable[[float, float], Told]) -> None:
+    """Within an hour, of which it takes some seconds."""
+    clock = told(0.1, 1.5)
+    found = measure_in_fresh_processes(matmuls(1), matmuls(1), feeds(), check=lambda: True, time_limit=3600.0)
+    assert found.verdict is Verdict.FASTER
+    assert found.speedup is not None
+    assert found.speedup.median == pytest.approx(1.5, rel=0.01)
+    assert clock.now - 100.0 < 10.0
+
+
+def test_the_time_of_the_check_is_kept_for_it(told: Callable[[float, float], Told]) -> None:
+    clock = told(1.0, 1.5)
+    began: list[float] = []
+
+    def check() -> bool:
+        began.append(clock.now - 100.0)
+        clock.now += 30.0
+        return True
+
     found = measure_in_fresh_processes(
-        matmuls(1), matmuls(1), feeds(), pairs=3, threads=1, time_limit=time_limit
+        matmuls(1), matmuls(1), feeds(), check=check, check_seconds=30.0, time_limit=50.0
     )
-    assert len(found.runs) == processes_used
+    assert began[0] <= 20.0
+    assert found.verdict is Verdict.FASTER
+    assert found.speedup is not None
+    assert clock.now - 100.0 <= 51.0
 
 
 def test_what_a_child_cannot_load_is_said_as_here() -> None:
@@ -118,43 +178,50 @@ def test_a_crash_is_reported_with_what_the_child_said(monkeypatch: pytest.Monkey
         measure_in_fresh_processes(matmuls(1), matmuls(1), feeds(), time_limit=10.0)
 
 
-def test_a_child_that_takes_too_long_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "GRACE", 0.0)
+def test_a_child_that_dies_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The nursery lives on, and says so."""
+    worker = tmp_path / "dying.py"
+    worker.write_text(
+        "import os, sys\nfrom pathlib import Path\n"
+        "from xrlflow.backends.onnxruntime import worker\n"
+        "worker._answer = lambda *_: os.abort()\n"
+        "sys.exit(worker.main(Path(sys.argv[1])))\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(processes, "WORKER", "dying")
+    with pytest.raises(BackendError, match="a measuring process ended with status -6"):
+        measure_in_fresh_processes(matmuls(1), matmuls(1), feeds(), time_limit=10.0)
+
+
+def test_a_child_that_takes_too_long_is_ended() -> None:
     start = time.monotonic()
-    with pytest.raises(BackendError, match="too short"):
-        measure_in_fresh_processes(matmuls(1), matmuls(1), feeds(), time_limit=0.05)
+    found = measure_in_fresh_processes(matmuls(1), matmuls(1), feeds(), check=lambda: True, time_limit=0.01)
+    assert found.verdict is Verdict.TOO_FEW
+    assert found.before is None
     assert time.monotonic() - start < 5
 
 
-def test_an_interrupt_ends_the_child(monkeypatch: pytest.MonkeyPatch) -> None:
-    children: list[Any] = []
+def test_an_interrupt_ends_the_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers: list[int] = []
 
-    class Interrupted(processes.subprocess.Popen[str]):
-        def communicate(self, *args: Any, **options: Any) -> Any:
-            if not children:
-                children.append(self)
-                raise KeyboardInterrupt
-            return super().communicate(*args, **options)
+    def interrupted(self: Any, *_: object) -> None:
+        numbers.append(self.process)
+        raise KeyboardInterrupt
 
-    monkeypatch.setattr(processes.subprocess, "Popen", Interrupted)
+    monkeypatch.setattr(processes.FreshProcesses, "_answer", interrupted)
     with pytest.raises(KeyboardInterrupt):
         measure_in_fresh_processes(matmuls(1), matmuls(1), feeds(), time_limit=30.0)
-    assert children[0].poll() is not None
+    assert not psutil.pid_exists(numbers[0])
 
 
 def test_an_options_object_is_used_in_this_process() -> None:
     options = ort.SessionOptions()
     options.intra_op_num_threads = 1
     found = measure_in_fresh_processes(
-        matmuls(1), matmuls(1), feeds(), pairs=3, time_limit=1.0, session_options=options
+        matmuls(1), matmuls(1), feeds(), time_limit=1.0, session_options=options
     )
     assert not found.fresh_processes
     assert found.threads == 1
-
-
-def test_no_pairs() -> None:
-    with pytest.raises(BackendError, match="at least one pair"):
-        measure_in_fresh_processes(matmuls(1), matmuls(1), feeds(), pairs=0)
 
 
 def test_feeds_travel_unchanged(tmp_path: Path) -> None:
@@ -174,7 +241,8 @@ def test_feeds_travel_unchanged(tmp_path: Path) -> None:
         wire.save_feeds(path, {"x": np.zeros(2, "V2")})
 
 
-def test_comparisons_travel_unchanged() -> None:
+def test_samples_travel_unchanged() -> None:
     text = {"x": np.array(["a", "b"], dtype=object)}
-    found = measure([strings(), strings()], text, threads=1, time_limit=0.2)
-    assert wire.from_json(wire.to_json(found)) == found
+    found = sample((strings(), strings()), text, turns=4, threads=1)
+    assert len(found.turns) == 4
+    assert wire.from_json(json.loads(json.dumps(wire.to_json(found)))) == found

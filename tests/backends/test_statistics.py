@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from xrlflow.backends.statistics import combine, median_interval
+from xrlflow.backends.statistics import median_interval, pool
 
 Draw = Callable[[np.random.Generator, int], npt.NDArray[np.float64]]
 
@@ -82,37 +82,37 @@ def test_equal_samples_are_a_point() -> None:
     assert median_interval(np.full(40, 0.3)) == (0.3, 0.3, 0.3)
 
 
-def test_combining_counts_the_spread_between_processes() -> None:
-    mean, low, high = combine([0.00, 0.02, 0.04], [0.001, 0.001, 0.001])
-    assert mean == pytest.approx(0.02)
-    assert high - mean == pytest.approx(mean - low) == pytest.approx(4.303 * 0.02 / math.sqrt(3))
+def test_pooling_is_students_t() -> None:
+    found = pool([0.00, 0.02, 0.04])
+    assert found.mean == pytest.approx(0.02)
+    assert found.error == pytest.approx(0.02 / math.sqrt(3))
+    interval = found.interval(0.025)
+    assert math.log(interval.high) - found.mean == pytest.approx(4.303 * 0.02 / math.sqrt(3), rel=1e-3)
+    assert math.log(interval.high) - found.mean == pytest.approx(found.mean - math.log(interval.low))
 
 
-def test_combining_never_undercuts_the_processes_own_intervals() -> None:
-    mean, low, high = combine([0.01, 0.01, 0.01], [0.03, 0.03, 0.03])
-    assert (low, mean, high) == pytest.approx((0.01 - 0.03 / math.sqrt(3), 0.01, 0.01 + 0.03 / math.sqrt(3)))
+def test_one_estimate_has_no_spread() -> None:
+    with pytest.raises(ValueError, match="two estimates"):
+        pool([0.1])
 
 
-def test_one_process_has_no_interval_and_an_endless_one_spreads() -> None:
-    assert combine([0.5], [0.01]) == (0.5, -math.inf, math.inf)
-    assert combine([0.5, 0.5], [math.inf, 0.01])[1:] == (-math.inf, math.inf)
+def test_few_estimates_that_agree_may_do_so_by_luck() -> None:
+    assert pool([0.01] * 7).error == pytest.approx(0.01 / math.sqrt(7))
+    assert pool([0.01] * 8).error == pytest.approx(0.0)
 
 
-def test_processes_without_an_interval_are_judged_by_their_spread() -> None:
-    """Three processes with 15 rounds each of a slow model know what they agree on."""
-    inf = math.inf
-    assert combine([0.07, 0.08, 0.09], [inf, inf, inf])[1] == pytest.approx(
-        0.08 - 4.303 * 0.01 / math.sqrt(3)
-    )
-    mean, low, high = combine([0.01, 0.01, 0.01], [0.03, inf, 0.02])
-    assert high - mean == pytest.approx(mean - low) == pytest.approx(math.sqrt(2 * 0.03**2 + 0.02**2) / 3)
+def test_one_disturbed_process_of_many_is_not_believed() -> None:
+    quiet = np.random.default_rng(3).normal(0.02, 0.004, 19).tolist()
+    with_it, without = pool([*quiet, 3.0]), pool(quiet)
+    assert with_it.mean == pytest.approx(without.mean, abs=0.002)
+    assert with_it.error < 2 * without.error
 
 
-def test_combined_intervals_cover() -> None:
+@pytest.mark.parametrize("count", [8, 12, 30])
+def test_pooled_intervals_cover(count: int) -> None:
     rng = np.random.default_rng(11)
     hits = 0
     for _ in range(1000):
-        offsets = rng.standard_normal(3) * 0.01
-        _, low, high = combine(list(offsets), [0.001] * 3)
-        hits += low <= 0.0 <= high
-    assert hits / 1000 >= 0.93
+        interval = pool(rng.normal(0.0, 0.01, count).tolist()).interval(0.025)
+        hits += interval.low <= 1.0 <= interval.high
+    assert 0.93 <= hits / 1000 <= 0.98

@@ -180,3 +180,22 @@ def test_linear_formulas_are_decided_exactly(a: int, b: int, c: int, d: int) -> 
     """floor((S+b)/a) against floor((S+d)/c): equal if and only if they are on a whole period."""
     one, other = floor_div(S + b, a), floor_div(S + d, c)
     assert dims.same(one, other) == all((s + b) // a == (s + d) // c for s in range(2 * a * c + 1))
+
+
+@pytest.mark.parametrize(
+    "name", ["in", "None", "True", "lambda", "min", "inf", "nan", "1", "a, b", "'", "é", "=N"]
+)
+def test_any_name_is_a_symbol(name: str) -> None:
+    """Words of Python too: "True + 1" would be 2."""
+    text = dims.dim(symbol(name) + 1)
+    assert dims.formula(text) == symbol(name) + 1
+    assert dims.value(text, {name: 6}) == 7
+
+
+def test_numbers_of_calls_keep_their_sign_and_kind() -> None:
+    below, above = (dims.call("div.float", dims.make_call("to.float", S), n) for n in (-0.0, 0.0))
+    assert not dims.same(below, above)
+    for number_ in (float("nan"), float("inf"), float("-inf"), -0.0, 1e300):
+        rounded = dims.call("min.float", S, number_)
+        assert dims.symbols(rounded) == {"S"}
+        assert dims.formula(dims.dim(rounded)) == rounded

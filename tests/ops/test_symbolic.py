@@ -12,9 +12,10 @@ import onnx.parser
 import onnxruntime as ort
 import pytest
 
-from xrlflow.ir import Graph, dims
+from xrlflow.ir import ArrayHandle, Attrs, Const, DType, Graph, TensorType, dims
 from xrlflow.ir.dims import Formula
 from xrlflow.onnxio import load
+from xrlflow.ops.infer import infer
 from xrlflow.ops.symbolic_values import Known, evaluate_call, of_array, values
 
 HEAD = '<ir_version: 8, opset_import: ["" : 18]> '
@@ -156,6 +157,22 @@ OTHERS = (
 )  # fmt: skip
 
 
+UNKNOWN = (
+    "Slice(x, v, w)", "Slice(x, v, w, a)", "Slice(x, v, k)", "Slice(x, k, w)", "Slice(x, k, w, , v)", "Reshape(x, v)",
+    "Expand(x, v)", "Tile(x, v)", "Pad(x, p)", "Resize(x, , , v)", "Resize(x, , f)", "ConstantOfShape(v)",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("node", UNKNOWN)
+def test_what_only_the_data_decides_has_no_formula(node: str) -> None:
+    text = (
+        "g (float[S,1] x, int64[2] v, int64[2] w, int64[4] p, float[2] f) => (float[a,b] y) <int64[2] a = {0, 1},"
+        f" int64[2] k = {{0, 2}}> {{ y = {node} }}"
+    )
+    graph = load(onnx.parser.parse_model(HEAD + text)).graph
+    assert graph.type(graph.outputs[0]).shape == (None, None)
+
+
 @pytest.mark.parametrize("family", [windows, slices, reshapes], ids=lambda f: f.__name__)
 def test_shapes_are_those_of_the_runtime(family: object) -> None:
     compared = total = 0
@@ -272,3 +289,18 @@ def test_computed_values_are_those_of_the_runtime(seed: int) -> None:
             )
             decided += found is not None
     assert decided > 300
+
+
+@pytest.mark.parametrize("known", [(), (1,), (2,)])
+def test_a_slice_at_places_that_are_not_known(known: tuple[int, ...]) -> None:
+    """Without axes it cuts the first ones: nothing is known of those, whatever is known of its bounds."""
+    bounds = TensorType(DType.INT64, (2,))
+    data = [None, *(_const((1, 2)) if at in known else None for at in (1, 2))]
+    (found,) = infer("Slice", Attrs(), [TensorType(DType.FLOAT, (20, 10, 5)), bounds, bounds], data, 1)
+    assert found.shape is None or not isinstance(found.shape[0], int)
+    assert found.shape is None or not isinstance(found.shape[1], int)
+
+
+def _const(numbers: tuple[int, ...]) -> Const:
+    array = np.array(numbers, np.int64)
+    return Const(TensorType(DType.INT64, array.shape, True), ArrayHandle(array), array)

@@ -494,3 +494,35 @@ def test_selection_of_nothing() -> None:
     )
     assert selection.chosen is None
     assert [t.kept for t in selection.trials] == [False]
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_where_there_is_no_time_to_measure_the_last_measurement_decides(late: bool) -> None:
+    proto = model("agraph (float[2,3] x) => (float[2,3] y) { y = Relu(x) }")
+    modelled = Weighted(Max=0.1)
+    base = start(proto, (ReplaceReluByMax(),), modelled)
+    best = greedy(base.state, base.cost, Limits()).best
+    deadline = time.monotonic() + (-1.0 if late else 60.0)
+    slower = Ratio(0.9, 0.89, 0.91)
+    selection = select(base, [best], lambda a, b: slower, searching(modelled), deadline)
+    assert bool(selection.trials) is not late
+    assert (selection.chosen is best) is late
+    # But not the original against itself.
+    assert select(base, [base], lambda a, b: slower, searching(modelled), deadline).chosen is None
+
+
+def test_what_looks_faster_is_not_measured_again_when_time_is_over() -> None:
+    proto = model("agraph (float[2,3] x) => (float[2,3] y) { y = Relu(x) }")
+    modelled = Weighted(Max=0.1)
+    base = start(proto, (ReplaceReluByMax(),), modelled)
+    best = greedy(base.state, base.cost, Limits()).best
+    deadline = time.monotonic() + 0.2
+    compared: list[Found] = []
+
+    def compare(against: Found | None, found: Found) -> Ratio:
+        compared.append(found)
+        time.sleep(max(0.0, deadline - time.monotonic()) + 0.01)
+        return Ratio(1.2, 1.1, 1.3)
+
+    assert select(base, [best], compare, searching(modelled), deadline).chosen is best
+    assert len(compared) == 1

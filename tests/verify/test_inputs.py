@@ -188,6 +188,13 @@ def test_integers_that_shape_the_graph(text: str, inputs: str) -> None:
     assert len(drawn(proto)) >= 7
 
 
+@pytest.mark.parametrize("op", ["Reshape", "Expand"])
+def test_a_shape_is_the_one_that_is_declared(op: str) -> None:
+    proto = model(f"g (float[2, 3, 1] x, int64[3] a) => (float[2, 3, 1] y) {{ y = {op}(x, a) }}")
+    for feeds in drawn(proto):
+        assert feeds["a"].tolist() == [2, 3, 1]
+
+
 def test_strings_images_and_lengths() -> None:
     proto = model(
         """g (string[n] words, uint8[n, 4, 4, 3] image, float[t, n, 3] x, int32[n] lengths) =>

@@ -134,7 +134,7 @@ def share_out(affordable: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What two sets of processes say. `figure`: of the second set; None where nothing was decided, or no time was left."""
+    """What two sets of processes say. `figure`: of the second set; None where nothing is faster, or no time was."""
 
     decision: Decision
     verdict: Verdict
@@ -146,14 +146,17 @@ class Answer:
         return self.verdict is Verdict.FASTER
 
 
-def settle(draw: Draw, affordable: int, rule: Rule = SHIP) -> Answer:
+def settle(draw: Draw, affordable: int, rule: Rule = SHIP, check: Callable[[], bool] | None = None) -> Answer:
     """Decide, and measure again what was decided to be faster; there is time for `affordable` processes in all.
 
+    `check` is asked in between, if something is faster, whether that is of any use: if not, there is no figure.
     What turns out to be slower for sure when it is measured again is not faster: it is the only thing that the second
     set can change, so that what is reported of the others is not the better half of it.
     """
     decision = decide(draw, share_out(affordable), rule)
     if decision.verdict is not Verdict.FASTER:
+        return Answer(decision, decision.verdict, None)
+    if check is not None and not check():
         return Answer(decision, decision.verdict, None)
     count = min(needed(decision.estimates), affordable - len(decision.estimates))
     figure = confirm(draw, count) if count >= FEWEST else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import itertools
 import math
 import os
 import statistics
@@ -28,8 +29,8 @@ Waits = Callable[[], Sequence[float]]
 class Turn:
     """Seconds of one run of a model (0: the baseline, 1: the new one), the mean of a few.
 
-    Without those for which the calling thread could have run and had no CPU. `held_up`: what part of the turn the thread
-    that waited longest, of all, had none.
+    Without those for which the calling thread could have run and had no CPU. `held_up`: what part of the turn the
+    thread that waited longest, of all, had none.
     """
 
     model: int
@@ -51,10 +52,11 @@ def take_turns(
     `singles`: seconds of a first run of each; who took less than 0.25 s is warmed up. A turn always follows one of the
     other model, and starts with one untimed run, if that is not too slow (see `interleave`).
 
-    On two cores that others wanted, too, a run of 3.6 ms took 43 ms [12, 60] (10th and 90th percentile) with two threads,
-    and without the time in which the calling thread waited for a CPU 3.6 [3.5, 4.0]; with one thread 43 ms were 58
-    [43, 91], and 43.5 [42.7, 44.4] without. The waiting of other threads is not taken off: the calling one may have done
-    their work meanwhile. `waits` counts (by default: Linux does). Raises what a run raises.
+    On two cores that others wanted, too, a run of 3.6 ms took 43 ms [12, 60] (10th and 90th percentile) with two
+    threads, and without the time in which the calling thread waited for a CPU 3.6 [3.5, 4.0]; with one thread 43 ms
+    were 58 [43, 91], and 43.5 [42.7, 44.4] without. The waiting of other threads is not taken off:
+    the calling one may have done their work meanwhile. `waits` counts (by default: Linux does). Raises what a run
+    raises.
     """
     with no_garbage_collection(), _Waiting() as waiting:
         read = waits if waits is not None else waiting.seconds
@@ -106,7 +108,7 @@ def estimate(turns: Sequence[Turn]) -> Estimate:
     """
     if len(turns) < 2:
         raise ValueError("a comparison needs a turn of each model")
-    pairs = _least_held_up(list(zip(turns, turns[1:])))
+    pairs = _least_held_up(list(itertools.pairwise(turns)))
     kinds = [
         [_faster(a, b) for a, b in pairs if a.model == 0],
         [-_faster(a, b) for a, b in pairs if a.model == 1],
@@ -115,7 +117,7 @@ def estimate(turns: Sequence[Turn]) -> Estimate:
     baseline = [t for t in turns if t.model == 0]
     among = [
         _faster(a, b) * (-1.0 if index % 2 else 1.0)
-        for index, (a, b) in enumerate(zip(baseline, baseline[1:]))
+        for index, (a, b) in enumerate(itertools.pairwise(baseline))
     ]
     ratio = statistics.fmean(medians)
     deviations = [abs(difference - ratio) for kind in kinds for difference in kind]

@@ -38,7 +38,7 @@ class SpeedUp:
     @property
     def bounded(self) -> bool:
         """There is an interval."""
-        return 0.0 < self.low and self.high < math.inf
+        return self.low > 0.0 and self.high < math.inf
 
     def __str__(self) -> str:
         if not self.bounded:

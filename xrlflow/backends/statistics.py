@@ -104,9 +104,10 @@ def pool(estimates: Sequence[float]) -> Pooled:
 
     The estimates differ by what differs between processes and by the noise of the few runs in each. The spread between
     them has both in it, so nothing else is needed: this is the estimate of a random effects model whose processes have
-    the same number of runs. It is the mean without the tenth that is highest and the tenth that is lowest (of fewer than 10: the mean), and its
-    standard error from the winsorised variance (Tukey and McLaughlin 1963). Fewer than 8 estimates may lie close together
-    by luck: their standard deviation is taken to be 1% at least. Raises ValueError for fewer than 2.
+    the same number of runs. It is the mean without the tenth that is highest and the tenth that is lowest (of fewer
+    than 10: the mean), and its standard error from the winsorised variance (Tukey and McLaughlin 1963). Fewer than 8
+    estimates may lie close together by luck: their standard deviation is taken to be 1% at least. Raises ValueError for
+    fewer than 2.
     """
     count = len(estimates)
     if count < 2:

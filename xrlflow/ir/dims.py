@@ -14,6 +14,7 @@ there as a symbol of its own. What is not decided is not true.
 from __future__ import annotations
 
 import ast
+import keyword
 import math
 import re
 import zlib
@@ -40,7 +41,7 @@ class Symbol:
 
     @cached_property
     def text(self) -> str:
-        plain = _PLAIN.match(self.name) and self.name not in _RESERVED
+        plain = _PLAIN.match(self.name) and self.name not in _RESERVED and not keyword.iskeyword(self.name)
         return self.name if plain else f"sym({self.name!r})"
 
 
@@ -67,17 +68,31 @@ class Least:
         return f"min({', '.join(p.text for p in self.parts)})"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Call:
-    """A function of formulas and other calls, known by name alone: the same name and arguments give the same number."""
+    """A function of formulas and other calls, known by name alone: the same name and arguments give the same number.
+
+    Calls of one text are equal: 0.0 and -0.0 are two arguments, NaN and NaN are one.
+    """
 
     name: str
     arguments: tuple[Formula | Call | float, ...]
 
     @cached_property
     def text(self) -> str:
-        shown = ", ".join(repr(a) if isinstance(a, float) else a.text for a in self.arguments)
+        shown = ", ".join(_real(a) if isinstance(a, float) else a.text for a in self.arguments)
         return f"call({self.name!r}, {shown})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Call) and self.text == other.text
+
+    def __hash__(self) -> int:
+        return hash(self.text)
+
+
+def _real(value: float) -> str:
+    """A number that is no integer, as it is read back; what Python has no literal for is a string."""
+    return repr(value) if math.isfinite(value) else repr(str(value))
 
 
 Atom = Symbol | Floor | Least | Call
@@ -749,8 +764,8 @@ def _parsed_call(tree: ast.Call) -> Call:
     arguments: list[Formula | Call | float] = []
     for argument in tree.args[1:]:
         value = _literal(argument)
-        if isinstance(value, float):
-            arguments.append(value)
+        if isinstance(value, float | str):
+            arguments.append(float(value))
             continue
         part = _parsed(argument)
         only = part.terms[0][0][0] if isinstance(argument, ast.Call) else None

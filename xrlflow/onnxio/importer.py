@@ -90,7 +90,7 @@ def _loaded(
         bindings = dimensions.bind(store.name, proto, shapes)
         if fix_shapes:
             dimensions.fix(proto, bindings)
-            dimensions.fix(frame, bindings)
+            dimensions.fix(frame, bindings, outputs=True)
     opset = versions.to_canonical(store.name, proto)
     overridable = {
         t.name: store.const(t)
@@ -228,11 +228,16 @@ def _typed(proto: onnx.ModelProto) -> tuple[onnx.ModelProto, dict[str, TensorTyp
     del bare.graph.value_info[:]
     bare.graph.value_info.extend(v for v in proto.graph.value_info if v.name in unknown)
     dimensions.without_claims(bare.graph)
+    inputs = {v.name for v in proto.graph.input}  # inference would take their defaults for what they are
+    kept = [t for t in proto.graph.initializer if t.name not in inputs]
+    del bare.graph.initializer[:]
+    bare.graph.initializer.extend(kept)
     try:
         typed = onnx.shape_inference.infer_shapes(bare)
     except (onnx.shape_inference.InferenceError, RuntimeError):
         # The model as a whole defeats ONNX's inference; node by node we may still learn most types.
         return bare, {name: dimensions.without_symbols(type_of_proto(t)) for name, t in infos.items()}
+    dimensions.without_names_of_elements(typed.graph)
     believed: dict[str, TensorType] = {}
     inferred = {v.name: v.type for v in typed.graph.value_info}
     for name, type in infos.items():

@@ -40,14 +40,31 @@ _Shape = onnx.TensorShapeProto
 
 
 def name_dimensions(proto: onnx.ModelProto) -> None:
-    """Give each nameless dimension of an input a symbol ("input.0"), in place: all that reads the input shares it."""
+    """Give each nameless dimension of an input a symbol ("input.0"), in place: all that reads the input shares it.
+
+    No two dimensions share a name that do not in the file. What is declared of a sequence's elements goes: no runtime
+    checks it, and they do not share their sizes.
+    """
+    shapes = [(v, v.type.tensor_type.shape) for v in proto.graph.input if v.type.HasField("tensor_type")]
+    taken = {dim.dim_param for _, shape in shapes for dim in shape.dim}
+
+    def free(name: str) -> str:
+        while name in taken or dims.is_computed(name) or is_made_up(name):
+            name = f"_{name}"
+        taken.add(name)
+        return name
+
+    others: dict[str, str] = {}
+    for value, shape in shapes:
+        for axis, dim in enumerate(shape.dim):
+            own = dim.dim_param
+            if not dim.HasField("dim_value") and not own:
+                dim.dim_param = free(f"{value.name}.{axis}")
+            elif dims.is_computed(own) or is_made_up(own):  # it means something else here
+                dim.dim_param = others[own] if own in others else others.setdefault(own, free(own))
     for value in proto.graph.input:
-        if value.type.HasField("tensor_type") and value.type.tensor_type.HasField("shape"):
-            for axis, dim in enumerate(value.type.tensor_type.shape.dim):
-                if not dim.HasField("dim_value") and not dim.dim_param:
-                    dim.dim_param = f"{value.name}.{axis}"
-                elif dims.is_computed(dim.dim_param) or is_made_up(dim.dim_param):
-                    dim.dim_param = f"_{dim.dim_param}"  # it means something else here
+        for kind in _tensors(value.type) if not value.type.HasField("tensor_type") else ():
+            kind.ClearField("shape")
 
 
 def bind(name: str, proto: onnx.ModelProto, shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:
@@ -95,8 +112,11 @@ def bind(name: str, proto: onnx.ModelProto, shapes: Mapping[str, Sequence[int]])
     return bindings
 
 
-def fix(proto: onnx.ModelProto, bindings: Mapping[str, int]) -> None:
-    """Write the numbers in place of the symbols, everywhere in the model; nameless dimensions of inputs too."""
+def fix(proto: onnx.ModelProto, bindings: Mapping[str, int], *, outputs: bool = False) -> None:
+    """Write the numbers in place of the inputs' symbols, of nameless dimensions too, and of the outputs' if asked.
+
+    Not elsewhere: that another value has the size of an input is a claim, which a number would make a fact.
+    """
     for value in proto.graph.input:
         if value.type.HasField("tensor_type"):
             shape = value.type.tensor_type.shape
@@ -107,8 +127,10 @@ def fix(proto: onnx.ModelProto, bindings: Mapping[str, int]) -> None:
                 number = bindings.get(f"{value.name}.{axis}")
                 if number is not None and not dim.HasField("dim_value") and not dim.dim_param:
                     dim.dim_value = number
-    for type in _types(proto.graph):
-        for dim in type.tensor_type.shape.dim:
+                elif dim.dim_param in bindings:
+                    dim.dim_value = bindings[dim.dim_param]
+    for value in proto.graph.output if outputs else ():
+        for dim in value.type.tensor_type.shape.dim if value.type.HasField("tensor_type") else ():
             if dim.dim_param in bindings:
                 dim.dim_value = bindings[dim.dim_param]
 
@@ -192,10 +214,46 @@ def _without_claims_inside(body: onnx.GraphProto, fresh: Iterator[str]) -> None:
 
 
 def _rename(type: onnx.TypeProto, name: Callable[[], str]) -> None:
-    if type.HasField("tensor_type"):
-        for dim in type.tensor_type.shape.dim:
-            if dim.HasField("dim_param"):
-                dim.dim_param = name()
+    """Other names for the symbols of a tensor's dimensions; none for those of a sequence's elements."""
+    if not type.HasField("tensor_type"):
+        name = str
+    for dim in _dimensions(type):
+        if dim.HasField("dim_param"):
+            dim.dim_param = name()
+
+
+def _tensors(type: onnx.TypeProto) -> Iterator[onnx.TypeProto.Tensor]:
+    """The type of a tensor, or of those that a sequence, an optional value or a map holds."""
+    kind = type.WhichOneof("value")
+    if kind == "tensor_type":
+        yield type.tensor_type
+    elif kind in ("sequence_type", "optional_type"):
+        yield from _tensors(getattr(type, kind).elem_type)
+    elif kind == "map_type":
+        yield from _tensors(type.map_type.value_type)
+
+
+def _dimensions(type: onnx.TypeProto) -> Iterator[_Shape.Dimension]:
+    return (dim for tensor in _tensors(type) for dim in tensor.shape.dim)
+
+
+def without_names_of_elements(graph: onnx.GraphProto) -> None:
+    """Take the names that ONNX's inference makes up for dimensions of a sequence's elements, in place.
+
+    It gives what is taken from the sequence the same name each time, whatever the element's size.
+    """
+    types = [*_all_types(graph)]
+    made_up = {
+        dim.dim_param
+        for type in types
+        if not type.HasField("tensor_type")
+        for dim in _dimensions(type)
+        if is_made_up(dim.dim_param)
+    }
+    for type in types:
+        for dim in _dimensions(type):
+            if dim.dim_param in made_up:
+                dim.Clear()
 
 
 def _symbolic(graph: Graph) -> Iterator[str]:
@@ -312,13 +370,13 @@ def _with_numbers(type: TensorType, numbers: Mapping[str, int]) -> TensorType:
     return TensorType(type.dtype, dims, type.const, type.other)
 
 
-def _types(graph: onnx.GraphProto) -> Iterator[onnx.TypeProto]:
+def _all_types(graph: onnx.GraphProto) -> Iterator[onnx.TypeProto]:
+    """The types that a graph declares, and those of its bodies."""
     for value in (*graph.input, *graph.output, *graph.value_info):
-        if value.type.HasField("tensor_type"):
-            yield value.type
+        yield value.type
     for node in graph.node:
         for body in subgraphs(node):
-            yield from _types(body)
+            yield from _all_types(body)
 
 
 def _show(shape: Sequence[int]) -> str:

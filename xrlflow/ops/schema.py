@@ -45,8 +45,18 @@ _RANDOM = frozenset(
     ]
 )
 _CONTROL_FLOW = frozenset(["If", "Loop", "Scan", "SequenceMap"])
-# Deterministic, but not folded: it would bloat the file and lose the integer kernels.
-_NOT_FOLDED = frozenset(["DequantizeLinear", "QuantizeLinear"])
+# Deterministic, but not folded: it would bloat the file and lose the integer kernels, or may take for ever on a few
+# characters.
+_NOT_FOLDED = frozenset(
+    [
+        "DequantizeLinear",
+        "QuantizeLinear",
+        "RegexFullMatch",
+        "StringConcat",
+        "StringNormalizer",
+        "StringSplit",
+    ]
+)
 
 
 def split_op(op: str) -> tuple[str, str]:

@@ -382,10 +382,11 @@ def _squeeze(node: _Node) -> Sequence[Shape | None]:
 def _slice(node: _Node) -> Sequence[Shape | None]:
     shape = list(_need(node.shape()))
     starts, ends = node.elements(1), node.elements(2)
-    axes = node.numbers(3) if node.given(3) else list(range(len(starts or ())))
-    steps = node.elements(4) if node.given(4) else [dims.ONE] * len(axes or ())
+    bounds = starts if starts is not None else ends  # as many as axes, the first ones if none are given
+    axes = node.numbers(3) if node.given(3) else None if bounds is None else list(range(len(bounds)))
     if axes is None:
         raise _Open
+    steps = node.elements(4) if node.given(4) else [dims.ONE] * len(axes)
     for at, axis in enumerate(axes):
         place = axis + len(shape) if axis < 0 else axis
         parts = [None if p is None else p[at] for p in (starts, ends, steps)]

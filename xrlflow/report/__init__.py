@@ -1,6 +1,17 @@
 """Results as tables, JSON, progress."""
 
 from xrlflow.report.progress import Listener, progress
-from xrlflow.report.report import Report, finite, operators
+from xrlflow.report.reasons import compared_with, not_verified_in_time, nothing_chosen
+from xrlflow.report.report import Report, bounds, finite, operators
 
-__all__ = ["Listener", "Report", "finite", "operators", "progress"]
+__all__ = [
+    "Listener",
+    "Report",
+    "bounds",
+    "compared_with",
+    "finite",
+    "not_verified_in_time",
+    "nothing_chosen",
+    "operators",
+    "progress",
+]

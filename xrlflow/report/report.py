@@ -10,12 +10,16 @@ from typing import Any
 
 from xrlflow.backends.results import Latency, SpeedUp
 from xrlflow.ir import Body, Graph
-from xrlflow.search import Trial
+from xrlflow.search import Ratio, Trial
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """One optimisation. Costs are seconds as modelled, latencies are measured; None: not measured, not verified."""
+    """One optimisation. Costs are seconds as modelled, latencies are measured; None: not measured, not verified.
+
+    `speedup` was measured after `decided`, the interval by which the result was kept or not, in other ones of the
+    `processes`. `phases`: seconds, by what they were spent on.
+    """
 
     model: str
     search: str
@@ -41,11 +45,12 @@ class Report:
     returned_original: bool
     reason: str
     notes: tuple[str, ...] = field(default=())
+    decided: SpeedUp | None = None
+    processes: int = 0
     trials: tuple[Trial, ...] = field(default=())
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain data; times in milliseconds where the name says so, else seconds."""
-        speedup, control = self.speedup, self.control
         return {
             "model": self.model,
             "nodes_before": self.nodes_before,
@@ -57,11 +62,12 @@ class Report:
             "cost_after": self.cost_after,
             "latency_before_ms": self.latency_before.median_ms if self.latency_before else None,
             "latency_after_ms": self.latency_after.median_ms if self.latency_after else None,
-            "speedup": speedup.median if speedup else None,
-            "speedup_low": speedup.low if speedup else None,
-            "speedup_high": finite(speedup.high) if speedup else None,
-            "control_low": control.low if control else None,
-            "control_high": finite(control.high) if control else None,
+            "speedup": self.speedup.median if self.speedup else None,
+            **bounds("speedup", self.speedup),
+            **bounds("control", self.control),
+            "decided": self.decided.median if self.decided else None,
+            **bounds("decided", self.decided),
+            "processes": self.processes,
             "verified": self.verified,
             "max_error": self.max_error,
             "seconds": self.seconds,
@@ -79,13 +85,21 @@ class Report:
                     "proposal": t.proposal,
                     "against": t.against,
                     "speedup": t.ratio.median,
-                    "speedup_low": t.ratio.low,
-                    "speedup_high": finite(t.ratio.high),
+                    **bounds("speedup", t.ratio),
                     "kept": t.kept,
                 }
                 for t in self.trials
             ],
         }
+
+
+def bounds(name: str, measured: SpeedUp | Ratio | None) -> dict[str, float | None]:
+    """The ends of an interval, as NAME_low and NAME_high; None where there is none, or too few measurements for one."""
+    known = measured is not None and measured.low > 0.0 and math.isfinite(measured.high)
+    return {
+        f"{name}_low": measured.low if measured is not None and known else None,
+        f"{name}_high": measured.high if measured is not None and known else None,
+    }
 
 
 def finite(x: float) -> float | None:

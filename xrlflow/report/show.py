@@ -21,7 +21,7 @@ def ms(value: float | None) -> str:
 
 
 def ratio(value: SpeedUp | None) -> str:
-    return "-" if value is None else f"{value.median:.3f}x [{value.low:.3f}, {value.high:.3f}]"
+    return "-" if value is None else str(value)
 
 
 def _grid(*headers: str, title: str | None = None) -> Table:
@@ -58,9 +58,12 @@ def optimization(report: Report, output: str) -> None:
             f"{ms(report.latency_before.median_ms)} -> {ms(report.latency_after.median_ms)}, {report.threads} threads",
         )
         summary.add_row("speed-up, 95% interval", ratio(report.speedup))
+    if report.decided is not None:
+        summary.add_row("what decided before", ratio(report.decided))
+    if report.control is not None:
         summary.add_row("original against itself", ratio(report.control))
     summary.add_row("verification", _verdict(report.verified, report.max_error))
-    summary.add_row("time", f"{report.seconds:.1f} s")
+    summary.add_row("time", f"{report.seconds:.1f} s: {_spent(report)}")
     _console.print(summary)
     for note in report.notes:
         _console.print(f"note: {note}", markup=False)
@@ -68,6 +71,20 @@ def optimization(report: Report, output: str) -> None:
         _console.print(f"\n{output}: the original, unchanged ({report.reason})", markup=False)
     else:
         _console.print(f"\n{output}: written ({report.reason})", markup=False)
+
+
+# What the phases of an optimisation are called, in the order in which they come.
+_PHASES = {
+    "import": "import", "inputs": "inputs", "calibrate": "operators", "search": "search", "select": "selection",
+    "compile": "compilation", "verify": "verification", "measure": "last comparison",
+}  # fmt: skip
+
+
+def _spent(report: Report) -> str:
+    """Where the time went."""
+    parts = [(name, report.phases[key]) for key, name in _PHASES.items() if key in report.phases]
+    rest = report.seconds - sum(seconds for _, seconds in parts)
+    return ", ".join(f"{name} {seconds:.1f}" for name, seconds in [*parts, ("other", max(rest, 0.0))])
 
 
 def _verdict(verified: bool | None, error: float | None) -> str:
@@ -78,6 +95,8 @@ def _verdict(verified: bool | None, error: float | None) -> str:
 def proven(certificate: Certificate, done: int, total: int) -> None:
     """A line for each rule as it is proven."""
     verdict = "proven" if certificate.proven else "[bold red]NOT PROVEN[/]"
+    if certificate.proven and certificate.unexplained:
+        verdict = f"[bold red]{len(certificate.unexplained)} mutants survive[/], nobody knows why"
     _console.print(f"{done:4}/{total} {certificate.name}: {verdict}", highlight=False)
 
 
@@ -99,6 +118,10 @@ def certificates(found: Sequence[Certificate]) -> None:
     _console.print(
         f"\n{good} of {len(found)} rules proven; {rejected} of {mutants} mutants rejected ({share:.1f}%)"
     )
+    for kind in sorted({k for c in found for k in c.mutants_by_kind}):
+        kinds = [c.mutants_by_kind[kind] for c in found if kind in c.mutants_by_kind]
+        good, made = (sum(k[i] for k in kinds) for i in range(2))
+        _console.print(f"  {kind:10} {good:6} of {made:6} ({100 * good / made:.1f}%)", highlight=False)
     for c in found:
         for survivor in c.survivors:
             _console.print(f"{c.name}: survives: {survivor}", markup=False, highlight=False)

@@ -27,12 +27,16 @@ from xrlflow.ir import (
     merge_types,
     plan_edit,
 )
+from xrlflow.ops.bounds import effort
 from xrlflow.ops.evaluate import NotEvaluable, evaluate_node
 from xrlflow.ops.infer import InferenceError, infer
 from xrlflow.ops.schema import schema
 from xrlflow.ops.tensors import numpy_dtype
 
 Array = npt.NDArray[Any]
+
+# What evaluating one small constant may take: seconds, and bytes besides its inputs.
+_SECONDS, _ROOM = 0.1, 1 << 24
 
 # How many nodes one edit may change on top of its own: beyond them types stay as they were, which is never wrong.
 _MOST = 256
@@ -57,6 +61,9 @@ def evaluate_small(
         else:
             array = const.array
             inputs.append(array.astype(np.float64) if const.type.dtype in FLOATS else array)
+    needed = effort(op, attrs, [None if const is None else const.type for const in data], types)
+    if needed.seconds > _SECONDS or needed.bytes > _ROOM:
+        return None
     try:
         outputs = evaluate_node(op, attrs, inputs, len(types))
     except NotEvaluable:

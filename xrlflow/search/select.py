@@ -79,13 +79,18 @@ class Trial:
     ratio: Ratio
     kept: bool
 
+    @property
+    def measured(self) -> bool:
+        """It ran: what the runtime refuses, or is too large, is 0 times as fast."""
+        return self.ratio.median > 0.0
+
 
 @dataclass(frozen=True, slots=True)
 class Selection:
     """What was chosen, and every comparison on the way. None: nothing can be faster than the original.
 
     Where nothing was measured to be faster, that is what may be: noise hides a gain of some percent, and the last
-    measurement, which decides, has more time.
+    measurement, which decides, has more time. Where there was no time to measure, it is the best by the model.
     """
 
     chosen: Found | None
@@ -210,7 +215,7 @@ def select(
     tidying: frozenset[str] = frozenset(),
     survey: Survey | None = None,
 ) -> Selection:
-    """Choose what runs fastest, until `deadline` (time.monotonic).
+    """Choose what runs fastest; no comparison begins after `deadline` (time.monotonic).
 
     `base` is the original as imported, `proposals` are a search's states, the best by modelled cost first.
     `search(found, rules)` improves a state by the modelled cost, with some rules alone. First the best proposal is
@@ -221,7 +226,8 @@ def select(
     cleared away by the `tidying` rules). If the best proposal was slower than the original, what becomes of it by
     drops is measured against the original again. Then sweeps are added to the original, and what becomes of it is
     measured against the choice up to now. At last the other proposals. If nothing was faster, but something was no
-    slower for sure, that is chosen, by its median.
+    slower for sure, that is chosen, by its median; and if there was no time to measure anything, the best proposal: the
+    last measurement decides.
     """
     trials: list[Trial] = []
     undecided: list[tuple[float, Found]] = []  # against the original
@@ -247,7 +253,7 @@ def select(
             return ratio.convincing if sure else ratio.promising
 
         ratio = compare(than, found)
-        if holds(ratio):
+        if holds(ratio) and time.monotonic() < deadline:
             ratio = ratio.weaker(compare(than, found))
         trial = Trial(proposal, name, ratio, holds(ratio))
         trials.append(trial)
@@ -349,6 +355,8 @@ def select(
                 challenge(found, f"number {index + 2} by modelled cost")
         if current is None and undecided:
             current = max(undecided, key=lambda u: u[0])[1]
+        if not trials and proposals and proposals[0].state.fingerprint != base.state.fingerprint:
+            current = proposals[0]
     except KeyboardInterrupt:  # keep the best so far
         interrupted = True
     return Selection(current, tuple(trials), interrupted)

@@ -1,7 +1,7 @@
 """Which branches of a model its inputs reach: a copy of it whose outputs count how often each was taken.
 
-Every If counts its sides, every Loop the executions of no, one and several steps, in bodies too: an inner count leaves a
-branch as one more output (0 on the other side), and a loop as one more state.
+Every If counts its sides, every Loop the executions of no, one and several steps, in bodies too: an inner count
+leaves a branch as one more output (0 on the other side), and a loop as one more state.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def _read(model: Model) -> onnx.ModelProto:
 
 
 def instrumented(proto: onnx.ModelProto) -> tuple[onnx.ModelProto, tuple[Arm, ...]]:
-    """The model, changed in place: its outputs are counters, one for each arm, and what they need is all that is left."""
+    """The model, changed in place: its outputs are counters, one for each arm, and nothing else is left."""
     writer = _Writer()
     found = writer.graph(proto.graph)
     del proto.graph.output[:]

@@ -1,15 +1,15 @@
 """Which sets of inputs two models are compared on: sizes, kinds of values, and how many of both fit.
 
-Sizes: three choices that the original runs with, whatever they are; ones; then those around the numbers that either model
-mentions (`numbers.py`), the most telling first. Values: ordinary ones at every size, every other kind at the first.
-What a run costs is estimated from the graph, so that the same models are always compared on the same inputs.
+Sizes: three choices that the original runs with, whatever they are; ones; then those around the numbers that either
+model mentions (`numbers.py`), the most telling first. Values: ordinary ones at every size, every other kind at the
+first. What a run costs is estimated from the graph, so that the same models are always compared on the same inputs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, islice, zip_longest
+from itertools import chain, cycle, islice, zip_longest
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -38,8 +38,10 @@ LEAST_SIZES, _MOST_SIZES, _ATTEMPTS = 6, 12, 40
 # if it is longer.
 _SECONDS = 2.0
 _LEAST_KINDS = 3
+# Dimensions that are set to 0.
+_EMPTY = 3
 # Attempts at reaching a branch.
-_SOUGHT = 48
+_SOUGHT = 64
 # Bytes that one run's largest operator, and the inputs and outputs of one run, may take.
 _WORKING, _KEPT = 2 << 30, 256 << 20
 
@@ -95,8 +97,8 @@ class Drawing(Generic[T]):
     def all(self, samples: int = _SAMPLES, sizes: int = 3, tries: int = MAX_TRIES) -> Drawn[T]:
         """Everything that is worth a run.
 
-        `samples` of ordinary values of the first binding, `sizes` bindings whatever they are. Raises InputsNeeded if too
-        few work.
+        `samples` of ordinary values of the first binding, `sizes` bindings whatever they are. Raises InputsNeeded if
+        too few work.
         """
         drawn = Drawn(self._first(samples, sizes, tries))
         base = drawn.cases[0][0].bindings
@@ -215,10 +217,10 @@ class Drawing(Generic[T]):
         mixed = [kind for pair in zip_longest(scales, fills, rest) for kind in pair if kind is not None]
         integers = (Integers.WIDE, Integers.ENDS, Integers.USUAL)
         masks = (Masks.USUAL, Masks.USUAL, Masks.EMPTY)
-        for at, floats in enumerate(mixed[:most]):
+        for at, floats in enumerate(islice(cycle(mixed), most)):
             shown = f"{floats.spread.value} values, {floats.scale:g}"
             values = Values(shown, floats, integers[at % 3], masks[at % 3])
-            yield self.plan.case(bindings[at % len(bindings)], self.seed, at % 5, values=values)
+            yield self.plan.case(bindings[at % len(bindings)], self.seed + 104729 * at, at % 5, values=values)
 
     # --- further sizes ---
 
@@ -251,8 +253,8 @@ class Drawing(Generic[T]):
     def _choices(self, bases: Sequence[Bindings]) -> Iterator[list[dict[str, int]]]:
         """Choices of sizes, the most telling first. Of each list one is enough: the first that works.
 
-        Where all symbols at once fail they are tried one at a time, and then together with those that were equal to them
-        in what worked: what has to be equal is.
+        Where all symbols at once fail they are tried one at a time, and then together with those that were equal to
+        them in what worked: what has to be equal is.
         """
         slots = [s for s in self.plan.dimensions.slots if s.role != Role.RANK]
         lists = {slot.name: around(self.numbers.get(slot.name, {})) for slot in slots}
@@ -272,6 +274,13 @@ class Drawing(Generic[T]):
                 if chosen not in options:
                     options.append(chosen)
             yield options
+
+    def empty(self, bindings: Bindings) -> Iterator[Case]:
+        """Cases in which one dimension is 0, those that are no batch first."""
+        slots = [s for s in self.plan.dimensions.slots if s.role != Role.RANK]
+        for slot in sorted(slots, key=lambda s: s.role == Role.BATCH)[:_EMPTY]:
+            chosen = self.plan.dimensions.changed(bindings, {slot.name: 0})
+            yield self.plan.case(chosen, self.seed, 0)
 
     def _others(self) -> Iterator[dict[str, int]]:
         """Any further sizes, where the models mention too few numbers."""

@@ -22,10 +22,10 @@ that lost its bias. It can only refuse, never admit. `grid` is the power of two,
 all elements of the original are multiples: a kernel that ends in an addition (a Sigmoid by 0.5 + p / q) rounds small
 elements to that.
 
-Where values are out of the ordinary (thousands, nothing but zeros kept) a model may lose digits that one run does not show.
-There an error that exceeds the tolerance is judged again with more of the original's own: |original - y| becomes the
-greatest distance from y of what the original gives without the runtime's optimisations, and with its inputs moved to
-neighbouring floats.
+Where values are out of the ordinary (thousands, nothing but zeros kept) a model may lose digits that one run does not
+show. There an error that exceeds the tolerance is judged again with more of the original's own: |original - y|
+becomes the greatest distance from y of what the original gives without the runtime's optimisations, and with its
+inputs moved to neighbouring floats.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ class Yardstick:
     """What an output of the original is measured with.
 
     `other`: the float64 reference, or the original's output without the runtime's optimisations (None: not known,
-    only rounding is allowed for). `relative`: |original - f64| / |f64| on other inputs, where known. `variants`: what else
-    the original gives, without optimisations or with inputs moved by rounding.
+    only rounding is allowed for). `relative`: |original - f64| / |f64| on other inputs, where known. `variants`: what
+    else the original gives, without optimisations or with inputs moved by rounding.
     """
 
     leg: Leg

@@ -18,6 +18,7 @@ from xrlflow.backends.onnxruntime.session import Options
 from xrlflow.backends.protocol import BackendError, CompiledModel
 from xrlflow.ir import Body, Graph
 from xrlflow.onnxio import ImportedModel, ModelError, load
+from xrlflow.verify.apart import run_apart
 from xrlflow.verify.cases import Drawn
 from xrlflow.verify.compare import (
     Judgement,
@@ -30,7 +31,7 @@ from xrlflow.verify.compare import (
 )
 from xrlflow.verify.dims import Bindings
 from xrlflow.verify.errors import OriginalFails, VerificationError
-from xrlflow.verify.exercise import Runs, exercise
+from xrlflow.verify.exercise import Runs, exercise, run_empty
 from xrlflow.verify.follow import random_operators
 from xrlflow.verify.inputs import perturbed, user_case
 from xrlflow.verify.reference import (
@@ -85,9 +86,9 @@ class Verification:
 
     `failures` are sentences, the most telling first; `reason` says why models are not comparable; `notes` are remarks
     that change no verdict. `outputs` has the worst of each output (more than one row for a sequence or map).
-    `bindings` are the choices of dimensions that were tried, `cases` counts the sets of inputs, `values` names the kinds of
-    values besides ordinary ones. `left_out` are sizes that tell something and were too large to run, each with the reason,
-    `unexercised` branches that no input reached.
+    `bindings` are the choices of dimensions that were tried, `cases` counts the sets of inputs, `values` names the
+    kinds of values besides ordinary ones. `left_out` are sizes that tell something and were too large to run, each
+    with the reason, `unexercised` branches that no input reached.
     """
 
     status: Status
@@ -185,6 +186,8 @@ class Reference:
     left_out: tuple[str, ...] = ()
     unexercised: tuple[str, ...] = ()
     float64_flops: float = FLOAT64_FLOPS
+    empty: tuple[Known, ...] = ()
+    """Cases of a size of 0, which are run in a process of their own."""
 
     @staticmethod
     def of(
@@ -203,8 +206,8 @@ class Reference:
     ) -> Reference:
         """Run the original: on `inputs` if given, else on random ones (see `cases.py`).
 
-        `against`: the model that is to be judged, whose numbers and branches say what to try as well. `bindings` are the
-        user's numbers for dimensions (default: those of `imported`), which are one of the choices tried. `samples`:
+        `against`: the model that is to be judged, whose numbers and branches say what to try as well. `bindings` are
+        the user's numbers for dimensions (default: those of `imported`), which are one of the choices tried. `samples`:
         of ordinary values; `sizes`: bindings, besides those that tell something. Raises OriginalFails, InputsNeeded,
         BadInputs, and ModelError if the file cannot be read.
         """
@@ -227,6 +230,7 @@ class Reference:
                 if inputs is not None:
                     drawn = Drawn([run.on(user_case(imported, inputs))])
                     unexercised: tuple[str, ...] = ()
+                    empty: tuple[Known, ...] = ()
                 else:
                     drawing = run.drawing(other, bindings, seed)
                     try:
@@ -240,6 +244,7 @@ class Reference:
                         *([(against, other)] if against is not None and other else []),
                     ]
                     unexercised = exercise(drawing, drawn, models, threads, session_options)
+                    empty = run_empty(model, drawing.empty(drawn.bindings[0]), threads, session_options)
                 known = tuple(
                     Known(case, [flat(o) for o in outputs], licences=run.licences(case))
                     for case, outputs in drawn.cases
@@ -250,14 +255,19 @@ class Reference:
         except BackendError as error:
             raise OriginalFails(f"the original cannot be run: {first_line(error)}") from error
         notes = [*by_float64(run.at, imported, known, float64_flops)]
-        base = replace(base, known=known, left_out=_shortened(drawn.left_out), unexercised=unexercised)
+        base = replace(
+            base, known=known, empty=empty, left_out=_shortened(drawn.left_out), unexercised=unexercised
+        )
         notes.extend(base._by_deviation())
         notes.extend(_empty_outputs(declared, known))
         notes.extend(f"not exercised: {arm}" for arm in unexercised)
         return replace(base, notes=tuple(notes))
 
-    def check(self, new: Model) -> Verification:
-        """Judge a model. Only outputs are kept, of one case at a time."""
+    def check(self, new: Model, empty: bool = True) -> Verification:
+        """Judge a model. Only outputs are kept, of one case at a time.
+
+        `empty`: it has to be the same where a dimension is 0, too; otherwise a difference there is a note.
+        """
         if self.incomparable:
             changed = differences(self.declared, signature(new))
             if changed:
@@ -269,13 +279,16 @@ class Reference:
         try:
             with opened(new, threads=self.threads, session_options=self.session_options) as runner:
                 found = self._compare(runner, self.known)
+            if found.verified:
+                found = self._compare_empty(new, found, empty)
         except BackendError as error:
             reason = f"the new model cannot be loaded: {first_line(error)}"
             return Verification(Status.FAILED, failures=(reason,), notes=self.notes)
         bad = [r for r in found.outputs if not r.judgement.passed]
         if bad:
-            broken = next(k for k in self.known if str(k.case) == bad[0].case)
-            found = replace(found, notes=(*found.notes, *self._without_optimizer(new, broken)))
+            broken = next((k for k in self.known if str(k.case) == bad[0].case), None)
+            if broken is not None:
+                found = replace(found, notes=(*found.notes, *self._without_optimizer(new, broken)))
         return found
 
     def check_compiled(self, new: CompiledModel, sizes: Mapping[str, tuple[int, ...]]) -> Verification:
@@ -322,6 +335,37 @@ class Reference:
             values=tuple(dict.fromkeys(k.case.values.name for k in cases if k.case.values.name)),
             left_out=self.left_out,
             unexercised=self.unexercised,
+        )
+
+    def _compare_empty(self, new: Model, found: Verification, fails: bool) -> Verification:
+        """Compare at sizes of 0 as well. A difference `fails` the model, or is a note."""
+        reports: dict[str, OutputReport] = {}
+        failures: list[str] = []
+        for known in self.empty:
+            try:
+                outputs = run_apart(
+                    new, known.case.feeds, threads=self.threads, session_options=self.session_options
+                )
+            except BackendError as error:
+                failures.append(f"the new model fails on {known.case}: {first_line(error)}")
+                continue
+            for doubt in self._judge(known, outputs, reports):
+                shown = _shown(doubt.original)
+                _note(reports, OutputReport(doubt.name, shown, doubt.judgement, str(known.case)))
+        failures.extend(_sentence(r) for r in reports.values() if not r.judgement.passed)
+        if failures and not fails:
+            notes = tuple(f"not the same where a dimension is 0: {text}" for text in failures)
+            return replace(found, notes=(*found.notes, *notes))
+        rows = {r.name: r for r in found.outputs}
+        for report in reports.values():
+            _note(rows, report)
+        return replace(
+            found,
+            status=Status.FAILED if failures else found.status,
+            outputs=tuple(rows.values()),
+            failures=tuple(failures),
+            bindings=(*found.bindings, *(known.case.bindings for known in self.empty)),
+            cases=found.cases + len(self.empty),
         )
 
     @property
@@ -407,7 +451,7 @@ class Reference:
         return doubts
 
     def _resolve(self, doubts: Sequence[_Doubt], reports: dict[str, OutputReport]) -> None:
-        """Judge what differs once more: integers pass at a proven near-tie, floats by more of the original's own error."""
+        """Judge once more: integers pass at a proven near-tie, floats by more of the original's own error."""
         reruns = self._reruns({id(d.known): d.known for d in doubts}.values()) if doubts else {}
         for doubt in doubts:
             others = [run[doubt.index] for run in reruns.get(id(doubt.known), [])]
@@ -439,7 +483,7 @@ class Reference:
             )
 
     def _again(self, doubt: _Doubt, others: Sequence[Array]) -> Judgement:
-        """Judge floats by float64, if that was not done, and values out of the ordinary by what else the original gives."""
+        """Judge floats by float64, if that was not done, and unusual values by what else the original gives."""
         known, key = doubt.known, (doubt.index, "")
         if known.yardsticks[key].leg is Leg.DEVIATION:
             on_demand(Sizes(self.model, self.imported), self.imported, known, self.float64_flops)

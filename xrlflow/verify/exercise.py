@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from xrlflow.backends.onnxruntime.session import Options
 from xrlflow.backends.protocol import BackendError
 from xrlflow.onnxio import ImportedModel
+from xrlflow.verify.apart import run_apart
 from xrlflow.verify.branches import deciding, has_branches, watched
 from xrlflow.verify.cases import Drawing, Drawn, is_whole
-from xrlflow.verify.compare import Licence
+from xrlflow.verify.compare import Licence, by_deviation, is_float
 from xrlflow.verify.dims import Bindings, Role
 from xrlflow.verify.errors import OriginalFails
 from xrlflow.verify.inputs import Case, InputPlan, evaluable_feeds
@@ -21,6 +22,7 @@ from xrlflow.verify.numbers import marks, on_symbols, thresholds
 from xrlflow.verify.reference import Sizes
 from xrlflow.verify.runner import Model, Runner, first_line, flat
 from xrlflow.verify.values import Masks
+from xrlflow.verify.yardsticks import Known
 
 _LICENCES = {Fate.EXACT: Licence.NONE, Fate.SPREADS: Licence.SPREADS, Fate.UNDEFINED: None}
 
@@ -109,7 +111,7 @@ class Runs:
         slots = [slot for slot in plan.dimensions.slots if slot.role is not Role.RANK]
         symbols = [slot.name for slot in slots]
         numbers: dict[str, dict[int, int]] = {symbol: {} for symbol in symbols}
-        found = [on_symbols(graph, marks(graph), symbols) for graph in graphs] if symbols else []
+        found = [on_symbols(marks(graph), symbols) for graph in graphs] if symbols else []
         for slot in slots:
             for own in found:
                 for number, weight in own[slot.name].items():
@@ -121,6 +123,25 @@ class Runs:
         return Drawing(plan, self.attempt, self.sensible, self.telling, numbers, self.at.estimate, seed)
 
 
+def run_empty(
+    model: Model, cases: Iterable[Case], threads: int | None, session_options: Options | None
+) -> tuple[Known, ...]:
+    """The cases on which the original runs, each with what it gives, in a process that may end."""
+    found = []
+    for case in cases:
+        try:
+            outputs = run_apart(model, case.feeds, threads=threads, session_options=session_options)
+        except BackendError:
+            continue  # it has no meaning there
+        known = Known(case, [flat(output) for output in outputs])
+        for index, parts in enumerate(known.outputs):
+            for part, array in parts:
+                if is_float(array):
+                    known.yardsticks[index, part] = by_deviation(array, None)
+        found.append(known)
+    return tuple(found)
+
+
 def exercise(
     drawing: Drawing[list[Any]],
     drawn: Drawn[list[Any]],
@@ -128,7 +149,7 @@ def exercise(
     threads: int | None,
     session_options: Options | None,
 ) -> tuple[str, ...]:
-    """Seek inputs for every branch of the models, and add them to what is drawn. What no input reached is given back."""
+    """Seek inputs for every branch of the models, and add them to what is drawn. Gives what none reached."""
     missing: dict[str, None] = {}
     for model, imported in models:
         if not has_branches(imported.graph):

@@ -38,8 +38,8 @@ class Bound:
     """scale * x + shift lies in [low, high] for every shift in [shift_low, shift_high].
 
     `high` None: the dimension `dim` less 1, or less 0 with `inclusive` (a count, not an index). `unsure`: something
-    unknown was added on the way, so only the lower half is used. `wraps`: an index that may be negative, then counted from
-    the end, and whose reader raises an error if it is outside.
+    unknown was added on the way, so only the lower half is used. `wraps`: an index that may be negative, then counted
+    from the end, and whose reader raises an error if it is outside.
     """
 
     low: float
@@ -80,10 +80,12 @@ class Demands:
     form: Form | None = None
     # The dimension that the sizes of a Split add up to, or the rank that axes count in.
     extent: Dim = None
+    # The shape that a Reshape or Expand by it is declared to have: another one contradicts the model.
+    declared: tuple[int, ...] | None = None
     # A logarithm or a root is taken of it, or something is divided by it.
     positive: bool = False
-    # It sizes something, counts steps or divides, however far down: values out of the ordinary could take all memory, run
-    # for ever, or end the process (an integer division by zero does).
+    # It sizes something, counts steps or divides, however far down: values out of the ordinary could take all memory,
+    # run for ever, or end the process (an integer division by zero does).
     steers: bool = False
 
     @property
@@ -525,6 +527,10 @@ def _demand(demands: Demands, place: _Place, node: Node, position: int) -> None:
         if reader.form is not None and demands.form is None and plain:
             demands.form = reader.form
             demands.extent = reader.extent(place.graph, node) if reader.extent is not None else None
+            dims = node.types[0].shape or ()
+            if reader.form in (Form.RESHAPE, Form.EXPAND) and dims:
+                numbers = tuple(d for d in dims if isinstance(d, int))
+                demands.declared = numbers if len(numbers) == len(dims) else None
         demands.positive |= reader.positive and plain and not _is_whole_power(place.graph, node)
     elif node.op in (*_COMPARING, "Mul", "Add") and len(node.inputs) == 2:
         other = place.graph.const(node.inputs[1 - position])

@@ -45,7 +45,8 @@ _USER = "the user's inputs"
 class Case:
     """One set of inputs.
 
-    `bindings`: the numbers of the dynamic dimensions; `sample` counts the ordinary values, `values` are of another kind.
+    `bindings`: the numbers of the dynamic dimensions; `sample` counts the ordinary values, `values` are of another
+    kind.
     """
 
     bindings: Bindings
@@ -194,6 +195,9 @@ class _Draw:
         interval = self.demands.interval(self.size)
         if form in (Form.TRUE, Form.FALSE):
             return np.full(self.shape, form is Form.TRUE)
+        declared = self.demands.declared
+        if declared is not None and self.shape == (len(declared),):
+            return np.asarray(declared, dtype=np.int64)
         if form is Form.RESHAPE and dtype != DType.BOOL:
             shape = np.ones(self.shape, dtype=np.int64)
             if shape.size:

@@ -1,9 +1,9 @@
 """What must stay as it is where inputs are NaN or infinite.
 
-Rewriting may spread what is not finite (`spreads`: sums in another order, zeros of a merged kernel that meet an infinity) or
-mend it (`mends`), and runtimes disagree on the larger of a number and NaN. So values are followed from the inputs: what only
-moves, selects and tests them is exact, and a guard (a Where on IsNaN) makes them finite again, exactly where the original's
-does. What sums them may spread; what compares or approximates them is not defined.
+Rewriting may spread what is not finite (`spreads`: sums in another order, zeros of a merged kernel that meet an
+infinity) or mend it (`mends`), and runtimes disagree on the larger of a number and NaN. So values are followed from
+the inputs: what only moves, selects and tests them is exact, and a guard (a Where on IsNaN) makes them finite again,
+exactly where the original's does. What sums them may spread; what compares or approximates them is not defined.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ def fates(graph: Graph, feeds: Mapping[Value, Array], numbers: Mapping[str, int]
 
 _MOVING = frozenset(
     {
-        "Identity", "Reshape", "Squeeze", "Unsqueeze", "Flatten", "Transpose", "Slice", "Split", "Expand", "Tile", "Gather",
+        "Identity", "Reshape", "Squeeze", "Unsqueeze", "Flatten", "Transpose", "Slice", "Split", "Expand", "Tile",
+        "Gather",
         "GatherElements", "GatherND", "Pad", "Concat", "Where", "ScatterElements", "ScatterND", "DepthToSpace",
         "SpaceToDepth", "Trilu", "IsNaN", "IsInf", "Not", "And", "Or", "Xor", "Less", "LessOrEqual", "Greater",
         "GreaterOrEqual", "Equal", "Shape", "Size", "Dropout", "ReverseSequence",

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from math import ceil
 from typing import TypeAlias
 
 import numpy as np
 
 from xrlflow.ir import Body, Dim, Graph, Node, Value
-from xrlflow.onnxio.shapes import solve
+from xrlflow.ir import dims as formulas
+from xrlflow.ir.dims import Floor, Formula, Least
 
 Symbols: TypeAlias = frozenset[str]
 
@@ -40,52 +40,81 @@ class Mark:
 
 def marks(graph: Graph) -> frozenset[Mark]:
     """The numbers that tell something about sizes, bodies included."""
-    return frozenset(_Harvest(graph).all())
+    dims = {
+        d
+        for node in graph.nodes()
+        for type in node.types
+        for d in type.shape or ()
+        if formulas.is_computed(d)
+    }
+    return frozenset(_Harvest(graph).all()) | {
+        mark for d in dims if isinstance(d, str) for mark in _in_formula(d)
+    }
 
 
-def on_symbols(graph: Graph, found: Iterable[Mark], symbols: Sequence[str]) -> dict[str, dict[int, int]]:
+def _in_formula(computed: str) -> Iterator[Mark]:
+    """What a dimension's formula divides by, and where one of several becomes the least."""
+    for atom in formulas.atoms(formulas.formula(computed)):
+        if isinstance(atom, Floor) and atom.by.number is not None:
+            for multiple in (1, 2):
+                yield from _on(atom.over, multiple * atom.by.number)
+        elif isinstance(atom, Least):
+            for part in atom.parts:
+                limit = part.number
+                if limit is not None:
+                    yield from (mark for other in atom.parts for mark in _on(other, limit))
+
+
+def _on(over: Formula, number: int) -> Iterator[Mark]:
+    where = formulas.dim(over)
+    if isinstance(where, str):
+        yield Mark(abs(number), frozenset((where,)), _CUT)
+
+
+def on_symbols(found: Iterable[Mark], inputs: Sequence[str]) -> dict[str, dict[int, int]]:
     """For each of the inputs' symbols the numbers that it is to be tried around, with their weights.
 
-    A mark on a computed dimension is carried back to the inputs: the dimension is evaluated at two sizes of each
-    symbol, with all others at 1, and taken to be linear between them (floors and ceilings are within the neighbours that
-    are tried around each number).
+    A mark on a computed dimension is carried back to the inputs: to the least size of each symbol, all others being 1,
+    at which the dimension reaches the number, or exceeds it. What cannot be carried back concerns every symbol.
     """
-    out: dict[str, dict[int, int]] = {symbol: {} for symbol in symbols}
-    lines: dict[str, Mapping[str, tuple[float, float]]] | None = None
+    out: dict[str, dict[int, int]] = {symbol: {} for symbol in inputs}
 
-    def add(symbol: str, number: int, weight: int) -> None:
-        if _LEAST <= number < _ENDLESS:
+    def add(symbol: str, number: int | None, weight: int) -> None:
+        if number is not None and _LEAST <= number < _ENDLESS:
             out[symbol][number] = max(weight, out[symbol].get(number, 0))
 
     for mark in sorted(found, key=lambda m: (m.number, sorted(m.dims), m.weight)):
         for dim in sorted(mark.dims) or [""]:
             if dim in out:
                 add(dim, mark.number, mark.weight)
-                continue
-            if lines is None:
-                lines = _lines(graph, symbols)
-            for symbol in symbols:
-                line = lines[symbol].get(dim)
-                if line is not None:
-                    slope, shift = line
-                    for number in {ceil((mark.number + k - shift) / slope) for k in (0, 1)}:
-                        add(symbol, number, mark.weight)
-                elif not any(dim in known for known in lines.values()):
+            elif formulas.is_computed(dim):
+                for symbol in sorted(formulas.symbols(formulas.formula(dim)) & out.keys()):
+                    for number in (mark.number, mark.number + 1):
+                        add(symbol, _reaching(dim, symbol, number), mark.weight)
+            else:
+                for symbol in inputs:
                     add(symbol, mark.number, max(1, mark.weight // 2))
     return out
 
 
-_NEAR, _FAR = 840, 1680
+def _reaching(dim: str, symbol: str, number: int) -> int | None:
+    """The least size of a symbol at which a dimension that grows with it is at least so large, all others being 1."""
+    ones = dict.fromkeys(formulas.symbols(formulas.formula(dim)), 1)
 
+    def reaches(size: int) -> bool | None:
+        found = formulas.value(dim, {**ones, symbol: size})
+        return None if found is None else found >= number
 
-def _lines(graph: Graph, symbols: Sequence[str]) -> dict[str, Mapping[str, tuple[float, float]]]:
-    """For each symbol the computed dimensions that grow with it: slope and shift."""
-    out: dict[str, Mapping[str, tuple[float, float]]] = {}
-    for symbol in symbols:
-        near, far = (solve(graph, {**dict.fromkeys(symbols, 1), symbol: size}) for size in (_NEAR, _FAR))
-        grown = {d: (far[d] - near[d]) / (_FAR - _NEAR) for d in near if d in far and far[d] > near[d]}
-        out[symbol] = {d: (slope, near[d] - slope * _NEAR) for d, slope in grown.items() if d not in symbols}
-    return out
+    high = 1
+    while not (reached := reaches(high)):
+        high *= 2
+        if reached is None or high >= _ENDLESS:
+            return None
+    low = high // 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if reaches(middle) else (middle, high)
+    return high
 
 
 def around(numbers: Mapping[int, int]) -> list[int]:

@@ -71,8 +71,8 @@ class Takes:
     """Which kinds make a difference to a model's inputs.
 
     `floats`: some float is free. `bounded`: some integer indexes a table; `loose`: what reads it checks its bounds.
-    `free`: some integer is bound by nothing. `masks`: some input is a mask. `thresholds`: numbers that the models compare
-    values with.
+    `free`: some integer is bound by nothing. `masks`: some input is a mask. `thresholds`: numbers that the models
+    compare values with.
     """
 
     floats: bool

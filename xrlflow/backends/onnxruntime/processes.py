@@ -49,7 +49,8 @@ def measure_in_fresh_processes(
     after: ModelSource,
     feeds: Feeds,
     *,
-    deciding: bool = True,
+    check: Callable[[], bool] | None = None,
+    check_seconds: float = 0.0,
     threads: int | None = None,
     time_limit: float = 60.0,
     optimization: Optimization = Optimization.ALL,
@@ -59,15 +60,17 @@ def measure_in_fresh_processes(
 
     What is fixed for the life of a process (addresses of weights, placement of threads) can make one session a percent
     or more faster than another of the same model, so one process cannot tell a small speed-up from luck. Each opens
-    its own two sessions, every other one in reverse order, and takes a few turns (`pairs`): more where the first process
-    found them to be noisy, and where starting takes long. How many processes there are is settled by `decision`: with `deciding`, whether `after` is faster, and if it is, in further processes by how much;
-    without, by how much alone.
+    its own two sessions, every other one in reverse order, and takes a few turns (`pairs`): more where the first
+    process found them to be noisy, and where starting takes long. How many processes there are is settled by
+    `decision`: with `check`, whether `after` is faster, and if it is, and `check` does not say that it is of no use, in
+    further processes by how much; without, by how much alone.
 
-    `time_limit` is in seconds for everything; it ends earlier when enough is known, and where the first processes show
-    that there is no time for another. Ctrl-C ends the running process.
+    `time_limit` is in seconds for everything, the `check_seconds` that `check` takes among them; it ends earlier when
+    enough is known, and where the first processes show that there is no time for another. Ctrl-C ends the running
+    process.
 
-    A SessionOptions object cannot be handed to another process. With one the samples are fresh sessions in this process,
-    and the result's `fresh_processes` is False: a mapping of configuration entries is better.
+    A SessionOptions object cannot be handed to another process. With one the samples are fresh sessions in this
+    process, and the result's `fresh_processes` is False: a mapping of configuration entries is better.
 
     Raises BackendError when a process crashes (with the end of what it wrote to standard error), and when a model
     cannot be loaded and run.
@@ -93,15 +96,19 @@ def measure_in_fresh_processes(
                     session_options=session_options,
                 )
 
-        drawing = _Drawing(source, started + time_limit, GRACE * time_limit)
+        drawing = _Drawing(source, started + time_limit - check_seconds, GRACE * time_limit)
+
+        def checked() -> bool:
+            drawing.deadline = started + time_limit
+            return check is None or check()
+
+        answer: Answer | SpeedUp | None = None
         affordable = drawing.plan()
-        if not affordable:
-            answer = None
-        elif deciding:
-            answer = settle(drawing.draw, affordable)
-        else:
+        if affordable and check is not None:
+            answer = settle(drawing.draw, affordable, check=checked)
+        elif affordable:
             answer = confirm(drawing.draw, min(affordable, _FIGURE_ALONE))
-    return drawing.summary(answer, time.monotonic() - started, threads, deciding, in_child)
+    return drawing.summary(answer, time.monotonic() - started, threads, check is not None, in_child)
 
 
 @dataclass(slots=True)
@@ -131,9 +138,10 @@ class _Drawing:
         left = max(self.deadline - time.monotonic(), 0.0)
         slow = sampled.turns[0].seconds >= SETTLE_BELOW
         fewest = 2 if slow else _FEWEST_TURNS
-        # The variance of an estimate, between**2 + noise**2 / turns, times what it costs, start + turns * each, is least:
+        # Least is the variance of an estimate, between**2 + noise**2 / turns, times its cost, start + turns * each:
         best = self.estimates[0].noise / _BETWEEN * math.sqrt(start / max(each, 1e-6))
-        room = (left / _ENOUGH_PROCESSES - start) / max(each, 1e-6)
+        # Where there is no time for many processes, they had better not be much longer than it takes to start them.
+        room = max(left / _ENOUGH_PROCESSES - start, 0.5 * start) / max(each, 1e-6)
         self.turns = max(fewest, min(2 * round(min(best, room) / 2), _MOST_TURNS))
         self.longest = start + self.turns * each
         return min(1 + int(left / max(self.longest, 1e-6)), _MOST_PROCESSES)
@@ -200,7 +208,10 @@ class _Setup:
 
     def write(self, folder: Path) -> None:
         setup = {
-            "models": [_as_path(self.before, folder / "before.onnx"), _as_path(self.after, folder / "after.onnx")],
+            "models": [
+                _as_path(self.before, folder / "before.onnx"),
+                _as_path(self.after, folder / "after.onnx"),
+            ],
             "feeds": save_feeds(folder / "feeds.npz", self.feeds),
             "threads": self.threads,
             "optimization": self.optimization.value,

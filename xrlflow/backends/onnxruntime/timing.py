@@ -73,7 +73,7 @@ def measure(
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """The turns of two models in one process; `load`: what others did meanwhile; seconds of loading, and of the turns."""
+    """The turns of two models in one process; `load`: what others did meanwhile; seconds of loading and of turns."""
 
     turns: tuple[Turn, ...]
     load: Load

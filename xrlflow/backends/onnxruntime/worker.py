@@ -1,12 +1,12 @@
 """Fresh processes that compare two models: `python -m xrlflow.backends.onnxruntime.worker FOLDER`.
 
 This process, the nursery, imports what all need and forks a child for each request: 2 ms instead of the quarter of a
-second that Python takes to start. It has one thread, so that a fork is sound: ONNX Runtime starts one when it is imported,
-so each child imports that itself (25 ms). Children of one process would have the same addresses; where weights lie is
-what makes one session faster than another of the same model, so each child first takes memory in pieces of random sizes,
-and what it loads then lies elsewhere.
+second that Python takes to start. It has one thread, so that a fork is sound: ONNX Runtime starts one when it is
+imported, so each child imports that itself (25 ms). Children of one process would have the same addresses; where
+weights lie is what makes one session faster than another of the same model, so each child first takes memory in pieces
+of random sizes, and what it loads then lies elsewhere.
 
-FOLDER has setup.json and feeds.npz. A request is a line of JSON on standard input, the answer a line on standard output:
+FOLDER has setup.json and feeds.npz. A request is a line of JSON on standard input, the answer one on standard output:
 {"sample": ...}, {"error": one line} or {"status": what the child ended with}. At the end of the input it leaves.
 """
 
@@ -75,7 +75,7 @@ def _in_a_child(setup: dict[str, Any], feeds: Feeds, request: dict[str, Any]) ->
     answer = b""
     with os.fdopen(read, "rb", buffering=0) as pipe:
         while True:
-            ready, _, _ = select.select([pipe, 0], [], [])
+            ready, _, _ = select.select([read, 0], [], [])
             if 0 in ready:  # nobody asks before there is an answer: the other side is gone
                 os.kill(child, signal.SIGKILL)
                 os.waitpid(child, 0)

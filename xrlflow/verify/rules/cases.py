@@ -167,7 +167,7 @@ def _shape(type: TensorType, numbers: Mapping[str, int]) -> tuple[int, ...]:
 
 # Larger tensors are not computed: their types alone are compared.
 _MOST_ELEMENTS = 1 << 19
-_LARGE = 1 << 13
+_LARGE = 1 << 11
 
 
 @lru_cache(maxsize=1024)
@@ -177,7 +177,12 @@ def says_where(op: str, place: int) -> bool:
     if defined is None or op in ("If", "Loop", "Scan", "Range") or (op, place) == ("OneHot", 1):
         return True
     formal = defined.inputs[min(place, len(defined.inputs) - 1)]
-    allowed = {t for c in defined.type_constraints if c.type_param_str == formal.type_str for t in c.allowed_type_strs}
+    allowed = {
+        t
+        for c in defined.type_constraints
+        if c.type_param_str == formal.type_str
+        for t in c.allowed_type_strs
+    }
     return (allowed or {formal.type_str}) <= {"tensor(int32)", "tensor(int64)"}
 
 
@@ -343,7 +348,11 @@ def _degrees(
         case.problem, rng
     ):  # integers and booleans may decide, too, whether it has one
         try:
-            left, right = both_sides(case, draw_feeds(case.problem, numbers, rng, lambda shape, dtype: degrees.variable(shape)), degrees)
+            left, right = both_sides(
+                case,
+                draw_feeds(case.problem, numbers, rng, lambda shape, dtype: degrees.variable(shape)),
+                degrees,
+            )
         except NotEvaluable:
             return None
         except Unusable:

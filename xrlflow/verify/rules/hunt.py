@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -47,15 +48,26 @@ class Survivor:
     mutant: str
     cases: int
     why: str
+    kind: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Hunted:
-    """How many mutants were made, those that passed, and conditions without which another one refuses."""
+    """How many mutants of each kind were made, those that passed, and conditions without which another one refuses."""
 
-    mutants: int
+    made: Mapping[str, int]
     survivors: tuple[Survivor, ...]
     redundant: tuple[str, ...]
+
+    @property
+    def mutants(self) -> int:
+        return sum(self.made.values())
+
+    @property
+    def by_kind(self) -> dict[str, tuple[int, int]]:
+        """Of each kind how many mutants were rejected, and how many made."""
+        passed = Counter(s.kind for s in self.survivors)
+        return {kind: (count - passed[kind], count) for kind, count in sorted(self.made.items())}
 
 
 class Further(Protocol):
@@ -84,9 +96,10 @@ class Hunt:
     _cases: Sequence[Case] | None = field(init=False, default=None)
 
     def run(self) -> Hunted:
-        count, survivors = self._targets()
+        made, survivors = self._targets()
         dropped, kept, redundant = self._conditions()
-        return Hunted(count + dropped, (*survivors, *kept), tuple(redundant))
+        made.update({"condition": dropped} if dropped else {})
+        return Hunted(made, (*survivors, *kept), tuple(redundant))
 
     @property
     def further(self) -> Sequence[Case]:
@@ -118,8 +131,8 @@ class Hunt:
 
     # Targets
 
-    def _targets(self) -> tuple[int, list[Survivor]]:
-        """Mutants of the target: how many, and which survive."""
+    def _targets(self) -> tuple[Counter[str], list[Survivor]]:
+        """Mutants of the target: how many of each kind, and which survive."""
         found: dict[Mutation, None] = {}
         chosen = self.cases[:: max(1, len(self.cases) // _FIRST)]
         for case in chosen:
@@ -127,25 +140,25 @@ class Hunt:
             applied(case.problem, case.match, recorder)
             found.update(dict.fromkeys(recorder.mutations))
         others = [c for c in self.cases if c not in chosen]
-        count, survivors = 0, []
+        made, survivors = Counter[str](), []
         for mutation in found:
             tried = _Tried()
             if not self._finds_out(mutation, (*chosen, *others), tried) and tried.effective:
                 survivor = self._survivor(mutation, tried.cases[:_THOROUGH])
                 if survivor is not None:
                     survivors.append(survivor)
-            count += bool(tried.effective)
-        return count, survivors
+            made[mutation.kind] += bool(tried.effective)
+        return +made, survivors
 
     def _survivor(self, mutation: Mutation, cases: Sequence[Case]) -> Survivor | None:
         """What is known of a mutant that makes a difference in these cases, and passed; None if it is found out."""
         if self._finds_out(mutation, (*cases, *self.further), tried := _Tried(), thorough=True):
             return None
-        survivor = self._explained(str(mutation), tried)
+        survivor = self._explained(mutation, tried)
         # The more cases where it makes a difference, the more likely is one that shows which: they are looked for.
         if not survivor.why and self._finds_out(mutation, self.more.cases_near(cases), tried, thorough=True):
             return None
-        return self._explained(str(mutation), tried)
+        return self._explained(mutation, tried)
 
     def _finds_out(
         self, mutation: Mutation, cases: Iterable[Case], tried: _Tried, thorough: bool = False
@@ -177,13 +190,14 @@ class Hunt:
                 tried.alike.add(alike)
         return False
 
-    def _explained(self, mutant: str, tried: _Tried) -> Survivor:
+    def _explained(self, mutation: Mutation, tried: _Tried) -> Survivor:
+        mutant = str(mutation)
         why = self.rule.survivors.get(mutant, "")
         if not why and tried.alike == {_SAME}:
             why = _SAME
         elif not why and tried.alike and tried.alike <= {_SAME, _BROADCASTS}:
             why = _BROADCASTS
-        return Survivor(mutant, tried.effective, why)
+        return Survivor(mutant, tried.effective, why, mutation.kind)
 
     # Conditions
 
@@ -207,7 +221,7 @@ class Hunt:
                 continue
             count += 1
             if not rejected:
-                survivors.append(Survivor(mutant, len(passed), why))
+                survivors.append(Survivor(mutant, len(passed), why, "condition"))
         return count, survivors, redundant
 
     def _drop(

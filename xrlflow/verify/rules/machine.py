@@ -6,6 +6,7 @@ cannot hold is lost, and a rule that forgets it is wrong. Arithmetic between flo
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import ml_dtypes
@@ -89,6 +90,7 @@ _HELD = {
 }
 
 
+@lru_cache(maxsize=64)  # each side of a case is evaluated a dozen times
 def with_known_casts(graph: Graph) -> Graph:
     """Each CastLike as the Cast that it is, and casts that round nothing as Identity.
 
@@ -96,7 +98,9 @@ def with_known_casts(graph: Graph) -> Graph:
     """
     if not any(n.op in ("Cast", "CastLike") for n in graph.nodes()):
         return graph
-    return Graph.make([_known(graph, n) for n in graph.topological()], graph.inputs, graph.outputs, graph.leaves)
+    return Graph.make(
+        [_known(graph, n) for n in graph.topological()], graph.inputs, graph.outputs, graph.leaves
+    )
 
 
 def _known(graph: Graph, node: Node) -> Node:
@@ -109,9 +113,7 @@ def _known(graph: Graph, node: Node) -> Node:
     return Node("Cast", node.inputs[:1], node.outputs, node.types, attrs)
 
 
-def integers(
-    rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype[Any]
-) -> Array:
+def integers(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
     """Integers of a type's whole range: evenly drawn, the ends of the range and what is near them, and small ones."""
     info = np.iinfo(dtype)
     even = rng.integers(info.min, info.max, shape, dtype=dtype, endpoint=True)

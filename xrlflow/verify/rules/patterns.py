@@ -302,7 +302,7 @@ class _Sample:
             canonical = canonical_attrs(node.op, attrs, types)
             data = [self._data_of(p) for p in places]
             self.types[node.index] = infer(node.op, canonical, types, data, node.outputs)
-        except (InferenceError, IndexError, ZeroDivisionError) as error:
+        except (InferenceError, IndexError, ValueError, ArithmeticError) as error:
             raise Unlucky(str(error)) from error
         return SketchNode(node.op, tuple(places), attrs, node.outputs)
 

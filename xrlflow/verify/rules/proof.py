@@ -78,6 +78,8 @@ _MOST_NEAR = 300
 _AT_LIMITS = 3
 # How many of the graphs with large tensors among these are tested.
 _LARGE = 8
+# How many of these graphs are looked at, half of them for the rule's numbers, half for those of its cases.
+_AROUND_LIMITS = 600
 # These numbers are tried in any case: a limit that is nowhere written, but computed, admits one of them if any.
 _WHATEVER_IS_WRITTEN = (100, LARGEST - 1)
 # More bits of float32 than this may not be lost; what seems to is run so often again.
@@ -91,7 +93,7 @@ class Certificate:
     `admitted` cases out of `sketches`; `refused`: near misses by reason; `unreached`: conditions of the rule that have
     refused nothing. `trials`: evaluations over a prime field, and `bound`: the greatest probability over the cases with
     which a false rule would have passed them (1 for rules that are tested numerically). `bits`: the most bits of
-    float32 accuracy that a case lost (None: not run). `survivors`: mutants that passed, and why that is right.
+    float32 accuracy that a case lost (None: not run). `mutants_by_kind`: how many were rejected, and made. `survivors`: mutants that passed, and why that is right.
     `redundant`: conditions without which another one refuses. `covered`: for each attribute, index, dimension, rank and
     type what became of each kind of it: admitted; refused by a condition; beside the rule's left side; meaningless
     for its shapes; unbuilt, since no operator took it.
@@ -111,6 +113,7 @@ class Certificate:
     bits: float | None
     mutants: int
     mutants_rejected: int
+    mutants_by_kind: dict[str, tuple[int, int]]
     survivors: tuple[Survivor, ...]
     redundant: tuple[str, ...]
     covered: dict[str, dict[str, str]]
@@ -131,7 +134,7 @@ class Certificate:
 
 
 @dataclass(slots=True)
-class _Proof:
+class Proof:
     """A proof while it runs."""
 
     rule: AnyRule
@@ -157,6 +160,8 @@ class _Proof:
     runtime_cases: int = 0
     bits: float = -float("inf")
     large: int = 0
+    at_their_limits: bool = False
+    tried: list[Problem] = field(default_factory=list)
     whole: Counter[DType] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
@@ -189,10 +194,11 @@ class _Proof:
             if self.failures or not self.unreached:
                 break
             self.take(problem)
-        for problem in different(self.at_limits()):
+        tested, self.at_their_limits = len(self.cases), True
+        for problem in islice(different(self.at_limits()), _AROUND_LIMITS):
             if self.failures:
                 break
-            self.take(problem, always=True)
+            self.take(problem, always=len(self.cases) < tested + CASES)
 
     def at_limits(self) -> Iterator[Problem]:
         """Graphs with numbers and sizes around those that the rule compares with, and around those that it admits."""
@@ -203,11 +209,9 @@ class _Proof:
                 self.found(problem, conditions_only=True)
         numbers = limits(written(self.rule) | set(notes))
         known += [p.sketch for p in near]
-        for sketch in known:
-            for number in _WHATEVER_IS_WRITTEN:
-                yield from filter(None, map(self.source.built, at_number(sketch, number)))
-            for number in numbers:
-                yield from filter(None, map(self.source.built, at_limit(sketch, number, self.draw)))
+        found = [at_number(s, n, attributes=False) for s in known for n in _WHATEVER_IS_WRITTEN]
+        found += [at_limit(s, n, self.draw) for s in known for n in numbers]
+        yield from islice(filter(None, map(self.source.built, in_turn(*found))), _AROUND_LIMITS // 2)
         seen = set[int]()
         for case in reversed(self.cases):  # those at the rule's own numbers first
             sketch = case.problem.sketch
@@ -270,6 +274,7 @@ class _Proof:
     def take(self, problem: Problem, always: bool = False) -> None:
         """Look for cases in a graph, and test them if there are too few yet, or if they show something new."""
         self.sketches += 1
+        self.tried.append(problem)
         kinds = self.coverage.shown_by(problem)
         try:
             cases, refusals = find_cases(self.library, problem)
@@ -328,7 +333,8 @@ class _Proof:
                 said = True
                 self.trials += found.trials
                 self.field_cases += 1
-                self.bound = max(self.bound, found.bound)
+                if not self.at_their_limits:  # of so many terms the degrees are beyond counting
+                    self.bound = max(self.bound, found.bound)
         try:
             draws = check_floats(case, self.rng, self.rule)
         except NotEvaluable:
@@ -428,7 +434,7 @@ class _Proof:
         begin = time.perf_counter()
         self.gather()
         self.judge()
-        found = Hunted(0, (), ())
+        found = Hunted({}, (), ())
         if not self.failures:
             found = Hunt(self.rule, self.library, self.rng, self.cases, self.sites, self.reasons, self).run()
         return Certificate(
@@ -446,6 +452,7 @@ class _Proof:
             bits=self.bits if math.isfinite(self.bits) else None,
             mutants=found.mutants,
             mutants_rejected=found.mutants - len(found.survivors),
+            mutants_by_kind=found.by_kind,
             survivors=found.survivors,
             redundant=found.redundant,
             covered=self.coverage.summary(),
@@ -456,7 +463,7 @@ class _Proof:
 
 def prove(rule: AnyRule, seed: int = 0) -> Certificate:
     """Prove a rule, or show where it is wrong. The same seed gives the same certificate."""
-    return _Proof(rule, seed).certificate()
+    return Proof(rule, seed).certificate()
 
 
 def prove_all(rules: Iterable[AnyRule], seed: int = 0) -> Iterator[Certificate]:

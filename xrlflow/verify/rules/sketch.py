@@ -172,7 +172,7 @@ def _node(
         _check_types(sketched.op, types)
         data = [leaves.consts.get(v) for v in values]
         found = infer(sketched.op, attrs, types, data, sketched.outputs)
-    except (InferenceError, IndexError, ZeroDivisionError) as error:
+    except (InferenceError, IndexError, ValueError, ArithmeticError) as error:  # no size has so many digits
         raise Unbuildable(str(error)) from error
     if any(t is UNKNOWN for t in found):
         raise Unbuildable(f"{sketched.op} is not known")

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from xrlflow.ir.dims import LARGEST
 from xrlflow.rewrite import AnyRule, RegionRule, Rule, watched
 
 # Numbers up to this are drawn anyway.
@@ -203,7 +204,7 @@ def codes(code: CodeType) -> Iterator[CodeType]:
 
 def limits(numbers: set[int]) -> list[int]:
     """Those that no draw comes near by itself, the smaller first."""
-    return sorted({abs(n) for n in numbers if DRAWN <= abs(n) < _WIDEST - 1})[:_MOST]
+    return sorted({abs(n) for n in numbers if DRAWN <= abs(n) <= LARGEST + 1})[:_MOST]
 
 
 def around(number: int) -> tuple[int, int, int]:

@@ -7,7 +7,7 @@ sizes are covered that an example does not have.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -91,8 +91,8 @@ def neighbours(sketch: Sketch) -> Iterator[Sketch]:
                 yield _told(sketch, at, told) if new is None else _with_input(sketch, at, told)
 
 
-def at_number(sketch: Sketch, number: int) -> Iterator[Sketch]:
-    """All sketches with this number in one place of a constant of integers or of an attribute."""
+def at_number(sketch: Sketch, number: int, attributes: bool = True) -> Iterator[Sketch]:
+    """All sketches with this number in one place of a constant of integers, or of an attribute that is no flag."""
     sketch = replace(sketch, drawn=frozenset(), dims={})
     for at, const in enumerate(sketch.consts):
         if const.dtype not in (DType.INT64, DType.INT32) or const.array.size > _MOST_NUMBERS:
@@ -102,9 +102,10 @@ def at_number(sketch: Sketch, number: int) -> Iterator[Sketch]:
                 array = const.array.copy()
                 array.reshape(-1)[place] = number
                 yield with_const(sketch, at, array=array)
-    for at, node in enumerate(sketch.nodes):
+    for at, node in enumerate(sketch.nodes if attributes else ()):
         for name, value in node.attrs.items():
-            if isinstance(value, int) and name not in ("to", "dtype"):
+            flag = defaults(node.op).get(name) in (0, 1) and "axis" not in name
+            if isinstance(value, int) and not flag and name not in ("to", "dtype"):
                 yield with_node(sketch, at, attrs={**node.attrs, name: number})
             elif isinstance(value, tuple) and value and all(isinstance(v, int) for v in value):
                 for place in range(len(value)):
@@ -153,7 +154,7 @@ def numbers_of(sketch: Sketch) -> set[int]:
     """The whole numbers in a sketch's constants of integers and in its attributes."""
     found = set[int]()
     for const in sketch.consts:
-        if const.array.dtype.kind in "iu" and const.array.size <= _MOST_NUMBERS:
+        if const.dtype in (DType.INT64, DType.INT32) and const.array.size <= _MOST_NUMBERS:
             found.update(const.array.ravel().tolist())
     for node in sketch.nodes:
         for name, value in node.attrs.items():
@@ -362,6 +363,8 @@ def _move_factor(sketch: Sketch, draw: Draw) -> Sketch:
     if not factors:
         return sketch
     factor = draw.choice(factors)
+    if abs(int(array[target])) > LARGEST:
+        return sketch
     array[source] //= factor
     array[target] *= factor
     return with_const(sketch, at, array=array)

@@ -1,0 +1,165 @@
+"""Mutants of the rules' own code: `python bench/mutants.py [RULE ...] [--jobs N] [--seed S] [--out FILE] [--sample N]`.
+
+Each comparison, number, boundary, boolean and sign in the functions of the rules is changed, one at a time, and the
+rule is asked again about the graphs of its proof (`xrlflow.verify.rules.codehunt`). A function that several rules call
+is tried with a few of them. Rows go to FILE (JSON lines, default out/mutants.jsonl) as they are found; what is there
+already is not done again. At the end: how many of each kind were found out, how, and the survivors that
+`tests/rules/survivors.json` does not explain, with which the command exits with 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import random
+import resource
+import sys
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+for _variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+    os.environ.setdefault(_variable, "1")
+
+from rewrite_rules import LIBRARY
+from xrlflow.verify.rules.code import functions_of, mutants_of
+from xrlflow.verify.rules.codehunt import KILLED, CodeHunt
+
+EXPLAINED = ROOT / "tests" / "rules" / "survivors.json"
+# A mutant of what many rules call is tried with so many of them.
+_RULES = 5
+# A process takes so many functions at a time.
+_AT_ONCE = 6
+# What a process may take, in bytes.
+_MEMORY = 6 << 30
+Row = dict[str, Any]
+
+
+def tasks(names: Sequence[str]) -> dict[str, list[tuple[str, list[str]]]]:
+    """Rule -> functions that are tried with it first, each with all rules that it is tried with."""
+    callers: dict[str, list[str]] = {}
+    for rule in LIBRARY:
+        if not names or rule.name in names:
+            for function in functions_of(rule):
+                callers.setdefault(function, []).append(rule.name)
+    out: dict[str, list[tuple[str, list[str]]]] = {}
+    for function, rules in callers.items():
+        step = max(1, len(rules) // _RULES)
+        chosen = rules[::step][:_RULES]
+        out.setdefault(chosen[0], []).append((function, chosen))
+    return out
+
+
+def pieces(work: dict[str, list[tuple[str, list[str]]]]) -> list[tuple[str, list[tuple[str, list[str]]]]]:
+    """The tasks, cut so that no process is left with a long one at the end."""
+    found = [
+        (rule, functions[i : i + _AT_ONCE])
+        for rule, functions in work.items()
+        for i in range(0, len(functions), _AT_ONCE)
+    ]
+    return sorted(found, key=lambda piece: -len(piece[1]))
+
+
+def hunt(
+    rule: str, functions: Sequence[tuple[str, list[str]]], seed: int, done: set[str], sample: float
+) -> list[Row]:
+    """Rows of all mutants of some functions that are not done."""
+    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))  # a mutant may ask for all there is
+    by_name = {r.name: r for r in LIBRARY}
+    hunts: dict[str, CodeHunt] = {}
+
+    def hunter(name: str) -> CodeHunt:
+        if name not in hunts:
+            hunts[name] = CodeHunt(by_name[name], seed)
+        return hunts[name]
+
+    rows = []
+    draw = random.Random(f"{rule} {seed}")
+    for key, callers in functions:
+        function = functions_of(by_name[rule])[key]
+        for compiled in mutants_of(function):
+            if draw.random() >= sample or str(compiled.mutant) in done:
+                continue
+            for name in callers:
+                found = hunter(name).judge(function, compiled)
+                if found.killed:
+                    break
+            rows.append(found.to_json())
+    return rows
+
+
+def explained() -> Mapping[str, str]:
+    """Why survivors are right, by name."""
+    return json.loads(EXPLAINED.read_text()) if EXPLAINED.exists() else {}  # type: ignore[no-any-return]
+
+
+def summary(rows: Iterable[Row]) -> list[Row]:
+    """Unexplained survivors; prints how many mutants of each kind were found out, and how."""
+    reasons, kinds = explained(), dict[str, Counter[str]]()
+    left = []
+    for row in rows:
+        counts = kinds.setdefault(row["kind"], Counter())
+        counts[row["verdict"]] += 1
+        if row["verdict"] not in KILLED:
+            why = row["name"] in reasons
+            counts["explained" if why else "unexplained"] += 1
+            if not why:
+                left.append(row)
+    columns = (*KILLED, "same", "right", "explained", "unexplained")
+    print(f"{'kind':12} {'mutants':>8} {'killed':>8} {'%':>6} " + " ".join(f"{c:>11}" for c in columns))
+    total = sum(kinds.values(), Counter())
+    for name, counts in [*sorted(kinds.items()), ("total", total)]:
+        killed = sum(counts[k] for k in KILLED)
+        mutants = killed + counts["same"] + counts["right"]
+        print(
+            f"{name:12} {mutants:8} {killed:8} {100 * killed / max(mutants, 1):6.2f} "
+            + " ".join(f"{counts[c]:11}" for c in columns)
+        )
+    return left
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("rules", nargs="*", help="only the code of these rules")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=ROOT / "out" / "mutants.jsonl")
+    parser.add_argument("--sample", type=float, default=1.0, help="share of the mutants that is tried")
+    options = parser.parse_args()
+    unknown = set(options.rules) - {r.name for r in LIBRARY}
+    if unknown:
+        parser.error(f"no rule is called {min(unknown)}")
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    rows = [json.loads(line) for line in options.out.read_text().splitlines()] if options.out.exists() else []
+    done = {row["name"] for row in rows}
+    work = tasks(options.rules)
+    with options.out.open("a") as out:
+        with ProcessPoolExecutor(options.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+            waiting = {
+                pool.submit(hunt, rule, functions, options.seed, done, options.sample): rule
+                for rule, functions in pieces(work)
+            }
+            for n, future in enumerate(as_completed(waiting), 1):
+                found = future.result()
+                rows += found
+                out.writelines(json.dumps(row) + "\n" for row in found)
+                out.flush()
+                print(
+                    f"{n}/{len(waiting)} {waiting[future]}: {len(found)} mutants", file=sys.stderr, flush=True
+                )
+    left = summary(rows)
+    for row in left:
+        print(f"{row['verdict']:6} {row['cases']:3} {row['rule']}: {row['name']}")
+    sys.exit(1 if left else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,162 @@
+"""What many processes decide, and what is reported: properties, and a small simulation."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+
+from bench.decide import WORLDS, World, simulate
+from xrlflow.backends.decision import FEWEST, SHIP, Rule, confirm, decide, needed, settle, share_out
+from xrlflow.backends.results import Verdict
+from xrlflow.backends.statistics import Pooled, pool
+
+
+def drawing(estimates: Sequence[float]) -> Callable[[], float | None]:
+    left = iter(estimates)
+    return lambda: next(left, None)
+
+
+def around(mean: float, spread: float, count: int, seed: int = 0) -> list[float]:
+    found: list[float] = np.random.default_rng(seed).normal(mean, spread, count).tolist()
+    return found
+
+
+@pytest.mark.parametrize("most", [3, 8, 12, 40, 80])
+def test_looks_share_the_error(most: int) -> None:
+    looks = SHIP.looks(most)
+    assert list(looks) == sorted(set(looks))
+    assert looks[-1] == most
+    assert all(look >= SHIP.first for look in looks[:-1])
+    spent = [0.0, *(SHIP.spent(look, most) for look in looks)]
+    shares = [b - a for a, b in itertools.pairwise(spent)]
+    assert min(shares) > 0.0
+    assert math.fsum(shares) == pytest.approx(SHIP.error) == 0.025
+
+
+def test_a_clear_gain_is_decided_at_the_first_look() -> None:
+    found = decide(drawing(around(0.05, 0.004, 40)), 40)
+    assert found.verdict is Verdict.FASTER
+    assert len(found.estimates) == SHIP.first
+    assert found.interval is not None
+    assert found.interval.low > 1.003
+
+
+def test_what_will_not_be_faster_is_given_up() -> None:
+    found = decide(drawing(around(0.0, 0.004, 40)), 40)
+    assert found.verdict is Verdict.NOT_FASTER
+    assert len(found.estimates) == SHIP.first
+
+
+def test_what_is_in_doubt_takes_longer() -> None:
+    found = decide(drawing(around(0.008, 0.012, 40)), 40)
+    assert len(found.estimates) > SHIP.first
+
+
+def test_a_gain_below_the_bar_is_none() -> None:
+    """It is known exactly, and not worth a file."""
+    found = decide(drawing(around(0.002, 1e-5, 40)), 40)
+    assert found.verdict is Verdict.NOT_FASTER
+    assert found.interval is not None
+    assert found.interval.low > 1.0
+
+
+def test_two_estimates_decide_nothing() -> None:
+    found = decide(drawing([0.5, 0.5]), 40)
+    assert found.verdict is Verdict.TOO_FEW
+    assert found.interval is None
+
+
+def test_few_that_agree_by_luck_decide_nothing() -> None:
+    """Three sessions whose weights happen to lie well: they are exactly alike, and one percent faster."""
+    assert decide(drawing([0.01] * 3), 3).verdict is Verdict.NOT_FASTER
+    assert decide(drawing([0.10] * 3), 3).verdict is Verdict.FASTER
+
+
+def test_time_that_runs_out_is_a_last_look() -> None:
+    """All of the error is left to spend: with a share of it alone this would be in doubt."""
+    estimates = [0.03, 0.02, 0.025, 0.04, 0.01, 0.035]
+    assert decide(drawing(estimates), 40).verdict is Verdict.FASTER
+    early = pool(estimates).interval(SHIP.spent(6, 40))
+    assert early.low < math.exp(SHIP.bar)
+
+
+def test_the_figure_has_nothing_of_what_decided() -> None:
+    deciding, after = around(0.05, 0.004, SHIP.first), around(0.02, 0.004, 60, seed=1)
+    answer = settle(drawing([*deciding, *after]), 60)
+    assert answer.faster
+    assert answer.figure == confirm(drawing(after), answer.confirming)
+    assert answer.confirming == needed(deciding)
+
+
+def test_how_many_confirm_is_known_before_the_first_does() -> None:
+    """Whatever they say, it is the same number: no look."""
+    deciding = around(0.05, 0.008, SHIP.first)
+    counts = {
+        settle(drawing([*deciding, *around(mean, 0.02, 60)]), 60).confirming for mean in (-0.05, 0.0, 0.2)
+    }
+    assert counts == {needed(deciding)}
+
+
+def test_what_is_slower_when_measured_again_is_not_faster() -> None:
+    deciding = around(0.05, 0.004, SHIP.first)
+    assert settle(drawing([*deciding, *around(-0.03, 0.004, 60)]), 60).verdict is Verdict.REFUTED
+    assert settle(
+        drawing([*deciding, *around(0.0, 0.004, 60)]), 60
+    ).faster  # no choice by the figure otherwise
+
+
+def test_where_time_suffices_for_one_set_there_is_no_figure() -> None:
+    assert share_out(2 * FEWEST - 1) == 2 * FEWEST - 1
+    answer = settle(drawing([0.2] * 5), 5)
+    assert answer.faster
+    assert answer.figure is None
+
+
+def test_what_does_not_stand_the_check_is_not_measured_again() -> None:
+    drawn: list[float] = []
+
+    def draw() -> float:
+        drawn.append(0.05)
+        return 0.05 + 1e-4 * len(drawn)
+
+    answer = settle(draw, 60, check=lambda: False)
+    assert answer.figure is None
+    assert len(drawn) == SHIP.first
+    drawn.clear()
+    assert settle(draw, 60, check=lambda: True).figure is not None
+
+
+def test_what_is_not_faster_is_not_checked() -> None:
+    def never() -> bool:
+        raise AssertionError("checked")
+
+    assert settle(drawing(around(-0.05, 0.004, 60)), 60, check=never).verdict is Verdict.NOT_FASTER
+
+
+@pytest.mark.parametrize("world", WORLDS, ids=lambda world: world.name)
+def test_the_original_against_itself_is_not_shipped(world: World) -> None:
+    """At most 2.5%: of 400, 10 and two standard errors. The whole is `python bench/decide.py`."""
+    assert simulate(world, 0.0, 400, seed=1).shipped <= 0.025 + 2 * math.sqrt(0.025 * 0.975 / 400)
+
+
+def test_the_simulation_sees_who_looks_too_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test above can fail: where each look spends all of the error, and any gain will do, more is shipped."""
+    eager, interval = Rule(bar=0.0, hope=10.0), Pooled.interval
+    monkeypatch.setattr("bench.decide.settle", lambda draw, affordable: settle(draw, affordable, eager))
+    fair = simulate(WORLDS[0], 0.0, 400, seed=1).shipped
+    monkeypatch.setattr(Pooled, "interval", lambda self, tail: interval(self, 0.025))
+    assert fair < 0.03 < 0.05 < simulate(WORLDS[0], 0.0, 400, seed=1).shipped
+
+
+@pytest.mark.parametrize("gain", [0.005, 0.02])
+def test_what_is_reported_is_neither_too_good_nor_too_bad(gain: float) -> None:
+    found = simulate(WORLDS[0], gain, 400, seed=1)
+    assert found.bias is not None
+    assert found.off is not None
+    assert abs(found.bias) < 0.0005 + 3 * found.off
+    assert found.covered is not None
+    assert found.covered > 0.9

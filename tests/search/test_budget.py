@@ -1,0 +1,65 @@
+"""The time limit, shared out: for models of all speeds, and limits of all lengths."""
+
+from __future__ import annotations
+
+import pytest
+
+from xrlflow.search import Budget
+
+LATENCIES = [1e-4, 3e-3, 0.02, 0.1, 0.5, 2.0]
+LIMITS = [1.0, 10.0, 60.0, 600.0]
+
+
+@pytest.mark.parametrize("latency", LATENCIES)
+@pytest.mark.parametrize("limit", LIMITS)
+def test_everything_has_its_place_within_the_limit(latency: float, limit: float) -> None:
+    budget = Budget(100.0, limit, latency, loading=10 * latency)
+    assert budget.begin < budget.search_until <= budget.select_until <= budget.end <= budget.until
+    assert budget.until == 100.0 + limit
+    assert budget.end - budget.select_until == pytest.approx(budget.ending)
+    assert budget.begin_comparing_until < budget.select_until
+    # What fits into the limit has its time after the selection.
+    wanted = budget.verification + budget.comparison
+    assert budget.ending == pytest.approx(min(wanted, 0.5 * (budget.end - budget.begin)))
+
+
+def test_a_fast_model_takes_no_minute() -> None:
+    assert Budget(0.0, 60.0, 3e-3).end < 20.0
+    assert Budget(0.0, 60.0, 0.1).end == 60.0
+    # A user who gives more time gets more, and one who gives less no more than that.
+    assert Budget(0.0, 600.0, 3e-3).end == pytest.approx(10 * Budget(0.0, 60.0, 3e-3).end)
+    assert Budget(0.0, 5.0, 3e-3).end == 5.0
+
+
+def test_what_is_not_known_takes_the_limit() -> None:
+    assert Budget(0.0, 60.0).end == 60.0
+
+
+def test_no_comparison_begins_that_would_end_too_late() -> None:
+    """A model of two seconds: eight runs and two sessions."""
+    budget = Budget(0.0, 60.0, 2.0, 1.0)
+    assert budget.begin_comparing_until == pytest.approx(budget.select_until - 18.0)
+
+
+def test_verification_begins_only_if_it_is_over_in_time() -> None:
+    budget = Budget(0.0, 60.0, 0.5, 0.0)
+    assert budget.verification == 21.0
+    assert budget.can_verify(42.0)
+    assert not budget.can_verify(42.1)
+    assert Budget(0.0, 60.0, 0.5, verifying=False).can_verify(59.0)
+
+
+@pytest.mark.parametrize("now", [1.0, 1800.0, 3599.0])
+def test_an_interrupt_leaves_the_time_to_compare_but_no_more_than_there_was(now: float) -> None:
+    budget = Budget(0.0, 3600.0, 0.02, 0.3)
+    hurried = budget.hurry(now)
+    assert hurried.end == hurried.until <= budget.until
+    assert hurried.until - now <= 100.0
+
+
+def test_who_is_late_still_measures_within_the_limit() -> None:
+    """A model of 3 ms, for which 17 of the 60 s are enough, and a search that took 25 of them."""
+    budget = Budget(0.0, 60.0, 3e-3, 0.02)
+    assert budget.final(25.0) == pytest.approx(budget.verification + budget.comparison)
+    assert budget.final(59.0) == 1.0
+    assert budget.final(budget.select_until) == pytest.approx(budget.ending)

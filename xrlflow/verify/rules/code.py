@@ -1,0 +1,277 @@
+"""Mutants of a rule's code: one comparison, number or operator of a function is another.
+
+The functions are those of the rule's class, and those of the rule's package that they call. A mutant is compiled from
+the function's syntax tree and put into the function itself, wherever that is called from.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import inspect
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from types import CodeType, FunctionType
+from typing import Any
+
+from xrlflow.rewrite import AnyRule, RegionRule, Rule
+from xrlflow.verify.rules.thresholds import codes, function_of
+
+_COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
+    ast.GtE: ast.Gt,
+    ast.Gt: ast.GtE,
+    ast.LtE: ast.Lt,
+    ast.Lt: ast.LtE,
+    ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq,
+    ast.In: ast.NotIn,
+    ast.NotIn: ast.In,
+    ast.Is: ast.IsNot,
+    ast.IsNot: ast.Is,
+}
+_ARITHMETIC: dict[type[ast.operator], type[ast.operator]] = {
+    ast.Add: ast.Sub,
+    ast.Sub: ast.Add,
+    ast.Mult: ast.FloorDiv,
+    ast.FloorDiv: ast.Mult,
+    ast.Mod: ast.FloorDiv,
+}
+_QUANTIFIERS = {"all": "any", "any": "all"}
+# What says why, and what only tells the type checker something.
+_IDLE = (ast.Assert, ast.Raise, ast.JoinedStr, ast.AnnAssign)
+_REASONED = ("require", "worthwhile")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class CodeMutant:
+    """One change: `kind` is comparison, constant, boundary, boolean or arithmetic; `change` says what became what.
+
+    `number` tells changes of one function apart that read the same.
+    """
+
+    module: str
+    function: str
+    kind: str
+    change: str
+    number: int = 0
+
+    def __str__(self) -> str:
+        again = f" ({self.number + 1})" if self.number else ""
+        return f"{self.module}.{self.function}: {self.change}{again}"
+
+
+def functions_of(rule: AnyRule) -> dict[str, FunctionType]:
+    """The functions that a rule consists of, its own and those that they call, by module and name."""
+    found: dict[str, FunctionType] = {}
+    home = type(rule).__module__.partition(".")[0]
+    for kind in type(rule).__mro__:
+        if kind not in Rule.__mro__ and kind not in RegionRule.__mro__:
+            _methods(kind, home, found)
+    return found
+
+
+def _methods(kind: type, home: str, found: dict[str, FunctionType]) -> None:
+    for value in vars(kind).values():
+        function = function_of(value)
+        if function is not None:
+            _add(function, home, found)
+
+
+def _add(function: FunctionType, home: str, found: dict[str, FunctionType]) -> None:
+    key = f"{function.__module__}:{function.__qualname__}"
+    if key in found or function.__module__.partition(".")[0] != home:
+        return
+    if not function.__code__.co_filename.endswith(".py"):
+        return  # what a dataclass generates
+    found[key] = function
+    for code in codes(function.__code__):
+        for name in code.co_names:
+            value = function.__globals__.get(name)
+            called = None if value is None else function_of(value)
+            if called is not None:
+                _add(called, home, found)
+            elif isinstance(value, type) and value.__module__.partition(".")[0] == home:
+                if not issubclass(value, (Rule, RegionRule)) and f"class {value!r}" not in found:
+                    _methods(value, home, found)
+
+
+@lru_cache(maxsize=64)
+def _tree(module: str) -> ast.Module:
+    return ast.parse(inspect.getsource(sys.modules[module]))
+
+
+@lru_cache(maxsize=1024)
+def _chain(module: str, first: int, name: str) -> tuple[ast.AST, ...] | None:
+    """The classes (and functions) around a function, and the function itself."""
+
+    def search(body: list[ast.stmt], above: tuple[ast.AST, ...]) -> tuple[ast.AST, ...] | None:
+        for node in body:
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                line = min([node.lineno, *(d.lineno for d in node.decorator_list)])
+                if isinstance(node, ast.FunctionDef) and node.name == name and line == first:
+                    return (*above, node)
+                if (
+                    isinstance(node, ast.ClassDef)
+                    and (found := search(node.body, (*above, node))) is not None
+                ):
+                    return found
+        return None
+
+    return search(_tree(module).body, ())
+
+
+def _places(function: ast.AST) -> Iterator[tuple[ast.AST, str]]:
+    """The nodes that can be changed, each with whether it stands in a subscript ("boundary") or not ("")."""
+
+    def walk(node: ast.AST, inside: str) -> Iterator[tuple[ast.AST, str]]:
+        if isinstance(node, _IDLE):
+            return
+        yield node, inside
+        if isinstance(node, ast.Subscript):
+            yield from walk(node.value, inside)
+            yield from walk(node.slice, "boundary")
+            return
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _REASONED:
+            yield from walk(node.args[0], "")
+            return
+        for name, child in ast.iter_fields(node):
+            if name in ("annotation", "returns", "decorator_list", "args") and isinstance(
+                node, (ast.FunctionDef, ast.arg, ast.arguments)
+            ):
+                continue
+            for item in child if isinstance(child, list) else [child]:
+                if isinstance(item, ast.AST):
+                    yield from walk(item, inside)
+
+    assert isinstance(function, ast.FunctionDef)
+    for statement in function.body:
+        if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
+            continue  # the docstring
+        yield from walk(statement, "")
+
+
+def _changes(node: ast.AST, inside: str) -> Iterator[tuple[str, str, Any]]:
+    """The kinds of changes of one node: kind, field (and place in it), new value."""
+    if isinstance(node, ast.Compare):
+        for i, operator in enumerate(node.ops):
+            yield "comparison", f"ops.{i}", _COMPARISONS[type(operator)]()
+    elif isinstance(node, ast.BoolOp):
+        yield "boolean", "op", ast.Or() if isinstance(node.op, ast.And) else ast.And()
+    elif isinstance(node, ast.BinOp) and type(node.op) in _ARITHMETIC:
+        yield "arithmetic", "op", _ARITHMETIC[type(node.op)]()
+    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        if not isinstance(node.operand, ast.Constant):
+            yield "arithmetic", "op", ast.UAdd()
+    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+        yield "boolean", "operand", ast.UnaryOp(ast.Not(), node.operand)
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _QUANTIFIERS:
+        yield "boolean", "func", ast.Name(_QUANTIFIERS[node.func.id], ast.Load())
+    elif isinstance(node, ast.Constant):
+        value = node.value
+        if isinstance(value, bool):
+            yield "boolean", "value", not value
+        elif isinstance(value, int):
+            yield inside or "constant", "value", value + 1
+        elif isinstance(value, float):
+            yield "constant", "value", value * 2 if value else 1.0
+
+
+def _set(node: ast.AST, field: str, value: Any) -> Any:
+    """Put a value into a node's field; gives what was there."""
+    name, _, place = field.partition(".")
+    if place:
+        old = getattr(node, name)[int(place)]
+        getattr(node, name)[int(place)] = value
+        return old
+    old = getattr(node, name)
+    setattr(node, name, value)
+    return old
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """A mutant and its code."""
+
+    mutant: CodeMutant
+    code: CodeType
+
+
+def mutants_of(function: FunctionType) -> Iterator[Compiled]:
+    """Every mutant of a function, one after the other; none of one whose source is not a `def`."""
+    module = function.__module__
+    code = function.__code__
+    chain = _chain(module, code.co_firstlineno, code.co_name)
+    if chain is None or code.co_freevars not in ((), ("__class__",)):
+        return
+    tree = _alone(chain)
+    (definition,) = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == code.co_name][
+        :1
+    ]
+    seen = Counter[str]()
+    for node, inside in list(_places(definition)):
+        for kind, field, value in list(_changes(node, inside)):
+            before = _text(node, tree)
+            old = _set(node, field, value)
+            try:
+                change = f"{before} -> {_text(node, tree)}"
+                made = compile(ast.fix_missing_locations(tree), code.co_filename, "exec")
+            finally:
+                _set(node, field, old)
+            number = seen[change]
+            seen[change] += 1
+            found = next(
+                c
+                for c in codes(made)
+                if c.co_name == code.co_name and c.co_firstlineno == code.co_firstlineno
+            )
+            yield Compiled(CodeMutant(module, function.__qualname__, kind, change, number), found)
+
+
+def _text(node: ast.AST, tree: ast.AST) -> str:
+    """A node as it is written; a number with what is around it."""
+    if isinstance(node, ast.Constant):
+        for above in ast.walk(tree):
+            if node in ast.iter_child_nodes(above) and isinstance(above, ast.expr):
+                return ast.unparse(ast.fix_missing_locations(above))
+    return ast.unparse(ast.fix_missing_locations(node))
+
+
+def _alone(chain: tuple[ast.AST, ...]) -> ast.Module:
+    """A module of one function, within the classes around it, at the lines where it stands."""
+    body = copy.deepcopy(chain[-1])
+    for around in reversed(chain[:-1]):
+        assert isinstance(around, ast.ClassDef)
+        shell = ast.ClassDef(around.name, [], [], [body], [])
+        if sys.version_info >= (3, 12):
+            shell.type_params = []
+        body = ast.copy_location(shell, around)
+    (future,) = ast.parse("from __future__ import annotations").body
+    module = ast.Module([future, body], [])  # type: ignore[list-item]
+    return ast.fix_missing_locations(module)
+
+
+@contextmanager
+def put(function: FunctionType, code: CodeType) -> Iterator[None]:
+    """A function with other code; what was remembered of any function of its package is forgotten, before and after."""
+    home = function.__module__.partition(".")[0]
+    original = function.__code__
+    function.__code__ = code
+    _forget(home)
+    try:
+        yield
+    finally:
+        function.__code__ = original
+        _forget(home)
+
+
+def _forget(home: str) -> None:
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] == home:
+            for value in list(vars(module).values()):
+                clear = getattr(value, "cache_clear", None)
+                if clear is not None:
+                    clear()
