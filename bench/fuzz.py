@@ -204,7 +204,8 @@ def minimised(job: Job, subject: Any, outcome: Any, libraries: Any) -> list[Find
 
 def _work(pipe: Connection, stage: Any, shrinking: bool) -> None:
     """A worker: models come in, what came of them goes out; first as found, then made small."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to end
+    for number in (signal.SIGINT, signal.SIGTERM):  # the parent decides when to end
+        signal.signal(number, signal.SIG_IGN)
     from bench.fuzz_check import Libraries
 
     libraries = Libraries()
@@ -486,6 +487,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         run.go(minutes, given.graphs)
     finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         print(run.summary(), flush=True)
         if given.json is not None:
             given.json.write_text(json.dumps(run.to_json(), indent=1))
