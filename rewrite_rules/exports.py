@@ -24,8 +24,24 @@ def shape_of(reader: Reader, value: Value) -> tuple[Dim, ...] | None:
     return None if known is None else tuple(f"#{value}.{i}" if d is None else d for i, d in enumerate(known))
 
 
-def elements(reader: Reader, value: Value, steps: int = _MOST_STEPS) -> Known | None:
-    """What is known of the elements of a value that is computed from dimensions by at most so many nodes in a row."""
+def elements(reader: Reader, value: Value) -> Known | None:
+    """What is known of the elements of a value that is computed from dimensions, by not too many nodes in a row."""
+    return _elements(reader, value, _MOST_STEPS, {})
+
+
+def _elements(
+    reader: Reader, value: Value, steps: int, found: dict[tuple[Value, int], Known | None]
+) -> Known | None:
+    """`steps`: the most nodes in a row; `found`: what was asked before, since a node may read one value twice."""
+    key = (value, steps)
+    if key not in found:
+        found[key] = _elements_of(reader, value, steps, found)
+    return found[key]
+
+
+def _elements_of(
+    reader: Reader, value: Value, steps: int, found: dict[tuple[Value, int], Known | None]
+) -> Known | None:
     if value == ABSENT:
         return None
     val = reader.val(value)
@@ -41,7 +57,7 @@ def elements(reader: Reader, value: Value, steps: int = _MOST_STEPS) -> Known | 
     if node.types[0].dtype not in _COMPUTED or (node.types[0].rank or 0) > 2:
         return None
     kinds = [None if v == ABSENT else reader.type(v) for v in node.inputs]
-    inputs = [elements(reader, v, steps - 1) for v in node.inputs]
+    inputs = [_elements(reader, v, steps - 1, found) for v in node.inputs]
     return values(node.op, node.attrs, kinds, inputs, node.types[0])
 
 

@@ -199,3 +199,37 @@ def test_numbers_of_calls_keep_their_sign_and_kind() -> None:
         rounded = dims.call("min.float", S, number_)
         assert dims.symbols(rounded) == {"S"}
         assert dims.formula(dims.dim(rounded)) == rounded
+
+
+def grown(step: int, formula: Formula) -> Formula:
+    """What one more node may make of a formula: twice as large, one level deeper, or with larger numbers."""
+    return (
+        lambda: formula * formula,
+        lambda: formula * 10**15,
+        lambda: formula * (formula + T),
+        lambda: least(floor_div(formula, 2), floor_div(formula + T, 3)),
+        lambda: floor_div(greatest(formula, 2), T) + S,
+        lambda: dims.call("sqrt.float", formula) + dims.call("floor.float", formula),
+        lambda: formula + dims.symbol(f"s{len(formula.terms)}"),
+        lambda: floor_div(formula * T, formula + S),
+    )[step]()
+
+
+@pytest.mark.parametrize("step", range(8))
+def test_formulas_do_not_grow_without_end(step: int) -> None:
+    """The one before the first that is refused is still read back, decided and bounded."""
+    formula = S + T + 1
+    with pytest.raises(dims.Unwieldy):
+        for _ in range(1000):
+            last, formula = formula, grown(step, formula)
+    assert last.count <= dims.MOST_ATOMS
+    assert last.levels <= dims.MOST_LEVELS
+    text = dims.dim(last)
+    assert dims.formula(text) == last
+    assert dims.same(last, last)
+    assert not dims.same(last, last + 1)
+    dims.not_less(last, S)
+    dims.is_multiple(last, 7)
+    low, high = dims.bounds(last * dims.call("unknown") if step < 2 else last)
+    assert low <= high
+    evaluate(last, {"S": dims.LARGEST, "T": dims.LARGEST})

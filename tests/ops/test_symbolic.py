@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import product
 
 import numpy as np
@@ -304,3 +304,44 @@ def test_a_slice_at_places_that_are_not_known(known: tuple[int, ...]) -> None:
 def _const(numbers: tuple[int, ...]) -> Const:
     array = np.array(numbers, np.int64)
     return Const(TensorType(DType.INT64, array.shape, True), ArrayHandle(array), array)
+
+
+def test_nodes_that_double_a_formula_are_read_in_no_time() -> None:
+    steps = " ".join(
+        f"p{k} = Div(v{k}, two) q{k} = Mul(v{k}, h) r{k} = Div(q{k}, three) v{k + 1} = Min(p{k}, r{k})"
+        for k in range(60)
+    )
+    graph = load(
+        onnx.parser.parse_model(
+            f"{HEAD} g (float[S] x) => (float[a] y) <int64[1] two = {{2}}, int64[1] three = {{3}}> {{"
+            f" h = Shape(x) v0 = Add(h, two) {steps} y = ConstantOfShape(v60) }}"
+        )
+    ).graph
+    assert graph.type(graph.outputs[0]).shape is not None
+
+
+def test_a_reduction_without_axes_may_reduce_nothing() -> None:
+    text = (
+        "g (float[S,T] x) => (int64 y) { s = Shape(x) r = ReduceSum<noop_with_empty_axes=1>(s)"
+        " y = ReduceMax<keepdims=0>(r) }"
+    )
+    elements = computed(load(onnx.parser.parse_model(HEAD + text)).graph)
+    assert elements is None or dims.evaluate(elements, {"S": 3, "T": 5}) == 5
+
+
+@pytest.mark.parametrize(("op", "expected"), [("Min", min), ("Max", max), ("Div", lambda a, b: a // b)])
+def test_numbers_of_calls_wrap_around(op: str, expected: Callable[[int, int], int]) -> None:
+    """At sizes beyond what a runtime could hold, as a user may give them for the cost model."""
+    text = f"g (float[S,T,U] x) => (int64 y) <int64 k = {{3}}> {{ s = Size(x) y = {op}(s, k) }}"
+    elements = computed(load(onnx.parser.parse_model(HEAD + text)).graph)
+    assert elements is not None
+    wrapped = 4_000_000**3 - 3 * 2**64
+    assert 0 < wrapped < 2**63
+    assert dims.evaluate(elements, dict.fromkeys("STU", 4_000_000), evaluate_call) == expected(wrapped, 3)
+
+
+def test_a_scale_without_end_gives_no_size() -> None:
+    model = onnx.parser.parse_model(
+        f"{HEAD} g (float[S] x) => (float[a] y) <float[1] s = {{inf}}> {{ y = Resize(x, , s) }}"
+    )
+    assert load(model, shapes={"x": (5,)}).bindings == {"S": 5}

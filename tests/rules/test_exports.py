@@ -14,10 +14,10 @@ from rewrite_rules.exports import (
     ReplaceUnitReduceBySqueeze,
     UseSignedWeights,
 )
-from tests.rules.harness import applies, model, refuses, run
+from tests.rules.harness import alone, applies, model, refuses, run
 from xrlflow.ir import dims
 from xrlflow.onnxio import load
-from xrlflow.rewrite import AnyRule, Library
+from xrlflow.rewrite import AnyRule, Library, RewriteState
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda r: r.name)
@@ -251,3 +251,14 @@ def test_a_size_of_zero_counts() -> None:
     assert shape is not None
     assert [dims.value(d, {"B": 2, "S": 0}) for d in shape] == [24, 12, 0]
     assert [dims.value(d, {"B": 2, "S": 3}) for d in shape] == [24, 3, 4]
+
+
+def test_a_shape_that_is_doubled_many_times_is_read_once() -> None:
+    """Each of the nodes reads the one before twice: two to the power of their number ways to the first."""
+    doubled = " ".join(f"v{k + 1} = Sub(v{k}, w{k}) w{k + 1} = Add(v{k}, w{k})" for k in range(22))
+    proto = model(
+        "agraph (float[N,2] x) => (float[a,b] y) <int64[2] o = {0, 0}> { v0 = Shape(x) w0 = Identity(o)"
+        f" {doubled} u = Max(v22, v0) y = Reshape(x, u) }}"
+    )
+    state = RewriteState.start(load(proto).graph, alone(FoldComputedShape()))
+    assert len(state.candidates) <= 1

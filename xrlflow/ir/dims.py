@@ -9,6 +9,9 @@ Every symbol stands for any size from 0 to LARGEST. A comparison is true only if
 sides have a value (a division by 0 has none: the operator that divides fails). Linear formulas with divisions and
 minima by numbers are decided exactly (Presburger arithmetic, by isl; S. Verdoolaege, 2010); a product of symbols counts
 there as a symbol of its own. What is not decided is not true.
+
+Formulas grow no further than MOST_ATOMS and MOST_LEVELS, and decisions take bounded work: what a model computes could
+double either with each node.
 """
 
 from __future__ import annotations
@@ -28,6 +31,20 @@ Dim = int | str | None
 LARGEST = 2**31 - 1
 """The largest size of one dimension. ONNX says "to the end" by a bound of at least this."""
 
+MOST_ATOMS = 400
+"""The most atoms and terms of a formula, those within others counted wherever they stand."""
+
+MOST_LEVELS = 24
+"""The most atoms within each other."""
+
+_MOST_BITS = 256
+"""The most bits of a coefficient."""
+
+
+class Unwieldy(ArithmeticError):
+    """A formula that would be too large to be of use."""
+
+
 _MARK = "="
 _PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 _RESERVED = frozenset({"min", "sym", "call"})
@@ -38,6 +55,8 @@ class Symbol:
     """The size of a dimension of an input, or one that only the data decides."""
 
     name: str
+    count = 1
+    levels = 1
 
     @cached_property
     def text(self) -> str:
@@ -56,6 +75,14 @@ class Floor:
     def text(self) -> str:
         return f"{_wrapped(self.over)}//{_wrapped(self.by)}"
 
+    @cached_property
+    def count(self) -> int:
+        return 1 + self.over.count + self.by.count
+
+    @cached_property
+    def levels(self) -> int:
+        return 1 + max(self.over.levels, self.by.levels)
+
 
 @dataclass(frozen=True)
 class Least:
@@ -66,6 +93,14 @@ class Least:
     @cached_property
     def text(self) -> str:
         return f"min({', '.join(p.text for p in self.parts)})"
+
+    @cached_property
+    def count(self) -> int:
+        return 1 + sum(p.count for p in self.parts)
+
+    @cached_property
+    def levels(self) -> int:
+        return 1 + max(p.levels for p in self.parts)
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,6 +117,14 @@ class Call:
     def text(self) -> str:
         shown = ", ".join(_real(a) if isinstance(a, float) else a.text for a in self.arguments)
         return f"call({self.name!r}, {shown})"
+
+    @cached_property
+    def count(self) -> int:
+        return 1 + sum(1 if isinstance(a, float) else a.count for a in self.arguments)
+
+    @cached_property
+    def levels(self) -> int:
+        return 1 + max((a.levels for a in self.arguments if not isinstance(a, float)), default=0)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Call) and self.text == other.text
@@ -102,7 +145,10 @@ Monomial = tuple[Atom, ...]
 
 @dataclass(frozen=True)
 class Formula:
-    """The sum of `terms`: products of atoms with integer coefficients, none of them 0, in the order of their texts."""
+    """The sum of `terms`: products of atoms with integer coefficients, none of them 0, in the order of their texts.
+
+    Arithmetic raises Unwieldy for what exceeds the limits above.
+    """
 
     terms: tuple[tuple[Monomial, int], ...]
 
@@ -116,6 +162,16 @@ class Formula:
             sign = ("-" if factor < 0 else "") if not out else (" - " if factor < 0 else " + ")
             out += sign + "*".join(parts)
         return out or "0"
+
+    @cached_property
+    def count(self) -> int:
+        """The terms and atoms, those within others too."""
+        return sum(1 + sum(atom.count for atom in monomial) for monomial, _ in self.terms)
+
+    @cached_property
+    def levels(self) -> int:
+        """The most atoms within each other."""
+        return max((atom.levels for monomial, _ in self.terms for atom in monomial), default=0)
 
     @cached_property
     def number(self) -> int | None:
@@ -143,6 +199,8 @@ class Formula:
         return self + _formula(other) * -1
 
     def __mul__(self, other: Formula | int) -> Formula:
+        if len(self.terms) * len(_formula(other).terms) > MOST_ATOMS:
+            raise Unwieldy
         return _sum((_product(a, b), m * n) for a, m in self.terms for b, n in _formula(other).terms)
 
     def __neg__(self) -> Formula:
@@ -173,8 +231,10 @@ def call(name: str, *arguments: Formula | Call | float) -> Formula:
 
 
 def make_call(name: str, *arguments: Formula | Call | float) -> Call:
-    """A number, perhaps no integer, of which nothing is known but what it is made of."""
-    return Call(name, tuple(_bare(a) if isinstance(a, Formula) else a for a in arguments))
+    """A number, perhaps no integer, of which nothing is known but what it is made of. Raises Unwieldy."""
+    made = Call(name, tuple(_bare(a) if isinstance(a, Formula) else a for a in arguments))
+    _within_limits(made)
+    return made
 
 
 def _bare(formula: Formula) -> Formula | Call:
@@ -189,7 +249,13 @@ ZERO, ONE = number(0), number(1)
 
 
 def _atom(atom: Atom) -> Formula:
+    _within_limits(atom)
     return Formula((((atom,), 1),))
+
+
+def _within_limits(made: Formula | Atom) -> None:
+    if made.levels > MOST_LEVELS or made.count > MOST_ATOMS:
+        raise Unwieldy
 
 
 def _formula(value: Formula | int) -> Formula:
@@ -213,9 +279,13 @@ def _sum(terms: Iterable[tuple[Monomial, int]]) -> Formula:
     for monomial, factor in terms:
         total[monomial] = total.get(monomial, 0) + factor
     kept = [(m, f) for m, f in total.items() if f]
+    if any(f.bit_length() > _MOST_BITS for _, f in kept):
+        raise Unwieldy
     if len(kept) > 1:
         kept.sort(key=lambda term: [atom.text for atom in term[0]])
-    return Formula(tuple(kept))
+    made = Formula(tuple(kept))
+    _within_limits(made)
+    return made
 
 
 # Division, minima
@@ -378,6 +448,7 @@ Bound = int | float
 """An exact integer, or an infinity."""
 
 _INFINITE = math.inf
+_FAR = 2**256
 
 
 def bounds(formula: Formula) -> tuple[Bound, Bound]:
@@ -389,10 +460,18 @@ def bounds(formula: Formula) -> tuple[Bound, Bound]:
         most: Bound = 1
         for atom in monomial:
             corners = [_times(a, b) for a in (least_, most) for b in _atom_bounds(atom)]
-            least_, most = min(corners), max(corners)
+            least_, most = _near(min(corners), max(corners))
         ends = (_times(least_, factor), _times(most, factor))
         low, high = low + min(ends), high + max(ends)
-    return low, high
+    return _near(low, high)
+
+
+def _near(low: Bound, high: Bound) -> tuple[Bound, Bound]:
+    """Bounds that are no larger than a float can be, and no tighter."""
+    return (
+        -_INFINITE if low < -_FAR else min(low, _FAR),
+        _INFINITE if high > _FAR else max(high, -_FAR),
+    )
 
 
 def _times(a: Bound, b: Bound) -> Bound:
@@ -431,7 +510,7 @@ def evaluate(formula: Formula, numbers: Mapping[str, int], calls: Evaluate | Non
         term = factor
         for atom in monomial:
             value = _atom_value(atom, numbers, calls)
-            if value is None or value != int(value):
+            if value is None or (isinstance(value, float) and not value.is_integer()):
                 return None
             term *= int(value)
         total += term
@@ -495,12 +574,18 @@ def _with_inner(atom: Atom) -> Iterator[Atom]:
 
 def same(a: Formula, b: Formula) -> bool:
     """Whether two formulas are equal at all sizes at which both have a value."""
-    return a == b or _never((a - b,), "{0} != 0", lambda n: n[0] != 0)
+    try:
+        return a == b or _never((a - b,), "{0} != 0", lambda n: n[0] != 0)
+    except Unwieldy:
+        return False
 
 
 def not_less(a: Formula, b: Formula) -> bool:
     """Whether `a` is at least `b`, at all sizes at which both have a value."""
-    difference = a - b
+    try:
+        difference = a - b
+    except Unwieldy:
+        return False
     low, high = bounds(difference)
     if low >= 0 or high < 0:
         return low >= 0
@@ -518,7 +603,10 @@ def is_multiple(a: Formula, of: int) -> bool:
     """Whether a formula is a multiple of a number, at all sizes at which it has a value."""
     if of == 0:
         return same(a, ZERO)
-    rest = modulo(a, abs(of))
+    try:
+        rest = modulo(a, abs(of))
+    except Unwieldy:
+        return False
     return not rest.terms or same(rest, ZERO)
 
 
@@ -565,13 +653,44 @@ def _never(parts: tuple[Formula, ...], condition: str, holds: Callable[[Sequence
     return _is_empty(parts, condition)
 
 
-_MOST_ATOMS = 24
-_MOST_OPERATIONS = 200_000
+_MOST_VARIABLES = 24
+
+_OPERATIONS = 10_000
+"""Of isl, for a decision: a few milliseconds. Those of shapes that models compute take less."""
+
+_MORE_OPERATIONS = 100_000
+"""Of isl, for a hard decision: up to half a second."""
+
+_HARD_DECISIONS = 60
+"""So many of them are tried for each model."""
+
+_hard_decisions_left = _HARD_DECISIONS
+
+
+def start_deciding() -> None:
+    """Allow for hard decisions anew: called where a model is read, so that it is read in bounded time."""
+    global _hard_decisions_left  # noqa: PLW0603
+    _hard_decisions_left = _HARD_DECISIONS
+
+
+def _is_empty(parts: tuple[Formula, ...], condition: str) -> bool:
+    """Whether no sizes fulfil the condition, by isl; False if that cannot be decided within bounds."""
+    found = _decided(parts, condition, _OPERATIONS)
+    if found is None and _hard_decisions_left:
+        found = _decided_at_length(parts, condition)
+    return bool(found)
 
 
 @lru_cache(maxsize=65536)
-def _is_empty(parts: tuple[Formula, ...], condition: str) -> bool:
-    """Whether no sizes fulfil the condition, by isl; False if that cannot be decided within bounds."""
+def _decided_at_length(parts: tuple[Formula, ...], condition: str) -> bool | None:
+    global _hard_decisions_left  # noqa: PLW0603
+    _hard_decisions_left -= 1
+    return _decided(parts, condition, _MORE_OPERATIONS)
+
+
+@lru_cache(maxsize=65536)
+def _decided(parts: tuple[Formula, ...], condition: str, operations: int) -> bool | None:
+    """Whether no sizes fulfil the condition; None if isl needs more operations to know."""
     problem = _Problem()
     try:
         terms = [problem.linear(part) for part in parts]
@@ -581,12 +700,12 @@ def _is_empty(parts: tuple[Formula, ...], condition: str) -> bool:
     import islpy
 
     context = islpy.Context()
-    context.set_max_operations(_MOST_OPERATIONS)
+    context.set_max_operations(operations)
     context.set_on_error(islpy.on_error.CONTINUE)
     try:
         return bool(islpy.Set.read_from_str(context, text).is_empty())
     except islpy.Error:  # too many operations
-        return False
+        return None
 
 
 class _TooLarge(Exception):
@@ -612,7 +731,7 @@ class _Problem:
         found = self.names.get(monomial)
         if found is not None:
             return found
-        if len(self.names) >= _MOST_ATOMS:
+        if len(self.names) >= _MOST_VARIABLES:
             raise _TooLarge
         name = self.names[monomial] = f"v{len(self.names)}"
         if len(monomial) == 1:
@@ -642,7 +761,10 @@ def formula(dim: int | str) -> Formula:
         return number(dim)
     if not dim.startswith(_MARK):
         return symbol(dim)
-    return _parsed(ast.parse(dim[len(_MARK) :], mode="eval").body)
+    try:
+        return _parsed(ast.parse(dim[len(_MARK) :], mode="eval").body)
+    except Unwieldy:  # what was within the limits when it was made is a size of its own
+        return symbol(dim)
 
 
 def dim(of: Formula) -> int | str:

@@ -30,6 +30,7 @@ from xrlflow.ir import (
     TypeConflict,
     Value,
     digest,
+    dims,
     merge_types,
     mix,
     output_key,
@@ -85,6 +86,7 @@ def _loaded(
     _drop_weights_from_inputs(proto)
     frame = _frame(proto)
     dimensions.name_dimensions(proto)
+    dims.start_deciding()
     bindings: dict[str, int] = {}
     if shapes:
         bindings = dimensions.bind(store.name, proto, shapes)

@@ -76,6 +76,7 @@ def refine(
     except (
         IndexError,
         ZeroDivisionError,
+        dims.Unwieldy,
         _Open,
     ):  # the inputs do not fit, as a run will say; or nothing follows
         return tuple(inferred)
@@ -127,7 +128,7 @@ def _try(function: Callable[[], Formula | None]) -> Dim:
     """A dimension, or None where something that it needs is not known."""
     try:
         return _dim(function())
-    except _Open:
+    except (_Open, dims.Unwieldy):
         return None
 
 

@@ -73,6 +73,22 @@ def values(
 
     `types` are those of the inputs (None: absent), `inputs` their elements as far as they are known.
     """
+    found = _values(op, attrs, types, inputs, out)
+    # Where the two disagree the node is not what it is taken for.
+    shape = out.shape
+    if found is not None and shape is not None and len(shape) != found.ndim:
+        return None
+    agree = found is None or all(not isinstance(d, int) or d == n for d, n in zip(shape or (), found.shape))
+    return found if agree else None
+
+
+def _values(
+    op: str,
+    attrs: Attrs,
+    types: Sequence[TensorType | None],
+    inputs: Sequence[Known | None],
+    out: TensorType,
+) -> Known | None:
     try:
         if op == "Shape":
             return _shape(attrs, types[0])
@@ -94,6 +110,8 @@ def values(
             kind = types[0].dtype if types[0] is not None else out.dtype
             return _elementwise(op, attrs, known, kind, out.dtype)
     except (ValueError, IndexError, ZeroDivisionError, NotEvaluable):  # it does not fit, as a run will say
+        return None
+    except dims.Unwieldy:
         return None
     return None
 
@@ -354,7 +372,7 @@ def _floating(op: str, elements: Sequence[Element], kind: DType) -> Element:
 def _reduced(op: str, attrs: Attrs, inputs: Sequence[Known], dtype: DType) -> Known | None:
     x = inputs[0]
     axes = numbers(inputs[1]) if len(inputs) > 1 else None
-    if len(inputs) > 1 and axes is None:
+    if (len(inputs) > 1 and axes is None) or attrs.get("noop_with_empty_axes", 0):
         return None
     if dtype not in _RANGES or x.size == 0 or (axes is not None and axes.size == 0):
         return None
@@ -385,18 +403,22 @@ def evaluate_call(name: str, arguments: Sequence[float]) -> float | None:
         count = -((extent - size - begin - end) // stride) + 1
         return count - 1 if (count - 1) * stride >= size + begin else count
     if name == "scale.float":
-        return int(np.float32(arguments[0]) * np.float32(arguments[1]))
+        scaled = np.float32(arguments[0]) * np.float32(arguments[1])
+        return int(scaled) if np.isfinite(scaled) else None
     op, _, kind = name.partition(".")
     if not kind:
         return _truncated(arguments) if op == "div" else None
     if kind not in _NAMES:
         return None
     dtype = np.dtype(_NAMES[kind])
+    if dtype.kind in "iu":  # a formula is not wrapped around, what runs is
+        arguments = [a if isinstance(a, float) else _wrapped_number(a, dtype) for a in arguments]
     with np.errstate(all="ignore"):
         if op == "wrap":
-            return int(np.array(int(arguments[0]) % 2**64, np.uint64).astype(dtype))
+            return int(arguments[0])
         if op == "to":
-            return float(np.array(arguments[0], type(arguments[0])).astype(dtype))
+            made: float = np.array(arguments[0], type(arguments[0])).astype(dtype).item()
+            return made
         if dtype.kind in "iu" and op == "div":
             return _truncated(arguments)
         function = _NUMPY.get(op)
@@ -409,6 +431,10 @@ def evaluate_call(name: str, arguments: Sequence[float]) -> float | None:
 _NAMES = {"float": "float32", "double": "float64", "float16": "float16"} | {
     t.name.lower(): t.name.lower() for t in _RANGES
 }
+
+
+def _wrapped_number(value: int, dtype: np.dtype[Any]) -> int:
+    return int(np.array(int(value) % 2**64, np.uint64).astype(dtype))
 
 
 def _truncated(arguments: Sequence[float]) -> int | None:
