@@ -96,7 +96,7 @@ def hunt(
 
 def explained() -> Mapping[str, str]:
     """Why survivors are right, by name."""
-    return json.loads(EXPLAINED.read_text()) if EXPLAINED.exists() else {}  # type: ignore[no-any-return]
+    return json.loads(EXPLAINED.read_text()) if EXPLAINED.exists() else {}
 
 
 def summary(rows: Iterable[Row]) -> list[Row]:
@@ -141,20 +141,18 @@ def main() -> None:
     rows = [json.loads(line) for line in options.out.read_text().splitlines()] if options.out.exists() else []
     done = {row["name"] for row in rows}
     work = tasks(options.rules)
-    with options.out.open("a") as out:
-        with ProcessPoolExecutor(options.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
-            waiting = {
-                pool.submit(hunt, rule, functions, options.seed, done, options.sample): rule
-                for rule, functions in pieces(work)
-            }
-            for n, future in enumerate(as_completed(waiting), 1):
-                found = future.result()
-                rows += found
-                out.writelines(json.dumps(row) + "\n" for row in found)
-                out.flush()
-                print(
-                    f"{n}/{len(waiting)} {waiting[future]}: {len(found)} mutants", file=sys.stderr, flush=True
-                )
+    spawn = multiprocessing.get_context("spawn")
+    with options.out.open("a") as out, ProcessPoolExecutor(options.jobs, mp_context=spawn) as pool:
+        waiting = {
+            pool.submit(hunt, rule, functions, options.seed, done, options.sample): rule
+            for rule, functions in pieces(work)
+        }
+        for n, future in enumerate(as_completed(waiting), 1):
+            found = future.result()
+            rows += found
+            out.writelines(json.dumps(row) + "\n" for row in found)
+            out.flush()
+            print(f"{n}/{len(waiting)} {waiting[future]}: {len(found)} mutants", file=sys.stderr, flush=True)
     left = summary(rows)
     for row in left:
         print(f"{row['verdict']:6} {row['cases']:3} {row['rule']}: {row['name']}")

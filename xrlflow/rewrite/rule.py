@@ -108,7 +108,7 @@ class Val:
         """The dimensions; refuses the match if not even the rank is known."""
         if self.type.shape is None:
             raise Refused("a rank is not known")
-        return self.type.shape if _shown is None else _shown(self.type.shape)  # type: ignore[no-any-return]
+        return self.type.shape if _shown is None else _shown(self.type.shape)
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -125,7 +125,7 @@ class Val:
     @property
     def rank(self) -> int:
         rank = len(self.shape)
-        return rank if _shown is None else _shown(rank)  # type: ignore[no-any-return]
+        return rank if _shown is None else _shown(rank)
 
     @property
     def dtype(self) -> DType:
@@ -157,13 +157,13 @@ class Val:
     def uniform(self) -> float | None:
         """The number that a small constant holds everywhere; None if there is no such number."""
         found = self.graph.leaves.uniform(self.value)
-        return found if _shown is None else _shown(found)  # type: ignore[no-any-return]
+        return found if _shown is None else _shown(found)
 
     @property
     def ints(self) -> tuple[int, ...]:
         """The numbers of a small integer constant (shape, axes), flattened."""
         numbers = tuple(int(i) for i in np.ravel(self.array))
-        return numbers if _shown is None else _shown(numbers)  # type: ignore[no-any-return]
+        return numbers if _shown is None else _shown(numbers)
 
     @property
     def scalar(self) -> float:
@@ -172,7 +172,7 @@ class Val:
         if array.size != 1:
             raise Refused("a constant is not a scalar")
         number = float(array.reshape(()))
-        return number if _shown is None else _shown(number)  # type: ignore[no-any-return]
+        return number if _shown is None else _shown(number)
 
     def __repr__(self) -> str:
         return f"{self.type}"

@@ -38,7 +38,9 @@ def _casts(name: str, types: frozenset[DType], way: DType) -> AnyRule:
         f"{{ a = Cast<to = {int(way)}>(x) y = Cast<to = {int(t)}>(a) }}"
         for t in sorted(types)
     )
-    return type(name, (_Through,), {"__doc__": _Through.__doc__, "types": types, "way": way, "examples": examples})()
+    members = {"__doc__": _Through.__doc__, "types": types, "way": way, "examples": examples}
+    made: AnyRule = type(name, (_Through,), members)()
+    return made
 
 
 CASTS = [
@@ -273,7 +275,8 @@ class _Cut(Rule):
 
 
 def _cuts(name: str, condition: Callable[[int], bool]) -> AnyRule:
-    return type(name, (_Cut,), {"__doc__": _Cut.__doc__, "condition": staticmethod(condition)})()
+    made: AnyRule = type(name, (_Cut,), {"__doc__": _Cut.__doc__, "condition": staticmethod(condition)})()
+    return made
 
 
 def _closed(limit: int) -> Callable[[int], bool]:

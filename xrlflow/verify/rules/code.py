@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from types import CodeType, FunctionType
-from typing import Any
+from typing import Any, TypeGuard
 
 from xrlflow.rewrite import AnyRule, RegionRule, Rule
 from xrlflow.verify.rules.thresholds import codes, function_of
@@ -94,9 +94,14 @@ def _add(function: FunctionType, home: str, found: dict[str, FunctionType]) -> N
             called = None if value is None else function_of(value)
             if called is not None:
                 _add(called, home, found)
-            elif isinstance(value, type) and value.__module__.partition(".")[0] == home:
-                if not issubclass(value, (Rule, RegionRule)) and f"class {value!r}" not in found:
-                    _methods(value, home, found)
+            elif _is_of(value, home):
+                _methods(value, home, found)
+
+
+def _is_of(value: Any, home: str) -> TypeGuard[type]:
+    """Whether something is a class of this package, other than a rule."""
+    is_class = isinstance(value, type) and not issubclass(value, (Rule, RegionRule))
+    return is_class and value.__module__.partition(".")[0] == home
 
 
 @lru_cache(maxsize=64)
@@ -105,10 +110,10 @@ def _tree(module: str) -> ast.Module:
 
 
 @lru_cache(maxsize=1024)
-def _chain(module: str, first: int, name: str) -> tuple[ast.AST, ...] | None:
+def _chain(module: str, first: int, name: str) -> tuple[ast.ClassDef | ast.FunctionDef, ...] | None:
     """The classes (and functions) around a function, and the function itself."""
 
-    def search(body: list[ast.stmt], above: tuple[ast.AST, ...]) -> tuple[ast.AST, ...] | None:
+    def search(body: list[ast.stmt], above: tuple[ast.ClassDef | ast.FunctionDef, ...]) -> tuple[ast.ClassDef | ast.FunctionDef, ...] | None:
         for node in body:
             if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
                 line = min([node.lineno, *(d.lineno for d in node.decorator_list)])
@@ -240,17 +245,16 @@ def _text(node: ast.AST, tree: ast.AST) -> str:
     return ast.unparse(ast.fix_missing_locations(node))
 
 
-def _alone(chain: tuple[ast.AST, ...]) -> ast.Module:
+def _alone(chain: tuple[ast.ClassDef | ast.FunctionDef, ...]) -> ast.Module:
     """A module of one function, within the classes around it, at the lines where it stands."""
-    body = copy.deepcopy(chain[-1])
+    body: ast.stmt = copy.deepcopy(chain[-1])
     for around in reversed(chain[:-1]):
-        assert isinstance(around, ast.ClassDef)
         shell = ast.ClassDef(around.name, [], [], [body], [])
         if sys.version_info >= (3, 12):
             shell.type_params = []
         body = ast.copy_location(shell, around)
     (future,) = ast.parse("from __future__ import annotations").body
-    module = ast.Module([future, body], [])  # type: ignore[list-item]
+    module = ast.Module([future, body], [])
     return ast.fix_missing_locations(module)
 
 

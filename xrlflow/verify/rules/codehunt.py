@@ -1,9 +1,9 @@
 """The hunt for mutants of a rule's code: which of them a proof finds out, and how.
 
-A rule is proven once, and the graphs that the proof has tried are kept, with what came of each. A mutant is asked about
-the same graphs: it is *wrong* if something that it does in one of them does not compute the same, it *raises*, it *loops*,
-it *loses* a graph in which the rule applies, or it applies where the rule finds no use in it (*useless*: `worthwhile`
-refuses). What does none of that survives: it does the same in all graphs, or other things that are right.
+A rule is proven once, and the graphs that the proof has tried are kept, with what came of each. A mutant is asked
+about the same graphs: it is *wrong* if something that it does in one of them does not compute the same, it *raises*, it
+*loops*, it *loses* a graph in which the rule applies, or it applies where the rule finds no use in it (*useless*:
+`worthwhile` refuses). What does none of that survives: it does the same in all graphs, or other things that are right.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, Literal
 import numpy as np
 
 from xrlflow.ops.evaluate import NotEvaluable
-from xrlflow.rewrite import AnyRule, Refused
+from xrlflow.rewrite import AnyRule, Library, Refused
 from xrlflow.verify.rules.cases import (
     Case,
     Wrong,
@@ -139,15 +139,19 @@ class CodeHunt:
             return Found(compiled.mutant, verdict, len(others), self.rule.name)
 
         with put(function, compiled.code):
+            try:
+                library = library_of(self.rule)
+            except Exception:  # its source is no pattern any more
+                return found("raises")
             for known in self.corpus:
-                verdict = self._asked(known, others)
+                verdict = self._asked(library, known, others)
                 if verdict is not None:
                     return found(verdict)
                 if len(others) >= _CLOSELY:
                     break
             if others:
                 for problem in islice(self._near(others), _NEAR):
-                    verdict = self._asked_anew(problem)
+                    verdict = self._asked_anew(library, problem)
                     if verdict is not None:
                         return found(verdict)
         return found("right" if others else "same")
@@ -155,11 +159,11 @@ class CodeHunt:
     def _near(self, problems: Sequence[Problem]) -> Iterator[Problem]:
         return different(self.proof.around(problems))
 
-    def _asked(self, known: _Known, others: list[Problem]) -> Verdict | None:
+    def _asked(self, library: Library, known: _Known, others: list[Problem]) -> Verdict | None:
         """What a mutant does with a graph; None if nothing can be said against it."""
         try:
             with _limited(_LONGEST):
-                cases, _ = find_cases(library_of(self.rule), known.problem)
+                cases, _ = find_cases(library, known.problem)
         except _TooLong:
             return "loops"
         except Exception:  # whatever the mutant raises
@@ -177,10 +181,10 @@ class CodeHunt:
         others.append(known.problem)
         return None
 
-    def _asked_anew(self, problem: Problem) -> Verdict | None:
+    def _asked_anew(self, library: Library, problem: Problem) -> Verdict | None:
         try:
             with _limited(_LONGEST):
-                cases, _ = find_cases(library_of(self.rule), problem)
+                cases, _ = find_cases(library, problem)
         except _TooLong:
             return "loops"
         except Exception:

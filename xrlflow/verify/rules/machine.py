@@ -24,7 +24,7 @@ _ROUNDED = {
 }
 # A float becomes an integer of fewer bits by way of one of 32 (of 64, if that is the unsigned one), whose upper bits
 # go; one that does not fit there becomes the least number. That is what x86 does and what ONNX leaves open.
-_BY_WAY_OF = {1: np.int32, 2: np.int32, 4: np.int64, 8: np.int64}
+_BY_WAY_OF = {1: "int32", 2: "int32", 4: "int64", 8: "int64"}
 
 
 class Undefined(ArithmeticError):
@@ -41,7 +41,7 @@ class Machine(Reals):
         return round_to(a, to)
 
     def truncate(self, a: Array, dtype: np.dtype[Any]) -> Array:
-        way = np.dtype(np.int32) if dtype == np.int32 else np.dtype(_BY_WAY_OF[dtype.itemsize])
+        way: np.dtype[Any] = np.dtype("int32" if dtype == np.int32 else _BY_WAY_OF[dtype.itemsize])
         limit = 2.0 ** (8 * way.itemsize - 1)
         whole = np.trunc(a)
         fits = (whole >= -limit) & (whole < limit)  # NaN does not

@@ -93,7 +93,8 @@ class Certificate:
     `admitted` cases out of `sketches`; `refused`: near misses by reason; `unreached`: conditions of the rule that have
     refused nothing. `trials`: evaluations over a prime field, and `bound`: the greatest probability over the cases with
     which a false rule would have passed them (1 for rules that are tested numerically). `bits`: the most bits of
-    float32 accuracy that a case lost (None: not run). `mutants_by_kind`: how many were rejected, and made. `survivors`: mutants that passed, and why that is right.
+    float32 accuracy that a case lost (None: not run). `mutants_by_kind`: how many were rejected, and made.
+    `survivors`: mutants that passed, and why that is right.
     `redundant`: conditions without which another one refuses. `covered`: for each attribute, index, dimension, rank and
     type what became of each kind of it: admitted; refused by a condition; beside the rule's left side; meaningless
     for its shapes; unbuilt, since no operator took it.

@@ -48,8 +48,8 @@ class Watched(int):
         return made
 
     def _note(self, other: Any) -> None:
-        if isinstance(other, (int, float, np.integer, np.floating)) and abs(other) < _WIDEST:
-            found = self.back(int(other))
+        if isinstance(other, (int, float, np.integer, np.floating)) and abs(number := float(other)) < _WIDEST:
+            found = self.back(int(number))
             self.notes[found] = self.notes.get(found, 0) + 1
             if sum(self.notes.values()) > _MOST_COMPARISONS:
                 raise TooMany
@@ -151,8 +151,8 @@ def _collect(value: Any, found: set[int], seen: dict[int, Any], home: str) -> No
     if isinstance(value, (bool, bytes)) or value is None:
         return
     if isinstance(value, (int, float, np.integer, np.floating)):
-        if abs(value) < _WIDEST and float(value).is_integer():
-            found.add(int(value))
+        if abs(number := float(value)) < _WIDEST and number.is_integer():
+            found.add(int(number))
         return
     if isinstance(value, str):
         if value.isdigit() and len(value) < _MOST_DIGITS:

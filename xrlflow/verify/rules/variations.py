@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from math import prod
 
 import numpy as np
 
@@ -47,6 +48,8 @@ _GREATEST_FACTOR = 12
 _MOST_RANK = 8
 # In longer constants the numbers are not changed one by one.
 _MOST_NUMBERS = 8
+# No constant is made larger.
+_MOST_ELEMENTS = 1 << 16
 # What each dimension is tried with.
 _SIZES: tuple[Dim, ...] = (0, 1, "N", None)
 # Constants of these types are data, not shapes or axes.
@@ -223,7 +226,8 @@ def resize_to(sketch: Sketch, old: int, new: int, draw: Draw) -> Sketch:
     for const in sketch.consts:
         if const.dtype in _DATA and old in const.array.shape:
             shape = tuple(new if d == old else d for d in const.array.shape)
-            consts.append(replace(const, array=np.resize(const.array, shape)))
+            fits = prod(shape) <= _MOST_ELEMENTS  # a larger constant stays what it is
+            consts.append(replace(const, array=np.resize(const.array, shape)) if fits else const)
         elif (
             const.dtype == DType.INT64
             and const.array.size

@@ -1,0 +1,130 @@
+"""Mutants of a rule's own code are made, put in its place, and found out."""
+
+from __future__ import annotations
+
+import json
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rewrite_rules import LIBRARY
+from xrlflow.rewrite import Captures, Op, Rule, Val, require, worthwhile
+from xrlflow.verify.rules.code import functions_of, mutants_of, put
+from xrlflow.verify.rules.codehunt import KILLED, CodeHunt, Found
+
+EXPLAINED = Path(__file__).parents[2] / "rules" / "survivors.json"
+# Rules of which all mutants are tried, quick ones of several families.
+SAMPLE = ("CancelTransposes", "RemoveZeroAdd", "RemoveNoopSlice", "RemoveUnitPow", "ReplacePowBySqrt")
+
+
+@lru_cache(maxsize=8)
+def helper(numbers: tuple[int, ...]) -> bool:
+    return numbers[0] == 1 and len(numbers) < 2
+
+
+class Cuts(Rule):
+    """slice(x) -> x  when it takes everything."""
+
+    shapes = "x[n] s[1]:const e[1]:const a[1]:const"
+
+    def source(self, op: Op, x: Any, s: Any, e: Any, a: Any) -> Any:
+        return op.Slice(x, s, e, a)
+
+    def where(self, m: Captures, x: Val, s: Val, e: Val, a: Val) -> None:
+        worthwhile(not x.const, "it is constant")
+        require(s.ints[0] == 0 and e.ints[0] >= x.size(0), "it cuts")
+
+    def target(self, op: Op, x: Val, s: Val, e: Val, a: Val) -> Any:
+        return x
+
+
+def changes(function: Any) -> list[tuple[str, str]]:
+    return [(c.mutant.kind, c.mutant.change) for c in mutants_of(function)]
+
+
+def test_every_comparison_number_and_connective_is_changed() -> None:
+    found = functions_of(Cuts())
+    assert {k.rpartition(".")[2] for k in found} == {"source", "where", "target"}
+    where = next(f for k, f in found.items() if k.endswith("where"))
+    assert changes(where) == [
+        ("boolean", "not x.const -> not not x.const"),
+        (
+            "boolean",
+            "s.ints[0] == 0 and e.ints[0] >= x.size(0) -> s.ints[0] == 0 or e.ints[0] >= x.size(0)",
+        ),
+        ("comparison", "s.ints[0] == 0 -> s.ints[0] != 0"),
+        ("boundary", "s.ints[0] -> s.ints[1]"),
+        ("constant", "s.ints[0] == 0 -> s.ints[0] == 1"),
+        ("comparison", "e.ints[0] >= x.size(0) -> e.ints[0] > x.size(0)"),
+        ("boundary", "e.ints[0] -> e.ints[1]"),
+        ("constant", "x.size(0) -> x.size(1)"),
+    ]
+
+
+def test_a_function_is_changed_for_all_who_call_it_and_what_it_remembered_is_forgotten() -> None:
+    assert helper((1,))
+    mutant = next(m for m in mutants_of(helper.__wrapped__) if m.mutant.kind == "comparison")
+    with put(helper.__wrapped__, mutant.code):
+        assert not helper((1,))
+    assert helper((1,))
+
+
+def verdicts(rule: Rule) -> dict[str, Found]:
+    hunt = CodeHunt(rule)
+    return {
+        m.mutant.change: hunt.judge(f, m) for f in hunt.functions.values() for m in mutants_of(f)
+    }
+
+
+def test_mutants_are_found_out() -> None:
+    found = verdicts(Cuts())
+    assert found["s.ints[0] == 0 -> s.ints[0] == 1"].verdict in ("wrong", "loses")
+    assert found["e.ints[0] >= x.size(0) -> e.ints[0] > x.size(0)"].verdict == "loses"
+    assert found["not x.const -> not not x.const"].killed
+
+
+class Generous(Cuts):
+    """slice(x) -> x  when it takes everything, and one more."""
+
+    def where(self, m: Captures, x: Val, s: Val, e: Val, a: Val) -> None:
+        require(s.ints[0] == 0 and e.ints[0] > x.size(0) + 1, "it cuts")
+
+
+def test_what_is_right_survives() -> None:
+    found = verdicts(Generous())
+    assert found["e.ints[0] > x.size(0) + 1 -> e.ints[0] >= x.size(0) + 1"].verdict == "right"
+    assert found["x.size(0) + 1 -> x.size(0) - 1"].verdict == "wrong"
+
+
+def test_what_takes_too_long_loops() -> None:
+    from xrlflow.verify.rules.codehunt import _limited, _TooLong
+
+    with pytest.raises(_TooLong), _limited(0.05):
+        while True:
+            pass
+
+
+def explained() -> dict[str, str]:
+    return json.loads(EXPLAINED.read_text())  # type: ignore[no-any-return]
+
+
+def test_explained_survivors_are_mutants_of_the_library() -> None:
+    functions = {k: f for r in LIBRARY for k, f in functions_of(r).items()}
+    wanted = {name.partition(": ")[0] for name in explained()}
+    names = {str(m.mutant) for k, f in functions.items() if k.replace(":", ".") in wanted for m in mutants_of(f)}
+    assert set(explained()) <= names
+    assert all(explained().values())
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_mutants_of_a_rule(name: str) -> None:
+    """All are found out or explained. (`bench/mutants.py` tries the whole library.)"""
+    (rule,) = [r for r in LIBRARY if r.name == name]
+    hunt = CodeHunt(rule)
+    own = {k: f for k, f in hunt.functions.items() if k.partition(":")[0] == type(rule).__module__}
+    found = [hunt.judge(f, m) for f in own.values() for m in mutants_of(f)]
+    left = [str(f.mutant) for f in found if f.verdict not in KILLED]
+    assert set(left) <= set(explained())
+    assert len(found) > len(left)
