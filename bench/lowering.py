@@ -1,5 +1,5 @@
 """TVM against ONNX Runtime: `python bench/lowering.py TABLE [--tune SECONDS] [--json FILE] [NAMES]`; TABLE is one of
-operators, models, networks.
+operators, models, networks, bounds.
 
 Operators: single operators of the sizes that networks have, tensors staying in the runtime. Models: whole networks,
 arrays in and out, as a program calls them: ONNX Runtime on the original; TVM on the original graph, untuned; TVM on the
@@ -7,7 +7,8 @@ graph that greedy search finds; with `--tune`, the original graph with kernels t
 seconds, or until there is nothing left to measure, and the rewritten one by the first of them, each knowing nothing of
 the others. All variants are timed in turns in one process; A/A is ONNX Runtime against itself. Networks: every network
 of the zoo, at its full size, and every model of a package, as `optimize --backend tvm --search greedy --cost roofline
---no-measure` takes it: compiled and verified, or what is said.
+--no-measure` takes it: compiled and verified, or what is said. Bounds: what it costs that indices are put inside their
+tables and checked: models that look rows up, compiled with and without that, timed in turns, arrays in and out.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -37,7 +39,7 @@ from xrlflow.backends.interleave import interleave
 from xrlflow.backends.onnxruntime import open_model
 from xrlflow.backends.placement import choose_cpus, pinned
 from xrlflow.backends.results import Comparison
-from xrlflow.backends.tvm import Tvm, TvmModel, detect
+from xrlflow.backends.tvm import Tvm, TvmModel, bounds, detect
 from xrlflow.backends.tvm.lower import fuse, import_model
 from xrlflow.cost import Roofline
 from xrlflow.lowering import BETWEEN_OTHERS
@@ -68,6 +70,20 @@ MODELS: Mapping[str, Callable[[], onnx.ModelProto]] = {
     "basic-pitch": lambda: wheel("basic-pitch"),
     "open-nsfw": lambda: wheel("open-nsfw"),
 }
+LOOK_UP: Mapping[str, Callable[[], onnx.ModelProto]] = {
+    "bert, 2 layers": MODELS["bert, 2 layers"],
+    "gpt2, 2 layers": MODELS["gpt2, 2 layers"],
+    "dalle, 2 layers": lambda: models.build("dalle", depth=2),
+    "minilm": lambda: wheel("minilm-int8"),
+    "magika": MODELS["magika"],
+    # Nothing but two tables and a product: the dearest there is.
+    "two tables": lambda: onnx.parser.parse_model(
+        '<ir_version: 9, opset_import: ["": 20]> agraph (int64[64] i, int32[64] j, float[1000,256] t, '
+        "float[512,256] p, float[256,256] w) => (float[64,256] y) { a = Gather(t, i) b = Gather(p, j) c = Add(a, b) "
+        "y = MatMul(c, w) }"
+    ),
+}
+"""Models whose inputs are indices."""
 # Beside `OPERATORS`, in which tuners are compared: chains that become one kernel.
 CHAINS = {
     f"attention 12 x {tokens}x64": f"(float[1,{tokens},12,64] q, float[1,{tokens},12,64] k, float[1,{tokens},12,64] v,"
@@ -195,9 +211,34 @@ def networks(names: Sequence[str], threads: int, path: Path | None) -> None:
             path.write_text(json.dumps(rows, indent=1))
 
 
+def cost_of_bounds(names: Sequence[str], threads: int, seconds: float, path: Path | None) -> None:
+    print("| model | without checks ms | A/A | with checks |")
+    print("|---|---|---|---|", flush=True)
+    rows = []
+    for name in names or LOOK_UP:
+        if name not in LOOK_UP:
+            raise SystemExit(f"{name} is none of {', '.join(LOOK_UP)}")
+        proto, machine = LOOK_UP[name]().SerializeToString(), detect(cores=threads)
+        checked = Tvm(machine).compile(proto, threads=threads)
+        with mock.patch.dict(bounds.RULES, clear=True):
+            without = Tvm(machine).compile(proto, threads=threads)
+        if not checked.interface.checks or without.interface.checks:
+            raise SystemExit(
+                f"{name}: {len(checked.interface.checks)} checks, {len(without.interface.checks)} without"
+            )
+        feeds = inputs(checked)
+        with pinned(choose_cpus(threads)):
+            calls = [without.caller(feeds), checked.caller(feeds)]
+            comparison = interleave(calls, threads=threads, time_limit=seconds, target_width=0.005)
+        rows.append(row(name, ["with checks"], comparison, {"checks": len(checked.interface.checks)}))
+        rows[-1]["without_ms"] = rows[-1].pop("onnxruntime_ms")
+        if path is not None:
+            path.write_text(json.dumps(rows, indent=1))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("table", choices=("operators", "models", "networks"))
+    parser.add_argument("table", choices=("operators", "models", "networks", "bounds"))
     parser.add_argument("names", nargs="*", help="some of them; default: all")
     parser.add_argument("--tune", type=float, default=0.0, help="seconds of tuning for each")
     parser.add_argument(
@@ -211,6 +252,11 @@ def main() -> None:
         if options.tune:
             parser.error("networks are not tuned: leave --tune out")
         networks(options.names, options.threads, options.json)
+        return
+    if options.table == "bounds":
+        if options.tune:
+            parser.error("checks are not tuned: leave --tune out")
+        cost_of_bounds(options.names, options.threads, options.seconds, options.json)
         return
     known: Mapping[str, Any] = {**OPERATORS, **CHAINS} if options.table == "operators" else MODELS
     rows = []

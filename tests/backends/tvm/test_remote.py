@@ -169,6 +169,24 @@ def test_models_compute_there_what_onnxruntime_does_here(board: Board, file: Pat
         model.run(FEEDS)
 
 
+def test_indices_outside_of_their_tables_there(board: Board, tmp_path: Path) -> None:
+    """An error of the caller: the device goes on."""
+    table = onnx.parser.parse_model(
+        '<ir_version: 9, opset_import: ["": 20]> agraph (float[3,4] x, int64[2] ids) => (float[2,4] y)'
+        " { y = Gather(x, ids) }"
+    )
+    compiled = Tvm().compile(table.SerializeToString())
+    compiled.save(tmp_path / "table.so")
+    x = np.arange(12, dtype=np.float32).reshape(3, 4)
+    with Device(board.remote, 1) as device:
+        model = device.load(tmp_path / "table.so", compiled.interface)
+        for outside in (3, -4, 1 << 40):
+            with pytest.raises(BackendError, match=rf"^Gather y: index {outside} \(input ids\) is outside"):
+                model.run({"x": x, "ids": np.array([0, outside])})
+        [found] = model.run({"x": x, "ids": np.array([2, -3])})
+        np.testing.assert_array_equal(found, x[[2, 0]])
+
+
 def test_more_threads_than_the_server_has_are_refused(board: Board) -> None:
     with pytest.raises(
         BackendError, match=r"has 2 threads, not 64: start its server with TVM_NUM_THREADS=64$"

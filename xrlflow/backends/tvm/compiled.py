@@ -17,11 +17,12 @@ import numpy as np
 from xrlflow import files
 from xrlflow.backends.placement import default_threads
 from xrlflow.backends.protocol import Array, BackendError, Feeds, ModelSource, one_line, same_feeds
+from xrlflow.backends.tvm.bounds import Check, checks_from, checks_of, complain
 from xrlflow.backends.tvm.load import tvm
 from xrlflow.backends.tvm.target import Machine, compiler, lacking, linker
 
 SUFFIX = ".so"
-_VERSION = 2
+_VERSION = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +36,21 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Interface:
-    """What a compiled model was made for."""
+    """What a compiled model was made for. With `checks` it has one output more than names: what they look at."""
 
     inputs: tuple[Value, ...]
     outputs: tuple[str, ...]
     triple: str
     cpu: str
     version: str
+    checks: tuple[Check, ...] = ()
+
+    def results(self, values: Sequence[Array]) -> list[Array]:
+        """The outputs, of all that the model has computed. Raises BackendError for an index outside its table."""
+        if not self.checks:
+            return list(values)
+        complain(self.checks, values[-1])
+        return list(values[:-1])
 
 
 class TvmModel:
@@ -67,7 +76,10 @@ class TvmModel:
         return self.interface.outputs
 
     def run(self, feeds: Feeds) -> Sequence[Any]:
-        """The outputs, in the order of `output_names`. Raises BackendError for inputs of other sizes or types."""
+        """The outputs, in the order of `output_names`.
+
+        Raises BackendError for inputs of other sizes or types, and for indices outside of their tables.
+        """
         return self._call(self._arguments(feeds))
 
     def caller(self, feeds: Feeds) -> Callable[[], object]:
@@ -112,8 +124,8 @@ class TvmModel:
         machine = self._started()
         _use_threads(self.threads)
         result = machine["main"](*arguments)
-        values = [result] if len(self.interface.outputs) == 1 and hasattr(result, "numpy") else list(result)
-        return [value.numpy() for value in values]
+        values = [result] if hasattr(result, "numpy") else list(result)
+        return self.interface.results([value.numpy() for value in values])
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the model as one shared library with its weights, and its interface beside it (`.json`), whole or not.
@@ -197,9 +209,13 @@ def load_compiled(path: ModelSource, *, threads: int | None = None) -> TvmModel:
         stored = described or json.loads(_description(file).read_text())
         if stored["format"] != _VERSION:
             raise BackendError(f"{_description(file)}: written by another version: compile the model again")
-        inputs = tuple(Value(v["name"], v["dtype"], tuple(v["shape"])) for v in stored["inputs"])
         interface = Interface(
-            inputs, tuple(stored["outputs"]), *(str(stored[k]) for k in ("triple", "cpu", "version"))
+            inputs=tuple(Value(v["name"], v["dtype"], tuple(v["shape"])) for v in stored["inputs"]),
+            outputs=tuple(stored["outputs"]),
+            triple=str(stored["triple"]),
+            cpu=str(stored["cpu"]),
+            version=str(stored["version"]),
+            checks=checks_from(stored["checks"]),
         )
     except OSError as error:
         raise BackendError(f"{file}: cannot be read: {error.strerror or one_line(error)}") from error
@@ -261,7 +277,9 @@ def interface_of(module: Any, model: Any, machine: Machine) -> Interface:
         shape = tuple(int(extent) for extent in parameter.ty.shape)
         values.append(Value(name, str(parameter.ty.dtype), shape))
     outputs = tuple(value.name for value in model.graph.output)
-    return Interface(tuple(values), outputs, machine.triple, machine.cpu, str(tvm().__version__))
+    return Interface(
+        tuple(values), outputs, machine.triple, machine.cpu, str(tvm().__version__), checks_of(module)
+    )
 
 
 def check_runs_here(interface: Interface, what: str = "") -> None:

@@ -195,8 +195,7 @@ class RemoteModel:
     def run(self, feeds: Feeds) -> Sequence[Any]:
         """The outputs, in the order of `output_names`. Raises BackendError."""
         self.feed(feeds)
-        outputs: list[Any] = self._device._ask(_Call(self.number))
-        return outputs
+        return self.interface.results(self._device._ask(_Call(self.number)))
 
     def close(self) -> None:
         """Nothing: the session owns the model."""

@@ -52,7 +52,12 @@ def legalizations(machine: Machine) -> Mapping[str, Callable[[Any, Any], Any]]:
             primfunc_name_hint="layer_norm",
         )  # fmt: skip
 
+    def legal_scatter(builder: Any, call: Any) -> Any:
+        axis, reduction = int(call.attrs.axis), str(call.attrs.reduction)
+        return builder.call_te(scatter, *call.args, axis, reduction, primfunc_name_hint="scatter")
+
     return {
+        "relax.scatter_elements": legal_scatter,
         "relax.nn.softmax": legal_softmax,
         "relax.nn.log_softmax": legal_log_softmax,
         "relax.nn.layer_norm": legal_layer_norm,
@@ -83,6 +88,14 @@ def _last_axes(x: Any, axes: Any | None) -> list[int] | None:
 def _whole(along: int, lanes: int) -> int:
     """How much of a row the first of two parts has; 0 where it is reduced in one."""
     return 0 if along < 2 * lanes or partial_lanes(along, lanes) else along // lanes * lanes
+
+
+def scatter(x: Any, indices: Any, updates: Any, axis: int, reduction: str) -> Any:
+    """TVM's, which is one block, and passes that look for blocks below another end with an internal error there."""
+    from tvm import te, topi
+
+    copied = te.compute(indices.shape, lambda *i: indices[i], name="indices")
+    return topi.scatter_elements(x, copied, updates, axis, reduction)
 
 
 def softmax(x: Any, axis: int, lanes: int) -> Any:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 from xrlflow.backends.interrupts import heeding_interrupts
 from xrlflow.backends.protocol import BackendError
 from xrlflow.backends.tvm.attention import SCHEDULED
 from xrlflow.backends.tvm.attention_fusion import fuse_attention
+from xrlflow.backends.tvm.bounds import Bounds, cast, nodes_of, settle, with_checks
 from xrlflow.backends.tvm.legalize import legalizations
 from xrlflow.backends.tvm.load import last_line, tvm
 from xrlflow.backends.tvm.padding import pad_to_tiles
+from xrlflow.backends.tvm.reading import operator
 from xrlflow.backends.tvm.schedules import schedule
 from xrlflow.backends.tvm.target import Machine
 from xrlflow.backends.tvm.transposed import by_phases
@@ -30,6 +34,8 @@ _SHORT_ROW = 16
 # Names that TVM's importer takes for operators of com.microsoft, of other inputs and attributes.
 _OTHERS = frozenset({"Attention"})
 _SYMBOL = "global_symbol"
+_ENDS = object()
+"""In place of a name: what the importer calls the output that is ours."""
 
 
 def unsupported(operators: Sequence[tuple[str, str]]) -> list[str]:
@@ -53,23 +59,31 @@ def _converters() -> Mapping[str, Any]:
 
 @heeding_interrupts()
 def import_model(model: Any, shapes: Mapping[str, Sequence[int]] | None = None) -> Any:
-    """A Relax module of an ONNX ModelProto; weights are constants in it.
+    """A Relax module of an ONNX ModelProto; weights are constants in it. What its indices are checked against are
+    `bounds.checks_of` it.
 
     Raises BackendError, before any work, for operators that cannot be lowered, for inputs whose dimensions are not
-    numbers (bind them with `shapes`), and for what TVM's importer refuses.
+    numbers (bind them with `shapes`), for constant indices outside of their tables, and for what TVM's importer
+    refuses.
     """
     missing = unsupported([(node.domain, node.op_type) for node in model.graph.node])
     if missing:
         raise BackendError(f"TVM cannot lower {', '.join(missing)}: use --backend onnxruntime for this model")
     bound = dict(shapes or {})
     constants = {tensor.name for tensor in model.graph.initializer}
-    check_sizes(
-        [value for value in model.graph.input if value.name not in constants and value.name not in bound]
-    )
+    unbound = [
+        value for value in model.graph.input if value.name not in constants and value.name not in bound
+    ]
+    check_sizes(unbound)
+    # TVM takes a size of 0 for one that is not known, unless it is told.
+    told = {v.name: [dim.dim_value for dim in v.type.tensor_type.shape.dim] for v in unbound} | bound
     package = tvm()
     opset = max((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), default=1)
-    with _answering("import"):
-        module = _importer(bound).from_onnx(model.graph, opset)
+    # TVM prints the operands of what it refuses.
+    with _answering("import"), contextlib.redirect_stdout(io.StringIO()):
+        importer = _importer(told)
+        module = importer.from_onnx(model.graph, opset)
+        module = with_checks(module, importer.bounds.checks)
     assert isinstance(module, package.IRModule)
     return module
 
@@ -84,28 +98,53 @@ def _answering(doing: str, module: Any = None) -> Iterator[None]:
         raise
     except Exception as error:
         if module is not None and (name := _without_size(module)):
-            raise BackendError(
-                f"TVM cannot {doing} a model in which the size of what {name} computes depends on values: use "
-                "--backend onnxruntime for this model"
-            ) from error
+            raise _open_size(name) from error
         raise BackendError(f"TVM cannot {doing} the model: {last_line(error)}") from error
+
+
+def sized(module: Any) -> Any:
+    """A module of kernels. Raises BackendError if one writes a size that depends on values: its loops could be longer
+    than what it reads."""
+    from tvm import relax
+
+    open_sizes: list[Any] = []  # raised from here on: an error on its way through TVM loses its class
+
+    def look(expression: Any) -> None:
+        if operator(expression) == "relax.call_tir" and not _has_size(expression.ty):
+            open_sizes.append(expression)
+
+    relax.analysis.post_order_visit(module["main"], look)
+    if open_sizes:
+        raise _open_size(str(_without_size(module)))
+    return module
+
+
+def _open_size(name: str) -> BackendError:
+    return BackendError(
+        f"TVM cannot compile a model in which the size of what {name} computes depends on values: use "
+        "--backend onnxruntime for this model"
+    )
+
+
+def _has_size(kind: Any) -> bool:
+    """Whether the sizes of a tensor, or of all tensors of a tuple, are numbers."""
+    from tvm import relax
+
+    if isinstance(kind, relax.TupleType):
+        return all(_has_size(part) for part in kind.fields)
+    if not isinstance(kind, relax.TensorType):
+        return True
+    return isinstance(kind.shape, relax.ShapeExpr) and all(hasattr(n, "value") for n in kind.shape.values)
 
 
 def _without_size(module: Any) -> str | None:
     """The first operator (or function) called in a Relax module whose result has a size that is not a number."""
     from tvm import relax
 
-    def known(kind: Any) -> bool:
-        if isinstance(kind, relax.TupleType):
-            return all(known(part) for part in kind.fields)
-        if not isinstance(kind, relax.TensorType):
-            return True
-        return isinstance(kind.shape, relax.ShapeExpr) and all(hasattr(n, "value") for n in kind.shape.values)
-
     calls: list[Any] = []
 
     def look(expression: Any) -> None:
-        if isinstance(expression, relax.Call) and not known(expression.ty):
+        if isinstance(expression, relax.Call) and not _has_size(expression.ty):
             calls.append(expression)
 
     relax.analysis.post_order_visit(module["main"], look)
@@ -118,8 +157,13 @@ def _without_size(module: Any) -> str | None:
 
 
 def check_sizes(inputs: Iterable[Any]) -> None:
-    """Raise BackendError for an input (ONNX ValueInfoProto) that has a dimension without a number."""
+    """Raise BackendError for an input (ONNX ValueInfoProto) without a shape, or with a dimension without a number."""
     for value in inputs:
+        if not value.type.tensor_type.HasField("shape"):
+            raise BackendError(
+                f"TVM compiles for fixed sizes, but input {value.name} has no shape: give it with "
+                f"--shape {value.name}=..."
+            )
         open_dims = [
             dim.dim_param or "?" for dim in value.type.tensor_type.shape.dim if not dim.HasField("dim_value")
         ]
@@ -133,15 +177,37 @@ def check_sizes(inputs: Iterable[Any]) -> None:
 def _importer(shapes: Mapping[str, Sequence[int]]) -> Any:
     from tvm import relax
     from tvm.ir import GenericConst
-    from tvm.relax.frontend.onnx.onnx_frontend import ONNXGraphImporter
+    from tvm.relax.frontend.onnx.onnx_frontend import ONNXGraphImporter, get_type
 
     folds = {"Max": relax.op.maximum, "Min": relax.op.minimum, "Sum": relax.op.add, "Mean": relax.op.add}
 
     class Importer(ONNXGraphImporter):  # type: ignore[misc]
         """TVM's importer, but Clip, Max, Min, Sum and Mean become operators of two operands, so that layouts pass
-        through them: it would stack the operands, copying all of them."""
+        through them: it would stack the operands, copying all of them. Indices are put inside their tables, and the
+        ends of what they were are the function's last output (see `bounds`)."""
+
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            self.bounds = Bounds(self.bb)
+
+        def from_onnx(self, graph: Any, opset: int) -> Any:
+            self._told = iter(nodes_of(graph))
+            self._outputs: list[Any] = [*graph.output]
+            return super().from_onnx(
+                SimpleNamespace(
+                    node=graph.node, initializer=graph.initializer, input=graph.input, output=self._outputs
+                ),
+                opset,
+            )
+
+        def _construct_nodes(self, graph: Any) -> None:
+            super()._construct_nodes(graph)
+            if (ends := self.bounds.output()) is not None:
+                self._nodes[_ENDS] = ends
+                self._outputs.append(_ENDS)
 
         def _convert_operator(self, op_name: str, inputs: Any, attrs: Any, opset: int) -> Any:
+            inputs = type(inputs)(self.bounds.operands(next(self._told), op_name, inputs, attrs))
             if op_name in folds and not all(isinstance(x, GenericConst) for x in inputs):
                 return self._fold(op_name, list(inputs))
             if op_name == "Clip" and opset >= 11:
@@ -149,6 +215,10 @@ def _importer(shapes: Mapping[str, Sequence[int]]) -> Any:
                 known = [b for b in bounds if b is None or isinstance(b, GenericConst)]
                 if len(known) == len(bounds):
                     return self._clip(result, bounds)
+            if op_name in ("Cast", "CastLike"):
+                kind = get_type(attrs["to"]) if op_name == "Cast" else inputs[1].ty.dtype
+                if (result := cast(self.bb, inputs[0], str(kind))) is not None:
+                    return result
             return super()._convert_operator(op_name, inputs, attrs, opset)
 
         def _fold(self, op_name: str, inputs: Sequence[Any]) -> Any:
@@ -158,9 +228,9 @@ def _importer(shapes: Mapping[str, Sequence[int]]) -> Any:
             return self.bb.normalize(relax.op.divide(folded, relax.const(len(inputs), folded.ty.dtype)))
 
         def _clip(self, result: Any, bounds: Sequence[Any]) -> Any:
-            for bound, operator in zip(bounds, (relax.op.maximum, relax.op.minimum)):
+            for bound, nearest in zip(bounds, (relax.op.maximum, relax.op.minimum)):
                 if bound is not None:
-                    result = self.bb.normalize(operator(result, bound))
+                    result = self.bb.normalize(nearest(result, bound))
             return result
 
     return Importer({name: list(shape) for name, shape in shapes.items()}, None, keep_params_in_input=False)
@@ -178,6 +248,7 @@ def fuse(module: Any, machine: Machine) -> Any:
         relax.transform.DecomposeOpsForInference(),
         relax.transform.CanonicalizeBindings(),
         relax.transform.FoldConstant(),
+        settle,
         by_phases,
         lambda module: (
             relax.transform.ConvertLayout(LAYOUTS)(module) if _gains_from_channels_last(module) else module
@@ -186,6 +257,7 @@ def fuse(module: Any, machine: Machine) -> Any:
         lambda module: fuse_attention(module, machine),
         lambda module: pad_to_tiles(module, machine),
         relax.transform.LegalizeOps(dict(legalizations(machine))),
+        sized,
         relax.transform.AnnotateTIROpPattern(),
         relax.transform.FoldConstant(),
         relax.transform.FuseOps(),
