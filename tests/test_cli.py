@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -274,6 +275,37 @@ def test_wrong_inputs_file(path: Path, tmp_path: Path) -> None:
     data = tmp_path / "data.npz"
     np.savez(data, y=np.zeros(3))
     refused(invoke("optimize", path, "-o", tmp_path / "o.onnx", *FAST, "--inputs", data), "x")
+
+
+class _Payload:
+    """Runs a command when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.mkdir, (str(self.path),)
+
+
+def test_inputs_are_not_unpickled(path: Path, tmp_path: Path) -> None:
+    data, trap = tmp_path / "data.npz", tmp_path / "trap"
+    np.savez(data, x=np.array([_Payload(trap)], object))
+    refused(invoke("optimize", path, "-o", tmp_path / "o.onnx", *FAST, "--inputs", data), "without pickle")
+    assert not trap.exists()
+
+
+def test_out_of_memory(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def exhausted(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("xrlflow.api.optimize", exhausted)
+    refused(invoke("optimize", path, "-o", tmp_path / "o.onnx", *FAST), "out of memory")
+
+
+def test_a_trace_that_cannot_be_written_is_told_before_the_search(path: Path, tmp_path: Path) -> None:
+    trace = tmp_path / "none" / "trace.json"
+    refused(invoke("optimize", path, "-o", tmp_path / "o.onnx", *FAST, "--trace", trace), "none")
+    assert not (tmp_path / "o.onnx").exists()
 
 
 def test_wrong_trace(path: Path, tmp_path: Path) -> None:

@@ -99,6 +99,8 @@ def clear_errors() -> Iterator[None]:
         fail(str(error), code=1)
     except UserError as error:
         fail(str(error))
+    except MemoryError:
+        fail("out of memory: the model, or one of its values, is too large for this machine")
     except KeyboardInterrupt:  # where there is something to keep, it ends otherwise
         fail("interrupted before there was a result", code=130)
 

@@ -153,7 +153,7 @@ MALFORMED = {
     "reads 'q', which nothing makes": "agraph (float[2] x) => (float[2] y) { y = Add(x, q) }",
     "has a dimension of 9223372036854775807": "agraph (int64[9223372036854775807] s) => (y) { y = Abs(s) }",
     "has 2 outputs and says 2147483647": "agraph (float[4] x) => (y, z) { y, z = Split<num_outputs=2147483647>(x) }",
-    "node '' .Constant. is not as ONNX has it": "agraph () => (y) { y = Constant() }",
+    "makes 'y' .Constant. has no value": "agraph () => (y) { y = Constant() }",
 }
 
 
@@ -172,7 +172,7 @@ def test_an_input_without_a_type_and_text_that_is_not_utf8(tmp_path: Path) -> No
     path.write_bytes(proto.SerializeToString())
     refused(path, "has no type")
     path.write_bytes(mlp().SerializeToString().replace(b"MatMul", b"Mat\xfful"))
-    refused(path, "is not as ONNX has it|not an ONNX model")
+    refused(path, "has a name that is not UTF-8|not an ONNX model")
 
 
 def test_a_negative_dimension_is_one_that_is_not_known() -> None:

@@ -39,10 +39,10 @@ from xrlflow.onnxio import declared, protos, versions
 from xrlflow.onnxio import shapes as dimensions
 from xrlflow.onnxio.declared import Contradiction
 from xrlflow.onnxio.errors import ModelError
-from xrlflow.onnxio.malformed import check_inputs, check_structure, reading
+from xrlflow.onnxio.malformed import check_functions, check_inputs, check_nodes, check_structure, reading
 from xrlflow.onnxio.model import ImportedModel, NodeLabel, Recipe
 from xrlflow.onnxio.tensors import ConstPool, TensorStore, array_const, map_file
-from xrlflow.onnxio.wire import WireError, strip_model
+from xrlflow.onnxio.wire import NestedError, WireError, strip_model
 from xrlflow.ops import symbolic_values
 from xrlflow.ops.infer import UNKNOWN, InferenceError, infer, type_of_proto
 from xrlflow.ops.schema import canonical_attrs, is_foldable, schema
@@ -82,6 +82,7 @@ def _loaded(
             external_bytes += store.check(tensor)  # says at once what is missing
 
     proto = _inlined(store, proto)
+    check_nodes(store.name, proto)
     nodes_before = protos.count_nodes(proto.graph)
     _drop_weights_from_inputs(proto)
     frame = _frame(proto)
@@ -169,6 +170,10 @@ def _parse(store: TensorStore) -> tuple[bytes, onnx.ModelProto]:
         stripped = strip_model(store.data)
         proto = onnx.ModelProto.FromString(stripped)
     except (WireError, DecodeError) as error:
+        if isinstance(error, NestedError) or "MaxDepth" in str(error):
+            raise ModelError(
+                f"{store.name}: bodies are nested too deeply (in more than 30 others): unroll or split the model"
+            ) from error
         raise ModelError(wrong) from error
     if not proto.HasField("graph") or not (proto.ir_version or proto.opset_import):
         raise ModelError(wrong)
@@ -187,6 +192,7 @@ def _inlined(store: TensorStore, proto: onnx.ModelProto) -> onnx.ModelProto:
                 store.fill([attribute.t] if attribute.HasField("t") else [])
     if not proto.functions:
         return proto
+    check_functions(store.name, proto)
     try:
         return onnx.inliner.inline_local_functions(proto, convert_version=True)
     except (RuntimeError, ValueError) as error:

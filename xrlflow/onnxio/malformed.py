@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import onnx
 import onnx.checker
+import onnx.defs
 import onnx.shape_inference
 import onnx.version_converter
 
@@ -62,6 +63,11 @@ def check_structure(name: str, graph: onnx.GraphProto, outside: frozenset[str] =
                 raise ModelError(
                     f"{name}: {value.name!r} has a dimension of {dim.dim_value}, which no tensor has: {damaged}"
                 )
+    for sparse in graph.sparse_initializer:
+        if any(d < 0 for d in sparse.dims):
+            raise ModelError(
+                f"{name}: {sparse.values.name!r} has the dimensions {list(sparse.dims)}: {damaged}"
+            )
     known = outside.union(
         (v.name for v in graph.input),
         (t.name for t in graph.initializer),
@@ -93,3 +99,159 @@ def check_inputs(name: str, graph: onnx.GraphProto) -> None:
             raise ModelError(
                 f"{name}: input {value.name!r} has no type: the file is damaged, export it again"
             )
+
+
+# Functions may call each other so that a small file has nodes without end.
+_MOST_NODES = 1_000_000
+
+# Attributes that count something: kernels divide by them, or walk by them.
+_COUNTS = frozenset(
+    [
+        "blocksize",
+        "dilations",
+        "group",
+        "hidden_size",
+        "kernel_shape",
+        "kv_num_heads",
+        "num_groups",
+        "num_heads",
+    ]
+    + ["num_scan_inputs", "q_num_heads", "strides"]
+)
+# The numbers of attributes' types, as schemas have them.
+_KINDS = {
+    getattr(onnx.defs.OpSchema.AttrType, name): number
+    for name, number in onnx.AttributeProto.AttributeType.items()
+    if name != "UNDEFINED"
+}
+_CONSTANT = frozenset(
+    ["sparse_value", "value", "value_float", "value_floats", "value_int", "value_ints", "value_string"]
+    + ["value_strings"]
+)
+
+
+def check_functions(name: str, model: onnx.ModelProto) -> None:
+    """Refuse functions that call themselves, or are more than a million nodes when they are inlined.
+
+    Raises ModelError.
+    """
+    bodies = {(f.domain, f.name, f.overload): f for f in model.functions}
+    sizes: dict[tuple[str, str, str], int | None] = {}  # None: not known yet
+
+    def count(nodes: Iterable[onnx.NodeProto]) -> int:
+        total = 0
+        for node in nodes:
+            key = (node.domain, node.op_type, node.overload)
+            total += size(key) if key in bodies else 1
+            total += sum(count(body.node) for body in subgraphs(node))
+        return total
+
+    def size(key: tuple[str, str, str]) -> int:
+        if key not in sizes:
+            sizes[key] = None
+            sizes[key] = count(bodies[key].node)
+        found = sizes[key]
+        if found is None:
+            raise ModelError(
+                f"{name}: function {key[0]}::{key[1]} calls itself: the file is damaged, export it again"
+            )
+        return found
+
+    if (total := count(model.graph.node)) > _MOST_NODES:
+        raise ModelError(
+            f"{name}: its functions are {total:,} nodes when they are inlined, at most {_MOST_NODES:,} are read"
+        )
+
+
+def check_nodes(name: str, model: onnx.ModelProto) -> None:
+    """Refuse nodes that no runtime takes: without an input, attribute or body that their operator needs, with an
+    attribute of another type, with text that is not UTF-8. Raises ModelError, which names the node.
+
+    What is checked is what ONNX Runtime checks, too, when it loads a model.
+    """
+    opsets = {("" if o.domain == "ai.onnx" else o.domain): o.version for o in model.opset_import}
+    _check_nodes(name, model.graph, opsets)
+
+
+def _check_nodes(name: str, graph: onnx.GraphProto, opsets: Mapping[str, int]) -> None:
+    for node in graph.node:
+        texts = (node.name, node.op_type, node.domain, *node.input, *node.output)
+        wrong = (
+            "has a name that is not UTF-8"
+            if not all(isinstance(t, str) for t in (*texts, *(a.name for a in node.attribute)))
+            else _fault(node, opsets)
+        )
+        if wrong is not None:
+            title = (
+                f"node {node.name!r}" if node.name else f"the node that makes {next(iter(node.output), '')!r}"
+            )
+            raise ModelError(
+                f"{name}: {title} ({node.op_type}) {wrong}: the file is damaged, export it again"
+            )
+        for body in subgraphs(node):
+            _check_nodes(name, body, opsets)
+
+
+def _fault(node: onnx.NodeProto, opsets: Mapping[str, int]) -> str | None:
+    """What is wrong with a node, of the operators that ONNX defines."""
+    domain = "" if node.domain == "ai.onnx" else node.domain
+    try:
+        schema = onnx.defs.get_schema(node.op_type, opsets.get(domain, 0), domain)
+    except (onnx.defs.SchemaError, TypeError):  # another's operator, or an opset that is refused elsewhere
+        return None
+    if not schema.min_input <= len(node.input) <= schema.max_input:
+        return f"has {len(node.input)} inputs and needs {_range(schema.min_input, schema.max_input)}"
+    if not schema.min_output <= len(node.output) <= schema.max_output:
+        return f"has {len(node.output)} outputs and needs {_range(schema.min_output, schema.max_output)}"
+    given = {a.name: a for a in node.attribute}
+    for key, attribute in given.items():
+        known = schema.attributes.get(key)
+        wanted = None if known is None else _KINDS[known.type]
+        if wanted is not None and attribute.type and attribute.type != wanted:
+            kinds = onnx.AttributeProto.AttributeType
+            return f"has the attribute {key!r} of type {kinds.Name(attribute.type)}, not {kinds.Name(wanted)}"
+        counts = [attribute.i] if attribute.type == onnx.AttributeProto.INT else attribute.ints
+        if key in _COUNTS and min(counts, default=1) < 1:
+            return f"has the attribute {key!r} below 1"
+    for key, known in schema.attributes.items():
+        if known.required and key not in given:
+            return f"lacks {key!r}"
+    if domain:
+        return None
+    if node.op_type == "Constant" and len(given.keys() & _CONSTANT) != 1:
+        return "has no value" if not given else "has not one value"
+    if node.op_type == "Transpose" and "perm" in given:
+        perm = list(given["perm"].ints)
+        if sorted(perm) != list(range(len(perm))):
+            return f"has {perm} for a permutation"
+    return _fault_of_body(node, given, opsets.get(domain, 0))
+
+
+def _fault_of_body(node: onnx.NodeProto, given: Mapping[str, onnx.AttributeProto], opset: int) -> str | None:
+    """What is wrong with the bodies of an If, Loop or Scan: how many values go in and come out."""
+    made = len(node.output)
+    if node.op_type == "If":
+        for key in ("then_branch", "else_branch"):
+            if len(given[key].g.output) < made or given[key].g.input:
+                return f"has {made} outputs, {len(given[key].g.output)} in {key!r}, and inputs there none"
+        return None
+    if node.op_type not in ("Loop", "Scan"):
+        return None
+    body = given["body"].g
+    read = len(node.input)
+    if node.op_type == "Loop":
+        states, more = read - 2, 1  # a body says whether to go on
+    else:
+        read -= opset < 9  # the first one had the lengths of a batch's sequences
+        states, more = read - given["num_scan_inputs"].i, 0
+    if states < 0:
+        return f"has {read} inputs, too few for what it scans"
+    if len(body.input) != read:
+        return f"has {read} inputs, and its body {len(body.input)}"
+    if len(body.output) < more + max(states, made):
+        return f"has {made} outputs, and its body {len(body.output)}"
+    return None
+
+
+def _range(least: int, most: int) -> str:
+    return str(least) if least == most else f"at least {least}" if most > 1 << 20 else f"{least} to {most}"

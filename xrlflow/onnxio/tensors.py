@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
+import stat
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import prod
@@ -16,6 +18,7 @@ import onnx.numpy_helper
 
 from xrlflow.ir import SMALL, ArrayHandle, Const, DType, Leaves, TensorType, Value, digest, mix
 from xrlflow.onnxio.errors import ModelError
+from xrlflow.onnxio.malformed import reading
 from xrlflow.onnxio.wire import EMBEDDED
 from xrlflow.ops.tensors import numpy_dtype
 
@@ -124,9 +127,19 @@ def _is_within(path: str, folder: str) -> bool:
 
 
 def map_file(path: str) -> memoryview:
-    """A file's bytes, mapped; raises OSError. The file may be replaced afterwards, the bytes stay."""
-    with open(path, "rb") as file:
-        if os.fstat(file.fileno()).st_size == 0:
+    """A file's bytes, mapped. The file may be replaced afterwards, the bytes stay.
+
+    Raises OSError, also for a pipe or a device.
+    """
+    # Not blocking: a pipe would be waited for.
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    with open(descriptor, "rb") as file:
+        found = os.fstat(descriptor)
+        if stat.S_ISDIR(found.st_mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", path)
+        if found.st_size == 0:
             return memoryview(b"")
         return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
 
@@ -141,7 +154,13 @@ class TensorStore:
     files: dict[str, memoryview] = field(default_factory=dict)
 
     def const(self, proto: onnx.TensorProto) -> Const:
-        """A tensor as a constant. Raises ModelError if its data is missing, too short or elsewhere."""
+        """A tensor as a constant. Raises ModelError if its data is missing, elsewhere, too short or of no type."""
+        with reading(self.name, f"tensor {proto.name!r}"):
+            return self._const(proto)
+
+    def _const(self, proto: onnx.TensorProto) -> Const:
+        if any(d < 0 for d in proto.dims):
+            raise ValueError(f"dimensions {list(proto.dims)}")
         dtype = DType(proto.data_type)
         shape = tuple(proto.dims)
         if proto.data_location != onnx.TensorProto.EXTERNAL:

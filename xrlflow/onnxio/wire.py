@@ -25,6 +25,14 @@ class WireError(ValueError):
     """The bytes are not a complete protocol buffer."""
 
 
+class NestedError(WireError):
+    """Messages are in messages beyond all measure."""
+
+
+# As many as protocol buffers' own parsers read.
+_DEEPEST = 100
+
+
 class _Kind(Enum):
     MODEL = 0
     GRAPH = 1
@@ -123,7 +131,9 @@ def _strip_tensor(data: memoryview, at: int, end: int, parts: list[bytes]) -> No
             parts.append(bytes(data[field.start : field.end]))
 
 
-def _strip(data: memoryview, at: int, end: int, kind: _Kind, parts: list[bytes]) -> None:
+def _strip(data: memoryview, at: int, end: int, kind: _Kind, parts: list[bytes], depth: int = 0) -> None:
+    if depth > _DEEPEST:
+        raise NestedError("too many bodies in bodies")
     if kind is _Kind.TENSOR:
         _strip_tensor(data, at, end, parts)
         return
@@ -137,7 +147,7 @@ def _strip(data: memoryview, at: int, end: int, kind: _Kind, parts: list[bytes])
             parts.append(bytes(data[kept : field.start]))
         kept = field.end
         inner: list[bytes] = []
-        _strip(data, field.payload, field.end, child, inner)
+        _strip(data, field.payload, field.end, child, inner, depth + 1)
         parts.append(header(field.number, sum(map(len, inner))))
         parts.extend(inner)
     if end > kept:
