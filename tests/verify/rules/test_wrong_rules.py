@@ -38,7 +38,9 @@ def _casts(name: str, types: frozenset[DType], way: DType) -> AnyRule:
         f"{{ a = Cast<to = {int(way)}>(x) y = Cast<to = {int(t)}>(a) }}"
         for t in sorted(types)
     )
-    return type(name, (_Through,), {"__doc__": _Through.__doc__, "types": types, "way": way, "examples": examples})()
+    return type(
+        name, (_Through,), {"__doc__": _Through.__doc__, "types": types, "way": way, "examples": examples}
+    )()
 
 
 CASTS = [
