@@ -89,7 +89,9 @@ class Outcome:
     world: str
     gain: float
     shipped: float  # of all
-    bias: float | None  # what was reported of those shipped, less the truth, as ratios; None: nothing was reported
+    bias: (
+        float | None
+    )  # what was reported of those shipped, less the truth, as ratios; None: nothing was reported
     off: float | None  # standard error of the bias
     half_width: float | None  # of the reported interval, the median
     covered: float | None  # how often that holds the truth

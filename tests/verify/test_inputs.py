@@ -275,7 +275,9 @@ def test_sizes_that_leave_nothing_to_compare_are_drawn_again() -> None:
                   start=np.int64([15]), end=np.int64([9999]), axis=np.int64([1]))  # fmt: skip
     sizes = Reference.of(proto).bindings
     assert all(b["w"] > 15 for b in sizes)
-    assert {"n": sizes[0]["n"], "w": 16} in [{**b, "n": sizes[0]["n"]} for b in sizes], "the least that leaves something"
+    assert {"n": sizes[0]["n"], "w": 16} in [{**b, "n": sizes[0]["n"]} for b in sizes], (
+        "the least that leaves something"
+    )
     always = model("g (float[n, 4] x) => (float[m, 4] y) { y = Slice(x, z, z, z) }", z=np.int64([0]))
     assert len(Reference.of(always).bindings) == 3
 
@@ -302,6 +304,15 @@ def test_the_users_shapes_are_among_those_tried() -> None:
     pinned = model("g (float[4, 21] x) => (float[4, 21] y) { y = Relu(x) }")
     assert verify(proto, pinned, imported=fixed).verified
     assert not verify(proto, pinned).verified
+
+
+def test_symbols_are_those_of_the_graph() -> None:
+    """A file may call a dimension what an inference calls those that it makes up."""
+    proto = model("g (float[unk__7, 4] x) => (float[unk__7, 4] y) { y = Relu(x) }")
+    reference = Reference.of(proto)
+    (symbol,) = reference.bindings[0]
+    assert symbol == reference.imported.graph.type(reference.imported.graph.inputs[0]).shape[0]
+    assert verify(proto, proto).verified
 
 
 def test_feeds_for_measurement() -> None:

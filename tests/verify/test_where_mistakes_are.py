@@ -234,6 +234,25 @@ def test_sizes_lie_around_the_numbers() -> None:
     assert around({4: 1, 1000: 16})[0] == 1001, "what tells most comes first"
 
 
+def test_what_only_one_model_mentions_comes_first() -> None:
+    many = "\n".join(f"a{i} = Slice(x, z, e{i}, o)\n m{i} = ReduceMax<keepdims=0>(a{i}, o)" for i in range(9))
+    total = " ".join(f"t{i + 1} = Add(t{i}, m{i})" for i in range(9))
+    ends = {f"e{i}": np.int64([40 + 9 * i]) for i in range(9)}
+
+    def cut(last: str) -> onnx.ModelProto:
+        head = "g (float[n, s] x) => (float[n] y) {\n t0 = ReduceMin<keepdims=0>(x, o)\n"
+        kept = f"k = Slice(x, z, e, o)\n r = {last}<keepdims=0>(k, o)\n y = Add(t9, r) }}"
+        return model(f"{head} {many}\n {total}\n {kept}", z=np.int64([0]), o=np.int64([1]), e=end, **ends)
+
+    end = np.int64([9000])
+    a = cut("ReduceSum")
+    end = np.int64([137])
+    b = cut("ReduceSum")
+    assert not verify(a, b).verified
+    tried = [bindings["s"] for bindings in Reference.of(a, against=b).bindings]
+    assert {137, 138, 8999, 9000, 9001} & {*tried[3:6]}
+
+
 def test_what_is_too_large_is_named_and_not_run() -> None:
     assert not Estimate(0.1, 1e6, 1e6).too_large
     assert "GB" in Estimate(0.1, 1e12, 1e6).too_large

@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 import onnx
 
-from xrlflow.ir import FLOATS, INTEGERS, Const, Dim, DType, Value, digest
+from xrlflow.ir import FLOATS, INTEGERS, Const, Dim, DType, TensorType, Value, digest
 from xrlflow.onnxio import ImportedModel
 from xrlflow.ops.infer import type_of_proto
 from xrlflow.ops.tensors import dtype_of, numpy_dtype
@@ -76,8 +76,11 @@ class InputPlan:
     @staticmethod
     def of(imported: ImportedModel) -> InputPlan:
         """Follows every input of the model to its consumers."""
-        declared = {v.name: type_of_proto(v.type) for v in imported.frame.graph.input}
         values = input_values(imported)
+        declared = {
+            v.name: _as_in_graph(type_of_proto(v.type), imported, values.get(v.name))
+            for v in imported.frame.graph.input
+        }
         ports = tuple(Port(n, t) for n, t in declared.items() if n not in imported.overridable)
         defaults = tuple(
             (Port(n, declared[n], True), c) for n, c in imported.overridable.items() if n in declared
@@ -142,6 +145,15 @@ class InputPlan:
                     noise = _generator(seed, bindings, sample, port.name).standard_normal(array.shape)
                     feeds[port.name] = (array * (1 + 0.1 * noise)).astype(array.dtype)
         return Case(dict(bindings), sample, feeds, values=values)
+
+
+def _as_in_graph(declared: TensorType, imported: ImportedModel, value: Value | None) -> TensorType:
+    """An input's type with its symbols as the graph has them: import renames those that mean something else to it."""
+    own = imported.graph.type(value).shape if value is not None else None
+    if declared.shape is None or own is None or len(own) != len(declared.shape):
+        return declared
+    shape = tuple(b if isinstance(a, str) and isinstance(b, str) else a for a, b in zip(declared.shape, own))
+    return TensorType(declared.dtype, shape, declared.const, declared.other)
 
 
 def _is_mask(port: Port, demands: Demands) -> bool:
@@ -399,8 +411,10 @@ def user_case(imported: ImportedModel, inputs: str | os.PathLike[str] | Mapping[
     declared = {v.name: v.type for v in imported.frame.graph.input}
     feeds: dict[str, Any] = {}
     bindings: dict[str, int] = {}
+    values = input_values(imported)
     for name, proto in declared.items():
-        port = Port(name, type_of_proto(proto), name in imported.overridable)
+        type = _as_in_graph(type_of_proto(proto), imported, values.get(name))
+        port = Port(name, type, name in imported.overridable)
         if port.type.other is not None:
             found = _structure(name, proto, given)
         elif name in given:

@@ -73,9 +73,7 @@ def test_a_function_is_changed_for_all_who_call_it_and_what_it_remembered_is_for
 
 def verdicts(rule: Rule) -> dict[str, Found]:
     hunt = CodeHunt(rule)
-    return {
-        m.mutant.change: hunt.judge(f, m) for f in hunt.functions.values() for m in mutants_of(f)
-    }
+    return {m.mutant.change: hunt.judge(f, m) for f in hunt.functions.values() for m in mutants_of(f)}
 
 
 def test_mutants_are_found_out() -> None:
@@ -113,7 +111,9 @@ def explained() -> dict[str, str]:
 def test_explained_survivors_are_mutants_of_the_library() -> None:
     functions = {k: f for r in LIBRARY for k, f in functions_of(r).items()}
     wanted = {name.partition(": ")[0] for name in explained()}
-    names = {str(m.mutant) for k, f in functions.items() if k.replace(":", ".") in wanted for m in mutants_of(f)}
+    names = {
+        str(m.mutant) for k, f in functions.items() if k.replace(":", ".") in wanted for m in mutants_of(f)
+    }
     assert set(explained()) <= names
     assert all(explained().values())
 

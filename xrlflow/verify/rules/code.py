@@ -113,7 +113,9 @@ def _tree(module: str) -> ast.Module:
 def _chain(module: str, first: int, name: str) -> tuple[ast.ClassDef | ast.FunctionDef, ...] | None:
     """The classes (and functions) around a function, and the function itself."""
 
-    def search(body: list[ast.stmt], above: tuple[ast.ClassDef | ast.FunctionDef, ...]) -> tuple[ast.ClassDef | ast.FunctionDef, ...] | None:
+    def search(
+        body: list[ast.stmt], above: tuple[ast.ClassDef | ast.FunctionDef, ...]
+    ) -> tuple[ast.ClassDef | ast.FunctionDef, ...] | None:
         for node in body:
             if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
                 line = min([node.lineno, *(d.lineno for d in node.decorator_list)])
