@@ -560,7 +560,9 @@ def test_six_sizes_and_more_values_at_the_first() -> None:
     assert {"batch": 1} in found.bindings
     assert found.bindings[0]["batch"] > 1
     assert found.cases <= 18, "at most twice the runs that three samples of three sizes are"
-    assert {"values from 0 to 255", "values of 1000", "values from 0 to 1", "values of 0.001"} <= {*found.values}
+    assert {"values from 0 to 255", "values of 1000", "values from 0 to 1", "values of 0.001"} <= {
+        *found.values
+    }
     mine = verify(mlp(), mlp(), bindings={"batch": 1})
     assert mine.bindings[0] == {"batch": 1}
     static = model(MLP.replace("batch", "5"), **{n: normal(*s) for n, s in WEIGHTS.items()})

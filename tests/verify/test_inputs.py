@@ -275,7 +275,9 @@ def test_sizes_that_leave_nothing_to_compare_are_drawn_again() -> None:
                   start=np.int64([15]), end=np.int64([9999]), axis=np.int64([1]))  # fmt: skip
     sizes = Reference.of(proto).bindings
     assert all(b["w"] > 15 for b in sizes)
-    assert {"n": sizes[0]["n"], "w": 16} in [{**b, "n": sizes[0]["n"]} for b in sizes], "the least that leaves something"
+    assert {"n": sizes[0]["n"], "w": 16} in [{**b, "n": sizes[0]["n"]} for b in sizes], (
+        "the least that leaves something"
+    )
     always = model("g (float[n, 4] x) => (float[m, 4] y) { y = Slice(x, z, z, z) }", z=np.int64([0]))
     assert len(Reference.of(always).bindings) == 3
 
