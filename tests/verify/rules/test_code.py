@@ -13,6 +13,7 @@ from rewrite_rules import LIBRARY
 from xrlflow.rewrite import Captures, Op, Rule, Val, require, worthwhile
 from xrlflow.verify.rules.code import functions_of, mutants_of, put
 from xrlflow.verify.rules.codehunt import KILLED, CodeHunt, Found
+from xrlflow.verify.rules.thresholds import function_of
 
 EXPLAINED = Path(__file__).parents[2] / "rules" / "survivors.json"
 # Rules of which all mutants are tried, quick ones of several families.
@@ -27,6 +28,8 @@ def helper(numbers: tuple[int, ...]) -> bool:
 class Twice(Rule):
     """relu(relu(x)) -> relu(x)  of three to five numbers."""
 
+    proof = "numeric"
+    relies_on = "Relu is idempotent"
     shapes = "x[n]"
 
     def source(self, op: Op, x: Any) -> Any:
@@ -62,8 +65,10 @@ def test_every_comparison_number_and_connective_is_changed() -> None:
 
 def test_a_function_is_changed_for_all_who_call_it_and_what_it_remembered_is_forgotten() -> None:
     assert helper((1,))
-    mutant = next(m for m in mutants_of(helper.__wrapped__) if m.mutant.kind == "comparison")
-    with put(helper.__wrapped__, mutant.code):
+    function = function_of(helper)
+    assert function is not None
+    mutant = next(m for m in mutants_of(function) if m.mutant.kind == "comparison")
+    with put(function, mutant.code):
         assert not helper((1,))
     assert helper((1,))
 
@@ -82,12 +87,27 @@ def test_mutants_are_found_out() -> None:
     assert found["x.size(0) < 6 -> x.size(0) <= 6"].verdict == "right"
 
 
+class Wrong(Twice):
+    """relu(relu(x)) -> x."""
+
+    def target(self, op: Op, x: Val) -> Any:
+        return x
+
+
+def test_a_wrong_rule_has_no_mutants() -> None:
+    with pytest.raises(ValueError, match="Wrong is not proven: output 0"):
+        CodeHunt(Wrong())
+
+
 def test_what_takes_too_long_loops() -> None:
     from xrlflow.verify.rules.codehunt import _limited, _TooLong
 
-    with pytest.raises(_TooLong), _limited(0.05):
+    def wait() -> None:
         while True:
             pass
+
+    with pytest.raises(_TooLong), _limited(0.05):
+        wait()
 
 
 def explained() -> dict[str, str]:
