@@ -220,8 +220,15 @@ class MergeFlattenedTranspose(RegionRule):
         return op.Transpose(x, perm=list(region.data))
 
 
+# Integers that ONNX Runtime's reductions take for doubles, and that do not fit there.
+_ROUNDED = frozenset({DType.INT64, DType.UINT64})
+
+
 class ReplaceUnitReduceBySqueeze(RegionRule):
-    """reduce(x) -> squeeze(x)  over dimensions of 1: sum, mean, product, greatest and least of one number are it."""
+    """reduce(x) -> squeeze(x)  over dimensions of 1: sum, mean, product, greatest and least of one number are it.
+
+    Not sums and the like of 64 bits, which ONNX Runtime takes for doubles: these round what is beyond 2^53.
+    """
 
     anchors = ("ReduceMean", "ReduceSum", "ReduceMax", "ReduceMin", "ReduceProd")
     examples = tuple(
@@ -229,6 +236,9 @@ class ReplaceUnitReduceBySqueeze(RegionRule):
         f" y = {name}{attrs}(x, i) }}"
         for name in ("ReduceMean", "ReduceSum", "ReduceMax", "ReduceMin", "ReduceProd")
         for axis, attrs, out in ((1, "<keepdims = 0>", "N,3"), (-2, "", "N,1,3"))
+    )
+    near_misses = (
+        "agraph (int64[40,1] x) => (y) { i = Constant<value_ints = [1]>() y = ReduceSum<keepdims = 0>(x, i) }",
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
@@ -238,6 +248,8 @@ class ReplaceUnitReduceBySqueeze(RegionRule):
             return None
         places = fronts(axes, len(shape))
         require(all(shape[a] == 1 for a in places), "a dimension is not 1")
+        exact = node.op in ("ReduceMax", "ReduceMin") or reader.type(node.inputs[0]).dtype not in _ROUNDED
+        require(exact, "the runtime rounds integers of 64 bits")
         kept = int_attr(node, "keepdims", 1)
         return Region(node.outputs, (node.inputs[0],), (node,), () if kept else places)
 

@@ -299,6 +299,10 @@ class RemoveNoopSlice(Rule):
 
     optional = ("axes", "steps")
     shapes = "x starts:const ends:const axes:const steps:const"
+    examples = (
+        "agraph (float[N,3] x) => (y) <int64[2] s = {0, 0}, int64[2] e = {2147483647, 9223372036854775807},"
+        " int64[2] a = {0, 1}> { y = Slice(x, s, e, a) }",
+    )
 
     def source(self, op: Op, x: Any, starts: Any, ends: Any, axes: Any, steps: Any) -> Any:
         return op.Slice(x, starts, ends, axes, steps)

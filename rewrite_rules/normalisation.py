@@ -300,6 +300,12 @@ class FuseMomentsLayerNormalization(RegionRule):
         "v = ReduceMean(q, i) e = Add(v, eps) r = Sqrt(e) t = Reciprocal(r) g = Mul(t, s) "
         "xg = Mul(x, g) mg = Mul(m, g) c = Sub(b, mg) y = Add(xg, c) }",
     )
+    near_misses = (
+        examples[0].replace("[N,3,4] x, float[4] s, float[4] b", "[N,3,D] x, float[D] s, float[D] b"),
+    )
+    survivors: ClassVar[Mapping[str, str]] = {
+        "drop: a normalised dimension is not a known number": "ONNX lets a scale of one number broadcast"
+    }
 
     def find(self, reader: Reader, node: Node) -> Region | None:
         shifted = _shifted(reader, node.inputs[0])

@@ -259,6 +259,8 @@ def both_sides(case: Case, feeds: Feeds, field: Field) -> tuple[list[Array], lis
         raise
     except Exception as error:  # whatever NumPy says of inputs that do not fit
         raise Unusable(f"{type(error).__name__}: {error}") from error
+    if any(a.size > _MOST_ELEMENTS for a in left):  # of a size that only the inputs' numbers say
+        raise Unusable("it is too large")
     try:
         return left, evaluate_graph(with_known_casts(case.after), feeds, field)
     except (NotEvaluable, ZeroDenominator):

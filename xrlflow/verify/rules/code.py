@@ -41,6 +41,8 @@ _ARITHMETIC: dict[type[ast.operator], type[ast.operator]] = {
     ast.Mod: ast.FloorDiv,
 }
 _QUANTIFIERS = {"all": "any", "any": "all"}
+# The classes around a function, and the function.
+Chain = tuple[ast.ClassDef | ast.FunctionDef, ...]
 # What says why, and what only tells the type checker something.
 _IDLE = (ast.Assert, ast.Raise, ast.JoinedStr, ast.AnnAssign)
 _REASONED = ("require", "worthwhile")
@@ -110,12 +112,10 @@ def _tree(module: str) -> ast.Module:
 
 
 @lru_cache(maxsize=1024)
-def _chain(module: str, first: int, name: str) -> tuple[ast.ClassDef | ast.FunctionDef, ...] | None:
+def _chain(module: str, first: int, name: str) -> Chain | None:
     """The classes (and functions) around a function, and the function itself."""
 
-    def search(
-        body: list[ast.stmt], above: tuple[ast.ClassDef | ast.FunctionDef, ...]
-    ) -> tuple[ast.ClassDef | ast.FunctionDef, ...] | None:
+    def search(body: list[ast.stmt], above: Chain) -> Chain | None:
         for node in body:
             if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
                 line = min([node.lineno, *(d.lineno for d in node.decorator_list)])
@@ -247,7 +247,7 @@ def _text(node: ast.AST, tree: ast.AST) -> str:
     return ast.unparse(ast.fix_missing_locations(node))
 
 
-def _alone(chain: tuple[ast.ClassDef | ast.FunctionDef, ...]) -> ast.Module:
+def _alone(chain: Chain) -> ast.Module:
     """A module of one function, within the classes around it, at the lines where it stands."""
     body: ast.stmt = copy.deepcopy(chain[-1])
     for around in reversed(chain[:-1]):

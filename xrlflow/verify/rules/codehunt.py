@@ -100,12 +100,14 @@ class _Known:
 
 
 class CodeHunt:
-    """A rule with the graphs that its proof has tried."""
+    """A rule with the graphs that its proof has tried. Raises ValueError for a rule that is wrong by itself."""
 
     def __init__(self, rule: AnyRule, seed: int = 0) -> None:
         self.rule = rule
         proof = Proof(rule, seed)
         proof.gather()
+        if proof.failures:
+            raise ValueError(f"{rule.name} is not proven: {proof.failures[0]}")
         self.proof = proof
         self.rng = np.random.default_rng(seed)
         self.corpus = [*self._corpus(proof)]

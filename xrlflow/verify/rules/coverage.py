@@ -43,7 +43,7 @@ from xrlflow.verify.rules.variations import forget, replace_dims, resize_to
 # A kind is given up after so many graphs of it that were not admitted, or after so many attempts to build one.
 ENOUGH, MOST_ATTEMPTS = 16, 120
 # The same of an element type, and how many cases of it are wanted: there are many, and most operators take few.
-_TRIED_TYPES, _MOST_TYPES, _CASES_OF_TYPE = 8, 16, 3
+_TRIED_TYPES, _MOST_TYPES, _CASES_OF_TYPE = 14, 20, 3
 
 # What comes of a graph: a case that passed, a match that was refused, no match, a case that no test could evaluate.
 Outcome = Literal["admitted", "refused", "beside", "untested"]
