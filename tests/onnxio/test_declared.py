@@ -75,6 +75,18 @@ WRONG = {
     "a loop's state": (loop((2, 8), (2, 8)), "'s' is declared float[2,8] and is float[2,4,8]"),
     "a loop's other output": (loop((2, 4, 8), (9,)), "'u' is declared float[9] and is float[2,4,8]"),
 }
+
+
+def test_a_wrong_output_says_nothing_of_other_values() -> None:
+    """What is declared of an operator that ONNX does not know is all there is."""
+    nodes = [make("Op", ["x"], ["h"], domain="other"), make("Relu", ["h"], ["y"])]
+    proto = model(nodes, [declare("x", F, (2, 4))], [declare("y", F, (8,))], domains=["other"])
+    proto.graph.value_info.append(declare("h", F, (2, 4)))
+    imported = onnxio.load(proto)
+    assert imported.notes
+    assert imported.graph.type(imported.graph.outputs[0]).shape == (2, 4)
+
+
 RIGHT = {
     "an output": chain((2, 4, 8), (2, 4, 8)),
     "symbols": chain(("n", "m", 8), ("n", "m", 8), x=("n", "m", 8)),

@@ -1,7 +1,8 @@
 """What a file declares of its values, and whether that is so.
 
 Runtimes take a model whose declarations contradict what it computes: they warn, and compute. Here what is declared is
-believed until it contradicts what ONNX infers; then nothing that the file declares is, but for its inputs.
+believed until it contradicts what ONNX infers; then nothing that the file declares is, but for its inputs. Only what is
+said of the model's outputs may be wrong alone: nothing is computed from it.
 """
 
 from __future__ import annotations
@@ -43,6 +44,16 @@ def names(graph: onnx.GraphProto) -> set[str]:
     return {v.name for v in graph.output} | {
         v.name for _, body in _bodies(graph) for v in (*body.value_info, *body.output)
     }
+
+
+def forget_outputs(model: onnx.ModelProto) -> onnx.ModelProto:
+    """The model without the shapes that it declares for its outputs, from which nothing else follows."""
+    bare = onnx.ModelProto()
+    bare.CopyFrom(model)
+    for info in bare.graph.output:
+        if info.type.HasField("tensor_type"):
+            info.type.tensor_type.ClearField("shape")
+    return bare
 
 
 def forget(model: onnx.ModelProto) -> onnx.ModelProto:

@@ -100,15 +100,7 @@ def _loaded(
         for t in proto.graph.initializer
         if t.name in {v.name for v in proto.graph.input}
     }
-    notes: tuple[str, ...] = ()
-    try:
-        importer, graph = _imported(store, proto, overridable, declared.names(proto.graph))
-    except Contradiction as error:
-        notes = (f"what the model declares of its values is not believed: {error}",)
-        try:
-            importer, graph = _imported(store, declared.forget(proto), overridable, set())
-        except Contradiction as still:  # about an element type, which no runtime takes
-            raise ModelError(f"{store.name}: {still}: the file is damaged, export it again") from still
+    importer, graph, notes = _imported_as_declared(store, proto, overridable)
     if bindings and not fix_shapes:
         bindings = dimensions.solve(graph, bindings)
     versions.set_opset(frame, opset)
@@ -129,6 +121,23 @@ def _loaded(
         external=bool(store.files),
         notes=notes,
     )
+
+
+def _imported_as_declared(
+    store: TensorStore, proto: onnx.ModelProto, overridable: Mapping[str, Const]
+) -> tuple[_Importer, Graph, tuple[str, ...]]:
+    """The graph of a model in canonical operators, with a note if something that the model declares is not true."""
+    doubtful = declared.names(proto.graph)
+    notes: tuple[str, ...] = ()
+    for model in (lambda: proto, lambda: declared.forget_outputs(proto)):
+        try:
+            return *_imported(store, model(), overridable, doubtful), notes
+        except Contradiction as error:
+            notes = notes or (f"what the model declares of its values is not believed: {error}",)
+    try:
+        return *_imported(store, declared.forget(proto), overridable, set()), notes
+    except Contradiction as error:  # about an element type, which no runtime takes
+        raise ModelError(f"{store.name}: {error}: the file is damaged, export it again") from error
 
 
 def _imported(
