@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 
 import numpy as np
@@ -129,9 +129,10 @@ def _imported_as_declared(
     """The graph of a model in canonical operators, with a note if something that the model declares is not true."""
     doubtful = declared.names(proto.graph)
     notes: tuple[str, ...] = ()
-    for model in (lambda: proto, lambda: declared.forget_outputs(proto)):
+    less: tuple[Callable[[onnx.ModelProto], onnx.ModelProto], ...] = (lambda p: p, declared.forget_outputs)
+    for believing in less:
         try:
-            return *_imported(store, model(), overridable, doubtful), notes
+            return *_imported(store, believing(proto), overridable, doubtful), notes
         except Contradiction as error:
             notes = notes or (f"what the model declares of its values is not believed: {error}",)
     try:
