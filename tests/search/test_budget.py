@@ -43,9 +43,9 @@ def test_no_comparison_begins_that_would_end_too_late() -> None:
 
 def test_verification_begins_only_if_it_is_over_in_time() -> None:
     budget = Budget(0.0, 60.0, 0.5, 0.0)
-    assert budget.verification == 21.0
-    assert budget.can_verify(42.0)
-    assert not budget.can_verify(42.1)
+    assert budget.verification == 10.5
+    assert budget.can_verify(52.5)
+    assert not budget.can_verify(52.6)
     assert Budget(0.0, 60.0, 0.5, verifying=False).can_verify(59.0)
 
 

@@ -15,7 +15,7 @@ _ENOUGH, _ENOUGH_RUNS = 14.0, 1000
 # models, warming up, turns).
 _NURSERY, _PROCESSES, _START, _RUNS = 0.5, 24, 0.12, 14
 # Verification: so much besides runs (of the original and the result, on all their inputs).
-_VERIFYING, _VERIFYING_RUNS = 1.0, 40
+_VERIFYING, _VERIFYING_RUNS = 2.5, 16
 # One comparison of whole models in one process: the least and the most runs that it takes.
 _COMPARE_RUNS_AT_LEAST, _COMPARE_RUNS = 8, 60
 _COMPARE_AT_LEAST, _COMPARE_AT_MOST = 1.5, 5.0
