@@ -669,7 +669,7 @@ _hard_decisions_left = _HARD_DECISIONS
 
 def start_deciding() -> None:
     """Allow for hard decisions anew: called where a model is read, so that it is read in bounded time."""
-    global _hard_decisions_left  # noqa: PLW0603
+    global _hard_decisions_left
     _hard_decisions_left = _HARD_DECISIONS
 
 
@@ -683,7 +683,7 @@ def _is_empty(parts: tuple[Formula, ...], condition: str) -> bool:
 
 @lru_cache(maxsize=65536)
 def _decided_at_length(parts: tuple[Formula, ...], condition: str) -> bool | None:
-    global _hard_decisions_left  # noqa: PLW0603
+    global _hard_decisions_left
     _hard_decisions_left -= 1
     return _decided(parts, condition, _MORE_OPERATIONS)
 
