@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -86,6 +87,23 @@ def reshaped(reader: Reader, node: Node) -> tuple[Dim, ...] | None:
     return tuple(a if isinstance(a, int) or b is None else b for a, b in zip(own, found))
 
 
+def _takes(before: Sequence[Dim], constant: Sequence[int]) -> bool:
+    """Whether a Reshape of known dimensions by a constant keeps the number of elements (True if one is not known)."""
+    total = _product(before)
+    kept = _product(
+        [before[i] if n == 0 and i < len(before) else n for i, n in enumerate(constant) if n != -1]
+    )
+    if total is None or kept is None:
+        return True
+    return (kept > 0 and total % kept == 0) if -1 in constant else total == kept
+
+
+def _product(sizes: Sequence[Dim]) -> int | None:
+    """The product of numbers; None if one is no number."""
+    known = [d for d in sizes if isinstance(d, int)]
+    return math.prod(known) if len(known) == len(sizes) else None
+
+
 class FoldComputedShape(RegionRule):
     """reshape(x, s) -> reshape(x, constant)  for an s that is computed from dimensions, or whose result is known.
 
@@ -130,7 +148,9 @@ class FoldComputedShape(RegionRule):
             after = reshaped(reader, node)
             if after is None:
                 return None
-            return Region(node.outputs, (source,), (node,), reshape_numbers(before, after))
+            constant = reshape_numbers(before, after)
+            worthwhile(_takes(before, constant), "no runtime takes the model")
+            return Region(node.outputs, (source,), (node,), constant)
         wanted = numbers(reader, shape)
         if wanted is None or None in wanted:  # it is computed from something else
             wanted = node.types[0].shape
@@ -144,6 +164,10 @@ class FoldComputedShape(RegionRule):
             return Region(node.outputs, (source,), (node,), None)
         known = all(isinstance(d, int) or dims.equal(d, b) for d, b in zip(wanted, own))
         require(known, "a dimension is not known")
+        joined = (
+            d == 1 or b in (1, d) for d, b in zip(wanted, own) if isinstance(d, int) and isinstance(b, int)
+        )
+        worthwhile(all(joined), "no runtime takes the model")
         return Region(node.outputs, (source,), (node,), [d if isinstance(d, int) else 1 for d in wanted])
 
     def target(self, op: Op, region: Region, x: Val) -> Any:

@@ -262,3 +262,20 @@ def test_a_shape_that_is_doubled_many_times_is_read_once() -> None:
     )
     state = RewriteState.start(load(proto).graph, alone(FoldComputedShape()))
     assert len(state.candidates) <= 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "agraph (float[4,3] x, float[N] z) => (float[a,b] y) <int64[1] o = {7}> {"
+        " d = Shape(z) e = Sub(d, d) f = Add(e, o) u = Concat<axis=0>(f, f) y = Expand(x, u) }",
+        "agraph (float[4,3] x, float[N] z) => (float[a] y) <int64[1] o = {7}> {"
+        " d = Shape(z) e = Sub(d, d) f = Add(e, o) y = Reshape(x, f) }",
+        "agraph (float[4,3] x, float[N] z) => (float[a,b] y) <int64[1] o = {7}, int64[1] m = {-1}> {"
+        " d = Shape(z) e = Sub(d, d) f = Add(e, o) u = Concat<axis=0>(m, f) y = Reshape(x, u) }",
+    ],
+)
+def test_a_computed_shape_that_never_fits_stays(text: str) -> None:
+    """The model fails whenever it runs; reading it for substitutions must not."""
+    state = RewriteState.start(load(model(text)).graph, alone(FoldComputedShape()))
+    assert not state.candidates
