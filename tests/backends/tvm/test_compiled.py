@@ -140,6 +140,22 @@ def test_a_library_that_was_not_replaced_in_the_end_is_still_described(
         np.testing.assert_array_equal(loaded.run(feeds)[1], -np.maximum(feeds["other"], 0))
 
 
+def test_what_is_beside_a_library_and_not_its_own_stays(file: Path, tmp_path: Path, feeds: Feeds) -> None:
+    compiled = Tvm().compile(str(file))
+    foreign = tmp_path / "model.so.json"
+    foreign.write_text('{"of": "another program"}')
+    with pytest.raises(BackendError, match=r"model\.so\.json: xrlflow did not write this"):
+        compiled.save(tmp_path / "model.so")
+    assert [p.name for p in tmp_path.iterdir()] == ["model.so.json"]
+    (tmp_path / "store").mkdir()
+    (tmp_path / "link.so").symlink_to("store/real.so")
+    compiled.save(tmp_path / "link.so")
+    assert (tmp_path / "link.so").is_symlink()
+    assert sorted(os.listdir(tmp_path / "store")) == ["real.so", "real.so.json"]
+    with load_compiled(tmp_path / "store" / "real.so") as loaded:
+        loaded.run(feeds)
+
+
 def test_a_linker_that_fails_is_an_answer(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
