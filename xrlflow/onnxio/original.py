@@ -47,7 +47,7 @@ def _changed(model: ImportedModel, names: list[str]) -> bytes:
     """The model with fixed shapes, if it was read so, and other names of its data files."""
     proto = onnx.ModelProto.FromString(bytes(model.store.data))
     if model.fixed:
-        shapes.fix(proto, model.bindings)
+        shapes.fix(proto, model.bindings, outputs=True)
     relocate(proto, dict(zip(model.store.files, names)))
     changed: bytes = proto.SerializeToString()
     return changed
