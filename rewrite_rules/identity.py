@@ -303,6 +303,10 @@ class RemoveNoopSlice(Rule):
         "agraph (float[N,3] x) => (y) <int64[2] s = {0, 0}, int64[2] e = {2147483647, 9223372036854775807},"
         " int64[2] a = {0, 1}> { y = Slice(x, s, e, a) }",
     )
+    near_misses = (
+        "agraph (float[N,3] x) => (y) <int64[2] s = {0, 0}, int64[2] e = {2147483647, 3}, int64[2] a = {0, 1},"
+        " int64[2] t = {1, 2}> { y = Slice(x, s, e, a, t) }",
+    )
 
     def source(self, op: Op, x: Any, starts: Any, ends: Any, axes: Any, steps: Any) -> Any:
         return op.Slice(x, starts, ends, axes, steps)

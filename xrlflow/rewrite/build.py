@@ -30,7 +30,7 @@ from xrlflow.ir import (
 from xrlflow.ops.infer import InferenceError, infer
 from xrlflow.ops.schema import canonical_attrs, schema
 from xrlflow.ops.tensors import dtype_of, numpy_dtype
-from xrlflow.rewrite.rule import Lit, Op, RuleError, Val
+from xrlflow.rewrite.rule import Contradiction, Lit, Op, RuleError, Val
 from xrlflow.rewrite.settle import fold_small, more_precise, settled
 
 _attrs_memo: dict[tuple[Any, ...], Attrs] = {}
@@ -264,7 +264,7 @@ def _adopt(rule: str, old: TensorType, new: TensorType) -> TensorType:
     try:
         return merge_types(old, new)
     except TypeConflict as error:
-        raise RuleError(f"{rule}: the target's type does not fit what it replaces: {error}") from error
+        raise Contradiction(f"{rule}: the target's type does not fit what it replaces: {error}") from error
 
 
 def _with_declared(

@@ -41,6 +41,10 @@ class RuleError(Exception):
     """A rule is wrong: it cannot be compiled, or its target does not fit what it replaces."""
 
 
+class Contradiction(RuleError):
+    """The type of what a target gives is not that of what it replaces."""
+
+
 _dropped: set[Site] = set()
 
 

@@ -32,7 +32,7 @@ from xrlflow.ops.evaluate import NotEvaluable
 from xrlflow.ops.schema import IR_VERSION, OPSET
 from xrlflow.rewrite import AnyRule, Library, Refused, Rule, RuleError
 from xrlflow.rewrite.pattern import Pattern, trace_patterns
-from xrlflow.rewrite.rule import Site
+from xrlflow.rewrite.rule import Contradiction, Site
 from xrlflow.rewrite.state import match_all
 from xrlflow.verify.rules.cases import (
     Case,
@@ -280,7 +280,7 @@ class Proof:
         try:
             cases, refusals = find_cases(self.library, problem)
         except Exception as error:  # a rule may raise anything, and must raise nothing
-            broken = isinstance(error, RuleError) and too_large(problem)
+            broken = isinstance(error, Contradiction) and too_large(problem)
             if broken or usable(problem, self.rng):
                 self.fail(f"it raises {type(error).__name__}: {error}", problem.graph)
             return
