@@ -241,10 +241,17 @@ def large(problem: Problem) -> bool:
 
 @lru_cache(maxsize=256)
 def _elements(problem: Problem) -> int:
-    """How many elements the largest tensor has, symbols taken for 2."""
+    """How many elements the largest tensor has, symbols taken for 2; also one that a window is padded to."""
     graph = problem.graph
+    padded = [1]
+    for node in graph.nodes():
+        window = [v for name in ("pads", "dilations") if isinstance(v := node.attrs.get(name), tuple)]
+        inner = (abs(v) for numbers in window for v in numbers if isinstance(v, int))
+        padded.append(
+            math.prod(_shape(graph.type(node.inputs[0]), {})) * max(inner, default=0) if window else 1
+        )
     types = [*(problem.type(v) for v in graph.inputs), *(t for n in graph.nodes() for t in n.types)]
-    return max(math.prod(_shape(t, {})) for t in types)
+    return max(*padded, *(math.prod(_shape(t, {})) for t in types))
 
 
 class Unusable(Exception):
