@@ -118,8 +118,11 @@ def test_neutral(rule, op, number):
     source = "agraph ({0}[{1}] x) => ({0}[{1}] y) {{ a = {2}(x, c) y = Abs(a) }}"
     for name, dtype in (("float", np.float32), ("int64", np.int64), ("double", np.float64)):
         for shape in ((), (1,), (3,), (2, 3), (1, 1)):
-            c = np.full(shape, number, dtype)
-            applies(rule, model(source.format(name, "2,3", op), c=c), ops=["Abs"])
+            proto = model(source.format(name, "2,3", op), c=np.full(shape, number, dtype))
+            if (name, op) == ("int64", "Pow"):  # which the runtime computes as doubles
+                refuses(rule, proto, "no kernel")
+            else:
+                applies(rule, proto, ops=["Abs"])
     # It adds a dimension, or may.
     c = np.full((1, 1, 1), number, np.float32)
     refuses(

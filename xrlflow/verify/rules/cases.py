@@ -167,6 +167,8 @@ def _shape(type: TensorType, numbers: Mapping[str, int]) -> tuple[int, ...]:
 
 # Larger tensors are not computed: their types alone are compared.
 _MOST_ELEMENTS = 1 << 19
+# Normal numbers of this size are in the range of a type.
+_TYPICALLY_MOST = {DType.FLOAT16: 1e4, DType.BFLOAT16: 1e37, DType.FLOAT: 1e37}
 _LARGE = 1 << 11
 
 
@@ -438,7 +440,8 @@ def _floats(rng: np.random.Generator, kind: str, size: float) -> DrawFloats:
         numbers = rng.standard_normal(shape)
         if kind == "positive":
             numbers = np.abs(numbers) + 0.05
-        return round_to(numbers * size, dtype)  # which is what the runtime will get
+        # As the type rounds them, which is what the runtime will get, and finite.
+        return round_to(numbers * min(size, _TYPICALLY_MOST.get(dtype, size)), dtype)
 
     return drawn
 
