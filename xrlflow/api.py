@@ -247,13 +247,9 @@ class _Job:
         """What is left for what."""
         begin = self.begin if self.hurried_at is None else self.hurried_at
         return Budget(
-            begin,
-            self.deadline - begin,
-            self.latency,
-            self.loading,
-            self.verifying,
-            self.hurried_at is not None,
-        )
+            begin, self.deadline - begin, self.latency, self.loading, self.verifying,
+            hurried=self.hurried_at is not None, compiled=self.place is not None,
+        )  # fmt: skip
 
     def hurry(self) -> None:
         """After Ctrl-C, take only the time to compare, verify and measure what was found until then."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 DEFAULT_LIMIT = 60.0
 # The part of the time after which searching must be over.
@@ -14,6 +14,7 @@ _ENOUGH, _ENOUGH_RUNS = 14.0, 1000
 # The last comparison: the nursery's start; processes that are enough; of each the start, and runs (the first of both
 # models, warming up, turns).
 _NURSERY, _PROCESSES, _START, _RUNS = 0.5, 24, 0.12, 14
+_LOADING_TVM = 4.0
 # Verification: so much besides runs (of the original and the result, on all their inputs).
 _VERIFYING, _VERIFYING_RUNS = 2.5, 16
 # One comparison of whole models in one process: the least and the most runs that it takes.
@@ -29,7 +30,7 @@ class Budget:
 
     `latency` and `loading`: rough seconds of one run of the original and of loading it, 0 where they are not known.
     `verifying`: whether a result will be verified. `hurried`: after an interrupt nothing is kept for the selection that
-    is not needed.
+    is not needed. `compiled`: by TVM, which the processes of the last comparison load.
     """
 
     begin: float
@@ -38,6 +39,7 @@ class Budget:
     loading: float = 0.0
     verifying: bool = True
     hurried: bool = False
+    compiled: bool = False
 
     @property
     def until(self) -> float:
@@ -70,7 +72,8 @@ class Budget:
     @property
     def comparison(self) -> float:
         """What the last comparison wants."""
-        return _NURSERY + _PROCESSES * (_START + 2 * self.loading + _RUNS * self.latency)
+        processes = _PROCESSES * (_START + 2 * self.loading + _RUNS * self.latency)
+        return _NURSERY + (_LOADING_TVM if self.compiled else 0.0) + processes
 
     @property
     def ending(self) -> float:
@@ -110,6 +113,4 @@ class Budget:
     def hurry(self, now: float) -> Budget:
         """The time that is left after an interrupt: enough to compare, verify and measure, if the limit allows it."""
         needed = _HURRIED_COMPARISONS * self.each_comparison + self.verification + self.comparison
-        return Budget(
-            now, min(self.until - now, needed), self.latency, self.loading, self.verifying, hurried=True
-        )
+        return replace(self, begin=now, limit=min(self.until - now, needed), hurried=True)

@@ -618,7 +618,8 @@ def test_an_interrupt_keeps_what_is_compiled(
     assert len(made) == {"second": 1, "measuring": 2}[when]
     assert result.compiled is made[0]
     assert result.report.verified
-    assert result.speedup is not None
+    # It was measured, if the machine was not so busy that there was no time for three processes.
+    assert result.speedup is not None or result.report.reason.startswith("too few measurements")
     assert result.trace == ()
     assert "interrupted before the compiled graphs were compared: the first of them is kept" in (
         result.report.notes
@@ -661,7 +662,8 @@ def test_after_an_interrupted_search_its_best_is_compiled(
     )
     assert len(made) == 2  # the original, and the best alone: uninterrupted it is three
     assert "interrupted: the best so far is kept" in result.report.notes
-    assert result.speedup is not None
+    # It was measured, if the machine was not so busy that there was no time for three processes.
+    assert result.speedup is not None or result.report.reason.startswith("too few measurements")
 
 
 def test_what_cannot_be_compared_is_not_said_to_differ(
