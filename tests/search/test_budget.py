@@ -63,3 +63,9 @@ def test_who_is_late_still_measures_within_the_limit() -> None:
     assert budget.final(25.0) == pytest.approx(budget.verification + budget.comparison)
     assert budget.final(59.0) == 1.0
     assert budget.final(budget.select_until) == pytest.approx(budget.ending)
+
+
+def test_compiled_models_take_longer_to_load() -> None:
+    plain, compiled = Budget(0.0, 60.0, 3e-3), Budget(0.0, 60.0, 3e-3, compiled=True)
+    assert compiled.comparison - plain.comparison == pytest.approx(4.0)
+    assert compiled.hurry(1.0).compiled
