@@ -20,7 +20,8 @@ def test_everything_has_its_place_within_the_limit(latency: float, limit: float)
     assert budget.begin_comparing_until < budget.select_until
     # What fits into the limit has its time after the selection.
     wanted = budget.verification + budget.comparison
-    assert budget.ending == pytest.approx(min(wanted, 0.5 * (budget.end - budget.begin)))
+    most = 0.7 if latency > 0.3 else 0.5
+    assert budget.ending == pytest.approx(min(wanted, most * (budget.end - budget.begin)))
 
 
 def test_a_fast_model_takes_no_minute() -> None:
@@ -57,12 +58,16 @@ def test_an_interrupt_leaves_the_time_to_compare_but_no_more_than_there_was(now:
     assert hurried.until - now <= 100.0
 
 
-def test_who_is_late_still_measures_within_the_limit() -> None:
-    """A model of 3 ms, for which 17 of the 60 s are enough, and a search that took 25 of them."""
+def test_the_last_comparison_has_what_is_left() -> None:
+    """Of a model of 3 ms, for which 17 of the 60 s are enough on a quiet machine."""
     budget = Budget(0.0, 60.0, 3e-3, 0.02)
-    assert budget.final(25.0) == pytest.approx(budget.verification + budget.comparison)
+    assert budget.final(budget.select_until) == 60.0 - budget.select_until
     assert budget.final(59.0) == 1.0
-    assert budget.final(budget.select_until) == pytest.approx(budget.ending)
+
+
+def test_slow_models_are_not_selected_but_compared() -> None:
+    assert Budget(0.0, 60.0, 1.0).select_until == pytest.approx(18.0)
+    assert Budget(0.0, 60.0, 0.1).select_until == pytest.approx(30.0)
 
 
 def test_compiled_models_take_longer_to_load() -> None:

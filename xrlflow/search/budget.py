@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 DEFAULT_LIMIT = 60.0
 # The part of the time after which searching must be over.
 SEARCH_UNTIL = 0.3
-# More than this part of the time is not kept for what follows the selection.
-_ENDING_AT_MOST = 0.5
+# More than this part of the time is not kept for what follows the selection; of models so slow (seconds of a run) that
+# a selection could compare little, nothing is kept for that.
+_ENDING_AT_MOST, _SLOW = 0.5, 0.3
 # What a limit of 60 s allows a fast model, besides runs of it: a model of 3 ms needs no minute.
 _ENOUGH, _ENOUGH_RUNS = 14.0, 1000
 # The last comparison: the nursery's start; processes that are enough; of each the start, and runs (the first of both
@@ -48,7 +49,7 @@ class Budget:
 
     @property
     def end(self) -> float:
-        """When everything is to be over: a fast model does not take all of a minute, or of an hour."""
+        """When everything should be over: a fast model does not take all of a minute, or of an hour."""
         if not self.latency or self.hurried:
             return self.until
         enough = (_ENOUGH + _ENOUGH_RUNS * self.latency) * max(1.0, self.limit / DEFAULT_LIMIT)
@@ -81,7 +82,8 @@ class Budget:
         wanted = self.verification + self.comparison
         if self.hurried:
             return wanted
-        return min(wanted, _ENDING_AT_MOST * (self.end - self.begin))
+        most = 1.0 - SEARCH_UNTIL if self.latency > _SLOW else _ENDING_AT_MOST
+        return min(wanted, most * (self.end - self.begin))
 
     @property
     def select_until(self) -> float:
@@ -100,11 +102,11 @@ class Budget:
         return max(_COMPARE_AT_LEAST, min(most, _COMPARE_AT_MOST), most / 2)
 
     def final(self, now: float) -> float:
-        """What verification and the last comparison have, if they begin now.
+        """What verification and the last comparison have, if they begin now: all that is left of the limit.
 
-        Where the machine was slower than it seemed, that is still what they need, within the limit.
+        On a quiet machine they end long before, as enough is known; beside neighbours that takes more processes.
         """
-        return max(self.end, min(self.until, now + self.verification + self.comparison)) - now
+        return self.until - now
 
     def can_verify(self, now: float) -> bool:
         """Whether verification, begun now, would be over in time, or soon after."""
