@@ -37,7 +37,7 @@ GRACE = 0.03
 _MOST_PROCESSES = 80
 _ENOUGH_PROCESSES = 16
 """Where there is no time for so many processes, each has fewer turns, down to `_FEWEST_TURNS`."""
-_FEWEST_TURNS, _MOST_TURNS = 4, 40
+_FEWEST_TURNS, _MOST_TURNS = 4, 80
 _BETWEEN = 0.01
 """Standard deviation between processes that the number of turns is right for."""
 _FIGURE_ALONE = 24
@@ -125,12 +125,11 @@ class _Drawing:
     longest: float = 0.0
 
     def plan(self) -> int:
-        """Measure once; how many processes there is time for, that one included, with the `turns` that suit them."""
+        """Measure once; how many processes there is time for, that one included if it is of use, with the `turns` that suit them."""
         started = time.monotonic()
         first = self._measure()
         if first is None:
             return 0
-        self.waiting.append(first)
         seconds = time.monotonic() - started
         sampled = self.samples[0]
         each = sampled.measuring / max(len(sampled.turns), 1)
@@ -143,8 +142,12 @@ class _Drawing:
         # Where there is no time for many processes, they had better not be much longer than it takes to start them.
         room = max(left / _ENOUGH_PROCESSES - start, 0.5 * start) / max(each, 1e-6)
         self.turns = max(fewest, min(2 * round(min(best, room) / 2), _MOST_TURNS))
+        if self.turns <= 2 * len(sampled.turns):
+            self.waiting.append(
+                first
+            )  # otherwise it says much less than the others will, and served to learn that
         self.longest = start + self.turns * each
-        return min(1 + int(left / max(self.longest, 1e-6)), _MOST_PROCESSES)
+        return min(len(self.waiting) + int(left / max(self.longest, 1e-6)), _MOST_PROCESSES)
 
     def draw(self) -> float | None:
         if self.waiting:
