@@ -125,7 +125,10 @@ class _Drawing:
     longest: float = 0.0
 
     def plan(self) -> int:
-        """Measure once; how many processes there is time for, that one included if it is of use, with the `turns` that suit them."""
+        """Measure once; how many processes there is time for, with the `turns` that suit them.
+
+        That one is included, if it is of use.
+        """
         started = time.monotonic()
         first = self._measure()
         if first is None:
