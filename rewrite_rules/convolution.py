@@ -1417,6 +1417,10 @@ class PushRisingBeforeMaxPool(_SwapMaxPool):
 class PushRisingBehindMaxPool(_SwapMaxPool):
     """maxpool(f(x)) -> f(maxpool(x))  for f that does not fall: there is less to compute."""
 
+    survivors: ClassVar[Mapping[str, str]] = {
+        **_SwapMaxPool.survivors,
+        "drop: a window may lie in the padding": "its greatest is -inf, and `mends` lets that become a number",
+    }
     anchors = _MAX_POOLS
     reads_from = tuple(_RISING)
     examples = (

@@ -1458,6 +1458,8 @@ class PushWeightsOutOfAttention(RegionRule):
         examples[0]
         .replace("float[1,1,1,5] m", "float[1,2,3,6] m, float[1,2,3,6] n")
         .replace("(q, t, g, m)", "(q, t, g, , m, n)"),
+        # Of two sequences, the rows of heads do not broadcast.
+        examples[0].replace("float[1,2,1,6]", "float[2,2,1,6]").replace("float[1,5,4] x", "float[2,5,4] x"),
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
