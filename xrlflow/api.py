@@ -937,7 +937,10 @@ def _final(job: _Job, path: str) -> RepeatedComparison:
 
 def _decided(job: _Job, path: str, check: Callable[[], bool]) -> RepeatedComparison:
     """Whether a result is faster than the original; if it is, and stands `check`, by how much."""
-    return _compared(job, path, job.time.final(time.monotonic()), check, job.time.verification)
+    now, left = time.monotonic(), job.time
+    return _compared(
+        job, path, left.final(now), check, left.verification, max(left.end - left.verification - now, 0.0)
+    )
 
 
 def _compared(
@@ -946,6 +949,7 @@ def _compared(
     seconds: float,
     check: Callable[[], bool] | None = None,
     check_seconds: float = 0.0,
+    patience: float = float("inf"),
 ) -> RepeatedComparison:
     assert job.feeds is not None
     since, verifying = time.monotonic(), job.phases.get("verify", 0.0)
@@ -956,8 +960,8 @@ def _compared(
         old = file
     job.say("measure", 0, 0, "in fresh processes")
     compared = measure_in_fresh_processes(
-        old, path, job.feeds, check=check, check_seconds=check_seconds, threads=job.threads,
-        time_limit=seconds, session_options=job.session_options,
+        old, path, job.feeds, check=check, check_seconds=check_seconds, patience=patience,
+        threads=job.threads, time_limit=seconds, session_options=job.session_options,
     )  # fmt: skip
     job.phase("measure", since + job.phases.get("verify", 0.0) - verifying)
     return compared

@@ -102,6 +102,7 @@ class Told:
     ratio: float
     now: float = 100.0
     turns: list[int | None] = field(default_factory=list)
+    spread: float = 0.001
 
     def __call__(self, index: int, turns: int | None, deadline: float) -> Sample | None:
         self.turns.append(turns)
@@ -109,7 +110,7 @@ class Told:
         if self.now > deadline:
             return None
         load = Load(0.0, 0.0, 1.0, cpus=2, threads=1, seconds=0.01, disturbed=False)
-        noisy = 1.0 + 0.001 * (index % 3)
+        noisy = 1.0 + self.spread * (index % 3 - 1)
         taken = tuple(Turn(k % 2, 0.001 if k % 2 else 0.001 * self.ratio * noisy, 0.0) for k in range(4))
         return Sample(taken, load, loading=self.seconds / 2, measuring=self.seconds / 2)
 
@@ -146,6 +147,20 @@ def test_what_is_decided_ends_it(told: Callable[[float, float], Told]) -> None:
     assert found.speedup is not None
     assert found.speedup.median == pytest.approx(1.5, rel=0.01)
     assert clock.now - 100.0 < 10.0
+
+
+@pytest.mark.parametrize(("ratio", "spread", "patient"), [(1.0035, 0.002, False), (1.05, 0.1, True)])
+def test_patience_is_for_those_with_neighbours(
+    ratio: float, spread: float, patient: bool, told: Callable[[float, float], Told]
+) -> None:
+    """In doubt at the first looks: the time is up, unless the estimates are far from each other."""
+    clock = told(0.5, ratio)
+    clock.spread = spread
+    measure_in_fresh_processes(
+        matmuls(1), matmuls(1), feeds(), check=lambda: True, time_limit=60.0, patience=5.0
+    )
+    assert clock.now - 100.0 < 60.0
+    assert (clock.now - 100.0 > 7.0) is patient
 
 
 def test_the_time_of_the_check_is_kept_for_it(told: Callable[[float, float], Told]) -> None:

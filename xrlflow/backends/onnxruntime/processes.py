@@ -40,6 +40,8 @@ _ENOUGH_PROCESSES = 16
 _FEWEST_TURNS, _MOST_TURNS = 4, 80
 _BETWEEN = 0.01
 """Standard deviation between processes that the number of turns is right for."""
+_PRECISE = 0.005
+"""Standard error (a logarithm) of a mean beyond which more processes are worth waiting for."""
 _FIGURE_ALONE = 24
 """Processes for a figure where nothing is decided."""
 
@@ -51,6 +53,7 @@ def measure_in_fresh_processes(
     *,
     check: Callable[[], bool] | None = None,
     check_seconds: float = 0.0,
+    patience: float = math.inf,
     threads: int | None = None,
     time_limit: float = 60.0,
     optimization: Optimization = Optimization.ALL,
@@ -66,8 +69,9 @@ def measure_in_fresh_processes(
     further processes by how much; without, by how much alone.
 
     `time_limit` is in seconds for everything, the `check_seconds` that `check` takes among them; it ends earlier when
-    enough is known, and where the first processes show that there is no time for another. Ctrl-C ends the running
-    process.
+    enough is known, and where the first processes show that there is no time for another. A decision takes more than
+    `patience` seconds only beside neighbours who spread the estimates by so much that their mean is 0.5% off: what is
+    in doubt with less is hardly worth more time. Ctrl-C ends the running process.
 
     A SessionOptions object cannot be handed to another process. With one the samples are fresh sessions in this
     process, and the result's `fresh_processes` is False: a mapping of configuration entries is better.
@@ -98,8 +102,11 @@ def measure_in_fresh_processes(
 
         drawing = _Drawing(source, started + time_limit - check_seconds, GRACE * time_limit)
 
+        drawing.patient_until = started + patience
+
         def checked() -> bool:
             drawing.deadline = started + time_limit
+            drawing.patient_until = math.inf
             return check is None or check()
 
         answer: Answer | SpeedUp | None = None
@@ -123,6 +130,7 @@ class _Drawing:
     estimates: list[Estimate] = field(default_factory=list)
     waiting: list[float] = field(default_factory=list)  # what was measured, and not drawn yet
     longest: float = 0.0
+    patient_until: float = math.inf
 
     def plan(self) -> int:
         """Measure once; how many processes there is time for, with the `turns` that suit them.
@@ -155,12 +163,17 @@ class _Drawing:
     def draw(self) -> float | None:
         if self.waiting:
             return self.waiting.pop()
-        if time.monotonic() + self.longest > self.deadline:
+        now = time.monotonic()
+        if now + self.longest > self.deadline or (now > self.patient_until and self._precise()):
             return None
         started = time.monotonic()
         found = self._measure()
         self.longest = max(0.8 * self.longest, time.monotonic() - started)
         return found
+
+    def _precise(self) -> bool:
+        """Whether the estimates are close together; where the mean lies is of no matter, so that it is not chosen."""
+        return len(self.estimates) > FEWEST and pool([e.ratio for e in self.estimates]).error <= _PRECISE
 
     def _measure(self) -> float | None:
         found = self.source(len(self.samples), self.turns, self.deadline + self.grace)
