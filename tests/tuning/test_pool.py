@@ -34,8 +34,15 @@ def pool() -> Iterator[Pool]:
         yield pool
 
 
+def is_nursery(process: psutil.Process) -> bool:
+    try:
+        return "raise_workers" in " ".join(process.cmdline())
+    except (psutil.ZombieProcess, psutil.NoSuchProcess):  # another test's, which has just ended
+        return False
+
+
 def workers_of(process: int) -> list[psutil.Process]:
-    nurseries = [p for p in psutil.Process(process).children() if "raise_workers" in " ".join(p.cmdline())]
+    nurseries = [p for p in psutil.Process(process).children() if is_nursery(p)]
     found = [worker for nursery in nurseries for worker in nursery.children()]
     return [worker for worker in found if worker.status() != psutil.STATUS_ZOMBIE]
 
