@@ -95,6 +95,8 @@ def _slice(
     index: list[Any] = [slice(None)] * x.ndim
     for a, b, e, s in zip(axis, begin, end, step):
         size = x.shape[a]
+        if s < 0 and e >= 2**31 - 1:  # ONNX Runtime goes to the beginning then, which ONNX does not say
+            raise NotEvaluable("Slice backwards to one of the largest numbers")
         if b < 0:
             b += size
         if e < 0:
