@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from xrlflow.ir import ABSENT, Dim, Node, Value, dims
+from xrlflow.ops.eval_shape import ends_of_slice
 from xrlflow.rewrite import Reader, require, worthwhile
 
 
@@ -68,6 +71,11 @@ def ints_input(reader: Reader, node: Node, index: int) -> tuple[int, ...] | None
     if index >= len(node.inputs) or node.inputs[index] == ABSENT:
         return None
     return reader.val(node.inputs[index]).ints
+
+
+def slice_ends(ends: Sequence[int], steps: Sequence[int]) -> tuple[int, ...]:
+    """The ends of a slice as ONNX, and Python, mean them (`ends_of_slice`)."""
+    return tuple(ends_of_slice(np.array(ends, np.int64), np.array(steps, np.int64)).tolist())
 
 
 def same_dims(a: Sequence[Dim] | None, b: Sequence[Dim] | None) -> bool:

@@ -12,7 +12,16 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, ClassVar
 
-from rewrite_rules.axes import axis_of, fronts, int_attr, ints_input, perm_of, reshape_numbers, same_dims
+from rewrite_rules.axes import (
+    axis_of,
+    fronts,
+    int_attr,
+    ints_input,
+    perm_of,
+    reshape_numbers,
+    same_dims,
+    slice_ends,
+)
 from rewrite_rules.constants import slice_constant
 from rewrite_rules.elementwise import BROADCAST, UNARY, read_once
 from rewrite_rules.reshape import VIEWS
@@ -100,7 +109,7 @@ def find_cut(reader: Reader, node: Node) -> Cut | None:
     axes = fronts(ints_input(reader, node, 3) or tuple(range(len(starts))), len(shape))
     steps = ints_input(reader, node, 4) or (1,) * len(starts)
     taken = []
-    for axis, start, stop, step in sorted(zip(axes, starts, ends, steps)):
+    for axis, start, stop, step in sorted(zip(axes, starts, slice_ends(ends, steps), steps)):
         size = shape[axis]
         if isinstance(size, int) and step > 0:
             start, stop, _ = slice(start, stop, step).indices(size)

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import ml_dtypes
 import numpy as np
 
-from rewrite_rules.axes import ints_input
+from rewrite_rules.axes import ints_input, slice_ends
 from rewrite_rules.elementwise import keeps_shape
 from xrlflow.ir import ABSENT, FLOATS, INTEGERS, Dim, DType, Graph, Node, Value
 from xrlflow.ir.dims import LARGEST
@@ -519,9 +519,11 @@ class FoldDimensions(Rule):
 
     @staticmethod
     def _dims(m: Captures, x: Val, starts: Val, ends: Val, steps: Val | None) -> Sequence[Dim]:
-        step = 1 if steps is None else int(steps.scalar)
+        worthwhile(len(starts.ints) == 1, "there are several axes")
+        (start,), (step,) = starts.ints, (1,) if steps is None else steps.ints
         worthwhile(step != 0, "it stands still")
-        return x.shape[slice(m.start, m.end)][int(starts.scalar) : int(ends.scalar) : step]
+        (end,) = slice_ends(ends.ints, (step,))
+        return x.shape[slice(m.start, m.end)][start:end:step]
 
 
 def _constant(op: Op, numbers: Any, shape: Sequence[int] | None = None) -> Any:

@@ -24,7 +24,7 @@ from rewrite_rules.access import (
     scattered,
     shuffles,
 )
-from rewrite_rules.axes import axis_of, front, fronts, int_attr, ints_input, perm_of
+from rewrite_rules.axes import axis_of, front, fronts, int_attr, ints_input, perm_of, slice_ends
 from xrlflow.ir import ABSENT, Dim, DType, Node, Value
 from xrlflow.ir.dims import LARGEST
 from xrlflow.rewrite import AnyRule, Lit, Op, Reader, Refused, Region, RegionRule, Val, worthwhile
@@ -146,7 +146,8 @@ class _Trace:
         given, steps = ints_input(self.reader, node, 3), ints_input(self.reader, node, 4)
         x = self.map(node.inputs[0])
         axes = fronts(range(len(starts)) if given is None else given, len(x.dims))
-        for axis, start, end, step in zip(axes, starts, ends, steps or (1,) * len(starts), strict=True):
+        steps = steps or (1,) * len(starts)
+        for axis, start, end, step in zip(axes, starts, slice_ends(ends, steps), steps, strict=True):
             size = self._size(x, axis)
             if size is None:
                 # No dimension is longer than what fits 31 bits: exporters write "to the end" in that way.

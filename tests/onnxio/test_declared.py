@@ -87,6 +87,25 @@ def test_a_wrong_output_says_nothing_of_other_values() -> None:
     assert imported.graph.type(imported.graph.outputs[0]).shape == (2, 4)
 
 
+def test_what_may_hold_is_not_believed_either() -> None:
+    """The branch decides the size, and the file says that of one branch. ONNX Runtime takes both."""
+    graph = onnx.parser.parse_model("""<ir_version: 9, opset_import: ["" : 20]>
+        g (float[n,1] x) => (float[1] y, float z) <int64[1] zero = {0}, int64[1] one = {1}> {
+            s = Shape <start = 0, end = 1> (x)
+            c = Equal (s, one)
+            i = If (c) <then_branch = t () => (float[1] a) { a = Squeeze (x, zero) },
+                        else_branch = e () => (float[n,1] b) { b = Identity (x) }>
+            y = Neg (i)
+            z = ReduceMean <keepdims = 0> (y, zero)
+        }""")
+    imported = onnxio.load(graph)
+    assert [imported.graph.type(v).shape for v in imported.graph.outputs] == [None, None]
+    result = xrlflow.optimize(graph, search="greedy", cost=Roofline(), measure=False)
+    for n in (1, 3):
+        values = {"x": np.full((n, 1), 2, np.float32)}
+        assert_same_outputs(run(graph, values), run(result.model, values))
+
+
 RIGHT = {
     "an output": chain((2, 4, 8), (2, 4, 8)),
     "symbols": chain(("n", "m", 8), ("n", "m", 8), x=("n", "m", 8)),

@@ -41,7 +41,7 @@ def test_other_names_stay_other_names(first: str, second: str) -> None:
             dim.dim_param = name
     graph = load(model).graph
     assert shape(graph, "x") != shape(graph, "z")
-    assert shape(graph, "y") == (None,)
+    assert shape(graph, "y") not in (shape(graph, "x"), shape(graph, "z"))
 
 
 def test_one_name_stays_one() -> None:

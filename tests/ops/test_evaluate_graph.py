@@ -279,11 +279,3 @@ def test_field_pools_pad_with_the_reserved_symbol() -> None:
     x = np.zeros((1, 1, 2, 2))
     pooled = node("MaxPool", x, kernel_shape=(3, 3), pads=(1, 1, 1, 1))
     np.testing.assert_array_equal(pooled, np.zeros((1, 1, 2, 2)))
-
-
-@pytest.mark.parametrize("end", [2**31 - 1, 2**63 - 1])
-def test_a_slice_backwards_to_the_largest_numbers_has_no_meaning(end: int) -> None:
-    """ONNX Runtime takes it for the beginning, ONNX for the end: a constant one is not folded."""
-    numbers = [np.array([n], np.int64) for n in (2**31 - 1, end, 0, -2)]
-    with pytest.raises(NotEvaluable):
-        evaluate_node("Slice", NO_ATTRS, [np.arange(4), *numbers], 1)

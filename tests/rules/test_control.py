@@ -120,8 +120,7 @@ def test_a_branch_that_fails_by_what_it_decides_is_dropped() -> None:
         " else_branch = h () => (float[J,K,L,M] v) { zero = Constant<value_ints = [0]>() v = Unsqueeze(q, zero) }>"
         " y = Concat<axis = 1>(e, z)"
     )
-    for pick in range(2):
-        rewritten(DropFailingBranch(), proto, pick)
+    rewritten(DropFailingBranch(), proto)
     graph, steps = simplify(load(proto).graph, Library(RULES), lambda graph: 1.0)
     assert outside(graph) == ["Concat", "Relu", "Squeeze"]
     assert {s.rule for s in steps} <= {"DropFailingBranch", "InlineConstantIf"}

@@ -1,19 +1,26 @@
 """What a file declares of its values, and whether that is so.
 
-Runtimes take a model whose declarations contradict what it computes: they warn, and compute. Here what is declared is
-believed until it contradicts what ONNX infers; then nothing that the file declares is, but for its inputs. Only what is
-said of the model's outputs may be wrong alone: nothing is computed from it.
+Runtimes take a model whose declarations contradict what it computes: they warn, and compute. A shape that a file
+declares is a claim, which may hold for the inputs that its exporter saw alone. So it is not believed, but for
+
+- the model's inputs, which runtimes check,
+- what operators compute that ONNX does not define: of these the file alone knows,
+- the bodies of loops, until one contradicts what follows: a loop of no turns has the shapes that its body declares.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import onnx
+import onnx.defs
 
 from xrlflow.ir import Attrs, Body, Dim, TensorType, TypeConflict, merge_types
 from xrlflow.onnxio.protos import subgraphs
-from xrlflow.onnxio.shapes import is_made_up
+from xrlflow.onnxio.shapes import is_made_up, without_symbols
+from xrlflow.ops.infer import type_of_proto
+
+_LOOPS = ("Loop", "Scan")
 
 
 class Contradiction(Exception):
@@ -39,43 +46,64 @@ def _is_open(dim: Dim) -> bool:
     return isinstance(dim, str) and not is_made_up(dim)
 
 
-def names(graph: onnx.GraphProto) -> set[str]:
-    """The values that a model declares and computes: its outputs, and what bodies declare."""
-    return {v.name for v in graph.output} | {
-        v.name for _, body in _bodies(graph) for v in (*body.value_info, *body.output)
+def is_defined(node: onnx.NodeProto) -> bool:
+    """Whether ONNX defines the node's operator, so that its outputs' types follow from its inputs'."""
+    return node.domain in ("", "ai.onnx") and bool(onnx.defs.has(node.op_type, ""))
+
+
+def claims(model: onnx.ModelProto) -> dict[str, TensorType]:
+    """What a model declares of the values that it computes outside of loops, its outputs among them."""
+    return {
+        info.name: without_symbols(type_of_proto(info.type))
+        for graph in _graphs(model.graph)
+        for info in (*graph.value_info, *graph.output)
+        if info.type.WhichOneof("value")
     }
 
 
-def forget_outputs(model: onnx.ModelProto) -> onnx.ModelProto:
-    """The model without the shapes that it declares for its outputs, from which nothing else follows."""
+def in_loops(model: onnx.ModelProto) -> set[str]:
+    """The values that the bodies of loops declare."""
+    return {v.name for _, body in _loops(model.graph) for v in (*body.value_info, *body.output)}
+
+
+def forget(model: onnx.ModelProto, loops: bool = False) -> onnx.ModelProto:
+    """The model without the shapes that it declares for what it computes, in loops only if asked.
+
+    Element types stay: a runtime checks them when it loads the model, which it does not shapes.
+    """
     bare = onnx.ModelProto()
     bare.CopyFrom(model)
-    for info in bare.graph.output:
-        if info.type.HasField("tensor_type"):
-            info.type.tensor_type.ClearField("shape")
+    for graph in _graphs(bare.graph):
+        known = {name for node in graph.node if not is_defined(node) for name in node.output}
+        _clear(v for v in (*graph.value_info, *graph.output) if v.name not in known)
+    for op, body in _loops(bare.graph) if loops else ():
+        scalars = 2 if op == "Loop" else 0  # the step and the condition are what they are
+        _clear([*body.value_info, *body.output, *body.input[scalars:]])
     return bare
 
 
-def forget(model: onnx.ModelProto) -> onnx.ModelProto:
-    """The model without the shapes that it declares for what it computes (element types stay)."""
-    bare = onnx.ModelProto()
-    bare.CopyFrom(model)
-    infos = [*bare.graph.value_info, *bare.graph.output]
-    for op, body in _bodies(bare.graph):
-        scalars = 2 if op == "Loop" else 0  # the step and the condition are what they are
-        infos += [*body.value_info, *body.output, *body.input[scalars:]]
+def _clear(infos: Iterable[onnx.ValueInfoProto]) -> None:
     for info in infos:
         if info.type.HasField("tensor_type"):
             info.type.tensor_type.ClearField("shape")
-    return bare
 
 
-def _bodies(graph: onnx.GraphProto) -> Iterator[tuple[str, onnx.GraphProto]]:
-    """All bodies in a graph, those in bodies too, each with the operator that it belongs to."""
+def _graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
+    """A graph and the bodies in it, but for those of loops and what is in these."""
+    yield graph
+    for node in graph.node:
+        if node.op_type not in _LOOPS:
+            for body in subgraphs(node):
+                yield from _graphs(body)
+
+
+def _loops(graph: onnx.GraphProto, inside: str = "") -> Iterator[tuple[str, onnx.GraphProto]]:
+    """The bodies of loops, and all bodies in these, each with the operator that it belongs to."""
     for node in graph.node:
         for body in subgraphs(node):
-            yield node.op_type, body
-            yield from _bodies(body)
+            if inside or node.op_type in _LOOPS:
+                yield node.op_type, body
+            yield from _loops(body, inside or (node.op_type if node.op_type in _LOOPS else ""))
 
 
 def check_bodies(op: str, attrs: Attrs, outputs: Sequence[str], types: Sequence[TensorType]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 
 import numpy as np
@@ -37,6 +37,7 @@ from xrlflow.ir import (
 )
 from xrlflow.onnxio import declared, protos, versions
 from xrlflow.onnxio import shapes as dimensions
+from xrlflow.onnxio.backwards import write_ends
 from xrlflow.onnxio.declared import Contradiction
 from xrlflow.onnxio.errors import ModelError
 from xrlflow.onnxio.malformed import check_functions, check_inputs, check_nodes, check_structure, reading
@@ -95,12 +96,13 @@ def _loaded(
             dimensions.fix(proto, bindings)
             dimensions.fix(frame, bindings, outputs=True)
     opset = versions.to_canonical(store.name, proto)
+    write_ends(proto.graph)
     overridable = {
         t.name: store.const(t)
         for t in proto.graph.initializer
         if t.name in {v.name for v in proto.graph.input}
     }
-    importer, graph, notes = _imported_as_declared(store, proto, overridable)
+    importer, graph = _imported(store, proto, overridable)
     if bindings and not fix_shapes:
         bindings = dimensions.solve(graph, bindings)
     versions.set_opset(frame, opset)
@@ -119,35 +121,25 @@ def _loaded(
         stripped=stripped,
         size=store.data.nbytes + external_bytes,
         external=bool(store.files),
-        notes=notes,
+        declared=importer.declared,
+        notes=importer.notes,
     )
 
 
-def _imported_as_declared(
+def _imported(
     store: TensorStore, proto: onnx.ModelProto, overridable: Mapping[str, Const]
-) -> tuple[_Importer, Graph, tuple[str, ...]]:
-    """The graph of a model in canonical operators, with a note if something that the model declares is not true."""
-    doubtful = declared.names(proto.graph)
-    notes: tuple[str, ...] = ()
-    less: tuple[Callable[[onnx.ModelProto], onnx.ModelProto], ...] = (lambda p: p, declared.forget_outputs)
-    for believing in less:
-        try:
-            return *_imported(store, believing(proto), overridable, doubtful), notes
-        except Contradiction as error:
-            notes = notes or (f"what the model declares of its values is not believed: {error}",)
+) -> tuple[_Importer, Graph]:
+    """The graph of a model in canonical operators. Raises ModelError if an element type is declared wrongly."""
+    importer = _Importer(store, declared.claims(proto), declared.in_loops(proto))
     try:
-        return *_imported(store, declared.forget(proto), overridable, set()), notes
+        return importer, importer.main(*_typed(declared.forget(proto)), overridable)
+    except Contradiction as error:
+        importer = _Importer(store, {}, set())
+        importer.note(error)
+    try:
+        return importer, importer.main(*_typed(declared.forget(proto, loops=True)), overridable)
     except Contradiction as error:  # about an element type, which no runtime takes
         raise ModelError(f"{store.name}: {error}: the file is damaged, export it again") from error
-
-
-def _imported(
-    store: TensorStore, proto: onnx.ModelProto, overridable: Mapping[str, Const], doubtful: AbstractSet[str]
-) -> tuple[_Importer, Graph]:
-    """The graph of a model in canonical operators. Raises Contradiction if a declaration is not true."""
-    typed, believed = _typed(proto)
-    importer = _Importer(store, doubtful)
-    return importer, importer.main(typed.graph, believed, overridable)
 
 
 def _open(source: Source) -> TensorStore:
@@ -228,19 +220,14 @@ def _frame(proto: onnx.ModelProto) -> onnx.ModelProto:
     return frame
 
 
-def _typed(proto: onnx.ModelProto) -> tuple[onnx.ModelProto, dict[str, TensorType]]:
-    """The model with inferred types, and the types that it declares itself.
+def _typed(proto: onnx.ModelProto) -> tuple[onnx.GraphProto, dict[str, TensorType]]:
+    """The model's graph with inferred types, and the types that it declares itself.
 
-    What a file declares for its intermediate values may be stale. It is believed where it adds something. Raises
-    Contradiction if it contradicts in a single place what ONNX infers.
+    Of what ONNX does not define, the file alone knows the types: these are believed. Raises Contradiction if an element
+    type is not what ONNX infers.
     """
     infos = {v.name: v.type for v in proto.graph.value_info}
-    unknown = {
-        name
-        for node in proto.graph.node
-        if node.domain not in ("", "ai.onnx") or not onnx.defs.has(node.op_type, "")
-        for name in node.output
-    }
+    unknown = {name for node in proto.graph.node if not declared.is_defined(node) for name in node.output}
     bare = onnx.ModelProto()
     bare.CopyFrom(proto)
     del bare.graph.value_info[:]
@@ -254,7 +241,7 @@ def _typed(proto: onnx.ModelProto) -> tuple[onnx.ModelProto, dict[str, TensorTyp
         typed = onnx.shape_inference.infer_shapes(bare)
     except (onnx.shape_inference.InferenceError, RuntimeError):
         # The model as a whole defeats ONNX's inference; node by node we may still learn most types.
-        return bare, {name: dimensions.without_symbols(type_of_proto(t)) for name, t in infos.items()}
+        return bare.graph, {name: dimensions.without_symbols(type_of_proto(t)) for name, t in infos.items()}
     dimensions.without_names_of_elements(typed.graph)
     believed: dict[str, TensorType] = {}
     inferred = {v.name: v.type for v in typed.graph.value_info}
@@ -263,7 +250,7 @@ def _typed(proto: onnx.ModelProto) -> tuple[onnx.ModelProto, dict[str, TensorTyp
         if name in inferred:
             declared.check(name, known, type_of_proto(inferred[name]))
         believed[name] = known
-    return typed, believed
+    return typed.graph, believed
 
 
 class _Scope:
@@ -312,11 +299,18 @@ class _Scope:
 
 
 class _Importer:
-    """`doubtful`: values of which the file declares something that is not checked yet."""
+    """`claims`: what the file declares of values and is not believed; `doubtful`: values of which it is believed until
+    it contradicts what follows. `notes`: what the file declares wrongly.
+    """
 
-    def __init__(self, store: TensorStore, doubtful: AbstractSet[str]) -> None:
+    def __init__(
+        self, store: TensorStore, claims: Mapping[str, TensorType], doubtful: AbstractSet[str]
+    ) -> None:
         self.store = store
+        self.claims = claims
         self.doubtful = doubtful
+        self.notes: tuple[str, ...] = ()
+        self.declared: dict[Value, tuple[int, ...]] = {}
         self.pool = ConstPool()
         self.labels: dict[Value, NodeLabel] = {}
         self.recipes: dict[Value, Recipe] = {}
@@ -430,6 +424,9 @@ class _Importer:
             outputs.pop()
         elements = self._elements(inputs, scope)
         found = self._output_types(op, attrs, inputs, types, elements, outputs, scope)
+        for name, type in zip(outputs, found):
+            if name in self.claims:
+                self._compare(name, type.as_const(False))
         is_const = (
             bool(inputs)
             and is_foldable(op)
@@ -467,6 +464,10 @@ class _Importer:
             if name:
                 scope.values[name] = value
                 scope.leaves.names[value] = name
+                claim = self.claims.get(name)
+                numbers = () if claim is None else tuple(d for d in claim.shape or () if isinstance(d, int))
+                if numbers and claim is not None and len(numbers) == claim.rank:
+                    self.declared[value] = numbers
         if proto.name or proto.doc_string or proto.metadata_props:
             metadata = tuple((p.key, p.value) for p in proto.metadata_props)
             self.labels[node.id] = NodeLabel(op, proto.name, proto.doc_string, metadata)
@@ -568,6 +569,17 @@ class _Importer:
             for name, a, b in zip(outputs, own, found)
         ]
         return [self.dimensions(t) for t in both]
+
+    def _compare(self, name: str, found: TensorType) -> None:
+        """Note what the file declares of a value, if it is not so."""
+        try:
+            declared.check(name, self.claims[name], found)
+        except Contradiction as error:
+            self.note(error)
+
+    def note(self, error: Contradiction) -> None:
+        """Note what the file declares wrongly, once: one error often makes others."""
+        self.notes = self.notes or (f"what the model declares of its values is not believed: {error}",)
 
     def _elements(self, inputs: Sequence[Value], scope: _Scope) -> list[Known | None]:
         """What is known of inputs that are computed from dimensions."""

@@ -46,7 +46,8 @@ class ImportedModel:
     types, where the caller gave shapes. `nodes_before` counts the file's operators, functions inlined, bodies
     included. `recipes` are of constants that take less room in the file as the node that makes them.
     `overridable` are initialisers that are graph inputs too. `size` is in bytes, external data included.
-    `notes` say what of the file was not believed.
+    `declared` has the shapes, in numbers, that the file declares of what its nodes compute; they need not be true.
+    `notes` say which of them are not.
     """
 
     name: str
@@ -63,4 +64,5 @@ class ImportedModel:
     stripped: bytes  # the model as it was, without large tensors: see wire.strip_model
     size: int
     external: bool
+    declared: Mapping[Value, tuple[int, ...]]
     notes: tuple[str, ...] = ()

@@ -114,3 +114,13 @@ def live_nodes(graph: onnx.GraphProto) -> list[onnx.NodeProto]:
                 order.append(at)
                 stack.pop()
     return [graph.node[i] for i in order]
+
+
+def all_names(graph: onnx.GraphProto) -> set[str]:
+    """The names that values have in a graph and in its bodies."""
+    names = {v.name for v in (*graph.input, *graph.output)} | {t.name for t in graph.initializer}
+    for node in graph.node:
+        names.update(node.output)
+        for body in subgraphs(node):
+            names |= all_names(body)
+    return names

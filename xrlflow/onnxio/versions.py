@@ -19,7 +19,7 @@ import onnx.numpy_helper
 import onnx.shape_inference
 
 from xrlflow.onnxio.errors import ModelError
-from xrlflow.onnxio.protos import subgraphs
+from xrlflow.onnxio.protos import all_names, subgraphs
 from xrlflow.ops.schema import OPSET
 
 # Operators that are defined otherwise than at the canonical opset have this before their version, as a domain.
@@ -416,7 +416,7 @@ def to_canonical(name: str, proto: onnx.ModelProto) -> int:
         if opset in _SPELT_OUT_AT:
             _spell_out(proto, opset)
         old = any(n.op_type in KEPT_BELOW_22 and not n.domain for n in _all_nodes(proto.graph))
-        _Raiser(name, opset, _all_names(proto.graph)).graph(_inferred(proto).graph, {}, {}, proto.graph)
+        _Raiser(name, opset, all_names(proto.graph)).graph(_inferred(proto).graph, {}, {}, proto.graph)
         if old and opset < 22:
             set_opset(proto, OPSET)
             return 21
@@ -491,15 +491,6 @@ def _all_nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
         yield node
         for body in subgraphs(node):
             yield from _all_nodes(body)
-
-
-def _all_names(graph: onnx.GraphProto) -> set[str]:
-    names = {v.name for v in (*graph.input, *graph.output)} | {t.name for t in graph.initializer}
-    for node in graph.node:
-        names.update(node.output)
-        for body in subgraphs(node):
-            names |= _all_names(body)
-    return names
 
 
 def _typed_names(graph: onnx.GraphProto) -> Iterator[tuple[str, onnx.TypeProto]]:

@@ -80,6 +80,17 @@ def _split(field: Field, attrs: Attrs, inputs: Inputs, outputs: int) -> tuple[An
     return tuple(np.split(x, ends, axis=axis))
 
 
+def ends_of_slice(ends: Array, steps: Array) -> Array:
+    """The ends of a slice as ONNX means them: for ONNX Runtime the largest int32 and int64 are "up to the last one
+    there is" backwards too, which is before the first. The same array if there is nothing to say otherwise.
+    """
+    if ends.shape != steps.shape:  # it does not run
+        return ends
+    largest = [n for n in (2**31 - 1, 2**63 - 1) if n <= np.iinfo(ends.dtype).max]
+    beyond = np.isin(ends, largest) & (steps < 0)
+    return np.where(beyond, np.iinfo(ends.dtype).min, ends).astype(ends.dtype) if beyond.any() else ends
+
+
 def _slice(
     field: Field,
     attrs: Attrs,
@@ -89,14 +100,13 @@ def _slice(
     axes: Array | None = None,
     steps: Array | None = None,
 ) -> Array:
-    begin, end = starts.tolist(), ends.tolist()
+    begin = starts.tolist()
     axis = axes.tolist() if axes is not None else range(len(begin))
     step = steps.tolist() if steps is not None else [1] * len(begin)
+    end = (ends if steps is None else ends_of_slice(ends, steps)).tolist()
     index: list[Any] = [slice(None)] * x.ndim
     for a, b, e, s in zip(axis, begin, end, step):
         size = x.shape[a]
-        if s < 0 and e >= 2**31 - 1:  # ONNX Runtime goes to the beginning then, which ONNX does not say
-            raise NotEvaluable("Slice backwards to one of the largest numbers")
         if b < 0:
             b += size
         if e < 0:

@@ -12,6 +12,7 @@ import onnx.numpy_helper
 import onnx.shape_inference
 
 from xrlflow.ir import Attr, Attrs, Body, Const, Dim, DType, RawAttr, TensorType
+from xrlflow.ops.eval_shape import ends_of_slice
 from xrlflow.ops.schema import IR_VERSION, OPSET, is_foldable, schema, split_op
 from xrlflow.ops.symbolic_shapes import refine
 from xrlflow.ops.symbolic_values import of_array
@@ -146,6 +147,9 @@ def _infer(
         for i in places
         if i < len(data) and (c := data[i]) is not None and c.array is not None
     }
+    if op == "Slice" and "i2" in input_data and "i4" in input_data:
+        ends, steps = (onnx.numpy_helper.to_array(input_data[name]) for name in ("i2", "i4"))
+        input_data["i2"] = onnx.numpy_helper.from_array(ends_of_slice(ends, steps))
     imports = [onnx.helper.make_opsetid("", OPSET), onnx.helper.make_opsetid("ai.onnx.ml", 5)]
     try:
         result = onnx.shape_inference.infer_node_outputs(

@@ -295,10 +295,28 @@ def _reshape(node: _Node) -> Sequence[Shape | None]:
         others = [e for i, e in enumerate(out) if i != hole]
         out[hole] = None
         known = [e for e in others if e is not None]
-        # With `allowzero` a 0 beside what is inferred is an error, but the runtime takes it for something.
-        if total is not None and len(known) == len(others) and (copies or _are_filled(known)):
-            out[hole] = dims.floor_div(total, _product(known))
+        if total is not None and len(known) == len(others):
+            if copies or _are_filled(known):
+                out[hole] = dims.floor_div(total, _product(known))
+            else:
+                out[hole] = _left_over(before, known)
     return [tuple(_dim(e) for e in out)]
+
+
+def _left_over(before: Shape, known: Sequence[Formula]) -> Formula | None:
+    """The dimension that a Reshape with `allowzero` infers, where the others may be 0.
+
+    ONNX calls that an error. ONNX Runtime leaves zeros out of both products then: what is left must not be 0.
+    """
+    rest, more = [dims.formula(d) for d in before if d is not None], []
+    for part in known:
+        if part in rest:
+            rest.remove(part)
+        else:
+            more.append(part)
+    if not _are_filled(rest) or not _are_filled(more):
+        return None
+    return dims.floor_div(_product(rest), _product(more))
 
 
 def _are_filled(parts: Sequence[Formula]) -> bool:
@@ -402,8 +420,10 @@ def _cut(size: Formula, start: Formula | None, end: Formula | None, step: Formul
     if not fits(start) or not fits(end):
         return None
     by = step.number or 1
-    if by < 0 and not dims.not_less(dims.number(dims.LARGEST - 1), end):
-        return None  # the runtime has a meaning of its own for the largest numbers
+    if by < 0 and end.number in (2**31 - 1, 2**63 - 1):
+        end = dims.number(-(2**63))  # as ONNX Runtime takes the largest numbers (eval_shape.ends_of_slice)
+    elif by < 0 and not dims.not_less(dims.number(dims.LARGEST - 1), end):
+        return None  # it may be one of them
     first = _position(size, start, 0, by < 0)
     last = _position(size, end, -1, by < 0)
     if first is None or last is None:

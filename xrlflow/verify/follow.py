@@ -117,8 +117,11 @@ class _Place:
     unsure: bool = False
 
 
-def follow(graph: Graph, value: Value) -> Demands:
-    """What the graph demands of one of its inputs. `value` is in `graph.inputs`."""
+def follow(graph: Graph, value: Value, declared: Mapping[Value, tuple[int, ...]] | None = None) -> Demands:
+    """What the graph demands of one of its inputs. `value` is in `graph.inputs`.
+
+    `declared`: shapes that a file declares of values, true or not (`ImportedModel.declared`).
+    """
     demands = Demands()
     seen: set[tuple[int, Value, float, float, float, bool]] = set()
     # A place is in a graph; the outputs of bodies lead back to the node that owns them.
@@ -141,7 +144,7 @@ def follow(graph: Graph, value: Value) -> Demands:
         for node in place.graph.users(place.value):
             for position, read in enumerate(node.inputs):
                 if read == place.value:
-                    _demand(demands, place, node, position)
+                    _demand(demands, place, node, position, declared or {})
                     work.extend((next_, owners) for next_ in _through(place, node, position))
                     work.extend(_into(place, node, position, owners))
         if owners and place.value in place.graph.outputs:
@@ -509,7 +512,9 @@ _CHECKED = frozenset(
 _MASKING = 1e3
 
 
-def _demand(demands: Demands, place: _Place, node: Node, position: int) -> None:
+def _demand(
+    demands: Demands, place: _Place, node: Node, position: int, declared: Mapping[Value, tuple[int, ...]]
+) -> None:
     reader = _READERS.get((node.op, position))
     plain = (place.scale, place.shift_low, place.shift_high) == (1.0, 0.0, 0.0)
     if reader is not None:
@@ -527,10 +532,8 @@ def _demand(demands: Demands, place: _Place, node: Node, position: int) -> None:
         if reader.form is not None and demands.form is None and plain:
             demands.form = reader.form
             demands.extent = reader.extent(place.graph, node) if reader.extent is not None else None
-            dims = node.types[0].shape or ()
-            if reader.form in (Form.RESHAPE, Form.EXPAND) and dims:
-                numbers = tuple(d for d in dims if isinstance(d, int))
-                demands.declared = numbers if len(numbers) == len(dims) else None
+            if reader.form in (Form.RESHAPE, Form.EXPAND):
+                demands.declared = declared.get(node.outputs[0])
         demands.positive |= reader.positive and plain and not _is_whole_power(place.graph, node)
     elif node.op in (*_COMPARING, "Mul", "Add") and len(node.inputs) == 2:
         other = place.graph.const(node.inputs[1 - position])

@@ -85,7 +85,11 @@ class InputPlan:
         defaults = tuple(
             (Port(n, declared[n], True), c) for n, c in imported.overridable.items() if n in declared
         )
-        demands = {p.name: follow(imported.graph, values[p.name]) for p in ports if p.name in values}
+        demands = {
+            p.name: follow(imported.graph, values[p.name], imported.declared)
+            for p in ports
+            if p.name in values
+        }
         return InputPlan(ports, defaults, demands, Dimensions.of(ports), imported.bindings)
 
     @property

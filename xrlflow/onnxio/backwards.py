@@ -1,0 +1,58 @@
+"""Slices backwards to one of the largest numbers.
+
+ONNX Runtime takes the largest int32 and int64 as an end for "up to the last one there is", in either direction; ONNX
+says so of slices forward alone, and its inference finds nothing left backwards. What ONNX Runtime computes is what a
+model's author saw, so such an end is written as one that means the same to both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import count
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+import onnx.numpy_helper
+
+from xrlflow.onnxio.protos import all_names, subgraphs
+from xrlflow.ops.eval_shape import ends_of_slice
+
+_Constants = Mapping[str, onnx.TensorProto]
+# A tensor of more dimensions cannot be: longer lists of ends are of no slice.
+_MOST = 64
+
+
+def write_ends(graph: onnx.GraphProto) -> None:
+    """Write constant ends of slices backwards as those that ONNX understands too, in place, in bodies as well."""
+    _write(graph, {}, _free_names(graph))
+
+
+def _write(graph: onnx.GraphProto, outer: _Constants, names: Iterator[str]) -> None:
+    inputs = {v.name for v in graph.input}  # their defaults may be overridden
+    consts = {k: v for k, v in outer.items() if k not in inputs}
+    consts |= {t.name: t for t in graph.initializer if t.name not in inputs}
+    for node in graph.node:
+        if node.op_type == "Constant":
+            consts.update((node.output[0], a.t) for a in node.attribute if a.name == "value")
+        if node.op_type == "Slice" and node.domain in ("", "ai.onnx") and len(node.input) > 4:
+            old, steps = (_array(consts.get(node.input[i])) for i in (2, 4))
+            if old is not None and steps is not None and (new := ends_of_slice(old, steps)) is not old:
+                node.input[2] = next(names)
+                graph.initializer.append(onnx.numpy_helper.from_array(new, node.input[2]))
+        for body in subgraphs(node):
+            _write(body, consts, names)
+
+
+def _array(tensor: onnx.TensorProto | None) -> npt.NDArray[np.integer] | None:
+    """A small constant of integers."""
+    kinds = (onnx.TensorProto.INT32, onnx.TensorProto.INT64)
+    if tensor is None or tensor.data_type not in kinds or tensor.data_location == onnx.TensorProto.EXTERNAL:
+        return None
+    return onnx.numpy_helper.to_array(tensor) if list(tensor.dims) and tensor.dims[0] <= _MOST else None
+
+
+def _free_names(graph: onnx.GraphProto) -> Iterator[str]:
+    """Names that nothing has."""
+    taken = all_names(graph)
+    return (name for k in count() if (name := f"ends_{k}") not in taken)
