@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import onnx
 import onnx.numpy_helper
@@ -127,7 +128,8 @@ def _compare(got: np.ndarray[Any, Any], raw: np.ndarray[Any, Any], digits: float
         # What the reference rounded to a narrow type, we round to compare.
         got = promote(REALS, got.astype(raw.dtype)) if raw.dtype != np.float64 else got
         coarse = raw.dtype.itemsize < 4
-        np.testing.assert_allclose(got, expected, rtol=1e-2 if coarse else digits, atol=1e-6)
+        rtol = 2 * float(ml_dtypes.finfo(raw.dtype).eps) if coarse else digits
+        np.testing.assert_allclose(got, expected, rtol=rtol, atol=1e-6)
     else:
         assert got.dtype == expected.dtype
         np.testing.assert_array_equal(got, expected)
