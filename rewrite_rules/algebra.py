@@ -302,6 +302,7 @@ class DistributeMatMul(RegionRule):
     After it the products can be associated, and x @ z is a factor of both: (x + x @ w) @ z -> x @ (z + w @ z).
     """
 
+    nonempty = True
     anchors = ("MatMul",)
     reads_from = ("Add",)
     dtypes = NUMBERS
@@ -345,6 +346,7 @@ class DistributeMatMul(RegionRule):
 class FactorMatMulOutOfSum(Rule):
     """x @ w + y @ w -> (x + y) @ w."""
 
+    nonempty = True
     dtypes = NUMBERS
     spreads = True
     shapes = "x[...,a,k] y[...,b,k] w[...,k,n]"

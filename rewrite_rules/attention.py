@@ -56,6 +56,7 @@ class FuseAttention(RegionRule):
     may be missing. Heads and batch must be the same in q, k and v.
     """
 
+    nonempty = True
     mends = True  # a row of the mask that is nothing but -inf: zeros instead of NaN
 
     # Only a row of nothing but the least float shows them, which the proof does not draw (the rule's own tests do).

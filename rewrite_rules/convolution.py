@@ -91,6 +91,7 @@ def _positive(sizes: Sequence[Dim]) -> bool:
 class ReplacePointwiseConvByMatMul(Rule):
     """conv(x, w, b) -> reshape(w @ reshape(x) + b)  for a 1x1 kernel: the image is a matrix of channels by places."""
 
+    nonempty = True
     # TVM's kernels are this product already, and where it has channels last the matrix would need conversions.
     backend = "onnxruntime"
     dtypes = _PRODUCTS
@@ -1111,6 +1112,7 @@ class ReplaceGlobalMaxPoolByMax(ReplaceGlobalAveragePoolByMean):
 class ReplaceMeanByGlobalAveragePool(Rule):
     """reducemean(x; the spatial axes) -> globalaveragepool(x), squeezed where it keeps no dimensions."""
 
+    nonempty = True
     pool, reduce = "GlobalAveragePool", "ReduceMean"
     dtypes = _FLOAT
     shapes = per_rank("x[i,c{h}] axes[n]:const")
@@ -1185,6 +1187,7 @@ class AlignChannelsBeforeMean(AlignChannelsBeforeGlobalAveragePool):
     As before a GlobalAveragePool, which takes the place of the mean.
     """
 
+    nonempty = True
     shapes = per_rank("x[i,j{h}] w[m,p{k}]:const b[m]:const axes[n]:const")
     examples: ClassVar[tuple[str, ...]] = tuple(
         f"agraph (float[{image}] x) => (y) <float[{kernel}] w = {{{weights}}}, float[2] b = {{3, -1}}, "

@@ -1390,6 +1390,7 @@ class PushKeyWeightsIntoQueries(RegionRule):
 class PushValueWeightsBehindScores(RegionRule):
     """p @ heads(x @ w + b) -> (p @ x) @ w_h + sum(p) * b_h  for each head h, so that few queries need no values."""
 
+    nonempty = True
     anchors = ("MatMul",)
     reads_from = ("Transpose",)
     spreads = True

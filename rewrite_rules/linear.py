@@ -497,6 +497,7 @@ class FuseMatMulAddIntoGemm(Rule):
 class SplitGemm(Rule):
     """gemm(x, w, b) -> x @ w + b."""
 
+    nonempty = True
     dtypes = frozenset({DType.FLOAT, DType.DOUBLE})
     optional = ("b",)
     shapes = either("x[i,j] w[k,n]", ("b[]", "b[1]", "b[c]", "b[r,c]"))

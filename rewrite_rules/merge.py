@@ -388,6 +388,7 @@ _AT_EXPORT = 1 << 32
 class AssociateMatMulsRight(Rule):
     """(x @ y) @ z -> x @ (y @ z)."""
 
+    nonempty = True
     spreads = True
     dtypes = NUMBERS
     shapes = "x[...,a,b] y[...,b,c] z[...,c,d]"
@@ -409,6 +410,7 @@ class AssociateMatMulsRight(Rule):
 class AssociateMatMulsLeft(Rule):
     """x @ (y @ z) -> (x @ y) @ z."""
 
+    nonempty = True
     spreads = True
     dtypes = NUMBERS
     shapes = "x[...,a,b] y[...,b,c] z[...,c,d]"
@@ -485,6 +487,7 @@ class MergeSumOfConvs(Rule):
 class FoldSumOfMatMuls(Rule):
     """x @ v + x @ w -> x @ (v + w)."""
 
+    nonempty = True
     spreads = True
     dtypes = NUMBERS
     shapes = "x[...,k] v[...,k,n] w[...,k,o]"

@@ -331,6 +331,7 @@ class ReplaceRotaryEmbedding(_Contributed):
 class FuseMatMulIntegerToFloat(_Contributed):
     """cast(matmulinteger(a, b)) * (s * t) -> matmulintegertofloat(a, b, s, t)  with t one number, or one per column."""
 
+    nonempty = True
     proof = "numeric"
     relies_on = "a product of three numbers is the same in any order, rounded"
     optional = ("z", "u")

@@ -266,6 +266,7 @@ class PushReshapeThroughMatMul(RegionRule):
 class PushReshapeIntoMatMul(RegionRule):
     """reshape(x @ w) -> reshape(x) @ w  for a matrix w, when the reshape keeps the last dimension."""
 
+    nonempty = True
     anchors = VIEWS
     examples = (
         "agraph (float[2,3,4] x, float[4,5] w) => (float[6,5] y) "

@@ -104,7 +104,10 @@ class MergeSharedWeightProducts(RegionRule):
         product = op[stack.op](rows, weight, *given[:biases], attrs=stack.attrs)
         if stack.sizes is not None:
             return op.Split(product, axis=stack.axis, sizes=stack.sizes)
-        return op.Split(product, axis=stack.axis, outputs=stack.count, num_outputs=stack.count)
+        # The parts' sizes are given, not their number: there is no part of nothing for ONNX Runtime, and a batch is empty.
+        at = stack.axis if stack.source_axis is None or stack.axis < stack.source_axis else stack.axis + 1
+        sizes = op.Expand(op.Shape(given[biases], start=at, end=at + 1), [stack.count])
+        return op.Split(product, sizes, axis=stack.axis, outputs=stack.count)
 
 
 def _multiplies(reader: Reader, node: Node) -> bool:

@@ -623,6 +623,7 @@ _POOLS = ("MaxPool", "AveragePool", "LpPool", "GlobalMaxPool", "GlobalAveragePoo
 class PushPoolIntoConcat(RegionRule):
     """pool(concat(x, y)) -> concat(pool(x), pool(y))  for a concat of channels."""
 
+    nonempty = True
     anchors = _POOLS
     reads_from = ("Concat",)
     examples = (

@@ -9,7 +9,7 @@ import shutil
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -490,7 +490,7 @@ def _judge(
         since = time.monotonic()
         if deciding and not job.time.can_verify(since):
             return False
-        verification = _verify(job, path, inputs)
+        verification = _verify(job, path, (*job.early_steps, *chosen.trace), inputs)
         job.phase("verify", since)
         if verification.status is Status.FAILED:
             raise VerificationFailed(_blame(job, base, chosen, verification, inputs))
@@ -967,9 +967,16 @@ def _compared(
     return compared
 
 
-def _verify(job: _Job, path: str, inputs: str | os.PathLike[str] | Mapping[str, Any] | None) -> Verification:
-    # Rules are right for sizes from 1 up; where a result is not at 0, the report says so.
-    return _reference(job, inputs, path).check(path, empty=False)
+def _verify(
+    job: _Job,
+    path: str,
+    steps: Iterable[Step],
+    inputs: str | os.PathLike[str] | Mapping[str, Any] | None,
+) -> Verification:
+    """Judge a file that these substitutions led to."""
+    rules = job.library.rules
+    nonempty = sorted({s.rule for s in steps if s.rule in rules and rules[s.rule].nonempty})
+    return _reference(job, inputs, path).check(path, nonempty)
 
 
 def _verify_compiled(
@@ -1016,7 +1023,7 @@ def _blame(
         culprits.insert(0, f"one of those before the search ({rules})")
 
     def right(path: str) -> bool:
-        return _verify(job, path, inputs).verified
+        return _verify(job, path, (*job.early_steps, *chosen.trace), inputs).verified
 
     try:
         culprit = culprits[blame(lambda k: job.write(graphs[k]), len(culprits), right)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import BinaryIO
@@ -27,6 +27,7 @@ from xrlflow.ir import (
     TensorHandle,
     TensorType,
     Value,
+    dims,
 )
 from xrlflow.onnxio import declared, protos, versions
 from xrlflow.onnxio.beside import replacing_model
@@ -35,7 +36,7 @@ from xrlflow.onnxio.model import ImportedModel, Recipe
 from xrlflow.onnxio.shapes import without_computed
 from xrlflow.onnxio.tensors import raw_data, tensor_proto
 from xrlflow.onnxio.wire import StreamedTensor, write_model
-from xrlflow.ops.infer import attr_proto, type_proto
+from xrlflow.ops.infer import attr_proto, infer_as_onnx, sizes_from_data, type_proto
 from xrlflow.ops.schema import IR_VERSION, OPSET, output_is_optional, split_op
 
 # Models with more bytes of weights than this get a file of their own for them (a protocol buffer ends at 2 GB).
@@ -298,6 +299,7 @@ class _Writer:
         self.taken: set[str] = set()
         self.domains: set[str] = set()
         self.large: dict[str, Const] = {}
+        self.symbols: dict[str, str] = {}  # of the inputs, as the file writes them
         # Names of large constants by the identity of their data, which is kept alive: an identity is reused.
         self.handles: dict[int, tuple[TensorHandle, str]] = {}
         self.contents: dict[tuple[TensorType, bytes], str] = {}  # of those that were computed
@@ -308,6 +310,10 @@ class _Writer:
         self.taken.update(v.name for v in out.input)
         self.taken.update(declared)
         names = {value: info.name for value, info in zip(graph.inputs, out.input)}
+        for value, info in zip(graph.inputs, out.input):
+            for dim, written in zip(graph.type(value).shape or (), info.type.tensor_type.shape.dim):
+                if isinstance(dim, str) and not dims.is_computed(dim):
+                    self.symbols.setdefault(dim, written.dim_param or dim)
         for name, const in self.model.overridable.items():
             out.initializer.append(tensor_proto(name, const))
         self._graph(graph, out, names, declared)
@@ -349,8 +355,28 @@ class _Writer:
                 names[value] = self._large(const, wish, value in computed)
         for node in found.nodes:
             out.node.append(self._node(node, names))
+            if sizes_from_data(node.op):
+                out.value_info.extend(v for v in self._sizes(graph, node, names) if v.name not in declared)
         for name, value in aliases:
             out.node.append(onnx.helper.make_node("Identity", [names[value]], [name]))
+
+    def _sizes(self, graph: Graph, node: Node, names: Mapping[Value, str]) -> Iterator[onnx.ValueInfoProto]:
+        """The types of a node's outputs where they have sizes of inputs that ONNX's inference does not see.
+
+        A runtime fuses what it knows to have one size. Where ONNX Runtime does not know that two convolutions' results
+        do, it adds Reshapes that fail for an empty batch.
+        """
+        types = [None if v == ABSENT else graph.type(v) for v in node.inputs]
+        data = [graph.const(v) for v in node.inputs]
+        seen = infer_as_onnx(node.op, node.attrs, types, data, len(node.outputs))
+        for value, type, found in zip(node.outputs, node.types, seen):
+            shape = tuple(self.symbols.get(d) if isinstance(d, str) else d for d in type.shape or ())
+            lost = found.shape is None or any(
+                isinstance(d, str) and s is not None and d != o
+                for d, s, o in zip(type.shape or (), shape, found.shape)
+            )
+            if lost and any(isinstance(d, str) for d in shape) and names[value]:
+                yield onnx.helper.make_tensor_value_info(names[value], int(type.dtype), shape)
 
     def _made(self, recipe: Recipe, name: str, out: onnx.GraphProto) -> onnx.NodeProto:
         inputs = []

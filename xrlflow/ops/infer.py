@@ -57,6 +57,7 @@ _DATA_INPUTS: dict[str, tuple[int, ...]] = {
 
 _Key = tuple[str, Attrs, tuple[TensorType | None, ...], tuple[bytes | None, ...], int]
 _memo: dict[_Key, tuple[TensorType, ...]] = {}
+_memo_of_onnx: dict[_Key, tuple[TensorType, ...]] = {}
 
 
 def attr_proto(name: str, value: Attr) -> onnx.AttributeProto:
@@ -111,24 +112,74 @@ def infer(
     where they follow from the inputs' (`symbolic_shapes`). What ONNX does not define gets UNKNOWN types. Raises
     InferenceError if the inputs do not fit the operator.
     """
-    places = _DATA_INPUTS.get(op, ())
-    known = tuple(
-        c.array.tobytes() if i < len(data) and (c := data[i]) is not None and c.array is not None else None
-        for i in places
-    )
-    key = (op, attrs, tuple(types), known, outputs)
+    key = _key(op, attrs, types, data, outputs)
     found = _memo.get(key)
     if found is None:
         found = _memo[key] = _infer(op, attrs, types, data, outputs)
     return found
 
 
+def sizes_from_data(op: str) -> bool:
+    """Whether the elements of an input decide the sizes of the operator's outputs (Reshape, Slice, Tile, ...)."""
+    return op in _DATA_INPUTS
+
+
+def infer_as_onnx(
+    op: str,
+    attrs: Attrs,
+    types: Sequence[TensorType | None],
+    data: Sequence[Const | None],
+    outputs: int = 1,
+) -> tuple[TensorType, ...]:
+    """The same as `infer`, with dimensions left open where ONNX's inference leaves them open: what a runtime knows."""
+    key = _key(op, attrs, types, data, outputs)
+    found = _memo_of_onnx.get(key)
+    if found is None:
+        found = _memo_of_onnx[key] = _by_onnx(op, attrs, types, data, outputs)
+    return found
+
+
+def _key(
+    op: str, attrs: Attrs, types: Sequence[TensorType | None], data: Sequence[Const | None], outputs: int
+) -> _Key:
+    known = tuple(
+        c.array.tobytes() if i < len(data) and (c := data[i]) is not None and c.array is not None else None
+        for i in _DATA_INPUTS.get(op, ())
+    )
+    return op, attrs, tuple(types), known, outputs
+
+
 def _infer(
     op: str, attrs: Attrs, types: Sequence[TensorType | None], data: Sequence[Const | None], outputs: int
 ) -> tuple[TensorType, ...]:
-    found, places = schema(op), _DATA_INPUTS.get(op, ())
+    inferred = [*_by_onnx(op, attrs, types, data, outputs)]
+    if not _is_defined(op, types):
+        return tuple(inferred)
+    places = _DATA_INPUTS.get(op, ())
+    # What is no tensor (a sequence) is made when the model runs, even of constants.
     const = is_foldable(op) and all(t is None or t.const for t in types)
-    if found is None or any(t is not None and t is UNKNOWN for t in types):
+    const = const and all(t.other is None for t in inferred)
+    if any(t.shape is None or None in t.shape for t in inferred):
+        known = [
+            of_array(c.array)
+            if i in places and i < len(data) and (c := data[i]) and c.array is not None
+            else None
+            for i in range(len(types))
+        ]
+        inferred = [*refine(op, attrs, types, known, inferred)]
+    return tuple(t.as_const(const) for t in inferred)
+
+
+def _is_defined(op: str, types: Sequence[TensorType | None]) -> bool:
+    """Whether ONNX defines the operator, and the types of all inputs are known."""
+    return schema(op) is not None and not any(t is not None and t is UNKNOWN for t in types)
+
+
+def _by_onnx(
+    op: str, attrs: Attrs, types: Sequence[TensorType | None], data: Sequence[Const | None], outputs: int
+) -> tuple[TensorType, ...]:
+    found, places = schema(op), _DATA_INPUTS.get(op, ())
+    if found is None or not _is_defined(op, types):
         return (UNKNOWN,) * outputs
     if op == "Split":  # where the numbers differ ONNX reads beyond the end of one of them
         parts = attrs.get("num_outputs", outputs)
@@ -163,15 +214,4 @@ def _infer(
     ) as error:
         shown = ", ".join(str(t) for t in types)
         raise InferenceError(f"{op}({shown}; {attrs!r}): {error}") from error
-    inferred = [type_of_proto(result[f"o{i}"]) if f"o{i}" in result else UNKNOWN for i in range(outputs)]
-    # What is no tensor (a sequence) is made when the model runs, even of constants.
-    const = const and all(t.other is None for t in inferred)
-    if any(t.shape is None or None in t.shape for t in inferred):
-        known = [
-            of_array(c.array)
-            if i in places and i < len(data) and (c := data[i]) and c.array is not None
-            else None
-            for i in range(len(types))
-        ]
-        inferred = [*refine(op, attrs, types, known, inferred)]
-    return tuple(t.as_const(const) for t in inferred)
+    return tuple(type_of_proto(result[f"o{i}"]) if f"o{i}" in result else UNKNOWN for i in range(outputs))

@@ -231,6 +231,7 @@ class Reference:
                     drawn = Drawn([run.on(user_case(imported, inputs))])
                     unexercised: tuple[str, ...] = ()
                     empty: tuple[Known, ...] = ()
+                    strange: tuple[str, ...] = ()
                 else:
                     drawing = run.drawing(other, bindings, seed)
                     try:
@@ -244,7 +245,9 @@ class Reference:
                         *([(against, other)] if against is not None and other else []),
                     ]
                     unexercised = exercise(drawing, drawn, models, threads, session_options)
-                    empty = run_empty(model, drawing.empty(drawn.bindings[0]), threads, session_options)
+                    empty, strange = run_empty(
+                        run, model, drawing.empty(drawn.bindings[0]), threads, session_options, float64_flops
+                    )
                 known = tuple(
                     Known(case, [flat(o) for o in outputs], licences=run.licences(case))
                     for case, outputs in drawn.cases
@@ -254,7 +257,7 @@ class Reference:
                     return replace(base, incomparable=reason)
         except BackendError as error:
             raise OriginalFails(f"the original cannot be run: {first_line(error)}") from error
-        notes = [*by_float64(run.at, imported, known, float64_flops)]
+        notes = [*by_float64(run.at, imported, known, float64_flops), *strange]
         base = replace(
             base, known=known, empty=empty, left_out=_shortened(drawn.left_out), unexercised=unexercised
         )
@@ -263,10 +266,11 @@ class Reference:
         notes.extend(f"not exercised: {arm}" for arm in unexercised)
         return replace(base, notes=tuple(notes))
 
-    def check(self, new: Model, empty: bool = True) -> Verification:
+    def check(self, new: Model, nonempty: Sequence[str] = ()) -> Verification:
         """Judge a model. Only outputs are kept, of one case at a time.
 
-        `empty`: it has to be the same where a dimension is 0, too; otherwise a difference there is a note.
+        `nonempty`: the rules that made it which need sizes from 1. With any, a difference where a dimension is 0 is a
+        note.
         """
         if self.incomparable:
             changed = differences(self.declared, signature(new))
@@ -280,7 +284,7 @@ class Reference:
             with opened(new, threads=self.threads, session_options=self.session_options) as runner:
                 found = self._compare(runner, self.known)
             if found.verified:
-                found = self._compare_empty(new, found, empty)
+                found = self._compare_empty(new, found, nonempty)
         except BackendError as error:
             reason = f"the new model cannot be loaded: {first_line(error)}"
             return Verification(Status.FAILED, failures=(reason,), notes=self.notes)
@@ -337,8 +341,8 @@ class Reference:
             unexercised=self.unexercised,
         )
 
-    def _compare_empty(self, new: Model, found: Verification, fails: bool) -> Verification:
-        """Compare at sizes of 0 as well. A difference `fails` the model, or is a note."""
+    def _compare_empty(self, new: Model, found: Verification, nonempty: Sequence[str]) -> Verification:
+        """Compare at sizes of 0 as well."""
         reports: dict[str, OutputReport] = {}
         failures: list[str] = []
         for known in self.empty:
@@ -353,8 +357,9 @@ class Reference:
                 shown = _shown(doubt.original)
                 _note(reports, OutputReport(doubt.name, shown, doubt.judgement, str(known.case)))
         failures.extend(_sentence(r) for r in reports.values() if not r.judgement.passed)
-        if failures and not fails:
-            notes = tuple(f"not the same where a dimension is 0: {text}" for text in failures)
+        if failures and nonempty:
+            rules = f"{', '.join(nonempty)} {'need' if len(nonempty) > 1 else 'needs'} sizes from 1"
+            notes = tuple(f"not the same where a dimension is 0 ({rules}): {text}" for text in failures)
             return replace(found, notes=(*found.notes, *notes))
         rows = {r.name: r for r in found.outputs}
         for report in reports.values():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -19,10 +20,10 @@ from xrlflow.verify.errors import OriginalFails
 from xrlflow.verify.inputs import Case, InputPlan, evaluable_feeds
 from xrlflow.verify.nonfinite import Fate, fates
 from xrlflow.verify.numbers import marks, on_symbols, thresholds
-from xrlflow.verify.reference import Sizes
+from xrlflow.verify.reference import NoReference, Sizes, evaluable
 from xrlflow.verify.runner import Model, Runner, first_line, flat
 from xrlflow.verify.values import Masks
-from xrlflow.verify.yardsticks import Known
+from xrlflow.verify.yardsticks import Known, not_credible
 
 _LICENCES = {Fate.EXACT: Licence.NONE, Fate.SPREADS: Licence.SPREADS, Fate.UNDEFINED: None}
 
@@ -124,22 +125,60 @@ class Runs:
 
 
 def run_empty(
-    model: Model, cases: Iterable[Case], threads: int | None, session_options: Options | None
-) -> tuple[Known, ...]:
-    """The cases on which the original runs, each with what it gives, in a process that may end."""
-    found = []
+    run: Runs,
+    model: Model,
+    cases: Iterable[Case],
+    threads: int | None,
+    session_options: Options | None,
+    float64_flops: float,
+) -> tuple[tuple[Known, ...], tuple[str, ...]]:
+    """The cases on which the original runs, each with what it gives, in a process that may end; and notes.
+
+    Some kernels of ONNX Runtime leave what they reduce as it is where it is empty, or give memory that nobody has
+    written. What they give is no ground to compare on, so that such a case is left out, with a note.
+    """
+    found, notes = [], []
     for case in cases:
         try:
             outputs = run_apart(model, case.feeds, threads=threads, session_options=session_options)
         except BackendError:
             continue  # it has no meaning there
         known = Known(case, [flat(output) for output in outputs])
+        strange = _strange(run, known, float64_flops)
+        if strange:
+            notes.append(f"not compared on {case}: ONNX Runtime gives {strange}")
+            continue
         for index, parts in enumerate(known.outputs):
             for part, array in parts:
                 if is_float(array):
                     known.yardsticks[index, part] = by_deviation(array, None)
         found.append(known)
-    return tuple(found)
+    return tuple(found), tuple(notes)
+
+
+def _strange(run: Runs, known: Known, float64_flops: float) -> str:
+    """What about the outputs is not what the operators define; "" if nothing is known to be."""
+    graph, numbers = run.imported.graph, run.at.numbers(known.case.bindings)
+    names = [info.name for info in run.imported.frame.graph.output]
+    filled = []
+    for index, (name, value, parts) in enumerate(zip(names, graph.outputs, known.outputs)):
+        shape = graph.type(value).shape
+        for part, array in parts:
+            if part or shape is None:
+                continue
+            sizes = [numbers.get(d) if isinstance(d, str) else d for d in shape]
+            if len(sizes) != array.ndim or any(n not in (None, m) for n, m in zip(sizes, array.shape)):
+                shown = ", ".join("?" if n is None else str(n) for n in sizes)
+                return f"output {name!r} the shape {list(array.shape)}, its operators give [{shown}]"
+            if array.size and is_float(array):
+                filled.append(index)
+    wanted = [i for i in filled if evaluable(graph)[i]]
+    if not wanted or run.at.flops(known.case) > float64_flops:
+        return ""
+    with suppress(NoReference):
+        for index in not_credible(run.imported, known, wanted):
+            return f"output {names[index]!r} other values than its operators"
+    return ""
 
 
 def exercise(

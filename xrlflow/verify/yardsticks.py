@@ -84,6 +84,21 @@ def on_demand(at: Sizes, imported: ImportedModel, item: Known, budget: float) ->
             _measure(imported, item, wanted)
 
 
+def not_credible(imported: ImportedModel, item: Known, wanted: Sequence[int]) -> list[int]:
+    """Those of some outputs that are not what our evaluation has, by more than rounding. Raises NoReference."""
+    values = [imported.graph.outputs[index] for index in wanted]
+    references = evaluate(imported, item.case, values)
+    rounded = _Rounded(imported, item.case, values)
+    found = []
+    for place, (index, reference) in enumerate(zip(wanted, references)):
+        original = item.outputs[index][0][1]
+        if original.shape != reference.shape or not is_credible(
+            original, reference, partial(rounded.output, place)
+        ):
+            found.append(index)
+    return found
+
+
 def _evaluable(imported: ImportedModel, item: Known) -> list[int]:
     """The outputs of floats that have a float64 evaluation."""
     able = evaluable(imported.graph)
