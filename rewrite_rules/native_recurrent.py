@@ -184,6 +184,7 @@ class _Native:
 class _Unrolled(RegionRule):
     """What the cells have in common: walking back from the last step, and putting the weights together."""
 
+    nonempty = True
     dtypes = frozenset({DType.FLOAT})
     # ONNX Runtime's cells clamp what goes into their functions: of NaN and infinity they make numbers.
     spreads = True
