@@ -104,7 +104,7 @@ class MergeSharedWeightProducts(RegionRule):
         product = op[stack.op](rows, weight, *given[:biases], attrs=stack.attrs)
         if stack.sizes is not None:
             return op.Split(product, axis=stack.axis, sizes=stack.sizes)
-        # The parts' sizes are given, not their number: there is no part of nothing for ONNX Runtime, and a batch is empty.
+        # The parts' sizes are given, not their number: ONNX Runtime splits nothing, an empty batch, into no parts.
         at = stack.axis if stack.source_axis is None or stack.axis < stack.source_axis else stack.axis + 1
         sizes = op.Expand(op.Shape(given[biases], start=at, end=at + 1), [stack.count])
         return op.Split(product, sizes, axis=stack.axis, outputs=stack.count)

@@ -94,6 +94,7 @@ from xrlflow.verify import (
 )
 from xrlflow.verify.inputs import user_case
 from xrlflow.verify.rules import Certificate, prove_all, prove_in_processes
+from xrlflow.verify.rules.thresholds import limits, written
 
 if TYPE_CHECKING:
     import onnx
@@ -973,10 +974,12 @@ def _verify(
     steps: Iterable[Step],
     inputs: str | os.PathLike[str] | Mapping[str, Any] | None,
 ) -> Verification:
-    """Judge a file that these substitutions led to."""
-    rules = job.library.rules
-    nonempty = sorted({s.rule for s in steps if s.rule in rules and rules[s.rule].nonempty})
-    return _reference(job, inputs, path).check(path, nonempty)
+    """Judge a file that these substitutions led to, also around the numbers that their rules compare with."""
+    known = job.library.rules
+    rules = [known[name] for name in sorted({s.rule for s in steps} & known.keys())]
+    further = {number for rule in rules for number in limits(written(rule, types=False))}
+    nonempty = [rule.name for rule in rules if rule.nonempty]
+    return _reference(job, inputs, path, further).check(path, nonempty)
 
 
 def _verify_compiled(
@@ -995,13 +998,18 @@ def _verify_compiled(
 
 
 def _reference(
-    job: _Job, inputs: str | os.PathLike[str] | Mapping[str, Any] | None, against: str | None = None
+    job: _Job,
+    inputs: str | os.PathLike[str] | Mapping[str, Any] | None,
+    against: str | None = None,
+    further: Iterable[int] = (),
 ) -> Reference:
-    """What is known of the original. `against`: the first result, whose numbers say what to try as well."""
+    """What is known of the original. `against`: the first result, whose numbers say what to try as well, and `further`
+    those of the rules that made it.
+    """
     job.say("verify", 0, 0, "on random inputs")
     if job.reference is None:
         job.reference = Reference.of(
-            job.original, imported=job.imported, against=against, inputs=inputs, seed=job.seed,
+            job.original, imported=job.imported, against=against, inputs=inputs, further=further, seed=job.seed,
             threads=job.threads, session_options=job.session_options,
         )  # fmt: skip
     return job.reference

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import onnx
 import onnx.parser
 import pytest
 
+from xrlflow.backends import BackendError
 from xrlflow.ir import Body, Dim, Graph
-from xrlflow.onnxio import load
+from xrlflow.onnxio import load, to_proto
+from xrlflow.verify.runner import opened
 
 HEAD = '<ir_version: 8, opset_import: ["" : 18]> '
 
@@ -106,3 +109,39 @@ def test_the_default_of_an_input_says_nothing_of_its_value(node: str) -> None:
     model = parsed(f"g (float[1,1] x, int64[2] s) => (float[a,b] y) <int64[2] s = {{4, 9}}> {{ y = {node} }}")
     graph = load(model).graph
     assert not any(isinstance(d, int) for d in shape(graph, "y") or ())
+
+
+def test_sizes_are_written_where_the_runtime_would_lose_them() -> None:
+    """ONNX Runtime puts Reshapes around a sum of two convolutions that it does not know to be of one size, and these
+    fail for an empty batch.
+    """
+    weights = np.random.default_rng(0).standard_normal((16, 1, 3, 3)).astype(np.float32)
+    shape = onnx.numpy_helper.from_array(np.int64([-1, 1, 6, 6]), "s")
+    proto = onnx.parser.parse_model(
+        '<ir_version: 10, opset_import: ["": 23]> '
+        "g (float[unk__5, 36] x, float[unk__5, 36] z) => (float[m, 16, 4, 4] y) "
+        "{ a = Reshape(x, s) b = Reshape(z, s) c = Conv(a, w) d = Conv(b, w) e = Add(c, d) y = Relu(e) }"
+    )
+    proto.graph.initializer.extend([shape, onnx.numpy_helper.from_array(weights, "w")])
+    imported = load(proto)
+    written = to_proto(imported, imported.graph)
+    of = {
+        v.name: [d.dim_param or d.dim_value for d in v.type.tensor_type.shape.dim]
+        for v in written.graph.value_info
+    }
+    assert of == {"a": ["unk__5", 1, 6, 6], "b": ["unk__5", 1, 6, 6]}
+    feeds = {name: np.zeros((0, 36), np.float32) for name in "xz"}
+    with pytest.raises(BackendError, match="Reshape"), opened(proto) as runner:
+        runner.run(feeds)
+    with opened(written) as runner:
+        assert runner.run(feeds)[0].shape == (0, 16, 4, 4)
+
+
+def test_sizes_that_inference_finds_are_not_written() -> None:
+    proto = onnx.parser.parse_model(
+        '<ir_version: 10, opset_import: ["": 23]> g (float[n, 2, 3] x) => (float[n, 6] y) '
+        "{ i = Constant<value_ints=[1]>() s = Constant<value_ints=[0, 6]>() a = Unsqueeze(x, i) b = Squeeze(a, i) "
+        "c = Reshape(b, s) y = Relu(c) }"
+    )
+    imported = load(proto)
+    assert not to_proto(imported, imported.graph).graph.value_info

@@ -9,7 +9,7 @@ import pytest
 
 from rewrite_rules.identity import CancelInvolution, RemoveIdentity
 from rewrite_rules.shared_weights import MergeSharedWeightProducts
-from tests.rules.harness import applies, model, refuses
+from tests.rules.harness import applies, assert_equivalent, model, refuses, rewritten
 from xrlflow.ir import Graph, Value
 from xrlflow.onnxio import load
 from xrlflow.rewrite import Library, RewriteState
@@ -39,6 +39,19 @@ def test_steps_of_a_sequence(batch: int, order: tuple[int, ...]) -> None:
     assert ops.count("Gemm") == 1
     assert "Concat" not in ops
     assert len(ops) <= 5
+
+
+def test_an_empty_batch() -> None:
+    """ONNX Runtime splits nothing into no number of parts."""
+    lines = [f"x{t} = Gather<axis=0>(x, i{t})\n y{t} = MatMul(x{t}, w)" for t in range(3)]
+    proto = model(
+        f"agraph (float[3,N,5] x) => (float[N,6] y0, float[N,6] y1, float[N,6] y2) {{ {chr(10).join(lines)} }}",
+        w=weight(5, 6),
+        **{f"i{t}": np.array(t) for t in range(3)},
+    )
+    after, _ = rewritten(RULE, proto)
+    for batch in (0, 1, 4):
+        assert_equivalent(proto, after, {"x": weight(3, batch, 5)})
 
 
 def test_inputs_of_the_graph() -> None:
@@ -82,7 +95,7 @@ def test_steps_of_an_unknown_batch(step: str) -> None:
     )
     graph = applies(RULE, proto)
     ops = sorted(n.op for n in graph.nodes() if not n.const)
-    assert [o for o in ops if o != "Slice"] == ["MatMul", "Reshape", "Split", "Transpose"]
+    assert [o for o in ops if o != "Slice"] == ["Expand", "MatMul", "Reshape", "Shape", "Split", "Transpose"]
 
 
 @pytest.mark.parametrize(

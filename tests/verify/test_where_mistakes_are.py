@@ -7,6 +7,7 @@ import onnx
 import pytest
 
 import xrlflow
+from rewrite_rules import LIBRARY
 from rewrite_rules.convolution import ReplacePointwiseConvByMatMul
 from tests.verify.models import model, normal
 from xrlflow.api import VerificationFailed
@@ -23,7 +24,10 @@ from xrlflow.verify.compare import Leg, Licence, Yardstick, by_deviation, judge_
 from xrlflow.verify.inputs import InputPlan, evaluable_feeds
 from xrlflow.verify.nonfinite import Fate, fates
 from xrlflow.verify.numbers import around, marks, on_symbols, thresholds
+from xrlflow.verify.rules.thresholds import limits, written
 from xrlflow.verify.runner import opened
+
+LIBRARY_BY_NAME = {rule.name: rule for rule in LIBRARY}
 
 Pair = tuple[onnx.ModelProto, onnx.ModelProto]
 
@@ -269,6 +273,40 @@ def test_what_only_one_model_mentions_comes_first() -> None:
     assert not verify(a, b).verified
     tried = [bindings["s"] for bindings in Reference.of(a, against=b).bindings]
     assert {136, 137, 138} & {*tried[3:7]}, tried
+
+
+def test_numbers_of_the_rules_come_after_those_of_the_models() -> None:
+    proto = model(
+        "g (float[n, s] x) => (float[n, t] y) { y = Slice(x, z, e, o) }",
+        z=np.int64([0]), e=np.int64([40]), o=np.int64([1]),
+    )  # fmt: skip
+    tried = [b["s"] for b in Reference.of(proto, further=[300, 1, 2**31]).bindings]
+    assert {299, 300, 301} <= {*tried}
+    assert {39, 40, 41} <= {*tried[: tried.index(301)]}
+    assert max(tried) <= 301, "what stands for no limit is no size"
+    assert not {299, 300, 301} & {b["s"] for b in Reference.of(proto).bindings}
+
+
+def test_numbers_of_the_applied_rules_are_sizes() -> None:
+    """MergeMovement follows chains of so many operators, and through so many parts."""
+    proto = model(
+        """g (float[n, 3, s] x) => (float[n, s, 3] y) {
+          i = Unsqueeze(x, one)
+          a = Transpose<perm=[3, 1, 2, 0]>(i)
+          j = Squeeze(a, one)
+          b = Transpose<perm=[2, 0, 1]>(j)
+          y = Relu(b) }""",
+        one=np.int64([1]),
+    )
+    result = xrlflow.optimize(
+        proto.SerializeToString(), search="greedy", cost=Roofline(), measure=False, max_growth=10.0
+    )
+    rules = [LIBRARY_BY_NAME[s.rule] for s in result.trace]
+    numbers = {n for rule in rules for n in limits(written(rule, types=False)) if n < 100}
+    assert numbers
+    (note,) = (note for note in result.report.notes if note.startswith("verified with"))
+    for number in numbers:
+        assert all(f"s={n}" in note for n in (number - 1, number, number + 1)), (number, note)
 
 
 def test_what_is_too_large_is_named_and_not_run() -> None:

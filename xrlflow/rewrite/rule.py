@@ -297,8 +297,8 @@ class _Declared:
     # Where the left side is infinite or NaN though a number was meant (exponentials that overflow, a softmax of
     # nothing but -inf), the right side may be that number.
     mends: ClassVar[bool] = False
-    # It needs sizes from 1: where a dimension is 0, ONNX Runtime does not run an operator of the right side, or leaves its
-    # result as the memory was.
+    # It needs sizes from 1: where a dimension is 0, ONNX Runtime does not run an operator of the right side, or leaves
+    # its result as the memory was.
     nonempty: ClassVar[bool] = False
     # It does in one step what a chain of these other rules does, because the chain leads through slower graphs.
     composite_of: ClassVar[tuple[str, ...]] = ()

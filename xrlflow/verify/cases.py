@@ -83,7 +83,8 @@ class Drawing(Generic[T]):
 
     `attempt` makes something of a case (None: the original does not run), `sensible` says whether its sizes leave
     something to compare, `telling` whether a case of a kind of values that is not ordinary is evidence. `numbers`: for
-    each symbol those that it is to be tried around. `estimate`: what a run takes.
+    each symbol those that it is to be tried around; `further`: those that every symbol is to be tried around, once that
+    is done. `estimate`: what a run takes.
     """
 
     plan: InputPlan
@@ -91,6 +92,7 @@ class Drawing(Generic[T]):
     sensible: Callable[[Case, T], bool] = lambda case, result: True
     telling: Callable[[Case, T], bool] = lambda case, result: True
     numbers: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
+    further: Sequence[int] = ()
     estimate: Callable[[Bindings], Estimate] = lambda bindings: Estimate(0.0, 0.0, 0.0)
     seed: int = 0
 
@@ -257,7 +259,11 @@ class Drawing(Generic[T]):
         them in what worked: what has to be equal is.
         """
         slots = [s for s in self.plan.dimensions.slots if s.role != Role.RANK]
-        lists = {slot.name: around(self.numbers.get(slot.name, {})) for slot in slots}
+        further = [size for n in self.further for size in (n + 1, n, n - 1)]
+        lists = {
+            slot.name: list(dict.fromkeys([*around(self.numbers.get(slot.name, {})), *further]))
+            for slot in slots
+        }
         rows = [
             {name: found[i] for name, found in lists.items() if i < len(found)}
             for i in range(max(map(len, lists.values()), default=0))

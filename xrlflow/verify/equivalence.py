@@ -7,7 +7,7 @@ of the original, so that several candidates (those of a bisection, say) are judg
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
@@ -197,6 +197,7 @@ class Reference:
         against: Model | None = None,
         inputs: str | os.PathLike[str] | Mapping[str, Any] | None = None,
         bindings: Bindings | None = None,
+        further: Iterable[int] = (),
         seed: int = 0,
         samples: int = 2,
         sizes: int = 3,
@@ -207,7 +208,8 @@ class Reference:
         """Run the original: on `inputs` if given, else on random ones (see `cases.py`).
 
         `against`: the model that is to be judged, whose numbers and branches say what to try as well. `bindings` are
-        the user's numbers for dimensions (default: those of `imported`), which are one of the choices tried. `samples`:
+        the user's numbers for dimensions (default: those of `imported`), which are one of the choices tried. `further`:
+        numbers around which sizes are to be tried after those that the models mention. `samples`:
         of ordinary values; `sizes`: bindings, besides those that tell something. Raises OriginalFails, InputsNeeded,
         BadInputs, and ModelError if the file cannot be read.
         """
@@ -233,7 +235,7 @@ class Reference:
                     empty: tuple[Known, ...] = ()
                     strange: tuple[str, ...] = ()
                 else:
-                    drawing = run.drawing(other, bindings, seed)
+                    drawing = run.drawing(other, bindings, seed, further)
                     try:
                         drawn = drawing.all(samples, sizes)
                     except VerificationError as error:

@@ -19,7 +19,7 @@ from xrlflow.verify.dims import Bindings, Role
 from xrlflow.verify.errors import OriginalFails
 from xrlflow.verify.inputs import Case, InputPlan, evaluable_feeds
 from xrlflow.verify.nonfinite import Fate, fates
-from xrlflow.verify.numbers import marks, on_symbols, thresholds
+from xrlflow.verify.numbers import ENDLESS, LEAST, marks, on_symbols, thresholds
 from xrlflow.verify.reference import NoReference, Sizes, evaluable
 from xrlflow.verify.runner import Model, Runner, first_line, flat
 from xrlflow.verify.values import Masks
@@ -101,9 +101,11 @@ class Runs:
         return tuple(_LICENCES[fate] for fate in self.fates(case))
 
     def drawing(
-        self, other: ImportedModel | None, bindings: Bindings | None, seed: int
+        self, other: ImportedModel | None, bindings: Bindings | None, seed: int, further: Iterable[int] = ()
     ) -> Drawing[list[Any]]:
-        """How cases are drawn, with the numbers of both models. Those that only one of them has tell most."""
+        """How cases are drawn, with the numbers of both models. Those that only one of them has tell most, those that
+        neither mentions (`further`) least.
+        """
         plan = InputPlan.of(self.imported)
         if bindings is not None:
             plan = replace(plan, bound=bindings)
@@ -121,7 +123,16 @@ class Runs:
                     if alone or weight > 1 or slot.role is not Role.BATCH:
                         told = numbers[slot.name].get(number, 0)
                         numbers[slot.name][number] = max(told, _ALONE * weight if alone else weight)
-        return Drawing(plan, self.attempt, self.sensible, self.telling, numbers, self.at.estimate, seed)
+        return Drawing(
+            plan,
+            self.attempt,
+            self.sensible,
+            self.telling,
+            numbers,
+            tuple(sorted({n for n in further if LEAST <= n < ENDLESS})),
+            self.at.estimate,
+            seed,
+        )
 
 
 def run_empty(

@@ -22,7 +22,7 @@ Symbols: TypeAlias = frozenset[str]
 # How much a number tells: what shapes are computed with and cut at, windows and strides, fixed parts of shapes.
 _CUT, _WINDOW, _PART = 4, 2, 1
 # Less than this is tried anyway; an end of this or more means "to the end".
-_LEAST, _ENDLESS = 2, 1 << 27
+LEAST, ENDLESS = 2, 1 << 27
 # Constants of more elements are data, not bounds.
 _FEW = 64
 # Beyond this a number that values are compared with stands for infinity (a mask's -3.4e38).
@@ -80,7 +80,7 @@ def on_symbols(found: Iterable[Mark], inputs: Sequence[str]) -> dict[str, dict[i
     out: dict[str, dict[int, int]] = {symbol: {} for symbol in inputs}
 
     def add(symbol: str, number: int | None, weight: int) -> None:
-        if number is not None and _LEAST <= number < _ENDLESS:
+        if number is not None and LEAST <= number < ENDLESS:
             out[symbol][number] = max(weight, out[symbol].get(number, 0))
 
     for mark in sorted(found, key=lambda m: (m.number, sorted(m.dims), m.weight)):
@@ -108,7 +108,7 @@ def _reaching(dim: str, symbol: str, number: int) -> int | None:
     high = 1
     while not (reached := reaches(high)):
         high *= 2
-        if reached is None or high >= _ENDLESS:
+        if reached is None or high >= ENDLESS:
             return None
     low = high // 2
     while high - low > 1:
@@ -199,7 +199,7 @@ class _Harvest:
             reader = _READERS.get(node.op)
             if reader is not None:
                 for number, dim, weight in reader(self.graph, node):
-                    if isinstance(dim, str) and _LEAST <= abs(number) < _ENDLESS:
+                    if isinstance(dim, str) and LEAST <= abs(number) < ENDLESS:
                         yield Mark(abs(int(number)), frozenset((dim,)), weight)
             derived = self._derived(node)
             if derived is not None:
@@ -230,7 +230,7 @@ class _Harvest:
             if node.op != "Slice" and isinstance(axis, int) and -len(dims) <= axis < len(dims):
                 dims = dims[axis : axis + 1] if axis >= 0 else dims[len(dims) + axis :][:1]
             for dim in dims:
-                if isinstance(dim, int) and _LEAST <= dim < _ENDLESS:
+                if isinstance(dim, int) and LEAST <= dim < ENDLESS:
                     yield Mark(dim, symbols, _CUT)
 
     def _derived(self, node: Node) -> list[Symbols] | None:
@@ -262,7 +262,7 @@ class _Harvest:
         if node.op == "Slice" and first is not None:
             bounds = [_few(self.graph, v) for v in inputs[1:3]]
             if len(inputs) <= 4 and all(len(b) == 1 for b in bounds):
-                return first[int(bounds[0][0]) : int(min(bounds[1][0], _ENDLESS))]
+                return first[int(bounds[0][0]) : int(min(bounds[1][0], ENDLESS))]
         return [frozenset().union(*(s for v in inputs for s in self.of.get(v, [])))]
 
 
@@ -275,7 +275,7 @@ def _whole(number: float) -> int | None:
     size = abs(number)
     if 0 < size < 1:
         size = 1 / size
-    return int(size) if size == int(size) and _LEAST <= size < _ENDLESS else None
+    return int(size) if size == int(size) and LEAST <= size < ENDLESS else None
 
 
 def _shape(graph: Graph, node: Node, position: int) -> tuple[Dim, ...]:

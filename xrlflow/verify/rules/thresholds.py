@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from types import CodeType, FunctionType
 from typing import Any
 
 import numpy as np
 
+from xrlflow.ir import DType
 from xrlflow.ir.dims import LARGEST
 from xrlflow.rewrite import AnyRule, RegionRule, Rule, watched
 
@@ -132,46 +134,69 @@ def watch() -> Iterator[dict[int, int]]:
         yield notes
 
 
-def written(rule: AnyRule) -> set[int]:
-    """The whole numbers in a rule's code, in what that calls of its own, and in the tables that it reads."""
-    found = set[int]()
-    seen: dict[int, Any] = {}  # by identity, and kept alive for that
-    home = type(rule).__module__.partition(".")[0]
+def written(rule: AnyRule, types: bool = True) -> set[int]:
+    """The whole numbers in a rule's code, in what that calls of its own, and in the tables that it reads.
+
+    `types`: those that stand for element types, too.
+    """
+    written = _Written(type(rule).__module__.partition(".")[0], types)
     for kind in type(rule).__mro__:
         if kind in (Rule, RegionRule) or kind in Rule.__mro__ or kind in RegionRule.__mro__:
             continue
         for name, value in vars(kind).items():
             if not name.startswith("__") and name not in ("examples", "near_misses", "shapes", "survivors"):
-                _collect(value, found, seen, home)
-    return found
+                written.collect(value)
+    return written.found
 
 
-def _collect(value: Any, found: set[int], seen: dict[int, Any], home: str) -> None:
-    """The numbers in a value: a number, a table, a function with what it refers to."""
-    if isinstance(value, (bool, bytes)) or value is None:
-        return
-    if isinstance(value, (int, float, np.integer, np.floating)):
-        if abs(number := float(value)) < _WIDEST and number.is_integer():
-            found.add(int(number))
-        return
-    if isinstance(value, str):
-        if value.isdigit() and len(value) < _MOST_DIGITS:
-            found.add(int(value))
-        return
-    if id(value) in seen:
-        return
-    seen[id(value)] = value
-    if isinstance(value, Mapping):
-        _collect((*value, *value.values()), found, seen, home)
-    elif isinstance(value, (tuple, list, set, frozenset)):
-        for item in value:
-            _collect(item, found, seen, home)
-    elif isinstance(value, np.ndarray) and value.size <= _MOST and value.dtype.kind in "iuf":
-        _collect(value.tolist(), found, seen, home)
-    else:
-        function = function_of(value)
-        if function is not None and function.__module__.partition(".")[0] == home:
-            _collect_function(function, found, seen, home)
+@dataclass(slots=True)
+class _Written:
+    """Numbers that are found in values, and in the functions of one package (`home`) that these lead to."""
+
+    home: str
+    types: bool
+    found: set[int] = field(default_factory=set)
+    seen: dict[int, Any] = field(default_factory=dict)
+    """By identity; it keeps what it has alive for that."""
+
+    def collect(self, value: Any) -> None:
+        """The numbers in a value: a number, a table, a function with what it refers to."""
+        if isinstance(value, (bool, bytes)) or value is None or (isinstance(value, DType) and not self.types):
+            return
+        if isinstance(value, (int, float, np.integer, np.floating)):
+            if abs(number := float(value)) < _WIDEST and number.is_integer():
+                self.found.add(int(number))
+            return
+        if isinstance(value, str):
+            if value.isdigit() and len(value) < _MOST_DIGITS:
+                self.found.add(int(value))
+            return
+        if id(value) in self.seen:
+            return
+        self.seen[id(value)] = value
+        if isinstance(value, Mapping):
+            self.collect((*value, *value.values()))
+        elif isinstance(value, (tuple, list, set, frozenset)):
+            for item in value:
+                self.collect(item)
+        elif isinstance(value, np.ndarray) and value.size <= _MOST and value.dtype.kind in "iuf":
+            self.collect(value.tolist())
+        else:
+            function = function_of(value)
+            if function is not None and function.__module__.partition(".")[0] == self.home:
+                self._collect_function(function)
+
+    def _collect_function(self, function: FunctionType) -> None:
+        for code in codes(function.__code__):
+            self.collect([c for c in code.co_consts if not isinstance(c, CodeType)])
+            for name in code.co_names:
+                self.collect(function.__globals__.get(name))
+        for cell in function.__closure__ or ():
+            try:
+                self.collect(cell.cell_contents)
+            except ValueError:  # it is still empty
+                continue
+        self.collect([*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()])
 
 
 def function_of(value: Any) -> FunctionType | None:
@@ -179,19 +204,6 @@ def function_of(value: Any) -> FunctionType | None:
     for name in ("__func__", "fget", "func", "__wrapped__"):
         value = getattr(value, name, value) if not isinstance(value, FunctionType) else value
     return value if isinstance(value, FunctionType) else None
-
-
-def _collect_function(function: FunctionType, found: set[int], seen: dict[int, Any], home: str) -> None:
-    for code in codes(function.__code__):
-        _collect([c for c in code.co_consts if not isinstance(c, CodeType)], found, seen, home)
-        for name in code.co_names:
-            _collect(function.__globals__.get(name), found, seen, home)
-    for cell in function.__closure__ or ():
-        try:
-            _collect(cell.cell_contents, found, seen, home)
-        except ValueError:  # it is still empty
-            continue
-    _collect([*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()], found, seen, home)
 
 
 def codes(code: CodeType) -> Iterator[CodeType]:
