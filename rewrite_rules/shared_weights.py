@@ -52,6 +52,9 @@ class MergeSharedWeightProducts(RegionRule):
         "agraph (float[N,2,4] x) => (float[N,2] a, float[N,2] b) <float[4,2] w = {1,2,3,4,5,6,7,8}> {"
         " i = Constant<value_int=0>() j = Constant<value_int=1>() x0 = Gather<axis=1>(x, i) x1 = Gather<axis=1>(x, j)"
         " a = MatMul(x0, w) b = MatMul(x1, w) }",
+        "agraph (float[2,N,4] x) => (float[N,2] a, float[N,2] b) <float[4,2] w = {1,2,3,4,5,6,7,8}> {"
+        " i = Constant<value_int=0>() j = Constant<value_int=1>() x0 = Gather<axis=0>(x, i) x1 = Gather<axis=0>(x, j)"
+        " a = MatMul(x0, w) b = MatMul(x1, w) }",
         "agraph (float[2,4] x, float[3,4] z) => (float[2,5] a, float[3,5] b)"
         " <float[5,4] w = {1,2,3,4,5,6,7,8,9,8,7,6,5,4,3,2,1,2,3,4}, float[5] c = {1,2,3,4,5}>"
         " { a = Gemm<transB=1>(x, w, c) b = Gemm<transB=1>(z, w, c) }",
