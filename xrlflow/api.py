@@ -979,7 +979,7 @@ def _verify(
     rules = [known[name] for name in sorted({s.rule for s in steps} & known.keys())]
     further = {number for rule in rules for number in limits(written(rule, types=False))}
     nonempty = [rule.name for rule in rules if rule.nonempty]
-    return _reference(job, inputs, path, further).check(path, nonempty)
+    return _reference(job, inputs, path, further).check(path, nonempty=nonempty)
 
 
 def _verify_compiled(

@@ -36,7 +36,7 @@ from xrlflow.onnxio.model import ImportedModel, Recipe
 from xrlflow.onnxio.shapes import without_computed
 from xrlflow.onnxio.tensors import raw_data, tensor_proto
 from xrlflow.onnxio.wire import StreamedTensor, write_model
-from xrlflow.ops.infer import attr_proto, infer_as_onnx, sizes_from_data, type_proto
+from xrlflow.ops.infer import InferenceError, attr_proto, infer_as_onnx, sizes_from_data, type_proto
 from xrlflow.ops.schema import IR_VERSION, OPSET, output_is_optional, split_op
 
 # Models with more bytes of weights than this get a file of their own for them (a protocol buffer ends at 2 GB).
@@ -366,14 +366,20 @@ class _Writer:
         A runtime fuses what it knows to have one size. Where ONNX Runtime does not know that two convolutions' results
         do, it adds Reshapes that fail for an empty batch.
         """
+        shapes = [
+            tuple(self.symbols.get(d) if isinstance(d, str) else d for d in t.shape or ()) for t in node.types
+        ]
+        if not any(isinstance(d, str) for shape in shapes for d in shape):
+            return
         types = [None if v == ABSENT else graph.type(v) for v in node.inputs]
         data = [graph.const(v) for v in node.inputs]
-        seen = infer_as_onnx(node.op, node.attrs, types, data, len(node.outputs))
-        for value, type, found in zip(node.outputs, node.types, seen):
-            shape = tuple(self.symbols.get(d) if isinstance(d, str) else d for d in type.shape or ())
+        try:
+            seen = infer_as_onnx(node.op, node.attrs, types, data, len(node.outputs))
+        except InferenceError:  # the model fails here whenever it runs
+            return
+        for value, type, shape, found in zip(node.outputs, node.types, shapes, seen):
             lost = found.shape is None or any(
-                isinstance(d, str) and s is not None and d != o
-                for d, s, o in zip(type.shape or (), shape, found.shape)
+                isinstance(s, str) and d != o for d, s, o in zip(type.shape or (), shape, found.shape)
             )
             if lost and any(isinstance(d, str) for d in shape) and names[value]:
                 yield onnx.helper.make_tensor_value_info(names[value], int(type.dtype), shape)
