@@ -1,5 +1,6 @@
 """Drawn inputs suit the model: sizes, indices, masks, shapes."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,8 @@ import pytest
 from tests.verify.models import model, normal
 from xrlflow.onnxio import load
 from xrlflow.verify import InputsNeeded, Reference, feeds_for_measurement, verify
-from xrlflow.verify.inputs import InputPlan
+from xrlflow.verify.cases import Drawing
+from xrlflow.verify.inputs import Case, InputPlan
 
 
 def drawn(proto: onnx.ModelProto, kind: str = "", **options: Any) -> list[dict[str, Any]]:
@@ -304,6 +306,25 @@ def test_the_users_shapes_are_among_those_tried() -> None:
     pinned = model("g (float[4, 21] x) => (float[4, 21] y) { y = Relu(x) }")
     assert verify(proto, pinned, imported=fixed).verified
     assert not verify(proto, pinned).verified
+
+
+def test_inputs_that_take_long_to_draw_are_tried_only_where_all_do() -> None:
+    """A model of four free dimensions that hardly ever runs was tried with gigabytes."""
+    images = "g (float[a, b, c, d] x) => (float[] y) { y = Relu(x) }"
+    drawn: list[int] = []
+
+    def attempt(case: Case) -> None:
+        drawn.append(sum(array.nbytes for array in case.feeds.values()))
+
+    with pytest.raises(InputsNeeded):
+        Drawing(InputPlan.of(load(model(images))), attempt).all()
+    assert len(drawn) > 20
+    assert max(drawn) <= 64 << 20
+    large = InputPlan.of(load(model("g (float[n, 3000, 6000] x) => (float[] y) { y = Relu(x) }")))
+    assert large.nbytes({"n": 2}) == 2 * 3000 * 6000 * 4
+    assert Drawing(large, lambda case: None)._candidates(5)
+    mine = replace(large, bound={"n": 9})
+    assert Drawing(mine, lambda case: None)._candidates(5)[0] == {"n": 9}
 
 
 def test_symbols_are_those_of_the_graph() -> None:

@@ -44,6 +44,8 @@ _EMPTY = 3
 _SOUGHT = 64
 # Bytes that one run's largest operator, and the inputs and outputs of one run, may take.
 _WORKING, _KEPT = 2 << 30, 256 << 20
+# Bytes of inputs that are drawn before it is known that the model runs with them.
+_DRAWN = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +137,7 @@ class Drawing(Generic[T]):
             found.extend(self._samples(mine, range(samples)))
         working, tried = 0, 0
         spare: list[list[tuple[Case, T]]] = []
-        for bindings in islice(plan.dimensions.candidates(plan.bound, self.seed), tries):
+        for bindings in self._candidates(tries):
             tried += 1
             cases = self._samples(bindings, range(samples) if not working else [(working + 1) % 3])
             if not all(self.sensible(case, result) for case, result in cases):
@@ -155,6 +157,15 @@ class Drawing(Generic[T]):
             f"the original runs with {working} of the {tried} choices tried for its dimensions ({symbols}), and "
             f"{wanted} are needed: give inputs that it runs on with --inputs data.npz"
         )
+
+    def _candidates(self, tries: int) -> list[dict[str, int]]:
+        """Bindings to try, with the user's own, but none whose inputs take long to draw: where the model runs with few,
+        most would be drawn for nothing. If all of them do, the model is one of large inputs.
+        """
+        plan = self.plan
+        found = [*islice(plan.dimensions.candidates(plan.bound, self.seed), tries)]
+        mine = plan.dimensions.default(plan.bound) if plan.bound else None
+        return [b for b in found if b == mine or plan.nbytes(b) <= _DRAWN] or found
 
     def _samples(self, bindings: Bindings, samples: Iterable[int]) -> list[tuple[Case, T]]:
         """The samples of one binding on which the model runs; values are drawn again a few times."""
@@ -333,7 +344,7 @@ def feeds_for_measurement(
     drawing = Drawing(plan, attempt, seed=seed)
     for bindings in [
         usual,
-        *islice(plan.dimensions.candidates(plan.bound, seed), MAX_TRIES if plan.dynamic else 0),
+        *(drawing._candidates(MAX_TRIES) if plan.dynamic else []),
     ]:
         found = drawing._samples(bindings, [0])
         if found:

@@ -6,6 +6,7 @@ import os
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any, TypeAlias
 
 import ml_dtypes
@@ -108,6 +109,11 @@ class InputPlan:
             masks=any(_is_mask(p, d) for p, d in of),
             thresholds=self.thresholds,
         )
+
+    def nbytes(self, bindings: Bindings) -> int:
+        """What the inputs take at these dimensions."""
+        dense = [p for p in self.ports if p.type.other is None]
+        return sum(prod(self.dimensions.shape(p, bindings)) * p.type.dtype.bits for p in dense) // 8
 
     def case(
         self, bindings: Bindings, seed: int, sample: int, cautious: bool = False, values: Values = ORDINARY
