@@ -44,6 +44,7 @@ MODES = ("normal", "grid", "wide", "infinite", "special")
 _CREDIBLE = 2.0**-8
 _STEPS = 12  # of a random walk
 _GREEDY_STEPS = 200
+_FLUSHED = 6  # kinds of noise come before it
 COST = Roofline()
 
 
@@ -194,11 +195,16 @@ def noisy(
     """The outputs with noise of two places in the last digit on each float on the way, and whether all of these are
     finite. None if an operator has no evaluation.
 
-    Of the first two seeds all are larger, or all smaller, then at random. `weights`: constants move too.
+    Of the first two seeds all are larger, or all smaller, then at random. Of the seed _FLUSHED numbers below the normal
+    ones are 0, as for processors that flush them. `weights`: constants move too.
     """
     graph, rng = imported.graph, np.random.default_rng(seed)
 
     def moved(array: Array, dtype: DType) -> Array:
+        if seed == _FLUSHED:
+            return np.where(
+                np.abs(array) < float(ml_dtypes.finfo(numpy_dtype(dtype)).smallest_normal), 0.0, array
+            )
         eps = float(ml_dtypes.finfo(numpy_dtype(dtype)).eps)
         signs = rng.choice((-1.0, 1.0), array.shape) if seed > 1 else (1.0, -1.0)[seed]
         return np.asarray(array * (1 + 2 * eps * signs))
@@ -207,6 +213,8 @@ def noisy(
     held: dict[Value, Array] = {
         values[name]: _widened(array) for name, array in feeds.items() if name in values
     }
+    if seed == _FLUSHED:
+        held = {v: moved(a, graph.type(v).dtype) if a.dtype.kind == "f" else a for v, a in held.items()}
 
     def read(value: Value) -> Array | None:
         if value == ABSENT:
@@ -300,7 +308,7 @@ class Known:
     def noise(self) -> list[list[Array | None]]:
         """The outputs with every float that is computed on the way rounded at random: what rounding alone may do."""
         if self._noise is None:
-            made = (noisy(self.imported, self.case.feeds, seed) for seed in range(6))
+            made = (noisy(self.imported, self.case.feeds, seed) for seed in range(_FLUSHED + 1))
             self._noise = [n[0] for n in made if n is not None]
         return self._noise
 
@@ -594,7 +602,7 @@ def _explained(known: Known, index: int, exact: Array | None, plainly: Callable[
         if not judged(known, index, expected, rounded, None, plainly).reason:
             return True
         # A sum in which large numbers cancel shows how weights that were computed are rounded.
-        made = (noisy(known.imported, known.case.feeds, seed, weights=True) for seed in range(6))
+        made = (noisy(known.imported, known.case.feeds, seed, weights=True) for seed in range(_FLUSHED))
         others = [m[0][index] for m in made if m is not None]
         loose = [_apart(reference, o, reference, exact) for o in others if o is not None]
         settled = np.where(np.any(loose, axis=0), reference, exact) if loose else exact
