@@ -19,21 +19,30 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from functools import lru_cache
 from pathlib import Path
+from types import FunctionType
 from typing import Any
+
+import onnx
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 for _variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(_variable, "1")
 
+from bench.mutant_graphs import INDEX, collect
 from rewrite_rules import LIBRARY
-from xrlflow.verify.rules.code import functions_of, mutants_of
-from xrlflow.verify.rules.codehunt import KILLED, CodeHunt
+from xrlflow.onnxio import load
+from xrlflow.verify.rules.code import Compiled, functions_of, mutants_of
+from xrlflow.verify.rules.codehunt import KILLED, CodeHunt, Found
 
 EXPLAINED = ROOT / "tests" / "rules" / "survivors.json"
-# A mutant of what many rules call is tried with so many of them.
-_RULES = 5
+# A mutant of what many rules call is tried with so many of them, first with the graphs that are known of each, and then
+# with further ones.
+_KNOWN, _FURTHER = 24, 6
+# Rules whose graphs a process remembers.
+_HUNTS = 48
 # A process takes so many functions at a time.
 _AT_ONCE = 6
 # What a process may take, in bytes.
@@ -41,56 +50,60 @@ _MEMORY = 6 << 30
 Row = dict[str, Any]
 
 
-def tasks(names: Sequence[str]) -> dict[str, list[tuple[str, list[str]]]]:
-    """Rule -> functions that are tried with it first, each with all rules that it is tried with."""
+def tasks(names: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """Functions, each with the rules that it is tried with; those of the same rules follow each other."""
     callers: dict[str, list[str]] = {}
     for rule in LIBRARY:
         if not names or rule.name in names:
             for function in functions_of(rule):
                 callers.setdefault(function, []).append(rule.name)
-    out: dict[str, list[tuple[str, list[str]]]] = {}
-    for function, rules in callers.items():
-        step = max(1, len(rules) // _RULES)
-        chosen = rules[::step][:_RULES]
-        out.setdefault(chosen[0], []).append((function, chosen))
-    return out
+    return sorted(callers.items(), key=lambda item: (item[1], item[0]))
 
 
-def pieces(work: dict[str, list[tuple[str, list[str]]]]) -> list[tuple[str, list[tuple[str, list[str]]]]]:
+def pieces(work: Sequence[tuple[str, list[str]]]) -> list[list[tuple[str, list[str]]]]:
     """The tasks, cut so that no process is left with a long one at the end."""
-    found = [
-        (rule, functions[i : i + _AT_ONCE])
-        for rule, functions in work.items()
-        for i in range(0, len(functions), _AT_ONCE)
-    ]
-    return sorted(found, key=lambda piece: -len(piece[1]))
+    return [list(work[i : i + _AT_ONCE]) for i in range(0, len(work), _AT_ONCE)]
+
+
+@lru_cache(maxsize=_HUNTS)
+def hunter(name: str, seed: int, folder: Path) -> CodeHunt:
+    """A rule's hunt, with the graphs of a folder that concern it."""
+    (rule,) = [r for r in LIBRARY if r.name == name]
+    names = json.loads((folder / INDEX).read_text()).get(name, [])
+    return CodeHunt(rule, seed, (load(onnx.load(str(folder / n))).graph for n in names))
+
+
+def spread(names: Sequence[str], count: int) -> Sequence[str]:
+    """So many of some names, from the first to the last."""
+    return names if len(names) <= count else [names[i * len(names) // count] for i in range(count)]
+
+
+def judged(function: FunctionType, compiled: Compiled, callers: Sequence[str], seed: int, folder: Path) -> Found:
+    """What becomes of a mutant: by the graphs that are known of all rules that call it, then by further ones."""
+    found = None
+    for further, names in ((False, spread(callers, _KNOWN)), (True, spread(callers, _FURTHER))):
+        for name in names:
+            last = hunter(name, seed, folder).judge(function, compiled, further)
+            if last.killed:
+                return last
+            if found is None or last.cases > found.cases:
+                found = last
+    assert found is not None
+    return found
 
 
 def hunt(
-    rule: str, functions: Sequence[tuple[str, list[str]]], seed: int, done: set[str], sample: float
+    functions: Sequence[tuple[str, list[str]]], seed: int, done: set[str], sample: float, folder: Path
 ) -> list[Row]:
     """Rows of all mutants of some functions that are not done."""
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))  # a mutant may ask for all there is
-    by_name = {r.name: r for r in LIBRARY}
-    hunts: dict[str, CodeHunt] = {}
-
-    def hunter(name: str) -> CodeHunt:
-        if name not in hunts:
-            hunts[name] = CodeHunt(by_name[name], seed)
-        return hunts[name]
-
+    by_key = {k: f for r in LIBRARY for k, f in functions_of(r).items()}
     rows = []
-    draw = random.Random(f"{rule} {seed}")
     for key, callers in functions:
-        function = functions_of(by_name[rule])[key]
-        for compiled in mutants_of(function):
-            if draw.random() >= sample or str(compiled.mutant) in done:
-                continue
-            for name in callers:
-                found = hunter(name).judge(function, compiled)
-                if found.killed:
-                    break
-            rows.append(found.to_json())
+        draw = random.Random(f"{key} {seed}")
+        for compiled in mutants_of(by_key[key]):
+            if draw.random() < sample and str(compiled.mutant) not in done:
+                rows.append(judged(by_key[key], compiled, callers, seed, folder).to_json())
     return rows
 
 
@@ -132,6 +145,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=ROOT / "out" / "mutants.jsonl")
+    parser.add_argument("--graphs", type=Path, default=ROOT / "out" / "graphs", help="tests' graphs, kept")
     parser.add_argument("--sample", type=float, default=1.0, help="share of the mutants that is tried")
     options = parser.parse_args()
     unknown = set(options.rules) - {r.name for r in LIBRARY}
@@ -140,19 +154,20 @@ def main() -> None:
     options.out.parent.mkdir(parents=True, exist_ok=True)
     rows = [json.loads(line) for line in options.out.read_text().splitlines()] if options.out.exists() else []
     done = {row["name"] for row in rows}
-    work = tasks(options.rules)
+    if not (options.graphs / INDEX).exists():
+        collect(options.graphs)
+    work = pieces(tasks(options.rules))
     spawn = multiprocessing.get_context("spawn")
     with options.out.open("a") as out, ProcessPoolExecutor(options.jobs, mp_context=spawn) as pool:
-        waiting = {
-            pool.submit(hunt, rule, functions, options.seed, done, options.sample): rule
-            for rule, functions in pieces(work)
-        }
+        waiting = [
+            pool.submit(hunt, piece, options.seed, done, options.sample, options.graphs) for piece in work
+        ]
         for n, future in enumerate(as_completed(waiting), 1):
             found = future.result()
             rows += found
             out.writelines(json.dumps(row) + "\n" for row in found)
             out.flush()
-            print(f"{n}/{len(waiting)} {waiting[future]}: {len(found)} mutants", file=sys.stderr, flush=True)
+            print(f"{n}/{len(waiting)}: {len(found)} mutants", file=sys.stderr, flush=True)
     left = summary(rows)
     for row in left:
         print(f"{row['verdict']:6} {row['cases']:3} {row['rule']}: {row['name']}")

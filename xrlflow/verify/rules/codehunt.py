@@ -1,25 +1,30 @@
 """The hunt for mutants of a rule's code: which of them a proof finds out, and how.
 
-A rule is proven once, and the graphs that the proof has tried are kept, with what came of each. A mutant is asked
-about the same graphs: it is *wrong* if something that it does in one of them does not compute the same, it *raises*, it
-*loops*, it *loses* a graph in which the rule applies, or it applies where the rule finds no use in it (*useless*:
-`worthwhile` refuses). What does none of that survives: it does the same in all graphs, or other things that are right.
+The graphs that the rule's proof tries are kept, and others that are given, with what the rule makes of each and with the
+lines of its code that are run for that. A mutant is asked about those that come to what is changed: it is *wrong* if
+something that it does in one of them does not compute the same, it *raises*, it *loops*, it *loses* a graph in which the
+rule applies, or it applies where the rule finds no use in it (*useless*: `worthwhile` refuses). Where it does the same in
+all of them, further graphs are drawn near those that come to the lines. What does none of that survives: it does the
+same in all graphs, or other things that are right.
 """
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import islice
 from types import FrameType, FunctionType
 from typing import Any, Literal
 
 import numpy as np
 
+from xrlflow.ir import Graph, digest
 from xrlflow.ops.evaluate import NotEvaluable
 from xrlflow.rewrite import AnyRule, Library, Refused
+from xrlflow.rewrite.state import match_all
 from xrlflow.verify.rules.cases import (
     Case,
     Wrong,
@@ -30,18 +35,28 @@ from xrlflow.verify.rules.cases import (
     usable,
     whole_types,
 )
-from xrlflow.verify.rules.code import CodeMutant, Compiled, functions_of, mutants_of, put
-from xrlflow.verify.rules.proof import Proof, different, library_of
-from xrlflow.verify.rules.sketch import Problem
+from xrlflow.verify.rules.code import CodeMutant, Compiled, forget, functions_of, mutants_of, places_of, put
+from xrlflow.verify.rules.draw import Draw
+from xrlflow.verify.rules.growth import grown
+from xrlflow.verify.rules.proof import Proof, different, in_turn, library_of
+from xrlflow.verify.rules.reached import Line, lines_run
+from xrlflow.verify.rules.sketch import Problem, sketch_of
 
 Verdict = Literal["wrong", "raises", "loops", "loses", "useless", "same", "right"]
 KILLED: tuple[Verdict, ...] = ("wrong", "raises", "loops", "loses", "useless")
 
-# Graphs that a mutant is asked about, besides those in which the rule applies or a condition refuses: of those that
-# another reason refuses, and of those that are not the rule's left side.
-_REFUSED, _BESIDE = 120, 160
 # Graphs near those in which a survivor does something else, and how many of these are looked at closely.
 _NEAR, _CLOSELY = 120, 12
+# Graphs that are drawn near those that come to some lines, how many of these are wanted, and of how many they are drawn.
+_DRAWN, _WANTED, _GIVEN = 500, 200, 24
+# In ONNX Runtime, too, so many of the cases are run in which a mutant does something else.
+_RUN = 3
+# Graphs that are drawn to come to what none has come to; of those that come to the same lines how many are drawn from.
+_EXPLORED, _ALIKE = 900, 4
+# A mutant is put into its place for so many graphs that are drawn.
+_AT_ONCE = 40
+# Of a rule so many cases are tested before its code is mutated.
+_TESTED = 8
 # A mutant that takes longer, in seconds, for one graph loops.
 _LONGEST = 5.0
 
@@ -92,114 +107,209 @@ def _limited(seconds: float) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """A graph, what the rule makes of it, and whether it was refused as useless, or by a condition."""
+    """A graph, and what the rule makes of it: the results, the matches where nothing says why it does not apply, and
+    whether it was refused as useless, or by a condition. `lines`: those of its code that were run."""
 
     problem: Problem
     outcome: tuple[int, ...]
+    plain: tuple[Any, ...]
     useless: bool
+    lines: frozenset[Line]
+
+    def reaches(self, lines: Iterable[Line]) -> bool:
+        return not self.lines.isdisjoint(lines)
+
+
+@dataclass(slots=True)
+class _Pool:
+    """Graphs that come to some lines, as they are drawn, in chunks."""
+
+    source: Iterator[Sequence[_Known]]
+    known: list[Sequence[_Known]] = field(default_factory=list)
+
+    def __iter__(self) -> Iterator[Sequence[_Known]]:
+        turn = 0
+        while turn < len(self.known) or self._more():
+            yield self.known[turn]
+            turn += 1
+
+    def _more(self) -> bool:
+        found = next(self.source, None)
+        if found is not None:
+            self.known.append(found)
+        return found is not None
+
+
+@dataclass(slots=True)
+class _Gathered(Proof):
+    """The graphs of a proof, of which the first few cases are tested."""
+
+    def check(self, case: Case) -> bool:
+        return len(self.cases) >= _TESTED or Proof.check(self, case)
 
 
 class CodeHunt:
-    """A rule with the graphs that its proof has tried. Raises ValueError for a rule that is wrong by itself."""
+    """A rule with the graphs that its proof tries, and `given` ones. Raises ValueError for a rule that is found to be
+    wrong by itself (which is looked for in the first cases only)."""
 
-    def __init__(self, rule: AnyRule, seed: int = 0) -> None:
-        self.rule = rule
-        proof = Proof(rule, seed)
+    def __init__(self, rule: AnyRule, seed: int = 0, given: Iterable[Graph] = ()) -> None:
+        self.rule, self.seed = rule, seed
+        self.home = type(rule).__module__.partition(".")[0]
+        proof = _Gathered(rule, seed)
         proof.gather()
         if proof.failures:
             raise ValueError(f"{rule.name} is not proven: {proof.failures[0]}")
         self.proof = proof
         self.rng = np.random.default_rng(seed)
-        self.corpus = [*self._corpus(proof)]
+        with lines_run(self.home) as lines:
+            self.library = library_of(rule)
+        self.at_first = frozenset(lines)
+        problems = [c.problem for c in proof.cases]
+        problems += [p for kept in proof.sites.values() for p in kept]
+        problems += proof.tried
+        problems += [Problem(g, {}, sketch_of(g)) for g in given]
+        self.corpus = [k for p in different(problems) if (k := self._known(p)) is not None]
+        self.corpus += self._explored()
+        self.pools: dict[frozenset[Line], _Pool] = {}
 
-    def _corpus(self, proof: Proof) -> Iterator[_Known]:
-        first = [c.problem for c in proof.cases]
-        first += [p for kept in proof.sites.values() for p in kept]
-        library, refused, beside = library_of(self.rule), 0, 0
-        for n, problem in enumerate(different([*first, *proof.tried])):
-            try:
-                cases, refusals = find_cases(library, problem)
-            except Exception:  # the rule raises where the graph means nothing
+    def _explored(self) -> Iterator[_Known]:
+        """Graphs that come to places to which none of those that are known comes, found from step to step."""
+        places = {p for f in functions_of(self.rule).values() for p in places_of(f)}
+        open_ = {p for p in places if self.at_first.isdisjoint(p) and not any(k.reaches(p) for k in self.corpus)}
+        seen = {line for k in self.corpus for line in k.lines}
+        own = {line for p in places for line in p}
+        draw = Draw(digest(self.rule.name) ^ self.seed)
+        self.proof.draw.rng = draw.rng
+        # Of those that come to the same lines the first few.
+        count = Counter[frozenset[Line]]()
+        seeds = []
+        for known in self.corpus:
+            lines = known.lines & own
+            count[lines] += 1
+            if lines and count[lines] <= _ALIKE and known.problem.sketch.varied:
+                seeds.append(known.problem)
+        new: list[Problem] = []  # drawn from more often
+        near = in_turn(self.proof.drawn_near(seeds), grown(seeds, draw), grown(new, draw))
+        for problem in islice(near, _EXPLORED):
+            if not open_:
+                break
+            known = self._known(problem)
+            if known is None or (known.lines & own) <= seen:
                 continue
-            if n >= len(first):
-                refused += bool(refusals) and not cases
-                beside += not refusals and not cases
-                if not cases and (refused > _REFUSED if refusals else beside > _BESIDE):
-                    continue
-            useless = bool(refusals) and all(r.site is None for r in refusals)
-            yield _Known(problem, _outcome(cases), useless)
+            seen |= known.lines
+            open_ = {p for p in open_ if not known.reaches(p)}
+            seeds.append(problem)
+            new.append(problem)
+            yield known
+
+    def _known(self, problem: Problem) -> _Known | None:
+        """What the rule makes of a graph; None if it raises, as it may where the graph means nothing."""
+        forget(self.home)
+        try:
+            with lines_run(self.home) as lines:
+                cases, refusals = find_cases(self.library, problem)
+                plain = _plain(self.library, problem)
+        except Exception:
+            return None
+        useless = bool(refusals) and all(r.site is None for r in refusals)
+        return _Known(problem, _outcome(cases), plain, useless, frozenset(lines))
 
     @property
     def functions(self) -> Mapping[str, FunctionType]:
         return functions_of(self.rule)
 
-    def judge(self, function: FunctionType, compiled: Compiled) -> Found:
-        """What becomes of one mutant."""
+    def reaching(self, compiled: Compiled) -> Sequence[_Known]:
+        """The graphs that come to what a mutant changes."""
+        lines = compiled.lines
+        if not self.at_first.isdisjoint(lines):
+            return self.corpus
+        return [k for k in self.corpus if k.reaches(lines)]
+
+    def judge(self, function: FunctionType, compiled: Compiled, further: bool = True) -> Found:
+        """What becomes of one mutant; `further`: whether graphs are drawn besides those that are known."""
+        reaching = self.reaching(compiled)
         others: list[Problem] = []
+        verdict = self._asked_all(function, compiled, [reaching], others)
+        if verdict is None and further and not others:
+            verdict = self._asked_all(function, compiled, self._pool(compiled.lines, reaching), others)
+        if verdict is None and further and others:
+            near = filter(None, map(self._known, islice(different(self.proof.around(others)), _NEAR)))
+            verdict = self._asked_all(function, compiled, _chunks(near), others, closely=_NEAR)
+        return Found(compiled.mutant, verdict or ("right" if others else "same"), len(others), self.rule.name)
 
-        def found(verdict: Verdict) -> Found:
-            return Found(compiled.mutant, verdict, len(others), self.rule.name)
-
-        with put(function, compiled.code):
-            try:
-                library = library_of(self.rule)
-            except Exception:  # its source is no pattern any more
-                return found("raises")
-            for known in self.corpus:
-                verdict = self._asked(library, known, others)
-                if verdict is not None:
-                    return found(verdict)
-                if len(others) >= _CLOSELY:
-                    break
-            if others:
-                for problem in islice(self._near(others), _NEAR):
-                    verdict = self._asked_anew(library, problem)
+    def _asked_all(
+        self,
+        function: FunctionType,
+        compiled: Compiled,
+        chunks: Iterable[Sequence[_Known]],
+        others: list[Problem],
+        closely: int = _CLOSELY,
+    ) -> Verdict | None:
+        """What can be said against a mutant by some graphs, which are drawn while it is not in its place."""
+        for chunk in chunks:
+            with put(function, compiled.code):
+                library = self.library
+                if not self.at_first.isdisjoint(compiled.lines):
+                    try:
+                        library = library_of(self.rule)
+                    except Exception:  # its source is no pattern any more
+                        return "raises"
+                for each in chunk:
+                    verdict = self._asked(library, each, others)
                     if verdict is not None:
-                        return found(verdict)
-        return found("right" if others else "same")
+                        return verdict
+                    if len(others) >= closely:
+                        return None
+        return None
 
-    def _near(self, problems: Sequence[Problem]) -> Iterator[Problem]:
-        return different(self.proof.around(problems))
+    def _pool(self, lines: frozenset[Line], reaching: Sequence[_Known]) -> Iterable[Sequence[_Known]]:
+        """Graphs near those that come to some lines, the same whoever asks and when."""
+        if lines not in self.pools:
+            self.pools[lines] = _Pool(_chunks(self._drawn(lines, reaching)))
+        return self.pools[lines]
+
+    def _drawn(self, lines: frozenset[Line], reaching: Sequence[_Known]) -> Iterator[_Known]:
+        draw = Draw(digest(f"{self.rule.name} {sorted(line for _, line in lines)}") ^ self.seed)
+        self.proof.draw.rng = draw.rng  # whatever was drawn before
+        step = max(1, len(reaching) // _GIVEN)
+        given = [k.problem for k in reaching[::step] if k.problem.sketch.varied][:_GIVEN]
+        found = in_turn(self.proof.around(given), grown(given, draw))
+        drawn = (self._known(p) for p in different(islice(found, _DRAWN)))
+        everywhere = not self.at_first.isdisjoint(lines)
+        return islice((k for k in drawn if k is not None and (everywhere or k.reaches(lines))), _WANTED)
 
     def _asked(self, library: Library, known: _Known, others: list[Problem]) -> Verdict | None:
         """What a mutant does with a graph; None if nothing can be said against it."""
-        try:
-            with _limited(_LONGEST):
-                cases, _ = find_cases(library, known.problem)
-        except _TooLong:
-            return "loops"
-        except Exception:  # whatever the mutant raises
-            return "raises" if known.outcome or usable(known.problem, self.rng) else None
-        outcome = _outcome(cases)
-        if outcome == known.outcome:
-            return None
-        new = [c for c in cases if c.after.fingerprint not in known.outcome]
-        if any(map(self._is_wrong, new)):
-            return "wrong"
-        if len(outcome) < len(known.outcome):
-            return "loses"
-        if known.useless:
-            return "useless"
-        others.append(known.problem)
-        return None
-
-    def _asked_anew(self, library: Library, problem: Problem) -> Verdict | None:
+        problem = known.problem
         try:
             with _limited(_LONGEST):
                 cases, _ = find_cases(library, problem)
+                plain = _plain(library, problem)
         except _TooLong:
             return "loops"
-        except Exception:
-            return "raises" if usable(problem, self.rng) else None
-        return "wrong" if any(map(self._is_wrong, cases)) else None
+        except Exception:  # whatever the mutant raises
+            return "raises" if known.outcome or usable(problem, self.rng) else None
+        outcome = _outcome(cases)
+        if outcome == known.outcome and plain == known.plain:
+            return None
+        new = [c for c in cases if c.after.fingerprint not in known.outcome]
+        if any(self._is_wrong(c, len(others) < _RUN) for c in new):
+            return "wrong"
+        if len(outcome) < len(known.outcome) or len(plain) < len(known.plain):
+            return "loses"
+        if known.useless and outcome != known.outcome:
+            return "useless"
+        others.append(problem)
+        return None
 
-    def _is_wrong(self, case: Case) -> bool:
+    def _is_wrong(self, case: Case, run: bool) -> bool:
         try:
             if self.rule.proof == "field":
                 check_field(case, self.rng, 0.5)
             check_floats(case, self.rng, self.rule)
-            if whole_types(case):
-                check_runtime(case, self.rng, wide=True)
+            whole = bool(whole_types(case))
+            if run or whole:
+                check_runtime(case, self.rng, wide=whole)
         except Wrong:
             return True
         except (NotEvaluable, Refused):
@@ -207,8 +317,19 @@ class CodeHunt:
         return False
 
 
+def _chunks(known: Iterable[_Known]) -> Iterator[Sequence[_Known]]:
+    source = iter(known)
+    while chunk := list(islice(source, _AT_ONCE)):
+        yield chunk
+
+
 def _outcome(cases: Sequence[Case]) -> tuple[int, ...]:
     return tuple(sorted(c.after.fingerprint for c in cases))
+
+
+def _plain(library: Library, problem: Problem) -> tuple[Any, ...]:
+    """The matches as a search finds them: what seems hopeless is not looked at."""
+    return tuple(sorted(m.key for m in match_all(problem.graph, library)))
 
 
 __all__ = ["KILLED", "CodeHunt", "Found", "mutants_of"]
