@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,33 +22,95 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from rewrite_rules import LIBRARY
 from xrlflow.ir import Graph
 from xrlflow.onnxio import ModelError, load
-from xrlflow.rewrite import Library, RegionRule, Rule
+from xrlflow.rewrite import AnyRule, Library, RegionRule, RewriteState, Rule
 from xrlflow.rewrite.state import match_all
 from xrlflow.verify.rules.code import forget
 from xrlflow.verify.rules.reached import lines_run
 from xrlflow.verify.rules.thresholds import function_of
 
 ROOT = Path(__file__).resolve().parent.parent
-INDEX = "index.json"
+INDEX, CLAIMS = "index.json", "claims.jsonl"
 _FOLDER = "XRLFLOW_MUTANT_GRAPHS"
 # Larger models are left out: nodes, and bytes.
 _NODES, _BYTES = 80, 1 << 18
 
 
+def _kept(folder: Path, model: onnx.ModelProto) -> str | None:
+    """The name of the file that keeps a model; None if it is too large."""
+    data = model.SerializeToString(deterministic=True)
+    if len(model.graph.node) > _NODES or len(data) > _BYTES:
+        return None
+    name = f"{hashlib.sha256(data).hexdigest()[:24]}.onnx"
+    (folder / name).write_bytes(data)
+    return name
+
+
 def pytest_configure() -> None:
-    """Have `xrlflow.onnxio.load` keep what it is given."""
+    """Have `xrlflow.onnxio.load` keep what it is given, and the harness what it is asked to hold."""
+    from tests.rules import harness
     from xrlflow import onnxio
 
-    folder, load = Path(os.environ[_FOLDER]), onnxio.load
+    folder = Path(os.environ[_FOLDER])
+    load_, applies, refuses = onnxio.load, harness.applies, harness.refuses
 
     def loaded(model: Any, *arguments: Any, **named: Any) -> Any:
-        if isinstance(model, onnx.ModelProto) and len(model.graph.node) <= _NODES:
-            data = model.SerializeToString(deterministic=True)
-            if len(data) <= _BYTES:
-                (folder / f"{hashlib.sha256(data).hexdigest()[:24]}.onnx").write_bytes(data)
-        return load(model, *arguments, **named)
+        if isinstance(model, onnx.ModelProto):
+            _kept(folder, model)
+        return load_(model, *arguments, **named)
 
-    onnxio.load = loaded
+    def claimed(rule: AnyRule, proto: onnx.ModelProto, **claim: Any) -> None:
+        if (name := _kept(folder, proto)) is not None and rule.name in {r.name for r in LIBRARY}:
+            with (folder / CLAIMS).open("a") as file:
+                file.write(json.dumps({"rule": rule.name, "graph": name, **claim}) + "\n")
+
+    def applied(rule: AnyRule, proto: Any, *, pick: int = 0, ops: list[str] | None = None) -> Graph:
+        found = applies(rule, proto, pick=pick, ops=ops)
+        claimed(rule, proto, pick=pick, ops=ops)
+        return found
+
+    def refused(rule: AnyRule, proto: Any, reason: str | None = None) -> None:
+        refuses(rule, proto, reason)
+        claimed(rule, proto, refused=True, reason=reason)
+
+    onnxio.load, harness.applies, harness.refuses = loaded, applied, refused
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """What a test of a rule says of a graph: the rule applies to it, and leaves these operators, or refuses it."""
+
+    graph: Graph
+    refused: bool = False
+    reason: str | None = None
+    pick: int = 0
+    ops: tuple[str, ...] | None = None
+
+    def holds(self, rule: AnyRule, library: Library) -> bool:
+        """As `tests/rules/harness.py` has it; `library` is of this rule alone."""
+        library.stats[rule.name].refused.clear()
+        state = RewriteState.start(self.graph, library)
+        candidates = sorted(state.candidates, key=lambda m: m.key)
+        if self.refused:
+            reasons = library.stats[rule.name].refused
+            return not candidates and (self.reason is None or any(self.reason in r for r in reasons))
+        if self.pick >= len(candidates):
+            return False
+        graph = state.apply(candidates[self.pick]).graph
+        graph.topological()
+        found = sorted(n.op for n in graph.nodes() if not n.const)
+        return self.ops is None or found == sorted(self.ops)
+
+
+def claims(folder: Path, name: str) -> list[Claim]:
+    """What the tests say of a rule."""
+    found = []
+    for line in (folder / CLAIMS).read_text().splitlines():
+        row = json.loads(line)
+        if row.pop("rule") == name:
+            ops = row.pop("ops", None)
+            graph = load(onnx.load(str(folder / row.pop("graph")))).graph
+            found.append(Claim(graph, ops=None if ops is None else tuple(ops), **row))
+    return found
 
 
 def harvest(folder: Path) -> None:

@@ -19,6 +19,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from types import FunctionType
@@ -31,11 +32,12 @@ sys.path.insert(0, str(ROOT))
 for _variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(_variable, "1")
 
-from bench.mutant_graphs import INDEX, collect
+from bench.mutant_graphs import INDEX, Claim, claims, collect
 from rewrite_rules import LIBRARY
 from xrlflow.onnxio import load
-from xrlflow.verify.rules.code import Compiled, functions_of, mutants_of
-from xrlflow.verify.rules.codehunt import KILLED, CodeHunt, Found
+from xrlflow.rewrite import AnyRule, Library
+from xrlflow.verify.rules.code import Compiled, functions_of, mutants_of, put
+from xrlflow.verify.rules.codehunt import KILLED, CodeHunt, Found, TooLong, limited
 
 EXPLAINED = ROOT / "tests" / "rules" / "survivors.json"
 # A mutant of what many rules call is tried with so many of them, first with the graphs that are known of each, and then
@@ -43,6 +45,8 @@ EXPLAINED = ROOT / "tests" / "rules" / "survivors.json"
 _KNOWN, _FURTHER = 24, 6
 # Rules whose graphs a process remembers.
 _HUNTS = 48
+# What the tests say is looked at for so many seconds.
+_LONGEST = 60.0
 # A process takes so many functions at a time.
 _AT_ONCE = 6
 # What a process may take, in bytes.
@@ -78,22 +82,62 @@ def spread(names: Sequence[str], count: int) -> Sequence[str]:
     return names if len(names) <= count else [names[i * len(names) // count] for i in range(count)]
 
 
-def judged(function: FunctionType, compiled: Compiled, callers: Sequence[str], seed: int, folder: Path) -> Found:
-    """What becomes of a mutant: by the graphs that are known of all rules that call it, then by further ones."""
+def judged(
+    function: FunctionType, compiled: Compiled, callers: Sequence[str], seed: int, folder: Path, further: bool
+) -> Found:
+    """What becomes of a mutant: by the graphs that are known of the rules that call it, by what their tests say, and then
+    by further graphs, if these are wanted."""
     found = None
-    for further, names in ((False, spread(callers, _KNOWN)), (True, spread(callers, _FURTHER))):
-        for name in names:
-            last = hunter(name, seed, folder).judge(function, compiled, further)
-            if last.killed:
-                return last
-            if found is None or last.cases > found.cases:
-                found = last
+    for name in spread(callers, _KNOWN):
+        last = hunter(name, seed, folder).judge(function, compiled, further=False)
+        if last.killed:
+            return last
+        if found is None or last.cases > found.cases:
+            found = last
     assert found is not None
+    for name in spread(callers, _KNOWN):
+        if not holds(function, compiled, name, folder):
+            return replace(found, verdict="tested", rule=name)
+    for name in spread(callers, _FURTHER) if further else ():
+        last = hunter(name, seed, folder).judge(function, compiled)
+        if last.killed:
+            return last
+        found = max(found, last, key=lambda f: f.cases)
     return found
 
 
+@lru_cache(maxsize=_HUNTS)
+def claimed(name: str, folder: Path) -> Sequence[Claim]:
+    """What the tests say of a rule, as far as it holds without a mutant in the rule's library of its own."""
+    rule, library = alone(name)
+    return [c for c in claims(folder, name) if c.holds(rule, library)]
+
+
+def alone(name: str) -> tuple[AnyRule, Library]:
+    (rule,) = [r for r in LIBRARY if r.name == name]
+    assuming = () if rule.assumes is None else (rule.assumes,)
+    return rule, Library([rule], backend=rule.backend, assuming=assuming, contrib=True, thorough=True)
+
+
+def holds(function: FunctionType, compiled: Compiled, name: str, folder: Path) -> bool:
+    """Whether all that the tests say of a rule is still true with a mutant in its place."""
+    known = claimed(name, folder)
+    with put(function, compiled.code):
+        try:
+            rule, library = alone(name)
+            with limited(_LONGEST):
+                return all(c.holds(rule, library) for c in known)
+        except (Exception, TooLong):  # a test would fail, too
+            return False
+
+
 def hunt(
-    functions: Sequence[tuple[str, list[str]]], seed: int, done: set[str], sample: float, folder: Path
+    functions: Sequence[tuple[str, list[str]]],
+    seed: int,
+    done: set[str],
+    sample: float,
+    folder: Path,
+    further: bool,
 ) -> list[Row]:
     """Rows of all mutants of some functions that are not done."""
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))  # a mutant may ask for all there is
@@ -103,7 +147,7 @@ def hunt(
         draw = random.Random(f"{key} {seed}")
         for compiled in mutants_of(by_key[key]):
             if draw.random() < sample and str(compiled.mutant) not in done:
-                rows.append(judged(by_key[key], compiled, callers, seed, folder).to_json())
+                rows.append(judged(by_key[key], compiled, callers, seed, folder, further).to_json())
     return rows
 
 
@@ -145,6 +189,8 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=ROOT / "out" / "mutants.jsonl")
+    parser.add_argument("--quick", action="store_true", help="draw no graphs besides those that are known")
+    parser.add_argument("--again", action="store_true", help="try the survivors in FILE once more")
     parser.add_argument("--graphs", type=Path, default=ROOT / "out" / "graphs", help="tests' graphs, kept")
     parser.add_argument("--sample", type=float, default=1.0, help="share of the mutants that is tried")
     options = parser.parse_args()
@@ -153,6 +199,9 @@ def main() -> None:
         parser.error(f"no rule is called {min(unknown)}")
     options.out.parent.mkdir(parents=True, exist_ok=True)
     rows = [json.loads(line) for line in options.out.read_text().splitlines()] if options.out.exists() else []
+    if options.again:
+        rows = [row for row in rows if row["verdict"] in KILLED]
+        options.out.write_text("".join(json.dumps(row) + "\n" for row in rows))
     done = {row["name"] for row in rows}
     if not (options.graphs / INDEX).exists():
         collect(options.graphs)
@@ -160,7 +209,8 @@ def main() -> None:
     spawn = multiprocessing.get_context("spawn")
     with options.out.open("a") as out, ProcessPoolExecutor(options.jobs, mp_context=spawn) as pool:
         waiting = [
-            pool.submit(hunt, piece, options.seed, done, options.sample, options.graphs) for piece in work
+            pool.submit(hunt, piece, options.seed, done, options.sample, options.graphs, not options.quick)
+            for piece in work
         ]
         for n, future in enumerate(as_completed(waiting), 1):
             found = future.result()

@@ -100,13 +100,13 @@ def test_a_wrong_rule_has_no_mutants() -> None:
 
 
 def test_what_takes_too_long_loops() -> None:
-    from xrlflow.verify.rules.codehunt import _limited, _TooLong
+    from xrlflow.verify.rules.codehunt import limited, TooLong
 
     def wait() -> None:
         while True:
             pass
 
-    with pytest.raises(_TooLong), _limited(0.05):
+    with pytest.raises(TooLong), limited(0.05):
         wait()
 
 

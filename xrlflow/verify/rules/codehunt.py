@@ -42,13 +42,13 @@ from xrlflow.verify.rules.proof import Proof, different, in_turn, library_of
 from xrlflow.verify.rules.reached import Line, lines_run
 from xrlflow.verify.rules.sketch import Problem, sketch_of
 
-Verdict = Literal["wrong", "raises", "loops", "loses", "useless", "same", "right"]
-KILLED: tuple[Verdict, ...] = ("wrong", "raises", "loops", "loses", "useless")
+Verdict = Literal["wrong", "raises", "loops", "loses", "useless", "tested", "same", "right"]
+KILLED: tuple[Verdict, ...] = ("wrong", "raises", "loops", "loses", "useless", "tested")
 
 # Graphs near those in which a survivor does something else, and how many of these are looked at closely.
 _NEAR, _CLOSELY = 120, 12
 # Graphs that are drawn near those that come to some lines, how many of these are wanted, and of how many they are drawn.
-_DRAWN, _WANTED, _GIVEN = 500, 200, 24
+_DRAWN, _WANTED, _GIVEN = 1500, 400, 24
 # In ONNX Runtime, too, so many of the cases are run in which a mutant does something else.
 _RUN = 3
 # Graphs that are drawn to come to what none has come to; of those that come to the same lines how many are drawn from.
@@ -85,16 +85,16 @@ class Found:
         }
 
 
-class _TooLong(BaseException):  # no handler of what a rule raises may take it
+class TooLong(BaseException):  # no handler of what a rule raises may take it
     pass
 
 
 @contextmanager
-def _limited(seconds: float) -> Iterator[None]:
-    """Raises _TooLong after so many seconds (in the main thread of a process, where there are signals)."""
+def limited(seconds: float) -> Iterator[None]:
+    """Raises TooLong after so many seconds (in the main thread of a process, where there are signals)."""
 
     def stop(number: int, frame: FrameType | None) -> None:
-        raise _TooLong
+        raise TooLong
 
     old = signal.signal(signal.SIGALRM, stop)
     signal.setitimer(signal.ITIMER_REAL, seconds)
@@ -282,10 +282,10 @@ class CodeHunt:
         """What a mutant does with a graph; None if nothing can be said against it."""
         problem = known.problem
         try:
-            with _limited(_LONGEST):
+            with limited(_LONGEST):
                 cases, _ = find_cases(library, problem)
                 plain = _plain(library, problem)
-        except _TooLong:
+        except TooLong:
             return "loops"
         except Exception:  # whatever the mutant raises
             return "raises" if known.outcome or usable(problem, self.rng) else None
