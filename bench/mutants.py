@@ -34,15 +34,19 @@ for _variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
 
 from bench.mutant_graphs import INDEX, Claim, claims, collect
 from rewrite_rules import LIBRARY
+from tests.rules.results import graphs_of, result_of
+from tests.rules.results import known as results
+from xrlflow.ir import Graph
 from xrlflow.onnxio import load
 from xrlflow.rewrite import AnyRule, Library
 from xrlflow.verify.rules.code import Compiled, functions_of, mutants_of, put
 from xrlflow.verify.rules.codehunt import KILLED, CodeHunt, Found, TooLong, limited
+from xrlflow.verify.rules.proof import library_of
 
 EXPLAINED = ROOT / "tests" / "rules" / "survivors.json"
 # A mutant of what many rules call is tried with so many of them, first with the graphs that are known of each, and then
 # with further ones.
-_KNOWN, _FURTHER = 24, 6
+_KNOWN, _FURTHER = 24, 3
 # Rules whose graphs a process remembers.
 _HUNTS = 48
 # What the tests say is looked at for so many seconds.
@@ -98,7 +102,8 @@ def judged(
     for name in spread(callers, _KNOWN):
         if not holds(function, compiled, name, folder):
             return replace(found, verdict="tested", rule=name)
-    for name in spread(callers, _FURTHER) if further else ():
+    most = sorted(spread(callers, _KNOWN), key=lambda n: -len(hunter(n, seed, folder).reaching(compiled)))
+    for name in most[:_FURTHER] if further else ():
         last = hunter(name, seed, folder).judge(function, compiled)
         if last.killed:
             return last
@@ -113,6 +118,13 @@ def claimed(name: str, folder: Path) -> Sequence[Claim]:
     return [c for c in claims(folder, name) if c.holds(rule, library)]
 
 
+@lru_cache(maxsize=_HUNTS)
+def made(name: str) -> Sequence[tuple[Graph, str]]:
+    """A rule's examples and near misses, with what it makes of them."""
+    (rule,) = [r for r in LIBRARY if r.name == name]
+    return list(zip(graphs_of(rule), results().get(name, []), strict=True))
+
+
 def alone(name: str) -> tuple[AnyRule, Library]:
     (rule,) = [r for r in LIBRARY if r.name == name]
     assuming = () if rule.assumes is None else (rule.assumes,)
@@ -121,12 +133,14 @@ def alone(name: str) -> tuple[AnyRule, Library]:
 
 def holds(function: FunctionType, compiled: Compiled, name: str, folder: Path) -> bool:
     """Whether all that the tests say of a rule is still true with a mutant in its place."""
-    known = claimed(name, folder)
+    known, pinned = claimed(name, folder), made(name)
     with put(function, compiled.code):
         try:
             rule, library = alone(name)
             with limited(_LONGEST):
-                return all(c.holds(rule, library) for c in known)
+                return all(c.holds(rule, library) for c in known) and all(
+                    result_of(graph, library_of(rule)) == result for graph, result in pinned
+                )
         except (Exception, TooLong):  # a test would fail, too
             return False
 

@@ -131,19 +131,15 @@ def _chain(module: str, first: int, name: str) -> Chain | None:
     return search(_tree(module).body, ())
 
 
-# From one line to another, both included.
-Span = tuple[int, int]
-
-
-def _places(function: ast.AST) -> Iterator[tuple[ast.AST, str, Span]]:
+def _places(function: ast.AST) -> Iterator[tuple[ast.AST, str, ast.expr]]:
     """The nodes that can be changed, each with whether it stands in a subscript ("boundary") or not (""), and with the
-    lines of the outermost expression around it: whoever comes to the node comes to one of them."""
+    outermost expression around it: whoever comes to the node comes to one of the lines of that."""
 
-    def walk(node: ast.AST, inside: str, span: Span | None) -> Iterator[tuple[ast.AST, str, Span]]:
+    def walk(node: ast.AST, inside: str, span: ast.expr | None) -> Iterator[tuple[ast.AST, str, ast.expr]]:
         if isinstance(node, _IDLE):
             return
         if isinstance(node, ast.expr):
-            span = span or (node.lineno, node.end_lineno or node.lineno)
+            span = span or node
             yield node, inside, span
         if isinstance(node, ast.Subscript):
             yield from walk(node.value, inside, span)
@@ -216,17 +212,27 @@ def places_of(function: FunctionType) -> frozenset[frozenset[tuple[str, int]]]:
     )
 
 
-def _lines(function: FunctionType, span: Span) -> frozenset[tuple[str, int]]:
-    return frozenset((function.__code__.co_filename, n) for n in range(span[0], span[1] + 1))
+def _lines(function: FunctionType, span: ast.expr) -> frozenset[tuple[str, int]]:
+    file = function.__code__.co_filename
+    return frozenset((file, n) for n in range(span.lineno, (span.end_lineno or span.lineno) + 1))
+
+
+def _numbers(function: FunctionType, span: ast.expr) -> frozenset[int]:
+    """The whole numbers in an expression, written or by the names that a module has for them."""
+    values = [n.value for n in ast.walk(span) if isinstance(n, ast.Constant)]
+    values += [function.__globals__.get(n.id) for n in ast.walk(span) if isinstance(n, ast.Name)]
+    return frozenset(v for v in values if type(v) is int)
 
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """A mutant and its code; who comes to what is changed comes to one of these lines of the file."""
+    """A mutant and its code; who comes to what is changed comes to one of these lines of the file, in an expression with
+    these numbers."""
 
     mutant: CodeMutant
     code: CodeType
     lines: frozenset[tuple[str, int]]
+    numbers: frozenset[int]
 
 
 def mutants_of(function: FunctionType) -> Iterator[Compiled]:
@@ -258,7 +264,7 @@ def mutants_of(function: FunctionType) -> Iterator[Compiled]:
                 if c.co_name == code.co_name and c.co_firstlineno == code.co_firstlineno
             )
             mutant = CodeMutant(module, function.__qualname__, kind, change, number)
-            yield Compiled(mutant, found, _lines(function, span))
+            yield Compiled(mutant, found, _lines(function, span), _numbers(function, span))
 
 
 def _text(node: ast.AST, tree: ast.AST) -> str:

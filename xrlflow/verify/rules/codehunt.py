@@ -15,13 +15,15 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from itertools import islice
+from itertools import chain, islice
+from math import prod
 from types import FrameType, FunctionType
 from typing import Any, Literal
 
 import numpy as np
 
 from xrlflow.ir import Graph, digest
+from xrlflow.ir.dims import LARGEST
 from xrlflow.ops.evaluate import NotEvaluable
 from xrlflow.rewrite import AnyRule, Library, Refused
 from xrlflow.rewrite.state import match_all
@@ -41,14 +43,15 @@ from xrlflow.verify.rules.growth import grown
 from xrlflow.verify.rules.proof import Proof, different, in_turn, library_of
 from xrlflow.verify.rules.reached import Line, lines_run
 from xrlflow.verify.rules.sketch import Problem, sketch_of
+from xrlflow.verify.rules.variations import at_limit
 
-Verdict = Literal["wrong", "raises", "loops", "loses", "useless", "tested", "same", "right"]
-KILLED: tuple[Verdict, ...] = ("wrong", "raises", "loops", "loses", "useless", "tested")
+Verdict = Literal["wrong", "raises", "loops", "loses", "useless", "costlier", "tested", "same", "right"]
+KILLED: tuple[Verdict, ...] = ("wrong", "raises", "loops", "loses", "useless", "costlier", "tested")
 
 # Graphs near those in which a survivor does something else, and how many of these are looked at closely.
 _NEAR, _CLOSELY = 120, 12
 # Graphs that are drawn near those that come to some lines, how many of these are wanted, and of how many they are drawn.
-_DRAWN, _WANTED, _GIVEN = 1500, 400, 24
+_DRAWN, _WANTED, _GIVEN = 800, 300, 24
 # In ONNX Runtime, too, so many of the cases are run in which a mutant does something else.
 _RUN = 3
 # Graphs that are drawn to come to what none has come to; of those that come to the same lines how many are drawn from.
@@ -106,14 +109,40 @@ def limited(seconds: float) -> Iterator[None]:
 
 
 @dataclass(frozen=True, slots=True)
+class Cost:
+    """How many operators run, and how many elements they write (symbols taken for 7)."""
+
+    operators: int
+    elements: int
+
+    def exceeds(self, other: Cost) -> bool:
+        """Whether there is more of one, and no less of the other."""
+        no_less = self.operators >= other.operators and self.elements >= other.elements
+        return no_less and self != other
+
+
+def cost_of(graph: Graph) -> Cost:
+    nodes = [n for n in graph.nodes() if not n.const]
+    shapes = [t.shape or () for n in nodes for t in n.types]
+    return Cost(len(nodes), sum(prod(d if isinstance(d, int) else 7 for d in s) for s in shapes))
+
+
+def _cost_of_all(cases: Sequence[Case]) -> Cost:
+    costs = [cost_of(c.after) for c in cases]
+    return Cost(sum(c.operators for c in costs), sum(c.elements for c in costs))
+
+
+@dataclass(frozen=True, slots=True)
 class _Known:
     """A graph, and what the rule makes of it: the results, the matches where nothing says why it does not apply, and
-    whether it was refused as useless, or by a condition. `lines`: those of its code that were run."""
+    whether it was refused as useless, or by a condition. `cost`: of all results together. `lines`: those of its code that
+    were run."""
 
     problem: Problem
     outcome: tuple[int, ...]
     plain: tuple[Any, ...]
     useless: bool
+    cost: Cost
     lines: frozenset[Line]
 
     def reaches(self, lines: Iterable[Line]) -> bool:
@@ -154,6 +183,7 @@ class CodeHunt:
 
     def __init__(self, rule: AnyRule, seed: int = 0, given: Iterable[Graph] = ()) -> None:
         self.rule, self.seed = rule, seed
+        self.grows = False  # whether some results of the rule cost more than what was there
         self.home = type(rule).__module__.partition(".")[0]
         proof = _Gathered(rule, seed)
         proof.gather()
@@ -212,7 +242,9 @@ class CodeHunt:
         except Exception:
             return None
         useless = bool(refusals) and all(r.site is None for r in refusals)
-        return _Known(problem, _outcome(cases), plain, useless, frozenset(lines))
+        before = cost_of(problem.graph)
+        self.grows = self.grows or any(cost_of(c.after).exceeds(before) for c in cases)
+        return _Known(problem, _outcome(cases), plain, useless, _cost_of_all(cases), frozenset(lines))
 
     @property
     def functions(self) -> Mapping[str, FunctionType]:
@@ -230,11 +262,13 @@ class CodeHunt:
         reaching = self.reaching(compiled)
         others: list[Problem] = []
         verdict = self._asked_all(function, compiled, [reaching], others)
-        if verdict is None and further and not others:
-            verdict = self._asked_all(function, compiled, self._pool(compiled.lines, reaching), others)
+        if verdict is None and further and reaching:
+            drawn: list[Problem] = []
+            verdict = self._asked_all(function, compiled, self._pool(compiled, reaching), drawn)
+            others += drawn
         if verdict is None and further and others:
             near = filter(None, map(self._known, islice(different(self.proof.around(others)), _NEAR)))
-            verdict = self._asked_all(function, compiled, _chunks(near), others, closely=_NEAR)
+            verdict = self._asked_all(function, compiled, _chunks(near), [])
         return Found(compiled.mutant, verdict or ("right" if others else "same"), len(others), self.rule.name)
 
     def _asked_all(
@@ -243,9 +277,9 @@ class CodeHunt:
         compiled: Compiled,
         chunks: Iterable[Sequence[_Known]],
         others: list[Problem],
-        closely: int = _CLOSELY,
     ) -> Verdict | None:
-        """What can be said against a mutant by some graphs, which are drawn while it is not in its place."""
+        """What can be said against a mutant by some graphs, which are drawn while it is not in its place. Those in which
+        it does other things are added to `others`; the results in the first of them are compared."""
         for chunk in chunks:
             with put(function, compiled.code):
                 library = self.library
@@ -258,22 +292,27 @@ class CodeHunt:
                     verdict = self._asked(library, each, others)
                     if verdict is not None:
                         return verdict
-                    if len(others) >= closely:
-                        return None
         return None
 
-    def _pool(self, lines: frozenset[Line], reaching: Sequence[_Known]) -> Iterable[Sequence[_Known]]:
-        """Graphs near those that come to some lines, the same whoever asks and when."""
+    def _pool(self, compiled: Compiled, reaching: Sequence[_Known]) -> Iterable[Sequence[_Known]]:
+        """Graphs near those that come to what is changed, the same whoever asks and when."""
+        lines = compiled.lines
         if lines not in self.pools:
-            self.pools[lines] = _Pool(_chunks(self._drawn(lines, reaching)))
+            self.pools[lines] = _Pool(_chunks(self._drawn(lines, compiled.numbers, reaching)))
         return self.pools[lines]
 
-    def _drawn(self, lines: frozenset[Line], reaching: Sequence[_Known]) -> Iterator[_Known]:
+    def _drawn(
+        self, lines: frozenset[Line], numbers: Iterable[int], reaching: Sequence[_Known]
+    ) -> Iterator[_Known]:
         draw = Draw(digest(f"{self.rule.name} {sorted(line for _, line in lines)}") ^ self.seed)
         self.proof.draw.rng = draw.rng  # whatever was drawn before
         step = max(1, len(reaching) // _GIVEN)
         given = [k.problem for k in reaching[::step] if k.problem.sketch.varied][:_GIVEN]
-        found = in_turn(self.proof.around(given), grown(given, draw))
+        limits = chain.from_iterable(
+            at_limit(p.sketch, abs(n), draw) for n in sorted(numbers) if 0 < abs(n) <= LARGEST for p in given[::6]
+        )
+        at_limits = filter(None, map(self.proof.source.built, limits))
+        found = in_turn(self.proof.around(given), grown(given, draw), at_limits)
         drawn = (self._known(p) for p in different(islice(found, _DRAWN)))
         everywhere = not self.at_first.isdisjoint(lines)
         return islice((k for k in drawn if k is not None and (everywhere or k.reaches(lines))), _WANTED)
@@ -293,12 +332,20 @@ class CodeHunt:
         if outcome == known.outcome and plain == known.plain:
             return None
         new = [c for c in cases if c.after.fingerprint not in known.outcome]
+        new = new if len(others) < _CLOSELY else []
         if any(self._is_wrong(c, len(others) < _RUN) for c in new):
             return "wrong"
         if len(outcome) < len(known.outcome) or len(plain) < len(known.plain):
             return "loses"
         if known.useless and outcome != known.outcome:
             return "useless"
+        if len(cases) == len(known.outcome):
+            costlier = _cost_of_all(cases).exceeds(known.cost)
+        else:
+            before = cost_of(problem.graph)
+            costlier = not self.grows and any(cost_of(c.after).exceeds(before) for c in new)
+        if costlier:
+            return "costlier"
         others.append(problem)
         return None
 
@@ -308,7 +355,7 @@ class CodeHunt:
                 check_field(case, self.rng, 0.5)
             check_floats(case, self.rng, self.rule)
             whole = bool(whole_types(case))
-            if run or whole:
+            if whole or (run and _is_static(case)):
                 check_runtime(case, self.rng, wide=whole)
         except Wrong:
             return True
@@ -321,6 +368,13 @@ def _chunks(known: Iterable[_Known]) -> Iterator[Sequence[_Known]]:
     source = iter(known)
     while chunk := list(islice(source, _AT_ONCE)):
         yield chunk
+
+
+def _is_static(case: Case) -> bool:
+    """Whether all sizes are known, and none is 0: there some of ONNX Runtime's kernels end the process."""
+    types = [t for g in (case.before, case.after) for n in g.nodes() for t in n.types]
+    types += [case.problem.type(v) for v in case.before.inputs]
+    return all(t.is_static and 0 not in (t.shape or ()) for t in types)
 
 
 def _outcome(cases: Sequence[Case]) -> tuple[int, ...]:
