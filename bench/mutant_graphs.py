@@ -12,7 +12,9 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import onnx
@@ -22,10 +24,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from rewrite_rules import LIBRARY
 from xrlflow.ir import Graph
 from xrlflow.onnxio import ModelError, load
-from xrlflow.rewrite import AnyRule, Library, RegionRule, RewriteState, Rule
-from xrlflow.rewrite.state import match_all
-from xrlflow.verify.rules.code import forget
-from xrlflow.verify.rules.reached import lines_run
+from xrlflow.rewrite import AnyRule, Library, Refused, RegionRule, RewriteState, Rule, RuleError
+from xrlflow.rewrite.state import build_edit, match_all
+from xrlflow.verify.rules.code import forget, functions_of
+from xrlflow.verify.rules.reached import Line, lines_run
 from xrlflow.verify.rules.thresholds import function_of
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -33,6 +35,9 @@ INDEX, CLAIMS = "index.json", "claims.jsonl"
 _FOLDER = "XRLFLOW_MUTANT_GRAPHS"
 # Larger models are left out: nodes, and bytes.
 _NODES, _BYTES = 80, 1 << 18
+# Walks of random substitutions: from every so many-th graph of so many nodes, how many, and how long. Of so many matches
+# it is looked at what the rule makes.
+_EVERY, _SMALL, _WALKS, _STEPS, _MATCHES = 2, 24, 2, 3, 12
 
 
 def _kept(folder: Path, model: onnx.ModelProto) -> str | None:
@@ -164,7 +169,76 @@ def index(folder: Path) -> Mapping[str, list[str]]:
     return found
 
 
+def walked(graph: Graph, seed: int) -> Iterator[Graph]:
+    """What random substitutions make of a graph, after each of a few steps."""
+    draw = Random(seed)
+    library = Library(LIBRARY, contrib=True)
+    state = RewriteState.start(graph, library)
+    seen: set[str] = set()
+    for _ in range(_STEPS):
+        candidates = sorted(state.candidates, key=lambda m: m.key)
+        fresh = [m for m in candidates if m.rule.name not in seen] or candidates
+        if not fresh:
+            return
+        match = draw.choice(fresh)
+        seen.add(match.rule.name)
+        state = state.apply(match)
+        yield state.graph
+
+
+def graph_of(folder: Path, name: str) -> Graph:
+    """A graph of the index: a file, or what substitutions made of it (FILE:SEED:STEP)."""
+    file, *walk = name.split(":")
+    graph = load(onnx.load(str(folder / file))).graph
+    if not walk:
+        return graph
+    seed, step = map(int, walk)
+    return list(islice(walked(graph, seed), step + 1))[step]
+
+
+def index_of_walks(folder: Path) -> Mapping[str, list[str]]:
+    """Rule -> graphs that substitutions make, as far as they come to lines to which no other graph comes."""
+    found: dict[str, list[str]] = {}
+    seen: dict[str, set[Line]] = {}
+
+    def looked_at(name: str, graph: Graph, library: Library) -> None:
+        for rule, lines in lines_by_rule(graph, library):
+            known = seen.setdefault(rule, set())
+            if not lines <= known:
+                known |= lines
+                if ":" in name:
+                    found.setdefault(rule, []).append(name)
+
+    library = Library(LIBRARY, contrib=True)
+    chosen = [(n, g) for i, (n, g) in enumerate(graphs(folder)) if i % _EVERY == 0 and len(g.topological()) <= _SMALL]
+    for name, graph in chosen:
+        looked_at(name, graph, library)
+    for name, graph in chosen:
+        for seed in range(_WALKS):
+            try:
+                for step, after in enumerate(walked(graph, seed)):
+                    looked_at(f"{name}:{seed}:{step}", after, library)
+            except RuleError:
+                continue
+    return found
+
+
+def lines_by_rule(graph: Graph, library: Library) -> Iterator[tuple[str, set[Line]]]:
+    """The lines that are run for each rule that applies to a graph, where the rule says what it makes."""
+    for match in match_all(graph, library)[:_MATCHES]:
+        forget("rewrite_rules")
+        try:
+            with lines_run("rewrite_rules") as lines:
+                build_edit(graph, match)
+        except (Refused, RuleError):  # it finds a reason only now, or the graph means nothing
+            continue
+        yield match.rule.name, set(lines)
+
+
 def collect(folder: Path) -> None:
     """Fill a folder with graphs and their index."""
     harvest(folder)
-    (folder / INDEX).write_text(json.dumps(index(folder)))
+    found = {k: list(v) for k, v in index(folder).items()}
+    for rule, names in index_of_walks(folder).items():
+        found.setdefault(rule, []).extend(names)
+    (folder / INDEX).write_text(json.dumps(found))

@@ -32,7 +32,7 @@ sys.path.insert(0, str(ROOT))
 for _variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(_variable, "1")
 
-from bench.mutant_graphs import INDEX, Claim, claims, collect
+from bench.mutant_graphs import INDEX, Claim, claims, collect, graph_of
 from rewrite_rules import LIBRARY
 from tests.rules.results import graphs_of, result_of
 from tests.rules.results import known as results
@@ -78,7 +78,7 @@ def hunter(name: str, seed: int, folder: Path) -> CodeHunt:
     """A rule's hunt, with the graphs of a folder that concern it."""
     (rule,) = [r for r in LIBRARY if r.name == name]
     names = json.loads((folder / INDEX).read_text()).get(name, [])
-    return CodeHunt(rule, seed, (load(onnx.load(str(folder / n))).graph for n in names))
+    return CodeHunt(rule, seed, (graph_of(folder, n) for n in names))
 
 
 def spread(names: Sequence[str], count: int) -> Sequence[str]:
