@@ -19,6 +19,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -26,6 +27,7 @@ from types import FunctionType
 from typing import Any
 
 import onnx
+import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -55,6 +57,8 @@ _LONGEST = 60.0
 _AT_ONCE = 6
 # What a process may take, in bytes.
 _MEMORY = 6 << 30
+# The tests of what has no file of tests of its own.
+_TESTED_WITH = {"axes": "transpose", "bodies": "control", "constants": "merge", "elementwise": "reshape"}
 Row = dict[str, Any]
 
 
@@ -108,7 +112,7 @@ def judged(
         if last.killed:
             return last
         found = max(found, last, key=lambda f: f.cases)
-    return found
+    return replace(found, verdict="tested") if further and suite_fails(function, compiled) else found
 
 
 @lru_cache(maxsize=_HUNTS)
@@ -143,6 +147,19 @@ def holds(function: FunctionType, compiled: Compiled, name: str, folder: Path) -
                 )
         except (Exception, TooLong):  # a test would fail, too
             return False
+
+
+def suite_fails(function: FunctionType, compiled: Compiled) -> bool:
+    """Whether the tests of a function's module fail with a mutant in its place."""
+    module = function.__module__.rpartition(".")[2]
+    file = ROOT / "tests" / "rules" / f"test_{_TESTED_WITH.get(module, module)}.py"
+    with put(function, compiled.code), open(os.devnull, "w") as nothing:
+        try:
+            with limited(_LONGEST), redirect_stdout(nothing), redirect_stderr(nothing):
+                code = pytest.main(["-x", "-q", "-n", "0", "-p", "no:cacheprovider", str(file)])
+        except TooLong:
+            return True
+    return code == pytest.ExitCode.TESTS_FAILED
 
 
 def hunt(

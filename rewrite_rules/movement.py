@@ -154,12 +154,8 @@ class _Trace:
                 if start != 0 or step != 1 or end < LARGEST:
                     raise Unmappable("a symbolic dimension is cut")
                 continue
-            start, end = (start + size if start < 0 else start), (end + size if end < 0 else end)
-            if step > 0:
-                start, end = min(max(start, 0), size), min(max(end, 0), size)
-            else:
-                start, end = min(max(start, 0), size - 1), min(max(end, -1), size - 1)
-            x = x.slice(axis, start, len(range(start, end, step)), step)
+            taken = range(size)[start:end:step]  # Python counts and cuts off as ONNX does
+            x = x.slice(axis, taken.start, len(taken), step)
         return x
 
     def _split(self, node: Node, value: Value) -> AccessMap:
@@ -187,10 +183,8 @@ class _Trace:
             raise Unmappable("the pads are of another rank")
         if self.fill not in (None, fill):
             raise Unmappable("two pads put in different numbers")
-        before, after = [0] * len(x.dims), [0] * len(x.dims)
-        for i, axis in enumerate(axes):
-            before[axis], after[axis] = pads[i], pads[len(axes) + i]
-        found = x.pad(before, after)
+        ends = [dict(zip(axes, numbers)) for numbers in (pads, pads[len(axes) :])]
+        found = x.pad(*([end.get(axis, 0) for axis in range(len(x.dims))] for end in ends))
         self.fill = fill
         return found
 
