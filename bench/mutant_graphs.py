@@ -153,9 +153,7 @@ def index(folder: Path) -> Mapping[str, list[str]]:
                                 owners.setdefault((code.co_filename, line), []).append(rule.name)
     backends = sorted({str(r.backend) for r in LIBRARY if r.backend is not None})
     libraries = [
-        Library(
-            LIBRARY, backend=b, contrib=True, assuming=("finite", "vnni", "approximate"), thorough=True
-        )
+        Library(LIBRARY, backend=b, contrib=True, assuming=("finite", "vnni", "approximate"), thorough=True)
         for b in backends
     ]
     found: dict[str, list[str]] = {}
@@ -210,7 +208,11 @@ def index_of_walks(folder: Path) -> Mapping[str, list[str]]:
                     found.setdefault(rule, []).append(name)
 
     library = Library(LIBRARY, contrib=True)
-    chosen = [(n, g) for i, (n, g) in enumerate(graphs(folder)) if i % _EVERY == 0 and len(g.topological()) <= _SMALL]
+    chosen = [
+        (n, g)
+        for i, (n, g) in enumerate(graphs(folder))
+        if i % _EVERY == 0 and len(g.topological()) <= _SMALL
+    ]
     for name, graph in chosen:
         looked_at(name, graph, library)
     for name, graph in chosen:

@@ -845,30 +845,32 @@ def _polynomial(reader: Reader, value: Value, x: Value, depth: int = 6) -> dict[
     if node is None:
         return None
     a, b = node.inputs
-    if node.op == "Pow":
-        exponent, base = _number(reader, b, a), _polynomial(reader, a, x, depth - 1)
-        if exponent not in (2.0, 3.0) or base is None or len(base) != 1:
-            return None
-        return {p * int(exponent): c ** int(exponent) for p, c in base.items()}
-    for part, c in _operands(node)[: 1 if node.op == "Div" else 2]:
-        number = _number(reader, c, part)
-        if number is not None:
-            inner = _polynomial(reader, part, x, depth - 1)
-            if inner is None or node.op == "Add" or (node.op == "Div" and not number):
-                return None
-            return {p: k * (number if node.op == "Mul" else 1 / number) for p, k in inner.items()}
-    left, right = _polynomial(reader, a, x, depth - 1), _polynomial(reader, b, x, depth - 1)
-    if left is None or right is None or node.op == "Div":
+    exponent = _number(reader, b, a) if node.op == "Pow" else None
+    left = _coefficients(reader, a, b, x, depth)
+    if left is None or (node.op == "Pow" and (exponent not in (2.0, 3.0) or len(left) != 1)):
         return None
+    if exponent is not None:
+        return {p * int(exponent): c ** int(exponent) for p, c in left.items()}
+    right = _coefficients(reader, b, a, x, depth)
+    if right is None or (node.op == "Div" and not (right.keys() == {0} and right[0])):
+        return None
+    terms = [*left.items(), *right.items()]
+    if node.op != "Add":
+        terms = [
+            (p + q, k / m if node.op == "Div" else k * m) for p, k in left.items() for q, m in right.items()
+        ]
     out: dict[int, float] = {}
-    if node.op == "Add":
-        for p, k in (*left.items(), *right.items()):
-            out[p] = out.get(p, 0.0) + k
-        return out
-    for p, k in left.items():
-        for q, m in right.items():
-            out[p + q] = out.get(p + q, 0.0) + k * m
+    for power, factor in terms:
+        out[power] = out.get(power, 0.0) + factor
     return out
+
+
+def _coefficients(
+    reader: Reader, value: Value, beside: Value, x: Value, depth: int
+) -> dict[int, float] | None:
+    """A number, or a polynomial of x: one side of an operator, with `beside` on the other."""
+    number = _number(reader, value, beside)
+    return _polynomial(reader, value, x, depth - 1) if number is None else {0: number}
 
 
 class FuseTanhGeluOfPolynomial(RegionRule):
@@ -890,6 +892,23 @@ class FuseTanhGeluOfPolynomial(RegionRule):
         "float h = {0.5}, float three = {3}> { p = Pow(x, three) a = Mul(p, k) b = Mul(x, c) f = Add(a, b) "
         "t = Tanh(f) "
         "u = Add(t, one) w = Mul(x, h) y = Mul(u, w) }",
+        "agraph (float[2,3] x) => (float[2,3] y) <float k = {0.0356774081}, float c = {0.7978845608}, float one = "
+        "{1}, float h = {0.5}> { s = Mul(x, x) a = Mul(s, k) b = Add(c, a) f = Mul(b, x) t = Tanh(f) u = Add(t, one) "
+        "w = Mul(x, h) y = Mul(u, w) }",
+        "agraph (float[2,3] x) => (float[2,3] y) <float k = {0.044715}, float q = {1.2533141373}, float two = {2}, "
+        "float h = {0.5}, float one = {1}> { s = Pow(x, two) a = Mul(s, x) b = Mul(k, a) g = Add(b, x) f = Div(g, q) "
+        "t = Tanh(f) u = Add(t, one) w = Mul(x, u) y = Mul(w, h) }",
+        "agraph (float[2,3] x) => (float[2,3] y) <float k = {0.0356774081}, float c = {0.3989422804}, float one = "
+        "{1}, float h = {0.5}, float three = {3}> { p = Pow(x, three) a = Mul(p, k) b = Mul(x, c) d = Add(b, b) "
+        "f = Add(a, d) t = Tanh(f) u = Add(t, one) w = Mul(x, h) y = Mul(u, w) }",
+    )
+    near_misses = (
+        "agraph (float[2,3] x) => (float[2,3] y) <float k = {0.0356774081}, float c = {0.7978845608}, float one = "
+        "{1}, float h = {0.5}, float four = {4}> { p = Pow(x, four) a = Mul(p, k) b = Mul(x, c) f = Add(a, b) "
+        "t = Tanh(f) u = Add(t, one) w = Mul(x, h) y = Mul(u, w) }",
+        "agraph (float[2,3] x) => (float[2,3] y) <float k = {0.0356774081}, float c = {0.7978845608}, float one = "
+        "{1}, float h = {0.5}, float five = {5}> { p = Pow(x, five) q = Mul(p, k) a = Div(q, p) d = Div(c, x) "
+        "b = Mul(x, c) g = Add(a, b) f = Add(g, d) t = Tanh(f) u = Add(t, one) w = Mul(x, h) y = Mul(u, w) }",
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
@@ -980,6 +999,9 @@ class FuseSoftmax(RegionRule):
         "agraph (float[2,3,4] x) => (float[2,3,4] y) { i = Constant<value_ints=[1]>() m = ReduceMax(x, i) d "
         "= Sub(x, m) "
         "e = Exp(d) s = ReduceSum(e, i) r = Reciprocal(s) y = Mul(r, e) }",
+        "agraph (float[2,3,4] x) => (float[2,3,4] y) { i = Constant<value_ints=[-1]>() m = "
+        "ReduceMax<keepdims=0>(x, i) u = Unsqueeze(m, i) "
+        "d = Sub(x, u) e = Exp(d) s = ReduceSum<keepdims=0>(e, i) t = Unsqueeze(s, i) y = Div(e, t) }",
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
@@ -1037,7 +1059,7 @@ class FuseLogSoftmax(RegionRule):
     relies_on = "exp(a - b) = exp(a) / exp(b)"
     dtypes = _WIDE
     anchors = ("Sub",)
-    reads_from = ("Log",)
+    reads_from = ("Log", *_SEEN)
     examples = (
         "agraph (float[N,3] x) => (float[N,3] y) { i = Constant<value_ints=[-1]>() m = ReduceMax(x, i) d = "
         "Sub(x, m) "
@@ -1045,6 +1067,9 @@ class FuseLogSoftmax(RegionRule):
         "agraph (float[2,3,4] x) => (float[2,3,4] y) { i = Constant<value_ints=[1]>() m = ReduceMax(x, i) d "
         "= Sub(x, m) "
         "e = Exp(d) s = ReduceSum(e, i) l = Log(s) y = Sub(d, l) }",
+        "agraph (float[2,3,4] x) => (float[2,3,4] y) { i = Constant<value_ints=[-1]>() m = ReduceMax(x, i) d "
+        "= Sub(x, m) "
+        "e = Exp(d) s = ReduceSum<keepdims=0>(e, i) l = Log(s) t = Unsqueeze(l, i) y = Sub(d, t) }",
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
@@ -1536,6 +1561,26 @@ class FuseRotaryEmbedding(RegionRule):
         "{ d = Concat<axis=2>(f, f) t = Concat<axis=2>(g, g) c = Unsqueeze(d, i) s = Unsqueeze(t, i) "
         "p, q = Split<axis=-1>(x, k) n = Neg(q) r = Concat<axis=3>(n, p) v = Mul(s, r) u = Mul(c, x) y = "
         "Add(v, u) }",
+        "agraph (float[2,3,5,4] x, float[2,5,2] f) => (float[2,3,5,4] y) <int64[1] i = {1}, int64[2] k = {2,2}, float "
+        "m = {0.5}> { d = Concat<axis=-1>(f, f) a = Cos(d) j = Mul(a, m) b = Sin(d) l = Mul(m, b) c = Unsqueeze(j, i) "
+        "s = Unsqueeze(l, i) p, q = Split<axis=-1>(x, k) n = Neg(q) r = Concat<axis=-1>(n, p) u = Mul(x, c) "
+        "v = Mul(r, s) y = Add(u, v) }",
+        "agraph (float[1,3,2,4] x) => (float[1,3,2,4] y) <float[1,1,2,4] c = {1,2,1,2,3,4,3,4}, "
+        "float[1,1,2,4] s = {4,3,4,3,2,1,2,1}, int64[2] k = {2,2}> { p, q = Split<axis=-1>(x, k) n = Neg(q) "
+        "r = Concat<axis=-1>(n, p) u = Mul(x, c) v = Mul(r, s) y = Add(u, v) }",
+    )
+    near_misses = (
+        "agraph (float[2,3,5,4] x, float[2,5,2] f, float[2,5,2] g) => (float[2,3,5,4] y) <int64[1] i = {1}, "
+        "int64[2] k = {2,2}> { d = Concat<axis=-1>(f, g) a = Cos(d) b = Sin(d) c = Unsqueeze(a, i) s = Unsqueeze(b, i) "
+        "p, q = Split<axis=-1>(x, k) n = Neg(q) r = Concat<axis=-1>(n, p) u = Mul(x, c) v = Mul(r, s) y = Add(u, v) }",
+        "agraph (float[1,3,2,4] x) => (float[1,3,2,4] y) <float[1,1,2,4] c = {1,2,3,4,5,6,7,8}, "
+        "float[1,1,2,4] s = {4,3,4,3,2,1,2,1}, int64[2] k = {2,2}> { p, q = Split<axis=-1>(x, k) n = Neg(q) "
+        "r = Concat<axis=-1>(n, p) u = Mul(x, c) v = Mul(r, s) y = Add(u, v) }",
+        "agraph (float[2,3,5,4] x, float[2,1,5,4] c, float[2,1,5,4] s) => (float[2,3,5,4] y) <int64[2] k = {2,2}> { "
+        "p, q = Split<axis=-1>(x, k) n = Neg(q) r = Concat<axis=-1>(n, p) u = Mul(x, c) v = Mul(r, s) y = Add(u, v) }",
+        "agraph (float[2,3,5,4] x, float[2,1,5,4] c, float[2,1,5,4] s) => (float[2,3,5,4] y) <int64[2] k = {2,2}> { "
+        "a = Mul(c, s) b = Softmax(s) p, q = Split<axis=-1>(x, k) n = Neg(q) r = Concat<axis=-1>(n, p) u = Mul(x, a) "
+        "v = Mul(r, b) y = Add(u, v) }",
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:

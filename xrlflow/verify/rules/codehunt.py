@@ -205,7 +205,9 @@ class CodeHunt:
     def _explored(self) -> Iterator[_Known]:
         """Graphs that come to places to which none of those that are known comes, found from step to step."""
         places = {p for f in functions_of(self.rule).values() for p in places_of(f)}
-        open_ = {p for p in places if self.at_first.isdisjoint(p) and not any(k.reaches(p) for k in self.corpus)}
+        open_ = {
+            p for p in places if self.at_first.isdisjoint(p) and not any(k.reaches(p) for k in self.corpus)
+        }
         seen = {line for k in self.corpus for line in k.lines}
         own = {line for p in places for line in p}
         draw = Draw(digest(self.rule.name) ^ self.seed)
@@ -309,7 +311,10 @@ class CodeHunt:
         step = max(1, len(reaching) // _GIVEN)
         given = [k.problem for k in reaching[::step] if k.problem.sketch.varied][:_GIVEN]
         limits = chain.from_iterable(
-            at_limit(p.sketch, abs(n), draw) for n in sorted(numbers) if 0 < abs(n) <= LARGEST for p in given[::6]
+            at_limit(p.sketch, abs(n), draw)
+            for n in sorted(numbers)
+            if 0 < abs(n) <= LARGEST
+            for p in given[::6]
         )
         at_limits = filter(None, map(self.proof.source.built, limits))
         found = in_turn(self.proof.around(given), grown(given, draw), at_limits)
