@@ -26,7 +26,7 @@ from xrlflow.ir import Graph
 from xrlflow.onnxio import ModelError, load
 from xrlflow.rewrite import AnyRule, Library, Refused, RegionRule, RewriteState, Rule, RuleError
 from xrlflow.rewrite.state import build_edit, match_all
-from xrlflow.verify.rules.code import forget, functions_of
+from xrlflow.verify.rules.code import forget
 from xrlflow.verify.rules.reached import Line, lines_run
 from xrlflow.verify.rules.thresholds import function_of
 
@@ -35,8 +35,8 @@ INDEX, CLAIMS = "index.json", "claims.jsonl"
 _FOLDER = "XRLFLOW_MUTANT_GRAPHS"
 # Larger models are left out: nodes, and bytes.
 _NODES, _BYTES = 80, 1 << 18
-# Walks of random substitutions: from every so many-th graph of so many nodes, how many, and how long. Of so many matches
-# it is looked at what the rule makes.
+# Walks of random substitutions: from every so many-th graph of so many nodes, how many, and how long. Of so many
+# matches it is looked at what the rule makes.
 _EVERY, _SMALL, _WALKS, _STEPS, _MATCHES = 2, 24, 2, 3, 12
 
 

@@ -26,7 +26,6 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any
 
-import onnx
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -39,7 +38,6 @@ from rewrite_rules import LIBRARY
 from tests.rules.results import graphs_of, result_of
 from tests.rules.results import known as results
 from xrlflow.ir import Graph
-from xrlflow.onnxio import load
 from xrlflow.rewrite import AnyRule, Library
 from xrlflow.verify.rules.code import Compiled, functions_of, mutants_of, put
 from xrlflow.verify.rules.codehunt import KILLED, CodeHunt, Found, TooLong, limited
@@ -93,8 +91,8 @@ def spread(names: Sequence[str], count: int) -> Sequence[str]:
 def judged(
     function: FunctionType, compiled: Compiled, callers: Sequence[str], seed: int, folder: Path, further: bool
 ) -> Found:
-    """What becomes of a mutant: by the graphs that are known of the rules that call it, by what their tests say, and then
-    by further graphs, if these are wanted."""
+    """What becomes of a mutant: by the graphs that are known of the rules that call it, by what their tests say, and
+    then by further graphs, if these are wanted."""
     found = None
     for name in spread(callers, _KNOWN):
         last = hunter(name, seed, folder).judge(function, compiled, further=False)

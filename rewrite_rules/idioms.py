@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -992,7 +992,7 @@ class FuseSoftmax(RegionRule):
     dtypes = _WIDE
     anchors = ("Div", "Mul")
     reads_from = ("Exp",)
-    examples = (
+    examples: ClassVar[tuple[str, ...]] = (
         "agraph (float[N,3] x) => (float[N,3] y) { i = Constant<value_ints=[-1]>() m = ReduceMax(x, i) d = "
         "Sub(x, m) "
         "e = Exp(d) s = ReduceSum(e, i) y = Div(e, s) }",

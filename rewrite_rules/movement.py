@@ -456,13 +456,16 @@ class MergeMovement(RegionRule):
         "agraph (float[1,6,4] x) => (float[6,4,1] y) <int64[1] p = {2}> "
         "{ a = Transpose<perm=[1,0,2]>(x) b = Squeeze(a) d = Unsqueeze(b, p) y = Relu(d) }",
         "agraph (float[1,8,3,2] x) => (float[1,3,2,8] y) <int64[1] p = {2}> "
-        "{ a = DepthToSpace<blocksize=2>(x) b = SpaceToDepth<blocksize=2>(a) d = Transpose<perm=[0,2,3,1]>(b) y = Relu(d) }",
+        "{ a = DepthToSpace<blocksize=2>(x) b = SpaceToDepth<blocksize=2>(a) "
+        "d = Transpose<perm=[0,2,3,1]>(b) y = Relu(d) }",
         "agraph (float[1,8,3,2] x) => (float[1,3,2,8] y) <int64[1] p = {2}> "
-        '{ a = DepthToSpace<blocksize=2,mode="CRD">(x) b = SpaceToDepth<blocksize=2>(a) d = Transpose<perm=[0,2,3,1]>(b) y = Relu(d) }',
+        '{ a = DepthToSpace<blocksize=2,mode="CRD">(x) b = SpaceToDepth<blocksize=2>(a) '
+        "d = Transpose<perm=[0,2,3,1]>(b) y = Relu(d) }",
         "agraph (float[2,12] x) => (float[2,6] y) <int64[2] p = {1,0}, int64[6] q = {1,3,5,7,9,11}> "
         "{ a = Gather(x, p) b = Gather<axis=1>(a, q) y = Relu(b) }",
         "agraph (float[1,8,3,2] x) => (float[1,6,4,2] y) <int64[6] s = {1,2,2,2,3,2}, int64[4] t = {1,2,6,4}> "
-        "{ a = Reshape(x, s) b = Transpose<perm=[0,3,4,1,5,2]>(a) d = Reshape(b, t) e = Transpose<perm=[0,2,3,1]>(d) y = Relu(e) }",
+        "{ a = Reshape(x, s) b = Transpose<perm=[0,3,4,1,5,2]>(a) d = Reshape(b, t) "
+        "e = Transpose<perm=[0,2,3,1]>(d) y = Relu(e) }",
         "agraph (float[1,12,3,2] x) => (float[1,24,3] y) <int64[3] s = {1,3,24}> "
         "{ a = DepthToSpace<blocksize=2>(x) b = Reshape(a, s) d = Transpose<perm=[0,2,1]>(b) y = Relu(d) }",
     )

@@ -226,8 +226,8 @@ def _numbers(function: FunctionType, span: ast.expr) -> frozenset[int]:
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """A mutant and its code; who comes to what is changed comes to one of these lines of the file, in an expression with
-    these numbers."""
+    """A mutant and its code; who comes to what is changed comes to one of these lines, in an expression with these
+    numbers."""
 
     mutant: CodeMutant
     code: CodeType

@@ -1,11 +1,12 @@
-"""The hunt for mutants of a rule's code: which of them a proof finds out, and how.
+"""The hunt for mutants of a rule's code: which of them are found out, and how.
 
-The graphs that the rule's proof tries are kept, and others that are given, with what the rule makes of each and with the
-lines of its code that are run for that. A mutant is asked about those that come to what is changed: it is *wrong* if
-something that it does in one of them does not compute the same, it *raises*, it *loops*, it *loses* a graph in which the
-rule applies, or it applies where the rule finds no use in it (*useless*: `worthwhile` refuses). Where it does the same in
-all of them, further graphs are drawn near those that come to the lines. What does none of that survives: it does the
-same in all graphs, or other things that are right.
+The graphs that the rule's proof tries are kept, and others that are given, with what the rule makes of each and with
+the lines of its code that are run for that. A mutant is asked about those that come to what is changed. It is
+*wrong* if something that it does in one of them does not compute the same; it *raises*; it *loops*; it *loses* a
+graph in which the rule applies; it applies where the rule finds no use in it (*useless*: `worthwhile` refuses); what
+it makes has more operators or elements than what the rule makes (*costlier*); or a test of the rule fails (*tested*,
+by `bench/mutants.py`). Where it does the same in all of them, further graphs are drawn near them. What does none of
+that survives: it does the same in all graphs, or other things that are right.
 """
 
 from __future__ import annotations
@@ -49,13 +50,15 @@ Verdict = Literal["wrong", "raises", "loops", "loses", "useless", "costlier", "t
 KILLED: tuple[Verdict, ...] = ("wrong", "raises", "loops", "loses", "useless", "costlier", "tested")
 
 # Graphs near those in which a survivor does something else, and how many of these are looked at closely.
-_NEAR, _CLOSELY = 120, 12
-# Graphs that are drawn near those that come to some lines, how many of these are wanted, and of how many they are drawn.
-_DRAWN, _WANTED, _GIVEN = 800, 300, 24
+_NEAR, _CLOSELY = 60, 12
+# Graphs that are drawn near those that come to some lines, how many are wanted, and near how many they are drawn.
+_DRAWN, _WANTED, _GIVEN = 400, 150, 24
 # In ONNX Runtime, too, so many of the cases are run in which a mutant does something else.
 _RUN = 3
 # Graphs that are drawn to come to what none has come to; of those that come to the same lines how many are drawn from.
 _EXPLORED, _ALIKE = 900, 4
+# Of all draws every so many-th is near each graph that came to something new.
+_OFTEN = 20
 # A mutant is put into its place for so many graphs that are drawn.
 _AT_ONCE = 40
 # Of a rule so many cases are tested before its code is mutated.
@@ -135,8 +138,8 @@ def _cost_of_all(cases: Sequence[Case]) -> Cost:
 @dataclass(frozen=True, slots=True)
 class _Known:
     """A graph, and what the rule makes of it: the results, the matches where nothing says why it does not apply, and
-    whether it was refused as useless, or by a condition. `cost`: of all results together. `lines`: those of its code that
-    were run."""
+    whether it was refused as useless, or by a condition. `cost`: of all results together. `lines`: those of its code
+    that were run."""
 
     problem: Problem
     outcome: tuple[int, ...]
@@ -215,13 +218,12 @@ class CodeHunt:
         # Of those that come to the same lines the first few.
         count = Counter[frozenset[Line]]()
         seeds = []
-        for known in self.corpus:
-            lines = known.lines & own
+        for each in self.corpus:
+            lines = each.lines & own
             count[lines] += 1
-            if lines and count[lines] <= _ALIKE and known.problem.sketch.varied:
-                seeds.append(known.problem)
-        new: list[Problem] = []  # drawn from more often
-        near = in_turn(self.proof.drawn_near(seeds), grown(seeds, draw), grown(new, draw))
+            if lines and count[lines] <= _ALIKE and each.problem.sketch.varied:
+                seeds.append(each.problem)
+        near = in_turn(self.proof.drawn_near(seeds), grown(seeds, draw))
         for problem in islice(near, _EXPLORED):
             if not open_:
                 break
@@ -230,8 +232,7 @@ class CodeHunt:
                 continue
             seen |= known.lines
             open_ = {p for p in open_ if not known.reaches(p)}
-            seeds.append(problem)
-            new.append(problem)
+            seeds += [problem] * (1 + len(seeds) // _OFTEN)  # what is new is drawn from more often
             yield known
 
     def _known(self, problem: Problem) -> _Known | None:
@@ -280,16 +281,16 @@ class CodeHunt:
         chunks: Iterable[Sequence[_Known]],
         others: list[Problem],
     ) -> Verdict | None:
-        """What can be said against a mutant by some graphs, which are drawn while it is not in its place. Those in which
-        it does other things are added to `others`; the results in the first of them are compared."""
+        """What can be said against a mutant by some graphs, which are drawn while it is not in its place.
+
+        Those in which it does other things are added to `others`; the results in the first of them are compared.
+        """
         for chunk in chunks:
             with put(function, compiled.code):
-                library = self.library
-                if not self.at_first.isdisjoint(compiled.lines):
-                    try:
-                        library = library_of(self.rule)
-                    except Exception:  # its source is no pattern any more
-                        return "raises"
+                try:
+                    library = library_of(self.rule)  # one's own: it remembers what conditions say of types
+                except Exception:  # its source is no pattern any more
+                    return "raises"
                 for each in chunk:
                     verdict = self._asked(library, each, others)
                     if verdict is not None:

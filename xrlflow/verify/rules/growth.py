@@ -103,10 +103,7 @@ def _before(problem: Problem, draw: Draw) -> Sketch:
 
     if kind == "Transpose":
         perm = draw.permutation(len(sizes))
-        old = [0] * len(sizes)
-        for i, p in enumerate(perm):
-            old[p] = sizes[i]
-        of(*old)
+        of(*(sizes[perm.index(i)] for i in range(len(sizes))))
         made = growing.node("Transpose", place, perm=perm)
     elif kind == "Reshape":
         of(*_reshaped(sizes, draw))
@@ -260,8 +257,9 @@ def _gather(g: _Growing, x: Place, sizes: Shape, draw: Draw) -> Place:
 
 def _blocks(g: _Growing, x: Place, sizes: Shape, draw: Draw) -> Place:
     op = draw.choice(["DepthToSpace", "SpaceToDepth"])
-    mode = {"mode": draw.choice(["DCR", "CRD"])} if op == "DepthToSpace" else {}
-    return g.node(op, x, blocksize=2, **mode)
+    if op == "SpaceToDepth":
+        return g.node(op, x, blocksize=2)
+    return g.node(op, x, blocksize=2, mode=draw.choice(["DCR", "CRD"]))
 
 
 def _unary(g: _Growing, x: Place, sizes: Shape, draw: Draw) -> Place:

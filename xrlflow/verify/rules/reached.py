@@ -1,4 +1,4 @@
-"""Which lines of a rule's code are run for a graph: only a graph that comes to a line can show what is changed there."""
+"""Which lines of a rule's code are run for a graph: only one that comes to a line can show what is changed there."""
 
 from __future__ import annotations
 
