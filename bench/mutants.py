@@ -182,7 +182,8 @@ def hunt(
 
 def explained() -> Mapping[str, str]:
     """Why survivors are right, by name."""
-    return json.loads(EXPLAINED.read_text()) if EXPLAINED.exists() else {}
+    reasons: Mapping[str, list[str]] = json.loads(EXPLAINED.read_text())
+    return {name: why for why, names in reasons.items() for name in names}
 
 
 def summary(rows: Iterable[Row]) -> list[Row]:

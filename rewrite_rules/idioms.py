@@ -929,14 +929,13 @@ class FuseTanhGeluOfPolynomial(RegionRule):
 
     @staticmethod
     def _leaves(reader: Reader, value: Value) -> list[Value]:
-        """What a polynomial may be one of: the values of which there are powers in it."""
+        """What a polynomial may be one of: the values that it is made of."""
         found: dict[Value, None] = {}
         work = [(value, 0)]
         while work:
             at, depth = work.pop()
+            found[at] = None
             node = _made(reader, at, "Add", "Mul", "Pow", "Div") if depth < 6 else None
-            if node is None or depth >= 2:
-                found[at] = None
             if node is not None:
                 work.extend((v, depth + 1) for v in node.inputs if not reader.is_const(v))
         return list(found)
@@ -1457,6 +1456,26 @@ class FuseLayerNormalizationByMoments(_FuseNormalization):
         "ReduceMean(x, i) p = Mul(x, x) "
         "q = ReduceMean(p, i) t = Mul(m, m) v = Sub(q, t) a = Add(v, e) d = Sqrt(a) c = Sub(x, m) y = "
         "Div(c, d) }",
+        "agraph (float[3,4] x) => (float[3,4] y) <int64[1] i = {1}, float e = {0.125}, float z = {0}, float n = "
+        "{4}, float h = {0.5}> { s = ReduceSum(x, i) m = Div(s, n) p = Mul(x, x) q = ReduceSum(p, i) r = Div(q, "
+        "n) t = Mul(m, m) u = Sub(r, t) v = Clip(u, z) a = Add(e, v) d = Pow(a, h) c = Sub(x, m) y = Div(c, d) }",
+        "agraph (float[3,4] x) => (float[3,4] y) <int64[1] i = {1}, float e = {0.125}> { m = ReduceMean(x, i) p = "
+        "Mul(x, x) r = ReduceMean(p, i) t = Mul(m, m) u = Sub(r, t) v = Relu(u) a = Add(v, e) d = Sqrt(a) c = "
+        "Sub(x, m) y = Div(c, d) }",
+    )
+    near_misses = (
+        "agraph (float[3,4] x) => (float[3,4] y) <int64[1] i = {1}, float e = {0.125}, float z = {0}, float k = "
+        "{9}> { m = ReduceMean(x, i) p = Mul(x, x) r = ReduceMean(p, i) t = Mul(m, m) u = Sub(r, t) v = Clip(u, "
+        "z, k) a = Add(v, e) d = Sqrt(a) c = Sub(x, m) y = Div(c, d) }",
+        "agraph (float[3,4] x) => (float[3,4] y) <int64[1] i = {1}, float e = {0.125}, float z = {1}> { m = "
+        "ReduceMean(x, i) p = Mul(x, x) r = ReduceMean(p, i) t = Mul(m, m) u = Sub(r, t) v = Clip(u, z) a = "
+        "Add(v, e) d = Sqrt(a) c = Sub(x, m) y = Div(c, d) }",
+        "agraph (float[3,4] x) => (float[3,4] y) <int64[1] i = {1}, float e = {0.125}, float n = {4}> { s = "
+        "ReduceSum(x, i) m = Div(n, s) c = Sub(x, m) p = Mul(c, c) r = ReduceMean(p, i) a = Add(r, e) d = Sqrt(a) "
+        "y = Div(c, d) }",
+        "agraph (float[3,4] x) => (float[3,4] y) <int64[1] i = {1}, float e = {0.125}, float h = {0.75}> { m = "
+        "ReduceMean(x, i) c = Sub(x, m) p = Mul(c, c) r = ReduceMean(p, i) a = Add(r, e) d = Pow(a, h) y = Div(c, "
+        "d) }",
     )
 
     def varying(self, reader: Reader, normal: _Normal) -> tuple[int, ...] | None:
