@@ -40,7 +40,7 @@ from tests.rules.results import known as results
 from xrlflow.ir import Graph
 from xrlflow.rewrite import AnyRule, Library
 from xrlflow.verify.rules.code import Compiled, functions_of, mutants_of, put
-from xrlflow.verify.rules.codehunt import KILLED, CodeHunt, Found, TooLong, limited
+from xrlflow.verify.rules.codehunt import KILLED, CodeHunt, Found, TooLong, anew, limited
 from xrlflow.verify.rules.proof import library_of
 
 EXPLAINED = ROOT / "tests" / "rules" / "survivors.json"
@@ -128,7 +128,7 @@ def made(name: str) -> Sequence[tuple[Graph, str]]:
 
 
 def alone(name: str) -> tuple[AnyRule, Library]:
-    (rule,) = [r for r in LIBRARY if r.name == name]
+    rule = anew(next(r for r in LIBRARY if r.name == name))
     assuming = () if rule.assumes is None else (rule.assumes,)
     return rule, Library([rule], backend=rule.backend, assuming=assuming, contrib=True, thorough=True)
 
@@ -141,7 +141,7 @@ def holds(function: FunctionType, compiled: Compiled, name: str, folder: Path) -
             rule, library = alone(name)
             with limited(_LONGEST):
                 return all(c.holds(rule, library) for c in known) and all(
-                    result_of(graph, library_of(rule)) == result for graph, result in pinned
+                    result_of(graph, library_of(anew(rule))) == result for graph, result in pinned
                 )
         except (Exception, TooLong):  # a test would fail, too
             return False

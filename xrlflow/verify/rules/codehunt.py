@@ -11,6 +11,7 @@ that survives: it does the same in all graphs, or other things that are right.
 
 from __future__ import annotations
 
+import inspect
 import signal
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -195,7 +196,7 @@ class CodeHunt:
         self.proof = proof
         self.rng = np.random.default_rng(seed)
         with lines_run(self.home) as lines:
-            self.library = library_of(rule)
+            self._library()
         self.at_first = frozenset(lines)
         problems = [c.problem for c in proof.cases]
         problems += [p for kept in proof.sites.values() for p in kept]
@@ -239,15 +240,20 @@ class CodeHunt:
         """What the rule makes of a graph; None if it raises, as it may where the graph means nothing."""
         forget(self.home)
         try:
+            library = self._library()
             with lines_run(self.home) as lines:
-                cases, refusals = find_cases(self.library, problem)
-                plain = _plain(self.library, problem)
+                cases, refusals = find_cases(library, problem)
+                plain = _plain(library, problem)
         except Exception:
             return None
         useless = bool(refusals) and all(r.site is None for r in refusals)
         before = cost_of(problem.graph)
         self.grows = self.grows or any(cost_of(c.after).exceeds(before) for c in cases)
         return _Known(problem, _outcome(cases), plain, useless, _cost_of_all(cases), frozenset(lines))
+
+    def _library(self) -> Library:
+        """A library of one's own, of a rule of one's own: both remember what conditions say."""
+        return library_of(anew(self.rule))
 
     @property
     def functions(self) -> Mapping[str, FunctionType]:
@@ -288,7 +294,7 @@ class CodeHunt:
         for chunk in chunks:
             with put(function, compiled.code):
                 try:
-                    library = library_of(self.rule)  # one's own: it remembers what conditions say of types
+                    library = self._library()
                 except Exception:  # its source is no pattern any more
                     return "raises"
                 for each in chunk:
@@ -368,6 +374,14 @@ class CodeHunt:
         except (NotEvaluable, Refused):
             return False
         return False
+
+
+def anew(rule: AnyRule) -> AnyRule:
+    """A rule that remembers nothing; the rule itself if it is not made without arguments."""
+    kind = type(rule)
+    if kind.__init__ is object.__init__ or inspect.signature(kind).parameters:
+        return rule
+    return kind()
 
 
 def _chunks(known: Iterable[_Known]) -> Iterator[Sequence[_Known]]:
