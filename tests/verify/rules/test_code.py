@@ -114,6 +114,44 @@ class Least(RegionRule):
         return op.Min(op.Neg(x), 0.0)
 
 
+class Remembers(Least):
+    """What a graph's inputs come to is decided once."""
+
+    def __init__(self) -> None:
+        self.known: dict[object, bool] = {}
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        inner = reader.producer(node.inputs[0])
+        if inner is None or inner.op != "Relu":
+            return None
+        key = reader.type(inner.inputs[0])
+        if key not in self.known:
+            self.known[key] = self.fits(reader, inner)
+        require(self.known[key], "it is large")
+        return Region(node.outputs, (inner.inputs[0],), (node,))
+
+    def fits(self, reader: Reader, inner: Node) -> bool:
+        return reader.val(inner.inputs[0]).shape[:1] != (30,)
+
+
+def test_what_a_rule_remembers_hides_no_mutant() -> None:
+    rule = Remembers()
+    hunt = CodeHunt(rule)
+    fits = next(f for k, f in hunt.functions.items() if k.endswith("fits"))
+    (mutant,) = [m for m in mutants_of(fits) if m.mutant.kind == "comparison"]
+    assert hunt.judge(fits, mutant, further=False).killed
+
+
+def test_what_mutants_did_is_not_remembered() -> None:
+    """The conditions of one mutant say nothing of the next."""
+    hunt = CodeHunt(Twice())
+    functions = {k.rpartition(".")[2]: f for k, f in hunt.functions.items()}
+    for mutant in mutants_of(functions["where"]):
+        hunt.judge(functions["where"], mutant, further=False)
+    (mutant,) = mutants_of(functions["target"])
+    assert hunt.judge(functions["target"], mutant, further=False).verdict == "wrong"
+
+
 def test_only_graphs_that_come_to_a_change_are_asked() -> None:
     hunt = CodeHunt(Least())
     functions = {k.rpartition(".")[2]: f for k, f in hunt.functions.items()}
