@@ -421,6 +421,20 @@ class AssociateMatMulsRight(Rule):
     dtypes = NUMBERS
     shapes = "x[...,a,b] y[...,b,c] z[...,c,d]"
 
+    # At the limit of what is multiplied out, and beyond it.
+    examples = (
+        "agraph (float[3,2] x) => (float[3,2048] y) <int64[2] s = {2,1048576}, int64[2] t = {1048576,2048}, "
+        "float o = {1}> { u = Expand(o, s) v = Expand(o, t) p = MatMul(x, u) y = MatMul(p, v) }",
+        "agraph (float[3,2] x, float[1048576,4096] z) => (float[3,4096] y) <int64[2] s = {2,1048576}, float o = {1}> "
+        "{ u = Expand(o, s) p = MatMul(x, u) y = MatMul(p, z) }",
+    )
+    near_misses = (
+        "agraph (float[3,2] x) => (float[3,4096] y) <int64[2] s = {2,1048576}, int64[2] t = {1048576,4096}, "
+        "float o = {1}> { u = Expand(o, s) v = Expand(o, t) p = MatMul(x, u) y = MatMul(p, v) }",
+        "agraph (float[3,4096] x) => (float[3,1048576] y) <int64[2] s = {4096,2}, int64[2] t = {2,1048576}, "
+        "float o = {1}> { u = Expand(o, s) v = Expand(o, t) p = MatMul(x, u) y = MatMul(p, v) }",
+    )
+
     def source(self, op: Op, x: Any, y: Any, z: Any) -> Any:
         return op.MatMul(op.MatMul(x, y), z)
 
