@@ -1534,10 +1534,8 @@ def _twice(reader: Reader, value: Value) -> bool:
                 return False
             first, second = np.split(array, 2, axis=-1)
             return bool(np.array_equal(first, second))
-        rank = node.types[0].rank
-        if rank is None or rank == 0:
-            return False
         if node.op == "Concat":
+            rank = rank_of(reader, value)
             return (
                 len(node.inputs) == 2 and node.inputs[0] == node.inputs[1] and axis_of(node, rank) == rank - 1
             )
@@ -1546,12 +1544,7 @@ def _twice(reader: Reader, value: Value) -> bool:
             if not scaled:
                 return False
             value = scaled[0]
-        elif node.op == "Unsqueeze":
-            axes = ints_input(reader, node, 1) or ()
-            if rank - 1 in fronts(axes, rank):
-                return False
-            value = node.inputs[0]
-        elif is_unary(node):
+        elif node.op == "Unsqueeze" or is_unary(node):  # (a dimension of 1 is not the last one)
             value = node.inputs[0]
         else:
             return False
@@ -1598,7 +1591,10 @@ class FuseRotaryEmbedding(RegionRule):
         "agraph (float[2,3,5,4] x, float[2,1,5,4] c, float[2,1,5,4] s) => (float[2,3,5,4] y) <int64[2] k = {2,2}> { "
         "p, q = Split<axis=-1>(x, k) n = Neg(q) r = Concat<axis=-1>(n, p) u = Mul(x, c) v = Mul(r, s) y = Add(u, v) }",
         "agraph (float[2,3,5,4] x, float[2,1,5,4] c, float[2,1,5,4] s) => (float[2,3,5,4] y) <int64[2] k = {2,2}> { "
-        "a = Mul(c, s) b = Softmax(s) p, q = Split<axis=-1>(x, k) n = Neg(q) r = Concat<axis=-1>(n, p) u = Mul(x, a) "
+        "a = Mul(c, s) b = Mul(s, c) p, q = Split<axis=-1>(x, k) n = Neg(q) r = Concat<axis=-1>(n, p) u = Mul(x, a) "
+        "v = Mul(r, b) y = Add(u, v) }",
+        "agraph (float[2,3,5,4] x, float[2,1,5,4] c, float[2,1,5,4] s) => (float[2,3,5,4] y) <int64[2] k = {2,2}> { "
+        "a = Softmax(c) b = Softmax(s) p, q = Split<axis=-1>(x, k) n = Neg(q) r = Concat<axis=-1>(n, p) u = Mul(x, a) "
         "v = Mul(r, b) y = Add(u, v) }",
     )
 
