@@ -19,84 +19,171 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
+from types import FunctionType
 from typing import Any
+
+import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 for _variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(_variable, "1")
 
+from bench.mutant_graphs import INDEX, Claim, claims, collect, graph_of
 from rewrite_rules import LIBRARY
-from xrlflow.verify.rules.code import functions_of, mutants_of
-from xrlflow.verify.rules.codehunt import KILLED, CodeHunt
+from tests.rules.results import graphs_of, result_of
+from tests.rules.results import known as results
+from xrlflow.ir import Graph
+from xrlflow.rewrite import AnyRule, Library
+from xrlflow.verify.rules.code import Compiled, functions_of, mutants_of, put
+from xrlflow.verify.rules.codehunt import KILLED, CodeHunt, Found, TooLong, anew, limited
+from xrlflow.verify.rules.proof import library_of
 
 EXPLAINED = ROOT / "tests" / "rules" / "survivors.json"
-# A mutant of what many rules call is tried with so many of them.
-_RULES = 5
+# A mutant of what many rules call is tried with so many of them, first with the graphs that are known of each, and then
+# with further ones.
+_KNOWN, _FURTHER = 24, 3
+# Rules whose graphs a process remembers.
+_HUNTS = 48
+# What the tests say is looked at for so many seconds.
+_LONGEST = 60.0
 # A process takes so many functions at a time.
 _AT_ONCE = 6
 # What a process may take, in bytes.
 _MEMORY = 6 << 30
+# The tests of what has no file of tests of its own.
+_TESTED_WITH = {"axes": "transpose", "bodies": "control", "constants": "merge", "elementwise": "reshape"}
 Row = dict[str, Any]
 
 
-def tasks(names: Sequence[str]) -> dict[str, list[tuple[str, list[str]]]]:
-    """Rule -> functions that are tried with it first, each with all rules that it is tried with."""
+def tasks(names: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """Functions, each with the rules that it is tried with; those of the same rules follow each other."""
     callers: dict[str, list[str]] = {}
     for rule in LIBRARY:
         if not names or rule.name in names:
             for function in functions_of(rule):
                 callers.setdefault(function, []).append(rule.name)
-    out: dict[str, list[tuple[str, list[str]]]] = {}
-    for function, rules in callers.items():
-        step = max(1, len(rules) // _RULES)
-        chosen = rules[::step][:_RULES]
-        out.setdefault(chosen[0], []).append((function, chosen))
-    return out
+    return sorted(callers.items(), key=lambda item: (item[1], item[0]))
 
 
-def pieces(work: dict[str, list[tuple[str, list[str]]]]) -> list[tuple[str, list[tuple[str, list[str]]]]]:
+def pieces(work: Sequence[tuple[str, list[str]]]) -> list[list[tuple[str, list[str]]]]:
     """The tasks, cut so that no process is left with a long one at the end."""
-    found = [
-        (rule, functions[i : i + _AT_ONCE])
-        for rule, functions in work.items()
-        for i in range(0, len(functions), _AT_ONCE)
-    ]
-    return sorted(found, key=lambda piece: -len(piece[1]))
+    return [list(work[i : i + _AT_ONCE]) for i in range(0, len(work), _AT_ONCE)]
+
+
+@lru_cache(maxsize=_HUNTS)
+def hunter(name: str, seed: int, folder: Path) -> CodeHunt:
+    """A rule's hunt, with the graphs of a folder that concern it."""
+    (rule,) = [r for r in LIBRARY if r.name == name]
+    names = json.loads((folder / INDEX).read_text()).get(name, [])
+    return CodeHunt(rule, seed, (graph_of(folder, n) for n in names))
+
+
+def spread(names: Sequence[str], count: int) -> Sequence[str]:
+    """So many of some names, from the first to the last."""
+    return names if len(names) <= count else [names[i * len(names) // count] for i in range(count)]
+
+
+def judged(
+    function: FunctionType, compiled: Compiled, callers: Sequence[str], seed: int, folder: Path, further: bool
+) -> Found:
+    """What becomes of a mutant: by the graphs that are known of the rules that call it, by what their tests say, and
+    then by further graphs, if these are wanted."""
+    found = None
+    for name in spread(callers, _KNOWN):
+        last = hunter(name, seed, folder).judge(function, compiled, further=False)
+        if last.killed:
+            return last
+        if found is None or last.cases > found.cases:
+            found = last
+    assert found is not None
+    for name in spread(callers, _KNOWN):
+        if not holds(function, compiled, name, folder):
+            return replace(found, verdict="tested", rule=name)
+    most = sorted(spread(callers, _KNOWN), key=lambda n: -len(hunter(n, seed, folder).reaching(compiled)))
+    for name in most[:_FURTHER] if further else ():
+        last = hunter(name, seed, folder).judge(function, compiled)
+        if last.killed:
+            return last
+        found = max(found, last, key=lambda f: f.cases)
+    return replace(found, verdict="tested") if further and suite_fails(function, compiled) else found
+
+
+@lru_cache(maxsize=_HUNTS)
+def claimed(name: str, folder: Path) -> Sequence[Claim]:
+    """What the tests say of a rule, as far as it holds without a mutant in the rule's library of its own."""
+    rule, library = alone(name)
+    return [c for c in claims(folder, name) if c.holds(rule, library)]
+
+
+@lru_cache(maxsize=_HUNTS)
+def made(name: str) -> Sequence[tuple[Graph, str]]:
+    """A rule's examples and near misses, with what it makes of them."""
+    (rule,) = [r for r in LIBRARY if r.name == name]
+    return list(zip(graphs_of(rule), results().get(name, []), strict=True))
+
+
+def alone(name: str) -> tuple[AnyRule, Library]:
+    rule = anew(next(r for r in LIBRARY if r.name == name))
+    assuming = () if rule.assumes is None else (rule.assumes,)
+    return rule, Library([rule], backend=rule.backend, assuming=assuming, contrib=True, thorough=True)
+
+
+def holds(function: FunctionType, compiled: Compiled, name: str, folder: Path) -> bool:
+    """Whether all that the tests say of a rule is still true with a mutant in its place."""
+    known, pinned = claimed(name, folder), made(name)
+    with put(function, compiled.code):
+        try:
+            rule, library = alone(name)
+            with limited(_LONGEST):
+                return all(c.holds(rule, library) for c in known) and all(
+                    result_of(graph, library_of(anew(rule))) == result for graph, result in pinned
+                )
+        except (Exception, TooLong):  # a test would fail, too
+            return False
+
+
+def suite_fails(function: FunctionType, compiled: Compiled) -> bool:
+    """Whether the tests of a function's module fail with a mutant in its place."""
+    module = function.__module__.rpartition(".")[2]
+    file = ROOT / "tests" / "rules" / f"test_{_TESTED_WITH.get(module, module)}.py"
+    with put(function, compiled.code), open(os.devnull, "w") as nothing:
+        try:
+            with limited(_LONGEST), redirect_stdout(nothing), redirect_stderr(nothing):
+                code = pytest.main(["-x", "-q", "-n", "0", "-p", "no:cacheprovider", str(file)])
+        except TooLong:
+            return True
+    return code == pytest.ExitCode.TESTS_FAILED
 
 
 def hunt(
-    rule: str, functions: Sequence[tuple[str, list[str]]], seed: int, done: set[str], sample: float
+    functions: Sequence[tuple[str, list[str]]],
+    seed: int,
+    done: set[str],
+    sample: float,
+    folder: Path,
+    further: bool,
 ) -> list[Row]:
     """Rows of all mutants of some functions that are not done."""
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))  # a mutant may ask for all there is
-    by_name = {r.name: r for r in LIBRARY}
-    hunts: dict[str, CodeHunt] = {}
-
-    def hunter(name: str) -> CodeHunt:
-        if name not in hunts:
-            hunts[name] = CodeHunt(by_name[name], seed)
-        return hunts[name]
-
+    by_key = {k: f for r in LIBRARY for k, f in functions_of(r).items()}
     rows = []
-    draw = random.Random(f"{rule} {seed}")
     for key, callers in functions:
-        function = functions_of(by_name[rule])[key]
-        for compiled in mutants_of(function):
-            if draw.random() >= sample or str(compiled.mutant) in done:
-                continue
-            for name in callers:
-                found = hunter(name).judge(function, compiled)
-                if found.killed:
-                    break
-            rows.append(found.to_json())
+        draw = random.Random(f"{key} {seed}")
+        for compiled in mutants_of(by_key[key]):
+            if draw.random() < sample and str(compiled.mutant) not in done:
+                rows.append(judged(by_key[key], compiled, callers, seed, folder, further).to_json())
     return rows
 
 
 def explained() -> Mapping[str, str]:
     """Why survivors are right, by name."""
-    return json.loads(EXPLAINED.read_text()) if EXPLAINED.exists() else {}
+    reasons: Mapping[str, list[str]] = json.loads(EXPLAINED.read_text())
+    return {name: why for why, names in reasons.items() for name in names}
 
 
 def summary(rows: Iterable[Row]) -> list[Row]:
@@ -132,6 +219,9 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=ROOT / "out" / "mutants.jsonl")
+    parser.add_argument("--quick", action="store_true", help="draw no graphs besides those that are known")
+    parser.add_argument("--again", action="store_true", help="try the survivors in FILE once more")
+    parser.add_argument("--graphs", type=Path, default=ROOT / "out" / "graphs", help="tests' graphs, kept")
     parser.add_argument("--sample", type=float, default=1.0, help="share of the mutants that is tried")
     options = parser.parse_args()
     unknown = set(options.rules) - {r.name for r in LIBRARY}
@@ -139,20 +229,25 @@ def main() -> None:
         parser.error(f"no rule is called {min(unknown)}")
     options.out.parent.mkdir(parents=True, exist_ok=True)
     rows = [json.loads(line) for line in options.out.read_text().splitlines()] if options.out.exists() else []
+    if options.again:
+        rows = [row for row in rows if row["verdict"] in KILLED]
+        options.out.write_text("".join(json.dumps(row) + "\n" for row in rows))
     done = {row["name"] for row in rows}
-    work = tasks(options.rules)
+    if not (options.graphs / INDEX).exists():
+        collect(options.graphs)
+    work = pieces(tasks(options.rules))
     spawn = multiprocessing.get_context("spawn")
     with options.out.open("a") as out, ProcessPoolExecutor(options.jobs, mp_context=spawn) as pool:
-        waiting = {
-            pool.submit(hunt, rule, functions, options.seed, done, options.sample): rule
-            for rule, functions in pieces(work)
-        }
+        waiting = [
+            pool.submit(hunt, piece, options.seed, done, options.sample, options.graphs, not options.quick)
+            for piece in work
+        ]
         for n, future in enumerate(as_completed(waiting), 1):
             found = future.result()
             rows += found
             out.writelines(json.dumps(row) + "\n" for row in found)
             out.flush()
-            print(f"{n}/{len(waiting)} {waiting[future]}: {len(found)} mutants", file=sys.stderr, flush=True)
+            print(f"{n}/{len(waiting)}: {len(found)} mutants", file=sys.stderr, flush=True)
     left = summary(rows)
     for row in left:
         print(f"{row['verdict']:6} {row['cases']:3} {row['rule']}: {row['name']}")

@@ -36,10 +36,7 @@ def compose(first: Sequence[int], second: Sequence[int]) -> tuple[int, ...]:
 
 def inverse(perm: Sequence[int]) -> tuple[int, ...]:
     """The permutation that undoes `perm`."""
-    out = [0] * len(perm)
-    for i, p in enumerate(perm):
-        out[p] = i
-    return tuple(out)
+    return tuple(sorted(range(len(perm)), key=perm.__getitem__))
 
 
 def is_identity(perm: Sequence[int]) -> bool:

@@ -227,19 +227,6 @@ def _size_before(dims: Sequence[Dim]) -> tuple[int, Counter[str]] | None:
     return number, names
 
 
-def _inferred(before: Sequence[Dim], after: Sequence[Dim]) -> tuple[Dim, ...]:
-    """The dimensions after a reshape, with one that was left to be inferred as what the others leave of it."""
-    rest = _size_before([d for d in after if d is not None])
-    whole = _size_before(before)
-    if list(after).count(None) != 1 or whole is None or rest is None or not rest[0] or whole[0] % rest[0]:
-        return tuple(after)
-    number, names = whole[0] // rest[0], list((whole[1] - rest[1]).elements())
-    if rest[1] - whole[1] or len(names) > 1 or (names and number != 1):
-        return tuple(after)
-    found: Dim = names[0] if names else number
-    return tuple(found if d is None else d for d in after)
-
-
 def _through_view(before: Sequence[Dim], after: Sequence[Dim], axis: int) -> int:
     """The axis before a reshape that is `axis` after it; refuses where no dimension stays whole in its place."""
     own = _size_before(after[:axis])
@@ -356,7 +343,7 @@ class _PushSlice(RegionRule):
             worthwhile(read_once(reader, top), "all of it is read elsewhere")
         worthwhile(len(inner.outputs) == 1, "it has another output")
         before = reader.val(top).shape
-        after = _inferred(before, reader.val(value).shape)
+        after = reader.val(value).shape
         # Along which axes the cut passes, and which axes of the operator's result these are.
         ways: dict[int, tuple[int, Span, Way]] = {}
         refused: Refused | None = None
@@ -745,7 +732,7 @@ class PushSliceThroughReshape(RegionRule):
             return None
         worthwhile(read_once(reader, node.inputs[0]), "all of it is read elsewhere")
         before = reader.val(view.inputs[0]).shape
-        after = _inferred(before, reader.val(node.inputs[0]).shape)
+        after = reader.val(node.inputs[0]).shape
         taken = tuple((_through_view(before, after, axis), span) for axis, span in cut.taken)
         new = _cut_dims(after, cut.taken)
         if cut.dropped is not None:
@@ -1253,7 +1240,7 @@ def _find_projection(reader: Reader, value: Value, perm: tuple[int, ...]) -> _Pr
     flat, cut = reader.type(view.inputs[0]).shape, reader.type(view.outputs[0]).shape
     if flat is None or cut is None or len(flat) != 3 or len(cut) != 4:
         return None
-    if not same_dims(flat[:2], _inferred(flat, cut)[:2]):
+    if not same_dims(flat[:2], cut[:2]):
         return None
     at, bias = view.inputs[0], ABSENT
     add = reader.producer(at)

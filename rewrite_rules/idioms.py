@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -845,30 +845,32 @@ def _polynomial(reader: Reader, value: Value, x: Value, depth: int = 6) -> dict[
     if node is None:
         return None
     a, b = node.inputs
-    if node.op == "Pow":
-        exponent, base = _number(reader, b, a), _polynomial(reader, a, x, depth - 1)
-        if exponent not in (2.0, 3.0) or base is None or len(base) != 1:
-            return None
-        return {p * int(exponent): c ** int(exponent) for p, c in base.items()}
-    for part, c in _operands(node)[: 1 if node.op == "Div" else 2]:
-        number = _number(reader, c, part)
-        if number is not None:
-            inner = _polynomial(reader, part, x, depth - 1)
-            if inner is None or node.op == "Add" or (node.op == "Div" and not number):
-                return None
-            return {p: k * (number if node.op == "Mul" else 1 / number) for p, k in inner.items()}
-    left, right = _polynomial(reader, a, x, depth - 1), _polynomial(reader, b, x, depth - 1)
-    if left is None or right is None or node.op == "Div":
+    exponent = _number(reader, b, a) if node.op == "Pow" else None
+    left = _coefficients(reader, a, b, x, depth)
+    if left is None or (node.op == "Pow" and (exponent not in (2.0, 3.0) or len(left) != 1)):
         return None
+    if exponent is not None:
+        return {p * int(exponent): c ** int(exponent) for p, c in left.items()}
+    right = _coefficients(reader, b, a, x, depth)
+    if right is None or (node.op == "Div" and not (right.keys() == {0} and right[0])):
+        return None
+    terms = [*left.items(), *right.items()]
+    if node.op != "Add":
+        terms = [
+            (p + q, k / m if node.op == "Div" else k * m) for p, k in left.items() for q, m in right.items()
+        ]
     out: dict[int, float] = {}
-    if node.op == "Add":
-        for p, k in (*left.items(), *right.items()):
-            out[p] = out.get(p, 0.0) + k
-        return out
-    for p, k in left.items():
-        for q, m in right.items():
-            out[p + q] = out.get(p + q, 0.0) + k * m
+    for power, factor in terms:
+        out[power] = out.get(power, 0.0) + factor
     return out
+
+
+def _coefficients(
+    reader: Reader, value: Value, beside: Value, x: Value, depth: int
+) -> dict[int, float] | None:
+    """A number, or a polynomial of x: one side of an operator, with `beside` on the other."""
+    number = _number(reader, value, beside)
+    return _polynomial(reader, value, x, depth - 1) if number is None else {0: number}
 
 
 class FuseTanhGeluOfPolynomial(RegionRule):
@@ -890,6 +892,23 @@ class FuseTanhGeluOfPolynomial(RegionRule):
         "float h = {0.5}, float three = {3}> { p = Pow(x, three) a = Mul(p, k) b = Mul(x, c) f = Add(a, b) "
         "t = Tanh(f) "
         "u = Add(t, one) w = Mul(x, h) y = Mul(u, w) }",
+        "agraph (float[2,3] x) => (float[2,3] y) <float k = {0.0356774081}, float c = {0.7978845608}, float one = "
+        "{1}, float h = {0.5}> { s = Mul(x, x) a = Mul(s, k) b = Add(c, a) f = Mul(b, x) t = Tanh(f) u = Add(t, one) "
+        "w = Mul(x, h) y = Mul(u, w) }",
+        "agraph (float[2,3] x) => (float[2,3] y) <float k = {0.044715}, float q = {1.2533141373}, float two = {2}, "
+        "float h = {0.5}, float one = {1}> { s = Pow(x, two) a = Mul(s, x) b = Mul(k, a) g = Add(b, x) f = Div(g, q) "
+        "t = Tanh(f) u = Add(t, one) w = Mul(x, u) y = Mul(w, h) }",
+        "agraph (float[2,3] x) => (float[2,3] y) <float k = {0.0356774081}, float c = {0.3989422804}, float one = "
+        "{1}, float h = {0.5}, float three = {3}> { p = Pow(x, three) a = Mul(p, k) b = Mul(x, c) d = Add(b, b) "
+        "f = Add(a, d) t = Tanh(f) u = Add(t, one) w = Mul(x, h) y = Mul(u, w) }",
+    )
+    near_misses = (
+        "agraph (float[2,3] x) => (float[2,3] y) <float k = {0.0356774081}, float c = {0.7978845608}, float one = "
+        "{1}, float h = {0.5}, float four = {4}> { p = Pow(x, four) a = Mul(p, k) b = Mul(x, c) f = Add(a, b) "
+        "t = Tanh(f) u = Add(t, one) w = Mul(x, h) y = Mul(u, w) }",
+        "agraph (float[2,3] x) => (float[2,3] y) <float k = {0.0356774081}, float c = {0.7978845608}, float one = "
+        "{1}, float h = {0.5}, float five = {5}> { p = Pow(x, five) q = Mul(p, k) a = Div(q, p) d = Div(c, x) "
+        "b = Mul(x, c) g = Add(a, b) f = Add(g, d) t = Tanh(f) u = Add(t, one) w = Mul(x, h) y = Mul(u, w) }",
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
@@ -910,14 +929,13 @@ class FuseTanhGeluOfPolynomial(RegionRule):
 
     @staticmethod
     def _leaves(reader: Reader, value: Value) -> list[Value]:
-        """What a polynomial may be one of: the values of which there are powers in it."""
+        """What a polynomial may be one of: the values that it is made of."""
         found: dict[Value, None] = {}
         work = [(value, 0)]
         while work:
             at, depth = work.pop()
+            found[at] = None
             node = _made(reader, at, "Add", "Mul", "Pow", "Div") if depth < 6 else None
-            if node is None or depth >= 2:
-                found[at] = None
             if node is not None:
                 work.extend((v, depth + 1) for v in node.inputs if not reader.is_const(v))
         return list(found)
@@ -973,13 +991,16 @@ class FuseSoftmax(RegionRule):
     dtypes = _WIDE
     anchors = ("Div", "Mul")
     reads_from = ("Exp",)
-    examples = (
+    examples: ClassVar[tuple[str, ...]] = (
         "agraph (float[N,3] x) => (float[N,3] y) { i = Constant<value_ints=[-1]>() m = ReduceMax(x, i) d = "
         "Sub(x, m) "
         "e = Exp(d) s = ReduceSum(e, i) y = Div(e, s) }",
         "agraph (float[2,3,4] x) => (float[2,3,4] y) { i = Constant<value_ints=[1]>() m = ReduceMax(x, i) d "
         "= Sub(x, m) "
         "e = Exp(d) s = ReduceSum(e, i) r = Reciprocal(s) y = Mul(r, e) }",
+        "agraph (float[2,3,4] x) => (float[2,3,4] y) { i = Constant<value_ints=[-1]>() m = "
+        "ReduceMax<keepdims=0>(x, i) u = Unsqueeze(m, i) "
+        "d = Sub(x, u) e = Exp(d) s = ReduceSum<keepdims=0>(e, i) t = Unsqueeze(s, i) y = Div(e, t) }",
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
@@ -1037,7 +1058,7 @@ class FuseLogSoftmax(RegionRule):
     relies_on = "exp(a - b) = exp(a) / exp(b)"
     dtypes = _WIDE
     anchors = ("Sub",)
-    reads_from = ("Log",)
+    reads_from = ("Log", *_SEEN)
     examples = (
         "agraph (float[N,3] x) => (float[N,3] y) { i = Constant<value_ints=[-1]>() m = ReduceMax(x, i) d = "
         "Sub(x, m) "
@@ -1045,6 +1066,9 @@ class FuseLogSoftmax(RegionRule):
         "agraph (float[2,3,4] x) => (float[2,3,4] y) { i = Constant<value_ints=[1]>() m = ReduceMax(x, i) d "
         "= Sub(x, m) "
         "e = Exp(d) s = ReduceSum(e, i) l = Log(s) y = Sub(d, l) }",
+        "agraph (float[2,3,4] x) => (float[2,3,4] y) { i = Constant<value_ints=[-1]>() m = ReduceMax(x, i) d "
+        "= Sub(x, m) "
+        "e = Exp(d) s = ReduceSum<keepdims=0>(e, i) l = Log(s) t = Unsqueeze(l, i) y = Sub(d, t) }",
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
@@ -1432,6 +1456,26 @@ class FuseLayerNormalizationByMoments(_FuseNormalization):
         "ReduceMean(x, i) p = Mul(x, x) "
         "q = ReduceMean(p, i) t = Mul(m, m) v = Sub(q, t) a = Add(v, e) d = Sqrt(a) c = Sub(x, m) y = "
         "Div(c, d) }",
+        "agraph (float[3,4] x) => (float[3,4] y) <int64[1] i = {1}, float e = {0.125}, float z = {0}, float n = "
+        "{4}, float h = {0.5}> { s = ReduceSum(x, i) m = Div(s, n) p = Mul(x, x) q = ReduceSum(p, i) r = Div(q, "
+        "n) t = Mul(m, m) u = Sub(r, t) v = Clip(u, z) a = Add(e, v) d = Pow(a, h) c = Sub(x, m) y = Div(c, d) }",
+        "agraph (float[3,4] x) => (float[3,4] y) <int64[1] i = {1}, float e = {0.125}> { m = ReduceMean(x, i) p = "
+        "Mul(x, x) r = ReduceMean(p, i) t = Mul(m, m) u = Sub(r, t) v = Relu(u) a = Add(v, e) d = Sqrt(a) c = "
+        "Sub(x, m) y = Div(c, d) }",
+    )
+    near_misses = (
+        "agraph (float[3,4] x) => (float[3,4] y) <int64[1] i = {1}, float e = {0.125}, float z = {0}, float k = "
+        "{9}> { m = ReduceMean(x, i) p = Mul(x, x) r = ReduceMean(p, i) t = Mul(m, m) u = Sub(r, t) v = Clip(u, "
+        "z, k) a = Add(v, e) d = Sqrt(a) c = Sub(x, m) y = Div(c, d) }",
+        "agraph (float[3,4] x) => (float[3,4] y) <int64[1] i = {1}, float e = {0.125}, float z = {1}> { m = "
+        "ReduceMean(x, i) p = Mul(x, x) r = ReduceMean(p, i) t = Mul(m, m) u = Sub(r, t) v = Clip(u, z) a = "
+        "Add(v, e) d = Sqrt(a) c = Sub(x, m) y = Div(c, d) }",
+        "agraph (float[3,4] x) => (float[3,4] y) <int64[1] i = {1}, float e = {0.125}, float n = {4}> { s = "
+        "ReduceSum(x, i) m = Div(n, s) c = Sub(x, m) p = Mul(c, c) r = ReduceMean(p, i) a = Add(r, e) d = Sqrt(a) "
+        "y = Div(c, d) }",
+        "agraph (float[3,4] x) => (float[3,4] y) <int64[1] i = {1}, float e = {0.125}, float h = {0.75}> { m = "
+        "ReduceMean(x, i) c = Sub(x, m) p = Mul(c, c) r = ReduceMean(p, i) a = Add(r, e) d = Pow(a, h) y = Div(c, "
+        "d) }",
     )
 
     def varying(self, reader: Reader, normal: _Normal) -> tuple[int, ...] | None:
@@ -1490,10 +1534,8 @@ def _twice(reader: Reader, value: Value) -> bool:
                 return False
             first, second = np.split(array, 2, axis=-1)
             return bool(np.array_equal(first, second))
-        rank = node.types[0].rank
-        if rank is None or rank == 0:
-            return False
         if node.op == "Concat":
+            rank = rank_of(reader, value)
             return (
                 len(node.inputs) == 2 and node.inputs[0] == node.inputs[1] and axis_of(node, rank) == rank - 1
             )
@@ -1502,12 +1544,7 @@ def _twice(reader: Reader, value: Value) -> bool:
             if not scaled:
                 return False
             value = scaled[0]
-        elif node.op == "Unsqueeze":
-            axes = ints_input(reader, node, 1) or ()
-            if rank - 1 in fronts(axes, rank):
-                return False
-            value = node.inputs[0]
-        elif is_unary(node):
+        elif node.op == "Unsqueeze" or is_unary(node):  # (a dimension of 1 is not the last one)
             value = node.inputs[0]
         else:
             return False
@@ -1536,6 +1573,29 @@ class FuseRotaryEmbedding(RegionRule):
         "{ d = Concat<axis=2>(f, f) t = Concat<axis=2>(g, g) c = Unsqueeze(d, i) s = Unsqueeze(t, i) "
         "p, q = Split<axis=-1>(x, k) n = Neg(q) r = Concat<axis=3>(n, p) v = Mul(s, r) u = Mul(c, x) y = "
         "Add(v, u) }",
+        "agraph (float[2,3,5,4] x, float[2,5,2] f) => (float[2,3,5,4] y) <int64[1] i = {1}, int64[2] k = {2,2}, float "
+        "m = {0.5}> { d = Concat<axis=-1>(f, f) a = Cos(d) j = Mul(a, m) b = Sin(d) l = Mul(m, b) c = Unsqueeze(j, i) "
+        "s = Unsqueeze(l, i) p, q = Split<axis=-1>(x, k) n = Neg(q) r = Concat<axis=-1>(n, p) u = Mul(x, c) "
+        "v = Mul(r, s) y = Add(u, v) }",
+        "agraph (float[1,3,2,4] x) => (float[1,3,2,4] y) <float[1,1,2,4] c = {1,2,1,2,3,4,3,4}, "
+        "float[1,1,2,4] s = {4,3,4,3,2,1,2,1}, int64[2] k = {2,2}> { p, q = Split<axis=-1>(x, k) n = Neg(q) "
+        "r = Concat<axis=-1>(n, p) u = Mul(x, c) v = Mul(r, s) y = Add(u, v) }",
+    )
+    near_misses = (
+        "agraph (float[2,3,5,4] x, float[2,5,2] f, float[2,5,2] g) => (float[2,3,5,4] y) <int64[1] i = {1}, "
+        "int64[2] k = {2,2}> { d = Concat<axis=-1>(f, g) a = Cos(d) b = Sin(d) c = Unsqueeze(a, i) s = Unsqueeze(b, i) "
+        "p, q = Split<axis=-1>(x, k) n = Neg(q) r = Concat<axis=-1>(n, p) u = Mul(x, c) v = Mul(r, s) y = Add(u, v) }",
+        "agraph (float[1,3,2,4] x) => (float[1,3,2,4] y) <float[1,1,2,4] c = {1,2,3,4,5,6,7,8}, "
+        "float[1,1,2,4] s = {4,3,4,3,2,1,2,1}, int64[2] k = {2,2}> { p, q = Split<axis=-1>(x, k) n = Neg(q) "
+        "r = Concat<axis=-1>(n, p) u = Mul(x, c) v = Mul(r, s) y = Add(u, v) }",
+        "agraph (float[2,3,5,4] x, float[2,1,5,4] c, float[2,1,5,4] s) => (float[2,3,5,4] y) <int64[2] k = {2,2}> { "
+        "p, q = Split<axis=-1>(x, k) n = Neg(q) r = Concat<axis=-1>(n, p) u = Mul(x, c) v = Mul(r, s) y = Add(u, v) }",
+        "agraph (float[2,3,5,4] x, float[2,1,5,4] c, float[2,1,5,4] s) => (float[2,3,5,4] y) <int64[2] k = {2,2}> { "
+        "a = Mul(c, s) b = Mul(s, c) p, q = Split<axis=-1>(x, k) n = Neg(q) r = Concat<axis=-1>(n, p) u = Mul(x, a) "
+        "v = Mul(r, b) y = Add(u, v) }",
+        "agraph (float[2,3,5,4] x, float[2,1,5,4] c, float[2,1,5,4] s) => (float[2,3,5,4] y) <int64[2] k = {2,2}> { "
+        "a = Softmax(c) b = Softmax(s) p, q = Split<axis=-1>(x, k) n = Neg(q) r = Concat<axis=-1>(n, p) u = Mul(x, a) "
+        "v = Mul(r, b) y = Add(u, v) }",
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:

@@ -30,6 +30,34 @@ class MergeMatMuls(Rule):
     symmetric = True
     shapes = "x[...,k] w*[k,n*]:const | x[...,a,k] w*[b,k,n*]:const"
 
+    examples = (
+        "agraph (float[2,40] x) => (float[2,20] a, float[2,40] b) <int64[2] s = {40,60}, float o = {0}, float e = "
+        "{2400}, float d = {1}, int64[1] z = {0}, int64[1] i = {20}, int64[1] j = {60}, int64[1] l = {1}> "
+        "{ v = Range(o, e, d) w = Reshape(v, s) p = Slice(w, z, i, l) q = Slice(w, i, j, l) a = MatMul(x, q) b = "
+        "MatMul(x, p) }",
+        "agraph (float[2,40] x) => (float[2,20] a, float[2,30] b) <int64[2] s = {40,60}, float o = {0}, float e = "
+        "{2400}, float d = {1}, int64[1] z = {0}, int64[1] i = {20}, int64[1] k = {30}, int64[1] j = {60}, "
+        "int64[1] l = {1}> "
+        "{ v = Range(o, e, d) w = Reshape(v, s) p = Slice(w, z, i, l) q = Slice(w, k, j, l) a = MatMul(x, p) b = "
+        "MatMul(x, q) }",
+        "agraph (float[2,40] x) => (float[2,20] a, float[2,20] b, float[2,20] c) <int64[2] s = {40,60}, float o = "
+        "{0}, float e = {2400}, float d = {1}, int64[1] z = {0}, int64[1] i = {20}, int64[1] k = {40}, int64[1] j "
+        "= {60}, int64[1] l = {1}> "
+        "{ v = Range(o, e, d) w = Reshape(v, s) p = Slice(w, z, i, l) q = Slice(w, i, k, l) r = Slice(w, k, j, l) "
+        "a = MatMul(x, r) b = MatMul(x, p) c = MatMul(x, q) }",
+        "agraph (float[2,20] x) => (float[2,60] a, float[2,60] b) <int64[2] s = {40,60}, float o = {0}, float e = "
+        "{2400}, float d = {1}, int64[1] z = {0}, int64[1] i = {20}, int64[1] k = {40}, int64[1] l = {0}> "
+        "{ v = Range(o, e, d) w = Reshape(v, s) p = Slice(w, z, i, l) q = Slice(w, i, k, l) a = MatMul(x, p) b = "
+        "MatMul(x, q) }",
+        "agraph (float[2,40] x) => (float[2,60] a, float[2,30] b) <int64[2] s = {40,60}, float o = {0}, float e = "
+        "{2400}, float d = {1}, int64[1] z = {0}, int64[1] i = {30}, int64[1] l = {1}> "
+        "{ v = Range(o, e, d) w = Reshape(v, s) p = Slice(w, z, i, l) a = MatMul(x, w) b = MatMul(x, p) }",
+        "agraph (float[2,40] x) => (float[2,30] a, float[2,30] b) <int64[2] s = {40,60}, float o = {0}, float e = "
+        "{2400}, float d = {1}, int64[1] z = {0}, int64[1] i = {30}, int64[1] j = {60}, int64[1] l = {1}> "
+        "{ v = Range(o, e, d) w = Reshape(v, s) u = Neg(w) p = Slice(w, z, i, l) q = Slice(u, i, j, l) a = "
+        "MatMul(x, p) b = MatMul(x, q) }",
+    )
+
     def source(self, op: Op, x: Any, *w: Any) -> Any:
         return [op.MatMul(x, wi) for wi in w]
 
@@ -392,6 +420,20 @@ class AssociateMatMulsRight(Rule):
     spreads = True
     dtypes = NUMBERS
     shapes = "x[...,a,b] y[...,b,c] z[...,c,d]"
+
+    # At the limit of what is multiplied out, and beyond it.
+    examples = (
+        "agraph (float[3,2] x) => (float[3,2048] y) <int64[2] s = {2,1048576}, int64[2] t = {1048576,2048}, "
+        "float o = {1}> { u = Expand(o, s) v = Expand(o, t) p = MatMul(x, u) y = MatMul(p, v) }",
+        "agraph (float[3,2] x, float[1048576,4096] z) => (float[3,4096] y) <int64[2] s = {2,1048576}, float o = {1}> "
+        "{ u = Expand(o, s) p = MatMul(x, u) y = MatMul(p, z) }",
+    )
+    near_misses = (
+        "agraph (float[3,2] x) => (float[3,4096] y) <int64[2] s = {2,1048576}, int64[2] t = {1048576,4096}, "
+        "float o = {1}> { u = Expand(o, s) v = Expand(o, t) p = MatMul(x, u) y = MatMul(p, v) }",
+        "agraph (float[3,4096] x) => (float[3,1048576] y) <int64[2] s = {4096,2}, int64[2] t = {2,1048576}, "
+        "float o = {1}> { u = Expand(o, s) v = Expand(o, t) p = MatMul(x, u) y = MatMul(p, v) }",
+    )
 
     def source(self, op: Op, x: Any, y: Any, z: Any) -> Any:
         return op.MatMul(op.MatMul(x, y), z)

@@ -154,12 +154,8 @@ class _Trace:
                 if start != 0 or step != 1 or end < LARGEST:
                     raise Unmappable("a symbolic dimension is cut")
                 continue
-            start, end = (start + size if start < 0 else start), (end + size if end < 0 else end)
-            if step > 0:
-                start, end = min(max(start, 0), size), min(max(end, 0), size)
-            else:
-                start, end = min(max(start, 0), size - 1), min(max(end, -1), size - 1)
-            x = x.slice(axis, start, len(range(start, end, step)), step)
+            taken = range(size)[start:end:step]  # Python counts and cuts off as ONNX does
+            x = x.slice(axis, taken.start, len(taken), step)
         return x
 
     def _split(self, node: Node, value: Value) -> AccessMap:
@@ -187,10 +183,8 @@ class _Trace:
             raise Unmappable("the pads are of another rank")
         if self.fill not in (None, fill):
             raise Unmappable("two pads put in different numbers")
-        before, after = [0] * len(x.dims), [0] * len(x.dims)
-        for i, axis in enumerate(axes):
-            before[axis], after[axis] = pads[i], pads[len(axes) + i]
-        found = x.pad(before, after)
+        ends = [dict(zip(axes, numbers)) for numbers in (pads, pads[len(axes) :])]
+        found = x.pad(*([end.get(axis, 0) for axis in range(len(x.dims))] for end in ends))
         self.fill = fill
         return found
 
@@ -447,6 +441,33 @@ class MergeMovement(RegionRule):
         # One position of a transposed tensor.
         "agraph (float[2,3,4] x) => (float[2,3] y) { i = Constant<value_int=1>() a = Transpose<perm=[2,0,1]>(x) "
         "y = Gather(a, i) }",
+        "agraph (float[N,M,3] x) => (float[N,M,1,3] y) <int64[1] i = {1}> "
+        "{ a = Unsqueeze(x, i) b = Transpose<perm=[0,2,1,3]>(a) y = Relu(b) }",
+        "agraph (float[N,M,1,3] x) => (float[1,N,M,3] y) <int64[1] i = {2}, int64[1] j = {1}> "
+        "{ a = Squeeze(x, i) b = Unsqueeze(a, j) c = Transpose<perm=[1,0,2,3]>(b) y = Relu(c) }",
+        "agraph (float[N,1,M,3] x) => (float[N,M,3,1] y) <int64[1] i = {2}, int64[1] j = {-1}> "
+        "{ a = Transpose<perm=[0,2,1,3]>(x) b = Squeeze(a, i) d = Unsqueeze(b, j) y = Relu(d) }",
+        "agraph (float[2,6,4] x) => (float[2,4,4] y) <int64[6] p = {0,0,-1,0,0,-1}> "
+        "{ a = Transpose<perm=[0,2,1]>(x) b = Pad(a, p) d = Transpose<perm=[0,2,1]>(b) y = Relu(d) }",
+        "agraph (float[2,6,4] x) => (float[2,6,4] y) <int64[6] p = {0,1,-2,0,-1,1}> "
+        "{ a = Transpose<perm=[0,2,1]>(x) b = Pad(a, p) d = Transpose<perm=[0,2,1]>(b) y = Relu(d) }",
+        "agraph (float[2,6,4] x) => (float[2,12,4] y) <int64[3] p = {1,1,2}> "
+        "{ a = Transpose<perm=[0,2,1]>(x) b = Tile(a, p) d = Transpose<perm=[0,2,1]>(b) y = Relu(d) }",
+        "agraph (float[1,6,4] x) => (float[6,4,1] y) <int64[1] p = {2}> "
+        "{ a = Transpose<perm=[1,0,2]>(x) b = Squeeze(a) d = Unsqueeze(b, p) y = Relu(d) }",
+        "agraph (float[1,8,3,2] x) => (float[1,3,2,8] y) <int64[1] p = {2}> "
+        "{ a = DepthToSpace<blocksize=2>(x) b = SpaceToDepth<blocksize=2>(a) "
+        "d = Transpose<perm=[0,2,3,1]>(b) y = Relu(d) }",
+        "agraph (float[1,8,3,2] x) => (float[1,3,2,8] y) <int64[1] p = {2}> "
+        '{ a = DepthToSpace<blocksize=2,mode="CRD">(x) b = SpaceToDepth<blocksize=2>(a) '
+        "d = Transpose<perm=[0,2,3,1]>(b) y = Relu(d) }",
+        "agraph (float[2,12] x) => (float[2,6] y) <int64[2] p = {1,0}, int64[6] q = {1,3,5,7,9,11}> "
+        "{ a = Gather(x, p) b = Gather<axis=1>(a, q) y = Relu(b) }",
+        "agraph (float[1,8,3,2] x) => (float[1,6,4,2] y) <int64[6] s = {1,2,2,2,3,2}, int64[4] t = {1,2,6,4}> "
+        "{ a = Reshape(x, s) b = Transpose<perm=[0,3,4,1,5,2]>(a) d = Reshape(b, t) "
+        "e = Transpose<perm=[0,2,3,1]>(d) y = Relu(e) }",
+        "agraph (float[1,12,3,2] x) => (float[1,24,3] y) <int64[3] s = {1,3,24}> "
+        "{ a = DepthToSpace<blocksize=2>(x) b = Reshape(a, s) d = Transpose<perm=[0,2,1]>(b) y = Relu(d) }",
     )
 
     def __init__(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -224,7 +224,7 @@ class _Unrolled(RegionRule):
             shape[0] is not None and all(reader.type(s).shape == (shape[0], size) for s in states),
             "the states differ in shape",
         )
-        outside = self.outside(reader, steps)
+        outside = self.outside(reader, steps, {*inputs, *states})
         wanted = tuple(i for i, h in enumerate(hiddens) if i == len(steps) - 1 or h in outside)
         cell = self.states == 2 and (steps[-1].values[1] in outside or reader.is_output(steps[-1].values[1]))
         if self.states == 2:
@@ -287,9 +287,17 @@ class _Unrolled(RegionRule):
             gates.append((given[0], hidden[0]))
         return inputs, tuple(gates)
 
-    def outside(self, reader: Reader, steps: Sequence[_Step]) -> set[Value]:
-        """States that are read by other than the steps."""
-        raise NotImplementedError
+    def outside(self, reader: Reader, steps: Sequence[_Step], ends: Collection[Value]) -> set[Value]:
+        """States that are read by other than the steps, which lie between these values and the last states."""
+        inner: set[Value] = set()
+        work = list(steps[-1].values)
+        while work:
+            node = reader.producer(work.pop())
+            if node is not None and node.id not in inner:
+                inner.add(node.id)
+                work.extend(v for v in node.inputs if v not in ends)
+        states = {v for s in steps for v in s.values}
+        return {v for v in states if reader.is_output(v) or any(u.id not in inner for u in reader.users(v))}
 
     # The target
 
@@ -481,37 +489,6 @@ class FuseUnrolledLSTM(_Unrolled):
         # In a next step the cell is multiplied by a gate.
         return not _users(reader, step.values[1], "Mul")
 
-    def outside(self, reader: Reader, steps: Sequence[_Step]) -> set[Value]:
-        out: set[Value] = set()
-        for i, step in enumerate(steps):
-            hidden, cell = step.values
-            inner = 1 if i == len(steps) - 1 else 2  # its Tanh, and the next step's product
-            if reader.is_output(cell) or reader.count_users(cell) > inner:
-                out.add(cell)
-            if reader.is_output(hidden) or _read_outside(
-                reader, hidden, steps[i + 1] if inner == 2 else None
-            ):
-                out.add(hidden)
-        return out
-
-
-def _read_outside(reader: Reader, hidden: Value, later: _Step | None) -> bool:
-    """Whether a hidden state is read by other than the products of the next step."""
-    weights = set() if later is None else {w.value for g in later.gates for v, w in g.terms if v == hidden}
-    for user in reader.users(hidden):
-        if user.op in ("MatMul", "Gemm") and user.inputs[0] == hidden and user.inputs[1] in weights:
-            continue
-        if (
-            user.op == "Concat"
-            and later is not None
-            and all(
-                n.op in ("MatMul", "Gemm") and n.inputs[1] in weights for n in reader.users(user.outputs[0])
-            )
-        ):
-            continue
-        return True
-    return False
-
 
 class FuseUnrolledGRU(_Unrolled):
     """h' = (1 - z) * tanh(n) + z * h, or n + z * (h - n), step by step -> gru(x, h)  with gates z, r, n.
@@ -608,30 +585,6 @@ class FuseUnrolledGRU(_Unrolled):
         hidden = step.values[0]
         return not (_users(reader, hidden, "Mul") or _users(reader, hidden, "Sub"))
 
-    def outside(self, reader: Reader, steps: Sequence[_Step]) -> set[Value]:
-        out: set[Value] = set()
-        for step, later in zip(steps, [*steps[1:], None]):
-            hidden = step.values[0]
-            weights = (
-                set() if later is None else {w.value for g in later.gates for v, w in g.terms if v == hidden}
-            )
-            for user in reader.users(hidden):
-                inner = user.op in ("Mul", "Sub") and later is not None
-                product = user.op in ("MatMul", "Gemm") and user.inputs[1] in weights
-                joined = (
-                    user.op == "Concat"
-                    and later is not None
-                    and all(
-                        n.op in ("MatMul", "Gemm") and n.inputs[1] in weights
-                        for n in reader.users(user.outputs[0])
-                    )
-                )
-                if not (inner or product or joined):
-                    out.add(hidden)
-            if reader.is_output(hidden):
-                out.add(hidden)
-        return out
-
     def biases(self, op: Op, native: _Native, vals: dict[Value, Val]) -> Any:
         _, of_hidden = native.kind
         if not any(native.biases):
@@ -689,14 +642,6 @@ class FuseUnrolledRNN(_Unrolled):
                 )
                 kinds.update(n.op for n in reader.users(user.outputs[0]))
         return step.kind[0] not in kinds
-
-    def outside(self, reader: Reader, steps: Sequence[_Step]) -> set[Value]:
-        out: set[Value] = set()
-        for step, later in zip(steps, [*steps[1:], None]):
-            hidden = step.values[0]
-            if reader.is_output(hidden) or _read_outside(reader, hidden, later):
-                out.add(hidden)
-        return out
 
     def attributes(self, native: _Native) -> dict[str, Any]:
         return {"activations": (native.kind[0],)} if native.kind[0] != "Tanh" else {}

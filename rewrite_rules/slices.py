@@ -817,6 +817,8 @@ class PullBinaryOutOfConcat(RegionRule):
         "{ p = Mul(x, a) q = Mul(z, a) y = Concat<axis=1>(p, q) }",
     )
     near_misses = (
+        "agraph (float[N,2] x, float[N,3] z, int64[2] a, float[3] b) => (float[N,5] y) "
+        "{ p = Pow(x, a) q = Pow(z, b) y = Concat<axis=1>(p, q) }",
         "agraph (float[N,2] x, float[2] a) => (float[N,4] y) { p = Add(x, a) y = Concat<axis=1>(p, p) }",
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from math import prod
 from typing import Any
 
 from rewrite_rules.axes import (
@@ -625,16 +626,10 @@ def _whole_moves(
 
 def _resolved(sizes: Sequence[int], shape: Sequence[int]) -> list[int]:
     """A Reshape's target shape with its 0s and its -1 filled in; refuses tensors without elements."""
-    total = 1
-    for d in sizes:
-        total *= d
-    require(total > 0, "a dimension is 0")
-    out = [int(d) for d in shape]
-    require(all(d != 0 for d in out), "a dimension is copied")
-    rest = 1
-    for d in out:
-        rest *= d if d > 0 else 1
-    return [total // rest if d < 0 else d for d in out]
+    require(0 not in sizes, "a dimension is 0")
+    require(0 not in shape, "a dimension is copied")
+    left = prod(sizes) // abs(prod(shape))
+    return [left if d == -1 else d for d in shape]
 
 
 _BROADCAST = frozenset(BROADCAST)

@@ -10,9 +10,12 @@ from typing import Any
 import pytest
 
 from rewrite_rules import LIBRARY
-from xrlflow.rewrite import Captures, Op, Rule, Val, require, worthwhile
+from xrlflow.ir import Node
+from xrlflow.onnxio import load
+from xrlflow.rewrite import Captures, Op, Reader, Region, RegionRule, Rule, Val, require, worthwhile
 from xrlflow.verify.rules.code import functions_of, mutants_of, put
 from xrlflow.verify.rules.codehunt import KILLED, CodeHunt, Found
+from xrlflow.verify.rules.proof import parse
 from xrlflow.verify.rules.thresholds import function_of
 
 EXPLAINED = Path(__file__).parents[2] / "rules" / "survivors.json"
@@ -87,6 +90,93 @@ def test_mutants_are_found_out() -> None:
     assert found["x.size(0) < 6 -> x.size(0) <= 6"].verdict == "right"
 
 
+class Least(RegionRule):
+    """neg(relu(x)) -> min(neg(x), 0), unless it is of many numbers."""
+
+    proof = "numeric"
+    relies_on = "-max(x, 0) = min(-x, 0)"
+    anchors = ("Neg",)
+    examples = ("agraph (float[3] x) => (float[3] y) { a = Relu(x) y = Neg(a) }",)
+    near_misses = ("agraph (float[30] x) => (float[30] y) { a = Relu(x) y = Neg(a) }",)
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        inner = reader.producer(node.inputs[0])
+        if inner is None or inner.op != "Relu":
+            return None
+        return self.small(reader, node, inner)
+
+    def small(self, reader: Reader, node: Node, inner: Node) -> Region | None:
+        size = reader.val(inner.inputs[0]).shape
+        require(size == () or size[0] != 30, "it is large")
+        return Region(node.outputs, (inner.inputs[0],), (node,))
+
+    def target(self, op: Op, region: Region, x: Val) -> Any:
+        return op.Min(op.Neg(x), 0.0)
+
+
+class Remembers(Least):
+    """What a graph's inputs come to is decided once."""
+
+    def __init__(self) -> None:
+        self.known: dict[object, bool] = {}
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        inner = reader.producer(node.inputs[0])
+        if inner is None or inner.op != "Relu":
+            return None
+        key = reader.type(inner.inputs[0])
+        if key not in self.known:
+            self.known[key] = self.fits(reader, inner)
+        require(self.known[key], "it is large")
+        return Region(node.outputs, (inner.inputs[0],), (node,))
+
+    def fits(self, reader: Reader, inner: Node) -> bool:
+        return reader.val(inner.inputs[0]).shape[:1] != (30,)
+
+
+def test_what_a_rule_remembers_hides_no_mutant() -> None:
+    rule = Remembers()
+    hunt = CodeHunt(rule)
+    fits = next(f for k, f in hunt.functions.items() if k.endswith("fits"))
+    (mutant,) = [m for m in mutants_of(fits) if m.mutant.kind == "comparison"]
+    assert hunt.judge(fits, mutant, further=False).killed
+
+
+def test_what_mutants_did_is_not_remembered() -> None:
+    """The conditions of one mutant say nothing of the next."""
+    hunt = CodeHunt(Twice())
+    functions = {k.rpartition(".")[2]: f for k, f in hunt.functions.items()}
+    for mutant in mutants_of(functions["where"]):
+        hunt.judge(functions["where"], mutant, further=False)
+    (mutant,) = mutants_of(functions["target"])
+    assert hunt.judge(functions["target"], mutant, further=False).verdict == "wrong"
+
+
+def test_only_graphs_that_come_to_a_change_are_asked() -> None:
+    hunt = CodeHunt(Least())
+    functions = {k.rpartition(".")[2]: f for k, f in hunt.functions.items()}
+    everywhere = next(mutants_of(functions["find"]))
+    within = next(mutants_of(functions["small"]))
+    assert 0 < len(hunt.reaching(within)) < len(hunt.reaching(everywhere))
+    lines = {line for _, line in within.lines}
+    assert all(lines & {n for _, n in k.lines} for k in hunt.reaching(within))
+
+
+def test_given_graphs_are_asked_too() -> None:
+    source = "agraph (float[2,3,4,5,6,7,8] x) => (float[2,3,4,5,6,7,8] y) { a = Relu(x) y = Neg(a) }"
+    hunts = [CodeHunt(Least(), 0, [load(parse(source)).graph]), CodeHunt(Least())]
+    ranks = [
+        {len(k.problem.graph.type(k.problem.graph.inputs[0]).shape or ()) for k in h.corpus} for h in hunts
+    ]
+    assert 7 in ranks[0]
+    assert 7 not in ranks[1]
+
+
+def test_the_numbers_beside_a_change_are_known() -> None:
+    where = next(f for k, f in functions_of(Twice()).items() if k.endswith("where"))
+    assert {m.mutant.change: m.numbers for m in mutants_of(where)}["x.size(0) > 2 -> x.size(0) > 3"] == {0, 2}
+
+
 class Wrong(Twice):
     """relu(relu(x)) -> x."""
 
@@ -100,18 +190,19 @@ def test_a_wrong_rule_has_no_mutants() -> None:
 
 
 def test_what_takes_too_long_loops() -> None:
-    from xrlflow.verify.rules.codehunt import _limited, _TooLong
+    from xrlflow.verify.rules.codehunt import TooLong, limited
 
     def wait() -> None:
         while True:
             pass
 
-    with pytest.raises(_TooLong), _limited(0.05):
+    with pytest.raises(TooLong), limited(0.05):
         wait()
 
 
 def explained() -> dict[str, str]:
-    return json.loads(EXPLAINED.read_text())  # type: ignore[no-any-return]
+    """Why survivors are right, by name."""
+    return {name: why for why, names in json.loads(EXPLAINED.read_text()).items() for name in names}
 
 
 def test_explained_survivors_are_mutants_of_the_library() -> None:

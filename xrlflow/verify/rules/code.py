@@ -11,7 +11,7 @@ import copy
 import inspect
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -44,7 +44,7 @@ _QUANTIFIERS = {"all": "any", "any": "all"}
 # The classes around a function, and the function.
 Chain = tuple[ast.ClassDef | ast.FunctionDef, ...]
 # What says why, and what only tells the type checker something.
-_IDLE = (ast.Assert, ast.Raise, ast.JoinedStr, ast.AnnAssign)
+_IDLE = (ast.Assert, ast.Raise, ast.JoinedStr)
 _REASONED = ("require", "worthwhile")
 
 
@@ -131,34 +131,37 @@ def _chain(module: str, first: int, name: str) -> Chain | None:
     return search(_tree(module).body, ())
 
 
-def _places(function: ast.AST) -> Iterator[tuple[ast.AST, str]]:
-    """The nodes that can be changed, each with whether it stands in a subscript ("boundary") or not ("")."""
+def _places(function: ast.AST) -> Iterator[tuple[ast.AST, str, ast.expr]]:
+    """The nodes that can be changed, each with whether it stands in a subscript ("boundary") or not (""), and with the
+    outermost expression around it: whoever comes to the node comes to one of the lines of that."""
 
-    def walk(node: ast.AST, inside: str) -> Iterator[tuple[ast.AST, str]]:
+    def walk(node: ast.AST, inside: str, span: ast.expr | None) -> Iterator[tuple[ast.AST, str, ast.expr]]:
         if isinstance(node, _IDLE):
             return
-        yield node, inside
+        if isinstance(node, ast.expr):
+            span = span or node
+            yield node, inside, span
         if isinstance(node, ast.Subscript):
-            yield from walk(node.value, inside)
-            yield from walk(node.slice, "boundary")
+            yield from walk(node.value, inside, span)
+            yield from walk(node.slice, "boundary", span)
             return
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _REASONED:
-            yield from walk(node.args[0], "")
+            yield from walk(node.args[0], "", span)
             return
         for name, child in ast.iter_fields(node):
             if name in ("annotation", "returns", "decorator_list", "args") and isinstance(
-                node, (ast.FunctionDef, ast.arg, ast.arguments)
+                node, (ast.FunctionDef, ast.arg, ast.arguments, ast.AnnAssign)
             ):
                 continue
             for item in child if isinstance(child, list) else [child]:
                 if isinstance(item, ast.AST):
-                    yield from walk(item, inside)
+                    yield from walk(item, inside, span)
 
     assert isinstance(function, ast.FunctionDef)
     for statement in function.body:
         if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
             continue  # the docstring
-        yield from walk(statement, "")
+        yield from walk(statement, "", None)
 
 
 def _changes(node: ast.AST, inside: str) -> Iterator[tuple[str, str, Any]]:
@@ -199,12 +202,37 @@ def _set(node: ast.AST, field: str, value: Any) -> Any:
     return old
 
 
+def places_of(function: FunctionType) -> frozenset[frozenset[tuple[str, int]]]:
+    """The lines of each place where a function can be changed."""
+    code = function.__code__
+    chain = _chain(function.__module__, code.co_firstlineno, code.co_name)
+    found = _places(chain[-1]) if chain is not None else ()
+    return frozenset(
+        _lines(function, span) for node, inside, span in found if any(True for _ in _changes(node, inside))
+    )
+
+
+def _lines(function: FunctionType, span: ast.expr) -> frozenset[tuple[str, int]]:
+    file = function.__code__.co_filename
+    return frozenset((file, n) for n in range(span.lineno, (span.end_lineno or span.lineno) + 1))
+
+
+def _numbers(function: FunctionType, span: ast.expr) -> frozenset[int]:
+    """The whole numbers in an expression, written or by the names that a module has for them."""
+    values = [n.value for n in ast.walk(span) if isinstance(n, ast.Constant)]
+    values += [function.__globals__.get(n.id) for n in ast.walk(span) if isinstance(n, ast.Name)]
+    return frozenset(v for v in values if type(v) is int)
+
+
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """A mutant and its code."""
+    """A mutant and its code; who comes to what is changed comes to one of these lines, in an expression with these
+    numbers."""
 
     mutant: CodeMutant
     code: CodeType
+    lines: frozenset[tuple[str, int]]
+    numbers: frozenset[int]
 
 
 def mutants_of(function: FunctionType) -> Iterator[Compiled]:
@@ -219,7 +247,7 @@ def mutants_of(function: FunctionType) -> Iterator[Compiled]:
         :1
     ]
     seen = Counter[str]()
-    for node, inside in list(_places(definition)):
+    for node, inside, span in list(_places(definition)):
         for kind, field, value in list(_changes(node, inside)):
             before = _text(node, tree)
             old = _set(node, field, value)
@@ -235,7 +263,8 @@ def mutants_of(function: FunctionType) -> Iterator[Compiled]:
                 for c in codes(made)
                 if c.co_name == code.co_name and c.co_firstlineno == code.co_firstlineno
             )
-            yield Compiled(CodeMutant(module, function.__qualname__, kind, change, number), found)
+            mutant = CodeMutant(module, function.__qualname__, kind, change, number)
+            yield Compiled(mutant, found, _lines(function, span), _numbers(function, span))
 
 
 def _text(node: ast.AST, tree: ast.AST) -> str:
@@ -266,18 +295,22 @@ def put(function: FunctionType, code: CodeType) -> Iterator[None]:
     home = function.__module__.partition(".")[0]
     original = function.__code__
     function.__code__ = code
-    _forget(home)
+    forget(home)
     try:
         yield
     finally:
         function.__code__ = original
-        _forget(home)
+        forget(home)
 
 
-def _forget(home: str) -> None:
-    for name, module in list(sys.modules.items()):
-        if name.partition(".")[0] == home:
-            for value in list(vars(module).values()):
-                clear = getattr(value, "cache_clear", None)
-                if clear is not None:
-                    clear()
+def forget(home: str) -> None:
+    """What functions of a package remember is forgotten."""
+    for clear in _caches(home):
+        clear()
+
+
+@lru_cache(maxsize=8)
+def _caches(home: str) -> tuple[Callable[[], None], ...]:
+    modules = [m for name, m in list(sys.modules.items()) if name.partition(".")[0] == home]
+    values = {id(v): v for m in modules for v in vars(m).values()}
+    return tuple(clear for v in values.values() if (clear := getattr(v, "cache_clear", None)) is not None)

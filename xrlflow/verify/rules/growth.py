@@ -1,0 +1,288 @@
+"""Larger graphs: operators behind an output of a known one, or before an input.
+
+What rules say of movements of data (chains of Reshape, Transpose, Slice, Split, Concat and so on) depends on many
+numbers at once, more than there are examples of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from xrlflow.ir import FLOATS, Attr, DType, TensorType
+from xrlflow.verify.rules.draw import Draw
+from xrlflow.verify.rules.sketch import Place, Problem, Sketch, SketchConst, SketchNode, Unbuildable, build
+
+_MOST_ELEMENTS = 4096
+_UNARY = ("Relu", "Neg", "Tanh", "Identity", "Exp", "Softmax")
+
+
+@dataclass(slots=True)
+class _Growing:
+    """A sketch that gets more nodes at its end."""
+
+    inputs: list[TensorType]
+    consts: list[SketchConst]
+    nodes: list[SketchNode]
+
+    def const(self, numbers: Any, dtype: DType = DType.INT64) -> Place:
+        array = np.asarray(numbers, np.int64 if dtype == DType.INT64 else np.float32)
+        self.consts.append(SketchConst(array, dtype))
+        return Place("const", len(self.consts) - 1)
+
+    def node(self, op: str, *inputs: Place | None, outputs: int = 1, **attrs: Attr) -> Place:
+        self.nodes.append(SketchNode(op, inputs, attrs, outputs))
+        return Place("node", len(self.nodes) - 1)
+
+
+Shape = tuple[int, ...]
+# Puts an operator behind a value of a shape.
+Step = Callable[[_Growing, Place, Shape, Draw], Place]
+
+
+def grown(problems: Sequence[Problem], draw: Draw) -> Iterator[Problem]:
+    """Graphs that are one of these with one to three operators more, without end if there are any."""
+    misses = 0
+    while problems and misses < 1000:
+        problem = draw.choice(problems)
+        try:
+            for _ in range(draw.choice([1, 1, 2, 3])):
+                sketch = _before(problem, draw) if draw.chance(0.3) else _behind(problem, draw)
+                problem = build(sketch)
+        except (Unbuildable, IndexError, ValueError):  # there is no such operator for this shape
+            misses += 1
+            continue
+        yield problem
+
+
+def _behind(problem: Problem, draw: Draw) -> Sketch:
+    sketch = problem.sketch
+    at = draw.integer(0, len(sketch.outputs) - 1)
+    type = problem.graph.type(problem.graph.outputs[at])
+    growing = _Growing(list(sketch.inputs), list(sketch.consts), list(sketch.nodes))
+    last = draw.choice(_STEPS)(growing, sketch.outputs[at], _sizes(type), draw)
+    outputs = list(sketch.outputs)
+    if draw.chance(0.8):
+        outputs[at] = last
+    else:
+        outputs.append(last)
+    return replace(
+        sketch,
+        inputs=tuple(growing.inputs),
+        consts=tuple(growing.consts),
+        nodes=tuple(growing.nodes),
+        outputs=tuple(outputs),
+        drawn=frozenset(),
+        dims={},
+    )
+
+
+def _before(problem: Problem, draw: Draw) -> Sketch:
+    """An input is computed by an operator, of an input of such a shape that it gets the old one."""
+    sketch = problem.sketch
+    at = draw.integer(0, len(sketch.inputs) - 1)
+    type = sketch.inputs[at]
+    shape = type.shape
+    if not shape or at in sketch.hidden or not all(isinstance(d, int) for d in shape):
+        raise Unbuildable("the shape is not known")
+    sizes = _sizes(type)
+    growing = _Growing(list(sketch.inputs), list(sketch.consts), [])
+    place = Place("input", at)
+    kind = draw.choice(["Transpose", "Reshape", "Slice", "Unsqueeze", "Concat", "Split", "Relu"])
+    axis = draw.integer(0, len(sizes) - 1)
+
+    def of(*dims: int) -> None:
+        growing.inputs[at] = TensorType(type.dtype, dims)
+
+    def with_axis(size: int) -> Shape:
+        return (*sizes[:axis], size, *sizes[axis + 1 :])
+
+    if kind == "Transpose":
+        perm = draw.permutation(len(sizes))
+        of(*(sizes[perm.index(i)] for i in range(len(sizes))))
+        made = growing.node("Transpose", place, perm=perm)
+    elif kind == "Reshape":
+        of(*_reshaped(sizes, draw))
+        made = growing.node("Reshape", place, growing.const(sizes))
+    elif kind == "Slice":
+        start, more = draw.integer(0, 2), draw.integer(0, 2)
+        of(*with_axis(start + sizes[axis] + more))
+        ends = [start + sizes[axis]]
+        made = growing.node(
+            "Slice", place, growing.const([start]), growing.const(ends), growing.const([axis])
+        )
+    elif kind == "Unsqueeze" and sizes[axis] == 1:
+        of(*sizes[:axis], *sizes[axis + 1 :])
+        made = growing.node("Unsqueeze", place, growing.const([axis]))
+    elif kind == "Concat" and sizes[axis] > 1:
+        part = draw.integer(1, sizes[axis] - 1)
+        of(*with_axis(part))
+        growing.inputs.append(TensorType(type.dtype, with_axis(sizes[axis] - part)))
+        made = growing.node("Concat", place, Place("input", len(growing.inputs) - 1), axis=axis)
+    elif kind == "Split":
+        other = draw.integer(1, 3)
+        of(*with_axis(sizes[axis] + other))
+        made = growing.node("Split", place, growing.const([sizes[axis], other]), axis=axis, outputs=2)
+    else:
+        made = growing.node("Relu", place)
+
+    def moved(old: Place | None) -> Place | None:
+        if old == place:
+            return made
+        shifts = old is not None and old.kind == "node"
+        return replace(old, index=old.index + len(growing.nodes)) if shifts and old is not None else old
+
+    nodes = [*growing.nodes, *(replace(n, inputs=tuple(map(moved, n.inputs))) for n in sketch.nodes)]
+    outputs = tuple(p for o in sketch.outputs if (p := moved(o)) is not None)
+    return replace(
+        sketch,
+        inputs=tuple(growing.inputs),
+        consts=tuple(growing.consts),
+        nodes=tuple(nodes),
+        outputs=outputs,
+        drawn=frozenset(),
+        dims={},
+    )
+
+
+def _sizes(type: TensorType) -> Shape:
+    """A shape, symbols taken for 2. Raises Unbuildable if the rank is not known, or for a large one."""
+    if type.shape is None or type.dtype not in FLOATS:
+        raise Unbuildable("nothing is known of it")
+    sizes = tuple(d if isinstance(d, int) else 2 for d in type.shape)
+    if prod(sizes) > _MOST_ELEMENTS:
+        raise Unbuildable("it is large")
+    return sizes
+
+
+def _reshaped(sizes: Shape, draw: Draw) -> Shape:
+    """Another shape with as many elements."""
+    kind = draw.integer(0, 3)
+    at = draw.integer(0, len(sizes) - 1)
+    if kind == 0 and len(sizes) > 1:
+        at = draw.integer(0, len(sizes) - 2)
+        return (*sizes[:at], sizes[at] * sizes[at + 1], *sizes[at + 2 :])
+    if kind == 1:
+        factors = [f for f in range(1, sizes[at] + 1) if sizes[at] % f == 0] or [1]
+        factor = draw.choice(factors)
+        return (*sizes[:at], factor, sizes[at] // factor, *sizes[at + 1 :])
+    if kind == 2:
+        return tuple(s for s in sizes if s != 1)
+    return sizes[::-1] if draw.chance(0.5) else (prod(sizes),)
+
+
+def _transpose(g: _Growing, x: Place, sizes: Shape, draw: Draw) -> Place:
+    return g.node("Transpose", x, perm=draw.permutation(len(sizes)))
+
+
+def _reshape(g: _Growing, x: Place, sizes: Shape, draw: Draw) -> Place:
+    numbers = list(_reshaped(sizes, draw))
+    if numbers and draw.chance(0.3):
+        numbers[draw.integer(0, len(numbers) - 1)] = -1
+    if numbers[:1] == list(sizes[:1]) and draw.chance(0.3):
+        numbers[0] = 0
+    return g.node("Reshape", x, g.const(numbers))
+
+
+def _unsqueeze(g: _Growing, x: Place, sizes: Shape, draw: Draw) -> Place:
+    return g.node("Unsqueeze", x, g.const([draw.integer(-len(sizes) - 1, len(sizes))]))
+
+
+def _squeeze(g: _Growing, x: Place, sizes: Shape, draw: Draw) -> Place:
+    return g.node("Squeeze", x, g.const([draw.choice([i for i, s in enumerate(sizes) if s == 1])]))
+
+
+def _slice(g: _Growing, x: Place, sizes: Shape, draw: Draw) -> Place:
+    axis = draw.integer(0, len(sizes) - 1)
+    size, step = sizes[axis], draw.choice([1, 1, 1, 2, 3, -1, -2])
+    start, end = draw.integer(-size, size), draw.integer(-size, size + 1)
+    if draw.chance(0.2):
+        end = 2**63 - 1 if step > 0 else -(2**63) + 1
+    return g.node("Slice", x, g.const([start]), g.const([end]), g.const([axis]), g.const([step]))
+
+
+def _split(g: _Growing, x: Place, sizes: Shape, draw: Draw) -> Place:
+    axis = draw.choice([i for i, s in enumerate(sizes) if s > 1])
+    parts = [draw.integer(1, sizes[axis] - 1)]
+    parts.append(sizes[axis] - parts[0])
+    first = g.node("Split", x, g.const(parts), axis=axis, outputs=2)
+    second = replace(first, output=1)
+    kind = draw.integer(0, 3)
+    if kind == 0:
+        return second
+    if kind == 1:
+        second = g.node("Relu", second)
+    a, b = (second, first) if draw.chance(0.4) else (first, second)
+    return g.node("Concat", a, b, axis=axis)
+
+
+def _concat(g: _Growing, x: Place, sizes: Shape, draw: Draw) -> Place:
+    axis = draw.integer(0, len(sizes) - 1)
+    other = x if draw.chance(0.4) else g.node("Neg", x)
+    return g.node("Concat", *((x, other) if draw.chance(0.5) else (other, x)), axis=axis)
+
+
+def _expand(g: _Growing, x: Place, sizes: Shape, draw: Draw) -> Place:
+    wanted = [draw.integer(1, 3) if s == 1 else draw.choice([s, 1]) for s in sizes]
+    if draw.chance(0.4):
+        wanted = [draw.integer(1, 2), *wanted]
+    return g.node("Expand", x, g.const(wanted))
+
+
+def _tile(g: _Growing, x: Place, sizes: Shape, draw: Draw) -> Place:
+    return g.node("Tile", x, g.const([draw.choice([1, 1, 2]) for _ in sizes]))
+
+
+def _pad(g: _Growing, x: Place, sizes: Shape, draw: Draw) -> Place:
+    return g.node("Pad", x, g.const([draw.choice([0, 0, 1, 2, -1]) for _ in range(2 * len(sizes))]))
+
+
+def _gather(g: _Growing, x: Place, sizes: Shape, draw: Draw) -> Place:
+    axis = draw.integer(0, len(sizes) - 1)
+    size = sizes[axis]
+    kind = draw.integer(0, 3)
+    indices: Any = [draw.integer(-size, size - 1) for _ in range(draw.integer(1, 3))]
+    if kind == 0:
+        indices = list(range(size))[draw.integer(0, 1) :]
+    elif kind == 1:
+        indices = draw.permutation(size)
+    elif kind == 2:
+        indices = indices[0]
+    return g.node("Gather", x, g.const(indices), axis=axis)
+
+
+def _blocks(g: _Growing, x: Place, sizes: Shape, draw: Draw) -> Place:
+    op = draw.choice(["DepthToSpace", "SpaceToDepth"])
+    if op == "SpaceToDepth":
+        return g.node(op, x, blocksize=2)
+    return g.node(op, x, blocksize=2, mode=draw.choice(["DCR", "CRD"]))
+
+
+def _unary(g: _Growing, x: Place, sizes: Shape, draw: Draw) -> Place:
+    return g.node(draw.choice(_UNARY), x)
+
+
+def _binary(g: _Growing, x: Place, sizes: Shape, draw: Draw) -> Place:
+    shape = tuple(1 if draw.chance(0.5) else s for s in sizes[draw.integer(0, len(sizes)) :])
+    other = g.const(draw.eighths(shape), DType.FLOAT) if draw.chance(0.8) else x
+    pair = (x, other) if draw.chance(0.6) else (other, x)
+    return g.node(draw.choice(["Add", "Mul", "Sub", "Div"]), *pair)
+
+
+def _reduce(g: _Growing, x: Place, sizes: Shape, draw: Draw) -> Place:
+    axes = g.const([draw.axis(len(sizes))])
+    return g.node(draw.choice(["ReduceSum", "ReduceMean", "ReduceMax"]), x, axes, keepdims=draw.integer(0, 1))
+
+
+def _product(g: _Growing, x: Place, sizes: Shape, draw: Draw) -> Place:
+    return g.node("MatMul", x, g.const(draw.eighths((sizes[-1], draw.integer(1, 3))), DType.FLOAT))
+
+
+_STEPS: tuple[Step, ...] = (
+    *(_transpose, _transpose, _reshape, _reshape, _unsqueeze, _squeeze, _slice, _slice, _split, _concat),
+    *(_expand, _tile, _pad, _gather, _blocks, _unary, _binary, _reduce, _product),
+)
