@@ -106,6 +106,40 @@ def test_what_may_hold_is_not_believed_either() -> None:
         assert_same_outputs(run(graph, values), run(result.model, values))
 
 
+CLAIMS = {
+    "a sequence from a branch": """
+        sn = Sin (x) mean = ReduceMean <keepdims = 0> (sn) c = Greater (mean, lim)
+        q = If (c) <then_branch = t () => (seq(float[1,8]) a) { a = SequenceConstruct (x) },
+                    else_branch = e () => (seq(float[1,8]) b) {
+                        i = ReduceMax <keepdims = 1> (x, ax) b = SequenceConstruct (i) }>
+        h = SequenceAt (q, z) r = ReduceSum (h, ax) y = Neg (r)""",
+    "what a loop collects": """
+        sn = Sin (x) s0 = ReduceMean <keepdims = 0> (sn) c0 = Greater (s0, lim) n = Shape <start = 0, end = 1> (x)
+        count = Where (c0, n, one)
+        s, u = Loop (k, , x) <body = b (int64 i, bool g, float[n,8] state) => (bool g2, float[n,8] s2, float[1,8] w) {
+            g2 = Identity (g) s2 = Add (state, state) w, wi = TopK <axis = 0> (state, count) }>
+        r = ReduceSum <keepdims = 1> (u, ax) y = Neg (r)""",
+    "an operator of the second domain of ONNX": """
+        h = ai.onnx.ml.Normalizer <norm = "MAX"> (x) r = ReduceSum <keepdims = 1> (h, ax) y = Neg (r)""",
+}
+
+
+@pytest.mark.parametrize("name", CLAIMS)
+def test_claims_that_hold_for_some_inputs(name: str) -> None:
+    """Each says of a dimension that it is 1, which it is on the inputs that are verified, and not of others."""
+    proto = onnx.parser.parse_model(f"""<ir_version: 9, opset_import: ["" : 20, "ai.onnx.ml" : 3]>
+        g (float[n,8] x) => (float[a,b] y)
+        <int64 z = {{0}}, int64[1] ax = {{0}}, int64[1] one = {{1}}, int64 k = {{2}}, float lim = {{0.9999}}>
+        {{ {CLAIMS[name]} }}""")
+    if "operator" in name:
+        proto.graph.value_info.append(declare("h", F, (1, 8)))
+    given = {"x": np.ones((1, 8), np.float32)}
+    result = xrlflow.optimize(proto, search="greedy", cost=Roofline(), measure=False, inputs=given)
+    for n in (1, 3):
+        values = {"x": np.full((n, 8), np.pi / 2, np.float32)}
+        assert_same_outputs(run(proto, values), run(result.model, values))
+
+
 RIGHT = {
     "an output": chain((2, 4, 8), (2, 4, 8)),
     "symbols": chain(("n", "m", 8), ("n", "m", 8), x=("n", "m", 8)),

@@ -14,7 +14,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from tests.onnxio.support import model
 from tests.onnxio.test_errors import external, refused
-from xrlflow.onnxio import wire
+from xrlflow.onnxio import ModelError, load, to_proto, wire
 
 make, declare = helper.make_node, helper.make_tensor_value_info
 X = declare("x", TensorProto.FLOAT, [2, 3])
@@ -274,3 +274,26 @@ def test_sparse_initialisers(tmp_path: Path, change: Callable[[onnx.SparseTensor
     change(sparse)
     (tmp_path / "m.onnx").write_bytes(proto.SerializeToString())
     refused(tmp_path / "m.onnx", "not as ONNX has it|'bad' has the dimensions")
+
+
+def test_a_shape_of_a_billion_dimensions() -> None:
+    """ONNX's inference would take the memory for all of them."""
+    inputs = [X, declare("shape", TensorProto.INT64, [1 << 32])]
+    proto = model([make("Expand", ["x", "shape"], ["y"], name="bad")], inputs, [Y])
+    with pytest.raises(ModelError, match=r"node 'bad' .*no tensor has so many dimensions"):
+        load(proto)
+
+
+def test_texts_that_nothing_depends_on_need_not_be_text() -> None:
+    body = helper.make_graph(
+        [make("Neg", ["x"], ["t"])], "BODYNAME", [], [declare("t", TensorProto.FLOAT, None)]
+    )
+    node = make("If", ["c"], ["y"], then_branch=body, else_branch=body, doc_string="DOCSTRING")
+    data = (
+        of(node)
+        .SerializeToString()
+        .replace(b"BODYNAME", b"BODY\xff\xfeME")
+        .replace(b"DOCSTRING", b"DOC\xfdTRING")
+    )
+    imported = load(data)
+    onnx.load_from_string(to_proto(imported, imported.graph).SerializeToString())

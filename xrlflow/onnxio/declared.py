@@ -17,7 +17,7 @@ import onnx.defs
 
 from xrlflow.ir import Attrs, Body, Dim, TensorType, TypeConflict, merge_types
 from xrlflow.onnxio.protos import subgraphs
-from xrlflow.onnxio.shapes import is_made_up, without_symbols
+from xrlflow.onnxio.shapes import is_made_up, tensors, without_symbols
 from xrlflow.ops.infer import type_of_proto
 
 _LOOPS = ("Loop", "Scan")
@@ -30,13 +30,18 @@ class Contradiction(Exception):
         super().__init__(f"{name!r} is declared {declared.as_const(False)} and is {found.as_const(False)}")
 
 
-def check(name: str, declared: TensorType, found: TensorType) -> TensorType:
-    """What both types say. Raises Contradiction if they cannot both be true."""
+def check(name: str, declared: TensorType, found: TensorType, proven: bool = False) -> TensorType:
+    """What both types say. Raises Contradiction if they cannot both be true.
+
+    `proven`: also if a size is declared that does not follow.
+    """
     try:
         both = merge_types(found, declared)
     except TypeConflict as error:
         raise Contradiction(name, declared, found) from error
-    if any(_is_open(a) and isinstance(b, int) for a, b in zip(found.shape or (), both.shape or ())):
+    known = (None,) * len(both.shape or ()) if found.shape is None else found.shape
+    open_ = [a for a, b in zip(known, both.shape or ()) if isinstance(b, int) and a != b]
+    if open_ if proven else any(map(_is_open, open_)):
         raise Contradiction(name, declared, found)
     return both
 
@@ -48,7 +53,7 @@ def _is_open(dim: Dim) -> bool:
 
 def is_defined(node: onnx.NodeProto) -> bool:
     """Whether ONNX defines the node's operator, so that its outputs' types follow from its inputs'."""
-    return node.domain in ("", "ai.onnx") and bool(onnx.defs.has(node.op_type, ""))
+    return bool(onnx.defs.has(node.op_type, "" if node.domain == "ai.onnx" else node.domain))
 
 
 def claims(model: onnx.ModelProto) -> dict[str, TensorType]:
@@ -84,8 +89,8 @@ def forget(model: onnx.ModelProto, loops: bool = False) -> onnx.ModelProto:
 
 def _clear(infos: Iterable[onnx.ValueInfoProto]) -> None:
     for info in infos:
-        if info.type.HasField("tensor_type"):
-            info.type.tensor_type.ClearField("shape")
+        for tensor in tensors(info.type):
+            tensor.ClearField("shape")
 
 
 def _graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:

@@ -342,7 +342,7 @@ class _Importer:
             scope.leaves.types[value] = type_of_proto(info.type)
             scope.leaves.names[value] = info.name
         graph = self._graph(proto, scope, inputs, {})
-        return Body(graph, tuple(scope.captured.values()), proto.name), tuple(scope.captured)
+        return Body(graph, tuple(scope.captured.values()), _text(proto.name)), tuple(scope.captured)
 
     def _graph(
         self, proto: onnx.GraphProto, scope: _Scope, inputs: list[Value], overridable: Mapping[str, Const]
@@ -469,8 +469,8 @@ class _Importer:
                 if numbers and claim is not None and len(numbers) == claim.rank:
                     self.declared[value] = numbers
         if proto.name or proto.doc_string or proto.metadata_props:
-            metadata = tuple((p.key, p.value) for p in proto.metadata_props)
-            self.labels[node.id] = NodeLabel(op, proto.name, proto.doc_string, metadata)
+            metadata = tuple((_text(p.key), _text(p.value)) for p in proto.metadata_props)
+            self.labels[node.id] = NodeLabel(op, proto.name, _text(proto.doc_string), metadata)
 
     def _type_formals(
         self, node: onnx.NodeProto, body: onnx.GraphProto, inputs: Sequence[Value], scope: _Scope
@@ -565,7 +565,7 @@ class _Importer:
         if any(e is not None for e in elements):
             own = refine(op, attrs, types, self._with_consts(inputs, elements, scope), own)
         both = [
-            declared.check(name, b, a) if name in self.doubtful else _merged(a, b)
+            declared.check(name, b, a, proven=True) if name in self.doubtful else _merged(a, b)
             for name, a, b in zip(outputs, own, found)
         ]
         return [self.dimensions(t) for t in both]
@@ -614,6 +614,11 @@ class _Importer:
             return weights.evaluate(op, attrs, arrays, types)
         except weights.NotEvaluable:
             return None
+
+
+def _text(field: str | bytes) -> str:
+    """A text that nothing depends on; protobuf gives bytes where it is not UTF-8."""
+    return field if isinstance(field, str) else field.decode(errors="replace")
 
 
 def _scalar(scope: _Scope, value: Value) -> Value:

@@ -32,6 +32,18 @@ _MALFORMED = (
 
 # No tensor has a dimension of more elements.
 _LONGEST = 1 << 48
+# No tensor has more dimensions: a list of sizes, axes or bounds is not longer (of pads: twice as long).
+_MOST_DIMENSIONS = 1 << 12
+_LISTS: dict[str, tuple[int, ...]] = {
+    **dict.fromkeys(("Expand", "Reshape", "Tile", "Squeeze", "Unsqueeze", "Upsample", "CenterCropPad"), (1,)),
+    "ConstantOfShape": (0,),
+    "Pad": (1, 3),
+    "Slice": (1, 2, 3, 4),
+    "Resize": (1, 2, 3),
+    "Col2Im": (1, 2),
+    "AffineGrid": (1,),
+    "MaxUnpool": (2,),
+}
 
 
 @contextmanager
@@ -63,6 +75,7 @@ def check_structure(name: str, graph: onnx.GraphProto, outside: frozenset[str] =
                 raise ModelError(
                     f"{name}: {value.name!r} has a dimension of {dim.dim_value}, which no tensor has: {damaged}"
                 )
+    _check_lists(name, graph)
     for sparse in graph.sparse_initializer:
         if any(d < 0 for d in sparse.dims):
             raise ModelError(
@@ -90,6 +103,24 @@ def check_structure(name: str, graph: onnx.GraphProto, outside: frozenset[str] =
                 )
         for body in subgraphs(node):
             check_structure(name, body, known)
+
+
+def _check_lists(name: str, graph: onnx.GraphProto) -> None:
+    """Refuse shapes of so many dimensions that ONNX's inference would run out of memory."""
+    lengths = {t.name: t.dims[0] for t in graph.initializer if len(t.dims) == 1}
+    for value in (*graph.input, *graph.value_info):
+        dims = value.type.tensor_type.shape.dim if value.type.HasField("tensor_type") else ()
+        if len(dims) == 1:
+            lengths[value.name] = max(dims[0].dim_value, lengths.get(value.name, 0))
+    long = {k for k, length in lengths.items() if length > _MOST_DIMENSIONS}
+    for node in graph.node if long else ():
+        for at in _LISTS.get(node.op_type, ()):
+            if at < len(node.input) and node.input[at] in long:
+                raise ModelError(
+                    f"{name}: node {node.name!r} ({node.op_type}) reads {node.input[at]!r} of "
+                    f"{lengths[node.input[at]]} elements, and no tensor has so many dimensions: "
+                    "the file is damaged, export it again"
+                )
 
 
 def check_inputs(name: str, graph: onnx.GraphProto) -> None:

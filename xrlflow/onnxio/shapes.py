@@ -63,7 +63,7 @@ def name_dimensions(proto: onnx.ModelProto) -> None:
             elif dims.is_computed(own) or is_made_up(own):  # it means something else here
                 dim.dim_param = others[own] if own in others else others.setdefault(own, free(own))
     for value in proto.graph.input:
-        for kind in _tensors(value.type) if not value.type.HasField("tensor_type") else ():
+        for kind in tensors(value.type) if not value.type.HasField("tensor_type") else ():
             kind.ClearField("shape")
 
 
@@ -222,19 +222,19 @@ def _rename(type: onnx.TypeProto, name: Callable[[], str]) -> None:
             dim.dim_param = name()
 
 
-def _tensors(type: onnx.TypeProto) -> Iterator[onnx.TypeProto.Tensor]:
+def tensors(type: onnx.TypeProto) -> Iterator[onnx.TypeProto.Tensor]:
     """The type of a tensor, or of those that a sequence, an optional value or a map holds."""
     kind = type.WhichOneof("value")
     if kind == "tensor_type":
         yield type.tensor_type
     elif kind in ("sequence_type", "optional_type"):
-        yield from _tensors(getattr(type, kind).elem_type)
+        yield from tensors(getattr(type, kind).elem_type)
     elif kind == "map_type":
-        yield from _tensors(type.map_type.value_type)
+        yield from tensors(type.map_type.value_type)
 
 
 def _dimensions(type: onnx.TypeProto) -> Iterator[_Shape.Dimension]:
-    return (dim for tensor in _tensors(type) for dim in tensor.shape.dim)
+    return (dim for tensor in tensors(type) for dim in tensor.shape.dim)
 
 
 def without_names_of_elements(graph: onnx.GraphProto) -> None:
