@@ -796,6 +796,33 @@ def at_least(a: Dim, b: Dim) -> bool:
     return a is not None and b is not None and not_less(formula(a), formula(b))
 
 
+def _is_filled(of: Formula) -> bool:
+    """Whether it is plain that a formula is at least 1 wherever all symbols are: no sum of its parts is less."""
+    if bounds(of)[0] >= 1:
+        return True
+    if any(factor < 0 for _, factor in of.terms) or bounds(of)[0] < 0:
+        return False
+    return any(
+        all(
+            isinstance(atom, Symbol) or (isinstance(atom, Least) and all(map(_is_filled, atom.parts)))
+            for atom in monomial
+        )
+        for monomial, _ in of.terms
+    )
+
+
+def filled(a: Dim) -> bool:
+    """Whether a dimension is at least 1 wherever all symbols are; not if it is unknown."""
+    if a is None or isinstance(a, int):
+        return a is not None and a >= 1
+    of = formula(a)
+    if not is_computed(a) or _is_filled(of):
+        return True
+    names = sorted(symbols(of))
+    condition = " and ".join(["{0} < 1", *(f"{{{k + 1}}} >= 1" for k in range(len(names)))])
+    return _never((of, *map(symbol, names)), condition, lambda n: n[0] < 1 <= min(n[1:], default=1))
+
+
 def divides(divisor: int, a: Dim) -> bool:
     """Whether a dimension is a multiple of a number at all sizes; not if it is unknown."""
     return a is not None and is_multiple(formula(a), divisor)

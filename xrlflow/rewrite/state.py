@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from immutables import Map
 
-from xrlflow.ir import ABSENT, Edit, Graph, Node, TensorType, Value, apply_edit, mix
+from xrlflow.ir import ABSENT, Edit, Graph, Node, TensorType, Value, apply_edit, dims, mix
 from xrlflow.ir.graph import FINGERPRINT_MASK, outputs_fingerprint
 from xrlflow.rewrite.build import GraphBuilder
 from xrlflow.rewrite.library import Library, Plan, Plans, Surroundings
@@ -475,6 +475,8 @@ class _Finder:
                     for node in edit.added:
                         if not self.library.runs(node.op):
                             raise Refused(f"the backend has no {node.op}")
+                if match.rule.nonempty and _may_be_empty(self.graph, edit):
+                    raise Refused("a dimension may be 0")
             except Refused as reason:
                 self.library.refuse(match.rule, reason)
                 self._keep_trying(match)
@@ -507,6 +509,17 @@ class _Finder:
                     touched[value] = list(old.get(value, ())) if old is not None else []
                 touched[value].append(entry)
         return {value: tuple(kept) for value, kept in touched.items()}
+
+
+def _may_be_empty(graph: Graph, edit: Edit) -> bool:
+    """Whether something that an edit reads or makes may be empty though no input of the model is."""
+    made = {value: type for node in edit.added for value, type in zip(node.outputs, node.types)}
+    for node in (*edit.removed, *edit.added):
+        read = [made.get(v) or graph.type(v) for v in node.inputs if v != ABSENT]
+        for type in (*node.types, *read):
+            if any(isinstance(d, str) and not dims.filled(d) for d in type.shape or ()):
+                return True
+    return False
 
 
 def fingerprint_shift(graph: Graph, edit: Edit) -> int:
