@@ -109,9 +109,9 @@ def _check_lists(name: str, graph: onnx.GraphProto) -> None:
     """Refuse shapes of so many dimensions that ONNX's inference would run out of memory."""
     lengths = {t.name: t.dims[0] for t in graph.initializer if len(t.dims) == 1}
     for value in (*graph.input, *graph.value_info):
-        dims = value.type.tensor_type.shape.dim if value.type.HasField("tensor_type") else ()
-        if len(dims) == 1:
-            lengths[value.name] = max(dims[0].dim_value, lengths.get(value.name, 0))
+        if value.type.HasField("tensor_type") and len(value.type.tensor_type.shape.dim) == 1:
+            length = value.type.tensor_type.shape.dim[0].dim_value
+            lengths[value.name] = max(length, lengths.get(value.name, 0))
     long = {k for k, length in lengths.items() if length > _MOST_DIMENSIONS}
     for node in graph.node if long else ():
         for at in _LISTS.get(node.op_type, ()):
