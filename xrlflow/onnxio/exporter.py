@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import BinaryIO
@@ -36,7 +37,14 @@ from xrlflow.onnxio.model import ImportedModel, Recipe
 from xrlflow.onnxio.shapes import without_computed
 from xrlflow.onnxio.tensors import raw_data, tensor_proto
 from xrlflow.onnxio.wire import StreamedTensor, write_model
-from xrlflow.ops.infer import InferenceError, attr_proto, infer_as_onnx, sizes_from_data, type_proto
+from xrlflow.ops.infer import (
+    InferenceError,
+    attr_proto,
+    infer_as_onnx,
+    sizes_from_data,
+    type_of_proto,
+    type_proto,
+)
 from xrlflow.ops.schema import IR_VERSION, OPSET, output_is_optional, split_op
 
 # Models with more bytes of weights than this get a file of their own for them (a protocol buffer ends at 2 GB).
@@ -316,18 +324,40 @@ class _Writer:
                     self.symbols.setdefault(dim, written.dim_param or dim)
         for name, const in self.model.overridable.items():
             out.initializer.append(tensor_proto(name, const))
-        self._graph(graph, out, names, declared)
+        self._graph(graph, out, names, declared, self._claims(graph))
+
+    def _claims(self, graph: Graph) -> set[str]:
+        """Outputs of which the file declares what does not follow, and that more nodes read than in the original.
+
+        A runtime believes what is declared of what it reads.
+        """
+        found = set()
+        for info, value, old in zip(self.proto.graph.output, graph.outputs, self.model.graph.outputs):
+            sizes = type_of_proto(info.type).shape or ()
+            known = graph.type(value).shape or (None,) * len(sizes)
+            claimed = any(isinstance(a, int) and a != b for a, b in zip(sizes, known))
+            if claimed and len(graph.users(value)) > len(self.model.graph.users(old)):
+                found.add(info.name)
+        return found
 
     def _graph(
-        self, graph: Graph, out: onnx.GraphProto, names: dict[Value, str], declared: list[str]
+        self,
+        graph: Graph,
+        out: onnx.GraphProto,
+        names: dict[Value, str],
+        declared: list[str],
+        claims: AbstractSet[str] = frozenset(),
     ) -> None:
-        """Nodes and initialisers of a graph; `names` has those of its inputs, `declared` of its outputs."""
+        """Nodes and initialisers of a graph; `names` has those of its inputs, `declared` of its outputs.
+
+        What nodes read of the outputs `claims` goes by another name, which the file does not declare.
+        """
         found, computed = weights.materialise(graph)
         made = {v for node in found.nodes for v in node.outputs}
         read = {v for node in found.nodes for v in node.inputs} | set(graph.outputs)
         aliases: list[tuple[str, Value]] = []
         for name, value in zip(declared, graph.outputs):
-            if value in made and value not in names:
+            if value in made and value not in names and name not in claims:
                 names[value] = name
             elif names.get(value) != name:  # an input that is an output as it stands
                 aliases.append((name, value))
