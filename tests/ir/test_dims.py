@@ -238,3 +238,29 @@ def test_formulas_do_not_grow_without_end(step: int) -> None:
     low, high = dims.bounds(last * dims.call("unknown") if step < 2 else last)
     assert low <= high
     evaluate(last, {"S": dims.LARGEST, "T": dims.LARGEST})
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_a_dimension_is_filled_if_it_is_1_or_more_where_symbols_are(data: st.DataObject) -> None:
+    """Never wrongly so; and for what is linear always where it is."""
+    part = st.sampled_from([S, T, S * T, floor_div(S, 2), ceil_div(T, 3), least(S, 4), greatest(T - 2, 0)])
+    formula = number(data.draw(st.integers(-3, 3)))
+    for _ in range(data.draw(st.integers(1, 3))):
+        formula = formula + data.draw(part) * data.draw(st.sampled_from([-1, 1, 2]))
+    sizes = [{"S": s, "T": t} for s, t in product((*range(1, 9), 1000), repeat=2)]
+    if dims.filled(dims.dim(formula)):
+        assert all((value := evaluate(formula, at)) is not None and value >= 1 for at in sizes), formula
+
+
+@pytest.mark.parametrize(
+    "formula", [S, S * T, ceil_div(S, 2), S + T, least(S, 512), greatest(S - 3, 1), S * T + 3]
+)
+def test_filled(formula: Formula) -> None:
+    assert dims.filled(dims.dim(formula))
+
+
+@pytest.mark.parametrize("formula", [number(0), floor_div(S, 2), greatest(S - 3, 0), S * T - 1, S - T])
+def test_not_filled(formula: Formula) -> None:
+    assert not dims.filled(dims.dim(formula))
+    assert not dims.filled(None)

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import numpy as np
 import onnx
+import onnx.parser
 import pytest
 
 import xrlflow
@@ -626,3 +627,18 @@ def test_a_loop_that_does_not_end_is_stopped() -> None:
     )
     with opened(proto) as runner, pytest.raises(BackendError):
         runner.run({"x": np.zeros(2, np.float32)}, limit=0.3)
+
+
+PRODUCTS = """<ir_version: 9, opset_import: ["" : 20]>
+    g (float[n,256] x, float[256,1] w) => (float[a,b] y) <int64[1] e = {-3}, int64[1] s = {0}> {
+        k = KEPT
+        t = Transpose <perm = [1, 0]> (k) p = MatMul (t, k) y = MatMul (p, w)
+    }"""
+
+
+@pytest.mark.parametrize(("kept", "applied"), [("Slice (x, s, e, s)", 0), ("Identity (x)", 1)])
+def test_a_rule_that_needs_sizes_from_1_looks_at_what_is_left(kept: str, applied: int) -> None:
+    """Of three rows nothing is left, and a NaN of w is lost in a product with nothing."""
+    proto = onnx.parser.parse_model(PRODUCTS.replace("KEPT", kept))
+    result = xrlflow.optimize(proto, search="greedy", cost=Roofline(), measure=False)
+    assert result.report.substitutions["AssociateMatMulsRight"] == applied
