@@ -13,7 +13,7 @@ from typing import Any
 
 from rewrite_rules.axes import axis_of, rank_of, same_dims
 from rewrite_rules.constants import concat_constants, slice_constant
-from rewrite_rules.elementwise import BROADCAST, is_unary, read_once, unary_form
+from rewrite_rules.elementwise import BROADCAST, made_by, read_once, unary_form
 from rewrite_rules.linear import NUMBERS, group_of
 from rewrite_rules.shapes import per_rank
 from rewrite_rules.slices import sizes_along
@@ -155,14 +155,10 @@ MONOTONE: tuple[str, ...] = (
 _RISES = "f(x) <= f(y) wherever x <= y"
 
 
-def _monotone(node: Node | None) -> bool:
-    """Whether a node is a function that never falls; refuses those that fall for their attributes."""
-    if node is None or node.const or node.op not in MONOTONE or not is_unary(node):
-        return False
-    slope = node.attrs.get("alpha", 1.0)
-    assert isinstance(slope, float)
-    require(slope > 0, "the function falls, or is NaN of infinity")
-    return True
+def _require_rising(node: Node) -> None:
+    """Refuse one of these functions that falls for its attributes."""
+    slope = node.attrs.get("alpha")
+    require(not isinstance(slope, float) or slope > 0, "the function falls, or is NaN of infinity")
 
 
 class PullMonotoneOutOfMax(RegionRule):
@@ -182,14 +178,22 @@ class PullMonotoneOutOfMax(RegionRule):
         "agraph (float[4] x, float[4] z) => (float[4] y) "
         "{ a = HardSigmoid<alpha=0.5, beta=0.25>(x) b = HardSigmoid<alpha=0.5, beta=0.25>(z) y = Min(a, b) }",
     )
+    near_misses = (
+        "agraph (float[2,3] x, float[2,3] z) => (float[2,3] y) { a = LeakyRelu<alpha=-0.5>(x) b = "
+        "LeakyRelu<alpha=-0.5>(z) y = Max(a, b) }",
+        "agraph (float[2,3] x, float[2,3] z) => (float[2,3] y) { a = LeakyRelu<alpha=0.0>(x) b = "
+        "LeakyRelu<alpha=0.0>(z) y = Max(a, b) }",
+        "agraph (float[2,3] x, float[2,3] z) => (float[2,3] y) { a = Relu(x) b = Tanh(z) y = Max(a, b) }",
+    )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
-        inner = [n for v in node.inputs if (n := reader.producer(v)) is not None]
+        inner = [n for v in node.inputs if (n := made_by(reader, v, *MONOTONE)) is not None]
         if len(inner) != len(node.inputs) or len(set(node.inputs)) < 2:
             return None
         form = unary_form(inner[0])
-        if not all(unary_form(n) == form for n in inner) or not _monotone(inner[0]):
+        if not all(unary_form(n) == form for n in inner):
             return None
+        _require_rising(inner[0])
         worthwhile(all(read_once(reader, v) for v in node.inputs), "a function is read elsewhere")
         inputs = tuple(n.inputs[0] for n in inner)
         return Region(node.outputs, inputs, tuple(dict.fromkeys((node, *inner))), (node.op, *form[:2]))
@@ -215,13 +219,17 @@ class PushMonotoneThroughMax(RegionRule):
         "agraph (float[2,3] x) => (float[2,3] y) "
         "{ c = Constant<value_float=-0.5>() a = Max(c, x) y = LeakyRelu<alpha=0.1>(a) }",
     )
+    near_misses = (
+        "agraph (float[2,3] x) => (float[2,3] y) { c = Constant<value_float=-0.5>() a = Max(c, x) y = "
+        "LeakyRelu<alpha=-0.5>(a) }",
+        "agraph (float[2,3] x) => (float[2,3] y) { a = Max(x) y = Relu(a) }",
+    )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
-        inner = reader.producer(node.inputs[0])
-        if inner is None or inner.const or inner.op not in ("Max", "Min") or len(inner.inputs) < 2:
+        inner = made_by(reader, node.inputs[0], "Max", "Min")
+        if inner is None or len(inner.inputs) < 2:
             return None
-        if not _monotone(node):
-            return None
+        _require_rising(node)
         worthwhile(any(reader.is_const(v) for v in inner.inputs), "no operand is constant")
         worthwhile(read_once(reader, node.inputs[0]), "the maximum is read elsewhere")
         return Region(node.outputs, inner.inputs, (node, inner), (inner.op, node.op, node.attrs))
@@ -273,6 +281,18 @@ class AssociateSharedMatMuls(RegionRule):
         "{ a = MatMul(x, z) b = MatMul(w, a) y = Concat<axis=1>(a, b) }",
         "agraph (float[N,3,3] x, float[N,3,3] z) => (float[N,3,3] y, float[N,3,3] a) "
         "{ a = MatMul(x, z) y = MatMul(z, a) }",
+        "agraph (float[2,3] x, float[3,4] z, float[4,4] w) => (float[2,4] y, float[2,4] r) { a = MatMul(x, "
+        "z) b = MatMul(a, w) y = Add(a, b) r = Relu(b) }",
+        "agraph (float[2,2] x, float[2,2] z) => (float[2,2] y) { a = MatMul(x, z) b = MatMul(a, a) y = "
+        "Add(a, b) }",
+        "agraph (float[1,2048] x) => (float[1,2050] y) { p = Constant<value_ints=[2048,2]>() q = "
+        "Constant<value_ints=[2,2048]>() o = Constant<value_float=0.5>() u = Expand(o, p) v = Expand(o, q) "
+        "a = MatMul(x, u) b = MatMul(a, v) y = Concat<axis=1>(a, b) }",
+    )
+    near_misses = (
+        "agraph (float[1,8192] x) => (float[1,8257] y) { p = Constant<value_ints=[8192,65]>() q = "
+        "Constant<value_ints=[65,8192]>() o = Constant<value_float=0.5>() u = Expand(o, p) v = Expand(o, "
+        "q) a = MatMul(x, u) b = MatMul(a, v) y = Concat<axis=1>(a, b) }",
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
@@ -281,7 +301,7 @@ class AssociateSharedMatMuls(RegionRule):
             if inner is None or inner.op != "MatMul" or inner.const:
                 continue
             other = node.inputs[1 - place]
-            if other == value or read_once(reader, value):
+            if read_once(reader, value):
                 continue  # the other rules of associativity see to it
             if not all(_is_matrix(reader, v) for v in (*inner.inputs, other)):
                 continue
@@ -384,14 +404,11 @@ _PRODUCTS = ("MatMul", "Gemm", "Conv")
 
 def _products(reader: Reader, concat: Node) -> list[Node] | None:
     """The products that a Concat puts together, if they are of one operator and read by it alone."""
-    made = [n for v in concat.inputs if (n := reader.producer(v)) is not None]
-    if len(made) != len(concat.inputs) or len({n.outputs[0] for n in made}) != len(made) or len(made) < 2:
+    made = {v: n for v in concat.inputs if (n := made_by(reader, v, *_PRODUCTS)) is not None}
+    if len(made) != len(concat.inputs) or len(made) < 2 or len({n.op for n in made.values()}) > 1:
         return None
-    first = made[0]
-    if first.op not in _PRODUCTS or any(n.op != first.op or n.const for n in made):
-        return None
-    worthwhile(all(read_once(reader, v) for v in concat.inputs), "a product is read elsewhere")
-    return made
+    worthwhile(all(read_once(reader, v) for v in made), "a product is read elsewhere")
+    return list(made.values())
 
 
 def _require_alike(reader: Reader, values: Sequence[Value], axis: int) -> None:
@@ -409,7 +426,7 @@ def _is_rows(reader: Reader, node: Node, rank: int, axis: int) -> bool:
         return False
     if node.op == "MatMul":
         weight = reader.val(node.inputs[1]).shape
-        if len(weight) < 2 or axis == rank - 1:
+        if axis == rank - 1:
             return False
         at = axis - (rank - len(weight))
         return axis == rank - 2 or at < 0 or weight[at] == 1
@@ -441,10 +458,22 @@ class PullProductOutOfConcat(RegionRule):
         "y = Concat<axis=0>(a, b) }",
         "agraph (float[1,4,5] x, float[N,4,5] z, float[6,2,3] w) => (float[M,6,3] y) "
         "{ a = Conv<group=2>(x, w) b = Conv<group=2>(z, w) y = Concat<axis=0>(a, b) }",
+        "agraph (float[2,3] x, float[4,3] z, float[3,5] w) => (float[6,5] y) { a = Gemm<alpha=0.5>(x, w) b "
+        "= Gemm<alpha=0.5>(z, w) y = Concat<axis=0>(a, b) }",
     )
     near_misses = (
         "agraph (float[1,2,3] x, float[2,4,3] z, float[2,3,5] w) => (float[2,6,5] y) "
         "{ a = MatMul(x, w) b = MatMul(z, w) y = Concat<axis=1>(a, b) }",
+        "agraph (float[2,3] x, float[2,3] z, float[2,3,5] w) => (float[2,4,5] y) { a = MatMul(x, w) b = "
+        "MatMul(z, w) y = Concat<axis=1>(a, b) }",
+        "agraph (float[2,3] x, float[2,3] z, float[3,1] w) => (float[2,2] y) { a = MatMul(x, w) b = "
+        "MatMul(z, w) y = Concat<axis=1>(a, b) }",
+        "agraph (float[2,3] x, float[4,3] z, float[3,5] w) => (float[6,5] y) { a = MatMul(x, w) b = "
+        "Gemm(z, w) y = Concat<axis=0>(a, b) }",
+        "agraph (float[2,3] x, float[3,5] w) => (float[4,5] y) { a = MatMul(x, w) y = Concat<axis=0>(a, a) }",
+        "agraph (float[2,3] x, float[3,5] w) => (float[2,5] y) { a = MatMul(x, w) y = Concat<axis=0>(a) }",
+        "agraph (float[2,3] x, float[4,5] z, float[3,5] w) => (float[6,5] y) { a = MatMul(x, w) b = "
+        "Relu(z) y = Concat<axis=0>(a, b) }",
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
@@ -453,7 +482,7 @@ class PullProductOutOfConcat(RegionRule):
             return None
         rank = rank_of(reader, *node.inputs)
         axis = axis_of(node, rank)
-        require(all(_is_rows(reader, n, rank, axis) for n in made), "the concat is not one of rows")
+        require(_is_rows(reader, made[0], rank, axis), "the concat is not one of rows")
         factors = tuple(n.inputs[0] for n in made)
         _require_alike(reader, factors, axis)
         data = (made[0].op, made[0].attrs, len(factors), axis)
@@ -481,6 +510,8 @@ class PullProductOutOfConcatOfColumns(RegionRule):
         "{ a = Conv<pads=[1,1,1,1]>(x, v) b = Conv<pads=[1,1,1,1]>(x, w) y = Concat<axis=1>(a, b) }",
         "agraph (float[1,2,5] x, float[3,2,3] v, float[4,2,3] w, float[3] b, float[4] c) => (float[1,7,3] y) "
         "{ p = Conv(x, v, b) q = Conv(x, w, c) y = Concat<axis=1>(p, q) }",
+        "agraph (float[2,3] x, float[3,4] v, float[3,5] w, float[1,4] b, float[1,5] c) => (float[2,9] y) { "
+        "p = Gemm(x, v, b) q = Gemm(x, w, c) y = Concat<axis=1>(p, q) }",
     )
     near_misses = (
         "agraph (float[2,2,3] x, float[3] v, float[3] w) => (float[2,4] y) "
@@ -543,6 +574,14 @@ class PushMatMulIntoConcat(RegionRule):
         "{ u = Constant<value_floats=[1.0,2.0,3.0]>() s = Constant<value_ints=[1,1,3]>() p = Reshape(u, s) "
         "q = Concat<axis=1>(p, p) k = Constant<value_floats=[1.0,2.0,3.0,4.0,5.0,6.0]>() "
         "t = Constant<value_ints=[3,2]>() v = Reshape(k, t) c = Concat<axis=0>(q, x) y = MatMul(c, v) }",
+        "agraph (float[3] x, float[3,4] z, float[4,5] w) => (float[9] y) { a = MatMul(z, w) c = "
+        "Concat<axis=1>(z, a) y = MatMul(x, c) }",
+    )
+    near_misses = (
+        "agraph (float[2,4] x, float[2,2] z) => (float[4,4] y) { a = MatMul(z, x) c = Concat<axis=0>(x, a) "
+        "y = MatMul(c, c) }",
+        "agraph (float[4,5] w, float[2] x, float[2] u, float[2,3] z) => (float[4] y) { a = MatMul(x, z) c "
+        "= Concat<axis=0>(u, a) y = MatMul(w, c) }",
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
@@ -553,8 +592,8 @@ class PushMatMulIntoConcat(RegionRule):
             other = node.inputs[1 - place]
             rank = rank_of(reader, value)
             axis = axis_of(concat, rank)
-            result = reader.type(node.outputs[0]).rank
-            if other == value or result is None or not _is_matrix(reader, other) or rank < 2:
+            result = rank_of(reader, node.outputs[0])
+            if other == value or rank < 2:
                 continue
             if (axis != rank - 1) if place else not _is_rows(reader, node, result, axis):
                 continue
@@ -796,14 +835,23 @@ class ExchangeConcats(RegionRule):
     near_misses = (
         "agraph (float[2,3] x, float[2,4] z, float[5,4] v, float[5,3] w) => (float[7,7] y) "
         "{ a = Concat<axis=1>(x, z) b = Concat<axis=1>(v, w) y = Concat<axis=0>(a, b) }",
+        "agraph (float[2,3] x, float[2,4] z) => (float[2,7] y) { a = Concat<axis=1>(x, z) y = "
+        "Concat<axis=0>(a) }",
+        "agraph (float[2,3] x, float[5,3] v) => (float[7,3] y) { a = Concat<axis=1>(x) b = "
+        "Concat<axis=1>(v) y = Concat<axis=0>(a, b) }",
+        "agraph (float[2,3] x, float[2,4] z) => (float[4,7] y) { a = Concat<axis=1>(x, z) y = "
+        "Concat<axis=0>(a, a) }",
+        "agraph (float[2,3] x, float[2,4] z, float[5,7] v) => (float[7,7] y) { a = Concat<axis=1>(x, z) b "
+        "= Relu(v) y = Concat<axis=0>(a, b) }",
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
-        inner = [n for v in node.inputs if (n := reader.producer(v)) is not None]
-        if len(inner) != len(node.inputs) or len(set(node.inputs)) != len(inner) or len(inner) < 2:
+        made = {v: n for v in node.inputs if (n := made_by(reader, v, "Concat")) is not None}
+        if len(made) != len(node.inputs) or len(made) < 2:
             return None
+        inner = tuple(made.values())
         counts = {len(n.inputs) for n in inner}
-        if any(n.op != "Concat" or n.const for n in inner) or len(counts) != 1 or counts == {1}:
+        if len(counts) > 1 or counts == {1}:
             return None
         rank = rank_of(reader, *node.inputs)
         axis, axes = axis_of(node, rank), {axis_of(n, rank) for n in inner}
@@ -843,8 +891,8 @@ class PushBinaryThroughSplit(RegionRule):
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
-        inner = reader.producer(node.inputs[0])
-        if inner is None or inner.op not in _BROADCAST or inner.const or len(node.outputs) < 2:
+        inner = made_by(reader, node.inputs[0], *BROADCAST)
+        if inner is None or len(node.outputs) < 2:
             return None
         rank = rank_of(reader, node.inputs[0])
         axis = axis_of(node, rank)
@@ -899,8 +947,6 @@ class PushBinaryThroughSplit(RegionRule):
             at += len(sizes) if kind == "parts" else 1
         return [op[name](*given, attrs=attrs) for given in zip(*operands)]
 
-
-_BROADCAST = frozenset(BROADCAST)
 
 RULES: tuple[AnyRule, ...] = (
     AssociateAdds(),

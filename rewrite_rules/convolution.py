@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from rewrite_rules.axes import fronts, inverse, reshape_numbers
-from rewrite_rules.elementwise import read_once
+from rewrite_rules.elementwise import made_by, read_once
 from rewrite_rules.linear import group_of, scale_columns
 from rewrite_rules.shapes import per_rank
 from xrlflow.ir import ABSENT, Attrs, Dim, DType, Node, Value
@@ -47,6 +47,11 @@ def pads_of(attrs: Attrs, dims: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The explicit padding before and after."""
     pads = per_axis(attrs, "pads", 2 * dims, 0)
     return pads[:dims], pads[dims:]
+
+
+def window_of(attrs: Attrs) -> tuple[int, ...]:
+    """A pool's kernel_shape, which it always has."""
+    return _ints(attrs["kernel_shape"])
 
 
 def _ints(value: Any) -> tuple[int, ...]:
@@ -230,6 +235,9 @@ class FoldSliceIntoConvStride(Rule):
         "agraph (float[N,2,H] x) => (float[N,2,P] y) <float[2,2,1] w = {1,2,3,4}, float[2] b = {5,6}, "
         "int64[1] s = {0}, int64[1] e = {9223372036854775807}, int64[1] a = {-1}, int64[1] t = {3}> "
         "{ z = Slice(x, s, e, a, t) y = Conv<strides=[2]>(z, w, b) }",
+        "agraph (float[2,1,5,6] x) => (float[2,1,5,3] y) <float[1,1,1,1] w = {2}, int64[2] s = {0,0}, "
+        "int64[2] e = {5,6}, int64[2] a = {2,3}, int64[2] t = {1,2}> { z = Slice(x, s, e, a, t) y = "
+        "Conv(z, w) }",
     )
     near_misses = (
         "agraph (float[1,2,6] x) => (float[1,1,2] y) <float[1,2,1] w = {1,2}, int64[1] s = {0}, int64[1] e = {3}, "
@@ -786,7 +794,7 @@ class _FoldPad(Rule):
         before, after = [0] * rank, [0] * rank
         for place, low, high in zip(places, numbers[: len(places)], numbers[len(places) :]):
             before[place], after[place] = low, high
-        require(min(numbers, default=0) >= 0, "it cuts")
+        require(all(n >= 0 for n in numbers), "it cuts")
         require(before[:2] == [0, 0] == after[:2], "it pads channels or the batch")
         worthwhile(any(numbers), "it does not pad")
         own = pads_of(attrs, rank - 2)
@@ -855,19 +863,17 @@ class FoldPadIntoAveragePool(_FoldPad):
         require(not m.c.get("ceil_mode"), "a window may hang over the end")
         require("pads" not in m.c or m.c.get("count_include_pad"), "the pool does not count its padding")
         grown = self.grown(m.c, x, pads, axes)
-        kernel = per_axis(m.c, "kernel_shape", x.rank - 2)
-        worthwhile(all(p < k for p, k in zip(grown, kernel * 2)), "the runtime refuses it")
+        worthwhile(all(p < k for p, k in zip(grown, window_of(m.c) * 2)), "the runtime refuses it")
 
     def target(self, op: Op, m: Captures, x: Val, pads: Val, value: Val | None, axes: Val | None) -> Any:
         return op.AveragePool(x, attrs=m.c, pads=self.grown(m.c, x, pads, axes), count_include_pad=1)
 
 
-def meets_image(attrs: Attrs, dims: int) -> bool:
+def meets_image(attrs: Attrs) -> bool:
     """Whether every window of a pool holds an element of the image, not padding alone."""
-    before, after = pads_of(attrs, dims)
-    kernel = per_axis(attrs, "kernel_shape", dims)
-    padded = any(before) or any(after) or "auto_pad" in attrs
-    inside = all(p < k for p, k in zip((*before, *after), kernel * 2))
+    pads = per_axis(attrs, "pads", 0)
+    padded = any(pads) or "auto_pad" in attrs
+    inside = all(p < k for p, k in zip(pads, window_of(attrs) * 2))
     return inside and not (padded and "dilations" in attrs)
 
 
@@ -890,17 +896,23 @@ class FoldPadIntoMaxPool(RegionRule):
         "agraph (float[N,2,5] x) => (float[N,2,P] y) <int64[6] p = {0,0,1,0,0,1}> "
         "{ one = Constant<value_float=1.0>() zero = Constant<value_float=0.0>() m = Div(one, zero) v = Neg(m) "
         "z = Pad(x, p, v) y = MaxPool<kernel_shape=[2]>(z) }",
+        "agraph (float[N,2,5] x) => (float[N,2,P] y) <int64[6] p = {0,0,1,0,0,0}, float l = {0}> { r = "
+        "Clip(x, l) z = Pad(r, p) y = MaxPool<kernel_shape=[2]>(z) }",
     )
     near_misses = (
         "agraph (float[N,2,4] x) => (float[N,2,P] y) <int64[6] p = {0,0,0,0,0,1}> "
         "{ r = Relu(x) z = Pad(r, p) y = MaxPool<kernel_shape=[2], strides=[2], ceil_mode=1>(z) }",
         "agraph (float[N,2,1] x) => (float[N,2,P] y) <int64[6] p = {0,0,1,0,0,1}> "
         "{ r = Relu(x) z = Pad(r, p) y = MaxPool<kernel_shape=[2], dilations=[2]>(z) }",
+        "agraph (float[N,2,5] x) => (float[N,2,P] y, int64[N,2,P] i) <int64[6] p = {0,0,1,0,0,0}> { r = "
+        "Relu(x) z = Pad(r, p) y, i = MaxPool<kernel_shape=[2]>(z) }",
+        "agraph (float[N,2,5] x) => (float[N,2,P] y) <int64[6] p = {0,0,1,0,0,0}> { r = Clip(x) z = Pad(r, "
+        "p) y = MaxPool<kernel_shape=[2]>(z) }",
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
-        pad = reader.producer(node.inputs[0])
-        if pad is None or pad.op != "Pad" or pad.const or len(node.outputs) > 1:
+        pad = made_by(reader, node.inputs[0], "Pad")
+        if pad is None or len(node.outputs) > 1:
             return None
         worthwhile(read_once(reader, node.inputs[0]), "the padded image is read elsewhere")
         require("mode" not in pad.attrs, "it does not pad with a number")
@@ -916,12 +928,9 @@ class FoldPadIntoMaxPool(RegionRule):
         attrs = node.attrs
         require("auto_pad" not in attrs, "it pads by itself")
         require(not attrs.get("ceil_mode"), "a window may hang over the end")
-        data = reader.val(x)
-        dims = data.rank - 2
-        grown = _FoldPad().grown(attrs, data, pads, axes)
-        kernel = per_axis(attrs, "kernel_shape", dims)
+        grown = _FoldPad().grown(attrs, reader.val(x), pads, axes)
         require("dilations" not in attrs, "a window may lie in the padding")
-        require(all(p < k for p, k in zip(grown, kernel * 2)), "a window may lie in the padding")
+        require(all(p < k for p, k in zip(grown, window_of(attrs) * 2)), "a window may lie in the padding")
         return Region(node.outputs, (x,), (node, pad), (attrs, tuple(grown)))
 
     @staticmethod
@@ -961,7 +970,7 @@ class WriteOutAutoPad(RegionRule):
         if node.op == "Conv":
             kernel = reader.val(node.inputs[1]).sizes[2:]
         else:
-            kernel = per_axis(node.attrs, "kernel_shape", dims)
+            kernel = window_of(node.attrs)
         before, after = [], []
         for axis, (k, stride, spacing) in enumerate(
             zip(kernel, per_axis(node.attrs, "strides", dims), per_axis(node.attrs, "dilations", dims))
@@ -1003,11 +1012,10 @@ class ReplaceAveragePoolByConv(Rule):
         require(not m.c.get("ceil_mode"), "a window may hang over the end")
         require("pads" not in m.c or m.c.get("count_include_pad"), "it does not count the padding")
         worthwhile_data(x)
-        worthwhile(meets_whole(x, per_axis(m.c, "kernel_shape", x.rank - 2), m.c), "it gives nothing")
+        worthwhile(meets_whole(x, window_of(m.c), m.c), "it gives nothing")
 
     def target(self, op: Op, m: Captures, x: Val) -> Any:
-        dims, channels = x.rank - 2, x.size(1)
-        kernel = per_axis(m.c, "kernel_shape", dims)
+        channels, kernel = x.size(1), window_of(m.c)
         share = np.full((1,) * x.rank, 1 / prod(kernel), numpy_dtype(x.dtype))
         kept = {n: m.c.get(n) for n in ("strides", "pads", "dilations")}
         return op.Conv(x, op.Expand(share, [channels, 1, *kernel]), group=channels, **kept)
@@ -1059,7 +1067,7 @@ class ReplaceFullAveragePoolByGlobal(Rule):
 
     def where(self, m: Captures, x: Val) -> None:
         sizes = tuple(x.size(2 + i) for i in range(x.rank - 2))
-        require(per_axis(m.c, "kernel_shape", len(sizes)) == sizes, "the kernel is not the image")
+        require(window_of(m.c) == sizes, "the kernel is not the image")
         require("dilations" not in m.c, "it is dilated")
         require_no_padding(m.c)
 
@@ -1229,7 +1237,7 @@ class PushAveragePoolBeforeConv(Rule):
     def where(self, m: Captures, x: Val, w: Val, b: Val | None) -> None:
         require_pointwise(m.c)
         worthwhile_data(x, w)
-        worthwhile(meets_whole(x, per_axis(m.p, "kernel_shape", x.rank - 2), m.p), "it gives nothing")
+        worthwhile(meets_whole(x, window_of(m.p), m.p), "it gives nothing")
         counted = bool(m.p.get("count_include_pad")) and ("pads" in m.p or "auto_pad" in m.p)
         require(b is None or not counted, "the bias is averaged with padding")
 
@@ -1267,7 +1275,7 @@ class PushConvBeforeAveragePool(Rule):
         require_pointwise(m.c)
         worthwhile_data(x, w)
         worthwhile(w.size(1) * group_of(m.c) == x.shape[1], "it is no convolution")
-        worthwhile(meets_whole(x, per_axis(m.p, "kernel_shape", x.rank - 2), m.p), "it gives nothing")
+        worthwhile(meets_whole(x, window_of(m.p), m.p), "it gives nothing")
 
     def target(self, op: Op, m: Captures, x: Val, w: Val, b: Val | None) -> Any:
         if b is None or not m.p.get("count_include_pad"):
@@ -1311,7 +1319,7 @@ class MergeMaxPools(Rule):
             require("auto_pad" not in attrs, "it pads by itself")
             require(not attrs.get("ceil_mode"), "a window may hang over the end")
             require("dilations" not in attrs, "the windows have holes")
-        inner, outer = (per_axis(a, "kernel_shape", dims) for a in (m.a, m.b))
+        inner, outer = window_of(m.a), window_of(m.b)
         strides = per_axis(m.a, "strides", dims)
         worthwhile(meets_whole(x, inner, m.a), "it gives nothing")
         full = [s * (n - 1) + k for s, n, k in zip(strides, outer, inner)]
@@ -1331,7 +1339,7 @@ class MergeMaxPools(Rule):
 
     def target(self, op: Op, m: Captures, x: Val) -> Any:
         dims = x.rank - 2
-        inner, outer = (per_axis(a, "kernel_shape", dims) for a in (m.a, m.b))
+        inner, outer = window_of(m.a), window_of(m.b)
         s, t = (per_axis(a, "strides", dims) for a in (m.a, m.b))
         p, q = (per_axis(a, "pads", 2 * dims, 0) for a in (m.a, m.b))
         return op.MaxPool(
@@ -1342,23 +1350,18 @@ class MergeMaxPools(Rule):
         )
 
 
-# Functions that do not fall anywhere, with the attribute that must not be negative for that.
-_RISING: dict[str, str] = {
-    **dict.fromkeys(
-        ("Ceil", "Clip", "Erf", "Exp", "Floor", "Relu", "Round", "Sigmoid", "Softplus", "Tanh"), ""
-    ),
-    **dict.fromkeys(("Elu", "HardSigmoid", "LeakyRelu"), "alpha"),
-}
+# Functions that do not fall anywhere; some do for an `alpha` below zero.
+_RISING: tuple[str, ...] = (
+    *("Ceil", "Clip", "Elu", "Erf", "Exp", "Floor", "HardSigmoid", "LeakyRelu", "Relu", "Round"),
+    *("Sigmoid", "Softplus", "Tanh"),
+)
 _MAX_POOLS = ("GlobalMaxPool", "MaxPool")
 
 
 def _rises(node: Node) -> bool:
-    """Whether a node is a function, element by element, of one input that does not fall anywhere."""
-    attribute = _RISING.get(node.op)
-    if attribute is None:
-        return False
-    slope = node.attrs.get(attribute, 1.0) if attribute else 1.0
-    return isinstance(slope, (int, float)) and slope >= 0
+    """Whether a node of one of these operators does not fall anywhere. (With an `alpha` of 0 it is NaN of infinity.)"""
+    slope = node.attrs.get("alpha")
+    return not isinstance(slope, float) or slope > 0
 
 
 class _SwapMaxPool(RegionRule):
@@ -1379,9 +1382,8 @@ class _SwapMaxPool(RegionRule):
         require(_rises(function), "the function may fall")
         bounds = [v for v in function.inputs[1:] if v != ABSENT]
         worthwhile(all(reader.is_const(v) for v in bounds), "a bound is computed")
-        dims = reader.val(pool.inputs[0]).rank - 2
         if pool.op == "MaxPool":
-            require(meets_image(pool.attrs, dims), "a window may lie in the padding")
+            require(meets_image(pool.attrs), "a window may lie in the padding")
         else:
             require(_positive(reader.val(pool.inputs[0]).shape[2:]), "the image may be empty")
         data = (pool.op, pool.attrs, function.op, function.attrs)
@@ -1392,7 +1394,7 @@ class PushRisingBeforeMaxPool(_SwapMaxPool):
     """f(maxpool(x)) -> maxpool(f(x))  for f that does not fall: the runtime fuses it with what makes x."""
 
     unpriced = True
-    anchors = tuple(_RISING)
+    anchors = _RISING
     reads_from = _MAX_POOLS
     examples = (
         "agraph (float[N,2,5,6] x) => (float[N,2,P,Q] y) "
@@ -1400,15 +1402,27 @@ class PushRisingBeforeMaxPool(_SwapMaxPool):
         "agraph (float[N,2,1] x) => (float[N,2,1] y) { a = GlobalMaxPool(x) y = LeakyRelu<alpha=0.1>(a) }",
         "agraph (float[N,2,5] x) => (float[N,2,3] y) <float l = {-0.5}> "
         "{ a = MaxPool<kernel_shape=[3]>(x) y = Clip(a, l) }",
+        "agraph (float[N,2,5] x) => (float[N,2,P] y) { a = MaxPool<kernel_shape=[2], dilations=[2]>(x) y = "
+        "Elu(a) }",
     )
     near_misses = (
         "agraph (float[N,2,1] x) => (float[N,2,1] y) { a = MaxPool<kernel_shape=[2], dilations=[2], pads=[1,1]>(x) "
         "y = Sigmoid(a) }",
+        "agraph (float[N,2,5] x) => (float[N,2,4] y) { a = MaxPool<kernel_shape=[2]>(x) y = "
+        "LeakyRelu<alpha=0.0>(a) }",
+        "agraph (float[N,2,5] x) => (float[N,2,P] y, int64[N,2,P] i) { a, i = MaxPool<kernel_shape=[2]>(x) "
+        "y = Relu(a) }",
+        "agraph (float[N,2,5] x) => (float[N,2,P] y) { a = MaxPool<kernel_shape=[2], pads=[2,0]>(x) y = "
+        "Relu(a) }",
+        "agraph (float[N,2,5] x) => (float[N,2,P] y) { a = MaxPool<kernel_shape=[2], dilations=[2], "
+        "pads=[0,1]>(x) y = Relu(a) }",
+        "agraph (float[N,2,5] x) => (float[N,2,4] y) { a = MaxPool<kernel_shape=[2]>(x) y = "
+        "HardSigmoid<alpha=-0.5>(a) }",
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
-        pool = reader.producer(node.inputs[0])
-        if pool is None or pool.op not in _MAX_POOLS or pool.const or len(pool.outputs) > 1:
+        pool = made_by(reader, node.inputs[0], *_MAX_POOLS)
+        if pool is None or len(pool.outputs) > 1:
             return None
         return self.region(reader, node, pool, pool, node)
 
@@ -1425,7 +1439,7 @@ class PushRisingBehindMaxPool(_SwapMaxPool):
         "drop: a window may lie in the padding": "its greatest is -inf, and `mends` lets that become a number",
     }
     anchors = _MAX_POOLS
-    reads_from = tuple(_RISING)
+    reads_from = _RISING
     examples = (
         "agraph (float[N,2,5,6] x) => (float[N,2,P,Q] y) "
         "{ a = Sigmoid(x) y = MaxPool<kernel_shape=[3,2], strides=[2,2], pads=[1,0,1,0]>(a) }",
@@ -1436,11 +1450,14 @@ class PushRisingBehindMaxPool(_SwapMaxPool):
     near_misses = (
         "agraph (float[N,2,1] x) => (float[N,2,1] y) { a = Sigmoid(x) "
         "y = MaxPool<kernel_shape=[2], dilations=[2], pads=[1,1]>(a) }",
+        "agraph (float[N,2,5] x) => (float[N,2,P] y, int64[N,2,P] i) { a = Relu(x) y, i = "
+        "MaxPool<kernel_shape=[2]>(a) }",
+        "agraph (float[2,2,0] x) => (float[2,2,1] y) { a = Relu(x) y = GlobalMaxPool(a) }",
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
-        function = reader.producer(node.inputs[0])
-        if function is None or function.op not in _RISING or function.const or len(node.outputs) > 1:
+        function = made_by(reader, node.inputs[0], *_RISING)
+        if function is None or len(node.outputs) > 1:
             return None
         return self.region(reader, node, function, node, function)
 

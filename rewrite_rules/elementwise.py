@@ -31,6 +31,12 @@ def unary_form(node: Node) -> tuple[str, Attrs, tuple[Value, ...]]:
     return node.op, node.attrs, node.inputs[1:]
 
 
+def made_by(reader: Reader, value: Value, *ops: str) -> Node | None:
+    """The node that makes a value, if it is one of these operators and runs."""
+    node = reader.producer(value)
+    return node if node is not None and node.op in ops and not node.const else None
+
+
 def read_once(reader: Reader, value: Value) -> bool:
     """Whether one node alone reads a value, and the graph does not give it out."""
     return not reader.is_output(value) and len(reader.users(value)) == 1

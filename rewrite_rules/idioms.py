@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from rewrite_rules.axes import axis_of, fronts, ints_input, inverse, is_identity, rank_of, same_dims
-from rewrite_rules.elementwise import BROADCAST, is_unary, keeps_shape
+from rewrite_rules.elementwise import BROADCAST, is_unary, keeps_shape, made_by
 from rewrite_rules.reshape import VIEWS
 from rewrite_rules.slices import piece
 from xrlflow.ir import ABSENT, FLOATS, INTEGERS, Dim, DType, Node, Value
@@ -40,12 +40,6 @@ def _is(reader: Reader, value: Value, number: float, beside: Value) -> bool:
     """Whether a value is this number, as float32 rounds it."""
     found = _number(reader, value, beside)
     return found is not None and math.isclose(found, number, rel_tol=1e-6)
-
-
-def _made(reader: Reader, value: Value, *ops: str) -> Node | None:
-    """The node that makes a value, if it is one of these operators and runs."""
-    node = reader.producer(value)
-    return node if node is not None and node.op in ops and not node.const else None
 
 
 def _operands(node: Node | None) -> list[tuple[Value, Value]]:
@@ -86,7 +80,7 @@ _SEEN = (*VIEWS, "Expand")
 
 def _unseen(reader: Reader, value: Value) -> Value:
     """What a value is a view of."""
-    while (node := _made(reader, value, *_SEEN)) is not None:
+    while (node := made_by(reader, value, *_SEEN)) is not None:
         value = node.inputs[0]
     return value
 
@@ -122,7 +116,7 @@ def _fits(reader: Reader, value: Value, x: Value, axes: tuple[int, ...]) -> bool
             unknown += 1
         else:
             numbers &= isinstance(a, int) and a > 0
-    while (node := _made(reader, value, *_SEEN)) is not None:
+    while (node := made_by(reader, value, *_SEEN)) is not None:
         if node.op == "Expand" and not same_dims(reader.type(node.inputs[0]).shape, node.types[0].shape):
             return False
         value = node.inputs[0]
@@ -131,7 +125,7 @@ def _fits(reader: Reader, value: Value, x: Value, axes: tuple[int, ...]) -> bool
 
 def _reduced(reader: Reader, value: Value, x: Value, op: str) -> tuple[int, ...] | None:
     """The axes, if a value is x reduced over them, and has 1 in their place."""
-    node = _made(reader, _unseen(reader, value), op)
+    node = made_by(reader, _unseen(reader, value), op)
     axes = None if node is None or node.inputs[0] != x else _axes(reader, node)
     if node is None or axes is None:
         return None
@@ -155,7 +149,7 @@ def _require_number(c: Val, number: float, beside: Val) -> None:
 
 def _square(reader: Reader, value: Value) -> Value | None:
     """What a value is the square of."""
-    node = _made(reader, value, "Mul", "Pow")
+    node = made_by(reader, value, "Mul", "Pow")
     if node is None:
         return None
     base, other = node.inputs
@@ -195,7 +189,7 @@ def _choice(reader: Reader, node: Node | None) -> _Choice | None:
     if node is None or node.op != "Where":
         return None
     condition, yes, no = node.inputs
-    compare = _made(reader, condition, *_COMPARISONS)
+    compare = made_by(reader, condition, *_COMPARISONS)
     if compare is None:
         return None
     less, equal = _COMPARISONS[compare.op]
@@ -211,7 +205,7 @@ def _choice(reader: Reader, node: Node | None) -> _Choice | None:
 
 def _exponential(reader: Reader, value: Value, x: Value) -> float | None:
     """c, if a value is c * exp(x)."""
-    node = _made(reader, value, "Exp", "Mul")
+    node = made_by(reader, value, "Exp", "Mul")
     if node is None:
         return None
     if node.op == "Exp":
@@ -226,7 +220,7 @@ def _exponential(reader: Reader, value: Value, x: Value) -> float | None:
 
 def _exponential_less_one(reader: Reader, value: Value, x: Value) -> float | None:
     """c, if a value is c * (exp(x) - 1), the product taken apart or not."""
-    node = _made(reader, value, "Add", "Sub", "Mul")
+    node = made_by(reader, value, "Add", "Sub", "Mul")
     if node is None:
         return None
     for inner, c in _operands(node)[: 1 if node.op == "Sub" else 2]:
@@ -246,7 +240,7 @@ def _shift(reader: Reader, value: Value, x: Value) -> float | None:
     """c, if a value is x + c."""
     if value == x:
         return 0.0
-    node = _made(reader, value, "Add", "Sub")
+    node = made_by(reader, value, "Add", "Sub")
     for inner, c in _operands(node):
         number = _number(reader, c, inner)
         if inner == x and number is not None and node is not None:
@@ -319,7 +313,7 @@ class ReplaceWhereByPRelu(_ReplaceWhere):
     def read(self, reader: Reader, choice: _Choice) -> tuple[tuple[Value, ...], Any] | None:
         if choice.bound != 0 or choice.above != choice.x:
             return None
-        for x, slope in _operands(_made(reader, choice.below, "Mul")):
+        for x, slope in _operands(made_by(reader, choice.below, "Mul")):
             if x != choice.x or not keeps_shape(reader.type(x).shape, reader.type(slope).shape):
                 continue
             if not reader.is_const(slope):
@@ -371,7 +365,7 @@ class ReplaceWhereBySelu(_ReplaceWhere):
         below = _exponential_less_one(reader, choice.below, choice.x)
         if choice.bound != 0 or below is None:
             return None
-        for x, c in _operands(_made(reader, choice.above, "Mul")):
+        for x, c in _operands(made_by(reader, choice.above, "Mul")):
             gamma = _number(reader, c, x)
             if x == choice.x and gamma:
                 return (x,), (below / gamma, gamma)
@@ -560,13 +554,13 @@ class FusePRelu(RegionRule):
 
     def find(self, reader: Reader, node: Node) -> Region | None:
         for positive, product in _operands(node)[: 1 if node.op == "Sub" else 2]:
-            relu = _made(reader, positive, "Relu")
-            for negative, slope in _operands(_made(reader, product, "Mul")):
-                other = _made(reader, negative, "Relu")
+            relu = made_by(reader, positive, "Relu")
+            for negative, slope in _operands(made_by(reader, product, "Mul")):
+                other = made_by(reader, negative, "Relu")
                 if relu is None or other is None or not reader.is_const(slope):
                     continue
                 x = relu.inputs[0]
-                neg = _made(reader, other.inputs[0], "Neg")
+                neg = made_by(reader, other.inputs[0], "Neg")
                 if neg is None or neg.inputs[0] != x:
                     continue
                 worthwhile(
@@ -600,7 +594,7 @@ class FuseLeakyReluFromMax(RegionRule):
 
     def find(self, reader: Reader, node: Node) -> Region | None:
         for x, product in _operands(node):
-            for inner, c in _operands(_made(reader, product, "Mul")):
+            for inner, c in _operands(made_by(reader, product, "Mul")):
                 alpha = _number(reader, c, inner)
                 if inner != x or alpha is None:
                     continue
@@ -617,7 +611,7 @@ class FuseLeakyReluFromMax(RegionRule):
 
 def _negated(reader: Reader, value: Value) -> Value | None:
     """x, if a value is -x."""
-    node = _made(reader, value, "Neg", "Mul")
+    node = made_by(reader, value, "Neg", "Mul")
     if node is None:
         return None
     if node.op == "Neg":
@@ -627,8 +621,8 @@ def _negated(reader: Reader, value: Value) -> Value | None:
 
 def _one_and_exp(reader: Reader, value: Value) -> Value | None:
     """x, if a value is 1 + exp(x)."""
-    for power, one in _operands(_made(reader, value, "Add")):
-        node = _made(reader, power, "Exp")
+    for power, one in _operands(made_by(reader, value, "Add")):
+        node = made_by(reader, power, "Exp")
         if node is not None and _is(reader, one, 1.0, power):
             return node.inputs[0]
     return None
@@ -739,11 +733,11 @@ class FuseTanh(RegionRule):
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
-        difference = _made(reader, node.inputs[0], "Sub")
-        total = _made(reader, node.inputs[1], "Add")
+        difference = made_by(reader, node.inputs[0], "Sub")
+        total = made_by(reader, node.inputs[1], "Add")
         if difference is None or total is None or sorted(total.inputs) != sorted(difference.inputs):
             return None
-        up, down = (_made(reader, v, "Exp") for v in difference.inputs)
+        up, down = (made_by(reader, v, "Exp") for v in difference.inputs)
         if up is None or down is None or _negated(reader, down.inputs[0]) != up.inputs[0]:
             return None
         x = up.inputs[0]
@@ -768,8 +762,8 @@ class FuseSoftsign(RegionRule):
 
     def find(self, reader: Reader, node: Node) -> Region | None:
         x, below = node.inputs
-        for size, one in _operands(_made(reader, below, "Add")):
-            absolute = _made(reader, size, "Abs")
+        for size, one in _operands(made_by(reader, below, "Add")):
+            absolute = made_by(reader, size, "Abs")
             if absolute is not None and absolute.inputs[0] == x and _is(reader, one, 1.0, size):
                 return Region(node.outputs, (x,), _between(reader, node.outputs[0], (x,)))
         return None
@@ -807,7 +801,7 @@ class FuseHardSwishFromScaled(RegionRule):
     def _factors(reader: Reader, node: Node) -> Iterator[tuple[Value, Value]]:
         """The two factors besides 1/6 of a product of three, in both orders."""
         for whole, part in _operands(node):
-            inner = _made(reader, whole, "Mul", "Div")
+            inner = made_by(reader, whole, "Mul", "Div")
             if inner is None:
                 continue
             p, q = inner.inputs
@@ -824,10 +818,10 @@ class FuseHardSwishFromScaled(RegionRule):
     @staticmethod
     def _clipped(reader: Reader, value: Value) -> Value | None:
         """x, if a value is clip(x + 3, 0, 6)."""
-        clip = _made(reader, value, "Clip")
+        clip = made_by(reader, value, "Clip")
         if clip is None or len(clip.inputs) != 3 or ABSENT in clip.inputs:
             return None
-        total = _made(reader, clip.inputs[0], "Add")
+        total = made_by(reader, clip.inputs[0], "Add")
         low, high = clip.inputs[1:]
         if not _is(reader, low, 0.0, clip.inputs[0]) or not _is(reader, high, 6.0, clip.inputs[0]):
             return None
@@ -841,7 +835,7 @@ def _polynomial(reader: Reader, value: Value, x: Value, depth: int = 6) -> dict[
     """The coefficients by power, if a value is a polynomial of x."""
     if value == x:
         return {1: 1.0}
-    node = _made(reader, value, "Add", "Mul", "Pow", "Div") if depth else None
+    node = made_by(reader, value, "Add", "Mul", "Pow", "Div") if depth else None
     if node is None:
         return None
     a, b = node.inputs
@@ -935,7 +929,7 @@ class FuseTanhGeluOfPolynomial(RegionRule):
         while work:
             at, depth = work.pop()
             found[at] = None
-            node = _made(reader, at, "Add", "Mul", "Pow", "Div") if depth < 6 else None
+            node = made_by(reader, at, "Add", "Mul", "Pow", "Div") if depth < 6 else None
             if node is not None:
                 work.extend((v, depth + 1) for v in node.inputs if not reader.is_const(v))
         return list(found)
@@ -976,7 +970,7 @@ class FuseTanhGeluOfPolynomial(RegionRule):
 
 def _less_its_greatest(reader: Reader, value: Value) -> tuple[Value, tuple[int, ...]] | None:
     """x and the axes, if a value is x - max(x) over them."""
-    node = _made(reader, value, "Sub")
+    node = made_by(reader, value, "Sub")
     if node is None:
         return None
     axes = _reduced(reader, node.inputs[1], node.inputs[0], "ReduceMax")
@@ -1009,10 +1003,10 @@ class FuseSoftmax(RegionRule):
             pairs = [
                 (p, r.inputs[0])
                 for p, q in _operands(node)
-                if (r := _made(reader, q, "Reciprocal")) is not None
+                if (r := made_by(reader, q, "Reciprocal")) is not None
             ]
         for powers, total in pairs:
-            exponential = _made(reader, powers, "Exp")
+            exponential = made_by(reader, powers, "Exp")
             axes = None if exponential is None else _reduced(reader, total, powers, "ReduceSum")
             if exponential is None or axes is None or len(axes) != 1:
                 continue
@@ -1073,9 +1067,9 @@ class FuseLogSoftmax(RegionRule):
 
     def find(self, reader: Reader, node: Node) -> Region | None:
         shifted, value = node.inputs
-        log = _made(reader, _unseen(reader, value), "Log")
-        summed = None if log is None else _made(reader, _unseen(reader, log.inputs[0]), "ReduceSum")
-        exponential = None if summed is None else _made(reader, summed.inputs[0], "Exp")
+        log = made_by(reader, _unseen(reader, value), "Log")
+        summed = None if log is None else made_by(reader, _unseen(reader, log.inputs[0]), "ReduceSum")
+        exponential = None if summed is None else made_by(reader, summed.inputs[0], "Exp")
         found = _less_its_greatest(reader, shifted)
         if log is None or summed is None or exponential is None or found is None:
             return None
@@ -1136,7 +1130,7 @@ class FuseReduceMean(RegionRule):
 
     def find(self, reader: Reader, node: Node) -> Region | None:
         for total, c in _operands(node)[: 1 if node.op == "Div" else 2]:
-            summed = _made(reader, total, "ReduceSum")
+            summed = made_by(reader, total, "ReduceSum")
             number = _number(reader, c, total)
             axes = None if summed is None or number is None else _axes(reader, summed)
             if summed is None or number is None or axes is None:
@@ -1199,7 +1193,7 @@ class FuseReduceL1(RegionRule):
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
-        absolute = _made(reader, node.inputs[0], "Abs")
+        absolute = made_by(reader, node.inputs[0], "Abs")
         if absolute is None or not _surely_reduces(reader, node):
             return None
         inputs = (*absolute.inputs, *(v for v in node.inputs[1:] if v != ABSENT))
@@ -1228,7 +1222,7 @@ class FuseReduceL2(Rule):
 
 def _mean(reader: Reader, value: Value) -> tuple[Value, tuple[int, ...]] | None:
     """x and the axes, if a value is the mean of x over them (whether it keeps them or not)."""
-    node = _made(reader, value, "ReduceMean", "GlobalAveragePool", "Div", "Mul")
+    node = made_by(reader, value, "ReduceMean", "GlobalAveragePool", "Div", "Mul")
     if node is None:
         return None
     if node.op == "GlobalAveragePool":
@@ -1241,9 +1235,9 @@ def _mean(reader: Reader, value: Value) -> tuple[Value, tuple[int, ...]] | None:
 
 def _averaged(reader: Reader, value: Value, op: str) -> tuple[Value, tuple[int, ...]] | None:
     """x and the axes, if a value is what a reduction makes of x over them, divided by the number of elements."""
-    node = _made(reader, value, "Div", "Mul")
+    node = made_by(reader, value, "Div", "Mul")
     for total, c in _operands(node)[: 1 if node is not None and node.op == "Div" else 2]:
-        summed = _made(reader, total, op)
+        summed = made_by(reader, total, op)
         number = _number(reader, c, total)
         axes = None if summed is None or number is None else _axes(reader, summed)
         if node is None or summed is None or number is None or axes is None:
@@ -1265,7 +1259,7 @@ def _mean_square(reader: Reader, value: Value) -> tuple[Value, tuple[int, ...]] 
 
 def _centred(reader: Reader, value: Value) -> tuple[Value, tuple[int, ...]] | None:
     """x and the axes, if a value is x less its mean over them."""
-    node = _made(reader, value, "Sub")
+    node = made_by(reader, value, "Sub")
     if node is None:
         return None
     x, mean = node.inputs
@@ -1288,7 +1282,7 @@ def _is_kept(reader: Reader, value: Value, inner: Value) -> bool:
 
 def _variance(reader: Reader, value: Value) -> tuple[Value, tuple[int, ...]] | None:
     """x and the axes, if a value is the variance of x over them: E[(x - m)^2] or E[x^2] - m^2, at least 0."""
-    node = _made(reader, value, "Max", "Relu", "Clip", "Sub")
+    node = made_by(reader, value, "Max", "Relu", "Clip", "Sub")
     if node is not None and node.op != "Sub":
         inner = node.inputs[0]
         if node.op == "Max":
@@ -1325,7 +1319,7 @@ def _normal(reader: Reader, node: Node) -> _Normal | None:
     exponent = 0.5
     if node.op == "Pow":
         exponent = next((e for e in (0.5, -0.5) if _is(reader, node.inputs[1], e, node.inputs[0])), 0.0)
-    total = _made(reader, node.inputs[0], "Add") if exponent else None
+    total = made_by(reader, node.inputs[0], "Add") if exponent else None
     for viewed, c in _operands(total):
         epsilon = _number(reader, c, viewed)
         variance = _unseen(reader, viewed)
@@ -1602,11 +1596,11 @@ class FuseRotaryEmbedding(RegionRule):
         if node.types[0].rank != 4:
             return None
         for straight, crossed in _operands(node):
-            for turned, sine in _operands(_made(reader, crossed, "Mul")):
+            for turned, sine in _operands(made_by(reader, crossed, "Mul")):
                 x = self._turned(reader, turned)
                 if x is None:
                     continue
-                for same, cosine in _operands(_made(reader, straight, "Mul")):
+                for same, cosine in _operands(made_by(reader, straight, "Mul")):
                     if same == x:
                         self._check(reader, x, cosine, sine)
                         inputs = (x, cosine, sine)
@@ -1616,10 +1610,10 @@ class FuseRotaryEmbedding(RegionRule):
     @staticmethod
     def _turned(reader: Reader, value: Value) -> Value | None:
         """[x1|x2], if a value is [-x2|x1]."""
-        concat = _made(reader, value, "Concat")
+        concat = made_by(reader, value, "Concat")
         if concat is None or len(concat.inputs) != 2 or axis_of(concat, 4) != 3:
             return None
-        neg = _made(reader, concat.inputs[0], "Neg")
+        neg = made_by(reader, concat.inputs[0], "Neg")
         first = piece(reader, concat.inputs[1])
         second = None if neg is None else piece(reader, neg.inputs[0])
         if first is None or second is None or not first.kept or not second.kept:
@@ -1663,8 +1657,8 @@ class FuseNearestResize(RegionRule):
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
-        repeat = _made(reader, node.inputs[0], "Expand", "Tile")
-        view = None if repeat is None else _made(reader, repeat.inputs[0], *VIEWS)
+        repeat = made_by(reader, node.inputs[0], "Expand", "Tile")
+        view = None if repeat is None else made_by(reader, repeat.inputs[0], *VIEWS)
         if repeat is None or view is None or node.types[0].rank != 4:
             return None
         x = view.inputs[0]
@@ -1929,7 +1923,7 @@ class PushNotIntoComparison(RegionRule):
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
-        compare = _made(reader, node.inputs[0], *_COMPARISONS)
+        compare = made_by(reader, node.inputs[0], *_COMPARISONS)
         if compare is None:
             return None
         require(reader.type(compare.inputs[0]).dtype not in FLOATS, "one of the two may be NaN")
@@ -1970,7 +1964,7 @@ class FoldComparisonOfBool(RegionRule):
     def find(self, reader: Reader, node: Node) -> Region | None:
         function = _FUNCTIONS[node.op]
         for place, other in ((0, 1), (1, 0)):
-            cast = _made(reader, node.inputs[place], "Cast")
+            cast = made_by(reader, node.inputs[place], "Cast")
             number = _number(reader, node.inputs[other], node.inputs[place])
             if cast is None or number is None:
                 continue
@@ -2015,7 +2009,7 @@ class RemoveExpandBeforeBroadcast(RegionRule):
     def find(self, reader: Reader, node: Node) -> Region | None:
         out = node.types[0].shape
         for place, value in enumerate(node.inputs):
-            inner = _made(reader, value, "Expand", "Tile")
+            inner = made_by(reader, value, "Expand", "Tile")
             if inner is None or out is None:
                 continue
             inputs = (*node.inputs[:place], inner.inputs[0], *node.inputs[place + 1 :])

@@ -106,7 +106,7 @@ def _products(
         return None
     node = reader.producer(source)
     parts = [source]
-    if node is not None and node.op == "Concat" and node.attrs.get("axis", 0) in (1, -1):
+    if node is not None and node.op == "Concat" and node.attrs["axis"] in (1, -1):
         parts = list(node.inputs)
     terms, at = [], 0
     for part in parts:
@@ -225,8 +225,8 @@ class _Unrolled(RegionRule):
             "the states differ in shape",
         )
         outside = self.outside(reader, steps, {*inputs, *states})
-        wanted = tuple(i for i, h in enumerate(hiddens) if i == len(steps) - 1 or h in outside)
-        cell = self.states == 2 and (steps[-1].values[1] in outside or reader.is_output(steps[-1].values[1]))
+        wanted = tuple(i for i, h in enumerate(hiddens) if h in outside)
+        cell = self.states == 2 and steps[-1].values[1] in outside
         if self.states == 2:
             inner = {s.values[1] for s in steps[:-1]}
             worthwhile(not any(c in outside for c in inner), "a cell state is read elsewhere")
@@ -262,7 +262,7 @@ class _Unrolled(RegionRule):
 
     def follows(self, earlier: _Step, later: _Step) -> bool:
         """Whether the other states fit together."""
-        return earlier.values[1:] == later.states[1:] if self.states == 2 else True
+        return earlier.values[1:] == later.states[1:]
 
     def hidden_before(self, steps: Sequence[_Step], reader: Reader) -> Value | None:
         """The hidden state before the first step: what stands where the second step has the first one's."""
@@ -306,15 +306,11 @@ class _Unrolled(RegionRule):
         rows = []
         for pair in native.gates:
             w = pair[which]
-            matrix = vals[w.value]
-            out, into = (0, 1) if w.transposed else (1, 0)
-            starts, lengths = [0, 0], [0, 0]
-            starts[out], lengths[out] = w.columns
-            starts[into], lengths[into] = w.rows
+            starts, lengths = zip(*((w.columns, w.rows) if w.transposed else (w.rows, w.columns)))
             ends = [s + n for s, n in zip(starts, lengths)]
-            part = op.Slice(matrix, starts, ends, [0, 1])
+            part = op.Slice(vals[w.value], list(starts), ends, [0, 1])
             rows.append(part if w.transposed else op.Transpose(part, perm=[1, 0]))
-        return op.Unsqueeze(op.Concat(*rows, axis=0) if len(rows) > 1 else rows[0], [0])
+        return op.Unsqueeze(op.Concat(*rows, axis=0), [0])
 
     def bias(
         self, op: Op, biases: Sequence[tuple[Value, int, int]], vals: dict[Value, Val], size: int
@@ -322,8 +318,7 @@ class _Unrolled(RegionRule):
         """A gate's bias [size]: the sum of the parts, or zeros."""
         total: Any = None
         for value, start, length in biases:
-            row = vals[value] if vals[value].rank == 1 else op.Reshape(vals[value], [-1])
-            part = op.Slice(row, [start], [start + length], [0])
+            part = op.Slice(op.Reshape(vals[value], [-1]), [start], [start + length], [0])
             total = part if total is None else op.Add(total, part)
         return op.Expand(np.zeros(1, np.float32), [size]) if total is None else total
 
@@ -418,6 +413,15 @@ _GRU_CELL = (
 )
 
 
+_GRU_BLEND = "d{t} = Sub(h{t}, n{t}) e{t} = Mul(u{t}, d{t}) h{n} = Add(e{t}, n{t})"
+_GRU_RESET_FIRST = (
+    "ra{t}, za{t}, na{t} = Split<axis=1, num_outputs=3>(a{t}) rb{t}, zb{t}, nb{t} = Split<axis=1, num_outputs=3>(b{t}) "
+    "rs{t} = Add(ra{t}, rb{t}) r{t}s = Sigmoid(rs{t}) zs{t} = Add(za{t}, zb{t}) u{t} = Sigmoid(zs{t}) "
+    "k{t} = Mul(r{t}s, h{t}) j{t} = Gemm<transB=1>(k{t}, r, br) "
+    "jr{t}, jz{t}, jn{t} = Split<axis=1, num_outputs=3>(j{t}) q{t} = Add(na{t}, jn{t}) n{t} = Tanh(q{t}) "
+)
+
+
 def _fed_back(example: str) -> str:
     """A cell of which the second step's input depends on the first state."""
     return example.replace(
@@ -441,6 +445,21 @@ def _users(reader: Reader, value: Value, op: str) -> list[Node]:
     return [n for n in reader.users(value) if n.op == op]
 
 
+# Gates that are parts of parts: slices of what is split, and the other way round.
+_LSTM_CUTS = _LSTM_CELL.replace(
+    "i{t}g, f{t}g, g{t}g, o{t}g = Split<axis=1, num_outputs=4>(z{t})",
+    "p{t}, q{t} = Split<axis=-1, num_outputs=2>(z{t}) v{t} = Slice(z{t}, to0, to4, one) "
+    "o{t}g = Slice(q{t}, to2, to4, one) f{t}g, i{t}g = Split<axis=1, num_outputs=2>(v{t}) "
+    "u{t} = Slice(z{t}, to2, to6, one) s{t}g, g{t}g = Split<axis=1, num_outputs=2>(u{t})",
+)
+_CUTS_AT = "".join(f"int64[1] to{i} = {{{i}}}, " for i in (0, 2, 4, 6, 8))
+
+
+def _with(example: str, constants: str) -> str:
+    """A cell with more constants."""
+    return example.replace("int64[1] one", f"{constants}int64[1] one")
+
+
 class FuseUnrolledLSTM(_Unrolled):
     """c' = sigmoid(f) * c + sigmoid(i) * tanh(g), h' = sigmoid(o) * tanh(c'), step by step -> lstm(x, h, c).
 
@@ -453,8 +472,46 @@ class FuseUnrolledLSTM(_Unrolled):
     examples = (
         _unrolled(f"z{{t}} = Add(a{{t}}, b{{t}}) {_LSTM_CELL}", 4, states=_LSTM_STATES),
         _unrolled(_LSTM_CELL, 4, states=_LSTM_STATES, joined=True, steps=2),
+        _with(
+            _unrolled(f"z{{t}} = Add(a{{t}}, b{{t}}) {_LSTM_CUTS}", 4, states=_LSTM_STATES, steps=2), _CUTS_AT
+        ),
+        # Only one gate has a bias.
+        _with(
+            _unrolled(
+                f"z{{t}} = Add(a{{t}}, b{{t}}) {_LSTM_CELL}".replace(
+                    "f{t}s = Sigmoid(f{t}g)", "e{t} = Add(f{t}g, own) f{t}s = Sigmoid(e{t})"
+                ),
+                4,
+                states=_LSTM_STATES,
+                steps=2,
+            ),
+            "float[1,2] own = {0.5, -0.25}, ",
+        )
+        .replace(", bw)", ")")
+        .replace(", br)", ")"),
+        # The second step has the first cell state again.
+        _unrolled(f"z{{t}} = Add(a{{t}}, b{{t}}) {_LSTM_CELL}", 4, states=_LSTM_STATES).replace(
+            "k1 = Mul(f1s, c1)", "k1 = Mul(f1s, c0)"
+        ),
+        _unrolled(_LSTM_CELL, 4, states=_LSTM_STATES, joined=True, steps=2).replace(
+            "Concat<axis=1>(x0", "Concat<axis=-1>(x0"
+        ),
     )
     near_misses = (
+        # An inner cell state is read.
+        examples[0].replace("=> (float[2,3,2] y)", "=> (float[2,3,2] y, float[2,2] c1)"),
+        # Each gate has two products with the hidden state.
+        _unrolled(
+            "e{t} = Gemm<transB=1>(h{t}, r) y{t} = Add(a{t}, b{t}) z{t} = Add(y{t}, e{t}) " + _LSTM_CELL,
+            4,
+            states=_LSTM_STATES,
+        ),
+        _with(
+            examples[0].replace(
+                "f0s = Sigmoid(f0g)", "f0q = Slice(z0, to0, to8, one, to4) f0s = Sigmoid(f0q)"
+            ),
+            _CUTS_AT,
+        ),
         _fed_back(examples[0]),
         _short(examples[0], "h0", "1,2"),
         _short(examples[0], "c0", "2,1"),
@@ -468,8 +525,8 @@ class FuseUnrolledLSTM(_Unrolled):
         if size is None:
             return None
         for out, shown in _both(reader.producer(hidden), "Mul"):
-            o, cell = _argument(reader, out, "Sigmoid"), _argument(reader, shown, "Tanh")
-            if o is None or cell is None:
+            cell = _argument(reader, shown, "Tanh")
+            if cell is None:
                 continue
             for kept, new in _both(reader.producer(cell), "Add"):
                 for forget, before in _both(reader.producer(kept), "Mul"):
@@ -499,14 +556,35 @@ class FuseUnrolledGRU(_Unrolled):
     anchors = ("Add",)
     reads_from = ("Mul",)
     examples = (
-        _unrolled(_GRU_CELL + "d{t} = Sub(h{t}, n{t}) e{t} = Mul(u{t}, d{t}) h{n} = Add(e{t}, n{t})", 3),
+        _unrolled(_GRU_CELL + _GRU_BLEND, 3),
         _unrolled(
             _GRU_CELL
             + "d{t} = Sub(unit, u{t}) e{t} = Mul(d{t}, n{t}) l{t} = Mul(u{t}, h{t}) h{n} = Add(e{t}, l{t})",
             3,
         ),
+        _unrolled(_GRU_CELL + _GRU_BLEND, 3, steps=2).replace(", bw)", ")").replace(", br)", ")"),
+        _unrolled(_GRU_RESET_FIRST + _GRU_BLEND, 3, steps=2),
     )
-    near_misses = (_fed_back(examples[0]), _short(examples[0], "h0", "1,2"), _other_input(examples[0]))
+    near_misses = (
+        _fed_back(examples[0]),
+        _short(examples[0], "h0", "1,2"),
+        _other_input(examples[0]),
+        _unrolled(_GRU_RESET_FIRST.replace("r{t}s = Sigmoid", "r{t}s = Tanh") + _GRU_BLEND, 3, steps=2),
+        _unrolled(
+            _GRU_RESET_FIRST.replace("k{t} = Mul(r{t}s, h{t})", "k{t} = Mul(r{t}s, v)") + _GRU_BLEND,
+            3,
+            steps=2,
+        ).replace("agraph (", "agraph (float[2,2] v, "),
+        # The reset gate scales the product with the input.
+        _unrolled(
+            _GRU_CELL.replace("Mul(r{t}s, nb{t})", "Mul(r{t}s, na{t})").replace(
+                "Add(na{t}, p", "Add(nb{t}, p"
+            )
+            + _GRU_BLEND,
+            3,
+            steps=2,
+        ),
+    )
     native = "GRU"
 
     def step(self, reader: Reader, hidden: Value) -> _Step | None:
@@ -559,9 +637,7 @@ class FuseUnrolledGRU(_Unrolled):
                 of_input = _linear(reader, added, 0, size)
                 if reset is None or of_hidden is None or of_input is None:
                     continue
-                if {v for v, _ in of_hidden.terms} == {before} and before not in {
-                    v for v, _ in of_input.terms
-                }:
+                if {v for v, _ in of_hidden.terms} == {before}:
                     return reset, of_input, of_hidden, True
         whole = _linear(reader, value, 0, size)
         if whole is None:
