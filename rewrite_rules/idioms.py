@@ -43,11 +43,11 @@ def _is(reader: Reader, value: Value, number: float, beside: Value) -> bool:
 
 
 def _operands(node: Node | None) -> list[tuple[Value, Value]]:
-    """The two inputs of a commutative node in both orders; of no node none."""
+    """The two inputs of a node, in both orders but for Sub and Div; of no node none."""
     if node is None or len(node.inputs) != 2:
         return []
     a, b = node.inputs
-    return [(a, b), (b, a)]
+    return [(a, b)] if node.op in ("Sub", "Div") else [(a, b), (b, a)]
 
 
 def _between(reader: Reader, out: Value, inputs: Collection[Value]) -> tuple[Node, ...]:
@@ -102,35 +102,17 @@ def _surely_reduces(reader: Reader, node: Node) -> bool:
 def _fits(reader: Reader, value: Value, x: Value, axes: tuple[int, ...]) -> bool:
     """Whether a value, a view of x reduced over the axes, has x's dimensions with 1 in their place.
 
-    Views keep the number of elements, so that one dimension need not be known.
+    Then an Expand on the way repeats nothing: there are no more elements than before it.
     """
-    shape, seen = reader.type(x).shape, reader.type(value).shape
-    if shape is None or seen is None or len(shape) != len(seen):
-        return False
-    unknown, numbers = 0, True
-    for i, (a, b) in enumerate(zip(shape, seen)):
-        if i in axes:
-            if b != 1:
-                return False
-        elif a is None or a != b:
-            unknown += 1
-        else:
-            numbers &= isinstance(a, int) and a > 0
-    while (node := made_by(reader, value, *_SEEN)) is not None:
-        if node.op == "Expand" and not same_dims(reader.type(node.inputs[0]).shape, node.types[0].shape):
-            return False
-        value = node.inputs[0]
-    return not unknown or (unknown == 1 and numbers)
+    shape = reader.type(x).shape or ()
+    return same_dims(reader.type(value).shape, [1 if i in axes else d for i, d in enumerate(shape)])
 
 
 def _reduced(reader: Reader, value: Value, x: Value, op: str) -> tuple[int, ...] | None:
     """The axes, if a value is x reduced over them, and has 1 in their place."""
     node = made_by(reader, _unseen(reader, value), op)
     axes = None if node is None or node.inputs[0] != x else _axes(reader, node)
-    if node is None or axes is None:
-        return None
-    kept = node.outputs[0] == value and node.attrs.get("keepdims", 1) == 1
-    return axes if kept or _fits(reader, value, x, axes) else None
+    return axes if axes is not None and _fits(reader, value, x, axes) else None
 
 
 def _reader(reader: Reader, value: Value) -> Node | None:
@@ -223,7 +205,7 @@ def _exponential_less_one(reader: Reader, value: Value, x: Value) -> float | Non
     node = made_by(reader, value, "Add", "Sub", "Mul")
     if node is None:
         return None
-    for inner, c in _operands(node)[: 1 if node.op == "Sub" else 2]:
+    for inner, c in _operands(node):
         number = _number(reader, c, inner)
         if number is None:
             continue
@@ -244,9 +226,7 @@ def _shift(reader: Reader, value: Value, x: Value) -> float | None:
     for inner, c in _operands(node):
         number = _number(reader, c, inner)
         if inner == x and number is not None and node is not None:
-            if node.op == "Add":
-                return number
-            return -number if node.inputs[0] == x else None
+            return number if node.op == "Add" else -number
     return None
 
 
@@ -477,7 +457,7 @@ class RemoveNoopMax(RegionRule):
 
     def find(self, reader: Reader, node: Node) -> Region | None:
         if node.op == "Clip":
-            bounds = [*node.inputs[1:], ABSENT, ABSENT][:2]
+            bounds = (*node.inputs[1:], ABSENT, ABSENT)
             x = node.inputs[0]
             # A bound that is absent is a number: infinity does not get through.
             free = all(v != ABSENT and _is(reader, v, b, x) for v, b in zip(bounds, (-math.inf, math.inf)))
@@ -553,7 +533,7 @@ class FusePRelu(RegionRule):
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
-        for positive, product in _operands(node)[: 1 if node.op == "Sub" else 2]:
+        for positive, product in _operands(node):
             relu = made_by(reader, positive, "Relu")
             for negative, slope in _operands(made_by(reader, product, "Mul")):
                 other = made_by(reader, negative, "Relu")
@@ -823,7 +803,7 @@ class FuseHardSwishFromScaled(RegionRule):
             return None
         total = made_by(reader, clip.inputs[0], "Add")
         low, high = clip.inputs[1:]
-        if not _is(reader, low, 0.0, clip.inputs[0]) or not _is(reader, high, 6.0, clip.inputs[0]):
+        if not _is(reader, low, 0.0, value) or not _is(reader, high, 6.0, value):
             return None
         return next((x for x, c in _operands(total) if _is(reader, c, 3.0, x)), None)
 
@@ -903,6 +883,9 @@ class FuseTanhGeluOfPolynomial(RegionRule):
         "agraph (float[2,3] x) => (float[2,3] y) <float k = {0.0356774081}, float c = {0.7978845608}, float one = "
         "{1}, float h = {0.5}, float five = {5}> { p = Pow(x, five) q = Mul(p, k) a = Div(q, p) d = Div(c, x) "
         "b = Mul(x, c) g = Add(a, b) f = Add(g, d) t = Tanh(f) u = Add(t, one) w = Mul(x, h) y = Mul(u, w) }",
+        "agraph (float[2,3] x) => (float[2,3] y) <float k = {0.188884642}, float c = {0.893243841}, float "
+        "one = {1}, float h = {0.5}, float two = {2}> { a = Mul(x, k) q = Add(a, c) p = Pow(q, two) f = "
+        "Mul(x, p) t = Tanh(f) u = Add(t, one) w = Mul(x, h) y = Mul(u, w) }",
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
@@ -995,6 +978,26 @@ class FuseSoftmax(RegionRule):
         "agraph (float[2,3,4] x) => (float[2,3,4] y) { i = Constant<value_ints=[-1]>() m = "
         "ReduceMax<keepdims=0>(x, i) u = Unsqueeze(m, i) "
         "d = Sub(x, u) e = Exp(d) s = ReduceSum<keepdims=0>(e, i) t = Unsqueeze(s, i) y = Div(e, t) }",
+        "agraph (float[N,1,3] x) => (float[N,1,3] y) <int64[3] c = {-1,1,1}, int64[1] i = {2}> { m = "
+        "ReduceMax<keepdims=0>(x, i) u = Reshape(m, c) d = Sub(x, u) e = Exp(d) s = ReduceSum(e, i) y = "
+        "Div(e, s) }",
+        "agraph (float[N,M,3] x) => (float[N,M,3] y) <int64[3] c = {0,-1,1}, int64[1] i = {2}> { m = "
+        "ReduceMax<keepdims=0>(x, i) u = Reshape(m, c) d = Sub(x, u) e = Exp(d) s = ReduceSum(e, i) y = "
+        "Div(e, s) }",
+    )
+    near_misses: ClassVar[tuple[str, ...]] = (
+        "agraph (float[3,3] x) => (float[3,3] y) <int64[1] i = {1}, int64[1] z = {0}> { m = "
+        "ReduceMax<keepdims=0>(x, i) u = Unsqueeze(m, z) d = Sub(x, u) e = Exp(d) s = ReduceSum(e, i) y = "
+        "Div(e, s) }",
+        "agraph (float[N,0,3] x) => (float[M,0,3] y) <int64[3] c = {2,0,1}, int64[1] i = {2}> { m = "
+        "ReduceMax<keepdims=0>(x, i) u = Reshape(m, c) d = Sub(x, u) e = Exp(d) s = ReduceSum(e, i) y = "
+        "Div(e, s) }",
+        "agraph (float[N,3] x) => (float[2,3] y) <int64[2] c = {2,1}, int64[2] v = {-1,1}, int64[1] i = "
+        "{1}> { m = ReduceMax(x, i) t = Expand(m, c) u = Reshape(t, v) d = Sub(x, u) e = Exp(d) s = "
+        "ReduceSum(e, i) y = Div(e, s) }",
+        "agraph (float[2,3] x, float[2,3] z) => (float[2,3] y) <int64[1] i = {1}> { m = "
+        "ReduceMax<keepdims=0>(z, i) u = Unsqueeze(m, i) d = Sub(x, u) e = Exp(d) s = ReduceSum(e, i) y = "
+        "Div(e, s) }",
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
@@ -1033,6 +1036,7 @@ class FuseUnshiftedSoftmax(FuseSoftmax):
     spreads = True
     mends = True
 
+    near_misses = ()
     examples = (
         "agraph (float[N,3] x) => (float[N,3] y) { i = Constant<value_ints=[-1]>() e = Exp(x) s = "
         "ReduceSum(e, i) y = Div(e, s) }",
@@ -1076,9 +1080,7 @@ class FuseLogSoftmax(RegionRule):
         x, axes = found
         if exponential.inputs[0] != shifted or len(axes) != 1 or _axes(reader, summed) != axes:
             return None
-        kept = (value, log.inputs[0]) == (log.outputs[0], summed.outputs[0])
-        seen = log.inputs[0] == summed.outputs[0] and _fits(reader, value, x, axes)
-        if not seen and not (kept and summed.attrs.get("keepdims", 1) == 1):
+        if log.inputs[0] != summed.outputs[0] or not _fits(reader, value, x, axes):
             return None
         return Region(node.outputs, (x,), _between(reader, node.outputs[0], (x,)), axes[0])
 
@@ -1129,12 +1131,14 @@ class FuseReduceMean(RegionRule):
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
-        for total, c in _operands(node)[: 1 if node.op == "Div" else 2]:
+        for total, c in _operands(node):
             summed = made_by(reader, total, "ReduceSum")
             number = _number(reader, c, total)
             axes = None if summed is None or number is None else _axes(reader, summed)
-            if summed is None or number is None or axes is None:
+            if axes is None:
                 continue
+            assert summed is not None
+            assert number is not None
             count = prod(reader.val(summed.inputs[0]).size(a) for a in axes)
             if not count:
                 return None
@@ -1191,6 +1195,9 @@ class FuseReduceL1(RegionRule):
         "y = ReduceSum<keepdims=0>(s, i) }",
         "agraph (float[2,3] x) => (float[1,1] y) { s = Abs(x) y = ReduceSum(s) }",
     )
+    near_misses = (
+        "agraph (float[2,3] x) => (float[2,3] y) { s = Abs(x) y = ReduceSum<noop_with_empty_axes=1>(s) }",
+    )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
         absolute = made_by(reader, node.inputs[0], "Abs")
@@ -1236,12 +1243,15 @@ def _mean(reader: Reader, value: Value) -> tuple[Value, tuple[int, ...]] | None:
 def _averaged(reader: Reader, value: Value, op: str) -> tuple[Value, tuple[int, ...]] | None:
     """x and the axes, if a value is what a reduction makes of x over them, divided by the number of elements."""
     node = made_by(reader, value, "Div", "Mul")
-    for total, c in _operands(node)[: 1 if node is not None and node.op == "Div" else 2]:
+    for total, c in _operands(node):
         summed = made_by(reader, total, op)
         number = _number(reader, c, total)
         axes = None if summed is None or number is None else _axes(reader, summed)
-        if node is None or summed is None or number is None or axes is None:
+        if axes is None:
             continue
+        assert node is not None
+        assert summed is not None
+        assert number is not None
         count = prod(reader.val(summed.inputs[0]).size(a) for a in axes)
         wanted = count if node.op == "Div" else 1 / count if count else math.nan
         if math.isclose(number, wanted, rel_tol=1e-6):
@@ -1254,7 +1264,10 @@ def _mean_square(reader: Reader, value: Value) -> tuple[Value, tuple[int, ...]] 
     found = _averaged(reader, value, "ReduceSumSquare")
     mean = None if found is not None else _mean(reader, value)
     base = None if mean is None else _square(reader, mean[0])
-    return found if base is None or mean is None else (base, mean[1])
+    if base is None:
+        return found
+    assert mean is not None
+    return base, mean[1]
 
 
 def _centred(reader: Reader, value: Value) -> tuple[Value, tuple[int, ...]] | None:
@@ -1263,21 +1276,10 @@ def _centred(reader: Reader, value: Value) -> tuple[Value, tuple[int, ...]] | No
     if node is None:
         return None
     x, mean = node.inputs
-    inner = _unseen(reader, mean)
-    found = _mean(reader, inner)
+    found = _mean(reader, _unseen(reader, mean))
     if found is None or found[0] != x:
         return None
-    return found if _is_kept(reader, mean, inner) or _fits(reader, mean, *found) else None
-
-
-def _is_kept(reader: Reader, value: Value, inner: Value) -> bool:
-    """Whether a value is that inner one, made by a reduction that keeps its axes, or of such."""
-    if value != inner:
-        return False
-    node = reader.producer(value)
-    while node is not None and not node.op.startswith(("Reduce", "Global")):
-        node = next((reader.producer(v) for v in node.inputs if not reader.is_const(v)), None)
-    return node is not None and node.attrs.get("keepdims", 1) == 1
+    return found if _fits(reader, mean, *found) else None
 
 
 def _variance(reader: Reader, value: Value) -> tuple[Value, tuple[int, ...]] | None:
@@ -1316,18 +1318,19 @@ class _Normal:
 
 def _normal(reader: Reader, node: Node) -> _Normal | None:
     """A normalisation whose deviation is made by `node`, a Sqrt or a Pow."""
-    exponent = 0.5
-    if node.op == "Pow":
-        exponent = next((e for e in (0.5, -0.5) if _is(reader, node.inputs[1], e, node.inputs[0])), 0.0)
-    total = made_by(reader, node.inputs[0], "Add") if exponent else None
+    x, *exponent = node.inputs
+    inverted = any(_is(reader, v, -0.5, x) for v in exponent)
+    if not inverted and not all(_is(reader, v, 0.5, x) for v in exponent):
+        return None
+    total = made_by(reader, x, "Add")
     for viewed, c in _operands(total):
         epsilon = _number(reader, c, viewed)
         variance = _unseen(reader, viewed)
         found = None if epsilon is None else _variance(reader, variance)
         if found is None or epsilon is None:
             continue
-        if _is_kept(reader, viewed, variance) or _fits(reader, viewed, *found):
-            return _applied(reader, node.outputs[0], exponent < 0, *found, epsilon)
+        if _fits(reader, viewed, *found):
+            return _applied(reader, node.outputs[0], inverted, *found, epsilon)
     return None
 
 
@@ -1470,6 +1473,9 @@ class FuseLayerNormalizationByMoments(_FuseNormalization):
         "agraph (float[3,4] x) => (float[3,4] y) <int64[1] i = {1}, float e = {0.125}, float h = {0.75}> { m = "
         "ReduceMean(x, i) c = Sub(x, m) p = Mul(c, c) r = ReduceMean(p, i) a = Add(r, e) d = Pow(a, h) y = Div(c, "
         "d) }",
+        "agraph (float[3,4] x) => (float[1,3,4] y) <int64[1] i = {1}, float e = {0.125}, float[1,1,1] h = "
+        "{-0.5}> { m = ReduceMean(x, i) c = Sub(x, m) p = Mul(c, c) r = ReduceMean(p, i) a = Add(r, e) d = "
+        "Pow(a, h) y = Mul(c, d) }",
     )
 
     def varying(self, reader: Reader, normal: _Normal) -> tuple[int, ...] | None:
@@ -1506,7 +1512,7 @@ class FuseInstanceNormalization(_FuseNormalization):
 
     def varying(self, reader: Reader, normal: _Normal) -> tuple[int, ...] | None:
         rank = rank_of(reader, normal.x)
-        return (1,) if rank > 2 and normal.axes == tuple(range(2, rank)) else None
+        return (1,) if normal.axes and normal.axes == tuple(range(2, rank)) else None
 
     def target(self, op: Op, region: Region, x: Val, *given: Val) -> Any:
         _, epsilon, sizes, scaled, shifted = region.data
@@ -1519,15 +1525,12 @@ class FuseInstanceNormalization(_FuseNormalization):
 
 
 def _twice(reader: Reader, value: Value) -> bool:
-    """Whether the last dimension of a value is made of the same half twice: functions of concat(f, f)."""
-    for _ in range(8):
+    """Whether the last dimension of a value, which is even, is the same half twice: functions of concat(f, f)."""
+    while True:
         node = reader.producer(value)
         if node is None:
             array = reader.val(value).array_or_none if reader.is_const(value) else None
-            if array is None or array.ndim == 0 or array.shape[-1] % 2:
-                return False
-            first, second = np.split(array, 2, axis=-1)
-            return bool(np.array_equal(first, second))
+            return array is not None and bool(np.array_equal(*np.split(array, 2, axis=-1)))
         if node.op == "Concat":
             rank = rank_of(reader, value)
             return (
@@ -1542,7 +1545,6 @@ def _twice(reader: Reader, value: Value) -> bool:
             value = node.inputs[0]
         else:
             return False
-    return False
 
 
 class FuseRotaryEmbedding(RegionRule):
@@ -1590,6 +1592,21 @@ class FuseRotaryEmbedding(RegionRule):
         "agraph (float[2,3,5,4] x, float[2,1,5,4] c, float[2,1,5,4] s) => (float[2,3,5,4] y) <int64[2] k = {2,2}> { "
         "a = Softmax(c) b = Softmax(s) p, q = Split<axis=-1>(x, k) n = Neg(q) r = Concat<axis=-1>(n, p) u = Mul(x, a) "
         "v = Mul(r, b) y = Add(u, v) }",
+        "agraph (float[2,3,5,4] x, float[2,5,2] f, float[2,5,4] w) => (float[2,3,5,4] y) <int64[1] i = "
+        "{1}, int64[1] z = {0}, int64[1] h = {2}, int64[1] e = {9223372036854775807}, int64[1] l = {3}> { "
+        "d0 = Concat<axis=-1>(f, f) d = Mul(d0, w) a = Cos(d) b = Sin(d) c = Unsqueeze(a, i) s = "
+        "Unsqueeze(b, i) p = Slice(x, z, h, l) q = Slice(x, h, e, l) n = Neg(q) r = Concat<axis=-1>(n, p) "
+        "u = Mul(x, c) v = Mul(r, s) y = Add(u, v) }",
+        "agraph (float[2,3,5,4] x, float[2,5,2] f, float[2,5,4] w) => (float[2,3,5,4] y) <int64[1] i = "
+        "{1}, int64[1] z = {0}, int64[1] h = {2}, int64[1] e = {9223372036854775807}, int64[1] l = {3}> { "
+        "d0 = Concat<axis=-1>(f, f) d = Add(d0, w) a = Cos(d) b = Sin(d) c = Unsqueeze(a, i) s = "
+        "Unsqueeze(b, i) p = Slice(x, z, h, l) q = Slice(x, h, e, l) n = Neg(q) r = Concat<axis=-1>(n, p) "
+        "u = Mul(x, c) v = Mul(r, s) y = Add(u, v) }",
+        "agraph (float[2,3,5,4] x, float[2,5,2] f, float[2,3,5,4] t) => (float[2,3,5,4] y) <int64[1] i = "
+        "{1}, int64[1] z = {0}, int64[1] h = {2}, int64[1] e = {9223372036854775807}, int64[1] l = {3}> { "
+        "d0 = Concat<axis=-1>(f, f) d = Identity(d0) a = Cos(d) b = Sin(d) c = Unsqueeze(a, i) s = "
+        "Unsqueeze(b, i) p = Slice(x, z, h, l) q = Slice(t, h, e, l) n = Neg(q) r = Concat<axis=-1>(n, p) "
+        "u = Mul(x, c) v = Mul(r, s) y = Add(u, v) }",
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
@@ -1655,6 +1672,10 @@ class FuseNearestResize(RegionRule):
         "agraph (float[N,2,3,4] x) => (float[N,2,6,4] y) <int64[2] a = {3,5}, int64[6] b = {1,1,1,2,1,1}, "
         "int64[4] c = {-1,2,6,4}> { r = Unsqueeze(x, a) e = Tile(r, b) y = Reshape(e, c) }",
     )
+    near_misses = (
+        "agraph (float[1,2,3,4] x, int64[K] b) => (float[1,2,6,12] y) <int64[6] a = {1,2,3,1,4,1}, "
+        "int64[4] c = {1,2,6,12}> { r = Reshape(x, a) e = Expand(r, b) y = Reshape(e, c) }",
+    )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
         repeat = made_by(reader, node.inputs[0], "Expand", "Tile")
@@ -1666,11 +1687,6 @@ class FuseNearestResize(RegionRule):
         if any(s is None for s in shapes):
             return None
         before, cut, repeated, after = (s or () for s in shapes)
-        times = ints_input(reader, repeat, 1) if repeat.op == "Tile" else None
-        if times is not None:  # what is known of the result is less than what is known of the input
-            repeated = tuple(
-                d * t if isinstance(d, int) else d if t == 1 else None for d, t in zip(cut, times)
-            )
         if len(before) != 4 or len(cut) != 6:
             return None
         n, c, h, w = before
@@ -1926,10 +1942,9 @@ class PushNotIntoComparison(RegionRule):
         compare = made_by(reader, node.inputs[0], *_COMPARISONS)
         if compare is None:
             return None
-        require(reader.type(compare.inputs[0]).dtype not in FLOATS, "one of the two may be NaN")
-        worthwhile(
-            reader.type(compare.inputs[0]).dtype in _ORDERED, "there is no kernel for this element type"
-        )
+        dtype = reader.type(compare.inputs[0]).dtype
+        require(dtype not in FLOATS, "one of the two may be NaN")
+        worthwhile(dtype in _ORDERED, "there is no kernel for this element type")
         return Region(node.outputs, compare.inputs, (node, compare), _OPPOSITE[compare.op])
 
     def target(self, op: Op, region: Region, x: Val, y: Val) -> Any:
@@ -1975,7 +1990,7 @@ class FoldComparisonOfBool(RegionRule):
                 continue
             truth = tuple(bool(function(*((b, number) if place == 0 else (number, b)))) for b in (0.0, 1.0))
             require(truth[0] != truth[1], "it is the same for both")
-            return Region(node.outputs, cast.inputs[:1], (node, cast), truth[1])
+            return Region(node.outputs, cast.inputs, (node, cast), truth[1])
         return None
 
     def target(self, op: Op, region: Region, c: Val) -> Any:
