@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from rewrite_rules.axes import axis_of, compose, is_identity, perm_of
-from rewrite_rules.elementwise import read_once
+from rewrite_rules.elementwise import keeps_shape, read_once
 from xrlflow.ir import Dim, DType, Node, Value
 from xrlflow.rewrite import AnyRule, Op, Reader, Region, RegionRule, Val, require, worthwhile
 
@@ -25,7 +25,11 @@ def _factor(reader: Reader, value: Value) -> tuple[Value, float, Node] | None:
         if not reader.is_const(constant):
             continue
         array = reader.val(constant).array_or_none
-        if array is None or array.size != 1 or array.ndim > (reader.type(node.inputs[x]).rank or 0):
+        if (
+            array is None
+            or array.size != 1
+            or not keeps_shape(reader.type(node.inputs[x]).shape, array.shape)
+        ):
             continue
         number = float(array.reshape(()))
         if number > 0 and math.isfinite(number):
@@ -38,12 +42,14 @@ def _broadcasts(shape: tuple[Dim, ...], scores: tuple[Dim, ...]) -> bool:
 
     One row for all queries is repeated for each, if their number is known.
     """
-    if not 2 <= len(shape) <= len(scores) or shape[-1] is None or shape[-1] != scores[-1]:
+    if not 2 <= len(shape) <= len(scores):
         return False
-    if shape[-2] is None or (shape[-2] != scores[-2] and (shape[-2] != 1 or not isinstance(scores[-2], int))):
+    (*others, rows, columns), (*lead, queries, keys) = shape, scores
+    if columns is None or columns != keys or rows is None:
         return False
-    lead = scores[len(scores) - len(shape) : -2]
-    return all(m == 1 or (m is not None and m == s) for m, s in zip(shape[:-2], lead))
+    if rows != queries and (rows != 1 or not isinstance(queries, int)):
+        return False
+    return all(m == 1 or (m is not None and m == s) for m, s in zip(others[::-1], lead[::-1]))
 
 
 _NEARLY_ONE = float(np.nextafter(np.float32(1), np.float32(0)))
@@ -76,10 +82,28 @@ class FuseAttention(RegionRule):
         "agraph (float[N,2,3,4] q, float[N,5,2,4] k, float[N,2,5,4] v) => (float[N,2,3,4] y) "
         "{ c = Constant<value_float=0.7>() r = Mul(q, c) t = Transpose<perm=[0,2,3,1]>(k) u = Mul(t, c) "
         "a = MatMul(r, u) p = Softmax<axis=3>(a) y = MatMul(p, v) }",
+        "agraph (float[N,2,3,4] q, float[4,5,2,N] k, float[N,2,5,6] v, float[5] m) => (float[N,2,3,6] y) "
+        "<float[1,1,1,1] c = {0.5}> { u = Transpose(k) t = Transpose<perm=[0,1,3,2]>(u) a = MatMul(q, t) s "
+        "= Mul(a, c) p = Softmax(s) y = MatMul(p, v) }",
     )
     near_misses = (
         "agraph (float[N,2,3,4] q, float[5,4] k, float[N,2,5,6] v) => (float[N,2,3,6] y) "
         "{ t = Transpose(k) a = MatMul(q, t) p = Softmax(a) y = MatMul(p, v) }",
+        "agraph (float[N,2,3,0] q, float[N,2,5,0] k, float[N,2,5,6] v) => (float[N,2,3,6] y) { t = "
+        "Transpose<perm=[0,1,3,2]>(k) a = MatMul(q, t) c = Constant<value_float=0.5>() s = Mul(a, c) p = "
+        "Softmax(s) y = MatMul(p, v) }",
+        "agraph (float[N,2,3,4] q, float[N,2,5,4] k, float[N,2,5,0] v) => (float[N,2,3,0] y) { t = "
+        "Transpose<perm=[0,1,3,2]>(k) a = MatMul(q, t) c = Constant<value_float=0.5>() s = Mul(a, c) p = "
+        "Softmax(s) y = MatMul(p, v) }",
+        "agraph (float[N,2,3,4] q, float[N,2,5,4] k, float[N,2,5,D] v) => (float[N,2,3,D] y) { t = "
+        "Transpose<perm=[0,1,3,2]>(k) a = MatMul(q, t) c = Constant<value_float=0.5>() s = Mul(a, c) p = "
+        "Softmax(s) y = MatMul(p, v) }",
+        "agraph (float[N,2,3,4] q, float[N,2,5,4] k, float[N,2,5,6] v) => (float[N,2,3,6] y) { t = "
+        "Transpose<perm=[0,1,3,2]>(k) a = MatMul(q, t) c = Constant<value_float=-0.5>() s = Mul(a, c) p = "
+        "Softmax(s) y = MatMul(p, v) }",
+        "agraph (float[N,2,3,4] q, float[N,2,5,4] k, float[N,2,5,6] v) => (float[N,2,3,6] y) { t = "
+        "Transpose<perm=[0,1,3,2]>(k) a = MatMul(q, t) c = Constant<value_float=0.0>() s = Mul(a, c) p = "
+        "Softmax(s) y = MatMul(p, v) }",
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:

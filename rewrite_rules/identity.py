@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import ml_dtypes
 import numpy as np
 
-from rewrite_rules.axes import ints_input, slice_ends
+from rewrite_rules.axes import slice_ends
 from rewrite_rules.elementwise import keeps_shape
 from xrlflow.ir import ABSENT, FLOATS, INTEGERS, Dim, DType, Graph, Node, Value
 from xrlflow.ir.dims import LARGEST
@@ -336,25 +336,27 @@ class RemoveNoopReshape(RegionRule):
     anchors = ("Reshape", "Expand", "Tile", "Squeeze", "Unsqueeze", "Flatten")
     examples = (
         "agraph (float[2,3] x) => (float[2,3] y) { s = Constant<value_ints=[2,3]>() y = Reshape(x, s) }",
+        "agraph (float[2,3] x, int64[1] k) => (y) <int64[1] n = {3}> { s = Concat<axis=0>(k, n) y = "
+        "Reshape(x, s) }",
+        "agraph (float[N,3] x) => (float[N,3] y) <int64[2] n = {1,1}> { y = Tile(x, n) }",
+        "agraph (float[N,3] x) => (float[N,3] y) <int64[1] n = {1}> { y = Expand(x, n) }",
+    )
+    near_misses = (
+        "agraph (float[2,0] x, int64[1] k) => (y) <int64[1] n = {0}> { s = Concat<axis=0>(k, n) y = "
+        "Reshape(x, s) }",
+        "agraph (float[2,N,3] x, int64[1] k) => (y) <int64[2] n = {0,3}> { s = Concat<axis=0>(k, n) y = "
+        "Reshape(x, s) }",
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
         before, after = reader.type(node.inputs[0]).shape, node.types[0].shape
-        if node.op in ("Tile", "Expand") and before is not None and reader.is_const(node.inputs[1]):
-            times = ints_input(reader, node, 1)
-            if times is not None and len(times) <= len(before) and all(t == 1 for t in times):
-                return Region(node.outputs, (node.inputs[0],), (node,))
         if before is None or after is None or len(before) != len(after):
             return None
         unknown = sum(a != b or a is None for a, b in zip(before, after))
         if node.op == "Reshape" and unknown == 1:
             # The number of elements fixes one dimension, unless another is 0.
             others = [a for a, b in zip(before, after) if a == b and a is not None]
-            a, b = next((a, b) for a, b in zip(before, after) if a != b or a is None)
-            same_or_unknown = not (isinstance(a, int) and isinstance(b, int))
-            require(
-                same_or_unknown and all(isinstance(d, int) and d > 0 for d in others), "a shape is not known"
-            )
+            require(all(isinstance(d, int) and d > 0 for d in others), "a shape is not known")
         else:
             require(unknown == 0, "the shape changes, or is not known")
         return Region(node.outputs, (node.inputs[0],), (node,))
@@ -388,9 +390,9 @@ class RemoveEmptyParts(RegionRule):
         kept = []
         for value in node.inputs:
             shape = reader.type(value).shape
-            axis = node.attrs.get("axis", 0)
+            axis = node.attrs["axis"]
             assert isinstance(axis, int)
-            if shape is None or not -len(shape) <= axis < len(shape) or shape[axis] != 0:
+            if shape is None or shape[axis] != 0:
                 kept.append(value)
         if len(kept) == len(node.inputs) or not kept:
             return None
@@ -482,6 +484,8 @@ class FoldDimension(Rule):
     certain = True
     shapes = "x i:const"
     shared_interior = True
+
+    near_misses = ("agraph (float[2,3] x) => (int64 y) <int64 i = {2}> { s = Shape(x) y = Gather(s, i) }",)
 
     def source(self, op: Op, x: Any, i: Any) -> Any:
         return op.Gather(op.Shape(x, start="start", end="end"), i)

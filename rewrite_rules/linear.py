@@ -51,6 +51,8 @@ def scale_columns(op: Op, w: Val, s: Val, group: int) -> Any:
 
 # A BatchNormalization's parameters in float, where what is normalised is of another type.
 STATISTICS = "float[2] s = {1, 2}, float[2] b = {3, 4}, float[2] m = {1, -1}, float[2] v = {1, 4}"
+# The means and variances of another element type than the scale.
+_MIXED = STATISTICS.replace("float[2] m", "double[2] m").replace("float[2] v", "double[2] v")
 
 
 class _Convolution(Rule):
@@ -236,6 +238,8 @@ class FoldBatchNormBeforeConv(_Convolution):
     near_misses = (
         f"agraph (double[N,2,3] x) => (double[N,2,3] y) <double[2,2,1] w = {{1, 2, 3, 4}}, {STATISTICS}>"
         " { a = BatchNormalization(x, s, b, m, v) y = Conv(a, w) }",
+        f"agraph (float[N,2,3] x) => (double[N,2,3] y) <float[2,2,1] w = {{1, 2, 3, 4}}, {_MIXED}>"
+        " { a = BatchNormalization(x, s, b, m, v) y = Conv(a, w) }",
     )
 
     def source(self, op: Op, x: Any, w: Any, b: Any, scale: Any, shift: Any, mean: Any, var: Any) -> Any:
@@ -345,6 +349,8 @@ class FoldBatchNormIntoMatMul(Rule):
     near_misses = (
         f"agraph (double[N,2] x) => (double[N,2] y) <double[2,2] w = {{1, 2, 3, 4}}, {STATISTICS}>"
         " { a = MatMul(x, w) y = BatchNormalization(a, s, b, m, v) }",
+        f"agraph (float[N,2] x) => (double[N,2] y) <float[2,2] w = {{1, 2, 3, 4}}, {_MIXED}>"
+        " { a = MatMul(x, w) y = BatchNormalization(a, s, b, m, v) }",
     )
 
     def source(self, op: Op, x: Any, w: Any, scale: Any, shift: Any, mean: Any, var: Any) -> Any:
@@ -410,6 +416,8 @@ class FoldBatchNormIntoGemm(_Gemm):
     shapes = either("x[a,i]", _WEIGHT, _BIAS, "scale[n]:const shift[n]:const mean[n]:const var[n]:const")
     near_misses = (
         f"agraph (double[N,2] x) => (double[N,2] y) <double[2,2] w = {{1, 2, 3, 4}}, {STATISTICS}>"
+        " { a = Gemm(x, w) y = BatchNormalization(a, s, b, m, v) }",
+        f"agraph (float[N,2] x) => (double[N,2] y) <float[2,2] w = {{1, 2, 3, 4}}, {_MIXED}>"
         " { a = Gemm(x, w) y = BatchNormalization(a, s, b, m, v) }",
     )
 

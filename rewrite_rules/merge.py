@@ -86,6 +86,10 @@ class MergeGemms(Rule):
     near_misses = (
         "agraph (float[2,1] x) => (float[2,3] y, float[2,3] z) <float[1,3] v = {1, 2, 3}, float[1] b = {4},"
         " float[1,3] w = {5, 6, 7}, float[1] c = {8}> { y = Gemm(x, v, b) z = Gemm(x, w, c) }",
+        "agraph (float[2,1] x) => (float[2,3] y, float[2,3] z) <float[1,3] v = {1, 2, 3}, float[3] b = {4, "
+        "5, 6}, float[1,3] w = {5, 6, 7}, float[1] c = {8}> { y = Gemm(x, v, b) z = Gemm(x, w, c) }",
+        "agraph (float[2,1] x) => (float[2,3] y, float[2,3] z) <float[1,3] v = {1, 2, 3}, float[1] b = "
+        "{4}, float[1,3] w = {5, 6, 7}, float[3] c = {8, 9, 1}> { y = Gemm(x, v, b) z = Gemm(x, w, c) }",
     )
 
     def source(self, op: Op, x: Any, v: Any, b: Any, w: Any, c: Any) -> Any:
@@ -102,9 +106,10 @@ class MergeGemms(Rule):
     def target(self, op: Op, m: Captures, x: Val, v: Val, b: Val | None, w: Val, c: Val | None) -> Any:
         axis = 0 if m.f.get("transB") else 1
         order = cut_order((v, w))
-        bias = (
-            None if b is None or c is None else concat_constants(op, [(b, c)[i] for i in order], b.rank - 1)
-        )
+        bias = None
+        if b is not None:
+            assert c is not None
+            bias = concat_constants(op, [(b, c)[i] for i in order], b.rank - 1)
         y = op.Gemm(x, concat_constants(op, [(v, w)[i] for i in order], axis), bias, attrs=m.f)
         return _split(op, y, (v, w), axis, 1, order)
 
@@ -397,13 +402,17 @@ class MergeGroupConvToBlocks(MergeGroupConv):
         "agraph (float[N,12,4] x, float[6] b) => (y) "
         "<float[6,2,2] w = {1, 2, 3, 4, 5, 6, 7, 8, 9, 1, -2, 3, -4, 5, -6, 7, -8, 9, 1, 2, 3, 4, 5, 6}> "
         "{ y = Conv<group=6, strides=[2]>(x, w, b) }",
+        "agraph (float[1,24,2] x) => (y) <float[6,4,1] w = "
+        "{1,2,3,4,5,1,2,3,4,5,1,2,3,4,5,1,2,3,4,5,1,2,3,4}> { y = Conv<group=6>(x, w) }",
     )
+    near_misses = ("agraph (float[1,4,2] x) => (y) <float[2,2,1] w = {1,2,3,4}> { y = Conv<group=2>(x, w) }",)
 
     def factor(self, m: Captures, w: Val) -> int:
         groups, channels = group_of(m.c), w.size(1)
         worthwhile(channels > 1, "it is depthwise")
-        n = max((d for d in range(1, groups + 1) if groups % d == 0 and d * channels <= _BLOCK), default=1)
-        worthwhile(n > 2, "a group has too many channels")
+        fits = (d for d in range(groups, 2, -1) if groups % d == 0 and d * channels <= _BLOCK)
+        n = next(fits, 0)
+        worthwhile(n, "a group has too many channels")
         return n
 
 

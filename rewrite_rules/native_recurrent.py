@@ -53,7 +53,8 @@ class _Linear:
 def _linear(reader: Reader, value: Value, start: int, length: int) -> _Linear | None:
     """Columns [start, start + length) of a matrix as a sum of products; None if they are none."""
     type = reader.type(value)
-    if type.shape is None:
+    # What has fewer columns broadcasts: a gate of one column is no gate of all.
+    if not type.shape or not isinstance(type.shape[-1], int) or type.shape[-1] < start + length:
         return None
     node = reader.producer(value)
     if node is not None and len(type.shape) == 2:
@@ -64,8 +65,7 @@ def _linear(reader: Reader, value: Value, start: int, length: int) -> _Linear | 
     if not type.const:
         return None
     row = len(type.shape) == 1 or (len(type.shape) == 2 and type.shape[0] == 1)
-    wide = row and isinstance(type.shape[-1], int) and type.shape[-1] >= start + length
-    return _Linear(biases=((value, start, length),)) if wide else None
+    return _Linear(biases=((value, start, length),)) if row else None
 
 
 def _computed(reader: Reader, node: Node, value: Value, start: int, length: int) -> _Linear | None:
@@ -452,7 +452,7 @@ _LSTM_CUTS = _LSTM_CELL.replace(
     "o{t}g = Slice(q{t}, to2, to4, one) f{t}g, i{t}g = Split<axis=1, num_outputs=2>(v{t}) "
     "u{t} = Slice(z{t}, to2, to6, one) s{t}g, g{t}g = Split<axis=1, num_outputs=2>(u{t})",
 )
-_CUTS_AT = "".join(f"int64[1] to{i} = {{{i}}}, " for i in (0, 2, 4, 6, 8))
+_CUTS_AT = "".join(f"int64[1] to{i} = {{{i}}}, " for i in (0, 2, 3, 4, 6, 8))
 
 
 def _with(example: str, constants: str) -> str:
@@ -500,6 +500,17 @@ class FuseUnrolledLSTM(_Unrolled):
     near_misses = (
         # An inner cell state is read.
         examples[0].replace("=> (float[2,3,2] y)", "=> (float[2,3,2] y, float[2,2] c1)"),
+        # The forget gate is one column, which broadcasts.
+        _with(
+            _unrolled(
+                f"z{{t}} = Add(a{{t}}, b{{t}}) {_LSTM_CELL}".replace(
+                    "f{t}s = Sigmoid(f{t}g)", "e{t} = Slice(z{t}, to2, to3, one) f{t}s = Sigmoid(e{t})"
+                ),
+                4,
+                states=_LSTM_STATES,
+            ),
+            _CUTS_AT,
+        ),
         # Each gate has two products with the hidden state.
         _unrolled(
             "e{t} = Gemm<transB=1>(h{t}, r) y{t} = Add(a{t}, b{t}) z{t} = Add(y{t}, e{t}) " + _LSTM_CELL,
@@ -693,8 +704,8 @@ class FuseUnrolledRNN(_Unrolled):
     )
     near_misses = (_fed_back(examples[0]), _short(examples[0], "h0", "1,2"), _other_input(examples[0]))
     survivors: ClassVar[Mapping[str, str]] = {
-        "swap 0 1 of Concat (call 12)": _SUM,
-        "swap 0 1 of Concat (call 13)": _SUM,
+        "swap 0 1 of Concat (call 15)": _SUM,
+        "swap 0 1 of Concat (call 16)": _SUM,
     }
     native = "RNN"
 

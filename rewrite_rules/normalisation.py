@@ -302,6 +302,7 @@ class FuseMomentsLayerNormalization(RegionRule):
     )
     near_misses = (
         examples[0].replace("[N,3,4] x, float[4] s, float[4] b", "[N,3,D] x, float[D] s, float[D] b"),
+        examples[0].replace("y = Add(xg, c)", "y = Sub(xg, c)"),
     )
     survivors: ClassVar[Mapping[str, str]] = {
         "drop: a normalised dimension is not a known number": "ONNX lets a scale of one number broadcast"
@@ -464,6 +465,11 @@ class FuseGelu(_FuseGelu):
         "agraph (float[N,4] x) => (float[N,4] y) { r = Constant<value_float=0.7071067811865476>() "
         "one = Constant<value_float=1.0>() half = Constant<value_float=0.5>() a = Mul(x, r) b = Erf(a) "
         "c = Add(one, b) d = Mul(x, half) y = Mul(d, c) }",
+    )
+    near_misses = (
+        "agraph (float[N,4] x) => (float[N,4] y) { r = Constant<value_float=1.4142135623730951>() one = "
+        "Constant<value_float=1.0>() half = Constant<value_float=0.5>() a = Div(x, r) b = Erf(a) c = "
+        "Add(b, one) d = Mul(x, c) e = Mul(x, half) y = Mul(d, e) }",
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:

@@ -83,6 +83,13 @@ class MergeSharedWeightProducts(RegionRule):
         "agraph (float[2,3,4] x, float[2,5,4] z) => (float[2,3,3] a, float[2,5,3] b) <float[4,3] w = "
         "{1,2,3,4,5,6,7,8,9,8,7,6}> "
         "{ a = MatMul(x, w) b = MatMul(z, w) }",
+        "agraph (float[2,8] x) => (float[2,3] a, float[2,3] b) <float[4,3] w = {1,2,3,4,5,6,7,8,9,8,7,6}, "
+        "int64[1] z = {0}, int64[1] i = {4}, int64[1] j = {8}, int64[1] l = {1}> { p = Slice(x, z, i, l) q "
+        "= Slice(x, i, j, l) a = MatMul(p, w) b = MatMul(q, w) }",
+        "agraph (float[2,6,4] x) => (float[2,1,3] a, float[2,1,3] b, float[2,2,3] c) <float[4,3] w = "
+        "{1,2,3,4,5,6,7,8,9,8,7,6}, int64[1] z = {0}, int64[1] i = {1}, int64[1] j = {2}, int64[1] k = "
+        "{3}, int64[1] n = {5}, int64[1] l = {1}> { p = Slice(x, z, i, l) q = Slice(x, i, j, l) r = "
+        "Slice(x, k, n, l) a = MatMul(p, w) b = MatMul(q, w) c = MatMul(r, w) }",
     )
     near_misses = (
         "agraph (float[2,3] x) => (float[1,2] b) <float[3,2] w = {1,2,3,4,5,6}, int64[1] i = {0}>"
@@ -93,6 +100,8 @@ class MergeSharedWeightProducts(RegionRule):
         "agraph (float[N,4] x, float[M,4] z) => (float[N,3] a, float[M,3] b) <float[4,3] w = "
         "{1,2,3,4,5,6,7,8,9,8,7,6}> "
         "{ a = MatMul(x, w) b = MatMul(z, w) }",
+        "agraph (float[2,4] x, float[2,2,4] z) => (float[2,3] a, float[2,2,3] b) <float[4,3] w = "
+        "{1,2,3,4,5,6,7,8,9,8,7,6}> { a = MatMul(x, w) b = MatMul(z, w) }",
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
@@ -195,7 +204,7 @@ def _stacked(reader: Reader, group: Sequence[Node]) -> tuple[list[Node], _Stack,
     ordered = sorted(group, key=lambda n: n.inputs[0])
     shapes = [reader.val(n.inputs[0]).shape for n in ordered]
     rank = len(shapes[0])
-    require(rank >= 2 and all(len(s) == rank for s in shapes), "the inputs cannot be stacked")
+    require(rank >= 2, "the inputs cannot be stacked")
     for axis in dict.fromkeys((0, rank - 2)):
         if len({(*s[:axis], *s[axis + 1 :]) for s in shapes}) == 1 and None not in (
             *shapes[0][:axis],
@@ -233,7 +242,7 @@ def _dropped(reader: Reader, group: Sequence[Node], parts: Sequence[Piece]) -> _
     shapes = [reader.val(n.inputs[0]).shape for n in group]
     assert source is not None
     rest = (*source[:axis], *source[axis + 1 :])
-    if len(rest) < 2 or any(s != rest for s in shapes) or not all(isinstance(d, int) and d for d in rest[1:]):
+    if len(rest) < 2 or not all(isinstance(d, int) and d for d in rest[1:]):
         return None
     if rest[0] is None or rest[0] == 0:
         return None

@@ -19,7 +19,7 @@ from rewrite_rules.axes import (
     rank_of,
     reshape_numbers,
 )
-from rewrite_rules.elementwise import BROADCAST, UNARY, is_unary, read_once
+from rewrite_rules.elementwise import BROADCAST, UNARY, is_unary, made_by, read_once
 from xrlflow.ir import Node, Value
 from xrlflow.rewrite import AnyRule, Captures, Op, Reader, Region, RegionRule, Rule, Val, require, worthwhile
 
@@ -106,8 +106,8 @@ class PushTransposeDown(RegionRule):
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
-        inner = reader.producer(node.inputs[0])
-        if inner is None or inner.op != "Transpose" or not is_unary(node):
+        inner = made_by(reader, node.inputs[0], "Transpose")
+        if inner is None:
             return None
         worthwhile(read_once(reader, node.inputs[0]), "the transpose is read elsewhere")
         return Region(
@@ -163,10 +163,13 @@ class PushTransposesDown(RegionRule):
         "{ a = Transpose<perm=[0,2,1]>(x) b = Transpose<perm=[0,2,1]>(z) y = Add(a, b) }",
         "agraph (float[N,3,2] x) => (float[N,2,3] y) "
         "{ a = Transpose<perm=[0,2,1]>(x) c = Constant<value_floats=[1.0,2.0,3.0]>() y = Mul(a, c) }",
+        "agraph (float[2,3] x, float s) => (float[3,2] y) { a = Transpose(x) y = Mul(a, s) }",
     )
     near_misses = (
         "agraph (float[3,2] x) => (float[2,2,3] y) <float[2,1,3] c = {1, 2, 3, 4, 5, 6}>"
         " { a = Transpose(x) y = Mul(a, c) }",
+        "agraph (float s) => (float[3,2] y) <float[2,3] w = {1,2,3,4,5,6}> { a = Transpose(w) y = Mul(a, "
+        "s) }",
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
@@ -190,15 +193,17 @@ class PushTransposesDown(RegionRule):
                 worthwhile(read_once(reader, v), "a transpose is read elsewhere")
                 inputs.append(inner.inputs[0])
                 moved.append(True)
-                if inner not in nodes:
-                    nodes.append(inner)
+                nodes.append(inner)
             else:
                 worthwhile(reader.is_const(v) or reader.type(v).rank == 0, "an operand is not transposed")
                 inputs.append(v)
                 moved.append(False)
         worthwhile(len(nodes) > 1, "no operand is transposed at run time")
         return Region(
-            node.outputs, tuple(inputs), tuple(nodes), (node.op, node.attrs, rank, perm, tuple(moved))
+            node.outputs,
+            tuple(inputs),
+            tuple(dict.fromkeys(nodes)),
+            (node.op, node.attrs, rank, perm, tuple(moved)),
         )
 
     def target(self, op: Op, region: Region, *inputs: Val) -> Any:
@@ -220,6 +225,7 @@ class PushTransposesUp(RegionRule):
         "{ a = Transpose<perm=[0,2,1]>(z) b = Add(x, a) y = Transpose<perm=[0,2,1]>(b) }",
         "agraph (float[N,3,2] x) => (float[N,2,3] y) "
         "{ c = Constant<value_floats=[1.0,2.0]>() a = Mul(x, c) y = Transpose<perm=[0,2,1]>(a) }",
+        "agraph (float[2,3] x, float s) => (float[3,2] y) { a = Mul(x, s) y = Transpose(a) }",
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
@@ -274,6 +280,11 @@ class PushTransposesThroughMatMul(Rule):
 
 class PushTransposeIntoMatMul(Rule):
     """transpose(x @ y) -> transpose(y) @ transpose(x)  when it exchanges the last two dimensions."""
+
+    examples = (
+        "agraph (float[2,3,4,5] x, float[5,6] z) => (float[2,3,6,4] y) { a = MatMul(x, z) y = "
+        "Transpose<perm=[0,1,3,2]>(a) }",
+    )
 
     def source(self, op: Op, x: Any, y: Any) -> Any:
         return op.Transpose(op.MatMul(x, y), perm="p")
@@ -346,11 +357,12 @@ class PushTransposesThroughConcat(RegionRule):
             require(perm_of(inner, rank) == perm, "parts are transposed in different ways")
             worthwhile(read_once(reader, v), "a transpose is read elsewhere")
             inputs.append(inner.inputs[0])
-            if inner not in nodes:
-                nodes.append(inner)
+            nodes.append(inner)
         moved = tuple(not reader.is_const(v) for v in node.inputs)
         worthwhile(any(moved), "no part is transposed at run time")
-        return Region(node.outputs, tuple(inputs), tuple(nodes), (perm[axis_of(node, rank)], perm, moved))
+        return Region(
+            node.outputs, tuple(inputs), tuple(dict.fromkeys(nodes)), (perm[axis_of(node, rank)], perm, moved)
+        )
 
     def target(self, op: Op, region: Region, *inputs: Val) -> Any:
         axis, perm, moved = region.data
@@ -396,6 +408,8 @@ class PushTransposeThroughSplit(RegionRule):
     examples = (
         "agraph (float[N,3,4] x) => (float[N,2,3] y, float[N,2,3] z) "
         "{ a = Transpose<perm=[0,2,1]>(x) y, z = Split<axis=1, num_outputs=2>(a) }",
+        "agraph (float[2,3,4] x) => (float[2,4,3] y) { a = Transpose<perm=[0,2,1]>(x) y = Split<axis=1, "
+        "num_outputs=1>(a) }",
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:

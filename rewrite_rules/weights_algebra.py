@@ -16,7 +16,7 @@ import numpy as np
 
 from rewrite_rules.axes import axis_of, fronts, ints_input, rank_of
 from rewrite_rules.constants import slice_constant
-from rewrite_rules.elementwise import UNARY, given, keeps_shape, read_once
+from rewrite_rules.elementwise import UNARY, given, keeps_shape, made_by, read_once
 from rewrite_rules.linear import STATISTICS, flat
 from rewrite_rules.shapes import either
 from xrlflow.ir import ABSENT, FLOATS, Attrs, Dim, DType, Node, Value
@@ -28,12 +28,6 @@ _WIDE = frozenset({DType.FLOAT, DType.DOUBLE})
 # What is computed once, when the model is written: at most so many multiplications, and so many bytes of a result.
 _WORK = 1 << 32
 _BYTES = 1 << 26
-
-
-def _made(reader: Reader, value: Value, *ops: str) -> Node | None:
-    """The node that makes a value, if it is one of these operators and runs."""
-    node = reader.producer(value)
-    return node if node is not None and node.op in ops and not node.const else None
 
 
 def _factor(reader: Reader, value: Value, beside: Value) -> bool:
@@ -93,17 +87,25 @@ class PushGatherThroughFunction(RegionRule):
         "{ g = Gather(t, i) y = Mul(g, c) }",
         "agraph (int64[N] i) => (float[N,2] y) <float[3,2] t = {1,2,3,4,5,6}> { g = Gather(t, i) y = "
         "Softmax(g) }",
+        "agraph (int64[5] i) => (float[5,2] y) { p = Constant<value_ints=[8388608,2]>() o = "
+        "Constant<value_float=0.5>() t = Expand(o, p) g = Gather(t, i) y = Tanh(g) }",
     )
     near_misses = (
         "agraph (float[N,2] x, int64 i) => (float[N,2] y) <float[3,2] t = {1,2,3,4,5,6}> "
         "{ g = Gather(t, i) y = LayerNormalization(x, g) }",
+        "agraph (int64[5] i) => (float[5,2] y, float[5,1] u) <float[3,2] t = {1,2,3,4,5,6}, float[2] s = "
+        "{7,8}, float[2] b = {2,1}> { g = Gather(t, i) y, u = LayerNormalization(g, s, b) }",
+        "agraph (int64[5] i) => (float[5,2] y) { p = Constant<value_ints=[8388609,2]>() o = "
+        "Constant<value_float=0.5>() t = Expand(o, p) g = Gather(t, i) y = Tanh(g) }",
+        "agraph (int64[5] i) => (float[3,5,2] y) <float[3,2] t = {1,2,3,4,5,6}, float[1,1,2] c = {7,8}> { "
+        "g = Gather(t, i) y = Add(g, c) }",
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
         if len(node.outputs) > 1:
             return None
         for place, value in enumerate(node.inputs):
-            gather = None if value == ABSENT else _made(reader, value, "Gather")
+            gather = None if value == ABSENT else made_by(reader, value, "Gather")
             if gather is None or not reader.is_const(gather.inputs[0]):
                 continue
             table = reader.val(gather.inputs[0])
@@ -133,7 +135,7 @@ class PushGatherThroughFunction(RegionRule):
 
     def target(self, op: Op, region: Region, table: Val, index: Val, *others: Val | None) -> Any:
         name, attrs, place, gather = region.data
-        operands = [v if v is None or v.rank < 2 else flat(op, v) for v in others]
+        operands = [v if v is None or not v.rank else flat(op, v) for v in others]
         operands.insert(place, table)
         return op.Gather(op[name](*operands, attrs=attrs), index, attrs=gather)
 
@@ -168,8 +170,8 @@ class ReplaceOneHotByGather(RegionRule):
 
     def find(self, reader: Reader, node: Node) -> Region | None:
         hot, w = node.inputs
-        cast = _made(reader, hot, "Cast")
-        equal = None if cast is None else _made(reader, cast.inputs[0], "Equal")
+        cast = made_by(reader, hot, "Cast")
+        equal = None if cast is None else made_by(reader, cast.inputs[0], "Equal")
         if cast is None or equal is None or not reader.is_const(w):
             return None
         rows = reader.val(w).size(0)
@@ -220,7 +222,7 @@ class FoldGemmIntoGemm(Rule):
 
     def where(self, m: Captures, x: Val, v: Val, b: Val | None, w: Val, c: Val | None) -> None:
         require(prod(v.sizes) > 0, "a sum is one of nothing")
-        worthwhile(prod(v.sizes) * w.size(0 if m.u else 1) <= _WORK, "it would take long")
+        worthwhile(prod(v.sizes) * max(w.sizes) <= _WORK, "it would take long")
 
     def target(self, op: Op, m: Captures, x: Val, v: Val, b: Val | None, w: Val, c: Val | None) -> Any:
         first = op.Transpose(v) if m.t else v
@@ -266,11 +268,17 @@ class FoldAffineIntoReaders(RegionRule):
         "agraph (float[5,2] x) => (float[5,3] y) <float[2] s = {1,2}, float[2] b = {3,4}, float[2,3] w = "
         "{1,2,3,4,5,6}> "
         "{ n = LayerNormalization(x, s, b) y = Gemm(n, w) }",
+        "agraph (float[5,2] x) => (float[5,3] y) <float[2] s = {2,2}, float[2,3] w = {1,2,3,4,5,6}> { n = "
+        "RMSNormalization(x, s) y = MatMul(n, w) }",
     )
     near_misses = (
         "agraph (float[2,2] x, float[2,2] z) => (float[2,2] y) <float[2] s = {1,2}, float[2] b = {3,4}, "
         "float[2,2] w = {1,2,3,4}> { n = LayerNormalization(x, s, b) y = Gemm(z, w, n) }",
         examples[0].replace("float[2] b = {3,4}", "float[1] b = {3}"),
+        "agraph (float[5,2] x) => (float[5,3] y, float[5,1] u) <float[2] s = {1,2}, float[2] b = {3,4}, "
+        "float[2,3] w = {1,2,3,4,5,6}> { n, u = LayerNormalization(x, s, b) y = MatMul(n, w) }",
+        "agraph (float[5,2] x) => (float[5,3] y) <float[2] s = {1,1}, float[2,3] w = {1,2,3,4,5,6}> { n = "
+        "RMSNormalization(x, s) y = MatMul(n, w) }",
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
@@ -325,8 +333,7 @@ class FoldAffineIntoReaders(RegionRule):
                 results.append(op.Gemm(normal, weight, bias, attrs=attrs))
                 continue
             alpha, beta = attrs.get("alpha", 1.0), attrs.get("beta", 1.0)
-            if alpha != 1.0:
-                moved = op.Mul(moved, alpha)
+            moved = op.Mul(moved, alpha)
             if bias is not None:
                 moved = op.Add(moved, bias if beta == 1.0 else op.Mul(bias, beta))
             results.append(op.Gemm(normal, weight, moved, attrs=attrs, beta=None))
@@ -380,11 +387,16 @@ class MoveScaleIntoMatMul(RegionRule):
         "agraph (float[3,4] x, float[N,4,5] z) => (float[N,3,5] y) <float[1] s = {3}> { p = MatMul(x, z) y "
         "= Mul(s, p) }",
     )
+    near_misses = (
+        "agraph (float[4] x, float[3,4,5] z) => (float[3,5] y) <float[1,1] s = {0.5}> { p = MatMul(x, z) y "
+        "= Mul(p, s) }",
+        "agraph (float[3,4] x, float[4,5] z, float s) => (float[3,5] y) { p = MatMul(x, z) y = Mul(p, s) }",
+    )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
         for value, s in (node.inputs, node.inputs[::-1]):
-            product = _made(reader, value, "MatMul")
-            if product is None or not reader.is_const(s):
+            product = made_by(reader, value, "MatMul")
+            if product is None:
                 continue
             x, y = product.inputs
             if not _factor(reader, s, value) or not _factor(reader, s, x):
@@ -413,7 +425,7 @@ class MoveScaleOutOfMatMul(RegionRule):
 
     def find(self, reader: Reader, node: Node) -> Region | None:
         for place, value in enumerate(node.inputs):
-            mul = _made(reader, value, "Mul")
+            mul = made_by(reader, value, "Mul")
             for x, s in () if mul is None else (mul.inputs, mul.inputs[::-1]):
                 if mul is None or not _factor(reader, s, x) or not _factor(reader, s, node.outputs[0]):
                     continue
@@ -452,25 +464,28 @@ class FoldScaleOfPartIntoMatMul(RegionRule):
     near_misses = (
         "agraph (float[2,3,2] x) => (float[2,2] y, float[2,1] b) <float[2] w = {1,2}, float s = {0.5}, "
         "int64[2] z = {2,1}> { p = MatMul(x, w) a, b = Split<axis=-1>(p, z) y = Mul(a, s) }",
+        "agraph (float[5,2] x, float[3] c) => (float[5,1] a, float[5,2] y) <float[3,2] w = {1,2,3,4,5,6}, "
+        "float s = {3}, int64[2] z = {1,2}> { q = Gemm<transB=1>(x, w, c) a, b = Split<axis=1>(q, z) y = "
+        "Mul(b, s) }",
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
         for value, s in (node.inputs, node.inputs[::-1]):
-            split = _made(reader, value, "Split")
+            split = made_by(reader, value, "Split")
             if split is None or not _factor(reader, s, value):
                 continue
             rank = rank_of(reader, value)
             require(axis_of(split, rank) == rank - 1, "it does not cut the columns")
             nodes, biases = [node, split], []
             whole = split.inputs[0]
-            added = _made(reader, whole, "Add")
+            added = made_by(reader, whole, "Add")
             for inner, c in () if added is None else (added.inputs, added.inputs[::-1]):
                 if added is not None and reader.is_const(c):
                     worthwhile(read_once(reader, whole), "the sum is read elsewhere")
                     nodes.append(added)
                     biases.append(c)
                     whole = inner
-            product = _made(reader, whole, "MatMul", "Gemm")
+            product = made_by(reader, whole, "MatMul", "Gemm")
             if product is None:
                 return None
             x, w, *rest = product.inputs
@@ -542,16 +557,22 @@ class MoveConstantBehindMean(RegionRule):
         "{ m = Mul(x, c) y = ReduceMean<keepdims=0>(m, i) }",
         "agraph (float[N,2,0] x) => (float[N,0] y) <int64[1] i = {1}, float[0] c = {}> "
         "{ m = Mul(x, c) y = ReduceMean<keepdims=0>(m, i) }",
+        "agraph (float[N,2,4] x) => (float[N,2,P] y) <float[2,1] c = {2,3}> { m = Add(c, x) y = "
+        "AveragePool<kernel_shape=[2], count_include_pad=1>(m) }",
+        "agraph (float[2,3,4] x) => (float[3,4] y) <int64[1] i = {0}, float[1,1,4] c = {1,2,3,4}> { m = "
+        "Mul(x, c) y = ReduceMean<keepdims=0>(m, i) }",
     )
     near_misses = (
         "agraph (float[N,2,3] x) => (float[N,2,4] y) <float[2,1] c = {2,3}> "
         "{ m = Add(c, x) y = AveragePool<kernel_shape=[2], pads=[1,1], count_include_pad=1>(m) }",
         "agraph (float[3] x) => (float[3] y) <int64[1] i = {0}, float[1,1] c = {2}> "
         "{ m = Mul(x, c) y = ReduceMean<keepdims=0>(m, i) }",
+        "agraph (float[N,2,4] x) => (float[N,2,P] y) <float[2,1] c = {2,3}> { m = Add(c, x) y = "
+        "AveragePool<kernel_shape=[2], strides=[3], ceil_mode=1, count_include_pad=1>(m) }",
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
-        inner = _made(reader, node.inputs[0], "Mul", "Add")
+        inner = made_by(reader, node.inputs[0], "Mul", "Add")
         if inner is None or (inner.op == "Add" and node.op == "ReduceSum"):
             return None
         for x, c in (inner.inputs, inner.inputs[::-1]):
@@ -721,10 +742,13 @@ class PushBatchNormalizationIntoConcat(RegionRule):
     near_misses = (
         f"agraph (float[3,2,4] x, float[5,2,4] z) => (float[8,2,4] y) <{STATISTICS}> "
         "{ c = Concat<axis=0>(x, z) y = BatchNormalization(c, s, b, m, v) }",
+        "agraph (float[2,1,4] x, float[2,2,4] z) => (float[2,3,4] y, float[3] q, float[3] r) <float[3] s = "
+        "{1,2,3}, float[3] b = {4,5,6}, float[3] m = {1,-1,2}, float[3] v = {3,2,1}> { c = "
+        "Concat<axis=1>(x, z) y, q, r = BatchNormalization<training_mode=1>(c, s, b, m, v) }",
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
-        concat = _made(reader, node.inputs[0], "Concat")
+        concat = made_by(reader, node.inputs[0], "Concat")
         if concat is None or len(node.outputs) > 1:
             return None
         require(axis_of(concat, rank_of(reader, concat.outputs[0])) == 1, "the concat is not one of channels")
