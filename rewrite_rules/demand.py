@@ -23,8 +23,9 @@ from rewrite_rules.axes import (
     slice_ends,
 )
 from rewrite_rules.constants import slice_constant
-from rewrite_rules.elementwise import BROADCAST, UNARY, read_once
+from rewrite_rules.elementwise import BROADCAST, UNARY, made_by, read_once
 from rewrite_rules.reshape import VIEWS
+from rewrite_rules.slices import sizes_along
 from xrlflow.ir import ABSENT, FLOATS, Attrs, Dim, Node, Value
 from xrlflow.rewrite import AnyRule, Op, Reader, Refused, Region, RegionRule, Val, require, worthwhile
 
@@ -41,8 +42,8 @@ _LEFT = "what is left"
 class Span:
     """Positions along an axis: those from start to stop by step, as Slice counts, or those that are `listed`."""
 
-    start: int
-    stop: int
+    start: int = 0
+    stop: int = 0
     step: int = 1
     listed: tuple[int, ...] | None = None
 
@@ -134,7 +135,7 @@ def _of_indices(numbers: Sequence[int], size: Dim) -> Span | None:
         if all(b == a + 1 for a, b in pairwise(numbers)):
             span = Span(numbers[0], numbers[-1] + 1)
             return None if span.is_all(size) else span
-    return Span(0, 0, listed=tuple(numbers))
+    return Span(listed=tuple(numbers))
 
 
 def _find_split(reader: Reader, node: Node, shape: Sequence[Dim]) -> Cut | None:
@@ -191,7 +192,7 @@ def _within(span: Span, hull: Span) -> Span | None:
     if span == hull:
         return None
     if span.listed is not None:
-        return Span(0, 0, listed=tuple(i - hull.start for i in span.listed))
+        return Span(listed=tuple(i - hull.start for i in span.listed))
     return Span(span.start - hull.start, span.stop - hull.start)
 
 
@@ -325,8 +326,8 @@ class _PushSlice(RegionRule):
 
     def find(self, reader: Reader, node: Node) -> Region | None:
         value = top = node.inputs[0]
-        inner = reader.producer(value)
-        if inner is None or inner.const or (inner.op not in self.operators and inner.op not in VIEWS):
+        inner = made_by(reader, value, *self.operators, *VIEWS)
+        if inner is None:
             return None
         cuts = _find_cuts(reader, node)
         if cuts is None:
@@ -335,10 +336,8 @@ class _PushSlice(RegionRule):
         while inner.op not in self.operators:
             nodes.append(inner)
             top = inner.inputs[0]
-            inner = reader.producer(top)
-            if len(cuts) > 1 or inner is None or inner.const:
-                return None
-            if inner.op not in self.operators and inner.op not in VIEWS:
+            inner = made_by(reader, top, *self.operators, *VIEWS)
+            if inner is None or len(cuts) > 1:
                 return None
             worthwhile(read_once(reader, top), "all of it is read elsewhere")
         worthwhile(len(inner.outputs) == 1, "it has another output")
@@ -460,6 +459,27 @@ class PushSliceThroughUnary(_PushSlice):
         "b, y, z, c = Split<axis=0>(a, s) }",
         "agraph (float[N,4,5] x) => (float[N,2,5] y) { s = Constant<value_ints=[3,0]>() a = Abs(x) "
         "y = Gather<axis=1>(a, s) }",
+        "agraph (float[5,4] x) => (float[2,4] y) <float l = {-0.5}, float h = {0.5}> { p = "
+        "Constant<value_ints=[1]>() q = Constant<value_ints=[3]>() i = Constant<value_ints=[0]>() a = "
+        "Clip(x, l, h) y = Slice(a, p, q, i) }",
+        "agraph (float[6,4] x) => (float[2,2,2] y) { p = Constant<value_ints=[1]>() q = "
+        "Constant<value_ints=[3]>() i = Constant<value_ints=[0]>() s = Constant<value_ints=[6,4,1]>() t = "
+        "Constant<value_ints=[6,2,2]>() a = Exp(x) b = Reshape(a, s) c = Reshape(b, t) y = Slice(c, p, q, "
+        "i) }",
+    )
+    near_misses = (
+        "agraph (float[2,6] x) => (float[1,2,3] y, float[1,2,3] z) { p = Constant<value_ints=[0]>() q = "
+        "Constant<value_ints=[1]>() r = Constant<value_ints=[2]>() s = Constant<value_ints=[2,2,3]>() i = "
+        "Constant<value_ints=[0]>() a = Exp(x) b = Reshape(a, s) y = Slice(b, p, q, i) z = Slice(b, q, r, "
+        "i) }",
+        "agraph (float[4,6] x) => (float[2,12] y) { p = Constant<value_ints=[1]>() q = "
+        "Constant<value_ints=[3]>() i = Constant<value_ints=[0]>() s = Constant<value_ints=[4,6,1]>() a = "
+        "Softmax(x) b = Reshape(a, s) y = Slice(b, p, q, i) }",
+        "agraph (int64[5] x) => (int64[2] y, int64[5,4] z) <int64[1] d = {4}, int64[2] v = {0,1}> { p = "
+        "Constant<value_ints=[1]>() q = Constant<value_ints=[3]>() i = Constant<value_ints=[0]>() a = "
+        "Abs(x) y = Slice(a, p, q, i) z = OneHot(a, d, v) }",
+        "agraph (float[6,2] x) => (float[0,2] y) { s = Constant<value_ints=[0,6]>() a = Erf(x) y, z = "
+        "Split<axis=0>(a, s) }",
     )
 
     def way(self, reader: Reader, node: Node, axis: int, span: Span) -> Way:
@@ -638,6 +658,9 @@ class PushSliceIntoAttention(_PushSlice):
         "agraph (float[2,4,5,4] q, float[2,4,3,4] k, float[2,4,3,6] v) => (float[2,2,5,6] y) "
         "{ p = Constant<value_ints=[1]>() r = Constant<value_ints=[3]>() a = Attention(q, k, v) "
         "y = Slice(a, p, r, p) }",
+        "agraph (float[2,4,5,4] q, float[2,4,3,4] k, float[2,4,3,6] v, float[2,4,5,3] m) => "
+        "(float[2,2,5,6] y) { p = Constant<value_ints=[1]>() r = Constant<value_ints=[3]>() a = "
+        "Attention(q, k, v, m) y = Slice(a, p, r, p) }",
     )
     near_misses = (
         "agraph (float[N,2,5,4] q, float[N,2,3,4] k, float[N,2,3,4] v, float[1,1,L,3] m) => (float[N,2,1,4] y) "
@@ -652,6 +675,9 @@ class PushSliceIntoAttention(_PushSlice):
         "agraph (float[N,5,8] q, float[N,3,8] k, float[N,3,4] v) => (float[N,5,2] y) "
         "{ p = Constant<value_ints=[0]>() r = Constant<value_ints=[2]>() i = Constant<value_ints=[2]>() "
         "a = Attention<q_num_heads=2, kv_num_heads=2>(q, k, v) y = Slice(a, p, r, i) }",
+        "agraph (float[2,4,5,4] q, float[2,4,3,4] k, float[2,4,3,6] v, float[2,4,2,4] s, float[2,4,2,6] t) "
+        "=> (float[2,2,5,6] y) { p = Constant<value_ints=[1]>() r = Constant<value_ints=[3]>() a, b, c = "
+        "Attention(q, k, v, , s, t) y = Slice(a, p, r, p) }",
     )
     survivors: ClassVar[Mapping[str, str]] = {"drop: there may be nothing left": _NOTHING}
 
@@ -724,8 +750,8 @@ class PushSliceThroughReshape(RegionRule):
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
-        view = reader.producer(node.inputs[0])
-        if view is None or view.op not in VIEWS or view.const:
+        view = made_by(reader, node.inputs[0], *VIEWS)
+        if view is None:
             return None
         cut = find_cut(reader, node)
         if cut is None:
@@ -1104,11 +1130,19 @@ class PushSlicesThroughSplit(RegionRule):
         "agraph (float[5,6] x) => (float[2,3] y, float[2,3] z) { p = Constant<value_ints=[1]>() "
         "q = Constant<value_ints=[3]>() i = Constant<value_ints=[0]>() a, b = Split<axis=1, num_outputs=2>(x) "
         "y = Slice(a, p, q, i) z = Slice(b, p, q, i) }",
+        "agraph (float[5,4] x) => (float[2,4] y) { p = Constant<value_ints=[1]>() q = "
+        "Constant<value_ints=[3]>() i = Constant<value_ints=[0]>() a = Split<axis=1, num_outputs=1>(x) y = "
+        "Slice(a, p, q, i) }",
+    )
+    near_misses = (
+        "agraph (float[5,8] x) => (float[2,2] y, float[2,2] z) { p = Constant<value_ints=[1,1]>() q = "
+        "Constant<value_ints=[3,3]>() a, b = Split<axis=1, num_outputs=2>(x) y = Slice(a, p, q) z = "
+        "Slice(b, p, q) }",
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
-        split = reader.producer(node.inputs[0])
-        if split is None or split.op != "Split" or split.const:
+        split = made_by(reader, node.inputs[0], "Split")
+        if split is None:
             return None
         own = find_cut(reader, node)
         if own is None:
@@ -1130,8 +1164,8 @@ class PushSlicesThroughSplit(RegionRule):
             return None
         axis = axis_of(split, _rank(reader, split.inputs[0]))
         require(all(a != axis for a, _ in own.taken), "it is split along this axis")
-        sizes = tuple(t.shape[axis] if t.shape is not None else None for t in split.types)
-        worthwhile(all(isinstance(s, int) for s in sizes), "a part's size is not known")
+        sizes = sizes_along(reader, split.outputs, axis)
+        worthwhile(sizes is not None, "a part's size is not known")
         dropped = tuple(c.dropped for c in cuts)
         data = (own.taken, axis, sizes, tuple(places), dropped)
         outputs = tuple(c.node.outputs[0] for c in cuts)
@@ -1269,9 +1303,7 @@ def _few(reader: Reader, queries: Value, found: _Projection) -> int:
     rows = dims.size(2)
     if rows != 1:  # they are put into one matrix, which cannot broadcast
         require(dims.shape[1] == found.heads, "the heads are other ones")
-        require(
-            dims.shape[0] is not None and dims.shape[0] == reader.val(found.x).shape[0], "the batches differ"
-        )
+        require(same_dims(dims.shape[:1], reader.val(found.x).shape[:1]), "the batches differ")
     worthwhile(2 * rows * found.channels <= found.depth * (found.channels + rows), "there are many queries")
     return rows
 
@@ -1452,6 +1484,7 @@ class PushWeightsOutOfAttention(RegionRule):
     }
     near_misses = (
         examples[0].replace("float[1,1,1,5] m", "bool[1,1,1,5] m"),
+        examples[0].replace("scale=0.5", "scale=0.5, is_causal=1"),
         examples[0]
         .replace("float[1,1,1,5] m", "float[1,2,3,6] m, float[1,2,3,6] n")
         .replace("(q, t, g, m)", "(q, t, g, , m, n)"),

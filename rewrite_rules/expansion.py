@@ -305,10 +305,17 @@ class ExpandLSTM(_ExpandCells):
         _cell_example("LSTM", 4, ', activations=["sigmoid", "Relu", "tanh"]', read="p"),
         _batch_first("LSTM", 4),
         _batch_first("LSTM", 4, _BOTH, 2),
+        _cell_example(
+            "LSTM", 4, _BOTH + ', activations=["Sigmoid", "Tanh", "Tanh", "Sigmoid", "Relu", "Tanh"]', ways=2
+        ),
+        _batch_first("LSTM", 4)
+        .replace("float[2,2,3] x", "float[2,1,3] x")
+        .replace("float[2,2,1,2] y", "float[2,1,1,2] y"),
         _lengths(_cell_example("LSTM", 4, more="b"), "2, 2"),
     )
     near_misses = (
         *_near_misses("LSTM", 4),
+        _cell_example("LSTM", 4, more="b, , h, c").replace("float[1,2,2] c", "float[1,1,2] c"),
         _cell_example("LSTM", 4, ", input_forget=1"),
         _cell_example("LSTM", 4, more="b, , h, c")
         .replace("float[1,2,2] c", "float[1,2,2] c, float[1,6] k")
@@ -485,6 +492,16 @@ class ExpandAttention(_Expansion):
         " { y = Attention(q, k, v, m) }",
         "agraph (float[2,4,3,5] q, float[2,4,0,5] k, float[2,4,0,7] v) => (float[2,4,3,7] y)"
         " { y = Attention(q, k, v) }",
+        "agraph (float[2,4,3,5] q, float[2,4,6,5] k, float[2,4,6,7] v, float[2,3,6] m) => (float[2,4,3,7] "
+        "y) { y = Attention(q, k, v, m) }",
+        "agraph (float[2,4,3,5] q, float[2,4,6,5] k, float[2,4,6,7] v, float[1,2,4,3,6] m) => "
+        "(float[2,4,3,7] y) { y = Attention(q, k, v, m) }",
+        "agraph (float[2,4,3,5] q, float[2,3,6,5] k, float[2,3,6,7] v) => (float[2,4,3,7] y) { y = "
+        "Attention(q, k, v) }",
+        "agraph (float[2,4,3,5] q, float[2,4,6,6] k, float[2,4,6,7] v) => (float[2,4,3,7] y) { y = "
+        "Attention(q, k, v) }",
+        "agraph (float[2,4,3,5] q, float[2,4,6,5] k, float[2,4,7,7] v) => (float[2,4,3,7] y) { y = "
+        "Attention(q, k, v) }",
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
@@ -624,6 +641,10 @@ class ExpandRotaryEmbedding(_Expansion):
         " { y = RotaryEmbedding(x, c, s, p) }",
         "agraph (float[0,3,4,6] x, float[0,4,3] c, float[0,4,3] s) => (float[0,3,4,6] y)"
         " { y = RotaryEmbedding(x, c, s) }",
+        "agraph (float[2,3,4,6] x, float[2,4,4] c, float[2,4,4] s) => (float[2,3,4,6] y) { y = "
+        "RotaryEmbedding<rotary_embedding_dim=8>(x, c, s) }",
+        "agraph (float[2,3,4,6] x, float[2,4,1] c, float[2,4,1] s) => (float[2,3,4,6] y) { y = "
+        "RotaryEmbedding<rotary_embedding_dim=3>(x, c, s) }",
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
@@ -634,7 +655,7 @@ class ExpandRotaryEmbedding(_Expansion):
         batch, _, rows, depth = _split_heads(x, heads)
         worthwhile(min(batch, rows, depth) > 0, "a dimension is 0")
         width = int_attr(node, "rotary_embedding_dim", 0) or depth
-        require(0 < width <= depth and width % 2 == 0, "what is turned is no even part of a head")
+        require(width <= depth and width % 2 == 0, "what is turned is no even part of a head")
         positions = _given(node, 4)[3]
         if positions == ABSENT:
             table: tuple[int, ...] = (batch, rows, width // 2)

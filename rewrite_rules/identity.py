@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import ml_dtypes
 import numpy as np
 
-from rewrite_rules.axes import slice_ends
+from rewrite_rules.axes import same_dims, slice_ends
 from rewrite_rules.elementwise import keeps_shape
 from xrlflow.ir import ABSENT, FLOATS, INTEGERS, Dim, DType, Graph, Node, Value
 from xrlflow.ir.dims import LARGEST
@@ -336,12 +336,12 @@ class RemoveNoopReshape(RegionRule):
     anchors = ("Reshape", "Expand", "Tile", "Squeeze", "Unsqueeze", "Flatten")
     examples = (
         "agraph (float[2,3] x) => (float[2,3] y) { s = Constant<value_ints=[2,3]>() y = Reshape(x, s) }",
-        "agraph (float[2,3] x, int64[1] k) => (y) <int64[1] n = {3}> { s = Concat<axis=0>(k, n) y = "
-        "Reshape(x, s) }",
         "agraph (float[N,3] x) => (float[N,3] y) <int64[2] n = {1,1}> { y = Tile(x, n) }",
         "agraph (float[N,3] x) => (float[N,3] y) <int64[1] n = {1}> { y = Expand(x, n) }",
     )
     near_misses = (
+        "agraph (float[2,3] x, int64[1] k) => (y) <int64[1] n = {3}> { s = Concat<axis=0>(k, n) y = "
+        "Reshape(x, s) }",
         "agraph (float[2,0] x, int64[1] k) => (y) <int64[1] n = {0}> { s = Concat<axis=0>(k, n) y = "
         "Reshape(x, s) }",
         "agraph (float[2,N,3] x, int64[1] k) => (y) <int64[2] n = {0,3}> { s = Concat<axis=0>(k, n) y = "
@@ -350,15 +350,7 @@ class RemoveNoopReshape(RegionRule):
 
     def find(self, reader: Reader, node: Node) -> Region | None:
         before, after = reader.type(node.inputs[0]).shape, node.types[0].shape
-        if before is None or after is None or len(before) != len(after):
-            return None
-        unknown = sum(a != b or a is None for a, b in zip(before, after))
-        if node.op == "Reshape" and unknown == 1:
-            # The number of elements fixes one dimension, unless another is 0.
-            others = [a for a, b in zip(before, after) if a == b and a is not None]
-            require(all(isinstance(d, int) and d > 0 for d in others), "a shape is not known")
-        else:
-            require(unknown == 0, "the shape changes, or is not known")
+        require(same_dims(before, after), "the shape changes, or is not known")
         return Region(node.outputs, (node.inputs[0],), (node,))
 
     def target(self, op: Op, region: Region, x: Val) -> Any:
@@ -484,8 +476,6 @@ class FoldDimension(Rule):
     certain = True
     shapes = "x i:const"
     shared_interior = True
-
-    near_misses = ("agraph (float[2,3] x) => (int64 y) <int64 i = {2}> { s = Shape(x) y = Gather(s, i) }",)
 
     def source(self, op: Op, x: Any, i: Any) -> Any:
         return op.Gather(op.Shape(x, start="start", end="end"), i)

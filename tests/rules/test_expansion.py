@@ -160,7 +160,7 @@ def test_what_only_an_lstm_has() -> None:
 def test_batch_first_has_no_kernel_but_a_meaning(rule: AnyRule) -> None:
     """ONNX Runtime does not run it, so that this is left to the proof; here only that it is spelt out."""
     texts = [e for e in rule.examples if "layout=1" in e]
-    assert len(texts) == 2
+    assert len(texts) >= 2
     for text in texts:
         state = RewriteState.start(load(model(text)).graph, Library([rule], backend="tvm"))
         (match,) = state.candidates
