@@ -1530,7 +1530,10 @@ def _twice(reader: Reader, value: Value) -> bool:
         node = reader.producer(value)
         if node is None:
             array = reader.val(value).array_or_none if reader.is_const(value) else None
-            return array is not None and bool(np.array_equal(*np.split(array, 2, axis=-1)))
+            if array is None:
+                return False
+            first, second = np.split(array, 2, axis=-1)
+            return bool(np.array_equal(first, second))
         if node.op == "Concat":
             rank = rank_of(reader, value)
             return (
