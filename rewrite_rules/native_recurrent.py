@@ -684,7 +684,7 @@ class FuseUnrolledGRU(_Unrolled):
         rows = [self.bias(op, b, vals, native.size) for b in own]
         rows.append(op.Expand(np.zeros(1, np.float32), [2 * native.size]))
         rows.append(self.bias(op, of_hidden, vals, native.size))
-        return op.Unsqueeze(op.Concat(*rows, axis=0) if len(rows) > 1 else rows[0], [0])
+        return op.Unsqueeze(op.Concat(*rows, axis=0), [0])
 
     def attributes(self, native: _Native) -> dict[str, Any]:
         return {"linear_before_reset": 1} if native.kind[0] else {}
