@@ -20,7 +20,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import accumulate, count, pairwise
+from itertools import accumulate, pairwise
+from itertools import count as integers
 from math import gcd, inf, isqrt, prod
 from operator import mul
 
@@ -131,7 +132,7 @@ def factored(values: Sequence[int]) -> tuple[Digit, ...]:
     """Digits that together add these numbers, counted from the first: regular ones as far as possible."""
     out: list[Digit] = []
     while len(values) > 1:
-        inner = next(b for b in count(2) if len(values) % b == 0 and _repeats(values, b))
+        inner = next(b for b in integers(2) if len(values) % b == 0 and _repeats(values, b))
         out.append(_one([v - values[0] for v in values[:inner]]))
         values = values[::inner]
     return merged(out[::-1])
