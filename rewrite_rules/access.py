@@ -827,9 +827,9 @@ def _divided(m: AccessMap, axes: Sequence[_Axis]) -> AccessMap:
     units = sorted({a.unit for a in axes if not a.name}, reverse=True)
 
     def parts(d: Digit) -> Iterator[Digit]:
-        for unit in units if not (d.name or d.values) else ():
+        for unit in units:
             step = abs(d.step)
-            if 0 < step < unit < step * d.size and unit % step == 0 and step * d.size % unit == 0:
+            if step < unit < step * d.size and unit % step == 0 and step * d.size % unit == 0:
                 outer, d = d.split(unit // step)
                 yield outer
         yield d
@@ -1014,8 +1014,8 @@ def _after(m: AccessMap, first: AccessMap) -> AccessMap:
     radix = sorted(
         ((d.step, d.size, size_of(digits[i + 1 :])) for i, d in enumerate(digits) if not d.name), reverse=True
     )
-    if m.offset or any(d.name and dim != (d,) for dim in first.dims for d in dim):
-        raise Unmappable("it does not begin at the beginning, or a dimension is partly symbolic")
+    if any(d.name and dim != (d,) for dim in first.dims for d in dim):
+        raise Unmappable("a dimension is partly symbolic")
     return replace(
         m,
         dims=tuple(

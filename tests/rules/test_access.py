@@ -374,6 +374,8 @@ def test_pads_of_long_dimensions():
         with pytest.raises(Unmappable):
             m.pad([before], [after])
     assert core_of(AccessMap.source((LONGEST + 1, 2)).pad([0, 1], [0, 0])) is not None
+    for shape in (("N", 2), (LONGEST, 2)):  # a Pad in the middle of what is symbolic, or long
+        assert core_of(AccessMap.source(shape).pad([0, 1], [0, 0]).reshape([-1])) is None
 
 
 def test_pieces():
@@ -426,6 +428,7 @@ def steps(shape: Shape, m: AccessMap, blocks: bool = True) -> list[str]:
         (("N", 4), lambda m: m.pad([0, 1], [0, 0]).pad([0, 0], [0, 2]), ["Pad"]),
         (("N", 4), lambda m: m.pad([0, 1], [0, 1]).slice(1, 1, 4, 1), []),
         (("N", 8, 2, 3), lambda m: m.depth_to_space(2, True), ["DepthToSpace"]),
+        (("N", 8, 2, 3), lambda m: m.depth_to_space(2, False), ["DepthToSpace"]),
         (("N", 1, "M", 1, 2), lambda m: m.squeeze([1]), ["Squeeze"]),
         ((1, "N", "M"), lambda m: m.squeeze([0]).unsqueeze([2]), ["Squeeze", "Unsqueeze"]),
         (("N", "M", 1), lambda m: m.squeeze([2]).unsqueeze([0]), ["Squeeze", "Unsqueeze"]),
