@@ -150,6 +150,11 @@ class DropFailingBranch(RegionRule):
             ((bad[0], bad[1].format("p")), (good[0], good[1].format("q"))),
         )
     )
+    examples += (
+        "agraph (bool c, float[N,1,3] x) => (float[N,3] y) <int64[1] one = {1}> { s = If (c)"
+        " <then_branch = a () => (float[N,3] p) { p = Squeeze(x, one) },"
+        " else_branch = b () => (float[N,1,3] q) { q = Neg(x) }> y = Squeeze(s, one) }",
+    )
     survivors: ClassVar[Mapping[str, str]] = {"drop: the branch is random": RANDOM}
     near_misses = (examples[0].replace("p = Squeeze(x, one)", "r = RandomNormalLike(x) p = Squeeze(r, one)"),)
 
@@ -507,8 +512,6 @@ class _Lanes:
     def collect(self) -> None:
         graph = self.loop.graph
         for node in graph.topological():
-            if node.const or len(node.outputs) != 1 or node.outputs[0] in self.of:
-                continue
             lane = self._lane(node)
             if lane is not None:
                 self.of[node.outputs[0]] = lane
@@ -804,6 +807,12 @@ class HoistOutOfLoop(RegionRule):
         " k1 = Add(n, one) t = Min(k1, two)"
         " last = Loop (t, , z) <body = b (int64 i, bool going, float[3] h) => (bool on, float[3] k) {"
         " on = Identity(going) e = Gather(x, i) f = Gather(y, i) a = Mul(e, f) k = Sub(h, a) }> }",
+        # What is made of a constant is known inside.
+        "agraph (int64 n, float[2] z) => (float[2] last) <int64 one = {1}, int64 two = {2},"
+        " float[3,2] x = {1, 2, 3, -1, -2, -3}> {"
+        " k1 = Add(n, one) t = Min(k1, two)"
+        " last = Loop (t, , z) <body = b (int64 i, bool going, float[2] h) => (bool on, float[2] k) {"
+        " on = Identity(going) e = Gather(x, i) a = Exp(e) b = Neg(a) k = Add(h, b) }> }",
         "agraph (int64 n, float[3,2] x, float[1,2] z) => (float[1,2] last) <int64 one = {1}, int64 two = {2},"
         " float[4,2] v = {1, 2, 3, 4, -1, -2, -3, -4}, int64[1] first = {1}> {"
         " k1 = Add(n, one) t = Min(k1, two) y = Unsqueeze(x, first)"
@@ -811,11 +820,11 @@ class HoistOutOfLoop(RegionRule):
         " on = Identity(going) e = Gather(y, i) a = Concat<axis = 1>(e, h) k = MatMul(a, v) }> }",
     )  # fmt: skip
     near_misses = tuple(
-        "agraph (int64 n, float[3] x, float[3,3] z) => (float[3,3] last) <int64 one = {1}, int64 two = {2}> {"
+        "agraph (int64 n, int64[3] x, float[3,3] z) => (float[3,3] last) <int64 one = {1}, int64 two = {2}> {"
         " k1 = Add(n, one) t = Min(k1, two)"
         " last = Loop (t, , z) <body = b (int64 i, bool going, float[3,3] h) => (bool on, float[3,3] k) {"
         f" on = Identity(going) {body} k = Add(h, f) }}> }}"
-        for body in ("e = Gather(h, i) f = Neg(e)", "g = Cast<to = 7>(x) e = Add(g, i) f = Cast<to = 1>(e)")
+        for body in ("e = Gather(h, i) f = Neg(e)", "e = Add(x, i) f = Cast<to = 1>(e)")
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
