@@ -143,11 +143,9 @@ class FoldComputedShape(RegionRule):
     near_misses = (
         "agraph (float[N,3,0] x) => (float[A,B] y) <int64[1] z = {0}, int64[1] o = {1}> {"
         " s = Shape(x) g = Slice(s, z, o) f = Concat<axis = 0>(g, z) y = Reshape<allowzero = 1>(x, f) }",
-        # No runtime takes these.
+        # No runtime takes it.
         "agraph (float[N,3,1] x, float[N] z) => (float[A,B,C] y) <int64[2] t = {4, 2}> {"
         " s = Shape(z) c = Cast<to = 6>(s) d = Cast<to = 7>(c) f = Concat<axis = 0>(d, t) y = Expand(x, f) }",
-        "agraph (float[2,3] x, float[4] z) => (float[A,B] y) <int64[1] t = {-1}> {"
-        " s = Shape(z) c = Cast<to = 6>(s) d = Cast<to = 7>(c) f = Concat<axis = 0>(d, t) y = Reshape(x, f) }",
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
