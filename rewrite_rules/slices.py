@@ -589,6 +589,7 @@ class PullUnaryOutOfConcat(RegionRule):
     near_misses = (
         "agraph (float[N,2] x, double[N,3] z) => (int64[N,5] y)"
         " { a = Cast<to=7>(x) b = Cast<to=7>(z) y = Concat<axis=1>(a, b) }",
+        "agraph (float[N,2] x) => (float[N,2] y) { a = Relu(x) y = Concat<axis=1>(a) }",
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
