@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
+from itertools import count as integers
 from math import gcd, inf, isqrt, prod
 from operator import mul
 
@@ -62,8 +63,6 @@ class Digit:
     @property
     def reach(self) -> tuple[int, int]:
         """The least and the greatest number that it adds to the address."""
-        if self.name:
-            return 0, 0
         ends = self.values or (0, (self.size - 1) * self.step)
         return min(ends), max(ends)
 
@@ -89,8 +88,8 @@ Dims = tuple[tuple[Digit, ...], ...]
 
 
 def _one(values: Sequence[int]) -> Digit:
-    """A digit that adds these numbers, the first of which is 0."""
-    step = values[1] if len(values) > 1 else 0
+    """A digit that adds these numbers, two or more, the first of which is 0."""
+    step = values[1]
     if all(v == i * step for i, v in enumerate(values)):
         return Digit(len(values), step)
     return Digit(len(values), 0, tuple(values))
@@ -130,14 +129,10 @@ def offsets_of(digits: Sequence[Digit]) -> list[int]:
 
 
 def factored(values: Sequence[int]) -> tuple[Digit, ...]:
-    """Digits that together add these numbers, the first of which is 0: regular ones as far as possible."""
+    """Digits that together add these numbers, counted from the first: regular ones as far as possible."""
     out: list[Digit] = []
     while len(values) > 1:
-        n, step = len(values), values[1] - values[0]
-        run = next((i for i in range(2, n) if values[i] - values[i - 1] != step), n)
-        inner = next((b for b in range(run, 1, -1) if n % b == 0 and _repeats(values, b)), 0)
-        if not inner:  # the shortest irregular one
-            inner = next(b for b in range(2, n + 1) if n % b == 0 and _repeats(values, b))
+        inner = next(b for b in integers(2) if len(values) % b == 0 and _repeats(values, b))
         out.append(_one([v - values[0] for v in values[:inner]]))
         values = values[::inner]
     return merged(out[::-1])
@@ -153,8 +148,8 @@ def _repeats(values: Sequence[int], block: int) -> bool:
     )
 
 
-def _same_symbol(a: Digit, b: Digit) -> bool:
-    return bool(a.name) and bool(b.name) and a.step == b.step
+def _is_symbol(digit: Digit, symbol: Digit) -> bool:
+    return bool(digit.name) and digit.step == symbol.step
 
 
 class _Stock:
@@ -173,7 +168,7 @@ class _Stock:
                 if not d.name:
                     self._elements(d.size, front, taken)
                     continue
-                if not self.digits or not _same_symbol(self.digits[0 if front else -1], d):
+                if not self.digits or not _is_symbol(self.digits[0 if front else -1], d):
                     raise Unmappable("a symbolic dimension is taken apart")
                 taken.append(self.digits.pop(0 if front else -1))
         return merged(taken if front else taken[::-1])
@@ -280,7 +275,7 @@ class AccessMap:
             elif n < -1:
                 raise Unmappable("a dimension is negative")
             else:
-                wanted.append(n if n > 0 else None)
+                wanted.append(None if n == -1 else n)
         if wanted.count(None) > 1:
             raise Unmappable("two dimensions are to be inferred")
         hole = wanted.index(None) if None in wanted else len(wanted)
@@ -313,8 +308,6 @@ class AccessMap:
 
     def unsqueeze(self, axes: Sequence[int]) -> AccessMap:
         rank = len(self.dims) + len(axes)
-        if len(set(axes)) != len(axes) or any(not 0 <= a < rank for a in axes):
-            raise Unmappable("an axis is out of range")
         rest = iter(self.dims)
         return replace(self, dims=tuple(() if i in axes else next(rest) for i in range(rank)))
 
@@ -339,7 +332,7 @@ class AccessMap:
         return self._gathered(axis, [values[start + i * step] for i in range(count)])
 
     def _gathered(self, axis: int, values: Sequence[int]) -> AccessMap:
-        return self._with(axis, factored([v - values[0] for v in values]), offset=values[0])
+        return self._with(axis, factored(values), offset=values[0])
 
     def gather(self, axis: int, indices: Sequence[int], shape: Sequence[int]) -> AccessMap:
         """Positions `indices` along an axis, which gets that shape (none: it is dropped)."""
@@ -357,7 +350,7 @@ class AccessMap:
         else:
             every = offsets_of(dim)
             values = [every[i] for i in places]
-        line = AccessMap((factored([v - values[0] for v in values]),)).reshape(shape)
+        line = AccessMap((factored(values),)).reshape(shape)
         return self._with(axis, *line.dims, offset=values[0])
 
     def expand(self, shape: Sequence[int]) -> AccessMap:
@@ -392,12 +385,11 @@ class AccessMap:
             dim = out.dims[axis]
             if b < 0 or a < 0:
                 out = out.slice(axis, max(-b, 0), size_of(dim) - max(-b, 0) - max(-a, 0), 1)
-            if b > 0 or a > 0:
-                if (
-                    max(b, 0) + size_of(out.dims[axis]) + max(a, 0) > LONGEST
-                ):  # before there is a list of them
+            front, back = max(b, 0), max(a, 0)
+            if front or back:
+                if front + size_of(out.dims[axis]) + back > LONGEST:  # before there is a list of them
                     raise Unmappable("a dimension is too long")
-                values = [FILL] * max(b, 0) + offsets_of(out.dims[axis]) + [FILL] * max(a, 0)
+                values = [FILL] * front + offsets_of(out.dims[axis]) + [FILL] * back
                 out = out._gathered(axis, values)
         return out
 
@@ -410,14 +402,14 @@ class AccessMap:
         return replace(self, dims=tuple(merged([d for i in g for d in self.dims[i]]) for g in groups))
 
     def depth_to_space(self, block: int, column_row_depth: bool) -> AccessMap:
-        if len(self.dims) != 4 or block < 1:
+        if len(self.dims) != 4:
             raise Unmappable("it has not 4 dimensions")
         if column_row_depth:  # n, c, r, s, h, w
             return self._cut(1, -1, block, block)._joined((0,), (1,), (4, 2), (5, 3))
         return self._cut(1, block, block, -1)._joined((0,), (3,), (4, 1), (5, 2))  # n, r, s, c, h, w
 
     def space_to_depth(self, block: int) -> AccessMap:
-        if len(self.dims) != 4 or block < 1:
+        if len(self.dims) != 4:
             raise Unmappable("it has not 4 dimensions")
         apart = self._cut(3, -1, block)._cut(2, -1, block)  # n, c, h, r, w, s
         return apart._joined((0,), (3, 5, 1), (2,), (4,))
@@ -588,7 +580,7 @@ class _Chain:
         dropped: list[int] = []
         added: list[int] = []
         i = j = 0
-        while i < len(old) or j < len(new):
+        while old[i:] or new[j:]:
             if old[i : i + 1] == new[j : j + 1]:
                 i, j = i + 1, j + 1
             elif old[i : i + 1] == (UNIT,):
@@ -691,7 +683,7 @@ def _views(shape: Sequence[int | str], m: AccessMap) -> Iterator[list[_Axis]]:
     """Ways to read the source: by its own dimensions, as one, and either cut where the digits end."""
     own = _own(shape)
     ends = {c for d in m.digits if not d.name for c in (d.common, d.common * d.size)}
-    cuts = sorted(ends - {0})
+    cuts = sorted(ends)
     seen: list[list[_Axis]] = []
     for view in (own, _fused(own), _refined(own, cuts), _refined(_fused(own), cuts)):
         if view not in seen:
@@ -813,7 +805,7 @@ def cheapest(shape: Sequence[int | str], m: AccessMap) -> Price:
 def _reordered(shape: Sequence[int | str], m: AccessMap) -> bool:
     """Whether something stands on the other side of a symbolic dimension than in the source."""
     axes = _own(shape)
-    latest, latest_symbol = -1, -1
+    latest, latest_symbol = 0, 0
     for d in m.digits:
         if d.repeats:
             continue
@@ -823,7 +815,7 @@ def _reordered(shape: Sequence[int | str], m: AccessMap) -> bool:
             latest, latest_symbol = d.step, d.step
             continue
         # The axis in which its smallest steps are.
-        axis = next(i for i, a in enumerate(axes) if not a.name and a.size > 1 and a.unit <= d.common)
+        axis = next(i for i, a in enumerate(axes) if not a.name and a.unit <= d.common)
         if axis < latest_symbol:
             return True
         latest = max(latest, axis)
@@ -835,9 +827,9 @@ def _divided(m: AccessMap, axes: Sequence[_Axis]) -> AccessMap:
     units = sorted({a.unit for a in axes if not a.name}, reverse=True)
 
     def parts(d: Digit) -> Iterator[Digit]:
-        for unit in units if not (d.name or d.values) else ():
+        for unit in units:
             step = abs(d.step)
-            if 0 < step < unit < step * d.size and unit % step == 0 and step * d.size % unit == 0:
+            if step < unit < step * d.size and unit % step == 0 and step * d.size % unit == 0:
                 outer, d = d.split(unit // step)
                 yield outer
         yield d
@@ -859,7 +851,7 @@ def _attempts(
             if d.name:
                 found = bool(axis.name) and axis.unit == d.step
             else:
-                found = not axis.name and axis.size > 1 and d.common % axis.unit == 0
+                found = not axis.name and d.common % axis.unit == 0
             if found:
                 held[j].append(k)
                 break
@@ -890,7 +882,7 @@ def _attempts(
     viewed = [a.extent for a in axes]
     order = [k for ks in held for k in ks]
     wanted = sorted(order)
-    rest = Price(0, bool(cuts) + len(picks), int(own != viewed))
+    rest = Price(operators=bool(cuts) + len(picks), views=int(own != viewed))
     if order != wanted:
         volume = size_of([digits[k] for k in order])
         rest += price("Transpose", volume, volume, order[-1] != wanted[-1])
@@ -902,10 +894,9 @@ def _attempts(
     for j, indices in picks:
         chain.gather(j, indices)
     if all(len(ks) <= 1 for ks in held) and len(wanted) == len(digits):
-        yield from _by_axes(chain.copy(), m, {k: j for j, ks in enumerate(held) for k in ks})
-        if order == wanted:
-            return
-    yield from _by_digits(chain, m, order)
+        yield from _by_axes(chain, m, {k: j for j, ks in enumerate(held) for k in ks})
+    else:
+        yield from _by_digits(chain, m, order)
 
 
 def _numbered(m: AccessMap) -> list[list[int]]:
@@ -996,11 +987,12 @@ def _blocks(shape: Sequence[int | str], m: AccessMap, below: Below) -> Iterator[
     if block * block * few != many:
         return
     try:
-        if channels < others:
-            for crd in (0, 1):
-                if source.depth_to_space(block, bool(crd)).same_as(m):
+        if many > channels:
+            for crd in (False, True):
+                if source.depth_to_space(block, crd).same_as(m):
                     yield Plan(
-                        (Step("DepthToSpace", ((block, crd),)),), price("DepthToSpace", m.volume, m.volume)
+                        (Step("DepthToSpace", ((block, int(crd)),)),),
+                        price("DepthToSpace", m.volume, m.volume),
                     )
             return
         made = source.space_to_depth(block)
@@ -1022,8 +1014,8 @@ def _after(m: AccessMap, first: AccessMap) -> AccessMap:
     radix = sorted(
         ((d.step, d.size, size_of(digits[i + 1 :])) for i, d in enumerate(digits) if not d.name), reverse=True
     )
-    if m.offset or any(d.name and dim != (d,) for dim in first.dims for d in dim):
-        raise Unmappable("it does not begin at the beginning, or a dimension is partly symbolic")
+    if any(d.name and dim != (d,) for dim in first.dims for d in dim):
+        raise Unmappable("a dimension is partly symbolic")
     return replace(
         m,
         dims=tuple(
@@ -1069,12 +1061,12 @@ def pieces(m: AccessMap, most: int = 8) -> tuple[int, list[tuple[int, int, int]]
     for axis, dim in enumerate(m.dims):
         if any(d.name for d in dim) or not dim:
             continue
-        reach = [d.reach for d in dim]
-        rest = low - sum(a for a, _ in reach), high - sum(b for _, b in reach)
         values = offsets_of(dim)
-        sources = [(v + rest[0]) // _APART for v in values]
-        if any((v + rest[1]) // _APART != s for v, s in zip(values, sources)):
+        least = min(values)
+        spread = (high - low) - (max(values) - least)  # of the addresses that one value of this dimension has
+        if (low + spread) // _APART != low // _APART:
             continue
+        sources = [(low + v - least) // _APART for v in values]
         starts = [i for i, s in enumerate(sources) if i == 0 or s != sources[i - 1]]
         if 1 < len(starts) <= most:
             return axis, [(a, b - a, sources[a]) for a, b in pairwise([*starts, len(values)])]

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from rewrite_rules.axes import front
 from xrlflow.ir import (
     ABSENT,
     Attr,
@@ -137,7 +138,7 @@ class Loop:
         axes, ways = (self.node.attrs.get(f"{name}_{what}", (0,) * count) for what in ("axes", "directions"))
         assert isinstance(axes, tuple)
         assert isinstance(ways, tuple)
-        return tuple((a, w) for a, w in zip(axes, ways) if isinstance(a, int) and isinstance(w, int))
+        return tuple(zip(axes, ways))  # type: ignore[arg-type]
 
     def region(self, data: Any = None) -> Region:
         captured = self.node.inputs[len(self.node.explicit_inputs) :]
@@ -145,10 +146,7 @@ class Loop:
 
     def is_constant(self, value: Value) -> bool:
         """Whether a value of the body is constant."""
-        graph = self.graph
-        if value in graph.producers:
-            return graph.type(value).const
-        return value in graph.leaves.consts and value not in graph.inputs
+        return value not in self.graph.inputs and self.graph.type(value).const
 
     def parts(self, given: Sequence[Val | None]) -> Parts:
         """The parts, for the values that a region's target gets."""
@@ -163,10 +161,11 @@ class Loop:
 
     def starts_true(self, reader: Reader) -> bool:
         """Whether a Loop's condition is true, or left out, in the beginning."""
-        const = reader.graph.const(self.explicit[1]) if self.explicit[1] != ABSENT else None
-        return self.explicit[1] == ABSENT or (
-            const is not None and const.array is not None and bool(const.array.item())
-        )
+        condition = self.explicit[1]
+        if condition == ABSENT:
+            return True
+        const = reader.graph.const(condition)
+        return const is not None and const.array is not None and bool(const.array.item())
 
     def steps(self, reader: Reader) -> int | None:
         """A Loop's trip count, if it is known."""
@@ -177,8 +176,7 @@ class Loop:
         """Whether a loop runs its body at least once, as far as is known."""
         if self.node.op == "Scan":
             shape = reader.type(self.explicit[self.states]).shape
-            axis = self.scan_axes[0][0]
-            dim = None if shape is None or not -len(shape) <= axis < len(shape) else shape[axis]
+            dim = None if shape is None else shape[front(self.scan_axes[0][0], len(shape))]
             return isinstance(dim, int) and dim > 0
         steps = self.steps(reader)
         return self.starts_true(reader) and (self.explicit[0] == ABSENT or (steps is not None and steps > 0))
@@ -194,11 +192,11 @@ def take_apart(node: Node) -> Loop | None:
     if node.op == "Loop":
         explicit = (*explicit, *(ABSENT,) * (2 - len(explicit)))
     else:
-        count = node.attrs.get("num_scan_inputs")
-        scans = count if isinstance(count, int) else 0
+        count = node.attrs["num_scan_inputs"]
+        assert isinstance(count, int)
+        scans = count
     loop = Loop(node, body, explicit, scans)
-    formals = loop.lead + loop.states + scans + len(body.captured)
-    if ABSENT in explicit[loop.lead :] or formals != len(body.graph.inputs) or loop.states < 0:
+    if ABSENT in explicit[loop.lead :]:
         return None
     return loop if loop.states + len(loop.collected) == len(node.outputs) else None
 
@@ -394,7 +392,7 @@ def without_nodes(graph: Graph, nodes: Sequence[Node]) -> Graph:
     gone = {n.id for n in nodes}
     for node in nodes:
         for value, type in zip(node.outputs, node.types):
-            graph.leaves.types.setdefault(value, type.as_const(False))
+            graph.leaves.types.setdefault(value, type)
     return Graph.make(
         [n for n in graph.nodes() if n.id not in gone], graph.inputs, graph.outputs, graph.leaves
     )

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from rewrite_rules.axes import axis_of
+from rewrite_rules.axes import axis_of, front
 from rewrite_rules.bodies import (
     Loop,
     Outside,
@@ -99,8 +99,7 @@ def _inlined(op: Op, body: Body, graph: Graph, captured: Sequence[Val]) -> list[
     """What a branch computes, without the branch."""
     outside = Outside(op, body.graph, graph, dict(zip(body.captured, captured)))
     for node in body.graph.topological():
-        if not node.const:
-            outside.copy(node)
+        outside.copy(node)
     return [outside(v) for v in body.graph.outputs]
 
 
@@ -151,12 +150,17 @@ class DropFailingBranch(RegionRule):
             ((bad[0], bad[1].format("p")), (good[0], good[1].format("q"))),
         )
     )
+    examples += (
+        "agraph (bool c, float[N,1,3] x) => (float[N,3] y) <int64[1] one = {1}> { s = If (c)"
+        " <then_branch = a () => (float[N,3] p) { p = Squeeze(x, one) },"
+        " else_branch = b () => (float[N,1,3] q) { q = Neg(x) }> y = Squeeze(s, one) }",
+    )
     survivors: ClassVar[Mapping[str, str]] = {"drop: the branch is random": RANDOM}
     near_misses = (examples[0].replace("p = Squeeze(x, one)", "r = RandomNormalLike(x) p = Squeeze(r, one)"),)
 
     def find(self, reader: Reader, node: Node) -> Region | None:
         branches = _branches(node)
-        if len(branches) != 2 or _decided(reader.graph, node) is not None:
+        if _decided(reader.graph, node) is not None:
             return None
         ranks = [[body.graph.type(v).rank for v in body.graph.outputs] for body, _ in branches.values()]
         if ranks[0] == ranks[1]:
@@ -174,7 +178,7 @@ class DropFailingBranch(RegionRule):
 
 
 # So many nodes behind an If are looked at, and so many other branches decided, to find out whether one fails.
-_MOST_BELOW, _MOST_DECIDED = 256, 16
+_MOST_BELOW, _MOST_SEEN, _MOST_DECIDED = 256, 512, 16
 
 
 def _below(reader: Reader, node: Node) -> list[Value]:
@@ -216,7 +220,7 @@ def _leads_to_an_error(graph: Graph, node: Node, taken: bool, below: Sequence[Va
         ):
             return True
         more = [u.id for v in inner.outputs for u in after.users(v) if u.id not in seen]
-        if len(seen) < 2 * _MOST_BELOW:
+        if len(seen) < _MOST_SEEN:
             work += more
             seen.update(more)
     return False
@@ -331,6 +335,21 @@ class MoveInvariantsOutOfLoop(RegionRule):
         _scan_example("a = MatMul(c, m) k = Add(h, e) s = Mul(k, a)"),
         _scan_example("t = Transpose(m) a = Add(t, c) b = MatMul(h, a) k = Add(b, e) s = Relu(k)",
                       sequence="float[2,4,3]", attributes=", scan_input_axes = [1]", out="float[4,2,3]"),
+        # What fails, if at all, in the first step.
+        _loop_example("", "on = Not(going) p, q = Split<axis = 0, num_outputs = 2>(x) t = Concat<axis = 0>(q, p)"
+                      " w = Sub(v, t) s = Relu(w)", count="one"),
+        *(_scan_example("p, q, r = Split<axis = 1, num_outputs = 3>(z) t = Concat<axis = 1>(r, p, q) k = Add(h, t)"
+                        " s = Mul(e, t)", kind="float[N,3]", sequence=f"float[N,{length},3]",
+                        attributes=f", scan_input_axes = [{axis}]", out=f"float[{length},N,3]", step="float[N,3]",
+                        consts="")
+          for length, axis in ((4, 1), (1, -2))),
+        # A constant is known inside, not captured.
+        _loop_example("q = Neg(c) r = Mul(q, c)", "on = Identity(going) a = MatMul(x, m) t = Add(v, r) w = Add(t, a)"
+                      " s = Neg(w)"),
+        _loop_example("", "on = Identity(going) a = Div(x, c) w = Mul(v, a) s = Neg(w)"),
+        "agraph (int64 n, float[2,3] x, float[3,3] m) => (float[T,2,3] all) <bool yes = {1}> {"
+        " all = Loop (n, yes) <body = b (int64 i, bool going) => (bool on, float[2,3] s) {"
+        " on = Identity(going) a = MatMul(x, m) f = Cast<to = 1>(i) s = Mul(a, f) }> }",
         "agraph (int64 n, float[3] x, float[2] z) => (float[2] last) <int64[1] to = {2}, int64[1] from = {0}> {"
         " two = Constant<value_int = 2>()"
         " last = Loop (two, , z) <body = b (int64 i, bool going, float[2] v) => (bool on, float[2] w) {"
@@ -339,6 +358,14 @@ class MoveInvariantsOutOfLoop(RegionRule):
         " one = Constant<value_int = 1>() some = Add(n, one)"
         " last = Loop (some, , z) <body = b (int64 i, bool going, float[2] v) => (bool on, float[2] w) {"
         " on = Identity(going) y = Softmax(x) g = Slice(y, from, to) w = Mul(v, g) }> }",
+    )  # fmt: skip
+    near_misses = (
+        _loop_example("", "on = Identity(going) r = RandomNormalLike(x) w = Add(v, r) s = Neg(w)", count="three"),
+        *(_loop_example("", "on = Not(going) p, q = Split<axis = 0, num_outputs = 2>(x) w = Sub(v, p) s = Relu(w)",
+                        count=count, condition=condition, consts=", int64 zero = {0}, bool no = {0}")
+          for count, condition in (("zero", ""), ("three", "no"))),
+        *(_scan_example("p, q = Split<axis = 0, num_outputs = 2>(z) k = Add(h, p) s = Mul(e, q)",
+                        sequence=f"float[{length},2,3]", out=f"float[{length},2,3]") for length in ("0", "T")),
     )  # fmt: skip
 
     def find(self, reader: Reader, node: Node) -> Region | None:
@@ -457,8 +484,8 @@ class _Lane:
     """
 
     axis: int
-    backwards: int
     rank: int
+    backwards: int = 0
     positions: Any = None
 
 
@@ -485,8 +512,6 @@ class _Lanes:
     def collect(self) -> None:
         graph = self.loop.graph
         for node in graph.topological():
-            if node.const or len(node.outputs) != 1 or node.outputs[0] in self.of:
-                continue
             lane = self._lane(node)
             if lane is not None:
                 self.of[node.outputs[0]] = lane
@@ -518,11 +543,11 @@ class _Lanes:
 
     def _is_product(self, node: Node, lane: _Lane) -> bool:
         """Whether a product with a matrix takes rows that lie in the lane."""
-        if node.op not in ("MatMul", "Gemm") or not all(map(self._is_fixed, node.inputs[1:])):
+        if node.op not in ("MatMul", "Gemm") or not self._is_fixed(node.inputs[1]):
             return False
         if node.op == "Gemm" and (node.attrs.keys() - {"transB"} or lane.rank != 2):
             return False
-        return self.loop.graph.type(node.inputs[1]).rank == 2 and 0 < lane.rank != lane.axis
+        return self.loop.graph.type(node.inputs[1]).rank == 2 and lane.rank != lane.axis
 
     def _cut(self, node: Node) -> _Cut | None:
         """A product of a Concat of a step's part of the sequence with something else, a state for instance."""
@@ -530,8 +555,8 @@ class _Lanes:
         concat = graph.producers.get(node.inputs[0])
         if concat is None or concat.op != "Concat" or not self.loop.is_constant(node.inputs[1]):
             return None
-        rank = graph.type(concat.inputs[0]).rank
-        if rank is None or concat.attrs.get("axis", 0) != rank - 1:
+        rank = graph.type(concat.outputs[0]).rank
+        if rank is None or axis_of(concat, rank) != rank - 1:
             return None
         lanes = {self.of[v] for v in concat.inputs if v in self.of}
         lane = lanes.pop() if len(lanes) == 1 else None
@@ -667,8 +692,39 @@ class HoistOutOfScan(RegionRule):
         "agraph (float[T,3] x, float[T,3] y, float[3] z, float[3,2] m) => (float[3] last, float[T,2] all) {"
         " last, all = Scan (z, x, y) <num_scan_inputs = 2, body = b (float[3] h, float[3] e, float[3] f)"
         " => (float[3] k, float[2] s) { a = Mul(e, f) k = Sub(h, a) s = MatMul(a, m) }> }",
+        # A Concat of one step's parts, before and behind the dimension of the steps.
+        _scan_example("r = Neg(e) a = Concat<axis = 1>(e, r) b = MatMul(a, v) k = Add(h, b) s = Identity(b)",
+                      consts=", float[6,3] v = {" + ", ".join(str(i % 5 - 2) for i in range(18)) + "}"),
+        *(_scan_example(f"r = Exp(e) a = Concat<axis = {axis}>(e, r) p, q = Split<axis = {axis}, num_outputs = 2>(a)"
+                        " b = Mul(p, q) k = Add(h, b) s = Neg(b)", sequence="float[2,T,3]",
+                        attributes=", scan_input_axes = [-2]") for axis in (0, 1)),
+        # Two parts that need what was before.
+        _scan_example("a = Concat<axis = -1>(h, e, z) b = Gemm(a, v, h) k = Tanh(b) s = Identity(k)",
+                      consts=", float[9,3] v = {" + ", ".join(str(i % 7 - 3) for i in range(27)) + "}"),
+        _scan_example("a = Clip(e, , one) b = Div(a, c) k = Add(h, b) s = Neg(b)", consts=", float one = {1}"),
+        _scan_example("a = Exp(e) k = Add(h, a) s = Neg(a)", sequence="float[2,3,T]", out="float[2,3,T]",
+                      attributes=", scan_input_axes = [2], scan_output_axes = [-1]"),
+        "agraph (float[T,3] x, float[T,3] y, float[3] z) => (float[3] last, float[T,3] all) {"
+        " last, all = Scan (z, x, y) <num_scan_inputs = 2, body = b (float[3] h, float[3] e, float[3] f)"
+        " => (float[3] k, float[3] s) { k = Neg(h) s = Mul(e, f) }> }",
         "agraph (float[T,3] x, float[3,2] m) => (float[T,2] all) {"
         " all = Scan (x) <num_scan_inputs = 1, body = b (float[3] e) => (float[2] s) { s = MatMul(e, m) }> }",
+    )  # fmt: skip
+    near_misses = (
+        _scan_example("b = MatMul(h, m) k = Tanh(b) s = Add(k, e)"),
+        _scan_example("b = Gemm<alpha = 2.0>(e, m, c) k = Tanh(h) s = Add(k, b)"),
+        _scan_example("a = Concat<axis = 0>(e, h) b = MatMul(a, u) p, q = Split<axis = 0, num_outputs = 2>(b)"
+                      " k = Add(p, q) s = Relu(k)", consts=", float[3,3] u = {1, 2, 3, 4, 5, 6, 7, 8, 9}"),
+        _scan_example("a = Concat<axis = 1>(h, h) b = MatMul(a, v) k = Tanh(b) s = Add(k, e)",
+                      consts=", float[6,3] v = {" + ", ".join(str(i % 5 - 2) for i in range(18)) + "}"),
+        _scan_example("a = Add(e, g) b = Squeeze(a, low) k = Add(h, b) s = Relu(k)",
+                      consts=", float[1,2,3] g = {1, 2, 3, 4, 5, 6}, int64[1] low = {0}"),
+        "agraph (int64[T,3] x, int64[3] z, int64[3] w) => (int64[3] last) {"
+        " last = Scan (z, x) <num_scan_inputs = 1, body = b (int64[3] h, int64[3] e) => (int64[3] k) {"
+        " a = Div(e, w) k = Add(h, a) }> }",
+        "agraph (float[T,2,3] x, float[T,3,3] y, float[2,3] z) => (float[2,3] last) {"
+        " last = Scan (z, x, y) <num_scan_inputs = 2, body = b (float[2,3] h, float[2,3] e, float[3,3] f)"
+        " => (float[2,3] k) { a = MatMul(e, f) k = Add(h, a) }> }",
     )  # fmt: skip
 
     def find(self, reader: Reader, node: Node) -> Region | None:
@@ -716,12 +772,10 @@ class HoistOutOfScan(RegionRule):
 def _scan_lanes(reader: Reader, loop: Loop) -> _Lanes:
     """A Scan's sequences as lanes."""
     of: dict[Value, _Lane] = {}
-    for value, element, (axis, backwards) in zip(
-        loop.explicit[loop.states :], loop.elements, loop.scan_axes, strict=True
-    ):
+    for value, element, (axis, backwards) in zip(loop.explicit[loop.states :], loop.elements, loop.scan_axes):
         rank = reader.type(value).rank
-        if rank is not None and loop.graph.type(element).rank == rank - 1 and -rank <= axis < rank:
-            of[element] = _Lane(axis % rank, backwards, rank - 1)
+        if rank is not None:
+            of[element] = _Lane(front(axis, rank), rank - 1, backwards)
     return _Lanes(loop, of, set(loop.body.captured))
 
 
@@ -753,12 +807,25 @@ class HoistOutOfLoop(RegionRule):
         " k1 = Add(n, one) t = Min(k1, two)"
         " last = Loop (t, , z) <body = b (int64 i, bool going, float[3] h) => (bool on, float[3] k) {"
         " on = Identity(going) e = Gather(x, i) f = Gather(y, i) a = Mul(e, f) k = Sub(h, a) }> }",
+        # What is made of a constant is known inside.
+        "agraph (int64 n, float[2] z) => (float[2] last) <int64 one = {1}, int64 two = {2},"
+        " float[3,2] x = {1, 2, 3, -1, -2, -3}> {"
+        " k1 = Add(n, one) t = Min(k1, two)"
+        " last = Loop (t, , z) <body = b (int64 i, bool going, float[2] h) => (bool on, float[2] k) {"
+        " on = Identity(going) e = Gather(x, i) a = Exp(e) b = Neg(a) k = Add(h, b) }> }",
         "agraph (int64 n, float[3,2] x, float[1,2] z) => (float[1,2] last) <int64 one = {1}, int64 two = {2},"
         " float[4,2] v = {1, 2, 3, 4, -1, -2, -3, -4}, int64[1] first = {1}> {"
         " k1 = Add(n, one) t = Min(k1, two) y = Unsqueeze(x, first)"
         " last = Loop (t, , z) <body = b (int64 i, bool going, float[1,2] h) => (bool on, float[1,2] k) {"
         " on = Identity(going) e = Gather(y, i) a = Concat<axis = 1>(e, h) k = MatMul(a, v) }> }",
     )  # fmt: skip
+    near_misses = tuple(
+        "agraph (int64 n, int64[3] x, float[3,3] z) => (float[3,3] last) <int64 one = {1}, int64 two = {2}> {"
+        " k1 = Add(n, one) t = Min(k1, two)"
+        " last = Loop (t, , z) <body = b (int64 i, bool going, float[3,3] h) => (bool on, float[3,3] k) {"
+        f" on = Identity(going) {body} k = Add(h, f) }}> }}"
+        for body in ("e = Gather(h, i) f = Neg(e)", "e = Add(x, i) f = Cast<to = 1>(e)")
+    )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
         loop = take_apart(node)
@@ -808,11 +875,8 @@ def _loop_lanes(loop: Loop) -> _Lanes:
         shape = graph.type(source).shape
         if not shape or not (source in loop.body.captured or loop.is_constant(source)):
             continue
-        axis = node.attrs.get("axis", 0)
-        assert isinstance(axis, int)
-        if -len(shape) <= axis < len(shape):
-            axis %= len(shape)
-            of[node.outputs[0]] = _Lane(axis, 0, len(shape) - 1, shape[axis] or ("of", source))
+        axis = axis_of(node, len(shape))
+        of[node.outputs[0]] = _Lane(axis, len(shape) - 1, positions=shape[axis] or ("of", source))
     return _Lanes(loop, of, set(loop.body.captured))
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from rewrite_rules.axes import fronts, int_attr, ints_input, perm_of, reshape_numbers, same_dims
 from rewrite_rules.elementwise import BROADCAST, UNARY, read_once
+from rewrite_rules.reshape import maker
 from xrlflow.ir import ABSENT, Body, Dim, DType, Node, TensorType, Value, dims
 from xrlflow.ir.dims import Formula
 from xrlflow.ops.symbolic_shapes import refine
@@ -133,10 +134,18 @@ class FoldComputedShape(RegionRule):
         " t = Shape(z) s = Add(t, o) y = Reshape(x, s) }",
         "agraph (float[N,1] x, float[N,3] z) => (float[N,3] y) <int64[2] o = {0, 0}> {"
         " t = Shape(z) s = Add(t, o) y = Expand(x, s) }",
+        "agraph (float[N,3,1] x, float[N] z) => (float[N,3,2] y) <int64[2] t = {1, 2}> {"
+        " s = Shape(z) c = Cast<to = 6>(s) d = Cast<to = 7>(c) f = Concat<axis = 0>(d, t) y = Expand(x, f) }",
+        *(f"agraph (float[N,4] x) => (float[{size},N,4] y) <int64[1] t = {{{size}}}> {{ s = Shape(x)"
+          " c = Cast<to = 6>(s) d = Cast<to = 7>(c) f = Concat<axis = 0>(t, d) y = Expand(x, f) }"
+          for size in (3, 1)),
     )  # fmt: skip
     near_misses = (
         "agraph (float[N,3,0] x) => (float[A,B] y) <int64[1] z = {0}, int64[1] o = {1}> {"
         " s = Shape(x) g = Slice(s, z, o) f = Concat<axis = 0>(g, z) y = Reshape<allowzero = 1>(x, f) }",
+        # No runtime takes it.
+        "agraph (float[N,3,1] x, float[N] z) => (float[A,B,C] y) <int64[2] t = {4, 2}> {"
+        " s = Shape(z) c = Cast<to = 6>(s) d = Cast<to = 7>(c) f = Concat<axis = 0>(d, t) y = Expand(x, f) }",
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
@@ -156,8 +165,7 @@ class FoldComputedShape(RegionRule):
             wanted = node.types[0].shape
             if wanted is None:
                 return None
-        if len(wanted) > len(before):
-            before = (1,) * (len(wanted) - len(before)) + before
+        before = (1,) * (len(wanted) - len(before)) + before
         own = before[len(before) - len(wanted) :]
         unchanged = all(d == 1 or dims.equal(d, b) for d, b in zip(wanted, own))
         if unchanged and reader.type(source).rank == len(before):
@@ -199,6 +207,7 @@ class MergeFlattenedTranspose(RegionRule):
     examples = tuple(map(_flattened, ("N,3", "N,5", "N,2,3", "2,3", "5", "3,1", "N", "2,3,4")))
     near_misses = (
         *map(_flattened, ("2,N", "N,K")),
+        _flattened("N,3").replace("y = Reshape(", "y = Reshape<allowzero = 1>("),
         # Where M and N are 0, the second Reshape copies the 100.
         "agraph (float[N,M,4] x) => (float[A,B,C] y) <int64[1] h = {100}, int64[1] z = {0}, int64[1] k = {-2}, "
         "int64[1] l = {-1}, int64[1] e = {9}> { s = Shape(x) m = Slice(s, k, l) n = Slice(s, l, e) "
@@ -207,15 +216,9 @@ class MergeFlattenedTranspose(RegionRule):
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
-        transpose = reader.producer(node.inputs[0])
-        flat = None if transpose is None else reader.producer(transpose.inputs[0])
-        if (
-            transpose is None
-            or transpose.op != "Transpose"
-            or flat is None
-            or flat.op != "Reshape"
-            or flat.const
-        ):
+        transpose = maker(reader, node.inputs[0], ("Transpose",))
+        flat = None if transpose is None else maker(reader, transpose.inputs[0], ("Reshape",))
+        if transpose is None or flat is None:
             return None
         if node.attrs.get("allowzero") or flat.attrs.get("allowzero"):
             return None
@@ -385,6 +388,8 @@ class MoveReshapeIntoConstant(RegionRule):
             ("float[4]", "1,4", "0", "Squeeze"),
         )
         for first in ("Div(b, s)", "Sub(s, b)")
+    ) + (
+        "agraph (float s) => (float[1,4] y) <float[4] b = {1, -2, 3, 5}> { d = Div(b, s) y = Flatten<axis = 0>(d) }",
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
@@ -423,8 +428,17 @@ class KeepRowsInQuantizedProduct(RegionRule):
             ("N,2,2", "N,1,2", "0, 4", "0, 1, 2"),
             ("2,3,2,2", "2,3,2", "6, 4", "2, -1, 2"),
         )
+    ) + (
+        "agraph (float[3,2,4] x) => (int32[3,2,2] y) <uint8[4,2] w = {0, 255, 7, 128, 127, 30, 9, 200},"
+        " uint8 v = {120}, int64[2] k = {-1, 4}, int64[3] l = {3, 2, 2}> {"
+        " r = Reshape(x, k) q, s, z = DynamicQuantizeLinear(r) m = MatMulInteger(q, w, z, v) y = Reshape(m, l) }",
     )
-    near_misses = (examples[0].replace("x) =>", "x, uint8 t0) =>").replace("(q, w, z, v)", "(q, w, t0, v)"),)
+    near_misses = (
+        examples[0].replace("x) =>", "x, uint8 t0) =>").replace("(q, w, z, v)", "(q, w, t0, v)"),
+        # The rows are cut already.
+        examples[0].replace("float[3,2,4] x", "float[6,4] r").replace("r = Reshape(x, k)", ""),
+        examples[0].replace("3,2,4", "6,4").replace("Reshape(x, k)", "Neg(x)"),
+    )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
         chain = _chain(reader, node.inputs[0], (0, 1))
@@ -434,8 +448,8 @@ class KeepRowsInQuantizedProduct(RegionRule):
         quantize = reader.producer(product.inputs[0])
         if quantize is None or quantize.op != "DynamicQuantizeLinear" or len(product.inputs) != 4:
             return None
-        flat = reader.producer(quantize.inputs[0])
-        if flat is None or flat.op != "Reshape" or not read_once(reader, quantize.outputs[0]):
+        flat = maker(reader, quantize.inputs[0], ("Reshape",))
+        if flat is None or not read_once(reader, quantize.outputs[0]):
             return None
         worthwhile(read_once(reader, quantize.inputs[0]), "the rows are read elsewhere")
         require(product.inputs[2] == quantize.outputs[2], "another zero point is taken")

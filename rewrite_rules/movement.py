@@ -301,7 +301,7 @@ def _moves_on(reader: Reader, user: Node, value: Value) -> bool:
 def _simple(nodes: Iterable[Node]) -> bool:
     """Whether the rules for two operators are enough for a chain."""
     ops = {n.op for n in nodes}
-    return ops <= _VIEWS or ops == {"Transpose"}
+    return ops.issubset(_VIEWS) or ops == {"Transpose"}
 
 
 def _hopeless(reader: Reader, nodes: Sequence[Node]) -> bool:
@@ -372,6 +372,13 @@ def _common(reader: Reader, node: Node) -> bool:
         if not shared:
             return False
     return True
+
+
+_TO_THE_END = (
+    "agraph (float[N,6] x) => (float[M,2] y) <int64[2] i = {{{start},1}}, int64[2] p = {{2147483647,5}}, "
+    "int64[2] k = {{0,1}}, int64[2] t = {{{step},1}}, int64[1] o = {{1}}, int64[1] q = {{3}}> "
+    "{{ a = Slice(x, i, p, k, t) y = Slice(a, o, q, o) }}"
+)
 
 
 class MergeMovement(RegionRule):
@@ -468,7 +475,22 @@ class MergeMovement(RegionRule):
         "e = Transpose<perm=[0,2,3,1]>(d) y = Relu(e) }",
         "agraph (float[1,12,3,2] x) => (float[1,24,3] y) <int64[3] s = {1,3,24}> "
         "{ a = DepthToSpace<blocksize=2>(x) b = Reshape(a, s) d = Transpose<perm=[0,2,1]>(b) y = Relu(d) }",
+        # What follows is moved by numbers that are not known.
+        "agraph (float[N,6] x, float[N,2] z) => (float[A,B] y) <int64[1] i = {1}, int64[1] p = {5}, int64[1] q = {3}> "
+        "{ s = Shape(z) a = Slice(x, i, p, i) b = Slice(a, i, q, i) y = Reshape(b, s) }",
+        # The first is read elsewhere, and better left.
+        "agraph (float[2,3,4] x) => (float[2,2,3] y, float[2,4,3] z) <int64[1] o = {0}, int64[1] i = {1}, "
+        "int64[1] p = {3}, int64[1] q = {2}> "
+        "{ a = Transpose<perm=[0,2,1]>(x) b = Slice(a, o, p, i) y = Slice(b, o, q, i) z = Relu(a) }",
+        *(
+            "agraph (float[2,3,4] x) => (float[2,3,4] y) <int64[3] s = {2,4,3}> { a = Transpose<perm=[0,2,1]>(x) "
+            f"b = Flatten{axis}(a) c = Reshape(b, s) d = Transpose<perm=[0,2,1]>(c) y = Relu(d) }}"
+            for axis in ("", "<axis=3>", "<axis=-1>")
+        ),
+        # To the end of what is not known.
+        _TO_THE_END.format(start=0, step=1),
     )
+    near_misses = (_TO_THE_END.format(start=1, step=1), _TO_THE_END.format(start=0, step=2))
 
     def __init__(self) -> None:
         # What comes of a line of operators, for those that were looked at; where nothing does, why (empty: no reason).
@@ -540,7 +562,7 @@ class MergeMovement(RegionRule):
             plan = best(trace.shapes[core.source], core, trace.may_use_blocks(), scale, before)
         except Unmappable:
             return None, shared
-        fill = (trace.fill,) if core.pad is not None and trace.fill else ()
+        fill = (trace.fill,) if trace.fill else ()
         return Region(node.outputs, (trace.sources[core.source], *fill), tuple(nodes), plan), shared
 
     def target(self, op: Op, region: Region, x: Val, fill: Val | None = None) -> Any:

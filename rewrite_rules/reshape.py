@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from rewrite_rules.axes import axis_of, fronts, ints_input, rank_of, reshape_numbers, same_dims
-from rewrite_rules.elementwise import BROADCAST, UNARY, is_unary, read_once
+from rewrite_rules.elementwise import BROADCAST, UNARY, read_once
 from xrlflow.ir import Dim, Node, Value
 from xrlflow.rewrite import AnyRule, Captures, Op, Reader, Region, RegionRule, Rule, Val, require, worthwhile
 
@@ -13,9 +14,16 @@ from xrlflow.rewrite import AnyRule, Captures, Op, Reader, Region, RegionRule, R
 VIEWS = ("Reshape", "Squeeze", "Unsqueeze", "Flatten")
 
 
-def is_view(node: Node | None) -> bool:
-    """Whether a node gives the same data another shape, at run time."""
-    return node is not None and node.op in VIEWS and not node.const
+def maker(reader: Reader, value: Value, ops: Collection[str]) -> Node | None:
+    """The node that makes a value at run time, if it has one of these operators."""
+    node = reader.producer(value)
+    return None if node is None or node.const or node.op not in ops else node
+
+
+def makers(reader: Reader, values: Sequence[Value], ops: Collection[str]) -> list[Node]:
+    """The nodes that make two values or more, at run time and by these operators; none if one is made otherwise."""
+    found = [n for v in values if (n := maker(reader, v, ops)) is not None]
+    return found if 1 < len(found) == len(values) else []
 
 
 class MergeReshapes(RegionRule):
@@ -31,8 +39,8 @@ class MergeReshapes(RegionRule):
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
-        inner = reader.producer(node.inputs[0])
-        if not is_view(inner) or inner is None:
+        inner = maker(reader, node.inputs[0], VIEWS)
+        if inner is None:
             return None
         before, after = reader.type(inner.inputs[0]).shape, node.types[0].shape
         if same_dims(before, after):
@@ -95,8 +103,8 @@ class PushReshapeDown(RegionRule):
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
-        inner = reader.producer(node.inputs[0])
-        if inner is None or not is_view(inner) or not is_unary(node):
+        inner = maker(reader, node.inputs[0], VIEWS)
+        if inner is None:
             return None
         worthwhile(read_once(reader, node.inputs[0]), "the reshape is read elsewhere")
         inputs = (*inner.inputs, *node.inputs[1:])
@@ -119,8 +127,8 @@ class PushReshapeUp(RegionRule):
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
-        inner = reader.producer(node.inputs[0])
-        if inner is None or inner.const or not is_unary(inner):
+        inner = maker(reader, node.inputs[0], UNARY)
+        if inner is None:
             return None
         worthwhile(read_once(reader, node.inputs[0]), "the function is read elsewhere")
         inputs = (*inner.inputs, *node.inputs[1:])
@@ -155,8 +163,8 @@ class PushReshapesDown(RegionRule):
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
-        made = [reader.producer(v) for v in node.inputs]
-        first = next((n for n in made if n is not None and is_view(n)), None)
+        made = [maker(reader, v, VIEWS) for v in node.inputs]
+        first = next(filter(None, made), None)
         if first is None:
             return None
         before, after = reader.type(first.inputs[0]).shape, first.types[0].shape
@@ -164,22 +172,23 @@ class PushReshapesDown(RegionRule):
         before, after = before or (), after or ()
         inputs: list[Value] = []
         nodes = [node]
-        for v, maker in zip(node.inputs, made):
-            if maker is not None and is_view(maker):
-                same = maker is first or (
-                    same_dims(before, reader.type(maker.inputs[0]).shape)
-                    and same_dims(after, maker.types[0].shape)
+        for v, view in zip(node.inputs, made):
+            if view is not None:
+                same = view is first or (
+                    same_dims(before, reader.type(view.inputs[0]).shape)
+                    and same_dims(after, view.types[0].shape)
                 )
                 require(same, "operands are reshaped in different ways")
                 worthwhile(read_once(reader, v), "a reshape is read elsewhere")
-                inputs.append(maker.inputs[0])
-                if maker not in nodes:
-                    nodes.append(maker)
+                inputs.append(view.inputs[0])
+                nodes.append(view)
             else:
                 require(_stays(reader.type(v).shape, before, after), "an operand is not reshaped")
                 inputs.append(v)
         data = (node.op, node.attrs, len(inputs), first.op, first.attrs)
-        return Region(node.outputs, (*inputs, *first.inputs[1:]), tuple(nodes), data)
+        return Region(
+            node.outputs, (*inputs, *first.inputs[1:]), tuple({n.id: n for n in nodes}.values()), data
+        )
 
     def target(self, op: Op, region: Region, *inputs: Val | None) -> Any:
         name, attrs, count, view, view_attrs = region.data
@@ -201,16 +210,14 @@ class PushReshapesUp(RegionRule):
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
-        inner = reader.producer(node.inputs[0])
-        if inner is None or inner.const or inner.op not in _BROADCAST:
+        inner = maker(reader, node.inputs[0], BROADCAST)
+        if inner is None:
             return None
-        before, after = inner.types[0].shape, node.types[0].shape
-        worthwhile(before is not None and after is not None, "a rank is not known")
-        before, after = before or (), after or ()
+        before, after = inner.types[0].shape or (), node.types[0].shape or ()
         moved = tuple(not _stays(reader.type(v).shape, before, after) for v in inner.inputs)
         for v, moves in zip(inner.inputs, moved):
             require(not moves or same_dims(reader.type(v).shape, before), "an operand has another shape")
-        views = any(is_view(reader.producer(v)) for v, moves in zip(inner.inputs, moved) if moves)
+        views = any(maker(reader, v, VIEWS) for v, moves in zip(inner.inputs, moved) if moves)
         running = sum(moves and not reader.is_const(v) for v, moves in zip(inner.inputs, moved))
         worthwhile(running == 1 or views, "no operand is reshaped")
         worthwhile(read_once(reader, node.inputs[0]), "the function is read elsewhere")
@@ -242,6 +249,8 @@ class PushReshapeThroughMatMul(RegionRule):
     examples = (
         "agraph (float[2,3,4] x, float[4,5] w) => (float[6,5] y) "
         "{ s = Constant<value_ints=[6, 4]>() a = Reshape(x, s) y = MatMul(a, w) }",
+        "agraph (float[N,M,4] x, float[4,5] w) => (float[N,M,1,5] y) "
+        "{ s = Constant<value_ints=[0, 0, 1, 4]>() a = Reshape(x, s) y = MatMul(a, w) }",
     )
     near_misses = (
         "agraph (float[2,6] x, float[4,5] w) => (float[3,5] y) "
@@ -249,14 +258,14 @@ class PushReshapeThroughMatMul(RegionRule):
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
-        inner = reader.producer(node.inputs[0])
-        if inner is None or not is_view(inner):
+        inner = maker(reader, node.inputs[0], VIEWS)
+        if inner is None:
             return None
         require(reader.type(node.inputs[1]).rank == 2, "the right factor is not a matrix")
         _rows(reader, inner.inputs[0], node.inputs[0])
         worthwhile(read_once(reader, node.inputs[0]), "the reshape is read elsewhere")
-        before, width = reader.type(inner.inputs[0]).shape or (), reader.type(node.inputs[1]).shape or ()
-        numbers = tuple(reshape_numbers((*before[:-1], width[-1]), node.types[0].shape or ()))
+        before, after = reader.val(inner.inputs[0]).shape, reader.val(node.outputs[0]).shape
+        numbers = tuple(reshape_numbers((*before[:-1], after[-1]), after))
         return Region(node.outputs, (inner.inputs[0], node.inputs[1]), (node, inner), numbers)
 
     def target(self, op: Op, region: Region, x: Val, w: Val) -> Any:
@@ -278,8 +287,8 @@ class PushReshapeIntoMatMul(RegionRule):
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
-        inner = reader.producer(node.inputs[0])
-        if inner is None or inner.op != "MatMul":
+        inner = maker(reader, node.inputs[0], ("MatMul",))
+        if inner is None:
             return None
         x, w = inner.inputs
         require(reader.type(w).rank == 2, "the right factor is not a matrix")
@@ -291,9 +300,6 @@ class PushReshapeIntoMatMul(RegionRule):
 
     def target(self, op: Op, region: Region, x: Val, w: Val) -> Any:
         return op.MatMul(op.Reshape(x, list(region.data)), w)
-
-
-_BROADCAST = frozenset(BROADCAST)
 
 
 class PullUnsqueezeOutOfConcat(RegionRule):
@@ -310,10 +316,9 @@ class PullUnsqueezeOutOfConcat(RegionRule):
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
-        parts = [reader.producer(v) for v in node.inputs]
-        if len(parts) < 2 or any(p is None or p.op != "Unsqueeze" or p.const for p in parts):
+        unsqueezes = makers(reader, node.inputs, ("Unsqueeze",))
+        if not unsqueezes:
             return None
-        unsqueezes = [p for p in parts if p is not None]
         rank = rank_of(reader, node.outputs[0])
         axis = axis_of(node, rank)
         axes = {ints_input(reader, p, 1) for p in unsqueezes}
@@ -321,8 +326,7 @@ class PullUnsqueezeOutOfConcat(RegionRule):
         require(axis < rank - 1, "the new axis is the last")
         worthwhile(all(read_once(reader, v) for v in node.inputs), "a part is read elsewhere")
         before = [*reader.val(unsqueezes[0].inputs[0]).shape]
-        width = before[axis]
-        before[axis] = width * len(parts) if isinstance(width, int) else None
+        before[axis] = None  # the parts of one dimension; none of the result is it
         numbers = tuple(reshape_numbers(before, node.types[0].shape or ()))
         inputs = tuple(p.inputs[0] for p in unsqueezes)
         return Region(node.outputs, inputs, (node, *unsqueezes), (axis, numbers))

@@ -11,10 +11,9 @@ import numpy as np
 
 from rewrite_rules.axes import axis_of, front, fronts, ints_input, rank_of, reshape_numbers, same_dims
 from rewrite_rules.elementwise import BROADCAST, UNARY, is_unary, read_once, unary_form
-from rewrite_rules.reshape import VIEWS
+from rewrite_rules.reshape import VIEWS, maker, makers
 from xrlflow.ir import Dim, Node, Value
 from xrlflow.rewrite import AnyRule, Op, Reader, Refused, Region, RegionRule, Val, require, worthwhile
-from xrlflow.rewrite.rule import uses_key
 
 # How a value is cut out of another
 
@@ -64,7 +63,7 @@ def piece(reader: Reader, value: Value) -> Piece | None:
         return None
     source = node.inputs[0]
     shape = reader.type(source).shape
-    if shape is None or not shape:
+    if not shape:
         return None
     if node.op == "Split":
         axis = axis_of(node, len(shape))
@@ -146,7 +145,7 @@ class MergeConcatOfPieces(RegionRule):
         while at < len(found):
             first, end = found[at], at + 1
             if first is not None and first.kept and first.axis == axis:
-                stop = first.start + first.length
+                stop, nodes = first.start + first.length, list(first.nodes)
                 while end < len(found):
                     other = found[end]
                     if other is None or not other.kept:
@@ -154,12 +153,12 @@ class MergeConcatOfPieces(RegionRule):
                     if (other.source, other.axis, other.start) != (first.source, axis, stop):
                         break
                     stop += other.length
+                    nodes += other.nodes
                     end += 1
                 if end > at + 1:
                     inputs.append(first.source)
                     runs.append((first.start, stop - first.start))
-                    for p in found[at:end]:
-                        used += p.nodes if p is not None else ()
+                    used += nodes
                     at = end
                     continue
             inputs.append(node.inputs[at])
@@ -199,6 +198,9 @@ class MergeStackOfPieces(RegionRule):
             ("float[2,?,3]", 0, "2, 3"),
             ("float[2,?,4]", 1, "-1, 2"),
         )
+    ) + (
+        "agraph (float[N,4] x) => (float[N,2] y) <int64[1] i = {1}, int64[1] j = {2}, int64[1] k = {3}> {"
+        " a = Slice(x, i, j, i) b = Slice(x, j, k, i) y = Concat<axis=1>(a, b) }",
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
@@ -222,7 +224,7 @@ class MergeStackOfPieces(RegionRule):
         left = (*whole[: first.axis], *whole[first.axis + 1 :])
         before = [d for d in shape[:axis] if d != 1]
         require(None not in before, "a dimension is not known")
-        cuts = [k for k in range(len(left) + 1) if [d for d in left[:k] if d != 1] == before]
+        cuts = [k for k in range(len(whole)) if [d for d in left[:k] if d != 1] == before]
         require(cuts, "the parts are put together inside a dimension")
         cut = first.axis if first.axis in cuts else cuts[0]
         others = [i for i in range(len(whole)) if i != first.axis]
@@ -254,10 +256,14 @@ class MergeSlices(RegionRule):
         "agraph (float[N,6] x) => (float[N] y, float[N,2] z) { i = Constant<value_int=1>() "
         "s = Constant<value_ints=[2, 4]>() z, b = Split<axis=1>(x, s) y = Gather<axis=1>(b, i) }",
     )
+    near_misses = tuple(
+        f"agraph (float[N,6] x) => (float[N,{size}] y) <int64[1] i = {{1}}, int64[1] p = {{5}},"
+        f" int64[{size}] j = {{{at}}}>"
+        " { a = Slice(x, i, p, i) y = Gather<axis=1>(a, j) }"
+        for size, at in (("1,1", "2"), ("1,2", "2, 3"), ("0", ""))
+    )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
-        if node.op == "Gather" and not reader.is_const(node.inputs[1]):
-            return None
         inner = piece(reader, node.inputs[0])
         if inner is None or not inner.kept:
             return None
@@ -284,8 +290,8 @@ class MergeSliceAxes(RegionRule):
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
-        inner = reader.producer(node.inputs[0])
-        if inner is None or inner.op != "Slice" or inner.const:
+        inner = maker(reader, node.inputs[0], ("Slice",))
+        if inner is None:
             return None
         rank = rank_of(reader, node.inputs[0])
         columns: list[list[int]] = [[], [], [], []]
@@ -295,7 +301,8 @@ class MergeSliceAxes(RegionRule):
             steps = ints_input(reader, part, 4) or (1,) * len(starts)
             for column, numbers in zip(columns, (starts, ends, fronts(axes, rank), steps)):
                 column += numbers
-        require(len(set(columns[2])) == len(columns[2]), "they cut along the same axis")
+        cut = columns[2]
+        require(len(set(cut)) == len(cut), "they cut along the same axis")
         worthwhile(read_once(reader, node.inputs[0]), "the inner slice is read elsewhere")
         return Region(node.outputs, inner.inputs[:1], (node, inner), tuple(tuple(c) for c in columns))
 
@@ -313,22 +320,16 @@ class MergeConcats(RegionRule):
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
-        inner = [reader.producer(v) for v in node.inputs]
-        if not any(n is not None and n.op == "Concat" for n in inner):
+        inner = [maker(reader, v, ("Concat",)) for v in node.inputs]
+        if not any(inner):
             return None
         axis = axis_of(node, rank_of(reader, *node.inputs))
         inputs: list[Value] = []
         used = [node]
-        for v, maker in zip(node.inputs, inner):
-            if (
-                maker is not None
-                and maker.op == "Concat"
-                and not maker.const
-                and axis_of(maker, rank_of(reader, v)) == axis
-                and read_once(reader, v)
-            ):
-                inputs += maker.inputs
-                used.append(maker)
+        for v, concat in zip(node.inputs, inner):
+            if concat is not None and axis_of(concat, rank_of(reader, v)) == axis and read_once(reader, v):
+                inputs += concat.inputs
+                used.append(concat)
             else:
                 inputs.append(v)
         worthwhile(len(used) > 1, "the inner concat is read elsewhere, or along another axis")
@@ -360,8 +361,8 @@ def _joined(op: Op, parts: Sequence[Val], axis: int, cover: Sequence[tuple[int, 
 
 def _concat_along(reader: Reader, value: Value, axis: int) -> tuple[Node, list[int]] | None:
     """The Concat along an axis that makes a value, with the sizes of its parts."""
-    node = reader.producer(value)
-    if node is None or node.op != "Concat" or node.const:
+    node = maker(reader, value, ("Concat",))
+    if node is None:
         return None
     rank = reader.type(value).rank
     if rank is None or axis_of(node, rank) != axis:
@@ -397,7 +398,7 @@ class CancelSplitOfConcat(RegionRule):
         concat, sizes = found
         stops = list(accumulate(lengths))
         covers = tuple(tuple(_cover(sizes, b - n, b)) for b, n in zip(stops, lengths))
-        whole = all(start == 0 and n == sizes[k] for cover in covers for k, start, n in cover)
+        whole = all(n == sizes[k] for cover in covers for k, _, n in cover)
         worthwhile(whole, "it cuts inside a part")
         require(all(covers), "a part is empty")
         return Region(node.outputs, concat.inputs, (node, concat), (axis, covers))
@@ -454,8 +455,8 @@ class MergeSplits(RegionRule):
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
-        outer = reader.producer(node.inputs[0])
-        if outer is None or outer.op != "Split" or outer.const:
+        outer = maker(reader, node.inputs[0], ("Split",))
+        if outer is None:
             return None
         rank = rank_of(reader, node.inputs[0])
         axis = axis_of(node, rank)
@@ -513,14 +514,12 @@ class MergePiecesIntoSplit(RegionRule):
 
     def find(self, reader: Reader, node: Node) -> Region | None:
         source = node.inputs[0]
-        reader.reads.add(uses_key(source))
         own = piece(reader, node.outputs[0])
         if own is None:
             return None
         found: list[tuple[Piece, Node]] = []
-        for user in reader.graph.uses.get(source, ()):
-            other = reader.producer(user)
-            if other is None or other.op not in ("Slice", "Gather") or other.inputs[0] != source:
+        for other in reader.users(source):
+            if other.op not in ("Slice", "Gather"):
                 continue
             cut = piece(reader, other.outputs[0])
             if cut is None or cut.axis != own.axis:
@@ -565,8 +564,8 @@ class PushUnaryIntoConcat(RegionRule):
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
-        inner = reader.producer(node.inputs[0])
-        if inner is None or inner.op != "Concat" or not is_unary(node):
+        inner = maker(reader, node.inputs[0], ("Concat",))
+        if inner is None:
             return None
         worthwhile(read_once(reader, node.inputs[0]), "the concat is read elsewhere")
         data = (node.op, node.attrs, len(inner.inputs), inner.attrs)
@@ -590,26 +589,24 @@ class PullUnaryOutOfConcat(RegionRule):
     near_misses = (
         "agraph (float[N,2] x, double[N,3] z) => (int64[N,5] y)"
         " { a = Cast<to=7>(x) b = Cast<to=7>(z) y = Concat<axis=1>(a, b) }",
+        "agraph (float[N,2] x) => (float[N,2] y) { a = Relu(x) y = Concat<axis=1>(a) }",
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
-        inner = [reader.producer(v) for v in node.inputs]
-        first = inner[0]
-        if first is None or len(inner) < 2 or first.const or not is_unary(first):
+        inner = makers(reader, node.inputs, UNARY)
+        if not inner:
             return None
+        first = inner[0]
         form = unary_form(first)
         inputs: list[Value] = []
         dtype = reader.type(first.inputs[0]).dtype
-        for v, maker in zip(node.inputs, inner):
-            if maker is None or maker.const or maker.op != first.op:
-                return None
-            require(unary_form(maker) == form, "the functions differ")
-            require(reader.type(maker.inputs[0]).dtype == dtype, "the element types differ")
+        for v, each in zip(node.inputs, inner):
+            require(unary_form(each) == form, "the functions differ")
+            require(reader.type(each.inputs[0]).dtype == dtype, "the element types differ")
             worthwhile(read_once(reader, v), "a function is read elsewhere")
-            inputs.append(maker.inputs[0])
-        nodes = _nodes((node,), [n for n in inner if n is not None])
+            inputs.append(each.inputs[0])
         data = (first.op, first.attrs, len(inputs), node.attrs)
-        return Region(node.outputs, (*inputs, *first.inputs[1:]), nodes, data)
+        return Region(node.outputs, (*inputs, *first.inputs[1:]), _nodes((node,), inner), data)
 
     def target(self, op: Op, region: Region, *inputs: Val | None) -> Any:
         name, attrs, count, concat = region.data
@@ -636,8 +633,8 @@ class PushPoolIntoConcat(RegionRule):
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
-        inner = reader.producer(node.inputs[0])
-        if inner is None or inner.op != "Concat" or inner.const:
+        inner = maker(reader, node.inputs[0], ("Concat",))
+        if inner is None:
             return None
         require(len(node.outputs) == 1, "the places of the maxima are given out")
         rank = rank_of(reader, inner.outputs[0])
@@ -668,24 +665,22 @@ class PullPoolOutOfConcat(RegionRule):
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
-        inner = [reader.producer(v) for v in node.inputs]
-        first = inner[0]
-        if first is None or len(inner) < 2 or first.const or first.op not in _POOLS:
+        inner = makers(reader, node.inputs, _POOLS)
+        if not inner:
             return None
+        first = inner[0]
         require(axis_of(node, rank_of(reader, node.outputs[0])) == 1, "the concat is not one of channels")
         shapes = []
-        for v, maker in zip(node.inputs, inner):
-            if maker is None or maker.const or maker.op != first.op or maker.attrs != first.attrs:
-                return None
-            require(len(maker.outputs) == 1, "the places of the maxima are given out")
+        for v, each in zip(node.inputs, inner):
+            require((each.op, each.attrs) == (first.op, first.attrs), "the pools differ")
+            require(len(each.outputs) == 1, "the places of the maxima are given out")
             worthwhile(read_once(reader, v), "a pool is read elsewhere")
-            shapes.append(reader.type(maker.inputs[0]).shape)
+            shapes.append(reader.type(each.inputs[0]).shape)
         known = [(s[0], *s[2:]) for s in shapes if s is not None]
         same = len(known) == len(inner) and all(same_dims(known[0], k) for k in known)
         require(same, "the inputs differ besides their channels, or are not known")
-        nodes = _nodes((node,), [n for n in inner if n is not None])
-        inputs = tuple(n.inputs[0] for n in inner if n is not None)
-        return Region(node.outputs, inputs, nodes, (first.op, first.attrs, node.attrs))
+        inputs = tuple(n.inputs[0] for n in inner)
+        return Region(node.outputs, inputs, _nodes((node,), inner), (first.op, first.attrs, node.attrs))
 
     def target(self, op: Op, region: Region, *inputs: Val) -> Any:
         name, attrs, concat = region.data
@@ -699,11 +694,12 @@ class PushUnaryThroughSplit(RegionRule):
     examples = (
         "agraph (float[N,4] x) => (float[N,2] y, float[N,2] z) "
         "{ a = Relu(x) y, z = Split<axis=1, num_outputs=2>(a) }",
+        "agraph (float[N,4] x) => (float[N,4] y) { a = Relu(x) y = Split<axis=1, num_outputs=1>(a) }",
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
-        inner = reader.producer(node.inputs[0])
-        if inner is None or inner.const or not is_unary(inner):
+        inner = maker(reader, node.inputs[0], UNARY)
+        if inner is None:
             return None
         worthwhile(read_once(reader, node.inputs[0]), "the function is read elsewhere")
         data = (inner.op, inner.attrs, len(inner.inputs), node.attrs, len(node.outputs))
@@ -736,7 +732,8 @@ class PullUnaryOutOfSplit(RegionRule):
             return None
         form = unary_form(outer[0])
         require(all(unary_form(n) == form for n in outer), "the functions differ")
-        require(all(n.inputs[0] == v for n, v in zip(outer, node.outputs)), "a part is a bound")
+        # Several parts cannot be the bound that all have in common.
+        require(outer[0].inputs[0] == node.outputs[0], "a part is a bound")
         outputs = tuple(n.outputs[0] for n in outer)
         data = (form[0], form[1], len(node.inputs), node.attrs, len(outputs))
         return Region(outputs, (*node.inputs, *form[2]), (node, *outer), data)
@@ -778,19 +775,15 @@ def _classify(
     """
     rank = len(outs[0])
     if len(set(values)) == 1:
-        shape = reader.type(values[0]).shape
-        if shape is None:
-            return None
+        shape = reader.val(values[0]).shape
         at = axis - (rank - len(shape))
         if at < 0 or shape[at] == 1:
             return _Operands((values[0],), True)
     rests = set()
     for v, out in zip(values, outs):
-        shape = reader.type(v).shape
-        if shape is None or len(shape) > rank:
-            return None
+        shape = reader.val(v).shape
         at = axis - (rank - len(shape))
-        if at < 0 or shape[at] is None or shape[at] != out[axis] or shape[at] == 1 != out[axis]:
+        if at < 0 or shape[at] is None or shape[at] != out[axis]:
             return None
         rests.add((*shape[:at], *shape[at + 1 :]))
     if len(rests) != 1 or None in next(iter(rests)):
@@ -820,12 +813,13 @@ class PullBinaryOutOfConcat(RegionRule):
         "agraph (float[N,2] x, float[N,3] z, int64[2] a, float[3] b) => (float[N,5] y) "
         "{ p = Pow(x, a) q = Pow(z, b) y = Concat<axis=1>(p, q) }",
         "agraph (float[N,2] x, float[2] a) => (float[N,4] y) { p = Add(x, a) y = Concat<axis=1>(p, p) }",
+        "agraph (float[N,2,3] x, float[N,4,3] z, float[2,3] a, float[4,1] b) => (float[N,6,3] y) "
+        "{ p = Add(x, a) q = Add(z, b) y = Concat<axis=1>(p, q) }",
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
-        made = [reader.producer(v) for v in node.inputs]
-        inner = [n for n in made if n is not None and n.op in _BROADCAST and not n.const]
-        if len(inner) != len(made) or len(inner) < 2 or not _same_function(inner):
+        inner = makers(reader, node.inputs, BROADCAST)
+        if not inner or not _same_function(inner):
             return None
         rank = rank_of(reader, *node.inputs)
         axis = axis_of(node, rank)
@@ -942,8 +936,7 @@ class PushBinaryIntoConcat(RegionRule):
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
-        made = [reader.producer(v) for v in node.inputs]
-        first = next((n for n in made if n is not None and n.op == "Concat" and not n.const), None)
+        first = next(filter(None, (maker(reader, v, ("Concat",)) for v in node.inputs)), None)
         if first is None:
             return None
         rank = rank_of(reader, first.outputs[0], node.outputs[0])
@@ -955,15 +948,15 @@ class PushBinaryIntoConcat(RegionRule):
         kinds: list[str] = []
         inputs: list[Value] = []
         used = [node]
-        for v, maker in zip(node.inputs, made):
+        for v in node.inputs:
             shape = reader.val(v).shape
             at = axis - (rank - len(shape))
             found = _concat_along(reader, v, axis) if len(shape) == rank else None
-            if found is not None and found[1] == sizes and maker is not None:
+            if found is not None and found[1] == sizes:
                 worthwhile(read_once(reader, v), "a concat is read elsewhere")
                 kinds.append("parts")
-                inputs += maker.inputs
-                used.append(maker)
+                inputs += found[0].inputs
+                used.append(found[0])
             elif at < 0 or shape[at] == 1:
                 kinds.append("shared")
                 inputs.append(v)

@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 
 from rewrite_rules.access import (
     FILL,
+    LONGEST,
     AccessMap,
     Core,
     Digit,
+    Price,
     Step,
     Unmappable,
     best,
@@ -23,6 +25,7 @@ from rewrite_rules.access import (
     core_of,
     factored,
     offsets_of,
+    pieces,
     plans,
 )
 
@@ -156,6 +159,10 @@ class Moved:
         for plan in plans(self.shape, core, True) if core is not None else ():
             found += 1
             assert plan.price.total() >= (core.price + cheapest(self.shape, core.map)).total()
+            ops = [s.op for s in plan.steps]
+            views = sum(op in ("Reshape", "Squeeze", "Unsqueeze") for op in ops)
+            assert plan.price.operators == len(ops) - views
+            assert plan.price.views == views + 2 * ops.count("Gather")
             for array, sizes in zip(self.arrays, (SYMBOLS, OTHERS)):
                 np.testing.assert_array_equal(execute(elements(self.shape, sizes), plan.steps), array)
         return found
@@ -295,9 +302,8 @@ def test_symbolic_dimensions(data):
 @given(st.lists(st.integers(-9, 9), min_size=1, max_size=24), st.integers(1, 4), st.integers(-40, 40))
 def test_factored(values, repeats, step):
     """Digits add up to the very numbers that they were made from."""
-    values = [v - values[0] for v in values]
     values = [v + i * step for i in range(repeats) for v in values]
-    assert offsets_of(factored(values)) == values
+    assert offsets_of(factored(values)) == [v - values[0] for v in values]
 
 
 def test_factored_is_regular_where_it_can_be():
@@ -305,7 +311,87 @@ def test_factored_is_regular_where_it_can_be():
     assert factored([0, 4, 1, 5]) == (Digit(2, 1), Digit(2, 4))
     assert factored([0, 2, 4, 1, 3, 5]) == (Digit(2, 1), Digit(3, 2))
     assert factored([0, 0, 0]) == (Digit(3, 0),)
-    assert factored([3 - 3, 5 - 3, 4 - 3]) == (Digit(3, 0, (0, 2, 1)),)
+    assert factored([3, 5, 4]) == (Digit(3, 0, (0, 2, 1)),)
+    assert factored([5, 9, 6, 10]) == (Digit(2, 1), Digit(2, 4))
+
+
+def test_digits():
+    assert Digit(3, 2).reach == (0, 4)
+    assert Digit(3, -2).reach == (-4, 0)
+    assert Digit(1, 2, (), "N").reach == (0, 0)
+    assert Digit(4, 0, (0, 1, 5, 6)).split(2) == (Digit(2, 5), Digit(2, 1))
+    with pytest.raises(Unmappable):
+        Digit(4, 0, (0, 1, 5, 7)).split(2)
+    assert AccessMap.source((6,)).slice(0, 5, 6, -1).reach == (0, 5)
+
+
+def test_irregular_positions_are_cut():
+    m = AccessMap.source((6,)).gather(0, [0, 3, 1, 5], (4,)).slice(0, 0, 2, 2)
+    assert offsets_of(m.dims[0]) == [0, 1]
+
+
+def test_symbols_at_the_end_of_a_reshape():
+    m = AccessMap.source(("N", 2, "M"))
+    assert m.reshape([-1, 1, 0]).dims == (m.dims[0] + m.dims[1], (), m.dims[2])
+
+
+@pytest.mark.parametrize(
+    ("shape", "moves", "price"),
+    [
+        ((4, 6), lambda m: m, Price()),
+        ((4, 6), lambda m: m.reshape([24]), Price()),
+        ((4, 6), lambda m: m.transpose([1, 0]), Price(48, 1)),
+        ((1, 6), lambda m: m.expand([4, 6]), Price(24, 1)),
+        (("N", 6), lambda m: m.slice(1, 0, 3, 1), Price(6, 1)),
+        ((6, "N"), lambda m: m.slice(0, 0, 3, 1), Price(6, 1)),
+        ((6, "N", 4), lambda m: m.slice(0, 0, 3, 1), Price(24, 1)),
+        (("N", 6), lambda m: m.transpose([1, 0]), Price(12, 1)),
+        (("N", 6), lambda m: m.slice(1, 0, 3, 1).transpose([1, 0]), Price(6, 2)),
+        ((6, "N"), lambda m: m.slice(0, 0, 3, 1).transpose([1, 0]), Price(6, 2)),
+        (("N", "M", 6), lambda m: m.slice(2, 0, 3, 1).transpose([1, 0, 2]), Price(6, 2)),
+        (("N", 1, 6), lambda m: m.expand([1, 4, 1]).transpose([2, 1, 0]), Price(24, 2)),
+        (("N", 1, 6), lambda m: m.expand([1, 4, 1]).transpose([1, 0, 2]), Price(24, 1)),
+    ],
+)
+def test_cheapest(shape, moves, price):
+    """So many operators are needed, and do, here."""
+    m = moves(AccessMap.source(shape))
+    assert cheapest(shape, m) == price
+    assert best(shape, core(m), True).price.operators == price.operators
+
+
+def test_blocks_are_more_than_one():
+    """SpaceToDepth of blocks of 1 is nothing, and is not tried."""
+    shape: Shape = (1, 4, 2, 2)
+    m = AccessMap.source(shape).transpose([0, 1, 3, 2])
+    assert {s.op for p in plans(shape, core(m), True) for s in p.steps} <= {"Reshape", "Transpose"}
+
+
+def test_pads_of_long_dimensions():
+    m = AccessMap.source((LONGEST - 100,))
+    assert m.pad([60], [40]).volume == LONGEST
+    for before, after in ((60, 41), (0, 101), (101, 0), (102, -1)):
+        with pytest.raises(Unmappable):
+            m.pad([before], [after])
+    assert core_of(AccessMap.source((LONGEST + 1, 2)).pad([0, 1], [0, 0])) is not None
+    for shape in (("N", 2), (LONGEST, 2)):  # a Pad in the middle of what is symbolic, or long
+        assert core_of(AccessMap.source(shape).pad([0, 1], [0, 0]).reshape([-1])) is None
+
+
+def test_pieces():
+    shapes: list[Shape] = [("N", 2, 3)] * 9
+    sources = [AccessMap.source(s, i) for i, s in enumerate(shapes)]
+    x, y, z, u = sources[:4]
+    assert pieces(AccessMap.concat([x, y], 2).reshape([-1, 6])) == (1, [(0, 3, 0), (3, 3, 1)])
+    assert pieces(AccessMap.concat([y, z], 2).slice(2, 5, 6, -1)) == (2, [(0, 3, 2), (3, 3, 1)])
+    assert pieces(AccessMap.concat([y, z], 2).slice(1, 1, 2, -1)) == (2, [(0, 3, 1), (3, 3, 2)])
+    assert pieces(AccessMap.concat([y, z], 2).slice(2, 2, 2, 1)) == (2, [(0, 1, 1), (1, 1, 2)])
+    assert pieces(AccessMap.concat(sources[:8], 2)) == (2, [(3 * i, 3, i) for i in range(8)])
+    assert pieces(AccessMap.concat(sources, 2)) is None
+    assert pieces(x) is None
+    grid = AccessMap.concat([AccessMap.concat([x, y], 1), AccessMap.concat([z, u], 1)], 2)
+    assert pieces(grid) is None
+    assert pieces(AccessMap.concat([x, y], 2).pad([0, 0, 0], [0, 0, 1])) is None
 
 
 def core(m: AccessMap) -> Core:
@@ -342,7 +428,10 @@ def steps(shape: Shape, m: AccessMap, blocks: bool = True) -> list[str]:
         (("N", 4), lambda m: m.pad([0, 1], [0, 0]).pad([0, 0], [0, 2]), ["Pad"]),
         (("N", 4), lambda m: m.pad([0, 1], [0, 1]).slice(1, 1, 4, 1), []),
         (("N", 8, 2, 3), lambda m: m.depth_to_space(2, True), ["DepthToSpace"]),
+        (("N", 8, 2, 3), lambda m: m.depth_to_space(2, False), ["DepthToSpace"]),
         (("N", 1, "M", 1, 2), lambda m: m.squeeze([1]), ["Squeeze"]),
+        ((1, "N", "M"), lambda m: m.squeeze([0]).unsqueeze([2]), ["Squeeze", "Unsqueeze"]),
+        (("N", "M", 1), lambda m: m.squeeze([2]).unsqueeze([0]), ["Squeeze", "Unsqueeze"]),
         ((1, "N", "M", 2), lambda m: m.squeeze([0]).unsqueeze([2]), ["Squeeze", "Unsqueeze"]),
         ((3, "N", "M", 2), lambda m: m.slice(0, 1, 1, 1).squeeze([0]), ["Pick"]),
         (("N", 2, 4, 6), lambda m: m.space_to_depth(2), ["SpaceToDepth"]),
@@ -379,6 +468,16 @@ def test_focus_in_another_order():
         lambda m: m.reshape([0, 6, 0]),
         lambda m: m.slice(0, 0, 1, 1),
         lambda m: m.slice(1, 0, 0, 1),
+        lambda m: m.slice(1, 3, 4, 1),
+        lambda m: m.slice(2, 0, 1, 1),
+        lambda m: m.reshape([0, 6, -2]),
+        lambda m: AccessMap.source(("N", "M", 6)).reshape([1, 0, -1]),
+        lambda m: m.unsqueeze([0]).squeeze([0, 2]),
+        lambda m: m.depth_to_space(2, True),
+        lambda m: m.unsqueeze([0, 1, 2]).space_to_depth(1),
+        lambda m: AccessMap.concat(
+            [AccessMap.source((2, 6))] * 2 + [AccessMap.source((2, 6)).slice(1, 5, 6, -1)], 0
+        ),
         lambda m: m.gather(1, [6], (1,)),
         lambda m: m.gather(1, [], (0,)),
         lambda m: m.gather(0, [0], ()),

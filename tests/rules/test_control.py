@@ -277,6 +277,18 @@ def test_a_loop_that_takes_its_steps_by_gather() -> None:
     refuses(HoistOutOfLoop(), loop("on = Identity(going) g = Gather(m, i) w = Add(v, g) s = Relu(w)"))
 
 
+def test_a_loop_without_condition_and_states() -> None:
+    """The condition is left out at the end, and nothing is captured once what is constant is known inside."""
+    proto = model(
+        "agraph (int64 n) => (float[T,2] all) <int64 one = {1}, int64 two = {2},"
+        " float[3,2] x = {1, 2, 3, -1, -2, -3}> { k1 = Add(n, one) t = Min(k1, two)"
+        " all = Loop (t) <body = b (int64 i, bool going) => (bool on, float[2] s) {"
+        " on = Identity(going) e = Gather(x, i) s = Exp(e) }> }"
+    )
+    proto.graph.node[-1].input.append("")
+    rewritten(HoistOutOfLoop(), proto)
+
+
 def test_sequences_of_other_lengths_do_not_mix() -> None:
     proto = model(
         "agraph (float[4,3] x, float[5,3] y, float[3] z) => (float[3] last) <int64 four = {4}> {"
