@@ -152,13 +152,23 @@ def bindings(problem: Problem, rng: np.random.Generator) -> dict[str, int]:
     return {name: int(rng.choice(5, p=[0.1, 0.25, 0.3, 0.2, 0.15])) for name in symbols(problem)}
 
 
-def tried_bindings(problem: Problem, rng: np.random.Generator) -> Iterator[dict[str, int]]:
-    """Numbers to try one after the other, until the left side has a value: as drawn, all alike, and as drawn again."""
-    yield bindings(problem, rng)
+def tried_bindings(
+    problem: Problem, rng: np.random.Generator, nonempty: bool = False
+) -> Iterator[dict[str, int]]:
+    """Numbers to try one after the other, until the left side has a value: as drawn, all alike, and as drawn again.
+
+    `nonempty`: from 1 up.
+    """
+    least = 1 if nonempty else 0
+
+    def drawn() -> dict[str, int]:
+        return {name: max(number, least) for name, number in bindings(problem, rng).items()}
+
+    yield drawn()
     names = symbols(problem)
     if names:
-        yield from (dict.fromkeys(names, number) for number in (2, 1, 0))
-    yield from (bindings(problem, rng) for _ in range(3))
+        yield from (dict.fromkeys(names, number) for number in (2, 1, 0)[: 3 - least])
+    yield from (drawn() for _ in range(3))
 
 
 def _shape(type: TensorType, numbers: Mapping[str, int]) -> tuple[int, ...]:
@@ -405,7 +415,9 @@ def check_floats(case: Case, rng: np.random.Generator, rule: AnyRule) -> int:
         _compare_case(case, *found, tolerance, rule)
         done += 1
     for turn, special in enumerate((np.nan, np.inf, -np.inf, -0.0)):
-        found = _evaluated(case, rng, _floats(rng, "normal", 1.0), special, wide=turn % 2 == 0)
+        # Of nothing a product is 0 in one order, and of what is not finite NaN in another.
+        normal = _floats(rng, "normal", 1.0)
+        found = _evaluated(case, rng, normal, special, wide=turn % 2 == 0, nonempty=rule.nonempty)
         if found is None:
             continue
         try:
@@ -422,9 +434,10 @@ def _evaluated(
     floats: DrawFloats,
     special: float | None = None,
     wide: bool = False,
+    nonempty: bool = False,
 ) -> tuple[Feeds, list[Array], list[Array]] | None:
     """Inputs, each with a `special` number in it if there is one, and both sides; None if the left has no value."""
-    for numbers in tried_bindings(case.problem, rng):
+    for numbers in tried_bindings(case.problem, rng, nonempty):
         try:
             feeds = draw_feeds(case.problem, numbers, rng, floats, wide)
             if special is not None:

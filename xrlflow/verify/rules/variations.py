@@ -468,7 +468,7 @@ def _make_constant(sketch: Sketch, draw: Draw) -> Sketch:
     static = [
         i
         for i, t in enumerate(sketch.inputs)
-        if t.dtype in FLOATS and t.shape is not None and all(isinstance(d, int) for d in t.shape)
+        if t.dtype in FLOATS and t.size is not None and t.size <= _MOST_ELEMENTS
     ]
     if not static:
         return sketch
