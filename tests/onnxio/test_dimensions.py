@@ -145,3 +145,14 @@ def test_sizes_that_inference_finds_are_not_written() -> None:
     )
     imported = load(proto)
     assert not to_proto(imported, imported.graph).graph.value_info
+
+
+def test_sizes_that_are_fixed_replace_reserved_names_too() -> None:
+    """Converters write such names; inside they mean something else."""
+    model = parsed("g (float[A] x) => (float[A] y) { y = Neg(x) }")
+    for value in (*model.graph.input, *model.graph.output):
+        value.type.tensor_type.shape.dim[0].dim_param = "unk__0"
+    imported = load(model, shapes={"x": (3,)}, fix_shapes=True)
+    written = to_proto(imported, imported.graph)
+    for value in (*written.graph.input, *written.graph.output):
+        assert [d.dim_value for d in value.type.tensor_type.shape.dim] == [3]

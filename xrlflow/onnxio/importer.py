@@ -93,8 +93,8 @@ def _loaded(
     if shapes:
         bindings = dimensions.bind(store.name, proto, shapes)
         if fix_shapes:
+            dimensions.fix(frame, dimensions.as_declared(frame, proto, bindings), outputs=True)
             dimensions.fix(proto, bindings)
-            dimensions.fix(frame, bindings, outputs=True)
     opset = versions.to_canonical(store.name, proto)
     write_ends(proto.graph)
     overridable = {

@@ -135,6 +135,18 @@ def fix(proto: onnx.ModelProto, bindings: Mapping[str, int], *, outputs: bool = 
                 dim.dim_value = bindings[dim.dim_param]
 
 
+def as_declared(
+    frame: onnx.ModelProto, named: onnx.ModelProto, bindings: Mapping[str, int]
+) -> dict[str, int]:
+    """Numbers for the symbols of the inputs in a file, of those that they got instead (`name_dimensions`)."""
+    found = dict(bindings)
+    for old, new in zip(frame.graph.input, named.graph.input):
+        for a, b in zip(old.type.tensor_type.shape.dim, new.type.tensor_type.shape.dim):
+            if a.dim_param and a.dim_param != b.dim_param and b.dim_param in bindings:
+                found[a.dim_param] = bindings[b.dim_param]
+    return found
+
+
 def solve(graph: Graph, bindings: Mapping[str, int]) -> dict[str, int]:
     """Numbers for all dimensions of the graph that follow from `bindings`, which are among them.
 
