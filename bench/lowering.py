@@ -75,7 +75,6 @@ LOOK_UP: Mapping[str, Callable[[], onnx.ModelProto]] = {
     "gpt2, 2 layers": MODELS["gpt2, 2 layers"],
     "dalle, 2 layers": lambda: models.build("dalle", depth=2),
     "minilm": lambda: wheel("minilm-int8"),
-    "magika": MODELS["magika"],
     # Nothing but two tables and a product: the dearest there is.
     "two tables": lambda: onnx.parser.parse_model(
         '<ir_version: 9, opset_import: ["": 20]> agraph (int64[64] i, int32[64] j, float[1000,256] t, '
