@@ -50,6 +50,8 @@ _GREEDY_STEPS = 200
 _FLUSHED = 6
 _NOISES = 8
 COST = Roofline()
+# What evaluation raises where a graph has no value for us; sizes that noise moves may be beyond memory.
+_NO_VALUE = (NotEvaluable, ArithmeticError, IndexError, KeyError, MemoryError, TypeError, ValueError)
 
 
 # --- inputs ---
@@ -209,12 +211,12 @@ def in_float64(imported: ImportedModel, graph: Graph, feeds: Feeds) -> list[Arra
     with np.errstate(all="ignore"):
         try:
             return list(evaluate_graph(graph, given))
-        except (NotEvaluable, ArithmeticError, IndexError, KeyError, TypeError, ValueError):
+        except _NO_VALUE:
             pass
         for value in graph.outputs:  # NumPy's complaint about one output does not concern the others
             try:
                 found.extend(evaluate_graph(_part(graph, value), given))
-            except (NotEvaluable, ArithmeticError, IndexError, KeyError, TypeError, ValueError):
+            except _NO_VALUE:
                 found.append(None)
     return found
 
@@ -230,8 +232,9 @@ def noisy(
     finite. None if an operator has no evaluation.
 
     Of the first two seeds all are larger, or all smaller, then at random; what is half precision is another number to
-    each of its readers, as ONNX Runtime rounds it for some of them only. From the seed _FLUSHED on numbers below the
-    normal ones are 0, or -0: which it is, sums and maxima leave open. `weights`: constants move too.
+    each of its readers, infinite or not where it overflows, as ONNX Runtime rounds it for some of them only. From the
+    seed _FLUSHED on numbers below the normal ones are 0, or -0: which it is, sums and maxima leave open. `weights`:
+    constants move too.
     """
     graph, rng = imported.graph, np.random.default_rng(seed)
 
@@ -257,8 +260,13 @@ def noisy(
             held[value] = _widened(graph.leaves.consts[value].numpy())
             if weights and held[value].dtype.kind == "f":
                 held[value] = moved(held[value], graph.type(value).dtype)
-        if 1 < seed < _FLUSHED and graph.type(value).dtype in (DType.FLOAT16, DType.BFLOAT16):
-            return moved(held[value], graph.type(value).dtype)
+        dtype = graph.type(value).dtype
+        if 1 < seed < _FLUSHED and dtype in (DType.FLOAT16, DType.BFLOAT16):
+            wide = moved(held[value], dtype)
+            beyond = np.abs(wide) > float(ml_dtypes.finfo(numpy_dtype(dtype)).max)
+            if seed > 2:
+                beyond &= rng.random(wide.shape) < 0.5
+            return np.where(beyond, np.copysign(np.inf, wide), wide)
         return held[value]
 
     finite = all(np.isfinite(a).all() for a in held.values() if a.dtype.kind == "f")
@@ -274,7 +282,7 @@ def noisy(
                         result = moved(result, type.dtype)
                         finite = finite and bool((np.abs(result) <= largest).all())
                     held[value] = result
-    except (NotEvaluable, ArithmeticError, IndexError, KeyError, TypeError, ValueError):
+    except _NO_VALUE:
         return None
     return [read(value) for value in graph.outputs], finite
 
@@ -310,7 +318,7 @@ def is_exact(imported: ImportedModel, graph: Graph, feeds: Feeds, index: int) ->
                         ):
                             return False
                     held[value] = result
-    except (NotEvaluable, ArithmeticError, IndexError, KeyError, TypeError, ValueError):
+    except _NO_VALUE:
         return False
     return True
 
