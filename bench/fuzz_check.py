@@ -258,7 +258,7 @@ def noisy(
             return None
         if value not in held:
             held[value] = _widened(graph.leaves.consts[value].numpy())
-            if weights and held[value].dtype.kind == "f":
+            if (weights or seed >= _FLUSHED) and held[value].dtype.kind == "f":
                 held[value] = moved(held[value], graph.type(value).dtype)
         dtype = graph.type(value).dtype
         if 1 < seed < _FLUSHED and dtype in (DType.FLOAT16, DType.BFLOAT16):
