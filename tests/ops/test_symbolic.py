@@ -348,3 +348,18 @@ def test_a_scale_without_end_gives_no_size() -> None:
         f"{HEAD} g (float[S] x) => (float[a] y) <float[1] s = {{inf}}> {{ y = Resize(x, , s) }}"
     )
     assert load(model, shapes={"x": (5,)}).bindings == {"S": 5}
+
+
+@pytest.mark.parametrize(("wanted", "size"), [("n, m, hole, k", 12), ("n, hole, k", None)])
+def test_what_a_reshape_infers_beside_sizes_that_may_be_0(wanted: str, size: int | None) -> None:
+    """With `allowzero` ONNX Runtime leaves zeros out of both products; m, if it is left, may be one."""
+    text = (
+        "g (float[N,M,384] x) => (float[a,b,c,d] y) <int64[1] hole = {-1}, int64[1] k = {32}> {"
+        " n = Shape<start = 0, end = 1>(x) m = Shape<start = 1, end = 2>(x)"
+        f" s = Concat<axis = 0>({wanted}) y = Reshape<allowzero = 1>(x, s) }}"
+    )
+    graph = load(onnx.parser.parse_model(HEAD + text)).graph
+    shape = graph.type(graph.outputs[0]).shape
+    assert shape is not None
+    inferred = shape[wanted.split(", ").index("hole")]
+    assert inferred == size if size is not None else not isinstance(inferred, int)

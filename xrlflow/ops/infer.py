@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import onnx
@@ -112,10 +112,27 @@ def infer(
     where they follow from the inputs' (`symbolic_shapes`). What ONNX does not define gets UNKNOWN types. Raises
     InferenceError if the inputs do not fit the operator.
     """
+    return _remembered(_memo, _infer, op, attrs, types, data, outputs)
+
+
+_Inference = Callable[
+    [str, Attrs, Sequence[TensorType | None], Sequence[Const | None], int], tuple[TensorType, ...]
+]
+
+
+def _remembered(
+    memo: dict[_Key, tuple[TensorType, ...]],
+    inference: _Inference,
+    op: str,
+    attrs: Attrs,
+    types: Sequence[TensorType | None],
+    data: Sequence[Const | None],
+    outputs: int,
+) -> tuple[TensorType, ...]:
     key = _key(op, attrs, types, data, outputs)
-    found = _memo.get(key)
+    found = memo.get(key)
     if found is None:
-        found = _memo[key] = _infer(op, attrs, types, data, outputs)
+        found = memo[key] = inference(op, attrs, types, data, outputs)
     return found
 
 
@@ -132,11 +149,7 @@ def infer_as_onnx(
     outputs: int = 1,
 ) -> tuple[TensorType, ...]:
     """The same as `infer`, with dimensions left open where ONNX's inference leaves them open: what a runtime knows."""
-    key = _key(op, attrs, types, data, outputs)
-    found = _memo_of_onnx.get(key)
-    if found is None:
-        found = _memo_of_onnx[key] = _by_onnx(op, attrs, types, data, outputs)
-    return found
+    return _remembered(_memo_of_onnx, _by_onnx, op, attrs, types, data, outputs)
 
 
 def _key(
