@@ -201,3 +201,36 @@ def test_inputs_have_the_ends_of_their_types() -> None:
     assert not np.isnan(cases["infinite"].feeds["f"]).any()
     assert isinstance(Session(proto, True).run(cases["normal"].feeds)[0], np.ndarray)
     assert isinstance(cases["normal"], Case)
+
+
+class DividesByCoarse(_Wrong):
+    """x / (1 + exp(-y)) -> x * sigmoid(y) + 0: ONNX Runtime's sigmoid is exact to 1.7e-7, its quotient to 1e-10."""
+
+    shapes = "x[N]:float y[N]:float"
+    off = 0.0
+
+    def source(self, op: Op, x: Any, y: Any) -> Any:
+        return op.Div(x, op.Add(1.0, op.Exp(op.Neg(y))))
+
+    def target(self, op: Op, x: Val, y: Val) -> Any:
+        return op.Add(op.Mul(x, op.Sigmoid(y)), self.off)
+
+
+class DividesByCoarser(DividesByCoarse):
+    """x / (1 + exp(-y)) -> x * sigmoid(y) + 2e-6."""
+
+    off = 2e-6
+
+
+def test_what_a_coarse_kernel_comes_to_is_told_from_what_a_rule_adds() -> None:
+    proto = model(
+        "agraph (float[N] x, float[N] y) => (float[N] z) <float one = {1}> "
+        "{ n = Neg(y) e = Exp(n) s = Add(one, e) z = Div(x, s) }"
+    )
+    feeds = {"x": np.linspace(1, 4, 50, dtype=np.float32), "y": np.linspace(-9, -6, 50, dtype=np.float32)}
+    libraries = Libraries([DividesByCoarse(), DividesByCoarser()])
+    for rule, coarse in (("DividesByCoarse", True), ("DividesByCoarser", False)):
+        fault = one_rule(rule, coarse, libraries)(proto, [Case("wide", feeds)])
+        assert fault is not None
+        assert ("ONNX Runtime's kernel" in fault.what) == coarse
+        assert one_rule(rule, not coarse, libraries)(proto, [Case("wide", feeds)]) is None
