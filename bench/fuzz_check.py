@@ -639,8 +639,8 @@ def compare(
 
 # ONNX Runtime's kernels that take notice of NaN or not, by where it stands.
 _BLIND = frozenset({"Clip", "Max", "MaxPool", "Min", "ReduceMax", "ReduceMin", "Relu"})
-# ONNX Runtime's kernels for int64 that are wrong beyond 32 bits: vectors compare the lower half, sums are doubles, and so
-# are powers unless the shapes of base and exponent, [9] and [] but not [9, 1] and [], come to a quicker kernel.
+# ONNX Runtime's kernels for int64 that are wrong beyond 32 bits: vectors compare the lower half, sums are doubles, and
+# so are powers unless the shapes of base and exponent, [9] and [] but not [9, 1] and [], come to a quicker kernel.
 _FAULTY = frozenset({"Clip", "Min", "Max", "Pow", "ReduceMax", "ReduceMin", "ReduceSum", "Sign"})
 
 

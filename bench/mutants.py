@@ -16,11 +16,12 @@ import os
 import random
 import resource
 import sys
+import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from types import FunctionType
@@ -39,9 +40,10 @@ from tests.rules.results import graphs_of, result_of
 from tests.rules.results import known as results
 from xrlflow.ir import Graph
 from xrlflow.rewrite import AnyRule, Library
-from xrlflow.verify.rules.code import Compiled, functions_of, mutants_of, put
+from xrlflow.verify.rules.code import Compiled, forget, functions_of, mutants_of, put
 from xrlflow.verify.rules.codehunt import KILLED, CodeHunt, Found, TooLong, anew, limited
 from xrlflow.verify.rules.proof import library_of
+from xrlflow.verify.rules.reached import Line, lines_run
 
 EXPLAINED = ROOT / "tests" / "rules" / "survivors.json"
 # A mutant of what many rules call is tried with so many of them, first with the graphs that are known of each, and then
@@ -49,8 +51,10 @@ EXPLAINED = ROOT / "tests" / "rules" / "survivors.json"
 _KNOWN, _FURTHER = 24, 3
 # Rules whose graphs a process remembers.
 _HUNTS = 48
-# What the tests say is looked at for so many seconds.
-_LONGEST = 60.0
+# What the tests say is looked at for so many seconds; a file of tests may be so many times slower than it was.
+_LONGEST, _SLOWER = 60.0, 10.0
+# The package whose code is mutated.
+_HOME = "rewrite_rules"
 # A process takes so many functions at a time.
 _AT_ONCE = 6
 # What a process may take, in bytes.
@@ -88,11 +92,21 @@ def spread(names: Sequence[str], count: int) -> Sequence[str]:
     return names if len(names) <= count else [names[i * len(names) // count] for i in range(count)]
 
 
-def judged(
-    function: FunctionType, compiled: Compiled, callers: Sequence[str], seed: int, folder: Path, further: bool
-) -> Found:
-    """What becomes of a mutant: by the graphs that are known of the rules that call it, by what their tests say, and
-    then by further graphs, if these are wanted."""
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How mutants are judged: with the tests' graphs in a folder; `drawing`: with further graphs; `testing`: by the
+    files of tests."""
+
+    seed: int
+    folder: Path
+    drawing: bool
+    testing: bool
+
+
+def judged(function: FunctionType, compiled: Compiled, callers: Sequence[str], plan: Plan) -> Found:
+    """What becomes of a mutant: by the graphs that are known of the rules that call it, by what their tests say, then
+    by the files of tests and by further graphs, if these are wanted."""
+    seed, folder = plan.seed, plan.folder
     found = None
     for name in spread(callers, _KNOWN):
         last = hunter(name, seed, folder).judge(function, compiled, further=False)
@@ -104,13 +118,15 @@ def judged(
     for name in spread(callers, _KNOWN):
         if not holds(function, compiled, name, folder):
             return replace(found, verdict="tested", rule=name)
+    if plan.testing and suite_fails(function, compiled):
+        return replace(found, verdict="tested")
     most = sorted(spread(callers, _KNOWN), key=lambda n: -len(hunter(n, seed, folder).reaching(compiled)))
-    for name in most[:_FURTHER] if further else ():
+    for name in most[:_FURTHER] if plan.drawing else ():
         last = hunter(name, seed, folder).judge(function, compiled)
         if last.killed:
             return last
         found = max(found, last, key=lambda f: f.cases)
-    return replace(found, verdict="tested") if further and suite_fails(function, compiled) else found
+    return found
 
 
 @lru_cache(maxsize=_HUNTS)
@@ -147,36 +163,61 @@ def holds(function: FunctionType, compiled: Compiled, name: str, folder: Path) -
             return False
 
 
+class Reaching:
+    """A plugin of pytest that notes the lines of rules that each test runs, and how many seconds that takes."""
+
+    def __init__(self) -> None:
+        self.lines: dict[str, frozenset[Line]] = {}
+        self.seconds: dict[str, float] = {}
+
+    @pytest.hookimpl(hookwrapper=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> Iterator[None]:
+        forget(_HOME)  # what a test before has made a function remember is run by this one, too
+        begin = time.monotonic()
+        with lines_run(_HOME) as lines:
+            yield
+        self.lines[item.nodeid] = frozenset(lines)
+        self.seconds[item.nodeid] = time.monotonic() - begin
+
+
+@lru_cache(maxsize=4)
+def reaching(module: str) -> Reaching:
+    """What the tests of a module of rules run."""
+    name = module.rpartition(".")[2]
+    found = Reaching()
+    run_tests([str(ROOT / "tests" / "rules" / f"test_{_TESTED_WITH.get(name, name)}.py")], [found])
+    return found
+
+
+def run_tests(which: Sequence[str], plugins: Sequence[object] = ()) -> int:
+    with open(os.devnull, "w") as nothing, redirect_stdout(nothing), redirect_stderr(nothing):
+        return int(pytest.main(["-x", "-q", "-n", "0", "-p", "no:cacheprovider", *which], plugins=[*plugins]))
+
+
 def suite_fails(function: FunctionType, compiled: Compiled) -> bool:
-    """Whether the tests of a function's module fail with a mutant in its place."""
-    module = function.__module__.rpartition(".")[2]
-    file = ROOT / "tests" / "rules" / f"test_{_TESTED_WITH.get(module, module)}.py"
-    with put(function, compiled.code), open(os.devnull, "w") as nothing:
+    """Whether one of the tests of a function's module that come to a mutant fails with it in its place."""
+    known = reaching(function.__module__)
+    which = [name for name, lines in known.lines.items() if not lines.isdisjoint(compiled.lines)]
+    if not which:
+        return False
+    with put(function, compiled.code):
         try:
-            with limited(_LONGEST), redirect_stdout(nothing), redirect_stderr(nothing):
-                code = pytest.main(["-x", "-q", "-n", "0", "-p", "no:cacheprovider", str(file)])
+            with limited(_LONGEST + _SLOWER * sum(known.seconds[name] for name in which)):
+                return run_tests(which) == pytest.ExitCode.TESTS_FAILED
         except TooLong:
             return True
-    return code == pytest.ExitCode.TESTS_FAILED
 
 
-def hunt(
-    functions: Sequence[tuple[str, list[str]]],
-    seed: int,
-    done: set[str],
-    sample: float,
-    folder: Path,
-    further: bool,
-) -> list[Row]:
+def hunt(functions: Sequence[tuple[str, list[str]]], plan: Plan, done: set[str], sample: float) -> list[Row]:
     """Rows of all mutants of some functions that are not done."""
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))  # a mutant may ask for all there is
     by_key = {k: f for r in LIBRARY for k, f in functions_of(r).items()}
     rows = []
     for key, callers in functions:
-        draw = random.Random(f"{key} {seed}")
+        draw = random.Random(f"{key} {plan.seed}")
         for compiled in mutants_of(by_key[key]):
             if draw.random() < sample and str(compiled.mutant) not in done:
-                rows.append(judged(by_key[key], compiled, callers, seed, folder, further).to_json())
+                rows.append(judged(by_key[key], compiled, callers, plan).to_json())
     return rows
 
 
@@ -219,8 +260,13 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=ROOT / "out" / "mutants.jsonl")
-    parser.add_argument("--quick", action="store_true", help="draw no graphs besides those that are known")
-    parser.add_argument("--again", action="store_true", help="try the survivors in FILE once more")
+    parser.add_argument("--quick", action="store_true", help="run no files of tests, draw no further graphs")
+    parser.add_argument(
+        "--draw", action=argparse.BooleanOptionalAction, default=True, help="draw further graphs"
+    )
+    parser.add_argument(
+        "--again", action="store_true", help="try survivors in FILE without a reason once more"
+    )
     parser.add_argument("--graphs", type=Path, default=ROOT / "out" / "graphs", help="tests' graphs, kept")
     parser.add_argument("--sample", type=float, default=1.0, help="share of the mutants that is tried")
     options = parser.parse_args()
@@ -230,18 +276,17 @@ def main() -> None:
     options.out.parent.mkdir(parents=True, exist_ok=True)
     rows = [json.loads(line) for line in options.out.read_text().splitlines()] if options.out.exists() else []
     if options.again:
-        rows = [row for row in rows if row["verdict"] in KILLED]
+        reasons = explained()
+        rows = [row for row in rows if row["verdict"] in KILLED or row["name"] in reasons]
         options.out.write_text("".join(json.dumps(row) + "\n" for row in rows))
     done = {row["name"] for row in rows}
     if not (options.graphs / INDEX).exists():
         collect(options.graphs)
+    plan = Plan(options.seed, options.graphs, options.draw and not options.quick, not options.quick)
     work = pieces(tasks(options.rules))
     spawn = multiprocessing.get_context("spawn")
     with options.out.open("a") as out, ProcessPoolExecutor(options.jobs, mp_context=spawn) as pool:
-        waiting = [
-            pool.submit(hunt, piece, options.seed, done, options.sample, options.graphs, not options.quick)
-            for piece in work
-        ]
+        waiting = [pool.submit(hunt, piece, plan, done, options.sample) for piece in work]
         for n, future in enumerate(as_completed(waiting), 1):
             found = future.result()
             rows += found
