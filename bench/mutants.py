@@ -94,13 +94,14 @@ def spread(names: Sequence[str], count: int) -> Sequence[str]:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How mutants are judged: with the tests' graphs in a folder; `drawing`: with further graphs; `testing`: by the
-    files of tests."""
+    """Which mutants are judged, those in whose names `named` stands, and how: with the tests' graphs in a folder;
+    `drawing`: with further graphs; `testing`: by the files of tests."""
 
     seed: int
     folder: Path
     drawing: bool
     testing: bool
+    named: str
 
 
 def judged(function: FunctionType, compiled: Compiled, callers: Sequence[str], plan: Plan) -> Found:
@@ -216,7 +217,8 @@ def hunt(functions: Sequence[tuple[str, list[str]]], plan: Plan, done: set[str],
     for key, callers in functions:
         draw = random.Random(f"{key} {plan.seed}")
         for compiled in mutants_of(by_key[key]):
-            if draw.random() < sample and str(compiled.mutant) not in done:
+            name = str(compiled.mutant)
+            if draw.random() < sample and plan.named in name and name not in done:
                 rows.append(judged(by_key[key], compiled, callers, plan).to_json())
     return rows
 
@@ -268,6 +270,7 @@ def main() -> None:
         "--again", action="store_true", help="try survivors in FILE without a reason once more"
     )
     parser.add_argument("--graphs", type=Path, default=ROOT / "out" / "graphs", help="tests' graphs, kept")
+    parser.add_argument("--named", default="", metavar="TEXT", help="only mutants in whose names this stands")
     parser.add_argument("--sample", type=float, default=1.0, help="share of the mutants that is tried")
     options = parser.parse_args()
     unknown = set(options.rules) - {r.name for r in LIBRARY}
@@ -282,7 +285,8 @@ def main() -> None:
     done = {row["name"] for row in rows}
     if not (options.graphs / INDEX).exists():
         collect(options.graphs)
-    plan = Plan(options.seed, options.graphs, options.draw and not options.quick, not options.quick)
+    drawing = options.draw and not options.quick
+    plan = Plan(options.seed, options.graphs, drawing, not options.quick, options.named)
     work = pieces(tasks(options.rules))
     spawn = multiprocessing.get_context("spawn")
     with options.out.open("a") as out, ProcessPoolExecutor(options.jobs, mp_context=spawn) as pool:
