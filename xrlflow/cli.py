@@ -13,6 +13,8 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
+from xrlflow.text import printable
+
 app = typer.Typer(
     name="xrlflow",
     help="Make ONNX models faster: verified graph substitutions, chosen by search, measured on this machine.",
@@ -84,7 +86,7 @@ def _end(number: int, frame: FrameType | None) -> NoReturn:
 
 
 def fail(message: str, code: int = 2) -> NoReturn:
-    typer.echo(f"xrlflow: error: {' '.join(message.split())}", err=True)
+    typer.echo(f"xrlflow: error: {printable(message)}", err=True)
     raise typer.Exit(code)
 
 

@@ -297,3 +297,17 @@ def test_texts_that_nothing_depends_on_need_not_be_text() -> None:
     )
     imported = load(data)
     onnx.load_from_string(to_proto(imported, imported.graph).SerializeToString())
+
+
+@pytest.mark.parametrize("hostile", ["two\nlines", "\x1b[31mred\x07", "x" * 100_000, "\u202eturned"])
+def test_hostile_names_stay_within_one_line(hostile: str) -> None:
+    for node in (
+        make(hostile, ["nowhere"], ["y"]),
+        make("Relu", [hostile], ["y"]),
+        make("Relu", ["nowhere"], ["y"], name=hostile),
+    ):
+        with pytest.raises(ModelError) as caught:
+            load(of(node))
+        told = str(caught.value)
+        assert told.isprintable()
+        assert len(told) < 2100

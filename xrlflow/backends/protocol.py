@@ -9,6 +9,8 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
+from xrlflow.text import printable, shortened
+
 Array: TypeAlias = npt.NDArray[Any]
 Feeds: TypeAlias = Mapping[str, Array]
 """Inputs of one run, by name."""
@@ -58,8 +60,7 @@ class Backend(Protocol):
 
 def one_line(text: object, limit: int = 400) -> str:
     """`text` on one line of at most `limit` characters."""
-    line = " ".join(str(text).split())
-    return line if len(line) <= limit else line[: limit - 3] + "..."
+    return shortened(printable(text), limit)
 
 
 def same_feeds(feeds: Feeds) -> dict[str, Array]:

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from xrlflow.backends.results import SpeedUp
 from xrlflow.report.report import Report
+from xrlflow.text import printable
 from xrlflow.verify import HEADERS, Verification
 from xrlflow.verify.rules import Certificate
 
@@ -66,7 +67,7 @@ def optimization(report: Report, output: str) -> None:
     summary.add_row("time", f"{report.seconds:.1f} s: {_spent(report)}")
     _console.print(summary)
     for note in report.notes:
-        _console.print(f"note: {note}", markup=False)
+        _console.print(f"note: {printable(note)}", markup=False)
     if report.returned_original:
         _console.print(f"\n{output}: the original, unchanged ({report.reason})", markup=False)
     else:
@@ -197,7 +198,7 @@ def tuned(report: Mapping[str, Any], speedup: SpeedUp | None, control: SpeedUp |
         if row["error"]:
             _console.print(f"note: {row['name']} could not be tuned: {row['error']}", markup=False)
     for note in report["notes"]:
-        _console.print(f"note: {note}", markup=False)
+        _console.print(f"note: {printable(note)}", markup=False)
     _console.print(f"{report['seconds']:.1f} s of tuning ({report['stop']})")
     _console.print(f"{output}: written ({report['written']})", markup=False)
 
@@ -215,5 +216,5 @@ def verification(found: Verification) -> None:
     for size in found.left_out:
         _console.print(f"not run: {size}", markup=False)
     for note in found.notes:
-        _console.print(f"note: {note}", markup=False)
+        _console.print(f"note: {printable(note)}", markup=False)
     _console.print(found.message(), markup=False)
