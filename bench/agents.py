@@ -41,6 +41,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for `models`
 
 import models
+from bench import pages
 from models import training, wheels
 from models.valleys import FAMILIES, Charted, catalogue, valley_library
 from rewrite_rules import LIBRARY
@@ -941,13 +942,19 @@ def main() -> None:
     parser.add_argument(
         "--output", "-o", type=Path, default=Path("agent.safetensors"), help="train: the agent's file"
     )
+    parser.add_argument("--write", action="store_true", help="put the table into docs/benchmarks")
     arguments = parser.parse_args()
+    if arguments.write and arguments.names:
+        parser.error("--write takes the whole table: leave the names out")
     torch.set_num_threads(arguments.threads)
     files = arguments.agents or ([PRETRAINED] if PRETRAINED.exists() else [])
     arguments.agents = [Agent.load(f) for f in files]
     if arguments.seconds is None:
         arguments.seconds = SECONDS.get(arguments.table, 0.0)
-    print(TABLES[arguments.table](arguments))
+    text = TABLES[arguments.table](arguments)
+    print(text)
+    if arguments.write:
+        pages.write(f"agents-{arguments.table}", text)
 
 
 if __name__ == "__main__":

@@ -19,14 +19,16 @@ import statistics
 import sys
 import time
 import tracemalloc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for `models`
 
 import onnx
 
 import models
+from bench import pages
 from rewrite_rules import LIBRARY
 from xrlflow.cost import Roofline
 from xrlflow.ir import Graph
@@ -148,6 +150,26 @@ def p95(values: list[float]) -> float:
     return sorted(values)[int(0.95 * (len(values) - 1))]
 
 
+def table(result: Mapping[str, Any]) -> str:
+    """What counts of all networks together, in Markdown."""
+    lines = [
+        "| | 1,000 nodes | 10,000 nodes |",
+        "|---|---|---|",
+        f"| a move, median | {result['apply_ms_1k']:.2g} ms | {result['apply_ms_10k']:.2g} ms |",
+        f"| a move, 95th percentile | {result['apply_p95_ms_1k']:.2g} ms | {result['apply_p95_ms_10k']:.2g} ms |",
+        "| first match from scratch, conditions included (slowest of the three) "
+        f"| {_slowest(result, '1k', 'match_s'):.2f} s | {result['match_s_10k']:.2f} s |",
+        "| the same with every candidate priced "
+        f"| {_slowest(result, '1k', 'start_s'):.2f} s | {result['start_s_10k']:.2f} s |",
+        f"| a retained successor | {result['state_kb_1k']:.0f} KiB | |",
+    ]
+    return "\n".join(lines)
+
+
+def _slowest(result: Mapping[str, Any], label: str, key: str) -> float:
+    return max(row[key] for name, row in result["networks"].items() if name.endswith(label))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print one object")
@@ -156,6 +178,7 @@ def main() -> None:
     parser.add_argument(
         "--repeats", type=int, default=9, help="matches of the zoo, of which the quickest count"
     )
+    parser.add_argument("--write", action="store_true", help="put the table into docs/benchmarks")
     arguments = parser.parse_args()
     if arguments.shares:
         print_shares(arguments.repeats, arguments.json)
@@ -200,6 +223,8 @@ def main() -> None:
     result["state_kb_1k"] = max(kilobytes)
     result["rules"] = len(library.rules)
     result["networks"] = rows
+    if arguments.write:
+        pages.write("engine", table(result))
     if arguments.json:
         print(json.dumps(result, indent=2))
         return

@@ -1,4 +1,4 @@
-"""Measured latency of every zoo and wheel model: `python bench/latency.py [NAMES] [--json FILE] [--readme]`.
+"""Measured latency of every zoo and wheel model: `python bench/latency.py [NAMES] [--json FILE] [--write]`.
 
 Each model as it is, as onnxsim, onnxslim, onnxoptimizer and ONNX Runtime's optimizer for transformers leave it, and as
 `xrlflow optimize` leaves it with greedy search, with TASO's and with the agent: all under ORT_ENABLE_ALL, in turns in
@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for `models`
 
 import models
 import xrlflow
+from bench import pages
 from models import wheels
 from xrlflow.backends.onnxruntime import measure
 from xrlflow.cost.machine import cpu_name
@@ -41,8 +42,6 @@ PACKAGES = ("onnxruntime", "onnx", "onnxsim", "onnxslim", "onnxoptimizer", "nump
 OURS = ("greedy", "taso", "xrlflow")
 OURS_AS_SHOWN = ("greedy search", "TASO's search", "the agent")
 THREADS = (2, 1)
-README = Path(__file__).parent.parent / "README.md"
-BEGIN, END = "<!-- latency table: python bench/latency.py --readme -->", "<!-- end of latency table -->"
 
 
 def onnxsim(path: str, output: str) -> None:
@@ -257,13 +256,6 @@ def summary(rows: list[dict[str, Any]]) -> str:
     return "\n".join(text)
 
 
-def write_readme(text: str) -> None:
-    content = README.read_text()
-    before, rest = content.split(BEGIN)
-    after = rest.split(END)[1]
-    README.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", help="models; default: all")
@@ -275,7 +267,7 @@ def main() -> None:
     parser.add_argument("--searches", type=lambda text: text.split(","), default=OURS)
     parser.add_argument("--threads", type=lambda text: [int(n) for n in text.split(",")], default=THREADS)
     parser.add_argument("--kept", action="store_true", help="measure nothing: only the rows that are kept")
-    parser.add_argument("--readme", action="store_true", help="put the tables into README.md")
+    parser.add_argument("--write", action="store_true", help="put the tables into docs/benchmarks")
     arguments = parser.parse_args()
     unknown = set(arguments.names) - set(names())
     if unknown:
@@ -291,8 +283,8 @@ def main() -> None:
             print(table([kept[name]], arguments.threads[0]).splitlines()[2], flush=True)
     text = summary([kept[n] for n in names() if n in kept])
     print(text)
-    if arguments.readme:
-        write_readme(text)
+    if arguments.write:
+        pages.write("latency", text)
 
 
 if __name__ == "__main__":

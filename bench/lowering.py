@@ -32,6 +32,7 @@ import onnx
 
 import models
 import xrlflow
+from bench import pages
 from bench.operators import OPERATORS, operator
 from models import wheels
 from xrlflow.api import UserError, VerificationFailed
@@ -170,10 +171,10 @@ def row(name: str, names: Sequence[str], comparison: Comparison, facts: Mapping[
     cells = [f"{s.median:.3f} [{s.low:.3f}, {s.high:.3f}]" for s in comparison.speedups]
     shown = f"{control.median:.3f} [{control.low:.3f}, {control.high:.3f}]" if control else "-"
     star = " *" if comparison.load.disturbed else ""
-    print(
-        f"| {name}{star} | {comparison.latencies[0].median_ms:.3f} | {shown} | " + " | ".join(cells) + " |",
-        flush=True,
+    found["line"] = (
+        f"| {name}{star} | {comparison.latencies[0].median_ms:.3f} | {shown} | " + " | ".join(cells) + " |"
     )
+    print(found["line"], flush=True)
     return found
 
 
@@ -246,7 +247,12 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=10.0, help="of each measurement")
     parser.add_argument("--json", type=Path)
+    parser.add_argument(
+        "--write", action="store_true", help="operators, models: put the table into docs/benchmarks"
+    )
     options = parser.parse_intermixed_args()
+    if options.write and (options.names or options.table in ("networks", "bounds")):
+        parser.error("--write takes the whole table of operators or models: leave the names out")
     if options.table == "networks":
         if options.tune:
             parser.error("networks are not tuned: leave --tune out")
@@ -264,8 +270,11 @@ def main() -> None:
     tunings = [(0, method) for method in options.methods] + [(1, options.methods[0])] * whole
     labels = [f"rewritten, {method.value}" if graph else method.value for graph, method in tunings]
     names = ["TVM", *["rewritten"] * whole, *(labels if options.tune else ())]
-    print(f"| {options.table} | ONNX Runtime ms | A/A | " + " | ".join(names) + " |")
-    print("|---" * (3 + len(names)) + "|")
+    head = [
+        f"| {options.table} | ONNX Runtime ms | A/A | " + " | ".join(names) + " |",
+        "|---" * (3 + len(names)) + "|",
+    ]
+    print("\n".join(head), flush=True)
     for name in options.names or known:
         if name not in known:
             raise SystemExit(f"{name} is none of {', '.join(known)}")
@@ -294,6 +303,14 @@ def main() -> None:
         rows.append(row(name, names, comparison, facts))
         if options.json is not None:
             options.json.write_text(json.dumps(rows, indent=1))
+    if options.write:
+        pages.write(_table_name(options), "\n".join([*head, *(row["line"] for row in rows)]))
+
+
+def _table_name(options: argparse.Namespace) -> str:
+    """Of the table in docs/benchmarks: those of 2 threads, untuned, have the plain names."""
+    threads = {1: "-1-thread", 2: ""}.get(options.threads, f"-{options.threads}-threads")
+    return f"lowering-{options.table}{threads}{'-tuned' if options.tune else ''}"
 
 
 if __name__ == "__main__":

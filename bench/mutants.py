@@ -34,6 +34,7 @@ sys.path.insert(0, str(ROOT))
 for _variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(_variable, "1")
 
+from bench import pages
 from bench.mutant_graphs import INDEX, Claim, claims, collect, graph_of
 from rewrite_rules import LIBRARY
 from tests.rules.results import graphs_of, result_of
@@ -229,8 +230,8 @@ def explained() -> Mapping[str, str]:
     return {name: why for why, names in reasons.items() for name in names}
 
 
-def summary(rows: Iterable[Row]) -> list[Row]:
-    """Unexplained survivors; prints how many mutants of each kind were found out, and how."""
+def summary(rows: Iterable[Row]) -> tuple[str, list[Row]]:
+    """How many mutants of each kind were found out, and how, in Markdown; and the unexplained survivors."""
     reasons, kinds = explained(), dict[str, Counter[str]]()
     left = []
     for row in rows:
@@ -241,17 +242,15 @@ def summary(rows: Iterable[Row]) -> list[Row]:
             counts["explained" if why else "unexplained"] += 1
             if not why:
                 left.append(row)
-    columns = (*KILLED, "same", "right", "explained", "unexplained")
-    print(f"{'kind':12} {'mutants':>8} {'killed':>8} {'%':>6} " + " ".join(f"{c:>11}" for c in columns))
+    columns = (*KILLED, "same", "right", "explained")
+    lines = [f"| kind | mutants | killed | % | {' | '.join(columns)} |", "|---" * (4 + len(columns)) + "|"]
     total = sum(kinds.values(), Counter())
     for name, counts in [*sorted(kinds.items()), ("total", total)]:
         killed = sum(counts[k] for k in KILLED)
         mutants = killed + counts["same"] + counts["right"]
-        print(
-            f"{name:12} {mutants:8} {killed:8} {100 * killed / max(mutants, 1):6.2f} "
-            + " ".join(f"{counts[c]:11}" for c in columns)
-        )
-    return left
+        shares = [f"{mutants:,}", f"{killed:,}", f"{100 * killed / max(mutants, 1):.1f}"]
+        lines.append(f"| {' | '.join([name, *shares, *(f'{counts[c]:,}' for c in columns)])} |")
+    return "\n".join(lines), left
 
 
 def main() -> None:
@@ -272,7 +271,10 @@ def main() -> None:
     parser.add_argument("--graphs", type=Path, default=ROOT / "out" / "graphs", help="tests' graphs, kept")
     parser.add_argument("--named", default="", metavar="TEXT", help="only mutants in whose names this stands")
     parser.add_argument("--sample", type=float, default=1.0, help="share of the mutants that is tried")
+    parser.add_argument("--write", action="store_true", help="put the table into docs/benchmarks")
     options = parser.parse_args()
+    if options.write and options.rules:
+        parser.error("--write takes the whole table: leave the rules out")
     unknown = set(options.rules) - {r.name for r in LIBRARY}
     if unknown:
         parser.error(f"no rule is called {min(unknown)}")
@@ -297,7 +299,10 @@ def main() -> None:
             out.writelines(json.dumps(row) + "\n" for row in found)
             out.flush()
             print(f"{n}/{len(waiting)}: {len(found)} mutants", file=sys.stderr, flush=True)
-    left = summary(rows)
+    table, left = summary(rows)
+    print(table)
+    if options.write:
+        pages.write("mutants", table)
     for row in left:
         print(f"{row['verdict']:6} {row['cases']:3} {row['rule']}: {row['name']}")
     sys.exit(1 if left else 0)

@@ -40,6 +40,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 import psutil
 
+from bench import pages
 from bench.operators import OPERATORS, operator
 from xrlflow.backends import load
 from xrlflow.backends.interleave import interleave
@@ -779,6 +780,7 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path, help="blocks are kept here, and resumed")
     parser.add_argument("--tables", action="store_true", help="measure nothing: only what the file has")
+    parser.add_argument("--write", action="store_true", help="put the tables into docs/benchmarks")
     arguments = parser.parse_args()
     if REFERENCE not in arguments.tuners or not set(arguments.tuners) <= set(TUNERS):
         parser.error(
@@ -787,7 +789,10 @@ def main() -> None:
     results = Results(arguments.json, setting_of(arguments), foreign=arguments.tables)
     if not arguments.tables:
         measure(arguments, results)
-    print(f"{date.today().isoformat()}: {tables(results, arguments.tuners, arguments.margin)}")
+    text = f"{date.today().isoformat()}: {tables(results, arguments.tuners, arguments.margin)}"
+    print(text)
+    if arguments.write:
+        pages.write("tuning", text)
 
 
 if __name__ == "__main__":
