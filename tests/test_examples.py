@@ -1,0 +1,50 @@
+"""The examples run as they are, in an empty folder, and do what they say."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import onnx
+import pytest
+
+ROOT = Path(__file__).parent.parent
+EXAMPLES = ROOT / "examples"
+
+# What each prints, and the files that it leaves behind.
+SAYS = {
+    "optimize_a_file": (r"applied FuseUnrolledLSTM", ["slow.onnx", "slow.fast.onnx"]),
+    "own_rule": (r"proven: True(.|\n)*applied FactorOutOfDifference", ["own_rule.onnx"]),
+    "own_agent": (r"trained for [12] iterations\n.* verified: True", ["own.safetensors"]),
+    "compare_strategies": (r"greedy +modelled cost .*\ntaso +modelled cost", ["slow.onnx"]),
+    "compile_with_tvm": (r"an output of shape \(1, 256\)", ["slow.so", "slow.so.json"]),
+}
+
+
+@pytest.mark.parametrize("name", SAYS)
+def test_an_example_runs(name: str, tmp_path: Path) -> None:
+    if name == "compile_with_tvm" and importlib.util.find_spec("tvm") is None:
+        pytest.skip("TVM is not installed")
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / f"{name}.py")],
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    said, files = SAYS[name]
+    assert done.returncode == 0, done.stderr
+    assert re.search(said, done.stdout), done.stdout
+    for file in files:
+        assert (tmp_path / file).stat().st_size > 0
+        if file.endswith(".onnx"):
+            onnx.checker.check_model(tmp_path / file, full_check=True)
+
+
+def test_every_example_is_run_and_listed() -> None:
+    scripts = {p.stem for p in EXAMPLES.glob("*.py") if "def main()" in p.read_text()}
+    assert scripts == set(SAYS)
+    listed = set(re.findall(r"^\| `(\w+)\.py` \|", (EXAMPLES / "README.md").read_text(), re.MULTILINE))
+    assert listed == scripts
