@@ -1,4 +1,4 @@
-"""The tables on the pages of docs/benchmarks: a bench command with `--write` puts what it found there.
+"""The tables of docs/benchmarks and of the README: a bench command with `--write` puts what it found there.
 
 A table stands between two marks, `<!-- table: NAME -->` and `<!-- end of table: NAME -->`. What is around them is
 written by hand and stays.
@@ -9,40 +9,50 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-FOLDER = Path(__file__).resolve().parent.parent / "docs" / "benchmarks"
+ROOT = Path(__file__).resolve().parent.parent
 
 
-def marks(name: str) -> tuple[str, str]:
-    return f"<!-- table: {name} -->", f"<!-- end of table: {name} -->"
-
-
-def tables(folder: Path = FOLDER) -> dict[str, Path]:
+def tables(root: Path = ROOT) -> dict[str, Path]:
     """The names of all tables, and the page of each."""
+    pages = [root / "README.md", *sorted((root / "docs" / "benchmarks").glob("*.md"))]
     return {
         name: page
-        for page in sorted(folder.glob("*.md"))
+        for page in pages
         for name in re.findall(r"^<!-- table: (.+) -->$", page.read_text(), re.MULTILINE)
     }
 
 
-def read(name: str, folder: Path = FOLDER) -> str:
+def read(name: str, root: Path = ROOT) -> str:
     """What stands between the marks of a table. Raises SystemExit if no page has it."""
-    begin, end = marks(name)
-    return _page(name, folder).read_text().split(begin)[1].split(end)[0].strip()
+    begin, end = _marks(name)
+    return _page(name, root).read_text().split(begin)[1].split(end)[0].strip()
 
 
-def write(name: str, text: str, folder: Path = FOLDER) -> Path:
+def write(name: str, text: str, root: Path = ROOT) -> Path:
     """Put `text` between the marks of a table; gives its page. Raises SystemExit if no page has such a table."""
-    page = _page(name, folder)
-    begin, end = marks(name)
+    page = _page(name, root)
+    begin, end = _marks(name)
     before, rest = page.read_text().split(begin)
     after = rest.split(end)[1]
     page.write_text(f"{before}{begin}\n{text.strip()}\n{end}{after}")
     return page
 
 
-def _page(name: str, folder: Path) -> Path:
-    known = tables(folder)
+def rows(text: str) -> list[dict[str, str]]:
+    """The rows of the first Markdown table in a text, by the names of its columns."""
+    lines = re.search(r"(?:^\|.*\n?)+", text, re.MULTILINE)
+    if lines is None:
+        return []
+    head, _, *body = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines[0].splitlines())
+    return [dict(zip(head, cells, strict=True)) for cells in body]
+
+
+def _marks(name: str) -> tuple[str, str]:
+    return f"<!-- table: {name} -->", f"<!-- end of table: {name} -->"
+
+
+def _page(name: str, root: Path) -> Path:
+    known = tables(root)
     if name not in known:
-        raise SystemExit(f"no page of {folder} has a table {name!r}; there are {', '.join(known)}")
+        raise SystemExit(f"no page has a table {name!r}; there are {', '.join(known)}")
     return known[name]
