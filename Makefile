@@ -3,20 +3,24 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: install demo test lint types contracts pytest bench clean
+.PHONY: install demo docs test lint types contracts pytest bench clean
 
 install: $(VENV)/.installed
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt setuptools
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[models,rivals,tvm,dev]"
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[models,rivals,tvm,docs,dev]"
 	touch $@
 
 demo: install
 	mkdir -p out
-	$(BIN)/python -m models build squeezenet -o out/squeezenet.onnx
-	$(BIN)/xrlflow optimize out/squeezenet.onnx -o out/squeezenet.fast.onnx --time-limit 90
+	$(BIN)/python -m models build lstm-unrolled -o out/lstm.onnx
+	$(BIN)/xrlflow optimize out/lstm.onnx -o out/lstm.fast.onnx --time-limit 40
+
+# The pages are in docs/, the site goes to build/site.
+docs: install
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 test: install lint types contracts pytest
 

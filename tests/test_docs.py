@@ -1,0 +1,128 @@
+"""README and docs/: the site builds, links lead somewhere, and what is made of other files agrees with them."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bench import latency, pages, pictures
+
+ROOT = Path(__file__).parent.parent
+READ_IN_PLACE = [
+    ROOT / name
+    for name in ("README.md", "SECURITY.md", "CONTRIBUTING.md", "CHANGELOG.md", "examples/README.md")
+]
+DOCS = sorted((ROOT / "docs").rglob("*.md"))
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def text_of(page: Path) -> str:
+    """A page without its code."""
+    return re.sub(r"`[^`\n]*`", "", FENCE.sub("", page.read_text()))
+
+
+def anchors(page: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.+)$", FENCE.sub("", page.read_text()), re.MULTILINE)
+    return {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", h.lower()).strip()) for h in headings}
+
+
+def broken_links(page: Path) -> Iterator[str]:
+    """The relative links of a page that lead to no file, or to no heading."""
+    for target in re.findall(r"\]\(([^)\s]+)\)", text_of(page)):
+        if re.match(r"[a-z]+:", target):
+            continue
+        name, _, anchor = target.partition("#")
+        file = page.parent / name if name else page
+        if not file.exists() or (anchor and anchor not in anchors(file)):
+            yield target
+
+
+def test_links_lead_somewhere() -> None:
+    found = {str(p.relative_to(ROOT)): list(broken_links(p)) for p in (*READ_IN_PLACE, *DOCS)}
+    assert {page: links for page, links in found.items() if links} == {}
+
+
+def test_a_broken_link_is_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# One two\n[a](page.md#one-two) [b](#one-two) [c](none.md) [d](#three) `[e](code.md)`\n")
+    assert list(broken_links(page)) == ["none.md", "#three"]
+
+
+def test_the_site_builds(tmp_path: Path) -> None:
+    """Without a warning: every page is in the navigation, every link and docstring can be rendered."""
+    if importlib.util.find_spec("mkdocs") is None:
+        pytest.skip("the extra `docs` is not installed")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")],
+        cwd=ROOT,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    built = sorted((tmp_path / "site").rglob("*.html"))
+    assert len(built) > len(DOCS)
+    elsewhere = r"[^>]*(?:https?:)?//"
+    fetched = re.compile(
+        rf"<(?:script|img|iframe)[^>]*src=\"?(?:https?:)?//|<link[^>]*rel=\"?stylesheet\"?{elsewhere}"
+    )
+    assert [p.name for p in built if fetched.search(p.read_text())] == []
+    reference = (tmp_path / "site" / "reference" / "api.html").read_text()
+    assert "Make a model faster." in reference
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+def test_the_readme_shows_rows_of_the_latency_table() -> None:
+    assert pages.read("latency-short") == latency.short(pages.read("latency"))
+
+
+@pytest.mark.parametrize("name", pictures.PICTURES)
+def test_pictures_are_what_the_script_draws(name: str) -> None:
+    drawn = pictures.PICTURES[name]()
+    assert (pictures.FOLDER / f"{name}.svg").read_text() == drawn, "run: python bench/pictures.py"
+
+
+def test_commands_exist() -> None:
+    said = "\n".join(p.read_text() for p in (*READ_IN_PLACE, *DOCS))
+    scripts = set(re.findall(r"\b((?:bench|examples)/\w+\.py)\b", said)) - {
+        "bench/tvm.py"
+    }  # of the first plan
+    assert [s for s in sorted(scripts) if not (ROOT / s).is_file()] == []
+    targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert set(re.findall(r"(?:`|^)make (\w+)", said, re.MULTILINE)) <= targets
+
+
+def test_code_is_python() -> None:
+    for page in (*READ_IN_PLACE, *DOCS):
+        for language, code in FENCE.findall(page.read_text()):
+            if language == "python" and not code.startswith("--8<--"):
+                ast.parse(textwrap.dedent(code))
+
+
+def test_a_table_is_put_on_its_page(tmp_path: Path) -> None:
+    folder = tmp_path / "docs" / "benchmarks"
+    folder.mkdir(parents=True)
+    (tmp_path / "README.md").write_text("no table\n")
+    page = folder / "page.md"
+    page.write_text("before\n<!-- table: a -->\nold\n<!-- end of table: a -->\nafter\n")
+    assert pages.write("a", "| x | y |\n|---|---|\n| 1 | 2 |\n", tmp_path) == page
+    assert page.read_text() == (
+        "before\n<!-- table: a -->\n| x | y |\n|---|---|\n| 1 | 2 |\n<!-- end of table: a -->\nafter\n"
+    )
+    assert pages.rows(pages.read("a", tmp_path)) == [{"x": "1", "y": "2"}]
+    with pytest.raises(SystemExit, match="no page has a table 'b'; there are a"):
+        pages.write("b", "", tmp_path)
