@@ -266,7 +266,12 @@ def short(text: str) -> str:
     found = {row["model"].rstrip("*"): row for row in pages.rows(text)}
     columns = ("model", "original ms", "onnxsim", "onnxslim", OURS_AS_SHOWN[-1])
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
-    return "\n".join([*lines, *(f"| {' | '.join(found[name][c] for c in columns)} |" for name in IN_README)])
+    return "\n".join(
+        [
+            *lines,
+            *(f"| {' | '.join(found[name][c] for c in columns)} |" for name in IN_README if name in found),
+        ]
+    )
 
 
 def main() -> None:
