@@ -1,13 +1,12 @@
 """An agent of your own: train it on your models, and search with it. `python examples/own_agent.py [MODEL.onnx ...]`
 
-Ten seconds of training show how it is done. A useful agent takes minutes: see `xrlflow train --help`, which does the
+A few seconds of training show how it is done. A useful agent takes minutes: see `xrlflow train --help`, which does the
 same from the command line.
 """
 
 from __future__ import annotations
 
 import sys
-import time
 
 import onnx
 from slow_model import slow_model
@@ -27,9 +26,8 @@ def main() -> None:
 
     files = Files(problems=tuple(paths), held_out=(), rules=tuple(LIBRARY), model=Roofline)
     config = TrainConfig(iterations=2, steps=32, workers=0)
-    deadline = time.monotonic() + 10
     vocabulary = Vocabulary.of(files.library())
-    trained = train(files, vocabulary, config, "own.safetensors", resume=False, deadline=deadline)
+    trained = train(files, vocabulary, config, "own.safetensors", resume=False)
     print("trained for", trained.iterations, "iterations")
 
     # The agent guides the search; its choices are verified as always.

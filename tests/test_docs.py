@@ -106,6 +106,12 @@ def test_commands_exist() -> None:
     assert set(re.findall(r"(?:`|^)make (\w+)", said, re.MULTILINE)) <= targets
 
 
+def test_the_demo_is_the_one_that_is_described() -> None:
+    command = re.search(r"^xrlflow optimize out/.*$", (ROOT / "docs/getting-started.md").read_text(), re.MULTILINE)
+    assert command is not None
+    assert f"$(BIN)/{command[0]}\n" in (ROOT / "Makefile").read_text()
+
+
 def test_code_is_python() -> None:
     for page in (*READ_IN_PLACE, *DOCS):
         for language, code in FENCE.findall(page.read_text()):

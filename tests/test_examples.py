@@ -17,9 +17,13 @@ EXAMPLES = ROOT / "examples"
 
 # What each prints, and the files that it leaves behind.
 SAYS = {
-    "optimize_a_file": (r"applied FuseUnrolledLSTM", ["slow.onnx", "slow.fast.onnx"]),
+    # How fast the result is depends on the machine.
+    "optimize_a_file": (
+        r"(verified: True|the result is the original)(.|\n)*wrote slow.fast.onnx",
+        ["slow.onnx", "slow.fast.onnx"],
+    ),
     "own_rule": (r"proven: True(.|\n)*applied FactorOutOfDifference", ["own_rule.onnx"]),
-    "own_agent": (r"trained for [12] iterations\n.* verified: True", ["own.safetensors"]),
+    "own_agent": (r"trained for 2 iterations\n.* verified: True", ["own.safetensors"]),
     "compare_strategies": (r"greedy +modelled cost .*\ntaso +modelled cost", ["slow.onnx"]),
     "compile_with_tvm": (r"an output of shape \(1, 256\)", ["slow.so", "slow.so.json"]),
 }
