@@ -107,7 +107,9 @@ def test_commands_exist() -> None:
 
 
 def test_the_demo_is_the_one_that_is_described() -> None:
-    command = re.search(r"^xrlflow optimize out/.*$", (ROOT / "docs/getting-started.md").read_text(), re.MULTILINE)
+    command = re.search(
+        r"^xrlflow optimize out/.*$", (ROOT / "docs/getting-started.md").read_text(), re.MULTILINE
+    )
     assert command is not None
     assert f"$(BIN)/{command[0]}\n" in (ROOT / "Makefile").read_text()
 
