@@ -946,6 +946,8 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.write and arguments.names:
         parser.error("--write takes the whole table: leave the names out")
+    if arguments.write and f"agents-{arguments.table}" not in pages.tables():
+        parser.error(f"--write: no page has a table of {arguments.table}")
     torch.set_num_threads(arguments.threads)
     files = arguments.agents or ([PRETRAINED] if PRETRAINED.exists() else [])
     arguments.agents = [Agent.load(f) for f in files]

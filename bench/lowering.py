@@ -253,6 +253,8 @@ def main() -> None:
     options = parser.parse_intermixed_args()
     if options.write and (options.names or options.table in ("networks", "bounds")):
         parser.error("--write takes the whole table of operators or models: leave the names out")
+    if options.write and _table_name(options) not in pages.tables():
+        parser.error(f"--write: no page has a table {_table_name(options)}")
     if options.table == "networks":
         if options.tune:
             parser.error("networks are not tuned: leave --tune out")

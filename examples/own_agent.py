@@ -14,6 +14,7 @@ from slow_model import slow_model
 import xrlflow
 from rewrite_rules import LIBRARY
 from xrlflow.cost import Roofline
+from xrlflow.rl.env import EnvConfig
 from xrlflow.rl.features import Vocabulary
 from xrlflow.rl.train import Files, TrainConfig, train
 
@@ -25,7 +26,7 @@ def main() -> None:
         onnx.save(slow_model(steps=4, width=32), paths[0])
 
     files = Files(problems=tuple(paths), held_out=(), rules=tuple(LIBRARY), model=Roofline)
-    config = TrainConfig(iterations=2, steps=32, workers=0)
+    config = TrainConfig(iterations=2, steps=32, workers=0, env=EnvConfig(horizon=20))
     vocabulary = Vocabulary.of(files.library())
     trained = train(files, vocabulary, config, "own.safetensors", resume=False)
     print("trained for", trained.iterations, "iterations")
