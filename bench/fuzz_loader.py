@@ -237,9 +237,10 @@ class Mutator:
         if field.type != field.TYPE_BYTES:
             return found
         raw = old if isinstance(old, bytes) else b""
-        return self.random.choice(
-            (found.encode(), b"\xff\xfe\xc3", raw[: len(raw) // 2], raw + b"\x00" * 7, raw[::-1])
-        )
+        name = (
+            found if isinstance(found, bytes) else found.encode()
+        )  # protobuf gives bytes where it is not UTF-8
+        return self.random.choice((name, b"\xff\xfe\xc3", raw[: len(raw) // 2], raw + b"\x00" * 7, raw[::-1]))
 
     def _text(self, messages: Sequence[Any]) -> str:
         """A name that the model has, or one of an operator or an attribute."""

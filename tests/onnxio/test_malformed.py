@@ -311,3 +311,26 @@ def test_hostile_names_stay_within_one_line(hostile: str) -> None:
         told = str(caught.value)
         assert told.isprintable()
         assert len(told) < 2100
+
+
+def test_a_dimension_whose_name_is_no_text_is_not_known() -> None:
+    body = helper.make_graph(
+        [make("Neg", ["x"], ["t"])], "b", [], [declare("t", TensorProto.FLOAT, ["DIMENSION", 3])]
+    )
+    proto = of(make("If", ["c"], ["y"], then_branch=body, else_branch=body))
+    proto.graph.input.append(declare("z", TensorProto.FLOAT, ["DIMENSION"]))
+    imported = load(proto.SerializeToString().replace(b"DIMENSION", b"DIM\xff\xfeSION"))
+    onnx.load_from_string(to_proto(imported, imported.graph).SerializeToString())
+
+
+def test_a_body_where_no_body_belongs_is_kept() -> None:
+    body = helper.make_graph([make("Neg", ["x"], ["t"])], "b", [], [declare("t", TensorProto.FLOAT, None)])
+    proto = model(
+        [make("Reshape", ["s", "shape"], ["y"], else_branch=body)],
+        [X, declare("s", TensorProto.FLOAT, ["N", 4])],
+        [Y],
+        {"shape": np.array([0, 2, 2])},
+    )
+    imported = load(proto)
+    (node,) = to_proto(imported, imported.graph).graph.node
+    assert [a.name for a in node.attribute] == ["else_branch"]

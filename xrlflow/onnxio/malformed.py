@@ -64,12 +64,13 @@ def check_structure(name: str, graph: onnx.GraphProto, outside: frozenset[str] =
     """Refuse that of which ONNX's own code would allocate memory without end, or abort: absurd numbers, values that
     nothing makes, inputs without a type.
 
-    A negative dimension says that it is not known, and is taken so, in place. Raises ModelError.
+    A negative dimension says that it is not known, and is taken so, in place; so is one whose name is not UTF-8.
+    Raises ModelError.
     """
     damaged = "the file is damaged, export it again"
     for value in (*graph.input, *graph.output, *graph.value_info):
         for dim in value.type.tensor_type.shape.dim if value.type.HasField("tensor_type") else ():
-            if dim.dim_value < 0:
+            if dim.dim_value < 0 or isinstance(dim.dim_param, bytes):
                 dim.Clear()
             elif dim.dim_value > _LONGEST:
                 raise ModelError(

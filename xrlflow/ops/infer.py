@@ -91,7 +91,7 @@ def type_of_proto(proto: onnx.TypeProto, const: bool = False) -> TensorType:
         if dim.HasField("dim_value"):
             dims.append(dim.dim_value if dim.dim_value >= 0 else None)
         else:
-            dims.append(dim.dim_param or None)
+            dims.append(dim.dim_param if isinstance(dim.dim_param, str) and dim.dim_param else None)
     return TensorType(DType(tensor.elem_type), tuple(dims), const)
 
 
@@ -192,7 +192,7 @@ def _by_onnx(
     op: str, attrs: Attrs, types: Sequence[TensorType | None], data: Sequence[Const | None], outputs: int
 ) -> tuple[TensorType, ...]:
     found, places = schema(op), _DATA_INPUTS.get(op, ())
-    if found is None or not _is_defined(op, types):
+    if found is None or not _is_defined(op, types) or any(isinstance(v, Body) for v in attrs.values()):
         return (UNKNOWN,) * outputs
     if op == "Split":  # where the numbers differ ONNX reads beyond the end of one of them
         parts = attrs.get("num_outputs", outputs)
