@@ -16,7 +16,19 @@ from rewrite_rules.shapes import per_rank
 from xrlflow.ir import ABSENT, Attrs, Dim, DType, Node, Value
 from xrlflow.ir.dims import LARGEST
 from xrlflow.ops.tensors import numpy_dtype
-from xrlflow.rewrite import AnyRule, Captures, Op, Reader, Region, RegionRule, Rule, Val, require, worthwhile
+from xrlflow.rewrite import (
+    AnyRule,
+    Captures,
+    Op,
+    Reader,
+    Region,
+    RegionRule,
+    Rule,
+    Val,
+    accurate,
+    require,
+    worthwhile,
+)
 
 # Element types for which ONNX Runtime multiplies matrices.
 _PRODUCTS = frozenset({DType.FLOAT, DType.DOUBLE})
@@ -1122,11 +1134,13 @@ class ReplaceMeanByGlobalAveragePool(Rule):
     """reducemean(x; the spatial axes) -> globalaveragepool(x), squeezed where it keeps no dimensions."""
 
     nonempty = True
+    # ONNX Runtime's pools add in order, its ReduceMean in a tree: of more elements pools lose more than two bits.
+    most: ClassVar[int | None] = 512
     pool, reduce = "GlobalAveragePool", "ReduceMean"
     dtypes = _FLOAT
     shapes = per_rank("x[i,c{h}] axes[n]:const")
     examples: ClassVar[tuple[str, ...]] = (
-        "agraph (float[N,2,3,W] x) => (float[N,2,1,1] y) <int64[2] a = {2,3}> { y = ReduceMean(x, a) }",
+        "agraph (float[N,2,3,4] x) => (float[N,2,1,1] y) <int64[2] a = {2,3}> { y = ReduceMean(x, a) }",
         "agraph (float[N,2,3,4] x) => (float[N,2] y) <int64[2] a = {-1,-2}> { y = ReduceMean<keepdims=0>(x, a) }",
         "agraph (float[N,C,3] x) => (float[N,C] y) <int64[1] a = {2}> { y = ReduceMean<keepdims=0>(x, a) }",
         "agraph (float[2,C,3,4,5] x) => (float[2,C,1,1,1] y) <int64[3] a = {2,4,3}> { y = ReduceMean(x, a) }",
@@ -1138,6 +1152,9 @@ class ReplaceMeanByGlobalAveragePool(Rule):
     def where(self, m: Captures, x: Val, axes: Val) -> None:
         places = sorted(fronts(axes.ints, x.rank))
         require(places == list(range(2, x.rank)), "it does not reduce the spatial axes")
+        if self.most is not None:
+            elements = prod(x.size(i) for i in range(2, x.rank))
+            accurate(elements <= self.most, "a mean of so many elements loses accuracy")
 
     def target(self, op: Op, m: Captures, x: Val, axes: Val) -> Any:
         y = op[self.pool](x)
@@ -1150,6 +1167,7 @@ class ReplaceMaxByGlobalMaxPool(ReplaceMeanByGlobalAveragePool):
     # Whether a kernel drops NaN depends on where it stands.
     spreads = True
     mends = True
+    most = None
     pool, reduce = "GlobalMaxPool", "ReduceMax"
     examples: ClassVar[tuple[str, ...]] = tuple(
         e.replace("ReduceMean", "ReduceMax") for e in ReplaceMeanByGlobalAveragePool.examples

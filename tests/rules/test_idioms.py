@@ -298,6 +298,11 @@ def test_reductions():
     refuses(FuseReduceMean(), reduced("s = ReduceSum(x, i) y = Div(n, s)", i=i, n=THREE))
     applies(FuseReduceSumSquare(), reduced("s = Mul(x, x) y = ReduceSum(s, i)", i=i), ops=["ReduceSumSquare"])
     refuses(FuseReduceSumSquare(), reduced("a = Relu(x) s = Mul(x, a) y = ReduceSum(s, i)", i=i))
+    few, many = "agraph (float[3,8,8] x)", "agraph (float[3,8,9] x)"
+    for rule, inner in ((FuseReduceSumSquare(), "Mul(x, x)"), (FuseReduceL1(), "Abs(x)")):
+        graph = " => (float[3] y) { s = " + inner + " y = ReduceSum<keepdims=0>(s, i) }"
+        applies(rule, model(few + graph, i=np.array([1, 2])))
+        refuses(rule, model(many + graph, i=np.array([1, 2])), "loses accuracy")
     applies(FuseReduceL1(), reduced("s = Abs(x) y = ReduceSum(s, i)", i=i), ops=["ReduceL1"])
     applies(
         FuseReduceL2(),

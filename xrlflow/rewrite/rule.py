@@ -90,6 +90,15 @@ def worthwhile(condition: object, reason: str) -> None:
         raise Refused(reason)
 
 
+def accurate(condition: object, reason: str) -> None:
+    """Refuse a match on which the rule would lose more than two bits of float32.
+
+    That is for sums in a runtime's kernels, which the small graphs of a proof do not show.
+    """
+    if not condition:
+        raise Refused(reason)
+
+
 @dataclass(frozen=True)
 class Lit:
     """A string attribute that must be just this (a plain string in a source names a capture)."""
