@@ -611,3 +611,14 @@ def test_small_elements_of_a_coarse_kernel_may_move_by_its_grid() -> None:
     assert grid(original) == step
     assert grid(np.float32([0.0, 1.0, 2.0])) == 2.0**-24
     assert grid(np.zeros(3, np.float32)) == 2.0**-24
+
+
+def test_an_original_that_is_exact_by_luck_is_no_yardstick_of_rounding() -> None:
+    """1 + (e + e) is exact and (1 + e) + e is not, for e half a place of the last digit: both round once or twice."""
+    graph = "agraph (float[4] x, float[4] e) => (float[4] y) <float one = {{1}}> {{ {} y = Sub(s, one) }}"
+    lucky = model(graph.format("d = Add(e, e) s = Add(x, d)"))
+    other = model(graph.format("d = Add(x, e) s = Add(d, e)"))
+    far = model(graph.format("d = Sum(e, e, e, e, e, e, e, e, e, e, e, e, e, e, e, e) s = Add(x, d)"))
+    inputs = {"x": np.ones(4, np.float32), "e": np.full(4, 2.0**-24, np.float32)}
+    assert verify(lucky.SerializeToString(), other.SerializeToString(), inputs=inputs).verified
+    assert not verify(lucky.SerializeToString(), far.SerializeToString(), inputs=inputs).verified
