@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import onnx
@@ -16,11 +16,12 @@ from typer.testing import CliRunner
 
 import xrlflow
 from tests.rules.harness import assert_equivalent, model, random_feeds, run
-from xrlflow.api import VerificationFailed, _Job
+from xrlflow.api import VerificationFailed
 from xrlflow.backends import BackendError
 from xrlflow.cli import app
 from xrlflow.cost import Machine, Roofline
 from xrlflow.ir import Edit, Graph
+from xrlflow.pipeline.context import Clock
 from xrlflow.rewrite import AnyRule, Captures, Op, Rule, Val, require
 from xrlflow.search import Selection
 from xrlflow.search.result import Found
@@ -32,7 +33,7 @@ W = RNG.standard_normal((8, 8)).astype(np.float32)
 @pytest.fixture(autouse=True)
 def reference_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Results must not depend on the machine that runs the tests."""
-    monkeypatch.setattr("xrlflow.api.calibrated", lambda threads: Machine.reference())
+    monkeypatch.setattr("xrlflow.pipeline.prepare.calibrated", lambda threads: Machine.reference())
 
 
 def optimize(source: Any, **options: Any) -> xrlflow.Result:
@@ -299,36 +300,30 @@ def test_an_interrupt_hurries_what_follows(interrupting: bool, monkeypatch: pyte
         seconds.append(deadline - time.monotonic())
         return Selection(None, (), False)
 
-    monkeypatch.setattr("xrlflow.api.select", selected)
+    monkeypatch.setattr("xrlflow.pipeline.choose.select", selected)
     result = optimize(chain(8), measure=True, time_limit=1e4, listener=listener)
     assert ("interrupted: the best so far is kept" in result.report.notes) == interrupting
     assert [s < 100.0 for s in seconds] == [interrupting]
 
 
-def job(begin: float, limit: float) -> _Job:
-    """An optimisation of a model of 20 ms that takes 0.3 s to load, begun so long ago."""
+def clock(begin: float, limit: float) -> Clock:
+    """The clock of an optimisation of a model of 20 ms that takes 0.3 s to load, begun so long ago."""
     now = time.monotonic()
-    nothing = cast(Any, None)
-    made = _Job(
-        nothing, b"", "greedy", "roofline", 1000, 1.05, 0, 2, None, now - begin, now - begin + limit, 1.2, "",
-        nothing, None, {},
-    )  # fmt: skip
-    made.latency, made.loading = 0.02, 0.3
-    return made
+    return Clock(now - begin, now - begin + limit, latency=0.02, loading=0.3)
 
 
 @pytest.mark.parametrize("begin", [1.0, 100.0, 3000.0])
 def test_however_late_an_interrupt_comes_there_is_time_to_compare(begin: float) -> None:
-    late = job(begin, 3600.0)
+    late = clock(begin, 3600.0)
     late.hurry()
     now = time.monotonic()
-    left = late.time
+    left = late.budget
     assert left.select_until - now == pytest.approx(2 * left.each_comparison, abs=1.0)
     assert left.end - left.select_until == pytest.approx(left.verification + left.comparison)
 
 
 def test_an_interrupt_gives_no_more_time_than_there_was() -> None:
-    late = job(59.0, 60.0)
+    late = clock(59.0, 60.0)
     before = late.deadline
     late.hurry()
     assert late.deadline == before
@@ -339,7 +334,7 @@ def test_a_second_interrupt_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
         if phase == "search" and done == 3:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr("xrlflow.api.select", lambda *_: Selection(None, (), interrupted=True))
+    monkeypatch.setattr("xrlflow.pipeline.choose.select", lambda *_: Selection(None, (), interrupted=True))
     with pytest.raises(KeyboardInterrupt):
         optimize(chain(8), measure=True, listener=listener)
     result = optimize(chain(8), measure=True)
@@ -357,7 +352,7 @@ def test_an_interrupt_within_the_selection_is_its_business(monkeypatch: pytest.M
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("xrlflow.api.select", selected)
+    monkeypatch.setattr("xrlflow.pipeline.choose.select", selected)
     with pytest.raises(KeyboardInterrupt):
         optimize(chain(8), measure=True)
 
@@ -417,7 +412,7 @@ class UseTwoWeights(Rule):
 
 
 def use(monkeypatch: pytest.MonkeyPatch, *rules: AnyRule) -> None:
-    monkeypatch.setattr("xrlflow.api.LIBRARY", rules)
+    monkeypatch.setattr("xrlflow.pipeline.prepare.LIBRARY", rules)
 
 
 SQUARE = "agraph (float[8,8] x) => (float[8,8] first, float[8,8] second) {{ {} }}"

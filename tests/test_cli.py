@@ -32,7 +32,7 @@ def reference_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Results must not depend on the machine that runs the tests."""
     from xrlflow.cost import Machine
 
-    monkeypatch.setattr("xrlflow.api.calibrated", lambda threads: Machine.reference())
+    monkeypatch.setattr("xrlflow.pipeline.prepare.calibrated", lambda threads: Machine.reference())
 
 
 def invoke(*arguments: object) -> Result:
@@ -320,7 +320,7 @@ def test_interrupted_with_nothing_to_keep(
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("xrlflow.api.load", interrupted)
+    monkeypatch.setattr("xrlflow.pipeline.prepare.load", interrupted)
     result = CliRunner().invoke(app, ["optimize", str(path), "-o", str(tmp_path / "fast.onnx")])
     assert result.exit_code == 130
     assert result.stderr == "xrlflow: error: interrupted before there was a result\n"

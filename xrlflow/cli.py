@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import json
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -13,6 +15,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
+from xrlflow.options import COMPARED, Flag, Options, TrainOptions, TuneOptions, flags
 from xrlflow.text import printable
 
 app = typer.Typer(
@@ -25,39 +28,47 @@ app = typer.Typer(
 )
 
 Model = Annotated[Path, typer.Argument(help="The ONNX file.")]
-Shapes = Annotated[
-    list[str] | None,
-    typer.Option("--shape", help="Numbers for an input's dimensions: input=1,3,224,224. May be repeated."),
-]
-Threads = Annotated[
-    int | None, typer.Option(min=1, help="Threads of the runtime; default: the physical cores.")
-]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object to standard output.")]
-Seed = Annotated[int, typer.Option(min=0, help="Seed of everything random.")]
-Search = Annotated[
-    str, typer.Option(help="xrlflow (an agent), taso, greedy, lookahead2, lookahead3 or random.")
-]
-Cost = Annotated[str, typer.Option(help="What guides the search: roofline, profiled or measured.")]
-Budget = Annotated[int, typer.Option(min=0, help="Graphs that the search may expand.")]
-TimeLimit = Annotated[float, typer.Option(min=0.0, help="Seconds for everything.")]
-Inputs = Annotated[
-    Path | None, typer.Option("--inputs", help="Your own inputs for verification and measurement (.npz).")
-]
+Given = dict[str, Any]
+"""Flags by the names of the options that they are."""
 
-Cpu = Annotated[
-    str | None, typer.Option(help="tvm: LLVM's name of the processor to compile for; default: this one.")
-]
-Triple = Annotated[
-    str | None, typer.Option(help="tvm: LLVM's name of its system, if it is another (aarch64-linux-gnu).")
-]
-RemoteDevice = Annotated[
-    str | None,
-    typer.Option("--remote", help="tvm: run on a device of a TVM RPC tracker: HOST:PORT/KEY."),
-]
-TuningStore = Annotated[
-    Path | None,
-    typer.Option("--store", help="tvm: the file of tuned kernels; default: in the user's cache."),
-]
+
+def taking(kind: type, *names: str, **texts: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A command with the flags of a class of options (of these names; all by default), which its parameter `options`
+    is given. `texts`: other help than the options' own."""
+    known = {name: found for name, found in flags(kind).items() if not names or name in names}
+
+    def parameter(name: str, flag: Flag, default: Any) -> inspect.Parameter:
+        declared = () if flag.name is None else (flag.name,)
+        info = typer.Option(
+            *declared, help=texts.get(name, flag.help), min=flag.least, show_default=flag.shown
+        )
+        several = default == ()
+        return inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=None if several else default,
+            annotation=Annotated[(flag.type | None) if several else flag.type, info],
+        )
+
+    def decorated(command: Callable[..., None]) -> Callable[..., None]:
+        parameters = [parameter(name, *found) for name, found in known.items()]
+        own = inspect.signature(command, eval_str=True).parameters.values()
+        parameters[:0] = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own if p.name != "options"]
+
+        @functools.wraps(command)
+        def wrapper(**values: Any) -> None:
+            given = {name: values.pop(name) for name in known}
+            command(
+                options={n: () if v is None and known[n][1] == () else v for n, v in given.items()}, **values
+            )
+
+        del wrapper.__wrapped__
+        wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        wrapper.__annotations__ = {p.name: p.annotation for p in parameters}
+        return wrapper
+
+    return decorated
 
 
 def main() -> None:
@@ -122,58 +133,18 @@ def parse_shapes(options: list[str] | None) -> dict[str, tuple[int, ...]] | None
     return shapes
 
 
+def with_shapes(options: Given) -> Given:
+    """The options, with the texts of --shape read."""
+    return options | {"shapes": parse_shapes(options["shapes"])}
+
+
 @app.command()
+@taking(Options)
 def optimize(
     model: Model,
     output: Annotated[Path, typer.Option("-o", "--output", help="Where the result goes.")],
-    search: Search = "xrlflow",
-    cost: Cost = "profiled",
-    backend: Annotated[
-        str, typer.Option(help="onnxruntime, or tvm: -o names a shared library.")
-    ] = "onnxruntime",
-    cpu: Cpu = None,
-    triple: Triple = None,
-    remote: RemoteDevice = None,
-    backend_ops: Annotated[
-        bool, typer.Option(help="Allow operators that only this runtime has (com.microsoft).")
-    ] = False,
-    allow_approximate: Annotated[
-        bool,
-        typer.Option("--allow-approximate", help="Allow rules that may lose more than two bits of accuracy."),
-    ] = False,
-    assume: Annotated[
-        list[str] | None,
-        typer.Option(help="What holds: finite (no infinities, no NaN), vnni (the processor)."),
-    ] = None,
-    budget: Budget = 1000,
-    time_limit: TimeLimit = 60.0,
-    alpha: Annotated[
-        float, typer.Option(min=1.0, help="TASO: how much worse than the best may a graph be.")
-    ] = 1.05,
-    agent: Annotated[
-        Path | None, typer.Option(help="xrlflow: an agent of your own (`xrlflow train`).", show_default=False)
-    ] = None,
-    train_steps: Annotated[
-        int, typer.Option(min=0, help="xrlflow: train the agent on this model first, for so many steps.")
-    ] = 0,
-    shape: Shapes = None,
-    fix_shapes: Annotated[bool, typer.Option(help="Write the numbers of --shape into the file.")] = False,
-    store: TuningStore = None,
-    threads: Threads = None,
-    seed: Seed = 0,
-    measure: Annotated[bool, typer.Option(help="Measure the result against the original.")] = True,
-    verify: Annotated[
-        bool, typer.Option(help="Compare the result with the original on random inputs.")
-    ] = True,
-    inputs: Inputs = None,
-    max_growth: Annotated[
-        float, typer.Option(min=0.0, help="Largest size of the result, in sizes of the input.")
-    ] = 1.2,
-    opset: Annotated[int | None, typer.Option(help="The opset of the result; default: 23.")] = None,
+    options: Given,
     trace: Annotated[Path | None, typer.Option(help="Write the substitutions to this file.")] = None,
-    replay: Annotated[
-        Path | None, typer.Option(help="Apply the substitutions of this file; no search.")
-    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Write a faster model that computes the same, or the original if none was found."""
@@ -181,20 +152,12 @@ def optimize(
         from xrlflow import api
         from xrlflow.report import progress, show
 
-        shapes = parse_shapes(shape)
-        api.check_writable(output, library=backend == "tvm")
+        options = with_shapes(options)
+        api.check_writable(output, library=options["backend"] == "tvm")
         if trace is not None:
             api.check_writable(trace)
         with progress(enabled=not as_json and sys.stderr.isatty()) as listener:
-            result = api.optimize(
-                model, search=search, cost=cost, backend=backend, cpu=cpu, triple=triple, remote=remote,
-                backend_ops=backend_ops,
-                allow_approximate=allow_approximate, assuming=assume or (), budget=budget,
-                time_limit=time_limit, alpha=alpha, agent=agent, train_steps=train_steps, shapes=shapes,
-                fix_shapes=fix_shapes, store=store, threads=threads, seed=seed,
-                measure=measure, verify=verify, inputs=inputs, max_growth=max_growth, opset=opset, replay=replay,
-                listener=listener,
-            )  # fmt: skip
+            result = api.optimize(model, **options, listener=listener)
         result.save(output)
         if trace is not None:
             result.save_trace(trace)
@@ -205,18 +168,21 @@ def optimize(
 
 
 @app.command()
+@taking(
+    Options,
+    "cost",
+    "budget",
+    "time_limit",
+    "shapes",
+    "threads",
+    "seed",
+    "measure",
+    time_limit="Seconds for each strategy.",
+)
 def compare(
     model: Model,
-    searches: Annotated[
-        str, typer.Option(help="Strategies, separated by commas.")
-    ] = "xrlflow,taso,greedy,random",
-    cost: Cost = "profiled",
-    budget: Budget = 1000,
-    time_limit: Annotated[float, typer.Option(min=0.0, help="Seconds for each strategy.")] = 60.0,
-    shape: Shapes = None,
-    threads: Threads = None,
-    seed: Seed = 0,
-    measure: bool = True,
+    options: Given,
+    searches: Annotated[str, typer.Option(help="Strategies, separated by commas.")] = ",".join(COMPARED),
     as_json: AsJson = False,
 ) -> None:
     """Optimise with several strategies, and print a table of what each brings."""
@@ -224,10 +190,8 @@ def compare(
         from xrlflow import api
         from xrlflow.report import show
 
-        comparison = api.compare(
-            model, searches=tuple(s.strip() for s in searches.split(",") if s.strip()), cost=cost, budget=budget,
-            time_limit=time_limit, shapes=parse_shapes(shape), threads=threads, seed=seed, measure=measure,
-        )  # fmt: skip
+        strategies = tuple(s.strip() for s in searches.split(",") if s.strip())
+        comparison = api.compare(model, searches=strategies, **with_shapes(options))
         if as_json:
             print_json([r.to_json() for r in comparison.reports])
         else:
@@ -241,7 +205,7 @@ def rules(
     stats: Annotated[
         Path | None, typer.Option(help="Match the rules against this model: hits, time, near misses.")
     ] = None,
-    seed: Seed = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of everything random.")] = 0,
     as_json: AsJson = False,
 ) -> None:
     """List the rewrite rules (equation, family, backend, proof), or prove them.
@@ -269,12 +233,11 @@ def rules(
 
 
 @app.command()
+@taking(Options, "shapes", "inputs", "seed")
 def verify(
     original: Annotated[Path, typer.Argument(help="The model that is right.")],
     new: Annotated[Path, typer.Argument(help="The model that should compute the same.")],
-    shape: Shapes = None,
-    inputs: Inputs = None,
-    seed: Seed = 0,
+    options: Given,
     as_json: AsJson = False,
 ) -> None:
     """Compare two models on random inputs, with a tolerance that float64 evaluation of the first one gives."""
@@ -282,7 +245,7 @@ def verify(
         from xrlflow import api
         from xrlflow.report import show
 
-        verification = api.verify_files(original, new, shapes=parse_shapes(shape), inputs=inputs, seed=seed)
+        verification = api.verify_files(original, new, **with_shapes(options))
         if as_json:
             print_json(verification.to_json())
         else:
@@ -292,14 +255,12 @@ def verify(
 
 
 @app.command()
+@taking(Options, "shapes", "threads", "inputs", "seed")
 def bench(
     model: Model,
+    options: Given,
     against: Annotated[Path | None, typer.Option(help="Compare with this model.")] = None,
-    shape: Shapes = None,
-    threads: Threads = None,
     time_limit: Annotated[float, typer.Option(min=0.0, help="Seconds.")] = 20.0,
-    inputs: Inputs = None,
-    seed: Seed = 0,
     as_json: AsJson = False,
 ) -> None:
     """Measure a model's latency, or the ratio of two models' latencies with its interval."""
@@ -307,15 +268,7 @@ def bench(
         from xrlflow import api
         from xrlflow.report import show
 
-        measured = api.bench(
-            model,
-            against,
-            shapes=parse_shapes(shape),
-            threads=threads,
-            time_limit=time_limit,
-            inputs=inputs,
-            seed=seed,
-        )
+        measured = api.bench(model, against, time_limit=time_limit, **with_shapes(options))
         if as_json:
             print_json(measured)
         else:
@@ -323,28 +276,11 @@ def bench(
 
 
 @app.command()
+@taking(TuneOptions)
 def tune(
     model: Model,
     output: Annotated[Path, typer.Option("-o", "--output", help="Where the shared library (.so) goes.")],
-    method: Annotated[
-        str, typer.Option(help="chameleon, evolutionary, random, annealing or beam.")
-    ] = "chameleon",
-    trials: Annotated[int, typer.Option(min=0, help="Kernels that are built and measured.")] = 512,
-    batch: Annotated[int, typer.Option(min=1, help="Of one kernel at a time.")] = 16,
-    time_limit: Annotated[float, typer.Option(min=0.0, help="Seconds of tuning.")] = 600.0,
-    cpu: Cpu = None,
-    triple: Triple = None,
-    remote: RemoteDevice = None,
-    shape: Shapes = None,
-    threads: Threads = None,
-    seed: Seed = 0,
-    store: TuningStore = None,
-    rewrite: Annotated[bool, typer.Option(help="Tune what greedy search makes of the graph, too.")] = True,
-    measure: Annotated[bool, typer.Option(help="Measure the result.")] = True,
-    verify: Annotated[
-        bool, typer.Option(help="Compare the result with the original on random inputs.")
-    ] = True,
-    inputs: Inputs = None,
+    options: Given,
     as_json: AsJson = False,
 ) -> None:
     """Compile a model with TVM, its kernels tuned on this machine or a remote device."""
@@ -354,11 +290,7 @@ def tune(
 
         api.check_writable(output, library=True)
         with progress(enabled=not as_json and sys.stderr.isatty()) as listener:
-            tuned = api.tune(
-                model, method=method, trials=trials, batch=batch, time_limit=time_limit, cpu=cpu, triple=triple,
-                remote=remote, shapes=parse_shapes(shape), threads=threads, seed=seed, store=store, rewrite=rewrite,
-                measure=measure, verify=verify, inputs=inputs, listener=listener,
-            )  # fmt: skip
+            tuned = api.tune(model, **with_shapes(options), listener=listener)
         tuned.save(output)
         if as_json:
             print_json(tuned.to_json())
@@ -367,75 +299,18 @@ def tune(
 
 
 @app.command()
+@taking(TrainOptions)
 def train(
     models: Annotated[list[Path], typer.Argument(help="The ONNX files to learn from.")],
     output: Annotated[Path, typer.Option("-o", "--output", help="Where the agent goes.")],
-    held_out: Annotated[
-        list[Path] | None, typer.Option(help="A file to evaluate on and not to learn from. May be repeated.")
-    ] = None,
-    iterations: Annotated[int, typer.Option(min=1, help="Updates of the agent.")] = 200,
-    steps: Annotated[int, typer.Option(min=1, help="Substitutions tried for each update.")] = 2048,
-    horizon: Annotated[int, typer.Option(min=1, help="Substitutions of an episode.")] = 100,
-    workers: Annotated[int, typer.Option(min=0, help="Processes; 0: only this one.")] = 2,
-    start: Annotated[Path | None, typer.Option(help="An agent to begin with.")] = None,
-    restart: Annotated[bool, typer.Option(help="Do not go on where a run with this output stopped.")] = False,
-    time_limit: Annotated[float | None, typer.Option(min=0.0, help="Seconds after which it ends.")] = None,
-    log: Annotated[Path | None, typer.Option(help="A folder for TensorBoard.")] = None,
-    seed: Seed = 0,
+    options: Given,
     as_json: AsJson = False,
 ) -> None:
     """Train an agent that chooses substitutions. Goes on where it stopped, when it is run again."""
     with clear_errors():
-        import time
+        from xrlflow import pipeline
 
-        from rewrite_rules import LIBRARY
-        from xrlflow.cost import Roofline
-        from xrlflow.learn.checkpoint import CheckpointError
-        from xrlflow.learn.log import Logs, TensorBoard, Terminal
-        from xrlflow.learn.ppo import TrainingError
-        from xrlflow.rl import train as training
-        from xrlflow.rl.agent import Agent, AgentConfig
-        from xrlflow.rl.env import EnvConfig
-        from xrlflow.rl.features import Vocabulary
-        from xrlflow.rl.workers import WorkerError
-
-        for path in (*models, *(held_out or ())):
-            if not path.is_file():
-                fail(f"{path} is no file")
-        shown = {
-            "episode/return": "return {:.3f}",
-            "episode/gain": "gain {:.4f}",
-            "evaluation/gain": "evaluation {:.4f}",
-            "ppo/approx_kl": "kl {:.3f}",
-            "ppo/entropy": "entropy {:.2f}",
-            "time/steps_per_second": "{:.0f} steps/s",
-        }
-
-        def logs(done: int) -> Logs:
-            told = [] if as_json else [Terminal(iterations, shown, done)]
-            return Logs(
-                *told, *([TensorBoard(log, since=done + 1 if done else 0)] if log is not None else ())
-            )
-
-        try:
-            begin = None if start is None else Agent.load(start)
-            files = training.Files(
-                tuple(map(str, models)), tuple(map(str, held_out or ())), tuple(LIBRARY), Roofline
-            )
-            if begin is not None:
-                begin = begin.extended(files.library())
-            config = training.TrainConfig(
-                iterations, steps, workers, seed=seed, env=EnvConfig(horizon=horizon),
-                agent=AgentConfig() if begin is None else begin.config,
-            )  # fmt: skip
-            trained = training.train(
-                files, Vocabulary.of(files.library()) if begin is None else begin.vocabulary, config, output,
-                start=begin, resume=not restart,
-                deadline=None if time_limit is None else time.monotonic() + time_limit,
-                log=logs, about={"command": " ".join(["xrlflow", *sys.argv[1:]])},
-            )  # fmt: skip
-        except (CheckpointError, TrainingError, WorkerError) as error:
-            fail(str(error))
+        trained = pipeline.train(models, output, TrainOptions(**options), quiet=as_json)
         if as_json:
             print_json({
                 "agent": str(output),

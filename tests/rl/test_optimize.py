@@ -26,7 +26,7 @@ from xrlflow.search.result import Found, SearchResult
 
 @pytest.fixture(autouse=True)
 def reference_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("xrlflow.api.calibrated", lambda threads: Machine.reference())
+    monkeypatch.setattr("xrlflow.pipeline.prepare.calibrated", lambda threads: Machine.reference())
 
 
 def optimize(name: str, **options: Any) -> xrlflow.Result:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -360,7 +359,8 @@ def test_a_file_that_is_something_else_is_no_store(
     def never(*_: object) -> None:
         raise AssertionError("it began")
 
-    monkeypatch.setattr("xrlflow.api._start", never)
+    for module in ("run", "tuning"):
+        monkeypatch.setattr(f"xrlflow.pipeline.{module}.start", never)
     before = file.read_bytes()
     for command in (["tune"], ["optimize", "--backend", "tvm"]):
         result = CliRunner().invoke(
@@ -414,7 +414,7 @@ def test_the_fastest_of_the_untuned_the_tuned_and_the_rewritten_model_is_taken(
 
     paths: list[str] = []
     monkeypatch.setattr("xrlflow.lowering.measure", measured)
-    monkeypatch.setattr("xrlflow.api._final", lambda job, path: None)
+    monkeypatch.setattr("xrlflow.pipeline.tuning.final", lambda *_: None)
     result = api.tune(rewritable(), trials=0, threads=2, store=tmp_path / "s.sqlite")
     assert result.verification is not None
     assert result.verification.verified
@@ -461,7 +461,7 @@ def test_a_rewritten_graph_that_does_not_compile_is_left_out(
 
     compile_model = Tvm.compile
     monkeypatch.setattr(Tvm, "compile", failing)
-    monkeypatch.setattr("xrlflow.api._final", lambda job, path: None)
+    monkeypatch.setattr("xrlflow.pipeline.tuning.final", lambda *_: None)
     result = api.tune(rewritable(), trials=0, threads=2, store=tmp_path / "s.sqlite")
     assert result.found.rewritten_ms is None
     assert result.to_json()["notes"] == ["the rewritten graph is left out: not this one"]
@@ -474,7 +474,7 @@ def test_after_an_interrupted_search_nothing_is_tuned(
         if phase == "search":
             raise KeyboardInterrupt
 
-    monkeypatch.setattr("xrlflow.api._final", lambda job, path: None)
+    monkeypatch.setattr("xrlflow.pipeline.tuning.final", lambda *_: None)
     result = api.tune(rewritable(), trials=8, threads=2, store=tmp_path / "s.sqlite", listener=listener)
     assert result.found.tuning.measured == 0
     assert result.verification is not None
@@ -522,11 +522,11 @@ def test_an_interrupt_hurries_what_follows(
         seconds.append(time_limit)
         return measure(*given, time_limit=0.2, **named)
 
-    def final(job: Any, path: str) -> None:
-        seconds.append(job.deadline - time.monotonic())
+    def final(context: Any, path: str, allowed: float) -> None:
+        seconds.append(allowed)
 
     monkeypatch.setattr("xrlflow.lowering.measure", measured)
-    monkeypatch.setattr("xrlflow.api._final", final)
+    monkeypatch.setattr("xrlflow.pipeline.tuning.final", final)
     result = api.tune(
         file, method="random", trials=4, batch=2, threads=2, store=tmp_path / "s.sqlite", listener=listener
     )

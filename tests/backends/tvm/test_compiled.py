@@ -26,7 +26,6 @@ import pytest
 from typer.testing import CliRunner
 
 import xrlflow
-from xrlflow import api
 from xrlflow.api import OptionError, VerificationFailed
 from xrlflow.backends import BackendError
 from xrlflow.backends.onnxruntime import measure, open_model
@@ -35,6 +34,7 @@ from xrlflow.backends.results import SpeedUp
 from xrlflow.backends.tvm import Tvm, TvmModel, detect, load_compiled
 from xrlflow.backends.tvm.target import lacking
 from xrlflow.cli import app
+from xrlflow.pipeline import compiled as finishing
 from xrlflow.verify import Status, Verification
 
 WEIGHTS = ", ".join(str(round(math.sin(i), 3)) for i in range(128))
@@ -381,9 +381,9 @@ def test_the_report_says_if_onnx_runtime_is_faster(
     factor: float, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("xrlflow.tuning.store.cache_directory", lambda: tmp_path / "cache")
-    final, speedup = api._final, SpeedUp(factor, 0.9 * factor, 1.1 * factor)
+    final, speedup = finishing.final, SpeedUp(factor, 0.9 * factor, 1.1 * factor)
     monkeypatch.setattr(
-        api, "_final", lambda job, path: dataclasses.replace(final(job, path), speedup=speedup)
+        finishing, "final", lambda *given: dataclasses.replace(final(*given), speedup=speedup)
     )
     result = xrlflow.optimize(file, backend="tvm", search="greedy", cost="roofline", time_limit=8.0)
     assert result.report.reason.startswith("measured ")
@@ -407,7 +407,8 @@ def test_open_dimensions_are_asked_for_before_any_work(
     def never(*_: object) -> NoReturn:
         raise AssertionError("it began")
 
-    monkeypatch.setattr("xrlflow.api._start", never)
+    for module in ("run", "tuning"):
+        monkeypatch.setattr(f"xrlflow.pipeline.{module}.start", never)
     model = onnx.parser.parse_model(
         '<ir_version: 9, opset_import: ["": 20]> agraph (float[n,8] x) => (float[n,8] y) { y = Relu(x) }'
     )
@@ -671,7 +672,7 @@ def test_what_cannot_be_compared_is_not_said_to_differ(
 ) -> None:
     monkeypatch.setattr("xrlflow.tuning.store.cache_directory", lambda: tmp_path / "cache")
     verdict = Verification(Status.NOT_COMPARABLE, reason="it has random operators")
-    monkeypatch.setattr("xrlflow.api.Reference.check_compiled", lambda *_: verdict)
+    monkeypatch.setattr("xrlflow.verify.Reference.check_compiled", lambda *_: verdict)
     with pytest.raises(
         VerificationFailed, match=r"cannot be verified: it has random operators \(--no-verify\)"
     ):

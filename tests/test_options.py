@@ -1,0 +1,79 @@
+"""One set of options: what Python takes, what the command line takes, and what is refused."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+import pytest
+import typer
+
+import xrlflow
+from xrlflow.cli import app
+from xrlflow.options import OptionError, Options, TrainOptions, TuneOptions, flags
+
+BOTH = ((xrlflow.optimize, Options), (xrlflow.tune, TuneOptions), (xrlflow.train, TrainOptions))
+
+
+@pytest.mark.parametrize(("function", "kind"), BOTH)
+def test_a_function_takes_the_options_with_the_same_defaults(
+    function: Callable[..., Any], kind: type
+) -> None:
+    taken = {
+        p.name: p.default
+        for p in inspect.signature(function).parameters.values()
+        if p.kind is p.KEYWORD_ONLY and p.name != "listener"
+    }
+    assert taken == {f.name: f.default for f in fields(kind)}
+
+
+@pytest.mark.parametrize(("function", "kind"), BOTH)
+def test_every_option_is_explained(function: Callable[..., Any], kind: type) -> None:
+    assert function.__doc__ is not None
+    for name in {f.name for f in fields(kind)} - {"threads", "seed", "verify", "measure"}:
+        assert f"`{name}" in function.__doc__, name
+
+
+@pytest.mark.parametrize(("function", "kind"), BOTH)
+def test_the_command_line_has_a_flag_for_each(function: Callable[..., Any], kind: type) -> None:
+    command = typer.main.get_command(app).commands[function.__name__]  # type: ignore[attr-defined]
+    parameters = {p.name: p for p in command.params}
+    for name, (flag, default) in flags(kind).items():
+        parameter = parameters[name]
+        assert parameter.help == flag.help
+        assert (flag.name or f"--{name.replace('_', '-')}") in parameter.opts
+        assert parameter.default in (default, None, [])
+
+
+def test_without_a_flag_are_only_objects_of_python() -> None:
+    assert {f.name for f in fields(Options)} - flags(Options).keys() == {"session_options", "providers"}
+    assert {f.name for f in fields(TuneOptions)} == flags(TuneOptions).keys()
+    assert {f.name for f in fields(TrainOptions)} == flags(TrainOptions).keys()
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "said"),
+    [
+        (Options, {"search": "luck"}, "choose one of xrlflow, taso"),
+        (Options, {"cost": "free"}, "choose one of roofline"),
+        (Options, {"backend": "abacus"}, "choose of onnxruntime, tvm"),
+        (Options, {"assuming": ("infinite",)}, "choose of finite, vnni"),
+        (Options, {"budget": -1}, "budget -1 is negative"),
+        (Options, {"time_limit": 0.0}, "time_limit 0 is not positive"),
+        (Options, {"alpha": 0.5}, "alpha 0.5 is below 1"),
+        (Options, {"max_growth": 0.0}, "max_growth 0 is not positive"),
+        (Options, {"search": "greedy", "train_steps": 5}, "train_steps has no meaning with search 'greedy'"),
+        (Options, {"cpu": "haswell"}, "cpu has no meaning with backend 'onnxruntime'"),
+        (Options, {"backend": "tvm", "opset": 17}, "opset has no meaning with backend 'tvm'"),
+        (TuneOptions, {"method": "luck"}, "choose of chameleon"),
+        (TuneOptions, {"batch": 0}, "above zero"),
+        (TrainOptions, {"iterations": 0}, "iterations 0 is not positive"),
+        (TrainOptions, {"workers": -1}, "workers -1 is negative"),
+        *((kind, {"seed": -1}, "seed -1 is negative") for kind in (Options, TuneOptions, TrainOptions)),
+    ],
+)
+def test_what_makes_no_sense_is_refused(kind: type, given: dict[str, Any], said: str) -> None:
+    with pytest.raises(OptionError, match=said):
+        kind(**given)

@@ -1,0 +1,257 @@
+"""What a caller may ask for: typed, checked once, and the same for Python and the command line.
+
+The fields of `Options` are the keyword arguments of `optimize` and, where they have a `Flag`, the flags of
+`xrlflow optimize`; those of `TuneOptions` and
+`TrainOptions` are those of `tune` and `train`. The command line reads this module before it knows what
+it is asked for: nothing heavy is imported here before it is needed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import onnxruntime as ort
+
+    from xrlflow.backends.tvm.remote import Remote
+    from xrlflow.cost import CostModel
+
+AGENT = "xrlflow"
+COMPARED = (AGENT, "taso", "greedy", "random")
+"""The searches that `compare` compares by default."""
+LOOKAHEAD = {"lookahead2": 2, "lookahead3": 3}
+"""Greedy searches that look so many steps ahead where they are stuck."""
+SEARCHES = (*COMPARED, *LOOKAHEAD)
+ASSUMPTIONS = frozenset({"finite", "vnni"})
+"""What rules may assume besides being approximate."""
+COSTS = ("roofline", "profiled", "measured")
+BACKENDS = ("onnxruntime", "tvm")
+_CPU = "CPUExecutionProvider"
+
+
+class OptionError(ValueError):
+    """An argument that makes no sense; the message names it and what it may be."""
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """How the command line takes an option: its help, its type there, its name if it is not the field's, its least
+    value, and whether help shows the default."""
+
+    help: str
+    type: Any
+    name: str | None = None
+    least: float | None = None
+    shown: bool = True
+
+
+def option(default: Any, help: str, type: Any, **flag: Any) -> Any:
+    """A field that is a flag of the command line, too."""
+    return field(default=default, metadata={"flag": Flag(help, type, **flag)})
+
+
+def flags(kind: type) -> Mapping[str, tuple[Flag, Any]]:
+    """The flags of a class of options by the names of their fields, with their defaults; its own first."""
+    own = kind.__annotations__
+    known = [f for f in fields(kind) if "flag" in f.metadata]
+    return {f.name: (f.metadata["flag"], f.default) for f in sorted(known, key=lambda f: f.name not in own)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Common:
+    """What `optimize` and `tune` have in common. Raises OptionError."""
+
+    cpu: str | None = option(
+        None, "tvm: LLVM's name of the processor to compile for; default: this one.", str | None
+    )
+    triple: str | None = option(
+        None, "tvm: LLVM's name of its system, if it is another (aarch64-linux-gnu).", str | None
+    )
+    remote: str | Remote | None = option(
+        None, "tvm: run on a device of a TVM RPC tracker: HOST:PORT/KEY.", str | None
+    )
+    shapes: Mapping[str, Sequence[int]] | None = option(
+        None,
+        "Numbers for an input's dimensions: input=1,3,224,224. May be repeated.",
+        list[str] | None,
+        name="--shape",
+    )
+    threads: int | None = option(
+        None, "Threads of the runtime; default: the physical cores.", int | None, least=1
+    )
+    seed: int = option(0, "Seed of everything random.", int, least=0)
+    store: str | os.PathLike[str] | None = option(
+        None, "tvm: the file of tuned kernels; default: in the user's cache.", Path | None
+    )
+    measure: bool = option(True, "Measure the result against the original.", bool)
+    verify: bool = option(True, "Compare the result with the original on random inputs.", bool)
+    inputs: str | os.PathLike[str] | Mapping[str, Any] | None = option(
+        None, "Your own inputs for verification and measurement (.npz).", Path | None
+    )
+
+    def __post_init__(self) -> None:
+        check_seed(self.seed)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options(Common):
+    """What `optimize` may be asked for; `xrlflow.optimize` says what each option means. Raises OptionError."""
+
+    search: str = option(AGENT, "xrlflow (an agent), taso, greedy, lookahead2, lookahead3 or random.", str)
+    cost: str | CostModel = option("profiled", "What guides the search: roofline, profiled or measured.", str)
+    backend: str = option("onnxruntime", "onnxruntime, or tvm: -o names a shared library.", str)
+    backend_ops: bool = option(False, "Allow operators that only this runtime has (com.microsoft).", bool)
+    allow_approximate: bool = option(
+        False, "Allow rules that may lose more than two bits of accuracy.", bool, name="--allow-approximate"
+    )
+    assuming: Sequence[str] = option(
+        (), "What holds: finite (no infinities, no NaN), vnni (the processor).", list[str], name="--assume"
+    )
+    budget: int = option(1000, "Graphs that the search may expand.", int, least=0)
+    time_limit: float = option(60.0, "Seconds for everything.", float, least=0.0)
+    alpha: float = option(1.05, "TASO: how much worse than the best may a graph be.", float, least=1.0)
+    agent: str | os.PathLike[str] | None = option(
+        None, "xrlflow: an agent of your own (`xrlflow train`).", Path | None, shown=False
+    )
+    train_steps: int = option(
+        0, "xrlflow: train the agent on this model first, for so many steps.", int, least=0
+    )
+    fix_shapes: bool = option(False, "Write the numbers of --shape into the file.", bool)
+    session_options: Mapping[str, str] | ort.SessionOptions | None = None
+    providers: Sequence[str] = (_CPU,)
+    max_growth: float = option(1.2, "Largest size of the result, in sizes of the input.", float, least=0.0)
+    opset: int | None = option(None, "The opset of the result; default: 23.", int | None)
+    replay: str | os.PathLike[str] | None = option(
+        None, "Apply the substitutions of this file; no search.", Path | None
+    )
+
+    def __post_init__(self) -> None:
+        from xrlflow.backends.onnxruntime import check_providers
+
+        self._check_names()
+        self._check_numbers()
+        self._check_agent()
+        check_providers(self.providers)
+        compiling = {"cpu": self.cpu, "triple": self.triple, "remote": self.remote, "store": self.store}
+        self._check_backend("tvm", compiling)
+        self._check_backend("onnxruntime", {"opset": self.opset, "backend_ops": self.backend_ops or None})
+        if self.store is not None and not os.path.isfile(self.store):
+            raise OptionError(
+                f"store {os.fspath(self.store)} is no file: give one that `xrlflow tune --store` wrote"
+            )
+
+    @property
+    def cost_name(self) -> str:
+        return self.cost if isinstance(self.cost, str) else self.cost.name
+
+    @property
+    def compiling(self) -> bool:
+        """Whether the result is compiled with TVM."""
+        return self.backend == "tvm"
+
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        """What rules may assume."""
+        return (*self.assuming, *(("approximate",) if self.allow_approximate else ()))
+
+    def _check_names(self) -> None:
+        if self.search not in SEARCHES:
+            raise OptionError(f"search {self.search!r} is not known: choose one of {', '.join(SEARCHES)}")
+        if isinstance(self.cost, str) and self.cost not in COSTS:
+            raise OptionError(f"cost {self.cost!r} is not known: choose one of {', '.join(COSTS)}")
+        if self.backend not in BACKENDS:
+            raise OptionError(f"backend {self.backend!r} is not known: choose of {', '.join(BACKENDS)}")
+        if unknown := set(self.assuming) - ASSUMPTIONS:
+            raise OptionError(
+                f"assumption {min(unknown)!r} is not known: choose of {', '.join(sorted(ASSUMPTIONS))}"
+            )
+
+    def _check_numbers(self) -> None:
+        check_seed(self.seed)
+        if self.budget < 0:
+            raise OptionError(f"budget {self.budget} is negative")
+        if self.train_steps < 0:
+            raise OptionError(f"train_steps {self.train_steps} is negative: give steps of training, or 0")
+        if self.time_limit <= 0:
+            raise OptionError(f"time_limit {self.time_limit:g} is not positive: give seconds")
+        if self.alpha < 1:
+            raise OptionError(
+                f"alpha {self.alpha:g} is below 1: TASO keeps graphs that cost up to alpha times the best"
+            )
+        if self.max_growth <= 0:
+            raise OptionError(
+                f"max_growth {self.max_growth:g} is not positive: give sizes of the input, such as 1.2"
+            )
+
+    def _check_agent(self) -> None:
+        for name, value in (("agent", self.agent), ("train_steps", self.train_steps)):
+            if value and self.search != AGENT:
+                raise OptionError(f"{name} has no meaning with search {self.search!r}: choose {AGENT!r}")
+        if self.agent is not None and not os.path.isfile(self.agent):
+            raise OptionError(
+                f"agent {os.fspath(self.agent)} is no file: give one that `xrlflow train` wrote"
+            )
+
+    def _check_backend(self, only: str, given: Mapping[str, object]) -> None:
+        """Raise OptionError for what was given to another backend than the one for which it has a meaning."""
+        for name, value in given.items():
+            if self.backend != only and value is not None:
+                raise OptionError(f"{name} has no meaning with backend {self.backend!r}: choose {only!r}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TuneOptions(Common):
+    """What `tune` may be asked for; `xrlflow.tune` says what each option means. Raises OptionError."""
+
+    method: str = option("chameleon", "chameleon, evolutionary, random, annealing or beam.", str)
+    trials: int = option(512, "Kernels that are built and measured.", int, least=0)
+    batch: int = option(16, "Of one kernel at a time.", int, least=1)
+    time_limit: float = option(600.0, "Seconds of tuning.", float, least=0.0)
+    rewrite: bool = option(True, "Tune what greedy search makes of the graph, too.", bool)
+
+    def __post_init__(self) -> None:
+        from xrlflow.tuning.tuners.protocol import Method
+
+        methods = [m.value for m in Method]
+        if self.method not in methods:
+            raise OptionError(f"method {self.method!r} is not known: choose of {', '.join(methods)}")
+        if self.trials < 0 or self.batch < 1 or not self.time_limit > 0:
+            raise OptionError("trials must not be negative, the batch and the time limit must be above zero")
+        check_seed(self.seed)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainOptions:
+    """What `train` may be asked for; `xrlflow.train` says what each option means. Raises OptionError."""
+
+    held_out: Sequence[str | os.PathLike[str]] = option(
+        (), "A file to evaluate on and not to learn from. May be repeated.", list[Path]
+    )
+    iterations: int = option(200, "Updates of the agent.", int, least=1)
+    steps: int = option(2048, "Substitutions tried for each update.", int, least=1)
+    horizon: int = option(100, "Substitutions of an episode.", int, least=1)
+    workers: int = option(2, "Processes; 0: only this one.", int, least=0)
+    start: str | os.PathLike[str] | None = option(None, "An agent to begin with.", Path | None)
+    restart: bool = option(
+        False, "Do not go on where a run with this output stopped.", bool, name="--restart"
+    )
+    time_limit: float | None = option(None, "Seconds after which it ends.", float | None, least=0.0)
+    log: str | os.PathLike[str] | None = option(None, "A folder for TensorBoard.", Path | None)
+    seed: int = option(0, "Seed of everything random.", int, least=0)
+
+    def __post_init__(self) -> None:
+        for name in ("iterations", "steps", "horizon"):
+            if getattr(self, name) < 1:
+                raise OptionError(f"{name} {getattr(self, name)} is not positive: give 1 or more")
+        if self.workers < 0:
+            raise OptionError(f"workers {self.workers} is negative: give processes, or 0")
+        check_seed(self.seed)
+
+
+def check_seed(seed: int) -> None:
+    if seed < 0:
+        raise OptionError(f"seed {seed} is negative: give 0 or more")

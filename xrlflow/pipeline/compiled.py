@@ -1,0 +1,65 @@
+"""The last word with TVM: proposals are compiled, the fastest is kept, verified, and compared with ONNX Runtime."""
+
+from __future__ import annotations
+
+import time
+
+from xrlflow import lowering
+from xrlflow.lowering import Choice
+from xrlflow.pipeline.confirm import final
+from xrlflow.pipeline.context import Context
+from xrlflow.pipeline.explore import Explored
+from xrlflow.pipeline.finish import Finished
+from xrlflow.pipeline.prepare import Start
+from xrlflow.pipeline.verifier import Verifier
+from xrlflow.report import compared_with
+from xrlflow.verify import Verification
+
+
+def finish(context: Context, start: Start, explored: Explored) -> Finished:
+    """Compile what was found, choose by measurement, verify and measure the compiled model. See `Finisher`."""
+    options, place = context.options, context.place
+    assert place is not None
+    choice = _compiled(context, start, explored)
+    best = choice.lowered
+    verification: Verification | None = None
+    if options.verify:
+        with context.clock.phase("verify"), lowering.running(place, best.path, best.model) as runner:
+            verification = Verifier(context).check_compiled(runner, best.model.sizes)
+    compared = best.compared
+    reason = "not measured"
+    if compared is not None:
+        reason = f"measured {compared.speedup} against the original graph, compiled, on {place.remote}"
+    elif options.measure and place.remote is not None and choice.interrupted:
+        reason = "the original graph, compiled: interrupted before anything was compared with it"
+    elif options.measure and place.remote is not None:
+        reason = "the original graph, compiled: nothing is faster on the remote device"
+    elif options.measure:
+        compared = final(context, best.path)
+        reason = f"{compared_with(compared)} against ONNX Runtime"
+        if compared.speedup is not None and compared.speedup.slower:
+            reason += ", which is faster"
+    return Finished(
+        best.found, reason, verification, compared, compiled=best.model, threads=place.machine.cores
+    )
+
+
+def _compiled(context: Context, start: Start, explored: Explored) -> Choice:
+    """The proposal that runs fastest, compiled. Raises KeyboardInterrupt where the search was interrupted as well."""
+    options, clock, interrupted = context.options, context.clock, explored.result.interrupted
+    assert context.place is not None
+    assert context.store is not None
+    context.say("compile", note="with TVM")
+    with clock.phase("compile"):
+        choice = lowering.lower_best(
+            context.original, start.base, explored.proposals, context.write,
+            context.feeds if options.measure else None, place=context.place, shapes=context.shapes,
+            folder=context.folder, time_left=lambda: clock.limit - time.monotonic(), store=context.store,
+            session_options=options.session_options, hurried=interrupted,
+        )  # fmt: skip
+    context.notes.extend(choice.remarks)
+    if choice.interrupted and interrupted:
+        raise KeyboardInterrupt
+    if choice.interrupted or interrupted:
+        clock.hurry()
+    return choice

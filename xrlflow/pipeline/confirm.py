@@ -1,0 +1,150 @@
+"""The last word on ONNX Runtime: one proposal is chosen, compared with the original, and verified."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from xrlflow.backends import RepeatedComparison
+from xrlflow.backends.onnxruntime import measure_in_fresh_processes
+from xrlflow.backends.results import Verdict
+from xrlflow.ir import Graph
+from xrlflow.onnxio import ImportedModel, check_result
+from xrlflow.pipeline.choose import choose
+from xrlflow.pipeline.context import Context
+from xrlflow.pipeline.explore import Explored
+from xrlflow.pipeline.finish import Finished
+from xrlflow.pipeline.prepare import Start
+from xrlflow.pipeline.verifier import VerificationFailed, Verifier
+from xrlflow.report import compared_with, not_verified_in_time, nothing_chosen, operators
+from xrlflow.search import Found, Selection
+from xrlflow.verify import Status, Verification
+
+# Seconds that the last comparison has at least where it decides nothing: what was compiled is returned in any case.
+_FINAL_AT_LEAST = 3.0
+
+
+def finish(context: Context, start: Start, explored: Explored) -> Finished:
+    """Choose a proposal by measurement, or the first where nothing is measured, and keep it if it is faster, and
+    verified. See `Finisher`."""
+    options = context.options
+    leaner = _runs_fewer(context.imported, start.base.state.graph)
+    selection: Selection | None = None
+    chosen: Found | None = None
+    if options.measure and options.search != "random":
+        selection = _selected(context, start, explored, leaner)
+        chosen = selection.chosen
+    elif explored.proposals:
+        best = explored.proposals[0]
+        if options.search == "random" or best.cost < start.base.cost or leaner:
+            chosen = best
+    if chosen is None or (chosen.path is None and not leaner and not start.early):
+        return Finished(None, nothing_chosen(selection, explored.in_time), selection=selection)
+    context.notes.extend(check_result(context.imported, chosen.state.graph))
+    judging = _Judging(context, start, chosen, context.write(chosen.state.graph))
+    return replace(judging.finished(), selection=selection)
+
+
+def _runs_fewer(imported: ImportedModel, graph: Graph) -> bool:
+    """Whether reading the file alone (folding, dead nodes) leaves fewer operators to run."""
+    return sum(operators(graph).values()) < imported.nodes_before
+
+
+def _selected(context: Context, start: Start, explored: Explored, leaner: bool) -> Selection:
+    """Raises KeyboardInterrupt where the search was interrupted as well."""
+    improving: Sequence[Found] = explored.proposals
+    if not (leaner or start.early):
+        improving = [f for f in improving if f.path is not None]
+    with context.clock.phase("select"):
+        selection = choose(context, start, improving)
+    if selection.interrupted and explored.result.interrupted:
+        raise KeyboardInterrupt
+    if selection.interrupted:
+        context.notes.append("interrupted while whole models were compared: the best so far is kept")
+        context.clock.hurry()
+    return selection
+
+
+@dataclass(slots=True)
+class _Judging:
+    """One proposal, at `path`, against the original. It is verified if it is faster: that may take longer than all the
+    rest."""
+
+    context: Context
+    start: Start
+    chosen: Found
+    path: str
+    verification: Verification | None = field(default=None, init=False)
+
+    def finished(self) -> Finished:
+        options = self.context.options
+        compared: RepeatedComparison | None = None
+        if self._deciding:
+            compared = decided(self.context, self.path, self.right)
+            if compared.verdict is not Verdict.FASTER:
+                return Finished(None, compared_with(compared), self.verification, compared)
+            if options.verify and self.verification is None:
+                return Finished(None, not_verified_in_time(compared), None, compared)
+        elif self.right() and options.measure:
+            compared = final(self.context, self.path)
+        if self.verification is not None and not self.verification.verified:
+            reason = f"the result cannot be verified: {self.verification.reason}"
+            return Finished(None, reason, self.verification, compared)
+        reason = "random edits" if options.search == "random" else "not measured"
+        return Finished(
+            self.chosen, compared_with(compared) if compared else reason, self.verification, compared
+        )
+
+    @property
+    def _deciding(self) -> bool:
+        options = self.context.options
+        return options.measure and options.search != "random"
+
+    def right(self) -> bool:
+        """Whether the result is known to compute the same; raises VerificationFailed if it does not."""
+        clock = self.context.clock
+        if not self.context.options.verify:
+            return True
+        if self._deciding and not clock.budget.can_verify(time.monotonic()):
+            return False
+        with clock.phase("verify"):
+            verifier = Verifier(self.context)
+            self.verification = verifier.check(self.path, (*self.start.early, *self.chosen.trace))
+        if self.verification.status is Status.FAILED:
+            raise VerificationFailed(verifier.blame(self.start, self.chosen, self.verification))
+        return self.verification.verified
+
+
+def final(context: Context, path: str, seconds: float | None = None) -> RepeatedComparison:
+    """How much faster a result is than the original: the figure that is reported, in fresh processes; within so many
+    seconds, or what is left."""
+    if seconds is None:
+        seconds = max(_FINAL_AT_LEAST, context.clock.budget.until - time.monotonic())
+    return _compared(context, path, seconds)
+
+
+def decided(context: Context, path: str, check: Callable[[], bool]) -> RepeatedComparison:
+    """Whether a result is faster than the original; if it is, and stands `check`, by how much."""
+    now, left = time.monotonic(), context.clock.budget
+    patience = max(left.end - left.verification - now, 0.0)
+    return _compared(context, path, left.final(now), check, left.verification, patience)
+
+
+def _compared(
+    context: Context,
+    path: str,
+    seconds: float,
+    check: Callable[[], bool] | None = None,
+    check_seconds: float = 0.0,
+    patience: float = math.inf,
+) -> RepeatedComparison:
+    assert context.feeds is not None
+    with context.clock.phase("measure"):
+        original = context.original_file()
+        context.say("measure", note="in fresh processes")
+        return measure_in_fresh_processes(
+            original, path, dict(context.feeds), check=check, check_seconds=check_seconds, patience=patience,
+            threads=context.threads, time_limit=seconds, session_options=context.options.session_options,
+        )  # fmt: skip

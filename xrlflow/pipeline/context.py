@@ -1,0 +1,154 @@
+"""What all phases of one optimisation read: options, the model, where files go, and the time."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from xrlflow.backends.onnxruntime import default_threads
+from xrlflow.ir import Graph
+from xrlflow.lowering import Place
+from xrlflow.onnxio import ImportedModel, Source, save, size_of
+from xrlflow.options import Options
+from xrlflow.report import Listener
+from xrlflow.rewrite import Library
+from xrlflow.search import Budget, Found
+from xrlflow.tuning.store import Store
+
+# A result may be so many bytes larger than the original, however small that is.
+_SPARE = 1 << 16
+
+
+@dataclass(slots=True)
+class Clock:
+    """The time of one optimisation, and what it was spent on. Moments are those of time.monotonic, times in seconds.
+
+    `deadline` is `limit`, the user's, until `hurry` brings it forward. `latency` and `loading`: roughly of one run of
+    the original, and of opening a session with it; 0 where they are not known.
+    """
+
+    begin: float
+    limit: float
+    verifying: bool = True
+    compiled: bool = False
+    latency: float = 0.0
+    loading: float = 0.0
+    phases: dict[str, float] = field(default_factory=dict)
+    deadline: float = field(init=False)
+    _hurried_at: float | None = field(default=None, init=False)
+    _within: list[float] = field(default_factory=list, init=False)  # seconds of phases within those that run
+
+    def __post_init__(self) -> None:
+        self.deadline = self.limit
+
+    @property
+    def hurried(self) -> bool:
+        return self._hurried_at is not None
+
+    @property
+    def budget(self) -> Budget:
+        """What is left for what."""
+        begin = self.begin if self._hurried_at is None else self._hurried_at
+        return Budget(
+            begin, self.deadline - begin, self.latency, self.loading, self.verifying,
+            hurried=self.hurried, compiled=self.compiled,
+        )  # fmt: skip
+
+    def hurry(self) -> None:
+        """After Ctrl-C, take only the time to compare, verify and measure what was found until then."""
+        now = time.monotonic()
+        self.deadline = self.budget.hurry(now).until
+        self._hurried_at = now
+
+    @contextmanager
+    def phase(self, name: str, since: float | None = None) -> Iterator[None]:
+        """Count the time of a block, without that of phases within it."""
+        begin = time.monotonic() if since is None else since
+        self._within.append(0.0)
+        try:
+            yield
+        finally:
+            seconds = time.monotonic() - begin
+            own = seconds - self._within.pop()
+            self.phases[name] = round(self.phases.get(name, 0.0) + own, 3)
+            if self._within:
+                self._within[-1] += seconds
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Context:
+    """One optimisation: read by all phases, changed by none but for its clock and its notes.
+
+    `folder` is temporary. `feeds`: inputs to measure with, None where nothing is measured. `place` and `store`: where a
+    compiled model runs, and what is known of its kernels; None with ONNX Runtime.
+    """
+
+    options: Options
+    source: Source
+    imported: ImportedModel
+    library: Library
+    clock: Clock
+    folder: str
+    listener: Listener | None = None
+    feeds: Mapping[str, Any] | None = None
+    place: Place | None = None
+    store: Store | None = None
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def threads(self) -> int:
+        return self.options.threads or default_threads()
+
+    @property
+    def shapes(self) -> Mapping[str, Sequence[int]]:
+        return self.options.shapes or {}
+
+    @property
+    def original(self) -> str | bytes:
+        """The original as the runtime takes it."""
+        return runnable(self.source)
+
+    def say(self, phase: str, done: int = 0, total: int = 0, note: str = "") -> None:
+        if self.listener is not None:
+            self.listener(phase, done, total, note)
+
+    def original_file(self) -> str:
+        """The original as a file."""
+        original = self.original
+        if not isinstance(original, bytes):
+            return original
+        file = os.path.join(self.folder, "original.onnx")
+        Path(file).write_bytes(original)
+        return file
+
+    def write(self, graph: Graph) -> str:
+        """A graph as a file, of whatever size, in a folder of its own."""
+        path = os.path.join(tempfile.mkdtemp(dir=self.folder), "model.onnx")
+        save(self.imported, graph, path, max_growth=float("inf"), durable=False)
+        return path
+
+    def remove(self, path: str) -> None:
+        """Remove what `write` wrote."""
+        shutil.rmtree(os.path.dirname(path))
+
+    def fits(self, found: Found) -> bool:
+        """Whether the result would not be too large a file."""
+        size = self.imported.size
+        return size_of(self.imported, found.state.graph) <= max(self.options.max_growth * size, size + _SPARE)
+
+
+def runnable(source: Source) -> str | bytes:
+    """A model as the runtime takes it."""
+    if isinstance(source, bytes):
+        return source
+    if isinstance(source, (str, os.PathLike)):
+        return os.fspath(source)
+    serialized: bytes = source.SerializeToString()
+    return serialized

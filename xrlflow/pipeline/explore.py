@@ -1,0 +1,179 @@
+"""The search: by the strategy that was asked for, or the substitutions of a trace."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from xrlflow.cost import AdditiveCost, CostModel, Profiled, Roofline
+from xrlflow.options import AGENT, LOOKAHEAD, OptionError
+from xrlflow.pipeline.context import Context
+from xrlflow.pipeline.prepare import Start
+from xrlflow.pipeline.trace import read_trace
+from xrlflow.search import (
+    SEARCH_UNTIL,
+    Found,
+    Limits,
+    SearchResult,
+    extend,
+    greedy,
+    lookahead,
+    random_walk,
+    replay,
+    taso,
+)
+
+if TYPE_CHECKING:
+    from xrlflow.rl.agent import Agent
+    from xrlflow.rl.features import Featuriser
+
+# Seconds that a search has in any case, one with an agent after that is loaded, if it is not too late for the rest.
+_SEARCH_AT_LEAST = 2.0
+# Seconds that loading the agent, and torch with it, takes.
+_AGENT_LOADING = 3.0
+# Of the time until searching must be over, what fine-tuning an agent may take.
+_TRAIN_AT_MOST = 0.6
+
+
+@dataclass(frozen=True, slots=True)
+class Explored:
+    """What the search found; `proposals`: the best by modelled cost first, without those that are too large a file.
+
+    `in_time`: there was time to search.
+    """
+
+    result: SearchResult
+    proposals: tuple[Found, ...]
+    in_time: bool
+
+
+def explore(context: Context, start: Start, model: CostModel) -> Explored:
+    """Search, or replay. After Ctrl-C the clock is hurried. Raises OptionError."""
+    clock, trace = context.clock, context.options.replay
+    in_time = time.monotonic() < clock.budget.select_until
+    with clock.phase("search"):
+        result = search(context, start.base, model) if trace is None else _replayed(context, start, trace)
+    if result.interrupted:
+        context.notes.append("interrupted: the best so far is kept")
+        clock.hurry()
+    if isinstance(model, Profiled):
+        context.notes.append(f"operators: {model.tally}")
+    proposals = tuple(f for f in (result.best, *result.shortlist) if context.fits(f))
+    if not context.fits(result.best):
+        growth = context.options.max_growth
+        context.notes.append(f"the best graph exceeds {growth:g} times the input's size (--max-growth)")
+    return Explored(result, proposals, in_time)
+
+
+def search(context: Context, base: Found, model: CostModel) -> SearchResult:
+    """Search from a state, by the strategy that was asked for."""
+    options, clock = context.options, context.clock
+    limits = Limits(options.budget, _until(context))
+    if options.search == "random":
+        limits.deadline = clock.deadline
+    limits.progress = lambda done, best: context.say(
+        "search", done, options.budget, f"{best * 1e3:.3f} ms modelled"
+    )
+    if options.search == "greedy":
+        return greedy(base.state, base.cost, limits)
+    if options.search == "random":
+        return random_walk(base.state, base.cost, limits, options.seed)
+    if options.search in LOOKAHEAD:
+        return lookahead(base.state, base.cost, limits, LOOKAHEAD[options.search])
+    if options.search == AGENT:
+        return _with_agent(context, base, model, limits)
+    return taso(base.state, base.cost, limits, options.alpha)
+
+
+def _until(context: Context) -> float:
+    """When searching is over: a search that begins late has a little time in any case."""
+    budget = context.clock.budget
+    least = min(time.monotonic() + _SEARCH_AT_LEAST, budget.select_until)
+    return max(budget.search_until, least)
+
+
+def _with_agent(context: Context, base: Found, model: CostModel, limits: Limits) -> SearchResult:
+    """Search with the agent that was asked for, or what greedy search finds if that is better."""
+    options = context.options
+    if not base.state.candidates and options.agent is None:  # torch takes seconds to load
+        return SearchResult(base, (base,), 0, 0, 0.0, False)
+    # On a busy machine, and with a short limit, loading torch may leave the agent no time: then there is this.
+    quick = greedy(base.state, base.cost, Limits(options.budget, limits.deadline))
+    if quick.interrupted:
+        return quick
+    late = time.monotonic() + _AGENT_LOADING > context.clock.budget.begin_comparing_until
+    if options.agent is None and late:
+        context.notes.append("there was no time for the agent: greedy search took its place (--time-limit)")
+        return quick
+    result = _by_agent(context, base, model, limits)
+    if quick.best.cost < result.best.cost and not result.interrupted:
+        return quick
+    return result
+
+
+def _by_agent(context: Context, base: Found, model: CostModel, limits: Limits) -> SearchResult:
+    """Search with the agent, after training it on this model if that was asked for. Raises OptionError for a file that
+    is no agent."""
+    from xrlflow.learn.checkpoint import CheckpointError
+    from xrlflow.learn.threads import one_thread
+    from xrlflow.rl.agent import Agent
+    from xrlflow.rl.features import Featuriser
+    from xrlflow.rl.pretrained import PRETRAINED
+    from xrlflow.rl.strategy import PolicyError, agent_search
+    from xrlflow.rl.train import TrainingError
+
+    options = context.options
+    path = options.agent if options.agent is not None else PRETRAINED
+    interrupted = False
+    try:
+        agent = Agent.load(path).extended(context.library).eval()
+        prices = model if isinstance(model, AdditiveCost) else Roofline(bindings=context.imported.bindings)
+        featuriser = Featuriser(agent.vocabulary, prices)
+        limits.deadline = _until(context)
+        with one_thread():
+            if options.train_steps:
+                agent, interrupted = _fine_tuned(context, base, agent, featuriser)
+            if interrupted:
+                limits.deadline = time.monotonic()
+            result = agent_search(base.state, base.cost, limits, agent, featuriser, seed=options.seed)
+    except CheckpointError as error:
+        raise OptionError(f"agent: {error}") from error
+    except (PolicyError, TrainingError) as error:
+        raise OptionError(f"agent {path}: {error}") from error
+    return replace(result, interrupted=result.interrupted or interrupted)
+
+
+def _fine_tuned(context: Context, base: Found, agent: Agent, featuriser: Featuriser) -> tuple[Agent, bool]:
+    """The agent after training on this model, and whether that was interrupted."""
+    from xrlflow.rl.env import Problem
+    from xrlflow.rl.features import Pricing
+    from xrlflow.rl.train import fine_tune
+    from xrlflow.rl.workers import Task
+
+    assert base.state.delta is not None, "candidates have no prices"
+    state = replace(base.state, delta=Pricing.of(base.state.delta))
+    task = Task([Problem(context.imported.name, state, base.cost)], (), featuriser)
+    trained = fine_tune(
+        agent, task, context.options.train_steps, seed=context.options.seed,
+        deadline=context.clock.budget.part(SEARCH_UNTIL * _TRAIN_AT_MOST),
+        progress=lambda values, done: context.say("train", done, 0, f"gain {values['evaluation/gain']:.3f}"),
+    )  # fmt: skip
+    context.notes.append(f"the agent was trained on this model for {trained.steps} steps")
+    return trained.agent.eval(), trained.interrupted
+
+
+def _replayed(context: Context, start: Start, trace: str | os.PathLike[str]) -> SearchResult:
+    steps = read_trace(trace)
+    steps = steps[len(start.early) :]  # those before the search were made again
+    base = start.base
+    state, path, cost = base.state, None, base.cost
+    for step, successor in zip(steps, replay(base.state, steps)):
+        match = state.find(step.key)
+        assert match is not None
+        cost += match.delta
+        path = extend(path, match, cost)
+        state = successor
+    found = Found(state, path, cost)
+    return SearchResult(found, (found,), len(steps), len(steps), 0.0, False)

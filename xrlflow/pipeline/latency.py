@@ -1,0 +1,58 @@
+"""How long a model takes, and how that compares with another."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from xrlflow.backends.onnxruntime import measure
+from xrlflow.onnxio import Source, load
+from xrlflow.options import Options
+from xrlflow.pipeline.context import Clock, Context, runnable
+from xrlflow.pipeline.prepare import random_feeds
+from xrlflow.report import bounds
+from xrlflow.rewrite import Library
+from xrlflow.verify.inputs import user_case
+
+
+def bench(
+    model: Source,
+    against: Source | None = None,
+    *,
+    shapes: Mapping[str, Sequence[int]] | None = None,
+    threads: int | None = None,
+    time_limit: float = 20.0,
+    inputs: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Latency of a model in milliseconds, and how many times faster it is than `against`.
+
+    Without `against` it is measured against itself, which shows how far the machine can be trusted.
+    """
+    options = Options(search="greedy", shapes=shapes, threads=threads, seed=seed, time_limit=time_limit)
+    imported, now = load(model, shapes=shapes), time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="xrlflow-") as folder:
+        context = Context(options, model, imported, Library(()), Clock(now, now + time_limit), folder)
+        feeds = dict(user_case(imported, inputs).feeds) if inputs is not None else random_feeds(context)
+        baseline = runnable(against) if against is not None else context.original
+        measured = measure(
+            [baseline, context.original], feeds, threads=context.threads, time_limit=time_limit
+        )
+    before, after = measured.latencies[0], measured.latencies[1]
+    return {
+        "model": imported.name,
+        "latency_ms": after.median_ms,
+        "latency_p10_ms": after.p10_ms,
+        "latency_p90_ms": after.p90_ms,
+        "against": str(against) if against is not None else "itself",
+        "against_ms": before.median_ms,
+        "speedup": measured.speedup.median,
+        **bounds("speedup", measured.speedup),
+        **bounds("control", measured.control),
+        "samples": measured.samples,
+        "threads": measured.threads,
+        "disturbed": measured.load.disturbed,
+    }

@@ -1,0 +1,217 @@
+"""Before the search: the model is read, inputs to measure with are found, and operators get their prices."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from rewrite_rules import LIBRARY
+from xrlflow import lowering
+from xrlflow.backends import BackendError
+from xrlflow.backends.onnxruntime import open_model
+from xrlflow.backends.onnxruntime.session import ort_errors
+from xrlflow.backends.tvm.remote import Remote
+from xrlflow.cost import CostModel, Measured, Profiled, Roofline, calibrated
+from xrlflow.ir import Graph
+from xrlflow.lowering import Place
+from xrlflow.onnxio import ImportedModel, Source, load, to_proto
+from xrlflow.options import Common, Options
+from xrlflow.pipeline.context import Clock, Context
+from xrlflow.report import Listener
+from xrlflow.rewrite import Library, RewriteState
+from xrlflow.search import Found, Limits, Step, greedy, simplify, with_bodies
+from xrlflow.tuning.store import Store
+from xrlflow.verify import feeds_for_measurement
+from xrlflow.verify.inputs import user_case
+
+# Of the time that the search has, the part that measuring operators may take.
+_PROFILING = 0.5
+# A first run that takes so many seconds is not repeated to know how long a second one takes.
+_SLOW = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """The state that the search begins with, and the substitutions that were made before it."""
+
+    base: Found
+    early: tuple[Step, ...] = ()
+
+
+def place_of(options: Common) -> Place:
+    """Where a compiled model runs. Raises BackendError."""
+    device = Remote.parse(options.remote) if isinstance(options.remote, str) else options.remote
+    return lowering.find_place(options.cpu, options.triple, device, options.threads)
+
+
+@contextmanager
+def opened(
+    source: Source,
+    options: Options,
+    listener: Listener | None,
+    begin: float,
+    kernels: str | os.PathLike[str] | None = None,
+) -> Iterator[Context]:
+    """The context of an optimisation that began at `begin`, with a temporary folder and, for TVM, the store of kernels
+    (the file `kernels`, or that of the options, or that in the user's cache).
+
+    Raises ModelError for what cannot be read, BackendError and StoreError.
+    """
+    compiling = options.compiling
+    place = place_of(options) if compiling else None
+    if place is not None and (options.measure or options.verify):
+        place.check_runs()
+    clock = Clock(begin, begin + options.time_limit, options.verify, compiling)
+    with ExitStack() as stack:
+        with clock.phase("import", begin):
+            # TVM compiles for fixed sizes, and what is spelt out for it needs them as numbers.
+            imported = load(source, shapes=options.shapes, fix_shapes=options.fix_shapes or compiling)
+            folder = stack.enter_context(TemporaryDirectory(prefix="xrlflow-"))
+            library = Library(
+                LIBRARY, backend=options.backend, contrib=options.backend_ops, assuming=options.assumptions,
+                runs=lowering.runs if compiling else None,
+            )  # fmt: skip
+            store: Store | None = None
+            if compiling:
+                lowering.check_supported(imported, library)
+                store = stack.enter_context(Store(options.store if kernels is None else kernels))
+                store.check()
+        yield Context(options, source, imported, library, clock, folder, listener, place=place, store=store)
+
+
+def with_feeds(context: Context) -> Context:
+    """With inputs to measure with, if anything is measured, and with their sizes for dimensions that the user left
+    open. Raises what the original raises on the user's own."""
+    options = context.options
+    with context.clock.phase("inputs"):
+        feeds: dict[str, Any] | None = None
+        if options.inputs is not None:
+            feeds = dict(user_case(context.imported, options.inputs).feeds)
+            if options.measure:
+                _time_original(context, feeds)
+        elif options.measure or options.cost_name == "measured":
+            feeds = random_feeds(context)
+        if feeds is None:
+            return context
+        return replace(context, feeds=feeds, imported=_bound(context, feeds))
+
+
+def random_feeds(context: Context) -> dict[str, Any]:
+    """Inputs to measure with, on which the original runs; how long that takes is noted."""
+    clock, options = context.clock, context.options
+    since = time.perf_counter()
+    with open_model(
+        context.original, threads=context.threads, session_options=options.session_options
+    ) as model:
+        clock.loading = time.perf_counter() - since
+        failures: tuple[type[Exception], ...] = (BackendError, *ort_errors())
+
+        def runs(feeds: Mapping[str, Any]) -> bool:
+            begin = time.perf_counter()
+            try:
+                model.run(feeds)
+            except failures:
+                return False
+            clock.latency = time.perf_counter() - begin
+            return True
+
+        found = feeds_for_measurement(context.imported, options.seed, runs)
+        if clock.latency < _SLOW:
+            clock.latency = _warm_latency(lambda: model.run(found))
+        return found
+
+
+def _time_original(context: Context, feeds: dict[str, Any]) -> None:
+    """Note how long loading, and a run on the user's inputs, roughly take: the first run is slower."""
+    clock = context.clock
+    since = time.perf_counter()
+    with open_model(
+        context.original, threads=context.threads, session_options=context.options.session_options
+    ) as model:
+        clock.loading = time.perf_counter() - since
+        begin = time.perf_counter()
+        model.run(feeds)
+        clock.latency = time.perf_counter() - begin
+        if clock.latency < _SLOW:
+            clock.latency = _warm_latency(lambda: model.run(feeds))
+
+
+def _warm_latency(run: Callable[[], object]) -> float:
+    """Rough seconds of one run, after a first one: the least of three, of one if the model is slow."""
+    least = float("inf")
+    for _ in range(3):
+        begin = time.perf_counter()
+        run()
+        least = min(least, time.perf_counter() - begin)
+        if least > 0.1:
+            break
+    return least
+
+
+def _bound(context: Context, feeds: Mapping[str, Any]) -> ImportedModel:
+    """The model with numbers for the dimensions that the user left open: those of what is measured with."""
+    imported = context.imported
+    shapes: dict[str, Sequence[int]] = {}
+    for value, info in zip(imported.graph.inputs, imported.frame.graph.input):
+        declared = imported.graph.type(value).shape
+        shape = getattr(feeds.get(info.name), "shape", ())
+        known = (isinstance(d, int) or d in imported.bindings for d in declared or ())
+        if not all(known) and min(shape, default=0) > 0:
+            shapes[info.name] = shape
+    if not shapes or imported.fixed:
+        return imported
+    return load(context.source, shapes={**context.shapes, **shapes})
+
+
+def cost_model(context: Context) -> CostModel:
+    """The cost model that was asked for, with this machine's figures."""
+    options, bindings = context.options, context.imported.bindings
+    if not isinstance(options.cost, str):
+        return options.cost
+    machine = calibrated(context.threads)
+    if options.cost == "roofline":
+        return Roofline(machine, bindings)
+    if options.cost == "profiled":
+        left = context.clock.budget.search_until - time.monotonic()
+        return Profiled(machine, bindings=bindings, time_budget=_PROFILING * left)
+    assert context.feeds is not None
+    return Measured(
+        lambda graph: to_proto(context.imported, graph).SerializeToString(),
+        dict(context.feeds),
+        threads=context.threads,
+        session_options=options.session_options,
+    )
+
+
+def start(context: Context, model: CostModel) -> Start:
+    """The original's state: what needs no price is done, and its control-flow bodies are optimised."""
+    options, library = context.options, context.library
+    early: list[Step] = []
+
+    def tidy(graph: Graph) -> Graph:
+        simple, steps = simplify(graph, library, model.cost)
+        early.extend(steps)
+        return simple
+
+    def improve(graph: Graph, label: str) -> Graph:
+        state = RewriteState.start(graph, library, model.delta)
+        limits = Limits(budget=options.budget, deadline=context.clock.budget.search_until)
+        result = greedy(state, model.cost(graph), limits)
+        if result.interrupted:
+            raise KeyboardInterrupt
+        found = result.best
+        early.extend(found.trace)
+        return found.state.graph if found.path is not None else graph
+
+    graph = context.imported.graph
+    if options.search != "random" and options.cost_name != "measured":
+        graph = with_bodies(tidy(graph), improve, tidy)
+    elif options.compiling:  # what TVM lacks has to go, whoever searches
+        graph = tidy(graph)
+    base = Found(RewriteState.start(graph, library, model.delta), None, model.cost(graph))
+    return Start(base, tuple(early))

@@ -1,0 +1,152 @@
+"""What an optimisation gives back: the model, the substitutions, and the report."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from xrlflow.backends import RepeatedComparison
+from xrlflow.backends.results import SpeedUp
+from xrlflow.backends.tvm import TvmModel
+from xrlflow.ir import Graph
+from xrlflow.onnxio import ImportedModel, Source, save, save_original, to_proto
+from xrlflow.pipeline.context import Context
+from xrlflow.pipeline.explore import Explored
+from xrlflow.pipeline.finish import Finished
+from xrlflow.pipeline.prepare import Start
+from xrlflow.pipeline.trace import write_trace
+from xrlflow.pipeline.verifier import remarks
+from xrlflow.report import Report, finite, operators
+from xrlflow.search import Selection, Step
+from xrlflow.verify import Verification
+
+if TYPE_CHECKING:
+    import onnx
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Result:
+    """An optimised model, or the original if nothing better was found (`returned_original`).
+
+    `speedup` is measured: how many times faster than the original, median and 95% interval; None if not measured.
+    `trace` has the substitutions in order, those before the search (certain ones, and in control-flow bodies) first.
+    """
+
+    report: Report
+    trace: tuple[Step, ...]
+    imported: ImportedModel
+    graph: Graph
+    source: Source
+    max_growth: float
+    opset: int | None
+    verification: Verification | None = None
+    selection: Selection | None = None
+    compiled: TvmModel | None = None
+
+    @property
+    def speedup(self) -> SpeedUp | None:
+        return self.report.speedup
+
+    @property
+    def returned_original(self) -> bool:
+        return self.report.returned_original
+
+    @property
+    def model(self) -> onnx.ModelProto:
+        """The result as one ModelProto. Raises ModelError if that would be over 2 GB."""
+        if not self.returned_original:
+            return to_proto(self.imported, self.graph, opset=self.opset)
+        import onnx
+
+        with tempfile.TemporaryDirectory() as folder:
+            path = os.path.join(folder, "original.onnx")
+            save_original(self.imported, path)
+            return onnx.load(path)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the result to a file, whole or not at all.
+
+        The original is written byte for byte; external data goes to a file of the result's own, `NAME.DIGEST.data`
+        beside it, and nothing else is overwritten. With TVM as the backend a shared library.
+        Raises ModelError or BackendError if the file cannot be written.
+        """
+        if self.compiled is not None:
+            self.compiled.save(path)
+        elif self.returned_original:
+            save_original(self.imported, path)
+        else:
+            save(self.imported, self.graph, path, opset=self.opset, max_growth=self.max_growth)
+
+    def save_trace(self, path: str | os.PathLike[str]) -> None:
+        """Write the substitutions as JSON, for `replay`. Raises ModelError if the file cannot be written."""
+        write_trace(path, self.report.model, self.trace)
+
+
+def result_of(context: Context, start: Start, explored: Explored, finished: Finished) -> Result:
+    """The result, with its report."""
+    found = finished.kept if finished.kept is not None else start.base
+    steps = (*start.early, *found.trace) if finished.kept is not None else ()
+    return Result(
+        _report(context, start, explored, finished, steps),
+        steps,
+        context.imported,
+        found.state.graph,
+        context.source,
+        context.options.max_growth,
+        context.options.opset,
+        finished.verification,
+        finished.selection,
+        finished.compiled,
+    )
+
+
+def _report(
+    context: Context, start: Start, explored: Explored, finished: Finished, steps: tuple[Step, ...]
+) -> Report:
+    options, imported, base, kept = context.options, context.imported, start.base, finished.kept
+    verification, compared = finished.verification, finished.compared
+    shipped: RepeatedComparison | None = compared if kept is not None else None
+    before = operators(base.state.graph)
+    after = operators(kept.state.graph) if kept is not None else before
+    return Report(
+        model=imported.name,
+        search=options.search,
+        cost_model=options.cost_name,
+        backend=options.backend,
+        threads=finished.threads or context.threads,
+        nodes_before=imported.nodes_before,
+        nodes_after=sum(after.values()) if kept is not None else imported.nodes_before,
+        operators_before=before,
+        operators_after=after,
+        substitutions=Counter(s.rule for s in steps),
+        cost_before=base.cost,
+        cost_after=kept.cost if kept is not None else base.cost,
+        expanded=explored.result.expanded,
+        latency_before=compared.before if compared else None,
+        latency_after=shipped.after if shipped else None,
+        speedup=shipped.speedup if shipped else None,
+        control=compared.control if compared else None,
+        decided=compared.decided if compared else None,
+        processes=compared.processes if compared else 0,
+        verified=verification.verified if verification is not None else None,
+        max_error=finite(verification.max_error) if verification is not None else None,
+        seconds=round(time.monotonic() - context.clock.begin, 3),
+        phases=context.clock.phases,
+        returned_original=kept is None,
+        reason=finished.reason,
+        notes=_notes(context, finished),
+        trials=finished.selection.trials if finished.selection is not None else (),
+    )
+
+
+def _notes(context: Context, finished: Finished) -> tuple[str, ...]:
+    notes = [*context.imported.notes, *context.notes]
+    if finished.compared is not None and finished.compared.disturbed:
+        notes.append("other programs used the processor while the result was measured")
+    if finished.verification is not None and finished.verification.verified:
+        notes.extend(remarks(finished.verification))
+    return tuple(notes)

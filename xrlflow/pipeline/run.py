@@ -1,0 +1,30 @@
+"""The phases of one optimisation, one after the other."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+from xrlflow.onnxio import Source
+from xrlflow.options import Options
+from xrlflow.pipeline import compiled, confirm
+from xrlflow.pipeline.explore import explore
+from xrlflow.pipeline.finish import Finisher
+from xrlflow.pipeline.prepare import cost_model, opened, start, with_feeds
+from xrlflow.pipeline.results import Result, result_of
+from xrlflow.report import Listener
+
+FINISHERS: Mapping[str, Finisher] = {"onnxruntime": confirm.finish, "tvm": compiled.finish}
+"""What happens after the search, by backend."""
+
+
+def optimize(source: Source, options: Options, listener: Listener | None = None) -> Result:
+    """Read, search, choose, verify and measure. Raises what `xrlflow.optimize` raises."""
+    with opened(source, options, listener, time.monotonic()) as context:
+        context = with_feeds(context)
+        with context.clock.phase("calibrate"):
+            model = cost_model(context)
+            begin = start(context, model)
+        explored = explore(context, begin, model)
+        finished = FINISHERS[options.backend](context, begin, explored)
+        return result_of(context, begin, explored, finished)

@@ -1,0 +1,38 @@
+"""Substitutions as a file: what `replay` reads."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from xrlflow import files
+from xrlflow.onnxio import ModelError
+from xrlflow.options import OptionError
+from xrlflow.search import Step
+
+
+def write_trace(path: str | os.PathLike[str], model: str, steps: Iterable[Step]) -> None:
+    """Raises ModelError if the file cannot be written."""
+    rows = [{"rule": s.rule, "family": s.family, "at": list(s.key[1]), "cost": s.cost} for s in steps]
+    content = json.dumps({"model": model, "steps": rows}, indent=1)
+    try:
+        files.write(path, content.encode())
+    except OSError as error:
+        raise ModelError(
+            f"{os.fspath(path)}: cannot be written ({error.strerror}): choose another file"
+        ) from error
+
+
+def read_trace(path: str | os.PathLike[str]) -> tuple[Step, ...]:
+    """Raises OptionError for a file that is no trace."""
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+        return tuple(
+            Step(s["rule"], s["family"], (s["rule"], tuple(s["at"])), s["cost"]) for s in data["steps"]
+        )
+    except FileNotFoundError as error:
+        raise OptionError(f"{path}: there is no such trace: check the path") from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise OptionError(f"{path}: not a trace of xrlflow ({error}): write one with --trace") from error

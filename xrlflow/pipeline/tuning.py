@@ -1,0 +1,157 @@
+"""Kernel tuning of one model: its graph, and what greedy search makes of it, within one budget."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass, replace
+from typing import Any
+
+from xrlflow import lowering
+from xrlflow.backends import BackendError
+from xrlflow.backends.results import SpeedUp
+from xrlflow.cost import Roofline
+from xrlflow.ir import Graph
+from xrlflow.lowering import TunedModel
+from xrlflow.onnxio import Source
+from xrlflow.options import Options, TuneOptions
+from xrlflow.pipeline.confirm import final
+from xrlflow.pipeline.context import Context
+from xrlflow.pipeline.explore import search
+from xrlflow.pipeline.prepare import opened, random_feeds, start
+from xrlflow.pipeline.verifier import Verifier
+from xrlflow.report import Listener, bounds, finite
+from xrlflow.search import simplify
+from xrlflow.tuning.pool import PoolError
+from xrlflow.tuning.session import Progress
+from xrlflow.tuning.tuners.protocol import Method
+from xrlflow.verify import Verification
+from xrlflow.verify.inputs import user_case
+
+# Seconds of the last comparison, and after an interrupt.
+_FINAL, _FINAL_HURRIED = 20.0, 8.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tuned:
+    """A model whose kernels were tuned; `save` writes the shared library.
+
+    `speedup`: of the compiled model over the original in ONNX Runtime, measured in fresh processes, or, on a remote
+    device (`device`), of the better tuned model over the untuned one, in one session; None if not measured.
+    """
+
+    found: TunedModel
+    speedup: SpeedUp | None
+    control: SpeedUp | None
+    verification: Verification | None
+    device: str | None = None
+    notes: tuple[str, ...] = ()
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Raises BackendError if the file cannot be written."""
+        self.found.model.save(path)
+
+    def to_json(self) -> dict[str, Any]:
+        tuning = self.found.tuning
+        return {
+            "kernels": [
+                {
+                    "name": result.task.name, "calls": result.task.weight, "flops": result.task.flops,
+                    "best_us": finite(result.seconds * 1e6), "trials": result.trials, "measured": result.measured,
+                    "failed": result.failed, "error": result.error,
+                }
+                for result in tuning.tasks
+            ],
+            "device": self.device, "against": "onnxruntime" if self.device is None else "untuned",
+            "stop": tuning.stop.name.lower(), "seconds": tuning.seconds, "proposing": tuning.proposing,
+            "measuring": tuning.measuring, "onnxruntime_ms": self.found.onnxruntime_ms,
+            "untuned_ms": self.found.untuned_ms, "tuned_ms": self.found.tuned_ms,
+            "rewritten_ms": self.found.rewritten_ms, "notes": list(self.notes),
+            "speedup": self.speedup.median if self.speedup else None,
+            **bounds("speedup", self.speedup), **bounds("control", self.control),
+            "verified": self.verification.verified if self.verification is not None else None,
+            "max_error": finite(self.verification.max_error) if self.verification is not None else None,
+            "written": self.found.written,
+        }  # fmt: skip
+
+
+def tune(source: Source, options: TuneOptions, listener: Listener | None = None) -> Tuned:
+    """Rewrite, tune, verify and measure. Raises what `xrlflow.tune` raises."""
+    with opened(source, _for_search(options), listener, time.monotonic(), options.store) as context:
+        place = context.place
+        assert place is not None
+        place.check_runs()
+        graphs = [context.write(graph) for graph in _graphs(context, options.rewrite and options.measure)]
+        if options.measure:
+            given = options.inputs
+            feeds = (
+                dict(user_case(context.imported, given).feeds) if given is not None else random_feeds(context)
+            )
+            context = replace(context, feeds=feeds)
+        found = _tuned(context, options, graphs)
+        verification: Verification | None = None
+        if options.verify:
+            with lowering.running(place, found.path, found.model) as runner:
+                verification = Verifier(context).check_compiled(runner, found.model.sizes)
+        compared = found.compared
+        if options.measure and place.remote is None:
+            hurried = context.clock.hurried or found.tuning.interrupted
+            compared = final(context, found.path, _FINAL_HURRIED if hurried else _FINAL)
+    return Tuned(
+        found,
+        compared.speedup if compared is not None else None,
+        compared.control if compared is not None else None,
+        verification,
+        place.device,
+        (*context.notes, *found.remarks),
+    )
+
+
+def _for_search(options: TuneOptions) -> Options:
+    """What the search before the tuning is asked for."""
+    return Options(
+        search="greedy", cost="roofline", backend="tvm", cpu=options.cpu, triple=options.triple, remote=options.remote,
+        shapes=options.shapes, threads=options.threads, seed=options.seed, measure=options.measure,
+        verify=options.verify, inputs=options.inputs, time_limit=options.time_limit,
+    )  # fmt: skip
+
+
+def _tuned(context: Context, options: TuneOptions, graphs: list[str]) -> TunedModel:
+    assert context.place is not None
+    assert context.store is not None
+    hurried = context.clock.hurried
+
+    def tell(progress: Progress) -> None:
+        note = f"{progress.task.name} {progress.best * 1e6:.1f} us"
+        context.say("tune", progress.spent, progress.budget, note)
+
+    try:
+        return lowering.tune_model(
+            context.original, graphs, context.feeds, method=Method(options.method),
+            trials=0 if hurried else options.trials, batch=options.batch, time_limit=options.time_limit,
+            place=context.place, shapes=context.shapes, seed=options.seed, store=context.store, folder=context.folder,
+            listener=tell, hurried=hurried,
+        )  # fmt: skip
+    except PoolError as error:
+        raise BackendError(f"{error} (what was measured is kept: the same command goes on)") from error
+
+
+def _graphs(context: Context, rewrite: bool) -> list[Graph]:
+    """The original's graph, as TVM can lower it, and what the search makes of it, if that costs less."""
+    # Of an unknown machine: what is tuned must not depend on a measurement.
+    model = Roofline(bindings=context.imported.bindings)
+    if not rewrite:
+        return [simplify(context.imported.graph, context.library, model.cost)[0]]
+    base = start(context, model).base
+    result = search(context, base, model)
+    if result.interrupted:
+        context.notes.append("interrupted: nothing was tuned, the best so far is kept")
+        context.clock.hurry()
+    graphs = [base.state.graph]
+    if result.best.cost < base.cost:
+        if context.fits(result.best):
+            graphs.append(result.best.state.graph)
+        else:
+            growth = context.options.max_growth
+            context.notes.append(f"the best graph exceeds {growth:g} times the input's size")
+    return graphs
