@@ -98,12 +98,14 @@ def optimize(
 
     What is searched, and how:
 
-    - `search`: "xrlflow" (a trained agent), "greedy", "taso", "lookahead2" and "lookahead3" (greedy, but they look so many
-      steps ahead where they are stuck), or "random" (`budget` edits that ignore the cost).
-    - `agent`: the file of an agent of one's own; by default the one that is shipped. `train_steps`: train it so many steps
-      on this model first.
-    - `cost`: "profiled" (operators measured alone), "roofline", "measured" (whole models, slow), or any CostModel.
-    - `budget`: states that a search may expand. `alpha`: TASO keeps graphs that cost up to so many times the best.
+    - `search`: "xrlflow" (a trained agent), "greedy", "taso", "lookahead2" and "lookahead3" (greedy, but they
+      look so many steps ahead where they are stuck), or "random" (`budget` edits that ignore the cost).
+    - `agent`: the file of an agent of one's own; by default the one that is shipped. `train_steps`: train it so
+      many steps on this model first.
+    - `cost`: "profiled" (operators measured alone), "roofline", "measured" (whole models, slow), or any
+      CostModel.
+    - `budget`: states that a search may expand. `alpha`: TASO keeps graphs that cost up to so many times the
+      best.
     - `time_limit`: seconds, for everything. `seed`: of everything random.
     - `replay`: apply the substitutions of a trace (a file) instead of searching.
 
@@ -111,15 +113,16 @@ def optimize(
 
     - `backend_ops`: the result may have operators that only ONNX Runtime has (com.microsoft).
     - `allow_approximate`: also rules that may lose more than two bits of float32 accuracy.
-    - `assuming`: what holds, for rules that are right only then: "finite" (no infinities, no NaN in the data), "vnni" (the
-      processor adds products of 8-bit integers without saturation).
+    - `assuming`: what holds, for rules that are right only then: "finite" (no infinities, no NaN in the data),
+      "vnni" (the processor adds products of 8-bit integers without saturation).
     - `shapes`: input name -> shape, for cost and measurement; with `fix_shapes` also written into the model.
     - `max_growth`: how large the result may be, in sizes of the input. `opset`: of the result (default: 23).
 
     How it is measured and verified:
 
     - `inputs`: the user's own (a mapping or an .npz file), for verification and measurement.
-    - `measure=False`: the best graph by modelled cost, never run. `verify=False`: it is not compared with the original.
+    - `measure=False`: the best graph by modelled cost, never run. `verify=False`: it is not compared with the
+      original.
     - `threads`: of the runtime, the physical cores by default. `session_options`: ONNX Runtime's. `providers`:
       ONNX Runtime's; others than the CPU's are refused for now.
     - `listener(phase, done, total, note)` hears what is going on.
@@ -166,9 +169,9 @@ def tune(
     "beam". `trials`: kernels that are built and measured in all, `batch` of one at a time. `time_limit`: seconds of
     tuning. `cpu`, `triple` and `remote` are those of `optimize`: kernels are built here, and timed on the remote
     device. What was measured is kept in `store` (a file; by default in the user's cache), so that a second run goes on
-    where the first ended. With `rewrite` the graph that greedy search finds (by the roofline) is tuned as well as
-    the original's, and the faster one taken (but not without `measure`). `shapes` binds dynamic dimensions; `inputs` are the
-    user's own, for verification and measurement. Raises ModelError, BackendError,
+    where the first ended. With `rewrite` the graph that greedy search finds (by the roofline) is tuned as well
+    as the original's, and the faster one taken (but not without `measure`). `shapes` binds dynamic dimensions;
+    `inputs` are the user's own, for verification and measurement. Raises ModelError, BackendError,
     VerificationError, StoreError or OptionError for what the caller can put right, and VerificationFailed.
     """
     arguments = dict(locals())
