@@ -39,3 +39,11 @@ def python_handles_interrupts() -> Iterator[None]:
     yield
     after = signal.signal(signal.SIGINT, before)
     assert after is signal.default_int_handler
+
+
+@pytest.fixture
+def reference_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results do not depend on the machine that runs the tests."""
+    from xrlflow.cost import Machine
+
+    monkeypatch.setattr("xrlflow.pipeline.prepare.calibrated", lambda threads: Machine.reference())

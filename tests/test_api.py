@@ -19,7 +19,7 @@ from tests.rules.harness import assert_equivalent, model, random_feeds, run
 from xrlflow.api import VerificationFailed
 from xrlflow.backends import BackendError
 from xrlflow.cli import app
-from xrlflow.cost import Machine, Roofline
+from xrlflow.cost import Roofline
 from xrlflow.ir import Edit, Graph
 from xrlflow.pipeline.context import Clock
 from xrlflow.rewrite import AnyRule, Captures, Op, Rule, Val, require
@@ -30,10 +30,7 @@ RNG = np.random.default_rng(0)
 W = RNG.standard_normal((8, 8)).astype(np.float32)
 
 
-@pytest.fixture(autouse=True)
-def reference_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Results must not depend on the machine that runs the tests."""
-    monkeypatch.setattr("xrlflow.pipeline.prepare.calibrated", lambda threads: Machine.reference())
+pytestmark = pytest.mark.usefixtures("reference_machine")
 
 
 def optimize(source: Any, **options: Any) -> xrlflow.Result:

@@ -27,12 +27,7 @@ KEYS = {
 }  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def reference_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Results must not depend on the machine that runs the tests."""
-    from xrlflow.cost import Machine
-
-    monkeypatch.setattr("xrlflow.pipeline.prepare.calibrated", lambda threads: Machine.reference())
+pytestmark = pytest.mark.usefixtures("reference_machine")
 
 
 def invoke(*arguments: object) -> Result:

@@ -15,7 +15,7 @@ import xrlflow
 from rewrite_rules import LIBRARY
 from xrlflow.api import OptionError
 from xrlflow.cli import app
-from xrlflow.cost import Machine, Roofline
+from xrlflow.cost import Roofline
 from xrlflow.learn.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from xrlflow.rewrite import Library
 from xrlflow.rl.agent import KIND, Agent
@@ -23,10 +23,7 @@ from xrlflow.rl.features import Vocabulary
 from xrlflow.rl.pretrained import PRETRAINED
 from xrlflow.search.result import Found, SearchResult
 
-
-@pytest.fixture(autouse=True)
-def reference_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("xrlflow.pipeline.prepare.calibrated", lambda threads: Machine.reference())
+pytestmark = pytest.mark.usefixtures("reference_machine")
 
 
 def optimize(name: str, **options: Any) -> xrlflow.Result:

@@ -208,10 +208,7 @@ def test_a_branch_is_for_what_runs_to_take(function: Callable[..., object]) -> N
 
 
 @pytest.mark.parametrize("negated", [False, True])
-def test_a_branch_that_sizes_decide_is_taken(
-    negated: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("xrlflow.tuning.store.cache_directory", lambda: tmp_path / "cache")
+def test_a_branch_that_sizes_decide_is_taken(negated: bool, tmp_path: Path) -> None:
     known = "four = Constant<value_int=4>() rank = Size(x) eight = Constant<value_int=8>() each = Div(rank, eight)"
     decided = f"{known} u = Equal(each, four) t = {'Not' if negated else 'Identity'}(u)"
     result = xrlflow.optimize(
@@ -242,10 +239,7 @@ def recurrent(op: str, *, lengths: bool = False, steps: int | str = 5) -> onnx.M
 
 @pytest.mark.parametrize("op", ["LSTM", "GRU"])
 @pytest.mark.parametrize("search", ["greedy", "random"])
-def test_operators_that_are_spelt_out(
-    op: str, search: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("xrlflow.tuning.store.cache_directory", lambda: tmp_path / "cache")
+def test_operators_that_are_spelt_out(op: str, search: str, tmp_path: Path) -> None:
     model = recurrent(op)
     options = {"backend": "tvm", "cost": "roofline", "measure": False, "budget": 3}
     with warnings.catch_warnings():
@@ -272,10 +266,7 @@ def test_tuning_spells_out_too(tmp_path: Path) -> None:
     assert found.verification.verified
 
 
-def test_named_dimensions_are_numbers_to_what_is_spelt_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("xrlflow.tuning.store.cache_directory", lambda: tmp_path / "cache")
+def test_named_dimensions_are_numbers_to_what_is_spelt_out() -> None:
     model = recurrent("GRU", steps="steps")
     options = {"backend": "tvm", "search": "greedy", "cost": "roofline", "measure": False}
     with pytest.raises(BackendError, match="input x has the dimensions steps: give them with --shape x="):
@@ -304,10 +295,7 @@ def test_why_an_operator_is_not_spelt_out(function: Callable[..., object]) -> No
         ("f = Cast<to=7>(x) s = ReduceMax<keepdims=0>(f) e = Unsqueeze(s, z) y = ConstantOfShape(e)", ""),
     ],
 )
-def test_sizes_that_depend_on_values_are_an_answer(
-    operators: str, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("xrlflow.tuning.store.cache_directory", lambda: tmp_path / "cache")
+def test_sizes_that_depend_on_values_are_an_answer(operators: str, named: str) -> None:
     model = onnx.parser.parse_model(
         '<ir_version: 9, opset_import: ["": 20]> agraph (float[4,8] x) => (int64[n,2] y)'
         f" <int64[1] z = {{0}}> {{ {operators} }}"
@@ -330,8 +318,7 @@ def gelu() -> onnx.ModelProto:
     )
 
 
-def test_rules_do_not_write_what_tvm_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("xrlflow.tuning.store.cache_directory", lambda: tmp_path / "cache")
+def test_rules_do_not_write_what_tvm_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"backend": "tvm", "search": "greedy", "cost": "roofline", "measure": False}
 
     def operators() -> list[str]:
@@ -347,10 +334,9 @@ def test_rules_do_not_write_what_tvm_lacks(tmp_path: Path, monkeypatch: pytest.M
     ["xrlflow.backends.tvm.lower.schedule", "xrlflow.backends.tvm.lower.fuse_attention", "tvm.compile"],
 )
 def test_what_tvm_raises_at_a_proposal_leaves_the_original_graph(
-    step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    step: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever it is, and as an answer of one line where there is nothing else."""
-    monkeypatch.setattr("xrlflow.tuning.store.cache_directory", lambda: tmp_path / "cache")
     usual, compile_model, compiled, broken = pkgutil.resolve_name(step), Tvm.compile, 0, {1}
 
     def counting(*given: Any, **named: Any) -> TvmModel:
@@ -378,9 +364,8 @@ def test_what_tvm_raises_at_a_proposal_leaves_the_original_graph(
 
 @pytest.mark.parametrize("factor", [0.5, 2.0])
 def test_the_report_says_if_onnx_runtime_is_faster(
-    factor: float, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    factor: float, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("xrlflow.tuning.store.cache_directory", lambda: tmp_path / "cache")
     final, speedup = finishing.final, SpeedUp(factor, 0.9 * factor, 1.1 * factor)
     monkeypatch.setattr(
         finishing, "final", lambda *given: dataclasses.replace(final(*given), speedup=speedup)
@@ -427,10 +412,7 @@ def test_options_of_the_other_backend_are_refused(file: Path) -> None:
         xrlflow.optimize(file, backend="tvm", store="nowhere.sqlite")
 
 
-def test_weights_that_a_caller_may_replace_have_their_own_sizes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("xrlflow.tuning.store.cache_directory", lambda: tmp_path / "cache")
+def test_weights_that_a_caller_may_replace_have_their_own_sizes() -> None:
     model = onnx.parser.parse_model(
         '<ir_version: 9, opset_import: ["": 20]> agraph (float[4] x, float[n] w) => (float[4] y) { y = Add(x, w) }'
     )
@@ -514,9 +496,8 @@ FOREIGN = "sapphirerapids"
 
 
 def test_what_this_machine_cannot_run_is_written_and_not_loaded(
-    file: Path, tmp_path: Path, feeds: Feeds, monkeypatch: pytest.MonkeyPatch
+    file: Path, tmp_path: Path, feeds: Feeds
 ) -> None:
-    monkeypatch.setattr("xrlflow.tuning.store.cache_directory", lambda: tmp_path / "cache")
     if not lacking(detect().triple, FOREIGN):
         pytest.skip("this machine has AMX")
     compiled = Tvm(detect(cpu=FOREIGN)).compile(str(file))
@@ -547,10 +528,7 @@ def test_a_system_without_its_compiler(file: Path, monkeypatch: pytest.MonkeyPat
         )
 
 
-def test_optimize_compiles_and_verifies(
-    file: Path, tmp_path: Path, feeds: Feeds, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("xrlflow.tuning.store.cache_directory", lambda: tmp_path / "cache")
+def test_optimize_compiles_and_verifies(file: Path, tmp_path: Path, feeds: Feeds) -> None:
     result = xrlflow.optimize(file, backend="tvm", search="greedy", cost="roofline", measure=False)
     assert result.report.backend == "tvm"
     assert result.report.verified
@@ -592,10 +570,7 @@ def test_an_interrupt_that_tvm_swallows_still_interrupts(
 
 
 @pytest.mark.parametrize("when", ["first", "second", "measuring"])
-def test_an_interrupt_keeps_what_is_compiled(
-    when: str, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("xrlflow.tuning.store.cache_directory", lambda: tmp_path / "cache")
+def test_an_interrupt_keeps_what_is_compiled(when: str, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled, last = Tvm.compile, {"first": 0, "second": 1, "measuring": 9}[when]
     made: list[object] = []
 
@@ -627,8 +602,7 @@ def test_an_interrupt_keeps_what_is_compiled(
     )
 
 
-def test_interrupted_once_more_it_ends(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("xrlflow.tuning.store.cache_directory", lambda: tmp_path / "cache")
+def test_interrupted_once_more_it_ends(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def interrupted(*_: object, **__: object) -> NoReturn:
         raise KeyboardInterrupt
@@ -643,9 +617,8 @@ def test_interrupted_once_more_it_ends(file: Path, tmp_path: Path, monkeypatch: 
 
 
 def test_after_an_interrupted_search_its_best_is_compiled(
-    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("xrlflow.tuning.store.cache_directory", lambda: tmp_path / "cache")
     compiled = Tvm.compile
     made: list[object] = []
 
@@ -667,10 +640,7 @@ def test_after_an_interrupted_search_its_best_is_compiled(
     assert result.speedup is not None or result.report.reason.startswith("too few measurements")
 
 
-def test_what_cannot_be_compared_is_not_said_to_differ(
-    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("xrlflow.tuning.store.cache_directory", lambda: tmp_path / "cache")
+def test_what_cannot_be_compared_is_not_said_to_differ(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     verdict = Verification(Status.NOT_COMPARABLE, reason="it has random operators")
     monkeypatch.setattr("xrlflow.verify.Reference.check_compiled", lambda *_: verdict)
     with pytest.raises(

@@ -16,11 +16,6 @@ from models import ZOO
 from xrlflow.tuning.session import tune
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("xrlflow.tuning.store.cache_directory", lambda: tmp_path / "cache")
-
-
 @pytest.mark.parametrize("name", ZOO)
 def test_networks_compute_what_onnx_runtime_does(name: str) -> None:
     with warnings.catch_warnings():

@@ -123,8 +123,7 @@ def network() -> onnx.ModelProto:
 
 
 @pytest.fixture
-def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr("xrlflow.tuning.store.cache_directory", lambda: tmp_path / "cache")
+def file(tmp_path: Path) -> Path:
     path = tmp_path / "model.onnx"
     onnx.save(network(), path)
     return path
