@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from xrlflow.search.result import Found, Limits
@@ -229,134 +229,175 @@ def select(
     slower for sure, that is chosen, by its median; and if there was no time to measure anything, the best proposal: the
     last measurement decides.
     """
-    trials: list[Trial] = []
-    undecided: list[tuple[float, Found]] = []  # against the original
-    at_most = tolerance * base.cost
-    seen = {base.state.fingerprint}
+    selecting = _Selecting(base, compare, search, deadline, tolerance * base.cost, tidying, survey)
+    interrupted = False
+    try:
+        if proposals and proposals[0].state.fingerprint not in selecting.seen:
+            selecting.improve(proposals[0])
+        selecting.improve_original()
+        selecting.try_others(proposals[1:])
+        selecting.take_the_likeliest(proposals)
+    except KeyboardInterrupt:  # keep the best so far
+        interrupted = True
+    return Selection(selecting.current, tuple(selecting.trials), interrupted)
 
-    def build(start: Found, plan: _Plan, changed: _Plan) -> Found:
-        found = start if plan.rules == changed.rules else search(base, changed.rules)
+
+@dataclass(slots=True)
+class _Selecting:
+    """A selection while it runs: `current` is the choice up to now (None: the original), `name` what it is called.
+
+    `at_most`: seconds of modelled loss that a sweep may have. `undecided`: what may be faster than the original.
+    `untidy`: rules that cost time where they were measured.
+    """
+
+    base: Found
+    compare: Compare
+    search: Callable[[Found, frozenset[str]], Found]
+    deadline: float
+    at_most: float
+    tidying: frozenset[str]
+    survey: Survey | None
+    current: Found | None = None
+    name: str = "the original"
+    trials: list[Trial] = field(default_factory=list)
+    undecided: list[tuple[float, Found]] = field(default_factory=list)
+    untidy: frozenset[str] = frozenset()
+    seen: set[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.seen = {self.base.state.fingerprint}
+
+    @property
+    def _late(self) -> bool:
+        return time.monotonic() >= self.deadline
+
+    def improve(self, best: Found) -> None:
+        """The best proposal: as it is, or mended, and from there one change at a time."""
+        what = "the best by modelled cost"
+        plan = _plan(best)
+        kept = False
+        lost = self._look_back(best)
+        losing = sorted((r for r in plan.rules if lost.get(r, 0.0) < 0.0), key=lambda r: (lost[r], r))
+        self.untidy = frozenset(losing)
+        saving = _saving(self._look(best))
+        if saving or losing:
+            change = _together(saving, losing)
+            fuller = self._build(best, plan, change.of(plan))
+            kept = fuller.state.fingerprint not in self.seen and self._challenge(
+                fuller, f"{what} {change.text}"
+            )
+            if kept:
+                best, what, plan = fuller, f"{what} {change.text}", change.of(plan)
+        kept = kept or self._challenge(best, what)
+        if not kept:
+            now = time.monotonic()
+            until = now + _MENDING * (self.deadline - now)
+            mended, what, plan = self._climb(best, what, plan, until, proven=False, sweeping=False)
+            kept = mended is not best and self._challenge(mended, what)
+            self.untidy |= plan.dropped
+            best, plan = mended, _plan(mended).without(plan.dropped)
+        if kept:
+            self._climb(best, what, plan, self.deadline, proven=True, sweeping=True)
+
+    def improve_original(self) -> None:
+        """The original with sweeps, against the choice up to now."""
+        nothing = self.current is None
+        bare = _Plan(frozenset(), dropped=self.untidy)
+        swept, what, _ = self._climb(
+            self.base, "the original", bare, self.deadline, proven=nothing, sweeping=True
+        )
+        if not nothing and swept is not self.base:
+            self._challenge(swept, what)
+
+    def try_others(self, proposals: Sequence[Found]) -> None:
+        for index, found in enumerate(proposals):
+            if found.state.fingerprint not in self.seen:
+                self._challenge(found, f"number {index + 2} by modelled cost")
+
+    def take_the_likeliest(self, proposals: Sequence[Found]) -> None:
+        """Where nothing is chosen, what may be faster; where nothing could be measured, the best by the model."""
+        if self.current is None and self.undecided:
+            self.current = max(self.undecided, key=lambda u: u[0])[1]
+        if not self.trials and proposals and proposals[0].state.fingerprint != self.base.state.fingerprint:
+            self.current = proposals[0]
+
+    def _build(self, start: Found, plan: _Plan, changed: _Plan) -> Found:
+        found = start if plan.rules == changed.rules else self.search(self.base, changed.rules)
         for rule in changed.sweeps[len(plan.sweeps) if plan.rules == changed.rules else 0 :]:
-            swept = sweep(found, rule, Limits(deadline=deadline), at_most)
+            swept = sweep(found, rule, Limits(deadline=self.deadline), self.at_most)
             if swept.path is not found.path:
-                found = search(swept, changed.rules | (tidying - changed.dropped))
+                found = self.search(swept, changed.rules | (self.tidying - changed.dropped))
         return found
 
-    def faster(found: Found, proposal: str, than: Found | None, name: str, sure: bool) -> Trial:
-        """Measure, and measure again what looks faster; `sure`: there is something to lose.
+    def _faster(self, found: Found, proposal: str, than: Found | None, name: str) -> Trial:
+        """Measure, and measure again what looks faster.
 
         Where a session's weights lie in memory is luck that lasts as long as the session and is worth a percent or
         more, and what is kept is the best of many: of nine gains in a row, 19% together, 1% was found to be real.
         """
+        sure = self.current is not None  # there is something to lose
 
         def holds(ratio: Ratio) -> bool:
             return ratio.convincing if sure else ratio.promising
 
-        ratio = compare(than, found)
-        if holds(ratio) and time.monotonic() < deadline:
-            ratio = ratio.weaker(compare(than, found))
+        ratio = self.compare(than, found)
+        if holds(ratio) and not self._late:
+            ratio = ratio.weaker(self.compare(than, found))
         trial = Trial(proposal, name, ratio, holds(ratio))
-        trials.append(trial)
+        self.trials.append(trial)
         if than is None and not trial.kept and ratio.high > _POSSIBLE:
-            undecided.append((ratio.median, found))
+            self.undecided.append((ratio.median, found))
         return trial
 
-    def look(found: Found) -> Mapping[str, float]:
-        if survey is None or time.monotonic() >= deadline:
+    def _look(self, found: Found) -> Mapping[str, float]:
+        if self.survey is None or self._late:
             return {}
-        return survey.candidates(found, sweeping_rules(found, at_most))
+        return self.survey.candidates(found, sweeping_rules(found, self.at_most))
 
-    def look_back(found: Found) -> Mapping[str, float]:
-        return {} if survey is None or time.monotonic() >= deadline else survey.steps(found)
+    def _look_back(self, found: Found) -> Mapping[str, float]:
+        return {} if self.survey is None or self._late else self.survey.steps(found)
 
-    interrupted = False
-    current: Found | None = None
-    name = original = "the original"
-    untidy: frozenset[str] = frozenset()  # rules that cost time where they were measured
-
-    def climb(
-        found: Found, at: str, plan: _Plan, until: float, proven: bool, sweeping: bool
+    def _climb(
+        self, found: Found, at: str, plan: _Plan, until: float, proven: bool, sweeping: bool
     ) -> tuple[Found, str, _Plan]:
         """Change one thing at a time for as long as that is measured to be faster; `sweeping`: sweeps are tried too.
 
         `proven`: what is faster than `found` is faster than the original, and so the choice up to now.
         """
-        nonlocal current, name
-        against = None if found is base else found
-        ahead, back = look(found) if sweeping else {}, look_back(found)
+        against = None if found is self.base else found
+        ahead, back = self._look(found) if sweeping else {}, self._look_back(found)
         hopeless: set[str] = set()
         changing = True
         while changing and time.monotonic() < until:
             changing = False
-            drops = _drops(plan, found, base.cost, back)
-            changes = _with_sweeps(drops, found, at_most, ahead) if sweeping else drops
+            drops = _drops(plan, found, self.base.cost, back)
+            changes = _with_sweeps(drops, found, self.at_most, ahead) if sweeping else drops
             for change in changes:
                 if change.text in hopeless or not (change.sweeps or change.without & plan.rules):
                     continue
                 if time.monotonic() >= until:
                     break
                 changed = change.of(plan)
-                candidate = build(found, plan, changed)
-                if candidate.state.fingerprint in seen or time.monotonic() >= until:
+                candidate = self._build(found, plan, changed)
+                if candidate.state.fingerprint in self.seen or time.monotonic() >= until:
                     continue
-                seen.add(candidate.state.fingerprint)
-                proposal = change.text[2:] if found is base else f"{at} {change.text}"
-                trial = faster(candidate, proposal, against, at, sure=current is not None)
+                self.seen.add(candidate.state.fingerprint)
+                proposal = change.text[2:] if found is self.base else f"{at} {change.text}"
+                trial = self._faster(candidate, proposal, against, at)
                 if trial.kept:
                     found, against, at, plan, changing = candidate, candidate, proposal, changed, True
                     if proven:
-                        current, name = found, at
+                        self.current, self.name = found, at
                 elif trial.ratio.high < _HOPELESS:
                     hopeless.add(change.text)
         return found, at, plan
 
-    def challenge(found: Found, proposal: str) -> bool:
+    def _challenge(self, found: Found, proposal: str) -> bool:
         """Measure a state against the choice up to now; whether it takes its place."""
-        nonlocal current, name
-        if time.monotonic() >= deadline:
+        if self._late:
             return False
-        seen.add(found.state.fingerprint)
-        kept = faster(found, proposal, current, name, sure=current is not None).kept
+        self.seen.add(found.state.fingerprint)
+        kept = self._faster(found, proposal, self.current, self.name).kept
         if kept:
-            current, name = found, proposal
+            self.current, self.name = found, proposal
         return kept
-
-    try:
-        if proposals and proposals[0].state.fingerprint not in seen:
-            best, what = proposals[0], "the best by modelled cost"
-            plan = _plan(best)
-            kept = False
-            lost = look_back(best)
-            losing = sorted((r for r in plan.rules if lost.get(r, 0.0) < 0.0), key=lambda r: (lost[r], r))
-            untidy = frozenset(losing)
-            saving = _saving(look(best))
-            if saving or losing:
-                change = _together(saving, losing)
-                fuller = build(best, plan, change.of(plan))
-                kept = fuller.state.fingerprint not in seen and challenge(fuller, f"{what} {change.text}")
-                if kept:
-                    best, what, plan = fuller, f"{what} {change.text}", change.of(plan)
-            kept = kept or challenge(best, what)
-            if not kept:
-                until = time.monotonic() + _MENDING * (deadline - time.monotonic())
-                mended, what, plan = climb(best, what, plan, until, proven=False, sweeping=False)
-                kept = mended is not best and challenge(mended, what)
-                untidy |= plan.dropped
-                best, plan = mended, _plan(mended).without(plan.dropped)
-            if kept:
-                climb(best, what, plan, deadline, proven=True, sweeping=True)
-        nothing = current is None
-        bare = _Plan(frozenset(), dropped=untidy)
-        swept, what, _ = climb(base, original, bare, deadline, proven=nothing, sweeping=True)
-        if not nothing and swept is not base:
-            challenge(swept, what)
-        for index, found in enumerate(proposals[1:]):
-            if found.state.fingerprint not in seen:
-                challenge(found, f"number {index + 2} by modelled cost")
-        if current is None and undecided:
-            current = max(undecided, key=lambda u: u[0])[1]
-        if not trials and proposals and proposals[0].state.fingerprint != base.state.fingerprint:
-            current = proposals[0]
-    except KeyboardInterrupt:  # keep the best so far
-        interrupted = True
-    return Selection(current, tuple(trials), interrupted)
