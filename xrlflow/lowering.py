@@ -6,7 +6,7 @@ import contextlib
 import functools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from xrlflow.backends import BackendError, RepeatedComparison
@@ -163,35 +163,41 @@ def check_supported(imported: ImportedModel, library: Library) -> None:
     raise BackendError(f"TVM cannot lower {', '.join(named)}: use --backend onnxruntime for this model")
 
 
-def _backend(place: Place, shapes: Mapping[str, Sequence[int]], store: Store | None = None) -> Tvm:
-    """With a store: kernels as they were tuned at this place."""
-    machine = place.machine
-    tuned = (
-        tuned_by(store, machine, machine.cores, place.device, flushed=BETWEEN_OTHERS.flush)
-        if store is not None
-        else None
-    )
-    return Tvm(machine, shapes or None, tuned)
+@dataclass(frozen=True, slots=True)
+class Lowering:
+    """What compiling the graphs of one model needs: the sizes of its inputs, a folder for libraries, what is known of
+    kernels, and the options of ONNX Runtime, with which they are compared."""
+
+    place: Place
+    shapes: Mapping[str, Sequence[int]]
+    folder: str
+    store: Store
+    session_options: Any = None
+
+    @property
+    def threads(self) -> int:
+        return self.place.machine.cores
+
+    def backend(self, tuned: bool = True) -> Tvm:
+        """`tuned`: with kernels as they were tuned at this place."""
+        place = self.place
+        known = tuned_by(self.store, place.machine, self.threads, place.device, flushed=BETWEEN_OTHERS.flush)
+        return Tvm(place.machine, self.shapes or None, known if tuned else None)
 
 
 def lower_best(
+    how: Lowering,
     original: str | bytes,
     base: Found,
     proposals: Sequence[Found],
     export: Export,
     feeds: Mapping[str, Any] | None,
-    *,
-    place: Place,
-    shapes: Mapping[str, Sequence[int]],
-    folder: str,
     time_left: Callable[[], float],
-    store: Store,
-    session_options: Any = None,
     hurried: bool = False,
 ) -> Choice:
     """Compile the graph as imported and the best proposals, and choose what runs fastest.
 
-    Kernels that `store` knows run as they were tuned.
+    Kernels that the store knows run as they were tuned.
 
     With `feeds` all are measured in turns, together with the original in ONNX Runtime; without, the best by modelled
     cost is compiled alone. On a remote device, which has no ONNX Runtime, the original graph compiled is what the
@@ -199,58 +205,70 @@ def lower_best(
     the best proposal is compiled, and measuring takes less. On Ctrl-C what was compiled first is kept. Raises
     BackendError if the original's graph cannot be compiled, KeyboardInterrupt if there is nothing to keep.
     """
-    backend = _backend(place, shapes, store)
     # The best is on the shortlist, too.
     different = {found.state.graph.fingerprint: found for found in proposals if found.cost < base.cost}
     cheaper = list(different.values())[: 1 if hurried else _AT_MOST]
-    # Without measuring, the best by modelled cost that can be compiled.
-    wanted = [base, *cheaper] if feeds is not None else [*cheaper, base]
-    made: list[Lowered] = []
-    remarks: list[str] = []
-    longest = 0.0
+    compiling = _Compiling(how, base, export, time_left, feeds is None)
+    made = compiling.made
     try:
-        for index, found in enumerate(wanted):
-            before = time_left()
-            if made and (feeds is None or before < 3 * longest):
-                break
-            try:
-                model = backend.compile(export(found.state.graph), threads=place.machine.cores)
-            except BackendError as error:
-                if found is base:
-                    raise
-                remarks.append(f"a proposal was dropped: {error}")
-                continue
-            path = os.path.join(folder, f"compiled{index}.so")
-            model.save(path)
-            made.append(Lowered(found, path, model))
-            longest = max(longest, before - time_left())
+        # Without measuring, the best by modelled cost that can be compiled.
+        compiling.compile_all([base, *cheaper] if feeds is not None else [*cheaper, base])
         if feeds is None:
-            return Choice(made[0], tuple(remarks))
+            return Choice(made[0], tuple(compiling.remarks))
         limit = max(2.0, min(5.0 if hurried else 15.0, 0.3 * time_left()))
-        if place.remote is not None:
-            best, said = _best_there(place, made, feeds, limit)
+        if how.place.remote is not None:
+            best, said = _best_there(how.place, made, feeds, limit)
         else:
-            best, said = _best_here(original, made, feeds, limit, place.machine.cores, session_options)
+            best, said = _best_here(how, original, made, feeds, limit)
     except KeyboardInterrupt:
         if not made:
             raise
-        remarks.append("interrupted before the compiled graphs were compared: the first of them is kept")
-        return Choice(made[0], tuple(remarks), interrupted=True)
-    return Choice(best, (*remarks, *said))
+        compiling.remarks.append(
+            "interrupted before the compiled graphs were compared: the first of them is kept"
+        )
+        return Choice(made[0], tuple(compiling.remarks), interrupted=True)
+    return Choice(best, (*compiling.remarks, *said))
+
+
+@dataclass(slots=True)
+class _Compiling:
+    """Graphs compiled one after the other: `made`, with remarks on those that cannot be. `alone`: one is enough."""
+
+    how: Lowering
+    base: Found
+    export: Export
+    time_left: Callable[[], float]
+    alone: bool
+    made: list[Lowered] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
+
+    def compile_all(self, wanted: Sequence[Found]) -> None:
+        """Raises BackendError if the original's graph cannot be compiled."""
+        backend, longest = self.how.backend(), 0.0
+        for index, found in enumerate(wanted):
+            before = self.time_left()
+            if self.made and (self.alone or before < 3 * longest):
+                return
+            try:
+                model = backend.compile(self.export(found.state.graph), threads=self.how.threads)
+            except BackendError as error:
+                if found is self.base:
+                    raise
+                self.remarks.append(f"a proposal was dropped: {error}")
+                continue
+            path = os.path.join(self.how.folder, f"compiled{index}.so")
+            model.save(path)
+            self.made.append(Lowered(found, path, model))
+            longest = max(longest, before - self.time_left())
 
 
 def _best_here(
-    original: str | bytes,
-    made: Sequence[Lowered],
-    feeds: Mapping[str, Any],
-    limit: float,
-    threads: int,
-    session_options: Any,
+    how: Lowering, original: str | bytes, made: Sequence[Lowered], feeds: Mapping[str, Any], limit: float
 ) -> tuple[Lowered, tuple[str, ...]]:
     """The fastest on this machine, measured in turns with the original in ONNX Runtime; (choice, remarks)."""
     measured = measure(
-        [original, *(lowered.path for lowered in made)], dict(feeds), threads=threads, time_limit=limit,
-        target_width=0.02, control=False, session_options=session_options,
+        [original, *(lowered.path for lowered in made)], dict(feeds), threads=how.threads, time_limit=limit,
+        target_width=0.02, control=False, session_options=how.session_options,
     )  # fmt: skip
     timed = [
         replace(lowered, milliseconds=latency.median_ms)
@@ -346,20 +364,23 @@ class TunedModel:
     remarks: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class TuningPlan:
+    """How kernels are tuned: `trials` in all, `batch` of one kernel at a time, within `time_limit` seconds."""
+
+    method: Method
+    trials: int
+    batch: int
+    time_limit: float
+    seed: int
+
+
 def tune_model(
+    how: Lowering,
     original: str | bytes,
     graphs: Sequence[str],
     feeds: Mapping[str, Any] | None,
-    *,
-    method: Method,
-    trials: int,
-    batch: int,
-    time_limit: float,
-    place: Place,
-    shapes: Mapping[str, Sequence[int]],
-    seed: int,
-    store: Store,
-    folder: str,
+    plan: TuningPlan,
     listener: Callable[[Progress], None] | None = None,
     hurried: bool = False,
 ) -> TunedModel:
@@ -370,28 +391,13 @@ def tune_model(
 
     Raises BackendError for an original graph that cannot be lowered or run, PoolError when nothing can be measured.
     """
-    place.check_runs()
-    machine = place.machine
-    threads = machine.cores
+    how.place.check_runs()
     # First of all: what cannot be compiled is not worth tuning.
-    untuned = _backend(place, shapes).compile(graphs[0], threads=threads)
-    lowered, remarks = _lowered_first(graphs, shapes, machine)
-    tasks = _together(kernel_tasks(module, machine) for module in lowered.values())
-    found = tune(
-        tasks, blocked(method, machine), trials=trials, batch=batch, time_limit=time_limit, seed=seed, store=store,
-        pool=PoolOptions(threads=threads, timing=BETWEEN_OTHERS, remote=place.remote), listener=listener,
-        usual=untuned_kernel(machine),
-    )  # fmt: skip
-    backend = _backend(place, shapes, store)
-    models = [untuned]
-    for graph in lowered:
-        try:
-            models.append(backend.compile(graph, threads=threads))
-        except BackendError as error:
-            if graph == graphs[0]:
-                raise
-            remarks.append(_left_out(error))
-    made = [(os.path.join(folder, f"tuned{number}.so"), model) for number, model in enumerate(models)]
+    untuned = how.backend(tuned=False).compile(graphs[0], threads=how.threads)
+    lowered, remarks = _lowered_first(graphs, how.shapes, how.place.machine)
+    found = _tuned(how, lowered.values(), plan, listener)
+    models = [untuned, *_compiled(how, list(lowered), remarks)]
+    made = [(os.path.join(how.folder, f"tuned{number}.so"), model) for number, model in enumerate(models)]
     for path, model in made:
         model.save(path)
     if feeds is None:
@@ -399,21 +405,57 @@ def tune_model(
     limit = 5.0 if hurried or found.interrupted else 20.0
     runtime: float | None = None
     compared: RepeatedComparison | None = None
-    if place.remote is not None:
-        times, best, compared = _fastest_there(place, made, feeds, limit)
+    if how.place.remote is not None:
+        times, best, compared = _fastest_there(how.place, made, feeds, limit)
     else:
-        measured = measure(
-            [original, *(path for path, _ in made)], dict(feeds), threads=threads, time_limit=limit,
-            target_width=0.02, control=False,
-        )  # fmt: skip
-        runtime, *times = (latency.median_ms for latency in measured.latencies)
-        best = min(range(len(made)), key=lambda i: (times[i], -i))  # of equals the tuned one
+        runtime, times, best = _fastest_here(how, original, made, feeds, limit)
     path, model = made[best]
     untuned_ms, tuned_ms, *rewritten = times
     return TunedModel(
         found, model, path, _WRITTEN[best], runtime, untuned_ms, tuned_ms, rewritten[0] if rewritten else None,
         compared, tuple(remarks),
     )  # fmt: skip
+
+
+def _tuned(
+    how: Lowering, modules: Iterable[Any], plan: TuningPlan, listener: Callable[[Progress], None] | None
+) -> TuningResult:
+    machine = how.place.machine
+    return tune(
+        _together(kernel_tasks(module, machine) for module in modules), blocked(plan.method, machine),
+        trials=plan.trials, batch=plan.batch, time_limit=plan.time_limit, seed=plan.seed, store=how.store,
+        pool=PoolOptions(threads=how.threads, timing=BETWEEN_OTHERS, remote=how.place.remote), listener=listener,
+        usual=untuned_kernel(machine),
+    )  # fmt: skip
+
+
+def _compiled(how: Lowering, graphs: Sequence[str], remarks: list[str]) -> Iterator[TvmModel]:
+    """Files compiled with what tuning found; those that cannot be are remarked on, but for the first."""
+    backend = how.backend()
+    for graph in graphs:
+        try:
+            yield backend.compile(graph, threads=how.threads)
+        except BackendError as error:
+            if graph == graphs[0]:
+                raise
+            remarks.append(_left_out(error))
+
+
+def _fastest_here(
+    how: Lowering,
+    original: str | bytes,
+    made: Sequence[tuple[str, TvmModel]],
+    feeds: Mapping[str, Any],
+    limit: float,
+) -> tuple[float, list[float], int]:
+    """Milliseconds of the original in ONNX Runtime, and of all others on this machine, and which of them is the
+    fastest: of equals the tuned one."""
+    measured = measure(
+        [original, *(path for path, _ in made)], dict(feeds), threads=how.threads, time_limit=limit,
+        target_width=0.02, control=False,
+    )  # fmt: skip
+    runtime, *times = (latency.median_ms for latency in measured.latencies)
+    return runtime, times, min(range(len(made)), key=lambda i: (times[i], -i))
 
 
 def _fastest_there(

@@ -47,15 +47,11 @@ def finish(context: Context, start: Start, explored: Explored) -> Finished:
 def _compiled(context: Context, start: Start, explored: Explored) -> Choice:
     """The proposal that runs fastest, compiled. Raises KeyboardInterrupt where the search was interrupted as well."""
     options, clock, interrupted = context.options, context.clock, explored.result.interrupted
-    assert context.place is not None
-    assert context.store is not None
     context.say("compile", note="with TVM")
     with clock.phase("compile"):
         choice = lowering.lower_best(
-            context.original, start.base, explored.proposals, context.write,
-            context.feeds if options.measure else None, place=context.place, shapes=context.shapes,
-            folder=context.folder, time_left=lambda: clock.limit - time.monotonic(), store=context.store,
-            session_options=options.session_options, hurried=interrupted,
+            context.lowering, context.original, start.base, explored.proposals, context.write,
+            context.feeds if options.measure else None, lambda: clock.limit - time.monotonic(), interrupted,
         )  # fmt: skip
     context.notes.extend(choice.remarks)
     if choice.interrupted and interrupted:

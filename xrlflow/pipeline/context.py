@@ -14,7 +14,7 @@ from typing import Any
 
 from xrlflow.backends.onnxruntime import default_threads
 from xrlflow.ir import Graph
-from xrlflow.lowering import Place
+from xrlflow.lowering import Lowering, Place
 from xrlflow.onnxio import ImportedModel, Source, save, size_of
 from xrlflow.options import Options
 from xrlflow.report import Listener
@@ -109,6 +109,13 @@ class Context:
     @property
     def shapes(self) -> Mapping[str, Sequence[int]]:
         return self.options.shapes or {}
+
+    @property
+    def lowering(self) -> Lowering:
+        """What compiling needs, with TVM."""
+        assert self.place is not None
+        assert self.store is not None
+        return Lowering(self.place, self.shapes, self.folder, self.store, self.options.session_options)
 
     @property
     def original(self) -> str | bytes:

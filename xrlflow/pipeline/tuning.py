@@ -12,7 +12,7 @@ from xrlflow.backends import BackendError
 from xrlflow.backends.results import SpeedUp
 from xrlflow.cost import Roofline
 from xrlflow.ir import Graph
-from xrlflow.lowering import TunedModel
+from xrlflow.lowering import TunedModel, TuningPlan
 from xrlflow.onnxio import Source
 from xrlflow.options import Options, TuneOptions
 from xrlflow.pipeline.confirm import final
@@ -117,9 +117,9 @@ def _for_search(options: TuneOptions) -> Options:
 
 
 def _tuned(context: Context, options: TuneOptions, graphs: list[str]) -> TunedModel:
-    assert context.place is not None
-    assert context.store is not None
     hurried = context.clock.hurried
+    trials = 0 if hurried else options.trials
+    plan = TuningPlan(Method(options.method), trials, options.batch, options.time_limit, options.seed)
 
     def tell(progress: Progress) -> None:
         note = f"{progress.task.name} {progress.best * 1e6:.1f} us"
@@ -127,11 +127,8 @@ def _tuned(context: Context, options: TuneOptions, graphs: list[str]) -> TunedMo
 
     try:
         return lowering.tune_model(
-            context.original, graphs, context.feeds, method=Method(options.method),
-            trials=0 if hurried else options.trials, batch=options.batch, time_limit=options.time_limit,
-            place=context.place, shapes=context.shapes, seed=options.seed, store=context.store, folder=context.folder,
-            listener=tell, hurried=hurried,
-        )  # fmt: skip
+            context.lowering, context.original, graphs, context.feeds, plan, tell, hurried
+        )
     except PoolError as error:
         raise BackendError(f"{error} (what was measured is kept: the same command goes on)") from error
 
