@@ -98,10 +98,12 @@ def test_a_damaged_file_is_replaced_with_a_warning(tmp_path: Path, damage) -> No
 def test_without_a_place_on_disk_measurements_last_as_long_as_the_process(tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("not a folder")
-    with Database(blocked / "m.sqlite") as database:
-        with pytest.warns(RuntimeWarning, match="not kept on disk"):
-            database.put(SUBJECT, SAMPLE)
-        assert database.get(SUBJECT) == SAMPLE
+    database = Database(blocked / "m.sqlite")
+    with pytest.warns(RuntimeWarning, match="kept in memory until they can be written"):
+        database.put(SUBJECT, SAMPLE)
+    assert database.get(SUBJECT) == SAMPLE
+    with pytest.warns(RuntimeWarning, match=": 1 measurements are lost"):
+        database.close()
 
 
 def write_many(path: Path, writer: int, count: int) -> None:

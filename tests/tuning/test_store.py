@@ -19,7 +19,7 @@ import pytest
 
 from tests.tuning.kernels import matmul, scheduled, target
 from xrlflow.backends.tvm.load import tvm
-from xrlflow.cost.database import connect
+from xrlflow.sqlite import connect
 from xrlflow.tuning.store import VERSION, Record, Setting, Store, StoreError
 from xrlflow.tuning.tasks import Task, extract_tasks
 from xrlflow.tuning.tuners.protocol import Outcome
@@ -212,7 +212,7 @@ def test_what_another_process_has_begun_in_its_place_is_not_set_aside(
                 first.put(made(candidate="first"))
             raise
 
-    monkeypatch.setattr("xrlflow.tuning.store.connect", connect_late)
+    monkeypatch.setattr("xrlflow.sqlite.connect", connect_late)
     with Store() as store, pytest.warns(RuntimeWarning, match="starting afresh"):
         store.put(made(candidate="second"))
     with Store(path) as store:
@@ -224,7 +224,7 @@ def test_a_full_disk_is_said_once_and_nothing_is_lost(tmp_path: Path) -> None:
     path = tmp_path / "tuning.sqlite"
     with Store(path) as store:
         store.put(made(candidate="early", taken=1.0))
-        disk = store._opened()
+        disk = store._file._opened()
         assert disk is not None
         (pages,) = disk.execute("PRAGMA page_count").fetchone()
         disk.execute(f"PRAGMA max_page_count = {pages}")
@@ -307,7 +307,7 @@ def test_a_file_that_may_only_be_read_is_read(tmp_path: Path) -> None:
     connection.close()
     store = Store(path)
     assert len(store) == 1
-    store._disk = store._open_to_read()
+    store._file._disk = store._file._open_to_read()
     with pytest.warns(RuntimeWarning, match="readonly"):
         store.put(made(candidate="late"))
     assert [record.candidate for record in store.known("t")] == ["early", "late"]

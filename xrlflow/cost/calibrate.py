@@ -21,10 +21,10 @@ import numpy as np
 
 from xrlflow import files
 from xrlflow.cost.alone import Sample, call_seconds, in_quiet, time_node, time_nodes
-from xrlflow.cost.database import cache_directory
 from xrlflow.cost.machine import REFERENCE, Machine, Speed, cache_bytes, cpu_name
 from xrlflow.ir import Attr, Attrs, DType, Node, TensorType, Value
 from xrlflow.ops.work import Kind, Work, work
+from xrlflow.sqlite import cache_directory
 
 VERSION = 1
 _TINY = 1e-7

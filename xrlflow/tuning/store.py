@@ -5,23 +5,20 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import sqlite3
 import statistics
-import threading
 import time
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Self
 
 from xrlflow import files
 from xrlflow.backends.protocol import BackendError, one_line
 from xrlflow.backends.tvm.load import tvm
 from xrlflow.backends.tvm.stack import CODE
-from xrlflow.cost.database import cache_directory, connect, file_number, set_aside
 from xrlflow.cost.machine import cpu_name
+from xrlflow.sqlite import Layout, Row, SharedFile, cache_directory
 from xrlflow.tuning.tasks import Task, module_key, target_text
 from xrlflow.tuning.tuners.protocol import Outcome
 
@@ -36,7 +33,6 @@ CONFIRMED = 4
 """What was measured so often is what it looks like: the least of many times that were taken once is a lucky one."""
 _PATIENCE = 5.0  # seconds that a writer waits for another process
 _NO_TIME = 1e10  # what TVM writes for the seconds of what failed
-_RETRY = 30.0  # seconds between attempts to write to a disk that takes nothing
 
 _SCHEMA = (
     "CREATE TABLE IF NOT EXISTS workload (task TEXT PRIMARY KEY, workload TEXT NOT NULL) WITHOUT ROWID",
@@ -50,11 +46,9 @@ _SCHEMA = (
     """,
     "CREATE INDEX IF NOT EXISTS record_of_task ON record (task)",
 )
-_TABLE = "record"
 _PUT = "INSERT OR IGNORE INTO record"
+_LAYOUT = Layout(_SCHEMA, VERSION, "record", _PUT)
 _COLUMNS = "task, target, tvm, device, threads, candidate, trace, arguments, seconds, error, taken"
-
-Row: TypeAlias = tuple[Any, ...]
 
 
 class StoreError(ValueError):
@@ -137,34 +131,17 @@ class Record:
 
 
 class Store:
-    """A SQLite file of measurements, shared by processes and threads (write-ahead log, a statement per write).
-
-    A file that gets damaged, and the one in the user's cache that is damaged or of another version, is set aside
-    (`.damaged`) and another begun, with a warning; a file that somebody named and that is no store is refused
-    (StoreError, by whatever reads or writes first). Where the disk takes no more, or the file is locked or read-only,
-    that is said once; what was written before can be read still, what comes is kept in memory, and written as soon as
-    that is possible. What never was is said at the end.
-    """
+    """A SQLite file of measurements (see `SharedFile`). The one in the user's cache is our own; one that somebody named
+    and that is no store is refused (StoreError, by whatever reads or writes first)."""
 
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
         """`path`: the file; by default `tuning.sqlite` in the user's cache directory."""
         self.path = Path(path) if path is not None else cache_directory() / "tuning.sqlite"
-        self._ours = path is None
-        self._lock = threading.RLock()
-        self._disk: sqlite3.Connection | None = None
-        self._file: int | None = None
-        self._memory: sqlite3.Connection | None = None
-        self._pending: list[tuple[str, Row]] = []
-        self._retry = 0.0
-        self._warned = False
-        self._process = 0
-        self._inherited: list[sqlite3.Connection | None] = []
+        self._file = SharedFile(self.path, _LAYOUT, _PATIENCE, None if path is None else StoreError)
 
     def check(self) -> None:
         """Open the file now. Raises StoreError for one that somebody named and that is no store."""
-        with self._lock:
-            self._adopt()
-            self._opened()
+        self._file.check()
 
     def put(self, record: Record) -> None:
         """Keep a measurement; one that is the same in all but its time of day is kept once."""
@@ -176,7 +153,7 @@ class Store:
             record.digest,
         )
         marks = ", ".join("?" * len(values))
-        self._write(f"{_PUT} ({_COLUMNS}, digest) VALUES ({marks})", values)
+        self._file.write(f"{_PUT} ({_COLUMNS}, digest) VALUES ({marks})", values)
 
     def put_task(self, task: Task) -> None:
         """Keep a task's module, which records are of no use without elsewhere."""
@@ -227,10 +204,10 @@ class Store:
 
     def tasks(self) -> list[str]:
         """The keys of all tasks that there are records of, in order."""
-        return sorted({str(key) for (key,) in self._read("SELECT DISTINCT task FROM record", ())})
+        return sorted({str(key) for (key,) in self._file.read("SELECT DISTINCT task FROM record", ())})
 
     def __len__(self) -> int:
-        return sum(int(count) for (count,) in self._read("SELECT count(*) FROM record", ()))
+        return sum(int(count) for (count,) in self._file.read("SELECT count(*) FROM record", ()))
 
     def database(self, target: Target, tasks: Iterable[Task] | None = None, *, flushed: bool = False) -> Any:
         """The best record for this target and version of TVM of each task (default: of all tasks that are known), as a
@@ -258,7 +235,7 @@ class Store:
         places = place / _WORKLOADS, place / _RECORDS
         if present := [file for file in places if file.exists()]:
             raise StoreError(f"{present[0]} exists already")
-        workloads: dict[str, str] = dict(self._read("SELECT task, workload FROM workload", ()))
+        workloads: dict[str, str] = dict(self._file.read("SELECT task, workload FROM workload", ()))
         # Tasks for several targets may share a module.
         numbers = {text: number for number, text in enumerate(dict.fromkeys(workloads.values()))}
         records = [record for key in sorted(workloads) for record in self.known(key)]
@@ -319,21 +296,7 @@ class Store:
 
     def close(self) -> None:
         """Write what could not be written so far, if that is possible now, and say what is lost."""
-        with self._lock:
-            if self._process == os.getpid():
-                self._retry = 0.0
-                self._write_pending()
-                if lost := sum(statement.startswith(_PUT) for statement, _ in self._pending):
-                    warnings.warn(
-                        f"{self.path}: {lost} measurements are lost, as they could never be written",
-                        RuntimeWarning,
-                        stacklevel=3,
-                    )
-                self._pending.clear()
-                for connection in (self._disk, self._memory):
-                    if connection is not None:
-                        connection.close()
-            self._disk = self._memory = None
+        self._file.close()
 
     def __enter__(self) -> Self:
         return self
@@ -344,156 +307,15 @@ class Store:
         self.close()
 
     def _put_workload(self, task: str, text: str) -> None:
-        self._write("INSERT OR IGNORE INTO workload VALUES (?, ?)", (task, text))
+        self._file.write("INSERT OR IGNORE INTO workload VALUES (?, ?)", (task, text))
 
     def _modules(self) -> dict[str, Any]:
         workload = tvm().s_tir.meta_schedule.database.Workload
-        rows = self._read("SELECT task, workload FROM workload", ())
+        rows = self._file.read("SELECT task, workload FROM workload", ())
         return {key: workload.from_json(json.loads(text)).mod for key, text in rows}
 
     def _select(self, condition: str, values: Row) -> list[Row]:
-        return self._read(f"SELECT {_COLUMNS} FROM record WHERE {condition} ORDER BY id", values)
-
-    def _read(self, statement: str, values: Row) -> list[Row]:
-        """Rows of the file, then those that wait to be written."""
-        with self._lock:
-            self._adopt()
-            rows: list[Row] = []
-            if (disk := self._opened()) is not None:
-                try:
-                    rows += disk.execute(statement, values).fetchall()
-                except sqlite3.OperationalError as error:
-                    self._complain(error)
-                except sqlite3.DatabaseError as error:
-                    self._set_aside(error)
-            if self._memory is not None:
-                rows += self._memory.execute(statement, values).fetchall()
-            return rows
-
-    def _write(self, statement: str, values: Row) -> None:
-        with self._lock:
-            self._adopt()
-            self._pending.append((statement, values))
-            self._write_pending()
-            if self._pending:
-                if self._memory is None:
-                    self._memory = connect(":memory:", _SCHEMA, VERSION, _TABLE)
-                self._memory.execute(statement, values)
-
-    def _write_pending(self) -> None:
-        """Bring what waits to disk, all of it or nothing, unless that failed a moment ago."""
-        if not self._pending or time.monotonic() < self._retry:
-            return
-        for _ in range(2):
-            if (disk := self._opened()) is None:
-                return
-            try:
-                if len(self._pending) > 1:
-                    disk.execute("BEGIN IMMEDIATE")
-                for statement, values in self._pending:
-                    disk.execute(statement, values)
-                if disk.in_transaction:
-                    disk.execute("COMMIT")
-            except sqlite3.OperationalError as error:
-                self._roll_back(disk)
-                self._complain(error)
-                return
-            except sqlite3.DatabaseError as error:
-                self._roll_back(disk)
-                self._set_aside(error)
-            else:
-                self._pending.clear()
-                if self._memory is not None:
-                    self._memory.close()
-                    self._memory = None
-                return
-
-    @staticmethod
-    def _roll_back(disk: sqlite3.Connection) -> None:
-        if disk.in_transaction:  # some errors end the transaction, others do not
-            disk.execute("ROLLBACK")
-
-    def _adopt(self) -> None:
-        """After a fork: connections are not ours to use, nor to close."""
-        if self._process != os.getpid():
-            self._inherited += [self._disk, self._memory]
-            self._disk = self._memory = None
-            self._pending = []  # its business who measured it
-            self._process = os.getpid()
-
-    def _opened(self) -> sqlite3.Connection | None:
-        if self._disk is not None:
-            return self._disk
-        try:
-            self._disk = self._open()
-        except (sqlite3.OperationalError, OSError) as error:
-            self._complain(error)
-            self._disk = self._open_to_read()
-        except sqlite3.DatabaseError as error:
-            self._set_aside(error)
-            try:
-                self._disk = self._open()
-            except (sqlite3.Error, OSError) as again:
-                self._complain(again)
-        return self._disk
-
-    def _open(self) -> sqlite3.Connection:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = file_number(self.path)
-        connection = connect(self.path, _SCHEMA, VERSION, _TABLE, _PATIENCE)
-        self._file = file_number(self.path)
-        self._ours = True
-        return connection
-
-    def _open_to_read(self) -> sqlite3.Connection | None:
-        """The file as it is, if it is one of ours that may only be read."""
-        for manner in ("mode=ro", "immutable=1"):  # the second where not even a lock file can be written
-            try:
-                connection = sqlite3.connect(
-                    f"{self.path.absolute().as_uri()}?{manner}",
-                    uri=True,
-                    timeout=_PATIENCE,
-                    isolation_level=None,
-                    check_same_thread=False,
-                )
-            except sqlite3.Error:
-                continue
-            try:
-                (version,) = connection.execute("PRAGMA user_version").fetchone()
-                if version == VERSION:
-                    return connection
-            except sqlite3.Error:
-                pass
-            connection.close()
-        return None
-
-    def _complain(self, error: Exception) -> None:
-        """The disk takes nothing: say so the first time, and leave it alone for a while."""
-        self._retry = time.monotonic() + _RETRY
-        if self._disk is not None:
-            self._disk.execute("PRAGMA busy_timeout = 100")  # who waited once need not wait each time
-        if not self._warned:
-            self._warned = True
-            warnings.warn(
-                f"{self.path}: measurements are kept in memory until they can be written ({error})",
-                RuntimeWarning,
-                stacklevel=5,
-            )
-
-    def _set_aside(self, error: Exception) -> None:
-        if not self._ours:
-            self._pending.clear()
-            raise StoreError(f"{self.path}: no store of measurements ({error}): name another file") from error
-        warnings.warn(
-            f"{self.path}: starting afresh, the old file is beside it ({error})", RuntimeWarning, stacklevel=5
-        )
-        if self._disk is not None:
-            self._disk.close()
-            self._disk = None
-        try:
-            set_aside(self.path, self._file)
-        except OSError as failure:
-            self._complain(failure)
+        return self._file.read(f"SELECT {_COLUMNS} FROM record WHERE {condition} ORDER BY id", values)
 
 
 _WORKLOADS = "database_workload.json"

@@ -1,0 +1,296 @@
+"""A SQLite file of measurements that processes and threads share, and that no failure of the disk takes down."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import threading
+import time
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+_SWITCHING = 1.0  # seconds to wait for another that opens a file for the first time, at least
+_RETRY = 30.0  # seconds between attempts to write to a disk that takes nothing
+
+Row: TypeAlias = tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The tables of a file. `schema`: what makes them where there are none; `table`: one of them; `put`: how the
+    statements begin that keep a measurement."""
+
+    schema: tuple[str, ...]
+    version: int
+    table: str
+    put: str
+
+
+def cache_directory() -> Path:
+    """The user's cache directory for xrlflow."""
+    from platformdirs import user_cache_path
+
+    return user_cache_path("xrlflow")
+
+
+def connect(path: Path | str, layout: Layout, patience: float = 0.0) -> sqlite3.Connection:
+    """A connection to a file that processes and threads share; its tables are made where there are none.
+
+    `patience`: seconds for which a statement waits for another process. Every statement is a transaction of its
+    own unless one is begun. Raises sqlite3.OperationalError where no file can be opened or written, and
+    sqlite3.DatabaseError for one that is damaged, of another version, or something else's.
+    """
+    connection = sqlite3.connect(path, timeout=patience, isolation_level=None, check_same_thread=False)
+    try:
+        # In one statement: another process may be making the tables just now.
+        found, tables, own = connection.execute(
+            "SELECT user_version, count(name), coalesce(sum(name = ?), 0) FROM pragma_user_version"
+            " LEFT JOIN sqlite_master",
+            (layout.table,),
+        ).fetchone()
+        if tables and not own:
+            raise sqlite3.DatabaseError("it has tables of something else")
+        if found not in (0, layout.version):
+            raise sqlite3.DatabaseError(f"version {found}, and {layout.version} is wanted")
+        _write_ahead(connection, max(patience, _SWITCHING))
+        connection.execute("PRAGMA synchronous = NORMAL")
+        if found == 0:
+            # One transaction: of two processes that come first, one makes the tables.
+            connection.execute("BEGIN IMMEDIATE")
+            for statement in layout.schema:
+                connection.execute(statement)
+            connection.execute(f"PRAGMA user_version = {layout.version}")
+            connection.execute("COMMIT")
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def file_number(path: Path) -> int | None:
+    """What tells a file from another one of its name; None if there is none."""
+    try:
+        return path.stat().st_ino
+    except OSError:
+        return None
+
+
+def set_aside(path: Path, number: int | None) -> None:
+    """Rename a database and what belongs to it (`.damaged`), unless it is another file than the one that is damaged
+    (`number`: its `file_number`), which another process has begun by now. Raises OSError."""
+    if file_number(path) != number:
+        return
+    for suffix in ("-wal", "-shm", ""):  # what belongs to the next file is not there before the last is gone
+        if (file := Path(f"{path}{suffix}")).exists():
+            file.replace(f"{path}.damaged{suffix}")
+
+
+def _write_ahead(connection: sqlite3.Connection, patience: float) -> None:
+    """Switch a file to the write-ahead log. SQLite does not wait for that by itself where two come first at once."""
+    until = time.monotonic() + patience
+    while True:
+        try:
+            connection.execute("PRAGMA journal_mode = WAL")
+            return
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode != sqlite3.SQLITE_BUSY or time.monotonic() >= until:
+                raise
+        time.sleep(0.01)
+
+
+class SharedFile:
+    """A file, shared by processes and threads (write-ahead log, a statement per write).
+
+    A file that gets damaged, and one of our own that is damaged or of another version, is set aside (`.damaged`) and
+    another begun, with a warning; a file that somebody named and that is something else is refused (by whatever reads
+    or writes first). Where the disk takes no more, or the file is locked or read-only, that is said once; what was
+    written before can be read still, what comes is kept in memory, and written as soon as that is possible. What never
+    was is said at the end.
+    """
+
+    def __init__(
+        self, path: Path, layout: Layout, patience: float, refused: type[Exception] | None = None
+    ) -> None:
+        """`patience`: seconds for which a statement waits for another process. `refused`: what is raised for a file
+        that is something else, with one line; None: the file is our own."""
+        self.path, self._layout, self._patience = path, layout, patience
+        self._refused = refused if refused is not None else sqlite3.DatabaseError
+        self._ours = refused is None
+        self._lock = threading.RLock()
+        self._disk: sqlite3.Connection | None = None
+        self._file: int | None = None
+        self._memory: sqlite3.Connection | None = None
+        self._pending: list[tuple[str, Row]] = []
+        self._retry = 0.0
+        self._warned = False
+        self._process = 0
+        self._inherited: list[sqlite3.Connection | None] = []
+
+    def check(self) -> None:
+        """Open the file now. Raises what it was given for one that is not its own."""
+        with self._lock:
+            self._adopt()
+            self._opened()
+
+    def read(self, statement: str, values: Row) -> list[Row]:
+        """Rows of the file, then those that wait to be written."""
+        with self._lock:
+            self._adopt()
+            rows: list[Row] = []
+            if (disk := self._opened()) is not None:
+                try:
+                    rows += disk.execute(statement, values).fetchall()
+                except sqlite3.OperationalError as error:
+                    self._complain(error)
+                except sqlite3.DatabaseError as error:
+                    self._set_aside(error)
+            if self._memory is not None:
+                rows += self._memory.execute(statement, values).fetchall()
+            return rows
+
+    def write(self, statement: str, values: Row) -> None:
+        with self._lock:
+            self._adopt()
+            self._pending.append((statement, values))
+            self._write_pending()
+            if self._pending:
+                if self._memory is None:
+                    self._memory = connect(":memory:", self._layout)
+                self._memory.execute(statement, values)
+
+    def _write_pending(self) -> None:
+        """Bring what waits to disk, all of it or nothing, unless that failed a moment ago."""
+        if not self._pending or time.monotonic() < self._retry:
+            return
+        for _ in range(2):
+            if (disk := self._opened()) is None:
+                return
+            try:
+                if len(self._pending) > 1:
+                    disk.execute("BEGIN IMMEDIATE")
+                for statement, values in self._pending:
+                    disk.execute(statement, values)
+                if disk.in_transaction:
+                    disk.execute("COMMIT")
+            except sqlite3.OperationalError as error:
+                self._roll_back(disk)
+                self._complain(error)
+                return
+            except sqlite3.DatabaseError as error:
+                self._roll_back(disk)
+                self._set_aside(error)
+            else:
+                self._pending.clear()
+                if self._memory is not None:
+                    self._memory.close()
+                    self._memory = None
+                return
+
+    @staticmethod
+    def _roll_back(disk: sqlite3.Connection) -> None:
+        if disk.in_transaction:  # some errors end the transaction, others do not
+            disk.execute("ROLLBACK")
+
+    def _adopt(self) -> None:
+        """After a fork: connections are not ours to use, nor to close."""
+        if self._process != os.getpid():
+            self._inherited += [self._disk, self._memory]
+            self._disk = self._memory = None
+            self._pending = []  # its business who measured it
+            self._process = os.getpid()
+
+    def _opened(self) -> sqlite3.Connection | None:
+        if self._disk is not None:
+            return self._disk
+        try:
+            self._disk = self._open()
+        except (sqlite3.OperationalError, OSError) as error:
+            self._complain(error)
+            self._disk = self._open_to_read()
+        except sqlite3.DatabaseError as error:
+            self._set_aside(error)
+            try:
+                self._disk = self._open()
+            except (sqlite3.Error, OSError) as again:
+                self._complain(again)
+        return self._disk
+
+    def _open(self) -> sqlite3.Connection:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = file_number(self.path)
+        connection = connect(self.path, self._layout, self._patience)
+        self._file = file_number(self.path)
+        self._ours = True
+        return connection
+
+    def _open_to_read(self) -> sqlite3.Connection | None:
+        """The file as it is, if it is one of ours that may only be read."""
+        for manner in ("mode=ro", "immutable=1"):  # the second where not even a lock file can be written
+            try:
+                connection = sqlite3.connect(
+                    f"{self.path.absolute().as_uri()}?{manner}",
+                    uri=True,
+                    timeout=self._patience,
+                    isolation_level=None,
+                    check_same_thread=False,
+                )
+            except sqlite3.Error:
+                continue
+            try:
+                (version,) = connection.execute("PRAGMA user_version").fetchone()
+                if version == self._layout.version:
+                    return connection
+            except sqlite3.Error:
+                pass
+            connection.close()
+        return None
+
+    def _complain(self, error: Exception) -> None:
+        """The disk takes nothing: say so the first time, and leave it alone for a while."""
+        self._retry = time.monotonic() + _RETRY
+        if self._disk is not None:
+            self._disk.execute("PRAGMA busy_timeout = 100")  # who waited once need not wait each time
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"{self.path}: measurements are kept in memory until they can be written ({error})",
+                RuntimeWarning,
+                stacklevel=6,
+            )
+
+    def _set_aside(self, error: Exception) -> None:
+        if not self._ours:
+            self._pending.clear()
+            raise self._refused(
+                f"{self.path}: no store of measurements ({error}): name another file"
+            ) from error
+        warnings.warn(
+            f"{self.path}: starting afresh, the old file is beside it ({error})", RuntimeWarning, stacklevel=6
+        )
+        if self._disk is not None:
+            self._disk.close()
+            self._disk = None
+        try:
+            set_aside(self.path, self._file)
+        except OSError as failure:
+            self._complain(failure)
+
+    def close(self) -> None:
+        """Write what could not be written so far, if that is possible now, and say what is lost."""
+        with self._lock:
+            if self._process == os.getpid():
+                self._retry = 0.0
+                self._write_pending()
+                if lost := sum(statement.startswith(self._layout.put) for statement, _ in self._pending):
+                    warnings.warn(
+                        f"{self.path}: {lost} measurements are lost, as they could never be written",
+                        RuntimeWarning,
+                        stacklevel=4,
+                    )
+                self._pending.clear()
+                for connection in (self._disk, self._memory):
+                    if connection is not None:
+                        connection.close()
+            self._disk = self._memory = None
