@@ -56,7 +56,8 @@ from xrlflow.tuning.session import MakeTuner, Outcomes, tune
 from xrlflow.tuning.store import Store
 from xrlflow.tuning.tasks import Task, extract_tasks, target_text
 from xrlflow.tuning.tuners.chameleon import Agent, ChameleonTuner
-from xrlflow.tuning.tuners.protocol import Method, Outcome, Tuner, make_tuner
+from xrlflow.tuning.tuners.factory import make_tuner
+from xrlflow.tuning.tuners.protocol import Method, Outcome, Tuner
 from xrlflow.tuning.worker import Argument, Build, build
 
 REFERENCE = Method.EVOLUTIONARY.value

@@ -18,8 +18,9 @@ from xrlflow.tuning.tuners.annealing import AnnealingConfig, AnnealingTuner
 from xrlflow.tuning.tuners.beam import BeamConfig, BeamTuner
 from xrlflow.tuning.tuners.chameleon import ChameleonConfig, ChameleonTuner
 from xrlflow.tuning.tuners.evolutionary import EvolutionaryConfig, EvolutionaryTuner
+from xrlflow.tuning.tuners.factory import make_tuner
 from xrlflow.tuning.tuners.frontier import Frontier
-from xrlflow.tuning.tuners.protocol import Method, Outcome, Tuner, make_tuner
+from xrlflow.tuning.tuners.protocol import Method, Outcome, Tuner
 from xrlflow.tuning.tuners.random import RandomTuner
 
 # Small ones, for tests take seconds.

@@ -16,7 +16,8 @@ from xrlflow.backends.tvm.target import Machine
 from xrlflow.tuning.knobs import Candidate, KnobSpace
 from xrlflow.tuning.store import CONFIRMED, Setting, Store
 from xrlflow.tuning.tasks import Task, module_key
-from xrlflow.tuning.tuners.protocol import Method, Outcome, Tuner, make_tuner
+from xrlflow.tuning.tuners.factory import make_tuner
+from xrlflow.tuning.tuners.protocol import Method, Outcome, Tuner
 
 if TYPE_CHECKING:
     from xrlflow.tuning.session import MakeTuner

@@ -19,7 +19,8 @@ from xrlflow.tuning.knobs import Candidate, KnobError
 from xrlflow.tuning.pool import Pool, PoolOptions
 from xrlflow.tuning.store import CONFIRMED, Record, Setting, Store
 from xrlflow.tuning.tasks import Task
-from xrlflow.tuning.tuners.protocol import Method, Outcome, Tuner, make_tuner
+from xrlflow.tuning.tuners.factory import make_tuner
+from xrlflow.tuning.tuners.protocol import Method, Outcome, Tuner
 
 if TYPE_CHECKING:
     from types import TracebackType

@@ -1,0 +1,52 @@
+"""What modules import: no circles, and nothing heavy before it is needed."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import networkx as nx
+
+import xrlflow
+
+PACKAGE = Path(xrlflow.__file__).parent
+
+
+def modules() -> dict[str, Path]:
+    files = {".".join(f.relative_to(PACKAGE.parent).with_suffix("").parts): f for f in PACKAGE.rglob("*.py")}
+    return {name.removesuffix(".__init__"): file for name, file in files.items()}
+
+
+def imported(file: Path, known: dict[str, Path]) -> Iterator[str]:
+    """The package's modules that a file imports, those for types alone left out."""
+    tree = ast.parse(file.read_text())
+    for_types = {
+        id(node)
+        for test in ast.walk(tree)
+        if isinstance(test, ast.If) and isinstance(test.test, ast.Name) and test.test.id == "TYPE_CHECKING"
+        for node in ast.walk(test)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module and id(node) not in for_types:
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                yield name if name in known else node.module
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    known = modules()
+    graph = nx.DiGraph((name, other) for name, file in known.items() for other in imported(file, known))
+    assert [c for c in nx.strongly_connected_components(graph) if len(c) > 1] == []
+
+
+def test_help_needs_nothing_heavy() -> None:
+    program = (
+        "import sys, xrlflow, xrlflow.cli\n"
+        "heavy = {'numpy', 'onnx', 'onnxruntime', 'torch', 'tvm', 'networkx', 'scipy', 'rewrite_rules'}\n"
+        "print(sorted(heavy & sys.modules.keys()))"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert ran.stdout == "[]\n"

@@ -1,0 +1,54 @@
+"""Tuners by their names."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from xrlflow.tuning.knobs import KnobSpace
+from xrlflow.tuning.tasks import Task
+from xrlflow.tuning.tuners.protocol import Method, Tuner
+
+if TYPE_CHECKING:
+    from xrlflow.tuning.tuners.chameleon import Agent
+
+
+def make_tuner(
+    method: Method,
+    task: Task,
+    seed: int,
+    *,
+    space: KnobSpace | None = None,
+    agent: Agent | None = None,
+    threads: int = 1,
+) -> Tuner:
+    """A tuner of this kind. `space`: the task's knobs, where they are not those of TVM's own schedule rules;
+    `agent`: for `chameleon`, one that has learned on other tasks (the tuner works on a copy). `threads`: that
+    decode and propose, where no `space` is given; MetaSchedule's search with more than one does not give the same for
+    the same seed.
+
+    Raises KnobError where the task cannot be scheduled, ValueError where an agent is given to another method.
+    """
+    if agent is not None and method is not Method.CHAMELEON:
+        raise ValueError(f"an agent is of no use to {method.value}")
+    knobs = space if space is not None else KnobSpace.of(task, seed, threads=threads)
+    match method:
+        case Method.RANDOM:
+            from xrlflow.tuning.tuners.random import RandomTuner
+
+            return RandomTuner(knobs, seed)
+        case Method.EVOLUTIONARY:
+            from xrlflow.tuning.tuners.evolutionary import EvolutionaryConfig, EvolutionaryTuner
+
+            return EvolutionaryTuner(knobs, seed, EvolutionaryConfig(threads=threads))
+        case Method.ANNEALING:
+            from xrlflow.tuning.tuners.annealing import AnnealingTuner
+
+            return AnnealingTuner(knobs, seed)
+        case Method.BEAM:
+            from xrlflow.tuning.tuners.beam import BeamTuner
+
+            return BeamTuner(knobs, seed)
+        case Method.CHAMELEON:
+            from xrlflow.tuning.tuners.chameleon import ChameleonTuner
+
+            return ChameleonTuner(knobs, seed, agent=agent)
