@@ -409,7 +409,7 @@ class UseTwoWeights(Rule):
 
 
 def use(monkeypatch: pytest.MonkeyPatch, *rules: AnyRule) -> None:
-    monkeypatch.setattr("xrlflow.pipeline.prepare.LIBRARY", rules)
+    monkeypatch.setattr("xrlflow.pipeline.library.LIBRARY", rules)
 
 
 SQUARE = "agraph (float[8,8] x) => (float[8,8] first, float[8,8] second) {{ {} }}"

@@ -5,18 +5,17 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from xrlflow import files, pipeline
+from xrlflow import pipeline
 from xrlflow.backends import BackendError
-from xrlflow.backends.tvm import SUFFIX
 from xrlflow.onnxio import ModelError, Source, load
 from xrlflow.options import COMPARED, OptionError, Options, TrainOptions, TuneOptions, check_seed
 from xrlflow.pipeline import Result, Tuned, VerificationFailed
 from xrlflow.pipeline.context import runnable
 from xrlflow.pipeline.latency import bench
 from xrlflow.pipeline.library import list_rules, prove_rules, rule_stats
+from xrlflow.pipeline.outputs import check_writable
 from xrlflow.report import Listener, Report
 from xrlflow.search import TraceError
 from xrlflow.tuning.store import StoreError
@@ -79,6 +78,10 @@ def optimize(
     alpha: float = 1.05,
     agent: str | os.PathLike[str] | None = None,
     train_steps: int = 0,
+    exclude: Sequence[str] = (),
+    only: Sequence[str] = (),
+    rules: str | os.PathLike[str] | None = None,
+    trust_rules: bool = False,
     shapes: Mapping[str, Sequence[int]] | None = None,
     fix_shapes: bool = False,
     store: str | os.PathLike[str] | None = None,
@@ -115,6 +118,8 @@ def optimize(
     - `allow_approximate`: also rules that may lose more than two bits of float32 accuracy.
     - `assuming`: what holds, for rules that are right only then: "finite" (no infinities, no NaN in the data),
       "vnni" (the processor adds products of 8-bit integers without saturation).
+    - `exclude`, `only`: names of rules, or of families of rules. `rules`: a Python file with RULES of one's own, which
+      are proven before they are used, or not (`trust_rules`).
     - `shapes`: input name -> shape, for cost and measurement; with `fix_shapes` also written into the model.
     - `max_growth`: how large the result may be, in sizes of the input. `opset`: of the result (default: 23).
 
@@ -231,21 +236,3 @@ def verify_files(
     return verify(
         runnable(original), runnable(new), imported=load(original, shapes=shapes), inputs=inputs, seed=seed
     )
-
-
-def check_writable(path: str | os.PathLike[str], *, library: bool = False) -> None:
-    """Raises ModelError or OptionError at once if a result (`library`: a compiled one) could not be written there."""
-    target = Path(path)
-    if library and target.suffix != SUFFIX:
-        raise OptionError(
-            f"{target}: a compiled model is a shared library: give it a name that ends in {SUFFIX}"
-        )
-    folder = target.parent
-    if target.is_dir():
-        raise ModelError(f"{target}: is a folder: name the file to write")
-    if not folder.is_dir():
-        raise ModelError(f"{target}: there is no folder {folder}: create it first")
-    try:
-        files.check(target)
-    except OSError as error:
-        raise ModelError(f"{target}: cannot be written ({error.strerror}): choose another output") from error

@@ -205,6 +205,9 @@ def rules(
     stats: Annotated[
         Path | None, typer.Option(help="Match the rules against this model: hits, time, near misses.")
     ] = None,
+    own: Annotated[
+        Path | None, typer.Option("--rules", help="Rules of your own, in the place of the library's.")
+    ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of everything random.")] = 0,
     as_json: AsJson = False,
 ) -> None:
@@ -217,7 +220,9 @@ def rules(
         from xrlflow.report import show
 
         if prove:
-            certificates = api.prove_rules(names or (), seed=seed, listener=None if as_json else show.proven)
+            certificates = api.prove_rules(
+                names or (), own=own, seed=seed, listener=None if as_json else show.proven
+            )
             if as_json:
                 print_json([c.to_json() for c in certificates])
             else:
@@ -225,7 +230,10 @@ def rules(
             if not all(c.proven and not c.unexplained for c in certificates):
                 raise typer.Exit(1)
             return
-        listed = api.rule_stats(stats, names or ()) if stats is not None else api.list_rules(names or ())
+        if stats is not None:
+            listed = api.rule_stats(stats, names or (), own)
+        else:
+            listed = api.list_rules(names or (), own)
         if as_json:
             print_json(listed)
         else:

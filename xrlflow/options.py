@@ -120,6 +120,12 @@ class Options(Common):
     train_steps: int = option(
         0, "xrlflow: train the agent on this model first, for so many steps.", int, least=0
     )
+    exclude: Sequence[str] = option((), "Leave out a rule, or a family of rules. May be repeated.", list[str])
+    only: Sequence[str] = option((), "Use no other rules, or families of rules. May be repeated.", list[str])
+    rules: str | os.PathLike[str] | None = option(
+        None, "Rules of your own: a Python file with RULES, proven before they are used.", Path | None
+    )
+    trust_rules: bool = option(False, "Use the rules of --rules unproven.", bool, name="--trust-rules")
     fix_shapes: bool = option(False, "Write the numbers of --shape into the file.", bool)
     session_options: Mapping[str, str] | ort.SessionOptions | None = None
     providers: Sequence[str] = (_CPU,)
@@ -139,6 +145,8 @@ class Options(Common):
         compiling = {"cpu": self.cpu, "triple": self.triple, "remote": self.remote, "store": self.store}
         self._check_backend("tvm", compiling)
         self._check_backend("onnxruntime", {"opset": self.opset, "backend_ops": self.backend_ops or None})
+        if self.trust_rules and self.rules is None:
+            raise OptionError("trust_rules has no meaning without rules: name the file")
         if self.store is not None and not os.path.isfile(self.store):
             raise OptionError(
                 f"store {os.fspath(self.store)} is no file: give one that `xrlflow tune --store` wrote"

@@ -1,47 +1,122 @@
-"""The rule library as users see it: listed, proven, matched against a model."""
+"""The rule library as users see it: chosen, listed, proven, matched against a model."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Sequence
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from rewrite_rules import LIBRARY
+from xrlflow import lowering
 from xrlflow.backends.onnxruntime import default_threads
 from xrlflow.cost import Roofline
 from xrlflow.onnxio import Source, load
-from xrlflow.options import OptionError, check_seed
-from xrlflow.rewrite import AnyRule, Library, RewriteState
+from xrlflow.options import OptionError, Options, check_seed
+from xrlflow.rewrite import AnyRule, Library, RegionRule, RewriteState, Rule, RuleError
 from xrlflow.verify.rules import Certificate, prove_all, prove_in_processes
 
 
-def _chosen(names: Sequence[str]) -> tuple[AnyRule, ...]:
-    """The library's rules of these names, or all. Raises OptionError for a name that is not known."""
-    known = {r.name: r for r in LIBRARY}
+def library_for(options: Options) -> Library:
+    """The rules that an optimisation may use. Raises OptionError for names that are not known, and for a file of rules
+    that cannot be loaded or are not proven."""
+    rules: tuple[AnyRule, ...] = tuple(LIBRARY)
+    if options.rules is not None:
+        rules += own_rules(options.rules, proven=not options.trust_rules, seed=options.seed)
+    if options.only:
+        rules = tuple(_named(rules, options.only, "only"))
+    dropped = set(_named(rules, options.exclude, "exclude"))
+    return Library(
+        [rule for rule in rules if rule not in dropped], backend=options.backend, contrib=options.backend_ops,
+        assuming=options.assumptions, runs=lowering.runs if options.compiling else None,
+    )  # fmt: skip
+
+
+def _named(rules: Sequence[AnyRule], names: Iterable[str], option: str) -> list[AnyRule]:
+    """The rules with these names, or of these families, in the order of all. Raises OptionError."""
+    wanted = set(names)
+    known = {r.name for r in rules} | {r.family for r in rules}
+    for name in wanted - known:
+        raise OptionError(f"{option}: there is no rule or family {name!r}{_hint(name, known)}")
+    return [r for r in rules if r.name in wanted or r.family in wanted]
+
+
+def _hint(name: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, list(known), 3)
+    return f": did you mean {', '.join(near)}?" if near else ": `xrlflow rules` lists them"
+
+
+def own_rules(path: str | os.PathLike[str], proven: bool = True, seed: int = 0) -> tuple[AnyRule, ...]:
+    """The RULES of a Python file, which is run for that; their family is the file's name. Raises OptionError for a file
+    that fails, for names that the library has, and, unless not asked to, for a rule that is not proven."""
+    file = Path(path)
+    if not file.is_file():
+        raise OptionError(f"rules {file} is no file: give a Python file that has RULES")
+    spec = importlib.util.spec_from_file_location(f"xrlflow_rules.{file.stem}", file)
+    if spec is None or spec.loader is None:
+        raise OptionError(f"rules {file} is no Python file: give one that has RULES")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # classes look their module up
+    try:
+        spec.loader.exec_module(module)
+        rules = tuple(module.RULES)
+    except Exception as error:  # whatever a user's program raises
+        raise OptionError(f"rules {file}: {type(error).__name__}: {error}") from error
+    taken = {r.name for r in LIBRARY}
+    for rule in rules:
+        if not isinstance(rule, Rule | RegionRule):
+            raise OptionError(
+                f"rules {file}: RULES has {rule!r}, which is no rule: list instances, such as MyRule()"
+            )
+        if rule.name in taken:
+            raise OptionError(f"rules {file}: the library has a rule {rule.name}: give yours another name")
+        taken.add(rule.name)
+    for certificate in _certificates(rules, file, seed) if proven else ():
+        if not certificate.proven:
+            first, more = certificate.failures[0].splitlines()[0], f"xrlflow rules --prove --rules {file}"
+            raise OptionError(f"rules {file}: {certificate.name} is not proven: {first}: `{more}` shows it")
+    return rules
+
+
+def _certificates(rules: Sequence[AnyRule], file: Path, seed: int) -> list[Certificate]:
+    try:
+        return list(prove_all(rules, seed))
+    except RuleError as error:
+        raise OptionError(f"rules {file}: {error}") from error
+
+
+def _chosen(names: Sequence[str], own: Path | None = None) -> tuple[AnyRule, ...]:
+    """Rules of the library, or of a file, with these names, or all. Raises OptionError for a name that is not known."""
+    rules = LIBRARY if own is None else own_rules(own, proven=False)
+    known = {r.name: r for r in rules}
     for name in names:
         if name not in known:
-            near = difflib.get_close_matches(name, known, 3)
-            hint = f": did you mean {', '.join(near)}?" if near else ": `xrlflow rules` lists them"
-            raise OptionError(f"there is no rule {name!r}{hint}")
-    return tuple(known[n] for n in names) if names else LIBRARY
+            raise OptionError(f"there is no rule {name!r}{_hint(name, known)}")
+    return tuple(known[n] for n in names) if names else tuple(rules)
 
 
 def prove_rules(
     names: Sequence[str] = (),
     *,
+    own: Path | None = None,
     seed: int = 0,
     jobs: int | None = None,
     listener: Callable[[Certificate, int, int], None] | None = None,
 ) -> list[Certificate]:
-    """Prove rules of the library (all of them by default): a certificate for each, in the library's order.
+    """Prove rules of the library, or of a file (`own`); all of them by default: a certificate for each, in their order.
 
     `jobs` processes work (default: the physical cores); `listener` hears of each certificate, how many there are and
     how many there will be. Raises OptionError for a name that is not known.
     """
     check_seed(seed)
-    rules = _chosen(names)
+    rules = _chosen(names, own)
     found: dict[str, Certificate] = {}
-    jobs = min(jobs or default_threads(), len(rules))
+    jobs = (
+        min(jobs or default_threads(), len(rules)) if own is None else 1
+    )  # other processes do not know the file
     if jobs == 1:
         certificates = prove_all(rules, seed)
     else:
@@ -53,7 +128,7 @@ def prove_rules(
     return [found[r.name] for r in rules]
 
 
-def list_rules(names: Sequence[str] = ()) -> list[dict[str, Any]]:
+def list_rules(names: Sequence[str] = (), own: Path | None = None) -> list[dict[str, Any]]:
     """The library: name, family, equation, backend, proof, assumption of each rule, and what it is a composite of."""
     return [
         {
@@ -67,16 +142,16 @@ def list_rules(names: Sequence[str] = ()) -> list[dict[str, Any]]:
             "assumes": r.assumes,
             "composite_of": list(r.composite_of),
         }
-        for r in _chosen(names)
+        for r in _chosen(names, own)
     ]
 
 
-def rule_stats(model: Source, names: Sequence[str] = ()) -> list[dict[str, Any]]:
+def rule_stats(model: Source, names: Sequence[str] = (), own: Path | None = None) -> list[dict[str, Any]]:
     """What the rules find in a model: admitted matches, refusals by reason (near misses), milliseconds."""
-    library = Library(_chosen(names), contrib=True, timed=True, thorough=True)
+    library = Library(_chosen(names, own), contrib=True, timed=True, thorough=True)
     RewriteState.start(load(model).graph, library, Roofline().delta)
     rows = []
-    for row in list_rules(names):
+    for row in list_rules(names, own):
         stats = library.stats.get(row["name"])
         if stats is not None:
             found = {

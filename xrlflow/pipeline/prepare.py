@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from rewrite_rules import LIBRARY
 from xrlflow import lowering
 from xrlflow.backends import BackendError
 from xrlflow.backends.onnxruntime import open_model
@@ -22,8 +21,9 @@ from xrlflow.lowering import Place
 from xrlflow.onnxio import ImportedModel, Source, load, to_proto
 from xrlflow.options import Common, Options
 from xrlflow.pipeline.context import Clock, Context
+from xrlflow.pipeline.library import library_for
 from xrlflow.report import Listener
-from xrlflow.rewrite import Library, RewriteState
+from xrlflow.rewrite import RewriteState
 from xrlflow.search import Found, Limits, Step, greedy, simplify, with_bodies
 from xrlflow.tuning.store import Store
 from xrlflow.verify import feeds_for_measurement
@@ -72,10 +72,7 @@ def opened(
             # TVM compiles for fixed sizes, and what is spelt out for it needs them as numbers.
             imported = load(source, shapes=options.shapes, fix_shapes=options.fix_shapes or compiling)
             folder = stack.enter_context(TemporaryDirectory(prefix="xrlflow-"))
-            library = Library(
-                LIBRARY, backend=options.backend, contrib=options.backend_ops, assuming=options.assumptions,
-                runs=lowering.runs if compiling else None,
-            )  # fmt: skip
+            library = library_for(options)
             store: Store | None = None
             if compiling:
                 lowering.check_supported(imported, library)

@@ -1,0 +1,29 @@
+"""Where results go."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from xrlflow import files
+from xrlflow.backends.tvm import SUFFIX
+from xrlflow.onnxio import ModelError
+from xrlflow.options import OptionError
+
+
+def check_writable(path: str | os.PathLike[str], *, library: bool = False) -> None:
+    """Raises ModelError or OptionError at once if a result (`library`: a compiled one) could not be written there."""
+    target = Path(path)
+    if library and target.suffix != SUFFIX:
+        raise OptionError(
+            f"{target}: a compiled model is a shared library: give it a name that ends in {SUFFIX}"
+        )
+    folder = target.parent
+    if target.is_dir():
+        raise ModelError(f"{target}: is a folder: name the file to write")
+    if not folder.is_dir():
+        raise ModelError(f"{target}: there is no folder {folder}: create it first")
+    try:
+        files.check(target)
+    except OSError as error:
+        raise ModelError(f"{target}: cannot be written ({error.strerror}): choose another output") from error
