@@ -1,8 +1,8 @@
-"""Patterns: a rule's source, traced once for each arity."""
+"""Patterns: a rule's source, traced once for each arity and each choice that it leaves."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -42,6 +42,8 @@ class Capture:
 
 
 PInput = Var | Out | Number | None
+# A source of more forms than that, of one arity, takes more time than a function of its own.
+_MOST_FORMS = 64
 
 
 @dataclass(eq=False)
@@ -68,6 +70,9 @@ class Pattern:
     optional: frozenset[str]
     shapes: Sequence[Mapping[str, VarSpec]]
     captures: list[str] = field(default_factory=list)
+    # Which of several operators it has, by the names of `any_of`; and what tells it from others of its arity.
+    chosen: Mapping[str, str] = field(default_factory=dict)
+    form: int | None = None
     # What the types of the variables and the captured attributes alone say: a refusal, or None if the types are
     # what `shapes` declares.
     verdicts: dict[tuple[tuple[TensorType | None, ...], tuple[Any, ...]], Refused | None] = field(
@@ -76,7 +81,8 @@ class Pattern:
 
     @property
     def name(self) -> str:
-        return self.rule.name if self.arity is None else f"{self.rule.name}/{self.arity}"
+        arity = "" if self.arity is None else f"/{self.arity}"
+        return f"{self.rule.name}{arity}" + ("" if self.form is None else f" ({self.form})")
 
     @cached_property
     def unconditional(self) -> bool:
@@ -91,8 +97,37 @@ class Pattern:
 
 
 class _Tracer(Op):
-    def __init__(self) -> None:
+    """Traces one source, with one of the choices at each `either` and `any_of`: those that are given, then the first.
+
+    `counts` has how many there are at each; `named` the nodes by the names of `any_of`.
+    """
+
+    def __init__(self, choices: Sequence[int] = ()) -> None:
         self.nodes: list[PNode] = []
+        self.choices = choices
+        self.counts: list[int] = []
+        self.named: dict[str, PNode] = {}
+
+    def _choose(self, options: Sequence[Any]) -> Any:
+        if not options:
+            raise RuleError("a choice of nothing: give either and any_of something to choose from")
+        place = len(self.counts)
+        self.counts.append(len(options))
+        return options[self.choices[place] if place < len(self.choices) else 0]
+
+    def either(self, *alternatives: Any) -> Any:
+        return self._choose(alternatives)
+
+    def any_of(self, ops: Iterable[str], name: str | None = None) -> Callable[..., Any]:
+        op = self._choose(sorted(ops))
+
+        def call(*inputs: Any, **named: Any) -> Any:
+            outputs = self[op](*inputs, **named)
+            if name is not None:
+                self.named[name] = self.nodes[-1]
+            return outputs
+
+        return call
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         def call(
@@ -128,18 +163,64 @@ def trace_patterns(rule: Rule) -> list[Pattern]:
     low, high = rule.arity
     if starred != (high > 0):
         raise RuleError(f"{rule.name}: a starred variable and `arity` go together")
-    return [_trace(rule, n) for n in (range(low, high + 1) if starred else [None])]
+    assert rule.where_takes or not rule.has_where  # both raise RuleError
+    assert rule.target_takes
+    return [p for n in (range(low, high + 1) if starred else [None]) for p in _forms(rule, n)]
 
 
-def _trace(rule: Rule, arity: int | None) -> Pattern:
+def _forms(rule: Rule, arity: int | None) -> list[Pattern]:
+    """A pattern for each combination of choices that the source leaves, those that come to the same once."""
+    found: dict[object, Pattern] = {}
+    choices: list[int] | None = []
+    while choices is not None:
+        tracer = _Tracer(choices)
+        pattern = _trace(rule, arity, tracer)
+        found.setdefault(_form(pattern), pattern)
+        if len(found) > _MOST_FORMS:
+            raise RuleError(f"{rule.name}: more than {_MOST_FORMS} forms: write a RegionRule")
+        choices = _next([*choices, *[0] * len(tracer.counts)][: len(tracer.counts)], tracer.counts)
+    patterns = list(found.values())
+    for number, pattern in enumerate(patterns if len(patterns) > 1 else ()):
+        pattern.form = number
+    return patterns
+
+
+def _next(choices: list[int], counts: Sequence[int]) -> list[int] | None:
+    """The choices after these, the last one first; None after the last."""
+    for place in reversed(range(len(choices))):
+        if choices[place] + 1 < counts[place]:
+            return [*choices[:place], choices[place] + 1]
+    return None
+
+
+def _form(pattern: Pattern) -> object:
+    """What a pattern matches; two of the same match the same."""
+    nodes = [
+        (
+            n.op,
+            tuple((i.node.index, i.index) if isinstance(i, Out) else getattr(i, "name", i) for i in n.inputs),
+            n.outputs,
+            tuple(sorted((k, repr(v)) for k, v in n.attrs.items())),
+            n.rest,
+        )
+        for n in pattern.nodes
+    ]
+    return (
+        tuple(nodes),
+        tuple((o.node.index, o.index) for o in pattern.outputs),
+        tuple(pattern.chosen.items()),
+    )
+
+
+def _trace(rule: Rule, arity: int | None, op: _Tracer) -> Pattern:
     variables: list[Var] = []
     for name, star in rule.variables:
         variables += [Var(f"{name}{i}") for i in range(arity or 0)] if star else [Var(name)]
-    op = _Tracer()
     traced = rule.source(op, *variables)
     outputs = list(traced) if isinstance(traced, (list, tuple)) else [traced]
     if not outputs or not all(isinstance(o, Out) for o in outputs):
         raise RuleError(f"{rule.name}: the source must return outputs of its operators")
+    nodes = _read(op.nodes, outputs) if op.counts else op.nodes
     shapes = parse_shapes(rule.shapes, arity) or [{}]
     names = {v.name for v in variables}
     for alternative in shapes:
@@ -148,15 +229,32 @@ def _trace(rule: Rule, arity: int | None) -> Pattern:
     if unknown := set(rule.optional) - names:
         raise RuleError(f"{rule.name}: optional mentions {', '.join(sorted(unknown))}, the source does not")
     captures: list[str] = []
-    for node in op.nodes:
+    for node in nodes:
         if node.rest is not None:
             captures.append(node.rest)
         for value in node.attrs.values():
             if isinstance(value, Capture) and value.name not in captures:
                 captures.append(value.name)
-    pattern = Pattern(rule, arity, op.nodes, variables, outputs, frozenset(rule.optional), shapes, captures)
+    pattern = Pattern(
+        rule, arity, nodes, variables, outputs, frozenset(rule.optional), shapes, captures,
+        chosen={name: node.op for name, node in op.named.items() if node in nodes},
+    )  # fmt: skip
     _check_roots(pattern)
     return pattern
+
+
+def _read(nodes: Sequence[PNode], outputs: Sequence[Out]) -> list[PNode]:
+    """The nodes that outputs come from, numbered anew: those of what was not chosen fall away."""
+    wanted, pending = set[int](), [out.node for out in outputs]
+    while pending:
+        node = pending.pop()
+        if node.index not in wanted:
+            wanted.add(node.index)
+            pending += [i.node for i in node.inputs if isinstance(i, Out)]
+    kept = [node for node in nodes if node.index in wanted]
+    for index, node in enumerate(kept):
+        node.index = index
+    return kept
 
 
 def _check_roots(pattern: Pattern) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,8 @@ import numpy.typing as npt
 from xrlflow.ir import ABSENT, FLOATS, Attr, Attrs, Dim, DType, Graph, Node, TensorType, Value
 
 Proof = Literal["field", "numeric"]
+
+T = TypeVar("T")
 
 
 # A line of code that refuses: file, line.
@@ -226,6 +228,14 @@ class Op:
     def __getitem__(self, name: str) -> Callable[..., Any]:
         return self.__getattr__(name)
 
+    def either(self, *alternatives: Any) -> Any:
+        """Any of these values, in a source: `op.either(op.Neg(x), op.Mul(x, -1.0))`. Each reads the same variables."""
+        raise NotImplementedError
+
+    def any_of(self, ops: Iterable[str], name: str | None = None) -> Callable[..., Any]:
+        """Any of these operators, in a source: `op.any_of(("Add", "Sub"), "f")(x, y)`; `m.f` is which of them it is."""
+        raise NotImplementedError
+
 
 @dataclass(frozen=True)
 class VarSpec:
@@ -337,9 +347,10 @@ class _Declared:
 class Rule(_Declared):
     """A substitution with a left side of fixed form.
 
-    `source(op, x, ...)` is traced once to get the pattern, its parameters are the variables (a starred one is
-    expanded to each number of `arity`); `where(m, x, ...)` refuses by `require`; `target(op, [m,] x, ...)` is
-    traced for each match and returns as many values as `source`. `m` has the captured attributes.
+    `source(op, x, ...)` is traced to get the patterns, its parameters are the variables (a starred one is expanded to
+    each number of `arity`, `op.either` and `op.any_of` to each of what they are given); `where` refuses by `require`;
+    `target(op, ...)` is traced for each match and returns as many values as `source`. Both are given what they name:
+    variables, and `m`, which has the captured attributes.
 
     An attribute that a source does not mention must have its default. A source's nodes must not be constant.
     """
@@ -356,7 +367,7 @@ class Rule(_Declared):
     source: Callable[..., Any]
     target: Callable[..., Any]
 
-    def where(self, m: Captures, *args: Any) -> None:
+    def where(self, *args: Any) -> None:
         """Refuse by `require`; the default admits everything."""
 
     @cached_property
@@ -370,9 +381,41 @@ class Rule(_Declared):
         return type(self).where is not Rule.where
 
     @cached_property
-    def target_takes_captures(self) -> bool:
-        names = list(inspect.signature(self.target).parameters)
-        return len(names) > 1 and names[1] == "m"
+    def where_takes(self) -> Takes:
+        """What `where` is given. Raises RuleError for a name that is no variable."""
+        return self._takes("where", list(inspect.signature(self.where).parameters.values()))
+
+    @cached_property
+    def target_takes(self) -> Takes:
+        """What `target` is given besides `op`. Raises RuleError for a name that is no variable."""
+        return self._takes("target", list(inspect.signature(self.target).parameters.values())[1:])
+
+    def _takes(self, function: str, parameters: Sequence[inspect.Parameter]) -> Takes:
+        captures = bool(parameters) and parameters[0].name == "m"
+        named = [p.name for p in parameters[captures:] if p.kind is not inspect.Parameter.VAR_POSITIONAL]
+        fixed = [name for name, star in self.variables if not star]
+        if unknown := [name for name in named if name not in fixed]:
+            raise RuleError(f"{self.name}: {function} takes {', '.join(unknown)}, which the source does not")
+        starred = any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters)
+        return Takes(captures, tuple(fixed.index(name) for name in named), len(fixed), starred)
+
+
+@dataclass(frozen=True, slots=True)
+class Takes:
+    """What a function of a rule is given of a match: its captures, some of the variables (`places`), and the values of
+    the starred one, which come after the first `fixed` ones."""
+
+    captures: bool
+    places: tuple[int, ...]
+    fixed: int
+    starred: bool
+
+    def of(self, captures: Captures, values: Sequence[T]) -> list[Captures | T]:
+        given: list[Captures | T] = [captures] if self.captures else []
+        given += [values[i] for i in self.places]
+        if self.starred:
+            given += values[self.fixed :]
+        return given
 
 
 class Captures:

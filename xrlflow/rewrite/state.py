@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -288,6 +288,10 @@ class Dirty:
         return Dirty(nodes, uses, makers, gone)
 
 
+def _captured(pattern: Pattern, attributes: Sequence[Any]) -> Captures:
+    return Captures({**pattern.chosen, **dict(zip(pattern.captures, attributes))})
+
+
 def build_edit(graph: Graph, match: Match, builder: GraphBuilder | None = None) -> Edit:
     """Trace a match's target. Raises RuleError if it does not fit, Refused if it finds a reason only now."""
     builder = builder or GraphBuilder(graph)
@@ -299,9 +303,8 @@ def build_edit(graph: Graph, match: Match, builder: GraphBuilder | None = None) 
     else:
         assert match.pattern is not None
         values = [builder.val(v) for v in match.values]
-        captures = Captures(dict(zip(match.pattern.captures, match.found)))
-        given = [captures, *values] if rule.target_takes_captures else values
-        results = rule.target(builder, *given)
+        captures = _captured(match.pattern, match.found)
+        results = rule.target(builder, *rule.target_takes.of(captures, values))
         replaced = tuple(match.nodes[o.node.index].outputs[o.index] for o in match.pattern.outputs)
     listed = list(results) if isinstance(results, (list, tuple)) else [results]
     if len(listed) != len(replaced) or not all(isinstance(r, Val) for r in listed):
@@ -403,7 +406,7 @@ class _Finder:
                 verdicts[asked] = None
             if rule.has_where:
                 vals = [None if t is None else WatchedVal(graph, v, t, watch) for v, t in zip(values, types)]
-                rule.where(Captures(dict(zip(pattern.captures, attrs))), *vals)
+                rule.where(*rule.where_takes.of(_captured(pattern, attrs), vals))
             watch[0] = True  # what is left depends on more than the types of the variables
             if rule.dtypes is not None:
                 out = pattern.outputs[0]

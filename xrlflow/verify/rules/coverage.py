@@ -309,6 +309,8 @@ def matched(case: Case) -> tuple[set[Kind], dict[str, int]]:
     kinds = set[Kind]()
     if pattern.arity is not None:
         kinds.add(Kind("arity", str(pattern.arity)))
+    if pattern.form is not None:
+        kinds.add(Kind("form", str(pattern.form)))
     types: dict[str, TensorType] = {}
     for variable, value in zip(pattern.variables, match.values):
         if variable.name in pattern.optional:

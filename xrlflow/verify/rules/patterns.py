@@ -46,6 +46,8 @@ def pattern_kinds(patterns: list[Pattern]) -> list[Kind]:
     for pattern in patterns:
         if pattern.arity is not None:
             note("arity", [str(pattern.arity)])
+        if pattern.form is not None:
+            note("form", [str(pattern.form)])
         for name in sorted(pattern.optional):
             note(name, ["given", "left out"])
         for node in pattern.nodes:
@@ -164,6 +166,8 @@ class _Sample:
         draw, subject, name = self.draw, self.wish.subject, self.wish.name
         if subject == "arity" and name != str(self.pattern.arity):
             raise Unlucky("another arity is wished for")
+        if subject == "form" and name != str(self.pattern.form):
+            raise Unlucky("another form is wished for")
         if subject == "rank":
             self.base = tuple(max(draw.dim(), draw.integer(0, 1)) for _ in range(int(name)))
         elif subject == "size" and name in ("0", "1") and self.base:
@@ -194,6 +198,8 @@ class _Sample:
         """The kinds that the graph will not show by itself."""
         if self.pattern.arity is not None:
             yield Kind("arity", str(self.pattern.arity))
+        if self.pattern.form is not None:
+            yield Kind("form", str(self.pattern.form))
         for name in self.pattern.optional:
             yield Kind(name, "left out" if name in self.absent else "given")
         if self.used_base:

@@ -1,0 +1,166 @@
+"""Left sides of several forms: `op.either`, `op.any_of`, and functions that are given what they name."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from tests.rules.harness import applies, model, refuses
+from xrlflow.rewrite import Captures, Library, Op, Rule, RuleError, Val, require
+from xrlflow.rewrite.pattern import trace_patterns
+from xrlflow.verify.rules import prove
+
+
+class FuseLogistic(Rule):
+    """1 / (1 + exp(-x)) -> sigmoid(x)."""
+
+    shapes = "x[...]:float"
+    proof = "numeric"
+    relies_on = "sigmoid(x) = 1 / (1 + exp(-x))"
+    mends = True
+
+    def source(self, op: Op, x: Any) -> Any:
+        e = op.Add(1.0, op.Exp(op.either(op.Neg(x), op.Mul(x, -1.0))))
+        return op.either(op.Div(1.0, e), op.Reciprocal(e))
+
+    def target(self, op: Op, x: Val) -> Any:
+        return op.Sigmoid(x)
+
+
+class NegateOdd(Rule):
+    """f(-x) -> -f(x)  for odd f."""
+
+    shapes = "x[...]:float"
+    proof = "numeric"
+    relies_on = "f(-x) = -f(x)"
+
+    def source(self, op: Op, x: Any) -> Any:
+        return op.any_of(("Tanh", "Sin", "Erf"), "f")(op.Neg(x))
+
+    def target(self, op: Op, m: Captures, x: Val) -> Any:
+        return op.Neg(op[m.f](x))
+
+
+def unary(body: str) -> Any:
+    return model(
+        f"agraph (float[N,4] x) => (float[N,4] y) <float one = {{1}}, float minus = {{-1}}> {{ {body} }}"
+    )
+
+
+@pytest.mark.parametrize("negated", ["n = Neg(x)", "n = Mul(x, minus)", "n = Mul(minus, x)"])
+@pytest.mark.parametrize("inverted", ["y = Div(one, s)", "y = Reciprocal(s)"])
+def test_each_form_of_either_is_matched(negated: str, inverted: str) -> None:
+    applies(FuseLogistic(), unary(f"{negated} e = Exp(n) s = Add(e, one) {inverted}"), ops=["Sigmoid"])
+
+
+def test_what_is_none_of_the_forms_is_not_matched() -> None:
+    refuses(FuseLogistic(), unary("n = Mul(x, one) e = Exp(n) s = Add(e, one) y = Reciprocal(s)"))
+    refuses(FuseLogistic(), unary("n = Neg(x) e = Exp(n) s = Add(e, one) y = Div(s, one)"))
+    refuses(NegateOdd(), unary("n = Neg(x) y = Cos(n)"))
+
+
+@pytest.mark.parametrize("f", ["Tanh", "Sin", "Erf"])
+def test_any_of_says_which_operator_it_is(f: str) -> None:
+    applies(NegateOdd(), unary(f"n = Neg(x) y = {f}(n)"), ops=[f, "Neg"])
+
+
+def test_every_form_is_proven() -> None:
+    """A wrong form among right ones is found: each is drawn."""
+
+    class Wrong(FuseLogistic):
+        """1 / (1 + exp(-x)) -> sigmoid(x), and of exp(x) too."""
+
+        def source(self, op: Op, x: Any) -> Any:
+            e = op.Add(1.0, op.Exp(op.either(op.Neg(x), op.Mul(x, -1.0), op.Mul(x, -1.001))))
+            return op.either(op.Div(1.0, e), op.Reciprocal(e))
+
+    assert prove(FuseLogistic()).proven
+    assert prove(NegateOdd()).proven
+    assert not prove(Wrong()).proven
+
+    class WrongOperator(NegateOdd):
+        """f(-x) -> -f(x), and of cos too."""
+
+        def source(self, op: Op, x: Any) -> Any:
+            return op.any_of(("Tanh", "Sin", "Erf", "Cos"), "f")(op.Neg(x))
+
+    assert not prove(WrongOperator()).proven
+
+
+def test_forms_that_come_to_the_same_are_one() -> None:
+    class Nested(Rule):
+        """either(either(-x, |x|), exp x), then root."""
+
+        shapes = "x[...]:float"
+
+        def source(self, op: Op, x: Any) -> Any:
+            inner = op.either(op.Neg(x), op.Abs(x))
+            return op.Sqrt(op.either(inner, op.Exp(x)))
+
+        def target(self, op: Op, x: Val) -> Any:
+            return op.Sqrt(x)
+
+    patterns = trace_patterns(Nested())
+    assert Counter(n.op for p in patterns for n in p.nodes) == Counter(Sqrt=3, Neg=1, Abs=1, Exp=1)
+    assert [p.name for p in patterns] == ["Nested (0)", "Nested (1)", "Nested (2)"]
+    assert all([n.index for n in p.nodes] == [0, 1] for p in patterns)
+
+
+def test_too_many_forms_and_none() -> None:
+    class Many(Rule):
+        """many -> one."""
+
+        def source(self, op: Op, x: Any) -> Any:
+            for _ in range(7):
+                x = op.either(op.Neg(x), op.Abs(x))
+            return x
+
+        def target(self, op: Op, x: Val) -> Any:
+            return x
+
+    class Nothing(Many):
+        """nothing -> one."""
+
+        def source(self, op: Op, x: Any) -> Any:
+            return op.either()
+
+    with pytest.raises(RuleError, match="Many: more than 64 forms"):
+        trace_patterns(Many())
+    with pytest.raises(RuleError, match="choice of nothing"):
+        trace_patterns(Nothing())
+
+
+def test_functions_are_given_what_they_name() -> None:
+    class SelectSecond(Rule):
+        """where(c, -x, -y) -> -where(c, x, y)  for y of two rows."""
+
+        shapes = "c[...]:bool x[...]:float y[...]:float"
+
+        def source(self, op: Op, c: Any, x: Any, y: Any) -> Any:
+            return op.Where(c, op.Neg(x), op.Neg(y))
+
+        def where(self, y: Val) -> None:
+            require(y.shape[:1] == (2,), "y has no two rows")
+
+        def target(self, op: Op, y: Val, x: Val, c: Val) -> Any:
+            return op.Neg(op.Where(c, x, y))
+
+    graph = (
+        "agraph (bool[{0},4] c, float[{0},4] x, float[{0},4] y) => (float[{0},4] z) "
+        "{{ a = Neg(x) b = Neg(y) z = Where(c, a, b) }}"
+    )
+    applies(SelectSecond(), model(graph.format(2)), ops=["Where", "Neg"])
+    refuses(SelectSecond(), model(graph.format(3)), "no two rows")
+
+
+def test_a_name_that_is_no_variable() -> None:
+    class Misspelt(FuseLogistic):
+        """1 / (1 + exp(-x)) -> sigmoid(x)."""
+
+        def target(self, op: Op, X: Val) -> Any:
+            return op.Sigmoid(X)
+
+    with pytest.raises(RuleError, match="target takes X, which the source does not"):
+        Library([Misspelt()])
