@@ -164,3 +164,36 @@ def test_a_name_that_is_no_variable() -> None:
 
     with pytest.raises(RuleError, match="target takes X, which the source does not"):
         Library([Misspelt()])
+
+
+@pytest.mark.parametrize(
+    ("constant", "matches"),
+    [
+        ("float one = {1}", True),
+        ("float[1] one = {1}", True),
+        ("float[4] one = {1, 1, 1, 1}", True),
+        ("float[1,4] one = {1, 1, 1, 1}", True),
+        ("float[4] one = {1, 1, 1, 1.5}", False),  # not everywhere
+        ("float[1,1,1] one = {1}", False),  # x would get a dimension
+        ("float[3,1] one = {1, 1, 1}", False),  # x has N rows
+    ],
+)
+def test_a_number_is_any_constant_that_is_it_everywhere(constant: str, matches: bool) -> None:
+    class AddOne(Rule):
+        """|x| + 1 -> 1 + |x|, as a Sum."""
+
+        shapes = "x[...]:float"
+
+        def source(self, op: Op, x: Any) -> Any:
+            return op.Add(op.Abs(x), 1.0)
+
+        def target(self, op: Op, x: Val) -> Any:
+            return op.Sum(op.Abs(x), 1.0)
+
+    proto = model(
+        f"agraph (float[N,4] x) => (float y) <{constant}> {{ a = Abs(x) b = Add(a, one) y = ReduceMax(b) }}"
+    )
+    if matches:
+        applies(AddOne(), proto, ops=["Abs", "Sum", "ReduceMax"])
+    else:
+        refuses(AddOne(), proto)

@@ -29,7 +29,7 @@ class Out:
 
 @dataclass(frozen=True)
 class Number:
-    """A constant of one element with just this value."""
+    """A small constant that is this number everywhere."""
 
     value: float
 
@@ -146,7 +146,7 @@ class _Tracer(Op):
                 else:
                     raise RuleError(f"{name}: attribute {key}={value!r} cannot be matched")
             parts = tuple(
-                Number(float(i)) if isinstance(i, (int, float)) else i  # a plain number: a scalar constant
+                Number(float(i)) if isinstance(i, (int, float)) else i  # a plain number: a constant
                 for i in inputs
             )
             node = PNode(len(self.nodes), name, parts, outputs, wanted, attrs)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from xrlflow.ir import ABSENT, Attr, Dim, Graph, Node, TensorType, Value
+from xrlflow.ir import ABSENT, Attr, Dim, DType, Graph, Node, TensorType, Value
 from xrlflow.ops.schema import COMMUTATIVE, schema
 from xrlflow.rewrite.pattern import Capture, Number, Out, Pattern, PInput, PNode, Var, default_of
 from xrlflow.rewrite.rule import DTYPE_FLAGS, VarSpec
@@ -68,7 +68,7 @@ def _inputs_fit(
             if op != wanted.node.op:
                 return False
         elif isinstance(wanted, Number):
-            if type is None or not type.const or type.size != 1:
+            if type is None or not type.const:
                 return False
         elif value != ABSENT:
             return False
@@ -106,17 +106,23 @@ def mismatch(declared: Mapping[str, VarSpec], types: Mapping[str, TensorType | N
     return ""
 
 
-def is_scalar(graph: Graph, value: Value, number: float, beside: Value) -> bool:
-    """Whether a value is a constant of one element, equal to `number` as float32 rounds it.
+def is_number(graph: Graph, value: Value, number: float, beside: Value) -> bool:
+    """Whether a value is a small constant that holds `number` everywhere, as float32 rounds it.
 
-    It may have dimensions (of 1), but not more than the value `beside` it, which would get them.
+    It may have dimensions, but none that the value `beside` it would get by broadcasting.
     """
     const = graph.leaves.consts.get(value)
-    if const is None or const.array is None or const.array.size != 1 or const.array.dtype.kind not in "fiu":
+    if const is None or const.type.dtype == DType.BOOL:
         return False
-    if const.array.ndim and const.array.ndim > (graph.type(beside).rank or 0):
+    found = graph.leaves.uniform(value)
+    if found is None or abs(found - number) > 1e-6 * abs(number):
         return False
-    return abs(float(const.array.reshape(())) - number) <= 1e-6 * abs(number)
+    own = const.type.shape or ()
+    if not own:
+        return True
+    shape = graph.type(beside).shape or ()
+    tail = shape[len(shape) - len(own) :]
+    return len(own) <= len(shape) and all(n == 1 or n == d for n, d in zip(own, tail))
 
 
 def is_const(graph: Graph, value: Value) -> bool:
@@ -127,7 +133,7 @@ def is_const(graph: Graph, value: Value) -> bool:
 def compile_plan(pattern: Pattern, start: int) -> PlanFunction:
     """The plan that starts at pattern node `start`."""
     source, constants = plan_source(pattern, start)
-    namespace: dict[str, Any] = {"is_scalar": is_scalar, "is_const": is_const, **constants}
+    namespace: dict[str, Any] = {"is_number": is_number, "is_const": is_const, **constants}
     exec(compile(source, f"<plan {pattern.name} from {start}>", "exec"), namespace)
     function: PlanFunction = namespace["plan"]
     return function
@@ -264,7 +270,7 @@ class _Writer:
                 self.unless(f"{got} != {ABSENT}")
             elif isinstance(wanted, Number):
                 beside = f"{i}[{0 if k else len(p.inputs) - 1}]"
-                self.unless(f"not is_scalar(graph, {got}, {wanted.value!r}, {beside})")
+                self.unless(f"not is_number(graph, {got}, {wanted.value!r}, {beside})")
             elif isinstance(wanted, Var):
                 if wanted.name in self.vars:
                     self.unless(f"{got} != v_{wanted.name}")

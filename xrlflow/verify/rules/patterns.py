@@ -297,7 +297,11 @@ class _Sample:
         shapes: list[tuple[int, ...] | None] = []
         types: list[TensorType | None] = []
         for i, value in enumerate(node.inputs):
-            found = self._input(node.op, i, value, shapes, types)
+            found = (
+                self._number(node, i, value.value, shapes, types)
+                if isinstance(value, Number)
+                else self._input(node.op, i, value, shapes)
+            )
             if found is not None and found.kind == "const":
                 self.given[i] = self.consts[found.index].array
             places.append(found)
@@ -318,20 +322,33 @@ class _Sample:
         place: int,
         value: Any,
         shapes: list[tuple[int, ...] | None],
-        types: list[TensorType | None],
     ) -> Place | None:
         if value is None:
             return None
         if isinstance(value, Out):
             return Place("node", value.node.index, value.index)
-        if isinstance(value, Number):
-            like = next((t.dtype for t in types if t is not None), self.dtype)
-            rank = 0 if op == "Clip" else self.draw.choice([0, 0, 1])
-            array = np.full((1,) * rank, value.value).astype(numpy_dtype(like))
-            self.consts.append(SketchConst(array, like))
-            return Place("const", len(self.consts) - 1)
         assert isinstance(value, Var)
         return self._variable(value.name, op, place, shapes)
+
+    def _number(
+        self,
+        node: PNode,
+        place: int,
+        number: float,
+        shapes: list[tuple[int, ...] | None],
+        types: list[TensorType | None],
+    ) -> Place:
+        """A constant of this number: a scalar, or of some of the dimensions of the input beside it."""
+        like = next((t.dtype for t in types if t is not None), self.dtype)
+        beside = shapes[0] if place else None
+        if not place and len(node.inputs) > 1 and isinstance(other := node.inputs[-1], Out):
+            beside = self._sizes(Place("node", other.node.index, other.index))
+        shape: tuple[int, ...] = ()
+        if node.op != "Clip" and self.draw.chance(0.5):
+            last = (beside or (1,))[-self.draw.integer(1, 3) :]
+            shape = tuple(self.draw.choice([1, d]) for d in last)
+        self.consts.append(SketchConst(np.full(shape, number).astype(numpy_dtype(like)), like))
+        return Place("const", len(self.consts) - 1)
 
     def _attributes(self, node: PNode, shapes: list[tuple[int, ...] | None]) -> dict[str, Attr]:
         out: dict[str, Attr] = {}
