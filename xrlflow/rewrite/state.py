@@ -142,7 +142,14 @@ class RewriteState:
         self.library.stats[match.rule.name].applied += 1
         graph, reread = apply_edit(self.graph, edit)
         dirty = Dirty.of(self.graph, graph, edit, reread)
+        fallen = self._fallen(dirty)
+        finder = _Finder(graph, self.library, self.delta)
+        self._look_again(finder, dirty, fallen)
+        finder.settle()
+        return self._successor(finder, fallen, dirty.gone)
 
+    def _fallen(self, dirty: Dirty) -> set[Entry]:
+        """The matches and attempts that an edit puts an end to."""
         index = self.index
         fallen: set[Entry] = set()
         for value in dirty.nodes | dirty.uses:
@@ -150,42 +157,22 @@ class RewriteState:
         for value in dirty.producers:
             # A region depends on a node's readers only if it asked for them.
             fallen.update([e for e in index.get(value, ()) if e.__class__ is Match and e.pattern is not None])
-        touched: dict[Value, list[Entry]] = {}
+        return fallen
+
+    def _look_again(self, finder: _Finder, dirty: Dirty, fallen: set[Entry]) -> None:
+        """Match at dirty nodes, and where region rules may find something else now."""
         anchors: dict[Value, set[str]] = {}
-        gaining = self.gaining.mutate()
-        lost = 0
         for entry in fallen:
-            if isinstance(entry, Match):
-                lost += 1
-                gaining.pop(entry, None)
             if isinstance(entry.rule, RegionRule):
                 anchors.setdefault(entry.reads[0], set()).add(entry.rule.name)
-            for value in entry.reads:
-                if value not in touched:
-                    touched[value] = [e for e in index[value] if e not in fallen]
-
-        finder = _Finder(graph, self.library, self.delta)
-        producers, plans = graph.producers, self.library.plans
+        index, producers, plans = self.index, finder.graph.producers, self.library.plans
         for value in dirty.nodes:
             node = producers.get(value)
             if node is None or node.outputs[0] != value:
                 continue
             finder.look(node, plans)
             finder.look_for_regions(node, None)
-            # Some rules leave no trace where they are rejected: those that demand an operator above their anchor, and
-            # those that know of partners.
-            again = [
-                (user, rule)
-                for user in {u for out in node.outputs for u in graph.uses.get(out, ())} - dirty.nodes
-                for rule in self.library.regions.below.get((producers[user].op, node.op), ())
-            ]
-            again += [
-                (partner, rule)
-                for rule in self.library.regions.paired.get(node.op, ())
-                for partner in rule.partners(graph, node)
-                if partner not in dirty.nodes
-            ]
-            for anchor, rule in again:
+            for anchor, rule in finder.without_trace(node, dirty.nodes):
                 live = [e for e in index.get(anchor, ()) if e.rule is rule and e.reads[0] == anchor]
                 if all(e in fallen for e in live):
                     anchors.setdefault(anchor, set()).add(rule.name)
@@ -196,21 +183,32 @@ class RewriteState:
             if node is not None and value not in dirty.nodes:
                 finder.look_for_regions(node, names)
 
-        finder.settle()
+    def _successor(self, finder: _Finder, fallen: set[Entry], gone: set[Value]) -> RewriteState:
+        """The state of the finder's graph: without what fell and the nodes that are gone, with what was found."""
+        index, gaining = self.index, self.gaining.mutate()
+        touched: dict[Value, list[Entry]] = {}
+        lost = 0
+        for entry in fallen:
+            if entry.__class__ is Match:
+                lost += 1
+                gaining.pop(entry, None)
+            for value in entry.reads:
+                if value not in touched:
+                    touched[value] = [e for e in index[value] if e not in fallen]
         mutation = index.mutate()
         for value, entries in finder.index(touched, index).items():
             if entries:
                 mutation[value] = entries
             elif value in mutation:
                 del mutation[value]
-        for value in dirty.gone:
+        for value in gone:
             if value in mutation:
                 del mutation[value]
         for match in finder.found.values():
             if match.delta < 0:
                 gaining[match] = None
         return RewriteState(
-            graph,
+            finder.graph,
             self.library,
             self.delta,
             mutation.finish(),
@@ -461,6 +459,23 @@ class _Finder:
         if hopeless and not thorough:
             for rule in hopeless:
                 fitting.remove(rule)
+
+    def without_trace(self, node: Node, but: set[Value]) -> list[tuple[Value, RegionRule]]:
+        """The rules that leave no trace where they are rejected and may find a region now that a node has changed, each
+        with the id of its anchor: those that demand an operator above their anchor, and those that know of partners.
+
+        No anchor is one of `but`.
+        """
+        graph, regions = self.graph, self.library.regions
+        found: list[tuple[Value, RegionRule]] = []
+        for user in {u for out in node.outputs for u in graph.uses.get(out, ())} - but:
+            for rule in regions.below.get((graph.producers[user].op, node.op), ()):
+                found.append((user, rule))
+        for rule in regions.paired.get(node.op, ()):
+            for partner in rule.partners(graph, node):
+                if partner not in but:
+                    found.append((partner, rule))
+        return found
 
     @staticmethod
     def _reads(anchor: Value, reader: Reader) -> tuple[Value, ...]:
