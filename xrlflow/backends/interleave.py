@@ -7,6 +7,7 @@ import gc
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -63,50 +64,100 @@ def interleave(
         raise BackendError("the target width and the time limit of a measurement must be above zero")
     watch = watch if watch is not None else clock
     started = watch()
-    deadline = started + time_limit
-    models = len(runs)
     halves = 2 if control else 1
-    rows: list[list[float]] = []
-    check_at = MIN_ROUNDS if margin is None else DECIDED_ROUNDS
-    converged = False
     with no_garbage_collection():
-        single = [warm_up(run, clock, time_limit / (8 * len(runs))) for run in runs]
-        batches = [max(1, math.ceil(MIN_SAMPLE / max(seconds, 1e-7))) for seconds in single]
+        rounds = _Rounds(runs, halves, clock, budget=time_limit / (8 * len(runs)))
         before = read_load()
-        longest = 0.0
-        last = -1
-        while len(rows) < MAX_ROUNDS:
-            round_start = watch()
-            if rows and round_start + longest > deadline:
-                break
-            row = [0.0] * (models * halves)
-            for slot in turns(models * halves, len(rows)):
-                model = slot % models
-                settle = single[model] < SETTLE_BELOW
-                if settle and model == last:
-                    runs[(model + 1) % models]()
-                row[slot] = turn(runs[model], batches[model], settle, clock)
-                last = model
-            rows.append(row)
-            longest = max(0.9 * longest, watch() - round_start)
-            if len(rows) >= check_at:
-                check_at = len(rows) + max(5, len(rows) // 8)
-                speedups = [_speedup(_logs(rows, halves), model) for model in range(1, models)]
-                converged = len(rows) >= MIN_ROUNDS and all(s.width < target_width for s in speedups)
-                if converged or (margin is not None and all(_decided(s, margin) for s in speedups)):
-                    break
+        converged = rounds.take(_Goal(target_width, margin), started + time_limit, watch)
         after = read_load()
-    logs = _logs(rows, halves)
+    logs = rounds.logs()
     return Comparison(
-        latencies=tuple(_latency(np.exp(logs[:, :, model]).ravel()) for model in range(models)),
-        speedups=tuple(_speedup(logs, model) for model in range(1, models)),
+        latencies=tuple(_latency(np.exp(logs[:, :, model]).ravel()) for model in range(len(runs))),
+        speedups=rounds.speedups(),
         control=_interval(logs[:, 0, 0] - logs[:, 1, 0]) if control else None,
         load=load.judge(before, after, threads),
-        samples=len(rows),
+        samples=len(rounds.rows),
         seconds=watch() - started,
         threads=threads,
         converged=converged,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Goal:
+    """When enough is known: intervals narrower than `width`, or (`margin`) on one side of 1 and so far from it."""
+
+    width: float
+    margin: float | None
+
+    @property
+    def first_check(self) -> int:
+        """How many rounds are taken before anything is judged."""
+        return MIN_ROUNDS if self.margin is None else DECIDED_ROUNDS
+
+    def converged(self, rounds: int, speedups: Sequence[SpeedUp]) -> bool:
+        return rounds >= MIN_ROUNDS and all(s.width < self.width for s in speedups)
+
+    def decided(self, speedups: Sequence[SpeedUp]) -> bool:
+        margin = self.margin
+        return margin is not None and all(s.low > 1 + margin or s.high < 1 - margin for s in speedups)
+
+
+class _Rounds:
+    """Rounds of turns of `runs`, and the samples that they gave: `rows`, each with the seconds of every half and model.
+
+    The runs are warmed up first, each for `budget` seconds.
+    """
+
+    def __init__(
+        self, runs: Sequence[Run], halves: int, clock: Callable[[], float], *, budget: float
+    ) -> None:
+        self._runs, self._halves, self._clock = runs, halves, clock
+        self._single = [warm_up(run, clock, budget) for run in runs]
+        self._batches = [max(1, math.ceil(MIN_SAMPLE / max(seconds, 1e-7))) for seconds in self._single]
+        self._last = -1
+        self.rows: list[list[float]] = []
+
+    def take(self, goal: _Goal, deadline: float, watch: Callable[[], float]) -> bool:
+        """Take rounds until the goal is reached, or the next would end after `deadline`; whether they converged."""
+        check_at = goal.first_check
+        longest = 0.0
+        while len(self.rows) < MAX_ROUNDS:
+            start = watch()
+            if self.rows and start + longest > deadline:
+                break
+            self.rows.append(self._round())
+            longest = max(0.9 * longest, watch() - start)
+            if len(self.rows) >= check_at:
+                check_at = len(self.rows) + max(5, len(self.rows) // 8)
+                speedups = self.speedups()
+                if goal.converged(len(self.rows), speedups):
+                    return True
+                if goal.decided(speedups):
+                    break
+        return False
+
+    def _round(self) -> list[float]:
+        models = len(self._runs)
+        row = [0.0] * (models * self._halves)
+        for slot in turns(models * self._halves, len(self.rows)):
+            model = slot % models
+            settle = self._single[model] < SETTLE_BELOW
+            if settle and model == self._last:
+                self._runs[(model + 1) % models]()
+            row[slot] = turn(self._runs[model], self._batches[model], settle, self._clock)
+            self._last = model
+        return row
+
+    def logs(self) -> Floats:
+        """Logarithms of the samples, by round, half and model."""
+        logs: Floats = np.log(np.array(self.rows)).reshape(len(self.rows), self._halves, -1)
+        return logs
+
+    def speedups(self) -> tuple[SpeedUp, ...]:
+        """How many times faster than the first each other model is."""
+        logs = self.logs()
+        return tuple(_interval(logs[:, :, 0] - logs[:, :, model]) for model in range(1, len(self._runs)))
 
 
 def time_alone(
@@ -167,20 +218,6 @@ def turn(run: Run, batch: int, settle: bool, clock: Callable[[], float]) -> floa
 def _latency(seconds: Floats) -> Latency:
     p10, median, p90 = (float(v) * 1e3 for v in np.percentile(seconds, [10, 50, 90]))
     return Latency(median, p10, p90, len(seconds))
-
-
-def _logs(rows: list[list[float]], halves: int) -> Floats:
-    """Logarithms of the samples, by round, half and model."""
-    logs: Floats = np.log(np.array(rows)).reshape(len(rows), halves, -1)
-    return logs
-
-
-def _speedup(logs: Floats, model: int) -> SpeedUp:
-    return _interval(logs[:, :, 0] - logs[:, :, model])
-
-
-def _decided(speedup: SpeedUp, margin: float) -> bool:
-    return speedup.low > 1 + margin or speedup.high < 1 - margin
 
 
 def _interval(differences: Floats) -> SpeedUp:
