@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Self
+from typing import IO, Any, Self, TypeAlias
 
 import numpy as np
 
@@ -81,28 +81,11 @@ def measure_in_fresh_processes(
     """
     started = time.monotonic()
     threads = resolve_threads(threads, session_options)
-    in_child = session_options is None or isinstance(session_options, Mapping)
+    setup = _Setup(before, after, feeds, threads, optimization, session_options)
     with contextlib.ExitStack() as stack:
-        source: Callable[[int, int | None, float], Sample | None]
-        if in_child:
-            setup = _Setup(before, after, feeds, threads, optimization, session_options)
-            source = stack.enter_context(FreshProcesses(setup)).sample
-        else:
-
-            def source(index: int, turns: int | None, deadline: float) -> Sample | None:
-                return sample(
-                    (before, after),
-                    feeds,
-                    turns=turns,
-                    swapped=index % 2 == 1,
-                    threads=threads,
-                    optimization=optimization,
-                    session_options=session_options,
-                )
-
-        drawing = _Drawing(source, started + time_limit - check_seconds, GRACE * time_limit)
-
-        drawing.patient_until = started + patience
+        source = stack.enter_context(FreshProcesses(setup)).sample if setup.portable else setup.sample_here
+        deadline = started + time_limit - check_seconds
+        drawing = _Drawing(source, deadline, GRACE * time_limit, patient_until=started + patience)
 
         def checked() -> bool:
             drawing.deadline = started + time_limit
@@ -115,14 +98,18 @@ def measure_in_fresh_processes(
             answer = settle(drawing.draw, affordable, check=checked)
         elif affordable:
             answer = confirm(drawing.draw, min(affordable, _FIGURE_ALONE))
-    return drawing.summary(answer, time.monotonic() - started, threads, check is not None, in_child)
+    return drawing.summary(answer, time.monotonic() - started, threads, check is not None, setup.portable)
+
+
+# source(index, turns, deadline): the turns of a sample; None where they were not over at `deadline` (time.monotonic).
+Source: TypeAlias = Callable[[int, int | None, float], Sample | None]
 
 
 @dataclass(slots=True)
 class _Drawing:
     """Samples one after the other, until `deadline` (time.monotonic)."""
 
-    source: Callable[[int, int | None, float], Sample | None]
+    source: Source
     deadline: float
     grace: float
     turns: int | None = None
@@ -224,6 +211,23 @@ class _Setup:
     threads: int
     optimization: Optimization
     session_options: Mapping[str, str] | Any | None
+
+    @property
+    def portable(self) -> bool:
+        """Whether another process can be told all of it."""
+        return self.session_options is None or isinstance(self.session_options, Mapping)
+
+    def sample_here(self, index: int, turns: int | None, deadline: float) -> Sample:
+        """A `Source` of sessions in this process; it does not look at the deadline."""
+        return sample(
+            (self.before, self.after),
+            self.feeds,
+            turns=turns,
+            swapped=index % 2 == 1,
+            threads=self.threads,
+            optimization=self.optimization,
+            session_options=self.session_options,
+        )
 
     def write(self, folder: Path) -> None:
         setup = {
