@@ -11,7 +11,6 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
 from hashlib import blake2b
 from pathlib import Path
 from types import MappingProxyType
@@ -91,75 +90,113 @@ _CONCAT = Probe("Concat", (_TENSOR, _TENSOR), (_ROWS, 2 * _COLUMNS), (("axis", 1
 _TRANSPOSE = Probe("Transpose", (_TENSOR,), (_COLUMNS, _ROWS), (("perm", (1, 0)),))
 
 
+class _Meter:
+    """Times operators; `noisy` counts the figures that were not taken in quiet."""
+
+    def __init__(self, threads: int, time_limit: float) -> None:
+        self._threads, self._time_limit = threads, time_limit
+        self._known: dict[Probe, float] = {}
+        self.noisy = 0
+        self.call = self.fastest(lambda: call_seconds(threads))
+        """Seconds of calling the runtime."""
+
+    def fastest(self, once: Callable[[], Sample]) -> float:
+        """Seconds of a sample that is taken in quiet, as far as there is any."""
+        sample, quiet = in_quiet(once)
+        self.noisy += not quiet
+        return sample.low
+
+    def alone(self, probe: Probe) -> float:
+        """Seconds of the kernel, which is timed once."""
+        if probe not in self._known:
+            taken = self.fastest(lambda: self._timed(probe))
+            self._known[probe] = max(_TINY, taken - (0.0 if probe.kernel_only else self.call))
+        return self._known[probe]
+
+    def _timed(self, probe: Probe) -> Sample:
+        return time_node(
+            probe.node,
+            probe.in_types,
+            {},
+            threads=self._threads,
+            time_limit=self._time_limit,
+            kernel_only=probe.kernel_only,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Rates:
+    """What kernels reach of the `peak` (operations a second) and of what the cache gives (`cached`: bytes a second)."""
+
+    meter: _Meter
+    peak: float
+    cached: float
+
+    def compute(self, probe: Probe) -> float:
+        """The part of the peak."""
+        return _clamp(probe.work.flops / self.meter.alone(probe) / self.peak, 0.005, 1.0)
+
+    def bandwidth(self, probe: Probe) -> float:
+        """The part of the cache's bandwidth."""
+        return _clamp(probe.work.bytes / self.meter.alone(probe) / self.cached, 0.02, 1.0)
+
+    def speeds(self) -> dict[Kind, Speed]:
+        vector, reduction = self.compute(_TANH), self.compute(_SOFTMAX)
+        return {
+            Kind.GEMM: Speed(self.compute(_PEAK), 1.0),
+            Kind.CONV: Speed(self.compute(_CONV), 1.0),
+            Kind.GROUPED_CONV: Speed(self.compute(_FULL_GROUPS), 1.0),
+            Kind.DEPTHWISE_CONV: Speed(self.compute(_DEPTHWISE), 1.0),
+            Kind.RECURRENT: Speed(self.compute(_RECURRENT), 1.0),
+            Kind.ELEMENTWISE: Speed(vector, 1.0),
+            Kind.REDUCE: Speed(reduction, self.bandwidth(_POOL)),
+            Kind.MOVE: Speed(vector, self.bandwidth(_CONCAT)),
+            Kind.SHUFFLE: Speed(vector, self.bandwidth(_TRANSPOSE)),
+            Kind.VIEW: Speed(1.0, 1.0),
+            Kind.OTHER: REFERENCE.speeds[Kind.OTHER],
+        }
+
+    def grouped(self) -> tuple[tuple[int, float], ...]:
+        """The part of the peak by the channels of a group."""
+        measured = [(channels, self.compute(probe)) for channels, probe in _GROUPED.items()]
+        return ((1, measured[0][1] / 2), *measured)
+
+    def fork(self) -> float:
+        """Seconds of handing work to several threads: what a small operator takes beyond its work."""
+        small = self.meter.alone(_SMALL_TANH)
+        return _clamp(small - _SMALL_TANH.work.flops / (self.peak * self.compute(_TANH)), 0.2e-6, 20e-6)
+
+
 def calibrate(threads: int, time_limit: float = 0.05) -> tuple[Machine, bool]:
     """The machine with so many threads, and whether it was measured in quiet.
 
     If not, the kinds' parts of the peak are those of the reference machine. `time_limit` is in seconds per
     operator.
     """
-    noisy = 0
-
-    def fastest(once: Callable[[], Sample]) -> float:
-        nonlocal noisy
-        sample, quiet = in_quiet(once)
-        noisy += not quiet
-        return sample.low
-
-    call = fastest(lambda: call_seconds(threads))
-    overhead = _clamp((fastest(lambda: _chain(threads)) - call) / _LENGTH, 0.05e-6, 20e-6)
-
-    @cache
-    def alone(probe: Probe) -> float:
-        """Seconds of the kernel."""
-
-        def once() -> Sample:
-            node, types, kernel_only = probe.node, probe.in_types, probe.kernel_only
-            return time_node(node, types, {}, threads=threads, time_limit=time_limit, kernel_only=kernel_only)
-
-        return max(_TINY, fastest(once) - (0.0 if probe.kernel_only else call))
-
-    peak = max(p.work.flops / alone(p) for p in (_PEAK, _CONV))
-    cached = _ADD.work.bytes / alone(_ADD)
-    memory = min(cached, _STREAM.work.bytes / alone(_STREAM))
-
-    def compute(probe: Probe) -> float:
-        return _clamp(probe.work.flops / alone(probe) / peak, 0.005, 1.0)
-
-    def bandwidth(probe: Probe) -> float:
-        return _clamp(probe.work.bytes / alone(probe) / cached, 0.02, 1.0)
-
-    vector, reduction = compute(_TANH), compute(_SOFTMAX)
-    speeds = {
-        Kind.GEMM: Speed(compute(_PEAK), 1.0),
-        Kind.CONV: Speed(compute(_CONV), 1.0),
-        Kind.GROUPED_CONV: Speed(compute(_FULL_GROUPS), 1.0),
-        Kind.DEPTHWISE_CONV: Speed(compute(_DEPTHWISE), 1.0),
-        Kind.RECURRENT: Speed(compute(_RECURRENT), 1.0),
-        Kind.ELEMENTWISE: Speed(vector, 1.0),
-        Kind.REDUCE: Speed(reduction, bandwidth(_POOL)),
-        Kind.MOVE: Speed(vector, bandwidth(_CONCAT)),
-        Kind.SHUFFLE: Speed(vector, bandwidth(_TRANSPOSE)),
-        Kind.VIEW: Speed(1.0, 1.0),
-        Kind.OTHER: REFERENCE.speeds[Kind.OTHER],
-    }
-    grouped = [(channels, compute(probe)) for channels, probe in _GROUPED.items()]
-    grouped.insert(0, (1, grouped[0][1] / 2))
-    small = alone(_SMALL_TANH) - _SMALL_TANH.work.flops / (peak * vector)
+    meter = _Meter(threads, time_limit)
+    chain = meter.fastest(lambda: _chain(threads))
+    rates = _Rates(
+        meter,
+        peak=max(p.work.flops / meter.alone(p) for p in (_PEAK, _CONV)),
+        cached=_ADD.work.bytes / meter.alone(_ADD),
+    )
+    memory = min(rates.cached, _STREAM.work.bytes / meter.alone(_STREAM))
+    speeds, grouped, fork = rates.speeds(), rates.grouped(), rates.fork()
     machine = Machine(
         name=cpu_name(),
         threads=threads,
-        peak=peak,
-        cache_bandwidth=cached,
+        peak=rates.peak,
+        cache_bandwidth=rates.cached,
         memory_bandwidth=memory,
         cache=cache_bytes(),
-        overhead=overhead,
-        fork=_clamp(small, 0.2e-6, 20e-6) if threads > 1 else 0.0,
+        overhead=_clamp((chain - meter.call) / _LENGTH, 0.05e-6, 20e-6),
+        fork=fork if threads > 1 else 0.0,
         speeds=MappingProxyType(speeds),
-        grouped=tuple(grouped),
+        grouped=grouped,
     )
-    if noisy:  # ratios suffer most: of one kernel in quiet to another beside other load
+    if meter.noisy:  # ratios suffer most: of one kernel in quiet to another beside other load
         machine = replace(machine, speeds=REFERENCE.speeds, grouped=REFERENCE.grouped)
-    return machine, noisy == 0
+    return machine, meter.noisy == 0
 
 
 def calibrated(
