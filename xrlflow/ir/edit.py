@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from xrlflow.ir.graph import FINGERPRINT_MASK, Graph, outputs_fingerprint
@@ -73,16 +74,25 @@ def plan_edit(graph: Graph, rule: str, added: Sequence[Node], aliases: Mapping[V
             if child is not None and child.id not in removed:
                 work.append(child.id)
 
+    _let_go(graph, replaced, removed, rewired)
+    return Edit(rule, tuple(removed.values()), tuple(added), tuple(rewired.values()), outputs)
+
+
+def _let_go(
+    graph: Graph,
+    replaced: AbstractSet[Value],
+    removed: Mapping[Value, Node],
+    rewired: dict[Value, tuple[Node, Node]],
+) -> None:
+    """Give nodes that make some of `replaced`, and stay as another output of theirs is still read, fresh values."""
     for value in replaced:
-        node = producers.get(value)  # type: ignore[assignment]
+        node = graph.producers.get(value)
         if node is None or node.id in removed:
             continue
-        # Some other output is still read: the node stays and lets go of the values that are replaced.
         old, new = rewired.get(node.id) or (node, node)
         fresh = tuple(mix(o, node.key, 0x6F7270) if o in replaced else o for o in new.outputs)
         if fresh != new.outputs and not any(o in replaced for o in new.outputs if o not in old.outputs):
             rewired[node.id] = (old, new.with_outputs(fresh))
-    return Edit(rule, tuple(removed.values()), tuple(added), tuple(rewired.values()), outputs)
 
 
 def apply_edit(graph: Graph, edit: Edit) -> tuple[Graph, set[Value]]:
