@@ -14,7 +14,7 @@ from xrlflow.ir import Attrs, RawAttr
 from xrlflow.ops.eval_attention import rotate
 from xrlflow.ops.eval_linear import conv, gemm
 from xrlflow.ops.eval_norm import layer_norm, rms_norm, softmax
-from xrlflow.ops.eval_quant import dynamic_quantize, integer_product
+from xrlflow.ops.eval_quant import Quantised, dynamic_quantize, integer_product
 from xrlflow.ops.eval_spec import (
     Evaluate,
     Inputs,
@@ -175,19 +175,18 @@ def _rotary(field: Field, attrs: Attrs, x: Array, positions: Array, cosine: Arra
     return y.transpose(0, 2, 1, 3) if x.ndim == 4 else y.reshape(x.shape)
 
 
-def _matmul_integer_to_float(
-    field: Field,
-    attrs: Attrs,
-    a: Array,
-    b: Array,
-    a_scale: Array,
-    b_scale: Array,
-    a_zero: Array | None = None,
-    b_zero: Array | None = None,
-    bias: Array | None = None,
-) -> Array:
-    y: Array = integer_product(a, b, a_zero, b_zero) * np.asarray(a_scale) * b_scale
+def _scaled_product(a: Quantised, b: Quantised, bias: Array | None) -> Array:
+    y: Array = integer_product(a.numbers, b.numbers, a.zero, b.zero) * np.asarray(a.scale) * b.scale
     return y if bias is None else y + bias
+
+
+def _matmul_integer_to_float(
+    field: Field, attrs: Attrs, a: Array, b: Array, a_scale: Array, b_scale: Array, *more: Array | None
+) -> Array:
+    """`more`: the zero points of a and b, and a bias; each may be left out."""
+    given: list[Array | None] = [*more, None, None, None]
+    a_zero, b_zero, bias = given[:3]
+    return _scaled_product(Quantised(a, a_scale, a_zero), Quantised(b, b_scale, b_zero), bias)
 
 
 def _dynamic_quantize_matmul(
@@ -199,8 +198,7 @@ def _dynamic_quantize_matmul(
     b_zero: Array | None = None,
     bias: Array | None = None,
 ) -> Array:
-    quantised, scale, zero = dynamic_quantize(a)
-    return _matmul_integer_to_float(field, attrs, quantised, b, scale, b_scale, zero, b_zero, bias)
+    return _scaled_product(Quantised(*dynamic_quantize(a)), Quantised(b, b_scale, b_zero), bias)
 
 
 def _table(proof: Proof, **operators: Evaluate) -> dict[str, OpSpec]:

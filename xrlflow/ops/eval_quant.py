@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,15 @@ from xrlflow.ops.eval_elementwise import NARROW_INTEGER, WIDE_INTEGER, narrow_fl
 from xrlflow.ops.eval_linear import conv
 from xrlflow.ops.eval_spec import OpSpec, f32, integer, several, single, table
 from xrlflow.ops.field import REALS, Array, Field
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Quantised:
+    """Integers that stand for (numbers - zero) * scale. `zero` may be left out where it is 0."""
+
+    numbers: Array
+    scale: Array
+    zero: Array | None
 
 
 def _spread(scale: Array, x: Array, attrs: Attrs) -> Array:
@@ -132,42 +142,31 @@ def _requantize(total: Array, factor: Array, zero: Array) -> Array:
     return _saturate(np.rint(total * factor) + zero.astype(np.float64), zero.dtype)
 
 
-def _qlinear_matmul(
-    field: Field,
-    attrs: Attrs,
-    a: Array,
-    a_scale: Array,
-    a_zero: Array,
-    b: Array,
-    b_scale: Array,
-    b_zero: Array,
-    y_scale: Array,
-    y_zero: Array,
-) -> Array:
-    total = integer_product(widen(a), widen(b), widen(a_zero), widen(b_zero))
-    rows = a_scale[:, None] if a_scale.ndim == 1 and a_scale.size > 1 else a_scale
-    factor = REALS.lift(rows) * REALS.lift(b_scale) / REALS.lift(y_scale)
+def _widened(numbers: Array, scale: Array, zero: Array) -> Quantised:
+    """In types that NumPy computes with."""
+    return Quantised(widen(numbers), scale, widen(zero))
+
+
+def _qlinear_matmul(field: Field, attrs: Attrs, *inputs: Array) -> Array:
+    """Inputs: matrices a and b, each with scale and zero point, then scale and zero point of the output."""
+    a, b = _widened(*inputs[:3]), _widened(*inputs[3:6])
+    y_scale, y_zero = inputs[6:]
+    total = integer_product(a.numbers, b.numbers, a.zero, b.zero)
+    rows = a.scale[:, None] if a.scale.ndim == 1 and a.scale.size > 1 else a.scale
+    factor = REALS.lift(rows) * REALS.lift(b.scale) / REALS.lift(y_scale)
     return _requantize(total, factor, y_zero)
 
 
-def _qlinear_conv(
-    field: Field,
-    attrs: Attrs,
-    x: Array,
-    x_scale: Array,
-    x_zero: Array,
-    w: Array,
-    w_scale: Array,
-    w_zero: Array,
-    y_scale: Array,
-    y_zero: Array,
-    bias: Array | None = None,
-) -> Array:
-    total = _conv_sum(attrs, x, w, x_zero, w_zero)
-    channels = (-1, *(1,) * (x.ndim - 2))
+def _qlinear_conv(field: Field, attrs: Attrs, *inputs: Array) -> Array:
+    """Inputs: x and w, each with scale and zero point, then scale and zero point of the output, then a bias if any."""
+    x, w = Quantised(*inputs[:3]), Quantised(*inputs[3:6])
+    y_scale, y_zero = inputs[6:8]
+    bias: Array | None = inputs[8] if len(inputs) > 8 else None
+    total = _conv_sum(attrs, x.numbers, w.numbers, x.zero, w.zero)
+    channels = (-1, *(1,) * (x.numbers.ndim - 2))
     if bias is not None:
         total = total + bias.reshape(channels)
-    factor = REALS.lift(x_scale) * REALS.lift(w_scale).reshape(channels) / REALS.lift(y_scale)
+    factor = REALS.lift(x.scale) * REALS.lift(w.scale).reshape(channels) / REALS.lift(y_scale)
     return _requantize(total, factor, y_zero)
 
 
