@@ -21,6 +21,29 @@ def _heads(x: Array, heads: int) -> Array:
     return x.reshape(batch, length, heads, width // heads).transpose(0, 2, 1, 3)
 
 
+def _allowed(attrs: Attrs, shape: tuple[int, int], past: int, mask: Array | None) -> Array | None:
+    """Which columns a row [rows, columns] may look at, of which `past` are before the first row; None if all."""
+    allowed: Array | None = None
+    if integer(attrs, "is_causal", 0):
+        rows, columns = shape
+        allowed = np.arange(columns) <= np.arange(rows)[:, None] + past
+    if mask is not None and mask.dtype.kind == "b":
+        allowed = mask if allowed is None else allowed & mask
+    return allowed
+
+
+def _weights(field: Field, scores: Array, mask: Array | None, allowed: Array | None) -> Array:
+    """The softmax of scores, zeros in rows that are masked altogether."""
+    weights = softmax(field, scores, -1)
+    if field.real and (mask is not None or allowed is not None):
+        dead = np.ones((), np.bool_) if allowed is None else ~allowed
+        if mask is not None and mask.dtype.kind == "f":
+            hidden = mask == -np.inf
+            dead = hidden if allowed is None else hidden | dead
+        weights = np.where(dead.all(axis=-1, keepdims=True), 0.0, weights)
+    return weights
+
+
 def _attention(field: Field, attrs: Attrs, inputs: Inputs, outputs: int) -> tuple[Any, ...]:
     """softmax(softcap(Q K^T * scale) + mask) V, keys and values shared by groups of query heads.
 
@@ -62,25 +85,15 @@ def _attention(field: Field, attrs: Attrs, inputs: Inputs, outputs: int) -> tupl
         scores = field.mul(field.unary("tanh", field.div(scores, top)), top)
     stages.append(scores)
 
-    allowed: Array | None = None
-    if integer(attrs, "is_causal", 0):
-        allowed = np.arange(columns) <= np.arange(rows)[:, None] + past
-    if mask is not None and mask.dtype.kind == "b":
-        allowed = mask if allowed is None else allowed & mask
-    elif mask is not None:
+    allowed = _allowed(attrs, (rows, columns), past, mask)
+    if mask is not None and mask.dtype.kind != "b":
         scores = field.add(scores, mask)
     if allowed is not None:
         if not field.real:
             raise NotEvaluable("Attention with a mask of -inf")
         scores = np.where(allowed, scores, -np.inf)
     stages.append(scores)
-    weights = softmax(field, scores, -1)
-    if field.real and (mask is not None or allowed is not None):
-        dead = np.ones((), np.bool_) if allowed is None else ~allowed
-        if mask is not None and mask.dtype.kind == "f":
-            hidden = mask == -np.inf
-            dead = hidden if allowed is None else hidden | dead
-        weights = np.where(dead.all(axis=-1, keepdims=True), 0.0, weights)
+    weights = _weights(field, scores, mask, allowed)
     stages.append(weights)
 
     y = field.matmul(weights.reshape(batch, kv_heads, group, rows, columns), value[:, :, None])
