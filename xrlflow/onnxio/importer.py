@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
 
 import numpy as np
 import onnx
@@ -298,6 +299,28 @@ class _Scope:
         return self.values[name]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Read:
+    """A node of the file in canonical form.
+
+    `inputs`, with their `types` (None: left out) and `elements` (what is known of those that are computed from
+    dimensions); `captured`: what its bodies read of this graph; `outputs`: names, empty if nobody reads it.
+    """
+
+    op: str
+    attrs: Attrs
+    inputs: Sequence[Value]
+    captured: Sequence[Value]
+    types: Sequence[TensorType | None]
+    elements: Sequence[Known | None]
+    outputs: Sequence[str]
+
+    @property
+    def of_dimensions(self) -> bool:
+        """Whether an input is computed from dimensions."""
+        return any(e is not None for e in self.elements)
+
+
 class _Importer:
     """`claims`: what the file declares of values and is not believed; `doubtful`: values of which it is believed until
     it contradicts what follows. `notes`: what the file declares wrongly.
@@ -391,6 +414,29 @@ class _Importer:
         if op == "Constant" and (const := self._constant(proto)) is not None:
             self._name_const(scope, proto.output[0], const)
             return
+        read = self._read(op, proto, scope)
+        found = self._output_types(read, scope)
+        for name, type in zip(read.outputs, found):
+            if name in self.claims:
+                self._compare(name, type.as_const(False))
+        is_const = (
+            bool(read.inputs)
+            and is_foldable(op)
+            and not read.captured
+            and all(t is None or (t.const and t.dtype != DType.UNDEFINED) for t in read.types)
+            and all(t.dtype != DType.UNDEFINED for t in found)
+        )
+        if self._folded(read, found, is_const, scope):
+            return
+        node = self._add(read, [t.as_const(is_const) for t in found], scope)
+        if not is_const:
+            self._compute_elements(read, node, found[0], scope)
+        if proto.name or proto.doc_string or proto.metadata_props:
+            metadata = tuple((_text(p.key), _text(p.value)) for p in proto.metadata_props)
+            self.labels[node.id] = NodeLabel(op, proto.name, _text(proto.doc_string), metadata)
+
+    def _read(self, op: str, proto: onnx.NodeProto, scope: _Scope) -> _Read:
+        """A node in canonical form. Raises ModelError if it reads what nothing makes."""
         reader = f"node {proto.name!r} ({op})" if proto.name else f"the {op} that makes {proto.output[0]!r}"
         inputs = [self._find(scope, name, reader) if name else ABSENT for name in proto.input]
         least = 2 if op == "Loop" else 0  # its trip count and condition are always listed
@@ -398,6 +444,22 @@ class _Importer:
             inputs.pop()
         if op == "Range":
             inputs = [_scalar(scope, v) for v in inputs]
+        raw, captured = self._attributes(proto, inputs, scope)
+        types = [None if v == ABSENT else scope.type(v) for v in inputs]
+        if op == "Reshape" and raw.get("allowzero") and len(inputs) == 2:
+            shape = scope.const(inputs[1])
+            if shape is not None and shape.array is not None and shape.array.all():
+                del raw["allowzero"]  # says what a 0 means, and there is none
+        outputs = list(proto.output)
+        while len(outputs) > 1 and not outputs[-1]:
+            outputs.pop()
+        elements = [scope.elements.get(v) for v in inputs]
+        return _Read(op, canonical_attrs(op, raw, types), inputs, captured, types, elements, outputs)
+
+    def _attributes(
+        self, proto: onnx.NodeProto, inputs: Sequence[Value], scope: _Scope
+    ) -> tuple[dict[str, Attr], list[Value]]:
+        """A node's attributes, and the values of this graph that its bodies capture."""
         raw: dict[str, Attr] = {}
         captured: list[Value] = []
         for attribute in sorted(proto.attribute, key=lambda a: a.name):
@@ -409,58 +471,40 @@ class _Importer:
                 raw[attribute.name] = self._attribute(attribute)
                 continue
             for name, graph in bodies:
-                self._type_formals(proto, graph, [ABSENT if v == ABSENT else v for v in inputs], scope)
+                self._type_formals(proto, graph, inputs, scope)
                 body, outer = self._body(graph, scope)
                 raw[name] = body
                 captured.extend(outer)
-        types = [None if v == ABSENT else scope.type(v) for v in inputs]
-        if op == "Reshape" and raw.get("allowzero") and len(inputs) == 2:
-            shape = scope.const(inputs[1])
-            if shape is not None and shape.array is not None and shape.array.all():
-                del raw["allowzero"]  # says what a 0 means, and there is none
-        attrs = canonical_attrs(op, raw, types)
-        outputs = list(proto.output)
-        while len(outputs) > 1 and not outputs[-1]:
-            outputs.pop()
-        elements = self._elements(inputs, scope)
-        found = self._output_types(op, attrs, inputs, types, elements, outputs, scope)
-        for name, type in zip(outputs, found):
-            if name in self.claims:
-                self._compare(name, type.as_const(False))
-        is_const = (
-            bool(inputs)
-            and is_foldable(op)
-            and not captured
-            and all(t is None or (t.const and t.dtype != DType.UNDEFINED) for t in types)
-            and all(t.dtype != DType.UNDEFINED for t in found)
-        )
-        folded = self._fold(op, attrs, inputs, found, scope) if is_const else None
-        if folded is None and op in ("Shape", "Size"):
-            folded = _fold_shape(op, attrs, types[0])
-        if folded is not None:
-            for name, array, type in zip(outputs, folded, found):
-                if name:
-                    self._name_const(scope, name, array_const(array, type.dtype))
-            if is_const and len(outputs) == 1:
-                recipe = Recipe(op, attrs, tuple(None if v == ABSENT else scope.const(v) for v in inputs))
-                if folded[0].nbytes > max(_COMPACT, 4 * recipe.nbytes):
-                    self.recipes.setdefault(scope.values[outputs[0]], recipe)
-            return
-        all_inputs = (*inputs, *captured)
-        key, salt = mix(digest(op), attrs.digest, *all_inputs), 0
+        return raw, captured
+
+    def _folded(self, read: _Read, found: Sequence[TensorType], is_const: bool, scope: _Scope) -> bool:
+        """Whether a node's outputs could be made constants."""
+        folded = self._fold(read, found, scope) if is_const else None
+        if folded is None and read.op in ("Shape", "Size"):
+            folded = _fold_shape(read.op, read.attrs, read.types[0])
+        if folded is None:
+            return False
+        for name, array, type in zip(read.outputs, folded, found):
+            if name:
+                self._name_const(scope, name, array_const(array, type.dtype))
+        if is_const and len(read.outputs) == 1:
+            consts = tuple(None if v == ABSENT else scope.const(v) for v in read.inputs)
+            recipe = Recipe(read.op, read.attrs, consts)
+            if folded[0].nbytes > max(_COMPACT, 4 * recipe.nbytes):
+                self.recipes.setdefault(scope.values[read.outputs[0]], recipe)
+        return True
+
+    def _add(self, read: _Read, types: Sequence[TensorType], scope: _Scope) -> Node:
+        """Put a node into the graph, and name what it makes."""
+        inputs = (*read.inputs, *read.captured)
+        key, salt = mix(digest(read.op), read.attrs.digest, *inputs), 0
         while output_key(key, 0, salt) in scope.of_node:
             salt += 1
-        values = tuple(output_key(key, i, salt) for i in range(len(outputs)))
-        node = Node(op, all_inputs, values, tuple(t.as_const(is_const) for t in found), attrs, len(captured))
+        values = tuple(output_key(key, i, salt) for i in range(len(read.outputs)))
+        node = Node(read.op, inputs, values, tuple(types), read.attrs, len(read.captured))
         scope.nodes.append(node)
         scope.of_node.update(zip(values, node.types))
-        if (op in ("Shape", "Size") or any(e is not None for e in elements)) and not is_const:
-            computed = symbolic_values.values(
-                op, attrs, types, self._with_consts(inputs, elements, scope), found[0]
-            )
-            if computed is not None:
-                scope.elements[values[0]] = computed
-        for name, value in zip(outputs, values):
+        for name, value in zip(read.outputs, values):
             if name:
                 scope.values[name] = value
                 scope.leaves.names[value] = name
@@ -468,9 +512,15 @@ class _Importer:
                 numbers = () if claim is None else tuple(d for d in claim.shape or () if isinstance(d, int))
                 if numbers and claim is not None and len(numbers) == claim.rank:
                     self.declared[value] = numbers
-        if proto.name or proto.doc_string or proto.metadata_props:
-            metadata = tuple((_text(p.key), _text(p.value)) for p in proto.metadata_props)
-            self.labels[node.id] = NodeLabel(op, proto.name, _text(proto.doc_string), metadata)
+        return node
+
+    def _compute_elements(self, read: _Read, node: Node, type: TensorType, scope: _Scope) -> None:
+        """Note the elements of a node's first output, of this type, if it computes them from dimensions."""
+        if read.op in ("Shape", "Size") or read.of_dimensions:
+            known = self._with_consts(read, scope)
+            computed = symbolic_values.values(read.op, read.attrs, read.types, known, type)
+            if computed is not None:
+                scope.elements[node.outputs[0]] = computed
 
     def _type_formals(
         self, node: onnx.NodeProto, body: onnx.GraphProto, inputs: Sequence[Value], scope: _Scope
@@ -538,16 +588,8 @@ class _Importer:
             return array_const(np.array(strings, object), DType.STRING)
         return None
 
-    def _output_types(
-        self,
-        op: str,
-        attrs: Attrs,
-        inputs: Sequence[Value],
-        types: Sequence[TensorType | None],
-        elements: Sequence[Known | None],
-        outputs: Sequence[str],
-        scope: _Scope,
-    ) -> list[TensorType]:
+    def _output_types(self, read: _Read, scope: _Scope) -> list[TensorType]:
+        op, attrs, types, outputs = read.op, read.attrs, read.types, read.outputs
         found = [scope.types.get(name, UNKNOWN) for name in outputs]
         doubtful = not self.doubtful.isdisjoint(outputs)
         if any(isinstance(a, Body) for a in attrs.values()):
@@ -557,13 +599,13 @@ class _Importer:
         sure = not doubtful and all(t.is_static or t.other is not None for t in found)
         if sure or schema(op) is None:
             return found
-        data = [None if v == ABSENT else scope.const(v) for v in inputs]
+        data = [None if v == ABSENT else scope.const(v) for v in read.inputs]
         try:
             own = infer(op, attrs, types, data, len(outputs))
         except InferenceError:  # the file may know more than we do
             return found
-        if any(e is not None for e in elements):
-            own = refine(op, attrs, types, self._with_consts(inputs, elements, scope), own)
+        if read.of_dimensions:
+            own = refine(op, attrs, types, self._with_consts(read, scope), own)
         both = [
             declared.check(name, b, a, proven=True) if name in self.doubtful else _merged(a, b)
             for name, a, b in zip(outputs, own, found)
@@ -581,37 +623,27 @@ class _Importer:
         """Note what the file declares wrongly, once: one error often makes others."""
         self.notes = self.notes or (f"what the model declares of its values is not believed: {error}",)
 
-    def _elements(self, inputs: Sequence[Value], scope: _Scope) -> list[Known | None]:
-        """What is known of inputs that are computed from dimensions."""
-        return [scope.elements.get(v) for v in inputs]
-
-    def _with_consts(
-        self, inputs: Sequence[Value], elements: Sequence[Known | None], scope: _Scope
-    ) -> list[Known | None]:
-        """The elements of inputs, those of small constants too."""
-        consts = [None if v == ABSENT or e is not None else scope.const(v) for v, e in zip(inputs, elements)]
+    def _with_consts(self, read: _Read, scope: _Scope) -> list[Known | None]:
+        """The elements of a node's inputs, those of small constants too."""
+        consts = [
+            None if v == ABSENT or e is not None else scope.const(v)
+            for v, e in zip(read.inputs, read.elements)
+        ]
         return [
             e if c is None or c.array is None else symbolic_values.of_array(c.array)
-            for e, c in zip(elements, consts)
+            for e, c in zip(read.elements, consts)
         ]
 
-    def _fold(
-        self,
-        op: str,
-        attrs: Attrs,
-        inputs: Sequence[Value],
-        types: Sequence[TensorType],
-        scope: _Scope,
-    ) -> tuple[np.ndarray, ...] | None:
-        """The outputs of a node that is small in and out, or None."""
+    def _fold(self, read: _Read, types: Sequence[TensorType], scope: _Scope) -> tuple[np.ndarray, ...] | None:
+        """The outputs, of these types, of a node that is small in and out, or None."""
         if any(t.size is None or t.size > SMALL for t in types):
             return None
-        consts = [None if v == ABSENT else scope.const(v) for v in inputs]
+        consts = [None if v == ABSENT else scope.const(v) for v in read.inputs]
         arrays = [None if c is None else c.array for c in consts]
-        if any(v != ABSENT and a is None for v, a in zip(inputs, arrays)):
+        if any(v != ABSENT and a is None for v, a in zip(read.inputs, arrays)):
             return None
         try:
-            return weights.evaluate(op, attrs, arrays, types)
+            return weights.evaluate(read.op, read.attrs, arrays, types)
         except weights.NotEvaluable:
             return None
 
