@@ -487,7 +487,55 @@ def _schedule_contraction(
 ) -> None:
     form = _prepare(sch, block, found)
     chosen = choice if choice is not None else form.heuristic(machine)
-    tile, row, final, before = chosen.tile, form.row, form.final, form.before
+    tile = chosen.tile
+    laid = _lay_out(sch, block, found, form, tile)
+    found, final, cropped = laid.found, laid.final, laid.cropped
+    nest = _tile(sch, block, found, form.row, chosen)
+    if final is None:
+        final = sch.cache_write(block, 0, _LOCAL)
+    else:
+        sch.set_scope(block, 0, _LOCAL)
+    sch.reverse_compute_at(final, nest.innermost, preserve_unit_loops=True)
+    partial, reductions = nest.partial, nest.reductions
+    steps = None if partial is None else _accumulate(sch, partial, reductions[-1], found.column, tile)
+    vectors, lane = sch.split(nest.inner_column, [None, tile.lanes])
+    sch.vectorize(lane)
+    sch.unroll(vectors)
+    sch.unroll(nest.inner_row)
+    if found.weights is None:
+        _unroll(sch, reductions)
+    outside = nest.outside
+    _vectorize_tile(sch, final, tile, outside)
+    if cropped is not None:
+        sch.reverse_compute_at(cropped, nest.innermost, preserve_unit_loops=True)
+        _vectorize_tile(sch, cropped, tile, outside)
+    if 2 * math.prod(laid.extents) >= WORTH_A_THREAD:
+        sch.parallel(nest.outer)
+    _start_at_zero(sch, block, reductions[0], outside)
+    if partial is not None:
+        _start_at_zero(sch, partial, steps, outside + 1)
+    for other in (*laid.before, *form.later):
+        _parallel_vectors(sch, other, machine)
+
+
+@dataclass(frozen=True, slots=True)
+class _Laid:
+    """A contraction whose operands and result are laid out for tiles.
+
+    Of its blocks: those `before` it, the `final` one, which takes tiles away (None: there is none yet), and the one
+    that leaves out what padding added (`cropped`). `extents`: its iterations.
+    """
+
+    found: _Contraction
+    before: tuple[Any, ...]
+    final: Any | None
+    cropped: Any | None
+    extents: Sequence[int]
+
+
+def _lay_out(sch: Any, block: Any, found: _Contraction, form: _Form, tile: Tile) -> _Laid:
+    """Pad what tiles do not divide, pack constant weights, and make the rows one dimension."""
+    row, final, before = form.row, form.final, form.before
     extents = _extents(sch, block)
     cropped = None
     if form.grid.rows % tile.rows or form.grid.columns % tile.columns:
@@ -505,14 +553,44 @@ def _schedule_contraction(
             final = sch.cache_write(block, 0, "global")
         found = _flatten(sch, block, final if cropped is None else cropped, found)
         extents = _extents(sch, block)
+    return _Laid(found, before, final, cropped, extents)
+
+
+@dataclass(frozen=True, slots=True)
+class _Nest:
+    """The loops of a contraction in tiles: `outer`, over tiles; `walk`, over tiles of one thread (none, or one loop).
+
+    Inside are the reductions, and rows and columns of a tile. `partial`: the block that sums a chunk of a reduction.
+    """
+
+    outer: Any
+    walk: Sequence[Any]
+    reductions: Sequence[Any]
+    inner_row: Any
+    inner_column: Any
+    partial: Any | None
+
+    @property
+    def innermost(self) -> Any:
+        """The last loop around the reductions."""
+        return self.walk[-1] if self.walk else self.outer
+
+    @property
+    def outside(self) -> int:
+        """How many loops are around the reductions."""
+        return 1 + len(self.walk)
+
+
+def _tile(sch: Any, block: Any, found: _Contraction, row: int, chosen: Choice) -> _Nest:
+    """Split the loops of a contraction into tiles, and a long reduction into chunks."""
     loops = sch.get_loops(block)
     rows = [loops[p] for p in found.rows]
     batch = [loops[i] for i in range(len(loops)) if i not in (*found.rows, found.column, *found.reductions)]
     reductions = [loops[r] for r in found.reductions]
     (tiled,) = [loop for loop, p in zip(rows, found.rows) if p == row or len(rows) == 1]
     rows = [loop for loop in rows if loop is not tiled] + [tiled]
-    outer_row, inner_row = sch.split(rows[-1], [None, tile.rows])
-    outer_column, inner_column = sch.split(loops[found.column], [None, tile.columns])
+    outer_row, inner_row = sch.split(rows[-1], [None, chosen.tile.rows])
+    outer_column, inner_column = sch.split(loops[found.column], [None, chosen.tile.columns])
     channelwise = found.weights is None
     walk = [outer_row] if channelwise else []  # what stays a loop of its own, within one thread
     across = [*rows[:-1]] if channelwise else [*rows[:-1], outer_row]
@@ -522,31 +600,7 @@ def _schedule_contraction(
     partial = None if channelwise else _sum_chunks(sch, block, reductions)
     if partial is not None:
         outer, *reductions, inner_row, inner_column = sch.get_loops(block)
-    innermost = walk[-1] if walk else outer
-    if final is None:
-        final = sch.cache_write(block, 0, _LOCAL)
-    else:
-        sch.set_scope(block, 0, _LOCAL)
-    sch.reverse_compute_at(final, innermost, preserve_unit_loops=True)
-    steps = None if partial is None else _accumulate(sch, partial, reductions[-1], found.column, tile)
-    vectors, lane = sch.split(inner_column, [None, tile.lanes])
-    sch.vectorize(lane)
-    sch.unroll(vectors)
-    sch.unroll(inner_row)
-    if channelwise:
-        _unroll(sch, reductions)
-    outside = 1 + len(walk)
-    _vectorize_tile(sch, final, tile, outside)
-    if cropped is not None:
-        sch.reverse_compute_at(cropped, innermost, preserve_unit_loops=True)
-        _vectorize_tile(sch, cropped, tile, outside)
-    if 2 * math.prod(extents) >= WORTH_A_THREAD:
-        sch.parallel(outer)
-    _start_at_zero(sch, block, reductions[0], outside)
-    if partial is not None:
-        _start_at_zero(sch, partial, steps, outside + 1)
-    for other in (*before, *form.later):
-        _parallel_vectors(sch, other, machine)
+    return _Nest(outer, walk, reductions, inner_row, inner_column, partial)
 
 
 def _sum_chunks(sch: Any, block: Any, reductions: Sequence[Any]) -> Any | None:
