@@ -177,8 +177,8 @@ def tune(
     with contextlib.ExitStack() as stack:
         kept = store if store is not None else stack.enter_context(Store())
         measurer = stack.enter_context(_Measuring(pool))
-        session = _Session(tasks, maker, trials, batch, time_limit, seed, kept, measurer, listener, usual)
-        return session.run()
+        limits, ways = _Limits(trials, batch, time_limit), _Ways(maker, seed, usual, listener)
+        return _Session(tasks, limits, ways, kept, measurer).run()
 
 
 def _maker(method: Method) -> MakeTuner:
@@ -242,27 +242,36 @@ class _State:
     rounds: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class _Limits:
+    """What a session may take: `trials` in all, `batch` of a task at a time, `seconds`."""
+
+    trials: int
+    batch: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Ways:
+    """How a session goes about it: its tuners and their seed, how kernels run otherwise, and who is told."""
+
+    maker: MakeTuner
+    seed: int
+    usual: Callable[[Task], Candidate] | None
+    listener: Listener | None
+
+
 class _Session:
     def __init__(
-        self,
-        tasks: Sequence[Task],
-        maker: MakeTuner,
-        trials: int,
-        batch: int,
-        time_limit: float,
-        seed: int,
-        store: Store,
-        measurer: Measurer,
-        listener: Listener | None,
-        usual: Callable[[Task], Candidate] | None,
+        self, tasks: Sequence[Task], limits: _Limits, ways: _Ways, store: Store, measurer: Measurer
     ) -> None:
-        self._maker, self._seed = maker, seed
-        self._budget, self._batch = trials, batch
-        self._store, self._measurer, self._listener = store, measurer, listener
+        self._ways, self._store, self._measurer = ways, store, measurer
+        self._budget, self._batch = limits.trials, limits.batch
         self._start = time.monotonic()
-        self._usual, self._end = usual, self._start + time_limit
+        self._end = self._start + limits.seconds
         # Some of the time is for measuring again.
-        self._again = min(_AGAIN * time_limit, _AGAIN_SECONDS * len(tasks)) if usual is not None else 0.0
+        again = min(_AGAIN * limits.seconds, _AGAIN_SECONDS * len(tasks))
+        self._again = again if ways.usual is not None else 0.0
         self._until = self._end - self._again
         self._spent = 0
         self._proposing = self._measuring = 0.0
@@ -301,12 +310,13 @@ class _Session:
 
     def _confirm(self) -> None:
         """Measure again what leads each task, beside what runs otherwise, until it has been measured often enough."""
-        if self._usual is None or self._budget == 0:  # whoever asks for no trials wants nothing measured
+        usual = self._ways.usual
+        if usual is None or self._budget == 0:  # whoever asks for no trials wants nothing measured
             return
         for state in sorted(self._states, key=lambda state: -state.task.weight * state.best):
             while not self._over():
                 with self._clock_proposing():
-                    again = self._unsettled(state, self._usual)
+                    again = self._unsettled(state, usual)
                 if not again:
                     break
                 self._measure_again(state, again)
@@ -382,7 +392,7 @@ class _Session:
     def _proposed(self, state: _State) -> list[Candidate]:
         if state.tuner is None:
             try:
-                state.tuner = self._maker(state.task, _seed(self._seed, state.task))
+                state.tuner = self._ways.maker(state.task, _seed(self._ways.seed, state.task))
             except KnobError as error:
                 state.error = str(error)
                 return []
@@ -422,8 +432,8 @@ class _Session:
         state.best = min(state.best, outcome.median)
 
     def _tell(self, state: _State, outcome: Outcome | None) -> None:
-        if self._listener is not None:
-            self._listener(
+        if self._ways.listener is not None:
+            self._ways.listener(
                 Progress(
                     task=state.task,
                     outcome=outcome,
