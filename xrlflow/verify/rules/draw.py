@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any, TypeVar
 
@@ -232,71 +232,110 @@ def target_shape(draw: Draw, shape: tuple[int, ...]) -> list[int]:
     return out
 
 
-def index_input(draw: Draw, op: str, place: int, shapes: Shapes, given: dict[int, Any]) -> Any | None:
+# index(draw, shape, given): the numbers of an index input, from the shape of the first input and the numbers of the
+# operator's earlier index inputs; None if it is data.
+DrawIndex = Callable[[Draw, tuple[int, ...], Mapping[int, Any]], Any | None]
+
+
+def _expanded(draw: Draw, shape: tuple[int, ...], given: Mapping[int, Any]) -> Any:
+    lead = [draw.dim() for _ in range(draw.integer(0, 1))]
+    own = [draw.choice([d, 1]) if d != 1 else draw.integer(1, 3) for d in shape]
+    return np.array([*lead, *own], np.int64)
+
+
+def _repeats(draw: Draw, shape: tuple[int, ...], given: Mapping[int, Any]) -> Any:
+    return np.array([draw.choice([1, 1, 2]) for _ in shape], np.int64)
+
+
+def _starts(draw: Draw, shape: tuple[int, ...], given: Mapping[int, Any]) -> Any:
+    count = draw.integer(1, max(len(shape), 1))
+    return np.array([draw.choice([0, 0, 1, -2, -1]) for _ in range(count)], np.int64)
+
+
+def _ends(draw: Draw, shape: tuple[int, ...], given: Mapping[int, Any]) -> Any:
+    return np.array([draw.choice([2**31 - 1, 2**63 - 1, 1, 2, 3, -1]) for _ in given[1]], np.int64)
+
+
+def _sliced_axes(draw: Draw, shape: tuple[int, ...], given: Mapping[int, Any]) -> Any:
+    rank = len(shape)
+    axes = draw.permutation(rank)[: len(given[1])]
+    return np.array([a - rank if draw.chance(0.3) else a for a in axes], np.int64)
+
+
+def _steps(draw: Draw, shape: tuple[int, ...], given: Mapping[int, Any]) -> Any:
+    return np.array([draw.choice([1, 1, 1, 2]) for _ in given[1]], np.int64)
+
+
+def _squeezed_axes(draw: Draw, shape: tuple[int, ...], given: Mapping[int, Any]) -> Any:
+    ones = [i for i, d in enumerate(shape) if d == 1] or [0]
+    return np.array([ones[i] for i in draw.subset(len(ones))], np.int64)
+
+
+def _unsqueezed_axes(draw: Draw, shape: tuple[int, ...], given: Mapping[int, Any]) -> Any:
+    count = draw.integer(1, 2)
+    rank = len(shape) + count
+    chosen = sorted(draw.permutation(rank)[:count])
+    return np.array([a - rank if draw.chance(0.3) else a for a in chosen], np.int64)
+
+
+def _pads(draw: Draw, shape: tuple[int, ...], given: Mapping[int, Any]) -> Any:
+    rank = len(shape)
+    pads = np.array([draw.choice([0, 0, 1, 2]) for _ in range(2 * rank)], np.int64)
+    kind = draw.integer(0, 9)
+    if kind < 3:
+        pads[:] = 0
+    elif kind < 7:  # the image, not its channels or the batch
+        pads.reshape(2, rank)[:, :2] = 0
+    return pads
+
+
+def _gathered(draw: Draw, shape: tuple[int, ...], given: Mapping[int, Any]) -> Any:
+    last = max((shape[0] if shape else 1) - 1, 0)
+    return np.array([draw.integer(0, last) for _ in range(draw.integer(1, 3))], np.int64)
+
+
+def _reduced_axes(draw: Draw, shape: tuple[int, ...], given: Mapping[int, Any]) -> Any:
+    return np.array(draw.subset(len(shape)) if shape else (), np.int64)
+
+
+def _parts(draw: Draw, shape: tuple[int, ...], given: Mapping[int, Any]) -> Any | None:
+    if not shape:
+        return None
+    first = draw.integer(0, shape[0])
+    return np.array([first, shape[0] - first], np.int64)
+
+
+def _one_of(*options: float) -> DrawIndex:
+    return lambda draw, shape, given: np.float32(draw.choice(options))
+
+
+# By operator and place of the input.
+_INDICES: dict[tuple[str, int], DrawIndex] = {
+    ("Reshape", 1): lambda draw, shape, given: np.array(target_shape(draw, shape), np.int64),
+    ("Expand", 1): _expanded,
+    ("Tile", 1): _repeats,
+    ("Slice", 1): _starts,
+    ("Slice", 2): _ends,
+    ("Slice", 3): _sliced_axes,
+    ("Slice", 4): _steps,
+    ("Squeeze", 1): _squeezed_axes,
+    ("Unsqueeze", 1): _unsqueezed_axes,
+    ("Pad", 1): _pads,
+    ("Pad", 2): _one_of(0.0, 0.0, 0.0, 1.5),
+    ("Pad", 3): lambda draw, shape, given: np.arange(len(shape)),
+    ("Gather", 1): _gathered,
+    ("Split", 1): _parts,
+    ("Clip", 1): _one_of(-1.0, 0.0, 0.5, 1.0, 6.0, -0.25),
+    ("Clip", 2): _one_of(0.0, 0.5, 1.0, 3.0, 6.0),
+    ("Dropout", 1): lambda draw, shape, given: np.float32(0.5),
+    ("Dropout", 2): lambda draw, shape, given: np.bool_(draw.chance(0.2)),
+}
+
+
+def index_input(draw: Draw, op: str, place: int, shapes: Shapes, given: Mapping[int, Any]) -> Any | None:
     """The numbers of an index input of an operator; None if this input is data.
 
     `given` has the numbers of the operator's earlier index inputs.
     """
-    if not place:
-        return None
-    shape = shapes[0] or ()
-    rank = len(shape)
-    if (op, place) == ("Reshape", 1):
-        return np.array(target_shape(draw, shape), np.int64)
-    if (op, place) == ("Expand", 1):
-        lead = [draw.dim() for _ in range(draw.integer(0, 1))]
-        return np.array(
-            [*lead, *(draw.choice([d, 1]) if d != 1 else draw.integer(1, 3) for d in shape)], np.int64
-        )
-    if (op, place) == ("Tile", 1):
-        return np.array([draw.choice([1, 1, 2]) for _ in shape], np.int64)
-    if op == "Slice" and place in (1, 2, 3, 4):
-        if place == 1:
-            return np.array(
-                [draw.choice([0, 0, 1, -2, -1]) for _ in range(draw.integer(1, max(rank, 1)))], np.int64
-            )
-        count = len(given[1])
-        if place == 2:
-            return np.array(
-                [draw.choice([2**31 - 1, 2**63 - 1, 1, 2, 3, -1]) for _ in range(count)], np.int64
-            )
-        if place == 3:
-            axes = draw.permutation(rank)[:count]
-            return np.array([a - rank if draw.chance(0.3) else a for a in axes], np.int64)
-        return np.array([draw.choice([1, 1, 1, 2]) for _ in range(count)], np.int64)
-    if op == "Squeeze" and place == 1:
-        ones = [i for i, d in enumerate(shape) if d == 1] or [0]
-        return np.array([ones[i] for i in draw.subset(len(ones))], np.int64)
-    if op == "Unsqueeze" and place == 1:
-        count = draw.integer(1, 2)
-        chosen = sorted(draw.permutation(rank + count)[:count])
-        return np.array([a - rank - count if draw.chance(0.3) else a for a in chosen], np.int64)
-    if op == "Pad" and place == 1:
-        pads = np.array([draw.choice([0, 0, 1, 2]) for _ in range(2 * rank)], np.int64)
-        kind = draw.integer(0, 9)
-        if kind < 3:
-            pads[:] = 0
-        elif kind < 7:  # the image, not its channels or the batch
-            pads.reshape(2, rank)[:, :2] = 0
-        return pads
-    if op == "Gather" and place == 1:
-        size = shape[0] if rank else 1
-        return np.array([draw.integer(0, max(size - 1, 0)) for _ in range(draw.integer(1, 3))], np.int64)
-    if op.startswith("Reduce") and place == 1:
-        return np.array(draw.subset(rank) if rank else (), np.int64)
-    if op == "Split" and place == 1 and rank:
-        first = draw.integer(0, shape[0])
-        return np.array([first, shape[0] - first], np.int64)
-    if op == "Clip" and place in (1, 2):
-        return np.float32(
-            draw.choice([-1.0, 0.0, 0.5, 1.0, 6.0, -0.25] if place == 1 else [0.0, 0.5, 1.0, 3.0, 6.0])
-        )
-    if op == "Dropout" and place == 1:
-        return np.float32(0.5)
-    if op == "Dropout" and place == 2:
-        return np.bool_(draw.chance(0.2))
-    if op == "Pad" and place == 2:
-        return np.float32(draw.choice([0.0, 0.0, 0.0, 1.5]))
-    if op == "Pad" and place == 3:
-        return np.arange(rank)
-    return None
+    drawn = _reduced_axes if op.startswith("Reduce") and place == 1 else _INDICES.get((op, place))
+    return None if drawn is None else drawn(draw, shapes[0] or (), given)
