@@ -81,6 +81,94 @@ def _behind(problem: Problem, draw: Draw) -> Sketch:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Input:
+    """An input of a sketch, of these sizes, that is to be computed; its axis that an operator works along."""
+
+    growing: _Growing
+    place: Place
+    dtype: DType
+    sizes: Shape
+    axis: int
+
+    @property
+    def size(self) -> int:
+        """The size of the axis."""
+        return self.sizes[self.axis]
+
+    def becomes(self, *dims: int) -> None:
+        """Give the input another shape, from which an operator makes the old one."""
+        self.growing.inputs[self.place.index] = TensorType(self.dtype, dims)
+
+    def with_axis(self, *size: int) -> Shape:
+        """The shape with another size of the axis, or without it."""
+        return (*self.sizes[: self.axis], *size, *self.sizes[self.axis + 1 :])
+
+    def node(self, op: str, *numbers: Sequence[int], outputs: int = 1, **attrs: Attr) -> Place:
+        """An operator of the input and of constant numbers."""
+        consts = [self.growing.const(n) for n in numbers]
+        return self.growing.node(op, self.place, *consts, outputs=outputs, **attrs)
+
+
+# Puts an operator behind an input that makes what the input was.
+Maker = Callable[[_Input, Draw], Place]
+
+
+def _by_transpose(x: _Input, draw: Draw) -> Place:
+    perm = draw.permutation(len(x.sizes))
+    x.becomes(*(x.sizes[perm.index(i)] for i in range(len(x.sizes))))
+    return x.node("Transpose", perm=perm)
+
+
+def _by_reshape(x: _Input, draw: Draw) -> Place:
+    x.becomes(*_reshaped(x.sizes, draw))
+    return x.node("Reshape", x.sizes)
+
+
+def _by_slice(x: _Input, draw: Draw) -> Place:
+    start, more = draw.integer(0, 2), draw.integer(0, 2)
+    x.becomes(*x.with_axis(start + x.size + more))
+    return x.node("Slice", [start], [start + x.size], [x.axis])
+
+
+def _by_unsqueeze(x: _Input, draw: Draw) -> Place:
+    if x.size != 1:
+        return _by_relu(x, draw)
+    x.becomes(*x.with_axis())
+    return x.node("Unsqueeze", [x.axis])
+
+
+def _by_concat(x: _Input, draw: Draw) -> Place:
+    if x.size <= 1:
+        return _by_relu(x, draw)
+    part = draw.integer(1, x.size - 1)
+    x.becomes(*x.with_axis(part))
+    inputs = x.growing.inputs
+    inputs.append(TensorType(x.dtype, x.with_axis(x.size - part)))
+    return x.growing.node("Concat", x.place, Place("input", len(inputs) - 1), axis=x.axis)
+
+
+def _by_split(x: _Input, draw: Draw) -> Place:
+    other = draw.integer(1, 3)
+    x.becomes(*x.with_axis(x.size + other))
+    return x.node("Split", [x.size, other], axis=x.axis, outputs=2)
+
+
+def _by_relu(x: _Input, draw: Draw) -> Place:
+    return x.node("Relu")
+
+
+_MAKERS: tuple[Maker, ...] = (
+    _by_transpose,
+    _by_reshape,
+    _by_slice,
+    _by_unsqueeze,
+    _by_concat,
+    _by_split,
+    _by_relu,
+)
+
+
 def _before(problem: Problem, draw: Draw) -> Sketch:
     """An input is computed by an operator, of an input of such a shape that it gets the old one."""
     sketch = problem.sketch
@@ -91,44 +179,9 @@ def _before(problem: Problem, draw: Draw) -> Sketch:
         raise Unbuildable("the shape is not known")
     sizes = _sizes(type)
     growing = _Growing(list(sketch.inputs), list(sketch.consts), [])
+    make = draw.choice(_MAKERS)
     place = Place("input", at)
-    kind = draw.choice(["Transpose", "Reshape", "Slice", "Unsqueeze", "Concat", "Split", "Relu"])
-    axis = draw.integer(0, len(sizes) - 1)
-
-    def of(*dims: int) -> None:
-        growing.inputs[at] = TensorType(type.dtype, dims)
-
-    def with_axis(size: int) -> Shape:
-        return (*sizes[:axis], size, *sizes[axis + 1 :])
-
-    if kind == "Transpose":
-        perm = draw.permutation(len(sizes))
-        of(*(sizes[perm.index(i)] for i in range(len(sizes))))
-        made = growing.node("Transpose", place, perm=perm)
-    elif kind == "Reshape":
-        of(*_reshaped(sizes, draw))
-        made = growing.node("Reshape", place, growing.const(sizes))
-    elif kind == "Slice":
-        start, more = draw.integer(0, 2), draw.integer(0, 2)
-        of(*with_axis(start + sizes[axis] + more))
-        ends = [start + sizes[axis]]
-        made = growing.node(
-            "Slice", place, growing.const([start]), growing.const(ends), growing.const([axis])
-        )
-    elif kind == "Unsqueeze" and sizes[axis] == 1:
-        of(*sizes[:axis], *sizes[axis + 1 :])
-        made = growing.node("Unsqueeze", place, growing.const([axis]))
-    elif kind == "Concat" and sizes[axis] > 1:
-        part = draw.integer(1, sizes[axis] - 1)
-        of(*with_axis(part))
-        growing.inputs.append(TensorType(type.dtype, with_axis(sizes[axis] - part)))
-        made = growing.node("Concat", place, Place("input", len(growing.inputs) - 1), axis=axis)
-    elif kind == "Split":
-        other = draw.integer(1, 3)
-        of(*with_axis(sizes[axis] + other))
-        made = growing.node("Split", place, growing.const([sizes[axis], other]), axis=axis, outputs=2)
-    else:
-        made = growing.node("Relu", place)
+    made = make(_Input(growing, place, type.dtype, sizes, draw.integer(0, len(sizes) - 1)), draw)
 
     def moved(old: Place | None) -> Place | None:
         if old == place:
