@@ -171,6 +171,28 @@ class Verification:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class _Wanted:
+    """Which random inputs are wanted; see `Reference.of`. `other`: the model `against`, imported, if that could be."""
+
+    against: Model | None
+    other: ImportedModel | None
+    bindings: Bindings | None
+    further: Iterable[int]
+    samples: int
+    sizes: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Tried:
+    """What the original was run on. `empty`: cases of a size of 0, `strange`: notes on those that are left out."""
+
+    drawn: Drawn[list[Any]]
+    unexercised: tuple[str, ...] = ()
+    empty: tuple[Known, ...] = ()
+    strange: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Reference:
     """What is known of the original: its signature, and its outputs on inputs that it can run."""
 
@@ -225,48 +247,58 @@ class Reference:
         random = random_operators(imported.graph)
         if random:
             return replace(base, incomparable=f"it has random operators ({', '.join(sorted(random))})")
-        other = _other(against, declared)
+        wanted = _Wanted(against, _other(against), bindings, further, samples, sizes)
         try:
             with opened(model, threads=threads, session_options=session_options) as runner:
                 run = Runs(model, imported, runner)
                 if inputs is not None:
-                    drawn = Drawn([run.on(user_case(imported, inputs))])
-                    unexercised: tuple[str, ...] = ()
-                    empty: tuple[Known, ...] = ()
-                    strange: tuple[str, ...] = ()
+                    tried = _Tried(Drawn([run.on(user_case(imported, inputs))]))
                 else:
-                    drawing = run.drawing(other, bindings, seed, further)
-                    try:
-                        drawn = drawing.all(samples, sizes)
-                    except VerificationError as error:
-                        if run.errors:
-                            raise type(error)(f"{error} (the last failure: {run.errors[-1]})") from error
-                        raise
-                    models = [
-                        (model, imported),
-                        *([(against, other)] if against is not None and other else []),
-                    ]
-                    unexercised = exercise(drawing, drawn, models, threads, session_options)
-                    empty, strange = run_empty(
-                        run, model, drawing.empty(drawn.bindings[0]), threads, session_options, float64_flops
-                    )
+                    tried = base._try(run, wanted)
                 known = tuple(
                     Known(case, [flat(o) for o in outputs], licences=run.licences(case))
-                    for case, outputs in drawn.cases
+                    for case, outputs in tried.drawn.cases
                 )
                 if _has_custom(imported.graph) and not _repeats(runner, known[0]):
                     reason = "the original gives other results when it is run again on the same inputs"
                     return replace(base, incomparable=reason)
         except BackendError as error:
             raise OriginalFails(f"the original cannot be run: {first_line(error)}") from error
-        notes = [*by_float64(run.at, imported, known, float64_flops), *strange]
-        base = replace(
-            base, known=known, empty=empty, left_out=_shortened(drawn.left_out), unexercised=unexercised
+        return base._knowing(known, tried, run.at)
+
+    def _try(self, run: Runs, wanted: _Wanted) -> _Tried:
+        """Run the original on random inputs, on some for every branch, and on some without elements."""
+        drawing = run.drawing(wanted.other, wanted.bindings, self.seed, wanted.further)
+        try:
+            drawn = drawing.all(wanted.samples, wanted.sizes)
+        except VerificationError as error:
+            if run.errors:
+                raise type(error)(f"{error} (the last failure: {run.errors[-1]})") from error
+            raise
+        models = [(self.model, self.imported)]
+        if wanted.against is not None and wanted.other is not None:
+            models.append((wanted.against, wanted.other))
+        unexercised = exercise(drawing, drawn, models, self.threads, self.session_options)
+        without = drawing.empty(drawn.bindings[0])
+        empty, strange = run_empty(
+            run, self.model, without, self.threads, self.session_options, self.float64_flops
         )
-        notes.extend(base._by_deviation())
-        notes.extend(_empty_outputs(declared, known))
-        notes.extend(f"not exercised: {arm}" for arm in unexercised)
-        return replace(base, notes=tuple(notes))
+        return _Tried(drawn, unexercised, empty, strange)
+
+    def _knowing(self, known: tuple[Known, ...], tried: _Tried, at: Sizes) -> Reference:
+        """With what the original gave, yardsticks for it, and notes."""
+        notes = [*by_float64(at, self.imported, known, self.float64_flops), *tried.strange]
+        found = replace(
+            self,
+            known=known,
+            empty=tried.empty,
+            left_out=_shortened(tried.drawn.left_out),
+            unexercised=tried.unexercised,
+        )
+        notes.extend(found._by_deviation())
+        notes.extend(_empty_outputs(self.declared, known))
+        notes.extend(f"not exercised: {arm}" for arm in tried.unexercised)
+        return replace(found, notes=tuple(notes))
 
     def check(self, new: Model, nonempty: Sequence[str] = ()) -> Verification:
         """Judge a model. Only outputs are kept, of one case at a time.
@@ -591,7 +623,7 @@ def verify(
     return reference.check(b)
 
 
-def _other(against: Model | None, declared: Signature) -> ImportedModel | None:
+def _other(against: Model | None) -> ImportedModel | None:
     """The model that is to be judged, imported; None if it cannot be, which is for `check` to say."""
     if against is None:
         return None
