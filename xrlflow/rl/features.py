@@ -338,6 +338,48 @@ class Structure:
     positions: Ints
 
 
+class _Choices:
+    """The candidates' rows in a pool's table [C, 6], their content [C, CANDIDATE_CONTENT] and their deltas [C]."""
+
+    __slots__ = ("best", "content", "deltas", "gaining", "table")
+
+    def __init__(self, table: Ints, content: Floats, deltas: npt.NDArray[np.float64]) -> None:
+        self.table, self.content, self.deltas = table, content, deltas
+        self.best = float(deltas.min()) if len(table) else 0.0
+        self.gaining = deltas < 0
+
+    def columns(self, situation: Situation) -> Floats:
+        """The candidates' columns [C, CANDIDATE_FEATURES]."""
+        table, deltas, best = self.table, self.deltas, self.best
+        out = np.empty((len(table), CANDIDATE_FEATURES), np.float32)
+        out[:, : len(CANDIDATE_CONTENT)] = self.content
+        scale = max(situation.cost, 1e-30)
+        places = (
+            squash(deltas / scale),
+            squash(deltas / max(situation.initial, 1e-30)),
+            squash((deltas - best) / scale),
+            deltas <= best,
+            self.gaining,
+            np.log1p(np.bincount(table[:, 0])[table[:, 0]]) / log1p(64) if len(table) else 0.0,
+        )
+        for column, values in enumerate(places, len(CANDIDATE_CONTENT)):
+            out[:, column] = values
+        return out
+
+    def outlook(self, situation: Situation, nodes: int) -> list[float]:
+        """The globals: how far the episode has come, and what there is to choose from."""
+        relative = situation.cost / max(situation.initial, 1e-30)
+        return [
+            relative,
+            float(squash(relative - 1)),
+            situation.left,
+            _log(nodes, 4096),
+            _log(len(self.table), 4096),
+            float(squash(self.best / max(situation.cost, 1e-30))),
+            float(self.gaining.mean()) if len(self.table) else 0.0,
+        ]
+
+
 class Featuriser:
     """Makes observations. Keeps the rows of what it has seen, up to `limit` nodes and candidates.
 
@@ -366,66 +408,15 @@ class Featuriser:
         graph, cost = situation.state.graph, situation.cost
         pool = self._pool(graph)
         structure = self._structure(pool, graph)
-        source, target = structure.source, structure.target
-        count = len(structure.op)
-
-        # Nodes.
-        made = source >= 0
-        x = np.empty((count, NODE_FEATURES), np.float32)
-        of_content = self._content.data.shape[1]
-        x[:, :of_content] = self._content.data[structure.content]
-        x[:, of_content] = squash(self._content_seconds.data[structure.content] / max(cost, 1e-30))
-        x[:, of_content + 1] = np.log1p(np.bincount(source[made], minlength=count)) / log1p(64)
-        x[:, of_content + 2] = 0.0
-        ends = [structure.positions[pool.values[v]] for v in graph.outputs if v in pool.values]
-        x[[p for p in ends if p >= 0], of_content + 2] = 1.0
-
-        # Edges: what nodes make forward and backward, what nobody makes as a loop.
-        tensors = np.concatenate((self._type.data[structure.type], _slot_columns(structure.slots)), 1)
-        read, loops = int(made.sum()), len(source) - int(made.sum())
-        edge_attr = np.zeros((2 * read + loops, EDGE_FEATURES), np.float32)
-        edge_attr[:read, :-2] = edge_attr[read : 2 * read, :-2] = tensors[made]
-        edge_attr[2 * read :, :-2] = tensors[~made]
-        edge_attr[:read, -2] = edge_attr[read : 2 * read, -1] = 1.0
-        above, below, alone = source[made], target[made], target[~made]
-        edge_index = np.stack((np.concatenate((above, below, alone)), np.concatenate((below, above, alone))))
-
-        # Candidates.
-        table, rows, deltas = self._candidates(pool, graph, situation)
-        choices = len(rows)
+        x = self._nodes(pool, structure, graph, cost)
+        edge_index, edge_attr = self._edges(structure)
+        choices = self._candidates(pool, situation)
+        table = choices.table
         roles = _ranges(table[:, 2], table[:, 3])
-        role_node = structure.positions[pool.role.data[roles]]
-        role_candidate = np.repeat(np.arange(choices), table[:, 3])
         parts = _ranges(table[:, 4], table[:, 5])
         change = pool.part.data[parts]
         change[:, -1] = squash(change[:, -1] / max(cost, 1e-30))
-        best = float(deltas.min()) if choices else 0.0
-        candidate = np.empty((choices, CANDIDATE_FEATURES), np.float32)
-        candidate[:, : len(CANDIDATE_CONTENT)] = pool.match_content.data[rows]
-        scale = max(cost, 1e-30)
-        gaining = deltas < 0
-        for column, values in enumerate(
-            (
-                squash(deltas / scale),
-                squash(deltas / max(situation.initial, 1e-30)),
-                squash((deltas - best) / scale),
-                deltas <= best,
-                gaining,
-                np.log1p(np.bincount(table[:, 0])[table[:, 0]]) / log1p(64) if choices else 0.0,
-            ),
-            len(CANDIDATE_CONTENT),
-        ):
-            candidate[:, column] = values
-        relative = cost / max(situation.initial, 1e-30)
-        state_of_affairs = [
-            relative,
-            float(squash(relative - 1)),
-            situation.left,
-            _log(count, 4096),
-            _log(choices, 4096),
-            float(squash(best / scale)),
-            float(gaining.mean()) if choices else 0.0,
-        ]
+        numbers = np.arange(len(table))
         return RewriteData(
             op=_tensor(structure.op),
             x=torch.from_numpy(x),
@@ -433,14 +424,44 @@ class Featuriser:
             edge_attr=torch.from_numpy(edge_attr),
             rule=_tensor(table[:, 0]),
             family=_tensor(table[:, 1]),
-            candidate=torch.from_numpy(candidate),
-            role_node=_tensor(role_node),
-            role_candidate=_tensor(role_candidate),
+            candidate=torch.from_numpy(choices.columns(situation)),
+            role_node=_tensor(structure.positions[pool.role.data[roles]]),
+            role_candidate=_tensor(np.repeat(numbers, table[:, 3])),
             change_op=_tensor(pool.part_op.data[parts]),
-            change_candidate=_tensor(np.repeat(np.arange(choices), table[:, 5])),
+            change_candidate=_tensor(np.repeat(numbers, table[:, 5])),
             change=torch.from_numpy(change.astype(np.float32)),
-            globals=torch.tensor([state_of_affairs], dtype=torch.float32),
+            globals=torch.tensor([choices.outlook(situation, len(x))], dtype=torch.float32),
         )
+
+    def _nodes(self, pool: _Pool, structure: Structure, graph: Graph, cost: float) -> Floats:
+        """The nodes' columns [N, NODE_FEATURES]."""
+        source, count = structure.source, len(structure.op)
+        x = np.empty((count, NODE_FEATURES), np.float32)
+        of_content = self._content.data.shape[1]
+        x[:, :of_content] = self._content.data[structure.content]
+        x[:, of_content] = squash(self._content_seconds.data[structure.content] / max(cost, 1e-30))
+        x[:, of_content + 1] = np.log1p(np.bincount(source[source >= 0], minlength=count)) / log1p(64)
+        x[:, of_content + 2] = 0.0
+        ends = [structure.positions[pool.values[v]] for v in graph.outputs if v in pool.values]
+        x[[p for p in ends if p >= 0], of_content + 2] = 1.0
+        return x
+
+    def _edges(self, structure: Structure) -> tuple[Ints, Floats]:
+        """The edges [2, E] with their columns [E, EDGE_FEATURES].
+
+        What nodes make is an edge forward and one backward, what nobody makes a loop.
+        """
+        source, target = structure.source, structure.target
+        made = source >= 0
+        tensors = np.concatenate((self._type.data[structure.type], _slot_columns(structure.slots)), 1)
+        read, loops = int(made.sum()), len(source) - int(made.sum())
+        columns = np.zeros((2 * read + loops, EDGE_FEATURES), np.float32)
+        columns[:read, :-2] = columns[read : 2 * read, :-2] = tensors[made]
+        columns[2 * read :, :-2] = tensors[~made]
+        columns[:read, -2] = columns[read : 2 * read, -1] = 1.0
+        above, below, alone = source[made], target[made], target[~made]
+        ends = np.stack((np.concatenate((above, below, alone)), np.concatenate((below, above, alone))))
+        return ends, columns
 
     @property
     def types(self) -> list[TensorType]:
@@ -518,18 +539,15 @@ class Featuriser:
         slots_joined = np.stack((output_slot[read[:, 0]], read[:, 1]), 1)
         return Structure(op, content, positions[read[:, 0]], target, type, slots_joined, positions)
 
-    def _candidates(
-        self, pool: _Pool, graph: Graph, situation: Situation
-    ) -> tuple[Ints, Sequence[int], npt.NDArray[np.float64]]:
-        """The candidates' rows in the pool's table [C, 6], their numbers there [C], and their deltas [C]."""
+    def _candidates(self, pool: _Pool, situation: Situation) -> _Choices:
         known, state = pool.matches, situation.state
         try:
             rows = [known[m] for m in situation.candidates]
         except KeyError:
             rows = [known[m] if m in known else self._add_match(pool, state, m) for m in situation.candidates]
         if not rows:
-            return pool.match.data[:0], rows, pool.delta.data[:0]
-        return pool.match.data[rows], rows, pool.delta.data[rows]
+            return _Choices(pool.match.data[:0], pool.match_content.data[:0], pool.delta.data[:0])
+        return _Choices(pool.match.data[rows], pool.match_content.data[rows], pool.delta.data[rows])
 
     def _value(self, pool: _Pool, value: Value) -> int:
         found = pool.values.get(value)
