@@ -306,56 +306,70 @@ def train(
     """
     agent = _first_agent(vocabulary, config, start)
     interrupted = False
-    state = state_path(output) if output is not None else None
     with Trainer(agent, (), config) as trainer:
-        best, score = _copy(agent), Score(())
-        if state is not None and resume and state.exists():
-            best, score = trainer.resume(load_checkpoint(state, KIND))
+        run = _Run(trainer, output, about or {})
+        if resume:
+            run.resume()
         logs = log(trainer.iteration) if log is not None else Logs()
-
-        def keep() -> None:
-            if state is not None:
-                save_checkpoint(trainer.to_checkpoint(best, score), state)
-
-        def keep_agent() -> None:
-            if output is not None:
-                best.save(output, {**(about or {}), **_about(trainer, score)})
-
+        setup = Setup(
+            make, vocabulary, config.agent, config.env, config.ppo, config.objective, config.environments
+        )
         try:
             with logs:
-                trainer.workers = make_workers(
-                    Setup(
-                        make,
-                        vocabulary,
-                        config.agent,
-                        config.env,
-                        config.ppo,
-                        config.objective,
-                        config.environments,
-                    ),
-                    config.workers,
-                )
-                if not score.outcomes:
-                    score = trainer.evaluate()
-                    logs.scalars(_evaluated(score), trainer.iteration)
-                    keep()
-                    keep_agent()
+                trainer.workers = make_workers(setup, config.workers)
+                run.begin(logs)
                 while trainer.iteration < config.iterations:
                     if deadline is not None and time.monotonic() >= deadline:
                         break
-                    scalars = trainer.iterate()
-                    done = trainer.iteration
-                    if done % config.evaluate_every == 0 or done == config.iterations:
-                        found = trainer.evaluate()
-                        scalars |= _evaluated(found)
-                        if found.gain > score.gain:
-                            best, score = _copy(agent), found
-                            keep_agent()
-                    keep()
-                    logs.scalars(scalars, done)
+                    run.iterate(logs)
         except KeyboardInterrupt:  # the state of the last iteration is kept, and the best agent is whole
             interrupted = True
-    return Trained(best, score, trainer.iteration, trainer.steps, trainer.seconds, interrupted)
+    return Trained(run.best, run.score, trainer.iteration, trainer.steps, trainer.seconds, interrupted)
+
+
+class _Run:
+    """A training run: the best agent so far with its evaluation, and the files that keep both."""
+
+    def __init__(
+        self, trainer: Trainer, output: str | os.PathLike[str] | None, about: Mapping[str, Any]
+    ) -> None:
+        self._trainer, self._output, self._about = trainer, output, about
+        self._state = state_path(output) if output is not None else None
+        self.best, self.score = _copy(trainer.agent), Score(())
+
+    def resume(self) -> None:
+        """Go on from the state that is kept, if there is one. Raises CheckpointError if it is of another run."""
+        if self._state is not None and self._state.exists():
+            self.best, self.score = self._trainer.resume(load_checkpoint(self._state, KIND))
+
+    def begin(self, logs: Logs) -> None:
+        """Evaluate and keep the agent that the run begins with, unless that is done."""
+        if not self.score.outcomes:
+            self.score = self._trainer.evaluate()
+            logs.scalars(_evaluated(self.score), self._trainer.iteration)
+            self._keep()
+            self._keep_agent()
+
+    def iterate(self, logs: Logs) -> None:
+        trainer, config = self._trainer, self._trainer.config
+        scalars = trainer.iterate()
+        done = trainer.iteration
+        if done % config.evaluate_every == 0 or done == config.iterations:
+            found = trainer.evaluate()
+            scalars |= _evaluated(found)
+            if found.gain > self.score.gain:
+                self.best, self.score = _copy(trainer.agent), found
+                self._keep_agent()
+        self._keep()
+        logs.scalars(scalars, done)
+
+    def _keep(self) -> None:
+        if self._state is not None:
+            save_checkpoint(self._trainer.to_checkpoint(self.best, self.score), self._state)
+
+    def _keep_agent(self) -> None:
+        if self._output is not None:
+            self.best.save(self._output, {**self._about, **_about(self._trainer, self.score)})
 
 
 def _evaluated(score: Score) -> dict[str, float]:
