@@ -655,152 +655,139 @@ def _conv(stride: int, same: bool) -> str:
     return f"<pads=[{'1,1,1,1' if same else '0,0,0,0'}], strides=[{stride},{stride}]>"
 
 
+_IMAGE = "float[{n},{c},{h},{w}] x"
+_IMAGES = f"{_IMAGE}, float[{{n}},{{c}},{{h}},{{w}}] z"
+_MATRIX, _MATRICES = "float[{a},{k}] x", "float[{a},{k}] x, float[{p},{k}] z"
+
+
 def written() -> Iterator[tuple[str, Written]]:
     """TASO's substitutions by hand, then TENSAT's of several patterns, each with the name of its group."""
-    image = "float[{n},{c},{h},{w}] x"
     for stride in (1, 2):
         for same in (True, False):
-            conv, label = _conv(stride, same), f"stride {stride}, {'same' if same else 'valid'}"
-            head = f"agraph ({image}) => (float[] y)"
-            yield (
-                "taso",
-                Written(
-                    f"conv+relu, {label}",
-                    f"{head} {{{{ t = Conv{conv}(x, v) y = Relu(t) }}}}",
-                    (f"{head} {{{{ t = Conv{conv}(x, v) y = Relu(t) }}}}",),
-                    lambda s, rng: {"v": _normal(rng, s["m"], s["c"], 3, 3)},
-                ),
-            )
-            yield (
-                "taso",
-                Written(
-                    f"conv+batch norm, {label}",
-                    f"{head} {{{{ t = Conv{conv}(x, v) y = BatchNormalization(t, scale, shift, mean, var) }}}}",
-                    (f"{head} {{{{ y = Conv{conv}(x, folded, bias) }}}}",),
-                    _batch_norm,
-                ),
-            )
-            yield (
-                "taso",
-                Written(
-                    f"conv+mul, {label}",
-                    f"{head} {{{{ t = Conv{conv}(x, v) y = Mul(t, scale) }}}}",
-                    (f"{head} {{{{ y = Conv{conv}(x, folded) }}}}",),
-                    _scaled,
-                ),
-            )
+            yield from (("taso", one) for one in _followed_convs(stride, same))
     for relu in (False, True):
-        label = ", relu" if relu else ""
-        yield (
-            "taso",
-            _two_outputs(
-                f"enlarge and merge convs{label}",
-                image,
-                "Conv(x, v)",
-                "Conv<pads=[1,1,1,1]>(x, w)",
-                "Conv<pads=[1,1,1,1]>(x, {0})",
-                1,
-                _enlarged,
-                relu,
-            ),
-        )
-        for stride in (1, 2):
-            attrs = f"pads=[1,1,1,1], strides=[{stride},{stride}]"
-            head = f"agraph ({image}) => (float[] y)"
-            out, end = ("t", "y = Relu(t)") if relu else ("y", "")
-            yield (
-                "taso",
-                Written(
-                    f"merge groups of a conv, stride {stride}{label}",
-                    f"{head} {{{{ {out} = Conv<{attrs}, group=4>(x, v) {end} }}}}",
-                    (f"{head} {{{{ {out} = Conv<{attrs}, group=2>(x, merged) {end} }}}}",),
-                    _groups,
-                ),
-            )
-    matrix, matrices = "float[{a},{k}] x", "float[{a},{k}] x, float[{p},{k}] z"
-    images = f"{image}, float[{{n}},{{c}},{{h}},{{w}}] z"
+        yield from (("taso", one) for one in _merged_convs(relu))
     for relu in (False, True):
-        label = ", relu" if relu else ""
-        yield (
-            "tensat",
-            _two_outputs(
-                f"products of one input{label}",
-                matrix,
-                "MatMul(x, v)",
-                "MatMul(x, w)",
-                "MatMul(x, {0})",
-                1,
-                _columns,
-                relu,
-            ),
+        yield from (("tensat", one) for one in _shared_operands(relu))
+    yield from (("tensat", one) for one in _pairs())
+
+
+def _followed_convs(stride: int, same: bool) -> list[Written]:
+    """A convolution, and what comes behind it."""
+    conv, label = _conv(stride, same), f"stride {stride}, {'same' if same else 'valid'}"
+    head = f"agraph ({_IMAGE}) => (float[] y)"
+    return [
+        Written(
+            f"conv+relu, {label}",
+            f"{head} {{{{ t = Conv{conv}(x, v) y = Relu(t) }}}}",
+            (f"{head} {{{{ t = Conv{conv}(x, v) y = Relu(t) }}}}",),
+            lambda s, rng: {"v": _normal(rng, s["m"], s["c"], 3, 3)},
+        ),
+        Written(
+            f"conv+batch norm, {label}",
+            f"{head} {{{{ t = Conv{conv}(x, v) y = BatchNormalization(t, scale, shift, mean, var) }}}}",
+            (f"{head} {{{{ y = Conv{conv}(x, folded, bias) }}}}",),
+            _batch_norm,
+        ),
+        Written(
+            f"conv+mul, {label}",
+            f"{head} {{{{ t = Conv{conv}(x, v) y = Mul(t, scale) }}}}",
+            (f"{head} {{{{ y = Conv{conv}(x, folded) }}}}",),
+            _scaled,
+        ),
+    ]
+
+
+def _merged_convs(relu: bool) -> list[Written]:
+    """Two convolutions made one, and groups of a convolution made fewer."""
+    label = ", relu" if relu else ""
+    head = f"agraph ({_IMAGE}) => (float[] y)"
+    out, end = ("t", "y = Relu(t)") if relu else ("y", "")
+    found = [
+        _two_outputs(
+            f"enlarge and merge convs{label}",
+            _IMAGE,
+            "Conv(x, v)",
+            "Conv<pads=[1,1,1,1]>(x, w)",
+            "Conv<pads=[1,1,1,1]>(x, {0})",
+            1,
+            _enlarged,
+            relu,
         )
-        yield (
-            "tensat",
-            _two_outputs(
-                f"products with one weight{label}",
-                matrices,
-                "MatMul(x, v)",
-                "MatMul(z, v)",
-                "Concat<axis=0>({1}) r = MatMul(o, v)",
-                0,
-                _rows,
-                relu,
-            ),
+    ]
+    for stride in (1, 2):
+        attrs = f"pads=[1,1,1,1], strides=[{stride},{stride}]"
+        found.append(
+            Written(
+                f"merge groups of a conv, stride {stride}{label}",
+                f"{head} {{{{ {out} = Conv<{attrs}, group=4>(x, v) {end} }}}}",
+                (f"{head} {{{{ {out} = Conv<{attrs}, group=2>(x, merged) {end} }}}}",),
+                _groups,
+            )
         )
-        yield (
-            "tensat",
-            _two_outputs(
-                f"convs of one input{label}",
-                image,
-                "Conv<pads=[1,1,1,1]>(x, v)",
-                "Conv<pads=[1,1,1,1]>(x, w)",
-                "Conv<pads=[1,1,1,1]>(x, {0})",
-                1,
-                _kernels,
-                relu,
-            ),
-        )
-        yield (
-            "tensat",
-            _two_outputs(
-                f"convs with one weight{label}",
-                images,
-                "Conv<pads=[1,1,1,1]>(x, v)",
-                "Conv<pads=[1,1,1,1]>(z, v)",
-                "Concat<axis=0>({1}) r = Conv<pads=[1,1,1,1]>(o, v)",
-                0,
-                _batch,
-                relu,
-            ),
-        )
+    return found
+
+
+def _shared_operands(relu: bool) -> list[Written]:
+    """Two products or convolutions with an operand in common."""
+    label = ", relu" if relu else ""
+    return [
+        _two_outputs(
+            f"products of one input{label}",
+            _MATRIX,
+            "MatMul(x, v)",
+            "MatMul(x, w)",
+            "MatMul(x, {0})",
+            1,
+            _columns,
+            relu,
+        ),
+        _two_outputs(
+            f"products with one weight{label}",
+            _MATRICES,
+            "MatMul(x, v)",
+            "MatMul(z, v)",
+            "Concat<axis=0>({1}) r = MatMul(o, v)",
+            0,
+            _rows,
+            relu,
+        ),
+        _two_outputs(
+            f"convs of one input{label}",
+            _IMAGE,
+            "Conv<pads=[1,1,1,1]>(x, v)",
+            "Conv<pads=[1,1,1,1]>(x, w)",
+            "Conv<pads=[1,1,1,1]>(x, {0})",
+            1,
+            _kernels,
+            relu,
+        ),
+        _two_outputs(
+            f"convs with one weight{label}",
+            _IMAGES,
+            "Conv<pads=[1,1,1,1]>(x, v)",
+            "Conv<pads=[1,1,1,1]>(z, v)",
+            "Concat<axis=0>({1}) r = Conv<pads=[1,1,1,1]>(o, v)",
+            0,
+            _batch,
+            relu,
+        ),
+    ]
+
+
+def _pairs() -> list[Written]:
+    """Two element-wise operators of a kind."""
+    found = []
     for name, function in (("relus", "Relu"), ("sigmoids", "Sigmoid")):
-        yield (
-            "tensat",
-            _two_outputs(
-                f"two {name}",
-                matrices,
-                f"{function}(x)",
-                f"{function}(z)",
-                f"Concat<axis=0>({{1}}) r = {function}(o)",
-                0,
-                _rows,
-                False,
-            ),
-        )
+        one, other = f"{function}(x)", f"{function}(z)"
+        merged = f"Concat<axis=0>({{1}}) r = {function}(o)"
+        found.append(_two_outputs(f"two {name}", _MATRICES, one, other, merged, 0, _rows, False))
+    inputs = f"{_MATRICES}, float[{{a}},{{k}}] u, float[{{p}},{{k}}] s"
     for name, function in (("sums", "Add"), ("products", "Mul")):
-        yield (
-            "tensat",
-            _two_outputs(
-                f"two element-wise {name}",
-                "float[{a},{k}] x, float[{p},{k}] z, float[{a},{k}] u, float[{p},{k}] s",
-                f"{function}(x, u)",
-                f"{function}(z, s)",
-                f"Concat<axis=0>({{1}}) i = Concat<axis=0>({{2}}) r = {function}(o, i)",
-                0,
-                _rows,
-                False,
-            ),
-        )
+        one, other = f"{function}(x, u)", f"{function}(z, s)"
+        merged = f"Concat<axis=0>({{1}}) i = Concat<axis=0>({{2}}) r = {function}(o, i)"
+        found.append(_two_outputs(f"two element-wise {name}", inputs, one, other, merged, 0, _rows, False))
+    return found
 
 
 def _two_outputs(

@@ -593,47 +593,56 @@ def compare(
         optimized = None
         if all(k.optimized is not None for k in original.known):
             return Fault(f"the result loads without optimisations only: {error}", True)
-    names = [o.name for o in original.subject.proto.graph.output]
     for known in original.known:
-        if not strict and not known.finite:
+        if strict or known.finite:
+            fault = _on_case(original, known, graph, (plain, optimized), stage, undecided)
+            if fault is not None:
+                return fault
+    return None
+
+
+def _on_case(
+    original: Original,
+    known: Known,
+    graph: Graph,
+    sessions: tuple[Session, Session | None],
+    stage: Stage,
+    undecided: Counter[str],
+) -> Fault | None:
+    """The first difference on one set of inputs. `sessions`: without and with ONNX Runtime's optimisations."""
+    names = [o.name for o in original.subject.proto.graph.output]
+    stage("the result in float64")
+    exact = in_float64(original.imported, graph, known.case.feeds)
+    agree = [_agree(a, b) for a, b in zip(known.exact, exact)]
+
+    def plainly(index: int) -> bool:
+        both = (original.imported.graph, graph)
+        return all(is_exact(original.imported, g, known.case.feeds, index) for g in both)
+
+    for runtime, session, expected in zip((False, True), sessions, (known.plain, known.optimized)):
+        if session is None or expected is None:
             continue
-        stage("the result in float64")
-        exact = in_float64(original.imported, graph, known.case.feeds)
-        agree = [_agree(a, b) for a, b in zip(known.exact, exact)]
-
-        def plainly(index: int, feeds: Feeds = known.case.feeds) -> bool:
-            both = (original.imported.graph, graph)
-            return all(is_exact(original.imported, g, feeds, index) for g in both)
-
-        for session, expected in ((plain, known.plain), (optimized, known.optimized)):
-            if session is None or expected is None:
-                continue
-            stage("the result in ONNX Runtime" if session is plain else OPTIMIZED)
-            level = "" if session is plain else " with ONNX Runtime's optimisations"
-            runtime = session is optimized
-            try:
-                found = session.run(known.case.feeds)
-            except Refused as error:
-                return Fault(f"the result does not run{level} ({known.case.mode}): {error}", runtime)
-            for i, name in enumerate(names):
-                verdict = judged(known, i, expected[i], found[i], agree[i], plainly)
-                undecided["outputs compared"] += 1
-                undecided["undecided by the original"] += verdict.unstable
-                if verdict.reason:
-                    what = f"output {name}{level} ({known.case.mode}): {verdict.reason}"
-                    if verdict.runtime:
-                        what += ", which is right: the original's kernels are wrong"
-                    elif agree[i] and _is_of_kernels(
-                        original.imported, known, graph, i, expected[i], found[i]
-                    ):
-                        what += ", which ONNX Runtime's kernel for such numbers makes of it"
-                        return Fault(what, True)
-                    return Fault(what, runtime or verdict.runtime)
+        stage(OPTIMIZED if runtime else "the result in ONNX Runtime")
+        level = " with ONNX Runtime's optimisations" if runtime else ""
+        try:
+            found = session.run(known.case.feeds)
+        except Refused as error:
+            return Fault(f"the result does not run{level} ({known.case.mode}): {error}", runtime)
         for i, name in enumerate(names):
-            if agree[i] is False and not _explained(known, i, exact[i], plainly):
-                return Fault(
-                    f"output {name} in float64 ({known.case.mode}): {_shown(known.exact[i], exact[i])}"
-                )
+            verdict = judged(known, i, expected[i], found[i], agree[i], plainly)
+            undecided["outputs compared"] += 1
+            undecided["undecided by the original"] += verdict.unstable
+            if verdict.reason:
+                what = f"output {name}{level} ({known.case.mode}): {verdict.reason}"
+                if verdict.runtime:
+                    what += ", which is right: the original's kernels are wrong"
+                elif agree[i] and _is_of_kernels(original.imported, known, graph, i, expected[i], found[i]):
+                    what += ", which ONNX Runtime's kernel for such numbers makes of it"
+                    return Fault(what, True)
+                return Fault(what, runtime or verdict.runtime)
+    for i, name in enumerate(names):
+        if agree[i] is False and not _explained(known, i, exact[i], plainly):
+            return Fault(f"output {name} in float64 ({known.case.mode}): {_shown(known.exact[i], exact[i])}")
     return None
 
 

@@ -62,48 +62,60 @@ def corpus() -> Iterator[tuple[str, bytes]]:
         yield name, model.SerializeToString()
 
 
-def _others() -> Iterator[tuple[str, Any]]:
-    import numpy as np
-    import onnx
-    from onnx import TensorProto, helper, numpy_helper, parser
+_HEAD = '<ir_version: 10, opset_import: ["": 21, "local": 1]> '
+_TEXTS = {
+    "functions": (
+        "agraph (float[N] x) => (float[N] y) { y = local.twice<k=2.0>(x) } "
+        '<domain: "local", opset_import: ["": 21, "local": 1]> twice<k>(a) => (c) '
+        "{ f = Constant<value_float: float = @k>() b = Mul(a, f) c = local.once(b) } "
+        '<domain: "local", opset_import: ["": 21]> once(a) => (b) { b = Relu(a) }'
+    ),
+    "bodies": (
+        "agraph (bool c, float[N,2] x, int64 m) => (float[] y) { "
+        "a = If (c) <then_branch = t () => (float[] u) { u = Relu(x) }, "
+        "else_branch = e () => (float[] u) { k = Constant<value_float=2.0>() w = Mul(x, k) "
+        "u = If (c) <then_branch = t2 () => (float[] v) { v = Neg(w) }, "
+        "else_branch = e2 () => (float[] v) { v = Abs(w) }> }> "
+        "y = Loop (m, c, a) <body = b (int64 i, bool go, float[] s) => (bool go2, float[] s2) "
+        "{ go2 = Identity(go) s2 = Add(s, x) }> }"
+    ),
+    "sequences": (
+        "agraph (float[N] x, seq(float[N]) s) => (seq(float[N]) t, float[N] y) "
+        "{ e = SequenceConstruct(x, x) i = Constant<value_int=0>() y = SequenceAt(e, i) t = SequenceInsert(s, y) }"
+    ),
+}
 
-    head = '<ir_version: 10, opset_import: ["": 21, "local": 1]> '
-    yield (
-        "functions",
-        parser.parse_model(
-            head + "agraph (float[N] x) => (float[N] y) { y = local.twice<k=2.0>(x) } "
-            '<domain: "local", opset_import: ["": 21, "local": 1]> twice<k>(a) => (c) '
-            "{ f = Constant<value_float: float = @k>() b = Mul(a, f) c = local.once(b) } "
-            '<domain: "local", opset_import: ["": 21]> once(a) => (b) { b = Relu(a) }'
-        ),
-    )
-    yield (
-        "bodies",
-        parser.parse_model(
-            head + "agraph (bool c, float[N,2] x, int64 m) => (float[] y) { "
-            "a = If (c) <then_branch = t () => (float[] u) { u = Relu(x) }, "
-            "else_branch = e () => (float[] u) { k = Constant<value_float=2.0>() w = Mul(x, k) "
-            "u = If (c) <then_branch = t2 () => (float[] v) { v = Neg(w) }, "
-            "else_branch = e2 () => (float[] v) { v = Abs(w) }> }> "
-            "y = Loop (m, c, a) <body = b (int64 i, bool go, float[] s) => (bool go2, float[] s2) "
-            "{ go2 = Identity(go) s2 = Add(s, x) }> }"
-        ),
-    )
-    yield (
-        "sequences",
-        parser.parse_model(
-            head + "agraph (float[N] x, seq(float[N]) s) => (seq(float[N]) t, float[N] y) "
-            "{ e = SequenceConstruct(x, x) i = Constant<value_int=0>() y = SequenceAt(e, i) t = SequenceInsert(s, y) }"
-        ),
-    )
-    strings = helper.make_graph(
+
+def _others() -> Iterator[tuple[str, Any]]:
+    """Models with what the others lack."""
+    from onnx import helper, parser
+
+    for name, text in _TEXTS.items():
+        yield name, parser.parse_model(_HEAD + text)
+    for graph in (_strings(), _weights(), _nibbles()):
+        opset = helper.make_opsetid("", 21)
+        yield graph.name, helper.make_model(graph, opset_imports=[opset], ir_version=10)
+
+
+def _strings() -> Any:
+    """A graph with a constant of strings."""
+    from onnx import TensorProto, helper
+
+    return helper.make_graph(
         [helper.make_node("StringConcat", ["x", "c"], ["y"])],
         "strings",
         [helper.make_tensor_value_info("x", TensorProto.STRING, ["N"])],
         [helper.make_tensor_value_info("y", TensorProto.STRING, ["N"])],
         [helper.make_tensor("c", TensorProto.STRING, [1], [b"a \xc3\xbc"])],
     )
-    yield "strings", helper.make_model(strings, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+
+
+def _weights() -> Any:
+    """A graph with weights in the file, beside it, and sparse ones."""
+    import numpy as np
+    import onnx
+    from onnx import TensorProto, helper, numpy_helper
+
     weights = numpy_helper.from_array(np.arange(6, dtype=np.float32), "w")
     external = numpy_helper.from_array(np.arange(6, dtype=np.float32), "e")
     onnx.external_data_helper.set_external_data(external, _DATA, 0, 24)
@@ -114,7 +126,7 @@ def _others() -> Iterator[tuple[str, Any]]:
         numpy_helper.from_array(np.asarray([1, 4], np.int64), "s_indices"),
         [6],
     )
-    graph = helper.make_graph(
+    return helper.make_graph(
         [
             helper.make_node("Add", ["x", "w"], ["a"]),
             helper.make_node("Mul", ["a", "e"], ["b"]),
@@ -126,9 +138,14 @@ def _others() -> Iterator[tuple[str, Any]]:
         [weights, external],
         sparse_initializer=[sparse],
     )
-    yield "weights", helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+
+
+def _nibbles() -> Any:
+    """A graph with a constant of four bits an element."""
+    from onnx import TensorProto, helper
+
     table = helper.make_tensor("t", TensorProto.INT4, [3], [1, -2, 3])
-    graph = helper.make_graph(
+    return helper.make_graph(
         [
             helper.make_node("Cast", ["t"], ["c"], to=TensorProto.FLOAT),
             helper.make_node("Add", ["x", "c"], ["y"]),
@@ -138,7 +155,6 @@ def _others() -> Iterator[tuple[str, Any]]:
         [helper.make_tensor_value_info("y", TensorProto.FLOAT, [3])],
         [table],
     )
-    yield "nibbles", helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
 
 
 # --- mutations ---
