@@ -170,6 +170,43 @@ def _slowest(result: Mapping[str, Any], label: str, key: str) -> float:
     return max(row[key] for name, row in result["networks"].items() if name.endswith(label))
 
 
+def measured(count: int) -> dict[str, Any]:
+    """What counts of all networks together, with `count` random moves on each graph, and `networks`: of each."""
+    library = Library(LIBRARY)
+    result: dict[str, Any] = {}
+    rows: dict[str, dict[str, float]] = {}
+    for size, label in ((1_000, "1k"), (10_000, "10k")):
+        pooled: list[float] = []
+        for name in NETWORKS:
+            rows[f"{name} {label}"], taken = _of_network(graph(name, size), library, count, label == "1k")
+            pooled += taken
+        result[f"apply_ms_{label}"] = statistics.median(pooled) * 1e3
+        result[f"apply_p95_ms_{label}"] = p95(pooled) * 1e3
+    whole = {"networks": rows}
+    result["match_s_10k"] = _slowest(whole, "10k", "match_s")
+    result["start_s_10k"] = _slowest(whole, "10k", "start_s")
+    result["state_kb_1k"] = max(row["state_kb"] for row in rows.values() if "state_kb" in row)
+    result["rules"] = len(library.rules)
+    return {**result, **whole}
+
+
+def _of_network(
+    start: Graph, library: Library, count: int, with_memory: bool
+) -> tuple[dict[str, float], list[float]]:
+    """The figures of one graph, and the seconds of its moves."""
+    row = {
+        "match_s": seconds(lambda: match_all(start, library)),
+        "start_s": seconds(lambda: RewriteState.start(start, library, Roofline().delta)),
+    }
+    taken = list(moves(start, library, count, seed=0))
+    row = {"nodes": start.node_count, "candidates": RewriteState.start(start, library).count, **row}
+    if taken:
+        row |= {"apply_ms": statistics.median(taken) * 1e3, "apply_p95_ms": p95(taken) * 1e3}
+    if with_memory and row["candidates"]:
+        row["state_kb"] = retained_kb(start, library)
+    return row, taken
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print one object")
@@ -183,52 +220,13 @@ def main() -> None:
     if arguments.shares:
         print_shares(arguments.repeats, arguments.json)
         return
-    library = Library(LIBRARY)
-    result: dict[str, float | dict[str, dict[str, float]]] = {}
-    rows: dict[str, dict[str, float]] = {}
-    kilobytes: list[float] = []
-    matching: list[float] = []
-    starting: list[float] = []
-    for size, label in ((1_000, "1k"), (10_000, "10k")):
-        pooled: list[float] = []
-        for name in NETWORKS:
-            start = graph(name, size)
-            match_s = seconds(lambda start=start: match_all(start, library))
-            start_s = seconds(lambda start=start: RewriteState.start(start, library, Roofline().delta))
-            taken = list(moves(start, library, arguments.moves, seed=0))
-            pooled += taken
-            candidates = RewriteState.start(start, library).count
-            rows[f"{name} {label}"] = {
-                "nodes": start.node_count,
-                "candidates": candidates,
-                "match_s": match_s,
-                "start_s": start_s,
-                **(
-                    {"apply_ms": statistics.median(taken) * 1e3, "apply_p95_ms": p95(taken) * 1e3}
-                    if taken
-                    else {}
-                ),
-            }
-            if label == "1k":
-                if candidates:
-                    kilobytes.append(retained_kb(start, library))
-                    rows[f"{name} {label}"]["state_kb"] = kilobytes[-1]
-            else:
-                matching.append(match_s)
-                starting.append(start_s)
-        result[f"apply_ms_{label}"] = statistics.median(pooled) * 1e3
-        result[f"apply_p95_ms_{label}"] = p95(pooled) * 1e3
-    result["match_s_10k"] = max(matching)
-    result["start_s_10k"] = max(starting)
-    result["state_kb_1k"] = max(kilobytes)
-    result["rules"] = len(library.rules)
-    result["networks"] = rows
+    result = measured(arguments.moves)
     if arguments.write:
         pages.write("engine", table(result))
     if arguments.json:
         print(json.dumps(result, indent=2))
         return
-    for name, row in rows.items():
+    for name, row in result["networks"].items():
         print(f"{name:16}", "  ".join(f"{k} {v:.3f}" if v < 1000 else f"{k} {v:.0f}" for k, v in row.items()))
     for key, value in result.items():
         if key != "networks":

@@ -236,7 +236,8 @@ def cost_of_bounds(names: Sequence[str], threads: int, seconds: float, path: Pat
             path.write_text(json.dumps(rows, indent=1))
 
 
-def main() -> None:
+def _parsed() -> argparse.Namespace:
+    """The command line. Ends the program where options do not go together."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("table", choices=("operators", "models", "networks", "bounds"))
     parser.add_argument("names", nargs="*", help="some of them; default: all")
@@ -255,16 +256,25 @@ def main() -> None:
         parser.error("--write takes the whole table of operators or models: leave the names out")
     if options.write and _table_name(options) not in pages.tables():
         parser.error(f"--write: no page has a table {_table_name(options)}")
+    if options.table == "networks" and options.tune:
+        parser.error("networks are not tuned: leave --tune out")
+    if options.table == "bounds" and options.tune:
+        parser.error("checks are not tuned: leave --tune out")
+    return options
+
+
+def main() -> None:
+    options = _parsed()
     if options.table == "networks":
-        if options.tune:
-            parser.error("networks are not tuned: leave --tune out")
         networks(options.names, options.threads, options.json)
-        return
-    if options.table == "bounds":
-        if options.tune:
-            parser.error("checks are not tuned: leave --tune out")
+    elif options.table == "bounds":
         cost_of_bounds(options.names, options.threads, options.seconds, options.json)
-        return
+    else:
+        _compare_variants(options)
+
+
+def _compare_variants(options: argparse.Namespace) -> None:
+    """The tables of operators and of models, row by row."""
     known: Mapping[str, Any] = {**OPERATORS, **CHAINS} if options.table == "operators" else MODELS
     rows = []
     whole = options.table == "models"
@@ -286,16 +296,9 @@ def main() -> None:
         facts: dict[str, Any] = {}
         graphs = [proto]
         if whole:
-            with tempfile.TemporaryDirectory() as folder:
-                with Store(Path(folder) / "tuning.sqlite") as nothing:  # the user's may know tuned kernels
-                    nothing.check()
-                result = xrlflow.optimize(
-                    proto, backend="tvm", search="greedy", cost=Roofline(), measure=False, verify=False,
-                    threads=options.threads, store=nothing.path,
-                )  # fmt: skip
-            assert result.compiled is not None
-            variants.append(result.compiled)
-            graphs.append(to_proto(result.imported, result.graph))
+            rewritten, its_graph = _rewritten(proto, options.threads)
+            variants.append(rewritten)
+            graphs.append(its_graph)
         for label, (graph, method) in zip(labels, tunings if options.tune else ()):
             found = tuned(graphs[graph], options.tune, options.threads, method)
             variants.append(found.model)
@@ -307,6 +310,19 @@ def main() -> None:
             options.json.write_text(json.dumps(rows, indent=1))
     if options.write:
         pages.write(_table_name(options), "\n".join([*head, *(row["line"] for row in rows)]))
+
+
+def _rewritten(proto: onnx.ModelProto, threads: int) -> tuple[TvmModel, onnx.ModelProto]:
+    """What greedy search makes of a model, compiled, and its graph."""
+    with tempfile.TemporaryDirectory() as folder:
+        with Store(Path(folder) / "tuning.sqlite") as nothing:  # the user's may know tuned kernels
+            nothing.check()
+        result = xrlflow.optimize(
+            proto, backend="tvm", search="greedy", cost=Roofline(), measure=False, verify=False,
+            threads=threads, store=nothing.path,
+        )  # fmt: skip
+    assert result.compiled is not None
+    return result.compiled, to_proto(result.imported, result.graph)
 
 
 def _table_name(options: argparse.Namespace) -> str:
