@@ -35,9 +35,14 @@ def test_broken_models_are_refused_in_one_line(tmp_path: Path) -> None:
     assert 0.1 < loader.loaded / loader.count < 0.9
 
 
+class TwoLines(onnxio.ModelError):
+    def __str__(self) -> str:
+        return "two\nlines"
+
+
 @pytest.mark.parametrize(
     ("error", "told"),
-    [(IndexError("nothing there"), "IndexError"), (onnxio.ModelError("two\nlines"), "several lines")],
+    [(IndexError("nothing there"), "IndexError"), (TwoLines(), "several lines")],
 )
 def test_what_is_raised_is_kept_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, told: str
