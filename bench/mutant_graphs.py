@@ -24,11 +24,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from rewrite_rules import LIBRARY
 from xrlflow.ir import Graph
 from xrlflow.onnxio import ModelError, load
+from xrlflow.prover.code import forget
+from xrlflow.prover.reached import Line, lines_run
+from xrlflow.prover.thresholds import function_of
 from xrlflow.rewrite import AnyRule, Library, Refused, RegionRule, RewriteState, Rule, RuleError
 from xrlflow.rewrite.state import build_edit, match_all
-from xrlflow.verify.rules.code import forget
-from xrlflow.verify.rules.reached import Line, lines_run
-from xrlflow.verify.rules.thresholds import function_of
 
 ROOT = Path(__file__).resolve().parent.parent
 INDEX, CLAIMS = "index.json", "claims.jsonl"

@@ -1,7 +1,7 @@
 """Mutants of the rules' own code: `python bench/mutants.py [RULE ...] [--jobs N] [--seed S] [--out FILE] [--sample N]`.
 
 Each comparison, number, boundary, boolean and sign in the functions of the rules is changed, one at a time, and the
-rule is asked again about the graphs of its proof (`xrlflow.verify.rules.codehunt`). A function that several rules call
+rule is asked again about the graphs of its proof (`xrlflow.prover.codehunt`). A function that several rules call
 is tried with a few of them. Rows go to FILE (JSON lines, default out/mutants.jsonl) as they are found; what is there
 already is not done again. At the end: how many of each kind were found out, how, and the survivors that
 `tests/rules/survivors.json` does not explain, with which the command exits with 1.
@@ -40,11 +40,11 @@ from rewrite_rules import LIBRARY
 from tests.rules.results import graphs_of, result_of
 from tests.rules.results import known as results
 from xrlflow.ir import Graph
+from xrlflow.prover.code import Compiled, forget, functions_of, mutants_of, put
+from xrlflow.prover.codehunt import KILLED, CodeHunt, Found, TooLong, anew, limited
+from xrlflow.prover.proof import library_of
+from xrlflow.prover.reached import Line, lines_run
 from xrlflow.rewrite import AnyRule, Library
-from xrlflow.verify.rules.code import Compiled, forget, functions_of, mutants_of, put
-from xrlflow.verify.rules.codehunt import KILLED, CodeHunt, Found, TooLong, anew, limited
-from xrlflow.verify.rules.proof import library_of
-from xrlflow.verify.rules.reached import Line, lines_run
 
 EXPLAINED = ROOT / "tests" / "rules" / "survivors.json"
 # A mutant of what many rules call is tried with so many of them, first with the graphs that are known of each, and then

@@ -122,7 +122,7 @@ def data_flow() -> str:
     parts += arrow(320, 150, 385, 90)
     parts += box(360, 130, 150, 80, "cost", "cost", "roofline, profiled", fill="#f5efe0")
     parts += arrow(435, 130, 435, 90)
-    parts += box(20, 130, 110, 80, "prover", "verify.rules", "every rule", fill="#f5efe0")
+    parts += box(20, 130, 110, 80, "prover", "prover", "every rule", fill="#f5efe0")
     parts += arrow(130, 170, 170, 170)
     otherwise = "Nothing clearly faster: the original is written. Not the same: nothing is."
     parts.append(words(360, 345, otherwise, anchor="middle", size=12))

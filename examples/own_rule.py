@@ -11,9 +11,9 @@ from rewrite_rules import LIBRARY
 from xrlflow.cost import Roofline
 from xrlflow.ir import text
 from xrlflow.onnxio import load, save
+from xrlflow.prover import prove
 from xrlflow.rewrite import Library, Op, RewriteState, Rule, Val
 from xrlflow.search import Limits, greedy
-from xrlflow.verify.rules import prove
 
 
 class FactorOutOfDifference(Rule):

@@ -21,13 +21,13 @@ import onnx.parser
 
 from xrlflow.ir import FLOATS, DType, Graph, TensorType
 from xrlflow.onnxio import ModelError, load
+from xrlflow.prover.cases import usable
+from xrlflow.prover.draw import Draw
+from xrlflow.prover.patterns import Unlucky, draw_pattern
+from xrlflow.prover.sketch import Place, Sketch, SketchConst, SketchNode, Unbuildable, build, sketch_of
 from xrlflow.rewrite import AnyRule, Library, Rule
 from xrlflow.rewrite.pattern import Pattern, trace_patterns
 from xrlflow.rewrite.state import match_all
-from xrlflow.verify.rules.cases import usable
-from xrlflow.verify.rules.draw import Draw
-from xrlflow.verify.rules.patterns import Unlucky, draw_pattern
-from xrlflow.verify.rules.sketch import Place, Sketch, SketchConst, SketchNode, Unbuildable, build, sketch_of
 
 # No tensor of a piece has more elements: its sizes multiply to no more.
 _ELEMENTS = 1 << 18

@@ -17,11 +17,11 @@ from rewrite_rules.identity import RemoveIdentity
 from rewrite_rules.merge import MergeGroupConv, MergeMatMuls
 from rewrite_rules.transpose import PushTransposeDown
 from xrlflow.cost import Roofline
+from xrlflow.prover.cases import usable
+from xrlflow.prover.draw import Draw
+from xrlflow.prover.sketch import build
 from xrlflow.rewrite import Library, RewriteState
 from xrlflow.rewrite.state import match_all
-from xrlflow.verify.rules.cases import usable
-from xrlflow.verify.rules.draw import Draw
-from xrlflow.verify.rules.sketch import build
 
 EVERYTHING = Library(LIBRARY, contrib=True, assuming=("finite", "vnni", "approximate"))
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from tests.rules.harness import applies, model, refuses
+from xrlflow.prover import prove
 from xrlflow.rewrite import Captures, Library, Op, Rule, RuleError, Val, require
 from xrlflow.rewrite.pattern import trace_patterns
-from xrlflow.verify.rules import prove
 
 
 class FuseLogistic(Rule):

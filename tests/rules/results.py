@@ -15,9 +15,9 @@ from pathlib import Path
 from rewrite_rules import LIBRARY
 from xrlflow.ir import Graph, apply_edit, text
 from xrlflow.onnxio import load
+from xrlflow.prover.proof import library_of, parse
 from xrlflow.rewrite import AnyRule, Library
 from xrlflow.rewrite.state import build_edit, match_all
-from xrlflow.verify.rules.proof import library_of, parse
 
 FILE = Path(__file__).with_name("results.json")
 

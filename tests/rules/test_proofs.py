@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from rewrite_rules import LIBRARY
+from xrlflow.prover import prove
 from xrlflow.rewrite import AnyRule
-from xrlflow.verify.rules import prove
 
 # Of a rule's mutants at least so many are rejected, and all but two at most if they are few.
 _LEAST_REJECTED = 0.7

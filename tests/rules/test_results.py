@@ -7,8 +7,8 @@ import pytest
 from rewrite_rules import LIBRARY
 from tests.rules.results import graphs_of, known, result_of
 from xrlflow.ir import text
+from xrlflow.prover.proof import library_of
 from xrlflow.rewrite import AnyRule
-from xrlflow.verify.rules.proof import library_of
 
 RULES = [r for r in LIBRARY if r.examples or r.near_misses]
 

@@ -17,6 +17,7 @@ from xrlflow.cost import Roofline
 from xrlflow.cost.model import InTypes
 from xrlflow.ir import Graph, Node
 from xrlflow.onnxio import load
+from xrlflow.prover.thresholds import limits, written
 from xrlflow.verify import Reference, Status, verify
 from xrlflow.verify.apart import run_apart
 from xrlflow.verify.branches import instrumented, watched
@@ -25,7 +26,6 @@ from xrlflow.verify.compare import Leg, Licence, Yardstick, by_deviation, judge_
 from xrlflow.verify.inputs import InputPlan, evaluable_feeds
 from xrlflow.verify.nonfinite import Fate, fates
 from xrlflow.verify.numbers import around, marks, on_symbols, thresholds
-from xrlflow.verify.rules.thresholds import limits, written
 from xrlflow.verify.runner import opened
 
 LIBRARY_BY_NAME = {rule.name: rule for rule in LIBRARY}

@@ -16,8 +16,8 @@ from xrlflow.backends.onnxruntime import default_threads
 from xrlflow.cost import Roofline
 from xrlflow.onnxio import Source, load
 from xrlflow.options import OptionError, Options, check_seed
+from xrlflow.prover import Certificate, prove_all, prove_in_processes
 from xrlflow.rewrite import AnyRule, Library, RegionRule, RewriteState, Rule, RuleError
-from xrlflow.verify.rules import Certificate, prove_all, prove_in_processes
 
 
 def library_for(options: Options) -> Library:

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from xrlflow.backends.protocol import CompiledModel
 from xrlflow.pipeline.context import Context
 from xrlflow.pipeline.prepare import Start
+from xrlflow.prover.thresholds import limits, written
 from xrlflow.search import Found, Step, replay
 from xrlflow.verify import NotASubstitution, NotRepeatable, Reference, Status, Verification, blame
-from xrlflow.verify.rules.thresholds import limits, written
 
 
 class VerificationFailed(Exception):

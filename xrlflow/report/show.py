@@ -9,10 +9,10 @@ from rich.console import Console
 from rich.table import Table
 
 from xrlflow.backends.results import SpeedUp
+from xrlflow.prover import Certificate
 from xrlflow.report.report import Report
 from xrlflow.text import printable
 from xrlflow.verify import HEADERS, Verification
-from xrlflow.verify.rules import Certificate
 
 _console = Console()
 

@@ -13,9 +13,7 @@ import numpy as np
 from xrlflow.ir import FLOATS, Graph, TensorType, Value
 from xrlflow.ops.evaluate import REALS, NotEvaluable, evaluate_node, promote
 from xrlflow.ops.tensors import numpy_dtype
-from xrlflow.rewrite import AnyRule, Library, Val, without
-from xrlflow.rewrite.rule import Site
-from xrlflow.verify.rules.cases import (
+from xrlflow.prover.cases import (
     Array,
     Case,
     ProofBuilder,
@@ -28,8 +26,10 @@ from xrlflow.verify.rules.cases import (
     usable,
     whole_types,
 )
-from xrlflow.verify.rules.mutants import Call, MutatingBuilder, Mutation, RecordingBuilder
-from xrlflow.verify.rules.sketch import Problem
+from xrlflow.prover.mutants import Call, MutatingBuilder, Mutation, RecordingBuilder
+from xrlflow.prover.sketch import Problem
+from xrlflow.rewrite import AnyRule, Library, Val, without
+from xrlflow.rewrite.rule import Site
 
 # Cases on which each mutant is tried first, and on which a survivor is tried by all means.
 _FIRST, _THOROUGH = 10, 40

@@ -18,12 +18,12 @@ from xrlflow.ops.alone import NotAlone, input_name, model_of
 from xrlflow.ops.evaluate import REALS, SPECS, Field, NotEvaluable, evaluate_graph, evaluate_node, promote
 from xrlflow.ops.schema import schema
 from xrlflow.ops.tensors import numpy_dtype
+from xrlflow.prover.degrees import Degrees, chance
+from xrlflow.prover.machine import MACHINE, integers, round_to, with_known_casts
+from xrlflow.prover.prime import PRIMES, PrimeField, ZeroDenominator
+from xrlflow.prover.sketch import Problem
 from xrlflow.rewrite import AnyRule, GraphBuilder, Library, Match, Refused, Val
 from xrlflow.rewrite.state import build_edit, fingerprint_shift, match_all
-from xrlflow.verify.rules.degrees import Degrees, chance
-from xrlflow.verify.rules.machine import MACHINE, integers, round_to, with_known_casts
-from xrlflow.verify.rules.prime import PRIMES, PrimeField, ZeroDenominator
-from xrlflow.verify.rules.sketch import Problem
 
 Array = npt.NDArray[Any]
 Feeds = dict[Value, Array]

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from xrlflow.ops.field import NotEvaluable
-from xrlflow.verify.rules.degrees import Degrees, chance, pack, unpack
-from xrlflow.verify.rules.prime import PRIMES, PrimeField, ZeroDenominator
+from xrlflow.prover.degrees import Degrees, chance, pack, unpack
+from xrlflow.prover.prime import PRIMES, PrimeField, ZeroDenominator
 
 P = PRIMES[0]
 

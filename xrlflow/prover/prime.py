@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from xrlflow.ops.field import Array, Field, NotEvaluable, Number
-from xrlflow.verify.rules.machine import MACHINE
+from xrlflow.prover.machine import MACHINE
 
 # The greatest primes below 2^22: products of two elements, and sums of 512 of them, are exact in float64.
 PRIMES = (4194301, 4194287)

@@ -16,9 +16,9 @@ import numpy as np
 from xrlflow.ir import FLOATS, Attr, Dim, DType, TensorType
 from xrlflow.ir.dims import LARGEST
 from xrlflow.ops.schema import defaults, schema
-from xrlflow.verify.rules.draw import ATTRIBUTES, Draw, attribute
-from xrlflow.verify.rules.sketch import Place, Sketch, SketchConst, SketchNode, with_const, with_node
-from xrlflow.verify.rules.thresholds import around
+from xrlflow.prover.draw import ATTRIBUTES, Draw, attribute
+from xrlflow.prover.sketch import Place, Sketch, SketchConst, SketchNode, with_const, with_node
+from xrlflow.prover.thresholds import around
 
 # Operators that can stand for each other.
 CLASSES: tuple[tuple[str, ...], ...] = (

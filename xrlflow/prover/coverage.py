@@ -20,11 +20,9 @@ import numpy as np
 
 from xrlflow.ir import ABSENT, FLOATS, DType, TensorType
 from xrlflow.ops.tensors import numpy_dtype
-from xrlflow.rewrite import AnyRule
-from xrlflow.rewrite.rule import Site, VarSpec
-from xrlflow.verify.rules.cases import Case
-from xrlflow.verify.rules.draw import Draw
-from xrlflow.verify.rules.kinds import (
+from xrlflow.prover.cases import Case
+from xrlflow.prover.draw import Draw
+from xrlflow.prover.kinds import (
     Kind,
     Meaningless,
     Sort,
@@ -36,9 +34,11 @@ from xrlflow.verify.rules.kinds import (
     index_subject,
     shown,
 )
-from xrlflow.verify.rules.patterns import TYPES, dimension_of, dimension_subject, give
-from xrlflow.verify.rules.sketch import Problem, Sketch, SketchConst, with_const, with_node
-from xrlflow.verify.rules.variations import forget, replace_dims, resize_to
+from xrlflow.prover.patterns import TYPES, dimension_of, dimension_subject, give
+from xrlflow.prover.sketch import Problem, Sketch, SketchConst, with_const, with_node
+from xrlflow.prover.variations import forget, replace_dims, resize_to
+from xrlflow.rewrite import AnyRule
+from xrlflow.rewrite.rule import Site, VarSpec
 
 # A kind is given up after so many graphs of it that were not admitted, or after so many attempts to build one.
 ENOUGH, MOST_ATTEMPTS = 16, 120

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from xrlflow.ir import FLOATS, Attr, DType, TensorType
-from xrlflow.verify.rules.draw import Draw
-from xrlflow.verify.rules.sketch import Place, Problem, Sketch, SketchConst, SketchNode, Unbuildable, build
+from xrlflow.prover.draw import Draw
+from xrlflow.prover.sketch import Place, Problem, Sketch, SketchConst, SketchNode, Unbuildable, build
 
 _MOST_ELEMENTS = 4096
 _UNARY = ("Relu", "Neg", "Tanh", "Identity", "Exp", "Softmax")

@@ -10,11 +10,11 @@ from xrlflow.ir import DType
 from xrlflow.onnxio import load
 from xrlflow.ops.evaluate import evaluate_graph
 from xrlflow.ops.tensors import numpy_dtype
-from xrlflow.verify.rules.cases import Case, check_runtime, find_cases, placing, says_where, whole_types
-from xrlflow.verify.rules.degrees import Degrees
-from xrlflow.verify.rules.machine import MACHINE, Undefined, integers, round_to, with_known_casts
-from xrlflow.verify.rules.prime import PRIMES, PrimeField
-from xrlflow.verify.rules.sketch import Problem, sketch_of
+from xrlflow.prover.cases import Case, check_runtime, find_cases, placing, says_where, whole_types
+from xrlflow.prover.degrees import Degrees
+from xrlflow.prover.machine import MACHINE, Undefined, integers, round_to, with_known_casts
+from xrlflow.prover.prime import PRIMES, PrimeField
+from xrlflow.prover.sketch import Problem, sketch_of
 
 SIGNED = ("int8", "int16", "int32", "int64")
 WHOLE = (*SIGNED, "uint8", "uint16", "uint32", "uint64")
@@ -128,7 +128,7 @@ def test_what_says_where_something_is_stays_small() -> None:
 
 def test_types_of_data() -> None:
     from rewrite_rules.identity import RemoveZeroAdd
-    from xrlflow.verify.rules.proof import library_of
+    from xrlflow.prover.proof import library_of
 
     graph = load(model("agraph (uint8[40] x) => (y) <uint8 z = {0}> { y = Add(x, z) }")).graph
     (case,), _ = find_cases(library_of(RemoveZeroAdd()), Problem(graph, {}, sketch_of(graph)))

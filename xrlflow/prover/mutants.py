@@ -13,8 +13,8 @@ from typing import Any
 
 from xrlflow.ir import NO_ATTRS, Attrs, Edit, Graph, Value
 from xrlflow.ops.schema import COMMUTATIVE, defaults, schema
+from xrlflow.prover.cases import ProofBuilder
 from xrlflow.rewrite import Lit, Val
-from xrlflow.verify.rules.cases import ProofBuilder
 
 _MOST_SWAPS, _MOST_ELEMENTS = 3, 6
 # Attributes that do not change what is computed in float64, or say what is known otherwise.

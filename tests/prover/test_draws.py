@@ -10,8 +10,7 @@ import pytest
 
 from xrlflow.ir import DType, Graph
 from xrlflow.onnxio import load
-from xrlflow.rewrite import Op, Rule, Val
-from xrlflow.verify.rules.cases import (
+from xrlflow.prover.cases import (
     RuntimeResult,
     Wrong,
     check_floats,
@@ -19,11 +18,12 @@ from xrlflow.verify.rules.cases import (
     tried_bindings,
     usable,
 )
-from xrlflow.verify.rules.draw import Draw
-from xrlflow.verify.rules.kinds import Kind, shown
-from xrlflow.verify.rules.proof import Source, different, in_turn, library_of, parse
-from xrlflow.verify.rules.sketch import Problem, build, sketch_of
-from xrlflow.verify.rules.variations import neighbours
+from xrlflow.prover.draw import Draw
+from xrlflow.prover.kinds import Kind, shown
+from xrlflow.prover.proof import Source, different, in_turn, library_of, parse
+from xrlflow.prover.sketch import Problem, build, sketch_of
+from xrlflow.prover.variations import neighbours
+from xrlflow.rewrite import Op, Rule, Val
 
 
 class Associate(Rule):

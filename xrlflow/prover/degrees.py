@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from xrlflow.ops.field import Array, Field, NotEvaluable, Number
-from xrlflow.verify.rules.machine import MACHINE
+from xrlflow.prover.machine import MACHINE
 
 # An element packs three counts of 17 bits: degree of the numerator, of the denominator, applications.
 _BITS = 17

@@ -16,7 +16,7 @@ import numpy as np
 
 from xrlflow.ir import ABSENT, FLOATS, Attr, DType, Graph, Node, Value
 from xrlflow.ops.schema import defaults, schema
-from xrlflow.verify.rules.draw import ATTRIBUTES, Draw, Shapes
+from xrlflow.prover.draw import ATTRIBUTES, Draw, Shapes
 
 
 class Unlucky(Exception):

@@ -18,8 +18,8 @@ from functools import lru_cache
 from types import CodeType, FunctionType
 from typing import Any, TypeGuard
 
+from xrlflow.prover.thresholds import codes, function_of
 from xrlflow.rewrite import AnyRule, RegionRule, Rule
-from xrlflow.verify.rules.thresholds import codes, function_of
 
 _COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.GtE: ast.Gt,

@@ -11,11 +11,8 @@ from xrlflow.ir import FLOATS, INTEGERS, ArrayHandle, Attr, Const, DType, Tensor
 from xrlflow.ops.infer import InferenceError, infer
 from xrlflow.ops.schema import canonical_attrs
 from xrlflow.ops.tensors import numpy_dtype
-from xrlflow.rewrite import Rule
-from xrlflow.rewrite.pattern import Capture, Number, Out, Pattern, PNode, Var
-from xrlflow.rewrite.rule import VarSpec
-from xrlflow.verify.rules.draw import Draw, Shapes, attribute, attributes, index_input
-from xrlflow.verify.rules.kinds import (
+from xrlflow.prover.draw import Draw, Shapes, attribute, attributes, index_input
+from xrlflow.prover.kinds import (
     Family,
     Kind,
     Unlucky,
@@ -25,8 +22,11 @@ from xrlflow.verify.rules.kinds import (
     index_family,
     index_subject,
 )
-from xrlflow.verify.rules.machine import integers
-from xrlflow.verify.rules.sketch import Place, Sketch, SketchConst, SketchNode
+from xrlflow.prover.machine import integers
+from xrlflow.prover.sketch import Place, Sketch, SketchConst, SketchNode
+from xrlflow.rewrite import Rule
+from xrlflow.rewrite.pattern import Capture, Number, Out, Pattern, PNode, Var
+from xrlflow.rewrite.rule import VarSpec
 
 # The element types that a rule is tried with, whether it takes them or not.
 TYPES = (DType.FLOAT, DType.DOUBLE, DType.FLOAT16, DType.BFLOAT16, DType.BOOL, *sorted(INTEGERS))

@@ -27,9 +27,7 @@ import numpy as np
 from xrlflow.ir import Graph, digest
 from xrlflow.ir.dims import LARGEST
 from xrlflow.ops.evaluate import NotEvaluable
-from xrlflow.rewrite import AnyRule, Library, Refused
-from xrlflow.rewrite.state import match_all
-from xrlflow.verify.rules.cases import (
+from xrlflow.prover.cases import (
     Case,
     Wrong,
     check_field,
@@ -39,13 +37,15 @@ from xrlflow.verify.rules.cases import (
     usable,
     whole_types,
 )
-from xrlflow.verify.rules.code import CodeMutant, Compiled, forget, functions_of, mutants_of, places_of, put
-from xrlflow.verify.rules.draw import Draw
-from xrlflow.verify.rules.growth import grown
-from xrlflow.verify.rules.proof import Proof, different, in_turn, library_of
-from xrlflow.verify.rules.reached import Line, lines_run
-from xrlflow.verify.rules.sketch import Problem, sketch_of
-from xrlflow.verify.rules.variations import at_limit
+from xrlflow.prover.code import CodeMutant, Compiled, forget, functions_of, mutants_of, places_of, put
+from xrlflow.prover.draw import Draw
+from xrlflow.prover.growth import grown
+from xrlflow.prover.proof import Proof, different, in_turn, library_of
+from xrlflow.prover.reached import Line, lines_run
+from xrlflow.prover.sketch import Problem, sketch_of
+from xrlflow.prover.variations import at_limit
+from xrlflow.rewrite import AnyRule, Library, Refused
+from xrlflow.rewrite.state import match_all
 
 Verdict = Literal["wrong", "raises", "loops", "loses", "useless", "costlier", "tested", "same", "right"]
 KILLED: tuple[Verdict, ...] = ("wrong", "raises", "loops", "loses", "useless", "costlier", "tested")

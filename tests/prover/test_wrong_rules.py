@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from xrlflow.ir import FLOATS, INTEGERS, DType, Node
+from xrlflow.prover import prove
 from xrlflow.rewrite import AnyRule, Captures, Op, Reader, Region, RegionRule, Rule, Val, require
-from xrlflow.verify.rules import prove
 
 # Numbers, values
 

@@ -30,11 +30,7 @@ from xrlflow.ir.dims import LARGEST
 from xrlflow.onnxio import load
 from xrlflow.ops.evaluate import NotEvaluable
 from xrlflow.ops.schema import IR_VERSION, OPSET
-from xrlflow.rewrite import AnyRule, Library, Refused, Rule, RuleError
-from xrlflow.rewrite.pattern import Pattern, trace_patterns
-from xrlflow.rewrite.rule import Contradiction, Site
-from xrlflow.rewrite.state import match_all
-from xrlflow.verify.rules.cases import (
+from xrlflow.prover.cases import (
     Case,
     Wrong,
     check_field,
@@ -46,14 +42,14 @@ from xrlflow.verify.rules.cases import (
     usable,
     whole_types,
 )
-from xrlflow.verify.rules.coverage import Coverage, example_kinds, grant, matched, own_conditions
-from xrlflow.verify.rules.draw import Draw, T
-from xrlflow.verify.rules.hunt import Hunt, Hunted, Survivor
-from xrlflow.verify.rules.kinds import Kind, Meaningless, Unlucky
-from xrlflow.verify.rules.patterns import dimension_of, draw_pattern, pattern_kinds
-from xrlflow.verify.rules.sketch import Problem, Sketch, Unbuildable, build, sketch_of
-from xrlflow.verify.rules.thresholds import limits, watch, written
-from xrlflow.verify.rules.variations import (
+from xrlflow.prover.coverage import Coverage, example_kinds, grant, matched, own_conditions
+from xrlflow.prover.draw import Draw, T
+from xrlflow.prover.hunt import Hunt, Hunted, Survivor
+from xrlflow.prover.kinds import Kind, Meaningless, Unlucky
+from xrlflow.prover.patterns import dimension_of, draw_pattern, pattern_kinds
+from xrlflow.prover.sketch import Problem, Sketch, Unbuildable, build, sketch_of
+from xrlflow.prover.thresholds import limits, watch, written
+from xrlflow.prover.variations import (
     at_limit,
     at_number,
     neighbours,
@@ -63,6 +59,10 @@ from xrlflow.verify.rules.variations import (
     square,
     vary,
 )
+from xrlflow.rewrite import AnyRule, Library, Refused, Rule, RuleError
+from xrlflow.rewrite.pattern import Pattern, trace_patterns
+from xrlflow.rewrite.rule import Contradiction, Site
+from xrlflow.rewrite.state import match_all
 
 # How many sketches are drawn at most, how many cases are wanted, and how few are enough.
 MOST_SKETCHES, CASES, LEAST_CASES = 1200, 60, 8

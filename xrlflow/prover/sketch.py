@@ -34,8 +34,8 @@ from xrlflow.ir import (
 from xrlflow.ops.infer import UNKNOWN, InferenceError, infer
 from xrlflow.ops.schema import canonical_attrs, schema
 from xrlflow.ops.tensors import numpy_dtype
+from xrlflow.prover.kinds import Kind
 from xrlflow.rewrite import evaluate_small
-from xrlflow.verify.rules.kinds import Kind
 
 Array = npt.NDArray[Any]
 

@@ -12,13 +12,13 @@ import pytest
 from rewrite_rules import LIBRARY
 from xrlflow.ir import Node
 from xrlflow.onnxio import load
+from xrlflow.prover.code import functions_of, mutants_of, put
+from xrlflow.prover.codehunt import KILLED, CodeHunt, Found
+from xrlflow.prover.proof import parse
+from xrlflow.prover.thresholds import function_of
 from xrlflow.rewrite import Captures, Op, Reader, Region, RegionRule, Rule, Val, require, worthwhile
-from xrlflow.verify.rules.code import functions_of, mutants_of, put
-from xrlflow.verify.rules.codehunt import KILLED, CodeHunt, Found
-from xrlflow.verify.rules.proof import parse
-from xrlflow.verify.rules.thresholds import function_of
 
-EXPLAINED = Path(__file__).parents[2] / "rules" / "survivors.json"
+EXPLAINED = Path(__file__).parents[1] / "rules" / "survivors.json"
 # Rules of which all mutants are tried, quick ones of several families.
 SAMPLE = ("RemoveZeroAdd", "RemoveNoopSlice", "ReplacePowBySqrt")
 
@@ -190,7 +190,7 @@ def test_a_wrong_rule_has_no_mutants() -> None:
 
 
 def test_what_takes_too_long_loops() -> None:
-    from xrlflow.verify.rules.codehunt import TooLong, limited
+    from xrlflow.prover.codehunt import TooLong, limited
 
     def wait() -> None:
         while True:
