@@ -155,6 +155,32 @@ def test_functions_are_given_what_they_name() -> None:
     refuses(SelectSecond(), model(graph.format(3)), "no two rows")
 
 
+def test_all_others_are_the_variables_without_a_name() -> None:
+    class AddFirst(Rule):
+        """sum(sum(x, y, ...), z) -> sum(z, x, y, ...)  for z of three columns."""
+
+        arity = (2, 3)
+        spreads = True
+
+        def source(self, op: Op, z: Any, *xs: Any) -> Any:
+            return op.Sum(op.Sum(*xs), z)
+
+        def where(self, *others: Val) -> None:
+            z, *xs = others
+            require(z.shape[-1:] == (3,), "z has no three columns")
+            require(len(xs) in (2, 3), "others")
+
+        def target(self, op: Op, z: Val, *others: Val) -> Any:
+            return op.Sum(z, *others)
+
+    graph = (
+        "agraph (float[N,{0}] x, float[N,{0}] y, float[N,{0}] z) => (float[N,{0}] r) "
+        "{{ s = Sum(x, y) r = Sum(s, z) }}"
+    )
+    applies(AddFirst(), model(graph.format(3)), ops=["Sum"])
+    refuses(AddFirst(), model(graph.format(4)), "no three columns")
+
+
 def test_a_name_that_is_no_variable() -> None:
     class Misspelt(FuseLogistic):
         """1 / (1 + exp(-x)) -> sigmoid(x)."""

@@ -350,7 +350,7 @@ class Rule(_Declared):
     `source(op, x, ...)` is traced to get the patterns, its parameters are the variables (a starred one is expanded to
     each number of `arity`, `op.either` and `op.any_of` to each of what they are given); `where` refuses by `require`;
     `target(op, ...)` is traced for each match and returns as many values as `source`. Both are given what they name:
-    variables, and `m`, which has the captured attributes.
+    variables, and `m`, which has the captured attributes; `*others` are all variables that have no name there.
 
     An attribute that a source does not mention must have its default. A source's nodes must not be constant.
     """
@@ -396,14 +396,17 @@ class Rule(_Declared):
         fixed = [name for name, star in self.variables if not star]
         if unknown := [name for name in named if name not in fixed]:
             raise RuleError(f"{self.name}: {function} takes {', '.join(unknown)}, which the source does not")
+        places = [fixed.index(name) for name in named]
         starred = any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters)
-        return Takes(captures, tuple(fixed.index(name) for name in named), len(fixed), starred)
+        if starred:
+            places += [i for i, name in enumerate(fixed) if name not in named]
+        return Takes(captures, tuple(places), len(fixed), starred)
 
 
 @dataclass(frozen=True, slots=True)
 class Takes:
-    """What a function of a rule is given of a match: its captures, some of the variables (`places`), and the values of
-    the starred one, which come after the first `fixed` ones."""
+    """What a function of a rule is given of a match: its captures, some of the variables (`places`), and, if it takes
+    all others, the values of the starred one, which come after the first `fixed` ones."""
 
     captures: bool
     places: tuple[int, ...]
