@@ -6,7 +6,7 @@ Only operators that ONNX Runtime has a CPU kernel for: Mish, GroupNormalization 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, ClassVar
@@ -615,225 +615,121 @@ class FuseLeakyReluFromMax(RegionRule):
 # Sigmoid, Softplus, Tanh and their like
 
 
-def _negated(reader: Reader, value: Value) -> Value | None:
-    """x, if a value is -x."""
-    node = made_by(reader, value, "Neg", "Mul")
-    if node is None:
-        return None
-    if node.op == "Neg":
-        return node.inputs[0]
-    return next((x for x, c in _operands(node) if _is(reader, c, -1.0, x)), None)
+def _negative(op: Op, x: Any) -> Any:
+    """-x, in a source."""
+    return op.either(op.Neg(x), op.Mul(x, -1.0))
 
 
-def _one_and_exp(reader: Reader, value: Value) -> Value | None:
-    """x, if a value is 1 + exp(x)."""
-    for power, one in _operands(made_by(reader, value, "Add")):
-        node = made_by(reader, power, "Exp")
-        if node is not None and _is(reader, one, 1.0, power):
-            return node.inputs[0]
-    return None
-
-
-class FuseSigmoid(RegionRule):
+class FuseSigmoid(Rule):
     """1 / (1 + exp(-x)) -> sigmoid(x)."""
 
     proof = "numeric"
     relies_on = "sigmoid(x) = 1 / (1 + exp(-x))"
     dtypes = _WIDE
-    anchors = ("Div", "Reciprocal")
-    reads_from = ("Add",)
-    examples = (
-        "agraph (float[N,3] x) => (float[N,3] y) { one = Constant<value_float=1.0>() n = Neg(x) e = Exp(n) "
-        "s = Add(e, one) y = Div(one, s) }",
-        "agraph (float[2,3] x) => (float[2,3] y) <float[1] one = {1}, float m = {-1}> "
-        "{ n = Mul(x, m) e = Exp(n) s = Add(one, e) y = Reciprocal(s) }",
-    )
+    shapes = "x[...]:float"
 
-    def find(self, reader: Reader, node: Node) -> Region | None:
-        below = node.inputs[-1]
-        if node.op == "Div" and not _is(reader, node.inputs[0], 1.0, below):
-            return None
-        exponent = _one_and_exp(reader, below)
-        x = None if exponent is None else _negated(reader, exponent)
-        if x is None:
-            return None
-        return Region(node.outputs, (x,), _between(reader, node.outputs[0], (x,)))
+    def source(self, op: Op, x: Any) -> Any:
+        below = op.Add(1.0, op.Exp(_negative(op, x)))
+        return op.either(op.Div(1.0, below), op.Reciprocal(below))
 
-    def target(self, op: Op, region: Region, x: Val) -> Any:
+    def target(self, op: Op, x: Val) -> Any:
         return op.Sigmoid(x)
 
 
-class ReplaceDivBySigmoid(RegionRule):
+class ReplaceDivBySigmoid(Rule):
     """a / (1 + exp(-x)) -> a * sigmoid(x).  With a = x it is SiLU."""
 
     proof = "numeric"
     relies_on = "sigmoid(x) = 1 / (1 + exp(-x))"
     dtypes = _WIDE
-    anchors = ("Div",)
-    reads_from = ("Add",)
+    shapes = "a[...]:float x[...]:float"
     examples = (
         "agraph (float[N,3] x) => (float[N,3] y) { one = Constant<value_float=1.0>() n = Neg(x) e = Exp(n) "
         "s = Add(e, one) y = Div(x, s) }",
-        "agraph (float[N,3] x, float[3] a) => (float[N,3] y) { one = Constant<value_float=1.0>() "
-        "m = Constant<value_float=-1.0>() n = Mul(m, x) e = Exp(n) s = Add(one, e) y = Div(a, s) }",
     )
 
-    def find(self, reader: Reader, node: Node) -> Region | None:
-        a, below = node.inputs
-        exponent = _one_and_exp(reader, below)
-        x = None if exponent is None else _negated(reader, exponent)
-        if x is None or _is(reader, a, 1.0, below):
-            return None
-        return Region(node.outputs, (a, x), _between(reader, node.outputs[0], (a, x)))
+    def source(self, op: Op, a: Any, x: Any) -> Any:
+        return op.Div(a, op.Add(1.0, op.Exp(_negative(op, x))))
 
-    def target(self, op: Op, region: Region, a: Val, x: Val) -> Any:
+    def where(self, a: Val) -> None:
+        worthwhile(a.uniform != 1.0, "it is a sigmoid")
+
+    def target(self, op: Op, a: Val, x: Val) -> Any:
         return op.Mul(a, op.Sigmoid(x))
 
 
-class FuseSoftplus(RegionRule):
+class FuseSoftplus(Rule):
     """log(1 + exp(x)) -> softplus(x).
 
     Where exp(x) overflows, the left side is infinite, and the right side x.
     """
 
     mends = True
-
     proof = "numeric"
     relies_on = "softplus(x) = log(1 + exp(x))"
     dtypes = _FLOAT
-    anchors = ("Log",)
-    reads_from = ("Add",)
-    examples = (
-        "agraph (float[N,3] x) => (float[N,3] y) { one = Constant<value_float=1.0>() e = Exp(x) s = Add(e, "
-        "one) y = Log(s) }",
-        "agraph (float[2,3] x) => (float[2,3] y) <float[1] one = {1}> { e = Exp(x) s = Add(one, e) y = "
-        "Log(s) }",
-    )
+    shapes = "x[...]:float"
 
-    def find(self, reader: Reader, node: Node) -> Region | None:
-        x = _one_and_exp(reader, node.inputs[0])
-        if x is None:
-            return None
-        return Region(node.outputs, (x,), _between(reader, node.outputs[0], (x,)))
+    def source(self, op: Op, x: Any) -> Any:
+        return op.Log(op.Add(1.0, op.Exp(x)))
 
-    def target(self, op: Op, region: Region, x: Val) -> Any:
+    def target(self, op: Op, x: Val) -> Any:
         return op.Softplus(x)
 
 
-class FuseTanh(RegionRule):
+class FuseTanh(Rule):
     """(exp(x) - exp(-x)) / (exp(x) + exp(-x)) -> tanh(x).
 
     Where an exponential overflows, the left side is NaN, and the right side 1 or -1.
     """
 
     mends = True
-
     proof = "numeric"
     relies_on = "the definition of tanh by exponentials"
     dtypes = _WIDE
-    anchors = ("Div",)
-    reads_from = ("Sub",)
-    examples = (
-        "agraph (float[N,3] x) => (float[N,3] y) { n = Neg(x) e = Exp(x) f = Exp(n) s = Sub(e, f) t = "
-        "Add(e, f) y = Div(s, t) }",
-    )
+    shapes = "x[...]:float"
 
-    def find(self, reader: Reader, node: Node) -> Region | None:
-        difference = made_by(reader, node.inputs[0], "Sub")
-        total = made_by(reader, node.inputs[1], "Add")
-        if difference is None or total is None or sorted(total.inputs) != sorted(difference.inputs):
-            return None
-        up, down = (made_by(reader, v, "Exp") for v in difference.inputs)
-        if up is None or down is None or _negated(reader, down.inputs[0]) != up.inputs[0]:
-            return None
-        x = up.inputs[0]
-        return Region(node.outputs, (x,), _between(reader, node.outputs[0], (x,)))
+    def source(self, op: Op, x: Any) -> Any:
+        up, down = op.Exp(x), op.Exp(_negative(op, x))
+        return op.Div(op.Sub(up, down), op.Add(up, down))
 
-    def target(self, op: Op, region: Region, x: Val) -> Any:
+    def target(self, op: Op, x: Val) -> Any:
         return op.Tanh(x)
 
 
-class FuseSoftsign(RegionRule):
+class FuseSoftsign(Rule):
     """x / (1 + |x|) -> softsign(x)."""
 
     dtypes = _FLOAT
-    anchors = ("Div",)
-    reads_from = ("Add",)
-    examples = (
-        "agraph (float[N,3] x) => (float[N,3] y) { one = Constant<value_float=1.0>() a = Abs(x) s = "
-        "Add(one, a) y = Div(x, s) }",
-        "agraph (float[2,3] x) => (float[2,3] y) <float[1,1] one = {1}> { a = Abs(x) s = Add(a, one) y = "
-        "Div(x, s) }",
-    )
+    shapes = "x[...]:float"
 
-    def find(self, reader: Reader, node: Node) -> Region | None:
-        x, below = node.inputs
-        for size, one in _operands(made_by(reader, below, "Add")):
-            absolute = made_by(reader, size, "Abs")
-            if absolute is not None and absolute.inputs[0] == x and _is(reader, one, 1.0, size):
-                return Region(node.outputs, (x,), _between(reader, node.outputs[0], (x,)))
-        return None
+    def source(self, op: Op, x: Any) -> Any:
+        return op.Div(x, op.Add(1.0, op.Abs(x)))
 
-    def target(self, op: Op, region: Region, x: Val) -> Any:
+    def target(self, op: Op, x: Val) -> Any:
         return op.Softsign(x)
 
 
-class FuseHardSwishFromScaled(RegionRule):
+class FuseHardSwishFromScaled(Rule):
     """x * clip(x + 3, 0, 6) * (1/6) -> x * hardsigmoid(x, 1/6, 1/2)  with the factors in any order."""
 
     proof = "numeric"
     relies_on = "hardsigmoid(x) = clip(x / 6 + 1/2, 0, 1)"
     dtypes = _FLOAT
-    anchors = ("Mul",)
-    reads_from = ("Mul", "Div", "Clip")
-    examples = (
-        "agraph (float[N,3] x) => (float[N,3] y) <float t = {3}, float z = {0}, float s = {6}, float r = "
-        "{0.16666667}> "
-        "{ a = Add(x, t) c = Clip(a, z, s) m = Mul(x, c) y = Mul(m, r) }",
-        "agraph (float[2,3] x) => (float[2,3] y) <float[1] t = {3}, float z = {0}, float s = {6}> "
-        "{ a = Add(t, x) c = Clip(a, z, s) d = Div(x, s) y = Mul(c, d) }",
-        "agraph (float[2,3] x) => (float[2,3] y) <float t = {3}, float z = {0}, float s = {6}, float r = "
-        "{0.16666667}> "
-        "{ a = Add(x, t) c = Clip(a, z, s) m = Mul(r, x) y = Mul(m, c) }",
-    )
+    shapes = "x[...]:float"
 
-    def find(self, reader: Reader, node: Node) -> Region | None:
-        for x, clip in self._factors(reader, node):
-            if self._clipped(reader, clip) == x:
-                return Region(node.outputs, (x,), _between(reader, node.outputs[0], (x,)))
-        return None
+    def source(self, op: Op, x: Any) -> Any:
+        gate = op.Clip(op.Add(x, 3.0), 0.0, 6.0)
+        return op.either(*(
+            whole
+            for a, b in ((x, gate), (gate, x))
+            for whole in (
+                op.Div(op.Mul(a, b), 6.0), op.Mul(op.Mul(a, b), 1 / 6),
+                op.Mul(a, op.Div(b, 6.0)), op.Mul(a, op.Mul(b, 1 / 6)),
+            )
+        ))  # fmt: skip
 
-    @staticmethod
-    def _factors(reader: Reader, node: Node) -> Iterator[tuple[Value, Value]]:
-        """The two factors besides 1/6 of a product of three, in both orders."""
-        for whole, part in _operands(node):
-            inner = made_by(reader, whole, "Mul", "Div")
-            if inner is None:
-                continue
-            p, q = inner.inputs
-            if inner.op == "Div":
-                pairs = [(p, part)] if _is(reader, q, 6.0, p) else []
-            elif _is(reader, part, 1 / 6, whole):
-                pairs = [(p, q)]
-            else:
-                pairs = [(a, part) for a, b in ((p, q), (q, p)) if _is(reader, b, 1 / 6, a)]
-            for a, b in pairs:
-                yield a, b
-                yield b, a
-
-    @staticmethod
-    def _clipped(reader: Reader, value: Value) -> Value | None:
-        """x, if a value is clip(x + 3, 0, 6)."""
-        clip = made_by(reader, value, "Clip")
-        if clip is None or len(clip.inputs) != 3 or ABSENT in clip.inputs:
-            return None
-        total = made_by(reader, clip.inputs[0], "Add")
-        low, high = clip.inputs[1:]
-        if not _is(reader, low, 0.0, value) or not _is(reader, high, 6.0, value):
-            return None
-        return next((x for x, c in _operands(total) if _is(reader, c, 3.0, x)), None)
-
-    def target(self, op: Op, region: Region, x: Val) -> Any:
+    def target(self, op: Op, x: Val) -> Any:
         return op.Mul(x, op.HardSigmoid(x, alpha=float(np.float32(1 / 6)), beta=0.5))
 
 
