@@ -1,0 +1,63 @@
+"""The parts of the pipeline that the interfaces do not show: the clock, and the two finishers."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.rules.harness import model
+from xrlflow.options import BACKENDS, Options
+from xrlflow.pipeline.context import Clock
+from xrlflow.pipeline.explore import explore
+from xrlflow.pipeline.prepare import cost_model, opened, start, with_feeds
+from xrlflow.pipeline.run import FINISHERS
+
+
+def test_a_phase_does_not_count_those_within_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("xrlflow.pipeline.context.time.monotonic", lambda: now[0])
+    clock = Clock(100.0, 160.0)
+    with clock.phase("measure"):
+        now[0] += 2.0
+        with clock.phase("verify"):
+            now[0] += 5.0
+        now[0] += 1.0
+    with clock.phase("measure"):
+        now[0] += 0.5
+    with clock.phase("import", 100.0):
+        now[0] += 0.25
+    assert clock.phases == {"verify": 5.0, "measure": 3.5, "import": 8.75}
+
+
+def test_a_phase_that_fails_is_counted() -> None:
+    clock = Clock(0.0, 60.0)
+    with pytest.raises(ZeroDivisionError), clock.phase("search"):
+        raise ZeroDivisionError
+    with clock.phase("verify"):
+        pass
+    assert list(clock.phases) == ["search", "verify"]
+
+
+def test_every_backend_has_its_finisher() -> None:
+    assert set(FINISHERS) == set(BACKENDS)
+
+
+def test_phases_take_values_and_return_values(tmp_path: Path) -> None:
+    """Each can be called by itself, twice, and finds the same."""
+    proto = model("agraph (float[N,4] x) => (float[N,4] y) { a = Neg(x) b = Neg(a) y = Relu(b) }")
+    options = Options(search="greedy", cost="roofline", measure=False, threads=1, time_limit=30.0)
+    with opened(proto, options, None, time.monotonic()) as context:
+        assert with_feeds(context) is context  # nothing is measured
+        prices = cost_model(context)
+        begins = [start(context, prices) for _ in range(2)]
+        found = [explore(context, begin, prices) for begin in begins]
+        assert begins[0].base.state.fingerprint == begins[1].base.state.fingerprint
+        assert found[0].result.best.trace == found[1].result.best.trace
+        finished = FINISHERS["onnxruntime"](context, begins[0], found[0])
+        assert finished.kept is not None
+        assert [n.op for n in finished.kept.state.graph.nodes()] == ["Relu"]
+        folder = Path(context.folder)
+        assert folder.is_dir()
+    assert not folder.exists()
