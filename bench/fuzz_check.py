@@ -47,8 +47,8 @@ _CREDIBLE = 2.0**-8
 _STEPS = 12  # of a random walk
 _GREEDY_STEPS = 200
 # Kinds of noise come before these two: numbers that some processors flush are 0, of either sign.
-_FLUSHED = 6
-_NOISES = 8
+_FLUSHED = 18
+_NOISES = 20
 COST = Roofline()
 # What evaluation raises where a graph has no value for us; sizes that noise moves may be beyond memory.
 _NO_VALUE = (NotEvaluable, ArithmeticError, IndexError, KeyError, MemoryError, TypeError, ValueError)
