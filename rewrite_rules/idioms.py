@@ -637,8 +637,12 @@ class FuseSigmoid(Rule):
 
 
 class ReplaceDivBySigmoid(Rule):
-    """a / (1 + exp(-x)) -> a * sigmoid(x).  With a = x it is SiLU."""
+    """a / (1 + exp(-x)) -> a * sigmoid(x).  With a = x it is SiLU.
 
+    ONNX Runtime's sigmoid of less than -18 or so is 0, and the product with an infinite a is NaN.
+    """
+
+    spreads = True
     proof = "numeric"
     relies_on = "sigmoid(x) = 1 / (1 + exp(-x))"
     dtypes = _WIDE
