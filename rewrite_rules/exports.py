@@ -56,7 +56,7 @@ def _elements_of(
         shape = shape_of(reader, node.inputs[0])
         types = [None if shape is None else TensorType(DType.FLOAT, shape)]
         return values(node.op, node.attrs, types, [None], node.types[0])
-    if node.types[0].dtype not in _COMPUTED or (node.types[0].rank or 0) > 2:
+    if node.types[0].dtype not in _COMPUTED or node.types[0].rank not in _RANKS:
         return None
     kinds = [None if v == ABSENT else reader.type(v) for v in node.inputs]
     inputs = [_elements(reader, v, steps - 1, found) for v in node.inputs]
@@ -65,27 +65,25 @@ def _elements_of(
 
 # What shapes are computed in.
 _COMPUTED = frozenset((DType.INT64, DType.INT32, DType.BOOL, DType.FLOAT, DType.DOUBLE))
+_RANKS = (None, 0, 1, 2)
 
 
 def numbers(reader: Reader, value: Value) -> tuple[Dim, ...] | None:
     """The elements of a list of integers as dimensions: numbers, formulas, None for what is neither."""
     found = elements(reader, value)
-    if found is None or found.ndim > 1:
-        return None
-    return tuple(dims.dim(e) if isinstance(e, Formula) else None for e in found.flat)
+    return None if found is None else tuple(dims.dim(e) if isinstance(e, Formula) else None for e in found.flat)
 
 
 def reshaped(reader: Reader, node: Node) -> tuple[Dim, ...] | None:
     """The dimensions of a Reshape's output, from those of its input and from how its shape is computed."""
-    source = reader.type(node.inputs[0])
-    before = TensorType(source.dtype, shape_of(reader, node.inputs[0]))
+    dtype = node.types[0].dtype
+    before, blank = TensorType(dtype, shape_of(reader, node.inputs[0])), TensorType(dtype, None)
     known = [None, elements(reader, node.inputs[1])]
-    blank = TensorType(source.dtype, None)
     found = refine("Reshape", node.attrs, [before, reader.type(node.inputs[1])], known, [blank])[0].shape
     own = node.types[0].shape
     if found is None or own is None or len(own) != len(found):
         return own
-    return tuple(a if isinstance(a, int) or b is None else b for a, b in zip(own, found))
+    return tuple(a if b is None else b for a, b in zip(own, found))
 
 
 def _takes(before: Sequence[Dim], constant: Sequence[int]) -> bool:
@@ -314,10 +312,7 @@ class UseSignedWeights(RegionRule):
             return None
         x, w, z, v = node.inputs
         worthwhile(reader.type(x).dtype == DType.UINT8, "the other factor is signed")
-        require(
-            reader.type(w).dtype == DType.UINT8 and reader.type(v).dtype == DType.UINT8,
-            "the weights are signed",
-        )
+        require(reader.type(w).dtype == DType.UINT8, "the weights are signed")
         worthwhile(reader.is_const(w) and reader.is_const(v), "the weights are computed")
         return Region(node.outputs, (x, w, z, v), (node,))
 

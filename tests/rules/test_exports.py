@@ -13,6 +13,7 @@ from rewrite_rules.exports import (
     MoveReshapeIntoConstant,
     ReplaceUnitReduceBySqueeze,
     UseSignedWeights,
+    _takes,
 )
 from tests.rules.harness import alone, applies, model, refuses, run
 from xrlflow.ir import dims
@@ -78,6 +79,37 @@ def test_keys_are_transposed_at_once() -> None:
     assert next(graph.nodes()).attrs["perm"] == (0, 1, 3, 2)
     refuses(MergeFlattenedTranspose(), model(text.format(perm="[0, 2, 1]", back="m, n")), "not those of x")
     refuses(MergeFlattenedTranspose(), model(text.format(perm="[2, 0, 1]", back="n, m")), "leading")
+
+
+def test_shapes_of_shapes_are_followed_through_two_dimensions() -> None:
+    text = (
+        "agraph (float[N,3,M,4] x) => (y) {{ a = Constant<value_ints = [-2]>() b = Constant<value_ints = [-1]>()"
+        " e = Constant<value_ints = [9]>() z = Constant<value_ints = [0]>() k = Constant<value_ints = [{axes}]>()"
+        " s = Shape(x) m = Slice(s, a, b) n = Slice(s, b, e) lead = Slice(s, z, a) f = Concat<axis = 0>(b, m, n)"
+        " u = Unsqueeze(f, k) v = Squeeze(u, k) r = Reshape(x, v) t = Transpose<perm = [0, 2, 1]>(r)"
+        " g = Concat<axis = 0>(lead, n, m) y = Reshape(t, g) }}"
+    )
+    applies(MergeFlattenedTranspose(), model(text.format(axes="0")), ops=["Transpose"])
+    refuses(MergeFlattenedTranspose(), model(text.format(axes="0, 1")))
+
+
+@pytest.mark.parametrize(
+    ("before", "flat", "after", "reason"),
+    [
+        # The second Reshape copies 5, where x has 0.
+        ("0,0,4", "5,0,4", "0,4,0", "another number may lead"),
+        # The second Reshape copies 4, where x has 0.
+        ("0,0,3,4", "-1,3,4", "0,0,4,3", "another be copied"),
+        # The first one is taken by no runtime: x has no third dimension.
+        ("3,4", "1,3,0", "4,3", None),
+    ],
+)
+def test_dimensions_of_zero_may_be_copied(before: str, flat: str, after: str, reason: str | None) -> None:
+    proto = model(
+        f"agraph (float[{before}] x) => (y) {{ f = Constant<value_ints = [{flat}]>() a = Reshape(x, f)"
+        f" b = Transpose<perm = [0, 2, 1]>(a) g = Constant<value_ints = [{after}]>() y = Reshape(b, g) }}"
+    )
+    refuses(MergeFlattenedTranspose(), proto, reason)
 
 
 def test_a_mean_of_one_number() -> None:
@@ -153,6 +185,33 @@ def test_columns_that_are_cut_stay() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("flat", "quantize", "inputs"),
+    [
+        ("0, 2, 4", "q, s, z = DynamicQuantizeLinear(r)", "q, w, z, v"),  # it does not make rows
+        ("0, 4", "q, s, z = DynamicQuantizeLinear(r)", "q, w, z"),
+        ("0, 4", "q, s, z = other.DynamicQuantizeLinear(r)", "q, w, z, v"),
+        ("0, 4", "q = Identity(u)", "q, w, v, v"),
+        ("0, 4", "", "u, w, v, v"),
+    ],
+)
+def test_other_products_stay(flat: str, quantize: str, inputs: str) -> None:
+    proto = model(
+        f"agraph (float[T,2,4] x, uint8[T,4] u) => (y) <uint8 v = {{119}}> {{ k = Constant<value_ints = [{flat}]>()"
+        f" r = Reshape(x, k) {quantize} m = MatMulInteger({inputs}) n = Cast<to = 1>(m)"
+        " l = Constant<value_ints = [0, 1, 1, 6]>() y = Reshape(n, l) }",
+        w=BYTES[:4],
+    )
+    proto.opset_import.add(domain="other", version=1)
+    refuses(KeepRowsInQuantizedProduct(), proto)
+
+
+def test_a_product_of_an_unknown_rank_stays() -> None:
+    proto = model(QUANTISED.format(out="0, 1, 6", more=""), w=BYTES)
+    proto.graph.input[0].type.tensor_type.ClearField("shape")
+    refuses(KeepRowsInQuantizedProduct(), proto)
+
+
 def test_a_bias_is_reshaped_before_it_is_scaled() -> None:
     text = (
         "agraph (float s, float[1,4,2,2] x) => (float[1,4,2,2] y{more}) <float[4] b = {{1, -2, 3, 5}}> {{"
@@ -165,6 +224,8 @@ def test_a_bias_is_reshaped_before_it_is_scaled() -> None:
         ops=["Add", "Cast", "Cast", "Div", "Floor"],
     )
     refuses(MoveReshapeIntoConstant(), model(text.format(more=", float[4] f")))
+    computed = text.format(more="").replace("float s,", "float s, float[4] b,").replace("<float[4] b = {1, -2, 3, 5}>", "")
+    refuses(MoveReshapeIntoConstant(), model(computed))
 
 
 def test_shape_of_a_known_result() -> None:
@@ -262,6 +323,27 @@ def test_a_shape_that_is_doubled_many_times_is_read_once() -> None:
     )
     state = RewriteState.start(load(proto).graph, alone(FoldComputedShape()))
     assert len(state.candidates) <= 1
+
+
+@pytest.mark.parametrize(
+    ("before", "shape", "taken"),
+    [
+        ((2, 6), (3, 4), True),
+        ((2, 6), (3, 5), False),
+        ((2, 6), (0, 6), True),
+        ((2, 6), (0, 5), False),
+        ((2, 6), (2, 6, 0), False),  # nothing is there to be copied
+        ((2, 6), (4, -1), True),
+        ((2, 6), (1, -1), True),
+        ((2, 6), (5, -1), False),
+        ((2, 6), (0, -1), True),
+        ((0, 6), (0, -1), False),  # nothing can be inferred beside a 0
+        ((0, 6), (6, 0), False),
+        (("N", 6), (5, 1), True),
+    ],
+)
+def test_a_reshape_keeps_the_number_of_elements(before, shape, taken):
+    assert _takes(before, shape) is taken
 
 
 @pytest.mark.parametrize(
