@@ -211,7 +211,7 @@ def _leads_to_an_error(graph: Graph, node: Node, taken: bool, below: Sequence[Va
         if chosen is not None:
             before, after = after, chosen
             decided += 1
-            new = [v for v, n in after.producers.items() if v == n.id and before.producers.get(v) is not n]
+            new = [v for v, n in after.producers.items() if before.producers.get(v) is not n]
             work += new
             seen.update(new)
             continue
@@ -380,7 +380,7 @@ class MoveInvariantsOutOfLoop(RegionRule):
                 continue
             if not all(v == ABSENT or v in fixed or loop.is_constant(v) for v in inner.inputs):
                 continue
-            if any(t.dtype == DType.UNDEFINED for t in inner.types):
+            if inner.types[0].dtype == DType.UNDEFINED:  # and so are those of other outputs
                 continue
             if starts or (inner.op in _TOTAL and not _may_divide_by_zero(inner)):
                 moved.append(inner)
@@ -459,14 +459,11 @@ class UnrollLoop(RegionRule):
         graph, parts = loop.graph, loop.parts(given)
         states = [s.initial for s in parts.states]
         collected: list[list[Any]] = [[] for _ in parts.collected]
-        order = [n for n in graph.topological() if not n.const]
         for step in range(region.data):
             known = {inside: v for v, inside in parts.captured} | dict(zip(loop.before, states))
             known[graph.inputs[0]] = op.Identity(np.array(step, np.int64))
             known[graph.inputs[1]] = op.Identity(np.array(True))
             outside = Outside(op, graph, around(given), known, sizes_only=True)
-            for node in order:
-                outside.copy(node)
             states = [outside(s.after) for s in parts.states]
             for column, c in zip(collected, parts.collected):
                 column.append(op.Unsqueeze(outside(c.value), [0]))

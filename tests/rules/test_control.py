@@ -15,9 +15,10 @@ from rewrite_rules.control import (
     MoveInvariantsOutOfLoop,
     UnrollLoop,
 )
+from rewrite_rules.bodies import _sizes, made_outside
 from tests.rules.harness import applies, assert_equivalent, model, random_feeds, refuses, rewritten, run
 from xrlflow import optimize
-from xrlflow.ir import Body, Graph, Node
+from xrlflow.ir import Body, DType, Graph, Node, TensorType
 from xrlflow.onnxio import load
 from xrlflow.rewrite import AnyRule, Library
 from xrlflow.search import simplify
@@ -73,6 +74,14 @@ def test_a_branch_may_be_a_captured_value_or_a_constant() -> None:
     assert outside(applies(InlineConstantIf(), branches(yes, constant))) == []
 
 
+def test_the_constants_of_a_branch_keep_their_names() -> None:
+    proto = branches("c = Constant<value = bool {1}>()", "p = Mul(x, weight)")
+    branch = proto.graph.node[-1].attribute[0].g
+    branch.initializer.append(onnx.numpy_helper.from_array(np.ones(3, np.float32), "weight"))
+    after, _ = rewritten(InlineConstantIf(), proto)
+    assert [i.name for i in after.graph.initializer] == ["weight"]
+
+
 def test_a_condition_that_is_computed_stays() -> None:
     refuses(InlineConstantIf(), branches("", inputs="bool c, float[3] x"))
 
@@ -126,8 +135,33 @@ def test_a_branch_that_fails_by_what_it_decides_is_dropped() -> None:
     assert {s.rule for s in steps} <= {"DropFailingBranch", "InlineConstantIf"}
 
 
+def branched(condition: str, then: str, other: str, after: str = "y = Relu(e)") -> str:
+    """What follows `squeezed`: a branch that depends on the rank of q."""
+    return (
+        f"t = Shape({condition}) n = Size(t) k = Constant<value_int = 3>() f = Equal(n, k)"
+        f" e = If (f) <then_branch = g () => (float[H,I] o) {{ o = {then} }},"
+        f" else_branch = h () => (float[J,K] v) {{ v = {other} }}> {after}"
+    )
+
+
+def test_a_branch_that_fails_within_what_it_decides_is_dropped() -> None:
+    after, graph = rewritten(DropFailingBranch(), squeezed(branched("q", "Concat<axis = 1>(q, z)", "Relu(q)")))
+    assert "Squeeze" in outside(graph)
+    custom = squeezed(branched("q", "other.Op(q)", "other.Op(q)"))  # of which nobody knows what it takes
+    custom.opset_import.add(domain="other", version=1)
+    refuses(DropFailingBranch(), custom)
+
+
+def test_what_follows_is_looked_at_beyond_what_it_decides() -> None:
+    """There are more nodes than types are found for at a time, or nodes looked at in the beginning."""
+    many = [" ".join(f"{x}{i + 1} = Relu({x}{i})" for i in range(150)) for x in "ab"]
+    text = branched("a150", "Relu(a150)", "Relu(a150)", f"b0 = Relu(e) {many[1]} y = Concat<axis = 1>(b150, z)")
+    rewritten(DropFailingBranch(), squeezed(f"a0 = Relu(q) {many[0]} {text}"))
+
+
 def test_a_branch_stays_while_both_can_be() -> None:
     refuses(DropFailingBranch(), squeezed("y = Tanh(q)"))
+    refuses(DropFailingBranch(), squeezed("y = MatMul(q, s)"))  # which fails in any case
     # What runs in one case only says nothing.
     refuses(
         DropFailingBranch(),
@@ -184,6 +218,66 @@ def test_small_loops_are_unrolled() -> None:
     k = "k = Constant<value_int = 3>()"
     graph = applies(UnrollLoop(), loop("on = Identity(going) w = Add(v, x) s = Relu(w)", count="k", more=k))
     assert outside(graph) == ["Add", "Add", "Add", "Concat", *["Relu"] * 3, *["Unsqueeze"] * 3]
+
+
+@pytest.mark.parametrize(
+    ("count", "nodes", "small"), [(16, 8, True), (16, 9, False), (17, 4, False), (14, 9, True)]
+)
+def test_few_steps_of_few_nodes_are_unrolled(count: int, nodes: int, small: bool) -> None:
+    more = " ".join(f"a{i + 1} = Neg(a{i})" for i in range(nodes - 4))
+    body = f"on = Identity(going) a0 = Neg(v) {more} w = Neg(a{nodes - 4}) s = Neg(w)"
+    proto = loop(body, count="k", more=f"k = Constant<value_int = {count}>()")
+    if small:
+        rewritten(UnrollLoop(), proto)
+    else:
+        refuses(UnrollLoop(), proto, "too large")
+
+
+@pytest.mark.parametrize("count", [0, -1])
+def test_a_loop_without_steps_is_nothing(count: int) -> None:
+    proto = model(
+        f"agraph (float[2] z) => (float[2] y) <int64 k = {{{count}}}> {{"
+        " last = Loop (k, , z) <body = b (int64 i, bool going, float[2] v) => (bool on, float[2] w) {"
+        " on = Identity(going) w = Neg(v) }> y = Exp(last) }"
+    )
+    applies(UnrollLoop(), proto, ops=["Exp"])
+
+
+def test_the_condition_holds_in_every_step() -> None:
+    body = "on = Identity(going) g = Not(going) w = Where(g, v, x) s = Neg(w)"
+    applies(UnrollLoop(), loop(body, count="k", more="k = Constant<value_int = 2>()"))
+
+
+def test_symbols_of_a_body_say_nothing_outside() -> None:
+    """They stand for another number in each step."""
+    assert _sizes(TensorType(DType.FLOAT, ("N", 3))).shape == (None, 3)
+    assert _sizes(TensorType(DType.FLOAT, None)).shape is None
+    proto = model(
+        "agraph (float[2] z) => (float[K] last) <int64 two = {2}, int64[1] first = {0}> {"
+        " last = Loop (two, , z) <body = b (int64 i, bool going, float[L] v) => (bool on, float[P] w) {"
+        " on = Identity(going) n = NonZero(v) f = Cast<to = 1>(n) w = Squeeze(f, first) }> }"
+    )
+    graph = applies(UnrollLoop(), proto)
+    assert [n.types[0].shape for n in graph.nodes() if n.op == "NonZero"] == [(1, None)] * 2
+
+
+def test_what_is_made_outside_is_no_constant_inside() -> None:
+    graph = load(loop("on = Identity(going) w = Neg(v) s = Neg(w)")).graph
+    assert not made_outside(graph, graph.outputs[0], TensorType(DType.FLOAT, (2,), True)).const
+
+
+@pytest.mark.parametrize("made", ["r = Clip(c, , x0)", "q = Neg(c) r = Mul(q, c)"])
+def test_what_is_made_of_large_constants_is_known_inside(made: str) -> None:
+    numbers = np.arange(1200, dtype=np.float32).reshape(4, 300)
+    proto = model(
+        "agraph (int64 n, float[4,300] x, float[4,300] z) => (float[4,300] last) <float x0 = {50}> {"
+        f" {made} last = Loop (n, , z) <body = b (int64 i, bool going, float[4,300] v)"
+        " => (bool on, float[4,300] w) { on = Identity(going) a = Tanh(x) t = Add(v, r) w = Add(t, a) }> }",
+        c=numbers,
+    )
+    graph = applies(MoveInvariantsOutOfLoop(), proto)
+    assert outside(graph) == ["Loop", "Tanh"]
+    assert only(graph, "Loop").captured == 1
 
 
 def test_unrolled_steps_know_their_shapes() -> None:
@@ -286,7 +380,7 @@ def test_a_loop_without_condition_and_states() -> None:
         " on = Identity(going) e = Gather(x, i) s = Exp(e) }> }"
     )
     proto.graph.node[-1].input.append("")
-    rewritten(HoistOutOfLoop(), proto)
+    applies(HoistOutOfLoop(), proto)
 
 
 def test_sequences_of_other_lengths_do_not_mix() -> None:
