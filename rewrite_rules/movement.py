@@ -147,7 +147,9 @@ class _Trace:
         x = self.map(node.inputs[0])
         axes = fronts(range(len(starts)) if given is None else given, len(x.dims))
         steps = steps or (1,) * len(starts)
-        for axis, start, end, step in zip(axes, starts, slice_ends(ends, steps), steps, strict=True):
+        if not len(axes) == len(starts) == len(ends) == len(steps):
+            raise Unmappable("the numbers of a slice are not as many")
+        for axis, start, end, step in zip(axes, starts, slice_ends(ends, steps), steps):
             size = self._size(x, axis)
             if size is None:
                 # No dimension is longer than what fits 31 bits: exporters write "to the end" in that way.
@@ -270,7 +272,7 @@ def _emit(op: Op, x: Any, steps: Sequence[Step], fill: Val | None = None) -> Any
 
 def _moved(node: Node) -> tuple[Value, ...]:
     """The inputs that a node moves: the others say how, or with what to fill."""
-    return node.inputs if node.op == "Concat" else node.inputs[:1]
+    return node.inputs if node.op == "Concat" else (node.inputs[0],)
 
 
 def _above(reader: Reader, node: Node) -> Iterator[Node]:
@@ -607,7 +609,7 @@ class PushMovementIntoConcat(RegionRule):
         try:
             m = trace.map(output)
             nodes = trace.nodes(node) if output in trace.makers else []
-            if len(nodes) < 2 or core_of(m) is not None:
+            if core_of(m) is not None:  # of one source
                 return None
             scale = trace.scale()
             joined = best_joined(trace.shapes, m, trace.may_use_blocks(), scale)
@@ -667,7 +669,7 @@ class ReplaceMovement(RegionRule):
         if before is None or after is None:
             return False
         if node.op != "Gather":
-            return _elements(before) == _elements(after) and len(before) > 0
+            return _elements(before) == _elements(after)
         index = reader.val(node.inputs[1]).array_or_none
         if index is None or not index.size:
             return False

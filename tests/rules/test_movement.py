@@ -9,11 +9,11 @@ import onnx
 import pytest
 
 from rewrite_rules import movement
-from rewrite_rules.movement import MergeMovement, PushMovementIntoConcat, ReplaceMovement
+from rewrite_rules.movement import MergeMovement, PushMovementIntoConcat, ReplaceMovement, _Trace
 from tests.rules.harness import applies, model, refuses
 from xrlflow.ir import Graph
 from xrlflow.onnxio import load
-from xrlflow.rewrite import Library, RegionRule
+from xrlflow.rewrite import Library, Reader, RegionRule
 from xrlflow.rewrite.state import match_all
 
 EXAMPLES = [(r, e) for r in movement.RULES if isinstance(r, RegionRule) for e in r.examples]
@@ -159,6 +159,24 @@ def chain(before: str, nodes: str, after: str, **given: object):
             {"p": [0, 1, 0, 0, 1, 0], "s": [1], "e": [4], "i": [2]},
             ["Transpose"],
         ),
+        # a view and a Transpose that are one of them, since dimensions of 1 hold nothing
+        ("1,3,4", "a = Reshape(x, s) r = Transpose<perm=[2,0,1]>(a)", "4,3,1", {"s": [3, 1, 4]}, ["Transpose"]),
+        ("6", "a = Reshape(x, s) r = Transpose<perm=[2,1,0,3]>(a)", "1,2,1,3", {"s": [1, 2, 1, 3]}, ["Reshape"]),
+        # what Reshape and Flatten have by default
+        (
+            "2,3,4",
+            "a = Transpose<perm=[0,2,1]>(x) b = Transpose<perm=[0,2,1]>(a) r = Reshape<allowzero=1>(b, s)",
+            "1,24",
+            {"s": [1, 24]},
+            ["Reshape"],
+        ),
+        (
+            "2,3,4",
+            "a = Transpose<perm=[0,2,1]>(x) b = Transpose<perm=[0,2,1]>(a) r = Flatten(b)",
+            "2,12",
+            {},
+            ["Reshape"],
+        ),
         # space to depth by reshapes
         (
             "N,3,4,6",
@@ -271,6 +289,65 @@ def test_refuses(before, nodes, after, given):
     refuses(MergeMovement(), chain(before, nodes, after, **given))
 
 
+def unknown(proto: onnx.ModelProto, which: int = 0) -> onnx.ModelProto:
+    """A model with an input of an unknown rank."""
+    proto.graph.input[which].type.tensor_type.ClearField("shape")
+    return proto
+
+
+def test_unknown_ranks():
+    text = "a = Reshape(x, s) r = Transpose<perm=[0,2,1]>(a)"
+    refuses(MergeMovement(), unknown(chain("2,12", text, "2,4,3", s=[2, 3, 4])))
+    text = "agraph (float[2,12] x, int64[K] s) => (y) { a = Transpose(x) r = Reshape(a, s) y = Neg(r) }"
+    refuses(MergeMovement(), unknown(model(text), 1))
+    text = "agraph (float[2,12] x, int64[K] s) => (y) { a = Expand(x, s) y = Neg(a) }"
+    refuses(ReplaceMovement(), unknown(model(text), 1))
+
+
+@pytest.mark.parametrize(
+    "given", [{"e": [5]}, {"i": [1]}, {"k": [0]}, {"t": [1]}], ids=["ends", "starts", "axes", "steps"]
+)
+def test_a_slice_of_uneven_lists_is_left_alone(given):
+    """No runtime takes it; reading it must not fail."""
+    numbers = {"i": [1, 1], "e": [5, 5], "k": [0, 1], "t": [1, 2]} | given
+    source = "agraph (float[6,6] x) => (y) { a = Slice(x, i, e, k, t) b = Transpose(a) y = Neg(b) }"
+    refuses(MergeMovement(), model(source, **ints(**numbers)))
+
+
+def test_why_a_chain_is_left_alone_is_remembered():
+    rule = MergeMovement()
+    nodes = "a = Reshape(x, s) b = Transpose<perm=[0,2,1,3]>(a) c = Reshape(b, t) r = Transpose<perm=[0,2,1,3]>(c)"
+    for _ in range(2):
+        refuses(rule, chain("N,5,12", nodes, "N,5,3,4", s=[0, 0, 3, 4], t=[0, 5, 4, 3]), "nothing is gained")
+
+
+def traced(proto: onnx.ModelProto) -> tuple[_Trace, Graph]:
+    """What the last node but one of a model takes its elements from."""
+    graph = load(proto).graph
+    end = list(graph.topological())[-2]
+    trace = _Trace(Reader(graph, end.id))
+    trace.map(end.outputs[0])
+    return trace, graph
+
+
+@pytest.mark.parametrize(
+    ("axis", "before", "scattered"), [(0, "6,40", False), (1, "6,6,8", True), (1, "6,8,40", False)]
+)
+def test_a_gather_of_short_rows_costs_more(axis, before, scattered):
+    """Of fewer than 32 elements behind the axis."""
+    trace, graph = traced(chain(before, f"r = Gather<axis={axis}>(x, i)", "A,B", i=[3, 1]))
+    node = next(n for n in graph.nodes() if n.op == "Gather")
+    made = trace.maps[node.outputs[0]].volume
+    assert trace.price(node).moved == 2 * made * (3 if scattered else 1)
+
+
+@pytest.mark.parametrize(("before", "scale"), [("N,3", 1), ("3,N", 32), ("N,M,3", 32), ("N,3,M,K", 32 * 32)])
+def test_symbolic_dimensions_count_for_more_than_one(before, scale):
+    """All but the first one, which is a batch."""
+    trace, _ = traced(chain(before, "r = Transpose(x)", "A"))
+    assert trace.scale() == scale
+
+
 # A chain of which nothing comes, as it is split into heads, and chains of which something does.
 HEADS = (
     "agraph (float[N,5,12] x) => (y) { a = Reshape(x, s) b = Transpose<perm=[0,2,1,3]>(a) y = Neg(b) }",
@@ -281,6 +358,7 @@ PARTS = (
     "agraph (float[2,6,4] x) => (y, z) { j = Constant<value_ints=[2,1,0]>() a = Gather<axis=1>(x, s) "
     "p, q = Split<axis=1, num_outputs=2>(a) b = Gather<axis=1>(%s, j) y = Neg(b) z = Add(p, q) }"
 )
+HALF = "agraph (float[2,6,4] x) => (y%s) { a, c = Split<axis=1, num_outputs=2>(x) b = Slice(a, s, t, s) y = Neg(b) z = Abs(c) }"
 CUT = "agraph (float[2,6,4] x) => (y%s) { a = Transpose<perm=[2,0,1]>(x) b = Slice(a, s, t, s) y = Neg(b) z = Abs(a) }"
 
 
@@ -292,6 +370,7 @@ CUT = "agraph (float[2,6,4] x) => (y%s) { a = Transpose<perm=[2,0,1]>(x) b = Sli
         pytest.param(HEADS, (HEADS[0].replace("0,2,1,3", "0,1,2,3"), HEADS[1]), id="attributes"),
         pytest.param((PARTS % "q", [2, 1, 0, 5, 1, 3]), (PARTS % "p", [2, 1, 0, 5, 1, 3]), id="output"),
         pytest.param((CUT % ", z", [1]), (CUT % "", [1]), id="readers"),
+        pytest.param((HALF % ", z", [1]), (HALF % "", [1]), id="readers of another output"),
     ],
 )
 def test_a_futile_chain_says_nothing_of_another(futile, other):
@@ -432,6 +511,11 @@ def test_through_concat_refuses():
         "{ c = Concat<axis=1>(x, z) y = Transpose<perm=[0,2,1]>(c) }"
     )
     refuses(PushMovementIntoConcat(), model(source), "nothing is gained")
+    same = (
+        "agraph (float[N,4,3] x, float[N,4,3] z) => (float[N,24] y) { a = Transpose<perm=[0,2,1]>(x) "
+        "b = Transpose<perm=[0,2,1]>(z) c = Concat<axis=1>(a, b) y = Reshape(c, s) }"
+    )
+    refuses(PushMovementIntoConcat(), model(same, **ints(s=[0, 24])), "nothing is gained")
     source = (
         source.replace("float[N,4,3] z", "float[M,4,3] z")
         .replace("axis=1", "axis=0")
@@ -464,3 +548,8 @@ def test_replace(before, node, after, given, ops):
         refuses(ReplaceMovement(), proto)
     else:
         applies(ReplaceMovement(), proto, ops=ops)
+
+
+def test_an_expand_of_a_scalar_to_dimensions_of_1():
+    proto = model("agraph (float x) => (float[1,1] y) { y = Expand(x, i) }", **ints(i=[1, 1]))
+    applies(ReplaceMovement(), proto, ops=["Reshape"])
