@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import onnx
@@ -11,7 +12,7 @@ import pytest
 from rewrite_rules import movement
 from rewrite_rules.movement import MergeMovement, PushMovementIntoConcat, ReplaceMovement, _Trace
 from tests.rules.harness import applies, model, refuses
-from xrlflow.ir import Graph
+from xrlflow.ir import Attrs, Graph
 from xrlflow.onnxio import load
 from xrlflow.rewrite import Library, Reader, RegionRule
 from xrlflow.rewrite.state import match_all
@@ -162,14 +163,7 @@ def chain(before: str, nodes: str, after: str, **given: object):
         # a view and a Transpose that are one of them, since dimensions of 1 hold nothing
         ("1,3,4", "a = Reshape(x, s) r = Transpose<perm=[2,0,1]>(a)", "4,3,1", {"s": [3, 1, 4]}, ["Transpose"]),
         ("6", "a = Reshape(x, s) r = Transpose<perm=[2,1,0,3]>(a)", "1,2,1,3", {"s": [1, 2, 1, 3]}, ["Reshape"]),
-        # what Reshape and Flatten have by default
-        (
-            "2,3,4",
-            "a = Transpose<perm=[0,2,1]>(x) b = Transpose<perm=[0,2,1]>(a) r = Reshape<allowzero=1>(b, s)",
-            "1,24",
-            {"s": [1, 24]},
-            ["Reshape"],
-        ),
+        # what Flatten has by default
         (
             "2,3,4",
             "a = Transpose<perm=[0,2,1]>(x) b = Transpose<perm=[0,2,1]>(a) r = Flatten(b)",
@@ -312,6 +306,16 @@ def test_a_slice_of_uneven_lists_is_left_alone(given):
     numbers = {"i": [1, 1], "e": [5, 5], "k": [0, 1], "t": [1, 2]} | given
     source = "agraph (float[6,6] x) => (y) { a = Slice(x, i, e, k, t) b = Transpose(a) y = Neg(b) }"
     refuses(MergeMovement(), model(source, **ints(**numbers)))
+
+
+def test_a_reshape_that_may_take_zeros_but_has_none():
+    """As where its numbers have become known after loading."""
+    two = "a = Transpose<perm=[1,0,2]>(x) b = Transpose<perm=[1,0,2]>(a) r = Reshape(b, s)"
+    graph = load(chain("2,3,4", two, "1,3,8", s=[1, 3, 8])).graph
+    attrs = Attrs({"allowzero": 1})
+    nodes = [replace(n, attrs=attrs) if n.op == "Reshape" else n for n in graph.nodes()]
+    graph = Graph.make(nodes, graph.inputs, graph.outputs, graph.leaves)
+    assert len(matches(MergeMovement(), graph)) == 1
 
 
 def test_why_a_chain_is_left_alone_is_remembered():
@@ -496,6 +500,15 @@ def test_through_concat(nodes, after, given, ops):
     applies(PushMovementIntoConcat(), model(source, **ints(**given)), ops=ops)
 
 
+def test_through_concat_of_parts_that_were_moved_in_different_ways():
+    source = (
+        "agraph (float[3,N] x, float[N,3] z) => (float[N,3,2] y) { d = Transpose(x) a = Unsqueeze(d, i) "
+        "b = Unsqueeze(z, i) c = Concat<axis=1>(a, b) y = Transpose<perm=[0,2,1]>(c) }"
+    )
+    ops = ["Concat", "Reshape", "Reshape", "Transpose", "Unsqueeze", "Unsqueeze"]
+    applies(PushMovementIntoConcat(), model(source, **ints(i=[1])), ops=ops)
+
+
 def test_through_concat_to_one_part():
     """A part of a stack is the part alone."""
     source = (
@@ -511,11 +524,11 @@ def test_through_concat_refuses():
         "{ c = Concat<axis=1>(x, z) y = Transpose<perm=[0,2,1]>(c) }"
     )
     refuses(PushMovementIntoConcat(), model(source), "nothing is gained")
-    same = (
-        "agraph (float[N,4,3] x, float[N,4,3] z) => (float[N,24] y) { a = Transpose<perm=[0,2,1]>(x) "
-        "b = Transpose<perm=[0,2,1]>(z) c = Concat<axis=1>(a, b) y = Reshape(c, s) }"
+    as_many = (  # two views before, and two behind
+        "agraph (float[N,4,3] x, float[N,1,4,3] z) => (float[N,24] y) "
+        "{ a = Unsqueeze(x, i) c = Concat<axis=1>(a, z) y = Reshape(c, s) }"
     )
-    refuses(PushMovementIntoConcat(), model(same, **ints(s=[0, 24])), "nothing is gained")
+    refuses(PushMovementIntoConcat(), model(as_many, **ints(i=[1], s=[0, 24])), "nothing is gained")
     source = (
         source.replace("float[N,4,3] z", "float[M,4,3] z")
         .replace("axis=1", "axis=0")
