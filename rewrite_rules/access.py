@@ -1014,8 +1014,6 @@ def _after(m: AccessMap, first: AccessMap) -> AccessMap:
     radix = sorted(
         ((d.step, d.size, size_of(digits[i + 1 :])) for i, d in enumerate(digits) if not d.name), reverse=True
     )
-    if any(d.name and dim != (d,) for dim in first.dims for d in dim):
-        raise Unmappable("a dimension is partly symbolic")
     return replace(
         m,
         dims=tuple(
@@ -1029,7 +1027,7 @@ def _translated(d: Digit, radix: Sequence[tuple[int, int, int]]) -> list[Digit]:
     out: list[Digit] = []
     for step, size, new in radix:
         end = step * size
-        if d.size == 1 or d.step >= end:
+        if d.size == 1:
             break
         if d.step * d.size <= step or d.step < 1 or d.values:
             continue

@@ -19,6 +19,7 @@ from rewrite_rules.access import (
     Price,
     Step,
     Unmappable,
+    _translated,
     best,
     best_joined,
     cheapest,
@@ -378,6 +379,63 @@ def test_pads_of_long_dimensions():
         assert core_of(AccessMap.source(shape).pad([0, 1], [0, 0]).reshape([-1])) is None
 
 
+def test_long_dimensions_are_not_put_together():
+    m = AccessMap.source((LONGEST // 2,))
+    assert AccessMap.concat([m, m], 0).volume == LONGEST
+    with pytest.raises(Unmappable):
+        AccessMap.concat([m, m, m.slice(0, 0, 1, 1)], 0)
+
+
+@pytest.mark.parametrize(
+    ("shape", "moves"),
+    [
+        ((4, 2), lambda m: m.reshape([8]).slice(0, 0, 5, 1)),  # to the middle of a row
+        ((2, 4), lambda m: m.reshape([8]).gather(0, [2, 4, 3], (3,))),  # from one row to the next
+    ],
+)
+def test_positions_across_dimensions(shape, moves):
+    """Every chain that is tried is right."""
+    m = moves(AccessMap.source(shape))
+    found = list(plans(shape, core(m), True))
+    assert found
+    for plan in found:
+        np.testing.assert_array_equal(execute(elements(shape, SYMBOLS), plan.steps), read(m, shape, SYMBOLS))
+
+
+def test_neighbours_stay_together_where_others_are_repeated():
+    shape = (2, 3)
+    m = AccessMap.source(shape).transpose([1, 0]).reshape([6, 1]).expand([6, 4]).reshape([24])
+    ops = {s.op: s.numbers for s in best(shape, core(m), True).steps[:-1]}
+    assert ops == {"Transpose": ((1, 0),), "Reshape": ((6, 1),), "Expand": ((1, 4),)}
+
+
+# What has 2 times 3 positions in one order, each with the step that it has in another.
+RADIX = [(3, 2, 1), (1, 3, 2)]
+
+
+@pytest.mark.parametrize(
+    ("digit", "radix", "found"),
+    [
+        (Digit(6, 1), RADIX, [Digit(2, 1), Digit(3, 2)]),
+        (Digit(3, 1), RADIX, [Digit(3, 2)]),
+        (Digit(2, 3), RADIX, [Digit(2, 1)]),
+        (Digit(3, 2), [(2, 6, 5)], [Digit(3, 5)]),
+        (Digit(2, 3), [(2, 6, 1)], None),  # a step of 3 is none of 2
+        (Digit(3, 2), [(3, 4, 1), (1, 3, 4)], None),  # nor are steps of 2 of 3
+        (Digit(5, 1), [(3, 4, 1), (1, 3, 4)], None),  # one is cut
+        (Digit(4, 3), RADIX, None),  # there are 2
+        (Digit(2, 6), RADIX, None),  # there is none so far apart
+        (Digit(3, 0, (0, 2, 1)), RADIX, None),
+    ],
+)
+def test_digits_in_another_order(digit, radix, found):
+    if found is None:
+        with pytest.raises(Unmappable):
+            _translated(digit, radix)
+    else:
+        assert [d for d in _translated(digit, radix) if d.size > 1] == found
+
+
 def test_pieces():
     shapes: list[Shape] = [("N", 2, 3)] * 9
     sources = [AccessMap.source(s, i) for i, s in enumerate(shapes)]
@@ -435,6 +493,7 @@ def steps(shape: Shape, m: AccessMap, blocks: bool = True) -> list[str]:
         ((1, "N", "M", 2), lambda m: m.squeeze([0]).unsqueeze([2]), ["Squeeze", "Unsqueeze"]),
         ((3, "N", "M", 2), lambda m: m.slice(0, 1, 1, 1).squeeze([0]), ["Pick"]),
         (("N", 2, 4, 6), lambda m: m.space_to_depth(2), ["SpaceToDepth"]),
+        ((2, 3, 4, 5), lambda m: m.slice(3, 0, 3, 1).reshape([24, 3]), ["Slice", "Reshape"]),
     ],
 )
 def test_best(shape, moves, ops):
@@ -486,6 +545,7 @@ def test_focus_in_another_order():
         lambda m: m.expand([3, 6]),
         lambda m: m.expand([1, 3]),
         lambda m: m.expand([1, 0]),
+        lambda m: m.reshape([-1]).expand([6]),  # N may be more than 1
         lambda m: m.tile([1, 0]),
         lambda m: m.pad([1, 0], [0, 0]),
         lambda m: m.space_to_depth(2),
