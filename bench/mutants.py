@@ -205,9 +205,12 @@ def suite_fails(function: FunctionType, compiled: Compiled) -> bool:
     with put(function, compiled.code):
         try:
             with limited(_LONGEST + _SLOWER * sum(known.seconds[name] for name in which)):
-                return run_tests(which) == pytest.ExitCode.TESTS_FAILED
+                found = run_tests(which)
         except TooLong:
             return True
+    if found == pytest.ExitCode.USAGE_ERROR:  # the parameters of a test are an iterator that is used up, for instance
+        raise ValueError(f"not all of these tests are found again: {', '.join(which)}")
+    return found == pytest.ExitCode.TESTS_FAILED
 
 
 def hunt(functions: Sequence[tuple[str, list[str]]], plan: Plan, done: set[str], sample: float) -> list[Row]:

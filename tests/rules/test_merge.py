@@ -9,6 +9,7 @@ import onnx
 import pytest
 
 from rewrite_rules import merge
+from rewrite_rules.constants import concat_constants, cut_order, slice_constant
 from rewrite_rules.identity import CancelInvolution
 from rewrite_rules.merge import (
     AssociateMatMulsLeft,
@@ -33,7 +34,7 @@ from rewrite_rules.merge import (
 )
 from tests.rules.harness import applies, model, refuses
 from xrlflow.onnxio import load
-from xrlflow.rewrite import Library, RegionRule, RewriteState
+from xrlflow.rewrite import GraphBuilder, Library, RegionRule, RewriteState, Val
 
 EXAMPLES = [(r, e) for r in merge.RULES if isinstance(r, RegionRule) for e in r.examples]
 
@@ -113,7 +114,7 @@ def test_many_matmuls(count):
     assert len(load_candidates(MergeManyMatMuls(), many(count))) == 1
 
 
-@pytest.mark.parametrize("later", combinations(range(4), 2))
+@pytest.mark.parametrize("later", list(combinations(range(4), 2)))
 def test_products_that_come_later(later):
     """Whichever two of the four: the one that finds them all may have been asked before there were enough readers."""
     products = " ".join(f"y{i} = MatMul({'b' if i in later else 'x'}, w{i})" for i in range(4))
@@ -532,3 +533,55 @@ def test_large_constants_are_not_multiplied_out(monkeypatch):
     refuses(merge.AssociateMatMulsRight(), model(source, w=w, v=v), "would take long")
     monkeypatch.setattr(merge, "_AT_EXPORT", 5 * 6 * 7)
     applies(merge.AssociateMatMulsRight(), model(source, w=w, v=v), ops=["MatMul"])
+
+
+def constants() -> tuple[GraphBuilder, dict[str, Val]]:
+    """Parts of two matrices, too large to be folded: top and bottom are all of one."""
+    cuts = {"top": ("w", 0, 40), "bottom": ("w", 40, 64), "inner": ("w", 10, 30), "other": ("u", 40, 64)}
+    made = " ".join(f"{name} = Slice({of}, n{a}, n{b}, n0)" for name, (of, a, b) in cuts.items())
+    names = [*cuts, "leaf", "glued"]
+    outputs = ", ".join(f"float[A,B] {name}" for name in names)
+    rng = np.random.default_rng(0)
+    sizes = {"w": 64, "u": 64, "v": 24}
+    graph = load(
+        model(
+            f"agraph (float[1] x) => ({outputs}) {{ {made} leaf = Identity(v)"
+            " glued = Concat<axis = 0>(top, other) }",
+            **{name: rng.standard_normal((n, 64)).astype(np.float32) for name, n in sizes.items()},
+            **{f"n{i}": np.array([i]) for i in (0, 10, 30, 40, 64)},
+        )
+    ).graph
+    return GraphBuilder(graph), {n: Val(graph, v, graph.type(v)) for n, v in zip(names, graph.outputs)}
+
+
+@pytest.mark.parametrize(
+    ("parts", "is_whole"),
+    [
+        (["top", "bottom"], True),
+        (["bottom", "top"], False),
+        (["top", "other"], False),
+        (["top", "leaf"], False),
+        (["top", "glued"], False),
+        (["top"], False),
+    ],
+)
+def test_the_parts_of_a_constant_are_the_constant(parts: list[str], is_whole: bool) -> None:
+    op, known = constants()
+    found = concat_constants(op, [known[name] for name in parts], 0)
+    source = found.graph.producers[known["top"].value].inputs[0]
+    assert (found.value == source) is is_whole
+
+
+@pytest.mark.parametrize(
+    ("start", "stop", "part"), [(0, 40, "top"), (40, 64, "other"), (10, 64, None), (0, 30, None)]
+)
+def test_a_part_of_a_constant_that_was_put_together(start: int, stop: int, part: str | None) -> None:
+    op, known = constants()
+    found = slice_constant(op, known["glued"], 0, start, stop).value
+    assert [name for name, v in known.items() if v.value == found] == ([part] if part else [])
+
+
+def test_parts_of_a_constant_are_ordered_by_where_they_begin() -> None:
+    _, known = constants()
+    assert cut_order([known[name] for name in ("bottom", "top")]) == [1, 0]
+    assert cut_order([known[name] for name in ("inner", "top")]) == [1, 0]

@@ -68,7 +68,7 @@ SQUARES = ["Pow(d, two)", "Mul(d, d)"]
 DIVISIONS = ["n = Div(d, r)", "t = Reciprocal(r) n = Mul(d, t)", "t = Reciprocal(r) n = Mul(t, d)"]
 
 
-@pytest.mark.parametrize(("square", "divide"), itertools.product(SQUARES, DIVISIONS))
+@pytest.mark.parametrize(("square", "divide"), list(itertools.product(SQUARES, DIVISIONS)))
 def test_layer_normalization(square, divide):
     applies(FuseLayerNormalization(), layer_norm(square=square, divide=divide), ops=["LayerNormalization"])
     twice = divide.replace("d,", "d2,").replace("t, d)", "t, d2)")
