@@ -602,17 +602,15 @@ def _whole_moves(
     inner = _resolved(before, middle)
     # Which dimension of x each middle one lies in.
     home: list[int | None] = []
-    k, left = 0, 0
-    owners: list[int] = []
+    k, left = 0, 1
     for size in inner:
         if size == 1:
             home.append(None)
             continue
-        if left <= 1:
+        if left == 1:
             while before[k] == 1:
                 k += 1
             left, k = before[k], k + 1
-            owners.append(k - 1)
         require(left % size == 0, "a dimension is not moved as a whole")
         left //= size
         home.append(k - 1)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from rewrite_rules import reshape
+from rewrite_rules.elementwise import keeps_shape
 from rewrite_rules.reshape import (
     CancelSqueeze,
     CancelUnsqueeze,
@@ -170,6 +171,27 @@ def test_binary_refusals():
     refuses(PushReshapesUp(), model(source, **ints(s=[6])), "no operand")
 
 
+@pytest.mark.parametrize(
+    ("shape", "other", "kept"),
+    [
+        ((2, 3), (2, 3), True),
+        ((2, 3), (3,), True),
+        ((2, 3), (2, 1), True),
+        ((2, 3), (), True),
+        ((2, 1), (3,), False),
+        ((3,), (1, 3), False),
+        (("N", 3), ("N", 3), True),
+        (("N", 3), ("M", 3), False),
+        ((None, 3), (None, 3), False),
+        ((2, 3), None, False),
+        (None, (3,), False),
+        (None, (), True),
+    ],
+)
+def test_what_broadcasting_leaves_as_it_is(shape, other, kept):
+    assert keeps_shape(shape, other) is kept
+
+
 def test_matmul():
     source = "agraph (float[{0}] x) => (float[{1},5] y) {{ a = Reshape(x, s) y = MatMul(a, w) }}"
     w = numbers(4, 5)
@@ -186,6 +208,8 @@ def test_matmul():
     refuses(PushReshapeThroughMatMul(), proto, "last dimension")
     proto = model(source.format("4", "1"), w=w, **ints(s=[1, 4]))
     applies(PushReshapeThroughMatMul(), proto, ops=["MatMul", "Reshape"])
+    symbolic = source.replace("x)", "x, float[4,K] w)").replace("5]", "K]").format("N,2,3,4", "N,3,2")
+    applies(PushReshapeThroughMatMul(), model(symbolic, **ints(s=[0, 3, 2, 4])), ops=["MatMul", "Reshape"])
     proto = model(source.format("2,3,4", "1,6"), w=numbers(1, 4, 5), **ints(s=[6, 4]))
     refuses(PushReshapeThroughMatMul(), proto, "not a matrix")
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from rewrite_rules import transpose
+from rewrite_rules.axes import front
 from rewrite_rules.transpose import (
     CancelTransposes,
     FoldTransposeIntoGemmA,
@@ -180,6 +181,21 @@ def test_binary_refusals():
         "{ t = Transpose(x) a = Add(t, z) y = Transpose<perm=[0,2,1]>(a) }"
     )
     refuses(PushTransposesUp(), model(source), "fewer dimensions")
+
+
+def test_a_constant_that_is_transposed_is_not_enough():
+    source = "agraph (float s) => (float[30,40] y) { a = Transpose(w) y = Mul(a, s) }"
+    w = np.ones((40, 30), np.float32)
+    refuses(PushTransposesDown(), model(source, w=w), "at run time")
+
+
+@pytest.mark.parametrize(("axis", "found"), [(0, 0), (2, 2), (-1, 2), (-3, 0), (3, None), (-4, None)])
+def test_axes_are_counted_from_the_front(axis, found):
+    if found is None:
+        with pytest.raises(Refused):
+            front(axis, 3)
+    else:
+        assert front(axis, 3) == found
 
 
 def test_matmul():
