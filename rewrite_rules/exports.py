@@ -71,7 +71,9 @@ _RANKS = (None, 0, 1, 2)
 def numbers(reader: Reader, value: Value) -> tuple[Dim, ...] | None:
     """The elements of a list of integers as dimensions: numbers, formulas, None for what is neither."""
     found = elements(reader, value)
-    return None if found is None else tuple(dims.dim(e) if isinstance(e, Formula) else None for e in found.flat)
+    return (
+        None if found is None else tuple(dims.dim(e) if isinstance(e, Formula) else None for e in found.flat)
+    )
 
 
 def reshaped(reader: Reader, node: Node) -> tuple[Dim, ...] | None:

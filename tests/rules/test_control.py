@@ -6,6 +6,7 @@ import numpy as np
 import onnx
 import pytest
 
+from rewrite_rules.bodies import _sizes, made_outside
 from rewrite_rules.control import (
     RULES,
     DropFailingBranch,
@@ -15,7 +16,6 @@ from rewrite_rules.control import (
     MoveInvariantsOutOfLoop,
     UnrollLoop,
 )
-from rewrite_rules.bodies import _sizes, made_outside
 from tests.rules.harness import applies, assert_equivalent, model, random_feeds, refuses, rewritten, run
 from xrlflow import optimize
 from xrlflow.ir import Body, DType, Graph, Node, TensorType
@@ -135,17 +135,17 @@ def test_a_branch_that_fails_by_what_it_decides_is_dropped() -> None:
     assert {s.rule for s in steps} <= {"DropFailingBranch", "InlineConstantIf"}
 
 
-def branched(condition: str, then: str, other: str, after: str = "y = Relu(e)") -> str:
-    """What follows `squeezed`: a branch that depends on the rank of q."""
+def branched(value: str, then: str, other: str, after: str = "y = Relu(e)") -> str:
+    """What follows in `squeezed`: a branch that depends on the rank of a value."""
     return (
-        f"t = Shape({condition}) n = Size(t) k = Constant<value_int = 3>() f = Equal(n, k)"
+        f"t = Shape({value}) n = Size(t) k = Constant<value_int = 3>() f = Equal(n, k)"
         f" e = If (f) <then_branch = g () => (float[H,I] o) {{ o = {then} }},"
         f" else_branch = h () => (float[J,K] v) {{ v = {other} }}> {after}"
     )
 
 
 def test_a_branch_that_fails_within_what_it_decides_is_dropped() -> None:
-    after, graph = rewritten(DropFailingBranch(), squeezed(branched("q", "Concat<axis = 1>(q, z)", "Relu(q)")))
+    _, graph = rewritten(DropFailingBranch(), squeezed(branched("q", "Concat<axis = 1>(q, z)", "Relu(q)")))
     assert "Squeeze" in outside(graph)
     custom = squeezed(branched("q", "other.Op(q)", "other.Op(q)"))  # of which nobody knows what it takes
     custom.opset_import.add(domain="other", version=1)
@@ -155,7 +155,9 @@ def test_a_branch_that_fails_within_what_it_decides_is_dropped() -> None:
 def test_what_follows_is_looked_at_beyond_what_it_decides() -> None:
     """There are more nodes than types are found for at a time, or nodes looked at in the beginning."""
     many = [" ".join(f"{x}{i + 1} = Relu({x}{i})" for i in range(150)) for x in "ab"]
-    text = branched("a150", "Relu(a150)", "Relu(a150)", f"b0 = Relu(e) {many[1]} y = Concat<axis = 1>(b150, z)")
+    text = branched(
+        "a150", "Relu(a150)", "Relu(a150)", f"b0 = Relu(e) {many[1]} y = Concat<axis = 1>(b150, z)"
+    )
     rewritten(DropFailingBranch(), squeezed(f"a0 = Relu(q) {many[0]} {text}"))
 
 

@@ -161,8 +161,20 @@ def chain(before: str, nodes: str, after: str, **given: object):
             ["Transpose"],
         ),
         # a view and a Transpose that are one of them, since dimensions of 1 hold nothing
-        ("1,3,4", "a = Reshape(x, s) r = Transpose<perm=[2,0,1]>(a)", "4,3,1", {"s": [3, 1, 4]}, ["Transpose"]),
-        ("6", "a = Reshape(x, s) r = Transpose<perm=[2,1,0,3]>(a)", "1,2,1,3", {"s": [1, 2, 1, 3]}, ["Reshape"]),
+        (
+            "1,3,4",
+            "a = Reshape(x, s) r = Transpose<perm=[2,0,1]>(a)",
+            "4,3,1",
+            {"s": [3, 1, 4]},
+            ["Transpose"],
+        ),
+        (
+            "6",
+            "a = Reshape(x, s) r = Transpose<perm=[2,1,0,3]>(a)",
+            "1,2,1,3",
+            {"s": [1, 2, 1, 3]},
+            ["Reshape"],
+        ),
         # what Flatten has by default
         (
             "2,3,4",
@@ -362,7 +374,10 @@ PARTS = (
     "agraph (float[2,6,4] x) => (y, z) { j = Constant<value_ints=[2,1,0]>() a = Gather<axis=1>(x, s) "
     "p, q = Split<axis=1, num_outputs=2>(a) b = Gather<axis=1>(%s, j) y = Neg(b) z = Add(p, q) }"
 )
-HALF = "agraph (float[2,6,4] x) => (y%s) { a, c = Split<axis=1, num_outputs=2>(x) b = Slice(a, s, t, s) y = Neg(b) z = Abs(c) }"
+HALF = (
+    "agraph (float[2,6,4] x) => (y%s) { a, c = Split<axis=1, num_outputs=2>(x) b = Slice(a, s, t, s) y = Neg(b) "
+    "z = Abs(c) }"
+)
 CUT = "agraph (float[2,6,4] x) => (y%s) { a = Transpose<perm=[2,0,1]>(x) b = Slice(a, s, t, s) y = Neg(b) z = Abs(a) }"
 
 
