@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from bench import mutants
 from rewrite_rules import LIBRARY
 from xrlflow.ir import Node
 from xrlflow.onnxio import load
@@ -213,6 +214,25 @@ def test_explained_survivors_are_mutants_of_the_library() -> None:
     }
     assert set(explained()) <= names
     assert all(explained().values())
+
+
+@pytest.mark.parametrize(
+    ("code", "fails"),
+    [(pytest.ExitCode.OK, False), (pytest.ExitCode.TESTS_FAILED, True), (pytest.ExitCode.USAGE_ERROR, None)],
+)
+def test_tests_that_are_not_found_again_are_no_survivor(
+    monkeypatch: pytest.MonkeyPatch, code: pytest.ExitCode, fails: bool | None
+) -> None:
+    compiled = next(mutants_of(Twice.where))
+    known = mutants.Reaching()
+    known.lines, known.seconds = {"test_x.py::test_y": compiled.lines}, {"test_x.py::test_y": 0.0}
+    monkeypatch.setattr(mutants, "reaching", lambda module: known)
+    monkeypatch.setattr(mutants, "run_tests", lambda which: code)
+    if fails is None:
+        with pytest.raises(ValueError, match="not all of these tests are found again"):
+            mutants.suite_fails(Twice.where, compiled)
+    else:
+        assert mutants.suite_fails(Twice.where, compiled) is fails
 
 
 @pytest.mark.parametrize("name", SAMPLE)
