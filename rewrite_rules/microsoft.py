@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from rewrite_rules.axes import compose, perm_of, reshape_numbers
+from rewrite_rules.axes import compose, reshape_numbers
 from rewrite_rules.elementwise import read_once
 from rewrite_rules.shapes import either
 from xrlflow.ir import Dim, DType, Node, TensorType, Value
@@ -208,6 +208,9 @@ class FuseSkipLayerNormalization(_Contributed):
 
 # Attention
 
+# The permutation that exchanges positions and heads.
+_EXCHANGED = (0, 2, 1, 3)
+
 
 class ReplaceAttentionByMultiHead(RegionRule):
     """transpose(attention(transpose(q), transpose(k), transpose(v), mask)) -> multiheadattention(q, k, v, mask).
@@ -234,7 +237,7 @@ class ReplaceAttentionByMultiHead(RegionRule):
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
-        if not 3 <= len(node.inputs) <= 4 or len(node.outputs) > 1:
+        if len(node.inputs) > 4 or len(node.outputs) > 1:
             return None
         require(node.attrs.keys() <= {"scale"}, "it is causal, capped, or has heads of its own")
         turned = [self._turned(reader, v) for v in node.inputs[:3]]
@@ -242,12 +245,12 @@ class ReplaceAttentionByMultiHead(RegionRule):
         if not all(turned) or len(after) != 1 or after[0].op != "Transpose":
             return None
         worthwhile(read_once(reader, node.outputs[0]), "it is read elsewhere")
-        require(perm_of(after[0], 4) == (0, 2, 1, 3), "the heads do not go back")
+        require(after[0].attrs.get("perm") == _EXCHANGED, "the heads do not go back")
         rows = [t.inputs[0] for t in turned if t is not None]
         q, k, v = (reader.val(r).shape for r in rows)
-        sizes = (*q[2:], *k[2:], *v[2:])
-        require(all(isinstance(d, int) and d > 0 for d in sizes), "the heads are not known")
         require(q[2] == k[2] == v[2], "heads share keys")
+        sizes = (*q[2:], k[3], v[3])
+        require(all(isinstance(d, int) and d > 0 for d in sizes), "the heads are not known")
         mask = node.inputs[3] if len(node.inputs) > 3 else None
         if mask is not None:
             require(reader.type(mask).dtype == DType.FLOAT, "the mask is not added")
@@ -259,9 +262,9 @@ class ReplaceAttentionByMultiHead(RegionRule):
     def _turned(reader: Reader, value: Value) -> Node | None:
         """The Transpose that exchanges positions and heads."""
         node = reader.producer(value)
-        if node is None or node.op != "Transpose" or len(node.types[0].shape or ()) != 4:
+        if node is None or node.op != "Transpose":
             return None
-        return node if perm_of(node, 4) == (0, 2, 1, 3) else None
+        return node if node.attrs.get("perm") == _EXCHANGED else None
 
     @staticmethod
     def _fits(mask: tuple[Dim, ...], q: tuple[Dim, ...], k: tuple[Dim, ...]) -> bool:

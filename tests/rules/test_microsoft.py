@@ -146,6 +146,44 @@ def test_multi_head_attention_refuses():
     )
 
 
+@pytest.mark.parametrize("mask", ["float[1,5]", "float[3,1]", "float[2,1,1,5]"])
+def test_multi_head_attention_refuses_masks_that_repeat_rows_or_columns(mask):
+    refuses(ReplaceAttentionByMultiHead(), attention("", mask), "does not fit")
+
+
+@pytest.mark.parametrize(
+    ("inputs", "call"),
+    [
+        ("", "d, m = Attention(a, b, c)"),
+        ("", "d, m, n = Attention(a, b, c)"),
+        (", float[2,2,1,4] m", "d = Attention(a, b, c, , m)"),
+        (", float[2,2,1,4] m, float[2,2,1,4] n", "d = Attention(a, b, c, , m, n)"),
+    ],
+)
+def test_multi_head_attention_refuses_other_keys(inputs, call):
+    """Those of an earlier call, and those that are given out."""
+    back = "y = Transpose<perm=[0,2,1,3]>(d)"
+    shapes = f"float[2,3,2,4] q, float[2,5,2,4] k, float[2,5,2,4] v{inputs}"
+    refuses(
+        ReplaceAttentionByMultiHead(), model(f"agraph ({shapes}) => (float[] y) {{ {HEADS} {call} {back} }}")
+    )
+
+
+@pytest.mark.parametrize("shapes", ["3,H,4 5,H,4 5,H,4", "3,2,4 5,2,4 5,2,W", "3,2,4 5,2,4 5,2,0"])
+def test_multi_head_attention_refuses_heads_that_are_not_known_or_empty(shapes):
+    inputs = ", ".join(f"float[2,{s}] {name}" for s, name in zip(shapes.split(), "qkv"))
+    calls = f"{HEADS} d = Attention(a, b, c) y = Transpose<perm=[0,2,1,3]>(d)"
+    refuses(ReplaceAttentionByMultiHead(), model(f"agraph ({inputs}) => (float[] y) {{ {calls} }}"), "not known")
+
+
+def test_rotary_embedding_of_one_head():
+    text = "agraph (float[{}] x, int64[2,4] p) => (float[] y) {{ y = RotaryEmbedding<{}>(x, c, s, p) }}"
+    half = {"c": numbers(5, 2), "s": numbers(5, 2)}
+    rule = ReplaceRotaryEmbedding()
+    applies(rule, model(text.format("2,4,4", "num_heads=1"), **half), ops=[MS + "RotaryEmbedding"])
+    refuses(rule, model(text.format("2,1,4,8", "rotary_embedding_dim=4"), **half), "number of heads")
+
+
 def test_rotary_embedding():
     text = "agraph (float[2,3,4,8] x, int64[2,4] p) => (float[] y) {{ y = RotaryEmbedding{}(x, c, s, p) }}"
     wide = {"c": numbers(5, 4), "s": numbers(5, 4)}
