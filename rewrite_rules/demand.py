@@ -369,7 +369,7 @@ class _PushSlice(RegionRule):
                 shape = tuple(reshape_numbers(old, new))
         columns: list[list[Taken]] = [[] for _ in inner.inputs]
         for _, _, way in ways.values():
-            for column, taken in zip(columns, way.inputs, strict=True):
+            for column, taken in zip(columns, way.inputs):
                 column += () if taken is None else (taken,)
         plan = _Plan(
             inner.op,
@@ -1180,13 +1180,16 @@ class PushSlicesThroughSplit(RegionRule):
         ]
 
 
+_CELLS = ("LSTM", "GRU", "RNN")
+
+
 class ReplaceLastStepByFinalState(RegionRule):
     """lstm(x).y[-1] -> lstm(x).y_h  forwards, y[0] backwards;  GRU and RNN alike."""
 
     proof = "numeric"
     relies_on = "no property: but numbers pass so many gates that the bound of a proof would mean nothing"
     anchors = ("Slice", "Gather")
-    reads_from = ("LSTM", "GRU", "RNN")
+    reads_from = _CELLS
     dtypes = FLOATS
     examples = (
         "agraph (float[5,N,3] x, float[1,8,3] w, float[1,8,2] r) => (float[1,N,2] y) { i = Constant<value_int=-1>() "
@@ -1196,18 +1199,27 @@ class ReplaceLastStepByFinalState(RegionRule):
         'a, b = GRU<hidden_size=2, direction="reverse">(x, w, r) y = Slice(a, p, q, p) }',
         "agraph (float[5,N,3] x, float[1,2,3] w, float[1,2,2] r, float[1,4] b) => (float[1,N,2] y) "
         "{ i = Constant<value_int=4>() a = RNN<hidden_size=2>(x, w, r, b) y = Gather(a, i) }",
+        "agraph (float[S,N,3] x, float[1,8,3] w, float[1,8,2] r) => (float[1,N,2] y) { i = Constant<value_int=-1>() "
+        "a = LSTM<hidden_size=2>(x, w, r) y = Gather(a, i) }",
+        "agraph (float[S,N,3] x, float[1,6,3] w, float[1,6,2] r) => (float[1,1,N,2] y) "
+        '{ i = Constant<value_ints=[0]>() a = GRU<hidden_size=2, direction="reverse">(x, w, r) y = Gather(a, i) }',
     )
     near_misses = (
         "agraph (float[5,N,3] x, float[1,2,3] w, float[1,2,2] r, int32[N] l) => (float[1,N,2] y) "
         "{ i = Constant<value_int=4>() a = RNN<hidden_size=2>(x, w, r, , l) y = Gather(a, i) }",
+        "agraph (float[5,N,3] x, float[2,2,3] w, float[2,2,2] r) => (float[2,N,2] y) { i = Constant<value_int=4>() "
+        'a = RNN<hidden_size=2, direction="bidirectional">(x, w, r) y = Gather(a, i) }',
+        "agraph (float[S,N,3] x, float[1,2,3] w, float[1,2,2] r) => (float[T,1,N,2] y) <int64[1] p = {-1}, "
+        "int64[1] q = {9223372036854775807}, int64[1] d = {0}> "
+        "{ a = RNN<hidden_size=2>(x, w, r) y = Slice(a, p, q, d) }",
+        "agraph (float[S,N,3] x, float[1,2,3] w, float[1,2,2] r) => (float[T,1,N,2] y) <int64[1] p = {0}, "
+        "int64[1] q = {1}, int64[1] d = {0}> "
+        '{ a = RNN<hidden_size=2, direction="reverse">(x, w, r) y = Slice(a, p, q, d) }',
     )
-    survivors: ClassVar[Mapping[str, str]] = {
-        "drop: there may be no step": "nothing runs a sequence of no steps"
-    }
 
     def find(self, reader: Reader, node: Node) -> Region | None:
-        inner = reader.producer(node.inputs[0])
-        if inner is None or inner.op not in ("LSTM", "GRU", "RNN") or inner.const:
+        inner = made_by(reader, node.inputs[0], *_CELLS)
+        if inner is None:
             return None
         if node.inputs[0] != inner.outputs[0]:
             return None
@@ -1215,19 +1227,17 @@ class ReplaceLastStepByFinalState(RegionRule):
         if cut is None:
             return None
         require(not inner.attrs.get("layout"), "the steps are in another place")
-        direction = inner.attrs.get("direction", "forward")
-        require(direction != "bidirectional", "the directions end at different steps")
-        worthwhile(reader.val(inner.inputs[1]).shape[0] == 1, "the number of directions is not known")
+        require(reader.val(inner.inputs[1]).shape[0] == 1, "the directions end at different steps")
         require(len(inner.inputs) < 5 or inner.inputs[4] == ABSENT, "a sequence may end earlier")
         (axis, span), *more = cut.taken
         require(axis == 0 and not more, "it is not a step")
-        last = {Span(-1, _END)}
-        size = reader.type(node.inputs[0]).shape or (None,)
-        require(cut.dropped is not None or isinstance(size[0], int), "there may be no step")
-        if isinstance(size[0], int):
-            last.add(Span(size[0] - 1, size[0]))
-        wanted = last if direction == "forward" else {Span(0, 1)}
-        require(span in wanted, "it is not the step that the final state is of")
+        steps = reader.val(node.inputs[0]).shape[0]
+        backwards = inner.attrs.get("direction") == "reverse"
+        if isinstance(steps, int):
+            wanted = Span(0, 1) if backwards else Span(steps - 1, steps)
+        else:  # of a sequence without steps a Slice is empty, and a Gather fails
+            wanted = Span(listed=(0 if backwards else -1,))
+        require(span == wanted, "it is not the step that the final state is of")
         worthwhile(read_once(reader, node.inputs[0]), "other steps are read")
         data = (inner.op, inner.attrs, cut.dropped)
         return Region(node.outputs, inner.inputs, (node, inner), data)
@@ -1494,7 +1504,7 @@ class PushWeightsOutOfAttention(RegionRule):
 
     def find(self, reader: Reader, node: Node) -> Region | None:
         q, k, v, *rest = node.inputs
-        if _rank(reader, q) != 4 or len(node.outputs) != 1:
+        if len(node.outputs) > 1:
             return None
         keys = _find_projection(reader, k, (0, 2, 1, 3))
         values = None if keys is None else _find_projection(reader, v, (0, 2, 1, 3))

@@ -24,12 +24,13 @@ from rewrite_rules.demand import (
     PushValueWeightsBehindScores,
     PushWeightsOutOfAttention,
     ReplaceLastStepByFinalState,
+    Span,
 )
 from tests.rules.harness import applies, assert_equivalent, model, random_feeds, refuses
 from xrlflow.cost.roofline import Roofline
 from xrlflow.ir import Graph
 from xrlflow.onnxio import load, to_proto
-from xrlflow.rewrite import Library, RegionRule, RewriteState
+from xrlflow.rewrite import Library, Refused, RegionRule, RewriteState
 from xrlflow.search.greedy import greedy
 from xrlflow.search.result import Limits
 
@@ -152,6 +153,60 @@ def test_across_a_reshape():
     )
 
 
+def test_several_readers_of_what_is_reshaped():
+    """They stay, though together they leave out a row."""
+    source = (
+        "agraph (float[3,6] x) => (float[1,2,3] y, float[1,2,3] z) { a = Relu(x) b = Reshape(a, s) "
+        "y = Slice(b, p, q, p) z = Slice(b, q, r, p) }"
+    )
+    refuses(PushSliceThroughUnary(), model(source, **ints(s=[3, 2, 3], p=[0], q=[1], r=[2])))
+
+
+def test_all_parts_of_a_dimension_that_is_not_known():
+    source = "agraph (float[N,4] x) => (float[1,4] y, float[2,4] z) { a = Relu(x) y, z = Split<axis=0>(a, s) }"
+    refuses(PushSliceThroughUnary(), model(source, **ints(s=[1, 2])))
+
+
+@pytest.mark.parametrize(
+    ("span", "is_run"),
+    [
+        (Span(1, 3), True),
+        (Span(0, 1), True),
+        (Span(2, 2), False),
+        (Span(-2, 3), False),
+        (Span(0, 4, 2), False),
+        (Span(3, 1, -1), False),
+        (Span(listed=(1, 2)), False),
+    ],
+)
+def test_neighbours_counted_from_the_front(span, is_run):
+    assert span.is_run is is_run
+
+
+@pytest.mark.parametrize(
+    ("spans", "hull"),
+    [
+        ([Span(0, 3), Span(2, 4)], Span(0, 4)),
+        ([Span(listed=(4, 1)), Span(2, 3)], Span(1, 5)),
+        ([Span(listed=(3, 1)), Span(listed=(3, 1))], Span(listed=(3, 1))),
+        ([Span(0, 4, 2), Span(1, 2)], None),
+        ([Span(0, 3), Span(2, 6)], None),
+    ],
+)
+def test_the_run_that_holds_what_several_take(spans, hull):
+    cuts = [demand.Cut(None, ((1, s),), ()) for s in spans]  # type: ignore[arg-type]
+    assert demand._together(cuts, (2, 6)) == (() if hull is None else ((1, hull),))
+
+
+def test_sizes_after_a_cut():
+    """One may be unknown."""
+    cut = (0, Span(1, 3))
+    assert demand._cut_dims((6, 5), [cut, (1, Span(1, 2))]) == (2, 1)
+    assert demand._cut_dims(("S", 5), [cut, (1, Span(1, 2))]) == (demand._LEFT, 1)
+    with pytest.raises(Refused, match="two dimensions"):
+        demand._cut_dims(("S", "T"), [cut, (1, Span(1, 2))])
+
+
 # Operators
 
 
@@ -231,6 +286,24 @@ def test_attention():
         applies(rule, proto, ops=["Attention", *["Slice"] * count])
     causal = model(source.format(more="", m="", attrs="<is_causal=1>"), **given)
     refuses(rule, causal, "each row sees others")
+
+
+def test_attention_with_past_keys():
+    source = (
+        "agraph (float[2,4,5,4] q, float[2,4,3,4] k, float[2,4,3,6] v, float[2,4,5,5] m, float[2,4,2,4] s, "
+        "float[2,4,2,6] t) => (float[] y) { a = Attention(q, k, v, m, s, t) y = Slice(a, i, j, d) }"
+    )
+    rule = PushSliceIntoAttention()
+    refuses(rule, model(source, **ints(i=[1], j=[3], d=[1])), "past keys")
+    refuses(rule, model(source, **ints(i=[1], j=[3], d=[3])), "past values")
+
+
+def test_attention_with_heads_that_are_not_known():
+    source = (
+        "agraph (float[2,?,5,4] q, float[2,?,3,4] k, float[2,?,3,6] v) => (float[] y) "
+        "{ a = Attention(q, k, v) y = Gather<axis=1>(a, i) }"
+    )
+    refuses(PushSliceIntoAttention(), model(source, **ints(i=[1, 0])), "heads share keys")
 
 
 def test_transpose_and_reshape():
@@ -400,6 +473,41 @@ def test_final_state():
     refuses(rule, model(source.format(**lengths), **ints(i=-1)), "may end earlier")
 
 
+@pytest.mark.parametrize(
+    ("cut", "attrs", "found"),
+    [
+        ("Gather(a, last)", "", True),
+        ("Gather(a, last)", ', direction="reverse"', False),
+        ("Gather(a, first)", "", False),
+        ("Gather(a, first)", ', direction="reverse"', True),
+        ("Gather(a, before)", "", False),
+        ("Slice(a, last, end, axis)", "", False),
+        ("Slice(a, first, one, axis)", ', direction="reverse"', False),
+    ],
+)
+def test_final_state_of_a_sequence_of_unknown_length(cut, attrs, found):
+    """A Slice gives nothing if there is no step; a Gather fails."""
+    source = (
+        "agraph (float[S,2,3] x, float[1,8,3] w, float[1,8,2] r) => (float[] y) "
+        f"{{ a = LSTM<hidden_size=2{attrs}>(x, w, r) y = {cut} }}"
+    )
+    given = ints(last=[-1], first=[0], before=[-2], one=[1], end=[2**63 - 1], axis=[0])
+    if found:
+        applies(ReplaceLastStepByFinalState(), model(source, **given), ops=["LSTM", "Unsqueeze"])
+    else:
+        refuses(ReplaceLastStepByFinalState(), model(source, **given), "not the step")
+
+
+@pytest.mark.parametrize("cut", ["Gather<axis=2>(a, i)", "Slice(a, p, q, d)"])
+def test_final_state_is_of_a_whole_step(cut):
+    source = (
+        "agraph (float[5,2,3] x, float[1,8,3] w, float[1,8,2] r) => (float[] y) "
+        f"{{ a = LSTM<hidden_size=2>(x, w, r) y = {cut} }}"
+    )
+    proto = model(source, **ints(i=1, p=[4, 0], q=[5, 1], d=[0, 3]))
+    refuses(ReplaceLastStepByFinalState(), proto, "not a step")
+
+
 # Keys and values of few queries
 
 
@@ -447,6 +555,30 @@ def test_attention_of_few_queries():
     refuses(rule, attention(1, FUSED.format("<softcap=2.0>", "m")), "capped")
     seen = attention(1, "z = Constant<value_float=0.0>() n = Greater(m, z) " + FUSED.format("", "n"))
     refuses(rule, seen, "not added")
+
+
+def test_rows_of_all_heads_in_one_matrix_and_apart():
+    """A batch that is a symbol is copied, whatever else is known."""
+    layer = demand._Projection(1, 2, 3, 2, 9, 4, ())
+    detour = demand._Detour.of(layer, 3, ("N", 2, 3, 4), ("N", 2, 3, 5))
+    assert (detour.flat, detour.apart) == ((0, 6, 4), (0, 2, 3, 5))
+    detour = demand._Detour.of(layer, 3, (7, 2, 3, 4), (7, 2, 3, "S"))
+    assert (detour.flat, detour.apart) == ((7, 6, 4), (7, 2, 3, -1))
+    assert demand._Detour.of(layer, 1, ("N", 2, 1, 4), ("N", 2, 1, "S")).flat is None
+
+
+def test_layers_of_no_channels():
+    source = (
+        "agraph (float[1,2,1,3] q, float[1,4,0] x) => (float[] y) { k = MatMul(x, w) r = Reshape(k, s) "
+        "t = Transpose<perm=[0,2,3,1]>(r) y = MatMul(q, t) }"
+    )
+    proto = model(source, w=np.zeros((0, 6), np.float32), **ints(s=[1, 4, 2, 3]))
+    refuses(PushKeyWeightsIntoQueries(), proto, "sum of nothing")
+
+
+def test_attention_that_gives_its_keys_out():
+    keys = "kt = Transpose<perm=[0,2,1,3]>(kh) y, pk, pv = Attention(q, kt, ut, m)"
+    refuses(PushWeightsOutOfAttention(), attention(1, keys))
 
 
 # Whole networks
