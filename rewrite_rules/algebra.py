@@ -42,14 +42,11 @@ def _at_hand(v: Val) -> bool:
 
 def _dim(v: Val, place: int) -> Dim:
     """A dimension counted from the last, as broadcasting does: 1 where there is none."""
-    shape = v.type.shape or ()
-    return shape[-place] if place <= len(shape) else 1
+    return v.shape[-place] if place <= v.rank else 1
 
 
 def _smaller(a: Val, b: Val, c: Val) -> bool:
     """Whether b and c broadcast to less than all three do: along some axis both have one position."""
-    if any(v.type.shape is None for v in (a, b, c)):
-        return False
     places = range(1, max(v.rank for v in (a, b, c)) + 1)
     return any(_dim(b, i) == _dim(c, i) == 1 and _dim(a, i) != 1 for i in places)
 
@@ -227,7 +224,7 @@ class PushMonotoneThroughMax(RegionRule):
 
     def find(self, reader: Reader, node: Node) -> Region | None:
         inner = made_by(reader, node.inputs[0], "Max", "Min")
-        if inner is None or len(inner.inputs) < 2:
+        if inner is None:
             return None
         _require_rising(node)
         worthwhile(any(reader.is_const(v) for v in inner.inputs), "no operand is constant")
@@ -635,7 +632,8 @@ class SplitMatMulOfConcats(RegionRule):
             if rank < 2 or axis_of(maker, rank) != rank - inner:
                 return None
             sizes.append(sizes_along(reader, maker.inputs, rank - inner))
-        require(sizes[0] is not None and sizes[0] == sizes[1], "the parts are of other sizes, or not known")
+        columns, rows = sizes
+        require(columns is not None and columns == rows, "the parts are of other sizes, or not known")
         worthwhile(all(read_once(reader, v) for v in node.inputs), "a concat is read elsewhere")
         nodes = tuple(n for n in makers if n is not None)
         inputs = tuple(v for n in nodes for v in n.inputs)
@@ -730,13 +728,12 @@ class SplitGroupsOverConcat(RegionRule):
 
     def find(self, reader: Reader, node: Node) -> Region | None:
         groups = group_of(node.attrs)
-        concat = reader.producer(node.inputs[0])
-        if groups == 1 or concat is None or concat.op != "Concat" or concat.const or len(concat.inputs) < 2:
+        concat = made_by(reader, node.inputs[0], "Concat")
+        if concat is None or len(concat.inputs) < 2:
             return None
-        axis = axis_of(concat, rank_of(reader, node.inputs[0]))
-        require(axis == 1, "the concat is not one of channels")
-        sizes = sizes_along(reader, concat.inputs, 1) or ()
         weight = reader.val(node.inputs[1])
+        require(axis_of(concat, weight.rank) == 1, "the concat is not one of channels")
+        sizes = sizes_along(reader, concat.inputs, 1) or ()
         own = weight.size(1)
         require(sum(sizes) == own * groups, "the channels are not those of the groups, or not known")
         require(all(s and s % own == 0 for s in sizes), "a group reads several parts")

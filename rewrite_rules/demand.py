@@ -698,8 +698,8 @@ class PushSliceIntoAttention(_PushSlice):
             return _same(span, axis, None, None, *(row if i == 0 else None for i, _ in enumerate(rest)))
         worthwhile(len(given) <= (mask != ABSENT), "there are past keys")
         if axis == 1:
-            shapes = [reader.type(x).shape or () for x in (q, k, v)]
-            require(len({s[1] for s in shapes}) == 1 and shapes[0][1] is not None, "heads share keys")
+            heads = {reader.val(x).shape[1] for x in (q, k, v)}
+            require(len(heads) == 1 and None not in heads, "heads share keys")
         cut = self._mask_axis(reader, mask, axis, reader.val(q).shape, axis)
         return _same(span, axis, axis, axis, *(cut if i == 0 else None for i, _ in enumerate(rest)))
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from rewrite_rules.axes import axis_of
 from rewrite_rules.constants import concat_constants, cut_order, slice_constant
-from rewrite_rules.elementwise import read_once
+from rewrite_rules.elementwise import made_by, read_once
 from rewrite_rules.linear import group_of
 from rewrite_rules.shapes import either, per_rank
 from xrlflow.ir import ABSENT, FLOATS, INTEGERS, Attrs, Node, Value
@@ -99,9 +99,8 @@ class MergeGemms(Rule):
         require(m.f == m.g, "their attributes differ")
         require((b is None) == (c is None), "one has a bias, the other has none")
         columns = 0 if m.f.get("transB") else 1
-        pairs = ((b, v), (c, w))
-        rows = all(bias is None or bias.size(-1) == weight.size(columns) for bias, weight in pairs)
-        require(rows, "a bias is not one number per column")
+        # Where b has as many numbers as v has rows, v and w are of one shape.
+        require(b is None or b.size(-1) == v.size(columns), "a bias is not one number per column")
 
     def target(self, op: Op, m: Captures, x: Val, v: Val, b: Val | None, w: Val, c: Val | None) -> Any:
         axis = 0 if m.f.get("transB") else 1
@@ -176,17 +175,14 @@ class _SplitMerged(RegionRule):
     product: tuple[str, ...] = ("MatMul",)
 
     def find(self, reader: Reader, node: Node) -> Region | None:
-        merged = reader.producer(node.inputs[0])
-        if merged is None or merged.op not in self.product or len(node.outputs) < 2:
-            return None
-        if merged.const or not read_once(reader, node.inputs[0]):
+        merged = made_by(reader, node.inputs[0], *self.product)
+        if merged is None or len(node.outputs) < 2 or not read_once(reader, node.inputs[0]):
             return None
         x, w, *rest = merged.inputs
-        if not reader.is_const(w) or not all(b == ABSENT or reader.is_const(b) for b in rest):
+        given = [b for b in rest if b != ABSENT]
+        if not all(reader.is_const(v) for v in (w, *given)):
             return None
-        rank = node.types[0].rank
-        require(rank is not None, "a rank is not known")
-        assert rank is not None
+        rank = reader.val(node.inputs[0]).rank
         axis = axis_of(node, rank)
         require(axis == (1 if merged.op == "Conv" else rank - 1), "it does not cut the columns")
         sizes = tuple(reader.val(v).size(axis) for v in node.outputs)
@@ -194,7 +190,6 @@ class _SplitMerged(RegionRule):
         require(reader.val(w).rank >= 2, "the weight is no matrix")
         require(merged.op != "Conv" or group_of(merged.attrs) == 1, "the convolution is grouped")
         require(reader.val(w).size(columns) == sum(sizes), "the parts are not the weight's columns")
-        given = [b for b in rest if b != ABSENT]
         if given:
             bias = reader.val(given[0])
             require(bias.rank >= 1 and bias.size(-1) == sum(sizes), "the bias is not one number per column")

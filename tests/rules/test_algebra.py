@@ -70,6 +70,18 @@ def test_smaller_operands_first(rule):
     assert sorted(n.types[0].shape for n in graph.nodes() if n.op == op) == [(1, 4, 3), (2, 4, 3)]
 
 
+@pytest.mark.parametrize(
+    ("b", "c", "size"), [("2,1", "2,1", 2), ("1", "2,1", 2), ("3", "1,3", 3), ("3", "3", 3)]
+)
+def test_operands_that_are_smaller_along_one_axis(b, c, size):
+    source = model(
+        f"agraph (float[2,3] x, float[{b}] b, float[{c}] c) => (float[2,3] y) "
+        "{ a = Tanh(x) u = Sin(b) v = Sin(c) t = Add(a, u) y = Add(t, v) }"
+    )
+    graph = applies(AssociateAdds(), source)
+    assert {n.types[0].size for n in graph.nodes() if n.op == "Add"} == {size, 6}
+
+
 def test_sums_that_stay():
     text = (
         "agraph (float[2,3] x, float[2,3] b, float[2,3] z) => (float[2,3] y) "
@@ -335,3 +347,42 @@ def test_functions_before_a_split():
         "agraph (float[2,6] x) => (float[2,2] a, float[2,4] b) { t = Add(x, z) a, b = Split<axis=1>(t, s) }"
     )
     applies(rule, model(text, z=normal(6), **sizes), ops=["Add", "Add", "Split"])
+
+
+def test_factors_of_shared_products_that_are_constant():
+    """One may be of any size, as long as it is not multiplied out."""
+    text = "agraph (float[{}] x, float[{}] z) => (float[] y) {{ a = MatMul({}) b = MatMul({}) y = Add(a, b) }}"
+    applies(AssociateSharedMatMuls(), model(text.format("2,3", "3,K", "x, z", "a, w"), w=normal(2, 2)))
+    given = {"v": normal(2, 3), "w": normal(2, 2)}
+    applies(AssociateSharedMatMuls(), model(text.format("3,4", "1", "v, x", "w, a"), **given))
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [("<axis=0>", "<axis=0>"), ("<axis=1>", "<axis=1>"), ("<axis=0>", "<axis=1>")],
+)
+def test_concats_that_a_product_does_not_sum(one, other):
+    """Those of rows times columns, even where what is summed is nothing."""
+    shapes = "float[2,0] x, float[2,0] z, float[0,5] v, float[0,5] w"
+    body = f"a = Concat{one}(x, z) b = Concat{other}(v, w) y = MatMul(a, b)"
+    refuses(SplitMatMulOfConcats(), model(f"agraph ({shapes}) => (float[] y) {{ {body} }}"))
+
+
+def test_convolutions_of_one_group_and_of_concats_as_weights():
+    shapes = "float[1,2,4] x, float[1,2,4] z, float[4,4,1] w, float[2,2,1] v"
+    text = f"agraph ({shapes}) => (float[] y) {{{{ a = Concat<axis={{}}>({{}}) y = Conv<group={{}}>({{}}) }}}}"
+    rule = SplitGroupsOverConcat()
+    refuses(rule, model(text.format(1, "x, z", 1, "a, w")))
+    refuses(rule, model(text.format(0, "v, v", 1, "x, a")))
+    refuses(rule, model(text.format(1, "x", 1, "a, v")))
+
+
+def test_concats_of_different_numbers_of_parts():
+    shapes = "float[2,3] x, float[2,0] n"
+    body = "a = Concat<axis=1>(x, x) b = Concat<axis=1>(x, x, n) y = Concat<axis=0>(a, b)"
+    refuses(ExchangeConcats(), model(f"agraph ({shapes}) => (float[] y) {{ {body} }}"))
+
+
+def test_split_into_one_part():
+    text = "agraph (float[2,3] x) => (float[2,3] y) { a = Add(x, c) y = Split<axis=1, num_outputs=1>(a) }"
+    refuses(PushBinaryThroughSplit(), model(text, c=normal(3)))

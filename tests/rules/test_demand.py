@@ -577,8 +577,9 @@ def test_layers_of_no_channels():
 
 
 def test_attention_that_gives_its_keys_out():
-    keys = "kt = Transpose<perm=[0,2,1,3]>(kh) y, pk, pv = Attention(q, kt, ut, m)"
-    refuses(PushWeightsOutOfAttention(), attention(1, keys))
+    for given in ("y, pk", "y, pk, pv"):
+        keys = f"kt = Transpose<perm=[0,2,1,3]>(kh) {given} = Attention(q, kt, ut, m)"
+        refuses(PushWeightsOutOfAttention(), attention(1, keys))
 
 
 # Whole networks

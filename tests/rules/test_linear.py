@@ -107,6 +107,13 @@ def test_batch_norm_that_stays():
         **statistics(2),
     )
     refuses(FoldBatchNormIntoConv(), training)
+    for wide in (("scale", "shift"), ("mean", "var")):  # ONNX allows either pair to be of another type
+        mixed = model(
+            f"agraph (double[1,2,3,3] x) => (double[] y) {{ c = Conv(x, w) y = {BATCH_NORM.format('c')} }}",
+            w=normal(2, 2, 1, 1, dtype=np.float64),
+            **{k: v.astype(np.float64 if k in wide else np.float32) for k, v in statistics(2).items()},
+        )
+        refuses(FoldBatchNormIntoConv(), mixed, "another element type")
     changing = model(
         f"agraph (float[1,2,3,3] x, float[2,2,1,1] w) => (float[] y) {{ c = Conv(x, w) y = {BATCH_NORM.format('c')} }}",
         **statistics(2),

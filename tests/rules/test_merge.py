@@ -204,6 +204,28 @@ def test_split_of_a_product(product, x, w, b, sizes):
     applies(SplitMergedMatMul(), source, ops=[product.split("(")[0].split("<")[0]] * len(sizes))
 
 
+def split_gemm(bias, *, given="", split="c, d = Split<axis=-1>(y, s)"):
+    """Two parts of a product with a bias of this shape, or one that is `given`."""
+    return model(
+        f"agraph (float[2,3] x{given}) => (float[] c) {{ y = Gemm(x, w, b) {split} }}",
+        w=normal(3, 6),
+        s=np.array([2, 4]),
+        **({} if given else {"b": normal(*bias)}),
+    )
+
+
+def test_split_of_a_gemm_with_rows_of_biases():
+    for bias in ((2, 6), (1, 6), (6,)):
+        applies(SplitMergedMatMul(), split_gemm(bias), ops=["Gemm", "Gemm"])
+
+
+def test_splits_of_a_gemm_that_stay():
+    for bias in ((1,), ()):
+        refuses(SplitMergedMatMul(), split_gemm(bias), "one number per column")
+    refuses(SplitMergedMatMul(), split_gemm((), given=", float[6] b"))
+    refuses(SplitMergedMatMul(), split_gemm((6,), split="c = Split<axis=-1, num_outputs=1>(y)"))
+
+
 @pytest.mark.parametrize("bias", ["", ", b"])
 @pytest.mark.parametrize(
     ("x", "w", "attrs"),
