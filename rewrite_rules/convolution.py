@@ -157,11 +157,6 @@ def _channels_last(rank: int) -> tuple[int, ...]:
     return (0, *range(2, rank), 1)
 
 
-def _perm(m: Any, rank: int) -> tuple[int, ...]:
-    """A captured permutation; the absent one reverses the dimensions."""
-    return tuple(range(rank))[::-1] if m is None else _ints(m)
-
-
 class MergeTransposedMatMulIntoConv(Rule):
     """transpose(transpose(x) @ w) -> conv(x, w^T)  when the channels go last for the product, and come back."""
 
@@ -172,9 +167,9 @@ class MergeTransposedMatMulIntoConv(Rule):
         return op.Transpose(op.MatMul(op.Transpose(x, perm="p"), w), perm="q")
 
     def where(self, m: Captures, x: Val, w: Val) -> None:
-        last = _channels_last(x.rank)
-        require(_perm(m.p, x.rank) == last, "the channels do not go last")
-        require(_perm(m.q, x.rank) == inverse(last), "the channels do not come back")
+        last = _channels_last(x.rank)  # never the reverse, which is what an absent permutation says
+        require(m.p == last, "the channels do not go last")
+        require(m.q == inverse(last), "the channels do not come back")
         worthwhile_data(w)
 
     def target(self, op: Op, x: Val, w: Val) -> Any:
@@ -207,7 +202,8 @@ class ReplaceConvOfTransposeByMatMul(Rule):
         return op.Conv(op.Transpose(x, perm="p"), w, b, attrs="c")
 
     def where(self, m: Captures, x: Val, w: Val, b: Val | None) -> None:
-        require(_perm(m.p, x.rank)[1] == x.rank - 1, "the channels were not last")
+        # An absent permutation is the reverse, which has another dimension there.
+        require(m.p is not None and m.p[1] == x.rank - 1, "the channels were not last")
         require_pointwise(m.c)
 
     def target(self, op: Op, m: Captures, x: Val, w: Val, b: Val | None) -> Any:
@@ -220,6 +216,9 @@ class ReplaceConvStrideBySlice(Rule):
 
     optional = ("b",)
     shapes = _POINTWISE
+    examples = (
+        "agraph (float[2,1,5,6] x) => (float[2,1,2,6] y) <float[1,1,1,1] w = {2}> { y = Conv<strides=[3,1]>(x, w) }",
+    )
 
     def source(self, op: Op, x: Any, w: Any, b: Any) -> Any:
         return op.Conv(x, w, b, attrs="c")
@@ -230,7 +229,7 @@ class ReplaceConvStrideBySlice(Rule):
         worthwhile_data(x)
 
     def target(self, op: Op, m: Captures, x: Val, w: Val, b: Val | None) -> Any:
-        steps = {2 + i: s for i, s in enumerate(per_axis(m.c, "strides", x.rank - 2)) if s > 1}
+        steps = {2 + i: s for i, s in enumerate(_ints(m.c.get("strides", ()))) if s > 1}
         sliced = op.Slice(x, [0] * len(steps), [LARGEST] * len(steps), list(steps), list(steps.values()))
         return op.Conv(sliced, w, b, attrs=m.c, strides=None, **_UNHEEDED)
 
@@ -415,7 +414,10 @@ class ReplacePatchConvByMatMul(Rule):
 
 
 def _filled(numbers: Sequence[int], sizes: Sequence[int]) -> tuple[int, ...]:
-    """A Reshape's target shape with its 0s and its -1 filled in; refuses an empty tensor."""
+    """A Reshape's target shape with its 0s and its -1 filled in; refuses an empty tensor.
+
+    A 0 behind the last dimension stays, and a -1 beside it: that is no Reshape.
+    """
     require(prod(sizes) > 0, "a tensor is empty")
     out = [sizes[i] if d == 0 and i < len(sizes) else d for i, d in enumerate(numbers)]
     known = prod(d for d in out if d != -1)
@@ -453,9 +455,8 @@ class MergePatchMatMulIntoConv(Rule):
         require(cut[:2] == x.sizes[:2] and image == x.sizes[2:], "it does not cut the image")
         outside, inside = range(2, 2 + 2 * dims, 2), range(3, 3 + 2 * dims, 2)
         orders = ((0, *outside, 1, *inside), (0, *outside, *inside, 1))
-        perm = _perm(m.p, len(cut))
-        require(perm in orders, "it does not put patches together")
-        rows = _filled(t.ints, [cut[p] for p in perm])
+        require(m.p in orders, "it does not put patches together")
+        rows = _filled(t.ints, [cut[p] for p in m.p])
         columns = x.size(1) * prod(kernel)
         require(rows == (x.size(0), prod(counts), columns), "the rows are not patches")
 
@@ -464,7 +465,7 @@ class MergePatchMatMulIntoConv(Rule):
         kernel = _filled(s.ints, x.sizes)[3::2]
         channels, outputs = x.size(1), w.size(1)
         taps = op.Transpose(w)
-        if _perm(m.p, 2 + 2 * dims)[-1] == 1:
+        if m.p[-1] == 1:
             by_tap = op.Reshape(taps, [outputs, *kernel, channels])
             weight = op.Transpose(by_tap, perm=[0, dims + 1, *range(1, dims + 1)])
         else:
@@ -517,8 +518,9 @@ class ReplaceConvTransposeByConv(Rule):
         y = op.Conv(x, weight, bias, group=groups)
         if taps == 1:
             return y
-        if dims == 2 and kernel[0] == kernel[1]:
-            return op.DepthToSpace(y, blocksize=kernel[0], mode="CRD")
+        side = kernel[0]
+        if kernel == [side, side]:
+            return op.DepthToSpace(y, blocksize=side, mode="CRD")
         batch, sizes = x.shape[0], [x.size(2 + i) for i in range(dims)]
         cut = op.Reshape(y, reshape_numbers(y.shape, (batch, outputs, *kernel, *sizes)))
         woven = [p for i in range(dims) for p in (2 + dims + i, 2 + i)]
@@ -642,6 +644,10 @@ class MergeBatchIntoHeight(Rule):
         return y if kept == rows // batch else op.Slice(y, [0], [kept], [2])
 
 
+# Attributes with a number for each spatial dimension, 1 for each by default.
+_PER_AXIS = ("strides", "dilations")
+
+
 class RaiseConvToTwoDimensions(Rule):
     """conv(x, w, b) -> squeeze(conv(unsqueeze(x), unsqueeze(w), b))  from one spatial dimension to two.
 
@@ -666,10 +672,9 @@ class RaiseConvToTwoDimensions(Rule):
             op.Unsqueeze(w, [2]),
             b,
             attrs=m.c,
-            strides=[1, *per_axis(m.c, "strides", 1)],
-            dilations=[1, *per_axis(m.c, "dilations", 1)],
             pads=None if "auto_pad" in m.c else [0, before, 0, after],
             kernel_shape=None,
+            **{n: [1, *_ints(m.c[n])] for n in _PER_AXIS if n in m.c},
         )
         return op.Squeeze(y, [2])
 
@@ -694,10 +699,9 @@ class LowerConvToOneDimension(Rule):
             op.Squeeze(w, [2]),
             b,
             attrs=m.c,
-            strides=per_axis(m.c, "strides", 2)[1:],
-            dilations=per_axis(m.c, "dilations", 2)[1:],
             pads=None if "auto_pad" in m.c else [before, after],
             kernel_shape=None,
+            **{n: _ints(m.c[n])[1:] for n in _PER_AXIS if n in m.c},
         )
         return op.Unsqueeze(y, [2])
 
@@ -783,8 +787,6 @@ class MoveScaleIntoConvWeights(Rule):
         worthwhile_data(x, w)
         worthwhile(prod(w.sizes[2:]) == 1, "the kernel is larger than one tap")
         worthwhile("pads" not in m.c, "it pads")
-        groups = group_of(m.c)
-        require(w.size(0) % groups == 0 and w.size(1) * groups == x.size(1), "it is no convolution")
 
     def target(self, op: Op, m: Captures, x: Val, s: Val, w: Val, b: Val | None) -> Any:
         return op.Conv(x, scale_columns(op, w, s, group_of(m.c)), b, attrs=m.c)
@@ -1050,7 +1052,7 @@ class ReplaceUniformConvByAveragePool(Rule):
         require(w.uniform is not None, "the weights are not one number")
         worthwhile(prod(w.sizes[2:]) > 1, "the kernel has one tap")
         require("auto_pad" not in m.c, "it pads by itself")
-        pads = per_axis(m.c, "pads", 2 * (x.rank - 2), 0)
+        pads = _ints(m.c.get("pads", ()))
         worthwhile(all(p < k for p, k in zip(pads, w.sizes[2:] * 2)), "the runtime refuses it")
 
     def target(self, op: Op, m: Captures, x: Val, w: Val, b: Val | None) -> Any:

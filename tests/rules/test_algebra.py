@@ -351,7 +351,9 @@ def test_functions_before_a_split():
 
 def test_factors_of_shared_products_that_are_constant():
     """One may be of any size, as long as it is not multiplied out."""
-    text = "agraph (float[{}] x, float[{}] z) => (float[] y) {{ a = MatMul({}) b = MatMul({}) y = Add(a, b) }}"
+    text = (
+        "agraph (float[{}] x, float[{}] z) => (float[] y) {{ a = MatMul({}) b = MatMul({}) y = Add(a, b) }}"
+    )
     applies(AssociateSharedMatMuls(), model(text.format("2,3", "3,K", "x, z", "a, w"), w=normal(2, 2)))
     given = {"v": normal(2, 3), "w": normal(2, 2)}
     applies(AssociateSharedMatMuls(), model(text.format("3,4", "1", "v, x", "w, a"), **given))
@@ -370,7 +372,9 @@ def test_concats_that_a_product_does_not_sum(one, other):
 
 def test_convolutions_of_one_group_and_of_concats_as_weights():
     shapes = "float[1,2,4] x, float[1,2,4] z, float[4,4,1] w, float[2,2,1] v"
-    text = f"agraph ({shapes}) => (float[] y) {{{{ a = Concat<axis={{}}>({{}}) y = Conv<group={{}}>({{}}) }}}}"
+    text = (
+        f"agraph ({shapes}) => (float[] y) {{{{ a = Concat<axis={{}}>({{}}) y = Conv<group={{}}>({{}}) }}}}"
+    )
     rule = SplitGroupsOverConcat()
     refuses(rule, model(text.format(1, "x, z", 1, "a, w")))
     refuses(rule, model(text.format(0, "v, v", 1, "x, a")))

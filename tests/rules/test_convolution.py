@@ -49,6 +49,7 @@ from rewrite_rules.convolution import (
     WriteOutAutoPad,
 )
 from tests.rules.harness import applies, model, refuses
+from xrlflow.rewrite import Refused
 
 EXAMPLES = [(r, e) for r in convolution.RULES for e in r.examples]
 
@@ -172,6 +173,21 @@ def test_slice_to_stride(start, end, axis, step, reason):
         refuses(FoldSliceIntoConvStride(), source, reason)
 
 
+def test_slices_to_stride():
+    """To the end of an image of any size, and of several axes; channels are not stepped over."""
+
+    def sliced(x, **given):
+        arrays = {k: np.array(v) for k, v in given.items()}
+        return conv(x, (4, 3, 1, 1), before="z = Slice(x, s, e, a, t)", **arrays)
+
+    end = 2**31 - 1
+    applies(FoldSliceIntoConvStride(), sliced("N,3,H,5", s=[0], e=[end], a=[2], t=[2]), ops=["Conv", "Relu"])
+    refuses(FoldSliceIntoConvStride(), sliced("N,3,H,5", s=[0], e=[end - 1], a=[2], t=[2]), "an end")
+    both = {"s": [0, 0], "e": [end, end], "a": [1, 3]}
+    refuses(FoldSliceIntoConvStride(), sliced("2,6,4,5", **both, t=[2, 2]), "over the image")
+    refuses(FoldSliceIntoConvStride(), sliced("2,3,4,5", **both, t=[1, 2]), "over the image")
+
+
 @pytest.mark.parametrize("bias", [False, True])
 def test_depthwise_pointwise(bias):
     rule = ReplaceDepthwisePointwiseConvByMul()
@@ -200,6 +216,15 @@ def test_full_conv_refuses():
     refuses(rule, plain("N,3,1,1", (4, 3, 3, 3), "<pads=[1,1,2,1]>"), "more than one")
     refuses(rule, plain("N,4,1,1", (4, 2, 1, 1), "<group=2>"))
     refuses(rule, plain("N,3,3", (4, 3, 2), "<dilations=[2]>"), "dilated")
+    attrs = "<dilations=[1,2], pads=[0,0,0,1], strides=[1,2]>"
+    refuses(rule, plain("N,3,2,2", (4, 3, 2, 2), attrs), "dilated")
+
+
+@pytest.mark.parametrize(("x", "w"), [("N,3,20,20", (2, 3, 20, 20)), ("N,3,400", (2, 3, 400))])
+def test_full_conv_of_all_taps(x, w):
+    """The weights are too many to be evaluated, and are not cut."""
+    graph = applies(ReplaceFullConvByGemm(), plain(x, w))
+    assert "Slice" not in {n.op for n in graph.nodes()}
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -233,6 +258,25 @@ def test_rows_of_patches_refuses():
 
 
 @pytest.mark.parametrize(
+    ("numbers", "sizes", "filled"),
+    [
+        ((0, 2, -1), (3, 4, 2), (3, 2, 4)),
+        ((0, -1), (3, 4, 2), (3, 8)),
+        ((4, 6), (3, 4, 2), (4, 6)),
+        ((2, 3, 0), (2, 3), (2, 3, 0)),
+        ((2, -1, 0), (2, 3), (2, -1, 0)),
+    ],
+)
+def test_shapes_filled_in(numbers, sizes, filled):
+    assert convolution._filled(numbers, sizes) == filled
+
+
+def test_shapes_of_nothing():
+    with pytest.raises(Refused, match="empty"):
+        convolution._filled((0, 2), (0, 2))
+
+
+@pytest.mark.parametrize(
     ("x", "w", "attrs", "maps", "op"),
     [
         ("N,3,H,W", (3, 2, 2, 2), "<strides=[2,2]>", 2, "DepthToSpace"),
@@ -261,6 +305,7 @@ def test_conv_transpose_refuses():
         ("2,3,7,8", (4, 3, 3, 2), "<dilations=[2,3], pads=[2,1,2,0]>"),
         ("1,4,6,6", (4, 1, 3, 3), "<dilations=[2,1], group=4>"),
         ("2,2,9", (3, 2, 3), "<dilations=[4]>"),
+        ("2,3,6,6", (4, 3, 2, 2), "<dilations=[2,3], pads=[2,0,0,0]>"),
     ],
 )
 def test_dilation(x, w, attrs):
@@ -296,7 +341,10 @@ def test_batch_into_height_refuses():
     )
 
 
-@pytest.mark.parametrize("attrs", ["", "<strides=[2], pads=[1,2]>", '<strides=[2], auto_pad="SAME_LOWER">'])
+@pytest.mark.parametrize(
+    "attrs",
+    ["", "<strides=[2], pads=[1,2]>", '<strides=[2], auto_pad="SAME_LOWER">', "<dilations=[2]>"],
+)
 def test_dimensions_of_convs(attrs):
     applies(RaiseConvToTwoDimensions(), plain("N,3,8", (4, 3, 3), attrs))
     inner = attrs.replace("pads=[1,2]", "pads=[0,1,0,2]").replace("=[2]", "=[1,2]")
@@ -327,6 +375,22 @@ def test_convs_multiplied_out(bias):
     applies(MergePointwiseIntoConv(), two_convs(plain_kernel, valid, 8, 3, bias), ops=["Conv"])
     refuses(MergeConvIntoPointwise(), two_convs(wide, plain_kernel, 2, 30), "more work")
     refuses(MergeConvIntoPointwise(), two_convs(wide, ((1, 1), "<strides=[2,2]>"), 8, 3), "strides")
+
+
+@pytest.mark.parametrize(
+    ("rule", "first", "second", "products"),
+    [
+        (MergeConvIntoPointwise(), (3, 3), (1, 1), 3 * 8 * 5 * 3 * 3),
+        (MergePointwiseIntoConv(), (1, 1), (3, 2), 3 * 5 * 3 * 2 * 8),
+    ],
+)
+def test_convs_that_would_take_long(monkeypatch, rule, first, second, products):
+    """The products of 3 output, 8 inner and 5 input channels by the taps, at the limit and beyond it."""
+    source = two_convs((first, ""), (second, ""), 8, 3, bias=False)
+    monkeypatch.setattr(convolution, "_AT_EXPORT", products)
+    applies(rule, source, ops=["Conv"])
+    monkeypatch.setattr(convolution, "_AT_EXPORT", products - 1)
+    refuses(rule, source, "take long")
 
 
 def test_convs_around_padding():
@@ -409,6 +473,11 @@ def test_auto_pad(mode, x):
         applies(rule, pool(op, f"{attrs}, kernel_shape=[4,3]", x=x, before="z = Relu(x)"))
 
 
+def test_auto_pad_of_a_pool_that_gives_its_indices():
+    text = 'agraph (float[2,3,5] x) => (float[] y) { y, i = MaxPool<auto_pad="SAME_UPPER", kernel_shape=[2]>(x) }'
+    refuses(WriteOutAutoPad(), model(text))
+
+
 def test_auto_pad_of_unknown_sizes():
     rule = WriteOutAutoPad()
     applies(rule, plain("N,3,H,W", (4, 3, 4, 2), '<auto_pad="SAME_UPPER">'))
@@ -439,6 +508,9 @@ def test_uniform_conv():
     quarter = np.full((3, 1, 2, 2), 0.25, np.float32)
     applies(rule, model(text.format(", pads=[1,1,0,0]"), w=quarter), ops=["AveragePool"])
     applies(rule, model(text.format(""), w=quarter * 3), ops=["AveragePool", "Mul"])
+    more = np.full((3, 1, 2, 1), np.nextafter(np.float32(0.5), np.float32(1)))  # together the float after 1
+    applies(rule, model(text.format(""), w=more), ops=["AveragePool", "Mul"])
+    applies(rule, model(text.format(""), w=np.full((3, 1, 2, 1), np.float32(0.5))), ops=["AveragePool"])
     biased = "agraph (float[N,3,5,6] x) => (float[] y) { y = Conv<group=3>(x, w, b) }"
     applies(rule, model(biased, w=quarter, b=normal(3)), ops=["AveragePool", "Add"])
     refuses(rule, model(text.format(""), w=normal(3, 1, 2, 2)), "one number")
@@ -540,6 +612,8 @@ def pools(first, second, x="2,2,9,8"):
         ("kernel_shape=[5,5], pads=[2,2,2,2]", "kernel_shape=[5,5], pads=[2,2,2,2]"),
         ("kernel_shape=[2,3], strides=[2,1]", "kernel_shape=[3,2], strides=[1,2]"),
         ("kernel_shape=[3,2], strides=[2,2], pads=[1,0,1,0]", "kernel_shape=[2,2], pads=[1,1,1,0]"),
+        ("kernel_shape=[2,3], strides=[2,2], pads=[0,1,0,0]", "kernel_shape=[2,2], pads=[1,1,0,1]"),
+        ("kernel_shape=[2,2], strides=[3,3]", "kernel_shape=[1,1], strides=[2,2]"),
     ],
 )
 def test_max_pools(first, second):
@@ -557,6 +631,11 @@ def test_max_pools(first, second):
 )
 def test_max_pools_refuses(first, second, reason):
     refuses(MergeMaxPools(), pools(first, second), reason)
+
+
+def test_max_pools_that_leave_out_a_column():
+    first, second = "kernel_shape=[2,3], strides=[2,2], pads=[0,1,0,0]", "kernel_shape=[2,2], pads=[1,1,0,1]"
+    refuses(MergeMaxPools(), pools(first, second, "2,2,8,9"), "leaves out an end")
 
 
 @pytest.mark.parametrize(
@@ -616,3 +695,13 @@ def test_resize_after():
         model(text.format("<strides=[2,2]>"), s=scales, w=normal(2, 3, 1, 1)),
         "strides",
     )
+
+
+def test_resize_to_sizes():
+    """Sizes are of all dimensions, or of the axes that are said."""
+    text = "agraph (float[2,3,4,5] x) => (float[] y) {{ r = Resize{}(x, , , s) y = Conv(r, w) }}"
+    w = normal(2, 3, 1, 1)
+    rule = PushConvBeforeResize()
+    applies(rule, model(text.format(""), s=np.array([2, 3, 8, 5]), w=w), ops=["Conv", "Resize"])
+    applies(rule, model(text.format("<axes=[2,3]>"), s=np.array([8, 5]), w=w), ops=["Conv", "Resize"])
+    refuses(rule, model(text.format(""), s=np.array([2, 3, 8]), w=w), "no sizes")

@@ -163,7 +163,9 @@ def test_several_readers_of_what_is_reshaped():
 
 
 def test_all_parts_of_a_dimension_that_is_not_known():
-    source = "agraph (float[N,4] x) => (float[1,4] y, float[2,4] z) { a = Relu(x) y, z = Split<axis=0>(a, s) }"
+    source = (
+        "agraph (float[N,4] x) => (float[1,4] y, float[2,4] z) { a = Relu(x) y, z = Split<axis=0>(a, s) }"
+    )
     refuses(PushSliceThroughUnary(), model(source, **ints(s=[1, 2])))
 
 

@@ -173,7 +173,9 @@ def test_multi_head_attention_refuses_other_keys(inputs, call):
 def test_multi_head_attention_refuses_heads_that_are_not_known_or_empty(shapes):
     inputs = ", ".join(f"float[2,{s}] {name}" for s, name in zip(shapes.split(), "qkv"))
     calls = f"{HEADS} d = Attention(a, b, c) y = Transpose<perm=[0,2,1,3]>(d)"
-    refuses(ReplaceAttentionByMultiHead(), model(f"agraph ({inputs}) => (float[] y) {{ {calls} }}"), "not known")
+    refuses(
+        ReplaceAttentionByMultiHead(), model(f"agraph ({inputs}) => (float[] y) {{ {calls} }}"), "not known"
+    )
 
 
 def test_rotary_embedding_of_one_head():
