@@ -998,15 +998,15 @@ class FuseLogSoftmax(RegionRule):
     def find(self, reader: Reader, node: Node) -> Region | None:
         shifted, value = node.inputs
         log = made_by(reader, _unseen(reader, value), "Log")
-        summed = None if log is None else made_by(reader, _unseen(reader, log.inputs[0]), "ReduceSum")
+        summed = None if log is None else made_by(reader, log.inputs[0], "ReduceSum")
         exponential = None if summed is None else made_by(reader, summed.inputs[0], "Exp")
         found = _less_its_greatest(reader, shifted)
-        if log is None or summed is None or exponential is None or found is None:
+        if summed is None or exponential is None or found is None:
             return None
         x, axes = found
         if exponential.inputs[0] != shifted or len(axes) != 1 or _axes(reader, summed) != axes:
             return None
-        if log.inputs[0] != summed.outputs[0] or not _fits(reader, value, x, axes):
+        if not _fits(reader, value, x, axes):
             return None
         return Region(node.outputs, (x,), _between(reader, node.outputs[0], (x,)), axes[0])
 
@@ -1225,8 +1225,6 @@ def _variance(reader: Reader, value: Value) -> tuple[Value, tuple[int, ...]] | N
         mean = _mean_square(reader, value)
         found = None if mean is None else _centred(reader, mean[0])
         return found if found is not None and mean is not None and found[1] == mean[1] else None
-    if len({reader.type(v).rank for v in node.inputs}) > 1:
-        return None
     of_square, squared = _mean_square(reader, node.inputs[0]), _square(reader, node.inputs[1])
     plain = None if squared is None else _mean(reader, squared)
     return plain if plain == of_square else None

@@ -64,6 +64,9 @@ def test_keys_in_other_layouts():
         attend(f"t = Transpose<perm=[0,2,3,1]>(k) {rest}", k="N,5,2,4"),
         ops=["Attention", "Transpose"],
     )
+    # A permutation that is not written reverses the dimensions.
+    reverse = attend(f"t = Transpose(k) {rest}", q="2,2,3,4", k="5,4,2,2", v="2,2,5,6", y="2,2,3,6")
+    applies(FuseAttention(), reverse, ops=["Attention", "Transpose"])
     # Already transposed: Attention wants them otherwise.
     applies(
         FuseAttention(),
@@ -87,6 +90,27 @@ def test_keys_in_other_layouts():
 def test_mask(shape, ops):
     body = f"{KT} a = MatMul(q, t) b = Mul(a, c) s = Add(m, b) p = Softmax(s) y = MatMul(p, v)"
     applies(FuseAttention(), attend(body, c=SCALE, m=numbers(*shape)), ops=ops)
+
+
+@pytest.mark.parametrize(
+    ("mask", "scores", "fits"),
+    [
+        ((4, 5), (2, 3, 4, 5), True),
+        ((1, 5), (2, 3, 4, 5), True),
+        ((1, 5), (2, 3, "Q", 5), False),
+        (("Q", 5), (2, 3, "Q", 5), True),
+        ((3, 5), (2, 3, 4, 5), False),
+        ((4, 1), (2, 3, 4, 5), False),
+        ((2, 3, 4, 5), (2, 3, 4, 5), True),
+        ((1, 3, 4, 5), (2, 3, 4, 5), True),
+        ((7, 3, 4, 5), (2, 3, 4, 5), False),
+        ((2, 1, 4, 5), (3, 2, 4, 5), False),
+        ((None, 1, 4, 5), (None, 2, 4, 5), False),
+        ((2, 4, 5), (2, 3, 4, 5), False),
+    ],
+)
+def test_masks_that_fit(mask, scores, fits):
+    assert attention._broadcasts(mask, scores) is fits
 
 
 def test_mask_at_run_time():
@@ -121,6 +145,7 @@ def test_refusals():
     refuses(rule, attend(plain, outputs=", float[N,2,3,5] s"), "read elsewhere")
     refuses(rule, attend(plain.replace("Softmax(s)", "Softmax<axis=2>(s)")))
     refuses(rule, attend(plain, k="N,1,5,4"), "heads")
+    refuses(rule, attend(plain, q="N,0,3,4", k="N,0,5,4", v="N,0,5,6", y="N,0,3,6"), "number of heads")
     refuses(rule, attend(plain, q="1,2,3,4"), "batch")
     refuses(rule, attend(plain, q="N,2,3,D", k="N,2,5,D"), "size of a head")
     refuses(rule, attend(f"{KT} a = MatMul(q, t) s = Mul(a, c) {tail}", c=numbers(5)))

@@ -167,6 +167,8 @@ def test_elu(rule):
         given = {"z": ZERO, "a": np.float32(1.67), "g": np.float32(1.05)}
         applies(rule, unary(source.format("a"), **given), ops=["Selu"])
         refuses(rule, unary(source.format("g"), **given))
+        refuses(rule, unary(source.format("a"), **given | {"g": ZERO}))
+        refuses(rule, unary("q = Neg(x) " + source.format("a").replace("Mul(g, x)", "Mul(g, q)"), **given))
 
 
 def test_thresholded_relu_and_shrink():
@@ -183,6 +185,12 @@ def test_thresholded_relu_and_shrink():
     applies(ReplaceWhereByShrink(), unary(source, **given), ops=["Shrink"])
     refuses(ReplaceWhereByShrink(), unary(source, **given | {"n": np.float32(-0.4)}))
     refuses(ReplaceWhereByShrink(), unary(source.replace("Sub(x, b)", "Add(x, b)"), **given))
+    # At a bound itself it is 0, and NaN stays NaN.
+    for other in ("LessOrEqual(x, n)", "Greater(x, n)"):
+        refuses(ReplaceWhereByShrink(), unary(source.replace("Less(x, n)", other), **given))
+    refuses(ReplaceWhereByShrink(), unary(source.replace("Less(l, x)", "LessOrEqual(l, x)"), **given))
+    hard = "c = Less(x, n) d = Less(l, x) i = Where(d, x, z) y = Where(c, x, i)"
+    applies(ReplaceWhereByShrink(), unary(hard, **{k: given[k] for k in "nlz"}), ops=["Shrink"])
 
 
 def test_clip():
@@ -283,6 +291,17 @@ def test_log_softmax():
         FuseLogSoftmax(), unary(SOFTMAX.format("l = Log(s) y = Sub(d, l)"), **given | {"i": np.array([1])})
     )
     applies(FuseLogOfSoftmax(), unary("s = Softmax<axis=0>(x) y = Log(s)"), ops=["LogSoftmax"])
+
+
+def test_a_shape_that_is_read_elsewhere():
+    """How it is computed is no part of what is fused."""
+    text = (
+        "agraph (float[N,4] x) => (float[N,4] y, int64[2] t) { f = Shape<start=0, end=1>(x) "
+        "t = Concat<axis=0>(f, one) m = ReduceMax(x, i) d = Sub(x, m) e = Exp(d) s = ReduceSum<keepdims=0>(e, i) "
+        "l = Log(s) v = Reshape(l, t) y = Sub(d, v) }"
+    )
+    ops = ["Concat", "LogSoftmax", "Shape"]
+    applies(FuseLogSoftmax(), model(text, i=np.array([1]), one=np.array([1])), ops=ops)
 
 
 def reduced(body: str, x: str = "2,3,4", y: str = "2,1,4", **constants) -> onnx.ModelProto:

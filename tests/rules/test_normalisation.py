@@ -89,7 +89,9 @@ def test_layer_normalization_parameters():
     applies(rule, layer_norm(axes=(1, 2), g=numbers(3, 4), b=numbers(1, 3, 4)), ops=ops)
     applies(rule, layer_norm(axes=(0, 1, 2), g=numbers(2, 3, 4), b=numbers(1)), ops=ops)
     applies(rule, layer_norm(x="float[N,S,4]", outputs="float[N,S,4] y"), ops=ops)
-    # What does not fit stays beside it.
+    # What does not fit, or adds a dimension, stays beside it.
+    wide = layer_norm(x="float[3,4]", outputs="float[1,3,4] y", g=numbers(1, 1, 4), b=numbers(4))
+    applies(rule, wide, ops=["Add", "LayerNormalization", "Mul"])
     applies(rule, layer_norm(g=numbers(3, 4)), ops=["Add", "LayerNormalization", "Mul"])
     applies(
         rule, layer_norm(axes=(1, 2), g=numbers(4), b=numbers(4)), ops=["Add", "LayerNormalization", "Mul"]
@@ -103,6 +105,7 @@ def test_layer_normalization_refusals():
     refuses(rule, layer_norm(outputs="float[2,3,4] y, float[2,3,4] s"), "read elsewhere")
     refuses(rule, layer_norm(divide="n = Div(x, r)"), "what is divided")
     refuses(rule, layer_norm(divide="n = Div(r, d)"), "what is divided")
+    refuses(rule, layer_norm(divide="k = Relu(r) n = Div(d, k)"), "what is divided")
     refuses(rule, layer_norm(square="Pow(d, eps)"))
     refuses(
         rule,
@@ -223,6 +226,12 @@ def test_affine_hard_sigmoid(shape):
     applies(FuseAffineHardSigmoid(), model(source, **given, one=ONE), ops=["HardSigmoid"])
     refuses(FuseAffineHardSigmoid(), model(source, **given, one=TWO))
     refuses(FuseAffineHardSigmoid(), model(source, **given | {"a": np.full(4, 0.3, np.float32)}, one=ONE))
+    # A constant that is computed of so many numbers is not evaluated.
+    made = source.replace("{ m", "{ a = ReduceMax<keepdims=0>(many) m")
+    many = np.full((2000, *shape), 0.3, np.float32)
+    if not shape:
+        rest = {k: v for k, v in given.items() if k != "a"}
+        refuses(FuseAffineHardSigmoid(), model(made, **rest, many=many, one=ONE), "small constant")
 
 
 def test_hard_swish():
