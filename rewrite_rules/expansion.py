@@ -527,7 +527,8 @@ class ExpandAttention(_Expansion):
         inputs = list(node.inputs[:3])
         if past_key != ABSENT and past_value != ABSENT:
             before = [reader.val(i).sizes for i in (past_key, past_value)]
-            past = before[0][2] if len(before[0]) == 4 else 0
+            require(len(before[0]) == 4, "the keys and values from before have other shapes")
+            past = before[0][2]
             require(
                 before == [(batch, shared, past, depth), (batch, shared, past, values[3])],
                 "the keys and values from before have other shapes",

@@ -221,7 +221,7 @@ class _Unrolled(RegionRule):
         assert shape is not None
         states = [first, *steps[0].states[1:]] if self.states == 2 else [first]
         require(
-            shape[0] is not None and all(reader.type(s).shape == (shape[0], size) for s in states),
+            None not in shape and all(reader.type(s).shape == (shape[0], size) for s in states),
             "the states differ in shape",
         )
         outside = self.outside(reader, steps, {*inputs, *states})

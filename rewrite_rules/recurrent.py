@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from rewrite_rules.elementwise import made_by
 from xrlflow.ir import FLOATS, Node, Value
 from xrlflow.rewrite import AnyRule, Captures, Op, Reader, Region, RegionRule, Rule, Val, require, worthwhile
 
@@ -64,8 +65,8 @@ class FuseStepsIntoGemms(RegionRule):
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
-        product = reader.producer(node.inputs[0])
-        if product is None or product.op != "Gemm" or len(product.inputs) != 3 or product.attrs.get("transA"):
+        product = made_by(reader, node.inputs[0], "Gemm")
+        if product is None or len(product.inputs) != 3 or product.attrs.get("transA"):
             return None
         if node.attrs.get("axis", 0) != 0 or not reader.is_const(product.inputs[2]):
             return None

@@ -206,10 +206,8 @@ def _stacked(reader: Reader, group: Sequence[Node]) -> tuple[list[Node], _Stack,
     rank = len(shapes[0])
     require(rank >= 2, "the inputs cannot be stacked")
     for axis in dict.fromkeys((0, rank - 2)):
-        if len({(*s[:axis], *s[axis + 1 :]) for s in shapes}) == 1 and None not in (
-            *shapes[0][:axis],
-            *shapes[0][axis + 1 :],
-        ):
+        others = {(*s[:axis], *s[axis + 1 :]) for s in shapes}
+        if len(others) == 1 and None not in others.pop():
             stack = _Stack(ordered[0].op, ordered[0].attrs, len(ordered), axis, _sizes(shapes, axis))
             return ordered, stack, tuple(n.inputs[0] for n in ordered)
     raise Refused("the inputs cannot be stacked")
@@ -244,7 +242,7 @@ def _dropped(reader: Reader, group: Sequence[Node], parts: Sequence[Piece]) -> _
     rest = (*source[:axis], *source[axis + 1 :])
     if len(rest) < 2 or not all(isinstance(d, int) and d for d in rest[1:]):
         return None
-    if rest[0] is None or rest[0] == 0:
+    if rest[0] in (None, 0):
         return None
     indices = tuple(p.start for p in parts)
     return _Stack(group[0].op, group[0].attrs, len(group), 0, _sizes(shapes, 0), axis, indices, kept=False)

@@ -184,9 +184,8 @@ class ReplaceOneHotByGather(RegionRule):
             require(
                 i.rank >= 2 and i.shape[-1] == 1 and numbers.rank <= i.rank, "the index is not one number"
             )
-            counts = numbers.array.reshape(-1)
-            require(counts.size == rows and numbers.size(-1) == rows, "the numbers are not those of the rows")
-            require(np.array_equal(counts, np.arange(rows)), "the numbers are not counted from 0")
+            # There are as many in the last dimension as w has rows, or the product would be none.
+            require(numbers.ints == tuple(range(rows)), "the numbers are not those of the rows, from 0")
             worthwhile(read_once(reader, hot) and read_once(reader, cast.inputs[0]), "it is read elsewhere")
             return Region(node.outputs, (index, w), (node, cast, equal))
         return None

@@ -244,6 +244,21 @@ def test_attention_refusals() -> None:
     refuses(rule, scores, "the scores are read")
     refuses(rule, attend("<is_causal=1>", "q, k, v, m", m=numbers(3, 1)), "the mask has another shape")
     refuses(rule, attend(q="N,4,3,5", y="N,4,3,7"), "a dimension is not a known number")
+    mixed = attend("<q_num_heads=4, kv_num_heads=4>", k="2,6,20", v="2,6,28", y="2,4,3,7")
+    refuses(rule, mixed, "the ranks differ")
+
+
+@pytest.mark.parametrize("count", [1, 2, 16, 17, 18, 257])
+def test_parts_joined_a_few_at_a_time(count: int) -> None:
+    """In order, and a part that is left over is not put together with nothing."""
+
+    class Joins:
+        def Concat(self, *parts: Any, axis: int) -> Any:
+            assert 1 < len(parts) <= 16
+            assert axis == 3
+            return [e for part in parts for e in part]
+
+    assert expansion._joined(Joins(), [[i] for i in range(count)], 3) == list(range(count))  # type: ignore[arg-type]
 
 
 # Rotation

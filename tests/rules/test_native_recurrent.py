@@ -118,6 +118,41 @@ def test_reset_before_the_product() -> None:
     assert "linear_before_reset" not in gru.attrs
 
 
+@pytest.mark.parametrize("given", ["rz", "n", "r", ""])
+def test_biases_of_some_gates(given: str) -> None:
+    """A gate without a bias has zeros."""
+    text = "agraph (float[2,3] x0, float[2,3] x1, float[2,4] h0) => (float[2,4] h2) { "
+    for t in range(2):
+        for g, state, function in (
+            ("r", f"h{t}", "Sigmoid"),
+            ("z", f"h{t}", "Sigmoid"),
+            ("n", f"q{t}", "Tanh"),
+        ):
+            text += f"q{t} = Mul(r{t}, h{t}) " if g == "n" else ""
+            text += f"a{g}{t} = MatMul(x{t}, w{g}) b{g}{t} = MatMul({state}, u{g}) s{g}{t} = Add(a{g}{t}, b{g}{t}) "
+            text += f"d{g}{t} = Add(s{g}{t}, b{g}) " if g in given else ""
+            text += f"{g}{t} = {function}({'d' if g in given else 's'}{g}{t}) "
+        text += f"e{t} = Sub(unit, z{t}) m{t} = Mul(e{t}, n{t}) k{t} = Mul(z{t}, h{t}) h{t + 1} = Add(k{t}, m{t}) "
+    shapes = (
+        {f"w{g}": (3, 4) for g in "rzn"} | {f"u{g}": (4, 4) for g in "rzn"} | {f"b{g}": (4,) for g in given}
+    )
+    graph = applies(FuseUnrolledGRU(), model(text + "}", **_weights(**shapes), unit=np.float32(1)))
+    assert "GRU" in {n.op for n in graph.nodes()}
+
+
+@pytest.mark.parametrize("shape", [(4,), (1, 4), (2, 4), (1,)])
+def test_a_bias_is_one_row(shape: tuple[int, ...]) -> None:
+    text = "agraph (float[2,3] x0, float[2,3] x1, float[2,4] h0) => (float[2,4] h2) { "
+    for t in range(2):
+        text += f"a{t} = MatMul(x{t}, w) b{t} = MatMul(h{t}, r) z{t} = Add(a{t}, b{t}) y{t} = Add(z{t}, c) "
+        text += f"h{t + 1} = Tanh(y{t}) "
+    proto = model(text + "}", **_weights(w=(3, 4), r=(4, 4), c=shape))
+    if shape in ((4,), (1, 4)):
+        applies(FuseUnrolledRNN(), proto)
+    else:
+        refuses(FuseUnrolledRNN(), proto)
+
+
 @pytest.mark.parametrize(("name", "op"), [("lstm-unrolled", "LSTM"), ("gru-unrolled", "GRU")])
 def test_zoo(name: str, op: str) -> None:
     """Nothing but the cell and what shapes its output is left."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from rewrite_rules.recurrent import FuseStepsIntoGemms, FuseSumOfGemms, SwapSplits
 from tests.rules.harness import applies, model, refuses
@@ -92,3 +93,47 @@ def test_swap_splits_along_one_axis() -> None:
         " c, d = Split<axis=0, num_outputs=2>(q) }"
     )
     refuses(SwapSplits(), proto, "one axis")
+
+
+def test_swap_splits_of_one_part() -> None:
+    text = (
+        "agraph (float[6,6] x) => (float[6,2] a, float[6,4] b) {"
+        " p = Split<axis=0, num_outputs=1>(x)\n a, b = Split<axis=1>(p, s) }"
+    )
+    applies(SwapSplits(), model(text, s=np.array([2, 4])))
+
+
+def test_swap_splits_along_different_axes() -> None:
+    """Even where all parts are of no size along one of them."""
+    text = (
+        "agraph (float[4,0,6] x) => (float[2,0,6] a, float[2,0,6] b, float[2,0,3] c, float[2,0,3] d) {"
+        " p, q = Split<axis=0, num_outputs=2>(x)\n a, b = Split<axis=1, num_outputs=2>(p)\n"
+        " c, d = Split<axis=2, num_outputs=2>(q) }"
+    )
+    refuses(SwapSplits(), model(text), "split differently")
+
+
+def two_steps(first: str = "", product: str = "Gemm", split: str = "axis=0", bias: str = ", c") -> str:
+    shape = "4,2" if split == "axis=1" else "2,4"
+    return (
+        f"agraph (float[4,4] x, float[{shape}] s, float[{shape}] t{first}) => (float[] f, float[] g) {{"
+        f" p = {product}(x, v{bias})\n q, r = Split<{split}, num_outputs=2>(p)\n d = {product}(s, w, b)\n"
+        f" e = {product}(t, w, b)\n f = Add(q, d)\n g = Add(r, e) }}"
+    )
+
+
+@pytest.mark.parametrize("shape", [(4,), (1, 4)])
+def test_steps_with_a_row_of_biases(shape: tuple[int, ...]) -> None:
+    given = {"v": weight(4, 4), "c": weight(4), "w": weight(4, 4), "b": weight(*shape)}
+    applies(FuseStepsIntoGemms(), model(two_steps(), **given), ops=["Gemm"] * 3 + ["Split"])
+
+
+def test_steps_that_stay() -> None:
+    given = {"v": weight(4, 4), "c": weight(4), "w": weight(4, 4), "b": weight(4)}
+    rule = FuseStepsIntoGemms()
+    refuses(rule, model(two_steps(bias=""), **given))
+    refuses(rule, model(two_steps(", float[4] c"), **{k: v for k, v in given.items() if k != "c"}))
+    columns = {"v": weight(4, 4), "c": weight(4), "w": weight(2, 2), "b": weight(2)}
+    refuses(rule, model(two_steps(split="axis=1"), **columns))
+    tall = two_steps(product="Gemm<transA=1>").replace("float[2,4]", "float[4,2]")
+    refuses(rule, model(tall, **given))

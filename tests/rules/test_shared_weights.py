@@ -54,6 +54,18 @@ def test_an_empty_batch() -> None:
         assert_equivalent(proto, after, {"x": weight(3, batch, 5)})
 
 
+def test_steps_of_a_batch_of_nothing() -> None:
+    """They are not reshaped: a 0 in a Reshape's shape would copy another dimension."""
+    lines = [f"x{t} = Gather<axis=1>(x, i{t})\n y{t} = MatMul(x{t}, w)" for t in range(2)]
+    proto = model(
+        f"agraph (float[0,2,5] x) => (float[0,6] y0, float[0,6] y1) {{ {chr(10).join(lines)} }}",
+        w=weight(5, 6),
+        **{f"i{t}": np.array(t) for t in range(2)},
+    )
+    _, graph = rewritten(RULE, proto)
+    assert "Reshape" not in {n.op for n in graph.nodes()}
+
+
 def test_inputs_of_the_graph() -> None:
     proto = model(
         "agraph (float[2,5] x, float[3,5] z) => (float[2,6] a, float[3,6] b) { a = MatMul(x, w)\n b = MatMul(z, w) }",

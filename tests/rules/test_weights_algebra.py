@@ -64,11 +64,22 @@ def test_large_tables_stay():
     refuses(PushGatherThroughMatMul(), model(source, t=normal(9000, 2), w=normal(2, 9000)), "large")
 
 
+def test_tables_up_to_so_many_bytes(monkeypatch):
+    source = "agraph (int64[N] i) => (float[N,2] y) { g = Gather(t, i) y = MatMul(g, w) }"
+    proto = model(source, t=normal(6, 3), w=normal(3, 2))
+    monkeypatch.setattr(weights_algebra, "_BYTES", 6 * 2 * 4)
+    applies(PushGatherThroughMatMul(), proto, ops=["Gather"])
+    monkeypatch.setattr(weights_algebra, "_BYTES", 6 * 2 * 4 - 1)
+    refuses(PushGatherThroughMatMul(), proto, "large")
+
+
 def test_functions_of_rows():
     source = "agraph (int64[N,5] i) => (float[N,5,{}] y) {{ g = Gather(t, i) {} }}"
     rule, table = PushGatherThroughFunction(), normal(6, 3)
     applies(rule, model(source.format(3, "y = Gelu(g)"), t=table), ops=["Gather"])
     applies(rule, model(source.format(3, "y = Sub(c, g)"), t=table, c=normal(1, 1, 3)), ops=["Gather"])
+    for one in ((), (1,), (1, 1)):
+        applies(rule, model(source.format(3, "y = Sub(c, g)"), t=table, c=normal(*one)), ops=["Gather"])
     applies(rule, model(source.format(3, "y = Clip(g, , h)"), t=table, h=np.float32(0.5)), ops=["Gather"])
     refuses(rule, model(source.format(3, "y = Add(g, c)"), t=table, c=normal(5, 3)), "per column")
     refuses(rule, model(source.format(3, "y = Softmax<axis=1>(g)"), t=table), "not the last")
@@ -93,14 +104,23 @@ def test_one_hot(dtype):
     # The drawn indices reach from 0 to 3: one is out of range.
     applies(ReplaceOneHotByGather(), one_hot([0, 1, 2], dtype), ops=_ONE_HOT)
     applies(ReplaceOneHotByGather(), one_hot(range(5), dtype), ops=_ONE_HOT)
-    refuses(ReplaceOneHotByGather(), one_hot([0, 2, 1], dtype), "not counted")
-    refuses(ReplaceOneHotByGather(), one_hot([1, 2, 3], dtype), "not counted")
+    refuses(ReplaceOneHotByGather(), one_hot([0, 2, 1], dtype), "from 0")
+    refuses(ReplaceOneHotByGather(), one_hot([1, 2, 3], dtype), "from 0")
     source = (
         f"agraph ({dtype}[N,3] i) => (float[N,2] y) {{ e = Equal(i, r) h = Cast<to=1>(e) y = MatMul(h, w) }}"
     )
     refuses(
         ReplaceOneHotByGather(), model(source, r=np.arange(3).astype(dtype), w=normal(3, 2)), "not one number"
     )
+
+
+def test_one_hot_of_one_row():
+    """The numbers may be a single one, without dimensions too."""
+    source = "agraph (int64[4,1] i) => (float[4,2] y) { e = Equal(i, r) h = Cast<to=1>(e) y = MatMul(h, w) }"
+    for shape in ((), (1,), (1, 1)):
+        proto = model(source, r=np.zeros(shape, np.int64), w=normal(1, 2))
+        applies(ReplaceOneHotByGather(), proto, ops=_ONE_HOT)
+        refuses(ReplaceOneHotByGather(), model(source, r=np.ones(shape, np.int64), w=normal(1, 2)), "from 0")
 
 
 _ONE_HOT = ["And", "Gather", "GreaterOrEqual", "Less", "Squeeze", "Where"]
@@ -117,6 +137,26 @@ def test_gemms(t, u):
     for first, second in (("x, v", ""), ("x, v, b", ""), ("x, v", ", c"), ("x, v, b", ", c")):
         biases = ({"b": normal(4)} if "b" in first else {}) | ({"c": normal(1, 5)} if second else {})
         applies(FoldGemmIntoGemm(), model(source.format(first, second), **given, **biases), ops=["Gemm"])
+
+
+def test_gemms_that_would_take_long(monkeypatch):
+    """So many products of the first weights with a column, or a row, of the second."""
+    source = "agraph (float[N,3] x) => (float[N,5] y) { a = Gemm(x, v) y = Gemm(a, w) }"
+    proto = model(source, v=normal(3, 4), w=normal(4, 5))
+    monkeypatch.setattr(weights_algebra, "_WORK", 3 * 4 * 5)
+    applies(FoldGemmIntoGemm(), proto, ops=["Gemm"])
+    monkeypatch.setattr(weights_algebra, "_WORK", 3 * 4 * 5 - 1)
+    refuses(FoldGemmIntoGemm(), proto, "take long")
+
+
+@pytest.mark.parametrize("shape", ["4,3", "5,4,3"])
+def test_affine_part_for_weights_that_change_or_are_no_matrix(shape):
+    source = "agraph (float[5,5,4] x{}) => (float[] y) {{ n = LayerNormalization(x, s, b) y = MatMul(n, w) }}"
+    given = {"s": normal(4), "b": normal(4, seed=1)}
+    changing = model(source.format(f", float[{shape}] w"), **given)
+    refuses(FoldAffineIntoReaders(), changing, "no constant matrix")
+    if shape != "4,3":
+        refuses(FoldAffineIntoReaders(), model(source.format(""), **given, w=normal(5, 4, 3)), "no constant")
 
 
 def test_affine_part():
@@ -195,6 +235,8 @@ def test_constants_behind_means(op):
             ops=[op, "ReduceMean"],
         )
         refuses(rule, model(source.format(op, mean, ", i"), c=channel, i=np.array([1])), "differs")
+    for shape in ((3, 4, 1), (3, 1, 4)):
+        refuses(rule, model(source.format(op, "GlobalAveragePool", ""), c=normal(*shape)), "differs")
     counted = "AveragePool<kernel_shape=[2,2], pads=[1,1,0,0], count_include_pad=1>"
     total = source.format(op, "ReduceSum", ", i")
     if op == "Add":
@@ -246,3 +288,7 @@ def test_batch_normalization_of_a_concat():
         .replace("[N,3,4] y", "[5,3,4] y")
     )
     refuses(rule, model(rows, **statistics(3)), "channels")
+    for training in ("y, q", "y, q, r"):
+        node = BATCH_NORM.format("a", "").replace("<", "<training_mode=1, ")
+        text = f"{source.format(1).partition(' y =')[0]} {training} = {node} }}"
+        refuses(rule, model(text.replace("N", "2"), **statistics(3)))
