@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from rewrite_rules.shared_weights import MergeSharedWeightProducts
 from tests.rules.harness import applies, assert_equivalent, model, refuses, rewritten
 from xrlflow.ir import Graph, Value
 from xrlflow.onnxio import load
-from xrlflow.rewrite import Library, RewriteState
+from xrlflow.rewrite import Library, Op, RewriteState, Rule
 
 RNG = np.random.default_rng(0)
 RULE = MergeSharedWeightProducts()
@@ -258,3 +259,33 @@ def test_products_are_those_of_the_definition(seed: int) -> None:
             break
         state = state.apply(rng.choice(sorted(rest, key=lambda m: m.key)))
     assert met > 3
+
+
+class _NegateTwice(Rule):
+    """identity(x) -> -(-x), which is no part of x."""
+
+    shapes = "x[...]:float"
+
+    def source(self, op: Op, x: Any) -> Any:
+        return op.Identity(x)
+
+    def target(self, op: Op, x: Any) -> Any:
+        return op.Neg(op.Neg(x))
+
+
+@pytest.mark.parametrize("source", ["s", "x"])
+@pytest.mark.parametrize("weights", range(6))
+def test_a_product_that_leaves_its_group(weights: int, source: str) -> None:
+    """Then another of the group finds the others, whichever found them before."""
+    proto = model(
+        "agraph (float[2,5] x) => (float[2,4] a, float[2,4] b, float[2,4] c) {"
+        f" s = Relu(x)\n p = Identity({source})\n q = Transpose<perm=[0,1]>({source})\n r = Reshape({source}, shape)\n"
+        " a = MatMul(p, w)\n b = MatMul(q, w)\n c = MatMul(r, w) }",
+        w=np.full((5, 4), weights, np.float32),
+        shape=np.array([2, 5]),
+    )
+    state = RewriteState.start(load(proto).graph, Library([RULE, _NegateTwice()]))
+    assert {len(m.nodes) for m in state.candidates if m.rule is RULE} == {3}
+    (other,) = [m for m in state.candidates if m.rule is not RULE]
+    after = state.apply(other)
+    assert {len(m.nodes) for m in after.candidates if m.rule is RULE} == {2}

@@ -291,4 +291,4 @@ def test_batch_normalization_of_a_concat():
     for training in ("y, q", "y, q, r"):
         node = BATCH_NORM.format("a", "").replace("<", "<training_mode=1, ")
         text = f"{source.format(1).partition(' y =')[0]} {training} = {node} }}"
-        refuses(rule, model(text.replace("N", "2"), **statistics(3)))
+        refuses(rule, model(text.replace("[N", "[2"), **statistics(3)))
