@@ -527,8 +527,7 @@ class ExpandAttention(_Expansion):
         inputs = list(node.inputs[:3])
         if past_key != ABSENT and past_value != ABSENT:
             before = [reader.val(i).sizes for i in (past_key, past_value)]
-            require(len(before[0]) == 4, "the keys and values from before have other shapes")
-            past = before[0][2]
+            past = sum(before[0][2:3])  # none, if there are fewer dimensions
             require(
                 before == [(batch, shared, past, depth), (batch, shared, past, values[3])],
                 "the keys and values from before have other shapes",
