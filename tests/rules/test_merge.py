@@ -265,6 +265,9 @@ def test_split_of_a_conv(bias):
     given = {"w": normal(5, 2, 3, 3), "b": normal(5)}
     applies(SplitMergedConv(), model(text.format(1), s=np.array([2, 3]), **given), ops=["Conv", "Conv"])
     refuses(SplitMergedConv(), model(text.format(2), s=np.array([2, 3]), **given), "columns")
+    grouped = text.format(1).replace("<pads", "<group=2, pads")
+    four = {"w": normal(4, 1, 3, 3), "b": normal(4), "s": np.array([2, 2])}
+    refuses(SplitMergedConv(), model(grouped, **four), "grouped")
 
 
 def test_split_of_what_is_read_elsewhere():
