@@ -208,7 +208,9 @@ def suite_fails(function: FunctionType, compiled: Compiled) -> bool:
                 found = run_tests(which)
         except TooLong:
             return True
-    if found == pytest.ExitCode.USAGE_ERROR:  # a test's parameters are an iterator that is used up, for instance
+    if (
+        found == pytest.ExitCode.USAGE_ERROR
+    ):  # a test's parameters are an iterator that is used up, for instance
         raise ValueError(f"not all of these tests are found again: {', '.join(which)}")
     return found == pytest.ExitCode.TESTS_FAILED
 
