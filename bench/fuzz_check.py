@@ -238,13 +238,14 @@ def noisy(
     """
     graph, rng = imported.graph, np.random.default_rng(seed)
 
-    def moved(array: Array, dtype: DType) -> Array:
+    def moved(array: Array, dtype: DType, size: Array | None = None) -> Array:
+        """`size`: of what was added up, which its rounding is a part of."""
         if seed >= _FLUSHED:
             least = float(ml_dtypes.finfo(numpy_dtype(dtype)).smallest_normal)
             return np.where(np.abs(array) < least, (0.0, -0.0)[seed - _FLUSHED], array)
         eps = float(ml_dtypes.finfo(numpy_dtype(dtype)).eps)
         signs = rng.choice((-1.0, 1.0), array.shape) if seed > 1 else (1.0, -1.0)[seed]
-        return np.asarray(array * (1 + 2 * eps * signs))
+        return np.asarray(array + 2 * eps * signs * (array if size is None else size))
 
     values = input_values(imported)
     held: dict[Value, Array] = {
@@ -273,18 +274,44 @@ def noisy(
     try:
         with np.errstate(all="ignore"):
             for node in graph.topological():
-                results = evaluate_node(
-                    node.op, node.attrs, [read(v) for v in node.inputs], len(node.outputs)
-                )
+                inputs = [read(v) for v in node.inputs]
+                results = evaluate_node(node.op, node.attrs, inputs, len(node.outputs))
+                size = _size_of_sum(node, inputs) if seed < _FLUSHED else None
                 for value, type, result in zip(node.outputs, node.types, results):
                     if type.dtype in FLOATS and result.dtype.kind == "f":
                         largest = float(ml_dtypes.finfo(numpy_dtype(type.dtype)).max)
-                        result = moved(result, type.dtype)
+                        result = moved(result, type.dtype, size)
                         finite = finite and bool((np.abs(result) <= largest).all())
                     held[value] = result
     except _NO_VALUE:
         return None
     return [read(value) for value in graph.outputs], finite
+
+
+# Operators that add up: their rounding is a part of what they add, not of what is left of it.
+_SUMS = frozenset(
+    {
+        "Add",
+        "AveragePool",
+        "Conv",
+        "Gemm",
+        "GlobalAveragePool",
+        "MatMul",
+        "ReduceMean",
+        "ReduceSum",
+        "Sub",
+        "Sum",
+    }
+)
+
+
+def _size_of_sum(node: Node, inputs: Sequence[Array | None]) -> Array | None:
+    """What a sum comes to if all that is added has one sign; None of an operator that adds nothing up."""
+    if node.op not in _SUMS:
+        return None
+    sizes = [np.abs(a) if a is not None and a.dtype.kind == "f" else a for a in inputs]
+    (size,) = evaluate_node("Add" if node.op == "Sub" else node.op, node.attrs, sizes, 1)
+    return size
 
 
 def _held_exactly(dtype: DType) -> Any:

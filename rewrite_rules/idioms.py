@@ -1310,6 +1310,8 @@ def _applied(
 class _FuseNormalization(RegionRule):
     """A normalisation by mean and variance, in the spellings of JAX, TensorFlow and Keras."""
 
+    mends = True  # the operator's sums do not overflow where those of the left side do
+
     proof = "numeric"
     relies_on = "E[(x - m)^2] = E[x^2] - m^2"
     dtypes = _FLOAT

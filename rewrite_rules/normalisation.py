@@ -213,6 +213,8 @@ class FuseLayerNormalization(RegionRule):
     x - mean(x) may be computed twice. float16 is computed in float32 afterwards.
     """
 
+    mends = True  # the operator's sums do not overflow where those of the left side do
+
     proof = "numeric"
     relies_on = "a variance is the mean of squared deviations; float32 moments as the operator computes them"
     dtypes = _STASHED
@@ -289,6 +291,8 @@ class FuseMomentsLayerNormalization(RegionRule):
     As TensorFlow writes it (a batch normalisation by moments of the row itself).
     """
 
+    mends = True  # the operator's sums do not overflow where those of the left side do
+
     spreads = True
     proof = "numeric"
     relies_on = "a variance is the mean of squared deviations; sums in another order"
@@ -361,6 +365,8 @@ class FuseMomentsLayerNormalization(RegionRule):
 
 class FuseRMSNormalization(RegionRule):
     """x / sqrt(mean(x^2) + eps) * scale -> rmsnormalization(x, scale)."""
+
+    mends = True  # the operator's sums do not overflow where those of the left side do
 
     proof = "numeric"
     relies_on = "the square root of the mean square, then its reciprocal or the quotient"
