@@ -613,12 +613,16 @@ def test_small_elements_of_a_coarse_kernel_may_move_by_its_grid() -> None:
     assert grid(np.zeros(3, np.float32)) == 2.0**-24
 
 
-def test_an_original_that_is_exact_by_luck_is_no_yardstick_of_rounding() -> None:
-    """1 + (e + e) is exact and (1 + e) + e is not, for e half a place of the last digit: both round once or twice."""
-    graph = "agraph (float[4] x, float[4] e) => (float[4] y) <float one = {{1}}> {{ {} y = Sub(s, one) }}"
-    lucky = model(graph.format("d = Add(e, e) s = Add(x, d)"))
-    other = model(graph.format("d = Add(x, e) s = Add(d, e)"))
-    far = model(graph.format("d = Sum(e, e, e, e, e, e, e, e, e, e, e, e, e, e, e, e) s = Add(x, d)"))
-    inputs = {"x": np.ones(4, np.float32), "e": np.full(4, 2.0**-24, np.float32)}
-    assert verify(lucky.SerializeToString(), other.SerializeToString(), inputs=inputs).verified
-    assert not verify(lucky.SerializeToString(), far.SerializeToString(), inputs=inputs).verified
+def test_a_number_that_rounding_could_flip_is_no_licence() -> None:
+    """floor(i + 1) is not i, and a row is not the next one, though a moved sum would be rounded to it."""
+    graph = "g (int64[n] i) => (float[n] y) <float one = {1}> { f = Cast<to=1>(i) %s }"
+    a = model(graph % "s = Add(f, one) y = Floor(s)")
+    assert not verify(a, model(graph % "y = Identity(f)")).verified
+    table = np.arange(64, dtype=np.float32).reshape(16, 4) ** 2
+    rows = (
+        "g (int64[1,8] m) => (float[1,8,4] y) <int64 axis = {1}> { f = Cast<to=1>(m) z = Clip(f, low, high) "
+        "c = CumSum(z, axis) %s y = Gather(t, k) }"
+    )
+    numbers = {"low": np.float32(0), "high": np.float32(1), "one": np.float32(1), "t": table}
+    right = model(rows % "k = Cast<to=7>(c)", **numbers)
+    assert not verify(right, model(rows % "d = Add(c, one) k = Cast<to=7>(d)", **numbers)).verified

@@ -40,7 +40,7 @@ from xrlflow.verify.reference import (
 from xrlflow.verify.runner import Array, Model, Runner, first_line, flat, opened
 from xrlflow.verify.signature import Signature, differences, signature, signature_of_proto
 from xrlflow.verify.ties import undecided
-from xrlflow.verify.yardsticks import Known, by_float64, on_demand, rounded
+from xrlflow.verify.yardsticks import Known, by_float64, on_demand
 
 FLOAT64_FLOPS = 3e10
 """Operations that the float64 evaluations of one verification may take together: some seconds on two cores."""
@@ -460,7 +460,7 @@ class Reference:
     def _judge(self, known: Known, outputs: Sequence[Any], reports: dict[str, OutputReport]) -> list[_Doubt]:
         """Judge the outputs of one case.
 
-        What differs is left in doubt.
+        What differs is left in doubt if it is of integers, on values out of the ordinary, or has no float64 evaluation.
         """
         doubts: list[_Doubt] = []
         for index, (port, output) in enumerate(zip(self.declared.outputs, outputs)):
@@ -477,7 +477,11 @@ class Reference:
                         judgement = judge_floats(known.yardsticks[index, part], b, licence)
                     else:
                         judgement = judge_exact(a, b)
-                    again = is_float(a) or a.dtype.kind in "iu"
+                    again = (
+                        not known.case.values.ordinary or judgement.leg is Leg.DEVIATION
+                        if is_float(a)
+                        else a.dtype.kind in "iu"
+                    )
                     if not judgement.passed and not part and again:
                         doubts.append(_Doubt(known, index, name, a, b, judgement))
                         continue
@@ -489,13 +493,10 @@ class Reference:
         """Judge once more: integers pass at a proven near-tie, floats by more of the original's own error."""
         reruns = self._reruns({id(d.known): d.known for d in doubts}.values()) if doubts else {}
         for doubt in doubts:
-            runs = [
-                (moved, array)
-                for moved, outputs in reruns.get(id(doubt.known), [])
-                if (array := dict(flat(outputs[doubt.index])).get("")) is not None
-            ]
+            others = [run[doubt.index] for run in reruns.get(id(doubt.known), [])]
+            arrays = [dict(flat(o)).get("") for o in others]
             if is_float(doubt.original):
-                judgement = self._again(doubt, runs)
+                judgement = self._again(doubt, [a for a in arrays if a is not None])
                 _note(
                     reports,
                     OutputReport(doubt.name, _shown(doubt.original), judgement, str(doubt.known.case)),
@@ -507,7 +508,7 @@ class Reference:
                 doubt.index,
                 doubt.original,
                 doubt.new,
-                [array for _, array in runs],
+                [a for a in arrays if a is not None],
             )
             unproven = (doubt.original != doubt.new) & ~proven
             judgement = doubt.judgement
@@ -520,28 +521,20 @@ class Reference:
                 OutputReport(doubt.name, _shown(doubt.original), judgement, str(doubt.known.case)),
             )
 
-    def _again(self, doubt: _Doubt, runs: Sequence[tuple[bool, Array]]) -> Judgement:
-        """Judge floats by float64, if that was not done, and by what else the original gives.
-
-        Its own error on one set of inputs is luck: how far rounding takes it is seen in several evaluations of it.
-        Those are of ONNX Runtime without optimisations, and our own, rounded at random; on unusual values also those
-        with inputs moved by rounding.
-        """
+    def _again(self, doubt: _Doubt, others: Sequence[Array]) -> Judgement:
+        """Judge floats by float64, if that was not done, and unusual values by what else the original gives."""
         known, key = doubt.known, (doubt.index, "")
         if known.yardsticks[key].leg is Leg.DEVIATION:
             on_demand(Sizes(self.model, self.imported), self.imported, known, self.float64_flops)
         yardstick = known.yardsticks[key]
-        ordinary = known.case.values.ordinary
-        others = [array for moved, array in runs if not (moved and ordinary)]
-        if ordinary and yardstick.leg is Leg.FLOAT64:
-            others += rounded(self.imported, known.case, doubt.index)
-        alike = tuple(a for a in others if a.shape == doubt.original.shape)
-        yardstick = replace(yardstick, variants=alike)
+        if not known.case.values.ordinary:
+            alike = tuple(a for a in others if a.shape == doubt.original.shape)
+            yardstick = replace(yardstick, variants=alike)
         return judge_floats(yardstick, doubt.new, known.licence(doubt.index) or Licence.NONE)
 
-    def _reruns(self, known: Any) -> dict[int, list[tuple[bool, list[Any]]]]:
-        """The original's outputs without ONNX Runtime's optimiser, and with every float input moved a little (True)."""
-        found: dict[int, list[tuple[bool, list[Any]]]] = {}
+    def _reruns(self, known: Any) -> dict[int, list[list[Any]]]:
+        """The original's outputs without ONNX Runtime's optimiser, and with every float input moved a little."""
+        found: dict[int, list[list[Any]]] = {}
         for optimized in (True, False):
             try:
                 with opened(
@@ -551,9 +544,9 @@ class Reference:
                     session_options=self.session_options,
                 ) as runner:
                     for k in known:
-                        moved = [(True, perturbed(k.case.feeds, self.seed + i)) for i in range(2)]
-                        for was_moved, feeds in [*moved, *([] if optimized else [(False, k.case.feeds)])]:
-                            found.setdefault(id(k), []).append((was_moved, runner.run(feeds)))
+                        moved = [perturbed(k.case.feeds, self.seed + i) for i in range(2)]
+                        for feeds in [*moved, *([] if optimized else [k.case.feeds])]:
+                            found.setdefault(id(k), []).append(runner.run(feeds))
             except BackendError:
                 # No proof from there; what stays unproven is a failure.
                 continue
@@ -578,7 +571,7 @@ class Reference:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Doubt:
-    """An output of integers or floats that differs."""
+    """An output that differs: of integers, on values out of the ordinary, or without a float64 evaluation."""
 
     known: Known
     index: int

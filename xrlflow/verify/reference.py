@@ -30,48 +30,6 @@ _CONVERSION = 50.0
 # A slow machine's operations and bytes a second, and the seconds that a call takes.
 _FLOPS, _BANDWIDTH, _CALL = 2e10, 4e9, 5e-6
 
-# Operators that round nothing: their floats are those of an input.
-_EXACT = frozenset(
-    {
-        "Abs",
-        "Cast",
-        "Ceil",
-        "Clip",
-        "Concat",
-        "DepthToSpace",
-        "Expand",
-        "Flatten",
-        "Floor",
-        "Gather",
-        "GatherElements",
-        "GatherND",
-        "GlobalMaxPool",
-        "Identity",
-        "Max",
-        "MaxPool",
-        "Min",
-        "Neg",
-        "Pad",
-        "ReduceMax",
-        "ReduceMin",
-        "Relu",
-        "Reshape",
-        "Round",
-        "ScatterElements",
-        "ScatterND",
-        "Sign",
-        "Slice",
-        "SpaceToDepth",
-        "Split",
-        "Squeeze",
-        "Tile",
-        "Transpose",
-        "Trilu",
-        "Unsqueeze",
-        "Where",
-    }
-)
-
 _Evaluator: TypeAlias = Callable[[Graph, Mapping[Value, Array]], list[Array]]
 
 
@@ -87,23 +45,6 @@ def evaluate(imported: ImportedModel, case: Case, values: Sequence[Value]) -> li
 def evaluate_rounded(imported: ImportedModel, case: Case, values: Sequence[Value]) -> list[Array]:
     """The same in the model's own precision, operator by operator: how much rounding does. Raises NoReference."""
     return _evaluate(imported, case, values, _as_declared)
-
-
-def evaluate_at_random(
-    imported: ImportedModel, case: Case, values: Sequence[Value], seed: int
-) -> list[Array]:
-    """The same, every float32 and float64 that is computed moved at random by at most one place of its last digit: what
-    another order of its sums may make of it (stochastic arithmetic, Vignes 1993). Raises NoReference."""
-    rng = np.random.default_rng(seed)
-
-    def moved(node: Node, array: Array) -> Array:
-        if node.op in _EXACT or array.dtype not in (np.float32, np.float64):
-            return array
-        return np.asarray(
-            array * (1 + np.finfo(array.dtype).eps * rng.uniform(-1, 1, array.shape)), array.dtype
-        )
-
-    return _evaluate(imported, case, values, lambda graph, feeds: _as_declared(graph, feeds, moved))
 
 
 def _evaluate(
@@ -138,13 +79,8 @@ def part_for(graph: Graph, values: Sequence[Value]) -> Graph:
     return Graph.make(nodes.values(), graph.inputs, tuple(values), graph.leaves)
 
 
-def _as_declared(
-    graph: Graph,
-    feeds: Mapping[Value, Array],
-    change: Callable[[Node, Array], Array] = lambda _, array: array,
-) -> list[Array]:
-    """Like `evaluate_graph`, but what every operator makes is rounded to its declared type, and passed through
-    `change`."""
+def _as_declared(graph: Graph, feeds: Mapping[Value, Array]) -> list[Array]:
+    """Like `evaluate_graph`, but what every operator makes is rounded to its declared type."""
     order = graph.topological()
     last = {value: at for at, node in enumerate(order) for value in node.inputs}
     held: dict[Value, Array] = dict(feeds)
@@ -157,8 +93,7 @@ def _as_declared(
     for at, node in enumerate(order):
         results = evaluate_node(node.op, node.attrs, [read(v) for v in node.inputs], len(node.outputs))
         for value, type, result in zip(node.outputs, node.types, results):
-            floats = type.dtype in FLOATS
-            held[value] = change(node, result.astype(numpy_dtype(type.dtype))) if floats else result
+            held[value] = result.astype(numpy_dtype(type.dtype)) if type.dtype in FLOATS else result
         for value in node.inputs:
             if last[value] == at and value not in graph.outputs:
                 held.pop(value, None)

@@ -17,7 +17,6 @@ from xrlflow.verify.reference import (
     Sizes,
     evaluable,
     evaluate,
-    evaluate_at_random,
     evaluate_rounded,
     is_credible,
 )
@@ -25,8 +24,6 @@ from xrlflow.verify.runner import Array
 
 # A difference that would be reported is worth so many times as much of float64 as all the rest together.
 _ON_DEMAND = 10
-# How often rounding is tried at random.
-_ORDERS = 4
 
 
 @dataclass(slots=True)
@@ -124,15 +121,6 @@ def _measure(imported: ImportedModel, item: Known, wanted: Sequence[int]) -> lis
         else:
             strange.append(imported.frame.graph.output[index].name)
     return strange
-
-
-def rounded(imported: ImportedModel, case: Case, index: int) -> list[Array]:
-    """What rounding at random makes of an output, in several evaluations of our own; none if it has none."""
-    values = [imported.graph.outputs[index]]
-    try:
-        return [evaluate_at_random(imported, case, values, seed)[0] for seed in range(_ORDERS)]
-    except NoReference:
-        return []
 
 
 class _Rounded:
