@@ -368,3 +368,49 @@ def test_prove_what_is_no_rule(capsys: pytest.CaptureFixture[str]) -> None:
         app(["rules", "--prove", "CancelTransposers"])
     assert exit.value.code == 2
     assert "did you mean CancelTransposes" in capsys.readouterr().err
+
+
+HOSTILE = "\x1b[31m[/x] \u202e[bold]"
+
+
+def test_names_of_a_model_are_printed_as_text(tmp_path: Path) -> None:
+    proto = onnx.parser.parse_model(
+        '<ir_version: 9, opset_import: ["": 20]> g (float[n,4] x) => (float[n,4] y) { a = Abs(x) y = Neg(a) }'
+    )
+    data = proto.SerializeToString()
+    for place in (proto.graph.output[0], proto.graph.node[1]):
+        if isinstance(place, onnx.NodeProto):
+            place.output[0] = HOSTILE
+        else:
+            place.name = HOSTILE
+    proto.graph.input[0].type.tensor_type.shape.dim[0].dim_param = HOSTILE
+    proto.graph.output[0].type.tensor_type.shape.dim[0].dim_param = HOSTILE
+    assert data != proto.SerializeToString()
+    path = tmp_path / "m.onnx"
+    onnx.save(proto, path)
+    for arguments in (["verify", path, path], ["optimize", path, "-o", tmp_path / "o.onnx", *FAST]):
+        result = invoke(*arguments)
+        assert result.exit_code == 0, result.output
+        assert "\x1b" not in result.output
+        assert "\u202e" not in result.output
+        assert "[/x]" in result.output or arguments[0] == "optimize"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["optimize", "{m}", "-o", "{o}", "--trace", "{m}"],
+        ["optimize", "{m}", "-o", "{o}", "--trace", "{o}"],
+        ["train", "{m}", "-o", "{m}"],
+        ["train", "{m}", "-o", "{o}", "--held-out", "{o}"],
+        ["tune", "{m}", "-o", "{m}"],
+    ],
+)
+def test_no_file_is_written_over_another(arguments: list[str], path: Path, tmp_path: Path) -> None:
+    output = tmp_path / "other.onnx"
+    output.write_bytes(path.read_bytes())
+    before = path.read_bytes()
+    result = invoke(*(a.format(m=path, o=output) for a in arguments))
+    assert result.exit_code == 2
+    assert "are one file" in result.stderr
+    assert path.read_bytes() == output.read_bytes() == before

@@ -78,8 +78,14 @@ def test_a_wrong_rule_is_refused_and_if_it_is_trusted_found_out(tmp_path: Path) 
         ("import nothing_of_this_name", "ModuleNotFoundError"),
         ("", "has no attribute 'RULES'"),
         ("RULES = (1,)", "RULES has 1, which is no rule"),
+        ("raise SystemExit(3)", "SystemExit: 3"),
+        (RIGHT.replace("return op.Neg(op.Add(op.Neg(x), op.Neg(x)))", "return 1 / 0"), "ZeroDivisionError"),
+        (
+            RIGHT.replace("return op.Neg(op.Add(op.Neg(x), op.Neg(x)))", "return op.either()"),
+            "choice of nothing",
+        ),
         (RIGHT.replace("MySum", "CancelTransposes"), "the library has a rule CancelTransposes"),
-        (RIGHT.replace("(MySum(),)", "(MySum(), MySum())"), "the library has a rule MySum"),
+        (RIGHT.replace("(MySum(),)", "(MySum(), MySum())"), "two rules are called MySum"),
     ],
 )
 def test_a_file_that_is_no_module_of_rules(content: str, said: str, tmp_path: Path) -> None:
@@ -98,6 +104,11 @@ def test_rules_and_families_are_left_out_or_used_alone() -> None:
     assert set(library_for(Options(only=[family], exclude=["CancelTransposes"])).rules) == of_family - {
         "CancelTransposes"
     }
+
+
+def test_names_are_a_list() -> None:
+    with pytest.raises(OptionError, match="only is a text, 'CancelTransposes': give a list"):
+        optimize(only="CancelTransposes")
 
 
 @pytest.mark.parametrize("option", ["only", "exclude"])

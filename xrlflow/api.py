@@ -15,7 +15,7 @@ from xrlflow.pipeline import Result, Tuned, VerificationFailed
 from xrlflow.pipeline.context import runnable
 from xrlflow.pipeline.latency import bench
 from xrlflow.pipeline.library import list_rules, prove_rules, rule_stats
-from xrlflow.pipeline.outputs import check_writable
+from xrlflow.pipeline.outputs import check_apart, check_writable
 from xrlflow.report import Listener, Report
 from xrlflow.search import TraceError
 from xrlflow.tuning.store import StoreError
@@ -39,6 +39,7 @@ __all__ = [
     "UserError",
     "VerificationFailed",
     "bench",
+    "check_apart",
     "check_writable",
     "compare",
     "list_rules",

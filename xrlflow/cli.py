@@ -155,6 +155,8 @@ def optimize(
         options = with_shapes(options)
         api.check_writable(output, library=options["backend"] == "tvm")
         if trace is not None:
+            api.check_apart(model=model, trace=trace)
+            api.check_apart(output=output, trace=trace)
             api.check_writable(trace)
         with progress(enabled=not as_json and sys.stderr.isatty()) as listener:
             result = api.optimize(model, **options, listener=listener)
@@ -296,6 +298,7 @@ def tune(
         from xrlflow import api
         from xrlflow.report import progress, show
 
+        api.check_apart(model=model, output=output)
         api.check_writable(output, library=True)
         with progress(enabled=not as_json and sys.stderr.isatty()) as listener:
             tuned = api.tune(model, **with_shapes(options), listener=listener)

@@ -8,6 +8,7 @@ it is asked for: nothing heavy is imported here before it is needed.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -184,13 +185,15 @@ class Options(Common):
             raise OptionError(f"budget {self.budget} is negative")
         if self.train_steps < 0:
             raise OptionError(f"train_steps {self.train_steps} is negative: give steps of training, or 0")
-        if self.time_limit <= 0:
+        if self.threads is not None and self.threads < 1:
+            raise OptionError(f"threads {self.threads} is not positive: give 1 or more")
+        if not 0 < self.time_limit < math.inf:
             raise OptionError(f"time_limit {self.time_limit:g} is not positive: give seconds")
-        if self.alpha < 1:
+        if not 1 <= self.alpha < math.inf:
             raise OptionError(
                 f"alpha {self.alpha:g} is below 1: TASO keeps graphs that cost up to alpha times the best"
             )
-        if self.max_growth <= 0:
+        if not self.max_growth > 0:
             raise OptionError(
                 f"max_growth {self.max_growth:g} is not positive: give sizes of the input, such as 1.2"
             )
@@ -227,7 +230,7 @@ class TuneOptions(Common):
         methods = [m.value for m in Method]
         if self.method not in methods:
             raise OptionError(f"method {self.method!r} is not known: choose of {', '.join(methods)}")
-        if self.trials < 0 or self.batch < 1 or not self.time_limit > 0:
+        if self.trials < 0 or self.batch < 1 or not 0 < self.time_limit < math.inf:
             raise OptionError("trials must not be negative, the batch and the time limit must be above zero")
         check_seed(self.seed)
 
@@ -255,6 +258,8 @@ class TrainOptions:
         for name in ("iterations", "steps", "horizon"):
             if getattr(self, name) < 1:
                 raise OptionError(f"{name} {getattr(self, name)} is not positive: give 1 or more")
+        if self.time_limit is not None and not self.time_limit > 0:
+            raise OptionError(f"time_limit {self.time_limit:g} is not positive: give seconds")
         if self.workers < 0:
             raise OptionError(f"workers {self.workers} is negative: give processes, or 0")
         check_seed(self.seed)

@@ -5,7 +5,12 @@ from __future__ import annotations
 
 def printable(text: object) -> str:
     """On one line, and what cannot be printed (control characters, marks that turn the direction) escaped."""
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in " ".join(str(text).split()))
+    return printable_words(" ".join(str(text).split()))
+
+
+def printable_words(line: str) -> str:
+    """A line with its spaces as they are, and what cannot be printed escaped."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)
 
 
 def shortened(text: str, limit: int, end: int = 0) -> str:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.rules.harness import applies, model, refuses
+from xrlflow.onnxio import load
 from xrlflow.prover import prove
-from xrlflow.rewrite import Captures, Library, Op, Rule, RuleError, Val, require
+from xrlflow.rewrite import Captures, Library, Op, RewriteState, Rule, RuleError, Val, require
 from xrlflow.rewrite.pattern import trace_patterns
 
 
@@ -223,3 +225,52 @@ def test_a_number_is_any_constant_that_is_it_everywhere(constant: str, matches: 
         applies(AddOne(), proto, ops=["Abs", "Sum", "ReduceMax"])
     else:
         refuses(AddOne(), proto)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "constant", "matches"),
+    [
+        ("float", "0.1666667", True),
+        ("float", "0.16667", False),
+        ("double", "0.16666666666666666", True),
+        ("double", "0.1666667", False),
+        ("float16", "12629", True),  # the bits of 1/6, rounded
+        ("float16", "12630", False),
+    ],
+)
+def test_a_number_is_meant_as_its_type_rounds_it(dtype: str, constant: str, matches: bool) -> None:
+    class MulSixth(Rule):
+        """|x| / 6 -> sum(|x| / 6)."""
+
+        shapes = "x[...]:float"
+
+        def source(self, op: Op, x: Any) -> Any:
+            return op.Mul(op.Abs(x), 1 / 6)
+
+        def target(self, op: Op, x: Val) -> Any:
+            return op.Sum(op.Mul(op.Abs(x), 1 / 6))
+
+    proto = model(
+        f"agraph ({dtype}[N,4] x) => ({dtype}[N,4] y) <{dtype} c = {{{constant}}}> {{ a = Abs(x) y = Mul(a, c) }}"
+    )
+    state = RewriteState.start(load(proto).graph, Library([MulSixth()]))
+    assert bool(state.candidates) == matches
+
+
+def test_infinity_is_a_number_of_a_source() -> None:
+    class DropBound(Rule):
+        """min(|x|, inf) -> |x|."""
+
+        shapes = "x[...]:float"
+
+        def source(self, op: Op, x: Any) -> Any:
+            return op.Min(op.Abs(x), float("inf"))
+
+        def target(self, op: Op, x: Val) -> Any:
+            return op.Abs(x)
+
+    for number, matches in ((np.inf, True), (1e30, False), (-np.inf, False)):
+        proto = model(
+            "agraph (float[N,4] x) => (float[N,4] y) { a = Abs(x) y = Min(a, c) }", c=np.float32(number)
+        )
+        assert bool(RewriteState.start(load(proto).graph, Library([DropBound()])).candidates) == matches

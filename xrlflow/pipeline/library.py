@@ -37,6 +37,8 @@ def library_for(options: Options) -> Library:
 
 def _named(rules: Sequence[AnyRule], names: Iterable[str], option: str) -> list[AnyRule]:
     """The rules with these names, or of these families, in the order of all. Raises OptionError."""
+    if isinstance(names, str):
+        raise OptionError(f"{option} is a text, {names!r}: give a list of names")
     wanted = set(names)
     known = {r.name for r in rules} | {r.family for r in rules}
     for name in wanted - known:
@@ -63,7 +65,8 @@ def own_rules(path: str | os.PathLike[str], proven: bool = True, seed: int = 0) 
     try:
         spec.loader.exec_module(module)
         rules = tuple(module.RULES)
-    except Exception as error:  # whatever a user's program raises
+        Library([r for r in rules if isinstance(r, Rule | RegionRule)])  # traces the sources
+    except (Exception, SystemExit) as error:  # whatever a user's program raises
         raise OptionError(f"rules {file}: {type(error).__name__}: {error}") from error
     taken = {r.name for r in LIBRARY}
     for rule in rules:
@@ -71,6 +74,8 @@ def own_rules(path: str | os.PathLike[str], proven: bool = True, seed: int = 0) 
             raise OptionError(
                 f"rules {file}: RULES has {rule!r}, which is no rule: list instances, such as MyRule()"
             )
+        if not isinstance(rule.name, str):
+            raise OptionError(f"rules {file}: a rule is called {rule.name!r}: its name is that of its class")
         if rule.name in taken:
             raise OptionError(f"rules {file}: the library has a rule {rule.name}: give yours another name")
         taken.add(rule.name)

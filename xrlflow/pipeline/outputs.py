@@ -11,6 +11,18 @@ from xrlflow.onnxio import ModelError
 from xrlflow.options import OptionError
 
 
+def check_apart(**paths: str | os.PathLike[str] | None) -> None:
+    """Raises OptionError if two of these files are one, by whatever name."""
+    found: dict[Path, str] = {}
+    for name, path in paths.items():
+        if path is None:
+            continue
+        real = Path(path).resolve()
+        if real in found:
+            raise OptionError(f"{name} and {found[real]} are one file, {os.fspath(path)}: name another")
+        found[real] = name
+
+
 def check_writable(path: str | os.PathLike[str], *, library: bool = False) -> None:
     """Raises ModelError or OptionError at once if a result (`library`: a compiled one) could not be written there."""
     target = Path(path)

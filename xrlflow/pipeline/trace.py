@@ -34,5 +34,5 @@ def read_trace(path: str | os.PathLike[str]) -> tuple[Step, ...]:
         )
     except FileNotFoundError as error:
         raise OptionError(f"{path}: there is no such trace: check the path") from error
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise OptionError(f"{path}: not a trace of xrlflow ({error}): write one with --trace") from error

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from rewrite_rules import LIBRARY
 from xrlflow.cost import Roofline
 from xrlflow.options import OptionError, TrainOptions
+from xrlflow.pipeline.outputs import check_apart
 
 if TYPE_CHECKING:
     from xrlflow.learn.log import Logs
@@ -41,9 +42,14 @@ def train(
     from xrlflow.rl.features import Vocabulary
     from xrlflow.rl.workers import WorkerError
 
+    if isinstance(models, (str, bytes, os.PathLike)):
+        raise OptionError(f"models is one path, {models!r}: give a list of them")
     for path in (*models, *options.held_out):
         if not os.path.isfile(path):
             raise OptionError(f"{os.fspath(path)} is no file")
+        check_apart(model=path, output=output)
+    if options.log is not None and os.path.isfile(options.log):
+        raise OptionError(f"log {os.fspath(options.log)} is a file: name a folder")
     files = training.Files(
         tuple(str(m) for m in models), tuple(str(m) for m in options.held_out), tuple(LIBRARY), Roofline
     )

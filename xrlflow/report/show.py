@@ -7,14 +7,31 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from xrlflow.backends.results import SpeedUp
 from xrlflow.prover import Certificate
 from xrlflow.report.report import Report
-from xrlflow.text import printable
+from xrlflow.text import printable, printable_words
 from xrlflow.verify import HEADERS, Verification
 
-_console = Console()
+
+class _Console(Console):
+    """Prints text as it is: no markup, and what cannot be printed escaped, but for line breaks."""
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        plain = ("\n".join(map(printable_words, o.split("\n"))) if isinstance(o, str) else o for o in objects)
+        super().print(*plain, **options)
+
+
+class _Table(Table):
+    """Cells are text as it is, on one line each."""
+
+    def add_row(self, *cells: Any, **options: Any) -> None:
+        super().add_row(*(Text(printable(c)) if isinstance(c, str) else c for c in cells), **options)
+
+
+_console = _Console(markup=False, emoji=False)
 
 
 def ms(value: float | None) -> str:
@@ -25,8 +42,8 @@ def ratio(value: SpeedUp | None) -> str:
     return "-" if value is None else str(value)
 
 
-def _grid(*headers: str, title: str | None = None) -> Table:
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False, show_header=any(headers))
+def _grid(*headers: str, title: str | None = None) -> _Table:
+    table = _Table(title=title, title_justify="left", box=None, pad_edge=False, show_header=any(headers))
     for index, header in enumerate(headers):
         table.add_column(header, justify="left" if index == 0 else "right")
     return table
@@ -67,11 +84,11 @@ def optimization(report: Report, output: str) -> None:
     summary.add_row("time", f"{report.seconds:.1f} s: {_spent(report)}")
     _console.print(summary)
     for note in report.notes:
-        _console.print(f"note: {printable(note)}", markup=False)
+        _console.print(f"note: {note}")
     if report.returned_original:
-        _console.print(f"\n{output}: the original, unchanged ({report.reason})", markup=False)
+        _console.print(f"\n{output}: the original, unchanged ({report.reason})")
     else:
-        _console.print(f"\n{output}: written ({report.reason})", markup=False)
+        _console.print(f"\n{output}: written ({report.reason})")
 
 
 # What the phases of an optimisation are called, in the order in which they come.
@@ -125,10 +142,10 @@ def certificates(found: Sequence[Certificate]) -> None:
         _console.print(f"  {kind:10} {good:6} of {made:6} ({100 * good / made:.1f}%)", highlight=False)
     for c in found:
         for survivor in c.survivors:
-            _console.print(f"{c.name}: survives: {survivor}", markup=False, highlight=False)
+            _console.print(f"{c.name}: survives: {survivor}", highlight=False)
     for c in found:
         for failure in c.failures:
-            _console.print(f"\n{c.name}: {failure}", markup=False, highlight=False)
+            _console.print(f"\n{c.name}: {failure}", highlight=False)
 
 
 def comparison(reports: Sequence[Report]) -> None:
@@ -158,12 +175,12 @@ def rules(listed: Sequence[Mapping[str, Any]]) -> None:
                 row["name"], str(row["admitted"]), str(sum(refused.values())), f"{row['ms']:.2f}", commonest
             )
     else:
-        table = Table(box=None, pad_edge=False)
+        table = _Table(box=None, pad_edge=False)
         for header in ("rule", "family", "backend", "proof", "equation"):
             table.add_column(header, overflow="fold")
         for row in listed:
             table.add_row(row["name"], row["family"], row["backend"] or "all", row["proof"], row["equation"])
-    _console.print(table, markup=False)
+    _console.print(table)
 
 
 def bench(measured: Mapping[str, Any]) -> None:
@@ -191,16 +208,16 @@ def tuned(report: Mapping[str, Any], speedup: SpeedUp | None, control: SpeedUp |
     if report["rewritten_ms"] is not None:
         _console.print(f"TVM, rewritten and tuned: {ms(report['rewritten_ms'])}")
     against = "ONNX Runtime" if report["device"] is None else f"the untuned model, on {report['device']}"
-    _console.print(f"speed-up over {against}: {ratio(speedup)}", markup=False)
-    _console.print(f"the latter against itself: {ratio(control)}", markup=False)
+    _console.print(f"speed-up over {against}: {ratio(speedup)}")
+    _console.print(f"the latter against itself: {ratio(control)}")
     _console.print(f"verification: {_verdict(report['verified'], report['max_error'])}")
     for row in report["kernels"]:
         if row["error"]:
-            _console.print(f"note: {row['name']} could not be tuned: {row['error']}", markup=False)
+            _console.print(f"note: {row['name']} could not be tuned: {row['error']}")
     for note in report["notes"]:
-        _console.print(f"note: {printable(note)}", markup=False)
+        _console.print(f"note: {note}")
     _console.print(f"{report['seconds']:.1f} s of tuning ({report['stop']})")
-    _console.print(f"{output}: written ({report['written']})", markup=False)
+    _console.print(f"{output}: written ({report['written']})")
 
 
 def verification(found: Verification) -> None:
@@ -210,11 +227,11 @@ def verification(found: Verification) -> None:
         table.add_row(*output.row)
     _console.print(table)
     if found.bindings:
-        _console.print(f"sizes: {found.sizes}", markup=False)
+        _console.print(f"sizes: {found.sizes}")
     if found.values:
-        _console.print(f"values: ordinary; {'; '.join(found.values)}", markup=False)
+        _console.print(f"values: ordinary; {'; '.join(found.values)}")
     for size in found.left_out:
-        _console.print(f"not run: {size}", markup=False)
+        _console.print(f"not run: {size}")
     for note in found.notes:
-        _console.print(f"note: {printable(note)}", markup=False)
-    _console.print(found.message(), markup=False)
+        _console.print(f"note: {note}")
+    _console.print(found.message())

@@ -7,6 +7,7 @@ an interpreter, because it runs for every dirty node of every step of every sear
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 
 from xrlflow.ir import ABSENT, Attr, Dim, DType, Graph, Node, TensorType, Value
 from xrlflow.ops.schema import COMMUTATIVE, schema
+from xrlflow.ops.tensors import numpy_dtype
 from xrlflow.rewrite.pattern import Capture, Number, Out, Pattern, PInput, PNode, Var, default_of
 from xrlflow.rewrite.rule import DTYPE_FLAGS, VarSpec
 
@@ -106,8 +108,21 @@ def mismatch(declared: Mapping[str, VarSpec], types: Mapping[str, TensorType | N
     return ""
 
 
+# How far a float32 constant may be from the number that is meant, as a part of it: as exporters round.
+_CLOSE = 1e-6
+
+
+def _is(found: float, number: float, dtype: DType) -> bool:
+    """Whether a constant is a number, as its type rounds it."""
+    if found == number:
+        return True
+    if dtype == DType.FLOAT:
+        return abs(found - number) <= _CLOSE * abs(number) < math.inf
+    return dtype in (DType.FLOAT16, DType.BFLOAT16) and found == float(numpy_dtype(dtype).type(number))
+
+
 def is_number(graph: Graph, value: Value, number: float, beside: Value) -> bool:
-    """Whether a value is a small constant that holds `number` everywhere, as float32 rounds it.
+    """Whether a value is a small constant that holds `number` everywhere, as its type rounds it.
 
     It may have dimensions, but none that the value `beside` it would get by broadcasting.
     """
@@ -115,7 +130,7 @@ def is_number(graph: Graph, value: Value, number: float, beside: Value) -> bool:
     if const is None or const.type.dtype == DType.BOOL:
         return False
     found = graph.leaves.uniform(value)
-    if found is None or abs(found - number) > 1e-6 * abs(number):
+    if found is None or not _is(found, number, const.type.dtype):
         return False
     own = const.type.shape or ()
     if not own:
@@ -270,7 +285,7 @@ class _Writer:
                 self.unless(f"{got} != {ABSENT}")
             elif isinstance(wanted, Number):
                 beside = f"{i}[{0 if k else len(p.inputs) - 1}]"
-                self.unless(f"not is_number(graph, {got}, {wanted.value!r}, {beside})")
+                self.unless(f"not is_number(graph, {got}, {self.constant(wanted.value)}, {beside})")
             elif isinstance(wanted, Var):
                 if wanted.name in self.vars:
                     self.unless(f"{got} != v_{wanted.name}")
