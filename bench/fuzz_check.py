@@ -225,50 +225,56 @@ def _widened(array: Array) -> Array:
     return array.astype(np.float64) if is_float(array) and array.dtype.kind != "c" else array
 
 
+class _Noise:
+    """Noise of two places in the last digit: of the seeds 0 and 1 all numbers are larger, or smaller, then at random;
+    from the seed _FLUSHED on those below the normal ones are 0, or -0: which it is, sums and maxima leave open."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed, self.rng = seed, np.random.default_rng(seed)
+        self.flushes = seed >= _FLUSHED
+
+    def moved(self, array: Array, dtype: DType, size: Array | None = None) -> Array:
+        """`size`: of what was added up, which its rounding is a part of."""
+        if self.flushes:
+            least = float(ml_dtypes.finfo(numpy_dtype(dtype)).smallest_normal)
+            return np.where(np.abs(array) < least, (0.0, -0.0)[self.seed - _FLUSHED], array)
+        eps = float(ml_dtypes.finfo(numpy_dtype(dtype)).eps)
+        signs = self.rng.choice((-1.0, 1.0), array.shape) if self.seed > 1 else (1.0, -1.0)[self.seed]
+        return np.asarray(array + 2 * eps * signs * (array if size is None else size))
+
+    def as_read(self, array: Array, dtype: DType) -> Array:
+        """What is half precision is another number to each of its readers, infinite or not where it overflows, as ONNX
+        Runtime rounds it for some of them only."""
+        if self.seed < 2 or self.flushes or dtype not in (DType.FLOAT16, DType.BFLOAT16):
+            return array
+        wide = self.moved(array, dtype)
+        beyond = np.abs(wide) > float(ml_dtypes.finfo(numpy_dtype(dtype)).max)
+        if self.seed > 2:
+            beyond &= self.rng.random(wide.shape) < 0.5
+        return np.where(beyond, np.copysign(np.inf, wide), wide)
+
+
 def noisy(
     imported: ImportedModel, feeds: Feeds, seed: int, weights: bool = False
 ) -> tuple[list[Array | None], bool] | None:
-    """The outputs with noise of two places in the last digit on each float on the way, and whether all of these are
-    finite. None if an operator has no evaluation.
-
-    Of the first two seeds all are larger, or all smaller, then at random; what is half precision is another number to
-    each of its readers, infinite or not where it overflows, as ONNX Runtime rounds it for some of them only. From the
-    seed _FLUSHED on numbers below the normal ones are 0, or -0: which it is, sums and maxima leave open. `weights`:
-    constants move too.
-    """
-    graph, rng = imported.graph, np.random.default_rng(seed)
-
-    def moved(array: Array, dtype: DType, size: Array | None = None) -> Array:
-        """`size`: of what was added up, which its rounding is a part of."""
-        if seed >= _FLUSHED:
-            least = float(ml_dtypes.finfo(numpy_dtype(dtype)).smallest_normal)
-            return np.where(np.abs(array) < least, (0.0, -0.0)[seed - _FLUSHED], array)
-        eps = float(ml_dtypes.finfo(numpy_dtype(dtype)).eps)
-        signs = rng.choice((-1.0, 1.0), array.shape) if seed > 1 else (1.0, -1.0)[seed]
-        return np.asarray(array + 2 * eps * signs * (array if size is None else size))
-
-    values = input_values(imported)
+    """The outputs with noise on each float on the way, and whether all of these are finite. None if an operator has no
+    evaluation. `weights`: constants move too."""
+    graph, noise, values = imported.graph, _Noise(seed), input_values(imported)
     held: dict[Value, Array] = {
         values[name]: _widened(array) for name, array in feeds.items() if name in values
     }
-    if seed >= _FLUSHED:
-        held = {v: moved(a, graph.type(v).dtype) if a.dtype.kind == "f" else a for v, a in held.items()}
+    if noise.flushes:
+        held = {v: noise.moved(a, graph.type(v).dtype) if a.dtype.kind == "f" else a for v, a in held.items()}
 
     def read(value: Value) -> Array | None:
         if value == ABSENT:
             return None
+        dtype = graph.type(value).dtype
         if value not in held:
             held[value] = _widened(graph.leaves.consts[value].numpy())
-            if (weights or seed >= _FLUSHED) and held[value].dtype.kind == "f":
-                held[value] = moved(held[value], graph.type(value).dtype)
-        dtype = graph.type(value).dtype
-        if 1 < seed < _FLUSHED and dtype in (DType.FLOAT16, DType.BFLOAT16):
-            wide = moved(held[value], dtype)
-            beyond = np.abs(wide) > float(ml_dtypes.finfo(numpy_dtype(dtype)).max)
-            if seed > 2:
-                beyond &= rng.random(wide.shape) < 0.5
-            return np.where(beyond, np.copysign(np.inf, wide), wide)
-        return held[value]
+            if (weights or noise.flushes) and held[value].dtype.kind == "f":
+                held[value] = noise.moved(held[value], dtype)
+        return noise.as_read(held[value], dtype)
 
     finite = all(np.isfinite(a).all() for a in held.values() if a.dtype.kind == "f")
     try:
@@ -276,11 +282,11 @@ def noisy(
             for node in graph.topological():
                 inputs = [read(v) for v in node.inputs]
                 results = evaluate_node(node.op, node.attrs, inputs, len(node.outputs))
-                size = _size_of_sum(node, inputs) if seed < _FLUSHED else None
+                size = None if noise.flushes else _size_of_sum(node, inputs)
                 for value, type, result in zip(node.outputs, node.types, results):
                     if type.dtype in FLOATS and result.dtype.kind == "f":
                         largest = float(ml_dtypes.finfo(numpy_dtype(type.dtype)).max)
-                        result = moved(result, type.dtype, size)
+                        result = noise.moved(result, type.dtype, size)
                         finite = finite and bool((np.abs(result) <= largest).all())
                     held[value] = result
     except _NO_VALUE:
