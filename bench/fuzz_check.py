@@ -48,6 +48,8 @@ _STEPS = 12  # of a random walk
 _GREEDY_STEPS = 200
 # Kinds of noise come before these two: numbers that some processors flush are 0, of either sign.
 _FLUSHED = 18
+# From this one on numbers are rounded to their type.
+_ROUNDED = 12
 _NOISES = 20
 COST = Roofline()
 # What evaluation raises where a graph has no value for us; sizes that noise moves may be beyond memory.
@@ -226,8 +228,12 @@ def _widened(array: Array) -> Array:
 
 
 class _Noise:
-    """Noise of two places in the last digit: of the seeds 0 and 1 all numbers are larger, or smaller, then at random;
-    from the seed _FLUSHED on those below the normal ones are 0, or -0: which it is, sums and maxima leave open."""
+    """Noise of two places in the last digit.
+
+    Of the seeds 0 and 1 all numbers are larger, or smaller, then at random. From the seed _ROUNDED on they are numbers
+    of their type (some are whole then), and weights move as well, as those may that are computed when a model is read.
+    From the seed _FLUSHED on those below the normal ones are 0, or -0: which it is, sums and maxima leave open.
+    """
 
     def __init__(self, seed: int) -> None:
         self.seed, self.rng = seed, np.random.default_rng(seed)
@@ -240,7 +246,8 @@ class _Noise:
             return np.where(np.abs(array) < least, (0.0, -0.0)[self.seed - _FLUSHED], array)
         eps = float(ml_dtypes.finfo(numpy_dtype(dtype)).eps)
         signs = self.rng.choice((-1.0, 1.0), array.shape) if self.seed > 1 else (1.0, -1.0)[self.seed]
-        return np.asarray(array + 2 * eps * signs * (array if size is None else size))
+        made = np.asarray(array + 2 * eps * signs * (array if size is None else size))
+        return made if self.seed < _ROUNDED else made.astype(numpy_dtype(dtype)).astype(np.float64)
 
     def as_read(self, array: Array, dtype: DType) -> Array:
         """What is half precision is another number to each of its readers, infinite or not where it overflows, as ONNX
@@ -421,7 +428,10 @@ class Known:
     def noise(self) -> list[tuple[int, list[Array | None]]]:
         """By seed, the outputs with noise on every float that is computed on the way: what rounding alone may do."""
         if self._noise is None:
-            made = ((seed, noisy(self.imported, self.case.feeds, seed)) for seed in range(_NOISES))
+            made = (
+                (seed, noisy(self.imported, self.case.feeds, seed, weights=_ROUNDED <= seed < _FLUSHED))
+                for seed in range(_NOISES)
+            )
             self._noise = [(seed, n[0]) for seed, n in made if n is not None]
         return self._noise
 
