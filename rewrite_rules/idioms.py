@@ -118,11 +118,12 @@ _IN_ORDER = 64
 
 def _adds_few(reader: Reader, node: Node) -> bool:
     """Whether a reduction adds so few elements that their order is of no matter."""
-    axes, shape = _axes(reader, node), reader.type(node.inputs[0]).shape
-    sizes = [shape[a] for a in axes] if axes is not None and shape is not None else [None]
-    return (
-        all(isinstance(d, int) for d in sizes) and prod(d for d in sizes if isinstance(d, int)) <= _IN_ORDER
-    )
+    axes = _axes(reader, node)
+    if axes is None:
+        return False
+    shape = reader.type(node.inputs[0]).shape or ()
+    known = [d for d in (shape[a] for a in axes) if isinstance(d, int)]
+    return len(known) == len(axes) and prod(known) <= _IN_ORDER
 
 
 def _fits(reader: Reader, value: Value, x: Value, axes: tuple[int, ...]) -> bool:
