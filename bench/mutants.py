@@ -229,6 +229,12 @@ def hunt(functions: Sequence[tuple[str, list[str]]], plan: Plan, done: set[str],
     return rows
 
 
+def names() -> set[str]:
+    """The names of all mutants of the rules' code of now."""
+    functions = {k: f for r in LIBRARY for k, f in functions_of(r).items()}
+    return {str(compiled.mutant) for f in functions.values() for compiled in mutants_of(f)}
+
+
 def explained() -> Mapping[str, str]:
     """Why survivors are right, by name."""
     reasons: Mapping[str, list[str]] = json.loads(EXPLAINED.read_text())
@@ -285,10 +291,13 @@ def main() -> None:
         parser.error(f"no rule is called {min(unknown)}")
     options.out.parent.mkdir(parents=True, exist_ok=True)
     rows = [json.loads(line) for line in options.out.read_text().splitlines()] if options.out.exists() else []
-    if options.again:
-        reasons = explained()
-        rows = [row for row in rows if row["verdict"] in KILLED or row["name"] in reasons]
-        options.out.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    there, reasons = names(), explained() if options.again else {}
+    rows = [
+        row
+        for row in rows
+        if row["name"] in there and (not options.again or row["verdict"] in KILLED or row["name"] in reasons)
+    ]
+    options.out.write_text("".join(json.dumps(row) + "\n" for row in rows))
     done = {row["name"] for row in rows}
     if not (options.graphs / INDEX).exists():
         collect(options.graphs)
