@@ -35,8 +35,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
-from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for `models`
 
@@ -50,14 +51,15 @@ from xrlflow.cost import Roofline
 from xrlflow.ir import Graph
 from xrlflow.learn.log import Logs
 from xrlflow.learn.ppo import Episode, PPOConfig, Rollout, collect, update
-from xrlflow.learn.segments import SegmentCategorical
 from xrlflow.onnxio import ImportedModel, load, to_proto
 from xrlflow.rewrite import Library, RewriteState
-from xrlflow.rl.agent import Agent
-from xrlflow.rl.env import EnvConfig, Problem, Reward, RewriteEnv, choices
-from xrlflow.rl.features import Featuriser, RewriteData, Situation, Vocabulary
+from xrlflow.rl.agent import Agent, InTorch
+from xrlflow.rl.env import EnvConfig, Problem, Reward, RewriteEnv
+from xrlflow.rl.features import Featuriser, Observation, Vocabulary
 from xrlflow.rl.latency import PairedLatency
-from xrlflow.rl.strategy import StrategyConfig, agent_search
+from xrlflow.rl.network import Network
+from xrlflow.rl.situation import Situation, choices
+from xrlflow.rl.strategy import Scorer, StrategyConfig, agent_search
 from xrlflow.rl.successors import SuccessorAgent, SuccessorFeaturiser
 from xrlflow.rl.train import TrainConfig, train
 from xrlflow.rl.workers import Task
@@ -84,12 +86,12 @@ class Start:
 Method = Callable[[Start, Limits, int], SearchResult]
 
 
-class Uniform(torch.nn.Module):
+class Uniform:
     """A policy that thinks all candidates, and No-Op, equally good."""
 
-    def evaluate(self, observations: Sequence[RewriteData]) -> tuple[SegmentCategorical, Tensor]:
-        counts = [int(o.rule.shape[0]) + 1 for o in observations]
-        return SegmentCategorical.of(torch.zeros(sum(counts)), counts), torch.zeros(len(counts))
+    def log_probs(self, observations: Sequence[Observation]) -> npt.NDArray[np.float64]:
+        counts = np.array([o.candidates + 1 for o in observations])
+        return np.repeat(-np.log(counts), counts)
 
 
 def random_policy(start: Start, limits: Limits, seed: int, horizon: int = 100) -> SearchResult:
@@ -130,9 +132,11 @@ def with_agent(agent: Agent | None, vocabulary: Vocabulary) -> Method:
     It goes on until the limits, as its rivals do.
     """
 
+    network = None if agent is None else Network(agent.arrays())
+
     def run(start: Start, limits: Limits, seed: int) -> SearchResult:
         featuriser = Featuriser(vocabulary, start.prices)
-        policy: Any = Uniform() if agent is None else agent
+        policy = network or Uniform()
         config = StrategyConfig(patience=None)
         return agent_search(
             start.found.state, start.found.cost, limits, policy, featuriser, config, seed=seed
@@ -517,9 +521,12 @@ def decisions(arguments: argparse.Namespace) -> str:
         for encoding in encodings:
             featuriser = Featuriser(agent.vocabulary, start.prices)
             observe: Any = featuriser
-            policy: Any = agent
+            policy: Scorer[Any] = Network(agent.arrays())
             if encoding == "successors":
-                observe, policy = SuccessorFeaturiser(featuriser), SuccessorAgent(agent.vocabulary).eval()
+                observe, policy = (
+                    SuccessorFeaturiser(featuriser),
+                    InTorch(SuccessorAgent(agent.vocabulary).eval()),
+                )
             count = arguments.decisions if encoding == "candidates" else max(3, arguments.decisions // 10)
             rows.add([{"encoding": encoding, **timed_decisions(start, observe, policy, count)}])
             print(rows.rows[-1], file=sys.stderr, flush=True)
@@ -559,8 +566,7 @@ def timed_decisions(start: Start, observe: Callable[[Situation], Any], policy: A
         begin = time.perf_counter()
         observation = observe(situation)
         observed = time.perf_counter()
-        with torch.inference_mode():
-            policy.evaluate([observation])
+        policy.log_probs([observation])
         judged = time.perf_counter()
         if not candidates:
             break

@@ -8,6 +8,7 @@ it is asked for: nothing heavy is imported here before it is needed.
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -31,6 +32,9 @@ ASSUMPTIONS = frozenset({"finite", "vnni"})
 """What rules may assume besides being approximate."""
 COSTS = ("roofline", "profiled", "measured")
 BACKENDS = ("onnxruntime", "tvm")
+TRAINING = ("torch", "torch_geometric", "gymnasium")
+"""What the extra `train` installs, and what tuning kernels needs of the extra `tvm`."""
+TUNING = ("tvm", "torch", "xgboost")
 _CPU = "CPUExecutionProvider"
 
 
@@ -202,6 +206,8 @@ class Options(Common):
         for name, value in (("agent", self.agent), ("train_steps", self.train_steps)):
             if value and self.search != AGENT:
                 raise OptionError(f"{name} has no meaning with search {self.search!r}: choose {AGENT!r}")
+        if self.train_steps:
+            check_installed("train_steps", "train", *TRAINING)
         if self.agent is not None and not os.path.isfile(self.agent):
             raise OptionError(
                 f"agent {os.fspath(self.agent)} is no file: give one that `xrlflow train` wrote"
@@ -225,6 +231,7 @@ class TuneOptions(Common):
     rewrite: bool = option(True, "Tune what greedy search makes of the graph, too.", bool)
 
     def __post_init__(self) -> None:
+        check_installed("tuning", "tvm", *TUNING)
         from xrlflow.tuning.tuners.protocol import Method
 
         methods = [m.value for m in Method]
@@ -255,6 +262,7 @@ class TrainOptions:
     seed: int = option(0, "Seed of everything random.", int, least=0)
 
     def __post_init__(self) -> None:
+        check_installed("training", "train", *TRAINING)
         for name in ("iterations", "steps", "horizon"):
             if getattr(self, name) < 1:
                 raise OptionError(f"{name} {getattr(self, name)} is not positive: give 1 or more")
@@ -263,6 +271,13 @@ class TrainOptions:
         if self.workers < 0:
             raise OptionError(f"workers {self.workers} is negative: give processes, or 0")
         check_seed(self.seed)
+
+
+def check_installed(what: str, extra: str, *packages: str) -> None:
+    """Raise OptionError if a package that only an extra installs is not there; `what` needs it."""
+    for package in packages:
+        if importlib.util.find_spec(package) is None:
+            raise OptionError(f"{what} needs {package}: install it with `pip install 'xrlflow[{extra}]'`")
 
 
 def check_seed(seed: int) -> None:

@@ -5,21 +5,21 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
-import torch
-from safetensors.torch import save_file
+from safetensors.numpy import save_file
 
 from xrlflow.learn import checkpoint as module
 from xrlflow.learn.checkpoint import Checkpoint, CheckpointError, load_checkpoint, save_checkpoint
 
 
 def some() -> Checkpoint:
-    shared = torch.arange(6, dtype=torch.float32).reshape(2, 3)
+    shared = np.arange(6, dtype=np.float32).reshape(2, 3)
     tensors = {
         "a": shared,
         "b": shared.T,
-        "state": torch.arange(5, dtype=torch.uint8),
-        "one": torch.tensor(3),
+        "state": np.arange(5, dtype=np.uint8),
+        "one": np.array(3),
     }
     return Checkpoint("agent", {"width": 64, "rules": ["A", "B"], "rate": 0.1}, tensors)
 
@@ -31,7 +31,7 @@ def test_comes_back_as_it_was(tmp_path: Path) -> None:
     assert back.config == some().config
     assert back.tensors.keys() == some().tensors.keys()
     for name, tensor in some().tensors.items():
-        assert torch.equal(back.tensors[name], tensor)
+        assert np.array_equal(back.tensors[name], tensor)
         assert back.tensors[name].dtype == tensor.dtype
 
 
@@ -45,7 +45,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(module.os, "fsync", full)
     with pytest.raises(CheckpointError, match="No space left"):
-        save_checkpoint(Checkpoint("agent", {}, {"a": torch.zeros(100)}), path)
+        save_checkpoint(Checkpoint("agent", {}, {"a": np.zeros(100)}), path)
     assert path.read_bytes() == before
     assert os.listdir(tmp_path) == ["agent.safetensors"]
 
@@ -66,7 +66,7 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="directory"):
         load_checkpoint(tmp_path, "agent")
     plain = tmp_path / "plain.safetensors"
-    save_file({"a": torch.zeros(2)}, plain)
+    save_file({"a": np.zeros(2)}, plain)
     with pytest.raises(CheckpointError, match="no checkpoint of xrlflow"):
         load_checkpoint(plain, "agent")
 
@@ -81,7 +81,7 @@ def test_another_kind_version_or_configuration_is_refused(tmp_path: Path) -> Non
         ({"format": "1", "kind": "agent", "config": "{"}, "configuration is damaged"),
         ({"format": "1", "kind": "agent", "config": "[]"}, "not an object"),
     ):
-        save_file({"a": torch.zeros(2)}, path, metadata)
+        save_file({"a": np.zeros(2)}, path, metadata)
         with pytest.raises(CheckpointError, match=message):
             load_checkpoint(path, "agent")
 

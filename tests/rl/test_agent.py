@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch_geometric.nn import GATConv
@@ -19,13 +20,15 @@ from tests.rewrite.toy import TOY, CancelTransposes, PushTransposeThroughRelu
 from tests.rules.harness import model
 from xrlflow.cost import Roofline
 from xrlflow.ir import Graph
-from xrlflow.learn.checkpoint import Checkpoint, CheckpointError, save_checkpoint
+from xrlflow.learn.checkpoint import Checkpoint, CheckpointError, load_checkpoint, save_checkpoint
 from xrlflow.onnxio import load
 from xrlflow.rewrite import Library
-from xrlflow.rl.agent import Agent, AgentConfig
-from xrlflow.rl.encoder import Attention, EncoderConfig
+from xrlflow.rl.agent import Agent
+from xrlflow.rl.encoder import Attention
 from xrlflow.rl.env import Problem, RewriteEnv
-from xrlflow.rl.features import EDGE_FEATURES, Featuriser, RewriteData, Situation, Vocabulary, squash
+from xrlflow.rl.features import EDGE_FEATURES, Featuriser, Observation, Vocabulary, squash
+from xrlflow.rl.parameters import KIND, AgentConfig, EncoderConfig
+from xrlflow.rl.situation import Situation
 
 torch.set_num_threads(1)
 
@@ -72,7 +75,7 @@ def situations(name: str, steps: int = 6) -> list[Situation]:
     return found
 
 
-def observe(*seen: Situation) -> list[RewriteData]:
+def observe(*seen: Situation) -> list[Observation]:
     featuriser = Featuriser(WORDS, Roofline())
     return [featuriser(s) for s in seen]
 
@@ -213,15 +216,17 @@ def changed(checkpoint: Checkpoint, **config: Any) -> Checkpoint:
 
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     agent = an_agent(Vocabulary.of(Library(TOY)))
-    whole = agent.to_checkpoint()
+    agent.save(tmp_path / "whole.safetensors")
+    whole = load_checkpoint(tmp_path / "whole.safetensors", KIND)
     words = dict(whole.config["vocabulary"])
     cases = {
         "vocabulary wants": changed(whole, vocabulary={**words, "rules": words["rules"][1:]}),
         "other features": changed(whole, features={"node": 3}),
         "configuration is damaged": changed(whole, vocabulary={"rules": ["A"]}),
         "configuration wants": changed(whole, agent={"encoder": {"width": 8, "layers": 2, "heads": 2}}),
-        "parameters are not those": replace(whole, tensors={**whole.tensors, "more": torch.zeros(1)}),
-        "not finite": replace(whole, tensors={**whole.tensors, "trust": torch.tensor([10.0, float("nan")])}),
+        "parameters are not those": replace(whole, tensors={**whole.tensors, "more": np.zeros(1)}),
+        "not float32": replace(whole, tensors={**whole.tensors, "trust": np.ones(2)}),
+        "not finite": replace(whole, tensors={**whole.tensors, "trust": np.array([10, np.nan], np.float32)}),
     }
     for index, (message, checkpoint) in enumerate(cases.items()):
         path = tmp_path / f"{index}.safetensors"

@@ -17,10 +17,12 @@ from xrlflow.cost import Machine, Roofline
 from xrlflow.ir import Graph
 from xrlflow.onnxio import load
 from xrlflow.rewrite import Library, RewriteState
-from xrlflow.rl.agent import Agent, AgentConfig
+from xrlflow.rl.agent import Agent
 from xrlflow.rl.curriculum import Curriculum, CurriculumError, Problems, Source, mixed, split
-from xrlflow.rl.env import EnvConfig, Problem, RewriteEnv, choices
+from xrlflow.rl.env import EnvConfig, Problem, RewriteEnv
 from xrlflow.rl.features import Vocabulary
+from xrlflow.rl.parameters import AgentConfig
+from xrlflow.rl.situation import choices
 from xrlflow.rl.train import TrainConfig, train
 
 

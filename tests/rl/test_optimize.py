@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -18,8 +19,9 @@ from xrlflow.cli import app
 from xrlflow.cost import Roofline
 from xrlflow.learn.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from xrlflow.rewrite import Library
-from xrlflow.rl.agent import KIND, Agent
+from xrlflow.rl.agent import Agent
 from xrlflow.rl.features import Vocabulary
+from xrlflow.rl.parameters import KIND
 from xrlflow.rl.pretrained import PRETRAINED
 from xrlflow.search.result import Found, SearchResult
 
@@ -75,7 +77,7 @@ def test_training_on_the_model_is_told(tmp_path: Path) -> None:
 def spoiled(path: Path) -> Path:
     """The shipped agent, with a number that is none."""
     checkpoint = load_checkpoint(PRETRAINED, KIND)
-    tensors = {k: v.clone() for k, v in checkpoint.tensors.items()}
+    tensors = {k: v.copy() for k, v in checkpoint.tensors.items()}
     tensors["trust"][0] = float("nan")
     save_checkpoint(Checkpoint(KIND, checkpoint.config, tensors), path)
     return path
@@ -87,7 +89,7 @@ def truncated(path: Path) -> Path:
 
 
 def unrelated(path: Path) -> Path:
-    save_checkpoint(Checkpoint("training", {}, {"a": torch.zeros(1)}), path)
+    save_checkpoint(Checkpoint("training", {}, {"a": np.zeros(1)}), path)
     return path
 
 
@@ -139,7 +141,7 @@ def test_the_command_line_takes_an_agent(tmp_path: Path) -> None:
 
 
 def test_without_time_for_the_agent_there_is_what_greedy_finds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loading torch on a busy machine takes longer than a short limit gives."""
+    """Loading the agent on a busy machine takes longer than a short limit gives."""
 
     def nothing(state: Any, cost: float, *_: Any, **__: Any) -> SearchResult:
         start = Found(state, None, cost)

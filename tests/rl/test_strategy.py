@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-import torch
+from scipy.special import log_softmax
 
 import models
 from rewrite_rules import LIBRARY
@@ -20,10 +20,10 @@ from tests.rules.harness import model
 from tests.search.test_search import Weighted
 from xrlflow.cost import Roofline
 from xrlflow.ir import Graph
-from xrlflow.learn.segments import SegmentCategorical
 from xrlflow.onnxio import load
 from xrlflow.rewrite import Captures, Library, Op, RewriteState, Rule, Val
-from xrlflow.rl.features import Featuriser, RewriteData, Situation, Vocabulary
+from xrlflow.rl.features import Featuriser, Observation, Vocabulary
+from xrlflow.rl.situation import Situation
 from xrlflow.rl.strategy import PolicyError, StrategyConfig, agent_search
 from xrlflow.search import Limits, SearchResult, greedy, replay, taso
 
@@ -34,20 +34,15 @@ class Scripted:
     """A policy with a number for each rule (0 for those not named) and for No-Op; counts what it is asked."""
 
     def __init__(self, vocabulary: Vocabulary, noop: float = 0.0, **scores: float) -> None:
-        self.table = torch.zeros(len(vocabulary.rules) + 1)
+        self.table = np.zeros(len(vocabulary.rules) + 1)
         for name, score in scores.items():
             self.table[vocabulary.rules.index(name) + 1] = score
-        self.noop = torch.tensor([noop])
+        self.noop = noop
         self.calls: list[int] = []
 
-    def evaluate(self, observations: Sequence[RewriteData]) -> tuple[SegmentCategorical, torch.Tensor]:
+    def log_probs(self, observations: Sequence[Observation]) -> np.ndarray:
         self.calls.append(len(observations))
-        logits = [torch.cat([self.table[o.rule], self.noop]) for o in observations]
-        counts = [len(part) for part in logits]
-        return SegmentCategorical.of(torch.cat(logits), counts), torch.zeros(len(observations))
-
-    def parameters(self) -> Any:
-        return iter(())
+        return np.concatenate([log_softmax(np.append(self.table[o.rule], self.noop)) for o in observations])
 
 
 class Recording(Featuriser):
@@ -57,7 +52,7 @@ class Recording(Featuriser):
         super().__init__(vocabulary, Roofline())
         self.seen: list[int] = []
 
-    def __call__(self, situation: Situation) -> RewriteData:
+    def __call__(self, situation: Situation) -> Observation:
         self.seen.append(situation.state.fingerprint)
         return super().__call__(situation)
 
@@ -307,7 +302,7 @@ def test_ctrl_c_keeps_the_best() -> None:
     state, initial = start(layered(2), library, cost)
 
     class Interrupting(Scripted):
-        def evaluate(self, observations: Sequence[RewriteData]) -> Any:
+        def log_probs(self, observations: Sequence[Observation]) -> Any:
             raise KeyboardInterrupt
 
     result = agent_search(state, initial, Limits(), Interrupting(words), Featuriser(words, Roofline()))
@@ -331,9 +326,8 @@ def test_a_policy_that_is_broken_is_refused() -> None:
         search(valleys(), PushAndDouble=float("nan"))
 
     class WithoutNoOp(Scripted):
-        def evaluate(self, observations: Sequence[RewriteData]) -> Any:
-            counts = [o.candidates for o in observations]
-            return SegmentCategorical.of(torch.zeros(sum(counts)), counts), torch.zeros(len(counts))
+        def log_probs(self, observations: Sequence[Observation]) -> Any:
+            return np.zeros(sum(o.candidates for o in observations))
 
     library = Library(VALLEYS)
     words = Vocabulary.of(library)

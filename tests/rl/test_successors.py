@@ -15,8 +15,10 @@ from xrlflow.ir import Graph
 from xrlflow.learn.ppo import PPOConfig, Rollout, collect, update
 from xrlflow.onnxio import load
 from xrlflow.rewrite import Library
+from xrlflow.rl.agent import InTorch
 from xrlflow.rl.env import EnvConfig, Problem, RewriteEnv
-from xrlflow.rl.features import INPUT, UNKNOWN, Featuriser, Situation, Vocabulary
+from xrlflow.rl.features import INPUT, UNKNOWN, Featuriser, Vocabulary
+from xrlflow.rl.situation import Situation
 from xrlflow.rl.strategy import agent_search
 from xrlflow.rl.successors import SuccessorAgent, SuccessorData, SuccessorFeaturiser
 from xrlflow.search import Limits, greedy
@@ -113,5 +115,5 @@ def test_the_same_search_takes_it() -> None:
     env = environment("squeezenet")
     start = env.problems["squeezenet"]
     agent = SuccessorAgent(WORDS)
-    result = agent_search(start.state, start.cost, Limits(60), agent, env.observe)
+    result = agent_search(start.state, start.cost, Limits(60), InTorch(agent), env.observe)
     assert result.best.cost <= greedy(start.state, start.cost, Limits()).best.cost

@@ -25,6 +25,7 @@ from xrlflow.cost import Roofline
 from xrlflow.learn.checkpoint import CheckpointError
 from xrlflow.learn.log import Logs
 from xrlflow.learn.ppo import TrainingError
+from xrlflow.learn.tensors import to_tensors
 from xrlflow.rewrite import Library, RewriteState
 from xrlflow.rl.agent import Agent
 from xrlflow.rl.env import EnvConfig, Reward
@@ -91,7 +92,7 @@ def test_a_seed_gives_the_same_run_and_another_seed_another() -> None:
 def state_of(path: Path) -> dict[str, torch.Tensor]:
     from xrlflow.learn.checkpoint import load_checkpoint
 
-    return dict(load_checkpoint(state_path(path), "training").tensors)
+    return to_tensors(load_checkpoint(state_path(path), "training").tensors)
 
 
 def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:

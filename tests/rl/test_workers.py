@@ -15,7 +15,7 @@ import torch
 from tests.rl.training import CONFIG, WORDS, Valleys, broken, loss
 from xrlflow.learn.ppo import Episode, Rollout, losses
 from xrlflow.rl.agent import Agent
-from xrlflow.rl.features import RewriteData
+from xrlflow.rl.features import Observation
 from xrlflow.rl.train import Trainer
 from xrlflow.rl.workers import (
     Collect,
@@ -123,8 +123,8 @@ def test_shared_gradients_are_those_of_all_steps_together() -> None:
     workers = [LocalWorker(SETUP) for _ in range(3)]
     agent = an_agent()
     trainer = Trainer(agent, workers, CONFIG)
-    observations: list[RewriteData] = []
-    episodes: list[Episode[RewriteData]] = trainer._collect()
+    observations: list[Observation] = []
+    episodes: list[Episode[Observation]] = trainer._collect()
     for worker in workers:
         kept = worker._hand.rollout
         assert kept is not None

@@ -14,10 +14,9 @@ from xrlflow.ir import Graph
 from xrlflow.learn.ppo import PPOConfig
 from xrlflow.onnxio import load
 from xrlflow.rewrite import Library
-from xrlflow.rl.agent import AgentConfig
-from xrlflow.rl.encoder import EncoderConfig
 from xrlflow.rl.env import EnvConfig, Problem
 from xrlflow.rl.features import Featuriser, Vocabulary
+from xrlflow.rl.parameters import AgentConfig, EncoderConfig
 from xrlflow.rl.train import TrainConfig
 from xrlflow.rl.workers import Task
 

@@ -258,7 +258,7 @@ def test_an_agent_is_saved_and_loaded(tmp_path: Path) -> None:
 def test_other_files_are_no_agents(
     tmp_path: Path, kind: str, config: dict[str, object], message: str
 ) -> None:
-    save_checkpoint(Checkpoint(kind, config, {"w": torch.zeros(2)}), tmp_path / "x")
+    save_checkpoint(Checkpoint(kind, config, {"w": np.zeros(2)}), tmp_path / "x")
     with pytest.raises(CheckpointError, match=message):
         Agent.load(tmp_path / "x")
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from tests.tuning.problems import convolution, matmul, softmax
 from tests.tuning.test_tuners import WALKS, space_of
 from xrlflow.learn.checkpoint import Checkpoint, CheckpointError, save_checkpoint
+from xrlflow.learn.tensors import to_arrays
 from xrlflow.tuning.knobs import Candidate, Floats, KnobSpace
 from xrlflow.tuning.surrogate import SCHEDULE_FEATURES, Experience, Surrogate
 from xrlflow.tuning.tasks import Task
@@ -170,15 +170,15 @@ def test_an_agent_begins_with_what_it_has_measured_before(column: int, tmp_path:
     "measured",
     [
         {},
-        {"experience.schedules": torch.zeros(3, SCHEDULE_FEATURES - 1), "experience.scores": torch.zeros(3)},
-        {"experience.schedules": torch.zeros(3, SCHEDULE_FEATURES), "experience.scores": torch.zeros(2)},
+        {"experience.schedules": np.zeros((3, SCHEDULE_FEATURES - 1)), "experience.scores": np.zeros(3)},
+        {"experience.schedules": np.zeros((3, SCHEDULE_FEATURES)), "experience.scores": np.zeros(2)},
     ],
 )
 def test_an_agent_without_its_measurements_is_of_another_version(
-    measured: dict[str, torch.Tensor], tmp_path: Path
+    measured: dict[str, np.ndarray], tmp_path: Path
 ) -> None:
     config = {"hidden": 20, "updates": 1}
-    tensors = {**Agent(0).state_dict(), **measured}
+    tensors = {**to_arrays(Agent(0).state_dict()), **measured}
     save_checkpoint(Checkpoint("kernel agent", config, tensors), tmp_path / "x")
     with pytest.raises(CheckpointError, match="another version"):
         Agent.load(tmp_path / "x")

@@ -1,4 +1,4 @@
-"""Checkpoints: tensors and their configuration in one safetensors file, never pickle."""
+"""Checkpoints: arrays and their configuration in one safetensors file, never pickle."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
+import numpy as np
+import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save as to_bytes
+from safetensors.numpy import save as to_bytes
 
 from xrlflow import files
 
 FORMAT = 1
+# As safetensors calls them.
+_DTYPES = frozenset({"F64", "F32", "F16", "I64", "I32", "I16", "I8", "U64", "U32", "U16", "U8", "BOOL"})
 
 
 class CheckpointError(ValueError):
@@ -24,11 +27,11 @@ class CheckpointError(ValueError):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Checkpoint:
-    """Tensors by name, and a configuration of what JSON can hold. `kind` says whose they are ("agent")."""
+    """Arrays by name, and a configuration of what JSON can hold. `kind` says whose they are ("agent")."""
 
     kind: str
     config: Mapping[str, Any]
-    tensors: Mapping[str, torch.Tensor]
+    tensors: Mapping[str, npt.NDArray[Any]]
 
 
 def save_checkpoint(checkpoint: Checkpoint, path: str | os.PathLike[str]) -> None:
@@ -41,8 +44,7 @@ def save_checkpoint(checkpoint: Checkpoint, path: str | os.PathLike[str]) -> Non
         "kind": checkpoint.kind,
         "config": json.dumps(checkpoint.config, allow_nan=False, sort_keys=True),
     }
-    # Copies: safetensors refuses tensors that share memory.
-    tensors = {name: t.detach().cpu().contiguous().clone() for name, t in checkpoint.tensors.items()}
+    tensors = {name: np.array(array, order="C") for name, array in checkpoint.tensors.items()}
     target = Path(path)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -57,11 +59,13 @@ def load_checkpoint(path: str | os.PathLike[str], kind: str) -> Checkpoint:
         # Opened with Python first: it has the clearer error for what is not there or may not be read.
         with open(path, "rb"):
             pass
-        with safe_open(os.fspath(path), "pt") as file:
+        with safe_open(os.fspath(path), "np") as file:
             metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+            tensors = {name: _array(file, name) for name in file.keys()}  # noqa: SIM118 (not a dict)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+    except TypeError as error:
+        raise CheckpointError(f"{path}: its {error}") from error
     except SafetensorError as error:
         raise CheckpointError(f"{path} is no checkpoint, or is damaged: {error}") from error
     version = metadata.get("format")
@@ -78,3 +82,11 @@ def load_checkpoint(path: str | os.PathLike[str], kind: str) -> Checkpoint:
     if not isinstance(config, dict):
         raise CheckpointError(f"{path}: its configuration is damaged: not an object")
     return Checkpoint(kind, config, tensors)
+
+
+def _array(file: Any, name: str) -> npt.NDArray[Any]:
+    """Raises TypeError for element types that NumPy lacks."""
+    dtype = file.get_slice(name).get_dtype()
+    if dtype not in _DTYPES:
+        raise TypeError(f"{name} has elements of type {dtype}; known are {', '.join(sorted(_DTYPES))}")
+    return np.asarray(file.get_tensor(name))

@@ -26,12 +26,12 @@ from xrlflow.search import (
 )
 
 if TYPE_CHECKING:
-    from xrlflow.rl.agent import Agent
     from xrlflow.rl.features import Featuriser
+    from xrlflow.rl.parameters import Parameters
 
 # Seconds that a search has in any case, one with an agent after that is loaded, if it is not too late for the rest.
 _SEARCH_AT_LEAST = 2.0
-# Seconds that loading the agent, and torch with it, takes.
+# Seconds that loading the agent takes.
 _AGENT_LOADING = 3.0
 # Of the time until searching must be over, what fine-tuning an agent may take.
 _TRAIN_AT_MOST = 0.6
@@ -97,9 +97,9 @@ def _until(context: Context) -> float:
 def _with_agent(context: Context, base: Found, model: CostModel, limits: Limits) -> SearchResult:
     """Search with the agent that was asked for, or what greedy search finds if that is better."""
     options = context.options
-    if not base.state.candidates and options.agent is None:  # torch takes seconds to load
+    if not base.state.candidates and options.agent is None:
         return SearchResult(base, (base,), 0, 0, 0.0, False)
-    # On a busy machine, and with a short limit, loading torch may leave the agent no time: then there is this.
+    # On a busy machine, and with a short limit, loading the agent may leave it no time: then there is this.
     quick = greedy(base.state, base.cost, Limits(options.budget, limits.deadline))
     if quick.interrupted:
         return quick
@@ -117,51 +117,59 @@ def _by_agent(context: Context, base: Found, model: CostModel, limits: Limits) -
     """Search with the agent, after training it on this model if that was asked for. Raises OptionError for a file that
     is no agent."""
     from xrlflow.learn.checkpoint import CheckpointError
-    from xrlflow.learn.threads import one_thread
-    from xrlflow.rl.agent import Agent
     from xrlflow.rl.features import Featuriser
+    from xrlflow.rl.network import Network
+    from xrlflow.rl.parameters import Parameters
     from xrlflow.rl.pretrained import PRETRAINED
     from xrlflow.rl.strategy import PolicyError, agent_search
-    from xrlflow.rl.train import TrainingError
 
     options = context.options
     path = options.agent if options.agent is not None else PRETRAINED
     interrupted = False
     try:
-        agent = Agent.load(path).extended(context.library).eval()
+        parameters = Parameters.load(path).extended(context.library)
         prices = model if isinstance(model, AdditiveCost) else Roofline(bindings=context.imported.bindings)
-        featuriser = Featuriser(agent.vocabulary, prices)
+        featuriser = Featuriser(parameters.vocabulary, prices)
         limits.deadline = _until(context)
-        with one_thread():
-            if options.train_steps:
-                agent, interrupted = _fine_tuned(context, base, agent, featuriser)
-            if interrupted:
-                limits.deadline = time.monotonic()
-            result = agent_search(base.state, base.cost, limits, agent, featuriser, seed=options.seed)
+        if options.train_steps:
+            parameters, interrupted = _fine_tuned(context, base, parameters, featuriser)
+        if interrupted:
+            limits.deadline = time.monotonic()
+        network = Network(parameters)
+        result = agent_search(base.state, base.cost, limits, network, featuriser, seed=options.seed)
     except CheckpointError as error:
         raise OptionError(f"agent: {error}") from error
-    except (PolicyError, TrainingError) as error:
-        raise OptionError(f"agent {path}: {error}") from error
+    except PolicyError as error:
+        raise OptionError(f"agent {os.fspath(path)}: {error}") from error
     return replace(result, interrupted=result.interrupted or interrupted)
 
 
-def _fine_tuned(context: Context, base: Found, agent: Agent, featuriser: Featuriser) -> tuple[Agent, bool]:
-    """The agent after training on this model, and whether that was interrupted."""
+def _fine_tuned(
+    context: Context, base: Found, parameters: Parameters, featuriser: Featuriser
+) -> tuple[Parameters, bool]:
+    """The agent's parameters after training on this model, and whether that was interrupted. Raises OptionError."""
+    from xrlflow.learn.threads import one_thread
+    from xrlflow.rl.agent import Agent
     from xrlflow.rl.env import Problem
     from xrlflow.rl.features import Pricing
-    from xrlflow.rl.train import fine_tune
+    from xrlflow.rl.train import TrainingError, fine_tune
     from xrlflow.rl.workers import Task
 
     assert base.state.delta is not None, "candidates have no prices"
+    options = context.options
     state = replace(base.state, delta=Pricing.of(base.state.delta))
     task = Task([Problem(context.imported.name, state, base.cost)], (), featuriser)
-    trained = fine_tune(
-        agent, task, context.options.train_steps, seed=context.options.seed,
-        deadline=context.clock.budget.part(SEARCH_UNTIL * _TRAIN_AT_MOST),
-        progress=lambda values, done: context.say("train", done, 0, f"gain {values['evaluation/gain']:.3f}"),
-    )  # fmt: skip
+    try:
+        with one_thread():
+            trained = fine_tune(
+                Agent.of(parameters), task, options.train_steps, seed=options.seed,
+                deadline=context.clock.budget.part(SEARCH_UNTIL * _TRAIN_AT_MOST),
+                progress=lambda values, done: context.say("train", done, 0, f"gain {values['evaluation/gain']:.3f}"),
+            )  # fmt: skip
+    except TrainingError as error:
+        raise OptionError(f"train_steps: {error}") from error
     context.notes.append(f"the agent was trained on this model for {trained.steps} steps")
-    return trained.agent.eval(), trained.interrupted
+    return trained.agent.arrays(), trained.interrupted
 
 
 def _replayed(context: Context, start: Start, trace: str | os.PathLike[str]) -> SearchResult:

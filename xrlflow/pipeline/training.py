@@ -37,9 +37,10 @@ def train(
     from xrlflow.learn.checkpoint import CheckpointError
     from xrlflow.learn.ppo import TrainingError
     from xrlflow.rl import train as training
-    from xrlflow.rl.agent import Agent, AgentConfig
+    from xrlflow.rl.agent import Agent
     from xrlflow.rl.env import EnvConfig
     from xrlflow.rl.features import Vocabulary
+    from xrlflow.rl.parameters import AgentConfig
     from xrlflow.rl.workers import WorkerError
 
     if isinstance(models, (str, bytes, os.PathLike)):

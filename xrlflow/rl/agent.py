@@ -9,62 +9,34 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from xrlflow.learn.checkpoint import Checkpoint, CheckpointError, load_checkpoint, save_checkpoint
-from xrlflow.learn.ppo import orthogonal
+from xrlflow.learn.ppo import Policy, orthogonal
 from xrlflow.learn.segments import SegmentCategorical
+from xrlflow.learn.tensors import to_arrays, to_tensors
 from xrlflow.rewrite import Library
-from xrlflow.rl.encoder import Encoder, EncoderConfig
+from xrlflow.rl.data import RewriteData, collate
+from xrlflow.rl.encoder import Encoder
 from xrlflow.rl.features import (
-    CANDIDATE_CONTENT,
     CANDIDATE_FEATURES,
-    CANDIDATE_PLACE,
     CHANGE_FEATURES,
-    EDGE_FEATURES,
+    DELTA,
     GLOBAL_FEATURES,
-    NODE_FEATURES,
-    RewriteData,
+    Observation,
     Vocabulary,
-    collate,
 )
+from xrlflow.rl.parameters import AgentConfig, Parameters
 
-KIND = "agent"
-# The column of a candidate's modelled delta, squashed: 1 is the whole cost, .5 one percent of it.
-_DELTA = len(CANDIDATE_CONTENT) + CANDIDATE_PLACE.index("delta")
+Obs = TypeVar("Obs")
+
 # To an agent that knows nothing, a gain of one percent is e^5 times as likely as No-Op, and a loss of one percent e^2
 # times less: it must be tried now and then, or what lies behind it is never learned.
 _TRUST = (10.0, 4.0)
-
-
-@dataclass(frozen=True, slots=True)
-class AgentConfig:
-    """What an agent is made of."""
-
-    encoder: EncoderConfig = field(default_factory=EncoderConfig)
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @staticmethod
-    def from_json(value: Mapping[str, Any]) -> AgentConfig:
-        """Raises TypeError, KeyError or ValueError for what `to_json` did not make."""
-        return AgentConfig(EncoderConfig(**value["encoder"]))
-
-
-def _features() -> dict[str, int]:
-    """What an agent's parameters were made for: it cannot read other features."""
-    return {
-        "node": NODE_FEATURES,
-        "edge": EDGE_FEATURES,
-        "candidate": CANDIDATE_FEATURES,
-        "change": CHANGE_FEATURES,
-        "globals": GLOBAL_FEATURES,
-    }
 
 
 class Agent(nn.Module):
@@ -93,7 +65,7 @@ class Agent(nn.Module):
         self.stop = _head(2 * width, width, 0.01)
         self.value = _head(2 * width + GLOBAL_FEATURES, width, 1.0)
 
-    def evaluate(self, observations: Sequence[RewriteData]) -> tuple[SegmentCategorical, Tensor]:
+    def evaluate(self, observations: Sequence[Observation]) -> tuple[SegmentCategorical, Tensor]:
         """The distribution over each one's candidates, in their order, and then No-Op; values [B]."""
         return self(collate(observations), len(observations))  # type: ignore[no-any-return]
 
@@ -103,7 +75,7 @@ class Agent(nn.Module):
         owner = data.rule_batch
         encoded = self.encoder(data, graphs)
         hidden = self._candidates(data, encoded.nodes, self.from_graph(encoded.graphs)[owner])
-        delta = data.candidate[:, _DELTA]
+        delta = data.candidate[:, DELTA]
         scores = self.score(hidden).squeeze(-1)
         scores = scores + self.trust[0] * torch.relu(-delta) - self.trust[1] * torch.relu(delta)
         # What can be done here, on the whole.
@@ -132,76 +104,39 @@ class Agent(nn.Module):
     def extended(self, library: Library) -> Agent:
         """An agent that also has embeddings for what a library has besides; it decides as this one does."""
         vocabulary = self.vocabulary.extended(library)
-        if vocabulary == self.vocabulary:
-            return self
-        made = Agent(vocabulary, self.config)
-        with torch.no_grad():
-            own = self.state_dict()
-            for name, tensor in made.state_dict().items():
-                if tensor.shape != own[name].shape:
-                    tensor.zero_()
-                    tensor[: len(own[name])] = own[name]
-                else:
-                    tensor.copy_(own[name])
-        return made
+        return self if vocabulary == self.vocabulary else Agent.of(self.arrays().extended(library))
 
-    def to_checkpoint(self, about: Mapping[str, Any] | None = None) -> Checkpoint:
-        """`about`: what else is to be known of the agent (how it was trained), of what JSON can hold."""
-        config = {
-            "agent": self.config.to_json(),
-            "features": _features(),
-            "vocabulary": asdict(self.vocabulary),
-            "about": dict(about or {}),
-        }
-        return Checkpoint(KIND, config, self.state_dict())
+    def arrays(self, about: Mapping[str, Any] | None = None) -> Parameters:
+        """Copies of the parameters. `about`: what else is to be known of the agent (how it was trained), as JSON."""
+        return Parameters(self.vocabulary, self.config, to_arrays(self.state_dict()), dict(about or {}))
 
     @staticmethod
-    def from_checkpoint(checkpoint: Checkpoint) -> Agent:
-        """Raises CheckpointError if the parts do not fit together, or the features are others than today's."""
-        config = checkpoint.config
-        if config.get("features") != _features():
-            raise CheckpointError(
-                f"the agent was made for other features ({config.get('features')}, now {_features()}): "
-                "train it again with this version"
-            )
-        try:
-            vocabulary = Vocabulary(
-                **{name: tuple(map(str, config["vocabulary"][name])) for name in Vocabulary.__slots__}
-            )
-            agent = Agent(vocabulary, AgentConfig.from_json(config["agent"]))
-        except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(f"the agent's configuration is damaged: {error!r}") from error
-        own = agent.state_dict()
-        if own.keys() != checkpoint.tensors.keys():
-            odd = min(own.keys() ^ checkpoint.tensors.keys())
-            raise CheckpointError(f"the agent's parameters are not those of its configuration: {odd}")
-        for name, tensor in checkpoint.tensors.items():
-            if tensor.shape != own[name].shape:
-                what = (
-                    "vocabulary"
-                    if isinstance(agent.get_submodule(name.rpartition(".")[0]), nn.Embedding)
-                    else ("configuration")
-                )
-                raise CheckpointError(
-                    f"the agent's {name} has shape {tuple(tensor.shape)}, its {what} wants {tuple(own[name].shape)}"
-                )
-            if not bool(torch.isfinite(tensor).all()):
-                raise CheckpointError(f"the agent's {name} has numbers that are not finite")
-        agent.load_state_dict(dict(checkpoint.tensors))
+    def of(parameters: Parameters) -> Agent:
+        agent = Agent(parameters.vocabulary, parameters.config)
+        agent.load_state_dict(to_tensors(parameters.arrays))
         return agent
 
     def save(self, path: str | os.PathLike[str], about: Mapping[str, Any] | None = None) -> None:
         """Write parameters, configuration and vocabulary. Raises CheckpointError if that cannot be done."""
-        save_checkpoint(self.to_checkpoint(about), path)
+        self.arrays(about).save(path)
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Agent:
         """Raises CheckpointError for a file that is damaged, or is no agent of this version."""
-        checkpoint = load_checkpoint(path, KIND)
-        try:
-            return Agent.from_checkpoint(checkpoint)
-        except CheckpointError as error:
-            raise CheckpointError(f"{os.fspath(path)}: {error}") from error
+        return Agent.of(Parameters.load(path))
+
+
+class InTorch(Generic[Obs]):
+    """A policy of torch that scores candidates, for `xrlflow.rl.strategy.agent_search`."""
+
+    def __init__(self, policy: Policy[Obs]) -> None:
+        self.policy = policy
+
+    def log_probs(self, observations: Sequence[Obs]) -> npt.NDArray[np.float64]:
+        """Log-probabilities of each one's candidates, in their order, and then of No-Op, one after the other."""
+        with torch.inference_mode():
+            distribution, _ = self.policy.evaluate(observations)
+        return np.asarray(distribution.log_probs.double().numpy())
 
 
 def _head(inputs: int, width: int, gain: float) -> nn.Sequential:

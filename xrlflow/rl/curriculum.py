@@ -20,7 +20,8 @@ from xrlflow.ir import Graph
 from xrlflow.rewrite import AnyRule, Library, RewriteState
 from xrlflow.rewrite.state import Delta
 from xrlflow.rl.env import Problem
-from xrlflow.rl.features import Featuriser, RewriteData, Situation, Vocabulary
+from xrlflow.rl.features import Featuriser, Observation, Vocabulary
+from xrlflow.rl.situation import Situation
 from xrlflow.rl.workers import Task
 from xrlflow.search import Limits, random_walk, simplify
 
@@ -192,7 +193,7 @@ class _Maker:
         self._observers[problem.state.delta] = featuriser
         return problem
 
-    def observe(self, situation: Situation) -> RewriteData:
+    def observe(self, situation: Situation) -> Observation:
         """The observation, with the shares of cost that the situation's machine gives."""
         delta = situation.state.delta
         assert delta is not None, "the problems of a curriculum have prices"

@@ -17,20 +17,9 @@ from torch import Tensor, nn
 from torch.nn.functional import leaky_relu
 from torch_geometric.nn.aggr import AttentionalAggregation
 
-from xrlflow.rl.features import EDGE_FEATURES, GLOBAL_FEATURES, NODE_FEATURES, RewriteData
-
-
-@dataclass(frozen=True, slots=True)
-class EncoderConfig:
-    """Widths. `width` must be a multiple of `heads`."""
-
-    width: int = 64
-    layers: int = 3
-    heads: int = 4
-
-    def __post_init__(self) -> None:
-        if self.width < 1 or self.layers < 0 or self.heads < 1 or self.width % self.heads:
-            raise ValueError(f"an encoder of width {self.width}, {self.layers} layers, {self.heads} heads")
+from xrlflow.rl.data import RewriteData
+from xrlflow.rl.features import EDGE_FEATURES, GLOBAL_FEATURES, NODE_FEATURES
+from xrlflow.rl.parameters import EncoderConfig
 
 
 @dataclass(frozen=True, slots=True, eq=False)

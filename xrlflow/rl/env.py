@@ -7,7 +7,7 @@ there are changes from step to step, so this form has no `observation_space`; `F
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, Generic, TypeVar, cast
@@ -19,8 +19,7 @@ from gymnasium import spaces
 
 from xrlflow.cost import CostModel
 from xrlflow.ir import Graph
-from xrlflow.ir.graph import FINGERPRINT_MASK
-from xrlflow.rewrite import Library, Match, RewriteState
+from xrlflow.rewrite import Library, RewriteState
 from xrlflow.rewrite.state import Delta
 from xrlflow.rl.features import (
     CANDIDATE_FEATURES,
@@ -29,10 +28,10 @@ from xrlflow.rl.features import (
     GLOBAL_FEATURES,
     NODE_FEATURES,
     Featuriser,
+    Observation,
     Pricing,
-    RewriteData,
-    Situation,
 )
+from xrlflow.rl.situation import Situation, choices
 from xrlflow.search.result import Path, extend, steps_of
 
 Obs = TypeVar("Obs")
@@ -98,19 +97,6 @@ class EnvConfig:
     def __post_init__(self) -> None:
         if self.horizon < 1 or self.measure_every < 1:
             raise EpisodeError("horizon and measure_every must be at least 1")
-
-
-def choices(state: RewriteState, visited: Collection[int] = ()) -> tuple[Match, ...]:
-    """The candidates that lead to different graphs, and to none whose fingerprint is among `visited`."""
-    here = state.fingerprint
-    seen: set[int] = set()
-    kept = []
-    for match in state.candidates:
-        there = (here + match.shift) & FINGERPRINT_MASK
-        if there not in seen and there not in visited:
-            seen.add(there)
-            kept.append(match)
-    return tuple(kept)
 
 
 class RewriteEnv(gymnasium.Env[Obs, int], Generic[Obs]):
@@ -254,7 +240,7 @@ FixedObs = dict[str, npt.NDArray[Any]]
 class FixedSizeEnv(gymnasium.Env[FixedObs, np.int64]):
     """A RewriteEnv with padded observations, for agents that want fixed sizes. Training here uses the other form.
 
-    The observation has RewriteData's arrays, padded with zeros, and `counts`: how many nodes, edges, candidates, roles
+    What it gives has `Observation`'s arrays, padded with zeros, and `counts`: how many nodes, edges, candidates, roles
     and changes there are. `action_mask` (also in the information) is 1 for the actions that there are: the candidates,
     and `sizes.candidates`, which is No-Op. Any other action is taken as No-Op. Of more candidates than there is space
     for those with the least modelled delta are offered. A graph that exceeds another size raises EpisodeError.
@@ -313,16 +299,16 @@ class FixedSizeEnv(gymnasium.Env[FixedObs, np.int64]):
         information = {**information, "action_mask": self._mask(data)}
         return self._padded(data), float(reward), terminated, truncated, information
 
-    def _mask(self, data: RewriteData) -> npt.NDArray[np.int8]:
+    def _mask(self, data: Observation) -> npt.NDArray[np.int8]:
         mask = np.zeros(self.sizes.candidates + 1, np.int8)
         mask[: data.candidates] = 1
         mask[-1] = 1
         return mask
 
-    def _padded(self, data: RewriteData) -> FixedObs:
+    def _padded(self, data: Observation) -> FixedObs:
         out: FixedObs = {}
         for key, (shape, largest) in self._arrays.items():
-            array = data[key].numpy()
+            array = getattr(data, key)
             if any(have > most for have, most in zip(array.shape, shape)):
                 raise EpisodeError(
                     f"{key} is of shape {array.shape}, and there is space for {shape}: raise Sizes"

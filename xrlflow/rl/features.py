@@ -1,4 +1,4 @@
-"""Rewrite states as graphs for a network (PyTorch Geometric).
+"""Rewrite states as arrays for a graph network.
 
 The paper (X-RLflow, He et al., 2023, section 3.2) builds every successor graph and encodes them all. Here a state
 is encoded once, and a candidate is what it matches, adds and removes: the successors are not built. The paper's
@@ -14,14 +14,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from math import log1p, prod
 from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch_geometric.data import Data
 
 from xrlflow.cost.model import AdditiveCost, InTypes
 from xrlflow.ir import ABSENT, DType, Edit, Graph, Node, TensorType, Value
@@ -30,6 +28,7 @@ from xrlflow.ir.types import FLOATS, INTEGERS
 from xrlflow.ops.work import COUNTS, ELEMENTWISE, Kind, dimensions, work
 from xrlflow.rewrite import Library, Match, RegionRule, RewriteState
 from xrlflow.rewrite.state import Delta
+from xrlflow.rl.situation import Situation
 
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]
@@ -67,6 +66,8 @@ CANDIDATE_PLACE = (
     "same rule",
 )
 CANDIDATE_FEATURES = len(CANDIDATE_CONTENT) + len(CANDIDATE_PLACE)
+# The column of a candidate's modelled delta, squashed: 1 is the whole cost, .5 one percent of it.
+DELTA = len(CANDIDATE_CONTENT) + CANDIDATE_PLACE.index("delta")
 CHANGE_FEATURES = 6  # sign, count, flops, bytes, constant, seconds
 GLOBAL_FEATURES = 7
 
@@ -104,22 +105,8 @@ class Vocabulary:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Situation:
-    """What an agent decides on: a state, those of its candidates that it may choose, and how far it has come.
-
-    `cost` and `initial` are modelled seconds, now and where the episode began; `left` the part of the horizon that is
-    left.
-    """
-
-    state: RewriteState
-    candidates: tuple[Match, ...]
-    cost: float
-    initial: float
-    left: float = 1.0
-
-
-class RewriteData(Data):  # type: ignore[misc]
-    """A situation as tensors. N nodes (operators, then the graph's inputs), E edges, C candidates.
+class Observation:
+    """A situation as arrays. N nodes (operators, then the graph's inputs), E edges, C candidates.
 
     op [N]: operators' numbers; x [N, NODE_FEATURES]
     edge_index [2, E], edge_attr [E, EDGE_FEATURES]: each tensor forward and backward; from constants, a self-loop
@@ -127,66 +114,69 @@ class RewriteData(Data):  # type: ignore[misc]
     role_node, role_candidate [M]: which nodes a candidate matches
     change_op, change_candidate [K], change [K, CHANGE_FEATURES]: like operators that a candidate adds or removes
     globals [1, GLOBAL_FEATURES]
+
+    Numbers are int64, features float32.
     """
 
-    op: torch.Tensor
-    rule: torch.Tensor
-    family: torch.Tensor
-    candidate: torch.Tensor
-    role_node: torch.Tensor
-    role_candidate: torch.Tensor
-    change_op: torch.Tensor
-    change_candidate: torch.Tensor
-    change: torch.Tensor
-    globals: torch.Tensor
-    # Of a batch: the graph of each node and of each candidate.
-    batch: torch.Tensor | None
-    rule_batch: torch.Tensor | None
+    op: Ints
+    x: Floats
+    edge_index: Ints
+    edge_attr: Floats
+    rule: Ints
+    family: Ints
+    candidate: Floats
+    role_node: Ints
+    role_candidate: Ints
+    change_op: Ints
+    change_candidate: Ints
+    change: Floats
+    globals: Floats
 
     @property
     def candidates(self) -> int:
-        return int(self.rule.shape[0])
+        return len(self.rule)
 
-    def __inc__(self, key: str, value: Any, *args: Any, **kwargs: Any) -> Any:
-        if key == "role_node":
-            return self.num_nodes
-        if key in ("role_candidate", "change_candidate"):
-            return self.candidates
-        return super().__inc__(key, value, *args, **kwargs)
-
-    def __cat_dim__(self, key: str, value: Any, *args: Any, **kwargs: Any) -> Any:
-        return 1 if key == "edge_index" else 0
+    def arrays(self) -> dict[str, npt.NDArray[Any]]:
+        """All arrays by name."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
 
 
-_CONCATENATED = ("op", "x", "edge_attr", "rule", "family", "candidate", "change_op", "change", "globals")
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch(Observation):
+    """The disjoint union of B observations: `globals` [B, GLOBAL_FEATURES].
 
-
-def collate(observations: Sequence[RewriteData]) -> RewriteData:
-    """One disjoint union, with `batch` [N] and `rule_batch` [C]: the graph of each node and candidate.
-
-    The same as PyG's `Batch.from_data_list(observations, follow_batch=["rule"])`, in a fraction of the time.
+    batch [N], rule_batch [C]: the observation of each node and of each candidate.
     """
-    stores = [o.to_dict() for o in observations]
-    nodes = torch.tensor([s["op"].shape[0] for s in stores])
-    candidates = torch.tensor([s["rule"].shape[0] for s in stores])
-    node_starts = (torch.cumsum(nodes, 0) - nodes).tolist()
-    candidate_starts = (torch.cumsum(candidates, 0) - candidates).tolist()
 
-    def joined(key: str, starts: Sequence[int], dim: int = 0) -> torch.Tensor:
-        return torch.cat([s[key] + start for s, start in zip(stores, starts)], dim)
+    batch: Ints
+    rule_batch: Ints
 
-    numbers = torch.arange(len(stores))
-    out = RewriteData(
-        **{key: torch.cat([s[key] for s in stores]) for key in _CONCATENATED},
-        edge_index=joined("edge_index", node_starts, 1),
-        role_node=joined("role_node", node_starts),
-        role_candidate=joined("role_candidate", candidate_starts),
-        change_candidate=joined("change_candidate", candidate_starts),
-        batch=torch.repeat_interleave(numbers, nodes),
-        rule_batch=torch.repeat_interleave(numbers, candidates),
-    )
-    out.num_graphs = len(stores)
-    return out
+    @staticmethod
+    def of(observations: Sequence[Observation]) -> Batch:
+        """Raises ValueError if there is no observation."""
+        nodes = np.array([len(o.op) for o in observations])
+        candidates = np.array([o.candidates for o in observations])
+        first_node = np.cumsum(nodes) - nodes
+        first_candidate = np.cumsum(candidates) - candidates
+        starts = {
+            "edge_index": first_node,
+            "role_node": first_node,
+            "role_candidate": first_candidate,
+            "change_candidate": first_candidate,
+        }
+
+        def joined(name: str) -> npt.NDArray[Any]:
+            parts = [getattr(o, name) for o in observations]
+            if name in starts:
+                parts = [part + start for part, start in zip(parts, starts[name])]
+            return np.concatenate(parts, axis=-1 if name == "edge_index" else 0)
+
+        numbers = np.arange(len(observations))
+        return Batch(
+            **{f.name: joined(f.name) for f in fields(Observation)},
+            batch=np.repeat(numbers, nodes),
+            rule_batch=np.repeat(numbers, candidates),
+        )
 
 
 def squash(share: npt.ArrayLike) -> npt.NDArray[np.float64]:
@@ -403,7 +393,7 @@ class Featuriser:
         """The cost model's delta for states whose candidates are to be observed: that is then quicker."""
         return Pricing.of(delta)
 
-    def __call__(self, situation: Situation) -> RewriteData:
+    def __call__(self, situation: Situation) -> Observation:
         """The observation. The candidates keep their order."""
         graph, cost = situation.state.graph, situation.cost
         pool = self._pool(graph)
@@ -417,20 +407,20 @@ class Featuriser:
         change = pool.part.data[parts]
         change[:, -1] = squash(change[:, -1] / max(cost, 1e-30))
         numbers = np.arange(len(table))
-        return RewriteData(
-            op=_tensor(structure.op),
-            x=torch.from_numpy(x),
-            edge_index=_tensor(edge_index),
-            edge_attr=torch.from_numpy(edge_attr),
-            rule=_tensor(table[:, 0]),
-            family=_tensor(table[:, 1]),
-            candidate=torch.from_numpy(choices.columns(situation)),
-            role_node=_tensor(structure.positions[pool.role.data[roles]]),
-            role_candidate=_tensor(np.repeat(numbers, table[:, 3])),
-            change_op=_tensor(pool.part_op.data[parts]),
-            change_candidate=_tensor(np.repeat(numbers, table[:, 5])),
-            change=torch.from_numpy(change.astype(np.float32)),
-            globals=torch.tensor([choices.outlook(situation, len(x))], dtype=torch.float32),
+        return Observation(
+            op=structure.op,
+            x=x,
+            edge_index=edge_index,
+            edge_attr=edge_attr,
+            rule=table[:, 0].copy(),  # not a view that keeps the table
+            family=table[:, 1].copy(),
+            candidate=choices.columns(situation),
+            role_node=structure.positions[pool.role.data[roles]],
+            role_candidate=np.repeat(numbers, table[:, 3]),
+            change_op=pool.part_op.data[parts],
+            change_candidate=np.repeat(numbers, table[:, 5]),
+            change=change.astype(np.float32),
+            globals=np.array([choices.outlook(situation, len(x))], np.float32),
         )
 
     def _nodes(self, pool: _Pool, structure: Structure, graph: Graph, cost: float) -> Floats:
@@ -695,10 +685,6 @@ def _ranges(starts: Ints, counts: Ints) -> Ints:
     return np.repeat(starts - (ends - counts), counts) + np.arange(total)
 
 
-def _tensor(array: Ints) -> torch.Tensor:
-    return torch.from_numpy(np.ascontiguousarray(array))
-
-
 def _slot_columns(slots: Ints) -> Floats:
     """[R, 2] -> [R, 4]: output slot, input slot, whether that is the first, the second."""
     out = np.empty((len(slots), _SLOT_COLUMNS), np.float32)
@@ -752,20 +738,20 @@ def _from_the_end(node: Node, rank: int) -> int:
 __all__ = [
     "CANDIDATE_FEATURES",
     "CHANGE_FEATURES",
+    "DELTA",
     "EDGE_FEATURES",
     "GLOBAL_FEATURES",
     "INPUT",
     "NODE_FEATURES",
     "UNKNOWN",
+    "Batch",
     "Change",
     "Featuriser",
+    "Observation",
     "Part",
     "Priced",
     "Pricing",
-    "RewriteData",
-    "Situation",
     "Structure",
     "Vocabulary",
-    "collate",
     "squash",
 ]

@@ -27,21 +27,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import log
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from xrlflow.ir import Graph
 from xrlflow.ir.graph import FINGERPRINT_MASK
-from xrlflow.learn.ppo import Policy
 from xrlflow.rewrite import Match, RewriteState
-from xrlflow.rl.env import choices
-from xrlflow.rl.features import Pricing, Situation
+from xrlflow.rl.features import Pricing
+from xrlflow.rl.situation import Situation, choices
 from xrlflow.search.result import Found, Limits, SearchResult, Shortlist, extend
 
 Obs = TypeVar("Obs")
+ObsIn = TypeVar("ObsIn", contravariant=True)
 
 # A gain that only rounding sees is none.
 _ROUNDING = 1e-9
@@ -53,6 +52,14 @@ _SMALL = 32
 _REPEATS, _AGAIN = 5, 1.5
 # When nothing else is left, rollouts that reach nothing new before the search is over.
 _IDLE = 4
+
+
+class Scorer(Protocol[ObsIn]):
+    """What a search asks of an agent: `xrlflow.rl.network.Network`, `xrlflow.rl.agent.InTorch`."""
+
+    def log_probs(self, observations: Sequence[ObsIn]) -> npt.NDArray[np.float64]:
+        """Log-probabilities of each one's candidates, in their order, and then of No-Op, one after the other."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +143,7 @@ def agent_search(
     state: RewriteState,
     cost: float,
     limits: Limits,
-    policy: Policy[Obs],
+    policy: Scorer[Obs],
     observe: Callable[[Situation], Obs],
     config: StrategyConfig = StrategyConfig(),
     seed: int = 0,
@@ -181,7 +188,7 @@ class _Search(Generic[Obs]):
         state: RewriteState,
         cost: float,
         limits: Limits,
-        policy: Policy[Obs],
+        policy: Scorer[Obs],
         observe: Callable[[Situation], Obs],
         config: StrategyConfig,
         seed: int,
@@ -337,9 +344,7 @@ class _Search(Generic[Obs]):
                 offered = choices(found.state, self.ancestors(found))
                 self.generated += len(offered)
                 situations.append(Situation(found.state, offered, found.cost, self.root.cost))
-            with torch.inference_mode():
-                distribution, _ = self.policy.evaluate([self.observe(s) for s in situations])
-            flat = distribution.log_probs.double().numpy()
+            flat = self.policy.log_probs([self.observe(s) for s in situations])
             if len(flat) != sum(len(s.candidates) + 1 for s in situations) or np.isnan(flat).any():
                 raise PolicyError(
                     "the policy gives no probability for each candidate and No-Op: train it again"

@@ -25,7 +25,8 @@ from xrlflow.ir import apply_edit
 from xrlflow.learn.ppo import orthogonal
 from xrlflow.learn.segments import SegmentCategorical
 from xrlflow.ops.work import dimensions
-from xrlflow.rl.features import Featuriser, Situation, Structure, Vocabulary
+from xrlflow.rl.features import Featuriser, Structure, Vocabulary
+from xrlflow.rl.situation import Situation
 
 # Shapes are divided by this and padded to so many dimensions.
 _LARGE, _DIMS = 4096.0, 4

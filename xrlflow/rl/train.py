@@ -24,11 +24,13 @@ from xrlflow.cost import AdditiveCost
 from xrlflow.learn.checkpoint import Checkpoint, CheckpointError, load_checkpoint, save_checkpoint
 from xrlflow.learn.log import Logs
 from xrlflow.learn.ppo import PPOConfig, Rollout, Stats, TrainingError, update
+from xrlflow.learn.tensors import to_arrays, to_tensors
 from xrlflow.onnxio import load
 from xrlflow.rewrite import AnyRule, Library
-from xrlflow.rl.agent import Agent, AgentConfig
+from xrlflow.rl.agent import Agent
 from xrlflow.rl.env import EnvConfig, Problem, Reward
 from xrlflow.rl.features import Featuriser, Vocabulary
+from xrlflow.rl.parameters import AgentConfig
 from xrlflow.rl.workers import (
     Collect,
     Differentiate,
@@ -214,7 +216,7 @@ class Trainer:
             "seconds": self.seconds,
             "score": [asdict(o) for o in score.outcomes],
         }
-        return Checkpoint(KIND, config, tensors)
+        return Checkpoint(KIND, config, to_arrays(tensors))
 
     def resume(self, checkpoint: Checkpoint) -> tuple[Agent, Score]:
         """Take up a run where its checkpoint left it; the best agent so far, with its score.
@@ -232,7 +234,7 @@ class Trainer:
         if {k: list(v) for k, v in vocabulary.items()} != config.get("vocabulary"):
             raise CheckpointError("the checkpoint is of a run with other rules")
         try:
-            tensors = checkpoint.tensors
+            tensors = to_tensors(checkpoint.tensors)
             best = Agent(self.agent.vocabulary, self.config.agent)
             self.agent.load_state_dict(_under(tensors, "agent."))
             best.load_state_dict(_under(tensors, "best."))

@@ -24,9 +24,11 @@ import torch
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from xrlflow.learn.ppo import Episode, PPOConfig, Rollout, collect, losses
-from xrlflow.rl.agent import Agent, AgentConfig
+from xrlflow.rl.agent import Agent
 from xrlflow.rl.env import EnvConfig, Problem, RewriteEnv
-from xrlflow.rl.features import RewriteData, Situation, Vocabulary
+from xrlflow.rl.features import Observation, Vocabulary
+from xrlflow.rl.parameters import AgentConfig
+from xrlflow.rl.situation import Situation
 
 Parameters = npt.NDArray[np.float32]
 
@@ -41,7 +43,7 @@ class Task:
 
     problems: Sequence[Problem]
     held_out: Sequence[Problem]
-    observe: Callable[[Situation], RewriteData]
+    observe: Callable[[Situation], Observation]
 
 
 class Objective(Enum):
@@ -134,7 +136,7 @@ class Outcome:
         return Outcome(info["problem"], info["initial"], info["best"], info["cost"], steps)
 
 
-Episodes = list[Episode[RewriteData]]
+Episodes = list[Episode[Observation]]
 
 
 class Worker(Protocol):
@@ -166,7 +168,7 @@ class _Episodes:
         self.objective = objective
         self._best = 0.0
 
-    def reset(self, *, seed: int | None = None) -> tuple[RewriteData, dict[str, Any]]:
+    def reset(self, *, seed: int | None = None) -> tuple[Observation, dict[str, Any]]:
         problems = self.task.problems
         problem = problems[random.Random(seed).randrange(len(problems))]
         self._env = RewriteEnv([problem], self.task.observe, self.config)
@@ -174,7 +176,7 @@ class _Episodes:
         self._best = info["best"]
         return observation, info
 
-    def step(self, action: int) -> tuple[RewriteData, float, bool, bool, dict[str, Any]]:
+    def step(self, action: int) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
         observation, reward, terminated, truncated, info = self._env.step(action)
         if self.objective is Objective.BEST:
             reward = 100.0 * (self._best - info["best"]) / info["initial"] if info["initial"] > 0 else 0.0
@@ -192,7 +194,7 @@ class _Hand:
         self.environments = [
             _Episodes(self.task, setup.env, setup.objective) for _ in range(setup.environments)
         ]
-        self.rollout: Rollout[RewriteData] | None = None
+        self.rollout: Rollout[Observation] | None = None
 
     def do(self, order: Order) -> Episodes | list[Outcome] | Slope:
         vector_to_parameters(torch.from_numpy(order.parameters.copy()), self.agent.parameters())
@@ -227,7 +229,7 @@ class _Hand:
 
 
 def play(
-    agent: Agent, problems: Sequence[Problem], observe: Callable[[Situation], RewriteData], config: EnvConfig
+    agent: Agent, problems: Sequence[Problem], observe: Callable[[Situation], Observation], config: EnvConfig
 ) -> list[Outcome]:
     """One episode of each problem, taking the likeliest actions, all in one batch."""
     outcomes: dict[str, Outcome] = {}

@@ -37,6 +37,7 @@ from torch import Tensor, nn
 from xrlflow.learn.checkpoint import Checkpoint, CheckpointError, load_checkpoint, save_checkpoint
 from xrlflow.learn.factored import FactoredCategorical
 from xrlflow.learn.ppo import Episode, PPOConfig, Rollout, orthogonal, update
+from xrlflow.learn.tensors import to_arrays, to_tensors
 from xrlflow.learn.threads import one_thread
 from xrlflow.tuning.knobs import Candidate, Floats, Indices, Kind, KnobSpace, Vector
 from xrlflow.tuning.surrogate import SCHEDULE_FEATURES, Experience, Surrogate
@@ -208,11 +209,8 @@ class Agent(nn.Module):
     def save(self, path: str | os.PathLike[str]) -> None:
         """Raises CheckpointError if the file cannot be written."""
         config = {"hidden": self.hidden, "updates": self.updates}
-        measured = {
-            _SCHEDULES: torch.from_numpy(self.experience.schedules),
-            _SCORES: torch.from_numpy(self.experience.scores),
-        }
-        save_checkpoint(Checkpoint(_AGENT, config, {**self.state_dict(), **measured}), path)
+        measured = {_SCHEDULES: self.experience.schedules, _SCORES: self.experience.scores}
+        save_checkpoint(Checkpoint(_AGENT, config, {**to_arrays(self.state_dict()), **measured}), path)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
@@ -225,12 +223,12 @@ class Agent(nn.Module):
         tensors = dict(found.tensors)
         schedules, scores = tensors.pop(_SCHEDULES, None), tensors.pop(_SCORES, None)
         try:
-            agent.load_state_dict(tensors)
+            agent.load_state_dict(to_tensors(tensors))
         except RuntimeError as error:
             raise CheckpointError(f"{path} is an agent of another version of xrlflow") from error
         if schedules is None or scores is None or schedules.shape != (*scores.shape, SCHEDULE_FEATURES):
             raise CheckpointError(f"{path} is an agent of another version of xrlflow")
-        agent.updates, agent.experience = updates, Experience(schedules.numpy(), scores.numpy())
+        agent.updates, agent.experience = updates, Experience(schedules, scores)
         return agent
 
 
