@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
@@ -84,6 +85,14 @@ def replaced(text: str) -> bytes:
     return proto.SerializeToString().replace(text.encode(), b"\xff\xfe\xff\xfe")
 
 
+def in_body(change: Callable[[onnx.GraphProto], object]) -> bytes:
+    """A model with a branch that was changed, and bytes that are no text in place of QQQQ."""
+    arm = branch()
+    change(arm)
+    proto = of(make("If", ["c"], ["y"], then_branch=arm, else_branch=branch()), c=True)
+    return proto.SerializeToString().replace(b"QQQQ", b"\xff\xfe\xff\xfe")
+
+
 DAMAGED: dict[str, tuple[onnx.ModelProto | bytes, str]] = {
     "shallow nesting": (nested(50), "bodies are nested too deeply"),
     "deep nesting": (nested(3000), "bodies are nested too deeply"),
@@ -137,6 +146,14 @@ DAMAGED: dict[str, tuple[onnx.ModelProto | bytes, str]] = {
     "too few texts": (weight(data_type=8, dims=[2], string_data=[b"a"]), "tensor 'bad'"),
     "an operator's name that is no text": (replaced("QQQQ"), "not UTF-8"),
     "a node's name that is no text": (replaced("WWWW"), "not UTF-8"),
+    "a weight's name in a body that is no text": (
+        in_body(lambda g: g.initializer.add(name="QQQQ", data_type=1, dims=[1], float_data=[1.0])),
+        "not UTF-8",
+    ),
+    "a type's name in a body that is no text": (
+        in_body(lambda g: g.value_info.add(name="QQQQ")),
+        "not UTF-8",
+    ),
     "a Loop without body": (
         of(make("Loop", ["k", "", "x"], ["y"], name="bad"), k=3),
         r"node 'bad' \(Loop\) lacks 'body'",
@@ -334,3 +351,20 @@ def test_a_body_where_no_body_belongs_is_kept() -> None:
     imported = load(proto)
     (node,) = to_proto(imported, imported.graph).graph.node
     assert [a.name for a in node.attribute] == ["else_branch"]
+
+
+@pytest.mark.parametrize("opsets", [(13, 12), (12, 13), (13, 13)])
+@pytest.mark.parametrize("alias", ["", "ai.onnx"])
+def test_of_several_opsets_of_a_domain_the_last_counts(opsets: tuple[int, int], alias: str) -> None:
+    """As in ONNX Runtime. A Softmax without an axis meant the last two dimensions until opset 12."""
+    proto = model([make("Softmax", ["x"], ["y"])], [declare("x", TensorProto.FLOAT, [2, 3, 2])], [Y])
+    del proto.opset_import[:]
+    for domain, version in zip(("", alias), opsets):
+        proto.opset_import.add(domain=domain, version=version)
+    imported = load(proto)
+    x = np.arange(12, dtype=np.float32).reshape(2, 3, 2)
+    results = [
+        ort.InferenceSession(p.SerializeToString(), providers=["CPUExecutionProvider"]).run(None, {"x": x})[0]
+        for p in (proto, to_proto(imported, imported.graph))
+    ]
+    np.testing.assert_allclose(*results, atol=1e-6)

@@ -76,6 +76,7 @@ def _loaded(
     store: TensorStore, shapes: Mapping[str, Sequence[int]] | None, fix_shapes: bool
 ) -> ImportedModel:
     stripped, proto = _parse(store)
+    versions.merge_imports(proto)
     check_structure(store.name, proto.graph)
     check_inputs(store.name, proto.graph)
     external_bytes = 0

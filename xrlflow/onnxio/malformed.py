@@ -23,6 +23,7 @@ _MALFORMED = (
     LookupError,
     MemoryError,
     RuntimeError,
+    StopIteration,
     TypeError,
     ValueError,
     onnx.checker.ValidationError,
@@ -197,7 +198,7 @@ def check_functions(name: str, model: onnx.ModelProto) -> None:
 
 def check_nodes(name: str, model: onnx.ModelProto) -> None:
     """Refuse nodes that no runtime takes: without an input, attribute or body that their operator needs, with an
-    attribute of another type, with text that is not UTF-8. Raises ModelError, which names the node.
+    attribute of another type, with text that is not UTF-8. Raises ModelError, which names the node or value.
 
     What is checked is what ONNX Runtime checks, too, when it loads a model.
     """
@@ -206,6 +207,12 @@ def check_nodes(name: str, model: onnx.ModelProto) -> None:
 
 
 def _check_nodes(name: str, graph: onnx.GraphProto, opsets: Mapping[str, int]) -> None:
+    tensors = (*graph.initializer, *(sparse.values for sparse in graph.sparse_initializer))
+    for value in (*graph.input, *graph.output, *graph.value_info, *tensors):
+        if not isinstance(value.name, str):
+            raise ModelError(
+                f"{name}: a value's name, {value.name!r}, is not UTF-8: the file is damaged, export it again"
+            )
     for node in graph.node:
         texts = (node.name, node.op_type, node.domain, *node.input, *node.output)
         wrong = (

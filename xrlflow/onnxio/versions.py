@@ -381,6 +381,15 @@ _SPELLINGS = "xrlflow.spelling"
 CHANGED_LATER = frozenset(["Attention"])
 
 
+def merge_imports(proto: onnx.ModelProto) -> None:
+    """Leave one opset a domain where a file names several: the last, as ONNX Runtime does."""
+    for owner in (proto, *proto.functions):
+        last = {("" if o.domain == "ai.onnx" else o.domain): o.version for o in owner.opset_import}
+        if len(last) < len(owner.opset_import):
+            del owner.opset_import[:]
+            owner.opset_import.extend(onnx.OperatorSetIdProto(domain=d, version=v) for d, v in last.items())
+
+
 def opset_of(proto: onnx.ModelProto) -> int | None:
     """The model's version of ONNX's own operators, if it uses any."""
     return next((o.version for o in proto.opset_import if o.domain in ("", "ai.onnx")), None)
