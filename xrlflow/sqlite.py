@@ -95,7 +95,7 @@ def _write_ahead(connection: sqlite3.Connection, patience: float) -> None:
             connection.execute("PRAGMA journal_mode = WAL")
             return
         except sqlite3.OperationalError as error:
-            if error.sqlite_errorcode != sqlite3.SQLITE_BUSY or time.monotonic() >= until:
+            if "locked" not in str(error) or time.monotonic() >= until:
                 raise
         time.sleep(0.01)
 

@@ -197,10 +197,10 @@ def test_a_child_that_dies_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path
     """The nursery lives on, and says so."""
     worker = tmp_path / "dying.py"
     worker.write_text(
-        "import os, sys\nfrom pathlib import Path\n"
+        "import os\n"
         "from xrlflow.backends.onnxruntime import worker\n"
         "worker._answer = lambda *_: os.abort()\n"
-        "sys.exit(worker.main(Path(sys.argv[1])))\n"
+        "main = worker.main\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(processes, "WORKER", "dying")

@@ -18,6 +18,15 @@ def environment(**variables: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path, **variables}
 
 
+def command(module: str, function: str, *arguments: int | str) -> list[str]:
+    """The command of a process that calls a function of a module of ours.
+
+    The working directory is not searched for modules: a file there may have the name of one.
+    """
+    path = "import sys; sys.path[:] = filter(None, sys.path)"
+    return [sys.executable, "-c", f"{path}; from {module} import {function}; {function}(*{arguments!r})"]
+
+
 def serve_in_child(
     function: Callable[..., None], descriptor: int, *texts: str, log: IO[bytes], **variables: str
 ) -> subprocess.Popen[bytes]:
@@ -26,13 +35,12 @@ def serve_in_child(
     What it says on standard error goes to `log`. Ctrl-C does not reach it. `variables`: of its environment. Raises
     OSError where no process can be started.
     """
-    module, name = function.__module__, function.__name__
     return subprocess.Popen(
-        [sys.executable, "-P", "-c", f"from {module} import {name}; {name}({descriptor}, *{texts!r})"],
+        command(function.__module__, function.__name__, descriptor, *texts),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=log,
         pass_fds=(descriptor,),
-        process_group=0,
+        start_new_session=True,
         env=environment(**variables),
     )

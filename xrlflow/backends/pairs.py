@@ -12,9 +12,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING
 
 from xrlflow.backends.interleave import MIN_SAMPLE, SETTLE_BELOW, Run, no_garbage_collection, turn, warm_up
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 HELD_UP = 0.02
 """A turn in which our threads waited for a CPU for more than this part of it says less about the model than others."""

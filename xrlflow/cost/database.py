@@ -7,10 +7,13 @@ import time
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING
 
 from xrlflow.cost.alone import Sample
 from xrlflow.sqlite import Layout, SharedFile, cache_directory
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 VERSION = 1
 _PATIENCE = 20.0  # seconds that a writer waits for another process

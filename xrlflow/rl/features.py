@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from math import log1p, prod
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +29,9 @@ from xrlflow.ops.work import COUNTS, ELEMENTWISE, Kind, dimensions, work
 from xrlflow.rewrite import Library, Match, RegionRule, RewriteState
 from xrlflow.rewrite.state import Delta
 from xrlflow.rl.situation import Situation
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]

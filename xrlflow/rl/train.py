@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -46,6 +46,9 @@ from xrlflow.rl.workers import (
     parameters_of,
 )
 from xrlflow.search import simplify
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 KIND = "training"
 

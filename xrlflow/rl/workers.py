@@ -11,6 +11,7 @@ from __future__ import annotations
 import multiprocessing
 import random
 import signal
+import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -343,7 +344,8 @@ class ProcessWorker(_Answers):
             raise WorkerError(f"{self._name} ended with exit code {self._process.exitcode}") from None
         if isinstance(found, _Failure):
             failed = WorkerError(f"{self._name} failed: {found.error}")
-            failed.add_note(found.traceback)
+            if sys.version_info >= (3, 11):
+                failed.add_note(found.traceback)
             raise failed
         return found
 

@@ -28,7 +28,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import wait
 from pathlib import Path
 from types import TracebackType
-from typing import IO, TYPE_CHECKING, Self
+from typing import IO, TYPE_CHECKING
 
 from xrlflow.backends.children import serve_in_child
 from xrlflow.backends.placement import default_threads
@@ -58,6 +58,8 @@ from xrlflow.tuning.worker import (
 )
 
 if TYPE_CHECKING:
+    from typing_extensions import Self
+
     from xrlflow.tuning.knobs import Candidate
     from xrlflow.tuning.tasks import Task
 

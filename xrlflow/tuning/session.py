@@ -484,4 +484,4 @@ class _Session:
 
 def _seed(seed: int, task: Task) -> int:
     """The seed of a task's tuner: of its own, whatever other tasks there are."""
-    return int.from_bytes(hashlib.sha256(f"{seed} {task.key}".encode()).digest()[:4])
+    return int.from_bytes(hashlib.sha256(f"{seed} {task.key}".encode()).digest()[:4], "big")

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from xrlflow import files
 from xrlflow.backends.protocol import BackendError, one_line
@@ -25,6 +25,7 @@ from xrlflow.tuning.tuners.protocol import Outcome
 if TYPE_CHECKING:
     from tvm.ir import IRModule
     from tvm.target import Target
+    from typing_extensions import Self
 
     from xrlflow.tuning.knobs import Candidate
 

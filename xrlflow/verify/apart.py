@@ -16,7 +16,7 @@ import time
 from collections.abc import Mapping
 from typing import IO, Any
 
-from xrlflow.backends.children import environment
+from xrlflow.backends.children import command, environment
 from xrlflow.backends.onnxruntime.session import Options
 from xrlflow.backends.protocol import BackendError
 from xrlflow.verify.runner import Model, first_line, opened
@@ -82,11 +82,11 @@ def _started() -> subprocess.Popen[bytes]:
     if _process is None or _process.poll() is not None:
         stop()
         _process = subprocess.Popen(
-            [sys.executable, "-P", "-c", f"from {__name__} import serve; serve()"],
+            command(__name__, serve.__name__),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            process_group=0,
+            start_new_session=True,
             env=environment(**_FILLED),
             bufsize=0,
         )

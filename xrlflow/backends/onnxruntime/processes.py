@@ -9,18 +9,17 @@ import os
 import select
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Self, TypeAlias
+from typing import IO, TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from xrlflow.backends.children import environment
+from xrlflow.backends.children import command, environment
 from xrlflow.backends.decision import FEWEST, Answer, confirm, settle
 from xrlflow.backends.interleave import SETTLE_BELOW
 from xrlflow.backends.onnxruntime.session import Optimization, Options, resolve_threads
@@ -30,6 +29,9 @@ from xrlflow.backends.pairs import Estimate, estimate
 from xrlflow.backends.protocol import BackendError, Feeds, ModelSource, one_line
 from xrlflow.backends.results import Latency, RepeatedComparison, SpeedUp, Verdict
 from xrlflow.backends.statistics import pool
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 WORKER = "xrlflow.backends.onnxruntime.worker"
 GRACE = 0.03
@@ -258,12 +260,12 @@ class FreshProcesses:
             self._setup.write(folder)
             self._log = stack.enter_context(tempfile.TemporaryFile())
             self._nursery = subprocess.Popen(
-                [sys.executable, "-m", WORKER, str(folder)],
+                command(WORKER, "main", str(folder)),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._log,
                 bufsize=0,
-                process_group=0,
+                start_new_session=True,
                 # NumPy's threads would be in the way of a fork.
                 env=environment(OPENBLAS_NUM_THREADS="1", MKL_NUM_THREADS="1"),
             )

@@ -22,13 +22,14 @@ import enum
 import os
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from xrlflow.backends.placement import default_threads
 from xrlflow.backends.protocol import BackendError, Feeds, ModelSource, one_line, same_feeds
 
 if TYPE_CHECKING:
     import onnxruntime as ort
+    from typing_extensions import Self
 
 CPU = "CPUExecutionProvider"
 QUIET = 4

@@ -31,8 +31,9 @@ from xrlflow.backends.tvm import is_compiled
 from xrlflow.backends.tvm.load import tvm
 
 
-def main(folder: Path) -> int:
+def main(setup_folder: str) -> None:
     """Serve requests until there are no more."""
+    folder = Path(setup_folder)
     setup = json.loads((folder / "setup.json").read_text())
     feeds = load_feeds(folder / "feeds.npz", setup["feeds"])
     if any(is_compiled(model) for model in setup["models"]):
@@ -44,7 +45,6 @@ def main(folder: Path) -> int:
         if answer is None:
             break
         os.write(1, answer + b"\n")
-    return 0
 
 
 def _next_line() -> bytes:
@@ -115,7 +115,3 @@ def _ballast(seed: int) -> tuple[mmap.mmap, list[bytearray]]:
     rng = random.Random(seed)
     pages = mmap.mmap(-1, mmap.PAGESIZE * rng.randint(1, 1 << 12))
     return pages, [bytearray(rng.randint(1 << 9, 1 << 15)) for _ in range(rng.randint(1, 100))]
-
-
-if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))

@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -20,6 +20,9 @@ from xrlflow.backends.protocol import Array, BackendError, Feeds, ModelSource, o
 from xrlflow.backends.tvm.bounds import Check, checks_from, checks_of, complain
 from xrlflow.backends.tvm.load import tvm
 from xrlflow.backends.tvm.target import Machine, compiler, lacking, linker
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 SUFFIX = ".so"
 _VERSION = 3
@@ -246,8 +249,11 @@ def load_compiled(path: ModelSource, *, threads: int | None = None) -> TvmModel:
 
 
 def _digest(path: Path) -> str:
+    digest = hashlib.blake2b()
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "blake2b").hexdigest()[:32]
+        while part := file.read(1 << 20):
+            digest.update(part)
+    return digest.hexdigest()[:32]
 
 
 @contextlib.contextmanager

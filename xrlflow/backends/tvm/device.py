@@ -17,7 +17,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any
 
 from xrlflow.backends.children import serve_in_child
 from xrlflow.backends.interleave import interleave
@@ -27,6 +27,9 @@ from xrlflow.backends.results import Comparison
 from xrlflow.backends.tvm.compiled import Interface, arguments_of
 from xrlflow.backends.tvm.load import tvm
 from xrlflow.backends.tvm.remote import PATIENCE, DeviceError, Remote, connect, use_threads, what_happened
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 ANSWER_SECONDS = 60.0
 """How long a device may take to load or run a model before it counts as gone. The network is part of it."""

@@ -27,7 +27,7 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -43,6 +43,9 @@ from xrlflow.tuning.knobs import Candidate, Floats, Indices, Kind, KnobSpace, Ve
 from xrlflow.tuning.surrogate import SCHEDULE_FEATURES, Experience, Surrogate
 from xrlflow.tuning.tuners.frontier import Frontier
 from xrlflow.tuning.tuners.protocol import Outcome
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 # Actions of a knob, in this order: decrease, stay, increase.
 _MOVES, _STAY = 3, 1
