@@ -3,14 +3,14 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: install demo docs test lint types contracts pytest bench clean
+.PHONY: install demo docs test lint types contracts pytest test-python bench clean
 
 install: $(VENV)/.installed
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt setuptools
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[models,rivals,tvm,docs,dev]"
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[all,docs,dev]"
 	touch $@
 
 demo: install
@@ -37,6 +37,12 @@ contracts: install
 pytest: install
 	$(BIN)/pytest -n 2
 
+# The core's tests with another Python and the newest packages that it has: `make test-python PY=3.13`.
+test-python:
+	test -x .venv-$(PY)/bin/python || python$(PY) -m venv .venv-$(PY)
+	.venv-$(PY)/bin/pip install --quiet --disable-pip-version-check -e ".[test]"
+	.venv-$(PY)/bin/python -m pytest -n 2
+
 bench: install
 	$(BIN)/python bench/engine.py
 	$(BIN)/python bench/agents.py valleys --quick 4 --seconds 2
@@ -47,4 +53,4 @@ bench: install
 	$(BIN)/python bench/tuning.py --seeds 1 --operators "512x512x512,12 x 128x64,14x14,Softmax"
 
 clean:
-	rm -rf $(VENV) out build *.egg-info
+	rm -rf $(VENV) $(VENV)-* out build *.egg-info

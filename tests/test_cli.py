@@ -8,11 +8,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
 import pytest
-from click.testing import Result
 from typer.testing import CliRunner
 
 from tests.rules.harness import model
@@ -30,7 +30,7 @@ KEYS = {
 pytestmark = pytest.mark.usefixtures("reference_machine")
 
 
-def invoke(*arguments: object) -> Result:
+def invoke(*arguments: object) -> Any:
     return CliRunner().invoke(app, [str(a) for a in arguments])
 
 
@@ -163,7 +163,7 @@ def test_bench(path: Path) -> None:
 # --- what users get wrong ---
 
 
-def refused(result: Result, *words: str) -> None:
+def refused(result: Any, *words: str) -> None:
     """Exit code 2, one line that says what is wrong, no traceback."""
     assert result.exit_code == 2, (result.exit_code, result.output)
     assert result.exception is None or isinstance(result.exception, SystemExit)

@@ -146,6 +146,10 @@ DAMAGED: dict[str, tuple[onnx.ModelProto | bytes, str]] = {
     "too few texts": (weight(data_type=8, dims=[2], string_data=[b"a"]), "tensor 'bad'"),
     "an operator's name that is no text": (replaced("QQQQ"), "not UTF-8"),
     "a node's name that is no text": (replaced("WWWW"), "not UTF-8"),
+    "an equation of no letters": (
+        of(make("Einsum", ["x"], ["y"], name="bad", equation=b"\xff\xfe\xc3")),
+        r"node 'bad' \(Einsum\) has the equation",
+    ),
     "a weight's name in a body that is no text": (
         in_body(lambda g: g.initializer.add(name="QQQQ", data_type=1, dims=[1], float_data=[1.0])),
         "not UTF-8",

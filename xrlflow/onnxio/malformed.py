@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
@@ -45,6 +46,8 @@ _LISTS: dict[str, tuple[int, ...]] = {
     "AffineGrid": (1,),
     "MaxUnpool": (2,),
 }
+# What an Einsum's equation is written with.
+_EQUATION = re.compile(rb"[A-Za-z,.\-> ]*")
 
 
 @contextmanager
@@ -263,6 +266,8 @@ def _fault(node: onnx.NodeProto, opsets: Mapping[str, int]) -> str | None:
         perm = list(given["perm"].ints)
         if sorted(perm) != list(range(len(perm))):
             return f"has {perm} for a permutation"
+    if node.op_type == "Einsum" and not _EQUATION.fullmatch(given["equation"].s):
+        return f"has the equation {given['equation'].s!r}"  # ONNX's inference may not end
     return _fault_of_body(node, given, opsets.get(domain, 0))
 
 

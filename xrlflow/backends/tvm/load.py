@@ -42,7 +42,7 @@ def tvm() -> Any:
         import tvm.s_tir.meta_schedule
     except ImportError as error:
         raise BackendError(
-            f"TVM cannot be loaded ({one_line(error)}): install it with `pip install xrlflow[tvm]`"
+            f"TVM cannot be loaded ({one_line(error)}): install it with `pip install 'xrlflow[tvm]'`"
         ) from error
     functions.register()
     stack.register()
