@@ -5,9 +5,19 @@ from __future__ import annotations
 import signal
 from collections import Counter
 from collections.abc import Iterator
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
+
+# Tests of what an extra installs are left out where it is not installed (`make test-python`). In the environment of
+# `make test` all of it is (tests/test_install.py).
+EXTRAS = {
+    "torch": ("learn", "rl", "tuning"),
+    "tvm": ("backends/tvm", "tuning"),
+    "mkdocs": ("test_docs.py",),
+}
+collect_ignore = [path for package, paths in EXTRAS.items() if find_spec(package) is None for path in paths]
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

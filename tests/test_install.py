@@ -14,12 +14,14 @@ import venv
 import zipfile
 from collections.abc import Iterator
 from importlib.metadata import Distribution, distribution, packages_distributions
+from importlib.util import find_spec
 from pathlib import Path
 
 import onnx
 import pytest
 from packaging.requirements import Requirement
 
+from tests.conftest import EXTRAS as TESTED
 from tests.rules.harness import model
 
 ROOT = Path(__file__).parents[1]
@@ -28,6 +30,13 @@ EXTRAS = {
     "train": ("xrlflow/learn", "xrlflow/rl"),
     "tvm": ("xrlflow/backends/tvm", "xrlflow/tuning"),
     "models": ("models",),
+}
+# Packages that are imported by another name than they are installed by (where they are not installed).
+BY_OTHER_NAMES = {
+    "google.protobuf": ["protobuf"],
+    "tvm": ["apache-tvm"],
+    "tvm_ffi": ["apache-tvm-ffi"],
+    "xgboost": ["xgboost-cpu"],
 }
 # Of packages with an extra, the modules that need none: what a search with the agent that is shipped loads.
 PLAIN = {
@@ -103,7 +112,7 @@ def ours(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Distribution:
 
 def test_every_import_is_declared(ours: Distribution) -> None:
     core = required(ours)
-    owners = {**packages_distributions(), "google.protobuf": ["protobuf"]}
+    owners = {**BY_OTHER_NAMES, **packages_distributions()}
     missing = []
     for path in [*ROOT.glob("xrlflow/**/*.py"), *ROOT.glob("rewrite_rules/*.py"), *ROOT.glob("models/*.py")]:
         name = path.relative_to(ROOT).as_posix()
@@ -114,7 +123,7 @@ def test_every_import_is_declared(ours: Distribution) -> None:
         for package in set(imports(path)):
             if package in sys.stdlib_module_names or package in ("xrlflow", "rewrite_rules", "models"):
                 continue
-            if not {normal(d) for d in owners.get(package, ())} & allowed:
+            if not {normal(d) for d in owners.get(package, [package])} & allowed:
                 missing.append(f"{name} imports {package}")
     assert not missing
 
@@ -222,3 +231,8 @@ def test_what_needs_an_extra_says_so(
     assert f"pip install 'xrlflow[{extra}]'" in " ".join(done.stderr.split())
     assert "Traceback" not in done.stderr
     assert [f.name for f in tmp_path.iterdir()] == ["in.onnx"]
+
+
+def test_nothing_is_left_out_where_we_develop() -> None:
+    if find_spec("ruff") is not None:
+        assert all(find_spec(package) for package in TESTED)
