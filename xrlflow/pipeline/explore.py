@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 # Seconds that a search has in any case, one with an agent after that is loaded, if it is not too late for the rest.
 _SEARCH_AT_LEAST = 2.0
 # Seconds that loading the agent takes.
-_AGENT_LOADING = 3.0
+_AGENT_LOADING = 0.5
 # Of the time until searching must be over, what fine-tuning an agent may take.
 _TRAIN_AT_MOST = 0.6
 
