@@ -224,6 +224,8 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         "other features": changed(whole, features={"node": 3}),
         "configuration is damaged": changed(whole, vocabulary={"rules": ["A"]}),
         "configuration wants": changed(whole, agent={"encoder": {"width": 8, "layers": 2, "heads": 2}}),
+        "damaged: TypeError": changed(whole, agent={"encoder": {"width": 16.0, "layers": 2, "heads": 2}}),
+        "damaged: ValueError": changed(whole, agent={"encoder": {"width": 16, "layers": 10**9, "heads": 2}}),
         "parameters are not those": replace(whole, tensors={**whole.tensors, "more": np.zeros(1)}),
         "not float32": replace(whole, tensors={**whole.tensors, "trust": np.ones(2)}),
         "not finite": replace(whole, tensors={**whole.tensors, "trust": np.array([10, np.nan], np.float32)}),

@@ -43,6 +43,8 @@ class EncoderConfig:
     heads: int = 4
 
     def __post_init__(self) -> None:
+        if not all(type(value) is int for value in (self.width, self.layers, self.heads)):
+            raise TypeError("an encoder's width, layers and heads are integers")
         if self.width < 1 or self.layers < 0 or self.heads < 1 or self.width % self.heads:
             raise ValueError(f"an encoder of width {self.width}, {self.layers} layers, {self.heads} heads")
 
@@ -162,6 +164,8 @@ def _from_checkpoint(checkpoint: Checkpoint) -> Parameters:
     try:
         words = {name: tuple(map(str, config["vocabulary"][name])) for name in Vocabulary.__slots__}
         vocabulary, form = Vocabulary(**words), AgentConfig.from_json(config["agent"])
+        if form.encoder.layers > len(checkpoint.tensors):
+            raise ValueError(f"{form.encoder.layers} layers")
         expected = shapes(vocabulary, form)
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"the agent's configuration is damaged: {error!r}") from error
