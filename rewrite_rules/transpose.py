@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
 from typing import Any
@@ -19,8 +20,9 @@ from rewrite_rules.axes import (
     rank_of,
     reshape_numbers,
 )
-from rewrite_rules.elementwise import BROADCAST, UNARY, is_unary, made_by, read_once
-from xrlflow.ir import Node, Value
+from rewrite_rules.elementwise import made_by, read_once
+from xrlflow.ir import Attrs, Node, Value
+from xrlflow.ops.axes import AXES, BROADCAST, REDUCTIONS, UNARY
 from xrlflow.rewrite import AnyRule, Captures, Op, Reader, Region, RegionRule, Rule, Val, require, worthwhile
 
 
@@ -92,72 +94,156 @@ class ReplaceTransposeByReshape(Rule):
         return op.Reshape(x, reshape_numbers(x.shape, [x.shape[p] for p in perm]))
 
 
-# Through element-wise operators
+# Through operators whose result has the axes of their inputs
 
 
-class PushTransposeDown(RegionRule):
+@dataclass(frozen=True, slots=True)
+class _Turned:
+    """An operator on the other side of a Transpose, where its own axes (see `Axes`) are `own`.
+
+    `before` says for each of its data how it is transposed (None: not at all), `after` how the results are.
+    """
+
+    op: str
+    attrs: Attrs
+    outputs: int
+    before: tuple[tuple[int, ...] | None, ...]
+    own: tuple[int, ...]
+    after: tuple[int, ...]
+
+    def build(self, op: Op, inputs: Sequence[Val]) -> list[Any]:
+        own = AXES[self.op].own
+        data = [v if p is None else _aligned(op, v, p) for v, p in zip(inputs, self.before)]
+        rest = [list(self.own)] if own == "axes" else inputs[len(data) :]
+        named = {"axis": self.own[0]} if own == "axis" else {}
+        made = op[self.op](*data, *rest, attrs=self.attrs, outputs=self.outputs, **named)
+        return [_transpose(op, y, self.after) for y in (made if self.outputs > 1 else [made])]
+
+
+def _aligned(op: Op, v: Val, perm: Sequence[int]) -> Any:
+    """An operand that broadcasts, transposed: with the dimensions of 1 that broadcasting would put in front."""
+    rank = v.type.rank
+    if rank == 0:
+        return v
+    if rank is not None and rank < len(perm):
+        worthwhile(v.const, "an operand has fewer dimensions")
+        v = op.Unsqueeze(v, list(range(len(perm) - rank)))
+    return _transpose(op, v, perm)
+
+
+def _inputs(node: Node) -> tuple[tuple[Value, ...], tuple[Value, ...]]:
+    """The inputs that have the axes of the result, and the others but for those that list axes."""
+    axes = AXES[node.op]
+    count = len(node.inputs) if axes.spread else 1
+    return node.inputs[:count], () if axes.own == "axes" else node.inputs[count:]
+
+
+def _own(reader: Reader, node: Node, perm: Sequence[int]) -> tuple[int, ...]:
+    """Where a permutation has a node's own axes; refuses where it has none that are listed."""
+    axes = AXES[node.op]
+    if not axes.own:
+        return ()
+    if axes.own == "axis":
+        return (perm[axis_of(node, len(perm), axes.default)],)
+    numbers = ints_input(reader, node, 1)
+    require(numbers, "it reduces everything, or nothing")
+    assert numbers
+    return tuple(sorted(perm[a] for a in fronts(numbers, len(perm))))
+
+
+def _perm(reader: Reader, node: Node) -> tuple[int, ...]:
+    """The permutation of a Transpose."""
+    return perm_of(node, 0 if "perm" in node.attrs else reader.val(node.outputs[0]).rank)
+
+
+def _transposed(reader: Reader, value: Value) -> bool:
+    node = reader.producer(value)
+    return node is not None and node.op == "Transpose"
+
+
+class _PushDown(RegionRule):
+    """f(transpose(x), ...) -> transpose(f(x, ...)): several operands are transposed alike, or constant, or scalars."""
+
+    reads_from = ("Transpose",)
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        data, rest = _inputs(node)
+        made = [made_by(reader, v, "Transpose") for v in data]
+        found = [n for n in made if n is not None]
+        if not found:
+            return None
+        for v, inner in zip(data, made):
+            if inner is not None:
+                worthwhile(read_once(reader, v), "a transpose is read elsewhere")
+            else:
+                worthwhile(reader.is_const(v) or reader.type(v).rank == 0, "an operand is not transposed")
+        perm = _perm(reader, found[0])
+        require(all(_perm(reader, n) == perm for n in found), "operands are transposed in different ways")
+        if AXES[node.op].spread:
+            require(rank_of(reader, *node.outputs) == len(perm), "a transposed operand has fewer dimensions")
+        own = _own(reader, node, perm)
+        left = perm
+        if AXES[node.op].does == "reduced" and not node.attrs.get("keepdims", 1):
+            left = tuple(p for p in perm if p not in own)
+        after = tuple(sorted(left).index(p) for p in left)
+        before = tuple(inverse(perm) if n is None else None for n in made)
+        inputs = tuple(v if n is None else n.inputs[0] for v, n in zip(data, made))
+        turned = _Turned(node.op, node.attrs, len(node.outputs), before, own, after)
+        return Region(node.outputs, (*inputs, *rest), tuple(dict.fromkeys((node, *found))), turned)
+
+    def target(self, op: Op, region: Region, *inputs: Val) -> Any:
+        return region.data.build(op, inputs)
+
+
+class _PushUp(RegionRule):
+    """transpose(f(x, ...)) -> f(transpose(x), ...), where it `gains`."""
+
+    anchors = ("Transpose",)
+
+    def gains(self, reader: Reader, data: Sequence[Value]) -> bool:
+        """Whether it can be of use to transpose what the operator reads."""
+        return True
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        inner = made_by(reader, node.inputs[0], *(self.reads_from or ()))
+        if inner is None or (AXES[inner.op].does == "reduced" and not inner.attrs.get("keepdims", 1)):
+            return None
+        data, rest = _inputs(inner)
+        worthwhile(self.gains(reader, data), "no operand is transposed")
+        worthwhile(read_once(reader, node.inputs[0]), "the function is read elsewhere")
+        perm = _perm(reader, node)
+        own = _own(reader, inner, inverse(perm))
+        turned = _Turned(inner.op, inner.attrs, 1, (perm,) * len(data), own, tuple(range(len(perm))))
+        return Region(node.outputs, (*data, *rest), (node, inner), turned)
+
+    def target(self, op: Op, region: Region, *inputs: Val) -> Any:
+        return region.data.build(op, inputs)
+
+
+class PushTransposeDown(_PushDown):
     """f(transpose(x)) -> transpose(f(x))  for f element by element, of one input."""
 
     anchors = UNARY
-    reads_from = ("Transpose",)
     examples = (
         "agraph (float[N,3,2] x) => (float[N,2,3] y) { a = Transpose<perm=[0,2,1]>(x) y = Relu(a) }",
         "agraph (float[N,3] x) => (double[3,N] y) { a = Transpose(x) y = Cast<to=11>(a) }",
     )
 
-    def find(self, reader: Reader, node: Node) -> Region | None:
-        inner = made_by(reader, node.inputs[0], "Transpose")
-        if inner is None:
-            return None
-        worthwhile(read_once(reader, node.inputs[0]), "the transpose is read elsewhere")
-        return Region(
-            node.outputs,
-            (*inner.inputs, *node.inputs[1:]),
-            (node, inner),
-            (node.op, node.attrs, inner.attrs),
-        )
 
-    def target(self, op: Op, region: Region, x: Val, *bounds: Val | None) -> Any:
-        name, attrs, perm = region.data
-        return op.Transpose(op[name](x, *bounds, attrs=attrs), attrs=perm)
-
-
-class PushTransposeUp(RegionRule):
+class PushTransposeUp(_PushUp):
     """transpose(f(x)) -> f(transpose(x))  for f element by element, of one input."""
 
-    anchors = ("Transpose",)
+    reads_from = UNARY
     examples = ("agraph (float[N,3,2] x) => (float[N,2,3] y) { a = Relu(x) y = Transpose<perm=[0,2,1]>(a) }",)
 
-    def find(self, reader: Reader, node: Node) -> Region | None:
-        inner = reader.producer(node.inputs[0])
-        if inner is None or not is_unary(inner):
-            return None
-        worthwhile(read_once(reader, node.inputs[0]), "the function is read elsewhere")
-        return Region(node.outputs, inner.inputs, (node, inner), (inner.op, inner.attrs, node.attrs))
 
-    def target(self, op: Op, region: Region, x: Val, *bounds: Val | None) -> Any:
-        name, attrs, perm = region.data
-        return op[name](op.Transpose(x, attrs=perm), *bounds, attrs=attrs)
-
-
-def _aligned(op: Op, v: Val, rank: int, perm: Sequence[int]) -> Any:
-    """An operand that broadcasts, transposed: with the dimensions of 1 that broadcasting would put in front."""
-    if v.rank == 0:
-        return v
-    if v.rank < rank:
-        worthwhile(v.const, "an operand has fewer dimensions")
-        v = op.Unsqueeze(v, list(range(rank - v.rank)))
-    return _transpose(op, v, perm)
-
-
-class PushTransposesDown(RegionRule):
+class PushTransposesDown(_PushDown):
     """f(transpose(x), transpose(y)) -> transpose(f(x, y))  for f element by element, with broadcasting.
 
     All operands are transposed alike, or constant, or scalars; at least one is transposed.
     """
 
     anchors = BROADCAST
-    reads_from = ("Transpose",)
     examples = (
         "agraph (float[N,3,2] x, float[N,3,2] z) => (float[N,2,3] y) "
         "{ a = Transpose<perm=[0,2,1]>(x) b = Transpose<perm=[0,2,1]>(z) y = Add(a, b) }",
@@ -172,54 +258,14 @@ class PushTransposesDown(RegionRule):
         "s) }",
     )
 
-    def find(self, reader: Reader, node: Node) -> Region | None:
-        found = [
-            inner
-            for v in node.inputs
-            if (inner := reader.producer(v)) is not None and inner.op == "Transpose"
-        ]
-        if not found:
-            return None
-        rank = rank_of(reader, *node.outputs)
-        perm = perm_of(found[0], rank)
-        inputs: list[Value] = []
-        nodes = [node]
-        moved: list[bool] = []
-        for v in node.inputs:
-            inner = reader.producer(v)
-            if inner is not None and inner.op == "Transpose" and not inner.const:
-                require(rank_of(reader, v) == rank, "a transposed operand has fewer dimensions")
-                require(perm_of(inner, rank) == perm, "operands are transposed in different ways")
-                worthwhile(read_once(reader, v), "a transpose is read elsewhere")
-                inputs.append(inner.inputs[0])
-                moved.append(True)
-                nodes.append(inner)
-            else:
-                worthwhile(reader.is_const(v) or reader.type(v).rank == 0, "an operand is not transposed")
-                inputs.append(v)
-                moved.append(False)
-        worthwhile(len(nodes) > 1, "no operand is transposed at run time")
-        return Region(
-            node.outputs,
-            tuple(inputs),
-            tuple(dict.fromkeys(nodes)),
-            (node.op, node.attrs, rank, perm, tuple(moved)),
-        )
 
-    def target(self, op: Op, region: Region, *inputs: Val) -> Any:
-        name, attrs, rank, perm, moved = region.data
-        back = inverse(perm)
-        operands = [v if m else _aligned(op, v, rank, back) for v, m in zip(inputs, moved)]
-        return op.Transpose(op[name](*operands, attrs=attrs), perm=perm)
-
-
-class PushTransposesUp(RegionRule):
+class PushTransposesUp(_PushUp):
     """transpose(f(x, y)) -> f(transpose(x), transpose(y))  for f element by element, with broadcasting.
 
     Offered when an operand is transposed itself or all but one are constant: otherwise it only makes work.
     """
 
-    anchors = ("Transpose",)
+    reads_from = BROADCAST
     examples = (
         "agraph (float[N,3,2] x, float[N,2,3] z) => (float[N,2,3] y) "
         "{ a = Transpose<perm=[0,2,1]>(z) b = Add(x, a) y = Transpose<perm=[0,2,1]>(b) }",
@@ -228,27 +274,11 @@ class PushTransposesUp(RegionRule):
         "agraph (float[2,3] x, float s) => (float[3,2] y) { a = Mul(x, s) y = Transpose(a) }",
     )
 
-    def find(self, reader: Reader, node: Node) -> Region | None:
-        inner = reader.producer(node.inputs[0])
-        if inner is None or inner.op not in _BROADCAST:
-            return None
-        rank = rank_of(reader, *node.outputs)
-        running = [v for v in inner.inputs if not reader.is_const(v) and reader.type(v).rank != 0]
-        for v in running:
-            worthwhile(reader.type(v).rank == rank, "an operand has fewer dimensions")
-        makers = [reader.producer(v) for v in running]
-        worthwhile(
-            len(running) == 1 or any(p is not None and p.op == "Transpose" for p in makers),
-            "no operand is transposed",
-        )
-        worthwhile(read_once(reader, node.inputs[0]), "the function is read elsewhere")
-        return Region(
-            node.outputs, inner.inputs, (node, inner), (inner.op, inner.attrs, rank, perm_of(node, rank))
-        )
-
-    def target(self, op: Op, region: Region, *inputs: Val) -> Any:
-        name, attrs, rank, perm = region.data
-        return op[name](*[_aligned(op, v, rank, perm) for v in inputs], attrs=attrs)
+    def gains(self, reader: Reader, data: Sequence[Value]) -> bool:
+        rank = max(reader.val(v).rank for v in data)
+        running = [v for v in data if not reader.is_const(v) and reader.type(v).rank != 0]
+        worthwhile(all(reader.type(v).rank == rank for v in running), "an operand has fewer dimensions")
+        return len(running) == 1 or any(_transposed(reader, v) for v in running)
 
 
 # Through matrix products
@@ -327,7 +357,7 @@ class FoldTransposeIntoGemmB(Rule):
 # Through Concat, Split, reductions, Softmax
 
 
-class PushTransposesThroughConcat(RegionRule):
+class PushTransposesThroughConcat(_PushDown):
     """concat(transpose(x), transpose(y)) -> transpose(concat(x, y))  for equal permutations.
 
     Constants are transposed back.
@@ -339,69 +369,21 @@ class PushTransposesThroughConcat(RegionRule):
         "{ a = Transpose<perm=[0,2,1]>(x) b = Transpose<perm=[0,2,1]>(z) y = Concat<axis=1>(a, b) }",
     )
 
-    def find(self, reader: Reader, node: Node) -> Region | None:
-        makers = [reader.producer(v) for v in node.inputs]
-        first = next((p for p in makers if p is not None and p.op == "Transpose"), None)
-        if first is None:
-            return None
-        rank = rank_of(reader, *node.inputs)
-        perm = perm_of(first, rank)
-        inputs: list[Value] = []
-        nodes = [node]
-        for v, inner in zip(node.inputs, makers):
-            if reader.is_const(v):
-                inputs.append(v)
-                continue
-            require(inner is not None and inner.op == "Transpose", "a part is not transposed")
-            assert inner is not None
-            require(perm_of(inner, rank) == perm, "parts are transposed in different ways")
-            worthwhile(read_once(reader, v), "a transpose is read elsewhere")
-            inputs.append(inner.inputs[0])
-            nodes.append(inner)
-        moved = tuple(not reader.is_const(v) for v in node.inputs)
-        worthwhile(any(moved), "no part is transposed at run time")
-        return Region(
-            node.outputs, tuple(inputs), tuple(dict.fromkeys(nodes)), (perm[axis_of(node, rank)], perm, moved)
-        )
 
-    def target(self, op: Op, region: Region, *inputs: Val) -> Any:
-        axis, perm, moved = region.data
-        back = inverse(perm)
-        parts = [v if m else _transpose(op, v, back) for v, m in zip(inputs, moved)]
-        return op.Transpose(op.Concat(*parts, axis=axis), perm=perm)
-
-
-class PushTransposeIntoConcat(RegionRule):
+class PushTransposeIntoConcat(_PushUp):
     """transpose(concat(x, y)) -> concat(transpose(x), transpose(y))  when a part is a transpose or constant."""
 
-    anchors = ("Transpose",)
+    reads_from = ("Concat",)
     examples = (
         "agraph (float[N,2,3] x, float[N,3,4] z) => (float[N,6,3] y) "
         "{ a = Transpose<perm=[0,2,1]>(x) b = Concat<axis=2>(a, z) y = Transpose<perm=[0,2,1]>(b) }",
     )
 
-    def find(self, reader: Reader, node: Node) -> Region | None:
-        inner = reader.producer(node.inputs[0])
-        if inner is None or inner.op != "Concat":
-            return None
-        makers = [reader.producer(v) for v in inner.inputs]
-        worthwhile(
-            any(p is not None and p.op == "Transpose" for p in makers)
-            or any(reader.is_const(v) for v in inner.inputs),
-            "no part is a transpose",
-        )
-        worthwhile(read_once(reader, node.inputs[0]), "the concat is read elsewhere")
-        rank = rank_of(reader, *node.outputs)
-        perm = perm_of(node, rank)
-        axis = perm.index(axis_of(inner, rank))
-        return Region(node.outputs, inner.inputs, (node, inner), (axis, perm))
-
-    def target(self, op: Op, region: Region, *inputs: Val) -> Any:
-        axis, perm = region.data
-        return op.Concat(*[_transpose(op, v, perm) for v in inputs], axis=axis)
+    def gains(self, reader: Reader, data: Sequence[Value]) -> bool:
+        return any(reader.is_const(v) or _transposed(reader, v) for v in data)
 
 
-class PushTransposeThroughSplit(RegionRule):
+class PushTransposeThroughSplit(_PushDown):
     """split(transpose(x)) -> transpose(split(x)), each part."""
 
     anchors = ("Split",)
@@ -411,21 +393,6 @@ class PushTransposeThroughSplit(RegionRule):
         "agraph (float[2,3,4] x) => (float[2,4,3] y) { a = Transpose<perm=[0,2,1]>(x) y = Split<axis=1, "
         "num_outputs=1>(a) }",
     )
-
-    def find(self, reader: Reader, node: Node) -> Region | None:
-        inner = reader.producer(node.inputs[0])
-        if inner is None or inner.op != "Transpose":
-            return None
-        worthwhile(read_once(reader, node.inputs[0]), "the transpose is read elsewhere")
-        rank = rank_of(reader, node.inputs[0])
-        perm = perm_of(inner, rank)
-        data = (len(node.outputs), node.attrs, perm[axis_of(node, rank)], perm)
-        return Region(node.outputs, (*inner.inputs, *node.inputs[1:]), (node, inner), data)
-
-    def target(self, op: Op, region: Region, x: Val, sizes: Val | None = None) -> Any:
-        count, attrs, axis, perm = region.data
-        parts = op.Split(x, sizes, outputs=count, attrs=attrs, axis=axis)
-        return [op.Transpose(p, perm=perm) for p in (parts if count > 1 else [parts])]
 
 
 class PushTransposesUpSplit(RegionRule):
@@ -456,16 +423,10 @@ class PushTransposesUpSplit(RegionRule):
         return op.Split(op.Transpose(x, perm=perm), sizes, outputs=count, attrs=attrs, axis=axis)
 
 
-_REDUCTIONS = (
-    *("ReduceL1", "ReduceL2", "ReduceLogSum", "ReduceLogSumExp", "ReduceMax", "ReduceMean", "ReduceMin"),
-    *("ReduceProd", "ReduceSum", "ReduceSumSquare"),
-)
-
-
-class PushTransposeThroughReduce(RegionRule):
+class PushTransposeThroughReduce(_PushDown):
     """reduce(transpose(x), axes) -> transpose(reduce(x, axes'))."""
 
-    anchors = _REDUCTIONS
+    anchors = REDUCTIONS
     examples = (
         "agraph (float[N,3,4] x) => (float[N,4] y) "
         "{ a = Transpose<perm=[0,2,1]>(x) i = Constant<value_ints=[2]>() y = ReduceMean<keepdims=0>(a, i) }",
@@ -473,34 +434,11 @@ class PushTransposeThroughReduce(RegionRule):
         "{ a = Transpose<perm=[0,2,1]>(x) i = Constant<value_ints=[1]>() y = ReduceMax(a, i) }",
     )
 
-    def find(self, reader: Reader, node: Node) -> Region | None:
-        inner = reader.producer(node.inputs[0])
-        if inner is None or inner.op != "Transpose":
-            return None
-        axes = ints_input(reader, node, 1)
-        require(axes, "it reduces everything, or nothing")
-        assert axes is not None
-        worthwhile(read_once(reader, node.inputs[0]), "the transpose is read elsewhere")
-        rank = rank_of(reader, node.inputs[0])
-        perm = perm_of(inner, rank)
-        places = fronts(axes, rank)
-        reduced = tuple(sorted(perm[a] for a in places))
-        if node.attrs.get("keepdims", 1):
-            after: tuple[int, ...] = perm
-        else:  # the permutation of the dimensions that are left
-            left = [p for i, p in enumerate(perm) if i not in places]
-            after = tuple(sorted(left).index(p) for p in left)
-        return Region(node.outputs, inner.inputs, (node, inner), (node.op, node.attrs, reduced, after))
 
-    def target(self, op: Op, region: Region, x: Val) -> Any:
-        name, attrs, axes, perm = region.data
-        return _transpose(op, op[name](x, list(axes), attrs=attrs), perm)
-
-
-class PushTransposeIntoReduce(RegionRule):
+class PushTransposeIntoReduce(_PushUp):
     """transpose(reduce(x, axes)) -> reduce(transpose(x), axes')  when it keeps dimensions and x is a transpose."""
 
-    anchors = ("Transpose",)
+    reads_from = REDUCTIONS
     examples = (
         "agraph (float[N,3,4] x) => (float[N,3,1] y) { a = Transpose<perm=[0,2,1]>(x) "
         "i = Constant<value_ints=[1]>() b = ReduceMax(a, i) y = Transpose<perm=[0,2,1]>(b) }",
@@ -510,27 +448,11 @@ class PushTransposeIntoReduce(RegionRule):
         "y = Transpose<perm=[0,2,1]>(b) }",
     )
 
-    def find(self, reader: Reader, node: Node) -> Region | None:
-        inner = reader.producer(node.inputs[0])
-        if inner is None or inner.op not in _REDUCTIONS or not inner.attrs.get("keepdims", 1):
-            return None
-        source = reader.producer(inner.inputs[0])
-        worthwhile(source is not None and source.op == "Transpose", "what is reduced is not a transpose")
-        axes = ints_input(reader, inner, 1)
-        require(axes is not None, "it reduces everything, or nothing")
-        assert axes is not None
-        worthwhile(read_once(reader, node.inputs[0]), "the reduction is read elsewhere")
-        rank = rank_of(reader, *node.outputs)
-        perm = perm_of(node, rank)
-        moved = tuple(sorted(perm.index(a) for a in fronts(axes, rank)))
-        return Region(node.outputs, inner.inputs[:1], (node, inner), (inner.op, inner.attrs, moved, perm))
-
-    def target(self, op: Op, region: Region, x: Val) -> Any:
-        name, attrs, axes, perm = region.data
-        return op[name](op.Transpose(x, perm=perm), list(axes), attrs=attrs)
+    def gains(self, reader: Reader, data: Sequence[Value]) -> bool:
+        return _transposed(reader, data[0])
 
 
-class PushTransposeThroughSoftmax(RegionRule):
+class PushTransposeThroughSoftmax(_PushDown):
     """softmax(transpose(x), axis) -> transpose(softmax(x, axis'));  LogSoftmax alike."""
 
     anchors = ("Softmax", "LogSoftmax")
@@ -538,43 +460,14 @@ class PushTransposeThroughSoftmax(RegionRule):
         "agraph (float[N,3,4] x) => (float[N,4,3] y) { a = Transpose<perm=[0,2,1]>(x) y = Softmax<axis=2>(a) }",
     )
 
-    def find(self, reader: Reader, node: Node) -> Region | None:
-        inner = reader.producer(node.inputs[0])
-        if inner is None or inner.op != "Transpose":
-            return None
-        worthwhile(read_once(reader, node.inputs[0]), "the transpose is read elsewhere")
-        rank = rank_of(reader, node.inputs[0])
-        perm = perm_of(inner, rank)
-        return Region(
-            node.outputs, inner.inputs, (node, inner), (node.op, perm[axis_of(node, rank, -1)], perm)
-        )
 
-    def target(self, op: Op, region: Region, x: Val) -> Any:
-        name, axis, perm = region.data
-        return op.Transpose(op[name](x, axis=axis), perm=perm)
-
-
-class PushTransposeIntoSoftmax(RegionRule):
+class PushTransposeIntoSoftmax(_PushUp):
     """transpose(softmax(x, axis)) -> softmax(transpose(x), axis');  LogSoftmax alike."""
 
-    anchors = ("Transpose",)
+    reads_from = ("Softmax", "LogSoftmax")
     examples = (
         "agraph (float[N,3,4] x) => (float[N,4,3] y) { a = Softmax<axis=1>(x) y = Transpose<perm=[0,2,1]>(a) }",
     )
-
-    def find(self, reader: Reader, node: Node) -> Region | None:
-        inner = reader.producer(node.inputs[0])
-        if inner is None or inner.op not in ("Softmax", "LogSoftmax"):
-            return None
-        worthwhile(read_once(reader, node.inputs[0]), "the softmax is read elsewhere")
-        rank = rank_of(reader, *node.outputs)
-        perm = perm_of(node, rank)
-        axis = perm.index(axis_of(inner, rank, -1))
-        return Region(node.outputs, inner.inputs, (node, inner), (inner.op, axis, perm))
-
-    def target(self, op: Op, region: Region, x: Val) -> Any:
-        name, axis, perm = region.data
-        return op[name](op.Transpose(x, perm=perm), axis=axis)
 
 
 # Between Reshapes
@@ -643,8 +536,6 @@ def _resolved(sizes: Sequence[int], shape: Sequence[int]) -> list[int]:
     left = prod(sizes) // abs(prod(shape))
     return [left if d == -1 else d for d in shape]
 
-
-_BROADCAST = frozenset(BROADCAST)
 
 RULES: tuple[AnyRule, ...] = (
     CancelTransposes(),

@@ -186,7 +186,7 @@ def test_binary_refusals():
 def test_a_constant_that_is_transposed_is_not_enough():
     source = "agraph (float s) => (float[30,40] y) { a = Transpose(w) y = Mul(a, s) }"
     w = np.ones((40, 30), np.float32)
-    refuses(PushTransposesDown(), model(source, w=w), "at run time")
+    refuses(PushTransposesDown(), model(source, w=w))
 
 
 @pytest.mark.parametrize(("axis", "found"), [(0, 0), (2, 2), (-1, 2), (-3, 0), (3, None), (-4, None)])
@@ -279,7 +279,7 @@ def test_concat_refusals():
     source = (
         "agraph (float[2,3] x, float[2,3] z) => (float[3,4] y) { a = Concat<axis=0>(x, z) y = Transpose(a) }"
     )
-    refuses(PushTransposeIntoConcat(), model(source), "no part")
+    refuses(PushTransposeIntoConcat(), model(source), "no operand")
 
 
 @pytest.mark.parametrize("perm", [(0, 2, 1), (2, 0, 1)])
@@ -333,7 +333,7 @@ def test_reduce_refusals():
     source = "agraph (float[2,3] x) => (float y) { t = Transpose(x) y = ReduceMean<keepdims=0>(t) }"
     refuses(PushTransposeThroughReduce(), model(source), "everything")
     source = "agraph (float[2,3] x) => (float[1,2] y) { a = ReduceMean(x, i) y = Transpose(a) }"
-    refuses(PushTransposeIntoReduce(), model(source, i=np.array([1])), "not a transpose")
+    refuses(PushTransposeIntoReduce(), model(source, i=np.array([1])), "no operand")
 
 
 @pytest.mark.parametrize("op", ["Softmax", "LogSoftmax"])
