@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from xrlflow.ir import ABSENT, Dim, Node, Value, dims
+from xrlflow.ops.axes import AXES
 from xrlflow.ops.eval_shape import ends_of_slice
 from xrlflow.rewrite import Reader, require, worthwhile
 
@@ -83,6 +84,23 @@ def same_dims(a: Sequence[Dim] | None, b: Sequence[Dim] | None) -> bool:
 def axis_of(node: Node, rank: int, default: int = 0) -> int:
     """A node's `axis` counted from the front."""
     return front(int_attr(node, "axis", default), rank)
+
+
+def own_axes(reader: Reader, node: Node) -> tuple[int, ...]:
+    """The axes whose positions a node takes together (see `xrlflow.ops.axes`)."""
+    axes = AXES[node.op]
+    if not axes.own:
+        return ()
+    rank = rank_of(reader, node.inputs[0])
+    if axes.own == "axis":
+        return (axis_of(node, rank, axes.default),)
+    numbers = ints_input(reader, node, 1)
+    return fronts(numbers or (() if node.attrs.get("noop_with_empty_axes") else range(rank)), rank)
+
+
+def keeps_axes(node: Node) -> bool:
+    """Whether all axes of a node's input are axes of its result."""
+    return AXES[node.op].does != "reduced" or bool(node.attrs.get("keepdims", 1))
 
 
 def reshape_numbers(before: Sequence[Dim], after: Sequence[Dim]) -> list[int]:

@@ -17,16 +17,19 @@ from rewrite_rules.axes import (
     fronts,
     int_attr,
     ints_input,
+    keeps_axes,
+    own_axes,
     perm_of,
     reshape_numbers,
     same_dims,
     slice_ends,
 )
 from rewrite_rules.constants import slice_constant
-from rewrite_rules.elementwise import BROADCAST, UNARY, made_by, read_once
+from rewrite_rules.elementwise import made_by, read_once
 from rewrite_rules.reshape import VIEWS
 from rewrite_rules.slices import sizes_along
 from xrlflow.ir import ABSENT, FLOATS, Attrs, Dim, Node, Value
+from xrlflow.ops.axes import AXES, BROADCAST, REDUCTIONS, SOFTMAX, UNARY
 from xrlflow.rewrite import AnyRule, Op, Reader, Refused, Region, RegionRule, Val, require, worthwhile
 
 # Beyond any dimension.
@@ -318,8 +321,8 @@ class _PushSlice(RegionRule):
     needs_some: ClassVar[frozenset[str]] = frozenset()
 
     def way(self, reader: Reader, node: Node, axis: int, span: Span) -> Way:
-        """How a cut of a node's result passes it. Refuses by `require`."""
-        raise NotImplementedError
+        """How a cut of a node's result passes it, by default as its axes are. Refuses by `require`."""
+        return _same(span, *_axes_read(reader, node, axis))
 
     def rebuild(self, op: Op, plan: _Plan, inputs: Sequence[Val | None]) -> Any:
         return op[plan.op](*inputs, attrs=plan.attrs)
@@ -421,6 +424,19 @@ def _aligned(reader: Reader, values: Sequence[Value], axis: int, rank: int) -> l
     return axes
 
 
+def _axes_read(reader: Reader, node: Node, axis: int) -> list[int | None]:
+    """The axis of each input that is one of a node's result (None: none); refuses one whose positions go together."""
+    axes, own = AXES[node.op], own_axes(reader, node)
+    if keeps_axes(node):
+        together = axis >= own[0] if axes.onwards else axis in own
+        require(not together, f"it is {axes.does} along this axis")
+    else:
+        axis = [i for i in range(_rank(reader, node.inputs[0])) if i not in own][axis]
+    if axes.of == "broadcast":
+        return _aligned(reader, node.inputs, axis, _rank(reader, node.outputs[0]))
+    return [axis if i == 0 or axes.of == "alike" else None for i in range(len(node.inputs))]
+
+
 class _PushSliceThroughParts(_PushSlice):
     """A rule for operators that a cut passes in different ways."""
 
@@ -482,9 +498,6 @@ class PushSliceThroughUnary(_PushSlice):
         "Split<axis=0>(a, s) }",
     )
 
-    def way(self, reader: Reader, node: Node, axis: int, span: Span) -> Way:
-        return _same(span, axis, *(None for _ in node.inputs[1:]))
-
 
 class PushSliceThroughBroadcast(_PushSlice):
     """slice(f(x, y)) -> f(slice(x), slice(y))  for f element by element;  what broadcasts along the axis stays."""
@@ -501,52 +514,18 @@ class PushSliceThroughBroadcast(_PushSlice):
         "q = Constant<value_ints=[3,3]>() a = Where(c, x, z) y = Slice(a, p, q) }",
     )
 
-    def way(self, reader: Reader, node: Node, axis: int, span: Span) -> Way:
-        return _same(span, *_aligned(reader, node.inputs, axis, _rank(reader, node.outputs[0])))
 
-
-class _ThroughNormalization(_PushSlice):
-    """slice(layernormalization(x)) -> layernormalization(slice(x))  along a dimension that is not normalised."""
-
-    operators, reads_from = _above("LayerNormalization", "RMSNormalization", "LpNormalization")
-
-    def way(self, reader: Reader, node: Node, axis: int, span: Span) -> Way:
-        rank = _rank(reader, node.inputs[0])
-        own = axis_of(node, rank, -1)
-        if node.op == "LpNormalization":
-            require(axis != own, "it is normalised along this axis")
-        else:
-            require(axis < own, "it is normalised along this axis")
-        return _same(span, *_aligned(reader, node.inputs, axis, rank))
-
-
-class _ThroughStatistics(_PushSlice):
-    """slice(batchnormalization(x)) -> batchnormalization(slice(x)), of channels with those of the statistics.
-
-    InstanceNormalization alike, but not of positions.
-    """
-
-    operators, reads_from = _above("BatchNormalization", "InstanceNormalization")
-
-    def way(self, reader: Reader, node: Node, axis: int, span: Span) -> Way:
-        require(not node.attrs.get("training_mode"), "it is in training")
-        if node.op == "InstanceNormalization":
-            require(axis < 2, "it is normalised along this axis")
-        if axis != 1:
-            return _same(span, axis, *(None for _ in node.inputs[1:]))
-        channels = {(reader.type(v).shape or (None, None))[min(i, 1) ^ 1] for i, v in enumerate(node.inputs)}
-        require(len(channels) == 1 and None not in channels, "how many channels there are is not known")
-        return _same(span, 1, *(0 for _ in node.inputs[1:]))
-
-
-class PushSliceThroughNormalization(_PushSliceThroughParts):
+class PushSliceThroughNormalization(_PushSlice):
     """slice(normalization(x)) -> normalization(slice(x))  along a dimension that is not normalised.
 
     LayerNormalization, RMSNormalization, LpNormalization; BatchNormalization and InstanceNormalization, of channels
     with those of the statistics.
     """
 
-    parts = (_ThroughNormalization(), _ThroughStatistics())
+    operators, reads_from = _above(
+        *("LayerNormalization", "RMSNormalization", "LpNormalization"),
+        *("BatchNormalization", "InstanceNormalization"),
+    )
     examples = (
         "agraph (float[N,S,4] x, float[4] s, float[4] b) => (float[N,4] y) { i = Constant<value_int=0>() "
         "a = LayerNormalization(x, s, b) y = Gather<axis=1>(a, i) }",
@@ -565,6 +544,18 @@ class PushSliceThroughNormalization(_PushSliceThroughParts):
         "agraph (float[N,3,5] x, float[3] s, float[3] b) => (float[N,2,5] y) { p = Constant<value_ints=[1]>() "
         "q = Constant<value_ints=[3]>() a = InstanceNormalization(x, s, b) y = Slice(a, p, q, p) }",
     )
+
+    def way(self, reader: Reader, node: Node, axis: int, span: Span) -> Way:
+        if node.op in AXES:
+            return super().way(reader, node, axis, span)
+        worthwhile(not node.attrs.get("training_mode"), "it is in training, and has other outputs")
+        if node.op == "InstanceNormalization":
+            require(axis < 2, "it is normalised along this axis")
+        if axis != 1:
+            return _same(span, axis, *(None for _ in node.inputs[1:]))
+        channels = {(reader.type(v).shape or (None, None))[min(i, 1) ^ 1] for i, v in enumerate(node.inputs)}
+        require(len(channels) == 1 and None not in channels, "how many channels there are is not known")
+        return _same(span, 1, *(0 for _ in node.inputs[1:]))
 
 
 class PushSliceIntoMatMul(_PushSlice):
@@ -771,57 +762,12 @@ class PushSliceThroughReshape(RegionRule):
         return op.Reshape(take(op, x, taken), list(numbers))
 
 
-class _ThroughConcat(_PushSlice):
-    """slice(concat(x, y)) -> concat(slice(x), slice(y))  along another axis than the concat's."""
-
-    operators, reads_from = _above("Concat")
-
-    def way(self, reader: Reader, node: Node, axis: int, span: Span) -> Way:
-        own = axis_of(node, _rank(reader, node.outputs[0]))
-        require(axis != own, "it is put together along this axis")
-        return _same(span, *(axis for _ in node.inputs))
-
-
-class _ThroughReduction(_PushSlice):
-    """slice(reduce(x)) -> reduce(slice(x))  along a dimension that is not reduced."""
-
-    operators, reads_from = _above(
-        *("ReduceSum", "ReduceMean", "ReduceMax", "ReduceMin", "ReduceProd", "ReduceL1", "ReduceL2"),
-        *("ReduceSumSquare", "ReduceLogSum", "ReduceLogSumExp", "ArgMax", "ArgMin"),
-    )
-    needs_some = operators
-
-    def way(self, reader: Reader, node: Node, axis: int, span: Span) -> Way:
-        rank = _rank(reader, node.inputs[0])
-        if node.op.startswith("Arg"):
-            axes: tuple[int, ...] = (axis_of(node, rank),)
-        else:
-            axes = fronts(ints_input(reader, node, 1) or (), rank)
-            if not axes and not node.attrs.get("noop_with_empty_axes"):
-                axes = tuple(range(rank))
-        if int_attr(node, "keepdims", 1):
-            require(axis not in axes, "it is reduced along this axis")
-        else:
-            axis = [i for i in range(rank) if i not in axes][axis]
-        return _same(span, axis, *(None for _ in node.inputs[1:]))
-
-
-class _ThroughSoftmax(_PushSlice):
-    """slice(softmax(x)) -> softmax(slice(x))  along another axis than the softmax's;  LogSoftmax, Hardmax alike."""
-
-    operators, reads_from = _above("Softmax", "LogSoftmax", "Hardmax")
-
-    def way(self, reader: Reader, node: Node, axis: int, span: Span) -> Way:
-        own = axis_of(node, _rank(reader, node.inputs[0]), -1)
-        require(axis != own, "the softmax runs along this axis")
-        return _same(span, axis)
-
-
-class PushSliceThroughReduction(_PushSliceThroughParts):
+class PushSliceThroughReduction(_PushSlice):
     """slice(reduce(x)) -> reduce(slice(x))  along a dimension that is not reduced;  Softmax and its like."""
 
     survivors: ClassVar[Mapping[str, str]] = {"drop: there may be nothing left": _NOTHING}
-    parts = (_ThroughReduction(), _ThroughSoftmax())
+    operators, reads_from = _above(*REDUCTIONS, "ArgMax", "ArgMin", *SOFTMAX)
+    needs_some = operators.difference(SOFTMAX)
     examples = (
         "agraph (float[N,5,4] x) => (float[N] y) { i = Constant<value_int=0>() r = Constant<value_ints=[2]>() "
         "a = ReduceMean<keepdims=0>(x, r) y = Gather<axis=1>(a, i) }",
@@ -837,6 +783,12 @@ class PushSliceThroughReduction(_PushSliceThroughParts):
         "agraph (float[5,4] x) => (float[5,2] y) { p = Constant<value_ints=[1]>() q = Constant<value_ints=[3]>() "
         "a = Softmax<axis=0>(x) y = Slice(a, p, q, p) }",
     )
+
+
+class _ThroughConcat(_PushSlice):
+    """slice(concat(x, y)) -> concat(slice(x), slice(y))  along another axis than the concat's."""
+
+    operators, reads_from = _above("Concat")
 
 
 class _IntoGather(_PushSlice):

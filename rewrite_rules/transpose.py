@@ -11,10 +11,11 @@ from typing import Any
 from rewrite_rules.axes import (
     axis_of,
     compose,
-    fronts,
     ints_input,
     inverse,
     is_identity,
+    keeps_axes,
+    own_axes,
     perm_of,
     permutation,
     rank_of,
@@ -134,21 +135,15 @@ def _aligned(op: Op, v: Val, perm: Sequence[int]) -> Any:
 def _inputs(node: Node) -> tuple[tuple[Value, ...], tuple[Value, ...]]:
     """The inputs that have the axes of the result, and the others but for those that list axes."""
     axes = AXES[node.op]
-    count = len(node.inputs) if axes.spread else 1
+    count = 1 if axes.of == "first" else len(node.inputs)
     return node.inputs[:count], () if axes.own == "axes" else node.inputs[count:]
 
 
 def _own(reader: Reader, node: Node, perm: Sequence[int]) -> tuple[int, ...]:
-    """Where a permutation has a node's own axes; refuses where it has none that are listed."""
-    axes = AXES[node.op]
-    if not axes.own:
-        return ()
-    if axes.own == "axis":
-        return (perm[axis_of(node, len(perm), axes.default)],)
-    numbers = ints_input(reader, node, 1)
-    require(numbers, "it reduces everything, or nothing")
-    assert numbers
-    return tuple(sorted(perm[a] for a in fronts(numbers, len(perm))))
+    """Where a permutation has a node's own axes."""
+    if AXES[node.op].own == "axes":
+        worthwhile(ints_input(reader, node, 1), "it reduces everything, or nothing")
+    return tuple(sorted(perm[a] for a in own_axes(reader, node)))
 
 
 def _perm(reader: Reader, node: Node) -> tuple[int, ...]:
@@ -179,17 +174,17 @@ class _PushDown(RegionRule):
                 worthwhile(reader.is_const(v) or reader.type(v).rank == 0, "an operand is not transposed")
         perm = _perm(reader, found[0])
         require(all(_perm(reader, n) == perm for n in found), "operands are transposed in different ways")
-        if AXES[node.op].spread:
+        if AXES[node.op].of == "broadcast":
             require(rank_of(reader, *node.outputs) == len(perm), "a transposed operand has fewer dimensions")
-        own = _own(reader, node, perm)
-        left = perm
-        if AXES[node.op].does == "reduced" and not node.attrs.get("keepdims", 1):
-            left = tuple(p for p in perm if p not in own)
-        after = tuple(sorted(left).index(p) for p in left)
+        own, after = _own(reader, node, perm), perm
+        if not keeps_axes(node):
+            left = [p for p in perm if p not in own]
+            after = tuple(sorted(left).index(p) for p in left)
         before = tuple(inverse(perm) if n is None else None for n in made)
         inputs = tuple(v if n is None else n.inputs[0] for v, n in zip(data, made))
         turned = _Turned(node.op, node.attrs, len(node.outputs), before, own, after)
-        return Region(node.outputs, (*inputs, *rest), tuple(dict.fromkeys((node, *found))), turned)
+        nodes = tuple({n.id: n for n in (node, *found)}.values())
+        return Region(node.outputs, (*inputs, *rest), nodes, turned)
 
     def target(self, op: Op, region: Region, *inputs: Val) -> Any:
         return region.data.build(op, inputs)
@@ -206,7 +201,7 @@ class _PushUp(RegionRule):
 
     def find(self, reader: Reader, node: Node) -> Region | None:
         inner = made_by(reader, node.inputs[0], *(self.reads_from or ()))
-        if inner is None or (AXES[inner.op].does == "reduced" and not inner.attrs.get("keepdims", 1)):
+        if inner is None or not keeps_axes(inner):
             return None
         data, rest = _inputs(inner)
         worthwhile(self.gains(reader, data), "no operand is transposed")

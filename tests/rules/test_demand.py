@@ -244,7 +244,7 @@ def test_softmax():
     refuses(
         PushSliceThroughReduction(),
         rows("a = Softmax<axis=1>(x) y = Slice(a, p, q, d)", "N,2,4"),
-        "runs along this axis",
+        "normalised along this axis",
     )
 
 

@@ -31,33 +31,33 @@ REDUCTIONS = (
 
 @dataclass(frozen=True, slots=True)
 class Axes:
-    """The axes of an operator's result.
+    """The axes of an operator's result: they are those of the inputs `of` which they are said to be.
 
-    They are those of the first input, and the other inputs have none of them; or, with `spread`, those of all inputs,
-    aligned at the last one as broadcasting does. Along most axes the operator does the same at every position. The
-    others are in `own`: an attribute ("axis", absent: `default`), or constants in the second input ("axes", absent:
-    all). It does something with their positions together (`does` says what). Of an axis that is "reduced" one position
-    is left, or nothing without `keepdims`. `onwards`: all axes behind its own are like it.
+    Those of the first input alone, the others having none of them; of all inputs, which have the same dimensions but
+    for its own axes ("alike"); of all, aligned at the last one as broadcasting does.
+
+    Along most axes the operator does the same at every position. The others are its `own`: an attribute ("axis",
+    absent: `default`), or constants in the second input ("axes", absent: all). Their positions it takes together:
+    `does` says how. Of an axis that is "reduced" one position is left, or without `keepdims` nothing. `onwards`: all
+    axes behind its own are like it.
     """
 
-    spread: bool = False
+    of: Literal["first", "alike", "broadcast"] = "first"
     own: Literal["", "axis", "axes"] = ""
     default: int = 0
-    does: str = ""
+    does: Literal["", "normalised", "reduced", "put together", "split"] = ""
     onwards: bool = False
 
 
 AXES: Mapping[str, Axes] = {
     **dict.fromkeys(UNARY, Axes()),
-    **dict.fromkeys(BROADCAST, Axes(spread=True)),
-    **dict.fromkeys(SOFTMAX, Axes(own="axis", default=-1, does="normalised")),
+    **dict.fromkeys(BROADCAST, Axes("broadcast")),
+    **dict.fromkeys((*SOFTMAX, "LpNormalization"), Axes(own="axis", default=-1, does="normalised")),
+    **dict.fromkeys(
+        ("LayerNormalization", "RMSNormalization"), Axes("broadcast", "axis", -1, "normalised", onwards=True)
+    ),
     **dict.fromkeys(REDUCTIONS, Axes(own="axes", does="reduced")),
     **dict.fromkeys(("ArgMax", "ArgMin"), Axes(own="axis", does="reduced")),
-    "LpNormalization": Axes(own="axis", default=-1, does="normalised"),
-    **dict.fromkeys(
-        ("LayerNormalization", "RMSNormalization"),
-        Axes(spread=True, own="axis", default=-1, does="normalised", onwards=True),
-    ),
-    "Concat": Axes(spread=True, own="axis", does="put together"),
+    "Concat": Axes("alike", own="axis", does="put together"),
     "Split": Axes(own="axis", does="split"),
 }
