@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 import numpy as np
 
 from xrlflow.ir import ABSENT, Dim, Node, Value, dims
 from xrlflow.ops.axes import AXES
 from xrlflow.ops.eval_shape import ends_of_slice
-from xrlflow.rewrite import Reader, require, worthwhile
+from xrlflow.rewrite import Reader, Refused, require, worthwhile
+
+T = TypeVar("T")
 
 
 def front(axis: int, rank: int) -> int:
@@ -69,6 +72,25 @@ def ints_input(reader: Reader, node: Node, index: int) -> tuple[int, ...] | None
     if index >= len(node.inputs) or node.inputs[index] == ABSENT:
         return None
     return reader.val(node.inputs[index]).ints
+
+
+def known(found: T | None, reason: str) -> T:
+    """What was found; refuses the match if that is nothing."""
+    if found is None:
+        raise Refused(reason)
+    return found
+
+
+def slice_numbers(reader: Reader, node: Node, rank: int) -> list[tuple[int, int, int, int]]:
+    """What a Slice takes: axis from the front, start, end (see `slice_ends`) and step; refuses what is not constant."""
+    starts, ends, axes, steps = (ints_input(reader, node, i) for i in range(1, 5))
+    starts, ends = known(starts, "a start is left out"), known(ends, "an end is left out")
+    steps = steps or (1,) * len(starts)
+    places = fronts(range(len(starts)) if axes is None else axes, rank)
+    worthwhile(
+        len(places) == len(starts) == len(ends) == len(steps), "the numbers of a slice are not as many"
+    )
+    return list(zip(places, starts, slice_ends(ends, steps), steps))
 
 
 def slice_ends(ends: Sequence[int], steps: Sequence[int]) -> tuple[int, ...]:

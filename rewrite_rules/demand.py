@@ -22,7 +22,7 @@ from rewrite_rules.axes import (
     perm_of,
     reshape_numbers,
     same_dims,
-    slice_ends,
+    slice_numbers,
 )
 from rewrite_rules.constants import slice_constant
 from rewrite_rules.elementwise import made_by, read_once
@@ -109,11 +109,8 @@ def find_cut(reader: Reader, node: Node) -> Cut | None:
         if span is None:
             return None
         return Cut(node, ((axis, span),), node.outputs, None if index.array.ndim else axis)
-    starts, ends = ints_input(reader, node, 1) or (), ints_input(reader, node, 2) or ()
-    axes = fronts(ints_input(reader, node, 3) or tuple(range(len(starts))), len(shape))
-    steps = ints_input(reader, node, 4) or (1,) * len(starts)
     taken = []
-    for axis, start, stop, step in sorted(zip(axes, starts, slice_ends(ends, steps), steps)):
+    for axis, start, stop, step in sorted(slice_numbers(reader, node, len(shape))):
         size = shape[axis]
         if isinstance(size, int) and step > 0:
             start, stop, _ = slice(start, stop, step).indices(size)

@@ -24,7 +24,7 @@ from rewrite_rules.access import (
     scattered,
     shuffles,
 )
-from rewrite_rules.axes import axis_of, front, fronts, int_attr, ints_input, perm_of, slice_ends
+from rewrite_rules.axes import axis_of, front, fronts, int_attr, ints_input, perm_of, slice_numbers
 from xrlflow.ir import ABSENT, Dim, DType, Node, Value
 from xrlflow.ir.dims import LARGEST
 from xrlflow.rewrite import AnyRule, Lit, Op, Reader, Refused, Region, RegionRule, Val, worthwhile
@@ -142,14 +142,10 @@ class _Trace:
         return None if any(d.name for d in x.dims[axis]) else prod(d.size for d in x.dims[axis])
 
     def _sliced(self, node: Node) -> AccessMap:
-        starts, ends = self._ints(node, 1), self._ints(node, 2)
-        given, steps = ints_input(self.reader, node, 3), ints_input(self.reader, node, 4)
+        rank = self.reader.val(node.inputs[0]).rank
+        cuts = slice_numbers(self.reader, node, rank)
         x = self.map(node.inputs[0])
-        axes = fronts(range(len(starts)) if given is None else given, len(x.dims))
-        steps = steps or (1,) * len(starts)
-        if not len(axes) == len(starts) == len(ends) == len(steps):
-            raise Unmappable("the numbers of a slice are not as many")
-        for axis, start, end, step in zip(axes, starts, slice_ends(ends, steps), steps):
+        for axis, start, end, step in cuts:
             size = self._size(x, axis)
             if size is None:
                 # No dimension is longer than what fits 31 bits: exporters write "to the end" in that way.

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from rewrite_rules.axes import axis_of, front, fronts, ints_input, rank_of, reshape_numbers, same_dims
+from rewrite_rules.axes import axis_of, known, rank_of, reshape_numbers, same_dims, slice_numbers
 from rewrite_rules.elementwise import BROADCAST, UNARY, is_unary, read_once, unary_form
 from rewrite_rules.reshape import VIEWS, maker, makers
 from xrlflow.ir import Dim, Node, Value
@@ -36,9 +36,7 @@ class Piece:
 
 def _size(shape: Sequence[Dim] | None, axis: int) -> int | None:
     """A dimension, if it is a known number."""
-    if shape is None:
-        return None
-    dim = shape[axis]
+    dim = None if shape is None else shape[axis]
     return dim if isinstance(dim, int) else None
 
 
@@ -51,29 +49,22 @@ def sizes_along(reader: Reader, values: Sequence[Value], axis: int) -> list[int]
 
 def piece(reader: Reader, value: Value) -> Piece | None:
     """How a value is cut out of one tensor, or None if it is not, or not by known numbers."""
-    node = reader.producer(value)
-    if node is None or node.const:
+    node = maker(reader, value, (*VIEWS, "Split", "Slice", "Gather"))
+    if node is None:
         return None
     if node.op in VIEWS:
         inner = piece(reader, node.inputs[0])
         if inner is None or inner.length != 1 or reader.type(value).shape is None:
             return None
         return Piece(inner.source, inner.axis, inner.start, 1, False, (node, *inner.nodes))
-    if node.op not in ("Split", "Slice", "Gather"):
-        return None
     source = node.inputs[0]
     shape = reader.type(source).shape
     if not shape:
         return None
     if node.op == "Split":
         axis = axis_of(node, len(shape))
-        sizes = [_size(t.shape, axis) for t in node.types]
-        place = node.outputs.index(value)
-        before = [s for s in sizes[:place] if s is not None]
-        own = sizes[place]
-        if own is None or len(before) != place:
-            return None
-        return Piece(source, axis, sum(before), own, True, (node,))
+        sizes = sizes_along(reader, node.outputs[: node.outputs.index(value) + 1], axis)
+        return None if sizes is None else Piece(source, axis, sum(sizes[:-1]), sizes[-1], True, (node,))
     try:
         if node.op == "Gather":
             axis = axis_of(node, len(shape))
@@ -85,15 +76,13 @@ def piece(reader: Reader, value: Value) -> Piece | None:
             if any(b != a + 1 for a, b in pairwise(numbers)):
                 return None
             return Piece(source, axis, numbers[0], len(numbers), index.array.ndim == 1, (node,))
-        starts, ends = ints_input(reader, node, 1), ints_input(reader, node, 2)
-        axes, steps = ints_input(reader, node, 3), ints_input(reader, node, 4)
+        cuts = slice_numbers(reader, node, len(shape))
     except Refused:  # not cut by constants
         return None
-    if starts is None or ends is None or len(starts) != 1 or (steps is not None and steps != (1,)):
+    if len(cuts) != 1 or cuts[0][3] != 1:
         return None
-    axis = front(axes[0] if axes is not None else 0, len(shape))
-    start, length = starts[0], _size(reader.type(value).shape, axis)
-    size = _size(shape, axis)
+    axis, start, *_ = cuts[0]
+    length, size = _size(reader.type(value).shape, axis), _size(shape, axis)
     if start < 0 and size is not None:
         start = max(0, start + size)
     if start < 0 or not length:
@@ -111,6 +100,14 @@ def _cut(op: Op, x: Val, axis: int, start: int, length: int) -> Any:
 def _nodes(*groups: Sequence[Node]) -> tuple[Node, ...]:
     """Nodes without repetition."""
     return tuple({n.outputs[0]: n for group in groups for n in group}.values())
+
+
+def _follows(first: Piece | None, second: Piece | None, axis: int) -> bool:
+    """Whether a piece begins where another one ends, along an axis."""
+    if first is None or second is None or not (first.kept and second.kept):
+        return False
+    end = (first.source, first.axis, first.start + first.length)
+    return first.axis == axis and end == (second.source, second.axis, second.start)
 
 
 # Putting together what was cut
@@ -138,34 +135,22 @@ class MergeConcatOfPieces(RegionRule):
         if sum(p is not None for p in found) < 2:
             return None
         axis = axis_of(node, rank_of(reader, *node.inputs))
+        groups: list[list[int]] = []
+        for k, own in enumerate(found):
+            if groups and _follows(found[groups[-1][-1]], own, axis):
+                groups[-1].append(k)
+            else:
+                groups.append([k])
+        if len(groups) == len(found):
+            return None
         inputs: list[Value] = []
         runs: list[tuple[int, int] | None] = []  # start and length, None: as it is
         used: list[Node] = [node]
-        at = 0
-        while at < len(found):
-            first, end = found[at], at + 1
-            if first is not None and first.kept and first.axis == axis:
-                stop, nodes = first.start + first.length, list(first.nodes)
-                while end < len(found):
-                    other = found[end]
-                    if other is None or not other.kept:
-                        break
-                    if (other.source, other.axis, other.start) != (first.source, axis, stop):
-                        break
-                    stop += other.length
-                    nodes += other.nodes
-                    end += 1
-                if end > at + 1:
-                    inputs.append(first.source)
-                    runs.append((first.start, stop - first.start))
-                    used += nodes
-                    at = end
-                    continue
-            inputs.append(node.inputs[at])
-            runs.append(None)
-            at += 1
-        if len(inputs) == len(found):
-            return None
+        for ks in groups:
+            pieces = [p for k in ks if (p := found[k]) is not None] if len(ks) > 1 else []
+            inputs.append(pieces[0].source if pieces else node.inputs[ks[0]])
+            runs.append((pieces[0].start, sum(p.length for p in pieces)) if pieces else None)
+            used += [n for p in pieces for n in p.nodes]
         return Region(node.outputs, tuple(inputs), _nodes(used), (axis, tuple(runs)))
 
     def target(self, op: Op, region: Region, *inputs: Val) -> Any:
@@ -267,9 +252,8 @@ class MergeSlices(RegionRule):
         inner = piece(reader, node.inputs[0])
         if inner is None or not inner.kept:
             return None
-        outer = piece(reader, node.outputs[0])
-        require(outer is not None and outer.axis == inner.axis, "they cut along different axes")
-        assert outer is not None
+        outer = known(piece(reader, node.outputs[0]), "they cut along different axes")
+        require(outer.axis == inner.axis, "they cut along different axes")
         data = (inner.axis, inner.start + outer.start, outer.length, outer.kept)
         return Region(node.outputs, (inner.source,), _nodes((node,), inner.nodes), data)
 
@@ -294,17 +278,11 @@ class MergeSliceAxes(RegionRule):
         if inner is None:
             return None
         rank = rank_of(reader, node.inputs[0])
-        columns: list[list[int]] = [[], [], [], []]
-        for part in (inner, node):
-            starts, ends = ints_input(reader, part, 1) or (), ints_input(reader, part, 2) or ()
-            axes = ints_input(reader, part, 3) or tuple(range(len(starts)))
-            steps = ints_input(reader, part, 4) or (1,) * len(starts)
-            for column, numbers in zip(columns, (starts, ends, fronts(axes, rank), steps)):
-                column += numbers
-        cut = columns[2]
-        require(len(set(cut)) == len(cut), "they cut along the same axis")
+        cuts = [*slice_numbers(reader, inner, rank), *slice_numbers(reader, node, rank)]
+        require(len({axis for axis, *_ in cuts}) == len(cuts), "they cut along the same axis")
         worthwhile(read_once(reader, node.inputs[0]), "the inner slice is read elsewhere")
-        return Region(node.outputs, inner.inputs[:1], (node, inner), tuple(tuple(c) for c in columns))
+        columns = tuple(tuple(c[k] for c in cuts) for k in (1, 2, 0, 3))
+        return Region(node.outputs, inner.inputs[:1], (node, inner), columns)
 
     def target(self, op: Op, region: Region, x: Val) -> Any:
         return op.Slice(x, *(list(c) for c in region.data))
@@ -359,13 +337,13 @@ def _joined(op: Op, parts: Sequence[Val], axis: int, cover: Sequence[tuple[int, 
     return cut[0] if len(cut) == 1 else op.Concat(*cut, axis=axis)
 
 
+_ANOTHER = "it is put together along another axis, or a size is not known"
+
+
 def _concat_along(reader: Reader, value: Value, axis: int) -> tuple[Node, list[int]] | None:
     """The Concat along an axis that makes a value, with the sizes of its parts."""
-    node = maker(reader, value, ("Concat",))
-    if node is None:
-        return None
-    rank = reader.type(value).rank
-    if rank is None or axis_of(node, rank) != axis:
+    node, rank = maker(reader, value, ("Concat",)), reader.type(value).rank
+    if node is None or rank is None or axis_of(node, rank) != axis:
         return None
     sizes = sizes_along(reader, node.inputs, axis)
     return None if sizes is None else (node, sizes)
@@ -375,6 +353,7 @@ class CancelSplitOfConcat(RegionRule):
     """split(concat(a, b, c)) -> a, concat(b, c)  when it cuts between parts only."""
 
     anchors = ("Split",)
+    reads_from = ("Concat",)
     examples = (
         "agraph (float[N,2] x, float[N,3] z, float[N,1] w) => (float[N,2] a, float[N,4] b) { "
         "s = Constant<value_ints=[2, 4]>() c = Concat<axis=1>(x, z, w) p, q = Split<axis=1>(c, s) "
@@ -386,16 +365,9 @@ class CancelSplitOfConcat(RegionRule):
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
-        inner = reader.producer(node.inputs[0])
-        if inner is None or inner.op != "Concat":
-            return None
         axis = axis_of(node, rank_of(reader, node.inputs[0]))
-        found = _concat_along(reader, node.inputs[0], axis)
-        lengths = sizes_along(reader, node.outputs, axis)
-        require(found is not None and lengths is not None, "another axis, or a size is not known")
-        assert found is not None
-        assert lengths is not None
-        concat, sizes = found
+        concat, sizes = known(_concat_along(reader, node.inputs[0], axis), _ANOTHER)
+        lengths = known(sizes_along(reader, node.outputs, axis), _ANOTHER)
         stops = list(accumulate(lengths))
         covers = tuple(tuple(_cover(sizes, b - n, b)) for b, n in zip(stops, lengths))
         whole = all(n == sizes[k] for cover in covers for k, _, n in cover)
@@ -412,6 +384,7 @@ class PushSliceIntoConcat(RegionRule):
     """slice(concat(a, b, c)) -> slice(b), or the concat of the parts that it touches;  Gather of a constant alike."""
 
     anchors = ("Slice", "Gather")
+    reads_from = ("Concat",)
     examples = (
         "agraph (float[N,2] x, float[N,3] z) => (float[N,2] y) { i = Constant<value_ints=[1]>() "
         "p = Constant<value_ints=[3]>() q = Constant<value_ints=[5]>() c = Concat<axis=1>(x, z) "
@@ -421,16 +394,8 @@ class PushSliceIntoConcat(RegionRule):
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
-        inner = reader.producer(node.inputs[0])
-        if inner is None or inner.op != "Concat":
-            return None
-        own = piece(reader, node.outputs[0])
-        require(own is not None, "it is not one piece of known size")
-        assert own is not None
-        found = _concat_along(reader, node.inputs[0], own.axis)
-        require(found is not None, "another axis, or a size is not known")
-        assert found is not None
-        concat, sizes = found
+        own = known(piece(reader, node.outputs[0]), "it is not one piece of known size")
+        concat, sizes = known(_concat_along(reader, node.inputs[0], own.axis), _ANOTHER)
         cover = _cover(sizes, own.start, own.start + own.length)
         require(sum(n for _, _, n in cover) == own.length, "it reaches beyond the end")
         worthwhile(len(cover) < len(sizes), "it touches every part")
@@ -464,9 +429,8 @@ class MergeSplits(RegionRule):
         worthwhile(read_once(reader, node.inputs[0]), "the part is read elsewhere")
         place = outer.outputs.index(node.inputs[0])
         outputs = (*outer.outputs[:place], *node.outputs, *outer.outputs[place + 1 :])
-        sizes = sizes_along(reader, outputs, axis)
-        require(sizes is not None, "a size is not known")
-        return Region(outputs, outer.inputs[:1], (node, outer), (axis, tuple(sizes or ())))
+        sizes = known(sizes_along(reader, outputs, axis), "a size is not known")
+        return Region(outputs, outer.inputs[:1], (node, outer), (axis, tuple(sizes)))
 
     def target(self, op: Op, region: Region, x: Val) -> Any:
         axis, sizes = region.data
@@ -486,9 +450,7 @@ class ReplaceSplitBySlice(RegionRule):
         read = [v for v in node.outputs if reader.is_output(v) or reader.users(v)]
         if len(read) != 1 or len(node.outputs) == 1:
             return None
-        own = piece(reader, read[0])
-        require(own is not None, "a size is not known")
-        assert own is not None
+        own = known(piece(reader, read[0]), "a size is not known")
         return Region((read[0],), (own.source,), (node,), (own.axis, own.start, own.length))
 
     def target(self, op: Op, region: Region, x: Val) -> Any:
@@ -528,8 +490,7 @@ class MergePiecesIntoSplit(RegionRule):
                 return None  # the first one speaks
             found.append((cut, other))
         require(len(found) > 1, "it is the only piece")
-        whole = _size(reader.type(source).shape, own.axis)
-        require(whole is not None, "the size is not known")
+        whole = known(_size(reader.type(source).shape, own.axis), "the size is not known")
         found.sort(key=lambda f: (f[0].start, f[0].length))
         at, sizes, places = 0, [], []
         last: tuple[int, int] | None = None
@@ -554,33 +515,66 @@ class MergePiecesIntoSplit(RegionRule):
 # Element-wise operators across Concat and Split
 
 
-class PushUnaryIntoConcat(RegionRule):
-    """f(concat(x, y)) -> concat(f(x), f(y))  for f element by element, of one input."""
+class _PushIntoConcat(RegionRule):
+    """f(concat(x, y)) -> concat(f(x), f(y))  for f of one input, besides its bounds."""
 
-    anchors = UNARY
     reads_from = ("Concat",)
-    examples = (
-        "agraph (float[N,2] x, float[N,3] z) => (float[N,5] y) { a = Concat<axis=1>(x, z) y = Relu(a) }",
-    )
+
+    def check(self, reader: Reader, node: Node, concat: Node) -> None:
+        """Refuse what does not treat the parts by themselves."""
 
     def find(self, reader: Reader, node: Node) -> Region | None:
         inner = maker(reader, node.inputs[0], ("Concat",))
         if inner is None:
             return None
+        self.check(reader, node, inner)
         worthwhile(read_once(reader, node.inputs[0]), "the concat is read elsewhere")
         data = (node.op, node.attrs, len(inner.inputs), inner.attrs)
         return Region(node.outputs, (*inner.inputs, *node.inputs[1:]), (node, inner), data)
 
     def target(self, op: Op, region: Region, *inputs: Val | None) -> Any:
         name, attrs, count, concat = region.data
-        rest = inputs[count:]
-        return op.Concat(*[op[name](x, *rest, attrs=attrs) for x in inputs[:count]], attrs=concat)
+        return op.Concat(*[op[name](x, *inputs[count:], attrs=attrs) for x in inputs[:count]], attrs=concat)
 
 
-class PullUnaryOutOfConcat(RegionRule):
-    """concat(f(x), f(y)) -> f(concat(x, y))  for f element by element, of one input."""
+class _PullOutOfConcat(RegionRule):
+    """concat(f(x), f(y)) -> f(concat(x, y))  for f of one input, besides its bounds."""
 
     anchors = ("Concat",)
+
+    def check(self, reader: Reader, node: Node, inner: Sequence[Node]) -> None:
+        """Refuse functions that do not treat the parts by themselves."""
+        raise NotImplementedError
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        inner = makers(reader, node.inputs, self.reads_from or ())
+        if not inner:
+            return None
+        name, attrs, bounds = form = unary_form(inner[0])
+        require(all(unary_form(n) == form for n in inner), "the functions differ")
+        self.check(reader, node, inner)
+        worthwhile(all(read_once(reader, v) for v in node.inputs), "a function is read elsewhere")
+        inputs = (*(n.inputs[0] for n in inner), *bounds)
+        return Region(node.outputs, inputs, _nodes((node,), inner), (name, attrs, len(inner), node.attrs))
+
+    def target(self, op: Op, region: Region, *inputs: Val | None) -> Any:
+        name, attrs, count, concat = region.data
+        return op[name](op.Concat(*inputs[:count], attrs=concat), *inputs[count:], attrs=attrs)
+
+
+class PushUnaryIntoConcat(_PushIntoConcat):
+    """f(concat(x, y)) -> concat(f(x), f(y))  for f element by element, of one input."""
+
+    anchors = UNARY
+    examples = (
+        "agraph (float[N,2] x, float[N,3] z) => (float[N,5] y) { a = Concat<axis=1>(x, z) y = Relu(a) }",
+    )
+
+
+class PullUnaryOutOfConcat(_PullOutOfConcat):
+    """concat(f(x), f(y)) -> f(concat(x, y))  for f element by element, of one input."""
+
+    reads_from = UNARY
     examples = (
         "agraph (float[N,2] x, float[N,3] z) => (float[N,5] y) { a = Relu(x) b = Relu(z) y = Concat<axis=1>(a, b) }",
         "agraph (float[N,2] x, float[N,3] z) => (float[N,5] y)"
@@ -592,37 +586,20 @@ class PullUnaryOutOfConcat(RegionRule):
         "agraph (float[N,2] x) => (float[N,2] y) { a = Relu(x) y = Concat<axis=1>(a) }",
     )
 
-    def find(self, reader: Reader, node: Node) -> Region | None:
-        inner = makers(reader, node.inputs, UNARY)
-        if not inner:
-            return None
-        first = inner[0]
-        form = unary_form(first)
-        inputs: list[Value] = []
-        dtype = reader.type(first.inputs[0]).dtype
-        for v, each in zip(node.inputs, inner):
-            require(unary_form(each) == form, "the functions differ")
-            require(reader.type(each.inputs[0]).dtype == dtype, "the element types differ")
-            worthwhile(read_once(reader, v), "a function is read elsewhere")
-            inputs.append(each.inputs[0])
-        data = (first.op, first.attrs, len(inputs), node.attrs)
-        return Region(node.outputs, (*inputs, *first.inputs[1:]), _nodes((node,), inner), data)
-
-    def target(self, op: Op, region: Region, *inputs: Val | None) -> Any:
-        name, attrs, count, concat = region.data
-        return op[name](op.Concat(*inputs[:count], attrs=concat), *inputs[count:], attrs=attrs)
+    def check(self, reader: Reader, node: Node, inner: Sequence[Node]) -> None:
+        dtypes = {reader.type(n.inputs[0]).dtype for n in inner}
+        require(len(dtypes) == 1, "the element types differ")
 
 
 # Pools treat each channel by itself.
 _POOLS = ("MaxPool", "AveragePool", "LpPool", "GlobalMaxPool", "GlobalAveragePool", "GlobalLpPool")
 
 
-class PushPoolIntoConcat(RegionRule):
+class PushPoolIntoConcat(_PushIntoConcat):
     """pool(concat(x, y)) -> concat(pool(x), pool(y))  for a concat of channels."""
 
     nonempty = True
     anchors = _POOLS
-    reads_from = ("Concat",)
     examples = (
         "agraph (float[N,2,4,4] x, float[N,3,4,4] z) => (float[N,5,2,2] y) "
         "{ a = Concat<axis=1>(x, z) y = MaxPool<kernel_shape=[2,2], strides=[2,2]>(a) }",
@@ -632,26 +609,15 @@ class PushPoolIntoConcat(RegionRule):
         "{ a = Concat<axis=1>(x, z) y, i = MaxPool<kernel_shape=[2,2]>(a) }",
     )
 
-    def find(self, reader: Reader, node: Node) -> Region | None:
-        inner = maker(reader, node.inputs[0], ("Concat",))
-        if inner is None:
-            return None
+    def check(self, reader: Reader, node: Node, concat: Node) -> None:
         require(len(node.outputs) == 1, "the places of the maxima are given out")
-        rank = rank_of(reader, inner.outputs[0])
-        require(axis_of(inner, rank) == 1, "the concat is not one of channels")
-        worthwhile(read_once(reader, node.inputs[0]), "the concat is read elsewhere")
-        data = (node.op, node.attrs, inner.attrs)
-        return Region(node.outputs, inner.inputs, (node, inner), data)
-
-    def target(self, op: Op, region: Region, *inputs: Val) -> Any:
-        name, attrs, concat = region.data
-        return op.Concat(*[op[name](x, attrs=attrs) for x in inputs], attrs=concat)
+        rank = rank_of(reader, concat.outputs[0])
+        require(axis_of(concat, rank) == 1, "the concat is not one of channels")
 
 
-class PullPoolOutOfConcat(RegionRule):
+class PullPoolOutOfConcat(_PullOutOfConcat):
     """concat(pool(x), pool(y)) -> pool(concat(x, y))  for a concat of channels."""
 
-    anchors = ("Concat",)
     reads_from = _POOLS
     examples = (
         "agraph (float[N,2,4,4] x, float[N,3,4,4] z) => (float[N,5,1,1] y) "
@@ -664,27 +630,13 @@ class PullPoolOutOfConcat(RegionRule):
         "{ a, i = MaxPool<kernel_shape=[2]>(x) b, j = MaxPool<kernel_shape=[2]>(z) y = Concat<axis=1>(a, b) }",
     )
 
-    def find(self, reader: Reader, node: Node) -> Region | None:
-        inner = makers(reader, node.inputs, _POOLS)
-        if not inner:
-            return None
-        first = inner[0]
+    def check(self, reader: Reader, node: Node, inner: Sequence[Node]) -> None:
         require(axis_of(node, rank_of(reader, node.outputs[0])) == 1, "the concat is not one of channels")
-        shapes = []
-        for v, each in zip(node.inputs, inner):
-            require((each.op, each.attrs) == (first.op, first.attrs), "the pools differ")
-            require(len(each.outputs) == 1, "the places of the maxima are given out")
-            worthwhile(read_once(reader, v), "a pool is read elsewhere")
-            shapes.append(reader.type(each.inputs[0]).shape)
-        known = [(s[0], *s[2:]) for s in shapes if s is not None]
-        same = len(known) == len(inner) and all(same_dims(known[0], k) for k in known)
+        require(all(len(n.outputs) == 1 for n in inner), "the places of the maxima are given out")
+        shapes = [reader.type(n.inputs[0]).shape for n in inner]
+        rest = [(s[0], *s[2:]) for s in shapes if s is not None]
+        same = len(rest) == len(inner) and all(same_dims(rest[0], r) for r in rest)
         require(same, "the inputs differ besides their channels, or are not known")
-        inputs = tuple(n.inputs[0] for n in inner)
-        return Region(node.outputs, inputs, _nodes((node,), inner), (first.op, first.attrs, node.attrs))
-
-    def target(self, op: Op, region: Region, *inputs: Val) -> Any:
-        name, attrs, concat = region.data
-        return op[name](op.Concat(*inputs, attrs=concat), attrs=attrs)
 
 
 class PushUnaryThroughSplit(RegionRule):
@@ -842,10 +794,7 @@ def _columns(
     found = []
     for k in range(len(inner[0].inputs)):
         values = [n.inputs[k] for n in inner]
-        operand = _classify(reader, values, outs, axis)
-        require(operand is not None, "operands cannot be put together")
-        assert operand is not None
-        found.append(operand)
+        found.append(known(_classify(reader, values, outs, axis), "operands cannot be put together"))
     dtypes = [{reader.type(n.inputs[k]).dtype for n in inner} for k in range(len(inner[0].inputs))]
     require(all(len(d) == 1 for d in dtypes), "the element types differ")
     require(any(not o.shared for o in found), "nothing differs along the axis")
@@ -908,10 +857,9 @@ class PullBinaryOutOfSplit(RegionRule):
                 require(fixed, "an operand is not constant")
         counts = tuple(1 if k == place else len(o.values) for k, o in enumerate(operands))
         inputs = [v for k, o in enumerate(operands) for v in ((node.inputs[0],) if k == place else o.values)]
-        sizes = sizes_along(reader, node.outputs, axis)
-        require(sizes is not None, "a size is not known")
+        sizes = known(sizes_along(reader, node.outputs, axis), "a size is not known")
         outputs = tuple(n.outputs[0] for n in outer)
-        data = (outer[0].op, outer[0].attrs, rank, axis, counts, tuple(sizes or ()))
+        data = (outer[0].op, outer[0].attrs, rank, axis, counts, tuple(sizes))
         return Region(outputs, tuple(inputs), (node, *outer), data)
 
     def target(self, op: Op, region: Region, *inputs: Val) -> Any:
@@ -941,9 +889,7 @@ class PushBinaryIntoConcat(RegionRule):
             return None
         rank = rank_of(reader, first.outputs[0], node.outputs[0])
         axis = axis_of(first, rank)
-        sizes = sizes_along(reader, first.inputs, axis)
-        require(sizes is not None, "a size is not known")
-        assert sizes is not None
+        sizes = known(sizes_along(reader, first.inputs, axis), "a size is not known")
         total = sum(sizes)
         kinds: list[str] = []
         inputs: list[Value] = []
