@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from math import prod
 from typing import Any
 
+from rewrite_rules.access import AccessMap, Unmappable
 from rewrite_rules.axes import (
     axis_of,
     compose,
@@ -24,44 +23,54 @@ from rewrite_rules.axes import (
 from rewrite_rules.elementwise import made_by, read_once
 from xrlflow.ir import Attrs, Node, Value
 from xrlflow.ops.axes import AXES, BROADCAST, REDUCTIONS, UNARY
-from xrlflow.rewrite import AnyRule, Captures, Op, Reader, Region, RegionRule, Rule, Val, require, worthwhile
+from xrlflow.rewrite import (
+    AnyRule,
+    Captures,
+    Op,
+    Reader,
+    Refused,
+    Region,
+    RegionRule,
+    Rule,
+    Val,
+    require,
+    worthwhile,
+)
 
 
 def _transpose(op: Op, x: Val, perm: Sequence[int]) -> Any:
     return x if is_identity(perm) else op.Transpose(x, perm=tuple(perm))
 
 
-class CancelTransposes(Rule):
-    """transpose_q(transpose_p(x)) -> x  when p after q is the identity."""
-
+class _TwoTransposes(Rule):
     shared_interior = True
 
     def source(self, op: Op, x: Any) -> Any:
         return op.Transpose(op.Transpose(x, perm="p"), perm="q")
 
+    def both(self, m: Captures, x: Val) -> tuple[int, ...]:
+        """What the permutations are together."""
+        return compose(permutation(m.p, x.rank), permutation(m.q, x.rank))
+
+
+class CancelTransposes(_TwoTransposes):
+    """transpose_q(transpose_p(x)) -> x  when p after q is the identity."""
+
     def where(self, m: Captures, x: Val) -> None:
-        p, q = permutation(m.p, x.rank), permutation(m.q, x.rank)
-        require(is_identity(compose(p, q)), "the permutations do not cancel")
+        require(is_identity(self.both(m, x)), "the permutations do not cancel")
 
     def target(self, op: Op, x: Val) -> Any:
         return x
 
 
-class MergeTransposes(Rule):
+class MergeTransposes(_TwoTransposes):
     """transpose_q(transpose_p(x)) -> transpose_pq(x)."""
 
-    shared_interior = True
-
-    def source(self, op: Op, x: Any) -> Any:
-        return op.Transpose(op.Transpose(x, perm="p"), perm="q")
-
     def where(self, m: Captures, x: Val) -> None:
-        p, q = permutation(m.p, x.rank), permutation(m.q, x.rank)
-        worthwhile(not is_identity(compose(p, q)), "the permutations cancel")
+        worthwhile(not is_identity(self.both(m, x)), "the permutations cancel")
 
     def target(self, op: Op, m: Captures, x: Val) -> Any:
-        p, q = permutation(m.p, x.rank), permutation(m.q, x.rank)
-        return op.Transpose(x, perm=compose(p, q))
+        return op.Transpose(x, perm=self.both(m, x))
 
 
 class RemoveNoopTranspose(Rule):
@@ -487,49 +496,16 @@ def _whole_moves(
     before: Sequence[int], middle: Sequence[int], perm: Sequence[int] | None, after: Sequence[int]
 ) -> tuple[int, ...]:
     """The permutation of x's dimensions that a Reshape, a Transpose and a Reshape amount to; refuses others."""
-    inner = _resolved(before, middle)
-    # Which dimension of x each middle one lies in.
-    home: list[int | None] = []
-    k, left = 0, 1
-    for size in inner:
-        if size == 1:
-            home.append(None)
-            continue
-        if left == 1:
-            while before[k] == 1:
-                k += 1
-            left, k = before[k], k + 1
-        require(left % size == 0, "a dimension is not moved as a whole")
-        left //= size
-        home.append(k - 1)
-    order = [home[p] for p in permutation(perm, len(inner)) if home[p] is not None]
-    places = [p for p in permutation(perm, len(inner)) if home[p] is not None]
-    for (a, b), (i, j) in zip(pairwise(order), pairwise(places)):
-        require(a != b or i < j, "a dimension is not moved as a whole")
-    runs = [h for i, h in enumerate(order) if h is not None and (i == 0 or order[i - 1] != h)]
-    require(len(set(runs)) == len(runs), "a dimension is not moved as a whole")
-    sizes = [before[h] for h in runs]
-    # Dimensions of 1 fill the places that the result has.
-    final = _resolved([*sizes], after)
-    require(len(final) == len(before), "the result has another rank")
-    units = iter([i for i, d in enumerate(before) if d == 1])
-    big = iter(runs)
-    out: list[int] = []
-    for size in final:
-        source = next(units if size == 1 else big, None)
-        require(source is not None, "a dimension is not moved as a whole")
-        assert source is not None
-        require(before[source] == size, "a dimension is not moved as a whole")
-        out.append(source)
-    return tuple(out)
-
-
-def _resolved(sizes: Sequence[int], shape: Sequence[int]) -> list[int]:
-    """A Reshape's target shape with its 0s and its -1 filled in; refuses tensors without elements."""
-    require(0 not in sizes, "a dimension is 0")
-    require(0 not in shape, "a dimension is copied")
-    left = prod(sizes) // abs(prod(shape))
-    return [left if d == -1 else d for d in shape]
+    try:
+        source = AccessMap.source(before)
+        moved = source.reshape(middle).transpose(permutation(perm, len(middle))).reshape(after)
+    except Unmappable as error:
+        raise Refused(str(error)) from error
+    units = iter([i for i, dim in enumerate(source.dims) if not dim])
+    places = {dim: i for i, dim in enumerate(source.dims) if dim}
+    out = [places.get(dim) if dim else next(units, None) for dim in moved.dims]
+    require(len(out) == len(before) and None not in out, "a dimension is not moved as a whole")
+    return tuple(i for i in out if i is not None)
 
 
 RULES: tuple[AnyRule, ...] = (
