@@ -125,6 +125,13 @@ def keeps_axes(node: Node) -> bool:
     return AXES[node.op].does != "reduced" or bool(node.attrs.get("keepdims", 1))
 
 
+def data_inputs(node: Node) -> tuple[tuple[Value, ...], tuple[Value, ...]]:
+    """The inputs that have the axes of the result, and the others but for those that list axes."""
+    axes = AXES[node.op]
+    count = 1 if axes.of == "first" else len(node.inputs)
+    return node.inputs[:count], () if axes.own == "axes" else node.inputs[count:]
+
+
 def reshape_numbers(before: Sequence[Dim], after: Sequence[Dim]) -> list[int]:
     """The constant shape that makes a Reshape of `before` give `after`, for every binding of the symbols.
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from rewrite_rules.axes import axis_of, fronts, ints_input, rank_of, reshape_numbers, same_dims
-from rewrite_rules.elementwise import BROADCAST, UNARY, read_once
+from rewrite_rules.axes import axis_of, data_inputs, fronts, ints_input, rank_of, reshape_numbers, same_dims
+from rewrite_rules.elementwise import read_once
 from xrlflow.ir import Dim, Node, Value
+from xrlflow.ops.axes import BROADCAST, UNARY
 from xrlflow.rewrite import AnyRule, Captures, Op, Reader, Region, RegionRule, Rule, Val, require, worthwhile
+
+Shape = tuple[Dim, ...] | None
 
 # Operators that give the same data another shape.
 VIEWS = ("Reshape", "Squeeze", "Unsqueeze", "Flatten")
@@ -89,11 +92,84 @@ class CancelSqueeze(Rule):
 # Through element-wise operators
 
 
-class PushReshapeDown(RegionRule):
+def _stays(shape: Shape, before: Shape, after: Shape) -> bool:
+    """Whether a small operand broadcasts alike against the shape before and after: a scalar, or the last dimension."""
+    if shape is None or before is None or after is None or len(shape) > min(1, len(before), len(after)):
+        return False
+    return shape in ((), (1,)) or (shape[0] is not None and shape[0] == before[-1] == after[-1])
+
+
+class _PushDown(RegionRule):
+    """f(reshape(x), ...) -> reshape(f(x, ...))."""
+
+    reads_from = VIEWS
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        operands, bounds = data_inputs(node)
+        made = [maker(reader, v, VIEWS) for v in operands]
+        first = next(filter(None, made), None)
+        if first is None:
+            return None
+        before, after = reader.type(first.inputs[0]).shape, first.types[0].shape
+        for v, view in zip(operands, made):
+            if view is None:
+                require(_stays(reader.type(v).shape, before, after), "an operand is not reshaped")
+                continue
+            same = same_dims(before, reader.type(view.inputs[0]).shape) and same_dims(
+                after, view.types[0].shape
+            )
+            require(view is first or same, "operands are reshaped in different ways")
+            worthwhile(read_once(reader, v), "the reshape is read elsewhere")
+        inputs = [v if view is None else view.inputs[0] for v, view in zip(operands, made)]
+        shape = first.inputs[1:]
+        data = (node.op, node.attrs, len(inputs), first.op, first.attrs, len(shape))
+        nodes = tuple({n.id: n for n in (node, *filter(None, made))}.values())
+        return Region(node.outputs, (*inputs, *shape, *bounds), nodes, data)
+
+    def target(self, op: Op, region: Region, *inputs: Val | None) -> Any:
+        name, attrs, count, view, view_attrs, more = region.data
+        y = op[name](*inputs[:count], *inputs[count + more :], attrs=attrs)
+        return op[view](y, *inputs[count : count + more], attrs=view_attrs)
+
+
+class _PushUp(RegionRule):
+    """reshape(f(x, ...)) -> f(reshape(x), ...)."""
+
+    anchors = VIEWS
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        inner = maker(reader, node.inputs[0], self.reads_from or ())
+        if inner is None:
+            return None
+        operands, bounds = data_inputs(inner)
+        moved = self._moved(reader, inner, node, operands) if inner.op in BROADCAST else (True,)
+        worthwhile(read_once(reader, node.inputs[0]), "the function is read elsewhere")
+        shape = node.inputs[1:]
+        data = (inner.op, inner.attrs, moved, node.op, node.attrs, len(shape))
+        return Region(node.outputs, (*operands, *shape, *bounds), (node, inner), data)
+
+    @staticmethod
+    def _moved(reader: Reader, inner: Node, node: Node, operands: Sequence[Value]) -> tuple[bool, ...]:
+        """Which operands are reshaped."""
+        before, after = inner.types[0].shape, node.types[0].shape
+        moved = tuple(not _stays(reader.type(v).shape, before, after) for v in operands)
+        chosen = [v for v, moves in zip(operands, moved) if moves]
+        require(all(same_dims(reader.type(v).shape, before) for v in chosen), "an operand has another shape")
+        views = any(maker(reader, v, VIEWS) for v in chosen)
+        worthwhile(sum(not reader.is_const(v) for v in chosen) == 1 or views, "no operand is reshaped")
+        return moved
+
+    def target(self, op: Op, region: Region, *inputs: Val | None) -> Any:
+        name, attrs, moved, view, view_attrs, more = region.data
+        shape, bounds = inputs[len(moved) : len(moved) + more], inputs[len(moved) + more :]
+        operands = [op[view](v, *shape, attrs=view_attrs) if moves else v for v, moves in zip(inputs, moved)]
+        return op[name](*operands, *bounds, attrs=attrs)
+
+
+class PushReshapeDown(_PushDown):
     """f(reshape(x)) -> reshape(f(x))  for f element by element, of one input;  the other views alike."""
 
     anchors = UNARY
-    reads_from = VIEWS
     examples = (
         "agraph (float[N,3,4] x) => (float[N,12] y) "
         "{ s = Constant<value_ints=[0, -1]>() a = Reshape(x, s) y = Relu(a) }",
@@ -102,59 +178,25 @@ class PushReshapeDown(RegionRule):
         "{ s = Constant<value_ints=[3, 4]>() a = Reshape<allowzero=1>(x, s) y = Sigmoid(a) }",
     )
 
-    def find(self, reader: Reader, node: Node) -> Region | None:
-        inner = maker(reader, node.inputs[0], VIEWS)
-        if inner is None:
-            return None
-        worthwhile(read_once(reader, node.inputs[0]), "the reshape is read elsewhere")
-        inputs = (*inner.inputs, *node.inputs[1:])
-        data = (node.op, node.attrs, inner.op, inner.attrs, len(inner.inputs))
-        return Region(node.outputs, inputs, (node, inner), data)
 
-    def target(self, op: Op, region: Region, x: Val, *rest: Val | None) -> Any:
-        name, attrs, view, view_attrs, count = region.data
-        return op[view](op[name](x, *rest[count - 1 :], attrs=attrs), *rest[: count - 1], attrs=view_attrs)
-
-
-class PushReshapeUp(RegionRule):
+class PushReshapeUp(_PushUp):
     """reshape(f(x)) -> f(reshape(x))  for f element by element, of one input;  the other views alike."""
 
-    anchors = VIEWS
+    reads_from = UNARY
     examples = (
         "agraph (float[N,3,4] x) => (float[N,12] y) "
         "{ s = Constant<value_ints=[0, -1]>() a = Relu(x) y = Reshape(a, s) }",
         "agraph (float[N,3,4] x) => (float[N,12] y) { a = Relu(x) y = Flatten(a) }",
     )
 
-    def find(self, reader: Reader, node: Node) -> Region | None:
-        inner = maker(reader, node.inputs[0], UNARY)
-        if inner is None:
-            return None
-        worthwhile(read_once(reader, node.inputs[0]), "the function is read elsewhere")
-        inputs = (*inner.inputs, *node.inputs[1:])
-        data = (inner.op, inner.attrs, node.op, node.attrs, len(inner.inputs))
-        return Region(node.outputs, inputs, (node, inner), data)
 
-    def target(self, op: Op, region: Region, x: Val, *rest: Val | None) -> Any:
-        name, attrs, view, view_attrs, count = region.data
-        return op[name](op[view](x, *rest[count - 1 :], attrs=view_attrs), *rest[: count - 1], attrs=attrs)
-
-
-def _stays(shape: tuple[Dim, ...] | None, before: tuple[Dim, ...], after: tuple[Dim, ...]) -> bool:
-    """Whether a small operand broadcasts alike against the shape before and after: a scalar, or the last dimension."""
-    if shape is None or len(shape) > min(1, len(before), len(after)):
-        return False
-    return shape in ((), (1,)) or (shape[0] is not None and shape[0] == before[-1] == after[-1])
-
-
-class PushReshapesDown(RegionRule):
+class PushReshapesDown(_PushDown):
     """f(reshape(x), reshape(y)) -> reshape(f(x, y))  for f element by element, x and y of one shape.
 
     Operands may also be scalars, or vectors along the last dimension if the reshape keeps it.
     """
 
     anchors = BROADCAST
-    reads_from = VIEWS
     examples = (
         "agraph (float[N,3,4] x, float[4] b) => (float[M,4] y) "
         "{ s = Constant<value_ints=[-1, 4]>() a = Reshape(x, s) y = Add(a, b) }",
@@ -162,73 +204,20 @@ class PushReshapesDown(RegionRule):
         "{ a = Flatten(x) b = Flatten(z) y = Mul(a, b) }",
     )
 
-    def find(self, reader: Reader, node: Node) -> Region | None:
-        made = [maker(reader, v, VIEWS) for v in node.inputs]
-        first = next(filter(None, made), None)
-        if first is None:
-            return None
-        before, after = reader.type(first.inputs[0]).shape, first.types[0].shape
-        worthwhile(before is not None and after is not None, "a rank is not known")
-        before, after = before or (), after or ()
-        inputs: list[Value] = []
-        nodes = [node]
-        for v, view in zip(node.inputs, made):
-            if view is not None:
-                same = view is first or (
-                    same_dims(before, reader.type(view.inputs[0]).shape)
-                    and same_dims(after, view.types[0].shape)
-                )
-                require(same, "operands are reshaped in different ways")
-                worthwhile(read_once(reader, v), "a reshape is read elsewhere")
-                inputs.append(view.inputs[0])
-                nodes.append(view)
-            else:
-                require(_stays(reader.type(v).shape, before, after), "an operand is not reshaped")
-                inputs.append(v)
-        data = (node.op, node.attrs, len(inputs), first.op, first.attrs)
-        return Region(
-            node.outputs, (*inputs, *first.inputs[1:]), tuple({n.id: n for n in nodes}.values()), data
-        )
 
-    def target(self, op: Op, region: Region, *inputs: Val | None) -> Any:
-        name, attrs, count, view, view_attrs = region.data
-        return op[view](op[name](*inputs[:count], attrs=attrs), *inputs[count:], attrs=view_attrs)
-
-
-class PushReshapesUp(RegionRule):
+class PushReshapesUp(_PushUp):
     """reshape(f(x, y)) -> f(reshape(x), reshape(y))  for f element by element, x and y of one shape.
 
     Offered when one of them is reshaped already, or all but one are constant or stay as they are.
     """
 
-    anchors = VIEWS
+    reads_from = BROADCAST
     examples = (
         "agraph (float[N,3,4] x, float[4] b) => (float[M,4] y) "
         "{ s = Constant<value_ints=[-1, 4]>() a = Add(x, b) y = Reshape(a, s) }",
         "agraph (float[N,12] x, float[N,3,4] z) => (float[N,3,4] y) { t = Constant<value_ints=[0, 3, 4]>() "
         "a = Flatten(z) b = Add(x, a) y = Reshape(b, t) }",
     )
-
-    def find(self, reader: Reader, node: Node) -> Region | None:
-        inner = maker(reader, node.inputs[0], BROADCAST)
-        if inner is None:
-            return None
-        before, after = inner.types[0].shape or (), node.types[0].shape or ()
-        moved = tuple(not _stays(reader.type(v).shape, before, after) for v in inner.inputs)
-        for v, moves in zip(inner.inputs, moved):
-            require(not moves or same_dims(reader.type(v).shape, before), "an operand has another shape")
-        views = any(maker(reader, v, VIEWS) for v, moves in zip(inner.inputs, moved) if moves)
-        running = sum(moves and not reader.is_const(v) for v, moves in zip(inner.inputs, moved))
-        worthwhile(running == 1 or views, "no operand is reshaped")
-        worthwhile(read_once(reader, node.inputs[0]), "the function is read elsewhere")
-        data = (inner.op, inner.attrs, moved, node.op, node.attrs)
-        return Region(node.outputs, (*inner.inputs, *node.inputs[1:]), (node, inner), data)
-
-    def target(self, op: Op, region: Region, *inputs: Val) -> Any:
-        name, attrs, moved, view, view_attrs = region.data
-        shape = inputs[len(moved) :]
-        operands = [op[view](v, *shape, attrs=view_attrs) if moves else v for v, moves in zip(inputs, moved)]
-        return op[name](*operands, attrs=attrs)
 
 
 # Through matrix products

@@ -10,6 +10,7 @@ from rewrite_rules.access import AccessMap, Unmappable
 from rewrite_rules.axes import (
     axis_of,
     compose,
+    data_inputs,
     ints_input,
     inverse,
     is_identity,
@@ -141,13 +142,6 @@ def _aligned(op: Op, v: Val, perm: Sequence[int]) -> Any:
     return _transpose(op, v, perm)
 
 
-def _inputs(node: Node) -> tuple[tuple[Value, ...], tuple[Value, ...]]:
-    """The inputs that have the axes of the result, and the others but for those that list axes."""
-    axes = AXES[node.op]
-    count = 1 if axes.of == "first" else len(node.inputs)
-    return node.inputs[:count], () if axes.own == "axes" else node.inputs[count:]
-
-
 def _own(reader: Reader, node: Node, perm: Sequence[int]) -> tuple[int, ...]:
     """Where a permutation has a node's own axes."""
     if AXES[node.op].own == "axes":
@@ -171,7 +165,7 @@ class _PushDown(RegionRule):
     reads_from = ("Transpose",)
 
     def find(self, reader: Reader, node: Node) -> Region | None:
-        data, rest = _inputs(node)
+        data, rest = data_inputs(node)
         made = [made_by(reader, v, "Transpose") for v in data]
         found = [n for n in made if n is not None]
         if not found:
@@ -212,7 +206,7 @@ class _PushUp(RegionRule):
         inner = made_by(reader, node.inputs[0], *(self.reads_from or ()))
         if inner is None or not keeps_axes(inner):
             return None
-        data, rest = _inputs(inner)
+        data, rest = data_inputs(inner)
         worthwhile(self.gains(reader, data), "no operand is transposed")
         worthwhile(read_once(reader, node.inputs[0]), "the function is read elsewhere")
         perm = _perm(reader, node)
