@@ -26,6 +26,7 @@ from rewrite_rules.axes import (
 )
 from rewrite_rules.constants import slice_constant
 from rewrite_rules.elementwise import made_by, read_once
+from rewrite_rules.examples import graphs
 from rewrite_rules.reshape import VIEWS
 from rewrite_rules.slices import sizes_along
 from xrlflow.ir import ABSENT, FLOATS, Attrs, Dim, Node, Value
@@ -458,41 +459,25 @@ class PushSliceThroughUnary(_PushSlice):
     """slice(f(x)) -> f(slice(x))  for f element by element, of one input;  Gather alike."""
 
     operators, reads_from = _above(*UNARY)
-    examples = (
-        "agraph (float[N,6] x) => (float[N] y) { i = Constant<value_int=0>() a = Relu(x) y = Gather<axis=1>(a, i) }",
-        "agraph (float[N,2,6] x) => (float[N,2,2] y) { p = Constant<value_ints=[1]>() q = Constant<value_ints=[3]>() "
-        "i = Constant<value_ints=[2]>() a = Tanh(x) y = Slice(a, p, q, i) }",
-        "agraph (float[2,6] x) => (float[1,2,3] y) { p = Constant<value_ints=[0]>() q = Constant<value_ints=[1]>() "
-        "s = Constant<value_ints=[2,2,3]>() i = Constant<value_ints=[0]>() a = Exp(x) b = Reshape(a, s) "
-        "y = Slice(b, p, q, i) }",
-        "agraph (float[5,4] x) => (float[1,4] y, float[2,4] z) { p = Constant<value_ints=[1]>() "
-        "q = Constant<value_ints=[2]>() r = Constant<value_ints=[4]>() i = Constant<value_ints=[0]>() a = Sigmoid(x) "
-        "y = Slice(a, p, q, i) z = Slice(a, q, r, i) }",
-        "agraph (float[6,2] x) => (float[2,2] y, float[1,2] z) { s = Constant<value_ints=[1,2,1,2]>() a = Erf(x) "
-        "b, y, z, c = Split<axis=0>(a, s) }",
-        "agraph (float[N,4,5] x) => (float[N,2,5] y) { s = Constant<value_ints=[3,0]>() a = Abs(x) "
-        "y = Gather<axis=1>(a, s) }",
-        "agraph (float[5,4] x) => (float[2,4] y) <float l = {-0.5}, float h = {0.5}> { p = "
-        "Constant<value_ints=[1]>() q = Constant<value_ints=[3]>() i = Constant<value_ints=[0]>() a = "
-        "Clip(x, l, h) y = Slice(a, p, q, i) }",
-        "agraph (float[6,4] x) => (float[2,2,2] y) { p = Constant<value_ints=[1]>() q = "
-        "Constant<value_ints=[3]>() i = Constant<value_ints=[0]>() s = Constant<value_ints=[6,4,1]>() t = "
-        "Constant<value_ints=[6,2,2]>() a = Exp(x) b = Reshape(a, s) c = Reshape(b, t) y = Slice(c, p, q, "
-        "i) }",
+    examples = graphs(
+        "(float[N,6] x) => (float[N] y) { a = Relu(x) y = Gather<axis=1>(a, 0) }",
+        "(float[N,2,6] x) => (float[N,2,2] y) { a = Tanh(x) y = Slice(a, [1], [3], [2]) }",
+        "(float[2,6] x) => (float[1,2,3] y) { a = Exp(x) b = Reshape(a, [2, 2, 3]) y = Slice(b, [0], [1], [0]) }",
+        "(float[5,4] x) => (float[1,4] y, float[2,4] z) { a = Sigmoid(x) y = Slice(a, [1], [2], [0]) z = Slice(a, "
+        "[2], [4], [0]) }",
+        "(float[6,2] x) => (float[2,2] y, float[1,2] z) { a = Erf(x) b, y, z, c = Split<axis=0>(a, [1, 2, 1, 2]) }",
+        "(float[N,4,5] x) => (float[N,2,5] y) { a = Abs(x) y = Gather<axis=1>(a, [3, 0]) }",
+        "(float[5,4] x) => (float[2,4] y) { a = Clip(x, -0.5, 0.5) y = Slice(a, [1], [3], [0]) }",
+        "(float[6,4] x) => (float[2,2,2] y) { a = Exp(x) b = Reshape(a, [6, 4, 1]) c = Reshape(b, [6, 2, 2]) y = "
+        "Slice(c, [1], [3], [0]) }",
     )
-    near_misses = (
-        "agraph (float[2,6] x) => (float[1,2,3] y, float[1,2,3] z) { p = Constant<value_ints=[0]>() q = "
-        "Constant<value_ints=[1]>() r = Constant<value_ints=[2]>() s = Constant<value_ints=[2,2,3]>() i = "
-        "Constant<value_ints=[0]>() a = Exp(x) b = Reshape(a, s) y = Slice(b, p, q, i) z = Slice(b, q, r, "
-        "i) }",
-        "agraph (float[4,6] x) => (float[2,12] y) { p = Constant<value_ints=[1]>() q = "
-        "Constant<value_ints=[3]>() i = Constant<value_ints=[0]>() s = Constant<value_ints=[4,6,1]>() a = "
-        "Softmax(x) b = Reshape(a, s) y = Slice(b, p, q, i) }",
-        "agraph (int64[5] x) => (int64[2] y, int64[5,4] z) <int64[1] d = {4}, int64[2] v = {0,1}> { p = "
-        "Constant<value_ints=[1]>() q = Constant<value_ints=[3]>() i = Constant<value_ints=[0]>() a = "
-        "Abs(x) y = Slice(a, p, q, i) z = OneHot(a, d, v) }",
-        "agraph (float[6,2] x) => (float[0,2] y) { s = Constant<value_ints=[0,6]>() a = Erf(x) y, z = "
-        "Split<axis=0>(a, s) }",
+    near_misses = graphs(
+        "(float[2,6] x) => (float[1,2,3] y, float[1,2,3] z) { a = Exp(x) b = Reshape(a, [2, 2, 3]) y = Slice(b, [0], "
+        "[1], [0]) z = Slice(b, [1], [2], [0]) }",
+        "(float[4,6] x) => (float[2,12] y) { a = Softmax(x) b = Reshape(a, [4, 6, 1]) y = Slice(b, [1], [3], [0]) }",
+        "(int64[5] x) => (int64[2] y, int64[5,4] z) { a = Abs(x) y = Slice(a, [1], [3], [0]) z = OneHot(a, [4], [0, "
+        "1]) }",
+        "(float[6,2] x) => (float[0,2] y) { a = Erf(x) y, z = Split<axis=0>(a, [0, 6]) }",
     )
 
 
@@ -500,15 +485,11 @@ class PushSliceThroughBroadcast(_PushSlice):
     """slice(f(x, y)) -> f(slice(x), slice(y))  for f element by element;  what broadcasts along the axis stays."""
 
     operators, reads_from = _above(*BROADCAST)
-    examples = (
-        "agraph (float[N,S,4] x, float[N,S,4] z) => (float[N,4] y) { i = Constant<value_int=0>() a = Add(x, z) "
-        "y = Gather<axis=1>(a, i) }",
-        "agraph (float[2,6,4] x, float[6,1] z) => (float[2,2,4] y) { p = Constant<value_ints=[1]>() "
-        "q = Constant<value_ints=[3]>() a = Mul(x, z) y = Slice(a, p, q, p) }",
-        "agraph (float[N,6] x, float[N,6] z) => (float[N,4] y) { p = Constant<value_ints=[1]>() "
-        "q = Constant<value_ints=[5]>() c = Constant<value_float=0.5>() a = Sum(x, c, z) y = Slice(a, p, q, p) }",
-        "agraph (bool[1,6] c, float[4,1] x, float[6] z) => (float[2,2] y) { p = Constant<value_ints=[1,1]>() "
-        "q = Constant<value_ints=[3,3]>() a = Where(c, x, z) y = Slice(a, p, q) }",
+    examples = graphs(
+        "(float[N,S,4] x, float[N,S,4] z) => (float[N,4] y) { a = Add(x, z) y = Gather<axis=1>(a, 0) }",
+        "(float[2,6,4] x, float[6,1] z) => (float[2,2,4] y) { a = Mul(x, z) y = Slice(a, [1], [3], [1]) }",
+        "(float[N,6] x, float[N,6] z) => (float[N,4] y) { a = Sum(x, 0.5, z) y = Slice(a, [1], [5], [1]) }",
+        "(bool[1,6] c, float[4,1] x, float[6] z) => (float[2,2] y) { a = Where(c, x, z) y = Slice(a, [1, 1], [3, 3]) }",
     )
 
 
@@ -523,23 +504,19 @@ class PushSliceThroughNormalization(_PushSlice):
         *("LayerNormalization", "RMSNormalization", "LpNormalization"),
         *("BatchNormalization", "InstanceNormalization"),
     )
-    examples = (
-        "agraph (float[N,S,4] x, float[4] s, float[4] b) => (float[N,4] y) { i = Constant<value_int=0>() "
-        "a = LayerNormalization(x, s, b) y = Gather<axis=1>(a, i) }",
-        "agraph (float[N,5,2,3] x, float[2,3] s) => (float[N,2,2,3] y) { p = Constant<value_ints=[1]>() "
-        "q = Constant<value_ints=[3]>() a = LayerNormalization<axis=2>(x, s) y = Slice(a, p, q, p) }",
-        "agraph (float[N,5,4] x, float[4] s) => (float[N,2,4] y) { p = Constant<value_ints=[1]>() "
-        "q = Constant<value_ints=[3]>() a = RMSNormalization(x, s) y = Slice(a, p, q, p) }",
-        "agraph (float[N,5,4] x) => (float[N,2,4] y) { p = Constant<value_ints=[1]>() "
-        "q = Constant<value_ints=[3]>() a = LpNormalization<axis=2>(x) y = Slice(a, p, q, p) }",
-        "agraph (float[N,3,5,4] x, float[3] s, float[3] b, float[3] m) => (float[N,3,2,4] y) "
-        "{ v = Constant<value_floats=[1.0,2.0,3.0]>() p = Constant<value_ints=[1]>() q = Constant<value_ints=[3]>() "
-        "i = Constant<value_ints=[2]>() a = BatchNormalization(x, s, b, m, v) y = Slice(a, p, q, i) }",
-        "agraph (float[N,3,5] x, float[3] s, float[3] b, float[3] m) => (float[N,2,5] y) "
-        "{ v = Constant<value_floats=[1.0,2.0,3.0]>() p = Constant<value_ints=[1]>() q = Constant<value_ints=[3]>() "
-        "a = BatchNormalization(x, s, b, m, v) y = Slice(a, p, q, p) }",
-        "agraph (float[N,3,5] x, float[3] s, float[3] b) => (float[N,2,5] y) { p = Constant<value_ints=[1]>() "
-        "q = Constant<value_ints=[3]>() a = InstanceNormalization(x, s, b) y = Slice(a, p, q, p) }",
+    examples = graphs(
+        "(float[N,S,4] x, float[4] s, float[4] b) => (float[N,4] y) { a = LayerNormalization(x, s, b) y = "
+        "Gather<axis=1>(a, 0) }",
+        "(float[N,5,2,3] x, float[2,3] s) => (float[N,2,2,3] y) { a = LayerNormalization<axis=2>(x, s) y = Slice(a, "
+        "[1], [3], [1]) }",
+        "(float[N,5,4] x, float[4] s) => (float[N,2,4] y) { a = RMSNormalization(x, s) y = Slice(a, [1], [3], [1]) }",
+        "(float[N,5,4] x) => (float[N,2,4] y) { a = LpNormalization<axis=2>(x) y = Slice(a, [1], [3], [1]) }",
+        "(float[N,3,5,4] x, float[3] s, float[3] b, float[3] m) => (float[N,3,2,4] y) { a = BatchNormalization(x, s, "
+        "b, m, [1.0, 2.0, 3.0]) y = Slice(a, [1], [3], [2]) }",
+        "(float[N,3,5] x, float[3] s, float[3] b, float[3] m) => (float[N,2,5] y) { a = BatchNormalization(x, s, b, "
+        "m, [1.0, 2.0, 3.0]) y = Slice(a, [1], [3], [1]) }",
+        "(float[N,3,5] x, float[3] s, float[3] b) => (float[N,2,5] y) { a = InstanceNormalization(x, s, b) y = "
+        "Slice(a, [1], [3], [1]) }",
     )
 
     def way(self, reader: Reader, node: Node, axis: int, span: Span) -> Way:
@@ -559,22 +536,17 @@ class PushSliceIntoMatMul(_PushSlice):
     """slice(x @ w) -> slice(x) @ w  for rows,  x @ slice(w)  for columns,  both  for other dimensions."""
 
     operators, reads_from = _above("MatMul")
-    examples = (
-        "agraph (float[N,S,4] x, float[4,3] w) => (float[N,3] y) { i = Constant<value_int=0>() a = MatMul(x, w) "
-        "y = Gather<axis=1>(a, i) }",
-        "agraph (float[N,2,5,4] x, float[N,2,4,3] z) => (float[N,2,1,3] y) { p = Constant<value_ints=[4]>() "
-        "q = Constant<value_ints=[5]>() i = Constant<value_ints=[2]>() a = MatMul(x, z) y = Slice(a, p, q, i) }",
-        "agraph (float[2,4] x, float[3,4,5] z) => (float[1,2,3] y) { p = Constant<value_ints=[1,1]>() "
-        "q = Constant<value_ints=[2,4]>() i = Constant<value_ints=[0,2]>() a = MatMul(x, z) y = Slice(a, p, q, i) }",
-        "agraph (float[1,5,4] x, float[4,6] w) => (float[1,2,3] y) { s = Constant<value_ints=[5,2,3]>() "
-        "i = Constant<value_int=4>() a = MatMul(x, w) b = Reshape(a, s) c = Gather(b, i) "
-        "z = Constant<value_ints=[0]>() y = Unsqueeze(c, z) }",
-        "agraph (float[N,4] x, float[4,6] w) => (float[N,2] y, float[N,1] z) { s = Constant<value_ints=[1,2,1,2]>() "
-        "a = MatMul(x, w) b, y, z, c = Split<axis=1>(a, s) }",
+    examples = graphs(
+        "(float[N,S,4] x, float[4,3] w) => (float[N,3] y) { a = MatMul(x, w) y = Gather<axis=1>(a, 0) }",
+        "(float[N,2,5,4] x, float[N,2,4,3] z) => (float[N,2,1,3] y) { a = MatMul(x, z) y = Slice(a, [4], [5], [2]) }",
+        "(float[2,4] x, float[3,4,5] z) => (float[1,2,3] y) { a = MatMul(x, z) y = Slice(a, [1, 1], [2, 4], [0, 2]) }",
+        "(float[1,5,4] x, float[4,6] w) => (float[1,2,3] y) { a = MatMul(x, w) b = Reshape(a, [5, 2, 3]) c = "
+        "Gather(b, 4) y = Unsqueeze(c, [0]) }",
+        "(float[N,4] x, float[4,6] w) => (float[N,2] y, float[N,1] z) { a = MatMul(x, w) b, y, z, c = "
+        "Split<axis=1>(a, [1, 2, 1, 2]) }",
     )
-    near_misses = (
-        "agraph (float[5,6,4] x, float[4] w) => (float[2,6] y) <int64[1] p = {1}, int64[1] q = {3}, int64[1] i = {0}> "
-        "{ a = MatMul(x, w) y = Slice(a, p, q, i) }",
+    near_misses = graphs(
+        "(float[5,6,4] x, float[4] w) => (float[2,6] y) { a = MatMul(x, w) y = Slice(a, [1], [3], [0]) }",
     )
 
     def way(self, reader: Reader, node: Node, axis: int, span: Span) -> Way:
@@ -593,21 +565,16 @@ class PushSliceIntoGemm(_PushSlice):
 
     operators, reads_from = _above("Gemm")
     dtypes = FLOATS
-    examples = (
-        "agraph (float[N,4] x, float[3,4] w, float[3] b) => (float[3] y) { i = Constant<value_int=0>() "
-        "a = Gemm<transB=1>(x, w, b) y = Gather(a, i) }",
-        "agraph (float[4,5] x, float[4,3] w, float[5,1] b) => (float[2,3] y) { p = Constant<value_ints=[1]>() "
-        "q = Constant<value_ints=[3]>() i = Constant<value_ints=[0]>() a = Gemm<transA=1, alpha=0.5>(x, w, b) "
-        "y = Slice(a, p, q, i) }",
-        "agraph (float[N,4] x, float[4,6] w, float[6] b) => (float[N,2] y) { p = Constant<value_ints=[1]>() "
-        "q = Constant<value_ints=[3]>() a = Gemm(x, w, b) y = Slice(a, p, q, p) }",
-        "agraph (float[5,4] x, float[4,6] w) => (float[6] y) { s = Constant<value_ints=[1,5,6]>() "
-        "i = Constant<value_int=-1>() a = Gemm(x, w) b = Reshape(a, s) c = Gather<axis=1>(b, i) "
-        "z = Constant<value_ints=[0]>() y = Squeeze(c, z) }",
+    examples = graphs(
+        "(float[N,4] x, float[3,4] w, float[3] b) => (float[3] y) { a = Gemm<transB=1>(x, w, b) y = Gather(a, 0) }",
+        "(float[4,5] x, float[4,3] w, float[5,1] b) => (float[2,3] y) { a = Gemm<transA=1, alpha=0.5>(x, w, b) y = "
+        "Slice(a, [1], [3], [0]) }",
+        "(float[N,4] x, float[4,6] w, float[6] b) => (float[N,2] y) { a = Gemm(x, w, b) y = Slice(a, [1], [3], [1]) }",
+        "(float[5,4] x, float[4,6] w) => (float[6] y) { a = Gemm(x, w) b = Reshape(a, [1, 5, 6]) c = "
+        "Gather<axis=1>(b, -1) y = Squeeze(c, [0]) }",
     )
-    near_misses = (
-        "agraph (float[N,4] x, float[4,6] w, float[M] b) => (float[N,2] y) { p = Constant<value_ints=[1]>() "
-        "q = Constant<value_ints=[3]>() a = Gemm(x, w, b) y = Slice(a, p, q, p) }",
+    near_misses = graphs(
+        "(float[N,4] x, float[4,6] w, float[M] b) => (float[N,2] y) { a = Gemm(x, w, b) y = Slice(a, [1], [3], [1]) }",
     )
 
     def way(self, reader: Reader, node: Node, axis: int, span: Span) -> Way:
@@ -637,35 +604,27 @@ class PushSliceIntoAttention(_PushSlice):
     operators, reads_from = _above("Attention")
     needs_some = operators
     dtypes = FLOATS
-    examples = (
-        "agraph (float[N,2,5,4] q, float[N,2,3,4] k, float[N,2,3,4] v, float[1,1,5,3] m) => (float[N,2,1,4] y) "
-        "{ p = Constant<value_ints=[0]>() r = Constant<value_ints=[1]>() i = Constant<value_ints=[2]>() "
-        "a = Attention(q, k, v, m) y = Slice(a, p, r, i) }",
-        "agraph (float[N,5,8] q, float[N,3,8] k, float[N,3,4] v) => (float[N,4] y) { i = Constant<value_int=4>() "
-        "a = Attention<q_num_heads=2, kv_num_heads=2>(q, k, v) y = Gather<axis=1>(a, i) }",
-        "agraph (float[2,4,5,4] q, float[2,4,3,4] k, float[2,4,3,6] v) => (float[2,2,5,6] y) "
-        "{ p = Constant<value_ints=[1]>() r = Constant<value_ints=[3]>() a = Attention(q, k, v) "
-        "y = Slice(a, p, r, p) }",
-        "agraph (float[2,4,5,4] q, float[2,4,3,4] k, float[2,4,3,6] v, float[2,4,5,3] m) => "
-        "(float[2,2,5,6] y) { p = Constant<value_ints=[1]>() r = Constant<value_ints=[3]>() a = "
-        "Attention(q, k, v, m) y = Slice(a, p, r, p) }",
+    examples = graphs(
+        "(float[N,2,5,4] q, float[N,2,3,4] k, float[N,2,3,4] v, float[1,1,5,3] m) => (float[N,2,1,4] y) { a = "
+        "Attention(q, k, v, m) y = Slice(a, [0], [1], [2]) }",
+        "(float[N,5,8] q, float[N,3,8] k, float[N,3,4] v) => (float[N,4] y) { a = Attention<q_num_heads=2, "
+        "kv_num_heads=2>(q, k, v) y = Gather<axis=1>(a, 4) }",
+        "(float[2,4,5,4] q, float[2,4,3,4] k, float[2,4,3,6] v) => (float[2,2,5,6] y) { a = Attention(q, k, v) y = "
+        "Slice(a, [1], [3], [1]) }",
+        "(float[2,4,5,4] q, float[2,4,3,4] k, float[2,4,3,6] v, float[2,4,5,3] m) => (float[2,2,5,6] y) { a = "
+        "Attention(q, k, v, m) y = Slice(a, [1], [3], [1]) }",
     )
-    near_misses = (
-        "agraph (float[N,2,5,4] q, float[N,2,3,4] k, float[N,2,3,4] v, float[1,1,L,3] m) => (float[N,2,1,4] y) "
-        "{ p = Constant<value_ints=[2]>() r = Constant<value_ints=[3]>() i = Constant<value_ints=[2]>() "
-        "a = Attention(q, k, v, m) y = Slice(a, p, r, i) }",
-        "agraph (float[N,2,5,4] q, float[N,2,5,4] k, float[N,2,5,4] v) => (float[N,2,1,4] y) "
-        "{ p = Constant<value_ints=[2]>() r = Constant<value_ints=[3]>() i = Constant<value_ints=[2]>() "
-        "a = Attention<is_causal=1>(q, k, v) y = Slice(a, p, r, i) }",
-        "agraph (float[2,4,5,4] q, float[2,2,3,4] k, float[2,2,3,6] v) => (float[2,2,5,6] y) "
-        "{ p = Constant<value_ints=[0]>() r = Constant<value_ints=[2]>() i = Constant<value_ints=[1]>() "
-        "a = Attention(q, k, v) y = Slice(a, p, r, i) }",
-        "agraph (float[N,5,8] q, float[N,3,8] k, float[N,3,4] v) => (float[N,5,2] y) "
-        "{ p = Constant<value_ints=[0]>() r = Constant<value_ints=[2]>() i = Constant<value_ints=[2]>() "
-        "a = Attention<q_num_heads=2, kv_num_heads=2>(q, k, v) y = Slice(a, p, r, i) }",
-        "agraph (float[2,4,5,4] q, float[2,4,3,4] k, float[2,4,3,6] v, float[2,4,2,4] s, float[2,4,2,6] t) "
-        "=> (float[2,2,5,6] y) { p = Constant<value_ints=[1]>() r = Constant<value_ints=[3]>() a, b, c = "
-        "Attention(q, k, v, , s, t) y = Slice(a, p, r, p) }",
+    near_misses = graphs(
+        "(float[N,2,5,4] q, float[N,2,3,4] k, float[N,2,3,4] v, float[1,1,L,3] m) => (float[N,2,1,4] y) { a = "
+        "Attention(q, k, v, m) y = Slice(a, [2], [3], [2]) }",
+        "(float[N,2,5,4] q, float[N,2,5,4] k, float[N,2,5,4] v) => (float[N,2,1,4] y) { a = Attention<is_causal=1>(q, "
+        "k, v) y = Slice(a, [2], [3], [2]) }",
+        "(float[2,4,5,4] q, float[2,2,3,4] k, float[2,2,3,6] v) => (float[2,2,5,6] y) { a = Attention(q, k, v) y = "
+        "Slice(a, [0], [2], [1]) }",
+        "(float[N,5,8] q, float[N,3,8] k, float[N,3,4] v) => (float[N,5,2] y) { a = Attention<q_num_heads=2, "
+        "kv_num_heads=2>(q, k, v) y = Slice(a, [0], [2], [2]) }",
+        "(float[2,4,5,4] q, float[2,4,3,4] k, float[2,4,3,6] v, float[2,4,2,4] s, float[2,4,2,6] t) => "
+        "(float[2,2,5,6] y) { a, b, c = Attention(q, k, v, , s, t) y = Slice(a, [1], [3], [1]) }",
     )
     survivors: ClassVar[Mapping[str, str]] = {"drop: there may be nothing left": _NOTHING}
 
@@ -710,13 +669,11 @@ class PushSliceThroughTranspose(_PushSlice):
     """slice(transpose(x)) -> transpose(slice(x))."""
 
     operators, reads_from = _above("Transpose")
-    examples = (
-        "agraph (float[N,2,5,4] x) => (float[N,2,4] y) { i = Constant<value_int=0>() "
-        "a = Transpose<perm=[0,2,1,3]>(x) y = Gather<axis=1>(a, i) }",
-        "agraph (float[1,2,S,4] x) => (float[1,8] y) { s = Constant<value_ints=[1,-1,8]>() "
-        "i = Constant<value_int=0>() a = Transpose<perm=[0,2,1,3]>(x) b = Reshape(a, s) y = Gather<axis=1>(b, i) }",
-        "agraph (float[3,4,5] x) => (float[2,1,3] y) { p = Constant<value_ints=[1,2]>() "
-        "q = Constant<value_ints=[3,3]>() a = Transpose(x) y = Slice(a, p, q) }",
+    examples = graphs(
+        "(float[N,2,5,4] x) => (float[N,2,4] y) { a = Transpose<perm=[0,2,1,3]>(x) y = Gather<axis=1>(a, 0) }",
+        "(float[1,2,S,4] x) => (float[1,8] y) { a = Transpose<perm=[0,2,1,3]>(x) b = Reshape(a, [1, -1, 8]) y = "
+        "Gather<axis=1>(b, 0) }",
+        "(float[3,4,5] x) => (float[2,1,3] y) { a = Transpose(x) y = Slice(a, [1, 2], [3, 3]) }",
     )
 
     def way(self, reader: Reader, node: Node, axis: int, span: Span) -> Way:
@@ -728,13 +685,10 @@ class PushSliceThroughReshape(RegionRule):
 
     anchors = ("Slice", "Gather")
     reads_from = VIEWS
-    examples = (
-        "agraph (float[N,S,6] x) => (float[N,2,3] y) { s = Constant<value_ints=[0,0,2,3]>() "
-        "i = Constant<value_int=0>() a = Reshape(x, s) y = Gather<axis=1>(a, i) }",
-        "agraph (float[1,5,6] x) => (float[2,6] y) { s = Constant<value_ints=[5,6]>() p = Constant<value_ints=[1]>() "
-        "q = Constant<value_ints=[3]>() i = Constant<value_ints=[0]>() a = Reshape(x, s) y = Slice(a, p, q, i) }",
-        "agraph (float[N,6] x) => (float[N,1,2] y) { p = Constant<value_ints=[1]>() q = Constant<value_ints=[3]>() "
-        "i = Constant<value_ints=[2]>() a = Unsqueeze(x, p) y = Slice(a, p, q, i) }",
+    examples = graphs(
+        "(float[N,S,6] x) => (float[N,2,3] y) { a = Reshape(x, [0, 0, 2, 3]) y = Gather<axis=1>(a, 0) }",
+        "(float[1,5,6] x) => (float[2,6] y) { a = Reshape(x, [5, 6]) y = Slice(a, [1], [3], [0]) }",
+        "(float[N,6] x) => (float[N,1,2] y) { a = Unsqueeze(x, [1]) y = Slice(a, [1], [3], [2]) }",
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
@@ -765,20 +719,13 @@ class PushSliceThroughReduction(_PushSlice):
     survivors: ClassVar[Mapping[str, str]] = {"drop: there may be nothing left": _NOTHING}
     operators, reads_from = _above(*REDUCTIONS, "ArgMax", "ArgMin", *SOFTMAX)
     needs_some = operators.difference(SOFTMAX)
-    examples = (
-        "agraph (float[N,5,4] x) => (float[N] y) { i = Constant<value_int=0>() r = Constant<value_ints=[2]>() "
-        "a = ReduceMean<keepdims=0>(x, r) y = Gather<axis=1>(a, i) }",
-        "agraph (float[3,5,4] x) => (float[1,1,4] y) { p = Constant<value_ints=[1]>() q = Constant<value_ints=[2]>() "
-        "i = Constant<value_ints=[0]>() r = Constant<value_ints=[1]>() a = ReduceSum(x, r) y = Slice(a, p, q, i) }",
-        "agraph (float[3,5,4] x) => (float[2] y) { p = Constant<value_ints=[1]>() q = Constant<value_ints=[3]>() "
-        "i = Constant<value_ints=[0]>() r = Constant<value_ints=[0,2]>() a = ReduceMax<keepdims=0>(x, r) "
-        "y = Slice(a, p, q, i) }",
-        "agraph (float[N,2,5,4] x) => (float[N,2,1,4] y) { p = Constant<value_ints=[0]>() "
-        "q = Constant<value_ints=[1]>() i = Constant<value_ints=[2]>() a = Softmax(x) y = Slice(a, p, q, i) }",
-        "agraph (float[5,N] x) => (float[N] y) { i = Constant<value_int=-1>() a = LogSoftmax<axis=1>(x) "
-        "y = Gather(a, i) }",
-        "agraph (float[5,4] x) => (float[5,2] y) { p = Constant<value_ints=[1]>() q = Constant<value_ints=[3]>() "
-        "a = Softmax<axis=0>(x) y = Slice(a, p, q, p) }",
+    examples = graphs(
+        "(float[N,5,4] x) => (float[N] y) { a = ReduceMean<keepdims=0>(x, [2]) y = Gather<axis=1>(a, 0) }",
+        "(float[3,5,4] x) => (float[1,1,4] y) { a = ReduceSum(x, [1]) y = Slice(a, [1], [2], [0]) }",
+        "(float[3,5,4] x) => (float[2] y) { a = ReduceMax<keepdims=0>(x, [0, 2]) y = Slice(a, [1], [3], [0]) }",
+        "(float[N,2,5,4] x) => (float[N,2,1,4] y) { a = Softmax(x) y = Slice(a, [0], [1], [2]) }",
+        "(float[5,N] x) => (float[N] y) { a = LogSoftmax<axis=1>(x) y = Gather(a, -1) }",
+        "(float[5,4] x) => (float[5,2] y) { a = Softmax<axis=0>(x) y = Slice(a, [1], [3], [1]) }",
     )
 
 
@@ -832,23 +779,14 @@ class PushSliceThroughMovement(_PushSliceThroughParts):
     """
 
     parts = (_ThroughConcat(), _IntoGather(), _ThroughExpand())
-    examples = (
-        "agraph (float[N,5,2] x, float[N,5,3] z) => (float[N,5] y) { i = Constant<value_int=0>() "
-        "a = Concat<axis=2>(x, z) y = Gather<axis=1>(a, i) }",
-        "agraph (float[5,N] x, float[5,M] z) => (float[2,K] y) { p = Constant<value_ints=[1]>() "
-        "q = Constant<value_ints=[3]>() i = Constant<value_ints=[0]>() a = Concat<axis=1>(x, z) "
-        "y = Slice(a, p, q, i) }",
-        "agraph (float[7,3] e, int64[N,5] i) => (float[N,3] y) { z = Constant<value_int=0>() a = Gather(e, i) "
-        "y = Gather<axis=1>(a, z) }",
-        "agraph (float[7,3] e, int64[N,5] i) => (float[N,5,2] y) { p = Constant<value_ints=[0]>() "
-        "q = Constant<value_ints=[2]>() k = Constant<value_ints=[2]>() a = Gather(e, i) y = Slice(a, p, q, k) }",
-        "agraph (float[5,4,2] e, int64[3] i) => (float[2,3,2] y) { p = Constant<value_ints=[1]>() "
-        "q = Constant<value_ints=[3]>() k = Constant<value_ints=[0]>() a = Gather<axis=1>(e, i) "
-        "y = Slice(a, p, q, k) }",
-        "agraph (float[N,1,4] x) => (float[N,2,4] y) { s = Constant<value_ints=[1,5,1]>() "
-        "p = Constant<value_ints=[1]>() q = Constant<value_ints=[3]>() a = Expand(x, s) y = Slice(a, p, q, p) }",
-        "agraph (float[5,1] x) => (float[2,2,4] y) { s = Constant<value_ints=[2,5,4]>() p = Constant<value_ints=[1]>() "
-        "q = Constant<value_ints=[3]>() a = Expand(x, s) y = Slice(a, p, q, p) }",
+    examples = graphs(
+        "(float[N,5,2] x, float[N,5,3] z) => (float[N,5] y) { a = Concat<axis=2>(x, z) y = Gather<axis=1>(a, 0) }",
+        "(float[5,N] x, float[5,M] z) => (float[2,K] y) { a = Concat<axis=1>(x, z) y = Slice(a, [1], [3], [0]) }",
+        "(float[7,3] e, int64[N,5] i) => (float[N,3] y) { a = Gather(e, i) y = Gather<axis=1>(a, 0) }",
+        "(float[7,3] e, int64[N,5] i) => (float[N,5,2] y) { a = Gather(e, i) y = Slice(a, [0], [2], [2]) }",
+        "(float[5,4,2] e, int64[3] i) => (float[2,3,2] y) { a = Gather<axis=1>(e, i) y = Slice(a, [1], [3], [0]) }",
+        "(float[N,1,4] x) => (float[N,2,4] y) { a = Expand(x, [1, 5, 1]) y = Slice(a, [1], [3], [1]) }",
+        "(float[5,1] x) => (float[2,2,4] y) { a = Expand(x, [2, 5, 4]) y = Slice(a, [1], [3], [1]) }",
     )
 
 
@@ -1024,44 +962,31 @@ class PushSliceThroughWindows(_PushSliceThroughParts):
 
     parts = (_ThroughConv(), _ThroughPool(), _ThroughPad())
     survivors: ClassVar[Mapping[str, str]] = {"drop: there may be nothing left": _NOTHING}
-    near_misses = (
-        "agraph (float[N,2,6] x) => (float[N,2,2] y) { p = Constant<value_ints=[2]>() q = Constant<value_ints=[4]>() "
-        "i = Constant<value_ints=[2]>() a = AveragePool<kernel_shape=[3], strides=[2], ceil_mode=1, "
-        "pads=[2,0], count_include_pad=1>(x) y = Slice(a, p, q, i) }",
+    near_misses = graphs(
+        "(float[N,2,6] x) => (float[N,2,2] y) { a = AveragePool<kernel_shape=[3], strides=[2], ceil_mode=1, "
+        "pads=[2,0], count_include_pad=1>(x) y = Slice(a, [2], [4], [2]) }",
     )
-    examples = (
-        "agraph (float[N,2,8,8] x, float[3,2,3,3] w, float[3] b) => (float[N,3,2,2] y) "
-        "{ p = Constant<value_ints=[0,3]>() q = Constant<value_ints=[2,5]>() i = Constant<value_ints=[2,3]>() "
-        "a = Conv<pads=[1,1,1,1]>(x, w, b) y = Slice(a, p, q, i) }",
-        "agraph (float[1,2,9] x, float[4,2,3] w) => (float[1,4] y) { i = Constant<value_int=-1>() "
-        "a = Conv<dilations=[2], strides=[2], pads=[4,0]>(x, w) y = Gather<axis=2>(a, i) }",
-        "agraph (float[1,4,7] x, float[6,2,2] w, float[6] b) => (float[1,3,2] y) { p = Constant<value_ints=[3,4]>() "
-        "q = Constant<value_ints=[6,6]>() i = Constant<value_ints=[1,2]>() "
-        'a = Conv<group=2, auto_pad="SAME_UPPER">(x, w, b) y = Slice(a, p, q, i) }',
-        "agraph (float[2,2,5] x, float[4,2,1] w, float[4] b) => (float[2,2,5] y) { p = Constant<value_ints=[1]>() "
-        "q = Constant<value_ints=[3]>() a = Conv(x, w, b) y = Slice(a, p, q, p) }",
-        "agraph (float[N,2,8,8] x) => (float[N,2,2,1] y) { p = Constant<value_ints=[0,3]>() "
-        "q = Constant<value_ints=[2,4]>() i = Constant<value_ints=[2,3]>() "
-        "a = MaxPool<kernel_shape=[3,3], strides=[2,2], pads=[1,1,1,1]>(x) y = Slice(a, p, q, i) }",
-        "agraph (float[N,2,9] x) => (float[N,2] y) { i = Constant<value_int=-1>() "
-        "a = AveragePool<kernel_shape=[3], pads=[1,1], count_include_pad=1>(x) y = Gather<axis=2>(a, i) }",
-        "agraph (float[N,2,6] x) => (float[N,2,1] y) { p = Constant<value_ints=[1]>() q = Constant<value_ints=[2]>() "
-        "i = Constant<value_ints=[2]>() a = MaxPool<kernel_shape=[3], strides=[2], ceil_mode=1>(x) "
-        "y = Slice(a, p, q, i) }",
-        "agraph (float[N,2,6] x) => (float[N,2,2] y) { p = Constant<value_ints=[1]>() q = Constant<value_ints=[3]>() "
-        "i = Constant<value_ints=[2]>() a = AveragePool<kernel_shape=[3], strides=[2], ceil_mode=1, "
-        "pads=[2,0], count_include_pad=1>(x) y = Slice(a, p, q, i) }",
-        "agraph (float[N,5,6] x) => (float[N,2,1] y) { p = Constant<value_ints=[1]>() q = Constant<value_ints=[3]>() "
-        "a = GlobalAveragePool(x) y = Slice(a, p, q, p) }",
-        "agraph (float[N,5,6] x) => (float[N,5,3] y) { w = Constant<value_ints=[0,0,1,0,0,2]>() "
-        "p = Constant<value_ints=[0]>() q = Constant<value_ints=[3]>() i = Constant<value_ints=[2]>() "
-        "a = Pad(x, w) y = Slice(a, p, q, i) }",
-        "agraph (float[N,5,6] x, float c) => (float[N,9] y) { w = Constant<value_ints=[2,1]>() "
-        "k = Constant<value_ints=[2]>() r = Constant<value_ints=[1,2]>() i = Constant<value_int=3>() "
-        "a = Pad(x, w, c, k) y = Gather<axis=1>(a, i) }",
-        "agraph (float[5,6] x) => (float[2,9] y) { w = Constant<value_ints=[0,1,0,2]>() p = Constant<value_ints=[1]>() "
-        'q = Constant<value_ints=[3]>() i = Constant<value_ints=[0]>() a = Pad<mode="reflect">(x, w) '
-        "y = Slice(a, p, q, i) }",
+    examples = graphs(
+        "(float[N,2,8,8] x, float[3,2,3,3] w, float[3] b) => (float[N,3,2,2] y) { a = Conv<pads=[1,1,1,1]>(x, w, b) y "
+        "= Slice(a, [0, 3], [2, 5], [2, 3]) }",
+        "(float[1,2,9] x, float[4,2,3] w) => (float[1,4] y) { a = Conv<dilations=[2], strides=[2], pads=[4,0]>(x, w) "
+        "y = Gather<axis=2>(a, -1) }",
+        "(float[1,4,7] x, float[6,2,2] w, float[6] b) => (float[1,3,2] y) { a = Conv<group=2, "
+        'auto_pad="SAME_UPPER">(x, w, b) y = Slice(a, [3, 4], [6, 6], [1, 2]) }',
+        "(float[2,2,5] x, float[4,2,1] w, float[4] b) => (float[2,2,5] y) { a = Conv(x, w, b) y = Slice(a, [1], [3], "
+        "[1]) }",
+        "(float[N,2,8,8] x) => (float[N,2,2,1] y) { a = MaxPool<kernel_shape=[3,3], strides=[2,2], pads=[1,1,1,1]>(x) "
+        "y = Slice(a, [0, 3], [2, 4], [2, 3]) }",
+        "(float[N,2,9] x) => (float[N,2] y) { a = AveragePool<kernel_shape=[3], pads=[1,1], count_include_pad=1>(x) y "
+        "= Gather<axis=2>(a, -1) }",
+        "(float[N,2,6] x) => (float[N,2,1] y) { a = MaxPool<kernel_shape=[3], strides=[2], ceil_mode=1>(x) y = "
+        "Slice(a, [1], [2], [2]) }",
+        "(float[N,2,6] x) => (float[N,2,2] y) { a = AveragePool<kernel_shape=[3], strides=[2], ceil_mode=1, "
+        "pads=[2,0], count_include_pad=1>(x) y = Slice(a, [1], [3], [2]) }",
+        "(float[N,5,6] x) => (float[N,2,1] y) { a = GlobalAveragePool(x) y = Slice(a, [1], [3], [1]) }",
+        "(float[N,5,6] x) => (float[N,5,3] y) { a = Pad(x, [0, 0, 1, 0, 0, 2]) y = Slice(a, [0], [3], [2]) }",
+        "(float[N,5,6] x, float c) => (float[N,9] y) { a = Pad(x, [2, 1], c, [2]) y = Gather<axis=1>(a, 3) }",
+        '(float[5,6] x) => (float[2,9] y) { a = Pad<mode="reflect">(x, [0, 1, 0, 2]) y = Slice(a, [1], [3], [0]) }',
     )
 
 
@@ -1073,20 +998,16 @@ class PushSlicesThroughSplit(RegionRule):
 
     anchors = ("Slice", "Gather")
     reads_from = ("Split",)
-    examples = (
-        "agraph (float[N,5,6] x) => (float[N,2] y, float[N,4] z) { s = Constant<value_ints=[2,4]>() "
-        "i = Constant<value_int=0>() a, b = Split<axis=2>(x, s) y = Gather<axis=1>(a, i) z = Gather<axis=1>(b, i) }",
-        "agraph (float[5,6] x) => (float[2,3] y, float[2,3] z) { p = Constant<value_ints=[1]>() "
-        "q = Constant<value_ints=[3]>() i = Constant<value_ints=[0]>() a, b = Split<axis=1, num_outputs=2>(x) "
-        "y = Slice(a, p, q, i) z = Slice(b, p, q, i) }",
-        "agraph (float[5,4] x) => (float[2,4] y) { p = Constant<value_ints=[1]>() q = "
-        "Constant<value_ints=[3]>() i = Constant<value_ints=[0]>() a = Split<axis=1, num_outputs=1>(x) y = "
-        "Slice(a, p, q, i) }",
+    examples = graphs(
+        "(float[N,5,6] x) => (float[N,2] y, float[N,4] z) { a, b = Split<axis=2>(x, [2, 4]) y = Gather<axis=1>(a, 0) "
+        "z = Gather<axis=1>(b, 0) }",
+        "(float[5,6] x) => (float[2,3] y, float[2,3] z) { a, b = Split<axis=1, num_outputs=2>(x) y = Slice(a, [1], "
+        "[3], [0]) z = Slice(b, [1], [3], [0]) }",
+        "(float[5,4] x) => (float[2,4] y) { a = Split<axis=1, num_outputs=1>(x) y = Slice(a, [1], [3], [0]) }",
     )
-    near_misses = (
-        "agraph (float[5,8] x) => (float[2,2] y, float[2,2] z) { p = Constant<value_ints=[1,1]>() q = "
-        "Constant<value_ints=[3,3]>() a, b = Split<axis=1, num_outputs=2>(x) y = Slice(a, p, q) z = "
-        "Slice(b, p, q) }",
+    near_misses = graphs(
+        "(float[5,8] x) => (float[2,2] y, float[2,2] z) { a, b = Split<axis=1, num_outputs=2>(x) y = Slice(a, [1, 1], "
+        "[3, 3]) z = Slice(b, [1, 1], [3, 3]) }",
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
@@ -1140,30 +1061,27 @@ class ReplaceLastStepByFinalState(RegionRule):
     anchors = ("Slice", "Gather")
     reads_from = _CELLS
     dtypes = FLOATS
-    examples = (
-        "agraph (float[5,N,3] x, float[1,8,3] w, float[1,8,2] r) => (float[1,N,2] y) { i = Constant<value_int=-1>() "
-        "a = LSTM<hidden_size=2>(x, w, r) y = Gather(a, i) }",
-        "agraph (float[5,N,3] x, float[1,6,3] w, float[1,6,2] r) => (float[1,1,N,2] y) "
-        "{ p = Constant<value_ints=[0]>() q = Constant<value_ints=[1]>() "
-        'a, b = GRU<hidden_size=2, direction="reverse">(x, w, r) y = Slice(a, p, q, p) }',
-        "agraph (float[5,N,3] x, float[1,2,3] w, float[1,2,2] r, float[1,4] b) => (float[1,N,2] y) "
-        "{ i = Constant<value_int=4>() a = RNN<hidden_size=2>(x, w, r, b) y = Gather(a, i) }",
-        "agraph (float[S,N,3] x, float[1,8,3] w, float[1,8,2] r) => (float[1,N,2] y) { i = Constant<value_int=-1>() "
-        "a = LSTM<hidden_size=2>(x, w, r) y = Gather(a, i) }",
-        "agraph (float[S,N,3] x, float[1,6,3] w, float[1,6,2] r) => (float[1,1,N,2] y) "
-        '{ i = Constant<value_ints=[0]>() a = GRU<hidden_size=2, direction="reverse">(x, w, r) y = Gather(a, i) }',
+    examples = graphs(
+        "(float[5,N,3] x, float[1,8,3] w, float[1,8,2] r) => (float[1,N,2] y) { a = LSTM<hidden_size=2>(x, w, r) y = "
+        "Gather(a, -1) }",
+        "(float[5,N,3] x, float[1,6,3] w, float[1,6,2] r) => (float[1,1,N,2] y) { a, b = GRU<hidden_size=2, "
+        'direction="reverse">(x, w, r) y = Slice(a, [0], [1], [0]) }',
+        "(float[5,N,3] x, float[1,2,3] w, float[1,2,2] r, float[1,4] b) => (float[1,N,2] y) { a = "
+        "RNN<hidden_size=2>(x, w, r, b) y = Gather(a, 4) }",
+        "(float[S,N,3] x, float[1,8,3] w, float[1,8,2] r) => (float[1,N,2] y) { a = LSTM<hidden_size=2>(x, w, r) y = "
+        "Gather(a, -1) }",
+        "(float[S,N,3] x, float[1,6,3] w, float[1,6,2] r) => (float[1,1,N,2] y) { a = GRU<hidden_size=2, "
+        'direction="reverse">(x, w, r) y = Gather(a, [0]) }',
     )
-    near_misses = (
-        "agraph (float[5,N,3] x, float[1,2,3] w, float[1,2,2] r, int32[N] l) => (float[1,N,2] y) "
-        "{ i = Constant<value_int=4>() a = RNN<hidden_size=2>(x, w, r, , l) y = Gather(a, i) }",
-        "agraph (float[5,N,3] x, float[2,2,3] w, float[2,2,2] r) => (float[2,N,2] y) { i = Constant<value_int=4>() "
-        'a = RNN<hidden_size=2, direction="bidirectional">(x, w, r) y = Gather(a, i) }',
-        "agraph (float[S,N,3] x, float[1,2,3] w, float[1,2,2] r) => (float[T,1,N,2] y) <int64[1] p = {-1}, "
-        "int64[1] q = {9223372036854775807}, int64[1] d = {0}> "
-        "{ a = RNN<hidden_size=2>(x, w, r) y = Slice(a, p, q, d) }",
-        "agraph (float[S,N,3] x, float[1,2,3] w, float[1,2,2] r) => (float[T,1,N,2] y) <int64[1] p = {0}, "
-        "int64[1] q = {1}, int64[1] d = {0}> "
-        '{ a = RNN<hidden_size=2, direction="reverse">(x, w, r) y = Slice(a, p, q, d) }',
+    near_misses = graphs(
+        "(float[5,N,3] x, float[1,2,3] w, float[1,2,2] r, int32[N] l) => (float[1,N,2] y) { a = RNN<hidden_size=2>(x, "
+        "w, r, , l) y = Gather(a, 4) }",
+        "(float[5,N,3] x, float[2,2,3] w, float[2,2,2] r) => (float[2,N,2] y) { a = RNN<hidden_size=2, "
+        'direction="bidirectional">(x, w, r) y = Gather(a, 4) }',
+        "(float[S,N,3] x, float[1,2,3] w, float[1,2,2] r) => (float[T,1,N,2] y) { a = RNN<hidden_size=2>(x, w, r) y = "
+        "Slice(a, [-1], [9223372036854775807], [0]) }",
+        "(float[S,N,3] x, float[1,2,3] w, float[1,2,2] r) => (float[T,1,N,2] y) { a = RNN<hidden_size=2, "
+        'direction="reverse">(x, w, r) y = Slice(a, [0], [1], [0]) }',
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
@@ -1338,18 +1256,16 @@ class PushKeyWeightsIntoQueries(RegionRule):
     reads_from = ("Transpose",)
     spreads = True
     dtypes = FLOATS
-    examples = (
-        "agraph (float[N,2,1,6] q, float[N,5,4] x) => (float[N,2,1,5] y) <float[4,12] w = {1,2,3,4,5,6,7,8,9,8,7,6,5,4,"
-        "3,2,1,2,3,4,5,6,7,8,9,8,7,6,5,4,3,2,1,2,3,4,5,6,7,8,9,1,2,3,4,5,6,7}, "
-        "float[12] b = {1,2,3,4,5,6,7,8,9,8,7,6}, int64[4] s = {0,0,2,6}> "
-        "{ k = MatMul(x, w) l = Add(k, b) r = Reshape(l, s) "
-        "t = Transpose<perm=[0,2,3,1]>(r) y = MatMul(q, t) }",
-        "agraph (float[1,2,2,9] q, float[1,3,2] x) => (float[1,2,2,3] y) <float[2,18] w = "
-        "{1,2,3,4,5,6,7,8,9,8,7,6,5,4,3,2,1,2,3,4,5,6,7,8,9,8,7,6,5,4,3,2,1,2,3,4}, int64[4] s = {1,-1,2,9}> "
-        "{ k = MatMul(x, w) r = Reshape(k, s) t = Transpose<perm=[0,2,3,1]>(r) y = MatMul(q, t) }",
-        "agraph (float[1,2,1,3] q, float[1,S,2] x) => (float[1,2,1,S] y) <float[2,6] w = {1,2,3,4,5,6,7,8,9,8,7,6}, "
-        "int64[4] s = {1,-1,2,3}> { k = MatMul(x, w) r = Reshape(k, s) t = Transpose<perm=[0,2,3,1]>(r) "
-        "y = MatMul(q, t) }",
+    examples = graphs(
+        "(float[N,2,1,6] q, float[N,5,4] x) => (float[N,2,1,5] y) <float[4,12] w = "
+        "{1,2,3,4,5,6,7,8,9,8,7,6,5,4,3,2,1,2,3,4,5,6,7,8,9,8,7,6,5,4,3,2,1,2,3,4,5,6,7,8,9,1,2,3,4,5,6,7}, float[12] "
+        "b = {1,2,3,4,5,6,7,8,9,8,7,6}> { k = MatMul(x, w) l = Add(k, b) r = Reshape(l, [0, 0, 2, 6]) t = "
+        "Transpose<perm=[0,2,3,1]>(r) y = MatMul(q, t) }",
+        "(float[1,2,2,9] q, float[1,3,2] x) => (float[1,2,2,3] y) <float[2,18] w = "
+        "{1,2,3,4,5,6,7,8,9,8,7,6,5,4,3,2,1,2,3,4,5,6,7,8,9,8,7,6,5,4,3,2,1,2,3,4}> { k = MatMul(x, w) r = Reshape(k, "
+        "[1, -1, 2, 9]) t = Transpose<perm=[0,2,3,1]>(r) y = MatMul(q, t) }",
+        "(float[1,2,1,3] q, float[1,S,2] x) => (float[1,2,1,S] y) <float[2,6] w = {1,2,3,4,5,6,7,8,9,8,7,6}> { k = "
+        "MatMul(x, w) r = Reshape(k, [1, -1, 2, 3]) t = Transpose<perm=[0,2,3,1]>(r) y = MatMul(q, t) }",
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
@@ -1376,23 +1292,21 @@ class PushValueWeightsBehindScores(RegionRule):
     survivors: ClassVar[Mapping[str, str]] = {
         "omit Reshape (call 2)": "scores of one sequence times its rows broadcast: a product for each head"
     }
-    near_misses = (
-        "agraph (float[1,2,2,3] p, float[2,3,2] x) => (float[2,2,2,9] y) <float[2,18] w = "
-        "{1,2,3,4,5,6,7,8,9,8,7,6,5,4,3,2,1,2,3,4,5,6,7,8,9,8,7,6,5,4,3,2,1,2,3,4}, int64[4] s = {2,-1,2,9}> "
-        "{ k = MatMul(x, w) r = Reshape(k, s) t = Transpose<perm=[0,2,1,3]>(r) y = MatMul(p, t) }",
+    near_misses = graphs(
+        "(float[1,2,2,3] p, float[2,3,2] x) => (float[2,2,2,9] y) <float[2,18] w = "
+        "{1,2,3,4,5,6,7,8,9,8,7,6,5,4,3,2,1,2,3,4,5,6,7,8,9,8,7,6,5,4,3,2,1,2,3,4}> { k = MatMul(x, w) r = Reshape(k, "
+        "[2, -1, 2, 9]) t = Transpose<perm=[0,2,1,3]>(r) y = MatMul(p, t) }",
     )
-    examples = (
-        "agraph (float[N,2,1,5] p, float[N,5,4] x) => (float[N,2,1,6] y) <float[4,12] w = {1,2,3,4,5,6,7,8,9,8,7,6,5,4,"
-        "3,2,1,2,3,4,5,6,7,8,9,8,7,6,5,4,3,2,1,2,3,4,5,6,7,8,9,1,2,3,4,5,6,7}, "
-        "float[12] b = {1,2,3,4,5,6,7,8,9,8,7,6}, int64[4] s = {0,0,2,6}> "
-        "{ k = MatMul(x, w) l = Add(k, b) r = Reshape(l, s) "
-        "t = Transpose<perm=[0,2,1,3]>(r) y = MatMul(p, t) }",
-        "agraph (float[1,2,2,3] p, float[1,3,2] x) => (float[1,2,2,9] y) <float[2,18] w = "
-        "{1,2,3,4,5,6,7,8,9,8,7,6,5,4,3,2,1,2,3,4,5,6,7,8,9,8,7,6,5,4,3,2,1,2,3,4}, int64[4] s = {1,-1,2,9}> "
-        "{ k = MatMul(x, w) r = Reshape(k, s) t = Transpose<perm=[0,2,1,3]>(r) y = MatMul(p, t) }",
-        "agraph (float[1,2,1,S] p, float[1,S,2] x) => (float[1,2,1,3] y) <float[2,6] w = {1,2,3,4,5,6,7,8,9,8,7,6}, "
-        "int64[4] s = {1,-1,2,3}> { k = MatMul(x, w) r = Reshape(k, s) t = Transpose<perm=[0,2,1,3]>(r) "
-        "y = MatMul(p, t) }",
+    examples = graphs(
+        "(float[N,2,1,5] p, float[N,5,4] x) => (float[N,2,1,6] y) <float[4,12] w = "
+        "{1,2,3,4,5,6,7,8,9,8,7,6,5,4,3,2,1,2,3,4,5,6,7,8,9,8,7,6,5,4,3,2,1,2,3,4,5,6,7,8,9,1,2,3,4,5,6,7}, float[12] "
+        "b = {1,2,3,4,5,6,7,8,9,8,7,6}> { k = MatMul(x, w) l = Add(k, b) r = Reshape(l, [0, 0, 2, 6]) t = "
+        "Transpose<perm=[0,2,1,3]>(r) y = MatMul(p, t) }",
+        "(float[1,2,2,3] p, float[1,3,2] x) => (float[1,2,2,9] y) <float[2,18] w = "
+        "{1,2,3,4,5,6,7,8,9,8,7,6,5,4,3,2,1,2,3,4,5,6,7,8,9,8,7,6,5,4,3,2,1,2,3,4}> { k = MatMul(x, w) r = Reshape(k, "
+        "[1, -1, 2, 9]) t = Transpose<perm=[0,2,1,3]>(r) y = MatMul(p, t) }",
+        "(float[1,2,1,S] p, float[1,S,2] x) => (float[1,2,1,3] y) <float[2,6] w = {1,2,3,4,5,6,7,8,9,8,7,6}> { k = "
+        "MatMul(x, w) r = Reshape(k, [1, -1, 2, 3]) t = Transpose<perm=[0,2,1,3]>(r) y = MatMul(p, t) }",
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
@@ -1424,19 +1338,18 @@ class PushWeightsOutOfAttention(RegionRule):
     dtypes = FLOATS
     anchors = ("Attention",)
     reads_from = ("Transpose",)
-    examples = (
-        "agraph (float[1,2,1,6] q, float[1,5,4] x, float[1,1,1,5] m) => (float[1,2,1,6] y) <float[4,12] w = "
+    examples = graphs(
+        "(float[1,2,1,6] q, float[1,5,4] x, float[1,1,1,5] m) => (float[1,2,1,6] y) <float[4,12] w = "
         "{1,2,3,4,5,6,7,8,9,8,7,6,5,4,3,2,1,2,3,4,5,6,7,8,9,8,7,6,5,4,3,2,1,2,3,4,5,6,7,8,9,1,2,3,4,5,6,7}, "
         "float[4,12] v = "
-        "{7,6,5,4,3,2,1,1,2,3,4,5,4,3,2,1,1,2,3,4,5,6,7,8,9,1,2,3,4,5,6,7,6,5,4,3,2,1,2,3,4,5,6,7,8,9,8,7}, "
-        "float[12] b = {1,2,3,4,5,6,7,8,9,8,7,6}, int64[4] s = {0,0,2,6}> "
-        "{ k = MatMul(x, w) l = Add(k, b) r = Reshape(l, s) t = Transpose<perm=[0,2,1,3]>(r) "
-        "e = MatMul(x, v) f = Reshape(e, s) g = Transpose<perm=[0,2,1,3]>(f) y = Attention<scale=0.5>(q, t, g, m) }",
-        "agraph (float[1,2,1,3] q, float[1,S,2] x, float[1,S,2] z) => (float[1,2,1,3] y) "
-        "<float[2,6] w = {1,2,3,4,5,6,7,8,9,8,7,6}, float[2,6] v = {3,2,1,4,5,6,7,8,2,1,2,3}, "
-        "float[6] b = {1,2,3,4,5,6}, int64[4] s = {1,-1,2,3}> { k = MatMul(x, w) r = Reshape(k, s) "
-        "t = Transpose<perm=[0,2,1,3]>(r) e = MatMul(z, v) l = Add(b, e) f = Reshape(l, s) "
-        "g = Transpose<perm=[0,2,1,3]>(f) y = Attention(q, t, g) }",
+        "{7,6,5,4,3,2,1,1,2,3,4,5,4,3,2,1,1,2,3,4,5,6,7,8,9,1,2,3,4,5,6,7,6,5,4,3,2,1,2,3,4,5,6,7,8,9,8,7}, float[12] "
+        "b = {1,2,3,4,5,6,7,8,9,8,7,6}> { k = MatMul(x, w) l = Add(k, b) r = Reshape(l, [0, 0, 2, 6]) t = "
+        "Transpose<perm=[0,2,1,3]>(r) e = MatMul(x, v) f = Reshape(e, [0, 0, 2, 6]) g = Transpose<perm=[0,2,1,3]>(f) "
+        "y = Attention<scale=0.5>(q, t, g, m) }",
+        "(float[1,2,1,3] q, float[1,S,2] x, float[1,S,2] z) => (float[1,2,1,3] y) <float[2,6] w = "
+        "{1,2,3,4,5,6,7,8,9,8,7,6}, float[2,6] v = {3,2,1,4,5,6,7,8,2,1,2,3}> { k = MatMul(x, w) r = Reshape(k, [1, "
+        "-1, 2, 3]) t = Transpose<perm=[0,2,1,3]>(r) e = MatMul(z, v) l = Add([1.0, 2, 3, 4, 5, 6], e) f = Reshape(l, "
+        "[1, -1, 2, 3]) g = Transpose<perm=[0,2,1,3]>(f) y = Attention(q, t, g) }",
     )
     survivors: ClassVar[Mapping[str, str]] = {
         "drop: the batches differ": "Attention takes what is of one batch, whatever its dimension is called"

@@ -25,6 +25,7 @@ from rewrite_rules.access import (
     shuffles,
 )
 from rewrite_rules.axes import axis_of, front, fronts, int_attr, ints_input, perm_of, slice_numbers
+from rewrite_rules.examples import graphs
 from xrlflow.ir import ABSENT, Dim, DType, Node, Value
 from xrlflow.ir.dims import LARGEST
 from xrlflow.rewrite import AnyRule, Lit, Op, Reader, Refused, Region, RegionRule, Val, worthwhile
@@ -389,97 +390,76 @@ class MergeMovement(RegionRule):
 
     anchors = (*_PLAIN, "Concat")
     reads_from = MOVES
-    examples = (
+    examples = graphs(
         # Reshape, Transpose, Reshape that are a Transpose; that are nothing.
-        "agraph (float[N,6,4] x) => (float[N,4,6] y) { s = Constant<value_ints=[0,2,3,4]>() "
-        "t = Constant<value_ints=[0,4,6]>() a = Reshape(x, s) b = Transpose<perm=[0,3,1,2]>(a) y = Reshape(b, t) }",
-        "agraph (float[2,3,4,5] x) => (float[2,3,4,5] y) { s = Constant<value_ints=[2,5,12]>() "
-        "t = Constant<value_ints=[2,5,3,4]>() a = Transpose<perm=[0,3,1,2]>(x) b = Reshape(a, s) "
-        "c = Reshape(b, t) y = Transpose<perm=[0,2,3,1]>(c) }",
+        "(float[N,6,4] x) => (float[N,4,6] y) { a = Reshape(x, [0, 2, 3, 4]) b = Transpose<perm=[0,3,1,2]>(a) y = "
+        "Reshape(b, [0, 4, 6]) }",
+        "(float[2,3,4,5] x) => (float[2,3,4,5] y) { a = Transpose<perm=[0,3,1,2]>(x) b = Reshape(a, [2, 5, 12]) c = "
+        "Reshape(b, [2, 5, 3, 4]) y = Transpose<perm=[0,2,3,1]>(c) }",
         # A shuffle of channels and one back.
-        "agraph (float[N,6,5] x) => (float[N,6,5] y) { s = Constant<value_ints=[0,2,3,5]>() "
-        "t = Constant<value_ints=[0,6,5]>() u = Constant<value_ints=[0,3,2,5]>() a = Reshape(x, s) "
-        "b = Transpose<perm=[0,2,1,3]>(a) c = Reshape(b, t) d = Reshape(c, u) e = Transpose<perm=[0,2,1,3]>(d) "
-        "f = Reshape(e, t) y = Neg(f) }",
+        "(float[N,6,5] x) => (float[N,6,5] y) { a = Reshape(x, [0, 2, 3, 5]) b = Transpose<perm=[0,2,1,3]>(a) c = "
+        "Reshape(b, [0, 6, 5]) d = Reshape(c, [0, 3, 2, 5]) e = Transpose<perm=[0,2,1,3]>(d) f = Reshape(e, [0, 6, "
+        "5]) y = Neg(f) }",
         # Strided slices put together (Focus), in the order of SpaceToDepth and in another.
-        "agraph (float[N,3,4,6] x) => (float[N,12,2,3] y) { h = Constant<value_ints=[2]>() "
-        "w = Constant<value_ints=[3]>() z = Constant<value_ints=[0]>() o = Constant<value_ints=[1]>() "
-        "e = Constant<value_ints=[9]>() "
-        "p = Slice(x, z, e, h, h) q = Slice(x, o, e, h, h) a = Slice(p, z, e, w, h) b = Slice(q, z, e, w, h) "
-        "c = Slice(p, o, e, w, h) d = Slice(q, o, e, w, h) y = Concat<axis=1>(a, c, b, d) }",
-        "agraph (float[N,2,4,6] x) => (float[N,8,2,3] y) { h = Constant<value_ints=[2]>() "
-        "w = Constant<value_ints=[3]>() z = Constant<value_ints=[0]>() o = Constant<value_ints=[1]>() "
-        "e = Constant<value_ints=[9]>() "
-        "p = Slice(x, z, e, h, h) q = Slice(x, o, e, h, h) a = Slice(p, z, e, w, h) b = Slice(q, z, e, w, h) "
-        "c = Slice(p, o, e, w, h) d = Slice(q, o, e, w, h) y = Concat<axis=1>(a, b, c, d) }",
+        "(float[N,3,4,6] x) => (float[N,12,2,3] y) { p = Slice(x, [0], [9], [2], [2]) q = Slice(x, [1], [9], [2], "
+        "[2]) a = Slice(p, [0], [9], [3], [2]) b = Slice(q, [0], [9], [3], [2]) c = Slice(p, [1], [9], [3], [2]) d = "
+        "Slice(q, [1], [9], [3], [2]) y = Concat<axis=1>(a, c, b, d) }",
+        "(float[N,2,4,6] x) => (float[N,8,2,3] y) { p = Slice(x, [0], [9], [2], [2]) q = Slice(x, [1], [9], [2], [2]) "
+        "a = Slice(p, [0], [9], [3], [2]) b = Slice(q, [0], [9], [3], [2]) c = Slice(p, [1], [9], [3], [2]) d = "
+        "Slice(q, [1], [9], [3], [2]) y = Concat<axis=1>(a, b, c, d) }",
         # Pixel shuffle by hand, in both orders.
-        "agraph (float[N,8,3,5] x) => (float[N,2,6,10] y) { s = Constant<value_ints=[-1,2,2,2,3,5]>() "
-        "t = Constant<value_ints=[-1,2,6,10]>() a = Reshape(x, s) b = Transpose<perm=[0,1,4,2,5,3]>(a) "
-        "y = Reshape(b, t) }",
-        "agraph (float[2,18,2,3] x) => (float[2,2,6,9] y) { s = Constant<value_ints=[2,3,3,2,2,3]>() "
-        "t = Constant<value_ints=[2,2,6,9]>() a = Reshape(x, s) b = Transpose<perm=[0,3,4,1,5,2]>(a) "
-        "y = Reshape(b, t) }",
+        "(float[N,8,3,5] x) => (float[N,2,6,10] y) { a = Reshape(x, [-1, 2, 2, 2, 3, 5]) b = "
+        "Transpose<perm=[0,1,4,2,5,3]>(a) y = Reshape(b, [-1, 2, 6, 10]) }",
+        "(float[2,18,2,3] x) => (float[2,2,6,9] y) { a = Reshape(x, [2, 3, 3, 2, 2, 3]) b = "
+        "Transpose<perm=[0,3,4,1,5,2]>(a) y = Reshape(b, [2, 2, 6, 9]) }",
         # Slices of slices, with steps.
-        "agraph (float[N,12] x) => (float[N,3] y) { i = Constant<value_ints=[1]>() p = Constant<value_ints=[10]>() "
-        "q = Constant<value_ints=[0]>() r = Constant<value_ints=[-2]>() e = Constant<value_ints=[5]>() "
-        "a = Slice(x, p, q, i, r) y = Slice(a, q, e, i, i) }",
+        "(float[N,12] x) => (float[N,3] y) { a = Slice(x, [10], [0], [1], [-2]) y = Slice(a, [0], [5], [1], [1]) }",
         # The shift of a window.
-        "agraph (float[N,7,3] x) => (float[N,7,3] y) { i = Constant<value_ints=[1]>() p = Constant<value_ints=[3]>() "
-        "q = Constant<value_ints=[0]>() e = Constant<value_ints=[7]>() a = Slice(x, p, e, i) b = Slice(x, q, p, i) "
-        "y = Concat<axis=1>(a, b) }",
+        "(float[N,7,3] x) => (float[N,7,3] y) { a = Slice(x, [3], [7], [1]) b = Slice(x, [0], [3], [1]) y = "
+        "Concat<axis=1>(a, b) }",
         # The parts of a Split in another order.
-        "agraph (float[N,6,2] x) => (float[N,6,2] y) { a, b, c = Split<axis=1, num_outputs=3>(x) "
-        "y = Concat<axis=1>(c, a, b) }",
+        "(float[N,6,2] x) => (float[N,6,2] y) { a, b, c = Split<axis=1, num_outputs=3>(x) y = Concat<axis=1>(c, a, b) "
+        "}",
         # Repeated, then cut.
-        "agraph (float[N,1,4] x) => (float[N,2,4] y) { s = Constant<value_ints=[1,5,4]>() "
-        "i = Constant<value_ints=[1]>() p = Constant<value_ints=[3]>() a = Expand(x, s) y = Slice(a, i, p, i) }",
-        "agraph (float[2,3] x) => (float[2,3] y) { s = Constant<value_ints=[1,3]>() i = Constant<value_ints=[1]>() "
-        "p = Constant<value_ints=[3]>() q = Constant<value_ints=[6]>() a = Tile(x, s) y = Slice(a, p, q, i) }",
+        "(float[N,1,4] x) => (float[N,2,4] y) { a = Expand(x, [1, 5, 4]) y = Slice(a, [1], [3], [1]) }",
+        "(float[2,3] x) => (float[2,3] y) { a = Tile(x, [1, 3]) y = Slice(a, [3], [6], [1]) }",
         # Padded twice; padded, and what was put in cut off again.
-        "agraph (float[N,3,4] x) => (float[N,6,6] y) { p = Constant<value_ints=[0,1,0,0,2,0]>() "
-        "q = Constant<value_ints=[0,0,1,0,0,1]>() a = Pad(x, p) y = Pad(a, q) }",
-        "agraph (float[N,3] x) => (float[N,3] y) { p = Constant<value_ints=[0,1,0,2]>() i = Constant<value_ints=[1]>() "
-        "e = Constant<value_ints=[4]>() a = Pad(x, p) b = Slice(a, i, e, i) y = Neg(b) }",
+        "(float[N,3,4] x) => (float[N,6,6] y) { a = Pad(x, [0, 1, 0, 0, 2, 0]) y = Pad(a, [0, 0, 1, 0, 0, 1]) }",
+        "(float[N,3] x) => (float[N,3] y) { a = Pad(x, [0, 1, 0, 2]) b = Slice(a, [1], [4], [1]) y = Neg(b) }",
         # A permutation of Gathers.
-        "agraph (float[N,6,3] x) => (float[N,6,3] y) { i = Constant<value_ints=[0,3,1,4,2,5]>() "
-        "j = Constant<value_ints=[0,2,4,1,3,5]>() a = Gather<axis=1>(x, i) b = Gather<axis=1>(a, j) y = Neg(b) }",
+        "(float[N,6,3] x) => (float[N,6,3] y) { a = Gather<axis=1>(x, [0, 3, 1, 4, 2, 5]) b = Gather<axis=1>(a, [0, "
+        "2, 4, 1, 3, 5]) y = Neg(b) }",
         # One position of a transposed tensor.
-        "agraph (float[2,3,4] x) => (float[2,3] y) { i = Constant<value_int=1>() a = Transpose<perm=[2,0,1]>(x) "
-        "y = Gather(a, i) }",
-        "agraph (float[N,M,3] x) => (float[N,M,1,3] y) <int64[1] i = {1}> "
-        "{ a = Unsqueeze(x, i) b = Transpose<perm=[0,2,1,3]>(a) y = Relu(b) }",
-        "agraph (float[N,M,1,3] x) => (float[1,N,M,3] y) <int64[1] i = {2}, int64[1] j = {1}> "
-        "{ a = Squeeze(x, i) b = Unsqueeze(a, j) c = Transpose<perm=[1,0,2,3]>(b) y = Relu(c) }",
-        "agraph (float[N,1,M,3] x) => (float[N,M,3,1] y) <int64[1] i = {2}, int64[1] j = {-1}> "
-        "{ a = Transpose<perm=[0,2,1,3]>(x) b = Squeeze(a, i) d = Unsqueeze(b, j) y = Relu(d) }",
-        "agraph (float[2,6,4] x) => (float[2,4,4] y) <int64[6] p = {0,0,-1,0,0,-1}> "
-        "{ a = Transpose<perm=[0,2,1]>(x) b = Pad(a, p) d = Transpose<perm=[0,2,1]>(b) y = Relu(d) }",
-        "agraph (float[2,6,4] x) => (float[2,6,4] y) <int64[6] p = {0,1,-2,0,-1,1}> "
-        "{ a = Transpose<perm=[0,2,1]>(x) b = Pad(a, p) d = Transpose<perm=[0,2,1]>(b) y = Relu(d) }",
-        "agraph (float[2,6,4] x) => (float[2,12,4] y) <int64[3] p = {1,1,2}> "
-        "{ a = Transpose<perm=[0,2,1]>(x) b = Tile(a, p) d = Transpose<perm=[0,2,1]>(b) y = Relu(d) }",
-        "agraph (float[1,6,4] x) => (float[6,4,1] y) <int64[1] p = {2}> "
-        "{ a = Transpose<perm=[1,0,2]>(x) b = Squeeze(a) d = Unsqueeze(b, p) y = Relu(d) }",
-        "agraph (float[1,8,3,2] x) => (float[1,3,2,8] y) <int64[1] p = {2}> "
-        "{ a = DepthToSpace<blocksize=2>(x) b = SpaceToDepth<blocksize=2>(a) "
+        "(float[2,3,4] x) => (float[2,3] y) { a = Transpose<perm=[2,0,1]>(x) y = Gather(a, 1) }",
+        "(float[N,M,3] x) => (float[N,M,1,3] y) { a = Unsqueeze(x, [1]) b = Transpose<perm=[0,2,1,3]>(a) y = Relu(b) }",
+        "(float[N,M,1,3] x) => (float[1,N,M,3] y) { a = Squeeze(x, [2]) b = Unsqueeze(a, [1]) c = "
+        "Transpose<perm=[1,0,2,3]>(b) y = Relu(c) }",
+        "(float[N,1,M,3] x) => (float[N,M,3,1] y) { a = Transpose<perm=[0,2,1,3]>(x) b = Squeeze(a, [2]) d = "
+        "Unsqueeze(b, [-1]) y = Relu(d) }",
+        "(float[2,6,4] x) => (float[2,4,4] y) { a = Transpose<perm=[0,2,1]>(x) b = Pad(a, [0, 0, -1, 0, 0, -1]) d = "
+        "Transpose<perm=[0,2,1]>(b) y = Relu(d) }",
+        "(float[2,6,4] x) => (float[2,6,4] y) { a = Transpose<perm=[0,2,1]>(x) b = Pad(a, [0, 1, -2, 0, -1, 1]) d = "
+        "Transpose<perm=[0,2,1]>(b) y = Relu(d) }",
+        "(float[2,6,4] x) => (float[2,12,4] y) { a = Transpose<perm=[0,2,1]>(x) b = Tile(a, [1, 1, 2]) d = "
+        "Transpose<perm=[0,2,1]>(b) y = Relu(d) }",
+        "(float[1,6,4] x) => (float[6,4,1] y) { a = Transpose<perm=[1,0,2]>(x) b = Squeeze(a) d = Unsqueeze(b, [2]) y "
+        "= Relu(d) }",
+        "(float[1,8,3,2] x) => (float[1,3,2,8] y) { a = DepthToSpace<blocksize=2>(x) b = SpaceToDepth<blocksize=2>(a) "
         "d = Transpose<perm=[0,2,3,1]>(b) y = Relu(d) }",
-        "agraph (float[1,8,3,2] x) => (float[1,3,2,8] y) <int64[1] p = {2}> "
-        '{ a = DepthToSpace<blocksize=2,mode="CRD">(x) b = SpaceToDepth<blocksize=2>(a) '
-        "d = Transpose<perm=[0,2,3,1]>(b) y = Relu(d) }",
-        "agraph (float[2,12] x) => (float[2,6] y) <int64[2] p = {1,0}, int64[6] q = {1,3,5,7,9,11}> "
-        "{ a = Gather(x, p) b = Gather<axis=1>(a, q) y = Relu(b) }",
-        "agraph (float[1,8,3,2] x) => (float[1,6,4,2] y) <int64[6] s = {1,2,2,2,3,2}, int64[4] t = {1,2,6,4}> "
-        "{ a = Reshape(x, s) b = Transpose<perm=[0,3,4,1,5,2]>(a) d = Reshape(b, t) "
-        "e = Transpose<perm=[0,2,3,1]>(d) y = Relu(e) }",
-        "agraph (float[1,12,3,2] x) => (float[1,24,3] y) <int64[3] s = {1,3,24}> "
-        "{ a = DepthToSpace<blocksize=2>(x) b = Reshape(a, s) d = Transpose<perm=[0,2,1]>(b) y = Relu(d) }",
+        '(float[1,8,3,2] x) => (float[1,3,2,8] y) { a = DepthToSpace<blocksize=2,mode="CRD">(x) b = '
+        "SpaceToDepth<blocksize=2>(a) d = Transpose<perm=[0,2,3,1]>(b) y = Relu(d) }",
+        "(float[2,12] x) => (float[2,6] y) { a = Gather(x, [1, 0]) b = Gather<axis=1>(a, [1, 3, 5, 7, 9, 11]) y = "
+        "Relu(b) }",
+        "(float[1,8,3,2] x) => (float[1,6,4,2] y) { a = Reshape(x, [1, 2, 2, 2, 3, 2]) b = "
+        "Transpose<perm=[0,3,4,1,5,2]>(a) d = Reshape(b, [1, 2, 6, 4]) e = Transpose<perm=[0,2,3,1]>(d) y = Relu(e) }",
+        "(float[1,12,3,2] x) => (float[1,24,3] y) { a = DepthToSpace<blocksize=2>(x) b = Reshape(a, [1, 3, 24]) d = "
+        "Transpose<perm=[0,2,1]>(b) y = Relu(d) }",
         # What follows is moved by numbers that are not known.
-        "agraph (float[N,6] x, float[N,2] z) => (float[A,B] y) <int64[1] i = {1}, int64[1] p = {5}, int64[1] q = {3}> "
-        "{ s = Shape(z) a = Slice(x, i, p, i) b = Slice(a, i, q, i) y = Reshape(b, s) }",
+        "(float[N,6] x, float[N,2] z) => (float[A,B] y) { s = Shape(z) a = Slice(x, [1], [5], [1]) b = Slice(a, [1], "
+        "[3], [1]) y = Reshape(b, s) }",
         # The first is read elsewhere, and better left.
-        "agraph (float[2,3,4] x) => (float[2,2,3] y, float[2,4,3] z) <int64[1] o = {0}, int64[1] i = {1}, "
-        "int64[1] p = {3}, int64[1] q = {2}> "
-        "{ a = Transpose<perm=[0,2,1]>(x) b = Slice(a, o, p, i) y = Slice(b, o, q, i) z = Relu(a) }",
+        "(float[2,3,4] x) => (float[2,2,3] y, float[2,4,3] z) { a = Transpose<perm=[0,2,1]>(x) b = Slice(a, [0], [3], "
+        "[1]) y = Slice(b, [0], [2], [1]) z = Relu(a) }",
         *(
             "agraph (float[2,3,4] x) => (float[2,3,4] y) <int64[3] s = {2,4,3}> { a = Transpose<perm=[0,2,1]>(x) "
             f"b = Flatten{axis}(a) c = Reshape(b, s) d = Transpose<perm=[0,2,1]>(c) y = Relu(d) }}"
@@ -577,14 +557,13 @@ class PushMovementIntoConcat(RegionRule):
 
     anchors = _PLAIN
     reads_from = MOVES
-    examples = (
-        "agraph (float[N,3] x, float[N,3] z) => (float[N,3,2] y) { i = Constant<value_ints=[1]>() a = Unsqueeze(x, i) "
-        "b = Unsqueeze(z, i) c = Concat<axis=1>(a, b) y = Transpose<perm=[0,2,1]>(c) }",
-        "agraph (float[N,2,3] x, float[N,4,3] z) => (float[6,N,3] y) { a = Transpose<perm=[0,2,1]>(x) "
-        "b = Transpose<perm=[0,2,1]>(z) c = Concat<axis=2>(a, b) y = Transpose<perm=[2,0,1]>(c) }",
-        "agraph (float[2,4] x, float[2,4] z) => (float[16] y) { s = Constant<value_ints=[2,2,2]>() "
-        "t = Constant<value_ints=[16]>() a = Reshape(x, s) b = Reshape(z, s) c = Concat<axis=1>(a, b) "
-        "d = Transpose<perm=[1,0,2]>(c) e = Transpose<perm=[1,0,2]>(d) y = Reshape(e, t) }",
+    examples = graphs(
+        "(float[N,3] x, float[N,3] z) => (float[N,3,2] y) { a = Unsqueeze(x, [1]) b = Unsqueeze(z, [1]) c = "
+        "Concat<axis=1>(a, b) y = Transpose<perm=[0,2,1]>(c) }",
+        "(float[N,2,3] x, float[N,4,3] z) => (float[6,N,3] y) { a = Transpose<perm=[0,2,1]>(x) b = "
+        "Transpose<perm=[0,2,1]>(z) c = Concat<axis=2>(a, b) y = Transpose<perm=[2,0,1]>(c) }",
+        "(float[2,4] x, float[2,4] z) => (float[16] y) { a = Reshape(x, [2, 2, 2]) b = Reshape(z, [2, 2, 2]) c = "
+        "Concat<axis=1>(a, b) d = Transpose<perm=[1,0,2]>(c) e = Transpose<perm=[1,0,2]>(d) y = Reshape(e, [16]) }",
     )
     survivors: ClassVar[Mapping[str, str]] = {
         "attribute axis of Concat (call 4)": "beside a dimension of 1 the numbers lie the same, and are flattened"
@@ -631,13 +610,13 @@ class ReplaceMovement(RegionRule):
     """
 
     anchors = ("Gather", "Expand", "DepthToSpace", "SpaceToDepth")
-    examples = (
-        "agraph (float[N,6] x) => (float[N,3] y) { i = Constant<value_ints=[2,3,4]>() y = Gather<axis=1>(x, i) }",
-        "agraph (float[N,6] x) => (float[N,3] y) { i = Constant<value_ints=[-1,-3,-5]>() y = Gather<axis=1>(x, i) }",
-        "agraph (float[N,1,4] x) => (float[N,4] y) { i = Constant<value_int=0>() y = Gather<axis=1>(x, i) }",
-        "agraph (float[3,4] x) => (float[1,1,3,4] y) { s = Constant<value_ints=[1,1,3,1]>() y = Expand(x, s) }",
-        'agraph (float[N,8,1,1] x) => (float[N,2,2,2] y) { y = DepthToSpace<blocksize=2, mode="CRD">(x) }',
-        "agraph (float[2,1,2,2] x) => (float[2,4,1,1] y) { y = SpaceToDepth<blocksize=2>(x) }",
+    examples = graphs(
+        "(float[N,6] x) => (float[N,3] y) { y = Gather<axis=1>(x, [2, 3, 4]) }",
+        "(float[N,6] x) => (float[N,3] y) { y = Gather<axis=1>(x, [-1, -3, -5]) }",
+        "(float[N,1,4] x) => (float[N,4] y) { y = Gather<axis=1>(x, 0) }",
+        "(float[3,4] x) => (float[1,1,3,4] y) { y = Expand(x, [1, 1, 3, 1]) }",
+        '(float[N,8,1,1] x) => (float[N,2,2,2] y) { y = DepthToSpace<blocksize=2, mode="CRD">(x) }',
+        "(float[2,1,2,2] x) => (float[2,4,1,1] y) { y = SpaceToDepth<blocksize=2>(x) }",
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:

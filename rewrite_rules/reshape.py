@@ -7,6 +7,7 @@ from typing import Any
 
 from rewrite_rules.axes import axis_of, data_inputs, fronts, ints_input, rank_of, reshape_numbers, same_dims
 from rewrite_rules.elementwise import read_once
+from rewrite_rules.examples import graphs
 from xrlflow.ir import Dim, Node, Value
 from xrlflow.ops.axes import BROADCAST, UNARY
 from xrlflow.rewrite import AnyRule, Captures, Op, Reader, Region, RegionRule, Rule, Val, require, worthwhile
@@ -34,11 +35,9 @@ class MergeReshapes(RegionRule):
 
     anchors = VIEWS
     reads_from = VIEWS
-    examples = (
-        "agraph (float[N,3,4] x) => (float[N,12] y) "
-        "{ i = Constant<value_ints=[1]>() s = Constant<value_ints=[0, 12]>() a = Unsqueeze(x, i) y = Reshape(a, s) }",
-        "agraph (float[N,3,4] x) => (float[N,3,4] y) { i = Constant<value_ints=[3]>() "
-        "a = Unsqueeze(x, i) b = Squeeze(a, i) y = Relu(b) }",
+    examples = graphs(
+        "(float[N,3,4] x) => (float[N,12] y) { a = Unsqueeze(x, [1]) y = Reshape(a, [0, 12]) }",
+        "(float[N,3,4] x) => (float[N,3,4] y) { a = Unsqueeze(x, [3]) b = Squeeze(a, [3]) y = Relu(b) }",
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
@@ -170,12 +169,10 @@ class PushReshapeDown(_PushDown):
     """f(reshape(x)) -> reshape(f(x))  for f element by element, of one input;  the other views alike."""
 
     anchors = UNARY
-    examples = (
-        "agraph (float[N,3,4] x) => (float[N,12] y) "
-        "{ s = Constant<value_ints=[0, -1]>() a = Reshape(x, s) y = Relu(a) }",
-        "agraph (float[N,3] x) => (float[N,1,3] y) { i = Constant<value_ints=[1]>() a = Unsqueeze(x, i) y = Tanh(a) }",
-        "agraph (float[2,6] x) => (float[3,4] y) "
-        "{ s = Constant<value_ints=[3, 4]>() a = Reshape<allowzero=1>(x, s) y = Sigmoid(a) }",
+    examples = graphs(
+        "(float[N,3,4] x) => (float[N,12] y) { a = Reshape(x, [0, -1]) y = Relu(a) }",
+        "(float[N,3] x) => (float[N,1,3] y) { a = Unsqueeze(x, [1]) y = Tanh(a) }",
+        "(float[2,6] x) => (float[3,4] y) { a = Reshape<allowzero=1>(x, [3, 4]) y = Sigmoid(a) }",
     )
 
 
@@ -183,10 +180,9 @@ class PushReshapeUp(_PushUp):
     """reshape(f(x)) -> f(reshape(x))  for f element by element, of one input;  the other views alike."""
 
     reads_from = UNARY
-    examples = (
-        "agraph (float[N,3,4] x) => (float[N,12] y) "
-        "{ s = Constant<value_ints=[0, -1]>() a = Relu(x) y = Reshape(a, s) }",
-        "agraph (float[N,3,4] x) => (float[N,12] y) { a = Relu(x) y = Flatten(a) }",
+    examples = graphs(
+        "(float[N,3,4] x) => (float[N,12] y) { a = Relu(x) y = Reshape(a, [0, -1]) }",
+        "(float[N,3,4] x) => (float[N,12] y) { a = Relu(x) y = Flatten(a) }",
     )
 
 
@@ -197,11 +193,9 @@ class PushReshapesDown(_PushDown):
     """
 
     anchors = BROADCAST
-    examples = (
-        "agraph (float[N,3,4] x, float[4] b) => (float[M,4] y) "
-        "{ s = Constant<value_ints=[-1, 4]>() a = Reshape(x, s) y = Add(a, b) }",
-        "agraph (float[N,3,4] x, float[N,3,4] z) => (float[N,12] y) "
-        "{ a = Flatten(x) b = Flatten(z) y = Mul(a, b) }",
+    examples = graphs(
+        "(float[N,3,4] x, float[4] b) => (float[M,4] y) { a = Reshape(x, [-1, 4]) y = Add(a, b) }",
+        "(float[N,3,4] x, float[N,3,4] z) => (float[N,12] y) { a = Flatten(x) b = Flatten(z) y = Mul(a, b) }",
     )
 
 
@@ -212,11 +206,10 @@ class PushReshapesUp(_PushUp):
     """
 
     reads_from = BROADCAST
-    examples = (
-        "agraph (float[N,3,4] x, float[4] b) => (float[M,4] y) "
-        "{ s = Constant<value_ints=[-1, 4]>() a = Add(x, b) y = Reshape(a, s) }",
-        "agraph (float[N,12] x, float[N,3,4] z) => (float[N,3,4] y) { t = Constant<value_ints=[0, 3, 4]>() "
-        "a = Flatten(z) b = Add(x, a) y = Reshape(b, t) }",
+    examples = graphs(
+        "(float[N,3,4] x, float[4] b) => (float[M,4] y) { a = Add(x, b) y = Reshape(a, [-1, 4]) }",
+        "(float[N,12] x, float[N,3,4] z) => (float[N,3,4] y) { a = Flatten(z) b = Add(x, a) y = Reshape(b, [0, 3, 4]) "
+        "}",
     )
 
 
@@ -235,15 +228,12 @@ class PushReshapeThroughMatMul(RegionRule):
 
     anchors = ("MatMul",)
     reads_from = VIEWS
-    examples = (
-        "agraph (float[2,3,4] x, float[4,5] w) => (float[6,5] y) "
-        "{ s = Constant<value_ints=[6, 4]>() a = Reshape(x, s) y = MatMul(a, w) }",
-        "agraph (float[N,M,4] x, float[4,5] w) => (float[N,M,1,5] y) "
-        "{ s = Constant<value_ints=[0, 0, 1, 4]>() a = Reshape(x, s) y = MatMul(a, w) }",
+    examples = graphs(
+        "(float[2,3,4] x, float[4,5] w) => (float[6,5] y) { a = Reshape(x, [6, 4]) y = MatMul(a, w) }",
+        "(float[N,M,4] x, float[4,5] w) => (float[N,M,1,5] y) { a = Reshape(x, [0, 0, 1, 4]) y = MatMul(a, w) }",
     )
-    near_misses = (
-        "agraph (float[2,6] x, float[4,5] w) => (float[3,5] y) "
-        "{ s = Constant<value_ints=[3, 4]>() a = Reshape(x, s) y = MatMul(a, w) }",
+    near_misses = graphs(
+        "(float[2,6] x, float[4,5] w) => (float[3,5] y) { a = Reshape(x, [3, 4]) y = MatMul(a, w) }",
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
@@ -266,13 +256,11 @@ class PushReshapeIntoMatMul(RegionRule):
 
     nonempty = True
     anchors = VIEWS
-    examples = (
-        "agraph (float[2,3,4] x, float[4,5] w) => (float[6,5] y) "
-        "{ s = Constant<value_ints=[6, 5]>() a = MatMul(x, w) y = Reshape(a, s) }",
+    examples = graphs(
+        "(float[2,3,4] x, float[4,5] w) => (float[6,5] y) { a = MatMul(x, w) y = Reshape(a, [6, 5]) }",
     )
-    near_misses = (
-        "agraph (float[2,3,4] x, float[4,0] w) => (float[5,0] y) "
-        "{ s = Constant<value_ints=[5, 0]>() a = MatMul(x, w) y = Reshape<allowzero=1>(a, s) }",
+    near_misses = graphs(
+        "(float[2,3,4] x, float[4,0] w) => (float[5,0] y) { a = MatMul(x, w) y = Reshape<allowzero=1>(a, [5, 0]) }",
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
@@ -299,9 +287,9 @@ class PullUnsqueezeOutOfConcat(RegionRule):
 
     anchors = ("Concat",)
     reads_from = ("Unsqueeze",)
-    examples = (
-        "agraph (float[N,3] x, float[N,3] z) => (float[N,2,3] y) { i = Constant<value_ints=[1]>() "
-        "a = Unsqueeze(x, i) b = Unsqueeze(z, i) y = Concat<axis=1>(a, b) }",
+    examples = graphs(
+        "(float[N,3] x, float[N,3] z) => (float[N,2,3] y) { a = Unsqueeze(x, [1]) b = Unsqueeze(z, [1]) y = "
+        "Concat<axis=1>(a, b) }",
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:

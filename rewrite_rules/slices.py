@@ -11,6 +11,7 @@ import numpy as np
 
 from rewrite_rules.axes import axis_of, known, rank_of, reshape_numbers, same_dims, slice_numbers
 from rewrite_rules.elementwise import BROADCAST, UNARY, is_unary, read_once, unary_form
+from rewrite_rules.examples import graphs
 from rewrite_rules.reshape import VIEWS, maker, makers
 from xrlflow.ir import Dim, Node, Value
 from xrlflow.rewrite import AnyRule, Op, Reader, Refused, Region, RegionRule, Val, require, worthwhile
@@ -120,12 +121,10 @@ class MergeConcatOfPieces(RegionRule):
     """
 
     anchors = ("Concat",)
-    examples = (
-        "agraph (float[N,6] x) => (float[N,6] y) { s = Constant<value_ints=[1, 2, 3]>() "
-        "a, b, c = Split<axis=1>(x, s) y = Concat<axis=1>(a, b, c) }",
-        "agraph (float[N,6] x, float[N,2] z) => (float[N,6] y) { i = Constant<value_ints=[1]>() "
-        "p = Constant<value_ints=[1]>() q = Constant<value_ints=[3]>() r = Constant<value_ints=[5]>() "
-        "a = Slice(x, p, q, i) b = Slice(x, q, r, i) y = Concat<axis=1>(a, z, a, b) }",
+    examples = graphs(
+        "(float[N,6] x) => (float[N,6] y) { a, b, c = Split<axis=1>(x, [1, 2, 3]) y = Concat<axis=1>(a, b, c) }",
+        "(float[N,6] x, float[N,2] z) => (float[N,6] y) { a = Slice(x, [1], [3], [1]) b = Slice(x, [3], [5], [1]) y = "
+        "Concat<axis=1>(a, z, a, b) }",
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
@@ -167,13 +166,11 @@ class MergeStackOfPieces(RegionRule):
     """
 
     anchors = ("Concat",)
-    examples = (
-        "agraph (float[2,3,4] x) => (float[6,4] y) { i = Constant<value_int=0>() j = Constant<value_int=1>() "
-        "k = Constant<value_int=2>() a = Gather<axis=1>(x, i) b = Gather<axis=1>(x, j) c = Gather<axis=1>(x, k) "
-        "y = Concat<axis=0>(a, b, c) }",
-        "agraph (float[3,N,4] x) => (float[N,2,4] y) { i = Constant<value_int=2>() j = Constant<value_int=0>() "
-        "p = Constant<value_ints=[1]>() a = Gather(x, i) b = Gather(x, j) c = Unsqueeze(a, p) d = Unsqueeze(b, p) "
-        "y = Concat<axis=1>(c, d) }",
+    examples = graphs(
+        "(float[2,3,4] x) => (float[6,4] y) { a = Gather<axis=1>(x, 0) b = Gather<axis=1>(x, 1) c = Gather<axis=1>(x, "
+        "2) y = Concat<axis=0>(a, b, c) }",
+        "(float[3,N,4] x) => (float[N,2,4] y) { a = Gather(x, 2) b = Gather(x, 0) c = Unsqueeze(a, [1]) d = "
+        "Unsqueeze(b, [1]) y = Concat<axis=1>(c, d) }",
     )
     near_misses = tuple(
         f"agraph ({kind} x) => (float[K,L] y) <int64 i = {{0}}, int64 j = {{1}}, int64[2] s = {{{shape}}}> {{"
@@ -235,11 +232,9 @@ class MergeSlices(RegionRule):
     """x[a:b][c:d] -> x[a+c:a+d]  along one axis; also of a Split's output, and Gather for the second."""
 
     anchors = ("Slice", "Gather")
-    examples = (
-        "agraph (float[N,6] x) => (float[N,2] y) { i = Constant<value_ints=[1]>() p = Constant<value_ints=[1]>() "
-        "q = Constant<value_ints=[5]>() r = Constant<value_ints=[3]>() a = Slice(x, p, q, i) y = Slice(a, p, r, i) }",
-        "agraph (float[N,6] x) => (float[N] y, float[N,2] z) { i = Constant<value_int=1>() "
-        "s = Constant<value_ints=[2, 4]>() z, b = Split<axis=1>(x, s) y = Gather<axis=1>(b, i) }",
+    examples = graphs(
+        "(float[N,6] x) => (float[N,2] y) { a = Slice(x, [1], [5], [1]) y = Slice(a, [1], [3], [1]) }",
+        "(float[N,6] x) => (float[N] y, float[N,2] z) { z, b = Split<axis=1>(x, [2, 4]) y = Gather<axis=1>(b, 1) }",
     )
     near_misses = tuple(
         f"agraph (float[N,6] x) => (float[N,{size}] y) <int64[1] i = {{1}}, int64[1] p = {{5}},"
@@ -268,9 +263,8 @@ class MergeSliceAxes(RegionRule):
     """slice(slice(x, axis i), axis j) -> slice(x, axes i and j)."""
 
     anchors = ("Slice",)
-    examples = (
-        "agraph (float[N,6] x) => (float[A,2] y) { i = Constant<value_ints=[1]>() p = Constant<value_ints=[1]>() "
-        "j = Constant<value_ints=[0]>() q = Constant<value_ints=[3]>() a = Slice(x, p, q, i) y = Slice(a, p, q, j) }",
+    examples = graphs(
+        "(float[N,6] x) => (float[A,2] y) { a = Slice(x, [1], [3], [1]) y = Slice(a, [1], [3], [0]) }",
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
@@ -292,9 +286,8 @@ class MergeConcats(RegionRule):
     """concat(a, concat(b, c), d) -> concat(a, b, c, d)  along one axis."""
 
     anchors = ("Concat",)
-    examples = (
-        "agraph (float[N,2] x, float[N,3] z) => (float[N,7] y) "
-        "{ a = Concat<axis=1>(x, z) y = Concat<axis=1>(a, x) }",
+    examples = graphs(
+        "(float[N,2] x, float[N,3] z) => (float[N,7] y) { a = Concat<axis=1>(x, z) y = Concat<axis=1>(a, x) }",
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
@@ -354,14 +347,13 @@ class CancelSplitOfConcat(RegionRule):
 
     anchors = ("Split",)
     reads_from = ("Concat",)
-    examples = (
-        "agraph (float[N,2] x, float[N,3] z, float[N,1] w) => (float[N,2] a, float[N,4] b) { "
-        "s = Constant<value_ints=[2, 4]>() c = Concat<axis=1>(x, z, w) p, q = Split<axis=1>(c, s) "
-        "a = Relu(p) b = Neg(q) }",
+    examples = graphs(
+        "(float[N,2] x, float[N,3] z, float[N,1] w) => (float[N,2] a, float[N,4] b) { c = Concat<axis=1>(x, z, w) p, "
+        "q = Split<axis=1>(c, [2, 4]) a = Relu(p) b = Neg(q) }",
     )
-    near_misses = (
-        "agraph (float[N,2] x, float[N,3] z) => (float[N,2] a, float[N,0] b, float[N,3] d) { "
-        "s = Constant<value_ints=[2, 0, 3]>() c = Concat<axis=1>(x, z) a, b, d = Split<axis=1>(c, s) }",
+    near_misses = graphs(
+        "(float[N,2] x, float[N,3] z) => (float[N,2] a, float[N,0] b, float[N,3] d) { c = Concat<axis=1>(x, z) a, b, "
+        "d = Split<axis=1>(c, [2, 0, 3]) }",
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
@@ -385,12 +377,9 @@ class PushSliceIntoConcat(RegionRule):
 
     anchors = ("Slice", "Gather")
     reads_from = ("Concat",)
-    examples = (
-        "agraph (float[N,2] x, float[N,3] z) => (float[N,2] y) { i = Constant<value_ints=[1]>() "
-        "p = Constant<value_ints=[3]>() q = Constant<value_ints=[5]>() c = Concat<axis=1>(x, z) "
-        "y = Slice(c, p, q, i) }",
-        "agraph (float[N,2] x, float[N,3] z) => (float[N] y) { i = Constant<value_int=3>() "
-        "c = Concat<axis=1>(x, z) y = Gather<axis=1>(c, i) }",
+    examples = graphs(
+        "(float[N,2] x, float[N,3] z) => (float[N,2] y) { c = Concat<axis=1>(x, z) y = Slice(c, [3], [5], [1]) }",
+        "(float[N,2] x, float[N,3] z) => (float[N] y) { c = Concat<axis=1>(x, z) y = Gather<axis=1>(c, 3) }",
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
@@ -414,9 +403,9 @@ class MergeSplits(RegionRule):
     """split(split(x)[i]) -> split(x)  along one axis, into all the parts of both."""
 
     anchors = ("Split",)
-    examples = (
-        "agraph (float[N,6] x) => (float[N,2] a, float[N,1] b, float[N,3] c) { s = Constant<value_ints=[2, 4]>() "
-        "t = Constant<value_ints=[1, 3]>() a, r = Split<axis=1>(x, s) b, c = Split<axis=1>(r, t) }",
+    examples = graphs(
+        "(float[N,6] x) => (float[N,2] a, float[N,1] b, float[N,3] c) { a, r = Split<axis=1>(x, [2, 4]) b, c = "
+        "Split<axis=1>(r, [1, 3]) }",
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
@@ -441,9 +430,8 @@ class ReplaceSplitBySlice(RegionRule):
     """split(x) -> slice(x)  when only one part is read."""
 
     anchors = ("Split",)
-    examples = (
-        "agraph (float[N,6] x) => (float[N,4] y) "
-        "{ s = Constant<value_ints=[2, 4]>() a, b = Split<axis=1>(x, s) y = Relu(b) }",
+    examples = graphs(
+        "(float[N,6] x) => (float[N,4] y) { a, b = Split<axis=1>(x, [2, 4]) y = Relu(b) }",
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
@@ -464,14 +452,11 @@ class MergePiecesIntoSplit(RegionRule):
     """
 
     anchors = ("Slice", "Gather")
-    examples = (
-        "agraph (float[N,3] x) => (float[N] a, float[N,2] b) { i = Constant<value_int=0>() "
-        "p = Constant<value_ints=[1]>() q = Constant<value_ints=[3]>() a = Gather<axis=1>(x, i) "
-        "b = Slice(x, p, q, p) }",
+    examples = graphs(
+        "(float[N,3] x) => (float[N] a, float[N,2] b) { a = Gather<axis=1>(x, 0) b = Slice(x, [1], [3], [1]) }",
     )
-    near_misses = (
-        "agraph (float[N,M] x) => (float[N] a, float[N] b) <int64 i = {0}, int64 j = {1}>"
-        " { a = Gather<axis=1>(x, i) b = Gather<axis=1>(x, j) }",
+    near_misses = graphs(
+        "(float[N,M] x) => (float[N] a, float[N] b) { a = Gather<axis=1>(x, 0) b = Gather<axis=1>(x, 1) }",
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
@@ -566,8 +551,8 @@ class PushUnaryIntoConcat(_PushIntoConcat):
     """f(concat(x, y)) -> concat(f(x), f(y))  for f element by element, of one input."""
 
     anchors = UNARY
-    examples = (
-        "agraph (float[N,2] x, float[N,3] z) => (float[N,5] y) { a = Concat<axis=1>(x, z) y = Relu(a) }",
+    examples = graphs(
+        "(float[N,2] x, float[N,3] z) => (float[N,5] y) { a = Concat<axis=1>(x, z) y = Relu(a) }",
     )
 
 
@@ -575,15 +560,15 @@ class PullUnaryOutOfConcat(_PullOutOfConcat):
     """concat(f(x), f(y)) -> f(concat(x, y))  for f element by element, of one input."""
 
     reads_from = UNARY
-    examples = (
-        "agraph (float[N,2] x, float[N,3] z) => (float[N,5] y) { a = Relu(x) b = Relu(z) y = Concat<axis=1>(a, b) }",
-        "agraph (float[N,2] x, float[N,3] z) => (float[N,5] y)"
-        " { a = LeakyRelu<alpha=0.5>(x) b = LeakyRelu<alpha=0.5>(z) y = Concat<axis=1>(a, b) }",
+    examples = graphs(
+        "(float[N,2] x, float[N,3] z) => (float[N,5] y) { a = Relu(x) b = Relu(z) y = Concat<axis=1>(a, b) }",
+        "(float[N,2] x, float[N,3] z) => (float[N,5] y) { a = LeakyRelu<alpha=0.5>(x) b = LeakyRelu<alpha=0.5>(z) y = "
+        "Concat<axis=1>(a, b) }",
     )
-    near_misses = (
-        "agraph (float[N,2] x, double[N,3] z) => (int64[N,5] y)"
-        " { a = Cast<to=7>(x) b = Cast<to=7>(z) y = Concat<axis=1>(a, b) }",
-        "agraph (float[N,2] x) => (float[N,2] y) { a = Relu(x) y = Concat<axis=1>(a) }",
+    near_misses = graphs(
+        "(float[N,2] x, double[N,3] z) => (int64[N,5] y) { a = Cast<to=7>(x) b = Cast<to=7>(z) y = Concat<axis=1>(a, "
+        "b) }",
+        "(float[N,2] x) => (float[N,2] y) { a = Relu(x) y = Concat<axis=1>(a) }",
     )
 
     def check(self, reader: Reader, node: Node, inner: Sequence[Node]) -> None:
@@ -600,13 +585,13 @@ class PushPoolIntoConcat(_PushIntoConcat):
 
     nonempty = True
     anchors = _POOLS
-    examples = (
-        "agraph (float[N,2,4,4] x, float[N,3,4,4] z) => (float[N,5,2,2] y) "
-        "{ a = Concat<axis=1>(x, z) y = MaxPool<kernel_shape=[2,2], strides=[2,2]>(a) }",
+    examples = graphs(
+        "(float[N,2,4,4] x, float[N,3,4,4] z) => (float[N,5,2,2] y) { a = Concat<axis=1>(x, z) y = "
+        "MaxPool<kernel_shape=[2,2], strides=[2,2]>(a) }",
     )
-    near_misses = (
-        "agraph (float[N,2,4,4] x, float[N,3,4,4] z) => (float[N,5,3,3] y, int64[N,5,3,3] i) "
-        "{ a = Concat<axis=1>(x, z) y, i = MaxPool<kernel_shape=[2,2]>(a) }",
+    near_misses = graphs(
+        "(float[N,2,4,4] x, float[N,3,4,4] z) => (float[N,5,3,3] y, int64[N,5,3,3] i) { a = Concat<axis=1>(x, z) y, i "
+        "= MaxPool<kernel_shape=[2,2]>(a) }",
     )
 
     def check(self, reader: Reader, node: Node, concat: Node) -> None:
@@ -619,15 +604,15 @@ class PullPoolOutOfConcat(_PullOutOfConcat):
     """concat(pool(x), pool(y)) -> pool(concat(x, y))  for a concat of channels."""
 
     reads_from = _POOLS
-    examples = (
-        "agraph (float[N,2,4,4] x, float[N,3,4,4] z) => (float[N,5,1,1] y) "
-        "{ a = GlobalMaxPool(x) b = GlobalMaxPool(z) y = Concat<axis=1>(a, b) }",
-        "agraph (float[N,2,4] x, float[N,3,4] z) => (float[N,5,3] y) "
-        "{ a = MaxPool<kernel_shape=[2]>(x) b = MaxPool<kernel_shape=[2]>(z) y = Concat<axis=1>(a, b) }",
+    examples = graphs(
+        "(float[N,2,4,4] x, float[N,3,4,4] z) => (float[N,5,1,1] y) { a = GlobalMaxPool(x) b = GlobalMaxPool(z) y = "
+        "Concat<axis=1>(a, b) }",
+        "(float[N,2,4] x, float[N,3,4] z) => (float[N,5,3] y) { a = MaxPool<kernel_shape=[2]>(x) b = "
+        "MaxPool<kernel_shape=[2]>(z) y = Concat<axis=1>(a, b) }",
     )
-    near_misses = (
-        "agraph (float[N,2,4] x, float[N,3,4] z) => (float[N,5,3] y, int64[N,2,3] i) "
-        "{ a, i = MaxPool<kernel_shape=[2]>(x) b, j = MaxPool<kernel_shape=[2]>(z) y = Concat<axis=1>(a, b) }",
+    near_misses = graphs(
+        "(float[N,2,4] x, float[N,3,4] z) => (float[N,5,3] y, int64[N,2,3] i) { a, i = MaxPool<kernel_shape=[2]>(x) "
+        "b, j = MaxPool<kernel_shape=[2]>(z) y = Concat<axis=1>(a, b) }",
     )
 
     def check(self, reader: Reader, node: Node, inner: Sequence[Node]) -> None:
@@ -643,10 +628,9 @@ class PushUnaryThroughSplit(RegionRule):
     """split(f(x)) -> f(split(x)), each part,  for f element by element, of one input."""
 
     anchors = ("Split",)
-    examples = (
-        "agraph (float[N,4] x) => (float[N,2] y, float[N,2] z) "
-        "{ a = Relu(x) y, z = Split<axis=1, num_outputs=2>(a) }",
-        "agraph (float[N,4] x) => (float[N,4] y) { a = Relu(x) y = Split<axis=1, num_outputs=1>(a) }",
+    examples = graphs(
+        "(float[N,4] x) => (float[N,2] y, float[N,2] z) { a = Relu(x) y, z = Split<axis=1, num_outputs=2>(a) }",
+        "(float[N,4] x) => (float[N,4] y) { a = Relu(x) y = Split<axis=1, num_outputs=1>(a) }",
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
@@ -668,14 +652,14 @@ class PullUnaryOutOfSplit(RegionRule):
     """f(split(x)), each part -> split(f(x))  for f element by element, of one input."""
 
     anchors = ("Split",)
-    examples = (
-        "agraph (float[N,4] x) => (float[N,2] y, float[N,2] z) "
-        "{ a, b = Split<axis=1, num_outputs=2>(x) y = Relu(a) z = Relu(b) }",
-        "agraph (float[N,4] x) => (float[N,2] y, float[N,2] z) "
-        "{ a, b = Split<axis=1, num_outputs=2>(x) y = Elu<alpha=0.5>(a) z = Elu<alpha=0.5>(b) }",
+    examples = graphs(
+        "(float[N,4] x) => (float[N,2] y, float[N,2] z) { a, b = Split<axis=1, num_outputs=2>(x) y = Relu(a) z = "
+        "Relu(b) }",
+        "(float[N,4] x) => (float[N,2] y, float[N,2] z) { a, b = Split<axis=1, num_outputs=2>(x) y = "
+        "Elu<alpha=0.5>(a) z = Elu<alpha=0.5>(b) }",
     )
-    near_misses = (
-        "agraph (float[N] x, float[1] u) => (float[N] y) { a = Split<num_outputs=1>(u) y = Clip(x, a) }",
+    near_misses = graphs(
+        "(float[N] x, float[1] u) => (float[N] y) { a = Split<num_outputs=1>(u) y = Clip(x, a) }",
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
@@ -755,18 +739,18 @@ class PullBinaryOutOfConcat(RegionRule):
     """
 
     anchors = ("Concat",)
-    examples = (
-        "agraph (float[N,2] x, float[N,3] z, float[2] a, float[3] b) => (float[N,5] y) "
-        "{ p = Add(x, a) q = Add(z, b) y = Concat<axis=1>(p, q) }",
-        "agraph (float[N,2] x, float[N,3] z, float[N,1] a) => (float[N,5] y) "
-        "{ p = Mul(x, a) q = Mul(z, a) y = Concat<axis=1>(p, q) }",
+    examples = graphs(
+        "(float[N,2] x, float[N,3] z, float[2] a, float[3] b) => (float[N,5] y) { p = Add(x, a) q = Add(z, b) y = "
+        "Concat<axis=1>(p, q) }",
+        "(float[N,2] x, float[N,3] z, float[N,1] a) => (float[N,5] y) { p = Mul(x, a) q = Mul(z, a) y = "
+        "Concat<axis=1>(p, q) }",
     )
-    near_misses = (
-        "agraph (float[N,2] x, float[N,3] z, int64[2] a, float[3] b) => (float[N,5] y) "
-        "{ p = Pow(x, a) q = Pow(z, b) y = Concat<axis=1>(p, q) }",
-        "agraph (float[N,2] x, float[2] a) => (float[N,4] y) { p = Add(x, a) y = Concat<axis=1>(p, p) }",
-        "agraph (float[N,2,3] x, float[N,4,3] z, float[2,3] a, float[4,1] b) => (float[N,6,3] y) "
-        "{ p = Add(x, a) q = Add(z, b) y = Concat<axis=1>(p, q) }",
+    near_misses = graphs(
+        "(float[N,2] x, float[N,3] z, int64[2] a, float[3] b) => (float[N,5] y) { p = Pow(x, a) q = Pow(z, b) y = "
+        "Concat<axis=1>(p, q) }",
+        "(float[N,2] x, float[2] a) => (float[N,4] y) { p = Add(x, a) y = Concat<axis=1>(p, p) }",
+        "(float[N,2,3] x, float[N,4,3] z, float[2,3] a, float[4,1] b) => (float[N,6,3] y) { p = Add(x, a) q = Add(z, "
+        "b) y = Concat<axis=1>(p, q) }",
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
@@ -819,22 +803,21 @@ class PullBinaryOutOfSplit(RegionRule):
     """
 
     anchors = ("Split",)
-    examples = (
-        "agraph (float[N,5] x) => (float[N,2] y, float[N,3] z) { s = Constant<value_ints=[2, 3]>() "
-        "c = Constant<value_floats=[1.0, 2.0]>() d = Constant<value_floats=[3.0, 4.0, 5.0]>() "
-        "a, b = Split<axis=1>(x, s) y = Add(a, c) z = Add(b, d) }",
+    examples = graphs(
+        "(float[N,5] x) => (float[N,2] y, float[N,3] z) { a, b = Split<axis=1>(x, [2, 3]) y = Add(a, [1.0, 2.0]) z = "
+        "Add(b, [3.0, 4.0, 5.0]) }",
     )
-    near_misses = (
-        "agraph (float[N,M] x, float w) => (float[N,K] y, float[N,K] z) <float[N,K] a, float[N,K] b>"
-        " { a, b = Split<axis=1, num_outputs=2>(x) y = Add(a, w) z = Add(b, w) }",
-        "agraph (float[N,4] x) => (float[N,2] y, float[N,2] z)"
-        " { a, b = Split<axis=1, num_outputs=2>(x) y = Mul(a, a) z = Mul(b, b) }",
-        "agraph (float[N,4] x, float[N,2] c) => (float[N,2] y, float[N,2] z)"
-        " { a, b = Split<axis=1, num_outputs=2>(x) y = Add(a, c) t = Relu(y) z = Add(b, t) }",
-        "agraph (float[2,4] x) => (float[2,2,2] y, float[2,2,2] z) <float[2,2,2] c = {1,2,3,4,5,6,7,8}>"
-        " { a, b = Split<axis=1, num_outputs=2>(x) y = Add(a, c) z = Add(b, c) }",
-        "agraph (float[1,4] x) => (float[2,2] y, float[2,2] z) <float[2,2] c = {1,2,3,4}, float[2,1] d = {5,6}>"
-        " { a, b = Split<axis=1, num_outputs=2>(x) y = Add(a, c) z = Add(b, d) }",
+    near_misses = graphs(
+        "(float[N,M] x, float w) => (float[N,K] y, float[N,K] z) <float[N,K] a, float[N,K] b> { a, b = Split<axis=1, "
+        "num_outputs=2>(x) y = Add(a, w) z = Add(b, w) }",
+        "(float[N,4] x) => (float[N,2] y, float[N,2] z) { a, b = Split<axis=1, num_outputs=2>(x) y = Mul(a, a) z = "
+        "Mul(b, b) }",
+        "(float[N,4] x, float[N,2] c) => (float[N,2] y, float[N,2] z) { a, b = Split<axis=1, num_outputs=2>(x) y = "
+        "Add(a, c) t = Relu(y) z = Add(b, t) }",
+        "(float[2,4] x) => (float[2,2,2] y, float[2,2,2] z) <float[2,2,2] c = {1,2,3,4,5,6,7,8}> { a, b = "
+        "Split<axis=1, num_outputs=2>(x) y = Add(a, c) z = Add(b, c) }",
+        "(float[1,4] x) => (float[2,2] y, float[2,2] z) <float[2,2] c = {1,2,3,4}, float[2,1] d = {5,6}> { a, b = "
+        "Split<axis=1, num_outputs=2>(x) y = Add(a, c) z = Add(b, d) }",
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
@@ -876,11 +859,10 @@ class PushBinaryIntoConcat(RegionRule):
 
     anchors = BROADCAST
     reads_from = ("Concat",)
-    examples = (
-        "agraph (float[N,2] x, float[N,3] z, float[N,1] b) => (float[N,5] y) "
-        "{ a = Concat<axis=1>(x, z) y = Add(a, b) }",
-        "agraph (float[N,2] x, float[N,3] z) => (float[N,5] y) "
-        "{ c = Constant<value_floats=[1.0, 2.0, 3.0, 4.0, 5.0]>() a = Concat<axis=1>(x, z) y = Mul(a, c) }",
+    examples = graphs(
+        "(float[N,2] x, float[N,3] z, float[N,1] b) => (float[N,5] y) { a = Concat<axis=1>(x, z) y = Add(a, b) }",
+        "(float[N,2] x, float[N,3] z) => (float[N,5] y) { a = Concat<axis=1>(x, z) y = Mul(a, [1.0, 2.0, 3.0, 4.0, "
+        "5.0]) }",
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:

@@ -22,6 +22,7 @@ from rewrite_rules.axes import (
     reshape_numbers,
 )
 from rewrite_rules.elementwise import made_by, read_once
+from rewrite_rules.examples import graphs
 from xrlflow.ir import Attrs, Node, Value
 from xrlflow.ops.axes import AXES, BROADCAST, REDUCTIONS, UNARY
 from xrlflow.rewrite import (
@@ -222,9 +223,9 @@ class PushTransposeDown(_PushDown):
     """f(transpose(x)) -> transpose(f(x))  for f element by element, of one input."""
 
     anchors = UNARY
-    examples = (
-        "agraph (float[N,3,2] x) => (float[N,2,3] y) { a = Transpose<perm=[0,2,1]>(x) y = Relu(a) }",
-        "agraph (float[N,3] x) => (double[3,N] y) { a = Transpose(x) y = Cast<to=11>(a) }",
+    examples = graphs(
+        "(float[N,3,2] x) => (float[N,2,3] y) { a = Transpose<perm=[0,2,1]>(x) y = Relu(a) }",
+        "(float[N,3] x) => (double[3,N] y) { a = Transpose(x) y = Cast<to=11>(a) }",
     )
 
 
@@ -232,7 +233,9 @@ class PushTransposeUp(_PushUp):
     """transpose(f(x)) -> f(transpose(x))  for f element by element, of one input."""
 
     reads_from = UNARY
-    examples = ("agraph (float[N,3,2] x) => (float[N,2,3] y) { a = Relu(x) y = Transpose<perm=[0,2,1]>(a) }",)
+    examples = graphs(
+        "(float[N,3,2] x) => (float[N,2,3] y) { a = Relu(x) y = Transpose<perm=[0,2,1]>(a) }",
+    )
 
 
 class PushTransposesDown(_PushDown):
@@ -242,18 +245,15 @@ class PushTransposesDown(_PushDown):
     """
 
     anchors = BROADCAST
-    examples = (
-        "agraph (float[N,3,2] x, float[N,3,2] z) => (float[N,2,3] y) "
-        "{ a = Transpose<perm=[0,2,1]>(x) b = Transpose<perm=[0,2,1]>(z) y = Add(a, b) }",
-        "agraph (float[N,3,2] x) => (float[N,2,3] y) "
-        "{ a = Transpose<perm=[0,2,1]>(x) c = Constant<value_floats=[1.0,2.0,3.0]>() y = Mul(a, c) }",
-        "agraph (float[2,3] x, float s) => (float[3,2] y) { a = Transpose(x) y = Mul(a, s) }",
+    examples = graphs(
+        "(float[N,3,2] x, float[N,3,2] z) => (float[N,2,3] y) { a = Transpose<perm=[0,2,1]>(x) b = "
+        "Transpose<perm=[0,2,1]>(z) y = Add(a, b) }",
+        "(float[N,3,2] x) => (float[N,2,3] y) { a = Transpose<perm=[0,2,1]>(x) y = Mul(a, [1.0, 2.0, 3.0]) }",
+        "(float[2,3] x, float s) => (float[3,2] y) { a = Transpose(x) y = Mul(a, s) }",
     )
-    near_misses = (
-        "agraph (float[3,2] x) => (float[2,2,3] y) <float[2,1,3] c = {1, 2, 3, 4, 5, 6}>"
-        " { a = Transpose(x) y = Mul(a, c) }",
-        "agraph (float s) => (float[3,2] y) <float[2,3] w = {1,2,3,4,5,6}> { a = Transpose(w) y = Mul(a, "
-        "s) }",
+    near_misses = graphs(
+        "(float[3,2] x) => (float[2,2,3] y) <float[2,1,3] c = {1, 2, 3, 4, 5, 6}> { a = Transpose(x) y = Mul(a, c) }",
+        "(float s) => (float[3,2] y) <float[2,3] w = {1,2,3,4,5,6}> { a = Transpose(w) y = Mul(a, s) }",
     )
 
 
@@ -264,12 +264,11 @@ class PushTransposesUp(_PushUp):
     """
 
     reads_from = BROADCAST
-    examples = (
-        "agraph (float[N,3,2] x, float[N,2,3] z) => (float[N,2,3] y) "
-        "{ a = Transpose<perm=[0,2,1]>(z) b = Add(x, a) y = Transpose<perm=[0,2,1]>(b) }",
-        "agraph (float[N,3,2] x) => (float[N,2,3] y) "
-        "{ c = Constant<value_floats=[1.0,2.0]>() a = Mul(x, c) y = Transpose<perm=[0,2,1]>(a) }",
-        "agraph (float[2,3] x, float s) => (float[3,2] y) { a = Mul(x, s) y = Transpose(a) }",
+    examples = graphs(
+        "(float[N,3,2] x, float[N,2,3] z) => (float[N,2,3] y) { a = Transpose<perm=[0,2,1]>(z) b = Add(x, a) y = "
+        "Transpose<perm=[0,2,1]>(b) }",
+        "(float[N,3,2] x) => (float[N,2,3] y) { a = Mul(x, [1.0, 2.0]) y = Transpose<perm=[0,2,1]>(a) }",
+        "(float[2,3] x, float s) => (float[3,2] y) { a = Mul(x, s) y = Transpose(a) }",
     )
 
     def gains(self, reader: Reader, data: Sequence[Value]) -> bool:
@@ -309,9 +308,8 @@ class PushTransposesThroughMatMul(Rule):
 class PushTransposeIntoMatMul(Rule):
     """transpose(x @ y) -> transpose(y) @ transpose(x)  when it exchanges the last two dimensions."""
 
-    examples = (
-        "agraph (float[2,3,4,5] x, float[5,6] z) => (float[2,3,6,4] y) { a = MatMul(x, z) y = "
-        "Transpose<perm=[0,1,3,2]>(a) }",
+    examples = graphs(
+        "(float[2,3,4,5] x, float[5,6] z) => (float[2,3,6,4] y) { a = MatMul(x, z) y = Transpose<perm=[0,1,3,2]>(a) }",
     )
 
     def source(self, op: Op, x: Any, y: Any) -> Any:
@@ -362,9 +360,9 @@ class PushTransposesThroughConcat(_PushDown):
     """
 
     anchors = ("Concat",)
-    examples = (
-        "agraph (float[N,3,2] x, float[N,3,4] z) => (float[N,6,3] y) "
-        "{ a = Transpose<perm=[0,2,1]>(x) b = Transpose<perm=[0,2,1]>(z) y = Concat<axis=1>(a, b) }",
+    examples = graphs(
+        "(float[N,3,2] x, float[N,3,4] z) => (float[N,6,3] y) { a = Transpose<perm=[0,2,1]>(x) b = "
+        "Transpose<perm=[0,2,1]>(z) y = Concat<axis=1>(a, b) }",
     )
 
 
@@ -372,9 +370,9 @@ class PushTransposeIntoConcat(_PushUp):
     """transpose(concat(x, y)) -> concat(transpose(x), transpose(y))  when a part is a transpose or constant."""
 
     reads_from = ("Concat",)
-    examples = (
-        "agraph (float[N,2,3] x, float[N,3,4] z) => (float[N,6,3] y) "
-        "{ a = Transpose<perm=[0,2,1]>(x) b = Concat<axis=2>(a, z) y = Transpose<perm=[0,2,1]>(b) }",
+    examples = graphs(
+        "(float[N,2,3] x, float[N,3,4] z) => (float[N,6,3] y) { a = Transpose<perm=[0,2,1]>(x) b = Concat<axis=2>(a, "
+        "z) y = Transpose<perm=[0,2,1]>(b) }",
     )
 
     def gains(self, reader: Reader, data: Sequence[Value]) -> bool:
@@ -385,11 +383,10 @@ class PushTransposeThroughSplit(_PushDown):
     """split(transpose(x)) -> transpose(split(x)), each part."""
 
     anchors = ("Split",)
-    examples = (
-        "agraph (float[N,3,4] x) => (float[N,2,3] y, float[N,2,3] z) "
-        "{ a = Transpose<perm=[0,2,1]>(x) y, z = Split<axis=1, num_outputs=2>(a) }",
-        "agraph (float[2,3,4] x) => (float[2,4,3] y) { a = Transpose<perm=[0,2,1]>(x) y = Split<axis=1, "
-        "num_outputs=1>(a) }",
+    examples = graphs(
+        "(float[N,3,4] x) => (float[N,2,3] y, float[N,2,3] z) { a = Transpose<perm=[0,2,1]>(x) y, z = Split<axis=1, "
+        "num_outputs=2>(a) }",
+        "(float[2,3,4] x) => (float[2,4,3] y) { a = Transpose<perm=[0,2,1]>(x) y = Split<axis=1, num_outputs=1>(a) }",
     )
 
 
@@ -397,10 +394,9 @@ class PushTransposesUpSplit(RegionRule):
     """transpose(split(x)), each part -> split(transpose(x))  for equal permutations."""
 
     anchors = ("Split",)
-    examples = (
-        "agraph (float[N,4,3] x) => (float[N,3,2] y, float[N,3,2] z) "
-        "{ a, b = Split<axis=1, num_outputs=2>(x) "
-        "y = Transpose<perm=[0,2,1]>(a) z = Transpose<perm=[0,2,1]>(b) }",
+    examples = graphs(
+        "(float[N,4,3] x) => (float[N,3,2] y, float[N,3,2] z) { a, b = Split<axis=1, num_outputs=2>(x) y = "
+        "Transpose<perm=[0,2,1]>(a) z = Transpose<perm=[0,2,1]>(b) }",
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
@@ -425,11 +421,9 @@ class PushTransposeThroughReduce(_PushDown):
     """reduce(transpose(x), axes) -> transpose(reduce(x, axes'))."""
 
     anchors = REDUCTIONS
-    examples = (
-        "agraph (float[N,3,4] x) => (float[N,4] y) "
-        "{ a = Transpose<perm=[0,2,1]>(x) i = Constant<value_ints=[2]>() y = ReduceMean<keepdims=0>(a, i) }",
-        "agraph (float[N,3,4] x) => (float[N,1,3] y) "
-        "{ a = Transpose<perm=[0,2,1]>(x) i = Constant<value_ints=[1]>() y = ReduceMax(a, i) }",
+    examples = graphs(
+        "(float[N,3,4] x) => (float[N,4] y) { a = Transpose<perm=[0,2,1]>(x) y = ReduceMean<keepdims=0>(a, [2]) }",
+        "(float[N,3,4] x) => (float[N,1,3] y) { a = Transpose<perm=[0,2,1]>(x) y = ReduceMax(a, [1]) }",
     )
 
 
@@ -437,13 +431,13 @@ class PushTransposeIntoReduce(_PushUp):
     """transpose(reduce(x, axes)) -> reduce(transpose(x), axes')  when it keeps dimensions and x is a transpose."""
 
     reads_from = REDUCTIONS
-    examples = (
-        "agraph (float[N,3,4] x) => (float[N,3,1] y) { a = Transpose<perm=[0,2,1]>(x) "
-        "i = Constant<value_ints=[1]>() b = ReduceMax(a, i) y = Transpose<perm=[0,2,1]>(b) }",
+    examples = graphs(
+        "(float[N,3,4] x) => (float[N,3,1] y) { a = Transpose<perm=[0,2,1]>(x) b = ReduceMax(a, [1]) y = "
+        "Transpose<perm=[0,2,1]>(b) }",
     )
-    near_misses = (
-        "agraph (float[N,3,4] x) => (float[1,1,1] y) { a = Transpose<perm=[0,2,1]>(x) b = ReduceMax(a) "
-        "y = Transpose<perm=[0,2,1]>(b) }",
+    near_misses = graphs(
+        "(float[N,3,4] x) => (float[1,1,1] y) { a = Transpose<perm=[0,2,1]>(x) b = ReduceMax(a) y = "
+        "Transpose<perm=[0,2,1]>(b) }",
     )
 
     def gains(self, reader: Reader, data: Sequence[Value]) -> bool:
@@ -454,8 +448,8 @@ class PushTransposeThroughSoftmax(_PushDown):
     """softmax(transpose(x), axis) -> transpose(softmax(x, axis'));  LogSoftmax alike."""
 
     anchors = ("Softmax", "LogSoftmax")
-    examples = (
-        "agraph (float[N,3,4] x) => (float[N,4,3] y) { a = Transpose<perm=[0,2,1]>(x) y = Softmax<axis=2>(a) }",
+    examples = graphs(
+        "(float[N,3,4] x) => (float[N,4,3] y) { a = Transpose<perm=[0,2,1]>(x) y = Softmax<axis=2>(a) }",
     )
 
 
@@ -463,8 +457,8 @@ class PushTransposeIntoSoftmax(_PushUp):
     """transpose(softmax(x, axis)) -> softmax(transpose(x), axis');  LogSoftmax alike."""
 
     reads_from = ("Softmax", "LogSoftmax")
-    examples = (
-        "agraph (float[N,3,4] x) => (float[N,4,3] y) { a = Softmax<axis=1>(x) y = Transpose<perm=[0,2,1]>(a) }",
+    examples = graphs(
+        "(float[N,3,4] x) => (float[N,4,3] y) { a = Softmax<axis=1>(x) y = Transpose<perm=[0,2,1]>(a) }",
     )
 
 

@@ -1,0 +1,44 @@
+"""Graphs for `examples` and `near_misses`, with their constants where they are read."""
+
+from __future__ import annotations
+
+import re
+
+_SIGNATURE = re.compile(
+    r"(?:agraph )?(\(.*?\) => \([^)]*\))\s*(?:<((?:[^<>{}]|\{[^}]*\})*)>)?\s*\{(.*)\}\s*", re.S
+)
+_INPUTS = re.compile(r"\(([^()]*)\)")
+# A number, or a list of numbers in brackets.
+_CONSTANT = re.compile(r"(?<![\w.])(?:\[([^\]]*)\]|(-?\d[\d.e]*))")
+
+
+def graphs(*texts: str) -> tuple[str, ...]:
+    """Graphs in ONNX's text form from shorter ones: `(float[6,2] x) => (float[2,2] y) { y = Slice(x, [1], [3]) }`.
+
+    Numbers, and lists of numbers, among a node's inputs become constants: of int64, or of float where one has a
+    decimal point. Raises ValueError for a text that is no graph.
+    """
+    return tuple(_graph(text) for text in texts)
+
+
+def _graph(text: str) -> str:
+    found = _SIGNATURE.fullmatch(text)
+    if found is None:
+        raise ValueError(f"this is no graph: {text}")
+    signature, given, body = found.groups()
+    constants: dict[str, str] = {}  # name by declaration
+
+    def named(constant: re.Match[str]) -> str:
+        listed, number = constant.groups()
+        values = [v for v in (listed or "").split(",") if v.strip()] if number is None else [number]
+        kind = "float" if any("." in v for v in values) else "int64"
+        shape = f"[{len(values)}]" if number is None else ""
+        return constants.setdefault(f"{kind}{shape} @ = {{{','.join(values)}}}", f"k{len(constants)}")
+
+    body = _INPUTS.sub(lambda inputs: f"({_CONSTANT.sub(named, inputs[1])})", body)
+    declared = [d.replace("@", name) for d, name in constants.items()] + ([given] if given else [])
+    return (
+        f"agraph {signature} <{', '.join(declared)}> {{{body}}}"
+        if declared
+        else f"agraph {signature} {{{body}}}"
+    )
