@@ -3,22 +3,9 @@
 from __future__ import annotations
 
 from xrlflow.ir import ABSENT, Attrs, Dim, Node, Value
+from xrlflow.ops.axes import BROADCAST as BROADCAST
+from xrlflow.ops.axes import UNARY as UNARY
 from xrlflow.rewrite import Reader
-
-# One data input. Clip's bounds are scalars, which no movement of the data touches.
-UNARY: tuple[str, ...] = (
-    *("Abs", "Acos", "Acosh", "Asin", "Asinh", "Atan", "Atanh", "BitwiseNot", "Cast", "Ceil", "Celu", "Clip"),
-    *("Cos", "Cosh", "Elu", "Erf", "Exp", "Floor", "Gelu", "HardSigmoid", "HardSwish", "IsInf", "IsNaN"),
-    *("LeakyRelu", "Log", "Mish", "Neg", "Not", "Reciprocal", "Relu", "Round", "Selu", "Shrink", "Sigmoid"),
-    *("Sign", "Sin", "Sinh", "Softplus", "Softsign", "Sqrt", "Tan", "Tanh", "ThresholdedRelu"),
-)
-
-# Several inputs, broadcast against each other.
-BROADCAST: tuple[str, ...] = (
-    *("Add", "And", "BitShift", "BitwiseAnd", "BitwiseOr", "BitwiseXor", "Div", "Equal", "Greater"),
-    *("GreaterOrEqual", "Less", "LessOrEqual", "Max", "Mean", "Min", "Mod", "Mul", "Or", "Pow", "Sub"),
-    *("Sum", "Where", "Xor"),
-)
 
 
 def is_unary(node: Node) -> bool:
