@@ -14,10 +14,12 @@ from typing import Any, ClassVar
 
 from rewrite_rules.axes import (
     axis_of,
+    data_inputs,
     fronts,
     int_attr,
     ints_input,
     keeps_axes,
+    known,
     own_axes,
     perm_of,
     reshape_numbers,
@@ -145,15 +147,12 @@ def _find_split(reader: Reader, node: Node, shape: Sequence[Dim]) -> Cut | None:
     if not read or (read[0] == 0 and read[-1] == len(node.outputs) - 1):
         return None
     axis = axis_of(node, len(shape))
-    sizes = [t.shape[axis] if t.shape is not None else None for t in node.types]
-    known = [s for s in sizes if isinstance(s, int)]
-    worthwhile(len(known) == len(sizes), "a part's size is not known")
+    sizes = known(sizes_along(reader, node.outputs, axis), "a part's size is not known")
     first, last = read[0], read[-1] + 1
-    start = sum(known[:first])
-    span = Span(start, start + sum(known[first:last]))
+    span = Span(sum(sizes[:first]), sum(sizes[:last]))
     worthwhile(span.stop > span.start, "the parts are empty")
     outputs = tuple(node.outputs[k] for k in read)
-    return Cut(node, ((axis, span),), outputs, sizes=tuple(known[first:last]), first=first)
+    return Cut(node, ((axis, span),), outputs, sizes=tuple(sizes[first:last]), first=first)
 
 
 def _find_cuts(reader: Reader, node: Node) -> list[Cut] | None:
@@ -288,7 +287,7 @@ _NOTHING = "the runtime is not asked to compute empty tensors: some of its kerne
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """How a cut passes an operator: what to take of each input (None: all of it), and what else changes."""
+    """How a cut passes an operator: what to take of its first inputs (None: all of one), and what else changes."""
 
     inputs: tuple[Taken | None, ...]
     extra: Any = None
@@ -350,8 +349,8 @@ class _PushSlice(RegionRule):
         for axis, span in _together(cuts, after):
             try:
                 at = axis if top == value else _through_view(before, after, axis)
-                known = span.length(after[axis]) is not None
-                require(known or inner.op not in self.needs_some, "there may be nothing left")
+                some = span.length(after[axis]) is not None
+                require(some or inner.op not in self.needs_some, "there may be nothing left")
                 ways[axis] = (at, span, self.way(reader, inner, at, span))
             except Refused as reason:
                 refused = reason
@@ -422,6 +421,17 @@ def _aligned(reader: Reader, values: Sequence[Value], axis: int, rank: int) -> l
     return axes
 
 
+def _repeated(reader: Reader, operand: Value, axis: int, rank: int, size: Dim) -> int | None:
+    """The axis of an operand that is one of so many dimensions; None where it is the same for all `size` positions."""
+    shape = () if operand == ABSENT else reader.val(operand).shape
+    at = axis - (rank - len(shape))
+    if at < 0 or shape[at] == 1:
+        return None
+    once = isinstance(shape[at], int) or (shape[at] is not None and shape[at] == size)
+    require(once, "an operand may be repeated")
+    return at
+
+
 def _axes_read(reader: Reader, node: Node, axis: int) -> list[int | None]:
     """The axis of each input that is one of a node's result (None: none); refuses one whose positions go together."""
     axes, own = AXES[node.op], own_axes(reader, node)
@@ -432,7 +442,7 @@ def _axes_read(reader: Reader, node: Node, axis: int) -> list[int | None]:
         axis = [i for i in range(_rank(reader, node.inputs[0])) if i not in own][axis]
     if axes.of == "broadcast":
         return _aligned(reader, node.inputs, axis, _rank(reader, node.outputs[0]))
-    return [axis if i == 0 or axes.of == "alike" else None for i in range(len(node.inputs))]
+    return [axis] * len(data_inputs(node)[0])
 
 
 class _PushSliceThroughParts(_PushSlice):
@@ -463,20 +473,20 @@ class PushSliceThroughUnary(_PushSlice):
         "(float[N,6] x) => (float[N] y) { a = Relu(x) y = Gather<axis=1>(a, 0) }",
         "(float[N,2,6] x) => (float[N,2,2] y) { a = Tanh(x) y = Slice(a, [1], [3], [2]) }",
         "(float[2,6] x) => (float[1,2,3] y) { a = Exp(x) b = Reshape(a, [2, 2, 3]) y = Slice(b, [0], [1], [0]) }",
-        "(float[5,4] x) => (float[1,4] y, float[2,4] z) { a = Sigmoid(x) y = Slice(a, [1], [2], [0]) z = Slice(a, "
-        "[2], [4], [0]) }",
+        "(float[5,4] x) => (float[1,4] y, float[2,4] z) "
+        "{ a = Sigmoid(x) y = Slice(a, [1], [2], [0]) z = Slice(a, [2], [4], [0]) }",
         "(float[6,2] x) => (float[2,2] y, float[1,2] z) { a = Erf(x) b, y, z, c = Split<axis=0>(a, [1, 2, 1, 2]) }",
         "(float[N,4,5] x) => (float[N,2,5] y) { a = Abs(x) y = Gather<axis=1>(a, [3, 0]) }",
         "(float[5,4] x) => (float[2,4] y) { a = Clip(x, -0.5, 0.5) y = Slice(a, [1], [3], [0]) }",
-        "(float[6,4] x) => (float[2,2,2] y) { a = Exp(x) b = Reshape(a, [6, 4, 1]) c = Reshape(b, [6, 2, 2]) y = "
-        "Slice(c, [1], [3], [0]) }",
+        "(float[6,4] x) => (float[2,2,2] y) "
+        "{ a = Exp(x) b = Reshape(a, [6, 4, 1]) c = Reshape(b, [6, 2, 2]) y = Slice(c, [1], [3], [0]) }",
     )
     near_misses = graphs(
-        "(float[2,6] x) => (float[1,2,3] y, float[1,2,3] z) { a = Exp(x) b = Reshape(a, [2, 2, 3]) y = Slice(b, [0], "
-        "[1], [0]) z = Slice(b, [1], [2], [0]) }",
+        "(float[2,6] x) => (float[1,2,3] y, float[1,2,3] z) "
+        "{ a = Exp(x) b = Reshape(a, [2, 2, 3]) y = Slice(b, [0], [1], [0]) z = Slice(b, [1], [2], [0]) }",
         "(float[4,6] x) => (float[2,12] y) { a = Softmax(x) b = Reshape(a, [4, 6, 1]) y = Slice(b, [1], [3], [0]) }",
-        "(int64[5] x) => (int64[2] y, int64[5,4] z) { a = Abs(x) y = Slice(a, [1], [3], [0]) z = OneHot(a, [4], [0, "
-        "1]) }",
+        "(int64[5] x) => (int64[2] y, int64[5,4] z) "
+        "{ a = Abs(x) y = Slice(a, [1], [3], [0]) z = OneHot(a, [4], [0, 1]) }",
         "(float[6,2] x) => (float[0,2] y) { a = Erf(x) y, z = Split<axis=0>(a, [0, 6]) }",
     )
 
@@ -505,18 +515,18 @@ class PushSliceThroughNormalization(_PushSlice):
         *("BatchNormalization", "InstanceNormalization"),
     )
     examples = graphs(
-        "(float[N,S,4] x, float[4] s, float[4] b) => (float[N,4] y) { a = LayerNormalization(x, s, b) y = "
-        "Gather<axis=1>(a, 0) }",
-        "(float[N,5,2,3] x, float[2,3] s) => (float[N,2,2,3] y) { a = LayerNormalization<axis=2>(x, s) y = Slice(a, "
-        "[1], [3], [1]) }",
+        "(float[N,S,4] x, float[4] s, float[4] b) => (float[N,4] y) "
+        "{ a = LayerNormalization(x, s, b) y = Gather<axis=1>(a, 0) }",
+        "(float[N,5,2,3] x, float[2,3] s) => (float[N,2,2,3] y) "
+        "{ a = LayerNormalization<axis=2>(x, s) y = Slice(a, [1], [3], [1]) }",
         "(float[N,5,4] x, float[4] s) => (float[N,2,4] y) { a = RMSNormalization(x, s) y = Slice(a, [1], [3], [1]) }",
         "(float[N,5,4] x) => (float[N,2,4] y) { a = LpNormalization<axis=2>(x) y = Slice(a, [1], [3], [1]) }",
-        "(float[N,3,5,4] x, float[3] s, float[3] b, float[3] m) => (float[N,3,2,4] y) { a = BatchNormalization(x, s, "
-        "b, m, [1.0, 2.0, 3.0]) y = Slice(a, [1], [3], [2]) }",
-        "(float[N,3,5] x, float[3] s, float[3] b, float[3] m) => (float[N,2,5] y) { a = BatchNormalization(x, s, b, "
-        "m, [1.0, 2.0, 3.0]) y = Slice(a, [1], [3], [1]) }",
-        "(float[N,3,5] x, float[3] s, float[3] b) => (float[N,2,5] y) { a = InstanceNormalization(x, s, b) y = "
-        "Slice(a, [1], [3], [1]) }",
+        "(float[N,3,5,4] x, float[3] s, float[3] b, float[3] m) => (float[N,3,2,4] y) "
+        "{ a = BatchNormalization(x, s, b, m, [1.0, 2.0, 3.0]) y = Slice(a, [1], [3], [2]) }",
+        "(float[N,3,5] x, float[3] s, float[3] b, float[3] m) => (float[N,2,5] y) "
+        "{ a = BatchNormalization(x, s, b, m, [1.0, 2.0, 3.0]) y = Slice(a, [1], [3], [1]) }",
+        "(float[N,3,5] x, float[3] s, float[3] b) => (float[N,2,5] y) "
+        "{ a = InstanceNormalization(x, s, b) y = Slice(a, [1], [3], [1]) }",
     )
 
     def way(self, reader: Reader, node: Node, axis: int, span: Span) -> Way:
@@ -526,7 +536,7 @@ class PushSliceThroughNormalization(_PushSlice):
         if node.op == "InstanceNormalization":
             require(axis < 2, "it is normalised along this axis")
         if axis != 1:
-            return _same(span, axis, *(None for _ in node.inputs[1:]))
+            return _same(span, axis)
         channels = {(reader.type(v).shape or (None, None))[min(i, 1) ^ 1] for i, v in enumerate(node.inputs)}
         require(len(channels) == 1 and None not in channels, "how many channels there are is not known")
         return _same(span, 1, *(0 for _ in node.inputs[1:]))
@@ -540,10 +550,10 @@ class PushSliceIntoMatMul(_PushSlice):
         "(float[N,S,4] x, float[4,3] w) => (float[N,3] y) { a = MatMul(x, w) y = Gather<axis=1>(a, 0) }",
         "(float[N,2,5,4] x, float[N,2,4,3] z) => (float[N,2,1,3] y) { a = MatMul(x, z) y = Slice(a, [4], [5], [2]) }",
         "(float[2,4] x, float[3,4,5] z) => (float[1,2,3] y) { a = MatMul(x, z) y = Slice(a, [1, 1], [2, 4], [0, 2]) }",
-        "(float[1,5,4] x, float[4,6] w) => (float[1,2,3] y) { a = MatMul(x, w) b = Reshape(a, [5, 2, 3]) c = "
-        "Gather(b, 4) y = Unsqueeze(c, [0]) }",
-        "(float[N,4] x, float[4,6] w) => (float[N,2] y, float[N,1] z) { a = MatMul(x, w) b, y, z, c = "
-        "Split<axis=1>(a, [1, 2, 1, 2]) }",
+        "(float[1,5,4] x, float[4,6] w) => (float[1,2,3] y) "
+        "{ a = MatMul(x, w) b = Reshape(a, [5, 2, 3]) c = Gather(b, 4) y = Unsqueeze(c, [0]) }",
+        "(float[N,4] x, float[4,6] w) => (float[N,2] y, float[N,1] z) "
+        "{ a = MatMul(x, w) b, y, z, c = Split<axis=1>(a, [1, 2, 1, 2]) }",
     )
     near_misses = graphs(
         "(float[5,6,4] x, float[4] w) => (float[2,6] y) { a = MatMul(x, w) y = Slice(a, [1], [3], [0]) }",
@@ -567,11 +577,11 @@ class PushSliceIntoGemm(_PushSlice):
     dtypes = FLOATS
     examples = graphs(
         "(float[N,4] x, float[3,4] w, float[3] b) => (float[3] y) { a = Gemm<transB=1>(x, w, b) y = Gather(a, 0) }",
-        "(float[4,5] x, float[4,3] w, float[5,1] b) => (float[2,3] y) { a = Gemm<transA=1, alpha=0.5>(x, w, b) y = "
-        "Slice(a, [1], [3], [0]) }",
+        "(float[4,5] x, float[4,3] w, float[5,1] b) => (float[2,3] y) "
+        "{ a = Gemm<transA=1, alpha=0.5>(x, w, b) y = Slice(a, [1], [3], [0]) }",
         "(float[N,4] x, float[4,6] w, float[6] b) => (float[N,2] y) { a = Gemm(x, w, b) y = Slice(a, [1], [3], [1]) }",
-        "(float[5,4] x, float[4,6] w) => (float[6] y) { a = Gemm(x, w) b = Reshape(a, [1, 5, 6]) c = "
-        "Gather<axis=1>(b, -1) y = Squeeze(c, [0]) }",
+        "(float[5,4] x, float[4,6] w) => (float[6] y) "
+        "{ a = Gemm(x, w) b = Reshape(a, [1, 5, 6]) c = Gather<axis=1>(b, -1) y = Squeeze(c, [0]) }",
     )
     near_misses = graphs(
         "(float[N,4] x, float[4,6] w, float[M] b) => (float[N,2] y) { a = Gemm(x, w, b) y = Slice(a, [1], [3], [1]) }",
@@ -580,19 +590,8 @@ class PushSliceIntoGemm(_PushSlice):
     def way(self, reader: Reader, node: Node, axis: int, span: Span) -> Way:
         rows, columns = int_attr(node, "transA", 0), 1 - int_attr(node, "transB", 0)
         first = (rows, None) if axis == 0 else (None, columns)
-        return _same(span, *first, *(self._bias_axis(reader, node, b, axis) for b in node.inputs[2:]))
-
-    @staticmethod
-    def _bias_axis(reader: Reader, node: Node, bias: Value, axis: int) -> int | None:
-        """The axis of the bias that is one of the product; None where it is the same for all positions."""
-        shape = () if bias == ABSENT else reader.val(bias).shape
-        at = axis - (2 - len(shape))
-        if at < 0 or shape[at] == 1:
-            return None
-        whole = reader.type(node.outputs[0]).shape or (None, None)
-        known = isinstance(shape[at], int) or (shape[at] is not None and shape[at] == whole[axis])
-        require(known, "the bias may be repeated")
-        return at
+        whole = reader.val(node.outputs[0]).shape[axis]
+        return _same(span, *first, *(_repeated(reader, b, axis, 2, whole) for b in node.inputs[2:]))
 
 
 class PushSliceIntoAttention(_PushSlice):
@@ -605,26 +604,26 @@ class PushSliceIntoAttention(_PushSlice):
     needs_some = operators
     dtypes = FLOATS
     examples = graphs(
-        "(float[N,2,5,4] q, float[N,2,3,4] k, float[N,2,3,4] v, float[1,1,5,3] m) => (float[N,2,1,4] y) { a = "
-        "Attention(q, k, v, m) y = Slice(a, [0], [1], [2]) }",
-        "(float[N,5,8] q, float[N,3,8] k, float[N,3,4] v) => (float[N,4] y) { a = Attention<q_num_heads=2, "
-        "kv_num_heads=2>(q, k, v) y = Gather<axis=1>(a, 4) }",
-        "(float[2,4,5,4] q, float[2,4,3,4] k, float[2,4,3,6] v) => (float[2,2,5,6] y) { a = Attention(q, k, v) y = "
-        "Slice(a, [1], [3], [1]) }",
-        "(float[2,4,5,4] q, float[2,4,3,4] k, float[2,4,3,6] v, float[2,4,5,3] m) => (float[2,2,5,6] y) { a = "
-        "Attention(q, k, v, m) y = Slice(a, [1], [3], [1]) }",
+        "(float[N,2,5,4] q, float[N,2,3,4] k, float[N,2,3,4] v, float[1,1,5,3] m) => (float[N,2,1,4] y) "
+        "{ a = Attention(q, k, v, m) y = Slice(a, [0], [1], [2]) }",
+        "(float[N,5,8] q, float[N,3,8] k, float[N,3,4] v) => (float[N,4] y) "
+        "{ a = Attention<q_num_heads=2, kv_num_heads=2>(q, k, v) y = Gather<axis=1>(a, 4) }",
+        "(float[2,4,5,4] q, float[2,4,3,4] k, float[2,4,3,6] v) => (float[2,2,5,6] y) "
+        "{ a = Attention(q, k, v) y = Slice(a, [1], [3], [1]) }",
+        "(float[2,4,5,4] q, float[2,4,3,4] k, float[2,4,3,6] v, float[2,4,5,3] m) => (float[2,2,5,6] y) "
+        "{ a = Attention(q, k, v, m) y = Slice(a, [1], [3], [1]) }",
     )
     near_misses = graphs(
-        "(float[N,2,5,4] q, float[N,2,3,4] k, float[N,2,3,4] v, float[1,1,L,3] m) => (float[N,2,1,4] y) { a = "
-        "Attention(q, k, v, m) y = Slice(a, [2], [3], [2]) }",
-        "(float[N,2,5,4] q, float[N,2,5,4] k, float[N,2,5,4] v) => (float[N,2,1,4] y) { a = Attention<is_causal=1>(q, "
-        "k, v) y = Slice(a, [2], [3], [2]) }",
-        "(float[2,4,5,4] q, float[2,2,3,4] k, float[2,2,3,6] v) => (float[2,2,5,6] y) { a = Attention(q, k, v) y = "
-        "Slice(a, [0], [2], [1]) }",
-        "(float[N,5,8] q, float[N,3,8] k, float[N,3,4] v) => (float[N,5,2] y) { a = Attention<q_num_heads=2, "
-        "kv_num_heads=2>(q, k, v) y = Slice(a, [0], [2], [2]) }",
-        "(float[2,4,5,4] q, float[2,4,3,4] k, float[2,4,3,6] v, float[2,4,2,4] s, float[2,4,2,6] t) => "
-        "(float[2,2,5,6] y) { a, b, c = Attention(q, k, v, , s, t) y = Slice(a, [1], [3], [1]) }",
+        "(float[N,2,5,4] q, float[N,2,3,4] k, float[N,2,3,4] v, float[1,1,L,3] m) => (float[N,2,1,4] y) "
+        "{ a = Attention(q, k, v, m) y = Slice(a, [2], [3], [2]) }",
+        "(float[N,2,5,4] q, float[N,2,5,4] k, float[N,2,5,4] v) => (float[N,2,1,4] y) "
+        "{ a = Attention<is_causal=1>(q, k, v) y = Slice(a, [2], [3], [2]) }",
+        "(float[2,4,5,4] q, float[2,2,3,4] k, float[2,2,3,6] v) => (float[2,2,5,6] y) "
+        "{ a = Attention(q, k, v) y = Slice(a, [0], [2], [1]) }",
+        "(float[N,5,8] q, float[N,3,8] k, float[N,3,4] v) => (float[N,5,2] y) "
+        "{ a = Attention<q_num_heads=2, kv_num_heads=2>(q, k, v) y = Slice(a, [0], [2], [2]) }",
+        "(float[2,4,5,4] q, float[2,4,3,4] k, float[2,4,3,6] v, float[2,4,2,4] s, float[2,4,2,6] t) "
+        "=> (float[2,2,5,6] y) { a, b, c = Attention(q, k, v, , s, t) y = Slice(a, [1], [3], [1]) }",
     )
     survivors: ClassVar[Mapping[str, str]] = {"drop: there may be nothing left": _NOTHING}
 
@@ -638,31 +637,16 @@ class PushSliceIntoAttention(_PushSlice):
         if axis == rank - 1:
             require(rank == 4, "the heads lie side by side")
             worthwhile(len(given) <= (mask != ABSENT), "there are past values")
-            return _same(span, None, None, 3, *(None for _ in rest))
+            return _same(span, None, None, 3)
         if axis == (2 if rank == 4 else 1):
             require(not node.attrs.get("is_causal"), "each row sees others")
-            row = self._mask_axis(reader, mask, 2, reader.val(q).shape, axis)
-            return _same(span, axis, None, None, *(row if i == 0 else None for i, _ in enumerate(rest)))
+            return _same(span, axis, None, None, _repeated(reader, mask, 2, 4, reader.val(q).shape[axis]))
         worthwhile(len(given) <= (mask != ABSENT), "there are past keys")
         if axis == 1:
             heads = {reader.val(x).shape[1] for x in (q, k, v)}
             require(len(heads) == 1 and None not in heads, "heads share keys")
-        cut = self._mask_axis(reader, mask, axis, reader.val(q).shape, axis)
-        return _same(span, axis, axis, axis, *(cut if i == 0 else None for i, _ in enumerate(rest)))
-
-    @staticmethod
-    def _mask_axis(
-        reader: Reader, mask: Value, of_scores: int, shape: Sequence[Dim], axis: int
-    ) -> int | None:
-        """The mask's axis that is one of the scores' four; None if it is the same for all positions there."""
-        if mask == ABSENT:
-            return None
-        dims = reader.val(mask).shape
-        at = of_scores - (4 - len(dims))
-        if at < 0 or dims[at] == 1:
-            return None
-        require(dims[at] is not None and dims[at] == shape[axis], "the mask may be repeated")
-        return at
+        cut = _repeated(reader, mask, axis, 4, reader.val(q).shape[axis])
+        return _same(span, axis, axis, axis, cut)
 
 
 class PushSliceThroughTranspose(_PushSlice):
@@ -671,8 +655,8 @@ class PushSliceThroughTranspose(_PushSlice):
     operators, reads_from = _above("Transpose")
     examples = graphs(
         "(float[N,2,5,4] x) => (float[N,2,4] y) { a = Transpose<perm=[0,2,1,3]>(x) y = Gather<axis=1>(a, 0) }",
-        "(float[1,2,S,4] x) => (float[1,8] y) { a = Transpose<perm=[0,2,1,3]>(x) b = Reshape(a, [1, -1, 8]) y = "
-        "Gather<axis=1>(b, 0) }",
+        "(float[1,2,S,4] x) => (float[1,8] y) "
+        "{ a = Transpose<perm=[0,2,1,3]>(x) b = Reshape(a, [1, -1, 8]) y = Gather<axis=1>(b, 0) }",
         "(float[3,4,5] x) => (float[2,1,3] y) { a = Transpose(x) y = Slice(a, [1, 2], [3, 3]) }",
     )
 
@@ -840,11 +824,11 @@ class _Windows:
 class _PushCrop(_PushSlice):
     """What convolutions and pools share."""
 
-    def crop(self, windows: _Windows, axis: int, span: Span, others: int) -> Way:
+    def crop(self, windows: _Windows, axis: int, span: Span) -> Way:
         """The way of a cut along a spatial axis."""
         read, pads = windows.reads(axis - 2, span)
         taken = None if read.is_all(windows.sizes[axis - 2]) else (axis, read)
-        return Way((taken, *(None for _ in range(others))), (windows.pads, pads))
+        return Way((taken,), (windows.pads, pads))
 
     @staticmethod
     def pads(plan: _Plan) -> list[int] | None:
@@ -867,24 +851,24 @@ class _ThroughConv(_PushCrop):
     operators, reads_from = _above("Conv")
 
     def way(self, reader: Reader, node: Node, axis: int, span: Span) -> Way:
-        others = len(node.inputs) - 1
         if axis == 0:
-            return _same(span, 0, *(None for _ in range(others)))
+            return _same(span, 0)
+        others = node.inputs[1:]
         x, w = reader.val(node.inputs[0]), reader.val(node.inputs[1])
         if axis == 1:
             groups = int_attr(node, "group", 1)
             worthwhile(groups > 0, "there are no groups")
-            worthwhile(all(reader.type(v).rank == 1 for v in node.inputs[2:]), "the bias is no vector")
+            worthwhile(all(reader.type(v).rank == 1 for v in others[1:]), "the bias is no vector")
             if groups == 1:
-                return _same(span, None, *(0 for _ in range(others)))
+                return _same(span, None, *(0 for _ in others))
             each, channels = w.size(0) // groups, w.size(1)
             require(span.is_run, "the channels are not neighbours")
             require(span.start % each == 0 and span.stop % each == 0, "it cuts inside a group")
             first, last = span.start // each, span.stop // each
             part = Span(first * channels, last * channels)
-            return Way(((1, part), *((0, span) for _ in range(others))), last - first)
+            return Way(((1, part), *((0, span) for _ in others)), last - first)
         kernel = tuple(w.size(i) for i in range(2, w.rank))
-        return self.crop(_Windows.of(node, x.shape, kernel), axis, span, others)
+        return self.crop(_Windows.of(node, x.shape, kernel), axis, span)
 
     def rebuild(self, op: Op, plan: _Plan, inputs: Sequence[Val | None]) -> Any:
         named: dict[str, Any] = {}
@@ -911,7 +895,7 @@ class _ThroughPool(_PushCrop):
         require(not node.op.startswith("Global"), "it is reduced along this axis")
         shape, kernel = reader.val(node.inputs[0]).shape, node.attrs["kernel_shape"]
         assert isinstance(kernel, tuple)
-        return self.crop(_Windows.of(node, shape, [int(k) for k in kernel]), axis, span, 0)
+        return self.crop(_Windows.of(node, shape, [int(k) for k in kernel]), axis, span)
 
     def rebuild(self, op: Op, plan: _Plan, inputs: Sequence[Val | None]) -> Any:
         pads = self.pads(plan)
@@ -931,18 +915,14 @@ class _ThroughPad(_PushSlice):
         given = ints_input(reader, node, 3)
         axes = fronts(tuple(range(x.rank)) if given is None else given, x.rank)
         worthwhile(len(widths) == 2 * len(axes), "the pads are of other axes")
-        n, others = len(axes), (None,) * (len(node.inputs) - 1)
-        place = axes.index(axis) if axis in axes else None
+        n, place = len(axes), axes.index(axis) if axis in axes else None
         if place is None or (widths[place], widths[place + n]) == (0, 0):
-            return Way(((axis, span), *others), (widths, n, None, 0, 0))
+            return Way(((axis, span),), (widths, n, None, 0, 0))
         require(node.attrs.get("mode", "constant") == "constant", "the padding is taken from the data")
-        size, before = x.size(axis), widths[place]
-        require(span.is_run, "where the padding lies is not known")
-        start, stop = span.start - before, span.stop - before
-        require(max(start, 0) < min(stop, size), "only padding is read")
-        read = Span(max(start, 0), min(stop, size))
-        taken = None if read.is_all(size) else (axis, read)
-        return Way((taken, *others), (widths, n, place, max(0, -start), max(0, stop - size)))
+        window = _Windows((x.size(axis),), (1,), (1,), (1,), ((widths[place], widths[place + n]),))
+        read, pads = window.reads(0, span)
+        taken = None if read.is_all(x.size(axis)) else (axis, read)
+        return Way((taken,), (widths, n, place, *pads))
 
     def rebuild(self, op: Op, plan: _Plan, inputs: Sequence[Val | None]) -> Any:
         widths = list(plan.extra[0][1][0])
@@ -963,26 +943,26 @@ class PushSliceThroughWindows(_PushSliceThroughParts):
     parts = (_ThroughConv(), _ThroughPool(), _ThroughPad())
     survivors: ClassVar[Mapping[str, str]] = {"drop: there may be nothing left": _NOTHING}
     near_misses = graphs(
-        "(float[N,2,6] x) => (float[N,2,2] y) { a = AveragePool<kernel_shape=[3], strides=[2], ceil_mode=1, "
-        "pads=[2,0], count_include_pad=1>(x) y = Slice(a, [2], [4], [2]) }",
+        "(float[N,2,6] x) => (float[N,2,2] y) { a = AveragePool<kernel_shape=[3], "
+        "strides=[2], ceil_mode=1, pads=[2,0], count_include_pad=1>(x) y = Slice(a, [2], [4], [2]) }",
     )
     examples = graphs(
-        "(float[N,2,8,8] x, float[3,2,3,3] w, float[3] b) => (float[N,3,2,2] y) { a = Conv<pads=[1,1,1,1]>(x, w, b) y "
-        "= Slice(a, [0, 3], [2, 5], [2, 3]) }",
-        "(float[1,2,9] x, float[4,2,3] w) => (float[1,4] y) { a = Conv<dilations=[2], strides=[2], pads=[4,0]>(x, w) "
-        "y = Gather<axis=2>(a, -1) }",
-        "(float[1,4,7] x, float[6,2,2] w, float[6] b) => (float[1,3,2] y) { a = Conv<group=2, "
-        'auto_pad="SAME_UPPER">(x, w, b) y = Slice(a, [3, 4], [6, 6], [1, 2]) }',
-        "(float[2,2,5] x, float[4,2,1] w, float[4] b) => (float[2,2,5] y) { a = Conv(x, w, b) y = Slice(a, [1], [3], "
-        "[1]) }",
-        "(float[N,2,8,8] x) => (float[N,2,2,1] y) { a = MaxPool<kernel_shape=[3,3], strides=[2,2], pads=[1,1,1,1]>(x) "
-        "y = Slice(a, [0, 3], [2, 4], [2, 3]) }",
-        "(float[N,2,9] x) => (float[N,2] y) { a = AveragePool<kernel_shape=[3], pads=[1,1], count_include_pad=1>(x) y "
-        "= Gather<axis=2>(a, -1) }",
-        "(float[N,2,6] x) => (float[N,2,1] y) { a = MaxPool<kernel_shape=[3], strides=[2], ceil_mode=1>(x) y = "
-        "Slice(a, [1], [2], [2]) }",
-        "(float[N,2,6] x) => (float[N,2,2] y) { a = AveragePool<kernel_shape=[3], strides=[2], ceil_mode=1, "
-        "pads=[2,0], count_include_pad=1>(x) y = Slice(a, [1], [3], [2]) }",
+        "(float[N,2,8,8] x, float[3,2,3,3] w, float[3] b) => (float[N,3,2,2] y) "
+        "{ a = Conv<pads=[1,1,1,1]>(x, w, b) y = Slice(a, [0, 3], [2, 5], [2, 3]) }",
+        "(float[1,2,9] x, float[4,2,3] w) => (float[1,4] y) "
+        "{ a = Conv<dilations=[2], strides=[2], pads=[4,0]>(x, w) y = Gather<axis=2>(a, -1) }",
+        "(float[1,4,7] x, float[6,2,2] w, float[6] b) => (float[1,3,2] y) "
+        '{ a = Conv<group=2, auto_pad="SAME_UPPER">(x, w, b) y = Slice(a, [3, 4], [6, 6], [1, 2]) }',
+        "(float[2,2,5] x, float[4,2,1] w, float[4] b) => (float[2,2,5] y) "
+        "{ a = Conv(x, w, b) y = Slice(a, [1], [3], [1]) }",
+        "(float[N,2,8,8] x) => (float[N,2,2,1] y) "
+        "{ a = MaxPool<kernel_shape=[3,3], strides=[2,2], pads=[1,1,1,1]>(x) y = Slice(a, [0, 3], [2, 4], [2, 3]) }",
+        "(float[N,2,9] x) => (float[N,2] y) "
+        "{ a = AveragePool<kernel_shape=[3], pads=[1,1], count_include_pad=1>(x) y = Gather<axis=2>(a, -1) }",
+        "(float[N,2,6] x) => (float[N,2,1] y) "
+        "{ a = MaxPool<kernel_shape=[3], strides=[2], ceil_mode=1>(x) y = Slice(a, [1], [2], [2]) }",
+        "(float[N,2,6] x) => (float[N,2,2] y) { a = AveragePool<kernel_shape=[3], "
+        "strides=[2], ceil_mode=1, pads=[2,0], count_include_pad=1>(x) y = Slice(a, [1], [3], [2]) }",
         "(float[N,5,6] x) => (float[N,2,1] y) { a = GlobalAveragePool(x) y = Slice(a, [1], [3], [1]) }",
         "(float[N,5,6] x) => (float[N,5,3] y) { a = Pad(x, [0, 0, 1, 0, 0, 2]) y = Slice(a, [0], [3], [2]) }",
         "(float[N,5,6] x, float c) => (float[N,9] y) { a = Pad(x, [2, 1], c, [2]) y = Gather<axis=1>(a, 3) }",
@@ -999,15 +979,15 @@ class PushSlicesThroughSplit(RegionRule):
     anchors = ("Slice", "Gather")
     reads_from = ("Split",)
     examples = graphs(
-        "(float[N,5,6] x) => (float[N,2] y, float[N,4] z) { a, b = Split<axis=2>(x, [2, 4]) y = Gather<axis=1>(a, 0) "
-        "z = Gather<axis=1>(b, 0) }",
-        "(float[5,6] x) => (float[2,3] y, float[2,3] z) { a, b = Split<axis=1, num_outputs=2>(x) y = Slice(a, [1], "
-        "[3], [0]) z = Slice(b, [1], [3], [0]) }",
+        "(float[N,5,6] x) => (float[N,2] y, float[N,4] z) "
+        "{ a, b = Split<axis=2>(x, [2, 4]) y = Gather<axis=1>(a, 0) z = Gather<axis=1>(b, 0) }",
+        "(float[5,6] x) => (float[2,3] y, float[2,3] z) "
+        "{ a, b = Split<axis=1, num_outputs=2>(x) y = Slice(a, [1], [3], [0]) z = Slice(b, [1], [3], [0]) }",
         "(float[5,4] x) => (float[2,4] y) { a = Split<axis=1, num_outputs=1>(x) y = Slice(a, [1], [3], [0]) }",
     )
     near_misses = graphs(
-        "(float[5,8] x) => (float[2,2] y, float[2,2] z) { a, b = Split<axis=1, num_outputs=2>(x) y = Slice(a, [1, 1], "
-        "[3, 3]) z = Slice(b, [1, 1], [3, 3]) }",
+        "(float[5,8] x) => (float[2,2] y, float[2,2] z) "
+        "{ a, b = Split<axis=1, num_outputs=2>(x) y = Slice(a, [1, 1], [3, 3]) z = Slice(b, [1, 1], [3, 3]) }",
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
@@ -1034,10 +1014,9 @@ class PushSlicesThroughSplit(RegionRule):
             return None
         axis = axis_of(split, _rank(reader, split.inputs[0]))
         require(all(a != axis for a, _ in own.taken), "it is split along this axis")
-        sizes = sizes_along(reader, split.outputs, axis)
-        worthwhile(sizes is not None, "a part's size is not known")
+        sizes = known(sizes_along(reader, split.outputs, axis), "a part's size is not known")
         dropped = tuple(c.dropped for c in cuts)
-        data = (own.taken, axis, sizes, tuple(places), dropped)
+        data = (own.taken, axis, tuple(sizes), tuple(places), dropped)
         outputs = tuple(c.node.outputs[0] for c in cuts)
         return Region(outputs, split.inputs[:1], (*(c.node for c in cuts), split), data)
 
@@ -1062,26 +1041,26 @@ class ReplaceLastStepByFinalState(RegionRule):
     reads_from = _CELLS
     dtypes = FLOATS
     examples = graphs(
-        "(float[5,N,3] x, float[1,8,3] w, float[1,8,2] r) => (float[1,N,2] y) { a = LSTM<hidden_size=2>(x, w, r) y = "
-        "Gather(a, -1) }",
-        "(float[5,N,3] x, float[1,6,3] w, float[1,6,2] r) => (float[1,1,N,2] y) { a, b = GRU<hidden_size=2, "
-        'direction="reverse">(x, w, r) y = Slice(a, [0], [1], [0]) }',
-        "(float[5,N,3] x, float[1,2,3] w, float[1,2,2] r, float[1,4] b) => (float[1,N,2] y) { a = "
-        "RNN<hidden_size=2>(x, w, r, b) y = Gather(a, 4) }",
-        "(float[S,N,3] x, float[1,8,3] w, float[1,8,2] r) => (float[1,N,2] y) { a = LSTM<hidden_size=2>(x, w, r) y = "
-        "Gather(a, -1) }",
-        "(float[S,N,3] x, float[1,6,3] w, float[1,6,2] r) => (float[1,1,N,2] y) { a = GRU<hidden_size=2, "
-        'direction="reverse">(x, w, r) y = Gather(a, [0]) }',
+        "(float[5,N,3] x, float[1,8,3] w, float[1,8,2] r) => (float[1,N,2] y) "
+        "{ a = LSTM<hidden_size=2>(x, w, r) y = Gather(a, -1) }",
+        "(float[5,N,3] x, float[1,6,3] w, float[1,6,2] r) => (float[1,1,N,2] y) "
+        '{ a, b = GRU<hidden_size=2, direction="reverse">(x, w, r) y = Slice(a, [0], [1], [0]) }',
+        "(float[5,N,3] x, float[1,2,3] w, float[1,2,2] r, float[1,4] b) => (float[1,N,2] y) "
+        "{ a = RNN<hidden_size=2>(x, w, r, b) y = Gather(a, 4) }",
+        "(float[S,N,3] x, float[1,8,3] w, float[1,8,2] r) => (float[1,N,2] y) "
+        "{ a = LSTM<hidden_size=2>(x, w, r) y = Gather(a, -1) }",
+        "(float[S,N,3] x, float[1,6,3] w, float[1,6,2] r) => (float[1,1,N,2] y) "
+        '{ a = GRU<hidden_size=2, direction="reverse">(x, w, r) y = Gather(a, [0]) }',
     )
     near_misses = graphs(
-        "(float[5,N,3] x, float[1,2,3] w, float[1,2,2] r, int32[N] l) => (float[1,N,2] y) { a = RNN<hidden_size=2>(x, "
-        "w, r, , l) y = Gather(a, 4) }",
-        "(float[5,N,3] x, float[2,2,3] w, float[2,2,2] r) => (float[2,N,2] y) { a = RNN<hidden_size=2, "
-        'direction="bidirectional">(x, w, r) y = Gather(a, 4) }',
-        "(float[S,N,3] x, float[1,2,3] w, float[1,2,2] r) => (float[T,1,N,2] y) { a = RNN<hidden_size=2>(x, w, r) y = "
-        "Slice(a, [-1], [9223372036854775807], [0]) }",
-        "(float[S,N,3] x, float[1,2,3] w, float[1,2,2] r) => (float[T,1,N,2] y) { a = RNN<hidden_size=2, "
-        'direction="reverse">(x, w, r) y = Slice(a, [0], [1], [0]) }',
+        "(float[5,N,3] x, float[1,2,3] w, float[1,2,2] r, int32[N] l) => (float[1,N,2] y) "
+        "{ a = RNN<hidden_size=2>(x, w, r, , l) y = Gather(a, 4) }",
+        "(float[5,N,3] x, float[2,2,3] w, float[2,2,2] r) => (float[2,N,2] y) "
+        '{ a = RNN<hidden_size=2, direction="bidirectional">(x, w, r) y = Gather(a, 4) }',
+        "(float[S,N,3] x, float[1,2,3] w, float[1,2,2] r) => (float[T,1,N,2] y) "
+        "{ a = RNN<hidden_size=2>(x, w, r) y = Slice(a, [-1], [9223372036854775807], [0]) }",
+        "(float[S,N,3] x, float[1,2,3] w, float[1,2,2] r) => (float[T,1,N,2] y) "
+        '{ a = RNN<hidden_size=2, direction="reverse">(x, w, r) y = Slice(a, [0], [1], [0]) }',
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
@@ -1257,15 +1236,15 @@ class PushKeyWeightsIntoQueries(RegionRule):
     spreads = True
     dtypes = FLOATS
     examples = graphs(
-        "(float[N,2,1,6] q, float[N,5,4] x) => (float[N,2,1,5] y) <float[4,12] w = "
-        "{1,2,3,4,5,6,7,8,9,8,7,6,5,4,3,2,1,2,3,4,5,6,7,8,9,8,7,6,5,4,3,2,1,2,3,4,5,6,7,8,9,1,2,3,4,5,6,7}, float[12] "
-        "b = {1,2,3,4,5,6,7,8,9,8,7,6}> { k = MatMul(x, w) l = Add(k, b) r = Reshape(l, [0, 0, 2, 6]) t = "
-        "Transpose<perm=[0,2,3,1]>(r) y = MatMul(q, t) }",
-        "(float[1,2,2,9] q, float[1,3,2] x) => (float[1,2,2,3] y) <float[2,18] w = "
-        "{1,2,3,4,5,6,7,8,9,8,7,6,5,4,3,2,1,2,3,4,5,6,7,8,9,8,7,6,5,4,3,2,1,2,3,4}> { k = MatMul(x, w) r = Reshape(k, "
-        "[1, -1, 2, 9]) t = Transpose<perm=[0,2,3,1]>(r) y = MatMul(q, t) }",
-        "(float[1,2,1,3] q, float[1,S,2] x) => (float[1,2,1,S] y) <float[2,6] w = {1,2,3,4,5,6,7,8,9,8,7,6}> { k = "
-        "MatMul(x, w) r = Reshape(k, [1, -1, 2, 3]) t = Transpose<perm=[0,2,3,1]>(r) y = MatMul(q, t) }",
+        "(float[N,2,1,6] q, float[N,5,4] x) => (float[N,2,1,5] y) <float[4,12] "
+        "w = {1,2,3,4,5,6,7,8,9,8,7,6,5,4,3,2,1,2,3,4,5,6,7,8,9,8,7,6,5,4,3,2,1,2,3,4,5,6,7,8,9,1,2,3,4,5,6,7}, "
+        "float[12] b = {1,2,3,4,5,6,7,8,9,8,7,6}> { k = MatMul(x, w) "
+        "l = Add(k, b) r = Reshape(l, [0, 0, 2, 6]) t = Transpose<perm=[0,2,3,1]>(r) y = MatMul(q, t) }",
+        "(float[1,2,2,9] q, float[1,3,2] x) => (float[1,2,2,3] y) "
+        "<float[2,18] w = {1,2,3,4,5,6,7,8,9,8,7,6,5,4,3,2,1,2,3,4,5,6,7,8,9,8,7,6,5,4,3,2,1,2,3,4}> "
+        "{ k = MatMul(x, w) r = Reshape(k, [1, -1, 2, 9]) t = Transpose<perm=[0,2,3,1]>(r) y = MatMul(q, t) }",
+        "(float[1,2,1,3] q, float[1,S,2] x) => (float[1,2,1,S] y) <float[2,6] w = {1,2,3,4,5,6,7,8,9,8,7,6}> "
+        "{ k = MatMul(x, w) r = Reshape(k, [1, -1, 2, 3]) t = Transpose<perm=[0,2,3,1]>(r) y = MatMul(q, t) }",
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
@@ -1293,20 +1272,20 @@ class PushValueWeightsBehindScores(RegionRule):
         "omit Reshape (call 2)": "scores of one sequence times its rows broadcast: a product for each head"
     }
     near_misses = graphs(
-        "(float[1,2,2,3] p, float[2,3,2] x) => (float[2,2,2,9] y) <float[2,18] w = "
-        "{1,2,3,4,5,6,7,8,9,8,7,6,5,4,3,2,1,2,3,4,5,6,7,8,9,8,7,6,5,4,3,2,1,2,3,4}> { k = MatMul(x, w) r = Reshape(k, "
-        "[2, -1, 2, 9]) t = Transpose<perm=[0,2,1,3]>(r) y = MatMul(p, t) }",
+        "(float[1,2,2,3] p, float[2,3,2] x) => (float[2,2,2,9] y) "
+        "<float[2,18] w = {1,2,3,4,5,6,7,8,9,8,7,6,5,4,3,2,1,2,3,4,5,6,7,8,9,8,7,6,5,4,3,2,1,2,3,4}> "
+        "{ k = MatMul(x, w) r = Reshape(k, [2, -1, 2, 9]) t = Transpose<perm=[0,2,1,3]>(r) y = MatMul(p, t) }",
     )
     examples = graphs(
-        "(float[N,2,1,5] p, float[N,5,4] x) => (float[N,2,1,6] y) <float[4,12] w = "
-        "{1,2,3,4,5,6,7,8,9,8,7,6,5,4,3,2,1,2,3,4,5,6,7,8,9,8,7,6,5,4,3,2,1,2,3,4,5,6,7,8,9,1,2,3,4,5,6,7}, float[12] "
-        "b = {1,2,3,4,5,6,7,8,9,8,7,6}> { k = MatMul(x, w) l = Add(k, b) r = Reshape(l, [0, 0, 2, 6]) t = "
-        "Transpose<perm=[0,2,1,3]>(r) y = MatMul(p, t) }",
-        "(float[1,2,2,3] p, float[1,3,2] x) => (float[1,2,2,9] y) <float[2,18] w = "
-        "{1,2,3,4,5,6,7,8,9,8,7,6,5,4,3,2,1,2,3,4,5,6,7,8,9,8,7,6,5,4,3,2,1,2,3,4}> { k = MatMul(x, w) r = Reshape(k, "
-        "[1, -1, 2, 9]) t = Transpose<perm=[0,2,1,3]>(r) y = MatMul(p, t) }",
-        "(float[1,2,1,S] p, float[1,S,2] x) => (float[1,2,1,3] y) <float[2,6] w = {1,2,3,4,5,6,7,8,9,8,7,6}> { k = "
-        "MatMul(x, w) r = Reshape(k, [1, -1, 2, 3]) t = Transpose<perm=[0,2,1,3]>(r) y = MatMul(p, t) }",
+        "(float[N,2,1,5] p, float[N,5,4] x) => (float[N,2,1,6] y) <float[4,12] "
+        "w = {1,2,3,4,5,6,7,8,9,8,7,6,5,4,3,2,1,2,3,4,5,6,7,8,9,8,7,6,5,4,3,2,1,2,3,4,5,6,7,8,9,1,2,3,4,5,6,7}, "
+        "float[12] b = {1,2,3,4,5,6,7,8,9,8,7,6}> { k = MatMul(x, w) "
+        "l = Add(k, b) r = Reshape(l, [0, 0, 2, 6]) t = Transpose<perm=[0,2,1,3]>(r) y = MatMul(p, t) }",
+        "(float[1,2,2,3] p, float[1,3,2] x) => (float[1,2,2,9] y) "
+        "<float[2,18] w = {1,2,3,4,5,6,7,8,9,8,7,6,5,4,3,2,1,2,3,4,5,6,7,8,9,8,7,6,5,4,3,2,1,2,3,4}> "
+        "{ k = MatMul(x, w) r = Reshape(k, [1, -1, 2, 9]) t = Transpose<perm=[0,2,1,3]>(r) y = MatMul(p, t) }",
+        "(float[1,2,1,S] p, float[1,S,2] x) => (float[1,2,1,3] y) <float[2,6] w = {1,2,3,4,5,6,7,8,9,8,7,6}> "
+        "{ k = MatMul(x, w) r = Reshape(k, [1, -1, 2, 3]) t = Transpose<perm=[0,2,1,3]>(r) y = MatMul(p, t) }",
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
@@ -1339,17 +1318,17 @@ class PushWeightsOutOfAttention(RegionRule):
     anchors = ("Attention",)
     reads_from = ("Transpose",)
     examples = graphs(
-        "(float[1,2,1,6] q, float[1,5,4] x, float[1,1,1,5] m) => (float[1,2,1,6] y) <float[4,12] w = "
-        "{1,2,3,4,5,6,7,8,9,8,7,6,5,4,3,2,1,2,3,4,5,6,7,8,9,8,7,6,5,4,3,2,1,2,3,4,5,6,7,8,9,1,2,3,4,5,6,7}, "
-        "float[4,12] v = "
-        "{7,6,5,4,3,2,1,1,2,3,4,5,4,3,2,1,1,2,3,4,5,6,7,8,9,1,2,3,4,5,6,7,6,5,4,3,2,1,2,3,4,5,6,7,8,9,8,7}, float[12] "
-        "b = {1,2,3,4,5,6,7,8,9,8,7,6}> { k = MatMul(x, w) l = Add(k, b) r = Reshape(l, [0, 0, 2, 6]) t = "
-        "Transpose<perm=[0,2,1,3]>(r) e = MatMul(x, v) f = Reshape(e, [0, 0, 2, 6]) g = Transpose<perm=[0,2,1,3]>(f) "
-        "y = Attention<scale=0.5>(q, t, g, m) }",
-        "(float[1,2,1,3] q, float[1,S,2] x, float[1,S,2] z) => (float[1,2,1,3] y) <float[2,6] w = "
-        "{1,2,3,4,5,6,7,8,9,8,7,6}, float[2,6] v = {3,2,1,4,5,6,7,8,2,1,2,3}> { k = MatMul(x, w) r = Reshape(k, [1, "
-        "-1, 2, 3]) t = Transpose<perm=[0,2,1,3]>(r) e = MatMul(z, v) l = Add([1.0, 2, 3, 4, 5, 6], e) f = Reshape(l, "
-        "[1, -1, 2, 3]) g = Transpose<perm=[0,2,1,3]>(f) y = Attention(q, t, g) }",
+        "(float[1,2,1,6] q, float[1,5,4] x, float[1,1,1,5] m) => (float[1,2,1,6] y) <float[4,12] "
+        "w = {1,2,3,4,5,6,7,8,9,8,7,6,5,4,3,2,1,2,3,4,5,6,7,8,9,8,7,6,5,4,3,2,1,2,3,4,5,6,7,8,9,1,2,3,4,5,6,7}, "
+        "float[4,12] "
+        "v = {7,6,5,4,3,2,1,1,2,3,4,5,4,3,2,1,1,2,3,4,5,6,7,8,9,1,2,3,4,5,6,7,6,5,4,3,2,1,2,3,4,5,6,7,8,9,8,7}, "
+        "float[12] b = {1,2,3,4,5,6,7,8,9,8,7,6}> { k = MatMul(x, w) "
+        "l = Add(k, b) r = Reshape(l, [0, 0, 2, 6]) t = Transpose<perm=[0,2,1,3]>(r) e = MatMul(x, v) "
+        "f = Reshape(e, [0, 0, 2, 6]) g = Transpose<perm=[0,2,1,3]>(f) y = Attention<scale=0.5>(q, t, g, m) }",
+        "(float[1,2,1,3] q, float[1,S,2] x, float[1,S,2] z) => (float[1,2,1,3] y) "
+        "<float[2,6] w = {1,2,3,4,5,6,7,8,9,8,7,6}, float[2,6] v = {3,2,1,4,5,6,7,8,2,1,2,3}> { k = MatMul(x, w) "
+        "r = Reshape(k, [1, -1, 2, 3]) t = Transpose<perm=[0,2,1,3]>(r) e = MatMul(z, v) l = Add([1.0, "
+        "2, 3, 4, 5, 6], e) f = Reshape(l, [1, -1, 2, 3]) g = Transpose<perm=[0,2,1,3]>(f) y = Attention(q, t, g) }",
     )
     survivors: ClassVar[Mapping[str, str]] = {
         "drop: the batches differ": "Attention takes what is of one batch, whatever its dimension is called"
@@ -1390,20 +1369,9 @@ class PushWeightsOutOfAttention(RegionRule):
         nodes = (node, *keys.nodes, *values.nodes)
         return Region(node.outputs, inputs, nodes, (scale, first, second))
 
-    def target(
-        self,
-        op: Op,
-        region: Region,
-        q: Val,
-        x: Val,
-        v: Val,
-        a: Val | None,
-        z: Val,
-        w: Val,
-        b: Val | None,
-        mask: Val | None,
-    ) -> Any:
+    def target(self, op: Op, region: Region, *inputs: Any) -> Any:
         scale, first, second = region.data
+        q, x, v, _, z, w, b, mask = inputs
         # A softmax does not see what all keys share.
         scores = _scores(op, first, op.Mul(q, scale), x, v, None)
         if mask is not None:

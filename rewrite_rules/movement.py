@@ -392,34 +392,34 @@ class MergeMovement(RegionRule):
     reads_from = MOVES
     examples = graphs(
         # Reshape, Transpose, Reshape that are a Transpose; that are nothing.
-        "(float[N,6,4] x) => (float[N,4,6] y) { a = Reshape(x, [0, 2, 3, 4]) b = Transpose<perm=[0,3,1,2]>(a) y = "
-        "Reshape(b, [0, 4, 6]) }",
-        "(float[2,3,4,5] x) => (float[2,3,4,5] y) { a = Transpose<perm=[0,3,1,2]>(x) b = Reshape(a, [2, 5, 12]) c = "
-        "Reshape(b, [2, 5, 3, 4]) y = Transpose<perm=[0,2,3,1]>(c) }",
+        "(float[N,6,4] x) => (float[N,4,6] y) "
+        "{ a = Reshape(x, [0, 2, 3, 4]) b = Transpose<perm=[0,3,1,2]>(a) y = Reshape(b, [0, 4, 6]) }",
+        "(float[2,3,4,5] x) => (float[2,3,4,5] y) { a = Transpose<perm=[0,3,1,2]>(x) "
+        "b = Reshape(a, [2, 5, 12]) c = Reshape(b, [2, 5, 3, 4]) y = Transpose<perm=[0,2,3,1]>(c) }",
         # A shuffle of channels and one back.
-        "(float[N,6,5] x) => (float[N,6,5] y) { a = Reshape(x, [0, 2, 3, 5]) b = Transpose<perm=[0,2,1,3]>(a) c = "
-        "Reshape(b, [0, 6, 5]) d = Reshape(c, [0, 3, 2, 5]) e = Transpose<perm=[0,2,1,3]>(d) f = Reshape(e, [0, 6, "
-        "5]) y = Neg(f) }",
+        "(float[N,6,5] x) => (float[N,6,5] y) "
+        "{ a = Reshape(x, [0, 2, 3, 5]) b = Transpose<perm=[0,2,1,3]>(a) c = Reshape(b, [0, 6, 5]) "
+        "d = Reshape(c, [0, 3, 2, 5]) e = Transpose<perm=[0,2,1,3]>(d) f = Reshape(e, [0, 6, 5]) y = Neg(f) }",
         # Strided slices put together (Focus), in the order of SpaceToDepth and in another.
-        "(float[N,3,4,6] x) => (float[N,12,2,3] y) { p = Slice(x, [0], [9], [2], [2]) q = Slice(x, [1], [9], [2], "
-        "[2]) a = Slice(p, [0], [9], [3], [2]) b = Slice(q, [0], [9], [3], [2]) c = Slice(p, [1], [9], [3], [2]) d = "
-        "Slice(q, [1], [9], [3], [2]) y = Concat<axis=1>(a, c, b, d) }",
-        "(float[N,2,4,6] x) => (float[N,8,2,3] y) { p = Slice(x, [0], [9], [2], [2]) q = Slice(x, [1], [9], [2], [2]) "
-        "a = Slice(p, [0], [9], [3], [2]) b = Slice(q, [0], [9], [3], [2]) c = Slice(p, [1], [9], [3], [2]) d = "
-        "Slice(q, [1], [9], [3], [2]) y = Concat<axis=1>(a, b, c, d) }",
+        "(float[N,3,4,6] x) => (float[N,12,2,3] y) { p = Slice(x, [0], [9], [2], [2]) "
+        "q = Slice(x, [1], [9], [2], [2]) a = Slice(p, [0], [9], [3], [2]) b = Slice(q, [0], [9], [3], [2]) "
+        "c = Slice(p, [1], [9], [3], [2]) d = Slice(q, [1], [9], [3], [2]) y = Concat<axis=1>(a, c, b, d) }",
+        "(float[N,2,4,6] x) => (float[N,8,2,3] y) { p = Slice(x, [0], [9], [2], [2]) "
+        "q = Slice(x, [1], [9], [2], [2]) a = Slice(p, [0], [9], [3], [2]) b = Slice(q, [0], [9], [3], [2]) "
+        "c = Slice(p, [1], [9], [3], [2]) d = Slice(q, [1], [9], [3], [2]) y = Concat<axis=1>(a, b, c, d) }",
         # Pixel shuffle by hand, in both orders.
-        "(float[N,8,3,5] x) => (float[N,2,6,10] y) { a = Reshape(x, [-1, 2, 2, 2, 3, 5]) b = "
-        "Transpose<perm=[0,1,4,2,5,3]>(a) y = Reshape(b, [-1, 2, 6, 10]) }",
-        "(float[2,18,2,3] x) => (float[2,2,6,9] y) { a = Reshape(x, [2, 3, 3, 2, 2, 3]) b = "
-        "Transpose<perm=[0,3,4,1,5,2]>(a) y = Reshape(b, [2, 2, 6, 9]) }",
+        "(float[N,8,3,5] x) => (float[N,2,6,10] y) "
+        "{ a = Reshape(x, [-1, 2, 2, 2, 3, 5]) b = Transpose<perm=[0,1,4,2,5,3]>(a) y = Reshape(b, [-1, 2, 6, 10]) }",
+        "(float[2,18,2,3] x) => (float[2,2,6,9] y) "
+        "{ a = Reshape(x, [2, 3, 3, 2, 2, 3]) b = Transpose<perm=[0,3,4,1,5,2]>(a) y = Reshape(b, [2, 2, 6, 9]) }",
         # Slices of slices, with steps.
         "(float[N,12] x) => (float[N,3] y) { a = Slice(x, [10], [0], [1], [-2]) y = Slice(a, [0], [5], [1], [1]) }",
         # The shift of a window.
-        "(float[N,7,3] x) => (float[N,7,3] y) { a = Slice(x, [3], [7], [1]) b = Slice(x, [0], [3], [1]) y = "
-        "Concat<axis=1>(a, b) }",
+        "(float[N,7,3] x) => (float[N,7,3] y) "
+        "{ a = Slice(x, [3], [7], [1]) b = Slice(x, [0], [3], [1]) y = Concat<axis=1>(a, b) }",
         # The parts of a Split in another order.
-        "(float[N,6,2] x) => (float[N,6,2] y) { a, b, c = Split<axis=1, num_outputs=3>(x) y = Concat<axis=1>(c, a, b) "
-        "}",
+        "(float[N,6,2] x) => (float[N,6,2] y) "
+        "{ a, b, c = Split<axis=1, num_outputs=3>(x) y = Concat<axis=1>(c, a, b) }",
         # Repeated, then cut.
         "(float[N,1,4] x) => (float[N,2,4] y) { a = Expand(x, [1, 5, 4]) y = Slice(a, [1], [3], [1]) }",
         "(float[2,3] x) => (float[2,3] y) { a = Tile(x, [1, 3]) y = Slice(a, [3], [6], [1]) }",
@@ -427,39 +427,39 @@ class MergeMovement(RegionRule):
         "(float[N,3,4] x) => (float[N,6,6] y) { a = Pad(x, [0, 1, 0, 0, 2, 0]) y = Pad(a, [0, 0, 1, 0, 0, 1]) }",
         "(float[N,3] x) => (float[N,3] y) { a = Pad(x, [0, 1, 0, 2]) b = Slice(a, [1], [4], [1]) y = Neg(b) }",
         # A permutation of Gathers.
-        "(float[N,6,3] x) => (float[N,6,3] y) { a = Gather<axis=1>(x, [0, 3, 1, 4, 2, 5]) b = Gather<axis=1>(a, [0, "
-        "2, 4, 1, 3, 5]) y = Neg(b) }",
+        "(float[N,6,3] x) => (float[N,6,3] y) "
+        "{ a = Gather<axis=1>(x, [0, 3, 1, 4, 2, 5]) b = Gather<axis=1>(a, [0, 2, 4, 1, 3, 5]) y = Neg(b) }",
         # One position of a transposed tensor.
         "(float[2,3,4] x) => (float[2,3] y) { a = Transpose<perm=[2,0,1]>(x) y = Gather(a, 1) }",
         "(float[N,M,3] x) => (float[N,M,1,3] y) { a = Unsqueeze(x, [1]) b = Transpose<perm=[0,2,1,3]>(a) y = Relu(b) }",
-        "(float[N,M,1,3] x) => (float[1,N,M,3] y) { a = Squeeze(x, [2]) b = Unsqueeze(a, [1]) c = "
-        "Transpose<perm=[1,0,2,3]>(b) y = Relu(c) }",
-        "(float[N,1,M,3] x) => (float[N,M,3,1] y) { a = Transpose<perm=[0,2,1,3]>(x) b = Squeeze(a, [2]) d = "
-        "Unsqueeze(b, [-1]) y = Relu(d) }",
-        "(float[2,6,4] x) => (float[2,4,4] y) { a = Transpose<perm=[0,2,1]>(x) b = Pad(a, [0, 0, -1, 0, 0, -1]) d = "
-        "Transpose<perm=[0,2,1]>(b) y = Relu(d) }",
-        "(float[2,6,4] x) => (float[2,6,4] y) { a = Transpose<perm=[0,2,1]>(x) b = Pad(a, [0, 1, -2, 0, -1, 1]) d = "
-        "Transpose<perm=[0,2,1]>(b) y = Relu(d) }",
-        "(float[2,6,4] x) => (float[2,12,4] y) { a = Transpose<perm=[0,2,1]>(x) b = Tile(a, [1, 1, 2]) d = "
-        "Transpose<perm=[0,2,1]>(b) y = Relu(d) }",
-        "(float[1,6,4] x) => (float[6,4,1] y) { a = Transpose<perm=[1,0,2]>(x) b = Squeeze(a) d = Unsqueeze(b, [2]) y "
-        "= Relu(d) }",
-        "(float[1,8,3,2] x) => (float[1,3,2,8] y) { a = DepthToSpace<blocksize=2>(x) b = SpaceToDepth<blocksize=2>(a) "
-        "d = Transpose<perm=[0,2,3,1]>(b) y = Relu(d) }",
-        '(float[1,8,3,2] x) => (float[1,3,2,8] y) { a = DepthToSpace<blocksize=2,mode="CRD">(x) b = '
-        "SpaceToDepth<blocksize=2>(a) d = Transpose<perm=[0,2,3,1]>(b) y = Relu(d) }",
-        "(float[2,12] x) => (float[2,6] y) { a = Gather(x, [1, 0]) b = Gather<axis=1>(a, [1, 3, 5, 7, 9, 11]) y = "
-        "Relu(b) }",
+        "(float[N,M,1,3] x) => (float[1,N,M,3] y) "
+        "{ a = Squeeze(x, [2]) b = Unsqueeze(a, [1]) c = Transpose<perm=[1,0,2,3]>(b) y = Relu(c) }",
+        "(float[N,1,M,3] x) => (float[N,M,3,1] y) "
+        "{ a = Transpose<perm=[0,2,1,3]>(x) b = Squeeze(a, [2]) d = Unsqueeze(b, [-1]) y = Relu(d) }",
+        "(float[2,6,4] x) => (float[2,4,4] y) { "
+        "a = Transpose<perm=[0,2,1]>(x) b = Pad(a, [0, 0, -1, 0, 0, -1]) d = Transpose<perm=[0,2,1]>(b) y = Relu(d) }",
+        "(float[2,6,4] x) => (float[2,6,4] y) { "
+        "a = Transpose<perm=[0,2,1]>(x) b = Pad(a, [0, 1, -2, 0, -1, 1]) d = Transpose<perm=[0,2,1]>(b) y = Relu(d) }",
+        "(float[2,6,4] x) => (float[2,12,4] y) "
+        "{ a = Transpose<perm=[0,2,1]>(x) b = Tile(a, [1, 1, 2]) d = Transpose<perm=[0,2,1]>(b) y = Relu(d) }",
+        "(float[1,6,4] x) => (float[6,4,1] y) "
+        "{ a = Transpose<perm=[1,0,2]>(x) b = Squeeze(a) d = Unsqueeze(b, [2]) y = Relu(d) }",
+        "(float[1,8,3,2] x) => (float[1,3,2,8] y) { a = DepthToSpace<blocksize=2>(x) "
+        "b = SpaceToDepth<blocksize=2>(a) d = Transpose<perm=[0,2,3,1]>(b) y = Relu(d) }",
+        '(float[1,8,3,2] x) => (float[1,3,2,8] y) { a = DepthToSpace<blocksize=2,mode="CRD">(x) '
+        "b = SpaceToDepth<blocksize=2>(a) d = Transpose<perm=[0,2,3,1]>(b) y = Relu(d) }",
+        "(float[2,12] x) => (float[2,6] y) "
+        "{ a = Gather(x, [1, 0]) b = Gather<axis=1>(a, [1, 3, 5, 7, 9, 11]) y = Relu(b) }",
         "(float[1,8,3,2] x) => (float[1,6,4,2] y) { a = Reshape(x, [1, 2, 2, 2, 3, 2]) b = "
         "Transpose<perm=[0,3,4,1,5,2]>(a) d = Reshape(b, [1, 2, 6, 4]) e = Transpose<perm=[0,2,3,1]>(d) y = Relu(e) }",
-        "(float[1,12,3,2] x) => (float[1,24,3] y) { a = DepthToSpace<blocksize=2>(x) b = Reshape(a, [1, 3, 24]) d = "
-        "Transpose<perm=[0,2,1]>(b) y = Relu(d) }",
+        "(float[1,12,3,2] x) => (float[1,24,3] y) "
+        "{ a = DepthToSpace<blocksize=2>(x) b = Reshape(a, [1, 3, 24]) d = Transpose<perm=[0,2,1]>(b) y = Relu(d) }",
         # What follows is moved by numbers that are not known.
-        "(float[N,6] x, float[N,2] z) => (float[A,B] y) { s = Shape(z) a = Slice(x, [1], [5], [1]) b = Slice(a, [1], "
-        "[3], [1]) y = Reshape(b, s) }",
+        "(float[N,6] x, float[N,2] z) => (float[A,B] y) "
+        "{ s = Shape(z) a = Slice(x, [1], [5], [1]) b = Slice(a, [1], [3], [1]) y = Reshape(b, s) }",
         # The first is read elsewhere, and better left.
-        "(float[2,3,4] x) => (float[2,2,3] y, float[2,4,3] z) { a = Transpose<perm=[0,2,1]>(x) b = Slice(a, [0], [3], "
-        "[1]) y = Slice(b, [0], [2], [1]) z = Relu(a) }",
+        "(float[2,3,4] x) => (float[2,2,3] y, float[2,4,3] z) "
+        "{ a = Transpose<perm=[0,2,1]>(x) b = Slice(a, [0], [3], [1]) y = Slice(b, [0], [2], [1]) z = Relu(a) }",
         *(
             "agraph (float[2,3,4] x) => (float[2,3,4] y) <int64[3] s = {2,4,3}> { a = Transpose<perm=[0,2,1]>(x) "
             f"b = Flatten{axis}(a) c = Reshape(b, s) d = Transpose<perm=[0,2,1]>(c) y = Relu(d) }}"
@@ -558,12 +558,12 @@ class PushMovementIntoConcat(RegionRule):
     anchors = _PLAIN
     reads_from = MOVES
     examples = graphs(
-        "(float[N,3] x, float[N,3] z) => (float[N,3,2] y) { a = Unsqueeze(x, [1]) b = Unsqueeze(z, [1]) c = "
-        "Concat<axis=1>(a, b) y = Transpose<perm=[0,2,1]>(c) }",
-        "(float[N,2,3] x, float[N,4,3] z) => (float[6,N,3] y) { a = Transpose<perm=[0,2,1]>(x) b = "
-        "Transpose<perm=[0,2,1]>(z) c = Concat<axis=2>(a, b) y = Transpose<perm=[2,0,1]>(c) }",
-        "(float[2,4] x, float[2,4] z) => (float[16] y) { a = Reshape(x, [2, 2, 2]) b = Reshape(z, [2, 2, 2]) c = "
-        "Concat<axis=1>(a, b) d = Transpose<perm=[1,0,2]>(c) e = Transpose<perm=[1,0,2]>(d) y = Reshape(e, [16]) }",
+        "(float[N,3] x, float[N,3] z) => (float[N,3,2] y) "
+        "{ a = Unsqueeze(x, [1]) b = Unsqueeze(z, [1]) c = Concat<axis=1>(a, b) y = Transpose<perm=[0,2,1]>(c) }",
+        "(float[N,2,3] x, float[N,4,3] z) => (float[6,N,3] y) { a = Transpose<perm=[0,2,1]>(x) "
+        "b = Transpose<perm=[0,2,1]>(z) c = Concat<axis=2>(a, b) y = Transpose<perm=[2,0,1]>(c) }",
+        "(float[2,4] x, float[2,4] z) => (float[16] y) { a = Reshape(x, [2, 2, 2]) b = Reshape(z, [2, 2, 2]) "
+        "c = Concat<axis=1>(a, b) d = Transpose<perm=[1,0,2]>(c) e = Transpose<perm=[1,0,2]>(d) y = Reshape(e, [16]) }",
     )
     survivors: ClassVar[Mapping[str, str]] = {
         "attribute axis of Concat (call 4)": "beside a dimension of 1 the numbers lie the same, and are flattened"

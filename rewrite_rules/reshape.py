@@ -208,8 +208,8 @@ class PushReshapesUp(_PushUp):
     reads_from = BROADCAST
     examples = graphs(
         "(float[N,3,4] x, float[4] b) => (float[M,4] y) { a = Add(x, b) y = Reshape(a, [-1, 4]) }",
-        "(float[N,12] x, float[N,3,4] z) => (float[N,3,4] y) { a = Flatten(z) b = Add(x, a) y = Reshape(b, [0, 3, 4]) "
-        "}",
+        "(float[N,12] x, float[N,3,4] z) => (float[N,3,4] y) "
+        "{ a = Flatten(z) b = Add(x, a) y = Reshape(b, [0, 3, 4]) }",
     )
 
 
@@ -288,8 +288,8 @@ class PullUnsqueezeOutOfConcat(RegionRule):
     anchors = ("Concat",)
     reads_from = ("Unsqueeze",)
     examples = graphs(
-        "(float[N,3] x, float[N,3] z) => (float[N,2,3] y) { a = Unsqueeze(x, [1]) b = Unsqueeze(z, [1]) y = "
-        "Concat<axis=1>(a, b) }",
+        "(float[N,3] x, float[N,3] z) => (float[N,2,3] y) "
+        "{ a = Unsqueeze(x, [1]) b = Unsqueeze(z, [1]) y = Concat<axis=1>(a, b) }",
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:

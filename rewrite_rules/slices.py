@@ -123,8 +123,8 @@ class MergeConcatOfPieces(RegionRule):
     anchors = ("Concat",)
     examples = graphs(
         "(float[N,6] x) => (float[N,6] y) { a, b, c = Split<axis=1>(x, [1, 2, 3]) y = Concat<axis=1>(a, b, c) }",
-        "(float[N,6] x, float[N,2] z) => (float[N,6] y) { a = Slice(x, [1], [3], [1]) b = Slice(x, [3], [5], [1]) y = "
-        "Concat<axis=1>(a, z, a, b) }",
+        "(float[N,6] x, float[N,2] z) => (float[N,6] y) "
+        "{ a = Slice(x, [1], [3], [1]) b = Slice(x, [3], [5], [1]) y = Concat<axis=1>(a, z, a, b) }",
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
@@ -167,10 +167,10 @@ class MergeStackOfPieces(RegionRule):
 
     anchors = ("Concat",)
     examples = graphs(
-        "(float[2,3,4] x) => (float[6,4] y) { a = Gather<axis=1>(x, 0) b = Gather<axis=1>(x, 1) c = Gather<axis=1>(x, "
-        "2) y = Concat<axis=0>(a, b, c) }",
-        "(float[3,N,4] x) => (float[N,2,4] y) { a = Gather(x, 2) b = Gather(x, 0) c = Unsqueeze(a, [1]) d = "
-        "Unsqueeze(b, [1]) y = Concat<axis=1>(c, d) }",
+        "(float[2,3,4] x) => (float[6,4] y) "
+        "{ a = Gather<axis=1>(x, 0) b = Gather<axis=1>(x, 1) c = Gather<axis=1>(x, 2) y = Concat<axis=0>(a, b, c) }",
+        "(float[3,N,4] x) => (float[N,2,4] y) "
+        "{ a = Gather(x, 2) b = Gather(x, 0) c = Unsqueeze(a, [1]) d = Unsqueeze(b, [1]) y = Concat<axis=1>(c, d) }",
     )
     near_misses = tuple(
         f"agraph ({kind} x) => (float[K,L] y) <int64 i = {{0}}, int64 j = {{1}}, int64[2] s = {{{shape}}}> {{"
@@ -348,12 +348,12 @@ class CancelSplitOfConcat(RegionRule):
     anchors = ("Split",)
     reads_from = ("Concat",)
     examples = graphs(
-        "(float[N,2] x, float[N,3] z, float[N,1] w) => (float[N,2] a, float[N,4] b) { c = Concat<axis=1>(x, z, w) p, "
-        "q = Split<axis=1>(c, [2, 4]) a = Relu(p) b = Neg(q) }",
+        "(float[N,2] x, float[N,3] z, float[N,1] w) => (float[N,2] a, float[N,4] b) "
+        "{ c = Concat<axis=1>(x, z, w) p, q = Split<axis=1>(c, [2, 4]) a = Relu(p) b = Neg(q) }",
     )
     near_misses = graphs(
-        "(float[N,2] x, float[N,3] z) => (float[N,2] a, float[N,0] b, float[N,3] d) { c = Concat<axis=1>(x, z) a, b, "
-        "d = Split<axis=1>(c, [2, 0, 3]) }",
+        "(float[N,2] x, float[N,3] z) => (float[N,2] a, float[N,0] b, float[N,3] d) "
+        "{ c = Concat<axis=1>(x, z) a, b, d = Split<axis=1>(c, [2, 0, 3]) }",
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
@@ -404,8 +404,8 @@ class MergeSplits(RegionRule):
 
     anchors = ("Split",)
     examples = graphs(
-        "(float[N,6] x) => (float[N,2] a, float[N,1] b, float[N,3] c) { a, r = Split<axis=1>(x, [2, 4]) b, c = "
-        "Split<axis=1>(r, [1, 3]) }",
+        "(float[N,6] x) => (float[N,2] a, float[N,1] b, float[N,3] c) "
+        "{ a, r = Split<axis=1>(x, [2, 4]) b, c = Split<axis=1>(r, [1, 3]) }",
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
@@ -562,12 +562,12 @@ class PullUnaryOutOfConcat(_PullOutOfConcat):
     reads_from = UNARY
     examples = graphs(
         "(float[N,2] x, float[N,3] z) => (float[N,5] y) { a = Relu(x) b = Relu(z) y = Concat<axis=1>(a, b) }",
-        "(float[N,2] x, float[N,3] z) => (float[N,5] y) { a = LeakyRelu<alpha=0.5>(x) b = LeakyRelu<alpha=0.5>(z) y = "
-        "Concat<axis=1>(a, b) }",
+        "(float[N,2] x, float[N,3] z) => (float[N,5] y) "
+        "{ a = LeakyRelu<alpha=0.5>(x) b = LeakyRelu<alpha=0.5>(z) y = Concat<axis=1>(a, b) }",
     )
     near_misses = graphs(
-        "(float[N,2] x, double[N,3] z) => (int64[N,5] y) { a = Cast<to=7>(x) b = Cast<to=7>(z) y = Concat<axis=1>(a, "
-        "b) }",
+        "(float[N,2] x, double[N,3] z) => (int64[N,5] y) "
+        "{ a = Cast<to=7>(x) b = Cast<to=7>(z) y = Concat<axis=1>(a, b) }",
         "(float[N,2] x) => (float[N,2] y) { a = Relu(x) y = Concat<axis=1>(a) }",
     )
 
@@ -586,12 +586,12 @@ class PushPoolIntoConcat(_PushIntoConcat):
     nonempty = True
     anchors = _POOLS
     examples = graphs(
-        "(float[N,2,4,4] x, float[N,3,4,4] z) => (float[N,5,2,2] y) { a = Concat<axis=1>(x, z) y = "
-        "MaxPool<kernel_shape=[2,2], strides=[2,2]>(a) }",
+        "(float[N,2,4,4] x, float[N,3,4,4] z) => (float[N,5,2,2] y) "
+        "{ a = Concat<axis=1>(x, z) y = MaxPool<kernel_shape=[2,2], strides=[2,2]>(a) }",
     )
     near_misses = graphs(
-        "(float[N,2,4,4] x, float[N,3,4,4] z) => (float[N,5,3,3] y, int64[N,5,3,3] i) { a = Concat<axis=1>(x, z) y, i "
-        "= MaxPool<kernel_shape=[2,2]>(a) }",
+        "(float[N,2,4,4] x, float[N,3,4,4] z) => (float[N,5,3,3] y, int64[N,5,3,3] i) "
+        "{ a = Concat<axis=1>(x, z) y, i = MaxPool<kernel_shape=[2,2]>(a) }",
     )
 
     def check(self, reader: Reader, node: Node, concat: Node) -> None:
@@ -605,14 +605,14 @@ class PullPoolOutOfConcat(_PullOutOfConcat):
 
     reads_from = _POOLS
     examples = graphs(
-        "(float[N,2,4,4] x, float[N,3,4,4] z) => (float[N,5,1,1] y) { a = GlobalMaxPool(x) b = GlobalMaxPool(z) y = "
-        "Concat<axis=1>(a, b) }",
-        "(float[N,2,4] x, float[N,3,4] z) => (float[N,5,3] y) { a = MaxPool<kernel_shape=[2]>(x) b = "
-        "MaxPool<kernel_shape=[2]>(z) y = Concat<axis=1>(a, b) }",
+        "(float[N,2,4,4] x, float[N,3,4,4] z) => (float[N,5,1,1] y) "
+        "{ a = GlobalMaxPool(x) b = GlobalMaxPool(z) y = Concat<axis=1>(a, b) }",
+        "(float[N,2,4] x, float[N,3,4] z) => (float[N,5,3] y) "
+        "{ a = MaxPool<kernel_shape=[2]>(x) b = MaxPool<kernel_shape=[2]>(z) y = Concat<axis=1>(a, b) }",
     )
     near_misses = graphs(
-        "(float[N,2,4] x, float[N,3,4] z) => (float[N,5,3] y, int64[N,2,3] i) { a, i = MaxPool<kernel_shape=[2]>(x) "
-        "b, j = MaxPool<kernel_shape=[2]>(z) y = Concat<axis=1>(a, b) }",
+        "(float[N,2,4] x, float[N,3,4] z) => (float[N,5,3] y, int64[N,2,3] i) "
+        "{ a, i = MaxPool<kernel_shape=[2]>(x) b, j = MaxPool<kernel_shape=[2]>(z) y = Concat<axis=1>(a, b) }",
     )
 
     def check(self, reader: Reader, node: Node, inner: Sequence[Node]) -> None:
@@ -653,10 +653,10 @@ class PullUnaryOutOfSplit(RegionRule):
 
     anchors = ("Split",)
     examples = graphs(
-        "(float[N,4] x) => (float[N,2] y, float[N,2] z) { a, b = Split<axis=1, num_outputs=2>(x) y = Relu(a) z = "
-        "Relu(b) }",
-        "(float[N,4] x) => (float[N,2] y, float[N,2] z) { a, b = Split<axis=1, num_outputs=2>(x) y = "
-        "Elu<alpha=0.5>(a) z = Elu<alpha=0.5>(b) }",
+        "(float[N,4] x) => (float[N,2] y, float[N,2] z) "
+        "{ a, b = Split<axis=1, num_outputs=2>(x) y = Relu(a) z = Relu(b) }",
+        "(float[N,4] x) => (float[N,2] y, float[N,2] z) "
+        "{ a, b = Split<axis=1, num_outputs=2>(x) y = Elu<alpha=0.5>(a) z = Elu<alpha=0.5>(b) }",
     )
     near_misses = graphs(
         "(float[N] x, float[1] u) => (float[N] y) { a = Split<num_outputs=1>(u) y = Clip(x, a) }",
@@ -740,17 +740,17 @@ class PullBinaryOutOfConcat(RegionRule):
 
     anchors = ("Concat",)
     examples = graphs(
-        "(float[N,2] x, float[N,3] z, float[2] a, float[3] b) => (float[N,5] y) { p = Add(x, a) q = Add(z, b) y = "
-        "Concat<axis=1>(p, q) }",
-        "(float[N,2] x, float[N,3] z, float[N,1] a) => (float[N,5] y) { p = Mul(x, a) q = Mul(z, a) y = "
-        "Concat<axis=1>(p, q) }",
+        "(float[N,2] x, float[N,3] z, float[2] a, float[3] b) => (float[N,5] y) "
+        "{ p = Add(x, a) q = Add(z, b) y = Concat<axis=1>(p, q) }",
+        "(float[N,2] x, float[N,3] z, float[N,1] a) => (float[N,5] y) "
+        "{ p = Mul(x, a) q = Mul(z, a) y = Concat<axis=1>(p, q) }",
     )
     near_misses = graphs(
-        "(float[N,2] x, float[N,3] z, int64[2] a, float[3] b) => (float[N,5] y) { p = Pow(x, a) q = Pow(z, b) y = "
-        "Concat<axis=1>(p, q) }",
+        "(float[N,2] x, float[N,3] z, int64[2] a, float[3] b) => (float[N,5] y) "
+        "{ p = Pow(x, a) q = Pow(z, b) y = Concat<axis=1>(p, q) }",
         "(float[N,2] x, float[2] a) => (float[N,4] y) { p = Add(x, a) y = Concat<axis=1>(p, p) }",
-        "(float[N,2,3] x, float[N,4,3] z, float[2,3] a, float[4,1] b) => (float[N,6,3] y) { p = Add(x, a) q = Add(z, "
-        "b) y = Concat<axis=1>(p, q) }",
+        "(float[N,2,3] x, float[N,4,3] z, float[2,3] a, float[4,1] b) => (float[N,6,3] y) "
+        "{ p = Add(x, a) q = Add(z, b) y = Concat<axis=1>(p, q) }",
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
@@ -804,20 +804,20 @@ class PullBinaryOutOfSplit(RegionRule):
 
     anchors = ("Split",)
     examples = graphs(
-        "(float[N,5] x) => (float[N,2] y, float[N,3] z) { a, b = Split<axis=1>(x, [2, 3]) y = Add(a, [1.0, 2.0]) z = "
-        "Add(b, [3.0, 4.0, 5.0]) }",
+        "(float[N,5] x) => (float[N,2] y, float[N,3] z) "
+        "{ a, b = Split<axis=1>(x, [2, 3]) y = Add(a, [1.0, 2.0]) z = Add(b, [3.0, 4.0, 5.0]) }",
     )
     near_misses = graphs(
-        "(float[N,M] x, float w) => (float[N,K] y, float[N,K] z) <float[N,K] a, float[N,K] b> { a, b = Split<axis=1, "
-        "num_outputs=2>(x) y = Add(a, w) z = Add(b, w) }",
-        "(float[N,4] x) => (float[N,2] y, float[N,2] z) { a, b = Split<axis=1, num_outputs=2>(x) y = Mul(a, a) z = "
-        "Mul(b, b) }",
-        "(float[N,4] x, float[N,2] c) => (float[N,2] y, float[N,2] z) { a, b = Split<axis=1, num_outputs=2>(x) y = "
-        "Add(a, c) t = Relu(y) z = Add(b, t) }",
-        "(float[2,4] x) => (float[2,2,2] y, float[2,2,2] z) <float[2,2,2] c = {1,2,3,4,5,6,7,8}> { a, b = "
-        "Split<axis=1, num_outputs=2>(x) y = Add(a, c) z = Add(b, c) }",
-        "(float[1,4] x) => (float[2,2] y, float[2,2] z) <float[2,2] c = {1,2,3,4}, float[2,1] d = {5,6}> { a, b = "
-        "Split<axis=1, num_outputs=2>(x) y = Add(a, c) z = Add(b, d) }",
+        "(float[N,M] x, float w) => (float[N,K] y, float[N,K] z) "
+        "<float[N,K] a, float[N,K] b> { a, b = Split<axis=1, num_outputs=2>(x) y = Add(a, w) z = Add(b, w) }",
+        "(float[N,4] x) => (float[N,2] y, float[N,2] z) "
+        "{ a, b = Split<axis=1, num_outputs=2>(x) y = Mul(a, a) z = Mul(b, b) }",
+        "(float[N,4] x, float[N,2] c) => (float[N,2] y, float[N,2] z) "
+        "{ a, b = Split<axis=1, num_outputs=2>(x) y = Add(a, c) t = Relu(y) z = Add(b, t) }",
+        "(float[2,4] x) => (float[2,2,2] y, float[2,2,2] z) "
+        "<float[2,2,2] c = {1,2,3,4,5,6,7,8}> { a, b = Split<axis=1, num_outputs=2>(x) y = Add(a, c) z = Add(b, c) }",
+        "(float[1,4] x) => (float[2,2] y, float[2,2] z) <float[2,2] c = {1,2,3,4}, float[2,1] d = {5,6}> "
+        "{ a, b = Split<axis=1, num_outputs=2>(x) y = Add(a, c) z = Add(b, d) }",
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
@@ -861,8 +861,8 @@ class PushBinaryIntoConcat(RegionRule):
     reads_from = ("Concat",)
     examples = graphs(
         "(float[N,2] x, float[N,3] z, float[N,1] b) => (float[N,5] y) { a = Concat<axis=1>(x, z) y = Add(a, b) }",
-        "(float[N,2] x, float[N,3] z) => (float[N,5] y) { a = Concat<axis=1>(x, z) y = Mul(a, [1.0, 2.0, 3.0, 4.0, "
-        "5.0]) }",
+        "(float[N,2] x, float[N,3] z) => (float[N,5] y) "
+        "{ a = Concat<axis=1>(x, z) y = Mul(a, [1.0, 2.0, 3.0, 4.0, 5.0]) }",
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:

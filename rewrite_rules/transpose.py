@@ -246,8 +246,8 @@ class PushTransposesDown(_PushDown):
 
     anchors = BROADCAST
     examples = graphs(
-        "(float[N,3,2] x, float[N,3,2] z) => (float[N,2,3] y) { a = Transpose<perm=[0,2,1]>(x) b = "
-        "Transpose<perm=[0,2,1]>(z) y = Add(a, b) }",
+        "(float[N,3,2] x, float[N,3,2] z) => (float[N,2,3] y) "
+        "{ a = Transpose<perm=[0,2,1]>(x) b = Transpose<perm=[0,2,1]>(z) y = Add(a, b) }",
         "(float[N,3,2] x) => (float[N,2,3] y) { a = Transpose<perm=[0,2,1]>(x) y = Mul(a, [1.0, 2.0, 3.0]) }",
         "(float[2,3] x, float s) => (float[3,2] y) { a = Transpose(x) y = Mul(a, s) }",
     )
@@ -265,8 +265,8 @@ class PushTransposesUp(_PushUp):
 
     reads_from = BROADCAST
     examples = graphs(
-        "(float[N,3,2] x, float[N,2,3] z) => (float[N,2,3] y) { a = Transpose<perm=[0,2,1]>(z) b = Add(x, a) y = "
-        "Transpose<perm=[0,2,1]>(b) }",
+        "(float[N,3,2] x, float[N,2,3] z) => (float[N,2,3] y) "
+        "{ a = Transpose<perm=[0,2,1]>(z) b = Add(x, a) y = Transpose<perm=[0,2,1]>(b) }",
         "(float[N,3,2] x) => (float[N,2,3] y) { a = Mul(x, [1.0, 2.0]) y = Transpose<perm=[0,2,1]>(a) }",
         "(float[2,3] x, float s) => (float[3,2] y) { a = Mul(x, s) y = Transpose(a) }",
     )
@@ -361,8 +361,8 @@ class PushTransposesThroughConcat(_PushDown):
 
     anchors = ("Concat",)
     examples = graphs(
-        "(float[N,3,2] x, float[N,3,4] z) => (float[N,6,3] y) { a = Transpose<perm=[0,2,1]>(x) b = "
-        "Transpose<perm=[0,2,1]>(z) y = Concat<axis=1>(a, b) }",
+        "(float[N,3,2] x, float[N,3,4] z) => (float[N,6,3] y) "
+        "{ a = Transpose<perm=[0,2,1]>(x) b = Transpose<perm=[0,2,1]>(z) y = Concat<axis=1>(a, b) }",
     )
 
 
@@ -371,8 +371,8 @@ class PushTransposeIntoConcat(_PushUp):
 
     reads_from = ("Concat",)
     examples = graphs(
-        "(float[N,2,3] x, float[N,3,4] z) => (float[N,6,3] y) { a = Transpose<perm=[0,2,1]>(x) b = Concat<axis=2>(a, "
-        "z) y = Transpose<perm=[0,2,1]>(b) }",
+        "(float[N,2,3] x, float[N,3,4] z) => (float[N,6,3] y) "
+        "{ a = Transpose<perm=[0,2,1]>(x) b = Concat<axis=2>(a, z) y = Transpose<perm=[0,2,1]>(b) }",
     )
 
     def gains(self, reader: Reader, data: Sequence[Value]) -> bool:
@@ -384,8 +384,8 @@ class PushTransposeThroughSplit(_PushDown):
 
     anchors = ("Split",)
     examples = graphs(
-        "(float[N,3,4] x) => (float[N,2,3] y, float[N,2,3] z) { a = Transpose<perm=[0,2,1]>(x) y, z = Split<axis=1, "
-        "num_outputs=2>(a) }",
+        "(float[N,3,4] x) => (float[N,2,3] y, float[N,2,3] z) "
+        "{ a = Transpose<perm=[0,2,1]>(x) y, z = Split<axis=1, num_outputs=2>(a) }",
         "(float[2,3,4] x) => (float[2,4,3] y) { a = Transpose<perm=[0,2,1]>(x) y = Split<axis=1, num_outputs=1>(a) }",
     )
 
@@ -395,8 +395,8 @@ class PushTransposesUpSplit(RegionRule):
 
     anchors = ("Split",)
     examples = graphs(
-        "(float[N,4,3] x) => (float[N,3,2] y, float[N,3,2] z) { a, b = Split<axis=1, num_outputs=2>(x) y = "
-        "Transpose<perm=[0,2,1]>(a) z = Transpose<perm=[0,2,1]>(b) }",
+        "(float[N,4,3] x) => (float[N,3,2] y, float[N,3,2] z) "
+        "{ a, b = Split<axis=1, num_outputs=2>(x) y = Transpose<perm=[0,2,1]>(a) z = Transpose<perm=[0,2,1]>(b) }",
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
@@ -432,12 +432,12 @@ class PushTransposeIntoReduce(_PushUp):
 
     reads_from = REDUCTIONS
     examples = graphs(
-        "(float[N,3,4] x) => (float[N,3,1] y) { a = Transpose<perm=[0,2,1]>(x) b = ReduceMax(a, [1]) y = "
-        "Transpose<perm=[0,2,1]>(b) }",
+        "(float[N,3,4] x) => (float[N,3,1] y) "
+        "{ a = Transpose<perm=[0,2,1]>(x) b = ReduceMax(a, [1]) y = Transpose<perm=[0,2,1]>(b) }",
     )
     near_misses = graphs(
-        "(float[N,3,4] x) => (float[1,1,1] y) { a = Transpose<perm=[0,2,1]>(x) b = ReduceMax(a) y = "
-        "Transpose<perm=[0,2,1]>(b) }",
+        "(float[N,3,4] x) => (float[1,1,1] y) "
+        "{ a = Transpose<perm=[0,2,1]>(x) b = ReduceMax(a) y = Transpose<perm=[0,2,1]>(b) }",
     )
 
     def gains(self, reader: Reader, data: Sequence[Value]) -> bool:
