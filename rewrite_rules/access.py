@@ -447,9 +447,9 @@ def _comparable(dims: Dims, axis: int) -> Dims:
 class Step:
     """An operator of a chain with the numbers that it takes.
 
-    Reshape: shape. Transpose: permutation. Slice: starts, ends, axes, steps. Gather: axis, indices (Pick: one index,
-    and the axis is dropped). Squeeze, Unsqueeze: axes. Expand: shape. DepthToSpace: block, 1 for CRD. SpaceToDepth:
-    block. Pad: pads, axes.
+    Reshape: shape. Transpose: permutation. Slice: starts, ends, axes, and steps unless all are 1. Gather: axis, indices
+    (Pick: one index, and the axis is dropped). Squeeze, Unsqueeze: axes. Expand: shape. DepthToSpace: block, 1 for CRD.
+    SpaceToDepth: block. Pad: pads, axes.
     """
 
     op: str
@@ -611,8 +611,8 @@ class _Chain:
             last = start + step * (count - 1)
             ends.append(last + 1 if step > 0 else last - 1 if last > 0 else -(shape[axis][0] + 1))
             shape[axis] = (count, ())
-        columns = [[c[k] for c in cuts] for k in range(4)]
-        self._add("Slice", shape, columns[1], ends, columns[0], columns[3])
+        axes, starts, _, steps = zip(*cuts)
+        self._add("Slice", shape, starts, ends, axes, *([steps] if set(steps) != {1} else []))
 
     def gather(self, axis: int, indices: Sequence[int]) -> None:
         if len(indices) > MOST_INDICES:
@@ -966,7 +966,7 @@ def _by_digits(chain: _Chain, m: AccessMap, order: Sequence[int]) -> Iterator[_C
 def _shortened(shape: Sequence[int | str], chain: _Chain) -> Plan:
     """The plan of a chain: a Slice of one position and the Reshape that drops its axis are one Gather."""
     if len(chain.steps) == 2 and chain.steps[0].op == "Slice" and chain.steps[1].op in ("Reshape", "Squeeze"):
-        starts, _, axes, _ = chain.steps[0].numbers
+        starts, _, axes, *_ = chain.steps[0].numbers
         extents = [a.extent for a in _own(shape)]
         if len(axes) == 1 and chain.shape == (*extents[: axes[0]], *extents[axes[0] + 1 :]):
             moved = prod(n for n, _ in chain.shape)

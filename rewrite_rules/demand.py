@@ -22,6 +22,7 @@ from rewrite_rules.axes import (
     known,
     own_axes,
     perm_of,
+    rank_of,
     reshape_numbers,
     same_dims,
     slice_numbers,
@@ -401,10 +402,6 @@ def _same(span: Span, *axes: int | None) -> Way:
     return Way(tuple(None if a is None else (a, span) for a in axes))
 
 
-def _rank(reader: Reader, value: Value) -> int:
-    return reader.val(value).rank
-
-
 def _aligned(reader: Reader, values: Sequence[Value], axis: int, rank: int) -> list[int | None]:
     """The axis of each operand that is `axis` of their common shape, as broadcasting has it; None: it is repeated."""
     axes: list[int | None] = []
@@ -439,9 +436,9 @@ def _axes_read(reader: Reader, node: Node, axis: int) -> list[int | None]:
         together = axis >= own[0] if axes.onwards else axis in own
         require(not together, f"it is {axes.does} along this axis")
     else:
-        axis = [i for i in range(_rank(reader, node.inputs[0])) if i not in own][axis]
+        axis = [i for i in range(rank_of(reader, node.inputs[0])) if i not in own][axis]
     if axes.of == "broadcast":
-        return _aligned(reader, node.inputs, axis, _rank(reader, node.outputs[0]))
+        return _aligned(reader, node.inputs, axis, rank_of(reader, node.outputs[0]))
     return [axis] * len(data_inputs(node)[0])
 
 
@@ -561,7 +558,7 @@ class PushSliceIntoMatMul(_PushSlice):
 
     def way(self, reader: Reader, node: Node, axis: int, span: Span) -> Way:
         x, w = node.inputs
-        rank, rows, columns = (_rank(reader, v) for v in (node.outputs[0], x, w))
+        rank, rows, columns = (rank_of(reader, v) for v in (node.outputs[0], x, w))
         require(min(rows, columns) >= 2, "an operand is a vector")
         if axis == rank - 2:
             return _same(span, rows - 2, None)
@@ -630,7 +627,7 @@ class PushSliceIntoAttention(_PushSlice):
     def way(self, reader: Reader, node: Node, axis: int, span: Span) -> Way:
         q, k, v, *rest = node.inputs
         given = [x for x in rest if x != ABSENT]
-        rank = _rank(reader, q)
+        rank = rank_of(reader, q)
         mask = rest[0] if rest else ABSENT
         batches = {(reader.type(x).shape or (None,))[0] for x in (q, k, v)}
         worthwhile(len(batches) == 1 and None not in batches, "how many sequences there are is not known")
@@ -661,7 +658,7 @@ class PushSliceThroughTranspose(_PushSlice):
     )
 
     def way(self, reader: Reader, node: Node, axis: int, span: Span) -> Way:
-        return _same(span, perm_of(node, _rank(reader, node.inputs[0]))[axis])
+        return _same(span, perm_of(node, rank_of(reader, node.inputs[0]))[axis])
 
 
 class PushSliceThroughReshape(RegionRule):
@@ -726,7 +723,7 @@ class _IntoGather(_PushSlice):
 
     def way(self, reader: Reader, node: Node, axis: int, span: Span) -> Way:
         data, index = node.inputs
-        own, width = axis_of(node, _rank(reader, data)), _rank(reader, index)
+        own, width = axis_of(node, rank_of(reader, data)), rank_of(reader, index)
         if own <= axis < own + width:
             return _same(span, None, axis - own)
         return _same(span, axis if axis < own else axis - width + 1, None)
@@ -1012,7 +1009,7 @@ class PushSlicesThroughSplit(RegionRule):
             places.append(place)
         if min(c.node.id for c in cuts) != node.id:
             return None
-        axis = axis_of(split, _rank(reader, split.inputs[0]))
+        axis = axis_of(split, rank_of(reader, split.inputs[0]))
         require(all(a != axis for a, _ in own.taken), "it is split along this axis")
         sizes = known(sizes_along(reader, split.outputs, axis), "a part's size is not known")
         dropped = tuple(c.dropped for c in cuts)
@@ -1122,7 +1119,7 @@ def _find_projection(reader: Reader, value: Value, perm: tuple[int, ...]) -> _Pr
         return node
 
     transpose = producer(value, "Transpose")
-    if transpose is None or perm_of(transpose, _rank(reader, value)) != perm:
+    if transpose is None or perm_of(transpose, rank_of(reader, value)) != perm:
         return None
     view = producer(transpose.inputs[0], *VIEWS)
     if view is None:

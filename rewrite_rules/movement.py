@@ -24,8 +24,9 @@ from rewrite_rules.access import (
     scattered,
     shuffles,
 )
-from rewrite_rules.axes import axis_of, front, fronts, int_attr, ints_input, perm_of, slice_numbers
+from rewrite_rules.axes import axis_of, front, fronts, int_attr, ints_input, known, perm_of, slice_numbers
 from rewrite_rules.examples import graphs
+from rewrite_rules.slices import sizes_along
 from xrlflow.ir import ABSENT, Dim, DType, Node, Value
 from xrlflow.ir.dims import LARGEST
 from xrlflow.rewrite import AnyRule, Lit, Op, Reader, Refused, Region, RegionRule, Val, worthwhile
@@ -90,10 +91,7 @@ class _Trace:
         return found
 
     def _ints(self, node: Node, index: int) -> tuple[int, ...]:
-        found = ints_input(self.reader, node, index)
-        if found is None:
-            raise Unmappable("an input is left out")
-        return found
+        return known(ints_input(self.reader, node, index), "an input is left out")
 
     def _moved(self, node: Node, value: Value) -> AccessMap:
         """The map of a node's output. Numbers are read first: where they are not known, nothing else is looked at."""
@@ -158,18 +156,12 @@ class _Trace:
         return x
 
     def _split(self, node: Node, value: Value) -> AccessMap:
-        given = ints_input(self.reader, node, 1)
         x = self.map(node.inputs[0])
         axis = axis_of(node, len(x.dims))
-        size, count = self._size(x, axis), len(node.outputs)
-        if size is None:
+        sizes = sizes_along(self.reader, node.outputs[: node.outputs.index(value) + 1], axis)
+        if sizes is None:
             raise Unmappable("a symbolic dimension is cut")
-        chunk = -(-size // count)
-        sizes = given if given is not None else (*(chunk,) * (count - 1), size - chunk * (count - 1))
-        place = node.outputs.index(value)
-        if sum(sizes) != size or len(sizes) != count:
-            raise Unmappable("the parts are not the whole")
-        return x.slice(axis, sum(sizes[:place]), sizes[place], 1)
+        return x.slice(axis, sum(sizes[:-1]), sizes[-1], 1)
 
     def _padded(self, node: Node) -> AccessMap:
         if node.attrs.get("mode", "constant") != "constant":
@@ -246,13 +238,8 @@ def _emit(op: Op, x: Any, steps: Sequence[Step], fill: Val | None = None) -> Any
     """A chain's operators."""
     for step in steps:
         numbers = step.numbers
-        if step.op in ("Reshape", "Expand", "Squeeze", "Unsqueeze"):
-            x = op[step.op](x, list(numbers[0]))
-        elif step.op == "Transpose":
+        if step.op == "Transpose":
             x = op.Transpose(x, perm=numbers[0])
-        elif step.op == "Slice":
-            starts, ends, axes, steps_ = (list(n) for n in numbers)
-            x = op.Slice(x, starts, ends, axes, *([steps_] if any(s != 1 for s in steps_) else []))
         elif step.op == "Gather":
             x = op.Gather(x, list(numbers[1]), axis=numbers[0][0])
         elif step.op == "Pick":
@@ -262,8 +249,10 @@ def _emit(op: Op, x: Any, steps: Sequence[Step], fill: Val | None = None) -> Any
             x = op.DepthToSpace(x, blocksize=block, mode=Lit("CRD" if crd else "DCR"))
         elif step.op == "SpaceToDepth":
             x = op.SpaceToDepth(x, blocksize=numbers[0][0])
-        else:
+        elif step.op == "Pad":
             x = op.Pad(x, list(numbers[0]), fill, list(numbers[1]))
+        else:
+            x = op[step.op](x, *map(list, numbers))
     return x
 
 
@@ -287,25 +276,16 @@ def _goes_on(reader: Reader, node: Node) -> bool:
     (value,) = node.outputs
     if reader.count_users(value) != 1 or reader.is_output(value):
         return False
-    return _moves_on(reader, reader.users(value)[0], value)
-
-
-def _moves_on(reader: Reader, user: Node, value: Value) -> bool:
-    """Whether a reader of a value moves it, by numbers that are known."""
+    (user,) = reader.users(value)
     if user.op not in _PLAIN_SET or user.inputs[0] != value:
         return False
     return all(v == ABSENT or reader.is_const(v) for v in user.inputs[1:])
 
 
-def _simple(nodes: Iterable[Node]) -> bool:
-    """Whether the rules for two operators are enough for a chain."""
-    ops = {n.op for n in nodes}
-    return ops.issubset(_VIEWS) or ops == {"Transpose"}
-
-
 def _hopeless(reader: Reader, nodes: Sequence[Node]) -> bool:
     """Whether it is plain that nothing is gained: a view and a Transpose, both of which are needed."""
-    if _simple(nodes):
+    ops = {n.op for n in nodes}
+    if ops.issubset(_VIEWS) or ops == {"Transpose"}:  # the rules for two operators are enough
         return True
     if len(nodes) != 2 or {n.op == "Transpose" for n in nodes} != {True, False}:
         return False

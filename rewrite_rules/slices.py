@@ -191,14 +191,11 @@ class MergeStackOfPieces(RegionRule):
         first = piece(reader, node.inputs[0])
         if first is None or first.length != 1:
             return None
-        used: list[Node] = [node]
-        places: list[int] = []
-        for v in node.inputs:
-            p = piece(reader, v)
-            if p is None or p.length != 1 or (p.source, p.axis) != (first.source, first.axis):
-                return None
-            places.append(p.start)
-            used += p.nodes
+        found = [first, *(p for v in node.inputs[1:] if (p := piece(reader, v)) is not None)]
+        alike = all((p.source, p.axis, p.length) == (first.source, first.axis, 1) for p in found)
+        if not alike or len(found) != len(node.inputs):
+            return None
+        places = [p.start for p in found]
         whole, shape = reader.val(first.source).shape, reader.val(node.inputs[0]).shape
         axis = axis_of(node, len(shape))
         if first.kept and first.axis == axis:
@@ -215,7 +212,7 @@ class MergeStackOfPieces(RegionRule):
         result = reader.val(node.outputs[0]).shape
         numbers = None if same_dims(moved, result) else tuple(reshape_numbers(moved, result))
         data = (first.axis, tuple(places), perm, numbers)
-        return Region(node.outputs, (first.source,), _nodes(used), data)
+        return Region(node.outputs, (first.source,), _nodes((node,), *(p.nodes for p in found)), data)
 
     def target(self, op: Op, region: Region, x: Val) -> Any:
         axis, places, perm, numbers = region.data
@@ -663,7 +660,7 @@ class PullUnaryOutOfSplit(RegionRule):
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
-        outer = _readers_of_parts(reader, node)
+        outer = readers_of_parts(reader, node)
         if not outer or not is_unary(outer[0]):
             return None
         form = unary_form(outer[0])
@@ -681,7 +678,7 @@ class PullUnaryOutOfSplit(RegionRule):
         return list(parts) if outputs > 1 else [parts]
 
 
-def _readers_of_parts(reader: Reader, node: Node) -> list[Node]:
+def readers_of_parts(reader: Reader, node: Node) -> list[Node]:
     """The one reader of each of a Split's outputs, if all are of one operator; nothing otherwise."""
     outer: list[Node] = []
     for v in node.outputs:
@@ -694,27 +691,19 @@ def _readers_of_parts(reader: Reader, node: Node) -> list[Node]:
     return outer
 
 
-@dataclass(frozen=True, slots=True)
-class _Operands:
-    """One operand of the functions of all parts: one value each, along the axis, or one value for all."""
-
-    values: tuple[Value, ...]
-    shared: bool
-
-
 def _classify(
     reader: Reader, values: Sequence[Value], outs: Sequence[Sequence[Dim]], axis: int
-) -> _Operands | None:
-    """What an operand of the functions of all parts is; None if it cannot be put together.
+) -> tuple[Value, ...] | None:
+    """An operand of the functions of all parts: one value each, along the axis, or one value for all.
 
-    `outs` are the shapes of the functions' results.
+    None if it cannot be put together. `outs` are the shapes of the functions' results.
     """
     rank = len(outs[0])
     if len(set(values)) == 1:
         shape = reader.val(values[0]).shape
         at = axis - (rank - len(shape))
         if at < 0 or shape[at] == 1:
-            return _Operands((values[0],), True)
+            return (values[0],)
     rests = set()
     for v, out in zip(values, outs):
         shape = reader.val(v).shape
@@ -724,7 +713,7 @@ def _classify(
         rests.add((*shape[:at], *shape[at + 1 :]))
     if len(rests) != 1 or None in next(iter(rests)):
         return None
-    return _Operands(tuple(values), False)
+    return tuple(values)
 
 
 def _same_function(nodes: Sequence[Node]) -> bool:
@@ -763,8 +752,8 @@ class PullBinaryOutOfConcat(RegionRule):
         worthwhile(len({n.outputs[0] for n in inner}) == len(inner), "a part is repeated")
         outs = [n.types[0].shape or () for n in inner]
         operands = _columns(reader, inner, outs, axis)
-        data = (inner[0].op, inner[0].attrs, rank, axis, tuple(len(o.values) for o in operands))
-        return Region(node.outputs, tuple(v for o in operands for v in o.values), (node, *inner), data)
+        data = (inner[0].op, inner[0].attrs, rank, axis, tuple(len(o) for o in operands))
+        return Region(node.outputs, tuple(v for o in operands for v in o), (node, *inner), data)
 
     def target(self, op: Op, region: Region, *inputs: Val) -> Any:
         name, attrs, rank, axis, counts = region.data
@@ -773,7 +762,7 @@ class PullBinaryOutOfConcat(RegionRule):
 
 def _columns(
     reader: Reader, inner: Sequence[Node], outs: Sequence[Sequence[Dim]], axis: int
-) -> list[_Operands]:
+) -> list[tuple[Value, ...]]:
     """The operands of the functions of all parts, place by place; refuses what cannot be put together."""
     found = []
     for k in range(len(inner[0].inputs)):
@@ -781,7 +770,7 @@ def _columns(
         found.append(known(_classify(reader, values, outs, axis), "operands cannot be put together"))
     dtypes = [{reader.type(n.inputs[k]).dtype for n in inner} for k in range(len(inner[0].inputs))]
     require(all(len(d) == 1 for d in dtypes), "the element types differ")
-    require(any(not o.shared for o in found), "nothing differs along the axis")
+    require(any(len(o) > 1 for o in found), "nothing differs along the axis")
     return found
 
 
@@ -821,7 +810,7 @@ class PullBinaryOutOfSplit(RegionRule):
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
-        outer = _readers_of_parts(reader, node)
+        outer = readers_of_parts(reader, node)
         if len(outer) < 2 or outer[0].op not in _BROADCAST or not _same_function(outer):
             return None
         places = [n.inputs.index(v) for n, v in zip(outer, node.outputs)]
@@ -836,10 +825,10 @@ class PullBinaryOutOfSplit(RegionRule):
         operands = _columns(reader, outer, outs, axis)
         for k, operand in enumerate(operands):
             if k != place:
-                fixed = operand.shared or all(reader.is_const(v) for v in operand.values)
+                fixed = len(operand) == 1 or all(reader.is_const(v) for v in operand)
                 require(fixed, "an operand is not constant")
-        counts = tuple(1 if k == place else len(o.values) for k, o in enumerate(operands))
-        inputs = [v for k, o in enumerate(operands) for v in ((node.inputs[0],) if k == place else o.values)]
+        counts = tuple(1 if k == place else len(o) for k, o in enumerate(operands))
+        inputs = [v for k, o in enumerate(operands) for v in (node.inputs[:1] if k == place else o)]
         sizes = known(sizes_along(reader, node.outputs, axis), "a size is not known")
         outputs = tuple(n.outputs[0] for n in outer)
         data = (outer[0].op, outer[0].attrs, rank, axis, counts, tuple(sizes))

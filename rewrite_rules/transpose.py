@@ -23,6 +23,7 @@ from rewrite_rules.axes import (
 )
 from rewrite_rules.elementwise import made_by, read_once
 from rewrite_rules.examples import graphs
+from rewrite_rules.slices import readers_of_parts
 from xrlflow.ir import Attrs, Node, Value
 from xrlflow.ops.axes import AXES, BROADCAST, REDUCTIONS, UNARY
 from xrlflow.rewrite import (
@@ -400,12 +401,9 @@ class PushTransposesUpSplit(RegionRule):
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
-        outer: list[Node] = []
-        for v in node.outputs:
-            readers = reader.users(v)
-            if len(readers) != 1 or readers[0].op != "Transpose" or reader.is_output(v):
-                return None
-            outer.append(readers[0])
+        outer = readers_of_parts(reader, node)
+        if not outer or outer[0].op != "Transpose":
+            return None
         rank = rank_of(reader, node.inputs[0])
         perm = perm_of(outer[0], rank)
         require(all(perm_of(n, rank) == perm for n in outer), "parts are transposed in different ways")

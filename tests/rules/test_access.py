@@ -109,9 +109,9 @@ def execute(x: np.ndarray, steps: tuple[Step, ...]) -> np.ndarray:
             x = x.transpose(a[0])
         elif step.op == "Slice":
             index: list[Any] = [slice(None)] * x.ndim
-            for start, end, axis, by in zip(*a):
+            for start, end, axis, *by in zip(*a):
                 stop = end + x.shape[axis] if end < 0 else end
-                index[axis] = slice(start, None if stop < 0 else stop, by)
+                index[axis] = slice(start, None if stop < 0 else stop, by[0] if by else 1)
             x = x[tuple(index)]
         elif step.op == "Gather":
             x = np.take(x, a[1], a[0][0])
