@@ -90,7 +90,9 @@ def slice_numbers(reader: Reader, node: Node, rank: int) -> list[tuple[int, int,
     worthwhile(
         len(places) == len(starts) == len(ends) == len(steps), "the numbers of a slice are not as many"
     )
-    return list(zip(places, starts, slice_ends(ends, steps), steps))
+    if any(s < 0 for s in steps):
+        ends = slice_ends(ends, steps)
+    return list(zip(places, starts, ends, steps))
 
 
 def slice_ends(ends: Sequence[int], steps: Sequence[int]) -> tuple[int, ...]:

@@ -48,9 +48,12 @@ def sizes_along(reader: Reader, values: Sequence[Value], axis: int) -> list[int]
     return known if len(known) == len(out) else None
 
 
+_CUTS = frozenset((*VIEWS, "Split", "Slice", "Gather"))
+
+
 def piece(reader: Reader, value: Value) -> Piece | None:
     """How a value is cut out of one tensor, or None if it is not, or not by known numbers."""
-    node = maker(reader, value, (*VIEWS, "Split", "Slice", "Gather"))
+    node = maker(reader, value, _CUTS)
     if node is None:
         return None
     if node.op in VIEWS:
