@@ -96,11 +96,15 @@ class Regions:
         self.by_op: dict[str, list[RegionRule]] = {}
         # Those that demand an operator above their anchor, by both.
         self.below: dict[tuple[str, str], list[RegionRule]] = {}
+        # What each demands above its anchor, by name.
+        self.wanted: dict[str, frozenset[str]] = {}
         # Those that look for partners of their anchor.
         self.paired: dict[str, list[RegionRule]] = {}
         self._fitting: dict[Hashable, list[RegionRule]] = {}
 
     def add(self, rule: RegionRule) -> None:
+        if rule.reads_from is not None:
+            self.wanted[rule.name] = frozenset(rule.reads_from)
         for op in rule.anchors:
             self.by_op.setdefault(op, []).append(rule)
             if rule.has_partners:
@@ -117,7 +121,7 @@ class Regions:
         return [
             rule
             for rule in self.by_op.get(node.op, ())
-            if rule.reads_from is None or not set(rule.reads_from).isdisjoint(around.above)
+            if (wanted := self.wanted.get(rule.name)) is None or not wanted.isdisjoint(around.above)
         ]
 
     def of(self, node: Node, around: Surroundings) -> list[RegionRule]:
