@@ -153,7 +153,8 @@ def _own(reader: Reader, node: Node, perm: Sequence[int]) -> tuple[int, ...]:
 
 def _perm(reader: Reader, node: Node) -> tuple[int, ...]:
     """The permutation of a Transpose."""
-    return perm_of(node, 0 if "perm" in node.attrs else reader.val(node.outputs[0]).rank)
+    perm = node.attrs.get("perm")
+    return perm_of(node, len(perm) if isinstance(perm, tuple) else rank_of(reader, node.outputs[0]))
 
 
 def _transposed(reader: Reader, value: Value) -> bool:
@@ -275,7 +276,7 @@ class PushTransposesUp(_PushUp):
     def gains(self, reader: Reader, data: Sequence[Value]) -> bool:
         rank = max(reader.val(v).rank for v in data)
         running = [v for v in data if not reader.is_const(v) and reader.type(v).rank != 0]
-        worthwhile(all(reader.type(v).rank == rank for v in running), "an operand has fewer dimensions")
+        worthwhile({reader.type(v).rank for v in running} <= {rank}, "an operand has fewer dimensions")
         return len(running) == 1 or any(_transposed(reader, v) for v in running)
 
 
