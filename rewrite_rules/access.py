@@ -25,13 +25,15 @@ from itertools import count as integers
 from math import gcd, inf, isqrt, prod
 from operator import mul
 
+from xrlflow.rewrite import Refused
+
 # Longer dimensions are not written out as lists of addresses, and larger indices not made.
 LONGEST, MOST_INDICES = 4096, 1024
 # How far apart sources lie, and from where on an address means the number that a Pad puts in.
 _APART, FILL = 1 << 44, 1 << 60
 
 
-class Unmappable(Exception):
+class Unmappable(Refused):
     """An operator, or a result, that a map cannot express; the message says why."""
 
 
@@ -312,9 +314,7 @@ class AccessMap:
         return replace(self, dims=tuple(() if i in axes else next(rest) for i in range(rank)))
 
     def flatten(self, axis: int) -> AccessMap:
-        rows = [d for dim in self.dims[:axis] for d in dim]
-        columns = [d for dim in self.dims[axis:] for d in dim]
-        return replace(self, dims=(merged(rows), merged(columns)))
+        return self._joined(range(axis), range(axis, len(self.dims)))
 
     def slice(self, axis: int, start: int, count: int, step: int) -> AccessMap:
         """`count` positions from `start` on, `step` apart; the caller has clamped them."""

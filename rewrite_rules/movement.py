@@ -75,7 +75,7 @@ class _Trace:
         self.left -= 1
         try:
             found = self._moved(node, value)
-        except (Unmappable, Refused):
+        except Refused:
             return self._source(value)
         self.makers[value] = node
         return found
@@ -502,12 +502,8 @@ class MergeMovement(RegionRule):
         """The region, if the chain can be had cheaper; and the values in it that are read elsewhere."""
         (output,) = node.outputs
         trace = _Trace(reader, stop=stop)
-        try:
-            m = trace.map(output)
-        except Unmappable as error:
-            raise Refused(str(error)) from error
-        if output not in trace.makers:
-            raise Refused("the map of the chain is not known")
+        m = trace.map(output)
+        worthwhile(output in trace.makers, "the map of the chain is not known")
         nodes = trace.nodes(node)
         gone = trace.removed(nodes)
         shared = frozenset(v for n in nodes if n.id not in gone for v in n.outputs)
@@ -604,14 +600,10 @@ class ReplaceMovement(RegionRule):
             return None
         (output,) = node.outputs
         trace = _Trace(reader, most=1)
-        try:
-            m = trace.map(output)
-            core = core_of(m)
-            if output not in trace.makers or core is None:
-                return None
-            plan = best(trace.shapes[0], core, False)
-        except Unmappable as error:
-            raise Refused(str(error)) from error
+        core = core_of(trace.map(output))
+        if output not in trace.makers or core is None:
+            return None
+        plan = best(trace.shapes[0], core, False)
         ops = [s.op for s in plan.steps]
         better = not ops or ops == ["Reshape"] or (ops == ["Slice"] and node.op == "Gather")
         worthwhile(better, "it moves data")

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rewrite_rules.access import AccessMap, Unmappable
+from rewrite_rules.access import AccessMap
 from rewrite_rules.axes import (
-    axis_of,
     compose,
     data_inputs,
     ints_input,
@@ -26,19 +25,7 @@ from rewrite_rules.examples import graphs
 from rewrite_rules.slices import readers_of_parts
 from xrlflow.ir import Attrs, Node, Value
 from xrlflow.ops.axes import AXES, BROADCAST, REDUCTIONS, UNARY
-from xrlflow.rewrite import (
-    AnyRule,
-    Captures,
-    Op,
-    Reader,
-    Refused,
-    Region,
-    RegionRule,
-    Rule,
-    Val,
-    require,
-    worthwhile,
-)
+from xrlflow.rewrite import AnyRule, Captures, Op, Reader, Region, RegionRule, Rule, Val, require, worthwhile
 
 
 def _transpose(op: Op, x: Val, perm: Sequence[int]) -> Any:
@@ -162,7 +149,15 @@ def _transposed(reader: Reader, value: Value) -> bool:
     return node is not None and node.op == "Transpose"
 
 
-class _PushDown(RegionRule):
+class _PushTranspose(RegionRule):
+    """A rule that leaves an operator on the other side of a Transpose."""
+
+    def target(self, op: Op, region: Region, *inputs: Val) -> Any:
+        turned: _Turned = region.data
+        return turned.build(op, inputs)
+
+
+class _PushDown(_PushTranspose):
     """f(transpose(x), ...) -> transpose(f(x, ...)): several operands are transposed alike, or constant, or scalars."""
 
     reads_from = ("Transpose",)
@@ -192,11 +187,8 @@ class _PushDown(RegionRule):
         nodes = tuple({n.id: n for n in (node, *found)}.values())
         return Region(node.outputs, (*inputs, *rest), nodes, turned)
 
-    def target(self, op: Op, region: Region, *inputs: Val) -> Any:
-        return region.data.build(op, inputs)
 
-
-class _PushUp(RegionRule):
+class _PushUp(_PushTranspose):
     """transpose(f(x, ...)) -> f(transpose(x), ...), where it `gains`."""
 
     anchors = ("Transpose",)
@@ -216,9 +208,6 @@ class _PushUp(RegionRule):
         own = _own(reader, inner, inverse(perm))
         turned = _Turned(inner.op, inner.attrs, 1, (perm,) * len(data), own, tuple(range(len(perm))))
         return Region(node.outputs, (*data, *rest), (node, inner), turned)
-
-    def target(self, op: Op, region: Region, *inputs: Val) -> Any:
-        return region.data.build(op, inputs)
 
 
 class PushTransposeDown(_PushDown):
@@ -392,7 +381,7 @@ class PushTransposeThroughSplit(_PushDown):
     )
 
 
-class PushTransposesUpSplit(RegionRule):
+class PushTransposesUpSplit(_PushTranspose):
     """transpose(split(x)), each part -> split(transpose(x))  for equal permutations."""
 
     anchors = ("Split",)
@@ -405,15 +394,11 @@ class PushTransposesUpSplit(RegionRule):
         outer = readers_of_parts(reader, node)
         if not outer or outer[0].op != "Transpose":
             return None
-        rank = rank_of(reader, node.inputs[0])
-        perm = perm_of(outer[0], rank)
-        require(all(perm_of(n, rank) == perm for n in outer), "parts are transposed in different ways")
-        data = (len(outer), node.attrs, perm.index(axis_of(node, rank)), perm)
-        return Region(tuple(n.outputs[0] for n in outer), node.inputs, (node, *outer), data)
-
-    def target(self, op: Op, region: Region, x: Val, sizes: Val | None = None) -> Any:
-        count, attrs, axis, perm = region.data
-        return op.Split(op.Transpose(x, perm=perm), sizes, outputs=count, attrs=attrs, axis=axis)
+        perm = _perm(reader, outer[0])
+        require(all(_perm(reader, n) == perm for n in outer), "parts are transposed in different ways")
+        own = _own(reader, node, inverse(perm))
+        turned = _Turned(node.op, node.attrs, len(outer), (perm,), own, tuple(range(len(perm))))
+        return Region(tuple(n.outputs[0] for n in outer), node.inputs, (node, *outer), turned)
 
 
 class PushTransposeThroughReduce(_PushDown):
@@ -483,11 +468,8 @@ def _whole_moves(
     before: Sequence[int], middle: Sequence[int], perm: Sequence[int] | None, after: Sequence[int]
 ) -> tuple[int, ...]:
     """The permutation of x's dimensions that a Reshape, a Transpose and a Reshape amount to; refuses others."""
-    try:
-        source = AccessMap.source(before)
-        moved = source.reshape(middle).transpose(permutation(perm, len(middle))).reshape(after)
-    except Unmappable as error:
-        raise Refused(str(error)) from error
+    source = AccessMap.source(before)
+    moved = source.reshape(middle).transpose(permutation(perm, len(middle))).reshape(after)
     units = iter([i for i, dim in enumerate(source.dims) if not dim])
     places = {dim: i for i, dim in enumerate(source.dims) if dim}
     out = [places.get(dim) if dim else next(units, None) for dim in moved.dims]
