@@ -87,14 +87,6 @@ def test_steps_and_reversal():
     refuses(PushSliceThroughUnary(), all_reversed, "nothing is left out")
 
 
-def test_the_greatest_end_backwards_is_before_the_first():
-    """On one axis, forwards on the other."""
-    source = "agraph (float[6,6] x) => (float[4,5] y) { a = Relu(x) y = Slice(a, p, q, d, s) }"
-    given = ints(p=[1, 4], q=[5, 2**31 - 1], d=[0, 1], s=[1, -1])
-    graph = applies(PushSliceThroughUnary(), model(source, **given), ops=["Relu", "Slice"])
-    assert sizes(graph, "Relu") == [(4, 5)]
-
-
 def test_several_readers_take_the_run_that_holds_all():
     source = (
         "agraph (float[N,6,4] x) => (float[N,4] y, float[N,2,4] z, float[N,2,4] w) { a = Relu(x) "

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from rewrite_rules import transpose
-from rewrite_rules.axes import front
+from rewrite_rules.axes import front, slice_numbers
 from rewrite_rules.transpose import (
     CancelTransposes,
     FoldTransposeIntoGemmA,
@@ -33,7 +34,8 @@ from rewrite_rules.transpose import (
     ReplaceTransposeByReshape,
 )
 from tests.rules.harness import applies, model, refuses
-from xrlflow.rewrite import Refused, RegionRule
+from xrlflow.onnxio import load
+from xrlflow.rewrite import Reader, Refused, RegionRule
 
 EXAMPLES = [(r, e) for r in transpose.RULES if isinstance(r, RegionRule) for e in r.examples]
 SIZES = (2, 3, 4, 5)
@@ -196,6 +198,17 @@ def test_axes_are_counted_from_the_front(axis, found):
             front(axis, 3)
     else:
         assert front(axis, 3) == found
+
+
+def test_the_greatest_end_of_a_slice_is_before_the_first_backwards_alone():
+    """As where its numbers have become known after loading."""
+    source = "agraph (float[6,6] x) => (float[4,5] y) { y = Slice(x, p, q, k, s) }"
+    given = {"p": np.array([1, 4]), "q": np.array([5, -7]), "k": np.array([0, 1]), "s": np.array([1, -1])}
+    graph = load(model(source, **given)).graph
+    (node,) = graph.nodes()
+    ends = graph.leaves.numbers((5, 2**31 - 1))
+    node = replace(node, inputs=(*node.inputs[:2], ends, *node.inputs[3:]))
+    assert slice_numbers(Reader(graph), node, 2) == [(0, 1, 5, 1), (1, 4, -(2**63), -1)]
 
 
 def test_matmul():
