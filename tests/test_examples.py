@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import subprocess
@@ -27,12 +26,14 @@ SAYS = {
     "compare_strategies": (r"greedy +modelled cost .*\ntaso +modelled cost", ["slow.onnx"]),
     "compile_with_tvm": (r"an output of shape \(1, 256\)", ["slow.so", "slow.so.json"]),
 }
+# Packages of extras.
+NEEDS = {"own_agent": "torch", "compile_with_tvm": "tvm"}
 
 
 @pytest.mark.parametrize("name", SAYS)
 def test_an_example_runs(name: str, tmp_path: Path) -> None:
-    if name == "compile_with_tvm" and importlib.util.find_spec("tvm") is None:
-        pytest.skip("TVM is not installed")
+    if name in NEEDS:
+        pytest.importorskip(NEEDS[name])
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
         [sys.executable, str(EXAMPLES / f"{name}.py")],

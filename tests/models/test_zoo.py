@@ -121,6 +121,7 @@ def test_resnext_has_four_channels_in_a_group_and_twice_as_many_each_stage() -> 
     ("name", "options"), [("bert", {"tokens": 32}), ("gpt2", {"tokens": 16}), ("vit", {})]
 )
 def test_builders_have_the_form_of_the_exports(name: str, options: dict[str, int]) -> None:
+    pytest.importorskip("transformers")
     from models.exported import export
 
     exported = export(name, 1, width=64, **options)
