@@ -63,7 +63,7 @@ from xrlflow.rl.strategy import Scorer, StrategyConfig, agent_search
 from xrlflow.rl.successors import SuccessorAgent, SuccessorFeaturiser
 from xrlflow.rl.train import TrainConfig, train
 from xrlflow.rl.workers import Task
-from xrlflow.search import Found, Limits, SearchResult, extend, greedy, lookahead, replay, simplify, taso
+from xrlflow.search import Limits, SearchNode, SearchResult, extend, greedy, lookahead, replay, simplify, taso
 from xrlflow.verify import feeds_for_measurement
 
 PRETRAINED = Path(__file__).resolve().parent.parent / "xrlflow" / "rl" / "pretrained" / "agent.safetensors"
@@ -79,7 +79,7 @@ class Start:
     """Where everybody begins: a priced state, and the cost model."""
 
     name: str
-    found: Found
+    found: SearchNode
     prices: Roofline
 
 
@@ -109,7 +109,7 @@ def random_policy(start: Start, limits: Limits, seed: int, horizon: int = 100) -
                 continue
             match = offered[number]
             cost = at.cost + match.delta
-            at, steps = Found(at.state.apply(match), extend(at.path, match, cost), cost), steps + 1
+            at, steps = SearchNode(at.state.apply(match), extend(at.path, match, cost), cost), steps + 1
             if cost < best.cost:
                 best = at
     except KeyboardInterrupt:
@@ -337,7 +337,7 @@ def whole_start(name: str, library: Library) -> Start:
     prices = Roofline(bindings=imported.bindings)
     graph, _ = simplify(imported.graph, library, prices.cost)
     return Start(
-        name, Found(RewriteState.start(graph, library, prices.delta), None, prices.cost(graph)), prices
+        name, SearchNode(RewriteState.start(graph, library, prices.delta), None, prices.cost(graph)), prices
     )
 
 
@@ -345,7 +345,7 @@ def _start(name: str, proto: Any, library: Library) -> Start:
     prices = Roofline()
     graph, _ = simplify(load(proto).graph, library, prices.cost)
     return Start(
-        name, Found(RewriteState.start(graph, library, prices.delta), None, prices.cost(graph)), prices
+        name, SearchNode(RewriteState.start(graph, library, prices.delta), None, prices.cost(graph)), prices
     )
 
 

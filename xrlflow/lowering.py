@@ -22,7 +22,7 @@ from xrlflow.ir import Graph
 from xrlflow.onnxio import ImportedModel
 from xrlflow.rewrite import Library, RewriteState
 from xrlflow.search.bodies import simplify
-from xrlflow.search.result import Found
+from xrlflow.search.result import SearchNode
 from xrlflow.tuning.kernels import blocked, kernel_tasks, tuned_by, untuned_kernel
 from xrlflow.tuning.pool import PoolOptions
 from xrlflow.tuning.session import Progress, TuningResult, tune
@@ -112,7 +112,7 @@ class Lowered:
     `compared`: with the original graph compiled, on a remote device.
     """
 
-    found: Found
+    found: SearchNode
     path: str
     model: TvmModel
     milliseconds: float | None = None
@@ -188,8 +188,8 @@ class Lowering:
 def lower_best(
     how: Lowering,
     original: str | bytes,
-    base: Found,
-    proposals: Sequence[Found],
+    base: SearchNode,
+    proposals: Sequence[SearchNode],
     export: Export,
     feeds: Mapping[str, Any] | None,
     time_left: Callable[[], float],
@@ -235,14 +235,14 @@ class _Compiling:
     """Graphs compiled one after the other: `made`, with remarks on those that cannot be. `alone`: one is enough."""
 
     how: Lowering
-    base: Found
+    base: SearchNode
     export: Export
     time_left: Callable[[], float]
     alone: bool
     made: list[Lowered] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
 
-    def compile_all(self, wanted: Sequence[Found]) -> None:
+    def compile_all(self, wanted: Sequence[SearchNode]) -> None:
         """Raises BackendError if the original's graph cannot be compiled."""
         backend, longest = self.how.backend(), 0.0
         for index, found in enumerate(wanted):

@@ -12,7 +12,7 @@ from xrlflow.cost import Surroundings
 from xrlflow.pipeline.context import Context
 from xrlflow.pipeline.prepare import Start
 from xrlflow.rewrite import RewriteState
-from xrlflow.search import Found, Limits, Ratio, Selection, append, greedy, retrace, select
+from xrlflow.search import Limits, Ratio, SearchNode, Selection, append, greedy, retrace, select
 
 # Substitutions that the model sees as a loss of no more than this part of the cost are left to measurement.
 _TOLERANCE = 0.02
@@ -28,7 +28,7 @@ _TIDYING = frozenset({"identity", "reshape", "slices", "transpose"})
 _REFUSED = Ratio(0.0, 0.0, 0.0)
 
 
-def choose(context: Context, start: Start, proposals: Sequence[Found]) -> Selection:
+def choose(context: Context, start: Start, proposals: Sequence[SearchNode]) -> Selection:
     """What runs fastest end to end, of those of the proposals that are not too large."""
     clock, library = context.clock, context.library
     surroundings = Surroundings(
@@ -56,7 +56,7 @@ class _Trials:
     def say(self) -> None:
         self.context.say("select", self.count, 0, "measuring substitutions where they stand")
 
-    def compare(self, against: Found | None, found: Found) -> Ratio:
+    def compare(self, against: SearchNode | None, found: SearchNode) -> Ratio:
         """How many times faster `found` is, than the original (None) or another state; 0 if it cannot be run."""
         context = self.context
         if not context.fits(found):
@@ -84,7 +84,7 @@ class _Trials:
             context.remove(path)
         return Ratio(measured.speedup.median, measured.speedup.low, measured.speedup.high)
 
-    def search(self, found: Found, rules: frozenset[str]) -> Found:
+    def search(self, found: SearchNode, rules: frozenset[str]) -> SearchNode:
         """Greedy with some rules, and all rules' candidates at the end."""
         library = self.context.library
         state = RewriteState.start(found.state.graph, library.only(rules), found.state.delta)
@@ -106,16 +106,16 @@ class _Survey:
     """Substitutions measured where they stand, within the time of the selection."""
 
     surroundings: Surroundings
-    base: Found
+    base: SearchNode
     deadline: float
     say: Callable[[], None]
 
-    def candidates(self, found: Found, rules: Sequence[str]) -> Mapping[str, float]:
+    def candidates(self, found: SearchNode, rules: Sequence[str]) -> Mapping[str, float]:
         return self.surroundings.survey(
             found.state, rules, _TOLERANCE * self.base.cost, self._until(_LOOKING_AHEAD)
         )
 
-    def steps(self, found: Found) -> Mapping[str, float]:
+    def steps(self, found: SearchNode) -> Mapping[str, float]:
         made = ((state, match) for state, match, _ in retrace(self.base.state, found.trace))
         return self.surroundings.retrace(made, self._until(_LOOKING_BACK))
 

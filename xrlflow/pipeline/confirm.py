@@ -19,7 +19,7 @@ from xrlflow.pipeline.finish import Finished
 from xrlflow.pipeline.prepare import Start
 from xrlflow.pipeline.verifier import VerificationFailed, Verifier
 from xrlflow.report import compared_with, not_verified_in_time, nothing_chosen, operators
-from xrlflow.search import Found, Selection
+from xrlflow.search import SearchNode, Selection
 from xrlflow.verify import Status, Verification
 
 # Seconds that the last comparison has at least where it decides nothing: what was compiled is returned in any case.
@@ -32,7 +32,7 @@ def finish(context: Context, start: Start, explored: Explored) -> Finished:
     options = context.options
     leaner = _runs_fewer(context.imported, start.base.state.graph)
     selection: Selection | None = None
-    chosen: Found | None = None
+    chosen: SearchNode | None = None
     if options.measure and options.search != "random":
         selection = _selected(context, start, explored, leaner)
         chosen = selection.chosen
@@ -54,7 +54,7 @@ def _runs_fewer(imported: ImportedModel, graph: Graph) -> bool:
 
 def _selected(context: Context, start: Start, explored: Explored, leaner: bool) -> Selection:
     """Raises KeyboardInterrupt where the search was interrupted as well."""
-    improving: Sequence[Found] = explored.proposals
+    improving: Sequence[SearchNode] = explored.proposals
     if not (leaner or start.early):
         improving = [f for f in improving if f.path is not None]
     with context.clock.phase("select"):
@@ -74,7 +74,7 @@ class _Judging:
 
     context: Context
     start: Start
-    chosen: Found
+    chosen: SearchNode
     path: str
     verification: Verification | None = field(default=None, init=False)
 

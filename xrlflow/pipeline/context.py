@@ -19,7 +19,7 @@ from xrlflow.onnxio import ImportedModel, Source, save, size_of
 from xrlflow.options import Options
 from xrlflow.report import Listener
 from xrlflow.rewrite import Library
-from xrlflow.search import Budget, Found
+from xrlflow.search import Budget, SearchNode
 from xrlflow.tuning.store import Store
 
 # A result may be so many bytes larger than the original, however small that is.
@@ -145,7 +145,7 @@ class Context:
         """Remove what `write` wrote."""
         shutil.rmtree(os.path.dirname(path))
 
-    def fits(self, found: Found) -> bool:
+    def fits(self, found: SearchNode) -> bool:
         """Whether the result would not be too large a file."""
         size = self.imported.size
         return size_of(self.imported, found.state.graph) <= max(self.options.max_growth * size, size + _SPARE)

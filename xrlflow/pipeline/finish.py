@@ -10,7 +10,7 @@ from xrlflow.backends.tvm import TvmModel
 from xrlflow.pipeline.context import Context
 from xrlflow.pipeline.explore import Explored
 from xrlflow.pipeline.prepare import Start
-from xrlflow.search import Found, Selection
+from xrlflow.search import SearchNode, Selection
 from xrlflow.verify import Verification
 
 
@@ -21,7 +21,7 @@ class Finished:
     `compiled`: what was asked for in the place of an ONNX file; `threads` that it was compiled for.
     """
 
-    kept: Found | None
+    kept: SearchNode | None
     reason: str
     verification: Verification | None = None
     compared: RepeatedComparison | None = None

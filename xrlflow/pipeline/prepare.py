@@ -24,7 +24,7 @@ from xrlflow.pipeline.context import Clock, Context
 from xrlflow.pipeline.library import library_for
 from xrlflow.report import Listener
 from xrlflow.rewrite import RewriteState
-from xrlflow.search import Found, Limits, Step, greedy, simplify, with_bodies
+from xrlflow.search import Limits, SearchNode, Step, greedy, simplify, with_bodies
 from xrlflow.tuning.store import Store
 from xrlflow.verify import feeds_for_measurement
 from xrlflow.verify.inputs import user_case
@@ -39,7 +39,7 @@ _SLOW = 1.0
 class Start:
     """The state that the search begins with, and the substitutions that were made before it."""
 
-    base: Found
+    base: SearchNode
     early: tuple[Step, ...] = ()
 
 
@@ -210,5 +210,5 @@ def start(context: Context, model: CostModel) -> Start:
         graph = with_bodies(tidy(graph), improve, tidy)
     elif options.compiling:  # what TVM lacks has to go, whoever searches
         graph = tidy(graph)
-    base = Found(RewriteState.start(graph, library, model.delta), None, model.cost(graph))
+    base = SearchNode(RewriteState.start(graph, library, model.delta), None, model.cost(graph))
     return Start(base, tuple(early))

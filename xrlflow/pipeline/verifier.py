@@ -9,7 +9,7 @@ from xrlflow.backends.protocol import CompiledModel
 from xrlflow.pipeline.context import Context
 from xrlflow.pipeline.prepare import Start
 from xrlflow.prover.thresholds import limits, written
-from xrlflow.search import Found, Step, replay
+from xrlflow.search import SearchNode, Step, replay
 from xrlflow.verify import NotASubstitution, NotRepeatable, Reference, Status, Verification, blame
 
 
@@ -43,7 +43,7 @@ class Verifier:
             )
         return found
 
-    def blame(self, start: Start, chosen: Found, failed: Verification) -> str:
+    def blame(self, start: Start, chosen: SearchNode, failed: Verification) -> str:
         """A message that names the substitution that broke the model."""
         context, steps = self.context, (*start.early, *chosen.trace)
         graphs = [start.base.state.graph, *(s.graph for s in replay(start.base.state, chosen.trace))]

@@ -6,8 +6,8 @@ from xrlflow.search.greedy import greedy
 from xrlflow.search.lookahead import lookahead
 from xrlflow.search.random import random_walk
 from xrlflow.search.result import (
-    Found,
     Limits,
+    SearchNode,
     SearchResult,
     Shortlist,
     Step,
@@ -25,9 +25,9 @@ from xrlflow.search.taso import taso
 __all__ = [
     "SEARCH_UNTIL",
     "Budget",
-    "Found",
     "Limits",
     "Ratio",
+    "SearchNode",
     "SearchResult",
     "Selection",
     "Shortlist",

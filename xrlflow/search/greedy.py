@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from xrlflow.rewrite import RewriteState
-from xrlflow.search.result import Found, Limits, Path, SearchResult, Shortlist, extend
+from xrlflow.search.result import Limits, Path, SearchNode, SearchResult, Shortlist, extend
 
 
 def greedy(state: RewriteState, cost: float, limits: Limits) -> SearchResult:
@@ -16,7 +16,7 @@ def greedy(state: RewriteState, cost: float, limits: Limits) -> SearchResult:
     begin = time.monotonic()
     path: Path | None = None
     shortlist = Shortlist()
-    shortlist.offer(Found(state, path, cost))
+    shortlist.offer(SearchNode(state, path, cost))
     expanded = generated = 0
     interrupted = False
     try:
@@ -30,8 +30,8 @@ def greedy(state: RewriteState, cost: float, limits: Limits) -> SearchResult:
             expanded += 1
             cost += best.delta
             path = extend(path, best, cost)
-            shortlist.offer(Found(state, path, cost))
+            shortlist.offer(SearchNode(state, path, cost))
     except KeyboardInterrupt:
         interrupted = True
-    found = Found(state, path, cost)
+    found = SearchNode(state, path, cost)
     return SearchResult(found, shortlist.best(), expanded, generated, time.monotonic() - begin, interrupted)

@@ -6,7 +6,7 @@ import time
 
 from xrlflow.ir.graph import FINGERPRINT_MASK
 from xrlflow.rewrite import Match, RewriteState
-from xrlflow.search.result import Found, Limits, Path, SearchResult, Shortlist, extend
+from xrlflow.search.result import Limits, Path, SearchNode, SearchResult, Shortlist, extend
 
 # A gain that only rounding sees is none: it could go on for ever.
 _NOTHING = 1e-9
@@ -22,7 +22,7 @@ def lookahead(state: RewriteState, cost: float, limits: Limits, depth: int = 2) 
     if depth < 1:
         raise ValueError(f"a look ahead of {depth} steps sees nothing")
     begin = time.monotonic()
-    search = _Lookahead(limits, Found(state, None, cost))
+    search = _Lookahead(limits, SearchNode(state, None, cost))
     interrupted = False
     try:
         while search.improve(depth):
@@ -42,7 +42,7 @@ def lookahead(state: RewriteState, cost: float, limits: Limits, depth: int = 2) 
 class _Lookahead:
     """Where the search is, and what it has seen."""
 
-    def __init__(self, limits: Limits, start: Found) -> None:
+    def __init__(self, limits: Limits, start: SearchNode) -> None:
         self.limits = limits
         self.best = start
         self.shortlist = Shortlist()
@@ -76,9 +76,9 @@ class _Lookahead:
                 reached = self._successors(reached, seen)
         return False
 
-    def _successors(self, reached: list[Found], seen: set[int]) -> list[Found]:
+    def _successors(self, reached: list[SearchNode], seen: set[int]) -> list[SearchNode]:
         """Every graph that is one step further, as far as the limits allow."""
-        made: list[Found] = []
+        made: list[SearchNode] = []
         for found in reached:
             for match in found.state.candidates:
                 expected = (found.state.fingerprint + match.shift) & FINGERPRINT_MASK
@@ -92,8 +92,8 @@ class _Lookahead:
                     made.append(successor)
         return made
 
-    def _follow(self, found: Found, match: Match) -> Found:
+    def _follow(self, found: SearchNode, match: Match) -> SearchNode:
         self.expanded += 1
         cost = found.cost + match.delta
         path: Path = extend(found.path, match, cost)
-        return Found(found.state.apply(match), path, cost)
+        return SearchNode(found.state.apply(match), path, cost)

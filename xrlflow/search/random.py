@@ -6,7 +6,7 @@ import random as stdlib_random
 import time
 
 from xrlflow.rewrite import RewriteState
-from xrlflow.search.result import Found, Limits, Path, SearchResult, extend
+from xrlflow.search.result import Limits, Path, SearchNode, SearchResult, extend
 
 
 def random_walk(state: RewriteState, cost: float, limits: Limits, seed: int = 0) -> SearchResult:
@@ -32,5 +32,5 @@ def random_walk(state: RewriteState, cost: float, limits: Limits, seed: int = 0)
             path = extend(path, match, cost)
     except KeyboardInterrupt:
         interrupted = True
-    found = Found(state, path, cost)
+    found = SearchNode(state, path, cost)
     return SearchResult(found, (found,), expanded, generated, time.monotonic() - begin, interrupted)

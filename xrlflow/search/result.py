@@ -53,7 +53,7 @@ def steps_of(path: Path | None) -> tuple[Step, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class SearchNode:
     """A state that a search found, the substitutions that lead there, and its modelled cost."""
 
     state: RewriteState
@@ -73,8 +73,8 @@ class Found:
 class SearchResult:
     """The best state by modelled cost, and a shortlist: the best of each set of rule families, best first."""
 
-    best: Found
-    shortlist: tuple[Found, ...]
+    best: SearchNode
+    shortlist: tuple[SearchNode, ...]
     expanded: int
     generated: int
     seconds: float
@@ -100,16 +100,16 @@ class Shortlist:
     """The cheapest state of each set of rule families."""
 
     size: int = 8
-    kept: dict[frozenset[str], Found] = field(default_factory=dict)
+    kept: dict[frozenset[str], SearchNode] = field(default_factory=dict)
 
-    def offer(self, found: Found) -> None:
+    def offer(self, found: SearchNode) -> None:
         known = self.kept.get(found.families)
         if known is None or found.cost < known.cost:
             self.kept[found.families] = found
             if len(self.kept) > 8 * self.size:
                 self.kept = {f.families: f for f in self.best()}
 
-    def best(self) -> tuple[Found, ...]:
+    def best(self) -> tuple[SearchNode, ...]:
         return tuple(sorted(self.kept.values(), key=lambda f: f.cost)[: self.size])
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from xrlflow.search.result import Found, Limits
+from xrlflow.search.result import Limits, SearchNode
 from xrlflow.search.sweep import sweep
 
 # A gain that a short measurement of a slow model cannot establish, but that is more than its noise.
@@ -57,17 +57,17 @@ class Survey(Protocol):
     Not all rules need be there, and 0 says that nothing is certain.
     """
 
-    def candidates(self, found: Found, rules: Sequence[str]) -> Mapping[str, float]:
+    def candidates(self, found: SearchNode, rules: Sequence[str]) -> Mapping[str, float]:
         """Of a state's candidates of these rules."""
         ...
 
-    def steps(self, found: Found) -> Mapping[str, float]:
+    def steps(self, found: SearchNode) -> Mapping[str, float]:
         """Of the substitutions that led to a state."""
         ...
 
 
 # compare(a, b): how many times faster b runs than a, in sessions opened for that; a None is the original file.
-Compare = Callable[[Found | None, Found], Ratio]
+Compare = Callable[[SearchNode | None, SearchNode], Ratio]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,12 +93,12 @@ class Selection:
     measurement, which decides, has more time. Where there was no time to measure, it is the best by the model.
     """
 
-    chosen: Found | None
+    chosen: SearchNode | None
     trials: tuple[Trial, ...]
     interrupted: bool = False
 
 
-def sweeping_rules(found: Found, at_most: float) -> list[str]:
+def sweeping_rules(found: SearchNode, at_most: float) -> list[str]:
     """Rules that have a candidate whose modelled delta is at most `at_most`, the most promising first.
 
     That is: those whose worth no model of single operators sees, then by the sum of their modelled deltas.
@@ -138,7 +138,7 @@ class _Change:
         return replace(plan.without(self.without), sweeps=(*plan.sweeps, *self.sweeps))
 
 
-def gains(found: Found, cost: float) -> dict[str, float]:
+def gains(found: SearchNode, cost: float) -> dict[str, float]:
     """The modelled seconds that each rule's substitutions have saved, by rule; `cost` is the cost at the start."""
     total: dict[str, float] = {}
     for step in found.trace:
@@ -147,13 +147,13 @@ def gains(found: Found, cost: float) -> dict[str, float]:
     return total
 
 
-def _plan(found: Found) -> _Plan:
+def _plan(found: SearchNode) -> _Plan:
     """All rules of the families that made a state: where one is dropped another may take its place."""
     rules = found.state.library.rules
     return _Plan(frozenset(name for name, rule in rules.items() if rule.family in found.families))
 
 
-def _drops(plan: _Plan, found: Found, cost: float, surveyed: Mapping[str, float]) -> list[_Change]:
+def _drops(plan: _Plan, found: SearchNode, cost: float, surveyed: Mapping[str, float]) -> list[_Change]:
     """Searches without a family or a rule that `found` used: first those that cost time where they were measured, then
     those on which the model sets most.
 
@@ -177,7 +177,7 @@ def _drops(plan: _Plan, found: Found, cost: float, surveyed: Mapping[str, float]
 
 
 def _with_sweeps(
-    drops: list[_Change], found: Found, at_most: float, surveyed: Mapping[str, float]
+    drops: list[_Change], found: SearchNode, at_most: float, surveyed: Mapping[str, float]
 ) -> list[_Change]:
     """What can be changed of a state: sweeps that save time where they were measured, the most first; then those whose
     worth no model sees, drops, other sweeps; at last sweeps that cost time where they were measured."""
@@ -206,10 +206,10 @@ def _together(saving: Sequence[str], losing: Sequence[str]) -> _Change:
 
 
 def select(
-    base: Found,
-    proposals: Sequence[Found],
+    base: SearchNode,
+    proposals: Sequence[SearchNode],
     compare: Compare,
-    search: Callable[[Found, frozenset[str]], Found],
+    search: Callable[[SearchNode, frozenset[str]], SearchNode],
     deadline: float,
     tolerance: float = 0.02,
     tidying: frozenset[str] = frozenset(),
@@ -250,17 +250,17 @@ class _Selecting:
     `untidy`: rules that cost time where they were measured.
     """
 
-    base: Found
+    base: SearchNode
     compare: Compare
-    search: Callable[[Found, frozenset[str]], Found]
+    search: Callable[[SearchNode, frozenset[str]], SearchNode]
     deadline: float
     at_most: float
     tidying: frozenset[str]
     survey: Survey | None
-    current: Found | None = None
+    current: SearchNode | None = None
     name: str = "the original"
     trials: list[Trial] = field(default_factory=list)
-    undecided: list[tuple[float, Found]] = field(default_factory=list)
+    undecided: list[tuple[float, SearchNode]] = field(default_factory=list)
     untidy: frozenset[str] = frozenset()
     seen: set[int] = field(init=False)
 
@@ -271,7 +271,7 @@ class _Selecting:
     def _late(self) -> bool:
         return time.monotonic() >= self.deadline
 
-    def improve(self, best: Found) -> None:
+    def improve(self, best: SearchNode) -> None:
         """The best proposal: as it is, or mended, and from there one change at a time."""
         what = "the best by modelled cost"
         plan = _plan(best)
@@ -309,19 +309,19 @@ class _Selecting:
         if not nothing and swept is not self.base:
             self._challenge(swept, what)
 
-    def try_others(self, proposals: Sequence[Found]) -> None:
+    def try_others(self, proposals: Sequence[SearchNode]) -> None:
         for index, found in enumerate(proposals):
             if found.state.fingerprint not in self.seen:
                 self._challenge(found, f"number {index + 2} by modelled cost")
 
-    def take_the_likeliest(self, proposals: Sequence[Found]) -> None:
+    def take_the_likeliest(self, proposals: Sequence[SearchNode]) -> None:
         """Where nothing is chosen, what may be faster; where nothing could be measured, the best by the model."""
         if self.current is None and self.undecided:
             self.current = max(self.undecided, key=lambda u: u[0])[1]
         if not self.trials and proposals and proposals[0].state.fingerprint != self.base.state.fingerprint:
             self.current = proposals[0]
 
-    def _build(self, start: Found, plan: _Plan, changed: _Plan) -> Found:
+    def _build(self, start: SearchNode, plan: _Plan, changed: _Plan) -> SearchNode:
         found = start if plan.rules == changed.rules else self.search(self.base, changed.rules)
         for rule in changed.sweeps[len(plan.sweeps) if plan.rules == changed.rules else 0 :]:
             swept = sweep(found, rule, Limits(deadline=self.deadline), self.at_most)
@@ -329,7 +329,7 @@ class _Selecting:
                 found = self.search(swept, changed.rules | (self.tidying - changed.dropped))
         return found
 
-    def _faster(self, found: Found, proposal: str, than: Found | None, name: str) -> Trial:
+    def _faster(self, found: SearchNode, proposal: str, than: SearchNode | None, name: str) -> Trial:
         """Measure, and measure again what looks faster.
 
         Where a session's weights lie in memory is luck that lasts as long as the session and is worth a percent or
@@ -349,17 +349,17 @@ class _Selecting:
             self.undecided.append((ratio.median, found))
         return trial
 
-    def _look(self, found: Found) -> Mapping[str, float]:
+    def _look(self, found: SearchNode) -> Mapping[str, float]:
         if self.survey is None or self._late:
             return {}
         return self.survey.candidates(found, sweeping_rules(found, self.at_most))
 
-    def _look_back(self, found: Found) -> Mapping[str, float]:
+    def _look_back(self, found: SearchNode) -> Mapping[str, float]:
         return {} if self.survey is None or self._late else self.survey.steps(found)
 
     def _climb(
-        self, found: Found, at: str, plan: _Plan, until: float, proven: bool, sweeping: bool
-    ) -> tuple[Found, str, _Plan]:
+        self, found: SearchNode, at: str, plan: _Plan, until: float, proven: bool, sweeping: bool
+    ) -> tuple[SearchNode, str, _Plan]:
         """Change one thing at a time for as long as that is measured to be faster; `sweeping`: sweeps are tried too.
 
         `proven`: what is faster than `found` is faster than the original, and so the choice up to now.
@@ -392,7 +392,7 @@ class _Selecting:
                     hopeless.add(change.text)
         return found, at, plan
 
-    def _challenge(self, found: Found, proposal: str) -> bool:
+    def _challenge(self, found: SearchNode, proposal: str) -> bool:
         """Measure a state against the choice up to now; whether it takes its place."""
         if self._late:
             return False

@@ -7,7 +7,7 @@ import time
 
 from xrlflow.ir.graph import FINGERPRINT_MASK
 from xrlflow.rewrite import Match, RewriteState
-from xrlflow.search.result import Found, Limits, Path, SearchResult, Shortlist, extend
+from xrlflow.search.result import Limits, Path, SearchNode, SearchResult, Shortlist, extend
 
 
 def taso(state: RewriteState, cost: float, limits: Limits, alpha: float = 1.05) -> SearchResult:
@@ -18,7 +18,7 @@ def taso(state: RewriteState, cost: float, limits: Limits, alpha: float = 1.05) 
     counts expanded graphs.
     """
     begin = time.monotonic()
-    best = Found(state, None, cost)
+    best = SearchNode(state, None, cost)
     shortlist = Shortlist()
     shortlist.offer(best)
     most_nodes = 2 * state.graph.node_count
@@ -54,7 +54,7 @@ def taso(state: RewriteState, cost: float, limits: Limits, alpha: float = 1.05) 
             visited.add(successor.fingerprint)
             expanded += 1
             path = extend(path, match, successor_cost)
-            found = Found(successor, path, successor_cost)
+            found = SearchNode(successor, path, successor_cost)
             if successor_cost < best.cost:
                 best = found
             shortlist.offer(found)
