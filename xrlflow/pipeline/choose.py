@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from xrlflow.backends import BackendError
 from xrlflow.backends.onnxruntime import measure
-from xrlflow.cost import Surroundings
+from xrlflow.cost import InContextBenchmark
 from xrlflow.pipeline.context import Context
 from xrlflow.pipeline.prepare import Start
 from xrlflow.rewrite import RewriteState
@@ -31,7 +31,7 @@ _REFUSED = Ratio(0.0, 0.0, 0.0)
 def choose(context: Context, start: Start, proposals: Sequence[SearchNode]) -> Selection:
     """What runs fastest end to end, of those of the proposals that are not too large."""
     clock, library = context.clock, context.library
-    surroundings = Surroundings(
+    in_context = InContextBenchmark(
         context.threads, context.imported.bindings, session_options=context.options.session_options
     )
     deadline = clock.budget.begin_comparing_until
@@ -39,9 +39,9 @@ def choose(context: Context, start: Start, proposals: Sequence[SearchNode]) -> S
     tidying = frozenset(name for name, rule in library.rules.items() if rule.family in _TIDYING)
     selection = select(
         start.base, [f for f in proposals if context.fits(f)], trials.compare, trials.search, deadline, _TOLERANCE,
-        tidying, _Survey(surroundings, start.base, deadline, trials.say),
+        tidying, _Survey(in_context, start.base, deadline, trials.say),
     )  # fmt: skip
-    context.notes.extend(f"not measured where it stands: {refusal}" for refusal in surroundings.refused)
+    context.notes.extend(f"not measured where it stands: {refusal}" for refusal in in_context.refused)
     return selection
 
 
@@ -105,19 +105,19 @@ class _Trials:
 class _Survey:
     """Substitutions measured where they stand, within the time of the selection."""
 
-    surroundings: Surroundings
+    in_context: InContextBenchmark
     base: SearchNode
     deadline: float
     say: Callable[[], None]
 
     def candidates(self, found: SearchNode, rules: Sequence[str]) -> Mapping[str, float]:
-        return self.surroundings.survey(
+        return self.in_context.survey(
             found.state, rules, _TOLERANCE * self.base.cost, self._until(_LOOKING_AHEAD)
         )
 
     def steps(self, found: SearchNode) -> Mapping[str, float]:
         made = ((state, match) for state, match, _ in retrace(self.base.state, found.trace))
-        return self.surroundings.retrace(made, self._until(_LOOKING_BACK))
+        return self.in_context.retrace(made, self._until(_LOOKING_BACK))
 
     def _until(self, share: float) -> float:
         self.say()

@@ -73,7 +73,7 @@ class Excerpt:
     outputs: tuple[Value, ...]
 
 
-class Surroundings:
+class InContextBenchmark:
     """Measures substitutions in their surroundings; alike ones (same operators on the same types) once."""
 
     def __init__(
