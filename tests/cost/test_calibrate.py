@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from xrlflow.cost import calibrate
-from xrlflow.cost.alone import Sample
 from xrlflow.cost.calibrate import calibrated, from_json, machine_file, to_json
 from xrlflow.cost.machine import Machine, cache_bytes, cpu_name
+from xrlflow.cost.microbench import Sample
 from xrlflow.ops.work import Kind
 
 

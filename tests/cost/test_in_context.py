@@ -16,7 +16,7 @@ from xrlflow.backends.protocol import BackendError
 from xrlflow.cost.in_context import Gain, InContextBenchmark, excerpts
 from xrlflow.ir import Edit, Graph
 from xrlflow.onnxio import load
-from xrlflow.ops.alone import NotAlone
+from xrlflow.ops.subgraph import NotStandalone
 from xrlflow.rewrite import Library, Op, RewriteState, Rule, Val
 from xrlflow.rewrite.state import build_edit
 
@@ -131,7 +131,7 @@ def test_what_is_too_large_is_left_out() -> None:
     total = ", ".join(f"r{i}" for i in range(70))
     proto = model(f"agraph (float[4] x) => (float[4] y) {{ s = Relu(x) {readers} y = Sum({total}) }}")
     graph, edit = edit_of(proto, ReplaceReluByMax())
-    with pytest.raises(NotAlone, match="too many"):
+    with pytest.raises(NotStandalone, match="too many"):
         excerpts(graph, edit, {})
     assert InContextBenchmark(1).gain(graph, edit) is None
 
@@ -148,7 +148,7 @@ class Known(InContextBenchmark):
         self.asked.append(f"{edit.rule} {limit:g} s")
         gain = self.gains[edit.rule]
         if gain is None:
-            raise NotAlone("on purpose")
+            raise NotStandalone("on purpose")
         return gain if limit < 0.5 or gain.sure else Gain(gain.seconds, True)
 
 

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 
 from xrlflow import files
-from xrlflow.cost.alone import Sample, call_seconds, in_quiet, time_node, time_nodes
 from xrlflow.cost.machine import REFERENCE, Machine, Speed, cache_bytes, cpu_name
+from xrlflow.cost.microbench import Sample, call_seconds, in_quiet, time_node, time_nodes
 from xrlflow.ir import Attr, Attrs, DType, Node, TensorType, Value
 from xrlflow.ops.work import Kind, Work, work
 from xrlflow.sqlite import cache_directory

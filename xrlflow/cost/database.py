@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from xrlflow.cost.alone import Sample
+from xrlflow.cost.microbench import Sample
 from xrlflow.sqlite import Layout, SharedFile, cache_directory
 
 if TYPE_CHECKING:

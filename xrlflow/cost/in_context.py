@@ -19,9 +19,9 @@ import numpy.typing as npt
 from xrlflow.backends.onnxruntime import measure
 from xrlflow.backends.onnxruntime.session import Options
 from xrlflow.backends.protocol import BackendError
-from xrlflow.cost.alone import is_bound, sample_inputs
+from xrlflow.cost.microbench import is_bound, sample_inputs
 from xrlflow.ir import ABSENT, Edit, Graph, Node, TensorType, Value, apply_edit
-from xrlflow.ops.alone import NotAlone, input_name, model_of
+from xrlflow.ops.subgraph import NotStandalone, input_name, model_of
 from xrlflow.ops.work import Kind, dimensions, work
 from xrlflow.rewrite import Match, RewriteState
 from xrlflow.rewrite.state import build_edit
@@ -155,7 +155,7 @@ class InContextBenchmark:
     def _try(self, graph: Graph, edit: Edit, seconds: float) -> Gain | None:
         try:
             return self._measured(graph, edit, seconds)
-        except NotAlone:
+        except NotStandalone:
             return None
         except BackendError as error:
             self.refused.append(f"{edit.rule}: {error}")
@@ -184,7 +184,7 @@ class InContextBenchmark:
         for node in excerpt.nodes:
             in_types = tuple(graph.type(v) if v != ABSENT else None for v in node.inputs)
             if not is_bound((*in_types, *node.types), self._bindings):
-                raise NotAlone(f"{node.op} has a dimension that has no number")
+                raise NotStandalone(f"{node.op} has a dimension that has no number")
             wanted = [v for v in node.inputs if v != ABSENT and v not in made]
             reads.update(dict.fromkeys(wanted))
             new = {v for v in wanted if v not in feeds and v not in consts}
@@ -192,7 +192,7 @@ class InContextBenchmark:
                 continue
             size = sum(8 * int(np.prod(dimensions(graph.type(v), self._bindings))) for v in new)
             if size > _MOST_BYTES:
-                raise NotAlone(f"{node.op} reads {size >> 20} MB")
+                raise NotStandalone(f"{node.op} reads {size >> 20} MB")
             known = {v: c.array for v in new if (c := graph.const(v)) is not None and c.array is not None}
             given, built = sample_inputs(node, in_types, known, self._bindings)
             feeds.update((v, a) for v, a in given.items() if v in new)
@@ -222,7 +222,7 @@ def _kind(edit: Edit) -> _Kind:
 
 
 def excerpts(graph: Graph, edit: Edit, bindings: Mapping[str, int]) -> tuple[Excerpt, Excerpt]:
-    """What the edit changes, with the nodes around it, before and after. Raises NotAlone if that is too large."""
+    """What the edit changes, with the nodes around it, before and after. Raises NotStandalone if that is too large."""
     successor, _ = apply_edit(graph, edit)
     old = {n.id for n in (*edit.removed, *(was for was, _ in edit.rewired)) if not n.types[0].const}
     new = {n.id for n in (*edit.added, *(now for _, now in edit.rewired)) if not n.types[0].const}
@@ -253,7 +253,7 @@ def _around(graph: Graph, start: set[Value], bindings: Mapping[str, int]) -> set
 
 def _excerpt(graph: Graph, ids: set[Value]) -> Excerpt:
     if len(ids) > _MOST_NODES:
-        raise NotAlone(f"{len(ids)} nodes are too many")
+        raise NotStandalone(f"{len(ids)} nodes are too many")
     order: list[Node] = []
     done: set[Value] = set()
 
@@ -275,5 +275,5 @@ def _excerpt(graph: Graph, ids: set[Value]) -> Excerpt:
         if v in graph.outputs or any(user.id not in ids for user in graph.users(v))
     )
     if not outputs:
-        raise NotAlone("nobody reads its results")
+        raise NotStandalone("nobody reads its results")
     return Excerpt(graph, tuple(order), outputs)

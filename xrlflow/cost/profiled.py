@@ -13,14 +13,14 @@ from typing import Any
 import numpy.typing as npt
 
 from xrlflow.backends.protocol import BackendError
-from xrlflow.cost.alone import QUIET, Sample, call_seconds, in_quiet, is_bound, time_node
 from xrlflow.cost.calibrate import runtime
 from xrlflow.cost.database import Database, Subject
 from xrlflow.cost.machine import Machine, cpu_name
+from xrlflow.cost.microbench import QUIET, Sample, call_seconds, in_quiet, is_bound, time_node
 from xrlflow.cost.model import AdditiveCost, InTypes
 from xrlflow.cost.roofline import Roofline
 from xrlflow.ir import ABSENT, DType, Graph, Node, TensorType, Value
-from xrlflow.ops.alone import NotAlone
+from xrlflow.ops.subgraph import NotStandalone
 from xrlflow.ops.work import Kind, bodies, dimensions, work
 
 _CONVOLUTIONS = frozenset({Kind.CONV, Kind.GROUPED_CONV, Kind.DEPTHWISE_CONV})
@@ -150,7 +150,7 @@ class Profiled(AdditiveCost):
         started = time.perf_counter()
         try:
             sample, quiet = in_quiet(once, self.tolerance)
-        except (NotAlone, BackendError):
+        except (NotStandalone, BackendError):
             self.tally.modelled[f"{node.op} that does not run alone"] += 1
             return None
         finally:

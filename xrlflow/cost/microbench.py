@@ -24,7 +24,7 @@ from xrlflow.backends.interleave import time_alone
 from xrlflow.backends.onnxruntime.session import OrtModel, open_model
 from xrlflow.backends.protocol import BackendError
 from xrlflow.ir import ABSENT, NO_ATTRS, DType, Node, TensorType, Value
-from xrlflow.ops.alone import NotAlone, input_name, model_of, numpy_type
+from xrlflow.ops.subgraph import NotStandalone, input_name, model_of, numpy_type
 from xrlflow.ops.work import dimensions, number_of
 
 Array = npt.NDArray[Any]
@@ -69,7 +69,7 @@ def sample_inputs(
     """What to feed, and what to build in: (inputs, constants), by value.
 
     `known` has the constants whose numbers matter (shapes, axes, scalars). Anything else is random: floats around
-    0, integers that are valid indices. Raises NotAlone for what NumPy cannot hold.
+    0, integers that are valid indices. Raises NotStandalone for what NumPy cannot hold.
     """
     draw = np.random.default_rng(0)
     shapes = [() if t is None else dimensions(t, bindings) for t in in_types]
@@ -109,7 +109,7 @@ def time_node(
 ) -> Sample:
     """Seconds of one call of the session that holds this node alone, or of its kernel alone.
 
-    Raises NotAlone if it cannot be a model of its own, or if what it gives then has another shape than it should,
+    Raises NotStandalone if it cannot be a model of its own, or if what it gives then has another shape than it should,
     and BackendError if the runtime refuses it.
     """
     bindings = bindings or {}
@@ -200,7 +200,7 @@ def call_seconds(threads: int) -> Sample:
 def _dtype(node: Node, in_types: Sequence[TensorType | None], value: Value) -> DType:
     type = in_types[node.inputs.index(value)]
     if type is None:
-        raise NotAlone(f"{node.op}: an input without a type")
+        raise NotStandalone(f"{node.op}: an input without a type")
     return type.dtype
 
 
@@ -209,7 +209,7 @@ def _check(
 ) -> None:
     outputs = opened.run(feeds)
     if expected is not None and [np.shape(o) for o in outputs] != expected:
-        raise NotAlone(f"{node.op} alone gives {[np.shape(o) for o in outputs]} and not {expected}")
+        raise NotStandalone(f"{node.op} alone gives {[np.shape(o) for o in outputs]} and not {expected}")
 
 
 @contextlib.contextmanager
