@@ -42,12 +42,12 @@ import psutil
 
 from bench import pages
 from bench.operators import OPERATORS, operator
-from xrlflow.backends import load
+from xrlflow.backends import system_load
 from xrlflow.backends.interleave import interleave
 from xrlflow.backends.placement import choose_cpus, pinned
 from xrlflow.backends.results import Comparison
 from xrlflow.backends.tvm import detect
-from xrlflow.backends.tvm.load import tvm
+from xrlflow.backends.tvm.import_tvm import tvm
 from xrlflow.backends.tvm.lower import fuse, import_model
 from xrlflow.cost.machine import cpu_name
 from xrlflow.tuning.knobs import Candidate
@@ -382,7 +382,7 @@ Compare = Callable[[Task, Sequence[Candidate]], Comparison]
 
 def run_block(
     name: str, task: Task, seed: int, number: int, makers: Makers, measurer: Timed, compare: Compare, *,
-    trials: int, batch: int, clock: Clock = time.monotonic, read_load: Callable[[], load.Reading] | None = None,
+    trials: int, batch: int, clock: Clock = time.monotonic, read_load: Callable[[], system_load.Reading] | None = None,
 ) -> Block:  # fmt: skip
     """All searches of an operator (the bench's `number`-th) with a seed, then their kernels against each other."""
     read = read_load or whole_load
@@ -395,7 +395,7 @@ def run_block(
         )
         kernels |= found
     cpus = psutil.cpu_count() or 1
-    others = load.judge(before, read(), cpus, cpus)
+    others = system_load.judge(before, read(), cpus, cpus)
     keys = contenders(searches)
     return Block(
         operator=name, seed=seed, flops=task.flops, searches=searches,
@@ -459,9 +459,9 @@ def _call(path: str, operands: Sequence[Any]) -> Callable[[], object]:
     return lambda: main(*operands)
 
 
-def whole_load() -> load.Reading:
-    """The counters of `load.read`, with the time of all processes below this one for this process's own."""
-    reading = load.read()
+def whole_load() -> system_load.Reading:
+    """The counters of `system_load.read`, with the time of all processes below this one for this process's own."""
+    reading = system_load.read()
     own = reading.own
     for child in psutil.Process().children(recursive=True):
         try:

@@ -11,8 +11,8 @@ import pytest
 
 from bench import tuning as bench
 from tests.tuning.problems import matmul
-from xrlflow.backends.load import Reading
 from xrlflow.backends.results import Comparison, Latency, Load, SpeedUp
+from xrlflow.backends.system_load import Reading
 from xrlflow.tuning.knobs import Candidate
 from xrlflow.tuning.tasks import Task
 from xrlflow.tuning.tuners.chameleon import Agent

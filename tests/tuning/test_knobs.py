@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.tuning.problems import convolution, knobless, matmul, softmax
-from xrlflow.backends.tvm.load import tvm
+from xrlflow.backends.tvm.import_tvm import tvm
 from xrlflow.tuning.knobs import Kind, Knob, KnobError, KnobSpace, Vector, factorisations
 from xrlflow.tuning.tasks import Task, module_key
 

@@ -22,7 +22,7 @@ from xrlflow.backends import BackendError
 from xrlflow.backends.onnxruntime import measure, open_model
 from xrlflow.backends.results import Comparison
 from xrlflow.backends.tvm import Tvm, TvmModel, detect, load_compiled, schedules
-from xrlflow.backends.tvm.load import tvm
+from xrlflow.backends.tvm.import_tvm import tvm
 from xrlflow.backends.tvm.lower import fuse, import_model
 from xrlflow.backends.tvm.schedules import apply, choices, design_space, heuristic
 from xrlflow.cli import app

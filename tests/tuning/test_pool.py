@@ -18,7 +18,7 @@ import tvm_ffi
 
 from tests.tuning.kernels import calls, matmul, scheduled, target, unscheduled
 from xrlflow.backends.protocol import BackendError
-from xrlflow.backends.tvm.load import tvm
+from xrlflow.backends.tvm.import_tvm import tvm
 from xrlflow.tuning import worker
 from xrlflow.tuning.knobs import Candidate
 from xrlflow.tuning.pool import Pool, PoolError, PoolOptions, _Crew, _Duty, _Worker

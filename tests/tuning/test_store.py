@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from tests.tuning.kernels import matmul, scheduled, target
-from xrlflow.backends.tvm.load import tvm
+from xrlflow.backends.tvm.import_tvm import tvm
 from xrlflow.sqlite import connect
 from xrlflow.tuning.store import VERSION, Record, Setting, Store, StoreError
 from xrlflow.tuning.tasks import Task, extract_tasks

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from xrlflow.backends import load
+from xrlflow.backends import system_load
 from xrlflow.backends.protocol import BackendError
 from xrlflow.backends.results import Comparison, Latency, SpeedUp
 from xrlflow.backends.statistics import Floats, median_interval
@@ -39,7 +39,7 @@ def interleave(
     margin: float | None = None,
     clock: Callable[[], float] = time.perf_counter,
     watch: Callable[[], float] | None = None,
-    read_load: Callable[[], load.Reading] = load.read,
+    read_load: Callable[[], system_load.Reading] = system_load.read,
 ) -> Comparison:
     """Time `runs` (calls that run one model once) in rotating order and compare each with the first.
 
@@ -75,7 +75,7 @@ def interleave(
         latencies=tuple(_latency(np.exp(logs[:, :, model]).ravel()) for model in range(len(runs))),
         speedups=rounds.speedups(),
         control=_interval(logs[:, 0, 0] - logs[:, 1, 0]) if control else None,
-        load=load.judge(before, after, threads),
+        load=system_load.judge(before, after, threads),
         samples=len(rounds.rows),
         seconds=watch() - started,
         threads=threads,

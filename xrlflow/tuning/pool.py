@@ -33,7 +33,7 @@ from typing import IO, TYPE_CHECKING
 from xrlflow.backends.children import serve_in_child
 from xrlflow.backends.placement import default_threads
 from xrlflow.backends.protocol import Array, BackendError, one_line
-from xrlflow.backends.tvm.load import tvm
+from xrlflow.backends.tvm.import_tvm import tvm
 from xrlflow.backends.tvm.remote import PATIENCE, Remote
 from xrlflow.tuning.tuners.protocol import Outcome
 from xrlflow.tuning.worker import (

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from xrlflow import files
 from xrlflow.backends.protocol import BackendError, one_line
-from xrlflow.backends.tvm.load import tvm
+from xrlflow.backends.tvm.import_tvm import tvm
 from xrlflow.backends.tvm.stack import CODE
 from xrlflow.cost.machine import cpu_name
 from xrlflow.sqlite import Layout, Row, SharedFile, cache_directory

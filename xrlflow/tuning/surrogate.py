@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from xrlflow.backends.tvm.load import tvm
+from xrlflow.backends.tvm.import_tvm import tvm
 from xrlflow.tuning.knobs import Candidate, Floats, Indices, KnobSpace, Vector
 from xrlflow.tuning.tuners.protocol import Outcome
 

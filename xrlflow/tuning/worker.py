@@ -36,7 +36,7 @@ import numpy as np
 
 from xrlflow.backends.placement import cache_levels
 from xrlflow.backends.protocol import Array, BackendError, one_line
-from xrlflow.backends.tvm.load import tvm
+from xrlflow.backends.tvm.import_tvm import tvm
 from xrlflow.backends.tvm.remote import DeviceError, Remote, connect, use_threads, what_happened
 from xrlflow.backends.tvm.target import compiler, linker
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from xrlflow.backends import load
+from xrlflow.backends import system_load
 from xrlflow.backends.interleave import Run, interleave, time_alone
 from xrlflow.backends.onnxruntime.session import (
     Optimization,
@@ -111,11 +111,11 @@ def sample(
             callers[index] = opened[index].caller(feeds)
             singles[index] = time.perf_counter() - begun
         loaded = time.perf_counter()
-        before = load.read()
+        before = system_load.read()
         taken = take_turns(callers, singles, turns, first=order[0])
-        after = load.read()
+        after = system_load.read()
     ended = time.perf_counter()
-    return Sample(taken, load.judge(before, after, threads), loaded - started, ended - loaded)
+    return Sample(taken, system_load.judge(before, after, threads), loaded - started, ended - loaded)
 
 
 def _load(

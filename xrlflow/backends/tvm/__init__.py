@@ -31,7 +31,7 @@ class Tvm:
 
     @property
     def version(self) -> str:
-        from xrlflow.backends.tvm.load import tvm
+        from xrlflow.backends.tvm.import_tvm import tvm
 
         return str(tvm().__version__)
 

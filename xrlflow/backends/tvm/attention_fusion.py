@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from xrlflow.backends.tvm.attention import STEPS, Array, Extra, Form, Step, kernel
-from xrlflow.backends.tvm.load import tvm
+from xrlflow.backends.tvm.import_tvm import tvm
 from xrlflow.backends.tvm.reading import operator, sizes, with_main
 from xrlflow.backends.tvm.target import Machine
 

@@ -18,7 +18,7 @@ from xrlflow import files
 from xrlflow.backends.placement import default_threads
 from xrlflow.backends.protocol import Array, BackendError, Feeds, ModelSource, one_line, same_feeds
 from xrlflow.backends.tvm.bounds import Check, checks_from, checks_of, complain
-from xrlflow.backends.tvm.load import tvm
+from xrlflow.backends.tvm.import_tvm import tvm
 from xrlflow.backends.tvm.target import Machine, compiler, lacking, linker
 
 if TYPE_CHECKING:

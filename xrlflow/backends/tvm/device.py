@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Any
 
 from xrlflow.backends.children import serve_in_child
 from xrlflow.backends.interleave import interleave
-from xrlflow.backends.load import Reading
 from xrlflow.backends.protocol import Array, BackendError, Feeds, one_line
 from xrlflow.backends.results import Comparison
+from xrlflow.backends.system_load import Reading
 from xrlflow.backends.tvm.compiled import Interface, arguments_of
-from xrlflow.backends.tvm.load import tvm
+from xrlflow.backends.tvm.import_tvm import tvm
 from xrlflow.backends.tvm.remote import PATIENCE, DeviceError, Remote, connect, use_threads, what_happened
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from xrlflow.backends.protocol import BackendError
 from xrlflow.backends.tvm.attention import SCHEDULED
 from xrlflow.backends.tvm.attention_fusion import fuse_attention
 from xrlflow.backends.tvm.bounds import Bounds, cast, nodes_of, settle, with_checks
+from xrlflow.backends.tvm.import_tvm import last_line, tvm
 from xrlflow.backends.tvm.legalize import legalizations
-from xrlflow.backends.tvm.load import last_line, tvm
 from xrlflow.backends.tvm.padding import pad_to_tiles
 from xrlflow.backends.tvm.reading import operator
 from xrlflow.backends.tvm.schedules import schedule

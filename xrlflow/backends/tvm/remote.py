@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from xrlflow.backends.protocol import BackendError
-from xrlflow.backends.tvm.load import last_line, tvm
+from xrlflow.backends.tvm.import_tvm import last_line, tvm
 
 PATIENCE = 10.0
 """Seconds to wait for a device that others use, or that starts again."""

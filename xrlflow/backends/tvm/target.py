@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 from xrlflow.backends.placement import cache_levels, default_threads
 from xrlflow.backends.protocol import BackendError
-from xrlflow.backends.tvm.load import tvm
+from xrlflow.backends.tvm.import_tvm import tvm
 
 # LLVM's names of features, and the floats in a vector register and the registers that come with them.
 _VECTORS = (("avx512f", 16, 32), ("avx2", 8, 16), ("avx", 8, 16), ("neon", 4, 32), ("sse2", 4, 16))

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from xrlflow.backends.tvm.load import tvm
+from xrlflow.backends.tvm.import_tvm import tvm
 from xrlflow.tuning.knobs import Candidate, KnobSpace
 from xrlflow.tuning.tuners.frontier import Frontier
 from xrlflow.tuning.tuners.protocol import Outcome
