@@ -32,14 +32,14 @@ from xrlflow.verify.compare import (
 from xrlflow.verify.dims import Bindings
 from xrlflow.verify.errors import OriginalFails, VerificationError
 from xrlflow.verify.exercise import Runs, exercise, run_empty
-from xrlflow.verify.follow import random_operators
+from xrlflow.verify.input_constraints import random_operators
 from xrlflow.verify.inputs import perturbed, user_case
+from xrlflow.verify.near_ties import undecided
 from xrlflow.verify.reference import (
     Sizes,
 )
 from xrlflow.verify.runner import Array, Model, Runner, first_line, flat, opened
 from xrlflow.verify.signature import Signature, differences, signature, signature_of_proto
-from xrlflow.verify.ties import undecided
 from xrlflow.verify.yardsticks import Known, by_float64, on_demand
 
 FLOAT64_FLOPS = 3e10

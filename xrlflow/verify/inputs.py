@@ -19,7 +19,7 @@ from xrlflow.ops.infer import type_of_proto
 from xrlflow.ops.tensors import dtype_of, numpy_dtype
 from xrlflow.verify.dims import Bindings, Dimensions
 from xrlflow.verify.errors import BadInputs, InputsNeeded
-from xrlflow.verify.follow import Demands, Form, follow
+from xrlflow.verify.input_constraints import Demands, Form, input_constraints
 from xrlflow.verify.runner import Array
 from xrlflow.verify.signature import Port, describe
 from xrlflow.verify.values import ORDINARY, Integers, Masks, Spread, Takes, Values
@@ -87,7 +87,7 @@ class InputPlan:
             (Port(n, declared[n], True), c) for n, c in imported.overridable.items() if n in declared
         )
         demands = {
-            p.name: follow(imported.graph, values[p.name], imported.declared)
+            p.name: input_constraints(imported.graph, values[p.name], imported.declared)
             for p in ports
             if p.name in values
         }

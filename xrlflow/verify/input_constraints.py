@@ -106,7 +106,7 @@ class Demands:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _Derived:
     """A value on the walk, and how its elements follow from the input's: scale * x + shift."""
 
     graph: Graph
@@ -117,7 +117,9 @@ class _Place:
     unsure: bool = False
 
 
-def follow(graph: Graph, value: Value, declared: Mapping[Value, tuple[int, ...]] | None = None) -> Demands:
+def input_constraints(
+    graph: Graph, value: Value, declared: Mapping[Value, tuple[int, ...]] | None = None
+) -> Demands:
     """What the graph demands of one of its inputs. `value` is in `graph.inputs`.
 
     `declared`: shapes that a file declares of values, true or not (`ImportedModel.declared`).
@@ -125,7 +127,7 @@ def follow(graph: Graph, value: Value, declared: Mapping[Value, tuple[int, ...]]
     demands = Demands()
     seen: set[tuple[int, Value, float, float, float, bool]] = set()
     # A place is in a graph; the outputs of bodies lead back to the node that owns them.
-    work: list[tuple[_Place, tuple[tuple[Graph, Node, Body], ...]]] = [(_Place(graph, value), ())]
+    work: list[tuple[_Derived, tuple[tuple[Graph, Node, Body], ...]]] = [(_Derived(graph, value), ())]
     for _ in range(_MAX_STEPS):
         if not work:
             break
@@ -224,7 +226,7 @@ _PASSES: dict[str, tuple[int, ...] | None] = {
 }
 
 
-def _through(place: _Place, node: Node, position: int) -> Iterator[_Place]:
+def _through(place: _Derived, node: Node, position: int) -> Iterator[_Derived]:
     if node.op in _PASSES:
         positions = _PASSES[node.op]
         if positions is None or position in positions:
@@ -248,33 +250,33 @@ def _through(place: _Place, node: Node, position: int) -> Iterator[_Place]:
         yield moved
 
 
-def _scaled(place: _Place, by: float) -> _Place:
+def _scaled(place: _Derived, by: float) -> _Derived:
     ends = sorted((place.shift_low * by, place.shift_high * by))
     return replace(place, scale=place.scale * by, shift_low=ends[0], shift_high=ends[1])
 
 
-def _shifted(place: _Place, low: float, high: float) -> _Place:
+def _shifted(place: _Derived, low: float, high: float) -> _Derived:
     return replace(place, shift_low=place.shift_low + low, shift_high=place.shift_high + high)
 
 
-def _add(place: _Place, low: float, high: float, position: int) -> _Place | None:
+def _add(place: _Derived, low: float, high: float, position: int) -> _Derived | None:
     return _shifted(place, low, high)
 
 
-def _sub(place: _Place, low: float, high: float, position: int) -> _Place | None:
+def _sub(place: _Derived, low: float, high: float, position: int) -> _Derived | None:
     return _shifted(place, -high, -low) if position == 0 else _shifted(_scaled(place, -1.0), low, high)
 
 
-def _mul(place: _Place, low: float, high: float, position: int) -> _Place | None:
+def _mul(place: _Derived, low: float, high: float, position: int) -> _Derived | None:
     # Of several factors the largest decides; with signs mixed or none the walk ends.
     return _scaled(place, high if high > 0 else low) if low * high > 0 else None
 
 
-def _div(place: _Place, low: float, high: float, position: int) -> _Place | None:
+def _div(place: _Derived, low: float, high: float, position: int) -> _Derived | None:
     return _scaled(place, 1 / (low if low > 0 else high)) if position == 0 and low * high > 0 else None
 
 
-_ARITHMETIC: dict[str, Callable[[_Place, float, float, int], _Place | None]] = {
+_ARITHMETIC: dict[str, Callable[[_Derived, float, float, int], _Derived | None]] = {
     "Add": _add,
     "Sub": _sub,
     "Mul": _mul,
@@ -296,8 +298,8 @@ def _bodies(node: Node) -> Iterator[tuple[Body, int]]:
 
 
 def _into(
-    place: _Place, node: Node, position: int, owners: tuple[tuple[Graph, Node, Body], ...]
-) -> Iterator[tuple[_Place, tuple[tuple[Graph, Node, Body], ...]]]:
+    place: _Derived, node: Node, position: int, owners: tuple[tuple[Graph, Node, Body], ...]
+) -> Iterator[tuple[_Derived, tuple[tuple[Graph, Node, Body], ...]]]:
     explicit = len(node.inputs) - node.captured
     for body, first in _bodies(node):
         inner: Value | None = None
@@ -310,7 +312,7 @@ def _into(
             yield replace(place, graph=body.graph, value=inner), (*owners, (place.graph, node, body))
 
 
-def _out_of(place: _Place, node: Node, body: Body) -> Iterator[Value]:
+def _out_of(place: _Derived, node: Node, body: Body) -> Iterator[Value]:
     skip = 1 if node.op == "Loop" else 0  # a Loop's body gives its condition first
     for index, out in enumerate(body.graph.outputs):
         if out == place.value and 0 <= index - skip < len(node.outputs):
@@ -513,7 +515,7 @@ _MASKING = 1e3
 
 
 def _demand(
-    demands: Demands, place: _Place, node: Node, position: int, declared: Mapping[Value, tuple[int, ...]]
+    demands: Demands, place: _Derived, node: Node, position: int, declared: Mapping[Value, tuple[int, ...]]
 ) -> None:
     reader = _READERS.get((node.op, position))
     plain = (place.scale, place.shift_low, place.shift_high) == (1.0, 0.0, 0.0)
