@@ -33,7 +33,7 @@ from xrlflow.tuning.worker import Timing
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ExecutionTarget:
     """Where a compiled model runs: on which processor, and on which remote device (None: this machine).
 
     Kernels have as many threads as the processor has cores.
@@ -57,14 +57,16 @@ class Place:
             )
 
 
-def find_place(cpu: str | None, triple: str | None, remote: Remote | None, threads: int | None) -> Place:
-    """The place that options ask for; a remote device is asked what it is, and its processor is the default.
+def find_target(
+    cpu: str | None, triple: str | None, remote: Remote | None, threads: int | None
+) -> ExecutionTarget:
+    """The target that options ask for; a remote device is asked what it is, and its processor is the default.
 
     Raises BackendError for a processor that LLVM does not know or that the device has less than, and DeviceError (one)
     for a device that does not answer.
     """
     if remote is None:
-        return _linkable(Place(detect(cpu, threads, triple)))
+        return _linkable(ExecutionTarget(detect(cpu, threads, triple)))
     with Device(remote, threads) as device:
         about = device.about
     if cpu is None and about.system is None:
@@ -77,23 +79,23 @@ def find_place(cpu: str | None, triple: str | None, remote: Remote | None, threa
     missing = lacking(machine.triple, machine.cpu, about.system) if about.system is not None else ()
     if missing:
         raise BackendError(f"remote device {remote} has no {', '.join(missing)}, which code for {cpu} uses")
-    return _linkable(Place(machine, remote))
+    return _linkable(ExecutionTarget(machine, remote))
 
 
-def _linkable(place: Place) -> Place:
-    triple = place.machine.triple
+def _linkable(target: ExecutionTarget) -> ExecutionTarget:
+    triple = target.machine.triple
     if linker(triple) is None:
         raise BackendError(f"what is compiled for {triple} is linked with {compiler(triple)}: install that")
-    return place
+    return target
 
 
 @contextlib.contextmanager
-def running(place: Place, path: str, model: TvmModel) -> Iterator[CompiledModel]:
+def running(target: ExecutionTarget, path: str, model: TvmModel) -> Iterator[CompiledModel]:
     """A compiled model, saved at `path`, where it runs. Raises DeviceError (a BackendError)."""
-    if place.remote is None:
+    if target.remote is None:
         yield model
         return
-    with Device(place.remote, place.machine.cores, patience=PATIENCE) as device:
+    with Device(target.remote, target.machine.cores, patience=PATIENCE) as device:
         yield device.load(path, model.interface)
 
 
@@ -168,7 +170,7 @@ class Lowering:
     """What compiling the graphs of one model needs: the sizes of its inputs, a folder for libraries, what is known of
     kernels, and the options of ONNX Runtime, with which they are compared."""
 
-    place: Place
+    target: ExecutionTarget
     shapes: Mapping[str, Sequence[int]]
     folder: str
     store: Store
@@ -176,13 +178,15 @@ class Lowering:
 
     @property
     def threads(self) -> int:
-        return self.place.machine.cores
+        return self.target.machine.cores
 
     def backend(self, tuned: bool = True) -> Tvm:
-        """`tuned`: with kernels as they were tuned at this place."""
-        place = self.place
-        known = tuned_by(self.store, place.machine, self.threads, place.device, flushed=BETWEEN_OTHERS.flush)
-        return Tvm(place.machine, self.shapes or None, known if tuned else None)
+        """`tuned`: with kernels as they were tuned at this target."""
+        target = self.target
+        known = tuned_by(
+            self.store, target.machine, self.threads, target.device, flushed=BETWEEN_OTHERS.flush
+        )
+        return Tvm(target.machine, self.shapes or None, known if tuned else None)
 
 
 def lower_best(
@@ -216,8 +220,8 @@ def lower_best(
         if feeds is None:
             return Choice(made[0], tuple(compiling.remarks))
         limit = max(2.0, min(5.0 if hurried else 15.0, 0.3 * time_left()))
-        if how.place.remote is not None:
-            best, said = _best_there(how.place, made, feeds, limit)
+        if how.target.remote is not None:
+            best, said = _best_there(how.target, made, feeds, limit)
         else:
             best, said = _best_here(how, original, made, feeds, limit)
     except KeyboardInterrupt:
@@ -285,7 +289,7 @@ def _best_here(
 
 
 def _best_there(
-    place: Place, made: Sequence[Lowered], feeds: Mapping[str, Any], limit: float
+    target: ExecutionTarget, made: Sequence[Lowered], feeds: Mapping[str, Any], limit: float
 ) -> tuple[Lowered, tuple[str, ...]]:
     """The fastest on the remote device, with how it compares with the first; (choice, remarks).
 
@@ -293,21 +297,21 @@ def _best_there(
     clearly faster there is not chosen.
     """
     if len(made) == 1:
-        return made[0], (f"nothing measured on remote device {place.remote}: no other graph was compiled",)
+        return made[0], (f"nothing measured on remote device {target.remote}: no other graph was compiled",)
     files = [(lowered.path, lowered.model) for lowered in made]
-    measured = compare_there(place, files, feeds, 0.5 * limit)
+    measured = compare_there(target, files, feeds, 0.5 * limit)
     times = [latency.median_ms for latency in measured.latencies]
     fastest = min(range(len(made)), key=times.__getitem__)
     others = ", ".join(f"{milliseconds:.2f}" for milliseconds in times[1:])
     remarks = (
-        f"measured on remote device {place.remote}, in one session, without ONNX Runtime",
+        f"measured on remote device {target.remote}, in one session, without ONNX Runtime",
         f"TVM runs the original graph there in {times[0]:.2f} ms, and what the search found in {others} ms",
     )
     first = replace(made[0], milliseconds=times[0])
     if fastest == 0:
         return first, remarks
     # A slow model needs the time for an interval; for others this ends when it is narrow.
-    again = compare_there(place, [files[0], files[fastest]], feeds, limit)
+    again = compare_there(target, [files[0], files[fastest]], feeds, limit)
     said = f"measured again in another session, the fastest of them is {{}}clearly faster: {again.speedup}"
     if not again.speedup.faster:
         return first, (*remarks, said.format("not "))
@@ -316,11 +320,11 @@ def _best_there(
 
 
 def compare_there(
-    place: Place, models: Sequence[tuple[str, TvmModel]], feeds: Mapping[str, Any], limit: float
+    target: ExecutionTarget, models: Sequence[tuple[str, TvmModel]], feeds: Mapping[str, Any], limit: float
 ) -> Comparison:
     """Models, saved at these paths, timed in turns on the remote device for `limit` seconds. Raises DeviceError."""
-    assert place.remote is not None
-    with Device(place.remote, place.machine.cores, patience=PATIENCE) as device:
+    assert target.remote is not None
+    with Device(target.remote, target.machine.cores, patience=PATIENCE) as device:
         loaded = [device.load(path, model.interface) for path, model in models]
         return device.compare(loaded, dict(feeds), time_limit=limit)
 
@@ -391,10 +395,10 @@ def tune_model(
 
     Raises BackendError for an original graph that cannot be lowered or run, PoolError when nothing can be measured.
     """
-    how.place.check_runs()
+    how.target.check_runs()
     # First of all: what cannot be compiled is not worth tuning.
     untuned = how.backend(tuned=False).compile(graphs[0], threads=how.threads)
-    lowered, remarks = _lowered_first(graphs, how.shapes, how.place.machine)
+    lowered, remarks = _lowered_first(graphs, how.shapes, how.target.machine)
     found = _tuned(how, lowered.values(), plan, listener)
     models = [untuned, *_compiled(how, list(lowered), remarks)]
     made = [(os.path.join(how.folder, f"tuned{number}.so"), model) for number, model in enumerate(models)]
@@ -405,8 +409,8 @@ def tune_model(
     limit = 5.0 if hurried or found.interrupted else 20.0
     runtime: float | None = None
     compared: RepeatedComparison | None = None
-    if how.place.remote is not None:
-        times, best, compared = _fastest_there(how.place, made, feeds, limit)
+    if how.target.remote is not None:
+        times, best, compared = _fastest_there(how.target, made, feeds, limit)
     else:
         runtime, times, best = _fastest_here(how, original, made, feeds, limit)
     path, model = made[best]
@@ -420,11 +424,11 @@ def tune_model(
 def _tuned(
     how: Lowering, modules: Iterable[Any], plan: TuningPlan, listener: Callable[[Progress], None] | None
 ) -> TuningResult:
-    machine = how.place.machine
+    machine = how.target.machine
     return tune(
         _together(kernel_tasks(module, machine) for module in modules), blocked(plan.method, machine),
         trials=plan.trials, batch=plan.batch, time_limit=plan.time_limit, seed=plan.seed, store=how.store,
-        pool=PoolOptions(threads=how.threads, timing=BETWEEN_OTHERS, remote=how.place.remote), listener=listener,
+        pool=PoolOptions(threads=how.threads, timing=BETWEEN_OTHERS, remote=how.target.remote), listener=listener,
         usual=untuned_kernel(machine),
     )  # fmt: skip
 
@@ -459,15 +463,15 @@ def _fastest_here(
 
 
 def _fastest_there(
-    place: Place, made: Sequence[tuple[str, TvmModel]], feeds: Mapping[str, Any], limit: float
+    target: ExecutionTarget, made: Sequence[tuple[str, TvmModel]], feeds: Mapping[str, Any], limit: float
 ) -> tuple[list[float], int, RepeatedComparison]:
     """Milliseconds of all on the remote device, which is the fastest, and the better of the tuned ones against the
     untuned one: of several tuned ones in another session, which decides."""
-    there = compare_there(place, made, feeds, limit if len(made) == 2 else 0.5 * limit)
+    there = compare_there(target, made, feeds, limit if len(made) == 2 else 0.5 * limit)
     times = [latency.median_ms for latency in there.latencies]
     better = min(range(1, len(made)), key=times.__getitem__)
     if len(made) > 2:
-        there = compare_there(place, [made[0], made[better]], feeds, limit)
+        there = compare_there(target, [made[0], made[better]], feeds, limit)
         times[0], times[better] = (latency.median_ms for latency in there.latencies)
     return times, better if times[better] <= times[0] else 0, repeated(there)
 

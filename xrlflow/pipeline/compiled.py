@@ -18,21 +18,21 @@ from xrlflow.verify import Verification
 
 def finish(context: Context, start: Start, explored: Explored) -> Finished:
     """Compile what was found, choose by measurement, verify and measure the compiled model. See `Finisher`."""
-    options, place = context.options, context.place
-    assert place is not None
+    options, target = context.options, context.target
+    assert target is not None
     choice = _compiled(context, start, explored)
     best = choice.lowered
     verification: Verification | None = None
     if options.verify:
-        with context.clock.phase("verify"), lowering.running(place, best.path, best.model) as runner:
+        with context.clock.phase("verify"), lowering.running(target, best.path, best.model) as runner:
             verification = Verifier(context).check_compiled(runner, best.model.sizes)
     compared = best.compared
     reason = "not measured"
     if compared is not None:
-        reason = f"measured {compared.speedup} against the original graph, compiled, on {place.remote}"
-    elif options.measure and place.remote is not None and choice.interrupted:
+        reason = f"measured {compared.speedup} against the original graph, compiled, on {target.remote}"
+    elif options.measure and target.remote is not None and choice.interrupted:
         reason = "the original graph, compiled: interrupted before anything was compared with it"
-    elif options.measure and place.remote is not None:
+    elif options.measure and target.remote is not None:
         reason = "the original graph, compiled: nothing is faster on the remote device"
     elif options.measure:
         compared = final(context, best.path)
@@ -40,7 +40,7 @@ def finish(context: Context, start: Start, explored: Explored) -> Finished:
         if compared.speedup is not None and compared.speedup.slower:
             reason += ", which is faster"
     return Finished(
-        best.found, reason, verification, compared, compiled=best.model, threads=place.machine.cores
+        best.found, reason, verification, compared, compiled=best.model, threads=target.machine.cores
     )
 
 

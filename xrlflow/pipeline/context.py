@@ -14,7 +14,7 @@ from typing import Any
 
 from xrlflow.backends.onnxruntime import default_threads
 from xrlflow.ir import Graph
-from xrlflow.lowering import Lowering, Place
+from xrlflow.lowering import ExecutionTarget, Lowering
 from xrlflow.onnxio import ImportedModel, Source, save, size_of
 from xrlflow.options import Options
 from xrlflow.report import Listener
@@ -86,8 +86,8 @@ class Clock:
 class Context:
     """One optimisation: read by all phases, changed by none but for its clock and its notes.
 
-    `folder` is temporary. `feeds`: inputs to measure with, None where nothing is measured. `place` and `store`: where a
-    compiled model runs, and what is known of its kernels; None with ONNX Runtime.
+    `folder` is temporary. `feeds` are inputs to measure with, or None if nothing is measured. `target` is where a
+    compiled model runs, and `store` has what is known of its kernels; both are None with ONNX Runtime.
     """
 
     options: Options
@@ -98,7 +98,7 @@ class Context:
     folder: str
     listener: Listener | None = None
     feeds: Mapping[str, Any] | None = None
-    place: Place | None = None
+    target: ExecutionTarget | None = None
     store: Store | None = None
     notes: list[str] = field(default_factory=list)
 
@@ -113,9 +113,9 @@ class Context:
     @property
     def lowering(self) -> Lowering:
         """What compiling needs, with TVM."""
-        assert self.place is not None
+        assert self.target is not None
         assert self.store is not None
-        return Lowering(self.place, self.shapes, self.folder, self.store, self.options.session_options)
+        return Lowering(self.target, self.shapes, self.folder, self.store, self.options.session_options)
 
     @property
     def original(self) -> str | bytes:

@@ -17,7 +17,7 @@ from xrlflow.backends.onnxruntime.session import ort_errors
 from xrlflow.backends.tvm.remote import Remote
 from xrlflow.cost import CostModel, Measured, Profiled, Roofline, calibrated
 from xrlflow.ir import Graph
-from xrlflow.lowering import Place
+from xrlflow.lowering import ExecutionTarget
 from xrlflow.onnxio import ImportedModel, Source, load, to_proto
 from xrlflow.options import Common, Options
 from xrlflow.pipeline.context import Clock, Context
@@ -43,10 +43,10 @@ class Start:
     early: tuple[Step, ...] = ()
 
 
-def place_of(options: Common) -> Place:
+def target_of(options: Common) -> ExecutionTarget:
     """Where a compiled model runs. Raises BackendError."""
     device = Remote.parse(options.remote) if isinstance(options.remote, str) else options.remote
-    return lowering.find_place(options.cpu, options.triple, device, options.threads)
+    return lowering.find_target(options.cpu, options.triple, device, options.threads)
 
 
 @contextmanager
@@ -63,9 +63,9 @@ def opened(
     Raises ModelError for what cannot be read, BackendError and StoreError.
     """
     compiling = options.compiling
-    place = place_of(options) if compiling else None
-    if place is not None and (options.measure or options.verify):
-        place.check_runs()
+    target = target_of(options) if compiling else None
+    if target is not None and (options.measure or options.verify):
+        target.check_runs()
     clock = Clock(begin, begin + options.time_limit, options.verify, compiling)
     with ExitStack() as stack:
         with clock.phase("import", begin):
@@ -78,7 +78,7 @@ def opened(
                 lowering.check_supported(imported, library)
                 store = stack.enter_context(Store(options.store if kernels is None else kernels))
                 store.check()
-        yield Context(options, source, imported, library, clock, folder, listener, place=place, store=store)
+        yield Context(options, source, imported, library, clock, folder, listener, target=target, store=store)
 
 
 def with_feeds(context: Context) -> Context:

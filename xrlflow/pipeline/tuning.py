@@ -78,9 +78,9 @@ class Tuned:
 def tune(source: Source, options: TuneOptions, listener: Listener | None = None) -> Tuned:
     """Rewrite, tune, verify and measure. Raises what `xrlflow.tune` raises."""
     with opened(source, _for_search(options), listener, time.monotonic(), options.store) as context:
-        place = context.place
-        assert place is not None
-        place.check_runs()
+        target = context.target
+        assert target is not None
+        target.check_runs()
         graphs = [context.write(graph) for graph in _graphs(context, options.rewrite and options.measure)]
         if options.measure:
             given = options.inputs
@@ -91,10 +91,10 @@ def tune(source: Source, options: TuneOptions, listener: Listener | None = None)
         found = _tuned(context, options, graphs)
         verification: Verification | None = None
         if options.verify:
-            with lowering.running(place, found.path, found.model) as runner:
+            with lowering.running(target, found.path, found.model) as runner:
                 verification = Verifier(context).check_compiled(runner, found.model.sizes)
         compared = found.compared
-        if options.measure and place.remote is None:
+        if options.measure and target.remote is None:
             hurried = context.clock.hurried or found.tuning.interrupted
             compared = final(context, found.path, _FINAL_HURRIED if hurried else _FINAL)
     return Tuned(
@@ -102,7 +102,7 @@ def tune(source: Source, options: TuneOptions, listener: Listener | None = None)
         compared.speedup if compared is not None else None,
         compared.control if compared is not None else None,
         verification,
-        place.device,
+        target.device,
         (*context.notes, *found.remarks),
     )
 
