@@ -43,7 +43,7 @@ from xrlflow.backends.results import Comparison
 from xrlflow.backends.tvm import Tvm, TvmModel, bounds, detect
 from xrlflow.backends.tvm.lower import fuse, import_model
 from xrlflow.cost import Roofline
-from xrlflow.lowering import BETWEEN_OTHERS
+from xrlflow.lowering import COLD_PRIVATE_CACHES
 from xrlflow.onnxio.exporter import to_proto
 from xrlflow.onnxio.importer import load
 from xrlflow.tuning.kernels import blocked, kernel_tasks, tuned_by, untuned_kernel
@@ -127,10 +127,10 @@ def tuned(proto: onnx.ModelProto, seconds: float, threads: int, method: Method) 
     with tempfile.TemporaryDirectory() as folder, Store(Path(folder) / "tuning.sqlite") as store:
         found = tune(
             tasks, blocked(method, machine), trials=1_000_000, batch=16, time_limit=seconds, store=store,
-            pool=PoolOptions(threads=threads, timing=BETWEEN_OTHERS), usual=untuned_kernel(machine),
+            pool=PoolOptions(threads=threads, timing=COLD_PRIVATE_CACHES), usual=untuned_kernel(machine),
         )  # fmt: skip
         took = time.monotonic() - begin
-        backend = Tvm(machine, None, tuned_by(store, machine, threads, flushed=BETWEEN_OTHERS.flush))
+        backend = Tvm(machine, None, tuned_by(store, machine, threads, flushed=COLD_PRIVATE_CACHES.flush))
         return Tuned(backend.compile(proto.SerializeToString(), threads=threads), found.measured, took)
 
 

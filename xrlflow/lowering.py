@@ -101,7 +101,7 @@ def running(target: ExecutionTarget, path: str, model: TvmModel) -> Iterator[Com
 
 Export = Callable[[Graph], str]
 """A graph as an ONNX file: its path."""
-BETWEEN_OTHERS = Timing(samples=10, flush=True)
+COLD_PRIVATE_CACHES = Timing(samples=10, flush=True)
 """How the kernels of a model are timed: other kernels have pushed their weights out of the cores' own caches."""
 # Proposals beside the original graph that are compiled, if the time allows.
 _AT_MOST = 3
@@ -184,7 +184,7 @@ class Lowering:
         """`tuned`: with kernels as they were tuned at this target."""
         target = self.target
         known = tuned_by(
-            self.store, target.machine, self.threads, target.device, flushed=BETWEEN_OTHERS.flush
+            self.store, target.machine, self.threads, target.device, flushed=COLD_PRIVATE_CACHES.flush
         )
         return Tvm(target.machine, self.shapes or None, known if tuned else None)
 
@@ -428,7 +428,7 @@ def _tuned(
     return tune(
         _together(kernel_tasks(module, machine) for module in modules), blocked(plan.method, machine),
         trials=plan.trials, batch=plan.batch, time_limit=plan.time_limit, seed=plan.seed, store=how.store,
-        pool=PoolOptions(threads=how.threads, timing=BETWEEN_OTHERS, remote=how.target.remote), listener=listener,
+        pool=PoolOptions(threads=how.threads, timing=COLD_PRIVATE_CACHES, remote=how.target.remote), listener=listener,
         usual=untuned_kernel(machine),
     )  # fmt: skip
 
