@@ -22,7 +22,7 @@ from xrlflow import files
 from xrlflow.cost.machine import REFERENCE, Machine, Speed, cache_bytes, cpu_name
 from xrlflow.cost.microbench import Sample, call_seconds, in_quiet, time_node, time_nodes
 from xrlflow.ir import Attr, Attrs, DType, Node, TensorType, Value
-from xrlflow.ops.work import Kind, Work, work
+from xrlflow.ops.work import OpKind, Work, work
 from xrlflow.sqlite import cache_directory
 
 VERSION = 1
@@ -140,20 +140,20 @@ class _Rates:
         """The part of the cache's bandwidth."""
         return _clamp(probe.work.bytes / self.meter.alone(probe) / self.cached, 0.02, 1.0)
 
-    def speeds(self) -> dict[Kind, Speed]:
+    def speeds(self) -> dict[OpKind, Speed]:
         vector, reduction = self.compute(_TANH), self.compute(_SOFTMAX)
         return {
-            Kind.GEMM: Speed(self.compute(_PEAK), 1.0),
-            Kind.CONV: Speed(self.compute(_CONV), 1.0),
-            Kind.GROUPED_CONV: Speed(self.compute(_FULL_GROUPS), 1.0),
-            Kind.DEPTHWISE_CONV: Speed(self.compute(_DEPTHWISE), 1.0),
-            Kind.RECURRENT: Speed(self.compute(_RECURRENT), 1.0),
-            Kind.ELEMENTWISE: Speed(vector, 1.0),
-            Kind.REDUCE: Speed(reduction, self.bandwidth(_POOL)),
-            Kind.MOVE: Speed(vector, self.bandwidth(_CONCAT)),
-            Kind.SHUFFLE: Speed(vector, self.bandwidth(_TRANSPOSE)),
-            Kind.VIEW: Speed(1.0, 1.0),
-            Kind.OTHER: REFERENCE.speeds[Kind.OTHER],
+            OpKind.GEMM: Speed(self.compute(_PEAK), 1.0),
+            OpKind.CONV: Speed(self.compute(_CONV), 1.0),
+            OpKind.GROUPED_CONV: Speed(self.compute(_FULL_GROUPS), 1.0),
+            OpKind.DEPTHWISE_CONV: Speed(self.compute(_DEPTHWISE), 1.0),
+            OpKind.RECURRENT: Speed(self.compute(_RECURRENT), 1.0),
+            OpKind.ELEMENTWISE: Speed(vector, 1.0),
+            OpKind.REDUCE: Speed(reduction, self.bandwidth(_POOL)),
+            OpKind.MOVE: Speed(vector, self.bandwidth(_CONCAT)),
+            OpKind.SHUFFLE: Speed(vector, self.bandwidth(_TRANSPOSE)),
+            OpKind.VIEW: Speed(1.0, 1.0),
+            OpKind.OTHER: REFERENCE.speeds[OpKind.OTHER],
         }
 
     def grouped(self) -> tuple[tuple[int, float], ...]:
@@ -254,9 +254,9 @@ def from_json(text: str) -> Machine:
     if data["version"] != VERSION:
         raise ValueError(f"version {data['version']}, and {VERSION} is wanted")
     fields = dict(data["machine"])
-    fields["speeds"] = MappingProxyType({Kind(k): Speed(*v) for k, v in fields["speeds"].items()})
+    fields["speeds"] = MappingProxyType({OpKind(k): Speed(*v) for k, v in fields["speeds"].items()})
     fields["grouped"] = tuple((int(c), float(p)) for c, p in fields["grouped"])
-    if set(fields["speeds"]) != set(Kind):
+    if set(fields["speeds"]) != set(OpKind):
         raise ValueError("a kind of operator is missing")
     return Machine(**fields)
 

@@ -22,7 +22,7 @@ from xrlflow.backends.protocol import BackendError
 from xrlflow.cost.microbench import is_bound, sample_inputs
 from xrlflow.ir import ABSENT, Edit, Graph, Node, TensorType, Value, apply_edit
 from xrlflow.ops.subgraph import NotStandalone, input_name, model_of
-from xrlflow.ops.work import Kind, dimensions, work
+from xrlflow.ops.work import OpKind, dimensions, work
 from xrlflow.rewrite import Match, RewriteState
 from xrlflow.rewrite.state import build_edit
 
@@ -30,7 +30,7 @@ from xrlflow.rewrite.state import build_edit
 # length (a product, its bias, an activation; a sum, a normalisation).
 _HOPS = 2
 # Nothing is fused across these: they are the last node on their side.
-_HEAVY = frozenset({Kind.GEMM, Kind.CONV, Kind.GROUPED_CONV, Kind.DEPTHWISE_CONV, Kind.RECURRENT})
+_HEAVY = frozenset({OpKind.GEMM, OpKind.CONV, OpKind.GROUPED_CONV, OpKind.DEPTHWISE_CONV, OpKind.RECURRENT})
 _MOST_NODES = 64
 _MOST_BYTES = 64 << 20
 _MOST_MATCHES = 64

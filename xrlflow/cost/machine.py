@@ -9,7 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from xrlflow.backends.placement import cache_levels
-from xrlflow.ops.work import Kind
+from xrlflow.ops.work import OpKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Machine:
     cache: float
     overhead: float
     fork: float
-    speeds: Mapping[Kind, Speed]
+    speeds: Mapping[OpKind, Speed]
     grouped: tuple[tuple[int, float], ...]
     lanes: int = 16
 
@@ -64,17 +64,17 @@ REFERENCE = Machine(
     fork=2e-6,
     speeds=MappingProxyType(
         {
-            Kind.GEMM: Speed(0.93, 1.0),
-            Kind.CONV: Speed(1.0, 1.0),
-            Kind.GROUPED_CONV: Speed(1.0, 1.0),
-            Kind.DEPTHWISE_CONV: Speed(0.4, 1.0),
-            Kind.RECURRENT: Speed(0.5, 1.0),
-            Kind.ELEMENTWISE: Speed(0.35, 1.0),
-            Kind.REDUCE: Speed(0.35, 0.5),
-            Kind.MOVE: Speed(0.35, 0.9),
-            Kind.SHUFFLE: Speed(0.35, 0.1),
-            Kind.VIEW: Speed(1.0, 1.0),
-            Kind.OTHER: Speed(0.05, 0.5),
+            OpKind.GEMM: Speed(0.93, 1.0),
+            OpKind.CONV: Speed(1.0, 1.0),
+            OpKind.GROUPED_CONV: Speed(1.0, 1.0),
+            OpKind.DEPTHWISE_CONV: Speed(0.4, 1.0),
+            OpKind.RECURRENT: Speed(0.5, 1.0),
+            OpKind.ELEMENTWISE: Speed(0.35, 1.0),
+            OpKind.REDUCE: Speed(0.35, 0.5),
+            OpKind.MOVE: Speed(0.35, 0.9),
+            OpKind.SHUFFLE: Speed(0.35, 0.1),
+            OpKind.VIEW: Speed(1.0, 1.0),
+            OpKind.OTHER: Speed(0.05, 0.5),
         }
     ),
     grouped=((1, 0.04), (2, 0.085), (4, 0.2), (8, 0.36)),

@@ -21,9 +21,9 @@ from xrlflow.cost.model import AdditiveCost, InTypes
 from xrlflow.cost.roofline import Roofline
 from xrlflow.ir import ABSENT, DType, Graph, Node, TensorType, Value
 from xrlflow.ops.subgraph import NotStandalone
-from xrlflow.ops.work import Kind, bodies, dimensions, work
+from xrlflow.ops.work import OpKind, bodies, dimensions, work
 
-_CONVOLUTIONS = frozenset({Kind.CONV, Kind.GROUPED_CONV, Kind.DEPTHWISE_CONV})
+_CONVOLUTIONS = frozenset({OpKind.CONV, OpKind.GROUPED_CONV, OpKind.DEPTHWISE_CONV})
 _CALL = "(session call)"
 # Operators whose time depends on the value of a float constant.
 _BY_VALUE = frozenset({"Pow"})
@@ -112,7 +112,7 @@ class Profiled(AdditiveCost):
         if inside:  # a body costs something to enter
             return self.machine.overhead + fsum(t * (self.machine.overhead + self.cost(b)) for b, t in inside)
         kind = work(node, in_types, self.bindings).kind
-        if kind is Kind.VIEW:
+        if kind is OpKind.VIEW:
             return self.machine.overhead
         sample = self._sample(graph, node, in_types, kind)
         if sample is None:
@@ -121,7 +121,7 @@ class Profiled(AdditiveCost):
             return sample.median + self.machine.overhead
         return max(0.0, sample.median - self._call_seconds()) + self.machine.overhead
 
-    def _sample(self, graph: Graph, node: Node, in_types: InTypes, kind: Kind) -> Sample | None:
+    def _sample(self, graph: Graph, node: Node, in_types: InTypes, kind: OpKind) -> Sample | None:
         """From the database, or measured now. None, and one more in the tally, where it cannot be."""
         if not is_bound((*in_types, *node.types), self.bindings):
             self.tally.modelled["with a dimension that has no number"] += 1

@@ -24,7 +24,7 @@ from math import ceil, fsum, log
 from xrlflow.cost.machine import Machine
 from xrlflow.cost.model import AdditiveCost, InTypes
 from xrlflow.ir import Graph, Node
-from xrlflow.ops.work import Kind, Work, bodies, work
+from xrlflow.ops.work import OpKind, Work, bodies, work
 
 # Steps of a product's inner loop that its start costs (loading and storing the block of results).
 _LOOP_START = 8
@@ -50,7 +50,7 @@ class Roofline(AdditiveCost):
 
 def seconds(w: Work, machine: Machine) -> float:
     """Seconds of one call that does this work."""
-    if w.kind is Kind.VIEW:
+    if w.kind is OpKind.VIEW:
         return machine.overhead
     speed = machine.speeds[w.kind]
     peak = machine.peak * reachable(w, machine) * 32 / max(w.bits, 16)
@@ -64,9 +64,9 @@ def reachable(w: Work, machine: Machine) -> float:
     """The part of the peak that this work can reach: what its kind does, less what padding wastes."""
     gemm, lanes = w.gemm, machine.lanes
     part = machine.speeds[w.kind].compute
-    if gemm is None or w.kind is Kind.DEPTHWISE_CONV:
+    if gemm is None or w.kind is OpKind.DEPTHWISE_CONV:
         return part
-    if w.kind is Kind.GROUPED_CONV and (w.channels % lanes or gemm.n % lanes):
+    if w.kind is OpKind.GROUPED_CONV and (w.channels % lanes or gemm.n % lanes):
         return min(part, _between(machine.grouped, w.channels, lanes, part))
     part *= gemm.n / _padded(gemm.n, lanes) if gemm.n > 1 else 1.0
     if w.channels > lanes:

@@ -12,7 +12,7 @@ from math import inf, prod
 
 from xrlflow.ir import Attrs, DType, Node, TensorType, Value
 from xrlflow.ops.schema import split_op
-from xrlflow.ops.work import Kind, work
+from xrlflow.ops.work import OpKind, work
 
 # Bytes of an element while it is computed with.
 _ELEMENT = 8
@@ -77,7 +77,7 @@ def _effort(
     )
     cost = work(node, in_types, {})
     room = _room(op, attrs, in_types, types)
-    speed = _REFERENCE if by_reference else _PRODUCTS if cost.kind is Kind.GEMM else _OTHERS
+    speed = _REFERENCE if by_reference else _PRODUCTS if cost.kind is OpKind.GEMM else _OTHERS
     seconds = cost.flops / speed + (read + made + room) / (_REFERENCE if by_reference else _OTHERS)
     return Effort((made + room) * _ELEMENT, seconds)
 

@@ -30,7 +30,7 @@ OTHER_DIM = 64
 _BATCH_NAMES = frozenset({"n", "b", "bs"})
 
 
-class Kind(Enum):
+class OpKind(Enum):
     """Operators that reach a similar part of the machine's speed."""
 
     GEMM = "gemm"
@@ -75,7 +75,7 @@ class Work:
 
     flops: float
     bytes: float
-    kind: Kind
+    kind: OpKind
     footprint: float = -1.0
     gemm: Gemm | None = None
     channels: int = 0
@@ -167,13 +167,13 @@ def work(node: Node, in_types: Sequence[TensorType | None], bindings: Mapping[st
     if weighted:
         flops = sum(w * work(n, _in_types(g, n), bindings).flops for g, w in weighted for n in _running(g))
         moved = sum(w * work(n, _in_types(g, n), bindings).bytes for g, w in weighted for n in _running(g))
-        return Work(flops, moved, Kind.OTHER)
+        return Work(flops, moved, OpKind.OTHER)
     operands = _operands(node, in_types, bindings)
     count = COUNTS.get(node.op)
     if count is not None:
         return count(operands)
     per_element = ELEMENTWISE.get(node.op)
-    kind = Kind.OTHER if per_element is None else Kind.ELEMENTWISE
+    kind = OpKind.OTHER if per_element is None else OpKind.ELEMENTWISE
     return _dense(operands, (per_element or 1) * operands.elements, kind)
 
 
@@ -249,12 +249,12 @@ def _operands(node: Node, in_types: Sequence[TensorType | None], bindings: Mappi
     )
 
 
-def _dense(o: Operands, flops: float, kind: Kind) -> Work:
+def _dense(o: Operands, flops: float, kind: OpKind) -> Work:
     """Reads every input, writes every output."""
     return Work(flops, o.read + o.written, kind, bits=o.bits)
 
 
-def _product(o: Operands, gemm: Gemm, kind: Kind = Kind.GEMM, channels: int = 0) -> Work:
+def _product(o: Operands, gemm: Gemm, kind: OpKind = OpKind.GEMM, channels: int = 0) -> Work:
     return Work(gemm.flops, o.read + o.written, kind, gemm=gemm, channels=channels, bits=o.bits)
 
 
@@ -262,17 +262,17 @@ def _product(o: Operands, gemm: Gemm, kind: Kind = Kind.GEMM, channels: int = 0)
 
 
 def _view(o: Operands) -> Work:
-    return Work(0.0, 0.0, Kind.VIEW)
+    return Work(0.0, 0.0, OpKind.VIEW)
 
 
 def _copy(o: Operands) -> Work:
     """Reads every input, writes the output."""
-    return Work(0.0, o.read + o.written, Kind.MOVE)
+    return Work(0.0, o.read + o.written, OpKind.MOVE)
 
 
 def _pick(o: Operands) -> Work:
     """Reads of its first input only what it writes."""
-    return Work(0.0, 2 * o.written + o.read - o.input_bytes(0), Kind.MOVE)
+    return Work(0.0, 2 * o.written + o.read - o.input_bytes(0), OpKind.MOVE)
 
 
 def _transpose(o: Operands) -> Work:
@@ -280,16 +280,16 @@ def _transpose(o: Operands) -> Work:
     perm = o.numbers("perm", tuple(reversed(range(len(shape)))))
     moved = [axis for axis in perm if axis < len(shape) and shape[axis] != 1]
     neighbours_stay = not moved or moved[-1] == max(moved)
-    return Work(0.0, o.read + o.written, Kind.MOVE if neighbours_stay else Kind.SHUFFLE)
+    return Work(0.0, o.read + o.written, OpKind.MOVE if neighbours_stay else OpKind.SHUFFLE)
 
 
 def _fill(o: Operands) -> Work:
-    return Work(0.0, o.written, Kind.MOVE)
+    return Work(0.0, o.written, OpKind.MOVE)
 
 
 def _scatter(o: Operands) -> Work:
     """Copies the data, then overwrites a part: the updates are the last input."""
-    return Work(0.0, o.read + o.written + o.in_bytes[-1], Kind.MOVE)
+    return Work(0.0, o.read + o.written + o.in_bytes[-1], OpKind.MOVE)
 
 
 # --- products ---
@@ -325,7 +325,7 @@ def _fused_matmul(o: Operands) -> Work:
 def _gemm(o: Operands) -> Work:
     a, b = o.input(0), o.input(1)
     if len(a) != 2 or len(b) != 2:
-        return _dense(o, o.elements, Kind.OTHER)
+        return _dense(o, o.elements, OpKind.OTHER)
     m, k = (a[1], a[0]) if o.number("transA", 0) else a
     return _product(o, Gemm(1, m, b[0] if o.number("transB", 0) else b[1], k))
 
@@ -334,7 +334,7 @@ def _einsum(o: Operands) -> Work:
     equation = o.node.attrs.get("equation", "")
     plan = einsum_shape(equation if isinstance(equation, str) else "", o.inputs)
     if plan is None:
-        return Work(0.0, o.read + o.written, Kind.SHUFFLE)
+        return Work(0.0, o.read + o.written, OpKind.SHUFFLE)
     return _product(o, plan)
 
 
@@ -381,19 +381,19 @@ def _qlinear_conv(o: Operands) -> Work:
 def _conv_over(o: Operands, weight: Shape) -> Work:
     out = o.outputs[0]
     if len(out) < 3 or len(weight) < 3:
-        return _dense(o, o.elements, Kind.OTHER)
+        return _dense(o, o.elements, OpKind.OTHER)
     groups, channels = o.number("group", 1), weight[1]
     gemm = Gemm(groups, out[0] * prod(out[2:]), max(1, weight[0] // groups), channels * prod(weight[2:]))
     if groups == 1:
-        return _product(o, gemm, Kind.CONV, channels)
-    return _product(o, gemm, Kind.DEPTHWISE_CONV if channels == 1 else Kind.GROUPED_CONV, channels)
+        return _product(o, gemm, OpKind.CONV, channels)
+    return _product(o, gemm, OpKind.DEPTHWISE_CONV if channels == 1 else OpKind.GROUPED_CONV, channels)
 
 
 def _conv_transpose(o: Operands) -> Work:
     """A product into a column buffer (written and read once more), then its sum into the image."""
     x, weight = o.input(0), o.input(1)
     if len(x) < 3 or len(weight) < 3:
-        return _dense(o, o.elements, Kind.OTHER)
+        return _dense(o, o.elements, OpKind.OTHER)
     groups = o.number("group", 1)
     gemm = Gemm(groups, x[0] * prod(x[2:]), weight[1] * prod(weight[2:]), max(1, weight[0] // groups))
     columns = 2.0 * groups * gemm.m * gemm.n * o.bits / 8
@@ -413,7 +413,7 @@ def _attention(o: Operands) -> Work:
         batch, rows, depth = query[0], query[1], query[2] // heads
         columns, out = key[1], value[2] // shared
     else:
-        return _dense(o, o.elements, Kind.OTHER)
+        return _dense(o, o.elements, OpKind.OTHER)
     if o.node.op == "Attention" and len(o.input(4)) == 4:  # past_key
         columns += o.input(4)[2]
     return _attend(o, batch * heads, rows, columns, depth, out)
@@ -423,14 +423,14 @@ def _attend(o: Operands, count: int, rows: int, columns: int, depth: int, out: i
     scores = float(count * rows * columns)
     flops = scores * (2 * depth + 2 * out + 3 + ELEMENTWISE["Exp"])
     moved = o.read + o.written + 4 * scores * o.bits / 8  # the scores: written and read by softmax, product
-    return Work(flops, moved, Kind.GEMM, gemm=Gemm(count, rows, columns, depth + out), bits=o.bits)
+    return Work(flops, moved, OpKind.GEMM, gemm=Gemm(count, rows, columns, depth + out), bits=o.bits)
 
 
 def _packed_attention(o: Operands) -> Work:
     """com.microsoft::Attention: the projection [b,s,d] x [d,3d] and the attention of its parts."""
     x, weight = o.input(0), o.input(1)
     if len(x) != 3 or len(weight) != 2:
-        return _dense(o, o.elements, Kind.OTHER)
+        return _dense(o, o.elements, OpKind.OTHER)
     heads, width = max(1, o.number("num_heads", 1)), weight[1] // 3
     attended = _attend(o, x[0] * heads, x[1], x[1], width // heads, width // heads)
     projection = Gemm(1, x[0] * x[1], weight[1], weight[0])
@@ -441,7 +441,7 @@ def _recurrent(o: Operands) -> Work:
     """X [t,b,i], W and R of gates*h rows (either way around); R is read again at every step."""
     x, weight, recurrence = o.input(0), o.input(1), o.input(2)
     if len(x) != 3 or len(weight) != 3 or len(recurrence) != 3:
-        return _dense(o, o.elements, Kind.OTHER)
+        return _dense(o, o.elements, OpKind.OTHER)
     steps, batch = (x[1], x[0]) if o.number("layout", 0) else (x[0], x[1])
     directions = weight[0]
     rows = max(1, weight[1] * weight[2] // max(1, x[2]))
@@ -449,7 +449,7 @@ def _recurrent(o: Operands) -> Work:
     pointwise = steps * batch * directions * rows * ELEMENTWISE["Sigmoid"]
     moved = o.read + o.written + max(0, steps - 1) * o.input_bytes(2)
     at_once = max(o.input_bytes(1), o.input_bytes(2))  # one matrix after the other
-    return Work(steps * step.flops + pointwise, moved, Kind.RECURRENT, at_once, step, bits=o.bits)
+    return Work(steps * step.flops + pointwise, moved, OpKind.RECURRENT, at_once, step, bits=o.bits)
 
 
 # --- reductions ---
@@ -457,33 +457,33 @@ def _recurrent(o: Operands) -> Work:
 
 def _per_input(flops: float) -> Count:
     def count(o: Operands) -> Work:
-        return _dense(o, flops * prod(o.input(0)), Kind.REDUCE)
+        return _dense(o, flops * prod(o.input(0)), OpKind.REDUCE)
 
     return count
 
 
 def _pool(o: Operands) -> Work:
-    return _dense(o, float(o.elements * prod(o.numbers("kernel_shape", (1,)))), Kind.REDUCE)
+    return _dense(o, float(o.elements * prod(o.numbers("kernel_shape", (1,)))), OpKind.REDUCE)
 
 
 def _sort(o: Operands) -> Work:
-    return _dense(o, 10.0 * prod(o.input(0)), Kind.OTHER)
+    return _dense(o, 10.0 * prod(o.input(0)), OpKind.OTHER)
 
 
 def _elementwise(flops: float) -> Count:
     def count(o: Operands) -> Work:
-        return _dense(o, flops * o.elements, Kind.ELEMENTWISE)
+        return _dense(o, flops * o.elements, OpKind.ELEMENTWISE)
 
     return count
 
 
 def _power(o: Operands) -> Work:
     """Squares, cubes and roots, hence any one exponent for all elements, are fast; others one at a time."""
-    return _dense(o, (8.0 if prod(o.input(1)) == 1 else 270.0) * o.elements, Kind.ELEMENTWISE)
+    return _dense(o, (8.0 if prod(o.input(1)) == 1 else 270.0) * o.elements, OpKind.ELEMENTWISE)
 
 
 def _sum(o: Operands) -> Work:
-    return _dense(o, float(o.elements * max(1, len(o.inputs) - 1)), Kind.ELEMENTWISE)
+    return _dense(o, float(o.elements * max(1, len(o.inputs) - 1)), OpKind.ELEMENTWISE)
 
 
 T = TypeVar("T")
