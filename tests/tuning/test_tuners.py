@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.tuning.problems import convolution, knobless, matmul, softmax
-from xrlflow.tuning.knobs import Candidate, Kind, KnobError, KnobSpace
+from xrlflow.tuning.knobs import Candidate, KnobError, KnobKind, KnobSpace
 from xrlflow.tuning.surrogate import Surrogate
 from xrlflow.tuning.tasks import Task
 from xrlflow.tuning.tuners.annealing import AnnealingConfig, AnnealingTuner
@@ -372,5 +372,5 @@ def test_global_random_numbers_are_left_alone() -> None:
 
 def test_the_smallest_space_is_what_it_seems() -> None:
     space = space_of(smallest)
-    assert [k.kind for k in space.knobs].count(Kind.TILE) == 3
+    assert [k.kind for k in space.knobs].count(KnobKind.TILE) == 3
     assert space.size < 1000

@@ -52,7 +52,7 @@ class KnobError(ValueError):
     """A task whose schedules cannot be enumerated, or a vector that is not of this space."""
 
 
-class Kind(Enum):
+class KnobKind(Enum):
     """What a knob decides."""
 
     SKETCH = "sketch"
@@ -70,7 +70,7 @@ class Knob:
     """
 
     name: str
-    kind: Kind
+    kind: KnobKind
     values: tuple[Decision, ...]
     levels: tuple[float, ...] = ()
 
@@ -88,9 +88,9 @@ class Knob:
 
         Of a tile those with one prime factor moved to another level, of a sketch all others, else those beside it.
         """
-        if self.kind is Kind.SKETCH:
+        if self.kind is KnobKind.SKETCH:
             return tuple(i for i in range(len(self)) if i != index)
-        if self.kind is not Kind.TILE:
+        if self.kind is not KnobKind.TILE:
             return tuple(i for i in (index - 1, index + 1) if 0 <= i < len(self))
         factors = self.values[index]
         assert isinstance(factors, tuple)
@@ -100,12 +100,12 @@ class Knob:
 
     def features(self) -> Floats:
         """What a model is told of each decision, [len(self), F]: logarithms of factors and of tile sizes, say."""
-        if self.kind is Kind.SKETCH:
+        if self.kind is KnobKind.SKETCH:
             return np.eye(len(self), dtype=np.float32)
-        if self.kind is Kind.CATEGORICAL:
+        if self.kind is KnobKind.CATEGORICAL:
             amounts: Floats = np.log2(1 + np.abs(np.asarray(self.levels, np.float32)))
             return amounts[:, None]
-        if self.kind is Kind.LOCATION:
+        if self.kind is KnobKind.LOCATION:
             return np.asarray(self.values, np.float32)[:, None]
         factors = np.log2(np.asarray(self.values, np.float32))
         # Sizes of the inner tiles: of the two innermost levels, the three innermost and so on, but not of all.
@@ -180,7 +180,7 @@ class KnobSpace:
             raise KnobError(f"task {task.name}: the schedule rules give no sketch")
         found: dict[tuple[Any, ...], tuple[int, Knob]] = {}
         sketches = [_sketch(task, schedule.trace, found) for schedule in schedules]
-        first = Knob("sketch", Kind.SKETCH, tuple(range(len(sketches))))
+        first = Knob("sketch", KnobKind.SKETCH, tuple(range(len(sketches))))
         knobs = (first, *(knob for _, knob in sorted(found.values(), key=lambda entry: entry[0])))
         return KnobSpace(task, knobs, tuple(sketches), context, threads)
 
@@ -252,7 +252,7 @@ class KnobSpace:
         for k, (knob, table) in enumerate(zip(self.knobs, self._tables)):
             used = self._used[indices[:, 0], k][:, None]
             columns.append(np.where(used, table[indices[:, k]], np.float32(_UNUSED)))
-            if knob.kind is Kind.TILE:
+            if knob.kind is KnobKind.TILE:
                 levels = len(knob.values[0]) if isinstance(knob.values[0], tuple) else 0
                 for level in range(levels):
                     part = np.where(used[:, 0], table[indices[:, k], level], np.float32(0))
@@ -378,19 +378,19 @@ def _sketch(task: Task, trace: Trace, found: dict[tuple[Any, ...], tuple[int, Kn
         levels: tuple[float, ...] = ()
         if name == "SamplePerfectTile":
             extent = math.prod(int(f) for f in trace.decisions[instruction])
-            kind, limit = Kind.TILE, max(int(attrs[1]), 0)
+            kind, limit = KnobKind.TILE, max(int(attrs[1]), 0)
             values: tuple[Decision, ...] = factorisations(extent, int(attrs[0]), limit)
         elif name == "SampleCategorical":
-            kind, values = Kind.CATEGORICAL, tuple(range(len(attrs[0])))
+            kind, values = KnobKind.CATEGORICAL, tuple(range(len(attrs[0])))
             levels = tuple(float(c) for c in attrs[0])
         elif name == "SampleComputeLocation":
             if locations is None:
                 locations = _locations(task, trace)
-            kind, values = Kind.LOCATION, tuple(range(_FIRST_LOCATION, locations[i] + 1))
+            kind, values = KnobKind.LOCATION, tuple(range(_FIRST_LOCATION, locations[i] + 1))
         else:
             raise KnobError(f"task {task.name}: {name} is no sampling instruction that is known here")
         # Locations alike may have more places in one sketch than in another: the knob has the most.
-        what = (kind, *(() if kind is Kind.LOCATION else (values, levels)))
+        what = (kind, *(() if kind is KnobKind.LOCATION else (values, levels)))
         seen[what] = seen.get(what, -1) + 1
         signature = (*what, seen[what])
         position = found[signature][0] if signature in found else 1 + len(found)

@@ -39,7 +39,7 @@ from xrlflow.learn.factored import FactoredCategorical
 from xrlflow.learn.ppo import Episode, PPOConfig, Rollout, orthogonal, update
 from xrlflow.learn.tensors import to_arrays, to_tensors
 from xrlflow.learn.threads import one_thread
-from xrlflow.tuning.knobs import Candidate, Floats, Indices, Kind, KnobSpace, Vector
+from xrlflow.tuning.knobs import Candidate, Floats, Indices, KnobKind, KnobSpace, Vector
 from xrlflow.tuning.surrogate import SCHEDULE_FEATURES, Experience, Surrogate
 from xrlflow.tuning.tuners.frontier import Frontier
 from xrlflow.tuning.tuners.protocol import Outcome
@@ -54,7 +54,7 @@ _LEVELS = 4
 # So many of the best measured have neighbours that are looked at.
 _BEST = 2
 # Features: of a knob's value, of a knob, of a task.
-_VALUE, _KNOB, _TASK = 1 + _LEVELS, len(Kind) + 4, 5
+_VALUE, _KNOB, _TASK = 1 + _LEVELS, len(KnobKind) + 4, 5
 _AGENT = "kernel agent"
 _SCHEDULES, _SCORES = "experience.schedules", "experience.scores"
 
@@ -131,17 +131,17 @@ class View:
         for k, knob in enumerate(space.knobs):
             size = len(knob)
             values[k, :size, 0] = np.linspace(-1, 1, size) if size > 1 else 0
-            if knob.kind is Kind.TILE:
+            if knob.kind is KnobKind.TILE:
                 logs = np.log2(np.asarray(knob.values, np.float32))[:, -_LEVELS:]
                 values[k, :size, _VALUE - logs.shape[1] :] = logs / max(1.0, math.log2(knob.extent))
-            knobs[k, list(Kind).index(knob.kind)] = 1
-            knobs[k, len(Kind) :] = (
+            knobs[k, list(KnobKind).index(knob.kind)] = 1
+            knobs[k, len(KnobKind) :] = (
                 math.log2(size) / 8,
                 math.log2(knob.extent) / 12,
                 k / 16,
                 (count - k) / 16,
             )
-        loops = [knob.extent for knob in space.knobs if knob.kind is Kind.TILE]
+        loops = [knob.extent for knob in space.knobs if knob.kind is KnobKind.TILE]
         task = (
             math.log2(1 + space.task.flops) / 32,
             math.log2(space.size) / 32,
