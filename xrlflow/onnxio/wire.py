@@ -33,7 +33,7 @@ class NestedError(WireError):
 _DEEPEST = 100
 
 
-class _Kind(Enum):
+class _Message(Enum):
     MODEL = 0
     GRAPH = 1
     NODE = 2
@@ -43,12 +43,12 @@ class _Kind(Enum):
 
 
 # Which fields of which messages may hold tensors, by their numbers in onnx.proto.
-_CHILDREN: dict[_Kind, dict[int, _Kind]] = {
-    _Kind.MODEL: {7: _Kind.GRAPH, 25: _Kind.FUNCTION},
-    _Kind.GRAPH: {1: _Kind.NODE, 5: _Kind.TENSOR},
-    _Kind.NODE: {5: _Kind.ATTRIBUTE},
-    _Kind.ATTRIBUTE: {5: _Kind.TENSOR, 6: _Kind.GRAPH, 10: _Kind.TENSOR, 11: _Kind.GRAPH},
-    _Kind.FUNCTION: {7: _Kind.NODE},
+_CHILDREN: dict[_Message, dict[int, _Message]] = {
+    _Message.MODEL: {7: _Message.GRAPH, 25: _Message.FUNCTION},
+    _Message.GRAPH: {1: _Message.NODE, 5: _Message.TENSOR},
+    _Message.NODE: {5: _Message.ATTRIBUTE},
+    _Message.ATTRIBUTE: {5: _Message.TENSOR, 6: _Message.GRAPH, 10: _Message.TENSOR, 11: _Message.GRAPH},
+    _Message.FUNCTION: {7: _Message.NODE},
 }
 # Fields of TensorProto whose payload is the tensor's little-endian bytes: float_data and double_data
 # (packed), raw_data.
@@ -131,10 +131,10 @@ def _strip_tensor(data: memoryview, at: int, end: int, parts: list[bytes]) -> No
             parts.append(bytes(data[field.start : field.end]))
 
 
-def _strip(data: memoryview, at: int, end: int, kind: _Kind, parts: list[bytes], depth: int = 0) -> None:
+def _strip(data: memoryview, at: int, end: int, kind: _Message, parts: list[bytes], depth: int = 0) -> None:
     if depth > _DEEPEST:
         raise NestedError("too many bodies in bodies")
-    if kind is _Kind.TENSOR:
+    if kind is _Message.TENSOR:
         _strip_tensor(data, at, end, parts)
         return
     children = _CHILDREN[kind]
@@ -161,7 +161,7 @@ def strip_model(data: memoryview) -> bytes:
     Raises WireError if the bytes are cut off or no protocol buffer.
     """
     parts: list[bytes] = []
-    _strip(data, 0, len(data), _Kind.MODEL, parts)
+    _strip(data, 0, len(data), _Message.MODEL, parts)
     return b"".join(parts)
 
 
