@@ -57,7 +57,7 @@ from xrlflow.tuning.store import Store
 from xrlflow.tuning.tasks import Task, extract_tasks, target_text
 from xrlflow.tuning.tuners.chameleon import Agent, ChameleonTuner
 from xrlflow.tuning.tuners.factory import make_tuner
-from xrlflow.tuning.tuners.protocol import Method, Outcome, Tuner
+from xrlflow.tuning.tuners.protocol import Measurement, Method, Tuner
 from xrlflow.tuning.worker import Argument, Build, build
 
 REFERENCE = Method.EVOLUTIONARY.value
@@ -284,7 +284,7 @@ class Watched:
         self.proposing += self._clock() - start
         return found
 
-    def update(self, measured: Sequence[tuple[Candidate, Outcome]]) -> None:
+    def update(self, measured: Sequence[tuple[Candidate, Measurement]]) -> None:
         start = self._clock()
         self.tuner.update(measured)
         self.learning += self._clock() - start
@@ -302,13 +302,13 @@ class Watch:
 
     def outcomes(
         self, task: Task, candidates: Sequence[Candidate], *, until: float
-    ) -> Generator[tuple[int, Outcome], None, None]:
+    ) -> Generator[tuple[int, Measurement], None, None]:
         with closing(self._measurer.outcomes(task, candidates, until=until)) as outcomes:
             for position, outcome in outcomes:
                 self._note(candidates[position], outcome)
                 yield position, outcome
 
-    def _note(self, candidate: Candidate, outcome: Outcome) -> None:
+    def _note(self, candidate: Candidate, outcome: Measurement) -> None:
         self.trials += 1
         self.failed += outcome.error is not None
         best = self.improvements[-1].seconds if self.improvements else math.inf

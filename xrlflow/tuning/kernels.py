@@ -17,7 +17,7 @@ from xrlflow.tuning.knobs import Candidate, KnobSpace
 from xrlflow.tuning.store import CONFIRMED, Setting, Store
 from xrlflow.tuning.tasks import Task, module_key
 from xrlflow.tuning.tuners.factory import make_tuner
-from xrlflow.tuning.tuners.protocol import Method, Outcome, Tuner
+from xrlflow.tuning.tuners.protocol import Measurement, Method, Tuner
 
 if TYPE_CHECKING:
     from xrlflow.tuning.session import MakeTuner
@@ -77,7 +77,7 @@ class _BeginWith:
         own = self._tuner.propose(count - 1) if count > 1 else ()
         return [first, *(candidate for candidate in own if candidate.key != first.key)]
 
-    def update(self, measured: Sequence[tuple[Candidate, Outcome]]) -> None:
+    def update(self, measured: Sequence[tuple[Candidate, Measurement]]) -> None:
         self._tuner.update(measured)
 
 

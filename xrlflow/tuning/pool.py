@@ -35,7 +35,7 @@ from xrlflow.backends.placement import default_threads
 from xrlflow.backends.protocol import Array, BackendError, one_line
 from xrlflow.backends.tvm.import_tvm import tvm
 from xrlflow.backends.tvm.remote import PATIENCE, Remote
-from xrlflow.tuning.tuners.protocol import Outcome
+from xrlflow.tuning.tuners.protocol import Measurement
 from xrlflow.tuning.worker import (
     REQUEST_BYTES,
     Answer,
@@ -154,7 +154,7 @@ class Pool:
 
     def outcomes(
         self, task: Task, candidates: Sequence[Candidate], *, until: float = math.inf
-    ) -> Generator[tuple[int, Outcome], None, None]:
+    ) -> Generator[tuple[int, Measurement], None, None]:
         """Each candidate's position and outcome, as soon as it is known.
 
         The first few, the likeliest if the tuner orders them, are built and run before the others are built; of
@@ -171,7 +171,7 @@ class Pool:
 
     def _outcomes(
         self, task: Task, candidates: Sequence[Candidate], until: float
-    ) -> Generator[tuple[int, Outcome], None, None]:
+    ) -> Generator[tuple[int, Measurement], None, None]:
         """All built, then run: nothing else runs while a kernel is timed."""
         paths = self._paths(len(candidates))
         try:
@@ -190,14 +190,14 @@ class Pool:
             for position, answer in self._runners.work(runs, until):
                 match answer:
                     case Ran(seconds):
-                        yield order[position], Outcome(seconds)
+                        yield order[position], Measurement(seconds)
                     case _:
                         yield order[position], _failure(answer)
         finally:
             for path in paths:
                 Path(path).unlink(missing_ok=True)
 
-    def measure(self, task: Task, candidates: Sequence[Candidate]) -> tuple[Outcome, ...]:
+    def measure(self, task: Task, candidates: Sequence[Candidate]) -> tuple[Measurement, ...]:
         """The outcomes of all candidates, in their order."""
         found = dict(self.outcomes(task, candidates))
         return tuple(found[number] for number in range(len(candidates)))
@@ -270,8 +270,8 @@ class Pool:
         )
 
 
-def _failure(answer: Answer) -> Outcome:
-    return Outcome(error=answer.error if isinstance(answer, Failed) else f"unexpected answer {answer!r}")
+def _failure(answer: Answer) -> Measurement:
+    return Measurement(error=answer.error if isinstance(answer, Failed) else f"unexpected answer {answer!r}")
 
 
 class _Nursery:

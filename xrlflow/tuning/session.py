@@ -20,7 +20,7 @@ from xrlflow.tuning.pool import Pool, PoolOptions
 from xrlflow.tuning.store import CONFIRMED, Record, Setting, Store
 from xrlflow.tuning.tasks import Task
 from xrlflow.tuning.tuners.factory import make_tuner
-from xrlflow.tuning.tuners.protocol import Method, Outcome, Tuner
+from xrlflow.tuning.tuners.protocol import Measurement, Method, Tuner
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -36,7 +36,7 @@ MakeTuner: TypeAlias = Callable[[Task, int], Tuner]
 """A tuner for a task, with a seed. Raises KnobError where the task has no schedules to choose from."""
 
 
-Outcomes: TypeAlias = Generator[tuple[int, Outcome], None, None]
+Outcomes: TypeAlias = Generator[tuple[int, Measurement], None, None]
 """Positions of candidates and their outcomes. It may be closed at any point."""
 
 
@@ -130,7 +130,7 @@ class Progress:
     paid for in an earlier session. `best` and `trials` are of `task`; `spent` of all tasks, out of `budget`."""
 
     task: Task
-    outcome: Outcome | None
+    outcome: Measurement | None
     best: float
     trials: int
     spent: int
@@ -227,8 +227,8 @@ class _State:
 
     task: Task
     setting: Setting
-    paid: deque[Outcome]
-    known: dict[str, Outcome]
+    paid: deque[Measurement]
+    known: dict[str, Measurement]
     tuner: Tuner | None = None
     ahead: deque[Candidate] = field(default_factory=deque)
     seen: set[str] = field(default_factory=set)
@@ -403,9 +403,9 @@ class _Session:
                 fresh.append(candidate)
         return fresh
 
-    def _measured(self, state: _State, candidates: Sequence[Candidate]) -> dict[str, Outcome]:
+    def _measured(self, state: _State, candidates: Sequence[Candidate]) -> dict[str, Measurement]:
         """The outcomes of candidates by their keys, stored as they come."""
-        found: dict[str, Outcome] = {}
+        found: dict[str, Measurement] = {}
         if not candidates:
             return found
         if not state.measured:
@@ -426,12 +426,12 @@ class _Session:
             self._measuring += time.monotonic() - start
         return found
 
-    def _spend(self, state: _State, outcome: Outcome) -> None:
+    def _spend(self, state: _State, outcome: Measurement) -> None:
         state.trials += 1
         self._spent += 1
         state.best = min(state.best, outcome.median)
 
-    def _tell(self, state: _State, outcome: Outcome | None) -> None:
+    def _tell(self, state: _State, outcome: Measurement | None) -> None:
         if self._ways.listener is not None:
             self._ways.listener(
                 Progress(
@@ -449,7 +449,7 @@ class _Session:
         setting = Setting.on(
             self._measurer.device, task.target, self._measurer.threads, flushed=self._measurer.flushed
         )
-        known: dict[str, Outcome] = {}
+        known: dict[str, Measurement] = {}
         for record in self._store.known(task.key, setting):
             known.setdefault(record.candidate, record.outcome)
         return _State(task, setting, deque(known.values()), known)

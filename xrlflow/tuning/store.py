@@ -20,7 +20,7 @@ from xrlflow.backends.tvm.stack import CODE
 from xrlflow.cost.machine import cpu_name
 from xrlflow.sqlite import Layout, Row, SharedFile, cache_directory
 from xrlflow.tuning.tasks import Task, module_key, target_text
-from xrlflow.tuning.tuners.protocol import Outcome
+from xrlflow.tuning.tuners.protocol import Measurement
 
 if TYPE_CHECKING:
     from tvm.ir import IRModule
@@ -100,7 +100,7 @@ class Record:
     taken: float
 
     @staticmethod
-    def of(task: Task, setting: Setting, candidate: Candidate, outcome: Outcome) -> Record:
+    def of(task: Task, setting: Setting, candidate: Candidate, outcome: Measurement) -> Record:
         """What is to be kept of a measurement that was just taken."""
         arguments = tvm().s_tir.meta_schedule.arg_info.ArgInfo.from_entry_func(candidate.mod, True)
         described = [["TENSOR", str(a.dtype), [int(size) for size in a.shape]] for a in arguments]
@@ -116,11 +116,11 @@ class Record:
         )
 
     @property
-    def outcome(self) -> Outcome:
+    def outcome(self) -> Measurement:
         """As the tuners know it."""
         if self.seconds and all(0.0 < s < _NO_TIME for s in self.seconds):
-            return Outcome(self.seconds)
-        return Outcome(error=self.error or "it has no time")
+            return Measurement(self.seconds)
+        return Measurement(error=self.error or "it has no time")
 
     @property
     def digest(self) -> str:

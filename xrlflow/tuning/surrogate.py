@@ -19,7 +19,7 @@ import numpy as np
 
 from xrlflow.backends.tvm.import_tvm import tvm
 from xrlflow.tuning.knobs import Candidate, Floats, Indices, KnobSpace, Vector
-from xrlflow.tuning.tuners.protocol import Outcome
+from xrlflow.tuning.tuners.protocol import Measurement
 
 if TYPE_CHECKING:
     import xgboost
@@ -85,7 +85,7 @@ class Surrogate:
         self._by_knobs: xgboost.Booster | None = None
         self._by_schedule: xgboost.Booster | None = None
 
-    def add(self, measured: Sequence[tuple[Candidate, Outcome]]) -> None:
+    def add(self, measured: Sequence[tuple[Candidate, Measurement]]) -> None:
         """Learn from these too; of a kernel that was measured before, the lesser time counts."""
         for candidate, outcome in measured:
             self._candidates.setdefault(candidate.key, candidate)

@@ -42,7 +42,7 @@ from xrlflow.learn.threads import one_thread
 from xrlflow.tuning.knobs import Candidate, Floats, Indices, KnobKind, KnobSpace, Vector
 from xrlflow.tuning.surrogate import SCHEDULE_FEATURES, Experience, Surrogate
 from xrlflow.tuning.tuners.frontier import Frontier
-from xrlflow.tuning.tuners.protocol import Outcome
+from xrlflow.tuning.tuners.protocol import Measurement
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -293,7 +293,7 @@ class ChameleonTuner:
         self._frontier.claim(chosen)
         return [*chosen, *self._frontier.random(count - wanted if chosen else count)]
 
-    def update(self, measured: Sequence[tuple[Candidate, Outcome]]) -> None:
+    def update(self, measured: Sequence[tuple[Candidate, Measurement]]) -> None:
         self._frontier.claim([candidate for candidate, _ in measured])
         self._surrogate.add(measured)
 

@@ -14,7 +14,7 @@ import numpy as np
 from xrlflow.backends.tvm.import_tvm import tvm
 from xrlflow.tuning.knobs import Candidate, KnobSpace
 from xrlflow.tuning.tuners.frontier import Frontier
-from xrlflow.tuning.tuners.protocol import Outcome
+from xrlflow.tuning.tuners.protocol import Measurement
 
 # It wants to know how many trials there will be; who asks decides that here.
 _TRIALS = 1 << 30
@@ -102,7 +102,7 @@ class EvolutionaryTuner:
         chosen, self._waiting = self._waiting[:count], self._waiting[count:]
         return chosen
 
-    def update(self, measured: Sequence[tuple[Candidate, Outcome]]) -> None:
+    def update(self, measured: Sequence[tuple[Candidate, Measurement]]) -> None:
         meta = tvm().s_tir.meta_schedule
         candidates, results = [], []
         for candidate, outcome in measured:

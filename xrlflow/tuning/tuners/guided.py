@@ -11,7 +11,7 @@ import numpy as np
 from xrlflow.tuning.knobs import Candidate, KnobSpace, Vector
 from xrlflow.tuning.surrogate import Surrogate
 from xrlflow.tuning.tuners.frontier import Frontier
-from xrlflow.tuning.tuners.protocol import Outcome
+from xrlflow.tuning.tuners.protocol import Measurement
 
 # Of the vectors that the model of knobs likes best so many times those wanted are decoded for the model of schedules.
 _SHORTLIST = 4
@@ -47,6 +47,6 @@ class Guided(ABC):
         order = np.argsort(-self.surrogate.rank(shortlist), kind="stable")
         return [shortlist[i] for i in order[:wanted]]
 
-    def update(self, measured: Sequence[tuple[Candidate, Outcome]]) -> None:
+    def update(self, measured: Sequence[tuple[Candidate, Measurement]]) -> None:
         self.frontier.claim([candidate for candidate, _ in measured])
         self.surrogate.add(measured)

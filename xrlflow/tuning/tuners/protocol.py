@@ -13,7 +13,7 @@ from xrlflow.tuning.knobs import Candidate
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class Measurement:
     """A measured candidate: seconds of each repeat, or, where it did not run, why."""
 
     seconds: tuple[float, ...] = ()
@@ -43,7 +43,7 @@ class Tuner(Protocol):
         """
         ...
 
-    def update(self, measured: Sequence[tuple[Candidate, Outcome]]) -> None:
+    def update(self, measured: Sequence[tuple[Candidate, Measurement]]) -> None:
         """Learn from measurements, of this tuner's candidates or of another's of the same task."""
         ...
 

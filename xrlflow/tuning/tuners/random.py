@@ -8,7 +8,7 @@ import numpy as np
 
 from xrlflow.tuning.knobs import Candidate, KnobSpace
 from xrlflow.tuning.tuners.frontier import Frontier
-from xrlflow.tuning.tuners.protocol import Outcome
+from xrlflow.tuning.tuners.protocol import Measurement
 
 
 class RandomTuner:
@@ -22,5 +22,5 @@ class RandomTuner:
     def propose(self, count: int) -> Sequence[Candidate]:
         return self._frontier.random(count)
 
-    def update(self, measured: Sequence[tuple[Candidate, Outcome]]) -> None:
+    def update(self, measured: Sequence[tuple[Candidate, Measurement]]) -> None:
         self._frontier.claim([candidate for candidate, _ in measured])
