@@ -24,7 +24,7 @@ from xrlflow.pipeline.context import Clock, Context
 from xrlflow.pipeline.library import library_for
 from xrlflow.report import Listener
 from xrlflow.rewrite import RewriteState
-from xrlflow.search import Limits, SearchNode, Step, greedy, simplify, with_bodies
+from xrlflow.search import Limits, SearchNode, TraceStep, greedy, simplify, with_bodies
 from xrlflow.tuning.store import Store
 from xrlflow.verify import feeds_for_measurement
 from xrlflow.verify.inputs import user_case
@@ -40,7 +40,7 @@ class Start:
     """The state that the search begins with, and the substitutions that were made before it."""
 
     base: SearchNode
-    early: tuple[Step, ...] = ()
+    early: tuple[TraceStep, ...] = ()
 
 
 def target_of(options: Common) -> ExecutionTarget:
@@ -188,7 +188,7 @@ def cost_model(context: Context) -> CostModel:
 def start(context: Context, model: CostModel) -> Start:
     """The original's state: what needs no price is done, and its control-flow bodies are optimised."""
     options, library = context.options, context.library
-    early: list[Step] = []
+    early: list[TraceStep] = []
 
     def tidy(graph: Graph) -> Graph:
         simple, steps = simplify(graph, library, model.cost)

@@ -21,7 +21,7 @@ from xrlflow.pipeline.prepare import Start
 from xrlflow.pipeline.trace import write_trace
 from xrlflow.pipeline.verifier import remarks
 from xrlflow.report import Report, finite, operators
-from xrlflow.search import Selection, Step
+from xrlflow.search import Selection, TraceStep
 from xrlflow.verify import Verification
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class Result:
     """
 
     report: Report
-    trace: tuple[Step, ...]
+    trace: tuple[TraceStep, ...]
     imported: ImportedModel
     graph: Graph
     source: Source
@@ -105,7 +105,7 @@ def result_of(context: Context, start: Start, explored: Explored, finished: Fini
 
 
 def _report(
-    context: Context, start: Start, explored: Explored, finished: Finished, steps: tuple[Step, ...]
+    context: Context, start: Start, explored: Explored, finished: Finished, steps: tuple[TraceStep, ...]
 ) -> Report:
     options, imported, base, kept = context.options, context.imported, start.base, finished.kept
     verification, compared = finished.verification, finished.compared

@@ -9,7 +9,7 @@ from xrlflow.backends.protocol import CompiledModel
 from xrlflow.pipeline.context import Context
 from xrlflow.pipeline.prepare import Start
 from xrlflow.prover.thresholds import limits, written
-from xrlflow.search import SearchNode, Step, replay
+from xrlflow.search import SearchNode, TraceStep, replay
 from xrlflow.verify import NotASubstitution, NotRepeatable, Reference, Status, Verification, blame
 
 
@@ -24,7 +24,7 @@ class Verifier:
     context: Context
     _reference: Reference | None = field(default=None, init=False)
 
-    def check(self, path: str, steps: Iterable[Step]) -> Verification:
+    def check(self, path: str, steps: Iterable[TraceStep]) -> Verification:
         """Judge a file that these substitutions led to, also around the numbers that their rules compare with."""
         known = self.context.library.rules
         rules = [known[name] for name in sorted({s.rule for s in steps} & known.keys())]

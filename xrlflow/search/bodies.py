@@ -7,10 +7,10 @@ from dataclasses import replace
 
 from xrlflow.ir import Attr, Attrs, Body, Graph, Node, Value, apply_edit, plan_edit
 from xrlflow.rewrite import Library, Match, RewriteState
-from xrlflow.search.result import Step
+from xrlflow.search.result import TraceStep
 
 
-def simplify(graph: Graph, library: Library, cost: Callable[[Graph], float]) -> tuple[Graph, list[Step]]:
+def simplify(graph: Graph, library: Library, cost: Callable[[Graph], float]) -> tuple[Graph, list[TraceStep]]:
     """The graph after the library's rules that need no price (`certain`), and those substitutions.
 
     They find constants and decide branches, and so the types of what follows: a search before that would price what it
@@ -25,7 +25,7 @@ def simplify(graph: Graph, library: Library, cost: Callable[[Graph], float]) -> 
     if not matches:
         return graph, []
     price = cost(state.graph)
-    return state.graph, [Step(m.rule.name, m.rule.family, m.key, price) for m in matches]
+    return state.graph, [TraceStep(m.rule.name, m.rule.family, m.key, price) for m in matches]
 
 
 def with_bodies(

@@ -11,7 +11,7 @@ from xrlflow.rewrite.state import Key
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class TraceStep:
     """One substitution of a trace: the rule, where (ids of nodes and values), and the modelled cost afterwards."""
 
     rule: str
@@ -24,12 +24,12 @@ class Step:
 class Path:
     """The way to a state: its last step, and the way before."""
 
-    step: Step
+    step: TraceStep
     before: Path | None
     families: frozenset[str]
 
-    def steps(self) -> tuple[Step, ...]:
-        found: list[Step] = []
+    def steps(self) -> tuple[TraceStep, ...]:
+        found: list[TraceStep] = []
         at: Path | None = self
         while at is not None:
             found.append(at.step)
@@ -37,7 +37,7 @@ class Path:
         return tuple(reversed(found))
 
 
-def append(path: Path | None, step: Step) -> Path:
+def append(path: Path | None, step: TraceStep) -> Path:
     """The path with one more step."""
     families = path.families if path is not None else frozenset()
     return Path(step, path, families if step.family in families else families | {step.family})
@@ -45,10 +45,10 @@ def append(path: Path | None, step: Step) -> Path:
 
 def extend(path: Path | None, match: Match, cost: float) -> Path:
     """The path with one more substitution."""
-    return append(path, Step(match.rule.name, match.rule.family, match.key, cost))
+    return append(path, TraceStep(match.rule.name, match.rule.family, match.key, cost))
 
 
-def steps_of(path: Path | None) -> tuple[Step, ...]:
+def steps_of(path: Path | None) -> tuple[TraceStep, ...]:
     return path.steps() if path is not None else ()
 
 
@@ -61,7 +61,7 @@ class SearchNode:
     cost: float
 
     @property
-    def trace(self) -> tuple[Step, ...]:
+    def trace(self) -> tuple[TraceStep, ...]:
         return steps_of(self.path)
 
     @property
@@ -117,7 +117,9 @@ class TraceError(ValueError):
     """A trace does not fit the graph that it is replayed on."""
 
 
-def retrace(state: RewriteState, trace: Sequence[Step]) -> Iterator[tuple[RewriteState, Match, RewriteState]]:
+def retrace(
+    state: RewriteState, trace: Sequence[TraceStep]
+) -> Iterator[tuple[RewriteState, Match, RewriteState]]:
     """Of each step of a trace: the state before, the match, the state after. Raises TraceError if a step is not among
     the candidates."""
     for index, step in enumerate(trace):
@@ -129,6 +131,6 @@ def retrace(state: RewriteState, trace: Sequence[Step]) -> Iterator[tuple[Rewrit
         state = successor
 
 
-def replay(state: RewriteState, trace: Sequence[Step]) -> Iterator[RewriteState]:
+def replay(state: RewriteState, trace: Sequence[TraceStep]) -> Iterator[RewriteState]:
     """The states after each step of a trace. Raises TraceError as `retrace` does."""
     return (successor for _, _, successor in retrace(state, trace))
