@@ -65,7 +65,7 @@ class Extra:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class ScoreStep:
     """An operator between the products: each operand is the scores (None), a number, or the extra at a position."""
 
     operator: str
@@ -80,7 +80,7 @@ class Form:
     k: Array
     v: Array
     out: Array
-    steps: tuple[Step, ...]
+    steps: tuple[ScoreStep, ...]
 
     @property
     def heads(self) -> tuple[int, ...]:
@@ -112,7 +112,7 @@ class Form:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class TilePlan:
     """Rows of a tile; columns of a panel of keys and of one of values, in vectors of `lanes` and `value_lanes`; into
     how many parts the rows of a head are divided among threads."""
 
@@ -124,7 +124,7 @@ class Plan:
     parts: int
 
 
-def plan(form: Form, machine: Machine) -> Plan:
+def plan(form: Form, machine: Machine) -> TilePlan:
     """The tile that promises most for both products together, by the same reckoning as `schedules.rated_tiles`."""
     lanes = machine.lanes
     value_lanes = next((n for n in _vectors(lanes) if form.width % n == 0), lanes)
@@ -145,7 +145,7 @@ def plan(form: Form, machine: Machine) -> Plan:
                     best = cost, rows, first * lanes, second * value_lanes
     assert best is not None
     _, rows, columns, value_columns = best
-    return Plan(rows, columns, lanes, value_columns, value_lanes, _parts(form, rows, machine.cores))
+    return TilePlan(rows, columns, lanes, value_columns, value_lanes, _parts(form, rows, machine.cores))
 
 
 def _vectors(lanes: int) -> list[int]:
@@ -218,7 +218,7 @@ class _Head:
     def __init__(
         self,
         form: Form,
-        how: Plan,
+        how: TilePlan,
         arrays: Sequence[Any],
         extras: Sequence[Any],
         out: Any,

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from xrlflow.backends.tvm.attention import STEPS, Array, Extra, Form, Step, kernel
+from xrlflow.backends.tvm.attention import STEPS, Array, Extra, Form, ScoreStep, kernel
 from xrlflow.backends.tvm.import_tvm import tvm
 from xrlflow.backends.tvm.reading import operator, sizes, with_main
 from xrlflow.backends.tvm.target import Machine
@@ -115,7 +115,7 @@ class _Reader:
 
     def _chain(
         self, expression: Any, scores: tuple[int, ...]
-    ) -> tuple[Any, tuple[Step, ...], tuple[Any, ...]] | None:
+    ) -> tuple[Any, tuple[ScoreStep, ...], tuple[Any, ...]] | None:
         """The product that scores are made of, the steps behind it, and what these read besides."""
         value = self._own(expression)
         if value is None or sizes(expression, _FLOAT) != scores:
@@ -134,7 +134,7 @@ class _Reader:
                 operands: list[float | Extra | None] = [*read]
                 operands.insert(position, None)
                 more = [a for a, r in zip(others, read) if isinstance(r, Extra)]
-                return product, (*steps, Step(operator(value), tuple(operands))), (*extras, *more)
+                return product, (*steps, ScoreStep(operator(value), tuple(operands))), (*extras, *more)
         return None
 
     def _array(self, expression: Any) -> tuple[Array, Any] | None:
