@@ -25,7 +25,7 @@ from xrlflow.ops.infer import attr_proto
 from xrlflow.ops.schema import OPSET, split_op
 from xrlflow.ops.tensors import dtype_of, numpy_dtype
 
-__all__ = ["NotEvaluable", "Plan", "evaluate", "materialise", "plan", "stored_bytes"]
+__all__ = ["ExportPlan", "NotEvaluable", "evaluate", "materialise", "plan", "stored_bytes"]
 
 Array = npt.NDArray[Any]
 
@@ -77,14 +77,14 @@ _SLAB = 1 << 24
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Plan:
+class ExportPlan:
     """What to write: `nodes` to run, producers first, and the constants that they or the outputs read."""
 
     nodes: tuple[Node, ...]
     constants: tuple[Value, ...]
 
 
-def plan(graph: Graph, kept: AbstractSet[Value] = frozenset()) -> Plan:
+def plan(graph: Graph, kept: AbstractSet[Value] = frozenset()) -> ExportPlan:
     """Which nodes of a graph are run, and which constants it stores; `kept` are ids of nodes not to evaluate."""
     producers = graph.producers
     sizes = _Sizes(graph)
@@ -109,7 +109,7 @@ def plan(graph: Graph, kept: AbstractSet[Value] = frozenset()) -> Plan:
         else:
             run.add(node.id)
             work.extend(reversed(node.inputs))
-    return Plan(tuple(n for n in graph.topological() if n.id in run), tuple(needed))
+    return ExportPlan(tuple(n for n in graph.topological() if n.id in run), tuple(needed))
 
 
 class _Sizes:
@@ -232,12 +232,12 @@ def _cone(graph: Graph, value: Value) -> tuple[list[Node], list[Value]]:
     return order, list(leaves)
 
 
-def stored_bytes(graph: Graph, found: Plan) -> int:
+def stored_bytes(graph: Graph, found: ExportPlan) -> int:
     """Bytes of the constants of a plan."""
     return sum(graph.type(v).nbytes or 0 for v in found.constants)
 
 
-def materialise(graph: Graph) -> tuple[Plan, dict[Value, Const]]:
+def materialise(graph: Graph) -> tuple[ExportPlan, dict[Value, Const]]:
     """Evaluate the constant expressions that the graph needs, one at a time.
 
     Gives the plan and the constants that were computed (those that are leaves are in `graph.leaves`). What

@@ -112,7 +112,7 @@ def sweeping_rules(found: SearchNode, at_most: float) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
+class _Recipe:
     """How a state is made: a greedy search with some rules, then sweeps of some rules.
 
     `dropped`: those that must not come back when what a sweep leaves behind is tidied up.
@@ -122,8 +122,8 @@ class _Plan:
     sweeps: tuple[str, ...] = ()
     dropped: frozenset[str] = frozenset()
 
-    def without(self, rules: frozenset[str]) -> _Plan:
-        return _Plan(self.rules - rules, self.sweeps, self.dropped | rules)
+    def without(self, rules: frozenset[str]) -> _Recipe:
+        return _Recipe(self.rules - rules, self.sweeps, self.dropped | rules)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +134,7 @@ class _Change:
     sweeps: tuple[str, ...] = ()
     without: frozenset[str] = frozenset()
 
-    def of(self, plan: _Plan) -> _Plan:
+    def of(self, plan: _Recipe) -> _Recipe:
         return replace(plan.without(self.without), sweeps=(*plan.sweeps, *self.sweeps))
 
 
@@ -147,13 +147,13 @@ def gains(found: SearchNode, cost: float) -> dict[str, float]:
     return total
 
 
-def _plan(found: SearchNode) -> _Plan:
+def _plan(found: SearchNode) -> _Recipe:
     """All rules of the families that made a state: where one is dropped another may take its place."""
     rules = found.state.library.rules
-    return _Plan(frozenset(name for name, rule in rules.items() if rule.family in found.families))
+    return _Recipe(frozenset(name for name, rule in rules.items() if rule.family in found.families))
 
 
-def _drops(plan: _Plan, found: SearchNode, cost: float, surveyed: Mapping[str, float]) -> list[_Change]:
+def _drops(plan: _Recipe, found: SearchNode, cost: float, surveyed: Mapping[str, float]) -> list[_Change]:
     """Searches without a family or a rule that `found` used: first those that cost time where they were measured, then
     those on which the model sets most.
 
@@ -302,7 +302,7 @@ class _Selecting:
     def improve_original(self) -> None:
         """The original with sweeps, against the choice up to now."""
         nothing = self.current is None
-        bare = _Plan(frozenset(), dropped=self.untidy)
+        bare = _Recipe(frozenset(), dropped=self.untidy)
         swept, what, _ = self._climb(
             self.base, "the original", bare, self.deadline, proven=nothing, sweeping=True
         )
@@ -321,7 +321,7 @@ class _Selecting:
         if not self.trials and proposals and proposals[0].state.fingerprint != self.base.state.fingerprint:
             self.current = proposals[0]
 
-    def _build(self, start: SearchNode, plan: _Plan, changed: _Plan) -> SearchNode:
+    def _build(self, start: SearchNode, plan: _Recipe, changed: _Recipe) -> SearchNode:
         found = start if plan.rules == changed.rules else self.search(self.base, changed.rules)
         for rule in changed.sweeps[len(plan.sweeps) if plan.rules == changed.rules else 0 :]:
             swept = sweep(found, rule, Limits(deadline=self.deadline), self.at_most)
@@ -358,8 +358,8 @@ class _Selecting:
         return {} if self.survey is None or self._late else self.survey.steps(found)
 
     def _climb(
-        self, found: SearchNode, at: str, plan: _Plan, until: float, proven: bool, sweeping: bool
-    ) -> tuple[SearchNode, str, _Plan]:
+        self, found: SearchNode, at: str, plan: _Recipe, until: float, proven: bool, sweeping: bool
+    ) -> tuple[SearchNode, str, _Recipe]:
         """Change one thing at a time for as long as that is measured to be faster; `sweeping`: sweeps are tried too.
 
         `proven`: what is faster than `found` is faster than the original, and so the choice up to now.
