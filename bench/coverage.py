@@ -463,7 +463,7 @@ def _attributes(node: Node) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class Reach:
     """How a substitution fared: the kind, after how many steps, by which rules, and after how many graphs."""
 
     kind: str
@@ -483,21 +483,21 @@ class Outcome:
 
 def search(
     left: Graph, right: Graph, library: Library, steps: int = STEPS, most_states: int = STATES
-) -> Outcome:
+) -> Reach:
     """Rewrite the left side, breadth first, until it is the right side, or costs less."""
     roofline = Roofline()
     limit = roofline.cost(right) * (1 - 1e-9)
     comparison = Comparison(right)
     if comparison.holds(left):
-        return Outcome("identical")
+        return Reach("identical")
     start = RewriteState.start(left, library, roofline.delta)
     level: list[tuple[RewriteState, float, tuple[str, ...]]] = [(start, roofline.cost(left), ())]
     seen = {start.fingerprint}
-    cheaper: Outcome | None = None
+    cheaper: Reach | None = None
     for depth in range(steps + 1):
         for _, cost, rules in level:
             if cost < limit and cheaper is None:
-                cheaper = Outcome("cheaper", depth, rules, len(seen))
+                cheaper = Reach("cheaper", depth, rules, len(seen))
         if depth == steps:
             break
         following = []
@@ -507,15 +507,15 @@ def search(
                 if expected in seen:
                     continue
                 if len(seen) >= most_states:
-                    return cheaper or Outcome("missed", steps, states=len(seen), exhausted=False)
+                    return cheaper or Reach("missed", steps, states=len(seen), exhausted=False)
                 seen.add(expected)
                 successor = state.apply(match)
                 path = (*rules, match.rule.name)
                 if comparison.holds(successor.graph):
-                    return Outcome("reached", depth + 1, path, len(seen))
+                    return Reach("reached", depth + 1, path, len(seen))
                 following.append((successor, cost + match.delta, path))
         level = following
-    return cheaper or Outcome("missed", steps, states=len(seen))
+    return cheaper or Reach("missed", steps, states=len(seen))
 
 
 def differs(left: Graph, right: Graph) -> bool:
@@ -539,12 +539,12 @@ class Row:
     name: str
     left: str
     right: str
-    outcomes: Mapping[str, Outcome]
+    outcomes: Mapping[str, Reach]
     note: str
     wrong: bool = False
 
     @property
-    def worst(self) -> Outcome:
+    def worst(self) -> Reach:
         return max(self.outcomes.values(), key=lambda o: o.order)
 
     @property
@@ -573,17 +573,17 @@ def measure(sub: Substitution, library: Library, steps: int = STEPS, most_states
     try:
         shapes = solve(sub)
     except Unsolvable as error:
-        return Row(sub.name, left, right, {"": Outcome("missed")}, f"no shapes fit: {error}", wrong=True)
+        return Row(sub.name, left, right, {"": Reach("missed")}, f"no shapes fit: {error}", wrong=True)
     small = {u: 2 + i for i, u in enumerate(shapes.unknowns)}
     models = [load(build(sub, shapes, s, small, (), "a")).graph for s in (0, 1)]
     if differs(*models):
-        return Row(sub.name, left, right, {"": Outcome("missed")}, "the sides differ", wrong=True)
+        return Row(sub.name, left, right, {"": Reach("missed")}, "the sides differ", wrong=True)
     modes: list[list[str]] = [[], weights] if (weights := weights_of(sub)) else [[]]
     dimensions = max(len(s) for s in shapes.tensors[0].values())
-    outcomes: dict[str, Outcome] = {}
+    outcomes: dict[str, Reach] = {}
     constant = False
     for label, sizes in size_sets(shapes.unknowns, dimensions):
-        best: Outcome | None = None
+        best: Reach | None = None
         for constants, prefix in product(modes, PREFIXES):
             graphs = [load(build(sub, shapes, s, sizes, constants, prefix)).graph for s in (0, 1)]
             found = search(*graphs, library, steps, most_states)

@@ -66,7 +66,7 @@ class Finding:
 
 
 @dataclass
-class Found:
+class ModelFindings:
     """What came of one model."""
 
     job: Job
@@ -91,7 +91,7 @@ class Tally:
     itself: int = 0  # ONNX Runtime's optimisations change the original
     seconds: float = 0.0
 
-    def add(self, found: Found) -> None:
+    def add(self, found: ModelFindings) -> None:
         self.graphs += 1
         self.substitutions.update(found.substitutions)
         self.counts.update(found.counts)
@@ -132,7 +132,7 @@ def _generators() -> dict[str, Callable[[int], Any]]:
     return {"nnsmith": nnsmith, "idioms": idioms, "rules": rules}
 
 
-def look(job: Job, libraries: Any, stage: Callable[[str], None]) -> tuple[Found, Any]:
+def look(job: Job, libraries: Any, stage: Callable[[str], None]) -> tuple[ModelFindings, Any]:
     """Make one model and fuzz it. Gives the model too."""
     from bench.fuzz_check import fuzz_one
     from bench.fuzz_nnsmith import NothingDrawn
@@ -143,7 +143,7 @@ def look(job: Job, libraries: Any, stage: Callable[[str], None]) -> tuple[Found,
     try:
         subject = _generators()[job.generator](job.seed)
     except (NothingDrawn, RuleGraphError) as error:
-        return Found(job, not_comparable=f"nothing could be drawn: {error}"), None
+        return ModelFindings(job, not_comparable=f"nothing could be drawn: {error}"), None
     try:
         outcome = fuzz_one(subject, job.seed, libraries, stage)
     except Exception as error:  # whatever it is, it is a finding
@@ -152,11 +152,11 @@ def look(job: Job, libraries: Any, stage: Callable[[str], None]) -> tuple[Found,
             f"{type(error).__name__} at {Path(last.filename).name}:{last.lineno}: {error}".split()
         )
         found = Finding(job, told, "raised", (), False, "", subject.proto.SerializeToString())
-        return Found(job, findings=[found], seconds=time.monotonic() - begin), None
+        return ModelFindings(job, findings=[found], seconds=time.monotonic() - begin), None
     findings = [
         Finding(job, d.what, str(d.walk or "round trip"), d.trace, d.runtime) for d in outcome.differences
     ]
-    found = Found(
+    found = ModelFindings(
         job, outcome.substitutions, outcome.counts, findings, outcome.runtime, outcome.not_comparable,
         time.monotonic() - begin,
     )  # fmt: skip
@@ -236,7 +236,7 @@ class _Worker:
     used: float = 0.0  # seconds of the processor before
     job: Job | None = None
     done: int = 0
-    found: Found | None = None  # whose findings are being made small
+    found: ModelFindings | None = None  # whose findings are being made small
 
     def allow(self, seconds: float) -> None:
         """From now on it may take so many seconds of the processor."""
@@ -324,7 +324,7 @@ class Run:
         except (EOFError, ConnectionResetError):
             self._bury(worker, "the process died")
             return 0
-        if isinstance(message, Found):
+        if isinstance(message, ModelFindings):
             self.tallies[message.job.generator].add(message)
             worker.found = message if message.findings else None
             worker.job = None
@@ -357,7 +357,7 @@ class Run:
             self._keep(worker.found.findings)
         elif worker.job is not None:
             what = f"{how} (exit code {worker.process.exitcode}) at: {stage}"
-            found = Found(worker.job)
+            found = ModelFindings(worker.job)
             if stage == "the original in ONNX Runtime" or stage == "the generator":
                 found.not_comparable = what
             else:

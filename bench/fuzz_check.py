@@ -5,7 +5,7 @@ of them, and where our evaluator can in float64. Integers and truth values must 
 at the same places, and numbers may be as far off as the original itself is from float64 (`xrlflow.verify.compare`).
 
 A number that the original does not decide itself (it changes when inputs move by one place in the last digit) is no
-difference, unless nothing is rounded on the way: `Outcome.undecided` counts such outputs.
+difference, unless nothing is rounded on the way: `WalkFindings.undecided` counts such outputs.
 """
 
 from __future__ import annotations
@@ -930,7 +930,7 @@ class Difference:
 
 
 @dataclass
-class Outcome:
+class WalkFindings:
     """What came of one model."""
 
     nodes: int = 0
@@ -941,9 +941,9 @@ class Outcome:
     not_comparable: str = ""
 
 
-def fuzz_one(subject: Subject, index: int, libraries: Libraries, stage: Stage) -> Outcome:
+def fuzz_one(subject: Subject, index: int, libraries: Libraries, stage: Stage) -> WalkFindings:
     """All walks on one model."""
-    outcome = Outcome(nodes=len(subject.proto.graph.node))
+    outcome = WalkFindings(nodes=len(subject.proto.graph.node))
     try:
         original = examine(subject, draw_cases(subject, index), stage)
     except NotComparable as error:

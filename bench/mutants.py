@@ -94,7 +94,7 @@ def spread(names: Sequence[str], count: int) -> Sequence[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Judging:
     """Which mutants are judged, those in whose names `named` stands, and how: with the tests' graphs in a folder;
     `drawing`: with further graphs; `testing`: by the files of tests."""
 
@@ -105,7 +105,7 @@ class Plan:
     named: str
 
 
-def judged(function: FunctionType, compiled: Compiled, callers: Sequence[str], plan: Plan) -> Found:
+def judged(function: FunctionType, compiled: Compiled, callers: Sequence[str], plan: Judging) -> Found:
     """What becomes of a mutant: by the graphs that are known of the rules that call it, by what their tests say, then
     by the files of tests and by further graphs, if these are wanted."""
     seed, folder = plan.seed, plan.folder
@@ -215,7 +215,9 @@ def suite_fails(function: FunctionType, compiled: Compiled) -> bool:
     return found == pytest.ExitCode.TESTS_FAILED
 
 
-def hunt(functions: Sequence[tuple[str, list[str]]], plan: Plan, done: set[str], sample: float) -> list[Row]:
+def hunt(
+    functions: Sequence[tuple[str, list[str]]], plan: Judging, done: set[str], sample: float
+) -> list[Row]:
     """Rows of all mutants of some functions that are not done."""
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))  # a mutant may ask for all there is
     by_key = {k: f for r in LIBRARY for k, f in functions_of(r).items()}
@@ -302,7 +304,7 @@ def main() -> None:
     if not (options.graphs / INDEX).exists():
         collect(options.graphs)
     drawing = options.draw and not options.quick
-    plan = Plan(options.seed, options.graphs, drawing, not options.quick, options.named)
+    plan = Judging(options.seed, options.graphs, drawing, not options.quick, options.named)
     work = pieces(tasks(options.rules))
     spawn = multiprocessing.get_context("spawn")
     with options.out.open("a") as out, ProcessPoolExecutor(options.jobs, mp_context=spawn) as pool:

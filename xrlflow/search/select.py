@@ -134,8 +134,8 @@ class _Change:
     sweeps: tuple[str, ...] = ()
     without: frozenset[str] = frozenset()
 
-    def of(self, plan: _Recipe) -> _Recipe:
-        return replace(plan.without(self.without), sweeps=(*plan.sweeps, *self.sweeps))
+    def of(self, recipe: _Recipe) -> _Recipe:
+        return replace(recipe.without(self.without), sweeps=(*recipe.sweeps, *self.sweeps))
 
 
 def gains(found: SearchNode, cost: float) -> dict[str, float]:
@@ -147,20 +147,20 @@ def gains(found: SearchNode, cost: float) -> dict[str, float]:
     return total
 
 
-def _plan(found: SearchNode) -> _Recipe:
+def _recipe(found: SearchNode) -> _Recipe:
     """All rules of the families that made a state: where one is dropped another may take its place."""
     rules = found.state.library.rules
     return _Recipe(frozenset(name for name, rule in rules.items() if rule.family in found.families))
 
 
-def _drops(plan: _Recipe, found: SearchNode, cost: float, surveyed: Mapping[str, float]) -> list[_Change]:
+def _drops(recipe: _Recipe, found: SearchNode, cost: float, surveyed: Mapping[str, float]) -> list[_Change]:
     """Searches without a family or a rule that `found` used: first those that cost time where they were measured, then
     those on which the model sets most.
 
     Where the model is wrong by much, it is so about something of much weight.
     """
     rules = found.state.library.rules
-    of_rule = {rule: gain for rule, gain in gains(found, cost).items() if rule in plan.rules}
+    of_rule = {rule: gain for rule, gain in gains(found, cost).items() if rule in recipe.rules}
     of_family: dict[str, list[float]] = {}
     for rule, gain in of_rule.items():
         of_family.setdefault(rules[rule].family, []).append(gain)
@@ -274,30 +274,30 @@ class _Selecting:
     def improve(self, best: SearchNode) -> None:
         """The best proposal: as it is, or mended, and from there one change at a time."""
         what = "the best by modelled cost"
-        plan = _plan(best)
+        recipe = _recipe(best)
         kept = False
         lost = self._look_back(best)
-        losing = sorted((r for r in plan.rules if lost.get(r, 0.0) < 0.0), key=lambda r: (lost[r], r))
+        losing = sorted((r for r in recipe.rules if lost.get(r, 0.0) < 0.0), key=lambda r: (lost[r], r))
         self.untidy = frozenset(losing)
         saving = _saving(self._look(best))
         if saving or losing:
             change = _together(saving, losing)
-            fuller = self._build(best, plan, change.of(plan))
+            fuller = self._build(best, recipe, change.of(recipe))
             kept = fuller.state.fingerprint not in self.seen and self._challenge(
                 fuller, f"{what} {change.text}"
             )
             if kept:
-                best, what, plan = fuller, f"{what} {change.text}", change.of(plan)
+                best, what, recipe = fuller, f"{what} {change.text}", change.of(recipe)
         kept = kept or self._challenge(best, what)
         if not kept:
             now = time.monotonic()
             until = now + _MENDING * (self.deadline - now)
-            mended, what, plan = self._climb(best, what, plan, until, proven=False, sweeping=False)
+            mended, what, recipe = self._climb(best, what, recipe, until, proven=False, sweeping=False)
             kept = mended is not best and self._challenge(mended, what)
-            self.untidy |= plan.dropped
-            best, plan = mended, _plan(mended).without(plan.dropped)
+            self.untidy |= recipe.dropped
+            best, recipe = mended, _recipe(mended).without(recipe.dropped)
         if kept:
-            self._climb(best, what, plan, self.deadline, proven=True, sweeping=True)
+            self._climb(best, what, recipe, self.deadline, proven=True, sweeping=True)
 
     def improve_original(self) -> None:
         """The original with sweeps, against the choice up to now."""
@@ -321,9 +321,9 @@ class _Selecting:
         if not self.trials and proposals and proposals[0].state.fingerprint != self.base.state.fingerprint:
             self.current = proposals[0]
 
-    def _build(self, start: SearchNode, plan: _Recipe, changed: _Recipe) -> SearchNode:
-        found = start if plan.rules == changed.rules else self.search(self.base, changed.rules)
-        for rule in changed.sweeps[len(plan.sweeps) if plan.rules == changed.rules else 0 :]:
+    def _build(self, start: SearchNode, recipe: _Recipe, changed: _Recipe) -> SearchNode:
+        found = start if recipe.rules == changed.rules else self.search(self.base, changed.rules)
+        for rule in changed.sweeps[len(recipe.sweeps) if recipe.rules == changed.rules else 0 :]:
             swept = sweep(found, rule, Limits(deadline=self.deadline), self.at_most)
             if swept.path is not found.path:
                 found = self.search(swept, changed.rules | (self.tidying - changed.dropped))
@@ -358,7 +358,7 @@ class _Selecting:
         return {} if self.survey is None or self._late else self.survey.steps(found)
 
     def _climb(
-        self, found: SearchNode, at: str, plan: _Recipe, until: float, proven: bool, sweeping: bool
+        self, found: SearchNode, at: str, recipe: _Recipe, until: float, proven: bool, sweeping: bool
     ) -> tuple[SearchNode, str, _Recipe]:
         """Change one thing at a time for as long as that is measured to be faster; `sweeping`: sweeps are tried too.
 
@@ -370,27 +370,27 @@ class _Selecting:
         changing = True
         while changing and time.monotonic() < until:
             changing = False
-            drops = _drops(plan, found, self.base.cost, back)
+            drops = _drops(recipe, found, self.base.cost, back)
             changes = _with_sweeps(drops, found, self.at_most, ahead) if sweeping else drops
             for change in changes:
-                if change.text in hopeless or not (change.sweeps or change.without & plan.rules):
+                if change.text in hopeless or not (change.sweeps or change.without & recipe.rules):
                     continue
                 if time.monotonic() >= until:
                     break
-                changed = change.of(plan)
-                candidate = self._build(found, plan, changed)
+                changed = change.of(recipe)
+                candidate = self._build(found, recipe, changed)
                 if candidate.state.fingerprint in self.seen or time.monotonic() >= until:
                     continue
                 self.seen.add(candidate.state.fingerprint)
                 proposal = change.text[2:] if found is self.base else f"{at} {change.text}"
                 trial = self._faster(candidate, proposal, against, at)
                 if trial.kept:
-                    found, against, at, plan, changing = candidate, candidate, proposal, changed, True
+                    found, against, at, recipe, changing = candidate, candidate, proposal, changed, True
                     if proven:
                         self.current, self.name = found, at
                 elif trial.ratio.high < _HOPELESS:
                     hopeless.add(change.text)
-        return found, at, plan
+        return found, at, recipe
 
     def _challenge(self, found: SearchNode, proposal: str) -> bool:
         """Measure a state against the choice up to now; whether it takes its place."""
