@@ -322,7 +322,7 @@ class Run:
         try:
             message = worker.pipe.recv()
         except (EOFError, ConnectionResetError):
-            self._bury(worker, "the process died")
+            self._reap(worker, "the process died")
             return 0
         if isinstance(message, ModelFindings):
             self.tallies[message.job.generator].add(message)
@@ -348,7 +348,7 @@ class Run:
         worker.pipe.close()
         self.workers.remove(worker)
 
-    def _bury(self, worker: _Worker, how: str) -> None:
+    def _reap(self, worker: _Worker, how: str) -> None:
         """A process that died or hangs: what it was at is a finding, unless ONNX Runtime dies of the original."""
         stage = worker.stage.value.decode(errors="replace")
         worker.process.kill()
@@ -377,9 +377,9 @@ class Run:
         now = time.monotonic()
         for worker in list(self.workers):
             if worker.late and not worker.pipe.poll():
-                self._bury(worker, "no end in sight")
+                self._reap(worker, "no end in sight")
             elif not worker.process.is_alive() and not worker.pipe.poll():
-                self._bury(worker, "the process died")
+                self._reap(worker, "the process died")
         if now > end + _SECONDS_TO_SHRINK:
             raise KeyboardInterrupt
 

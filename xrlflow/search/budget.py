@@ -12,9 +12,9 @@ SEARCH_UNTIL = 0.3
 _ENDING_AT_MOST, _SLOW = 0.5, 0.3
 # What a limit of 60 s allows a fast model, besides runs of it: a model of 3 ms needs no minute.
 _ENOUGH, _ENOUGH_RUNS = 14.0, 1000
-# The last comparison: the nursery's start; processes that are enough; of each the start, and runs (the first of both
-# models, warming up, turns).
-_NURSERY, _PROCESSES, _START, _RUNS = 0.5, 24, 0.12, 14
+# The last comparison: seconds to start the fork server, number of processes, seconds to start each, and runs in each
+# (the first of both models, warming up, turns).
+_FORK_SERVER, _PROCESSES, _START, _RUNS = 0.5, 24, 0.12, 14
 _LOADING_TVM = 4.0
 # Verification: so much besides runs (of the original and the result, on all their inputs).
 _VERIFYING, _VERIFYING_RUNS = 2.5, 16
@@ -74,7 +74,7 @@ class Budget:
     def comparison(self) -> float:
         """What the last comparison wants."""
         processes = _PROCESSES * (_START + 2 * self.loading + _RUNS * self.latency)
-        return _NURSERY + (_LOADING_TVM if self.compiled else 0.0) + processes
+        return _FORK_SERVER + (_LOADING_TVM if self.compiled else 0.0) + processes
 
     @property
     def ending(self) -> float:

@@ -1,11 +1,11 @@
-"""Candidates built and run on this machine, by processes that may die without the tuning ending.
+"""Candidates are built and run on this machine, in processes that may crash without ending the tuning.
 
-Builders compile, as many at a time as there are cores; one runner measures, and only while nothing is built. All of
-them are workers that stay for many candidates. One that crashes or outlasts its limit costs its worker, and the next
-worker is forked off the nursery (see `worker.py`) while the others go on.
+Builders compile, one for each core; one runner measures while nothing is built. All of them are workers that stay for
+many candidates. When a candidate crashes its worker or exceeds its time limit, the fork server (see `worker.py`) forks
+a new worker while the others go on.
 
-Nothing outlives a pool: the nursery ends all workers and removes their files when its socket closes, and that is so
-when the pool is closed, and when the process that has it is killed.
+Nothing outlives a pool. The fork server kills all workers and removes their files when its socket closes: when the pool
+is closed, and when the process that owns the pool is killed.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ from xrlflow.tuning.worker import (
     Argument,
     Build,
     Built,
-    Bury,
     Evaluate,
     Evaluated,
     Failed,
-    Hire,
+    Fork,
     Job,
     Ran,
     Ready,
+    Reap,
     Run,
     RunThere,
     Timing,
-    raise_workers,
     request,
+    serve_forks,
 )
 
 if TYPE_CHECKING:
@@ -114,16 +114,16 @@ class Pool:
 
     def __init__(self, options: PoolOptions | None = None) -> None:
         self.options = options if options is not None else PoolOptions()
-        self._nursery = _Nursery()
-        self._end = weakref.finalize(self, self._nursery.end)
+        self._server = _ForkServer()
+        self._end = weakref.finalize(self, self._server.end)
         self._builders = _Crew(
-            self._nursery, self.options.builders, 1, self.options.uses, "building", self.options.build_seconds
+            self._server, self.options.builders, 1, self.options.uses, "building", self.options.build_seconds
         )
         limit = self.options.run_seconds
         if self.options.remote is not None:  # the device ends what takes longer: if it does not, it is gone
             limit += 2 * PATIENCE
         self._runners = _Crew(
-            self._nursery, 1, self.options.threads, self.options.uses, "running", limit, self.options.device
+            self._server, 1, self.options.threads, self.options.uses, "running", limit, self.options.device
         )
         self._built = 0
 
@@ -244,7 +244,7 @@ class Pool:
 
     def _paths(self, count: int) -> list[str]:
         first, self._built = self._built, self._built + count
-        return [os.path.join(self._nursery.folder, f"{number}.so") for number in range(first, first + count)]
+        return [os.path.join(self._server.folder, f"{number}.so") for number in range(first, first + count)]
 
     def _run(self, path: str, arguments: tuple[Argument, ...]) -> Run | RunThere:
         remote, timing = self.options.remote, self.options.timing
@@ -254,7 +254,7 @@ class Pool:
 
     def _check_space(self) -> None:
         """Raise PoolError where nothing can be built: that is not a candidate's fault, and not to be kept as one."""
-        folder = self._nursery.folder
+        folder = self._server.folder
         if shutil.disk_usage(folder).free < _SPACE:
             raise PoolError(f"{folder}: no space is left for kernels: make some, or set TMPDIR")
 
@@ -274,8 +274,8 @@ def _failure(answer: Answer) -> Measurement:
     return Measurement(error=answer.error if isinstance(answer, Failed) else f"unexpected answer {answer!r}")
 
 
-class _Nursery:
-    """The process that workers are forked from; theirs is its process group, and the folder of their files."""
+class _ForkServer:
+    """The process that workers are forked from. Workers belong to its process group and share its folder of files."""
 
     def __init__(self) -> None:
         self.folder = tempfile.mkdtemp(prefix="xrlflow-tuning-")
@@ -283,7 +283,7 @@ class _Nursery:
         self._socket, theirs = socket.socketpair()
         try:
             self._process = serve_in_child(
-                raise_workers,
+                serve_forks,
                 theirs.fileno(),
                 self.folder,
                 log=self._log,
@@ -304,29 +304,31 @@ class _Nursery:
     def group(self) -> int:
         return self._process.pid
 
-    def hire(self, threads: int, pipe: int, log: int) -> None:
-        """Ask for a worker; it says `Ready` on its pipe."""
-        with contextlib.suppress(OSError):  # if the nursery is dead, the pipe closes
-            socket.send_fds(self._socket, [request(Hire(threads))], [pipe, log])
+    def fork(self, threads: int, pipe: int, log: int) -> None:
+        """Ask for a worker, which will send `Ready` through its pipe."""
+        with contextlib.suppress(OSError):  # if the fork server is dead, the pipe closes
+            socket.send_fds(self._socket, [request(Fork(threads))], [pipe, log])
 
-    def bury(self, process: int, patience: float) -> int | None:
-        """The status with which a worker ended, as `os.waitpid` has it; None if the nursery is dead itself."""
+    def reap(self, process: int, patience: float) -> int | None:
+        """The exit status of a worker, as `os.waitpid` gives it; None if the fork server has died."""
         try:
-            self._socket.sendall(request(Bury(process, patience)))
+            self._socket.sendall(request(Reap(process, patience)))
             reply = self._socket.recv(REQUEST_BYTES)
         except OSError:
             return None
         return int(pickle.loads(reply)) if reply else None
 
     def last_words(self) -> str:
-        """How it ended, if it did, and what it printed last."""
+        """The last line that the fork server printed, or its exit status."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(1.0)
         return _last_line(self._log) or f"its process ended with {self._process.returncode}"
 
     def end(self) -> None:
-        """End all workers and remove their files; a second call does nothing."""
-        if os.getpid() != self._owner or self._socket.fileno() < 0:  # after a fork they are another's workers
+        """Kill all workers and remove their files. A second call does nothing."""
+        if (
+            os.getpid() != self._owner or self._socket.fileno() < 0
+        ):  # a forked process must not end its parent's workers
             return
         self._socket.close()
         with contextlib.suppress(ProcessLookupError):
@@ -344,7 +346,7 @@ def _last_line(log: IO[bytes]) -> str:
 
 @dataclass(slots=True)
 class _Duty:
-    """A job and where it came from; `crashes` so far."""
+    """A job, its number in the batch, and how often it has crashed a worker."""
 
     number: int
     job: Job
@@ -352,13 +354,13 @@ class _Duty:
 
 
 class _Worker:
-    """One process and what it is doing."""
+    """One process and the job that it works on."""
 
-    def __init__(self, nursery: _Nursery, threads: int) -> None:
-        self._nursery = nursery
+    def __init__(self, server: _ForkServer, threads: int) -> None:
+        self._server = server
         self.connection, theirs = Pipe()
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  (what it says is read when it has died)
-        nursery.hire(threads, theirs.fileno(), self._log.fileno())
+        server.fork(threads, theirs.fileno(), self._log.fileno())
         theirs.close()
         self.process: int | None = None
         self.duty: _Duty | None = None
@@ -374,7 +376,7 @@ class _Worker:
         return self.duty is not None
 
     def begin(self, duty: _Duty, seconds: float) -> bool:
-        """Whether it took the job: a process may have died since it was last heard of."""
+        """Send a job. False if the process has died."""
         try:
             self.connection.send(duty.job)
         except OSError:
@@ -385,7 +387,7 @@ class _Worker:
         return True
 
     def answer(self) -> Answer | None:
-        """What it sent; None when it is dead."""
+        """The message that it sent; None if it has died."""
         try:
             received: Answer = self.connection.recv()
         except (EOFError, OSError):
@@ -393,18 +395,18 @@ class _Worker:
         return received
 
     def release(self) -> None:
-        """Tell it that there is no more work."""
+        """Let it exit: closing the connection says that there is no more work."""
         self.connection.close()
         self._log.close()
 
     def end(self, patience: float = 0.0) -> str:
-        """Wait `patience` seconds for it to exit, then kill it; how it ended, and its last words."""
-        self.connection.close()  # if it is not yet there, it will exit at once
-        status = None if self.process is None else self._nursery.bury(self.process, patience)
+        """Wait `patience` seconds for it to exit, then kill it. Returns how it ended and its last line of output."""
+        self.connection.close()  # a worker that is still starting will exit at once
+        status = None if self.process is None else self._server.reap(self.process, patience)
         words = _last_line(self._log)
         self._log.close()
         if status is None:
-            manner = self._nursery.last_words()
+            manner = self._server.last_words()
         elif os.WIFSIGNALED(status):
             manner = signal.Signals(os.WTERMSIG(status)).name
         else:
@@ -421,7 +423,7 @@ class _Crew:
 
     def __init__(
         self,
-        nursery: _Nursery,
+        server: _ForkServer,
         count: int,
         threads: int,
         uses: int,
@@ -429,12 +431,12 @@ class _Crew:
         seconds: float,
         device: str | None = None,
     ) -> None:
-        self._nursery, self._threads, self._uses = nursery, threads, uses
+        self._server, self._threads, self._uses = server, threads, uses
         self._activity, self._limit, self._device = activity, seconds, device
         self.seconds = 0.0
         self._failed_starts = 0
         self._closed = False
-        self._workers = [_Worker(nursery, threads) for _ in range(count)]
+        self._workers = [_Worker(server, threads) for _ in range(count)]
 
     def work(self, jobs: Iterator[Job], until: float = math.inf) -> Generator[tuple[int, Answer], None, None]:
         """The answer to each job, by its number in `jobs`, as they come; none is begun after `until`.
@@ -491,7 +493,7 @@ class _Crew:
                 pass
 
     def close(self) -> None:
-        """Let go of the workers: they exit when they have nothing more to do, or when the nursery ends."""
+        """Let go of the workers: they exit when they have nothing more to do, or when the fork server ends."""
         self._closed = True
         for worker in self._workers:
             worker.release()
@@ -556,5 +558,5 @@ class _Crew:
 
     def _replace(self, position: int, patience: float = 0.0) -> str:
         manner = self._workers[position].end(patience)
-        self._workers[position] = _Worker(self._nursery, self._threads)
+        self._workers[position] = _Worker(self._server, self._threads)
         return manner

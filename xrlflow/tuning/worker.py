@@ -1,10 +1,11 @@
-"""The processes that build and run candidates for a pool: workers, and the nursery that they are forked from.
+"""The processes that build and run candidates for a pool: workers, and the fork server that they are forked from.
 
-The nursery loads TVM once (3 s, 400 MB) and runs no candidate itself. It has one thread, so that a fork of it is sound,
-and a worker costs a few milliseconds: a candidate that takes its worker down takes nothing else.
+The fork server loads TVM once (3 s, 400 MB) and runs no candidate itself. It has a single thread, because a process
+with several cannot be forked safely. Forking a worker takes a few milliseconds, so a candidate that kills its worker
+costs little.
 
-A worker sends `Ready`, then an answer for each job. What a job raises is answered with `Failed`; what a candidate does
-to the process (a crash, a hang) is for the pool to notice.
+A worker sends `Ready`, then one answer for each job. It answers `Failed` if the job raises an exception. The pool
+notices crashes and hangs.
 """
 
 from __future__ import annotations
@@ -452,44 +453,46 @@ def _gist(text: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Hire:
-    """Fork a worker whose kernels run with `threads` threads. Two descriptors come with it: its end of a pipe, and the
-    file that takes what it prints."""
+class Fork:
+    """Fork a worker whose kernels run with `threads` threads.
+
+    Two file descriptors come with the message: the worker's end of a pipe, and the file that its output goes to.
+    """
 
     threads: int
 
 
 @dataclass(frozen=True, slots=True)
-class Bury:
-    """Wait `patience` seconds for a worker to exit, then kill it. The reply is its status, as `os.waitpid` has it."""
+class Reap:
+    """Wait `patience` seconds for a worker to exit, then kill it. The reply is its status as `os.waitpid` gives it."""
 
     process: int
     patience: float
 
 
-def raise_workers(descriptor: int, folder: str) -> None:
-    """The nursery: fork workers as the pool at the other end of a socket asks for them.
+def serve_forks(descriptor: int, folder: str) -> None:
+    """The fork server: fork a worker for each request that the pool sends through the socket.
 
-    The end of the socket is the end of the pool, however that came about. Then this process's group is ended,
-    kernels in endless loops included, and the folder removed.
+    When the socket closes, the pool has ended. Then all processes of this group are killed, also those in endless
+    loops, and the folder is removed.
     """
-    # Ctrl-C is the business of the pool, and it may be pressed before anything is loaded.
+    # The pool handles Ctrl-C, which may be pressed before anything is loaded.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     pool = socket.socket(fileno=descriptor)
     try:
         _start()
-        gc.freeze()  # a collection would write to memory that is shared
+        gc.freeze()  # a collection would write to shared pages, and copy them
         while True:
             data, descriptors, _, _ = socket.recv_fds(pool, REQUEST_BYTES, 2)
             if not data:
                 return
             match pickle.loads(data):
-                case Hire(threads):
+                case Fork(threads):
                     _fork(pool, threads, *descriptors)
                     for descriptor in descriptors:
                         os.close(descriptor)
-                case Bury(process, patience):
-                    pool.sendall(pickle.dumps(_bury(process, patience)))
+                case Reap(process, patience):
+                    pool.sendall(pickle.dumps(_reap(process, patience)))
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         os.killpg(0, signal.SIGTERM)
@@ -499,11 +502,11 @@ def raise_workers(descriptor: int, folder: str) -> None:
 
 
 REQUEST_BYTES = 512
-"""The size of every request: padded, so that each is received whole and alone."""
+"""The size of every request: requests are padded, so that each is received whole."""
 
 
-def request(message: Hire | Bury) -> bytes:
-    """A message to the nursery."""
+def request(message: Fork | Reap) -> bytes:
+    """A message to the fork server."""
     return pickle.dumps(message).ljust(REQUEST_BYTES, b"\0")
 
 
@@ -527,10 +530,10 @@ def _fork(pool: socket.socket, threads: int, pipe: int, log: int) -> None:
     except Exception:
         traceback.print_exc()
     finally:
-        os._exit(status)  # nothing of the nursery's is to be done at the end of a worker
+        os._exit(status)  # a worker runs none of the exit handlers of the fork server
 
 
-def _bury(process: int, patience: float) -> int:
+def _reap(process: int, patience: float) -> int:
     end = time.monotonic() + patience
     while True:
         found, status = os.waitpid(process, os.WNOHANG)

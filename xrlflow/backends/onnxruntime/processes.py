@@ -251,7 +251,7 @@ class FreshProcesses:
     def __init__(self, setup: _Setup) -> None:
         self._stack = contextlib.ExitStack()
         self._setup = setup
-        self._nursery: subprocess.Popen[bytes] | None = None
+        self._server: subprocess.Popen[bytes] | None = None
         self._log: IO[bytes] | None = None
 
     def __enter__(self) -> Self:
@@ -259,7 +259,7 @@ class FreshProcesses:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="xrlflow-measure-")))
             self._setup.write(folder)
             self._log = stack.enter_context(tempfile.TemporaryFile())
-            self._nursery = subprocess.Popen(
+            self._server = subprocess.Popen(
                 command(WORKER, "main", str(folder)),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -280,27 +280,27 @@ class FreshProcesses:
 
     @property
     def process(self) -> int:
-        """The nursery's number."""
-        assert self._nursery is not None
-        return self._nursery.pid
+        """The process id of the fork server."""
+        assert self._server is not None
+        return self._server.pid
 
     def sample(self, index: int, turns: int | None, deadline: float) -> Sample | None:
         """The turns of a process of its own; every other one (`index`) begins with the new model. None where it was not
         over at `deadline` (time.monotonic): then nothing more can be asked. Raises BackendError."""
-        assert self._nursery is not None
-        assert self._nursery.stdin is not None
+        assert self._server is not None
+        assert self._server.stdin is not None
         request = {"turns": turns, "swapped": index % 2 == 1, "seed": index}
         try:
-            self._nursery.stdin.write(json.dumps(request).encode() + b"\n")
+            self._server.stdin.write(json.dumps(request).encode() + b"\n")
         except BrokenPipeError:
-            self._nursery.wait()
-            raise self._crashed(self._nursery.returncode) from None
+            self._server.wait()
+            raise self._crashed(self._server.returncode) from None
         line = self._answer(deadline)
         if line is None:
             self._end()
             return None
         if not line:
-            raise self._crashed(self._nursery.wait())
+            raise self._crashed(self._server.wait())
         answer = json.loads(line)
         if "error" in answer:
             raise BackendError(answer["error"])
@@ -310,15 +310,15 @@ class FreshProcesses:
 
     def _answer(self, deadline: float) -> bytes | None:
         """A line; empty at the end, None at the deadline."""
-        assert self._nursery is not None
-        assert self._nursery.stdout is not None
+        assert self._server is not None
+        assert self._server.stdout is not None
         line = b""
         while not line.endswith(b"\n"):
             left = max(deadline - time.monotonic(), 0.0)
-            ready, _, _ = select.select([self._nursery.stdout], [], [], left)
+            ready, _, _ = select.select([self._server.stdout], [], [], left)
             if not ready:
                 return None
-            part = os.read(self._nursery.stdout.fileno(), 1 << 16)
+            part = os.read(self._server.stdout.fileno(), 1 << 16)
             if not part:
                 return b""
             line += part
@@ -332,13 +332,13 @@ class FreshProcesses:
         return BackendError(f"a measuring process ended with status {status}: {tail}")
 
     def _end(self) -> None:
-        """End the nursery and its child, whatever they are doing."""
-        nursery = self._nursery
-        assert nursery is not None
+        """End the fork server and its child, whatever they are doing."""
+        server = self._server
+        assert server is not None
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(nursery.pid, signal.SIGKILL)
-        nursery.wait()
-        for pipe in (nursery.stdin, nursery.stdout):
+            os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
+        for pipe in (server.stdin, server.stdout):
             if pipe is not None:
                 pipe.close()
 
