@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.tuning.problems import convolution, matmul, softmax
-from tests.tuning.test_tuners import WALKS, space_of
+from tests.tuning.tuners.test_tuners import WALKS, space_of
 from xrlflow.learn.checkpoint import Checkpoint, CheckpointError, save_checkpoint
 from xrlflow.learn.tensors import to_arrays
 from xrlflow.tuning.knobs import Candidate, Floats, KnobSpace
