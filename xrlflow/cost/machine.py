@@ -1,4 +1,4 @@
-"""How fast a machine is: the figures that the roofline divides by."""
+"""How fast a machine is: the figures of the roofline."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from xrlflow.ops.work import OpKind
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """The part of the machine's peak and of its bandwidth that kernels of one kind reach."""
+    """The parts of the machine's peak and of its bandwidth that kernels of one kind reach."""
 
     compute: float
     bandwidth: float
@@ -22,13 +22,15 @@ class Speed:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """A CPU with a runtime on it. Speeds are those of all `threads` together.
+    """A CPU with a runtime. Rates are those of all `threads` together.
 
-    `peak`: operations per second of a large float32 matrix product. `cache_bandwidth`, `memory_bandwidth`: bytes
-    per second of elementwise kernels on what fits into `cache` bytes and on what does not. `overhead`: seconds
-    that the runtime takes to call any kernel. `fork`: seconds more to spread it over the threads. `grouped`:
-    (channels per group, part of the peak) of grouped convolutions with fewer channels per group than a
-    vector has lanes, ascending. `lanes`: float32 elements of a vector register, to which channels are padded.
+    - `peak`: operations per second of a large float32 matrix product.
+    - `cache_bandwidth`, `memory_bandwidth`: bytes per second of elementwise kernels on tensors that fit into `cache`
+      bytes, and on larger ones.
+    - `overhead`: seconds that the runtime takes to call a kernel; `fork`: further seconds to use all threads.
+    - `grouped`: (channels per group, part of the peak) of grouped convolutions with fewer channels per group than a
+      vector has lanes, ascending.
+    - `lanes`: float32 elements of a vector register. Channels are padded to a multiple of it.
     """
 
     name: str
@@ -45,10 +47,10 @@ class Machine:
 
     @staticmethod
     def reference() -> Machine:
-        """Fixed figures, so that results can be repeated anywhere; the default of tests.
+        """Fixed figures, so that results can be repeated on any machine. Tests use them.
 
-        Measured in November 2026 with ONNX Runtime 1.31 on two threads of an AMD EPYC of the Zen 4
-        generation (AVX-512).
+        Measured in November 2026 with ONNX Runtime 1.31 and two threads on an AMD EPYC of the Zen 4 generation
+        (AVX-512).
         """
         return REFERENCE
 
@@ -82,7 +84,7 @@ REFERENCE = Machine(
 
 
 def cpu_name() -> str:
-    """The processor's model, as the operating system names it."""
+    """The processor's model name, as the operating system gives it."""
     info = Path("/proc/cpuinfo")
     if info.exists():
         fields: dict[str, str] = {}
@@ -90,12 +92,12 @@ def cpu_name() -> str:
             key, _, value = line.partition(":")
             fields.setdefault(key.strip(), value.strip())
         if "model name" in fields:
-            # Virtual machines shorten the name: family, model and stepping tell generations apart.
+            # Virtual machines shorten the model name: family, model and stepping distinguish generations.
             detail = "/".join(fields.get(k, "?") for k in ("cpu family", "model", "stepping"))
             return f"{fields['model name']} ({detail})"
     return platform.processor() or platform.machine()
 
 
 def cache_bytes() -> float:
-    """Bytes of the largest cache of the first core; 32 MB where the system does not say."""
+    """Bytes of the largest cache of the first core, or 32 MB if the system does not tell."""
     return float(max(cache_levels().values(), default=0) or 32e6)

@@ -1,4 +1,4 @@
-"""The last word with TVM: proposals are compiled, the fastest is kept, verified, and compared with ONNX Runtime."""
+"""The end of an optimisation with TVM: proposals are compiled, and the fastest is verified and measured."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from xrlflow.verify import Verification
 
 
 def finish(context: Context, start: Start, explored: Explored) -> Finished:
-    """Compile what was found, choose by measurement, verify and measure the compiled model. See `Finisher`."""
+    """Compile the proposals, choose by measurement, verify the compiled model, compare it with ONNX Runtime.
+
+    See `Finisher`.
+    """
     options, target = context.options, context.target
     assert target is not None
     choice = _compiled(context, start, explored)
@@ -45,7 +48,7 @@ def finish(context: Context, start: Start, explored: Explored) -> Finished:
 
 
 def _compiled(context: Context, start: Start, explored: Explored) -> Choice:
-    """The proposal that runs fastest, compiled. Raises KeyboardInterrupt where the search was interrupted as well."""
+    """The proposal that runs fastest, compiled. Raises KeyboardInterrupt if the search was interrupted before."""
     options, clock, interrupted = context.options, context.clock, explored.result.interrupted
     context.say("compile", note="with TVM")
     with clock.phase("compile"):

@@ -1,4 +1,4 @@
-"""What happens after the search: a backend chooses among the proposals, verifies and measures."""
+"""After the search: a backend chooses among the proposals, verifies and measures."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from xrlflow.verify import Verification
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """What becomes of the proposals: `kept` takes the original's place (None: nothing does), and `reason` says why.
+    """The decision: `kept` replaces the original (None: the original stays), and `reason` says why.
 
-    `compiled`: what was asked for in the place of an ONNX file; `threads` that it was compiled for.
+    `compiled`: the compiled model, if one was asked for; `threads`: the number of threads that it was compiled for.
     """
 
     kept: SearchNode | None
@@ -31,6 +31,6 @@ class Finished:
 
 
 class Finisher(Protocol):
-    """One backend's way from proposals to a result. Raises VerificationFailed, BackendError, KeyboardInterrupt."""
+    """What a backend does with proposals. Raises VerificationFailed, BackendError and KeyboardInterrupt."""
 
     def __call__(self, context: Context, start: Start, explored: Explored) -> Finished: ...

@@ -1,4 +1,4 @@
-"""Substitutions as a file: what `replay` reads."""
+"""Traces as files: `replay` reads them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from xrlflow.search import TraceStep
 
 
 def write_trace(path: str | os.PathLike[str], model: str, steps: Iterable[TraceStep]) -> None:
-    """Raises ModelError if the file cannot be written."""
+    """Write a trace as JSON. Raises ModelError if the file cannot be written."""
     rows = [{"rule": s.rule, "family": s.family, "at": list(s.key[1]), "cost": s.cost} for s in steps]
     content = json.dumps({"model": model, "steps": rows}, indent=1)
     try:
@@ -26,7 +26,7 @@ def write_trace(path: str | os.PathLike[str], model: str, steps: Iterable[TraceS
 
 
 def read_trace(path: str | os.PathLike[str]) -> tuple[TraceStep, ...]:
-    """Raises OptionError for a file that is no trace."""
+    """Read a trace. Raises OptionError if the file is not one."""
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
         return tuple(

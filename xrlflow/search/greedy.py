@@ -1,4 +1,4 @@
-"""Greedy search: always the substitution that gains most."""
+"""Greedy search: always the substitution with the largest gain."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from xrlflow.search.result import Limits, Path, SearchNode, SearchResult, Shortl
 def greedy(state: RewriteState, cost: float, limits: Limits) -> SearchResult:
     """Apply the candidate with the largest modelled gain until none gains.
 
-    `state` has the cost model's deltas in its candidates; `cost` is the modelled cost of its graph.
+    `state` has the cost model's deltas in its candidates; `cost` is the modelled cost of its graph, in seconds.
     """
     begin = time.monotonic()
     path: Path | None = None
@@ -22,7 +22,7 @@ def greedy(state: RewriteState, cost: float, limits: Limits) -> SearchResult:
     try:
         while not limits.over(expanded, cost):
             generated += state.count
-            # A gain that only rounding sees is none: it could go on for ever.
+            # Gains of rounding size do not count: they could go on for ever.
             best = state.gains_most(1e-9 * cost)
             if best is None:
                 break

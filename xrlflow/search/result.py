@@ -1,4 +1,4 @@
-"""What every search strategy takes and gives."""
+"""The types that all search strategies share: limits, search nodes, traces, results."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from xrlflow.rewrite.state import Key
 
 @dataclass(frozen=True, slots=True)
 class TraceStep:
-    """One substitution of a trace: the rule, where (ids of nodes and values), and the modelled cost afterwards."""
+    """One substitution of a trace: the rule, the ids of nodes and values that it matched, and the cost afterwards."""
 
     rule: str
     family: str
@@ -22,7 +22,7 @@ class TraceStep:
 
 @dataclass(frozen=True, slots=True)
 class Path:
-    """The way to a state: its last step, and the way before."""
+    """The substitutions that lead to a state, as a linked list: the last one, and the path before it."""
 
     step: TraceStep
     before: Path | None
@@ -38,7 +38,7 @@ class Path:
 
 
 def append(path: Path | None, step: TraceStep) -> Path:
-    """The path with one more step."""
+    """The path with one more step. `path` is None at the start."""
     families = path.families if path is not None else frozenset()
     return Path(step, path, families if step.family in families else families | {step.family})
 
@@ -54,7 +54,7 @@ def steps_of(path: Path | None) -> tuple[TraceStep, ...]:
 
 @dataclass(frozen=True, slots=True)
 class SearchNode:
-    """A state that a search found, the substitutions that lead there, and its modelled cost."""
+    """A state, the path that leads to it, and its modelled cost in seconds."""
 
     state: RewriteState
     path: Path | None
@@ -71,7 +71,7 @@ class SearchNode:
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """The best state by modelled cost, and a shortlist: the best of each set of rule families, best first."""
+    """The best node by modelled cost, and a shortlist: the best node of each set of rule families, best first."""
 
     best: SearchNode
     shortlist: tuple[SearchNode, ...]
@@ -83,7 +83,7 @@ class SearchResult:
 
 @dataclass(slots=True)
 class Limits:
-    """When a search stops: after `budget` expanded states, at `deadline` (time.monotonic), or on Ctrl-C."""
+    """A search stops after `budget` expanded states, at `deadline` (time.monotonic), or on Ctrl-C."""
 
     budget: int = 1000
     deadline: float | None = None
@@ -97,7 +97,7 @@ class Limits:
 
 @dataclass(slots=True)
 class Shortlist:
-    """The cheapest state of each set of rule families."""
+    """The cheapest node of each set of rule families."""
 
     size: int = 8
     kept: dict[frozenset[str], SearchNode] = field(default_factory=dict)
@@ -120,8 +120,10 @@ class TraceError(ValueError):
 def retrace(
     state: RewriteState, trace: Sequence[TraceStep]
 ) -> Iterator[tuple[RewriteState, Match, RewriteState]]:
-    """Of each step of a trace: the state before, the match, the state after. Raises TraceError if a step is not among
-    the candidates."""
+    """For each step of a trace: the state before, the match, and the state after.
+
+    Raises TraceError if a step is not among the candidates.
+    """
     for index, step in enumerate(trace):
         match = state.find((step.key[0], step.key[1]))
         if match is None:
@@ -132,5 +134,5 @@ def retrace(
 
 
 def replay(state: RewriteState, trace: Sequence[TraceStep]) -> Iterator[RewriteState]:
-    """The states after each step of a trace. Raises TraceError as `retrace` does."""
+    """The state after each step of a trace. Raises TraceError as `retrace` does."""
     return (successor for _, _, successor in retrace(state, trace))

@@ -1,8 +1,8 @@
 """Forward selection by end-to-end measurement.
 
-An operator measured or modelled alone cannot see what a runtime fuses, so what is decided last is decided on
-whole models: the best state of a search is measured against the original, then changed by one family or one rule at
-a time for as long as that is measured to be faster still.
+A cost model that looks at single operators cannot see what a runtime fuses, so the last decision is made by measuring
+whole models. The best state of a search is measured against the original. Then one family or one rule at a time is
+changed, for as long as the result is measured to be faster.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from typing import Protocol
 from xrlflow.search.result import Limits, SearchNode
 from xrlflow.search.sweep import sweep
 
-# A gain that a short measurement of a slow model cannot establish, but that is more than its noise.
+# A short measurement of a slow model cannot prove a gain of this size, but it is more than noise.
 _WORTH_A_LOOK = 1.015
-# The part of the time that may go into mending a best proposal that was measured to be slower than the original.
+# The part of the time that may be used to mend a best proposal that was measured to be slower than the original.
 _MENDING = 0.75
-# A change whose interval ends below this is not tried again beside others.
+# A change whose interval ends below this is not tried again together with others.
 _HOPELESS = 0.97
-# What is not measured to be faster than the original, but whose interval reaches so far, may be faster all the same.
+# A result that was not measured to be faster may still be faster if its interval reaches this far.
 _POSSIBLE = 1.01
 
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """How many times faster one model is than another: median and interval, measured."""
+    """How many times faster one model is than another, as measured: median and interval."""
 
     median: float
     low: float
@@ -35,38 +35,38 @@ class Ratio:
 
     @property
     def promising(self) -> bool:
-        """Faster for sure, or by so much that it deserves a longer look: the last measurement decides."""
+        """Certainly faster, or by so much that a longer measurement is worthwhile: the last comparison decides."""
         return self.low > 1.0 or (self.median > _WORTH_A_LOOK and self.high > 1.0)
 
     @property
     def convincing(self) -> bool:
-        """The same beside a choice that there is already, which no later measurement brings back.
+        """Promising enough to replace an earlier choice, which no later measurement would bring back.
 
-        A slow model, or one measured just before the deadline, has few rounds and an interval that says nothing.
+        A slow model, or one measured just before the deadline, has few rounds and a meaningless interval.
         """
         return self.low > 1.0 or (self.median > _WORTH_A_LOOK and self.low > _HOPELESS)
 
     def weaker(self, other: Ratio) -> Ratio:
-        """What two measurements of the same pair both say."""
+        """The more cautious of two measurements of the same pair."""
         return Ratio(min(self.median, other.median), min(self.low, other.low), min(self.high, other.high))
 
 
 class Survey(Protocol):
-    """Seconds that substitutions save (below 0: cost), each measured in its surroundings, and added up by rule.
+    """Seconds that substitutions save (negative: cost), each measured in context and summed by rule.
 
-    Not all rules need be there, and 0 says that nothing is certain.
+    Rules may be missing. 0 means that the measurement was not clear.
     """
 
     def candidates(self, found: SearchNode, rules: Sequence[str]) -> Mapping[str, float]:
-        """Of a state's candidates of these rules."""
+        """Seconds saved by the state's candidates of these rules."""
         ...
 
     def steps(self, found: SearchNode) -> Mapping[str, float]:
-        """Of the substitutions that led to a state."""
+        """Seconds saved by the substitutions that led to a state."""
         ...
 
 
-# compare(a, b): how many times faster b runs than a, in sessions opened for that; a None is the original file.
+# compare(a, b): how many times faster b runs than a, in new sessions. If a is None, it is the original file.
 Compare = Callable[[SearchNode | None, SearchNode], Ratio]
 
 
@@ -81,16 +81,16 @@ class Trial:
 
     @property
     def measured(self) -> bool:
-        """It ran: what the runtime refuses, or is too large, is 0 times as fast."""
+        """Whether it ran: the ratio is 0 if the runtime refuses the model or the file is too large."""
         return self.ratio.median > 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """What was chosen, and every comparison on the way. None: nothing can be faster than the original.
+    """The chosen node, and every comparison on the way. None: nothing can be faster than the original.
 
-    Where nothing was measured to be faster, that is what may be: noise hides a gain of some percent, and the last
-    measurement, which decides, has more time. Where there was no time to measure, it is the best by the model.
+    If nothing was measured to be faster, the choice is what may be faster: noise hides a gain of a few percent, and the
+    last comparison, which decides, has more time. If there was no time to measure, it is the best by modelled cost.
     """
 
     chosen: SearchNode | None
@@ -99,9 +99,9 @@ class Selection:
 
 
 def sweeping_rules(found: SearchNode, at_most: float) -> list[str]:
-    """Rules that have a candidate whose modelled delta is at most `at_most`, the most promising first.
+    """Rules that have a candidate with a modelled delta of at most `at_most` seconds, the most promising first.
 
-    That is: those whose worth no model of single operators sees, then by the sum of their modelled deltas.
+    Rules whose gain no model of single operators sees come first, then the others by the sum of their deltas.
     """
     total: dict[str, tuple[bool, float]] = {}
     for match in found.state.candidates:
@@ -113,9 +113,9 @@ def sweeping_rules(found: SearchNode, at_most: float) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Recipe:
-    """How a state is made: a greedy search with some rules, then sweeps of some rules.
+    """How a state is made: a greedy search with `rules`, then sweeps of rules.
 
-    `dropped`: those that must not come back when what a sweep leaves behind is tidied up.
+    `dropped`: rules that may not be used when the graph is tidied up after a sweep.
     """
 
     rules: frozenset[str]
@@ -128,7 +128,7 @@ class _Recipe:
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    """One thing to try: sweeps of rules more, or a search without some rules."""
+    """One thing to try: further sweeps of rules, or a search without some rules."""
 
     text: str
     sweeps: tuple[str, ...] = ()
@@ -139,7 +139,7 @@ class _Change:
 
 
 def gains(found: SearchNode, cost: float) -> dict[str, float]:
-    """The modelled seconds that each rule's substitutions have saved, by rule; `cost` is the cost at the start."""
+    """The modelled seconds that the substitutions of each rule have saved; `cost` is the cost before them."""
     total: dict[str, float] = {}
     for step in found.trace:
         total[step.rule] = total.get(step.rule, 0.0) + cost - step.cost
@@ -148,16 +148,16 @@ def gains(found: SearchNode, cost: float) -> dict[str, float]:
 
 
 def _recipe(found: SearchNode) -> _Recipe:
-    """All rules of the families that made a state: where one is dropped another may take its place."""
+    """All rules of the families that made a state: if one rule is dropped, another may take its place."""
     rules = found.state.library.rules
     return _Recipe(frozenset(name for name, rule in rules.items() if rule.family in found.families))
 
 
 def _drops(recipe: _Recipe, found: SearchNode, cost: float, surveyed: Mapping[str, float]) -> list[_Change]:
-    """Searches without a family or a rule that `found` used: first those that cost time where they were measured, then
-    those on which the model sets most.
+    """Searches without a family or rule that `found` used.
 
-    Where the model is wrong by much, it is so about something of much weight.
+    First come rules that cost time when they were measured, then those with the largest modelled gains: a large error
+    of the model must be in a large gain.
     """
     rules = found.state.library.rules
     of_rule = {rule: gain for rule, gain in gains(found, cost).items() if rule in recipe.rules}
@@ -179,8 +179,8 @@ def _drops(recipe: _Recipe, found: SearchNode, cost: float, surveyed: Mapping[st
 def _with_sweeps(
     drops: list[_Change], found: SearchNode, at_most: float, surveyed: Mapping[str, float]
 ) -> list[_Change]:
-    """What can be changed of a state: sweeps that save time where they were measured, the most first; then those whose
-    worth no model sees, drops, other sweeps; at last sweeps that cost time where they were measured."""
+    """Changes to try, in this order: sweeps that saved time when they were measured, the largest saving first; sweeps
+    whose gain no model sees; drops; other sweeps; sweeps that cost time when they were measured."""
     rules = found.state.library.rules
     sweeps = sweeping_rules(found, at_most)
     good = [r for r in _saving(surveyed) if r in sweeps]
@@ -196,7 +196,7 @@ def _with_sweeps(
 
 
 def _saving(surveyed: Mapping[str, float]) -> list[str]:
-    """The rules that save time where they were measured, the most first."""
+    """The rules that saved time when they were measured, the largest saving first."""
     return sorted((r for r, seconds in surveyed.items() if seconds > 0.0), key=lambda r: (-surveyed[r], r))
 
 
@@ -215,19 +215,22 @@ def select(
     tidying: frozenset[str] = frozenset(),
     survey: Survey | None = None,
 ) -> Selection:
-    """Choose what runs fastest; no comparison begins after `deadline` (time.monotonic).
+    """Choose what runs fastest. No comparison begins after `deadline` (time.monotonic).
 
-    `base` is the original as imported, `proposals` are a search's states, the best by modelled cost first.
-    `search(found, rules)` improves a state by the modelled cost, with some rules alone. First the best proposal is
-    measured against the original: changed as `survey` has it, with sweeps of the rules that save time and without
-    those of its own that cost time, and if that is no faster as it is. From there one thing is changed at a time, and
-    kept if that is measured to be faster, until nothing is: a family or a rule is dropped, or a sweep is added (one
-    rule wherever the model sees a loss of no more than `tolerance` of the whole cost in it; what it leaves behind is
-    cleared away by the `tidying` rules). If the best proposal was slower than the original, what becomes of it by
-    drops is measured against the original again. Then sweeps are added to the original, and what becomes of it is
-    measured against the choice up to now. At last the other proposals. If nothing was faster, but something was no
-    slower for sure, that is chosen, by its median; and if there was no time to measure anything, the best proposal: the
-    last measurement decides.
+    `base` is the original as imported. `proposals` are states that a search found, the best by modelled cost first.
+    `search(found, rules)` improves a state by its modelled cost, with these rules only.
+
+    1. The best proposal is changed as `survey` suggests: sweeps of rules that save time are added, rules that cost time
+       are left out. It is measured against the original; if it is no faster, the unchanged proposal is measured.
+    2. One thing is changed at a time and kept if it is measured to be faster: a family or rule is dropped, or a rule is
+       swept over the graph wherever the model sees a loss of at most `tolerance` of the cost. `tidying` rules clean up
+       after a sweep. If the best proposal was slower than the original, the results of drops are measured against the
+       original again.
+    3. Sweeps are added to the original, and the result is measured against the current choice.
+    4. The other proposals are measured.
+
+    If nothing was faster, the proposal with the best median is chosen, unless it was certainly slower. If there was no
+    time to measure, the best proposal is chosen. The last comparison decides.
     """
     selecting = _Selecting(base, compare, search, deadline, tolerance * base.cost, tidying, survey)
     interrupted = False
@@ -244,10 +247,10 @@ def select(
 
 @dataclass(slots=True)
 class _Selecting:
-    """A selection while it runs: `current` is the choice up to now (None: the original), `name` what it is called.
+    """The state of a selection. `current` is the choice so far (None: the original), `name` what it is called.
 
-    `at_most`: seconds of modelled loss that a sweep may have. `undecided`: what may be faster than the original.
-    `untidy`: rules that cost time where they were measured.
+    `at_most`: modelled seconds that a substitution of a sweep may lose. `undecided`: what may be faster than the
+    original. `untidy`: rules that cost time when they were measured.
     """
 
     base: SearchNode
@@ -272,7 +275,7 @@ class _Selecting:
         return time.monotonic() >= self.deadline
 
     def improve(self, best: SearchNode) -> None:
-        """The best proposal: as it is, or mended, and from there one change at a time."""
+        """Measure the best proposal, as it is or mended, and then change one thing at a time."""
         what = "the best by modelled cost"
         recipe = _recipe(best)
         kept = False
@@ -300,7 +303,7 @@ class _Selecting:
             self._climb(best, what, recipe, self.deadline, proven=True, sweeping=True)
 
     def improve_original(self) -> None:
-        """The original with sweeps, against the choice up to now."""
+        """Measure the original with sweeps against the current choice."""
         nothing = self.current is None
         bare = _Recipe(frozenset(), dropped=self.untidy)
         swept, what, _ = self._climb(
@@ -315,7 +318,7 @@ class _Selecting:
                 self._challenge(found, f"number {index + 2} by modelled cost")
 
     def take_the_likeliest(self, proposals: Sequence[SearchNode]) -> None:
-        """Where nothing is chosen, what may be faster; where nothing could be measured, the best by the model."""
+        """If nothing is chosen: choose what may be faster, or the best by modelled cost if nothing was measured."""
         if self.current is None and self.undecided:
             self.current = max(self.undecided, key=lambda u: u[0])[1]
         if not self.trials and proposals and proposals[0].state.fingerprint != self.base.state.fingerprint:
@@ -330,12 +333,12 @@ class _Selecting:
         return found
 
     def _faster(self, found: SearchNode, proposal: str, than: SearchNode | None, name: str) -> Trial:
-        """Measure, and measure again what looks faster.
+        """Measure, and measure again if it looks faster.
 
-        Where a session's weights lie in memory is luck that lasts as long as the session and is worth a percent or
-        more, and what is kept is the best of many: of nine gains in a row, 19% together, 1% was found to be real.
+        Where a session's weights lie in memory changes its speed by a percent or more, for as long as it lives. The
+        best of many comparisons is therefore too good: of nine gains in a row, 19% together, 1% turned out to be real.
         """
-        sure = self.current is not None  # there is something to lose
+        sure = self.current is not None  # a wrong decision could lose it
 
         def holds(ratio: Ratio) -> bool:
             return ratio.convincing if sure else ratio.promising
@@ -360,9 +363,9 @@ class _Selecting:
     def _climb(
         self, found: SearchNode, at: str, recipe: _Recipe, until: float, proven: bool, sweeping: bool
     ) -> tuple[SearchNode, str, _Recipe]:
-        """Change one thing at a time for as long as that is measured to be faster; `sweeping`: sweeps are tried too.
+        """Change one thing at a time for as long as it is measured to be faster. `sweeping`: also try sweeps.
 
-        `proven`: what is faster than `found` is faster than the original, and so the choice up to now.
+        `proven`: `found` is faster than the original, so what is faster than `found` becomes the current choice.
         """
         against = None if found is self.base else found
         ahead, back = self._look(found) if sweeping else {}, self._look_back(found)
@@ -393,7 +396,7 @@ class _Selecting:
         return found, at, recipe
 
     def _challenge(self, found: SearchNode, proposal: str) -> bool:
-        """Measure a state against the choice up to now; whether it takes its place."""
+        """Measure a state against the current choice. True if it becomes the current choice."""
         if self._late:
             return False
         self.seen.add(found.state.fingerprint)
