@@ -1,7 +1,7 @@
-"""Protocol buffers at the level of bytes, so that weights are neither read nor copied.
+"""Reads and writes protocol buffers as bytes, so that weights are neither parsed nor copied.
 
-A serialised model is split into a small one without its large tensors, which stay where they are (a mapped
-file, say), and a place for each of them. Encoding: https://protobuf.dev/programming-guides/encoding/
+A serialised model is split into a small one without its large tensors, and the position of each large tensor, which
+stays where it is (in a mapped file, for instance). Encoding: https://protobuf.dev/programming-guides/encoding/
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class WireError(ValueError):
 
 
 class NestedError(WireError):
-    """Messages are in messages beyond all measure."""
+    """Messages are nested too deeply."""
 
 
-# As many as protocol buffers' own parsers read.
+# The limit of the parsers of protocol buffers.
 _DEEPEST = 100
 
 
@@ -60,7 +60,7 @@ _EXTERNAL_DATA, _DATA_LOCATION = 13, 14
 class _Field:
     number: int
     start: int  # of the tag
-    payload: int  # of the payload; -1 where it is not length-delimited
+    payload: int  # of the payload; -1 if it is not length-delimited
     end: int
 
 
@@ -138,7 +138,7 @@ def _strip(data: memoryview, at: int, end: int, kind: _Message, parts: list[byte
         _strip_tensor(data, at, end, parts)
         return
     children = _CHILDREN[kind]
-    kept = at  # what has not been copied yet starts here
+    kept = at  # the start of what has not been copied yet
     for field in _fields(data, at, end):
         child = children.get(field.number)
         if child is None or field.payload < 0 or field.end - field.payload < LARGE:
@@ -157,8 +157,8 @@ def _strip(data: memoryview, at: int, end: int, kind: _Message, parts: list[byte
 def strip_model(data: memoryview) -> bytes:
     """The serialised ModelProto without its large tensors.
 
-    Their data is said to be external, at the location EMBEDDED, with offset and length in bytes of `data`.
-    Raises WireError if the bytes are cut off or no protocol buffer.
+    Their data is marked as external, at the location EMBEDDED, with its offset and length in bytes of `data`. Raises
+    WireError if the bytes are truncated or not a protocol buffer.
     """
     parts: list[bytes] = []
     _strip(data, 0, len(data), _Message.MODEL, parts)
@@ -181,13 +181,13 @@ class StreamedTensor:
 
 
 def model_length(model: bytes, graph: bytes, tensors: list[StreamedTensor]) -> int:
-    """Bytes that `write_model` will write."""
+    """The number of bytes that `write_model` will write."""
     inner = len(graph) + sum(len(header(_INITIALIZER_OF_GRAPH, t.length)) + t.length for t in tensors)
     return len(model) + len(header(_GRAPH_OF_MODEL, inner)) + inner
 
 
 def write_model(file: BinaryIO, model: bytes, graph: bytes, tensors: list[StreamedTensor]) -> None:
-    """Write a ModelProto from its parts: itself without the graph, the graph without `tensors`, those."""
+    """Write a ModelProto from its parts: the model without its graph, the graph without `tensors`, and the tensors."""
     inner = len(graph) + sum(len(header(_INITIALIZER_OF_GRAPH, t.length)) + t.length for t in tensors)
     file.write(model)
     file.write(header(_GRAPH_OF_MODEL, inner))
