@@ -37,7 +37,7 @@ from xrlflow.ir.graph import FINGERPRINT_MASK
 from xrlflow.rewrite import Match, RewriteState
 from xrlflow.rl.features import Pricing
 from xrlflow.rl.situation import Situation, choices
-from xrlflow.search.result import SearchNode, Limits, SearchResult, Shortlist, extend
+from xrlflow.search.result import Limits, SearchNode, SearchResult, Shortlist, extend
 
 Obs = TypeVar("Obs")
 ObsIn = TypeVar("ObsIn", contravariant=True)
