@@ -1,4 +1,4 @@
-"""Compiling what a search found with TVM: which graph, how fast, and whether it is still the same function."""
+"""Compiles the results of a search with TVM: which graph is compiled, and how fast it runs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from xrlflow.tuning.worker import Timing
 
 @dataclass(frozen=True, slots=True)
 class ExecutionTarget:
-    """Where a compiled model runs: on which processor, and on which remote device (None: this machine).
+    """The processor, and the remote device (None: this machine), that a compiled model runs on.
 
     Kernels have as many threads as the processor has cores.
     """
@@ -44,11 +44,11 @@ class ExecutionTarget:
 
     @property
     def device(self) -> str | None:
-        """The name that measurements are kept under; None: this machine's."""
+        """The device's name in stored measurements; None: this machine."""
         return str(self.remote) if self.remote is not None else None
 
     def check_runs(self) -> None:
-        """Raise BackendError where what is compiled could not be run, because the processor is not this machine's."""
+        """Raise BackendError if the code cannot run here because it is for another processor."""
         missing = () if self.remote is not None else lacking(self.machine.triple, self.machine.cpu)
         if missing:
             raise BackendError(
@@ -60,10 +60,10 @@ class ExecutionTarget:
 def find_target(
     cpu: str | None, triple: str | None, remote: Remote | None, threads: int | None
 ) -> ExecutionTarget:
-    """The target that options ask for; a remote device is asked what it is, and its processor is the default.
+    """The target that the options ask for. A remote device is asked for its processor, which is the default.
 
-    Raises BackendError for a processor that LLVM does not know or that the device has less than, and DeviceError (one)
-    for a device that does not answer.
+    Raises BackendError for a processor that LLVM does not know, or that the device cannot run, and DeviceError (a
+    BackendError) if the device does not answer.
     """
     if remote is None:
         return _linkable(ExecutionTarget(detect(cpu, threads, triple)))
@@ -91,7 +91,7 @@ def _linkable(target: ExecutionTarget) -> ExecutionTarget:
 
 @contextlib.contextmanager
 def running(target: ExecutionTarget, path: str, model: TvmModel) -> Iterator[CompiledModel]:
-    """A compiled model, saved at `path`, where it runs. Raises DeviceError (a BackendError)."""
+    """A compiled model, saved at `path`, ready to run on its target. Raises DeviceError (a BackendError)."""
     if target.remote is None:
         yield model
         return
@@ -100,18 +100,18 @@ def running(target: ExecutionTarget, path: str, model: TvmModel) -> Iterator[Com
 
 
 Export = Callable[[Graph], str]
-"""A graph as an ONNX file: its path."""
+"""Writes a graph as an ONNX file and returns the path."""
 COLD_PRIVATE_CACHES = Timing(samples=10, flush=True)
-"""How the kernels of a model are timed: other kernels have pushed their weights out of the cores' own caches."""
-# Proposals beside the original graph that are compiled, if the time allows.
+"""How the kernels of a model are timed: other kernels have just replaced their weights in the cores' own caches."""
+# The most proposals that are compiled besides the original graph.
 _AT_MOST = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Lowered:
-    """One graph compiled: the shared library's path, and its milliseconds if it was measured.
+    """A compiled graph: the path of the shared library, and its milliseconds if it was measured.
 
-    `compared`: with the original graph compiled, on a remote device.
+    `compared`: measured against the compiled original, on a remote device.
     """
 
     found: SearchNode
@@ -123,7 +123,7 @@ class Lowered:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What `lower_best` chose, with remarks for the user; `interrupted`: by Ctrl-C, before it could compare."""
+    """The result of `lower_best`, with remarks for the user. `interrupted`: by Ctrl-C, before it could compare."""
 
     lowered: Lowered
     remarks: tuple[str, ...]
@@ -132,16 +132,16 @@ class Choice:
 
 @functools.cache
 def runs(op: str) -> bool:
-    """Whether TVM has an operator, given as the IR names it (those of other domains as `domain::name`)."""
+    """Whether TVM has an operator, by its name in the IR (`domain::name` for other domains)."""
     domain, _, name = op.rpartition("::")
     return Tvm().supports(name, domain)
 
 
 def check_supported(imported: ImportedModel, library: Library) -> None:
-    """Raise BackendError for inputs without fixed sizes, and, naming them, for operators that TVM cannot lower and the
-    library's rules do not spell out.
+    """Raise BackendError for inputs without fixed sizes, and for operators that TVM cannot lower and no rule writes
+    out.
 
-    A rule that refuses to says why: "LSTM (sequence_lens is given)".
+    The message names the operators and, if a rule refused, its reason: "LSTM (sequence_lens is given)".
     """
     check_sizes(value for value in imported.frame.graph.input if value.name not in imported.overridable)
     graph = imported.graph
@@ -167,8 +167,8 @@ def check_supported(imported: ImportedModel, library: Library) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Lowering:
-    """What compiling the graphs of one model needs: the sizes of its inputs, a folder for libraries, what is known of
-    kernels, and the options of ONNX Runtime, with which they are compared."""
+    """What is needed to compile the graphs of a model: input sizes, a folder for libraries, stored measurements of
+    kernels, and the options of ONNX Runtime, with which the results are compared."""
 
     target: ExecutionTarget
     shapes: Mapping[str, Sequence[int]]
@@ -181,7 +181,7 @@ class Lowering:
         return self.target.machine.cores
 
     def backend(self, tuned: bool = True) -> Tvm:
-        """`tuned`: with kernels as they were tuned at this target."""
+        """The TVM backend. `tuned`: use tuned kernels where the store has them."""
         target = self.target
         known = tuned_by(
             self.store, target.machine, self.threads, target.device, flushed=COLD_PRIVATE_CACHES.flush
@@ -199,23 +199,22 @@ def lower_best(
     time_left: Callable[[], float],
     hurried: bool = False,
 ) -> Choice:
-    """Compile the graph as imported and the best proposals, and choose what runs fastest.
+    """Compile the imported graph and the best proposals, and choose what runs fastest.
 
-    Kernels that the store knows run as they were tuned.
-
-    With `feeds` all are measured in turns, together with the original in ONNX Runtime; without, the best by modelled
-    cost is compiled alone. On a remote device, which has no ONNX Runtime, the original graph compiled is what the
-    others are compared with. Compiling more ends when a further one would not fit into the time left; `hurried`, only
-    the best proposal is compiled, and measuring takes less. On Ctrl-C what was compiled first is kept. Raises
-    BackendError if the original's graph cannot be compiled, KeyboardInterrupt if there is nothing to keep.
+    Kernels that the store knows are compiled as they were tuned. With `feeds`, all models are measured in turns,
+    together with the original in ONNX Runtime; without, only the best by modelled cost is compiled. A remote device has
+    no ONNX Runtime, so there the compiled original is the baseline. Compiling stops when another model would not fit
+    into the time left. `hurried`: only the best proposal is compiled, and measuring takes less time. On Ctrl-C the
+    model compiled first is kept. Raises BackendError if the original graph cannot be compiled, and KeyboardInterrupt if
+    there is nothing to keep.
     """
-    # The best is on the shortlist, too.
+    # The best proposal is among the proposals already.
     different = {found.state.graph.fingerprint: found for found in proposals if found.cost < base.cost}
     cheaper = list(different.values())[: 1 if hurried else _AT_MOST]
     compiling = _Compiling(how, base, export, time_left, feeds is None)
     made = compiling.made
     try:
-        # Without measuring, the best by modelled cost that can be compiled.
+        # Without measuring, take the best by modelled cost that can be compiled.
         compiling.compile_all([base, *cheaper] if feeds is not None else [*cheaper, base])
         if feeds is None:
             return Choice(made[0], tuple(compiling.remarks))
@@ -236,7 +235,7 @@ def lower_best(
 
 @dataclass(slots=True)
 class _Compiling:
-    """Graphs compiled one after the other: `made`, with remarks on those that cannot be. `alone`: one is enough."""
+    """Compiles graphs one after the other: `made`, with remarks on failures. `alone`: stop after the first success."""
 
     how: Lowering
     base: SearchNode
@@ -247,7 +246,7 @@ class _Compiling:
     remarks: list[str] = field(default_factory=list)
 
     def compile_all(self, wanted: Sequence[SearchNode]) -> None:
-        """Raises BackendError if the original's graph cannot be compiled."""
+        """Compile these graphs. Raises BackendError if the original graph cannot be compiled."""
         backend, longest = self.how.backend(), 0.0
         for index, found in enumerate(wanted):
             before = self.time_left()
@@ -269,7 +268,7 @@ class _Compiling:
 def _best_here(
     how: Lowering, original: str | bytes, made: Sequence[Lowered], feeds: Mapping[str, Any], limit: float
 ) -> tuple[Lowered, tuple[str, ...]]:
-    """The fastest on this machine, measured in turns with the original in ONNX Runtime; (choice, remarks)."""
+    """The fastest model on this machine, measured in turns with the original in ONNX Runtime: (choice, remarks)."""
     measured = measure(
         [original, *(lowered.path for lowered in made)], dict(feeds), threads=how.threads, time_limit=limit,
         target_width=0.02, control=False, session_options=how.session_options,
@@ -291,10 +290,10 @@ def _best_here(
 def _best_there(
     target: ExecutionTarget, made: Sequence[Lowered], feeds: Mapping[str, Any], limit: float
 ) -> tuple[Lowered, tuple[str, ...]]:
-    """The fastest on the remote device, with how it compares with the first; (choice, remarks).
+    """The fastest model on the remote device, with a comparison to the first one: (choice, remarks).
 
-    The best of several measurements looks better than it is: the comparison is of another session, and what is not
-    clearly faster there is not chosen.
+    The best of several measurements looks better than it is, so the comparison is measured in another session. A model
+    that is not clearly faster there is not chosen.
     """
     if len(made) == 1:
         return made[0], (f"nothing measured on remote device {target.remote}: no other graph was compiled",)
@@ -310,7 +309,7 @@ def _best_there(
     first = replace(made[0], milliseconds=times[0])
     if fastest == 0:
         return first, remarks
-    # A slow model needs the time for an interval; for others this ends when it is narrow.
+    # A slow model needs all of the time for an interval; other models end when theirs is narrow.
     again = compare_there(target, [files[0], files[fastest]], feeds, limit)
     said = f"measured again in another session, the fastest of them is {{}}clearly faster: {again.speedup}"
     if not again.speedup.faster:
@@ -322,7 +321,7 @@ def _best_there(
 def compare_there(
     target: ExecutionTarget, models: Sequence[tuple[str, TvmModel]], feeds: Mapping[str, Any], limit: float
 ) -> Comparison:
-    """Models, saved at these paths, timed in turns on the remote device for `limit` seconds. Raises DeviceError."""
+    """Time models, saved at these paths, in turns on the remote device for `limit` seconds. Raises DeviceError."""
     assert target.remote is not None
     with Device(target.remote, target.machine.cores, patience=PATIENCE) as device:
         loaded = [device.load(path, model.interface) for path, model in models]
@@ -330,7 +329,7 @@ def compare_there(
 
 
 def repeated(measured: Comparison) -> RepeatedComparison:
-    """A comparison of two models in one session, as what is reported."""
+    """A comparison of two models in one session, in the form of a report."""
     assert measured.control is not None
     before, after = measured.latencies
     return RepeatedComparison(
@@ -339,7 +338,7 @@ def repeated(measured: Comparison) -> RepeatedComparison:
     )  # fmt: skip
 
 
-# What `tune` compares, in this order.
+# The models that `tune` compares, in this order.
 _WRITTEN = (
     "the original graph, untuned",
     "the original graph with what tuning found",
@@ -349,11 +348,10 @@ _WRITTEN = (
 
 @dataclass(frozen=True, slots=True)
 class TunedModel:
-    """A model with tuned kernels: what tuning found, and the compiled model: the fastest of the original graph untuned
-    and tuned, and, where a search has rewritten it, that graph tuned.
+    """A model with tuned kernels: the results of tuning, and the fastest compiled model.
 
-    `written`: which of them it is. `compared`: the better of the tuned ones against the untuned one, on a remote
-    device.
+    The candidates are the original graph untuned and tuned, and the graph of the search, tuned. `written`: which of
+    them it is. `compared`: the best tuned one against the untuned one, on a remote device.
     """
 
     tuning: TuningResult
@@ -370,7 +368,7 @@ class TunedModel:
 
 @dataclass(frozen=True, slots=True)
 class TuningPlan:
-    """How kernels are tuned: `trials` in all, `batch` of one kernel at a time, within `time_limit` seconds."""
+    """How kernels are tuned: `trials` in all, `batch` at a time for one kernel, within `time_limit` seconds."""
 
     method: Method
     trials: int
@@ -388,15 +386,16 @@ def tune_model(
     listener: Callable[[Progress], None] | None = None,
     hurried: bool = False,
 ) -> TunedModel:
-    """Tune the kernels of one or two ONNX files (`graphs`: the original's graph, and what a search made of it), within
-    one budget, compile them with what was found, and compare (with `feeds`) the original in ONNX Runtime (but not on a
-    remote device), the untuned and the tuned models; in less time if the tuning was interrupted, or `hurried`. Without
-    `feeds` it is the original's graph, tuned.
+    """Tune the kernels of one or two ONNX files within one budget, and compile them.
 
-    Raises BackendError for an original graph that cannot be lowered or run, PoolError when nothing can be measured.
+    `graphs`: the original's graph, and that of a search. With `feeds`, the original in ONNX Runtime (not on a remote
+    device), the untuned and the tuned models are compared, in less time if the tuning was interrupted or `hurried`.
+    Without `feeds` the result is the original's graph, tuned.
+
+    Raises BackendError if the original graph cannot be lowered or run, and PoolError if nothing can be measured.
     """
     how.target.check_runs()
-    # First of all: what cannot be compiled is not worth tuning.
+    # First of all, because a graph that cannot be compiled is not worth tuning.
     untuned = how.backend(tuned=False).compile(graphs[0], threads=how.threads)
     lowered, remarks = _lowered_first(graphs, how.shapes, how.target.machine)
     found = _tuned(how, lowered.values(), plan, listener)
@@ -434,7 +433,7 @@ def _tuned(
 
 
 def _compiled(how: Lowering, graphs: Sequence[str], remarks: list[str]) -> Iterator[TvmModel]:
-    """Files compiled with what tuning found; those that cannot be are remarked on, but for the first."""
+    """Compile files with the results of tuning. If one fails, there is a remark, except for the first."""
     backend = how.backend()
     for graph in graphs:
         try:
@@ -452,8 +451,8 @@ def _fastest_here(
     feeds: Mapping[str, Any],
     limit: float,
 ) -> tuple[float, list[float], int]:
-    """Milliseconds of the original in ONNX Runtime, and of all others on this machine, and which of them is the
-    fastest: of equals the tuned one."""
+    """Milliseconds of the original in ONNX Runtime and of the other models on this machine, and which is the fastest (a
+    tuned one, if several are equal)."""
     measured = measure(
         [original, *(path for path, _ in made)], dict(feeds), threads=how.threads, time_limit=limit,
         target_width=0.02, control=False,
@@ -465,8 +464,8 @@ def _fastest_here(
 def _fastest_there(
     target: ExecutionTarget, made: Sequence[tuple[str, TvmModel]], feeds: Mapping[str, Any], limit: float
 ) -> tuple[list[float], int, RepeatedComparison]:
-    """Milliseconds of all on the remote device, which is the fastest, and the better of the tuned ones against the
-    untuned one: of several tuned ones in another session, which decides."""
+    """Milliseconds of all models on the remote device, which is the fastest, and the best tuned one against the untuned
+    one. If there are several tuned ones, another session decides."""
     there = compare_there(target, made, feeds, limit if len(made) == 2 else 0.5 * limit)
     times = [latency.median_ms for latency in there.latencies]
     better = min(range(1, len(made)), key=times.__getitem__)
@@ -479,8 +478,9 @@ def _fastest_there(
 def _lowered_first(
     graphs: Sequence[str], shapes: Mapping[str, Sequence[int]], machine: Machine
 ) -> tuple[dict[str, Any], list[str]]:
-    """The fused modules of ONNX files by their paths, and remarks: what cannot be lowered is left out, but for the
-    first."""
+    """The fused modules of ONNX files by path, and remarks. Files that cannot be lowered are left out, except the
+    first.
+    """
     import onnx
 
     modules: dict[str, Any] = {}
@@ -500,7 +500,7 @@ def _left_out(error: BackendError) -> str:
 
 
 def _together(groups: Iterable[Sequence[Task]]) -> list[Task]:
-    """The tasks of several graphs of one model: of those that they share, the one that is called most."""
+    """The tasks of several graphs of one model. Of shared tasks, the one that is called most often is kept."""
     found: dict[str, Task] = {}
     for task in (task for group in groups for task in group):
         known = found.get(task.key)
