@@ -64,27 +64,33 @@ if TYPE_CHECKING:
     from xrlflow.tuning.tasks import Task
 
 START_SECONDS = 120.0
-"""How long a worker may take to load TVM."""
+"""Seconds that a worker may take to load TVM."""
 
-_ATTEMPTS = 3  # of a worker to start
-# So many of a batch, for each builder, are run before the rest is built: a good kernel among them is known sooner, and
-# in the end one builder waits for the other once more.
+_ATTEMPTS = 3  # to start a worker
+# This many candidates of a batch, for each builder, are run before the others are built: a good one is known sooner, at
+# the price of one more wait for the builders.
 _FIRST = 2
 
 
-# Bytes on the disk that a kernel and its object file may need.
+# Bytes on disk that a kernel and its object file may take.
 _SPACE = 1 << 20
 
 
 class PoolError(RuntimeError):
-    """Nothing can be measured: workers do not start, the disk is full, the pool is closed. The message is one line."""
+    """Nothing can be measured: workers do not start, the disk is full, or the pool is closed.
+
+    The message is one line.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class PoolOptions:
-    """`builders` compile at a time; kernels run with `threads` threads. A candidate may take `build_seconds` to
-    compile and `run_seconds` to measure. A worker is replaced after `uses` candidates (TVM leaks memory). `remote`:
-    they are built here and run on that device."""
+    """How a pool works.
+
+    `builders` compile at a time; kernels run with `threads` threads. A candidate may take `build_seconds` to compile
+    and `run_seconds` to measure. A worker is replaced after `uses` candidates, because TVM leaks memory. `remote`:
+    candidates are built here and run on that device.
+    """
 
     builders: int = field(default_factory=default_threads)
     threads: int = field(default_factory=default_threads)
@@ -102,14 +108,14 @@ class PoolOptions:
 
     @property
     def device(self) -> str | None:
-        """The name of what kernels run on; None: this machine."""
+        """The name of the device that runs kernels; None: this machine."""
         return str(self.remote) if self.remote is not None else None
 
 
 class Pool:
     """Builders and a runner, for any number of tasks. Use it in a `with` statement, or close it.
 
-    Raises PoolError when its workers cannot start (TVM is missing, say), at the first use.
+    Raises PoolError on first use if its workers cannot start, for instance because TVM is missing.
     """
 
     def __init__(self, options: PoolOptions | None = None) -> None:
@@ -120,7 +126,7 @@ class Pool:
             self._server, self.options.builders, 1, self.options.uses, "building", self.options.build_seconds
         )
         limit = self.options.run_seconds
-        if self.options.remote is not None:  # the device ends what takes longer: if it does not, it is gone
+        if self.options.remote is not None:  # the device ends slow runs itself; if it does not, it is gone
             limit += 2 * PATIENCE
         self._runners = _Crew(
             self._server, 1, self.options.threads, self.options.uses, "running", limit, self.options.device
@@ -129,37 +135,37 @@ class Pool:
 
     @property
     def threads(self) -> int:
-        """How many threads kernels run with."""
+        """The number of threads that kernels run with."""
         return self.options.threads
 
     @property
     def device(self) -> str | None:
-        """The name of what kernels run on; None: this machine."""
+        """The name of the device that runs kernels; None: this machine."""
         return self.options.device
 
     @property
     def flushed(self) -> bool:
-        """Whether kernels are timed as between others (see `worker.Timing`)."""
+        """Whether kernels are timed with cold caches (see `worker.Timing`)."""
         return self.options.timing.flush
 
     @property
     def building(self) -> float:
-        """Seconds for which candidates have been built so far."""
+        """The seconds that building has taken so far."""
         return self._builders.seconds
 
     @property
     def running(self) -> float:
-        """Seconds for which candidates have been run so far."""
+        """The seconds that running has taken so far."""
         return self._runners.seconds
 
     def outcomes(
         self, task: Task, candidates: Sequence[Candidate], *, until: float = math.inf
     ) -> Generator[tuple[int, Measurement], None, None]:
-        """Each candidate's position and outcome, as soon as it is known.
+        """The position and outcome of each candidate, as soon as it is known.
 
-        The first few, the likeliest if the tuner orders them, are built and run before the others are built; of
-        either part those come first that do not build. What would start after `until` (`time.monotonic`) is left out.
-        It may be closed at any point.
+        The first few candidates, which are the likeliest if the tuner orders them, are built and run before the others
+        are built. In both parts, those that fail to build come first. Candidates that would start after `until`
+        (`time.monotonic`) are left out. The generator may be closed at any time.
         """
         few = _FIRST * self.options.builders
         for start, part in ((0, candidates[:few]), (few, candidates[few:])):
@@ -172,7 +178,7 @@ class Pool:
     def _outcomes(
         self, task: Task, candidates: Sequence[Candidate], until: float
     ) -> Generator[tuple[int, Measurement], None, None]:
-        """All built, then run: nothing else runs while a kernel is timed."""
+        """The outcomes of a part: all are built, then run, so that nothing else runs while a kernel is timed."""
         paths = self._paths(len(candidates))
         try:
             libraries: dict[int, tuple[Argument, ...]] = {}
@@ -203,9 +209,9 @@ class Pool:
         return tuple(found[number] for number in range(len(candidates)))
 
     def evaluate(self, task: Task, candidate: Candidate, inputs: Sequence[Array]) -> tuple[Array, ...]:
-        """What the kernel computes: its parameters beyond `inputs`, which it finds zero.
+        """What a kernel computes: its parameters after `inputs`, which are zero before the call.
 
-        Raises BackendError when it does not build, run, or take the inputs, and with a remote device.
+        Raises BackendError if it does not build or run, does not take the inputs, or if the pool has a remote device.
         """
         if self.options.remote is not None:
             raise BackendError(f"kernels for {self.options.remote} are not evaluated here")
@@ -224,7 +230,7 @@ class Pool:
         raise PoolError("the pool is closed")
 
     def settle(self) -> None:
-        """Wait until TVM is loaded, for those who measure how long the rest takes."""
+        """Wait until TVM is loaded, before something else is timed."""
         self._builders.settle()
         self._runners.settle()
 
@@ -253,7 +259,7 @@ class Pool:
         return RunThere(path, arguments, timing, remote, self.options.run_seconds, self.options.threads)
 
     def _check_space(self) -> None:
-        """Raise PoolError where nothing can be built: that is not a candidate's fault, and not to be kept as one."""
+        """Raise PoolError if the disk is full: then a failure to build is not the candidate's fault."""
         folder = self._server.folder
         if shutil.disk_usage(folder).free < _SPACE:
             raise PoolError(f"{folder}: no space is left for kernels: make some, or set TMPDIR")
@@ -264,7 +270,7 @@ class Pool:
     ) -> Iterator[Build]:
         save = tvm().ir.save_json
         target = save(task.target)
-        # A generator: a module is turned to text when a builder is free, while others build.
+        # A generator: a module is serialised when a builder is free, while other builders work.
         return (
             Build(save(c.mod), target, path, elsewhere) for c, path in zip(candidates, paths, strict=True)
         )
@@ -288,10 +294,10 @@ class _ForkServer:
                 self.folder,
                 log=self._log,
                 TMPDIR=self.folder,
-                # A library leaves something small in the hole that a large tensor left, and the next tensor does not
-                # fit: megabytes a candidate, unless large ones have their own pages (glibc).
+                # A library may leave something small where a large tensor was, so that the next tensor does not fit:
+                # megabytes per candidate, unless large tensors get pages of their own (glibc).
                 MALLOC_MMAP_THRESHOLD_=str(128 * 1024),
-                # No library starts threads, which no fork would survive.
+                # Libraries must not start threads: a process with threads cannot be forked safely.
                 **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
             )
         except OSError as error:
@@ -415,10 +421,10 @@ class _Worker:
 
 
 class _Crew:
-    """Workers for one kind of job. Those that die or grow old are replaced while the others go on.
+    """Workers for one kind of job. Those that died or are worn out are replaced while the others go on.
 
-    `device`: what they wait for, if that is another machine; when it does not answer in time, nothing more can be done.
-    `seconds`: how long there was work for them, however many were at it.
+    `device`: the machine that the workers wait for, if it is another one. If it does not answer in time, nothing more
+    can be done. `seconds`: how long there was work for any of them.
     """
 
     def __init__(
@@ -439,9 +445,9 @@ class _Crew:
         self._workers = [_Worker(server, threads) for _ in range(count)]
 
     def work(self, jobs: Iterator[Job], until: float = math.inf) -> Generator[tuple[int, Answer], None, None]:
-        """The answer to each job, by its number in `jobs`, as they come; none is begun after `until`.
+        """The answers to jobs, each with its number in `jobs`, as they arrive. No job begins after `until`.
 
-        Left early, the workers that are at it are replaced.
+        If the generator is closed early, busy workers are replaced.
         """
         answers = self._answers(jobs, until)
         with contextlib.closing(answers):
@@ -493,14 +499,14 @@ class _Crew:
                 pass
 
     def close(self) -> None:
-        """Let go of the workers: they exit when they have nothing more to do, or when the fork server ends."""
+        """Release the workers: they exit when they have finished their jobs, or when the fork server ends."""
         self._closed = True
         for worker in self._workers:
             worker.release()
         self._workers = []
 
     def _heard(self) -> Iterator[tuple[_Duty, Answer | None]]:
-        """Wait for news, and tell what became of jobs; None: it must be done again."""
+        """Wait for messages, and yield what became of jobs; None: the job must be repeated."""
         expecting = [worker for worker in self._workers if worker.busy or not worker.ready]
         patience = min(worker.deadline for worker in expecting) - time.monotonic()
         heard = set(wait([worker.connection for worker in expecting], max(0.0, patience)))
@@ -521,7 +527,7 @@ class _Crew:
                 fresh = worker.uses == 1
                 manner = self._replace(position, patience=1.0)
                 duty.crashes += 1
-                # What came before may have broken the process: once more, and that on a fresh one in the end.
+                # An earlier job may have damaged the process: try again, at last in a fresh one.
                 failed = Failed(f"the process died {self._activity} it ({manner})")
                 yield duty, failed if fresh or duty.crashes > 1 else None
             else:
@@ -543,7 +549,7 @@ class _Crew:
         return Failed(f"a worker did not load TVM in {START_SECONDS:g} s")
 
     def _started(self, position: int, answer: Answer | None) -> None:
-        """A worker's first word, or its end without one. Raises PoolError when there is no use in another."""
+        """A worker's first message, or its end without one. Raises PoolError if another worker would not help."""
         worker = self._workers[position]
         if isinstance(answer, Ready):
             worker.process = answer.process

@@ -1,4 +1,4 @@
-"""Random search: what any method has to beat."""
+"""Random search, which any other method has to beat."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from xrlflow.tuning.tuners.protocol import Measurement
 
 
 class RandomTuner:
-    """Vectors drawn evenly (see KnobSpace.random), each kernel once."""
+    """Proposes random vectors (see KnobSpace.random), each kernel once."""
 
     name = "random"
 
