@@ -182,12 +182,8 @@ def _importer(shapes: Mapping[str, Sequence[int]]) -> Any:
     folds = {"Max": relax.op.maximum, "Min": relax.op.minimum, "Sum": relax.op.add, "Mean": relax.op.add}
 
     class Importer(ONNXGraphImporter):  # type: ignore[misc]
-        """TVM's importer with two changes.
-
-        Clip, Max, Min, Sum and Mean become operators of two operands, so that layouts pass through them; TVM would copy
-        and stack the operands. Indices are moved inside their tables, and the ends of their values are the last output
-        of the function (see `bounds`).
-        """
+        """TVM's importer, but Clip, Max, Min, Sum and Mean get two operands, so that layouts pass through them (TVM
+        would stack copies of operands). Indices are moved inside their tables, and an output for checks is added."""
 
         def __init__(self, *arguments: Any, **options: Any) -> None:
             super().__init__(*arguments, **options)
