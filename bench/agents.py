@@ -63,11 +63,11 @@ from xrlflow.rl.strategy import Scorer, StrategyConfig, agent_search
 from xrlflow.rl.successors import SuccessorAgent, SuccessorFeaturiser
 from xrlflow.rl.train import TrainConfig, train
 from xrlflow.rl.workers import Task
-from xrlflow.search import Found, Limits, SearchResult, extend, greedy, lookahead, replay, simplify, taso
+from xrlflow.search import Limits, SearchNode, SearchResult, extend, greedy, lookahead, replay, simplify, taso
 from xrlflow.verify import feeds_for_measurement
 
 PRETRAINED = Path(__file__).resolve().parent.parent / "xrlflow" / "rl" / "pretrained" / "agent.safetensors"
-# Expanded states that no time limit reaches.
+# A budget of expanded states that no time limit reaches.
 ENDLESS = 1 << 40
 
 
@@ -76,10 +76,10 @@ ENDLESS = 1 << 40
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Where everybody begins: a priced state, and the cost model."""
+    """The common start: a priced state, and the cost model."""
 
     name: str
-    found: Found
+    found: SearchNode
     prices: Roofline
 
 
@@ -87,7 +87,7 @@ Method = Callable[[Start, Limits, int], SearchResult]
 
 
 class Uniform:
-    """A policy that thinks all candidates, and No-Op, equally good."""
+    """A policy for which all candidates, and No-Op, are equally good."""
 
     def log_probs(self, observations: Sequence[Observation]) -> npt.NDArray[np.float64]:
         counts = np.array([o.candidates + 1 for o in observations])
@@ -95,7 +95,7 @@ class Uniform:
 
 
 def random_policy(start: Start, limits: Limits, seed: int, horizon: int = 100) -> SearchResult:
-    """Rollouts that choose evenly among candidates and No-Op; the best graph on any of them."""
+    """Rollouts that draw uniformly among candidates and No-Op. Returns the best graph on any of them."""
     begin = time.monotonic()
     rng = random.Random(seed)
     best, expanded, at, steps = start.found, 0, start.found, 0
@@ -103,13 +103,13 @@ def random_policy(start: Start, limits: Limits, seed: int, horizon: int = 100) -
         while not limits.over(expanded, best.cost):
             offered = at.state.candidates
             number = rng.randrange(len(offered) + 1)
-            expanded += 1  # so that it ends, even where there are no candidates
+            expanded += 1  # so that it ends even if there are no candidates
             if number == len(offered) or steps == horizon:
                 at, steps = start.found, 0
                 continue
             match = offered[number]
             cost = at.cost + match.delta
-            at, steps = Found(at.state.apply(match), extend(at.path, match, cost), cost), steps + 1
+            at, steps = SearchNode(at.state.apply(match), extend(at.path, match, cost), cost), steps + 1
             if cost < best.cost:
                 best = at
     except KeyboardInterrupt:
@@ -127,9 +127,9 @@ def plain(search: Callable[..., SearchResult], **options: Any) -> Method:
 
 
 def with_agent(agent: Agent | None, vocabulary: Vocabulary) -> Method:
-    """The agent's search; without an agent, that of a policy that knows nothing. Nothing is remembered between graphs.
+    """The agent's search, or that of a policy without knowledge. Nothing is remembered between graphs.
 
-    It goes on until the limits, as its rivals do.
+    Like the other methods, it goes on until the limits.
     """
 
     network = None if agent is None else Network(agent.arrays())
@@ -147,7 +147,7 @@ def with_agent(agent: Agent | None, vocabulary: Vocabulary) -> Method:
 
 @dataclass(frozen=True, slots=True)
 class Contestants:
-    """Methods by name; those of `seeded` have several runs, the agent's being one for each agent or seed."""
+    """Methods by name. Those of `seeded` have several runs; the agent's is one for each agent or seed."""
 
     methods: Mapping[str, tuple[Method, ...]]
     seeded: int
@@ -174,7 +174,7 @@ class Contestants:
     def compete(
         self, start: Start, limits: Callable[[str], Limits], only: Iterable[str] | None = None
     ) -> Iterator[dict[str, Any]]:
-        """A row for each run on this start."""
+        """A row for each run from this start."""
         for name, runs in self.methods.items():
             if only is not None and name not in only:
                 continue
@@ -194,7 +194,7 @@ class Contestants:
 
 
 def _knowing(agent: Agent, library: Library) -> Agent:
-    """The agent, with embeddings for rules that came after it."""
+    """The agent, with embeddings for rules that are newer than it."""
     return agent.extended(library).eval()
 
 
@@ -203,11 +203,11 @@ def within(seconds: float) -> Limits:
 
 
 def until(known: Charted, seconds: float) -> Limits:
-    """As long as that, but no longer than it takes to reach the optimum."""
+    """Limits that end after `seconds`, or when the optimum is reached."""
 
     def stop(expanded: int, best: float) -> None:
         if known.reached(best):
-            raise KeyboardInterrupt  # which every search takes for the end
+            raise KeyboardInterrupt  # every search stops at it
 
     return Limits(ENDLESS, time.monotonic() + seconds, stop)
 
@@ -218,7 +218,7 @@ Row = dict[str, Any]
 
 
 class Rows:
-    """Rows of a run, kept in a file; a run that was stopped goes on after the graphs that are in it."""
+    """The rows of a run, stored in a file. A stopped run continues after the graphs that are in it."""
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
@@ -244,7 +244,7 @@ def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def spread(values: Sequence[float], pattern: str = "{:.0%}") -> str:
-    """The mean, and the range if there are several that differ."""
+    """The mean, and the range if there are different values."""
     mean, low, high = pattern.format(statistics.fmean(values)), min(values), max(values)
     return (
         mean
@@ -292,7 +292,7 @@ def valleys(arguments: argparse.Namespace) -> str:
 
 
 def valley_table(rows: Sequence[Row], charted: Mapping[str, Charted]) -> str:
-    """How many of a family's instances reach their optimum, by method, and over the seeds of a method the range."""
+    """How many instances of a family reach their optimum, by method, with the range over the seeds of a method."""
     methods = ordered(rows, "method")
 
     def share(chosen: Callable[[Row], bool], method: str) -> str:
@@ -329,7 +329,7 @@ def valley_table(rows: Sequence[Row], charted: Mapping[str, Charted]) -> str:
 
 
 def whole_start(name: str, library: Library) -> Start:
-    """A network of the zoo at the paper's size, or a wheel model at its measured one; what needs no price is done."""
+    """A network of the zoo at full size, or a wheel model at its measured size, after the rules without a price."""
     if name in models.ZOO:
         return _start(name, models.build(name), library)
     wheel = wheels.find(name)
@@ -337,7 +337,7 @@ def whole_start(name: str, library: Library) -> Start:
     prices = Roofline(bindings=imported.bindings)
     graph, _ = simplify(imported.graph, library, prices.cost)
     return Start(
-        name, Found(RewriteState.start(graph, library, prices.delta), None, prices.cost(graph)), prices
+        name, SearchNode(RewriteState.start(graph, library, prices.delta), None, prices.cost(graph)), prices
     )
 
 
@@ -345,11 +345,11 @@ def _start(name: str, proto: Any, library: Library) -> Start:
     prices = Roofline()
     graph, _ = simplify(load(proto).graph, library, prices.cost)
     return Start(
-        name, Found(RewriteState.start(graph, library, prices.delta), None, prices.cost(graph)), prices
+        name, SearchNode(RewriteState.start(graph, library, prices.delta), None, prices.cost(graph)), prices
     )
 
 
-# A graph of more nodes than this has to be done in this part of TASO's time.
+# Searches on graphs with more nodes than this have this part of TASO's time.
 LARGE, PART = 300, 0.2
 
 
@@ -382,7 +382,7 @@ def networks(arguments: argparse.Namespace) -> str:
 
 
 def network_table(rows: Sequence[Row]) -> str:
-    """Final modelled cost as a part of the first, and seconds."""
+    """The final modelled cost as a part of the first, and seconds."""
     methods = ordered(rows, "method")
     table = []
     at_most = below = 0
@@ -444,7 +444,7 @@ def generalisation(arguments: argparse.Namespace) -> str:
 
 
 def own_agent(start: Start, library: Library, seconds: float, search: float) -> Row:
-    """A search with an agent that was trained on this very graph alone, for so long."""
+    """A search with an agent that was trained only on this graph, for `seconds`."""
     vocabulary = Vocabulary.of(library)
     trained = train(
         _Given(_task(start, vocabulary)), vocabulary,
@@ -476,7 +476,7 @@ def _task(start: Start, vocabulary: Vocabulary) -> Task:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Given:
-    """A task that is there already: it stays in this process."""
+    """A task that exists already: it stays in this process."""
 
     task: Task
 
@@ -485,7 +485,7 @@ class _Given:
 
 
 def generalisation_table(rows: Sequence[Row]) -> str:
-    """Each method's gain as a part of the best gain that any run of any method found."""
+    """Each method's gain as a part of the best gain of any run."""
     methods = ordered(rows, "method")
     table = []
     for name in ordered(rows, "graph"):
@@ -504,7 +504,7 @@ def generalisation_table(rows: Sequence[Row]) -> str:
 
 
 def decisions(arguments: argparse.Namespace) -> str:
-    """Milliseconds of one decision, on random walks: features of a state just reached, and the network."""
+    """Milliseconds of a decision on random walks: features of a new state, and the network."""
     library = Library(LIBRARY)
     vocabulary = Vocabulary.of(library)
     agent = _knowing(arguments.agents[0], library) if arguments.agents else Agent(vocabulary).eval()
@@ -555,7 +555,7 @@ def decisions(arguments: argparse.Namespace) -> str:
 
 
 def timed_decisions(start: Start, observe: Callable[[Situation], Any], policy: Any, count: int) -> Row:
-    """Medians over the states of a random walk; the first ones, in which everything is new, do not count."""
+    """Medians over the states of a random walk. The first states, in which everything is new, do not count."""
     problem = _problem(start)
     rng = random.Random(0)
     state, cost = problem.state, problem.cost
@@ -605,14 +605,14 @@ class _Scalars:
 
 
 def network_task(vocabulary: Vocabulary, name: str, composites: bool = True) -> Task:
-    """A network of the zoo, as a worker makes it."""
+    """A network of the zoo as a task, which a worker builds."""
     library = Library(LIBRARY) if composites else valley_library()
     start = _start(name, models.build(name), library)
     return _task(start, vocabulary)
 
 
 def steps(arguments: argparse.Namespace) -> str:
-    """Environment steps a second of training, on one network, updates included; the first iteration does not count."""
+    """Environment steps per second of training on one network, including updates, without the first iteration."""
     vocabulary = Vocabulary.of(Library(LIBRARY))
     table, rows = [], []
     for name in arguments.names or ["resnet50"]:
@@ -632,7 +632,7 @@ def steps(arguments: argparse.Namespace) -> str:
 
 
 def scratch(arguments: argparse.Namespace) -> str:
-    """Seconds of training until an agent that knew nothing gets below greedy search, composite rules off."""
+    """Seconds of training until a new agent beats greedy search, without composite rules."""
     library = valley_library()
     vocabulary = Vocabulary.of(library)
     table, rows = [], []
@@ -720,7 +720,7 @@ def encodings(arguments: argparse.Namespace) -> str:
 
 
 def trained_alone(start: Start, vocabulary: Vocabulary, encoding: str, seed: int, seconds: float) -> Row:
-    """PPO on one graph for so long."""
+    """PPO on one graph for `seconds`."""
     torch.manual_seed(seed)
     featuriser = Featuriser(vocabulary, start.prices)
     successors = encoding == "successors"
@@ -739,8 +739,8 @@ def learn(
     seconds: float,
     note: Callable[[Episode[Any]], None] = lambda _: None,
 ) -> Row:
-    """PPO in this process for so long, at least `steps` steps to an update; what the episodes, each of them noted, came
-    to."""
+    """PPO in this process for a time, with at least `steps` steps per update. Returns the results of the episodes, each
+    of which is noted."""
     config = PPOConfig(epochs=3, minibatch=64, reward_scale=0.05)
     optimizer = config.optimizer(policy)
     generator = torch.Generator().manual_seed(seed)
@@ -762,11 +762,11 @@ def learn(
 
 
 def rewards(arguments: argparse.Namespace) -> str:
-    """What the measured reward buys and costs: the agent taught further on one network for equal time, by each reward.
+    """What the measured reward gains and costs: the agent is trained on one network for equal time, by each reward.
 
-    Beside it what greedy search, TASO's and the agent as it is find by the model alone. Of a training run the best
-    graph by its reward counts, of those where its episodes began and ended. All graphs of a network are measured again,
-    in turns, in one process.
+    It is compared with greedy search, TASO's search and the unchanged agent, which use the model. A training run counts
+    with the best graph by its reward, among those where its episodes began and ended. All graphs of a network are
+    measured again, in turns, in one process.
     """
     library = Library(LIBRARY)
     agent = _knowing(arguments.agents[0], library)
@@ -806,7 +806,7 @@ def rewards(arguments: argparse.Namespace) -> str:
 def taught(
     agent: Agent, problem: Problem, start: Start, reward: Reward, seed: int, arguments: argparse.Namespace
 ) -> tuple[Row, Graph]:
-    """So many seconds of training by one reward: how it went, and the best graph where an episode began or ended."""
+    """Train for `seconds` by one reward. Returns the results, and the best graph where an episode began or ended."""
     torch.manual_seed(seed)
     policy = copy.deepcopy(agent).train()
     # By modelled cost, or by latency as a part of the start's.
@@ -830,7 +830,7 @@ Interval = tuple[float, float, float]
 def _measured_in_turns(
     imported: ImportedModel, source: str | bytes, feeds: Mapping[str, Any], graphs: Sequence[Graph]
 ) -> tuple[Interval, list[Interval]]:
-    """The original's latency over its own, and over each graph's. Graphs that are the same are measured once."""
+    """The original's latency divided by each graph's (and by its own). Equal graphs are measured once."""
     different = {g.fingerprint: g for g in graphs}
     files = [to_proto(imported, g).SerializeToString() for g in different.values()]
     measured = measure([source, *files], feeds, time_limit=8.0 * (1 + len(files)))
@@ -885,7 +885,7 @@ def measurable(name: str) -> tuple[ImportedModel, str | bytes, Mapping[str, Any]
 
 
 def make(arguments: argparse.Namespace) -> str:
-    """Train on the curriculum; the agent's file says how."""
+    """Train on the curriculum. The agent's file has the settings."""
     curriculum = training.curriculum(arguments.problems, seed=arguments.seed)
     vocabulary = Vocabulary.of(curriculum.library())
     config = TrainConfig(iterations=arguments.iterations, workers=arguments.workers, seed=arguments.seed)
@@ -912,7 +912,7 @@ TABLES: Mapping[str, Callable[[argparse.Namespace], str]] = {
     "rewards": rewards,
     "train": make,
 }
-# Seconds that a search, or a training run, has.
+# Seconds of a search or a training run.
 SECONDS = {
     "valleys": 5.0,
     "generalisation": 30.0,

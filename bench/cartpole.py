@@ -1,7 +1,7 @@
 """PPO on CartPole-v1: `python bench/cartpole.py [--steps N] [--seed S] [--json FILE]`.
 
-The agents' PPO (xrlflow/learn/ppo.py, unchanged) on a task whose solution is known: the mean return over 100
-evaluation episodes must exceed 475. A fault in it could not hide behind the difficulty of choosing substitutions.
+The agents' PPO (xrlflow/learn/ppo.py, unchanged) on a task with a known solution: the mean return over 100 evaluation
+episodes must exceed 475. Here a mistake cannot hide behind the difficulty of choosing substitutions.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _mlp(outputs: int, gain: float) -> nn.Sequential:
 
 
 def train(steps: int, seed: int, per_update: int = 2048, parallel: int = 8) -> CartPolePolicy:
-    """A policy after so many environment steps."""
+    """A policy after this many environment steps."""
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed)
     policy = CartPolePolicy()
@@ -73,7 +73,7 @@ def train(steps: int, seed: int, per_update: int = 2048, parallel: int = 8) -> C
 
 
 def evaluate(policy: CartPolePolicy, episodes: int, seed: int) -> list[float]:
-    """Returns of so many episodes in which the likeliest action is taken."""
+    """The returns of episodes in which the likeliest action is taken."""
     environment = gymnasium.make("CartPole-v1")
     returns = []
     for index in range(episodes):

@@ -50,9 +50,9 @@ from xrlflow.ops.schema import COMMUTATIVE, IR_VERSION, OPSET
 from xrlflow.rewrite import Library, RewriteState
 
 STEPS = 4
-# Graphs that one search may look at.
+# The most graphs that one search may visit.
 STATES = 4000
-# Tensors are called by these letters in turn.
+# Prefixes of the names of tensors, one after the other.
 PREFIXES = "axknsv"
 
 # Substitutions, as TASO writes them
@@ -149,7 +149,7 @@ class Dimensions:
         return out
 
     def equate(self, a: Form, b: Form) -> None:
-        """Make two dimensions equal. Raises Unsolvable."""
+        """Make two dimensions equal. Raises Unsolvable if they cannot be."""
         one, other = self._without(a, b), self._without(b, a)
         if not one and not other:
             return
@@ -164,7 +164,7 @@ class Dimensions:
             raise Unsolvable(f"{'+'.join(one) or 0} is not {'+'.join(other) or 0}")
 
     def _without(self, a: Form, b: Form) -> Form:
-        """What of `a` is not in `b`, in order."""
+        """The part of `a` that is not in `b`, in order."""
         counted = Counter(self.resolve(b))
         out = []
         for part in self.resolve(a):
@@ -176,7 +176,7 @@ class Dimensions:
 
 
 def ranks(sub: Substitution) -> dict[str, int]:
-    """How many dimensions the inputs have; two where nothing says."""
+    """The number of dimensions of each input; two if nothing determines it."""
     found: dict[tuple[int, str], int] = {}
 
     def key(side: int, name: str) -> tuple[int, str]:
@@ -209,7 +209,7 @@ class Shapes:
 
 
 def solve(sub: Substitution) -> Shapes:
-    """The most general shapes with which a substitution makes sense. Raises Unsolvable."""
+    """The most general shapes for which a substitution is well-formed. Raises Unsolvable."""
     dims = Dimensions()
     inputs = {n: tuple((f"{n}.{i}",) for i in range(rank)) for n, rank in ranks(sub).items()}
     tensors: tuple[dict[str, tuple[Form, ...]], ...] = (dict(inputs), dict(inputs))
@@ -222,7 +222,9 @@ def solve(sub: Substitution) -> Shapes:
                 axis = o.attrs["axis"]
                 for k in range(o.attrs["num_outputs"]):
                     result = f"#{at}.{k}"
-                    twin = next(a for a, b in sub.outputs if b == result)  # as large as what it replaces
+                    twin = next(
+                        a for a, b in sub.outputs if b == result
+                    )  # as large as the tensor it replaces
                     part = tensors[0][twin][axis]
                     known[result] = (*given[0][:axis], part, *given[0][axis + 1 :])
                 whole = tuple(p for k in range(o.attrs["num_outputs"]) for p in known[f"#{at}.{k}"][axis])
@@ -253,7 +255,7 @@ def solve(sub: Substitution) -> Shapes:
 
 
 def _convolve(dims: Dimensions, data: tuple[Form, ...], kernel: tuple[Form, ...]) -> bool:
-    """The kernel fits the data; whether it has fewer channels, that is, the convolution is grouped."""
+    """Make the kernel fit the data. True if it has fewer channels, so that the convolution is grouped."""
     for side in kernel[2:]:
         dims.equate(side, ("3",))
     channels, own, outputs = (dims.resolve(f) for f in (data[1], kernel[1], kernel[0]))
@@ -282,7 +284,7 @@ def _result(o: Operation, given: Sequence[tuple[Form, ...]]) -> tuple[Form, ...]
 
 
 def size_sets(unknowns: Sequence[str], dimensions: int) -> Iterator[tuple[str, dict[str, int]]]:
-    """Sizes of the unknowns: all alike, growing from the first to the last, and the other way round."""
+    """Sizes of the unknowns: all equal, then ascending, then descending."""
     steps = (64, 128, 192, 256) if dimensions == 2 else (8, 16, 24)
     yield "alike", dict.fromkeys(unknowns, steps[1])
     growing = [steps[i * len(steps) // len(unknowns)] for i in range(len(unknowns))]
@@ -298,7 +300,7 @@ _NAMES = {"ewadd": "Add", "ewmul": "Mul", "matmul": "MatMul", "relu": "Relu", "c
 def build(
     sub: Substitution, shapes: Shapes, s: int, sizes: Mapping[str, int], constants: Sequence[str], prefix: str
 ) -> onnx.ModelProto:
-    """One side as a model; the tensors are called by `prefix` and their number."""
+    """One side as a model. Tensors are named by `prefix` and their number."""
     side = sub.sides[s]
     nodes, initializers = [], []
 
@@ -338,7 +340,7 @@ def build(
     variables = []
     for name in sub.inputs:
         if name in constants:
-            # The number of a constant's value follows from its data, so other names are other data.
+            # Constants are named by their data, so other names need other data.
             data = np.random.default_rng([int(name[2:]), *prefix.encode()]).standard_normal(shape(name))
             initializers.append(numpy_helper.from_array(data.astype(np.float32), called(name)))
         else:
@@ -350,7 +352,7 @@ def build(
 
 
 def weights_of(sub: Substitution) -> list[str]:
-    """Inputs that are right factors of products, or kernels, and nothing else."""
+    """Inputs that are only used as right factors of products, or as kernels."""
     right: set[str] = set()
     left: set[str] = set()
 
@@ -374,9 +376,9 @@ def weights_of(sub: Substitution) -> list[str]:
 
 
 class Comparison:
-    """Compares graphs with one right side: operand by operand, commutative ones in either order.
+    """Compares graphs with one right side, operand by operand. Commutative operands may be in either order.
 
-    Constants are compared by their numbers, so it does not matter by which expression they are made.
+    Constants are compared by their elements, so it does not matter which expression makes them.
     """
 
     def __init__(self, right: Graph) -> None:
@@ -386,7 +388,7 @@ class Comparison:
         self._numbers: dict[tuple[int, Value], np.ndarray] = {}
 
     def holds(self, graph: Graph) -> bool:
-        """Whether a graph is the right side."""
+        """Whether a graph equals the right side."""
         if _running(graph) != self.count or _operators(graph) != self.operators:
             return False
         memo: dict[tuple[Value, Value], bool] = {}
@@ -424,8 +426,11 @@ class Comparison:
         return any(all(self._same(graph, p, q, memo) for p, q in zip(o, y.inputs)) for o in orders)
 
     def _number(self, graph: Graph, value: Value) -> np.ndarray:
-        """The numbers of a constant, or of an expression of constants."""
-        key = (0 if graph is self.right else 1, value)  # values of one search are content: they do not change
+        """The elements of a constant, or of an expression of constants."""
+        key = (
+            0 if graph is self.right else 1,
+            value,
+        )  # within a search, a value's name determines its content
         found = self._numbers.get(key)
         if found is None:
             node = graph.producers.get(value)
@@ -449,7 +454,7 @@ def _operators(graph: Graph) -> Counter[str]:
 
 
 def _attributes(node: Node) -> dict[str, Any]:
-    """A node's attributes, axes counted from the front; of a Split the axis only, since its types have the sizes."""
+    """A node's attributes, with axes counted from the front. For a Split only the axis: its types have the sizes."""
     attrs = dict(node.attrs)
     rank = node.types[0].rank
     if node.op in ("Concat", "Split") and rank is not None:
@@ -463,8 +468,8 @@ def _attributes(node: Node) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """How a substitution fared: the kind, after how many steps, by which rules, and after how many graphs."""
+class Reach:
+    """The result for a substitution: the kind, the number of steps, the rules, and the number of graphs."""
 
     kind: str
     steps: int = 0
@@ -483,21 +488,21 @@ class Outcome:
 
 def search(
     left: Graph, right: Graph, library: Library, steps: int = STEPS, most_states: int = STATES
-) -> Outcome:
-    """Rewrite the left side, breadth first, until it is the right side, or costs less."""
+) -> Reach:
+    """Rewrite the left side, breadth first, until it equals the right side or costs less."""
     roofline = Roofline()
     limit = roofline.cost(right) * (1 - 1e-9)
     comparison = Comparison(right)
     if comparison.holds(left):
-        return Outcome("identical")
+        return Reach("identical")
     start = RewriteState.start(left, library, roofline.delta)
     level: list[tuple[RewriteState, float, tuple[str, ...]]] = [(start, roofline.cost(left), ())]
     seen = {start.fingerprint}
-    cheaper: Outcome | None = None
+    cheaper: Reach | None = None
     for depth in range(steps + 1):
         for _, cost, rules in level:
             if cost < limit and cheaper is None:
-                cheaper = Outcome("cheaper", depth, rules, len(seen))
+                cheaper = Reach("cheaper", depth, rules, len(seen))
         if depth == steps:
             break
         following = []
@@ -507,19 +512,19 @@ def search(
                 if expected in seen:
                     continue
                 if len(seen) >= most_states:
-                    return cheaper or Outcome("missed", steps, states=len(seen), exhausted=False)
+                    return cheaper or Reach("missed", steps, states=len(seen), exhausted=False)
                 seen.add(expected)
                 successor = state.apply(match)
                 path = (*rules, match.rule.name)
                 if comparison.holds(successor.graph):
-                    return Outcome("reached", depth + 1, path, len(seen))
+                    return Reach("reached", depth + 1, path, len(seen))
                 following.append((successor, cost + match.delta, path))
         level = following
-    return cheaper or Outcome("missed", steps, states=len(seen))
+    return cheaper or Reach("missed", steps, states=len(seen))
 
 
 def differs(left: Graph, right: Graph) -> bool:
-    """Whether two graphs give other outputs for random numbers."""
+    """Whether two graphs give different outputs for random numbers."""
     rng = np.random.default_rng(0)
     feeds = {}
     for value in left.inputs:
@@ -534,17 +539,17 @@ def differs(left: Graph, right: Graph) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A line of the table: the outcome for each set of sizes, and what is to be said."""
+    """A row of the table: the outcome for each set of sizes, and a remark."""
 
     name: str
     left: str
     right: str
-    outcomes: Mapping[str, Outcome]
+    outcomes: Mapping[str, Reach]
     note: str
     wrong: bool = False
 
     @property
-    def worst(self) -> Outcome:
+    def worst(self) -> Reach:
         return max(self.outcomes.values(), key=lambda o: o.order)
 
     @property
@@ -567,23 +572,23 @@ class Row:
 
 
 def measure(sub: Substitution, library: Library, steps: int = STEPS, most_states: int = STATES) -> Row:
-    """How a generated substitution fares."""
+    """Measure a generated substitution."""
     left = readable(sub.left, [a for a, _ in sub.outputs])
     right = readable(sub.right, [b for _, b in sub.outputs])
     try:
         shapes = solve(sub)
     except Unsolvable as error:
-        return Row(sub.name, left, right, {"": Outcome("missed")}, f"no shapes fit: {error}", wrong=True)
+        return Row(sub.name, left, right, {"": Reach("missed")}, f"no shapes fit: {error}", wrong=True)
     small = {u: 2 + i for i, u in enumerate(shapes.unknowns)}
     models = [load(build(sub, shapes, s, small, (), "a")).graph for s in (0, 1)]
     if differs(*models):
-        return Row(sub.name, left, right, {"": Outcome("missed")}, "the sides differ", wrong=True)
+        return Row(sub.name, left, right, {"": Reach("missed")}, "the sides differ", wrong=True)
     modes: list[list[str]] = [[], weights] if (weights := weights_of(sub)) else [[]]
     dimensions = max(len(s) for s in shapes.tensors[0].values())
-    outcomes: dict[str, Outcome] = {}
+    outcomes: dict[str, Reach] = {}
     constant = False
     for label, sizes in size_sets(shapes.unknowns, dimensions):
-        best: Outcome | None = None
+        best: Reach | None = None
         for constants, prefix in product(modes, PREFIXES):
             graphs = [load(build(sub, shapes, s, sizes, constants, prefix)).graph for s in (0, 1)]
             found = search(*graphs, library, steps, most_states)
@@ -625,9 +630,9 @@ def _notes(sub: Substitution, shapes: Shapes) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A substitution in ONNX's text form. The right side is any of several: parts in one order or another.
+    """A substitution in ONNX's text form. There may be several right sides, which differ in the order of parts.
 
-    The texts are filled in with sizes; `data` gives the constants of both sides for them.
+    Sizes are filled into the texts; `data` gives the constants of both sides for them.
     """
 
     name: str
@@ -651,7 +656,7 @@ def _out(size: int, stride: int, same: bool) -> int:
 
 
 def _conv(stride: int, same: bool) -> str:
-    """A 3x3 convolution's attributes. TASO pads by one on each side where it says "same"."""
+    """A 3x3 convolution's attributes. TASO pads by one on each side if it says "same"."""
     return f"<pads=[{'1,1,1,1' if same else '0,0,0,0'}], strides=[{stride},{stride}]>"
 
 
@@ -661,7 +666,7 @@ _MATRIX, _MATRICES = "float[{a},{k}] x", "float[{a},{k}] x, float[{p},{k}] z"
 
 
 def written() -> Iterator[tuple[str, Written]]:
-    """TASO's substitutions by hand, then TENSAT's of several patterns, each with the name of its group."""
+    """TASO's handwritten substitutions, then TENSAT's of several patterns, each with the name of its group."""
     for stride in (1, 2):
         for same in (True, False):
             yield from (("taso", one) for one in _followed_convs(stride, same))
@@ -673,7 +678,7 @@ def written() -> Iterator[tuple[str, Written]]:
 
 
 def _followed_convs(stride: int, same: bool) -> list[Written]:
-    """A convolution, and what comes behind it."""
+    """Convolutions followed by other operators."""
     conv, label = _conv(stride, same), f"stride {stride}, {'same' if same else 'valid'}"
     head = f"agraph ({_IMAGE}) => (float[] y)"
     return [
@@ -699,7 +704,7 @@ def _followed_convs(stride: int, same: bool) -> list[Written]:
 
 
 def _merged_convs(relu: bool) -> list[Written]:
-    """Two convolutions made one, and groups of a convolution made fewer."""
+    """Two convolutions merged into one, and convolutions with fewer groups."""
     label = ", relu" if relu else ""
     head = f"agraph ({_IMAGE}) => (float[] y)"
     out, end = ("t", "y = Relu(t)") if relu else ("y", "")
@@ -729,7 +734,7 @@ def _merged_convs(relu: bool) -> list[Written]:
 
 
 def _shared_operands(relu: bool) -> list[Written]:
-    """Two products or convolutions with an operand in common."""
+    """Two products or convolutions that share an operand."""
     label = ", relu" if relu else ""
     return [
         _two_outputs(
@@ -776,7 +781,7 @@ def _shared_operands(relu: bool) -> list[Written]:
 
 
 def _pairs() -> list[Written]:
-    """Two element-wise operators of a kind."""
+    """Two elementwise operators of one kind."""
     found = []
     for name, function in (("relus", "Relu"), ("sigmoids", "Sigmoid")):
         one, other = f"{function}(x)", f"{function}(z)"
@@ -800,9 +805,9 @@ def _two_outputs(
     data: Callable[[Mapping[str, int], np.random.Generator], dict[str, np.ndarray]],
     relu: bool,
 ) -> Written:
-    """Two results, and how they come from one that is split.
+    """Two results that come from splitting one.
 
-    `merged` makes the value r from the constant {0} ("vw" or "wv"), or from the parts {1} and {2}.
+    `merged` computes the value r from the constant {0} ("vw" or "wv"), or from the parts {1} and {2}.
     """
     head = f"agraph ({inputs}) => (float[] y, float[] z1)"
     if relu:
@@ -876,7 +881,7 @@ def _batch(s: Mapping[str, int], rng: np.random.Generator) -> dict[str, np.ndarr
 
 
 def from_text(text: str, sizes: Mapping[str, int], data: Mapping[str, np.ndarray]) -> Graph:
-    """A graph from ONNX's text form, with those constants that it mentions."""
+    """A graph from ONNX's text form, with the constants that it uses."""
     proto = onnx.parser.parse_model(
         f'<ir_version: {IR_VERSION}, opset_import: ["" : {OPSET}]>\n{text.format(**sizes)}'
     )
@@ -888,7 +893,7 @@ def from_text(text: str, sizes: Mapping[str, int], data: Mapping[str, np.ndarray
 
 
 def measure_written(entry: Written, library: Library, steps: int = STEPS, most_states: int = STATES) -> Row:
-    """How a substitution of ONNX texts fares."""
+    """Measure a handwritten substitution."""
     outcomes = {}
     wrong = False
     for label, sizes in _SIZES.items():

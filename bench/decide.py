@@ -1,8 +1,8 @@
 """How often the last comparison is wrong: `python bench/decide.py` (simulated), `... aa --runs 100` (real models).
 
-Simulated: processes, each with an effect of its own (where its weights lie), a few runs with heavy-tailed noise, drift,
-neighbours that come and go; the functions that decide and report are those of `xrlflow.backends.decision`, fed with the
-simulated estimates. Real: `optimize` compares small models with themselves, and ships one, or not.
+Simulated: each process has its own effect (where weights lie), and a few runs with heavy-tailed noise, drift, and other
+programs that come and go. The functions of `xrlflow.backends.decision` decide and report on the simulated estimates.
+Real: `optimize` compares small models with themselves, and accepts one or not.
 """
 
 from __future__ import annotations
@@ -32,14 +32,16 @@ GAINS = (0.0, 0.003, 0.005, 0.01, 0.02, 0.05)
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """A machine and a model: what one process's estimate is off, and how many processes there is time for.
+    """A machine and a model: the errors of a process's estimate, and the number of processes that there is time for.
 
-    Standard deviations and shifts are logarithms of ratios (0.01 is 1%). `process`: of what is fixed in a process;
-    `two_sided`: that is one of two values, as where weights lie one way or the other. `run`: of one comparison of two
-    runs that are neighbours in time, Student's t with `tail` degrees of freedom; `runs`: so many in a process.
-    `disturbed`: the part of the processes that somebody else slows down while one of the models runs, by `blow`.
-    `order`: the shift in favour of the model that was loaded first; the order alternates. `wander`: standard deviation
-    of a slow wave that goes through all processes, alike for neighbours in time.
+    Standard deviations and shifts are logarithms of ratios (0.01 is 1%).
+
+    - `process`: of what is fixed in a process; `two_sided`: it is one of two values, like the layout of weights.
+    - `run`: of one comparison of two neighbouring runs, Student's t with `tail` degrees of freedom; `runs`: the number
+      of comparisons in a process.
+    - `disturbed`: the part of the processes in which another program slows down one of the models, by `blow`.
+    - `order`: the shift in favour of the model that was loaded first; the order alternates.
+    - `wander`: of a slow wave over all processes, which affects neighbours in time alike.
     """
 
     name: str
@@ -56,7 +58,7 @@ class World:
     wander: float = 0.0
 
     def estimates(self, rng: np.random.Generator) -> np.ndarray:
-        """What all processes of one comparison are off the true gain, in the order in which they run."""
+        """The errors of all processes of one comparison, in the order in which they run."""
         count = self.affordable
         effect = rng.standard_normal(count)
         if self.two_sided:
@@ -83,23 +85,23 @@ WORLDS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """Of many comparisons in one world, with one true gain."""
+class WorldSummary:
+    """The results of many comparisons in one world, with one true gain."""
 
     world: str
     gain: float
-    shipped: float  # of all
+    shipped: float  # the part of all comparisons
     bias: (
         float | None
-    )  # what was reported of those shipped, less the truth, as ratios; None: nothing was reported
+    )  # the mean of reported minus true gain of those shipped, as a ratio; None: nothing was reported
     off: float | None  # standard error of the bias
-    half_width: float | None  # of the reported interval, the median
-    covered: float | None  # how often that holds the truth
+    half_width: float | None  # the median over reported intervals
+    covered: float | None  # how often the interval contains the true gain
     seconds: float
 
 
-def simulate(world: World, gain: float, replications: int, seed: int) -> Outcome:
-    """Compare so many times with a true gain (0.01: 1% faster)."""
+def simulate(world: World, gain: float, replications: int, seed: int) -> WorldSummary:
+    """Make this many comparisons with a true gain (0.01: 1% faster)."""
     rng = np.random.default_rng([seed, round(gain * 1e6), *world.name.encode()])
     truth = math.log1p(gain)
     shipped, seconds = 0, 0.0
@@ -115,7 +117,7 @@ def simulate(world: World, gain: float, replications: int, seed: int) -> Outcome
             halves.append((answer.figure.high - answer.figure.low) / 2)
             hits += answer.figure.low <= 1.0 + gain <= answer.figure.high
     reported = len(errors)
-    return Outcome(
+    return WorldSummary(
         world.name,
         gain,
         shipped / replications,
@@ -136,8 +138,10 @@ def percent(value: float | None, digits: int = 2) -> str:
     return "-" if value is None else f"{100 * value:.{digits}f}%"
 
 
-def simulated(worlds: Sequence[World], gains: Sequence[float], replications: int, seed: int) -> list[Outcome]:
-    """All worlds with all gains; prints a row for each."""
+def simulated(
+    worlds: Sequence[World], gains: Sequence[float], replications: int, seed: int
+) -> list[WorldSummary]:
+    """Simulate all worlds with all gains, and print a row for each."""
     print("| world | true gain | shipped | reported - true | its error | half width | covered | s |")
     print("|---|---|---|---|---|---|---|---|")
     found = []
@@ -154,9 +158,9 @@ def simulated(worlds: Sequence[World], gains: Sequence[float], replications: int
 
 
 def twin(rows: int, width: int, layers: int, seed: int) -> onnx.ModelProto:
-    """A chain of products in which one substitution can be made, of two transposes, which ONNX Runtime makes as well.
+    """A chain of products in which one substitution is possible, of two transposes. ONNX Runtime makes it itself.
 
-    So the result and the original are the same for ONNX Runtime: whatever says that one is faster is wrong.
+    So result and original are equal for ONNX Runtime, and a verdict that one is faster is wrong.
     """
     rng = np.random.default_rng(seed)
     nodes = [
@@ -176,7 +180,7 @@ def twin(rows: int, width: int, layers: int, seed: int) -> onnx.ModelProto:
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=10)
 
 
-# What is kept of a report.
+# The fields of a report that are kept.
 KEPT = (
     "model", "reason", "speedup", "speedup_low", "speedup_high", "decided", "decided_low", "decided_high",
     "control_low", "control_high", "processes", "phases", "latency_before_ms",
@@ -185,7 +189,10 @@ TWINS = ((16, 128, 6), (64, 256, 8), (64, 512, 12))
 
 
 def against_itself(runs: int, seconds: float, kept: Path) -> None:
-    """Run `optimize` so many times on models that it cannot make faster; `kept`: a row a run, resumed."""
+    """Run `optimize` this many times on models that it cannot make faster.
+
+    `kept`: a file with a row per run, resumed.
+    """
     rows: list[dict[str, Any]] = json.loads(kept.read_text()) if kept.exists() else []
     kept.parent.mkdir(parents=True, exist_ok=True)
     while len(rows) < runs:
@@ -205,7 +212,7 @@ def against_itself(runs: int, seconds: float, kept: Path) -> None:
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> str:
-    """What runs of models against themselves have in common."""
+    """A summary of runs of models against themselves."""
     decided = [row for row in rows if row["decided"] is not None]
     shipped = [row for row in rows if row["shipped"]]
     widths = [(r["decided_high"] - r["decided_low"]) / 2 for r in decided if r["decided_low"] is not None]

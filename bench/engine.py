@@ -1,12 +1,12 @@
 """How fast the rewrite engine is, with the whole rule library: `python bench/engine.py [--json] [--shares]`.
 
 Uniformly random moves on BERT, ResNeXt and NasNet graphs of about 1,000 and 10,000 nodes. A move is `apply`: the
-successor graph, and its candidates refreshed, conditions and the roofline's delta of each new candidate included.
-Also a first full match from scratch (`match`: conditions included; `start`: every candidate priced as well), and
-the memory of 100 retained successors of a 1,000-node graph.
+successor graph with its candidates updated, including conditions and the roofline's delta of each new candidate. Also a
+first full match from scratch (`match`: with conditions; `start`: with the price of every candidate), and the memory of
+100 retained successors of a 1,000-node graph.
 
-With `--shares` instead: what part of a first full match each rule takes, summed over the networks of the zoo, at the
-depths of the papers and at those of the tests (the least of several matches, each with a library of its own).
+With `--shares` instead: the part of a first full match that each rule takes, summed over the networks of the zoo at the
+depths of the papers and of the tests (the least of several matches, each with a new library).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ NETWORKS = {
 
 
 def graph(name: str, nodes: int) -> Graph:
-    """A graph of about so many nodes that run."""
+    """A graph with about this many nodes that run."""
     return load(models.build(name, depth=models.depth_for(name, nodes), **NETWORKS[name])).graph
 
 
@@ -78,11 +78,11 @@ def moves(start: Graph, library: Library, count: int, seed: int) -> Iterator[flo
 
 
 def retained_kb(start: Graph, library: Library, count: int = 100) -> float:
-    """KiB of each of `count` successors that are kept, candidates and all."""
+    """KiB for each of `count` successors that are kept with their candidates."""
     state = RewriteState.start(start, library, Roofline().delta)
     rng = random.Random(0)
     chosen = rng.choices(state.candidates, k=count)
-    for match in chosen:  # what is remembered once for all is not the successors'
+    for match in chosen:  # what is remembered once does not belong to the successors
         state.apply(match)
     gc.collect()
     tracemalloc.start()
@@ -95,11 +95,11 @@ def retained_kb(start: Graph, library: Library, count: int = 100) -> float:
 
 
 def shares(protos: Sequence[onnx.ModelProto], repeats: int) -> tuple[dict[str, float], int]:
-    """Milliseconds of each rule in matching the models from scratch, the least for each summed; and their nodes.
+    """Milliseconds of each rule in matching the models from scratch (the least, summed over models), and the nodes.
 
-    (Some microseconds in some thousand places: what else the machine does falls on single rules, and is no part of it.)
-    Graphs, library and rules are made anew each time: nothing is remembered of the time before but what chains of
-    operators have a given map (`rewrite_rules.access`).
+    The times are microseconds in thousands of places, so other programs disturb single rules: hence the least. Graphs,
+    library and rules are made anew each time, so nothing is remembered except what chains of operators have given a map
+    (`rewrite_rules.access`).
     """
     taken: dict[tuple[int, str], list[float]] = {}
     nodes = [0] * len(protos)
@@ -126,7 +126,7 @@ def zoo(*, small: bool) -> list[onnx.ModelProto]:
 
 
 def print_shares(repeats: int, as_json: bool, most: int = 10) -> None:
-    """The rules that take most of the time of matching."""
+    """Print the rules that take most of the time of matching."""
     found: dict[str, dict[str, float | dict[str, float]]] = {}
     for label, small in (("zoo", False), ("small zoo", True)):
         spent, nodes = shares(zoo(small=small), repeats)
@@ -151,7 +151,7 @@ def p95(values: list[float]) -> float:
 
 
 def table(result: Mapping[str, Any]) -> str:
-    """What counts of all networks together, in Markdown."""
+    """The main figures over all networks, in Markdown."""
     lines = [
         "| | 1,000 nodes | 10,000 nodes |",
         "|---|---|---|",
@@ -171,7 +171,7 @@ def _slowest(result: Mapping[str, Any], label: str, key: str) -> float:
 
 
 def measured(count: int) -> dict[str, Any]:
-    """What counts of all networks together, with `count` random moves on each graph, and `networks`: of each."""
+    """The main figures over all networks, with `count` random moves on each graph, and `networks`: those of each."""
     library = Library(LIBRARY)
     result: dict[str, Any] = {}
     rows: dict[str, dict[str, float]] = {}

@@ -28,7 +28,7 @@ KINDS = ("node", "simple", "pytorch-converted", "pytorch-operator")
 
 
 def sources() -> Iterator[tuple[str, str, onnx.ModelProto | str]]:
-    """Kind, name, model."""
+    """The kind, the name and the model of each source."""
     for name in models.ZOO:
         yield "zoo", name, models.small(name)
     for name in wheels.WHEELS:
@@ -42,7 +42,7 @@ def sources() -> Iterator[tuple[str, str, onnx.ModelProto | str]]:
 def firing(
     model: onnx.ModelProto | str, library: Library, steps: int, rng: random.Random
 ) -> tuple[set[str], set[str]]:
-    """Rules with a candidate at the start, and those that get one within so many random substitutions."""
+    """The rules with a candidate at the start, and those that get one within this many random substitutions."""
     state = RewriteState.start(load(model).graph, library)
     first = {m.rule.name for m in state.candidates}
     later: set[str] = set()
@@ -50,7 +50,7 @@ def firing(
         candidates = state.candidates
         if not candidates:
             break
-        # Rules that have not been applied yet come first, so that what follows from them is seen.
+        # Rules that were not yet applied come first, to see what follows from them.
         match = rng.choice([m for m in candidates if m.rule.name not in later] or candidates)
         later.add(match.rule.name)
         state = state.apply(match)
@@ -65,7 +65,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     rng = random.Random(arguments.seed)
-    # The rules of another backend are looked for by themselves: what they write is not for the others.
+    # Rules of another backend are tried separately: other rules do not know what they write.
     elsewhere = {r.backend for r in LIBRARY} - {None, "onnxruntime"}
     libraries = [Library(LIBRARY, contrib=True, assuming=("finite", "vnni", "approximate"))]
     libraries += [
@@ -77,7 +77,7 @@ def main() -> None:
         for library in libraries:
             try:
                 first, later = firing(model, library, arguments.steps, rng)
-            except ModelError:  # tests of what is no model
+            except ModelError:  # tests of invalid models
                 break
             except RuleError as error:
                 sys.exit(f"{kind} {name}: {error}")

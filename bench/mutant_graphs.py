@@ -1,4 +1,4 @@
-"""Graphs for `bench/mutants.py`: what the tests of the rules read, and the examples of all rules.
+"""Graphs for `bench/mutants.py`: those that the tests of the rules load, and the examples of all rules.
 
 As a plugin of pytest (`-p bench.mutant_graphs`) it keeps every small model that a test loads.
 """
@@ -35,8 +35,8 @@ INDEX, CLAIMS = "index.json", "claims.jsonl"
 _FOLDER = "XRLFLOW_MUTANT_GRAPHS"
 # Larger models are left out: nodes, and bytes.
 _NODES, _BYTES = 80, 1 << 18
-# Walks of random substitutions: from every so many-th graph of so many nodes, how many, and how long. Of so many
-# matches it is looked at what the rule makes.
+# Random walks: they start from every _EVERY-th graph with at most _SMALL nodes; their number and length. The results of
+# this many matches are compared.
 _EVERY, _SMALL, _WALKS, _STEPS, _MATCHES = 2, 24, 2, 3, 12
 
 
@@ -51,7 +51,7 @@ def _kept(folder: Path, model: onnx.ModelProto) -> str | None:
 
 
 def pytest_configure() -> None:
-    """Have `xrlflow.onnxio.load` keep what it is given, and the harness what it is asked to hold."""
+    """Make `xrlflow.onnxio.load` keep its models, and the harness its claims."""
     from tests.rules import harness
     from xrlflow import onnxio
 
@@ -82,7 +82,7 @@ def pytest_configure() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What a test of a rule says of a graph: the rule applies to it, and leaves these operators, or refuses it."""
+    """What a test claims about a rule and a graph: it applies and leaves these operators, or it refuses."""
 
     graph: Graph
     refused: bool = False
@@ -91,7 +91,7 @@ class Claim:
     ops: tuple[str, ...] | None = None
 
     def holds(self, rule: AnyRule, library: Library) -> bool:
-        """As `tests/rules/harness.py` has it; `library` is of this rule alone."""
+        """Check the claim as `tests/rules/harness.py` does. `library` has only this rule."""
         library.stats[rule.name].refused.clear()
         state = RewriteState.start(self.graph, library)
         candidates = sorted(state.candidates, key=lambda m: m.key)
@@ -107,7 +107,7 @@ class Claim:
 
 
 def claims(folder: Path, name: str) -> list[Claim]:
-    """What the tests say of a rule."""
+    """The claims of the tests about a rule."""
     found = []
     for line in (folder / CLAIMS).read_text().splitlines():
         row = json.loads(line)
@@ -119,7 +119,7 @@ def claims(folder: Path, name: str) -> list[Claim]:
 
 
 def harvest(folder: Path) -> None:
-    """Run the tests of the rules (but their proofs), and keep what they load in a folder."""
+    """Run the tests of the rules, except their proofs, and keep the models that they load in a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     tests = [str(p) for p in sorted((ROOT / "tests" / "rules").glob("test_*.py")) if p.stem != "test_proofs"]
     subprocess.run(
@@ -131,16 +131,16 @@ def harvest(folder: Path) -> None:
 
 
 def graphs(folder: Path) -> Iterator[tuple[str, Graph]]:
-    """The graphs that are kept, by their files' names; what is no model is left out."""
+    """The kept graphs, by file name, without invalid models."""
     for path in sorted(folder.glob("*.onnx")):
         try:
             yield path.name, load(onnx.load(str(path))).graph
-        except ModelError:  # tests of what is no model
+        except ModelError:  # tests of invalid models
             continue
 
 
 def index(folder: Path) -> Mapping[str, list[str]]:
-    """Rule -> names of the graphs for which code of the rule's own class is run, beyond its pattern."""
+    """Rule -> names of the graphs for which the rule's own code runs, beyond its pattern."""
     owners: dict[tuple[str, int], list[str]] = {}
     for rule in LIBRARY:
         for kind in type(rule).__mro__:
@@ -168,7 +168,7 @@ def index(folder: Path) -> Mapping[str, list[str]]:
 
 
 def walked(graph: Graph, seed: int) -> Iterator[Graph]:
-    """What random substitutions make of a graph, after each of a few steps."""
+    """The graphs after each of a few random substitutions."""
     draw = Random(seed)
     library = Library(LIBRARY, contrib=True)
     state = RewriteState.start(graph, library)
@@ -185,7 +185,7 @@ def walked(graph: Graph, seed: int) -> Iterator[Graph]:
 
 
 def graph_of(folder: Path, name: str) -> Graph:
-    """A graph of the index: a file, or what substitutions made of it (FILE:SEED:STEP)."""
+    """A graph of the index: that of a file, or one that substitutions made of it (FILE:SEED:STEP)."""
     file, *walk = name.split(":")
     graph = load(onnx.load(str(folder / file))).graph
     if not walk:
@@ -195,7 +195,7 @@ def graph_of(folder: Path, name: str) -> Graph:
 
 
 def index_of_walks(folder: Path) -> Mapping[str, list[str]]:
-    """Rule -> graphs that substitutions make, as far as they come to lines to which no other graph comes."""
+    """Rule -> graphs made by substitutions that reach lines which no other graph reaches."""
     found: dict[str, list[str]] = {}
     seen: dict[str, set[Line]] = {}
 
@@ -226,13 +226,13 @@ def index_of_walks(folder: Path) -> Mapping[str, list[str]]:
 
 
 def lines_by_rule(graph: Graph, library: Library) -> Iterator[tuple[str, set[Line]]]:
-    """The lines that are run for each rule that applies to a graph, where the rule says what it makes."""
+    """For each rule that applies to a graph, the lines that run when it makes its target."""
     for match in match_all(graph, library)[:_MATCHES]:
         forget("rewrite_rules")
         try:
             with lines_run("rewrite_rules") as lines:
                 build_edit(graph, match)
-        except (Refused, RuleError):  # it finds a reason only now, or the graph means nothing
+        except (Refused, RuleError):  # the rule refuses only now, or the graph is meaningless
             continue
         yield match.rule.name, set(lines)
 

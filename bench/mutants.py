@@ -1,10 +1,10 @@
 """Mutants of the rules' own code: `python bench/mutants.py [RULE ...] [--jobs N] [--seed S] [--out FILE] [--sample N]`.
 
 Each comparison, number, boundary, boolean and sign in the functions of the rules is changed, one at a time, and the
-rule is asked again about the graphs of its proof (`xrlflow.prover.codehunt`). A function that several rules call
-is tried with a few of them. Rows go to FILE (JSON lines, default out/mutants.jsonl) as they are found; what is there
-already is not done again. At the end: how many of each kind were found out, how, and the survivors that
-`tests/rules/survivors.json` does not explain, with which the command exits with 1.
+rule is applied again to the graphs of its proof (`xrlflow.prover.codehunt`). A function that several rules call is
+tried with a few of them. Rows are written to FILE (JSON lines, default out/mutants.jsonl) as they are found; existing
+rows are not repeated. At the end there is a summary: how many mutants of each kind were killed, and how. If there are
+survivors that `tests/rules/survivors.json` does not explain, the exit code is 1.
 """
 
 from __future__ import annotations
@@ -47,26 +47,26 @@ from xrlflow.prover.reached import Line, lines_run
 from xrlflow.rewrite import AnyRule, Library
 
 EXPLAINED = ROOT / "tests" / "rules" / "survivors.json"
-# A mutant of what many rules call is tried with so many of them, first with the graphs that are known of each, and then
-# with further ones.
+# A mutant in a function of many rules is tried with this many of them: first with their known graphs, then with further
+# graphs.
 _KNOWN, _FURTHER = 24, 3
-# Rules whose graphs a process remembers.
+# The number of rules whose graphs a process remembers.
 _HUNTS = 48
-# What the tests say is looked at for so many seconds; a file of tests may be so many times slower than it was.
+# Claims of tests are checked for this many seconds; a test file may become slower by this factor.
 _LONGEST, _SLOWER = 60.0, 10.0
 # The package whose code is mutated.
 _HOME = "rewrite_rules"
-# A process takes so many functions at a time.
+# The number of functions that a process gets at a time.
 _AT_ONCE = 6
-# What a process may take, in bytes.
+# The bytes of memory that a process may use.
 _MEMORY = 6 << 30
-# The tests of what has no file of tests of its own.
+# Modules without a test file of their own, and the module whose tests are used.
 _TESTED_WITH = {"axes": "transpose", "bodies": "control", "constants": "merge", "elementwise": "reshape"}
 Row = dict[str, Any]
 
 
 def tasks(names: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Functions, each with the rules that it is tried with; those of the same rules follow each other."""
+    """Functions, each with the rules that it is tried with. Functions of the same rules are neighbours."""
     callers: dict[str, list[str]] = {}
     for rule in LIBRARY:
         if not names or rule.name in names:
@@ -76,27 +76,27 @@ def tasks(names: Sequence[str]) -> list[tuple[str, list[str]]]:
 
 
 def pieces(work: Sequence[tuple[str, list[str]]]) -> list[list[tuple[str, list[str]]]]:
-    """The tasks, cut so that no process is left with a long one at the end."""
+    """The tasks in pieces, so that no process has a long one at the end."""
     return [list(work[i : i + _AT_ONCE]) for i in range(0, len(work), _AT_ONCE)]
 
 
 @lru_cache(maxsize=_HUNTS)
 def hunter(name: str, seed: int, folder: Path) -> CodeHunt:
-    """A rule's hunt, with the graphs of a folder that concern it."""
+    """The hunt for a rule, with the graphs of a folder that concern it."""
     (rule,) = [r for r in LIBRARY if r.name == name]
     names = json.loads((folder / INDEX).read_text()).get(name, [])
     return CodeHunt(rule, seed, (graph_of(folder, n) for n in names))
 
 
 def spread(names: Sequence[str], count: int) -> Sequence[str]:
-    """So many of some names, from the first to the last."""
+    """`count` of some names, evenly spaced."""
     return names if len(names) <= count else [names[i * len(names) // count] for i in range(count)]
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """Which mutants are judged, those in whose names `named` stands, and how: with the tests' graphs in a folder;
-    `drawing`: with further graphs; `testing`: by the files of tests."""
+class Judging:
+    """How mutants are judged: with the tests' graphs in `folder`; `drawing`: with further graphs; `testing`: by test
+    files. Only mutants with `named` in their name are judged."""
 
     seed: int
     folder: Path
@@ -105,9 +105,9 @@ class Plan:
     named: str
 
 
-def judged(function: FunctionType, compiled: Compiled, callers: Sequence[str], plan: Plan) -> Found:
-    """What becomes of a mutant: by the graphs that are known of the rules that call it, by what their tests say, then
-    by the files of tests and by further graphs, if these are wanted."""
+def judged(function: FunctionType, compiled: Compiled, callers: Sequence[str], plan: Judging) -> Found:
+    """Judge a mutant: by the known graphs of the rules that call it, by the claims of their tests, and, if wanted, by
+    test files and by further graphs."""
     seed, folder = plan.seed, plan.folder
     found = None
     for name in spread(callers, _KNOWN):
@@ -133,14 +133,14 @@ def judged(function: FunctionType, compiled: Compiled, callers: Sequence[str], p
 
 @lru_cache(maxsize=_HUNTS)
 def claimed(name: str, folder: Path) -> Sequence[Claim]:
-    """What the tests say of a rule, as far as it holds without a mutant in the rule's library of its own."""
+    """The claims of the tests about a rule that hold without a mutant, with a library of only this rule."""
     rule, library = alone(name)
     return [c for c in claims(folder, name) if c.holds(rule, library)]
 
 
 @lru_cache(maxsize=_HUNTS)
 def made(name: str) -> Sequence[tuple[Graph, str]]:
-    """A rule's examples and near misses, with what it makes of them."""
+    """A rule's examples and near misses, with the results of the rule."""
     (rule,) = [r for r in LIBRARY if r.name == name]
     return list(zip(graphs_of(rule), results().get(name, []), strict=True))
 
@@ -152,7 +152,7 @@ def alone(name: str) -> tuple[AnyRule, Library]:
 
 
 def holds(function: FunctionType, compiled: Compiled, name: str, folder: Path) -> bool:
-    """Whether all that the tests say of a rule is still true with a mutant in its place."""
+    """Whether all claims of the tests about a rule still hold with a mutant."""
     known, pinned = claimed(name, folder), made(name)
     with put(function, compiled.code):
         try:
@@ -161,12 +161,12 @@ def holds(function: FunctionType, compiled: Compiled, name: str, folder: Path) -
                 return all(c.holds(rule, library) for c in known) and all(
                     result_of(graph, library_of(anew(rule))) == result for graph, result in pinned
                 )
-        except (Exception, TooLong):  # a test would fail, too
+        except (Exception, TooLong):  # a test would fail as well
             return False
 
 
 class Reaching:
-    """A plugin of pytest that notes the lines of rules that each test runs, and how many seconds that takes."""
+    """A plugin of pytest that notes the lines of rules that each test runs, and its seconds."""
 
     def __init__(self) -> None:
         self.lines: dict[str, frozenset[Line]] = {}
@@ -174,7 +174,7 @@ class Reaching:
 
     @pytest.hookimpl(hookwrapper=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Iterator[None]:
-        forget(_HOME)  # what a test before has made a function remember is run by this one, too
+        forget(_HOME)  # so that this test also runs what an earlier one has cached
         begin = time.monotonic()
         with lines_run(_HOME) as lines:
             yield
@@ -184,7 +184,7 @@ class Reaching:
 
 @lru_cache(maxsize=4)
 def reaching(module: str) -> Reaching:
-    """What the tests of a module of rules run."""
+    """The lines that the tests of a module of rules run."""
     name = module.rpartition(".")[2]
     found = Reaching()
     run_tests([str(ROOT / "tests" / "rules" / f"test_{_TESTED_WITH.get(name, name)}.py")], [found])
@@ -197,7 +197,7 @@ def run_tests(which: Sequence[str], plugins: Sequence[object] = ()) -> int:
 
 
 def suite_fails(function: FunctionType, compiled: Compiled) -> bool:
-    """Whether one of the tests of a function's module that come to a mutant fails with it in its place."""
+    """Whether a test that runs a mutant's line fails with the mutant."""
     known = reaching(function.__module__)
     which = [name for name, lines in known.lines.items() if not lines.isdisjoint(compiled.lines)]
     if not which:
@@ -210,14 +210,16 @@ def suite_fails(function: FunctionType, compiled: Compiled) -> bool:
             return True
     if (
         found == pytest.ExitCode.USAGE_ERROR
-    ):  # a test's parameters are an iterator that is used up, for instance
+    ):  # for instance if a test's parameters are an iterator that is exhausted
         raise ValueError(f"not all of these tests are found again: {', '.join(which)}")
     return found == pytest.ExitCode.TESTS_FAILED
 
 
-def hunt(functions: Sequence[tuple[str, list[str]]], plan: Plan, done: set[str], sample: float) -> list[Row]:
-    """Rows of all mutants of some functions that are not done."""
-    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))  # a mutant may ask for all there is
+def hunt(
+    functions: Sequence[tuple[str, list[str]]], plan: Judging, done: set[str], sample: float
+) -> list[Row]:
+    """Judge all mutants of some functions that are not done, and return their rows."""
+    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))  # a mutant may allocate without limit
     by_key = {k: f for r in LIBRARY for k, f in functions_of(r).items()}
     rows = []
     for key, callers in functions:
@@ -230,19 +232,19 @@ def hunt(functions: Sequence[tuple[str, list[str]]], plan: Plan, done: set[str],
 
 
 def names() -> set[str]:
-    """The names of all mutants of the rules' code of now."""
+    """The names of all mutants of the present code of the rules."""
     functions = {k: f for r in LIBRARY for k, f in functions_of(r).items()}
     return {str(compiled.mutant) for f in functions.values() for compiled in mutants_of(f)}
 
 
 def explained() -> Mapping[str, str]:
-    """Why survivors are right, by name."""
+    """By name, why survivors are not mistakes."""
     reasons: Mapping[str, list[str]] = json.loads(EXPLAINED.read_text())
     return {name: why for why, names in reasons.items() for name in names}
 
 
 def summary(rows: Iterable[Row]) -> tuple[str, list[Row]]:
-    """How many mutants of each kind were found out, and how, in Markdown; and the unexplained survivors."""
+    """How many mutants of each kind were killed, and how, in Markdown; and the unexplained survivors."""
     reasons, kinds = explained(), dict[str, Counter[str]]()
     left = []
     for row in rows:
@@ -302,7 +304,7 @@ def main() -> None:
     if not (options.graphs / INDEX).exists():
         collect(options.graphs)
     drawing = options.draw and not options.quick
-    plan = Plan(options.seed, options.graphs, drawing, not options.quick, options.named)
+    plan = Judging(options.seed, options.graphs, drawing, not options.quick, options.named)
     work = pieces(tasks(options.rules))
     spawn = multiprocessing.get_context("spawn")
     with options.out.open("a") as out, ProcessPoolExecutor(options.jobs, mp_context=spawn) as pool:

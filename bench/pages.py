@@ -1,7 +1,7 @@
-"""The tables of docs/benchmarks and of the README: a bench command with `--write` puts what it found there.
+"""The tables of docs/benchmarks and of the README: a bench command with `--write` writes its results there.
 
-A table stands between two marks, `<!-- table: NAME -->` and `<!-- end of table: NAME -->`. What is around them is
-written by hand and stays.
+A table is between two marks, `<!-- table: NAME -->` and `<!-- end of table: NAME -->`. The text around them is written
+by hand and stays.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ def tables(root: Path = ROOT) -> dict[str, Path]:
 
 
 def read(name: str, root: Path = ROOT) -> str:
-    """What stands between the marks of a table. Raises SystemExit if no page has it."""
+    """The text between the marks of a table. Raises SystemExit if no page has it."""
     begin, end = _marks(name)
     return _page(name, root).read_text().split(begin)[1].split(end)[0].strip()
 
 
 def write(name: str, text: str, root: Path = ROOT) -> Path:
-    """Put `text` between the marks of a table; gives its page. Raises SystemExit if no page has such a table."""
+    """Write `text` between the marks of a table, and return its page. Raises SystemExit if no page has such a table."""
     page = _page(name, root)
     begin, end = _marks(name)
     before, rest = page.read_text().split(begin)

@@ -58,13 +58,13 @@ HEAD = (
 
 
 def interval(cell: str) -> tuple[float, float, float] | None:
-    """Median, low and high of a cell; None where the search returned the original."""
+    """Median, low and high of a cell; None if the search returned the original."""
     found = re.fullmatch(r"([\d.]+) \[([\d.]+), ([\d.]+)\]", cell)
     return (float(found[1]), float(found[2]), float(found[3])) if found else None
 
 
 def speedups() -> str:
-    """A bar for each model of the latency table (2 threads) that came back faster, with its interval."""
+    """A bar with its interval for each model of the latency table (2 threads) that became faster."""
     table = pages.rows(pages.read("latency"))
     models = [row for row in table if row["model"] != "geometric mean"]
     ours = {row["model"].rstrip("*"): interval(row["the agent"]) for row in models}

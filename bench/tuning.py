@@ -1,17 +1,18 @@
 """Kernel tuners against each other: `python bench/tuning.py [--operators WORDS] [--seeds N] [--json FILE] [--tables]`.
 
-Single operators of the sizes that networks have, with the sketches that TVM itself gives, the same for every tuner; the
-same pool builds and runs, the number of trials is the same, and each search starts with an empty store and knows
-nothing, but for `chameleon+transfer`, whose agent has tuned other operators before: it has a policy, and what it has
-measured of them, for its surrogate (how long that took is shown).
+Single operators of sizes that are common in networks, with TVM's own sketches. The sketches, the pool and the number of
+trials are the same for every tuner, and each search starts with an empty store and without knowledge. The exception is
+`chameleon+transfer`, whose agent has tuned other operators before: it has a policy, and the measurements of these for
+its surrogate (the table shows how long that took).
 
-A block is one operator with one seed: every tuner's search, in an order that rotates, and then all their kernels that
-matter measured again, in turns, in one process. Quality comes from that alone: the best of many noisy measurements
-looks better than it is. A kernel that comes out within `--margin` of what `evolutionary` (MetaSchedule's own search)
-ends with has its quality, and the time to quality of a search is when the first such kernel became its best, by its own
-measurements. A search that ends without one is censored: its time is only known to be longer than the whole search.
+A block is one operator with one seed: the searches of all tuners, in rotating order, and then all their kernels that
+matter measured again, in turns, in one process. Only that gives the quality, since the best of many noisy measurements
+looks better than it is. A kernel within `--margin` of the last kernel of `evolutionary` (MetaSchedule's own search) has
+its quality. The time to quality of a search is when the first such kernel became its best, by its own measurements. A
+search that ends without one is censored: its time is only known to be longer than the whole search.
 
-Blocks are kept in `--json` one by one, the first seed of every operator before the second; the same command goes on.
+Blocks are stored in `--json` one by one, the first seed of every operator before the second; the same command
+continues.
 """
 
 from __future__ import annotations
@@ -42,12 +43,12 @@ import psutil
 
 from bench import pages
 from bench.operators import OPERATORS, operator
-from xrlflow.backends import load
+from xrlflow.backends import system_load
 from xrlflow.backends.interleave import interleave
 from xrlflow.backends.placement import choose_cpus, pinned
 from xrlflow.backends.results import Comparison
 from xrlflow.backends.tvm import detect
-from xrlflow.backends.tvm.load import tvm
+from xrlflow.backends.tvm.import_tvm import tvm
 from xrlflow.backends.tvm.lower import fuse, import_model
 from xrlflow.cost.machine import cpu_name
 from xrlflow.tuning.knobs import Candidate
@@ -57,13 +58,13 @@ from xrlflow.tuning.store import Store
 from xrlflow.tuning.tasks import Task, extract_tasks, target_text
 from xrlflow.tuning.tuners.chameleon import Agent, ChameleonTuner
 from xrlflow.tuning.tuners.factory import make_tuner
-from xrlflow.tuning.tuners.protocol import Method, Outcome, Tuner
+from xrlflow.tuning.tuners.protocol import Measurement, Method, Tuner
 from xrlflow.tuning.worker import Argument, Build, build
 
 REFERENCE = Method.EVOLUTIONARY.value
 TRANSFER = "chameleon+transfer"
 TUNERS = ("chameleon", TRANSFER, "evolutionary", "annealing", "beam", "random")
-# What the agent of `chameleon+transfer` tunes before: the same kinds of operators, none of them of the same sizes.
+# The operators that the agent of `chameleon+transfer` tunes before: of the same kinds, but of other sizes.
 TRAINING = {
     "MatMul 256x384x256": "(float[256,384] x, float[384,256] w) => (float[256,256] y) { y = MatMul(x, w) }",
     "MatMul 64x1024x512": "(float[64,1024] x, float[1024,512] w) => (float[64,512] y) { y = MatMul(x, w) }",
@@ -80,14 +81,14 @@ TRAINING = {
     "LayerNormalization 64x512": "(float[64,512] x, float[512] s, float[512] b) => (float[64,512] y) {"
     " y = LayerNormalization(x, s, b) }",
 }
-# A kernel that its own search has measured to be slower than the reference's by this factor is not measured again.
+# Kernels that their own search measured to be slower than the reference's by this factor are not measured again.
 _HOPELESS = 1.25
-# Seconds that a search takes, where none has been recorded yet; and that measuring again takes beyond its limit.
+# Assumed seconds of a search if none is recorded, and seconds by which measuring again exceeds its limit.
 _GUESS, _BUILDING = 40.0, 5.0
 
 
 class Timed(Protocol):
-    """A measurer that knows for how many seconds it has been building and running."""
+    """A measurer that knows how many seconds it has built and run candidates."""
 
     @property
     def threads(self) -> int: ...
@@ -112,7 +113,7 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True, slots=True)
 class Improvement:
-    """A kernel, by its key, that became the best of a search after `trials` trials and `elapsed` seconds; `seconds` of
+    """A kernel, by its key, that became the best of a search after `trials` trials and `elapsed` seconds. `seconds`: of
     one call, as the search measured it."""
 
     trials: int
@@ -123,8 +124,8 @@ class Improvement:
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """What one search came to. Seconds: `total` by the wall; of these the tuner took `setup` (sketches and knobs),
-    `proposing` and `learning`, the pool `building` and `running`; the rest is the session's."""
+    """The result of one search. Wall-clock seconds: `total`; of these the tuner took `setup` (sketches and knobs),
+    `proposing` and `learning`, the pool `building` and `running`, and the session the others."""
 
     total: float
     setup: float
@@ -144,8 +145,8 @@ class Search:
 @dataclass(frozen=True, slots=True)
 class Quality:
     """Kernels measured in turns: milliseconds of the reference's last kernel, and how many times faster than it each
-    kernel is, by key, as [median, low, high]. `control`: it against itself; `copy`: against the same library, loaded
-    once more."""
+    kernel is, by key, as [median, low, high]. `control`: it against itself; `copy`: against the same library, loaded a
+    second time."""
 
     reference_ms: float
     speed: Mapping[str, Sequence[float]]
@@ -154,14 +155,14 @@ class Quality:
     disturbed: bool
 
     def of(self, kernel: str) -> float:
-        """How many times faster than the reference's last kernel; 0 if it was not worth measuring again."""
+        """How many times faster a kernel is than the reference's last one; 0 if it was not measured again."""
         return self.speed[kernel][0] if kernel in self.speed else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One operator and seed. `searches` by tuner, in the order in which they ran; `quality` is None if the reference
-    has found no kernel. `other`: how many processors others kept busy during the searches."""
+    """One operator and seed. `searches`: by tuner, in the order in which they ran. `quality`: None if the reference has
+    no kernel. `other`: how many processors other programs used during the searches."""
 
     operator: str
     seed: int
@@ -182,7 +183,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Reached:
-    """When a search reached a quality; `censored`: it did not, and would have needed more than this."""
+    """When a search reached a quality. `censored`: it did not, and would have needed more than this."""
 
     seconds: float
     trials: int
@@ -190,8 +191,8 @@ class Reached:
 
 
 def reached(block: Block, tuner: str, margin: float) -> Reached | None:
-    """When a tuner's best became as good as what the reference ends with, less `margin`. None where the reference has
-    found nothing."""
+    """When a tuner's best kernel became as good as the reference's last one, less `margin`. None if the reference has
+    no kernel."""
     search = block.searches[tuner]
     if block.quality is None:
         return None
@@ -202,27 +203,27 @@ def reached(block: Block, tuner: str, margin: float) -> Reached | None:
 
 
 def time_ratio(block: Block, tuner: str, margin: float) -> tuple[float, bool] | None:
-    """How many times sooner than the reference a tuner reached the reference's quality; whether it is censored: then
-    the ratio is no more than this."""
+    """How many times sooner than the reference a tuner reached the reference's quality, and whether that is censored:
+    then the ratio is at most this."""
     ours, theirs = reached(block, tuner, margin), reached(block, REFERENCE, margin)
     return None if ours is None or theirs is None else (theirs.seconds / ours.seconds, ours.censored)
 
 
 def wait_ratio(block: Block, tuner: str, margin: float) -> tuple[float, bool] | None:
-    """How many times longer the reference's whole search took than a tuner needed for its quality; whether the tuner's
-    time is censored: then the ratio is no more than this. That the reference had its kernel earlier is known only when
-    its trials are spent."""
+    """How many times longer the reference's whole search took than a tuner needed for its quality, and whether the
+    tuner's time is censored: then the ratio is at most this. The reference only knows at the end of its trials that it
+    had its kernel earlier."""
     ours = reached(block, tuner, margin)
     return None if ours is None else (block.searches[REFERENCE].total / ours.seconds, ours.censored)
 
 
 def total_ratio(block: Block, tuner: str) -> float:
-    """How many times longer the reference's whole search took than a tuner's."""
+    """How many times longer the reference's whole search took than the tuner's."""
     return block.searches[REFERENCE].total / block.searches[tuner].total
 
 
 def quality_ratio(block: Block, tuner: str) -> float | None:
-    """How many times faster than the reference's last kernel the tuner's is; None where one of them has none."""
+    """How many times faster the tuner's last kernel is than the reference's; None if one of them has none."""
     improvements = block.searches[tuner].improvements
     if block.quality is None or not improvements:
         return None
@@ -235,8 +236,8 @@ def geometric_mean(values: Sequence[float]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Aggregate:
-    """Over operators the geometric mean of the medians over seeds; `low` and `high`: of one seed, the least and the
-    greatest of the means over the operators that it has. Of `blocks` there were `censored`."""
+    """The geometric mean over operators of the medians over seeds. `low` and `high`: the least and the greatest of the
+    means for a single seed. `censored` of the `blocks` are."""
 
     value: float
     low: float
@@ -252,7 +253,7 @@ class Aggregate:
 def aggregate(
     blocks: Sequence[Block], ratio: Callable[[Block], tuple[float, bool] | None]
 ) -> Aggregate | None:
-    """Of the blocks that have this ratio (with whether it is censored); None if none has."""
+    """The aggregate over blocks with this ratio (and whether it is censored); None if there are none."""
     found = [(block, known) for block in blocks if (known := ratio(block)) is not None]
     if not found:
         return None
@@ -272,7 +273,7 @@ def aggregate(
 
 
 class Watched:
-    """A tuner whose time is taken."""
+    """A tuner whose time is measured."""
 
     def __init__(self, tuner: Tuner, clock: Clock) -> None:
         self.name, self.tuner, self._clock = tuner.name, tuner, clock
@@ -284,14 +285,14 @@ class Watched:
         self.proposing += self._clock() - start
         return found
 
-    def update(self, measured: Sequence[tuple[Candidate, Outcome]]) -> None:
+    def update(self, measured: Sequence[tuple[Candidate, Measurement]]) -> None:
         start = self._clock()
         self.tuner.update(measured)
         self.learning += self._clock() - start
 
 
 class Watch:
-    """A measurer that takes down what was measured when: what got better, and what failed."""
+    """A measurer that records improvements and failures, with their times."""
 
     def __init__(self, measurer: Timed, clock: Clock) -> None:
         self.threads, self.device, self.flushed = measurer.threads, measurer.device, measurer.flushed
@@ -302,13 +303,13 @@ class Watch:
 
     def outcomes(
         self, task: Task, candidates: Sequence[Candidate], *, until: float
-    ) -> Generator[tuple[int, Outcome], None, None]:
+    ) -> Generator[tuple[int, Measurement], None, None]:
         with closing(self._measurer.outcomes(task, candidates, until=until)) as outcomes:
             for position, outcome in outcomes:
                 self._note(candidates[position], outcome)
                 yield position, outcome
 
-    def _note(self, candidate: Candidate, outcome: Outcome) -> None:
+    def _note(self, candidate: Candidate, outcome: Measurement) -> None:
         self.trials += 1
         self.failed += outcome.error is not None
         best = self.improvements[-1].seconds if self.improvements else math.inf
@@ -328,8 +329,8 @@ def search(
     batch: int,
     clock: Clock = time.monotonic,
 ) -> tuple[Search, dict[str, Candidate], Tuner]:
-    """One search with a store of its own: how it went, its improvements' kernels, and the tuner as it is then."""
-    gc.collect()  # nobody pays for what another has left
+    """One search with a new store: the result, its improvements' kernels, and the tuner afterwards."""
+    gc.collect()  # so that no search pays for the garbage of another
     made: list[Watched] = []
     setup = 0.0
 
@@ -355,8 +356,8 @@ def search(
 
 
 def contenders(searches: Mapping[str, Search]) -> list[str]:
-    """The kernels, by key, to be measured again, the reference's last first: what each search ends with, and on the
-    way there what may have been as good as the reference's last. Empty if the reference has none."""
+    """The kernels, by key, that are measured again, the reference's last first: the last kernel of each search, and
+    earlier ones that may be as good as the reference's last. Empty if the reference has none."""
     if not searches[REFERENCE].improvements:
         return []
     last = searches[REFERENCE].improvements[-1]
@@ -370,21 +371,21 @@ def contenders(searches: Mapping[str, Search]) -> list[str]:
 
 
 def order(tuners: Sequence[str], seed: int, number: int) -> list[str]:
-    """The tuners in the order in which a block runs them: each has each place equally often over the seeds."""
+    """The order in which a block runs the tuners: over the seeds, each is equally often at each position."""
     first = (seed + number) % len(tuners)
     return [*tuners[first:], *tuners[:first]]
 
 
 Makers = Mapping[str, MakeTuner]
 Compare = Callable[[Task, Sequence[Candidate]], Comparison]
-"""Kernels measured in turns: the second is the first once more."""
+"""Measures kernels in turns. The second is the first one again."""
 
 
 def run_block(
     name: str, task: Task, seed: int, number: int, makers: Makers, measurer: Timed, compare: Compare, *,
-    trials: int, batch: int, clock: Clock = time.monotonic, read_load: Callable[[], load.Reading] | None = None,
+    trials: int, batch: int, clock: Clock = time.monotonic, read_load: Callable[[], system_load.Reading] | None = None,
 ) -> Block:  # fmt: skip
-    """All searches of an operator (the bench's `number`-th) with a seed, then their kernels against each other."""
+    """Make all searches of an operator (number `number` of the bench) with a seed, then compare their kernels."""
     read = read_load or whole_load
     searches: dict[str, Search] = {}
     kernels: dict[str, Candidate] = {}
@@ -395,7 +396,7 @@ def run_block(
         )
         kernels |= found
     cpus = psutil.cpu_count() or 1
-    others = load.judge(before, read(), cpus, cpus)
+    others = system_load.judge(before, read(), cpus, cpus)
     keys = contenders(searches)
     return Block(
         operator=name, seed=seed, flops=task.flops, searches=searches,
@@ -405,7 +406,7 @@ def run_block(
 
 
 def quality(keys: Sequence[str], comparison: Comparison) -> Quality:
-    """What a comparison of the first of these kernels with itself and all others says."""
+    """The result of comparing the first of these kernels with itself and all others."""
     control = comparison.control
     copy, *others = ([s.median, s.low, s.high] for s in comparison.speedups)
     return Quality(
@@ -418,7 +419,7 @@ def quality(keys: Sequence[str], comparison: Comparison) -> Quality:
 
 
 def in_turns(threads: int, seconds: float) -> Compare:
-    """Kernels built, loaded and timed in this process, on the same operands: they are as warm as in the searches."""
+    """Build, load and time kernels in this process, on the same operands: caches are as warm as in the searches."""
 
     def compare(task: Task, kernels: Sequence[Candidate]) -> Comparison:
         package = tvm()
@@ -459,21 +460,21 @@ def _call(path: str, operands: Sequence[Any]) -> Callable[[], object]:
     return lambda: main(*operands)
 
 
-def whole_load() -> load.Reading:
-    """The counters of `load.read`, with the time of all processes below this one for this process's own."""
-    reading = load.read()
+def whole_load() -> system_load.Reading:
+    """The counters of `system_load.read`, with the time of all child processes as this process's own."""
+    reading = system_load.read()
     own = reading.own
     for child in psutil.Process().children(recursive=True):
         try:
             times = child.cpu_times()
-        except psutil.NoSuchProcess:  # it has ended meanwhile; its parent has its time
+        except psutil.NoSuchProcess:  # it has ended, and its time was added to its parent's
             continue
         own += times.user + times.system + times.children_user + times.children_system
     return replace(reading, own=own)
 
 
 def stock_task(name: str, text: str, threads: int) -> Task:
-    """The operator's own kernel, without the changes of layout beside it."""
+    """The task of the operator's own kernel, without the changes of layout around it."""
     machine = detect(cores=threads)
     tasks = extract_tasks(fuse(import_model(operator(text)), machine), machine.target())
     return replace(max(tasks, key=lambda task: task.flops), name=name, weight=1)
@@ -481,7 +482,7 @@ def stock_task(name: str, text: str, threads: int) -> Task:
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """What the agent of `chameleon+transfer` had before: seconds and trials in all."""
+    """The training of the agent of `chameleon+transfer`: seconds and trials."""
 
     seconds: float
     trials: int
@@ -497,7 +498,7 @@ def train_agent(
     batch: int,
     clock: Clock = time.monotonic,
 ) -> Training:
-    """Tune these one after the other with one agent, and save it: each search knows what the others have measured."""
+    """Tune these operators in turn with one agent, and save it. Each search knows the measurements of earlier ones."""
     agent: Agent | None = None
     start, spent = clock(), 0
     for task in tasks.values():
@@ -512,7 +513,7 @@ def train_agent(
 
 
 def maker(tuner: str, agent: Agent | None) -> MakeTuner:
-    """Tuners that propose with all cores: nothing is measured meanwhile."""
+    """Makes tuners that propose with all cores, since nothing is measured meanwhile."""
     method = Method.CHAMELEON if tuner == TRANSFER else Method(tuner)
     return lambda task, seed: make_tuner(method, task, seed, agent=agent, threads=os.cpu_count() or 1)
 
@@ -521,10 +522,10 @@ def maker(tuner: str, agent: Agent | None) -> MakeTuner:
 
 
 class Results:
-    """The blocks of a run, in a file that is whole whenever it is read."""
+    """The blocks of a run, in a file that is complete at any time."""
 
     def __init__(self, path: Path | None, setting: Mapping[str, Any], foreign: bool = False) -> None:
-        """`foreign`: take the file's setting, whatever it is. Raises SystemExit for a file of another setting."""
+        """`foreign`: accept any setting in the file. Raises SystemExit for a file with another setting."""
         self._path = path
         self.setting = dict(setting)
         self.training: Training | None = None
@@ -543,13 +544,13 @@ class Results:
         self.blocks = [Block.of(block) for block in stored["blocks"]]
 
     def missing(self, operators: Iterable[str], seeds: int, tuners: Sequence[str]) -> list[tuple[str, int]]:
-        """The blocks (operator, seed) that are not there with all of these tuners, all of a seed before the next."""
+        """The blocks (operator, seed) without all of these tuners; all of one seed before the next."""
         there = {(b.operator, b.seed) for b in self.blocks if set(tuners) <= set(b.searches)}
         names = list(operators)
         return [(name, seed) for seed in range(seeds) for name in names if (name, seed) not in there]
 
     def put(self, block: Block) -> None:
-        """Keep a block instead of what there was of it."""
+        """Store a block in place of an older one."""
         self.blocks = [b for b in self.blocks if (b.operator, b.seed) != (block.operator, block.seed)] + [
             block
         ]
@@ -569,7 +570,7 @@ class Results:
         part.replace(self._path)
 
     def seconds(self, tuners: Sequence[str]) -> float:
-        """What the searches of a block are expected to take, by those that are known."""
+        """The expected seconds of the searches of a block, from those that are recorded."""
         known = [b.searches[t].total for b in self.blocks for t in tuners if t in b.searches]
         return len(tuners) * (statistics.fmean(known) if known else _GUESS)
 
@@ -578,13 +579,13 @@ class Results:
 
 
 def spread(values: Sequence[float], form: str = ".1f") -> str:
-    """Median, and in brackets the least and the greatest."""
+    """The median, with the least and the greatest in brackets."""
     shown = format(statistics.median(values), form)
     return shown if len(values) == 1 else f"{shown} [{min(values):{form}}, {max(values):{form}}]"
 
 
 def operator_table(blocks: Sequence[Block], tuners: Sequence[str], margin: float) -> str:
-    """One operator's searches over the seeds, in Markdown."""
+    """The searches for one operator over the seeds, in Markdown."""
     lines = [
         "| tuner | search s | set up, propose, learn, build, run s | failed | GFLOP/s | s to quality "
         "| trials to quality |",
@@ -615,12 +616,12 @@ def operator_table(blocks: Sequence[Block], tuners: Sequence[str], margin: float
 
 
 def _shown(times: Sequence[tuple[float, bool]], form: str = ".1f") -> str:
-    """Times of which some are lower bounds: what is at a bound is marked with >."""
+    """Times of which some are lower bounds. These are marked with >."""
     if not times:
         return "-"
     missed = sum(censored for _, censored in times)
     ordered = sorted(times)
-    # Among those that did not come so far, nothing is known of the order: they count as the slowest.
+    # Censored times count as the slowest. Their order is unknown.
     ranked = sorted(times, key=lambda entry: (entry[1], entry[0]))
     middle = ranked[len(ranked) // 2] if len(ranked) % 2 else ranked[len(ranked) // 2 - 1]
     text = f"{'>' if middle[1] else ''}{middle[0]:{form}}"
@@ -650,7 +651,7 @@ def summary_table(blocks: Sequence[Block], tuners: Sequence[str], margin: float)
 
 
 def tables(results: Results, tuners: Sequence[str], margin: float) -> str:
-    """Everything that a file has to say."""
+    """All tables of a file."""
     setting, blocks = results.setting, results.blocks
     disturbed = [b for b in blocks if b.disturbed or (b.quality is not None and b.quality.disturbed)]
     controls = [
@@ -687,7 +688,7 @@ def tables(results: Results, tuners: Sequence[str], margin: float) -> str:
 
 
 def setting_of(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What results depend on; a file holds those of one setting."""
+    """What results depend on. A file has results of one setting."""
     return {
         "machine": cpu_name(), "system": platform.system(), "tvm": str(tvm().__version__),
         "xgboost": version("xgboost-cpu"), "torch": version("torch"),
@@ -697,7 +698,7 @@ def setting_of(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def chosen(words: str) -> list[str]:
-    """The operators whose names contain one of these words. Raises SystemExit for a word that none has."""
+    """The operators whose names contain one of these words. Raises SystemExit for a word without any."""
     for word in words.split(","):
         if not any(word in name for name in OPERATORS):
             raise SystemExit(f"no operator is called {word!r}: there are {', '.join(OPERATORS)}")
@@ -705,7 +706,7 @@ def chosen(words: str) -> list[str]:
 
 
 def measure(arguments: argparse.Namespace, results: Results) -> None:
-    """Take the blocks that are missing, until the time limit."""
+    """Measure the missing blocks, until the time limit."""
     import torch  # noqa: F401  (nobody's search pays for loading it)
     import xgboost  # noqa: F401
 
@@ -746,7 +747,7 @@ def measure(arguments: argparse.Namespace, results: Results) -> None:
 
 
 def agent_of(arguments: argparse.Namespace, results: Results, pool: Pool) -> Agent:
-    """The agent that has tuned the operators of TRAINING: the one beside the file, or a new one."""
+    """The agent that was trained on the operators of TRAINING: a stored one, or a new one."""
     with tempfile.TemporaryDirectory() as folder:
         beside = arguments.json.with_suffix(".agent") if arguments.json else Path(folder) / "agent"
         if results.training is None or not beside.exists():

@@ -43,7 +43,7 @@ from xrlflow.cost.machine import REFERENCE
 from xrlflow.ir.graph import FINGERPRINT_MASK
 from xrlflow.onnxio import load
 from xrlflow.rewrite import Library, Match, RewriteState
-from xrlflow.search import Found, Limits, append, extend, taso
+from xrlflow.search import Limits, SearchNode, append, extend, taso
 
 # Rules that are chains of others, and what of: each jumps a valley of this file.
 COMPOSITES: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -112,11 +112,11 @@ class Valley:
     def cost_model(self) -> Roofline:
         return Roofline(self.family.machine)
 
-    def start(self, library: Library | None = None) -> Found:
+    def start(self, library: Library | None = None) -> SearchNode:
         """The state of the network and its modelled cost, with the library of this file unless another is given."""
         cost, graph = self.cost_model(), load(self.model()).graph
         state = RewriteState.start(graph, library or valley_library(), cost.delta)
-        return Found(state, None, cost.cost(graph))
+        return SearchNode(state, None, cost.cost(graph))
 
 
 # Pieces of networks that people run
@@ -423,24 +423,24 @@ class Explored:
     were no more states.
     """
 
-    best: Found
-    better: Found | None
+    best: SearchNode
+    better: SearchNode | None
     climb: float
     states: int
     exhausted: bool
 
 
-def explore(start: Found, ceiling: float, budget: int) -> Explored:
+def explore(start: SearchNode, ceiling: float, budget: int) -> Explored:
     """Visit up to `budget` states whose cost, and that of all states on the way, is at most `ceiling`.
 
     Ways that climb less are followed first (Dijkstra's algorithm with the maximum for the sum), so that the way to
     `better` climbs least.
     """
-    start = Found(start.state, None, start.cost)
+    start = SearchNode(start.state, None, start.cost)
     best, better, climb = start, None, math.inf
     seen = {start.state.fingerprint}
     order = itertools.count()
-    queue: list[tuple[float, int, Found, Match | None]] = [(start.cost, next(order), start, None)]
+    queue: list[tuple[float, int, SearchNode, Match | None]] = [(start.cost, next(order), start, None)]
     states = 0
     while queue and states < budget:
         height, _, found, match = heapq.heappop(queue)
@@ -450,7 +450,7 @@ def explore(start: Found, ceiling: float, budget: int) -> Explored:
                 continue
             seen.add(state.fingerprint)
             cost = found.cost + match.delta
-            found = Found(state, extend(found.path, match, cost), cost)
+            found = SearchNode(state, extend(found.path, match, cost), cost)
         states += 1
         if found.cost < best.cost * (1 - 1e-9):
             best = found
@@ -531,24 +531,24 @@ def chart(valley: Valley, budget: int = 400) -> Charted:
     return Charted(valley, cost, best.cost, chain, climbs, searched, near.exhausted)
 
 
-def _climbs(found: Found, cost: float) -> tuple[float, ...]:
+def _climbs(found: SearchNode, cost: float) -> tuple[float, ...]:
     """The steps up at the beginning of a chain, in parts of the start's cost."""
     costs = [cost, *(s.cost for s in found.trace)]
     steps = [(b - a) / cost for a, b in itertools.pairwise(costs)]
     return tuple(itertools.takewhile(lambda step: step > 1e-9, steps))
 
 
-def _with_all_rules(start: Found, found: Found) -> Found:
+def _with_all_rules(start: SearchNode, found: SearchNode) -> SearchNode:
     """A state that some rules led to, with the candidates of all."""
     state = start.state
     for step in found.trace:
         match = state.find(step.key)
         assert match is not None, "a narrower library has no other candidates"
         state = state.apply(match)
-    return Found(state, found.path, found.cost)
+    return SearchNode(state, found.path, found.cost)
 
 
-def _settled(found: Found, budget: int) -> tuple[Found, int]:
+def _settled(found: SearchNode, budget: int) -> tuple[SearchNode, int]:
     """The best that is near a state, and near that; and how many states were looked at."""
     searched = 0
     while True:

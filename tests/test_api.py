@@ -24,7 +24,7 @@ from xrlflow.ir import Edit, Graph
 from xrlflow.pipeline.context import Clock
 from xrlflow.rewrite import AnyRule, Captures, Op, Rule, Val, require
 from xrlflow.search import Selection
-from xrlflow.search.result import Found
+from xrlflow.search.result import SearchNode
 
 RNG = np.random.default_rng(0)
 W = RNG.standard_normal((8, 8)).astype(np.float32)
@@ -341,7 +341,7 @@ def test_a_second_interrupt_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_interrupt_within_the_selection_is_its_business(monkeypatch: pytest.MonkeyPatch) -> None:
     """Greedy search keeps what it has, but it is asked for one proposal of many."""
 
-    def selected(base: Found, proposals: Any, compare: Any, search: Any, *_: Any) -> Selection:
+    def selected(base: SearchNode, proposals: Any, compare: Any, search: Any, *_: Any) -> Selection:
         monkeypatch.setattr("xrlflow.rewrite.RewriteState.apply", interrupted)
         search(base, frozenset(base.state.library.rules))
         return Selection(None, ())

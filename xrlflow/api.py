@@ -52,12 +52,12 @@ __all__ = [
 ]
 
 UserError = (ModelError, BackendError, VerificationError, OptionError, TraceError, StoreError)
-"""What the user can put right."""
+"""Errors that a caller can correct."""
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What several strategies made of one model."""
+    """The results of several strategies on one model."""
 
     reports: tuple[Report, ...]
 

@@ -1,8 +1,8 @@
-"""Files that are written whole or not at all.
+"""Writes files completely or not at all.
 
-What is written goes to a new file, of a name that nobody can foresee, beside the place where it belongs; when it is on
-the disk it takes that place in one step. A symbolic link is followed once, to the file that is written; a file that is
-replaced leaves its mode and owner to the new one. Other hard links to it keep what it held.
+The content goes to a new file with an unpredictable name in the same folder. When it has reached the disk, the new file
+takes the place of the old one in one step. A symbolic link is followed once, to the file that is written. The new file
+gets the mode and owner of the old one. Other hard links to the old file keep the old content.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import BinaryIO
 
-# What names of unfinished files begin with.
+# The prefix of the names of unfinished files.
 UNFINISHED = ".xrlflow-"
 
 Path = str | os.PathLike[str]
 
 
 def destination(path: Path) -> str:
-    """The file that writing to `path` writes: an absolute path without symbolic links.
+    """The absolute path, without symbolic links, of the file that is written when writing to `path`.
 
-    Raises OSError if something else than a regular file is there (a folder, a pipe, a device), if the file is
-    read-only, if links lead in a circle, or if the folder is missing.
+    Raises OSError if there is something other than a regular file (a folder, pipe or device), if the file is read-only,
+    if links form a cycle, or if the folder is missing.
     """
     found = os.path.realpath(path)
     if not os.path.isdir(os.path.dirname(found)):
@@ -48,9 +48,9 @@ def destination(path: Path) -> str:
 
 
 class NewFile:
-    """A file that is being written in a folder; it is gone at the end of the block, unless it was given its place.
+    """A file that is being written in a folder. It is removed at the end of the block unless it took its place.
 
-    `durable=False` leaves it to the system when the content reaches the disk.
+    `durable=False`: do not wait until the content has reached the disk.
     """
 
     def __init__(self, folder: str, *, durable: bool = True) -> None:
@@ -59,7 +59,7 @@ class NewFile:
         self.file: BinaryIO
 
     def __enter__(self) -> NewFile:
-        # O_EXCL: what has the name already, a link too, is an error. The mode is the umask's to narrow.
+        # O_EXCL fails if the name exists, even as a link. The umask may narrow the mode.
         descriptor = os.open(
             self._name, os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o666
         )
@@ -75,7 +75,7 @@ class NewFile:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            with contextlib.suppress(OSError):  # what could not be written is told already, or is not wanted
+            with contextlib.suppress(OSError):  # a failed write was reported before
                 self.file.close()
         finally:
             self._remove()
@@ -90,7 +90,7 @@ class NewFile:
             os.fsync(self.file.fileno())
 
     def replace(self, target: str) -> None:
-        """Take the place of `target` (see `destination`), or of nothing."""
+        """Take the place of the file `target` (see `destination`), if there is one."""
         self._complete()
         with contextlib.suppress(FileNotFoundError):
             _like(self.file.fileno(), os.stat(target))
@@ -99,13 +99,13 @@ class NewFile:
             _sync(os.path.dirname(target))
 
     def claim(self, target: str) -> bool:
-        """Take the place of nothing; False, and nothing is changed, if there is something."""
+        """Take the name `target` if it is free. Otherwise change nothing and return False."""
         self._complete()
         try:
             os.link(self._name, target)
         except FileExistsError:
             return False
-        except OSError:  # a file system without hard links
+        except OSError:  # the file system has no hard links
             try:
                 os.close(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
             except FileExistsError:
@@ -116,7 +116,7 @@ class NewFile:
         return True
 
     def is_at(self, path: str) -> bool:
-        """Whether this is the file that is there."""
+        """Whether this file is the one at `path`."""
         try:
             return os.path.samestat(os.stat(path), os.fstat(self.file.fileno()))
         except FileNotFoundError:
@@ -124,7 +124,7 @@ class NewFile:
 
 
 def _sync(folder: str) -> None:
-    """Have the names in a folder on the disk, where the system can."""
+    """Wait until the names in a folder have reached the disk, where the system can."""
     with contextlib.suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)
         try:
@@ -134,7 +134,7 @@ def _sync(folder: str) -> None:
 
 
 def _like(descriptor: int, old: os.stat_result) -> None:
-    """Give a file the mode and, where we may, the owner of the one that it replaces."""
+    """Give a file the mode and, where permitted, the owner of the file that it replaces."""
     new = os.fstat(descriptor)
     if (new.st_uid, new.st_gid) != (old.st_uid, old.st_gid):
         with contextlib.suppress(PermissionError):
@@ -144,7 +144,7 @@ def _like(descriptor: int, old: os.stat_result) -> None:
 
 @contextmanager
 def replacing(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
-    """A file that takes the place of `path` when the block ends without an exception. Raises OSError."""
+    """A file that replaces `path` when the block ends without an exception. Raises OSError."""
     target = destination(path)
     with NewFile(os.path.dirname(target), durable=durable) as new:
         yield new.file
@@ -152,7 +152,7 @@ def replacing(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
 
 
 def put(finished: Path, path: Path) -> None:
-    """Have a file that was written elsewhere on the same file system take the place of `path`. Raises OSError."""
+    """Let a finished file, on the same file system, replace `path`. Raises OSError."""
     target = destination(path)
     with open(finished, "rb+") as file:
         os.fsync(file.fileno())
@@ -163,12 +163,12 @@ def put(finished: Path, path: Path) -> None:
 
 
 def write(path: Path, content: bytes) -> None:
-    """Replace a file's content. Raises OSError."""
+    """Replace the content of a file. Raises OSError."""
     with replacing(path) as file:
         file.write(content)
 
 
 def check(path: Path) -> None:
-    """Raise OSError if `path` could not be written."""
+    """Raise OSError if `path` cannot be written."""
     with NewFile(os.path.dirname(destination(path)), durable=False):
         pass

@@ -1,4 +1,4 @@
-"""Compiling what a search found with TVM: which graph, how fast, and whether it is still the same function."""
+"""Compiles the results of a search with TVM: which graph is compiled, and how fast it runs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from xrlflow.ir import Graph
 from xrlflow.onnxio import ImportedModel
 from xrlflow.rewrite import Library, RewriteState
 from xrlflow.search.bodies import simplify
-from xrlflow.search.result import Found
+from xrlflow.search.result import SearchNode
 from xrlflow.tuning.kernels import blocked, kernel_tasks, tuned_by, untuned_kernel
 from xrlflow.tuning.pool import PoolOptions
 from xrlflow.tuning.session import Progress, TuningResult, tune
@@ -33,8 +33,8 @@ from xrlflow.tuning.worker import Timing
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where a compiled model runs: on which processor, and on which remote device (None: this machine).
+class ExecutionTarget:
+    """The processor, and the remote device (None: this machine), that a compiled model runs on.
 
     Kernels have as many threads as the processor has cores.
     """
@@ -44,11 +44,11 @@ class Place:
 
     @property
     def device(self) -> str | None:
-        """The name that measurements are kept under; None: this machine's."""
+        """The device's name in stored measurements; None: this machine."""
         return str(self.remote) if self.remote is not None else None
 
     def check_runs(self) -> None:
-        """Raise BackendError where what is compiled could not be run, because the processor is not this machine's."""
+        """Raise BackendError if the code cannot run here because it is for another processor."""
         missing = () if self.remote is not None else lacking(self.machine.triple, self.machine.cpu)
         if missing:
             raise BackendError(
@@ -57,14 +57,16 @@ class Place:
             )
 
 
-def find_place(cpu: str | None, triple: str | None, remote: Remote | None, threads: int | None) -> Place:
-    """The place that options ask for; a remote device is asked what it is, and its processor is the default.
+def find_target(
+    cpu: str | None, triple: str | None, remote: Remote | None, threads: int | None
+) -> ExecutionTarget:
+    """The target that the options ask for. A remote device is asked for its processor, which is the default.
 
-    Raises BackendError for a processor that LLVM does not know or that the device has less than, and DeviceError (one)
-    for a device that does not answer.
+    Raises BackendError for a processor that LLVM does not know, or that the device cannot run, and DeviceError (a
+    BackendError) if the device does not answer.
     """
     if remote is None:
-        return _linkable(Place(detect(cpu, threads, triple)))
+        return _linkable(ExecutionTarget(detect(cpu, threads, triple)))
     with Device(remote, threads) as device:
         about = device.about
     if cpu is None and about.system is None:
@@ -77,42 +79,42 @@ def find_place(cpu: str | None, triple: str | None, remote: Remote | None, threa
     missing = lacking(machine.triple, machine.cpu, about.system) if about.system is not None else ()
     if missing:
         raise BackendError(f"remote device {remote} has no {', '.join(missing)}, which code for {cpu} uses")
-    return _linkable(Place(machine, remote))
+    return _linkable(ExecutionTarget(machine, remote))
 
 
-def _linkable(place: Place) -> Place:
-    triple = place.machine.triple
+def _linkable(target: ExecutionTarget) -> ExecutionTarget:
+    triple = target.machine.triple
     if linker(triple) is None:
         raise BackendError(f"what is compiled for {triple} is linked with {compiler(triple)}: install that")
-    return place
+    return target
 
 
 @contextlib.contextmanager
-def running(place: Place, path: str, model: TvmModel) -> Iterator[CompiledModel]:
-    """A compiled model, saved at `path`, where it runs. Raises DeviceError (a BackendError)."""
-    if place.remote is None:
+def running(target: ExecutionTarget, path: str, model: TvmModel) -> Iterator[CompiledModel]:
+    """A compiled model, saved at `path`, ready to run on its target. Raises DeviceError (a BackendError)."""
+    if target.remote is None:
         yield model
         return
-    with Device(place.remote, place.machine.cores, patience=PATIENCE) as device:
+    with Device(target.remote, target.machine.cores, patience=PATIENCE) as device:
         yield device.load(path, model.interface)
 
 
 Export = Callable[[Graph], str]
-"""A graph as an ONNX file: its path."""
-BETWEEN_OTHERS = Timing(samples=10, flush=True)
-"""How the kernels of a model are timed: other kernels have pushed their weights out of the cores' own caches."""
-# Proposals beside the original graph that are compiled, if the time allows.
+"""Writes a graph as an ONNX file and returns the path."""
+COLD_PRIVATE_CACHES = Timing(samples=10, flush=True)
+"""How the kernels of a model are timed: other kernels have just replaced their weights in the cores' own caches."""
+# The most proposals that are compiled besides the original graph.
 _AT_MOST = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Lowered:
-    """One graph compiled: the shared library's path, and its milliseconds if it was measured.
+    """A compiled graph: the path of the shared library, and its milliseconds if it was measured.
 
-    `compared`: with the original graph compiled, on a remote device.
+    `compared`: measured against the compiled original, on a remote device.
     """
 
-    found: Found
+    found: SearchNode
     path: str
     model: TvmModel
     milliseconds: float | None = None
@@ -121,7 +123,7 @@ class Lowered:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What `lower_best` chose, with remarks for the user; `interrupted`: by Ctrl-C, before it could compare."""
+    """The result of `lower_best`, with remarks for the user. `interrupted`: by Ctrl-C, before it could compare."""
 
     lowered: Lowered
     remarks: tuple[str, ...]
@@ -130,16 +132,16 @@ class Choice:
 
 @functools.cache
 def runs(op: str) -> bool:
-    """Whether TVM has an operator, given as the IR names it (those of other domains as `domain::name`)."""
+    """Whether TVM has an operator, by its name in the IR (`domain::name` for other domains)."""
     domain, _, name = op.rpartition("::")
     return Tvm().supports(name, domain)
 
 
 def check_supported(imported: ImportedModel, library: Library) -> None:
-    """Raise BackendError for inputs without fixed sizes, and, naming them, for operators that TVM cannot lower and the
-    library's rules do not spell out.
+    """Raise BackendError for inputs without fixed sizes, and for operators that TVM cannot lower and no rule writes
+    out.
 
-    A rule that refuses to says why: "LSTM (sequence_lens is given)".
+    The message names the operators and, if a rule refused, its reason: "LSTM (sequence_lens is given)".
     """
     check_sizes(value for value in imported.frame.graph.input if value.name not in imported.overridable)
     graph = imported.graph
@@ -165,10 +167,10 @@ def check_supported(imported: ImportedModel, library: Library) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Lowering:
-    """What compiling the graphs of one model needs: the sizes of its inputs, a folder for libraries, what is known of
-    kernels, and the options of ONNX Runtime, with which they are compared."""
+    """What is needed to compile the graphs of a model: input sizes, a folder for libraries, stored measurements of
+    kernels, and the options of ONNX Runtime, with which the results are compared."""
 
-    place: Place
+    target: ExecutionTarget
     shapes: Mapping[str, Sequence[int]]
     folder: str
     store: Store
@@ -176,48 +178,49 @@ class Lowering:
 
     @property
     def threads(self) -> int:
-        return self.place.machine.cores
+        return self.target.machine.cores
 
     def backend(self, tuned: bool = True) -> Tvm:
-        """`tuned`: with kernels as they were tuned at this place."""
-        place = self.place
-        known = tuned_by(self.store, place.machine, self.threads, place.device, flushed=BETWEEN_OTHERS.flush)
-        return Tvm(place.machine, self.shapes or None, known if tuned else None)
+        """The TVM backend. `tuned`: use tuned kernels where the store has them."""
+        target = self.target
+        known = tuned_by(
+            self.store, target.machine, self.threads, target.device, flushed=COLD_PRIVATE_CACHES.flush
+        )
+        return Tvm(target.machine, self.shapes or None, known if tuned else None)
 
 
 def lower_best(
     how: Lowering,
     original: str | bytes,
-    base: Found,
-    proposals: Sequence[Found],
+    base: SearchNode,
+    proposals: Sequence[SearchNode],
     export: Export,
     feeds: Mapping[str, Any] | None,
     time_left: Callable[[], float],
     hurried: bool = False,
 ) -> Choice:
-    """Compile the graph as imported and the best proposals, and choose what runs fastest.
+    """Compile the imported graph and the best proposals, and choose what runs fastest.
 
-    Kernels that the store knows run as they were tuned.
-
-    With `feeds` all are measured in turns, together with the original in ONNX Runtime; without, the best by modelled
-    cost is compiled alone. On a remote device, which has no ONNX Runtime, the original graph compiled is what the
-    others are compared with. Compiling more ends when a further one would not fit into the time left; `hurried`, only
-    the best proposal is compiled, and measuring takes less. On Ctrl-C what was compiled first is kept. Raises
-    BackendError if the original's graph cannot be compiled, KeyboardInterrupt if there is nothing to keep.
+    Kernels that the store knows are compiled as they were tuned. With `feeds`, all models are measured in turns,
+    together with the original in ONNX Runtime; without, only the best by modelled cost is compiled. A remote device has
+    no ONNX Runtime, so there the compiled original is the baseline. Compiling stops when another model would not fit
+    into the time left. `hurried`: only the best proposal is compiled, and measuring takes less time. On Ctrl-C the
+    model compiled first is kept. Raises BackendError if the original graph cannot be compiled, and KeyboardInterrupt if
+    there is nothing to keep.
     """
-    # The best is on the shortlist, too.
+    # The best proposal is among the proposals already.
     different = {found.state.graph.fingerprint: found for found in proposals if found.cost < base.cost}
     cheaper = list(different.values())[: 1 if hurried else _AT_MOST]
     compiling = _Compiling(how, base, export, time_left, feeds is None)
     made = compiling.made
     try:
-        # Without measuring, the best by modelled cost that can be compiled.
+        # Without measuring, take the best by modelled cost that can be compiled.
         compiling.compile_all([base, *cheaper] if feeds is not None else [*cheaper, base])
         if feeds is None:
             return Choice(made[0], tuple(compiling.remarks))
         limit = max(2.0, min(5.0 if hurried else 15.0, 0.3 * time_left()))
-        if how.place.remote is not None:
-            best, said = _best_there(how.place, made, feeds, limit)
+        if how.target.remote is not None:
+            best, said = _best_there(how.target, made, feeds, limit)
         else:
             best, said = _best_here(how, original, made, feeds, limit)
     except KeyboardInterrupt:
@@ -232,18 +235,18 @@ def lower_best(
 
 @dataclass(slots=True)
 class _Compiling:
-    """Graphs compiled one after the other: `made`, with remarks on those that cannot be. `alone`: one is enough."""
+    """Compiles graphs one after the other: `made`, with remarks on failures. `alone`: stop after the first success."""
 
     how: Lowering
-    base: Found
+    base: SearchNode
     export: Export
     time_left: Callable[[], float]
     alone: bool
     made: list[Lowered] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
 
-    def compile_all(self, wanted: Sequence[Found]) -> None:
-        """Raises BackendError if the original's graph cannot be compiled."""
+    def compile_all(self, wanted: Sequence[SearchNode]) -> None:
+        """Compile these graphs. Raises BackendError if the original graph cannot be compiled."""
         backend, longest = self.how.backend(), 0.0
         for index, found in enumerate(wanted):
             before = self.time_left()
@@ -265,7 +268,7 @@ class _Compiling:
 def _best_here(
     how: Lowering, original: str | bytes, made: Sequence[Lowered], feeds: Mapping[str, Any], limit: float
 ) -> tuple[Lowered, tuple[str, ...]]:
-    """The fastest on this machine, measured in turns with the original in ONNX Runtime; (choice, remarks)."""
+    """The fastest model on this machine, measured in turns with the original in ONNX Runtime: (choice, remarks)."""
     measured = measure(
         [original, *(lowered.path for lowered in made)], dict(feeds), threads=how.threads, time_limit=limit,
         target_width=0.02, control=False, session_options=how.session_options,
@@ -285,29 +288,29 @@ def _best_here(
 
 
 def _best_there(
-    place: Place, made: Sequence[Lowered], feeds: Mapping[str, Any], limit: float
+    target: ExecutionTarget, made: Sequence[Lowered], feeds: Mapping[str, Any], limit: float
 ) -> tuple[Lowered, tuple[str, ...]]:
-    """The fastest on the remote device, with how it compares with the first; (choice, remarks).
+    """The fastest model on the remote device, with a comparison to the first one: (choice, remarks).
 
-    The best of several measurements looks better than it is: the comparison is of another session, and what is not
-    clearly faster there is not chosen.
+    The best of several measurements looks better than it is, so the comparison is measured in another session. A model
+    that is not clearly faster there is not chosen.
     """
     if len(made) == 1:
-        return made[0], (f"nothing measured on remote device {place.remote}: no other graph was compiled",)
+        return made[0], (f"nothing measured on remote device {target.remote}: no other graph was compiled",)
     files = [(lowered.path, lowered.model) for lowered in made]
-    measured = compare_there(place, files, feeds, 0.5 * limit)
+    measured = compare_there(target, files, feeds, 0.5 * limit)
     times = [latency.median_ms for latency in measured.latencies]
     fastest = min(range(len(made)), key=times.__getitem__)
     others = ", ".join(f"{milliseconds:.2f}" for milliseconds in times[1:])
     remarks = (
-        f"measured on remote device {place.remote}, in one session, without ONNX Runtime",
+        f"measured on remote device {target.remote}, in one session, without ONNX Runtime",
         f"TVM runs the original graph there in {times[0]:.2f} ms, and what the search found in {others} ms",
     )
     first = replace(made[0], milliseconds=times[0])
     if fastest == 0:
         return first, remarks
-    # A slow model needs the time for an interval; for others this ends when it is narrow.
-    again = compare_there(place, [files[0], files[fastest]], feeds, limit)
+    # A slow model needs all of the time for an interval; other models end when theirs is narrow.
+    again = compare_there(target, [files[0], files[fastest]], feeds, limit)
     said = f"measured again in another session, the fastest of them is {{}}clearly faster: {again.speedup}"
     if not again.speedup.faster:
         return first, (*remarks, said.format("not "))
@@ -316,17 +319,17 @@ def _best_there(
 
 
 def compare_there(
-    place: Place, models: Sequence[tuple[str, TvmModel]], feeds: Mapping[str, Any], limit: float
+    target: ExecutionTarget, models: Sequence[tuple[str, TvmModel]], feeds: Mapping[str, Any], limit: float
 ) -> Comparison:
-    """Models, saved at these paths, timed in turns on the remote device for `limit` seconds. Raises DeviceError."""
-    assert place.remote is not None
-    with Device(place.remote, place.machine.cores, patience=PATIENCE) as device:
+    """Time models, saved at these paths, in turns on the remote device for `limit` seconds. Raises DeviceError."""
+    assert target.remote is not None
+    with Device(target.remote, target.machine.cores, patience=PATIENCE) as device:
         loaded = [device.load(path, model.interface) for path, model in models]
         return device.compare(loaded, dict(feeds), time_limit=limit)
 
 
 def repeated(measured: Comparison) -> RepeatedComparison:
-    """A comparison of two models in one session, as what is reported."""
+    """A comparison of two models in one session, in the form of a report."""
     assert measured.control is not None
     before, after = measured.latencies
     return RepeatedComparison(
@@ -335,7 +338,7 @@ def repeated(measured: Comparison) -> RepeatedComparison:
     )  # fmt: skip
 
 
-# What `tune` compares, in this order.
+# The models that `tune` compares, in this order.
 _WRITTEN = (
     "the original graph, untuned",
     "the original graph with what tuning found",
@@ -345,11 +348,10 @@ _WRITTEN = (
 
 @dataclass(frozen=True, slots=True)
 class TunedModel:
-    """A model with tuned kernels: what tuning found, and the compiled model: the fastest of the original graph untuned
-    and tuned, and, where a search has rewritten it, that graph tuned.
+    """A model with tuned kernels: the results of tuning, and the fastest compiled model.
 
-    `written`: which of them it is. `compared`: the better of the tuned ones against the untuned one, on a remote
-    device.
+    The candidates are the original graph untuned and tuned, and the graph of the search, tuned. `written`: which of
+    them it is. `compared`: the best tuned one against the untuned one, on a remote device.
     """
 
     tuning: TuningResult
@@ -366,7 +368,7 @@ class TunedModel:
 
 @dataclass(frozen=True, slots=True)
 class TuningPlan:
-    """How kernels are tuned: `trials` in all, `batch` of one kernel at a time, within `time_limit` seconds."""
+    """How kernels are tuned: `trials` in all, `batch` at a time for one kernel, within `time_limit` seconds."""
 
     method: Method
     trials: int
@@ -384,17 +386,18 @@ def tune_model(
     listener: Callable[[Progress], None] | None = None,
     hurried: bool = False,
 ) -> TunedModel:
-    """Tune the kernels of one or two ONNX files (`graphs`: the original's graph, and what a search made of it), within
-    one budget, compile them with what was found, and compare (with `feeds`) the original in ONNX Runtime (but not on a
-    remote device), the untuned and the tuned models; in less time if the tuning was interrupted, or `hurried`. Without
-    `feeds` it is the original's graph, tuned.
+    """Tune the kernels of one or two ONNX files within one budget, and compile them.
 
-    Raises BackendError for an original graph that cannot be lowered or run, PoolError when nothing can be measured.
+    `graphs`: the original's graph, and that of a search. With `feeds`, the original in ONNX Runtime (not on a remote
+    device), the untuned and the tuned models are compared, in less time if the tuning was interrupted or `hurried`.
+    Without `feeds` the result is the original's graph, tuned.
+
+    Raises BackendError if the original graph cannot be lowered or run, and PoolError if nothing can be measured.
     """
-    how.place.check_runs()
-    # First of all: what cannot be compiled is not worth tuning.
+    how.target.check_runs()
+    # First of all, because a graph that cannot be compiled is not worth tuning.
     untuned = how.backend(tuned=False).compile(graphs[0], threads=how.threads)
-    lowered, remarks = _lowered_first(graphs, how.shapes, how.place.machine)
+    lowered, remarks = _lowered_first(graphs, how.shapes, how.target.machine)
     found = _tuned(how, lowered.values(), plan, listener)
     models = [untuned, *_compiled(how, list(lowered), remarks)]
     made = [(os.path.join(how.folder, f"tuned{number}.so"), model) for number, model in enumerate(models)]
@@ -405,8 +408,8 @@ def tune_model(
     limit = 5.0 if hurried or found.interrupted else 20.0
     runtime: float | None = None
     compared: RepeatedComparison | None = None
-    if how.place.remote is not None:
-        times, best, compared = _fastest_there(how.place, made, feeds, limit)
+    if how.target.remote is not None:
+        times, best, compared = _fastest_there(how.target, made, feeds, limit)
     else:
         runtime, times, best = _fastest_here(how, original, made, feeds, limit)
     path, model = made[best]
@@ -420,17 +423,17 @@ def tune_model(
 def _tuned(
     how: Lowering, modules: Iterable[Any], plan: TuningPlan, listener: Callable[[Progress], None] | None
 ) -> TuningResult:
-    machine = how.place.machine
+    machine = how.target.machine
     return tune(
         _together(kernel_tasks(module, machine) for module in modules), blocked(plan.method, machine),
         trials=plan.trials, batch=plan.batch, time_limit=plan.time_limit, seed=plan.seed, store=how.store,
-        pool=PoolOptions(threads=how.threads, timing=BETWEEN_OTHERS, remote=how.place.remote), listener=listener,
+        pool=PoolOptions(threads=how.threads, timing=COLD_PRIVATE_CACHES, remote=how.target.remote), listener=listener,
         usual=untuned_kernel(machine),
     )  # fmt: skip
 
 
 def _compiled(how: Lowering, graphs: Sequence[str], remarks: list[str]) -> Iterator[TvmModel]:
-    """Files compiled with what tuning found; those that cannot be are remarked on, but for the first."""
+    """Compile files with the results of tuning. If one fails, there is a remark, except for the first."""
     backend = how.backend()
     for graph in graphs:
         try:
@@ -448,8 +451,8 @@ def _fastest_here(
     feeds: Mapping[str, Any],
     limit: float,
 ) -> tuple[float, list[float], int]:
-    """Milliseconds of the original in ONNX Runtime, and of all others on this machine, and which of them is the
-    fastest: of equals the tuned one."""
+    """Milliseconds of the original in ONNX Runtime and of the other models on this machine, and which is the fastest (a
+    tuned one, if several are equal)."""
     measured = measure(
         [original, *(path for path, _ in made)], dict(feeds), threads=how.threads, time_limit=limit,
         target_width=0.02, control=False,
@@ -459,15 +462,15 @@ def _fastest_here(
 
 
 def _fastest_there(
-    place: Place, made: Sequence[tuple[str, TvmModel]], feeds: Mapping[str, Any], limit: float
+    target: ExecutionTarget, made: Sequence[tuple[str, TvmModel]], feeds: Mapping[str, Any], limit: float
 ) -> tuple[list[float], int, RepeatedComparison]:
-    """Milliseconds of all on the remote device, which is the fastest, and the better of the tuned ones against the
-    untuned one: of several tuned ones in another session, which decides."""
-    there = compare_there(place, made, feeds, limit if len(made) == 2 else 0.5 * limit)
+    """Milliseconds of all models on the remote device, which is the fastest, and the best tuned one against the untuned
+    one. If there are several tuned ones, another session decides."""
+    there = compare_there(target, made, feeds, limit if len(made) == 2 else 0.5 * limit)
     times = [latency.median_ms for latency in there.latencies]
     better = min(range(1, len(made)), key=times.__getitem__)
     if len(made) > 2:
-        there = compare_there(place, [made[0], made[better]], feeds, limit)
+        there = compare_there(target, [made[0], made[better]], feeds, limit)
         times[0], times[better] = (latency.median_ms for latency in there.latencies)
     return times, better if times[better] <= times[0] else 0, repeated(there)
 
@@ -475,8 +478,9 @@ def _fastest_there(
 def _lowered_first(
     graphs: Sequence[str], shapes: Mapping[str, Sequence[int]], machine: Machine
 ) -> tuple[dict[str, Any], list[str]]:
-    """The fused modules of ONNX files by their paths, and remarks: what cannot be lowered is left out, but for the
-    first."""
+    """The fused modules of ONNX files by path, and remarks. Files that cannot be lowered are left out, except the
+    first.
+    """
     import onnx
 
     modules: dict[str, Any] = {}
@@ -496,7 +500,7 @@ def _left_out(error: BackendError) -> str:
 
 
 def _together(groups: Iterable[Sequence[Task]]) -> list[Task]:
-    """The tasks of several graphs of one model: of those that they share, the one that is called most."""
+    """The tasks of several graphs of one model. Of shared tasks, the one that is called most often is kept."""
     found: dict[str, Task] = {}
     for task in (task for group in groups for task in group):
         known = found.get(task.key)

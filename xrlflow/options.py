@@ -1,9 +1,8 @@
-"""What a caller may ask for: typed, checked once, and the same for Python and the command line.
+"""The options of all entry points: typed, checked once, and the same in Python and on the command line.
 
-The fields of `Options` are the keyword arguments of `optimize` and, where they have a `Flag`, the flags of
-`xrlflow optimize`; those of `TuneOptions` and
-`TrainOptions` are those of `tune` and `train`. The command line reads this module before it knows what
-it is asked for: nothing heavy is imported here before it is needed.
+The fields of `Options` are the keyword arguments of `optimize` and, if they have a `Flag`, the flags of
+`xrlflow optimize`. Those of `TuneOptions` and `TrainOptions` belong to `tune` and `train`. The command line imports
+this module before it knows the command, so nothing heavy is imported at the top.
 """
 
 from __future__ import annotations
@@ -26,25 +25,25 @@ AGENT = "xrlflow"
 COMPARED = (AGENT, "taso", "greedy", "random")
 """The searches that `compare` compares by default."""
 LOOKAHEAD = {"lookahead2": 2, "lookahead3": 3}
-"""Greedy searches that look so many steps ahead where they are stuck."""
+"""Greedy searches that look this many steps ahead when no single step gains."""
 SEARCHES = (*COMPARED, *LOOKAHEAD)
 ASSUMPTIONS = frozenset({"finite", "vnni"})
-"""What rules may assume besides being approximate."""
+"""Assumptions that rules may make, besides being approximate."""
 COSTS = ("roofline", "profiled", "measured")
 BACKENDS = ("onnxruntime", "tvm")
 TRAINING = ("torch", "torch_geometric", "gymnasium")
-"""What the extra `train` installs, and what tuning kernels needs of the extra `tvm`."""
+"""The packages of the extra `train`; tuning kernels needs them in addition to the extra `tvm`."""
 TUNING = ("tvm", "torch", "xgboost")
 _CPU = "CPUExecutionProvider"
 
 
 class OptionError(ValueError):
-    """An argument that makes no sense; the message names it and what it may be."""
+    """An argument is not allowed. The message names it and says what it may be."""
 
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """How the command line takes an option: its help, its type there, its name if it is not the field's, its least
+    """How an option appears on the command line: its help, its type, its name if it is not the field's, its least
     value, and whether help shows the default."""
 
     help: str
@@ -55,12 +54,12 @@ class Flag:
 
 
 def option(default: Any, help: str, type: Any, **flag: Any) -> Any:
-    """A field that is a flag of the command line, too."""
+    """A field that is also a flag of the command line."""
     return field(default=default, metadata={"flag": Flag(help, type, **flag)})
 
 
 def flags(kind: type) -> Mapping[str, tuple[Flag, Any]]:
-    """The flags of a class of options by the names of their fields, with their defaults; its own first."""
+    """The flags of a class of options by field name, with their defaults. Its own come before inherited ones."""
     own = kind.__annotations__
     known = [f for f in fields(kind) if "flag" in f.metadata]
     return {f.name: (f.metadata["flag"], f.default) for f in sorted(known, key=lambda f: f.name not in own)}
@@ -68,7 +67,7 @@ def flags(kind: type) -> Mapping[str, tuple[Flag, Any]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Common:
-    """What `optimize` and `tune` have in common. Raises OptionError."""
+    """The options that `optimize` and `tune` share. Raises OptionError."""
 
     cpu: str | None = option(
         None, "tvm: LLVM's name of the processor to compile for; default: this one.", str | None
@@ -104,7 +103,7 @@ class Common:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options(Common):
-    """What `optimize` may be asked for; `xrlflow.optimize` says what each option means. Raises OptionError."""
+    """The options of `optimize`; `xrlflow.optimize` explains them. Raises OptionError."""
 
     search: str = option(AGENT, "xrlflow (an agent), taso, greedy, lookahead2, lookahead3 or random.", str)
     cost: str | CostModel = option("profiled", "What guides the search: roofline, profiled or measured.", str)
@@ -168,7 +167,7 @@ class Options(Common):
 
     @property
     def assumptions(self) -> tuple[str, ...]:
-        """What rules may assume."""
+        """The assumptions that rules may make."""
         return (*self.assuming, *(("approximate",) if self.allow_approximate else ()))
 
     def _check_names(self) -> None:
@@ -214,7 +213,7 @@ class Options(Common):
             )
 
     def _check_backend(self, only: str, given: Mapping[str, object]) -> None:
-        """Raise OptionError for what was given to another backend than the one for which it has a meaning."""
+        """Raise OptionError for options that only make sense with another backend."""
         for name, value in given.items():
             if self.backend != only and value is not None:
                 raise OptionError(f"{name} has no meaning with backend {self.backend!r}: choose {only!r}")
@@ -222,7 +221,7 @@ class Options(Common):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuneOptions(Common):
-    """What `tune` may be asked for; `xrlflow.tune` says what each option means. Raises OptionError."""
+    """The options of `tune`; `xrlflow.tune` explains them. Raises OptionError."""
 
     method: str = option("chameleon", "chameleon, evolutionary, random, annealing or beam.", str)
     trials: int = option(512, "Kernels that are built and measured.", int, least=0)
@@ -244,7 +243,7 @@ class TuneOptions(Common):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainOptions:
-    """What `train` may be asked for; `xrlflow.train` says what each option means. Raises OptionError."""
+    """The options of `train`; `xrlflow.train` explains them. Raises OptionError."""
 
     held_out: Sequence[str | os.PathLike[str]] = option(
         (), "A file to evaluate on and not to learn from. May be repeated.", list[Path]
@@ -274,7 +273,7 @@ class TrainOptions:
 
 
 def check_installed(what: str, extra: str, *packages: str) -> None:
-    """Raise OptionError if a package that only an extra installs is not there; `what` needs it."""
+    """Raise OptionError if `what` needs a package that is not installed; `extra` would install it."""
     for package in packages:
         if importlib.util.find_spec(package) is None:
             raise OptionError(f"{what} needs {package}: install it with `pip install 'xrlflow[{extra}]'`")

@@ -1,4 +1,4 @@
-"""A SQLite file of measurements that processes and threads share, and that no failure of the disk takes down."""
+"""A SQLite file of measurements that processes and threads share. A disk that fails does not end the program."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-_SWITCHING = 1.0  # seconds to wait for another that opens a file for the first time, at least
-_RETRY = 30.0  # seconds between attempts to write to a disk that takes nothing
+_SWITCHING = 1.0  # the least seconds to wait for another process that opens the file for the first time
+_RETRY = 30.0  # seconds between attempts to write to a disk that fails
 
 Row: TypeAlias = tuple[Any, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The tables of a file. `schema`: what makes them where there are none; `table`: one of them; `put`: how the
-    statements begin that keep a measurement."""
+    """The tables of a file. `schema` creates them; `table` names one of them; `put` is the start of the statements that
+    insert a measurement."""
 
     schema: tuple[str, ...]
     version: int
@@ -36,15 +36,15 @@ def cache_directory() -> Path:
 
 
 def connect(path: Path | str, layout: Layout, patience: float = 0.0) -> sqlite3.Connection:
-    """A connection to a file that processes and threads share; its tables are made where there are none.
+    """Connect to a file that processes and threads share. Missing tables are created.
 
-    `patience`: seconds for which a statement waits for another process. Every statement is a transaction of its
-    own unless one is begun. Raises sqlite3.OperationalError where no file can be opened or written, and
-    sqlite3.DatabaseError for one that is damaged, of another version, or something else's.
+    `patience`: seconds that a statement waits for another process. Every statement is a transaction of its own unless
+    one is begun. Raises sqlite3.OperationalError if the file cannot be opened or written, and sqlite3.DatabaseError if
+    it is damaged, or of another version or program.
     """
     connection = sqlite3.connect(path, timeout=patience, isolation_level=None, check_same_thread=False)
     try:
-        # In one statement: another process may be making the tables just now.
+        # One statement, because another process may be creating the tables.
         found, tables, own = connection.execute(
             "SELECT user_version, count(name), coalesce(sum(name = ?), 0) FROM pragma_user_version"
             " LEFT JOIN sqlite_master",
@@ -57,7 +57,7 @@ def connect(path: Path | str, layout: Layout, patience: float = 0.0) -> sqlite3.
         _write_ahead(connection, max(patience, _SWITCHING))
         connection.execute("PRAGMA synchronous = NORMAL")
         if found == 0:
-            # One transaction: of two processes that come first, one makes the tables.
+            # One transaction, so that only one of two processes creates the tables.
             connection.execute("BEGIN IMMEDIATE")
             for statement in layout.schema:
                 connection.execute(statement)
@@ -70,7 +70,7 @@ def connect(path: Path | str, layout: Layout, patience: float = 0.0) -> sqlite3.
 
 
 def file_number(path: Path) -> int | None:
-    """What tells a file from another one of its name; None if there is none."""
+    """A number that distinguishes a file from a later one of its name; None if there is no file."""
     try:
         return path.stat().st_ino
     except OSError:
@@ -78,17 +78,23 @@ def file_number(path: Path) -> int | None:
 
 
 def set_aside(path: Path, number: int | None) -> None:
-    """Rename a database and what belongs to it (`.damaged`), unless it is another file than the one that is damaged
-    (`number`: its `file_number`), which another process has begun by now. Raises OSError."""
+    """Rename a damaged database and the files that belong to it to `.damaged`. Raises OSError.
+
+    `number` is the `file_number` of the damaged one. If another process has begun a new file, nothing is renamed.
+    """
     if file_number(path) != number:
         return
-    for suffix in ("-wal", "-shm", ""):  # what belongs to the next file is not there before the last is gone
+    for suffix in (
+        "-wal",
+        "-shm",
+        "",
+    ):  # the database itself comes last: then nobody begins a new one too early
         if (file := Path(f"{path}{suffix}")).exists():
             file.replace(f"{path}.damaged{suffix}")
 
 
 def _write_ahead(connection: sqlite3.Connection, patience: float) -> None:
-    """Switch a file to the write-ahead log. SQLite does not wait for that by itself where two come first at once."""
+    """Switch a file to the write-ahead log. SQLite does not wait by itself if two processes do this at once."""
     until = time.monotonic() + patience
     while True:
         try:
@@ -101,20 +107,20 @@ def _write_ahead(connection: sqlite3.Connection, patience: float) -> None:
 
 
 class SharedFile:
-    """A file, shared by processes and threads (write-ahead log, a statement per write).
+    """A file that processes and threads share (write-ahead log, one statement per write).
 
-    A file that gets damaged, and one of our own that is damaged or of another version, is set aside (`.damaged`) and
-    another begun, with a warning; a file that somebody named and that is something else is refused (by whatever reads
-    or writes first). Where the disk takes no more, or the file is locked or read-only, that is said once; what was
-    written before can be read still, what comes is kept in memory, and written as soon as that is possible. What never
-    was is said at the end.
+    Our own file is renamed to `.damaged` if it is damaged or of another version, and a new one is begun, with a
+    warning; a file that the user named is renamed only if it gets damaged. If the named file is something else, it is
+    refused on first use. If the disk is full, or the file is locked or read-only, there is one warning: old rows can
+    still be read, new ones are kept in memory and written as soon as possible. What could never be written is reported
+    at the end.
     """
 
     def __init__(
         self, path: Path, layout: Layout, patience: float, refused: type[Exception] | None = None
     ) -> None:
-        """`patience`: seconds for which a statement waits for another process. `refused`: what is raised for a file
-        that is something else, with one line; None: the file is our own."""
+        """`patience`: seconds that a statement waits for another process. `refused`: makes the exception for a named
+        file that is something else, from one line; None: the file is our own."""
         self.path, self._layout, self._patience = path, layout, patience
         self._refused = refused if refused is not None else sqlite3.DatabaseError
         self._ours = refused is None
@@ -129,13 +135,13 @@ class SharedFile:
         self._inherited: list[sqlite3.Connection | None] = []
 
     def check(self) -> None:
-        """Open the file now. Raises what it was given for one that is not its own."""
+        """Open the file now. Raises the exception of `refused` if it is something else."""
         with self._lock:
             self._adopt()
             self._opened()
 
     def read(self, statement: str, values: Row) -> list[Row]:
-        """Rows of the file, then those that wait to be written."""
+        """Rows of the file, then those that are not yet written."""
         with self._lock:
             self._adopt()
             rows: list[Row] = []
@@ -161,7 +167,7 @@ class SharedFile:
                 self._memory.execute(statement, values)
 
     def _write_pending(self) -> None:
-        """Bring what waits to disk, all of it or nothing, unless that failed a moment ago."""
+        """Write all waiting rows in one transaction, unless an attempt has just failed."""
         if not self._pending or time.monotonic() < self._retry:
             return
         for _ in range(2):
@@ -190,15 +196,15 @@ class SharedFile:
 
     @staticmethod
     def _roll_back(disk: sqlite3.Connection) -> None:
-        if disk.in_transaction:  # some errors end the transaction, others do not
+        if disk.in_transaction:  # only some errors end the transaction
             disk.execute("ROLLBACK")
 
     def _adopt(self) -> None:
-        """After a fork: connections are not ours to use, nor to close."""
+        """After a fork, drop the parent's connections without closing them."""
         if self._process != os.getpid():
             self._inherited += [self._disk, self._memory]
             self._disk = self._memory = None
-            self._pending = []  # its business who measured it
+            self._pending = []  # the parent writes its own rows
             self._process = os.getpid()
 
     def _opened(self) -> sqlite3.Connection | None:
@@ -226,8 +232,8 @@ class SharedFile:
         return connection
 
     def _open_to_read(self) -> sqlite3.Connection | None:
-        """The file as it is, if it is one of ours that may only be read."""
-        for manner in ("mode=ro", "immutable=1"):  # the second where not even a lock file can be written
+        """The file opened for reading, if it is ours but read-only."""
+        for manner in ("mode=ro", "immutable=1"):  # the second if not even a lock file can be written
             try:
                 connection = sqlite3.connect(
                     f"{self.path.absolute().as_uri()}?{manner}",
@@ -248,10 +254,10 @@ class SharedFile:
         return None
 
     def _complain(self, error: Exception) -> None:
-        """The disk takes nothing: say so the first time, and leave it alone for a while."""
+        """The disk fails: warn the first time, and do not try again for a while."""
         self._retry = time.monotonic() + _RETRY
         if self._disk is not None:
-            self._disk.execute("PRAGMA busy_timeout = 100")  # who waited once need not wait each time
+            self._disk.execute("PRAGMA busy_timeout = 100")  # after one long wait, later ones are short
         if not self._warned:
             self._warned = True
             warnings.warn(
@@ -278,7 +284,7 @@ class SharedFile:
             self._complain(failure)
 
     def close(self) -> None:
-        """Write what could not be written so far, if that is possible now, and say what is lost."""
+        """Write what is not yet written, if that is possible now, and report what is lost."""
         with self._lock:
             if self._process == os.getpid():
                 self._retry = 0.0

@@ -1,8 +1,8 @@
-"""Lazy constants: which of them the written model needs, how large it gets, and their evaluation.
+"""Lazy constants: which of them the written model needs, how large they are, and their evaluation.
 
-Floating-point expressions are evaluated in float64 and rounded once to their type; a Cast rounds where it
-stands, integers are exact. What a model would have to store is decided by `plan` from the types alone, so that
-a search can know the size of a result without computing it.
+Floating-point expressions are evaluated in float64 and rounded once to their type; a Cast rounds where it is, integers
+are exact. `plan` decides from types what a model has to store, so that a search knows the size of a result without
+computing it.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ from xrlflow.ops.infer import attr_proto
 from xrlflow.ops.schema import OPSET, split_op
 from xrlflow.ops.tensors import dtype_of, numpy_dtype
 
-__all__ = ["NotEvaluable", "Plan", "evaluate", "materialise", "plan", "stored_bytes"]
+__all__ = ["ExportPlan", "NotEvaluable", "evaluate", "materialise", "plan", "stored_bytes"]
 
 Array = npt.NDArray[Any]
 
-# A constant expression whose result has more bytes than this, and more than GROWTH times the bytes of the constants
-# that it is made of, stays in the model as nodes, which a runtime folds when it loads the model: Expand,
+# A constant expression stays in the model as nodes if its result has more bytes than this, and more than GROWTH times
+# the bytes of the constants that it is made of. A runtime folds the nodes when it loads the model. Examples: Expand,
 # ConstantOfShape, the Cast of a compressed table.
 BLOAT = 1 << 10
 GROWTH = 1.5
-# The same if it has more bytes than this, and more than GROWTH times what storing it makes superfluous: the transpose
-# of a table that is looked up in as well, a weight that is scaled in one place of two.
+# The same if it has more bytes than this, and more than GROWTH times what need not be stored then. Examples: the
+# transpose of a table that is also used for lookups, a weight that is scaled for one of two readers.
 SHARED = 1 << 14
 
-# What evaluating all constants of a model may take: seconds, and bytes at a time, for a small model, and for each byte
-# of weights more. What would take longer, or more room, stays in the model as nodes.
+# The limits for evaluating all constants of a model: seconds, and bytes at a time, for a small model, and more for each
+# byte of weights. Expressions beyond them stay in the model as nodes.
 _SECONDS, _SECONDS_PER_BYTE = 2.0, 1 / (20 << 20)
 _ROOM, _ROOM_PER_BYTE = float(1 << 29), 8.0
 
-# ONNX Runtime 1.31 fuses a Pad into the Conv that reads it, also where it reads it as its weights, and then refuses the
-# model: always stored.
+# ONNX Runtime 1.31 fuses a Pad into the Conv that reads it, even as its weights, and then refuses the model. So the
+# result of a Pad is always stored.
 _NEVER_RUN = frozenset({"Pad"})
 
-# Operators that only move data: they need no float64, and keep whatever precision their input has.
+# Operators that only move data: they need no float64, and keep the precision of their input.
 _MOVES = frozenset(
     ["Concat", "DepthToSpace", "Expand", "Flatten", "Gather", "GatherElements", "GatherND", "Identity", "Pad"]
     + [
@@ -62,30 +62,30 @@ _MOVES = frozenset(
         "Unsqueeze",
     ]
 )
-# Operators that round by definition: what follows sees the rounded numbers.
+# Operators that round by definition: their readers see the rounded numbers.
 _ROUNDS = frozenset(["Cast", "CastLike"])
 
 
-# Operators that compute row by row (of the first dimension) of operands of one rank.
+# Operators that work row by row (along the first dimension) on operands of one rank.
 _BY_ROW = frozenset(
     ["Abs", "Add", "Cast", "Div", "Erf", "Exp", "Identity", "Log", "Max", "Min", "Mul", "Neg", "Pow"]
     + ["Reciprocal", "Sqrt", "Sub", "Where"]
 )
-# Constants of more bytes than this are computed in slabs of rows where possible: in float64 they take twice the room,
-# and so do their operands.
+# Constants with more bytes than this are computed in slabs of rows if possible, because in float64 they and their
+# operands take twice the memory.
 _SLAB = 1 << 24
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Plan:
-    """What to write: `nodes` to run, producers first, and the constants that they or the outputs read."""
+class ExportPlan:
+    """What to write: `nodes` that run, producers first, and the constants that they and the outputs read."""
 
     nodes: tuple[Node, ...]
     constants: tuple[Value, ...]
 
 
-def plan(graph: Graph, kept: AbstractSet[Value] = frozenset()) -> Plan:
-    """Which nodes of a graph are run, and which constants it stores; `kept` are ids of nodes not to evaluate."""
+def plan(graph: Graph, kept: AbstractSet[Value] = frozenset()) -> ExportPlan:
+    """Which nodes of a graph run, and which constants it stores. `kept`: ids of nodes that are not evaluated."""
     producers = graph.producers
     sizes = _Sizes(graph)
     efforts = _Efforts(graph)
@@ -109,17 +109,17 @@ def plan(graph: Graph, kept: AbstractSet[Value] = frozenset()) -> Plan:
         else:
             run.add(node.id)
             work.extend(reversed(node.inputs))
-    return Plan(tuple(n for n in graph.topological() if n.id in run), tuple(needed))
+    return ExportPlan(tuple(n for n in graph.topological() if n.id in run), tuple(needed))
 
 
 class _Sizes:
-    """What constant expressions take in a file, against what they are made of."""
+    """The size of constant expressions in a file, compared with what they are made of."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
-        # Large leaves, each with the bytes of all expressions that nodes at run time read and that are made of it.
+        # Large leaves, with the bytes of all expressions made of them that nodes read at run time.
         self.shared: dict[Value, int] = {}
-        self.stored: set[Value] = set()  # leaves that nodes at run time read themselves
+        self.stored: set[Value] = set()  # leaves that nodes read at run time
         expressions: dict[Value, None] = {}
         for value in (*graph.outputs, *(v for n in graph.nodes() if not n.const for v in n.inputs)):
             node = graph.producers.get(value)
@@ -155,17 +155,17 @@ class _Sizes:
 
 
 class _Efforts:
-    """What evaluating constant expressions takes, one after the other, against what it may."""
+    """The total effort of evaluating constant expressions, compared with the limits."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
-        # A bound for both: no expression is made of more than all weights.
+        # An upper bound: no expression is made of more than all weights.
         self.weights = sum(const.type.nbytes or 0 for const in graph.leaves.consts.values())
         self.left = _SECONDS + _SECONDS_PER_BYTE * self.weights
         self.known: dict[Value, Effort] = {}
 
     def can_be_afforded(self, value: Value) -> bool:
-        """Whether there is time and room for an expression; its time is spent then."""
+        """Whether there is time and memory for an expression. If so, its time is spent."""
         order, leaves = _cone(self.graph, value)
         seconds = sum(self._effort(node).seconds for node in order)
         if seconds > self.left:
@@ -177,7 +177,7 @@ class _Efforts:
         return True
 
     def _room(self, order: Sequence[Node], value: Value) -> float:
-        """The most bytes at a time, if what is not read any more is let go."""
+        """The most bytes in use at a time, if arrays are freed after their last use."""
         uses: dict[Value, int] = {value: 1}
         for node in order:
             for v in node.inputs:
@@ -212,7 +212,7 @@ def _effort(
 
 
 def _cone(graph: Graph, value: Value) -> tuple[list[Node], list[Value]]:
-    """The nodes that make a constant, producers first, and the constants that they start from."""
+    """The nodes that make a constant, producers first, and the constants that they begin with."""
     order: list[Node] = []
     leaves: dict[Value, None] = {}
     state: set[Value] = set()
@@ -232,16 +232,16 @@ def _cone(graph: Graph, value: Value) -> tuple[list[Node], list[Value]]:
     return order, list(leaves)
 
 
-def stored_bytes(graph: Graph, found: Plan) -> int:
-    """Bytes of the constants of a plan."""
+def stored_bytes(graph: Graph, found: ExportPlan) -> int:
+    """The bytes of a plan's constants."""
     return sum(graph.type(v).nbytes or 0 for v in found.constants)
 
 
-def materialise(graph: Graph) -> tuple[Plan, dict[Value, Const]]:
+def materialise(graph: Graph) -> tuple[ExportPlan, dict[Value, Const]]:
     """Evaluate the constant expressions that the graph needs, one at a time.
 
-    Gives the plan and the constants that were computed (those that are leaves are in `graph.leaves`). What
-    cannot be evaluated is left to the runtime: it is among the nodes of the plan.
+    Returns the plan and the computed constants; those that are leaves are in `graph.leaves`. Expressions that cannot be
+    evaluated are left to the runtime: they are among the nodes of the plan.
     """
     kept: set[Value] = set()
     results: dict[Value, Const] = {}
@@ -258,7 +258,7 @@ def materialise(graph: Graph) -> tuple[Plan, dict[Value, Const]]:
                     break
         if failed is None:
             return found, {v: results[v] for v in found.constants if v in wanted}
-        # It and what is computed from it run in the model.
+        # This node, and everything computed from it, runs in the model.
         kept.update(_after(graph, failed))
 
 
@@ -269,7 +269,7 @@ class _FailedNode(Exception):
 
 
 def _after(graph: Graph, node: Node) -> Iterator[Value]:
-    """Ids of a constant node and of all constant nodes that depend on it."""
+    """The ids of a constant node and of all constant nodes that depend on it."""
     work, seen = [node], {node.id}
     while work:
         at = work.pop()
@@ -319,10 +319,10 @@ def _evaluate_value(graph: Graph, value: Value, wanted: AbstractSet[Value]) -> d
 
 
 class _Slabs:
-    """A large constant, computed a few rows at a time.
+    """A large constant that is computed a few rows at a time.
 
-    An operand with as many rows as the result, and of its rank, is cut into slabs as well. Any other operand, and
-    whatever does not compute by rows, is evaluated whole, if it is small.
+    Operands with the rank and number of rows of the result are cut into slabs as well. Other operands, and operators
+    that do not work by rows, are evaluated as a whole, if small.
     """
 
     def __init__(self, graph: Graph, value: Value) -> None:
@@ -412,7 +412,10 @@ def _rounded(array: Array, dtype: DType) -> Array:
 def evaluate(
     op: str, attrs: Attrs, inputs: Sequence[Array | None], types: Sequence[TensorType]
 ) -> tuple[Array, ...]:
-    """The outputs of one node, rounded to their types. Raises NotEvaluable, also if it took too much time or room."""
+    """The outputs of one node, rounded to their types.
+
+    Raises NotEvaluable, also if it takes too much time or memory.
+    """
     in_types = [None if a is None else TensorType(dtype_of(a.dtype), a.shape) for a in inputs]
     needed = _effort(op, attrs, in_types, types)
     if needed.seconds > _SECONDS or needed.bytes > _ROOM:
@@ -424,7 +427,7 @@ def evaluate(
 def _evaluate(
     op: str, attrs: Attrs, inputs: Sequence[Array | None], types: Sequence[TensorType]
 ) -> tuple[Array, ...]:
-    """The outputs of one node; floats may be float64, for the caller to round."""
+    """The outputs of one node. Floats may be float64; the caller rounds them."""
     exact = op not in _MOVES
     arguments = [promote(REALS, a) if exact and a is not None else a for a in inputs]
     try:
@@ -441,7 +444,7 @@ def _evaluate(
 def _by_reference(
     op: str, attrs: Attrs, inputs: Sequence[Array | None], types: Sequence[TensorType]
 ) -> tuple[Array, ...]:
-    """By ONNX's reference implementation of the operator."""
+    """The outputs by ONNX's reference implementation of the operator."""
     domain, name = split_op(op)
     names = ["" if a is None else f"i{i}" for i, a in enumerate(inputs)]
     outputs = [f"o{i}" for i in range(len(types))]
@@ -451,7 +454,7 @@ def _by_reference(
         evaluator = ReferenceEvaluator(node, opsets={"": OPSET, domain: OPSET if not domain else 1})
         with np.errstate(all="ignore"):
             made = evaluator.run(None, {n: a for n, a in zip(names, inputs) if a is not None})
-    except Exception as error:  # the reference raises whatever NumPy raises
+    except Exception as error:  # the reference may raise anything that NumPy raises
         raise NotEvaluable(f"{op}: {error}") from error
     if not all(isinstance(a, np.ndarray | np.generic) for a in made):
         raise NotEvaluable(f"{op} does not give tensors")

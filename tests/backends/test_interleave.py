@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from xrlflow.backends.interleave import interleave, time_alone, turns
-from xrlflow.backends.load import Reading
 from xrlflow.backends.protocol import BackendError
+from xrlflow.backends.system_load import Reading
 
 
 class Bench:

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from xrlflow.cost import calibrate
-from xrlflow.cost.alone import Sample
 from xrlflow.cost.calibrate import calibrated, from_json, machine_file, to_json
 from xrlflow.cost.machine import Machine, cache_bytes, cpu_name
-from xrlflow.ops.work import Kind
+from xrlflow.cost.microbench import Sample
+from xrlflow.ops.work import OpKind
 
 
 class Measure:
@@ -55,7 +55,7 @@ def older(text: str) -> str:
 
 def without_a_kind(text: str) -> str:
     data = json.loads(text)
-    del data["machine"]["speeds"][Kind.GEMM.value]
+    del data["machine"]["speeds"][OpKind.GEMM.value]
     return json.dumps(data)
 
 
@@ -92,7 +92,7 @@ def test_this_machine_gives_sane_figures() -> None:
     machine, _ = calibrate.calibrate(1, time_limit=0.005)
     assert machine.threads == 1
     assert machine.fork == 0
-    assert set(machine.speeds) == set(Kind)
+    assert set(machine.speeds) == set(OpKind)
     figures = [
         machine.peak,
         machine.cache_bandwidth,

@@ -7,7 +7,7 @@ from tests.cost.graphs import Builder, t
 from xrlflow.backends.protocol import BackendError
 from xrlflow.cost.measured import Measured
 from xrlflow.ir import Graph, Node, plan_edit
-from xrlflow.ops.alone import input_name, model_of
+from xrlflow.ops.subgraph import input_name, model_of
 
 
 def small_graph() -> tuple[Graph, Node]:

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from tests.cost.graphs import Builder, random_edit, random_graph, t
-from xrlflow.cost.alone import Sample, time_node
 from xrlflow.cost.database import Database
 from xrlflow.cost.machine import Machine
+from xrlflow.cost.microbench import Sample, time_node
 from xrlflow.cost.profiled import Profiled
 from xrlflow.cost.roofline import Roofline
 from xrlflow.ir import Attr, Attrs, Body, DType, Graph, TensorType, Value, apply_edit
-from xrlflow.ops.alone import NotAlone
+from xrlflow.ops.subgraph import NotStandalone
 
 MACHINE = Machine.reference()
 
@@ -114,7 +114,7 @@ def test_a_slice_takes_the_part_it_should(path: Path) -> None:
     model.cost(b.graph(y.id))
     assert model.tally.measured == 1
     wrong = b.node("Slice", [x, b.ints(2), b.ints(7), b.ints(0)], t(9, 6))
-    with pytest.raises(NotAlone, match=r"alone gives \[\(5, 6\)\] and not \[\(9, 6\)\]"):
+    with pytest.raises(NotStandalone, match=r"alone gives \[\(5, 6\)\] and not \[\(9, 6\)\]"):
         time_node(
             wrong,
             [t(10, 6), *[t(1, dtype=DType.INT64, const=True)] * 3],
@@ -195,7 +195,7 @@ def test_waiting_for_a_processor_is_seen() -> None:
     """Two processes that may use one processor: each waits while the other one runs."""
     script = """
 import os, time
-from xrlflow.cost.alone import waited
+from xrlflow.cost.microbench import waited
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
 before = waited()
 stop = time.perf_counter() + 0.3
@@ -263,6 +263,6 @@ def test_attributes_that_hold_bodies_are_refused() -> None:
     branch = Body(MEASURED["mask"], ())
     node = b.node("If", [b.input(t(dtype=DType.BOOL))], t(4), then_branch=branch, else_branch=branch)
     assert node.attrs == Attrs({"then_branch": branch, "else_branch": branch})
-    with pytest.raises(NotAlone, match="body"):
+    with pytest.raises(NotStandalone, match="body"):
         time_node(node, [t(dtype=DType.BOOL)], {}, threads=1)
     assert node.id != Value(0)

@@ -9,7 +9,7 @@ from tests.cost.graphs import Builder, t
 from xrlflow.cost.machine import Machine
 from xrlflow.cost.roofline import Roofline, seconds
 from xrlflow.ir import ABSENT, Attr, Attrs, Body, DType, Graph, Node, TensorType, Value
-from xrlflow.ops.work import Gemm, Kind, Work
+from xrlflow.ops.work import Gemm, OpKind, Work
 
 MODEL = Roofline(machine=Machine.reference())
 
@@ -121,27 +121,27 @@ def test_padding_to_vectors_is_paid_for() -> None:
 
 def test_what_exceeds_the_cache_streams_from_memory() -> None:
     machine = MODEL.machine
-    inside = Work(0, machine.cache, Kind.ELEMENTWISE)
-    outside = Work(0, machine.cache + 1, Kind.ELEMENTWISE)
+    inside = Work(0, machine.cache, OpKind.ELEMENTWISE)
+    outside = Work(0, machine.cache + 1, OpKind.ELEMENTWISE)
     ratio = machine.cache_bandwidth / machine.memory_bandwidth
     assert seconds(outside, machine) == pytest.approx(seconds(inside, machine) * ratio, rel=0.02)
 
 
 def test_small_calls_do_not_wake_the_threads() -> None:
     machine = replace(MODEL.machine, fork=1e-3)
-    small = Work(1e4, 0, Kind.ELEMENTWISE)
-    one_thread = 1e4 / (machine.peak / machine.threads * machine.speeds[Kind.ELEMENTWISE].compute)
+    small = Work(1e4, 0, OpKind.ELEMENTWISE)
+    one_thread = 1e4 / (machine.peak / machine.threads * machine.speeds[OpKind.ELEMENTWISE].compute)
     assert seconds(small, machine) == pytest.approx(machine.overhead + one_thread)
 
 
 def test_twice_the_peak_is_half_the_time_of_a_large_product() -> None:
-    product = Work(1e12, 1e3, Kind.GEMM, gemm=Gemm(1, 8192, 8192, 8192))
+    product = Work(1e12, 1e3, OpKind.GEMM, gemm=Gemm(1, 8192, 8192, 8192))
     fast = replace(MODEL.machine, peak=2 * MODEL.machine.peak)
     assert seconds(product, fast) == pytest.approx(seconds(product, MODEL.machine) / 2, rel=1e-3)
 
 
-@pytest.mark.parametrize("kind", list(Kind))
-def test_no_work_takes_the_call_and_never_fails(kind: Kind) -> None:
+@pytest.mark.parametrize("kind", list(OpKind))
+def test_no_work_takes_the_call_and_never_fails(kind: OpKind) -> None:
     nothing = Work(0, 0, kind, gemm=Gemm(1, 0, 0, 0), channels=3)
     assert seconds(nothing, MODEL.machine) == MODEL.machine.overhead
 

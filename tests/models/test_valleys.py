@@ -29,7 +29,7 @@ from models.valleys import (
 )
 from rewrite_rules import LIBRARY
 from xrlflow.cost.machine import REFERENCE
-from xrlflow.search import Found, Limits, greedy, taso
+from xrlflow.search import Limits, SearchNode, greedy, taso
 
 CATALOGUE = catalogue()
 # One instance of each family, depth and width.
@@ -98,7 +98,7 @@ def test_the_optimum_is_reached_by_the_chain(charted: Charted) -> None:
             for match in way.state.candidates:
                 if match.rule.name == rule and way.cost + match.delta == pytest.approx(cost, rel=1e-9):
                     state = way.state.apply(match)
-                    further.setdefault(state.fingerprint, Found(state, None, way.cost + match.delta))
+                    further.setdefault(state.fingerprint, SearchNode(state, None, way.cost + match.delta))
         ways = list(further.values())
         assert ways, f"{rule} leads to no graph of {cost:g} s"
     end = ways[0]

@@ -13,7 +13,7 @@ from xrlflow.ops.work import (
     OTHER_DIM,
     UNKNOWN_STEPS,
     Gemm,
-    Kind,
+    OpKind,
     Work,
     bodies,
     dimensions,
@@ -42,7 +42,7 @@ def test_a_product_counts_two_operations_per_element_and_step() -> None:
     assert w.gemm == Gemm(1, 15, 11, 7)
     assert w.flops == 2 * 15 * 11 * 7
     assert w.bytes == 4 * (3 * 5 * 7 + 7 * 11 + 3 * 5 * 11)
-    assert w.kind is Kind.GEMM
+    assert w.kind is OpKind.GEMM
 
 
 @pytest.mark.parametrize(
@@ -70,9 +70,9 @@ def test_gemm_reads_its_dimensions_through_the_transpositions(trans_a: int, tran
 
 @pytest.mark.parametrize(
     ("channels", "groups", "kind"),
-    [(8, 1, Kind.CONV), (8, 2, Kind.GROUPED_CONV), (8, 8, Kind.DEPTHWISE_CONV)],
+    [(8, 1, OpKind.CONV), (8, 2, OpKind.GROUPED_CONV), (8, 8, OpKind.DEPTHWISE_CONV)],
 )
-def test_a_convolution_counts_per_group(channels: int, groups: int, kind: Kind) -> None:
+def test_a_convolution_counts_per_group(channels: int, groups: int, kind: OpKind) -> None:
     w = count("Conv", [t(2, 8, 10, 10), t(16, channels // groups, 3, 3)], [t(2, 16, 8, 8)], group=groups)
     assert w.flops == 2 * (2 * 16 * 8 * 8) * (channels // groups) * 9
     assert w.kind is kind
@@ -102,7 +102,7 @@ def test_einsum_is_the_product_behind_it(
 
 def test_einsum_of_one_operand_only_moves() -> None:
     w = count("Einsum", [t(5, 7)], [t(7, 5)], equation="ij->ji")
-    assert (w.flops, w.kind) == (0, Kind.SHUFFLE)
+    assert (w.flops, w.kind) == (0, OpKind.SHUFFLE)
 
 
 def test_attention_is_the_same_in_both_layouts() -> None:
@@ -143,7 +143,7 @@ def test_a_recurrent_layer_reads_its_recurrence_at_every_step(op: str, gates: in
 @pytest.mark.parametrize("op", ["Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity"])
 def test_views_are_free(op: str) -> None:
     w = count(op, [t(4, 6), t(1, dtype=DType.INT64)], [t(24)])
-    assert (w.flops, w.bytes, w.kind) == (0, 0, Kind.VIEW)
+    assert (w.flops, w.bytes, w.kind) == (0, 0, OpKind.VIEW)
 
 
 @pytest.mark.parametrize("op", ["Slice", "Gather", "Split"])
@@ -154,31 +154,31 @@ def test_taking_a_part_reads_the_part(op: str) -> None:
 
 def test_concat_reads_and_writes_everything() -> None:
     w = count("Concat", [t(2, 6), t(3, 6)], [t(5, 6)], axis=0)
-    assert (w.flops, w.bytes, w.kind) == (0, 2 * 4 * 30, Kind.MOVE)
+    assert (w.flops, w.bytes, w.kind) == (0, 2 * 4 * 30, OpKind.MOVE)
 
 
 @pytest.mark.parametrize(
     ("shape", "perm", "kind"),
     [
-        ((4, 6, 8), (1, 0, 2), Kind.MOVE),
-        ((4, 6, 8), (0, 2, 1), Kind.SHUFFLE),
-        ((4, 6, 1), (0, 2, 1), Kind.MOVE),  # a dimension of one moves nothing
-        ((1, 6, 8), (1, 0, 2), Kind.MOVE),
+        ((4, 6, 8), (1, 0, 2), OpKind.MOVE),
+        ((4, 6, 8), (0, 2, 1), OpKind.SHUFFLE),
+        ((4, 6, 1), (0, 2, 1), OpKind.MOVE),  # a dimension of one moves nothing
+        ((1, 6, 8), (1, 0, 2), OpKind.MOVE),
     ],
 )
 def test_a_transpose_of_the_innermost_dimension_shuffles(
-    shape: tuple[int, ...], perm: tuple[int, ...], kind: Kind
+    shape: tuple[int, ...], perm: tuple[int, ...], kind: OpKind
 ) -> None:
     assert count("Transpose", [t(*shape)], [t(*(shape[p] for p in perm))], perm=perm).kind is kind
 
 
 def test_a_transpose_without_permutation_reverses() -> None:
-    assert count("Transpose", [t(4, 6)], [t(6, 4)]).kind is Kind.SHUFFLE
+    assert count("Transpose", [t(4, 6)], [t(6, 4)]).kind is OpKind.SHUFFLE
 
 
 def test_elementwise_operators_count_per_output_element() -> None:
     w = count("Add", [t(3, 4), t(4)], [t(3, 4)])
-    assert (w.flops, w.bytes, w.kind) == (12, 4 * 28, Kind.ELEMENTWISE)
+    assert (w.flops, w.bytes, w.kind) == (12, 4 * 28, OpKind.ELEMENTWISE)
     assert count("Erf", [t(3, 4)], [t(3, 4)]).flops == 12 * ELEMENTWISE["Erf"]
 
 
@@ -190,7 +190,7 @@ def test_a_power_with_one_exponent_is_cheap() -> None:
 
 def test_what_nobody_knows_counts_one_operation_per_element() -> None:
     w = count("my.domain::Strange", [t(3, 4)], [t(5)])
-    assert (w.flops, w.bytes, w.kind) == (5, 4 * 17, Kind.OTHER)
+    assert (w.flops, w.bytes, w.kind) == (5, 4 * 17, OpKind.OTHER)
 
 
 @pytest.mark.parametrize("op", sorted(COUNTS))

@@ -23,7 +23,7 @@ from xrlflow.rl.agent import Agent
 from xrlflow.rl.features import Vocabulary
 from xrlflow.rl.parameters import KIND
 from xrlflow.rl.pretrained import PRETRAINED
-from xrlflow.search.result import Found, SearchResult
+from xrlflow.search.result import SearchNode, SearchResult
 
 pytestmark = pytest.mark.usefixtures("reference_machine")
 
@@ -144,7 +144,7 @@ def test_without_time_for_the_agent_there_is_what_greedy_finds(monkeypatch: pyte
     """Loading the agent on a busy machine takes longer than a short limit gives."""
 
     def nothing(state: Any, cost: float, *_: Any, **__: Any) -> SearchResult:
-        start = Found(state, None, cost)
+        start = SearchNode(state, None, cost)
         return SearchResult(start, (start,), 0, 0, 0.0, False)
 
     monkeypatch.setattr("xrlflow.rl.strategy.agent_search", nothing)

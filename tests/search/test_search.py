@@ -17,7 +17,7 @@ from tests.rules.harness import model
 from xrlflow.ir import Edit, Graph
 from xrlflow.onnxio import load
 from xrlflow.rewrite import AnyRule, Library, Op, RewriteState, Rule, Val
-from xrlflow.search import Found, Limits, Ratio, extend, greedy, random_walk, replay, select, sweep, taso
+from xrlflow.search import Limits, Ratio, SearchNode, extend, greedy, random_walk, replay, select, sweep, taso
 from xrlflow.search.select import Compare, sweeping_rules
 
 
@@ -38,25 +38,25 @@ class Weighted:
         )
 
 
-def start(proto: onnx.ModelProto, rules: tuple[AnyRule, ...], cost: Weighted) -> Found:
+def start(proto: onnx.ModelProto, rules: tuple[AnyRule, ...], cost: Weighted) -> SearchNode:
     graph = load(proto).graph
-    return Found(RewriteState.start(graph, Library(rules), cost.delta), None, cost.cost(graph))
+    return SearchNode(RewriteState.start(graph, Library(rules), cost.delta), None, cost.cost(graph))
 
 
-def timed(truth: Weighted, base: Found) -> Compare:
+def timed(truth: Weighted, base: SearchNode) -> Compare:
     """Comparisons of which `truth` has the medians, with narrow intervals."""
 
-    def compare(against: Found | None, found: Found) -> Ratio:
+    def compare(against: SearchNode | None, found: SearchNode) -> Ratio:
         median = truth.cost((against or base).state.graph) / truth.cost(found.state.graph)
         return Ratio(median, median * 0.99, median * 1.01)
 
     return compare
 
 
-def searching(modelled: Weighted) -> Callable[[Found, frozenset[str]], Found]:
+def searching(modelled: Weighted) -> Callable[[SearchNode, frozenset[str]], SearchNode]:
     """Greedy search with some of the rules."""
 
-    def search(found: Found, rules: frozenset[str]) -> Found:
+    def search(found: SearchNode, rules: frozenset[str]) -> SearchNode:
         state = RewriteState.start(found.state.graph, found.state.library.only(rules), modelled.delta)
         return greedy(state, found.cost, Limits()).best
 
@@ -173,7 +173,7 @@ def test_selection_combines_what_is_measured_to_be_faster() -> None:
     modelled = greedy(base.state, base.cost, Limits()).best
     truth = Weighted(Transpose=10.0, Relu=0.5)
 
-    def compare(against: Found | None, found: Found) -> Ratio:
+    def compare(against: SearchNode | None, found: SearchNode) -> Ratio:
         old = truth.cost((against or base).state.graph)
         median = old / truth.cost(found.state.graph)
         return Ratio(median, median * 0.99, median * 1.01)
@@ -247,11 +247,11 @@ class Surveyed:
         self.ahead, self.back = ahead, back
         self.asked: list[list[str]] = []
 
-    def candidates(self, found: Found, rules: Sequence[str]) -> dict[str, float]:
+    def candidates(self, found: SearchNode, rules: Sequence[str]) -> dict[str, float]:
         self.asked.append(sorted(rules))
         return self.ahead
 
-    def steps(self, found: Found) -> dict[str, float]:
+    def steps(self, found: SearchNode) -> dict[str, float]:
         return self.back
 
 
@@ -360,7 +360,7 @@ def test_what_was_measured_to_cost_time_does_not_tidy() -> None:
     best = greedy(base.state, base.cost, Limits()).best
     restricted = searching(modelled)
 
-    def search(found: Found, rules: frozenset[str]) -> Found:
+    def search(found: SearchNode, rules: frozenset[str]) -> SearchNode:
         better = restricted(found, rules)
         state = RewriteState.start(better.state.graph, base.state.library, base.state.delta)
         return replace(better, state=state)
@@ -399,7 +399,7 @@ def test_selection_gives_nothing_up_for_what_an_open_interval_says() -> None:
     base = start(proto, (CancelTransposes(), ReplaceReluByMax()), modelled)
     best = greedy(base.state, base.cost, Limits()).best
 
-    def compare(against: Found | None, found: Found) -> Ratio:
+    def compare(against: SearchNode | None, found: SearchNode) -> Ratio:
         return Ratio(1.5, 1.4, 1.6) if against is None else Ratio(1.04, 0.0, float("inf"))
 
     selection = select(base, [best], compare, searching(modelled), time.monotonic() + 60)
@@ -422,10 +422,10 @@ def test_selection_leaves_what_noise_hides_to_the_last_measurement(
     best = greedy(base.state, base.cost, Limits()).best
     second = greedy(base.state, base.cost, Limits(1)).best
 
-    def replaced(found: Found) -> int:
+    def replaced(found: SearchNode) -> int:
         return sum(n.op == "Max" for n in found.state.graph.nodes())
 
-    def compare(against: Found | None, found: Found) -> Ratio:
+    def compare(against: SearchNode | None, found: SearchNode) -> Ratio:
         median = both if replaced(found) == 2 else one
         return Ratio(0.9, 0.89, 0.91) if median is None or against is not None else Ratio(median, 0.9, 1.1)
 
@@ -445,7 +445,7 @@ def test_selection_of_what_is_undecided_beside_something_slower() -> None:
     base = start(proto, (CancelTransposes(), ReplaceReluByMax()), modelled)
     best = greedy(base.state, base.cost, Limits()).best
 
-    def compare(against: Found | None, found: Found) -> Ratio:
+    def compare(against: SearchNode | None, found: SearchNode) -> Ratio:
         return Ratio(0.9, 0.89, 0.91) if against is None else Ratio(1.0, 0.9, 1.1)
 
     selection = select(base, [best], compare, searching(modelled), time.monotonic() + 60)
@@ -458,7 +458,7 @@ def test_selection_keeps_only_what_is_faster_twice() -> None:
     base = start(layered(2), (PushTransposeThroughRelu(), CancelTransposes(), Collect()), Weighted())
     sessions = 0
 
-    def compare(against: Found | None, found: Found) -> Ratio:
+    def compare(against: SearchNode | None, found: SearchNode) -> Ratio:
         nonlocal sessions
         sessions += 1
         median = 1.05 if sessions % 3 == 1 else 1.0
@@ -470,7 +470,7 @@ def test_selection_keeps_only_what_is_faster_twice() -> None:
     assert sessions > len(selection.trials) >= 1
 
 
-def greedy_from(found: Found) -> Found:
+def greedy_from(found: SearchNode) -> SearchNode:
     better = greedy(found.state, found.cost, Limits()).best
     path = found.path
     state = found.state
@@ -479,7 +479,7 @@ def greedy_from(found: Found) -> Found:
         assert match is not None
         path = extend(path, match, step.cost)
         state = state.apply(match)
-    return Found(state, path, better.cost)
+    return SearchNode(state, path, better.cost)
 
 
 def test_selection_of_nothing() -> None:
@@ -517,9 +517,9 @@ def test_what_looks_faster_is_not_measured_again_when_time_is_over() -> None:
     base = start(proto, (ReplaceReluByMax(),), modelled)
     best = greedy(base.state, base.cost, Limits()).best
     deadline = time.monotonic() + 0.2
-    compared: list[Found] = []
+    compared: list[SearchNode] = []
 
-    def compare(against: Found | None, found: Found) -> Ratio:
+    def compare(against: SearchNode | None, found: SearchNode) -> Ratio:
         compared.append(found)
         time.sleep(max(0.0, deadline - time.monotonic()) + 0.01)
         return Ratio(1.2, 1.1, 1.3)

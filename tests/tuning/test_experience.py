@@ -9,20 +9,20 @@ import numpy as np
 import pytest
 
 from tests.tuning.problems import convolution, matmul, softmax
-from tests.tuning.test_tuners import WALKS, space_of
+from tests.tuning.tuners.test_tuners import WALKS, space_of
 from xrlflow.learn.checkpoint import Checkpoint, CheckpointError, save_checkpoint
 from xrlflow.learn.tensors import to_arrays
 from xrlflow.tuning.knobs import Candidate, Floats, KnobSpace
 from xrlflow.tuning.surrogate import SCHEDULE_FEATURES, Experience, Surrogate
 from xrlflow.tuning.tasks import Task
 from xrlflow.tuning.tuners.chameleon import Agent, ChameleonTuner
-from xrlflow.tuning.tuners.protocol import Outcome
+from xrlflow.tuning.tuners.protocol import Measurement
 from xrlflow.tuning.tuners.random import RandomTuner
 
 
 def descriptions(space: KnobSpace, candidates: Sequence[Candidate]) -> Floats:
     surrogate = Surrogate(space, 0)
-    surrogate.add([(c, Outcome((1.0,))) for c in candidates])
+    surrogate.add([(c, Measurement((1.0,))) for c in candidates])
     return surrogate.experience.schedules
 
 
@@ -40,9 +40,9 @@ def column() -> int:
 
 def measured(
     space: KnobSpace, candidates: Sequence[Candidate], column: int
-) -> list[tuple[Candidate, Outcome]]:
+) -> list[tuple[Candidate, Measurement]]:
     values = descriptions(space, candidates)[:, column]
-    return [(c, Outcome((float(2 ** (-v / 4)),))) for c, v in zip(candidates, values)]
+    return [(c, Measurement((float(2 ** (-v / 4)),))) for c, v in zip(candidates, values)]
 
 
 def learned(task: Callable[[], Task], column: int) -> Experience:
@@ -128,7 +128,7 @@ def test_what_was_supposed_is_forgotten_when_it_is_measured(column: int) -> None
     space, candidates = drawn(convolution, 8)
     surrogate = Surrogate(space, 0, learned(matmul, column))
     surrogate.suppose(candidates)
-    surrogate.add([(c, Outcome((1.0,))) for c in candidates[:5]])
+    surrogate.add([(c, Measurement((1.0,))) for c in candidates[:5]])
     supposed = sorted(vector for vector, _ in surrogate.promising(99))
     assert supposed == sorted(c.vector for c in candidates[5:] if c.vector is not None)
     surrogate.suppose(candidates)
@@ -139,10 +139,10 @@ def test_experience_adds_up_and_leaves_out_tasks_of_which_nothing_ran(column: in
     space, candidates = drawn(convolution, 6)
     before = learned(matmul, column)
     surrogate = Surrogate(space, 0, before)
-    surrogate.add([(c, Outcome(error="it fell over")) for c in candidates])
+    surrogate.add([(c, Measurement(error="it fell over")) for c in candidates])
     assert len(surrogate.experience) == len(before)
     assert np.isfinite(surrogate.rank(candidates)).all()
-    surrogate.add([(candidates[0], Outcome((2.0,))), (candidates[1], Outcome((1.0,)))])
+    surrogate.add([(candidates[0], Measurement((2.0,))), (candidates[1], Measurement((1.0,)))])
     after = surrogate.experience
     assert after.scores[len(before) :].tolist() == [0.5, 1, 0, 0, 0, 0]
     assert np.array_equal(after.schedules[: len(before)], before.schedules)

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from tests.tuning.problems import convolution, knobless, matmul, softmax
-from xrlflow.backends.tvm.load import tvm
-from xrlflow.tuning.knobs import Kind, Knob, KnobError, KnobSpace, Vector, factorisations
+from xrlflow.backends.tvm.import_tvm import tvm
+from xrlflow.tuning.knobs import Knob, KnobError, KnobKind, KnobSpace, Vector, factorisations
 from xrlflow.tuning.tasks import Task, module_key
 
 TASKS = [matmul, convolution, softmax, knobless]
@@ -53,7 +53,7 @@ def test_neighbours_in_the_list_of_factorisations_are_alike(extent: int) -> None
 
 
 def test_a_tile_is_near_those_with_one_prime_moved() -> None:
-    knob = Knob("t", Kind.TILE, factorisations(12, 2, 4))
+    knob = Knob("t", KnobKind.TILE, factorisations(12, 2, 4))
     assert knob.extent == 12
     near = {knob.values[i] for i in knob.near(knob.values.index((6, 2)))}
     assert near == {(12, 1), (3, 4)}  # (2, 6) is beyond the limit
@@ -82,7 +82,7 @@ def test_a_vector_that_names_what_is_on_offer_is_kept() -> None:
 
 def test_a_location_that_is_not_on_offer_becomes_one_that_is() -> None:
     space = KnobSpace.of(convolution(), 0)
-    k = next(k for k, knob in enumerate(space.knobs) if knob.kind is Kind.LOCATION)
+    k = next(k for k, knob in enumerate(space.knobs) if knob.kind is KnobKind.LOCATION)
     made = set()
     for index in range(len(space.knobs[k])):
         vector = [0] * len(space.knobs)
@@ -136,7 +136,7 @@ def test_sketches_share_the_knobs_that_decide_the_same() -> None:
     space = KnobSpace.of(matmul(), 0)
     assert len(space.sketches) == 3
     # The sketch, three loops, and unrolling.
-    assert [k.kind for k in space.knobs] == [Kind.SKETCH] + [Kind.TILE] * 3 + [Kind.CATEGORICAL]
+    assert [k.kind for k in space.knobs] == [KnobKind.SKETCH] + [KnobKind.TILE] * 3 + [KnobKind.CATEGORICAL]
     assert all(s.knobs == frozenset(range(5)) for s in space.sketches)
 
 
@@ -217,7 +217,7 @@ def test_other_schedule_rules_give_other_knobs() -> None:
     rule = meta.schedule_rule.MultiLevelTiling(structure="SRS", max_innermost_factor=4)
     space = KnobSpace.of(matmul(), 0, meta.space_generator.PostOrderApply(sch_rules=[rule]))
     # The reduction has one level: nothing to split.
-    assert [k.kind for k in space.knobs] == [Kind.SKETCH, Kind.TILE, Kind.TILE]
+    assert [k.kind for k in space.knobs] == [KnobKind.SKETCH, KnobKind.TILE, KnobKind.TILE]
     assert space.knobs[1].values == factorisations(8, 2, 4)
 
 

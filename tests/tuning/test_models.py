@@ -22,7 +22,7 @@ from xrlflow.backends import BackendError
 from xrlflow.backends.onnxruntime import measure, open_model
 from xrlflow.backends.results import Comparison
 from xrlflow.backends.tvm import Tvm, TvmModel, detect, load_compiled, schedules
-from xrlflow.backends.tvm.load import tvm
+from xrlflow.backends.tvm.import_tvm import tvm
 from xrlflow.backends.tvm.lower import fuse, import_model
 from xrlflow.backends.tvm.schedules import apply, choices, design_space, heuristic
 from xrlflow.cli import app
@@ -33,7 +33,7 @@ from xrlflow.tuning.pool import PoolOptions
 from xrlflow.tuning.session import tune
 from xrlflow.tuning.store import Record, Setting, Store
 from xrlflow.tuning.tasks import Task, module_key
-from xrlflow.tuning.tuners.protocol import Method, Outcome
+from xrlflow.tuning.tuners.protocol import Measurement, Method
 from xrlflow.tuning.tuners.random import RandomTuner
 from xrlflow.tuning.worker import Timing
 
@@ -146,7 +146,7 @@ def test_asked_for_one_at_a_time_a_tuner_comes_to_all_choices(method: Method, ta
     keys: list[str] = []
     while proposed := tuner.propose(1):
         keys += [candidate.key for candidate in proposed]
-        tuner.update([(candidate, Outcome((1e-3 / len(keys),))) for candidate in proposed])
+        tuner.update([(candidate, Measurement((1e-3 / len(keys),))) for candidate in proposed])
     assert len(keys) == len(set(keys))
     offered = choices(task.mod, machine)
     assert set(keys) == {
@@ -159,7 +159,7 @@ def test_a_tuner_learns_how_long_the_untuned_schedule_takes(
     count: int, tasks: list[Task], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Listening(RandomTuner):
-        def update(self, measured: Sequence[tuple[Candidate, Outcome]]) -> None:
+        def update(self, measured: Sequence[tuple[Candidate, Measurement]]) -> None:
             told.extend(candidate.key for candidate, _ in measured)
             super().update(measured)
 
@@ -169,7 +169,7 @@ def test_a_tuner_learns_how_long_the_untuned_schedule_takes(
     )
     tuner = blocked(Method.RANDOM, detect(cores=2))(tasks[0], 3)
     proposed = tuner.propose(count)
-    tuner.update([(candidate, Outcome((1e-3,))) for candidate in proposed])
+    tuner.update([(candidate, Measurement((1e-3,))) for candidate in proposed])
     assert told == [candidate.key for candidate in proposed]
 
 
@@ -209,19 +209,19 @@ def test_only_what_is_clearly_faster_replaces_the_untuned_schedule(tasks: list[T
     setting = Setting.here(machine.target(), 2)
     with Store(tmp_path / "store.sqlite") as store:
         tuned = tuned_by(store, machine, 2, flushed=False)
-        store.put(Record.of(task, setting, first, Outcome((1e-3,))))
-        store.put(Record.of(task, setting, other, Outcome((0.99e-3,))))
+        store.put(Record.of(task, setting, first, Measurement((1e-3,))))
+        store.put(Record.of(task, setting, other, Measurement((0.99e-3,))))
         assert tuned(task.mod) is None
-        store.put(Record.of(task, setting, other, Outcome((0.5e-3,))))
+        store.put(Record.of(task, setting, other, Measurement((0.5e-3,))))
         found = tuned(task.mod)
         assert found is not None
         assert module_key(found) == other.key
         assert tuned_by(store, machine, 2, flushed=True)(task.mod) is None, "timed in another way"
 
 
-@pytest.mark.parametrize("usual", [Outcome((1e-3,)), Outcome(error="it took longer than 1 s")])
+@pytest.mark.parametrize("usual", [Measurement((1e-3,)), Measurement(error="it took longer than 1 s")])
 def test_what_the_untuned_schedule_once_took_counts(
-    usual: Outcome, tasks: list[Task], tmp_path: Path
+    usual: Measurement, tasks: list[Task], tmp_path: Path
 ) -> None:
     """Also where it was measured too seldom to be the best, or failed the last time."""
     machine = detect(cores=2)
@@ -229,10 +229,10 @@ def test_what_the_untuned_schedule_once_took_counts(
     first, other = blocked(Method.RANDOM, machine)(task, 0).propose(2)
     setting = Setting.here(machine.target(), 2)
     with Store(tmp_path / "store.sqlite") as store:
-        store.put(Record.of(task, setting, first, Outcome((1e-3 + 1e-9,))))
+        store.put(Record.of(task, setting, first, Measurement((1e-3 + 1e-9,))))
         store.put(Record.of(task, setting, first, usual))
         for number in range(4):
-            store.put(Record.of(task, setting, other, Outcome((2e-3 + 1e-9 * number,))))
+            store.put(Record.of(task, setting, other, Measurement((2e-3 + 1e-9 * number,))))
         assert tuned_by(store, machine, 2, flushed=False)(task.mod) is None
 
 
@@ -282,10 +282,10 @@ def test_what_was_lucky_once_does_not_replace_what_was_measured_often(
     setting = Setting.here(machine.target(), 2)
     with Store(tmp_path / "store.sqlite") as store:
         tuned = tuned_by(store, machine, 2, flushed=False)
-        store.put(Record.of(task, setting, other, Outcome((0.5e-3,))))
+        store.put(Record.of(task, setting, other, Measurement((0.5e-3,))))
         assert tuned(task.mod) is not None
         for number in range(4):
-            store.put(Record.of(task, setting, first, Outcome((1e-3 + 1e-6 * number,))))
+            store.put(Record.of(task, setting, first, Measurement((1e-3 + 1e-6 * number,))))
         assert tuned(task.mod) is None
 
 
@@ -317,7 +317,7 @@ def remember_another_kernel(task: Task, path: Path) -> str:
     setting = Setting.here(machine.target(), 2, flushed=True)
     with Store(path) as store:
         for candidate, seconds in ((first, 1e-3), (other, 1e-4)):
-            record = Record.of(task, setting, candidate, Outcome((seconds,)))
+            record = Record.of(task, setting, candidate, Measurement((seconds,)))
             for times in range(4):
                 store.put(replace(record, taken=float(times), seconds=(seconds + 1e-9 * times,)))
     return other.key

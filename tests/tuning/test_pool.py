@@ -18,7 +18,7 @@ import tvm_ffi
 
 from tests.tuning.kernels import calls, matmul, scheduled, target, unscheduled
 from xrlflow.backends.protocol import BackendError
-from xrlflow.backends.tvm.load import tvm
+from xrlflow.backends.tvm.import_tvm import tvm
 from xrlflow.tuning import worker
 from xrlflow.tuning.knobs import Candidate
 from xrlflow.tuning.pool import Pool, PoolError, PoolOptions, _Crew, _Duty, _Worker
@@ -34,16 +34,16 @@ def pool() -> Iterator[Pool]:
         yield pool
 
 
-def is_nursery(process: psutil.Process) -> bool:
+def is_fork_server(process: psutil.Process) -> bool:
     try:
-        return "raise_workers" in " ".join(process.cmdline())
+        return "serve_forks" in " ".join(process.cmdline())
     except (psutil.ZombieProcess, psutil.NoSuchProcess):  # another test's, which has just ended
         return False
 
 
 def workers_of(process: int) -> list[psutil.Process]:
-    nurseries = [p for p in psutil.Process(process).children() if is_nursery(p)]
-    found = [worker for nursery in nurseries for worker in nursery.children()]
+    servers = [p for p in psutil.Process(process).children() if is_fork_server(p)]
+    found = [worker for server in servers for worker in server.children()]
     return [worker for worker in found if worker.status() != psutil.STATUS_ZOMBIE]
 
 
@@ -67,10 +67,10 @@ def test_measured_are_positive_times_in_the_candidates_order(pool: Pool) -> None
 
 def test_kernels_run_with_the_threads_asked_for_each_on_a_cpu(pool: Pool) -> None:
     task = matmul(16)
-    path = f"{pool._nursery.folder}/parallel.so"
+    path = f"{pool._server.folder}/parallel.so"
     built = build(next(Pool._builds(task, [scheduled(task, 8, parallel=True)], [path])))
     for threads in (1, 2):
-        crew = _Crew(pool._nursery, 1, threads, 500, "running", 20.0)
+        crew = _Crew(pool._server, 1, threads, 500, "running", 20.0)
         try:
             ((_, answer),) = crew.work(iter([Run(path, built.arguments, QUICK)]))
             assert isinstance(answer, Ran)
@@ -173,7 +173,7 @@ def test_what_does_not_compile_is_an_outcome(pool: Pool) -> None:
 
 def test_tools_that_do_not_work_are_no_fault_of_the_candidate(pool: Pool) -> None:
     task = matmul(16)
-    jobs = pool._builds(task, [unscheduled(task)], [f"{pool._nursery.folder}/no such folder/x.so"])
+    jobs = pool._builds(task, [unscheduled(task)], [f"{pool._server.folder}/no such folder/x.so"])
     job = next(jobs)
     Path(f"{job.path}.o").parent.mkdir()
     Path(job.path).mkdir()  # where the library is to be
@@ -243,14 +243,14 @@ def test_a_few_are_all(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_library_stays_on_disk(pool: Pool) -> None:
     task = matmul(16)
     pool.measure(task, [unscheduled(task), calls("abort")])
-    assert [path for path in Path(pool._nursery.folder).rglob("*") if path.is_file()] == []
+    assert [path for path in Path(pool._server.folder).rglob("*") if path.is_file()] == []
 
 
 def test_a_slow_build_is_ended(pool: Pool) -> None:
     task = matmul(16)
-    crew = _Crew(pool._nursery, 1, 1, 500, "building", 0.001)
+    crew = _Crew(pool._server, 1, 1, 500, "building", 0.001)
     try:
-        jobs = pool._builds(task, [unscheduled(task)], [f"{pool._nursery.folder}/slow.so"])
+        jobs = pool._builds(task, [unscheduled(task)], [f"{pool._server.folder}/slow.so"])
         assert list(crew.work(jobs)) == [(0, Failed("building it took longer than 0.001 s"))]
     finally:
         crew.close()
@@ -258,13 +258,13 @@ def test_a_slow_build_is_ended(pool: Pool) -> None:
 
 def test_old_workers_are_replaced(pool: Pool) -> None:
     task = matmul(16)
-    crew = _Crew(pool._nursery, 1, 1, 2, "building", 20.0)
+    crew = _Crew(pool._server, 1, 1, 2, "building", 20.0)
     try:
         seen = []
         for _ in range(4):
             crew.settle()
             seen.append(crew._workers[0].process)
-            jobs = pool._builds(task, [unscheduled(task)], [f"{pool._nursery.folder}/old.so"])
+            jobs = pool._builds(task, [unscheduled(task)], [f"{pool._server.folder}/old.so"])
             ((_, answer),) = crew.work(jobs)
             assert isinstance(answer, Built)
         assert seen[0] == seen[1] != seen[2] == seen[3]
@@ -274,7 +274,7 @@ def test_old_workers_are_replaced(pool: Pool) -> None:
 
 def test_closing_leaves_nothing() -> None:
     pool = Pool(PoolOptions(builders=2, threads=1))
-    folder, group = pool._nursery.folder, pool._nursery.group
+    folder, group = pool._server.folder, pool._server.group
     assert os.path.isdir(folder)
     pool.close()
     assert not os.path.exists(folder)
@@ -285,10 +285,10 @@ def test_closing_leaves_nothing() -> None:
     pool.close()
 
 
-def test_a_killed_nursery_is_an_error_and_no_hang() -> None:
+def test_a_killed_fork_server_is_an_error_and_no_hang() -> None:
     task = matmul(16)
     with Pool(PoolOptions(builders=1, threads=1)) as pool:
-        os.kill(pool._nursery.group, signal.SIGKILL)
+        os.kill(pool._server.group, signal.SIGKILL)
         with pytest.raises(PoolError, match="workers die before they are ready"):
             pool.measure(task, [unscheduled(task)])
 
@@ -300,7 +300,7 @@ from xrlflow.tuning.pool import Pool, PoolOptions
 from xrlflow.tuning.worker import Run, Timing
 with Pool(PoolOptions(builders=1, threads=1, run_seconds=300.0)) as pool:
     pool.settle()
-    print(pool._nursery.folder, pool._nursery.group, flush=True)
+    print(pool._server.folder, pool._server.group, flush=True)
     list(pool._runners.work(iter([Run(sys.argv[1], (("float32", (4,)),) * 2, Timing())])))
 """
 

@@ -21,7 +21,7 @@ from xrlflow.tuning.pool import Pool, PoolOptions
 from xrlflow.tuning.session import Progress, Stop, TuningResult, tune
 from xrlflow.tuning.store import Setting, Store
 from xrlflow.tuning.tasks import Task
-from xrlflow.tuning.tuners.protocol import Method, Outcome
+from xrlflow.tuning.tuners.protocol import Measurement, Method
 from xrlflow.tuning.worker import Timing
 
 
@@ -54,7 +54,7 @@ class Counting:
             self._left -= 1
         return found
 
-    def update(self, measured: Sequence[tuple[Candidate, Outcome]]) -> None:
+    def update(self, measured: Sequence[tuple[Candidate, Measurement]]) -> None:
         self.told += [(candidate.key, outcome.median) for candidate, outcome in measured]
 
 
@@ -71,7 +71,7 @@ class Formula:
 
     def outcomes(
         self, task: Task, candidates: Sequence[Candidate], *, until: float
-    ) -> Generator[tuple[int, Outcome], None, None]:
+    ) -> Generator[tuple[int, Measurement], None, None]:
         for position in reversed(range(len(candidates))):  # in no order that the session may rely on
             if time.monotonic() >= until:
                 return
@@ -83,8 +83,10 @@ class Formula:
             yield position, self.outcome(key)
 
     @staticmethod
-    def outcome(key: str) -> Outcome:
-        return Outcome(error="it crashed") if int(key) % 10 == 9 else Outcome((1e-3 + 1e-6 * int(key),))
+    def outcome(key: str) -> Measurement:
+        return (
+            Measurement(error="it crashed") if int(key) % 10 == 9 else Measurement((1e-3 + 1e-6 * int(key),))
+        )
 
 
 def session(store: Store, measurer: Formula, trials: int = 40, **options: object) -> TuningResult:
@@ -306,7 +308,7 @@ class Lucky(Formula):
 
     def outcomes(
         self, task: Task, candidates: Sequence[Candidate], *, until: float
-    ) -> Generator[tuple[int, Outcome], None, None]:
+    ) -> Generator[tuple[int, Measurement], None, None]:
         self.asked.append({candidate.key for candidate in candidates})
         for position, outcome in super().outcomes(task, candidates, until=until):
             key = candidates[position].key
@@ -314,7 +316,9 @@ class Lucky(Formula):
             # No two measurements are quite the same.
             yield (
                 position,
-                outcome if outcome.error else Outcome((factor * outcome.median + 1e-12 * len(self.seen),)),
+                outcome
+                if outcome.error
+                else Measurement((factor * outcome.median + 1e-12 * len(self.seen),)),
             )
 
 
@@ -414,9 +418,9 @@ def test_kernels_timed_between_others_are_another_setting(store: Store) -> None:
 
 def test_what_fails_when_it_is_measured_again_is_not_the_best(store: Store) -> None:
     class Breaking(Lucky):
-        def outcome(self, key: str) -> Outcome:  # type: ignore[override]
+        def outcome(self, key: str) -> Measurement:  # type: ignore[override]
             broken = key == "0" and self.seen.count(key) > 1
-            return Outcome(error="it crashed") if broken else Formula.outcome(key)
+            return Measurement(error="it crashed") if broken else Formula.outcome(key)
 
     measurer = Breaking(set())
     (found,) = confirmed(store, measurer, usual=usual).tasks

@@ -18,11 +18,11 @@ import numpy as np
 import pytest
 
 from tests.tuning.kernels import matmul, scheduled, target
-from xrlflow.backends.tvm.load import tvm
+from xrlflow.backends.tvm.import_tvm import tvm
 from xrlflow.sqlite import connect
 from xrlflow.tuning.store import VERSION, Record, Setting, Store, StoreError
 from xrlflow.tuning.tasks import Task, extract_tasks
-from xrlflow.tuning.tuners.protocol import Outcome
+from xrlflow.tuning.tuners.protocol import Measurement
 
 SETTING = Setting('{"kind":"llvm"}', "0.27", "some cpu", 2)
 
@@ -56,7 +56,7 @@ def test_what_is_put_is_there_in_another_process_of_time(tmp_path: Path) -> None
         assert store.known("none") == []
         assert store.tasks() == ["other", "t"]
         assert len(store) == 3
-        assert store.known("t")[1].outcome == Outcome(error="it crashed")
+        assert store.known("t")[1].outcome == Measurement(error="it crashed")
 
 
 def test_the_best_are_the_fastest_by_the_median_of_all_their_times_once_each(store: Store) -> None:
@@ -337,9 +337,9 @@ def filled(store: Store, tasks: list[Task]) -> None:
         store.put_task(task)
         setting = Setting.here(task.target, 2)
         for inner, outcome in (
-            (4, Outcome((2e-3, 1 / 300))),
-            (8, Outcome((1e-3,))),
-            (2, Outcome(error="crash")),
+            (4, Measurement((2e-3, 1 / 300))),
+            (8, Measurement((1e-3,))),
+            (2, Measurement(error="crash")),
         ):
             store.put(Record.of(task, setting, scheduled(task, inner), outcome))
 
@@ -448,7 +448,7 @@ def test_tvm_applies_the_best_record_of_each_task(store: Store) -> None:
             candidate = replace(
                 scheduled(matmul(16), 4), mod=schedule.mod, steps=schedule_trace(task, schedule)
             )
-            store.put(Record.of(task, Setting.here(kind, 2), candidate, Outcome((seconds,))))
+            store.put(Record.of(task, Setting.here(kind, 2), candidate, Measurement((seconds,))))
         for database in (store.database(kind), store.database(kind, [task])):
             with database:
                 applied = relax.transform.MetaScheduleApplyDatabase()(mod)

@@ -1,14 +1,14 @@
 """Whether a model is faster than another, and by how much: two questions, answered by two sets of fresh processes.
 
-Each process gives one estimate, the logarithm of how many times faster the new model ran in it. What is fixed for the
-life of a process (where weights lie, on which CPU a thread sits) is most of what makes estimates differ, so an
-estimate counts once, however many runs are behind it, and intervals come from the spread between processes.
+Each process gives one estimate: the logarithm of how many times faster the new model ran in it. Estimates differ mostly
+by what is fixed for the life of a process (addresses of weights, CPUs of threads). So a process counts as one estimate,
+however many runs it makes, and intervals come from the spread between processes.
 
-`decide` looks at the estimates several times and stops as soon as they say enough. Who looks often, and stops at what
-pleases, is wrong more often than a single look would be, so the 2.5% that may be wrong are shared out among the looks
-(the shares add up to it: it holds however the looks hang together), few to the first ones. And what it stops at is
-too good: among all that are shipped are those that were lucky. So what is reported is what `confirm` finds, in as many
-further processes as were fixed before the first of them.
+`decide` looks at the estimates several times and stops as soon as they suffice. Looking often and stopping at a good
+moment is wrong more often than looking once. So the admitted error of 2.5% is divided among the looks, little for the
+first ones; the parts add up to it, which holds however the looks depend on each other. An estimate at which the search
+stopped is also too good, because the lucky ones are selected. So the reported figure comes from `confirm`, from further
+processes whose number was fixed before the first of them.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from xrlflow.backends.results import SpeedUp, Verdict
 from xrlflow.backends.statistics import Pooled, pool
 
 Draw = Callable[[], float | None]
-"""One more process's estimate; None where no time is left for one."""
+"""Returns the estimate of one more process; None if there is no time left for one."""
 
 FEWEST = 3
-"""Processes that an answer takes at least."""
+"""The fewest processes for an answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """When a new model is shipped: it is faster by more than `bar` (a logarithm), and at most `error` are wrong.
+    """When a new model is accepted: it is faster by more than `bar` (a logarithm), and at most `error` are wrong.
 
-    Two sessions of one model differ by half a percent, and what is not worth that is not worth another file. `first`
-    is the number of processes at the first look, `growth` how many times as many the next one has. `spending` says how
-    late `error` is spent: after the part t of the processes t ** spending of it. The comparison is given up where not
-    even the mean plus `hope` standard errors would suffice after all processes.
+    The bar exists because two sessions of one model differ by half a percent, and a smaller gain is not worth a new
+    file. `first`: the number of processes at the first look; `growth`: the ratio of the numbers at two looks. After the
+    part t of the processes, t ** `spending` of `error` has been spent. The comparison is given up when not even the
+    mean plus `hope` standard errors would suffice after all processes.
     """
 
     bar: float = math.log(1.003)
@@ -45,17 +45,17 @@ class Rule:
     hope: float = 1.5
 
     def looks(self, most: int) -> tuple[int, ...]:
-        """After how many of at most `most` processes to look."""
+        """The numbers of processes, up to `most`, after which to look."""
         found: list[int] = []
         count = self.first
-        # A look shortly before the last one spends what the last one needs.
+        # A look shortly before the last one would spend the error that the last one needs.
         while count * math.sqrt(self.growth) < most:
             found.append(count)
             count = math.ceil(count * self.growth)
         return (*found, most)
 
     def spent(self, count: int, most: int) -> float:
-        """How much of `error` is spent after so many of `most` processes."""
+        """The part of `error` that is spent after `count` of `most` processes."""
         return float(self.error * min(1.0, count / most) ** self.spending)
 
 
@@ -64,7 +64,7 @@ SHIP = Rule()
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What `decide` says, and its interval, which allows for all looks; None: there are too few estimates for one."""
+    """The verdict of `decide`, and its interval, which allows for all looks; None if there are too few estimates."""
 
     verdict: Verdict
     estimates: tuple[float, ...]
@@ -72,10 +72,10 @@ class Decision:
 
 
 def decide(draw: Draw, most: int, rule: Rule = SHIP) -> Decision:
-    """Draw up to `most` estimates, until they are clearly above `rule.bar`, or clearly will not be.
+    """Draw up to `most` estimates, until they are clearly above `rule.bar` or clearly will not be.
 
-    Where `draw` ends it before, that was the last look, which may spend what is left of `rule.error`: time, not what
-    was measured, has ended it.
+    If `draw` ends the series earlier, that is the last look, and it may spend all of `rule.error`: the time has ended
+    it, not the result.
     """
     estimates: list[float] = []
     looks = rule.looks(most)
@@ -99,25 +99,25 @@ def decide(draw: Draw, most: int, rule: Rule = SHIP) -> Decision:
 
 
 def _hopeless(found: Pooled, count: int, most: int, rule: Rule) -> bool:
-    """Whether the estimate, were it better than it seems, would still not suffice at the last look."""
+    """Whether even a better estimate than the present one would not suffice at the last look."""
     share = rule.error - rule.spent(rule.looks(most)[-2], most)
     at_last = found.error * math.sqrt(count / most)
     return found.mean + rule.hope * found.error - found.quantile(share) * at_last <= rule.bar
 
 
 WIDTH = 0.005
-"""Half the width of the interval that `confirm` should have, as a logarithm, where time and machine allow it."""
+"""The wanted half width of `confirm`'s interval, as a logarithm, if time and machine allow it."""
 _CONFIRM_AT_LEAST, _CONFIRM_AT_MOST = 8, 40
 
 
 def needed(estimates: Sequence[float]) -> int:
-    """How many processes confirm a decision that was made on these estimates: known before the first of them runs."""
+    """How many processes `confirm` should use after a decision on these estimates."""
     spread = pool(estimates).error * math.sqrt(len(estimates))
     return max(_CONFIRM_AT_LEAST, min(math.ceil((2.0 * spread / WIDTH) ** 2), _CONFIRM_AT_MOST))
 
 
 def confirm(draw: Draw, count: int) -> SpeedUp | None:
-    """The 95% interval of `count` estimates, taken without a look; None if there was time for too few."""
+    """The 95% interval of `count` estimates, without intermediate looks; None if there was time for too few."""
     estimates: list[float] = []
     while len(estimates) < count and (estimate := draw()) is not None:
         estimates.append(estimate)
@@ -125,16 +125,16 @@ def confirm(draw: Draw, count: int) -> SpeedUp | None:
 
 
 def share_out(affordable: int) -> int:
-    """How many of the processes that there is time for may decide; the rest are for the figure that is reported.
+    """How many of the affordable processes may be used to decide; the others are for the reported figure.
 
-    Where they do not suffice for both, all decide.
+    If they do not suffice for both, all are used to decide.
     """
     return affordable // 2 if affordable >= 2 * FEWEST else affordable
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What two sets of processes say. `figure`: of the second set; None where nothing is faster, or no time was."""
+    """The results of two sets of processes. `figure`: from the second set; None if nothing is faster or time was up."""
 
     decision: Decision
     verdict: Verdict
@@ -147,11 +147,11 @@ class Answer:
 
 
 def settle(draw: Draw, affordable: int, rule: Rule = SHIP, check: Callable[[], bool] | None = None) -> Answer:
-    """Decide, and measure again what was decided to be faster; there is time for `affordable` processes in all.
+    """Decide, and measure again if the decision is "faster". `affordable`: the number of processes there is time for.
 
-    `check` is asked in between, if something is faster, whether that is of any use: if not, there is no figure.
-    What turns out to be slower for sure when it is measured again is not faster: it is the only thing that the second
-    set can change, so that what is reported of the others is not the better half of it.
+    `check` is called in between, if something is faster, and returns whether it is of use; if not, there is no figure.
+    A model that is certainly slower in the second set is not faster after all. The second set changes nothing else, so
+    that the reported figures are not the better half of all figures.
     """
     decision = decide(draw, share_out(affordable), rule)
     if decision.verdict is not Verdict.FASTER:

@@ -1,4 +1,4 @@
-"""The one measuring loop: models timed in turns, so that only ratios inside a round are ever compared."""
+"""The measuring loop: models are timed in turns, and only ratios within a round are compared."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from xrlflow.backends import load
+from xrlflow.backends import system_load
 from xrlflow.backends.protocol import BackendError
 from xrlflow.backends.results import Comparison, Latency, SpeedUp
 from xrlflow.backends.statistics import Floats, median_interval
@@ -19,13 +19,13 @@ from xrlflow.backends.statistics import Floats, median_interval
 Run = Callable[[], object]
 
 MIN_SAMPLE = 2e-3
-"""Seconds that one sample lasts at least: several runs of a fast model are timed as one."""
+"""The least seconds of a sample: several runs of a fast model are timed as one."""
 SETTLE_BELOW = 0.25
-"""Models slower than this many seconds get no untimed run at the start of their turn: it would tell nothing."""
+"""Slower models (seconds of a run) have no untimed run at the start of a turn: it would change nothing."""
 MIN_ROUNDS = 16
-"""Rounds before an interval may end the measurement (an interval of few samples can be narrow by luck)."""
+"""The fewest rounds before an interval may end the measurement: an interval of few samples can be narrow by luck."""
 DECIDED_ROUNDS = 6
-"""Rounds before a measurement may end because its question is answered: the interval of six covers all of them."""
+"""The fewest rounds before a decision may end the measurement: the interval of six rounds covers all of them."""
 MAX_ROUNDS = 20_000
 
 
@@ -39,24 +39,23 @@ def interleave(
     margin: float | None = None,
     clock: Callable[[], float] = time.perf_counter,
     watch: Callable[[], float] | None = None,
-    read_load: Callable[[], load.Reading] = load.read,
+    read_load: Callable[[], system_load.Reading] = system_load.read,
 ) -> Comparison:
-    """Time `runs` (calls that run one model once) in rotating order and compare each with the first.
+    """Time `runs` (functions that run one model once) in rotating order, and compare each with the first.
 
-    A round gives every model two turns, in halves: the first half compares every model with the baseline, so does the
-    second, and the baseline's two turns compared with each other are the A/A control, which needs no third session in
-    memory. Without `control` a round is one half. A turn always follows one of another model, whose data have
-    pushed this one's out of the caches, and starts with one untimed run: a run right after another model is 2
-    to 15% slower than those after it, a user runs one model, and a baseline that followed itself now and then
-    came out 0.8% faster than its own copy. A sample is the mean of as many runs as last 2 ms.
+    A round has two halves, and every model has a turn in each. Both halves compare every model with the baseline. The
+    baseline's two turns compared with each other are the A/A control, which needs no third session in memory. Without
+    `control` a round is one half. A turn always follows one of another model, whose data has replaced this one's in the
+    caches, and starts with an untimed run. The reason: the first run after another model is 2 to 15% slower than later
+    ones, users run one model, and a baseline that sometimes followed itself seemed 0.8% faster than its own copy. A
+    sample is the mean of as many runs as take 2 ms.
 
-    The loop ends when the 95% interval (see `median_interval`) of every median log ratio is narrower than
-    `target_width`, or before a further round would pass `time_limit` seconds; one round is always taken. With
-    `margin` it also ends, for those who only ask which is faster, when every interval is wholly above 1 + margin or
-    below 1 - margin.
-    `clock` times the samples, `watch` (default: the same) the whole: where models run on another machine, they differ.
-    Python's garbage collector is off meanwhile. Raises BackendError for fewer than two models, and whatever a
-    run raises.
+    The loop ends when the 95% intervals (see `median_interval`) of all median log ratios are narrower than
+    `target_width`, or when another round would exceed `time_limit` seconds; there is always one round. With `margin` it
+    also ends when every interval is above 1 + margin or below 1 - margin, for callers who only want to know which is
+    faster. `clock` times the samples, `watch` (by default the same) the whole; they differ if models run on another
+    machine. Python's garbage collector is off. Raises BackendError for fewer than two models, and whatever a run
+    raises.
     """
     if len(runs) < 2:
         raise BackendError("measuring needs at least two models: a baseline and something to compare it with")
@@ -75,7 +74,7 @@ def interleave(
         latencies=tuple(_latency(np.exp(logs[:, :, model]).ravel()) for model in range(len(runs))),
         speedups=rounds.speedups(),
         control=_interval(logs[:, 0, 0] - logs[:, 1, 0]) if control else None,
-        load=load.judge(before, after, threads),
+        load=system_load.judge(before, after, threads),
         samples=len(rounds.rows),
         seconds=watch() - started,
         threads=threads,
@@ -85,14 +84,14 @@ def interleave(
 
 @dataclass(frozen=True, slots=True)
 class _Goal:
-    """When enough is known: intervals narrower than `width`, or (`margin`) on one side of 1 and so far from it."""
+    """When to stop: intervals are narrower than `width`, or (`margin`) on one side of 1 and that far from it."""
 
     width: float
     margin: float | None
 
     @property
     def first_check(self) -> int:
-        """How many rounds are taken before anything is judged."""
+        """The number of rounds before the first check."""
         return MIN_ROUNDS if self.margin is None else DECIDED_ROUNDS
 
     def converged(self, rounds: int, speedups: Sequence[SpeedUp]) -> bool:
@@ -104,9 +103,9 @@ class _Goal:
 
 
 class _Rounds:
-    """Rounds of turns of `runs`, and the samples that they gave: `rows`, each with the seconds of every half and model.
+    """Rounds of turns of `runs`, and their samples. A row of `rows` has the seconds of each half and model of a round.
 
-    The runs are warmed up first, each for `budget` seconds.
+    Each run is first warmed up for `budget` seconds.
     """
 
     def __init__(
@@ -119,7 +118,7 @@ class _Rounds:
         self.rows: list[list[float]] = []
 
     def take(self, goal: _Goal, deadline: float, watch: Callable[[], float]) -> bool:
-        """Take rounds until the goal is reached, or the next would end after `deadline`; whether they converged."""
+        """Take rounds until the goal is reached or the next would end after `deadline`. True if it was reached."""
         check_at = goal.first_check
         longest = 0.0
         while len(self.rows) < MAX_ROUNDS:
@@ -150,12 +149,12 @@ class _Rounds:
         return row
 
     def logs(self) -> Floats:
-        """Logarithms of the samples, by round, half and model."""
+        """The logarithms of the samples: [round, half, model]."""
         logs: Floats = np.log(np.array(self.rows)).reshape(len(self.rows), self._halves, -1)
         return logs
 
     def speedups(self) -> tuple[SpeedUp, ...]:
-        """How many times faster than the first each other model is."""
+        """How many times faster each model is than the first."""
         logs = self.logs()
         return tuple(_interval(logs[:, :, 0] - logs[:, :, model]) for model in range(1, len(self._runs)))
 
@@ -163,17 +162,17 @@ class _Rounds:
 def time_alone(
     run: Run, *, time_limit: float, min_samples: int = 5, clock: Callable[[], float] = time.perf_counter
 ) -> Latency:
-    """Time one call by itself: at least `min_samples` samples of 0.2 ms or more, then more until `time_limit` seconds.
+    """Time one call: at least `min_samples` samples of at least 0.2 ms, then more for up to `time_limit` seconds.
 
-    For figures that are compared only roughly or among themselves (an operator's cost): it is no basis for a
-    claim that one model is faster than another. Raises what `run` raises.
+    The result is good enough for rough comparisons, like operators' costs, but not for a claim that one model is faster
+    than another. Raises what `run` raises.
     """
     started = clock()
     with no_garbage_collection():
         single = warm_up(run, clock, time_limit / 4)
         batch = max(1, math.ceil(2e-4 / max(single, 1e-7)))
         samples: list[float] = []
-        # After 100 samples the median is known to about a tenth of the spread: more would be wasted.
+        # 100 samples give the median to about a tenth of the spread: more would be wasted.
         while len(samples) < min_samples or (len(samples) < 100 and clock() - started < time_limit):
             samples.append(turn(run, batch, False, clock))
             if clock() - started > 4 * time_limit:
@@ -182,9 +181,9 @@ def time_alone(
 
 
 def turns(slots: int, round_index: int) -> list[int]:
-    """The order of `slots` turns in a round: rotated by one every 4 rounds, reversed in every other cycle.
+    """The order of turns in a round: rotated by one every 4 rounds, reversed in every other cycle.
 
-    So every slot has every place equally often, and comes before and after each of its neighbours.
+    So every slot is equally often at every position, and equally often before and after each neighbour.
     """
     cycle, shift = divmod(round_index // 4, slots)
     order = [(index + shift) % slots for index in range(slots)]
@@ -192,7 +191,10 @@ def turns(slots: int, round_index: int) -> list[int]:
 
 
 def warm_up(run: Run, clock: Callable[[], float], budget: float) -> float:
-    """Seconds of the fastest of some runs that plan memory and fill caches: 3 of them, fewer beyond `budget`."""
+    """Run a model up to 3 times, for at most `budget` seconds, to plan memory and fill caches.
+
+    Seconds of the fastest.
+    """
     started = clock()
     fastest = math.inf
     for count in range(1, 11):
@@ -206,7 +208,7 @@ def warm_up(run: Run, clock: Callable[[], float], budget: float) -> float:
 
 
 def turn(run: Run, batch: int, settle: bool, clock: Callable[[], float]) -> float:
-    """Seconds of one run, as the mean of `batch` of them."""
+    """Seconds of one run: the mean of `batch` runs."""
     if settle:
         run()
     start = clock()

@@ -1,4 +1,4 @@
-"""Ctrl-C, and SIGTERM where a program handles it, while foreign code calls back into Python."""
+"""Ctrl-C, and SIGTERM if a program handles it, while foreign code calls back into Python."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from typing import Any
 
 @contextlib.contextmanager
 def heeding_interrupts() -> Iterator[None]:
-    """Raise KeyboardInterrupt at the end of the block if Ctrl-C was pressed in it and nobody is told.
+    """Raise KeyboardInterrupt at the end of the block if Ctrl-C was pressed inside and the exception was lost.
 
-    C++ code that calls back into Python gets the KeyboardInterrupt as an error like any other, and may take it for an
-    answer: TVM's constant folding compiles, and for whatever is raised there it just does not fold. The same for what
-    the program's own handler of SIGTERM raises.
+    C++ code that calls back into Python sees the KeyboardInterrupt as an ordinary error, and may handle it: when TVM's
+    constant folding catches an exception, it just does not fold. The same holds for what the program's own handler of
+    SIGTERM raises.
 
-    Interrupts are the main thread's; in others, and where a program handles Ctrl-C in its own way, this does nothing.
+    Only the main thread gets interrupts. In other threads, and if the program handles Ctrl-C in its own way, this does
+    nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -47,10 +48,10 @@ def heeding_interrupts() -> Iterator[None]:
                 raise interrupt from error
         raise
     finally:
-        # Python handles what has arrived before it sets the new handler, and may raise here.
+        # Python handles pending signals before it sets the new handler, and may raise here.
         for number in usual:
             while signal.getsignal(number) is handle:
                 with contextlib.suppress(KeyboardInterrupt, SystemExit):
                     signal.signal(number, usual[number])
-    if arrived:  # SIGTERM, if both
+    if arrived:  # SIGTERM wins over Ctrl-C
         usual[max(arrived)](max(arrived), None)

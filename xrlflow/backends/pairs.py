@@ -20,20 +20,20 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 HELD_UP = 0.02
-"""A turn in which our threads waited for a CPU for more than this part of it says less about the model than others."""
+"""If our threads waited for a CPU for more than this part of a turn, the turn says less about the model than others."""
 _WARM_UP = 0.03
-"""Seconds of untimed runs of each model, or three runs."""
+"""Seconds of untimed runs of each model; at most three runs."""
 
 Waits = Callable[[], Sequence[float]]
-"""The seconds for which each thread of this process has waited for a CPU up to now, the calling one first."""
+"""Returns the seconds that each thread of this process has waited for a CPU so far, the calling thread first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Seconds of one run of a model (0: the baseline, 1: the new one), the mean of a few.
+    """Seconds of one run of a model (0: the baseline, 1: the new one): the mean of a few runs.
 
-    Without those for which the calling thread could have run and had no CPU. `held_up`: what part of the turn the
-    thread that waited longest, of all, had none.
+    The time that the calling thread waited for a CPU is subtracted. `held_up`: the part of the turn that the most
+    delayed thread waited.
     """
 
     model: int
@@ -50,16 +50,17 @@ def take_turns(
     clock: Callable[[], float] = time.perf_counter,
     waits: Waits | None = None,
 ) -> tuple[Turn, ...]:
-    """`count` turns of two models, one after the other, `first` first; None: some, to learn how many are of use.
+    """Take `count` turns of two models, one after the other, beginning with `first`. None: enough to learn how many to
+    take.
 
-    `singles`: seconds of a first run of each; who took less than 0.25 s is warmed up. A turn always follows one of the
-    other model, and starts with one untimed run, if that is not too slow (see `interleave`).
+    `singles`: seconds of a first run of each; models below 0.25 s are warmed up. A turn always follows one of the other
+    model, and starts with an untimed run if that is not too slow (see `interleave`).
 
-    On two cores that others wanted, too, a run of 3.6 ms took 43 ms [12, 60] (10th and 90th percentile) with two
-    threads, and without the time in which the calling thread waited for a CPU 3.6 [3.5, 4.0]; with one thread 43 ms
-    were 58 [43, 91], and 43.5 [42.7, 44.4] without. The waiting of other threads is not taken off:
-    the calling one may have done their work meanwhile. `waits` counts (by default: Linux does). Raises what a run
-    raises.
+    On two cores that another program used as well, a run of 3.6 ms took 43 ms [12, 60] (10th and 90th percentile) with
+    two threads, and 3.6 [3.5, 4.0] without the time that the calling thread waited for a CPU. With one thread, 43 ms
+    became 58 [43, 91], and 43.5 [42.7, 44.4] without. The waiting of other threads is not subtracted, because the
+    calling thread may have done their work meanwhile. `waits` counts the waiting (by default from Linux). Raises what a
+    run raises.
     """
     with no_garbage_collection(), _Waiting() as waiting:
         read = waits if waits is not None else waiting.seconds
@@ -68,7 +69,7 @@ def take_turns(
         for model in (first, 1 - first):
             if quick[model]:
                 rough[model] = warm_up(runs[model], clock, _WARM_UP)
-        waiting.look()  # sessions have their threads now
+        waiting.look()  # all threads of the sessions exist now
         batches = [max(1, math.ceil(MIN_SAMPLE / max(seconds, 1e-7))) for seconds in rough]
         taken: list[Turn] = []
         for index in range(count if count is not None else _first_turns(max(rough))):
@@ -78,7 +79,7 @@ def take_turns(
             before = read()
             seconds = turn(runs[model], batches[model], False, clock)
             waited = [(b - a) / batches[model] for a, b in zip(before, read())]
-            # A thread may have waited just before and after the turn, too.
+            # Part of the waiting may have been just before or after the turn.
             lost = min(max(waited[0] if waited else 0.0, 0.0), 0.95 * seconds)
             taken.append(Turn(model, seconds - lost, max(waited, default=0.0) / seconds))
         return tuple(taken)
@@ -90,10 +91,10 @@ def _first_turns(seconds: float) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """What one process says. `ratio`: the logarithm of how many times faster the new model ran than the baseline.
+    """The result of one process. `ratio`: the logarithm of how many times faster the new model ran than the baseline.
 
-    `control`: the same of the baseline's turns among themselves; None where it had one turn. `pairs`: those used, and
-    `noise` the standard deviation of what a pair says, from their median deviation (0 of one pair).
+    `control`: the same for the baseline's turns among themselves; None if it had one turn. `pairs`: the number of pairs
+    used. `noise`: the standard deviation of a pair, from the median deviation (0 for one pair).
     """
 
     ratio: float
@@ -103,12 +104,12 @@ class Estimate:
 
 
 def estimate(turns: Sequence[Turn]) -> Estimate:
-    """Compare turns that are neighbours in time. Raises ValueError for fewer than two.
+    """Compare neighbouring turns. Raises ValueError for fewer than two.
 
-    What slows the machine down for longer slows both. What took a CPU away in a turn did not: pairs with such a turn,
-    whichever model's it was, are left out if they are less than half of all; where they are most, none is, as the
-    median of many says more than that of a few (between busy neighbours 5% off instead of 20%). In every other pair
-    the baseline comes first; the median of each kind counts half, so that a drift cancels.
+    What slows the machine for longer slows both turns of a pair. A thread that lost its CPU slows one, so pairs with
+    such a turn are left out if they are less than half. If they are the majority, all are used, because the median of
+    many says more than that of a few (5% off instead of 20% on a busy machine). The baseline is first in every other
+    pair. The medians of both kinds of pairs are averaged, so that a drift cancels.
     """
     if len(turns) < 2:
         raise ValueError("a comparison needs a turn of each model")
@@ -139,7 +140,7 @@ def _faster(first: Turn, second: Turn) -> float:
 
 
 class _Waiting:
-    """How long the threads of this process have waited for a CPU, as Linux counts it; 0 on other systems."""
+    """How long the threads of this process have waited for a CPU, as counted by Linux; 0 on other systems."""
 
     def __init__(self) -> None:
         self._files: list[int] = []
@@ -149,7 +150,7 @@ class _Waiting:
         return self
 
     def look(self) -> None:
-        """Take in threads that are new."""
+        """Start watching new threads."""
         self._close()
         own = f"/proc/self/task/{threading.get_native_id()}/schedstat"
         for name in sorted(glob.glob("/proc/self/task/*/schedstat"), key=lambda name: name != own):
@@ -159,7 +160,7 @@ class _Waiting:
                 continue
 
     def seconds(self) -> list[float]:
-        # Nanoseconds on a CPU, nanoseconds of waiting for one, times on a CPU.
+        # The columns are: nanoseconds on a CPU, nanoseconds of waiting, times on a CPU.
         found = []
         for file in self._files:
             try:

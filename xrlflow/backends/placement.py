@@ -1,12 +1,11 @@
-"""Where threads run: the same CPUs for every model that is compared.
+"""Pins threads to the same CPUs for every model that is compared.
 
-A scheduler puts a session's worker threads somewhere when they start and may leave them there. When that is on
-the CPU of somebody else's work, or of the main thread, the session is slower for as long as it lives, and its
-sibling is not. On a 2-core machine with other load, two sessions of one model then differed steadily by a
-factor of two (2.09x [2.07, 2.09]; 0.60x [0.50, 0.80]) while the A/A control of a single session saw nothing. With the
-workers of all sessions on the same CPUs, and the calling thread on one of its own, no such ratio came up in the
-same test; on a quiet machine latencies are the same with and without. ONNX Runtime itself pins its workers when
-it is not told a thread count.
+A scheduler places a session's worker threads when they start and may leave them there. If that is the CPU of another
+program or of the main thread, the session stays slower as long as it lives, while the compared session is not. On a
+2-core machine under load, two sessions of one model then differed steadily by a factor of two (2.09x [2.07, 2.09];
+0.60x [0.50, 0.80]), which the A/A control of a single session cannot see. With the workers of all sessions on the same
+CPUs, and the calling thread on another, no such ratio occurred; on a quiet machine pinning changes nothing. ONNX
+Runtime pins its workers itself if it is not told a thread count.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]
 
 LOOK = 0.05
-"""Seconds for which the CPUs are watched when there are more of them than threads."""
+"""Seconds during which the CPUs are watched if there are more of them than threads."""
 
 
 def default_threads() -> int:
@@ -31,7 +30,7 @@ def default_threads() -> int:
 
 
 def cache_levels() -> dict[int, int]:
-    """Bytes of the caches for data of the first core, by level (1, 2, ...); empty where the system does not say."""
+    """Bytes of the first core's data caches by level (1, 2, ...); empty if the system does not tell."""
     found: dict[int, int] = {}
     for folder in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*"):
         try:
@@ -39,16 +38,16 @@ def cache_levels() -> dict[int, int]:
             unit = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}.get(size[-1:], 1)
             if kind != "Instruction":
                 found[int(level)] = int(size.rstrip("KMG")) * unit
-        except (OSError, ValueError):  # some systems list a cache and do not know its size
+        except (OSError, ValueError):  # some systems list a cache without its size
             continue
     return found
 
 
 def choose_cpus(threads: int) -> tuple[int, ...] | None:
-    """One CPU (by number) for each of `threads` threads, on cores of their own; the first is the calling thread's.
+    """One CPU (by number) for each of `threads` threads, on different cores. The first is the calling thread's.
 
-    Of the blocks of neighbouring cores the one that others use least right now. None where a process cannot choose
-    (the system is not Linux) or has too few cores: then the scheduler does what it can.
+    They are the block of neighbouring cores that other programs use least at the moment. None if a process cannot
+    choose (not on Linux) or has too few cores; then the scheduler decides.
     """
     if not hasattr(os, "sched_getaffinity"):
         return None
@@ -64,7 +63,7 @@ def choose_cpus(threads: int) -> tuple[int, ...] | None:
 
 @contextlib.contextmanager
 def pinned(cpus: Sequence[int] | None) -> Iterator[None]:
-    """Keep the calling thread on the first of `cpus` (None: leave it alone)."""
+    """Keep the calling thread on the first of `cpus`. None: do nothing."""
     if cpus is None:
         yield
         return
@@ -77,7 +76,7 @@ def pinned(cpus: Sequence[int] | None) -> Iterator[None]:
 
 
 def _one_cpu_a_core(cpus: Sequence[int]) -> list[int]:
-    """Of CPUs that share a core (hyper-threads) the first."""
+    """The first CPU of each core, of several that share one (hyper-threads)."""
     seen: set[str] = set()
     chosen: list[int] = []
     for cpu in cpus:
@@ -90,7 +89,7 @@ def _one_cpu_a_core(cpus: Sequence[int]) -> list[int]:
 
 
 def _busy() -> dict[int, float]:
-    """How much of the next moment each CPU works, 0 to 1."""
+    """How busy each CPU is during the next moment, from 0 to 1."""
     before = psutil.cpu_times(percpu=True)
     time.sleep(LOOK)
     after = psutil.cpu_times(percpu=True)

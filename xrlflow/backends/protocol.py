@@ -1,4 +1,4 @@
-"""What every backend offers, in types that no backend owns."""
+"""The interface of all backends, in types that belong to none of them."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ Feeds: TypeAlias = Mapping[str, Array]
 """Inputs of one run, by name."""
 
 ModelSource: TypeAlias = str | os.PathLike[str] | bytes
-"""A model: the path of an ONNX file (external data beside it) or a serialized ModelProto."""
+"""A model: the path of an ONNX file (external data is in its folder), or a serialised ModelProto."""
 
 
 class BackendError(RuntimeError):
-    """A backend cannot do what was asked. The message is one line and fit for a user to read."""
+    """A backend cannot do what was asked. The message is one line, written for users."""
 
 
 @runtime_checkable
 class CompiledModel(Protocol):
-    """A model ready to run on one backend. Close it, or use it in a `with` statement."""
+    """A model that is ready to run on a backend. Close it, or use it in a `with` statement."""
 
     @property
     def output_names(self) -> tuple[str, ...]: ...
 
     def run(self, feeds: Feeds) -> Sequence[Any]:
-        """The outputs, in the order of `output_names`. Raises BackendError when the run fails."""
+        """The outputs, in the order of `output_names`. Raises BackendError if the run fails."""
         ...
 
     def close(self) -> None:
-        """Give back the memory. A later `run` raises BackendError; a second `close` does nothing."""
+        """Release the memory. A later `run` raises BackendError; a second `close` does nothing."""
         ...
 
 
@@ -54,7 +54,7 @@ class Backend(Protocol):
         ...
 
     def compile(self, model: ModelSource, *, threads: int | None = None) -> CompiledModel:
-        """Load `model`, with `threads` threads (default: the physical cores). Raises BackendError."""
+        """Load `model` for `threads` threads (default: the number of physical cores). Raises BackendError."""
         ...
 
 
@@ -64,5 +64,5 @@ def one_line(text: object, limit: int = 400) -> str:
 
 
 def same_feeds(feeds: Feeds) -> dict[str, Array]:
-    """`feeds` with every array contiguous, so that no run copies one."""
+    """`feeds` with contiguous arrays, so that no run copies them."""
     return {name: np.ascontiguousarray(array) if array.ndim else array for name, array in feeds.items()}

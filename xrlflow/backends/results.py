@@ -1,4 +1,4 @@
-"""What a measurement says: small frozen records that go into reports and JSON as they are."""
+"""The results of measurements: small frozen records, which go into reports and JSON as they are."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from enum import Enum
 class SpeedUp:
     """How many times faster a model is than the baseline, with the 95% interval of that median.
 
-    An interval that could not be formed (too few samples) is (0, inf).
+    The interval is (0, inf) if there are too few samples for one.
     """
 
     median: float
@@ -20,24 +20,24 @@ class SpeedUp:
 
     @property
     def faster(self) -> bool:
-        """The whole interval lies above 1."""
+        """Whether the whole interval is above 1."""
         return self.low > 1.0
 
     @property
     def slower(self) -> bool:
-        """The whole interval lies below 1."""
+        """Whether the whole interval is below 1."""
         return self.high < 1.0
 
     @property
     def width(self) -> float:
-        """Width of the interval in log units: 0.01 is one percent from end to end."""
+        """The width of the interval in logarithms: 0.01 is one percent from end to end."""
         return (
             math.log(self.high) - math.log(self.low) if 0.0 < self.low <= self.high < math.inf else math.inf
         )
 
     @property
     def bounded(self) -> bool:
-        """There is an interval."""
+        """Whether there is an interval."""
         return self.low > 0.0 and self.high < math.inf
 
     def __str__(self) -> str:
@@ -48,7 +48,7 @@ class SpeedUp:
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """Milliseconds of one run: the median sample, and the 10th and 90th percentile as its spread."""
+    """Milliseconds of one run: the median, and the 10th and 90th percentile as its spread."""
 
     median_ms: float
     p10_ms: float
@@ -63,11 +63,11 @@ class Latency:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What else the machine was doing during a measurement.
+    """What other programs did during a measurement.
 
-    `other` is how many CPUs on average were busy with somebody else's work, `steal` how many the
-    hypervisor gave to another machine, `own` how many we used, of `cpus` in all, over `seconds`.
-    `disturbed` says that our `threads` threads cannot have had their CPUs to themselves.
+    `other`: CPUs that other programs used on average; `steal`: CPUs that the hypervisor gave to other machines; `own`:
+    CPUs that we used, of `cpus` in all, over `seconds`. `disturbed`: our `threads` threads cannot have had their CPUs
+    for themselves.
     """
 
     other: float
@@ -80,7 +80,7 @@ class Load:
 
     @property
     def other_fraction(self) -> float:
-        """The share of the machine (0 to 1) that worked for others, stolen time included."""
+        """The part of the machine (0 to 1) that worked for others, including stolen time."""
         return (self.other + self.steal) / self.cpus
 
 
@@ -88,10 +88,10 @@ class Load:
 class Comparison:
     """Several models measured in turns in one process. The first is the baseline.
 
-    `speedups[i]` says how many times faster `latencies[i + 1]` is than the baseline. `control` is the
-    baseline against itself, timed in a turn of its own (None: not asked for): its interval should hold 1, and
-    when it does not, neither should the others be believed. `samples` is the number of rounds, and
-    `converged` says that every interval got as narrow as asked before the time limit.
+    `speedups[i]` says how many times faster `latencies[i + 1]` is than the baseline. `control` compares the baseline
+    with itself in a turn of its own (None: not asked for): if its interval does not contain 1, the others are not
+    reliable either. `samples`: the number of rounds. `converged`: every interval became as narrow as asked within the
+    time limit.
     """
 
     latencies: tuple[Latency, ...]
@@ -105,19 +105,19 @@ class Comparison:
 
     @property
     def speedup(self) -> SpeedUp:
-        """Of the second model over the first."""
+        """The speed-up of the second model over the first."""
         return self.speedups[0]
 
     @property
     def trustworthy(self) -> bool:
-        """The control holds 1 to within half a percent, and nobody else was using our CPUs."""
+        """Whether the control contains 1 to within half a percent, and no other program used our CPUs."""
         control = self.control
         fair = control is None or (control.low <= 1.005 and control.high >= 0.995)
         return fair and not self.load.disturbed
 
 
 class Verdict(Enum):
-    """What many processes say of two models."""
+    """The result of comparing two models in many processes."""
 
     FASTER = "faster"
     NOT_FASTER = "not clearly faster"
@@ -127,14 +127,16 @@ class Verdict(Enum):
 
 @dataclass(frozen=True, slots=True)
 class RepeatedComparison:
-    """Two models compared afresh in many processes.
+    """Two models compared in many fresh processes.
 
-    `speedup`: in processes that had no part in a decision, their mean with a 95% interval that counts the spread
-    *between* processes; None where nothing was decided or too few were left. `verdict`: what was decided, and `decided`
-    the interval that did it, which allows for all looks at it; None where nothing had to be decided, or too few
-    processes decided. `control` is the baseline compared with itself. `before` and `after`: of all turns in all
-    processes; None where time was up before the first had ended. `processes`: all of them. `pairs`: of runs that are
-    neighbours in time, in all. `disturbed`: in many processes others were using our CPUs.
+    - `speedup`: the mean over processes that had no part in the decision, with a 95% interval from the spread between
+      processes; None if nothing was decided, or too few processes were left.
+    - `verdict`: the decision. `decided`: the interval that decided, which allows for all looks; None if nothing had to
+      be decided, or too few processes took part.
+    - `control`: the baseline compared with itself. `before`, `after`: latencies over all turns of all processes; None
+      if the time was up before the first had ended.
+    - `processes`: their number. `pairs`: the number of pairs of neighbouring turns. `disturbed`: other programs used
+      our CPUs in many processes.
     """
 
     speedup: SpeedUp | None

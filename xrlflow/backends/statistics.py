@@ -1,4 +1,4 @@
-"""Intervals: for medians of paired, autocorrelated samples, and for what several processes say together."""
+"""Intervals: for medians of paired, autocorrelated samples, and for estimates from several processes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from xrlflow.backends.results import SpeedUp
 
-# Rounds whose range is an interval of their median in any case: all of them are on one side of it once in 2^15.
+# With this many rounds, their range is an interval of the median: all are on one side of it once in 2^15.
 _ENOUGH = 16
 Floats = npt.NDArray[np.float64]
 
@@ -21,18 +21,17 @@ Z95 = 1.959964
 def median_interval(samples: Floats) -> tuple[float, float, float]:
     """(median, low, high) of paired differences: an order-statistic interval that allows for autocorrelation.
 
-    `samples` has one row a round, in the order in which they were taken; a row may hold several differences that
-    share a measurement (the baseline timed twice). The textbook interval of a median lies between the order
-    statistics at ranks n/2 -+ z sqrt(n)/2: distribution-free, because all it uses is that each sample is above the
-    median with probability 1/2. Latencies are skewed and have heavy tails, which such an interval does not mind, and
-    unlike a bootstrap it is cheap enough to look at after every few rounds and needs no seed.
+    `samples` has one row per round, in order. A row may have several differences that share a measurement (the baseline
+    timed twice). The textbook interval of a median lies between the order statistics at ranks n/2 -+ z sqrt(n)/2. It
+    makes no assumption on the distribution except that a sample is above the median with probability 1/2, so the
+    skewed, heavy-tailed distribution of latencies does no harm. Unlike a bootstrap it is cheap enough to compute every
+    few rounds, and needs no seed.
 
-    Its weak point is that rounds are not independent: load comes and goes in stretches. So the half width is the
-    larger of that of independent rounds and that from the long-run variance of the series "share of this row below the
-    median" (Bartlett's window over sqrt(n) lags, with the wider quantile that goes with such a window). Half
-    a rank of continuity correction makes it agree with the exact binomial interval for small n.
-    Fewer than 6 rounds have no 95% interval: (median, -inf, inf); none at all have (nan, -inf, inf). Of 16 rounds or
-    more it is never wider than all samples, however they hang together.
+    Rounds are not independent, because load comes and goes. So the half width is the larger of that for independent
+    rounds and that from the long-run variance of the series "part of this row below the median" (Bartlett's window over
+    sqrt(n) lags, with the wider quantile for such a window). A continuity correction of half a rank makes it agree with
+    the exact binomial interval for small n. Fewer than 6 rounds have no 95% interval: (median, -inf, inf); without
+    rounds it is (nan, -inf, inf). With 16 rounds or more it never exceeds the range of the samples.
     """
     rounds = len(samples)
     if rounds == 0:
@@ -51,12 +50,12 @@ def median_interval(samples: Floats) -> tuple[float, float, float]:
 
 
 def _score_error(scores: Floats, columns: int) -> float:
-    """Half width of the 95% interval of the mean of `scores`, which are centred at their expectation, 0."""
+    """Half the width of the 95% interval of the mean of `scores`, whose expectation is 0."""
     rounds = len(scores)
     plain = float(np.mean(scores**2))
     if (
         rounds < 30 or plain == 0.0
-    ):  # an estimate from few rows is worth little: at least that of independent columns
+    ):  # few rows estimate the variance badly: use at least that of independent columns
         plain = max(plain, 0.25 / columns)
     independent = Z95 * math.sqrt(plain / rounds)
     lags = math.isqrt(rounds)
@@ -65,49 +64,48 @@ def _score_error(scores: Floats, columns: int) -> float:
         for lag in range(1, lags + 1)
         if lag < rounds
     )
-    # Kiefer and Vogelsang (2005): the 97.5% quantile when the window is the fraction b of the series.
+    # Kiefer and Vogelsang (2005): the 97.5% quantile if the window is the fraction b of the series.
     b = (lags + 1) / rounds
     quantile = 1.96 + 2.9694 * b + 0.416 * b**2 - 0.5324 * b**3
     return max(independent, quantile * math.sqrt(max(long_run, 0.0) / rounds))
 
 
 TRIMMED = 0.1
-"""The part of the estimates on either side that is not believed: a neighbour may have come in between."""
+"""The part of the estimates that is trimmed on either side, because another program may have disturbed them."""
 _ENOUGH_PROCESSES = 8
-"""Estimates that agree by luck once in 128 times, if they can only be too high or too low: fewer prove less."""
+"""Biased estimates agree by luck once in 128 times with this number: fewer prove less."""
 _SPREAD = 0.01
-"""Standard deviation that fewer estimates are taken to have at least: what a session of the same model may differ."""
+"""The least standard deviation assumed for fewer estimates: sessions of one model may differ so much."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pooled:
-    """One quantity, from estimates of it: a mean, its standard error, and the degrees of freedom of the latter."""
+    """A quantity estimated several times: the mean, its standard error, and the error's degrees of freedom."""
 
     mean: float
     error: float
     freedom: int
 
     def quantile(self, tail: float) -> float:
-        """How many standard errors the mean is off, upwards, with the probability `tail`."""
+        """The number of standard errors above the mean that is exceeded with probability `tail`."""
         from scipy.special import stdtrit
 
         return float(stdtrit(self.freedom, 1.0 - tail))
 
     def interval(self, tail: float) -> SpeedUp:
-        """The interval outside which the quantity lies with the probability `tail` on either side, of a logarithm."""
+        """The interval of a logarithm, missed with probability `tail` on either side, as a ratio."""
         half = self.quantile(tail) * self.error
         return SpeedUp(math.exp(self.mean), math.exp(self.mean - half), math.exp(self.mean + half))
 
 
 def pool(estimates: Sequence[float]) -> Pooled:
-    """What estimates of one quantity, each from a process of its own, say together.
+    """Combine estimates of one quantity, each from a different process.
 
-    The estimates differ by what differs between processes and by the noise of the few runs in each. The spread between
-    them has both in it, so nothing else is needed: this is the estimate of a random effects model whose processes have
-    the same number of runs. It is the mean without the tenth that is highest and the tenth that is lowest (of fewer
-    than 10: the mean), and its standard error from the winsorised variance (Tukey and McLaughlin 1963). Fewer than 8
-    estimates may lie close together by luck: their standard deviation is taken to be 1% at least. Raises ValueError for
-    fewer than 2.
+    Estimates differ by what differs between processes, and by the noise of the few runs in each. Their spread contains
+    both, so nothing else is needed: this is the estimate of a random effects model whose processes have equally many
+    runs. The result is the mean without the highest and the lowest tenth (of fewer than 10 estimates: the mean), with
+    the standard error from the winsorised variance (Tukey and McLaughlin 1963). Fewer than 8 estimates may be close by
+    luck, so their standard deviation is taken to be at least 1%. Raises ValueError for fewer than 2.
     """
     count = len(estimates)
     if count < 2:

@@ -2,23 +2,23 @@
 
 from xrlflow.cost.calibrate import calibrated
 from xrlflow.cost.database import Database
+from xrlflow.cost.in_context import InContextBenchmark
 from xrlflow.cost.machine import Machine
 from xrlflow.cost.measured import Measured
 from xrlflow.cost.model import AdditiveCost, CostModel, Provenance
 from xrlflow.cost.profiled import Profiled, Tally
 from xrlflow.cost.roofline import Roofline
-from xrlflow.cost.surroundings import Surroundings
 
 __all__ = [
     "AdditiveCost",
     "CostModel",
     "Database",
+    "InContextBenchmark",
     "Machine",
     "Measured",
     "Profiled",
     "Provenance",
     "Roofline",
-    "Surroundings",
     "Tally",
     "calibrated",
 ]

@@ -1,7 +1,7 @@
-"""This machine's figures for the roofline, measured once with a dozen operators and cached.
+"""The roofline's figures for this machine, measured once with a dozen operators and cached.
 
-About two seconds, three times that beside other load. The file is keyed by processor, ONNX Runtime's version and
-thread count.
+Measuring takes about two seconds, or six on a busy machine. The cache file is named after the processor, the version of
+ONNX Runtime and the number of threads.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 
 from xrlflow import files
-from xrlflow.cost.alone import Sample, call_seconds, in_quiet, time_node, time_nodes
 from xrlflow.cost.machine import REFERENCE, Machine, Speed, cache_bytes, cpu_name
+from xrlflow.cost.microbench import Sample, call_seconds, in_quiet, time_node, time_nodes
 from xrlflow.ir import Attr, Attrs, DType, Node, TensorType, Value
-from xrlflow.ops.work import Kind, Work, work
+from xrlflow.ops.work import OpKind, Work, work
 from xrlflow.sqlite import cache_directory
 
 VERSION = 1
@@ -31,7 +31,10 @@ _TINY = 1e-7
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """One operator to be timed: float32, inputs by shape, the last `weights` of them constant."""
+    """One operator to be timed, in float32.
+
+    `inputs` are their shapes; the last `weights` of them are constant.
+    """
 
     op: str
     inputs: tuple[tuple[int, ...], ...]
@@ -69,7 +72,7 @@ def _conv(channels: int, groups: int, size: int) -> Probe:
     return Probe("Conv", (image, weight), image, tuple(attrs.items()), 1, kernel_only=True)
 
 
-_ROWS, _COLUMNS = 512, 1024  # 2 MB: in everybody's cache, and enough to keep the threads busy
+_ROWS, _COLUMNS = 512, 1024  # 2 MB: fits into any cache, and keeps all threads busy
 _TENSOR = (_ROWS, _COLUMNS)
 _HUGE = 1 << 23  # elements: three tensors of 32 MB exceed most caches
 _PEAK = Probe("MatMul", ((256, 768), (768, 768)), (256, 768), weights=1)
@@ -91,23 +94,23 @@ _TRANSPOSE = Probe("Transpose", (_TENSOR,), (_COLUMNS, _ROWS), (("perm", (1, 0))
 
 
 class _Meter:
-    """Times operators; `noisy` counts the figures that were not taken in quiet."""
+    """Times operators. `noisy` counts the figures that were taken on a busy machine."""
 
     def __init__(self, threads: int, time_limit: float) -> None:
         self._threads, self._time_limit = threads, time_limit
         self._known: dict[Probe, float] = {}
         self.noisy = 0
         self.call = self.fastest(lambda: call_seconds(threads))
-        """Seconds of calling the runtime."""
+        """Seconds that one call of the runtime takes."""
 
     def fastest(self, once: Callable[[], Sample]) -> float:
-        """Seconds of a sample that is taken in quiet, as far as there is any."""
+        """Seconds of a sample, repeated until one is taken in quiet or the attempts are used up."""
         sample, quiet = in_quiet(once)
         self.noisy += not quiet
         return sample.low
 
     def alone(self, probe: Probe) -> float:
-        """Seconds of the kernel, which is timed once."""
+        """Seconds of the probe's kernel. It is timed once."""
         if probe not in self._known:
             taken = self.fastest(lambda: self._timed(probe))
             self._known[probe] = max(_TINY, taken - (0.0 if probe.kernel_only else self.call))
@@ -126,52 +129,51 @@ class _Meter:
 
 @dataclass(frozen=True, slots=True)
 class _Rates:
-    """What kernels reach of the `peak` (operations a second) and of what the cache gives (`cached`: bytes a second)."""
+    """How close kernels come to the `peak` (operations per second) and to the cache (`cached`, bytes per second)."""
 
     meter: _Meter
     peak: float
     cached: float
 
     def compute(self, probe: Probe) -> float:
-        """The part of the peak."""
+        """The part of the peak that the probe reaches."""
         return _clamp(probe.work.flops / self.meter.alone(probe) / self.peak, 0.005, 1.0)
 
     def bandwidth(self, probe: Probe) -> float:
-        """The part of the cache's bandwidth."""
+        """The part of the cache's bandwidth that the probe reaches."""
         return _clamp(probe.work.bytes / self.meter.alone(probe) / self.cached, 0.02, 1.0)
 
-    def speeds(self) -> dict[Kind, Speed]:
+    def speeds(self) -> dict[OpKind, Speed]:
         vector, reduction = self.compute(_TANH), self.compute(_SOFTMAX)
         return {
-            Kind.GEMM: Speed(self.compute(_PEAK), 1.0),
-            Kind.CONV: Speed(self.compute(_CONV), 1.0),
-            Kind.GROUPED_CONV: Speed(self.compute(_FULL_GROUPS), 1.0),
-            Kind.DEPTHWISE_CONV: Speed(self.compute(_DEPTHWISE), 1.0),
-            Kind.RECURRENT: Speed(self.compute(_RECURRENT), 1.0),
-            Kind.ELEMENTWISE: Speed(vector, 1.0),
-            Kind.REDUCE: Speed(reduction, self.bandwidth(_POOL)),
-            Kind.MOVE: Speed(vector, self.bandwidth(_CONCAT)),
-            Kind.SHUFFLE: Speed(vector, self.bandwidth(_TRANSPOSE)),
-            Kind.VIEW: Speed(1.0, 1.0),
-            Kind.OTHER: REFERENCE.speeds[Kind.OTHER],
+            OpKind.GEMM: Speed(self.compute(_PEAK), 1.0),
+            OpKind.CONV: Speed(self.compute(_CONV), 1.0),
+            OpKind.GROUPED_CONV: Speed(self.compute(_FULL_GROUPS), 1.0),
+            OpKind.DEPTHWISE_CONV: Speed(self.compute(_DEPTHWISE), 1.0),
+            OpKind.RECURRENT: Speed(self.compute(_RECURRENT), 1.0),
+            OpKind.ELEMENTWISE: Speed(vector, 1.0),
+            OpKind.REDUCE: Speed(reduction, self.bandwidth(_POOL)),
+            OpKind.MOVE: Speed(vector, self.bandwidth(_CONCAT)),
+            OpKind.SHUFFLE: Speed(vector, self.bandwidth(_TRANSPOSE)),
+            OpKind.VIEW: Speed(1.0, 1.0),
+            OpKind.OTHER: REFERENCE.speeds[OpKind.OTHER],
         }
 
     def grouped(self) -> tuple[tuple[int, float], ...]:
-        """The part of the peak by the channels of a group."""
+        """The part of the peak by the number of channels in a group."""
         measured = [(channels, self.compute(probe)) for channels, probe in _GROUPED.items()]
         return ((1, measured[0][1] / 2), *measured)
 
     def fork(self) -> float:
-        """Seconds of handing work to several threads: what a small operator takes beyond its work."""
+        """Seconds to distribute work to several threads: what a small operator takes beyond its work."""
         small = self.meter.alone(_SMALL_TANH)
         return _clamp(small - _SMALL_TANH.work.flops / (self.peak * self.compute(_TANH)), 0.2e-6, 20e-6)
 
 
 def calibrate(threads: int, time_limit: float = 0.05) -> tuple[Machine, bool]:
-    """The machine with so many threads, and whether it was measured in quiet.
+    """The figures of this machine with so many threads, and whether they were measured in quiet.
 
-    If not, the kinds' parts of the peak are those of the reference machine. `time_limit` is in seconds per
-    operator.
+    If not, the parts of the peak are those of the reference machine. `time_limit`: seconds for each operator.
     """
     meter = _Meter(threads, time_limit)
     chain = meter.fastest(lambda: _chain(threads))
@@ -194,7 +196,7 @@ def calibrate(threads: int, time_limit: float = 0.05) -> tuple[Machine, bool]:
         speeds=MappingProxyType(speeds),
         grouped=grouped,
     )
-    if meter.noisy:  # ratios suffer most: of one kernel in quiet to another beside other load
+    if meter.noisy:  # a ratio of a quiet and a disturbed measurement is the least reliable figure
         machine = replace(machine, speeds=REFERENCE.speeds, grouped=REFERENCE.grouped)
     return machine, meter.noisy == 0
 
@@ -202,11 +204,11 @@ def calibrate(threads: int, time_limit: float = 0.05) -> tuple[Machine, bool]:
 def calibrated(
     threads: int, directory: Path | None = None, measure: Callable[[int], tuple[Machine, bool]] = calibrate
 ) -> Machine:
-    """This machine with so many threads: from the cache, or measured now and cached.
+    """The figures of this machine with so many threads: from the cache, or measured now and then cached.
 
-    `directory`: where to keep it, by default the user's cache directory. A damaged file is replaced with a
-    warning. What is measured while others use the processors is warned about and not kept; a file that cannot
-    be written is warned about as well.
+    `directory`: where to keep them, by default the user's cache directory. A damaged file is replaced with a warning.
+    Figures that were measured on a busy machine are not kept, with a warning. A file that cannot be written is a
+    warning, too.
     """
     path = (directory or cache_directory()) / machine_file(cpu_name(), runtime(), threads)
     if path.exists():
@@ -230,13 +232,13 @@ def calibrated(
 
 
 def machine_file(cpu: str, runtime: str, threads: int) -> str:
-    """The name of the cache file for a processor, a runtime with version, and a thread count."""
+    """The name of the cache file for a processor, a runtime with its version, and a number of threads."""
     key = blake2b(f"{VERSION}\n{cpu}\n{runtime}\n{threads}".encode(), digest_size=8).hexdigest()
     return f"machine-{key}.json"
 
 
 def runtime() -> str:
-    """The runtime with its version."""
+    """The name and version of the runtime."""
     import onnxruntime
 
     return f"onnxruntime {onnxruntime.__version__}"
@@ -249,14 +251,14 @@ def to_json(machine: Machine) -> str:
 
 
 def from_json(text: str) -> Machine:
-    """Raises ValueError, KeyError or TypeError for what `to_json` did not write."""
+    """The inverse of `to_json`. Raises ValueError, KeyError or TypeError for any other text."""
     data = json.loads(text)
     if data["version"] != VERSION:
         raise ValueError(f"version {data['version']}, and {VERSION} is wanted")
     fields = dict(data["machine"])
-    fields["speeds"] = MappingProxyType({Kind(k): Speed(*v) for k, v in fields["speeds"].items()})
+    fields["speeds"] = MappingProxyType({OpKind(k): Speed(*v) for k, v in fields["speeds"].items()})
     fields["grouped"] = tuple((int(c), float(p)) for c, p in fields["grouped"])
-    if set(fields["speeds"]) != set(Kind):
+    if set(fields["speeds"]) != set(OpKind):
         raise ValueError("a kind of operator is missing")
     return Machine(**fields)
 
@@ -265,7 +267,7 @@ _LENGTH = 64
 
 
 def _chain(threads: int) -> Sample:
-    """Products and sines of 16 numbers, one after the other: next to nothing but the calls."""
+    """Products and sines of 16 numbers, one after the other: almost nothing but the overhead of calls."""
     vector = TensorType(DType.FLOAT, (1, 16))
     weight, first = Value(1), Value(2)
     nodes = [
@@ -281,6 +283,6 @@ def _clamp(x: float, low: float, high: float) -> float:
 
 
 def _write(path: Path, text: str) -> None:
-    """All or nothing: other processes read the old file or the new one."""
+    """Write a file atomically: other processes read the old text or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     files.write(path, text.encode())

@@ -1,4 +1,4 @@
-"""Measurements on disk, so that an operator is measured once on a machine."""
+"""Measurements on disk, so that an operator is measured only once on each machine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from xrlflow.cost.alone import Sample
+from xrlflow.cost.microbench import Sample
 from xrlflow.sqlite import Layout, SharedFile, cache_directory
 
 if TYPE_CHECKING:
@@ -32,7 +32,10 @@ _LAYOUT = Layout((_SCHEMA,), VERSION, "measurement", _PUT)
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What was measured, and on what. `operands` are the types of inputs and outputs, with constants' values."""
+    """What was measured, and on which machine.
+
+    `operands`: types of inputs and outputs, with the values of constants.
+    """
 
     device: str
     runtime: str
@@ -43,11 +46,14 @@ class Subject:
 
 
 class Database:
-    """A SQLite file of measurements (see `SharedFile`): one that is damaged, of another version, or something else's is
-    set aside (`.damaged`) and another begun, with a warning."""
+    """A SQLite file of measurements (see `SharedFile`).
+
+    A file that is damaged, of another version or of another program is renamed to `.damaged`, with a warning, and a new
+    one is begun.
+    """
 
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
-        """`path`: the file; by default `measurements.sqlite` in the user's cache directory."""
+        """`path`: the file. By default it is `measurements.sqlite` in the user's cache directory."""
         self.path = Path(path) if path is not None else cache_directory() / "measurements.sqlite"
         self._file = SharedFile(self.path, _LAYOUT, _PATIENCE)
 
@@ -60,7 +66,7 @@ class Database:
         )
         if not rows:
             return None
-        median, low, high, count = rows[-1]  # what waits to be written comes last
+        median, low, high, count = rows[-1]  # measurements that are not yet written come last
         return Sample(median, low, high, int(count))
 
     def put(self, subject: Subject, sample: Sample) -> None:
@@ -74,7 +80,7 @@ class Database:
         return sum(int(count) for (count,) in self._file.read("SELECT count(*) FROM measurement", ()))
 
     def close(self) -> None:
-        """Write what could not be written so far, if that is possible now, and say what is lost."""
+        """Write what is not yet written, if that is possible now, and warn about what is lost."""
         self._file.close()
 
     def __enter__(self) -> Self:

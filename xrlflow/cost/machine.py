@@ -1,4 +1,4 @@
-"""How fast a machine is: the figures that the roofline divides by."""
+"""How fast a machine is: the figures of the roofline."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 from types import MappingProxyType
 
 from xrlflow.backends.placement import cache_levels
-from xrlflow.ops.work import Kind
+from xrlflow.ops.work import OpKind
 
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """The part of the machine's peak and of its bandwidth that kernels of one kind reach."""
+    """The parts of the machine's peak and of its bandwidth that kernels of one kind reach."""
 
     compute: float
     bandwidth: float
@@ -22,13 +22,15 @@ class Speed:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """A CPU with a runtime on it. Speeds are those of all `threads` together.
+    """A CPU with a runtime. Rates are those of all `threads` together.
 
-    `peak`: operations per second of a large float32 matrix product. `cache_bandwidth`, `memory_bandwidth`: bytes
-    per second of elementwise kernels on what fits into `cache` bytes and on what does not. `overhead`: seconds
-    that the runtime takes to call any kernel. `fork`: seconds more to spread it over the threads. `grouped`:
-    (channels per group, part of the peak) of grouped convolutions with fewer channels per group than a
-    vector has lanes, ascending. `lanes`: float32 elements of a vector register, to which channels are padded.
+    - `peak`: operations per second of a large float32 matrix product.
+    - `cache_bandwidth`, `memory_bandwidth`: bytes per second of elementwise kernels on tensors that fit into `cache`
+      bytes, and on larger ones.
+    - `overhead`: seconds that the runtime takes to call a kernel; `fork`: further seconds to use all threads.
+    - `grouped`: (channels per group, part of the peak) of grouped convolutions with fewer channels per group than a
+      vector has lanes, ascending.
+    - `lanes`: float32 elements of a vector register. Channels are padded to a multiple of it.
     """
 
     name: str
@@ -39,16 +41,16 @@ class Machine:
     cache: float
     overhead: float
     fork: float
-    speeds: Mapping[Kind, Speed]
+    speeds: Mapping[OpKind, Speed]
     grouped: tuple[tuple[int, float], ...]
     lanes: int = 16
 
     @staticmethod
     def reference() -> Machine:
-        """Fixed figures, so that results can be repeated anywhere; the default of tests.
+        """Fixed figures, so that results can be repeated on any machine. Tests use them.
 
-        Measured in November 2026 with ONNX Runtime 1.31 on two threads of an AMD EPYC of the Zen 4
-        generation (AVX-512).
+        Measured in November 2026 with ONNX Runtime 1.31 and two threads on an AMD EPYC of the Zen 4 generation
+        (AVX-512).
         """
         return REFERENCE
 
@@ -64,17 +66,17 @@ REFERENCE = Machine(
     fork=2e-6,
     speeds=MappingProxyType(
         {
-            Kind.GEMM: Speed(0.93, 1.0),
-            Kind.CONV: Speed(1.0, 1.0),
-            Kind.GROUPED_CONV: Speed(1.0, 1.0),
-            Kind.DEPTHWISE_CONV: Speed(0.4, 1.0),
-            Kind.RECURRENT: Speed(0.5, 1.0),
-            Kind.ELEMENTWISE: Speed(0.35, 1.0),
-            Kind.REDUCE: Speed(0.35, 0.5),
-            Kind.MOVE: Speed(0.35, 0.9),
-            Kind.SHUFFLE: Speed(0.35, 0.1),
-            Kind.VIEW: Speed(1.0, 1.0),
-            Kind.OTHER: Speed(0.05, 0.5),
+            OpKind.GEMM: Speed(0.93, 1.0),
+            OpKind.CONV: Speed(1.0, 1.0),
+            OpKind.GROUPED_CONV: Speed(1.0, 1.0),
+            OpKind.DEPTHWISE_CONV: Speed(0.4, 1.0),
+            OpKind.RECURRENT: Speed(0.5, 1.0),
+            OpKind.ELEMENTWISE: Speed(0.35, 1.0),
+            OpKind.REDUCE: Speed(0.35, 0.5),
+            OpKind.MOVE: Speed(0.35, 0.9),
+            OpKind.SHUFFLE: Speed(0.35, 0.1),
+            OpKind.VIEW: Speed(1.0, 1.0),
+            OpKind.OTHER: Speed(0.05, 0.5),
         }
     ),
     grouped=((1, 0.04), (2, 0.085), (4, 0.2), (8, 0.36)),
@@ -82,7 +84,7 @@ REFERENCE = Machine(
 
 
 def cpu_name() -> str:
-    """The processor's model, as the operating system names it."""
+    """The processor's model name, as the operating system gives it."""
     info = Path("/proc/cpuinfo")
     if info.exists():
         fields: dict[str, str] = {}
@@ -90,12 +92,12 @@ def cpu_name() -> str:
             key, _, value = line.partition(":")
             fields.setdefault(key.strip(), value.strip())
         if "model name" in fields:
-            # Virtual machines shorten the name: family, model and stepping tell generations apart.
+            # Virtual machines shorten the model name: family, model and stepping distinguish generations.
             detail = "/".join(fields.get(k, "?") for k in ("cpu family", "model", "stepping"))
             return f"{fields['model name']} ({detail})"
     return platform.processor() or platform.machine()
 
 
 def cache_bytes() -> float:
-    """Bytes of the largest cache of the first core; 32 MB where the system does not say."""
+    """Bytes of the largest cache of the first core, or 32 MB if the system does not tell."""
     return float(max(cache_levels().values(), default=0) or 32e6)

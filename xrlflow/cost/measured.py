@@ -1,4 +1,4 @@
-"""The measured cost model: whole models, end to end."""
+"""The measured cost model: whole models are run."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from xrlflow.ir import Edit, Graph, apply_edit
 
 
 class Measured:
-    """The median latency of the exported graph in ONNX Runtime, each state measured once.
+    """The median latency of the exported graph in ONNX Runtime. Each graph is measured once.
 
-    Differences below the noise of a measurement (some 2%) mean nothing: whoever decides by them compares the two models
-    in turns (`xrlflow.backends`).
+    Differences below the noise of a measurement (about 2%) mean nothing. For decisions, compare the two models in turns
+    (`xrlflow.backends`).
     """
 
     provenance: Provenance = "measured"
@@ -31,7 +31,10 @@ class Measured:
         time_limit: float = 1.0,
         session_options: Options | None = None,
     ) -> None:
-        """`export` writes a graph as a model whose inputs `feeds` names; `time_limit` is in seconds per graph."""
+        """`export` writes a graph as a model with the inputs that `feeds` names.
+
+        `time_limit`: seconds for each graph.
+        """
         self.export = export
         self.feeds = feeds
         self.threads = threads
@@ -54,5 +57,5 @@ class Measured:
         return found
 
     def delta(self, graph: Graph, edit: Edit) -> float:
-        """Measures the successor, and the graph itself if it was not yet."""
+        """Seconds of the successor minus those of the graph. Measures those that were not measured yet."""
         return self.cost(apply_edit(graph, edit)[0]) - self.cost(graph)

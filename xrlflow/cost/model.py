@@ -1,4 +1,4 @@
-"""What a search minimises: the protocol, and the sum of operators that most models are."""
+"""What a search minimises: the protocol of cost models, and the sum over operators that most of them are."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ InTypes = tuple[TensorType | None, ...]
 
 
 class CostModel(Protocol):
-    """A number to minimise, in seconds, and where it comes from. Only measured seconds are called latency."""
+    """A number of seconds to minimise, and where it comes from. Only measured seconds are called latency."""
 
     @property
     def name(self) -> str: ...
@@ -27,15 +27,15 @@ class CostModel(Protocol):
         ...
 
     def delta(self, graph: Graph, edit: Edit) -> float:
-        """Seconds of the successor less those of the graph: negative where the edit pays."""
+        """Seconds of the successor minus those of the graph: negative if the edit pays."""
         ...
 
 
 class AdditiveCost(ABC):
-    """The sum of the operators' own costs (TASO, section 5): a successor is priced from its edit alone.
+    """The sum of the costs of single operators (TASO, section 5), so that an edit is enough to price a successor.
 
-    An operator's price depends on operator, attributes and types around it, by which it is remembered. Constant
-    nodes are evaluated before the model runs, and cost nothing. `bindings` gives symbolic dimensions a number.
+    The price of an operator depends on its name, attributes and types, and is remembered for them. Constant nodes are
+    evaluated before the model runs and cost nothing. `bindings` gives symbolic dimensions a number.
     """
 
     provenance: Provenance = "modelled"
@@ -50,17 +50,17 @@ class AdditiveCost(ABC):
 
     @abstractmethod
     def price(self, graph: Graph, node: Node, in_types: InTypes) -> float:
-        """Seconds of one call of the node; its constants can be looked up in the graph. Not remembered."""
+        """Seconds of one call of the node, not remembered. Its constants can be looked up in the graph."""
 
     def seconds(self, graph: Graph, node: Node, in_types: InTypes) -> float:
         """The price of one call, remembered; 0 for a constant node."""
         types = node.types
         if types[0].const:
             return 0.0
-        # Types are interned, hence compared by identity.
+        # Types are interned, so they are compared by identity.
         key: tuple[object, ...] = (node.op, node.attrs.digest, in_types, types)
         if node.op in ("If", "Loop"):
-            key = (*key, node.inputs[0])  # a condition or a trip count, which may be constant
+            key = (*key, node.inputs[0])  # the condition or trip count may be constant
         found = self._prices.get(key)
         if found is None:
             found = self._prices[key] = self.price(graph, node, in_types)
@@ -80,10 +80,10 @@ class AdditiveCost(ABC):
         return {n.outputs[0]: self.seconds(graph, n, tuple(map(of, n.inputs))) for n in graph.nodes()}
 
     def delta(self, graph: Graph, edit: Edit) -> float:
-        """Seconds of the successor less those of the graph.
+        """Seconds of the successor minus those of the graph.
 
-        Looks at the nodes that the edit removes, adds or rewires, and at the readers of values whose type it
-        makes more precise.
+        Prices the nodes that the edit removes, adds or rewires, and the readers of values whose type it makes more
+        precise.
         """
         seconds = self.seconds
         producers, leaves = graph.producers, graph.leaves.types

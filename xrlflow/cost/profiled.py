@@ -1,4 +1,4 @@
-"""The profiled cost model: the sum of operators measured alone, as TASO has it (section 5)."""
+"""The profiled cost model: the sum of operators that were measured one by one, as in TASO (section 5)."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from typing import Any
 import numpy.typing as npt
 
 from xrlflow.backends.protocol import BackendError
-from xrlflow.cost.alone import QUIET, Sample, call_seconds, in_quiet, is_bound, time_node
 from xrlflow.cost.calibrate import runtime
 from xrlflow.cost.database import Database, Subject
 from xrlflow.cost.machine import Machine, cpu_name
+from xrlflow.cost.microbench import QUIET, Sample, call_seconds, in_quiet, is_bound, time_node
 from xrlflow.cost.model import AdditiveCost, InTypes
 from xrlflow.cost.roofline import Roofline
 from xrlflow.ir import ABSENT, DType, Graph, Node, TensorType, Value
-from xrlflow.ops.alone import NotAlone
-from xrlflow.ops.work import Kind, bodies, dimensions, work
+from xrlflow.ops.subgraph import NotStandalone
+from xrlflow.ops.work import OpKind, bodies, dimensions, work
 
-_CONVOLUTIONS = frozenset({Kind.CONV, Kind.GROUPED_CONV, Kind.DEPTHWISE_CONV})
+_CONVOLUTIONS = frozenset({OpKind.CONV, OpKind.GROUPED_CONV, OpKind.DEPTHWISE_CONV})
 _CALL = "(session call)"
 # Operators whose time depends on the value of a float constant.
 _BY_VALUE = frozenset({"Pow"})
@@ -33,8 +33,9 @@ _BY_VALUE = frozenset({"Pow"})
 class Tally:
     """Where prices came from.
 
-    `measured` in this process, of them `disturbed` while others used the processors (not kept on disk); `remembered`
-    from the database; `modelled`: by reason, operators that could not be measured alone. `seconds`: spent measuring.
+    `measured`: in this process; `disturbed`: those of them that were measured on a busy machine and not kept on disk;
+    `remembered`: read from the database; `modelled`: by reason, operators that could not be measured; `seconds`: time
+    spent measuring.
     """
 
     measured: int = 0
@@ -56,10 +57,10 @@ class Tally:
 
 
 class Profiled(AdditiveCost):
-    """Prices measured one operator at a time, kept in a database; the roofline where that is impossible.
+    """Prices that were measured operator by operator and kept in a database; the roofline prices the rest.
 
-    Views are not measured: alone they copy, in a network they do not. Control flow is the sum of its bodies.
-    `tally` says how many prices were measured, remembered and modelled.
+    Views are not measured: alone they copy, in a network they do not. Control flow costs the sum of its bodies.
+    `tally` counts how many prices were measured, remembered and modelled.
     """
 
     def __init__(
@@ -72,11 +73,11 @@ class Profiled(AdditiveCost):
         per_operator: float = 0.03,
         tolerance: float = QUIET,
     ) -> None:
-        """`machine` gives the thread count, and prices what cannot be measured.
+        """`machine` gives the number of threads, and the prices of what cannot be measured.
 
-        `time_budget`: seconds for measuring in all, after which new operators are modelled (None: no limit);
-        `per_operator`: seconds of timing for each, besides making its session. `tolerance`: the part of that time
-        that our threads may wait for a processor; beyond it the measurement is repeated, up to twice.
+        `time_budget`: seconds for all measurements, after which new operators are modelled (None: no limit).
+        `per_operator`: seconds of timing for each, without making its session. `tolerance`: the part of that time that
+        our threads may wait for a processor; above it the measurement is repeated, up to twice.
         """
         super().__init__(bindings)
         self.machine = machine
@@ -94,14 +95,14 @@ class Profiled(AdditiveCost):
         return "profiled"
 
     def seconds(self, graph: Graph, node: Node, in_types: InTypes) -> float:
-        """As for any additive cost; here the values of integer constants (axes, shapes) count as well."""
+        """As in `AdditiveCost`, but the values of integer constants (axes, shapes) matter as well."""
         if node.types[0].const:
             return 0.0
         key: tuple[object, ...] = (node.op, node.attrs.digest, in_types, node.types)
         consts = graph.leaves.consts
         for value, type in zip(node.inputs, in_types):
             if type is not None and type.const and value in consts and _by_value(node, type):
-                key = (*key, value)  # names what it holds
+                key = (*key, value)  # a value's name stands for its contents
         found = self._prices.get(key)
         if found is None:
             found = self._prices[key] = self.price(graph, node, in_types)
@@ -109,10 +110,10 @@ class Profiled(AdditiveCost):
 
     def price(self, graph: Graph, node: Node, in_types: InTypes) -> float:
         inside = list(bodies(node, in_types, self.bindings, graph.leaves.consts))
-        if inside:  # a body costs something to enter
+        if inside:  # entering a body costs time
             return self.machine.overhead + fsum(t * (self.machine.overhead + self.cost(b)) for b, t in inside)
         kind = work(node, in_types, self.bindings).kind
-        if kind is Kind.VIEW:
+        if kind is OpKind.VIEW:
             return self.machine.overhead
         sample = self._sample(graph, node, in_types, kind)
         if sample is None:
@@ -121,8 +122,8 @@ class Profiled(AdditiveCost):
             return sample.median + self.machine.overhead
         return max(0.0, sample.median - self._call_seconds()) + self.machine.overhead
 
-    def _sample(self, graph: Graph, node: Node, in_types: InTypes, kind: Kind) -> Sample | None:
-        """From the database, or measured now. None, and one more in the tally, where it cannot be."""
+    def _sample(self, graph: Graph, node: Node, in_types: InTypes, kind: OpKind) -> Sample | None:
+        """The node's sample, from the database or measured now. None if it cannot be measured: the tally says why."""
         if not is_bound((*in_types, *node.types), self.bindings):
             self.tally.modelled["with a dimension that has no number"] += 1
             return None
@@ -150,7 +151,7 @@ class Profiled(AdditiveCost):
         started = time.perf_counter()
         try:
             sample, quiet = in_quiet(once, self.tolerance)
-        except (NotAlone, BackendError):
+        except (NotStandalone, BackendError):
             self.tally.modelled[f"{node.op} that does not run alone"] += 1
             return None
         finally:
@@ -182,7 +183,7 @@ class Profiled(AdditiveCost):
             held = "" if array is None else f"={blake2b(array.tobytes(), digest_size=8).hexdigest()}"
             return f"{type.dtype.name.lower()}[{dims}]{':const' if type.const else ''}{held}"
 
-        # A value that is read twice is one tensor in the cache, not two.
+        # A value that is read twice is in the cache once.
         places = {v: i for i, v in reversed(list(enumerate(node.inputs)))}
         ins = ", ".join(
             shown(v, t) if places[v] == i else f"${places[v]}"
@@ -195,7 +196,7 @@ class Profiled(AdditiveCost):
 
 
 def _by_value(node: Node, type: TensorType) -> bool:
-    """Whether a constant's numbers belong to what is measured: axes and shapes do, weights do not."""
+    """Whether a constant's values matter to the measurement: those of axes and shapes do, those of weights do not."""
     return type.dtype is not DType.FLOAT or node.op in _BY_VALUE
 
 

@@ -2,17 +2,17 @@
 
 time = overhead + max(operations / reachable peak, bytes / reachable bandwidth)   (Williams et al., 2009)
 
-with what ONNX Runtime's CPU kernels do to the two terms:
+adjusted to ONNX Runtime's CPU kernels:
 
-- Output channels and columns come in blocks of a vector's lanes; a convolution pads its input channels as well.
-- A grouped convolution runs in blocks only if its channels per group are a multiple of the lanes. Otherwise it is
-  one small matrix product per group and reaches a fraction of the peak, smaller with fewer channels.
+- Output channels and columns are computed in blocks of a vector's lanes; convolutions pad input channels as well.
+- A grouped convolution runs in blocks only if its channels per group are a multiple of the lanes. Otherwise it is one
+  small matrix product per group and reaches a fraction of the peak; the fewer channels, the less.
 - Small calls run on one thread, since waking the others takes longer than they save.
-- What exceeds the cache streams from memory. A product of few rows is then bound by its weights.
+- Data that exceeds the cache streams from memory. A product of few rows is then bound by its weights.
 
-What it does not see: fusion. ONNX Runtime folds activations into convolutions, and bias into products; here they cost
-their own pass. That keeps a price local to its node, hence deltas exact, and flatters rewrites that fold
-elementwise operators. The end-to-end measurement decides last.
+The roofline does not see fusion. ONNX Runtime folds activations into convolutions and bias into products; here each has
+a pass of its own. That keeps prices local and deltas exact, but it flatters rewrites that fold elementwise operators.
+Measurements of whole models decide in the end.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from math import ceil, fsum, log
 from xrlflow.cost.machine import Machine
 from xrlflow.cost.model import AdditiveCost, InTypes
 from xrlflow.ir import Graph, Node
-from xrlflow.ops.work import Kind, Work, bodies, work
+from xrlflow.ops.work import OpKind, Work, bodies, work
 
-# Steps of a product's inner loop that its start costs (loading and storing the block of results).
+# Starting a product's inner loop (loading and storing the block of results) costs as much as this many of its steps.
 _LOOP_START = 8
 
 
 class Roofline(AdditiveCost):
-    """Prices from a machine's figures alone: no measurement per operator, the same everywhere."""
+    """Prices from a machine's figures. Nothing is measured per operator, so prices are the same everywhere."""
 
     def __init__(self, machine: Machine | None = None, bindings: Mapping[str, int] | None = None) -> None:
         super().__init__(bindings)
@@ -49,8 +49,8 @@ class Roofline(AdditiveCost):
 
 
 def seconds(w: Work, machine: Machine) -> float:
-    """Seconds of one call that does this work."""
-    if w.kind is Kind.VIEW:
+    """Seconds of one call that does this work on the machine."""
+    if w.kind is OpKind.VIEW:
         return machine.overhead
     speed = machine.speeds[w.kind]
     peak = machine.peak * reachable(w, machine) * 32 / max(w.bits, 16)
@@ -61,12 +61,12 @@ def seconds(w: Work, machine: Machine) -> float:
 
 
 def reachable(w: Work, machine: Machine) -> float:
-    """The part of the peak that this work can reach: what its kind does, less what padding wastes."""
+    """The part of the peak that this work can reach: that of its kind, minus what padding wastes."""
     gemm, lanes = w.gemm, machine.lanes
     part = machine.speeds[w.kind].compute
-    if gemm is None or w.kind is Kind.DEPTHWISE_CONV:
+    if gemm is None or w.kind is OpKind.DEPTHWISE_CONV:
         return part
-    if w.kind is Kind.GROUPED_CONV and (w.channels % lanes or gemm.n % lanes):
+    if w.kind is OpKind.GROUPED_CONV and (w.channels % lanes or gemm.n % lanes):
         return min(part, _between(machine.grouped, w.channels, lanes, part))
     part *= gemm.n / _padded(gemm.n, lanes) if gemm.n > 1 else 1.0
     if w.channels > lanes:
@@ -79,7 +79,7 @@ def _padded(n: int, lanes: int) -> int:
 
 
 def _between(points: tuple[tuple[int, float], ...], channels: int, lanes: int, top: float) -> float:
-    """Interpolates on logarithmic axes; beyond the last point towards `top` at four times the lanes."""
+    """Interpolate on logarithmic axes. Beyond the last point, go towards `top` at four times the lanes."""
     points = (*points, (4 * lanes, top))
     if channels <= points[0][0]:
         return points[0][1]

@@ -1,17 +1,17 @@
 """Dimensions as formulas: exact arithmetic in a normal form, and decisions about all sizes at once.
 
 A formula is a polynomial with integer coefficients over atoms: symbols (the inputs' dimensions), floor divisions,
-minima, and calls (functions of dimensions of which nothing else is known: a rounding in floating point). In a
+minima, and calls (functions of dimensions with unknown properties, like rounding in floating point). In a
 `TensorType` a formula is text: a symbol's own name ("batch"), or its normal form after a "=" ("=(samples + 159)//160").
 Equal texts are equal dimensions; `equal` and `at_least` decide the rest.
 
-Every symbol stands for any size from 0 to LARGEST. A comparison is true only if it holds for all of them at which both
-sides have a value (a division by 0 has none: the operator that divides fails). Linear formulas with divisions and
-minima by numbers are decided exactly (Presburger arithmetic, by isl; S. Verdoolaege, 2010); a product of symbols counts
-there as a symbol of its own. What is not decided is not true.
+Every symbol stands for all sizes from 0 to LARGEST. A comparison is true only if it holds for all sizes at which both
+sides have a value (a division by 0 has none, because the operator that divides fails). Linear formulas with divisions
+and minima by numbers are decided exactly (Presburger arithmetic, by isl; S. Verdoolaege, 2010); products of symbols are
+treated as further symbols. What cannot be decided is not true.
 
-Formulas grow no further than MOST_ATOMS and MOST_LEVELS, and decisions take bounded work: what a model computes could
-double either with each node.
+MOST_ATOMS and MOST_LEVELS limit the size of formulas, and decisions take bounded work. Otherwise each node of a model
+could double both.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 Dim = int | str | None
-"""A dimension of a type: a number, a symbol, a formula of symbols, or None for one that nothing is known about."""
+"""A dimension of a type: a number, a symbol, a formula of symbols, or None if it is unknown."""
 
 LARGEST = 2**31 - 1
-"""The largest size of one dimension. ONNX says "to the end" by a bound of at least this."""
+"""The largest size of one dimension. An end of at least this means "to the end" in ONNX."""
 
 MOST_ATOMS = 400
-"""The most atoms and terms of a formula, those within others counted wherever they stand."""
+"""The most atoms and terms of a formula, including those inside atoms."""
 
 MOST_LEVELS = 24
-"""The most atoms within each other."""
+"""The deepest nesting of atoms."""
 
 _MOST_BITS = 256
 """The most bits of a coefficient."""
 
 
 class Unwieldy(ArithmeticError):
-    """A formula that would be too large to be of use."""
+    """A formula is too large to be useful."""
 
 
 _MARK = "="
@@ -52,7 +52,7 @@ _RESERVED = frozenset({"min", "sym", "call"})
 
 @dataclass(frozen=True)
 class Symbol:
-    """The size of a dimension of an input, or one that only the data decides."""
+    """The size of an input's dimension, or a size that depends on data."""
 
     name: str
     count = 1
@@ -105,9 +105,9 @@ class Least:
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """A function of formulas and other calls, known by name alone: the same name and arguments give the same number.
+    """A function of formulas and other calls, known only by name: the same name and arguments give the same number.
 
-    Calls of one text are equal: 0.0 and -0.0 are two arguments, NaN and NaN are one.
+    Calls with the same text are equal: 0.0 and -0.0 differ, NaN and NaN do not.
     """
 
     name: str
@@ -134,7 +134,7 @@ class Call:
 
 
 def _real(value: float) -> str:
-    """A number that is no integer, as it is read back; what Python has no literal for is a string."""
+    """A floating-point number as text that can be read back. Numbers that are no literals in Python become strings."""
     return repr(value) if math.isfinite(value) else repr(str(value))
 
 
@@ -145,9 +145,9 @@ Monomial = tuple[Atom, ...]
 
 @dataclass(frozen=True)
 class Formula:
-    """The sum of `terms`: products of atoms with integer coefficients, none of them 0, in the order of their texts.
+    """The sum of `terms`: products of atoms with nonzero integer coefficients, in the order of their texts.
 
-    Arithmetic raises Unwieldy for what exceeds the limits above.
+    Arithmetic raises Unwieldy if a limit above is exceeded.
     """
 
     terms: tuple[tuple[Monomial, int], ...]
@@ -165,17 +165,17 @@ class Formula:
 
     @cached_property
     def count(self) -> int:
-        """The terms and atoms, those within others too."""
+        """The number of terms and atoms, including those inside atoms."""
         return sum(1 + sum(atom.count for atom in monomial) for monomial, _ in self.terms)
 
     @cached_property
     def levels(self) -> int:
-        """The most atoms within each other."""
+        """The deepest nesting of atoms."""
         return max((atom.levels for monomial, _ in self.terms for atom in monomial), default=0)
 
     @cached_property
     def number(self) -> int | None:
-        """The number that the formula is, if it has no symbols."""
+        """The number that the formula is, or None if it has symbols."""
         if not self.terms:
             return 0
         return self.terms[0][1] if len(self.terms) == 1 and not self.terms[0][0] else None
@@ -226,19 +226,19 @@ def symbol(name: str) -> Formula:
 
 
 def call(name: str, *arguments: Formula | Call | float) -> Formula:
-    """An integer of which nothing is known but what it is made of."""
+    """An unknown integer, identified by its name and arguments."""
     return _atom(make_call(name, *arguments))
 
 
 def make_call(name: str, *arguments: Formula | Call | float) -> Call:
-    """A number, perhaps no integer, of which nothing is known but what it is made of. Raises Unwieldy."""
+    """An unknown number, perhaps not an integer, identified by its name and arguments. Raises Unwieldy."""
     made = Call(name, tuple(_bare(a) if isinstance(a, Formula) else a for a in arguments))
     _within_limits(made)
     return made
 
 
 def _bare(formula: Formula) -> Formula | Call:
-    """A formula that is nothing but a call, as that call: so that both are written alike."""
+    """A formula that is just a call, as that call, so that both have one text."""
     if len(formula.terms) == 1 and formula.terms[0][1] == 1 and len(formula.terms[0][0]) == 1:
         only = formula.terms[0][0][0]
         return only if isinstance(only, Call) else formula
@@ -317,7 +317,7 @@ def ceil_div(over: Formula | int, by: Formula | int) -> Formula:
 
 
 def modulo(over: Formula | int, by: Formula | int) -> Formula:
-    """What is left after `floor_div`; it has the sign of `by`. Raises ZeroDivisionError if `by` is the number 0."""
+    """The remainder of `floor_div`. It has the sign of `by`. Raises ZeroDivisionError if `by` is the number 0."""
     return _formula(over) - floor_div(over, by) * by
 
 
@@ -353,7 +353,7 @@ def _divided(over: Formula, by: int) -> Formula:
 
 
 def _cancelled(over: Formula, by: Formula) -> tuple[Formula, Formula]:
-    """Both without the atoms and the number that divide all their terms. The divisor is not 0, so neither are they."""
+    """Both, divided by the atoms and the number that all their terms share (these are not 0, as the divisor is not)."""
     terms = (*over.terms, *by.terms)
     if not over.terms:
         return over, by
@@ -383,7 +383,7 @@ def _cancelled(over: Formula, by: Formula) -> tuple[Formula, Formula]:
 
 
 def _ratio(over: Formula, by: Formula) -> Formula | None:
-    """The formula that gives one when multiplied with another, if there is one: division of polynomials."""
+    """The formula whose product with `by` is `over`, if there is one: division of polynomials."""
     order = sorted({atom.text for monomial, _ in (*over.terms, *by.terms) for atom in monomial})
 
     def degrees(term: tuple[Monomial, int]) -> tuple[int, ...]:
@@ -435,7 +435,7 @@ def _least(parts: tuple[Formula, ...]) -> Formula:
 
 
 def _only_least(formula: Formula) -> Least | None:
-    """The minimum that a formula is, if it is nothing else."""
+    """The minimum, if the formula is just that."""
     if len(formula.terms) == 1 and formula.terms[0][1] == 1 and len(formula.terms[0][0]) == 1:
         only = formula.terms[0][0][0]
         return only if isinstance(only, Least) else None
@@ -452,7 +452,7 @@ _FAR = 2**256
 
 
 def bounds(formula: Formula) -> tuple[Bound, Bound]:
-    """Numbers that the formula is never below and never above (infinite where none is known)."""
+    """Bounds that the formula never exceeds at any sizes; infinite if unknown."""
     low: Bound = 0
     high: Bound = 0
     for monomial, factor in formula.terms:
@@ -467,7 +467,7 @@ def bounds(formula: Formula) -> tuple[Bound, Bound]:
 
 
 def _near(low: Bound, high: Bound) -> tuple[Bound, Bound]:
-    """Bounds that are no larger than a float can be, and no tighter."""
+    """Bounds that are limited to what a float can hold, and not tighter than the given ones."""
     return (
         -_INFINITE if low < -_FAR else min(low, _FAR),
         _INFINITE if high > _FAR else max(high, -_FAR),
@@ -500,11 +500,11 @@ def _floored(value: Bound, by: int) -> Bound:
 
 
 Evaluate = Callable[[str, Sequence["float"]], "float | None"]
-"""What a call gives for numbers: None if that is not known."""
+"""The value of a call for these numbers, or None if it is unknown."""
 
 
 def evaluate(formula: Formula, numbers: Mapping[str, int], calls: Evaluate | None = None) -> int | None:
-    """The number that a formula is, with numbers for its symbols; None where it has no value, or one is not given."""
+    """The value of a formula, with numbers for its symbols. None if it has no value, or a number is missing."""
     total = 0
     for monomial, factor in formula.terms:
         term = factor
@@ -547,7 +547,7 @@ def symbols(formula: Formula) -> frozenset[str]:
 
 
 def atoms(formula: Formula) -> Iterator[Atom]:
-    """All atoms of a formula, those within others too."""
+    """All atoms of a formula, including those inside others."""
     for monomial, _ in formula.terms:
         for atom in monomial:
             yield from _with_inner(atom)
@@ -593,7 +593,7 @@ def not_less(a: Formula, b: Formula) -> bool:
 
 
 def entails(a: Formula, b: Formula, value: int) -> bool:
-    """Whether `b` has a value wherever `a` has it, at all sizes."""
+    """Whether, at all sizes, `b` has the value whenever `a` has it."""
     if a == b:
         return True
     return _never((a, b), f"{{0}} = {value} and {{1}} != {value}", lambda n: n[0] == value != n[1])
@@ -611,12 +611,12 @@ def is_multiple(a: Formula, of: int) -> bool:
 
 
 def fingerprint(of: Formula) -> tuple[int | None, ...]:
-    """Numbers that tell most unequal formulas apart; equal ones have the same wherever they have a value."""
+    """Values at a few sizes. Equal formulas have the same; most unequal ones differ."""
     return tuple(evaluate(of, _Drawn(at), _drawn_call(at)) for at in range(4))
 
 
 class _Drawn(Mapping[str, int]):
-    """A size for each symbol, made from its name."""
+    """A size for each symbol, derived from its name."""
 
     def __init__(self, at: int) -> None:
         self.at = at
@@ -635,7 +635,7 @@ def _drawn_call(at: int) -> Evaluate:
     return lambda name, arguments: 1 + zlib.crc32(f"{at} {name} {arguments}".encode()) % 997
 
 
-# Points at which a difference shows quickly: they only ever say that a comparison does not hold.
+# Sizes that quickly disprove most wrong comparisons. They never prove one.
 _POINTS = tuple(
     (a, b) for a in (0, 1, 2, 3, 5, 12, 48, 481, 7919, LARGEST) for b in (0, 1, 11)
 )  # fmt: skip
@@ -656,25 +656,25 @@ def _never(parts: tuple[Formula, ...], condition: str, holds: Callable[[Sequence
 _MOST_VARIABLES = 24
 
 _OPERATIONS = 10_000
-"""Of isl, for a decision: a few milliseconds. Those of shapes that models compute take less."""
+"""The operations of isl for a decision: a few milliseconds. Usual shapes need fewer."""
 
 _MORE_OPERATIONS = 100_000
-"""Of isl, for a hard decision: up to half a second."""
+"""The operations of isl for a hard decision: up to half a second."""
 
 _HARD_DECISIONS = 60
-"""So many of them are tried for each model."""
+"""The number of hard decisions that are tried for each model."""
 
 _hard_decisions_left = _HARD_DECISIONS
 
 
 def start_deciding() -> None:
-    """Allow for hard decisions anew: called where a model is read, so that it is read in bounded time."""
+    """Reset the number of hard decisions, at the start of each model, so that it is read in bounded time."""
     global _hard_decisions_left
     _hard_decisions_left = _HARD_DECISIONS
 
 
 def _is_empty(parts: tuple[Formula, ...], condition: str) -> bool:
-    """Whether no sizes fulfil the condition, by isl; False if that cannot be decided within bounds."""
+    """Whether no sizes fulfil the condition, decided by isl; False if it cannot be decided within the limits."""
     found = _decided(parts, condition, _OPERATIONS)
     if found is None and _hard_decisions_left:
         found = _decided_at_length(parts, condition)
@@ -690,7 +690,7 @@ def _decided_at_length(parts: tuple[Formula, ...], condition: str) -> bool | Non
 
 @lru_cache(maxsize=65536)
 def _decided(parts: tuple[Formula, ...], condition: str, operations: int) -> bool | None:
-    """Whether no sizes fulfil the condition; None if isl needs more operations to know."""
+    """Whether no sizes fulfil the condition; None if isl needs more operations."""
     problem = _Problem()
     try:
         terms = [problem.linear(part) for part in parts]
@@ -709,18 +709,18 @@ def _decided(parts: tuple[Formula, ...], condition: str, operations: int) -> boo
 
 
 class _TooLarge(Exception):
-    """A formula has more atoms than a decision is worth."""
+    """A formula has too many atoms for a decision."""
 
 
 class _Problem:
-    """A set of integers in isl's notation: a variable for each atom and product, with what is known of it."""
+    """A set of integers in isl's notation: a variable for each atom and product, with its known constraints."""
 
     def __init__(self) -> None:
         self.names: dict[Monomial, str] = {}
         self.facts: list[str] = []
 
     def linear(self, formula: Formula) -> str:
-        """The formula in the variables."""
+        """The formula, written in these variables."""
         terms = [f"{factor}*{self._variable(m)}" if m else str(factor) for m, factor in formula.terms]
         return "(" + (" + ".join(terms) or "0") + ")"
 
@@ -756,19 +756,19 @@ class _Problem:
 
 @lru_cache(maxsize=65536)
 def formula(dim: int | str) -> Formula:
-    """What a dimension of a type stands for."""
+    """The formula of a dimension."""
     if isinstance(dim, int):
         return number(dim)
     if not dim.startswith(_MARK):
         return symbol(dim)
     try:
         return _parsed(ast.parse(dim[len(_MARK) :], mode="eval").body)
-    except Unwieldy:  # what was within the limits when it was made is a size of its own
+    except Unwieldy:  # a text within the limits that exceeds them when it is read is a symbol of its own
         return symbol(dim)
 
 
 def dim(of: Formula) -> int | str:
-    """A formula as a dimension: a number, a symbol's name, or its text."""
+    """A formula as a dimension: a number, a symbol's name, or text."""
     value = of.number
     if value is not None:
         return value
@@ -780,24 +780,24 @@ def dim(of: Formula) -> int | str:
 
 
 def is_computed(dim: Dim) -> bool:
-    """Whether a dimension is a formula, and neither a number nor a symbol."""
+    """Whether a dimension is a formula, not a number or a symbol."""
     return isinstance(dim, str) and dim.startswith(_MARK)
 
 
 def equal(a: Dim, b: Dim) -> bool:
-    """Whether two dimensions are equal at all sizes; not if one is unknown."""
+    """Whether two dimensions are equal at all sizes; False if one is unknown."""
     if a is None or b is None:
         return False
     return a == b or same(formula(a), formula(b))
 
 
 def at_least(a: Dim, b: Dim) -> bool:
-    """Whether one dimension is at least the other at all sizes; not if one is unknown."""
+    """Whether one dimension is at least the other at all sizes; False if one is unknown."""
     return a is not None and b is not None and not_less(formula(a), formula(b))
 
 
 def _is_filled(of: Formula) -> bool:
-    """Whether it is plain that a formula is at least 1 wherever all symbols are: no sum of its parts is less."""
+    """Whether a formula is obviously at least 1 if all symbols are: the least sum of its parts is."""
     if bounds(of)[0] >= 1:
         return True
     if any(factor < 0 for _, factor in of.terms) or bounds(of)[0] < 0:
@@ -812,7 +812,7 @@ def _is_filled(of: Formula) -> bool:
 
 
 def filled(a: Dim) -> bool:
-    """Whether a dimension is at least 1 wherever all symbols are; not if it is unknown."""
+    """Whether a dimension is at least 1 if all symbols are; False if it is unknown."""
     if a is None or isinstance(a, int):
         return a is not None and a >= 1
     of = formula(a)
@@ -824,12 +824,12 @@ def filled(a: Dim) -> bool:
 
 
 def divides(divisor: int, a: Dim) -> bool:
-    """Whether a dimension is a multiple of a number at all sizes; not if it is unknown."""
+    """Whether a dimension is a multiple of a number at all sizes; False if it is unknown."""
     return a is not None and is_multiple(formula(a), divisor)
 
 
 def value(dim: Dim, numbers: Mapping[str, int], calls: Evaluate | None = None) -> int | None:
-    """The number that a dimension is, with numbers for symbols; None where it has none, or one is not given."""
+    """The size of a dimension, with numbers for symbols. None if it has none, or a number is missing."""
     if isinstance(dim, int) or dim is None:
         return dim
     found = numbers.get(dim)
@@ -837,7 +837,7 @@ def value(dim: Dim, numbers: Mapping[str, int], calls: Evaluate | None = None) -
 
 
 def readable(dim: Dim) -> str:
-    """A dimension as a person reads it: "ceil(samples/160)", "?" for one that is unknown."""
+    """A dimension for people: "ceil(samples/160)", or "?" if it is unknown."""
     if dim is None:
         return "?"
     if not is_computed(dim):
@@ -880,7 +880,7 @@ def _shown_call(value: Formula | Call) -> str:
 
 
 def _parsed(tree: ast.expr) -> Formula:
-    """A formula from its text. Raises ValueError for what no formula is written as."""
+    """A formula from its syntax tree. Raises ValueError if it is not one."""
     if isinstance(tree, ast.Constant) and isinstance(tree.value, int):
         return number(tree.value)
     if isinstance(tree, ast.Name):

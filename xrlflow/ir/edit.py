@@ -13,7 +13,7 @@ from xrlflow.ir.types import ABSENT, Value
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Edit:
-    """What changes: nodes that go, nodes that come, nodes that only read or name other values (old, new)."""
+    """A change: nodes that are removed, nodes that are added, and nodes that read or name other values (old, new)."""
 
     rule: str
     removed: tuple[Node, ...]
@@ -23,11 +23,11 @@ class Edit:
 
 
 def plan_edit(graph: Graph, rule: str, added: Sequence[Node], aliases: Mapping[Value, Value]) -> Edit:
-    """The edit that puts `added` into the graph and lets consumers of each key of `aliases` read its value.
+    """The edit that adds `added` and lets readers of each key of `aliases` read its value instead.
 
-    An added node that has an output of an existing one takes its place (it *adopts* the value). What nobody
-    reads afterwards is removed, up to the graph's inputs. A node of whose outputs only some are replaced
-    stays, with fresh values for those.
+    An added node with an output of an existing node takes its place (it *adopts* the value). Nodes that nobody reads
+    any more are removed, up to the graph's inputs. If only some outputs of a node are replaced, the node stays, with
+    fresh values for those.
     """
     producers, uses = graph.producers, graph.uses
     replaced = {out for node in added for out in node.outputs if out in producers}
@@ -36,7 +36,7 @@ def plan_edit(graph: Graph, rule: str, added: Sequence[Node], aliases: Mapping[V
     if aliases and not aliases.keys().isdisjoint(outputs):
         outputs = tuple(aliases.get(v, v) for v in outputs)
 
-    gained: dict[Value, int] = {}  # how many added or rewired nodes read a value that they did not read
+    gained: dict[Value, int] = {}  # for each value, how many added or rewired nodes begin to read it
     for node in added:
         for value in node.inputs:
             gained[value] = gained.get(value, 0) + 1
@@ -52,11 +52,11 @@ def plan_edit(graph: Graph, rule: str, added: Sequence[Node], aliases: Mapping[V
     def is_read(value: Value) -> bool:
         if gained.get(value, 0) > 0 or value in outputs:
             return True
-        if value in aliases:  # its readers read something else now
+        if value in aliases:  # its readers read the alias now
             return False
         return any(user not in removed for user in uses.get(value, ()))
 
-    # Start with the producers of what is replaced, then whatever they alone kept alive.
+    # Begin with the producers of replaced values, then go on to producers that only these kept alive.
     work = list(dict.fromkeys(producers[v].id for v in replaced if v in producers))
     while work:
         node = producers[work.pop()]
@@ -84,7 +84,7 @@ def _let_go(
     removed: Mapping[Value, Node],
     rewired: dict[Value, tuple[Node, Node]],
 ) -> None:
-    """Give nodes that make some of `replaced`, and stay as another output of theirs is still read, fresh values."""
+    """Give fresh values to replaced outputs of nodes that stay because another of their outputs is read."""
     for value in replaced:
         node = graph.producers.get(value)
         if node is None or node.id in removed:

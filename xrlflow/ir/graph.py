@@ -1,4 +1,4 @@
-"""The computation graph: persistent maps that successors share with their parents."""
+"""The computation graph: persistent maps, which successors share with their parents."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 FINGERPRINT_MASK = (1 << 64) - 1
 
-# Constants of up to so many elements are evaluated when they are created, so that rules can read them.
+# Constants of up to this many elements are evaluated when they are created, so that rules can read them.
 SMALL = 1024
 
 
@@ -41,7 +41,7 @@ class ArrayHandle:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Const:
-    """A constant: its type, a handle on the data, and the data itself if it is small (read-only array)."""
+    """A constant: its type, a handle to its data, and the data itself if it is small (a read-only array)."""
 
     type: TensorType
     handle: TensorHandle
@@ -53,12 +53,12 @@ class Const:
 
 @dataclass(slots=True)
 class Leaves:
-    """What nodes read but no node makes: types of graph inputs, and constants.
+    """Graph inputs and constants: the values that no node computes.
 
-    Shared by all states of a search and only ever added to: values are named by content, so what a name
-    stands for does not change. `names` keeps the names of the file, for inputs, constants and node outputs.
-    `folded`: the constants that an operator makes of constants, by operator, digest of its attributes, inputs and
-    output types; None where they are not small or cannot be evaluated.
+    All states of a search share it and only add to it: values are named by content, so a name never changes its
+    meaning. `names`: the names in the file of inputs, constants and node outputs. `folded`: constants computed from
+    constants, by operator, digest of its attributes, inputs and output types; None if they are not small or cannot be
+    evaluated.
     """
 
     types: dict[Value, TensorType] = field(default_factory=dict)
@@ -71,7 +71,7 @@ class Leaves:
     _numbers: dict[tuple[int, ...], Value] = field(default_factory=dict)
 
     def uniform(self, value: Value) -> float | None:
-        """The number that a small constant holds everywhere; None if it has several, none, or none to read."""
+        """The number that all elements of a small constant are equal to; None if there is none, or it is not small."""
         if value in self._uniform:
             return self._uniform[value]
         const = self.consts.get(value)
@@ -85,7 +85,7 @@ class Leaves:
         return found
 
     def numbers(self, values: tuple[int, ...]) -> Value:
-        """The value of a one-dimensional int64 constant (a shape, axes)."""
+        """The value of a one-dimensional int64 constant (a shape, axes, ...)."""
         found = self._numbers.get(values)
         if found is None:
             found = self._numbers[values] = self.intern(np.array(values, np.int64), DType.INT64)
@@ -112,11 +112,11 @@ class Leaves:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Graph:
-    """One computation graph; never changed once made.
+    """One computation graph, which never changes.
 
-    `producers` has an entry for each output of each node, `uses` the ids of the nodes that read a value (each
-    once). A value in `outputs` is used as well. `fingerprint` is the sum of the nodes' fingerprints and of
-    the outputs', modulo 2^64: it does not depend on the order in which the graph was made.
+    `producers` has an entry for each output of each node. `uses` has the ids of the nodes that read a value, each once;
+    a value in `outputs` is used as well. `fingerprint` is the sum of the nodes' fingerprints and of the outputs',
+    modulo 2^64, so it does not depend on the order in which the graph was made.
     """
 
     producers: Map[Value, Node]
@@ -131,7 +131,7 @@ class Graph:
     def make(
         nodes: Iterable[Node], inputs: tuple[Value, ...], outputs: tuple[Value, ...], leaves: Leaves
     ) -> Graph:
-        """A graph of these nodes, in any order. Raises ValueError if two nodes make one value."""
+        """A graph of these nodes, in any order. Raises ValueError if two nodes compute one value."""
         producers: dict[Value, Node] = {}
         uses: dict[Value, list[Value]] = {}
         total, count = outputs_fingerprint(outputs), 0
@@ -163,7 +163,7 @@ class Graph:
         return node.types[0] if outs[0] == value else node.types[outs.index(value)]
 
     def const(self, value: Value) -> Const | None:
-        """The constant that a value is, or None if a node or the caller makes it."""
+        """The constant with this name; None if a node computes the value or the caller gives it."""
         return self.leaves.consts.get(value) if value not in self.producers else None
 
     def users(self, value: Value) -> list[Node]:
@@ -171,7 +171,7 @@ class Graph:
         return [producers[i] for i in self.uses.get(value, ())]
 
     def nodes(self) -> Iterator[Node]:
-        """Every node once, in no particular (but a reproducible) order."""
+        """Every node once, in an arbitrary but reproducible order."""
         for value, node in self.producers.items():
             if node.outputs[0] == value:
                 yield node
@@ -179,7 +179,7 @@ class Graph:
     def topological(self) -> list[Node]:
         """Every node once, producers before consumers. Raises ValueError on a cycle."""
         order: list[Node] = []
-        state: dict[Value, int] = {}  # node id -> 1 while open, 2 when done
+        state: dict[Value, int] = {}  # node id -> 1 while it is visited, 2 when done
         producers = self.producers
         roots = [producers[v] for v in self.outputs if v in producers]
         for root in [*roots, *self.nodes()]:
@@ -209,7 +209,7 @@ class Graph:
         return order
 
     def rebuilt_fingerprint(self) -> int:
-        """The fingerprint from scratch: the oracle of the incremental one."""
+        """The fingerprint computed from scratch, to check the incremental one."""
         total = outputs_fingerprint(self.outputs) + sum(n.fingerprint for n in self.nodes())
         return total & FINGERPRINT_MASK
 

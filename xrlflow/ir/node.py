@@ -17,7 +17,7 @@ _digests: dict[str, int] = {}
 
 
 def digest(text: str) -> int:
-    """A number for a string, the same in every process."""
+    """A number for a text. It is the same in every process."""
     found = _digests.get(text)
     if found is None:
         raw = blake2b(text.encode("utf-8", "surrogateescape"), digest_size=8).digest()
@@ -26,13 +26,13 @@ def digest(text: str) -> int:
 
 
 def mix(*parts: int) -> Value:
-    """A value's number from the numbers of its content (tuples of integers hash the same everywhere)."""
+    """A value's number from the numbers of its content. Tuples of integers hash the same everywhere."""
     return Value((hash(parts) & _MASK) or 1)
 
 
 @dataclass(frozen=True, slots=True)
 class RawAttr:
-    """An attribute that rules do not look into: a tensor, a type, a sparse tensor; the serialised proto."""
+    """An attribute that rules do not look into (a tensor, a type, a sparse tensor), as a serialised proto."""
 
     proto: bytes
 
@@ -42,10 +42,10 @@ class RawAttr:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Body:
-    """A control-flow body: a graph of its own.
+    """A control-flow body, which is a graph of its own.
 
-    `captured` are the inputs of `graph` (its last ones) that stand for values of the enclosing graph; the
-    node that owns the body lists the enclosing values themselves as its last inputs, in the same order.
+    `captured` are the last inputs of `graph`. They stand for values of the enclosing graph, which are the last inputs
+    of the node that owns the body, in the same order.
     """
 
     graph: Graph
@@ -95,11 +95,11 @@ NO_ATTRS = Attrs()
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Node:
-    """One operator. Two nodes are the same only if they are one object; `key` compares their content.
+    """One operator. Nodes are compared by identity; `key` compares their content.
 
-    `op` is the operator's name, with its domain in front when that is not ONNX's own ("com.microsoft::Gelu").
-    `inputs` hold ABSENT where an optional input is left out; the last `captured` ones are the values that the
-    bodies of a control-flow operator read from outside. Every output has a value, even an unused one.
+    `op` is the operator's name, with its domain in front if it is not ONNX's own ("com.microsoft::Gelu"). `inputs` have
+    ABSENT for missing optional inputs; the last `captured` ones are the values that bodies read from outside. Every
+    output has a value, even an unused one.
     """
 
     op: str
@@ -108,9 +108,9 @@ class Node:
     types: tuple[TensorType, ...]
     attrs: Attrs = NO_ATTRS
     captured: int = 0
-    # A number for (operator, attributes, inputs): what the node computes.
+    # A number for operator, attributes and inputs: what the node computes.
     key: int = field(init=False)
-    # The same with the outputs: the node's part in the graph's fingerprint.
+    # The same including the outputs: the node's part of the graph's fingerprint.
     fingerprint: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -120,12 +120,12 @@ class Node:
 
     @property
     def id(self) -> Value:
-        """The first output: it names the node in its graph, and outlives a change of its inputs."""
+        """The first output. It names the node in its graph, and stays the same when inputs change."""
         return self.outputs[0]
 
     @property
     def const(self) -> bool:
-        """Whether the node is evaluated once, when the model is written, and costs nothing at run time."""
+        """Whether the node is evaluated when the model is written, so that it costs nothing at run time."""
         return self.types[0].const
 
     @property
@@ -145,5 +145,5 @@ def node_key(op: str, attrs: Attrs, inputs: tuple[Value, ...]) -> Value:
 
 
 def output_key(key: int, index: int, salt: int = 0) -> Value:
-    """The value of output `index` of a node with content `key`; `salt` tells apart what is not shared."""
+    """The value of output `index` of a node with content `key`. Different `salt` gives different values."""
     return mix(key, index, salt)

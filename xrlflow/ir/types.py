@@ -1,4 +1,4 @@
-"""Values and what they are: element types, dimensions, tensor types."""
+"""Values and their types: element types, dimensions, tensor types."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any, ClassVar, NewType
 
 from xrlflow.ir.dims import Dim, readable
 
-# A value names one *semantic* tensor. The integer is derived from the content that first produced the
-# value, so that two searches, or two processes, that make the same tensor the same way give it the same name.
+# A value names one *semantic* tensor. The number is derived from how the tensor is first computed, so that two
+# searches, or two processes, that compute it in the same way give it the same name.
 Value = NewType("Value", int)
 
-# The place of an optional input that is not given.
+# Stands for an optional input that is missing.
 ABSENT = Value(0)
 
 
@@ -48,7 +48,7 @@ class DType(IntEnum):
 
     @property
     def bits(self) -> int:
-        """Bits of one element; 0 for strings and for what is not a tensor."""
+        """Bits of one element; 0 for strings and types that are no tensors."""
         return _BITS.get(self, 8)
 
 
@@ -90,11 +90,10 @@ INTEGERS = frozenset(
 
 
 class TensorType:
-    """What a value is: element type, shape (None: unknown rank), constness.
+    """The type of a value: element type, shape (None: unknown rank), and whether it is constant.
 
-    Interned: equal types are the same object, so that comparing and hashing them costs nothing.
-    What is not a dense tensor (sequence, optional, sparse tensor, map) has `dtype` UNDEFINED and carries
-    its serialised `onnx.TypeProto` in `other`.
+    Types are interned: equal types are one object, so comparing and hashing are cheap. Types other than dense tensors
+    (sequence, optional, sparse tensor, map) have `dtype` UNDEFINED and a serialised `onnx.TypeProto` in `other`.
     """
 
     __slots__ = ("const", "dtype", "other", "shape")
@@ -141,7 +140,7 @@ class TensorType:
 
     @property
     def size(self) -> int | None:
-        """Elements, or None where a dimension is unknown."""
+        """The number of elements; None if a dimension is unknown."""
         if self.shape is None:
             return None
         n = 1
@@ -153,7 +152,7 @@ class TensorType:
 
     @property
     def nbytes(self) -> int | None:
-        """Bytes of the tensor, or None where a dimension is unknown."""
+        """The bytes of the tensor; None if a dimension is unknown."""
         n = self.size
         return None if n is None else (n * self.dtype.bits + 7) // 8
 
@@ -168,13 +167,13 @@ class TensorType:
 
 
 class TypeConflict(ValueError):
-    """Two types that were to be of one value contradict each other."""
+    """Two types of one value contradict each other."""
 
 
 def merge_types(old: TensorType, new: TensorType) -> TensorType:
-    """The more precise of two types of one value (constness is `new`'s).
+    """The more precise of two types of one value; `const` is that of `new`.
 
-    Raises TypeConflict if they contradict each other: another element type, rank, or number in a place.
+    Raises TypeConflict if they differ in element type, rank, or a number in one place.
     """
     if old.dtype != new.dtype:
         if DType.UNDEFINED in (old.dtype, new.dtype):
@@ -191,7 +190,7 @@ def merge_types(old: TensorType, new: TensorType) -> TensorType:
     for a, b in zip(old.shape, new.shape):
         if isinstance(a, int) and isinstance(b, int) and a != b:
             raise TypeConflict(f"{old} is not {new}")
-        # A number says more than a symbol, a symbol more than nothing; of two symbols the old one stays.
+        # A number is more precise than a symbol, a symbol more than None. Of two symbols, the old one stays.
         dims.append(
             a if isinstance(a, int) or b is None or (isinstance(a, str) and isinstance(b, str)) else b
         )

@@ -1,4 +1,4 @@
-"""ONNX files in and out."""
+"""Reads and writes ONNX files."""
 
 from xrlflow.onnxio.errors import GrowthError, ModelError
 from xrlflow.onnxio.exporter import check, check_input, check_result, export, save, size_of, to_proto

@@ -1,8 +1,8 @@
-"""Slices backwards to one of the largest numbers.
+"""Slices with a negative step whose end is one of the largest integers.
 
-ONNX Runtime takes the largest int32 and int64 as an end for "up to the last one there is", in either direction; ONNX
-says so of slices forward alone, and its inference finds nothing left backwards. What ONNX Runtime computes is what a
-model's author saw, so such an end is written as one that means the same to both.
+ONNX Runtime takes the largest int32 and int64 as "up to the last element" in either direction. ONNX says so only for
+positive steps; for negative ones its inference finds nothing left. Models were made with what ONNX Runtime computes, so
+such an end is replaced with one that means the same to both.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from xrlflow.onnxio.protos import all_names, subgraphs
 from xrlflow.ops.eval_shape import ends_of_slice
 
 _Constants = Mapping[str, onnx.TensorProto]
-# A tensor of more dimensions cannot be: longer lists of ends are of no slice.
+# No tensor has more dimensions, so longer lists are not ends of a slice.
 _MOST = 64
 
 
 def write_ends(graph: onnx.GraphProto) -> None:
-    """Write constant ends of slices backwards as those that ONNX understands too, in place, in bodies as well."""
+    """Replace such ends of slices in place, in bodies too."""
     _write(graph, {}, _free_names(graph))
 
 
 def _write(graph: onnx.GraphProto, outer: _Constants, names: Iterator[str]) -> None:
-    inputs = {v.name for v in graph.input}  # their defaults may be overridden
+    inputs = {v.name for v in graph.input}  # their defaults can be overridden
     consts = {k: v for k, v in outer.items() if k not in inputs}
     consts |= {t.name: t for t in graph.initializer if t.name not in inputs}
     for node in graph.node:
@@ -45,7 +45,7 @@ def _write(graph: onnx.GraphProto, outer: _Constants, names: Iterator[str]) -> N
 
 
 def _array(tensor: onnx.TensorProto | None) -> npt.NDArray[np.integer] | None:
-    """A small constant of integers."""
+    """A small constant of integers, or None."""
     kinds = (onnx.TensorProto.INT32, onnx.TensorProto.INT64)
     if tensor is None or tensor.data_type not in kinds or tensor.data_location == onnx.TensorProto.EXTERNAL:
         return None
@@ -53,6 +53,6 @@ def _array(tensor: onnx.TensorProto | None) -> npt.NDArray[np.integer] | None:
 
 
 def _free_names(graph: onnx.GraphProto) -> Iterator[str]:
-    """Names that nothing has."""
+    """Names that are not used in the graph."""
     taken = all_names(graph)
     return (name for k in count() if (name := f"ends_{k}") not in taken)

@@ -1,7 +1,7 @@
-"""Models and the data files beside them, replaced together.
+"""Replaces a model together with its data files.
 
-The data of a model `out.onnx` is in `out.onnx.DIGEST.data`, where the digest is of its content. So no data file is ever
-overwritten: an old model has its old data until the new model, whose data is complete, takes its place in one step.
+The data of a model `out.onnx` is in `out.onnx.DIGEST.data`, where the digest is that of the content. So no data file is
+ever overwritten: the old model keeps its data until the new model, whose data is complete, replaces it in one step.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from xrlflow.onnxio.tensors import map_file
 from xrlflow.onnxio.wire import EMBEDDED, WireError, strip_model
 
 _SUFFIX = ".data"
-# Old data is left where it is if more bytes than this would have to be searched for models that share it.
+# Old data is kept if more bytes than this would have to be searched for models that share it.
 _SEARCHED = 1 << 32
 _CHUNK = 1 << 22
 
@@ -36,10 +36,10 @@ Write = Callable[[BinaryIO], None]
 def replacing_model(
     path: files.Path, data: Iterable[Write], *, durable: bool = True
 ) -> Iterator[tuple[BinaryIO, list[str]]]:
-    """A model's file that takes the place of `path` at the end of the block, and the names of its data files.
+    """A file for a model that replaces `path` at the end of the block, and the names of its data files.
 
-    Each of `data` writes one data file, which is complete before the block. If the block, or writing, fails, then what
-    was there is as it was. Data of the model that is replaced goes where it was that model's alone. Raises OSError.
+    Each function in `data` writes one data file, which is complete before the block begins. If writing or the block
+    fails, nothing has changed. Data that belonged only to the replaced model is removed. Raises OSError.
     """
     target = files.destination(path)
     folder = os.path.dirname(target)
@@ -59,19 +59,19 @@ def replacing_model(
                         os.unlink(name)
     for location in sorted(old - set(names)):
         if _is_of_alone(target, location):
-            with contextlib.suppress(OSError):  # it is only in the way
+            with contextlib.suppress(OSError):  # the old data only takes room
                 os.unlink(os.path.join(folder, location))
 
 
 def _write(target: str, write: Write, made: list[str], durable: bool) -> str:
-    """Write one data file; its name. If it is new, its path is added to `made`."""
+    """Write one data file and return its name. If it is new, its path is added to `made`."""
     folder, name = os.path.split(target)
     with files.NewFile(folder, durable=durable) as new:
         sink = _Digesting(new.file)
         write(sink)  # type: ignore[arg-type]
         found = stem = f"{_stem(name)}.{sink.digest.hexdigest()}"
         while not new.claim(path := os.path.join(folder, found + _SUFFIX)):
-            if _same(path, new.file):  # written before, for the same weights
+            if _same(path, new.file):  # an earlier model had the same weights
                 return found + _SUFFIX
             found = f"{stem}-{secrets.token_hex(4)}"
         made.append(path)
@@ -79,15 +79,15 @@ def _write(target: str, write: Write, made: list[str], durable: bool) -> str:
 
 
 def _stem(name: str) -> str:
-    """A model's file name as a data file's name may begin: text, and short enough."""
+    """The beginning of a data file's name, from the model's file name: valid text, and short enough."""
     try:
         return name if len(name.encode()) <= 200 else "model"
-    except UnicodeEncodeError:  # the system's names are bytes, those in a model are text
+    except UnicodeEncodeError:  # file names are bytes, names in a model are text
         return "model"
 
 
 class _Digesting:
-    """A file that is written to, and a digest of what was."""
+    """A file to write to, with a digest of what was written."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.file = file
@@ -99,7 +99,7 @@ class _Digesting:
 
 
 def _same(path: str, file: BinaryIO) -> bool:
-    """Whether a regular file is at the path, and holds what `file` does."""
+    """Whether there is a regular file at the path with the same content as `file`."""
     if not stat.S_ISREG(os.lstat(path).st_mode):
         return False
     file.seek(0)
@@ -113,7 +113,7 @@ def _same(path: str, file: BinaryIO) -> bool:
 
 
 def _locations(path: str) -> set[str]:
-    """The data files that a model names; none if the file is no model."""
+    """The data files that a model names; none if the file is not a model."""
     try:
         proto = onnx.ModelProto.FromString(strip_model(map_file(path)))
     except (OSError, WireError, DecodeError):
@@ -125,7 +125,7 @@ def _locations(path: str) -> set[str]:
 
 
 def relocate(proto: onnx.ModelProto, names: Mapping[str, str]) -> None:
-    """Write other names of data files into a model, in place."""
+    """Change the names of data files in a model, in place."""
     for tensor in protos.all_tensors(proto):
         for entry in tensor.external_data:
             if entry.key == "location":
@@ -133,9 +133,9 @@ def relocate(proto: onnx.ModelProto, names: Mapping[str, str]) -> None:
 
 
 def _is_of_alone(target: str, location: str) -> bool:
-    """Whether a data file belongs to the model at `target`, by its name, and no other file beside it names it.
+    """Whether a data file belongs to the model at `target`, by its name, and no other file in the folder names it.
 
-    Files are searched for the name, and not understood: a model is one under any name.
+    Files are only searched for the name, since a model may have any name.
     """
     folder, name = os.path.split(target)
     path = os.path.join(folder, location)

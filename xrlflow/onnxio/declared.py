@@ -1,11 +1,11 @@
-"""What a file declares of its values, and whether that is so.
+"""Checks what a file declares about its values.
 
-Runtimes take a model whose declarations contradict what it computes: they warn, and compute. A shape that a file
-declares is a claim, which may hold for the inputs that its exporter saw alone. So it is not believed, but for
+Runtimes accept a model whose declarations contradict what it computes: they warn and go on. A declared shape is a
+claim that may hold only for the inputs that the exporter saw. So declarations are not believed, except for
 
 - the model's inputs, which runtimes check,
-- what operators compute that ONNX does not define: of these the file alone knows,
-- the bodies of loops, until one contradicts what follows: a loop of no turns has the shapes that its body declares.
+- outputs of operators that ONNX does not define: only the file knows their types,
+- bodies of loops, until a contradiction is found: the result of a loop without iterations has the declared shape.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ _LOOPS = ("Loop", "Scan")
 
 
 class Contradiction(Exception):
-    """A declaration that is not true; the message names the value, and both types."""
+    """A declaration is wrong. The message names the value and both types."""
 
     def __init__(self, name: str, declared: TensorType, found: TensorType) -> None:
         super().__init__(f"{name!r} is declared {declared.as_const(False)} and is {found.as_const(False)}")
 
 
 def check(name: str, declared: TensorType, found: TensorType, proven: bool = False) -> TensorType:
-    """What both types say. Raises Contradiction if they cannot both be true.
+    """The type that both types allow. Raises Contradiction if they cannot both be true.
 
-    `proven`: also if a size is declared that does not follow.
+    `proven`: also raise it if a declared size does not follow.
     """
     try:
         both = merge_types(found, declared)
@@ -47,7 +47,7 @@ def check(name: str, declared: TensorType, found: TensorType, proven: bool = Fal
 
 
 def _is_open(dim: Dim) -> bool:
-    """Whether a dimension is known to follow the inputs' (and is not merely unknown)."""
+    """Whether a dimension depends on the inputs' dimensions, and is not merely unknown."""
     return isinstance(dim, str) and not is_made_up(dim)
 
 
@@ -57,7 +57,7 @@ def is_defined(node: onnx.NodeProto) -> bool:
 
 
 def claims(model: onnx.ModelProto) -> dict[str, TensorType]:
-    """What a model declares of the values that it computes outside of loops, its outputs among them."""
+    """The types that a model declares for values computed outside loops, including its outputs."""
     return {
         info.name: without_symbols(type_of_proto(info.type))
         for graph in _graphs(model.graph)
@@ -67,14 +67,14 @@ def claims(model: onnx.ModelProto) -> dict[str, TensorType]:
 
 
 def in_loops(model: onnx.ModelProto) -> set[str]:
-    """The values that the bodies of loops declare."""
+    """The values that are declared in bodies of loops."""
     return {v.name for _, body in _loops(model.graph) for v in (*body.value_info, *body.output)}
 
 
 def forget(model: onnx.ModelProto, loops: bool = False) -> onnx.ModelProto:
-    """The model without the shapes that it declares for what it computes, in loops only if asked.
+    """The model without the shapes that it declares for computed values; in loops only if asked.
 
-    Element types stay: a runtime checks them when it loads the model, which it does not shapes.
+    Element types stay, because a runtime checks them when it loads the model. It does not check shapes.
     """
     bare = onnx.ModelProto()
     bare.CopyFrom(model)
@@ -82,7 +82,7 @@ def forget(model: onnx.ModelProto, loops: bool = False) -> onnx.ModelProto:
         known = {name for node in graph.node if not is_defined(node) for name in node.output}
         _clear(v for v in (*graph.value_info, *graph.output) if v.name not in known)
     for op, body in _loops(bare.graph) if loops else ():
-        scalars = 2 if op == "Loop" else 0  # the step and the condition are what they are
+        scalars = 2 if op == "Loop" else 0  # the iteration number and the condition are scalars
         _clear([*body.value_info, *body.output, *body.input[scalars:]])
     return bare
 
@@ -94,7 +94,7 @@ def _clear(infos: Iterable[onnx.ValueInfoProto]) -> None:
 
 
 def _graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
-    """A graph and the bodies in it, but for those of loops and what is in these."""
+    """A graph and the bodies in it, without those of loops."""
     yield graph
     for node in graph.node:
         if node.op_type not in _LOOPS:
@@ -103,7 +103,7 @@ def _graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
 
 
 def _loops(graph: onnx.GraphProto, inside: str = "") -> Iterator[tuple[str, onnx.GraphProto]]:
-    """The bodies of loops, and all bodies in these, each with the operator that it belongs to."""
+    """The bodies of loops and all bodies inside them, each with the operator that owns it."""
     for node in graph.node:
         for body in subgraphs(node):
             if inside or node.op_type in _LOOPS:
@@ -112,7 +112,7 @@ def _loops(graph: onnx.GraphProto, inside: str = "") -> Iterator[tuple[str, onnx
 
 
 def check_bodies(op: str, attrs: Attrs, outputs: Sequence[str], types: Sequence[TensorType]) -> None:
-    """Raise Contradiction if an If or Loop cannot have outputs of these types, or a Loop's state changes its own."""
+    """Raise Contradiction if an If or Loop cannot have outputs of these types, or a Loop's state changes its type."""
     if op == "If":
         for body in attrs.values():
             if isinstance(body, Body):

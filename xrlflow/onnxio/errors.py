@@ -1,14 +1,16 @@
-"""What goes wrong with models: one line that names the file and says what to do."""
+"""Errors of models: one line that names the file and says what to do."""
 
 from xrlflow.text import printable, shortened
 
-# A message of more characters than that is cut in the middle: the end says what to do.
+# Longer messages are cut in the middle, because the end says what to do.
 _LONGEST, _END = 2000, 400
 
 
 class ModelError(ValueError):
-    """A model that cannot be read, understood or written. The message is one line, whatever the file's names are: what
-    cannot be printed is escaped."""
+    """A model cannot be read, understood or written.
+
+    The message is one line. Characters that cannot be printed are escaped.
+    """
 
     def __init__(self, message: object = "") -> None:
         super().__init__(shortened(printable(message), _LONGEST, _END))

@@ -1,4 +1,4 @@
-"""Graphs to ONNX files."""
+"""Writes graphs as ONNX files."""
 
 from __future__ import annotations
 
@@ -47,26 +47,26 @@ from xrlflow.ops.infer import (
 )
 from xrlflow.ops.schema import IR_VERSION, OPSET, output_is_optional, split_op
 
-# Models with more bytes of weights than this get a file of their own for them (a protocol buffer ends at 2 GB).
+# Models with more bytes of weights get a separate file for them: a protocol buffer cannot exceed 2 GB.
 EXTERNAL_ABOVE = 3 << 29
-# What a node or a constant takes in a file besides names and data, roughly.
+# Rough bytes of a node or a constant in a file, besides names and data.
 _BYTES_PER_NODE = 50
 # The newest IR version that ONNX Runtime reads.
 _MAX_IR_VERSION = 13
-# External tensors of this many bytes start at a page, others at a cache line.
+# External tensors of at least this many bytes begin at a page, others at a cache line.
 _PAGED = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class _Written:
-    """A model without its large weights, and those by their initialisers' names."""
+    """A model without its large weights, and those weights by the names of their initialisers."""
 
     proto: onnx.ModelProto
     large: dict[str, Const]
 
 
 def export(model: ImportedModel, graph: Graph) -> onnx_ir.Model:
-    """The model with `graph` for its computation; large weights are views of where they lie."""
+    """The model with `graph` as its computation. Large weights are views of the memory or file that holds them."""
     written = _write(model, graph)
     for name, const in written.large.items():
         written.proto.graph.initializer.append(
@@ -80,7 +80,7 @@ def export(model: ImportedModel, graph: Graph) -> onnx_ir.Model:
 
 
 def to_proto(model: ImportedModel, graph: Graph, *, opset: int | None = None) -> onnx.ModelProto:
-    """The same as one ModelProto. Raises ModelError if that would be over 2 GB, or `opset` cannot be had."""
+    """The same as one ModelProto. Raises ModelError if it exceeds 2 GB or cannot be written for `opset`."""
     written = _write(model, graph, opset)
     if sum(c.type.nbytes or 0 for c in written.large.values()) > EXTERNAL_ABOVE:
         raise ModelError(f"{model.name}: over 2 GB, which one ModelProto cannot hold: save it to a file")
@@ -89,13 +89,13 @@ def to_proto(model: ImportedModel, graph: Graph, *, opset: int | None = None) ->
 
 
 def size_of(model: ImportedModel, graph: Graph) -> int:
-    """Bytes that the graph would take in a file, nearly, without evaluating its constants."""
+    """The approximate size of the graph's file in bytes. Constants are not evaluated."""
     frame: int = model.frame.ByteSize()
     return frame + _size(model, graph, set())
 
 
 def _size(model: ImportedModel, graph: Graph, seen: set[Value]) -> int:
-    """`seen` are the large constants that have been counted: bodies share them."""
+    """`seen`: the large constants that were already counted. Bodies share them."""
     found = weights.plan(graph)
     names = graph.leaves.names
     total = 0
@@ -127,17 +127,17 @@ def save(
     max_growth: float = 1.2,
     durable: bool = True,
 ) -> None:
-    """Write the model with `graph` for its computation to a file, whole or not at all.
+    """Write the model with `graph` as its computation to a file, completely or not at all.
 
-    `opset` asks for an older version of ONNX's operators than the canonical one. Models that came with
-    external data, or are over 1.5 GB, get a data file beside them (`NAME.DIGEST.data`, see `beside`). With
-    `durable` the files are on the disk afterwards. Raises GrowthError if the result has more than `max_growth`
-    times the bytes of the input, ModelError if it cannot be written.
+    `opset` asks for an older opset than the canonical one. Models that had external data, or exceed 1.5 GB, get a data
+    file in the same folder (`NAME.DIGEST.data`, see `beside`). With `durable`, the files have reached the disk
+    afterwards. Raises GrowthError if the result exceeds `max_growth` times the bytes of the input, and ModelError if it
+    cannot be written.
     """
     written = _write(model, graph, opset)
     target = os.fspath(path)
     total = written.proto.ByteSize() + sum(c.type.nbytes or 0 for c in written.large.values())
-    # Small models may grow by what names and attributes take.
+    # Small models may grow by the size of names and attributes.
     if total > max(max_growth * model.size, model.size + (1 << 16)):
         raise GrowthError(
             f"{target}: the result would have {total:,} bytes, over {max_growth:g} times the "
@@ -165,7 +165,7 @@ def save(
 
 
 def check_not_data_of(model: ImportedModel, target: str) -> None:
-    """Raise ModelError if a file to write holds weights of the model that was read."""
+    """Raise ModelError if the file to be written holds weights of the model that was read."""
     if model.store.path is not None:
         folder = os.path.dirname(os.path.abspath(model.store.path))
         for location in model.store.files:
@@ -174,7 +174,7 @@ def check_not_data_of(model: ImportedModel, target: str) -> None:
 
 
 def _places(written: _Written) -> list[int]:
-    """Where each of the large weights begins in the data file."""
+    """The offset of each large weight in the data file."""
     found, at = [], 0
     for const in written.large.values():
         size = const.type.nbytes or 0
@@ -185,7 +185,7 @@ def _places(written: _Written) -> list[int]:
 
 
 def _refer(written: _Written, location: str, places: list[int]) -> None:
-    """Say in the proto where the large weights are."""
+    """Set the location of the large weights in the proto."""
     for (name, const), at in zip(written.large.items(), places):
         proto = written.proto.graph.initializer.add(
             name=name, data_type=int(const.type.dtype), dims=_dims(const)
@@ -209,7 +209,7 @@ def _write_file(file: BinaryIO, written: _Written, external: bool) -> None:
 
 
 def check(proto: onnx.ModelProto) -> str | None:
-    """What ONNX's checker, with types, has against a model without external data; None if it passes."""
+    """The error of ONNX's full checker for a model without external data; None if it passes."""
     try:
         onnx.checker.check_model(proto, full_check=True)
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
@@ -218,11 +218,11 @@ def check(proto: onnx.ModelProto) -> str | None:
 
 
 def check_result(model: ImportedModel, graph: Graph) -> tuple[str, ...]:
-    """Raise ModelError if ONNX's checker refuses the result and that is not the input's fault; notes where it is.
+    """Raise ModelError if ONNX's checker refuses the result, unless the input is at fault. Returns notes.
 
-    It is the input's if the checker refuses the input itself, or its computation written anew, or if all that it has
-    against the result are shapes that the input declares. Large weights stand as inputs in what is checked: the
-    checker does not look at their data.
+    The input is at fault if the checker refuses it as well, or refuses its own computation exported again, or only
+    complains about shapes that the input declares. Large weights become inputs of the checked model, since the checker
+    does not look at their data.
     """
     result = _typed_copy(_write(model, graph))
     problem = check(result)
@@ -236,7 +236,7 @@ def check_result(model: ImportedModel, graph: Graph) -> tuple[str, ...]:
 
 
 def _computes(proto: onnx.ModelProto) -> bool:
-    """Whether a model's nodes fit together (the checker wants shapes of its outputs, inference does not)."""
+    """Whether the types of a model's nodes fit (ONNX's checker needs shapes of outputs, its inference does not)."""
     try:
         onnx.shape_inference.infer_shapes(proto, check_type=True, strict_mode=True)
     except onnx.shape_inference.InferenceError:
@@ -249,7 +249,7 @@ def _one_line(text: str) -> str:
 
 
 def _typed_copy(written: _Written) -> onnx.ModelProto:
-    """The model with its large weights for inputs: it has all types, and none of their data."""
+    """The model with its large weights as inputs: all types are there, without the data."""
     copy = onnx.ModelProto()
     copy.CopyFrom(written.proto)
     for name, const in written.large.items():
@@ -258,7 +258,7 @@ def _typed_copy(written: _Written) -> onnx.ModelProto:
 
 
 def check_input(model: ImportedModel) -> str | None:
-    """What ONNX's checker has against the model as it was read."""
+    """The error of ONNX's checker for the model as it was read, or None."""
     proto = onnx.ModelProto.FromString(model.stripped)
     kept = []
     for tensor in proto.graph.initializer:
@@ -299,7 +299,7 @@ def _write(model: ImportedModel, graph: Graph, opset: int | None = None) -> _Wri
 
 
 class _Writer:
-    """Writes one model. Names are unique over all its graphs: a body sees the names around it."""
+    """Writes one model. Names are unique in all its graphs, because bodies see the names around them."""
 
     def __init__(self, model: ImportedModel, proto: onnx.ModelProto) -> None:
         self.model = model
@@ -307,10 +307,10 @@ class _Writer:
         self.taken: set[str] = set()
         self.domains: set[str] = set()
         self.large: dict[str, Const] = {}
-        self.symbols: dict[str, str] = {}  # of the inputs, as the file writes them
-        # Names of large constants by the identity of their data, which is kept alive: an identity is reused.
+        self.symbols: dict[str, str] = {}  # symbols of the inputs -> their names in the file
+        # Names of large constants by the id of their data. The data is kept alive, because ids are reused.
         self.handles: dict[int, tuple[TensorHandle, str]] = {}
-        self.contents: dict[tuple[TensorType, bytes], str] = {}  # of those that were computed
+        self.contents: dict[tuple[TensorType, bytes], str] = {}  # names of computed constants
 
     def main(self, graph: Graph) -> None:
         out = self.proto.graph
@@ -327,9 +327,9 @@ class _Writer:
         self._graph(graph, out, names, declared, self._claims(graph))
 
     def _claims(self, graph: Graph) -> set[str]:
-        """Outputs of which the file declares what does not follow, and that more nodes read than in the original.
+        """Outputs with a declared type that does not follow, and with more readers than in the original.
 
-        A runtime believes what is declared of what it reads.
+        A runtime believes the declared types of what it reads.
         """
         found = set()
         for info, value, old in zip(self.proto.graph.output, graph.outputs, self.model.graph.outputs):
@@ -348,9 +348,9 @@ class _Writer:
         declared: list[str],
         claims: AbstractSet[str] = frozenset(),
     ) -> None:
-        """Nodes and initialisers of a graph; `names` has those of its inputs, `declared` of its outputs.
+        """Nodes and initialisers of a graph. `names` has the names of its inputs, `declared` those of its outputs.
 
-        What nodes read of the outputs `claims` goes by another name, which the file does not declare.
+        Nodes read outputs in `claims` under another name, which has no declared type.
         """
         found, computed = weights.materialise(graph)
         made = {v for node in found.nodes for v in node.outputs}
@@ -359,9 +359,9 @@ class _Writer:
         for name, value in zip(declared, graph.outputs):
             if value in made and value not in names and name not in claims:
                 names[value] = name
-            elif names.get(value) != name:  # an input that is an output as it stands
+            elif names.get(value) != name:  # an input that is also an output
                 aliases.append((name, value))
-        # All names of this graph before those of its bodies, so that a clash changes the inner one.
+        # Names of this graph come before those of its bodies, so that a clash changes the inner name.
         for node in found.nodes:
             for index, value in enumerate(node.outputs):
                 if value in names:
@@ -391,10 +391,10 @@ class _Writer:
             out.node.append(onnx.helper.make_node("Identity", [names[value]], [name]))
 
     def _sizes(self, graph: Graph, node: Node, names: Mapping[Value, str]) -> Iterator[onnx.ValueInfoProto]:
-        """The types of a node's outputs where they have sizes of inputs that ONNX's inference does not see.
+        """Types for a node's outputs, if they have sizes of inputs that ONNX's inference does not find.
 
-        A runtime fuses what it knows to have one size. Where ONNX Runtime does not know that two convolutions' results
-        do, it adds Reshapes that fail for an empty batch.
+        A runtime can fuse operators whose sizes are known to be equal. If ONNX Runtime does not know that the results
+        of two convolutions have equal sizes, it adds Reshapes, which fail for an empty batch.
         """
         shapes = [
             tuple(self.symbols.get(d) if isinstance(d, str) else d for d in t.shape or ()) for t in node.types
@@ -405,7 +405,7 @@ class _Writer:
         data = [graph.const(v) for v in node.inputs]
         try:
             seen = infer_as_onnx(node.op, node.attrs, types, data, len(node.outputs))
-        except InferenceError:  # the model fails here whenever it runs
+        except InferenceError:  # the model fails here in every run
             return
         for value, type, shape, found in zip(node.outputs, node.types, shapes, seen):
             lost = found.shape is None or any(
@@ -425,7 +425,7 @@ class _Writer:
         return node
 
     def _large(self, const: Const, wish: str, computed: bool) -> str:
-        """The name of a large constant: an initialiser of the outermost graph, one for equal contents."""
+        """The name of a large constant: an initialiser of the outermost graph. Equal contents share one."""
         if id(const.handle) in self.handles:
             return self.handles[id(const.handle)][1]
         key = (const.type, blake2b(raw_data(const), digest_size=16).digest()) if computed else None
@@ -464,7 +464,7 @@ class _Writer:
             if not name.endswith("]"):
                 proto.attribute.append(onnx.helper.make_attribute(name, body))
                 continue
-            name = name[: name.index("[")]  # one of a list of bodies
+            name = name[: name.index("[")]  # one of several bodies in a list
             if not proto.attribute or proto.attribute[-1].name != name:
                 proto.attribute.add(name=name, type=onnx.AttributeProto.GRAPHS)
             proto.attribute[-1].graphs.append(body)

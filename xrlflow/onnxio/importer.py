@@ -1,4 +1,4 @@
-"""ONNX files to graphs."""
+"""Reads ONNX files as graphs."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ from xrlflow.ops.schema import canonical_attrs, is_foldable, schema
 from xrlflow.ops.symbolic_shapes import refine
 from xrlflow.ops.symbolic_values import Known
 
-# A small constant of more bytes than this is written as the node that made it, if that takes a quarter or less.
+# A small constant with more bytes than this is written as the node that made it, if that takes at most a quarter.
 _COMPACT = 256
 
 Source = str | os.PathLike[str] | bytes | onnx.ModelProto
@@ -62,10 +62,9 @@ def load(
 ) -> ImportedModel:
     """Read a model: a path, the bytes of a file, or a ModelProto.
 
-    `shapes` gives the whole shape of some of the inputs. They bind the symbols of the declared dimensions
-    (`ImportedModel.bindings`); with `fix_shapes` the numbers also replace those dimensions in the model.
-    Weights stay in the file, which is mapped: it must not be changed in place (replacing it is harmless).
-    Raises ModelError.
+    `shapes` gives whole shapes of some inputs. They bind the symbols of their dimensions (`ImportedModel.bindings`);
+    with `fix_shapes` the numbers also replace these symbols in the model. Weights stay in the memory-mapped file, which
+    must not be changed in place (replacing it is harmless). Raises ModelError.
     """
     store = _open(source)
     with reading(store.name, "the model"):
@@ -82,7 +81,7 @@ def _loaded(
     external_bytes = 0
     for tensor in protos.tensors(proto.graph):
         if tensor.data_location == onnx.TensorProto.EXTERNAL:
-            external_bytes += store.check(tensor)  # says at once what is missing
+            external_bytes += store.check(tensor)  # reports missing data at once
 
     proto = _inlined(store, proto)
     check_nodes(store.name, proto)
@@ -131,7 +130,7 @@ def _loaded(
 def _imported(
     store: TensorStore, proto: onnx.ModelProto, overridable: Mapping[str, Const]
 ) -> tuple[_Importer, Graph]:
-    """The graph of a model in canonical operators. Raises ModelError if an element type is declared wrongly."""
+    """The graph of a model with canonical operators. Raises ModelError if a declared element type is wrong."""
     importer = _Importer(store, declared.claims(proto), declared.in_loops(proto))
     try:
         return importer, importer.main(*_typed(declared.forget(proto)), overridable)
@@ -140,7 +139,7 @@ def _imported(
         importer.note(error)
     try:
         return importer, importer.main(*_typed(declared.forget(proto, loops=True)), overridable)
-    except Contradiction as error:  # about an element type, which no runtime takes
+    except Contradiction as error:  # a wrong element type: no runtime accepts it
         raise ModelError(f"{store.name}: {error}: the file is damaged, export it again") from error
 
 
@@ -189,7 +188,7 @@ def _parse(store: TensorStore) -> tuple[bytes, onnx.ModelProto]:
 
 
 def _inlined(store: TensorStore, proto: onnx.ModelProto) -> onnx.ModelProto:
-    """The model with calls of its functions replaced by their nodes (where opsets admit it)."""
+    """The model with its functions inlined, where opsets allow it."""
     for function in proto.functions:
         for node in function.node:
             for attribute in node.attribute:
@@ -204,7 +203,7 @@ def _inlined(store: TensorStore, proto: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def _drop_weights_from_inputs(proto: onnx.ModelProto) -> None:
-    """Before IR version 4 every initialiser had to be listed among the inputs, and no one could override it."""
+    """Remove initialisers from the inputs: before IR version 4 all had to be listed, and none could be overridden."""
     if proto.ir_version >= 4:
         return
     weights_ = {t.name for t in proto.graph.initializer}
@@ -214,7 +213,7 @@ def _drop_weights_from_inputs(proto: onnx.ModelProto) -> None:
 
 
 def _frame(proto: onnx.ModelProto) -> onnx.ModelProto:
-    """All but nodes, initialisers and value infos."""
+    """The model without nodes, initialisers and value infos."""
     frame = onnx.ModelProto()
     frame.CopyFrom(proto)
     for field in ("node", "initializer", "sparse_initializer", "value_info"):
@@ -223,10 +222,10 @@ def _frame(proto: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def _typed(proto: onnx.ModelProto) -> tuple[onnx.GraphProto, dict[str, TensorType]]:
-    """The model's graph with inferred types, and the types that it declares itself.
+    """The model's graph with inferred types, and the types that the file declares.
 
-    Of what ONNX does not define, the file alone knows the types: these are believed. Raises Contradiction if an element
-    type is not what ONNX infers.
+    For operators that ONNX does not define, declared types are believed. Raises Contradiction if an element type is not
+    the one that ONNX infers.
     """
     infos = {v.name: v.type for v in proto.graph.value_info}
     unknown = {name for node in proto.graph.node if not declared.is_defined(node) for name in node.output}
@@ -235,14 +234,14 @@ def _typed(proto: onnx.ModelProto) -> tuple[onnx.GraphProto, dict[str, TensorTyp
     del bare.graph.value_info[:]
     bare.graph.value_info.extend(v for v in proto.graph.value_info if v.name in unknown)
     dimensions.without_claims(bare.graph)
-    inputs = {v.name for v in proto.graph.input}  # inference would take their defaults for what they are
+    inputs = {v.name for v in proto.graph.input}  # inference would use their defaults
     kept = [t for t in proto.graph.initializer if t.name not in inputs]
     del bare.graph.initializer[:]
     bare.graph.initializer.extend(kept)
     try:
         typed = onnx.shape_inference.infer_shapes(bare)
     except (onnx.shape_inference.InferenceError, RuntimeError):
-        # The model as a whole defeats ONNX's inference; node by node we may still learn most types.
+        # ONNX's inference fails for the whole model; node by node it may still find most types.
         return bare.graph, {name: dimensions.without_symbols(type_of_proto(t)) for name, t in infos.items()}
     dimensions.without_names_of_elements(typed.graph)
     believed: dict[str, TensorType] = {}
@@ -256,7 +255,7 @@ def _typed(proto: onnx.ModelProto) -> tuple[onnx.GraphProto, dict[str, TensorTyp
 
 
 class _Scope:
-    """One graph while it is built: what its names mean, and what it takes from the scope around it."""
+    """A graph under construction: its names, and what it captures from the scope around it."""
 
     def __init__(self, parent: _Scope | None) -> None:
         self.parent = parent
@@ -266,7 +265,7 @@ class _Scope:
         self.nodes: list[Node] = []
         self.of_node: dict[Value, TensorType] = {}
         self.captured: dict[Value, Value] = {}  # enclosing value -> input of this graph
-        self.elements: dict[Value, Known] = {}  # of what is computed from dimensions
+        self.elements: dict[Value, Known] = {}  # of values computed from dimensions
 
     def type(self, value: Value) -> TensorType:
         found = self.of_node.get(value)
@@ -276,7 +275,7 @@ class _Scope:
         return self.leaves.consts.get(value)
 
     def find(self, name: str) -> Value | None:
-        """The value of a name, captured from the enclosing graphs if need be; constants are shared."""
+        """The value of a name, captured from enclosing graphs if necessary. Constants are shared."""
         value = self.values.get(name)
         if value is not None or self.parent is None:
             return value
@@ -304,8 +303,8 @@ class _Scope:
 class _Read:
     """A node of the file in canonical form.
 
-    `inputs`, with their `types` (None: left out) and `elements` (what is known of those that are computed from
-    dimensions); `captured`: what its bodies read of this graph; `outputs`: names, empty if nobody reads it.
+    `inputs` with their `types` (None: left out) and `elements` (for those computed from dimensions, as far as known);
+    `captured`: values of this graph that its bodies read; `outputs`: names, empty if nobody reads them.
     """
 
     op: str
@@ -323,8 +322,10 @@ class _Read:
 
 
 class _Importer:
-    """`claims`: what the file declares of values and is not believed; `doubtful`: values of which it is believed until
-    it contradicts what follows. `notes`: what the file declares wrongly.
+    """Imports one model.
+
+    `claims`: types that the file declares and that are not believed. `doubtful`: values whose declarations are believed
+    until a contradiction is found. `notes`: wrong declarations.
     """
 
     def __init__(
@@ -356,7 +357,7 @@ class _Importer:
         return self._graph(proto, scope, inputs, overridable)
 
     def _body(self, proto: onnx.GraphProto, parent: _Scope) -> tuple[Body, tuple[Value, ...]]:
-        """A body, and the enclosing values that it captures."""
+        """A body, and the values of the enclosing graph that it captures."""
         scope = _Scope(parent)
         inputs = []
         for at, info in enumerate(proto.input):
@@ -392,7 +393,7 @@ class _Importer:
         outputs = []
         for info in proto.output:
             outputs.append(self._find(scope, info.name, f"output {info.name!r}"))
-        nodes, read = _needed(scope.nodes, outputs)  # folding leaves nodes behind that nobody reads
+        nodes, read = _needed(scope.nodes, outputs)  # after folding, some nodes have no reader
         scope.captured = {outer: inner for outer, inner in scope.captured.items() if inner in read}
         return Graph.make(nodes, (*inputs, *scope.captured.values()), tuple(outputs), scope.leaves)
 
@@ -437,10 +438,10 @@ class _Importer:
             self.labels[node.id] = NodeLabel(op, proto.name, _text(proto.doc_string), metadata)
 
     def _read(self, op: str, proto: onnx.NodeProto, scope: _Scope) -> _Read:
-        """A node in canonical form. Raises ModelError if it reads what nothing makes."""
+        """A node in canonical form. Raises ModelError if it reads a value that nothing computes."""
         reader = f"node {proto.name!r} ({op})" if proto.name else f"the {op} that makes {proto.output[0]!r}"
         inputs = [self._find(scope, name, reader) if name else ABSENT for name in proto.input]
-        least = 2 if op == "Loop" else 0  # its trip count and condition are always listed
+        least = 2 if op == "Loop" else 0  # the trip count and the condition are always listed
         while len(inputs) > least and inputs[-1] == ABSENT:
             inputs.pop()
         if op == "Range":
@@ -450,7 +451,7 @@ class _Importer:
         if op == "Reshape" and raw.get("allowzero") and len(inputs) == 2:
             shape = scope.const(inputs[1])
             if shape is not None and shape.array is not None and shape.array.all():
-                del raw["allowzero"]  # says what a 0 means, and there is none
+                del raw["allowzero"]  # it only matters if there is a 0
         outputs = list(proto.output)
         while len(outputs) > 1 and not outputs[-1]:
             outputs.pop()
@@ -460,7 +461,7 @@ class _Importer:
     def _attributes(
         self, proto: onnx.NodeProto, inputs: Sequence[Value], scope: _Scope
     ) -> tuple[dict[str, Attr], list[Value]]:
-        """A node's attributes, and the values of this graph that its bodies capture."""
+        """The attributes of a node, and the values of this graph that its bodies capture."""
         raw: dict[str, Attr] = {}
         captured: list[Value] = []
         for attribute in sorted(proto.attribute, key=lambda a: a.name):
@@ -479,7 +480,7 @@ class _Importer:
         return raw, captured
 
     def _folded(self, read: _Read, found: Sequence[TensorType], is_const: bool, scope: _Scope) -> bool:
-        """Whether a node's outputs could be made constants."""
+        """Make the outputs of a node constants, if possible. Returns whether it was."""
         folded = self._fold(read, found, scope) if is_const else None
         if folded is None and read.op in ("Shape", "Size"):
             folded = _fold_shape(read.op, read.attrs, read.types[0])
@@ -496,7 +497,7 @@ class _Importer:
         return True
 
     def _add(self, read: _Read, types: Sequence[TensorType], scope: _Scope) -> Node:
-        """Put a node into the graph, and name what it makes."""
+        """Add a node to the graph, and name its outputs."""
         inputs = (*read.inputs, *read.captured)
         key, salt = mix(digest(read.op), read.attrs.digest, *inputs), 0
         while output_key(key, 0, salt) in scope.of_node:
@@ -516,7 +517,7 @@ class _Importer:
         return node
 
     def _compute_elements(self, read: _Read, node: Node, type: TensorType, scope: _Scope) -> None:
-        """Note the elements of a node's first output, of this type, if it computes them from dimensions."""
+        """Note the elements of a node's first output, if it computes them from dimensions. `type` is its type."""
         if read.op in ("Shape", "Size") or read.of_dimensions:
             known = self._with_consts(read, scope)
             computed = symbolic_values.values(read.op, read.attrs, read.types, known, type)
@@ -526,9 +527,9 @@ class _Importer:
     def _type_formals(
         self, node: onnx.NodeProto, body: onnx.GraphProto, inputs: Sequence[Value], scope: _Scope
     ) -> None:
-        """Give the inputs of a loop's body element types where the file gives none, in place.
+        """Set the element types of the inputs of a loop's body if the file has none, in place.
 
-        Raises Contradiction if a state that the loop begins with is not what the body declares.
+        Raises Contradiction if an initial state has another type than the body declares.
         """
         given: list[TensorType] = []
         states = 0
@@ -562,7 +563,7 @@ class _Importer:
                 return proto.s.decode()
             if kind == kinds.STRINGS and proto.strings:
                 return tuple(s.decode() for s in proto.strings)
-        except UnicodeDecodeError:  # bytes that are no text stay as they are, below
+        except UnicodeDecodeError:  # not text: the bytes are kept as they are, below
             pass
         copy = onnx.AttributeProto()
         copy.CopyFrom(proto)
@@ -573,7 +574,7 @@ class _Importer:
         return RawAttr(copy.SerializeToString(deterministic=True))
 
     def _constant(self, node: onnx.NodeProto) -> Const | None:
-        """The tensor that a Constant node makes, or None if it is sparse."""
+        """The tensor of a Constant node; None if it is sparse."""
         attribute = node.attribute[0]
         if attribute.name == "value":
             return self.store.const(attribute.t)
@@ -614,18 +615,18 @@ class _Importer:
         return [self.dimensions(t) for t in both]
 
     def _compare(self, name: str, found: TensorType) -> None:
-        """Note what the file declares of a value, if it is not so."""
+        """Add a note if the declared type of a value is wrong."""
         try:
             declared.check(name, self.claims[name], found)
         except Contradiction as error:
             self.note(error)
 
     def note(self, error: Contradiction) -> None:
-        """Note what the file declares wrongly, once: one error often makes others."""
+        """Add a note on a wrong declaration. Only the first is kept, because one error often causes others."""
         self.notes = self.notes or (f"what the model declares of its values is not believed: {error}",)
 
     def _with_consts(self, read: _Read, scope: _Scope) -> list[Known | None]:
-        """The elements of a node's inputs, those of small constants too."""
+        """The elements of a node's inputs, including those of small constants."""
         consts = [
             None if v == ABSENT or e is not None else scope.const(v)
             for v, e in zip(read.inputs, read.elements)
@@ -636,7 +637,7 @@ class _Importer:
         ]
 
     def _fold(self, read: _Read, types: Sequence[TensorType], scope: _Scope) -> tuple[np.ndarray, ...] | None:
-        """The outputs, of these types, of a node that is small in and out, or None."""
+        """The outputs of a node with small inputs and outputs, which have these types; None if it cannot be folded."""
         if any(t.size is None or t.size > SMALL for t in types):
             return None
         consts = [None if v == ABSENT else scope.const(v) for v in read.inputs]
@@ -650,14 +651,14 @@ class _Importer:
 
 
 def _text(field: str | bytes) -> str:
-    """A text that nothing depends on; protobuf gives bytes where it is not UTF-8."""
+    """A text on which nothing depends. protobuf gives bytes if it is not UTF-8."""
     return field if isinstance(field, str) else field.decode(errors="replace")
 
 
 def _scalar(scope: _Scope, value: Value) -> Value:
     """A value, as a scalar if it is a vector of one element.
 
-    ONNX has scalars only for the limits of a Range. ONNX Runtime takes both, as long as it does not know the shape.
+    The limits of a Range are scalars in ONNX. ONNX Runtime accepts vectors, too, as long as it does not know the shape.
     """
     type = scope.type(value)
     if type.shape != (1,):
@@ -676,7 +677,7 @@ def _scalar(scope: _Scope, value: Value) -> Value:
 
 
 def _merged(first: TensorType, second: TensorType | None) -> TensorType:
-    """What both types say; the first is believed where they contradict each other."""
+    """The type that both types allow. If they contradict each other, the first is believed."""
     if second is None:
         return first
     try:
@@ -686,7 +687,7 @@ def _merged(first: TensorType, second: TensorType | None) -> TensorType:
 
 
 def _needed(nodes: Sequence[Node], outputs: Sequence[Value]) -> tuple[list[Node], set[Value]]:
-    """The nodes, of a list with producers first, that outputs depend on, and all values that are read."""
+    """The nodes that the outputs depend on, and all values that are read. `nodes` has producers first."""
     read = set(outputs)
     kept = []
     for node in reversed(nodes):

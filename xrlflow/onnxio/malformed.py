@@ -1,4 +1,4 @@
-"""Files that are no models: whatever goes wrong in reading one is told in a line."""
+"""Files that are not valid models: every error is reported in one line."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import onnx.version_converter
 from xrlflow.onnxio.errors import ModelError
 from xrlflow.onnxio.protos import subgraphs
 
-# What code raises that expects a node to have its inputs, attributes of their types, numbers in their range, text in
-# UTF-8. Our own mistakes would look the same: every model that ONNX Runtime runs has to load (bench/fuzz.py).
+# The exceptions of code that expects inputs, attributes of the right types, numbers in range, and UTF-8. Our own
+# mistakes would look the same, so every model that ONNX Runtime runs has to load (bench/fuzz.py).
 _MALFORMED = (
     ArithmeticError,
     AssertionError,
@@ -32,9 +32,9 @@ _MALFORMED = (
     onnx.version_converter.ConvertError,
 )
 
-# No tensor has a dimension of more elements.
+# No tensor has a dimension with more elements.
 _LONGEST = 1 << 48
-# No tensor has more dimensions: a list of sizes, axes or bounds is not longer (of pads: twice as long).
+# No tensor has more dimensions, so no list of sizes, axes or bounds is longer (pads: twice as long).
 _MOST_DIMENSIONS = 1 << 12
 _LISTS: dict[str, tuple[int, ...]] = {
     **dict.fromkeys(("Expand", "Reshape", "Tile", "Squeeze", "Unsqueeze", "Upsample", "CenterCropPad"), (1,)),
@@ -52,7 +52,7 @@ _EQUATION = re.compile(rb"[A-Za-z,.\-> ]*")
 
 @contextmanager
 def reading(name: str, what: str) -> Iterator[None]:
-    """While a part of a file is read, raise ModelError for what is wrong with it."""
+    """While a part of a file is read, turn the exceptions of malformed files into ModelError."""
     try:
         yield
     except ModelError:
@@ -65,11 +65,10 @@ def reading(name: str, what: str) -> Iterator[None]:
 
 
 def check_structure(name: str, graph: onnx.GraphProto, outside: frozenset[str] = frozenset()) -> None:
-    """Refuse that of which ONNX's own code would allocate memory without end, or abort: absurd numbers, values that
-    nothing makes, inputs without a type.
+    """Refuse what makes ONNX's own code abort or allocate endless memory: absurd numbers, undefined values, inputs
+    without a type.
 
-    A negative dimension says that it is not known, and is taken so, in place; so is one whose name is not UTF-8.
-    Raises ModelError.
+    A negative dimension, or one with a name that is not UTF-8, is made unknown in place. Raises ModelError.
     """
     damaged = "the file is damaged, export it again"
     for value in (*graph.input, *graph.output, *graph.value_info):
@@ -111,7 +110,7 @@ def check_structure(name: str, graph: onnx.GraphProto, outside: frozenset[str] =
 
 
 def _check_lists(name: str, graph: onnx.GraphProto) -> None:
-    """Refuse shapes of so many dimensions that ONNX's inference would run out of memory."""
+    """Refuse shapes with so many dimensions that ONNX's inference would run out of memory."""
     lengths = {t.name: t.dims[0] for t in graph.initializer if len(t.dims) == 1}
     for value in (*graph.input, *graph.value_info):
         if value.type.HasField("tensor_type") and len(value.type.tensor_type.shape.dim) == 1:
@@ -137,10 +136,10 @@ def check_inputs(name: str, graph: onnx.GraphProto) -> None:
             )
 
 
-# Functions may call each other so that a small file has nodes without end.
+# Functions that call each other can give a small file endless nodes.
 _MOST_NODES = 1_000_000
 
-# Attributes that count something: kernels divide by them, or walk by them.
+# Attributes that are counts: kernels divide by them or iterate over them.
 _COUNTS = frozenset(
     [
         "blocksize",
@@ -154,7 +153,7 @@ _COUNTS = frozenset(
     ]
     + ["num_scan_inputs", "q_num_heads", "strides"]
 )
-# The numbers of attributes' types, as schemas have them.
+# The numbers of attribute types in schemas.
 _KINDS = {
     getattr(onnx.defs.OpSchema.AttrType, name): number
     for name, number in onnx.AttributeProto.AttributeType.items()
@@ -167,12 +166,9 @@ _CONSTANT = frozenset(
 
 
 def check_functions(name: str, model: onnx.ModelProto) -> None:
-    """Refuse functions that call themselves, or are more than a million nodes when they are inlined.
-
-    Raises ModelError.
-    """
+    """Refuse functions that call themselves or exceed a million nodes when inlined. Raises ModelError."""
     bodies = {(f.domain, f.name, f.overload): f for f in model.functions}
-    sizes: dict[tuple[str, str, str], int | None] = {}  # None: not known yet
+    sizes: dict[tuple[str, str, str], int | None] = {}  # None: not yet known
 
     def count(nodes: Iterable[onnx.NodeProto]) -> int:
         total = 0
@@ -200,10 +196,10 @@ def check_functions(name: str, model: onnx.ModelProto) -> None:
 
 
 def check_nodes(name: str, model: onnx.ModelProto) -> None:
-    """Refuse nodes that no runtime takes: without an input, attribute or body that their operator needs, with an
-    attribute of another type, with text that is not UTF-8. Raises ModelError, which names the node or value.
+    """Refuse nodes that no runtime accepts. Raises ModelError, which names the node or value.
 
-    What is checked is what ONNX Runtime checks, too, when it loads a model.
+    These are nodes without an input, attribute or body that their operator needs, with an attribute of the wrong type,
+    or with text that is not UTF-8. ONNX Runtime checks the same when it loads a model.
     """
     opsets = {("" if o.domain == "ai.onnx" else o.domain): o.version for o in model.opset_import}
     _check_nodes(name, model.graph, opsets)
@@ -235,11 +231,11 @@ def _check_nodes(name: str, graph: onnx.GraphProto, opsets: Mapping[str, int]) -
 
 
 def _fault(node: onnx.NodeProto, opsets: Mapping[str, int]) -> str | None:
-    """What is wrong with a node, of the operators that ONNX defines."""
+    """What is wrong with a node of an operator that ONNX defines, or None."""
     domain = "" if node.domain == "ai.onnx" else node.domain
     try:
         schema = onnx.defs.get_schema(node.op_type, opsets.get(domain, 0), domain)
-    except (onnx.defs.SchemaError, TypeError):  # another's operator, or an opset that is refused elsewhere
+    except (onnx.defs.SchemaError, TypeError):  # not ONNX's operator, or an opset that is refused elsewhere
         return None
     if not schema.min_input <= len(node.input) <= schema.max_input:
         return f"has {len(node.input)} inputs and needs {_range(schema.min_input, schema.max_input)}"
@@ -272,7 +268,7 @@ def _fault(node: onnx.NodeProto, opsets: Mapping[str, int]) -> str | None:
 
 
 def _fault_of_body(node: onnx.NodeProto, given: Mapping[str, onnx.AttributeProto], opset: int) -> str | None:
-    """What is wrong with the bodies of an If, Loop or Scan: how many values go in and come out."""
+    """What is wrong with the bodies of an If, Loop or Scan: the number of their inputs or outputs."""
     made = len(node.output)
     if node.op_type == "If":
         for key in ("then_branch", "else_branch"):
@@ -284,9 +280,9 @@ def _fault_of_body(node: onnx.NodeProto, given: Mapping[str, onnx.AttributeProto
     body = given["body"].g
     read = len(node.input)
     if node.op_type == "Loop":
-        states, more = read - 2, 1  # a body says whether to go on
+        states, more = read - 2, 1  # the body also computes the condition
     else:
-        read -= opset < 9  # the first one had the lengths of a batch's sequences
+        read -= opset < 9  # the first input had the lengths of a batch's sequences
         states, more = read - given["num_scan_inputs"].i, 0
     if states < 0:
         return f"has {read} inputs, too few for what it scans"

@@ -1,4 +1,4 @@
-"""What a file holds besides its computation."""
+"""What is kept of a file besides its computation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from xrlflow.onnxio.tensors import TensorStore
 
 @dataclass(frozen=True, slots=True)
 class NodeLabel:
-    """What a file says about a node and the runtime does not read."""
+    """What a file says about a node that runtimes do not read."""
 
     op: str
     name: str
@@ -23,7 +23,7 @@ class NodeLabel:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Recipe:
-    """How the file made a small constant that it did not store: ConstantOfShape, Expand, Tile, ..."""
+    """How the file computes a small constant that it does not store: ConstantOfShape, Expand, Tile, ..."""
 
     op: str
     attrs: Attrs
@@ -38,16 +38,16 @@ class Recipe:
 class ImportedModel:
     """A model as read from a file.
 
-    The operators of `graph` are opset 23's. `opset` is the one to write: 23 as well, unless the file has
-    operators that only a later opset defines (they have names like "ai.onnx@24::Swish"), or operators that
-    runtimes lack at 23 (then 21, see `versions.KEPT_BELOW_22`). `frame` is the ModelProto without nodes,
-    initialisers and value infos: declared inputs and outputs, IR version, opset imports, producer, metadata,
-    doc strings, and those functions that could not be inlined. `bindings` gives numbers for symbols of the
-    types, where the caller gave shapes. `nodes_before` counts the file's operators, functions inlined, bodies
-    included. `recipes` are of constants that take less room in the file as the node that makes them.
-    `overridable` are initialisers that are graph inputs too. `size` is in bytes, external data included.
-    `declared` has the shapes, in numbers, that the file declares of what its nodes compute; they need not be true.
-    `notes` say which of them are not.
+    - `graph` has operators of opset 23. `opset` is the one to write: 23 as well, unless the file has operators that
+      only a later opset defines (they have names like "ai.onnx@24::Swish"), or operators that runtimes lack at 23 (then
+      21, see `versions.KEPT_BELOW_22`).
+    - `frame` is the ModelProto without nodes, initialisers and value infos: declared inputs and outputs, IR version,
+      opset imports, producer, metadata, doc strings, and functions that could not be inlined.
+    - `bindings`: sizes for symbols, from the shapes that the caller gave.
+    - `nodes_before`: the number of operators in the file, with functions inlined, and with bodies.
+    - `recipes`: constants that take less room in the file as the node that makes them.
+    - `overridable`: initialisers that are also graph inputs. `size`: bytes, including external data.
+    - `declared`: the shapes, in numbers, that the file declares for computed values; `notes`: which of them are wrong.
     """
 
     name: str
@@ -61,7 +61,7 @@ class ImportedModel:
     labels: Mapping[Value, NodeLabel]
     recipes: Mapping[Value, Recipe]
     store: TensorStore
-    stripped: bytes  # the model as it was, without large tensors: see wire.strip_model
+    stripped: bytes  # the file without large tensors: see wire.strip_model
     size: int
     external: bool
     declared: Mapping[Value, tuple[int, ...]]

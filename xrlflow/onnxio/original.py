@@ -1,4 +1,4 @@
-"""The original, given back when nothing better was found."""
+"""Writes the original, if nothing better was found."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from xrlflow.onnxio.model import ImportedModel
 def save_original(model: ImportedModel, path: str | os.PathLike[str]) -> None:
     """Write the model as it was read, byte for byte.
 
-    Where it has external data, that is copied to files of the result's own (see `beside`), whose names are what
-    differs; written to where it was read from, nothing changes. If the model was read with `fix_shapes`, the
-    dimensions differ. Raises ModelError if a file cannot be written.
+    External data is copied to the result's own files (see `beside`), so only their names differ. If the model is
+    written to where it was read from, nothing changes. If it was read with `fix_shapes`, the dimensions differ. Raises
+    ModelError if a file cannot be written.
     """
     target = os.fspath(path)
     store = model.store
@@ -44,7 +44,7 @@ def _write(data: memoryview, file: BinaryIO) -> None:
 
 
 def _changed(model: ImportedModel, names: list[str]) -> bytes:
-    """The model with fixed shapes, if it was read so, and other names of its data files."""
+    """The model with fixed shapes, if it was read with them, and with new names of its data files."""
     proto = onnx.ModelProto.FromString(bytes(model.store.data))
     if model.fixed:
         shapes.fix(proto, model.bindings, outputs=True)

@@ -1,4 +1,4 @@
-"""Walking over ModelProtos."""
+"""Functions that walk through ModelProtos."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def subgraphs(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
 
 
 def count_nodes(graph: onnx.GraphProto) -> int:
-    """Operators of a graph and of all bodies in it."""
+    """The number of operators in a graph and its bodies."""
     return len(graph.node) + sum(count_nodes(g) for n in graph.node for g in subgraphs(n))
 
 
 def tensors(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
-    """Every dense tensor in a graph: initialisers, attributes, those in bodies."""
+    """Every dense tensor in a graph and its bodies: initialisers and attributes."""
     yield from graph.initializer
     for node in graph.node:
         for attribute in node.attribute:
@@ -35,7 +35,7 @@ def tensors(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
 
 
 def all_tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
-    """Every tensor in a model: its functions', and the parts of sparse ones, too."""
+    """Every tensor in a model, including those of functions and the parts of sparse tensors."""
     yield from _all_tensors(model.graph)
     for function in model.functions:
         yield from _attribute_tensors(function.node)
@@ -70,7 +70,7 @@ def free_names(graph: onnx.GraphProto) -> set[str]:
 
 
 def reads(node: onnx.NodeProto) -> set[str]:
-    """Names that a node reads, itself or in its bodies."""
+    """Names that a node reads, also in its bodies."""
     out = {name for name in node.input if name}
     for body in subgraphs(node):
         out |= free_names(body)
@@ -117,7 +117,7 @@ def live_nodes(graph: onnx.GraphProto) -> list[onnx.NodeProto]:
 
 
 def all_names(graph: onnx.GraphProto) -> set[str]:
-    """The names that values have in a graph and in its bodies."""
+    """The names of all values in a graph and its bodies."""
     names = {v.name for v in (*graph.input, *graph.output)} | {t.name for t in graph.initializer}
     for node in graph.node:
         names.update(node.output)

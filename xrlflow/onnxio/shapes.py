@@ -1,4 +1,4 @@
-"""Numbers for a model's dynamic dimensions."""
+"""Names and sizes of a model's dynamic dimensions."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ _Shape = onnx.TensorShapeProto
 
 
 def name_dimensions(proto: onnx.ModelProto) -> None:
-    """Give each nameless dimension of an input a symbol ("input.0"), in place: all that reads the input shares it.
+    """Give each nameless dimension of an input a symbol ("input.0"), in place. All readers of the input share it.
 
-    No two dimensions share a name that do not in the file. What is declared of a sequence's elements goes: no runtime
-    checks it, and they do not share their sizes.
+    Dimensions share a name only if they do in the file. Declared sizes of a sequence's elements are removed: no runtime
+    checks them, and elements may differ in size.
     """
     shapes = [(v, v.type.tensor_type.shape) for v in proto.graph.input if v.type.HasField("tensor_type")]
     taken = {dim.dim_param for _, shape in shapes for dim in shape.dim}
@@ -60,7 +60,7 @@ def name_dimensions(proto: onnx.ModelProto) -> None:
             own = dim.dim_param
             if not dim.HasField("dim_value") and not own:
                 dim.dim_param = free(f"{value.name}.{axis}")
-            elif dims.is_computed(own) or is_made_up(own):  # it means something else here
+            elif dims.is_computed(own) or is_made_up(own):  # such a name has another meaning here
                 dim.dim_param = others[own] if own in others else others.setdefault(own, free(own))
     for value in proto.graph.input:
         for kind in tensors(value.type) if not value.type.HasField("tensor_type") else ():
@@ -68,10 +68,10 @@ def name_dimensions(proto: onnx.ModelProto) -> None:
 
 
 def bind(name: str, proto: onnx.ModelProto, shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:
-    """What `shapes` say about the symbols of the inputs' dimensions, which have names all (`name_dimensions`).
+    """The sizes of symbols according to `shapes`. All dimensions of inputs have names (`name_dimensions`).
 
-    An input of unknown rank gets dimensions, in place. Raises ModelError if an input is unknown, or ranks or numbers
-    contradict each other.
+    Gives an input of unknown rank its dimensions, in place. Raises ModelError if an input is unknown, or if ranks or
+    sizes contradict each other.
     """
     inputs = {v.name: v for v in proto.graph.input}
     bindings: dict[str, int] = {}
@@ -113,9 +113,9 @@ def bind(name: str, proto: onnx.ModelProto, shapes: Mapping[str, Sequence[int]])
 
 
 def fix(proto: onnx.ModelProto, bindings: Mapping[str, int], *, outputs: bool = False) -> None:
-    """Write the numbers in place of the inputs' symbols, of nameless dimensions too, and of the outputs' if asked.
+    """Replace the symbols of inputs with their sizes, in place; also those of outputs, if asked.
 
-    Not elsewhere: that another value has the size of an input is a claim, which a number would make a fact.
+    Other values are left as they are: that they have the size of an input is only a claim.
     """
     for value in proto.graph.input:
         if value.type.HasField("tensor_type"):
@@ -138,7 +138,7 @@ def fix(proto: onnx.ModelProto, bindings: Mapping[str, int], *, outputs: bool = 
 def as_declared(
     frame: onnx.ModelProto, named: onnx.ModelProto, bindings: Mapping[str, int]
 ) -> dict[str, int]:
-    """Numbers for the symbols of the inputs in a file, of those that they got instead (`name_dimensions`)."""
+    """Sizes by the symbols that the file has for its inputs, from sizes by those of `name_dimensions`."""
     found = dict(bindings)
     for old, new in zip(frame.graph.input, named.graph.input):
         for a, b in zip(old.type.tensor_type.shape.dim, new.type.tensor_type.shape.dim):
@@ -148,11 +148,10 @@ def as_declared(
 
 
 def solve(graph: Graph, bindings: Mapping[str, int]) -> dict[str, int]:
-    """Numbers for all dimensions of the graph that follow from `bindings`, which are among them.
+    """The sizes of all dimensions of the graph that follow from `bindings`, including these.
 
-    Formulas are evaluated. For names that ONNX's inference makes up for dimensions of which there is no formula, types
-    are inferred anew with numbers, and what the model computes from them (shapes, axes, counts) is evaluated as far as
-    it is small.
+    Formulas are evaluated. Names that ONNX's inference invented have no formula: for them types are inferred again with
+    numbers, and small values that the model computes from sizes (shapes, axes, counts) are evaluated.
     """
     numbers = dict(bindings)
     open_ = dict.fromkeys(_symbolic(graph))
@@ -165,10 +164,10 @@ def solve(graph: Graph, bindings: Mapping[str, int]) -> dict[str, int]:
 
 
 class DimensionNames:
-    """One name for all computed dimensions that are equal, whatever the sizes.
+    """Gives equal computed dimensions one name.
 
-    Dimensions are formulas in normal form (`xrlflow.ir.dims`). Two forms of the same number are told by its decisions;
-    all are written as the one that was met first.
+    Dimensions are formulas in normal form (`xrlflow.ir.dims`), which decides whether two of them are equal at all
+    sizes. The first form is used for all.
     """
 
     def __init__(self) -> None:
@@ -176,13 +175,13 @@ class DimensionNames:
         self._alike: dict[tuple[int | None, ...], list[Dim]] = {}
 
     def add(self, type: TensorType) -> None:
-        """Take the symbols of an input's type for names."""
+        """Use the symbols of an input's type as names."""
         for dim in type.shape or ():
             if isinstance(dim, str):
                 self._name(dim)
 
     def __call__(self, type: TensorType) -> TensorType:
-        """The type with the names of its dimensions."""
+        """The type with named dimensions."""
         if type.shape is None or not any(map(dims.is_computed, type.shape)):
             return type
         shape = tuple(self._name(d) if isinstance(d, str) and dims.is_computed(d) else d for d in type.shape)
@@ -203,9 +202,9 @@ class DimensionNames:
 def without_claims(graph: onnx.GraphProto) -> None:
     """Give each symbol that a file declares for a computed dimension a name of its own, in place.
 
-    Only inputs' symbols are facts: a runtime does not check what is said of other values, and two that are said to be
-    equal need not be. An output's go; others that inference starts from (operators that ONNX does not define, inputs of
-    bodies) become unknown sizes.
+    Only symbols of inputs are facts. Runtimes do not check the types of other values, so two dimensions of one name may
+    differ. Types of outputs are removed. Types that inference starts from (of operators that ONNX does not define, of
+    inputs of bodies) get unknown sizes.
     """
     fresh = (f"unk__d{k}" for k in count())
     for value in graph.output:
@@ -226,7 +225,7 @@ def _without_claims_inside(body: onnx.GraphProto, fresh: Iterator[str]) -> None:
 
 
 def _rename(type: onnx.TypeProto, name: Callable[[], str]) -> None:
-    """Other names for the symbols of a tensor's dimensions; none for those of a sequence's elements."""
+    """Rename the symbols of a tensor's dimensions; those of a sequence's elements are removed."""
     if not type.HasField("tensor_type"):
         name = str
     for dim in _dimensions(type):
@@ -235,7 +234,7 @@ def _rename(type: onnx.TypeProto, name: Callable[[], str]) -> None:
 
 
 def tensors(type: onnx.TypeProto) -> Iterator[onnx.TypeProto.Tensor]:
-    """The type of a tensor, or of those that a sequence, an optional value or a map holds."""
+    """The tensor types in a type: of a tensor, or of the elements of a sequence, optional or map."""
     kind = type.WhichOneof("value")
     if kind == "tensor_type":
         yield type.tensor_type
@@ -250,9 +249,9 @@ def _dimensions(type: onnx.TypeProto) -> Iterator[_Shape.Dimension]:
 
 
 def without_names_of_elements(graph: onnx.GraphProto) -> None:
-    """Take the names that ONNX's inference makes up for dimensions of a sequence's elements, in place.
+    """Remove the names that ONNX's inference invents for dimensions of a sequence's elements, in place.
 
-    It gives what is taken from the sequence the same name each time, whatever the element's size.
+    It gives every element taken from the sequence the same name, although their sizes may differ.
     """
     types = [*_all_types(graph)]
     made_up = {
@@ -269,7 +268,7 @@ def without_names_of_elements(graph: onnx.GraphProto) -> None:
 
 
 def _symbolic(graph: Graph) -> Iterator[str]:
-    """The dimensions of a graph's values, and of those in its bodies, that are no numbers."""
+    """The dimensions of values in a graph and its bodies that are not numbers."""
     for node in graph.nodes():
         yield from (d for t in node.types for d in t.shape or () if isinstance(d, str))
         for body in node.attrs.values():
@@ -278,12 +277,12 @@ def _symbolic(graph: Graph) -> Iterator[str]:
 
 
 def is_made_up(dim: Dim) -> TypeGuard[str]:
-    """Whether ONNX's inference named the dimension."""
+    """Whether ONNX's inference invented this name."""
     return isinstance(dim, str) and (dim.startswith("unk__") or (dims.is_computed(dim) and "unk__" in dim))
 
 
 def without_computed(type: TensorType) -> TensorType:
-    """The type without computed dimensions: a file has no words for formulas, and inference finds them again."""
+    """The type without computed dimensions: a file cannot hold formulas, and inference finds them again."""
     if type.shape is None or not any(isinstance(d, str) for d in type.shape):
         return type
     shape = tuple(None if is_made_up(d) or dims.is_computed(d) else d for d in type.shape)
@@ -291,7 +290,7 @@ def without_computed(type: TensorType) -> TensorType:
 
 
 def without_symbols(type: TensorType) -> TensorType:
-    """The type without the symbols of its dimensions, which are claims of the file that declares it."""
+    """The type without symbols, which are only claims of the file."""
     if type.shape is None or not any(isinstance(d, str) for d in type.shape):
         return type
     shape = tuple(d if isinstance(d, int) else None for d in type.shape)

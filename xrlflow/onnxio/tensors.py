@@ -1,4 +1,4 @@
-"""Constants that stay where they are: in the mapped model file, in external data, or in memory."""
+"""Constants whose data stays where it is: in the mapped model file, in external data, or in memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from xrlflow.onnxio.malformed import reading
 from xrlflow.onnxio.wire import EMBEDDED
 from xrlflow.ops.tensors import numpy_dtype
 
-# Bytes looked at in each of three places of a large constant before all of it is compared with another one.
+# Large constants are first compared by this many bytes at three positions.
 _SAMPLE = 4096
 # Bytes compared at a time, so that two mapped tensors need no memory of their own.
 _CHUNK = 1 << 22
@@ -30,7 +30,7 @@ _CHUNK = 1 << 22
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MappedTensor:
-    """A tensor whose bytes (little-endian, as ONNX stores them) lie in a buffer that is not copied."""
+    """A tensor whose bytes (little-endian, as ONNX stores them) are in a buffer that is not copied."""
 
     data: memoryview
     dtype: DType
@@ -47,7 +47,7 @@ class MappedTensor:
 
 
 def raw_bytes(array: npt.NDArray[Any], dtype: DType) -> memoryview:
-    """The bytes of an array as ONNX stores them (`dtype` is not STRING); no copy where there need be none."""
+    """The bytes of an array as ONNX stores them, without a copy if possible. `dtype` is not STRING."""
     if dtype.bits < 8:
         return memoryview(onnx.numpy_helper.from_array(array).raw_data)
     if array.dtype.byteorder == ">":
@@ -56,7 +56,7 @@ def raw_bytes(array: npt.NDArray[Any], dtype: DType) -> memoryview:
 
 
 def tensor_proto(name: str, const: Const, data: bool = True) -> onnx.TensorProto:
-    """A constant as ONNX writes it, with its data or (for the caller to add) without."""
+    """A constant as a TensorProto, with its data, or without for the caller to add it."""
     if const.type.dtype == DType.STRING:
         return onnx.numpy_helper.from_array(const.numpy(), name)
     dims = const.type.shape or ()
@@ -77,7 +77,7 @@ def raw_data(const: Const) -> memoryview:
 
 
 def array_const(array: npt.NDArray[Any], dtype: DType) -> Const:
-    """An array as a constant; its elements are at hand (read-only) if they are few."""
+    """An array as a constant. If it is small, its elements are available (read-only)."""
     data = np.asarray(array).view()
     data.flags.writeable = False
     return Const(TensorType(dtype, data.shape, True), ArrayHandle(data), data if data.size <= SMALL else None)
@@ -105,12 +105,12 @@ def same_content(a: Const, b: Const) -> bool:
 
 @dataclass(slots=True)
 class ConstPool:
-    """Gives equal large constants one value: samples tell them apart, all is read only where those agree."""
+    """Gives equal large constants one value. Samples are compared first, everything only if they are equal."""
 
     _known: dict[int, list[Const]] = field(default_factory=dict)
 
     def add(self, const: Const, leaves: Leaves) -> Value:
-        """The constant's value, with the constant among the leaves."""
+        """Add the constant to the leaves and return its value."""
         if const.array is not None:
             return leaves.intern(const.array, const.type.dtype)
         head = mix(digest(repr(const.type)), digest(_samples(const).hex()))
@@ -127,11 +127,11 @@ def _is_within(path: str, folder: str) -> bool:
 
 
 def map_file(path: str) -> memoryview:
-    """A file's bytes, mapped. The file may be replaced afterwards, the bytes stay.
+    """The bytes of a file, memory-mapped. They stay valid if the file is replaced.
 
     Raises OSError, also for a pipe or a device.
     """
-    # Not blocking: a pipe would be waited for.
+    # Without O_NONBLOCK, opening a pipe would wait for a writer.
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     with open(descriptor, "rb") as file:
         found = os.fstat(descriptor)
@@ -146,7 +146,7 @@ def map_file(path: str) -> memoryview:
 
 @dataclass(slots=True)
 class TensorStore:
-    """Finds the data of a model's tensors: `data` is the serialised model, `path` its file, if it has one."""
+    """Finds the data of a model's tensors. `data` is the serialised model, `path` its file, if it has one."""
 
     name: str
     data: memoryview
@@ -154,7 +154,7 @@ class TensorStore:
     files: dict[str, memoryview] = field(default_factory=dict)
 
     def const(self, proto: onnx.TensorProto) -> Const:
-        """A tensor as a constant. Raises ModelError if its data is missing, elsewhere, too short or of no type."""
+        """A tensor as a constant. Raises ModelError if its data is missing, misplaced or too short, or has no type."""
         with reading(self.name, f"tensor {proto.name!r}"):
             return self._const(proto)
 
@@ -180,13 +180,13 @@ class TensorStore:
         return Const(TensorType(dtype, shape, True), handle, small)
 
     def check(self, proto: onnx.TensorProto) -> int:
-        """Bytes of a tensor outside the model's own file. Raises as `const` does."""
+        """The bytes of a tensor that are outside the model's own file. Raises as `const` does."""
         const = self.const(proto)
         inside = any(e.key == "location" and e.value == EMBEDDED for e in proto.external_data)
         return 0 if inside else const.type.nbytes or 0
 
     def fill(self, tensors: Iterable[onnx.TensorProto]) -> None:
-        """Put back the data that `wire.strip_model` took out, in place (not what was external in the file)."""
+        """Put back the data that `wire.strip_model` removed, in place, but not data that is external in the file."""
         for proto in tensors:
             entries = {e.key: e.value for e in proto.external_data}
             if entries.get("location") == EMBEDDED:

@@ -1,8 +1,8 @@
-"""One opset inside: models of other opsets are brought to it, node by node, bodies included.
+"""Brings models of other opsets to the canonical one, node by node, in bodies too.
 
-`ADAPTERS` says what changed in which version of which operator. A version that is not in the table only admits
-more element types, more ranks, or optional attributes and inputs whose default is the old behaviour. Source:
-the operators' changelog, https://github.com/onnx/onnx/blob/main/docs/Changelog.md
+`ADAPTERS` says what changed in which version of which operator. A version that is not in the table only allows more
+element types, more ranks, or optional attributes and inputs whose default is the old behaviour. Source: the operators'
+changelog, https://github.com/onnx/onnx/blob/main/docs/Changelog.md
 """
 
 from __future__ import annotations
@@ -22,23 +22,22 @@ from xrlflow.onnxio.errors import ModelError
 from xrlflow.onnxio.protos import all_names, subgraphs
 from xrlflow.ops.schema import OPSET
 
-# Operators that are defined otherwise than at the canonical opset have this before their version, as a domain.
+# Operators whose definition differs from the canonical opset's have this as their domain, followed by their version.
 QUALIFIED = "ai.onnx@"
 
-# What can be read: the first opset whose elementwise operators broadcast as today's do, and the last one that
-# ONNX Runtime runs. Older models are read where their operators have not changed up to opset 7, or an adapter
-# says how.
+# The readable opsets: the first whose elementwise operators broadcast as today's do, and the last that ONNX Runtime
+# runs. Older models can be read if their operators did not change before opset 7, or have an adapter.
 OLDEST, NEWEST = 7, 26
 
 _LAST = 2**31 - 1
 
 
 class _NotConvertible(Exception):
-    """An old operator means something that the canonical opset cannot say; the text says what."""
+    """The canonical opset cannot express an old operator. The text says why."""
 
 
 class _Context:
-    """Where one node is rewritten: what is known of its graph, and the nodes that it needs around it."""
+    """The surroundings of a node that is rewritten: its graph, and the nodes that are added before it."""
 
     def __init__(
         self, names: set[str], types: dict[str, onnx.TypeProto], consts: dict[str, onnx.TensorProto]
@@ -57,7 +56,7 @@ class _Context:
         return f"{stem}_{number}"
 
     def add(self, op: str, inputs: Sequence[str], **attrs: Any) -> str:
-        """A node before the one in hand (at the canonical opset); gives the name of its output."""
+        """Add a node of the canonical opset before the current one. Returns the name of its output."""
         out = self.name(op.lower())
         self.before.append(onnx.helper.make_node(op, list(inputs), [out], **attrs))
         return out
@@ -67,7 +66,7 @@ class _Context:
         return self.add("Constant", [], value=tensor)
 
     def scalar(self, value: float, like: str) -> str:
-        """A scalar of the same element type as the tensor `like`."""
+        """A scalar with the element type of the tensor `like`."""
         dtype = self.dtype(like)
         if dtype is None:
             return self.add("CastLike", [self.const(value, np.float32), like])
@@ -85,7 +84,7 @@ class _Context:
         return len(found.tensor_type.shape.dim)
 
     def array(self, name: str) -> npt.NDArray[np.generic] | None:
-        """The value of a small constant."""
+        """The elements of a small constant, or None."""
         tensor = self.consts.get(name)
         if tensor is None or tensor.data_location == onnx.TensorProto.EXTERNAL:
             return None
@@ -96,7 +95,7 @@ _Adapter = Callable[[_Context, onnx.NodeProto], None]
 
 
 def _pop(node: onnx.NodeProto, name: str) -> onnx.AttributeProto | None:
-    """Take an attribute away."""
+    """Remove an attribute from a node, and return it."""
     for at, attribute in enumerate(node.attribute):
         if attribute.name == name:
             found = onnx.AttributeProto()
@@ -112,14 +111,14 @@ def _set(node: onnx.NodeProto, name: str, value: int | float | str) -> None:
 
 
 def _input(node: onnx.NodeProto, index: int, name: str) -> None:
-    """Set an input, absent ones before it being left empty."""
+    """Set an input. Missing inputs before it are left empty."""
     while len(node.input) <= index:
         node.input.append("")
     node.input[index] = name
 
 
 def _ints_to_input(attribute: str, index: int) -> _Adapter:
-    """A list of integers that was an attribute is an input now; an empty one meant the same as none."""
+    """Turn an attribute, a list of integers, into an input. An empty list meant the same as none."""
 
     def adapt(cx: _Context, node: onnx.NodeProto) -> None:
         found = _pop(node, attribute)
@@ -130,7 +129,7 @@ def _ints_to_input(attribute: str, index: int) -> _Adapter:
 
 
 def _coerced(cx: _Context, node: onnx.NodeProto) -> None:
-    """Softmax and its kin took all axes from `axis` on together; now they take `axis` alone."""
+    """Softmax and similar operators normalised over all axes from `axis` on; now only over `axis`."""
     found = _pop(node, "axis")
     axis = found.i if found is not None else 1
     rank = cx.rank(node.input[0])
@@ -158,7 +157,7 @@ def _dropout_mask(cx: _Context, node: onnx.NodeProto) -> None:
 
 
 def _dropout_ratio(cx: _Context, node: onnx.NodeProto) -> None:
-    _pop(node, "ratio")  # it matters in training only
+    _pop(node, "ratio")  # only used in training
 
 
 def _pad(cx: _Context, node: onnx.NodeProto) -> None:
@@ -206,8 +205,8 @@ def _old_coordinates(node: onnx.NodeProto, nearest: str) -> None:
 
 
 def _resize(cx: _Context, node: onnx.NodeProto) -> None:
-    """Resize-10 said nothing of coordinates. ONNX Runtime rounds down to enlarge and up to shrink."""
-    if len(node.input) > 2:  # an Upsample, which has been adapted
+    """Resize-10 did not define coordinates. ONNX Runtime rounds them down to enlarge and up to shrink."""
+    if len(node.input) > 2:  # an Upsample that was adapted before
         return
     mode = next((a.s.decode() for a in node.attribute if a.name == "mode"), "nearest")
     nearest = "floor"
@@ -229,7 +228,7 @@ def _batchnorm_spatial(cx: _Context, node: onnx.NodeProto) -> None:
     found = _pop(node, "spatial")
     if found is None or found.i != 0:
         return
-    # A mean for each element: no BatchNormalization any more, but plain arithmetic that broadcasts over N.
+    # One mean per element is no BatchNormalization any more: write plain arithmetic, which broadcasts over N.
     epsilon = _pop(node, "epsilon")
     _pop(node, "momentum")
     x, scale, bias, mean, var = node.input
@@ -241,7 +240,7 @@ def _batchnorm_spatial(cx: _Context, node: onnx.NodeProto) -> None:
 
 
 def _batchnorm_outputs(cx: _Context, node: onnx.NodeProto) -> None:
-    """Further outputs meant training; ONNX Runtime infers all the same, and leaves them empty."""
+    """Further outputs meant training. ONNX Runtime computes inference in any case, and leaves them empty."""
     del node.output[1:]
 
 
@@ -276,7 +275,7 @@ def _scatter(cx: _Context, node: onnx.NodeProto) -> None:
 
 
 def _scan(cx: _Context, node: onnx.NodeProto) -> None:
-    """Scan-8 had a batch dimension in front: now a Scan over the batch has the Scan over time in its body."""
+    """Scan-8 had a leading batch dimension. Now a Scan over the batch has the Scan over time in its body."""
     if node.input[0]:
         raise _NotConvertible("has sequence lengths")
     body = next(a.g for a in node.attribute if a.name == "body")
@@ -307,7 +306,7 @@ def _scan(cx: _Context, node: onnx.NodeProto) -> None:
 
 
 def _broadcast(cx: _Context, node: onnx.NodeProto) -> None:
-    """The second operand's dimensions used to be aligned with the first's from `axis` on."""
+    """The dimensions of the second operand were aligned with the first's, beginning at `axis`."""
     axis, broadcast = _pop(node, "axis"), _pop(node, "broadcast")
     if broadcast is None or not broadcast.i or axis is None:
         return
@@ -326,7 +325,7 @@ def _gemm(cx: _Context, node: onnx.NodeProto) -> None:
 BINARY = ("Add", "And", "Div", "Equal", "Greater", "Less", "Mul", "Or", "Pow", "Sub", "Xor")
 REDUCTIONS = ("L1", "L2", "LogSum", "LogSumExp", "Max", "Mean", "Min", "Prod", "SumSquare")
 
-# (operator, version in which it changed): what to do with a node of an older version.
+# (operator, version in which it changed) -> what to do with a node of an older version.
 ADAPTERS: dict[tuple[str, int], _Adapter] = {
     **{(op, 7): _broadcast for op in BINARY},
     ("Gemm", 7): _gemm,
@@ -358,16 +357,16 @@ ADAPTERS: dict[tuple[str, int], _Adapter] = {
     ("Scan", 9): _scan,
 }
 
-# Operators whose version 22 only admits bfloat16, and which ONNX Runtime 1.31 has no kernel of that version for: a
-# model that has one of them is written with opset 21, as long as nothing in it needs a newer one.
+# Operators whose version 22 only adds bfloat16, and for which ONNX Runtime 1.31 has no kernel of that version. A model
+# with one of them is written with opset 21, unless something in it needs a newer opset.
 KEPT_BELOW_22 = frozenset(
     ["GlobalLpPool", "MaxRoiPool", "Multinomial", "RandomNormal", "RandomNormalLike"]
     + ["RandomUniform", "RandomUniformLike", "RoiAlign"]
 )
 
 _DOUBLES = frozenset({onnx.TensorProto.DOUBLE})
-# For these element types ONNX Runtime has no kernel: at some opsets it computes what ONNX's definition spells out, and
-# at later ones refuses the operator. Models of those opsets are spelt out on import.
+# ONNX Runtime has no kernel for these element types. At some opsets it computes ONNX's definition of the operator by
+# others; at later ones it refuses the operator. Models of the former opsets get the definition on import.
 SPELT_OUT: dict[str, frozenset[int]] = {
     **dict.fromkeys(("Elu", "HardSigmoid", "HardSwish", "LeakyRelu", "Mish", "Selu", "Softplus"), _DOUBLES),
     **dict.fromkeys(("Softsign", "ThresholdedRelu"), _DOUBLES),
@@ -377,7 +376,7 @@ SPELT_OUT: dict[str, frozenset[int]] = {
 _SPELT_OUT_AT = range(16, 19)
 _SPELLINGS = "xrlflow.spelling"
 
-# Operators that changed after the canonical opset in more than what they admit.
+# Operators that changed after the canonical opset, not only in the types they allow.
 CHANGED_LATER = frozenset(["Attention"])
 
 
@@ -391,12 +390,12 @@ def merge_imports(proto: onnx.ModelProto) -> None:
 
 
 def opset_of(proto: onnx.ModelProto) -> int | None:
-    """The model's version of ONNX's own operators, if it uses any."""
+    """The model's opset of ONNX's own operators, or None if it uses none."""
     return next((o.version for o in proto.opset_import if o.domain in ("", "ai.onnx")), None)
 
 
 def set_opset(proto: onnx.ModelProto, opset: int) -> None:
-    """Make `opset` the model's version of ONNX's own operators, in place."""
+    """Set the model's opset of ONNX's own operators, in place."""
     others = [o for o in proto.opset_import if o.domain not in ("", "ai.onnx")]
     kept = [onnx.helper.make_opsetid(o.domain, o.version) for o in others]
     del proto.opset_import[:]
@@ -404,13 +403,12 @@ def set_opset(proto: onnx.ModelProto, opset: int) -> None:
 
 
 def to_canonical(name: str, proto: onnx.ModelProto) -> int:
-    """Bring a model (whose large weights are elsewhere) to the canonical opset, in place.
+    """Bring a model, whose large weights are elsewhere, to the canonical opset, in place.
 
-    Gives the opset to write the result with, which differs from the canonical one in two cases. A model with
-    operators that ONNX Runtime lacks in their newest version is brought down again at export (KEPT_BELOW_22).
-    A newer model that uses what only its own opset defines keeps that opset, and those nodes get its version
-    into their domain (QUALIFIED). Raises ModelError for an opset that is too new, and for a node that cannot
-    be said in the canonical opset.
+    Returns the opset for the result. It differs from the canonical one in two cases. A model with operators that ONNX
+    Runtime lacks in their newest version is brought down again at export (KEPT_BELOW_22). A newer model that uses what
+    only its own opset defines keeps that opset, and such nodes get its version in their domain (QUALIFIED). Raises
+    ModelError for an opset that is too new, and for a node that the canonical opset cannot express.
     """
     opset = opset_of(proto)
     if opset is None:
@@ -441,12 +439,12 @@ def to_canonical(name: str, proto: onnx.ModelProto) -> int:
 
 
 def _spell_out(proto: onnx.ModelProto, opset: int) -> None:
-    """Replace operators on element types that have no kernel by what ONNX's definition spells out, in place."""
+    """Replace operators on element types without a kernel by ONNX's definition of them, in place."""
     import onnx.inliner
 
     if not any(n.op_type in SPELT_OUT and not n.domain for n in _all_nodes(proto.graph)):
         return
-    for _ in range(3):  # a spelling may have another such operator
+    for _ in range(3):  # a definition may use another such operator
         types = dict(_typed_names(_inferred(proto).graph))
         wanted: set[str] = set()
         for node in _all_nodes(proto.graph):
@@ -468,7 +466,7 @@ def _spell_out(proto: onnx.ModelProto, opset: int) -> None:
 
 
 def _spelling(op: str, opset: int) -> onnx.FunctionProto:
-    """An operator's definition in terms of others, as a function of a model of an opset."""
+    """The definition of an operator by others, as a function for a model of this opset."""
     schema = onnx.defs.get_schema(op, opset, "")
     function = onnx.FunctionProto()
     function.CopyFrom(schema.function_body)
@@ -481,7 +479,7 @@ def _spelling(op: str, opset: int) -> onnx.FunctionProto:
 
 
 def _write_defaults(node: onnx.NodeProto, opset: int) -> None:
-    """Give a node the attributes that it has without saying so."""
+    """Write the default attributes of a node into it."""
     given = {a.name for a in node.attribute}
     for name, attribute in onnx.defs.get_schema(node.op_type, opset, "").attributes.items():
         if name not in given:
@@ -491,7 +489,7 @@ def _write_defaults(node: onnx.NodeProto, opset: int) -> None:
 def _inferred(proto: onnx.ModelProto) -> onnx.ModelProto:
     try:
         return onnx.shape_inference.infer_shapes(proto)
-    except (onnx.shape_inference.InferenceError, RuntimeError):  # then there are fewer types to go by
+    except (onnx.shape_inference.InferenceError, RuntimeError):  # then fewer types are known
         return proto
 
 
@@ -503,7 +501,7 @@ def _all_nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
 
 
 def _typed_names(graph: onnx.GraphProto) -> Iterator[tuple[str, onnx.TypeProto]]:
-    """Types by name, bodies included."""
+    """Types by name, in bodies too."""
     for value in (*graph.input, *graph.value_info, *graph.output):
         yield value.name, value.type
     for tensor in graph.initializer:
@@ -514,7 +512,7 @@ def _typed_names(graph: onnx.GraphProto) -> Iterator[tuple[str, onnx.TypeProto]]
 
 
 def _is_later(node: onnx.NodeProto, opset: int, types: dict[str, onnx.TypeProto]) -> bool:
-    """Whether a node of a newer opset uses what the canonical one lacks. Drops new attributes at their default."""
+    """Whether a node of a newer opset uses what the canonical one lacks. Removes new attributes with default values."""
     if node.domain not in ("", "ai.onnx") or not onnx.defs.has(node.op_type, opset, ""):
         return False
     now = onnx.defs.get_schema(node.op_type, opset, "")
@@ -535,7 +533,7 @@ def _is_later(node: onnx.NodeProto, opset: int, types: dict[str, onnx.TypeProto]
 
 
 def _admits(schema: onnx.defs.OpSchema, node: onnx.NodeProto, types: dict[str, onnx.TypeProto]) -> bool:
-    """Whether an operator's definition knows the element types of a node."""
+    """Whether an operator's definition allows the element types of a node."""
     allowed = {t for c in schema.type_constraints for t in c.allowed_type_strs}
     allowed.update(p.type_str for p in (*schema.inputs, *schema.outputs))
     for name in (*node.input, *node.output):
@@ -563,7 +561,7 @@ class _Raiser:
         consts: dict[str, onnx.TensorProto],
         graph: onnx.GraphProto,
     ) -> None:
-        """Rewrite `graph`; `typed` is the same with types, `types` and `consts` are of the graphs around."""
+        """Rewrite `graph`. `typed` is the same graph with types; `types` and `consts` are those of the outer graphs."""
         types = {**types, **{v.name: v.type for v in (*typed.input, *typed.value_info, *typed.output)}}
         for tensor in graph.initializer:
             types[tensor.name] = onnx.helper.make_tensor_type_proto(tensor.data_type, tensor.dims)
@@ -604,7 +602,7 @@ class _Raiser:
             at = version
 
     def _require_same(self, node: onnx.NodeProto, opset: int, shown: str) -> None:
-        """Raise ModelError if the operator changed between an opset before OLDEST and that one."""
+        """Raise ModelError if the operator changed between an opset before OLDEST and OLDEST."""
         if onnx.defs.has(node.op_type, opset, "") and onnx.defs.has(node.op_type, OLDEST, ""):
             then, now = (onnx.defs.get_schema(node.op_type, v, "").since_version for v in (opset, OLDEST))
             if then == now:
@@ -616,14 +614,14 @@ class _Raiser:
 
 
 class _Stands(Exception):
-    """A node that an older opset cannot say."""
+    """A node that an older opset cannot express."""
 
 
 _Lowerer = Callable[[_Context, onnx.NodeProto], None]
 
 
 def _const_input(cx: _Context, node: onnx.NodeProto, index: int) -> list[Any] | None:
-    """The elements of an input that must be constant, or None if it is absent; the input goes."""
+    """The elements of an input that must be constant, or None if it is absent. The input is removed."""
     if len(node.input) <= index or not node.input[index]:
         return None
     array = cx.array(node.input[index])
@@ -715,10 +713,10 @@ def _lower_roi_align(cx: _Context, node: onnx.NodeProto) -> None:
 
 
 def _unchanged(cx: _Context, node: onnx.NodeProto) -> None:
-    """What an adapter did has no trace in the node."""
+    """For adapters that leave no trace in the node: it stays as it is."""
 
 
-# The way back, where there is one: (operator, version in which it changed).
+# Back to older opsets, where possible: (operator, version in which it changed).
 LOWERERS: dict[tuple[str, int], _Lowerer] = {
     ("Softmax", 13): _lower_softmax,
     ("LogSoftmax", 13): _lower_softmax,
@@ -747,9 +745,9 @@ LOWERERS: dict[tuple[str, int], _Lowerer] = {
 
 
 def lower(name: str, proto: onnx.ModelProto, typed: onnx.ModelProto, opset: int) -> None:
-    """Bring a model from the canonical opset down to an older one, in place; `typed` is the same with types.
+    """Bring a model from the canonical opset down to an older one, in place. `typed` is the same model with types.
 
-    Raises ModelError that names the nodes which stand in the way.
+    Raises ModelError, which names the nodes that cannot be expressed.
     """
     if not OLDEST <= opset <= OPSET:
         raise ModelError(f"{name}: opset {opset} cannot be written, only {OLDEST} to {OPSET}")

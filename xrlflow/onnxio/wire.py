@@ -1,7 +1,7 @@
-"""Protocol buffers at the level of bytes, so that weights are neither read nor copied.
+"""Reads and writes protocol buffers as bytes, so that weights are neither parsed nor copied.
 
-A serialised model is split into a small one without its large tensors, which stay where they are (a mapped
-file, say), and a place for each of them. Encoding: https://protobuf.dev/programming-guides/encoding/
+A serialised model is split into a small one without its large tensors, and the position of each large tensor, which
+stays where it is (in a mapped file, for instance). Encoding: https://protobuf.dev/programming-guides/encoding/
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ class WireError(ValueError):
 
 
 class NestedError(WireError):
-    """Messages are in messages beyond all measure."""
+    """Messages are nested too deeply."""
 
 
-# As many as protocol buffers' own parsers read.
+# The limit of the parsers of protocol buffers.
 _DEEPEST = 100
 
 
-class _Kind(Enum):
+class _Message(Enum):
     MODEL = 0
     GRAPH = 1
     NODE = 2
@@ -43,12 +43,12 @@ class _Kind(Enum):
 
 
 # Which fields of which messages may hold tensors, by their numbers in onnx.proto.
-_CHILDREN: dict[_Kind, dict[int, _Kind]] = {
-    _Kind.MODEL: {7: _Kind.GRAPH, 25: _Kind.FUNCTION},
-    _Kind.GRAPH: {1: _Kind.NODE, 5: _Kind.TENSOR},
-    _Kind.NODE: {5: _Kind.ATTRIBUTE},
-    _Kind.ATTRIBUTE: {5: _Kind.TENSOR, 6: _Kind.GRAPH, 10: _Kind.TENSOR, 11: _Kind.GRAPH},
-    _Kind.FUNCTION: {7: _Kind.NODE},
+_CHILDREN: dict[_Message, dict[int, _Message]] = {
+    _Message.MODEL: {7: _Message.GRAPH, 25: _Message.FUNCTION},
+    _Message.GRAPH: {1: _Message.NODE, 5: _Message.TENSOR},
+    _Message.NODE: {5: _Message.ATTRIBUTE},
+    _Message.ATTRIBUTE: {5: _Message.TENSOR, 6: _Message.GRAPH, 10: _Message.TENSOR, 11: _Message.GRAPH},
+    _Message.FUNCTION: {7: _Message.NODE},
 }
 # Fields of TensorProto whose payload is the tensor's little-endian bytes: float_data and double_data
 # (packed), raw_data.
@@ -60,7 +60,7 @@ _EXTERNAL_DATA, _DATA_LOCATION = 13, 14
 class _Field:
     number: int
     start: int  # of the tag
-    payload: int  # of the payload; -1 where it is not length-delimited
+    payload: int  # of the payload; -1 if it is not length-delimited
     end: int
 
 
@@ -131,14 +131,14 @@ def _strip_tensor(data: memoryview, at: int, end: int, parts: list[bytes]) -> No
             parts.append(bytes(data[field.start : field.end]))
 
 
-def _strip(data: memoryview, at: int, end: int, kind: _Kind, parts: list[bytes], depth: int = 0) -> None:
+def _strip(data: memoryview, at: int, end: int, kind: _Message, parts: list[bytes], depth: int = 0) -> None:
     if depth > _DEEPEST:
         raise NestedError("too many bodies in bodies")
-    if kind is _Kind.TENSOR:
+    if kind is _Message.TENSOR:
         _strip_tensor(data, at, end, parts)
         return
     children = _CHILDREN[kind]
-    kept = at  # what has not been copied yet starts here
+    kept = at  # the start of what has not been copied yet
     for field in _fields(data, at, end):
         child = children.get(field.number)
         if child is None or field.payload < 0 or field.end - field.payload < LARGE:
@@ -157,11 +157,11 @@ def _strip(data: memoryview, at: int, end: int, kind: _Kind, parts: list[bytes],
 def strip_model(data: memoryview) -> bytes:
     """The serialised ModelProto without its large tensors.
 
-    Their data is said to be external, at the location EMBEDDED, with offset and length in bytes of `data`.
-    Raises WireError if the bytes are cut off or no protocol buffer.
+    Their data is marked as external, at the location EMBEDDED, with its offset and length in bytes of `data`. Raises
+    WireError if the bytes are truncated or not a protocol buffer.
     """
     parts: list[bytes] = []
-    _strip(data, 0, len(data), _Kind.MODEL, parts)
+    _strip(data, 0, len(data), _Message.MODEL, parts)
     return b"".join(parts)
 
 
@@ -181,13 +181,13 @@ class StreamedTensor:
 
 
 def model_length(model: bytes, graph: bytes, tensors: list[StreamedTensor]) -> int:
-    """Bytes that `write_model` will write."""
+    """The number of bytes that `write_model` will write."""
     inner = len(graph) + sum(len(header(_INITIALIZER_OF_GRAPH, t.length)) + t.length for t in tensors)
     return len(model) + len(header(_GRAPH_OF_MODEL, inner)) + inner
 
 
 def write_model(file: BinaryIO, model: bytes, graph: bytes, tensors: list[StreamedTensor]) -> None:
-    """Write a ModelProto from its parts: itself without the graph, the graph without `tensors`, those."""
+    """Write a ModelProto from its parts: the model without its graph, the graph without `tensors`, and the tensors."""
     inner = len(graph) + sum(len(header(_INITIALIZER_OF_GRAPH, t.length)) + t.length for t in tensors)
     file.write(model)
     file.write(header(_GRAPH_OF_MODEL, inner))

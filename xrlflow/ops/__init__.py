@@ -1,1 +1,1 @@
-"""Operators: what they are (schema), what they give (infer), compute (evaluate) and take (work)."""
+"""ONNX's operators: their definitions (schema), types (infer), values (evaluate) and costs (work)."""

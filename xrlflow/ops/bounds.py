@@ -1,7 +1,7 @@
-"""What it takes to evaluate an operator here, so that a small file cannot ask for terabytes or years.
+"""Estimates of the memory and time that evaluating an operator takes, so that a small file cannot ask for too much.
 
-Evaluation is NumPy's, mostly in float64. Estimates are of its order of magnitude, from types alone, and rather too
-large: what costs too much is left to the runtime.
+Operators are evaluated with NumPy, mostly in float64. The estimates use only types, are rough, and rather too large.
+What costs too much is left to the runtime.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from math import inf, prod
 
 from xrlflow.ir import Attrs, DType, Node, TensorType, Value
 from xrlflow.ops.schema import split_op
-from xrlflow.ops.work import Kind, work
+from xrlflow.ops.work import OpKind, work
 
-# Bytes of an element while it is computed with.
+# Bytes of an element during evaluation.
 _ELEMENT = 8
-# Operations a second of matrix products and of anything else, and of what ONNX's reference does in Python.
+# Operations per second: of matrix products, of other operators, and of ONNX's reference implementation in Python.
 _PRODUCTS, _OTHERS, _REFERENCE = 1e10, 5e8, 5e5
 
-# Operators with as many results as their input tells: no more than so many times the input's elements.
+# Operators whose number of results depends on their input's values: at most this many times the input's elements.
 _AT_MOST = {"NonZero": 1, "Compress": 1, "Unique": 3}
 
 # Operators that slide a window over a padded input.
@@ -30,7 +30,7 @@ _WINDOWS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """`bytes` of memory besides the inputs, `seconds` of time."""
+    """`bytes` of memory in addition to the inputs, and `seconds` of time."""
 
     bytes: float
     seconds: float
@@ -47,13 +47,13 @@ def effort(
     *,
     by_reference: bool = False,
 ) -> Effort:
-    """What evaluating one node takes. IMPOSSIBLE if it is not known how large the outputs are, or if it makes text.
+    """What evaluating one node takes. IMPOSSIBLE if the sizes of its outputs are not known, or if it makes strings.
 
-    `by_reference`: ONNX's reference implementation evaluates it, element by element.
+    `by_reference`: ONNX's reference implementation evaluates it element by element.
     """
     try:
         return _effort(op, attrs, in_types, types, by_reference)
-    except (ArithmeticError, IndexError, TypeError, ValueError):  # inputs that do not fit the operator
+    except (ArithmeticError, IndexError, TypeError, ValueError):  # the inputs do not fit the operator
         return IMPOSSIBLE
 
 
@@ -77,12 +77,12 @@ def _effort(
     )
     cost = work(node, in_types, {})
     room = _room(op, attrs, in_types, types)
-    speed = _REFERENCE if by_reference else _PRODUCTS if cost.kind is Kind.GEMM else _OTHERS
+    speed = _REFERENCE if by_reference else _PRODUCTS if cost.kind is OpKind.GEMM else _OTHERS
     seconds = cost.flops / speed + (read + made + room) / (_REFERENCE if by_reference else _OTHERS)
     return Effort((made + room) * _ELEMENT, seconds)
 
 
-# Operators that give texts that they were given.
+# Operators that pass strings on.
 _TEXT_AS_IT_IS = frozenset(
     [
         "Concat",
@@ -115,11 +115,11 @@ def _elements(type: TensorType) -> float:
 
 
 def _room(op: str, attrs: Attrs, in_types: Sequence[TensorType | None], types: Sequence[TensorType]) -> float:
-    """Elements that are held only while an operator is computed."""
+    """Elements that are held only during evaluation."""
     shapes = [() if t is None else tuple(d for d in t.shape or () if isinstance(d, int)) for t in in_types]
     if op in _WINDOWS and shapes:
         return _window_room(attrs, shapes, types)
-    if op == "Einsum":  # any order of contraction has no more than all labels at once
+    if op == "Einsum":  # no order of contraction has more elements than all labels together
         equation = attrs.get("equation", "")
         terms = str(equation).partition("->")[0].replace(" ", "").split(",")
         sizes = {
@@ -134,7 +134,7 @@ def _room(op: str, attrs: Attrs, in_types: Sequence[TensorType | None], types: S
 
 
 def _window_room(attrs: Attrs, shapes: Sequence[tuple[int, ...]], types: Sequence[TensorType]) -> float:
-    """The padded input, and a window of it for each position of the output."""
+    """Elements of the padded input, and of a window for each position of the output."""
     kernel = _numbers(attrs, "kernel_shape")
     pads = _numbers(attrs, "pads")
     dilations = _numbers(attrs, "dilations")

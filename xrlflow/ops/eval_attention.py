@@ -1,4 +1,4 @@
-"""Meaning of Attention and RotaryEmbedding."""
+"""Evaluation of Attention and RotaryEmbedding."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from xrlflow.ops.field import Array, Field, NotEvaluable
 
 
 def _heads(x: Array, heads: int) -> Array:
-    """[b,s,h*d] as [b,h,s,d]; what has four axes stays."""
+    """[b,s,h*d] as [b,h,s,d]. Arrays with four axes are returned as they are."""
     if x.ndim == 4:
         return x
     batch, length, width = x.shape
@@ -22,7 +22,7 @@ def _heads(x: Array, heads: int) -> Array:
 
 
 def _allowed(attrs: Attrs, shape: tuple[int, int], past: int, mask: Array | None) -> Array | None:
-    """Which columns a row [rows, columns] may look at, of which `past` are before the first row; None if all."""
+    """Which columns each row may attend to: booleans [rows, columns], or None if all. `past` columns precede row 0."""
     allowed: Array | None = None
     if integer(attrs, "is_causal", 0):
         rows, columns = shape
@@ -33,7 +33,7 @@ def _allowed(attrs: Attrs, shape: tuple[int, int], past: int, mask: Array | None
 
 
 def _weights(field: Field, scores: Array, mask: Array | None, allowed: Array | None) -> Array:
-    """The softmax of scores, zeros in rows that are masked altogether."""
+    """The softmax of the scores. Rows that are masked completely become zeros."""
     weights = softmax(field, scores, -1)
     if field.real and (mask is not None or allowed is not None):
         dead = np.ones((), np.bool_) if allowed is None else ~allowed
@@ -45,9 +45,9 @@ def _weights(field: Field, scores: Array, mask: Array | None, allowed: Array | N
 
 
 def _attention(field: Field, attrs: Attrs, inputs: Inputs, outputs: int) -> tuple[Any, ...]:
-    """softmax(softcap(Q K^T * scale) + mask) V, keys and values shared by groups of query heads.
+    """softmax(softcap(Q K^T * scale) + mask) V. Groups of query heads share keys and values.
 
-    A row all of whose keys are masked gives zeros.
+    A row whose keys are all masked gives zeros.
     """
     given = (*inputs, *[None] * (6 - len(inputs)))
     query, key, value, mask, past_key, past_value = given[:6]
@@ -105,7 +105,7 @@ def _attention(field: Field, attrs: Attrs, inputs: Inputs, outputs: int) -> tupl
 
 
 def rotate(field: Field, x: Array, cosine: Array, sine: Array, interleaved: bool) -> Array:
-    """Pairs of the last axis turned by angles; a pair is (2i, 2i+1) if interleaved, else (i, i + half)."""
+    """Rotate pairs of elements of the last axis. A pair is (2i, 2i+1) if interleaved, else (i, i + half)."""
     half = x.shape[-1] // 2
     out = np.empty(x.shape, dtype=x.dtype)
     first: Any

@@ -1,4 +1,4 @@
-"""Meaning of ONNX Runtime's own operators (domain com.microsoft) that its optimiser and our rules write.
+"""Evaluation of ONNX Runtime's own operators (domain com.microsoft) that its optimiser and our rules write.
 
 Semantics: https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md
 """
@@ -46,7 +46,7 @@ def _quick_gelu(field: Field, attrs: Attrs, x: Array) -> Array:
 
 
 def _activated(field: Field, attrs: Attrs, x: Array, parameters: tuple[float, ...] | None = None) -> Array:
-    """The activation that a fused operator ends with."""
+    """The activation at the end of a fused operator."""
     name = string(attrs, "activation", "")
     if parameters is None:
         given = attrs.get("activation_params", ())
@@ -109,7 +109,7 @@ def _skip_layer_norm(
 def _skip_rms_norm(
     field: Field, attrs: Attrs, x: Array, skip: Array, scale: Array, bias: Array | None = None
 ) -> tuple[Any, ...]:
-    """The second and third outputs are for training only, and empty here."""
+    """The second and third outputs are only for training, and empty here."""
     total = field.add(x, skip)
     if bias is not None:
         total = field.add(total, bias)
@@ -123,9 +123,9 @@ def _rms_norm(field: Field, attrs: Attrs, x: Array, scale: Array) -> Array:
 
 
 def _multi_head(field: Field, attrs: Attrs, inputs: Inputs, outputs: int) -> tuple[Any, ...]:
-    """Query, key and value [b,s,h*d] (key and value may be [b,h,s,d]), a bias for all three, one on scores.
+    """Query, key and value [b,s,h*d] (key and value may be [b,h,s,d]), a bias for all three, and one for the scores.
 
-    Packed inputs, a key padding mask, past keys and a causal mask are NotEvaluable.
+    Packed inputs, a key padding mask, past keys and a causal mask raise NotEvaluable.
     """
     given: list[Array | None] = [*inputs, *[None] * (8 - len(inputs))]
     query, key, value, bias, padding, on_scores, *past = given
@@ -153,7 +153,7 @@ def _multi_head(field: Field, attrs: Attrs, inputs: Inputs, outputs: int) -> tup
 
 
 def _rotary(field: Field, attrs: Attrs, x: Array, positions: Array, cosine: Array, sine: Array) -> Array:
-    """x [b,s,h*d] or [b,h,s,d]; positions [b,s], or one number to count from."""
+    """x is [b,s,h*d] or [b,h,s,d]; positions are [b,s], or one number to count from."""
     if integer(attrs, "is_packed_batching", 0) or number(attrs, "scale", 1.0) != 1.0:
         raise NotEvaluable("RotaryEmbedding of this form")
     if x.ndim == 4:
@@ -183,7 +183,7 @@ def _scaled_product(a: Quantised, b: Quantised, bias: Array | None) -> Array:
 def _matmul_integer_to_float(
     field: Field, attrs: Attrs, a: Array, b: Array, a_scale: Array, b_scale: Array, *more: Array | None
 ) -> Array:
-    """`more`: the zero points of a and b, and a bias; each may be left out."""
+    """`more`: the zero points of a and b, and a bias. Each may be missing."""
     given: list[Array | None] = [*more, None, None, None]
     a_zero, b_zero, bias = given[:3]
     return _scaled_product(Quantised(a, a_scale, a_zero), Quantised(b, b_scale, b_zero), bias)
@@ -225,7 +225,7 @@ SPECS: dict[str, OpSpec] = {
         DynamicQuantizeMatMul=single(_dynamic_quantize_matmul),
         MatMulIntegerToFloat=single(_matmul_integer_to_float),
     ),
-    # ONNX Runtime's, though it stands in ONNX's own domain.
+    # ONNX Runtime's own, although in the domain of ONNX.
     "SimplifiedLayerNormalization": OpSpec(
         "SimplifiedLayerNormalization", single(_rms_norm), "uninterpreted"
     ),

@@ -1,4 +1,4 @@
-"""Meaning of the elementwise operators: arithmetic, activations, comparisons, logic, bits, casts."""
+"""Evaluation of the elementwise operators: arithmetic, activations, comparisons, logic, bits, casts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from xrlflow.ops.tensors import numpy_dtype
 
 
 def _unary(name: str, *defaults: tuple[str, float]) -> Evaluate:
-    """A function known by name; its parameters are attributes with these defaults."""
+    """A function that the field knows by name. Its parameters are attributes with these defaults."""
     if not defaults:
 
         def plain(field: Field, attrs: Attrs, inputs: Inputs, outputs: int) -> tuple[Any, ...]:
@@ -42,7 +42,7 @@ def _unary(name: str, *defaults: tuple[str, float]) -> Evaluate:
 
 
 def _numpy(function: Callable[..., Any]) -> Evaluate:
-    """A NumPy function that needs no field."""
+    """A NumPy function that does not depend on the field."""
 
     def evaluate(field: Field, attrs: Attrs, inputs: Inputs, outputs: int) -> tuple[Any, ...]:
         return (function(*inputs),)
@@ -82,7 +82,7 @@ def _mod(field: Field, attrs: Attrs, a: Array, b: Array) -> Array:
 
 
 def _pow(field: Field, attrs: Attrs, a: Array, b: Array) -> Array:
-    """The result has the base's type; an integer base with any other exponent goes through float64."""
+    """The result has the base's type. An integer base with an exponent of another type is computed in float64."""
     if a.dtype.kind in "iu":
         if b.dtype.kind in "iu" and (b.size == 0 or b.min() >= 0):
             return np.power(a, b).astype(a.dtype, copy=False)
@@ -91,7 +91,7 @@ def _pow(field: Field, attrs: Attrs, a: Array, b: Array) -> Array:
 
 
 def _shift(field: Field, attrs: Attrs, a: Array, b: Array) -> Array:
-    """A shift by the width of the type or more leaves zero, or the sign of a signed type shifted right."""
+    """A shift by the width of the type or more gives zero, or -1 for negative numbers shifted right."""
     bits = a.dtype.itemsize * 8
     left = string(attrs, "direction", "") == "LEFT"
     shifted = (np.left_shift if left else np.right_shift)(a, np.minimum(b, bits - 1))
@@ -146,7 +146,7 @@ def _same(field: Field, attrs: Attrs, x: Array, *rest: Array) -> Array:
 
 
 def _dropout(field: Field, attrs: Attrs, inputs: Inputs, outputs: int) -> tuple[Any, ...]:
-    """Inference: the input itself, and a mask of True."""
+    """Dropout in inference: the input, and a mask of True."""
     x = inputs[0]
     assert x is not None
     training = inputs[2] if len(inputs) > 2 else None
@@ -159,7 +159,7 @@ def _dropout(field: Field, attrs: Attrs, inputs: Inputs, outputs: int) -> tuple[
 
 # --- casts ---
 
-# Formats that NumPy does not have. Arrays of them keep their dtype; `widen` makes them computable.
+# Formats that NumPy lacks. Arrays of them keep their dtype; `widen` converts them for arithmetic.
 NARROW_FLOAT: dict[DType, np.dtype[Any]] = {
     dtype: numpy_dtype(dtype)
     for dtype in (
@@ -179,13 +179,13 @@ _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 
 def narrow_float(dtype: np.dtype[Any]) -> DType | None:
-    """The float8 or float4 format that a dtype is, if any."""
+    """The float8 or float4 format of a dtype, or None."""
     found = _KNOWN.get(dtype)
     return found if found in NARROW_FLOAT else None
 
 
 def widen(x: Array) -> Array:
-    """Narrow floats as float64, integers of less than eight bits as int8; anything else as it is."""
+    """Narrow floats as float64, integers of less than eight bits as int8, and other arrays as they are."""
     found = _KNOWN.get(x.dtype)
     if found in NARROW_FLOAT:
         return x.astype(np.float64)
@@ -193,17 +193,17 @@ def widen(x: Array) -> Array:
 
 
 def promote(field: Field, array: Array) -> Array:
-    """float16, bfloat16, float32 and float64 as elements of the field; anything else as it is."""
+    """Arrays of float16, bfloat16, float32 and float64 as elements of the field; others as they are."""
     dtype = array.dtype
-    if dtype.kind == "f" and dtype.itemsize > 1:  # float8_e5m2 is of this kind too
+    if dtype.kind == "f" and dtype.itemsize > 1:  # float8_e5m2 has kind "f", too
         return field.lift(array)
     return field.lift(array.astype(np.float64)) if dtype == _BFLOAT16 else array
 
 
 def round_narrow(x: Array, to: DType, saturate: bool) -> Array:
-    """Floats in a float8 or float4 format.
+    """Floats rounded to a float8 or float4 format.
 
-    Beyond the range: the greatest number if `saturate` (infinities too), else infinity or NaN as the format has.
+    Numbers beyond its range, also infinities, become the greatest number if `saturate`, else infinity or NaN.
     """
     dtype = NARROW_FLOAT[to]
     if saturate or to == DType.FLOAT4E2M1:
@@ -213,7 +213,7 @@ def round_narrow(x: Array, to: DType, saturate: bool) -> Array:
 
 
 def _wrap(x: Array, to: DType) -> Array:
-    """Integers in a format of few bits, two's complement."""
+    """Integers in a format of a few bits, in two's complement."""
     bits = 4 if to in (DType.INT4, DType.UINT4) else 2
     low = x.astype(np.int64) & ((1 << bits) - 1)
     if to in (DType.INT4, DType.INT2):
@@ -222,7 +222,7 @@ def _wrap(x: Array, to: DType) -> Array:
 
 
 def cast(field: Field, x: Array, to: DType, saturate: bool = True) -> Array:
-    """An array as another element type; see `evaluate_node` for what becomes of floats.
+    """An array as another element type; see `evaluate_node` for floats.
 
     Raises NotEvaluable for strings and complex numbers.
     """
@@ -249,7 +249,7 @@ def _cast(field: Field, attrs: Attrs, x: Array) -> Array:
 
 
 def _dtype_of(dtype: np.dtype[Any]) -> DType:
-    """The element type of an array: all wide floats are DOUBLE here."""
+    """The element type of an array. All wide floats are DOUBLE here."""
     if dtype.kind == "f" or dtype == _BFLOAT16:
         return DType.DOUBLE
     if dtype.kind == "b":

@@ -1,4 +1,4 @@
-"""Meaning of operators on images and signals: Resize, GridSample, boxes, Fourier transform, windows."""
+"""Evaluation of operators on images and signals: Resize, GridSample, boxes, Fourier transform, windows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from xrlflow.ops.eval_spec import (
 )
 from xrlflow.ops.field import Array, Field, NotEvaluable
 
-# --- Resize: along each axis alone, a weighted sum of a few neighbours ---
+# --- Resize: a weighted sum of a few neighbours, one axis after the other ---
 
 _NEAREST: dict[str, Callable[[Array], Array]] = {
     "round_prefer_floor": lambda x: np.ceil(x - 0.5),
@@ -39,7 +39,7 @@ def cubic(distance: Array, a: float) -> Array:
 
 
 def _sources(mode: str, out: int, size: int, scale: float, start: float, end: float) -> Array:
-    """Where the elements of an axis of `out` lie in the original of `size`."""
+    """The positions of the elements of an axis of size `out` in the original of size `size`."""
     i = np.arange(out, dtype=np.float64)
     if mode == "align_corners":
         length = scale * size
@@ -59,7 +59,7 @@ def _sources(mode: str, out: int, size: int, scale: float, start: float, end: fl
 
 
 def _neighbours(x: Array, mode: str, scale: float, a: float) -> tuple[Array, Array]:
-    """Indices and weights of the neighbours of each place, both [taps, places]."""
+    """Indices and weights of the neighbours of each position, both [taps, positions]."""
     scale = min(scale, 1.0)
     reach = 2 if mode == "cubic" else 1
     first = floor(-reach / scale) + 1
@@ -153,7 +153,7 @@ def _grid_sample(field: Field, attrs: Attrs, x: Array, grid: Array) -> Array:
     mode, padding = string(attrs, "mode", "linear"), string(attrs, "padding_mode", "zeros")
     corners = bool(integer(attrs, "align_corners", 0))
     size = x.shape[2:]
-    axes: list[tuple[Array, Array]] = []  # of each axis: indices and weights, [taps, n, places...]
+    axes: list[tuple[Array, Array]] = []  # for each axis: indices and weights, [taps, n, positions...]
     for axis, n in enumerate(size):
         g = grid[..., len(size) - 1 - axis]
         place = (g + 1) / 2 * (n - 1) if corners else ((g + 1) * n - 1) / 2
@@ -163,7 +163,7 @@ def _grid_sample(field: Field, attrs: Attrs, x: Array, grid: Array) -> Array:
             index = base + taps.reshape(-1, *(1,) * g.ndim)
             weights = cubic(index - place, -0.75)
         else:
-            # Places beyond the border are brought in first, as runtimes do, then their neighbours.
+            # Positions are clamped before their neighbours are, as runtimes do.
             if padding == "border":
                 place = np.clip(place, 0, n - 1)
             elif padding == "reflection":
@@ -255,7 +255,7 @@ def _roi_align(field: Field, attrs: Attrs, x: Array, rois: Array, batch: Array) 
     size = x.shape[2:]
     out = np.empty((len(rois), x.shape[1], *shape))
     for k, (roi, image) in enumerate(zip(rois * scale - (0.5 if half else 0.0), x[batch])):
-        taps = []  # of each axis: indices and weights, [2, bins * samples]; samples in a bin
+        taps = []  # for each axis: indices and weights, [2, bins * samples]; samples in a bin
         for axis in (0, 1):
             low, length = roi[1 - axis], roi[3 - axis] - roi[1 - axis]
             if not half:
@@ -278,7 +278,7 @@ def _roi_align(field: Field, attrs: Attrs, x: Array, rois: Array, batch: Array) 
         split = (x.shape[1], shape[0], high, shape[1], wide)
         if mode == "avg":
             out[k] = sum(parts).reshape(split).sum(axis=(2, 4)) / max(high * wide, 1)
-        else:  # the greatest weighted neighbour, as the specification has it
+        else:  # the greatest weighted neighbour, as the specification says
             out[k] = np.max(parts, axis=0).reshape(split).max(axis=(2, 4))
     return out
 

@@ -1,4 +1,4 @@
-"""Meaning of products, convolutions and pools."""
+"""Evaluation of products, convolutions and pools."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from xrlflow.ops.eval_shape import pad
 from xrlflow.ops.eval_spec import Inputs, OpSpec, integer, integers, number, single, string, table
 from xrlflow.ops.field import Array, Field, NotEvaluable, extreme
 
-# Elements of the matrix of windows that a convolution unfolds at a time (16 MiB of float64).
+# The most elements of the matrix of windows that a convolution unfolds at a time (16 MiB of float64).
 UNFOLDED = 1 << 21
 
 
@@ -45,7 +45,7 @@ def gemm(field: Field, attrs: Attrs, a: Array, b: Array, c: Array | None = None)
 
 
 def _labels(term: str, rank: int | None, spread: list[str]) -> list[str]:
-    """The labels of a term, "..." replaced by as many of the last labels of `spread` as the rank leaves."""
+    """The labels of a term. "..." is replaced by as many of the last labels of `spread` as the rank leaves."""
     if "..." not in term:
         return list(term)
     left, right = term.split("...")
@@ -54,7 +54,7 @@ def _labels(term: str, rank: int | None, spread: list[str]) -> list[str]:
 
 
 def contract(field: Field, equation: str, operands: Sequence[Array]) -> Array:
-    """An Einstein sum, from left to right: each pair is a batched product of matrices."""
+    """An Einstein sum. Operands are combined from left to right, each by a batched product of matrices."""
     left, arrow, right = equation.replace(" ", "").partition("->")
     terms = left.split(",")
     free = max(x.ndim - len(t.replace("...", "")) for t, x in zip(terms, operands, strict=True))
@@ -118,7 +118,7 @@ def _einsum(field: Field, attrs: Attrs, *operands: Array) -> Array:
 
 @dataclass(frozen=True, slots=True)
 class Windows:
-    """Where the windows of a convolution or pool lie: per spatial axis, in elements."""
+    """The positions of the windows of a convolution or pool, for each spatial axis, in elements."""
 
     size: tuple[int, ...]  # of the input
     kernel: tuple[int, ...]
@@ -130,7 +130,7 @@ class Windows:
 
     @property
     def overhang(self) -> tuple[int, ...]:
-        """Padding at the end that the last window needs (negative: what it does not reach)."""
+        """Padding at the end that the last window needs; negative: elements that it does not reach."""
         return tuple(
             (o - 1) * s + d * (k - 1) + 1 - size - b
             for o, s, d, k, size, b in zip(
@@ -139,7 +139,7 @@ class Windows:
         )
 
     def offsets(self) -> Iterator[tuple[tuple[int, ...], tuple[slice, ...]]]:
-        """Each place in the kernel, and the elements of the padded input that it meets."""
+        """Each position in the kernel, with the elements of the padded input that it meets."""
         for place in np.ndindex(*self.kernel):
             yield (
                 place,
@@ -151,7 +151,7 @@ class Windows:
 
 
 def windows(attrs: Attrs, size: tuple[int, ...], kernel: tuple[int, ...]) -> Windows:
-    """From the attributes strides, dilations, pads, auto_pad and ceil_mode."""
+    """The windows, from the attributes strides, dilations, pads, auto_pad and ceil_mode."""
     rank = len(size)
     strides = integers(attrs, "strides") or (1,) * rank
     dilations = integers(attrs, "dilations") or (1,) * rank
@@ -170,7 +170,7 @@ def windows(attrs: Attrs, size: tuple[int, ...], kernel: tuple[int, ...]) -> Win
     for n, b, a, e, s in zip(size, before, after, span, strides):
         room = n + b + a - e
         count = room // s + 1
-        # A window that would start in the padding at the end is left out.
+        # A window that would begin in the padding at the end is left out.
         if integer(attrs, "ceil_mode", 0) and room % s and count * s < n + b:
             count += 1
         counts.append(max(count, 0))
@@ -183,7 +183,7 @@ def _padded(x: Array, w: Windows, value: Any) -> Array:
 
 
 def conv(field: Field, attrs: Attrs, x: Array, weight: Array, bias: Array | None = None) -> Array:
-    """A convolution in any number of dimensions, as products with the matrix of windows, a part at a time."""
+    """A convolution in any number of dimensions, as products with parts of the matrix of windows."""
     batch, channels = x.shape[:2]
     maps, depth = weight.shape[:2]
     groups = integer(attrs, "group", 1)
@@ -199,7 +199,7 @@ def conv(field: Field, attrs: Attrs, x: Array, weight: Array, bias: Array | None
         x = _padded(x, w, 0)
         y = np.empty((batch, groups, maps // groups, *w.out), dtype=x.dtype)
         spatial = x.strides[2:]
-        row = channels * taps * prod(w.out[1:])  # unfolded elements of one index of the first spatial axis
+        row = channels * taps * prod(w.out[1:])  # unfolded elements for each index of the first spatial axis
         step = max(1, UNFOLDED // max(row, 1))
         strides = (
             x.strides[1],
@@ -348,7 +348,7 @@ def _global_lp_pool(field: Field, attrs: Attrs, x: Array) -> Array:
 
 
 def _max_unpool(field: Field, attrs: Attrs, x: Array, indices: Array, shape: Array | None = None) -> Array:
-    """Indices count in the smallest output; a larger `shape` asked for pads that with zeros at the end."""
+    """Indices refer to the smallest output. If a larger `shape` is given, zeros are added at the end."""
     rank = x.ndim - 2
     kernel = integers(attrs, "kernel_shape") or (1,) * rank
     strides = integers(attrs, "strides") or (1,) * rank

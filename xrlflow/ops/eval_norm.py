@@ -1,4 +1,4 @@
-"""Meaning of reductions, softmax and normalisations."""
+"""Evaluation of reductions, softmax and normalisations."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ EPSILON = f32(1e-5)
 
 
 def _reduction(reduce: Callable[[Field, Array, Axes, bool], Array], prepared: bool = False) -> Evaluate:
-    """A reduction over axes that are an input; `prepared`: it also changes what it does not reduce."""
+    """A reduction over axes that are an input. `prepared`: without axes to reduce, it still changes its input."""
 
     def evaluate(field: Field, attrs: Attrs, inputs: Inputs, outputs: int) -> tuple[Any, ...]:
         x = inputs[0]
@@ -104,7 +104,7 @@ def _cumsum(field: Field, attrs: Attrs, x: Array, axis: Array) -> Array:
 
 
 def _top(field: Field, x: Array, axis: int) -> Any:
-    """What softmax subtracts: the greatest, also where it is infinite (as runtimes do: all of the row is then NaN)."""
+    """What softmax subtracts: the greatest element. If that is infinite, the row becomes NaN, as in runtimes."""
     return field.max(x, (axis,), True) if field.real else field.stabiliser(x, (axis,))
 
 
@@ -139,7 +139,7 @@ def _inverse_deviation(field: Field, variance: Array, epsilon: float) -> Array:
 
 
 def _moments(field: Field, x: Array, axes: tuple[int, ...]) -> tuple[Array, Array, Array]:
-    """Mean, deviation from it, and variance."""
+    """Mean, deviation from the mean, and variance."""
     mean = field.mean(x, axes, True)
     centred = field.sub(x, mean)
     return mean, centred, field.mean(field.square(centred), axes, True)
@@ -186,7 +186,7 @@ def _group_norm(field: Field, attrs: Attrs, x: Array, scale: Array, bias: Array)
 
 
 def _from(axis: int, x: Array) -> tuple[int, ...]:
-    """An axis and all behind it."""
+    """An axis and all axes after it."""
     if not -x.ndim <= axis < x.ndim:
         raise ValueError(f"axis {axis} of {x.shape}")
     return tuple(range(axis % x.ndim, x.ndim))
@@ -195,7 +195,7 @@ def _from(axis: int, x: Array) -> tuple[int, ...]:
 def layer_norm(
     field: Field, x: Array, scale: Array, bias: Array | None, axis: int, epsilon: float
 ) -> tuple[Array, Array, Array]:
-    """Normalised output, mean, inverse standard deviation."""
+    """The normalised output, the mean, and the inverse standard deviation."""
     mean, centred, variance = _moments(field, x, _from(axis, x))
     inverse = _inverse_deviation(field, variance, epsilon)
     y = field.mul(field.mul(centred, inverse), scale)

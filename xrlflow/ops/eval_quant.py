@@ -1,4 +1,4 @@
-"""Meaning of the quantised operators. Sums of integer products are exact; scales are floats of the field."""
+"""Evaluation of the quantised operators. Sums of integer products are exact; scales are floats of the field."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from xrlflow.ops.field import REALS, Array, Field
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Quantised:
-    """Integers that stand for (numbers - zero) * scale. `zero` may be left out where it is 0."""
+    """Integers that represent (numbers - zero) * scale. `zero` is None if it is 0."""
 
     numbers: Array
     scale: Array
@@ -24,7 +24,7 @@ class Quantised:
 
 
 def _spread(scale: Array, x: Array, attrs: Attrs) -> Array:
-    """A scale or zero point, broadcast against `x`: of one element, per axis, or per block along the axis."""
+    """A scale or zero point, broadcast to `x`: one for all, one for each index of the axis, or one for each block."""
     if scale.ndim == 0 or (scale.size == 1 and scale.ndim == 1):
         return scale.reshape(())
     axis = integer(attrs, "axis", 1) % x.ndim
@@ -36,7 +36,7 @@ def _spread(scale: Array, x: Array, attrs: Attrs) -> Array:
 
 
 def _saturate(x: Array, dtype: np.dtype[Any]) -> Array:
-    """Floats that are whole numbers as integers of `dtype`, clamped to its range."""
+    """Whole numbers in floats, clamped to the range of `dtype` and converted."""
     for number, held in NARROW_INTEGER.items():
         if held == dtype:
             signed, bits = number in (DType.INT4, DType.INT2), 4 if number in (DType.INT4, DType.UINT4) else 2
@@ -48,7 +48,7 @@ def _saturate(x: Array, dtype: np.dtype[Any]) -> Array:
 
 
 def _quantize(field: Field, attrs: Attrs, x: Array, scale: Array, zero: Array | None = None) -> Array:
-    """round(x / scale) + zero point, ties to even, in double precision, clamped."""
+    """round(x / scale) + zero point, clamped. Ties are rounded to even, in double precision."""
     to = DType(integer(attrs, "output_dtype", 0))
     scaled = REALS.lift(x) / _spread(REALS.lift(scale), x, attrs)
     float_type = narrow_float(zero.dtype) if zero is not None else None
@@ -71,9 +71,9 @@ def _dequantize(field: Field, attrs: Attrs, x: Array, scale: Array, zero: Array 
 
 
 def dynamic_quantize(x: Array) -> tuple[Array, Any, Array]:
-    """To uint8 by the range of the data, which takes in zero. All zeros: a scale of 1, as runtimes have it.
+    """Quantise to uint8 by the range of the data, extended to include 0. For all zeros the scale is 1, as in runtimes.
 
-    Scale and quotient are float32 by definition, and rounded to that.
+    Scale and quotient are rounded to float32, by definition.
     """
     low, high = min(0.0, float(x.min(initial=0.0))), max(0.0, float(x.max(initial=0.0)))
     scale = f32((high - low) / 255.0) or 1.0
@@ -88,7 +88,7 @@ def _dynamic_quantize(field: Field, attrs: Attrs, x: Array) -> tuple[Any, ...]:
 
 
 def _centred(x: Array, zero: Array | None, columns: bool) -> Array:
-    """Integers less their zero point (one, or one per row, or per column), as float64."""
+    """Integers minus their zero point (one, or one for each row or column), as float64."""
     value = x.astype(np.float64)
     if zero is None:
         return value
@@ -97,7 +97,7 @@ def _centred(x: Array, zero: Array | None, columns: bool) -> Array:
 
 
 def integer_product(a: Array, b: Array, a_zero: Array | None, b_zero: Array | None) -> Array:
-    """The product of matrices of integers less their zero points: whole numbers as float64."""
+    """The product of two integer matrices minus their zero points: whole numbers in float64."""
     product: Array = np.matmul(_centred(a, a_zero, False), _centred(b, b_zero, True))
     return product
 
@@ -114,7 +114,7 @@ def _matmul_integer(
 
 
 def _conv_sum(attrs: Attrs, x: Array, w: Array, x_zero: Array | None, w_zero: Array | None) -> Array:
-    """The convolution of integers less their zero points: whole numbers as float64."""
+    """The convolution of integers minus their zero points: whole numbers in float64."""
     data, weight = x.astype(np.float64), w.astype(np.float64)
     if x_zero is not None:
         data -= x_zero.reshape(-1)[0]
@@ -143,7 +143,7 @@ def _requantize(total: Array, factor: Array, zero: Array) -> Array:
 
 
 def _widened(numbers: Array, scale: Array, zero: Array) -> Quantised:
-    """In types that NumPy computes with."""
+    """Quantised numbers in types that NumPy computes with."""
     return Quantised(widen(numbers), scale, widen(zero))
 
 
@@ -158,7 +158,7 @@ def _qlinear_matmul(field: Field, attrs: Attrs, *inputs: Array) -> Array:
 
 
 def _qlinear_conv(field: Field, attrs: Attrs, *inputs: Array) -> Array:
-    """Inputs: x and w, each with scale and zero point, then scale and zero point of the output, then a bias if any."""
+    """Inputs: x and w, each with scale and zero point, then those of the output, then an optional bias."""
     x, w = Quantised(*inputs[:3]), Quantised(*inputs[3:6])
     y_scale, y_zero = inputs[6:8]
     bias: Array | None = inputs[8] if len(inputs) > 8 else None

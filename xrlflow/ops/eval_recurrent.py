@@ -1,4 +1,4 @@
-"""Meaning of RNN, GRU and LSTM."""
+"""Evaluation of RNN, GRU and LSTM."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from xrlflow.ops.field import Array, Field, NotEvaluable
 
 Activation = Callable[[Field, Array], Array]
 
-# Activations by their names in lower case: the function's name here and its default parameters. Affine and
-# ScaledTanh are spelt out below.
+# Activations by lower-case name: the function's name in the field and its default parameters. Affine and ScaledTanh are
+# defined below.
 _ACTIVATIONS: dict[str, tuple[str, tuple[float, ...]]] = {
     "relu": ("relu", ()),
     "tanh": ("tanh", ()),
@@ -43,9 +43,9 @@ def _apply(field: Field, name: str, parameters: tuple[float, ...], x: Array) -> 
 
 
 def _activations(attrs: Attrs, default: tuple[str, ...], directions: int) -> Iterator[list[Activation]]:
-    """The functions of each direction.
+    """The activation functions of each direction.
 
-    The lists of alphas and betas are used up in order, by the functions that have such a parameter.
+    The lists of alphas and betas are consumed in order by the functions that have such a parameter.
     """
     names = attrs.get("activations") or default * directions
     assert isinstance(names, tuple)
@@ -68,14 +68,14 @@ def _activations(attrs: Attrs, default: tuple[str, ...], directions: int) -> Ite
 
 
 def _flipped(x: Array, lengths: Array) -> Array:
-    """[t,b,...] with the first `lengths[b]` steps of each sequence in reverse."""
+    """[t,b,...] with the first `lengths[b]` steps of each sequence reversed."""
     steps = np.arange(x.shape[0])[:, None]
     index = np.where(steps < lengths, lengths - 1 - steps, steps)
     return x[index, np.arange(x.shape[1])]
 
 
-# From (field, projected input of a step [b, g*h], state, recurrent weights [g*h, h], recurrent bias [g*h],
-# activations, attributes, peepholes) to the new state. A state is (hidden,) or (hidden, cell), [b,h] each.
+# A step takes: field, projected input [b, g*h], state, recurrent weights [g*h, h], recurrent bias [g*h], activations,
+# attributes and peepholes. It returns the new state: (hidden,) or (hidden, cell), each [b,h].
 State = tuple[Array, ...]
 Step = Callable[[Field, Array, State, Array, Array, list[Activation], Attrs, Array | None], State]
 
@@ -138,7 +138,7 @@ def _lstm_step(
     attrs: Attrs,
     peepholes: Array | None,
 ) -> State:
-    """Gates in the order input, output, forget, cell; peepholes input, output, forget."""
+    """Gates are in the order input, output, forget, cell; peepholes input, output, forget."""
     hidden, cell = state
     size = hidden.shape[1]
     gate, act, out = functions

@@ -1,4 +1,4 @@
-"""Meaning of the operators that move data: shapes, slices, gathers, scatters, generators."""
+"""Evaluation of the operators that move data: shapes, slices, gathers, scatters, generators."""
 
 from __future__ import annotations
 
@@ -81,10 +81,12 @@ def _split(field: Field, attrs: Attrs, inputs: Inputs, outputs: int) -> tuple[An
 
 
 def ends_of_slice(ends: Array, steps: Array) -> Array:
-    """The ends of a slice as ONNX means them: for ONNX Runtime the largest int32 and int64 are "up to the last one
-    there is" backwards too, which is before the first. The same array if there is nothing to say otherwise.
+    """The ends of a slice, as ONNX defines them. The same array if nothing changes.
+
+    ONNX Runtime takes the largest int32 and int64 as "up to the last element" also for negative steps, where that is
+    before the first element.
     """
-    if ends.shape != steps.shape:  # it does not run
+    if ends.shape != steps.shape:  # the operator fails
         return ends
     largest = [n for n in (2**31 - 1, 2**63 - 1) if n <= np.iinfo(ends.dtype).max]
     beyond = np.isin(ends, largest) & (steps < 0)
@@ -120,7 +122,7 @@ def _slice(
 
 
 def pad(x: Array, before: list[int], after: list[int], mode: str, value: Any) -> Array:
-    """`x` with so many elements more (or, if negative, fewer) at either end of each axis."""
+    """`x` with this many elements added (or, if negative, removed) before and after, along each axis."""
     crop = tuple(
         slice(max(0, -b), size - max(0, -a)) for b, a, size in zip(before, after, x.shape, strict=True)
     )
@@ -174,12 +176,12 @@ def _gather(field: Field, attrs: Attrs, x: Array, indices: Array) -> Array:
     if x.size == 0 and indices.size and not -x.shape[axis] <= indices.min() <= indices.max() < x.shape[axis]:
         raise IndexError(
             f"Gather beyond the {x.shape[axis]} positions of an axis"
-        )  # where NumPy does not look
+        )  # NumPy does not check this
     return x.take(indices, axis=axis)
 
 
 def _within(x: Array, axis: int, indices: Array) -> Array:
-    """`x` cut to the extent of `indices` in every axis but one."""
+    """`x`, cut to the extent of `indices` along every axis but one."""
     if all(i == axis or a == b for i, (a, b) in enumerate(zip(x.shape, indices.shape))):
         return x
     return x[tuple(slice(None) if i == axis else slice(0, s) for i, s in enumerate(indices.shape))]
@@ -191,7 +193,7 @@ def _gather_elements(field: Field, attrs: Attrs, x: Array, indices: Array) -> Ar
 
 
 def _tuple_index(indices: Array, batch: int, shape: tuple[int, ...]) -> tuple[Array, ...]:
-    """The index arrays that the last axis of `indices` stands for, after `batch` leading axes."""
+    """The index arrays in the last axis of `indices`, preceded by those of `batch` leading axes."""
     grids = np.indices(indices.shape[:-1], sparse=True)[:batch]
     return (*grids, *np.moveaxis(indices, -1, 0))
 
@@ -245,7 +247,7 @@ def _range(field: Field, attrs: Attrs, start: Array, limit: Array, delta: Array)
 
 
 def tensor(field: Field, attr: RawAttr) -> Array:
-    """The tensor of a tensor attribute; floats as elements of the field."""
+    """The tensor of a tensor attribute. Floats become elements of the field."""
     array = onnx.numpy_helper.to_array(onnx.AttributeProto.FromString(attr.proto).t)
     return promote(field, array)
 
@@ -333,7 +335,7 @@ def _reverse_sequence(field: Field, attrs: Attrs, x: Array, lengths: Array) -> A
     return np.moveaxis(moved[np.arange(moved.shape[0])[:, None], index], (0, 1), (batch, time))
 
 
-# --- order ---
+# --- sorting ---
 
 
 def _arg(field: Field, attrs: Attrs, x: Array, largest: bool) -> Array:
@@ -356,7 +358,7 @@ def _arg_min(field: Field, attrs: Attrs, x: Array) -> Array:
 
 
 def _top_k(field: Field, attrs: Attrs, inputs: Inputs, outputs: int) -> tuple[Any, ...]:
-    """Of equal elements the one with the lower index comes first."""
+    """Of equal elements, the one with the lower index comes first."""
     x, k = inputs
     assert x is not None
     assert k is not None

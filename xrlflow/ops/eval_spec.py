@@ -1,4 +1,4 @@
-"""How an operator's meaning is declared."""
+"""How the evaluation of an operator is declared."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from xrlflow.ops.field import Array, Field
 Inputs = Sequence[Array | None]
 Evaluate = Callable[[Field, Attrs, Inputs, int], tuple[Any, ...]]
 
-# What a proof over a prime field may conclude of an operator.
+# What a proof over a prime field can conclude about an operator.
 Proof = Literal[
-    "movement",  # moves elements, computes none: means the same over every field
-    "integer",  # integers and booleans, which are ordinary numbers in every field
+    "movement",  # only moves elements: the same over every field
+    "integer",  # integers and booleans, which are the same in every field
     "polynomial",  # sums, products, quotients
-    "uninterpreted",  # applies keyed functions (exp, sqrt, Relu, max), of which only their name is known
-    "numeric",  # order, rounding, interpolation, irrational constants: the real numbers only
+    "uninterpreted",  # functions of which only the name is known (exp, sqrt, Relu, max)
+    "numeric",  # order, rounding, interpolation, irrational constants: only over the real numbers
 ]
 
 
 @dataclass(frozen=True, slots=True)
 class OpSpec:
-    """One operator: what it computes, over which fields.
+    """One operator: how it is evaluated, and over which fields.
 
-    `evaluate` takes the field, attributes (defaults left out), inputs (None: absent; trailing ones may be
-    missing) and the number of outputs wanted, and gives at least so many arrays or NumPy scalars.
+    `evaluate` takes the field, the attributes (without defaults), the inputs (None: absent; trailing ones may be
+    missing) and the number of wanted outputs. It returns at least that many arrays or NumPy scalars.
     """
 
     op: str
@@ -38,7 +38,7 @@ class OpSpec:
 
 
 def single(function: Callable[..., Any]) -> Evaluate:
-    """From function(field, attrs, *inputs) -> output."""
+    """Make an `evaluate` from function(field, attrs, *inputs) -> output."""
 
     def evaluate(field: Field, attrs: Attrs, inputs: Inputs, outputs: int) -> tuple[Any, ...]:
         return (function(field, attrs, *inputs),)
@@ -47,7 +47,7 @@ def single(function: Callable[..., Any]) -> Evaluate:
 
 
 def several(function: Callable[..., tuple[Any, ...]]) -> Evaluate:
-    """From function(field, attrs, *inputs) -> outputs."""
+    """Make an `evaluate` from function(field, attrs, *inputs) -> outputs."""
 
     def evaluate(field: Field, attrs: Attrs, inputs: Inputs, outputs: int) -> tuple[Any, ...]:
         return function(field, attrs, *inputs)
@@ -60,7 +60,7 @@ def table(proof: Proof, **operators: Evaluate) -> dict[str, OpSpec]:
 
 
 def f32(value: float) -> float:
-    """The float32 nearest to a number: a default of the specification as a float attribute holds it."""
+    """The float32 nearest to a number, for defaults that the specification keeps in float attributes."""
     return float(np.float32(value))
 
 
@@ -92,7 +92,7 @@ def string(attrs: Attrs, name: str, default: str) -> str:
 
 
 def integers(attrs: Attrs, name: str) -> tuple[int, ...] | None:
-    """A list of integers; None if it is not given. An empty list of a file is a RawAttr."""
+    """An attribute that is a list of integers; None if it is missing. An empty list in a file is a RawAttr."""
     value = attrs.get(name)
     if value is None:
         return None
@@ -104,5 +104,5 @@ def integers(attrs: Attrs, name: str) -> tuple[int, ...] | None:
 
 
 def listed(array: Array | None) -> tuple[int, ...] | None:
-    """A tensor of integers (axes, a shape) as a tuple; None if absent."""
+    """A tensor of integers (axes, a shape) as a tuple; None if it is absent."""
     return None if array is None else tuple(array.reshape(-1).tolist())

@@ -1,7 +1,7 @@
-"""Our own evaluator: what ONNX's operators (opset 23) compute, over any field.
+"""Our own evaluator of ONNX's operators (opset 23), over any field.
 
-Over REALS it is the float64 reference of whole-model verification and it folds constants; over a prime field
-it proves rules. Semantics: the ONNX operator documentation, https://onnx.ai/onnx/operators/
+Over REALS it is the float64 reference of whole-model verification, and it folds constants. Over a prime field it proves
+rules. Semantics: the ONNX operator documentation, https://onnx.ai/onnx/operators/
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ def evaluate_node(
 ) -> tuple[Array, ...]:
     """The outputs of one operator (at least `n_outputs`, absent ones included).
 
-    Inputs are arrays, None where absent. Floats should be elements of the field, that is float64 (see
-    `promote`); over REALS narrower floats are computed with as they are, where NumPy can. Integers and
-    booleans are exact. Outputs are float64 wherever floats came in so: a Cast to float16, bfloat16 or float32
-    rounds nothing, one to a float8 or float4 format does. Arrays of less than eight bits, or in a float8 or
-    float4 format, have the dtypes of ml_dtypes. Outputs may share memory with inputs, and may be read-only.
+    Inputs are arrays, or None if absent. Floats should be elements of the field, that is float64 (see `promote`). Over
+    REALS, narrower floats are used as they are if NumPy can compute with them. Integers and booleans are exact. Outputs
+    are float64 if floats came in so: a Cast to float16, bfloat16 or float32 does not round, one to a float8 or float4
+    format does. Arrays of less than eight bits, or in a float8 or float4 format, have the dtypes of ml_dtypes. Outputs
+    may share memory with inputs and may be read-only.
 
-    Raises NotEvaluable for an operator (or a use of one) without meaning here, and whatever NumPy raises when
-    the inputs do not fit the operator.
+    Raises NotEvaluable for operators, or uses of them, that have no evaluation here. Inputs that do not fit the
+    operator raise whatever NumPy raises.
     """
     spec = SPECS.get(op)
     if spec is None:
@@ -58,17 +58,17 @@ def evaluate_node(
     return tuple([out if type(out) is np.ndarray else np.asarray(out) for out in outputs])
 
 
-# Operators that read a part of their input: a constant table of embeddings is not converted as a whole.
+# Operators that read only a part of their input: a large constant table of embeddings is not converted as a whole.
 _PARTIAL = frozenset({"Gather", "GatherElements", "GatherND", "Slice", "Split"})
 
 
 def evaluate_graph(graph: Graph, feeds: Mapping[Value, Array], field: Field = REALS) -> list[Array]:
     """The outputs of a graph for these inputs: float64 wherever the graph has floats of any precision.
 
-    Constants are converted when a node reads them, and every intermediate is let go after its last use.
-    A graph input that is not fed but has a constant (an overridable initialiser) takes that. Bodies of If,
-    Loop and Scan are evaluated the same way. Raises NotEvaluable at the first node without a meaning, KeyError
-    for an input that has no value.
+    Constants are converted when a node reads them. Intermediate arrays are freed after their last use. A graph input
+    that is not fed takes its constant, if it is an overridable initialiser. Bodies of If, Loop and Scan are evaluated
+    the same way. Raises NotEvaluable at the first node without an evaluation, and KeyError for an input without a
+    value.
     """
     order = graph.topological()
     reads: dict[Value, int] = {}
@@ -141,7 +141,7 @@ def _if(field: Field, attrs: Attrs, inputs: Inputs, outputs: int) -> tuple[Any, 
 
 
 def _stacked(graph: Graph, rows: list[list[Array]], first: int, axes: Sequence[int]) -> list[Array]:
-    """What each step gave for outputs `first` and on, along a new axis; nothing: by the declared types."""
+    """The results of each step for the outputs from `first` on, stacked. Without steps, by the declared types."""
     out = []
     for i, axis in enumerate(axes, start=first):
         if rows:
@@ -153,7 +153,7 @@ def _stacked(graph: Graph, rows: list[list[Array]], first: int, axes: Sequence[i
     return out
 
 
-# A loop that takes longer is taken to be one without end.
+# A loop with more iterations is taken to be endless.
 _MOST_TRIPS = 100_000
 
 

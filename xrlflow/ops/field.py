@@ -1,9 +1,8 @@
-"""What operators compute in: the real numbers (float64) now, a prime field for proofs later.
+"""What operators compute in: the real numbers (float64), or a prime field in proofs.
 
-Operators are written once, against `Field`. Arrays of dtype float64 hold elements of the field; integers,
-booleans and strings are ordinary NumPy arrays in every field, and every method below takes them too and
-treats them as NumPy does (with ONNX's division, which truncates). Data movement (reshape, gather, where)
-needs no field: operators do it with NumPy directly.
+Operators are written once, in terms of `Field`. Arrays of dtype float64 hold elements of the field. Integers, booleans
+and strings are ordinary NumPy arrays in every field; all methods below accept them and treat them as NumPy does, except
+that division truncates as in ONNX. Moving data (reshape, gather, where) needs no field: operators use NumPy directly.
 """
 
 from __future__ import annotations
@@ -24,15 +23,15 @@ Number = int | float | Fraction
 
 
 class NotEvaluable(Exception):
-    """The evaluator has no meaning for this operator (or for this use of it) in the field asked for."""
+    """The evaluator does not support this operator, or this use of it, over this field."""
 
 
 class Field(ABC):
     """Arithmetic on arrays of elements.
 
-    A field that is not `real` interprets `unary` and `binary` as functions keyed by name and parameters, of
-    which nothing else is known. Operators whose meaning rests on order, rounding or irrational constants
-    ("numeric", see OpSpec) are evaluated over a `real` field only.
+    If a field is not `real`, `unary` and `binary` are functions of which only name and parameters are known. Operators
+    whose meaning depends on order, rounding or irrational constants ("numeric", see OpSpec) are evaluated over a `real`
+    field only.
     """
 
     real: bool
@@ -43,14 +42,14 @@ class Field(ABC):
 
     @abstractmethod
     def constant(self, value: Number) -> Any:
-        """One element: a rational number (a float stands for the rational that it is exactly)."""
+        """One element: a rational number. A float stands for the rational number that it is exactly."""
 
     @abstractmethod
     def truncate(self, a: Array, dtype: np.dtype[Any]) -> Array:
-        """Elements as integers of `dtype`, rounded towards zero. Raises NotEvaluable where that means nothing."""
+        """Elements rounded towards zero, as integers of `dtype`. Raises NotEvaluable if the field has no order."""
 
     def narrow(self, a: Array, to: DType) -> Array:
-        """Elements as floats of a type: nothing is rounded, unless the field says otherwise."""
+        """Elements as floats of a narrower type. By default nothing is rounded."""
         return a
 
     @abstractmethod
@@ -70,7 +69,7 @@ class Field(ABC):
 
     @abstractmethod
     def matmul(self, a: Array, b: Array) -> Array:
-        """The product of the last two axes, the axes before them broadcast, as numpy.matmul."""
+        """The product over the last two axes; the axes before them are broadcast, as in numpy.matmul."""
 
     @abstractmethod
     def sum(self, a: Array, axes: tuple[int, ...] | None, keepdims: bool = False) -> Array: ...
@@ -83,7 +82,7 @@ class Field(ABC):
 
     @abstractmethod
     def unary(self, name: str, a: Any, *parameters: Number) -> Array:
-        """A function of one argument, element by element; NotEvaluable for a name that is not known."""
+        """A function of one argument, element by element. Raises NotEvaluable for an unknown name."""
 
     @abstractmethod
     def binary(self, name: str, a: Any, b: Any) -> Array:
@@ -104,27 +103,27 @@ class Field(ABC):
     @property
     @abstractmethod
     def lowest(self) -> Any:
-        """The neutral element of `maximum`: what max pooling pads with."""
+        """The neutral element of `maximum`. Max pooling pads with it."""
 
     @abstractmethod
     def compare(self, name: str, a: Any, b: Any) -> Array:
-        """Booleans: "equal", "less", "less_equal". Raises NotEvaluable where there is no order."""
+        """Booleans: "equal", "less", "less_equal". Raises NotEvaluable if the field has no order."""
 
     @abstractmethod
     def stabiliser(self, a: Array, axes: tuple[int, ...] | None) -> Any:
-        """What softmax subtracts from `a` along `axes` before exp (kept as axes of one element).
+        """What softmax subtracts from `a` before exp, along `axes`, which are kept with size 1.
 
-        It cancels, so a field may give zero.
+        It cancels, so a field may return zero.
         """
 
     @abstractmethod
     def scatter(self, name: str, a: Array, index: Any, updates: Array) -> None:
-        """a[index] = name(a[index], updates) in place, repeated indices included.
+        """a[index] = name(a[index], updates) in place; repeated indices are applied one by one.
 
         `name` is "add", "mul", "max" or "min".
         """
 
-    # --- what follows from the above ---
+    # --- derived from the methods above ---
 
     def mean(self, a: Array, axes: tuple[int, ...] | None, keepdims: bool = False) -> Array:
         count = a.size if axes is None else prod(a.shape[i] for i in axes)
@@ -136,7 +135,7 @@ class Field(ABC):
 
 
 def integer_divide(a: Any, b: Any) -> Array:
-    """The quotient of integers rounded towards zero, as ONNX has it (and C)."""
+    """The quotient of integers, rounded towards zero, as in ONNX and C."""
     quotient: Array = np.floor_divide(a, b)
     if quotient.dtype.kind == "i":
         quotient = quotient + ((np.remainder(a, b) != 0) & ((np.less(a, 0)) != np.less(b, 0)))
@@ -203,7 +202,7 @@ _ERFC_LARGE = (
         2.33520497626869185e-3,
     ),
 )
-_ERF_BLOCK = 1 << 15  # elements worked on at a time, so that temporaries stay in the cache
+_ERF_BLOCK = 1 << 15  # elements per block, so that temporary arrays stay in the cache
 
 
 def _polynomial(coefficients: Sequence[float], x: Array) -> Array:
@@ -221,7 +220,7 @@ def _erf_block(x: Array) -> Array:
     s = x[small]
     s2 = s * s
     out[small] = s * _polynomial(_ERF_SMALL[0], s2) / _polynomial(_ERF_SMALL[1], s2)
-    middle = ~(small | large)  # NaN is here
+    middle = ~(small | large)  # includes NaN
     m = size[middle]
     erfc = np.exp(-m * m) * _polynomial(_ERFC_MIDDLE[0], m) / _polynomial(_ERFC_MIDDLE[1], m)
     out[middle] = np.copysign(1.0 - erfc, x[middle])
@@ -307,7 +306,7 @@ REAL_UNARY: dict[str, Callable[..., Any]] = {
 
 
 def _pow(x: Any, exponent: Any) -> Any:
-    """A square is one multiplication, as runtimes have it, and much faster."""
+    """A power. Squares are one multiplication, as in runtimes, which is much faster."""
     if np.size(exponent) == 1 and np.ndim(exponent) <= np.ndim(x) and np.all(exponent == 2):
         return np.multiply(x, x)
     return np.power(x, exponent)
@@ -330,7 +329,7 @@ SCATTERS: dict[str, Any] = {"add": np.add, "mul": np.multiply, "max": np.maximum
 
 
 def extreme(dtype: np.dtype[Any], lowest: bool) -> Any:
-    """The least (or greatest) number of a type of integers or floats, infinity included."""
+    """The least (or greatest) number of an integer or float type, including infinity."""
     if dtype.kind == "f":
         return -np.inf if lowest else np.inf
     if dtype.kind == "b":
@@ -340,7 +339,7 @@ def extreme(dtype: np.dtype[Any], lowest: bool) -> Any:
 
 
 class Reals(Field):
-    """The real numbers as float64. Infinities and NaN go through as in IEEE 754."""
+    """The real numbers as float64. Infinities and NaN behave as in IEEE 754."""
 
     real = True
 
@@ -371,7 +370,7 @@ class Reals(Field):
         return np.negative(a)  # type: ignore[no-any-return]
 
     def matmul(self, a: Array, b: Array) -> Array:
-        if b.ndim == 2 and a.ndim > 2 and a.flags.c_contiguous:  # one product instead of many
+        if b.ndim == 2 and a.ndim > 2 and a.flags.c_contiguous:  # one large product instead of many
             rows: Array = np.matmul(a.reshape(-1, a.shape[-1]), b) if a.shape[-1] else np.matmul(a, b)
             return rows.reshape(*a.shape[:-1], b.shape[1])
         return np.matmul(a, b)  # type: ignore[no-any-return]
@@ -422,7 +421,7 @@ class Reals(Field):
         if a.size == 0:
             return 0.0
         top = np.max(a, axis=axes, keepdims=True)
-        # Nothing but -inf is 0 / 0 either way, and +inf must not become inf - inf everywhere.
+        # A row of only -inf gives 0 / 0 either way; +inf must not turn the whole row into inf - inf.
         return top if np.isfinite(top).all() else np.where(np.isfinite(top), top, 0.0)
 
     def scatter(self, name: str, a: Array, index: Any, updates: Array) -> None:

@@ -1,4 +1,4 @@
-"""Types of a new node's outputs, by ONNX's own per-node inference, memoised."""
+"""Types of a node's outputs: ONNX's own inference for single nodes, memoised."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from xrlflow.ops.symbolic_values import of_array
 
 
 class InferenceError(ValueError):
-    """ONNX refuses the node: its inputs or attributes do not fit its operator."""
+    """ONNX refuses the node: inputs or attributes do not fit the operator."""
 
 
-# Inputs whose values (shapes, axes, counts) decide the outputs' types. Other constants are not looked at.
+# Inputs whose values (shapes, axes, counts) decide the outputs' types. Values of other constants are ignored.
 _DATA_INPUTS: dict[str, tuple[int, ...]] = {
     "Reshape": (1,),
     "Expand": (1,),
@@ -61,7 +61,7 @@ _memo_of_onnx: dict[_Key, tuple[TensorType, ...]] = {}
 
 
 def attr_proto(name: str, value: Attr) -> onnx.AttributeProto:
-    """An attribute as ONNX writes it (not for bodies: onnxio owns them)."""
+    """An attribute as an ONNX proto, except bodies, which `onnxio` writes."""
     if isinstance(value, RawAttr):
         raw: onnx.AttributeProto = onnx.AttributeProto.FromString(value.proto)
         return raw
@@ -80,7 +80,7 @@ def type_proto(type: TensorType) -> onnx.TypeProto:
 
 
 def type_of_proto(proto: onnx.TypeProto, const: bool = False) -> TensorType:
-    """A TypeProto as a TensorType; what is not a dense tensor is kept as it is."""
+    """A TypeProto as a TensorType. Types other than dense tensors are kept as they are."""
     if not proto.HasField("tensor_type"):
         return TensorType(DType.UNDEFINED, None, const, proto.SerializeToString(deterministic=True))
     tensor = proto.tensor_type
@@ -107,10 +107,10 @@ def infer(
 ) -> tuple[TensorType, ...]:
     """Types of the outputs of a node.
 
-    `types` and `data` hold, for each input, its type (None: absent) and its constant, if it is one. Outputs are const
-    if the operator can be folded and every input is constant. Dimensions that ONNX's inference leaves open are formulas
-    where they follow from the inputs' (`symbolic_shapes`). What ONNX does not define gets UNKNOWN types. Raises
-    InferenceError if the inputs do not fit the operator.
+    `types` and `data` have, for each input, its type (None: absent) and its constant, if it is one. Outputs are const
+    if the operator can be folded and every input is constant. Dimensions that ONNX's inference leaves open become
+    formulas if they follow from the inputs' dimensions (`symbolic_shapes`). Operators that ONNX does not define give
+    UNKNOWN types. Raises InferenceError if the inputs do not fit the operator.
     """
     return _remembered(_memo, _infer, op, attrs, types, data, outputs)
 
@@ -137,7 +137,7 @@ def _remembered(
 
 
 def sizes_from_data(op: str) -> bool:
-    """Whether the elements of an input decide the sizes of the operator's outputs (Reshape, Slice, Tile, ...)."""
+    """Whether elements of an input decide the sizes of the outputs (Reshape, Slice, Tile, ...)."""
     return op in _DATA_INPUTS
 
 
@@ -148,7 +148,7 @@ def infer_as_onnx(
     data: Sequence[Const | None],
     outputs: int = 1,
 ) -> tuple[TensorType, ...]:
-    """The same as `infer`, with dimensions left open where ONNX's inference leaves them open: what a runtime knows."""
+    """Like `infer`, but dimensions that ONNX's inference leaves open stay open: this is what a runtime knows."""
     return _remembered(_memo_of_onnx, _by_onnx, op, attrs, types, data, outputs)
 
 
@@ -169,7 +169,7 @@ def _infer(
     if not _is_defined(op, types):
         return tuple(inferred)
     places = _DATA_INPUTS.get(op, ())
-    # What is no tensor (a sequence) is made when the model runs, even of constants.
+    # A sequence is made when the model runs, even from constants.
     const = is_foldable(op) and all(t is None or t.const for t in types)
     const = const and all(t.other is None for t in inferred)
     if any(t.shape is None or None in t.shape for t in inferred):
@@ -194,7 +194,7 @@ def _by_onnx(
     found, places = schema(op), _DATA_INPUTS.get(op, ())
     if found is None or not _is_defined(op, types) or any(isinstance(v, Body) for v in attrs.values()):
         return (UNKNOWN,) * outputs
-    if op == "Split":  # where the numbers differ ONNX reads beyond the end of one of them
+    if op == "Split":  # if the numbers differ, ONNX reads beyond the end of one of them
         parts = attrs.get("num_outputs", outputs)
         assert isinstance(parts, int)
         if len(data) > 1 and (sizes := data[1]) is not None and sizes.array is not None:
@@ -207,7 +207,7 @@ def _by_onnx(
     node.attribute.extend(attr_proto(k, v) for k, v in attrs.items())
     input_types = {n: type_proto(t) for n, t in zip(names, types) if t is not None}
     input_data = {
-        names[i]: onnx.numpy_helper.from_array(np.asarray(c.array, order="C"))  # keeps scalars scalar
+        names[i]: onnx.numpy_helper.from_array(np.asarray(c.array, order="C"))  # scalars stay scalars
         for i in places
         if i < len(data) and (c := data[i]) is not None and c.array is not None
     }

@@ -1,4 +1,4 @@
-"""What ONNX says of its operators: schemas, default attributes, traits."""
+"""What ONNX defines about its operators: schemas, default attributes, traits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import onnx.defs
 
 from xrlflow.ir import Attr, Attrs, TensorType
 
-# The one opset inside. ONNX Runtime 1.31 reads up to 26, and 23 is the newest that every kernel serves.
+# The canonical opset. ONNX Runtime 1.31 reads up to 26, and 23 is the newest that all its kernels support.
 OPSET = 23
 IR_VERSION = 11
 
@@ -32,7 +32,7 @@ COMMUTATIVE = frozenset(
     ],
 )
 
-# Never merged, duplicated, evaluated at compile time.
+# Never merged, duplicated or evaluated before run time.
 _RANDOM = frozenset(
     [
         "RandomNormal",
@@ -45,7 +45,7 @@ _RANDOM = frozenset(
     ]
 )
 _CONTROL_FLOW = frozenset(["If", "Loop", "Scan", "SequenceMap"])
-# Deterministic, but not folded: it would bloat the file and lose the integer kernels, or may take for ever on a few
+# Deterministic, but not folded: folding would bloat the file and lose the integer kernels, or take very long for a few
 # characters.
 _NOT_FOLDED = frozenset(
     [
@@ -60,21 +60,21 @@ _NOT_FOLDED = frozenset(
 
 
 def split_op(op: str) -> tuple[str, str]:
-    """(domain, name) of an operator as the IR writes it."""
+    """(domain, name) of an operator, from its name in the IR."""
     domain, _, name = op.rpartition("::")
     return domain, name
 
 
 @cache
 def schema(op: str) -> onnx.defs.OpSchema | None:
-    """The operator's definition at the canonical opset, or None for what ONNX does not define."""
+    """The operator's definition at the canonical opset; None if ONNX does not define it there."""
     domain, name = split_op(op)
     if domain not in ("", "ai.onnx", "ai.onnx.ml") or not onnx.defs.has(name, domain):
         return None
     version = OPSET if domain in ("", "ai.onnx") else onnx.defs.onnx_opset_version()
     try:
         return onnx.defs.get_schema(name, version, domain)
-    except onnx.defs.SchemaError:  # defined only in a later opset
+    except onnx.defs.SchemaError:  # only defined in a later opset
         return None
 
 
@@ -82,14 +82,14 @@ def schema(op: str) -> onnx.defs.OpSchema | None:
 def is_deterministic(op: str) -> bool:
     """Whether equal inputs give equal outputs.
 
-    What ONNX does not define is taken not to, and control flow neither (its bodies are not looked into).
+    False for operators that ONNX does not define, and for control flow, whose bodies are not looked at.
     """
     return schema(op) is not None and op not in _RANDOM and op not in _CONTROL_FLOW
 
 
 @cache
 def is_foldable(op: str) -> bool:
-    """Whether a node all of whose inputs are constant is a constant itself."""
+    """Whether a node with only constant inputs is a constant."""
     return is_deterministic(op) and op not in _NOT_FOLDED and split_op(op)[0] == ""
 
 
@@ -123,7 +123,7 @@ _WINDOWED = frozenset(
 _WEIGHTED = {"Conv": 1, "ConvTranspose": 1, "ConvInteger": 1, "QLinearConv": 3}
 
 
-# Operators whose `axis` counts dimensions of the first input (or output: one more).
+# Operators whose `axis` refers to the dimensions of the first input (or of the output, which has one more).
 _AXIS = frozenset(
     ("ArgMax", "ArgMin", "Concat", "Flatten", "Gather", "GatherElements", "Hardmax", "LayerNormalization")
     + ("LogSoftmax", "RMSNormalization", "ScatterElements", "Softmax", "Split", "TopK")
@@ -131,11 +131,11 @@ _AXIS = frozenset(
 
 
 def canonical_attrs(op: str, attrs: Mapping[str, Attr], inputs: Sequence[TensorType | None]) -> Attrs:
-    """Attributes in the one form that rules see: what equals a default is left out.
+    """Attributes in canonical form, as rules see them: without those that equal a default.
 
-    The specification's defaults that no schema states count too: strides and dilations of 1, pads of 0, an
-    `auto_pad` of VALID, a convolution's `kernel_shape` that its weight's shape repeats, the reversed
-    permutation of a Transpose. An `axis` counts from the front where the rank is known.
+    Also left out are defaults that the specification states but no schema has: strides and dilations of 1, pads of 0,
+    `auto_pad` VALID, a convolution's `kernel_shape` that repeats its weight's shape, the reversing permutation of a
+    Transpose. An `axis` counts from the front if the rank is known.
     """
     if not attrs:
         return Attrs()
@@ -170,7 +170,7 @@ def canonical_attrs(op: str, attrs: Mapping[str, Attr], inputs: Sequence[TensorT
 
 @cache
 def output_is_optional(op: str, index: int) -> bool:
-    """Whether an output that nobody reads may be left without a name."""
+    """Whether an output that nobody reads may have no name."""
     found = schema(op)
     if found is None or index >= len(found.outputs):
         return False

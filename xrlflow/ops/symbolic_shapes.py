@@ -1,8 +1,8 @@
 """Dimensions that ONNX's inference leaves open, as formulas of the inputs' dimensions.
 
 Each function gives the shapes of a node's outputs, as far as they follow from the inputs' shapes and from what is known
-of their elements (`symbolic_values`). What an operator refuses when it runs needs no formula: where the original fails
-there is nothing to be equal to. Semantics: the ONNX operator documentation, https://onnx.ai/onnx/operators/
+of their elements (`symbolic_values`). Inputs with which an operator fails need no formula: where the original fails,
+nothing has to be equal. Semantics: the ONNX operator documentation, https://onnx.ai/onnx/operators/
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Shape = tuple[Dim, ...]
 
 @dataclass(frozen=True)
 class _Node:
-    """A node's inputs and attributes as the functions below read them."""
+    """The inputs and attributes of a node, for the functions below."""
 
     op: str
     attrs: Attrs
@@ -36,7 +36,7 @@ class _Node:
         return index < len(self.types) and self.types[index] is not None
 
     def elements(self, index: int) -> list[Formula | None] | None:
-        """The elements of an integer list, None for those that are not known."""
+        """The elements of a list of integers; None for unknown ones."""
         known = self.known[index] if index < len(self.known) else None
         return None if known is None else [e if isinstance(e, Formula) else None for e in known.flat]
 
@@ -64,9 +64,9 @@ def refine(
     known: Sequence[Known | None],
     inferred: Sequence[TensorType],
 ) -> tuple[TensorType, ...]:
-    """The types of a node's outputs, with formulas for dimensions that `inferred` leaves open.
+    """The types of a node's outputs, with formulas for dimensions that are open in `inferred`.
 
-    `types` are those of the inputs (None: absent), `known` their elements as far as they are known.
+    `types` are those of the inputs (None: absent), `known` their elements, as far as known.
     """
     function = _FUNCTIONS.get(op)
     if function is None or all(_is_complete(t) for t in inferred):
@@ -78,13 +78,13 @@ def refine(
         ZeroDivisionError,
         dims.Unwieldy,
         _Open,
-    ):  # the inputs do not fit, as a run will say; or nothing follows
+    ):  # the inputs do not fit, and a run will fail; or nothing can be concluded
         return tuple(inferred)
     return tuple(_completed(t, s) for t, s in zip(inferred, (*found, *[None] * len(inferred))))
 
 
 class _Open(Exception):
-    """Something is not known on which everything rests."""
+    """Something is unknown on which the result depends."""
 
 
 def _is_complete(type: TensorType) -> bool:
@@ -125,7 +125,7 @@ def _volume(shape: Sequence[Dim]) -> Formula:
 
 
 def _try(function: Callable[[], Formula | None]) -> Dim:
-    """A dimension, or None where something that it needs is not known."""
+    """A dimension, or None if something that it depends on is unknown."""
     try:
         return _dim(function())
     except (_Open, dims.Unwieldy):
@@ -136,7 +136,7 @@ def _try(function: Callable[[], Formula | None]) -> Dim:
 
 
 def join(a: Dim, b: Dim) -> Dim:
-    """One dimension of the result of broadcasting; None if it could be either."""
+    """A dimension after broadcasting; None if it could be either."""
     if a == 1 or (a is not None and a == b):
         return b
     if b == 1 or (isinstance(a, int) and a != 1):
@@ -148,14 +148,14 @@ def join(a: Dim, b: Dim) -> Dim:
     first, second = dims.formula(a), dims.formula(b)
     if len(str(b)) < len(str(a)):
         a, b, first, second = b, a, second, first
-    # Where it runs they are equal, or one of them is 1: it is the first, unless that is 1 where the second is not.
+    # When it runs, they are equal or one of them is 1. It is the first, unless that can be 1 where the second is not.
     if dims.entails(first, second, 1):
         return a
     return b if dims.entails(second, first, 1) else None
 
 
 def broadcast(shapes: Sequence[Shape]) -> Shape:
-    """The shape of the result of broadcasting."""
+    """The shape after broadcasting."""
     rank = max(map(len, shapes))
     out: list[Dim] = [1] * rank
     for shape in shapes:
@@ -184,7 +184,7 @@ def _expand(node: _Node) -> Sequence[Shape | None]:
 
 
 def _sure(element: Formula | None) -> Formula | None:
-    """An element that is used as a size: if it may wrap around, what it wraps around to."""
+    """An element that is used as a size. If it may overflow, the overflow is part of the formula."""
     return element if element is None or fits(element) else dims.call("wrap.int64", element)
 
 
@@ -192,7 +192,7 @@ def _sure(element: Formula | None) -> Formula | None:
 
 
 def _window(node: _Node, data: int, weight: int | None) -> Sequence[Shape | None]:
-    """Convolutions and pools: each spatial dimension for itself."""
+    """Convolutions and pools: one spatial dimension after the other."""
     shape = _need(node.shape(data))
     rank = len(shape) - 2
     kernel: Sequence[Dim] = node.integers("kernel_shape") or ()
@@ -230,7 +230,7 @@ def _window_size(
     ceil_mode: bool | None,
     dilated: bool,
 ) -> Formula | None:
-    """How many windows fit. `extent`: of a window, dilation included; `ceil_mode` None: a convolution."""
+    """How many windows fit. `extent`: the size of a window, with dilation. `ceil_mode` None: a convolution."""
     if auto.startswith("SAME"):
         return dims.ceil_div(size, stride) if not dilated or ceil_mode is None else None
     begin, end = (0, 0) if auto == "VALID" else pads
@@ -238,13 +238,13 @@ def _window_size(
     if ceil_mode is None or (not ceil_mode and dims.not_less(begin + end + 1 - extent, dims.ZERO)):
         return (
             dims.floor_div(room, stride) + 1
-        )  # a window that does not fit fails, and so does an image of size 0
+        )  # a window that does not fit is an error, and so is an image of size 0
     if not ceil_mode:  # a pool rounds towards zero
         outside = dims.floor_div(dims.greatest(-room, 0), stride)
         return dims.floor_div(dims.greatest(room, 0), stride) - outside + 1
     if extent.number is None:
         return None
-    # The last window may have to begin within the image or its first rim: runtimes and versions differ in when.
+    # The last window may have to begin inside the image or its padding: runtimes and versions differ.
     return dims.call("ceil_window", size, extent, *map(dims.number, (stride, begin, end)))
 
 
@@ -284,7 +284,7 @@ def _reshape(node: _Node) -> Sequence[Shape | None]:
         if element is None or element.number is not None:
             out.append(element)
         elif not dims.not_less(element, dims.ZERO):
-            out.append(None)  # it may be -1
+            out.append(None)  # the element may be -1
         else:
             sure = element if total is None or _is_part(element, total) else _sure(element)
             out.append(_or_copied(sure, i, before, wanted, total) if copies and sure is not None else sure)
@@ -304,9 +304,9 @@ def _reshape(node: _Node) -> Sequence[Shape | None]:
 
 
 def _left_over(before: Shape, known: Sequence[Formula]) -> Formula | None:
-    """The dimension that a Reshape with `allowzero` infers, where the others may be 0.
+    """The dimension that a Reshape with `allowzero` infers if others may be 0.
 
-    ONNX calls that an error. ONNX Runtime leaves zeros out of both products then: what is left must not be 0.
+    ONNX calls that an error. ONNX Runtime leaves zeros out of both products; the inferred dimension must not be 0.
     """
     rest, more = [dims.formula(d) for d in before if d is not None], []
     for part in known:
@@ -320,7 +320,7 @@ def _left_over(before: Shape, known: Sequence[Formula]) -> Formula | None:
 
 
 def _are_filled(parts: Sequence[Formula]) -> bool:
-    """Whether none of the dimensions is ever 0."""
+    """Whether no dimension can be 0."""
     return all(dims.not_less(part, dims.ONE) for part in parts)
 
 
@@ -338,15 +338,15 @@ def _product(parts: Sequence[Formula]) -> Formula:
 def _or_copied(
     element: Formula, at: int, before: Shape, wanted: Sequence[Formula | None], total: Formula | None
 ) -> Formula | None:
-    """A dimension of the result of a Reshape, whose element of the wanted shape copies what stands there if it is 0."""
+    """A dimension of a Reshape's result. If the wanted size is 0, the input's dimension is copied."""
     if at >= len(before):
-        return element  # there is nothing to be copied: a 0 fails
+        return element  # there is nothing to copy, so a 0 is an error
     own = _maybe(before[at])
     if own is None:
         return element if dims.not_less(element, dims.ONE) else None
     if dims.not_less(element, dims.ONE) or dims.entails(element, own, 0) or _vanishes_with(own, element):
         return element
-    # Were it 0, so would be the number of elements; with no other zero what is copied must be 0 too.
+    # If it were 0, the number of elements would be 0. Without another zero, the copied dimension must then be 0, too.
     others = [e for i, e in enumerate(wanted) if i != at]
     known = [e for e in others if e is not None]
     filled = len(known) == len(others) and _are_filled(known)
@@ -356,14 +356,14 @@ def _or_copied(
 
 
 def _vanishes_with(own: Formula, element: Formula) -> bool:
-    """Whether a product is 0 wherever another one is."""
+    """Whether a product is 0 whenever another one is."""
     if len(own.terms) != 1 or len(element.terms) != 1:
         return False
     return set(element.terms[0][0]) <= set(own.terms[0][0])
 
 
 def _is_part(part: Formula, whole: Formula) -> bool:
-    """Whether one product is a factor of another, which is a number of elements, so that neither wraps around."""
+    """Whether one product is a factor of another that is a number of elements, so that neither can overflow."""
     if len(part.terms) != 1 or len(whole.terms) != 1:
         return False
     (atoms, factor), (all_atoms, most) = part.terms[0], whole.terms[0]
@@ -395,13 +395,13 @@ def _squeeze(node: _Node) -> Sequence[Shape | None]:
     return [tuple(d for i, d in enumerate(shape) if i not in gone)]
 
 
-# Cutting and joining
+# Slicing and concatenating
 
 
 def _slice(node: _Node) -> Sequence[Shape | None]:
     shape = list(_need(node.shape()))
     starts, ends = node.elements(1), node.elements(2)
-    bounds = starts if starts is not None else ends  # as many as axes, the first ones if none are given
+    bounds = starts if starts is not None else ends  # one for each axis; without axes, for the first ones
     axes = node.numbers(3) if node.given(3) else None if bounds is None else list(range(len(bounds)))
     if axes is None:
         raise _Open
@@ -414,16 +414,16 @@ def _slice(node: _Node) -> Sequence[Shape | None]:
 
 
 def _cut(size: Formula, start: Formula | None, end: Formula | None, step: Formula | None) -> Formula | None:
-    """How many positions a slice keeps."""
+    """The number of positions that a slice keeps."""
     if start is None or end is None or step is None or step.number in (None, 0):
         return None
     if not fits(start) or not fits(end):
         return None
     by = step.number or 1
     if by < 0 and end.number in (2**31 - 1, 2**63 - 1):
-        end = dims.number(-(2**63))  # as ONNX Runtime takes the largest numbers (eval_shape.ends_of_slice)
+        end = dims.number(-(2**63))  # ONNX Runtime takes the largest numbers so (eval_shape.ends_of_slice)
     elif by < 0 and not dims.not_less(dims.number(dims.LARGEST - 1), end):
-        return None  # it may be one of them
+        return None  # it may be one of the largest numbers
     first = _position(size, start, 0, by < 0)
     last = _position(size, end, -1, by < 0)
     if first is None or last is None:
@@ -433,9 +433,9 @@ def _cut(size: Formula, start: Formula | None, end: Formula | None, step: Formul
 
 
 def _position(size: Formula, at: Formula, least: int, backwards: bool) -> Formula | None:
-    """A bound of a slice, counted from the front and clamped; None if its sign is not known.
+    """A bound of a slice, counted from the front and clamped; None if its sign is unknown.
 
-    `least`: the least position of a bound that is reached backwards.
+    `least`: the least position for a negative step.
     """
     if dims.not_less(dims.number(-1), at):
         at = at + size
@@ -496,11 +496,11 @@ def _tile(node: _Node) -> Sequence[Shape | None]:
     return [tuple(_try(lambda d=d, r=r: r and _sure(_formula(d) * r)) for d, r in zip(shape, repeats))]  # type: ignore[misc]
 
 
-# Others
+# Other operators
 
 
 def _listed(index: int) -> _Function:
-    """The shape is an input's elements."""
+    """The shape is given by the elements of an input."""
 
     def function(node: _Node) -> Sequence[Shape | None]:
         found = node.elements(index)
@@ -543,7 +543,7 @@ def _resize(node: _Node) -> Sequence[Shape | None]:
 
 
 def _scaled(dim: Dim, scale: object) -> Dim:
-    """A dimension times a number, rounded down, in single precision."""
+    """A dimension times a number, in single precision, rounded down."""
     if scale == 1.0 or dim is None or not isinstance(scale, float):
         return dim if scale == 1.0 else None
     return dims.dim(dims.call("scale.float", dims.formula(dim), scale))

@@ -1,9 +1,9 @@
 """What a model computes from its dimensions, as formulas: shapes, axes and counts before any size is known.
 
-The elements of a value are formulas (integers), calls and numbers (floating point, of which only the structure is
-kept: rounding is no algebra), booleans, or None for what is not known. Integers wrap around when a model runs: sums and
-products are the same modulo 2^64 whatever they pass through, but a division or a comparison is a formula only if its
-operands are known to fit in their type (`xrlflow.ir.dims.bounds`); else it is a call.
+The elements of a value are formulas (integers), calls and numbers (floating point, where only the structure is known,
+because rounding has no algebra), booleans, or None if unknown. Integers overflow when a model runs. Sums and products
+are the same modulo 2^64 however often they overflow. A division or a comparison is a formula only if its operands are
+known to fit in their type (`xrlflow.ir.dims.bounds`); otherwise it is a call.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _FLOATS = frozenset({DType.FLOAT, DType.DOUBLE, DType.FLOAT16, DType.BFLOAT16})
 
 
 def of_array(array: npt.NDArray[Any]) -> Known | None:
-    """The elements of a constant; None for strings and what has no numbers."""
+    """The elements of a constant; None for strings and other types without numbers."""
     if array.dtype.kind == "b":
         return _each(bool, array)
     if array.dtype.kind in "iu":
@@ -46,7 +46,7 @@ def of_array(array: npt.NDArray[Any]) -> Known | None:
 
 
 def numbers(known: Known | None) -> npt.NDArray[np.int64] | None:
-    """The elements as integers; None unless all are numbers that 64 bits hold."""
+    """The elements as integers; None unless all are numbers that fit in 64 bits."""
     if known is None:
         return None
     found = [e.number if isinstance(e, Formula) else None for e in known.flat]
@@ -56,7 +56,7 @@ def numbers(known: Known | None) -> npt.NDArray[np.int64] | None:
 
 
 def fits(formula: Formula, dtype: DType = DType.INT64) -> bool:
-    """Whether a formula is known to fit in an integer type whatever the sizes."""
+    """Whether a formula fits in an integer type at all sizes."""
     low, high = dims.bounds(formula)
     least, most = _RANGES[dtype]
     return low >= least and high <= most
@@ -69,12 +69,12 @@ def values(
     inputs: Sequence[Known | None],
     out: TensorType,
 ) -> Known | None:
-    """The elements of the first output of a node; None if nothing of them is known, or there are more than SMALL.
+    """The elements of the first output of a node; None if none is known, or there are more than SMALL.
 
-    `types` are those of the inputs (None: absent), `inputs` their elements as far as they are known.
+    `types` are those of the inputs (None: absent), `inputs` their elements, as far as known.
     """
     found = _values(op, attrs, types, inputs, out)
-    # Where the two disagree the node is not what it is taken for.
+    # If the two disagree, the node does not compute what it was taken for.
     shape = out.shape
     if found is not None and shape is not None and len(shape) != found.ndim:
         return None
@@ -109,7 +109,7 @@ def _values(
         if op in _ELEMENTWISE:
             kind = types[0].dtype if types[0] is not None else out.dtype
             return _elementwise(op, attrs, known, kind, out.dtype)
-    except (ValueError, IndexError, ZeroDivisionError, NotEvaluable):  # it does not fit, as a run will say
+    except (ValueError, IndexError, ZeroDivisionError, NotEvaluable):  # inputs do not fit; a run will fail
         return None
     except dims.Unwieldy:
         return None
@@ -125,7 +125,7 @@ def _volume(shape: Sequence[int | str | None]) -> Formula:
 
 
 def _each(function: Callable[..., Element], *arrays: npt.NDArray[Any]) -> Known:
-    """A function of one element of each array, with broadcasting."""
+    """Apply a function to the elements of arrays, with broadcasting."""
     shape = np.broadcast_shapes(*(a.shape for a in arrays))
     out = np.empty(shape, object)
     spread = [np.broadcast_to(a, shape).flat for a in arrays]
@@ -153,7 +153,7 @@ def _shape(attrs: Attrs, type: TensorType | None) -> Known | None:
     return out
 
 
-# Operators that only move elements: those of the first input, all of Concat's, two of the scatters'.
+# Operators that only move elements, with the inputs that they move: the first; all of Concat; two of the scatters.
 _MOVES: Mapping[str, Sequence[int]] = {
     **dict.fromkeys(
         ("Identity", "Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Split", "Slice", "Gather"),
@@ -208,7 +208,7 @@ def _range(inputs: Sequence[Known | None]) -> Known | None:
 
 
 def _wrapped(value: Formula, dtype: DType) -> Element:
-    """A result of ring operations in a type: 64 bits may wrap around, narrower types must be known to fit."""
+    """The result of ring operations: 64 bits may overflow, results of narrower types must be known to fit."""
     if dtype == DType.INT64 or fits(value, dtype):
         return value
     return dims.call(f"wrap.{dtype.name.lower()}", value)
@@ -219,7 +219,7 @@ def _ring(function: Callable[[Formula, Formula], Formula], dtype: DType) -> Call
 
 
 def _quotient(a: Formula, b: Formula) -> Formula:
-    """ONNX's division of integers: rounded towards zero."""
+    """ONNX's integer division: rounded towards zero."""
     if dims.not_less(a, dims.ZERO) and dims.not_less(b, dims.ZERO):
         return dims.floor_div(a, b)
     if b.number is not None and b.number > 0:
@@ -252,7 +252,7 @@ def _negated(value: bool | None) -> bool | None:
 
 
 def _of_integers(op: str, attrs: Attrs, dtype: DType) -> Callable[..., Element] | None:
-    """The function of an operator on formulas that are known to fit in their type."""
+    """The function of an operator on formulas that fit in their type."""
     rings: dict[str, Callable[..., Formula]] = {
         "Add": lambda a, b: a + b,
         "Sub": lambda a, b: a - b,
@@ -299,7 +299,7 @@ _REDUCTIONS: Mapping[str, str] = {
 
 
 def _elementwise(op: str, attrs: Attrs, inputs: Sequence[Known], kind: DType, dtype: DType) -> Known | None:
-    """`kind`: the element type of the first input, `dtype`: of the output."""
+    """`kind`: the element type of the first input; `dtype`: that of the output."""
     if sum(x.size for x in inputs) > 4 * SMALL:
         return None
     if op in _LOGIC:
@@ -331,7 +331,7 @@ def _elementwise(op: str, attrs: Attrs, inputs: Sequence[Known], kind: DType, dt
 
 
 def _cast(element: Element, kind: DType, dtype: DType) -> Element:
-    """An element in another type. An integer wraps around, a float is whatever the machine makes of it."""
+    """An element in another type. Integers overflow; floats are calls, since rounding depends on the machine."""
     if kind == dtype:
         return element
     if isinstance(element, Formula):
@@ -358,7 +358,7 @@ def _cast(element: Element, kind: DType, dtype: DType) -> Element:
     return None
 
 
-# Integers up to this are exact in every floating type.
+# Integers up to this magnitude are exact in every floating type.
 _EXACT = 256
 
 
@@ -393,11 +393,11 @@ def _reduced(op: str, attrs: Attrs, inputs: Sequence[Known], dtype: DType) -> Kn
     return out
 
 
-# What calls mean, for numbers
+# The values of calls
 
 
 def evaluate_call(name: str, arguments: Sequence[float]) -> float | None:
-    """The number that a call of this module stands for, as NumPy computes it in the call's type; None for others."""
+    """The value of a call of this module, computed by NumPy in the call's type; None for other calls."""
     if name == "ceil_window":
         size, extent, stride, begin, end = (int(a) for a in arguments)
         count = -((extent - size - begin - end) // stride) + 1
@@ -411,7 +411,7 @@ def evaluate_call(name: str, arguments: Sequence[float]) -> float | None:
     if kind not in _NAMES:
         return None
     dtype = np.dtype(_NAMES[kind])
-    if dtype.kind in "iu":  # a formula is not wrapped around, what runs is
+    if dtype.kind in "iu":  # a formula does not overflow, but the runtime's numbers do
         arguments = [a if isinstance(a, float) else _wrapped_number(a, dtype) for a in arguments]
     with np.errstate(all="ignore"):
         if op == "wrap":

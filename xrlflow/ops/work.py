@@ -1,12 +1,12 @@
-"""How much an operator has to compute and to move: what a cost model divides by the machine's speed.
+"""How much an operator computes and moves. Cost models divide this by the machine's speed.
 
-`work` gives floating-point operations, bytes and kind of one node from the types around it. The table
-`COUNTS` has one small function per operator, `ELEMENTWISE` the operations per element; an operator in neither
-counts as one operation per element of its first output.
+`work` gives the floating-point operations, bytes and kind of one node from the types around it. `COUNTS` has a small
+function for each operator, `ELEMENTWISE` the operations per element. An operator in neither table counts as one
+operation per element of its first output.
 
-Conventions. A multiplication and an addition are two operations. Every input is read once and every output
-written once, unless the operator touches only a part (Slice, Gather, Split). What ONNX Runtime does without
-touching data (Reshape, Squeeze, ...) is a VIEW: no operations, no bytes, only the call.
+Conventions: a multiplication and an addition are two operations. Every input is read once and every output is written
+once, unless the operator touches only a part (Slice, Gather, Split). What ONNX Runtime does without touching data
+(Reshape, Squeeze, ...) is a VIEW: no operations, no bytes, only the call.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from xrlflow.ops.symbolic_values import evaluate_call
 
 Shape = tuple[int, ...]
 
-# What a dimension counts that is neither a number nor bound: one that is named like a batch (or is first and
-# nameless) as one, since latency is what people look at; any other (sequence, height, ...) as 64. The name
-# alone decides, so that a symbol counts the same wherever it stands.
+# The size of a dimension that is neither a number nor bound: 1 if it is named like a batch, or is first and nameless,
+# because people look at latency; 64 for any other (sequence, height, ...). Only the name decides, so that a symbol has
+# the same size everywhere.
 BATCH_DIM = 1
 OTHER_DIM = 64
 _BATCH_NAMES = frozenset({"n", "b", "bs"})
 
 
-class Kind(Enum):
+class OpKind(Enum):
     """Operators that reach a similar part of the machine's speed."""
 
     GEMM = "gemm"
     CONV = "conv"
-    GROUPED_CONV = "grouped conv"  # more than one group, more than one channel per group
+    GROUPED_CONV = "grouped conv"  # several groups, with several channels each
     DEPTHWISE_CONV = "depthwise conv"  # one channel per group
     RECURRENT = "recurrent"  # LSTM, GRU, RNN
     ELEMENTWISE = "elementwise"
@@ -43,12 +43,12 @@ class Kind(Enum):
     MOVE = "move"  # copies runs of neighbours
     SHUFFLE = "shuffle"  # copies element by element: a Transpose of the innermost dimension
     VIEW = "view"  # touches no data
-    OTHER = "other"  # control flow, sorting, and what we know nothing about
+    OTHER = "other"  # control flow, sorting, unknown operators
 
 
 @dataclass(frozen=True, slots=True)
 class Gemm:
-    """`count` independent products of [m, k] by [k, n].
+    """`count` independent products of an [m, k] and a [k, n] matrix.
 
     A convolution is one product per group: m output positions, n output channels, k = channels x kernel.
     """
@@ -67,15 +67,14 @@ class Gemm:
 class Work:
     """What one call of an operator does.
 
-    `flops`: operations. `bytes`: memory traffic. `footprint`: bytes in use at a time, which decide whether that
-    traffic stays in the cache (less than `bytes` where weights are read at every step). `gemm`: the product
-    behind the operator, if it is one. `channels`: input channels per group of a convolution, else 0. `bits`: the
-    width of the elements that are computed on.
+    `flops`: operations. `bytes`: memory traffic. `footprint`: bytes in use at a time, which decide whether the traffic
+    stays in the cache (less than `bytes` if weights are read at every step). `gemm`: the underlying product, if there
+    is one. `channels`: input channels per group of a convolution, else 0. `bits`: the width of the computed elements.
     """
 
     flops: float
     bytes: float
-    kind: Kind
+    kind: OpKind
     footprint: float = -1.0
     gemm: Gemm | None = None
     channels: int = 0
@@ -87,7 +86,7 @@ class Work:
 
 
 def dimensions(type: TensorType, bindings: Mapping[str, int]) -> Shape:
-    """The shape in numbers: symbols by `bindings`, what is not bound by default (see BATCH_DIM, OTHER_DIM).
+    """The shape in numbers. `bindings` has the sizes of symbols; others get a default (BATCH_DIM, OTHER_DIM).
 
     An unknown rank counts as one dimension of OTHER_DIM.
     """
@@ -100,7 +99,7 @@ def dimensions(type: TensorType, bindings: Mapping[str, int]) -> Shape:
 
 
 def number_of(dim: Dim, bindings: Mapping[str, int]) -> int | None:
-    """The number that a dimension is, with numbers for symbols; None if they do not say it."""
+    """The size of a dimension, given the sizes of symbols; None if it does not follow from them."""
     return dims.value(dim, bindings, evaluate_call)
 
 
@@ -109,7 +108,7 @@ def _unbound(symbol: str | None, axis: int) -> int:
         usual = {name: _unbound(name, 1) for name in dims.symbols(dims.formula(symbol))}
         number = number_of(symbol, usual)
         return OTHER_DIM if number is None else max(number, 1)
-    if symbol is None or symbol.startswith("unk__"):  # a name that ONNX's inference made up
+    if symbol is None or symbol.startswith("unk__"):  # ONNX's inference invented this name
         return BATCH_DIM if axis == 0 else OTHER_DIM
     name = symbol.lower()
     return BATCH_DIM if name in _BATCH_NAMES or "batch" in name else OTHER_DIM
@@ -117,7 +116,7 @@ def _unbound(symbol: str | None, axis: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Operands:
-    """A node with its shapes in numbers and its tensors' bytes. An absent input is () with no bytes."""
+    """A node with shapes in numbers and bytes of tensors. An absent input has shape () and no bytes."""
 
     node: Node
     inputs: tuple[Shape, ...]
@@ -159,7 +158,7 @@ Count = Callable[[Operands], Work]
 
 
 def work(node: Node, in_types: Sequence[TensorType | None], bindings: Mapping[str, int]) -> Work:
-    """The work of one call. `in_types[i]` is the type of `node.inputs[i]`, None for an absent one.
+    """The work of one call. `in_types[i]` is the type of `node.inputs[i]`, None if that is absent.
 
     Control flow counts its bodies, see `bodies`.
     """
@@ -167,17 +166,17 @@ def work(node: Node, in_types: Sequence[TensorType | None], bindings: Mapping[st
     if weighted:
         flops = sum(w * work(n, _in_types(g, n), bindings).flops for g, w in weighted for n in _running(g))
         moved = sum(w * work(n, _in_types(g, n), bindings).bytes for g, w in weighted for n in _running(g))
-        return Work(flops, moved, Kind.OTHER)
+        return Work(flops, moved, OpKind.OTHER)
     operands = _operands(node, in_types, bindings)
     count = COUNTS.get(node.op)
     if count is not None:
         return count(operands)
     per_element = ELEMENTWISE.get(node.op)
-    kind = Kind.OTHER if per_element is None else Kind.ELEMENTWISE
+    kind = OpKind.OTHER if per_element is None else OpKind.ELEMENTWISE
     return _dense(operands, (per_element or 1) * operands.elements, kind)
 
 
-# How often a Loop is taken to run its body if nothing says: more than once, or nobody would have written it.
+# The assumed iterations of a Loop whose trip count is unknown: more than one, or nobody would have written it.
 UNKNOWN_STEPS = 8.0
 
 
@@ -189,9 +188,9 @@ def bodies(
 ) -> Iterator[tuple[Graph, float]]:
     """The graphs inside a control-flow node, each with how often a call runs it.
 
-    Of an If every branch counts in full, since it may be the one that runs; or that one alone, if its condition is
-    among `consts`. A Scan runs its body as often as its inputs are long, a Loop as its trip count says, if that is
-    among `consts`, or the number of the results that it collects.
+    All branches of an If count in full, since any of them may run; only one of them if the condition is in `consts`. A
+    Scan runs its body once per element of its scanned inputs. A Loop runs it as often as its trip count says, if that
+    is in `consts`, or once for each result that it collects.
     """
     graphs = [value.graph for value in node.attrs.values() if isinstance(value, Body)]
     weight = 1.0
@@ -217,7 +216,7 @@ def _steps(node: Node, bindings: Mapping[str, int], consts: Mapping[Value, Const
     const = consts.get(node.inputs[0]) if node.inputs else None
     if const is not None and const.array is not None and const.array.size == 1:
         count = int(const.array.item())
-        return float(max(count, 0)) if count < 1 << 30 else UNKNOWN_STEPS  # the condition ends it
+        return float(max(count, 0)) if count < 1 << 30 else UNKNOWN_STEPS  # the condition ends the loop
     for type in node.types[max(len(node.explicit_inputs) - 2, 0) :]:
         first = type.shape[0] if type.shape else None
         number = bindings.get(first) if isinstance(first, str) else first
@@ -249,12 +248,12 @@ def _operands(node: Node, in_types: Sequence[TensorType | None], bindings: Mappi
     )
 
 
-def _dense(o: Operands, flops: float, kind: Kind) -> Work:
+def _dense(o: Operands, flops: float, kind: OpKind) -> Work:
     """Reads every input, writes every output."""
     return Work(flops, o.read + o.written, kind, bits=o.bits)
 
 
-def _product(o: Operands, gemm: Gemm, kind: Kind = Kind.GEMM, channels: int = 0) -> Work:
+def _product(o: Operands, gemm: Gemm, kind: OpKind = OpKind.GEMM, channels: int = 0) -> Work:
     return Work(gemm.flops, o.read + o.written, kind, gemm=gemm, channels=channels, bits=o.bits)
 
 
@@ -262,17 +261,17 @@ def _product(o: Operands, gemm: Gemm, kind: Kind = Kind.GEMM, channels: int = 0)
 
 
 def _view(o: Operands) -> Work:
-    return Work(0.0, 0.0, Kind.VIEW)
+    return Work(0.0, 0.0, OpKind.VIEW)
 
 
 def _copy(o: Operands) -> Work:
     """Reads every input, writes the output."""
-    return Work(0.0, o.read + o.written, Kind.MOVE)
+    return Work(0.0, o.read + o.written, OpKind.MOVE)
 
 
 def _pick(o: Operands) -> Work:
-    """Reads of its first input only what it writes."""
-    return Work(0.0, 2 * o.written + o.read - o.input_bytes(0), Kind.MOVE)
+    """Reads only as many elements of its first input as it writes."""
+    return Work(0.0, 2 * o.written + o.read - o.input_bytes(0), OpKind.MOVE)
 
 
 def _transpose(o: Operands) -> Work:
@@ -280,16 +279,16 @@ def _transpose(o: Operands) -> Work:
     perm = o.numbers("perm", tuple(reversed(range(len(shape)))))
     moved = [axis for axis in perm if axis < len(shape) and shape[axis] != 1]
     neighbours_stay = not moved or moved[-1] == max(moved)
-    return Work(0.0, o.read + o.written, Kind.MOVE if neighbours_stay else Kind.SHUFFLE)
+    return Work(0.0, o.read + o.written, OpKind.MOVE if neighbours_stay else OpKind.SHUFFLE)
 
 
 def _fill(o: Operands) -> Work:
-    return Work(0.0, o.written, Kind.MOVE)
+    return Work(0.0, o.written, OpKind.MOVE)
 
 
 def _scatter(o: Operands) -> Work:
-    """Copies the data, then overwrites a part: the updates are the last input."""
-    return Work(0.0, o.read + o.written + o.in_bytes[-1], Kind.MOVE)
+    """Copies the data, then overwrites a part of it. The updates are the last input."""
+    return Work(0.0, o.read + o.written + o.in_bytes[-1], OpKind.MOVE)
 
 
 # --- products ---
@@ -300,7 +299,7 @@ def _matmul(o: Operands) -> Work:
 
 
 def matmul_shape(a: Shape, b: Shape) -> Gemm:
-    """NumPy's matmul. With a matrix on the right, the leading dimensions on the left are rows."""
+    """The product of NumPy's matmul. If the right operand is a matrix, all leading dimensions of the left are rows."""
     a = a if len(a) > 1 else (1, *(a or (1,)))
     b = b if len(b) > 1 else (*(b or (1,)), 1)
     m, k, n = a[-2], a[-1], b[-1]
@@ -325,7 +324,7 @@ def _fused_matmul(o: Operands) -> Work:
 def _gemm(o: Operands) -> Work:
     a, b = o.input(0), o.input(1)
     if len(a) != 2 or len(b) != 2:
-        return _dense(o, o.elements, Kind.OTHER)
+        return _dense(o, o.elements, OpKind.OTHER)
     m, k = (a[1], a[0]) if o.number("transA", 0) else a
     return _product(o, Gemm(1, m, b[0] if o.number("transB", 0) else b[1], k))
 
@@ -334,15 +333,15 @@ def _einsum(o: Operands) -> Work:
     equation = o.node.attrs.get("equation", "")
     plan = einsum_shape(equation if isinstance(equation, str) else "", o.inputs)
     if plan is None:
-        return Work(0.0, o.read + o.written, Kind.SHUFFLE)
+        return Work(0.0, o.read + o.written, OpKind.SHUFFLE)
     return _product(o, plan)
 
 
 def einsum_shape(equation: str, shapes: Sequence[Shape]) -> Gemm | None:
-    """The product behind an Einsum of two or more operands (those beyond the second widen it); None for one.
+    """The product in an Einsum of at least two operands (further ones widen it); None for one operand.
 
-    Labels of both operands and the result are batch, of one operand and the result rows or columns; all
-    others are summed over.
+    Labels of both operands and the result are batch, labels of one operand and the result rows or columns; all others
+    are summed over.
     """
     if len(shapes) < 2:
         return None
@@ -381,19 +380,19 @@ def _qlinear_conv(o: Operands) -> Work:
 def _conv_over(o: Operands, weight: Shape) -> Work:
     out = o.outputs[0]
     if len(out) < 3 or len(weight) < 3:
-        return _dense(o, o.elements, Kind.OTHER)
+        return _dense(o, o.elements, OpKind.OTHER)
     groups, channels = o.number("group", 1), weight[1]
     gemm = Gemm(groups, out[0] * prod(out[2:]), max(1, weight[0] // groups), channels * prod(weight[2:]))
     if groups == 1:
-        return _product(o, gemm, Kind.CONV, channels)
-    return _product(o, gemm, Kind.DEPTHWISE_CONV if channels == 1 else Kind.GROUPED_CONV, channels)
+        return _product(o, gemm, OpKind.CONV, channels)
+    return _product(o, gemm, OpKind.DEPTHWISE_CONV if channels == 1 else OpKind.GROUPED_CONV, channels)
 
 
 def _conv_transpose(o: Operands) -> Work:
-    """A product into a column buffer (written and read once more), then its sum into the image."""
+    """A product into a buffer of columns, which is then read and summed into the image."""
     x, weight = o.input(0), o.input(1)
     if len(x) < 3 or len(weight) < 3:
-        return _dense(o, o.elements, Kind.OTHER)
+        return _dense(o, o.elements, OpKind.OTHER)
     groups = o.number("group", 1)
     gemm = Gemm(groups, x[0] * prod(x[2:]), weight[1] * prod(weight[2:]), max(1, weight[0] // groups))
     columns = 2.0 * groups * gemm.m * gemm.n * o.bits / 8
@@ -402,7 +401,7 @@ def _conv_transpose(o: Operands) -> Work:
 
 
 def _attention(o: Operands) -> Work:
-    """softmax(Q K^T) V, of opset 23 and com.microsoft. Q, K, V are [b,h,s,d] or [b,s,h*d]."""
+    """softmax(Q K^T) V, in opset 23 and com.microsoft. Q, K, V are [b,h,s,d] or [b,s,h*d]."""
     query, key, value = o.input(0), o.input(1), o.input(2)
     if len(query) == 4 and len(key) == 4 and len(value) == 4:
         batch, heads, rows, depth = query
@@ -413,7 +412,7 @@ def _attention(o: Operands) -> Work:
         batch, rows, depth = query[0], query[1], query[2] // heads
         columns, out = key[1], value[2] // shared
     else:
-        return _dense(o, o.elements, Kind.OTHER)
+        return _dense(o, o.elements, OpKind.OTHER)
     if o.node.op == "Attention" and len(o.input(4)) == 4:  # past_key
         columns += o.input(4)[2]
     return _attend(o, batch * heads, rows, columns, depth, out)
@@ -422,15 +421,17 @@ def _attention(o: Operands) -> Work:
 def _attend(o: Operands, count: int, rows: int, columns: int, depth: int, out: int) -> Work:
     scores = float(count * rows * columns)
     flops = scores * (2 * depth + 2 * out + 3 + ELEMENTWISE["Exp"])
-    moved = o.read + o.written + 4 * scores * o.bits / 8  # the scores: written and read by softmax, product
-    return Work(flops, moved, Kind.GEMM, gemm=Gemm(count, rows, columns, depth + out), bits=o.bits)
+    moved = (
+        o.read + o.written + 4 * scores * o.bits / 8
+    )  # softmax and the second product read and write the scores
+    return Work(flops, moved, OpKind.GEMM, gemm=Gemm(count, rows, columns, depth + out), bits=o.bits)
 
 
 def _packed_attention(o: Operands) -> Work:
-    """com.microsoft::Attention: the projection [b,s,d] x [d,3d] and the attention of its parts."""
+    """com.microsoft::Attention: the projection [b,s,d] x [d,3d], and the attention of its three parts."""
     x, weight = o.input(0), o.input(1)
     if len(x) != 3 or len(weight) != 2:
-        return _dense(o, o.elements, Kind.OTHER)
+        return _dense(o, o.elements, OpKind.OTHER)
     heads, width = max(1, o.number("num_heads", 1)), weight[1] // 3
     attended = _attend(o, x[0] * heads, x[1], x[1], width // heads, width // heads)
     projection = Gemm(1, x[0] * x[1], weight[1], weight[0])
@@ -438,18 +439,18 @@ def _packed_attention(o: Operands) -> Work:
 
 
 def _recurrent(o: Operands) -> Work:
-    """X [t,b,i], W and R of gates*h rows (either way around); R is read again at every step."""
+    """X [t,b,i], W and R with gates*h rows (or columns); R is read again at every step."""
     x, weight, recurrence = o.input(0), o.input(1), o.input(2)
     if len(x) != 3 or len(weight) != 3 or len(recurrence) != 3:
-        return _dense(o, o.elements, Kind.OTHER)
+        return _dense(o, o.elements, OpKind.OTHER)
     steps, batch = (x[1], x[0]) if o.number("layout", 0) else (x[0], x[1])
     directions = weight[0]
     rows = max(1, weight[1] * weight[2] // max(1, x[2]))
     step = Gemm(directions, batch, rows, x[2] + recurrence[1] * recurrence[2] // rows)
     pointwise = steps * batch * directions * rows * ELEMENTWISE["Sigmoid"]
     moved = o.read + o.written + max(0, steps - 1) * o.input_bytes(2)
-    at_once = max(o.input_bytes(1), o.input_bytes(2))  # one matrix after the other
-    return Work(steps * step.flops + pointwise, moved, Kind.RECURRENT, at_once, step, bits=o.bits)
+    at_once = max(o.input_bytes(1), o.input_bytes(2))  # one matrix is read after the other
+    return Work(steps * step.flops + pointwise, moved, OpKind.RECURRENT, at_once, step, bits=o.bits)
 
 
 # --- reductions ---
@@ -457,46 +458,46 @@ def _recurrent(o: Operands) -> Work:
 
 def _per_input(flops: float) -> Count:
     def count(o: Operands) -> Work:
-        return _dense(o, flops * prod(o.input(0)), Kind.REDUCE)
+        return _dense(o, flops * prod(o.input(0)), OpKind.REDUCE)
 
     return count
 
 
 def _pool(o: Operands) -> Work:
-    return _dense(o, float(o.elements * prod(o.numbers("kernel_shape", (1,)))), Kind.REDUCE)
+    return _dense(o, float(o.elements * prod(o.numbers("kernel_shape", (1,)))), OpKind.REDUCE)
 
 
 def _sort(o: Operands) -> Work:
-    return _dense(o, 10.0 * prod(o.input(0)), Kind.OTHER)
+    return _dense(o, 10.0 * prod(o.input(0)), OpKind.OTHER)
 
 
 def _elementwise(flops: float) -> Count:
     def count(o: Operands) -> Work:
-        return _dense(o, flops * o.elements, Kind.ELEMENTWISE)
+        return _dense(o, flops * o.elements, OpKind.ELEMENTWISE)
 
     return count
 
 
 def _power(o: Operands) -> Work:
-    """Squares, cubes and roots, hence any one exponent for all elements, are fast; others one at a time."""
-    return _dense(o, (8.0 if prod(o.input(1)) == 1 else 270.0) * o.elements, Kind.ELEMENTWISE)
+    """Squares, cubes, roots and any other constant exponent are fast; others are computed one element at a time."""
+    return _dense(o, (8.0 if prod(o.input(1)) == 1 else 270.0) * o.elements, OpKind.ELEMENTWISE)
 
 
 def _sum(o: Operands) -> Work:
-    return _dense(o, float(o.elements * max(1, len(o.inputs) - 1)), Kind.ELEMENTWISE)
+    return _dense(o, float(o.elements * max(1, len(o.inputs) - 1)), OpKind.ELEMENTWISE)
 
 
 T = TypeVar("T")
 
 
 def _table(*rows: tuple[str, T]) -> dict[str, T]:
-    """Each row: operators separated by blanks, and what they share."""
+    """A table from rows of operators, separated by blanks, with their common entry."""
     return {op: value for ops, value in rows for op in ops.split()}
 
 
-# Operations per element of the output, in units of what a vector unit does: transcendental functions by what
-# their polynomials take, and those that ONNX Runtime computes one element at a time (its CPU kernels call the
-# C library there) by what they take compared with Tanh, as measured.
+# Operations per element of the output, in units of a vector unit. Transcendental functions count the operations of
+# their polynomials. Those that ONNX Runtime computes one element at a time, by calling the C library, count what was
+# measured in comparison with Tanh.
 ELEMENTWISE: dict[str, float] = _table(
     ("Add And BitShift BitwiseAnd BitwiseNot BitwiseOr BitwiseXor Cast CastLike Equal", 1.0),
     ("Greater GreaterOrEqual IsInf IsNaN Less LessOrEqual Mul Neg Not Or Relu Sub Where Xor Abs", 1.0),

@@ -1,6 +1,6 @@
 """One optimisation, phase by phase: prepare, explore, finish (choose, confirm), results.
 
-Each phase takes values and returns values; none reaches back. `Context` has what all of them read.
+Each phase takes values and returns values; no phase calls an earlier one. All of them read a `Context`.
 """
 
 from xrlflow.pipeline.results import Result

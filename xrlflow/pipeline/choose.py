@@ -1,4 +1,4 @@
-"""Choosing by measurement, end to end, among the search's proposals and changes of them."""
+"""Choosing among the search's proposals, and variations of them, by measuring whole models."""
 
 from __future__ import annotations
 
@@ -8,30 +8,30 @@ from dataclasses import dataclass, field, replace
 
 from xrlflow.backends import BackendError
 from xrlflow.backends.onnxruntime import measure
-from xrlflow.cost import Surroundings
+from xrlflow.cost import InContextBenchmark
 from xrlflow.pipeline.context import Context
 from xrlflow.pipeline.prepare import Start
 from xrlflow.rewrite import RewriteState
-from xrlflow.search import Found, Limits, Ratio, Selection, append, greedy, retrace, select
+from xrlflow.search import Limits, Ratio, SearchNode, Selection, append, greedy, retrace, select
 
-# Substitutions that the model sees as a loss of no more than this part of the cost are left to measurement.
+# Substitutions that lose at most this part of the modelled cost may still gain: they are measured.
 _TOLERANCE = 0.02
-# Comparing two models ends early when the interval is clear of 1 by this much, or so narrow.
+# A comparison of two models ends early when its interval is this far from 1, or this narrow.
 _DECIDED, _NARROW = 0.01, 0.02
-# Seconds that a comparison has in any case.
+# The fewest seconds of a comparison.
 _COMPARE_AT_LEAST = 0.5
-# The parts of the time of the selection that is left that may go into one look at substitutions in their surroundings:
-# those that were made (they make up the best proposal, which is measured first), and those that could be.
+# The parts of the remaining selection time that may be used to measure substitutions in context: those that were made
+# (they explain the best proposal, which is measured first), and those that could be made.
 _LOOKING_BACK, _LOOKING_AHEAD = 0.25, 0.15
-# Families whose substitutions clear away what others leave behind.
+# Families whose rules tidy up after other rules.
 _TIDYING = frozenset({"identity", "reshape", "slices", "transpose"})
 _REFUSED = Ratio(0.0, 0.0, 0.0)
 
 
-def choose(context: Context, start: Start, proposals: Sequence[Found]) -> Selection:
-    """What runs fastest end to end, of those of the proposals that are not too large."""
+def choose(context: Context, start: Start, proposals: Sequence[SearchNode]) -> Selection:
+    """Choose what runs fastest among the proposals whose files are not too large."""
     clock, library = context.clock, context.library
-    surroundings = Surroundings(
+    in_context = InContextBenchmark(
         context.threads, context.imported.bindings, session_options=context.options.session_options
     )
     deadline = clock.budget.begin_comparing_until
@@ -39,15 +39,15 @@ def choose(context: Context, start: Start, proposals: Sequence[Found]) -> Select
     tidying = frozenset(name for name, rule in library.rules.items() if rule.family in _TIDYING)
     selection = select(
         start.base, [f for f in proposals if context.fits(f)], trials.compare, trials.search, deadline, _TOLERANCE,
-        tidying, _Survey(surroundings, start.base, deadline, trials.say),
+        tidying, _Survey(in_context, start.base, deadline, trials.say),
     )  # fmt: skip
-    context.notes.extend(f"not measured where it stands: {refusal}" for refusal in surroundings.refused)
+    context.notes.extend(f"not measured where it stands: {refusal}" for refusal in in_context.refused)
     return selection
 
 
 @dataclass(slots=True)
 class _Trials:
-    """Comparisons of whole models, and the searches for what to compare, until `deadline` (time.monotonic)."""
+    """Comparisons of whole models, and searches for models to compare, until `deadline` (time.monotonic)."""
 
     context: Context
     deadline: float
@@ -56,8 +56,8 @@ class _Trials:
     def say(self) -> None:
         self.context.say("select", self.count, 0, "measuring substitutions where they stand")
 
-    def compare(self, against: Found | None, found: Found) -> Ratio:
-        """How many times faster `found` is, than the original (None) or another state; 0 if it cannot be run."""
+    def compare(self, against: SearchNode | None, found: SearchNode) -> Ratio:
+        """How many times faster `found` is than the original (None) or another node; 0 if it cannot be run."""
         context = self.context
         if not context.fits(found):
             growth = context.options.max_growth
@@ -77,19 +77,19 @@ class _Trials:
                 time_limit=min(context.clock.budget.each_comparison, left), target_width=_NARROW, control=False,
                 margin=_DECIDED, session_options=context.options.session_options, load_reversed=self.count % 2 == 0,
             )  # fmt: skip
-        except BackendError as error:  # the original ran: it is the proposal that the runtime refuses
+        except BackendError as error:  # the original ran, so the runtime refuses the proposal
             context.notes.append(f"a proposal was dropped: {error}")
             return _REFUSED
         for path in written:
             context.remove(path)
         return Ratio(measured.speedup.median, measured.speedup.low, measured.speedup.high)
 
-    def search(self, found: Found, rules: frozenset[str]) -> Found:
-        """Greedy with some rules, and all rules' candidates at the end."""
+    def search(self, found: SearchNode, rules: frozenset[str]) -> SearchNode:
+        """A greedy search with these rules only. Its result has the candidates of all rules."""
         library = self.context.library
         state = RewriteState.start(found.state.graph, library.only(rules), found.state.delta)
         result = greedy(state, found.cost, Limits(self.context.options.budget, self.deadline))
-        if result.interrupted:  # it is the selection that keeps what it has
+        if result.interrupted:  # the caller keeps its best choice
             raise KeyboardInterrupt
         better = result.best
         if better.path is None:
@@ -103,21 +103,21 @@ class _Trials:
 
 @dataclass(frozen=True, slots=True)
 class _Survey:
-    """Substitutions measured where they stand, within the time of the selection."""
+    """Substitutions measured in context, within the time of the selection."""
 
-    surroundings: Surroundings
-    base: Found
+    in_context: InContextBenchmark
+    base: SearchNode
     deadline: float
     say: Callable[[], None]
 
-    def candidates(self, found: Found, rules: Sequence[str]) -> Mapping[str, float]:
-        return self.surroundings.survey(
+    def candidates(self, found: SearchNode, rules: Sequence[str]) -> Mapping[str, float]:
+        return self.in_context.survey(
             found.state, rules, _TOLERANCE * self.base.cost, self._until(_LOOKING_AHEAD)
         )
 
-    def steps(self, found: Found) -> Mapping[str, float]:
+    def steps(self, found: SearchNode) -> Mapping[str, float]:
         made = ((state, match) for state, match, _ in retrace(self.base.state, found.trace))
-        return self.surroundings.retrace(made, self._until(_LOOKING_BACK))
+        return self.in_context.retrace(made, self._until(_LOOKING_BACK))
 
     def _until(self, share: float) -> float:
         self.say()

@@ -1,4 +1,4 @@
-"""The last word with TVM: proposals are compiled, the fastest is kept, verified, and compared with ONNX Runtime."""
+"""The end of an optimisation with TVM: proposals are compiled, and the fastest is verified and measured."""
 
 from __future__ import annotations
 
@@ -17,22 +17,25 @@ from xrlflow.verify import Verification
 
 
 def finish(context: Context, start: Start, explored: Explored) -> Finished:
-    """Compile what was found, choose by measurement, verify and measure the compiled model. See `Finisher`."""
-    options, place = context.options, context.place
-    assert place is not None
+    """Compile the proposals, choose by measurement, verify the compiled model, compare it with ONNX Runtime.
+
+    See `Finisher`.
+    """
+    options, target = context.options, context.target
+    assert target is not None
     choice = _compiled(context, start, explored)
     best = choice.lowered
     verification: Verification | None = None
     if options.verify:
-        with context.clock.phase("verify"), lowering.running(place, best.path, best.model) as runner:
+        with context.clock.phase("verify"), lowering.running(target, best.path, best.model) as runner:
             verification = Verifier(context).check_compiled(runner, best.model.sizes)
     compared = best.compared
     reason = "not measured"
     if compared is not None:
-        reason = f"measured {compared.speedup} against the original graph, compiled, on {place.remote}"
-    elif options.measure and place.remote is not None and choice.interrupted:
+        reason = f"measured {compared.speedup} against the original graph, compiled, on {target.remote}"
+    elif options.measure and target.remote is not None and choice.interrupted:
         reason = "the original graph, compiled: interrupted before anything was compared with it"
-    elif options.measure and place.remote is not None:
+    elif options.measure and target.remote is not None:
         reason = "the original graph, compiled: nothing is faster on the remote device"
     elif options.measure:
         compared = final(context, best.path)
@@ -40,12 +43,12 @@ def finish(context: Context, start: Start, explored: Explored) -> Finished:
         if compared.speedup is not None and compared.speedup.slower:
             reason += ", which is faster"
     return Finished(
-        best.found, reason, verification, compared, compiled=best.model, threads=place.machine.cores
+        best.found, reason, verification, compared, compiled=best.model, threads=target.machine.cores
     )
 
 
 def _compiled(context: Context, start: Start, explored: Explored) -> Choice:
-    """The proposal that runs fastest, compiled. Raises KeyboardInterrupt where the search was interrupted as well."""
+    """The proposal that runs fastest, compiled. Raises KeyboardInterrupt if the search was interrupted before."""
     options, clock, interrupted = context.options, context.clock, explored.result.interrupted
     context.say("compile", note="with TVM")
     with clock.phase("compile"):

@@ -1,4 +1,4 @@
-"""The last word on ONNX Runtime: one proposal is chosen, compared with the original, and verified."""
+"""The end of an optimisation with ONNX Runtime: one proposal is chosen, compared with the original, and verified."""
 
 from __future__ import annotations
 
@@ -19,20 +19,22 @@ from xrlflow.pipeline.finish import Finished
 from xrlflow.pipeline.prepare import Start
 from xrlflow.pipeline.verifier import VerificationFailed, Verifier
 from xrlflow.report import compared_with, not_verified_in_time, nothing_chosen, operators
-from xrlflow.search import Found, Selection
+from xrlflow.search import SearchNode, Selection
 from xrlflow.verify import Status, Verification
 
-# Seconds that the last comparison has at least where it decides nothing: what was compiled is returned in any case.
+# The fewest seconds of the last comparison where it decides nothing, because a compiled model is returned in any case.
 _FINAL_AT_LEAST = 3.0
 
 
 def finish(context: Context, start: Start, explored: Explored) -> Finished:
-    """Choose a proposal by measurement, or the first where nothing is measured, and keep it if it is faster, and
-    verified. See `Finisher`."""
+    """Choose a proposal by measurement, and keep it if it is faster than the original and verified.
+
+    Without measuring, the first proposal is chosen. See `Finisher`.
+    """
     options = context.options
     leaner = _runs_fewer(context.imported, start.base.state.graph)
     selection: Selection | None = None
-    chosen: Found | None = None
+    chosen: SearchNode | None = None
     if options.measure and options.search != "random":
         selection = _selected(context, start, explored, leaner)
         chosen = selection.chosen
@@ -48,13 +50,13 @@ def finish(context: Context, start: Start, explored: Explored) -> Finished:
 
 
 def _runs_fewer(imported: ImportedModel, graph: Graph) -> bool:
-    """Whether reading the file alone (folding, dead nodes) leaves fewer operators to run."""
+    """Whether importing the file (folding constants, dropping dead nodes) leaves fewer operators to run."""
     return sum(operators(graph).values()) < imported.nodes_before
 
 
 def _selected(context: Context, start: Start, explored: Explored, leaner: bool) -> Selection:
-    """Raises KeyboardInterrupt where the search was interrupted as well."""
-    improving: Sequence[Found] = explored.proposals
+    """Choose among the proposals. Raises KeyboardInterrupt if the search was interrupted before."""
+    improving: Sequence[SearchNode] = explored.proposals
     if not (leaner or start.early):
         improving = [f for f in improving if f.path is not None]
     with context.clock.phase("select"):
@@ -69,12 +71,14 @@ def _selected(context: Context, start: Start, explored: Explored, leaner: bool) 
 
 @dataclass(slots=True)
 class _Judging:
-    """One proposal, at `path`, against the original. It is verified if it is faster: that may take longer than all the
-    rest."""
+    """One proposal, at `path`, against the original.
+
+    It is verified only if it is faster, because verifying may take longer than everything else.
+    """
 
     context: Context
     start: Start
-    chosen: Found
+    chosen: SearchNode
     path: str
     verification: Verification | None = field(default=None, init=False)
 
@@ -103,7 +107,7 @@ class _Judging:
         return options.measure and options.search != "random"
 
     def right(self) -> bool:
-        """Whether the result is known to compute the same; raises VerificationFailed if it does not."""
+        """Whether the result was verified. Raises VerificationFailed if it computes something else."""
         clock = self.context.clock
         if not self.context.options.verify:
             return True
@@ -118,15 +122,17 @@ class _Judging:
 
 
 def final(context: Context, path: str, seconds: float | None = None) -> RepeatedComparison:
-    """How much faster a result is than the original: the figure that is reported, in fresh processes; within so many
-    seconds, or what is left."""
+    """The reported speed-up of a result over the original, from fresh processes.
+
+    `seconds`: the time limit; by default what is left of the whole.
+    """
     if seconds is None:
         seconds = max(_FINAL_AT_LEAST, context.clock.budget.until - time.monotonic())
     return _compared(context, path, seconds)
 
 
 def decided(context: Context, path: str, check: Callable[[], bool]) -> RepeatedComparison:
-    """Whether a result is faster than the original; if it is, and stands `check`, by how much."""
+    """Whether a result is faster than the original; if so, and if `check` admits it, also by how much."""
     now, left = time.monotonic(), context.clock.budget
     patience = max(left.end - left.verification - now, 0.0)
     return _compared(context, path, left.final(now), check, left.verification, patience)

@@ -1,4 +1,4 @@
-"""What all phases of one optimisation read: options, the model, where files go, and the time."""
+"""What all phases of an optimisation read: options, the model, paths of files, and the clock."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from typing import Any
 
 from xrlflow.backends.onnxruntime import default_threads
 from xrlflow.ir import Graph
-from xrlflow.lowering import Lowering, Place
+from xrlflow.lowering import ExecutionTarget, Lowering
 from xrlflow.onnxio import ImportedModel, Source, save, size_of
 from xrlflow.options import Options
 from xrlflow.report import Listener
 from xrlflow.rewrite import Library
-from xrlflow.search import Budget, Found
+from xrlflow.search import Budget, SearchNode
 from xrlflow.tuning.store import Store
 
-# A result may be so many bytes larger than the original, however small that is.
+# A result may be this many bytes larger than the original, however small the original is.
 _SPARE = 1 << 16
 
 
@@ -30,8 +30,8 @@ _SPARE = 1 << 16
 class Clock:
     """The time of one optimisation, and what it was spent on. Moments are those of time.monotonic, times in seconds.
 
-    `deadline` is `limit`, the user's, until `hurry` brings it forward. `latency` and `loading`: roughly of one run of
-    the original, and of opening a session with it; 0 where they are not known.
+    `deadline` begins as the user's `limit`; `hurry` brings it forward. `latency` and `loading`: rough seconds of one
+    run of the original, and of opening a session with it; 0 if not known.
     """
 
     begin: float
@@ -43,7 +43,9 @@ class Clock:
     phases: dict[str, float] = field(default_factory=dict)
     deadline: float = field(init=False)
     _hurried_at: float | None = field(default=None, init=False)
-    _within: list[float] = field(default_factory=list, init=False)  # seconds of phases within those that run
+    _within: list[float] = field(
+        default_factory=list, init=False
+    )  # seconds of inner phases, for each running phase
 
     def __post_init__(self) -> None:
         self.deadline = self.limit
@@ -54,7 +56,7 @@ class Clock:
 
     @property
     def budget(self) -> Budget:
-        """What is left for what."""
+        """The budget of the time that is left."""
         begin = self.begin if self._hurried_at is None else self._hurried_at
         return Budget(
             begin, self.deadline - begin, self.latency, self.loading, self.verifying,
@@ -62,14 +64,14 @@ class Clock:
         )  # fmt: skip
 
     def hurry(self) -> None:
-        """After Ctrl-C, take only the time to compare, verify and measure what was found until then."""
+        """After Ctrl-C: leave only the time to compare, verify and measure what was found so far."""
         now = time.monotonic()
         self.deadline = self.budget.hurry(now).until
         self._hurried_at = now
 
     @contextmanager
     def phase(self, name: str, since: float | None = None) -> Iterator[None]:
-        """Count the time of a block, without that of phases within it."""
+        """Add the time of a block to a phase, without the time of phases inside the block."""
         begin = time.monotonic() if since is None else since
         self._within.append(0.0)
         try:
@@ -84,10 +86,10 @@ class Clock:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Context:
-    """One optimisation: read by all phases, changed by none but for its clock and its notes.
+    """One optimisation, read by all phases. Only its clock and its notes change.
 
-    `folder` is temporary. `feeds`: inputs to measure with, None where nothing is measured. `place` and `store`: where a
-    compiled model runs, and what is known of its kernels; None with ONNX Runtime.
+    `folder` is temporary. `feeds` are inputs to measure with, or None if nothing is measured. `target` is where a
+    compiled model runs, and `store` has what is known of its kernels; both are None with ONNX Runtime.
     """
 
     options: Options
@@ -98,7 +100,7 @@ class Context:
     folder: str
     listener: Listener | None = None
     feeds: Mapping[str, Any] | None = None
-    place: Place | None = None
+    target: ExecutionTarget | None = None
     store: Store | None = None
     notes: list[str] = field(default_factory=list)
 
@@ -112,14 +114,14 @@ class Context:
 
     @property
     def lowering(self) -> Lowering:
-        """What compiling needs, with TVM."""
-        assert self.place is not None
+        """What compiling with TVM needs."""
+        assert self.target is not None
         assert self.store is not None
-        return Lowering(self.place, self.shapes, self.folder, self.store, self.options.session_options)
+        return Lowering(self.target, self.shapes, self.folder, self.store, self.options.session_options)
 
     @property
     def original(self) -> str | bytes:
-        """The original as the runtime takes it."""
+        """The original, as the runtime takes it."""
         return runnable(self.source)
 
     def say(self, phase: str, done: int = 0, total: int = 0, note: str = "") -> None:
@@ -136,7 +138,7 @@ class Context:
         return file
 
     def write(self, graph: Graph) -> str:
-        """A graph as a file, of whatever size, in a folder of its own."""
+        """Write a graph to a file in a new folder. The file may have any size."""
         path = os.path.join(tempfile.mkdtemp(dir=self.folder), "model.onnx")
         save(self.imported, graph, path, max_growth=float("inf"), durable=False)
         return path
@@ -145,14 +147,14 @@ class Context:
         """Remove what `write` wrote."""
         shutil.rmtree(os.path.dirname(path))
 
-    def fits(self, found: Found) -> bool:
-        """Whether the result would not be too large a file."""
+    def fits(self, found: SearchNode) -> bool:
+        """Whether the file of this result would not be too large."""
         size = self.imported.size
         return size_of(self.imported, found.state.graph) <= max(self.options.max_growth * size, size + _SPARE)
 
 
 def runnable(source: Source) -> str | bytes:
-    """A model as the runtime takes it."""
+    """A model as the runtime takes it: a path or bytes."""
     if isinstance(source, bytes):
         return source
     if isinstance(source, (str, os.PathLike)):

@@ -14,8 +14,8 @@ from xrlflow.pipeline.prepare import Start
 from xrlflow.pipeline.trace import read_trace
 from xrlflow.search import (
     SEARCH_UNTIL,
-    Found,
     Limits,
+    SearchNode,
     SearchResult,
     extend,
     greedy,
@@ -45,7 +45,7 @@ class Explored:
     """
 
     result: SearchResult
-    proposals: tuple[Found, ...]
+    proposals: tuple[SearchNode, ...]
     in_time: bool
 
 
@@ -67,7 +67,7 @@ def explore(context: Context, start: Start, model: CostModel) -> Explored:
     return Explored(result, proposals, in_time)
 
 
-def search(context: Context, base: Found, model: CostModel) -> SearchResult:
+def search(context: Context, base: SearchNode, model: CostModel) -> SearchResult:
     """Search from a state, by the strategy that was asked for."""
     options, clock = context.options, context.clock
     limits = Limits(options.budget, _until(context))
@@ -94,7 +94,7 @@ def _until(context: Context) -> float:
     return max(budget.search_until, least)
 
 
-def _with_agent(context: Context, base: Found, model: CostModel, limits: Limits) -> SearchResult:
+def _with_agent(context: Context, base: SearchNode, model: CostModel, limits: Limits) -> SearchResult:
     """Search with the agent that was asked for, or what greedy search finds if that is better."""
     options = context.options
     if not base.state.candidates and options.agent is None:
@@ -113,7 +113,7 @@ def _with_agent(context: Context, base: Found, model: CostModel, limits: Limits)
     return result
 
 
-def _by_agent(context: Context, base: Found, model: CostModel, limits: Limits) -> SearchResult:
+def _by_agent(context: Context, base: SearchNode, model: CostModel, limits: Limits) -> SearchResult:
     """Search with the agent, after training it on this model if that was asked for. Raises OptionError for a file that
     is no agent."""
     from xrlflow.learn.checkpoint import CheckpointError
@@ -145,7 +145,7 @@ def _by_agent(context: Context, base: Found, model: CostModel, limits: Limits) -
 
 
 def _fine_tuned(
-    context: Context, base: Found, parameters: Parameters, featuriser: Featuriser
+    context: Context, base: SearchNode, parameters: Parameters, featuriser: Featuriser
 ) -> tuple[Parameters, bool]:
     """The agent's parameters after training on this model, and whether that was interrupted. Raises OptionError."""
     from xrlflow.learn.threads import one_thread
@@ -183,5 +183,5 @@ def _replayed(context: Context, start: Start, trace: str | os.PathLike[str]) -> 
         cost += match.delta
         path = extend(path, match, cost)
         state = successor
-    found = Found(state, path, cost)
+    found = SearchNode(state, path, cost)
     return SearchResult(found, (found,), len(steps), len(steps), 0.0, False)

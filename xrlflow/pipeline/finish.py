@@ -1,4 +1,4 @@
-"""What happens after the search: a backend chooses among the proposals, verifies and measures."""
+"""After the search: a backend chooses among the proposals, verifies and measures."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from xrlflow.backends.tvm import TvmModel
 from xrlflow.pipeline.context import Context
 from xrlflow.pipeline.explore import Explored
 from xrlflow.pipeline.prepare import Start
-from xrlflow.search import Found, Selection
+from xrlflow.search import SearchNode, Selection
 from xrlflow.verify import Verification
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """What becomes of the proposals: `kept` takes the original's place (None: nothing does), and `reason` says why.
+    """The decision: `kept` replaces the original (None: the original stays), and `reason` says why.
 
-    `compiled`: what was asked for in the place of an ONNX file; `threads` that it was compiled for.
+    `compiled`: the compiled model, if one was asked for; `threads`: the number of threads that it was compiled for.
     """
 
-    kept: Found | None
+    kept: SearchNode | None
     reason: str
     verification: Verification | None = None
     compared: RepeatedComparison | None = None
@@ -31,6 +31,6 @@ class Finished:
 
 
 class Finisher(Protocol):
-    """One backend's way from proposals to a result. Raises VerificationFailed, BackendError, KeyboardInterrupt."""
+    """What a backend does with proposals. Raises VerificationFailed, BackendError and KeyboardInterrupt."""
 
     def __call__(self, context: Context, start: Start, explored: Explored) -> Finished: ...

@@ -1,4 +1,4 @@
-"""How long a model takes, and how that compares with another."""
+"""The latency of a model, alone or compared with another."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def bench(
 ) -> dict[str, Any]:
     """Latency of a model in milliseconds, and how many times faster it is than `against`.
 
-    Without `against` it is measured against itself, which shows how far the machine can be trusted.
+    Without `against` the model is measured against itself, which shows how noisy the machine is.
     """
     options = Options(search="greedy", shapes=shapes, threads=threads, seed=seed, time_limit=time_limit)
     imported, now = load(model, shapes=shapes), time.monotonic()

@@ -1,4 +1,4 @@
-"""The rule library as users see it: chosen, listed, proven, matched against a model."""
+"""The rule library as users see it: rules are chosen, listed, proven, and matched against a model."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ from xrlflow.rewrite import AnyRule, Library, RegionRule, RewriteState, Rule, Ru
 
 
 def library_for(options: Options) -> Library:
-    """The rules that an optimisation may use. Raises OptionError for names that are not known, and for a file of rules
-    that cannot be loaded or are not proven."""
+    """The rules that an optimisation may use.
+
+    Raises OptionError for unknown names, and for a file of rules that cannot be loaded or are not proven.
+    """
     rules: tuple[AnyRule, ...] = tuple(LIBRARY)
     if options.rules is not None:
         rules += own_rules(options.rules, proven=not options.trust_rules, seed=options.seed)
@@ -36,7 +38,7 @@ def library_for(options: Options) -> Library:
 
 
 def _named(rules: Sequence[AnyRule], names: Iterable[str], option: str) -> list[AnyRule]:
-    """The rules with these names, or of these families, in the order of all. Raises OptionError."""
+    """The rules with these names or of these families, in the library's order. Raises OptionError."""
     if isinstance(names, str):
         raise OptionError(f"{option} is a text, {names!r}: give a list of names")
     wanted = set(names)
@@ -52,8 +54,11 @@ def _hint(name: str, known: Iterable[str]) -> str:
 
 
 def own_rules(path: str | os.PathLike[str], proven: bool = True, seed: int = 0) -> tuple[AnyRule, ...]:
-    """The RULES of a Python file, which is run for that; their family is the file's name. Raises OptionError for a file
-    that fails, for names that the library has, and, unless not asked to, for a rule that is not proven."""
+    """Run a Python file and return its RULES. Their family is the file's name.
+
+    Raises OptionError if the file fails, if a name exists in the library, or if a rule is not proven (unless `proven`
+    is False).
+    """
     file = Path(path)
     if not file.is_file():
         raise OptionError(f"rules {file} is no file: give a Python file that has RULES")
@@ -61,12 +66,12 @@ def own_rules(path: str | os.PathLike[str], proven: bool = True, seed: int = 0) 
     if spec is None or spec.loader is None:
         raise OptionError(f"rules {file} is no Python file: give one that has RULES")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # classes look their module up
+    sys.modules[spec.name] = module  # classes look up their module
     try:
         spec.loader.exec_module(module)
         rules = tuple(module.RULES)
-        Library([r for r in rules if isinstance(r, Rule | RegionRule)])  # traces the sources
-    except (Exception, SystemExit) as error:  # whatever a user's program raises
+        Library([r for r in rules if isinstance(r, Rule | RegionRule)])  # this traces the sources
+    except (Exception, SystemExit) as error:  # a user's program may raise anything
         raise OptionError(f"rules {file}: {type(error).__name__}: {error}") from error
     taken = {r.name for r in LIBRARY}
     for rule in rules:
@@ -94,7 +99,7 @@ def _certificates(rules: Sequence[AnyRule], file: Path, seed: int) -> list[Certi
 
 
 def _chosen(names: Sequence[str], own: Path | None = None) -> tuple[AnyRule, ...]:
-    """Rules of the library, or of a file, with these names, or all. Raises OptionError for a name that is not known."""
+    """The rules of the library or of a file that have these names, or all. Raises OptionError for unknown names."""
     rules = LIBRARY if own is None else own_rules(own, proven=False)
     known = {r.name: r for r in rules}
     for name in names:
@@ -111,17 +116,17 @@ def prove_rules(
     jobs: int | None = None,
     listener: Callable[[Certificate, int, int], None] | None = None,
 ) -> list[Certificate]:
-    """Prove rules of the library, or of a file (`own`); all of them by default: a certificate for each, in their order.
+    """Prove rules of the library or of a file (`own`). Returns their certificates, in their order.
 
-    `jobs` processes work (default: the physical cores); `listener` hears of each certificate, how many there are and
-    how many there will be. Raises OptionError for a name that is not known.
+    `names`: by default all rules. `jobs`: processes, by default one for each physical core. `listener` gets each
+    certificate, how many there are so far, and how many there will be. Raises OptionError for unknown names.
     """
     check_seed(seed)
     rules = _chosen(names, own)
     found: dict[str, Certificate] = {}
     jobs = (
         min(jobs or default_threads(), len(rules)) if own is None else 1
-    )  # other processes do not know the file
+    )  # other processes have not run the file
     if jobs == 1:
         certificates = prove_all(rules, seed)
     else:
@@ -134,7 +139,7 @@ def prove_rules(
 
 
 def list_rules(names: Sequence[str] = (), own: Path | None = None) -> list[dict[str, Any]]:
-    """The library: name, family, equation, backend, proof, assumption of each rule, and what it is a composite of."""
+    """For each rule: name, family, equation, backend, kind of proof, assumption, and the rules that it composes."""
     return [
         {
             "name": r.name,
@@ -152,7 +157,7 @@ def list_rules(names: Sequence[str] = (), own: Path | None = None) -> list[dict[
 
 
 def rule_stats(model: Source, names: Sequence[str] = (), own: Path | None = None) -> list[dict[str, Any]]:
-    """What the rules find in a model: admitted matches, refusals by reason (near misses), milliseconds."""
+    """For each rule, what it finds in a model: admitted matches, refusals by reason (near misses), milliseconds."""
     library = Library(_chosen(names, own), contrib=True, timed=True, thorough=True)
     RewriteState.start(load(model).graph, library, Roofline().delta)
     rows = []

@@ -1,4 +1,4 @@
-"""Where results go."""
+"""Checks of the paths that results are written to."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from xrlflow.options import OptionError
 
 
 def check_apart(**paths: str | os.PathLike[str] | None) -> None:
-    """Raises OptionError if two of these files are one, by whatever name."""
+    """Raise OptionError if two of these paths lead to the same file."""
     found: dict[Path, str] = {}
     for name, path in paths.items():
         if path is None:
@@ -24,7 +24,7 @@ def check_apart(**paths: str | os.PathLike[str] | None) -> None:
 
 
 def check_writable(path: str | os.PathLike[str], *, library: bool = False) -> None:
-    """Raises ModelError or OptionError at once if a result (`library`: a compiled one) could not be written there."""
+    """Raise ModelError or OptionError if a result (`library`: a shared library) cannot be written to this path."""
     target = Path(path)
     if library and target.suffix != SUFFIX:
         raise OptionError(

@@ -1,4 +1,4 @@
-"""Before the search: the model is read, inputs to measure with are found, and operators get their prices."""
+"""Before the search: the model is read, inputs for measurements are drawn, and a cost model is made."""
 
 from __future__ import annotations
 
@@ -17,36 +17,36 @@ from xrlflow.backends.onnxruntime.session import ort_errors
 from xrlflow.backends.tvm.remote import Remote
 from xrlflow.cost import CostModel, Measured, Profiled, Roofline, calibrated
 from xrlflow.ir import Graph
-from xrlflow.lowering import Place
+from xrlflow.lowering import ExecutionTarget
 from xrlflow.onnxio import ImportedModel, Source, load, to_proto
 from xrlflow.options import Common, Options
 from xrlflow.pipeline.context import Clock, Context
 from xrlflow.pipeline.library import library_for
 from xrlflow.report import Listener
 from xrlflow.rewrite import RewriteState
-from xrlflow.search import Found, Limits, Step, greedy, simplify, with_bodies
+from xrlflow.search import Limits, SearchNode, TraceStep, greedy, simplify, with_bodies
 from xrlflow.tuning.store import Store
 from xrlflow.verify import feeds_for_measurement
 from xrlflow.verify.inputs import user_case
 
-# Of the time that the search has, the part that measuring operators may take.
+# The part of the search's time that measuring operators may take.
 _PROFILING = 0.5
-# A first run that takes so many seconds is not repeated to know how long a second one takes.
+# If the first run takes this many seconds, no second one is made to learn the latency.
 _SLOW = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """The state that the search begins with, and the substitutions that were made before it."""
+    """The node that the search begins with, and the substitutions that were made before the search."""
 
-    base: Found
-    early: tuple[Step, ...] = ()
+    base: SearchNode
+    early: tuple[TraceStep, ...] = ()
 
 
-def place_of(options: Common) -> Place:
-    """Where a compiled model runs. Raises BackendError."""
+def target_of(options: Common) -> ExecutionTarget:
+    """The processor and device that a compiled model runs on. Raises BackendError."""
     device = Remote.parse(options.remote) if isinstance(options.remote, str) else options.remote
-    return lowering.find_place(options.cpu, options.triple, device, options.threads)
+    return lowering.find_target(options.cpu, options.triple, device, options.threads)
 
 
 @contextmanager
@@ -57,19 +57,19 @@ def opened(
     begin: float,
     kernels: str | os.PathLike[str] | None = None,
 ) -> Iterator[Context]:
-    """The context of an optimisation that began at `begin`, with a temporary folder and, for TVM, the store of kernels
-    (the file `kernels`, or that of the options, or that in the user's cache).
+    """The context of an optimisation that began at `begin`: with a temporary folder and, for TVM, the store of kernels.
 
-    Raises ModelError for what cannot be read, BackendError and StoreError.
+    The store is the file `kernels`, or the one that the options name, or the one in the user's cache directory. Raises
+    ModelError for a model that cannot be read, BackendError and StoreError.
     """
     compiling = options.compiling
-    place = place_of(options) if compiling else None
-    if place is not None and (options.measure or options.verify):
-        place.check_runs()
+    target = target_of(options) if compiling else None
+    if target is not None and (options.measure or options.verify):
+        target.check_runs()
     clock = Clock(begin, begin + options.time_limit, options.verify, compiling)
     with ExitStack() as stack:
         with clock.phase("import", begin):
-            # TVM compiles for fixed sizes, and what is spelt out for it needs them as numbers.
+            # TVM compiles for fixed sizes, and operators can be written out for it only if sizes are numbers.
             imported = load(source, shapes=options.shapes, fix_shapes=options.fix_shapes or compiling)
             folder = stack.enter_context(TemporaryDirectory(prefix="xrlflow-"))
             library = library_for(options)
@@ -78,12 +78,14 @@ def opened(
                 lowering.check_supported(imported, library)
                 store = stack.enter_context(Store(options.store if kernels is None else kernels))
                 store.check()
-        yield Context(options, source, imported, library, clock, folder, listener, place=place, store=store)
+        yield Context(options, source, imported, library, clock, folder, listener, target=target, store=store)
 
 
 def with_feeds(context: Context) -> Context:
-    """With inputs to measure with, if anything is measured, and with their sizes for dimensions that the user left
-    open. Raises what the original raises on the user's own."""
+    """The context with inputs for measurements, if anything is measured; their sizes replace open dimensions.
+
+    Raises what the original raises when it runs on the user's inputs.
+    """
     options = context.options
     with context.clock.phase("inputs"):
         feeds: dict[str, Any] | None = None
@@ -99,7 +101,7 @@ def with_feeds(context: Context) -> Context:
 
 
 def random_feeds(context: Context) -> dict[str, Any]:
-    """Inputs to measure with, on which the original runs; how long that takes is noted."""
+    """Drawn inputs on which the original runs. The clock notes how long that takes."""
     clock, options = context.clock, context.options
     since = time.perf_counter()
     with open_model(
@@ -124,7 +126,10 @@ def random_feeds(context: Context) -> dict[str, Any]:
 
 
 def _time_original(context: Context, feeds: dict[str, Any]) -> None:
-    """Note how long loading, and a run on the user's inputs, roughly take: the first run is slower."""
+    """Note roughly how long loading, and a run on the user's inputs, take.
+
+    The first run is slower and does not count.
+    """
     clock = context.clock
     since = time.perf_counter()
     with open_model(
@@ -139,7 +144,7 @@ def _time_original(context: Context, feeds: dict[str, Any]) -> None:
 
 
 def _warm_latency(run: Callable[[], object]) -> float:
-    """Rough seconds of one run, after a first one: the least of three, of one if the model is slow."""
+    """Rough seconds of a run after the first: the least of three runs, or of one if the model is slow."""
     least = float("inf")
     for _ in range(3):
         begin = time.perf_counter()
@@ -151,7 +156,7 @@ def _warm_latency(run: Callable[[], object]) -> float:
 
 
 def _bound(context: Context, feeds: Mapping[str, Any]) -> ImportedModel:
-    """The model with numbers for the dimensions that the user left open: those of what is measured with."""
+    """The model with numbers for open dimensions, taken from the inputs of measurements."""
     imported = context.imported
     shapes: dict[str, Sequence[int]] = {}
     for value, info in zip(imported.graph.inputs, imported.frame.graph.input):
@@ -166,7 +171,7 @@ def _bound(context: Context, feeds: Mapping[str, Any]) -> ImportedModel:
 
 
 def cost_model(context: Context) -> CostModel:
-    """The cost model that was asked for, with this machine's figures."""
+    """The cost model that the options ask for, with this machine's figures."""
     options, bindings = context.options, context.imported.bindings
     if not isinstance(options.cost, str):
         return options.cost
@@ -186,9 +191,9 @@ def cost_model(context: Context) -> CostModel:
 
 
 def start(context: Context, model: CostModel) -> Start:
-    """The original's state: what needs no price is done, and its control-flow bodies are optimised."""
+    """The first node of the search: rules that need no price are applied, and control-flow bodies are optimised."""
     options, library = context.options, context.library
-    early: list[Step] = []
+    early: list[TraceStep] = []
 
     def tidy(graph: Graph) -> Graph:
         simple, steps = simplify(graph, library, model.cost)
@@ -208,7 +213,7 @@ def start(context: Context, model: CostModel) -> Start:
     graph = context.imported.graph
     if options.search != "random" and options.cost_name != "measured":
         graph = with_bodies(tidy(graph), improve, tidy)
-    elif options.compiling:  # what TVM lacks has to go, whoever searches
+    elif options.compiling:  # operators that TVM lacks must be written out in any case
         graph = tidy(graph)
-    base = Found(RewriteState.start(graph, library, model.delta), None, model.cost(graph))
+    base = SearchNode(RewriteState.start(graph, library, model.delta), None, model.cost(graph))
     return Start(base, tuple(early))

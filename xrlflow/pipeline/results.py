@@ -1,4 +1,4 @@
-"""What an optimisation gives back: the model, the substitutions, and the report."""
+"""What an optimisation returns: the model, the substitutions, and the report."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from xrlflow.pipeline.prepare import Start
 from xrlflow.pipeline.trace import write_trace
 from xrlflow.pipeline.verifier import remarks
 from xrlflow.report import Report, finite, operators
-from xrlflow.search import Selection, Step
+from xrlflow.search import Selection, TraceStep
 from xrlflow.verify import Verification
 
 if TYPE_CHECKING:
@@ -32,12 +32,13 @@ if TYPE_CHECKING:
 class Result:
     """An optimised model, or the original if nothing better was found (`returned_original`).
 
-    `speedup` is measured: how many times faster than the original, median and 95% interval; None if not measured.
-    `trace` has the substitutions in order, those before the search (certain ones, and in control-flow bodies) first.
+    `speedup` is measured: how many times faster than the original, as median and 95% interval; None if not measured.
+    `trace` has all substitutions in order. Those made before the search (certain rules, control-flow bodies) come
+    first.
     """
 
     report: Report
-    trace: tuple[Step, ...]
+    trace: tuple[TraceStep, ...]
     imported: ImportedModel
     graph: Graph
     source: Source
@@ -57,7 +58,7 @@ class Result:
 
     @property
     def model(self) -> onnx.ModelProto:
-        """The result as one ModelProto. Raises ModelError if that would be over 2 GB."""
+        """The result as one ModelProto. Raises ModelError if it is larger than 2 GB."""
         if not self.returned_original:
             return to_proto(self.imported, self.graph, opset=self.opset)
         import onnx
@@ -68,11 +69,11 @@ class Result:
             return onnx.load(path)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the result to a file, whole or not at all.
+        """Write the result to a file, completely or not at all.
 
-        The original is written byte for byte; external data goes to a file of the result's own, `NAME.DIGEST.data`
-        beside it, and nothing else is overwritten. With TVM as the backend a shared library.
-        Raises ModelError or BackendError if the file cannot be written.
+        An original is written byte for byte. External data is written to `NAME.DIGEST.data` in the same folder; no
+        other file is changed. With TVM as the backend the result is a shared library. Raises ModelError or BackendError
+        if the file cannot be written.
         """
         if self.compiled is not None:
             self.compiled.save(path)
@@ -87,7 +88,7 @@ class Result:
 
 
 def result_of(context: Context, start: Start, explored: Explored, finished: Finished) -> Result:
-    """The result, with its report."""
+    """Put the result together, with its report."""
     found = finished.kept if finished.kept is not None else start.base
     steps = (*start.early, *found.trace) if finished.kept is not None else ()
     return Result(
@@ -105,7 +106,7 @@ def result_of(context: Context, start: Start, explored: Explored, finished: Fini
 
 
 def _report(
-    context: Context, start: Start, explored: Explored, finished: Finished, steps: tuple[Step, ...]
+    context: Context, start: Start, explored: Explored, finished: Finished, steps: tuple[TraceStep, ...]
 ) -> Report:
     options, imported, base, kept = context.options, context.imported, start.base, finished.kept
     verification, compared = finished.verification, finished.compared

@@ -1,4 +1,4 @@
-"""The phases of one optimisation, one after the other."""
+"""The phases of an optimisation, in order."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from xrlflow.pipeline.results import Result, result_of
 from xrlflow.report import Listener
 
 FINISHERS: Mapping[str, Finisher] = {"onnxruntime": confirm.finish, "tvm": compiled.finish}
-"""What happens after the search, by backend."""
+"""What follows the search, by backend."""
 
 
 def optimize(source: Source, options: Options, listener: Listener | None = None) -> Result:

@@ -1,4 +1,4 @@
-"""Substitutions as a file: what `replay` reads."""
+"""Traces as files: `replay` reads them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pathlib import Path
 from xrlflow import files
 from xrlflow.onnxio import ModelError
 from xrlflow.options import OptionError
-from xrlflow.search import Step
+from xrlflow.search import TraceStep
 
 
-def write_trace(path: str | os.PathLike[str], model: str, steps: Iterable[Step]) -> None:
-    """Raises ModelError if the file cannot be written."""
+def write_trace(path: str | os.PathLike[str], model: str, steps: Iterable[TraceStep]) -> None:
+    """Write a trace as JSON. Raises ModelError if the file cannot be written."""
     rows = [{"rule": s.rule, "family": s.family, "at": list(s.key[1]), "cost": s.cost} for s in steps]
     content = json.dumps({"model": model, "steps": rows}, indent=1)
     try:
@@ -25,12 +25,12 @@ def write_trace(path: str | os.PathLike[str], model: str, steps: Iterable[Step])
         ) from error
 
 
-def read_trace(path: str | os.PathLike[str]) -> tuple[Step, ...]:
-    """Raises OptionError for a file that is no trace."""
+def read_trace(path: str | os.PathLike[str]) -> tuple[TraceStep, ...]:
+    """Read a trace. Raises OptionError if the file is not one."""
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
         return tuple(
-            Step(s["rule"], s["family"], (s["rule"], tuple(s["at"])), s["cost"]) for s in data["steps"]
+            TraceStep(s["rule"], s["family"], (s["rule"], tuple(s["at"])), s["cost"]) for s in data["steps"]
         )
     except FileNotFoundError as error:
         raise OptionError(f"{path}: there is no such trace: check the path") from error

@@ -33,7 +33,7 @@ def train(
     options: TrainOptions,
     quiet: bool = True,
 ) -> Trained:
-    """Raises what `xrlflow.train` raises. Unless `quiet`, each iteration is a line on standard error."""
+    """Train an agent; raises what `xrlflow.train` raises. Unless `quiet`, standard error gets a line per iteration."""
     from xrlflow.learn.checkpoint import CheckpointError
     from xrlflow.learn.ppo import TrainingError
     from xrlflow.rl import train as training
@@ -73,7 +73,7 @@ def train(
 
 
 def _logs(options: TrainOptions, done: int, quiet: bool) -> Logs:
-    """Where figures go, of a run that goes on after so many iterations."""
+    """The log that figures go to. A run that goes on continues after `done` iterations."""
     from xrlflow.learn.log import Logs, TensorBoard, Terminal
 
     told = [] if quiet else [Terminal(options.iterations, _SHOWN, done)]

@@ -1,4 +1,4 @@
-"""Kernel tuning of one model: its graph, and what greedy search makes of it, within one budget."""
+"""Kernel tuning of one model: its graph and the result of a greedy search share one budget of trials."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from xrlflow.tuning.tuners.protocol import Method
 from xrlflow.verify import Verification
 from xrlflow.verify.inputs import user_case
 
-# Seconds of the last comparison, and after an interrupt.
+# Seconds of the last comparison, and of one after an interrupt.
 _FINAL, _FINAL_HURRIED = 20.0, 8.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tuned:
-    """A model whose kernels were tuned; `save` writes the shared library.
+    """A model whose kernels were tuned. `save` writes the shared library.
 
-    `speedup`: of the compiled model over the original in ONNX Runtime, measured in fresh processes, or, on a remote
-    device (`device`), of the better tuned model over the untuned one, in one session; None if not measured.
+    `speedup` compares the compiled model with the original in ONNX Runtime, in fresh processes. On a remote device
+    (`device`) it compares the better tuned model with the untuned one, in one session. None if not measured.
     """
 
     found: TunedModel
@@ -48,7 +48,7 @@ class Tuned:
     notes: tuple[str, ...] = ()
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Raises BackendError if the file cannot be written."""
+        """Write the shared library. Raises BackendError if the file cannot be written."""
         self.found.model.save(path)
 
     def to_json(self) -> dict[str, Any]:
@@ -78,9 +78,9 @@ class Tuned:
 def tune(source: Source, options: TuneOptions, listener: Listener | None = None) -> Tuned:
     """Rewrite, tune, verify and measure. Raises what `xrlflow.tune` raises."""
     with opened(source, _for_search(options), listener, time.monotonic(), options.store) as context:
-        place = context.place
-        assert place is not None
-        place.check_runs()
+        target = context.target
+        assert target is not None
+        target.check_runs()
         graphs = [context.write(graph) for graph in _graphs(context, options.rewrite and options.measure)]
         if options.measure:
             given = options.inputs
@@ -91,10 +91,10 @@ def tune(source: Source, options: TuneOptions, listener: Listener | None = None)
         found = _tuned(context, options, graphs)
         verification: Verification | None = None
         if options.verify:
-            with lowering.running(place, found.path, found.model) as runner:
+            with lowering.running(target, found.path, found.model) as runner:
                 verification = Verifier(context).check_compiled(runner, found.model.sizes)
         compared = found.compared
-        if options.measure and place.remote is None:
+        if options.measure and target.remote is None:
             hurried = context.clock.hurried or found.tuning.interrupted
             compared = final(context, found.path, _FINAL_HURRIED if hurried else _FINAL)
     return Tuned(
@@ -102,13 +102,13 @@ def tune(source: Source, options: TuneOptions, listener: Listener | None = None)
         compared.speedup if compared is not None else None,
         compared.control if compared is not None else None,
         verification,
-        place.device,
+        target.device,
         (*context.notes, *found.remarks),
     )
 
 
 def _for_search(options: TuneOptions) -> Options:
-    """What the search before the tuning is asked for."""
+    """The options of the search before the tuning."""
     return Options(
         search="greedy", cost="roofline", backend="tvm", cpu=options.cpu, triple=options.triple, remote=options.remote,
         shapes=options.shapes, threads=options.threads, seed=options.seed, measure=options.measure,
@@ -134,8 +134,8 @@ def _tuned(context: Context, options: TuneOptions, graphs: list[str]) -> TunedMo
 
 
 def _graphs(context: Context, rewrite: bool) -> list[Graph]:
-    """The original's graph, as TVM can lower it, and what the search makes of it, if that costs less."""
-    # Of an unknown machine: what is tuned must not depend on a measurement.
+    """The original graph as TVM can lower it, and the search's result if it costs less."""
+    # Figures of the reference machine: which graphs are tuned must not depend on a measurement.
     model = Roofline(bindings=context.imported.bindings)
     if not rewrite:
         return [simplify(context.imported.graph, context.library, model.cost)[0]]

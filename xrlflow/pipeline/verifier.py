@@ -1,4 +1,4 @@
-"""Whether a result computes what the original does, and if not, which substitution is to blame."""
+"""Whether a result computes the same as the original, and if not, which substitution is to blame."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from xrlflow.backends.protocol import CompiledModel
 from xrlflow.pipeline.context import Context
 from xrlflow.pipeline.prepare import Start
 from xrlflow.prover.thresholds import limits, written
-from xrlflow.search import Found, Step, replay
+from xrlflow.search import SearchNode, TraceStep, replay
 from xrlflow.verify import NotASubstitution, NotRepeatable, Reference, Status, Verification, blame
 
 
 class VerificationFailed(Exception):
-    """The result does not compute what the original does: it was not written."""
+    """The result does not compute the same as the original. It was not written."""
 
 
 @dataclass(slots=True)
 class Verifier:
-    """Judges results of one optimisation. The original runs once, for the first of them."""
+    """Verifies results of one optimisation. The original is run once, for the first result."""
 
     context: Context
     _reference: Reference | None = field(default=None, init=False)
 
-    def check(self, path: str, steps: Iterable[Step]) -> Verification:
-        """Judge a file that these substitutions led to, also around the numbers that their rules compare with."""
+    def check(self, path: str, steps: Iterable[TraceStep]) -> Verification:
+        """Verify a file that these substitutions led to. Inputs include the numbers that their rules compare with."""
         known = self.context.library.rules
         rules = [known[name] for name in sorted({s.rule for s in steps} & known.keys())]
         further = {number for rule in rules for number in limits(written(rule, types=False))}
@@ -33,7 +33,7 @@ class Verifier:
         return self._original(path, further).check(path, nonempty=nonempty)
 
     def check_compiled(self, model: CompiledModel, sizes: Mapping[str, tuple[int, ...]]) -> Verification:
-        """Raises VerificationFailed for a compiled model that is not known to compute the same."""
+        """Verify a compiled model. Raises VerificationFailed if it is not known to compute the same."""
         found = self._original().check_compiled(model, sizes)
         if found.status is Status.NOT_COMPARABLE:
             raise VerificationFailed(f"the compiled model cannot be verified: {found.reason} (--no-verify)")
@@ -43,8 +43,8 @@ class Verifier:
             )
         return found
 
-    def blame(self, start: Start, chosen: Found, failed: Verification) -> str:
-        """A message that names the substitution that broke the model."""
+    def blame(self, start: Start, chosen: SearchNode, failed: Verification) -> str:
+        """A message that names the first substitution that broke the model."""
         context, steps = self.context, (*start.early, *chosen.trace)
         graphs = [start.base.state.graph, *(s.graph for s in replay(start.base.state, chosen.trace))]
         culprits = [f"{s.rule} (step {i} of {len(chosen.trace)})" for i, s in enumerate(chosen.trace, 1)]
@@ -63,8 +63,11 @@ class Verifier:
         return f"{context.imported.name}: nothing was written: {failed.message(culprit)}"
 
     def _original(self, against: str | None = None, further: Iterable[int] = ()) -> Reference:
-        """What is known of the original. `against`: the first result, whose numbers say what to try as well, and
-        `further` those of the rules that made it."""
+        """The reference runs of the original.
+
+        `against`: the first result; inputs include the constants that it compares with. `further`: such numbers of the
+        rules that made it.
+        """
         context, options = self.context, self.context.options
         context.say("verify", note="on random inputs")
         if self._reference is None:
@@ -76,7 +79,7 @@ class Verifier:
 
 
 def remarks(verification: Verification) -> Iterator[str]:
-    """What a reader should know of a verification that passed: the sizes that were run, what was not."""
+    """What a reader should know about a verification that passed: sizes that were run, and what was not run."""
     if verification.bindings:
         yield f"verified with {verification.sizes}"
     if verification.left_out:

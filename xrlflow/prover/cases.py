@@ -14,9 +14,9 @@ import numpy.typing as npt
 from xrlflow.backends.onnxruntime.session import Optimization, open_model
 from xrlflow.backends.protocol import BackendError
 from xrlflow.ir import ABSENT, FLOATS, INTEGERS, Attrs, DType, Edit, Graph, TensorType, Value, apply_edit
-from xrlflow.ops.alone import NotAlone, input_name, model_of
 from xrlflow.ops.evaluate import REALS, SPECS, Field, NotEvaluable, evaluate_graph, evaluate_node, promote
 from xrlflow.ops.schema import schema
+from xrlflow.ops.subgraph import NotStandalone, input_name, model_of
 from xrlflow.ops.tensors import numpy_dtype
 from xrlflow.prover.degrees import Degrees, chance
 from xrlflow.prover.machine import MACHINE, integers, round_to, with_known_casts
@@ -581,7 +581,7 @@ def check_runtime(case: Case, rng: np.random.Generator, wide: bool = False) -> R
     given = {v: a.astype(numpy_dtype(graph.type(v).dtype)) if v in floats else a for v, a in feeds.items()}
     try:
         before = run_graph(graph, given)
-    except (BackendError, NotAlone):
+    except (BackendError, NotStandalone):
         return None
     try:
         after = run_graph(case.after, given)
@@ -616,7 +616,7 @@ def _has_empty(graph: Graph) -> bool:
 
 
 def run_graph(graph: Graph, feeds: Feeds) -> list[Array]:
-    """The outputs of a graph in ONNX Runtime, its own optimisations off. Raises BackendError, NotAlone."""
+    """The outputs of a graph in ONNX Runtime, its own optimisations off. Raises BackendError, NotStandalone."""
     nodes = graph.topological()
     made = {v for n in nodes for v in n.outputs}
     read = {v for n in nodes for v in n.inputs if v}

@@ -1,4 +1,4 @@
-"""Results as tables, JSON, progress."""
+"""Results as tables, JSON and progress bars."""
 
 from xrlflow.report.progress import Listener, progress
 from xrlflow.report.reasons import compared_with, not_verified_in_time, nothing_chosen

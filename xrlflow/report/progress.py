@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-# listener(phase, done, total, note): what is going on.
+# listener(phase, done, total, note): the current phase and how far it is.
 Listener = Callable[[str, int, int, str], None]
 
 
 @contextmanager
 def progress(enabled: bool) -> Iterator[Listener | None]:
-    """A progress bar on standard error, or nothing if not `enabled`."""
+    """A progress bar on standard error; None if not `enabled`."""
     if not enabled:
         yield None
         return

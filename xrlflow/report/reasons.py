@@ -1,4 +1,4 @@
-"""Why a result is what it is, in a line."""
+"""One line that says why a result was kept or not."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ _MORE = "give it more with --time-limit"
 
 
 def nothing_chosen(selection: Selection | None, searched: bool = True) -> str:
-    """Why there is nothing to compare with the original.
+    """Why no proposal is compared with the original.
 
-    `selection`: None where nothing was to be measured. `searched`: there was time to search.
+    `selection`: None if nothing was to be measured. `searched`: there was time to search.
     """
     if selection is None:
         return "no cheaper graph was found"
@@ -29,7 +29,7 @@ def nothing_chosen(selection: Selection | None, searched: bool = True) -> str:
 
 
 def compared_with(compared: RepeatedComparison) -> str:
-    """What the last comparison says, and what follows."""
+    """The outcome of the last comparison, and what follows from it."""
     decided = compared.decided
     match compared.verdict:
         case None:
@@ -50,5 +50,5 @@ def compared_with(compared: RepeatedComparison) -> str:
 
 
 def not_verified_in_time(compared: RepeatedComparison) -> str:
-    """The result is faster, and not known to be right."""
+    """The result is faster, but there was no time to verify it."""
     return f"clearly faster ({compared.decided}), but there was no time to verify it ({_MORE})"

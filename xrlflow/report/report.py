@@ -1,4 +1,4 @@
-"""What an optimisation did and what it brought: for people, and as JSON."""
+"""What an optimisation did and gained, for people and as JSON."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from xrlflow.search import Ratio, Trial
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """One optimisation. Costs are seconds as modelled, latencies are measured; None: not measured, not verified.
+    """One optimisation. Costs are modelled seconds, latencies are measured; None: not measured or not verified.
 
-    `speedup` was measured after `decided`, the interval by which the result was kept or not, in other ones of the
-    `processes`. `phases`: seconds, by what they were spent on.
+    `decided` is the interval that decided whether the result is kept. `speedup` was measured afterwards, in other
+    `processes`. `phases`: seconds, by phase.
     """
 
     model: str
@@ -50,7 +50,7 @@ class Report:
     trials: tuple[Trial, ...] = field(default=())
 
     def to_json(self) -> dict[str, Any]:
-        """The report as plain data; times in milliseconds where the name says so, else seconds."""
+        """The report as plain data. Times are in milliseconds if the key says so, else in seconds."""
         return {
             "model": self.model,
             "nodes_before": self.nodes_before,
@@ -94,7 +94,7 @@ class Report:
 
 
 def bounds(name: str, measured: SpeedUp | Ratio | None) -> dict[str, float | None]:
-    """The ends of an interval, as NAME_low and NAME_high; None where there is none, or too few measurements for one."""
+    """The ends of an interval as NAME_low and NAME_high; None if there is no interval or too few measurements."""
     known = measured is not None and measured.low > 0.0 and math.isfinite(measured.high)
     return {
         f"{name}_low": measured.low if measured is not None and known else None,
@@ -103,12 +103,12 @@ def bounds(name: str, measured: SpeedUp | Ratio | None) -> dict[str, float | Non
 
 
 def finite(x: float) -> float | None:
-    """A number as JSON can hold it: None for an interval that is open, or an infinite error."""
+    """A number that JSON can hold: None instead of an infinite one."""
     return x if math.isfinite(x) else None
 
 
 def operators(graph: Graph) -> Counter[str]:
-    """How often each operator runs in a graph, its bodies included; what is constant does not run."""
+    """How often each operator runs in a graph and its bodies. Constant nodes do not run."""
     count: Counter[str] = Counter()
     for node in graph.nodes():
         if node.const:

@@ -17,7 +17,7 @@ from xrlflow.verify import HEADERS, Verification
 
 
 class _Console(Console):
-    """Prints text as it is: no markup, and what cannot be printed escaped, but for line breaks."""
+    """Prints text without markup. Characters that cannot be printed are escaped, except line breaks."""
 
     def print(self, *objects: Any, **options: Any) -> None:
         plain = ("\n".join(map(printable_words, o.split("\n"))) if isinstance(o, str) else o for o in objects)
@@ -25,7 +25,7 @@ class _Console(Console):
 
 
 class _Table(Table):
-    """Cells are text as it is, on one line each."""
+    """A table whose cells are plain text on one line."""
 
     def add_row(self, *cells: Any, **options: Any) -> None:
         super().add_row(*(Text(printable(c)) if isinstance(c, str) else c for c in cells), **options)
@@ -50,7 +50,7 @@ def _grid(*headers: str, title: str | None = None) -> _Table:
 
 
 def optimization(report: Report, output: str) -> None:
-    """What was done, what it brought, and how sure that is."""
+    """What was done, what it gained, and how sure that is."""
     operators = _grid("operator", "before", "after", title="Operators that changed")
     names = sorted(report.operators_before.keys() | report.operators_after.keys())
     for name in names:
@@ -91,7 +91,7 @@ def optimization(report: Report, output: str) -> None:
         _console.print(f"\n{output}: written ({report.reason})")
 
 
-# What the phases of an optimisation are called, in the order in which they come.
+# The names of an optimisation's phases, in order.
 _PHASES = {
     "import": "import", "inputs": "inputs", "calibrate": "operators", "search": "search", "select": "selection",
     "compile": "compilation", "verify": "verification", "measure": "last comparison",
@@ -99,7 +99,7 @@ _PHASES = {
 
 
 def _spent(report: Report) -> str:
-    """Where the time went."""
+    """The time of each phase."""
     parts = [(name, report.phases[key]) for key, name in _PHASES.items() if key in report.phases]
     rest = report.seconds - sum(seconds for _, seconds in parts)
     return ", ".join(f"{name} {seconds:.1f}" for name, seconds in [*parts, ("other", max(rest, 0.0))])
@@ -111,7 +111,7 @@ def _verdict(verified: bool | None, error: float | None) -> str:
 
 
 def proven(certificate: Certificate, done: int, total: int) -> None:
-    """A line for each rule as it is proven."""
+    """One line for each rule that has been proven."""
     verdict = "proven" if certificate.proven else "[bold red]NOT PROVEN[/]"
     if certificate.proven and certificate.unexplained:
         verdict = f"[bold red]{len(certificate.unexplained)} mutants survive[/], nobody knows why"
@@ -119,7 +119,7 @@ def proven(certificate: Certificate, done: int, total: int) -> None:
 
 
 def certificates(found: Sequence[Certificate]) -> None:
-    """What is known of each rule, and why rules are not proven."""
+    """The certificate of each rule, and why rules are not proven."""
     table = _grid(
         "rule", "proof", "cases", "trials", "bound", "runtime", "bits", "mutants", "rejected", "s", title=""
     )
@@ -165,7 +165,7 @@ def comparison(reports: Sequence[Report]) -> None:
 
 
 def rules(listed: Sequence[Mapping[str, Any]]) -> None:
-    """The library, or with statistics what it found in a model."""
+    """The library, or the statistics of its rules on a model."""
     if listed and "matched" in listed[0]:
         table = _grid("rule", "admitted", "refused", "ms", "commonest refusal")
         for row in listed:
@@ -184,7 +184,7 @@ def rules(listed: Sequence[Mapping[str, Any]]) -> None:
 
 
 def bench(measured: Mapping[str, Any]) -> None:
-    """A measurement as name and value."""
+    """A measurement, as names and values."""
     table = _grid("", "")
     for key, value in measured.items():
         table.add_row(key, f"{value:.4g}" if isinstance(value, float) else str(value))
@@ -192,7 +192,7 @@ def bench(measured: Mapping[str, Any]) -> None:
 
 
 def tuned(report: Mapping[str, Any], speedup: SpeedUp | None, control: SpeedUp | None, output: str) -> None:
-    """The kernels that were tuned, what the compiled models take, and which of them was written."""
+    """The tuned kernels, the latencies of the compiled models, and which model was written."""
     table = _grid("kernel", "calls", "us", "GFLOP/s", "trials", title="Kernels, as tuned")
     for row in report["kernels"]:
         best = row["best_us"]

@@ -37,7 +37,7 @@ class Plan:
 
 
 @dataclass(slots=True, eq=False)  # not frozen: that is most of what one takes
-class Surroundings:
+class MatchSignature:
     """What can be told of a node without looking further: many nodes of a graph are alike in it.
 
     `types` are those of the inputs, `above` the operators that make them (None: no operator does). `key` holds
@@ -51,18 +51,18 @@ class Surroundings:
     @staticmethod
     def of(
         node: Node, producers: Mapping[Value, Node], type_of: Mapping[Value, TensorType | None]
-    ) -> Surroundings:
+    ) -> MatchSignature:
         inputs = node.inputs
         types = tuple([type_of[v] for v in inputs])
         above = tuple([None if (p := producers.get(v)) is None else p.op for v in inputs])
         same = tuple(map(inputs.index, inputs)) if len(set(inputs)) < len(inputs) else None
-        return Surroundings(types, above, (node.op, node.attrs.digest, types, above, node.types, same))
+        return MatchSignature(types, above, (node.op, node.attrs.digest, types, above, node.types, same))
 
 
 class Plans:
     """Plans by the operator of the node that they start from; and which of them can lead anywhere from a given node.
 
-    Graphs repeat themselves: what a node's surroundings rule out is remembered by these.
+    Graphs repeat themselves: what a node's signature rules out is remembered by it.
     """
 
     def __init__(self) -> None:
@@ -76,7 +76,7 @@ class Plans:
         """The operators from which plans start."""
         return iter(self.by_op)
 
-    def of(self, node: Node, around: Surroundings) -> list[Plan]:
+    def of(self, node: Node, around: MatchSignature) -> list[Plan]:
         """The plans that can lead anywhere from a node. Plans that cannot after all may be taken out."""
         found = self._fitting.get(around.key)
         if found is None:
@@ -116,7 +116,7 @@ class Regions:
         """The operators of anchors."""
         return iter(self.by_op)
 
-    def demanded(self, node: Node, around: Surroundings) -> list[RegionRule]:
+    def demanded(self, node: Node, around: MatchSignature) -> list[RegionRule]:
         """The rules for a node's operator that find the operators above it that they demand."""
         return [
             rule
@@ -124,7 +124,7 @@ class Regions:
             if (wanted := self.wanted.get(rule.name)) is None or not wanted.isdisjoint(around.above)
         ]
 
-    def of(self, node: Node, around: Surroundings) -> list[RegionRule]:
+    def of(self, node: Node, around: MatchSignature) -> list[RegionRule]:
         """The rules that can lead anywhere from a node. Rules that cannot after all may be taken out."""
         found = self._fitting.get(around.key)
         if found is None:
@@ -137,7 +137,7 @@ class Library:
     write operators of the backend alone too, unless `contrib`.
 
     `stats` counts matches and refusals with their reasons (with `thorough` all of them, else not those that are known
-    from a node of the same surroundings), and, with `timed`, the seconds per rule. `refusals` keeps the refusals
+    from a node of the same signature), and, with `timed`, the seconds per rule. `refusals` keeps the refusals
     themselves, if it is a list.
     """
 

@@ -19,7 +19,7 @@ from immutables import Map
 from xrlflow.ir import ABSENT, Edit, Graph, Node, TensorType, Value, apply_edit, dims, mix
 from xrlflow.ir.graph import FINGERPRINT_MASK, outputs_fingerprint
 from xrlflow.rewrite.build import GraphBuilder
-from xrlflow.rewrite.library import Library, Plan, Plans, Surroundings
+from xrlflow.rewrite.library import Library, MatchSignature, Plan, Plans
 from xrlflow.rewrite.pattern import Pattern
 from xrlflow.rewrite.plan import mismatch
 from xrlflow.rewrite.rule import (
@@ -338,15 +338,15 @@ class _Finder:
         self.found: dict[Key, Match] = {}
         self.seen: set[Key] = set()
         self.attempts: dict[tuple[Value, str], Attempt] = {}
-        self._around: dict[Value, Surroundings] = {}
+        self._around: dict[Value, MatchSignature] = {}
         self._types = _Types(graph)
         # Of the plan that runs: matches that it came to, and those that the types of their variables refuse.
         self.considered = self.refused_by_types = 0
 
-    def around(self, node: Node) -> Surroundings:
+    def around(self, node: Node) -> MatchSignature:
         found = self._around.get(node.outputs[0])
         if found is None:
-            found = self._around[node.outputs[0]] = Surroundings.of(node, self.graph.producers, self._types)
+            found = self._around[node.outputs[0]] = MatchSignature.of(node, self.graph.producers, self._types)
         return found
 
     def look(self, node: Node, plans: Plans) -> None:

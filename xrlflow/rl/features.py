@@ -25,7 +25,7 @@ from xrlflow.cost.model import AdditiveCost, InTypes
 from xrlflow.ir import ABSENT, DType, Edit, Graph, Node, TensorType, Value
 from xrlflow.ir.graph import Leaves
 from xrlflow.ir.types import FLOATS, INTEGERS
-from xrlflow.ops.work import COUNTS, ELEMENTWISE, Kind, dimensions, work
+from xrlflow.ops.work import COUNTS, ELEMENTWISE, OpKind, dimensions, work
 from xrlflow.rewrite import Library, Match, RegionRule, RewriteState
 from xrlflow.rewrite.state import Delta
 from xrlflow.rl.situation import Situation
@@ -42,7 +42,7 @@ INPUT = "(input)"
 
 # Seconds below this share of the whole are near 0 on the squashed scale, the whole is 1.
 _FINEST = 1e-4
-_KINDS = tuple(Kind)
+_KINDS = tuple(OpKind)
 _DIMS = 4  # trailing dimensions of a tensor that an edge shows
 
 # Columns. A node: of its content, its kind, of its place in the graph.
@@ -625,7 +625,7 @@ class Featuriser:
         if found is None:
             columns = dict.fromkeys(NODE_CONTENT, 0.0)
             columns.update(_output_columns(type, self.prices.bindings), outputs=_log(1, 16))
-            found = self._contents[key] = self._add_content(columns, Kind.VIEW, 0.0, 0.0, 0.0, False)
+            found = self._contents[key] = self._add_content(columns, OpKind.VIEW, 0.0, 0.0, 0.0, False)
         return found
 
     def _content_of(self, graph: Graph, node: Node, in_types: InTypes) -> _Content:
@@ -666,7 +666,7 @@ class Featuriser:
     def _add_content(
         self,
         columns: Mapping[str, float],
-        kind: Kind,
+        kind: OpKind,
         flops: float,
         moved: float,
         seconds: float,

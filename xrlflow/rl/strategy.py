@@ -37,7 +37,7 @@ from xrlflow.ir.graph import FINGERPRINT_MASK
 from xrlflow.rewrite import Match, RewriteState
 from xrlflow.rl.features import Pricing
 from xrlflow.rl.situation import Situation, choices
-from xrlflow.search.result import Found, Limits, SearchResult, Shortlist, extend
+from xrlflow.search.result import Limits, SearchNode, SearchResult, Shortlist, extend
 
 Obs = TypeVar("Obs")
 ObsIn = TypeVar("ObsIn", contravariant=True)
@@ -102,7 +102,7 @@ class _Place:
     `group` [C] numbers what is alike; `groups` lists its members, the likeliest first.
     """
 
-    found: Found
+    found: SearchNode
     choices: tuple[Match, ...]
     log_probs: npt.NDArray[np.float64]
     group: npt.NDArray[np.int64]
@@ -113,17 +113,17 @@ class _Place:
 class _Waiting:
     """A state to be evaluated; `before`: where the kick began that led there."""
 
-    found: Found
+    found: SearchNode
     nats: float
     depth: int
-    before: Found | None
+    before: SearchNode | None
 
 
 @dataclass(slots=True, eq=False)
 class _Rollout:
     """A walk that follows the policy."""
 
-    at: Found
+    at: SearchNode
     temperature: float
     seen: set[int] = field(default_factory=set)
     steps: int = 0
@@ -133,7 +133,7 @@ class _Rollout:
 class _Kick:
     """Substitutions that are alike, of which one is to be tried; `nats`: how far-fetched that is."""
 
-    found: Found
+    found: SearchNode
     alike: tuple[Match, ...]
     nats: float
     depth: int
@@ -161,7 +161,7 @@ def agent_search(
     except KeyboardInterrupt:
         interrupted = True
 
-    def plain(found: Found) -> Found:
+    def plain(found: SearchNode) -> SearchNode:
         return replace(found, state=replace(found.state, delta=state.delta))
 
     return SearchResult(
@@ -194,7 +194,7 @@ class _Search(Generic[Obs]):
         seed: int,
     ) -> None:
         assert state.delta is not None, "a state without prices has nothing to minimise"
-        self.root = Found(replace(state, delta=Pricing.of(state.delta)), None, cost)
+        self.root = SearchNode(replace(state, delta=Pricing.of(state.delta)), None, cost)
         self.best = self.root
         self.limits, self.policy, self.observe, self.config = limits, policy, observe, config
         self.rng = np.random.default_rng(seed)
@@ -202,9 +202,9 @@ class _Search(Generic[Obs]):
         self.shortlist.offer(self.root)
         self.most_nodes = config.growth * max(state.graph.node_count, _SMALL)
         # By fingerprint: every state made, the one that it was made from, where its descent ends, its evaluation.
-        self.reached: dict[int, Found] = {state.fingerprint: self.root}
+        self.reached: dict[int, SearchNode] = {state.fingerprint: self.root}
         self.parents: dict[int, int] = {}
-        self.ends: dict[int, Found] = {}
+        self.ends: dict[int, SearchNode] = {}
         self.places: dict[int, _Place] = {}
         # Both queues in order of (nats, number).
         self.pending: list[tuple[float, int, _Waiting]] = []
@@ -262,7 +262,7 @@ class _Search(Generic[Obs]):
 
     # --- states ---
 
-    def make(self, parent: Found, match: Match) -> Found | None:
+    def make(self, parent: SearchNode, match: Match) -> SearchNode | None:
         """The successor; from memory if it was reached before. None if it is too large. Raises _Over at the limits."""
         known = self.reached.get((parent.state.fingerprint + match.shift) & FINGERPRINT_MASK)
         if known is not None:
@@ -281,7 +281,7 @@ class _Search(Generic[Obs]):
         known = self.reached.get(successor.fingerprint)
         if known is not None:
             return known
-        found = Found(successor, extend(parent.path, match, cost), cost)
+        found = SearchNode(successor, extend(parent.path, match, cost), cost)
         self.reached[successor.fingerprint] = found
         self.parents[successor.fingerprint] = parent.state.fingerprint
         self.shortlist.offer(found)
@@ -289,7 +289,7 @@ class _Search(Generic[Obs]):
             self.best, self.improved_at = found, self.expanded
         return found
 
-    def descend(self, found: Found, back: float | None = None) -> Found:
+    def descend(self, found: SearchNode, back: float | None = None) -> SearchNode:
         """Where greedy descent from a state ends.
 
         What gains most after a loss is often to take it back, maybe in other words. So the way does not go where
@@ -316,13 +316,13 @@ class _Search(Generic[Obs]):
             self.ends[fingerprint] = found
         return found
 
-    def leads_back(self, found: Found, back: float | None, match: Match) -> bool:
+    def leads_back(self, found: SearchNode, back: float | None, match: Match) -> bool:
         """Whether a candidate leads to where a descent has been, or to this cost."""
         if (found.state.fingerprint + match.shift) & FINGERPRINT_MASK in self.ends:
             return True
         return back is not None and abs(found.cost + match.delta - back) <= _ROUNDING * self.root.cost
 
-    def ancestors(self, found: Found) -> set[int]:
+    def ancestors(self, found: SearchNode) -> set[int]:
         """The fingerprints on the way to a state, its own among them."""
         at: int | None = found.state.fingerprint
         out: set[int] = set()
@@ -333,7 +333,7 @@ class _Search(Generic[Obs]):
 
     # --- the network ---
 
-    def evaluate(self, states: Sequence[Found]) -> None:
+    def evaluate(self, states: Sequence[SearchNode]) -> None:
         """Ask the policy about states, in batches."""
         size = self.config.batch
         for start in range(0, len(states), size):
@@ -367,7 +367,9 @@ class _Search(Generic[Obs]):
 
     # --- kicks ---
 
-    def await_evaluation(self, found: Found, nats: float, depth: int, before: Found | None = None) -> None:
+    def await_evaluation(
+        self, found: SearchNode, nats: float, depth: int, before: SearchNode | None = None
+    ) -> None:
         if found.state.fingerprint in self.queued:
             return
         self.queued.add(found.state.fingerprint)
@@ -403,7 +405,7 @@ class _Search(Generic[Obs]):
     def try_level_steps(self) -> None:
         """Kick wherever that costs next to nothing, as long as it brings anything."""
         least = self.config.level * self.root.cost
-        settled: Found | None = None
+        settled: SearchNode | None = None
         while settled is not self.best:
             settled = self.best
             groups: dict[Group, list[Match]] = {}
@@ -443,7 +445,7 @@ class _Search(Generic[Obs]):
             self.repeat(kick, match, kicked)
         return True
 
-    def repeat(self, kick: _Kick, match: Match, kicked: Found) -> None:
+    def repeat(self, kick: _Kick, match: Match, kicked: SearchNode) -> None:
         """Queue the same rule again: where it was offered before, and where it was not."""
         again = sorted(
             (m for m in kicked.state.candidates if m.rule is match.rule), key=lambda m: (m.delta, m.key)
@@ -453,7 +455,7 @@ class _Search(Generic[Obs]):
             if part:
                 self.await_kick(_Kick(kicked, tuple(part), kick.nats + _AGAIN, kick.depth + 1))
 
-    def spread(self, alike: Sequence[Match], found: Found) -> None:
+    def spread(self, alike: Sequence[Match], found: SearchNode) -> None:
         """Take a kick that paid wherever else it was offered, as long as it goes on paying."""
         for other in alike:
             match = found.state.find(other.key)
@@ -498,7 +500,7 @@ class _Search(Generic[Obs]):
             moved = True
         return moved
 
-    def settle(self, found: Found) -> None:
+    def settle(self, found: SearchNode) -> None:
         """Descend from where a rollout ended, and kick from there if that is new."""
         best = self.best
         end = self.descend(found)

@@ -6,12 +6,12 @@ from xrlflow.search.greedy import greedy
 from xrlflow.search.lookahead import lookahead
 from xrlflow.search.random import random_walk
 from xrlflow.search.result import (
-    Found,
     Limits,
+    SearchNode,
     SearchResult,
     Shortlist,
-    Step,
     TraceError,
+    TraceStep,
     append,
     extend,
     replay,
@@ -25,15 +25,15 @@ from xrlflow.search.taso import taso
 __all__ = [
     "SEARCH_UNTIL",
     "Budget",
-    "Found",
     "Limits",
     "Ratio",
+    "SearchNode",
     "SearchResult",
     "Selection",
     "Shortlist",
-    "Step",
     "Survey",
     "TraceError",
+    "TraceStep",
     "Trial",
     "append",
     "extend",

@@ -1,4 +1,4 @@
-"""Control-flow bodies are graphs of their own, and are optimised as such."""
+"""Control-flow bodies are graphs of their own and are optimised one by one."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from dataclasses import replace
 
 from xrlflow.ir import Attr, Attrs, Body, Graph, Node, Value, apply_edit, plan_edit
 from xrlflow.rewrite import Library, Match, RewriteState
-from xrlflow.search.result import Step
+from xrlflow.search.result import TraceStep
 
 
-def simplify(graph: Graph, library: Library, cost: Callable[[Graph], float]) -> tuple[Graph, list[Step]]:
-    """The graph after the library's rules that need no price (`certain`), and those substitutions.
+def simplify(graph: Graph, library: Library, cost: Callable[[Graph], float]) -> tuple[Graph, list[TraceStep]]:
+    """The graph after all rules that need no price (`certain`), and the substitutions that were made.
 
-    They find constants and decide branches, and so the types of what follows: a search before that would price what it
-    does not know. They spell out operators that the backend lacks, too. All steps have the cost of the result.
+    These rules find constants and decide branches, which fixes types: a search before them would price unknown types.
+    They also write out operators that the backend lacks. Each step carries the cost of the final graph.
     """
     state = RewriteState.start(graph, library.certain())
     matches: list[Match] = []
-    # One operator that is spelt out may become thousands of nodes: those of the graph as it is now count.
+    # Writing out one operator may add thousands of nodes, so the bound grows with the graph.
     while (candidates := state.candidates) and len(matches) < 4 * state.graph.node_count:
         matches.append(min(candidates, key=lambda m: m.key))
         state = state.apply(matches[-1])
     if not matches:
         return graph, []
     price = cost(state.graph)
-    return state.graph, [Step(m.rule.name, m.rule.family, m.key, price) for m in matches]
+    return state.graph, [TraceStep(m.rule.name, m.rule.family, m.key, price) for m in matches]
 
 
 def with_bodies(
@@ -34,11 +34,10 @@ def with_bodies(
     prepare: Callable[[Graph], Graph] = lambda graph: graph,
     where: str = "",
 ) -> Graph:
-    """The graph with each body replaced by what `improve` makes of it, its own bodies before.
+    """The graph with each body replaced by `improve` of it. Inner bodies are improved before outer ones.
 
-    `improve` gets a body's graph and a name for it ("If.then_branch/Loop.body"); `prepare` is called for it before its
-    own bodies are looked at. What a body does not read any more is not captured, and what nobody else reads is not
-    computed.
+    `improve` gets a body's graph and its name ("If.then_branch/Loop.body"); `prepare` is called on that graph before
+    its own bodies. Values that a body no longer reads are no longer captured, and nodes that nobody reads are removed.
     """
     changed = [n for node in graph.nodes() if (n := _with_bodies(node, improve, prepare, where)) is not node]
     if not changed:

@@ -1,37 +1,37 @@
-"""How the time limit is shared out. Everything is in seconds, moments are those of time.monotonic."""
+"""How the time limit is divided. Durations are in seconds, moments are those of time.monotonic."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
 DEFAULT_LIMIT = 60.0
-# The part of the time after which searching must be over.
+# The part of the limit after which searching must be over.
 SEARCH_UNTIL = 0.3
-# More than this part of the time is not kept for what follows the selection; of models so slow (seconds of a run) that
-# a selection could compare little, nothing is kept for that.
+# At most this part of the limit is reserved for verification and the last comparison. Nothing is reserved for models so
+# slow (seconds of a run) that the selection could compare little.
 _ENDING_AT_MOST, _SLOW = 0.5, 0.3
-# What a limit of 60 s allows a fast model, besides runs of it: a model of 3 ms needs no minute.
+# What a fast model may use of a limit of 60 s: seconds besides runs, and runs. A model of 3 ms needs no minute.
 _ENOUGH, _ENOUGH_RUNS = 14.0, 1000
-# The last comparison: the nursery's start; processes that are enough; of each the start, and runs (the first of both
-# models, warming up, turns).
-_NURSERY, _PROCESSES, _START, _RUNS = 0.5, 24, 0.12, 14
+# The last comparison: seconds to start the fork server, number of processes, seconds to start each, and runs in each
+# (the first of both models, warming up, turns).
+_FORK_SERVER, _PROCESSES, _START, _RUNS = 0.5, 24, 0.12, 14
 _LOADING_TVM = 4.0
-# Verification: so much besides runs (of the original and the result, on all their inputs).
+# Verification: seconds besides runs, and runs of the original and the result together.
 _VERIFYING, _VERIFYING_RUNS = 2.5, 16
-# One comparison of whole models in one process: the least and the most runs that it takes.
+# One comparison of whole models in one process: the fewest and the most runs.
 _COMPARE_RUNS_AT_LEAST, _COMPARE_RUNS = 8, 60
 _COMPARE_AT_LEAST, _COMPARE_AT_MOST = 1.5, 5.0
-# After an interrupt: the best against the original, and again.
+# After an interrupt: comparisons of the best proposal with the original.
 _HURRIED_COMPARISONS = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """The time of one optimisation: from `begin` to `begin + limit`.
+    """The time of one optimisation, from `begin` to `begin + limit`.
 
-    `latency` and `loading`: rough seconds of one run of the original and of loading it, 0 where they are not known.
-    `verifying`: whether a result will be verified. `hurried`: after an interrupt nothing is kept for the selection that
-    is not needed. `compiled`: by TVM, which the processes of the last comparison load.
+    `latency` and `loading` are rough seconds of one run of the original and of loading it, 0 if not known. `verifying`:
+    the result will be verified. `hurried`: after an interrupt, nothing is reserved for selecting that is not needed.
+    `compiled`: the processes of the last comparison load TVM.
     """
 
     begin: float
@@ -44,19 +44,19 @@ class Budget:
 
     @property
     def until(self) -> float:
-        """The moment at which the limit is over."""
+        """The moment at which the limit ends."""
         return self.begin + self.limit
 
     @property
     def end(self) -> float:
-        """When everything should be over: a fast model does not take all of a minute, or of an hour."""
+        """The moment at which everything should be over. A fast model does not need all of a long limit."""
         if not self.latency or self.hurried:
             return self.until
         enough = (_ENOUGH + _ENOUGH_RUNS * self.latency) * max(1.0, self.limit / DEFAULT_LIMIT)
         return self.begin + min(self.limit, enough)
 
     def part(self, share: float) -> float:
-        """The moment at which a part of the time is over."""
+        """The moment at which this part of the time has passed."""
         return self.begin + share * (self.end - self.begin)
 
     @property
@@ -65,20 +65,20 @@ class Budget:
 
     @property
     def verification(self) -> float:
-        """What verifying a result takes."""
+        """Seconds that verification takes."""
         if not self.verifying:
             return 0.0
         return _VERIFYING + 2 * self.loading + _VERIFYING_RUNS * self.latency
 
     @property
     def comparison(self) -> float:
-        """What the last comparison wants."""
+        """Seconds that the last comparison wants."""
         processes = _PROCESSES * (_START + 2 * self.loading + _RUNS * self.latency)
-        return _NURSERY + (_LOADING_TVM if self.compiled else 0.0) + processes
+        return _FORK_SERVER + (_LOADING_TVM if self.compiled else 0.0) + processes
 
     @property
     def ending(self) -> float:
-        """What is kept for verification and the last comparison."""
+        """Seconds reserved for verification and the last comparison."""
         wanted = self.verification + self.comparison
         if self.hurried:
             return wanted
@@ -87,32 +87,32 @@ class Budget:
 
     @property
     def select_until(self) -> float:
-        """When comparing whole models must be over."""
+        """The moment at which comparisons of whole models must be over."""
         return self.end - self.ending
 
     @property
     def begin_comparing_until(self) -> float:
-        """When it is too late to begin another comparison of whole models."""
+        """The moment from which no further comparison of whole models begins."""
         return self.select_until - 2 * self.loading - _COMPARE_RUNS_AT_LEAST * self.latency
 
     @property
     def each_comparison(self) -> float:
-        """What one comparison of whole models may take."""
+        """Seconds that one comparison of whole models may take."""
         most = 2 * self.loading + _COMPARE_RUNS * self.latency
         return max(_COMPARE_AT_LEAST, min(most, _COMPARE_AT_MOST), most / 2)
 
     def final(self, now: float) -> float:
-        """What verification and the last comparison have, if they begin now: all that is left of the limit.
+        """Seconds for verification and the last comparison if they begin now: all that is left of the limit.
 
-        On a quiet machine they end long before, as enough is known; beside neighbours that takes more processes.
+        On a quiet machine they end long before. On a busy one the last comparison needs more processes.
         """
         return self.until - now
 
     def can_verify(self, now: float) -> bool:
-        """Whether verification, begun now, would be over in time, or soon after."""
+        """Whether verification, if it begins now, ends within the limit or shortly after."""
         return now + self.verification <= self.until + 0.05 * self.limit
 
     def hurry(self, now: float) -> Budget:
-        """The time that is left after an interrupt: enough to compare, verify and measure, if the limit allows it."""
+        """The budget after an interrupt: enough to compare, verify and measure, if the limit allows it."""
         needed = _HURRIED_COMPARISONS * self.each_comparison + self.verification + self.comparison
         return replace(self, begin=now, limit=min(self.until - now, needed), hurried=True)

@@ -1,28 +1,28 @@
-"""Greedy search: always the substitution that gains most."""
+"""Greedy search: always the substitution with the largest gain."""
 
 from __future__ import annotations
 
 import time
 
 from xrlflow.rewrite import RewriteState
-from xrlflow.search.result import Found, Limits, Path, SearchResult, Shortlist, extend
+from xrlflow.search.result import Limits, Path, SearchNode, SearchResult, Shortlist, extend
 
 
 def greedy(state: RewriteState, cost: float, limits: Limits) -> SearchResult:
     """Apply the candidate with the largest modelled gain until none gains.
 
-    `state` has the cost model's deltas in its candidates; `cost` is the modelled cost of its graph.
+    `state` has the cost model's deltas in its candidates; `cost` is the modelled cost of its graph, in seconds.
     """
     begin = time.monotonic()
     path: Path | None = None
     shortlist = Shortlist()
-    shortlist.offer(Found(state, path, cost))
+    shortlist.offer(SearchNode(state, path, cost))
     expanded = generated = 0
     interrupted = False
     try:
         while not limits.over(expanded, cost):
             generated += state.count
-            # A gain that only rounding sees is none: it could go on for ever.
+            # Gains of rounding size do not count: they could go on for ever.
             best = state.gains_most(1e-9 * cost)
             if best is None:
                 break
@@ -30,8 +30,8 @@ def greedy(state: RewriteState, cost: float, limits: Limits) -> SearchResult:
             expanded += 1
             cost += best.delta
             path = extend(path, best, cost)
-            shortlist.offer(Found(state, path, cost))
+            shortlist.offer(SearchNode(state, path, cost))
     except KeyboardInterrupt:
         interrupted = True
-    found = Found(state, path, cost)
+    found = SearchNode(state, path, cost)
     return SearchResult(found, shortlist.best(), expanded, generated, time.monotonic() - begin, interrupted)

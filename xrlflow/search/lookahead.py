@@ -1,4 +1,4 @@
-"""Greedy search that looks a few substitutions ahead: a control for strategies that claim to plan."""
+"""Greedy search that looks a few substitutions ahead: a baseline for strategies that claim to plan."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ import time
 
 from xrlflow.ir.graph import FINGERPRINT_MASK
 from xrlflow.rewrite import Match, RewriteState
-from xrlflow.search.result import Found, Limits, Path, SearchResult, Shortlist, extend
+from xrlflow.search.result import Limits, Path, SearchNode, SearchResult, Shortlist, extend
 
-# A gain that only rounding sees is none: it could go on for ever.
+# The part of the cost below which a gain counts as rounding: such gains could go on for ever.
 _NOTHING = 1e-9
 
 
 def lookahead(state: RewriteState, cost: float, limits: Limits, depth: int = 2) -> SearchResult:
-    """Apply the chain of up to `depth` substitutions that gains most, until none gains.
+    """Apply the chain of up to `depth` substitutions with the largest gain, until none gains.
 
-    Chains of one substitution are tried first, and longer ones only where no shorter one gains: with `depth` 1 it is
-    `greedy`. Of n candidates, two steps cost n expanded states and three up to n^2, which `limits.budget` counts.
-    Within a chain a graph is looked at once, however it is reached. Raises ValueError if `depth` is below 1.
+    Shorter chains are tried first, longer ones only if no shorter one gains: with `depth` 1 this is `greedy`. With n
+    candidates, two steps cost n expanded states and three up to n^2, which `limits.budget` counts. Each graph is
+    visited once within a chain, however it is reached. Raises ValueError if `depth` is below 1.
     """
     if depth < 1:
         raise ValueError(f"a look ahead of {depth} steps sees nothing")
     begin = time.monotonic()
-    search = _Lookahead(limits, Found(state, None, cost))
+    search = _Lookahead(limits, SearchNode(state, None, cost))
     interrupted = False
     try:
         while search.improve(depth):
@@ -40,9 +40,9 @@ def lookahead(state: RewriteState, cost: float, limits: Limits, depth: int = 2) 
 
 
 class _Lookahead:
-    """Where the search is, and what it has seen."""
+    """The current search node and the shortlist."""
 
-    def __init__(self, limits: Limits, start: Found) -> None:
+    def __init__(self, limits: Limits, start: SearchNode) -> None:
         self.limits = limits
         self.best = start
         self.shortlist = Shortlist()
@@ -55,13 +55,13 @@ class _Lookahead:
         return self.limits.over(self.expanded, self.best.cost)
 
     def improve(self, depth: int) -> bool:
-        """Follow the shortest chain that gains, of those the best; whether there was one before the limits."""
+        """Follow the best of the shortest chains that gain. False if there is none, or the limits came first."""
         reached = [self.best]
         seen = {self.best.state.fingerprint}
         for length in range(depth):
             if self.over:
                 return False
-            # The end of a chain is known by its delta: only the graph of the best one is made.
+            # The last substitution of a chain is priced by its delta: only the best chain's graph is made.
             last = min(
                 ((found, match) for found in reached for match in found.state.candidates),
                 key=lambda chain: (chain[0].cost + chain[1].delta, chain[1].key),
@@ -76,9 +76,9 @@ class _Lookahead:
                 reached = self._successors(reached, seen)
         return False
 
-    def _successors(self, reached: list[Found], seen: set[int]) -> list[Found]:
-        """Every graph that is one step further, as far as the limits allow."""
-        made: list[Found] = []
+    def _successors(self, reached: list[SearchNode], seen: set[int]) -> list[SearchNode]:
+        """All graphs that are one substitution further, as far as the limits allow."""
+        made: list[SearchNode] = []
         for found in reached:
             for match in found.state.candidates:
                 expected = (found.state.fingerprint + match.shift) & FINGERPRINT_MASK
@@ -92,8 +92,8 @@ class _Lookahead:
                     made.append(successor)
         return made
 
-    def _follow(self, found: Found, match: Match) -> Found:
+    def _follow(self, found: SearchNode, match: Match) -> SearchNode:
         self.expanded += 1
         cost = found.cost + match.delta
         path: Path = extend(found.path, match, cost)
-        return Found(found.state.apply(match), path, cost)
+        return SearchNode(found.state.apply(match), path, cost)

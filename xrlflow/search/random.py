@@ -1,4 +1,4 @@
-"""Random legal edits that ignore the cost: for tests, and as a control for every other strategy."""
+"""Random legal substitutions that ignore the cost: for tests, and as a baseline for every other strategy."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import random as stdlib_random
 import time
 
 from xrlflow.rewrite import RewriteState
-from xrlflow.search.result import Found, Limits, Path, SearchResult, extend
+from xrlflow.search.result import Limits, Path, SearchNode, SearchResult, extend
 
 
 def random_walk(state: RewriteState, cost: float, limits: Limits, seed: int = 0) -> SearchResult:
-    """`limits.budget` substitutions, each drawn uniformly from the candidates of its state.
+    """Make `limits.budget` substitutions, each drawn uniformly from the candidates of its state.
 
-    The result is where the walk ends, not the cheapest graph on the way.
+    The result is the end of the walk, not the cheapest graph on the way.
     """
     begin = time.monotonic()
     rng = stdlib_random.Random(seed)
@@ -32,5 +32,5 @@ def random_walk(state: RewriteState, cost: float, limits: Limits, seed: int = 0)
             path = extend(path, match, cost)
     except KeyboardInterrupt:
         interrupted = True
-    found = Found(state, path, cost)
+    found = SearchNode(state, path, cost)
     return SearchResult(found, (found,), expanded, generated, time.monotonic() - begin, interrupted)

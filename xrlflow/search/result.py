@@ -1,4 +1,4 @@
-"""What every search strategy takes and gives."""
+"""The types that all search strategies share: limits, search nodes, traces, results."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from xrlflow.rewrite.state import Key
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """One substitution of a trace: the rule, where (ids of nodes and values), and the modelled cost afterwards."""
+class TraceStep:
+    """One substitution of a trace: the rule, the ids of nodes and values that it matched, and the cost afterwards."""
 
     rule: str
     family: str
@@ -22,14 +22,14 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Path:
-    """The way to a state: its last step, and the way before."""
+    """The substitutions that lead to a state, as a linked list: the last one, and the path before it."""
 
-    step: Step
+    step: TraceStep
     before: Path | None
     families: frozenset[str]
 
-    def steps(self) -> tuple[Step, ...]:
-        found: list[Step] = []
+    def steps(self) -> tuple[TraceStep, ...]:
+        found: list[TraceStep] = []
         at: Path | None = self
         while at is not None:
             found.append(at.step)
@@ -37,31 +37,31 @@ class Path:
         return tuple(reversed(found))
 
 
-def append(path: Path | None, step: Step) -> Path:
-    """The path with one more step."""
+def append(path: Path | None, step: TraceStep) -> Path:
+    """The path with one more step. `path` is None at the start."""
     families = path.families if path is not None else frozenset()
     return Path(step, path, families if step.family in families else families | {step.family})
 
 
 def extend(path: Path | None, match: Match, cost: float) -> Path:
     """The path with one more substitution."""
-    return append(path, Step(match.rule.name, match.rule.family, match.key, cost))
+    return append(path, TraceStep(match.rule.name, match.rule.family, match.key, cost))
 
 
-def steps_of(path: Path | None) -> tuple[Step, ...]:
+def steps_of(path: Path | None) -> tuple[TraceStep, ...]:
     return path.steps() if path is not None else ()
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """A state that a search found, the substitutions that lead there, and its modelled cost."""
+class SearchNode:
+    """A state, the path that leads to it, and its modelled cost in seconds."""
 
     state: RewriteState
     path: Path | None
     cost: float
 
     @property
-    def trace(self) -> tuple[Step, ...]:
+    def trace(self) -> tuple[TraceStep, ...]:
         return steps_of(self.path)
 
     @property
@@ -71,10 +71,10 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """The best state by modelled cost, and a shortlist: the best of each set of rule families, best first."""
+    """The best node by modelled cost, and a shortlist: the best node of each set of rule families, best first."""
 
-    best: Found
-    shortlist: tuple[Found, ...]
+    best: SearchNode
+    shortlist: tuple[SearchNode, ...]
     expanded: int
     generated: int
     seconds: float
@@ -83,7 +83,7 @@ class SearchResult:
 
 @dataclass(slots=True)
 class Limits:
-    """When a search stops: after `budget` expanded states, at `deadline` (time.monotonic), or on Ctrl-C."""
+    """A search stops after `budget` expanded states, at `deadline` (time.monotonic), or on Ctrl-C."""
 
     budget: int = 1000
     deadline: float | None = None
@@ -97,19 +97,19 @@ class Limits:
 
 @dataclass(slots=True)
 class Shortlist:
-    """The cheapest state of each set of rule families."""
+    """The cheapest node of each set of rule families."""
 
     size: int = 8
-    kept: dict[frozenset[str], Found] = field(default_factory=dict)
+    kept: dict[frozenset[str], SearchNode] = field(default_factory=dict)
 
-    def offer(self, found: Found) -> None:
+    def offer(self, found: SearchNode) -> None:
         known = self.kept.get(found.families)
         if known is None or found.cost < known.cost:
             self.kept[found.families] = found
             if len(self.kept) > 8 * self.size:
                 self.kept = {f.families: f for f in self.best()}
 
-    def best(self) -> tuple[Found, ...]:
+    def best(self) -> tuple[SearchNode, ...]:
         return tuple(sorted(self.kept.values(), key=lambda f: f.cost)[: self.size])
 
 
@@ -117,9 +117,13 @@ class TraceError(ValueError):
     """A trace does not fit the graph that it is replayed on."""
 
 
-def retrace(state: RewriteState, trace: Sequence[Step]) -> Iterator[tuple[RewriteState, Match, RewriteState]]:
-    """Of each step of a trace: the state before, the match, the state after. Raises TraceError if a step is not among
-    the candidates."""
+def retrace(
+    state: RewriteState, trace: Sequence[TraceStep]
+) -> Iterator[tuple[RewriteState, Match, RewriteState]]:
+    """For each step of a trace: the state before, the match, and the state after.
+
+    Raises TraceError if a step is not among the candidates.
+    """
     for index, step in enumerate(trace):
         match = state.find((step.key[0], step.key[1]))
         if match is None:
@@ -129,6 +133,6 @@ def retrace(state: RewriteState, trace: Sequence[Step]) -> Iterator[tuple[Rewrit
         state = successor
 
 
-def replay(state: RewriteState, trace: Sequence[Step]) -> Iterator[RewriteState]:
-    """The states after each step of a trace. Raises TraceError as `retrace` does."""
+def replay(state: RewriteState, trace: Sequence[TraceStep]) -> Iterator[RewriteState]:
+    """The state after each step of a trace. Raises TraceError as `retrace` does."""
     return (successor for _, _, successor in retrace(state, trace))

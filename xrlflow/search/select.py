@@ -1,8 +1,8 @@
 """Forward selection by end-to-end measurement.
 
-An operator measured or modelled alone cannot see what a runtime fuses, so what is decided last is decided on
-whole models: the best state of a search is measured against the original, then changed by one family or one rule at
-a time for as long as that is measured to be faster still.
+A cost model that looks at single operators cannot see what a runtime fuses, so the last decision is made by measuring
+whole models. The best state of a search is measured against the original. Then one family or one rule at a time is
+changed, for as long as the result is measured to be faster.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from xrlflow.search.result import Found, Limits
+from xrlflow.search.result import Limits, SearchNode
 from xrlflow.search.sweep import sweep
 
-# A gain that a short measurement of a slow model cannot establish, but that is more than its noise.
+# A short measurement of a slow model cannot prove a gain of this size, but it is more than noise.
 _WORTH_A_LOOK = 1.015
-# The part of the time that may go into mending a best proposal that was measured to be slower than the original.
+# The part of the time that may be used to mend a best proposal that was measured to be slower than the original.
 _MENDING = 0.75
-# A change whose interval ends below this is not tried again beside others.
+# A change whose interval ends below this is not tried again together with others.
 _HOPELESS = 0.97
-# What is not measured to be faster than the original, but whose interval reaches so far, may be faster all the same.
+# A result that was not measured to be faster may still be faster if its interval reaches this far.
 _POSSIBLE = 1.01
 
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """How many times faster one model is than another: median and interval, measured."""
+    """How many times faster one model is than another, as measured: median and interval."""
 
     median: float
     low: float
@@ -35,39 +35,39 @@ class Ratio:
 
     @property
     def promising(self) -> bool:
-        """Faster for sure, or by so much that it deserves a longer look: the last measurement decides."""
+        """Certainly faster, or by so much that a longer measurement is worthwhile: the last comparison decides."""
         return self.low > 1.0 or (self.median > _WORTH_A_LOOK and self.high > 1.0)
 
     @property
     def convincing(self) -> bool:
-        """The same beside a choice that there is already, which no later measurement brings back.
+        """Promising enough to replace an earlier choice, which no later measurement would bring back.
 
-        A slow model, or one measured just before the deadline, has few rounds and an interval that says nothing.
+        A slow model, or one measured just before the deadline, has few rounds and a meaningless interval.
         """
         return self.low > 1.0 or (self.median > _WORTH_A_LOOK and self.low > _HOPELESS)
 
     def weaker(self, other: Ratio) -> Ratio:
-        """What two measurements of the same pair both say."""
+        """The more cautious of two measurements of the same pair."""
         return Ratio(min(self.median, other.median), min(self.low, other.low), min(self.high, other.high))
 
 
 class Survey(Protocol):
-    """Seconds that substitutions save (below 0: cost), each measured in its surroundings, and added up by rule.
+    """Seconds that substitutions save (negative: cost), each measured in context and summed by rule.
 
-    Not all rules need be there, and 0 says that nothing is certain.
+    Rules may be missing. 0 means that the measurement was not clear.
     """
 
-    def candidates(self, found: Found, rules: Sequence[str]) -> Mapping[str, float]:
-        """Of a state's candidates of these rules."""
+    def candidates(self, found: SearchNode, rules: Sequence[str]) -> Mapping[str, float]:
+        """Seconds saved by the state's candidates of these rules."""
         ...
 
-    def steps(self, found: Found) -> Mapping[str, float]:
-        """Of the substitutions that led to a state."""
+    def steps(self, found: SearchNode) -> Mapping[str, float]:
+        """Seconds saved by the substitutions that led to a state."""
         ...
 
 
-# compare(a, b): how many times faster b runs than a, in sessions opened for that; a None is the original file.
-Compare = Callable[[Found | None, Found], Ratio]
+# compare(a, b): how many times faster b runs than a, in new sessions. If a is None, it is the original file.
+Compare = Callable[[SearchNode | None, SearchNode], Ratio]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,27 +81,27 @@ class Trial:
 
     @property
     def measured(self) -> bool:
-        """It ran: what the runtime refuses, or is too large, is 0 times as fast."""
+        """Whether it ran: the ratio is 0 if the runtime refuses the model or the file is too large."""
         return self.ratio.median > 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """What was chosen, and every comparison on the way. None: nothing can be faster than the original.
+    """The chosen node, and every comparison on the way. None: nothing can be faster than the original.
 
-    Where nothing was measured to be faster, that is what may be: noise hides a gain of some percent, and the last
-    measurement, which decides, has more time. Where there was no time to measure, it is the best by the model.
+    If nothing was measured to be faster, the choice is what may be faster: noise hides a gain of a few percent, and the
+    last comparison, which decides, has more time. If there was no time to measure, it is the best by modelled cost.
     """
 
-    chosen: Found | None
+    chosen: SearchNode | None
     trials: tuple[Trial, ...]
     interrupted: bool = False
 
 
-def sweeping_rules(found: Found, at_most: float) -> list[str]:
-    """Rules that have a candidate whose modelled delta is at most `at_most`, the most promising first.
+def sweeping_rules(found: SearchNode, at_most: float) -> list[str]:
+    """Rules that have a candidate with a modelled delta of at most `at_most` seconds, the most promising first.
 
-    That is: those whose worth no model of single operators sees, then by the sum of their modelled deltas.
+    Rules whose gain no model of single operators sees come first, then the others by the sum of their deltas.
     """
     total: dict[str, tuple[bool, float]] = {}
     for match in found.state.candidates:
@@ -112,34 +112,34 @@ def sweeping_rules(found: Found, at_most: float) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
-    """How a state is made: a greedy search with some rules, then sweeps of some rules.
+class _Recipe:
+    """How a state is made: a greedy search with `rules`, then sweeps of rules.
 
-    `dropped`: those that must not come back when what a sweep leaves behind is tidied up.
+    `dropped`: rules that may not be used when the graph is tidied up after a sweep.
     """
 
     rules: frozenset[str]
     sweeps: tuple[str, ...] = ()
     dropped: frozenset[str] = frozenset()
 
-    def without(self, rules: frozenset[str]) -> _Plan:
-        return _Plan(self.rules - rules, self.sweeps, self.dropped | rules)
+    def without(self, rules: frozenset[str]) -> _Recipe:
+        return _Recipe(self.rules - rules, self.sweeps, self.dropped | rules)
 
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    """One thing to try: sweeps of rules more, or a search without some rules."""
+    """One thing to try: further sweeps of rules, or a search without some rules."""
 
     text: str
     sweeps: tuple[str, ...] = ()
     without: frozenset[str] = frozenset()
 
-    def of(self, plan: _Plan) -> _Plan:
-        return replace(plan.without(self.without), sweeps=(*plan.sweeps, *self.sweeps))
+    def of(self, recipe: _Recipe) -> _Recipe:
+        return replace(recipe.without(self.without), sweeps=(*recipe.sweeps, *self.sweeps))
 
 
-def gains(found: Found, cost: float) -> dict[str, float]:
-    """The modelled seconds that each rule's substitutions have saved, by rule; `cost` is the cost at the start."""
+def gains(found: SearchNode, cost: float) -> dict[str, float]:
+    """The modelled seconds that the substitutions of each rule have saved; `cost` is the cost before them."""
     total: dict[str, float] = {}
     for step in found.trace:
         total[step.rule] = total.get(step.rule, 0.0) + cost - step.cost
@@ -147,20 +147,20 @@ def gains(found: Found, cost: float) -> dict[str, float]:
     return total
 
 
-def _plan(found: Found) -> _Plan:
-    """All rules of the families that made a state: where one is dropped another may take its place."""
+def _recipe(found: SearchNode) -> _Recipe:
+    """All rules of the families that made a state: if one rule is dropped, another may take its place."""
     rules = found.state.library.rules
-    return _Plan(frozenset(name for name, rule in rules.items() if rule.family in found.families))
+    return _Recipe(frozenset(name for name, rule in rules.items() if rule.family in found.families))
 
 
-def _drops(plan: _Plan, found: Found, cost: float, surveyed: Mapping[str, float]) -> list[_Change]:
-    """Searches without a family or a rule that `found` used: first those that cost time where they were measured, then
-    those on which the model sets most.
+def _drops(recipe: _Recipe, found: SearchNode, cost: float, surveyed: Mapping[str, float]) -> list[_Change]:
+    """Searches without a family or rule that `found` used.
 
-    Where the model is wrong by much, it is so about something of much weight.
+    First come rules that cost time when they were measured, then those with the largest modelled gains: a large error
+    of the model must be in a large gain.
     """
     rules = found.state.library.rules
-    of_rule = {rule: gain for rule, gain in gains(found, cost).items() if rule in plan.rules}
+    of_rule = {rule: gain for rule, gain in gains(found, cost).items() if rule in recipe.rules}
     of_family: dict[str, list[float]] = {}
     for rule, gain in of_rule.items():
         of_family.setdefault(rules[rule].family, []).append(gain)
@@ -177,10 +177,10 @@ def _drops(plan: _Plan, found: Found, cost: float, surveyed: Mapping[str, float]
 
 
 def _with_sweeps(
-    drops: list[_Change], found: Found, at_most: float, surveyed: Mapping[str, float]
+    drops: list[_Change], found: SearchNode, at_most: float, surveyed: Mapping[str, float]
 ) -> list[_Change]:
-    """What can be changed of a state: sweeps that save time where they were measured, the most first; then those whose
-    worth no model sees, drops, other sweeps; at last sweeps that cost time where they were measured."""
+    """Changes to try, in this order: sweeps that saved time when they were measured, the largest saving first; sweeps
+    whose gain no model sees; drops; other sweeps; sweeps that cost time when they were measured."""
     rules = found.state.library.rules
     sweeps = sweeping_rules(found, at_most)
     good = [r for r in _saving(surveyed) if r in sweeps]
@@ -196,7 +196,7 @@ def _with_sweeps(
 
 
 def _saving(surveyed: Mapping[str, float]) -> list[str]:
-    """The rules that save time where they were measured, the most first."""
+    """The rules that saved time when they were measured, the largest saving first."""
     return sorted((r for r, seconds in surveyed.items() if seconds > 0.0), key=lambda r: (-surveyed[r], r))
 
 
@@ -206,28 +206,31 @@ def _together(saving: Sequence[str], losing: Sequence[str]) -> _Change:
 
 
 def select(
-    base: Found,
-    proposals: Sequence[Found],
+    base: SearchNode,
+    proposals: Sequence[SearchNode],
     compare: Compare,
-    search: Callable[[Found, frozenset[str]], Found],
+    search: Callable[[SearchNode, frozenset[str]], SearchNode],
     deadline: float,
     tolerance: float = 0.02,
     tidying: frozenset[str] = frozenset(),
     survey: Survey | None = None,
 ) -> Selection:
-    """Choose what runs fastest; no comparison begins after `deadline` (time.monotonic).
+    """Choose what runs fastest. No comparison begins after `deadline` (time.monotonic).
 
-    `base` is the original as imported, `proposals` are a search's states, the best by modelled cost first.
-    `search(found, rules)` improves a state by the modelled cost, with some rules alone. First the best proposal is
-    measured against the original: changed as `survey` has it, with sweeps of the rules that save time and without
-    those of its own that cost time, and if that is no faster as it is. From there one thing is changed at a time, and
-    kept if that is measured to be faster, until nothing is: a family or a rule is dropped, or a sweep is added (one
-    rule wherever the model sees a loss of no more than `tolerance` of the whole cost in it; what it leaves behind is
-    cleared away by the `tidying` rules). If the best proposal was slower than the original, what becomes of it by
-    drops is measured against the original again. Then sweeps are added to the original, and what becomes of it is
-    measured against the choice up to now. At last the other proposals. If nothing was faster, but something was no
-    slower for sure, that is chosen, by its median; and if there was no time to measure anything, the best proposal: the
-    last measurement decides.
+    `base` is the original as imported. `proposals` are states that a search found, the best by modelled cost first.
+    `search(found, rules)` improves a state by its modelled cost, with these rules only.
+
+    1. The best proposal is changed as `survey` suggests: sweeps of rules that save time are added, rules that cost time
+       are left out. It is measured against the original; if it is no faster, the unchanged proposal is measured.
+    2. One thing is changed at a time and kept if it is measured to be faster: a family or rule is dropped, or a rule is
+       swept over the graph wherever the model sees a loss of at most `tolerance` of the cost. `tidying` rules clean up
+       after a sweep. If the best proposal was slower than the original, the results of drops are measured against the
+       original again.
+    3. Sweeps are added to the original, and the result is measured against the current choice.
+    4. The other proposals are measured.
+
+    If nothing was faster, the proposal with the best median is chosen, unless it was certainly slower. If there was no
+    time to measure, the best proposal is chosen. The last comparison decides.
     """
     selecting = _Selecting(base, compare, search, deadline, tolerance * base.cost, tidying, survey)
     interrupted = False
@@ -244,23 +247,23 @@ def select(
 
 @dataclass(slots=True)
 class _Selecting:
-    """A selection while it runs: `current` is the choice up to now (None: the original), `name` what it is called.
+    """The state of a selection. `current` is the choice so far (None: the original), `name` what it is called.
 
-    `at_most`: seconds of modelled loss that a sweep may have. `undecided`: what may be faster than the original.
-    `untidy`: rules that cost time where they were measured.
+    `at_most`: modelled seconds that a substitution of a sweep may lose. `undecided`: what may be faster than the
+    original. `untidy`: rules that cost time when they were measured.
     """
 
-    base: Found
+    base: SearchNode
     compare: Compare
-    search: Callable[[Found, frozenset[str]], Found]
+    search: Callable[[SearchNode, frozenset[str]], SearchNode]
     deadline: float
     at_most: float
     tidying: frozenset[str]
     survey: Survey | None
-    current: Found | None = None
+    current: SearchNode | None = None
     name: str = "the original"
     trials: list[Trial] = field(default_factory=list)
-    undecided: list[tuple[float, Found]] = field(default_factory=list)
+    undecided: list[tuple[float, SearchNode]] = field(default_factory=list)
     untidy: frozenset[str] = frozenset()
     seen: set[int] = field(init=False)
 
@@ -271,71 +274,71 @@ class _Selecting:
     def _late(self) -> bool:
         return time.monotonic() >= self.deadline
 
-    def improve(self, best: Found) -> None:
-        """The best proposal: as it is, or mended, and from there one change at a time."""
+    def improve(self, best: SearchNode) -> None:
+        """Measure the best proposal, as it is or mended, and then change one thing at a time."""
         what = "the best by modelled cost"
-        plan = _plan(best)
+        recipe = _recipe(best)
         kept = False
         lost = self._look_back(best)
-        losing = sorted((r for r in plan.rules if lost.get(r, 0.0) < 0.0), key=lambda r: (lost[r], r))
+        losing = sorted((r for r in recipe.rules if lost.get(r, 0.0) < 0.0), key=lambda r: (lost[r], r))
         self.untidy = frozenset(losing)
         saving = _saving(self._look(best))
         if saving or losing:
             change = _together(saving, losing)
-            fuller = self._build(best, plan, change.of(plan))
+            fuller = self._build(best, recipe, change.of(recipe))
             kept = fuller.state.fingerprint not in self.seen and self._challenge(
                 fuller, f"{what} {change.text}"
             )
             if kept:
-                best, what, plan = fuller, f"{what} {change.text}", change.of(plan)
+                best, what, recipe = fuller, f"{what} {change.text}", change.of(recipe)
         kept = kept or self._challenge(best, what)
         if not kept:
             now = time.monotonic()
             until = now + _MENDING * (self.deadline - now)
-            mended, what, plan = self._climb(best, what, plan, until, proven=False, sweeping=False)
+            mended, what, recipe = self._climb(best, what, recipe, until, proven=False, sweeping=False)
             kept = mended is not best and self._challenge(mended, what)
-            self.untidy |= plan.dropped
-            best, plan = mended, _plan(mended).without(plan.dropped)
+            self.untidy |= recipe.dropped
+            best, recipe = mended, _recipe(mended).without(recipe.dropped)
         if kept:
-            self._climb(best, what, plan, self.deadline, proven=True, sweeping=True)
+            self._climb(best, what, recipe, self.deadline, proven=True, sweeping=True)
 
     def improve_original(self) -> None:
-        """The original with sweeps, against the choice up to now."""
+        """Measure the original with sweeps against the current choice."""
         nothing = self.current is None
-        bare = _Plan(frozenset(), dropped=self.untidy)
+        bare = _Recipe(frozenset(), dropped=self.untidy)
         swept, what, _ = self._climb(
             self.base, "the original", bare, self.deadline, proven=nothing, sweeping=True
         )
         if not nothing and swept is not self.base:
             self._challenge(swept, what)
 
-    def try_others(self, proposals: Sequence[Found]) -> None:
+    def try_others(self, proposals: Sequence[SearchNode]) -> None:
         for index, found in enumerate(proposals):
             if found.state.fingerprint not in self.seen:
                 self._challenge(found, f"number {index + 2} by modelled cost")
 
-    def take_the_likeliest(self, proposals: Sequence[Found]) -> None:
-        """Where nothing is chosen, what may be faster; where nothing could be measured, the best by the model."""
+    def take_the_likeliest(self, proposals: Sequence[SearchNode]) -> None:
+        """If nothing is chosen: choose what may be faster, or the best by modelled cost if nothing was measured."""
         if self.current is None and self.undecided:
             self.current = max(self.undecided, key=lambda u: u[0])[1]
         if not self.trials and proposals and proposals[0].state.fingerprint != self.base.state.fingerprint:
             self.current = proposals[0]
 
-    def _build(self, start: Found, plan: _Plan, changed: _Plan) -> Found:
-        found = start if plan.rules == changed.rules else self.search(self.base, changed.rules)
-        for rule in changed.sweeps[len(plan.sweeps) if plan.rules == changed.rules else 0 :]:
+    def _build(self, start: SearchNode, recipe: _Recipe, changed: _Recipe) -> SearchNode:
+        found = start if recipe.rules == changed.rules else self.search(self.base, changed.rules)
+        for rule in changed.sweeps[len(recipe.sweeps) if recipe.rules == changed.rules else 0 :]:
             swept = sweep(found, rule, Limits(deadline=self.deadline), self.at_most)
             if swept.path is not found.path:
                 found = self.search(swept, changed.rules | (self.tidying - changed.dropped))
         return found
 
-    def _faster(self, found: Found, proposal: str, than: Found | None, name: str) -> Trial:
-        """Measure, and measure again what looks faster.
+    def _faster(self, found: SearchNode, proposal: str, than: SearchNode | None, name: str) -> Trial:
+        """Measure, and measure again if it looks faster.
 
-        Where a session's weights lie in memory is luck that lasts as long as the session and is worth a percent or
-        more, and what is kept is the best of many: of nine gains in a row, 19% together, 1% was found to be real.
+        Where a session's weights lie in memory changes its speed by a percent or more, for as long as it lives. The
+        best of many comparisons is therefore too good: of nine gains in a row, 19% together, 1% turned out to be real.
         """
-        sure = self.current is not None  # there is something to lose
+        sure = self.current is not None  # a wrong decision could lose it
 
         def holds(ratio: Ratio) -> bool:
             return ratio.convincing if sure else ratio.promising
@@ -349,20 +352,20 @@ class _Selecting:
             self.undecided.append((ratio.median, found))
         return trial
 
-    def _look(self, found: Found) -> Mapping[str, float]:
+    def _look(self, found: SearchNode) -> Mapping[str, float]:
         if self.survey is None or self._late:
             return {}
         return self.survey.candidates(found, sweeping_rules(found, self.at_most))
 
-    def _look_back(self, found: Found) -> Mapping[str, float]:
+    def _look_back(self, found: SearchNode) -> Mapping[str, float]:
         return {} if self.survey is None or self._late else self.survey.steps(found)
 
     def _climb(
-        self, found: Found, at: str, plan: _Plan, until: float, proven: bool, sweeping: bool
-    ) -> tuple[Found, str, _Plan]:
-        """Change one thing at a time for as long as that is measured to be faster; `sweeping`: sweeps are tried too.
+        self, found: SearchNode, at: str, recipe: _Recipe, until: float, proven: bool, sweeping: bool
+    ) -> tuple[SearchNode, str, _Recipe]:
+        """Change one thing at a time for as long as it is measured to be faster. `sweeping`: also try sweeps.
 
-        `proven`: what is faster than `found` is faster than the original, and so the choice up to now.
+        `proven`: `found` is faster than the original, so what is faster than `found` becomes the current choice.
         """
         against = None if found is self.base else found
         ahead, back = self._look(found) if sweeping else {}, self._look_back(found)
@@ -370,30 +373,30 @@ class _Selecting:
         changing = True
         while changing and time.monotonic() < until:
             changing = False
-            drops = _drops(plan, found, self.base.cost, back)
+            drops = _drops(recipe, found, self.base.cost, back)
             changes = _with_sweeps(drops, found, self.at_most, ahead) if sweeping else drops
             for change in changes:
-                if change.text in hopeless or not (change.sweeps or change.without & plan.rules):
+                if change.text in hopeless or not (change.sweeps or change.without & recipe.rules):
                     continue
                 if time.monotonic() >= until:
                     break
-                changed = change.of(plan)
-                candidate = self._build(found, plan, changed)
+                changed = change.of(recipe)
+                candidate = self._build(found, recipe, changed)
                 if candidate.state.fingerprint in self.seen or time.monotonic() >= until:
                     continue
                 self.seen.add(candidate.state.fingerprint)
                 proposal = change.text[2:] if found is self.base else f"{at} {change.text}"
                 trial = self._faster(candidate, proposal, against, at)
                 if trial.kept:
-                    found, against, at, plan, changing = candidate, candidate, proposal, changed, True
+                    found, against, at, recipe, changing = candidate, candidate, proposal, changed, True
                     if proven:
                         self.current, self.name = found, at
                 elif trial.ratio.high < _HOPELESS:
                     hopeless.add(change.text)
-        return found, at, plan
+        return found, at, recipe
 
-    def _challenge(self, found: Found, proposal: str) -> bool:
-        """Measure a state against the choice up to now; whether it takes its place."""
+    def _challenge(self, found: SearchNode, proposal: str) -> bool:
+        """Measure a state against the current choice. True if it becomes the current choice."""
         if self._late:
             return False
         self.seen.add(found.state.fingerprint)

@@ -1,15 +1,15 @@
-"""Sweeps: one rule wherever it applies, for substitutions whose worth an operator-level model cannot see."""
+"""Sweeps: one rule wherever it applies, for rules whose gain a model of single operators cannot see."""
 
 from __future__ import annotations
 
 from xrlflow.rewrite import RewriteState
-from xrlflow.search.result import Found, Limits, extend
+from xrlflow.search.result import Limits, SearchNode, extend
 
 
-def sweep(found: Found, rule: str, limits: Limits, at_most: float) -> Found:
+def sweep(found: SearchNode, rule: str, limits: Limits, at_most: float) -> SearchNode:
     """Apply `rule` until it has no candidate whose modelled delta is at most `at_most` (seconds).
 
-    A rule that keeps finding new places stops after as many substitutions as the graph has nodes.
+    A rule that keeps finding new matches stops after as many substitutions as the graph has nodes.
     """
     state, path, cost = found.state, found.path, found.cost
     most = state.graph.node_count
@@ -28,4 +28,4 @@ def sweep(found: Found, rule: str, limits: Limits, at_most: float) -> Found:
         cost += match.delta
         path = extend(path, match, cost)
         applied += 1
-    return Found(state, path, cost)
+    return SearchNode(state, path, cost)

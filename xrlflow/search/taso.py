@@ -7,23 +7,23 @@ import time
 
 from xrlflow.ir.graph import FINGERPRINT_MASK
 from xrlflow.rewrite import Match, RewriteState
-from xrlflow.search.result import Found, Limits, Path, SearchResult, Shortlist, extend
+from xrlflow.search.result import Limits, Path, SearchNode, SearchResult, Shortlist, extend
 
 
 def taso(state: RewriteState, cost: float, limits: Limits, alpha: float = 1.05) -> SearchResult:
     """Expand the cheapest known graph; keep successors that cost less than `alpha` times the best.
 
-    Graphs of more than twice the original's operators are dropped, and each graph is visited once. A successor
-    is a (state, candidate) pair until it is expanded: only then is its graph made and matched. `limits.budget`
-    counts expanded graphs.
+    Graphs of more than twice the original's operators are dropped, and each graph is visited once. A successor is a
+    (state, candidate) pair until it is expanded; only then is its graph made and matched. `limits.budget` counts
+    expanded graphs.
     """
     begin = time.monotonic()
-    best = Found(state, None, cost)
+    best = SearchNode(state, None, cost)
     shortlist = Shortlist()
     shortlist.offer(best)
     most_nodes = 2 * state.graph.node_count
     visited = {state.fingerprint}
-    promised = {state.fingerprint}  # fingerprints that an entry of the queue is expected to have
+    promised = {state.fingerprint}  # expected fingerprints of the entries of the queue
     queue: list[tuple[float, int, RewriteState, Path | None, Match]] = []
     generated = expanded = 0
     interrupted = False
@@ -47,14 +47,14 @@ def taso(state: RewriteState, cost: float, limits: Limits, alpha: float = 1.05) 
         while queue and not limits.over(expanded, best.cost):
             successor_cost, _, parent, path, match = heapq.heappop(queue)
             if successor_cost >= alpha * best.cost:
-                break  # the queue is in order of cost: nothing better is left
+                break  # the queue is in order of cost, so nothing better is left
             successor = parent.apply(match)
             if successor.fingerprint in visited or successor.graph.node_count > most_nodes:
                 continue
             visited.add(successor.fingerprint)
             expanded += 1
             path = extend(path, match, successor_cost)
-            found = Found(successor, path, successor_cost)
+            found = SearchNode(successor, path, successor_cost)
             if successor_cost < best.cost:
                 best = found
             shortlist.offer(found)

@@ -1,4 +1,4 @@
-"""Which task is worth the next measurements, when many share a budget."""
+"""Chooses the task that gets the next measurements, if several tasks share a budget."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class _Curve:
-    """How a task got faster: (trials so far, best seconds so far) after each batch, ascending."""
+    """How a task became faster: (trials so far, best seconds so far) after each batch, ascending."""
 
     weight: float
     points: list[tuple[int, float]] = field(default_factory=list)
@@ -26,20 +26,20 @@ class _Curve:
 
 class Allocation:
     """The gradient scheduler of Ansor (Zheng et al., OSDI 2020, section 6) without its guess from similar tasks, which
-    makes it that of MetaSchedule.
+    makes it the scheduler of MetaSchedule.
 
-    The latency to lower is the sum over the tasks of weight times best time g. What the next trial of a task will
-    take off it is estimated from two sides, and mixed: `alpha` times the slope of g over the last `window` batches,
-    and 1 - `alpha` times g/t after t trials, the slope if the time fell as 1/t (the optimist's guess, which
-    keeps a task that has been stuck for a while from being given up at once). Each task gets a batch before any gets a
-    second, those first that come first; later the task with the largest estimate is next.
+    The latency to minimise is the sum over the tasks of weight times best time g. The gain from the next trial of a
+    task is a mixture of two estimates: `alpha` times the slope of g over the last `window` batches, and 1 - `alpha`
+    times g/t after t trials. The latter is the slope if the time fell as 1/t: an optimistic guess, so that a task that
+    is stuck for a while is not given up at once. First every task gets one batch, in order. Then the task with the
+    largest estimate is next.
 
-    A task none of whose candidates has run yet has no estimate: it is taken to be worth as much as the best of the
-    others, divided by the number of batches that it was given in vain.
+    A task without a working candidate has no estimate. It counts as much as the best other task, divided by the number
+    of batches that it was given in vain.
     """
 
     def __init__(self, weights: Sequence[float], *, alpha: float = 0.2, window: int = 3) -> None:
-        """`weights`: how often each task is called. Raises ValueError for figures that make no sense."""
+        """`weights`: how often each task is called. Raises ValueError for weights or parameters out of range."""
         if not all(math.isfinite(weight) and weight > 0 for weight in weights):
             raise ValueError(f"weights must be positive: {list(weights)}")
         if not 0 <= alpha <= 1 or window < 1:
@@ -48,7 +48,7 @@ class Allocation:
         self._curves = [_Curve(float(weight)) for weight in weights]
 
     def next(self) -> int | None:
-        """The position of the task to measure next; None when all have left."""
+        """The index of the task to measure next; None if no task has anything left to try."""
         waiting = [number for number, curve in enumerate(self._curves) if curve.open]
         untouched = [number for number in waiting if not self._curves[number].points]
         if not waiting or untouched:
@@ -57,20 +57,20 @@ class Allocation:
         return max(waiting, key=lambda number: (gains[number], -self._curves[number].trials, -number))
 
     def update(self, task: int, trials: int, best: float) -> None:
-        """The task had so many more trials, and its best time is now `best` seconds (infinite: none has run)."""
+        """Note that the task had `trials` more, and that its best time is now `best` seconds (infinite: none ran)."""
         curve = self._curves[task]
         curve.points.append((curve.trials + max(trials, 0), min(best, curve.best)))
 
     def leave(self, task: int) -> None:
-        """The task has nothing more to try."""
+        """Note that the task has nothing left to try."""
         self._curves[task].open = False
 
     def trials(self, task: int) -> int:
-        """How many trials the task has had."""
+        """The number of trials that the task has had."""
         return self._curves[task].trials
 
     def _gains(self, waiting: Sequence[int]) -> dict[int, float]:
-        """Seconds of the whole that one more trial of each task is expected to save."""
+        """The expected saving of one more trial of each task, in seconds of the whole model."""
         gains = {n: self._gain(self._curves[n]) for n in waiting if self._curves[n].best < math.inf}
         most = max(gains.values(), default=1.0)
         return gains | {n: most / len(self._curves[n].points) for n in waiting if n not in gains}

@@ -1,4 +1,4 @@
-"""A model's kernels as tuning tasks, and what tuning found put back into the model."""
+"""A model's kernels as tuning tasks, and tuned schedules back in the model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from xrlflow.backends.interrupts import heeding_interrupts
-from xrlflow.backends.tvm.load import tvm
+from xrlflow.backends.tvm.import_tvm import tvm
 from xrlflow.backends.tvm.lower import Tuned
 from xrlflow.backends.tvm.schedules import choices, design_space, schedule
 from xrlflow.backends.tvm.target import Machine
@@ -17,7 +17,7 @@ from xrlflow.tuning.knobs import Candidate, KnobSpace
 from xrlflow.tuning.store import CONFIRMED, Setting, Store
 from xrlflow.tuning.tasks import Task, module_key
 from xrlflow.tuning.tuners.factory import make_tuner
-from xrlflow.tuning.tuners.protocol import Method, Outcome, Tuner
+from xrlflow.tuning.tuners.protocol import Measurement, Method, Tuner
 
 if TYPE_CHECKING:
     from xrlflow.tuning.session import MakeTuner
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @heeding_interrupts()
 def kernel_tasks(module: Any, machine: Machine) -> list[Task]:
-    """The functions of a fused module (`lower.fuse`) whose schedule leaves a choice; alike ones merged."""
+    """The functions of a fused module (`lower.fuse`) whose schedules leave a choice. Equal ones are merged."""
     from tvm import relax, tirx
 
     calls: Counter[str] = Counter()
@@ -50,7 +50,7 @@ def kernel_tasks(module: Any, machine: Machine) -> list[Task]:
 
 
 def blocked(method: Method, machine: Machine) -> MakeTuner:
-    """Tuners of this method over the choices of our own kernels (`schedules.design_space`), the untuned one first."""
+    """Makes tuners that choose among our own kernels (`schedules.design_space`), beginning with the untuned one."""
 
     def make(task: Task, seed: int) -> Tuner:
         space = KnobSpace.of(task, seed, design_space(machine))
@@ -63,7 +63,7 @@ def blocked(method: Method, machine: Machine) -> MakeTuner:
 
 
 class _BeginWith:
-    """A tuner that proposes one candidate before its own: what is tuned is never slower than what is not."""
+    """A tuner that first proposes a given candidate, so that the tuned kernel is never slower than the untuned one."""
 
     def __init__(self, first: Candidate, tuner: Tuner) -> None:
         self.name = tuner.name
@@ -77,12 +77,12 @@ class _BeginWith:
         own = self._tuner.propose(count - 1) if count > 1 else ()
         return [first, *(candidate for candidate in own if candidate.key != first.key)]
 
-    def update(self, measured: Sequence[tuple[Candidate, Outcome]]) -> None:
+    def update(self, measured: Sequence[tuple[Candidate, Measurement]]) -> None:
         self._tuner.update(measured)
 
 
 def untuned_kernel(machine: Machine) -> Callable[[Task], Candidate]:
-    """How a task's kernel runs without tuning."""
+    """Returns the untuned schedule of a task's kernel."""
 
     def untuned(task: Task) -> Candidate:
         done = schedule(task.mod, machine)
@@ -91,16 +91,18 @@ def untuned_kernel(machine: Machine) -> Callable[[Task], Candidate]:
     return untuned
 
 
-# A kernel that was measured to be faster by less than this stays as it is without tuning: the best of many noisy
-# measurements looks better than it is, and a kernel alone has its operands in the cache.
+# A tuned kernel must take less than this part of the untuned one's time. The best of many noisy measurements looks
+# better than it is, and a kernel measured alone has its operands in the cache.
 _WORTH = 0.97
 
 
 def tuned_by(
     store: Store, machine: Machine, threads: int, device: str | None = None, *, flushed: bool
 ) -> Tuned:
-    """How the store's best records of a device (default: this machine) schedule a function, where they beat the
-    untuned schedule. `flushed`: records of kernels that were timed so (see `worker.Timing`)."""
+    """A function that schedules kernels by the store's best records of a device (default: this machine).
+
+    Only records that beat the untuned schedule are used. `flushed`: records of kernels timed so (see `worker.Timing`).
+    """
     target = machine.target()
     setting = Setting.on(device, target, threads, flushed=flushed)
 
@@ -110,7 +112,7 @@ def tuned_by(
         if not known:
             return None
         usual = untuned_kernel(machine)(task).key
-        # Also where it has failed once, or was measured less often than others.
+        # Also if it failed once, or was measured less often than others.
         times = [
             record.outcome.median
             for record in store.known(task.key, setting)

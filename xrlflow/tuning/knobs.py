@@ -1,10 +1,10 @@
 """A task's knobs: every schedule that its sketches allow, as a vector of small integers.
 
-MetaSchedule's schedule rules give sketches: programs of schedule primitives with sampling instructions among them
-(Shao et al., 2022, "Tensor Program Optimization with Probabilistic Programs"). A knob is one such instruction, with the
-decisions that it may take in an order in which neighbours are alike; the first knob is the sketch itself. Sampling
-instructions of different sketches that decide the same thing (the i-th split of a loop of this extent) are one knob, so
-that changing the sketch keeps the rest of the vector.
+MetaSchedule's schedule rules give sketches: programs of schedule primitives that contain sampling instructions (Shao et
+al., 2022, "Tensor Program Optimization with Probabilistic Programs"). A knob is one such instruction, with its possible
+decisions in an order in which neighbours are similar. The first knob is the sketch itself. Sampling instructions of
+different sketches that decide the same (the i-th split of a loop of some extent) are one knob, so that changing the
+sketch keeps the rest of the vector.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from xrlflow.backends.tvm.load import tvm
+from xrlflow.backends.tvm.import_tvm import tvm
 from xrlflow.tuning.tasks import Task, module_key
 
 if TYPE_CHECKING:
@@ -40,19 +40,19 @@ Indices = npt.NDArray[np.int64]
 
 # A compute location is an index of a loop, -1 (at the root) or -2 (inlined).
 _FIRST_LOCATION = -2
-# TVM lowers a location that is not on offer to the last one that is.
+# TVM replaces a location that does not exist by the last one that does.
 _BEYOND = 1 << 20
-# How often a sketch is tried to learn how many compute locations there are: the number varies with other decisions.
+# How often a sketch is tried to learn how many compute locations there are, since that depends on other decisions.
 _PROBES = 6
-# What a feature of a knob is where the sketch has no use for the knob.
+# The value of a knob's feature if the sketch does not use the knob.
 _UNUSED = -1.0
 
 
 class KnobError(ValueError):
-    """A task whose schedules cannot be enumerated, or a vector that is not of this space."""
+    """The schedules of a task cannot be enumerated, or a vector is not in this space."""
 
 
-class Kind(Enum):
+class KnobKind(Enum):
     """What a knob decides."""
 
     SKETCH = "sketch"
@@ -63,14 +63,14 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Knob:
-    """One decision: `values[i]` is what TVM is told for index i.
+    """One decision. `values[i]` is what TVM is told for index i.
 
-    SKETCH: the sketch's number. TILE: the factors of a loop, outermost first. CATEGORICAL: the index of the
-    candidate, whose number `levels[i]` is. LOCATION: -2 (inline), -1 (root), 0, 1, ... the loops from the outside.
+    SKETCH: the sketch's number. TILE: the factors of a loop, outermost first. CATEGORICAL: the index of the candidate,
+    whose number is `levels[i]`. LOCATION: -2 (inline), -1 (root), or a loop, counted from the outside.
     """
 
     name: str
-    kind: Kind
+    kind: KnobKind
     values: tuple[Decision, ...]
     levels: tuple[float, ...] = ()
 
@@ -79,18 +79,19 @@ class Knob:
 
     @property
     def extent(self) -> int:
-        """The loop's extent of a TILE, 1 of others."""
+        """The loop's extent for a TILE, else 1."""
         first = self.values[0]
         return math.prod(first) if isinstance(first, tuple) else 1
 
     def near(self, index: int) -> tuple[int, ...]:
         """The indices of the decisions nearest to this one, ascending, without itself.
 
-        Of a tile those with one prime factor moved to another level, of a sketch all others, else those beside it.
+        For a tile: those with one prime factor moved to another level. For a sketch: all others. Else: the two
+        neighbours.
         """
-        if self.kind is Kind.SKETCH:
+        if self.kind is KnobKind.SKETCH:
             return tuple(i for i in range(len(self)) if i != index)
-        if self.kind is not Kind.TILE:
+        if self.kind is not KnobKind.TILE:
             return tuple(i for i in (index - 1, index + 1) if 0 <= i < len(self))
         factors = self.values[index]
         assert isinstance(factors, tuple)
@@ -99,16 +100,16 @@ class Knob:
         return tuple(sorted(i for i in found if i is not None))
 
     def features(self) -> Floats:
-        """What a model is told of each decision, [len(self), F]: logarithms of factors and of tile sizes, say."""
-        if self.kind is Kind.SKETCH:
+        """Features of each decision for a model, [len(self), F]: for instance logarithms of factors and tile sizes."""
+        if self.kind is KnobKind.SKETCH:
             return np.eye(len(self), dtype=np.float32)
-        if self.kind is Kind.CATEGORICAL:
+        if self.kind is KnobKind.CATEGORICAL:
             amounts: Floats = np.log2(1 + np.abs(np.asarray(self.levels, np.float32)))
             return amounts[:, None]
-        if self.kind is Kind.LOCATION:
+        if self.kind is KnobKind.LOCATION:
             return np.asarray(self.values, np.float32)[:, None]
         factors = np.log2(np.asarray(self.values, np.float32))
-        # Sizes of the inner tiles: of the two innermost levels, the three innermost and so on, but not of all.
+        # Sizes of inner tiles: over the two innermost levels, over three, and so on, but not over all.
         inner = np.cumsum(factors[:, ::-1], axis=1)[:, 1:-1]
         return np.concatenate([factors, inner], axis=1)
 
@@ -117,8 +118,8 @@ class Knob:
 class Candidate:
     """A schedule of a task, valid as far as TVM can tell without building it.
 
-    `vector` decodes to it, and two candidates are the same kernel if their `key`s are equal. It is None of a schedule
-    from elsewhere that no vector decodes to. `steps`: how it was made, as TVM or JSON has it.
+    `vector` decodes to it; it is None for a schedule from elsewhere that is not in the space. Candidates with equal
+    `key` are the same kernel. `steps`: the instructions that made it, in TVM's form or as JSON.
     """
 
     vector: Vector | None
@@ -128,14 +129,14 @@ class Candidate:
 
     @cached_property
     def trace(self) -> list[Any]:
-        """TVM's trace, with the postprocessing, as JSON can hold it: milliseconds, and few candidates are recorded."""
+        """TVM's trace, with postprocessing, as JSON. This takes milliseconds, but few candidates are recorded."""
         found: list[Any] = self.steps if isinstance(self.steps, list) else _plain(self.steps.as_json())
         return found
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sketch:
-    """One program of schedule primitives; `sites`: its sampling instructions and the knob that decides each."""
+    """One program of schedule primitives. `sites`: its sampling instructions, each with its knob."""
 
     instructions: tuple[Instruction, ...]
     sites: tuple[tuple[int, int], ...]
@@ -143,7 +144,7 @@ class Sketch:
 
     @property
     def knobs(self) -> frozenset[int]:
-        """The positions of its knobs in a vector, the sketch's own among them."""
+        """The positions of the sketch's knobs in a vector, including the knob for the sketch."""
         return frozenset(knob for _, knob in self.sites) | {0}
 
 
@@ -161,10 +162,10 @@ class KnobSpace:
     def of(
         task: Task, seed: int, space_generator: SpaceGenerator | None = None, threads: int = 1
     ) -> KnobSpace:
-        """The knobs of a task. `space_generator`: PostOrderApply with other schedule rules than TVM's own. `threads`:
-        that decode many vectors, and read the features of schedules; what they come to does not depend on it.
+        """The knobs of a task. `space_generator`: a PostOrderApply with other schedule rules than TVM's. `threads`:
+        used to decode vectors and to compute features; the results do not depend on it.
 
-        Raises KnobError if there is no sketch, or if it samples in a way that is not known here.
+        Raises KnobError if there is no sketch, or if it has an unknown kind of sampling instruction.
         """
         meta = tvm().s_tir.meta_schedule
         context = meta.TuneContext(
@@ -180,23 +181,23 @@ class KnobSpace:
             raise KnobError(f"task {task.name}: the schedule rules give no sketch")
         found: dict[tuple[Any, ...], tuple[int, Knob]] = {}
         sketches = [_sketch(task, schedule.trace, found) for schedule in schedules]
-        first = Knob("sketch", Kind.SKETCH, tuple(range(len(sketches))))
+        first = Knob("sketch", KnobKind.SKETCH, tuple(range(len(sketches))))
         knobs = (first, *(knob for _, knob in sorted(found.values(), key=lambda entry: entry[0])))
         return KnobSpace(task, knobs, tuple(sketches), context, threads)
 
     @cached_property
     def size(self) -> int:
-        """How many normal vectors there are; fewer of them are valid, and some decode to the same kernel."""
+        """The number of normal vectors. Not all of them are valid, and several may decode to one kernel."""
         return sum(math.prod(len(self.knobs[k]) for k in sketch.knobs if k > 0) for sketch in self.sketches)
 
     def active(self, vector: Sequence[int]) -> frozenset[int]:
-        """The positions that matter under the vector's sketch."""
+        """The positions that the vector's sketch uses."""
         return self._active[vector[0]]
 
     def normal(self, vector: Sequence[int]) -> Vector:
-        """The vector with 0 for what its sketch has no use for: equal schedules have equal normal vectors.
+        """The vector with 0 at positions that its sketch does not use: equal schedules have equal normal vectors.
 
-        Raises KnobError if it is not of this space.
+        Raises KnobError if it is not in this space.
         """
         if len(vector) != len(self.knobs):
             raise KnobError(f"a vector of {len(vector)} knobs for a space of {len(self.knobs)}")
@@ -207,24 +208,24 @@ class KnobSpace:
         return tuple(int(index) if k in active else 0 for k, index in enumerate(vector))
 
     def random(self, generator: np.random.Generator) -> Vector:
-        """A vector drawn evenly: each sketch as likely as the next, then each value of each of its knobs."""
+        """A random vector: all sketches are equally likely, and so are the values of each knob."""
         return self.normal([int(generator.integers(len(knob))) for knob in self.knobs])
 
     def draw(self, generator: np.random.Generator, count: int) -> Indices:
-        """So many vectors as `random` draws them, [count, K]."""
+        """`count` vectors, drawn like `random`: [count, K]."""
         return self.masked(generator.integers(self.sizes, size=(count, len(self.knobs))))
 
     def masked(self, indices: Indices) -> Indices:
-        """The normal vectors of vectors [N, K] whose indices are within their knobs: `normal`, all at once."""
+        """The normal vectors of vectors [N, K] with valid indices: `normal` for all at once."""
         return np.where(self._used[indices[:, 0]], indices, 0)
 
     def movable(self, indices: Indices) -> npt.NDArray[np.bool_]:
-        """Which knobs of vectors [N, K] matter under their sketch and have more than one value, [N, K]."""
+        """Which knobs of vectors [N, K] are used by their sketch and have several values: [N, K]."""
         found: npt.NDArray[np.bool_] = self._used[indices[:, 0]] & (self.sizes > 1)
         return found
 
     def neighbours(self, vector: Sequence[int]) -> list[Vector]:
-        """The normal vectors that differ in one decision, which is near (see Knob.near); without repeats."""
+        """The normal vectors that differ in one decision and are near (see Knob.near), without duplicates."""
         start = self.normal(vector)
         found: dict[Vector, None] = {}
         for k in sorted(self.active(start)):
@@ -234,7 +235,7 @@ class KnobSpace:
         return list(found)
 
     def enumerate(self) -> Iterator[Vector]:
-        """Every normal vector (`size` of them), one sketch after the other."""
+        """All normal vectors (`size` of them), sketch by sketch."""
         for number, sketch in enumerate(self.sketches):
             used = sorted(sketch.knobs - {0})
             for choice in np.ndindex(*(len(self.knobs[k]) for k in used)):
@@ -244,15 +245,18 @@ class KnobSpace:
                 yield tuple(vector)
 
     def features(self, vectors: Indices | Sequence[Vector]) -> Floats:
-        """What a model is told of vectors [N, F], without decoding them: each knob's features (see Knob.features),
-        -1 where it is not used, and the logarithm of the tile size over all loops, level by level."""
+        """The features of vectors, [N, F], without decoding them.
+
+        These are each knob's features (see Knob.features), -1 for unused knobs, and for each level the logarithm of the
+        tile size over all loops.
+        """
         indices = np.asarray(vectors, np.int64).reshape(-1, len(self.knobs))
         columns = []
         sums: dict[tuple[int, int], Floats] = {}
         for k, (knob, table) in enumerate(zip(self.knobs, self._tables)):
             used = self._used[indices[:, 0], k][:, None]
             columns.append(np.where(used, table[indices[:, k]], np.float32(_UNUSED)))
-            if knob.kind is Kind.TILE:
+            if knob.kind is KnobKind.TILE:
                 levels = len(knob.values[0]) if isinstance(knob.values[0], tuple) else 0
                 for level in range(levels):
                     part = np.where(used[:, 0], table[indices[:, k], level], np.float32(0))
@@ -261,10 +265,10 @@ class KnobSpace:
         return np.concatenate(columns, axis=1).astype(np.float32)
 
     def decode(self, vector: Sequence[int]) -> Candidate | None:
-        """The schedule of a vector; None if TVM, or a postprocessor, refuses it.
+        """The schedule of a vector; None if TVM or a postprocessor refuses it.
 
-        The candidate's vector is the canonical one: TVM moves a compute location that is not on offer to one that is.
-        Raises KnobError if the vector is not of this space.
+        The candidate's vector is canonical: TVM moves a compute location that does not exist. Raises KnobError if the
+        vector is not in this space.
         """
         wanted = self.normal(vector)
         sketch = self.sketches[wanted[0]]
@@ -281,28 +285,28 @@ class KnobSpace:
         return Candidate(wanted if made is None else made, trace, schedule.mod, module_key(schedule.mod))
 
     def spread(self, function: Callable[[_Item], _Found], items: Sequence[_Item]) -> list[_Found]:
-        """The function of each, by as many threads as the space has: TVM lets go of Python's lock while it works."""
+        """Apply the function to all items, in the space's threads: TVM releases Python's lock while it works."""
         if min(self.threads, len(items)) < 2:
             return [function(item) for item in items]
         with ThreadPoolExecutor(self.threads) as executor:
             return list(executor.map(function, items))
 
     def candidate(self, schedule: Schedule) -> Candidate:
-        """What a postprocessed schedule of the task, from elsewhere, is here."""
+        """The candidate for a postprocessed schedule of the task from elsewhere."""
         trace = _plain(schedule.trace.as_json())
         return Candidate(self.encode(trace), trace, schedule.mod, module_key(schedule.mod))
 
     def encode(self, trace: Sequence[Any]) -> Vector | None:
-        """The vector of a trace (a Candidate's, or `as_json()` of one that is simplified), postprocessed or not.
+        """The vector of a trace (a Candidate's, or `as_json()` of a simplified one), postprocessed or not.
 
-        None if the trace is of no sketch of this space, or has a decision that is none of its knob's.
+        None if no sketch of this space has this trace, or if a decision is not among its knob's values.
         """
         instructions, decisions = _plain(trace)
         number = self._numbers.get(json.dumps(_before_postprocessing(instructions)))
         return None if number is None else self._vector(number, decisions)
 
     def _vector(self, number: int, decisions: Sequence[Any]) -> Vector | None:
-        """The vector of a sketch's decisions (pairs of an instruction's place and what it decided)."""
+        """The vector of a sketch's decisions: pairs of an instruction's position and its decision."""
         decided = {int(i): tuple(d) if isinstance(d, list) else int(d) for i, d in decisions}
         vector = [number] + [0] * (len(self.knobs) - 1)
         for i, k in self.sketches[number].sites:
@@ -314,7 +318,7 @@ class KnobSpace:
 
     @cached_property
     def sizes(self) -> Indices:
-        """How many values each knob has, [K]."""
+        """The number of values of each knob, [K]."""
         return np.array([len(knob) for knob in self.knobs], np.int64)
 
     @cached_property
@@ -331,7 +335,7 @@ class KnobSpace:
 
     @cached_property
     def _numbers(self) -> Mapping[str, int]:
-        # Of sketches alike the first: they decode to the same.
+        # Of equal sketches use the first: they decode to the same schedules.
         return {sketch.text: i for i, sketch in reversed(list(enumerate(self.sketches)))}
 
     def _apply(self, sketch: Sketch, decisions: Mapping[Instruction, Any]) -> Schedule | None:
@@ -341,16 +345,18 @@ class KnobSpace:
         try:
             schedule.enter_postproc()
             fine = all(p.apply(schedule) for p in self.context.space_generator.postprocs)
-        except (RuntimeError, ValueError):  # TVM's: what cannot be scheduled so
+        except (RuntimeError, ValueError):  # TVM cannot apply this schedule
             return None
         return schedule if fine else None
 
 
 @cache
 def factorisations(extent: int, levels: int, innermost: int) -> tuple[tuple[int, ...], ...]:
-    """All ways to write a loop's extent as a product of `levels` factors, outermost first, the last at most `innermost`
-    (0: any). They are in the order of the innermost factor, then of the next, in turn ascending and descending (a
-    reflected order, as a Gray code has), so that neighbours in the list differ little.
+    """All products of `levels` factors, outermost first, that equal a loop's extent.
+
+    The last factor is at most `innermost` (0: any). The order is by the innermost factor, then by the next one,
+    alternating between ascending and descending (a reflected order, as in a Gray code), so that neighbours differ
+    little.
     """
     if levels == 1:
         return ((extent,),) if not innermost or extent <= innermost else ()
@@ -363,8 +369,8 @@ def factorisations(extent: int, levels: int, innermost: int) -> tuple[tuple[int,
 
 
 def _sketch(task: Task, trace: Trace, found: dict[tuple[Any, ...], tuple[int, Knob]]) -> Sketch:
-    """A sketch of the task; knobs that no sketch had before are added to those found, by what they decide."""
-    # Without what has no effect: MetaSchedule's search strips its traces so, and they are to be recognised.
+    """A sketch of the task. New knobs are added to `found`, by what they decide."""
+    # MetaSchedule's search simplifies its traces in the same way, and they must be recognised.
     trace = trace.simplified(remove_postproc=True)
     instructions = tuple(trace.insts)
     seen: dict[tuple[Any, ...], int] = {}
@@ -378,19 +384,19 @@ def _sketch(task: Task, trace: Trace, found: dict[tuple[Any, ...], tuple[int, Kn
         levels: tuple[float, ...] = ()
         if name == "SamplePerfectTile":
             extent = math.prod(int(f) for f in trace.decisions[instruction])
-            kind, limit = Kind.TILE, max(int(attrs[1]), 0)
+            kind, limit = KnobKind.TILE, max(int(attrs[1]), 0)
             values: tuple[Decision, ...] = factorisations(extent, int(attrs[0]), limit)
         elif name == "SampleCategorical":
-            kind, values = Kind.CATEGORICAL, tuple(range(len(attrs[0])))
+            kind, values = KnobKind.CATEGORICAL, tuple(range(len(attrs[0])))
             levels = tuple(float(c) for c in attrs[0])
         elif name == "SampleComputeLocation":
             if locations is None:
                 locations = _locations(task, trace)
-            kind, values = Kind.LOCATION, tuple(range(_FIRST_LOCATION, locations[i] + 1))
+            kind, values = KnobKind.LOCATION, tuple(range(_FIRST_LOCATION, locations[i] + 1))
         else:
             raise KnobError(f"task {task.name}: {name} is no sampling instruction that is known here")
-        # Locations alike may have more places in one sketch than in another: the knob has the most.
-        what = (kind, *(() if kind is Kind.LOCATION else (values, levels)))
+        # The number of locations may differ between sketches: the knob has the largest.
+        what = (kind, *(() if kind is KnobKind.LOCATION else (values, levels)))
         seen[what] = seen.get(what, -1) + 1
         signature = (*what, seen[what])
         position = found[signature][0] if signature in found else 1 + len(found)
@@ -403,10 +409,10 @@ def _sketch(task: Task, trace: Trace, found: dict[tuple[Any, ...], tuple[int, Kn
 
 
 def _locations(task: Task, trace: Trace) -> dict[int, int]:
-    """The last loop that each compute location of a sketch may take, by the instruction's place.
+    """The last loop that each compute location of a sketch can take, by the instruction's position.
 
-    TVM says it only while it schedules, and it varies with other decisions; so some are tried, with each location at
-    its end or at the root, and what TVM has made of them is read. The trace's own decisions are of no influence.
+    TVM tells this only while it schedules, and it depends on other decisions. So some decisions are tried, with each
+    location at its end or at the root, and TVM's corrections are read. The trace's own decisions have no influence.
     """
     instructions = tuple(trace.insts)
     places = [i for i, inst in enumerate(instructions) if str(inst.kind.name) == "SampleComputeLocation"]
@@ -429,16 +435,16 @@ def _locations(task: Task, trace: Trace) -> dict[int, int]:
 def _schedule(
     task: Task, instructions: Sequence[Instruction], decisions: Mapping[Instruction, Any], seed: int = 1
 ) -> Schedule | None:
-    """The task's schedule by these instructions, not yet postprocessed; None if TVM refuses it.
+    """The task's schedule by these instructions, before postprocessing; None if TVM refuses it.
 
-    Decisions that are missing are drawn; the seed is a positive number.
+    Missing decisions are drawn. The seed is a positive number.
     """
     package = tvm()
     schedule = package.s_tir.Schedule(task.mod, seed=seed, error_render_level="none")
     trace = package.s_tir.schedule.Trace(list(instructions), dict(decisions))
     try:
         trace.apply_to_schedule(schedule, remove_postproc=True)
-    except (RuntimeError, ValueError):  # TVM's: what cannot be scheduled so
+    except (RuntimeError, ValueError):  # TVM cannot apply this schedule
         return None
     return schedule
 
@@ -449,7 +455,7 @@ def _places(values: tuple[Decision, ...]) -> Mapping[Decision, int]:
 
 
 def _moved(factors: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """The factors with one prime of one level moved to another."""
+    """All results of moving one prime factor from one level to another."""
     for i, factor in enumerate(factors):
         for prime in _primes(factor):
             for j in range(len(factors)):
@@ -462,7 +468,7 @@ def _moved(factors: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
 
 @cache
 def _primes(number: int) -> tuple[int, ...]:
-    """The prime factors, each once, ascending."""
+    """The distinct prime factors, ascending."""
     found, left, p = [], number, 2
     while p * p <= left:
         if left % p == 0:
@@ -483,7 +489,7 @@ def _before_postprocessing(instructions: Sequence[Any]) -> list[Any]:
 
 
 def _plain(value: Any) -> Any:
-    """What JSON can hold, of what TVM takes for it: its containers and its immediate numbers."""
+    """TVM's containers and immediate numbers as values that JSON can hold."""
     if value is None or isinstance(value, bool | int | float):
         return value
     if isinstance(value, str):

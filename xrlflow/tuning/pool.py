@@ -1,11 +1,11 @@
-"""Candidates built and run on this machine, by processes that may die without the tuning ending.
+"""Candidates are built and run on this machine, in processes that may crash without ending the tuning.
 
-Builders compile, as many at a time as there are cores; one runner measures, and only while nothing is built. All of
-them are workers that stay for many candidates. One that crashes or outlasts its limit costs its worker, and the next
-worker is forked off the nursery (see `worker.py`) while the others go on.
+Builders compile, one for each core; one runner measures while nothing is built. All of them are workers that stay for
+many candidates. When a candidate crashes its worker or exceeds its time limit, the fork server (see `worker.py`) forks
+a new worker while the others go on.
 
-Nothing outlives a pool: the nursery ends all workers and removes their files when its socket closes, and that is so
-when the pool is closed, and when the process that has it is killed.
+Nothing outlives a pool. The fork server kills all workers and removes their files when its socket closes: when the pool
+is closed, and when the process that owns the pool is killed.
 """
 
 from __future__ import annotations
@@ -33,28 +33,28 @@ from typing import IO, TYPE_CHECKING
 from xrlflow.backends.children import serve_in_child
 from xrlflow.backends.placement import default_threads
 from xrlflow.backends.protocol import Array, BackendError, one_line
-from xrlflow.backends.tvm.load import tvm
+from xrlflow.backends.tvm.import_tvm import tvm
 from xrlflow.backends.tvm.remote import PATIENCE, Remote
-from xrlflow.tuning.tuners.protocol import Outcome
+from xrlflow.tuning.tuners.protocol import Measurement
 from xrlflow.tuning.worker import (
     REQUEST_BYTES,
     Answer,
     Argument,
     Build,
     Built,
-    Bury,
     Evaluate,
     Evaluated,
     Failed,
-    Hire,
+    Fork,
     Job,
     Ran,
     Ready,
+    Reap,
     Run,
     RunThere,
     Timing,
-    raise_workers,
     request,
+    serve_forks,
 )
 
 if TYPE_CHECKING:
@@ -64,27 +64,33 @@ if TYPE_CHECKING:
     from xrlflow.tuning.tasks import Task
 
 START_SECONDS = 120.0
-"""How long a worker may take to load TVM."""
+"""Seconds that a worker may take to load TVM."""
 
-_ATTEMPTS = 3  # of a worker to start
-# So many of a batch, for each builder, are run before the rest is built: a good kernel among them is known sooner, and
-# in the end one builder waits for the other once more.
+_ATTEMPTS = 3  # to start a worker
+# This many candidates of a batch, for each builder, are run before the others are built: a good one is known sooner, at
+# the price of one more wait for the builders.
 _FIRST = 2
 
 
-# Bytes on the disk that a kernel and its object file may need.
+# Bytes on disk that a kernel and its object file may take.
 _SPACE = 1 << 20
 
 
 class PoolError(RuntimeError):
-    """Nothing can be measured: workers do not start, the disk is full, the pool is closed. The message is one line."""
+    """Nothing can be measured: workers do not start, the disk is full, or the pool is closed.
+
+    The message is one line.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class PoolOptions:
-    """`builders` compile at a time; kernels run with `threads` threads. A candidate may take `build_seconds` to
-    compile and `run_seconds` to measure. A worker is replaced after `uses` candidates (TVM leaks memory). `remote`:
-    they are built here and run on that device."""
+    """How a pool works.
+
+    `builders` compile at a time; kernels run with `threads` threads. A candidate may take `build_seconds` to compile
+    and `run_seconds` to measure. A worker is replaced after `uses` candidates, because TVM leaks memory. `remote`:
+    candidates are built here and run on that device.
+    """
 
     builders: int = field(default_factory=default_threads)
     threads: int = field(default_factory=default_threads)
@@ -102,64 +108,64 @@ class PoolOptions:
 
     @property
     def device(self) -> str | None:
-        """The name of what kernels run on; None: this machine."""
+        """The name of the device that runs kernels; None: this machine."""
         return str(self.remote) if self.remote is not None else None
 
 
 class Pool:
     """Builders and a runner, for any number of tasks. Use it in a `with` statement, or close it.
 
-    Raises PoolError when its workers cannot start (TVM is missing, say), at the first use.
+    Raises PoolError on first use if its workers cannot start, for instance because TVM is missing.
     """
 
     def __init__(self, options: PoolOptions | None = None) -> None:
         self.options = options if options is not None else PoolOptions()
-        self._nursery = _Nursery()
-        self._end = weakref.finalize(self, self._nursery.end)
+        self._server = _ForkServer()
+        self._end = weakref.finalize(self, self._server.end)
         self._builders = _Crew(
-            self._nursery, self.options.builders, 1, self.options.uses, "building", self.options.build_seconds
+            self._server, self.options.builders, 1, self.options.uses, "building", self.options.build_seconds
         )
         limit = self.options.run_seconds
-        if self.options.remote is not None:  # the device ends what takes longer: if it does not, it is gone
+        if self.options.remote is not None:  # the device ends slow runs itself; if it does not, it is gone
             limit += 2 * PATIENCE
         self._runners = _Crew(
-            self._nursery, 1, self.options.threads, self.options.uses, "running", limit, self.options.device
+            self._server, 1, self.options.threads, self.options.uses, "running", limit, self.options.device
         )
         self._built = 0
 
     @property
     def threads(self) -> int:
-        """How many threads kernels run with."""
+        """The number of threads that kernels run with."""
         return self.options.threads
 
     @property
     def device(self) -> str | None:
-        """The name of what kernels run on; None: this machine."""
+        """The name of the device that runs kernels; None: this machine."""
         return self.options.device
 
     @property
     def flushed(self) -> bool:
-        """Whether kernels are timed as between others (see `worker.Timing`)."""
+        """Whether kernels are timed with cold caches (see `worker.Timing`)."""
         return self.options.timing.flush
 
     @property
     def building(self) -> float:
-        """Seconds for which candidates have been built so far."""
+        """The seconds that building has taken so far."""
         return self._builders.seconds
 
     @property
     def running(self) -> float:
-        """Seconds for which candidates have been run so far."""
+        """The seconds that running has taken so far."""
         return self._runners.seconds
 
     def outcomes(
         self, task: Task, candidates: Sequence[Candidate], *, until: float = math.inf
-    ) -> Generator[tuple[int, Outcome], None, None]:
-        """Each candidate's position and outcome, as soon as it is known.
+    ) -> Generator[tuple[int, Measurement], None, None]:
+        """The position and outcome of each candidate, as soon as it is known.
 
-        The first few, the likeliest if the tuner orders them, are built and run before the others are built; of
-        either part those come first that do not build. What would start after `until` (`time.monotonic`) is left out.
-        It may be closed at any point.
+        The first few candidates, which are the likeliest if the tuner orders them, are built and run before the others
+        are built. In both parts, those that fail to build come first. Candidates that would start after `until`
+        (`time.monotonic`) are left out. The generator may be closed at any time.
         """
         few = _FIRST * self.options.builders
         for start, part in ((0, candidates[:few]), (few, candidates[few:])):
@@ -171,8 +177,8 @@ class Pool:
 
     def _outcomes(
         self, task: Task, candidates: Sequence[Candidate], until: float
-    ) -> Generator[tuple[int, Outcome], None, None]:
-        """All built, then run: nothing else runs while a kernel is timed."""
+    ) -> Generator[tuple[int, Measurement], None, None]:
+        """The outcomes of a part: all are built, then run, so that nothing else runs while a kernel is timed."""
         paths = self._paths(len(candidates))
         try:
             libraries: dict[int, tuple[Argument, ...]] = {}
@@ -190,22 +196,22 @@ class Pool:
             for position, answer in self._runners.work(runs, until):
                 match answer:
                     case Ran(seconds):
-                        yield order[position], Outcome(seconds)
+                        yield order[position], Measurement(seconds)
                     case _:
                         yield order[position], _failure(answer)
         finally:
             for path in paths:
                 Path(path).unlink(missing_ok=True)
 
-    def measure(self, task: Task, candidates: Sequence[Candidate]) -> tuple[Outcome, ...]:
+    def measure(self, task: Task, candidates: Sequence[Candidate]) -> tuple[Measurement, ...]:
         """The outcomes of all candidates, in their order."""
         found = dict(self.outcomes(task, candidates))
         return tuple(found[number] for number in range(len(candidates)))
 
     def evaluate(self, task: Task, candidate: Candidate, inputs: Sequence[Array]) -> tuple[Array, ...]:
-        """What the kernel computes: its parameters beyond `inputs`, which it finds zero.
+        """What a kernel computes: its parameters after `inputs`, which are zero before the call.
 
-        Raises BackendError when it does not build, run, or take the inputs, and with a remote device.
+        Raises BackendError if it does not build or run, does not take the inputs, or if the pool has a remote device.
         """
         if self.options.remote is not None:
             raise BackendError(f"kernels for {self.options.remote} are not evaluated here")
@@ -224,7 +230,7 @@ class Pool:
         raise PoolError("the pool is closed")
 
     def settle(self) -> None:
-        """Wait until TVM is loaded, for those who measure how long the rest takes."""
+        """Wait until TVM is loaded, before something else is timed."""
         self._builders.settle()
         self._runners.settle()
 
@@ -244,7 +250,7 @@ class Pool:
 
     def _paths(self, count: int) -> list[str]:
         first, self._built = self._built, self._built + count
-        return [os.path.join(self._nursery.folder, f"{number}.so") for number in range(first, first + count)]
+        return [os.path.join(self._server.folder, f"{number}.so") for number in range(first, first + count)]
 
     def _run(self, path: str, arguments: tuple[Argument, ...]) -> Run | RunThere:
         remote, timing = self.options.remote, self.options.timing
@@ -253,8 +259,8 @@ class Pool:
         return RunThere(path, arguments, timing, remote, self.options.run_seconds, self.options.threads)
 
     def _check_space(self) -> None:
-        """Raise PoolError where nothing can be built: that is not a candidate's fault, and not to be kept as one."""
-        folder = self._nursery.folder
+        """Raise PoolError if the disk is full: then a failure to build is not the candidate's fault."""
+        folder = self._server.folder
         if shutil.disk_usage(folder).free < _SPACE:
             raise PoolError(f"{folder}: no space is left for kernels: make some, or set TMPDIR")
 
@@ -264,18 +270,18 @@ class Pool:
     ) -> Iterator[Build]:
         save = tvm().ir.save_json
         target = save(task.target)
-        # A generator: a module is turned to text when a builder is free, while others build.
+        # A generator: a module is serialised when a builder is free, while other builders work.
         return (
             Build(save(c.mod), target, path, elsewhere) for c, path in zip(candidates, paths, strict=True)
         )
 
 
-def _failure(answer: Answer) -> Outcome:
-    return Outcome(error=answer.error if isinstance(answer, Failed) else f"unexpected answer {answer!r}")
+def _failure(answer: Answer) -> Measurement:
+    return Measurement(error=answer.error if isinstance(answer, Failed) else f"unexpected answer {answer!r}")
 
 
-class _Nursery:
-    """The process that workers are forked from; theirs is its process group, and the folder of their files."""
+class _ForkServer:
+    """The process that workers are forked from. Workers belong to its process group and share its folder of files."""
 
     def __init__(self) -> None:
         self.folder = tempfile.mkdtemp(prefix="xrlflow-tuning-")
@@ -283,15 +289,15 @@ class _Nursery:
         self._socket, theirs = socket.socketpair()
         try:
             self._process = serve_in_child(
-                raise_workers,
+                serve_forks,
                 theirs.fileno(),
                 self.folder,
                 log=self._log,
                 TMPDIR=self.folder,
-                # A library leaves something small in the hole that a large tensor left, and the next tensor does not
-                # fit: megabytes a candidate, unless large ones have their own pages (glibc).
+                # A library may leave something small where a large tensor was, so that the next tensor does not fit:
+                # megabytes per candidate, unless large tensors get pages of their own (glibc).
                 MALLOC_MMAP_THRESHOLD_=str(128 * 1024),
-                # No library starts threads, which no fork would survive.
+                # Libraries must not start threads: a process with threads cannot be forked safely.
                 **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
             )
         except OSError as error:
@@ -304,29 +310,31 @@ class _Nursery:
     def group(self) -> int:
         return self._process.pid
 
-    def hire(self, threads: int, pipe: int, log: int) -> None:
-        """Ask for a worker; it says `Ready` on its pipe."""
-        with contextlib.suppress(OSError):  # if the nursery is dead, the pipe closes
-            socket.send_fds(self._socket, [request(Hire(threads))], [pipe, log])
+    def fork(self, threads: int, pipe: int, log: int) -> None:
+        """Ask for a worker, which will send `Ready` through its pipe."""
+        with contextlib.suppress(OSError):  # if the fork server is dead, the pipe closes
+            socket.send_fds(self._socket, [request(Fork(threads))], [pipe, log])
 
-    def bury(self, process: int, patience: float) -> int | None:
-        """The status with which a worker ended, as `os.waitpid` has it; None if the nursery is dead itself."""
+    def reap(self, process: int, patience: float) -> int | None:
+        """The exit status of a worker, as `os.waitpid` gives it; None if the fork server has died."""
         try:
-            self._socket.sendall(request(Bury(process, patience)))
+            self._socket.sendall(request(Reap(process, patience)))
             reply = self._socket.recv(REQUEST_BYTES)
         except OSError:
             return None
         return int(pickle.loads(reply)) if reply else None
 
     def last_words(self) -> str:
-        """How it ended, if it did, and what it printed last."""
+        """The last line that the fork server printed, or its exit status."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(1.0)
         return _last_line(self._log) or f"its process ended with {self._process.returncode}"
 
     def end(self) -> None:
-        """End all workers and remove their files; a second call does nothing."""
-        if os.getpid() != self._owner or self._socket.fileno() < 0:  # after a fork they are another's workers
+        """Kill all workers and remove their files. A second call does nothing."""
+        if (
+            os.getpid() != self._owner or self._socket.fileno() < 0
+        ):  # a forked process must not end its parent's workers
             return
         self._socket.close()
         with contextlib.suppress(ProcessLookupError):
@@ -344,7 +352,7 @@ def _last_line(log: IO[bytes]) -> str:
 
 @dataclass(slots=True)
 class _Duty:
-    """A job and where it came from; `crashes` so far."""
+    """A job, its number in the batch, and how often it has crashed a worker."""
 
     number: int
     job: Job
@@ -352,13 +360,13 @@ class _Duty:
 
 
 class _Worker:
-    """One process and what it is doing."""
+    """One process and the job that it works on."""
 
-    def __init__(self, nursery: _Nursery, threads: int) -> None:
-        self._nursery = nursery
+    def __init__(self, server: _ForkServer, threads: int) -> None:
+        self._server = server
         self.connection, theirs = Pipe()
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  (what it says is read when it has died)
-        nursery.hire(threads, theirs.fileno(), self._log.fileno())
+        server.fork(threads, theirs.fileno(), self._log.fileno())
         theirs.close()
         self.process: int | None = None
         self.duty: _Duty | None = None
@@ -374,7 +382,7 @@ class _Worker:
         return self.duty is not None
 
     def begin(self, duty: _Duty, seconds: float) -> bool:
-        """Whether it took the job: a process may have died since it was last heard of."""
+        """Send a job. False if the process has died."""
         try:
             self.connection.send(duty.job)
         except OSError:
@@ -385,7 +393,7 @@ class _Worker:
         return True
 
     def answer(self) -> Answer | None:
-        """What it sent; None when it is dead."""
+        """The message that it sent; None if it has died."""
         try:
             received: Answer = self.connection.recv()
         except (EOFError, OSError):
@@ -393,18 +401,18 @@ class _Worker:
         return received
 
     def release(self) -> None:
-        """Tell it that there is no more work."""
+        """Let it exit: closing the connection says that there is no more work."""
         self.connection.close()
         self._log.close()
 
     def end(self, patience: float = 0.0) -> str:
-        """Wait `patience` seconds for it to exit, then kill it; how it ended, and its last words."""
-        self.connection.close()  # if it is not yet there, it will exit at once
-        status = None if self.process is None else self._nursery.bury(self.process, patience)
+        """Wait `patience` seconds for it to exit, then kill it. Returns how it ended and its last line of output."""
+        self.connection.close()  # a worker that is still starting will exit at once
+        status = None if self.process is None else self._server.reap(self.process, patience)
         words = _last_line(self._log)
         self._log.close()
         if status is None:
-            manner = self._nursery.last_words()
+            manner = self._server.last_words()
         elif os.WIFSIGNALED(status):
             manner = signal.Signals(os.WTERMSIG(status)).name
         else:
@@ -413,15 +421,15 @@ class _Worker:
 
 
 class _Crew:
-    """Workers for one kind of job. Those that die or grow old are replaced while the others go on.
+    """Workers for one kind of job. Those that died or are worn out are replaced while the others go on.
 
-    `device`: what they wait for, if that is another machine; when it does not answer in time, nothing more can be done.
-    `seconds`: how long there was work for them, however many were at it.
+    `device`: the machine that the workers wait for, if it is another one. If it does not answer in time, nothing more
+    can be done. `seconds`: how long there was work for any of them.
     """
 
     def __init__(
         self,
-        nursery: _Nursery,
+        server: _ForkServer,
         count: int,
         threads: int,
         uses: int,
@@ -429,17 +437,17 @@ class _Crew:
         seconds: float,
         device: str | None = None,
     ) -> None:
-        self._nursery, self._threads, self._uses = nursery, threads, uses
+        self._server, self._threads, self._uses = server, threads, uses
         self._activity, self._limit, self._device = activity, seconds, device
         self.seconds = 0.0
         self._failed_starts = 0
         self._closed = False
-        self._workers = [_Worker(nursery, threads) for _ in range(count)]
+        self._workers = [_Worker(server, threads) for _ in range(count)]
 
     def work(self, jobs: Iterator[Job], until: float = math.inf) -> Generator[tuple[int, Answer], None, None]:
-        """The answer to each job, by its number in `jobs`, as they come; none is begun after `until`.
+        """The answers to jobs, each with its number in `jobs`, as they arrive. No job begins after `until`.
 
-        Left early, the workers that are at it are replaced.
+        If the generator is closed early, busy workers are replaced.
         """
         answers = self._answers(jobs, until)
         with contextlib.closing(answers):
@@ -491,14 +499,14 @@ class _Crew:
                 pass
 
     def close(self) -> None:
-        """Let go of the workers: they exit when they have nothing more to do, or when the nursery ends."""
+        """Release the workers: they exit when they have finished their jobs, or when the fork server ends."""
         self._closed = True
         for worker in self._workers:
             worker.release()
         self._workers = []
 
     def _heard(self) -> Iterator[tuple[_Duty, Answer | None]]:
-        """Wait for news, and tell what became of jobs; None: it must be done again."""
+        """Wait for messages, and yield what became of jobs; None: the job must be repeated."""
         expecting = [worker for worker in self._workers if worker.busy or not worker.ready]
         patience = min(worker.deadline for worker in expecting) - time.monotonic()
         heard = set(wait([worker.connection for worker in expecting], max(0.0, patience)))
@@ -519,7 +527,7 @@ class _Crew:
                 fresh = worker.uses == 1
                 manner = self._replace(position, patience=1.0)
                 duty.crashes += 1
-                # What came before may have broken the process: once more, and that on a fresh one in the end.
+                # An earlier job may have damaged the process: try again, at last in a fresh one.
                 failed = Failed(f"the process died {self._activity} it ({manner})")
                 yield duty, failed if fresh or duty.crashes > 1 else None
             else:
@@ -541,7 +549,7 @@ class _Crew:
         return Failed(f"a worker did not load TVM in {START_SECONDS:g} s")
 
     def _started(self, position: int, answer: Answer | None) -> None:
-        """A worker's first word, or its end without one. Raises PoolError when there is no use in another."""
+        """A worker's first message, or its end without one. Raises PoolError if another worker would not help."""
         worker = self._workers[position]
         if isinstance(answer, Ready):
             worker.process = answer.process
@@ -556,5 +564,5 @@ class _Crew:
 
     def _replace(self, position: int, patience: float = 0.0) -> str:
         manner = self._workers[position].end(patience)
-        self._workers[position] = _Worker(self._nursery, self._threads)
+        self._workers[position] = _Worker(self._server, self._threads)
         return manner

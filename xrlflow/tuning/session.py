@@ -1,4 +1,4 @@
-"""Tuning: trials are shared out among tasks, candidates proposed, measured and kept, until a limit is reached."""
+"""Tuning: trials are divided among tasks; candidates are proposed, measured and stored, until a limit is reached."""
 
 from __future__ import annotations
 
@@ -20,46 +20,46 @@ from xrlflow.tuning.pool import Pool, PoolOptions
 from xrlflow.tuning.store import CONFIRMED, Record, Setting, Store
 from xrlflow.tuning.tasks import Task
 from xrlflow.tuning.tuners.factory import make_tuner
-from xrlflow.tuning.tuners.protocol import Method, Outcome, Tuner
+from xrlflow.tuning.tuners.protocol import Measurement, Method, Tuner
 
 if TYPE_CHECKING:
     from types import TracebackType
 
-# Kernels that lead: so many, no slower than the first by this factor.
+# The leading kernels of a task: at most this many, no slower than the first by this factor.
 _LEADERS, _NEAR = 3, 1.05
-# They are measured again in at most so many rounds; in later sessions only if these have measured something new.
+# They are measured again in at most this many rounds; in later sessions only if these have measured something new.
 _ROUNDS = 8
-# That takes at most this part of the time limit, and so many seconds a task.
+# Measuring them again takes at most this part of the time limit, and this many seconds per task.
 _AGAIN, _AGAIN_SECONDS = 0.2, 4.0
 
 MakeTuner: TypeAlias = Callable[[Task, int], Tuner]
-"""A tuner for a task, with a seed. Raises KnobError where the task has no schedules to choose from."""
+"""Makes a tuner for a task, with a seed. Raises KnobError if the task has no schedules to choose from."""
 
 
-Outcomes: TypeAlias = Generator[tuple[int, Outcome], None, None]
-"""Positions of candidates and their outcomes. It may be closed at any point."""
+Outcomes: TypeAlias = Generator[tuple[int, Measurement], None, None]
+"""Positions of candidates and their outcomes. The generator may be closed at any time."""
 
 
 class Measurer(Protocol):
-    """What a session needs of a pool."""
+    """What a session needs from a pool."""
 
     @property
     def threads(self) -> int:
-        """How many threads kernels run with."""
+        """The number of threads that kernels run with."""
         ...
 
     @property
     def device(self) -> str | None:
-        """The name of what kernels run on; None: this machine."""
+        """The name of the device that runs kernels; None: this machine."""
         ...
 
     @property
     def flushed(self) -> bool:
-        """Whether kernels are timed as between others (see `worker.Timing`)."""
+        """Whether kernels are timed with cold caches (see `worker.Timing`)."""
         ...
 
     def outcomes(self, task: Task, candidates: Sequence[Candidate], *, until: float) -> Outcomes:
-        """Each outcome as soon as it is known; what would start after `until` is left out."""
+        """The outcomes, as soon as they are known. Candidates that would start after `until` are left out."""
         ...
 
 
@@ -74,7 +74,7 @@ class Stop(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A task's best time in seconds after so many trials of it, `elapsed` seconds into the session."""
+    """A task's best time in seconds after `trials` of it, `elapsed` seconds into the session."""
 
     trials: int
     elapsed: float
@@ -85,9 +85,9 @@ class Point:
 class TaskResult:
     """What is known about a task at the end.
 
-    `best` may be from an earlier session. `trials` of it were spent; `measured` of them in this session, of which
-    `failed` have no time; the others were known. `curve` is the best after each batch, when all were measured once.
-    `error`: why it could not be tuned, if it could not.
+    `best` may be from an earlier session. Of the `trials`, `measured` were measured in this session, and `failed` of
+    these have no time; the others were known. `curve`: the best time after each batch, before measuring again. `error`:
+    why the task could not be tuned, if it could not.
     """
 
     task: Task
@@ -100,13 +100,13 @@ class TaskResult:
 
     @property
     def seconds(self) -> float:
-        """The best time of one call; infinite if there is none."""
+        """The best time of one call in seconds; infinite if there is none."""
         return self.best.outcome.median if self.best is not None else math.inf
 
 
 @dataclass(frozen=True, slots=True)
 class TuningResult:
-    """What a session came to. Of its `seconds`, the tuners took `proposing` and the pool `measuring`."""
+    """The result of a session. Of its `seconds`, the tuners took `proposing` and the pool `measuring`."""
 
     tasks: tuple[TaskResult, ...]
     stop: Stop
@@ -120,17 +120,17 @@ class TuningResult:
 
     @property
     def measured(self) -> int:
-        """Candidates that were measured in this session."""
+        """The number of candidates that were measured in this session."""
         return sum(result.measured for result in self.tasks)
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Where a session stands, after each measurement. `outcome`: the one just taken; None after trials that had been
-    paid for in an earlier session. `best` and `trials` are of `task`; `spent` of all tasks, out of `budget`."""
+    """The state of a session after each measurement. `outcome`: the latest one; None after trials that an earlier
+    session had measured. `best` and `trials` are those of `task`; `spent` counts all tasks, out of `budget`."""
 
     task: Task
-    outcome: Outcome | None
+    outcome: Measurement | None
     best: float
     trials: int
     spent: int
@@ -154,20 +154,20 @@ def tune(
     listener: Listener | None = None,
     usual: Callable[[Task], Candidate] | None = None,
 ) -> TuningResult:
-    """Tune the kernels of `tasks` with `trials` trials in all, `batch` of a task at a time (see Allocation).
+    """Tune the kernels of `tasks` with `trials` trials in all, `batch` at a time for one task (see Allocation).
 
-    Every outcome is put in the store (default: the user's) at once. Trials that it holds already, in the same setting,
-    are not taken again: they count as spent, in the order in which they were taken. So a session that was killed, or
-    interrupted (Ctrl-C: what is known is returned), goes on where it was, and a second one with the same trials
-    measures nothing. A tuner is told what is known of its own candidates only, and with the same seed takes the same
-    way again.
+    Every outcome is stored at once (default: in the user's store). Trials that the store already has for the same
+    setting are not repeated: they count as spent, in their old order. So a session that was killed or interrupted
+    (Ctrl-C: what is known is returned) continues where it was, and a second one with the same trials measures nothing.
+    A tuner only learns about its own candidates, and repeats its steps with the same seed.
 
-    `usual`: how a task's kernel runs otherwise. With it, what leads is measured again in the end, side by side with
-    that, which is beyond the trials but within the time limit: the least of many noisy times is the luckiest kernel's,
-    not the fastest one's. What was measured often enough is not measured again, and without trials nothing is.
+    `usual`: returns the untuned schedule of a task. With it, the leading kernels are measured again at the end,
+    together with the untuned one. This is in addition to the trials, but within the time limit: the least of many noisy
+    times belongs to the luckiest kernel, not to the fastest. What was measured often enough is not measured again.
+    Without trials, nothing is measured.
 
-    `time_limit`, in seconds, may be overrun by one candidate or one proposal. Raises ValueError for limits that make
-    no sense, PoolError when nothing can be measured, BackendError when a recorded schedule cannot be applied.
+    `time_limit`, in seconds, may be exceeded by one candidate or one proposal. Raises ValueError for invalid limits,
+    PoolError if nothing can be measured, and BackendError if a recorded schedule cannot be applied.
     """
     if trials < 0 or batch < 1 or not time_limit > 0:
         raise ValueError(f"cannot tune with {trials} trials, {batch} a batch, in {time_limit} s")
@@ -186,7 +186,7 @@ def _maker(method: Method) -> MakeTuner:
 
 
 class _Measuring:
-    """The measurer given, or a pool of one's own, started when there is something to measure."""
+    """The given measurer, or a new pool, which starts when there is something to measure."""
 
     def __init__(self, given: Measurer | PoolOptions | None) -> None:
         self._options = given if isinstance(given, PoolOptions) else PoolOptions()
@@ -222,13 +222,13 @@ class _Measuring:
 
 @dataclass(slots=True)
 class _State:
-    """A task in a session. `paid`: outcomes from earlier sessions that are still to be counted; `known`: those and
-    what was measured since, by candidate; `ahead`: candidates proposed and not measured yet; `seen`: proposed ever."""
+    """A task in a session. `paid`: outcomes of earlier sessions that have not been counted yet. `known`: those and the
+    new ones, by candidate. `ahead`: candidates proposed, but not yet measured. `seen`: all that were ever proposed."""
 
     task: Task
     setting: Setting
-    paid: deque[Outcome]
-    known: dict[str, Outcome]
+    paid: deque[Measurement]
+    known: dict[str, Measurement]
     tuner: Tuner | None = None
     ahead: deque[Candidate] = field(default_factory=deque)
     seen: set[str] = field(default_factory=set)
@@ -244,7 +244,7 @@ class _State:
 
 @dataclass(frozen=True, slots=True)
 class _Limits:
-    """What a session may take: `trials` in all, `batch` of a task at a time, `seconds`."""
+    """The limits of a session: `trials` in all, `batch` at a time for one task, `seconds`."""
 
     trials: int
     batch: int
@@ -253,7 +253,7 @@ class _Limits:
 
 @dataclass(frozen=True, slots=True)
 class _Ways:
-    """How a session goes about it: its tuners and their seed, how kernels run otherwise, and who is told."""
+    """The settings of a session: its tuners and seed, the untuned schedules, and the listener."""
 
     maker: MakeTuner
     seed: int
@@ -269,7 +269,7 @@ class _Session:
         self._budget, self._batch = limits.trials, limits.batch
         self._start = time.monotonic()
         self._end = self._start + limits.seconds
-        # Some of the time is for measuring again.
+        # Part of the time is reserved for measuring again.
         again = min(_AGAIN * limits.seconds, _AGAIN_SECONDS * len(tasks))
         self._again = again if ways.usual is not None else 0.0
         self._until = self._end - self._again
@@ -309,9 +309,9 @@ class _Session:
         return Stop.TRIALS
 
     def _confirm(self) -> None:
-        """Measure again what leads each task, beside what runs otherwise, until it has been measured often enough."""
+        """Measure the leading kernels of each task again, and the untuned one, until it has been often enough."""
         usual = self._ways.usual
-        if usual is None or self._budget == 0:  # whoever asks for no trials wants nothing measured
+        if usual is None or self._budget == 0:  # without trials nothing is to be measured
             return
         for state in sorted(self._states, key=lambda state: -state.task.weight * state.best):
             while not self._over():
@@ -322,7 +322,7 @@ class _Session:
                 self._measure_again(state, again)
 
     def _unsettled(self, state: _State, usual: Callable[[Task], Candidate]) -> list[Candidate]:
-        """What leads and was measured too seldom, with what leads beside it; empty if all is settled."""
+        """The leading kernels that were measured too seldom, with the other leading ones; empty if there are none."""
         best = self._store.best(state.task.key, _LEADERS, state.setting)
         medians = [record.outcome.median for record in best]
         leading = [record for record, median in zip(best, medians) if median <= _NEAR * medians[0]]
@@ -357,7 +357,7 @@ class _Session:
             self._measuring += time.monotonic() - start
 
     def _turn(self, state: _State, count: int) -> bool:
-        """Spend `count` trials on a task; whether it has more to try."""
+        """Spend `count` trials on a task. True if it has more to try."""
         paid = min(count, len(state.paid))
         for _ in range(paid):
             self._spend(state, state.paid.popleft())
@@ -378,8 +378,8 @@ class _Session:
         return True
 
     def _candidates(self, state: _State, count: int) -> list[Candidate]:
-        """What the tuner wants to know next: no more than `count` that are to be measured, and those before them
-        that are known already. The rest of its proposals waits for the task's next turn."""
+        """The tuner's next candidates: at most `count` that have to be measured, and known ones before them. Its other
+        proposals wait for the task's next turn."""
         if not state.ahead:
             with self._clock_proposing():
                 state.ahead.extend(self._proposed(state))
@@ -403,9 +403,9 @@ class _Session:
                 fresh.append(candidate)
         return fresh
 
-    def _measured(self, state: _State, candidates: Sequence[Candidate]) -> dict[str, Outcome]:
-        """The outcomes of candidates by their keys, stored as they come."""
-        found: dict[str, Outcome] = {}
+    def _measured(self, state: _State, candidates: Sequence[Candidate]) -> dict[str, Measurement]:
+        """The outcomes of candidates by their keys. They are stored as they arrive."""
+        found: dict[str, Measurement] = {}
         if not candidates:
             return found
         if not state.measured:
@@ -426,12 +426,12 @@ class _Session:
             self._measuring += time.monotonic() - start
         return found
 
-    def _spend(self, state: _State, outcome: Outcome) -> None:
+    def _spend(self, state: _State, outcome: Measurement) -> None:
         state.trials += 1
         self._spent += 1
         state.best = min(state.best, outcome.median)
 
-    def _tell(self, state: _State, outcome: Outcome | None) -> None:
+    def _tell(self, state: _State, outcome: Measurement | None) -> None:
         if self._ways.listener is not None:
             self._ways.listener(
                 Progress(
@@ -449,7 +449,7 @@ class _Session:
         setting = Setting.on(
             self._measurer.device, task.target, self._measurer.threads, flushed=self._measurer.flushed
         )
-        known: dict[str, Outcome] = {}
+        known: dict[str, Measurement] = {}
         for record in self._store.known(task.key, setting):
             known.setdefault(record.candidate, record.outcome)
         return _State(task, setting, deque(known.values()), known)
@@ -483,5 +483,5 @@ class _Session:
 
 
 def _seed(seed: int, task: Task) -> int:
-    """The seed of a task's tuner: of its own, whatever other tasks there are."""
+    """The seed of a task's tuner. It does not depend on other tasks."""
     return int.from_bytes(hashlib.sha256(f"{seed} {task.key}".encode()).digest()[:4], "big")

@@ -1,4 +1,4 @@
-"""What was measured, on disk: each schedule of a task once on a machine, and again if it is among the best."""
+"""Measurements on disk: each schedule of a task is measured once on a machine, and again if it is among the best."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 from xrlflow import files
 from xrlflow.backends.protocol import BackendError, one_line
-from xrlflow.backends.tvm.load import tvm
+from xrlflow.backends.tvm.import_tvm import tvm
 from xrlflow.backends.tvm.stack import CODE
 from xrlflow.cost.machine import cpu_name
 from xrlflow.sqlite import Layout, Row, SharedFile, cache_directory
 from xrlflow.tuning.tasks import Task, module_key, target_text
-from xrlflow.tuning.tuners.protocol import Outcome
+from xrlflow.tuning.tuners.protocol import Measurement
 
 if TYPE_CHECKING:
     from tvm.ir import IRModule
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
 VERSION = 1
 CONFIRMED = 4
-"""What was measured so often is what it looks like: the least of many times that were taken once is a lucky one."""
+"""With this many measurements, a median is reliable. The least of many single times is a lucky one."""
 _PATIENCE = 5.0  # seconds that a writer waits for another process
-_NO_TIME = 1e10  # what TVM writes for the seconds of what failed
+_NO_TIME = 1e10  # the seconds that TVM writes for failures
 
 _SCHEMA = (
     "CREATE TABLE IF NOT EXISTS workload (task TEXT PRIMARY KEY, workload TEXT NOT NULL) WITHOUT ROWID",
@@ -53,13 +53,16 @@ _COLUMNS = "task, target, tvm, device, threads, candidate, trace, arguments, sec
 
 
 class StoreError(ValueError):
-    """A file that is no store or cannot be imported, or a place that cannot be exported to. The message is one line."""
+    """A file is not a store or cannot be imported, or a folder cannot be exported to. The message is one line."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What times depend on besides the schedule. `target` is TVM's, as JSON (`tasks.target_text`); `tvm` says what
-    makes code of a schedule, and that kernels are timed between others if they are (`worker.Timing.flush`)."""
+    """What times depend on besides the schedule.
+
+    `target`: TVM's, as JSON (`tasks.target_text`). `tvm`: the version of the code generator, and whether kernels are
+    timed with cold caches (`worker.Timing.flush`).
+    """
 
     target: str
     tvm: str
@@ -68,12 +71,12 @@ class Setting:
 
     @staticmethod
     def here(target: Target, threads: int, *, flushed: bool = False) -> Setting:
-        """This machine with the TVM that is installed."""
+        """This machine with the installed TVM."""
         return Setting.on(None, target, threads, flushed=flushed)
 
     @staticmethod
     def on(device: str | None, target: Target, threads: int, *, flushed: bool = False) -> Setting:
-        """A device by its name (None: this machine), with the TVM that is installed here and what we add to it."""
+        """A device by its name (None: this machine), with the TVM that is installed here and our additions to it."""
         return Setting(target_text(target), _version(flushed), device or cpu_name(), threads)
 
 
@@ -83,11 +86,10 @@ def _version(flushed: bool) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One measurement, or several together (`Store.best`): of which task and candidate, in which setting, and what came
-    of it.
+    """A measurement, or several together (`Store.best`), of one candidate of a task in one setting.
 
-    `trace` and `arguments` (the kernel's parameters) are JSON as TVM's own database has it. `seconds` is empty where
-    there is an `error`; records from elsewhere may have neither. `taken` is in seconds since 1970.
+    `trace` and `arguments` (the kernel's parameters) are JSON, as in TVM's own database. `seconds` is empty if there is
+    an `error`; records from elsewhere may have neither. `taken`: seconds since 1970.
     """
 
     task: str
@@ -100,8 +102,8 @@ class Record:
     taken: float
 
     @staticmethod
-    def of(task: Task, setting: Setting, candidate: Candidate, outcome: Outcome) -> Record:
-        """What is to be kept of a measurement that was just taken."""
+    def of(task: Task, setting: Setting, candidate: Candidate, outcome: Measurement) -> Record:
+        """The record of a measurement that was just taken."""
         arguments = tvm().s_tir.meta_schedule.arg_info.ArgInfo.from_entry_func(candidate.mod, True)
         described = [["TENSOR", str(a.dtype), [int(size) for size in a.shape]] for a in arguments]
         return Record(
@@ -116,15 +118,15 @@ class Record:
         )
 
     @property
-    def outcome(self) -> Outcome:
-        """As the tuners know it."""
+    def outcome(self) -> Measurement:
+        """The measurement, as tuners use it."""
         if self.seconds and all(0.0 < s < _NO_TIME for s in self.seconds):
-            return Outcome(self.seconds)
-        return Outcome(error=self.error or "it has no time")
+            return Measurement(self.seconds)
+        return Measurement(error=self.error or "it has no time")
 
     @property
     def digest(self) -> str:
-        """Equal for measurements that are the same in all but when they were taken."""
+        """A key that is equal for measurements that differ only in the time of day."""
         setting = self.setting
         where = (setting.target, setting.tvm, setting.device, setting.threads)
         what = (self.task, self.candidate, self.trace, self.arguments, self.seconds, self.error)
@@ -132,8 +134,11 @@ class Record:
 
 
 class Store:
-    """A SQLite file of measurements (see `SharedFile`). The one in the user's cache is our own; one that somebody named
-    and that is no store is refused (StoreError, by whatever reads or writes first)."""
+    """A SQLite file of measurements (see `SharedFile`).
+
+    The one in the user's cache directory is our own. A named file that is not a store is refused: whatever reads or
+    writes first raises StoreError.
+    """
 
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
         """`path`: the file; by default `tuning.sqlite` in the user's cache directory."""
@@ -141,11 +146,11 @@ class Store:
         self._file = SharedFile(self.path, _LAYOUT, _PATIENCE, None if path is None else StoreError)
 
     def check(self) -> None:
-        """Open the file now. Raises StoreError for one that somebody named and that is no store."""
+        """Open the file now. Raises StoreError if it is a named file that is not a store."""
         self._file.check()
 
     def put(self, record: Record) -> None:
-        """Keep a measurement; one that is the same in all but its time of day is kept once."""
+        """Store a measurement. Measurements that differ only in the time of day are stored once."""
         setting = record.setting
         values = (
             *(record.task, setting.target, setting.tvm, setting.device, setting.threads),
@@ -157,12 +162,15 @@ class Store:
         self._file.write(f"{_PUT} ({_COLUMNS}, digest) VALUES ({marks})", values)
 
     def put_task(self, task: Task) -> None:
-        """Keep a task's module, which records are of no use without elsewhere."""
+        """Store a task's module, without which records are useless elsewhere."""
         workload = tvm().s_tir.meta_schedule.database.Workload(task.mod).as_json()
         self._put_workload(task.key, _text([str(part) for part in workload]))
 
     def known(self, task: str, setting: Setting | None = None) -> list[Record]:
-        """All records of the task with this key, in the order in which they were taken. `setting`: only those."""
+        """All records of the task with this key, in the order they were taken.
+
+        `setting`: only those of this setting.
+        """
         found = [_record(row) for row in self._select("task = ?", (task,))]
         return sorted((r for r in found if setting in (None, r.setting)), key=lambda record: record.taken)
 
@@ -191,7 +199,7 @@ class Store:
         ]
 
     def scheduled(self, task: Task, record: Record) -> IRModule:
-        """The task's module as a record of it says. Raises BackendError where that cannot be applied."""
+        """The task's module, scheduled as in a record. Raises BackendError if that is not possible."""
         from tvm.s_tir import Schedule, ScheduleError, Trace
 
         schedule = Schedule(task.mod, debug_mask="none")
@@ -204,15 +212,15 @@ class Store:
         return schedule.mod
 
     def tasks(self) -> list[str]:
-        """The keys of all tasks that there are records of, in order."""
+        """The keys of all tasks with records, sorted."""
         return sorted({str(key) for (key,) in self._file.read("SELECT DISTINCT task FROM record", ())})
 
     def __len__(self) -> int:
         return sum(int(count) for (count,) in self._file.read("SELECT count(*) FROM record", ()))
 
     def database(self, target: Target, tasks: Iterable[Task] | None = None, *, flushed: bool = False) -> Any:
-        """The best record for this target and version of TVM of each task (default: of all tasks that are known), as a
-        database of MetaSchedule's, for its pass MetaScheduleApplyDatabase. `flushed`: of kernels that were timed so."""
+        """The best record of each task (default: all) for this target and version of TVM, as a MetaSchedule database
+        for its pass MetaScheduleApplyDatabase. `flushed`: records of kernels timed with cold caches."""
         meta = tvm().s_tir.meta_schedule.database
         found = meta.MemoryDatabase()
         ours = target_text(target), _version(flushed)
@@ -227,10 +235,10 @@ class Store:
         return found
 
     def export_json(self, folder: str | os.PathLike[str]) -> int:
-        """Write everything as a JSON database of TVM's (`JSONDatabase(work_dir=folder)`); how many records.
+        """Write everything as a JSON database of TVM (`JSONDatabase(work_dir=folder)`). Returns the number of records.
 
-        TVM keeps no reasons: of what failed, only that it has no time. Raises StoreError when the folder has such
-        files already, or nothing can be written there.
+        TVM keeps no reasons for failures, only that there is no time. Raises StoreError if the folder already has such
+        files, or cannot be written to.
         """
         place = Path(folder)
         places = place / _WORKLOADS, place / _RECORDS
@@ -257,12 +265,12 @@ class Store:
         threads: int | None = None,
         flushed: bool = False,
     ) -> int:
-        """Add the records of a JSON database of TVM's; how many of them were new.
+        """Add the records of a JSON database of TVM. Returns how many were new.
 
-        The files do not say where and with how many threads they were measured: `setting` does (its target stands
-        in where a record has none), by default this machine and the cores of each record's target, or `threads`, and
-        kernels built as they are here (`backends.tvm.stack`), timed alone or, as those of models are, `flushed`.
-        Raises StoreError, with file and line, for what is no such database; then nothing is added.
+        The files do not tell where and with how many threads kernels were measured. `setting` does (its target is used
+        for records without one). By default it is this machine with the cores of each record's target, or `threads`,
+        and kernels built as here (`backends.tvm.stack`), timed alone or, as those of models, `flushed`. Raises
+        StoreError, with file and line, if it is no such database; then nothing is added.
         """
         workloads = [
             (text, _workload(line, place)) for place, text, line in _lines(Path(folder) / _WORKLOADS)
@@ -296,7 +304,7 @@ class Store:
         return len(self) - before
 
     def close(self) -> None:
-        """Write what could not be written so far, if that is possible now, and say what is lost."""
+        """Write what is not yet written, if that is possible now, and report what is lost."""
         self._file.close()
 
     def __enter__(self) -> Self:
@@ -324,7 +332,7 @@ _RECORDS = "database_tuning_record.json"
 
 
 def _text(value: object) -> str:
-    """Compact JSON; floats keep every bit."""
+    """Compact JSON. Floats keep every bit."""
     return json.dumps(value, separators=(",", ":"))
 
 
@@ -336,7 +344,7 @@ def _record(row: Row) -> Record:
 
 
 def _for_tvm(record: Record) -> list[Any]:
-    """As in TVM's JSON database: trace, seconds, target, arguments."""
+    """The record in the form of TVM's JSON database: trace, seconds, target, arguments."""
     return [
         json.loads(record.trace),
         list(record.seconds) or None,
@@ -346,7 +354,7 @@ def _for_tvm(record: Record) -> list[Any]:
 
 
 def _lines(file: Path) -> Iterator[tuple[str, str, Any]]:
-    """(where it is, text, value) of each line of a file of JSON lines. Raises StoreError."""
+    """(place, text, value) for each line of a file of JSON lines. Raises StoreError."""
     try:
         texts = file.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -372,6 +380,6 @@ def _target(setting: Setting | None) -> Any:
 
 
 def _candidate(line: Sequence[Any], workload: Any) -> str:
-    """The key of the kernel that a record's trace makes of its workload."""
+    """The key of the kernel that a record's trace makes from its workload."""
     record = tvm().s_tir.meta_schedule.database.TuningRecord.from_json(line, workload)
     return module_key(record.as_measure_candidate().sch.mod)

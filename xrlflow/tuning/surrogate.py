@@ -1,11 +1,11 @@
-"""A model of a task's run times, learned from what was measured: gradient-boosted trees, as AutoTVM's and
-MetaSchedule's cost models are (Chen et al., 2018, "Learning to Optimize Tensor Programs").
+"""A model of a task's run times, learned from measurements: gradient-boosted trees, like the cost models of AutoTVM and
+MetaSchedule (Chen et al., 2018, "Learning to Optimize Tensor Programs").
 
-Two models of the same measurements: one sees knobs alone and answers for thousands of vectors in milliseconds; the
-other sees the schedules too, which have to be decoded (milliseconds each), and orders those that the first has chosen.
-Every tuner that has a surrogate has this one. It starts knowing nothing, but for what it is given of other tasks:
-knobs are a task's own, but schedules are described alike everywhere, so that the second model can learn from them.
-What it thinks of schedules that nobody has measured then teaches the first.
+There are two models of the same measurements. One sees only knobs, and scores thousands of vectors in milliseconds. The
+other also sees schedules, which have to be decoded (milliseconds each), and ranks the vectors that the first has
+chosen. All tuners with a surrogate use this one. It starts without knowledge, except for experience with other tasks:
+knobs differ between tasks, but schedules are described in the same way for all of them, so the second model can learn
+from other tasks. Its scores of unmeasured schedules then teach the first model.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from xrlflow.backends.tvm.load import tvm
+from xrlflow.backends.tvm.import_tvm import tvm
 from xrlflow.tuning.knobs import Candidate, Floats, Indices, KnobSpace, Vector
-from xrlflow.tuning.tuners.protocol import Outcome
+from xrlflow.tuning.tuners.protocol import Measurement
 
 if TYPE_CHECKING:
     import xgboost
 
-# With fewer measurements, or with one that worked, there is nothing to learn from.
+# With fewer measurements, or fewer that worked, there is nothing to learn from.
 _FEWEST, _FEWEST_FINE = 8, 2
 _ROUNDS = 60
 _PARAMETERS = {
@@ -40,17 +40,17 @@ _PARAMETERS = {
 }
 
 
-# What other tasks have shown weighs as much as so many measurements of this one at most, however much it is.
+# Experience with other tasks weighs at most as much as this many measurements, however large it is.
 _EXPERIENCE = 128.0
-# TVM's features of a store; they begin with its numbers of floating-point operations, by kind.
+# The number of TVM's features of a store, and of those at their beginning that count floating-point operations.
 _STORE, _ARITHMETIC = 164, 7
 SCHEDULE_FEATURES = 2 * _STORE
-"""How many numbers describe a schedule."""
+"""The number of features of a schedule."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Experience:
-    """What was measured of tasks: schedules as a surrogate describes them [N, SCHEDULE_FEATURES], their scores [N]."""
+    """Measurements of tasks: schedules as a surrogate describes them, [N, SCHEDULE_FEATURES], and their scores, [N]."""
 
     schedules: Floats
     scores: Floats
@@ -69,9 +69,9 @@ class Experience:
 
 
 class Surrogate:
-    """Scores of schedules: the best time measured over their own, so that 1 is as good as the best and 0 a failure.
+    """Scores of schedules: the best measured time divided by their own. 1 is as good as the best, 0 is a failure.
 
-    `experience`: of other tasks, if there is any.
+    `experience`: with other tasks, if there is any.
     """
 
     def __init__(self, space: KnobSpace, seed: int, experience: Experience | None = None) -> None:
@@ -85,8 +85,8 @@ class Surrogate:
         self._by_knobs: xgboost.Booster | None = None
         self._by_schedule: xgboost.Booster | None = None
 
-    def add(self, measured: Sequence[tuple[Candidate, Outcome]]) -> None:
-        """Learn from these too; of a kernel that was measured before, the lesser time counts."""
+    def add(self, measured: Sequence[tuple[Candidate, Measurement]]) -> None:
+        """Learn from more measurements. If a kernel was measured before, the shorter time counts."""
         for candidate, outcome in measured:
             self._candidates.setdefault(candidate.key, candidate)
             before = self._seconds.get(candidate.key, math.inf)
@@ -96,7 +96,7 @@ class Surrogate:
             self._by_knobs = self._by_schedule = None
 
     def suppose(self, candidates: Sequence[Candidate]) -> None:
-        """Let the model of knobs learn what the model of schedules thinks of these, until they are measured."""
+        """Let the model of knobs learn the scores that the model of schedules gives these, until they are measured."""
         fresh = [c for c in candidates if c.vector is not None and c.key not in self._seconds]
         if fresh:
             self._supposed |= {c.key: c for c in fresh}
@@ -104,34 +104,34 @@ class Surrogate:
 
     @property
     def ready(self) -> bool:
-        """Whether there is enough to say anything: measurements of this task or of others."""
+        """Whether there are enough measurements, of this task or of others, for a prediction."""
         times = self._seconds.values()
         enough = len(times) >= _FEWEST and len({t for t in times if math.isfinite(t)}) >= _FEWEST_FINE
         return enough or len(self._others) > 0
 
     @property
     def experience(self) -> Experience:
-        """All that it was given and told, for the surrogates of other tasks."""
+        """All measurements and experience so far, for surrogates of other tasks."""
         if not any(map(math.isfinite, self._seconds.values())):
             return self._others
         own = self._schedules_of(list(self._candidates.values()))
         return self._others + Experience(own, self._scores(self._candidates))
 
     def best(self, count: int) -> list[Vector]:
-        """The vectors of the fastest kernels measured, fastest first; not of those that failed."""
+        """The vectors of the fastest measured kernels, fastest first, without failures."""
         order = sorted((t, key) for key, t in self._seconds.items() if math.isfinite(t))
         found = (self._candidates[key].vector for _, key in order)
         return [vector for vector in found if vector is not None][:count]
 
     def promising(self, count: int) -> list[tuple[Vector, float]]:
-        """The vectors of the best schedules supposed with their scores, the best first."""
+        """The vectors of the best supposed schedules with their scores, best first."""
         supposed = list(self._supposed.values())
         scores = self.rank(supposed)
         order = np.argsort(-scores, kind="stable")[:count]
         return [(vector, float(scores[i])) for i in order if (vector := supposed[i].vector) is not None]
 
     def predict(self, vectors: Indices | Sequence[Vector]) -> Floats:
-        """Scores of normal vectors [N, K], valid or not, without decoding them: [N]. Zeros before it is ready."""
+        """Scores of normal vectors [N, K], valid or not, without decoding them: [N]. Zeros if it is not ready."""
         if not self.ready:
             return np.zeros(len(vectors), np.float32)
         if self._by_knobs is None:
@@ -145,7 +145,7 @@ class Surrogate:
         return self._ask(self._by_knobs, self.space.features(vectors))
 
     def rank(self, candidates: Sequence[Candidate]) -> Floats:
-        """Scores of decoded candidates, by their knobs and their schedules: [N]. Zeros before it is ready."""
+        """Scores of decoded candidates, by their knobs and their schedules: [N]. Zeros if it is not ready."""
         if not self.ready or not candidates:
             return np.zeros(len(candidates), np.float32)
         if self._by_schedule is None:
@@ -158,13 +158,13 @@ class Surrogate:
         if not len(others):
             assert own is not None
             return self._train(own, self._scores(self._candidates))
-        # Their knobs are not this task's: they are missing.
+        # Experience with other tasks has no knobs of this task: they are missing.
         width = len(self.space.features([(0,) * len(self.space.knobs)])[0])
         blank = np.full((len(others), width), np.nan, np.float32)
         theirs = np.concatenate([blank, others.schedules], axis=1)
         if own is None:
             return self._train(theirs, others.scores)
-        # Nothing weighs less than 1: what is a leaf's least weight would hide what few of them show.
+        # No weight is below 1: with the minimum weight of a leaf, rare cases would have no effect.
         weights = np.full(len(own), max(1.0, len(others) / _EXPERIENCE), np.float32)
         return self._train(
             np.concatenate([own, theirs]),
@@ -174,20 +174,20 @@ class Surrogate:
 
     def _scores(self, keys: Any) -> Floats:
         best = min(self._seconds.values(), default=math.inf)
-        if not math.isfinite(best):  # nothing has worked so far
+        if not math.isfinite(best):  # nothing has run so far
             return np.zeros(len(keys), np.float32)
         return np.array([best / self._seconds[key] for key in keys], np.float32)
 
     def _describe(self, candidates: Sequence[Candidate]) -> Floats:
-        """Knobs (missing where a schedule has no vector), and the schedules: [N, F]."""
+        """The features of candidates, [N, F]: knobs (missing if there is no vector), and the schedules."""
         blank = (0,) * len(self.space.knobs)
         knobs = self.space.features([blank if c.vector is None else c.vector for c in candidates])
         knobs[[c.vector is None for c in candidates]] = np.nan
         return np.concatenate([knobs, self._schedules_of(candidates)], axis=1)
 
     def _schedules_of(self, candidates: Sequence[Candidate]) -> Floats:
-        """TVM's features of each store, which are logarithms, as their sum and as those of the store that computes
-        most: [N, SCHEDULE_FEATURES], whatever the task."""
+        """TVM's features of stores, which are logarithms: their sum, and those of the store that computes most. [N,
+        SCHEDULE_FEATURES], for any task."""
         self._extract([c for c in candidates if c.key not in self._schedules])
         return np.stack([self._schedules[c.key] for c in candidates])
 

@@ -1,4 +1,4 @@
-"""Tuning tasks: the kernels of a module, each once, with how often it is called."""
+"""Tuning tasks: the different kernels of a module, and how often each is called."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from xrlflow.backends.tvm.load import tvm
+from xrlflow.backends.tvm.import_tvm import tvm
 
 if TYPE_CHECKING:
     from tvm.ir import IRModule
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 
 
 class TaskError(ValueError):
-    """What was given is nothing that can be tuned."""
+    """This cannot be tuned."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Task:
-    """One kernel to tune: a module of one function, `main`, and the target that it is for.
+    """One kernel to tune: a module with one function, `main`, and its target.
 
-    `weight` says how often the model calls it. `key` is the same in every process for the same structure and target,
-    whatever the names: what is known about a task is kept under it.
+    `weight`: how often the model calls it. `key`: equal, in every process, for equal structure and target, whatever the
+    names are. Measurements of a task are stored under it.
     """
 
     name: str
@@ -48,12 +48,15 @@ class Task:
 
     @property
     def flops(self) -> float:
-        """Floating-point operations of one call, by TVM's estimate; 0 where it finds none (data movement)."""
+        """Floating-point operations of one call, by TVM's estimate; 0 if there are none (data movement)."""
         return float(tvm().s_tir.analysis.estimate_tir_flops(self.mod))
 
 
 def extract_tasks(mod: IRModule, target: Target) -> list[Task]:
-    """The tasks of a Relax module whose operators are legalized and fused, those alike merged with their weights."""
+    """The tasks of a Relax module whose operators are legalised and fused.
+
+    Equal ones are merged, with their weights.
+    """
     meta = tvm().s_tir.meta_schedule
     found: dict[str, Task] = {}
     for extracted in meta.relax_integration.extract_tasks(mod, target, {}):
@@ -64,12 +67,12 @@ def extract_tasks(mod: IRModule, target: Target) -> list[Task]:
 
 
 def module_key(mod: IRModule) -> str:
-    """TVM's structural hash of a module: of what it computes and how, not of names; equal in every process."""
+    """TVM's structural hash of a module: independent of names, and equal in every process."""
     return str(tvm().s_tir.meta_schedule.utils.shash2hex(mod))
 
 
 def target_text(target: Target) -> str:
-    """A target as JSON in one order: TVM's text has the attributes as they came in, and differs after a round trip."""
+    """A target as JSON with sorted keys: in TVM's text the order of attributes varies."""
     return json.dumps(json.loads(str(target)), sort_keys=True, separators=(",", ":"))
 
 

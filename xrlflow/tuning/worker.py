@@ -1,10 +1,11 @@
-"""The processes that build and run candidates for a pool: workers, and the nursery that they are forked from.
+"""The processes that build and run candidates for a pool: workers, and the fork server that they are forked from.
 
-The nursery loads TVM once (3 s, 400 MB) and runs no candidate itself. It has one thread, so that a fork of it is sound,
-and a worker costs a few milliseconds: a candidate that takes its worker down takes nothing else.
+The fork server loads TVM once (3 s, 400 MB) and runs no candidate itself. It has a single thread, because a process
+with several cannot be forked safely. Forking a worker takes a few milliseconds, so a candidate that kills its worker
+costs little.
 
-A worker sends `Ready`, then an answer for each job. What a job raises is answered with `Failed`; what a candidate does
-to the process (a crash, a hang) is for the pool to notice.
+A worker sends `Ready`, then one answer for each job. It answers `Failed` if the job raises an exception. The pool
+notices crashes and hangs.
 """
 
 from __future__ import annotations
@@ -36,31 +37,31 @@ import numpy as np
 
 from xrlflow.backends.placement import cache_levels
 from xrlflow.backends.protocol import Array, BackendError, one_line
-from xrlflow.backends.tvm.load import tvm
+from xrlflow.backends.tvm.import_tvm import tvm
 from xrlflow.backends.tvm.remote import DeviceError, Remote, connect, use_threads, what_happened
 from xrlflow.backends.tvm.target import compiler, linker
 
 Argument: TypeAlias = tuple[str, tuple[int, ...]]
-"""Data type and shape of a kernel's parameter."""
-# Functions that TVM's timer calls before each sample: one of its own, and ours (see `_evicting`).
+"""The data type and shape of a kernel's parameter."""
+# Functions that TVM's timer calls before each sample: TVM's own, and ours (see `_evicting`).
 _TVMS_FLUSH = "cache_flush_cpu_non_first_arg"
 _EVICT = "xrlflow.evict_private_caches"
 
 
 class ToolError(BackendError):
-    """What kernels are built with is missing, or does not work here."""
+    """A tool that builds kernels is missing or does not work."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
     """How a kernel is timed.
 
-    A sample is the mean of as many calls in a row as take `sample_ms`; there are `samples` of them, fewer where all
-    would take longer than `limit_ms`, and as many again where they disagree; see `steady` for what is dropped.
+    A sample is the mean of as many successive calls as take `sample_ms`. There are `samples` of them, fewer if all
+    would exceed `limit_ms`, and twice as many if they disagree; `steady` says what is dropped.
 
-    `flush`: as between the other kernels of a model. Before each sample, which then is one call, something else fills
-    the caches that cores have for themselves; what they share keeps the kernel's weights. On a remote device, where
-    there is nothing of ours, TVM empties all caches of the kernel's operands (but the first).
+    `flush`: time as between the other kernels of a model. Before each sample, which is then a single call, the private
+    caches of the cores are filled with other data; shared caches keep the kernel's weights. On a remote device, which
+    has only TVM, TVM removes the kernel's operands (except the first) from all caches.
     """
 
     samples: int = 5
@@ -75,9 +76,9 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """Compile a module (TVM's JSON) for a target (TVM's JSON) to a shared library at `path`.
+    """Compile a module for a target (both in TVM's JSON) to a shared library at `path`.
 
-    `elsewhere`: it is loaded on another machine, and names what it needs.
+    `elsewhere`: the library is loaded on another machine, and must name the libraries that it needs.
     """
 
     module: str
@@ -88,7 +89,7 @@ class Build:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Time the library at `path` on arguments of the worker's own."""
+    """Time the library at `path` on arguments that the worker makes."""
 
     path: str
     arguments: tuple[Argument, ...]
@@ -97,7 +98,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class RunThere:
-    """Like Run, but on a remote device, which may take `seconds` for it, with `threads` threads."""
+    """Like Run, but on a remote device, for at most `seconds`, with `threads` threads."""
 
     path: str
     arguments: tuple[Argument, ...]
@@ -109,7 +110,7 @@ class RunThere:
 
 @dataclass(frozen=True, slots=True)
 class Evaluate:
-    """Call the library at `path` once, with `inputs` for its first parameters and zeros for the others."""
+    """Call the library at `path` once, with `inputs` for its first parameters, and zeros for the others."""
 
     path: str
     arguments: tuple[Argument, ...]
@@ -118,35 +119,35 @@ class Evaluate:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The worker takes jobs. `process` is its number."""
+    """The worker is ready for jobs. `process`: its process id."""
 
     process: int
 
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """The kernel's parameters, as it wants them."""
+    """The data types and shapes of the kernel's parameters."""
 
     arguments: tuple[Argument, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """Seconds of one call, a figure a sample."""
+    """Seconds of one call, for each sample."""
 
     seconds: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluated:
-    """What the parameters beyond the inputs hold after the call."""
+    """The parameters after the inputs, after the call."""
 
     outputs: tuple[Array, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The job raised. One line; `fatal` where it is not the candidate's fault, and no other would do better."""
+    """The job raised an exception. `error` is one line. `fatal`: others would fail, too."""
 
     error: str
     fatal: bool = False
@@ -157,10 +158,10 @@ Answer: TypeAlias = Ready | Built | Ran | Evaluated | Failed
 
 
 def steady(samples: Sequence[float]) -> tuple[float, ...]:
-    """`samples` without those that others' work has slowed down: more than 10% above the lower quartile.
+    """`samples` without those that other programs have slowed down: more than 10% above the lower quartile.
 
-    Nothing makes a kernel faster than it is, so it is the fast samples that tell, but not the fastest alone. Where
-    most samples are disturbed (two threads, and somebody else on one of the cores), the median would not do.
+    A kernel is never faster than it can be, so the fast samples count, but not only the fastest. If most samples are
+    disturbed (two threads, and another program on one of the cores), the median would be wrong.
 
     >>> steady((1.0, 1.001, 0.999, 1.3))
     (1.0, 1.001, 0.999)
@@ -183,7 +184,7 @@ def build(job: Build) -> Built:
     from tvm.driver import build as lower_and_compile
 
     module = package.ir.load_json(job.module)
-    # Weights that a schedule lays out anew come in that layout: it is done once for a model, not in the kernel.
+    # The kernel takes weights in the layout of its schedule: they are converted once per model, not in the kernel.
     module = package.s_tir.transform.RemoveWeightLayoutRewriteBlock(skip_tensor_rewrite=True)(module)
     arguments = tuple(
         (str(info.dtype), tuple(int(size) for size in info.shape))
@@ -191,7 +192,7 @@ def build(job: Build) -> Built:
     )
     target = package.ir.load_json(job.target)
     library = lower_and_compile(module, target=target)
-    if library.imports:  # of other than one LLVM module: TVM knows what to pack
+    if library.imports:  # more than one LLVM module: TVM packs them
         library.export_library(job.path)
         return Built(arguments)
     compiled = f"{job.path}.o"
@@ -205,9 +206,9 @@ def build(job: Build) -> Built:
 
 
 def _link(compiled: str, library: str, triple: str | None = None) -> None:
-    """A shared library of one object file; `triple`: for another machine, of that system.
+    """Link one object file to a shared library. `triple`: of the system of another machine.
 
-    Raises ToolError when the linker refuses.
+    Raises ToolError if the linker fails.
     """
     if triple is None:
         command = [*_linker(), "-o", library, compiled, *_builtins()]
@@ -227,7 +228,7 @@ def _linker_for(triple: str) -> str:
 
 @functools.cache
 def _linker() -> tuple[str, ...]:
-    """The linker alone (4 ms) where there is one, else the compiler's driver (25 ms)."""
+    """The plain linker (4 ms) if there is one, else the compiler's driver (25 ms)."""
     if sys.platform == "linux" and (ld := shutil.which("ld")):
         return (ld, "-shared")
     if driver := _driver():
@@ -245,7 +246,7 @@ def _driver() -> str | None:
 
 @functools.cache
 def _builtins() -> tuple[str, ...]:
-    """The compiler's support library, with conversions of half precision; the driver would add it by itself."""
+    """The compiler's support library, with conversions of half precision. The driver would add it by itself."""
     driver = _driver()
     if driver is None:
         return ()
@@ -266,9 +267,9 @@ def run(job: Run) -> Ran:
 
 
 def run_there(job: RunThere) -> Ran:
-    """Time a library on a remote device, in a session of its own: what it breaks is broken for itself only.
+    """Time a library on a remote device, in a session of its own, so that a crash affects no other session.
 
-    The device ends a session that takes too long. Raises DeviceError when there is no device (any more).
+    The device ends a session that takes too long. Raises DeviceError if the device is gone.
     """
     session = connect(job.remote, limit=job.seconds)
     try:
@@ -280,7 +281,7 @@ def run_there(job: RunThere) -> Ran:
         return _timed(session.load_module(name), device, arguments, job.timing, lambda: _TVMS_FLUSH)
     except BackendError:
         raise
-    except Exception as error:  # TVM's client raises what it likes
+    except Exception as error:  # TVM's client raises exceptions of many types
         raise BackendError(what_happened(error, job.remote, job.seconds)) from error
 
 
@@ -292,8 +293,8 @@ def _timed(
     flush: Callable[[], str],
     warm: Callable[[], None] | None = None,
 ) -> Ran:
-    """Time a library's kernel. `flush`: the name of the function that flushes; `warm`: what is to be done when TVM's
-    threads have started."""
+    """Time a library's kernel. `flush`: the name of the flushing function. `warm`: called when TVM's threads have
+    started."""
     kernel = library["main"]
     start = time.perf_counter()
     kernel(*arguments)
@@ -301,11 +302,11 @@ def _timed(
     if warm is not None:
         warm()
     limit = timing.limit_ms / 1e3
-    if first >= limit:  # so slow that its cold start does not matter
+    if first >= limit:  # so slow that a cold start does not matter
         return Ran((first,))
 
     def samples(number: int, repeat: int) -> list[float]:
-        # TVM calls once more before it measures: caches are warm, unless they are to be flushed.
+        # TVM makes one call before it measures: caches are warm unless they are flushed.
         evaluator = library.time_evaluator(
             "main",
             device,
@@ -326,18 +327,18 @@ def _timed(
 
 @functools.cache
 def _evicting() -> str:
-    """The name of a function for TVM's timer that fills the private caches of its threads' cores with something else.
+    """The name of a function for TVM's timer that fills the private caches of its threads' cores with other data.
 
-    Emptying all caches instead has weights come from memory, as in a model that is larger than all caches: one row
-    times 512x512 then takes 27 us instead of 7, and what is best there made a model 1.8 times slower. Kernels that are
-    limited by memory differ little.
+    If all caches were emptied, weights would come from memory, as in a model larger than all caches: one row times
+    512x512 would take 27 us instead of 7, and the kernel that is best then made a model 1.8 times slower. Kernels that
+    are limited by memory differ little.
     """
     package = tvm()
     import tvm_ffi
     from tvm import te
 
     threads = int(tvm_ffi.get_global_func("runtime.NumThreads")())
-    # Twice as much is read, and as much again written: caches do not drop what was used first.
+    # Read twice the size of the cache, and write as much: caches do not evict strictly by age.
     shape = (threads, 2 * cache_levels().get(2, 1 << 20) // 4)
     x = te.placeholder(shape, name="x")
     y = te.compute(shape, lambda i, j: x[i, j] + 1.0, name="y")
@@ -354,10 +355,10 @@ def _evicting() -> str:
 
 
 def _keep_apart() -> None:
-    """Keep this thread off the CPUs of TVM's threads, which it shares the work with.
+    """Keep this thread off the CPUs of TVM's threads, with which it shares the work.
 
-    TVM pins its threads to a CPU each and lets the calling thread go everywhere. As often as not it is on the CPU
-    of one of them, and a kernel with two threads takes twice as long.
+    TVM pins each of its threads to a CPU, but not the calling thread. That is often on the CPU of one of them, and a
+    kernel with two threads then takes twice as long.
     """
     if sys.platform != "linux" or len(allowed := os.sched_getaffinity(0)) == 1:
         return
@@ -369,7 +370,7 @@ def _keep_apart() -> None:
 
 
 def evaluate(job: Evaluate) -> Evaluated:
-    """Call a library once. Raises BackendError when the inputs are not what it takes."""
+    """Call a library once. Raises BackendError if it does not take the inputs."""
     library = tvm().runtime.load_module(job.path)
     wanted = job.arguments[: len(job.inputs)]
     for position, (array, (kind, shape)) in enumerate(zip(job.inputs, wanted, strict=True)):
@@ -385,10 +386,10 @@ def evaluate(job: Evaluate) -> Evaluated:
 
 
 def _filled(kind: str, shape: tuple[int, ...], device: Any) -> Any:
-    """A tensor of harmless values: floats of ordinary size (denormals are slow), integers that are ones (they may
-    be indices, or divide)."""
+    """A tensor of harmless values: floats of ordinary size (denormals are slow), integers that are 1 (they may be
+    indices or divisors)."""
     package = tvm()
-    if kind == "bfloat16":  # none of NumPy's
+    if kind == "bfloat16":  # NumPy lacks it
         tensor = package.runtime.empty(shape, kind)
         package.get_global_func("tvm.contrib.random.random_fill_for_measure")(tensor)
         return tensor.copyto(device)
@@ -400,7 +401,7 @@ def _filled(kind: str, shape: tuple[int, ...], device: Any) -> Any:
 
 
 def serve(connection: Connection[Answer, Job]) -> None:
-    """Do jobs until the other end is gone."""
+    """Do jobs until the pool closes the connection."""
     try:
         started = _start()
         connection.send(replace(started, process=os.getpid()) if isinstance(started, Ready) else started)
@@ -412,7 +413,7 @@ def serve(connection: Connection[Answer, Job]) -> None:
 
 @functools.cache
 def _start() -> Ready | Failed:
-    """Load what workers need. It is in memory when they are forked."""
+    """Load everything that workers need, so that it is in memory when they are forked."""
     try:
         tvm()
         importlib.import_module("tvm.driver")
@@ -420,7 +421,7 @@ def _start() -> Ready | Failed:
         _builtins()
     except BackendError as error:
         return Failed(str(error), fatal=True)
-    # Kernels call libm, and the linker alone does not say so in the library.
+    # Kernels call libm, but the plain linker does not record that in the library.
     if name := ctypes.util.find_library("m"):
         ctypes.CDLL(name, mode=ctypes.RTLD_GLOBAL)
     return Ready(0)
@@ -439,12 +440,12 @@ def _done(job: Job) -> Answer:
                 return evaluate(job)
     except BackendError as error:
         return Failed(str(error), fatal=isinstance(error, (ToolError, DeviceError)))
-    except Exception as error:  # TVM raises what it likes at schedules that it cannot compile
+    except Exception as error:  # TVM raises exceptions of many types for schedules that it cannot compile
         return Failed(one_line(f"{type(error).__name__}: {_gist(str(error))}"))
 
 
 def _gist(text: str) -> str:
-    """The first line of TVM's message that says something, without the frames of C++ around it."""
+    """The first meaningful line of TVM's message, without C++ stack frames."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return next(
         (line for line in lines if not line.startswith(("File ", "Traceback", "Stack"))), "no message"
@@ -452,44 +453,46 @@ def _gist(text: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Hire:
-    """Fork a worker whose kernels run with `threads` threads. Two descriptors come with it: its end of a pipe, and the
-    file that takes what it prints."""
+class Fork:
+    """Fork a worker whose kernels run with `threads` threads.
+
+    Two file descriptors come with the message: the worker's end of a pipe, and the file that its output goes to.
+    """
 
     threads: int
 
 
 @dataclass(frozen=True, slots=True)
-class Bury:
-    """Wait `patience` seconds for a worker to exit, then kill it. The reply is its status, as `os.waitpid` has it."""
+class Reap:
+    """Wait `patience` seconds for a worker to exit, then kill it. The reply is its status as `os.waitpid` gives it."""
 
     process: int
     patience: float
 
 
-def raise_workers(descriptor: int, folder: str) -> None:
-    """The nursery: fork workers as the pool at the other end of a socket asks for them.
+def serve_forks(descriptor: int, folder: str) -> None:
+    """The fork server: fork a worker for each request that the pool sends through the socket.
 
-    The end of the socket is the end of the pool, however that came about. Then this process's group is ended,
-    kernels in endless loops included, and the folder removed.
+    When the socket closes, the pool has ended. Then all processes of this group are killed, also those in endless
+    loops, and the folder is removed.
     """
-    # Ctrl-C is the business of the pool, and it may be pressed before anything is loaded.
+    # The pool handles Ctrl-C, which may be pressed before anything is loaded.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     pool = socket.socket(fileno=descriptor)
     try:
         _start()
-        gc.freeze()  # a collection would write to memory that is shared
+        gc.freeze()  # a collection would write to shared pages, and copy them
         while True:
             data, descriptors, _, _ = socket.recv_fds(pool, REQUEST_BYTES, 2)
             if not data:
                 return
             match pickle.loads(data):
-                case Hire(threads):
+                case Fork(threads):
                     _fork(pool, threads, *descriptors)
                     for descriptor in descriptors:
                         os.close(descriptor)
-                case Bury(process, patience):
-                    pool.sendall(pickle.dumps(_bury(process, patience)))
+                case Reap(process, patience):
+                    pool.sendall(pickle.dumps(_reap(process, patience)))
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         os.killpg(0, signal.SIGTERM)
@@ -499,18 +502,18 @@ def raise_workers(descriptor: int, folder: str) -> None:
 
 
 REQUEST_BYTES = 512
-"""The size of every request: padded, so that each is received whole and alone."""
+"""The size of every request: requests are padded, so that each is received whole."""
 
 
-def request(message: Hire | Bury) -> bytes:
-    """A message to the nursery."""
+def request(message: Fork | Reap) -> bytes:
+    """A message to the fork server."""
     return pickle.dumps(message).ljust(REQUEST_BYTES, b"\0")
 
 
 def _fork(pool: socket.socket, threads: int, pipe: int, log: int) -> None:
     try:
         process = os.fork()
-    except OSError:  # no memory: the pool sees the pipe close
+    except OSError:  # out of memory: the pool sees the pipe close
         traceback.print_exc()
         return
     if process != 0:
@@ -527,10 +530,10 @@ def _fork(pool: socket.socket, threads: int, pipe: int, log: int) -> None:
     except Exception:
         traceback.print_exc()
     finally:
-        os._exit(status)  # nothing of the nursery's is to be done at the end of a worker
+        os._exit(status)  # a worker runs none of the exit handlers of the fork server
 
 
-def _bury(process: int, patience: float) -> int:
+def _reap(process: int, patience: float) -> int:
     end = time.monotonic() + patience
     while True:
         found, status = os.waitpid(process, os.WNOHANG)

@@ -1,7 +1,7 @@
-"""Running models in a process of its own, which may end: at a size of 0 some kernels of ONNX Runtime divide by zero.
+"""Runs models in a process of its own: at a size of 0, some kernels of ONNX Runtime divide by zero and crash.
 
-Others give memory as it was: the process has it filled, so that they do not give the right thing by chance.
-One process serves all runs of this one, and is started again when it ended.
+Other kernels return uninitialised memory. The process fills new memory with a pattern, so that such results are never
+right by chance. One process serves all runs and is started again after a crash.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from xrlflow.backends.onnxruntime.session import Options
 from xrlflow.backends.protocol import BackendError
 from xrlflow.verify.runner import Model, first_line, opened
 
-# Seconds that starting the process and one run may take together.
+# Seconds for starting the process and one run together.
 _LIMIT = 60.0
 _HEADER = 8
-# The GNU C library fills what is allocated with the complement of this byte: every float becomes -0.37.
+# The GNU C library fills new memory with the complement of this byte: every float becomes -0.37.
 _FILLED = {"MALLOC_PERTURB_": "65"}
 
 _process: subprocess.Popen[bytes] | None = None
@@ -37,7 +37,7 @@ def run_apart(
     threads: int | None = None,
     session_options: Options | None = None,
 ) -> list[Any]:
-    """The outputs of one run. Raises BackendError, also where the run ends its process or takes too long."""
+    """The outputs of one run. Raises BackendError, also if the run crashes its process or takes too long."""
     if session_options is not None and not isinstance(session_options, Mapping):
         raise BackendError("session options that are an object cannot be handed to another process")
     source = model if isinstance(model, (str, os.PathLike, bytes)) else model.SerializeToString()
@@ -63,7 +63,7 @@ def run_apart(
 
 
 def stop() -> None:
-    """End the process, if there is one."""
+    """End the process if it runs."""
     global _process
     if _process is not None:
         _process.kill()
@@ -94,7 +94,7 @@ def _started() -> subprocess.Popen[bytes]:
 
 
 def _read(pipe: IO[bytes], until: float) -> bytes | None:
-    """One message; None if the other side ended, or it is too late."""
+    """One message; None if the other side has ended or time is up."""
     with selectors.DefaultSelector() as selector:
         selector.register(pipe, selectors.EVENT_READ)
         data, wanted = b"", _HEADER
@@ -111,9 +111,9 @@ def _read(pipe: IO[bytes], until: float) -> bytes | None:
 
 
 def serve() -> None:
-    """Answer requests until the other side ends."""
+    """Answer requests until the input ends."""
     source, sink = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what libraries print is no answer
+    os.dup2(2, 1)  # what libraries print must not be taken for an answer
     while header := source.read(_HEADER):
         model, feeds, threads, options = pickle.loads(source.read(int.from_bytes(header, "little")))
         answer: tuple[list[Any], str] = ([], "")

@@ -11,21 +11,21 @@ M = TypeVar("M")
 
 
 class NotASubstitution(VerificationError):
-    """The model is wrong already before the first substitution: import or export is to blame."""
+    """The model is wrong before the first substitution, so import or export is to blame."""
 
 
 class NotRepeatable(VerificationError):
-    """The model that failed is right when it is checked again."""
+    """The model failed once, but passes when it is checked again."""
 
 
 def blame(graph_at: Callable[[int], M], n_steps: int, check: Callable[[M], bool]) -> int:
-    """The index of a substitution that breaks the model: right before it, wrong after it.
+    """The index of a substitution that breaks the model: the model is right before it and wrong after it.
 
-    `graph_at(k)` makes the model after the first k substitutions, `check` says whether a model is right. Takes
-    2 + log2(n_steps) checks. If several substitutions break the model (or one repairs what another broke), it is
+    `graph_at(k)` makes the model after the first k substitutions; `check` returns whether a model is right. Takes
+    2 + log2(n_steps) checks. If several substitutions break the model, or one repairs what another broke, the result is
     one of those that break it.
 
-    Raises NotASubstitution if `graph_at(0)` is wrong already, NotRepeatable if `graph_at(n_steps)` is right.
+    Raises NotASubstitution if `graph_at(0)` is wrong, and NotRepeatable if `graph_at(n_steps)` is right.
     """
     if check(graph_at(n_steps)):
         raise NotRepeatable("none: checked again, the model after all substitutions is right")

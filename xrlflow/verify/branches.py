@@ -1,7 +1,7 @@
-"""Which branches of a model its inputs reach: a copy of it whose outputs count how often each was taken.
+"""Which branches of a model its inputs reach: a copy of the model counts how often each branch is taken.
 
-Every If counts its sides, every Loop the executions of no, one and several steps, in bodies too: an inner count
-leaves a branch as one more output (0 on the other side), and a loop as one more state.
+Every If counts both sides, every Loop its executions with no, one and several iterations, inside bodies too. A counter
+inside a branch leaves it as a further output, which is 0 on the other side; one inside a loop is a further state.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from xrlflow.ir import Body, Graph, Value
 from xrlflow.onnxio.protos import live_nodes, subgraphs
 from xrlflow.verify.runner import Model, Runner, first_line, opened
 
-# A model with more data than this is not read into memory for its branches.
+# Models with more data than this are not instrumented.
 _LARGEST = 1 << 30
 _INT64 = onnx.TensorProto.INT64
 
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """One way that a control-flow node may go: ("If", "choose", "else"), ("Loop", "l", "no steps")."""
+    """One way that a control-flow node can go: ("If", "choose", "else"), ("Loop", "l", "no steps")."""
 
     op: str
     node: str
@@ -43,7 +43,7 @@ class Arm:
 
 @dataclass(slots=True)
 class Watch:
-    """A model that says which arms its inputs reach. `reached` grows with each run."""
+    """An instrumented model. `reached` holds the arms that its runs have taken so far."""
 
     arms: tuple[Arm, ...]
     runner: Runner
@@ -54,11 +54,11 @@ class Watch:
         return [arm for arm in self.arms if arm not in self.reached]
 
     def run(self, feeds: Mapping[str, Any], limit: float | None = None) -> bool:
-        """Whether some arm is reached for the first time. What fails to run reaches nothing."""
+        """Run the model. True if an arm is reached for the first time, False also if the run fails."""
         try:
             counts = self.runner.run(feeds, limit)
         except BackendError:
-            return False  # the original fails on such inputs as well, so they are no evidence
+            return False  # the original fails on such inputs as well, so they prove nothing
         found = {arm for arm, taken in zip(self.arms, counts) if int(taken) > 0} - self.reached
         self.reached |= found
         return bool(found)
@@ -88,7 +88,7 @@ def deciding(graph: Graph) -> frozenset[float]:
 
 
 def _constants(graph: Graph, values: tuple[Value, ...]) -> set[float]:
-    """The numbers of the smallest constants that some values are computed from."""
+    """The numbers in the small constants that these values are computed from."""
     found: set[float] = set()
     seen: set[Value] = set()
     work = [v for v in values if v]
@@ -112,14 +112,14 @@ def _constants(graph: Graph, values: tuple[Value, ...]) -> set[float]:
 def watched(
     model: Model, *, threads: int | None = None, session_options: Options | None = None
 ) -> Iterator[Watch]:
-    """The model with counters in a session that lives as long as the `with` block. Raises BackendError."""
+    """The instrumented model, in a session that is closed at the end of the block. Raises BackendError."""
     proto, arms = instrumented(_read(model))
     with opened(proto, threads=threads, session_options=session_options) as runner:
         yield Watch(arms, runner)
 
 
 def _read(model: Model) -> onnx.ModelProto:
-    """A copy of the model with its data. Raises BackendError if it is too large, or cannot be read."""
+    """A copy of the model with its data. Raises BackendError if it is too large or cannot be read."""
     try:
         if isinstance(model, onnx.ModelProto):
             proto = onnx.ModelProto()
@@ -138,7 +138,7 @@ def _read(model: Model) -> onnx.ModelProto:
 
 
 def instrumented(proto: onnx.ModelProto) -> tuple[onnx.ModelProto, tuple[Arm, ...]]:
-    """The model, changed in place: its outputs are counters, one for each arm, and nothing else is left."""
+    """Change the model in place: its outputs become counters, one for each arm."""
     writer = _Writer()
     found = writer.graph(proto.graph)
     del proto.graph.output[:]
@@ -151,7 +151,7 @@ def instrumented(proto: onnx.ModelProto) -> tuple[onnx.ModelProto, tuple[Arm, ..
 
 
 _Counter = tuple[Arm, str]
-"""An arm, and the name of the scalar that says how often it was taken."""
+"""An arm, and the name of the scalar that counts how often it was taken."""
 
 
 def _info(name: str) -> onnx.ValueInfoProto:
@@ -160,7 +160,7 @@ def _info(name: str) -> onnx.ValueInfoProto:
 
 @dataclass(slots=True)
 class _Writer:
-    """Adds counters to graphs. All names are new."""
+    """Adds counters to graphs, under names that are not yet used."""
 
     numbers: Iterator[int] = field(default_factory=count)
 
@@ -168,7 +168,7 @@ class _Writer:
         return f"xrlflow.watch.{next(self.numbers)}"
 
     def graph(self, graph: onnx.GraphProto) -> list[_Counter]:
-        """Counters of everything in a graph, as values of that graph."""
+        """Add the counters of a graph and its bodies. Returns them as values of that graph."""
         found: list[_Counter] = []
         nodes: list[onnx.NodeProto] = []
         for node in graph.node:
@@ -196,7 +196,7 @@ class _Writer:
         return name
 
     def _flag(self, nodes: list[onnx.NodeProto], value: str) -> str:
-        """A boolean of one element as a scalar 0 or 1."""
+        """Nodes that turn a boolean of one element into a scalar 0 or 1."""
         number = self._made(nodes, "Cast", value, to=_INT64)
         empty = self.name()
         shape = onnx.numpy_helper.from_array(np.zeros(0, np.int64))
@@ -227,7 +227,7 @@ class _Writer:
         added: list[onnx.NodeProto] = []
         steps = [(Arm("Loop", shown, ""), self._number(added, 1)), *inner]
         states = len(body.input) - 2
-        before = nodes.pop()  # the loop itself: its states are made before it
+        before = nodes.pop()  # the loop itself: its states are computed before it
         totals = []
         for arm, value in steps:
             total, state = self._state(nodes, added, body, value, 1 + states)
@@ -273,9 +273,9 @@ class _Writer:
         value: str,
         at: int,
     ) -> tuple[tuple[str, str], str]:
-        """One more state, which sums `value` over the steps: its start and end outside, and its name in the body.
+        """Add a state that sums `value` over the iterations. Returns its start and end outside, and its name inside.
 
-        The body's output is put in at place `at`.
+        The new output of the body is inserted at position `at`.
         """
         start, end, state = self._number(nodes, 0), self.name(), self.name()
         total = self._made(added, "Add", state, value)

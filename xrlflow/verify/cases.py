@@ -1,8 +1,8 @@
-"""Which sets of inputs two models are compared on: sizes, kinds of values, and how many of both fit.
+"""The inputs that two models are compared on: sizes, kinds of values, and how many of both there is time for.
 
-Sizes: three choices that the original runs with, whatever they are; ones; then those around the numbers that either
-model mentions (`numbers.py`), the most telling first. Values: ordinary ones at every size, every other kind at the
-first. What a run costs is estimated from the graph, so that the same models are always compared on the same inputs.
+Sizes: three choices with which the original runs; then ones; then sizes around the numbers that either model mentions
+(`numbers.py`), the most telling first. Values: ordinary ones at every size, each other kind at the first size. The time
+of a run is estimated from the graph, so that the same models are always compared on the same inputs.
 """
 
 from __future__ import annotations
@@ -26,31 +26,30 @@ from xrlflow.verify.values import Floats, Integers, Masks, Spread, Values
 
 T = TypeVar("T")
 
-# Bindings that are tried before the user is asked for inputs.
+# Choices of sizes that are tried before the user is asked for inputs.
 MAX_TRIES = 150
-# Draws of values for one binding before it is given up.
+# How often values are drawn for one choice of sizes before it is given up.
 _REDRAWS = 3
-# Ordinary values: samples of the first choice of sizes, and one of each other, in turn.
+# Samples of ordinary values for the first choice of sizes. Every other choice gets one.
 _SAMPLES = 2
-# Choices of sizes that are compared where dimensions are dynamic: at least and at most; attempts at those that tell.
+# With dynamic dimensions: the fewest and the most choices of sizes, and attempts at telling ones.
 LEAST_SIZES, _MOST_SIZES, _ATTEMPTS = 6, 12, 40
-# Estimated seconds that all further sizes and all further values may take each, in units of which the first run is one
-# if it is longer.
+# Estimated seconds that all further sizes may take, and all further values; a few runs are made in any case.
 _SECONDS = 2.0
 _LEAST_KINDS = 3
-# Dimensions that are set to 0.
+# How many dimensions are set to 0.
 _EMPTY = 3
-# Attempts at reaching a branch.
+# Attempts to reach a branch.
 _SOUGHT = 64
-# Bytes that one run's largest operator, and the inputs and outputs of one run, may take.
+# The most bytes of the largest operator of a run, and of the inputs and outputs of a run.
 _WORKING, _KEPT = 2 << 30, 256 << 20
-# Bytes of inputs that are drawn before it is known that the model runs with them.
+# The most bytes of inputs before it is known that the model runs with them.
 _DRAWN = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """What one run takes: seconds on a slow machine, bytes of its largest operator, bytes of inputs and outputs."""
+    """What one run takes: seconds on a slow machine, bytes of the largest operator, bytes of inputs and outputs."""
 
     seconds: float
     working: float
@@ -58,21 +57,21 @@ class Estimate:
 
     @property
     def too_large(self) -> str:
-        """Why a run must not be made, if it must not."""
+        """The reason why this run is too large; "" if it is not."""
         largest = max(self.working / _WORKING, self.kept / _KEPT)
         return f"about {max(self.working, self.kept) / 2**30:.1f} GB" if largest > 1 else ""
 
 
 @dataclass(slots=True)
 class Drawn(Generic[T]):
-    """Cases on which the original runs, with what was made of each. `left_out`: sizes that were not run, and why."""
+    """Cases on which the original runs, each with the result of `attempt`. `left_out`: sizes not run, and why."""
 
     cases: list[tuple[Case, T]] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
 
     @property
     def bindings(self) -> list[Bindings]:
-        """The choices of sizes, each once."""
+        """The choices of sizes, without duplicates."""
         return list({tuple(case.bindings.items()): case.bindings for case, _ in self.cases}.values())
 
     def has(self, bindings: Bindings) -> bool:
@@ -83,10 +82,9 @@ class Drawn(Generic[T]):
 class Drawing(Generic[T]):
     """How cases are drawn for one model.
 
-    `attempt` makes something of a case (None: the original does not run), `sensible` says whether its sizes leave
-    something to compare, `telling` whether a case of a kind of values that is not ordinary is evidence. `numbers`: for
-    each symbol those that it is to be tried around; `further`: those that every symbol is to be tried around, once that
-    is done. `estimate`: what a run takes.
+    - `attempt` runs a case (None: the original fails), `estimate` tells what a run takes.
+    - `sensible`: with these sizes there is something to compare. `telling`: a case with unusual values is evidence.
+    - `numbers`: for each symbol, numbers around which to choose sizes; `further`: numbers for all symbols, used last.
     """
 
     plan: InputPlan
@@ -99,10 +97,10 @@ class Drawing(Generic[T]):
     seed: int = 0
 
     def all(self, samples: int = _SAMPLES, sizes: int = 3, tries: int = MAX_TRIES) -> Drawn[T]:
-        """Everything that is worth a run.
+        """All cases that are worth a run.
 
-        `samples` of ordinary values of the first binding, `sizes` bindings whatever they are. Raises InputsNeeded if
-        too few work.
+        `samples` of ordinary values for the first choice of sizes, `sizes` choices in all. Raises InputsNeeded if the
+        original runs with too few.
         """
         drawn = Drawn(self._first(samples, sizes, tries))
         base = drawn.cases[0][0].bindings
@@ -114,13 +112,13 @@ class Drawing(Generic[T]):
     # --- sizes that work ---
 
     def _first(self, samples: int, wanted: int, tries: int) -> list[tuple[Case, T]]:
-        """Ordinary values at `wanted` bindings that work, never of ones only, and the user's own if it has only ones.
+        """Ordinary values at `wanted` choices of sizes that work: never only ones, unless the user has only ones.
 
-        Bindings that are not sensible are taken only if there are too few others.
+        Choices that are not sensible are used only if there are too few others.
         """
         plan = self.plan
         if not plan.dynamic:
-            # Masks and indices have three usual kinds.
+            # Masks and indices have three usual kinds, one for each sample.
             found = self._samples({}, range(samples if _floats_only(plan) else max(3, samples)))
             if not found:
                 raise InputsNeeded(
@@ -159,8 +157,9 @@ class Drawing(Generic[T]):
         )
 
     def _candidates(self, tries: int) -> list[dict[str, int]]:
-        """Bindings to try, with the user's own, but none whose inputs take long to draw: where the model runs with few,
-        most would be drawn for nothing. If all of them do, the model is one of large inputs.
+        """Choices of sizes to try: those of the user, and those whose inputs are quickly drawn.
+
+        If the inputs of all choices are large, all are tried.
         """
         plan = self.plan
         found = [*islice(plan.dimensions.candidates(plan.bound, self.seed), tries)]
@@ -168,9 +167,9 @@ class Drawing(Generic[T]):
         return [b for b in found if b == mine or plan.nbytes(b) <= _DRAWN] or found
 
     def _samples(self, bindings: Bindings, samples: Iterable[int]) -> list[tuple[Case, T]]:
-        """The samples of one binding on which the model runs; values are drawn again a few times."""
+        """The samples of one choice of sizes on which the model runs. Values are drawn again a few times."""
         found: list[tuple[Case, T]] = []
-        # Other values cannot help a model of floats only.
+        # If all inputs are floats, other values do not help.
         redraws = 1 if _floats_only(self.plan) else _REDRAWS
         for sample in samples:
             for redraw in range(redraws + 1):
@@ -189,7 +188,7 @@ class Drawing(Generic[T]):
     # --- further values ---
 
     def _kinds(self, drawn: Drawn[T], bindings: Bindings) -> None:
-        """Every kind of values that makes a difference, as many as there is time for."""
+        """Add each kind of values that makes a difference, as long as there is time."""
         seconds = self.estimate(bindings).seconds
         left = max(_LEAST_KINDS, int(_SECONDS / seconds) if seconds else 1 << 30)
         for values in self.plan.takes().kinds():
@@ -202,7 +201,7 @@ class Drawing(Generic[T]):
                 left -= 1
 
     def of(self, bindings: Bindings, values: Values) -> tuple[Case, T] | None:
-        """A case of some kind of values that is evidence; of large values that are none, smaller ones."""
+        """A case with this kind of values that is evidence. If large values are not, smaller ones are tried."""
         for kind in (values, *_milder(values)):
             case = self.plan.case(bindings, self.seed, 0, values=kind)
             result = self.attempt(case)
@@ -211,13 +210,13 @@ class Drawing(Generic[T]):
         return None
 
     def seeking(self, bindings: Sequence[Bindings], numbers: Iterable[float]) -> Iterator[Case]:
-        """Cases of many kinds, in the hope that some take another branch. `numbers`: what conditions are made from.
+        """Cases of many kinds, for sizes in turn, in order to reach another branch.
 
-        `bindings` are taken in turn.
+        `numbers`: constants from which conditions are computed.
         """
         seconds = max(self.estimate(choice).seconds for choice in bindings)
         most = max(12, min(_SOUGHT, int(2 * _SECONDS / seconds) if seconds else _SOUGHT))
-        for sample in range(1, 5):  # lengths, trip counts and flags go by the sample
+        for sample in range(1, 5):  # the sample decides lengths, trip counts and flags
             yield self.plan.case(bindings[0], self.seed + 104729, sample)
         near = sorted(
             {n * k for n in numbers if n and abs(n) <= 1e9 for k in (1.0, 1.01, 0.99, -1.0, 2.0)}, key=abs
@@ -238,7 +237,7 @@ class Drawing(Generic[T]):
     # --- further sizes ---
 
     def _sizes(self, drawn: Drawn[T]) -> None:
-        """Ones, then sizes around the numbers that the models mention, then any, until there are enough."""
+        """Add ones, then sizes around the numbers that the models mention, then others, until there are enough."""
         bases = drawn.bindings
         left = max(_SECONDS, 4 * self.estimate(bases[0]).seconds)
         count, attempts = len(bases), 0
@@ -264,10 +263,10 @@ class Drawing(Generic[T]):
                     break
 
     def _choices(self, bases: Sequence[Bindings]) -> Iterator[list[dict[str, int]]]:
-        """Choices of sizes, the most telling first. Of each list one is enough: the first that works.
+        """Lists of choices of sizes, the most telling first. Only the first of a list that works is used.
 
-        Where all symbols at once fail they are tried one at a time, and then together with those that were equal to
-        them in what worked: what has to be equal is.
+        If changing all symbols at once fails, they are changed one by one, and then together with those symbols that
+        were equal to them in all choices that worked: they may have to be equal.
         """
         slots = [s for s in self.plan.dimensions.slots if s.role != Role.RANK]
         further = [size for n in self.further for size in (n + 1, n, n - 1)]
@@ -293,14 +292,14 @@ class Drawing(Generic[T]):
             yield options
 
     def empty(self, bindings: Bindings) -> Iterator[Case]:
-        """Cases in which one dimension is 0, those that are no batch first."""
+        """Cases with one dimension of size 0. Dimensions that are no batch come first."""
         slots = [s for s in self.plan.dimensions.slots if s.role != Role.RANK]
         for slot in sorted(slots, key=lambda s: s.role == Role.BATCH)[:_EMPTY]:
             chosen = self.plan.dimensions.changed(bindings, {slot.name: 0})
             yield self.plan.case(chosen, self.seed, 0)
 
     def _others(self) -> Iterator[dict[str, int]]:
-        """Any further sizes, where the models mention too few numbers."""
+        """Further sizes, if the models mention too few numbers."""
         dimensions = self.plan.dimensions
         yield from islice(dimensions.candidates(self.plan.bound, self.seed), MAX_TRIES)
         for number in (6, 8, 9, 16):
@@ -320,7 +319,7 @@ def _milder(values: Values) -> Iterator[Values]:
 
 
 def is_whole(outputs: Sequence[Any]) -> bool:
-    """Whether every float of some outputs is finite."""
+    """Whether all floats in these outputs are finite."""
     arrays = [a for output in outputs for _, a in flat(output) if is_float(a)]
     return all(bool(np.isfinite(a.astype(np.complex128)).all()) for a in arrays)
 
@@ -328,10 +327,10 @@ def is_whole(outputs: Sequence[Any]) -> bool:
 def feeds_for_measurement(
     imported: ImportedModel, seed: int = 0, runs: Callable[[Feeds], bool] | None = None
 ) -> dict[str, Any]:
-    """One set of inputs at the user's dimensions, by default those that the cost model takes (batch 1).
+    """One set of inputs at the user's sizes. Open dimensions have the sizes of the cost model (batch 1).
 
-    With `runs` (whether the model runs on some inputs), other values and then other dimensions are tried until it
-    does. Raises InputsNeeded if nothing that is tried runs.
+    `runs` returns whether the model runs on some inputs. With it, other values and then other sizes are tried until it
+    does. Raises InputsNeeded if no inputs work.
     """
     plan = InputPlan.of(imported)
     usual = plan.dimensions.default(plan.bound)

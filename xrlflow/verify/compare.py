@@ -1,31 +1,29 @@
-"""Whether one output may stand for another: tolerances from the numerics, never from taste.
+"""Whether one output may replace another. Tolerances come from measured rounding errors.
 
 Global rule, for each float output (|.| is the greatest absolute value over the output):
 
     reference leg    |new - f64| <= 4 |original - f64| + eps |f64|
     deviation leg    |new - original| <= 8 max(|original - unoptimised|, eps |original|)
 
-Where float64 was evaluated for some of the inputs only (it is slow), the deviation leg's tolerance on the others is at
-least what the reference leg's would be (and the original's own distance) with the greatest relative error that the
-original showed of that output.
+If float64 was evaluated for some of the inputs only (it is slow), the deviation leg is used for the others. Its
+tolerance is then at least the original's own distance, and at least what the reference leg would give with the greatest
+relative error that the original showed for that output.
 
 `eps` is 2^-20 for float32 and float64, and the type's own epsilon for narrower floats.
 
-The greatest value of an output sets a tolerance that parts of it may lie far below: boxes of hundreds of pixels
-beside scores below one. So slices are judged as well, each by its own magnitude: along every axis, where a slice has
-64 elements or more (fewer say too little of the original's own error),
+The greatest value of an output sets a tolerance that may be far too loose for parts of it: boxes of hundreds of pixels
+next to scores below one. So slices with 64 elements or more along every axis are judged by their own magnitude (smaller
+ones say too little about the original's own error):
 
     |new - y| in the slice <= 16 |original - y| in the slice + 2^-10 |y| in the slice + eps / 8 |y| + 8 grid
 
-with y and |original - y| as in the leg. That is loose enough for any honest rounding and tight enough for a channel
-that lost its bias. It can only refuse, never admit. `grid` is the power of two, 2^-24 at most, of which
-all elements of the original are multiples: a kernel that ends in an addition (a Sigmoid by 0.5 + p / q) rounds small
-elements to that.
+with y and |original - y| as in the leg. That is loose enough for honest rounding and tight enough to notice a channel
+that lost its bias. It can only refuse. `grid` is the largest power of two, at most 2^-24, of which all elements of the
+original are multiples: a kernel that ends with an addition (a Sigmoid as 0.5 + p / q) rounds small elements to it.
 
-Where values are out of the ordinary (thousands, nothing but zeros kept) a model may lose digits that one run does not
-show. There an error that exceeds the tolerance is judged again with more of the original's own: |original - y|
-becomes the greatest distance from y of what the original gives without the runtime's optimisations, and with its
-inputs moved to neighbouring floats.
+With unusual values (thousands, mostly zeros) a model may lose digits without showing it in one run. An error that
+exceeds the tolerance is then judged again: |original - y| becomes the greatest distance from y of the outputs that the
+original gives without the runtime's optimisations and with inputs moved to neighbouring floats.
 """
 
 from __future__ import annotations
@@ -46,25 +44,25 @@ _SLICE_GRID, _COARSEST_GRID = 8.0, 2.0**-24
 
 
 class Leg(Enum):
-    """What an output was judged by."""
+    """The rule that an output was judged by."""
 
     FLOAT64 = "float64"  # our float64 evaluation
-    DEVIATION = "deviation"  # how far the original moves between optimisation levels
+    DEVIATION = "deviation"  # the original's outputs at two optimisation levels
     EXACT = "exact"  # integers, booleans, strings
-    TIE = "near-tie"  # integers that differ where the original itself is undecided
+    TIE = "near-tie"  # integers that may differ because the original itself is undecided
 
 
 class Licence(Enum):
-    """What a run allows where elements are NaN or infinite."""
+    """Which outputs may differ because inputs or intermediate values are NaN or infinite."""
 
-    NONE = "none"  # the same elements are, in the same way
-    MENDS = "mends"  # where the original's are, anything
-    SPREADS = "spreads"  # where either's are, anything
+    NONE = "none"  # none: the same elements are NaN or infinite in the same way
+    MENDS = "mends"  # elements that are NaN or infinite in the original
+    SPREADS = "spreads"  # elements that are NaN or infinite in either output
 
 
 @dataclass(frozen=True, slots=True)
 class Element:
-    """One element. `reference` is the float64 evaluation's, where there is one."""
+    """One element of an output. `reference`: its value in the float64 evaluation, if there is one."""
 
     index: tuple[int, ...]
     original: Any
@@ -78,11 +76,11 @@ class Element:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Yardstick:
-    """What an output of the original is measured with.
+    """The measure for an output of the original.
 
-    `other`: the float64 reference, or the original's output without the runtime's optimisations (None: not known,
-    only rounding is allowed for). `relative`: |original - f64| / |f64| on other inputs, where known. `variants`: what
-    else the original gives, without optimisations or with inputs moved by rounding.
+    `other`: the float64 reference, or the original's output without the runtime's optimisations (None: not known, only
+    rounding is allowed). `relative`: |original - f64| / |f64| on other inputs, if known. `variants`: further outputs of
+    the original, without optimisations or with slightly moved inputs.
     """
 
     leg: Leg
@@ -92,13 +90,13 @@ class Yardstick:
     variants: tuple[Array, ...] = ()
 
     def error(self) -> float:
-        """|original - other| / |y|: the original's relative error, if `other` is the reference."""
+        """|original - other| / |y|: the original's relative error, if `other` is the float64 reference."""
         y, own = self.measure()
         scale = _scale(y)
         return _max(own) / scale if scale else 0.0
 
     def measure(self) -> tuple[Array, Array]:
-        """y, and |original - other| (0 where either is not finite), both in double precision."""
+        """y, and |original - other| (0 where either is not finite), both in float64."""
         a = wide(self.original)
         y, own = a, np.zeros(a.shape)
         if self.other is not None:
@@ -112,9 +110,9 @@ class Yardstick:
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """How one output of one case fared. `error` and `tolerance` are absolute, and 0 where exactness is asked.
+    """The verdict on one output of one case. `error` and `tolerance` are absolute, and 0 for exact comparisons.
 
-    `difference`: the greatest |new - original| over finite elements. `reason`: why it failed, else "".
+    `difference`: the greatest |new - original| over finite elements. `reason`: why it failed, or "".
     """
 
     leg: Leg
@@ -130,14 +128,14 @@ class Judgement:
 
     @property
     def ratio(self) -> float:
-        """How much of the tolerance was used; more than 1 if it failed."""
+        """The error divided by the tolerance: above 1 if it failed."""
         if self.reason:
             return max(2.0, self.error / self.tolerance if self.tolerance else 2.0)
         return self.error / self.tolerance if self.tolerance else 0.0
 
 
 def is_float(array: Array) -> bool:
-    """Whether an array's elements are rounded: floats of any width, complex numbers."""
+    """Whether the elements are rounded: floats of any width, complex numbers."""
     return array.dtype.kind in "fc" or (array.dtype.kind == "V" and array.dtype.name in _NARROW)
 
 
@@ -154,17 +152,17 @@ def epsilon(array: Array) -> float:
 
 
 def _least(array: Array) -> float:
-    """Below this, numbers may be flushed to zero."""
+    """The magnitude below which numbers may be flushed to zero."""
     return float(_finfo(array).smallest_normal)
 
 
 def wide(array: Array) -> Array:
-    """In double precision."""
+    """The array in float64 or complex128."""
     return array.astype(np.complex128 if array.dtype.kind == "c" else np.float64)
 
 
 def by_reference(original: Array, reference: Array) -> Yardstick | None:
-    """The yardstick of a float64 evaluation; None if that is of another shape, or not finite where the original is."""
+    """The yardstick from a float64 evaluation; None if its shape differs, or it is not finite where the original is."""
     if reference.shape != original.shape or reference.dtype.kind not in "fc":
         return None
     if not np.isfinite(reference[np.isfinite(wide(original))]).all():
@@ -173,14 +171,14 @@ def by_reference(original: Array, reference: Array) -> Yardstick | None:
 
 
 def by_deviation(original: Array, unoptimized: Array | None) -> Yardstick:
-    """The yardstick of the original's own movement between optimisation levels."""
+    """The yardstick from the original's outputs at two optimisation levels."""
     if unoptimized is not None and (unoptimized.shape, unoptimized.dtype) != (original.shape, original.dtype):
         unoptimized = None
     return Yardstick(Leg.DEVIATION, original, unoptimized)
 
 
 def tolerance(yardstick: Yardstick, y: Array, own: Array, eps: float) -> float:
-    """The greatest admissible distance from y for the output as a whole; `own` is the original's."""
+    """The greatest admissible distance from y over the whole output. `own` is the original's distance."""
     scale = _scale(y)
     if yardstick.leg is Leg.FLOAT64:
         return 4 * _max(own) + eps * scale
@@ -192,12 +190,12 @@ def _scale(y: Array) -> float:
 
 
 def judge_floats(yardstick: Yardstick, new: Array, licence: Licence = Licence.NONE) -> Judgement:
-    """Whether `new`, of the same shape and type as the original's output, is as good."""
+    """Whether `new` is as accurate as the original's output. Both have the same shape and type."""
     original, leg = yardstick.original, yardstick.leg
     y, own = yardstick.measure()
     a, b = wide(original), wide(new)
     eps, least = epsilon(original), _least(original)
-    # Where denormal numbers are flushed to zero is the runtime's business.
+    # Runtimes may flush denormal numbers to zero.
     allowed = tolerance(yardstick, y, own, eps) + least
     difference = _max(_distance(a, b))
 
@@ -272,9 +270,9 @@ def _kinds(a: Array) -> Array:
 def _worst_slice(
     y: Array, error: Array, own: Array, eps: float, noise: float
 ) -> tuple[tuple[int, ...], float, float, str] | None:
-    """The element, error, tolerance and place of the slice that most exceeds its tolerance, if one does.
+    """The slice that exceeds its tolerance most: element, error, tolerance and place. None if none does.
 
-    `noise` is allowed to every element.
+    `noise` is added to the tolerance of every element.
     """
     magnitude = np.abs(np.where(np.isfinite(y), y, 0))
     floor = eps / 8 * _max(magnitude) + noise
@@ -297,7 +295,7 @@ def _worst_slice(
 
 
 def _greatest(array: Array) -> tuple[int, ...]:
-    """Where the greatest element of an array (with elements) is."""
+    """The index of the greatest element. The array has elements."""
     return tuple(int(i) for i in np.unravel_index(int(np.argmax(array)), array.shape))
 
 

@@ -1,4 +1,4 @@
-"""Numbers for the dynamic dimensions of a model: candidates, in the order in which they are worth trying."""
+"""Sizes for the dynamic dimensions of a model, in the order in which they are worth trying."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from xrlflow.ops.work import BATCH_DIM, OTHER_DIM
 from xrlflow.verify.signature import Port
 
 Bindings: TypeAlias = Mapping[str, int]
-"""Numbers for symbols, and for nameless dimensions by place: "input.0"."""
+"""Sizes by symbol. Dimensions without a name are called by their place: "input.0"."""
 
 
 class Role(Enum):
-    """What a dimension seems to be, by its name and place. It decides which numbers are tried first."""
+    """The meaning of a dimension, guessed from its name and place. It decides which sizes are tried first."""
 
     BATCH = "batch"
     PAST = "past"  # what a decoder has cached
@@ -28,7 +28,7 @@ class Role(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One number to choose. `axis`: where it first appears."""
+    """One size to choose. `axis`: where the dimension first appears."""
 
     name: str
     axis: int
@@ -38,7 +38,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Dimensions:
-    """The dynamic dimensions of a model's inputs: those to choose, and those that are sums of others."""
+    """The dynamic dimensions of a model's inputs: those to choose, and those that are computed from others."""
 
     slots: tuple[Slot, ...]
     sums: Mapping[str, ast.expr]
@@ -68,14 +68,14 @@ class Dimensions:
         return Dimensions(tuple(slots.values()), sums)
 
     def complete(self, chosen: Mapping[str, int]) -> dict[str, int]:
-        """With the sums added."""
+        """The choice with the computed dimensions added."""
         out = dict(chosen)
         for name, tree in self.sums.items():
             out.setdefault(name, _value(tree, out))
         return out
 
     def changed(self, base: Bindings, change: Mapping[str, int]) -> dict[str, int]:
-        """A choice with some numbers changed, and what is a sum of others as it has to be."""
+        """The choice with some sizes changed, and computed dimensions changed accordingly."""
         chosen = {slot.name: change.get(slot.name, base[slot.name]) for slot in self.slots}
         past = sum(chosen[s.name] for s in self.slots if s.role == Role.PAST)
         present = next((chosen[s.name] for s in self.slots if s.role == Role.OTHER), 1)
@@ -95,11 +95,11 @@ class Dimensions:
         )
 
     def default(self, bound: Bindings) -> dict[str, int]:
-        """The user's numbers, and elsewhere those that the cost model takes."""
+        """The user's sizes; elsewhere those that the cost model takes."""
         chosen = {}
         for slot in self.slots:
             if slot.role == Role.RANK:
-                # The user's shape says the rank, as numbers for "input.0", "input.1" and so on.
+                # The user's shape gives the rank, by its sizes for "input.0", "input.1" and so on.
                 stem = slot.name.removesuffix("rank")
                 usual = next(axis for axis in count() if f"{stem}{axis}" not in bound) or 2
             else:
@@ -108,10 +108,10 @@ class Dimensions:
         return self.complete(chosen)
 
     def candidates(self, bound: Bindings, turn: int = 0) -> Iterator[dict[str, int]]:
-        """Distinct bindings, never of ones only, those that tell most about a model first. Ends at some point.
+        """Different choices of sizes, never only ones, the most telling first. The iterator ends.
 
-        The user's numbers come first. Then each scheme of SCHEMES gives its first few; then each some more. `turn`
-        shifts the numbers within the schemes, so that another seed tries others.
+        The user's sizes come first. Then each scheme of SCHEMES gives its first few choices, then each gives some more.
+        `turn` shifts the sizes within the schemes, so that another seed tries others.
         """
         seen: set[tuple[int, ...]] = set()
         names = [slot.name for slot in self.slots]
@@ -125,7 +125,7 @@ class Dimensions:
                 yield self.complete(chosen)
 
 
-# What the name of a first dimension that is no batch has in it.
+# If the name of a first dimension contains one of these, it is no batch.
 _NO_BATCH = ("seq", "len", "time", "token", "step", "frame", "audio", "row", "height", "width")
 
 
@@ -174,7 +174,7 @@ def _value(tree: ast.expr, numbers: Mapping[str, int]) -> int:
     raise ValueError(f"not a sum of dimensions: {ast.dump(tree)}")
 
 
-# --- schemes: endless or not, each yields whole choices ---
+# --- schemes: each yields whole choices, some without end ---
 
 _PRIMES = (7, 5, 11, 3, 13, 17, 19, 23, 29, 31)
 _BATCHES = (2, 1, 3, 5, 4, 7)
@@ -185,7 +185,7 @@ _CHANGES: tuple[Callable[[int], int], ...] = (
     lambda n: max(1, n - 1),
     lambda n: 2 * n,
 )
-# Sizes that networks are made for: images, windows of audio, positions.
+# Sizes that networks are often made for: images, windows of audio, positions.
 _USUAL = (16, 64, 128, 96, 224, 256, 320, 512, 80, 112, 160, 192, 48, 100, 299, 384, 416, 448, 480, 576, 640)
 
 _Choices: TypeAlias = Iterator[dict[str, int]]
@@ -193,12 +193,12 @@ _Scheme: TypeAlias = Callable[[Dimensions, Bindings, int], _Choices]
 
 
 def _fill(self: Dimensions, at: int, other: Mapping[str, int], batch: int | None = None) -> dict[str, int]:
-    """A choice: `other` for what it names, the at-th small number for batches, present plus past for totals."""
+    """A choice: `other` for the dimensions it names, the at-th small number for batches, past + present for totals."""
     alone = len(self.slots) == 1
     chosen: dict[str, int] = {}
     for slot in self.slots:
         if slot.role == Role.BATCH:
-            # Alone, a batch of 1 would be a binding of ones only.
+            # A single dynamic batch of 1 would be a choice of only ones.
             numbers = [b for b in _BATCHES if b > 1] if alone else _BATCHES
             chosen[slot.name] = batch or numbers[at % len(numbers)]
         elif slot.role == Role.RANK:
@@ -221,14 +221,14 @@ def _mine(self: Dimensions, bound: Bindings) -> _Choices:
 
 
 def _primes(self: Dimensions, bound: Bindings, turn: int) -> _Choices:
-    """Every symbol its own prime."""
+    """A different prime for each symbol."""
     for at in count():
         numbers = {s.name: _PRIMES[(2 * i + at + turn) % len(_PRIMES)] for i, s in enumerate(self.slots)}
         yield _fill(self, at, numbers)
 
 
 def _batch_only(self: Dimensions, bound: Bindings, turn: int) -> _Choices:
-    """The user's numbers, with other batches."""
+    """The user's sizes, with other batches."""
     mine = self.default(bound)
     if any(slot.name in bound for slot in self.slots):
         for at in range(len(_BATCHES)):
@@ -236,7 +236,7 @@ def _batch_only(self: Dimensions, bound: Bindings, turn: int) -> _Choices:
 
 
 def _others_only(self: Dimensions, bound: Bindings, turn: int) -> _Choices:
-    """The user's numbers, with one dimension after the other changed by a factor of two or one step."""
+    """The user's sizes, with one dimension at a time changed by a factor of two or by one step."""
     mine = {slot.name: self.default(bound)[slot.name] for slot in self.slots}
     if any(slot.name in bound for slot in self.slots):
         for change in _CHANGES:
@@ -246,7 +246,7 @@ def _others_only(self: Dimensions, bound: Bindings, turn: int) -> _Choices:
 
 
 def _by_axis(step: int, equal: bool = False, batch: int | None = None) -> _Scheme:
-    """Multiples of `step`; the same axis gets the same number in every input (`equal`: every axis)."""
+    """Multiples of `step`. The same axis has the same size in every input; with `equal`, all axes have."""
 
     def scheme(self: Dimensions, bound: Bindings, turn: int) -> _Choices:
         for at in count():
@@ -261,7 +261,7 @@ def _by_axis(step: int, equal: bool = False, batch: int | None = None) -> _Schem
 
 
 def _usual(self: Dimensions, bound: Bindings, turn: int) -> _Choices:
-    """All dimensions of one usual size, with small batches and with a batch of one."""
+    """One usual size for all dimensions, with small batches and with a batch of one."""
     for at, size in enumerate(_USUAL):
         yield _fill(self, at, {s.name: size for s in self.slots})
     for at, size in enumerate(_USUAL):
@@ -269,7 +269,7 @@ def _usual(self: Dimensions, bound: Bindings, turn: int) -> _Choices:
 
 
 def _partitions(self: Dimensions, bound: Bindings, turn: int) -> _Choices:
-    """Every way in which up to five dimensions may have to be equal, whatever their names say."""
+    """All ways in which up to five dimensions can be equal, whatever their names are."""
     slots = [s for s in self.slots if s.role != Role.RANK]
     if not 2 <= len(slots) <= 5:
         return
@@ -282,7 +282,7 @@ def _partitions(self: Dimensions, bound: Bindings, turn: int) -> _Choices:
 
 
 def _set_partitions(n: int) -> Iterator[tuple[int, ...]]:
-    """Class numbers of n things, each partition once."""
+    """Class numbers of n things: each partition once."""
 
     def grow(prefix: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
         if len(prefix) == n:
@@ -312,4 +312,4 @@ SCHEMES: tuple[_Scheme, ...] = (
 """Ways of choosing, the most general first."""
 
 FINITE: tuple[_Scheme, ...] = (_partitions, _usual)
-"""Those that are worth going through to the end."""
+"""Schemes that are followed to their end."""

@@ -1,7 +1,7 @@
 """Whether two ONNX models compute the same: signatures, then outputs on several inputs of several sizes.
 
-The models are run in turn, so that no more than one ONNX Runtime session is in memory. `Reference` holds what is known
-of the original, so that several candidates (those of a bisection, say) are judged at the price of one.
+The models are run one after the other, so that only one ONNX Runtime session is in memory. `Reference` keeps what is
+known of the original, so that several candidates (those of a bisection, for instance) cost one run of the original.
 """
 
 from __future__ import annotations
@@ -32,29 +32,29 @@ from xrlflow.verify.compare import (
 from xrlflow.verify.dims import Bindings
 from xrlflow.verify.errors import OriginalFails, VerificationError
 from xrlflow.verify.exercise import Runs, exercise, run_empty
-from xrlflow.verify.follow import random_operators
+from xrlflow.verify.input_constraints import random_operators
 from xrlflow.verify.inputs import perturbed, user_case
+from xrlflow.verify.near_ties import undecided
 from xrlflow.verify.reference import (
     Sizes,
 )
 from xrlflow.verify.runner import Array, Model, Runner, first_line, flat, opened
 from xrlflow.verify.signature import Signature, differences, signature, signature_of_proto
-from xrlflow.verify.ties import undecided
 from xrlflow.verify.yardsticks import Known, by_float64, on_demand
 
 FLOAT64_FLOPS = 3e10
-"""Operations that the float64 evaluations of one verification may take together: some seconds on two cores."""
+"""Operations that all float64 evaluations of one verification may take: a few seconds on two cores."""
 
 
 class Status(Enum):
     VERIFIED = "verified"
     FAILED = "failed"
-    NOT_COMPARABLE = "not comparable"  # the original gives other results at every run
+    NOT_COMPARABLE = "not comparable"  # the original gives other results in every run
 
 
 @dataclass(frozen=True, slots=True)
 class OutputReport:
-    """The worst that was seen of one output, over all cases. `case`: the inputs it was seen on."""
+    """The worst result for one output over all cases. `case`: the inputs that gave it."""
 
     name: str
     type: str
@@ -63,7 +63,7 @@ class OutputReport:
 
     @property
     def row(self) -> tuple[str, ...]:
-        """A row for people; the columns are HEADERS."""
+        """A row of a table; the columns are HEADERS."""
         found = self.judgement
         exact = found.leg in (Leg.EXACT, Leg.TIE)
         return (
@@ -82,13 +82,15 @@ HEADERS = ("output", "type", "judged by", "error", "tolerance", "worst element",
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """What was found of a pair of models.
+    """The result of comparing two models.
 
-    `failures` are sentences, the most telling first; `reason` says why models are not comparable; `notes` are remarks
-    that change no verdict. `outputs` has the worst of each output (more than one row for a sequence or map).
-    `bindings` are the choices of dimensions that were tried, `cases` counts the sets of inputs, `values` names the
-    kinds of values besides ordinary ones. `left_out` are sizes that tell something and were too large to run, each
-    with the reason, `unexercised` branches that no input reached.
+    - `failures`: sentences, the most telling first; `reason`: why the models are not comparable; `notes`: remarks that
+      change no verdict.
+    - `outputs`: the worst result for each output (several for a sequence or map).
+    - `bindings`: the choices of sizes that were tried; `cases`: the number of sets of inputs; `values`: the kinds of
+      values besides ordinary ones.
+    - `left_out`: telling sizes that were too large to run, each with the reason; `unexercised`: branches that no input
+      reached.
     """
 
     status: Status
@@ -108,12 +110,12 @@ class Verification:
 
     @property
     def sizes(self) -> str:
-        """The choices of dimensions that were run, as "n=2, s=11; n=1, s=3"."""
+        """The choices of sizes that were run, as "n=2, s=11; n=1, s=3"."""
         return "; ".join(", ".join(f"{k}={v}" for k, v in chosen.items()) for chosen in self.bindings)
 
     @property
     def max_error(self) -> float:
-        """The greatest absolute difference between the two models' elements, over all outputs of numbers."""
+        """The greatest absolute difference between elements of the two models, over all outputs of numbers."""
         return max((o.judgement.difference for o in self.outputs), default=0.0)
 
     @property
@@ -127,7 +129,7 @@ class Verification:
         return self.worst.judgement.tolerance if self.worst is not None else 0.0
 
     def to_json(self) -> dict[str, Any]:
-        """Everything as numbers, strings, lists and dicts."""
+        """The verification as numbers, strings, lists and dicts."""
         return {
             "status": self.status.value,
             "verified": self.verified,
@@ -157,7 +159,7 @@ class Verification:
         }
 
     def message(self, substitution: str | None = None) -> str:
-        """One line: the verdict, and of a failure the output, the worst element and (if known) the substitution."""
+        """One line: the verdict and, for a failure, the output, the worst element and the substitution, if known."""
         if self.status is Status.VERIFIED:
             legs = sorted({o.judgement.leg.value for o in self.outputs})
             return (
@@ -172,7 +174,7 @@ class Verification:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Wanted:
-    """Which random inputs are wanted; see `Reference.of`. `other`: the model `against`, imported, if that could be."""
+    """The random inputs that are wanted; see `Reference.of`. `other`: the model `against`, if it could be imported."""
 
     against: Model | None
     other: ImportedModel | None
@@ -184,7 +186,7 @@ class _Wanted:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Tried:
-    """What the original was run on. `empty`: cases of a size of 0, `strange`: notes on those that are left out."""
+    """Cases that the original was run on. `empty`: cases with a size of 0; `strange`: notes on those left out."""
 
     drawn: Drawn[list[Any]]
     unexercised: tuple[str, ...] = ()
@@ -194,7 +196,7 @@ class _Tried:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reference:
-    """What is known of the original: its signature, and its outputs on inputs that it can run."""
+    """What is known of the original: its signature, and its outputs on inputs that it runs on."""
 
     model: Model
     imported: ImportedModel
@@ -209,7 +211,7 @@ class Reference:
     unexercised: tuple[str, ...] = ()
     float64_flops: float = FLOAT64_FLOPS
     empty: tuple[Known, ...] = ()
-    """Cases of a size of 0, which are run in a process of their own."""
+    """Cases with a size of 0. They are run in a process of their own."""
 
     @staticmethod
     def of(
@@ -227,17 +229,18 @@ class Reference:
         session_options: Options | None = None,
         float64_flops: float = FLOAT64_FLOPS,
     ) -> Reference:
-        """Run the original: on `inputs` if given, else on random ones (see `cases.py`).
+        """Run the original on `inputs`, or on random ones (see `cases.py`).
 
-        `against`: the model that is to be judged, whose numbers and branches say what to try as well. `bindings` are
-        the user's numbers for dimensions (default: those of `imported`), which are one of the choices tried. `further`:
-        numbers around which sizes are to be tried after those that the models mention. `samples`:
-        of ordinary values; `sizes`: bindings, besides those that tell something. Raises OriginalFails, InputsNeeded,
-        BadInputs, and ModelError if the file cannot be read.
+        - `against`: the model that will be judged. Its numbers and branches suggest inputs as well.
+        - `bindings`: the user's sizes of dimensions (default: those of `imported`). They are one of the choices.
+        - `further`: numbers around which sizes are chosen, after those that the models mention.
+        - `samples`: of ordinary values. `sizes`: choices of sizes, besides those that are telling.
+
+        Raises OriginalFails, InputsNeeded, BadInputs, and ModelError if the file cannot be read.
         """
         if imported is None:
             imported = load(model)
-        # The frame has what was declared, with the user's numbers where they are to be written into the file.
+        # The frame has the declared types, with the user's sizes if they are to be written into the file.
         declared = signature_of_proto(imported.frame, imported.overridable)
         if not imported.fixed:
             declared = signature(model)
@@ -267,7 +270,7 @@ class Reference:
         return base._knowing(known, tried, run.at)
 
     def _try(self, run: Runs, wanted: _Wanted) -> _Tried:
-        """Run the original on random inputs, on some for every branch, and on some without elements."""
+        """Run the original on random inputs, on inputs for every branch, and on inputs without elements."""
         drawing = run.drawing(wanted.other, wanted.bindings, self.seed, wanted.further)
         try:
             drawn = drawing.all(wanted.samples, wanted.sizes)
@@ -286,7 +289,7 @@ class Reference:
         return _Tried(drawn, unexercised, empty, strange)
 
     def _knowing(self, known: tuple[Known, ...], tried: _Tried, at: Sizes) -> Reference:
-        """With what the original gave, yardsticks for it, and notes."""
+        """Add the original's outputs, yardsticks for them, and notes."""
         notes = [*by_float64(at, self.imported, known, self.float64_flops), *tried.strange]
         found = replace(
             self,
@@ -301,10 +304,10 @@ class Reference:
         return replace(found, notes=tuple(notes))
 
     def check(self, new: Model, nonempty: Sequence[str] = ()) -> Verification:
-        """Judge a model. Only outputs are kept, of one case at a time.
+        """Judge a model. The outputs of one case at a time are kept.
 
-        `nonempty`: the rules that made it which need sizes from 1. With any, a difference where a dimension is 0 is a
-        note.
+        `nonempty`: the rules that made the model and need sizes of at least 1. If there are any, a difference at a size
+        of 0 is only a note.
         """
         if self.incomparable:
             changed = differences(self.declared, signature(new))
@@ -330,10 +333,10 @@ class Reference:
         return found
 
     def check_compiled(self, new: CompiledModel, sizes: Mapping[str, tuple[int, ...]]) -> Verification:
-        """Judge a model that is loaded already, in whatever runtime, made for inputs of these `sizes` alone.
+        """Judge a model that is already loaded, in any runtime, and was compiled for inputs of these `sizes`.
 
-        Its names and types are the caller's promise. Only the cases of those sizes are compared, and none that replaces
-        a default which is a constant of the compiled model; without one the result is not comparable.
+        The caller guarantees its names and types. Cases of other sizes are not compared, nor those that replace a
+        default that is a constant of the compiled model. If no case is left, the result is "not comparable".
         """
         if self.incomparable:
             return Verification(Status.NOT_COMPARABLE, reason=self.incomparable)
@@ -376,7 +379,7 @@ class Reference:
         )
 
     def _compare_empty(self, new: Model, found: Verification, nonempty: Sequence[str]) -> Verification:
-        """Compare at sizes of 0 as well."""
+        """Compare at sizes of 0, too."""
         reports: dict[str, OutputReport] = {}
         failures: list[str] = []
         for known in self.empty:
@@ -409,17 +412,17 @@ class Reference:
 
     @property
     def bindings(self) -> tuple[Bindings, ...]:
-        """The choices of dimensions that are compared."""
+        """The choices of sizes that are compared."""
         found: list[Bindings] = []
         for known in self.known:
             if known.case.bindings and known.case.bindings not in found:
                 found.append(known.case.bindings)
         return tuple(found)
 
-    # --- the original's own movement ---
+    # --- the original at another optimisation level ---
 
     def _by_deviation(self) -> list[str]:
-        """Yardsticks for floats that have none yet: the original once more, with ONNX Runtime's optimiser off."""
+        """Add yardsticks for floats that have none: run the original with ONNX Runtime's optimiser off."""
         missing = [
             (known, index, part, array)
             for known in self.known
@@ -460,7 +463,7 @@ class Reference:
     def _judge(self, known: Known, outputs: Sequence[Any], reports: dict[str, OutputReport]) -> list[_Doubt]:
         """Judge the outputs of one case.
 
-        What differs is left in doubt if it is of integers, on values out of the ordinary, or has no float64 evaluation.
+        A difference stays in doubt if the output is of integers, has unusual values, or has no float64 evaluation.
         """
         doubts: list[_Doubt] = []
         for index, (port, output) in enumerate(zip(self.declared.outputs, outputs)):
@@ -472,7 +475,7 @@ class Reference:
                 licence = known.licence(index)
                 if judgement is None and b is not None:
                     if licence is None or (licence is Licence.SPREADS and not is_float(a)):
-                        continue  # nothing is known of what is made of NaN and infinities here
+                        continue  # nothing is known of outputs that depend on NaN and infinities here
                     if is_float(a):
                         judgement = judge_floats(known.yardsticks[index, part], b, licence)
                     else:
@@ -490,7 +493,7 @@ class Reference:
         return doubts
 
     def _resolve(self, doubts: Sequence[_Doubt], reports: dict[str, OutputReport]) -> None:
-        """Judge once more: integers pass at a proven near-tie, floats by more of the original's own error."""
+        """Judge doubts again: integers pass at a proven near-tie, floats by more of the original's own error."""
         reruns = self._reruns({id(d.known): d.known for d in doubts}.values()) if doubts else {}
         for doubt in doubts:
             others = [run[doubt.index] for run in reruns.get(id(doubt.known), [])]
@@ -522,7 +525,7 @@ class Reference:
             )
 
     def _again(self, doubt: _Doubt, others: Sequence[Array]) -> Judgement:
-        """Judge floats by float64, if that was not done, and unusual values by what else the original gives."""
+        """Judge floats by float64 if that was not done, and unusual values by further outputs of the original."""
         known, key = doubt.known, (doubt.index, "")
         if known.yardsticks[key].leg is Leg.DEVIATION:
             on_demand(Sizes(self.model, self.imported), self.imported, known, self.float64_flops)
@@ -533,7 +536,7 @@ class Reference:
         return judge_floats(yardstick, doubt.new, known.licence(doubt.index) or Licence.NONE)
 
     def _reruns(self, known: Any) -> dict[int, list[list[Any]]]:
-        """The original's outputs without ONNX Runtime's optimiser, and with every float input moved a little."""
+        """The original's outputs without ONNX Runtime's optimiser, and with every float input slightly moved."""
         found: dict[int, list[list[Any]]] = {}
         for optimized in (True, False):
             try:
@@ -548,12 +551,12 @@ class Reference:
                         for feeds in [*moved, *([] if optimized else [k.case.feeds])]:
                             found.setdefault(id(k), []).append(runner.run(feeds))
             except BackendError:
-                # No proof from there; what stays unproven is a failure.
+                # This run proves nothing. What stays unproven is a failure.
                 continue
         return found
 
     def _without_optimizer(self, new: Model, known: Known) -> list[str]:
-        """Whether the new model is right when ONNX Runtime does not optimise it: then the runtime is suspect."""
+        """A note if the new model is right without ONNX Runtime's optimiser: then the runtime is suspect."""
         reports: dict[str, OutputReport] = {}
         try:
             with opened(
@@ -571,7 +574,7 @@ class Reference:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Doubt:
-    """An output that differs: of integers, on values out of the ordinary, or without a float64 evaluation."""
+    """An output that differs: of integers, with unusual values, or without a float64 evaluation."""
 
     known: Known
     index: int
@@ -595,10 +598,10 @@ def verify(
     session_options: Options | None = None,
     float64_flops: float = FLOAT64_FLOPS,
 ) -> Verification:
-    """Whether model `b` may stand for model `a` (paths, bytes or ModelProtos).
+    """Whether model `b` may replace model `a` (paths, bytes or ModelProtos).
 
-    See `Reference.of` for the arguments and for what is raised when no comparison can be made. A model `b` that
-    differs, or does not load or run, is no exception but a failed Verification.
+    See `Reference.of` for the arguments, and for what is raised if the models cannot be compared. A model `b` that
+    differs, or does not load or run, is a failed Verification, not an exception.
     """
     reference = Reference.of(
         a,
@@ -617,7 +620,7 @@ def verify(
 
 
 def _other(against: Model | None) -> ImportedModel | None:
-    """The model that is to be judged, imported; None if it cannot be, which is for `check` to say."""
+    """The model that will be judged, imported. None if that fails: `check` will say why."""
     if against is None:
         return None
     try:
@@ -627,12 +630,12 @@ def _other(against: Model | None) -> ImportedModel | None:
 
 
 def _shortened(names: Sequence[str], most: int = 8) -> tuple[str, ...]:
-    """The first of many."""
+    """The first names, and how many more there are."""
     return (*names[:most], *([f"and {len(names) - most} more"] if len(names) > most else []))
 
 
 def _repeats(runner: Runner, known: Known) -> bool:
-    """Whether a second run gives the same."""
+    """Whether a second run gives the same outputs."""
     for parts, output in zip(known.outputs, runner.run(known.case.feeds)):
         others = dict(flat(output))
         for part, a in parts:
@@ -646,7 +649,7 @@ def _repeats(runner: Runner, known: Known) -> bool:
 
 
 def _has_custom(graph: Graph) -> bool:
-    """Whether a graph has operators outside ONNX's own domains, in bodies too."""
+    """Whether a graph or one of its bodies has operators outside ONNX's own domains."""
     return any(
         ("::" in node.op and not node.op.startswith("ai.onnx"))
         or any(isinstance(a, Body) and _has_custom(a.graph) for a in node.attrs.values())
@@ -655,7 +658,7 @@ def _has_custom(graph: Graph) -> bool:
 
 
 def _empty_outputs(declared: Signature, known: Sequence[Known]) -> list[str]:
-    """Outputs of which nothing was compared: all NaN, infinite or without elements on every input."""
+    """Outputs that were never compared: all NaN, infinite or without elements on every input."""
     notes = []
     for index, port in enumerate(declared.outputs):
         arrays = [a for k in known for _, a in k.outputs[index] if is_float(a)]
@@ -667,7 +670,7 @@ def _empty_outputs(declared: Signature, known: Sequence[Known]) -> list[str]:
 
 
 def _mismatch(a: Array, b: Array | None) -> Judgement | None:
-    """Why two arrays cannot be compared element by element, if they cannot."""
+    """The verdict if two arrays cannot be compared element by element, else None."""
     reason = ""
     if b is None:
         reason = "it is missing"
@@ -679,7 +682,7 @@ def _mismatch(a: Array, b: Array | None) -> Judgement | None:
 
 
 def _note(reports: dict[str, OutputReport], report: OutputReport) -> None:
-    """Keep the worse of two reports on an output, and the greater difference."""
+    """Keep the worse of two results for an output, and the greater difference."""
     old = reports.get(report.name)
     if old is None:
         reports[report.name] = report
@@ -698,7 +701,7 @@ def _sentence(report: OutputReport) -> str:
 
 
 def _finite(value: float) -> float | None:
-    """JSON has no infinity."""
+    """The value, or None if it is not finite: JSON has no infinity."""
     return value if np.isfinite(value) else None
 
 

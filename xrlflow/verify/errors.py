@@ -1,14 +1,14 @@
-"""What keeps a verification from being made. A verification that was made and failed is no error."""
+"""Why a verification cannot be made. One that was made and failed is a result, not an error."""
 
 from __future__ import annotations
 
 
 class VerificationError(ValueError):
-    """Two models could not be compared. The message is one line that says what to do."""
+    """Two models cannot be compared. The message is one line that says what to do."""
 
 
 class InputsNeeded(VerificationError):
-    """No inputs could be drawn on which the original runs: the user has to give some (`--inputs`)."""
+    """No inputs were found on which the original runs: the user has to give some (`--inputs`)."""
 
 
 class BadInputs(VerificationError):

@@ -1,4 +1,4 @@
-"""The original at work: the cases that it runs on, which numbers and branches of both models they are drawn for."""
+"""Runs the original: on cases for the numbers that both models mention, and for their branches."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from xrlflow.verify.yardsticks import Known, not_credible
 
 _LICENCES = {Fate.EXACT: Licence.NONE, Fate.SPREADS: Licence.SPREADS, Fate.UNDEFINED: None}
 
-# A number that only one of the models mentions tells so many times as much.
+# A number that only one of the models mentions counts this many times as much.
 _ALONE = 4
 
-# Seconds that a run may take in any case: on some inputs a Loop does not end.
+# The least time limit of a run in seconds: on some inputs a Loop does not end.
 _LEAST_LIMIT = 20.0
 
 
 class Runs:
-    """The original, run on cases."""
+    """The original in a session, to be run on cases."""
 
     def __init__(self, model: Model, imported: ImportedModel, runner: Runner) -> None:
         self.imported, self._runner = imported, runner
@@ -46,14 +46,14 @@ class Runs:
         self._fates: list[tuple[Case, tuple[Fate, ...]]] = []
 
     def on(self, case: Case) -> tuple[Case, list[Any]]:
-        """Raises OriginalFails."""
+        """The case with its outputs. Raises OriginalFails."""
         outputs = self.attempt(case)
         if outputs is None:
             raise OriginalFails(f"the original fails on the inputs given: {self.errors[-1]}")
         return case, outputs
 
     def attempt(self, case: Case) -> list[Any] | None:
-        """The outputs; None if the original fails, or takes a thousand times as long as at first."""
+        """The outputs. None if the original fails, or takes a thousand times as long as its first run."""
         if not case.values.floats.finite and all(fate is Fate.UNDEFINED for fate in self.fates(case)):
             return None
         begin = time.monotonic()
@@ -70,7 +70,7 @@ class Runs:
         return outputs
 
     def fates(self, case: Case) -> tuple[Fate, ...]:
-        """What is known of the outputs where inputs are not finite."""
+        """For each output, what is known about it if inputs are not finite."""
         feeds = evaluable_feeds(self.imported, case.feeds)
         if feeds is None:
             return tuple(Fate.UNDEFINED for _ in self.imported.graph.outputs)
@@ -84,7 +84,7 @@ class Runs:
         return _is_full(outputs) and self.at.windows_fit(case)
 
     def telling(self, case: Case, outputs: list[Any]) -> bool:
-        """Whether values out of the ordinary leave something to compare: a model that overflows compares nothing."""
+        """Whether unusual values leave something to compare: if a model overflows, nothing can be compared."""
         return (
             not case.values.floats.finite
             or case.values.masks is Masks.EMPTY
@@ -93,7 +93,7 @@ class Runs:
         )
 
     def licences(self, case: Case) -> tuple[Licence | None, ...]:
-        """What the case allows of each output."""
+        """For each output, which differences the case allows."""
         if case.values.masks is Masks.EMPTY:
             return tuple(Licence.MENDS for _ in self.imported.graph.outputs)
         if case.values.floats.finite:
@@ -103,8 +103,9 @@ class Runs:
     def drawing(
         self, other: ImportedModel | None, bindings: Bindings | None, seed: int, further: Iterable[int] = ()
     ) -> Drawing[list[Any]]:
-        """How cases are drawn, with the numbers of both models. Those that only one of them has tell most, those that
-        neither mentions (`further`) least.
+        """How cases are drawn, with the numbers of both models.
+
+        Numbers that only one model mentions count most, those that neither mentions (`further`) least.
         """
         plan = InputPlan.of(self.imported)
         if bindings is not None:
@@ -119,7 +120,7 @@ class Runs:
             for own in found:
                 for number, weight in own[slot.name].items():
                     alone = any(number not in others[slot.name] for others in found)
-                    # What only stays fixed beside a batch says little about it.
+                    # If a dimension is fixed only next to a batch, that says little about the batch.
                     if alone or weight > 1 or slot.role is not Role.BATCH:
                         told = numbers[slot.name].get(number, 0)
                         numbers[slot.name][number] = max(told, _ALONE * weight if alone else weight)
@@ -143,17 +144,17 @@ def run_empty(
     session_options: Options | None,
     float64_flops: float,
 ) -> tuple[tuple[Known, ...], tuple[str, ...]]:
-    """The cases on which the original runs, each with what it gives, in a process that may end; and notes.
+    """Cases with a size of 0 on which the original runs, each with its outputs, and notes.
 
-    Some kernels of ONNX Runtime leave what they reduce as it is where it is empty, or give memory that nobody has
-    written. What they give is no ground to compare on, so that such a case is left out, with a note.
+    The runs are in a process of their own. Some kernels of ONNX Runtime return wrong results or uninitialised memory
+    for empty inputs. Such cases are left out, with a note.
     """
     found, notes = [], []
     for case in cases:
         try:
             outputs = run_apart(model, case.feeds, threads=threads, session_options=session_options)
         except BackendError:
-            continue  # it has no meaning there
+            continue  # the case is meaningless at this size
         known = Known(case, [flat(output) for output in outputs])
         strange = _strange(run, known, float64_flops)
         if strange:
@@ -168,7 +169,7 @@ def run_empty(
 
 
 def _strange(run: Runs, known: Known, float64_flops: float) -> str:
-    """What about the outputs is not what the operators define; "" if nothing is known to be."""
+    """How the outputs differ from what the operators define; "" if no difference is known."""
     graph, numbers = run.imported.graph, run.at.numbers(known.case.bindings)
     names = [info.name for info in run.imported.frame.graph.output]
     filled = []
@@ -199,7 +200,7 @@ def exercise(
     threads: int | None,
     session_options: Options | None,
 ) -> tuple[str, ...]:
-    """Seek inputs for every branch of the models, and add them to what is drawn. Gives what none reached."""
+    """Look for inputs that reach every branch of the models, and add them. Returns the branches never reached."""
     missing: dict[str, None] = {}
     for model, imported in models:
         if not has_branches(imported.graph):
@@ -224,5 +225,5 @@ def exercise(
 
 
 def _is_full(outputs: Sequence[Any]) -> bool:
-    """Whether every output has elements to compare."""
+    """Whether every output has elements."""
     return all(array.size for output in outputs for _, array in flat(output))

@@ -1,4 +1,4 @@
-"""Inputs to compare two models on: random ones that the original can run, or the user's own."""
+"""Inputs for comparing two models: random ones that the original can run, or the user's own."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from xrlflow.ops.infer import type_of_proto
 from xrlflow.ops.tensors import dtype_of, numpy_dtype
 from xrlflow.verify.dims import Bindings, Dimensions
 from xrlflow.verify.errors import BadInputs, InputsNeeded
-from xrlflow.verify.follow import Demands, Form, follow
+from xrlflow.verify.input_constraints import Demands, Form, input_constraints
 from xrlflow.verify.runner import Array
 from xrlflow.verify.signature import Port, describe
 from xrlflow.verify.values import ORDINARY, Integers, Masks, Spread, Takes, Values
@@ -46,8 +46,8 @@ _USER = "the user's inputs"
 class Case:
     """One set of inputs.
 
-    `bindings`: the numbers of the dynamic dimensions; `sample` counts the ordinary values, `values` are of another
-    kind.
+    `bindings`: sizes of the dynamic dimensions. `sample` numbers sets of ordinary values; `values` is the kind of
+    values.
     """
 
     bindings: Bindings
@@ -65,7 +65,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class InputPlan:
-    """How to draw inputs for one model: what it declares, and what its graph demands."""
+    """How to draw inputs for one model: its declared inputs, and the constraints that its graph puts on them."""
 
     ports: tuple[Port, ...]
     defaults: tuple[tuple[Port, Const], ...]
@@ -76,7 +76,7 @@ class InputPlan:
 
     @staticmethod
     def of(imported: ImportedModel) -> InputPlan:
-        """Follows every input of the model to its consumers."""
+        """The plan for a model: every input is followed to its readers."""
         values = input_values(imported)
         declared = {
             v.name: _as_in_graph(type_of_proto(v.type), imported, values.get(v.name))
@@ -87,7 +87,7 @@ class InputPlan:
             (Port(n, declared[n], True), c) for n, c in imported.overridable.items() if n in declared
         )
         demands = {
-            p.name: follow(imported.graph, values[p.name], imported.declared)
+            p.name: input_constraints(imported.graph, values[p.name], imported.declared)
             for p in ports
             if p.name in values
         }
@@ -98,7 +98,7 @@ class InputPlan:
         return bool(self.dimensions.slots)
 
     def takes(self) -> Takes:
-        """Which kinds of values make a difference to the inputs."""
+        """The kinds of values that make a difference to these inputs."""
         of = [(p, self.demands.get(p.name, Demands())) for p in self.ports if p.type.other is None]
         integers = [(p, d) for p, d in of if p.type.dtype in INTEGERS and not d.steers and not _is_mask(p, d)]
         return Takes(
@@ -111,14 +111,14 @@ class InputPlan:
         )
 
     def nbytes(self, bindings: Bindings) -> int:
-        """What the inputs take at these dimensions."""
+        """Bytes of all inputs at these sizes."""
         dense = [p for p in self.ports if p.type.other is None]
         return sum(prod(self.dimensions.shape(p, bindings)) * p.type.dtype.bits for p in dense) // 8
 
     def case(
         self, bindings: Bindings, seed: int, sample: int, cautious: bool = False, values: Values = ORDINARY
     ) -> Case:
-        """Inputs of these dimensions. `cautious`: the least values that are allowed everywhere.
+        """Inputs of these sizes. `cautious`: use the least values that are allowed.
 
         Raises InputsNeeded for an input that is not a dense tensor.
         """
@@ -148,7 +148,7 @@ class InputPlan:
                 self.thresholds,
             )
             feeds[port.name] = draw.array()
-        if sample == 1 and values.ordinary:  # one sample overrides what can be overridden
+        if sample == 1 and values.ordinary:  # one sample overrides the defaults that can be overridden
             for port, const in self.defaults:
                 if port.type.dtype in (DType.FLOAT, DType.DOUBLE, DType.FLOAT16):
                     array = const.numpy()
@@ -158,7 +158,7 @@ class InputPlan:
 
 
 def _as_in_graph(declared: TensorType, imported: ImportedModel, value: Value | None) -> TensorType:
-    """An input's type with its symbols as the graph has them: import renames those that mean something else to it."""
+    """An input's type with the graph's symbols: import renames a symbol that has several meanings in the file."""
     own = imported.graph.type(value).shape if value is not None else None
     if declared.shape is None or own is None or len(own) != len(declared.shape):
         return declared
@@ -167,7 +167,7 @@ def _as_in_graph(declared: TensorType, imported: ImportedModel, value: Value | N
 
 
 def _is_mask(port: Port, demands: Demands) -> bool:
-    """Whether an input is a mask, as its consumers or its name and type say."""
+    """Whether an input is a mask, judged by its readers or by its name and type."""
     if demands.form is not None:
         return demands.form is Form.MASK
     return port.type.dtype == DType.BOOL or ("mask" in port.name.lower() and not demands.bounds)
@@ -180,13 +180,13 @@ def input_values(imported: ImportedModel) -> dict[str, Value]:
 
 
 def _generator(seed: int, bindings: Bindings, sample: int, name: str) -> np.random.Generator:
-    """Numbers that depend on nothing but these."""
+    """A random generator that depends only on these arguments."""
     return np.random.default_rng([seed, sample, digest(name), *bindings.values()])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Draw:
-    """One input tensor to be drawn."""
+    """Draws one input tensor."""
 
     port: Port
     shape: tuple[int, ...]
@@ -212,7 +212,7 @@ class _Draw:
         return np.ascontiguousarray(np.asarray(numbers).astype(target)).reshape(self.shape)
 
     def numbers(self, dtype: DType) -> Any:
-        """The elements, in float64 or int64."""
+        """The elements, as float64 or int64."""
         form = self.demands.form
         interval = self.demands.interval(self.size)
         if form in (Form.TRUE, Form.FALSE):
@@ -266,7 +266,7 @@ class _Draw:
         return self.floats()
 
     def floats(self) -> Any:
-        """Of the kind that is asked for; those that steer the model stay finite."""
+        """Floats of the wanted kind. Those that steer the model stay finite."""
         kind = self.values.floats
         landmarks = self.demands.landmarks
         drawn = self.rng.standard_normal(self.shape)
@@ -286,7 +286,7 @@ class _Draw:
             return np.full(self.shape, np.nan)
         else:
             return self.poisoned(drawn)
-        # What is negative may give NaN everywhere, which tells little; but a root has to be compared there as well.
+        # Negative arguments of a root may give NaN everywhere, which tells little; but they have to be tried once.
         if self.cautious or (self.demands.positive and (self.sample == 0 or not self.values.ordinary)):
             drawn = np.abs(drawn) + 0.125
         limits = ml_dtypes.finfo(numpy_dtype(self.port.type.dtype))  # type: ignore[no-untyped-call]
@@ -294,7 +294,7 @@ class _Draw:
         return np.clip(drawn, -most, most)
 
     def poisoned(self, drawn: Array) -> Array:
-        """A few elements become NaN, infinite and minus infinite; of a single one, one of these."""
+        """The array with a few elements made NaN, infinite and minus infinite. A single element becomes one of them."""
         flat = drawn.reshape(-1)
         each = max(1, flat.size // 32)
         places = self.rng.permutation(flat.size)[: 3 * each]
@@ -303,7 +303,7 @@ class _Draw:
         return flat.reshape(self.shape)
 
     def mask(self) -> Any:
-        """0 and 1 with at least a 1 in each row: everything, a prefix, or any."""
+        """0 and 1, with at least one 1 in each row: all ones, a prefix, or any pattern."""
         mask = np.ones(self.shape, dtype=np.int64)
         if self.values.masks is Masks.EMPTY and not self.cautious:
             return np.zeros(self.shape, dtype=np.int64)
@@ -336,14 +336,14 @@ class _Draw:
         if self.demands.positive:
             low, high = max(1, low), max(1, high)
         span = high - low + 1
-        if count <= span <= 1 << 20:  # as many different ones as can be
+        if count <= span <= 1 << 20:  # draw without repetition
             drawn = low + self.rng.permutation(span)[:count]
         else:
             drawn = self.rng.integers(low, high, count, endpoint=True)
         if marks and count > 1:
             places = self.rng.permutation(count)[: max(1, count // 10)]
             drawn[places] = self.rng.choice(np.asarray(marks), places.size).astype(drawn.dtype)
-        if self.sample == 0 and count > 1:  # both ends of the table
+        if self.sample == 0 and count > 1:  # include both ends of the table
             drawn[0], drawn[-1] = low, high
         return drawn.reshape(self.shape)
 
@@ -352,7 +352,7 @@ class _Draw:
         return not self.demands.steers and not self.cautious and self.port.type.dtype.bits > 8
 
     def wide(self, dtype: DType) -> Array:
-        """Integers of all magnitudes that the type has, but for its least: powers of two, their neighbours, any."""
+        """Integers of all magnitudes of the type except its least: powers of two, their neighbours, others."""
         limits = np.iinfo(numpy_dtype(dtype))
         low, high = int(limits.min) + 1, int(limits.max)
         powers = [2**k for k in (8, 15, 16, 24, 31, 32, 33, 53, 62, 63) if 2**k - 1 <= high]
@@ -362,16 +362,16 @@ class _Draw:
         if self.demands.positive:
             near, low = [n for n in near if n > 0], 1
         drawn = np.asarray(near, dtype=object)[self.rng.integers(0, len(near), count)]
-        # Half of them below 2^40, which still have a meaning as seconds, counts and hashes.
+        # Half of them are below 2^40: such numbers still make sense as seconds, counts and hashes.
         some = self.rng.integers(max(low, -(2**40)), min(high, 2**40), count, endpoint=True)
         drawn = np.where(self.rng.integers(0, 2, count) == 1, drawn, some.astype(object))
         if count:
-            # One that a narrower type does not hold, in each input.
+            # Each input has a number that a narrower type cannot hold.
             drawn[count // 2] = min(high, 2**32 + 5) if dtype.bits > 32 else high
         return drawn.reshape(self.shape)
 
     def ends(self, dtype: DType) -> Array:
-        """Indices at both ends of their tables, from both sides; one in eight outside if that is asked for."""
+        """Indices at both ends of their tables, counted from both sides. If asked for, one in eight is outside."""
         low, high = self.demands.interval(self.size, negative=True) or (0, 0)
         if np.iinfo(numpy_dtype(dtype)).min == 0:
             low = max(0, low)
@@ -386,7 +386,7 @@ class _Draw:
         return np.asarray(drawn)
 
     def usual(self, dtype: DType) -> tuple[int, int]:
-        """What integers of this name and type tend to be."""
+        """The usual range of integers with this name and type."""
         if dtype in (DType.UINT8, DType.INT8):
             limits = np.iinfo(numpy_dtype(dtype))
             return int(limits.min), int(limits.max)
@@ -399,7 +399,7 @@ class _Draw:
         return 0, 9
 
     def composition(self, total: int | None) -> Any:
-        """Sizes that add up to `total`, positive if that can be; ones if it is not known."""
+        """Sizes that sum to `total`, positive if possible; ones if `total` is not known."""
         count = int(np.prod(self.shape))
         if total is None or count == 0:
             return np.ones(self.shape, dtype=np.int64)
@@ -473,7 +473,7 @@ def _checked(port: Port, value: Any, bindings: dict[str, int]) -> Array:
         raw = (
             array.dtype.kind == "V" and array.dtype.names is None and array.dtype.itemsize == wanted.itemsize
         )
-        if raw and wanted.kind not in "biufc":  # np.savez forgets the names of bfloat16 and its like
+        if raw and wanted.kind not in "biufc":  # np.savez forgets the dtype of bfloat16 and similar types
             array = array.view(wanted)
         if array.dtype != wanted:
             raise BadInputs(
@@ -497,7 +497,7 @@ def _checked(port: Port, value: Any, bindings: dict[str, int]) -> Array:
 
 
 def _structure(name: str, proto: onnx.TypeProto, given: dict[str, Any]) -> Any:
-    """A sequence or optional from arrays by name; None for an optional that is not given."""
+    """A sequence or optional built from arrays by name; None for an optional that is not given."""
     optional = proto.HasField("optional_type")
     inner = proto.optional_type.elem_type if optional else proto
     if inner.HasField("tensor_type"):
@@ -523,7 +523,7 @@ def _structure(name: str, proto: onnx.TypeProto, given: dict[str, Any]) -> Any:
 
 
 def evaluable_feeds(imported: ImportedModel, feeds: Feeds) -> dict[Value, Array] | None:
-    """The feeds by value, for the evaluator; None if some are not tensors."""
+    """The feeds by value, for the evaluator; None if some of them are not tensors."""
     values = input_values(imported)
     if not all(isinstance(a, np.ndarray) for a in feeds.values()):
         return None
@@ -531,7 +531,7 @@ def evaluable_feeds(imported: ImportedModel, feeds: Feeds) -> dict[Value, Array]
 
 
 def perturbed(feeds: Feeds, seed: int) -> dict[str, Any]:
-    """The feeds with every float moved to one of its neighbours."""
+    """The feeds with every float replaced by one of its two neighbours."""
     rng = np.random.default_rng(seed)
     out: dict[str, Any] = {}
     for name, array in feeds.items():

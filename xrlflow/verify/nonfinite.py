@@ -1,9 +1,10 @@
-"""What must stay as it is where inputs are NaN or infinite.
+"""Which outputs are defined where inputs are NaN or infinite.
 
-Rewriting may spread what is not finite (`spreads`: sums in another order, zeros of a merged kernel that meet an
-infinity) or mend it (`mends`), and runtimes disagree on the larger of a number and NaN. So values are followed from
-the inputs: what only moves, selects and tests them is exact, and a guard (a Where on IsNaN) makes them finite again,
-exactly where the original's does. What sums them may spread; what compares or approximates them is not defined.
+A rewrite may spread values that are not finite (`spreads`: sums in another order, zeros of a merged kernel times an
+infinity) or remove them (`mends`), and runtimes disagree on the maximum of a number and NaN. So values are followed
+from the inputs. Operators that only move, select or test values are exact; a guard (a Where on IsNaN) makes values
+finite again at the same elements as in the original. Sums may spread NaN; comparisons and approximations leave it
+undefined.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ _LARGEST = 1 << 22
 
 
 class Fate(IntEnum):
-    """What is known of a value of which some elements may be NaN or infinite, the better first."""
+    """What is known of a value with elements that may be NaN or infinite, from best to worst."""
 
-    EXACT = 0  # the same elements in every right model
-    SPREADS = 1  # more elements may be NaN or infinite, and the finite ones are the same
-    UNDEFINED = 2  # anything
+    EXACT = 0  # the same elements are NaN or infinite in every right model
+    SPREADS = 1  # more elements may be NaN or infinite; those that are finite are the same
+    UNDEFINED = 2  # nothing
 
 
 def fates(graph: Graph, feeds: Mapping[Value, Array], numbers: Mapping[str, int]) -> tuple[Fate, ...]:
-    """What is known of each output. `numbers`: of the dimensions."""
+    """The fate of each output. `numbers`: the sizes of dimensions."""
     walk = _Walk(graph, numbers)
     for value, array in feeds.items():
         walk.held[value] = promote(REALS, array)
@@ -50,13 +51,13 @@ _MOVING = frozenset(
         "GreaterOrEqual", "Equal", "Shape", "Size", "Dropout", "ReverseSequence",
     }
 )  # fmt: skip
-"""Operators that move elements, choose among them, or test them, each by itself."""
+"""Operators that move elements, choose among them, or test them one by one."""
 
 _ARITHMETIC = frozenset({"Add", "Sub", "Mul", "Div", "Neg", "Abs", "Sqrt", "Reciprocal", "Sum", "Mean"})
-"""Whatever the order, NaN gives NaN; an infinity may give NaN or not."""
+"""In any order, NaN gives NaN; an infinity may become NaN."""
 
 _ORDER = frozenset({"Relu", "Clip", "Min", "Max", "LeakyRelu", "PRelu", "Sign", "Floor", "Ceil", "Round"})
-"""Infinities are numbers like others; of NaN a runtime makes what it likes."""
+"""Infinities are ordinary numbers here; what becomes of NaN is up to the runtime."""
 
 _SUMS = frozenset(
     {
@@ -69,7 +70,7 @@ _SUMS = frozenset(
 
 @dataclass(slots=True)
 class _Walk:
-    """`held`: what has been evaluated; `fate`: of what is not held and may not be finite."""
+    """`held`: arrays that have been evaluated. `fate`: of values that are not held and may not be finite."""
 
     graph: Graph
     numbers: Mapping[str, int]
@@ -127,13 +128,13 @@ class _Walk:
         try:
             results = evaluate_node(node.op, node.attrs, arrays, len(node.outputs))
         except (NotEvaluable, ArithmeticError, IndexError, MemoryError, TypeError, ValueError):
-            return False  # a use that our evaluator does not know: nothing is held of it
+            return False  # our evaluator does not know this use, so nothing is known of the outputs
         for value, result in zip(node.outputs, results):
             self.held[value] = promote(REALS, result)
         return True
 
     def _all_nan(self, node: Node) -> bool:
-        """Sums over nothing but NaN are NaN, whatever else goes in."""
+        """Whether the outputs are sums of nothing but NaN: these are NaN, whatever else is added."""
         shapes = []
         for type in node.types:
             dims = (None,) if type.shape is None else type.shape

@@ -1,7 +1,7 @@
-"""Numbers that a graph mentions where a mistake would show: what its shapes are compared with, divided by and cut at.
+"""The numbers of a graph at which a mistake would show: shapes are compared with them, divided by them, cut at them.
 
-A rewrite that is wrong for some sizes is wrong on one side of such a number, at it, or at its multiples; one that is
-wrong for some values is wrong beyond a number that values are compared with.
+A rewrite that is wrong for some sizes is wrong below such a number, above it, at it, or at its multiples. A rewrite
+that is wrong for some values is wrong beyond a number that values are compared with.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from xrlflow.ir.dims import Floor, Formula, Least
 
 Symbols: TypeAlias = frozenset[str]
 
-# How much a number tells: what shapes are computed with and cut at, windows and strides, fixed parts of shapes.
+# Weights: numbers that shapes are computed with and cut at; windows and strides; fixed parts of shapes.
 _CUT, _WINDOW, _PART = 4, 2, 1
-# Less than this is tried anyway; an end of this or more means "to the end".
+# Smaller numbers are tried in any case; an end of ENDLESS or more means "to the end".
 LEAST, ENDLESS = 2, 1 << 27
-# Constants of more elements are data, not bounds.
+# Constants with more elements are data, not bounds.
 _FEW = 64
-# Beyond this a number that values are compared with stands for infinity (a mask's -3.4e38).
+# A larger number that values are compared with stands for infinity (a mask's -3.4e38).
 _LARGEST_THRESHOLD = 1e6
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A number, the dimensions that it concerns (none: not known, so all), and how much it tells."""
+    """A number, the dimensions that it concerns (empty: unknown, so all of them), and its weight."""
 
     number: int
     dims: Symbols
@@ -39,7 +39,7 @@ class Mark:
 
 
 def marks(graph: Graph) -> frozenset[Mark]:
-    """The numbers that tell something about sizes, bodies included."""
+    """The numbers that matter to sizes, in bodies too."""
     dims = {
         d
         for node in graph.nodes()
@@ -53,7 +53,7 @@ def marks(graph: Graph) -> frozenset[Mark]:
 
 
 def _in_formula(computed: str) -> Iterator[Mark]:
-    """What a dimension's formula divides by, and where one of several becomes the least."""
+    """The divisors in a dimension's formula, and the sizes at which its minima change."""
     for atom in formulas.atoms(formulas.formula(computed)):
         if isinstance(atom, Floor) and atom.by.number is not None:
             for multiple in (1, 2):
@@ -72,10 +72,10 @@ def _on(over: Formula, number: int) -> Iterator[Mark]:
 
 
 def on_symbols(found: Iterable[Mark], inputs: Sequence[str]) -> dict[str, dict[int, int]]:
-    """For each of the inputs' symbols the numbers that it is to be tried around, with their weights.
+    """For each symbol of the inputs, the numbers around which to try sizes, with their weights.
 
-    A mark on a computed dimension is carried back to the inputs: to the least size of each symbol, all others being 1,
-    at which the dimension reaches the number, or exceeds it. What cannot be carried back concerns every symbol.
+    A mark on a computed dimension is carried back to the inputs: to the least size of each symbol, with all others 1,
+    at which the dimension reaches or exceeds the number. Marks that cannot be carried back concern every symbol.
     """
     out: dict[str, dict[int, int]] = {symbol: {} for symbol in inputs}
 
@@ -98,7 +98,7 @@ def on_symbols(found: Iterable[Mark], inputs: Sequence[str]) -> dict[str, dict[i
 
 
 def _reaching(dim: str, symbol: str, number: int) -> int | None:
-    """The least size of a symbol at which a dimension that grows with it is at least so large, all others being 1."""
+    """The least size of a symbol, with all others 1, at which a growing dimension is at least `number`."""
     ones = dict.fromkeys(formulas.symbols(formulas.formula(dim)), 1)
 
     def reaches(size: int) -> bool | None:
@@ -118,9 +118,9 @@ def _reaching(dim: str, symbol: str, number: int) -> int | None:
 
 
 def around(numbers: Mapping[int, int]) -> list[int]:
-    """Sizes to try for one symbol, the most telling first: each covers as much as possible of what is not covered.
+    """Sizes to try for one symbol, the most telling first: each covers as many uncovered numbers as possible.
 
-    Of every number d: d - 1, d, d + 1 and a multiple, and a size beyond all of them.
+    For every number d: d - 1, d, d + 1 and a multiple, and one size beyond all numbers.
     """
     if not numbers:
         return []
@@ -153,7 +153,7 @@ def around(numbers: Mapping[int, int]) -> list[int]:
 
 
 def thresholds(graph: Graph) -> frozenset[float]:
-    """The numbers that values are compared with or clipped at, up to a million, bodies included."""
+    """The numbers that values are compared with or clipped at, up to a million, in bodies too."""
     found: set[float] = set()
     for node in graph.nodes():
         for attr in node.attrs.values():
@@ -174,7 +174,7 @@ _COMPARING = frozenset(
 
 
 def _few(graph: Graph, value: Value) -> list[float]:
-    """The numbers of a small constant."""
+    """The elements of a small constant."""
     const = graph.const(value) if value else None
     array = const.array if const is not None else None
     if array is None or array.size > _FEW or array.dtype.kind not in "iuf":
@@ -187,7 +187,7 @@ def _few(graph: Graph, value: Value) -> list[float]:
 
 @dataclass(slots=True)
 class _Harvest:
-    """Walks a graph. `of`: the dimensions that a value is computed from, if it is from shapes alone, element by element
+    """Walks a graph. `of`: the dimensions that a value is computed from, if it depends on shapes only; by element,
     where that is known."""
 
     graph: Graph
@@ -211,7 +211,7 @@ class _Harvest:
                     yield from _Harvest(attr.graph, captured).all()
 
     def _compared(self, node: Node) -> Iterator[Mark]:
-        """Constants that meet what is computed from shapes, and lengths of tables that it indexes or cuts."""
+        """Constants that are combined with computed shapes, and lengths of tables that these index or cut."""
         reads = [v for v in node.inputs if v in self.of]
         if not reads:
             return
@@ -234,7 +234,7 @@ class _Harvest:
                     yield Mark(dim, symbols, _CUT)
 
     def _derived(self, node: Node) -> list[Symbols] | None:
-        """What the node's outputs are computed from, if from shapes alone."""
+        """The dimensions that the node's outputs are computed from, if they depend on shapes only."""
         if node.op in ("Shape", "Size"):
             dims = [
                 frozenset((d,)) if isinstance(d, str) else frozenset[str]()
@@ -271,7 +271,7 @@ _INDEXING = frozenset({"Gather", "GatherElements", "GatherND", "Slice"})
 
 
 def _whole(number: float) -> int | None:
-    """An integer from 2, or what a fraction is one of (0.125: 8)."""
+    """The integer, if it is at least 2; for a fraction like 0.125 its reciprocal, 8."""
     size = abs(number)
     if 0 < size < 1:
         size = 1 / size
@@ -294,7 +294,7 @@ _Found: TypeAlias = Iterator[tuple[float, Dim, int]]
 
 
 def _window(graph: Graph, node: Node) -> _Found:
-    """A window slides over an image: its extent, its step, and what is padded."""
+    """The numbers of a window that slides over an image: extent, step, padding."""
     dims = _shape(graph, node, 0)[2:]
     rank = len(dims)
     kernel = _numbers(node, "kernel_shape") or [d for d in _shape(graph, node, 1)[2:] if isinstance(d, int)]
@@ -319,7 +319,7 @@ def _slice(graph: Graph, node: Node) -> _Found:
 
 
 def _along(index: int, weight: int) -> Callable[[Graph, Node], _Found]:
-    """The numbers of a constant input concern the dimension at `axis`."""
+    """The numbers of a constant input, which concern the dimension at `axis`."""
 
     def read(graph: Graph, node: Node) -> _Found:
         axis, dims = node.attrs.get("axis", -1 if node.op == "TopK" else 0), _shape(graph, node, 0)
@@ -333,7 +333,7 @@ def _along(index: int, weight: int) -> Callable[[Graph, Node], _Found]:
 
 
 def _each(index: int) -> Callable[[Graph, Node], _Found]:
-    """The numbers of a constant input concern one dimension each, in turn (pads: twice)."""
+    """The numbers of a constant input, which concern one dimension each, in order (pads: in order, twice)."""
 
     def read(graph: Graph, node: Node) -> _Found:
         dims = _shape(graph, node, 0)
@@ -356,13 +356,13 @@ def _blocks(graph: Graph, node: Node) -> _Found:
 
 
 def _reshape(graph: Graph, node: Node) -> _Found:
-    """What stays fixed divides what is reshaped."""
+    """The fixed sizes of a Reshape's target: they divide the number of elements."""
     for number in _few(graph, node.inputs[1]):
         yield from ((number, dim, _PART) for dim in _shape(graph, node, 0))
 
 
 def _broadcast(graph: Graph, node: Node) -> _Found:
-    """A dimension that meets a number of elements, in a constant or not: a table of positions, say."""
+    """The size of a dimension that is broadcast against a number of elements, for instance a table of positions."""
     shapes = [_shape(graph, node, i) for i in range(len(node.inputs))]
     for a in shapes:
         for b in shapes:

@@ -1,4 +1,4 @@
-"""The original in float64, by our own evaluator: what both models are measured against where it exists."""
+"""The original in float64, by our own evaluator: the measure for both models, where it exists."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from xrlflow.verify.compare import wide
 from xrlflow.verify.inputs import Case, evaluable_feeds
 from xrlflow.verify.runner import Array, Model
 
-# An error of the original of more than this part of its output is suspicious: either the model is ill-conditioned, or
-# our evaluation is of something else. Below _HARMLESS it is not: a runtime's sigmoid is good to 2^-23 of 1, however
-# small its results are.
+# If the original's error exceeds this part of its output, either the model is ill-conditioned, or our evaluation
+# computes something else. Errors below _HARMLESS are fine: a runtime's sigmoid is accurate to 2^-23 of 1, however small
+# its results are.
 _SUSPICIOUS = 2.0**-8
 _HARMLESS = 2.0**-20
 
 _CONVERSION = 50.0
 
-# A slow machine's operations and bytes a second, and the seconds that a call takes.
+# A slow machine: operations and bytes per second, and seconds per call.
 _FLOPS, _BANDWIDTH, _CALL = 2e10, 4e9, 5e-6
 
 _Evaluator: TypeAlias = Callable[[Graph, Mapping[Value, Array]], list[Array]]
 
 
 class NoReference(ValueError):
-    """There is no float64 evaluation of a model on some inputs."""
+    """A model has no float64 evaluation on some inputs."""
 
 
 def evaluate(imported: ImportedModel, case: Case, values: Sequence[Value]) -> list[Array]:
@@ -43,7 +43,7 @@ def evaluate(imported: ImportedModel, case: Case, values: Sequence[Value]) -> li
 
 
 def evaluate_rounded(imported: ImportedModel, case: Case, values: Sequence[Value]) -> list[Array]:
-    """The same in the model's own precision, operator by operator: how much rounding does. Raises NoReference."""
+    """The same, rounded to the model's own precision after each operator. Raises NoReference."""
     return _evaluate(imported, case, values, _as_declared)
 
 
@@ -56,19 +56,19 @@ def _evaluate(
     from threadpoolctl import threadpool_limits
 
     try:
-        # The products are small: more threads bring little on an idle machine, and on a busy one they wait for each
-        # other (14 times slower on two processors that somebody else uses too).
+        # The products are small: more threads gain little on an idle machine, and on a busy one they wait for each
+        # other (14 times slower on two shared processors).
         with threadpool_limits(1, user_api="blas"):
             return evaluator(part_for(imported.graph, values), feeds)
     except NotEvaluable as error:
         raise NoReference(f"{error} has no float64 evaluation") from error
     except (ArithmeticError, IndexError, KeyError, MemoryError, TypeError, ValueError) as error:
-        # NumPy's complaint about a use of an operator that our evaluator does not know.
+        # NumPy raises this for uses of an operator that our evaluator does not know.
         raise NoReference(f"the float64 evaluation fails: {error}") from error
 
 
 def part_for(graph: Graph, values: Sequence[Value]) -> Graph:
-    """The part of a graph that makes these values."""
+    """The part of a graph that these values depend on."""
     nodes: dict[Value, Node] = {}
     pending = list(values)
     while pending:
@@ -80,7 +80,7 @@ def part_for(graph: Graph, values: Sequence[Value]) -> Graph:
 
 
 def _as_declared(graph: Graph, feeds: Mapping[Value, Array]) -> list[Array]:
-    """Like `evaluate_graph`, but what every operator makes is rounded to its declared type."""
+    """Like `evaluate_graph`, but each operator's outputs are rounded to their declared types."""
     order = graph.topological()
     last = {value: at for at, node in enumerate(order) for value in node.inputs}
     held: dict[Value, Array] = dict(feeds)
@@ -102,7 +102,7 @@ def _as_declared(graph: Graph, feeds: Mapping[Value, Array]) -> list[Array]:
 
 
 def evaluable(graph: Graph) -> tuple[bool, ...]:
-    """For each output of a graph, whether all operators behind it have an evaluation."""
+    """For each output of a graph, whether all operators that it depends on can be evaluated."""
     return tuple(
         all(_has_meaning(node) for node in part_for(graph, (value,)).nodes()) for value in graph.outputs
     )
@@ -114,10 +114,10 @@ def _has_meaning(node: Node) -> bool:
 
 
 def is_credible(original: Array, reference: Array, rounded: Callable[[], Array | None]) -> bool:
-    """Whether a reference's distance from the original can be rounding.
+    """Whether the reference's distance from the original can be due to rounding.
 
-    If it is small, it can. If not, `rounded` (the output as our evaluator has it in the model's own precision)
-    must stray from the reference as well; otherwise what we evaluate is not what the runtime does.
+    A small distance can. For a large one, `rounded` (the output in the model's own precision, by our evaluator) must
+    differ from the reference as well. Otherwise our evaluation computes something else than the runtime.
     """
     a, y = wide(original), wide(reference)
     finite = np.isfinite(a) & np.isfinite(y)
@@ -137,7 +137,7 @@ def is_credible(original: Array, reference: Array, rounded: Callable[[], Array |
 
 
 class Sizes:
-    """A model at several sizes: what a run costs there, and whether it makes sense."""
+    """A model at several sizes: what a run costs, and whether the sizes make sense."""
 
     def __init__(self, model: Model, imported: ImportedModel) -> None:
         self._model, self._imported = model, imported
@@ -145,14 +145,14 @@ class Sizes:
         self._numbers: dict[tuple[int, ...], Mapping[str, int]] = {}
 
     def numbers(self, bindings: Mapping[str, int]) -> Mapping[str, int]:
-        """The numbers of all dimensions that follow from those of the inputs."""
+        """The sizes of all dimensions that are known from those of the inputs."""
         key = tuple(bindings.values())
         if key not in self._numbers:
             self._numbers[key] = solve(self._imported.graph, bindings)
         return self._numbers[key]
 
     def estimate(self, bindings: Mapping[str, int]) -> Estimate:
-        """What a run takes. Constants are in memory anyway."""
+        """What a run takes. Constants are not counted: they are in memory anyway."""
         graph, numbers = self._imported.graph, self.numbers(bindings)
         seconds, working = 0.0, 0.0
         for node in graph.nodes():
@@ -166,9 +166,9 @@ class Sizes:
         return Estimate(seconds, working, kept)
 
     def flops(self, case: Case) -> float:
-        """What one evaluation on the case's inputs takes, in floating-point operations; infinite if unknown.
+        """Floating-point operations of one evaluation on the case's inputs; infinite if unknown.
 
-        Converting a constant's elements counts as _CONVERSION operations each.
+        Converting a constant counts as _CONVERSION operations for each element.
         """
         graph, numbers = self.graph(case)
         if graph is None:
@@ -181,9 +181,9 @@ class Sizes:
         return total
 
     def windows_fit(self, case: Case) -> bool:
-        """Whether every convolution's and pooling's window fits into its padded input, as far as sizes are known.
+        """Whether the window of every convolution and pooling fits into its padded input, if sizes are known.
 
-        Where it does not, ONNX defines no output, and what a runtime gives is no ground to compare on.
+        If not, ONNX defines no output, and the runtime's result cannot be compared with anything.
         """
         if not any(node.op in _WINDOWED for node in self._imported.graph.nodes()):
             return True
@@ -191,8 +191,10 @@ class Sizes:
         return graph is None or all(_window_fits(graph, node, numbers) for node in graph.nodes())
 
     def graph(self, case: Case) -> tuple[Graph | None, Mapping[str, int]]:
-        """The graph and the numbers of its dimensions, or, where those of the inputs do not tell all, as it is imported
-        with the case's sizes; None if it cannot be.
+        """The graph and the sizes of its dimensions.
+
+        If these do not follow from the inputs' sizes, the model is imported anew with the case's sizes; (None, ...) if
+        that fails.
         """
         graph, numbers = self._imported.graph, self.numbers(case.bindings)
         if all(_is_bound(type, numbers) for node in graph.nodes() for type in node.types):
@@ -208,7 +210,7 @@ class Sizes:
         return self._known[key], case.bindings
 
 
-# Operators with windows: the input that is their weight, or None if they have none.
+# Operators with windows: the position of their weight, or None if they have none.
 _WINDOWED: Mapping[str, int | None] = {
     "Conv": 1,
     "ConvInteger": 1,

@@ -1,4 +1,4 @@
-"""Running a model once: any ONNX type that ONNX Runtime takes, one session at a time."""
+"""Runs a model once, with any ONNX type that ONNX Runtime takes, one session at a time."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 Array: TypeAlias = npt.NDArray[Any]
 Model: TypeAlias = "str | os.PathLike[str] | bytes | onnx.ModelProto"
-"""A model: a path (external data beside it), a serialized ModelProto, or a ModelProto."""
+"""A model: a path (external data is in its folder), a serialised ModelProto, or a ModelProto."""
 
 # Element types that ONNX Runtime's bindings exchange only as bytes.
 _FLOAT8 = (DType.FLOAT8E4M3FN, DType.FLOAT8E4M3FNUZ, DType.FLOAT8E5M2, DType.FLOAT8E5M2FNUZ)
@@ -37,7 +37,7 @@ _BY_BYTES = frozenset({DType.BFLOAT16, *_FLOAT8})
 
 
 class Runner:
-    """A loaded model that takes and gives NumPy arrays (with ml_dtypes), lists of them, and dicts."""
+    """A loaded model. Inputs and outputs are NumPy arrays (with ml_dtypes), lists and dicts of them."""
 
     def __init__(self, model: OrtModel) -> None:
         self._model = model
@@ -46,9 +46,9 @@ class Runner:
         self._by_bytes = any(port.type in special for port in ports)
 
     def run(self, feeds: Mapping[str, Any], limit: float | None = None) -> list[Any]:
-        """The outputs in order: arrays, lists, dicts, None for an optional without value.
+        """The outputs in order: arrays, lists, dicts, and None for an empty optional.
 
-        Raises BackendError, also after `limit` seconds (a Loop may not end on some inputs).
+        Raises BackendError if the run fails or exceeds `limit` seconds (on some inputs a Loop does not end).
         """
         import onnxruntime as ort
 
@@ -102,10 +102,10 @@ def opened(
     threads: int | None = None,
     session_options: Options | None = None,
 ) -> Iterator[Runner]:
-    """The model in a session that lives as long as the `with` block.
+    """The model in a session that is closed at the end of the block.
 
-    `optimized`: with the user's options (by default ONNX Runtime's whole optimiser); else with its optimiser off.
-    Raises BackendError if the model cannot be loaded.
+    `optimized`: with the user's session options (by default ONNX Runtime's whole optimiser); else with its optimiser
+    off. Raises BackendError if the model cannot be loaded.
     """
     source: str | os.PathLike[str] | bytes = (
         model if isinstance(model, (str, os.PathLike, bytes)) else model.SerializeToString()
@@ -132,7 +132,7 @@ def first_line(error: BaseException, limit: int = 300) -> str:
 
 
 def flat(value: Any, label: str = "") -> Sequence[tuple[str, Any]]:
-    """An output as (place, array) pairs: "" for a tensor, "[2]" in a sequence, "['cat']" in a map."""
+    """The arrays of an output, each with its place: "" for a tensor, "[2]" in a sequence, "['cat']" in a map."""
     if isinstance(value, Mapping):
         keys = np.asarray(sorted(value, key=str), dtype=object)
         out = [(f"{label}.keys", keys)]

@@ -1,4 +1,4 @@
-"""What a model promises its callers: inputs and outputs with names, types, ranks and dimensions."""
+"""What callers of a model rely on: names, types, ranks and dimensions of its inputs and outputs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from xrlflow.verify.runner import Model, first_line
 
 @dataclass(frozen=True, slots=True)
 class Port:
-    """One input or output as declared. `default`: an input that a caller may leave out."""
+    """One declared input or output. `default`: an input that a caller may leave out."""
 
     name: str
     type: TensorType
@@ -30,7 +30,7 @@ class Port:
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """Inputs and outputs in order. `constant_defaults`: defaults cannot be overridden (IR version below 4)."""
+    """Inputs and outputs in order. `constant_defaults`: no default can be overridden (IR version below 4)."""
 
     inputs: tuple[Port, ...]
     outputs: tuple[Port, ...]
@@ -57,7 +57,7 @@ def signature(model: Model) -> Signature:
 
 
 def signature_of_proto(proto: onnx.ModelProto, defaults: Iterable[str]) -> Signature:
-    """The signature of a model of which initialisers may have been taken away: `defaults` names those of inputs."""
+    """The signature of a model whose initialisers may be missing: `defaults` names the inputs that have one."""
     graph = proto.graph
     given = (
         set(defaults)
@@ -72,11 +72,11 @@ def signature_of_proto(proto: onnx.ModelProto, defaults: Iterable[str]) -> Signa
 
 
 def differences(original: Signature, new: Signature, fixed: Mapping[str, int] = {}) -> tuple[str, ...]:
-    """What a caller of `original` would notice of `new`'s declarations; empty if nothing.
+    """The differences between the declarations that a caller would notice; empty if there are none.
 
-    Names, order, element types, ranks, numbers and symbols of dimensions must be equal. `fixed` are symbols of the
-    original that were deliberately replaced by numbers. Inputs with a default that nobody can override (IR version
-    below 4) may be left out.
+    Names, order, element types, ranks, and numbers and symbols of dimensions must be equal. `fixed`: symbols of the
+    original that were replaced by numbers on purpose. Inputs with a default that cannot be overridden (IR version below
+    4) may be missing.
     """
     wanted = original.inputs
     if original.constant_defaults:

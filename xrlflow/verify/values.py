@@ -1,4 +1,4 @@
-"""What values inputs are given: kinds of floats, integers and masks, and which of them are worth a run."""
+"""Kinds of values for inputs (floats, integers, masks), and which of them are worth a run."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from enum import Enum
 class Spread(Enum):
     """How floats are drawn; `Floats.scale` says how large."""
 
-    NORMAL = "normal"  # around 0, of this deviation
-    UNIFORM = "uniform"  # from 0 to this
+    NORMAL = "normal"  # normally distributed around 0, with this deviation
+    UNIFORM = "uniform"  # uniformly distributed from 0 to this
     FILLED = "filled"  # every element is this
     THRESHOLDS = "thresholds"  # around the numbers that the models compare values with
-    POISONED = "poisoned"  # normal, some elements NaN or infinite
-    NAN = "nan"  # every element
+    POISONED = "poisoned"  # normal, with some elements NaN or infinite
+    NAN = "nan"  # every element is NaN
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,21 +34,21 @@ class Integers(Enum):
     """A kind of integers."""
 
     USUAL = "usual"
-    ENDS = "ends"  # first and last of the tables that they index, counted from both sides
-    WIDE = "wide"  # beyond 32 bits, above the signed maximum, where nothing bounds them
-    BEYOND = "beyond"  # outside the tables that they index
+    ENDS = "ends"  # first and last indices of the tables, counted from both sides
+    WIDE = "wide"  # beyond 32 bits, or above the signed maximum, where nothing bounds them
+    BEYOND = "beyond"  # indices outside the tables
 
 
 class Masks(Enum):
-    """A kind of masks: usual ones have ones, prefixes or any pattern, by the sample."""
+    """A kind of masks: the usual ones are all ones, prefixes or any pattern, depending on the sample."""
 
     USUAL = "usual"
-    EMPTY = "empty"  # no element is kept
+    EMPTY = "empty"  # all zeros
 
 
 @dataclass(frozen=True, slots=True)
 class Values:
-    """What one run is given. `name`: for people; "" is the ordinary kind, of which there are several samples."""
+    """The values of one run. `name`: for people; "" is the ordinary kind, of which there are several samples."""
 
     name: str = ""
     floats: Floats = Floats()
@@ -63,15 +63,15 @@ class Values:
 ORDINARY = Values()
 
 LARGE = 1e3
-"""The largest magnitude that is tried unless a model compares with larger numbers."""
+"""The largest magnitude that is tried, unless a model compares with larger numbers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Takes:
-    """Which kinds make a difference to a model's inputs.
+    """The kinds of values that make a difference to a model's inputs.
 
-    `floats`: some float is free. `bounded`: some integer indexes a table; `loose`: what reads it checks its bounds.
-    `free`: some integer is bound by nothing. `masks`: some input is a mask. `thresholds`: numbers that the models
+    `floats`: some float is unconstrained. `bounded`: some integer indexes a table; `loose`: its reader checks the
+    bounds. `free`: some integer is unconstrained. `masks`: some input is a mask. `thresholds`: numbers that the models
     compare values with.
     """
 
@@ -83,7 +83,7 @@ class Takes:
     thresholds: tuple[float, ...]
 
     def kinds(self) -> Iterator[Values]:
-        """What is tried besides ordinary values, the most telling first, each in a run of its own."""
+        """The kinds to try besides ordinary values, the most telling first. Each has a run of its own."""
         largest = max(LARGE, *(2 * n for n in self.thresholds), LARGE)
         if self.floats:
             yield Values("values from 0 to 255", Floats(Spread.UNIFORM, 255.0))

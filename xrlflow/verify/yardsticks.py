@@ -1,4 +1,4 @@
-"""What the outputs of the original are measured with, on each set of inputs: float64 where it can be had."""
+"""The yardsticks for the original's outputs on each set of inputs: a float64 evaluation where there is one."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from xrlflow.verify.reference import (
 )
 from xrlflow.verify.runner import Array
 
-# A difference that would be reported is worth so many times as much of float64 as all the rest together.
+# For a difference that would be reported, the float64 evaluation may cost this many times the budget.
 _ON_DEMAND = 10
 
 
 @dataclass(slots=True)
 class Known:
-    """One case, and what the original makes of it: for each output its parts, for each part a yardstick."""
+    """One case with the original's outputs: for each output its parts, and a yardstick for each part."""
 
     case: Case
     outputs: list[Sequence[tuple[str, Any]]]
@@ -36,14 +36,14 @@ class Known:
     licences: tuple[Licence | None, ...] = ()
 
     def licence(self, index: int) -> Licence | None:
-        """What the case allows of an output; None: nothing of it is judged."""
+        """Which differences the case allows in an output; None: the output is not judged at all."""
         return self.licences[index] if self.licences else Licence.NONE
 
 
 def by_float64(at: Sizes, imported: ImportedModel, known: Sequence[Known], budget: float) -> list[str]:
-    """Yardsticks from our float64 evaluation, as far as the budget goes: ordinary values first, at each binding.
+    """Yardsticks from our float64 evaluation, as far as the budget goes: ordinary values of each choice of sizes first.
 
-    What stands in the way is given back.
+    Returns notes on what could not be evaluated.
     """
     wanted = _evaluable(imported, known[0])
     if not wanted:
@@ -77,15 +77,15 @@ def by_float64(at: Sizes, imported: ImportedModel, known: Sequence[Known], budge
 
 
 def on_demand(at: Sizes, imported: ImportedModel, item: Known, budget: float) -> None:
-    """The float64 yardsticks of one case after all, where a difference would be reported otherwise."""
+    """Evaluate one case in float64 after all, because a difference would be reported otherwise."""
     wanted = _evaluable(imported, item)
     if wanted and at.flops(item.case) <= _ON_DEMAND * budget:
-        with suppress(NoReference):  # then what is there already has to do
+        with suppress(NoReference):  # then the present yardstick has to do
             _measure(imported, item, wanted)
 
 
 def not_credible(imported: ImportedModel, item: Known, wanted: Sequence[int]) -> list[int]:
-    """Those of some outputs that are not what our evaluation has, by more than rounding. Raises NoReference."""
+    """Which of these outputs differ from our evaluation by more than rounding. Raises NoReference."""
     values = [imported.graph.outputs[index] for index in wanted]
     references = evaluate(imported, item.case, values)
     rounded = _Rounded(imported, item.case, values)
@@ -100,7 +100,7 @@ def not_credible(imported: ImportedModel, item: Known, wanted: Sequence[int]) ->
 
 
 def _evaluable(imported: ImportedModel, item: Known) -> list[int]:
-    """The outputs of floats that have a float64 evaluation."""
+    """The float outputs that have a float64 evaluation."""
     able = evaluable(imported.graph)
     return [
         i for i, can in enumerate(able) if can and any(is_float(a) for part, a in item.outputs[i] if not part)
@@ -108,7 +108,7 @@ def _evaluable(imported: ImportedModel, item: Known) -> list[int]:
 
 
 def _measure(imported: ImportedModel, item: Known, wanted: Sequence[int]) -> list[str]:
-    """Evaluate these outputs of a case. Gives the names of those that are not believed. Raises NoReference."""
+    """Evaluate these outputs of a case. Returns the names of those that are not credible. Raises NoReference."""
     values = [imported.graph.outputs[index] for index in wanted]
     references = evaluate(imported, item.case, values)
     rounded = _Rounded(imported, item.case, values)
@@ -124,7 +124,7 @@ def _measure(imported: ImportedModel, item: Known, wanted: Sequence[int]) -> lis
 
 
 class _Rounded:
-    """Our evaluation of some values in the model's own precision, made when it is first asked for."""
+    """Our evaluation of some values in the model's own precision, made on first use."""
 
     def __init__(self, imported: ImportedModel, case: Case, values: Sequence[Value]) -> None:
         self._imported, self._case, self._values = imported, case, values

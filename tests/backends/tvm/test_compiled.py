@@ -548,7 +548,7 @@ def test_an_interrupt_that_tvm_swallows_still_interrupts(
 ) -> None:
     from tvm import relax
 
-    from xrlflow.backends.tvm.load import tvm
+    from xrlflow.backends.tvm.import_tvm import tvm
 
     def swallowing(*arguments: Any) -> Any:
         with contextlib.suppress(KeyboardInterrupt):

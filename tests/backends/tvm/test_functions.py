@@ -10,7 +10,7 @@ import numpy.typing as npt
 import pytest
 
 from xrlflow.backends.tvm import detect
-from xrlflow.backends.tvm.load import tvm
+from xrlflow.backends.tvm.import_tvm import tvm
 
 Floats = npt.NDArray[np.float32]
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from xrlflow.backends.onnxruntime import open_model
 from xrlflow.backends.tvm import Machine, Tvm, TvmModel, detect
 from xrlflow.backends.tvm.compiled import compiled
-from xrlflow.backends.tvm.load import tvm
+from xrlflow.backends.tvm.import_tvm import tvm
 from xrlflow.backends.tvm.lower import fuse, import_model
 from xrlflow.backends.tvm.padding import Rows, padded_columns, padded_width
 from xrlflow.backends.tvm.schedules import (

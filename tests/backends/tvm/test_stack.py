@@ -6,7 +6,7 @@ import pytest
 
 from bench.operators import operator
 from xrlflow.backends.tvm import detect
-from xrlflow.backends.tvm.load import tvm
+from xrlflow.backends.tvm.import_tvm import tvm
 from xrlflow.backends.tvm.lower import fuse, import_model
 from xrlflow.backends.tvm.schedules import Choice, Tile, apply
 from xrlflow.backends.tvm.stack import CODE

@@ -1,4 +1,4 @@
-"""ONNX Runtime as a backend. Importing this does not import the runtime itself: that happens at the first use."""
+"""ONNX Runtime as a backend. The runtime is imported on first use."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class OnnxRuntime:
-    """The Backend. Raises BackendError for providers other than the CPU's."""
+    """The `Backend` of ONNX Runtime. Raises BackendError for providers other than the CPU's."""
 
     optimization: Optimization = Optimization.ALL
     providers: Sequence[str] = (CPU,)

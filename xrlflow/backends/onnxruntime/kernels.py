@@ -1,4 +1,4 @@
-"""Which operators ONNX Runtime's CPU provider can run, by its own register of kernels."""
+"""Which operators ONNX Runtime's CPU provider can run, according to its register of kernels."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Iterable
 
 OPSET = 23
 """The canonical opset: kernels are looked up for this version of the default domain."""
-# NumPy's names for what ONNX calls otherwise.
+# Types with another name in NumPy than in ONNX.
 ALIASES = {"float32": "float", "float64": "double", "str": "string"}
-# What operators expanded into primitives may meet no kernel for.
+# If an operator is expanded into others, these may have no kernel for such types.
 RARE_FLOATS = frozenset({"tensor(double)", "tensor(float16)", "tensor(bfloat16)"})
 
 Key = tuple[str, str]
@@ -18,17 +18,16 @@ Types = frozenset[str]
 
 
 def supports(op: str, domain: str = "", dtypes: Iterable[str] = ()) -> bool:
-    """Whether ONNX Runtime's CPU provider runs `op` on these element types (ONNX names, NumPy's understood).
+    """Whether ONNX Runtime's CPU provider runs `op` on these element types (names of ONNX or NumPy).
 
-    True when a single kernel takes them all: in its type constraints, in a constraint that it leaves to the
-    schema, or as an input or output of fixed type (the condition of Where). `dtypes` is a set for the whole
-    node, so types are not told apart by input. An operator without a kernel that ONNX defines as a function
-    is expanded into others: it counts as supported where its schema allows the types and none is a float
-    other than single precision.
+    True if a single kernel takes them all: in its type constraints, in a constraint that it leaves to the schema, or as
+    an input or output of fixed type (the condition of Where). `dtypes` is one set for the node, so inputs are not
+    distinguished. An operator without a kernel that ONNX defines as a function is expanded into others. It counts as
+    supported if its schema allows the types and none is a float other than float32.
     """
     wanted = frozenset(f"tensor({ALIASES.get(dtype.lower(), dtype.lower())})" for dtype in dtypes)
     domain = "" if domain == "ai.onnx" else domain
-    if (domain, op) == ("", "Constant"):  # becomes an initializer before kernels are chosen
+    if (domain, op) == ("", "Constant"):  # becomes an initialiser before kernels are chosen
         return True
     if any(wanted <= types for types in _kernels().get((domain, op), ())):
         return True
@@ -37,7 +36,7 @@ def supports(op: str, domain: str = "", dtypes: Iterable[str] = ()) -> bool:
 
 @functools.cache
 def _kernels() -> dict[Key, list[Types]]:
-    """For each operator the types that each of its kernels takes."""
+    """For each operator, the types that each of its kernels takes."""
     from onnxruntime.capi import onnxruntime_pybind11_state as native
 
     schemas = _schemas()
@@ -57,7 +56,7 @@ def _kernels() -> dict[Key, list[Types]]:
 
 @functools.cache
 def _schemas() -> dict[Key, dict[str, Types]]:
-    """For each operator its type constraints at the canonical opset; a fixed type is a constraint by its own name."""
+    """For each operator, its type constraints at the canonical opset. A fixed type is a constraint by its own name."""
     from onnxruntime.capi import onnxruntime_pybind11_state as native
 
     newest: dict[Key, int] = {}
@@ -79,7 +78,7 @@ def _expands(op: str, wanted: Types) -> bool:
         return False
     try:
         schema = onnx.defs.get_schema(op, OPSET)
-    except onnx.defs.SchemaError:  # younger than the canonical opset
+    except onnx.defs.SchemaError:  # newer than the canonical opset
         return False
     # ONNX's stubs lack these two.
     if not (schema.has_function or schema.has_context_dependent_function):  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Measuring two models in many fresh processes: the only figure that is reported as a speed-up."""
+"""Compares two models in many fresh processes. Only this gives a reported speed-up."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ if TYPE_CHECKING:
 
 WORKER = "xrlflow.backends.onnxruntime.worker"
 GRACE = 0.03
-"""The part of the time limit for which a process may go on beyond it: it was begun as it seemed to fit."""
+"""A process may exceed the time limit by this part of it if it was begun in time."""
 _MOST_PROCESSES = 80
 _ENOUGH_PROCESSES = 16
-"""Where there is no time for so many processes, each has fewer turns, down to `_FEWEST_TURNS`."""
+"""If there is no time for this many processes, each has fewer turns, down to `_FEWEST_TURNS`."""
 _FEWEST_TURNS, _MOST_TURNS = 4, 80
 _BETWEEN = 0.01
-"""Standard deviation between processes that the number of turns is right for."""
+"""The standard deviation between processes that the number of turns is chosen for."""
 _PRECISE = 0.005
-"""Standard error (a logarithm) of a mean beyond which more processes are worth waiting for."""
+"""The standard error of a mean (a logarithm) above which more processes are worth the time."""
 _FIGURE_ALONE = 24
-"""Processes for a figure where nothing is decided."""
+"""The number of processes for a figure without a decision."""
 
 
 def measure_in_fresh_processes(
@@ -61,25 +61,25 @@ def measure_in_fresh_processes(
     optimization: Optimization = Optimization.ALL,
     session_options: Options | None = None,
 ) -> RepeatedComparison:
-    """How many times faster `after` is than `before`, measured anew in many processes.
+    """How many times faster `after` is than `before`, measured in many fresh processes.
 
-    What is fixed for the life of a process (addresses of weights, placement of threads) can make one session a percent
-    or more faster than another of the same model, so one process cannot tell a small speed-up from luck. Each opens
-    its own two sessions, every other one in reverse order, and takes a few turns (`pairs`): more where the first
-    process found them to be noisy, and where starting takes long. How many processes there are is settled by
-    `decision`: with `check`, whether `after` is faster, and if it is, and `check` does not say that it is of no use, in
-    further processes by how much; without, by how much alone.
+    What is fixed for the life of a process (addresses of weights, CPUs of threads) can make one session a percent or
+    more faster than another of the same model, so a single process cannot tell a small speed-up from luck. Each process
+    opens two sessions, every other one in reverse order, and takes a few turns (`pairs`): more if the first process
+    found them noisy, or if starting takes long. The number of processes follows from `decision`. With `check`, they
+    first decide whether `after` is faster; if so, and if `check` returns True, further processes tell by how much.
+    Without `check` they only measure by how much.
 
-    `time_limit` is in seconds for everything, the `check_seconds` that `check` takes among them; it ends earlier when
-    enough is known, and where the first processes show that there is no time for another. A decision takes more than
-    `patience` seconds only beside neighbours who spread the estimates by so much that their mean is 0.5% off: what is
-    in doubt with less is hardly worth more time. Ctrl-C ends the running process.
+    `time_limit`: seconds for everything, including the `check_seconds` that `check` takes. It ends earlier when enough
+    is known, or when the first processes show that there is no time for another. A decision takes more than `patience`
+    seconds only if other programs spread the estimates so much that their mean is uncertain by 0.5%; smaller doubts are
+    hardly worth more time. Ctrl-C ends the running process.
 
-    A SessionOptions object cannot be handed to another process. With one the samples are fresh sessions in this
-    process, and the result's `fresh_processes` is False: a mapping of configuration entries is better.
+    A SessionOptions object cannot be sent to another process. With one, each sample uses new sessions in this process,
+    and the result's `fresh_processes` is False; a mapping of configuration entries is better.
 
-    Raises BackendError when a process crashes (with the end of what it wrote to standard error), and when a model
-    cannot be loaded and run.
+    Raises BackendError if a process crashes (with the end of its standard error), and if a model cannot be loaded or
+    run.
     """
     started = time.monotonic()
     threads = resolve_threads(threads, session_options)
@@ -103,13 +103,13 @@ def measure_in_fresh_processes(
     return drawing.summary(answer, time.monotonic() - started, threads, check is not None, setup.portable)
 
 
-# source(index, turns, deadline): the turns of a sample; None where they were not over at `deadline` (time.monotonic).
+# source(index, turns, deadline): the turns of a sample; None if they were not over at `deadline` (time.monotonic).
 Source: TypeAlias = Callable[[int, int | None, float], Sample | None]
 
 
 @dataclass(slots=True)
 class _Drawing:
-    """Samples one after the other, until `deadline` (time.monotonic)."""
+    """Draws samples one after the other, until `deadline` (time.monotonic)."""
 
     source: Source
     deadline: float
@@ -117,14 +117,14 @@ class _Drawing:
     turns: int | None = None
     samples: list[Sample] = field(default_factory=list)
     estimates: list[Estimate] = field(default_factory=list)
-    waiting: list[float] = field(default_factory=list)  # what was measured, and not drawn yet
+    waiting: list[float] = field(default_factory=list)  # measured, but not yet drawn
     longest: float = 0.0
     patient_until: float = math.inf
 
     def plan(self) -> int:
-        """Measure once; how many processes there is time for, with the `turns` that suit them.
+        """Measure once, and choose `turns`. Returns the number of processes that there is time for.
 
-        That one is included, if it is of use.
+        The first one is included if its turns are of use.
         """
         started = time.monotonic()
         first = self._measure()
@@ -137,15 +137,15 @@ class _Drawing:
         left = max(self.deadline - time.monotonic(), 0.0)
         slow = sampled.turns[0].seconds >= SETTLE_BELOW
         fewest = 2 if slow else _FEWEST_TURNS
-        # Least is the variance of an estimate, between**2 + noise**2 / turns, times its cost, start + turns * each:
+        # The best number minimises variance (between**2 + noise**2 / turns) times cost (start + turns * each).
         best = self.estimates[0].noise / _BETWEEN * math.sqrt(start / max(each, 1e-6))
-        # Where there is no time for many processes, they had better not be much longer than it takes to start them.
+        # If there is no time for many processes, each should not take much longer than its start.
         room = max(left / _ENOUGH_PROCESSES - start, 0.5 * start) / max(each, 1e-6)
         self.turns = max(fewest, min(2 * round(min(best, room) / 2), _MOST_TURNS))
         if self.turns <= 2 * len(sampled.turns):
             self.waiting.append(
                 first
-            )  # otherwise it says much less than the others will, and served to learn that
+            )  # otherwise it says much less than the others will, and only served to learn this
         self.longest = start + self.turns * each
         return min(len(self.waiting) + int(left / max(self.longest, 1e-6)), _MOST_PROCESSES)
 
@@ -161,7 +161,7 @@ class _Drawing:
         return found
 
     def _precise(self) -> bool:
-        """Whether the estimates are close together; where the mean lies is of no matter, so that it is not chosen."""
+        """Whether the estimates are close together. Their mean must not matter, or it would be selected."""
         return len(self.estimates) > FEWEST and pool([e.ratio for e in self.estimates]).error <= _PRECISE
 
     def _measure(self) -> float | None:
@@ -205,7 +205,7 @@ def _latency(samples: Sequence[Sample], model: int) -> Latency | None:
 
 @dataclass(frozen=True, slots=True)
 class _Setup:
-    """What all processes of a comparison have in common."""
+    """What all processes of a comparison share."""
 
     before: ModelSource
     after: ModelSource
@@ -216,11 +216,11 @@ class _Setup:
 
     @property
     def portable(self) -> bool:
-        """Whether another process can be told all of it."""
+        """Whether everything can be sent to another process."""
         return self.session_options is None or isinstance(self.session_options, Mapping)
 
     def sample_here(self, index: int, turns: int | None, deadline: float) -> Sample:
-        """A `Source` of sessions in this process; it does not look at the deadline."""
+        """A `Source` with sessions in this process. It ignores the deadline."""
         return sample(
             (self.before, self.after),
             self.feeds,
@@ -246,12 +246,12 @@ class _Setup:
 
 
 class FreshProcesses:
-    """Processes in which two models are loaded, timed and forgotten, one at a time. See `worker`."""
+    """Processes in which two models are loaded and timed, one process at a time. See `worker`."""
 
     def __init__(self, setup: _Setup) -> None:
         self._stack = contextlib.ExitStack()
         self._setup = setup
-        self._nursery: subprocess.Popen[bytes] | None = None
+        self._server: subprocess.Popen[bytes] | None = None
         self._log: IO[bytes] | None = None
 
     def __enter__(self) -> Self:
@@ -259,14 +259,14 @@ class FreshProcesses:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="xrlflow-measure-")))
             self._setup.write(folder)
             self._log = stack.enter_context(tempfile.TemporaryFile())
-            self._nursery = subprocess.Popen(
+            self._server = subprocess.Popen(
                 command(WORKER, "main", str(folder)),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._log,
                 bufsize=0,
                 start_new_session=True,
-                # NumPy's threads would be in the way of a fork.
+                # A process with NumPy's threads could not be forked safely.
                 env=environment(OPENBLAS_NUM_THREADS="1", MKL_NUM_THREADS="1"),
             )
             stack.callback(self._end)
@@ -280,27 +280,30 @@ class FreshProcesses:
 
     @property
     def process(self) -> int:
-        """The nursery's number."""
-        assert self._nursery is not None
-        return self._nursery.pid
+        """The process id of the fork server."""
+        assert self._server is not None
+        return self._server.pid
 
     def sample(self, index: int, turns: int | None, deadline: float) -> Sample | None:
-        """The turns of a process of its own; every other one (`index`) begins with the new model. None where it was not
-        over at `deadline` (time.monotonic): then nothing more can be asked. Raises BackendError."""
-        assert self._nursery is not None
-        assert self._nursery.stdin is not None
+        """The turns of a new process. Every other one (odd `index`) begins with the new model.
+
+        None if it was not over at `deadline` (time.monotonic); then no further sample can be taken. Raises
+        BackendError.
+        """
+        assert self._server is not None
+        assert self._server.stdin is not None
         request = {"turns": turns, "swapped": index % 2 == 1, "seed": index}
         try:
-            self._nursery.stdin.write(json.dumps(request).encode() + b"\n")
+            self._server.stdin.write(json.dumps(request).encode() + b"\n")
         except BrokenPipeError:
-            self._nursery.wait()
-            raise self._crashed(self._nursery.returncode) from None
+            self._server.wait()
+            raise self._crashed(self._server.returncode) from None
         line = self._answer(deadline)
         if line is None:
             self._end()
             return None
         if not line:
-            raise self._crashed(self._nursery.wait())
+            raise self._crashed(self._server.wait())
         answer = json.loads(line)
         if "error" in answer:
             raise BackendError(answer["error"])
@@ -309,16 +312,16 @@ class FreshProcesses:
         return from_json(answer["sample"])
 
     def _answer(self, deadline: float) -> bytes | None:
-        """A line; empty at the end, None at the deadline."""
-        assert self._nursery is not None
-        assert self._nursery.stdout is not None
+        """A line of output; empty at its end, None at the deadline."""
+        assert self._server is not None
+        assert self._server.stdout is not None
         line = b""
         while not line.endswith(b"\n"):
             left = max(deadline - time.monotonic(), 0.0)
-            ready, _, _ = select.select([self._nursery.stdout], [], [], left)
+            ready, _, _ = select.select([self._server.stdout], [], [], left)
             if not ready:
                 return None
-            part = os.read(self._nursery.stdout.fileno(), 1 << 16)
+            part = os.read(self._server.stdout.fileno(), 1 << 16)
             if not part:
                 return b""
             line += part
@@ -332,13 +335,13 @@ class FreshProcesses:
         return BackendError(f"a measuring process ended with status {status}: {tail}")
 
     def _end(self) -> None:
-        """End the nursery and its child, whatever they are doing."""
-        nursery = self._nursery
-        assert nursery is not None
+        """Kill the fork server and its child."""
+        server = self._server
+        assert server is not None
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(nursery.pid, signal.SIGKILL)
-        nursery.wait()
-        for pipe in (nursery.stdin, nursery.stdout):
+            os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
+        for pipe in (server.stdin, server.stdout):
             if pipe is not None:
                 pipe.close()
 

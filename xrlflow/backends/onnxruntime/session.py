@@ -1,19 +1,19 @@
-"""ONNX Runtime sessions, made alike for everybody: verification, measuring and profiling.
+"""ONNX Runtime sessions, made in the same way for verification, measurements and profiles.
 
-Spinning. After an operator the worker threads of a session spin, by default for about a millisecond or more, to start
-the next operator without waking up. A user's process has that, so measuring without it measures something
-else; but the threads of one session then go on spinning while its sibling in the comparison runs.
-Milliseconds on 2 cores (Zen 4, AVX-512), alone and in turns with a sibling session of the same model:
+Spinning. After an operator, the worker threads of a session spin, by default for a millisecond or more, so that the
+next operator starts without waking them. A user's process has that, so measuring without it would measure something
+else. But the threads of one session then go on spinning while the other model of the comparison runs. Milliseconds on 2
+cores (Zen 4, AVX-512), alone and in turns with another session of the same model:
 
     model                        default        no spinning     spinning, stopped after the run
     48 MatMul+Relu 64x256       2.1 / 4.1        2.7 / 2.7        2.1 / 2.2
     24 MatMul+Relu 128x768     17.3 / 91.6      17.6 / 17.7      17.3 / 17.4
     20 Conv+Relu 64x28x28       5.2 / 11.5       5.8 / 5.8        5.4 / 5.4
 
-Without spinning models of many small operators are a quarter slower and rank otherwise; with it a sibling can
-cost a factor of five. `session.force_spinning_stop` (spin during a run, stop when it returns) has neither
-fault, so every session gets it unless the user's own options say otherwise. The price is waking the workers
-once a run, some 5 to 20 microseconds.
+Without spinning, models of many small operators are a quarter slower, and their order changes; with spinning, another
+session can cost a factor of five. `session.force_spinning_stop` (spin during a run, stop when it returns) avoids both,
+so every session gets it unless the user's own options say otherwise. It costs 5 to 20 microseconds per run to wake the
+workers.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ if TYPE_CHECKING:
 
 CPU = "CPUExecutionProvider"
 QUIET = 4
-"""Log severity: fatal errors only. What fails is raised, and said once."""
+"""Log severity: only fatal errors. Errors are raised, and so reported once."""
 DEFAULT_ENTRIES: Mapping[str, str] = {"session.force_spinning_stop": "1"}
 AFFINITIES = "session.intra_op_thread_affinities"
 """A CPU for each worker thread, counted from 1, separated by semicolons."""
 CUSTOM_OPERATORS = "custom_ops_library"
-"""Key of a session options mapping that is ours: shared libraries of custom operators, separated like PATH."""
+"""Our own key of session options: shared libraries of custom operators, separated like PATH."""
 
 Options: TypeAlias = "Mapping[str, str] | ort.SessionOptions"
 """A user's session options: configuration entries as a mapping, or a SessionOptions object."""
 
 
 class Optimization(enum.Enum):
-    """How far ONNX Runtime rewrites the graph by itself when it loads a model."""
+    """How much ONNX Runtime itself rewrites the graph when it loads a model."""
 
     NONE = "ORT_DISABLE_ALL"
     BASIC = "ORT_ENABLE_BASIC"
@@ -76,7 +76,7 @@ class OrtModel:
         return self._session
 
     def run(self, feeds: Feeds) -> Sequence[Any]:
-        """The outputs, in the order of `output_names`. Raises BackendError when ONNX Runtime refuses or fails."""
+        """The outputs, in the order of `output_names`. Raises BackendError if ONNX Runtime refuses or fails."""
         try:
             outputs: Sequence[Any] = self.session.run(list(self._output_names), dict(feeds))
         except self._errors as error:
@@ -84,11 +84,11 @@ class OrtModel:
         return outputs
 
     def caller(self, feeds: Feeds) -> Callable[[], object]:
-        """A call that runs the model once on `feeds`, as a user's own program would.
+        """A function that runs the model once on `feeds`, as a user's program would.
 
-        That is the plain `session.run` with contiguous NumPy arrays: it takes them without a copy, works for
-        every type of input, and costs 5 microseconds of Python (IO binding 2.5, OrtValues 33), the same for
-        all models compared. Runs once, so that wrong feeds raise BackendError here.
+        It is the plain `session.run` with contiguous NumPy arrays: no copies, any type of input, and 5 microseconds of
+        Python (IO binding 2.5, OrtValues 33), the same for all compared models. The model is run once, so that wrong
+        feeds raise BackendError here.
         """
         arrays = same_feeds(feeds)
         self.run(arrays)
@@ -97,9 +97,9 @@ class OrtModel:
         return lambda: session.run(names, arrays)
 
     def bound_caller(self, feeds: Feeds) -> Callable[[], object]:
-        """Like `caller`, by IO binding where feeds and outputs are plain tensors: outputs stay in the session's arena.
+        """Like `caller`, with IO binding if feeds and outputs are plain tensors: outputs stay in the session's arena.
 
-        For operators timed alone: inside a model their outputs are not handed to Python either.
+        For operators timed alone: inside a model, their outputs are not passed to Python either.
         """
         import onnxruntime as ort
 
@@ -122,7 +122,7 @@ class OrtModel:
         return lambda: session.run_with_iobinding(binding)
 
     def close(self) -> None:
-        """Drop the session: its weights, its arena and its threads."""
+        """Release the session with its weights, its arena and its threads."""
         self._session = None
 
     def __enter__(self) -> Self:
@@ -143,16 +143,16 @@ def open_model(
     session_options: Options | None = None,
     cpus: Sequence[int] | None = None,
 ) -> OrtModel:
-    """Load a model into a session of its own.
+    """Load a model into a new session.
 
-    `threads` computes with that many threads in an operator (default: the physical cores), operators run one
-    after the other. `session_options` are the user's: a mapping of configuration entries wins over ours. A
-    SessionOptions object is used itself, and completed in place only where it says nothing (thread count, the
-    entry on spinning); its optimisation level holds when `optimization` is ALL. `cpus` pins the worker
-    threads: a CPU for each thread, of which the first, the calling thread's, is not used here (see `placement`).
+    Operators run one after the other, each with `threads` threads (default: the number of physical cores).
+    `session_options` are the user's. A mapping of configuration entries takes precedence over ours. A SessionOptions
+    object is itself used, and completed in place where it says nothing (thread count, spinning); its optimisation level
+    holds if `optimization` is ALL. `cpus` pins the worker threads: one CPU per thread, the first of which belongs to
+    the calling thread and is not used here (see `placement`).
 
-    Raises BackendError when a provider other than the CPU's is asked for, when `threads` contradicts the
-    options, when a file is missing, and when ONNX Runtime cannot load the model.
+    Raises BackendError if a provider other than the CPU's is asked for, if `threads` contradicts the options, if a file
+    is missing, and if ONNX Runtime cannot load the model.
     """
     import onnxruntime as ort
 
@@ -171,7 +171,7 @@ def open_model(
 
 
 def check_providers(providers: Sequence[str]) -> None:
-    """Raise BackendError unless `providers` is the CPU's alone."""
+    """Raise BackendError unless `providers` is only the CPU's."""
     others = [provider for provider in providers if provider not in (CPU, "cpu", "CPU")]
     if others or not providers:
         wanted = ", ".join(others) or "none"
@@ -179,12 +179,12 @@ def check_providers(providers: Sequence[str]) -> None:
 
 
 def describe(model: ModelSource) -> str:
-    """A name for messages."""
+    """The name of a model in messages."""
     return f"the model of {len(model)} bytes" if isinstance(model, bytes) else os.fspath(model)
 
 
 def ort_errors() -> tuple[type[Exception], ...]:
-    """What ONNX Runtime raises. Its own classes have no common base but Exception."""
+    """The classes of errors that ONNX Runtime raises. They have no common base but Exception."""
     from onnxruntime.capi import onnxruntime_pybind11_state as native
 
     own = (
@@ -194,7 +194,7 @@ def ort_errors() -> tuple[type[Exception], ...]:
 
 
 def reason(error: BaseException) -> str:
-    """An ONNX Runtime error's message without its code, on one line."""
+    """The message of an ONNX Runtime error without its code, on one line."""
     text = one_line(error)
     if text.startswith("[ONNXRuntimeError]"):
         text = text.split(" : ", 3)[-1]
@@ -249,6 +249,6 @@ def _options(
 def _has_entry(options: ort.SessionOptions, key: str) -> bool:
     try:
         options.get_session_config_entry(key)
-    except RuntimeError:  # that is how it says "not set"
+    except RuntimeError:  # the entry is not set
         return False
     return True

@@ -1,4 +1,4 @@
-"""Measuring models in ONNX Runtime, in this process."""
+"""Measures models in ONNX Runtime, in this process."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from xrlflow.backends import load
+from xrlflow.backends import system_load
 from xrlflow.backends.interleave import Run, interleave, time_alone
 from xrlflow.backends.onnxruntime.session import (
     Optimization,
@@ -38,14 +38,14 @@ def measure(
 ) -> Comparison:
     """How many times faster each of `models` is than the first, end to end, on the same `feeds`.
 
-    A model may also be a shared library that TVM compiled, beside others in ONNX Runtime.
+    A model may also be a shared library that TVM compiled.
 
-    All are loaded at once (a session's memory each; the A/A control needs none of its own) and timed in turns: see
-    `interleave` for how, when it ends and what `control`, `margin` and `target_width` mean. `time_limit` is in seconds
-    and includes loading. `threads` defaults to the physical cores; they are pinned to the same CPUs for all models (see
-    `placement`), the calling thread too as long as this runs. `load_reversed` loads the last model first.
+    All are loaded at once (the A/A control needs no session of its own) and timed in turns: `interleave` says how, when
+    it ends, and what `control`, `margin` and `target_width` mean. `time_limit`: seconds, including loading. `threads`:
+    by default the number of physical cores. Threads of all models are pinned to the same CPUs (see `placement`), and so
+    is the calling thread during the measurement. `load_reversed`: the last model is loaded first.
 
-    Raises BackendError when a model cannot be loaded or run on `feeds`, and for what `open_model` refuses.
+    Raises BackendError if a model cannot be loaded or run on `feeds`, and for what `open_model` refuses.
     """
     started = time.perf_counter()
     if len(models) < 2:
@@ -73,7 +73,7 @@ def measure(
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """The turns of two models in one process; `load`: what others did meanwhile; seconds of loading and of turns."""
+    """The turns of two models in one process, the load by other programs, and the seconds of loading and of turns."""
 
     turns: tuple[Turn, ...]
     load: Load
@@ -91,9 +91,9 @@ def sample(
     optimization: Optimization = Optimization.ALL,
     session_options: Options | None = None,
 ) -> Sample:
-    """Load two models, run each once, and take `turns` (None: a few); `swapped`: the second is loaded and timed first.
+    """Load two models, run each once, and take `turns` (None: a few). `swapped`: load and time the second one first.
 
-    Either may be a shared library that TVM compiled. Raises BackendError when a model cannot be loaded or run.
+    Either may be a shared library that TVM compiled. Raises BackendError if a model cannot be loaded or run.
     """
     started = time.perf_counter()
     cpus = choose_cpus(threads)
@@ -111,11 +111,11 @@ def sample(
             callers[index] = opened[index].caller(feeds)
             singles[index] = time.perf_counter() - begun
         loaded = time.perf_counter()
-        before = load.read()
+        before = system_load.read()
         taken = take_turns(callers, singles, turns, first=order[0])
-        after = load.read()
+        after = system_load.read()
     ended = time.perf_counter()
-    return Sample(taken, load.judge(before, after, threads), loaded - started, ended - loaded)
+    return Sample(taken, system_load.judge(before, after, threads), loaded - started, ended - loaded)
 
 
 def _load(
@@ -142,13 +142,11 @@ def time_model(
     optimization: Optimization = Optimization.ALL,
     session_options: Options | None = None,
 ) -> Latency:
-    """The latency of one model by itself, cheaply: a one-node model takes about `time_limit` seconds and 1 ms to load.
+    """The latency of one model, measured cheaply: a model of one node takes `time_limit` seconds and 1 ms to load.
 
-    For profiling operators. Two such figures make no claim about which model is faster: use `measure`.
-    `min_samples` samples are taken even when `time_limit` seconds do not suffice, within four times that
-    limit.
-
-    Raises BackendError when the model cannot be loaded or run on `feeds`.
+    For profiles of operators. Two such figures do not tell which model is faster: use `measure` for that. At least
+    `min_samples` samples are taken, even if that takes up to four times `time_limit`. Raises BackendError if the model
+    cannot be loaded or run on `feeds`.
     """
     threads = resolve_threads(threads, session_options)
     cpus = choose_cpus(threads)

@@ -1,4 +1,4 @@
-"""What passes between a measurement and its child processes: JSON, and one npz file of inputs. No pickle."""
+"""The files and messages between a measurement and its processes: JSON, and an npz file of inputs. No pickle."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from xrlflow.backends.results import Load
 
 
 def save_feeds(path: Path, feeds: Feeds) -> list[str]:
-    """Write the arrays of `feeds`; returns their names in the file's order (an npz cannot have every name).
+    """Write the arrays of `feeds`. Returns their names in the file's order, since an npz cannot have every name.
 
-    Raises BackendError for element types that NumPy does not have itself.
+    Raises BackendError for element types that NumPy lacks.
     """
     arrays: dict[str, Array] = {}
     for index, (name, array) in enumerate(feeds.items()):
@@ -32,7 +32,7 @@ def save_feeds(path: Path, feeds: Feeds) -> list[str]:
 
 
 def load_feeds(path: Path, names: list[str]) -> dict[str, Array]:
-    """The arrays that `save_feeds` wrote; strings as objects, as ONNX Runtime wants them."""
+    """The arrays that `save_feeds` wrote. Strings have dtype object, as ONNX Runtime expects."""
     with np.load(path, allow_pickle=False) as file:
         arrays = [file[f"feed{index}"] for index in range(len(names))]
     return {
@@ -41,12 +41,12 @@ def load_feeds(path: Path, names: list[str]) -> dict[str, Array]:
 
 
 def to_json(sample: Sample) -> dict[str, Any]:
-    """A process's sample as plain data."""
+    """A sample of a process as plain data."""
     return dataclasses.asdict(sample)
 
 
 def from_json(data: dict[str, Any]) -> Sample:
-    """The sample that `to_json` made. Raises KeyError or TypeError for other data."""
+    """The inverse of `to_json`. Raises KeyError or TypeError for other data."""
     return Sample(
         turns=tuple(Turn(**turn) for turn in data["turns"]),
         load=Load(**data["load"]),

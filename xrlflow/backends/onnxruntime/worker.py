@@ -1,13 +1,15 @@
 """Fresh processes that compare two models: `python -m xrlflow.backends.onnxruntime.worker FOLDER`.
 
-This process, the nursery, imports what all need and forks a child for each request: 2 ms instead of the quarter of a
-second that Python takes to start. It has one thread, so that a fork is sound: ONNX Runtime starts one when it is
-imported, so each child imports that itself (25 ms). Children of one process would have the same addresses; where
-weights lie is what makes one session faster than another of the same model, so each child first takes memory in pieces
-of random sizes, and what it loads then lies elsewhere.
+This process is a fork server. It imports what all comparisons need and forks a child for each request, which takes
+2 ms; a new Python would take a quarter of a second. It has a single thread, because a process with several cannot be
+forked safely. ONNX Runtime starts a thread when it is imported, so each child imports it itself (25 ms).
 
-FOLDER has setup.json and feeds.npz. A request is a line of JSON on standard input, the answer one on standard output:
-{"sample": ...}, {"error": one line} or {"status": what the child ended with}. At the end of the input it leaves.
+Two sessions of one model differ in speed because their weights lie at different addresses. Forked children would all
+have the same addresses, so each child first allocates memory in pieces of random sizes.
+
+FOLDER has setup.json and feeds.npz. A request is a line of JSON on standard input. The answer is a line of JSON on
+standard output: {"sample": ...}, {"error": one line} or {"status": the child's exit status}. The process exits at the
+end of its input.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from xrlflow.backends.onnxruntime.timing import sample
 from xrlflow.backends.onnxruntime.wire import load_feeds, to_json
 from xrlflow.backends.protocol import BackendError, Feeds
 from xrlflow.backends.tvm import is_compiled
-from xrlflow.backends.tvm.load import tvm
+from xrlflow.backends.tvm.import_tvm import tvm
 
 
 def main(setup_folder: str) -> None:
@@ -39,7 +41,7 @@ def main(setup_folder: str) -> None:
     if any(is_compiled(model) for model in setup["models"]):
         tvm()
     gc.collect()
-    gc.freeze()  # what is there already is no business of a child's collector: pages stay shared
+    gc.freeze()  # a child's collector does not touch these objects, so their pages stay shared
     while line := _next_line():
         answer = _in_a_child(setup, feeds, json.loads(line))
         if answer is None:
@@ -48,7 +50,7 @@ def main(setup_folder: str) -> None:
 
 
 def _next_line() -> bytes:
-    """A request; empty at the end. Read without a buffer, so that `select` knows whether there is more."""
+    """The next request; empty at the end of the input. It is read without a buffer: `select` must see what is left."""
     line = b""
     while not line.endswith(b"\n") and (byte := os.read(0, 1)):
         line += byte
@@ -56,7 +58,7 @@ def _next_line() -> bytes:
 
 
 def _in_a_child(setup: dict[str, Any], feeds: Feeds, request: dict[str, Any]) -> bytes | None:
-    """The answer of a fork of this process; None if whoever asked is gone."""
+    """The answer of a forked child; None if the process that asked has gone."""
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
@@ -76,7 +78,7 @@ def _in_a_child(setup: dict[str, Any], feeds: Feeds, request: dict[str, Any]) ->
     with os.fdopen(read, "rb", buffering=0) as pipe:
         while True:
             ready, _, _ = select.select([read, 0], [], [])
-            if 0 in ready:  # nobody asks before there is an answer: the other side is gone
+            if 0 in ready:  # no request comes before the answer, so this is the end of the input
                 os.kill(child, signal.SIGKILL)
                 os.waitpid(child, 0)
                 return None
@@ -111,7 +113,7 @@ def _answer(setup: dict[str, Any], feeds: Feeds, request: dict[str, Any]) -> byt
 
 
 def _ballast(seed: int) -> tuple[mmap.mmap, list[bytearray]]:
-    """Memory in pieces of random sizes: pages, and blocks of the heap."""
+    """Memory in pieces of random sizes (pages, blocks of the heap). It shifts the addresses of what is loaded next."""
     rng = random.Random(seed)
     pages = mmap.mmap(-1, mmap.PAGESIZE * rng.randint(1, 1 << 12))
     return pages, [bytearray(rng.randint(1 << 9, 1 << 15)) for _ in range(rng.randint(1, 100))]

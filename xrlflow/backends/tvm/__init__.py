@@ -1,4 +1,4 @@
-"""TVM as a backend: graphs lowered through Relax, kernels register-blocked or as tuned.
+"""TVM as a backend. Graphs are lowered through Relax; kernels are register-blocked, or scheduled as they were tuned.
 
 Importing this does not import TVM.
 """
@@ -19,7 +19,7 @@ __all__ = ["SUFFIX", "Machine", "Tvm", "TvmModel", "detect", "is_compiled", "loa
 
 @dataclass(frozen=True, slots=True)
 class Tvm:
-    """The Backend. `machine` is what is compiled for (default: this one); `shapes` bind dimensions of inputs."""
+    """The `Backend` of TVM. `machine`: the target (default: this one). `shapes` bind dimensions of inputs."""
 
     machine: Machine = field(default_factory=detect)
     shapes: Mapping[str, Sequence[int]] | None = None
@@ -31,12 +31,12 @@ class Tvm:
 
     @property
     def version(self) -> str:
-        from xrlflow.backends.tvm.load import tvm
+        from xrlflow.backends.tvm.import_tvm import tvm
 
         return str(tvm().__version__)
 
     def supports(self, op: str, domain: str = "", dtypes: Iterable[str] = ()) -> bool:
-        """Whether `op` can be lowered. Complex numbers, strings and sequences cannot."""
+        """Whether `op` can be lowered. Complex numbers, strings and sequences cannot be."""
         from xrlflow.backends.tvm.lower import unsupported
 
         foreign = any(dtype.startswith(("complex", "string", "seq", "optional")) for dtype in dtypes)

@@ -1,11 +1,11 @@
 """softmax(f(q k)) v as one kernel.
 
-The scores of a few rows stay in the cache from the first product to the second, instead of all of them going through
-memory five times (Dao et al., FlashAttention, 2022; without its running maximum, since a row of scores fits). Each task
-packs the keys and values of its head into panels, q, k and v are read where they lie and the result is written where it
-is read, so that the transpositions around the heads disappear. Both products have a tile of accumulators in vector
-registers (see `schedules`), and a row is divided by its sum on the way out: values so large that their sum overflows
-give infinities, where the operators one by one would have divided first.
+The scores of a few rows stay in the cache between the two products, while separate operators move all scores through
+memory five times (Dao et al., FlashAttention, 2022; without its running maximum, since a row of scores fits into the
+cache). Each task packs the keys and values of its head into panels. q, k and v are read where they are, and the result
+is written where it is read, so that the transpositions around the heads disappear. Both products have a tile of
+accumulators in vector registers (see `schedules`). A row is divided by its sum at the end: values so large that their
+sum overflows give infinities, where separate operators would have divided first.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from xrlflow.backends.tvm.load import tvm
+from xrlflow.backends.tvm.import_tvm import tvm
 from xrlflow.backends.tvm.schedules import WORTH_A_THREAD
 from xrlflow.backends.tvm.target import Machine
 
 SCHEDULED = "tirx.is_scheduled"
-"""TVM's mark of a function of which nothing is left to be scheduled."""
+"""TVM's mark of a function that is scheduled completely."""
 
 _FLOAT = "float32"
 _LOCAL = "local"
-_OPAQUE = 8  # relax's OpPatternKind: nothing is fused with it
+_OPAQUE = 8  # relax's OpPatternKind: never fused
 _MOST_ROWS = 14
-# Rows that are a multiple of a page apart share a set of an 8-way first-level cache.
+# Rows whose distance is a multiple of a page share a set of an 8-way first-level cache.
 _PAGE, _WAYS = 4096, 8
-# Packing the keys and values of a head takes as long as so many tiles of rows (1.8 with 12 heads of 64 and 128 keys).
+# Packing the keys and values of a head takes as long as this many tiles of rows (1.8 with 12 heads of 64 and 128 keys).
 _PACKING = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Array:
-    """An operand [.., row, column] that lies in memory as `shape`: its dimension i is dimension `axes[i]` of that."""
+    """An operand [.., row, column], stored as `shape`: dimension i of `shape` is dimension `axes[i]` of the operand."""
 
     shape: tuple[int, ...]
     axes: tuple[int, ...]
@@ -49,7 +49,7 @@ class Array:
         return 4 * math.prod(self.shape[self.axes[-2] + 1 :])
 
     def place(self, index: Sequence[Any]) -> list[Any]:
-        """Where an element of the operand lies."""
+        """The stored index of an element of the operand."""
         where: list[Any] = [None] * len(self.shape)
         for axis, i in zip(self.axes, index):
             where[axis] = i
@@ -58,15 +58,15 @@ class Array:
 
 @dataclass(frozen=True, slots=True)
 class Extra:
-    """An operand of a step: its shape broadcasts to the scores'."""
+    """A further operand of a step. Its shape broadcasts to that of the scores."""
 
     shape: tuple[int, ...]
     dtype: str
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """An operator between the products: each operand is the scores (None), a number, or the extra at a position."""
+class ScoreStep:
+    """An operator between the products. An operand is the scores (None), a number, or an `Extra`."""
 
     operator: str
     operands: tuple[float | Extra | None, ...]
@@ -74,13 +74,13 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What is computed: softmax(steps(q k)) v, along the last dimension of the scores."""
+    """The computation: softmax(steps(q k)) v, along the last dimension of the scores."""
 
     q: Array
     k: Array
     v: Array
     out: Array
-    steps: tuple[Step, ...]
+    steps: tuple[ScoreStep, ...]
 
     @property
     def heads(self) -> tuple[int, ...]:
@@ -112,9 +112,9 @@ class Form:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """Rows of a tile; columns of a panel of keys and of one of values, in vectors of `lanes` and `value_lanes`; into
-    how many parts the rows of a head are divided among threads."""
+class TilePlan:
+    """The tile of a kernel: its rows; the columns of a panel of keys and of one of values, in vectors of `lanes` and
+    `value_lanes`; and into how many parts the rows of a head are divided among threads."""
 
     rows: int
     columns: int
@@ -124,8 +124,8 @@ class Plan:
     parts: int
 
 
-def plan(form: Form, machine: Machine) -> Plan:
-    """The tile that promises most for both products together, by the same reckoning as `schedules.rated_tiles`."""
+def plan(form: Form, machine: Machine) -> TilePlan:
+    """The tile with the best estimate for both products together, as in `schedules.rated_tiles`."""
     lanes = machine.lanes
     value_lanes = next((n for n in _vectors(lanes) if form.width % n == 0), lanes)
     apart = any(array.row_stride % _PAGE == 0 for array in (form.q, form.out))
@@ -145,29 +145,29 @@ def plan(form: Form, machine: Machine) -> Plan:
                     best = cost, rows, first * lanes, second * value_lanes
     assert best is not None
     _, rows, columns, value_columns = best
-    return Plan(rows, columns, lanes, value_columns, value_lanes, _parts(form, rows, machine.cores))
+    return TilePlan(rows, columns, lanes, value_columns, value_lanes, _parts(form, rows, machine.cores))
 
 
 def _vectors(lanes: int) -> list[int]:
-    """Whole registers, halves and quarters."""
+    """Vector lengths: whole registers, halves and quarters."""
     return [n for n in (lanes, lanes // 2, lanes // 4) if n > 1]
 
 
 def _whole(extent: int, step: int) -> int:
-    """The least multiple of `step` that is not less."""
+    """The least multiple of `step` that is at least `extent`."""
     return -(-extent // step) * step
 
 
 def _cost(rows: int, vectors: int) -> float:
-    """Of one step of the reduction of a tile, for each of its vectors of columns."""
+    """The cost of one step of a tile's reduction, for each of its vectors of columns."""
     accumulators = rows * vectors
     busy = min(1.0, accumulators / 8)
     return rows / busy * (1.0 + 0.5 * (rows + vectors) / accumulators)
 
 
 def _parts(form: Form, rows: int, cores: int) -> int:
-    """Into how many parts the rows of a head are divided, so that the thread with the most to do is done first: each
-    part packs the keys of its head for itself."""
+    """Into how many parts the rows of a head are divided, so that the busiest thread finishes first. Each part packs
+    the keys of its head for itself."""
     heads, tiles = math.prod(form.heads), -(-form.rows // rows)
 
     def longest(parts: int) -> int:
@@ -177,7 +177,7 @@ def _parts(form: Form, rows: int, cores: int) -> int:
 
 
 def kernel(form: Form, machine: Machine) -> Any:
-    """The PrimFunc of q, k, v, what the steps read besides, in their order, and the result."""
+    """The PrimFunc with parameters q, k, v, the extras of the steps in their order, and the result."""
     tvm()
     from tvm.script.ir_builder import IRBuilder
     from tvm.script.ir_builder import tirx as T
@@ -194,7 +194,7 @@ def kernel(form: Form, machine: Machine) -> Any:
             out = T.arg("out", T.buffer(form.out.shape, _FLOAT))
             loop = T.parallel if form.flops >= WORTH_A_THREAD else T.serial
             tasks = loop(0, math.prod(form.heads) * how.parts)
-            # TVM looks for a root block and a block within it in every function.
+            # TVM looks in every function for a root block and a block inside it.
             with T.sblock("root"), tasks as task, T.sblock("attention"):
                 T.reads([])
                 T.writes([])
@@ -204,7 +204,7 @@ def kernel(form: Form, machine: Machine) -> Any:
 
 
 def _unfold(index: Any, sizes: Sequence[int]) -> list[Any]:
-    """The indices of dimensions that `index` counts through."""
+    """The indices of several dimensions from one that counts through them."""
     found: list[Any] = []
     for size in reversed(sizes):
         found.insert(0, index % size)
@@ -213,12 +213,12 @@ def _unfold(index: Any, sizes: Sequence[int]) -> list[Any]:
 
 
 class _Head:
-    """Writes the loops over a part of the rows of one head, in the function that is being built."""
+    """Writes the loops over some rows of one head, into the function that is being built."""
 
     def __init__(
         self,
         form: Form,
-        how: Plan,
+        how: TilePlan,
         arrays: Sequence[Any],
         extras: Sequence[Any],
         out: Any,
@@ -231,7 +231,7 @@ class _Head:
         self._extras, self._out = extras, out
         self._panels = -(-form.keys // how.columns)
         width = self._panels * how.columns
-        # Rows that are a multiple of a page apart would push each other out of the cache.
+        # Rows whose distance is a multiple of a page would evict each other from the cache.
         stride = width + (how.lanes if width * 4 % _PAGE == 0 else 0)
         self._keys = T.alloc_buffer((self._panels, form.depth, how.columns), _FLOAT)
         self._value_panels = -(-form.width // how.value_columns)
@@ -251,7 +251,7 @@ class _Head:
             _where(None if share * self._how.parts == tiles else tile < tiles, lambda: self._tile(tile))
 
     def _tile(self, tile: Any) -> None:
-        """The rows of one tile: scores, their softmax, and the sum of values."""
+        """Compute the rows of one tile: scores, their softmax, and the sum of values."""
         from tvm import tirx
         from tvm.script.ir_builder import tirx as T
 
@@ -259,7 +259,7 @@ class _Head:
         first, exact = tile * how.rows, form.rows % how.rows == 0
 
         def row(i: Any) -> Any:
-            """Behind the last row it is read again, and what becomes of it is not kept."""
+            """The row to read. After the last row it is the last one again, and the result is dropped."""
             return first + i if exact else tirx.Min(first + i, tirx.const(form.rows - 1, "int32"))
 
         def score(i: Any, n: Any, total: Any) -> None:
@@ -295,7 +295,7 @@ class _Head:
         return self._k[self._form.k.place([*self._head, d, n])]
 
     def _pack_keys(self) -> None:
-        """[panel, depth, column]; columns behind the last key are zeros. The loops run along the memory of k."""
+        """Pack keys as [panel, depth, column]; columns after the last key are 0. Loops follow the memory of k."""
         from tvm import tirx
         from tvm.script.ir_builder import tirx as T
 
@@ -324,10 +324,10 @@ class _Head:
                 T.buffer_store(self._keys, tirx.const(0.0, _FLOAT), [whole, d, n])
 
     def _pack_squares(self, side: int) -> None:
-        """Keys whose depths are neighbours in memory, a square of `side` x `side` after the other.
+        """Pack keys whose depths are adjacent in memory, in squares of `side` x `side`.
 
-        A square is transposed in registers: halves, quarters, eighths change places in turn. Element by element it
-        takes three times as long.
+        A square is transposed in registers: halves, quarters and eighths are exchanged in turn. Element by element it
+        would take three times as long.
         """
         from tvm import tirx
         from tvm.script.ir_builder import tirx as T
@@ -352,7 +352,7 @@ class _Head:
                 T.buffer_store(self._keys, vector, [square // across, level * side + i, columns])
 
     def _pack_values(self) -> None:
-        """[panel, key, column]; columns behind the last are zeros."""
+        """Pack values as [panel, key, column]; columns after the last are 0."""
         from tvm import tirx
         from tvm.script.ir_builder import tirx as T
 
@@ -380,7 +380,7 @@ class _Head:
                     T.buffer_store(self._values, tirx.const(0.0, _FLOAT), [whole, n, e])
 
     def _softmax(self, i: Any, row: Any) -> None:
-        """Row i of the scores becomes exp(x - max), and `over[i]` one over their sum."""
+        """Replace row i of the scores by exp(x - max), and set `over[i]` to one over their sum."""
         from tvm import tirx
         from tvm.script.ir_builder import tirx as T
 
@@ -412,7 +412,7 @@ class _Head:
             with T.vectorized(0, lanes) as lane:
                 take(vector * lanes + lane)
             gather(most, tirx.Max, vector)
-        if padded > whole:  # behind the last key is nothing: exp(-inf) = 0
+        if padded > whole:  # after the last key: exp(-inf) = 0
             with T.serial(whole * lanes, keys) as n:
                 take(n)
             with T.serial(keys, padded * lanes) as n:
@@ -429,7 +429,7 @@ class _Head:
         T.buffer_store(self._over, tirx.const(1.0, _FLOAT) / found[0], [i])
 
     def _stepped(self, score: Any, index: Sequence[Any]) -> Any:
-        """A score after the steps; `index`: its place among all scores."""
+        """A score after the steps. `index`: its position among all scores."""
         from tvm import tirx
 
         extras = iter(self._extras)
@@ -461,7 +461,7 @@ STEPS: Mapping[str, Callable[..., Any]] = {
     "relax.divide": lambda a, b: a / b,
     "relax.where": _select,
 }
-"""What may stand between the products, by Relax's name."""
+"""The operators that may be between the products, by Relax's name."""
 
 
 def _where(condition: Any | None, body: Callable[[], None]) -> None:
@@ -479,8 +479,8 @@ def _product(
     a: Callable[[Any, Any], Any], b: Callable[[Any, Any], Any], leave: Callable[[Any, Any, Any], None],
     needed: Callable[[Any], Any] | None = None,
 ) -> None:  # fmt: skip
-    """A tile (rows, columns, lanes) of accumulators, sum over r of a(i, r) b(r, n); `leave` stores them, where rows are
-    `needed`."""
+    """A tile (rows, columns, lanes) of accumulators: the sums over r of a(i, r) b(r, n). `leave` stores them, for rows
+    that are `needed`."""
     from tvm import tirx
     from tvm.script.ir_builder import tirx as T
 

@@ -1,4 +1,4 @@
-"""Finds softmax(f(q k)) v in a Relax function that computes it operator by operator, and puts one kernel there."""
+"""Finds softmax(f(q k)) v in a Relax function and replaces its operators by one kernel."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from xrlflow.backends.tvm.attention import STEPS, Array, Extra, Form, Step, kernel
-from xrlflow.backends.tvm.load import tvm
+from xrlflow.backends.tvm.attention import STEPS, Array, Extra, Form, ScoreStep, kernel
+from xrlflow.backends.tvm.import_tvm import tvm
 from xrlflow.backends.tvm.reading import operator, sizes, with_main
 from xrlflow.backends.tvm.target import Machine
 
 _FLOAT = "float32"
-# Shorter rows of scores are mostly what does not fill a vector.
+# Shorter rows of scores would mostly consist of an incomplete vector.
 _FEWEST_VECTORS = 2
 
 Match = tuple[Form, Sequence[Any]]
-"""What is computed, and the expressions of q, k, v and what the steps read besides."""
+"""The computation, and the expressions of q, k, v and of the extras."""
 
 
 def fuse_attention(module: Any, machine: Machine) -> Any:
-    """The module with a kernel for each softmax(f(q k)) v of "main" whose scores nothing else reads."""
+    """The module with a kernel for each softmax(f(q k)) v in "main" whose scores nothing else reads."""
     tvm()
     from tvm import relax
 
@@ -75,7 +75,7 @@ class _Reader:
         count(function.body.body)
 
     def matches(self) -> dict[Any, Match]:
-        """By the variable that holds the result, behind a transposition if there is one."""
+        """The matches, by the variable of the result, or of its transposition if there is one."""
         found: dict[Any, Match] = {}
         for variable, value in self._values.items():
             if operator(value) == "relax.matmul" and (match := self._attention(value)) is not None:
@@ -110,13 +110,13 @@ class _Reader:
         return form, [q[1], k[1], v[1], *extras]
 
     def _own(self, expression: Any) -> Any | None:
-        """What an expression was computed by, if nothing else reads it."""
+        """The call that computed an expression, if nothing else reads it."""
         return self._values.get(expression) if self._uses[expression] == 1 else None
 
     def _chain(
         self, expression: Any, scores: tuple[int, ...]
-    ) -> tuple[Any, tuple[Step, ...], tuple[Any, ...]] | None:
-        """The product that scores are made of, the steps behind it, and what these read besides."""
+    ) -> tuple[Any, tuple[ScoreStep, ...], tuple[Any, ...]] | None:
+        """The product that scores come from, the steps after it, and their extras."""
         value = self._own(expression)
         if value is None or sizes(expression, _FLOAT) != scores:
             return None
@@ -134,11 +134,11 @@ class _Reader:
                 operands: list[float | Extra | None] = [*read]
                 operands.insert(position, None)
                 more = [a for a, r in zip(others, read) if isinstance(r, Extra)]
-                return product, (*steps, Step(operator(value), tuple(operands))), (*extras, *more)
+                return product, (*steps, ScoreStep(operator(value), tuple(operands))), (*extras, *more)
         return None
 
     def _array(self, expression: Any) -> tuple[Array, Any] | None:
-        """How an operand lies in memory, and what holds it."""
+        """How an operand is stored, and the expression that holds it."""
         value = self._values.get(expression)
         if value is not None and operator(value) == "relax.permute_dims":
             shape = sizes(value.args[0], _FLOAT)
@@ -170,13 +170,13 @@ def _axes(rank: int, transposition: Any) -> list[int]:
 
 
 def _left_as(shape: tuple[int, ...], transposition: Any) -> Array:
-    """How an operand of this shape lies in memory behind a transposition."""
+    """How an operand of this shape is stored if it is the result of a transposition."""
     axes = _axes(len(shape), transposition)
     return Array(tuple(shape[a] for a in axes), tuple(axes.index(i) for i in range(len(shape))))
 
 
 def _other(expression: Any, rank: int) -> float | Extra | None:
-    """An operand beside the scores: a number or a tensor; None for what the kernel does not read."""
+    """An operand next to the scores: a number or a tensor; None for one that the kernel cannot read."""
     from tvm.ir import GenericConst
 
     for dtype in (_FLOAT, "bool"):

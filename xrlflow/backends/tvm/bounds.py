@@ -1,10 +1,10 @@
-"""Indices that are data: none leaves its table, and one that would have is an error of the caller.
+"""Indices that are data: none leaves its table, and one that would is reported as the caller's error.
 
-TVM's kernels read and write wherever an index says. So each index goes through `inside` first, which counts negative
-ones from the end, and puts what is outside at the nearest end: whatever the data, a kernel stays in its memory, also
-in TVM's runtime alone. Beside its own outputs the model has one more: the least and the greatest of each
-tensor of indices. What runs the model compares them with the ends of the tables (`Check`), and answers with an error.
-Indices that are constants are compared when the model is compiled.
+TVM's kernels read and write wherever an index points. So each index first goes through `inside`, which counts negative
+ones from the end and moves those outside to the nearest end: a kernel stays in its memory for all data, even if only
+TVM's runtime is used. The model has one more output than its own: the least and the greatest of each tensor of indices.
+Whatever runs the model compares them with the table sizes (`Check`), and raises an error. Constant indices are compared
+when the model is compiled.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from xrlflow.backends.tvm.reading import sizes
 
 _ATTRIBUTE = "xrlflow.checks"
 _KERNEL = "least_and_greatest"
-_SCHEDULED = {"tirx.is_scheduled": True, "op_pattern": 8}  # a kernel of its own, its loops as they are
+_SCHEDULED = {"tirx.is_scheduled": True, "op_pattern": 8}  # not fused, and not scheduled again
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """What the numbers of one tensor have to be: from `low` to `high`.
+    """The numbers of one tensor must be from `low` to `high`.
 
-    `text`: what is said of one that is not, with that number between the parts if there are two.
+    `text`: the message for a number that is not. If it has two parts, the number goes between them.
     """
 
     text: tuple[str, ...]
@@ -35,32 +35,32 @@ class Check:
     high: int
 
     def trouble(self, least: int, greatest: int) -> str | None:
-        """What is wrong with a tensor of these ends, in one line; None: nothing."""
+        """The error in a tensor with this least and greatest number, in one line; None if there is none."""
         if self.low <= least and greatest <= self.high:
             return None
         return str(least if least < self.low else greatest).join(self.text)
 
 
 def complain(checks: Sequence[Check], ends: Any) -> None:
-    """Raise BackendError for the first check that the additional output (an array [checks, 2]) does not pass."""
+    """Raise BackendError for the first check that fails. `ends`: the additional output, an array [checks, 2]."""
     for check, (least, greatest) in zip(checks, ends.tolist(), strict=True):
         if trouble := check.trouble(least, greatest):
             raise BackendError(trouble)
 
 
 def checks_of(module: Any) -> tuple[Check, ...]:
-    """What is to be compared with the additional output of a Relax module of `import_model`."""
+    """The checks of a Relax module of `import_model`, for its additional output."""
     stored = (module["main"].attrs or {}).get(_ATTRIBUTE)
     return checks_from(json.loads(str(stored))) if stored is not None else ()
 
 
 def checks_from(stored: Iterable[Mapping[str, Any]]) -> tuple[Check, ...]:
-    """The checks of a JSON document."""
+    """The checks in a JSON document."""
     return tuple(Check(tuple(c["text"]), int(c["low"]), int(c["high"])) for c in stored)
 
 
 def with_checks(module: Any, checks: Sequence[Check]) -> Any:
-    """The module, which knows its checks."""
+    """The module with checks attached."""
     if checks:
         stored = json.dumps([asdict(check) for check in checks])
         module.update_func(module.get_global_var("main"), module["main"].with_attr(_ATTRIBUTE, stored))
@@ -69,7 +69,7 @@ def with_checks(module: Any, checks: Sequence[Check]) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A node of the graph as errors name it, and from what its operands are computed."""
+    """A node of the graph, as messages name it, and the origins of its operands."""
 
     title: str
     operands: tuple[str, ...]
@@ -77,7 +77,7 @@ class Node:
     """The inputs of the model that a tensor is computed from."""
 
     def origin(self, operand: int) -> str:
-        """Where the numbers of an operand come from."""
+        """Where the numbers of an operand come from, for messages."""
         name = self.operands[operand]
         sources = self.sources(name)
         if list(sources) == [name]:
@@ -108,7 +108,7 @@ def nodes_of(graph: Any) -> list[Node]:
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """A check, and the tensor that it looks at: all of it, or one column of its last dimension."""
+    """A check and its tensor: all of it, or one column of its last dimension."""
 
     check: Check
     tensor: Any
@@ -117,15 +117,15 @@ class _Seen:
 
 @dataclass(slots=True)
 class Bounds:
-    """The checks of a graph while it is imported, in TVM's builder `builder`."""
+    """The checks of a graph while it is imported with TVM's builder `builder`."""
 
     builder: Any
     seen: list[_Seen] = field(default_factory=list)
 
     def operands(self, node: Node, op: str, inputs: Sequence[Any], attrs: Mapping[str, Any]) -> list[Any]:
-        """The operands of a node with the indices among them inside their tables, which the model will check.
+        """The operands of a node, with indices moved inside their tables. The model will check them.
 
-        Raises BackendError for constants that are not, and for tables of other sizes than the operator takes.
+        Raises BackendError for constant indices outside, and for tables of sizes that the operator does not take.
         """
         rule = RULES.get(op)
         given = list(inputs)
@@ -148,7 +148,7 @@ class Bounds:
         return [seen.check for seen in self.seen]
 
     def look(self, check: Check, tensor: Any, column: int | None = None) -> None:
-        """Have a tensor of whole numbers (or of a column of it) compared: now, if it is constant."""
+        """Check a tensor of whole numbers, or one column of it: now, if it is constant, else at run time."""
         shape = sizes(tensor)
         if shape is not None and 0 in shape:
             return
@@ -160,7 +160,7 @@ class Bounds:
     def index(
         self, node: Node, operand: int, given: list[Any], extents: Sequence[int], *, wraps: bool = True
     ) -> None:
-        """Make operand `operand` of a node stay in a table: one extent for all of it, or one for each column.
+        """Move operand `operand` of a node inside a table. There is one extent for all of it, or one for each column.
 
         `wraps`: negative indices count from the end.
         """
@@ -178,7 +178,7 @@ class Bounds:
 
 
 def _value(tensor: Any) -> Any | None:
-    """The numbers of a constant; None of anything else."""
+    """The numbers of a constant; None for other tensors."""
     import numpy as np
     from tvm import relax, tirx
     from tvm.ir import GenericConst
@@ -200,8 +200,8 @@ def ends_of(array: Any) -> Any:
 
 
 def inside(x: Any, extents: Sequence[int], wraps: bool) -> Any:
-    """Indices from 0 to extent - 1: as they are, negative ones counted from the end (with `wraps`), others at the
-    nearest end. With several extents there is one for each column."""
+    """Indices moved to 0 ... extent - 1. Negative ones count from the end (with `wraps`); those outside become the
+    nearest end. Several extents are one for each column."""
     from tvm import te, tirx
 
     def element(*i: Any) -> Any:
@@ -218,7 +218,7 @@ def inside(x: Any, extents: Sequence[int], wraps: bool) -> Any:
 
 
 def least_and_greatest(tensors: Sequence[Any], columns: Sequence[int | None]) -> Any:
-    """The least and the greatest of each tensor, or of one column of its last dimension, as int64[tensors, 2]."""
+    """The least and greatest number of each tensor, or of a column of its last dimension, as int64[tensors, 2]."""
     from tvm import te, tirx
 
     def end(x: Any, column: int | None, reduce: Callable[..., Any]) -> Any:
@@ -239,7 +239,7 @@ def least_and_greatest(tensors: Sequence[Any], columns: Sequence[int | None]) ->
 
 
 def settle(module: Any) -> Any:
-    """The module. Raises BackendError if a check looks at what constants have been folded to, and fails."""
+    """The module, after the checks of folded constants. Raises BackendError if one fails."""
     from tvm import relax
     from tvm.ir import GenericConst
 
@@ -264,7 +264,7 @@ def settle(module: Any) -> Any:
     return module
 
 
-# --- What each operator takes
+# --- The indices of each operator
 
 
 def _known(node: Node, tensor: Any) -> tuple[int, ...]:
@@ -388,7 +388,7 @@ def _aligned(bounds: Bounds, node: Node, given: list[Any], attrs: Mapping[str, A
 
 
 def _pooled(bounds: Bounds, node: Node, given: list[Any], attrs: Mapping[str, Any]) -> list[Any]:
-    """The number of a region's image is the first of its five, a float."""
+    """The first of the five numbers of a region is the index of its image, a float."""
     images = _known(node, given[0])
     batches = bounds.builder.emit_te(first_column, given[1], primfunc_name_hint="first_column")
     column = [given[0], batches]
@@ -414,7 +414,7 @@ def with_first(x: Any, column: Any) -> Any:
 
 
 def _divided(bounds: Bounds, node: Node, given: list[Any], attrs: Mapping[str, Any]) -> list[Any]:
-    """Whole numbers divided by zero end the process, and so does the least one divided by -1, which is itself here."""
+    """Dividing integers by zero crashes the process, and so does the least one divided by -1: here it stays itself."""
     import numpy as np
     from tvm import relax
 
@@ -445,10 +445,10 @@ def _divided(bounds: Bounds, node: Node, given: list[Any], attrs: Mapping[str, A
 
 
 def cast(builder: Any, x: Any, kind: str) -> Any | None:
-    """Floats as whole numbers of 32 or 64 bits, as a processor does it for ONNX Runtime: what has no such number, also
-    NaN, becomes the least one, which is no index. None: another conversion.
+    """Floats as whole numbers of 32 or 64 bits, converted as ONNX Runtime's processor does. None: another conversion.
 
-    TVM's importer takes 0 for NaN and infinity, which is one.
+    Numbers that do not fit, and NaN, become the least number, which is no valid index. TVM's importer would convert NaN
+    and infinity to 0, which is one.
     """
     from tvm import relax
 
@@ -467,7 +467,7 @@ def whole_numbers(x: Any, kind: str) -> Any:
 
 
 def whole(x: Any, kind: str) -> Any:
-    """A float without its fraction, as a whole number; what is too large, or NaN, is the least one."""
+    """A float without its fraction, as a whole number. NaN, and numbers that are too large, become the least one."""
     from tvm import tirx
 
     bits = int(kind.removeprefix("int"))
@@ -493,4 +493,4 @@ RULES: Mapping[str, Callable[[Bounds, Node, list[Any], Mapping[str, Any]], list[
     "Div": _divided,
     "Mod": _divided,
 }
-"""By operator: what puts a node's indices inside their tables."""
+"""By operator: moves the indices of a node inside their tables."""

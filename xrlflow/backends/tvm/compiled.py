@@ -1,4 +1,4 @@
-"""A compiled model: run it, time it, save it as a shared library, load it again without anything that tunes."""
+"""A compiled model: it can be run, timed, saved as a shared library, and loaded without the parts of TVM that tune."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from xrlflow import files
 from xrlflow.backends.placement import default_threads
 from xrlflow.backends.protocol import Array, BackendError, Feeds, ModelSource, one_line, same_feeds
 from xrlflow.backends.tvm.bounds import Check, checks_from, checks_of, complain
-from xrlflow.backends.tvm.load import tvm
+from xrlflow.backends.tvm.import_tvm import tvm
 from xrlflow.backends.tvm.target import Machine, compiler, lacking, linker
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ _VERSION = 3
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """An input or output as the compiled model takes it."""
+    """An input or output of a compiled model."""
 
     name: str
     dtype: str
@@ -39,7 +39,7 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Interface:
-    """What a compiled model was made for. With `checks` it has one output more than names: what they look at."""
+    """What a compiled model was made for. With `checks` it has one more output than names: the numbers to check."""
 
     inputs: tuple[Value, ...]
     outputs: tuple[str, ...]
@@ -49,7 +49,7 @@ class Interface:
     checks: tuple[Check, ...] = ()
 
     def results(self, values: Sequence[Array]) -> list[Array]:
-        """The outputs, of all that the model has computed. Raises BackendError for an index outside its table."""
+        """The model's own outputs, from all computed values. Raises BackendError for an index outside its table."""
         if not self.checks:
             return list(values)
         complain(self.checks, values[-1])
@@ -57,7 +57,7 @@ class Interface:
 
 
 class TvmModel:
-    """A model compiled for fixed sizes, in this process. See `CompiledModel`."""
+    """A model that was compiled for fixed sizes, loaded in this process. See `CompiledModel`."""
 
     def __init__(self, executable: Any, interface: Interface, threads: int) -> None:
         self._executable: Any = executable
@@ -81,25 +81,25 @@ class TvmModel:
     def run(self, feeds: Feeds) -> Sequence[Any]:
         """The outputs, in the order of `output_names`.
 
-        Raises BackendError for inputs of other sizes or types, and for indices outside of their tables.
+        Raises BackendError for inputs of other sizes or types, and for indices outside their tables.
         """
         return self._call(self._arguments(feeds))
 
     def caller(self, feeds: Feeds) -> Callable[[], object]:
-        """A call that runs the model once on `feeds`, arrays in and arrays out, as a user's program would."""
+        """A function that runs the model once on `feeds`, from arrays to arrays, as a user's program would."""
         arrays = same_feeds(feeds)
         self.run(arrays)
         return lambda: self._call(self._arguments(arrays))
 
     def bound_caller(self, feeds: Feeds) -> Callable[[], object]:
-        """Like `caller`, with inputs and outputs that stay TVM's: for operators timed alone."""
+        """Like `caller`, but inputs and outputs stay TVM's own: for operators timed alone."""
         arguments = self._arguments(same_feeds(feeds))
         self._call(arguments)
         main = self._started()["main"]
         return lambda: main(*arguments)
 
     def close(self) -> None:
-        """Drop the code, the weights and the memory plan."""
+        """Release the code, the weights and the memory plan."""
         self._machine = self._executable = None
 
     def __enter__(self) -> Self:
@@ -113,7 +113,7 @@ class TvmModel:
         return [tensor(array, tvm().cpu()) for array in arguments_of(self.interface, feeds)]
 
     def _started(self) -> Any:
-        """The code, loaded. Not before it is called: it may be for a processor that is not this one."""
+        """The loaded code. It is not loaded before the first call, since it may be for another processor."""
         if self._executable is None:
             raise BackendError("this model has been closed")
         if self._machine is None:
@@ -131,10 +131,12 @@ class TvmModel:
         return self.interface.results([value.numpy() for value in values])
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the model as one shared library with its weights, and its interface beside it (`.json`), whole or not.
+        """Write the model as one shared library with its weights, and its interface as a `.json` file in the same
+        folder.
 
-        What is beside it describes the library that it replaces, too: a process may end between the two. Raises
-        BackendError if there is no linker (a C compiler), if that fails, or if a file cannot be written.
+        The files are written completely or not at all. The interface also describes the library that is replaced, in
+        case the process ends between the two. Raises BackendError if there is no linker (a C compiler), if linking
+        fails, or if a file cannot be written.
         """
         target = Path(path)
         if target.suffix != SUFFIX:
@@ -165,12 +167,12 @@ class TvmModel:
                 files.put(library, target)
         except OSError as error:
             raise BackendError(f"{target}: cannot be written: {error.strerror or one_line(error)}") from error
-        except RuntimeError as error:  # TVM's, with what the linker said
+        except RuntimeError as error:  # TVM's, with the linker's output
             raise BackendError(f"{target}: cannot be built: {one_line(error)}") from error
 
 
 def _described(library: Path) -> dict[str, Any] | None:
-    """What is beside a library, of the library that is there (see `save`); None where it is damaged."""
+    """The interface of the library that is at this path (see `save`); None if it is damaged."""
     try:
         stored = json.loads(_description(library).read_text())
         found = (stored, stored.pop("replaced", None))
@@ -189,19 +191,22 @@ def _is_ours(description: Path) -> bool:
 
 
 def _linked_by(triple: str, command: str) -> Any:
-    """How TVM links: in its own way here, otherwise with the compiler of that system."""
+    """TVM's linking function: its default here, otherwise one with the compiler of that system."""
     from tvm.support import cc
 
     return cc.cross_compiler(command, options=["-lm"]) if compiler(triple) != "cc" else None
 
 
 def is_compiled(model: ModelSource) -> bool:
-    """Whether a model is a shared library that `TvmModel.save` wrote, by its name."""
+    """Whether a model's name is that of a shared library which `TvmModel.save` wrote."""
     return not isinstance(model, bytes) and Path(model).suffix == SUFFIX
 
 
 def load_compiled(path: ModelSource, *, threads: int | None = None) -> TvmModel:
-    """Load what `TvmModel.save` wrote. Raises BackendError for a missing, damaged or foreign file."""
+    """Load a library that `TvmModel.save` wrote.
+
+    Raises BackendError if it is missing, damaged or of another program.
+    """
     assert not isinstance(path, bytes)
     file = Path(path)
     for needed in (file, _description(file)):
@@ -231,19 +236,19 @@ def load_compiled(path: ModelSource, *, threads: int | None = None) -> TvmModel:
         raise BackendError(
             f"{file}: compiled with TVM {interface.version}, this is {package.__version__}: compile the model again"
         )
-    if described is None:  # the system's loader may end the process on a truncated library
+    if described is None:  # the system's loader may crash on a truncated library
         raise BackendError(
             f"{file}: damaged, or not what {_description(file).name} describes: compile the model again"
         )
-    check_runs_here(interface, f"{file}: ")  # loading alone may run what its kernels are initialised with
+    check_runs_here(interface, f"{file}: ")  # before loading, which may run initialisers of kernels
     try:
-        # By a name of its own: the system's loader takes a file for the one of the same name that it has loaded before,
-        # though it was replaced since. (`tvm.runtime.load_module` would resolve it.)
+        # Under a unique name: the system's loader would take a replaced file for the one of the same name that is
+        # loaded. (`tvm.runtime.load_module` would resolve a link.)
         with tempfile.TemporaryDirectory(prefix="xrlflow-") as folder, _silent():
             name = Path(folder) / file.name
             name.symlink_to(file.resolve())
             executable = tvm_ffi.load_module(str(name))
-    except Exception as error:  # the loader's own classes have no common base
+    except Exception as error:  # the loader's exceptions have no common base
         raise BackendError(f"{file}: cannot be loaded: {one_line(error)}") from error
     return TvmModel(executable, interface, threads or default_threads())
 
@@ -258,7 +263,7 @@ def _digest(path: Path) -> str:
 
 @contextlib.contextmanager
 def _silent() -> Iterator[None]:
-    """Without standard error: TVM writes a warning there for every constant that it saves or loads."""
+    """Suppress standard error: TVM writes a warning there for every constant that it saves or loads."""
     kept = os.dup(2)
     nowhere = os.open(os.devnull, os.O_WRONLY)
     try:
@@ -289,7 +294,7 @@ def interface_of(module: Any, model: Any, machine: Machine) -> Interface:
 
 
 def check_runs_here(interface: Interface, what: str = "") -> None:
-    """Raise BackendError for a model whose code would end the process: its instructions are not this machine's."""
+    """Raise BackendError if the model's code has instructions that this machine lacks, since it would crash."""
     missing = lacking(interface.triple, interface.cpu)
     if missing:
         raise BackendError(
@@ -298,7 +303,7 @@ def check_runs_here(interface: Interface, what: str = "") -> None:
 
 
 def arguments_of(interface: Interface, feeds: Feeds) -> list[Array]:
-    """The inputs in the order of the interface. Raises BackendError for inputs of other sizes or types."""
+    """The inputs in the interface's order. Raises BackendError for inputs of other sizes or types."""
     arrays = []
     for value in interface.inputs:
         if value.name not in feeds:
@@ -317,7 +322,7 @@ _configured: dict[str, int] = {}
 
 
 def _use_threads(count: int) -> None:
-    """TVM has one pool of threads in a process."""
+    """Set the number of threads of TVM's pool. A process has one pool."""
     if _configured.get("threads") != count:
         tvm().get_global_func("runtime.config_threadpool")(1, count)
         _configured["threads"] = count
@@ -331,9 +336,9 @@ def compiled(
     shapes: Mapping[str, Sequence[int]] | None = None,
     tuned: Callable[[Any], Any | None] | None = None,
 ) -> TvmModel:
-    """Compile an ONNX ModelProto for `machine`; `tuned` says how a function was tuned to run (see `lower`).
+    """Compile an ONNX ModelProto for `machine`. `tuned` returns tuned schedules of functions (see `lower`).
 
-    Raises BackendError for what cannot be lowered (see `lower.import_model`).
+    Raises BackendError for models that cannot be lowered (see `lower.import_model`).
     """
     from xrlflow.backends.tvm import lower
 

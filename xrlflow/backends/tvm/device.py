@@ -1,8 +1,8 @@
 """A model on a remote device: loaded, run and timed there.
 
-A process of its own talks to the device, because TVM's client waits without an end: a device that is gone, or hangs,
-costs that process, and an error of one line. It has one session, in which all models are, since a device serves one
-client at a time.
+A separate process talks to the device, because TVM's client may wait for ever. If the device is gone or hangs, that
+process is killed, and there is an error of one line. The process has one session for all models, since a device serves
+one client at a time.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from typing import TYPE_CHECKING, Any
 
 from xrlflow.backends.children import serve_in_child
 from xrlflow.backends.interleave import interleave
-from xrlflow.backends.load import Reading
 from xrlflow.backends.protocol import Array, BackendError, Feeds, one_line
 from xrlflow.backends.results import Comparison
+from xrlflow.backends.system_load import Reading
 from xrlflow.backends.tvm.compiled import Interface, arguments_of
-from xrlflow.backends.tvm.load import tvm
+from xrlflow.backends.tvm.import_tvm import tvm
 from xrlflow.backends.tvm.remote import PATIENCE, DeviceError, Remote, connect, use_threads, what_happened
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 ANSWER_SECONDS = 60.0
-"""How long a device may take to load or run a model before it counts as gone. The network is part of it."""
+"""Seconds that a device may take to load or run a model, including the network, before it counts as gone."""
 _START_SECONDS = 120.0  # to load TVM here
 
 
 @dataclass(frozen=True, slots=True)
 class _Open:
-    """Begin the session. `threads`: of kernels; None: what the device's server was started with."""
+    """Begin the session. `threads`: of kernels; None: as many as the device's server was started with."""
 
     remote: Remote
     threads: int | None
@@ -54,7 +54,7 @@ class _Load:
 
 @dataclass(frozen=True, slots=True)
 class _Feed:
-    """Set the inputs of a model (a number, in the order of loading)."""
+    """Set the inputs of a model, which is given by its number in the order of loading."""
 
     model: int
     arrays: tuple[Array, ...]
@@ -69,14 +69,14 @@ class _Call:
 
 @dataclass(frozen=True, slots=True)
 class _Time:
-    """Run a model on its inputs, and tell the seconds that one run took on the device."""
+    """Run a model on its inputs, and return the seconds of one run on the device."""
 
     model: int
 
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """What a device says of itself: threads of kernels; LLVM's names of its system and processor, if it has LLVM."""
+    """What a device tells: its threads for kernels, and LLVM's names of its system and processor, if it has LLVM."""
 
     threads: int
     system: tuple[str, str] | None
@@ -84,7 +84,7 @@ class About:
 
 @dataclass(frozen=True, slots=True)
 class _Trouble:
-    """A request failed. The text is one line; `device`: the device is to blame."""
+    """A request failed. The text is one line. `device`: the device is at fault."""
 
     text: str
     device: bool

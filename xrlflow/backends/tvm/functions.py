@@ -1,6 +1,6 @@
 """Elementary functions in the arithmetic of a vector unit.
 
-LLVM turns `exp`, `tanh` and `erf` of a vector into one call of the C library for each lane: 400,000 sigmoids of one
+LLVM compiles `exp`, `tanh` and `erf` of a vector to one call of the C library for each lane: 400,000 sigmoids in an
 activation of EfficientNet take milliseconds. These are the usual polynomial and rational approximations in single
 precision: exp within 1 unit in the last place, sigmoid 2, tanh and erf 5 (see the tests), infinities and NaN as in IEEE
 754. Coefficients: Cephes (Moshier) for exp, Eigen's rational approximations for tanh and erf.
@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 _LOG2_E = 1.44269504088896341
-# ln 2 in two parts, the first of few bits: n * _LN2_HIGH is exact.
+# ln 2 in two parts. The first has few bits, so that n * _LN2_HIGH is exact.
 _LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4
 _EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
-# Beyond these the result is infinite, and zero, by itself.
+# Above and below these, the result is infinite or zero without further code.
 _EXP_HIGHEST, _EXP_LOWEST = 89.0, -105.0
 _ROUNDING = 1.5 * 2**23 + 254
 _TANH_LIMIT = 7.90531110763549805
@@ -49,7 +49,7 @@ _ERF_BELOW = (
 
 
 def register() -> None:
-    """Tell TVM to compute these functions so, in single precision and on processors: once in a process."""
+    """Make TVM compute these functions so, in single precision and on processors, once per process."""
     from tvm import tirx
 
     for name, function in (("exp", _exp), ("tanh", _tanh), ("erf", _erf), ("sigmoid", _sigmoid)):
@@ -74,7 +74,7 @@ def _lowering(name: str, function: Callable[[Any], Any]) -> Callable[[Any], Any]
 
 
 def _bound(value: Any, body: Callable[[Any], Any]) -> Any:
-    """`body` of a variable that holds `value`: it is computed once."""
+    """`body` of a variable that holds `value`, so that it is computed once."""
     from tvm import tirx
 
     variable = tirx.Var("t", value.ty)
@@ -91,17 +91,18 @@ def _horner(x: Any, coefficients: Sequence[float]) -> Any:
 
 
 def _clamped(x: Any, low: float, high: float) -> Any:
-    """NaN stays: the code for max(a, b) and min(a, b) is `a > b ? a : b` and `a < b ? a : b`, so that b is kept."""
+    """x limited to [low, high]. NaN stays: max(a, b) is `a > b ? a : b` and min(a, b) `a < b ? a : b`, which keep b."""
     from tvm import tirx
 
     return tirx.Min(tirx.const(high, x.ty.dtype), tirx.Max(tirx.const(low, x.ty.dtype), x))
 
 
 def _exp(x: Any) -> Any:
-    """exp(x) = 2^n exp(r), r = x - n ln 2 within half of ln 2. The power is taken in two steps: n reaches 128.
+    """exp(x) = 2^n exp(r), where r = x - n ln 2 is at most half of ln 2. The power has two factors, since n reaches
+    128.
 
-    Added to a number whose last place is worth 1, x / ln 2 is rounded to n, and n + 254 stands in its last bits: the
-    exponents of both powers together.
+    Adding x / ln 2 to a number whose last place is worth 1 rounds it to n. The last bits of the sum are n + 254: the
+    exponents of both factors together.
     """
     from tvm import tirx
 
@@ -124,7 +125,7 @@ def _exp(x: Any) -> Any:
         fraction = _horner(r, _EXP) * r * r + r + tirx.const(1.0, x.ty.dtype)
         exponent = tirx.const(0xFF800000, bits.ty.dtype)  # the sign and the exponent of a float
         return _bound(
-            shifted(22) & exponent,  # half of it, rounded down
+            shifted(22) & exponent,  # half of the exponent, rounded down
             lambda half: (
                 fraction
                 * tirx.reinterpret(x.ty.dtype, half)

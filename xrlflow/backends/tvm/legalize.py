@@ -1,8 +1,8 @@
-"""Operators whose loops we write ourselves, where TVM's own take longer or are less exact.
+"""Operators whose loops we write ourselves, where TVM's are slower or less exact.
 
-A sum that is made element after element is off by some ten to a hundred units in the last place after thousands of
-them, and cannot be made in vectors. The schedule makes it in lanes of partial sums where vectors divide the row; where
-they do not, what is reduced here is reduced in two parts: whole vectors, and the few elements that are left.
+A sum of thousands of elements in sequence is wrong by ten to a hundred units in the last place, and cannot use vectors.
+The schedule sums in lanes if vectors divide the row. If they do not, reductions here are split into two parts: whole
+vectors, and the few remaining elements.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from xrlflow.backends.tvm.target import Machine
 
 
 def legalizations(machine: Machine) -> Mapping[str, Callable[[Any, Any], Any]]:
-    """For `relax.transform.LegalizeOps`: what becomes of a call, by operator."""
+    """Replacements of calls, by operator, for `relax.transform.LegalizeOps`."""
 
     def legal_softmax(builder: Any, call: Any) -> Any:
         axis = int(call.attrs.axis)
@@ -30,7 +30,7 @@ def legalizations(machine: Machine) -> Mapping[str, Callable[[Any, Any], Any]]:
             kept = scalar or bool(call.attrs.keepdims)
             if shape is None or axes is None or not (kept or _whole(shape[-1], machine.lanes)):
                 return _default(name)(builder, call)
-            # A scalar is a row first: no partial sums are made beside a block without loops.
+            # A scalar becomes a row first, since partial sums are not possible next to a block without loops.
             made = builder.call_te(make, call.args[0], axes, kept, machine.lanes, primfunc_name_hint=name)
             return builder.call_te(_only, builder.emit(made), primfunc_name_hint="only") if scalar else made
 
@@ -46,7 +46,7 @@ def legalizations(machine: Machine) -> Mapping[str, Callable[[Any, Any], Any]]:
         x, scale, bias = call.args
         shape, axes = sizes(x), _last_axes(x, call.attrs.axes)
         if shape is None or axes is None or not _whole(shape[-1], machine.lanes):
-            return _default("nn.layer_norm")(builder, call)  # as good where the row is one part
+            return _default("nn.layer_norm")(builder, call)  # as good if the row is one part
         return builder.call_te(
             layer_norm, x, scale, bias, axes, float(call.attrs.epsilon), machine.lanes,
             primfunc_name_hint="layer_norm",
@@ -77,7 +77,7 @@ def _default(name: str) -> Callable[[Any, Any], Any]:
 
 
 def _last_axes(x: Any, axes: Any | None) -> list[int] | None:
-    """These axes of a tensor (None: all) in their order, if the last one in memory is among them."""
+    """These axes of a tensor (None: all) in order, if the last one in memory is among them."""
     shape = sizes(x, "float32")
     if not shape or 0 in shape:
         return None
@@ -86,12 +86,12 @@ def _last_axes(x: Any, axes: Any | None) -> list[int] | None:
 
 
 def _whole(along: int, lanes: int) -> int:
-    """How much of a row the first of two parts has; 0 where it is reduced in one."""
+    """The length of the first of two parts of a row; 0 if the row is reduced as a whole."""
     return 0 if along < 2 * lanes or partial_lanes(along, lanes) else along // lanes * lanes
 
 
 def scatter(x: Any, indices: Any, updates: Any, axis: int, reduction: str) -> Any:
-    """TVM's, which is one block, and passes that look for blocks below another end with an internal error there."""
+    """TVM's scatter is a single block; passes that look for blocks inside a block would fail with an internal error."""
     from tvm import te, topi
 
     copied = te.compute(indices.shape, lambda *i: indices[i], name="indices")
@@ -99,8 +99,7 @@ def scatter(x: Any, indices: Any, updates: Any, axis: int, reduction: str) -> An
 
 
 def softmax(x: Any, axis: int, lanes: int) -> Any:
-    """exp(x - max) * (1 / sum): one division for each row, where the schedule works row by row, instead of one for each
-    element."""
+    """exp(x - max) * (1 / sum): one division per row instead of one per element, where the schedule works by rows."""
     from tvm import te, tirx
 
     axes = [axis % len(x.shape)]
@@ -190,12 +189,12 @@ def layer_norm(x: Any, scale: Any, bias: Any, axes: Sequence[int], epsilon: floa
 
 
 def _first(indices: Sequence[Any], axes: Sequence[int]) -> tuple[Any, ...]:
-    """Where an element's row has its result in a reduction along some axes that keeps them."""
+    """The index of the result for an element's row, in a reduction over some axes that keeps them."""
     return tuple(0 if axis in axes else i for axis, i in enumerate(indices))
 
 
 def _rows(x: Any, axes: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
-    """What is left of an element's index in a reduction along some axes."""
+    """What remains of an element's index in a reduction over some axes."""
     return lambda indices: tuple(indices[axis] for axis in range(len(x.shape)) if axis not in axes)
 
 
@@ -207,7 +206,7 @@ def _only(x: Any) -> Any:
 
 
 def _kept(x: Any, axes: Sequence[int], keepdims: bool, of: Callable[[tuple[Any, ...]], Any]) -> Any:
-    """What is left of a reduction, an element for each row; with `keepdims` its axes have one element."""
+    """The tensor of a reduction's results, one for each row. With `keepdims`, the reduced axes have size 1."""
     from tvm import te
 
     rows = _rows(x, axes)
@@ -223,9 +222,9 @@ def _reduced(
     axes: Sequence[int],
     lanes: int,
 ) -> Callable[[tuple[Any, ...]], Any]:
-    """An element of the reduction of `x` along some axes, by what is left of its index; `join` puts two parts together.
+    """An element of the reduction of `x` over some axes, by what remains of its index. `join` combines two parts.
 
-    The last axis is reduced in two parts where it is the last one in memory and vectors do not divide it.
+    The last axis is reduced in two parts if it is the last one in memory and vectors do not divide it.
     """
     from tvm import te
 

@@ -14,8 +14,8 @@ from xrlflow.backends.protocol import BackendError
 from xrlflow.backends.tvm.attention import SCHEDULED
 from xrlflow.backends.tvm.attention_fusion import fuse_attention
 from xrlflow.backends.tvm.bounds import Bounds, cast, nodes_of, settle, with_checks
+from xrlflow.backends.tvm.import_tvm import last_line, tvm
 from xrlflow.backends.tvm.legalize import legalizations
-from xrlflow.backends.tvm.load import last_line, tvm
 from xrlflow.backends.tvm.padding import pad_to_tiles
 from xrlflow.backends.tvm.reading import operator
 from xrlflow.backends.tvm.schedules import schedule
@@ -26,20 +26,20 @@ LAYOUTS = {
     "relax.nn.conv2d": ["NHWC", "HWIO"],
     "relax.nn.conv2d_transpose": ["NCHW", "IOHW"],
 }
-"""Channels last: a pixel's channels are the columns of the product, and an output row is a row of tiles. TVM has no
-transposed convolution of that layout: unless it is told, images between others reach one so."""
+"""Channels last: the channels of a pixel are the columns of a product, and an output row is a row of tiles. TVM has no
+transposed convolution of that layout, and would convert to it between other images unless it is listed."""
 
 _SHORT_ROW = 16
 
-# Names that TVM's importer takes for operators of com.microsoft, of other inputs and attributes.
+# TVM's importer takes these com.microsoft operators for others, with other inputs and attributes.
 _OTHERS = frozenset({"Attention"})
 _SYMBOL = "global_symbol"
 _ENDS = object()
-"""In place of a name: what the importer calls the output that is ours."""
+"""The importer's name of our additional output."""
 
 
 def unsupported(operators: Sequence[tuple[str, str]]) -> list[str]:
-    """Of these (domain, operator) pairs, the operators that cannot be lowered, sorted."""
+    """The operators among these (domain, operator) pairs that cannot be lowered, sorted."""
     return sorted(
         {op for domain, op in operators if domain not in ("", "ai.onnx") or op not in _converters()}
     )
@@ -50,8 +50,8 @@ def _converters() -> Mapping[str, Any]:
     tvm()
     from tvm.relax.frontend.onnx import onnx_frontend
 
-    # Beside its table the importer has an If that runs both branches, whatever they index and divide by, and keeps the
-    # whole model from being fused: it counts as lacking, as Loop and Scan are.
+    # The importer also has an If that runs both branches, whatever they index and divide by, and prevents fusion in the
+    # whole model. So If counts as missing, like Loop and Scan.
     table: Mapping[str, Any] = onnx_frontend._get_convert_map()
     known = {**table, "Constant": None}
     return {name: converter for name, converter in known.items() if name not in _OTHERS}
@@ -59,12 +59,10 @@ def _converters() -> Mapping[str, Any]:
 
 @heeding_interrupts()
 def import_model(model: Any, shapes: Mapping[str, Sequence[int]] | None = None) -> Any:
-    """A Relax module of an ONNX ModelProto; weights are constants in it. What its indices are checked against are
-    `bounds.checks_of` it.
+    """A Relax module for an ONNX ModelProto, with weights as constants. `bounds.checks_of` gives its checks of indices.
 
     Raises BackendError, before any work, for operators that cannot be lowered, for inputs whose dimensions are not
-    numbers (bind them with `shapes`), for constant indices outside of their tables, and for what TVM's importer
-    refuses.
+    numbers (bind them with `shapes`), for constant indices outside their tables, and for what TVM's importer refuses.
     """
     missing = unsupported([(node.domain, node.op_type) for node in model.graph.node])
     if missing:
@@ -75,11 +73,11 @@ def import_model(model: Any, shapes: Mapping[str, Sequence[int]] | None = None) 
         value for value in model.graph.input if value.name not in constants and value.name not in bound
     ]
     check_sizes(unbound)
-    # TVM takes a size of 0 for one that is not known, unless it is told.
+    # TVM takes a size of 0 for an unknown one, unless it is told.
     told = {v.name: [dim.dim_value for dim in v.type.tensor_type.shape.dim] for v in unbound} | bound
     package = tvm()
     opset = max((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), default=1)
-    # TVM prints the operands of what it refuses.
+    # TVM prints the operands of operators that it refuses.
     with _answering("import"), contextlib.redirect_stdout(io.StringIO()):
         importer = _importer(told)
         module = importer.from_onnx(model.graph, opset)
@@ -90,8 +88,8 @@ def import_model(model: Any, shapes: Mapping[str, Sequence[int]] | None = None) 
 
 @contextlib.contextmanager
 def _answering(doing: str, module: Any = None) -> Iterator[None]:
-    """Whatever TVM raises about a model is an answer to the user: BackendError, which says if it may be because a size
-    in `module` is no number."""
+    """Turn everything that TVM raises about a model into BackendError. The message says whether the reason may be a
+    size in `module` that is not a number."""
     try:
         yield
     except BackendError:
@@ -103,11 +101,13 @@ def _answering(doing: str, module: Any = None) -> Iterator[None]:
 
 
 def sized(module: Any) -> Any:
-    """A module of kernels. Raises BackendError if one writes a size that depends on values: its loops could be longer
-    than what it reads."""
+    """A module of kernels. Raises BackendError if a kernel writes a size that depends on values: its loops could read
+    beyond its input."""
     from tvm import relax
 
-    open_sizes: list[Any] = []  # raised from here on: an error on its way through TVM loses its class
+    open_sizes: list[
+        Any
+    ] = []  # errors are raised below: on their way through TVM they would lose their class
 
     def look(expression: Any) -> None:
         if operator(expression) == "relax.call_tir" and not _has_size(expression.ty):
@@ -127,7 +127,7 @@ def _open_size(name: str) -> BackendError:
 
 
 def _has_size(kind: Any) -> bool:
-    """Whether the sizes of a tensor, or of all tensors of a tuple, are numbers."""
+    """Whether all sizes of a tensor, or of the tensors of a tuple, are numbers."""
     from tvm import relax
 
     if isinstance(kind, relax.TupleType):
@@ -138,7 +138,7 @@ def _has_size(kind: Any) -> bool:
 
 
 def _without_size(module: Any) -> str | None:
-    """The first operator (or function) called in a Relax module whose result has a size that is not a number."""
+    """The first operator or function called in a Relax module whose result has a size that is not a number."""
     from tvm import relax
 
     calls: list[Any] = []
@@ -157,7 +157,7 @@ def _without_size(module: Any) -> str | None:
 
 
 def check_sizes(inputs: Iterable[Any]) -> None:
-    """Raise BackendError for an input (ONNX ValueInfoProto) without a shape, or with a dimension without a number."""
+    """Raise BackendError for an input (an ONNX ValueInfoProto) without a shape, or with an open dimension."""
     for value in inputs:
         if not value.type.tensor_type.HasField("shape"):
             raise BackendError(
@@ -182,9 +182,8 @@ def _importer(shapes: Mapping[str, Sequence[int]]) -> Any:
     folds = {"Max": relax.op.maximum, "Min": relax.op.minimum, "Sum": relax.op.add, "Mean": relax.op.add}
 
     class Importer(ONNXGraphImporter):  # type: ignore[misc]
-        """TVM's importer, but Clip, Max, Min, Sum and Mean become operators of two operands, so that layouts pass
-        through them: it would stack the operands, copying all of them. Indices are put inside their tables, and the
-        ends of what they were are the function's last output (see `bounds`)."""
+        """TVM's importer, but Clip, Max, Min, Sum and Mean get two operands, so that layouts pass through them (TVM
+        would stack copies of operands). Indices are moved inside their tables, and an output for checks is added."""
 
         def __init__(self, *arguments: Any, **options: Any) -> None:
             super().__init__(*arguments, **options)
@@ -237,9 +236,9 @@ def _importer(shapes: Mapping[str, Sequence[int]]) -> Any:
 
 
 def fuse(module: Any, machine: Machine) -> Any:
-    """Layouts, constant folding, fusion: a Relax function that calls one primitive function after another.
+    """Apply layouts, constant folding and fusion: the Relax function then only calls primitive functions.
 
-    Raises BackendError for what TVM refuses.
+    Raises BackendError if TVM refuses the module.
     """
     package = tvm()
     from tvm import relax
@@ -275,8 +274,8 @@ def fuse(module: Any, machine: Machine) -> Any:
 def _gains_from_channels_last(module: Any) -> bool:
     """Whether there is a convolution that sums over channels, or one with short rows.
 
-    All others are faster with channels first than with two conversions (measured: 1.1 to 5 times from rows of 17 on; at
-    14 and 7 it was 0.9 and 0.3).
+    All others are faster with channels first than with two conversions (1.1 to 5 times for rows of 17 and more; at 14
+    and 7 it was 0.9 and 0.3).
     """
     from tvm import relax
 
@@ -295,13 +294,13 @@ def _gains_from_channels_last(module: Any) -> bool:
 
 
 Tuned = Callable[[Any], Any | None]
-"""A module with one primitive function "main" in, the same scheduled by what tuning found out; None: not known."""
+"""Returns a module with one primitive function "main", scheduled as tuned; None if there is no tuned schedule."""
 
 
 def schedule_all(module: Any, machine: Machine, tuned: Tuned | None = None) -> Any:
-    """Every primitive function scheduled: as tuned where that is known, otherwise by `schedules`.
+    """Schedule every primitive function: as tuned if that is known, otherwise by `schedules`.
 
-    Raises BackendError for what TVM refuses.
+    Raises BackendError if TVM refuses the module.
     """
     package = tvm()
     from tvm import tirx
@@ -323,9 +322,9 @@ def schedule_all(module: Any, machine: Machine, tuned: Tuned | None = None) -> A
 
 @heeding_interrupts()
 def compile_module(module: Any, machine: Machine) -> Any:
-    """An executable: packing of constants run once, memory planned, kernels compiled by LLVM.
+    """Make an executable: constants are packed, memory is planned, and LLVM compiles kernels.
 
-    Raises BackendError for what TVM refuses.
+    Raises BackendError if TVM refuses the module.
     """
     package = tvm()
     from tvm import relax

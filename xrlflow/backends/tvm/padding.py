@@ -1,9 +1,9 @@
-"""Sizes that tiles do not divide: products and convolutions compute a little more, and the result is cropped.
+"""Pads sizes that tiles do not divide: products and convolutions compute a little more, and the result is cropped.
 
-- Weights whose number of columns vectors do not divide get columns of zeros, when the model is compiled: a product with
-  50,257 columns, or a convolution to 255 channels, would be computed element by element otherwise.
-- A convolution with rows of a prime number of pixels (17, 71, 149) gets a few more at the right: a tile of one row at a
-  time would leave the multipliers waiting for operands half of the time.
+- Weights get columns of zeros, when the model is compiled, if vectors do not divide their columns. Otherwise a product
+  with 50,257 columns, or a convolution to 255 channels, would be computed element by element.
+- Convolutions whose rows have a prime number of pixels (17, 71, 149) get a few more at the right. A tile of one row
+  would leave the multipliers waiting for operands half of the time.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from xrlflow.backends.tvm.reading import constant, numbers, operator, sizes, wit
 from xrlflow.backends.tvm.schedules import Grid, rated_tiles
 from xrlflow.backends.tvm.target import Machine
 
-# What is computed in vain may be so much more than what filling whole vectors takes.
+# The padded size may be this many times the size that whole vectors need.
 _MORE_COLUMNS = 1.05
 _FEW_VECTORS = 3
-# Longer rows have to promise so much more, since the image is copied for them; and may be so much longer.
+# Longer rows must be estimated to be this many times faster, since the image is copied; and may be this much longer.
 _GAIN, _MORE_PIXELS = 1.15, 1.15
-_ELEMENTWISE = 0  # relax's OpPatternKind: it may follow a product in one function
+_ELEMENTWISE = 0  # relax's OpPatternKind: may follow a product in one function
 
 
 def pad_to_tiles(module: Any, machine: Machine) -> Any:
-    """The module with the products of constant weights in "main" that have two dimensions, and the convolutions of
-    those with channels last, of sizes that tiles divide."""
+    """The module with padded sizes in "main": for products of two dimensions with constant weights, and for
+    convolutions with constant weights and channels last."""
     from tvm.ir import GenericConst
 
     makers = {"relax.matmul": _matmul, "relax.nn.conv2d": _conv}
@@ -51,14 +51,14 @@ def pad_to_tiles(module: Any, machine: Machine) -> Any:
 
 
 def crop(x: Any, shape: Sequence[int]) -> Any:
-    """The first elements of each dimension."""
+    """The first elements along each dimension."""
     from tvm import te
 
     return te.compute(list(shape), lambda *i: x[i], name="crop")
 
 
 def padded_columns(columns: int, lanes: int) -> int:
-    """The number of columns to compute: a multiple of several vectors, where that is hardly more than of one.
+    """The number of columns to compute: a multiple of several vectors, if that is hardly more than one of a vector.
 
     A few columns that half vectors divide stay: 24 take 0.86 to 0.78 of the time of 32 (measured; 88 and 1,000 do not).
     """
@@ -76,7 +76,7 @@ def padded_columns(columns: int, lanes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The output of a convolution: `count` rows of `width` pixels; `flat`: all of them are one row to a tile."""
+    """The output of a convolution: `count` rows of `width` pixels. `flat`: a tile sees all of them as one row."""
 
     count: int
     width: int
@@ -84,7 +84,7 @@ class Rows:
 
 
 def padded_width(rows: Rows, columns: int, row_stride: int, reduction: int, machine: Machine) -> int:
-    """The number of pixels of a row to compute: that for which tiles promise most, if it is clearly more."""
+    """The number of pixels in a row to compute: the one with the best estimate, if it is clearly better."""
 
     def promise(pixels: int) -> float:
         return max(value for value, _ in rated_tiles(Grid(pixels, columns, row_stride, reduction), machine))

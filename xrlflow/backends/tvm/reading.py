@@ -1,20 +1,20 @@
-"""What a Relax expression is, and a pass over the calls of a function."""
+"""Reads Relax expressions, and replaces calls in a function."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from xrlflow.backends.tvm.load import tvm
+from xrlflow.backends.tvm.import_tvm import tvm
 
 
 def operator(value: Any) -> str:
-    """The name of the operator that is called; "" if it is no call of one."""
+    """The name of the called operator; "" if the expression is not such a call."""
     return str(getattr(getattr(value, "op", None), "name", ""))
 
 
 def sizes(expression: Any, dtype: str | None = None) -> tuple[int, ...] | None:
-    """The shape of a tensor (of this type); None of anything else, or where a dimension is not known."""
+    """The shape of a tensor (of this type); None for other expressions, or if a dimension is unknown."""
     from tvm import relax
 
     kind = expression.ty
@@ -32,7 +32,7 @@ def numbers(values: Any) -> list[int]:
 
 
 def with_calls(module: Any, replace: Callable[[Any, Any], Any | None]) -> Any:
-    """The module with each call of "main" that `replace` (the call, a builder) has another expression for replaced."""
+    """The module with calls of "main" replaced. `replace(call, builder)` gives another expression, or None."""
     tvm()
     from tvm import relax
 
@@ -47,7 +47,7 @@ def with_calls(module: Any, replace: Callable[[Any, Any], Any | None]) -> Any:
 
 
 def with_main(module: Any, mutator: Any) -> Any:
-    """The module of a mutator that has gone through "main", with what it has added."""
+    """The module of a mutator after it has visited "main", with everything that it added."""
     main = mutator.visit_expr(module["main"])
     done = mutator.builder_.get()
     done.update_func(done.get_global_var("main"), main)

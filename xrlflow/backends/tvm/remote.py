@@ -1,7 +1,7 @@
 """Devices behind TVM's RPC tracker: a session with one, and models that run there.
 
 The device runs `python -m tvm.exec.rpc_server --tracker HOST:PORT --key KEY`. Trackers and servers do not authenticate:
-who reaches them can run anything there. They belong into a network of one's own.
+everybody who reaches them can run any program there. Use them only in a private network.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from xrlflow.backends.protocol import BackendError
-from xrlflow.backends.tvm.load import last_line, tvm
+from xrlflow.backends.tvm.import_tvm import last_line, tvm
 
 PATIENCE = 10.0
-"""Seconds to wait for a device that others use, or that starts again."""
+"""Seconds to wait for a device that is in use or restarts."""
 _ANSWER = 5.0  # seconds that a tracker may take to answer
-_PAUSE = 0.2  # seconds between looks for a device that is not there
+_PAUSE = 0.2  # seconds between requests for a device that is not there
 
 
 class DeviceError(BackendError):
-    """The tracker does not answer, does not know the device, or the device does not answer."""
+    """The tracker does not answer or does not know the device, or the device does not answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Remote:
-    """A device: the tracker's address, and the key that the device is registered with."""
+    """A device: the address of its tracker, and the key under which it is registered."""
 
     host: str
     port: int
@@ -35,7 +35,7 @@ class Remote:
 
     @staticmethod
     def parse(text: str) -> Remote:
-        """`HOST:PORT/KEY` (an address of version 6 in brackets). Raises BackendError."""
+        """Parse `HOST:PORT/KEY` (an IPv6 address is in brackets). Raises BackendError."""
         address, _, key = text.partition("/")
         host, _, port = address.rpartition(":")
         host = host.removeprefix("[").removesuffix("]")
@@ -57,10 +57,10 @@ class Remote:
 
 
 def connect(remote: Remote, *, patience: float = PATIENCE, limit: float = 0.0) -> Any:
-    """A session with the device (TVM's RPCSession), which the device ends after `limit` seconds (0: it does not).
+    """A session with the device (TVM's RPCSession). The device ends it after `limit` seconds (0: never).
 
-    A device that the tracker does not know may appear within `patience` seconds; one that is in use is waited for as
-    long, and a moment at least. Raises DeviceError.
+    A device that the tracker does not know may appear within `patience` seconds. One that is in use is awaited as long,
+    and at least a moment. Raises DeviceError.
     """
     tvm()
     from tvm import rpc
@@ -73,14 +73,14 @@ def connect(remote: Remote, *, patience: float = PATIENCE, limit: float = 0.0) -
         except DeviceError:
             if time.monotonic() >= end:
                 raise
-        except Exception as error:  # the device went away between the tracker's answer and ours
+        except Exception as error:  # the device disappeared after the tracker's answer
             if time.monotonic() >= end:
                 raise DeviceError(f"remote device {remote} does not answer: {last_line(error)}") from error
         time.sleep(_PAUSE)
 
 
 def _granted(remote: Remote, patience: float) -> tuple[str, int, str]:
-    """Host, port and password of a device that the tracker has given us. TVM's own client waits without an end.
+    """Host, port and password of the device that the tracker assigns. TVM's own client would wait for ever.
 
     Raises DeviceError.
     """
@@ -109,18 +109,18 @@ def _granted(remote: Remote, patience: float) -> tuple[str, int, str]:
 
 
 def what_happened(error: Exception, remote: Remote | None, limit: float = 0.0) -> str:
-    """What an error of TVM's client means: that the session is over, or what is said of the model. One line."""
+    """An error of TVM's client in one line: the session is over, or the message about the model."""
     text = last_line(error)
     if "RPCSessionTimeoutError" in text:
         return f"remote device {remote} ended the session after {limit:g} s"
-    # Whatever came instead of an answer, or that nothing will come.
+    # Something else than an answer arrived, or nothing will.
     if "RPCCode" in text or "SockChannel" in text:
         return f"the session with remote device {remote} ended: its process died, or the network"
     return f"remote device {remote}: {text}"
 
 
 def use_threads(session: Any, remote: Remote, threads: int | None) -> int:
-    """Have kernels of a session run with so many threads (None: as many as there are); how many that is.
+    """Set the number of threads of a session's kernels (None: as many as there are). Returns that number.
 
     Raises BackendError for more than the server was started with.
     """

@@ -1,21 +1,21 @@
-"""How a primitive function runs on a processor, without tuning: the schedules that expert kernels use.
+"""How a primitive function runs on a processor without tuning: the schedules of expert kernels.
 
-Every function that Relax's fusion makes has one anchor, the block that does the work, with injective blocks before
-(padding) and behind it (bias, activation, residual). Five kinds of anchor are told apart:
+Every function from Relax's fusion has one anchor, the block that does the work, with injective blocks before it
+(padding) and after it (bias, activation, residual). There are five kinds of anchors:
 
 - a contraction (MatMul, Conv in NHWC, batched or not): register-blocked. A tile of mr x nr accumulators stays in vector
   registers through the reduction, or a chunk of a long one; each step loads nr values of the packed operand as vectors
   and multiplies them with mr values broadcast from the other (Goto and van de Geijn, Anatomy of High-Performance Matrix
   Multiplication, 2008). Constant weights are packed into panels of nr columns, once, when the model is compiled. The
   epilogue runs on the tile while it is in registers.
-- a channelwise contraction (depthwise Conv): a small tile that walks along the innermost row, so that the weights of
-  its channels stay in registers.
-- the same with channels first: a plane after the other, a tile of a few rows in vectors along them.
+- a channelwise contraction (depthwise Conv): a small tile moves along the innermost row, so that the weights of its
+  channels stay in registers.
+- the same with channels first: one plane after the other, with a tile of a few rows in vectors along them.
 - a row reduction (softmax, normalisation, mean): rows in parallel, each with vectors of partial results.
-- none: everything inlined into the last block, which runs in parallel and in vectors.
+- none: everything is inlined into the last block, which runs in parallel and in vectors.
 
-What a contraction leaves open (see `Choice`) is decided by a heuristic for a model that was not tuned, and is the
-design space of the tuners (see `design_space`).
+The choices for a contraction (see `Choice`) are made by a heuristic if a model was not tuned, and are the design space
+of the tuners (see `design_space`).
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from xrlflow.backends.tvm.load import tvm
+from xrlflow.backends.tvm.import_tvm import tvm
 from xrlflow.backends.tvm.target import Machine
 
-# A thread's stack holds the tile: LLVM turns it into registers.
+# The tile is on a thread's stack; LLVM turns it into registers.
 _LOCAL = "local"
-# Marks the packing of a constant: SplitLayoutRewritePreproc makes a function of it, and constant folding runs that.
+# Marks the packing of a constant: SplitLayoutRewritePreproc makes it a function, which constant folding runs.
 _PACKING = "meta_schedule.layout_rewrite_preproc"
 _MOST_ROWS = 14
 _PLANE_ROWS = 4
-# Groups of fewer columns are no contractions.
+# Groups with fewer columns are not treated as contractions.
 _NARROWEST = 4
-# A longer reduction is summed in chunks: rounding grows with the number of terms that one accumulator takes.
+# Longer reductions are summed in chunks, because rounding errors grow with the number of terms of an accumulator.
 _CHUNK = 128
 _UNROLLED = 64
-# Vectors of results of a reduction across memory.
+# The number of vectors of results, in a reduction across memory.
 _ABREAST = 4
-# Rows whose addresses are a multiple of this apart share a set of an 8-way first-level cache.
+# Rows whose distance is a multiple of this share a set of an 8-way first-level cache.
 _PAGE = 4096
 _WAYS = 8
-# Below so many operations a function runs in one thread: waking another takes some microseconds.
+# Functions with fewer operations run in one thread: waking another one takes some microseconds.
 WORTH_A_THREAD = 30_000
 
 
@@ -61,11 +61,11 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class _Contraction:
-    """What a contraction block computes, by position of its iterators.
+    """What a contraction block computes, by positions of its iterators.
 
-    `column` is the last output dimension; `rows` the output dimensions that only the broadcast operand has, the
-    innermost last; `weights` the position of the operand with the columns among the block's reads; None where both
-    operands have the columns (channelwise).
+    `column`: the last output dimension. `rows`: the output dimensions that only the broadcast operand has, the
+    innermost last. `weights`: the position, among the block's reads, of the operand with the columns; None if both
+    operands have them (channelwise).
     """
 
     column: int
@@ -76,16 +76,17 @@ class _Contraction:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What a contraction leaves open: its tile, and whether tiles of one column come one after the other."""
+    """The choices for a contraction: its tile, and whether tiles of one column follow each other."""
 
     tile: Tile
     columns_first: bool
 
 
 def schedule(mod: Any, machine: Machine) -> Any:
-    """The schedule (TVM's) of a module with one primitive function named "main".
+    """TVM's schedule of a module with one primitive function named "main".
 
-    What none of ours understands is left as it was, in one thread, which is slow and right: a warning says so.
+    Functions that none of our schedules handles stay as they are, in one thread, which is slow but right. There is a
+    warning.
     """
     from tvm.s_tir import Schedule, ScheduleError
 
@@ -98,7 +99,7 @@ def schedule(mod: Any, machine: Machine) -> Any:
 
 
 def apply(sch: Any, machine: Machine, choice: Choice | None = None) -> Any:
-    """Schedule "main" in place, a contraction as `choice` says (default: the heuristic's); returns `sch`."""
+    """Schedule "main" in place, a contraction with `choice` (default: that of the heuristic). Returns `sch`."""
     _inline_scalars(sch)
     anchors = _anchors(sch)
     if contraction := _only_contraction(sch, anchors):
@@ -113,7 +114,7 @@ def apply(sch: Any, machine: Machine, choice: Choice | None = None) -> Any:
 
 
 def choices(mod: Any, machine: Machine, most: int = 64) -> list[Choice]:
-    """The `most` most promising choices for "main", in an order in which neighbours differ little; [] without any."""
+    """The `most` best choices for "main", ordered so that neighbours differ little; [] if there is no choice."""
     form = _form(mod)
     if form is None:
         return []
@@ -123,13 +124,13 @@ def choices(mod: Any, machine: Machine, most: int = 64) -> list[Choice]:
 
 
 def heuristic(mod: Any, machine: Machine) -> Choice | None:
-    """What is chosen for "main" without tuning; None where there is no choice."""
+    """The choice for "main" without tuning; None if there is none."""
     form = _form(mod)
     return None if form is None else form.heuristic(machine)
 
 
 def _form(mod: Any) -> _Form | None:
-    """The contraction of "main", if that is what it is and we understand what is around it."""
+    """The contraction of "main", if it is one and the blocks around it are understood."""
     from tvm.s_tir import Schedule, ScheduleError
 
     sch = Schedule(mod, debug_mask="none")
@@ -138,11 +139,11 @@ def _form(mod: Any) -> _Form | None:
         contraction = _only_contraction(sch, _anchors(sch))
         return None if contraction is None else _prepare(sch, *contraction)
     except ScheduleError:
-        return None  # as `schedule` leaves it
+        return None  # `schedule` leaves it as it is
 
 
 def design_space(machine: Machine, most: int = 64) -> Any:
-    """MetaSchedule's space generator of these kernels: a sketch for each of `choices`, or the one schedule there is."""
+    """MetaSchedule's space generator for these kernels: a sketch for each of `choices`, or the only schedule."""
     package = tvm()
 
     from tvm.s_tir import ScheduleError
@@ -151,7 +152,7 @@ def design_space(machine: Machine, most: int = 64) -> Any:
         options: list[Choice | None] = [*choices(sch.mod, machine, most)]
         found = []
         for choice in options or [None]:
-            with contextlib.suppress(ScheduleError):  # a tile that does not go with what is around it
+            with contextlib.suppress(ScheduleError):  # the tile does not fit the blocks around it
                 found.append(apply(sch.copy(), machine, choice))
         return found
 
@@ -171,17 +172,17 @@ def _only_contraction(sch: Any, anchors: Sequence[Any]) -> tuple[Any, _Contracti
 
 
 def _blocks(sch: Any) -> list[Any]:
-    """The function's blocks in the order in which they run."""
+    """The function's blocks in execution order."""
     return list(sch.get_child_blocks(sch.get_sblock("root")))
 
 
 def _name(sch: Any, block: Any) -> str:
-    """What identifies a block: two handles of one block are not equal."""
+    """The name of a block, which identifies it: two handles of one block are not equal."""
     return str(sch.get(block).name_hint)
 
 
 def _inline_scalars(sch: Any) -> None:
-    """What is computed of scalars alone goes into what reads it: see `_can_have_partial_sums`."""
+    """Inline blocks that only compute scalars, for `_can_have_partial_sums`."""
     outputs = _outputs(sch)
     for block in _blocks(sch):
         if not list(sch.get_loops(block)) and _name(sch, block) not in outputs:
@@ -189,7 +190,10 @@ def _inline_scalars(sch: Any) -> None:
 
 
 def _can_have_partial_sums(sch: Any) -> bool:
-    """TVM's rfactor ends with an internal error where there is a block without loops beside the one it splits."""
+    """Whether rfactor works:
+
+    TVM fails with an internal error if there is a block without loops next to the split one.
+    """
     return all(list(sch.get_loops(block)) for block in _blocks(sch))
 
 
@@ -218,7 +222,7 @@ def _uses(indices: Sequence[Any], variable: Any) -> bool:
 
 
 def _contraction(sch: Any, block: Any) -> _Contraction | None:
-    """C[.., n] += A[.., k] * B[k.., n]; None for another reduction, or one with extents that are not known."""
+    """C[.., n] += A[.., k] * B[k.., n]; None for another reduction, or one with unknown extents."""
     from tvm import sym, tirx
     from tvm.ir.expr import TensorLoad
 
@@ -234,7 +238,7 @@ def _contraction(sch: Any, block: Any) -> _Contraction | None:
         return None
     analyzer = sym.Analyzer()
     for variable in variables:
-        # An output dimension of extent 1 is not to be taken for the number 0: a product of one row has rows.
+        # An output dimension of extent 1 may look like the number 0, but a product of one row has rows.
         if int(variable.iter_type) == 2 or _extent(variable) != 1:
             analyzer.bind(variable.var, variable.dom)
     indices = [analyzer.simplify(i) for i in node.body.indices]
@@ -264,7 +268,7 @@ def _contraction(sch: Any, block: Any) -> _Contraction | None:
     weights, other = with_column.index(True), with_column.index(False)
     first = [analyzer.simplify(read[weights][-1] - variables[column].var)]
     if any(_uses(first, variables[i].var) for i in (column, *reductions)):
-        return None  # its neighbours are not neighbours in memory, or slide along with the reduction
+        return None  # neighbours are not adjacent in memory, or move with the reduction
     rows = tuple(
         p
         for p in spatial
@@ -320,7 +324,7 @@ def _split_groups(sch: Any, block: Any) -> None:
 
     if _name(sch, block) in _outputs(sch):
         sch.cache_write(block, 0, "global")
-    # In this order: the other one leaves indices (g * m + n) // m, which compute_at cannot read.
+    # In this order. The other one leaves indices (g * m + n) // m, which compute_at cannot handle.
     whole, parts = _index_map(split, len(outputs), sch, block), _index_map(split, len(variables), sch, block)
     sch.transform_block_layout(block, parts)
     sch.transform_layout(block, ("write", 0), whole)
@@ -333,8 +337,8 @@ def _split_groups(sch: Any, block: Any) -> None:
 class Grid:
     """The outputs of a contraction: `rows` x `columns`, each the sum of `reduction` products.
 
-    Rows of the broadcast operand are `row_stride` bytes apart, or more. `pad_rows`, `pad_columns`: they may be padded
-    to multiples of a tile; `channelwise`: nothing is broadcast, each column has its own weights.
+    Rows of the broadcast operand are at least `row_stride` bytes apart. `pad_rows`, `pad_columns`: they may be padded
+    to multiples of a tile. `channelwise`: nothing is broadcast, each column has its own weights.
     """
 
     rows: int
@@ -347,21 +351,20 @@ class Grid:
 
 
 def tile_of(grid: Grid, machine: Machine) -> Tile:
-    """The accumulator tile of a contraction: the first of the best of `rated_tiles`."""
+    """The tile of a contraction: the first of the best of `rated_tiles`."""
     rated = list(rated_tiles(grid, machine))
     highest = max(value for value, _ in rated)
     return next(tile for value, tile in rated if value > highest - 1e-9)
 
 
 def rated_tiles(grid: Grid, machine: Machine) -> Iterator[tuple[float, Tile]]:
-    """Tiles that the registers hold, with what they promise.
+    """Tiles that fit into the registers, with their ratings.
 
-    A step of the reduction loads rows + columns / lanes operands for rows x columns / lanes
-    multiply-adds, so a squarer tile loads less; it may not need more registers than there are, fewer than 8
-    accumulators leave the multipliers waiting for their own results, and rows must not push each other
-    out of the first-level cache. A panel of reduction x columns stays in half of the second.
-    A tile divides the output, or, where that may be padded, what is computed in vain is weighed against the better
-    shape. For channelwise tiles see `_channelwise`.
+    A step of the reduction loads rows + columns / lanes operands for rows x columns / lanes multiply-adds, so a squarer
+    tile loads less. It may not need more registers than there are. With fewer than 8 accumulators, multipliers wait for
+    their own results. Rows must not evict each other from the first-level cache. A panel of reduction x columns stays
+    in half of the second-level cache. A tile divides the output; if that may be padded, useless work is weighed against
+    the better shape. For channelwise tiles see `_channelwise`.
     """
     if grid.channelwise:
         yield from _channelwise(grid, machine)
@@ -390,11 +393,11 @@ def rated_tiles(grid: Grid, machine: Machine) -> Iterator[tuple[float, Tile]]:
 
 
 def _channelwise(grid: Grid, machine: Machine) -> Iterator[tuple[float, Tile]]:
-    """Tiles of a channelwise contraction, with what they promise.
+    """Tiles of a channelwise contraction, with their ratings.
 
-    Every product loads its own operand, and nothing is shared but the weights, if they stay in registers beside the
-    accumulators while the tile walks along a row. Two accumulators keep the multipliers busy, since the loads are what
-    takes time; more bring nothing (measured: 1.4 to 2.2 times faster than the tile of a product).
+    Every product loads its own operand. Only the weights are shared, if they stay in registers next to the accumulators
+    while the tile moves along a row. Two accumulators keep the multipliers busy, since loads take the time; more gain
+    nothing (measured: 1.4 to 2.2 times faster than the tile of a product).
     """
     for lanes in (n for n in (machine.lanes, machine.lanes // 2, machine.lanes // 4, 1) if n >= 1):
         for vectors in range(1, 5):
@@ -413,7 +416,7 @@ def _channelwise(grid: Grid, machine: Machine) -> Iterator[tuple[float, Tile]]:
 
 
 def _useful(extent: int, step: int) -> float:
-    """The part of a padded dimension that is needed, and less for the copy that padding takes."""
+    """The part of a padded dimension that is useful, reduced by the cost of copying it."""
     padded = -(-extent // step) * step
     return extent / padded * (0.9 if padded != extent else 1.0)
 
@@ -423,10 +426,10 @@ def _useful(extent: int, step: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """A contraction with its function made ready: the blocks around it, and how its output can be tiled.
+    """A contraction whose function has been prepared: the blocks around it, and how its output can be tiled.
 
-    `flat`: the rows are one dimension already, or can be made one; `row` is the one that is tiled. Constant weights,
-    which are packed already, are not padded here (see `padding`): `cropped` says that what leaves has fewer columns.
+    `flat`: the rows are one dimension, or can be made one; `row` is the tiled one. Constant weights are packed before
+    and not padded here (see `padding`). `cropped`: the result has fewer columns.
     """
 
     before: tuple[Any, ...]
@@ -447,7 +450,7 @@ class _Form:
 
 
 def _prepare(sch: Any, block: Any, found: _Contraction) -> _Form:
-    """Inline what can be inlined around a contraction, and look at what is left."""
+    """Inline everything possible around a contraction, and analyse what is left."""
     _inline_copies(sch, block)
     if found.weights is None:
         # A condition for each vector costs less than a padded copy in memory, which is read as often as it is computed.

@@ -1,7 +1,7 @@
-"""Small buffers on the stack, where LLVM turns them into registers.
+"""Keeps small buffers on the stack, where LLVM turns them into registers.
 
-TVM takes a kernel's local buffers from its pool of workspaces, and others from 1,024 bytes on: a call for memory, one
-to clear it and one to give it back for each tile of an output, whose accumulators are written there and read again.
+TVM takes a kernel's local buffers from its pool of workspaces (other buffers from 1,024 bytes on). For each tile of an
+output, that is a call to get memory, one to clear it and one to release it, and the accumulators are written there.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from typing import Any
 
 _MOST = 4096
 CODE = "small buffers on the stack, long sums in chunks"
-"""What the code of one schedule depends on besides TVM's version: times from before are another setting's."""
-# TVM's annotation of an allocation that code generation is left to (LowerTVMBuiltin).
+"""Describes the code of a schedule, besides TVM's version. Times of other code belong to another setting."""
+# TVM's mark of an allocation that is left to code generation (LowerTVMBuiltin).
 _ON_STACK = "disable_lower_builtin"
 
 
 def register() -> None:
-    """Add this to the passes that TVM lowers kernels with: once in a process."""
+    """Add this pass to those that lower kernels, once per process."""
     from tvm import tirx
 
     passes, finalize_host, finalize_device = tirx.get_tir_pipeline("s_tir")
@@ -42,7 +42,7 @@ def _module(mod: Any, context: Any) -> Any:
 
 
 def _statement(statement: Any) -> Any:
-    """The statement with its small buffers marked."""
+    """The statement with marks on its small buffers."""
     from tvm import tirx
 
     if isinstance(statement, tirx.SeqStmt):

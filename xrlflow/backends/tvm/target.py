@@ -9,12 +9,12 @@ from typing import Any, TypeAlias
 
 from xrlflow.backends.placement import cache_levels, default_threads
 from xrlflow.backends.protocol import BackendError
-from xrlflow.backends.tvm.load import tvm
+from xrlflow.backends.tvm.import_tvm import tvm
 
-# LLVM's names of features, and the floats in a vector register and the registers that come with them.
+# LLVM's names of features, each with the floats in a vector register and the number of registers.
 _VECTORS = (("avx512f", 16, 32), ("avx2", 8, 16), ("avx", 8, 16), ("neon", 4, 32), ("sse2", 4, 16))
-# Of LLVM's features those that are instructions which a compiler uses on its own; most others say how to tune. By what
-# their names begin with: x86, then ARM.
+# The prefixes of LLVM's features that are instructions which a compiler uses on its own: x86, then ARM. Most other
+# features only guide tuning.
 _INSTRUCTIONS = (
     *(
         "sse",
@@ -50,7 +50,7 @@ _INSTRUCTIONS = (
     ),
 )
 
-# The first part of a system's name, and what LLVM calls the architecture.
+# The first part of a system's name, and LLVM's name of the architecture.
 _ARCHITECTURES = {
     **{name: name for name in ("x86_64", "aarch64", "riscv64")},
     "i686": "i386",
@@ -62,8 +62,8 @@ _ARCHITECTURES = {
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What schedules depend on: LLVM's name of the processor, cores, floats in a vector, registers, bytes of a core's
-    second-level cache."""
+    """What schedules depend on: LLVM's name of the processor, cores, floats in a vector, vector registers, and bytes of
+    a core's second-level cache."""
 
     triple: str
     cpu: str
@@ -73,18 +73,18 @@ class Machine:
     second_level: int = 512 << 10
 
     def target(self) -> Any:
-        """TVM's target."""
+        """The target in TVM's form."""
         options = {"kind": "llvm", "mtriple": self.triple, "mcpu": self.cpu, "num-cores": self.cores}
         return tvm().target.Target(options)
 
 
 @functools.cache
 def detect(cpu: str | None = None, cores: int | None = None, triple: str | None = None) -> Machine:
-    """This machine, or another processor by LLVM's name (`cpu`), with so many cores (default: the physical ones).
+    """This machine, or another processor by LLVM's name (`cpu`), with `cores` cores (default: the physical ones).
 
-    `triple` is LLVM's name of another system (`aarch64-linux-gnu`); a processor has to be given with it. The size of
-    the cache is this machine's where the processor is; nobody tells that of another, which has the usual one.
-    Raises BackendError when LLVM does not know the system or the processor.
+    `triple`: LLVM's name of another system (`aarch64-linux-gnu`), which needs a processor as well. The size of the
+    cache is that of this machine if the processor is; otherwise a usual size is assumed. Raises BackendError if LLVM
+    does not know the system or the processor.
     """
     ours, own = _here()
     if cpu is None and triple is not None:
@@ -99,14 +99,14 @@ def detect(cpu: str | None = None, cores: int | None = None, triple: str | None 
 
 
 System: TypeAlias = tuple[str, str]
-"""LLVM's names of a system (its triple) and of a processor."""
+"""LLVM's names of a system (a triple) and of a processor."""
 
 
 @functools.cache
 def lacking(triple: str, cpu: str, there: System | None = None) -> tuple[str, ...]:
-    """What code for a processor may use and another (default: this machine) lacks: the system, or instructions.
+    """What code for a processor may use and another one (default: this machine) lacks: the system, or instructions.
 
-    Raises BackendError when LLVM does not know one of them.
+    Raises BackendError if LLVM does not know one of them.
     """
     system, name = there or _here()
     if (triple, cpu) == (system, name):
@@ -119,13 +119,13 @@ def lacking(triple: str, cpu: str, there: System | None = None) -> tuple[str, ..
 
 
 def _features_here() -> frozenset[str]:
-    """As the processor tells: a virtual machine may hide some."""
+    """The features that the processor reports. A virtual machine may hide some."""
     found = tvm().get_global_func("tvm.codegen.llvm.GetHostCPUFeatures")()
     return frozenset(str(name) for name, present in found.items() if present)
 
 
 def compiler(triple: str) -> str:
-    """The C compiler that links for a system, by its usual name."""
+    """The usual name of the C compiler that links for a system."""
     return "cc" if _loader(triple) == _loader(_here()[0]) else f"{triple}-gcc"
 
 
@@ -143,7 +143,7 @@ def _here() -> System:
 
 
 def _loader(triple: str) -> tuple[str, bool]:
-    """What decides whether libraries can be loaded: the architecture, and whether it is Linux. The vendor does not."""
+    """What decides whether libraries can be loaded: the architecture, and whether it is Linux."""
     return triple.partition("-")[0], "linux" in triple
 
 
@@ -151,7 +151,7 @@ def _features(triple: str, cpu: str) -> frozenset[str]:
     package = tvm()
     call = package.get_global_func
     arch = triple.partition("-")[0]
-    # Asked about a system that it was not built for, LLVM crashes.
+    # LLVM crashes if it is asked about a system that it was not built for.
     if "-" not in triple or _ARCHITECTURES.get(arch) not in {
         str(n) for n in call("target.llvm_get_targets")()
     }:

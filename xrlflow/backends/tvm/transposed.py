@@ -1,9 +1,9 @@
 """Transposed convolutions as convolutions, whose kernels are blocked (see `schedules`).
 
-With stride s an output pixel s q + p is a sum over the taps p, p + s, p + 2 s, ... of the kernel alone. So the pixels
-of one phase p are a convolution of stride 1, and all phases together one with s times as many channels along each
-dimension, which are put beside each other afterwards (Shi et al., Is the deconvolution layer the same as a
-convolutional layer?, 2016). TVM's own spreads the image with zeros and multiplies these too.
+With stride s, an output pixel s q + p is a sum over the taps p, p + s, p + 2 s, ... of the kernel. So the pixels of one
+phase p are a convolution of stride 1. All phases together are one convolution with s times as many channels along each
+dimension, which are interleaved afterwards (Shi et al., Is the deconvolution layer the same as a convolutional layer?,
+2016). TVM's own kernel spreads the image with zeros and multiplies these, too.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from xrlflow.backends.tvm.reading import constant, numbers, operator, sizes, wit
 
 
 def by_phases(module: Any) -> Any:
-    """The module with the transposed convolutions of two dimensions in "main" as convolutions, those of constant
-    weights, without groups or dilation."""
+    """The module with transposed convolutions of two dimensions in "main" replaced by convolutions, if their weights
+    are constant and they have no groups or dilation."""
     return with_calls(module, _rewritten)
 
 
@@ -36,10 +36,10 @@ def _rewritten(call: Any, builder: Any) -> Any | None:
     strides, begin = numbers(attrs.strides), numbers(attrs.padding)[:2]
     taps = [-(-k // s) for k, s in zip(kernel, strides)]
     end = [b + r for b, r in zip(begin, result)]
-    # Each phase has a pixel for each of the image and of its rim of taps - 1, but for those that are cut off whole.
+    # Each phase has a pixel for each of the image and of its border of taps - 1, except for those that are cropped.
     pixels = [size + t - 1 for size, t in zip(image, taps)]
     if any(e > p * s for e, p, s in zip(end, pixels, strides)):
-        return None  # output_padding reaches beyond what the image has a part in
+        return None  # output_padding adds pixels that the image has no part in
     before = [min(t - 1, b // s) for t, b, s in zip(taps, begin, strides)]
     after = [min(t - 1, p - -(-e // s)) for t, p, e, s in zip(taps, pixels, end, strides)]
     padding = [t - 1 - cut for cuts in (before, after) for t, cut in zip(taps, cuts)]
@@ -58,8 +58,8 @@ def _rewritten(call: Any, builder: Any) -> Any | None:
 
 
 def phase_weights(weights: Any, strides: Sequence[int]) -> Any:
-    """Weights [in, out, height, width] of a transposed convolution as those of a convolution to all phases [phases of
-    rows x phases of columns x out, in, taps, taps]; taps beyond the kernel are zeros."""
+    """Weights [in, out, height, width] of a transposed convolution as those of one for all phases: [row phases x column
+    phases x out, in, taps, taps]. Taps beyond the kernel are zeros."""
     import numpy as np
 
     inputs, outputs, *kernel = weights.shape

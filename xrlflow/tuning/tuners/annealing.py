@@ -17,9 +17,9 @@ class AnnealingConfig:
 
     chains: int = 128
     steps: int = 500
-    # Falls linearly to 0; scores are between 0 and about 1.
+    # Falls linearly to 0. Scores are between 0 and about 1.
     temperature: float = 1.0
-    # The chains stop when the best `plan` vectors have not changed for so many steps.
+    # The chains stop if the best `plan` vectors have not changed for this many steps.
     patience: int = 50
 
     def __post_init__(self) -> None:
@@ -28,7 +28,7 @@ class AnnealingConfig:
 
 
 class AnnealingTuner(Guided):
-    """Parallel chains that change one knob to any other value, and go on where they ended when more is known."""
+    """Parallel chains that change one knob to any other value. With new measurements they continue where they ended."""
 
     name = "annealing"
 
@@ -43,7 +43,7 @@ class AnnealingTuner(Guided):
         if points is None:
             points = self.space.draw(self.generator, config.chains)
         scores = self.surrogate.predict(points)
-        # Of all vectors that are not known to be spent, the score.
+        # The score of each vector that may still give something new.
         seen: dict[Vector, float] = {}
         size = 8 * count
         floor, idle = -np.inf, 0
@@ -66,7 +66,7 @@ class AnnealingTuner(Guided):
         return sorted(seen, key=lambda vector: (-seen[vector], vector))
 
     def _note(self, seen: dict[Vector, float], points: Indices, scores: Floats, floor: float) -> bool:
-        """Remember what is above the floor and not spent; whether any was new."""
+        """Remember vectors above the floor that are not spent. True if any was new."""
         before = len(seen)
         for i in np.flatnonzero(scores > floor):
             vector: Vector = tuple(points[i].tolist())
@@ -75,11 +75,11 @@ class AnnealingTuner(Guided):
         return len(seen) > before
 
     def _moved(self, points: Indices) -> Indices:
-        """The points with one knob of each, if it has any, at another value."""
+        """The points, each with one knob changed to another value, if it has one to change."""
         draws = np.where(self.space.movable(points), self.generator.random(points.shape), -1.0)
         knob = draws.argmax(axis=1)
         rows = np.arange(len(points))
-        # Any value but the present one; a knob of a single value stays.
+        # Any value but the present one. Knobs with a single value stay.
         shift = 1 + (self.generator.random(len(points)) * (self.space.sizes[knob] - 1)).astype(np.int64)
         moved = points.copy()
         moved[rows, knob] = (points[rows, knob] + shift) % self.space.sizes[knob]

@@ -1,10 +1,9 @@
 """Beam search on a surrogate: Halide's tree search (Adams et al., 2019, "Learning to Optimize Halide with Tree Search
 and Random Programs").
 
-Knobs are decided one after the other. Of partial assignments the best are kept, as far as the surrogate, which knows
-complete ones only, can tell: by their mean score over some ways to decide the rest. The first pass takes random ways,
-each later one the assignments that the pass before has ended with, as Halide's passes look for what is like the best
-of the pass before.
+Knobs are decided one after the other, and the best partial assignments are kept. The surrogate only scores complete
+ones, so the score of a partial one is the mean over several completions. These are random in the first pass. In later
+passes they are the results of the pass before, just as Halide's passes look for programs similar to the best so far.
 """
 
 from __future__ import annotations
@@ -20,7 +19,10 @@ from xrlflow.tuning.tuners.guided import Guided
 
 @dataclass(frozen=True, slots=True)
 class BeamConfig:
-    """Halide keeps 32 and makes 5 passes; fewer here, where every step scores the hundreds of values of a tile."""
+    """Halide keeps 32 and makes 5 passes.
+
+    Here both are less, because a step scores the hundreds of values of a tile.
+    """
 
     beam: int = 16
     completions: int = 8
@@ -32,7 +34,7 @@ class BeamConfig:
 
 
 class BeamTuner(Guided):
-    """The sketch first, then knob after knob, in an order that is drawn anew for each pass."""
+    """Decides the sketch first, then one knob after the other, in a new random order for each pass."""
 
     name = "beam"
 
@@ -43,7 +45,7 @@ class BeamTuner(Guided):
     def plan(self, count: int) -> Sequence[Vector]:
         config = self._config
         seen: dict[Vector, float] = {}
-        # The fastest that were measured, and others: what is best in one company is often good in another.
+        # The fastest measured vectors and random ones: a good decision is often good in other combinations.
         known = np.array(self.surrogate.best(config.completions // 2), np.int64)
         rest = self.space.draw(self.generator, config.completions)
         rest = np.concatenate([known.reshape(-1, len(self.space.knobs)), rest])[: config.completions]
@@ -56,7 +58,7 @@ class BeamTuner(Guided):
         return sorted(seen, key=lambda vector: (-seen[vector], vector))
 
     def _pass(self, rest: Indices, most: int) -> tuple[Indices, np.ndarray[tuple[int], np.dtype[np.float32]]]:
-        """At most so many complete vectors and their scores, best first; `rest` [C, K] completes partial ones."""
+        """At most `most` complete vectors and their scores, best first. `rest` [C, K] completes partial ones."""
         beam = np.zeros((1, len(self.space.knobs)), np.int64)
         decided = np.zeros(len(self.space.knobs), bool)
         order = [0, *(1 + self.generator.permutation(len(self.space.knobs) - 1)).tolist()]
@@ -66,7 +68,7 @@ class BeamTuner(Guided):
             wider = np.repeat(beam, size, axis=0)
             wider[:, knob] = np.tile(np.arange(size), len(beam))
             decided[knob] = True
-            # What the sketch has no use for is 0, so these are not told apart.
+            # Unused knobs are 0, so that vectors that differ only there are equal.
             wider = np.unique(np.where(decided, self.space.masked(wider), 0), axis=0)
             complete = np.where(decided, wider[:, None, :], rest[None, :, :])
             flat = self.space.masked(complete.reshape(-1, len(decided)))

@@ -39,10 +39,10 @@ from xrlflow.learn.factored import FactoredCategorical
 from xrlflow.learn.ppo import Episode, PPOConfig, Rollout, orthogonal, update
 from xrlflow.learn.tensors import to_arrays, to_tensors
 from xrlflow.learn.threads import one_thread
-from xrlflow.tuning.knobs import Candidate, Floats, Indices, Kind, KnobSpace, Vector
+from xrlflow.tuning.knobs import Candidate, Floats, Indices, KnobKind, KnobSpace, Vector
 from xrlflow.tuning.surrogate import SCHEDULE_FEATURES, Experience, Surrogate
 from xrlflow.tuning.tuners.frontier import Frontier
-from xrlflow.tuning.tuners.protocol import Outcome
+from xrlflow.tuning.tuners.protocol import Measurement
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -54,7 +54,7 @@ _LEVELS = 4
 # So many of the best measured have neighbours that are looked at.
 _BEST = 2
 # Features: of a knob's value, of a knob, of a task.
-_VALUE, _KNOB, _TASK = 1 + _LEVELS, len(Kind) + 4, 5
+_VALUE, _KNOB, _TASK = 1 + _LEVELS, len(KnobKind) + 4, 5
 _AGENT = "kernel agent"
 _SCHEDULES, _SCORES = "experience.schedules", "experience.scores"
 
@@ -131,17 +131,17 @@ class View:
         for k, knob in enumerate(space.knobs):
             size = len(knob)
             values[k, :size, 0] = np.linspace(-1, 1, size) if size > 1 else 0
-            if knob.kind is Kind.TILE:
+            if knob.kind is KnobKind.TILE:
                 logs = np.log2(np.asarray(knob.values, np.float32))[:, -_LEVELS:]
                 values[k, :size, _VALUE - logs.shape[1] :] = logs / max(1.0, math.log2(knob.extent))
-            knobs[k, list(Kind).index(knob.kind)] = 1
-            knobs[k, len(Kind) :] = (
+            knobs[k, list(KnobKind).index(knob.kind)] = 1
+            knobs[k, len(KnobKind) :] = (
                 math.log2(size) / 8,
                 math.log2(knob.extent) / 12,
                 k / 16,
                 (count - k) / 16,
             )
-        loops = [knob.extent for knob in space.knobs if knob.kind is Kind.TILE]
+        loops = [knob.extent for knob in space.knobs if knob.kind is KnobKind.TILE]
         task = (
             math.log2(1 + space.task.flops) / 32,
             math.log2(space.size) / 32,
@@ -153,7 +153,7 @@ class View:
 
 
 class Observation(NamedTuple):
-    """Where a walk is: indices [K], which knobs can be moved [K], and how far one move goes [K]."""
+    """The state of a walk: indices [K], which knobs can be moved [K], and how far a move goes [K]."""
 
     view: View
     vector: Indices
@@ -162,12 +162,12 @@ class Observation(NamedTuple):
 
 
 class Agent(nn.Module):
-    """Actor and critic: tanh networks of 20-20 (the paper's), shared by all knobs; and what was measured meanwhile."""
+    """Actor and critic: tanh networks of 20-20 (as in the paper), shared by all knobs; and the measurements so far."""
 
     def __init__(self, seed: int, hidden: int = 20) -> None:
         super().__init__()
         self.hidden = hidden
-        # Updates that it has learned from: before the first it knows nothing.
+        # The number of updates. Before the first, the agent knows nothing.
         self.updates = 0
         self.experience = Experience.none()
         width = _VALUE + 1 + _KNOB
@@ -181,7 +181,7 @@ class Agent(nn.Module):
             self.critic = orthogonal(nn.Linear(hidden, 1), 1.0)
 
     def evaluate(self, observations: Sequence[Observation]) -> tuple[FactoredCategorical, Tensor]:
-        """Actions of K factors, and values [B], of B observations of one space."""
+        """Actions with K factors, and values [B], for B observations of one space."""
         view = observations[0].view
         assert all(o.view is view for o in observations)
         vectors = torch.from_numpy(np.stack([o.vector for o in observations]))
@@ -210,14 +210,14 @@ class Agent(nn.Module):
         return FactoredCategorical.of(logits, movable, _STAY), values.squeeze(-1)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Raises CheckpointError if the file cannot be written."""
+        """Write the agent to a file. Raises CheckpointError if that fails."""
         config = {"hidden": self.hidden, "updates": self.updates}
         measured = {_SCHEDULES: self.experience.schedules, _SCORES: self.experience.scores}
         save_checkpoint(Checkpoint(_AGENT, config, {**to_arrays(self.state_dict()), **measured}), path)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
-        """Raises CheckpointError for a file that is not of such an agent, or of another version's."""
+        """Read an agent. Raises CheckpointError if the file is not one, or is of another version."""
         found = load_checkpoint(path, _AGENT)
         hidden, updates = found.config.get("hidden"), found.config.get("updates")
         if not (isinstance(hidden, int) and isinstance(updates, int) and 0 < hidden <= 4096):
@@ -237,7 +237,7 @@ class Agent(nn.Module):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Walks:
-    """Where walks have been: vectors [N, K] with their scores [N], where each ended [W, K], and what to learn from."""
+    """The results of walks: visited vectors [N, K] with scores [N], the ends [W, K], and the data to learn from."""
 
     visited: Indices
     scores: Floats
@@ -246,7 +246,7 @@ class Walks:
 
 
 class ChameleonTuner:
-    """Walks of an agent that goes on learning from plan to plan; with an agent of other tasks it begins with those."""
+    """Walks of an agent that learns from plan to plan. It may begin with an agent that learned on other tasks."""
 
     name = "chameleon"
 
@@ -270,14 +270,14 @@ class ChameleonTuner:
 
     @property
     def agent(self) -> Agent:
-        """The agent as it is now, for other tasks."""
+        """A copy of the present agent, for other tasks."""
         agent = copy.deepcopy(self._agent)
         agent.experience = self._surrogate.experience
         return agent
 
     def propose(self, count: int) -> Sequence[Candidate]:
-        """At most `count`, the likeliest first, then some at random: as many as the visited configurations have groups,
-        while walks find any that are new."""
+        """At most `count` candidates: first the likeliest, one for each group of visited configurations, then random
+        ones. None if no walk finds anything new."""
         if count < 1:
             return []
         still = not bool(self._space.movable(self._ends).any()) and len(self._space.sketches) == 1
@@ -288,18 +288,18 @@ class ChameleonTuner:
             pool = self._explore()
         wanted = count - int(self._generator.binomial(count, self._config.explore))
         chosen = self._sample(pool, wanted) if len(pool) and wanted else []
-        # The likeliest first: what is good is known sooner.
+        # The likeliest come first, so that good kernels are known sooner.
         chosen = [chosen[i] for i in np.argsort(-self._surrogate.rank(chosen), kind="stable")]
         self._frontier.claim(chosen)
         return [*chosen, *self._frontier.random(count - wanted if chosen else count)]
 
-    def update(self, measured: Sequence[tuple[Candidate, Outcome]]) -> None:
+    def update(self, measured: Sequence[tuple[Candidate, Measurement]]) -> None:
         self._frontier.claim([candidate for candidate, _ in measured])
         self._surrogate.add(measured)
 
     def _imagine(self) -> None:
-        """Let the model of schedules look at some configurations: once at those that are drawn, and at some that are
-        one decision away from the best measured. What it thinks of them is where the model of knobs begins."""
+        """Let the model of schedules score some configurations: once random ones, and then some that are one decision
+        away from the best measured. The model of knobs learns these scores."""
         if not self._surrogate.ready:
             return
         if not self._imagined:
@@ -312,11 +312,11 @@ class ChameleonTuner:
             self._decode([near[i] for i in some], self._config.neighbours)
 
     def _explore(self) -> Indices:
-        """Walk and learn; what was visited or imagined and may be new, the best first [N, K]."""
+        """Walk and learn. Returns what was visited or imagined and may be new, best first: [N, K]."""
         config = self._config
         promising = self._surrogate.promising(config.pool)
         visited = [self._array([vector for vector, _ in promising])]
-        # What its schedule says of a configuration counts more than what its knobs do.
+        # A configuration's score by its schedule replaces the one by its knobs.
         scores = [np.array([score for _, score in promising], np.float32)]
         for _ in range(config.rounds if self._surrogate.ready else 1):
             starts, near = self._starts()
@@ -331,7 +331,7 @@ class ChameleonTuner:
                 visited.append(walks.visited)
                 scores.append(walks.scores)
             else:
-                # Without a score, where an agent of other tasks goes to is what counts.
+                # Without scores, the places that an agent of other tasks walks to are all there is.
                 visited.append(walks.ends)
                 scores.append(np.zeros(len(walks.ends), np.float32))
         places, first = np.unique(np.concatenate(visited), axis=0, return_index=True)
@@ -341,8 +341,8 @@ class ChameleonTuner:
         return places[np.argsort(-values, kind="stable")[: config.pool]]
 
     def _starts(self) -> tuple[Indices, int]:
-        """A quarter at the best measured, or imagined while there are too few, a quarter where walks have ended, the
-        rest anywhere [W, K]; and how many, the first, begin at the best."""
+        """The starts of walks [W, K]: a quarter at the best measured configurations (or imagined ones, if there are too
+        few), a quarter where earlier walks ended, the others anywhere; and how many, the first, begin at the best."""
         walks = self._config.walks
         best = self._surrogate.best(walks // 4)
         best += [vector for vector, _ in self._surrogate.promising(walks // 4 - len(best))]
@@ -354,9 +354,9 @@ class ChameleonTuner:
         return np.array(vectors, np.int64).reshape(len(vectors), len(self._space.knobs))
 
     def _sample(self, pool: Indices, count: int) -> list[Candidate]:
-        """Adaptive sampling: of each group of the pool [N, K] the best, of those that have been decoded and a few more;
-        where none is new and valid, one made of the values that the pool has most (the paper's), or as often as the
-        pool has them."""
+        """Adaptive sampling: the best configuration of each group of the pool [N, K], among those that were decoded and
+        a few more. If none of a group is new and valid, one is made from the most frequent values of the pool (as in
+        the paper), or from values drawn by frequency."""
         features = self._space.features(pool)
         features = (features - features.mean(0)) / (features.std(0) + 1e-6)
         centres = groups(features, self._config.groups, count, self._config.knee, self._generator)
@@ -375,7 +375,7 @@ class ChameleonTuner:
         return list(found.values())
 
     def _decode(self, vectors: Sequence[Vector], count: int) -> list[Candidate]:
-        """The new kernels of the vectors that have been decoded before, and of the first `count` others."""
+        """The new kernels of those vectors that were decoded before, and of the first `count` others."""
         there = [
             candidate
             for vector in vectors
@@ -387,7 +387,7 @@ class ChameleonTuner:
         return [*there, *others]
 
     def _synthetic(self, pool: Indices, tries: int = 8) -> Indices:
-        """The vector of the values that are the most frequent of each knob, and others drawn by frequency [T, K]."""
+        """The vector of each knob's most frequent value, and others drawn by frequency: [T, K]."""
         most = [int(np.bincount(column).argmax()) for column in pool.T]
         rows = self._generator.integers(len(pool), size=(tries, pool.shape[1]))
         drawn = np.take_along_axis(pool, rows, axis=0)
@@ -404,10 +404,10 @@ def walk(
     generator: torch.Generator,
     near: int = 0,
 ) -> Walks:
-    """Walks from these starts [W, K], all at once; each visited configuration's reward is its score. The first `near`
-    walks stay about where they begin: their moves are of one place.
+    """Walks from these starts [W, K], all at once. The reward of a visited configuration is its score.
 
-    A walk that rests is cut off, not terminated: what it would get by resting there for ever is the critic's guess.
+    The first `near` walks stay close to their start: their moves are one step long. A walk that rests is truncated, not
+    terminated: the critic estimates what it would get by resting for ever.
     """
     points = starts
     episodes: list[Episode[Observation]] = [Episode() for _ in starts]
@@ -424,9 +424,9 @@ def walk(
             log_probs = distribution.log_prob(actions)
             moves = (actions.numpy() - _STAY) * strides
             moved = np.clip(points + moves, 0, space.sizes - 1)
-            # What moves nowhere stays, or is at its end.
+            # A knob rests if its move changes nothing: it stays, or is at its end.
             resting = ((moved == points) & movable).sum(1) >= config.rest * movable.sum(1)
-            # Long moves that would not fit do not end a walk.
+            # Moves longer than one step do not end a walk.
             resting &= (strides == 1).all(1)
             points = space.masked(moved)
             found = surrogate.predict(points)
@@ -454,8 +454,8 @@ def walk(
 
 
 def groups(points: Floats, least: int, most: int, knee: float, generator: np.random.Generator) -> Floats:
-    """The centres [G, F] of points [N, F] by k-means, with as many groups as pay: `least`, two, three times as many, as
-    long as the squared distances fall by the factor `knee`; never more than `most`, nor than there are points."""
+    """The centres [G, F] of points [N, F] by k-means. The number of groups is `least`, two, three times as many, as
+    long as the squared distances fall by the factor `knee`; at most `most`, and at most the number of points."""
     most = min(most, len(points))
     chosen, loss = kmeans(points, min(least, most), generator)
     for size in range(2 * least, most + 1, least):
@@ -497,8 +497,8 @@ def _distances(points: Floats, centres: Floats) -> Floats:
 
 
 def _strides(space: KnobSpace, step: int, steps: int) -> Indices:
-    """How many places a move goes at a step of a walk, by knob [K]: a quarter of its values at first, halved again and
-    again in the first half of the walk, then one."""
+    """The length of a move at a step of a walk, for each knob [K]: a quarter of its values at first, halved repeatedly
+    in the first half of the walk, then one."""
     halvings = np.log2(np.maximum(space.sizes / 4, 1))
     left = halvings * max(0.0, 1 - 2 * step / steps)
     found: Indices = np.maximum(1, np.round(2**left)).astype(np.int64)

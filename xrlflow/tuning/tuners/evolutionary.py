@@ -1,5 +1,5 @@
-"""MetaSchedule's own search, asked and told from outside (Shao et al., 2022, "Tensor Program Optimization with
-Probabilistic Programs"): the baseline that TVM's users have."""
+"""MetaSchedule's own search, driven from outside (Shao et al., 2022, "Tensor Program Optimization with Probabilistic
+Programs"): the baseline of TVM's users."""
 
 from __future__ import annotations
 
@@ -11,27 +11,28 @@ from typing import Any
 
 import numpy as np
 
-from xrlflow.backends.tvm.load import tvm
+from xrlflow.backends.tvm.import_tvm import tvm
 from xrlflow.tuning.knobs import Candidate, KnobSpace
 from xrlflow.tuning.tuners.frontier import Frontier
-from xrlflow.tuning.tuners.protocol import Outcome
+from xrlflow.tuning.tuners.protocol import Measurement
 
-# It wants to know how many trials there will be; who asks decides that here.
+# It wants to know the number of trials in advance. Here the caller decides that.
 _TRIALS = 1 << 30
-# Batches in a row that bring nothing new, after which it is exhausted: tasks without knobs would be asked for ever.
+# It is exhausted after this many batches in a row without anything new: for tasks without knobs it would go on for
+# ever.
 _PATIENCE = 3
 
 
 @dataclass(frozen=True, slots=True)
 class EvolutionaryConfig:
-    """Defaults are MetaSchedule's, but for the threads."""
+    """Defaults are MetaSchedule's, except for the threads."""
 
     population: int = 512
     generations: int = 4
     explore: float = 0.05
-    # With fewer measurements its cost model's answers are random numbers.
+    # With fewer measurements, its cost model returns random numbers.
     warmup: int = 100
-    # With more than one the same seed does not give the same candidates.
+    # With several threads, the same seed does not give the same candidates.
     threads: int = 1
 
     def __post_init__(self) -> None:
@@ -40,10 +41,10 @@ class EvolutionaryConfig:
 
 
 class EvolutionaryTuner:
-    """EvolutionarySearch with its mutators and its XGBoost cost model, over the same sketches as all others.
+    """EvolutionarySearch with its mutators and its XGBoost cost model, over the same sketches as the other tuners.
 
-    Its candidates have a vector only where one decodes to them: it also mutates what is no knob (how many chunks a
-    loop is parallel in).
+    A candidate has a vector only if one decodes to it: the search also mutates decisions that are no knobs (in how many
+    chunks a loop is parallel).
     """
 
     name = "evolutionary"
@@ -60,7 +61,7 @@ class EvolutionaryTuner:
             space_generator=space.context.space_generator.clone(),
             search_strategy=meta.search_strategy.EvolutionarySearch(
                 population_size=config.population,
-                # Its default, but for populations that are smaller.
+                # The default, except for smaller populations.
                 init_min_unmeasured=min(50, config.population),
                 genetic_num_iters=config.generations,
                 eps_greedy=config.explore,
@@ -77,7 +78,7 @@ class EvolutionaryTuner:
             config=booster, num_warmup_samples=config.warmup, num_tuning_cores=1
         )
         self._random = np.random.RandomState(seed % 2**32).get_state()
-        # What it has generated and was not asked for yet, and by key what it calls a candidate.
+        # Candidates that were generated but not yet asked for; and the search's own candidates, by key.
         self._waiting: list[Candidate] = []
         self._theirs: dict[str, Any] = {}
         self._batch: int | None = None
@@ -98,11 +99,11 @@ class EvolutionaryTuner:
             fresh = self._generate()
             self._waiting += fresh
             idle = 0 if fresh else idle + 1
-        # Some may have been told of meanwhile, measured by another.
+        # Other tuners may have measured some of them meanwhile.
         chosen, self._waiting = self._waiting[:count], self._waiting[count:]
         return chosen
 
-    def update(self, measured: Sequence[tuple[Candidate, Outcome]]) -> None:
+    def update(self, measured: Sequence[tuple[Candidate, Measurement]]) -> None:
         meta = tvm().s_tir.meta_schedule
         candidates, results = [], []
         for candidate, outcome in measured:
@@ -114,7 +115,7 @@ class EvolutionaryTuner:
                 meta.database.TuningRecord(
                     theirs.sch.trace,
                     self._workload,
-                    # As MetaSchedule's AddToDatabase has failures.
+                    # MetaSchedule's AddToDatabase writes failures in this way.
                     seconds or [1e10],
                     self._space.task.target,
                     theirs.args_info,
@@ -130,7 +131,7 @@ class EvolutionaryTuner:
                 self._context.notify_runner_results(candidates, results)
 
     def _generate(self) -> list[Candidate]:
-        """The next batch, as far as it is new, claimed; empty if there is none."""
+        """The new candidates of the next batch, claimed; empty if there are none."""
         with self._own_random_numbers():
             theirs = self._context.generate_measure_candidates() or ()
         found: dict[str, Candidate] = {}
@@ -150,7 +151,7 @@ class EvolutionaryTuner:
         return again is not None and again.key == candidate.key
 
     def _rebuild(self, candidate: Candidate) -> Any:
-        """MetaSchedule's form of a candidate from elsewhere."""
+        """A candidate from elsewhere in MetaSchedule's form."""
         package = tvm()
         meta = package.s_tir.meta_schedule
         schedule = package.s_tir.Schedule(self._space.task.mod)
@@ -159,7 +160,7 @@ class EvolutionaryTuner:
 
     @contextmanager
     def _own_random_numbers(self) -> Iterator[None]:
-        """NumPy's global generator, which the cost model draws from, in this tuner's state; as it was afterwards."""
+        """NumPy's global generator, which the cost model uses, with this tuner's state; restored afterwards."""
         before = np.random.get_state()
         np.random.set_state(self._random)
         try:
@@ -170,7 +171,7 @@ class EvolutionaryTuner:
 
 
 def _silent() -> logging.Logger:
-    """A logger that keeps MetaSchedule's tables to itself."""
+    """A logger that does not print MetaSchedule's tables."""
     logger = logging.getLogger("xrlflow.tuning.evolutionary")
     logger.setLevel(logging.CRITICAL)
     return logger

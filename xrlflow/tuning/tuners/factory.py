@@ -1,4 +1,4 @@
-"""Tuners by their names."""
+"""Makes tuners by name."""
 
 from __future__ import annotations
 
@@ -21,12 +21,11 @@ def make_tuner(
     agent: Agent | None = None,
     threads: int = 1,
 ) -> Tuner:
-    """A tuner of this kind. `space`: the task's knobs, where they are not those of TVM's own schedule rules;
-    `agent`: for `chameleon`, one that has learned on other tasks (the tuner works on a copy). `threads`: that
-    decode and propose, where no `space` is given; MetaSchedule's search with more than one does not give the same for
-    the same seed.
+    """A tuner of this kind. `space`: the task's knobs, if they are not those of TVM's own schedule rules. `agent`: for
+    `chameleon`, one that learned on other tasks; the tuner uses a copy. `threads`: used to decode and propose if no
+    `space` is given. With several threads, MetaSchedule's search gives other results for the same seed.
 
-    Raises KnobError where the task cannot be scheduled, ValueError where an agent is given to another method.
+    Raises KnobError if the task cannot be scheduled, and ValueError if an agent is given to another method.
     """
     if agent is not None and method is not Method.CHAMELEON:
         raise ValueError(f"an agent is of no use to {method.value}")

@@ -1,4 +1,4 @@
-"""What a tuner has not proposed yet."""
+"""The kernels that a tuner has not proposed yet."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ import numpy as np
 
 from xrlflow.tuning.knobs import Candidate, KnobSpace, Vector
 
-# Up to so many vectors a space is gone through in random order: then it is certain when there are no more.
+# Smaller spaces are listed in random order, so that it is known when nothing is left.
 _LISTED = 4096
-# In a larger one, drawing ends after so many draws in a row that were invalid or known.
+# In larger ones, drawing stops after this many draws in a row that were invalid or known.
 _PATIENCE = 200
 
 
 class Frontier:
-    """The kernels of a space that are new: neither proposed by this tuner nor told of to it.
+    """The new kernels of a space: neither proposed by this tuner nor reported to it.
 
-    A kernel is known by its key: of vectors that decode to the same one, the first is taken.
+    A kernel is identified by its key. Of vectors that decode to the same kernel, the first is used.
     """
 
     def __init__(self, space: KnobSpace, generator: np.random.Generator) -> None:
         self.space, self._generator = space, generator
         self._keys: set[str] = set()
-        # Vectors that give nothing new: invalid, or their kernel is known.
+        # Vectors without a new kernel: they are invalid, or their kernel is known.
         self._spent: set[Vector] = set()
         self._rest: list[Vector] | None = None
 
     def new(self, vectors: Iterable[Vector], count: int) -> list[Candidate]:
-        """The kernels of the first `count` vectors that are valid and new, each once. They stay new until claimed."""
+        """The kernels of the first `count` vectors that are valid and new. They stay new until they are claimed."""
         found: dict[str, Candidate] = {}
         untried = (vector for vector in vectors if vector not in self._spent)
-        # No more at a time than are wanted: whatever comes of them, all have to be decoded.
+        # Decode no more at a time than are wanted.
         while some := list(islice(untried, count - len(found))):
             for vector, candidate in zip(some, self.space.spread(self.space.decode, some)):
                 if candidate is None or candidate.key in self._keys:
@@ -42,7 +42,7 @@ class Frontier:
         return list(found.values())
 
     def claim(self, candidates: Sequence[Candidate]) -> None:
-        """These are new no more."""
+        """Mark these as no longer new."""
         for candidate in candidates:
             self._keys.add(candidate.key)
             if candidate.vector is not None:
@@ -52,11 +52,11 @@ class Frontier:
         return candidate.key in self._keys
 
     def spent(self, vector: Vector) -> bool:
-        """Whether it is known that this vector gives nothing new; False may mean that it has not been tried."""
+        """Whether the vector is known to give nothing new. False if it has not been tried."""
         return vector in self._spent
 
     def random(self, count: int) -> list[Candidate]:
-        """At most `count` new kernels at random, claimed; fewer where there are no more, or none that can be found."""
+        """At most `count` random new kernels, claimed; fewer if no more can be found."""
         found: list[Candidate] = []
         if self.space.size <= _LISTED:
             if self._rest is None:

@@ -1,4 +1,4 @@
-"""What tuners have in common that search a surrogate: which of the vectors found are decoded and proposed."""
+"""The base of tuners that search a surrogate: which of the vectors found are decoded and proposed."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import numpy as np
 from xrlflow.tuning.knobs import Candidate, KnobSpace, Vector
 from xrlflow.tuning.surrogate import Surrogate
 from xrlflow.tuning.tuners.frontier import Frontier
-from xrlflow.tuning.tuners.protocol import Outcome
+from xrlflow.tuning.tuners.protocol import Measurement
 
-# Of the vectors that the model of knobs likes best so many times those wanted are decoded for the model of schedules.
+# This many times the wanted number of vectors, the best by the model of knobs, are decoded for the model of schedules.
 _SHORTLIST = 4
 
 
 class Guided(ABC):
-    """Proposes what `plan` finds good, a part at random, and only at random while nothing is known."""
+    """Proposes what `plan` finds, and some random candidates; only random ones while the surrogate is not ready."""
 
     name: str
-    # The part of what is proposed that is drawn at random: AutoTVM's epsilon.
+    # The part of the proposals that is random: AutoTVM's epsilon.
     explore: ClassVar[float] = 0.05
 
     def __init__(self, space: KnobSpace, seed: int) -> None:
@@ -32,7 +32,7 @@ class Guided(ABC):
 
     @abstractmethod
     def plan(self, count: int) -> Sequence[Vector]:
-        """Normal vectors, the most promising first; of them `count` kernels are wanted. The surrogate is ready."""
+        """Normal vectors, the most promising first, for `count` kernels. The surrogate is ready."""
 
     def propose(self, count: int) -> Sequence[Candidate]:
         if count < 1 or not self.surrogate.ready:
@@ -47,6 +47,6 @@ class Guided(ABC):
         order = np.argsort(-self.surrogate.rank(shortlist), kind="stable")
         return [shortlist[i] for i in order[:wanted]]
 
-    def update(self, measured: Sequence[tuple[Candidate, Outcome]]) -> None:
+    def update(self, measured: Sequence[tuple[Candidate, Measurement]]) -> None:
         self.frontier.claim([candidate for candidate, _ in measured])
         self.surrogate.add(measured)

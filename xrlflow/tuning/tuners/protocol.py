@@ -1,4 +1,4 @@
-"""What every tuner is: it proposes candidates, and is told how long they took."""
+"""The interface of tuners: they propose candidates and learn how long these took."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from xrlflow.tuning.knobs import Candidate
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """A measured candidate: seconds of each repeat, or, where it did not run, why."""
+class Measurement:
+    """The outcome for a candidate: seconds of each repetition or, if it did not run, the reason."""
 
     seconds: tuple[float, ...] = ()
     error: str | None = None
@@ -27,29 +27,29 @@ class Outcome:
 
     @property
     def median(self) -> float:
-        """The median of the repeats in seconds; infinite where it failed."""
+        """The median of the repetitions in seconds; infinite if it failed."""
         return statistics.median(self.seconds) if self.seconds else math.inf
 
 
 class Tuner(Protocol):
-    """Ask and tell. A tuner is for one task, is seeded, and measures nothing itself."""
+    """Ask and tell. A tuner belongs to one task, has a seed, and measures nothing itself."""
 
     name: str
 
     def propose(self, count: int) -> Sequence[Candidate]:
-        """At most `count` candidates, distinct and none proposed or told of before; none when exhausted.
+        """At most `count` different candidates that were neither proposed nor reported before; none if exhausted.
 
-        The most promising come first, where the tuner knows: the first few are measured before the rest is built.
+        The most promising come first, if the tuner knows them: the first few are measured before others are built.
         """
         ...
 
-    def update(self, measured: Sequence[tuple[Candidate, Outcome]]) -> None:
-        """Learn from measurements, of this tuner's candidates or of another's of the same task."""
+    def update(self, measured: Sequence[tuple[Candidate, Measurement]]) -> None:
+        """Learn from measurements of this tuner's candidates, or of other candidates of the task."""
         ...
 
 
 class Method(Enum):
-    """The tuners that there are, by the name on the command line."""
+    """The tuners, by their names on the command line."""
 
     CHAMELEON = "chameleon"
     EVOLUTIONARY = "evolutionary"

@@ -1,4 +1,4 @@
-"""Random search: what any method has to beat."""
+"""Random search, which any other method has to beat."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import numpy as np
 
 from xrlflow.tuning.knobs import Candidate, KnobSpace
 from xrlflow.tuning.tuners.frontier import Frontier
-from xrlflow.tuning.tuners.protocol import Outcome
+from xrlflow.tuning.tuners.protocol import Measurement
 
 
 class RandomTuner:
-    """Vectors drawn evenly (see KnobSpace.random), each kernel once."""
+    """Proposes random vectors (see KnobSpace.random), each kernel once."""
 
     name = "random"
 
@@ -22,5 +22,5 @@ class RandomTuner:
     def propose(self, count: int) -> Sequence[Candidate]:
         return self._frontier.random(count)
 
-    def update(self, measured: Sequence[tuple[Candidate, Outcome]]) -> None:
+    def update(self, measured: Sequence[tuple[Candidate, Measurement]]) -> None:
         self._frontier.claim([candidate for candidate, _ in measured])

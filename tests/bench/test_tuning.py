@@ -11,12 +11,12 @@ import pytest
 
 from bench import tuning as bench
 from tests.tuning.problems import matmul
-from xrlflow.backends.load import Reading
 from xrlflow.backends.results import Comparison, Latency, Load, SpeedUp
+from xrlflow.backends.system_load import Reading
 from xrlflow.tuning.knobs import Candidate
 from xrlflow.tuning.tasks import Task
 from xrlflow.tuning.tuners.chameleon import Agent
-from xrlflow.tuning.tuners.protocol import Outcome, Tuner
+from xrlflow.tuning.tuners.protocol import Measurement, Tuner
 
 REFERENCE = bench.REFERENCE
 
@@ -154,7 +154,7 @@ class Measurer:
 
     def outcomes(
         self, task: Task, candidates: Sequence[Candidate], *, until: float
-    ) -> Generator[tuple[int, Outcome], None, None]:
+    ) -> Generator[tuple[int, Measurement], None, None]:
         self.seen.append([candidate.key for candidate in candidates])
         self._clock.now += len(candidates)
         self.building += len(candidates)
@@ -162,7 +162,10 @@ class Measurer:
             self._clock.now += 2
             self.running += 2
             failed = int(candidate.key) % 7 == 6
-            yield position, Outcome(error="no") if failed else Outcome((1e-3 + 1e-6 * int(candidate.key),))
+            yield (
+                position,
+                Measurement(error="no") if failed else Measurement((1e-3 + 1e-6 * int(candidate.key),)),
+            )
 
 
 class Falling:
@@ -181,7 +184,7 @@ class Falling:
             self._next -= self._stride
         return found
 
-    def update(self, measured: Sequence[tuple[Candidate, Outcome]]) -> None:
+    def update(self, measured: Sequence[tuple[Candidate, Measurement]]) -> None:
         self._clock.now += 0.5
         self.told += len(measured)
 
@@ -313,10 +316,10 @@ def test_an_agent_learns_on_one_operator_after_the_other(tmp_path: Path) -> None
 
         def outcomes(
             self, task: Task, candidates: Sequence[Candidate], *, until: float
-        ) -> Generator[tuple[int, Outcome], None, None]:
+        ) -> Generator[tuple[int, Measurement], None, None]:
             for position, candidate in enumerate(candidates):
                 self._clock.now += 1
-                yield position, Outcome((1e-3 + 1e-4 * sum(candidate.vector or ()),))
+                yield position, Measurement((1e-3 + 1e-4 * sum(candidate.vector or ()),))
 
     clock = Clock()
     done = bench.train_agent(

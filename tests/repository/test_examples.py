@@ -11,7 +11,7 @@ from pathlib import Path
 import onnx
 import pytest
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 
 # What each prints, and the files that it leaves behind.

@@ -1,9 +1,9 @@
-"""Operators measured alone in ONNX Runtime: TASO's measurement (section 5 of the paper).
+"""Single operators measured in ONNX Runtime, as TASO does (section 5 of the paper).
 
-Constants become initialisers, so that the runtime prepacks weights as it would in the whole model. Two things
-that a model of one operator has and the operator in its network has not are taken out again: the call of the session
-(`call_seconds`, a model that does next to nothing), and, for convolutions, the conversion to the blocked layout and
-back (the runtime's own profile gives the kernel's share).
+Constants become initialisers, so that the runtime packs weights in advance as it does in the whole model. A model of
+one operator has two costs that the operator does not have in its network. They are subtracted: the call of the session
+(`call_seconds`: a model that does almost nothing) and, for convolutions, the conversion to the blocked layout and back
+(the runtime's profile tells the kernel's share).
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from xrlflow.backends.interleave import time_alone
 from xrlflow.backends.onnxruntime.session import OrtModel, open_model
 from xrlflow.backends.protocol import BackendError
 from xrlflow.ir import ABSENT, NO_ATTRS, DType, Node, TensorType, Value
-from xrlflow.ops.alone import NotAlone, input_name, model_of, numpy_type
+from xrlflow.ops.subgraph import NotStandalone, input_name, model_of, numpy_type
 from xrlflow.ops.work import dimensions, number_of
 
 Array = npt.NDArray[Any]
 
-# Operators whose integer inputs point into their first input.
+# Operators whose integer inputs are indices into their first input.
 _INDEXED = frozenset(
     ["Gather", "GatherElements", "GatherND", "Scatter", "ScatterElements", "ScatterND", "TensorScatter"]
 )
-# One session runs at a time here, so its threads may spin between two runs as they would inside a model.
+# Only one session runs here, so its threads may spin between runs, as they do within a model.
 _SPIN = {"session.force_spinning_stop": "0"}
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Seconds of one call: the median, 10th and 90th percentile of so many samples.
+    """Seconds of one call: median, 10th and 90th percentile of `count` samples.
 
-    `waiting`: seconds that our threads waited for a processor, per second of measuring. Above some hundredths,
-    others were using the processors.
+    `waiting`: seconds per second that our threads waited for a processor. A few hundredths or more mean that other
+    programs used the processors.
     """
 
     median: float
@@ -53,7 +53,7 @@ class Sample:
 
 
 def is_bound(types: Sequence[TensorType | None], bindings: Mapping[str, int]) -> bool:
-    """Whether every dimension is a number, or a symbol that has one."""
+    """Whether every dimension is a number, or a symbol that `bindings` gives a number."""
     return all(
         t is None or (t.shape is not None and all(number_of(d, bindings) is not None for d in t.shape))
         for t in types
@@ -66,10 +66,10 @@ def sample_inputs(
     known: Mapping[Value, Array],
     bindings: Mapping[str, int],
 ) -> tuple[dict[Value, Array], dict[Value, Array]]:
-    """What to feed, and what to build in: (inputs, constants), by value.
+    """The arrays that a node reads, by value: (inputs to feed, constants to build into the model).
 
-    `known` has the constants whose numbers matter (shapes, axes, scalars). Anything else is random: floats around
-    0, integers that are valid indices. Raises NotAlone for what NumPy cannot hold.
+    `known` has the constants whose values matter (shapes, axes, scalars). All other arrays are random: floats around 0,
+    integers that are valid indices. Raises NotStandalone for element types that NumPy lacks.
     """
     draw = np.random.default_rng(0)
     shapes = [() if t is None else dimensions(t, bindings) for t in in_types]
@@ -92,7 +92,7 @@ def _random(draw: np.random.Generator, dtype: DType, shape: tuple[int, ...], bou
         return (draw.standard_normal(shape, dtype=np.float32) * np.float32(0.1)).astype(numpy)
     if numpy.kind == "b":
         return draw.integers(0, 2, shape).astype(numpy)
-    if numpy.itemsize == 1:  # quantised
+    if numpy.itemsize == 1:  # quantised values
         return draw.integers(0, 128, shape).astype(numpy)
     return draw.integers(0, bound, shape).astype(numpy)
 
@@ -107,10 +107,10 @@ def time_node(
     bindings: Mapping[str, int] | None = None,
     kernel_only: bool = False,
 ) -> Sample:
-    """Seconds of one call of the session that holds this node alone, or of its kernel alone.
+    """Seconds of one call of a session with only this node, or, with `kernel_only`, of its kernel.
 
-    Raises NotAlone if it cannot be a model of its own, or if what it gives then has another shape than it should,
-    and BackendError if the runtime refuses it.
+    Raises NotStandalone if the node cannot be a model of its own or its outputs have unexpected shapes, and
+    BackendError if the runtime refuses it.
     """
     bindings = bindings or {}
     inputs, consts = sample_inputs(node, in_types, known, bindings)
@@ -134,7 +134,7 @@ def time_node(
 def time_nodes(
     nodes: Sequence[Node], feeds: Mapping[Value, Array], consts: Mapping[Value, Array], *, threads: int
 ) -> Sample:
-    """Seconds of one call of the session that holds these float32 nodes, of which the last gives the output."""
+    """Seconds of one call of a session with these float32 nodes. The last node gives the output."""
     types = {v: TensorType(DType.FLOAT, a.shape) for v, a in feeds.items()}
     model = model_of(nodes, types, consts, nodes[-1].outputs)
     with open_model(model, threads=threads, session_options=_SPIN) as opened:
@@ -151,21 +151,22 @@ def _time(run: Callable[[], object], time_limit: float) -> Sample:
 
 @contextlib.contextmanager
 def _waiting() -> Iterator[list[float]]:
-    """One number when it ends: the share of the time that our threads waited for a processor."""
+    """A list with one number, set when the block ends: the share of time that our threads waited for a processor."""
     share = [0.0]
     before, start = waited(), time.perf_counter()
     yield share
     share[0] = max(0.0, waited() - before) / max(time.perf_counter() - start, 1e-9)
 
 
-QUIET = 0.05  # of `Sample.waiting`: what a quiet machine stays below
+QUIET = 0.05  # the largest `Sample.waiting` on a quiet machine
 _ATTEMPTS = 3
 
 
 def in_quiet(once: Callable[[], Sample], tolerance: float = QUIET) -> tuple[Sample, bool]:
-    """A sample, and whether it was taken in quiet: the first one that was, or the best of three.
+    """A sample, and whether it was taken in quiet: the first quiet one, or else the best of three.
 
-    The best one's median is its 10th percentile: beside other load the fastest calls are nearer to the truth.
+    If none was quiet, the median is replaced by the 10th percentile: under load the fastest calls are closer to the
+    truth.
     """
     samples: list[Sample] = []
     for _ in range(_ATTEMPTS):
@@ -177,22 +178,21 @@ def in_quiet(once: Callable[[], Sample], tolerance: float = QUIET) -> tuple[Samp
 
 
 def waited() -> float:
-    """Seconds that this process's threads were ready to run and had no processor to run on.
+    """Seconds that this process's threads were ready to run but had no processor.
 
-    Exact, unlike counters of processor time, which tick too coarsely for measurements of milliseconds. 0 where the
-    system does not count it (it is Linux's).
+    Linux counts this exactly; counters of processor time are too coarse for milliseconds. 0 on other systems.
     """
     total = 0
     for file in Path("/proc/self/task").glob("*/schedstat"):
         try:
             total += int(file.read_text().split()[1])
-        except (OSError, IndexError):  # a thread that has just ended
+        except (OSError, IndexError):  # the thread has just ended
             continue
     return total * 1e-9
 
 
 def call_seconds(threads: int) -> Sample:
-    """Seconds of the call of a session that computes the sine of one number."""
+    """Seconds to call a session that computes the sine of one number."""
     node = Node("Sin", (Value(1),), (Value(2),), (TensorType(DType.FLOAT, (1,)),), NO_ATTRS)
     return time_nodes([node], {Value(1): np.zeros(1, np.float32)}, {}, threads=threads)
 
@@ -200,7 +200,7 @@ def call_seconds(threads: int) -> Sample:
 def _dtype(node: Node, in_types: Sequence[TensorType | None], value: Value) -> DType:
     type = in_types[node.inputs.index(value)]
     if type is None:
-        raise NotAlone(f"{node.op}: an input without a type")
+        raise NotStandalone(f"{node.op}: an input without a type")
     return type.dtype
 
 
@@ -209,12 +209,12 @@ def _check(
 ) -> None:
     outputs = opened.run(feeds)
     if expected is not None and [np.shape(o) for o in outputs] != expected:
-        raise NotAlone(f"{node.op} alone gives {[np.shape(o) for o in outputs]} and not {expected}")
+        raise NotStandalone(f"{node.op} alone gives {[np.shape(o) for o in outputs]} and not {expected}")
 
 
 @contextlib.contextmanager
 def _profiling(model: bytes, threads: int) -> Iterator[tuple[OrtModel, list[dict[str, Any]]]]:
-    """A session that writes down what its kernels took; the list is filled when it ends."""
+    """A session that records the times of its kernels. The list is filled when the block ends."""
     import onnxruntime as ort
 
     events: list[dict[str, Any]] = []
@@ -244,7 +244,7 @@ def _run_for(opened: OrtModel, feeds: Mapping[str, Array], time_limit: float) ->
 
 
 def _kernel_sample(events: Sequence[Mapping[str, Any]], node: Node, waiting: float) -> Sample:
-    """What the kernels of each run took together, layout conversions excepted, in whole microseconds."""
+    """The time of all kernels of each run together, without layout conversions, from a profile in microseconds."""
     runs: dict[str, list[float]] = {}
     for event in events:
         name = str(event.get("name", ""))
@@ -258,7 +258,7 @@ def _kernel_sample(events: Sequence[Mapping[str, Any]], node: Node, waiting: flo
     if not runs:
         raise BackendError(f"ONNX Runtime's profile has no kernel of {node.op}")
     totals = np.sort(np.sum([row[2:] for row in runs.values()], axis=0))
-    # The mean of the middle half: finer than the clock of the profile.
+    # The mean of the middle half is finer than the profile's clock.
     quarter = len(totals) // 4
     middle = totals[quarter : len(totals) - quarter]
     low, high = np.percentile(totals, [10, 90])

@@ -16,7 +16,7 @@ import pytest
 
 from bench import latency, pages, pictures
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 READ_IN_PLACE = [
     ROOT / name
     for name in ("README.md", "SECURITY.md", "CONTRIBUTING.md", "CHANGELOG.md", "examples/README.md")

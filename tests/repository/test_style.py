@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 MOST_LINES = 60  # docstring and signature included, decorators not
 MOST_PARAMETERS = 8  # without self and cls
 

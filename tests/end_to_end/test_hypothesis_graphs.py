@@ -1,6 +1,6 @@
 """Random graphs through everything: search, export, incremental matching, equality.
 
-`XRLFLOW_EXAMPLES=3000 pytest tests/test_hypothesis_graphs.py --hypothesis-seed=7` looks for longer, elsewhere.
+`XRLFLOW_EXAMPLES=3000 pytest tests/end_to_end/test_hypothesis_graphs.py --hypothesis-seed=7` tries other graphs.
 """
 
 from __future__ import annotations

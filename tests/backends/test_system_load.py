@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from xrlflow.backends import load
-from xrlflow.backends.load import Reading, judge
+from xrlflow.backends import system_load
+from xrlflow.backends.system_load import Reading, judge
 
 START = Reading(busy=100.0, steal=5.0, own=10.0, clock=50.0)
 
@@ -54,7 +54,7 @@ def test_more_threads_than_cpus() -> None:
 
 
 def test_readings_grow() -> None:
-    first = load.read()
-    second = load.read()
+    first = system_load.read()
+    second = system_load.read()
     assert second.clock >= first.clock
     assert second.own >= first.own

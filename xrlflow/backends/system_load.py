@@ -1,4 +1,4 @@
-"""Was anybody else using the machine while we measured?"""
+"""Whether other programs used the machine during a measurement."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import psutil  # type: ignore[import-untyped]
 
 from xrlflow.backends.results import Load
 
-# The kernel counts CPU time in ticks of 10 ms: a difference of two readings can be off by this much on each CPU.
+# The kernel counts CPU time in ticks of 10 ms: the difference of two readings may be wrong by this much on each CPU.
 TICK = 0.01
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """CPU seconds since some fixed moment: of the whole machine, stolen from it, and of this process; and a clock."""
+    """CPU seconds since a fixed moment (of the whole machine, stolen, and of this process), and a clock."""
 
     busy: float
     steal: float
@@ -25,9 +25,9 @@ class Reading:
 
 
 def read() -> Reading:
-    """The counters now. They cost about 50 microseconds, so read them around a measurement, not inside it."""
+    """The present counters. Reading takes about 50 microseconds, so do it around a measurement, not inside."""
     times: Any = psutil.cpu_times()
-    # `user` and `nice` include the guests'. Absent counters (macOS, Windows) are absent load.
+    # `user` and `nice` include guests. Counters that a system lacks (macOS, Windows) count as 0.
     busy = times.user + getattr(times, "nice", 0.0) + times.system
     busy += getattr(times, "irq", 0.0) + getattr(times, "softirq", 0.0)
     return Reading(busy, getattr(times, "steal", 0.0), time.process_time(), time.perf_counter())
@@ -36,8 +36,8 @@ def read() -> Reading:
 def judge(before: Reading, after: Reading, threads: int, cpus: int | None = None) -> Load:
     """The load between two readings.
 
-    Others may use the CPUs that our `threads` leave free, up to half of them (the scheduler keeps apart what
-    it can). What goes beyond that ran on our CPUs; more than 5% of our threads' time, or 2% stolen, counts as
+    Other programs may use the CPUs that our `threads` leave free, up to half of them (the scheduler keeps programs
+    apart as far as it can). More than that ran on our CPUs. More than 5% of our threads' time, or 2% stolen, counts as
     disturbed.
     """
     cpus = cpus or psutil.cpu_count() or 1

@@ -1,8 +1,7 @@
-"""What a substitution is worth where it stands: it and the nodes next to it as one small model, before and after.
+"""The gain of a substitution in context: the changed nodes and their neighbours, before and after, as two small models.
 
-An operator measured alone cannot see what a runtime fuses, and in the whole of a slow model the effect of one
-substitution drowns in noise. The few nodes around it show both: the runtime fuses them as it would in the model, and
-the effect is a large part of what is measured.
+A runtime fuses an operator with its neighbours, so measuring it alone is misleading. In the whole of a slow model the
+effect of one substitution drowns in noise. A few nodes around the substitution avoid both problems.
 """
 
 from __future__ import annotations
@@ -19,23 +18,23 @@ import numpy.typing as npt
 from xrlflow.backends.onnxruntime import measure
 from xrlflow.backends.onnxruntime.session import Options
 from xrlflow.backends.protocol import BackendError
-from xrlflow.cost.alone import is_bound, sample_inputs
+from xrlflow.cost.microbench import is_bound, sample_inputs
 from xrlflow.ir import ABSENT, Edit, Graph, Node, TensorType, Value, apply_edit
-from xrlflow.ops.alone import NotAlone, input_name, model_of
-from xrlflow.ops.work import Kind, dimensions, work
+from xrlflow.ops.subgraph import NotStandalone, input_name, model_of
+from xrlflow.ops.work import OpKind, dimensions, work
 from xrlflow.rewrite import Match, RewriteState
 from xrlflow.rewrite.state import build_edit
 
-# How far from the substitution: a producer's producer, a reader's reader. ONNX Runtime fuses chains of about that
-# length (a product, its bias, an activation; a sum, a normalisation).
+# How far the context reaches, in producers of producers and readers of readers. ONNX Runtime fuses chains of about that
+# length: a product, its bias and an activation; a sum and a normalisation.
 _HOPS = 2
-# Nothing is fused across these: they are the last node on their side.
-_HEAVY = frozenset({Kind.GEMM, Kind.CONV, Kind.GROUPED_CONV, Kind.DEPTHWISE_CONV, Kind.RECURRENT})
+# The runtime fuses nothing across these, so the context ends with them.
+_HEAVY = frozenset({OpKind.GEMM, OpKind.CONV, OpKind.GROUPED_CONV, OpKind.DEPTHWISE_CONV, OpKind.RECURRENT})
 _MOST_NODES = 64
 _MOST_BYTES = 64 << 20
 _MOST_MATCHES = 64
 _MOST_KINDS = 8
-# Seconds to load both models, beside those of measuring, and how many times longer a second measurement is.
+# Seconds to load both models in addition to measuring them; and how many times longer a second measurement is.
 _LOADING = 0.2
 _LONGER = 3
 
@@ -44,7 +43,7 @@ _Kind: TypeAlias = tuple[object, ...]
 
 @dataclass(frozen=True, slots=True)
 class Gain:
-    """Seconds that a substitution saves in its surroundings (negative: costs); `sure`: the interval says which."""
+    """Seconds that a substitution saves in context (negative: costs). `sure`: its interval lies on one side of 0."""
 
     seconds: float
     sure: bool
@@ -52,7 +51,7 @@ class Gain:
 
 @dataclass(frozen=True, slots=True)
 class _Alike:
-    """Substitutions of a rule that differ only in their place: one of them, and how many they are."""
+    """Substitutions of one rule that change the same operators on the same types: one of them, and their number."""
 
     kind: _Kind
     graph: Graph
@@ -66,15 +65,15 @@ class _Alike:
 
 @dataclass(frozen=True, slots=True)
 class Excerpt:
-    """Some nodes of a graph, producers first, and those of their values that others read."""
+    """Some nodes of a graph, producers first, and those of their values that other nodes read."""
 
     graph: Graph
     nodes: tuple[Node, ...]
     outputs: tuple[Value, ...]
 
 
-class Surroundings:
-    """Measures substitutions in their surroundings; alike ones (same operators on the same types) once."""
+class InContextBenchmark:
+    """Measures substitutions in context. Those that change the same operators on the same types are measured once."""
 
     def __init__(
         self,
@@ -84,7 +83,7 @@ class Surroundings:
         seconds: float = 0.3,
         session_options: Options | None = None,
     ) -> None:
-        """`bindings`: a number for each symbolic dimension; `seconds`: of measuring each pair."""
+        """`bindings`: a number for each symbolic dimension. `seconds`: time to measure each pair of models."""
         self._threads, self._bindings = threads, dict(bindings or {})
         self._seconds, self._options = seconds, session_options
         self._known: dict[_Kind, Gain | None] = {}
@@ -93,11 +92,11 @@ class Surroundings:
     def survey(
         self, state: RewriteState, rules: Sequence[str], at_most: float, until: float
     ) -> dict[str, float]:
-        """Seconds that each of these rules saves wherever it applies at a modelled delta of `at_most` seconds or less.
+        """Seconds saved if each of these rules is applied wherever its modelled delta is at most `at_most` seconds.
 
-        Each kind of substitution is measured once and counts as often as there are matches of it. Rules whose effect
-        is within the noise have 0; those not reached by `until` (time.monotonic), and those that cannot be measured
-        this way, are left out; `refused` says what the runtime could not run.
+        Equal substitutions are measured once, and count once for each match. A rule whose effect is within the noise
+        saves 0. Rules that were not reached by `until` (time.monotonic), or cannot be measured this way, are left out;
+        `refused` says what the runtime could not run.
         """
         matches: dict[str, list[Match]] = {rule: [] for rule in rules}
         for match in sorted(state.candidates, key=lambda m: m.key):
@@ -114,7 +113,7 @@ class Surroundings:
         return self._weigh(alike, until)
 
     def retrace(self, steps: Iterable[tuple[RewriteState, Match]], until: float) -> dict[str, float]:
-        """The same of substitutions that were made, one after the other, each in the state that it was made in."""
+        """The same for substitutions that were made one after the other, each with the state before it."""
         made: dict[str, list[tuple[Graph, Edit]]] = {}
         for state, match in steps:
             made.setdefault(match.rule.name, []).append((state.graph, build_edit(state.graph, match)))
@@ -129,7 +128,7 @@ class Surroundings:
                 break
             self.gain(each.graph, each.edit)
             reached.append(each)
-        # What is left of the time goes where an unsure measurement promises or threatens most.
+        # The rest of the time is for unsure measurements, those with the largest effect first.
         for each in sorted(reached, key=lambda each: -abs(each.total(self._known))):
             gain = self._known[each.kind]
             if gain is None or gain.sure:
@@ -146,7 +145,7 @@ class Surroundings:
         return found
 
     def gain(self, graph: Graph, edit: Edit) -> Gain | None:
-        """What the edit saves; None if its surroundings cannot be a model of their own, or one that runs."""
+        """What the edit saves. None if its excerpt cannot be a model of its own, or if the runtime refuses it."""
         kind = _kind(edit)
         if kind not in self._known:
             self._known[kind] = self._try(graph, edit, self._seconds)
@@ -155,7 +154,7 @@ class Surroundings:
     def _try(self, graph: Graph, edit: Edit, seconds: float) -> Gain | None:
         try:
             return self._measured(graph, edit, seconds)
-        except NotAlone:
+        except NotStandalone:
             return None
         except BackendError as error:
             self.refused.append(f"{edit.rule}: {error}")
@@ -177,14 +176,14 @@ class Surroundings:
     def _model(
         self, excerpt: Excerpt, feeds: dict[Value, npt.NDArray[Any]], consts: dict[Value, npt.NDArray[Any]]
     ) -> bytes:
-        """A model of the excerpt; what it reads is added to `feeds` (what a run is given) and `consts`."""
+        """A model of the excerpt. The values that it reads are added to `feeds` (inputs) and `consts` (constants)."""
         graph = excerpt.graph
         made = {v for node in excerpt.nodes for v in node.outputs}
         reads: dict[Value, None] = {}
         for node in excerpt.nodes:
             in_types = tuple(graph.type(v) if v != ABSENT else None for v in node.inputs)
             if not is_bound((*in_types, *node.types), self._bindings):
-                raise NotAlone(f"{node.op} has a dimension that has no number")
+                raise NotStandalone(f"{node.op} has a dimension that has no number")
             wanted = [v for v in node.inputs if v != ABSENT and v not in made]
             reads.update(dict.fromkeys(wanted))
             new = {v for v in wanted if v not in feeds and v not in consts}
@@ -192,7 +191,7 @@ class Surroundings:
                 continue
             size = sum(8 * int(np.prod(dimensions(graph.type(v), self._bindings))) for v in new)
             if size > _MOST_BYTES:
-                raise NotAlone(f"{node.op} reads {size >> 20} MB")
+                raise NotStandalone(f"{node.op} reads {size >> 20} MB")
             known = {v: c.array for v in new if (c := graph.const(v)) is not None and c.array is not None}
             given, built = sample_inputs(node, in_types, known, self._bindings)
             feeds.update((v, a) for v, a in given.items() if v in new)
@@ -202,7 +201,7 @@ class Surroundings:
 
 
 def _alike(edits: Sequence[tuple[Graph, Edit]]) -> list[_Alike]:
-    """The most frequent kinds of a rule's edits."""
+    """Equal edits of one rule, counted, the most frequent first."""
     first: dict[_Kind, tuple[Graph, Edit]] = {}
     times: Counter[_Kind] = Counter()
     for graph, edit in edits:
@@ -213,7 +212,7 @@ def _alike(edits: Sequence[tuple[Graph, Edit]]) -> list[_Alike]:
 
 
 def _kind(edit: Edit) -> _Kind:
-    """What alike substitutions have in common: the rule, and what it takes away, adds and rewires."""
+    """What equal substitutions share: the rule, and the nodes that it removes, adds and rewires."""
 
     def shown(nodes: Iterable[Node]) -> tuple[str, ...]:
         return tuple(sorted(repr((n.op, n.attrs.digest, n.types)) for n in nodes))
@@ -222,7 +221,10 @@ def _kind(edit: Edit) -> _Kind:
 
 
 def excerpts(graph: Graph, edit: Edit, bindings: Mapping[str, int]) -> tuple[Excerpt, Excerpt]:
-    """What the edit changes, with the nodes around it, before and after. Raises NotAlone if that is too large."""
+    """The nodes that the edit changes and their neighbours, before and after.
+
+    Raises NotStandalone if they are too many.
+    """
     successor, _ = apply_edit(graph, edit)
     old = {n.id for n in (*edit.removed, *(was for was, _ in edit.rewired)) if not n.types[0].const}
     new = {n.id for n in (*edit.added, *(now for _, now in edit.rewired)) if not n.types[0].const}
@@ -232,7 +234,7 @@ def excerpts(graph: Graph, edit: Edit, bindings: Mapping[str, int]) -> tuple[Exc
 
 
 def _around(graph: Graph, start: set[Value], bindings: Mapping[str, int]) -> set[Value]:
-    """Ids of the nodes within two steps of these, in the direction of the data or against it."""
+    """Ids of the neighbours within `_HOPS` steps of these nodes, towards the inputs and towards the outputs."""
     found: set[Value] = set()
     for upwards in (True, False):
         front = set(start)
@@ -253,7 +255,7 @@ def _around(graph: Graph, start: set[Value], bindings: Mapping[str, int]) -> set
 
 def _excerpt(graph: Graph, ids: set[Value]) -> Excerpt:
     if len(ids) > _MOST_NODES:
-        raise NotAlone(f"{len(ids)} nodes are too many")
+        raise NotStandalone(f"{len(ids)} nodes are too many")
     order: list[Node] = []
     done: set[Value] = set()
 
@@ -275,5 +277,5 @@ def _excerpt(graph: Graph, ids: set[Value]) -> Excerpt:
         if v in graph.outputs or any(user.id not in ids for user in graph.users(v))
     )
     if not outputs:
-        raise NotAlone("nobody reads its results")
+        raise NotStandalone("nobody reads its results")
     return Excerpt(graph, tuple(order), outputs)

@@ -1,4 +1,4 @@
-"""A few nodes as a model of their own, to be measured."""
+"""A few nodes as a model of their own, for measurements."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from xrlflow.ops.infer import attr_proto, type_proto
 from xrlflow.ops.schema import IR_VERSION, OPSET, split_op
 
 
-class NotAlone(ValueError):
-    """The node cannot be a model of its own: it has a body, or values that no array can stand for."""
+class NotStandalone(ValueError):
+    """The node cannot be a model of its own: it has a body, or values that NumPy cannot hold."""
 
 
 def input_name(value: Value) -> str:
-    """What a value is called in the model."""
+    """The name of a value in the model."""
     return f"v{value}"
 
 
@@ -33,8 +33,8 @@ def model_of(
 ) -> bytes:
     """A serialised model of these nodes, producers first, at the canonical opset.
 
-    `inputs` are fed by the caller, `consts` become initialisers: the runtime may prepack them. Raises NotAlone
-    for control flow and for element types that NumPy lacks.
+    The caller feeds `inputs`; `consts` become initialisers, so that the runtime may pack them in advance. Raises
+    NotStandalone for control flow and for element types that NumPy lacks.
     """
     domains = dict.fromkeys(split_op(n.op)[0] for n in nodes)
     imports = [
@@ -55,19 +55,19 @@ def model_of(
 
 
 def numpy_type(dtype: DType) -> np.dtype[Any]:
-    """The NumPy type of an element type. Raises NotAlone for those that NumPy itself does not have."""
+    """The NumPy type of an element type. Raises NotStandalone if NumPy has none."""
     try:
         found = np.dtype(onnx.helper.tensor_dtype_to_np_dtype(int(dtype)))
     except (KeyError, TypeError, ValueError) as error:
-        raise NotAlone(f"{dtype.name} has no NumPy type") from error
+        raise NotStandalone(f"{dtype.name} has no NumPy type") from error
     if found.kind not in "biuf":
-        raise NotAlone(f"{dtype.name} is not a plain number")
+        raise NotStandalone(f"{dtype.name} is not a plain number")
     return found
 
 
 def _node(node: Node) -> onnx.NodeProto:
     if node.captured or any(isinstance(v, Body) for v in node.attrs.values()):
-        raise NotAlone(f"{node.op} has a body")
+        raise NotStandalone(f"{node.op} has a body")
     domain, name = split_op(node.op)
     return onnx.NodeProto(
         op_type=name,

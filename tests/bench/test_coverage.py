@@ -15,7 +15,7 @@ from rewrite_rules.slices import MergeConcats, PullUnaryOutOfConcat
 from xrlflow.onnxio import load
 from xrlflow.rewrite import Library
 
-BENCH = Path(__file__).resolve().parent.parent / "bench" / "coverage.py"
+BENCH = Path(__file__).resolve().parents[2] / "bench" / "coverage.py"
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.tuning.problems import convolution, knobless, matmul, softmax
-from xrlflow.tuning.knobs import Candidate, Kind, KnobError, KnobSpace
+from xrlflow.tuning.knobs import Candidate, KnobError, KnobKind, KnobSpace
 from xrlflow.tuning.surrogate import Surrogate
 from xrlflow.tuning.tasks import Task
 from xrlflow.tuning.tuners.annealing import AnnealingConfig, AnnealingTuner
@@ -20,7 +20,7 @@ from xrlflow.tuning.tuners.chameleon import ChameleonConfig, ChameleonTuner
 from xrlflow.tuning.tuners.evolutionary import EvolutionaryConfig, EvolutionaryTuner
 from xrlflow.tuning.tuners.factory import make_tuner
 from xrlflow.tuning.tuners.frontier import Frontier
-from xrlflow.tuning.tuners.protocol import Method, Outcome, Tuner
+from xrlflow.tuning.tuners.protocol import Measurement, Method, Tuner
 from xrlflow.tuning.tuners.random import RandomTuner
 
 # Small ones, for tests take seconds.
@@ -60,12 +60,12 @@ class Landscape:
     def __init__(self, space: KnobSpace, goal: Candidate) -> None:
         self.space, self.goal = space, goal
 
-    def __call__(self, candidate: Candidate) -> Outcome:
+    def __call__(self, candidate: Candidate) -> Measurement:
         assert self.goal.vector is not None
         if candidate.key == self.goal.key:
-            return Outcome((1e-3,))
+            return Measurement((1e-3,))
         if candidate.vector is None:
-            return Outcome(error="no vector, no place in the landscape")
+            return Measurement(error="no vector, no place in the landscape")
         away = 0.0
         for knob, index, goal in zip(self.space.knobs, candidate.vector, self.goal.vector):
             one, other = knob.values[index], knob.values[goal]
@@ -73,7 +73,7 @@ class Landscape:
                 away += sum(abs(math.log2(a / b)) for a, b in zip(one, other))
             else:
                 away += abs(index - goal)
-        return Outcome((1e-3 * (1 + away),))
+        return Measurement((1e-3 * (1 + away),))
 
 
 def goal_of(space: KnobSpace, seed: int) -> Candidate:
@@ -107,7 +107,7 @@ def play(tuner: Tuner, space: KnobSpace, batches: Sequence[int]) -> list[Candida
         found += proposed
         tuner.update(
             [
-                (c, Outcome(error="it fell over") if i % 5 == 4 else landscape(c))
+                (c, Measurement(error="it fell over") if i % 5 == 4 else landscape(c))
                 for i, c in enumerate(proposed)
             ]
         )
@@ -136,7 +136,7 @@ def test_a_task_without_knobs_ends(method: Method) -> None:
     tuner = MAKERS[method](space, 0)
     first = tuner.propose(4)
     assert len(first) == 1
-    tuner.update([(first[0], Outcome((1e-3,)))])
+    tuner.update([(first[0], Measurement((1e-3,)))])
     assert list(tuner.propose(4)) == []
 
 
@@ -154,7 +154,7 @@ def test_all_that_is_proposed_may_be_drawn_at_random(
 ) -> None:
     """One at a time, every twentieth is: then there is nothing to plan."""
     tuner = make(space_of(smallest), 0)
-    tuner.update([(c, Outcome((1e-3 * (1 + i),))) for i, c in enumerate(tuner.propose(16))])
+    tuner.update([(c, Measurement((1e-3 * (1 + i),))) for i, c in enumerate(tuner.propose(16))])
     monkeypatch.setattr(make, "explore", 1.0)
     monkeypatch.setattr(make, "plan", lambda *_: pytest.fail("nothing is wanted"))
     assert tuner.surrogate.ready
@@ -166,12 +166,12 @@ def test_what_another_has_measured_is_not_proposed(method: Method) -> None:
     space = space_of(smallest)
     measured = RandomTuner(space, 5).propose(space.size // 2)
     tuner = MAKERS[method](space, 0)
-    tuner.update([(c, Outcome((1e-3 * (1 + i),))) for i, c in enumerate(measured)])
+    tuner.update([(c, Measurement((1e-3 * (1 + i),))) for i, c in enumerate(measured)])
     found: list[Candidate] = []
     for _ in range(6):
         proposed = tuner.propose(8)
         found += proposed
-        tuner.update([(c, Outcome((1e-2,))) for c in proposed])
+        tuner.update([(c, Measurement((1e-2,))) for c in proposed])
     assert found
     assert not {c.key for c in found} & {c.key for c in measured}
 
@@ -205,7 +205,7 @@ def test_all_failing_is_survived(method: Method) -> None:
     for _ in range(3):
         proposed = tuner.propose(8)
         assert len(proposed) == 8
-        tuner.update([(c, Outcome(error="no compiler")) for c in proposed])
+        tuner.update([(c, Measurement(error="no compiler")) for c in proposed])
 
 
 @pytest.mark.parametrize("method", GUIDED)
@@ -256,8 +256,8 @@ def test_the_surrogate_keeps_the_best_and_leaves_failures_out() -> None:
     space = space_of(matmul)
     drawn = RandomTuner(space, 0).propose(9)
     surrogate = Surrogate(space, 0)
-    surrogate.add([(c, Outcome((1.0 + i,))) for i, c in enumerate(drawn[:8])])
-    surrogate.add([(drawn[8], Outcome(error="no")), (drawn[7], Outcome((0.5, 0.4, 9.0)))])
+    surrogate.add([(c, Measurement((1.0 + i,))) for i, c in enumerate(drawn[:8])])
+    surrogate.add([(drawn[8], Measurement(error="no")), (drawn[7], Measurement((0.5, 0.4, 9.0)))])
     assert surrogate.best(2) == [drawn[7].vector, drawn[0].vector]
     assert drawn[8].vector not in surrogate.best(99)
 
@@ -322,11 +322,11 @@ def test_what_fails_in_another_thread_is_raised() -> None:
 
 
 def test_outcomes_are_times_or_an_error() -> None:
-    assert Outcome((3.0, 1.0, 2.0)).median == 2.0
-    assert Outcome(error="no").median == math.inf
+    assert Measurement((3.0, 1.0, 2.0)).median == 2.0
+    assert Measurement(error="no").median == math.inf
     for wrong in ({}, {"seconds": (1.0,), "error": "no"}, {"seconds": (0.0,)}, {"seconds": (math.nan,)}):
         with pytest.raises(ValueError):
-            Outcome(**wrong)  # type: ignore[arg-type]
+            Measurement(**wrong)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("method", Method)
@@ -366,11 +366,11 @@ def test_global_random_numbers_are_left_alone() -> None:
     expected = np.random.random(3)
     np.random.seed(7)
     tuner = MAKERS[Method.EVOLUTIONARY](space_of(matmul), 0)
-    tuner.update([(c, Outcome((1e-3,))) for c in tuner.propose(4)])
+    tuner.update([(c, Measurement((1e-3,))) for c in tuner.propose(4)])
     assert np.random.random(3).tolist() == expected.tolist()
 
 
 def test_the_smallest_space_is_what_it_seems() -> None:
     space = space_of(smallest)
-    assert [k.kind for k in space.knobs].count(Kind.TILE) == 3
+    assert [k.kind for k in space.knobs].count(KnobKind.TILE) == 3
     assert space.size < 1000

@@ -180,7 +180,7 @@ def test_a_process_that_dies_or_hangs_is_told(tmp_path: Path) -> None:
     run.workers = [run._start()]
     worker = run.workers[0]
     worker.job, worker.stage.value = fuzz.Job("idioms", 7), b"the result in ONNX Runtime"
-    run._bury(worker, "no end in sight")
+    run._reap(worker, "no end in sight")
     for other in run.workers:
         other.process.kill()
     assert run.to_json()["differences"] == 1

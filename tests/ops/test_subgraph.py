@@ -5,7 +5,7 @@ import onnx
 import pytest
 
 from xrlflow.ir import NO_ATTRS, Attrs, DType, Node, TensorType, Value
-from xrlflow.ops.alone import NotAlone, input_name, model_of, numpy_type
+from xrlflow.ops.subgraph import NotStandalone, input_name, model_of, numpy_type
 
 FLOAT = TensorType(DType.FLOAT, (2, 3))
 
@@ -42,7 +42,7 @@ def test_other_domains_are_imported() -> None:
 
 def test_captured_values_are_refused() -> None:
     node = Node("Loop", (Value(1),), (Value(2),), (FLOAT,), captured=1)
-    with pytest.raises(NotAlone, match="body"):
+    with pytest.raises(NotStandalone, match="body"):
         model_of([node], {Value(1): FLOAT}, {}, [Value(2)])
 
 
@@ -50,5 +50,5 @@ def test_numpy_types() -> None:
     assert numpy_type(DType.FLOAT16) == np.float16
     assert numpy_type(DType.BOOL) == np.bool_
     for dtype in (DType.STRING, DType.UNDEFINED, DType.BFLOAT16, DType.COMPLEX64):
-        with pytest.raises(NotAlone):
+        with pytest.raises(NotStandalone):
             numpy_type(dtype)

@@ -1,15 +1,14 @@
-"""Integers that may differ: where the numbers that they are made from are equal but for rounding.
+"""Integers that may differ because the numbers that they come from are equal up to rounding.
 
-Two kinds of proof are accepted, for each element that differs.
+For each element that differs, one of two proofs is needed:
 
-By value: the integer comes from ArgMax, ArgMin, TopK or a Cast of floats; the floats are evaluated in float64,
-and the other integer is as good a choice within their tolerance (4 times what rounding does to them in our own
-evaluation, plus 2^-20 of the greatest).
+- By value: the integer comes from ArgMax, ArgMin, TopK or a Cast of floats. The floats are evaluated in float64, and
+  the other integer is as good a choice within their tolerance (4 times the rounding error of our own evaluation, plus
+  2^-20 of the greatest).
+- By the original: at another optimisation level, or with its inputs moved to neighbouring floats, it gives the same
+  integer as the new model.
 
-By the original itself: at another optimisation level, or with its inputs moved to neighbouring floats, it gives
-the very integer that the new model gives.
-
-What neither proves is a failure.
+Without a proof the difference is a failure.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from xrlflow.verify.inputs import Case
 from xrlflow.verify.reference import NoReference, evaluate, evaluate_rounded
 from xrlflow.verify.runner import Array
 
-# Operators that keep elements and their order.
+# Operators that keep all elements in their order.
 _SAME_ORDER = frozenset({"Identity", "Reshape", "Squeeze", "Unsqueeze", "Flatten"})
 _ROUNDINGS: dict[str, Callable[[Array], Array]] = {"Floor": np.floor, "Ceil": np.ceil, "Round": np.rint}
 
@@ -33,9 +32,9 @@ _ROUNDINGS: dict[str, Callable[[Array], Array]] = {"Floor": np.floor, "Ceil": np
 def undecided(
     imported: ImportedModel, case: Case, output: int, original: Array, new: Array, reruns: Sequence[Array]
 ) -> Array:
-    """A mask, of the outputs' shape, of the elements whose difference is proven to be a near-tie.
+    """A mask of the elements whose difference is proven to be a near-tie. It has the shape of the outputs.
 
-    `output` is the index of the output, `reruns` are the original's at other levels and with moved inputs.
+    `output`: the index of the output. `reruns`: outputs of the original at other levels and with moved inputs.
     """
     proven = np.zeros(original.shape, dtype=bool)
     for other in reruns:
@@ -116,7 +115,7 @@ def _ranked(chain: Sequence[Node], x: Array, original: Array, new: Array, tolera
     old, chosen = original.reshape(shape).astype(np.int64), new.reshape(shape).astype(np.int64)
     inside = (chosen >= 0) & (chosen < x.shape[axis])
     chosen = np.where(inside, chosen, 0)
-    # Two places with one index would be no ranking.
+    # A ranking has no index twice.
     ordered = np.sort(chosen, axis)
     distinct = (np.diff(ordered, axis=axis) != 0).all(axis, keepdims=True)
     apart = np.abs(np.take_along_axis(x, chosen, axis) - np.take_along_axis(x, old, axis))

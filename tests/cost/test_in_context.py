@@ -13,10 +13,10 @@ import pytest
 from tests.rules.harness import model
 from xrlflow.backends.onnxruntime import open_model
 from xrlflow.backends.protocol import BackendError
-from xrlflow.cost.surroundings import Gain, Surroundings, excerpts
+from xrlflow.cost.in_context import Gain, InContextBenchmark, excerpts
 from xrlflow.ir import Edit, Graph
 from xrlflow.onnxio import load
-from xrlflow.ops.alone import NotAlone
+from xrlflow.ops.subgraph import NotStandalone
 from xrlflow.rewrite import Library, Op, RewriteState, Rule, Val
 from xrlflow.rewrite.state import build_edit
 
@@ -108,10 +108,10 @@ def test_both_excerpts_compute_the_same(monkeypatch: pytest.MonkeyPatch) -> None
                 compared.append(list(opened.run(feeds)))
         raise BackendError("seen enough")
 
-    monkeypatch.setattr("xrlflow.cost.surroundings.measure", fake)
-    surroundings = Surroundings(1)
-    assert surroundings.gain(graph, edit) is None
-    assert surroundings.refused == ["ReplaceAddBySum: seen enough"]
+    monkeypatch.setattr("xrlflow.cost.in_context.measure", fake)
+    benchmark = InContextBenchmark(1)
+    assert benchmark.gain(graph, edit) is None
+    assert benchmark.refused == ["ReplaceAddBySum: seen enough"]
     before, after = compared
     assert len(before) == 2
     for a, b in zip(before, after, strict=True):
@@ -120,8 +120,8 @@ def test_both_excerpts_compute_the_same(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_symbols_need_numbers() -> None:
     graph, edit = edit_of(chain(2, "N,8"), ReplaceAddBySum())
-    assert Surroundings(1).gain(graph, edit) is None
-    gain = Surroundings(1, {"N": 4}, seconds=0.05).gain(graph, edit)
+    assert InContextBenchmark(1).gain(graph, edit) is None
+    gain = InContextBenchmark(1, {"N": 4}, seconds=0.05).gain(graph, edit)
     assert gain is not None
     assert math.isfinite(gain.seconds)
 
@@ -131,12 +131,12 @@ def test_what_is_too_large_is_left_out() -> None:
     total = ", ".join(f"r{i}" for i in range(70))
     proto = model(f"agraph (float[4] x) => (float[4] y) {{ s = Relu(x) {readers} y = Sum({total}) }}")
     graph, edit = edit_of(proto, ReplaceReluByMax())
-    with pytest.raises(NotAlone, match="too many"):
+    with pytest.raises(NotStandalone, match="too many"):
         excerpts(graph, edit, {})
-    assert Surroundings(1).gain(graph, edit) is None
+    assert InContextBenchmark(1).gain(graph, edit) is None
 
 
-class Known(Surroundings):
+class Known(InContextBenchmark):
     """Gains by operator, and how often each was asked for."""
 
     def __init__(self, gains: dict[str, Gain | None]) -> None:
@@ -148,7 +148,7 @@ class Known(Surroundings):
         self.asked.append(f"{edit.rule} {limit:g} s")
         gain = self.gains[edit.rule]
         if gain is None:
-            raise NotAlone("on purpose")
+            raise NotStandalone("on purpose")
         return gain if limit < 0.5 or gain.sure else Gain(gain.seconds, True)
 
 

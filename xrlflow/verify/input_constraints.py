@@ -1,8 +1,8 @@
-"""What the graph demands of its inputs: each is followed to the operators that read it.
+"""What a graph demands of its inputs: each input is followed to the operators that read it.
 
-An integer that ends in a Gather has to stay inside the table, whatever lies between: a Cast, a Concat, an offset,
-the branch of an If. What cannot be seen through ends the walk, and costs no more than a run that fails and is
-drawn again.
+An integer that ends as an index of a Gather must stay inside the table, whatever is in between: a Cast, a Concat, an
+offset, a branch of an If. The walk ends at operators that it does not understand. A missed constraint only costs a run
+that fails and is drawn again.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import numpy as np
 
 from xrlflow.ir import INTEGERS, Attrs, Body, Dim, DType, Graph, Node, TensorType, Value
 
-# Steps of one walk: enough for any network whose integers matter, and no more than a fraction of a second.
+# The most steps of a walk: enough for any network whose integers matter, and done in a fraction of a second.
 _MAX_STEPS = 20_000
 
 
 class Form(Enum):
-    """What a tensor as a whole has to be, where bounds on its elements do not say it."""
+    """Constraints on a whole tensor that bounds on its elements cannot express."""
 
-    MASK = "mask"  # 0 and 1, with at least a 1
+    MASK = "mask"  # 0 and 1, with at least one 1
     RESHAPE = "reshape"  # a shape for Reshape: one -1, else ones
     EXPAND = "expand"  # a shape for Expand: ones
     AXES = "axes"  # distinct axes
@@ -37,9 +37,9 @@ class Form(Enum):
 class Bound:
     """scale * x + shift lies in [low, high] for every shift in [shift_low, shift_high].
 
-    `high` None: the dimension `dim` less 1, or less 0 with `inclusive` (a count, not an index). `unsure`: something
-    unknown was added on the way, so only the lower half is used. `wraps`: an index that may be negative, then counted
-    from the end, and whose reader raises an error if it is outside.
+    If `high` is None, it is the size of `dim` minus 1, or the size itself if `inclusive` (a count, not an index).
+    `unsure`: an unknown number was added on the way, so only the lower half is used. `wraps`: the index may be negative
+    and then counts from the end; its reader raises an error if it is outside.
     """
 
     low: float
@@ -53,9 +53,9 @@ class Bound:
     wraps: bool = False
 
     def interval(self, size: Callable[[Dim], int | None], negative: bool = False) -> tuple[int, int]:
-        """The least and greatest integer x, given the numbers of dimensions (None: taken as 1).
+        """The least and greatest integer x. `size` gives the size of a dimension (None: taken as 1).
 
-        `negative`: with what counts from the end, where that is allowed.
+        `negative`: include indices that count from the end, where they are allowed.
         """
         low, high = self.low, self.high
         if high is None:
@@ -72,31 +72,31 @@ class Bound:
 
 @dataclass(slots=True)
 class Demands:
-    """What the consumers of one input demand of it."""
+    """The constraints on one input by all its readers."""
 
     bounds: list[Bound] = field(default_factory=list)
-    # Numbers that the model compares it with: a sampling rate, an end-of-text token.
+    # Numbers that the model compares it with: a sampling rate, an end-of-text token, ...
     landmarks: list[float] = field(default_factory=list)
     form: Form | None = None
-    # The dimension that the sizes of a Split add up to, or the rank that axes count in.
+    # The dimension that the sizes of a Split sum to, or the rank that axes refer to.
     extent: Dim = None
-    # The shape that a Reshape or Expand by it is declared to have: another one contradicts the model.
+    # The declared shape of the result of a Reshape or Expand to this shape: another one would contradict the model.
     declared: tuple[int, ...] | None = None
-    # A logarithm or a root is taken of it, or something is divided by it.
+    # It is an argument of a logarithm or root, or a divisor.
     positive: bool = False
-    # It sizes something, counts steps or divides, however far down: values out of the ordinary could take all memory,
-    # run for ever, or end the process (an integer division by zero does).
+    # It, or something computed from it, is a size, a number of steps or a divisor. Unusual values could take all
+    # memory, never end, or crash the process (an integer division by zero does).
     steers: bool = False
 
     @property
     def loose(self) -> bool:
-        """Whether it may be outside its bounds, at the price of an error."""
+        """Whether it may be outside its bounds, where that is only an error."""
         return (
             bool(self.bounds) and not self.steers and all(b.wraps for b in self.bounds) and self.form is None
         )
 
     def interval(self, size: Callable[[Dim], int | None], negative: bool = False) -> tuple[int, int] | None:
-        """The integers that all bounds admit; the lowest bound wins where they contradict each other."""
+        """The integers that all bounds admit. If bounds contradict each other, the lowest one wins."""
         if not self.bounds:
             return None
         ends = [bound.interval(size, negative) for bound in self.bounds]
@@ -106,8 +106,8 @@ class Demands:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
-    """A value on the walk, and how its elements follow from the input's: scale * x + shift."""
+class _Derived:
+    """A value on the walk; its elements are scale * x + shift, where x is the input's."""
 
     graph: Graph
     value: Value
@@ -117,15 +117,18 @@ class _Place:
     unsure: bool = False
 
 
-def follow(graph: Graph, value: Value, declared: Mapping[Value, tuple[int, ...]] | None = None) -> Demands:
-    """What the graph demands of one of its inputs. `value` is in `graph.inputs`.
+def input_constraints(
+    graph: Graph, value: Value, declared: Mapping[Value, tuple[int, ...]] | None = None
+) -> Demands:
+    """The constraints on one of the graph's inputs.
 
-    `declared`: shapes that a file declares of values, true or not (`ImportedModel.declared`).
+    `value` is in `graph.inputs`. `declared`: shapes that the file declares of values, true or not
+    (`ImportedModel.declared`).
     """
     demands = Demands()
     seen: set[tuple[int, Value, float, float, float, bool]] = set()
-    # A place is in a graph; the outputs of bodies lead back to the node that owns them.
-    work: list[tuple[_Place, tuple[tuple[Graph, Node, Body], ...]]] = [(_Place(graph, value), ())]
+    # Each entry has the nodes that own the body of its graph: outputs of bodies lead back to them.
+    work: list[tuple[_Derived, tuple[tuple[Graph, Node, Body], ...]]] = [(_Derived(graph, value), ())]
     for _ in range(_MAX_STEPS):
         if not work:
             break
@@ -159,7 +162,7 @@ def follow(graph: Graph, value: Value, declared: Mapping[Value, tuple[int, ...]]
 
 
 def _steers(graph: Graph, value: Value) -> bool:
-    """Whether a value, or what is computed from it, decides how much is computed: see `Demands.steers`."""
+    """Whether a value, or something computed from it, decides how much is computed: see `Demands.steers`."""
     seen: set[Value] = set()
     work = [value]
     while work:
@@ -175,7 +178,7 @@ def _steers(graph: Graph, value: Value) -> bool:
                 return True
             for body, first in _bodies(node):
                 inner = [body.captured[i - first] for i in at if first <= i < first + len(body.captured)]
-                # What goes in as a state or as a scanned input stands in order, a Loop's after its counter.
+                # Body inputs are in the order of the node's state and scanned inputs, in a Loop after the counter.
                 explicit = [i for i in at if i < len(node.inputs) - node.captured]
                 inner += [body.graph.inputs[i] for i in explicit if i < len(body.graph.inputs)]
                 ends = body.graph.outputs[:1] if node.op == "Loop" else ()
@@ -186,7 +189,7 @@ def _steers(graph: Graph, value: Value) -> bool:
 
 
 def _reaches(graph: Graph, value: Value, ends: tuple[Value, ...]) -> bool:
-    """Whether some of `ends` are computed from a value."""
+    """Whether one of `ends` is computed from a value."""
     seen: set[Value] = set()
     work = list(ends)
     while work:
@@ -209,9 +212,9 @@ def _decides(graph: Graph, node: Node, position: int) -> bool:
     return (node.op, position) not in _CHECKED
 
 
-# --- where values go unchanged ---
+# --- operators that pass values on ---
 
-# Operators that hand elements of an input on, by the positions of those inputs (None: all of them).
+# Operators that pass elements of an input on unchanged, with the positions of those inputs (None: all).
 _PASSES: dict[str, tuple[int, ...] | None] = {
     **dict.fromkeys(("Identity", "Cast", "CastLike", "Reshape", "Squeeze", "Unsqueeze", "Flatten"), (0,)),
     **dict.fromkeys(("Transpose", "Slice", "Split", "Expand", "Tile", "Gather", "GatherElements"), (0,)),
@@ -224,7 +227,7 @@ _PASSES: dict[str, tuple[int, ...] | None] = {
 }
 
 
-def _through(place: _Place, node: Node, position: int) -> Iterator[_Place]:
+def _through(place: _Derived, node: Node, position: int) -> Iterator[_Derived]:
     if node.op in _PASSES:
         positions = _PASSES[node.op]
         if positions is None or position in positions:
@@ -248,33 +251,33 @@ def _through(place: _Place, node: Node, position: int) -> Iterator[_Place]:
         yield moved
 
 
-def _scaled(place: _Place, by: float) -> _Place:
+def _scaled(place: _Derived, by: float) -> _Derived:
     ends = sorted((place.shift_low * by, place.shift_high * by))
     return replace(place, scale=place.scale * by, shift_low=ends[0], shift_high=ends[1])
 
 
-def _shifted(place: _Place, low: float, high: float) -> _Place:
+def _shifted(place: _Derived, low: float, high: float) -> _Derived:
     return replace(place, shift_low=place.shift_low + low, shift_high=place.shift_high + high)
 
 
-def _add(place: _Place, low: float, high: float, position: int) -> _Place | None:
+def _add(place: _Derived, low: float, high: float, position: int) -> _Derived | None:
     return _shifted(place, low, high)
 
 
-def _sub(place: _Place, low: float, high: float, position: int) -> _Place | None:
+def _sub(place: _Derived, low: float, high: float, position: int) -> _Derived | None:
     return _shifted(place, -high, -low) if position == 0 else _shifted(_scaled(place, -1.0), low, high)
 
 
-def _mul(place: _Place, low: float, high: float, position: int) -> _Place | None:
-    # Of several factors the largest decides; with signs mixed or none the walk ends.
+def _mul(place: _Derived, low: float, high: float, position: int) -> _Derived | None:
+    # The largest of several factors decides. The walk ends if there are none, or signs are mixed.
     return _scaled(place, high if high > 0 else low) if low * high > 0 else None
 
 
-def _div(place: _Place, low: float, high: float, position: int) -> _Place | None:
+def _div(place: _Derived, low: float, high: float, position: int) -> _Derived | None:
     return _scaled(place, 1 / (low if low > 0 else high)) if position == 0 and low * high > 0 else None
 
 
-_ARITHMETIC: dict[str, Callable[[_Place, float, float, int], _Place | None]] = {
+_ARITHMETIC: dict[str, Callable[[_Derived, float, float, int], _Derived | None]] = {
     "Add": _add,
     "Sub": _sub,
     "Mul": _mul,
@@ -296,8 +299,8 @@ def _bodies(node: Node) -> Iterator[tuple[Body, int]]:
 
 
 def _into(
-    place: _Place, node: Node, position: int, owners: tuple[tuple[Graph, Node, Body], ...]
-) -> Iterator[tuple[_Place, tuple[tuple[Graph, Node, Body], ...]]]:
+    place: _Derived, node: Node, position: int, owners: tuple[tuple[Graph, Node, Body], ...]
+) -> Iterator[tuple[_Derived, tuple[tuple[Graph, Node, Body], ...]]]:
     explicit = len(node.inputs) - node.captured
     for body, first in _bodies(node):
         inner: Value | None = None
@@ -310,8 +313,8 @@ def _into(
             yield replace(place, graph=body.graph, value=inner), (*owners, (place.graph, node, body))
 
 
-def _out_of(place: _Place, node: Node, body: Body) -> Iterator[Value]:
-    skip = 1 if node.op == "Loop" else 0  # a Loop's body gives its condition first
+def _out_of(place: _Derived, node: Node, body: Body) -> Iterator[Value]:
+    skip = 1 if node.op == "Loop" else 0  # the first output of a Loop's body is its condition
     for index, out in enumerate(body.graph.outputs):
         if out == place.value and 0 <= index - skip < len(node.outputs):
             yield node.outputs[index - skip]
@@ -328,7 +331,7 @@ def _carried(node: Node, body: Body, out: Value) -> Value | None:
     return None
 
 
-# --- what consumers demand ---
+# --- constraints by readers ---
 
 
 def _dim(graph: Graph, node: Node, position: int, axis: int) -> Dim:
@@ -349,7 +352,7 @@ def _axis(attrs: Attrs, default: int = 0) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Reader:
-    """A demand of one input of an operator."""
+    """The constraint of an operator on one of its inputs."""
 
     bound: Callable[[Graph, Node], Bound] | None = None
     form: Form | None = None
@@ -367,12 +370,12 @@ def _range(low: float, high: float) -> _Reader:
 
 
 def _count(data: int, axis: Callable[[Graph, Node], int]) -> _Reader:
-    """A number from 1 to a dimension."""
+    """A number from 1 to the size of a dimension."""
     return _Reader(lambda g, n: Bound(1, None, _dim(g, n, data, axis(g, n)), inclusive=True))
 
 
 def _gather_nd(graph: Graph, node: Node) -> Bound:
-    """A tuple of indices: the smallest of the dimensions that they index, since any may stand in any place."""
+    """Tuples of indices: bounded by the smallest indexed dimension, since any index may be at any position."""
     data, indices = _type(graph, node, 0).shape, _type(graph, node, 1).shape
     batch = node.attrs.get("batch_dims", 0)
     if data is None or not indices or not isinstance(batch, int):
@@ -503,17 +506,17 @@ _READERS: dict[tuple[str, int], _Reader] = {
 
 _COMPARING = ("Equal", "Less", "LessOrEqual", "Greater", "GreaterOrEqual")
 
-# Readers of indices that raise an error for one outside.
+# Readers that raise an error for an index outside the table.
 _CHECKED = frozenset(
     (op, 1) for op in ("Gather", "GatherElements", "GatherND", "ScatterElements", "ScatterND")
 )
 
-# A product with a constant of this size or more makes an additive mask.
+# Multiplying by a constant of at least this magnitude makes an additive mask.
 _MASKING = 1e3
 
 
 def _demand(
-    demands: Demands, place: _Place, node: Node, position: int, declared: Mapping[Value, tuple[int, ...]]
+    demands: Demands, place: _Derived, node: Node, position: int, declared: Mapping[Value, tuple[int, ...]]
 ) -> None:
     reader = _READERS.get((node.op, position))
     plain = (place.scale, place.shift_low, place.shift_high) == (1.0, 0.0, 0.0)
@@ -556,7 +559,7 @@ def _demand(
 
 
 def _is_whole_power(graph: Graph, node: Node) -> bool:
-    """Whether a Pow has a constant integral exponent: any base will do."""
+    """Whether the exponent of a Pow is a constant integer: then any base is allowed."""
     exponent = graph.const(node.inputs[1]) if node.op == "Pow" else None
     return (
         exponent is not None
@@ -566,7 +569,7 @@ def _is_whole_power(graph: Graph, node: Node) -> bool:
 
 
 def random_operators(graph: Graph) -> set[str]:
-    """Operators that give other values at each run and that some output depends on, bodies included."""
+    """Operators that give other values in every run and that an output depends on, in bodies too."""
     found: set[str] = set()
     reached: set[Value] = set()
     work = list(graph.outputs)
@@ -590,7 +593,7 @@ _RANDOM = frozenset(
 
 
 def _trains(graph: Graph, node: Node) -> bool:
-    """Whether a Dropout drops: its mode is true, or computed. A mode that the caller gives is fed as false."""
+    """Whether a Dropout drops elements: its mode is true or computed. A mode that the caller gives is fed as false."""
     if len(node.inputs) < 3 or not node.inputs[2] or node.inputs[2] in graph.inputs:
         return False
     ratio: Any = graph.const(node.inputs[1]) if node.inputs[1] else None

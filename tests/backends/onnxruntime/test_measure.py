@@ -76,15 +76,15 @@ def test_a_figure_alone() -> None:
     ratio_is_sound(found.speedup)
 
 
-def test_each_process_is_new_and_the_nursery_has_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_process_is_new_and_the_fork_server_has_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """A fork of a process with threads is not sound; that of one without finds the same addresses: see `_ballast`."""
     seen: list[tuple[int, int, list[int]]] = []
     ask = processes.FreshProcesses.sample
 
     def asked(self: Any, index: int, turns: int | None, deadline: float) -> Any:
-        nursery = psutil.Process(self.process)
+        server = psutil.Process(self.process)
         found = ask(self, index, turns, deadline)
-        seen.append((self.process, nursery.num_threads(), [child.pid for child in nursery.children()]))
+        seen.append((self.process, server.num_threads(), [child.pid for child in server.children()]))
         return found
 
     monkeypatch.setattr(processes.FreshProcesses, "sample", asked)
@@ -194,7 +194,7 @@ def test_a_crash_is_reported_with_what_the_child_said(monkeypatch: pytest.Monkey
 
 
 def test_a_child_that_dies_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The nursery lives on, and says so."""
+    """The fork server lives on, and says so."""
     worker = tmp_path / "dying.py"
     worker.write_text(
         "import os\n"

@@ -1,4 +1,4 @@
-"""The one way in which TVM is imported."""
+"""Imports TVM. All other modules get it from here."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from xrlflow.backends.placement import default_threads
 from xrlflow.backends.protocol import BackendError, one_line
 from xrlflow.backends.tvm import functions, stack
 
-# Tensor intrinsics of targets that are not ours: MetaSchedule imports them all, and parsing their scripts takes 25 s in
-# every fresh process. An empty module in their place takes nothing.
+# Tensor intrinsics of other targets. MetaSchedule imports them all, and parsing their scripts takes 25 s in every fresh
+# process. They are replaced by empty modules.
 _FOREIGN = ("cuda", "arm_cpu", "hexagon", "metal", "riscv_cpu", "rocm")
-# TVM's threads wait for the next kernel awake, by default so long (300,000 turns) that they disturb whoever runs next.
-# Between the kernels of one model it is microseconds: 200 turns are enough, while none cost MobileNetV2 half again.
+# TVM's threads spin while they wait for the next kernel, by default so long (300,000 turns) that they disturb other
+# programs. Kernels of one model are microseconds apart: 200 turns suffice, while 0 made MobileNetV2 1.5 times slower.
 _SPINS = ("TVM_THREAD_POOL_SPIN_COUNT", "200")
-# TVM ties each of its threads to a CPU but not the caller's, which then often shares one with another of them.
+# TVM pins each of its threads to a CPU, but not the calling thread, which then often shares a CPU with one of them.
 _BINDING = ("TVM_BIND_THREADS", "0")
-# Its pool has as many threads as it thinks that there are cores, by default half of the CPUs: models use fewer if told.
+# By default TVM's pool has half as many threads as there are CPUs. Models use fewer if they are told to.
 _THREADS = "TVM_NUM_THREADS"
 
 
@@ -28,7 +28,7 @@ _THREADS = "TVM_NUM_THREADS"
 def tvm() -> Any:
     """The `tvm` package, with `tvm.relax`, `tvm.s_tir.meta_schedule` and the ONNX importer loaded.
 
-    Raises BackendError when TVM is not installed, or not in a version that works.
+    Raises BackendError if TVM is not installed, or in a version that does not work.
     """
     for name in _FOREIGN:
         full = f"tvm.s_tir.tensor_intrin.{name}"
@@ -50,6 +50,6 @@ def tvm() -> Any:
 
 
 def last_line(error: BaseException) -> str:
-    """What an error of TVM's says: it puts a stack trace of its own before the message."""
+    """The message of a TVM error, which comes after a stack trace."""
     lines = [line for line in str(error).strip().splitlines() if line.strip()]
     return one_line(lines[-1] if lines else type(error).__name__)

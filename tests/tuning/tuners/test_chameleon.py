@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.tuning.problems import convolution, knobless, matmul, softmax
-from tests.tuning.test_tuners import Landscape, goal_of, space_of
+from tests.tuning.tuners.test_tuners import Landscape, goal_of, space_of
 from xrlflow.learn.checkpoint import Checkpoint, CheckpointError, save_checkpoint
 from xrlflow.learn.ppo import Rollout, update
 from xrlflow.tuning.knobs import Candidate, Floats, Indices, KnobSpace, Vector
@@ -28,7 +28,7 @@ from xrlflow.tuning.tuners.chameleon import (
     kmeans,
     walk,
 )
-from xrlflow.tuning.tuners.protocol import Outcome
+from xrlflow.tuning.tuners.protocol import Measurement
 from xrlflow.tuning.tuners.random import RandomTuner
 
 TASKS = [matmul, convolution, softmax, knobless]
@@ -231,7 +231,7 @@ def test_what_was_decoded_is_not_proposed_again_once_it_is_known() -> None:
     pool = space.draw(np.random.default_rng(0), 12)
     first = tuner._sample(pool, 4)
     assert first
-    tuner.update([(c, Outcome((1e-3,))) for c in first])
+    tuner.update([(c, Measurement((1e-3,))) for c in first])
     again = tuner._sample(pool, 4)
     assert again
     assert not {c.key for c in again} & {c.key for c in first}
@@ -403,5 +403,5 @@ def test_times_are_learned_from_until_no_kernel_is_left() -> None:
     space = space_of(knobless)
     tuner = ChameleonTuner(space, 0, SMALL)
     (only,) = tuner.propose(8)
-    tuner.update([(only, Outcome((1e-3,)))])
+    tuner.update([(only, Measurement((1e-3,)))])
     assert list(tuner.propose(8)) == []
