@@ -15,7 +15,7 @@ import pytest
 EXTRAS = {
     "torch": ("learn", "rl", "tuning"),
     "tvm": ("backends/tvm", "tuning"),
-    "mkdocs": ("test_docs.py",),
+    "mkdocs": ("repository/test_docs.py",),
 }
 collect_ignore = [path for package, paths in EXTRAS.items() if find_spec(package) is None for path in paths]
 

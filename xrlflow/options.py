@@ -230,7 +230,6 @@ class TuneOptions(Common):
     rewrite: bool = option(True, "Tune what greedy search makes of the graph, too.", bool)
 
     def __post_init__(self) -> None:
-        check_installed("tuning", "tvm", *TUNING)
         from xrlflow.tuning.tuners.protocol import Method
 
         methods = [m.value for m in Method]
@@ -239,6 +238,7 @@ class TuneOptions(Common):
         if self.trials < 0 or self.batch < 1 or not 0 < self.time_limit < math.inf:
             raise OptionError("trials must not be negative, the batch and the time limit must be above zero")
         check_seed(self.seed)
+        check_installed("tuning", "tvm", *TUNING)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -261,7 +261,6 @@ class TrainOptions:
     seed: int = option(0, "Seed of everything random.", int, least=0)
 
     def __post_init__(self) -> None:
-        check_installed("training", "train", *TRAINING)
         for name in ("iterations", "steps", "horizon"):
             if getattr(self, name) < 1:
                 raise OptionError(f"{name} {getattr(self, name)} is not positive: give 1 or more")
@@ -270,6 +269,7 @@ class TrainOptions:
         if self.workers < 0:
             raise OptionError(f"workers {self.workers} is negative: give processes, or 0")
         check_seed(self.seed)
+        check_installed("training", "train", *TRAINING)
 
 
 def check_installed(what: str, extra: str, *packages: str) -> None:
