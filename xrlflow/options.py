@@ -270,12 +270,15 @@ class TrainOptions:
             raise OptionError(f"workers {self.workers} is negative: give processes, or 0")
         check_seed(self.seed)
         check_installed("training", "train", *TRAINING)
+        if self.log is not None:
+            check_installed("log", "train", "tensorboard")
 
 
 def check_installed(what: str, extra: str, *packages: str) -> None:
     """Raise OptionError if `what` needs a package that is not installed; `extra` would install it."""
     for package in packages:
-        if importlib.util.find_spec(package) is None:
+        found = importlib.util.find_spec(package)
+        if found is None or found.origin is None:  # a folder of that name is no package
             raise OptionError(f"{what} needs {package}: install it with `pip install 'xrlflow[{extra}]'`")
 
 

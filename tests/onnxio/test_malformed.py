@@ -85,6 +85,13 @@ def replaced(text: str) -> bytes:
     return proto.SerializeToString().replace(text.encode(), b"\xff\xfe\xff\xfe")
 
 
+def einsum_in_function(equation: str) -> onnx.ModelProto:
+    imports = [helper.make_opsetid("", 12)]
+    node = make("Einsum", ["a"], ["b"], equation=equation)
+    made = helper.make_function("my", "F", ["a"], ["b"], [node], imports)
+    return model([make("F", ["x"], ["y"], domain="my")], [X], [Y], opset=13, domains=["my"], functions=[made])
+
+
 def in_body(change: Callable[[onnx.GraphProto], object]) -> bytes:
     """A model with a branch that was changed, and bytes that are no text in place of QQQQ."""
     arm = branch()
@@ -146,16 +153,24 @@ DAMAGED: dict[str, tuple[onnx.ModelProto | bytes, str]] = {
     "too few texts": (weight(data_type=8, dims=[2], string_data=[b"a"]), "tensor 'bad'"),
     "an operator's name that is no text": (replaced("QQQQ"), "not UTF-8"),
     "a node's name that is no text": (replaced("WWWW"), "not UTF-8"),
+    **{
+        f"the equation {equation}": (
+            of(make("Einsum", ["x"], ["y"], name="bad", equation=equation)),
+            r"node 'bad' \(Einsum\) has the equation",
+        )
+        for equation in ("a>b", "......", "i......", "ai..a...", "...A...->...a...", "a->b->c", "a1>1b")
+    },
+    "an equation of an old opset": (
+        model([make("Einsum", ["x"], ["y"], name="bad", equation="a1>1b")], [X], [Y], opset=11),
+        r"node 'bad' \(Einsum\) has the equation",
+    ),
+    "an equation in a function": (einsum_in_function("......"), r"\(Einsum\) has the equation"),
     "an equation of no letters": (
         of(make("Einsum", ["x"], ["y"], name="bad", equation=b"\xff\xfe\xc3")),
         r"node 'bad' \(Einsum\) has the equation",
     ),
-    "a weight's name in a body that is no text": (
-        in_body(lambda g: g.initializer.add(name="QQQQ", data_type=1, dims=[1], float_data=[1.0])),
-        "not UTF-8",
-    ),
-    "a type's name in a body that is no text": (
-        in_body(lambda g: g.value_info.add(name="QQQQ")),
+    "an output's name in a body that is no text": (
+        in_body(lambda g: (g.output.add(name="QQQQ"), g.initializer.add(name="QQQQ", data_type=1, dims=[0]))),
         "not UTF-8",
     ),
     "a Loop without body": (
@@ -357,6 +372,33 @@ def test_a_body_where_no_body_belongs_is_kept() -> None:
     assert [a.name for a in node.attribute] == ["else_branch"]
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda g: g.initializer.add(name="QQQQ", data_type=1, dims=[1], float_data=[1.0]),
+        lambda g: g.value_info.add(name="QQQQ"),
+    ],
+)
+def test_what_nobody_can_read_need_not_have_a_name(change: Callable[[onnx.GraphProto], object]) -> None:
+    data = in_body(change)
+    ort.InferenceSession(data, providers=["CPUExecutionProvider"])
+    imported = load(data)
+    onnx.load_from_string(to_proto(imported, imported.graph).SerializeToString())
+
+
+@pytest.mark.parametrize("own", [[11], [13], [13, 11], [11, 13]])
+@pytest.mark.parametrize("opset", [11, 13])
+def test_a_function_is_of_the_models_opset(opset: int, own: list[int]) -> None:
+    """As in ONNX Runtime."""
+    node = make("Softmax", ["a"], ["b"])
+    made = helper.make_function("my", "F", ["a"], ["b"], [node], [helper.make_opsetid("", v) for v in own])
+    x = declare("x", TensorProto.FLOAT, [2, 3, 2])
+    proto = model(
+        [make("F", ["x"], ["y"], domain="my")], [x], [Y], opset=opset, domains=["my"], functions=[made]
+    )
+    assert_as_in_the_runtime(proto)
+
+
 @pytest.mark.parametrize("opsets", [(13, 12), (12, 13), (13, 13)])
 @pytest.mark.parametrize("alias", ["", "ai.onnx"])
 def test_of_several_opsets_of_a_domain_the_last_counts(opsets: tuple[int, int], alias: str) -> None:
@@ -365,6 +407,10 @@ def test_of_several_opsets_of_a_domain_the_last_counts(opsets: tuple[int, int], 
     del proto.opset_import[:]
     for domain, version in zip(("", alias), opsets):
         proto.opset_import.add(domain=domain, version=version)
+    assert_as_in_the_runtime(proto)
+
+
+def assert_as_in_the_runtime(proto: onnx.ModelProto) -> None:
     imported = load(proto)
     x = np.arange(12, dtype=np.float32).reshape(2, 3, 2)
     results = [

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import save_file
 from torch_geometric.nn import GATConv
 
 import models
@@ -221,7 +222,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     words = dict(whole.config["vocabulary"])
     cases = {
         "vocabulary wants": changed(whole, vocabulary={**words, "rules": words["rules"][1:]}),
-        "other features": changed(whole, features={"node": 3}),
+        "other features": changed(whole, features=["x"] * 100_000),
         "configuration is damaged": changed(whole, vocabulary={"rules": ["A"]}),
         "configuration wants": changed(whole, agent={"encoder": {"width": 8, "layers": 2, "heads": 2}}),
         "damaged: TypeError": changed(whole, agent={"encoder": {"width": 16.0, "layers": 2, "heads": 2}}),
@@ -233,7 +234,13 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     for index, (message, checkpoint) in enumerate(cases.items()):
         path = tmp_path / f"{index}.safetensors"
         save_checkpoint(checkpoint, path)
-        with pytest.raises(CheckpointError, match=message):
+        with pytest.raises(CheckpointError, match=message) as refused:
+            Agent.load(path)
+        assert len(str(refused.value)) < 1000
+    for index, damage in enumerate((b"[" * 100_000, b"1" * 5_000)):
+        path = tmp_path / f"json{index}.safetensors"
+        save_file({}, path, {"format": "1", "kind": KIND, "config": damage.decode()})
+        with pytest.raises(CheckpointError, match="configuration is damaged"):
             Agent.load(path)
     path = tmp_path / "cut.safetensors"
     agent.save(path)

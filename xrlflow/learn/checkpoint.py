@@ -77,7 +77,7 @@ def load_checkpoint(path: str | os.PathLike[str], kind: str) -> Checkpoint:
         raise CheckpointError(f"{path} holds: {metadata.get('kind')}; wanted: {kind}")
     try:
         config = json.loads(metadata["config"])
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: its configuration is damaged: {error}") from error
     if not isinstance(config, dict):
         raise CheckpointError(f"{path}: its configuration is damaged: not an object")

@@ -381,12 +381,18 @@ CHANGED_LATER = frozenset(["Attention"])
 
 
 def merge_imports(proto: onnx.ModelProto) -> None:
-    """Leave one opset a domain where a file names several: the last, as ONNX Runtime does."""
+    """Leave one opset a domain, as ONNX Runtime does: of several the last, in a function that of the model."""
+    own = _last_imports(proto)
     for owner in (proto, *proto.functions):
-        last = {("" if o.domain == "ai.onnx" else o.domain): o.version for o in owner.opset_import}
-        if len(last) < len(owner.opset_import):
+        found = {**_last_imports(owner), **own}
+        if len(found) < len(owner.opset_import) or owner is not proto:
             del owner.opset_import[:]
-            owner.opset_import.extend(onnx.OperatorSetIdProto(domain=d, version=v) for d, v in last.items())
+            owner.opset_import.extend(onnx.OperatorSetIdProto(domain=d, version=v) for d, v in found.items())
+
+
+def _last_imports(owner: onnx.ModelProto | onnx.FunctionProto) -> dict[str, int]:
+    """The opset of each domain."""
+    return {("" if o.domain == "ai.onnx" else o.domain): o.version for o in owner.opset_import}
 
 
 def opset_of(proto: onnx.ModelProto) -> int | None:

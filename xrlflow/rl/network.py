@@ -71,8 +71,9 @@ class Network:
 
 
 def _log_softmax(logits: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    shifted = logits - logits.max()
-    return np.asarray(shifted - np.log(np.exp(shifted).sum()))
+    with np.errstate(invalid="ignore"):  # a search refuses what is not a number
+        shifted = logits - logits.max()
+        return np.asarray(shifted - np.log(np.exp(shifted).sum()))
 
 
 def to_onnx(parameters: Parameters) -> onnx.ModelProto:

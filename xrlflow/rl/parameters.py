@@ -23,6 +23,7 @@ from xrlflow.rl.features import (
     NODE_FEATURES,
     Vocabulary,
 )
+from xrlflow.text import printable, shortened
 
 KIND = "agent"
 # Which rows of which arrays a vocabulary numbers; row 0 is what has no number.
@@ -153,12 +154,16 @@ def _features() -> dict[str, int]:
     }
 
 
+def _shown(value: object) -> str:
+    return shortened(printable(value), 200)
+
+
 def _from_checkpoint(checkpoint: Checkpoint) -> Parameters:
     """Raises CheckpointError if the parts do not fit together, or the features are others than today's."""
     config = checkpoint.config
     if config.get("features") != _features():
         raise CheckpointError(
-            f"the agent was made for other features ({config.get('features')}, now {_features()}): "
+            f"the agent was made for other features ({_shown(config.get('features'))}, now {_features()}): "
             "train it again with this version"
         )
     try:
@@ -168,7 +173,7 @@ def _from_checkpoint(checkpoint: Checkpoint) -> Parameters:
             raise ValueError(f"{form.encoder.layers} layers")
         expected = shapes(vocabulary, form)
     except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"the agent's configuration is damaged: {error!r}") from error
+        raise CheckpointError(f"the agent's configuration is damaged: {_shown(repr(error))}") from error
     if expected.keys() != checkpoint.tensors.keys():
         odd = min(expected.keys() ^ checkpoint.tensors.keys())
         raise CheckpointError(f"the agent's parameters are not those of its configuration: {odd}")
