@@ -19,7 +19,6 @@ from rewrite_rules.shapes import per_rank
 from rewrite_rules.slices import sizes_along
 from xrlflow.ir import ABSENT, FLOATS, Dim, Node, Value
 from xrlflow.rewrite import (
-    AnyRule,
     Captures,
     Op,
     Reader,
@@ -28,6 +27,7 @@ from xrlflow.rewrite import (
     Rule,
     Val,
     common_source,
+    declared_in,
     require,
     worthwhile,
 )
@@ -51,7 +51,7 @@ def _smaller(a: Val, b: Val, c: Val) -> bool:
     return any(_dim(b, i) == _dim(c, i) == 1 and _dim(a, i) != 1 for i in places)
 
 
-class AssociateAdds(Rule):
+class AssociateAdds(Rule, family="algebra"):
     """(a + b) + c -> a + (b + c)."""
 
     operator = "Add"
@@ -61,7 +61,7 @@ class AssociateAdds(Rule):
     def source(self, op: Op, a: Any, b: Any, c: Any) -> Any:
         return op[self.operator](op[self.operator](a, b), c)
 
-    def where(self, m: Captures, a: Val, b: Val, c: Val) -> None:
+    def where(self, a: Val, b: Val, c: Val) -> None:
         values = (a, b, c)
         worthwhile(sum(v.const for v in values) < 2, "two constants have rules of their own")
         # What the graph computes is put together as it comes; what is there at the start can be at any time.
@@ -80,7 +80,7 @@ class AssociateMuls(AssociateAdds):
     operator = "Mul"
 
 
-class FactorOutOfSum(Rule):
+class FactorOutOfSum(Rule, family="algebra"):
     """x * y + x * z -> x * (y + z)."""
 
     dtypes = NUMBERS
@@ -94,7 +94,7 @@ class FactorOutOfSum(Rule):
         return op.Mul(x, op.Add(y, z))
 
 
-class FactorOneOutOfSum(Rule):
+class FactorOneOutOfSum(Rule, family="algebra"):
     """x + x * y -> x * (y + 1)."""
 
     dtypes = NUMBERS
@@ -112,7 +112,7 @@ class FactorOneOutOfSum(Rule):
 _TAKE_FACTORS = frozenset(("Conv", "ConvTranspose", "MatMul", "Gemm"))
 
 
-class DistributeMulOverSum(RegionRule):
+class DistributeMulOverSum(RegionRule, family="algebra"):
     """(y + z) * c -> y * c + z * c  with c constant, where y is a product or convolution that c folds into."""
 
     anchors = ("Mul",)
@@ -158,7 +158,7 @@ def _require_rising(node: Node) -> None:
     require(not isinstance(slope, float) or slope > 0, "the function falls, or is NaN of infinity")
 
 
-class PullMonotoneOutOfMax(RegionRule):
+class PullMonotoneOutOfMax(RegionRule, family="algebra"):
     """max(f(x), f(y)) -> f(max(x, y))  for f that never falls;  Min alike."""
 
     proof = "numeric"
@@ -200,7 +200,7 @@ class PullMonotoneOutOfMax(RegionRule):
         return op[name](op[extreme](*inputs), attrs=attrs)
 
 
-class PushMonotoneThroughMax(RegionRule):
+class PushMonotoneThroughMax(RegionRule, family="algebra"):
     """f(max(x, y)) -> max(f(x), f(y))  for f that never falls, where an operand is constant;  Min alike."""
 
     proof = "numeric"
@@ -260,7 +260,7 @@ def _meet(reader: Reader, value: Value, other: Value) -> bool:
     return any(other in n.inputs for n in reader.users(value))
 
 
-class AssociateSharedMatMuls(RegionRule):
+class AssociateSharedMatMuls(RegionRule, family="algebra"):
     """(x @ y) @ z -> x @ (y @ z), and z @ (x @ y) -> (z @ x) @ y,  where others read x @ y too.
 
     Where the two meet again (x @ y + (x @ y) @ z), or z is x or y, so that a factor or a product occurs twice.
@@ -313,7 +313,7 @@ class AssociateSharedMatMuls(RegionRule):
         return op.MatMul(x, op.MatMul(y, z)) if region.data == 0 else op.MatMul(op.MatMul(z, x), y)
 
 
-class DistributeMatMul(RegionRule):
+class DistributeMatMul(RegionRule, family="algebra"):
     """(x + y) @ z -> x @ z + y @ z, and z @ (x + y) -> z @ x + z @ y,  where y is a product with x.
 
     After it the products can be associated, and x @ z is a factor of both: (x + x @ w) @ z -> x @ (z + w @ z).
@@ -360,7 +360,7 @@ class DistributeMatMul(RegionRule):
         return op.Add(op.MatMul(z, x), op.MatMul(z, y))
 
 
-class FactorMatMulOutOfSum(Rule):
+class FactorMatMulOutOfSum(Rule, family="algebra"):
     """x @ w + y @ w -> (x + y) @ w."""
 
     nonempty = True
@@ -375,7 +375,7 @@ class FactorMatMulOutOfSum(Rule):
         return op.MatMul(op.Add(x, y), w)
 
 
-class FactorConvOutOfSum(Rule):
+class FactorConvOutOfSum(Rule, family="algebra"):
     """conv(x, w, b) + conv(y, w, c) -> conv(x + y, w, b + c)  with equal attributes."""
 
     dtypes = FLOATS
@@ -386,7 +386,7 @@ class FactorConvOutOfSum(Rule):
     def source(self, op: Op, x: Any, w: Any, b: Any, y: Any, c: Any) -> Any:
         return op.Add(op.Conv(x, w, b, attrs="f"), op.Conv(y, w, c, attrs="g"))
 
-    def where(self, m: Captures, x: Val, w: Val, b: Val | None, y: Val, c: Val | None) -> None:
+    def where(self, m: Captures) -> None:
         require(m.f == m.g, "their attributes differ")
 
     def target(self, op: Op, m: Captures, x: Val, w: Val, b: Val | None, y: Val, c: Val | None) -> Any:
@@ -435,7 +435,7 @@ def _is_rows(reader: Reader, node: Node, rank: int, axis: int) -> bool:
     return True
 
 
-class PullProductOutOfConcat(RegionRule):
+class PullProductOutOfConcat(RegionRule, family="algebra"):
     """[x @ w; y @ w] -> [x; y] @ w  for a concat of rows;  Gemm, and convolutions and a concat of the batch, alike."""
 
     anchors = ("Concat",)
@@ -490,7 +490,7 @@ class PullProductOutOfConcat(RegionRule):
         return op[name](op.Concat(*inputs[:count], axis=axis), *inputs[count:], attrs=attrs)
 
 
-class PullProductOutOfConcatOfColumns(RegionRule):
+class PullProductOutOfConcatOfColumns(RegionRule, family="algebra"):
     """[x @ v | x @ w] -> x @ [v | w];  Gemm, and convolutions and a concat of channels, alike."""
 
     anchors = ("Concat",)
@@ -553,7 +553,7 @@ class PullProductOutOfConcatOfColumns(RegionRule):
         return op[name](x, concat_constants(op, weights, axis), bias, attrs=attrs)
 
 
-class PushMatMulIntoConcat(RegionRule):
+class PushMatMulIntoConcat(RegionRule, family="algebra"):
     """[x; y] @ w -> [x @ w; y @ w], and x @ [v | w] -> [x @ v | x @ w],  where a part is a product itself.
 
     So that it can be associated. Or where a part and the other factor are constant, and their product is.
@@ -609,7 +609,7 @@ class PushMatMulIntoConcat(RegionRule):
         return op.Concat(*products, axis=axis)
 
 
-class SplitMatMulOfConcats(RegionRule):
+class SplitMatMulOfConcats(RegionRule, family="algebra"):
     """[x | y] @ [v; w] -> x @ v + y @ w  where the parts are of the same sizes."""
 
     anchors = ("MatMul",)
@@ -648,7 +648,7 @@ class SplitMatMulOfConcats(RegionRule):
         return total
 
 
-class MergeConvsIntoGroups(RegionRule):
+class MergeConvsIntoGroups(RegionRule, family="algebra"):
     """[conv(x, v, b) | conv(y, w, c)] -> conv([x|y], [v; w], [b; c]; in groups)  along the channels."""
 
     anchors = ("Concat",)
@@ -706,7 +706,7 @@ class MergeConvsIntoGroups(RegionRule):
         )
 
 
-class SplitGroupsOverConcat(RegionRule):
+class SplitGroupsOverConcat(RegionRule, family="algebra"):
     """conv([x|y], w, b; in groups) -> [conv(x, w_x, b_x) | conv(y, w_y, b_y)]  where it has whole groups of each."""
 
     anchors = ("Conv",)
@@ -756,7 +756,7 @@ class SplitGroupsOverConcat(RegionRule):
         return op.Concat(*results, axis=1)
 
 
-class MergeSharedWeightConvs(RegionRule):
+class MergeSharedWeightConvs(RegionRule, family="algebra"):
     """conv(x, w, b), conv(y, w, b), ... -> split(conv([x; y; ...], w, b))  along the batch.
 
     The inputs must not depend on the results: see MergeSharedWeightProducts.
@@ -818,7 +818,7 @@ def _convolves(reader: Reader, other: Node, node: Node) -> bool:
 # Concat and Split
 
 
-class ExchangeConcats(RegionRule):
+class ExchangeConcats(RegionRule, family="algebra"):
     """[[x|y]; [v|w]] -> [[x; v] | [y; w]]  where the parts fit together both ways."""
 
     anchors = ("Concat",)
@@ -867,7 +867,7 @@ class ExchangeConcats(RegionRule):
         return op.Concat(*joined, axis=inner)
 
 
-class PushBinaryThroughSplit(RegionRule):
+class PushBinaryThroughSplit(RegionRule, family="algebra"):
     """split(f(x, c)) -> f(split(x), split(c)), each part,  for f element by element.
 
     At most one operand is split at run time: others broadcast along the axis, are constant, or put together of
@@ -945,25 +945,4 @@ class PushBinaryThroughSplit(RegionRule):
         return [op[name](*given, attrs=attrs) for given in zip(*operands)]
 
 
-RULES: tuple[AnyRule, ...] = (
-    AssociateAdds(),
-    AssociateMuls(),
-    FactorOutOfSum(),
-    FactorOneOutOfSum(),
-    DistributeMulOverSum(),
-    PullMonotoneOutOfMax(),
-    PushMonotoneThroughMax(),
-    AssociateSharedMatMuls(),
-    DistributeMatMul(),
-    FactorMatMulOutOfSum(),
-    FactorConvOutOfSum(),
-    PullProductOutOfConcat(),
-    PullProductOutOfConcatOfColumns(),
-    PushMatMulIntoConcat(),
-    SplitMatMulOfConcats(),
-    MergeConvsIntoGroups(),
-    SplitGroupsOverConcat(),
-    MergeSharedWeightConvs(),
-    ExchangeConcats(),
-    PushBinaryThroughSplit(),
-)
+RULES = declared_in(__name__)

@@ -11,7 +11,7 @@ import numpy as np
 from rewrite_rules.axes import axis_of, compose, is_identity, perm_of
 from rewrite_rules.elementwise import keeps_shape, read_once
 from xrlflow.ir import Dim, DType, Node, Value
-from xrlflow.rewrite import AnyRule, Op, Reader, Region, RegionRule, Val, require, worthwhile
+from xrlflow.rewrite import Op, Reader, Region, RegionRule, Val, declared_in, require, worthwhile
 
 
 def _factor(reader: Reader, value: Value) -> tuple[Value, float, Node] | None:
@@ -55,7 +55,7 @@ def _broadcasts(shape: tuple[Dim, ...], scores: tuple[Dim, ...]) -> bool:
 _NEARLY_ONE = float(np.nextafter(np.float32(1), np.float32(0)))
 
 
-class FuseAttention(RegionRule):
+class FuseAttention(RegionRule, family="attention"):
     """softmax(q @ transpose(k) * scale + mask) @ v -> attention(q, k, v, mask), for four dimensions.
 
     The scale may be a product or a quotient, of q, of k (before or after its transpose), of the scores; the mask
@@ -212,4 +212,4 @@ class FuseAttention(RegionRule):
         return op.Attention(q, keys, v, mask, scale=float(np.float32(scale)))
 
 
-RULES: tuple[AnyRule, ...] = (FuseAttention(),)
+RULES = declared_in(__name__)

@@ -40,7 +40,6 @@ from xrlflow.ir import (
 from xrlflow.ops.infer import InferenceError, infer
 from xrlflow.ops.schema import is_deterministic, schema
 from xrlflow.rewrite import (
-    AnyRule,
     GraphBuilder,
     Op,
     Reader,
@@ -48,6 +47,7 @@ from xrlflow.rewrite import (
     RegionRule,
     RuleError,
     Val,
+    declared_in,
     require,
     worthwhile,
 )
@@ -55,7 +55,7 @@ from xrlflow.rewrite import (
 # Branches
 
 
-class InlineConstantIf(RegionRule):
+class InlineConstantIf(RegionRule, family="control"):
     """if true then f(x) else g(x) -> f(x), and g(x) for false.
 
     Exporters leave such branches behind where a shape that they ask for turns out to be known.
@@ -119,7 +119,7 @@ def _decided(graph: Graph, node: Node) -> bool | None:
     return None if const is None or const.array is None or const.array.size != 1 else bool(const.array.item())
 
 
-class DropFailingBranch(RegionRule):
+class DropFailingBranch(RegionRule, family="control"):
     """if c then f(x) else g(x) -> g(x)  where f(x) can only lead to an error, and so for g(x).
 
     Exporters write a branch for every case that a function of the framework knows: another rank than the one that is
@@ -316,7 +316,7 @@ def _may_divide_by_zero(node: Node) -> bool:
     return node.op in ("Div", "Mod") and node.types[0].dtype not in FLOATS
 
 
-class MoveInvariantsOutOfLoop(RegionRule):
+class MoveInvariantsOutOfLoop(RegionRule, family="control"):
     """loop(f(c), x_t) -> y = f(c), loop(y, x_t)  where c is the same in every step.
 
     Nodes of the body that depend only on captured values and constants are computed once. What may fail is moved only
@@ -399,7 +399,7 @@ class MoveInvariantsOutOfLoop(RegionRule):
         return put_together(op, loop, parts, given)
 
 
-class UnrollLoop(RegionRule):
+class UnrollLoop(RegionRule, family="control"):
     """loop(n, s -> f(s)) -> f(f(... f(s)))  for a small number n and a small body."""
 
     most_steps: ClassVar[int] = 16
@@ -661,7 +661,7 @@ def _rest_of(cut: _Cut, op: GraphBuilder) -> Any:
     return op[cut.node.op](data[0], rows[0], *more, attrs=cut.node.attrs)
 
 
-class HoistOutOfScan(RegionRule):
+class HoistOutOfScan(RegionRule, family="control"):
     """scan(x_t @ w, ...) -> y = x @ w, scan(y_t, ...)  and so for every function of one step's input alone.
 
     Products with a matrix and element-wise operators are computed for all steps at once; a product of [x_t, h] is cut
@@ -776,7 +776,7 @@ def _scan_lanes(reader: Reader, loop: Loop) -> _Lanes:
     return _Lanes(loop, of, set(loop.body.captured))
 
 
-class HoistOutOfLoop(RegionRule):
+class HoistOutOfLoop(RegionRule, family="control"):
     """loop(x[i] @ w, ...) -> y = x @ w, loop(y[i], ...)  where i is the number of the step.
 
     As for a Scan: every function of x[i] alone is computed for all of x at once.
@@ -884,11 +884,4 @@ def _gathered(inner: GraphBuilder, value: Value, whole: Val, axis: int) -> Any:
     return inner.Gather(made_outside(graph, value, whole.type), index, axis=axis)
 
 
-RULES: tuple[AnyRule, ...] = (
-    InlineConstantIf(),
-    DropFailingBranch(),
-    MoveInvariantsOutOfLoop(),
-    UnrollLoop(),
-    HoistOutOfScan(),
-    HoistOutOfLoop(),
-)
+RULES = declared_in(__name__)

@@ -17,7 +17,6 @@ from xrlflow.ir import ABSENT, Attrs, Dim, DType, Node, Value
 from xrlflow.ir.dims import LARGEST
 from xrlflow.ops.tensors import numpy_dtype
 from xrlflow.rewrite import (
-    AnyRule,
     Captures,
     Op,
     Reader,
@@ -26,6 +25,7 @@ from xrlflow.rewrite import (
     Rule,
     Val,
     accurate,
+    declared_in,
     require,
     worthwhile,
 )
@@ -105,7 +105,7 @@ def _positive(sizes: Sequence[Dim]) -> bool:
 # Convolutions of one tap and products of matrices
 
 
-class ReplacePointwiseConvByMatMul(Rule):
+class ReplacePointwiseConvByMatMul(Rule, family="convolution"):
     """conv(x, w, b) -> reshape(w @ reshape(x) + b)  for a 1x1 kernel: the image is a matrix of channels by places."""
 
     nonempty = True
@@ -118,7 +118,7 @@ class ReplacePointwiseConvByMatMul(Rule):
     def source(self, op: Op, x: Any, w: Any, b: Any) -> Any:
         return op.Conv(x, w, b, attrs="c")
 
-    def where(self, m: Captures, x: Val, w: Val, b: Val | None) -> None:
+    def where(self, m: Captures) -> None:
         require_pointwise(m.c)
 
     def target(self, op: Op, x: Val, w: Val, b: Val | None) -> Any:
@@ -136,7 +136,7 @@ class ReplacePointwiseConvByMatMul(Rule):
         return op.Reshape(y, reshape_numbers(y.shape, (batch, outputs, *space)))
 
 
-class ReplaceMatMulByPointwiseConv(Rule):
+class ReplaceMatMulByPointwiseConv(Rule, family="convolution"):
     """w @ x -> conv(x, w)  for a constant matrix w and x of three dimensions."""
 
     dtypes = _FLOAT
@@ -145,7 +145,7 @@ class ReplaceMatMulByPointwiseConv(Rule):
     def source(self, op: Op, w: Any, x: Any) -> Any:
         return op.MatMul(w, x)
 
-    def where(self, m: Captures, w: Val, x: Val) -> None:
+    def where(self, w: Val) -> None:
         worthwhile_data(w)
 
     def target(self, op: Op, w: Val, x: Val) -> Any:
@@ -157,7 +157,7 @@ def _channels_last(rank: int) -> tuple[int, ...]:
     return (0, *range(2, rank), 1)
 
 
-class MergeTransposedMatMulIntoConv(Rule):
+class MergeTransposedMatMulIntoConv(Rule, family="convolution"):
     """transpose(transpose(x) @ w) -> conv(x, w^T)  when the channels go last for the product, and come back."""
 
     dtypes = _FLOAT
@@ -177,7 +177,7 @@ class MergeTransposedMatMulIntoConv(Rule):
         return op.Conv(x, op.Reshape(op.Transpose(w), [rows, columns] + [1] * (x.rank - 2)))
 
 
-class ReplaceConvOfTransposeByMatMul(Rule):
+class ReplaceConvOfTransposeByMatMul(Rule, family="convolution"):
     """conv(transpose(x), w, b) -> transpose(x @ w^T + b)  for a 1x1 kernel and x with the channels last."""
 
     survivors: ClassVar[Mapping[str, str]] = {
@@ -201,7 +201,7 @@ class ReplaceConvOfTransposeByMatMul(Rule):
     def source(self, op: Op, x: Any, w: Any, b: Any) -> Any:
         return op.Conv(op.Transpose(x, perm="p"), w, b, attrs="c")
 
-    def where(self, m: Captures, x: Val, w: Val, b: Val | None) -> None:
+    def where(self, m: Captures, x: Val) -> None:
         # An absent permutation is the reverse, which has another dimension there.
         require(m.p is not None and m.p[1] == x.rank - 1, "the channels were not last")
         require_pointwise(m.c)
@@ -211,7 +211,7 @@ class ReplaceConvOfTransposeByMatMul(Rule):
         return op.Transpose(y if b is None else op.Add(y, b), perm=m.p)
 
 
-class ReplaceConvStrideBySlice(Rule):
+class ReplaceConvStrideBySlice(Rule, family="convolution"):
     """conv(x, w, b; strides s) -> conv(x[::s], w, b)  for a 1x1 kernel."""
 
     optional = ("b",)
@@ -223,7 +223,7 @@ class ReplaceConvStrideBySlice(Rule):
     def source(self, op: Op, x: Any, w: Any, b: Any) -> Any:
         return op.Conv(x, w, b, attrs="c")
 
-    def where(self, m: Captures, x: Val, w: Val, b: Val | None) -> None:
+    def where(self, m: Captures, x: Val) -> None:
         require("pads" not in m.c, "it pads")
         worthwhile("strides" in m.c, "it does not stride")
         worthwhile_data(x)
@@ -234,7 +234,7 @@ class ReplaceConvStrideBySlice(Rule):
         return op.Conv(sliced, w, b, attrs=m.c, strides=None, **_UNHEEDED)
 
 
-class FoldSliceIntoConvStride(Rule):
+class FoldSliceIntoConvStride(Rule, family="convolution"):
     """conv(x[::s], w, b) -> conv(x, w, b; strides s)  for a 1x1 kernel."""
 
     optional = ("b",)  # without axes, or steps, it does not step over the image
@@ -258,17 +258,7 @@ class FoldSliceIntoConvStride(Rule):
     def source(self, op: Op, x: Any, w: Any, b: Any, starts: Any, ends: Any, axes: Any, steps: Any) -> Any:
         return op.Conv(op.Slice(x, starts, ends, axes, steps), w, b, attrs="c")
 
-    def where(
-        self,
-        m: Captures,
-        x: Val,
-        w: Val,
-        b: Val | None,
-        starts: Val,
-        ends: Val,
-        axes: Val,
-        steps: Val,
-    ) -> None:
+    def where(self, m: Captures, x: Val, starts: Val, ends: Val, axes: Val, steps: Val) -> None:
         require("pads" not in m.c, "it pads")
         worthwhile(any(s != 1 for s in steps.ints), "it does not step")
         worthwhile_data(x)
@@ -282,25 +272,14 @@ class FoldSliceIntoConvStride(Rule):
     def _steps(x: Val, axes: Val, steps: Val) -> list[tuple[int, int]]:
         return list(zip(fronts(axes.ints, x.rank), steps.ints))
 
-    def target(
-        self,
-        op: Op,
-        m: Captures,
-        x: Val,
-        w: Val,
-        b: Val | None,
-        starts: Val,
-        ends: Val,
-        axes: Val,
-        steps: Val,
-    ) -> Any:
+    def target(self, op: Op, m: Captures, x: Val, w: Val, b: Val | None, axes: Val, steps: Val) -> Any:
         strides = list(per_axis(m.c, "strides", x.rank - 2))
         for axis, step in self._steps(x, axes, steps):
             strides[axis - 2] *= step
         return op.Conv(x, w, b, attrs=m.c, strides=strides, **_UNHEEDED)
 
 
-class ReplaceDepthwisePointwiseConvByMul(Rule):
+class ReplaceDepthwisePointwiseConvByMul(Rule, family="convolution"):
     """conv(x, w, b; each channel by itself) -> x * w + b  for a 1x1 kernel."""
 
     optional = ("b",)
@@ -309,7 +288,7 @@ class ReplaceDepthwisePointwiseConvByMul(Rule):
     def source(self, op: Op, x: Any, w: Any, b: Any) -> Any:
         return op.Conv(x, w, b, attrs="c")
 
-    def where(self, m: Captures, x: Val, w: Val, b: Val | None) -> None:
+    def where(self, m: Captures) -> None:
         require_pointwise(m.c)
 
     def target(self, op: Op, x: Val, w: Val, b: Val | None) -> Any:
@@ -320,7 +299,7 @@ class ReplaceDepthwisePointwiseConvByMul(Rule):
 # Convolutions whose kernel is as large as the image, or as their stride
 
 
-class ReplaceFullConvByGemm(Rule):
+class ReplaceFullConvByGemm(Rule, family="convolution"):
     """conv(x, w, b) -> reshape(gemm(reshape(x), reshape(w), b))  when the kernel meets the whole image at one place.
 
     On an image of one pixel too, of which a padded kernel meets one tap.
@@ -344,7 +323,7 @@ class ReplaceFullConvByGemm(Rule):
     def source(self, op: Op, x: Any, w: Any, b: Any) -> Any:
         return op.Conv(x, w, b, attrs="c")
 
-    def where(self, m: Captures, x: Val, w: Val, b: Val | None) -> None:
+    def where(self, m: Captures, x: Val, w: Val) -> None:
         require("auto_pad" not in m.c, "it pads")
         dims = x.rank - 2
         before, after = pads_of(m.c, dims)
@@ -372,7 +351,7 @@ class ReplaceFullConvByGemm(Rule):
         return op.Reshape(y, reshape_numbers(y.shape, (x.shape[0], w.size(0), *[1] * dims)))
 
 
-class ReplacePatchConvByMatMul(Rule):
+class ReplacePatchConvByMatMul(Rule, family="convolution"):
     """conv(x, w, b; strides = kernel) -> reshape(transpose(patches(x) @ w^T + b))  with patches(x) a transpose."""
 
     dtypes = _PRODUCTS
@@ -389,7 +368,7 @@ class ReplacePatchConvByMatMul(Rule):
     def source(self, op: Op, x: Any, w: Any, b: Any) -> Any:
         return op.Conv(x, w, b, attrs="c")
 
-    def where(self, m: Captures, x: Val, w: Val, b: Val | None) -> None:
+    def where(self, m: Captures, x: Val, w: Val) -> None:
         kernel = w.sizes[2:]
         require_no_padding(m.c)
         require("dilations" not in m.c, "it is dilated")
@@ -424,7 +403,7 @@ def _filled(numbers: Sequence[int], sizes: Sequence[int]) -> tuple[int, ...]:
     return tuple(prod(sizes) // known if d == -1 and known > 0 else d for d in out)
 
 
-class MergePatchMatMulIntoConv(Rule):
+class MergePatchMatMulIntoConv(Rule, family="convolution"):
     """reshape(transpose(reshape(x))) @ w -> transpose(reshape(conv(x, w'; strides = kernel)))  for rows of patches.
 
     A patch may have its channels first or last.
@@ -447,7 +426,7 @@ class MergePatchMatMulIntoConv(Rule):
     def source(self, op: Op, x: Any, s: Any, t: Any, w: Any) -> Any:
         return op.MatMul(op.Reshape(op.Transpose(op.Reshape(x, s), perm="p"), t), w)
 
-    def where(self, m: Captures, x: Val, s: Val, t: Val, w: Val) -> None:
+    def where(self, m: Captures, x: Val, s: Val, t: Val) -> None:
         dims = x.rank - 2
         cut = _filled(s.ints, x.sizes)
         counts, kernel = cut[2::2], cut[3::2]
@@ -460,7 +439,7 @@ class MergePatchMatMulIntoConv(Rule):
         columns = x.size(1) * prod(kernel)
         require(rows == (x.size(0), prod(counts), columns), "the rows are not patches")
 
-    def target(self, op: Op, m: Captures, x: Val, s: Val, t: Val, w: Val) -> Any:
+    def target(self, op: Op, m: Captures, x: Val, s: Val, w: Val) -> Any:
         dims = x.rank - 2
         kernel = _filled(s.ints, x.sizes)[3::2]
         channels, outputs = x.size(1), w.size(1)
@@ -475,7 +454,7 @@ class MergePatchMatMulIntoConv(Rule):
         return op.Transpose(flat, perm=[0, 2, 1])
 
 
-class ReplaceConvTransposeByConv(Rule):
+class ReplaceConvTransposeByConv(Rule, family="convolution"):
     """conv_transpose(x, w, b; strides = kernel) -> depth_to_space(conv(x, w', b'))  with one tap for each place.
 
     Where a block is no square, by a reshape and a transpose.
@@ -532,7 +511,7 @@ class ReplaceConvTransposeByConv(Rule):
 # Reshapes with exact correction
 
 
-class SplitDilatedConvIntoPhases(Rule):
+class SplitDilatedConvIntoPhases(Rule, family="convolution"):
     """conv(x, w, b; dilations d) -> interleave(conv(phases(x), w, b))  with every d-th row an image of its own."""
 
     optional = ("b",)
@@ -547,7 +526,7 @@ class SplitDilatedConvIntoPhases(Rule):
     def source(self, op: Op, x: Any, w: Any, b: Any) -> Any:
         return op.Conv(x, w, b, attrs="c")
 
-    def where(self, m: Captures, x: Val, w: Val, b: Val | None) -> None:
+    def where(self, m: Captures, x: Val, w: Val) -> None:
         worthwhile("dilations" in m.c, "it is not dilated")
         require("strides" not in m.c, "it strides")
         require("auto_pad" not in m.c, "it pads by itself")
@@ -588,7 +567,7 @@ class SplitDilatedConvIntoPhases(Rule):
         return y if full == out else op.Slice(y, [0] * dims, out, [2 + i for i in range(dims)])
 
 
-class MergeBatchIntoHeight(Rule):
+class MergeBatchIntoHeight(Rule, family="convolution"):
     """conv(x, w, b) -> cut(conv(stack(x), w, b))  with the images of a batch below each other, padding between them.
 
     What a window meets of two images is left out.
@@ -604,7 +583,7 @@ class MergeBatchIntoHeight(Rule):
     def source(self, op: Op, x: Any, w: Any, b: Any) -> Any:
         return op.Conv(x, w, b, attrs="c")
 
-    def where(self, m: Captures, x: Val, w: Val, b: Val | None) -> None:
+    def where(self, m: Captures, x: Val, w: Val) -> None:
         worthwhile(x.size(0) > 1, "there is one image")
         require("auto_pad" not in m.c, "it pads by itself")
         worthwhile_data(x, w)
@@ -648,7 +627,7 @@ class MergeBatchIntoHeight(Rule):
 _PER_AXIS = ("strides", "dilations")
 
 
-class RaiseConvToTwoDimensions(Rule):
+class RaiseConvToTwoDimensions(Rule, family="convolution"):
     """conv(x, w, b) -> squeeze(conv(unsqueeze(x), unsqueeze(w), b))  from one spatial dimension to two.
 
     ONNX Runtime's fastest layout is for images.
@@ -679,7 +658,7 @@ class RaiseConvToTwoDimensions(Rule):
         return op.Squeeze(y, [2])
 
 
-class LowerConvToOneDimension(Rule):
+class LowerConvToOneDimension(Rule, family="convolution"):
     """conv(x, w, b) -> unsqueeze(conv(squeeze(x), squeeze(w), b))  for an image, and a kernel, of one row."""
 
     optional = ("b",)
@@ -688,7 +667,7 @@ class LowerConvToOneDimension(Rule):
     def source(self, op: Op, x: Any, w: Any, b: Any) -> Any:
         return op.Conv(x, w, b, attrs="c")
 
-    def where(self, m: Captures, x: Val, w: Val, b: Val | None) -> None:
+    def where(self, m: Captures) -> None:
         before, after = pads_of(m.c, 2)
         require(before[0] == 0 and after[0] == 0, "it pads the row")
 
@@ -706,7 +685,7 @@ class LowerConvToOneDimension(Rule):
         return op.Unsqueeze(y, [2])
 
 
-class MergeConvIntoPointwise(Rule):
+class MergeConvIntoPointwise(Rule, family="convolution"):
     """conv(conv(x, w, b), v, c) -> conv(x, v @ w, v @ b + c)  for a 1x1 kernel v, when that is less work."""
 
     composite_of = ("ReplacePointwiseConvByMatMul", "MergeReshapes", "AssociateMatMulsLeft")
@@ -717,7 +696,7 @@ class MergeConvIntoPointwise(Rule):
     def source(self, op: Op, x: Any, w: Any, b: Any, v: Any, c: Any) -> Any:
         return op.Conv(op.Conv(x, w, b, attrs="f"), v, c, attrs="g")
 
-    def where(self, m: Captures, x: Val, w: Val, b: Val | None, v: Val, c: Val | None) -> None:
+    def where(self, m: Captures, w: Val, v: Val) -> None:
         require_pointwise(m.g)
         inner, outer = prod(w.sizes), prod(v.sizes)
         merged = v.size(0) * prod(w.sizes[1:])
@@ -736,7 +715,7 @@ class MergeConvIntoPointwise(Rule):
         return op.Conv(x, weight, bias, attrs=m.f)
 
 
-class MergePointwiseIntoConv(Rule):
+class MergePointwiseIntoConv(Rule, family="convolution"):
     """conv(conv(x, w, b), v, c) -> conv(x, v w, sum(v) b + c)  for a 1x1 kernel w, when that is less work."""
 
     composite_of = ("ReplacePointwiseConvByMatMul", "MergeReshapes", "AssociateMatMulsLeft")
@@ -747,7 +726,7 @@ class MergePointwiseIntoConv(Rule):
     def source(self, op: Op, x: Any, w: Any, b: Any, v: Any, c: Any) -> Any:
         return op.Conv(op.Conv(x, w, b, attrs="f"), v, c, attrs="g")
 
-    def where(self, m: Captures, x: Val, w: Val, b: Val | None, v: Val, c: Val | None) -> None:
+    def where(self, m: Captures, w: Val, b: Val | None, v: Val) -> None:
         require_pointwise(m.f)
         padded = "pads" in m.g or "auto_pad" in m.g
         require(b is None or not padded, "the bias meets padding")
@@ -769,7 +748,7 @@ class MergePointwiseIntoConv(Rule):
         return op.Conv(x, weight, bias, attrs=m.g)
 
 
-class MoveScaleIntoConvWeights(Rule):
+class MoveScaleIntoConvWeights(Rule, family="convolution"):
     """conv(x * s, w, b) -> conv(x, w * s, b)  for one image, a 1x1 kernel, and s a computed number for each channel.
 
     What squeeze-and-excite gives: the weights are scaled instead of the image.
@@ -782,7 +761,7 @@ class MoveScaleIntoConvWeights(Rule):
     def source(self, op: Op, x: Any, s: Any, w: Any, b: Any) -> Any:
         return op.Conv(op.Mul(x, s), w, b, attrs="c")
 
-    def where(self, m: Captures, x: Val, s: Val, w: Val, b: Val | None) -> None:
+    def where(self, m: Captures, x: Val, s: Val, w: Val) -> None:
         worthwhile(not s.const, "the scale is constant")
         worthwhile_data(x, w)
         worthwhile(prod(w.sizes[2:]) == 1, "the kernel is larger than one tap")
@@ -795,7 +774,7 @@ class MoveScaleIntoConvWeights(Rule):
 # Padding
 
 
-class _FoldPad(Rule):
+class _FoldPad(Rule, family="convolution"):
     """A Pad before what pads by itself."""
 
     optional: ClassVar[tuple[str, ...]] = ("value", "axes")
@@ -830,24 +809,12 @@ class FoldPadIntoConv(_FoldPad):
     def source(self, op: Op, x: Any, w: Any, b: Any, pads: Any, value: Any, axes: Any) -> Any:
         return op.Conv(op.Pad(x, pads, value, axes), w, b, attrs="c")
 
-    def where(
-        self, m: Captures, x: Val, w: Val, b: Val | None, pads: Val, value: Val | None, axes: Val | None
-    ) -> None:
+    def where(self, m: Captures, x: Val, pads: Val, value: Val | None, axes: Val | None) -> None:
         require(value is None or value.scalar == 0, "it does not pad with zeros")
         require("auto_pad" not in m.c, "it pads by itself")
         self.grown(m.c, x, pads, axes)
 
-    def target(
-        self,
-        op: Op,
-        m: Captures,
-        x: Val,
-        w: Val,
-        b: Val | None,
-        pads: Val,
-        value: Val | None,
-        axes: Val | None,
-    ) -> Any:
+    def target(self, op: Op, m: Captures, x: Val, w: Val, b: Val | None, pads: Val, axes: Val | None) -> Any:
         return op.Conv(x, w, b, attrs=m.c, pads=self.grown(m.c, x, pads, axes))
 
 
@@ -879,7 +846,7 @@ class FoldPadIntoAveragePool(_FoldPad):
         grown = self.grown(m.c, x, pads, axes)
         worthwhile(all(p < k for p, k in zip(grown, window_of(m.c) * 2)), "the runtime refuses it")
 
-    def target(self, op: Op, m: Captures, x: Val, pads: Val, value: Val | None, axes: Val | None) -> Any:
+    def target(self, op: Op, m: Captures, x: Val, pads: Val, axes: Val | None) -> Any:
         return op.AveragePool(x, attrs=m.c, pads=self.grown(m.c, x, pads, axes), count_include_pad=1)
 
 
@@ -896,7 +863,7 @@ def meets_image(attrs: Attrs) -> bool:
 _NOT_NEGATIVE = frozenset({"Abs", "Exp", "HardSigmoid", "Relu", "Sigmoid", "Softmax", "Softplus"})
 
 
-class FoldPadIntoMaxPool(RegionRule):
+class FoldPadIntoMaxPool(RegionRule, family="convolution"):
     """maxpool(pad(x, p)) -> maxpool(x; pads p)  for a padding with -inf, or with zeros where x is not negative."""
 
     proof = "numeric"
@@ -963,7 +930,7 @@ class FoldPadIntoMaxPool(RegionRule):
         return op.MaxPool(x, attrs=attrs, pads=pads)
 
 
-class WriteOutAutoPad(RegionRule):
+class WriteOutAutoPad(RegionRule, family="convolution"):
     """conv(x, w; auto_pad SAME) -> conv(x, w; pads)  where the padding is known;  MaxPool and AveragePool alike."""
 
     anchors = ("Conv", "MaxPool", "AveragePool")
@@ -1011,7 +978,7 @@ class WriteOutAutoPad(RegionRule):
 # Pools
 
 
-class ReplaceAveragePoolByConv(Rule):
+class ReplaceAveragePoolByConv(Rule, family="convolution"):
     """averagepool(x) -> conv(x, 1/n; each channel by itself)  when the padding is counted, or there is none."""
 
     proof = "numeric"
@@ -1036,7 +1003,7 @@ class ReplaceAveragePoolByConv(Rule):
         return op.Conv(x, op.Expand(share, [channels, 1, *kernel]), group=channels, **kept)
 
 
-class ReplaceUniformConvByAveragePool(Rule):
+class ReplaceUniformConvByAveragePool(Rule, family="convolution"):
     """conv(x, c, b; each channel by itself) -> averagepool(x) * (n c) + b  when all weights are one number c."""
 
     proof = "numeric"
@@ -1048,7 +1015,7 @@ class ReplaceUniformConvByAveragePool(Rule):
     def source(self, op: Op, x: Any, w: Any, b: Any) -> Any:
         return op.Conv(x, w, b, attrs="c")
 
-    def where(self, m: Captures, x: Val, w: Val, b: Val | None) -> None:
+    def where(self, m: Captures, w: Val) -> None:
         require(w.uniform is not None, "the weights are not one number")
         worthwhile(prod(w.sizes[2:]) > 1, "the kernel has one tap")
         require("auto_pad" not in m.c, "it pads by itself")
@@ -1066,7 +1033,7 @@ class ReplaceUniformConvByAveragePool(Rule):
         return y if b is None else op.Add(y, per_channel(op, b, x.rank - 2))
 
 
-class ReplaceFullAveragePoolByGlobal(Rule):
+class ReplaceFullAveragePoolByGlobal(Rule, family="convolution"):
     """averagepool(x; kernel = image) -> globalaveragepool(x)."""
 
     pool, whole = "AveragePool", "GlobalAveragePool"
@@ -1101,7 +1068,7 @@ class ReplaceFullMaxPoolByGlobal(ReplaceFullAveragePoolByGlobal):
     )
 
 
-class ReplaceGlobalAveragePoolByMean(Rule):
+class ReplaceGlobalAveragePoolByMean(Rule, family="convolution"):
     """globalaveragepool(x) -> reducemean(x; the spatial axes)."""
 
     pool, reduce = "GlobalAveragePool", "ReduceMean"
@@ -1132,7 +1099,7 @@ class ReplaceGlobalMaxPoolByMax(ReplaceGlobalAveragePoolByMean):
     )
 
 
-class ReplaceMeanByGlobalAveragePool(Rule):
+class ReplaceMeanByGlobalAveragePool(Rule, family="convolution"):
     """reducemean(x; the spatial axes) -> globalaveragepool(x), squeezed where it keeps no dimensions."""
 
     nonempty = True
@@ -1151,14 +1118,14 @@ class ReplaceMeanByGlobalAveragePool(Rule):
     def source(self, op: Op, x: Any, axes: Any) -> Any:
         return op[self.reduce](x, axes, keepdims="keep")
 
-    def where(self, m: Captures, x: Val, axes: Val) -> None:
+    def where(self, x: Val, axes: Val) -> None:
         places = sorted(fronts(axes.ints, x.rank))
         require(places == list(range(2, x.rank)), "it does not reduce the spatial axes")
         if self.most is not None:
             elements = prod(x.size(i) for i in range(2, x.rank))
             accurate(elements <= self.most, "a mean of so many elements loses accuracy")
 
-    def target(self, op: Op, m: Captures, x: Val, axes: Val) -> Any:
+    def target(self, op: Op, m: Captures, x: Val) -> Any:
         y = op[self.pool](x)
         return y if m.keep else op.Squeeze(y, list(range(2, x.rank)))
 
@@ -1180,7 +1147,7 @@ class ReplaceMaxByGlobalMaxPool(ReplaceMeanByGlobalAveragePool):
 _BLOCK = 16
 
 
-class AlignChannelsBeforeGlobalAveragePool(Rule):
+class AlignChannelsBeforeGlobalAveragePool(Rule, family="convolution"):
     """globalaveragepool(relu(conv(x, w, b))) -> slice(globalaveragepool(relu(conv(x, pad(w), pad(b)))), the channels).
 
     With a multiple of 16 channels: of others ONNX Runtime writes the whole image in another order before it pools.
@@ -1241,12 +1208,12 @@ class AlignChannelsBeforeMean(AlignChannelsBeforeGlobalAveragePool):
             sorted(fronts(axes.ints, x.rank)) == list(range(2, x.rank)), "it does not reduce the spatial axes"
         )
 
-    def target(self, op: Op, m: Captures, x: Val, w: Val, b: Val | None, axes: Val) -> Any:  # type: ignore[override]
+    def target(self, op: Op, m: Captures, x: Val, w: Val, b: Val | None) -> Any:
         y = super().target(op, m, x, w, b)
         return y if m.keep else op.Squeeze(y, list(range(2, x.rank)))
 
 
-class PushAveragePoolBeforeConv(Rule):
+class PushAveragePoolBeforeConv(Rule, family="convolution"):
     """averagepool(conv(x, w, b)) -> conv(averagepool(x), w, b)  for a 1x1 kernel."""
 
     optional = ("b",)
@@ -1266,7 +1233,7 @@ class PushAveragePoolBeforeConv(Rule):
         return op.Conv(op.AveragePool(x, attrs=m.p), w, b, attrs=m.c, **_UNHEEDED)
 
 
-class PushGlobalAveragePoolBeforeConv(Rule):
+class PushGlobalAveragePoolBeforeConv(Rule, family="convolution"):
     """globalaveragepool(conv(x, w, b)) -> conv(globalaveragepool(x), w, b)  for a 1x1 kernel."""
 
     optional = ("b",)
@@ -1275,7 +1242,7 @@ class PushGlobalAveragePoolBeforeConv(Rule):
     def source(self, op: Op, x: Any, w: Any, b: Any) -> Any:
         return op.GlobalAveragePool(op.Conv(x, w, b, attrs="c"))
 
-    def where(self, m: Captures, x: Val, w: Val, b: Val | None) -> None:
+    def where(self, m: Captures, x: Val, w: Val) -> None:
         require_pointwise(m.c)
         worthwhile_data(x, w)
 
@@ -1283,7 +1250,7 @@ class PushGlobalAveragePoolBeforeConv(Rule):
         return op.Conv(op.GlobalAveragePool(x), w, b, attrs=m.c, **_UNHEEDED)
 
 
-class PushConvBeforeAveragePool(Rule):
+class PushConvBeforeAveragePool(Rule, family="convolution"):
     """conv(averagepool(x), w, b) -> averagepool(conv(x, w)) + b  for a 1x1 kernel: the pool has fewer channels."""
 
     optional = ("b",)
@@ -1292,7 +1259,7 @@ class PushConvBeforeAveragePool(Rule):
     def source(self, op: Op, x: Any, w: Any, b: Any) -> Any:
         return op.Conv(op.AveragePool(x, attrs="p"), w, b, attrs="c")
 
-    def where(self, m: Captures, x: Val, w: Val, b: Val | None) -> None:
+    def where(self, m: Captures, x: Val, w: Val) -> None:
         require_pointwise(m.c)
         worthwhile_data(x, w)
         worthwhile(w.size(1) * group_of(m.c) == x.shape[1], "it is no convolution")
@@ -1305,7 +1272,7 @@ class PushConvBeforeAveragePool(Rule):
         return op.Add(y, per_channel(op, b, x.rank - 2))
 
 
-class MergeMaxPools(Rule):
+class MergeMaxPools(Rule, family="convolution"):
     """maxpool(maxpool(x)) -> maxpool(x)  with a window of both: k = k' + s' (k - 1), strides multiplied."""
 
     proof = "numeric"
@@ -1385,7 +1352,7 @@ def _rises(node: Node) -> bool:
     return not isinstance(slope, float) or slope > 0
 
 
-class _SwapMaxPool(RegionRule):
+class _SwapMaxPool(RegionRule, family="convolution"):
     """A maximum and a function that rises."""
 
     proof = "numeric"
@@ -1488,7 +1455,7 @@ class PushRisingBehindMaxPool(_SwapMaxPool):
 # Resize
 
 
-class _SwapResize(Rule):
+class _SwapResize(Rule, family="convolution"):
     """A 1x1 convolution and a Resize."""
 
     spreads = True  # the pixels are summed before the channels, or the channels first
@@ -1497,16 +1464,7 @@ class _SwapResize(Rule):
     optional = ("b", "roi", "scales", "sizes")
     shapes = per_rank("x[i,j{h}] w[m,p{1}] b[m] scales:const sizes:const", ranks=(1, 2))
 
-    def where(
-        self,
-        m: Captures,
-        x: Val,
-        w: Val,
-        b: Val | None,
-        roi: Val | None,
-        scales: Val | None,
-        sizes: Val | None,
-    ) -> None:
+    def where(self, m: Captures, x: Val, w: Val, scales: Val | None, sizes: Val | None) -> None:
         worthwhile_data(x, w)
         require_pointwise(m.c)
         mode = m.r.get("coordinate_transformation_mode")
@@ -1609,45 +1567,4 @@ class PushResizeBeforeConv(_SwapResize):
         return op.Conv(self.resized(op, m, x, x.size(1), roi, scales, sizes), w, b, attrs=m.c, **_UNHEEDED)
 
 
-RULES: tuple[AnyRule, ...] = (
-    ReplacePointwiseConvByMatMul(),
-    ReplaceMatMulByPointwiseConv(),
-    MergeTransposedMatMulIntoConv(),
-    ReplaceConvOfTransposeByMatMul(),
-    ReplaceConvStrideBySlice(),
-    FoldSliceIntoConvStride(),
-    ReplaceDepthwisePointwiseConvByMul(),
-    ReplaceFullConvByGemm(),
-    ReplacePatchConvByMatMul(),
-    MergePatchMatMulIntoConv(),
-    ReplaceConvTransposeByConv(),
-    SplitDilatedConvIntoPhases(),
-    MergeBatchIntoHeight(),
-    RaiseConvToTwoDimensions(),
-    LowerConvToOneDimension(),
-    MergeConvIntoPointwise(),
-    MergePointwiseIntoConv(),
-    MoveScaleIntoConvWeights(),
-    FoldPadIntoConv(),
-    FoldPadIntoAveragePool(),
-    FoldPadIntoMaxPool(),
-    WriteOutAutoPad(),
-    ReplaceAveragePoolByConv(),
-    ReplaceUniformConvByAveragePool(),
-    ReplaceFullAveragePoolByGlobal(),
-    ReplaceFullMaxPoolByGlobal(),
-    ReplaceGlobalAveragePoolByMean(),
-    ReplaceGlobalMaxPoolByMax(),
-    ReplaceMeanByGlobalAveragePool(),
-    ReplaceMaxByGlobalMaxPool(),
-    AlignChannelsBeforeGlobalAveragePool(),
-    AlignChannelsBeforeMean(),
-    PushAveragePoolBeforeConv(),
-    PushGlobalAveragePoolBeforeConv(),
-    PushConvBeforeAveragePool(),
-    MergeMaxPools(),
-    PushRisingBeforeMaxPool(),
-    PushRisingBehindMaxPool(),
-    PushConvBeforeResize(),
-    PushResizeBeforeConv(),
-)
+RULES = declared_in(__name__)

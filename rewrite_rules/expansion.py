@@ -15,7 +15,7 @@ import numpy as np
 from rewrite_rules.axes import int_attr
 from rewrite_rules.control import UnrollLoop
 from xrlflow.ir import ABSENT, DType, Node, Value
-from xrlflow.rewrite import AnyRule, Op, Reader, Region, RegionRule, Val, require, worthwhile
+from xrlflow.rewrite import Op, Reader, Region, RegionRule, Val, declared_in, require, worthwhile
 
 # A graph of so many steps takes TVM minutes to compile.
 _MOST_STEPS = 256
@@ -23,7 +23,7 @@ _MOST_STEPS = 256
 _PARTS = 16
 
 
-class _Expansion(RegionRule):
+class _Expansion(RegionRule, family="expansion"):
     """One node, spelt out."""
 
     backend = "tvm"
@@ -689,7 +689,7 @@ class ExpandRotaryEmbedding(_Expansion):
 # Loops
 
 
-class ExpandLoop(UnrollLoop):
+class ExpandLoop(UnrollLoop, family="expansion"):
     """loop(n, s -> f(s)) -> f(f(... f(s)))  for a number n that is known, whatever it costs."""
 
     backend = "tvm"
@@ -698,11 +698,4 @@ class ExpandLoop(UnrollLoop):
     most_nodes = 16 * _MOST_STEPS
 
 
-RULES: tuple[AnyRule, ...] = (
-    ExpandLSTM(),
-    ExpandGRU(),
-    ExpandRNN(),
-    ExpandAttention(),
-    ExpandRotaryEmbedding(),
-    ExpandLoop(),
-)
+RULES = declared_in(__name__)

@@ -13,7 +13,7 @@ from xrlflow.ir import ABSENT, Body, Dim, DType, Node, TensorType, Value, dims
 from xrlflow.ir.dims import Formula
 from xrlflow.ops.symbolic_shapes import refine
 from xrlflow.ops.symbolic_values import Known, of_array, values
-from xrlflow.rewrite import AnyRule, Op, Reader, Region, RegionRule, Val, require, worthwhile
+from xrlflow.rewrite import Op, Reader, Region, RegionRule, Val, declared_in, require, worthwhile
 
 # Shapes as values
 
@@ -105,7 +105,7 @@ def _product(sizes: Sequence[Dim]) -> int | None:
     return math.prod(known) if len(known) == len(sizes) else None
 
 
-class FoldComputedShape(RegionRule):
+class FoldComputedShape(RegionRule, family="exports"):
     """reshape(x, s) -> reshape(x, constant)  for an s that is computed from dimensions, or whose result is known.
 
     Expand alike; one that changes nothing goes. Names of dimensions are followed through what is done to a shape, where
@@ -195,7 +195,7 @@ def _flattened(leading: str) -> str:
     )
 
 
-class MergeFlattenedTranspose(RegionRule):
+class MergeFlattenedTranspose(RegionRule, family="exports"):
     """reshape(transpose(reshape(x, [-1, m, n])), [..., n, m]) -> transpose(x)  of the last dimensions of x.
 
     The leading dimensions are put together and taken apart again, by shapes that are computed.
@@ -251,7 +251,7 @@ class MergeFlattenedTranspose(RegionRule):
 _ROUNDED = frozenset({DType.INT64, DType.UINT64})
 
 
-class ReplaceUnitReduceBySqueeze(RegionRule):
+class ReplaceUnitReduceBySqueeze(RegionRule, family="exports"):
     """reduce(x) -> squeeze(x)  over dimensions of 1: sum, mean, product, greatest and least of one number are it.
 
     Not sums and the like of 64 bits, which ONNX Runtime takes for doubles: these round what is beyond 2^53.
@@ -287,7 +287,7 @@ class ReplaceUnitReduceBySqueeze(RegionRule):
 # Quantised weights
 
 
-class UseSignedWeights(RegionRule):
+class UseSignedWeights(RegionRule, family="exports"):
     """matmulinteger(x, w, z, v) -> matmulinteger(x, w - 128, z, v - 128)  for unsigned weights w.
 
     ONNX Runtime has instructions for products of unsigned with signed bytes where the processor does not saturate their
@@ -368,7 +368,7 @@ def _replayed(op: Op, chain: _Chain, value: Any, others: Sequence[Val | None]) -
     return value
 
 
-class MoveReshapeIntoConstant(RegionRule):
+class MoveReshapeIntoConstant(RegionRule, family="exports"):
     """reshape(f(c, s, ...)) -> f(reshape(c), s, ...)  for a constant c, scalars s, and f element by element.
 
     As where a bias is divided by a scale that is known only when the model runs.
@@ -404,7 +404,7 @@ class MoveReshapeIntoConstant(RegionRule):
         return _replayed(op, list(chain), op[name](c, *rest[:given], attrs=attrs), rest[given:])
 
 
-class KeepRowsInQuantizedProduct(RegionRule):
+class KeepRowsInQuantizedProduct(RegionRule, family="exports"):
     """reshape(f(q(reshape(x, [r, k])) w), [..., n]) -> f(q(reshape(x, [..., k])) w)  for f element by element.
 
     q is DynamicQuantizeLinear, the product MatMulInteger.
@@ -470,11 +470,4 @@ class KeepRowsInQuantizedProduct(RegionRule):
         return [value, scale, zero]
 
 
-RULES: tuple[AnyRule, ...] = (
-    FoldComputedShape(),
-    MergeFlattenedTranspose(),
-    ReplaceUnitReduceBySqueeze(),
-    UseSignedWeights(),
-    MoveReshapeIntoConstant(),
-    KeepRowsInQuantizedProduct(),
-)
+RULES = declared_in(__name__)

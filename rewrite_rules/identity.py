@@ -14,13 +14,24 @@ from xrlflow.ir import ABSENT, FLOATS, INTEGERS, Dim, DType, Graph, Node, Value
 from xrlflow.ir.dims import LARGEST
 from xrlflow.ops.schema import COMMUTATIVE
 from xrlflow.ops.tensors import numpy_dtype
-from xrlflow.rewrite import AnyRule, Captures, Op, Reader, Region, RegionRule, Rule, Val, require, worthwhile
+from xrlflow.rewrite import (
+    Captures,
+    Op,
+    Reader,
+    Region,
+    RegionRule,
+    Rule,
+    Val,
+    declared_in,
+    require,
+    worthwhile,
+)
 
 # Why conditions that keep random numbers are not missed.
 RANDOM = "no two evaluations of what is random can be compared"
 
 
-class RemoveIdentity(Rule):
+class RemoveIdentity(Rule, family="identity"):
     """identity(x) -> x."""
 
     def source(self, op: Op, x: Any) -> Any:
@@ -30,7 +41,7 @@ class RemoveIdentity(Rule):
         return x
 
 
-class RemoveDropout(Rule):
+class RemoveDropout(Rule, family="identity"):
     """dropout(x) -> x  when it is not in training mode and nobody reads the mask."""
 
     optional = ("ratio", "training")
@@ -39,14 +50,14 @@ class RemoveDropout(Rule):
     def source(self, op: Op, x: Any, ratio: Any, training: Any) -> Any:
         return op.Dropout(x, ratio, training, attrs="a")
 
-    def where(self, m: Captures, x: Val, ratio: Val | None, training: Val | None) -> None:
+    def where(self, training: Val | None) -> None:
         require(training is None or not training.array.any(), "it may be in training mode")
 
-    def target(self, op: Op, x: Val, ratio: Val | None, training: Val | None) -> Any:
+    def target(self, op: Op, x: Val) -> Any:
         return x
 
 
-class RemoveNoopCast(Rule):
+class RemoveNoopCast(Rule, family="identity"):
     """cast(x) -> x  when x has that element type."""
 
     def source(self, op: Op, x: Any) -> Any:
@@ -81,7 +92,7 @@ _WIDER: dict[DType, frozenset[DType]] = {
 }
 
 
-class MergeCasts(Rule):
+class MergeCasts(Rule, family="identity"):
     """cast_b(cast_a(x)) -> cast_b(x)  when type a holds every number of x's type.
 
     Of two integer types, or two float types: a float that is cast to an integer may overflow, and how that
@@ -112,17 +123,17 @@ class MergeCasts(Rule):
         return x if x.dtype == m.b else op.Cast(x, to=m.b)
 
 
-class _Neutral(Rule):
+class _Neutral(Rule, family="identity"):
     """One operand is constant, the same number everywhere, and leaves the other as it is."""
 
     shapes = "x[...] c[...]:const"
     number = 0.0
 
-    def where(self, m: Captures, x: Val, c: Val) -> None:
+    def where(self, x: Val, c: Val) -> None:
         require(c.uniform == self.number, f"the constant is not {self.number:g} everywhere")
         require(keeps_shape(x.type.shape, c.type.shape), "it may broadcast")
 
-    def target(self, op: Op, x: Val, c: Val) -> Any:
+    def target(self, op: Op, x: Val) -> Any:
         return x
 
 
@@ -174,7 +185,7 @@ class RemoveUnitPow(_Neutral):
         return op.Pow(x, c)
 
 
-class RemoveRepeated(RegionRule):
+class RemoveRepeated(RegionRule, family="identity"):
     """f(f(x)) -> f(x)  for Relu, Abs, Sign and the roundings."""
 
     proof = "numeric"
@@ -193,7 +204,7 @@ class RemoveRepeated(RegionRule):
         return x
 
 
-class CancelInvolution(RegionRule):
+class CancelInvolution(RegionRule, family="identity"):
     """f(f(x)) -> x  for Neg, Not and BitwiseNot."""
 
     anchors = ("Neg", "Not", "BitwiseNot")
@@ -215,7 +226,7 @@ def _bounds(x: Val, low: Val | None, high: Val | None) -> tuple[float, float]:
     return (-most if low is None else low.scalar, most if high is None else high.scalar)
 
 
-class MergeClips(Rule):
+class MergeClips(Rule, family="identity"):
     """clip(clip(x, a, b), c, d) -> clip(x, clip(a, c, d), clip(b, c, d))."""
 
     proof = "numeric"
@@ -240,7 +251,7 @@ def _clip(op: Op, x: Val, low: float, high: float) -> Any:
     return op.Clip(x, None if low == least else low, None if high == most else high)
 
 
-class MergeReluIntoClip(Rule):
+class MergeReluIntoClip(Rule, family="identity"):
     """clip(relu(x), a, b) -> clip(x, clip(0, a, b), clip(inf, a, b))."""
 
     proof = "numeric"
@@ -259,7 +270,7 @@ class MergeReluIntoClip(Rule):
         return _clip(op, x, float(np.clip(0.0, low, high)), high)
 
 
-class MergeClipIntoRelu(Rule):
+class MergeClipIntoRelu(Rule, family="identity"):
     """relu(clip(x, a, b)) -> clip(x, max(a, 0), max(b, 0))."""
 
     proof = "numeric"
@@ -278,7 +289,7 @@ class MergeClipIntoRelu(Rule):
         return _clip(op, x, max(low, 0.0), max(high, 0.0))
 
 
-class RemoveNoopPad(Rule):
+class RemoveNoopPad(Rule, family="identity"):
     """pad(x, 0) -> x."""
 
     optional = ("value", "axes")
@@ -287,14 +298,14 @@ class RemoveNoopPad(Rule):
     def source(self, op: Op, x: Any, pads: Any, value: Any, axes: Any) -> Any:
         return op.Pad(x, pads, value, axes, attrs="a")
 
-    def where(self, m: Captures, x: Val, pads: Val, value: Val | None, axes: Val | None) -> None:
+    def where(self, pads: Val) -> None:
         require(not any(pads.ints), "it pads")
 
-    def target(self, op: Op, x: Val, pads: Val, value: Val | None, axes: Val | None) -> Any:
+    def target(self, op: Op, x: Val) -> Any:
         return x
 
 
-class RemoveNoopSlice(Rule):
+class RemoveNoopSlice(Rule, family="identity"):
     """slice(x) -> x  when it takes everything."""
 
     optional = ("axes", "steps")
@@ -311,7 +322,7 @@ class RemoveNoopSlice(Rule):
     def source(self, op: Op, x: Any, starts: Any, ends: Any, axes: Any, steps: Any) -> Any:
         return op.Slice(x, starts, ends, axes, steps)
 
-    def where(self, m: Captures, x: Val, starts: Val, ends: Val, axes: Val | None, steps: Val | None) -> None:
+    def where(self, x: Val, starts: Val, ends: Val, axes: Val | None, steps: Val | None) -> None:
         require(steps is None or all(s == 1 for s in steps.ints), "it has a step")
         places = range(len(starts.ints)) if axes is None else axes.ints
         for start, end, axis in zip(starts.ints, ends.ints, places):
@@ -323,11 +334,11 @@ class RemoveNoopSlice(Rule):
                 end >= LARGEST or (known and isinstance(size, int) and end >= size), "it leaves out an end"
             )
 
-    def target(self, op: Op, x: Val, starts: Val, ends: Val, axes: Val | None, steps: Val | None) -> Any:
+    def target(self, op: Op, x: Val) -> Any:
         return x
 
 
-class RemoveNoopReshape(RegionRule):
+class RemoveNoopReshape(RegionRule, family="identity"):
     """reshape(x) -> x  when the shape is the same, number for number and symbol for symbol.
 
     Also Expand, Tile, Squeeze, Unsqueeze and Flatten.
@@ -357,7 +368,7 @@ class RemoveNoopReshape(RegionRule):
         return x
 
 
-class RemoveSingleton(RegionRule):
+class RemoveSingleton(RegionRule, family="identity"):
     """concat(x) -> x;  the same for Sum, Mean, Max and Min of one input, and a Split into one part."""
 
     anchors = ("Concat", "Sum", "Mean", "Max", "Min", "Split")
@@ -372,7 +383,7 @@ class RemoveSingleton(RegionRule):
         return x
 
 
-class RemoveEmptyParts(RegionRule):
+class RemoveEmptyParts(RegionRule, family="identity"):
     """concat(x, e, y) -> concat(x, y)  when e has no elements along the axis."""
 
     anchors = ("Concat",)
@@ -414,7 +425,7 @@ Transpose Trilu Unique Unsqueeze Where Xor
 _OPERATORS = tuple(_NAMES.split())
 
 
-class MergeCommonSubexpressions(RegionRule):
+class MergeCommonSubexpressions(RegionRule, family="identity"):
     """f(x), f(x) -> f(x), for any deterministic operator: what is computed twice is computed once.
 
     Of the two nodes the one with the smaller id stays. Only readers of the input with the fewest readers are
@@ -470,7 +481,7 @@ def _same(a: Node, b: Node) -> bool:
     return a.inputs == b.inputs or (a.op in COMMUTATIVE and sorted(a.inputs) == sorted(b.inputs))
 
 
-class FoldDimension(Rule):
+class FoldDimension(Rule, family="identity"):
     """gather(shape(x), i) -> constant  when these dimensions are known."""
 
     certain = True
@@ -491,7 +502,7 @@ class FoldDimension(Rule):
         return _constant(op, [[*dims][k] for k in i.ints], i.array.shape)
 
 
-class FoldDimensions(Rule):
+class FoldDimensions(Rule, family="identity"):
     """slice(shape(x)) -> constant  when these dimensions are known."""
 
     certain = True
@@ -502,13 +513,11 @@ class FoldDimensions(Rule):
     def source(self, op: Op, x: Any, starts: Any, ends: Any, axes: Any, steps: Any) -> Any:
         return op.Slice(op.Shape(x, start="start", end="end"), starts, ends, axes, steps)
 
-    def where(self, m: Captures, x: Val, starts: Val, ends: Val, axes: Val | None, steps: Val | None) -> None:
+    def where(self, m: Captures, x: Val, starts: Val, ends: Val, steps: Val | None) -> None:
         dims = self._dims(m, x, starts, ends, steps)
         require(all(isinstance(d, int) for d in dims), "a dimension is not a known number")
 
-    def target(
-        self, op: Op, m: Captures, x: Val, starts: Val, ends: Val, axes: Val | None, steps: Val | None
-    ) -> Any:
+    def target(self, op: Op, m: Captures, x: Val, starts: Val, ends: Val, steps: Val | None) -> Any:
         return _constant(op, self._dims(m, x, starts, ends, steps))
 
     @staticmethod
@@ -526,27 +535,4 @@ def _constant(op: Op, numbers: Any, shape: Sequence[int] | None = None) -> Any:
     return op.Identity(array if shape is None else array.reshape(shape))
 
 
-RULES: tuple[AnyRule, ...] = (
-    RemoveIdentity(),
-    RemoveDropout(),
-    RemoveNoopCast(),
-    MergeCasts(),
-    RemoveZeroAdd(),
-    RemoveZeroSub(),
-    RemoveUnitMul(),
-    RemoveUnitDiv(),
-    RemoveUnitPow(),
-    RemoveRepeated(),
-    CancelInvolution(),
-    MergeClips(),
-    MergeReluIntoClip(),
-    MergeClipIntoRelu(),
-    RemoveNoopPad(),
-    RemoveNoopSlice(),
-    RemoveNoopReshape(),
-    RemoveSingleton(),
-    RemoveEmptyParts(),
-    MergeCommonSubexpressions(),
-    FoldDimension(),
-    FoldDimensions(),
-)
+RULES = declared_in(__name__)

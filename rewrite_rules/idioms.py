@@ -19,7 +19,6 @@ from rewrite_rules.reshape import VIEWS
 from rewrite_rules.slices import piece
 from xrlflow.ir import ABSENT, FLOATS, INTEGERS, Dim, DType, Node, Value
 from xrlflow.rewrite import (
-    AnyRule,
     Captures,
     Op,
     Reader,
@@ -28,6 +27,7 @@ from xrlflow.rewrite import (
     Rule,
     Val,
     accurate,
+    declared_in,
     require,
     worthwhile,
 )
@@ -257,7 +257,7 @@ def _shift(reader: Reader, value: Value, x: Value) -> float | None:
     return None
 
 
-class _ReplaceWhere(RegionRule):
+class _ReplaceWhere(RegionRule, family="idioms"):
     """An activation with two branches, chosen by Where."""
 
     proof = "numeric"
@@ -437,7 +437,7 @@ class ReplaceWhereByShrink(_ReplaceWhere):
 # Relu, Clip, PRelu without Where
 
 
-class ReplaceMaxByClip(Rule):
+class ReplaceMaxByClip(Rule, family="idioms"):
     """max(x, c) -> clip(x, c, inf)  for one number c."""
 
     proof = "numeric"
@@ -448,7 +448,7 @@ class ReplaceMaxByClip(Rule):
     def source(self, op: Op, x: Any, c: Any) -> Any:
         return op.Max(x, c)
 
-    def where(self, m: Captures, x: Val, c: Val) -> None:
+    def where(self, x: Val, c: Val) -> None:
         require(c.uniform is not None, "the constant is not one number")
         require(keeps_shape(x.type.shape, c.type.shape), "it may broadcast")
 
@@ -466,7 +466,7 @@ class ReplaceMinByClip(ReplaceMaxByClip):
         return op.Clip(x, -math.inf, c.uniform)
 
 
-class RemoveNoopMax(RegionRule):
+class RemoveNoopMax(RegionRule, family="idioms"):
     """max(x, -inf) -> x,  min(x, inf) -> x,  clip(x, -inf, inf) -> x."""
 
     proof = "numeric"
@@ -498,7 +498,7 @@ class RemoveNoopMax(RegionRule):
         return x
 
 
-class ReplaceClipByRelu(Rule):
+class ReplaceClipByRelu(Rule, family="idioms"):
     """clip(x, 0, inf) -> relu(x)."""
 
     proof = "numeric"
@@ -514,15 +514,15 @@ class ReplaceClipByRelu(Rule):
     def source(self, op: Op, x: Any, a: Any, b: Any) -> Any:
         return op.Clip(x, a, b)
 
-    def where(self, m: Captures, x: Val, a: Val, b: Val) -> None:
+    def where(self, a: Val, b: Val) -> None:
         require(b.uniform == math.inf, "there is an upper bound (one that is absent is a number)")
         require(a.uniform == 0, "the lower bound is not 0")
 
-    def target(self, op: Op, x: Val, a: Val, b: Val) -> Any:
+    def target(self, op: Op, x: Val) -> Any:
         return op.Relu(x)
 
 
-class ReplacePReluByLeakyRelu(Rule):
+class ReplacePReluByLeakyRelu(Rule, family="idioms"):
     """prelu(x, a) -> leakyrelu(x, a)  for one number a."""
 
     proof = "numeric"
@@ -533,7 +533,7 @@ class ReplacePReluByLeakyRelu(Rule):
     def source(self, op: Op, x: Any, a: Any) -> Any:
         return op.PRelu(x, a)
 
-    def where(self, m: Captures, x: Val, a: Val) -> None:
+    def where(self, x: Val, a: Val) -> None:
         require(a.uniform is not None, "the slope is not one number")
         require(keeps_shape(x.type.shape, a.type.shape), "it may broadcast")
 
@@ -541,7 +541,7 @@ class ReplacePReluByLeakyRelu(Rule):
         return op.LeakyRelu(x, alpha=a.uniform)
 
 
-class FusePRelu(RegionRule):
+class FusePRelu(RegionRule, family="idioms"):
     """relu(x) - a * relu(-x) -> prelu(x, a), or leakyrelu(x, a) of a single number.
 
     The slope is constant; the sum of relu(x) and -a * relu(-x) alike.
@@ -585,7 +585,7 @@ class FusePRelu(RegionRule):
         return op.PRelu(x, op.Neg(slope) if negate else slope)
 
 
-class FuseLeakyReluFromMax(RegionRule):
+class FuseLeakyReluFromMax(RegionRule, family="idioms"):
     """max(x, a * x) -> leakyrelu(x, a)  for 0 < a < 1."""
 
     proof = "numeric"
@@ -621,7 +621,7 @@ def _negative(op: Op, x: Any) -> Any:
     return op.either(op.Neg(x), op.Mul(x, -1.0))
 
 
-class FuseSigmoid(Rule):
+class FuseSigmoid(Rule, family="idioms"):
     """1 / (1 + exp(-x)) -> sigmoid(x)."""
 
     # Of x below -9 the sigmoid is exact to 1.7e-7 of 1, and no more; below -18 it is 0.
@@ -639,7 +639,7 @@ class FuseSigmoid(Rule):
         return op.Sigmoid(x)
 
 
-class ReplaceDivBySigmoid(Rule):
+class ReplaceDivBySigmoid(Rule, family="idioms"):
     """a / (1 + exp(-x)) -> a * sigmoid(x).  With a = x it is SiLU.
 
     ONNX Runtime's sigmoid of less than -18 or so is 0, and the product with an infinite a is NaN.
@@ -667,7 +667,7 @@ class ReplaceDivBySigmoid(Rule):
         return op.Mul(a, op.Sigmoid(x))
 
 
-class FuseSoftplus(Rule):
+class FuseSoftplus(Rule, family="idioms"):
     """log(1 + exp(x)) -> softplus(x).
 
     Where exp(x) overflows, the left side is infinite, and the right side x.
@@ -686,7 +686,7 @@ class FuseSoftplus(Rule):
         return op.Softplus(x)
 
 
-class FuseTanh(Rule):
+class FuseTanh(Rule, family="idioms"):
     """(exp(x) - exp(-x)) / (exp(x) + exp(-x)) -> tanh(x).
 
     Where an exponential overflows, the left side is NaN, and the right side 1 or -1.
@@ -706,7 +706,7 @@ class FuseTanh(Rule):
         return op.Tanh(x)
 
 
-class FuseSoftsign(Rule):
+class FuseSoftsign(Rule, family="idioms"):
     """x / (1 + |x|) -> softsign(x)."""
 
     dtypes = _FLOAT
@@ -719,7 +719,7 @@ class FuseSoftsign(Rule):
         return op.Softsign(x)
 
 
-class FuseHardSwishFromScaled(Rule):
+class FuseHardSwishFromScaled(Rule, family="idioms"):
     """x * clip(x + 3, 0, 6) * (1/6) -> x * hardsigmoid(x, 1/6, 1/2)  with the factors in any order."""
 
     proof = "numeric"
@@ -778,7 +778,7 @@ def _coefficients(
     return _polynomial(reader, value, x, depth - 1) if number is None else {0: number}
 
 
-class FuseTanhGeluOfPolynomial(RegionRule):
+class FuseTanhGeluOfPolynomial(RegionRule, family="idioms"):
     """x * 0.5 * (1 + tanh(p(x))) -> gelu(x, tanh)  for p(x) = sqrt(2/pi) * (x + 0.044715 * x^3) written in any way."""
 
     proof = "numeric"
@@ -891,7 +891,7 @@ def _less_its_greatest(reader: Reader, value: Value) -> tuple[Value, tuple[int, 
     return None if axes is None else (node.inputs[0], axes)
 
 
-class FuseSoftmax(RegionRule):
+class FuseSoftmax(RegionRule, family="idioms"):
     """exp(x - max(x)) / sum(exp(x - max(x))) -> softmax(x)  along one axis;  the product with the reciprocal alike."""
 
     proof = "numeric"
@@ -980,7 +980,7 @@ class FuseUnshiftedSoftmax(FuseSoftmax):
         return value if _less_its_greatest(reader, value) is None else None
 
 
-class FuseLogSoftmax(RegionRule):
+class FuseLogSoftmax(RegionRule, family="idioms"):
     """(x - max(x)) - log(sum(exp(x - max(x)))) -> logsoftmax(x)  along one axis."""
 
     proof = "numeric"
@@ -1019,7 +1019,7 @@ class FuseLogSoftmax(RegionRule):
         return op.LogSoftmax(x, axis=region.data)
 
 
-class FuseLogOfSoftmax(Rule):
+class FuseLogOfSoftmax(Rule, family="idioms"):
     """log(softmax(x)) -> logsoftmax(x).
 
     Where the softmax underflows, the left side is minus infinity, and the right side is not.
@@ -1042,7 +1042,7 @@ class FuseLogOfSoftmax(Rule):
 # Reductions
 
 
-class FuseReduceMean(RegionRule):
+class FuseReduceMean(RegionRule, family="idioms"):
     """sum(x) / n -> mean(x)  when n elements are summed;  sum(x) * (1/n) alike."""
 
     proof = "numeric"
@@ -1084,7 +1084,7 @@ class FuseReduceMean(RegionRule):
         return op.ReduceMean(x, axes, attrs=region.data)
 
 
-class FuseReduceSumSquare(RegionRule):
+class FuseReduceSumSquare(RegionRule, family="idioms"):
     """sum(x * x) -> sumsquare(x)  over the same axes;  sum(x^2) alike.
 
     Not of integers: the product wraps around, where ONNX Runtime's sum of squares stops at the greatest number.
@@ -1114,7 +1114,7 @@ class FuseReduceSumSquare(RegionRule):
         return op.ReduceSumSquare(x, axes, attrs=region.data)
 
 
-class FuseReduceL1(RegionRule):
+class FuseReduceL1(RegionRule, family="idioms"):
     """sum(|x|) -> l1(x)  over the same axes."""
 
     dtypes = _FLOAT
@@ -1143,7 +1143,7 @@ class FuseReduceL1(RegionRule):
         return op.ReduceL1(x, axes, attrs=region.data)
 
 
-class FuseReduceL2(Rule):
+class FuseReduceL2(Rule, family="idioms"):
     """sqrt(sumsquare(x)) -> l2(x)  over the same axes."""
 
     dtypes = _FLOAT
@@ -1312,7 +1312,7 @@ def _applied(
     return _Normal(x, axes, epsilon, scale, shift, at)
 
 
-class _FuseNormalization(RegionRule):
+class _FuseNormalization(RegionRule, family="idioms"):
     """A normalisation by mean and variance, in the spellings of JAX, TensorFlow and Keras."""
 
     mends = True  # the operator's sums do not overflow where those of the left side do
@@ -1483,7 +1483,7 @@ def _twice(reader: Reader, value: Value) -> bool:
             return False
 
 
-class FuseRotaryEmbedding(RegionRule):
+class FuseRotaryEmbedding(RegionRule, family="idioms"):
     """x * [c|c] + [-x2|x1] * [s|s] -> rotaryembedding(x, c, s)  for x = [x1|x2] of four dimensions.
 
     As `rotate_half` has it in transformers.
@@ -1593,7 +1593,7 @@ class FuseRotaryEmbedding(RegionRule):
         return op.RotaryEmbedding(x, *tables)
 
 
-class FuseNearestResize(RegionRule):
+class FuseNearestResize(RegionRule, family="idioms"):
     """reshape(expand(reshape(x))) -> resize(x)  to nearest neighbours, when each pixel is repeated;  Tile alike."""
 
     proof = "numeric"
@@ -1647,7 +1647,7 @@ class FuseNearestResize(RegionRule):
 # Powers, quotients, signs
 
 
-class _ReplacePower(Rule):
+class _ReplacePower(Rule, family="idioms"):
     """x to the power of one number."""
 
     dtypes = _WIDE
@@ -1657,14 +1657,14 @@ class _ReplacePower(Rule):
     def source(self, op: Op, x: Any, c: Any) -> Any:
         return op.Pow(x, c)
 
-    def where(self, m: Captures, x: Val, c: Val) -> None:
+    def where(self, x: Val, c: Val) -> None:
         _require_number(c, self.exponent, x)
 
 
 class ReplacePowByProduct(_ReplacePower):
     """x ^ 2 -> x * x."""
 
-    def target(self, op: Op, x: Val, c: Val) -> Any:
+    def target(self, op: Op, x: Val) -> Any:
         return op.Mul(x, x)
 
 
@@ -1677,11 +1677,11 @@ class ReplacePowBySqrt(_ReplacePower):
     spreads = True
     exponent = 0.5
 
-    def target(self, op: Op, x: Val, c: Val) -> Any:
+    def target(self, op: Op, x: Val) -> Any:
         return op.Sqrt(x)
 
 
-class ReplaceDivByReciprocal(Rule):
+class ReplaceDivByReciprocal(Rule, family="idioms"):
     """x / y -> x * (1 / y)  when y is smaller, and repeated along x."""
 
     dtypes = _WIDE
@@ -1696,7 +1696,7 @@ class ReplaceDivByReciprocal(Rule):
     def source(self, op: Op, x: Any, y: Any) -> Any:
         return op.Div(x, y)
 
-    def where(self, m: Captures, x: Val, y: Val) -> None:
+    def where(self, x: Val, y: Val) -> None:
         worthwhile(not x.const and not y.const, "an operand is constant")
         worthwhile(_repeats(y.shape, x.shape), "the divisor is not smaller")
 
@@ -1711,7 +1711,7 @@ def _repeats(small: tuple[Dim, ...], large: tuple[Dim, ...]) -> bool:
     return aligned and any(a == 1 and b != 1 for a, b in zip(padded, large))
 
 
-class ReplaceNegByMul(Rule):
+class ReplaceNegByMul(Rule, family="idioms"):
     """-x -> x * -1, so that it can be folded as a factor."""
 
     dtypes = _WIDE
@@ -1724,7 +1724,7 @@ class ReplaceNegByMul(Rule):
         return op.Mul(x, -1.0)
 
 
-class ReplaceMulByNeg(Rule):
+class ReplaceMulByNeg(Rule, family="idioms"):
     """x * -1 -> -x."""
 
     dtypes = _WIDE
@@ -1733,17 +1733,17 @@ class ReplaceMulByNeg(Rule):
     def source(self, op: Op, x: Any, c: Any) -> Any:
         return op.Mul(x, c)
 
-    def where(self, m: Captures, x: Val, c: Val) -> None:
+    def where(self, x: Val, c: Val) -> None:
         _require_number(c, -1.0, x)
 
-    def target(self, op: Op, x: Val, c: Val) -> Any:
+    def target(self, op: Op, x: Val) -> Any:
         return op.Neg(x)
 
 
 # Conditions and casts
 
 
-class ReplaceCastLike(Rule):
+class ReplaceCastLike(Rule, family="idioms"):
     """castlike(x, y) -> cast(x)  to y's element type."""
 
     proof = "numeric"
@@ -1753,14 +1753,14 @@ class ReplaceCastLike(Rule):
     def source(self, op: Op, x: Any, y: Any) -> Any:
         return op.CastLike(x, y, saturate="saturate")
 
-    def where(self, m: Captures, x: Val, y: Val) -> None:
+    def where(self, y: Val) -> None:
         worthwhile(y.dtype != DType.UNDEFINED, "the element type is not known")
 
     def target(self, op: Op, m: Captures, x: Val, y: Val) -> Any:
         return op.Cast(x, to=int(y.dtype), saturate=m.saturate)
 
 
-class RemoveConstantWhere(Rule):
+class RemoveConstantWhere(Rule, family="idioms"):
     """where(true, x, y) -> x,  where(false, x, y) -> y."""
 
     shapes = "c[...]:const:bool x[...] y[...]"
@@ -1768,7 +1768,7 @@ class RemoveConstantWhere(Rule):
     def source(self, op: Op, c: Any, x: Any, y: Any) -> Any:
         return op.Where(c, x, y)
 
-    def where(self, m: Captures, c: Val, x: Val, y: Val) -> None:
+    def where(self, c: Val, x: Val, y: Val) -> None:
         require(c.uniform is not None, "the condition is not the same everywhere")
         chosen, other = (x, y) if c.uniform else (y, x)
         for v in (c, other):
@@ -1778,7 +1778,7 @@ class RemoveConstantWhere(Rule):
         return x if c.uniform else y
 
 
-class ReplaceWhereByCast(Rule):
+class ReplaceWhereByCast(Rule, family="idioms"):
     """where(c, 1, 0) -> cast(c),  where(c, 0, 1) -> cast(not c)."""
 
     proof = "numeric"
@@ -1796,16 +1796,16 @@ class ReplaceWhereByCast(Rule):
     def source(self, op: Op, c: Any, a: Any, b: Any) -> Any:
         return op.Where(c, a, b)
 
-    def where(self, m: Captures, c: Val, a: Val, b: Val) -> None:
+    def where(self, c: Val, a: Val, b: Val) -> None:
         require((a.uniform, b.uniform) in ((1, 0), (0, 1)), "the constants are not 1 and 0")
         for v in (a, b):
             require(keeps_shape(c.type.shape, v.type.shape), "it may broadcast")
 
-    def target(self, op: Op, c: Val, a: Val, b: Val) -> Any:
+    def target(self, op: Op, c: Val, a: Val) -> Any:
         return op.Cast(c if a.uniform else op.Not(c), to=int(a.dtype))
 
 
-class FlipWhere(Rule):
+class FlipWhere(Rule, family="idioms"):
     """where(not c, x, y) -> where(c, y, x)."""
 
     shapes = "c[...]:bool x[...] y[...]"
@@ -1820,7 +1820,7 @@ class FlipWhere(Rule):
 _ORDERED = frozenset({DType.FLOAT, DType.DOUBLE, DType.INT32, DType.INT64})
 
 
-class FuseLessOrEqual(Rule):
+class FuseLessOrEqual(Rule, family="idioms"):
     """x < y or x = y -> x <= y."""
 
     proof = "numeric"
@@ -1830,7 +1830,7 @@ class FuseLessOrEqual(Rule):
     def source(self, op: Op, x: Any, y: Any) -> Any:
         return op.Or(op.Less(x, y), op.Equal(x, y))
 
-    def where(self, m: Captures, x: Val, y: Val) -> None:
+    def where(self, x: Val) -> None:
         worthwhile(x.dtype in _ORDERED, "there is no kernel for this element type")
 
     def target(self, op: Op, x: Val, y: Val) -> Any:
@@ -1857,7 +1857,7 @@ _OPPOSITE = {
 }
 
 
-class PushNotIntoComparison(RegionRule):
+class PushNotIntoComparison(RegionRule, family="idioms"):
     """not (x < y) -> x >= y  for integers;  the other comparisons alike.
 
     Of NaN neither is true, hence no floats.
@@ -1896,7 +1896,7 @@ _FUNCTIONS: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-class FoldComparisonOfBool(RegionRule):
+class FoldComparisonOfBool(RegionRule, family="idioms"):
     """cast(c) = 1 -> c,  cast(c) = 0 -> not c  for a boolean c;  the other comparisons with a number alike."""
 
     proof = "numeric"
@@ -1936,7 +1936,7 @@ class FoldComparisonOfBool(RegionRule):
 # Shapes
 
 
-class RemoveExpandBeforeBroadcast(RegionRule):
+class RemoveExpandBeforeBroadcast(RegionRule, family="idioms"):
     """f(expand(x), y) -> f(x, y)  when broadcasting gives the same shape anyway;  Tile of dimensions of 1 alike."""
 
     anchors = BROADCAST
@@ -1987,51 +1987,4 @@ def _broadcast_to(out: tuple[Dim, ...], shapes: list[tuple[Dim, ...]]) -> bool:
     return True
 
 
-RULES: tuple[AnyRule, ...] = (
-    ReplaceWhereByRelu(),
-    ReplaceWhereByPRelu(),
-    ReplaceWhereByElu(),
-    ReplaceWhereBySelu(),
-    ReplaceWhereByThresholdedRelu(),
-    ReplaceWhereByShrink(),
-    ReplaceMaxByClip(),
-    ReplaceMinByClip(),
-    RemoveNoopMax(),
-    ReplaceClipByRelu(),
-    ReplacePReluByLeakyRelu(),
-    FusePRelu(),
-    FuseLeakyReluFromMax(),
-    FuseSigmoid(),
-    ReplaceDivBySigmoid(),
-    FuseSoftsign(),
-    FuseHardSwishFromScaled(),
-    FuseTanhGeluOfPolynomial(),
-    FuseSoftmax(),
-    FuseLogSoftmax(),
-    FuseReduceMean(),
-    FuseReduceSumSquare(),
-    FuseReduceL1(),
-    FuseReduceL2(),
-    FuseLayerNormalizationByMoments(),
-    FuseInstanceNormalization(),
-    FuseRotaryEmbedding(),
-    FuseNearestResize(),
-    ReplacePowByProduct(),
-    ReplacePowBySqrt(),
-    ReplaceDivByReciprocal(),
-    ReplaceNegByMul(),
-    ReplaceMulByNeg(),
-    ReplaceCastLike(),
-    RemoveConstantWhere(),
-    ReplaceWhereByCast(),
-    FlipWhere(),
-    FuseLessOrEqual(),
-    FuseGreaterOrEqual(),
-    PushNotIntoComparison(),
-    FoldComparisonOfBool(),
-    RemoveExpandBeforeBroadcast(),
-    FuseSoftplus(),
-    FuseTanh(),
-    FuseUnshiftedSoftmax(),
-    FuseLogOfSoftmax(),
-)
+RULES = declared_in(__name__)

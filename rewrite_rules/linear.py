@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from rewrite_rules.shapes import either, per_rank
 from xrlflow.ir import FLOATS, INTEGERS, Attrs, DType
-from xrlflow.rewrite import AnyRule, Captures, Op, Rule, Val, require, worthwhile
+from xrlflow.rewrite import Captures, Op, Rule, Val, declared_in, require, worthwhile
 
 NUMBERS = FLOATS | INTEGERS
 
@@ -55,7 +55,7 @@ STATISTICS = "float[2] s = {1, 2}, float[2] b = {3, 4}, float[2] m = {1, -1}, fl
 _MIXED = STATISTICS.replace("float[2] m", "double[2] m").replace("float[2] v", "double[2] v")
 
 
-class _Convolution(Rule):
+class _Convolution(Rule, family="linear"):
     """What follows or precedes a convolution. Conv has w[M, C/g, ...], ConvTranspose w[C, M/g, ...]."""
 
     convolution = "Conv"
@@ -118,9 +118,7 @@ class FoldBatchNormIntoConv(_Convolution):
         y = op[self.convolution](x, w, b, attrs="c")
         return op.BatchNormalization(y, scale, shift, mean, var, epsilon="epsilon", momentum="momentum")
 
-    def where(
-        self, m: Captures, x: Val, w: Val, b: Val | None, scale: Val, shift: Val, mean: Val, var: Val
-    ) -> None:
+    def where(self, w: Val, scale: Val, mean: Val) -> None:
         require(all(v.dtype == w.dtype for v in (scale, mean)), "the statistics are of another element type")
 
     def target(
@@ -151,7 +149,7 @@ class FoldScaleIntoConv(_Convolution):
     def source(self, op: Op, x: Any, w: Any, b: Any, s: Any) -> Any:
         return op.Mul(op[self.convolution](x, w, b, attrs="c"), s)
 
-    def where(self, m: Captures, x: Val, w: Val, b: Val | None, s: Val) -> None:
+    def where(self, m: Captures, w: Val, s: Val) -> None:
         self.require_channel(s, self.outputs(w, m.c))
 
     def target(self, op: Op, m: Captures, x: Val, w: Val, b: Val | None, s: Val) -> Any:
@@ -177,7 +175,7 @@ class FoldBiasIntoConv(_Convolution):
     def source(self, op: Op, x: Any, w: Any, b: Any, c: Any) -> Any:
         return op.Add(op[self.convolution](x, w, b, attrs="c"), c)
 
-    def where(self, m: Captures, x: Val, w: Val, b: Val | None, c: Val) -> None:
+    def where(self, m: Captures, w: Val, c: Val) -> None:
         self.require_channel(c, self.outputs(w, m.c))
 
     def target(self, op: Op, m: Captures, x: Val, w: Val, b: Val | None, c: Val) -> Any:
@@ -218,7 +216,7 @@ class FoldBiasBeforeConv(_Convolution):
     def source(self, op: Op, x: Any, w: Any, b: Any, t: Any) -> Any:
         return op.Conv(op.Add(x, t), w, b, attrs="c")
 
-    def where(self, m: Captures, x: Val, w: Val, b: Val | None, t: Val) -> None:
+    def where(self, m: Captures) -> None:
         require("pads" not in m.c and "auto_pad" not in m.c, "the convolution pads")
 
     def target(self, op: Op, m: Captures, x: Val, w: Val, b: Val | None, t: Val) -> Any:
@@ -246,9 +244,7 @@ class FoldBatchNormBeforeConv(_Convolution):
         y = op.BatchNormalization(x, scale, shift, mean, var, epsilon="epsilon", momentum="momentum")
         return op.Conv(y, w, b, attrs="c")
 
-    def where(
-        self, m: Captures, x: Val, w: Val, b: Val | None, scale: Val, shift: Val, mean: Val, var: Val
-    ) -> None:
+    def where(self, m: Captures, w: Val, scale: Val, mean: Val) -> None:
         require("pads" not in m.c and "auto_pad" not in m.c, "the convolution pads")
         require(all(v.dtype == w.dtype for v in (scale, mean)), "the statistics are of another element type")
 
@@ -268,7 +264,7 @@ def _row(name: str, columns: str, const: str = ":const") -> tuple[str, ...]:
     return tuple(f"{name}[{dims}]{const}" for dims in forms)
 
 
-class FoldScaleIntoMatMul(Rule):
+class FoldScaleIntoMatMul(Rule, family="linear"):
     """(x @ w) * s -> x @ (w * s)  with w and s constant, s one number or one per column."""
 
     dtypes = NUMBERS
@@ -277,14 +273,14 @@ class FoldScaleIntoMatMul(Rule):
     def source(self, op: Op, x: Any, w: Any, s: Any) -> Any:
         return op.Mul(op.MatMul(x, w), s)
 
-    def where(self, m: Captures, x: Val, w: Val, s: Val) -> None:
+    def where(self, x: Val, w: Val, s: Val) -> None:
         require(s.rank <= max(x.rank, w.rank), "the product gets more dimensions")
 
     def target(self, op: Op, x: Val, w: Val, s: Val) -> Any:
         return op.MatMul(x, op.Mul(w, flat(op, s)))
 
 
-class FoldScaleIntoLeftMatMul(Rule):
+class FoldScaleIntoLeftMatMul(Rule, family="linear"):
     """(w @ x) * s -> (w * s) @ x  with w and s constant, s one number or one per row."""
 
     dtypes = NUMBERS
@@ -299,7 +295,7 @@ class FoldScaleIntoLeftMatMul(Rule):
         return op.MatMul(op.Mul(w, s), x)
 
 
-class FoldScaleBeforeMatMul(Rule):
+class FoldScaleBeforeMatMul(Rule, family="linear"):
     """(x * s) @ w -> x @ (s^T * w)  with w and s constant, s one number or one per column of x."""
 
     dtypes = NUMBERS
@@ -308,14 +304,14 @@ class FoldScaleBeforeMatMul(Rule):
     def source(self, op: Op, x: Any, w: Any, s: Any) -> Any:
         return op.MatMul(op.Mul(x, s), w)
 
-    def where(self, m: Captures, x: Val, w: Val, s: Val) -> None:
+    def where(self, x: Val, s: Val) -> None:
         require(s.rank <= x.rank, "the product gets more dimensions")
 
     def target(self, op: Op, x: Val, w: Val, s: Val) -> Any:
         return op.MatMul(x, op.Mul(w, op.Reshape(s, [-1, 1])))
 
 
-class MoveBiasBehindMatMul(Rule):
+class MoveBiasBehindMatMul(Rule, family="linear"):
     """(x + t) @ w -> x @ w + t @ w  with w and t constant, t one number or one per column of x."""
 
     dtypes = NUMBERS
@@ -324,7 +320,7 @@ class MoveBiasBehindMatMul(Rule):
     def source(self, op: Op, x: Any, w: Any, t: Any) -> Any:
         return op.MatMul(op.Add(x, t), w)
 
-    def where(self, m: Captures, x: Val, w: Val, t: Val) -> None:
+    def where(self, x: Val, t: Val) -> None:
         require(t.rank <= x.rank, "the sum gets more dimensions")
 
     def target(self, op: Op, x: Val, w: Val, t: Val) -> Any:
@@ -339,7 +335,7 @@ def _times(op: Op, t: Val, w: Val) -> Any:
     return op.MatMul(row, w)
 
 
-class FoldBatchNormIntoMatMul(Rule):
+class FoldBatchNormIntoMatMul(Rule, family="linear"):
     """batch_norm(x @ w) -> x @ (w * f) + (shift - mean * f)  for matrices, f = scale / sqrt(var + eps)."""
 
     spreads = True
@@ -357,7 +353,7 @@ class FoldBatchNormIntoMatMul(Rule):
         y = op.MatMul(x, w)
         return op.BatchNormalization(y, scale, shift, mean, var, epsilon="epsilon", momentum="momentum")
 
-    def where(self, m: Captures, x: Val, w: Val, scale: Val, shift: Val, mean: Val, var: Val) -> None:
+    def where(self, w: Val, scale: Val, mean: Val) -> None:
         require(all(v.dtype == w.dtype for v in (scale, mean)), "the statistics are of another element type")
 
     def target(self, op: Op, m: Captures, x: Val, w: Val, scale: Val, shift: Val, mean: Val, var: Val) -> Any:
@@ -371,7 +367,7 @@ _WEIGHT = ("w[k,n]:const", "w[n,k]:const")
 _BIAS = ("b[]:const", "b[1]:const", "b[n]:const", "b[1,n]:const")
 
 
-class _Gemm(Rule):
+class _Gemm(Rule, family="linear"):
     """What follows or precedes a Gemm with constant weights."""
 
     dtypes = FLOATS
@@ -401,7 +397,7 @@ class FoldScaleIntoGemm(_Gemm):
     def source(self, op: Op, x: Any, w: Any, b: Any, s: Any) -> Any:
         return op.Mul(op.Gemm(x, w, b, attrs="c"), s)
 
-    def where(self, m: Captures, x: Val, w: Val, b: Val | None, s: Val) -> None:
+    def where(self, m: Captures, w: Val, s: Val) -> None:
         worthwhile(is_single(s) or s.size(-1) == self.columns(m, w), "the scale makes more columns")
 
     def target(self, op: Op, m: Captures, x: Val, w: Val, b: Val | None, s: Val) -> Any:
@@ -425,9 +421,7 @@ class FoldBatchNormIntoGemm(_Gemm):
         y = op.Gemm(x, w, b, attrs="c")
         return op.BatchNormalization(y, scale, shift, mean, var, epsilon="epsilon", momentum="momentum")
 
-    def where(
-        self, m: Captures, x: Val, w: Val, b: Val | None, scale: Val, shift: Val, mean: Val, var: Val
-    ) -> None:
+    def where(self, w: Val, scale: Val, mean: Val) -> None:
         require(all(v.dtype == w.dtype for v in (scale, mean)), "the statistics are of another element type")
 
     def target(
@@ -447,7 +441,7 @@ class FoldBiasIntoGemm(_Gemm):
     def source(self, op: Op, x: Any, w: Any, b: Any, c: Any) -> Any:
         return op.Add(op.Gemm(x, w, b, attrs="c"), c)
 
-    def where(self, m: Captures, x: Val, w: Val, b: Val | None, c: Val) -> None:
+    def where(self, m: Captures, w: Val, c: Val) -> None:
         self.require_row(m, w, c)
 
     def target(self, op: Op, m: Captures, x: Val, w: Val, b: Val | None, c: Val) -> Any:
@@ -463,7 +457,7 @@ class FoldScaleBeforeGemm(_Gemm):
     def source(self, op: Op, x: Any, w: Any, b: Any, s: Any) -> Any:
         return op.Gemm(op.Mul(x, s), w, b, attrs="c")
 
-    def where(self, m: Captures, x: Val, w: Val, b: Val | None, s: Val) -> None:
+    def where(self, m: Captures) -> None:
         require(not m.c.get("transA"), "x is transposed")
 
     def target(self, op: Op, m: Captures, x: Val, w: Val, b: Val | None, s: Val) -> Any:
@@ -478,7 +472,7 @@ class FoldBiasBeforeGemm(_Gemm):
     def source(self, op: Op, x: Any, w: Any, b: Any, t: Any) -> Any:
         return op.Gemm(op.Add(x, t), w, b, attrs="c")
 
-    def where(self, m: Captures, x: Val, w: Val, b: Val | None, t: Val) -> None:
+    def where(self, m: Captures) -> None:
         require(not m.c.get("transA"), "x is transposed")
 
     def target(self, op: Op, m: Captures, x: Val, w: Val, b: Val | None, t: Val) -> Any:
@@ -489,7 +483,7 @@ class FoldBiasBeforeGemm(_Gemm):
         return op.Gemm(x, w, moved if b is None else op.Add(self.bias(op, m, b), moved), attrs=m.c, beta=None)
 
 
-class FuseMatMulAddIntoGemm(Rule):
+class FuseMatMulAddIntoGemm(Rule, family="linear"):
     """x @ w + b -> gemm(x, w, b)  for matrices, b of at most the product's shape."""
 
     dtypes = frozenset({DType.FLOAT, DType.DOUBLE})
@@ -502,7 +496,7 @@ class FuseMatMulAddIntoGemm(Rule):
         return op.Gemm(x, w, b)
 
 
-class SplitGemm(Rule):
+class SplitGemm(Rule, family="linear"):
     """gemm(x, w, b) -> x @ w + b."""
 
     nonempty = True
@@ -531,7 +525,7 @@ class SplitGemm(Rule):
 _WIDE = "the numbers have room in float64, and what the runtime computes in float32 is infinite on both sides"
 
 
-class _TwoConstants(Rule):
+class _TwoConstants(Rule, family="linear"):
     """Two constants that are applied one after the other."""
 
     dtypes = NUMBERS
@@ -632,7 +626,7 @@ class PullMulOutOfConstantAdd(_TwoConstants):
         return op.Mul(op.Add(x, op.Div(c, d)), d)
 
 
-class ReplaceConstantDivByMul(Rule):
+class ReplaceConstantDivByMul(Rule, family="linear"):
     """x / c -> x * (1 / c)  with c constant."""
 
     dtypes = _WIDE_FLOATS
@@ -642,14 +636,14 @@ class ReplaceConstantDivByMul(Rule):
     def source(self, op: Op, x: Any, c: Any) -> Any:
         return op.Div(x, c)
 
-    def where(self, m: Captures, x: Val, c: Val) -> None:
+    def where(self, c: Val) -> None:
         _require_divisor(c)
 
     def target(self, op: Op, x: Val, c: Val) -> Any:
         return op.Mul(x, op.Reciprocal(c))
 
 
-class ReplaceConstantSubByAdd(Rule):
+class ReplaceConstantSubByAdd(Rule, family="linear"):
     """x - c -> x + (-c)  with c constant."""
 
     dtypes = FLOATS | {DType.INT32, DType.INT64}
@@ -662,33 +656,4 @@ class ReplaceConstantSubByAdd(Rule):
         return op.Add(x, op.Neg(c))
 
 
-RULES: tuple[AnyRule, ...] = (
-    FoldBatchNormIntoConv(),
-    FoldBatchNormIntoConvTranspose(),
-    FoldScaleIntoConv(),
-    FoldScaleIntoConvTranspose(),
-    FoldBiasIntoConv(),
-    FoldBiasIntoConvTranspose(),
-    FoldScaleBeforeConv(),
-    FoldScaleBeforeConvTranspose(),
-    FoldBiasBeforeConv(),
-    FoldBatchNormBeforeConv(),
-    FoldScaleIntoMatMul(),
-    FoldScaleIntoLeftMatMul(),
-    FoldScaleBeforeMatMul(),
-    MoveBiasBehindMatMul(),
-    FoldBatchNormIntoMatMul(),
-    FoldScaleIntoGemm(),
-    FoldBatchNormIntoGemm(),
-    FoldBiasIntoGemm(),
-    FoldScaleBeforeGemm(),
-    FoldBiasBeforeGemm(),
-    FuseMatMulAddIntoGemm(),
-    SplitGemm(),
-    MergeConstantAdds(),
-    MergeConstantMuls(),
-    PushMulThroughConstantAdd(),
-    PullMulOutOfConstantAdd(),
-    ReplaceConstantDivByMul(),
-    ReplaceConstantSubByAdd(),
-)
+RULES = declared_in(__name__)

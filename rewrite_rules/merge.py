@@ -16,14 +16,25 @@ from rewrite_rules.linear import group_of
 from rewrite_rules.shapes import either, per_rank
 from xrlflow.ir import ABSENT, FLOATS, INTEGERS, Attrs, Node, Value
 from xrlflow.ops.tensors import numpy_dtype
-from xrlflow.rewrite import AnyRule, Captures, Op, Reader, Region, RegionRule, Rule, Val, require, worthwhile
+from xrlflow.rewrite import (
+    Captures,
+    Op,
+    Reader,
+    Region,
+    RegionRule,
+    Rule,
+    Val,
+    declared_in,
+    require,
+    worthwhile,
+)
 
 NUMBERS = FLOATS | INTEGERS
 
 # Products of one input
 
 
-class MergeMatMuls(Rule):
+class MergeMatMuls(Rule, family="merge"):
     """x@w0, x@w1, ... -> split(x @ [w0|w1|...]).  With three it is the QKV merge."""
 
     arity = (2, 3)
@@ -73,7 +84,7 @@ def _split(op: Op, y: Val, weights: Sequence[Val], columns: int, axis: int, orde
     return [parts[order.index(i)] for i in range(len(order))]
 
 
-class MergeGemms(Rule):
+class MergeGemms(Rule, family="merge"):
     """gemm(x, v, b), gemm(x, w, c) -> split(gemm(x, [v|w], [b|c]))."""
 
     symmetric = True
@@ -95,7 +106,7 @@ class MergeGemms(Rule):
     def source(self, op: Op, x: Any, v: Any, b: Any, w: Any, c: Any) -> Any:
         return [op.Gemm(x, v, b, attrs="f"), op.Gemm(x, w, c, attrs="g")]
 
-    def where(self, m: Captures, x: Val, v: Val, b: Val | None, w: Val, c: Val | None) -> None:
+    def where(self, m: Captures, v: Val, b: Val | None, c: Val | None) -> None:
         require(m.f == m.g, "their attributes differ")
         require((b is None) == (c is None), "one has a bias, the other has none")
         columns = 0 if m.f.get("transB") else 1
@@ -113,7 +124,7 @@ class MergeGemms(Rule):
         return _split(op, y, (v, w), axis, 1, order)
 
 
-class MergeManyMatMuls(RegionRule):
+class MergeManyMatMuls(RegionRule, family="merge"):
     """x@w0, ..., x@wn -> split(x @ [w0|...|wn])  for all products of x, four or more, at once."""
 
     composite_of = ("MergeMatMuls", "MergeSplits")
@@ -168,7 +179,7 @@ class _Cut:
     biased: bool
 
 
-class _SplitMerged(RegionRule):
+class _SplitMerged(RegionRule, family="merge"):
     """A Split along the columns, or output channels, of a product with constant weights."""
 
     anchors = ("Split",)
@@ -232,7 +243,7 @@ class SplitMergedMatMul(_SplitMerged):
 # Convolutions of one input
 
 
-class MergeParallelConvs(Rule):
+class MergeParallelConvs(Rule, family="merge"):
     """conv(x, v, b), conv(x, w, c) -> split(conv(x, [v; w], [b; c]))  with equal kernels and attributes."""
 
     symmetric = True
@@ -242,7 +253,7 @@ class MergeParallelConvs(Rule):
     def source(self, op: Op, x: Any, v: Any, b: Any, w: Any, c: Any) -> Any:
         return [op.Conv(x, v, b, attrs="f"), op.Conv(x, w, c, attrs="g")]
 
-    def where(self, m: Captures, x: Val, v: Val, b: Val | None, w: Val, c: Val | None) -> None:
+    def where(self, m: Captures) -> None:
         require(m.f == m.g, "their attributes differ")
 
     def target(self, op: Op, m: Captures, x: Val, v: Val, b: Val | None, w: Val, c: Val | None) -> Any:
@@ -273,7 +284,7 @@ class SplitMergedConv(_SplitMerged):
     )
 
 
-class EnlargeConv(RegionRule):
+class EnlargeConv(RegionRule, family="merge"):
     """conv(x, w) -> conv(x, pad(w))  to the kernel of another convolution of x, so that the two can be merged.
 
     The new rim of the kernel is zero, and meets neighbours that it did not meet before: where x is infinite or
@@ -345,7 +356,7 @@ def _pads(node: Node, dims: int) -> tuple[int, ...]:
 # Groups
 
 
-class MergeGroupConv(Rule):
+class MergeGroupConv(Rule, family="merge"):
     """conv(x, w; groups g) -> conv(x, blockdiagonal(w); groups g/2).
 
     The zeros between the blocks meet channels that a group did not read before: where x is infinite or NaN, more
@@ -364,7 +375,7 @@ class MergeGroupConv(Rule):
     def source(self, op: Op, x: Any, w: Any, b: Any) -> Any:
         return op.Conv(x, w, b, attrs="c")
 
-    def where(self, m: Captures, x: Val, w: Val, b: Val | None) -> None:
+    def where(self, m: Captures, w: Val) -> None:
         self.factor(m, w)
 
     def target(self, op: Op, m: Captures, x: Val, w: Val, b: Val | None) -> Any:
@@ -417,7 +428,7 @@ class MergeGroupConvToBlocks(MergeGroupConv):
 _AT_EXPORT = 1 << 32
 
 
-class AssociateMatMulsRight(Rule):
+class AssociateMatMulsRight(Rule, family="merge"):
     """(x @ y) @ z -> x @ (y @ z)."""
 
     nonempty = True
@@ -442,7 +453,7 @@ class AssociateMatMulsRight(Rule):
     def source(self, op: Op, x: Any, y: Any, z: Any) -> Any:
         return op.MatMul(op.MatMul(x, y), z)
 
-    def where(self, m: Captures, x: Val, y: Val, z: Val) -> None:
+    def where(self, y: Val, z: Val) -> None:
         # Sums of nothing would hide what is not finite.
         require(0 not in (y.shape[-2], y.shape[-1]), "an inner dimension is 0")
         if y.const and z.const:
@@ -453,7 +464,7 @@ class AssociateMatMulsRight(Rule):
         return op.MatMul(x, op.MatMul(y, z))
 
 
-class AssociateMatMulsLeft(Rule):
+class AssociateMatMulsLeft(Rule, family="merge"):
     """x @ (y @ z) -> (x @ y) @ z."""
 
     nonempty = True
@@ -464,7 +475,7 @@ class AssociateMatMulsLeft(Rule):
     def source(self, op: Op, x: Any, y: Any, z: Any) -> Any:
         return op.MatMul(x, op.MatMul(y, z))
 
-    def where(self, m: Captures, x: Val, y: Val, z: Val) -> None:
+    def where(self, y: Val) -> None:
         require(0 not in (y.shape[-2], y.shape[-1]), "an inner dimension is 0")
 
     def target(self, op: Op, x: Val, y: Val, z: Val) -> Any:
@@ -474,7 +485,7 @@ class AssociateMatMulsLeft(Rule):
 # Sums of products
 
 
-class MergeSumOfMatMuls(Rule):
+class MergeSumOfMatMuls(Rule, family="merge"):
     """x @ v + y @ w -> [x|y] @ [v; w]."""
 
     dtypes = NUMBERS
@@ -489,7 +500,7 @@ class MergeSumOfMatMuls(Rule):
         return op.MatMul(op.Concat(x, y, axis=-1), concat_constants(op, (v, w), 0))
 
 
-class MergeSumOfGemms(Rule):
+class MergeSumOfGemms(Rule, family="merge"):
     """gemm(x, v, b) + gemm(y, w, c) -> gemm([x|y], [v; w], b + c)."""
 
     dtypes = FLOATS
@@ -511,7 +522,7 @@ class MergeSumOfGemms(Rule):
         return op.Gemm(op.Concat(x, y, axis=1), weight, bias, transB=m.t)
 
 
-class MergeSumOfConvs(Rule):
+class MergeSumOfConvs(Rule, family="merge"):
     """conv(x, v, b) + conv(y, w, c) -> conv([x|y], [v|w], b + c)  along the channels, attributes being equal."""
 
     optional = ("b", "c")
@@ -520,7 +531,7 @@ class MergeSumOfConvs(Rule):
     def source(self, op: Op, x: Any, v: Any, b: Any, y: Any, w: Any, c: Any) -> Any:
         return op.Add(op.Conv(x, v, b, attrs="f"), op.Conv(y, w, c, attrs="g"))
 
-    def where(self, m: Captures, x: Val, v: Val, b: Val | None, y: Val, w: Val, c: Val | None) -> None:
+    def where(self, m: Captures) -> None:
         require(m.f == m.g, "their attributes differ")
 
     def target(
@@ -530,7 +541,7 @@ class MergeSumOfConvs(Rule):
         return op.Conv(op.Concat(x, y, axis=1), concat_constants(op, (v, w), 1), bias, attrs=m.f)
 
 
-class FoldSumOfMatMuls(Rule):
+class FoldSumOfMatMuls(Rule, family="merge"):
     """x @ v + x @ w -> x @ (v + w)."""
 
     nonempty = True
@@ -545,7 +556,7 @@ class FoldSumOfMatMuls(Rule):
         return op.MatMul(x, op.Add(v, w))
 
 
-class FoldSumOfConvs(Rule):
+class FoldSumOfConvs(Rule, family="merge"):
     """conv(x, v, b) + conv(x, w, c) -> conv(x, v + w, b + c)  with equal kernels and attributes."""
 
     spreads = True
@@ -555,7 +566,7 @@ class FoldSumOfConvs(Rule):
     def source(self, op: Op, x: Any, v: Any, b: Any, w: Any, c: Any) -> Any:
         return op.Add(op.Conv(x, v, b, attrs="f"), op.Conv(x, w, c, attrs="g"))
 
-    def where(self, m: Captures, x: Val, v: Val, b: Val | None, w: Val, c: Val | None) -> None:
+    def where(self, m: Captures) -> None:
         require(m.f == m.g, "their attributes differ")
 
     def target(self, op: Op, m: Captures, x: Val, v: Val, b: Val | None, w: Val, c: Val | None) -> Any:
@@ -573,7 +584,7 @@ class _Over:
     products: tuple[tuple[str, Attrs, bool], ...]
 
 
-class _SplitOverConcat(RegionRule):
+class _SplitOverConcat(RegionRule, family="merge"):
     """Sums of the products of a Concat's parts, instead of the product of the Concat."""
 
     product: tuple[str, ...] = ("Conv",)
@@ -679,24 +690,4 @@ class SplitMatMulsOverConcat(SplitConvsOverConcat):
     )
 
 
-RULES: tuple[AnyRule, ...] = (
-    MergeMatMuls(),
-    MergeGemms(),
-    MergeManyMatMuls(),
-    SplitMergedMatMul(),
-    MergeParallelConvs(),
-    SplitMergedConv(),
-    EnlargeConv(),
-    MergeGroupConv(),
-    MergeGroupConvToBlocks(),
-    AssociateMatMulsRight(),
-    AssociateMatMulsLeft(),
-    MergeSumOfMatMuls(),
-    MergeSumOfGemms(),
-    MergeSumOfConvs(),
-    FoldSumOfMatMuls(),
-    FoldSumOfConvs(),
-    SplitConvsOverConcat(),
-    SplitConvOverConcat(),
-    SplitMatMulsOverConcat(),
-)
+RULES = declared_in(__name__)

@@ -11,7 +11,18 @@ from rewrite_rules.axes import compose, reshape_numbers
 from rewrite_rules.elementwise import read_once
 from rewrite_rules.shapes import either
 from xrlflow.ir import Dim, DType, Node, TensorType, Value
-from xrlflow.rewrite import AnyRule, Captures, Op, Reader, Region, RegionRule, Rule, Val, require, worthwhile
+from xrlflow.rewrite import (
+    Captures,
+    Op,
+    Reader,
+    Region,
+    RegionRule,
+    Rule,
+    Val,
+    declared_in,
+    require,
+    worthwhile,
+)
 
 _FLOAT = frozenset({DType.FLOAT})
 
@@ -21,7 +32,7 @@ def _runs(type: TensorType) -> TensorType:
     return type.as_const(False)
 
 
-class _Contributed(Rule):
+class _Contributed(Rule, family="microsoft"):
     """A rule that writes an operator of ONNX Runtime."""
 
     contrib = True
@@ -70,7 +81,7 @@ class FuseTransposeIntoRightOfMatMul(_FuseTransposeIntoMatMul):
     def source(self, op: Op, x: Any, y: Any) -> Any:
         return op.MatMul(x, op.Transpose(y, perm="p"))
 
-    def where(self, m: Captures, x: Val, y: Val) -> None:
+    def where(self, m: Captures, y: Val) -> None:
         self.check(m, y)
 
     def target(self, op: Op, m: Captures, x: Val, y: Val) -> Any:
@@ -91,7 +102,7 @@ class FuseTransposeIntoLeftOfMatMul(_FuseTransposeIntoMatMul):
     def source(self, op: Op, x: Any, y: Any) -> Any:
         return op.MatMul(op.Transpose(y, perm="p"), x)
 
-    def where(self, m: Captures, x: Val, y: Val) -> None:
+    def where(self, m: Captures, y: Val) -> None:
         self.check(m, y)
 
     def target(self, op: Op, m: Captures, x: Val, y: Val) -> Any:
@@ -107,7 +118,7 @@ class FuseScaleIntoMatMul(_Contributed):
     def source(self, op: Op, x: Any, y: Any, c: Any) -> Any:
         return op.Mul(op.MatMul(x, y), c)
 
-    def where(self, m: Captures, x: Val, y: Val, c: Val) -> None:
+    def where(self, c: Val) -> None:
         worthwhile(c.known, "the constant cannot be read")
 
     def target(self, op: Op, x: Val, y: Val, c: Val) -> Any:
@@ -129,7 +140,7 @@ class FuseTransposedScale(_FuseTransposeIntoMatMul):
     def source(self, op: Op, x: Any, y: Any, c: Any) -> Any:
         return op.Mul(op.MatMul(x, op.Transpose(y, perm="p")), c)
 
-    def where(self, m: Captures, x: Val, y: Val, c: Val) -> None:
+    def where(self, m: Captures, y: Val, c: Val) -> None:
         self.check(m, y)
         worthwhile(c.known, "the constant cannot be read")
 
@@ -150,7 +161,7 @@ class FuseQuickGelu(_Contributed):
     def source(self, op: Op, x: Any, a: Any) -> Any:
         return op.Mul(x, op.Sigmoid(op.Mul(x, a)))
 
-    def where(self, m: Captures, x: Val, a: Val) -> None:
+    def where(self, x: Val, a: Val) -> None:
         require(x.rank >= a.rank, "it adds a dimension")
         worthwhile(a.known, "the constant cannot be read")
 
@@ -178,7 +189,7 @@ class FuseBiasGelu(_Contributed):
     def source(self, op: Op, x: Any, b: Any) -> Any:
         return op.Gelu(op.Add(x, b))
 
-    def where(self, m: Captures, x: Val, b: Val) -> None:
+    def where(self, b: Val) -> None:
         worthwhile(b.size(0) > 0, "it is empty")
 
     def target(self, op: Op, x: Val, b: Val) -> Any:
@@ -212,7 +223,7 @@ class FuseSkipLayerNormalization(_Contributed):
 _EXCHANGED = (0, 2, 1, 3)
 
 
-class ReplaceAttentionByMultiHead(RegionRule):
+class ReplaceAttentionByMultiHead(RegionRule, family="microsoft"):
     """transpose(attention(transpose(q), transpose(k), transpose(v), mask)) -> multiheadattention(q, k, v, mask).
 
     The heads stay where the projections have them. Where a whole row is masked by -inf the result is NaN.
@@ -314,7 +325,7 @@ class ReplaceRotaryEmbedding(_Contributed):
     def source(self, op: Op, x: Any, cosine: Any, sine: Any, positions: Any) -> Any:
         return op.RotaryEmbedding(x, cosine, sine, positions, attrs="c")
 
-    def where(self, m: Captures, x: Val, cosine: Val, sine: Val, positions: Val) -> None:
+    def where(self, m: Captures, x: Val, cosine: Val) -> None:
         heads = m.c.get("num_heads", 0)
         width = x.size(3) if x.rank == 4 else x.size(2) // max(heads, 1)
         turned = m.c.get("rotary_embedding_dim", 0) or width
@@ -356,7 +367,7 @@ class FuseMatMulIntegerToFloat(_Contributed):
     def source(self, op: Op, a: Any, b: Any, z: Any, u: Any, s: Any, t: Any) -> Any:
         return op.Mul(op.Cast(op.MatMulInteger(a, b, z, u), to=1), op.Mul(s, t))
 
-    def where(self, m: Captures, a: Val, b: Val, z: Val | None, u: Val | None, s: Val, t: Val) -> None:
+    def where(self, z: Val | None, u: Val | None) -> None:
         worthwhile_zeros(z, u)
 
     def target(self, op: Op, a: Val, b: Val, z: Val | None, u: Val | None, s: Val, t: Val) -> Any:
@@ -398,7 +409,7 @@ class FuseDynamicQuantizeMatMul(_Contributed):
     def source(self, op: Op, x: Any, b: Any, u: Any, t: Any) -> Any:
         return self.product(op, x, b, u, t)
 
-    def where(self, m: Captures, x: Val, b: Val, u: Val | None, t: Val) -> None:
+    def where(self, u: Val | None) -> None:
         worthwhile_zeros(u)
 
     def target(self, op: Op, x: Val, b: Val, u: Val | None, t: Val) -> Any:
@@ -424,7 +435,7 @@ class FuseBiasedDynamicQuantizeMatMul(_Contributed):
         q, s, z = op.DynamicQuantizeLinear(x, outputs=3)
         return op.Add(op.Mul(op.Cast(op.MatMulInteger(q, b, z, u), to=1), op.Mul(s, t)), c)
 
-    def where(self, m: Captures, x: Val, b: Val, u: Val | None, t: Val, c: Val) -> None:
+    def where(self, u: Val | None) -> None:
         worthwhile_zeros(u)
 
     def target(self, op: Op, x: Val, b: Val, u: Val | None, t: Val, c: Val) -> Any:
@@ -433,18 +444,4 @@ class FuseBiasedDynamicQuantizeMatMul(_Contributed):
         return op["com.microsoft::DynamicQuantizeMatMul"](x, b, t, u, c, type=_runs(like.type))
 
 
-RULES: tuple[AnyRule, ...] = (
-    FuseTransposeIntoRightOfMatMul(),
-    FuseTransposeIntoLeftOfMatMul(),
-    FuseScaleIntoMatMul(),
-    FuseTransposedScale(),
-    FuseQuickGelu(),
-    FuseSiluIntoQuickGelu(),
-    FuseBiasGelu(),
-    FuseSkipLayerNormalization(),
-    ReplaceAttentionByMultiHead(),
-    ReplaceRotaryEmbedding(),
-    FuseMatMulIntegerToFloat(),
-    FuseDynamicQuantizeMatMul(),
-    FuseBiasedDynamicQuantizeMatMul(),
-)
+RULES = declared_in(__name__)

@@ -11,7 +11,17 @@ import numpy as np
 from rewrite_rules.axes import axis_of
 from rewrite_rules.slices import piece, sizes_along
 from xrlflow.ir import ABSENT, DType, Node, Value
-from xrlflow.rewrite import AnyRule, Op, Reader, Region, RegionRule, Val, common_source, require, worthwhile
+from xrlflow.rewrite import (
+    Op,
+    Reader,
+    Region,
+    RegionRule,
+    Val,
+    common_source,
+    declared_in,
+    require,
+    worthwhile,
+)
 
 # What gates are computed from
 
@@ -181,7 +191,7 @@ class _Native:
     cell: bool  # whether the last cell state is
 
 
-class _Unrolled(RegionRule):
+class _Unrolled(RegionRule, family="native_recurrent"):
     """What the cells have in common: walking back from the last step, and putting the weights together."""
 
     nonempty = True
@@ -735,4 +745,4 @@ class FuseUnrolledRNN(_Unrolled):
         return {"activations": (native.kind[0],)} if native.kind[0] != "Tanh" else {}
 
 
-RULES: tuple[AnyRule, ...] = (FuseUnrolledLSTM(), FuseUnrolledGRU(), FuseUnrolledRNN())
+RULES = declared_in(__name__)

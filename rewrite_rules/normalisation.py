@@ -12,7 +12,7 @@ import numpy as np
 from rewrite_rules.axes import fronts, ints_input
 from rewrite_rules.elementwise import read_once
 from xrlflow.ir import Dim, DType, Node, Value
-from xrlflow.rewrite import AnyRule, Op, Reader, Region, RegionRule, Rule, Val, require, worthwhile
+from xrlflow.rewrite import Op, Reader, Region, RegionRule, Rule, Val, declared_in, require, worthwhile
 
 # Types that are only computed in float32 inside: a double would lose digits by the default `stash_type`.
 _STASHED = frozenset({DType.FLOAT, DType.FLOAT16})
@@ -206,7 +206,7 @@ def _centred(reader: Reader, value: Value) -> tuple[Value, int, list[Node]] | No
     return None if axis is None else (node.inputs[0], axis, [node, mean])
 
 
-class FuseLayerNormalization(RegionRule):
+class FuseLayerNormalization(RegionRule, family="normalisation"):
     """(x - mean(x)) / sqrt(mean((x - mean(x))^2) + eps) * scale + bias -> layernormalization(x, scale, bias).
 
     Scale and bias may be missing; the square may be a product, the division a product with the reciprocal;
@@ -285,7 +285,7 @@ class FuseLayerNormalization(RegionRule):
         return op.LayerNormalization(x, scale, bias, axis=axis, epsilon=epsilon)
 
 
-class FuseMomentsLayerNormalization(RegionRule):
+class FuseMomentsLayerNormalization(RegionRule, family="normalisation"):
     """x * g + (bias - mean * g), g = scale / sqrt(var + eps) -> layernormalization(x, scale, bias).
 
     As TensorFlow writes it (a batch normalisation by moments of the row itself).
@@ -363,7 +363,7 @@ class FuseMomentsLayerNormalization(RegionRule):
         return op.LayerNormalization(x, scale, bias, axis=axis, epsilon=epsilon)
 
 
-class FuseRMSNormalization(RegionRule):
+class FuseRMSNormalization(RegionRule, family="normalisation"):
     """x / sqrt(mean(x^2) + eps) * scale -> rmsnormalization(x, scale)."""
 
     mends = True  # the operator's sums do not overflow where those of the left side do
@@ -422,7 +422,7 @@ class FuseRMSNormalization(RegionRule):
 # Gelu
 
 
-class _FuseGelu(RegionRule):
+class _FuseGelu(RegionRule, family="normalisation"):
     """x * 0.5 * (1 + f(x)), the factors in any order."""
 
     proof = "numeric"
@@ -547,7 +547,7 @@ class FuseTanhGelu(_FuseGelu):
 _SIXTH = float(np.float32(1.0 / 6.0))
 
 
-class FuseHardSigmoid(Rule):
+class FuseHardSigmoid(Rule, family="normalisation"):
     """clip(x + 3, 0, 6) / 6 -> hardsigmoid(x, 1/6, 1/2)."""
 
     proof = "numeric"
@@ -563,7 +563,7 @@ class FuseHardSigmoid(Rule):
         return op.HardSigmoid(x, alpha=_SIXTH, beta=0.5)
 
 
-class FuseScaledHardSigmoid(Rule):
+class FuseScaledHardSigmoid(Rule, family="normalisation"):
     """clip(x + 3, 0, 6) * (1/6) -> hardsigmoid(x, 1/6, 1/2)."""
 
     proof = "numeric"
@@ -578,7 +578,7 @@ class FuseScaledHardSigmoid(Rule):
         return op.HardSigmoid(x, alpha=_SIXTH, beta=0.5)
 
 
-class FuseHardSwishFromClip(Rule):
+class FuseHardSwishFromClip(Rule, family="normalisation"):
     """x * clip(x + 3, 0, 6) / 6 -> x * hardsigmoid(x, 1/6, 1/2)."""
 
     proof = "numeric"
@@ -593,7 +593,7 @@ class FuseHardSwishFromClip(Rule):
         return op.Mul(x, op.HardSigmoid(x, alpha=_SIXTH, beta=0.5))
 
 
-class FuseAffineHardSigmoid(Rule):
+class FuseAffineHardSigmoid(Rule, family="normalisation"):
     """clip(x * a + b, 0, 1) -> hardsigmoid(x, a, b)."""
 
     proof = "numeric"
@@ -604,14 +604,14 @@ class FuseAffineHardSigmoid(Rule):
     def source(self, op: Op, x: Any, a: Any, b: Any) -> Any:
         return op.Clip(op.Add(op.Mul(x, a), b), 0.0, 1.0)
 
-    def where(self, m: Any, x: Val, a: Val, b: Val) -> None:
+    def where(self, x: Val, a: Val) -> None:
         require(x.rank >= a.rank, "it adds a dimension")
 
     def target(self, op: Op, x: Val, a: Val, b: Val) -> Any:
         return op.HardSigmoid(x, alpha=a.scalar, beta=b.scalar)
 
 
-class FuseHardSwish(Rule):
+class FuseHardSwish(Rule, family="normalisation"):
     """x * hardsigmoid(x, 1/6, 1/2) -> hardswish(x)."""
 
     proof = "numeric"
@@ -626,7 +626,7 @@ class FuseHardSwish(Rule):
         return op.HardSwish(x)
 
 
-class SplitHardSwish(Rule):
+class SplitHardSwish(Rule, family="normalisation"):
     """hardswish(x) -> x * hardsigmoid(x, 1/6, 1/2)."""
 
     proof = "numeric"
@@ -644,7 +644,7 @@ class SplitHardSwish(Rule):
 # The residual before a LayerNormalization
 
 
-class ReplaceAddBySum(RegionRule):
+class ReplaceAddBySum(RegionRule, family="normalisation"):
     """layernormalization(a + b) -> layernormalization(sum(a, b)).
 
     ONNX Runtime fuses an addition before a LayerNormalization with it to a SkipLayerNormalization that is
@@ -672,17 +672,4 @@ class ReplaceAddBySum(RegionRule):
         return op.Sum(a, b)
 
 
-RULES: tuple[AnyRule, ...] = (
-    FuseLayerNormalization(),
-    FuseMomentsLayerNormalization(),
-    FuseRMSNormalization(),
-    FuseGelu(),
-    FuseTanhGelu(),
-    FuseHardSigmoid(),
-    FuseScaledHardSigmoid(),
-    FuseHardSwishFromClip(),
-    FuseAffineHardSigmoid(),
-    FuseHardSwish(),
-    SplitHardSwish(),
-    ReplaceAddBySum(),
-)
+RULES = declared_in(__name__)

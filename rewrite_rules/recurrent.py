@@ -6,10 +6,20 @@ from typing import Any
 
 from rewrite_rules.elementwise import made_by
 from xrlflow.ir import FLOATS, Node, Value
-from xrlflow.rewrite import AnyRule, Captures, Op, Reader, Region, RegionRule, Rule, Val, require, worthwhile
+from xrlflow.rewrite import (
+    Op,
+    Reader,
+    Region,
+    RegionRule,
+    Rule,
+    Val,
+    declared_in,
+    require,
+    worthwhile,
+)
 
 
-class FuseSumOfGemms(Rule):
+class FuseSumOfGemms(Rule, family="recurrent"):
     """gemm(x, w, b) + gemm(y, v, c) -> gemm(x, w, gemm(y, v, b + c))  with b and c constant rows.
 
     The addition becomes the start of the second product's accumulation.
@@ -21,7 +31,7 @@ class FuseSumOfGemms(Rule):
     def source(self, op: Op, x: Val, w: Val, b: Val, y: Val, v: Val, c: Val) -> Any:
         return op.Add(op.Gemm(x, w, b, transB=1), op.Gemm(y, v, c, transB=1))
 
-    def target(self, op: Op, m: Captures, x: Val, w: Val, b: Val, y: Val, v: Val, c: Val) -> Any:
+    def target(self, op: Op, x: Val, w: Val, b: Val, y: Val, v: Val, c: Val) -> Any:
         return op.Gemm(x, w, op.Gemm(y, v, op.Add(b, c), transB=1), transB=1)
 
 
@@ -34,7 +44,7 @@ def _of_two_rows(example: str, states: str, bias: str) -> str:
     )
 
 
-class FuseStepsIntoGemms(RegionRule):
+class FuseStepsIntoGemms(RegionRule, family="recurrent"):
     """p_t + gemm(h_t, w, b) for each part p_t of split(gemm(x, v, c)) -> gemm(h_t, w, q_t) with parts q_t of x's
     product with the bias b + c.
 
@@ -123,7 +133,7 @@ class FuseStepsIntoGemms(RegionRule):
         ]
 
 
-class SwapSplits(RegionRule):
+class SwapSplits(RegionRule, family="recurrent"):
     """split_b(p) for each part p of split_a(x) -> split_a(q) for each part q of split_b(x).
 
     Pays where x has many parts along a (time steps), each split into a few along b (gates).
@@ -176,4 +186,4 @@ def _size(reader: Reader, value: Value, axis: int) -> int:
     return reader.val(value).size(axis)
 
 
-RULES: tuple[AnyRule, ...] = (FuseSumOfGemms(), FuseStepsIntoGemms(), SwapSplits())
+RULES = declared_in(__name__)

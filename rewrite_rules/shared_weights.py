@@ -9,7 +9,7 @@ from typing import Any
 
 from rewrite_rules.slices import Piece, piece
 from xrlflow.ir import ABSENT, FLOATS, Attrs, Dim, Node, Value
-from xrlflow.rewrite import AnyRule, Op, Reader, Refused, Region, RegionRule, Val, common_source, require
+from xrlflow.rewrite import Op, Reader, Refused, Region, RegionRule, Val, common_source, declared_in, require
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class _Stack:
 _FEW_PARTS, _FEW_READERS = 8, 16
 
 
-class MergeSharedWeightProducts(RegionRule):
+class MergeSharedWeightProducts(RegionRule, family="shared_weights"):
     """x0@w, x1@w, ..., xn@w -> split([x0; x1; ...; xn] @ w), also for Gemm with one bias.
 
     The inputs must not depend on the products: they come from one tensor by operators that only move data (the
@@ -281,4 +281,4 @@ def _origin(reader: Reader, value: Value) -> Value:
     return ABSENT if value in reader.graph.inputs else value
 
 
-RULES: tuple[AnyRule, ...] = (MergeSharedWeightProducts(),)
+RULES = declared_in(__name__)

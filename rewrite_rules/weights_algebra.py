@@ -21,7 +21,18 @@ from rewrite_rules.linear import STATISTICS, flat
 from rewrite_rules.shapes import either
 from xrlflow.ir import ABSENT, FLOATS, Attrs, Dim, DType, Node, Value
 from xrlflow.ops.tensors import numpy_dtype
-from xrlflow.rewrite import AnyRule, Captures, Op, Reader, Region, RegionRule, Rule, Val, require, worthwhile
+from xrlflow.rewrite import (
+    Captures,
+    Op,
+    Reader,
+    Region,
+    RegionRule,
+    Rule,
+    Val,
+    declared_in,
+    require,
+    worthwhile,
+)
 
 _WIDE = frozenset({DType.FLOAT, DType.DOUBLE})
 
@@ -40,7 +51,7 @@ def _factor(reader: Reader, value: Value, beside: Value) -> bool:
 # Tables
 
 
-class PushGatherThroughMatMul(Rule):
+class PushGatherThroughMatMul(Rule, family="weights_algebra"):
     """table[i] @ w -> (table @ w)[i]  for a constant table and matrix, when the product is no large table."""
 
     dtypes = _WIDE
@@ -49,7 +60,7 @@ class PushGatherThroughMatMul(Rule):
     def source(self, op: Op, t: Any, i: Any, w: Any) -> Any:
         return op.MatMul(op.Gather(t, i), w)
 
-    def where(self, m: Captures, t: Val, i: Val, w: Val) -> None:
+    def where(self, t: Val, w: Val) -> None:
         rows, columns = t.size(0), w.size(1)
         worthwhile(rows * columns * t.dtype.bits // 8 <= _BYTES, "the table would be large")
         worthwhile(rows * columns * t.size(1) <= _WORK, "multiplying the table out would take long")
@@ -63,7 +74,7 @@ _FUNCTIONS = tuple(op for op in UNARY if op != "Cast")
 _ALONG_ROWS = ("Softmax", "LayerNormalization", "RMSNormalization")
 
 
-class PushGatherThroughFunction(RegionRule):
+class PushGatherThroughFunction(RegionRule, family="weights_algebra"):
     """f(table[i], c) -> f(table, c)[i]  for f element by element, or along rows, and c constant.
 
     c is one number or one for each column; Softmax and the normalisations over the last axis count as functions along
@@ -140,7 +151,7 @@ class PushGatherThroughFunction(RegionRule):
         return op.Gather(op[name](*operands, attrs=attrs), index, attrs=gather)
 
 
-class ReplaceOneHotByGather(RegionRule):
+class ReplaceOneHotByGather(RegionRule, family="weights_algebra"):
     """cast(i = [0, 1, ..., n-1]) @ w -> [w; 0][i]  for integers i and a constant matrix w of n rows.
 
     An i out of range gives zeros: it is sent to a row of zeros behind the last.
@@ -202,7 +213,7 @@ class ReplaceOneHotByGather(RegionRule):
 # Two linear layers in a row
 
 
-class FoldGemmIntoGemm(Rule):
+class FoldGemmIntoGemm(Rule, family="weights_algebra"):
     """gemm(gemm(x, v, b), w, c) -> gemm(x, v w, b w + c)  for constant weights."""
 
     spreads = True
@@ -219,7 +230,7 @@ class FoldGemmIntoGemm(Rule):
     def source(self, op: Op, x: Any, v: Any, b: Any, w: Any, c: Any) -> Any:
         return op.Gemm(op.Gemm(x, v, b, transB="t"), w, c, transB="u")
 
-    def where(self, m: Captures, x: Val, v: Val, b: Val | None, w: Val, c: Val | None) -> None:
+    def where(self, v: Val, w: Val) -> None:
         require(prod(v.sizes) > 0, "a sum is one of nothing")
         worthwhile(prod(v.sizes) * max(w.sizes) <= _WORK, "it would take long")
 
@@ -246,7 +257,7 @@ class _Affine:
     readers: tuple[tuple[str, Attrs, bool], ...]
 
 
-class FoldAffineIntoReaders(RegionRule):
+class FoldAffineIntoReaders(RegionRule, family="weights_algebra"):
     """layernorm(x, s, b) @ w -> layernorm(x, 1) @ (s^T * w) + b @ w  for all readers, MatMul or Gemm.
 
     RMSNormalization alike. The normalisations of one tensor become one, and the shift meets the reader's bias.
@@ -339,7 +350,7 @@ class FoldAffineIntoReaders(RegionRule):
         return results
 
 
-class FoldScaleIntoNormalization(Rule):
+class FoldScaleIntoNormalization(Rule, family="weights_algebra"):
     """layernorm(x, g, b) * s -> layernorm(x, g * s, b * s)  with s constant, one number or one per column."""
 
     dtypes = _WIDE
@@ -353,7 +364,7 @@ class FoldScaleIntoNormalization(Rule):
         return op.LayerNormalization(x, op.Mul(g, s), None if b is None else op.Mul(b, s), attrs=m.a)
 
 
-class FoldBiasIntoNormalization(Rule):
+class FoldBiasIntoNormalization(Rule, family="weights_algebra"):
     """layernorm(x, g, b) + c -> layernorm(x, g, b + c)  with c constant, one number or one per column."""
 
     dtypes = _WIDE
@@ -371,7 +382,7 @@ class FoldBiasIntoNormalization(Rule):
 # Factors moved towards constants
 
 
-class MoveScaleIntoMatMul(RegionRule):
+class MoveScaleIntoMatMul(RegionRule, family="weights_algebra"):
     """(x @ y) * s -> (x * s) @ y  with s a constant number, and neither x nor y constant.
 
     As the scale of attention's scores into the query, from where it goes into the query's weights.
@@ -409,7 +420,7 @@ class MoveScaleIntoMatMul(RegionRule):
         return op.MatMul(op.Mul(x, s), y)
 
 
-class MoveScaleOutOfMatMul(RegionRule):
+class MoveScaleOutOfMatMul(RegionRule, family="weights_algebra"):
     """(x * s) @ y -> (x @ y) * s  with s a constant number, and neither x nor y constant;  x @ (y * s) alike."""
 
     anchors = ("MatMul",)
@@ -438,7 +449,7 @@ class MoveScaleOutOfMatMul(RegionRule):
         return op.Mul(op.MatMul(x, y), s)
 
 
-class FoldScaleOfPartIntoMatMul(RegionRule):
+class FoldScaleOfPartIntoMatMul(RegionRule, family="weights_algebra"):
     """split(x @ w + b)[i] * s -> split(x @ (w * f) + b * f)[i]  with f = [1, ..., s, ..., 1]  and constant s, w, b.
 
     As the scale of the queries, when queries, keys and values come from one product. Gemm alike.
@@ -530,7 +541,7 @@ class _Part:
 _MEANS = ("ReduceMean", "ReduceSum", "GlobalAveragePool", "AveragePool")
 
 
-class MoveConstantBehindMean(RegionRule):
+class MoveConstantBehindMean(RegionRule, family="weights_algebra"):
     """mean(x * c) -> mean(x) * c,  mean(x + c) -> mean(x) + c  with c constant, the same along what is averaged.
 
     ReduceMean, GlobalAveragePool and AveragePool (which may not count what it pads); for the product ReduceSum too.
@@ -610,7 +621,7 @@ class MoveConstantBehindMean(RegionRule):
         return op[name](op[mean](x, *rest, attrs=attrs), op.Squeeze(c, gone) if gone else c)
 
 
-class MergeConstantsOfSum(Rule):
+class MergeConstantsOfSum(Rule, family="weights_algebra"):
     """(x + c) + (y + d) -> (x + y) + (c + d)  with c and d constant."""
 
     dtypes = FLOATS | {DType.INT32, DType.INT64}
@@ -619,7 +630,7 @@ class MergeConstantsOfSum(Rule):
     def source(self, op: Op, x: Any, c: Any, y: Any, d: Any) -> Any:
         return op.Add(op.Add(x, c), op.Add(y, d))
 
-    def where(self, m: Captures, x: Val, c: Val, y: Val, d: Val) -> None:
+    def where(self, c: Val, d: Val) -> None:
         worthwhile(np.broadcast_shapes(c.sizes, d.sizes) in (c.sizes, d.sizes), "together they are larger")
 
     def target(self, op: Op, x: Val, c: Val, y: Val, d: Val) -> Any:
@@ -643,7 +654,7 @@ def _factor_and_shift(op: Op, scale: Val, shift: Val, mean: Val, var: Val, epsil
     return factor, op.Sub(shift, op.Mul(mean, factor))
 
 
-class SplitBatchNormalization(Rule):
+class SplitBatchNormalization(Rule, family="weights_algebra"):
     """batch_norm(x) -> x * f + (shift - mean * f)  with f = scale / sqrt(var + eps)."""
 
     dtypes = _WIDE
@@ -657,7 +668,7 @@ class SplitBatchNormalization(Rule):
     def source(self, op: Op, x: Any, scale: Any, shift: Any, mean: Any, var: Any) -> Any:
         return op.BatchNormalization(x, scale, shift, mean, var, epsilon="epsilon", momentum="momentum")
 
-    def where(self, m: Captures, x: Val, scale: Val, shift: Val, mean: Val, var: Val) -> None:
+    def where(self, m: Captures, x: Val, scale: Val, mean: Val, var: Val) -> None:
         require(all(v.dtype == x.dtype for v in (scale, mean)), "the statistics are of another element type")
         _require_deviation(var, m.epsilon)
 
@@ -667,7 +678,7 @@ class SplitBatchNormalization(Rule):
         return op.Add(op.Mul(x, op.Reshape(factor, column)), op.Reshape(offset, column))
 
 
-class MergeBatchNormalizations(Rule):
+class MergeBatchNormalizations(Rule, family="weights_algebra"):
     """batch_norm(batch_norm(x)) -> batch_norm(x)  with scale1 * f2 and (shift1 - mean2) * f2 + shift2."""
 
     dtypes = _WIDE
@@ -699,7 +710,7 @@ class MergeBatchNormalizations(Rule):
         y = op.BatchNormalization(x, scale, shift, mean, var, epsilon="epsilon", momentum="momentum")
         return op.BatchNormalization(y, scale2, shift2, mean2, var2, epsilon="epsilon2", momentum="momentum2")
 
-    def where(self, m: Captures, x: Val, *statistics: Val) -> None:
+    def where(self, m: Captures, *statistics: Val) -> None:
         require(len({v.dtype for v in statistics}) == 1, "the statistics are of several element types")
         _require_deviation(statistics[7], m.epsilon2)
 
@@ -722,7 +733,7 @@ class MergeBatchNormalizations(Rule):
         return op.BatchNormalization(x, op.Mul(scale, factor), moved, mean, var, epsilon=m.epsilon)
 
 
-class PushBatchNormalizationIntoConcat(RegionRule):
+class PushBatchNormalizationIntoConcat(RegionRule, family="weights_algebra"):
     """batch_norm(concat(x, y)) -> concat(batch_norm(x), batch_norm(y))  for a concat of channels."""
 
     anchors = ("BatchNormalization",)
@@ -768,20 +779,4 @@ class PushBatchNormalizationIntoConcat(RegionRule):
         return op.Concat(*out, attrs=concat)
 
 
-RULES: tuple[AnyRule, ...] = (
-    PushGatherThroughMatMul(),
-    PushGatherThroughFunction(),
-    ReplaceOneHotByGather(),
-    FoldGemmIntoGemm(),
-    FoldAffineIntoReaders(),
-    FoldScaleIntoNormalization(),
-    FoldBiasIntoNormalization(),
-    MoveScaleIntoMatMul(),
-    MoveScaleOutOfMatMul(),
-    FoldScaleOfPartIntoMatMul(),
-    MoveConstantBehindMean(),
-    MergeConstantsOfSum(),
-    SplitBatchNormalization(),
-    MergeBatchNormalizations(),
-    PushBatchNormalizationIntoConcat(),
-)
+RULES = declared_in(__name__)

@@ -332,10 +332,16 @@ class _Declared:
     def name(self) -> str:
         return type(self).__name__
 
-    @property
-    def family(self) -> str:
-        """The module of the library that the rule stands in."""
-        return type(self).__module__.rpartition(".")[2]
+    # By which agents, traces and the selection know rules of a kind: `class X(Rule, family="merge")`. A class that does not
+    # say has that of its base, or else the name of its module.
+    family: ClassVar[str]
+
+    def __init_subclass__(cls, family: str = "") -> None:
+        super().__init_subclass__()
+        if family:
+            cls.family = family
+        elif not hasattr(cls, "family") and cls.__module__ != __name__:
+            cls.family = cls.__module__.rpartition(".")[2]
 
     @property
     def equation(self) -> str:
@@ -550,6 +556,13 @@ class RegionRule(_Declared):
 AnyRule = Rule | RegionRule
 
 
+def declared_in(module: str) -> tuple[AnyRule, ...]:
+    """The rules that a module declares, in its order: one of each class whose name does not begin with `_`."""
+    declared = vars(sys.modules[module]).values()
+    kinds = [c for c in declared if isinstance(c, type) and issubclass(c, (Rule, RegionRule))]
+    return tuple(c() for c in kinds if c.__module__ == module and not c.__name__.startswith("_"))
+
+
 _MOVES = frozenset(
     (
         "Slice",
@@ -616,6 +629,7 @@ __all__ = [
     "VarSpec",
     "check_rules",
     "common_source",
+    "declared_in",
     "parse_shapes",
     "require",
     "watched",
