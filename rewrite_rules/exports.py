@@ -6,14 +6,25 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from rewrite_rules.axes import fronts, int_attr, ints_input, perm_of, reshape_numbers, same_dims
+from rewrite_rules.axes import fronts, perm_of, reshape_numbers, same_dims
 from rewrite_rules.elementwise import BROADCAST, UNARY, read_once
 from rewrite_rules.reshape import maker
 from xrlflow.ir import ABSENT, Body, Dim, DType, Node, TensorType, Value, dims
 from xrlflow.ir.dims import Formula
 from xrlflow.ops.symbolic_shapes import refine
 from xrlflow.ops.symbolic_values import Known, of_array, values
-from xrlflow.rewrite import Op, Reader, Region, RegionRule, Val, declared_in, require, worthwhile
+from xrlflow.rewrite import (
+    Captures,
+    Op,
+    Reader,
+    Region,
+    RegionRule,
+    Rule,
+    Val,
+    declared_in,
+    require,
+    worthwhile,
+)
 
 # Shapes as values
 
@@ -251,13 +262,16 @@ class MergeFlattenedTranspose(RegionRule, family="exports"):
 _ROUNDED = frozenset({DType.INT64, DType.UINT64})
 
 
-class ReplaceUnitReduceBySqueeze(RegionRule, family="exports"):
+_REDUCTIONS = ("ReduceMax", "ReduceMean", "ReduceMin", "ReduceProd", "ReduceSum")
+
+
+class ReplaceUnitReduceBySqueeze(Rule, family="exports"):
     """reduce(x) -> squeeze(x)  over dimensions of 1: sum, mean, product, greatest and least of one number are it.
 
     Not sums and the like of 64 bits, which ONNX Runtime takes for doubles: these round what is beyond 2^53.
     """
 
-    anchors = ("ReduceMean", "ReduceSum", "ReduceMax", "ReduceMin", "ReduceProd")
+    shapes = "x[...] axes:const"
     examples = tuple(
         f"agraph (float[N,1,3] x) => (float[{out}] y) {{ i = Constant<value_ints = [{axis}]>()"
         f" y = {name}{attrs}(x, i) }}"
@@ -268,26 +282,23 @@ class ReplaceUnitReduceBySqueeze(RegionRule, family="exports"):
         "agraph (int64[40,1] x) => (y) { i = Constant<value_ints = [1]>() y = ReduceSum<keepdims = 0>(x, i) }",
     )
 
-    def find(self, reader: Reader, node: Node) -> Region | None:
-        shape = reader.type(node.inputs[0]).shape
-        axes = ints_input(reader, node, 1)
-        if shape is None or not axes:
-            return None
-        places = fronts(axes, len(shape))
-        require(all(shape[a] == 1 for a in places), "a dimension is not 1")
-        exact = node.op in ("ReduceMax", "ReduceMin") or reader.type(node.inputs[0]).dtype not in _ROUNDED
-        require(exact, "the runtime rounds integers of 64 bits")
-        kept = int_attr(node, "keepdims", 1)
-        return Region(node.outputs, (node.inputs[0],), (node,), () if kept else places)
+    def source(self, op: Op, x: Any, axes: Any) -> Any:
+        return op.any_of(_REDUCTIONS, "reduce")(x, axes, keepdims="keep", attrs="rest")
 
-    def target(self, op: Op, region: Region, x: Val) -> Any:
-        return op.Squeeze(x, list(region.data)) if region.data else x
+    def where(self, m: Captures, x: Val, axes: Val) -> None:
+        worthwhile(axes.ints, "it reduces everything, or nothing")
+        require(all(x.shape[a] == 1 for a in fronts(axes.ints, x.rank)), "a dimension is not 1")
+        exact = m.reduce in ("ReduceMax", "ReduceMin") or x.dtype not in _ROUNDED
+        require(exact, "the runtime rounds integers of 64 bits")
+
+    def target(self, op: Op, m: Captures, x: Val, axes: Val) -> Any:
+        return x if m.keep else op.Squeeze(x, list(fronts(axes.ints, x.rank)))
 
 
 # Quantised weights
 
 
-class UseSignedWeights(RegionRule, family="exports"):
+class UseSignedWeights(Rule, family="exports"):
     """matmulinteger(x, w, z, v) -> matmulinteger(x, w - 128, z, v - 128)  for unsigned weights w.
 
     ONNX Runtime has instructions for products of unsigned with signed bytes where the processor does not saturate their
@@ -297,7 +308,7 @@ class UseSignedWeights(RegionRule, family="exports"):
     assumes = "vnni"
     backend = "onnxruntime"
     unpriced = True
-    anchors = ("MatMulInteger",)
+    shapes = "x[...,m,k] w[...,k,n]:const z[...] v[...]:const"
     examples = tuple(
         f"agraph (uint8[{shape},3] x, uint8 z) => (int32[{shape},2] y) <uint8[3,2] w = {{0, 255, 7, 128, 127, 30}},"
         f" uint8{kind} v = {value}> {{ y = MatMulInteger(x, w, z, v) }}"
@@ -309,16 +320,14 @@ class UseSignedWeights(RegionRule, family="exports"):
                             "int8[3,2] w = {0, 25, 7, -128, 127, 30}, int8 v = {12}"),
     )  # fmt: skip
 
-    def find(self, reader: Reader, node: Node) -> Region | None:
-        if len(node.inputs) < 4 or ABSENT in node.inputs:
-            return None
-        x, w, z, v = node.inputs
-        worthwhile(reader.type(x).dtype == DType.UINT8, "the other factor is signed")
-        require(reader.type(w).dtype == DType.UINT8, "the weights are signed")
-        worthwhile(reader.is_const(w) and reader.is_const(v), "the weights are computed")
-        return Region(node.outputs, (x, w, z, v), (node,))
+    def source(self, op: Op, x: Any, w: Any, z: Any, v: Any) -> Any:
+        return op.MatMulInteger(x, w, z, v)
 
-    def target(self, op: Op, region: Region, x: Val, w: Val, z: Val, v: Val) -> Any:
+    def where(self, x: Val, w: Val) -> None:
+        worthwhile(x.dtype == DType.UINT8, "the other factor is signed")
+        require(w.dtype == DType.UINT8, "the weights are signed")
+
+    def target(self, op: Op, x: Val, w: Val, z: Val, v: Val) -> Any:
         def signed(u: Val) -> Any:
             return op.Cast(op.Sub(op.Cast(u, to=int(DType.INT32)), 128), to=int(DType.INT8))
 

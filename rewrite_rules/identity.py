@@ -204,19 +204,16 @@ class RemoveRepeated(RegionRule, family="identity"):
         return x
 
 
-class CancelInvolution(RegionRule, family="identity"):
+class CancelInvolution(Rule, family="identity"):
     """f(f(x)) -> x  for Neg, Not and BitwiseNot."""
 
-    anchors = ("Neg", "Not", "BitwiseNot")
+    shared_interior = True
     examples = ("agraph (float[N,3] x) => (float[N,3] y) { a = Neg(x) y = Neg(a) }",)
 
-    def find(self, reader: Reader, node: Node) -> Region | None:
-        inner = reader.producer(node.inputs[0])
-        if inner is None or inner.op != node.op:
-            return None
-        return Region(node.outputs, inner.inputs, (node, inner))
+    def source(self, op: Op, x: Any) -> Any:
+        return op.either(*(op[f](op[f](x)) for f in ("Neg", "Not", "BitwiseNot")))
 
-    def target(self, op: Op, region: Region, x: Val) -> Any:
+    def target(self, op: Op, x: Val) -> Any:
         return x
 
 

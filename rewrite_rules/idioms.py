@@ -6,7 +6,7 @@ Only operators that ONNX Runtime has a CPU kernel for: Mish, GroupNormalization 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, ClassVar
@@ -17,7 +17,7 @@ from rewrite_rules.axes import axis_of, fronts, ints_input, inverse, is_identity
 from rewrite_rules.elementwise import BROADCAST, is_unary, keeps_shape, made_by
 from rewrite_rules.reshape import VIEWS
 from rewrite_rules.slices import piece
-from xrlflow.ir import ABSENT, FLOATS, INTEGERS, Dim, DType, Node, Value
+from xrlflow.ir import ABSENT, FLOATS, INTEGERS, Attrs, Dim, DType, Node, Value
 from xrlflow.rewrite import (
     Captures,
     Op,
@@ -106,24 +106,9 @@ def _axes(reader: Reader, node: Node) -> tuple[int, ...] | None:
     return tuple(sorted(fronts(axes or tuple(range(rank)), rank)))
 
 
-def _surely_reduces(reader: Reader, node: Node) -> bool:
-    """Whether a reduction reduces: without axes it may do nothing."""
-    return not node.attrs.get("noop_with_empty_axes") or _axes(reader, node) is not None
-
-
 # ONNX Runtime's sums of squares and of magnitudes add in order, its ReduceSum adds in a tree: of so many elements the
 # former have 3 times the error, of 1,024 they have 9 times, of a million 22.
 _IN_ORDER = 64
-
-
-def _adds_few(reader: Reader, node: Node) -> bool:
-    """Whether a reduction adds so few elements that their order is of no matter."""
-    axes = _axes(reader, node)
-    if axes is None:
-        return False
-    shape = reader.type(node.inputs[0]).shape or ()
-    known = [d for d in (shape[a] for a in axes) if isinstance(d, int)]
-    return len(known) == len(axes) and prod(known) <= _IN_ORDER
 
 
 def _fits(reader: Reader, value: Value, x: Value, axes: tuple[int, ...]) -> bool:
@@ -148,12 +133,13 @@ def _reader(reader: Reader, value: Value) -> Node | None:
     return users[0] if len(users) == 1 else None
 
 
-def _require_number(c: Val, number: float, beside: Val) -> None:
-    require(
-        c.uniform is not None and math.isclose(c.uniform, number, rel_tol=1e-6),
-        f"the constant is not {number:g} everywhere",
-    )
-    require(keeps_shape(beside.type.shape, c.type.shape), "it may broadcast")
+def _number_beside(c: Val, x: Val) -> float:
+    """The number that a constant is everywhere; refuses one that is none, or that x would broadcast to."""
+    number = c.uniform
+    require(number is not None, "the constant is not one number")
+    require(keeps_shape(x.type.shape, c.type.shape), "it may broadcast")
+    assert number is not None
+    return number
 
 
 def _square(reader: Reader, value: Value) -> Value | None:
@@ -449,8 +435,7 @@ class ReplaceMaxByClip(Rule, family="idioms"):
         return op.Max(x, c)
 
     def where(self, x: Val, c: Val) -> None:
-        require(c.uniform is not None, "the constant is not one number")
-        require(keeps_shape(x.type.shape, c.type.shape), "it may broadcast")
+        _number_beside(c, x)
 
     def target(self, op: Op, x: Val, c: Val) -> Any:
         return op.Clip(x, c.uniform, math.inf)  # without an upper bound infinity would become a number
@@ -466,12 +451,12 @@ class ReplaceMinByClip(ReplaceMaxByClip):
         return op.Clip(x, -math.inf, c.uniform)
 
 
-class RemoveNoopMax(RegionRule, family="idioms"):
+class RemoveNoopMax(Rule, family="idioms"):
     """max(x, -inf) -> x,  min(x, inf) -> x,  clip(x, -inf, inf) -> x."""
 
     proof = "numeric"
     relies_on = "no number is below minus infinity or above infinity"
-    anchors = ("Max", "Min", "Clip")
+    shapes = "x[...]:float"
     examples = (
         "agraph (float[N,3] x) => (float[N,3] y) { z = Constant<value_float=0.0>() n = Log(z) y = Max(n, x) "
         "}",
@@ -482,19 +467,10 @@ class RemoveNoopMax(RegionRule, family="idioms"):
         "y = Clip(x, l, h) }",
     )
 
-    def find(self, reader: Reader, node: Node) -> Region | None:
-        if node.op == "Clip":
-            bounds = (*node.inputs[1:], ABSENT, ABSENT)
-            x = node.inputs[0]
-            # A bound that is absent is a number: infinity does not get through.
-            free = all(v != ABSENT and _is(reader, v, b, x) for v, b in zip(bounds, (-math.inf, math.inf)))
-        else:
-            bound = -math.inf if node.op == "Max" else math.inf
-            x = next((a for a, b in _operands(node) if _is(reader, b, bound, a)), ABSENT)
-            free = x != ABSENT
-        return Region(node.outputs, (x,), (node,)) if free else None
+    def source(self, op: Op, x: Any) -> Any:
+        return op.either(op.Max(x, -math.inf), op.Min(x, math.inf), op.Clip(x, -math.inf, math.inf))
 
-    def target(self, op: Op, region: Region, x: Val) -> Any:
+    def target(self, op: Op, x: Val) -> Any:
         return x
 
 
@@ -534,14 +510,13 @@ class ReplacePReluByLeakyRelu(Rule, family="idioms"):
         return op.PRelu(x, a)
 
     def where(self, x: Val, a: Val) -> None:
-        require(a.uniform is not None, "the slope is not one number")
-        require(keeps_shape(x.type.shape, a.type.shape), "it may broadcast")
+        _number_beside(a, x)
 
     def target(self, op: Op, x: Val, a: Val) -> Any:
         return op.LeakyRelu(x, alpha=a.uniform)
 
 
-class FusePRelu(RegionRule, family="idioms"):
+class FusePRelu(Rule, family="idioms"):
     """relu(x) - a * relu(-x) -> prelu(x, a), or leakyrelu(x, a) of a single number.
 
     The slope is constant; the sum of relu(x) and -a * relu(-x) alike.
@@ -550,8 +525,7 @@ class FusePRelu(RegionRule, family="idioms"):
     proof = "numeric"
     relies_on = "relu(x) - relu(-x) = x"
     dtypes = _FLOAT
-    anchors = ("Add", "Sub")
-    reads_from = ("Relu",)
+    shapes = "x[...]:float a[...]:const"
     examples = (
         "agraph (float[N,3] x) => (float[N,3] y) <float[3] a = {0.5, 0.25, -2}> "
         "{ p = Relu(x) n = Neg(x) r = Relu(n) m = Mul(r, a) y = Sub(p, m) }",
@@ -559,58 +533,39 @@ class FusePRelu(RegionRule, family="idioms"):
         "{ n = Neg(x) r = Relu(n) m = Mul(a, r) p = Relu(x) y = Add(m, p) }",
     )
 
-    def find(self, reader: Reader, node: Node) -> Region | None:
-        for positive, product in _operands(node):
-            relu = made_by(reader, positive, "Relu")
-            for negative, slope in _operands(made_by(reader, product, "Mul")):
-                other = made_by(reader, negative, "Relu")
-                if relu is None or other is None or not reader.is_const(slope):
-                    continue
-                x = relu.inputs[0]
-                neg = made_by(reader, other.inputs[0], "Neg")
-                if neg is None or neg.inputs[0] != x:
-                    continue
-                worthwhile(
-                    keeps_shape(reader.type(x).shape, reader.type(slope).shape), "the slope broadcasts x"
-                )
-                data = (node.op == "Add", reader.val(slope).uniform)
-                nodes = _between(reader, node.outputs[0], (x, slope))
-                return Region(node.outputs, (x, slope), nodes, data)
-        return None
+    def source(self, op: Op, x: Any, a: Any) -> Any:
+        return op.any_of(("Add", "Sub"), "join")(op.Relu(x), op.Mul(a, op.Relu(op.Neg(x))))
 
-    def target(self, op: Op, region: Region, x: Val, slope: Val) -> Any:
-        negate, number = region.data
-        if number is not None:
-            return op.LeakyRelu(x, alpha=-number if negate else number)
-        return op.PRelu(x, op.Neg(slope) if negate else slope)
+    def where(self, x: Val, a: Val) -> None:
+        worthwhile(keeps_shape(x.type.shape, a.type.shape), "the slope broadcasts x")
+
+    def target(self, op: Op, m: Captures, x: Val, a: Val) -> Any:
+        if a.uniform is not None:
+            return op.LeakyRelu(x, alpha=a.uniform if m.join == "Sub" else -a.uniform)
+        return op.PRelu(x, a if m.join == "Sub" else op.Neg(a))
 
 
-class FuseLeakyReluFromMax(RegionRule, family="idioms"):
+class FuseLeakyReluFromMax(Rule, family="idioms"):
     """max(x, a * x) -> leakyrelu(x, a)  for 0 < a < 1."""
 
     proof = "numeric"
     relies_on = "a * x is the greater one just where x is negative"
     dtypes = _FLOAT
-    anchors = ("Max",)
-    reads_from = ("Mul",)
+    shapes = "x[...]:float a[...]:const"
     examples = (
         "agraph (float[N,3] x) => (float[N,3] y) { a = Constant<value_float=0.125>() m = Mul(x, a) y = "
         "Max(x, m) }",
         "agraph (float[2,3] x) => (float[2,3] y) <float[1] a = {0.5}> { m = Mul(a, x) y = Max(m, x) }",
     )
 
-    def find(self, reader: Reader, node: Node) -> Region | None:
-        for x, product in _operands(node):
-            for inner, c in _operands(made_by(reader, product, "Mul")):
-                alpha = _number(reader, c, inner)
-                if inner != x or alpha is None:
-                    continue
-                require(0 < alpha < 1, "the slope is not between 0 and 1")
-                return Region(node.outputs, (x,), _between(reader, node.outputs[0], (x,)), alpha)
-        return None
+    def source(self, op: Op, x: Any, a: Any) -> Any:
+        return op.Max(x, op.Mul(x, a))
 
-    def target(self, op: Op, region: Region, x: Val) -> Any:
-        return op.LeakyRelu(x, alpha=region.data)
+    def where(self, x: Val, a: Val) -> None:
+        require(0 < _number_beside(a, x) < 1, "the slope is not between 0 and 1")
+
+    def target(self, op: Op, x: Val, a: Val) -> Any:
+        return op.LeakyRelu(x, alpha=a.uniform)
 
 
 # Sigmoid, Softplus, Tanh and their like
@@ -1042,84 +997,87 @@ class FuseLogOfSoftmax(Rule, family="idioms"):
 # Reductions
 
 
-class FuseReduceMean(RegionRule, family="idioms"):
+def _reduced_axes(x: Val, axes: Val | None, attrs: Attrs) -> tuple[int, ...]:
+    """The axes of a reduction; refuses those that are not known, and one that may do nothing."""
+    given = () if axes is None else axes.ints
+    require(given or not attrs.get("noop_with_empty_axes"), "it may reduce nothing")
+    return fronts(given or range(x.rank), x.rank)
+
+
+class FuseReduceMean(Rule, family="idioms"):
     """sum(x) / n -> mean(x)  when n elements are summed;  sum(x) * (1/n) alike."""
 
     proof = "numeric"
     relies_on = "the product with 1/n as its type rounds it"
     dtypes = _WIDE
-    anchors = ("Div", "Mul")
-    reads_from = ("ReduceSum",)
+    optional = ("axes",)
+    shapes = "x[...]:float axes:const c[...]:const"
     examples = (
-        "agraph (float[N,4] x) => (float[N,1] y) { i = Constant<value_ints=[-1]>() n = "
-        "Constant<value_float=4.0>() "
-        "s = ReduceSum(x, i) y = Div(s, n) }",
-        "agraph (float[N,2,4] x) => (float[N] y) { i = Constant<value_ints=[1,2]>() n = "
-        "Constant<value_float=0.125>() "
-        "s = ReduceSum<keepdims=0>(x, i) y = Mul(n, s) }",
-        "agraph (float[2,3] x) => (float y) { n = Constant<value_float=6.0>() s = ReduceSum<keepdims=0>(x) "
-        "y = Div(s, n) }",
+        "agraph (float[N,4] x) => (float[N,1] y) <int64[1] i = {-1}, float n = {4}> "
+        "{ s = ReduceSum(x, i) y = Div(s, n) }",
+        "agraph (float[N,2,4] x) => (float[N] y) <int64[2] i = {1,2}, float n = {0.125}> "
+        "{ s = ReduceSum<keepdims=0>(x, i) y = Mul(n, s) }",
+        "agraph (float[2,3] x) => (float y) <float n = {6}> { s = ReduceSum<keepdims=0>(x) y = Div(s, n) }",
     )
 
-    def find(self, reader: Reader, node: Node) -> Region | None:
-        for total, c in _operands(node):
-            summed = made_by(reader, total, "ReduceSum")
-            number = _number(reader, c, total)
-            axes = None if summed is None or number is None else _axes(reader, summed)
-            if axes is None:
-                continue
-            assert summed is not None
-            assert number is not None
-            count = prod(reader.val(summed.inputs[0]).size(a) for a in axes)
-            if not count:
-                return None
-            wanted = count if node.op == "Div" else 1 / count
-            require(math.isclose(number, wanted, rel_tol=1e-6), "another number of elements is summed")
-            inputs = tuple(v for v in summed.inputs if v != ABSENT)
-            nodes = _between(reader, node.outputs[0], inputs)
-            return Region(node.outputs, inputs, nodes, summed.attrs)
-        return None
+    def source(self, op: Op, x: Any, axes: Any, c: Any) -> Any:
+        return op.any_of(("Div", "Mul"), "by")(op.ReduceSum(x, axes, attrs="sum"), c)
 
-    def target(self, op: Op, region: Region, x: Val, axes: Val | None = None) -> Any:
-        return op.ReduceMean(x, axes, attrs=region.data)
+    def where(self, m: Captures, x: Val, axes: Val | None, c: Val) -> None:
+        reduced = _reduced_axes(x, axes, m.sum)
+        left = x.rank if m.sum.get("keepdims", 1) else x.rank - len(reduced)
+        require(c.uniform is not None and all(d == 1 for d in c.sizes), "the constant is not one number")
+        require(c.rank <= left, "it may broadcast")
+        count = prod(x.size(a) for a in reduced)
+        worthwhile(count, "nothing is summed")
+        wanted = count if m.by == "Div" else 1 / count
+        require(math.isclose(c.scalar, wanted, rel_tol=1e-6), "another number of elements is summed")
+
+    def target(self, op: Op, m: Captures, x: Val, axes: Val | None) -> Any:
+        return op.ReduceMean(x, axes, attrs=m.sum)
 
 
-class FuseReduceSumSquare(RegionRule, family="idioms"):
+class FuseReduceSumSquare(Rule, family="idioms"):
     """sum(x * x) -> sumsquare(x)  over the same axes;  sum(x^2) alike.
 
     Not of integers: the product wraps around, where ONNX Runtime's sum of squares stops at the greatest number.
     """
 
     dtypes = _WIDE
-    anchors = ("ReduceSum",)
-    reads_from = ("Mul", "Pow")
-    examples = (
-        "agraph (float[N,4] x) => (float[N,1] y) { i = Constant<value_ints=[-1]>() s = Mul(x, x) y = "
-        "ReduceSum(s, i) }",
-        "agraph (float[2,3,4] x) => (float[3] y) { i = Constant<value_ints=[0,2]>() t = "
-        "Constant<value_float=2.0>() "
-        "s = Pow(x, t) y = ReduceSum<keepdims=0>(s, i) }",
+    optional = ("axes",)
+    shapes = "x[...]:float axes:const"
+    examples: ClassVar[tuple[str, ...]] = (
+        "agraph (float[N,4] x) => (float[N,1] y) <int64[1] i = {-1}> { s = Mul(x, x) y = ReduceSum(s, i) }",
+        "agraph (float[2,3,4] x) => (float[3] y) <int64[2] i = {0,2}, float t = {2}> "
+        "{ s = Pow(x, t) y = ReduceSum<keepdims=0>(s, i) }",
         "agraph (float[2,3] x) => (float[1,1] y) { s = Mul(x, x) y = ReduceSum(s) }",
     )
+    survivors: ClassVar[Mapping[str, str]] = {
+        "drop: it may reduce nothing": "what is not summed is squared all the same; it is of no use"
+    }
+    reduce = "ReduceSumSquare"
 
-    def find(self, reader: Reader, node: Node) -> Region | None:
-        x = _square(reader, node.inputs[0])
-        if x is None or not _surely_reduces(reader, node):
-            return None
-        accurate(_adds_few(reader, node), "a sum of so many squares loses accuracy")
-        inputs = (x, *(v for v in node.inputs[1:] if v != ABSENT))
-        return Region(node.outputs, inputs, _between(reader, node.outputs[0], inputs), node.attrs)
+    def summed(self, op: Op, x: Any) -> Any:
+        return op.either(op.Mul(x, x), op.Pow(x, 2.0))
 
-    def target(self, op: Op, region: Region, x: Val, axes: Val | None = None) -> Any:
-        return op.ReduceSumSquare(x, axes, attrs=region.data)
+    def source(self, op: Op, x: Any, axes: Any) -> Any:
+        return op.ReduceSum(self.summed(op, x), axes, attrs="sum")
+
+    def where(self, m: Captures, x: Val, axes: Val | None) -> None:
+        sizes = [x.shape[a] for a in _reduced_axes(x, axes, m.sum)]
+        known = [d for d in sizes if isinstance(d, int)]
+        few = len(known) == len(sizes) and prod(known) <= _IN_ORDER
+        accurate(few, "a sum of so many squares or magnitudes loses accuracy")
+
+    def target(self, op: Op, m: Captures, x: Val, axes: Val | None) -> Any:
+        return op[self.reduce](x, axes, attrs=m.sum)
 
 
-class FuseReduceL1(RegionRule, family="idioms"):
+class FuseReduceL1(FuseReduceSumSquare):
     """sum(|x|) -> l1(x)  over the same axes."""
 
     dtypes = _FLOAT
-    anchors = ("ReduceSum",)
-    reads_from = ("Abs",)
+    reduce = "ReduceL1"
     examples = (
         "agraph (float[N,4] x) => (float[N,1] y) { i = Constant<value_ints=[-1]>() s = Abs(x) y = "
         "ReduceSum(s, i) }",
@@ -1131,16 +1089,8 @@ class FuseReduceL1(RegionRule, family="idioms"):
         "agraph (float[2,3] x) => (float[2,3] y) { s = Abs(x) y = ReduceSum<noop_with_empty_axes=1>(s) }",
     )
 
-    def find(self, reader: Reader, node: Node) -> Region | None:
-        absolute = made_by(reader, node.inputs[0], "Abs")
-        if absolute is None or not _surely_reduces(reader, node):
-            return None
-        accurate(_adds_few(reader, node), "a sum of so many magnitudes loses accuracy")
-        inputs = (*absolute.inputs, *(v for v in node.inputs[1:] if v != ABSENT))
-        return Region(node.outputs, inputs, _between(reader, node.outputs[0], inputs), node.attrs)
-
-    def target(self, op: Op, region: Region, x: Val, axes: Val | None = None) -> Any:
-        return op.ReduceL1(x, axes, attrs=region.data)
+    def summed(self, op: Op, x: Any) -> Any:
+        return op.Abs(x)
 
 
 class FuseReduceL2(Rule, family="idioms"):
@@ -1647,35 +1597,31 @@ class FuseNearestResize(RegionRule, family="idioms"):
 # Powers, quotients, signs
 
 
-class _ReplacePower(Rule, family="idioms"):
-    """x to the power of one number."""
+class ReplacePowByProduct(Rule, family="idioms"):
+    """x ^ 2 -> x * x."""
 
     dtypes = _WIDE
-    shapes = "x[...]:float c[...]:const"
-    exponent = 2.0
+    shapes = "x[...]:float"
 
-    def source(self, op: Op, x: Any, c: Any) -> Any:
-        return op.Pow(x, c)
-
-    def where(self, x: Val, c: Val) -> None:
-        _require_number(c, self.exponent, x)
-
-
-class ReplacePowByProduct(_ReplacePower):
-    """x ^ 2 -> x * x."""
+    def source(self, op: Op, x: Any) -> Any:
+        return op.Pow(x, 2.0)
 
     def target(self, op: Op, x: Val) -> Any:
         return op.Mul(x, x)
 
 
-class ReplacePowBySqrt(_ReplacePower):
+class ReplacePowBySqrt(Rule, family="idioms"):
     """x ^ 0.5 -> sqrt(x).
 
     Of minus infinity the left side is infinite, the right side NaN.
     """
 
     spreads = True
-    exponent = 0.5
+    dtypes = _WIDE
+    shapes = "x[...]:float"
+
+    def source(self, op: Op, x: Any) -> Any:
+        return op.Pow(x, 0.5)
 
     def target(self, op: Op, x: Val) -> Any:
         return op.Sqrt(x)
@@ -1728,13 +1674,10 @@ class ReplaceMulByNeg(Rule, family="idioms"):
     """x * -1 -> -x."""
 
     dtypes = _WIDE
-    shapes = "x[...]:float c[...]:const"
+    shapes = "x[...]:float"
 
-    def source(self, op: Op, x: Any, c: Any) -> Any:
-        return op.Mul(x, c)
-
-    def where(self, x: Val, c: Val) -> None:
-        _require_number(c, -1.0, x)
+    def source(self, op: Op, x: Any) -> Any:
+        return op.Mul(x, -1.0)
 
     def target(self, op: Op, x: Val) -> Any:
         return op.Neg(x)
@@ -1826,27 +1769,23 @@ class FuseLessOrEqual(Rule, family="idioms"):
     proof = "numeric"
     relies_on = "the definition of <="
     shapes = "x[...] y[...]"
+    strict, wide = "Less", "LessOrEqual"
 
     def source(self, op: Op, x: Any, y: Any) -> Any:
-        return op.Or(op.Less(x, y), op.Equal(x, y))
+        return op.Or(op[self.strict](x, y), op.Equal(x, y))
 
     def where(self, x: Val) -> None:
         worthwhile(x.dtype in _ORDERED, "there is no kernel for this element type")
 
     def target(self, op: Op, x: Val, y: Val) -> Any:
-        return op.LessOrEqual(x, y)
+        return op[self.wide](x, y)
 
 
 class FuseGreaterOrEqual(FuseLessOrEqual):
     """x > y or x = y -> x >= y."""
 
     relies_on = "the definition of >="
-
-    def source(self, op: Op, x: Any, y: Any) -> Any:
-        return op.Or(op.Greater(x, y), op.Equal(x, y))
-
-    def target(self, op: Op, x: Val, y: Val) -> Any:
-        return op.GreaterOrEqual(x, y)
+    strict, wide = "Greater", "GreaterOrEqual"
 
 
 _OPPOSITE = {
@@ -1857,7 +1796,7 @@ _OPPOSITE = {
 }
 
 
-class PushNotIntoComparison(RegionRule, family="idioms"):
+class PushNotIntoComparison(Rule, family="idioms"):
     """not (x < y) -> x >= y  for integers;  the other comparisons alike.
 
     Of NaN neither is true, hence no floats.
@@ -1865,8 +1804,7 @@ class PushNotIntoComparison(RegionRule, family="idioms"):
 
     proof = "numeric"
     relies_on = "of two integers one is less, or they are equal"
-    anchors = ("Not",)
-    reads_from = tuple(_COMPARISONS)
+    shapes = "x[...] y[...]"
     examples = (
         "agraph (int64[N,3] a, int64[3] b) => (bool[N,3] y) { c = Less(a, b) y = Not(c) }",
         "agraph (int32[N,3] a, int32[N,3] b) => (bool[N,3] y) { c = GreaterOrEqual(a, b) y = Not(c) }",
@@ -1874,17 +1812,15 @@ class PushNotIntoComparison(RegionRule, family="idioms"):
         "agraph (float[N,3] a, float[3] b) => (bool[N,3] y) { c = LessOrEqual(a, b) y = Not(c) }",
     )
 
-    def find(self, reader: Reader, node: Node) -> Region | None:
-        compare = made_by(reader, node.inputs[0], *_COMPARISONS)
-        if compare is None:
-            return None
-        dtype = reader.type(compare.inputs[0]).dtype
-        require(dtype not in FLOATS, "one of the two may be NaN")
-        worthwhile(dtype in _ORDERED, "there is no kernel for this element type")
-        return Region(node.outputs, compare.inputs, (node, compare), _OPPOSITE[compare.op])
+    def source(self, op: Op, x: Any, y: Any) -> Any:
+        return op.Not(op.any_of(_COMPARISONS, "compare")(x, y))
 
-    def target(self, op: Op, region: Region, x: Val, y: Val) -> Any:
-        return op[region.data](x, y)
+    def where(self, x: Val) -> None:
+        require(x.dtype not in FLOATS, "one of the two may be NaN")
+        worthwhile(x.dtype in _ORDERED, "there is no kernel for this element type")
+
+    def target(self, op: Op, m: Captures, x: Val, y: Val) -> Any:
+        return op[_OPPOSITE[m.compare]](x, y)
 
 
 _FUNCTIONS: dict[str, Callable[[Any, Any], Any]] = {
@@ -1896,41 +1832,36 @@ _FUNCTIONS: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-class FoldComparisonOfBool(RegionRule, family="idioms"):
+class FoldComparisonOfBool(Rule, family="idioms"):
     """cast(c) = 1 -> c,  cast(c) = 0 -> not c  for a boolean c;  the other comparisons with a number alike."""
 
     proof = "numeric"
     relies_on = "a boolean is cast to 0 or 1"
-    anchors = ("Equal", *_COMPARISONS)
-    reads_from = ("Cast",)
+    shapes = "c[...]:bool n[...]:const"
     examples = (
-        "agraph (bool[N,3] c) => (bool[N,3] y) { one = Constant<value_int=1>() i = Cast<to=7>(c) y = "
-        "Equal(i, one) }",
-        "agraph (bool[N,3] c) => (bool[N,3] y) { z = Constant<value_float=0.0>() f = Cast<to=1>(c) y = "
-        "Equal(z, f) }",
-        "agraph (bool[N,3] c) => (bool[N,3] y) { h = Constant<value_float=0.5>() f = Cast<to=1>(c) y = "
-        "Greater(f, h) }",
+        "agraph (bool[N,3] c) => (bool[N,3] y) <int64 one = {1}> { i = Cast<to=7>(c) y = Equal(i, one) }",
+        "agraph (bool[N,3] c) => (bool[N,3] y) <float z = {0}> { f = Cast<to=1>(c) y = Equal(z, f) }",
+        "agraph (bool[N,3] c) => (bool[N,3] y) <float h = {0.5}> { f = Cast<to=1>(c) y = Greater(f, h) }",
     )
 
-    def find(self, reader: Reader, node: Node) -> Region | None:
-        function = _FUNCTIONS[node.op]
-        for place, other in ((0, 1), (1, 0)):
-            cast = made_by(reader, node.inputs[place], "Cast")
-            number = _number(reader, node.inputs[other], node.inputs[place])
-            if cast is None or number is None:
-                continue
-            if (
-                reader.type(cast.inputs[0]).dtype != DType.BOOL
-                or cast.types[0].dtype not in FLOATS | INTEGERS
-            ):
-                continue
-            truth = tuple(bool(function(*((b, number) if place == 0 else (number, b)))) for b in (0.0, 1.0))
-            require(truth[0] != truth[1], "it is the same for both")
-            return Region(node.outputs, cast.inputs, (node, cast), truth[1])
-        return None
+    def source(self, op: Op, c: Any, n: Any) -> Any:
+        compare, number = op.any_of(_FUNCTIONS, "compare"), op.Cast(c, to="to")
+        return op.either(compare(number, n), compare(n, number), name="turned")
 
-    def target(self, op: Op, region: Region, c: Val) -> Any:
-        return c if region.data else op.Not(c)
+    def where(self, m: Captures, c: Val, n: Val) -> None:
+        worthwhile(m.to in FLOATS | INTEGERS, "it is no number")
+        of_false, of_true = self._truth(m, c, n)
+        require(of_false != of_true, "it is the same for both")
+
+    def target(self, op: Op, m: Captures, c: Val, n: Val) -> Any:
+        return c if self._truth(m, c, n)[1] else op.Not(c)
+
+    @staticmethod
+    def _truth(m: Captures, c: Val, n: Val) -> tuple[bool, bool]:
+        """What is said of False and of True."""
+        number, compare = _number_beside(n, c), _FUNCTIONS[m.compare]
+        of_false, of_true = (bool(compare(number, b) if m.turned else compare(b, number)) for b in (0.0, 1.0))
+        return of_false, of_true
 
 
 # Shapes

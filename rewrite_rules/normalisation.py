@@ -10,9 +10,18 @@ from typing import Any, ClassVar
 import numpy as np
 
 from rewrite_rules.axes import fronts, ints_input
-from rewrite_rules.elementwise import read_once
 from xrlflow.ir import Dim, DType, Node, Value
-from xrlflow.rewrite import Op, Reader, Region, RegionRule, Rule, Val, declared_in, require, worthwhile
+from xrlflow.rewrite import (
+    Op,
+    Reader,
+    Region,
+    RegionRule,
+    Rule,
+    Val,
+    declared_in,
+    require,
+    worthwhile,
+)
 
 # Types that are only computed in float32 inside: a double would lose digits by the default `stash_type`.
 _STASHED = frozenset({DType.FLOAT, DType.FLOAT16})
@@ -422,48 +431,22 @@ class FuseRMSNormalization(RegionRule, family="normalisation"):
 # Gelu
 
 
-class _FuseGelu(RegionRule, family="normalisation"):
-    """x * 0.5 * (1 + f(x)), the factors in any order."""
-
-    proof = "numeric"
-    dtypes = _FLOAT
-
-    def _product(self, reader: Reader, x: Value, walk: _Walk) -> bool:
-        """Take 1 + f(x), then the factors x and 0.5."""
-        found = walk.step("Add")
-        if found is None or not _is(reader, found[1], 1.0):
-            return False
-        walk.take(found[0])
-        walk.at = found[0].outputs[0]
-        has_x = has_half = False
-        while not (has_x and has_half):
-            found = walk.step("Mul")
-            if found is None:
-                return False
-            node, other = found
-            if other == x and not has_x:
-                has_x = True
-            elif not has_half and _is(reader, other, 0.5):
-                has_half = True
-            elif not has_x and not has_half:
-                halves = [n for v, c, n in _scaled(reader, other) if v == x and math.isclose(c, 0.5)]
-                if not halves:
-                    return False
-                walk.take(halves[0])
-                has_x = has_half = True
-            else:
-                return False
-            walk.take(node)
-            walk.at = node.outputs[0]
-        return True
+def _halves(op: Op, x: Any, gate: Any) -> Any:
+    """x * gate / 2 in a source, the factors in any order."""
+    half = op.either(op.Mul(x, 0.5), op.Div(x, 2.0))
+    product = op.Mul(x, gate)
+    return op.either(
+        op.Mul(half, gate), op.Mul(product, 0.5), op.Div(product, 2.0), op.Mul(x, op.Mul(gate, 0.5))
+    )
 
 
-class FuseGelu(_FuseGelu):
+class FuseGelu(Rule, family="normalisation"):
     """x * 0.5 * (1 + erf(x / sqrt(2))) -> gelu(x), the factors in any order."""
 
+    proof = "numeric"
     relies_on = "gelu(x) = x (1 + erf(x / sqrt 2)) / 2, with sqrt 2 as float32 rounds it"
-
-    anchors = ("Erf",)
+    dtypes = _FLOAT
+    shapes = "x[...]:float"
     examples = (
         "agraph (float[N,4] x) => (float[N,4] y) { r = Constant<value_float=1.4142135623730951>() "
         "one = Constant<value_float=1.0>() half = Constant<value_float=0.5>() a = Div(x, r) b = Erf(a) "
@@ -478,25 +461,21 @@ class FuseGelu(_FuseGelu):
         "Add(b, one) d = Mul(x, c) e = Mul(x, half) y = Mul(d, e) }",
     )
 
-    def find(self, reader: Reader, node: Node) -> Region | None:
-        for x, number, scale in _scaled(reader, node.inputs[0]):
-            if math.isclose(number, math.sqrt(0.5), rel_tol=1e-6):
-                walk = _Walk(reader, [node, scale], node.outputs[0])
-                if self._product(reader, x, walk):
-                    walk.closed()
-                    return Region((walk.at,), (x,), tuple(walk.nodes))
-        return None
+    def source(self, op: Op, x: Any) -> Any:
+        scaled = op.either(op.Div(x, math.sqrt(2)), op.Mul(x, math.sqrt(0.5)))
+        return _halves(op, x, op.Add(op.Erf(scaled), 1.0))
 
-    def target(self, op: Op, region: Region, x: Val) -> Any:
+    def target(self, op: Op, x: Val) -> Any:
         return op.Gelu(x)
 
 
-class FuseTanhGelu(_FuseGelu):
+class FuseTanhGelu(Rule, family="normalisation"):
     """x * 0.5 * (1 + tanh(sqrt(2/pi) * (x + 0.044715 * x^3))) -> gelu(x, tanh), the factors in any order."""
 
+    proof = "numeric"
     relies_on = "the approximation of gelu by tanh, with its constants as float32 rounds them"
-
-    anchors = ("Tanh",)
+    dtypes = _FLOAT
+    shapes = "x[...]:float"
     examples = (
         "agraph (float[N,4] x) => (float[N,4] y) { three = Constant<value_float=3.0>() "
         "k = Constant<value_float=0.044715>() c = Constant<value_float=0.7978845608028654>() "
@@ -508,37 +487,13 @@ class FuseTanhGelu(_FuseGelu):
         "s = Add(x, q) u = Mul(c, s) t = Tanh(u) v = Add(one, t) h = Mul(half, v) y = Mul(x, h) }",
     )
 
-    def find(self, reader: Reader, node: Node) -> Region | None:
-        for total, number, scale in _scaled(reader, node.inputs[0]):
-            if not math.isclose(number, math.sqrt(2 / math.pi), rel_tol=1e-6):
-                continue
-            added = reader.producer(total)
-            for x, term in _operands(reader, added, "Add"):
-                for cube, k, product in _scaled(reader, term):
-                    nodes = self._cube(reader, cube, x)
-                    if nodes is None or not math.isclose(k, 0.044715, rel_tol=1e-6) or added is None:
-                        continue
-                    walk = _Walk(reader, [node, scale, added, product, *nodes], node.outputs[0])
-                    if self._product(reader, x, walk):
-                        walk.closed()
-                        return Region((walk.at,), (x,), tuple(walk.nodes))
-        return None
+    def source(self, op: Op, x: Any) -> Any:
+        square = op.either(op.Mul(x, x), op.Pow(x, 2.0))
+        cube = op.either(op.Pow(x, 3.0), op.Mul(x, square))
+        inner = op.Mul(op.Add(x, op.Mul(cube, 0.044715)), math.sqrt(2 / math.pi))
+        return _halves(op, x, op.Add(op.Tanh(inner), 1.0))
 
-    @staticmethod
-    def _cube(reader: Reader, value: Value, x: Value) -> list[Node] | None:
-        """The nodes that make x^3."""
-        node = reader.producer(value)
-        if node is None:
-            return None
-        if node.op == "Pow" and node.inputs[0] == x and _is(reader, node.inputs[1], 3.0):
-            return [node]
-        for factor, square in _operands(reader, node, "Mul"):
-            found = _square(reader, square)
-            if factor == x and found is not None and found[0] == x:
-                return [node, found[1]]
-        return None
-
-    def target(self, op: Op, region: Region, x: Val) -> Any:
+    def target(self, op: Op, x: Val) -> Any:
         return op.Gelu(x, approximate="tanh")
 
 
@@ -553,44 +508,30 @@ class FuseHardSigmoid(Rule, family="normalisation"):
     proof = "numeric"
     relies_on = "hardsigmoid(x) = max(0, min(1, a x + b)), scaling an interval scales its bounds"
     dtypes = _FLOAT
+    shapes = "x[...]:float"
 
     def source(self, op: Op, x: Any) -> Any:
         return op.Div(op.Clip(op.Add(x, 3.0), 0.0, 6.0), 6.0)
 
-    shapes = "x[...]:float"
-
     def target(self, op: Op, x: Val) -> Any:
         return op.HardSigmoid(x, alpha=_SIXTH, beta=0.5)
 
 
-class FuseScaledHardSigmoid(Rule, family="normalisation"):
+class FuseScaledHardSigmoid(FuseHardSigmoid):
     """clip(x + 3, 0, 6) * (1/6) -> hardsigmoid(x, 1/6, 1/2)."""
 
-    proof = "numeric"
-    relies_on = "hardsigmoid(x) = max(0, min(1, a x + b)), scaling an interval scales its bounds"
-    dtypes = _FLOAT
-    shapes = "x[...]:float"
-
     def source(self, op: Op, x: Any) -> Any:
-        return op.Mul(op.Clip(op.Add(x, 3.0), 0.0, 6.0), 1.0 / 6.0)
-
-    def target(self, op: Op, x: Val) -> Any:
-        return op.HardSigmoid(x, alpha=_SIXTH, beta=0.5)
+        return op.Mul(op.Clip(op.Add(x, 3.0), 0.0, 6.0), 1 / 6)
 
 
-class FuseHardSwishFromClip(Rule, family="normalisation"):
+class FuseHardSwishFromClip(FuseHardSigmoid):
     """x * clip(x + 3, 0, 6) / 6 -> x * hardsigmoid(x, 1/6, 1/2)."""
-
-    proof = "numeric"
-    relies_on = "hardsigmoid(x) = max(0, min(1, a x + b)), scaling an interval scales its bounds"
-    dtypes = _FLOAT
-    shapes = "x[...]:float"
 
     def source(self, op: Op, x: Any) -> Any:
         return op.Div(op.Mul(x, op.Clip(op.Add(x, 3.0), 0.0, 6.0)), 6.0)
 
     def target(self, op: Op, x: Val) -> Any:
-        return op.Mul(x, op.HardSigmoid(x, alpha=_SIXTH, beta=0.5))
+        return op.Mul(x, super().target(op, x))
 
 
 class FuseAffineHardSigmoid(Rule, family="normalisation"):
@@ -653,7 +594,7 @@ class ReplaceAddBySum(RegionRule, family="normalisation"):
 
     unpriced = True
     backend = "onnxruntime"
-    dtypes = frozenset({DType.FLOAT})
+    dtypes = _FLOAT
     anchors = ("LayerNormalization",)
     examples = (
         "agraph (float[N,3,4] a, float[N,3,4] b, float[4] s) => (float[N,3,4] y) "

@@ -710,7 +710,7 @@ class MergeBatchNormalizations(Rule, family="weights_algebra"):
         y = op.BatchNormalization(x, scale, shift, mean, var, epsilon="epsilon", momentum="momentum")
         return op.BatchNormalization(y, scale2, shift2, mean2, var2, epsilon="epsilon2", momentum="momentum2")
 
-    def where(self, m: Captures, *statistics: Val) -> None:
+    def where(self, m: Captures, x: Val, *statistics: Val) -> None:
         require(len({v.dtype for v in statistics}) == 1, "the statistics are of several element types")
         _require_deviation(statistics[7], m.epsilon2)
 

@@ -339,11 +339,11 @@ def test_powers():
         for shape in ((), (1,), (4,)):
             given = np.full(shape, exponent, np.float32)
             applies(rule, unary(positive + "y = Pow(a, c)", c=given), ops=ops)
-        refuses(rule, unary(positive + "y = Pow(a, c)", c=THREE), "everywhere")
+        refuses(rule, unary(positive + "y = Pow(a, c)", c=THREE))
         wide = model(
             "agraph (float[4] x) => (float[2,4] y) { y = Pow(x, c) }", c=np.full((2, 1), exponent, np.float32)
         )
-        refuses(rule, wide, "may broadcast")
+        refuses(rule, wide)
 
 
 def test_quotients():
@@ -356,7 +356,7 @@ def test_quotients():
 def test_signs():
     applies(ReplaceNegByMul(), unary("y = Neg(x)"), ops=["Mul"])
     applies(ReplaceMulByNeg(), unary("y = Mul(c, x)", c=np.float32(-1)), ops=["Neg"])
-    refuses(ReplaceMulByNeg(), unary("y = Mul(c, x)", c=ONE), "everywhere")
+    refuses(ReplaceMulByNeg(), unary("y = Mul(c, x)", c=ONE))
 
 
 def test_cast_like():

@@ -70,8 +70,9 @@ class Pattern:
     optional: frozenset[str]
     shapes: Sequence[Mapping[str, VarSpec]]
     captures: list[str] = field(default_factory=list)
-    # Which of several operators it has, by the names of `any_of`; and what tells it from others of its arity.
-    chosen: Mapping[str, str] = field(default_factory=dict)
+    # What was chosen by name: an operator of `any_of`, the place of an alternative of `either`.
+    chosen: Mapping[str, str | int] = field(default_factory=dict)
+    # Which of the patterns of its arity it is, if there are several.
     form: int | None = None
     # What the types of the variables and the captured attributes alone say: a refusal, or None if the types are
     # what `shapes` declares.
@@ -99,32 +100,39 @@ class Pattern:
 class _Tracer(Op):
     """Traces one source, with one of the choices at each `either` and `any_of`: those that are given, then the first.
 
-    `counts` has how many there are at each; `named` the nodes by the names of `any_of`.
+    `counts` has how many there are at each; `named` what was chosen under a name, with the node that it leads to.
     """
 
     def __init__(self, choices: Sequence[int] = ()) -> None:
         self.nodes: list[PNode] = []
         self.choices = choices
         self.counts: list[int] = []
-        self.named: dict[str, PNode] = {}
+        self.named: list[tuple[str, str | int, PNode]] = []
 
-    def _choose(self, options: Sequence[Any]) -> Any:
+    def _choose(self, options: Sequence[Any]) -> int:
         if not options:
             raise RuleError("a choice of nothing: give either and any_of something to choose from")
         place = len(self.counts)
         self.counts.append(len(options))
-        return options[self.choices[place] if place < len(self.choices) else 0]
+        return self.choices[place] if place < len(self.choices) else 0
 
-    def either(self, *alternatives: Any) -> Any:
-        return self._choose(alternatives)
+    def either(self, *alternatives: Any, name: str | None = None) -> Any:
+        place = self._choose(alternatives)
+        chosen = alternatives[place]
+        if name is not None:
+            if not isinstance(chosen, Out):
+                raise RuleError(f"either(name={name!r}) is for outputs of operators")
+            self.named.append((name, place, chosen.node))
+        return chosen
 
     def any_of(self, ops: Iterable[str], name: str | None = None) -> Callable[..., Any]:
-        op = self._choose(sorted(ops))
+        options = sorted(ops)
+        op = options[self._choose(options)]
 
         def call(*inputs: Any, **named: Any) -> Any:
             outputs = self[op](*inputs, **named)
             if name is not None:
-                self.named[name] = self.nodes[-1]
+                self.named.append((name, op, self.nodes[-1]))
             return outputs
 
         return call
@@ -237,7 +245,7 @@ def _trace(rule: Rule, arity: int | None, op: _Tracer) -> Pattern:
                 captures.append(value.name)
     pattern = Pattern(
         rule, arity, nodes, variables, outputs, frozenset(rule.optional), shapes, captures,
-        chosen={name: node.op for name, node in op.named.items() if node in nodes},
+        chosen={name: chosen for name, chosen, node in op.named if node in nodes},
     )  # fmt: skip
     _check_roots(pattern)
     return pattern

@@ -228,8 +228,11 @@ class Op:
     def __getitem__(self, name: str) -> Callable[..., Any]:
         return self.__getattr__(name)
 
-    def either(self, *alternatives: Any) -> Any:
-        """Any of these values, in a source: `op.either(op.Neg(x), op.Mul(x, -1.0))`. Each reads the same variables."""
+    def either(self, *alternatives: Any, name: str | None = None) -> Any:
+        """Any of these values, in a source: `op.either(op.Neg(x), op.Mul(x, -1.0))`.
+
+        With `name="f"`, `m.f` is the place of the one that it is, from 0. Each reads the same variables.
+        """
         raise NotImplementedError
 
     def any_of(self, ops: Iterable[str], name: str | None = None) -> Callable[..., Any]:
@@ -332,8 +335,8 @@ class _Declared:
     def name(self) -> str:
         return type(self).__name__
 
-    # By which agents, traces and the selection know rules of a kind: `class X(Rule, family="merge")`. A class that does not
-    # say has that of its base, or else the name of its module.
+    # By which agents, traces and the selection know rules of a kind: `class X(Rule, family="merge")`. A class that does
+    # not say has that of its base, or else the name of its module.
     family: ClassVar[str]
 
     def __init_subclass__(cls, family: str = "") -> None:
