@@ -14,7 +14,17 @@ from typing import Any, ClassVar
 import numpy as np
 
 from rewrite_rules.axes import axis_of, fronts, ints_input, inverse, is_identity, rank_of, same_dims
-from rewrite_rules.elementwise import BROADCAST, is_unary, keeps_shape, made_by
+from rewrite_rules.elementwise import (
+    BROADCAST,
+    is_number,
+    is_unary,
+    keeps_shape,
+    made_by,
+    number_of,
+    only_reader,
+    operands,
+    square_of,
+)
 from rewrite_rules.reshape import VIEWS
 from rewrite_rules.slices import piece
 from xrlflow.ir import ABSENT, FLOATS, INTEGERS, Attrs, Dim, DType, Node, Value
@@ -37,29 +47,6 @@ _WIDE = frozenset({DType.FLOAT, DType.DOUBLE})
 
 
 # How regions are read
-
-
-def _number(reader: Reader, value: Value, beside: Value) -> float | None:
-    """The number that a small constant holds everywhere, if it leaves the shape of what stands beside it."""
-    if not reader.is_const(value):
-        return None
-    number = reader.val(value).uniform
-    kept = number is not None and keeps_shape(reader.type(beside).shape, reader.type(value).shape)
-    return number if kept else None
-
-
-def _is(reader: Reader, value: Value, number: float, beside: Value) -> bool:
-    """Whether a value is this number, as float32 rounds it."""
-    found = _number(reader, value, beside)
-    return found is not None and math.isclose(found, number, rel_tol=1e-6)
-
-
-def _operands(node: Node | None) -> list[tuple[Value, Value]]:
-    """The two inputs of a node, in both orders but for Sub and Div; of no node none."""
-    if node is None or len(node.inputs) != 2:
-        return []
-    a, b = node.inputs
-    return [(a, b)] if node.op in ("Sub", "Div") else [(a, b), (b, a)]
 
 
 def _between(reader: Reader, out: Value, inputs: Collection[Value]) -> tuple[Node, ...]:
@@ -127,12 +114,6 @@ def _reduced(reader: Reader, value: Value, x: Value, op: str) -> tuple[int, ...]
     return axes if axes is not None and _fits(reader, value, x, axes) else None
 
 
-def _reader(reader: Reader, value: Value) -> Node | None:
-    """The node that alone reads a value, if the graph does not give it out."""
-    users = [] if reader.is_output(value) else reader.users(value)
-    return users[0] if len(users) == 1 else None
-
-
 def _number_beside(c: Val, x: Val) -> float:
     """The number that a constant is everywhere; refuses one that is none, or that x would broadcast to."""
     number = c.uniform
@@ -140,16 +121,6 @@ def _number_beside(c: Val, x: Val) -> float:
     require(keeps_shape(x.type.shape, c.type.shape), "it may broadcast")
     assert number is not None
     return number
-
-
-def _square(reader: Reader, value: Value) -> Value | None:
-    """What a value is the square of."""
-    node = made_by(reader, value, "Mul", "Pow")
-    if node is None:
-        return None
-    base, other = node.inputs
-    squared = base == other if node.op == "Mul" else _is(reader, other, 2.0, base)
-    return base if squared else None
 
 
 # Activations by Where
@@ -191,7 +162,7 @@ def _choice(reader: Reader, node: Node | None) -> _Choice | None:
     x, c = compare.inputs
     if reader.is_const(x):
         x, c, less = c, x, not less
-    bound = _number(reader, c, x)
+    bound = number_of(reader, c, x)
     if bound is None:
         return None
     below, above = (yes, no) if less else (no, yes)
@@ -205,8 +176,8 @@ def _exponential(reader: Reader, value: Value, x: Value) -> float | None:
         return None
     if node.op == "Exp":
         return 1.0 if node.inputs[0] == x else None
-    for inner, c in _operands(node):
-        number = _number(reader, c, inner)
+    for inner, c in operands(node):
+        number = number_of(reader, c, inner)
         if number is not None:
             found = _exponential(reader, inner, x)
             return None if found is None else found * number
@@ -218,8 +189,8 @@ def _exponential_less_one(reader: Reader, value: Value, x: Value) -> float | Non
     node = made_by(reader, value, "Add", "Sub", "Mul")
     if node is None:
         return None
-    for inner, c in _operands(node):
-        number = _number(reader, c, inner)
+    for inner, c in operands(node):
+        number = number_of(reader, c, inner)
         if number is None:
             continue
         if node.op == "Mul":
@@ -236,8 +207,8 @@ def _shift(reader: Reader, value: Value, x: Value) -> float | None:
     if value == x:
         return 0.0
     node = made_by(reader, value, "Add", "Sub")
-    for inner, c in _operands(node):
-        number = _number(reader, c, inner)
+    for inner, c in operands(node):
+        number = number_of(reader, c, inner)
         if inner == x and number is not None and node is not None:
             return number if node.op == "Add" else -number
     return None
@@ -282,7 +253,11 @@ class ReplaceWhereByRelu(_ReplaceWhere):
     )
 
     def read(self, reader: Reader, choice: _Choice) -> tuple[tuple[Value, ...], Any] | None:
-        if choice.bound != 0 or choice.above != choice.x or not _is(reader, choice.below, 0.0, choice.x):
+        if (
+            choice.bound != 0
+            or choice.above != choice.x
+            or not is_number(reader, choice.below, 0.0, choice.x)
+        ):
             return None
         require(not choice.nan_below, "NaN becomes 0")
         return (choice.x,), None
@@ -306,7 +281,7 @@ class ReplaceWhereByPRelu(_ReplaceWhere):
     def read(self, reader: Reader, choice: _Choice) -> tuple[tuple[Value, ...], Any] | None:
         if choice.bound != 0 or choice.above != choice.x:
             return None
-        for x, slope in _operands(made_by(reader, choice.below, "Mul")):
+        for x, slope in operands(made_by(reader, choice.below, "Mul")):
             if x != choice.x or not keeps_shape(reader.type(x).shape, reader.type(slope).shape):
                 continue
             if not reader.is_const(slope):
@@ -358,8 +333,8 @@ class ReplaceWhereBySelu(_ReplaceWhere):
         below = _exponential_less_one(reader, choice.below, choice.x)
         if choice.bound != 0 or below is None:
             return None
-        for x, c in _operands(made_by(reader, choice.above, "Mul")):
-            gamma = _number(reader, c, x)
+        for x, c in operands(made_by(reader, choice.above, "Mul")):
+            gamma = number_of(reader, c, x)
             if x == choice.x and gamma:
                 return (x,), (below / gamma, gamma)
         return None
@@ -383,7 +358,11 @@ class ReplaceWhereByThresholdedRelu(_ReplaceWhere):
     )
 
     def read(self, reader: Reader, choice: _Choice) -> tuple[tuple[Value, ...], Any] | None:
-        if choice.above != choice.x or not choice.equal_below or not _is(reader, choice.below, 0.0, choice.x):
+        if (
+            choice.above != choice.x
+            or not choice.equal_below
+            or not is_number(reader, choice.below, 0.0, choice.x)
+        ):
             return None
         require(choice.nan_below, "NaN stays NaN")
         return (choice.x,), choice.bound
@@ -411,7 +390,7 @@ class ReplaceWhereByShrink(_ReplaceWhere):
             return None
         up = _shift(reader, choice.below, choice.x)
         down = _shift(reader, inner.above, choice.x)
-        if up is None or down != -up or not _is(reader, inner.below, 0.0, choice.x):
+        if up is None or down != -up or not is_number(reader, inner.below, 0.0, choice.x):
             return None
         return (choice.x,), (inner.bound, up)
 
@@ -705,7 +684,7 @@ def _polynomial(reader: Reader, value: Value, x: Value, depth: int = 6) -> dict[
     if node is None:
         return None
     a, b = node.inputs
-    exponent = _number(reader, b, a) if node.op == "Pow" else None
+    exponent = number_of(reader, b, a) if node.op == "Pow" else None
     left = _coefficients(reader, a, b, x, depth)
     if left is None or (node.op == "Pow" and (exponent not in (2.0, 3.0) or len(left) != 1)):
         return None
@@ -729,7 +708,7 @@ def _coefficients(
     reader: Reader, value: Value, beside: Value, x: Value, depth: int
 ) -> dict[int, float] | None:
     """A number, or a polynomial of x: one side of an operator, with `beside` on the other."""
-    number = _number(reader, value, beside)
+    number = number_of(reader, value, beside)
     return _polynomial(reader, value, x, depth - 1) if number is None else {0: number}
 
 
@@ -806,8 +785,8 @@ class FuseTanhGeluOfPolynomial(RegionRule, family="idioms"):
     @staticmethod
     def _shifted(reader: Reader, at: Value) -> Value | None:
         """1 + at, if that is made by the one reader of `at`."""
-        step = _reader(reader, at)
-        if step is None or step.op != "Add" or not any(_is(reader, v, 1.0, at) for v in step.inputs):
+        step = only_reader(reader, at)
+        if step is None or step.op != "Add" or not any(is_number(reader, v, 1.0, at) for v in step.inputs):
             return None
         return step.outputs[0]
 
@@ -818,9 +797,9 @@ class FuseTanhGeluOfPolynomial(RegionRule, family="idioms"):
         if shifted is None:
             return None
         at, power, factor = shifted, 0, 1.0
-        while (step := _reader(reader, at)) is not None and step.op == "Mul":
+        while (step := only_reader(reader, at)) is not None and step.op == "Mul":
             other = step.inputs[0] if step.inputs[1] == at else step.inputs[1]
-            number = _number(reader, other, at)
+            number = number_of(reader, other, at)
             term = {0: number} if number is not None else _polynomial(reader, other, x)
             if term is None or len(term) != 1:
                 return None
@@ -891,7 +870,7 @@ class FuseSoftmax(RegionRule, family="idioms"):
         if node.op == "Mul":
             pairs = [
                 (p, r.inputs[0])
-                for p, q in _operands(node)
+                for p, q in operands(node)
                 if (r := made_by(reader, q, "Reciprocal")) is not None
             ]
         for powers, total in pairs:
@@ -1126,9 +1105,9 @@ def _mean(reader: Reader, value: Value) -> tuple[Value, tuple[int, ...]] | None:
 def _averaged(reader: Reader, value: Value, op: str) -> tuple[Value, tuple[int, ...]] | None:
     """x and the axes, if a value is what a reduction makes of x over them, divided by the number of elements."""
     node = made_by(reader, value, "Div", "Mul")
-    for total, c in _operands(node):
+    for total, c in operands(node):
         summed = made_by(reader, total, op)
-        number = _number(reader, c, total)
+        number = number_of(reader, c, total)
         axes = None if summed is None or number is None else _axes(reader, summed)
         if axes is None:
             continue
@@ -1146,7 +1125,7 @@ def _mean_square(reader: Reader, value: Value) -> tuple[Value, tuple[int, ...]] 
     """x and the axes, if a value is the mean of x^2 over them."""
     found = _averaged(reader, value, "ReduceSumSquare")
     mean = None if found is not None else _mean(reader, value)
-    base = None if mean is None else _square(reader, mean[0])
+    base = None if mean is None else square_of(reader, mean[0])
     if base is None:
         return found
     assert mean is not None
@@ -1171,16 +1150,16 @@ def _variance(reader: Reader, value: Value) -> tuple[Value, tuple[int, ...]] | N
     if node is not None and node.op != "Sub":
         inner = node.inputs[0]
         if node.op == "Max":
-            inner = next((a for a, b in _operands(node) if _is(reader, b, 0.0, a)), ABSENT)
+            inner = next((a for a, b in operands(node) if is_number(reader, b, 0.0, a)), ABSENT)
         elif node.op == "Clip":
-            free = len(node.inputs) == 2 and _is(reader, node.inputs[1], 0.0, inner)
+            free = len(node.inputs) == 2 and is_number(reader, node.inputs[1], 0.0, inner)
             inner = inner if free else ABSENT
         return None if inner == ABSENT else _variance(reader, inner)
     if node is None:
         mean = _mean_square(reader, value)
         found = None if mean is None else _centred(reader, mean[0])
         return found if found is not None and mean is not None and found[1] == mean[1] else None
-    of_square, squared = _mean_square(reader, node.inputs[0]), _square(reader, node.inputs[1])
+    of_square, squared = _mean_square(reader, node.inputs[0]), square_of(reader, node.inputs[1])
     plain = None if squared is None else _mean(reader, squared)
     return plain if plain == of_square else None
 
@@ -1200,12 +1179,12 @@ class _Normal:
 def _normal(reader: Reader, node: Node) -> _Normal | None:
     """A normalisation whose deviation is made by `node`, a Sqrt or a Pow."""
     x, *exponent = node.inputs
-    inverted = any(_is(reader, v, -0.5, x) for v in exponent)
-    if not inverted and not all(_is(reader, v, 0.5, x) for v in exponent):
+    inverted = any(is_number(reader, v, -0.5, x) for v in exponent)
+    if not inverted and not all(is_number(reader, v, 0.5, x) for v in exponent):
         return None
     total = made_by(reader, x, "Add")
-    for viewed, c in _operands(total):
-        epsilon = _number(reader, c, viewed)
+    for viewed, c in operands(total):
+        epsilon = number_of(reader, c, viewed)
         variance = _unseen(reader, viewed)
         found = None if epsilon is None else _variance(reader, variance)
         if found is None or epsilon is None:
@@ -1220,14 +1199,14 @@ def _applied(
 ) -> _Normal | None:
     """How the deviation is used: (x - m) / d, (x - m) * (1 / d) or (x - m) * ((1 / d) * scale), and a shift."""
     scale = shift = ABSENT
-    step = _reader(reader, at)
+    step = only_reader(reader, at)
     if (
         not inverted
         and step is not None
-        and (step.op == "Reciprocal" or (step.op == "Div" and _is(reader, step.inputs[0], 1.0, at)))
+        and (step.op == "Reciprocal" or (step.op == "Div" and is_number(reader, step.inputs[0], 1.0, at)))
     ):
         at, inverted = step.outputs[0], True
-        step = _reader(reader, at)
+        step = only_reader(reader, at)
     if step is None or len(step.inputs) != 2 or step.op != ("Mul" if inverted else "Div"):
         return None
     other = step.inputs[0] if step.inputs[1] == at else step.inputs[1]
@@ -1235,7 +1214,7 @@ def _applied(
         return None
     if inverted and _centred(reader, other) is None:
         scale, at = other, step.outputs[0]
-        step = _reader(reader, at)
+        step = only_reader(reader, at)
         if step is None or step.op != "Mul":
             return None
         other = step.inputs[0] if step.inputs[1] == at else step.inputs[1]
@@ -1244,7 +1223,7 @@ def _applied(
     at = step.outputs[0]
     shape = reader.type(x).shape
     for op in ("Mul", "Add"):
-        step = _reader(reader, at)
+        step = only_reader(reader, at)
         if (
             step is None
             or step.op != op
@@ -1423,7 +1402,7 @@ def _twice(reader: Reader, value: Value) -> bool:
                 len(node.inputs) == 2 and node.inputs[0] == node.inputs[1] and axis_of(node, rank) == rank - 1
             )
         if node.op == "Mul":
-            scaled = [a for a, c in _operands(node) if _number(reader, c, a) is not None]
+            scaled = [a for a, c in operands(node) if number_of(reader, c, a) is not None]
             if not scaled:
                 return False
             value = scaled[0]
@@ -1498,12 +1477,12 @@ class FuseRotaryEmbedding(RegionRule, family="idioms"):
     def find(self, reader: Reader, node: Node) -> Region | None:
         if node.types[0].rank != 4:
             return None
-        for straight, crossed in _operands(node):
-            for turned, sine in _operands(made_by(reader, crossed, "Mul")):
+        for straight, crossed in operands(node):
+            for turned, sine in operands(made_by(reader, crossed, "Mul")):
                 x = self._turned(reader, turned)
                 if x is None:
                     continue
-                for same, cosine in _operands(made_by(reader, straight, "Mul")):
+                for same, cosine in operands(made_by(reader, straight, "Mul")):
                     if same == x:
                         self._check(reader, x, cosine, sine)
                         inputs = (x, cosine, sine)

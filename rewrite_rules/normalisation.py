@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 
 from rewrite_rules.axes import fronts, ints_input
+from rewrite_rules.elementwise import made_by, number_of, only_reader, operands, read_once, square_of
 from xrlflow.ir import Dim, DType, Node, Value
 from xrlflow.rewrite import (
     Op,
@@ -29,59 +30,6 @@ _FLOAT = frozenset({DType.FLOAT})
 
 
 # What the regions are made of
-
-
-def _number(reader: Reader, value: Value) -> float | None:
-    """The number of a small constant of one element."""
-    if not reader.is_const(value):
-        return None
-    array = reader.val(value).array_or_none
-    return float(array.reshape(())) if array is not None and array.size == 1 else None
-
-
-def _is(reader: Reader, value: Value, number: float) -> bool:
-    """Whether a value is this number, as float32 (or float16) rounds it."""
-    found = _number(reader, value)
-    return found is not None and math.isclose(found, number, rel_tol=1e-6)
-
-
-def _operands(reader: Reader, node: Node | None, op: str) -> list[tuple[Value, Value]]:
-    """The two inputs of a commutative node, in both orders; nothing if it is another operator."""
-    if node is None or node.op != op or len(node.inputs) != 2:
-        return []
-    a, b = node.inputs
-    return [(a, b), (b, a)]
-
-
-def _scaled(reader: Reader, value: Value) -> Iterable[tuple[Value, float, Node]]:
-    """Readings of a value as x * c, with c a constant of one element: x * c, c * x, x / c."""
-    node = reader.producer(value)
-    for x, c in _operands(reader, node, "Mul"):
-        number = _number(reader, c)
-        if number is not None and node is not None:
-            yield x, number, node
-    if node is not None and node.op == "Div":
-        number = _number(reader, node.inputs[1])
-        if number:
-            yield node.inputs[0], 1.0 / number, node
-
-
-def _shifted(reader: Reader, value: Value) -> tuple[Value, float, Node] | None:
-    """A value as x + c."""
-    node = reader.producer(value)
-    for x, c in _operands(reader, node, "Add"):
-        number = _number(reader, c)
-        if number is not None and node is not None:
-            return x, number, node
-    return None
-
-
-def _only_reader(reader: Reader, value: Value) -> Node | None:
-    """The node that alone reads a value, if the graph does not give it out."""
-    if reader.is_output(value):
-        return None
-    users = reader.users(value)
-    return users[0] if len(users) == 1 else None
 
 
 def _last_axes(reader: Reader, node: Node) -> int | None:
@@ -143,7 +91,7 @@ class _Walk:
 
     def step(self, op: str) -> tuple[Node, Value] | None:
         """Go on to the only reader of where we are, if it is `op`: the node, and its other input."""
-        node = _only_reader(self.reader, self.at)
+        node = only_reader(self.reader, self.at)
         if node is None or node.op != op or len(node.inputs) != 2:
             return None
         a, b = node.inputs
@@ -191,15 +139,26 @@ class _Walk:
 # LayerNormalization
 
 
-def _square(reader: Reader, value: Value) -> tuple[Value, Node] | None:
-    """A value as d * d, or d ^ 2."""
-    node = reader.producer(value)
-    if node is None:
-        return None
-    if node.op == "Mul" and node.inputs[0] == node.inputs[1]:
-        return node.inputs[0], node
-    if node.op == "Pow" and _is(reader, node.inputs[1], 2.0):
-        return node.inputs[0], node
+@dataclass(frozen=True, slots=True)
+class _Deviation:
+    """sqrt(mean(x^2) + epsilon) over the axes from one on, and the nodes that make it."""
+
+    x: Value
+    axis: int
+    epsilon: float
+    nodes: tuple[Node, ...]
+
+
+def _deviation(reader: Reader, node: Node) -> _Deviation | None:
+    """What a Sqrt is the deviation of."""
+    for mean, c in operands(made_by(reader, node.inputs[0], "Add")):
+        epsilon, variance = number_of(reader, c, mean), reader.producer(mean)
+        axis = None if variance is None or epsilon is None else _last_axes(reader, variance)
+        x = None if variance is None or axis is None else square_of(reader, variance.inputs[0])
+        if x is not None and axis is not None and epsilon is not None and variance is not None:
+            added, squared = reader.producer(node.inputs[0]), reader.producer(variance.inputs[0])
+            nodes = (node, *(n for n in (added, variance, squared) if n is not None))
+            return _Deviation(x, axis, epsilon, nodes)
     return None
 
 
@@ -239,34 +198,25 @@ class FuseLayerNormalization(RegionRule, family="normalisation"):
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
-        shifted = _shifted(reader, node.inputs[0])
-        if shifted is None:
+        deviation = _deviation(reader, node)
+        centred = None if deviation is None else _centred(reader, deviation.x)
+        if deviation is None or centred is None or centred[1] != deviation.axis:
             return None
-        variance = reader.producer(shifted[0])
-        if variance is None:
-            return None
-        axis = _last_axes(reader, variance)
-        square = _square(reader, variance.inputs[0])
-        if axis is None or square is None:
-            return None
-        centred = _centred(reader, square[0])
-        if centred is None or centred[1] != axis:
-            return None
-        x, _, nodes = centred
-        walk = _Walk(reader, [node, shifted[2], variance, square[1], *nodes], node.outputs[0])
+        x, axis, nodes = centred
+        walk = _Walk(reader, [*deviation.nodes, *nodes], node.outputs[0])
         sizes = _normal_sizes(reader, x, axis)
         require(self._divide(walk, x, axis), "what is divided is not x - mean(x)")
         scale = walk.scale(sizes)
         bias = walk.bias(sizes)
         walk.closed()
         inputs = (x, *(v for v in (scale, bias) if v is not None))
-        data = (axis, shifted[1], sizes, scale is not None, bias is not None)
+        data = (axis, deviation.epsilon, sizes, scale is not None, bias is not None)
         return Region((walk.at,), inputs, tuple(walk.nodes), data)
 
     @staticmethod
     def _divide(walk: _Walk, x: Value, axis: int) -> bool:
         """Take the division of x - mean(x), by the deviation or its reciprocal."""
-        user = _only_reader(walk.reader, walk.at)
+        user = only_reader(walk.reader, walk.at)
         if user is not None and user.op == "Reciprocal":
             walk.take(user)
             walk.at = user.outputs[0]
@@ -294,7 +244,7 @@ class FuseLayerNormalization(RegionRule, family="normalisation"):
         return op.LayerNormalization(x, scale, bias, axis=axis, epsilon=epsilon)
 
 
-class FuseMomentsLayerNormalization(RegionRule, family="normalisation"):
+class FuseMomentsLayerNormalization(Rule, family="normalisation"):
     """x * g + (bias - mean * g), g = scale / sqrt(var + eps) -> layernormalization(x, scale, bias).
 
     As TensorFlow writes it (a batch normalisation by moments of the row itself).
@@ -306,7 +256,7 @@ class FuseMomentsLayerNormalization(RegionRule, family="normalisation"):
     proof = "numeric"
     relies_on = "a variance is the mean of squared deviations; sums in another order"
     dtypes = _STASHED
-    anchors = ("Sqrt",)
+    shapes = "x[...] axes:const eps[...]:const scale[...] bias[...]"
     examples = (
         "agraph (float[N,3,4] x, float[4] s, float[4] b) => (float[N,3,4] y) { i = Constant<value_ints=[-1]>() "
         "eps = Constant<value_float=0.001>() m = ReduceMean(x, i) d = Sub(x, m) q = Mul(d, d) "
@@ -317,59 +267,32 @@ class FuseMomentsLayerNormalization(RegionRule, family="normalisation"):
         examples[0].replace("[N,3,4] x, float[4] s, float[4] b", "[N,3,D] x, float[D] s, float[D] b"),
         examples[0].replace("y = Add(xg, c)", "y = Sub(xg, c)"),
     )
-    survivors: ClassVar[Mapping[str, str]] = {
-        "drop: a normalised dimension is not a known number": "ONNX lets a scale of one number broadcast"
-    }
 
-    def find(self, reader: Reader, node: Node) -> Region | None:
-        shifted = _shifted(reader, node.inputs[0])
-        if shifted is None:
-            return None
-        variance = reader.producer(shifted[0])
-        if variance is None:
-            return None
-        axis = _last_axes(reader, variance)
-        square = _square(reader, variance.inputs[0])
-        centred = None if square is None else _centred(reader, square[0])
-        if axis is None or square is None or centred is None or centred[1] != axis:
-            return None
-        x, _, nodes = centred
-        reciprocal = _only_reader(reader, node.outputs[0])
-        if reciprocal is None or reciprocal.op != "Reciprocal":
-            return None
-        sizes = _normal_sizes(reader, x, axis)
-        walk = _Walk(
-            reader,
-            [node, shifted[2], variance, square[1], *nodes, reciprocal],
-            reciprocal.outputs[0],
-        )
-        scale = walk.scale(sizes)
-        if scale is None:
-            return None
-        products = reader.users(walk.at)
-        mean = nodes[1].outputs[0]
-        on_x = next((n for n in products if n.op == "Mul" and x in n.inputs), None)
-        on_mean = next((n for n in products if n.op == "Mul" and mean in n.inputs), None)
-        if len(products) != 2 or on_x is None or on_mean is None:
-            return None
-        difference = _only_reader(reader, on_mean.outputs[0])
-        if difference is None or difference.op != "Sub" or difference.inputs[1] != on_mean.outputs[0]:
-            return None
-        bias = difference.inputs[0]
-        total = _only_reader(reader, difference.outputs[0])
-        if total is None or total.op != "Add" or on_x.outputs[0] not in total.inputs:
-            return None
-        require(_fits(reader.type(bias).shape, sizes), "the bias is not of the normalised dimensions")
-        for n in (on_x, on_mean, difference, total):
-            walk.take(n)
-        walk.at = total.outputs[0]
-        walk.closed()
-        return Region((walk.at,), (x, scale, bias), tuple(walk.nodes), (axis, shifted[1], sizes))
+    def source(self, op: Op, x: Any, axes: Any, eps: Any, scale: Any, bias: Any) -> Any:
+        mean = op.ReduceMean(x, axes)
+        centred = op.Sub(x, mean)
+        variance = op.ReduceMean(op.either(op.Mul(centred, centred), op.Pow(centred, 2.0)), axes)
+        factor = op.Mul(op.Reciprocal(op.Sqrt(op.Add(variance, eps))), scale)
+        return op.Add(op.Mul(x, factor), op.Sub(bias, op.Mul(mean, factor)))
 
-    def target(self, op: Op, region: Region, x: Val, scale: Val, bias: Val) -> Any:
-        axis, epsilon, sizes = region.data
+    def where(self, x: Val, axes: Val, eps: Val, scale: Val, bias: Val) -> None:
+        sizes = self._sizes(x, axes)
+        require(eps.scalar is not None and eps.rank <= x.rank, "the epsilon adds a dimension")
+        single = scale.const and _single(scale.shape)
+        require(single or _fits(scale.shape, sizes), "the scale is not of the normalised dimensions")
+        require(_fits(bias.shape, sizes), "the bias is not of the normalised dimensions")
+        require(max(scale.rank, bias.rank) <= x.rank, "a parameter adds a dimension")
+
+    @staticmethod
+    def _sizes(x: Val, axes: Val) -> tuple[int, ...]:
+        places = sorted(fronts(axes.ints, x.rank))
+        require(places and places == list(range(places[0], x.rank)), "the axes are not the last")
+        return tuple(x.size(i) for i in places)
+
+    def target(self, op: Op, x: Val, axes: Val, eps: Val, scale: Val, bias: Val) -> Any:
+        sizes = self._sizes(x, axes)
         scale, bias = _parameter(op, scale, sizes), _parameter(op, bias, sizes)
-        return op.LayerNormalization(x, scale, bias, axis=axis, epsilon=epsilon)
+        return op.LayerNormalization(x, scale, bias, axis=x.rank - len(sizes), epsilon=eps.scalar)
 
 
 class FuseRMSNormalization(RegionRule, family="normalisation"):
@@ -392,20 +315,13 @@ class FuseRMSNormalization(RegionRule, family="normalisation"):
     }
 
     def find(self, reader: Reader, node: Node) -> Region | None:
-        shifted = _shifted(reader, node.inputs[0])
-        if shifted is None:
+        deviation = _deviation(reader, node)
+        if deviation is None:
             return None
-        variance = reader.producer(shifted[0])
-        if variance is None:
-            return None
-        axis = _last_axes(reader, variance)
-        square = _square(reader, variance.inputs[0])
-        if axis is None or square is None:
-            return None
-        x = square[0]
+        x, axis = deviation.x, deviation.axis
         worthwhile(_centred(reader, x) is None, "it is a LayerNormalization")
-        walk = _Walk(reader, [node, shifted[2], variance, square[1]], node.outputs[0])
-        user = _only_reader(reader, walk.at)
+        walk = _Walk(reader, list(deviation.nodes), node.outputs[0])
+        user = only_reader(reader, walk.at)
         if user is not None and user.op == "Reciprocal":
             walk.take(user)
             walk.at = user.outputs[0]
@@ -420,7 +336,7 @@ class FuseRMSNormalization(RegionRule, family="normalisation"):
         scale = walk.scale(sizes)
         walk.closed()
         inputs = (x,) if scale is None else (x, scale)
-        return Region((walk.at,), inputs, tuple(walk.nodes), (axis, shifted[1], sizes))
+        return Region((walk.at,), inputs, tuple(walk.nodes), (axis, deviation.epsilon, sizes))
 
     def target(self, op: Op, region: Region, x: Val, scale: Val | None = None) -> Any:
         axis, epsilon, sizes = region.data
