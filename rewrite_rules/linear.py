@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any, ClassVar
 
@@ -47,6 +47,32 @@ def scale_columns(op: Op, w: Val, s: Val, group: int) -> Any:
     parts = op.Reshape(w, [group, rows // group, columns, *kernel])
     scaled = op.Mul(parts, op.Reshape(s, [group, 1, columns] + [1] * len(kernel)))
     return op.Reshape(scaled, [rows, columns, *kernel])
+
+
+def normalised(op: Op, x: Any, statistics: Sequence[Any], which: str = "") -> Any:
+    """A BatchNormalization in a source: scale, shift, mean, variance; its epsilon is captured."""
+    return op.BatchNormalization(x, *statistics, epsilon=f"epsilon{which}", momentum=f"momentum{which}")
+
+
+def factor_and_shift(op: Op, statistics: Sequence[Val], epsilon: float) -> tuple[Any, Any]:
+    """A BatchNormalization as a factor and a shift for each channel."""
+    scale, shift, mean, var = statistics
+    factor = op.Div(scale, op.Sqrt(op.Add(var, epsilon)))
+    return factor, op.Sub(shift, op.Mul(mean, factor))
+
+
+def folded_behind(op: Op, statistics: Sequence[Val], epsilon: float, b: Any) -> tuple[Any, Any]:
+    """The factor of a BatchNormalization behind something with the bias b (None: none), and what b becomes."""
+    scale, shift, mean, var = statistics
+    factor = op.Div(scale, op.Sqrt(op.Add(var, epsilon)))
+    centre = op.Neg(mean) if b is None else op.Sub(b, mean)
+    return factor, op.Add(op.Mul(centre, factor), shift)
+
+
+def _require_type(statistics: Sequence[Val], w: Val) -> None:
+    """Refuse a scale or mean that is not of the type of the weights."""
+    scale, _, mean, _ = statistics
+    require(scale.dtype == mean.dtype == w.dtype, "the statistics are of another element type")
 
 
 # A BatchNormalization's parameters in float, where what is normalised is of another type.
@@ -105,28 +131,21 @@ class FoldBatchNormIntoConv(_Convolution):
     """batch_norm(conv(x, w, b)) -> conv(x, w * f, (b - mean) * f + shift)  with f = scale / sqrt(var + eps)."""
 
     spreads = True
-
-    shapes = per_rank(
-        "x[i,c{h}] w[m,p{k}]:const b[m]:const scale[m]:const shift[m]:const mean[m]:const var[m]:const"
-    )
+    arity = (4, 4)
+    shapes = per_rank("x[i,c{h}] w[m,p{k}]:const b[m]:const s*[m]:const")
     near_misses: ClassVar[tuple[str, ...]] = (
         f"agraph (double[N,2,3] x) => (double[N,2,3] y) <double[2,2,1] w = {{1, 2, 3, 4}}, {STATISTICS}>"
         " { a = Conv(x, w) y = BatchNormalization(a, s, b, m, v) }",
     )
 
-    def source(self, op: Op, x: Any, w: Any, b: Any, scale: Any, shift: Any, mean: Any, var: Any) -> Any:
-        y = op[self.convolution](x, w, b, attrs="c")
-        return op.BatchNormalization(y, scale, shift, mean, var, epsilon="epsilon", momentum="momentum")
+    def source(self, op: Op, x: Any, w: Any, b: Any, *s: Any) -> Any:
+        return normalised(op, op[self.convolution](x, w, b, attrs="c"), s)
 
-    def where(self, w: Val, scale: Val, mean: Val) -> None:
-        require(all(v.dtype == w.dtype for v in (scale, mean)), "the statistics are of another element type")
+    def where(self, x: Val, w: Val, b: Val | None, *s: Val) -> None:
+        _require_type(s, w)
 
-    def target(
-        self, op: Op, m: Captures, x: Val, w: Val, b: Val | None, scale: Val, shift: Val, mean: Val, var: Val
-    ) -> Any:
-        factor = op.Div(scale, op.Sqrt(op.Add(var, m.epsilon)))
-        centre = op.Neg(mean) if b is None else op.Sub(b, mean)
-        bias = op.Add(op.Mul(centre, factor), shift)
+    def target(self, op: Op, m: Captures, x: Val, w: Val, b: Val | None, *s: Val) -> Any:
+        factor, bias = folded_behind(op, s, m.epsilon, b)
         return op[self.convolution](x, self.scaled(op, w, factor, m.c), bias, attrs=m.c)
 
 
@@ -136,8 +155,8 @@ class FoldBatchNormIntoConvTranspose(FoldBatchNormIntoConv):
     convolution = "ConvTranspose"
     near_misses = ()
     shapes = per_rank(
-        "x[i,c{h}] w[c,m{k}]:const b[m]:const scale[m]:const shift[m]:const mean[m]:const var[m]:const",
-        "x[i,c{h}] w[c,p{k}]:const b[m]:const scale[m]:const shift[m]:const mean[m]:const var[m]:const",
+        "x[i,c{h}] w[c,m{k}]:const b[m]:const s*[m]:const",
+        "x[i,c{h}] w[c,p{k}]:const b[m]:const s*[m]:const",
     )
 
 
@@ -229,10 +248,8 @@ class FoldBatchNormBeforeConv(_Convolution):
     """conv(batch_norm(x), w, b) -> conv(x, w * f, b + sum(w * (shift - mean * f)))  if it does not pad."""
 
     spreads = True
-
-    shapes = per_rank(
-        "x[i,c{h}] w[m,p{k}]:const b[m]:const scale[c]:const shift[c]:const mean[c]:const var[c]:const"
-    )
+    arity = (4, 4)
+    shapes = per_rank("x[i,c{h}] w[m,p{k}]:const b[m]:const s*[c]:const")
     near_misses = (
         f"agraph (double[N,2,3] x) => (double[N,2,3] y) <double[2,2,1] w = {{1, 2, 3, 4}}, {STATISTICS}>"
         " { a = BatchNormalization(x, s, b, m, v) y = Conv(a, w) }",
@@ -240,19 +257,15 @@ class FoldBatchNormBeforeConv(_Convolution):
         " { a = BatchNormalization(x, s, b, m, v) y = Conv(a, w) }",
     )
 
-    def source(self, op: Op, x: Any, w: Any, b: Any, scale: Any, shift: Any, mean: Any, var: Any) -> Any:
-        y = op.BatchNormalization(x, scale, shift, mean, var, epsilon="epsilon", momentum="momentum")
-        return op.Conv(y, w, b, attrs="c")
+    def source(self, op: Op, x: Any, w: Any, b: Any, *s: Any) -> Any:
+        return op.Conv(normalised(op, x, s), w, b, attrs="c")
 
-    def where(self, m: Captures, w: Val, scale: Val, mean: Val) -> None:
+    def where(self, m: Captures, x: Val, w: Val, b: Val | None, *s: Val) -> None:
         require("pads" not in m.c and "auto_pad" not in m.c, "the convolution pads")
-        require(all(v.dtype == w.dtype for v in (scale, mean)), "the statistics are of another element type")
+        _require_type(s, w)
 
-    def target(
-        self, op: Op, m: Captures, x: Val, w: Val, b: Val | None, scale: Val, shift: Val, mean: Val, var: Val
-    ) -> Any:
-        factor = op.Div(scale, op.Sqrt(op.Add(var, m.epsilon)))
-        offset = op.Sub(shift, op.Mul(mean, factor))
+    def target(self, op: Op, m: Captures, x: Val, w: Val, b: Val | None, *s: Val) -> Any:
+        factor, offset = factor_and_shift(op, s, m.epsilon)
         moved = op.ReduceSum(self.scaled_inputs(op, w, offset, m.c), list(range(1, w.rank)), keepdims=0)
         bias = moved if b is None else op.Add(b, moved)
         return op.Conv(x, self.scaled_inputs(op, w, factor, m.c), bias, attrs=m.c)
@@ -339,9 +352,9 @@ class FoldBatchNormIntoMatMul(Rule, family="linear"):
     """batch_norm(x @ w) -> x @ (w * f) + (shift - mean * f)  for matrices, f = scale / sqrt(var + eps)."""
 
     spreads = True
-
+    arity = (4, 4)
     dtypes = FLOATS
-    shapes = "x[a,k] w[k,n]:const scale[n]:const shift[n]:const mean[n]:const var[n]:const"
+    shapes = "x[a,k] w[k,n]:const s*[n]:const"
     near_misses = (
         f"agraph (double[N,2] x) => (double[N,2] y) <double[2,2] w = {{1, 2, 3, 4}}, {STATISTICS}>"
         " { a = MatMul(x, w) y = BatchNormalization(a, s, b, m, v) }",
@@ -349,16 +362,15 @@ class FoldBatchNormIntoMatMul(Rule, family="linear"):
         " { a = MatMul(x, w) y = BatchNormalization(a, s, b, m, v) }",
     )
 
-    def source(self, op: Op, x: Any, w: Any, scale: Any, shift: Any, mean: Any, var: Any) -> Any:
-        y = op.MatMul(x, w)
-        return op.BatchNormalization(y, scale, shift, mean, var, epsilon="epsilon", momentum="momentum")
+    def source(self, op: Op, x: Any, w: Any, *s: Any) -> Any:
+        return normalised(op, op.MatMul(x, w), s)
 
-    def where(self, w: Val, scale: Val, mean: Val) -> None:
-        require(all(v.dtype == w.dtype for v in (scale, mean)), "the statistics are of another element type")
+    def where(self, x: Val, w: Val, *s: Val) -> None:
+        _require_type(s, w)
 
-    def target(self, op: Op, m: Captures, x: Val, w: Val, scale: Val, shift: Val, mean: Val, var: Val) -> Any:
-        factor = op.Div(scale, op.Sqrt(op.Add(var, m.epsilon)))
-        return op.Add(op.MatMul(x, op.Mul(w, factor)), op.Sub(shift, op.Mul(mean, factor)))
+    def target(self, op: Op, m: Captures, x: Val, w: Val, *s: Val) -> Any:
+        factor, offset = factor_and_shift(op, s, m.epsilon)
+        return op.Add(op.MatMul(x, op.Mul(w, factor)), offset)
 
 
 # Gemm's weights, as they are or transposed.
@@ -408,8 +420,8 @@ class FoldBatchNormIntoGemm(_Gemm):
     """batch_norm(gemm(x, w, b)) -> gemm(x, w * f, (b - mean) * f + shift)  with f = scale / sqrt(var + eps)."""
 
     spreads = True
-
-    shapes = either("x[a,i]", _WEIGHT, _BIAS, "scale[n]:const shift[n]:const mean[n]:const var[n]:const")
+    arity = (4, 4)
+    shapes = either("x[a,i]", _WEIGHT, _BIAS, "s*[n]:const")
     near_misses = (
         f"agraph (double[N,2] x) => (double[N,2] y) <double[2,2] w = {{1, 2, 3, 4}}, {STATISTICS}>"
         " { a = Gemm(x, w) y = BatchNormalization(a, s, b, m, v) }",
@@ -417,19 +429,14 @@ class FoldBatchNormIntoGemm(_Gemm):
         " { a = Gemm(x, w) y = BatchNormalization(a, s, b, m, v) }",
     )
 
-    def source(self, op: Op, x: Any, w: Any, b: Any, scale: Any, shift: Any, mean: Any, var: Any) -> Any:
-        y = op.Gemm(x, w, b, attrs="c")
-        return op.BatchNormalization(y, scale, shift, mean, var, epsilon="epsilon", momentum="momentum")
+    def source(self, op: Op, x: Any, w: Any, b: Any, *s: Any) -> Any:
+        return normalised(op, op.Gemm(x, w, b, attrs="c"), s)
 
-    def where(self, w: Val, scale: Val, mean: Val) -> None:
-        require(all(v.dtype == w.dtype for v in (scale, mean)), "the statistics are of another element type")
+    def where(self, x: Val, w: Val, b: Val | None, *s: Val) -> None:
+        _require_type(s, w)
 
-    def target(
-        self, op: Op, m: Captures, x: Val, w: Val, b: Val | None, scale: Val, shift: Val, mean: Val, var: Val
-    ) -> Any:
-        factor = op.Div(scale, op.Sqrt(op.Add(var, m.epsilon)))
-        centre = op.Neg(mean) if b is None else op.Sub(self.bias(op, m, b), mean)
-        bias = op.Add(op.Mul(centre, factor), shift)
+    def target(self, op: Op, m: Captures, x: Val, w: Val, b: Val | None, *s: Val) -> Any:
+        factor, bias = folded_behind(op, s, m.epsilon, None if b is None else self.bias(op, m, b))
         return op.Gemm(x, self.scaled(op, m, w, factor), bias, attrs=m.c, beta=None)
 
 

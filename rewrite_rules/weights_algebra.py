@@ -17,7 +17,7 @@ import numpy as np
 from rewrite_rules.axes import axis_of, fronts, ints_input, rank_of
 from rewrite_rules.constants import slice_constant
 from rewrite_rules.elementwise import UNARY, given, keeps_shape, made_by, read_once
-from rewrite_rules.linear import STATISTICS, flat
+from rewrite_rules.linear import STATISTICS, factor_and_shift, flat, normalised
 from rewrite_rules.shapes import either
 from xrlflow.ir import ABSENT, FLOATS, Attrs, Dim, DType, Node, Value
 from xrlflow.ops.tensors import numpy_dtype
@@ -46,6 +46,12 @@ def _factor(reader: Reader, value: Value, beside: Value) -> bool:
     type = reader.type(value)
     single = type.const and type.shape is not None and all(d == 1 for d in type.shape)
     return single and keeps_shape(reader.type(beside).shape, type.shape)
+
+
+def _require_number(s: Val, x: Val) -> None:
+    """Refuse a scale of x that is more than one number, or to which x would broadcast."""
+    single = s.type.shape is not None and all(d == 1 for d in s.type.shape)
+    require(single and keeps_shape(x.type.shape, s.type.shape), "the scale is not one number")
 
 
 # Tables
@@ -151,15 +157,14 @@ class PushGatherThroughFunction(RegionRule, family="weights_algebra"):
         return op.Gather(op[name](*operands, attrs=attrs), index, attrs=gather)
 
 
-class ReplaceOneHotByGather(RegionRule, family="weights_algebra"):
+class ReplaceOneHotByGather(Rule, family="weights_algebra"):
     """cast(i = [0, 1, ..., n-1]) @ w -> [w; 0][i]  for integers i and a constant matrix w of n rows.
 
     An i out of range gives zeros: it is sent to a row of zeros behind the last.
     """
 
-    anchors = ("MatMul",)
-    reads_from = ("Cast",)
     dtypes = _WIDE
+    shapes = "i[...] r[...]:const w[...]:const"
     survivors: ClassVar[Mapping[str, str]] = {
         "number 1 0 of Less (call 4)": "the first index out of range is that of the zeros anyway"
     }
@@ -179,35 +184,24 @@ class ReplaceOneHotByGather(RegionRule, family="weights_algebra"):
         "{ e = Equal(i, r) h = Cast<to=1>(e) y = MatMul(h, w) }",
     )
 
-    def find(self, reader: Reader, node: Node) -> Region | None:
-        hot, w = node.inputs
-        cast = made_by(reader, hot, "Cast")
-        equal = None if cast is None else made_by(reader, cast.inputs[0], "Equal")
-        if cast is None or equal is None or not reader.is_const(w):
-            return None
-        rows = reader.val(w).size(0)
-        require(reader.val(w).rank == 2, "the weight is no matrix")
-        for index, counted in (equal.inputs, equal.inputs[::-1]):
-            if not reader.is_const(counted):
-                continue
-            numbers, i = reader.val(counted), reader.val(index)
-            require(i.dtype in (DType.INT32, DType.INT64), "the index is no integer")
-            require(
-                i.rank >= 2 and i.shape[-1] == 1 and numbers.rank <= i.rank, "the index is not one number"
-            )
-            # There are as many in the last dimension as w has rows, or the product would be none.
-            require(numbers.ints == tuple(range(rows)), "the numbers are not those of the rows, from 0")
-            worthwhile(read_once(reader, hot) and read_once(reader, cast.inputs[0]), "it is read elsewhere")
-            return Region(node.outputs, (index, w), (node, cast, equal))
-        return None
+    def source(self, op: Op, i: Any, r: Any, w: Any) -> Any:
+        equal = op.Equal(i, r)
+        return op.MatMul(op.either(*(op.Cast(equal, to=int(t)) for t in sorted(_WIDE))), w)
 
-    def target(self, op: Op, region: Region, index: Val, w: Val) -> Any:
+    def where(self, i: Val, r: Val, w: Val) -> None:
+        require(w.rank == 2, "the weight is no matrix")
+        require(i.dtype in (DType.INT32, DType.INT64), "the index is no integer")
+        require(i.rank >= 2 and i.shape[-1] == 1 and r.rank <= i.rank, "the index is not one number")
+        # There are as many in the last dimension as w has rows, or the product would be none.
+        require(r.ints == tuple(range(w.size(0))), "the numbers are not those of the rows, from 0")
+
+    def target(self, op: Op, i: Val, w: Val) -> Any:
         rows, columns = w.sizes
         zeros = op.Expand(np.zeros((1, 1), numpy_dtype(w.dtype)), [1, columns])
         table = op.Concat(w, zeros, axis=0)
-        i = op.Squeeze(index, [-1])
-        known = op.And(op.GreaterOrEqual(i, 0), op.Less(i, rows))
-        return op.Gather(table, op.Where(known, i, op.Cast(np.array(rows), to=int(index.dtype))))
+        index = op.Squeeze(i, [-1])
+        known = op.And(op.GreaterOrEqual(index, 0), op.Less(index, rows))
+        return op.Gather(table, op.Where(known, index, op.Cast(np.array(rows), to=int(i.dtype))))
 
 
 # Two linear layers in a row
@@ -382,15 +376,14 @@ class FoldBiasIntoNormalization(Rule, family="weights_algebra"):
 # Factors moved towards constants
 
 
-class MoveScaleIntoMatMul(RegionRule, family="weights_algebra"):
+class MoveScaleIntoMatMul(Rule, family="weights_algebra"):
     """(x @ y) * s -> (x * s) @ y  with s a constant number, and neither x nor y constant.
 
     As the scale of attention's scores into the query, from where it goes into the query's weights.
     """
 
-    anchors = ("Mul",)
-    reads_from = ("MatMul",)
     dtypes = _WIDE
+    shapes = "x[...,m,k] y[...,k,n] s[...]:const"
     examples = (
         "agraph (float[N,3,4] x, float[N,4,5] z) => (float[N,3,5] y) <float s = {0.5}> { p = MatMul(x, z) y "
         "= Mul(p, s) }",
@@ -403,29 +396,22 @@ class MoveScaleIntoMatMul(RegionRule, family="weights_algebra"):
         "agraph (float[3,4] x, float[4,5] z, float s) => (float[3,5] y) { p = MatMul(x, z) y = Mul(p, s) }",
     )
 
-    def find(self, reader: Reader, node: Node) -> Region | None:
-        for value, s in (node.inputs, node.inputs[::-1]):
-            product = made_by(reader, value, "MatMul")
-            if product is None:
-                continue
-            x, y = product.inputs
-            if not _factor(reader, s, value) or not _factor(reader, s, x):
-                continue
-            worthwhile(not reader.is_const(x) and not reader.is_const(y), "a factor is constant")
-            worthwhile(read_once(reader, value), "the product is read elsewhere")
-            return Region(node.outputs, (x, y, s), (node, product))
-        return None
+    def source(self, op: Op, x: Any, y: Any, s: Any) -> Any:
+        return op.Mul(op.MatMul(x, y), s)
 
-    def target(self, op: Op, region: Region, x: Val, y: Val, s: Val) -> Any:
+    def where(self, x: Val, y: Val, s: Val) -> None:
+        _require_number(s, x)
+        worthwhile(not x.const and not y.const, "a factor is constant")
+
+    def target(self, op: Op, x: Val, y: Val, s: Val) -> Any:
         return op.MatMul(op.Mul(x, s), y)
 
 
-class MoveScaleOutOfMatMul(RegionRule, family="weights_algebra"):
+class MoveScaleOutOfMatMul(Rule, family="weights_algebra"):
     """(x * s) @ y -> (x @ y) * s  with s a constant number, and neither x nor y constant;  x @ (y * s) alike."""
 
-    anchors = ("MatMul",)
-    reads_from = ("Mul",)
     dtypes = _WIDE
+    shapes = "x[...,m,k] y[...,k,n] s[...]:const"
     examples = (
         "agraph (float[N,3,4] x, float[N,4,5] z) => (float[N,3,5] y) <float s = {0.5}> { p = Mul(x, s) y = "
         "MatMul(p, z) }",
@@ -433,19 +419,14 @@ class MoveScaleOutOfMatMul(RegionRule, family="weights_algebra"):
         "MatMul(x, p) }",
     )
 
-    def find(self, reader: Reader, node: Node) -> Region | None:
-        for place, value in enumerate(node.inputs):
-            mul = made_by(reader, value, "Mul")
-            for x, s in () if mul is None else (mul.inputs, mul.inputs[::-1]):
-                if mul is None or not _factor(reader, s, x) or not _factor(reader, s, node.outputs[0]):
-                    continue
-                worthwhile(not any(reader.is_const(v) for v in node.inputs), "a factor is constant")
-                worthwhile(read_once(reader, value), "the product is read elsewhere")
-                inputs = (*node.inputs[:place], x, *node.inputs[place + 1 :], s)
-                return Region(node.outputs, inputs, (node, mul))
-        return None
+    def source(self, op: Op, x: Any, y: Any, s: Any) -> Any:
+        return op.either(op.MatMul(op.Mul(x, s), y), op.MatMul(x, op.Mul(y, s)), name="right")
 
-    def target(self, op: Op, region: Region, x: Val, y: Val, s: Val) -> Any:
+    def where(self, m: Captures, x: Val, y: Val, s: Val) -> None:
+        _require_number(s, y if m.right else x)
+        worthwhile(not x.const and not y.const, "a factor is constant")
+
+    def target(self, op: Op, x: Val, y: Val, s: Val) -> Any:
         return op.Mul(op.MatMul(x, y), s)
 
 
@@ -639,8 +620,6 @@ class MergeConstantsOfSum(Rule, family="weights_algebra"):
 
 # BatchNormalization
 
-_STATISTICS = "scale[{0}]:const shift[{0}]:const mean[{0}]:const var[{0}]:const"
-
 
 def _require_deviation(var: Val, epsilon: float) -> None:
     """Refuse variances that cannot be divided by, where they can be read. (Of a negative one both sides are NaN.)"""
@@ -648,32 +627,28 @@ def _require_deviation(var: Val, epsilon: float) -> None:
     require(numbers is None or bool(np.all(numbers + epsilon != 0)), "a variance cannot be divided by")
 
 
-def _factor_and_shift(op: Op, scale: Val, shift: Val, mean: Val, var: Val, epsilon: float) -> tuple[Any, Any]:
-    """A BatchNormalization as a factor and a shift for each channel."""
-    factor = op.Div(scale, op.Sqrt(op.Add(var, epsilon)))
-    return factor, op.Sub(shift, op.Mul(mean, factor))
-
-
 class SplitBatchNormalization(Rule, family="weights_algebra"):
     """batch_norm(x) -> x * f + (shift - mean * f)  with f = scale / sqrt(var + eps)."""
 
     dtypes = _WIDE
-    shapes = either(("x[n,c]", "x[n,c,h]", "x[n,c,h,k]", "x[n,c,h,k,t]"), _STATISTICS.format("c"))
+    shapes = either(("x[n,c]", "x[n,c,h]", "x[n,c,h,k]", "x[n,c,h,k,t]"), "s*[c]:const")
+    arity = (4, 4)
     near_misses = (
         f"agraph (double[N,2,3] x) => (double[N,2,3] y) <{STATISTICS}> {{ y = BatchNormalization(x, s, b, m, v) }}",
         f"agraph (float[N,2,3] x) => (float[N,2,3] y) <{STATISTICS}>"
         " { y = BatchNormalization<epsilon=-4.0>(x, s, b, m, v) }",
     )
 
-    def source(self, op: Op, x: Any, scale: Any, shift: Any, mean: Any, var: Any) -> Any:
-        return op.BatchNormalization(x, scale, shift, mean, var, epsilon="epsilon", momentum="momentum")
+    def source(self, op: Op, x: Any, *s: Any) -> Any:
+        return normalised(op, x, s)
 
-    def where(self, m: Captures, x: Val, scale: Val, mean: Val, var: Val) -> None:
-        require(all(v.dtype == x.dtype for v in (scale, mean)), "the statistics are of another element type")
+    def where(self, m: Captures, x: Val, *s: Val) -> None:
+        scale, _, mean, var = s
+        require(scale.dtype == mean.dtype == x.dtype, "the statistics are of another element type")
         _require_deviation(var, m.epsilon)
 
-    def target(self, op: Op, m: Captures, x: Val, scale: Val, shift: Val, mean: Val, var: Val) -> Any:
-        factor, offset = _factor_and_shift(op, scale, shift, mean, var, m.epsilon)
+    def target(self, op: Op, m: Captures, x: Val, *s: Val) -> Any:
+        factor, offset = factor_and_shift(op, s, m.epsilon)
         column = [-1] + [1] * (x.rank - 2)
         return op.Add(op.Mul(x, op.Reshape(factor, column)), op.Reshape(offset, column))
 
@@ -684,9 +659,9 @@ class MergeBatchNormalizations(Rule, family="weights_algebra"):
     dtypes = _WIDE
     shapes = either(
         ("x[n,c]", "x[n,c,h]", "x[n,c,h,k]"),
-        _STATISTICS.format("c"),
-        "scale2[c]:const shift2[c]:const mean2[c]:const var2[c]:const",
+        "s*[c]:const",
     )
+    arity = (8, 8)
     near_misses = (
         f"agraph (double[N,2,3] x) => (double[N,2,3] y) <{STATISTICS}, double[2] t = {{1, 2}}>"
         " { a = BatchNormalization(x, t, t, m, v) y = BatchNormalization(a, t, t, m, v) }",
@@ -694,41 +669,16 @@ class MergeBatchNormalizations(Rule, family="weights_algebra"):
         " { a = BatchNormalization(x, s, b, m, v) y = BatchNormalization<epsilon=-4.0>(a, s, b, m, v) }",
     )
 
-    def source(
-        self,
-        op: Op,
-        x: Any,
-        scale: Any,
-        shift: Any,
-        mean: Any,
-        var: Any,
-        scale2: Any,
-        shift2: Any,
-        mean2: Any,
-        var2: Any,
-    ) -> Any:
-        y = op.BatchNormalization(x, scale, shift, mean, var, epsilon="epsilon", momentum="momentum")
-        return op.BatchNormalization(y, scale2, shift2, mean2, var2, epsilon="epsilon2", momentum="momentum2")
+    def source(self, op: Op, x: Any, *s: Any) -> Any:
+        return normalised(op, normalised(op, x, s[:4]), s[4:], "2")
 
-    def where(self, m: Captures, x: Val, *statistics: Val) -> None:
-        require(len({v.dtype for v in statistics}) == 1, "the statistics are of several element types")
-        _require_deviation(statistics[7], m.epsilon2)
+    def where(self, m: Captures, x: Val, *s: Val) -> None:
+        require(len({v.dtype for v in s}) == 1, "the statistics are of several element types")
+        _require_deviation(s[-1], m.epsilon2)
 
-    def target(
-        self,
-        op: Op,
-        m: Captures,
-        x: Val,
-        scale: Val,
-        shift: Val,
-        mean: Val,
-        var: Val,
-        scale2: Val,
-        shift2: Val,
-        mean2: Val,
-        var2: Val,
-    ) -> Any:
-        factor, offset = _factor_and_shift(op, scale2, shift2, mean2, var2, m.epsilon2)
+    def target(self, op: Op, m: Captures, x: Val, *s: Val) -> Any:
+        scale, shift, mean, var = s[:4]
+        factor, offset = factor_and_shift(op, s[4:], m.epsilon2)
         moved = op.Add(op.Mul(shift, factor), offset)
         return op.BatchNormalization(x, op.Mul(scale, factor), moved, mean, var, epsilon=m.epsilon)
 
