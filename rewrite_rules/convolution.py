@@ -102,21 +102,26 @@ def _positive(sizes: Sequence[Dim]) -> bool:
     return all(isinstance(d, int) and d > 0 for d in sizes)
 
 
+class _OneConv(Rule, family="convolution"):
+    """A convolution with a bias or without, and what else it can be."""
+
+    optional: ClassVar[tuple[str, ...]] = ("b",)
+
+    def source(self, op: Op, x: Any, w: Any, b: Any) -> Any:
+        return op.Conv(x, w, b, attrs="c")
+
+
 # Convolutions of one tap and products of matrices
 
 
-class ReplacePointwiseConvByMatMul(Rule, family="convolution"):
+class ReplacePointwiseConvByMatMul(_OneConv):
     """conv(x, w, b) -> reshape(w @ reshape(x) + b)  for a 1x1 kernel: the image is a matrix of channels by places."""
 
     nonempty = True
     # TVM's kernels are this product already, and where it has channels last the matrix would need conversions.
     backend = "onnxruntime"
     dtypes = _PRODUCTS
-    optional = ("b",)
     shapes = per_rank("x[i,c{h}] w[m,c{1}] b[m]")
-
-    def source(self, op: Op, x: Any, w: Any, b: Any) -> Any:
-        return op.Conv(x, w, b, attrs="c")
 
     def where(self, m: Captures) -> None:
         require_pointwise(m.c)
@@ -211,17 +216,13 @@ class ReplaceConvOfTransposeByMatMul(Rule, family="convolution"):
         return op.Transpose(y if b is None else op.Add(y, b), perm=m.p)
 
 
-class ReplaceConvStrideBySlice(Rule, family="convolution"):
+class ReplaceConvStrideBySlice(_OneConv):
     """conv(x, w, b; strides s) -> conv(x[::s], w, b)  for a 1x1 kernel."""
 
-    optional = ("b",)
     shapes = _POINTWISE
     examples = (
         "agraph (float[2,1,5,6] x) => (float[2,1,2,6] y) <float[1,1,1,1] w = {2}> { y = Conv<strides=[3,1]>(x, w) }",
     )
-
-    def source(self, op: Op, x: Any, w: Any, b: Any) -> Any:
-        return op.Conv(x, w, b, attrs="c")
 
     def where(self, m: Captures, x: Val) -> None:
         require("pads" not in m.c, "it pads")
@@ -279,14 +280,10 @@ class FoldSliceIntoConvStride(Rule, family="convolution"):
         return op.Conv(x, w, b, attrs=m.c, strides=strides, **_UNHEEDED)
 
 
-class ReplaceDepthwisePointwiseConvByMul(Rule, family="convolution"):
+class ReplaceDepthwisePointwiseConvByMul(_OneConv):
     """conv(x, w, b; each channel by itself) -> x * w + b  for a 1x1 kernel."""
 
-    optional = ("b",)
     shapes = per_rank("x[i,c{h}] w[c,1{1}] b[c]")
-
-    def source(self, op: Op, x: Any, w: Any, b: Any) -> Any:
-        return op.Conv(x, w, b, attrs="c")
 
     def where(self, m: Captures) -> None:
         require_pointwise(m.c)
@@ -299,14 +296,13 @@ class ReplaceDepthwisePointwiseConvByMul(Rule, family="convolution"):
 # Convolutions whose kernel is as large as the image, or as their stride
 
 
-class ReplaceFullConvByGemm(Rule, family="convolution"):
+class ReplaceFullConvByGemm(_OneConv):
     """conv(x, w, b) -> reshape(gemm(reshape(x), reshape(w), b))  when the kernel meets the whole image at one place.
 
     On an image of one pixel too, of which a padded kernel meets one tap.
     """
 
     dtypes = _PRODUCTS
-    optional = ("b",)
     shapes = per_rank("x[i,c{h}] w[m,c{k}]:const b[m]")
     examples = (
         "agraph (float[N,3,1,1] x) => (float[N,2,1,1] y) <float[2,3,1,1] w = {1,2,3,4,5,6}, float[2] b = {7,8}> "
@@ -319,9 +315,6 @@ class ReplaceFullConvByGemm(Rule, family="convolution"):
         "agraph (float[2,2,3] x) => (float[2,2,1] y) <float[2,2,3] w = {1,2,3,4,5,6,7,8,9,10,11,12}> "
         "{ y = Conv<strides=[2]>(x, w) }",
     )
-
-    def source(self, op: Op, x: Any, w: Any, b: Any) -> Any:
-        return op.Conv(x, w, b, attrs="c")
 
     def where(self, m: Captures, x: Val, w: Val) -> None:
         require("auto_pad" not in m.c, "it pads")
@@ -351,11 +344,10 @@ class ReplaceFullConvByGemm(Rule, family="convolution"):
         return op.Reshape(y, reshape_numbers(y.shape, (x.shape[0], w.size(0), *[1] * dims)))
 
 
-class ReplacePatchConvByMatMul(Rule, family="convolution"):
+class ReplacePatchConvByMatMul(_OneConv):
     """conv(x, w, b; strides = kernel) -> reshape(transpose(patches(x) @ w^T + b))  with patches(x) a transpose."""
 
     dtypes = _PRODUCTS
-    optional = ("b",)
     shapes = per_rank("x[i,c{h}] w[m,c{k}] b[m]")
     examples = (
         "agraph (float[2,1,4,6] x) => (float[2,2,2,2] y) "
@@ -364,9 +356,6 @@ class ReplacePatchConvByMatMul(Rule, family="convolution"):
         "agraph (float[N,2,6] x) => (float[N,1,3] y) <float[1,2,2] w = {1,2,3,4}> "
         "{ y = Conv<strides=[2]>(x, w) }",
     )
-
-    def source(self, op: Op, x: Any, w: Any, b: Any) -> Any:
-        return op.Conv(x, w, b, attrs="c")
 
     def where(self, m: Captures, x: Val, w: Val) -> None:
         kernel = w.sizes[2:]
@@ -511,10 +500,9 @@ class ReplaceConvTransposeByConv(Rule, family="convolution"):
 # Reshapes with exact correction
 
 
-class SplitDilatedConvIntoPhases(Rule, family="convolution"):
+class SplitDilatedConvIntoPhases(_OneConv):
     """conv(x, w, b; dilations d) -> interleave(conv(phases(x), w, b))  with every d-th row an image of its own."""
 
-    optional = ("b",)
     shapes = per_rank("x[i,j{h}] w[m,p{k}] b[m]")
     examples = (
         "agraph (float[2,1,5,6] x) => (float[2,1,5,4] y) <float[1,1,3,2] w = {1,2,3,4,5,6}, float[1] b = {7}> "
@@ -522,9 +510,6 @@ class SplitDilatedConvIntoPhases(Rule, family="convolution"):
         "agraph (float[1,2,9] x) => (float[1,2,5] y) <float[2,1,3] w = {1,2,3,4,5,6}> "
         "{ y = Conv<dilations=[2], group=2>(x, w) }",
     )
-
-    def source(self, op: Op, x: Any, w: Any, b: Any) -> Any:
-        return op.Conv(x, w, b, attrs="c")
 
     def where(self, m: Captures, x: Val, w: Val) -> None:
         worthwhile("dilations" in m.c, "it is not dilated")
@@ -567,21 +552,17 @@ class SplitDilatedConvIntoPhases(Rule, family="convolution"):
         return y if full == out else op.Slice(y, [0] * dims, out, [2 + i for i in range(dims)])
 
 
-class MergeBatchIntoHeight(Rule, family="convolution"):
+class MergeBatchIntoHeight(_OneConv):
     """conv(x, w, b) -> cut(conv(stack(x), w, b))  with the images of a batch below each other, padding between them.
 
     What a window meets of two images is left out.
     """
 
-    optional = ("b",)
     shapes = per_rank("x[i,j{h}] w[m,p{k}] b[m]")
     near_misses = (
         "agraph (float[2,1,4,5] x, float[1,1,3,3] w) => (float[2,1,4,5] y) "
         '{ y = Conv<auto_pad="SAME_UPPER">(x, w) }',
     )
-
-    def source(self, op: Op, x: Any, w: Any, b: Any) -> Any:
-        return op.Conv(x, w, b, attrs="c")
 
     def where(self, m: Captures, x: Val, w: Val) -> None:
         worthwhile(x.size(0) > 1, "there is one image")
@@ -627,7 +608,7 @@ class MergeBatchIntoHeight(Rule, family="convolution"):
 _PER_AXIS = ("strides", "dilations")
 
 
-class RaiseConvToTwoDimensions(Rule, family="convolution"):
+class RaiseConvToTwoDimensions(_OneConv):
     """conv(x, w, b) -> squeeze(conv(unsqueeze(x), unsqueeze(w), b))  from one spatial dimension to two.
 
     ONNX Runtime's fastest layout is for images.
@@ -635,14 +616,10 @@ class RaiseConvToTwoDimensions(Rule, family="convolution"):
 
     unpriced = True
     backend = "onnxruntime"
-    optional = ("b",)
     shapes = "x[i,j,h] w[m,p,k] b[m]"
     survivors: ClassVar[Mapping[str, str]] = {
         "attribute strides of Conv (call 2)": "a stride along the new dimension, which has one position"
     }
-
-    def source(self, op: Op, x: Any, w: Any, b: Any) -> Any:
-        return op.Conv(x, w, b, attrs="c")
 
     def target(self, op: Op, m: Captures, x: Val, w: Val, b: Val | None) -> Any:
         (before,), (after,) = pads_of(m.c, 1)
@@ -658,14 +635,10 @@ class RaiseConvToTwoDimensions(Rule, family="convolution"):
         return op.Squeeze(y, [2])
 
 
-class LowerConvToOneDimension(Rule, family="convolution"):
+class LowerConvToOneDimension(_OneConv):
     """conv(x, w, b) -> unsqueeze(conv(squeeze(x), squeeze(w), b))  for an image, and a kernel, of one row."""
 
-    optional = ("b",)
     shapes = "x[i,j,1,h] w[m,p,1,k] b[m]"
-
-    def source(self, op: Op, x: Any, w: Any, b: Any) -> Any:
-        return op.Conv(x, w, b, attrs="c")
 
     def where(self, m: Captures) -> None:
         before, after = pads_of(m.c, 2)
@@ -1003,17 +976,13 @@ class ReplaceAveragePoolByConv(Rule, family="convolution"):
         return op.Conv(x, op.Expand(share, [channels, 1, *kernel]), group=channels, **kept)
 
 
-class ReplaceUniformConvByAveragePool(Rule, family="convolution"):
+class ReplaceUniformConvByAveragePool(_OneConv):
     """conv(x, c, b; each channel by itself) -> averagepool(x) * (n c) + b  when all weights are one number c."""
 
     proof = "numeric"
     relies_on = "a sum is n times the average, rounded"
     dtypes = _FLOAT
-    optional = ("b",)
     shapes = per_rank("x[i,c{h}] w[c,1{k}]:const b[c]")
-
-    def source(self, op: Op, x: Any, w: Any, b: Any) -> Any:
-        return op.Conv(x, w, b, attrs="c")
 
     def where(self, m: Captures, w: Val) -> None:
         require(w.uniform is not None, "the weights are not one number")
