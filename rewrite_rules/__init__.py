@@ -23,30 +23,26 @@ from rewrite_rules import (
     transpose,
     weights_algebra,
 )
-from xrlflow.rewrite import AnyRule
+from xrlflow.rewrite import AnyRule, declared_in
 
-LIBRARY: tuple[AnyRule, ...] = (
-    *identity.RULES,
-    *transpose.RULES,
-    *reshape.RULES,
-    *slices.RULES,
-    *movement.RULES,
-    *demand.RULES,
-    *linear.RULES,
-    *merge.RULES,
-    *shared_weights.RULES,
-    *algebra.RULES,
-    *recurrent.RULES,
-    *native_recurrent.RULES,
-    *normalisation.RULES,
-    *attention.RULES,
-    *convolution.RULES,
-    *control.RULES,
-    *exports.RULES,
-    *idioms.RULES,
-    *weights_algebra.RULES,
-    *microsoft.RULES,
-    *expansion.RULES,
+_MODULES = (
+    *(
+        identity,
+        transpose,
+        reshape,
+        slices,
+        movement,
+        demand,
+        linear,
+        merge,
+        shared_weights,
+        algebra,
+        recurrent,
+    ),
+    *(native_recurrent, normalisation, attention, convolution, control, exports, idioms, weights_algebra),
+    *(microsoft, expansion),
 )
+
+LIBRARY: tuple[AnyRule, ...] = tuple(rule for module in _MODULES for rule in declared_in(module))
 
 __all__ = ["LIBRARY"]

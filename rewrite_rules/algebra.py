@@ -27,7 +27,6 @@ from xrlflow.rewrite import (
     Rule,
     Val,
     common_source,
-    declared_in,
     require,
     worthwhile,
 )
@@ -943,6 +942,3 @@ class PushBinaryThroughSplit(RegionRule, family="algebra"):
                 operands.append(list(op.Split(v, axis=place, sizes=sizes)))
             at += len(sizes) if kind == "parts" else 1
         return [op[name](*given, attrs=attrs) for given in zip(*operands)]
-
-
-RULES = declared_in(__name__)

@@ -11,7 +11,7 @@ import numpy as np
 from rewrite_rules.axes import axis_of, compose, is_identity, perm_of
 from rewrite_rules.elementwise import keeps_shape, read_once
 from xrlflow.ir import Dim, DType, Node, Value
-from xrlflow.rewrite import Op, Reader, Region, RegionRule, Val, declared_in, require, worthwhile
+from xrlflow.rewrite import Op, Reader, Region, RegionRule, Val, require, worthwhile
 
 
 def _factor(reader: Reader, value: Value) -> tuple[Value, float, Node] | None:
@@ -210,6 +210,3 @@ class FuseAttention(RegionRule, family="attention"):
         if mask is not None and mask.shape[-2] != q.shape[2]:
             mask = op.Expand(mask, [q.size(2), 1])
         return op.Attention(q, keys, v, mask, scale=float(np.float32(scale)))
-
-
-RULES = declared_in(__name__)

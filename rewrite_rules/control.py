@@ -39,18 +39,7 @@ from xrlflow.ir import (
 )
 from xrlflow.ops.infer import InferenceError, infer
 from xrlflow.ops.schema import is_deterministic, schema
-from xrlflow.rewrite import (
-    GraphBuilder,
-    Op,
-    Reader,
-    Region,
-    RegionRule,
-    RuleError,
-    Val,
-    declared_in,
-    require,
-    worthwhile,
-)
+from xrlflow.rewrite import GraphBuilder, Op, Reader, Region, RegionRule, RuleError, Val, require, worthwhile
 
 # Branches
 
@@ -882,6 +871,3 @@ def _gathered(inner: GraphBuilder, value: Value, whole: Val, axis: int) -> Any:
     graph = inner.graph
     index = Val(graph, graph.inputs[0], graph.type(graph.inputs[0]))
     return inner.Gather(made_outside(graph, value, whole.type), index, axis=axis)
-
-
-RULES = declared_in(__name__)

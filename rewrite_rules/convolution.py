@@ -16,19 +16,7 @@ from rewrite_rules.shapes import per_rank
 from xrlflow.ir import ABSENT, Attrs, Dim, DType, Node, Value
 from xrlflow.ir.dims import LARGEST
 from xrlflow.ops.tensors import numpy_dtype
-from xrlflow.rewrite import (
-    Captures,
-    Op,
-    Reader,
-    Region,
-    RegionRule,
-    Rule,
-    Val,
-    accurate,
-    declared_in,
-    require,
-    worthwhile,
-)
+from xrlflow.rewrite import Captures, Op, Reader, Region, RegionRule, Rule, Val, accurate, require, worthwhile
 
 # Element types for which ONNX Runtime multiplies matrices.
 _PRODUCTS = frozenset({DType.FLOAT, DType.DOUBLE})
@@ -1534,6 +1522,3 @@ class PushResizeBeforeConv(_SwapResize):
         sizes: Val | None,
     ) -> Any:
         return op.Conv(self.resized(op, m, x, x.size(1), roi, scales, sizes), w, b, attrs=m.c, **_UNHEEDED)
-
-
-RULES = declared_in(__name__)

@@ -15,7 +15,7 @@ import numpy as np
 from rewrite_rules.axes import int_attr
 from rewrite_rules.control import UnrollLoop
 from xrlflow.ir import ABSENT, DType, Node, Value
-from xrlflow.rewrite import Op, Reader, Region, RegionRule, Val, declared_in, require, worthwhile
+from xrlflow.rewrite import Op, Reader, Region, RegionRule, Val, require, worthwhile
 
 # A graph of so many steps takes TVM minutes to compile.
 _MOST_STEPS = 256
@@ -696,6 +696,3 @@ class ExpandLoop(UnrollLoop, family="expansion"):
     certain = True
     most_steps = _MOST_STEPS
     most_nodes = 16 * _MOST_STEPS
-
-
-RULES = declared_in(__name__)

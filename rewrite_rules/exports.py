@@ -13,18 +13,7 @@ from xrlflow.ir import ABSENT, Body, Dim, DType, Node, TensorType, Value, dims
 from xrlflow.ir.dims import Formula
 from xrlflow.ops.symbolic_shapes import refine
 from xrlflow.ops.symbolic_values import Known, of_array, values
-from xrlflow.rewrite import (
-    Captures,
-    Op,
-    Reader,
-    Region,
-    RegionRule,
-    Rule,
-    Val,
-    declared_in,
-    require,
-    worthwhile,
-)
+from xrlflow.rewrite import Captures, Op, Reader, Region, RegionRule, Rule, Val, require, worthwhile
 
 # Shapes as values
 
@@ -477,6 +466,3 @@ class KeepRowsInQuantizedProduct(RegionRule, family="exports"):
         quantized, scale, zero = op.DynamicQuantizeLinear(op.Reshape(x, list(shape)), outputs=3)
         value = _replayed(op, list(chain), op.MatMulInteger(quantized, w, zero, v), others)
         return [value, scale, zero]
-
-
-RULES = declared_in(__name__)

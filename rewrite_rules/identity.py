@@ -14,18 +14,7 @@ from xrlflow.ir import ABSENT, FLOATS, INTEGERS, Dim, DType, Graph, Node, Value
 from xrlflow.ir.dims import LARGEST
 from xrlflow.ops.schema import COMMUTATIVE
 from xrlflow.ops.tensors import numpy_dtype
-from xrlflow.rewrite import (
-    Captures,
-    Op,
-    Reader,
-    Region,
-    RegionRule,
-    Rule,
-    Val,
-    declared_in,
-    require,
-    worthwhile,
-)
+from xrlflow.rewrite import Captures, Op, Reader, Region, RegionRule, Rule, Val, require, worthwhile
 
 # Why conditions that keep random numbers are not missed.
 RANDOM = "no two evaluations of what is random can be compared"
@@ -530,6 +519,3 @@ def _constant(op: Op, numbers: Any, shape: Sequence[int] | None = None) -> Any:
     """An int64 constant."""
     array = np.asarray(numbers, np.int64)
     return op.Identity(array if shape is None else array.reshape(shape))
-
-
-RULES = declared_in(__name__)

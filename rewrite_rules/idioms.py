@@ -28,19 +28,7 @@ from rewrite_rules.elementwise import (
 from rewrite_rules.reshape import VIEWS
 from rewrite_rules.slices import piece
 from xrlflow.ir import ABSENT, FLOATS, INTEGERS, Attrs, Dim, DType, Node, Value
-from xrlflow.rewrite import (
-    Captures,
-    Op,
-    Reader,
-    Region,
-    RegionRule,
-    Rule,
-    Val,
-    accurate,
-    declared_in,
-    require,
-    worthwhile,
-)
+from xrlflow.rewrite import Captures, Op, Reader, Region, RegionRule, Rule, Val, accurate, require, worthwhile
 
 _FLOAT = frozenset({DType.FLOAT})
 _WIDE = frozenset({DType.FLOAT, DType.DOUBLE})
@@ -1895,6 +1883,3 @@ def _broadcast_to(out: tuple[Dim, ...], shapes: list[tuple[Dim, ...]]) -> bool:
         if dim is None or dim not in dims:
             return False
     return True
-
-
-RULES = declared_in(__name__)

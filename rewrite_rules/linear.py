@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from rewrite_rules.shapes import either, per_rank
 from xrlflow.ir import FLOATS, INTEGERS, Attrs, DType
-from xrlflow.rewrite import Captures, Op, Rule, Val, declared_in, require, worthwhile
+from xrlflow.rewrite import Captures, Op, Rule, Val, require, worthwhile
 
 NUMBERS = FLOATS | INTEGERS
 
@@ -661,6 +661,3 @@ class ReplaceConstantSubByAdd(Rule, family="linear"):
 
     def target(self, op: Op, x: Val, c: Val) -> Any:
         return op.Add(x, op.Neg(c))
-
-
-RULES = declared_in(__name__)

@@ -16,18 +16,7 @@ from rewrite_rules.linear import group_of
 from rewrite_rules.shapes import either, per_rank
 from xrlflow.ir import ABSENT, FLOATS, INTEGERS, Attrs, Node, Value
 from xrlflow.ops.tensors import numpy_dtype
-from xrlflow.rewrite import (
-    Captures,
-    Op,
-    Reader,
-    Region,
-    RegionRule,
-    Rule,
-    Val,
-    declared_in,
-    require,
-    worthwhile,
-)
+from xrlflow.rewrite import Captures, Op, Reader, Region, RegionRule, Rule, Val, require, worthwhile
 
 NUMBERS = FLOATS | INTEGERS
 
@@ -688,6 +677,3 @@ class SplitMatMulsOverConcat(SplitConvsOverConcat):
         " u = Constant<value_floats=[1.0,2.0,3.0]>() s = Constant<value_ints=[3,1]>() w = Reshape(u, s)"
         " c = Concat<axis=1>(x, y) a = MatMul(c, w) }",
     )
-
-
-RULES = declared_in(__name__)

@@ -11,18 +11,7 @@ from rewrite_rules.axes import compose, reshape_numbers
 from rewrite_rules.elementwise import read_once
 from rewrite_rules.shapes import either
 from xrlflow.ir import Dim, DType, Node, TensorType, Value
-from xrlflow.rewrite import (
-    Captures,
-    Op,
-    Reader,
-    Region,
-    RegionRule,
-    Rule,
-    Val,
-    declared_in,
-    require,
-    worthwhile,
-)
+from xrlflow.rewrite import Captures, Op, Reader, Region, RegionRule, Rule, Val, require, worthwhile
 
 _FLOAT = frozenset({DType.FLOAT})
 
@@ -442,6 +431,3 @@ class FuseBiasedDynamicQuantizeMatMul(_Contributed):
         q, s, z = op.DynamicQuantizeLinear(x, outputs=3)
         like = op.Mul(op.Cast(op.MatMulInteger(q, b, z, u), to=1), op.Mul(s, t))
         return op["com.microsoft::DynamicQuantizeMatMul"](x, b, t, u, c, type=_runs(like.type))
-
-
-RULES = declared_in(__name__)

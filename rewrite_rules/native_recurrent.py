@@ -11,17 +11,7 @@ import numpy as np
 from rewrite_rules.axes import axis_of
 from rewrite_rules.slices import piece, sizes_along
 from xrlflow.ir import ABSENT, DType, Node, Value
-from xrlflow.rewrite import (
-    Op,
-    Reader,
-    Region,
-    RegionRule,
-    Val,
-    common_source,
-    declared_in,
-    require,
-    worthwhile,
-)
+from xrlflow.rewrite import Op, Reader, Region, RegionRule, Val, common_source, require, worthwhile
 
 # What gates are computed from
 
@@ -743,6 +733,3 @@ class FuseUnrolledRNN(_Unrolled):
 
     def attributes(self, native: _Native) -> dict[str, Any]:
         return {"activations": (native.kind[0],)} if native.kind[0] != "Tanh" else {}
-
-
-RULES = declared_in(__name__)

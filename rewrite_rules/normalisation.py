@@ -12,17 +12,7 @@ import numpy as np
 from rewrite_rules.axes import fronts, ints_input
 from rewrite_rules.elementwise import made_by, number_of, only_reader, operands, read_once, square_of
 from xrlflow.ir import Dim, DType, Node, Value
-from xrlflow.rewrite import (
-    Op,
-    Reader,
-    Region,
-    RegionRule,
-    Rule,
-    Val,
-    declared_in,
-    require,
-    worthwhile,
-)
+from xrlflow.rewrite import Op, Reader, Region, RegionRule, Rule, Val, require, worthwhile
 
 # Types that are only computed in float32 inside: a double would lose digits by the default `stash_type`.
 _STASHED = frozenset({DType.FLOAT, DType.FLOAT16})
@@ -527,6 +517,3 @@ class ReplaceAddBySum(RegionRule, family="normalisation"):
 
     def target(self, op: Op, region: Region, a: Val, b: Val) -> Any:
         return op.Sum(a, b)
-
-
-RULES = declared_in(__name__)

@@ -6,17 +6,7 @@ from typing import Any
 
 from rewrite_rules.elementwise import made_by
 from xrlflow.ir import FLOATS, Node, Value
-from xrlflow.rewrite import (
-    Op,
-    Reader,
-    Region,
-    RegionRule,
-    Rule,
-    Val,
-    declared_in,
-    require,
-    worthwhile,
-)
+from xrlflow.rewrite import Op, Reader, Region, RegionRule, Rule, Val, require, worthwhile
 
 
 class FuseSumOfGemms(Rule, family="recurrent"):
@@ -184,6 +174,3 @@ def _listed(parts: Any) -> Any:
 
 def _size(reader: Reader, value: Value, axis: int) -> int:
     return reader.val(value).size(axis)
-
-
-RULES = declared_in(__name__)

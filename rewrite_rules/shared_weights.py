@@ -9,7 +9,7 @@ from typing import Any
 
 from rewrite_rules.slices import Piece, piece
 from xrlflow.ir import ABSENT, FLOATS, Attrs, Dim, Node, Value
-from xrlflow.rewrite import Op, Reader, Refused, Region, RegionRule, Val, common_source, declared_in, require
+from xrlflow.rewrite import Op, Reader, Refused, Region, RegionRule, Val, common_source, require
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,6 +279,3 @@ def _origin(reader: Reader, value: Value) -> Value:
             break
         value = node.inputs[0]
     return ABSENT if value in reader.graph.inputs else value
-
-
-RULES = declared_in(__name__)

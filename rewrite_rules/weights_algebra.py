@@ -21,18 +21,7 @@ from rewrite_rules.linear import STATISTICS, factor_and_shift, flat, normalised
 from rewrite_rules.shapes import either
 from xrlflow.ir import ABSENT, FLOATS, Attrs, Dim, DType, Node, Value
 from xrlflow.ops.tensors import numpy_dtype
-from xrlflow.rewrite import (
-    Captures,
-    Op,
-    Reader,
-    Region,
-    RegionRule,
-    Rule,
-    Val,
-    declared_in,
-    require,
-    worthwhile,
-)
+from xrlflow.rewrite import Captures, Op, Reader, Region, RegionRule, Rule, Val, require, worthwhile
 
 _WIDE = frozenset({DType.FLOAT, DType.DOUBLE})
 
@@ -727,6 +716,3 @@ class PushBatchNormalizationIntoConcat(RegionRule, family="weights_algebra"):
             cut = [slice_constant(op, v, 0, end - size, end) for v in statistics]
             out.append(op.BatchNormalization(x, *cut, attrs=attrs))
         return op.Concat(*out, attrs=concat)
-
-
-RULES = declared_in(__name__)

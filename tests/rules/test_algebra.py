@@ -30,9 +30,9 @@ from rewrite_rules.algebra import (
 )
 from tests.rules.harness import applies, model, refuses
 from xrlflow.onnxio import load
-from xrlflow.rewrite import Library, RegionRule, RewriteState
+from xrlflow.rewrite import Library, RegionRule, RewriteState, declared_in
 
-EXAMPLES = [(r, e) for r in algebra.RULES if isinstance(r, RegionRule) for e in r.examples]
+EXAMPLES = [(r, e) for r in declared_in(algebra) if isinstance(r, RegionRule) for e in r.examples]
 
 
 def normal(*shape, seed=0):

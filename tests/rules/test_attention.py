@@ -8,6 +8,7 @@ import pytest
 from rewrite_rules import attention
 from rewrite_rules.attention import FuseAttention
 from tests.rules.harness import applies, model, refuses
+from xrlflow.rewrite import declared_in
 
 
 @pytest.mark.parametrize("example", FuseAttention().examples)
@@ -154,4 +155,4 @@ def test_refusals():
 
 
 def test_family():
-    assert [r.name for r in attention.RULES] == ["FuseAttention"]
+    assert [r.name for r in declared_in(attention)] == ["FuseAttention"]

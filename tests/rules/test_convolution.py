@@ -49,9 +49,9 @@ from rewrite_rules.convolution import (
     WriteOutAutoPad,
 )
 from tests.rules.harness import applies, model, refuses
-from xrlflow.rewrite import Refused
+from xrlflow.rewrite import Refused, declared_in
 
-EXAMPLES = [(r, e) for r in convolution.RULES for e in r.examples]
+EXAMPLES = [(r, e) for r in declared_in(convolution) for e in r.examples]
 
 
 @pytest.mark.parametrize(("rule", "example"), EXAMPLES, ids=lambda v: getattr(v, "name", ""))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from rewrite_rules import exports
 from rewrite_rules.exports import (
-    RULES,
     FoldComputedShape,
     KeepRowsInQuantizedProduct,
     MergeFlattenedTranspose,
@@ -18,10 +18,10 @@ from rewrite_rules.exports import (
 from tests.rules.harness import alone, applies, model, refuses, run
 from xrlflow.ir import dims
 from xrlflow.onnxio import load
-from xrlflow.rewrite import AnyRule, Library, RewriteState
+from xrlflow.rewrite import AnyRule, Library, RewriteState, declared_in
 
 
-@pytest.mark.parametrize("rule", RULES, ids=lambda r: r.name)
+@pytest.mark.parametrize("rule", declared_in(exports), ids=lambda r: r.name)
 def test_examples(rule: AnyRule) -> None:
     for text in rule.examples:
         applies(rule, model(text))
@@ -145,8 +145,8 @@ def test_weights_become_signed() -> None:
 
 
 def test_signed_weights_need_a_processor_that_does_not_saturate() -> None:
-    assert "UseSignedWeights" not in Library(RULES).rules
-    assert "UseSignedWeights" in Library(RULES, assuming=("vnni",)).rules
+    assert "UseSignedWeights" not in Library(declared_in(exports)).rules
+    assert "UseSignedWeights" in Library(declared_in(exports), assuming=("vnni",)).rules
 
 
 def test_computed_weights_stay() -> None:

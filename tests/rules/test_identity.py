@@ -36,9 +36,9 @@ from tests.rules.harness import applies, model, refuses
 from xrlflow.ir import Graph, Value
 from xrlflow.onnxio import load
 from xrlflow.ops.schema import COMMUTATIVE
-from xrlflow.rewrite import Library, RegionRule, RewriteState
+from xrlflow.rewrite import Library, RegionRule, RewriteState, declared_in
 
-EXAMPLES = [(r, e) for r in identity.RULES if isinstance(r, RegionRule) for e in r.examples]
+EXAMPLES = [(r, e) for r in declared_in(identity) if isinstance(r, RegionRule) for e in r.examples]
 
 
 @pytest.mark.parametrize(("rule", "example"), EXAMPLES, ids=lambda v: getattr(v, "name", ""))

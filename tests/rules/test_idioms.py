@@ -56,8 +56,9 @@ from rewrite_rules.idioms import (
     ReplaceWhereByThresholdedRelu,
 )
 from tests.rules.harness import applies, model, refuses
+from xrlflow.rewrite import declared_in
 
-EXAMPLES = [(r, e) for r in idioms.RULES for e in r.examples]
+EXAMPLES = [(r, e) for r in declared_in(idioms) for e in r.examples]
 # The last examples of these are near misses.
 NEAR_MISSES = {"PushNotIntoComparison": 1, "RemoveExpandBeforeBroadcast": 2}
 

@@ -34,9 +34,9 @@ from rewrite_rules.merge import (
 )
 from tests.rules.harness import applies, model, refuses
 from xrlflow.onnxio import load
-from xrlflow.rewrite import GraphBuilder, Library, RegionRule, RewriteState, Val
+from xrlflow.rewrite import GraphBuilder, Library, RegionRule, RewriteState, Val, declared_in
 
-EXAMPLES = [(r, e) for r in merge.RULES if isinstance(r, RegionRule) for e in r.examples]
+EXAMPLES = [(r, e) for r in declared_in(merge) if isinstance(r, RegionRule) for e in r.examples]
 
 
 def normal(*shape, seed=0):
@@ -548,7 +548,9 @@ def test_products_over_concat_of_rows():
 
 
 def test_the_family_compiles_as_one_library():
-    assert set(Library(merge.RULES, assuming=("finite",)).rules) == {r.name for r in merge.RULES}
+    assert set(Library(declared_in(merge), assuming=("finite",)).rules) == {
+        r.name for r in declared_in(merge)
+    }
 
 
 def test_large_constants_are_not_multiplied_out(monkeypatch):

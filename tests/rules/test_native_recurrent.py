@@ -11,9 +11,9 @@ import xrlflow
 from rewrite_rules import native_recurrent
 from rewrite_rules.native_recurrent import FuseUnrolledGRU, FuseUnrolledLSTM, FuseUnrolledRNN
 from tests.rules.harness import applies, model, refuses
-from xrlflow.rewrite import RegionRule
+from xrlflow.rewrite import RegionRule, declared_in
 
-EXAMPLES = [(r, e) for r in native_recurrent.RULES if isinstance(r, RegionRule) for e in r.examples]
+EXAMPLES = [(r, e) for r in declared_in(native_recurrent) if isinstance(r, RegionRule) for e in r.examples]
 
 
 @pytest.mark.parametrize(("rule", "example"), EXAMPLES)

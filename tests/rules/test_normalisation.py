@@ -23,9 +23,9 @@ from rewrite_rules.normalisation import (
     SplitHardSwish,
 )
 from tests.rules.harness import applies, model, refuses
-from xrlflow.rewrite import RegionRule
+from xrlflow.rewrite import RegionRule, declared_in
 
-EXAMPLES = [(r, e) for r in normalisation.RULES if isinstance(r, RegionRule) for e in r.examples]
+EXAMPLES = [(r, e) for r in declared_in(normalisation) if isinstance(r, RegionRule) for e in r.examples]
 
 
 @pytest.mark.parametrize(("rule", "example"), EXAMPLES, ids=lambda v: getattr(v, "name", ""))

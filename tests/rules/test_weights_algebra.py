@@ -24,8 +24,9 @@ from rewrite_rules.weights_algebra import (
     SplitBatchNormalization,
 )
 from tests.rules.harness import applies, model, refuses
+from xrlflow.rewrite import declared_in
 
-EXAMPLES = [(r, e) for r in weights_algebra.RULES for e in r.examples]
+EXAMPLES = [(r, e) for r in declared_in(weights_algebra) for e in r.examples]
 
 
 def normal(*shape: int, seed: int = 0) -> np.ndarray:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from types import ModuleType
 from typing import Any, ClassVar, Literal, TypeVar
 
 import numpy as np
@@ -559,11 +560,10 @@ class RegionRule(_Declared):
 AnyRule = Rule | RegionRule
 
 
-def declared_in(module: str) -> tuple[AnyRule, ...]:
+def declared_in(module: ModuleType) -> tuple[AnyRule, ...]:
     """The rules that a module declares, in its order: one of each class whose name does not begin with `_`."""
-    declared = vars(sys.modules[module]).values()
-    kinds = [c for c in declared if isinstance(c, type) and issubclass(c, (Rule, RegionRule))]
-    return tuple(c() for c in kinds if c.__module__ == module and not c.__name__.startswith("_"))
+    kinds = [c for c in vars(module).values() if isinstance(c, type) and issubclass(c, (Rule, RegionRule))]
+    return tuple(c() for c in kinds if c.__module__ == module.__name__ and not c.__name__.startswith("_"))
 
 
 _MOVES = frozenset(
