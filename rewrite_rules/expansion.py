@@ -80,6 +80,10 @@ class _Weights:
     of_hidden: Any
 
 
+# What a step has of each product or each state; the names of its activations.
+_Row = tuple[Any, ...]
+_Names = tuple[str, ...]
+
 _BACKWARDS = {"forward": (False,), "reverse": (True,), "bidirectional": (False, True)}
 # Activations that have no parameters, by their names in lower case.
 _PLAIN = {"relu": "Relu", "sigmoid": "Sigmoid", "tanh": "Tanh"}
@@ -172,15 +176,7 @@ class _ExpandCells(_Expansion):
             start = end
         return list(zip(*made))
 
-    def step(
-        self,
-        op: Op,
-        cells: _Cells,
-        x: tuple[Any, ...],
-        states: tuple[Any, ...],
-        weights: _Weights,
-        f: tuple[str, ...],
-    ) -> tuple[Any, ...]:
+    def step(self, op: Op, cells: _Cells, x: _Row, states: _Row, weights: _Weights, f: _Names) -> _Row:
         """The states after a step; x is what comes of its input."""
         raise NotImplementedError
 
@@ -322,15 +318,7 @@ class ExpandLSTM(_ExpandCells):
         .replace("h, c)", "h, c, k)"),
     )
 
-    def step(
-        self,
-        op: Op,
-        cells: _Cells,
-        x: tuple[Any, ...],
-        states: tuple[Any, ...],
-        weights: _Weights,
-        f: tuple[str, ...],
-    ) -> tuple[Any, ...]:
+    def step(self, op: Op, cells: _Cells, x: _Row, states: _Row, weights: _Weights, f: _Names) -> _Row:
         hidden, cell = states
         total = op.Add(op.MatMul(hidden, weights.hidden), x[0])
         let_in, out, kept, new = (_columns(op, total, i * cells.size, cells.size) for i in range(4))
@@ -368,15 +356,7 @@ class ExpandGRU(_ExpandCells):
     def separate(self, cells: _Cells) -> int:
         return 1 if cells.linear else 0
 
-    def step(
-        self,
-        op: Op,
-        cells: _Cells,
-        x: tuple[Any, ...],
-        states: tuple[Any, ...],
-        weights: _Weights,
-        f: tuple[str, ...],
-    ) -> tuple[Any, ...]:
+    def step(self, op: Op, cells: _Cells, x: _Row, states: _Row, weights: _Weights, f: _Names) -> _Row:
         (hidden,) = states
         if cells.linear:
             update, total = self._reset_after(op, cells, x[0], hidden, weights, f[0])
@@ -422,15 +402,7 @@ class ExpandRNN(_ExpandCells):
     )
     near_misses = _near_misses("RNN", 1)
 
-    def step(
-        self,
-        op: Op,
-        cells: _Cells,
-        x: tuple[Any, ...],
-        states: tuple[Any, ...],
-        weights: _Weights,
-        f: tuple[str, ...],
-    ) -> tuple[Any, ...]:
+    def step(self, op: Op, cells: _Cells, x: _Row, states: _Row, weights: _Weights, f: _Names) -> _Row:
         return (op[f[0]](op.Add(op.MatMul(states[0], weights.hidden), x[0])),)
 
 

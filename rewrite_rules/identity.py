@@ -20,17 +20,21 @@ from xrlflow.rewrite import Captures, Op, Reader, Region, RegionRule, Rule, Val,
 RANDOM = "no two evaluations of what is random can be compared"
 
 
-class RemoveIdentity(Rule, family="identity"):
-    """identity(x) -> x."""
-
-    def source(self, op: Op, x: Any) -> Any:
-        return op.Identity(x)
+class _Unchanged(Rule, family="identity"):
+    """What does nothing to x."""
 
     def target(self, op: Op, x: Val) -> Any:
         return x
 
 
-class RemoveDropout(Rule, family="identity"):
+class RemoveIdentity(_Unchanged):
+    """identity(x) -> x."""
+
+    def source(self, op: Op, x: Any) -> Any:
+        return op.Identity(x)
+
+
+class RemoveDropout(_Unchanged):
     """dropout(x) -> x  when it is not in training mode and nobody reads the mask."""
 
     optional = ("ratio", "training")
@@ -42,11 +46,8 @@ class RemoveDropout(Rule, family="identity"):
     def where(self, training: Val | None) -> None:
         require(training is None or not training.array.any(), "it may be in training mode")
 
-    def target(self, op: Op, x: Val) -> Any:
-        return x
 
-
-class RemoveNoopCast(Rule, family="identity"):
+class RemoveNoopCast(_Unchanged):
     """cast(x) -> x  when x has that element type."""
 
     def source(self, op: Op, x: Any) -> Any:
@@ -54,9 +55,6 @@ class RemoveNoopCast(Rule, family="identity"):
 
     def where(self, m: Captures, x: Val) -> None:
         require(x.dtype == m.to, "it changes the element type")
-
-    def target(self, op: Op, x: Val) -> Any:
-        return x
 
 
 # The element types that hold every number of a type, each at least once.
@@ -112,18 +110,18 @@ class MergeCasts(Rule, family="identity"):
         return x if x.dtype == m.b else op.Cast(x, to=m.b)
 
 
-class _Neutral(Rule, family="identity"):
+class _Neutral(_Unchanged):
     """One operand is constant, the same number everywhere, and leaves the other as it is."""
 
     shapes = "x[...] c[...]:const"
-    number = 0.0
+    operator, number = "Add", 0.0
+
+    def source(self, op: Op, x: Any, c: Any) -> Any:
+        return op[self.operator](x, c)
 
     def where(self, x: Val, c: Val) -> None:
         require(c.uniform == self.number, f"the constant is not {self.number:g} everywhere")
         require(keeps_shape(x.type.shape, c.type.shape), "it may broadcast")
-
-    def target(self, op: Op, x: Val) -> Any:
-        return x
 
 
 class RemoveZeroAdd(_Neutral):
@@ -132,33 +130,23 @@ class RemoveZeroAdd(_Neutral):
     Negative zero becomes positive zero on the left side alone; the two compare equal.
     """
 
-    def source(self, op: Op, x: Any, c: Any) -> Any:
-        return op.Add(x, c)
-
 
 class RemoveZeroSub(_Neutral):
     """x - 0 -> x."""
 
-    def source(self, op: Op, x: Any, c: Any) -> Any:
-        return op.Sub(x, c)
+    operator = "Sub"
 
 
 class RemoveUnitMul(_Neutral):
     """x * 1 -> x."""
 
-    number = 1.0
-
-    def source(self, op: Op, x: Any, c: Any) -> Any:
-        return op.Mul(x, c)
+    operator, number = "Mul", 1.0
 
 
 class RemoveUnitDiv(_Neutral):
     """x / 1 -> x."""
 
-    number = 1.0
-
-    def source(self, op: Op, x: Any, c: Any) -> Any:
-        return op.Div(x, c)
+    operator, number = "Div", 1.0
 
 
 class RemoveUnitPow(_Neutral):
@@ -168,10 +156,7 @@ class RemoveUnitPow(_Neutral):
     """
 
     dtypes = FLOATS
-    number = 1.0
-
-    def source(self, op: Op, x: Any, c: Any) -> Any:
-        return op.Pow(x, c)
+    operator, number = "Pow", 1.0
 
 
 class RemoveRepeated(RegionRule, family="identity"):
@@ -193,7 +178,7 @@ class RemoveRepeated(RegionRule, family="identity"):
         return x
 
 
-class CancelInvolution(Rule, family="identity"):
+class CancelInvolution(_Unchanged):
     """f(f(x)) -> x  for Neg, Not and BitwiseNot."""
 
     shared_interior = True
@@ -201,9 +186,6 @@ class CancelInvolution(Rule, family="identity"):
 
     def source(self, op: Op, x: Any) -> Any:
         return op.either(*(op[f](op[f](x)) for f in ("Neg", "Not", "BitwiseNot")))
-
-    def target(self, op: Op, x: Val) -> Any:
-        return x
 
 
 def _bounds(x: Val, low: Val | None, high: Val | None) -> tuple[float, float]:
@@ -219,8 +201,7 @@ class MergeClips(Rule, family="identity"):
     relies_on = (
         "max and min are those of an ordered set; a lower bound above the upper one means the upper one"
     )
-
-    optional = ("a", "b", "c", "d")
+    optional: ClassVar[tuple[str, ...]] = ("a", "b", "c", "d")
     shapes = "x[...]:float a[]:const b[]:const c[]:const d[]:const"
 
     def source(self, op: Op, x: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
@@ -237,16 +218,17 @@ def _clip(op: Op, x: Val, low: float, high: float) -> Any:
     return op.Clip(x, None if low == least else low, None if high == most else high)
 
 
-class MergeReluIntoClip(Rule, family="identity"):
-    """clip(relu(x), a, b) -> clip(x, clip(0, a, b), clip(inf, a, b))."""
+class _ClipAndRelu(Rule, family="identity"):
+    """A Clip and a Relu, one after the other."""
 
     proof = "numeric"
-    relies_on = (
-        "max and min are those of an ordered set; a lower bound above the upper one means the upper one"
-    )
-
+    relies_on = MergeClips.relies_on
     optional = ("a", "b")
     shapes = "x[...]:float a[]:const b[]:const"
+
+
+class MergeReluIntoClip(_ClipAndRelu):
+    """clip(relu(x), a, b) -> clip(x, clip(0, a, b), clip(inf, a, b))."""
 
     def source(self, op: Op, x: Any, a: Any, b: Any) -> Any:
         return op.Clip(op.Relu(x), a, b)
@@ -256,16 +238,8 @@ class MergeReluIntoClip(Rule, family="identity"):
         return _clip(op, x, float(np.clip(0.0, low, high)), high)
 
 
-class MergeClipIntoRelu(Rule, family="identity"):
+class MergeClipIntoRelu(_ClipAndRelu):
     """relu(clip(x, a, b)) -> clip(x, max(a, 0), max(b, 0))."""
-
-    proof = "numeric"
-    relies_on = (
-        "max and min are those of an ordered set; a lower bound above the upper one means the upper one"
-    )
-
-    optional = ("a", "b")
-    shapes = "x[...]:float a[]:const b[]:const"
 
     def source(self, op: Op, x: Any, a: Any, b: Any) -> Any:
         return op.Relu(op.Clip(x, a, b))
@@ -275,7 +249,7 @@ class MergeClipIntoRelu(Rule, family="identity"):
         return _clip(op, x, max(low, 0.0), max(high, 0.0))
 
 
-class RemoveNoopPad(Rule, family="identity"):
+class RemoveNoopPad(_Unchanged):
     """pad(x, 0) -> x."""
 
     optional = ("value", "axes")
@@ -287,11 +261,8 @@ class RemoveNoopPad(Rule, family="identity"):
     def where(self, pads: Val) -> None:
         require(not any(pads.ints), "it pads")
 
-    def target(self, op: Op, x: Val) -> Any:
-        return x
 
-
-class RemoveNoopSlice(Rule, family="identity"):
+class RemoveNoopSlice(_Unchanged):
     """slice(x) -> x  when it takes everything."""
 
     optional = ("axes", "steps")
@@ -319,9 +290,6 @@ class RemoveNoopSlice(Rule, family="identity"):
             require(
                 end >= LARGEST or (known and isinstance(size, int) and end >= size), "it leaves out an end"
             )
-
-    def target(self, op: Op, x: Val) -> Any:
-        return x
 
 
 class RemoveNoopReshape(RegionRule, family="identity"):

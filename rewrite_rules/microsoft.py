@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from rewrite_rules.axes import compose, reshape_numbers
+from rewrite_rules.axes import compose, is_identity, permutation, reshape_numbers
 from rewrite_rules.elementwise import read_once
 from rewrite_rules.shapes import either
 from xrlflow.ir import Dim, DType, Node, TensorType, Value
@@ -37,24 +37,18 @@ def _last_two(rank: int) -> tuple[int, ...]:
     return (*range(rank - 2), rank - 1, rank - 2)
 
 
-def _perm(found: Any, rank: int) -> tuple[int, ...]:
-    """A captured permutation; the absent one reverses the dimensions."""
-    return tuple(range(rank))[::-1] if found is None else tuple(int(p) for p in found)
-
-
 class _FuseTransposeIntoMatMul(_Contributed):
-    """A product that reads one operand the other way around."""
+    """A product that reads one operand y the other way around."""
 
-    @staticmethod
-    def check(m: Captures, y: Val) -> None:
-        perm = _perm(m.p, y.rank)
+    def where(self, m: Captures, y: Val) -> None:
+        perm = permutation(m.p, y.rank)
         worthwhile(perm[-2] == len(perm) - 1, "its rows would not stay together")
 
     @staticmethod
     def turned(op: Op, m: Captures, y: Val) -> Any:
         """The operand, but for the exchange of its last two dimensions."""
-        perm = compose(_perm(m.p, y.rank), _last_two(y.rank))
-        return y if perm == tuple(range(y.rank)) else op.Transpose(y, perm=perm)
+        perm = compose(permutation(m.p, y.rank), _last_two(y.rank))
+        return y if is_identity(perm) else op.Transpose(y, perm=perm)
 
 
 class FuseTransposeIntoRightOfMatMul(_FuseTransposeIntoMatMul):
@@ -69,9 +63,6 @@ class FuseTransposeIntoRightOfMatMul(_FuseTransposeIntoMatMul):
 
     def source(self, op: Op, x: Any, y: Any) -> Any:
         return op.MatMul(x, op.Transpose(y, perm="p"))
-
-    def where(self, m: Captures, y: Val) -> None:
-        self.check(m, y)
 
     def target(self, op: Op, m: Captures, x: Val, y: Val) -> Any:
         whole = op.MatMul(x, op.Transpose(y, perm=m.p))
@@ -90,9 +81,6 @@ class FuseTransposeIntoLeftOfMatMul(_FuseTransposeIntoMatMul):
 
     def source(self, op: Op, x: Any, y: Any) -> Any:
         return op.MatMul(op.Transpose(y, perm="p"), x)
-
-    def where(self, m: Captures, y: Val) -> None:
-        self.check(m, y)
 
     def target(self, op: Op, m: Captures, x: Val, y: Val) -> Any:
         whole = op.MatMul(op.Transpose(y, perm=m.p), x)
@@ -129,8 +117,8 @@ class FuseTransposedScale(_FuseTransposeIntoMatMul):
     def source(self, op: Op, x: Any, y: Any, c: Any) -> Any:
         return op.Mul(op.MatMul(x, op.Transpose(y, perm="p")), c)
 
-    def where(self, m: Captures, y: Val, c: Val) -> None:
-        self.check(m, y)
+    def where(self, m: Captures, y: Val, c: Val) -> None:  # type: ignore[override]
+        super().where(m, y)
         worthwhile(c.known, "the constant cannot be read")
 
     def target(self, op: Op, m: Captures, x: Val, y: Val, c: Val) -> Any:
@@ -406,12 +394,9 @@ class FuseDynamicQuantizeMatMul(_Contributed):
         return op["com.microsoft::DynamicQuantizeMatMul"](x, b, t, u, type=_runs(like.type))
 
 
-class FuseBiasedDynamicQuantizeMatMul(_Contributed):
+class FuseBiasedDynamicQuantizeMatMul(FuseDynamicQuantizeMatMul):
     """quantise(x), and the integer product with b, scaled back, + c -> dynamicquantizematmul(x, b, t, u, c)."""
 
-    proof = "numeric"
-    relies_on = "a product of three numbers is the same in any order, rounded"
-    optional = ("u",)
     shapes = _QUANTISED
     examples = tuple(
         e.replace("y = Mul", "w = Mul")
@@ -420,14 +405,9 @@ class FuseBiasedDynamicQuantizeMatMul(_Contributed):
         for e in FuseDynamicQuantizeMatMul.examples
     )
 
-    def source(self, op: Op, x: Any, b: Any, u: Any, t: Any, c: Any) -> Any:
-        q, s, z = op.DynamicQuantizeLinear(x, outputs=3)
-        return op.Add(op.Mul(op.Cast(op.MatMulInteger(q, b, z, u), to=1), op.Mul(s, t)), c)
+    def source(self, op: Op, x: Any, b: Any, u: Any, t: Any, c: Any) -> Any:  # type: ignore[override]
+        return op.Add(self.product(op, x, b, u, t), c)
 
-    def where(self, u: Val | None) -> None:
-        worthwhile_zeros(u)
-
-    def target(self, op: Op, x: Val, b: Val, u: Val | None, t: Val, c: Val) -> Any:
-        q, s, z = op.DynamicQuantizeLinear(x, outputs=3)
-        like = op.Mul(op.Cast(op.MatMulInteger(q, b, z, u), to=1), op.Mul(s, t))
+    def target(self, op: Op, x: Val, b: Val, u: Val | None, t: Val, c: Val) -> Any:  # type: ignore[override]
+        like = self.product(op, x, b, u, t)
         return op["com.microsoft::DynamicQuantizeMatMul"](x, b, t, u, c, type=_runs(like.type))
