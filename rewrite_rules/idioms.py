@@ -1810,6 +1810,9 @@ class FoldComparisonOfBool(Rule, family="idioms"):
         "agraph (bool[N,3] c) => (bool[N,3] y) <float z = {0}> { f = Cast<to=1>(c) y = Equal(z, f) }",
         "agraph (bool[N,3] c) => (bool[N,3] y) <float h = {0.5}> { f = Cast<to=1>(c) y = Greater(f, h) }",
     )
+    near_misses = (
+        "agraph (bool[N,3] c) => (bool[N,3] y) <bool t = {1}> { b = Cast<to=9>(c) y = Equal(b, t) }",
+    )
 
     def source(self, op: Op, c: Any, n: Any) -> Any:
         compare, number = op.any_of(_FUNCTIONS, "compare"), op.Cast(c, to="to")
