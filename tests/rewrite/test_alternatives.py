@@ -170,6 +170,9 @@ def test_one_name_is_one_operator() -> None:
                 op.any_of(_SMOOTH, "f")(x), op.any_of(_SMOOTH, "f")(op.any_of(("Abs", "Neg"), "g")(x))
             )
 
+        def target(self, op: Op, m: Captures, x: Val) -> Any:
+            return op.Add(op.Mul(op[m.f](x), op[m.f](op[m.g](x))), 0.0)
+
     applies(Same(), unary("n = Neg(x) p = Sin(x) q = Sin(n) y = Mul(p, q)"))
     refuses(Same(), unary("n = Neg(x) p = Sin(x) q = Cos(n) y = Mul(p, q)"))
 
