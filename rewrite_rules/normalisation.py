@@ -256,6 +256,7 @@ class FuseMomentsLayerNormalization(Rule, family="normalisation"):
     near_misses = (
         examples[0].replace("[N,3,4] x, float[4] s, float[4] b", "[N,3,D] x, float[D] s, float[D] b"),
         examples[0].replace("y = Add(xg, c)", "y = Sub(xg, c)"),
+        examples[0].replace("float[4] b) => (float[N,3,4] y)", "float[1,1,1,4] b) => (y)"),
     )
 
     def source(self, op: Op, x: Any, axes: Any, eps: Any, scale: Any, bias: Any) -> Any:
