@@ -1303,14 +1303,8 @@ _RISING: tuple[str, ...] = (
 _MAX_POOLS = ("GlobalMaxPool", "MaxPool")
 
 
-def _rises(node: Node) -> bool:
-    """Whether a node of one of these operators does not fall anywhere. (With an `alpha` of 0 it is NaN of infinity.)"""
-    slope = node.attrs.get("alpha")
-    return not isinstance(slope, float) or slope > 0
-
-
-class _SwapMaxPool(RegionRule, family="convolution"):
-    """A maximum and a function that rises."""
+class _SwapMaxPool(Rule, family="convolution"):
+    """A maximum and a function that rises, which may have constant bounds."""
 
     proof = "numeric"
     relies_on = "a function that does not fall commutes with max"
@@ -1318,29 +1312,25 @@ class _SwapMaxPool(RegionRule, family="convolution"):
     spreads = True
     mends = True
     dtypes = _FLOAT
+    optional = ("low", "high")
+    shapes = per_rank("x[i,c{h}] low[]:const high[]:const")
     survivors: ClassVar[Mapping[str, str]] = {
         "drop: the image may be empty": "which is the greatest of no numbers, ONNX leaves open: it is not evaluated"
     }
 
-    def region(self, reader: Reader, node: Node, inner: Node, pool: Node, function: Node) -> Region:
-        worthwhile(read_once(reader, node.inputs[0]), "what is between is read elsewhere")
-        require(_rises(function), "the function may fall")
-        bounds = [v for v in function.inputs[1:] if v != ABSENT]
-        worthwhile(all(reader.is_const(v) for v in bounds), "a bound is computed")
-        if pool.op == "MaxPool":
-            require(meets_image(pool.attrs), "a window may lie in the padding")
+    def where(self, m: Captures, x: Val) -> None:
+        slope = m.of_f.get("alpha", 1.0)
+        require(slope > 0, "the function may fall, or is NaN of infinity")
+        if m.pool == "MaxPool":
+            require(meets_image(m.of_pool), "a window may lie in the padding")
         else:
-            require(_positive(reader.val(pool.inputs[0]).shape[2:]), "the image may be empty")
-        data = (pool.op, pool.attrs, function.op, function.attrs)
-        return Region(node.outputs, (inner.inputs[0], *function.inputs[1:]), (node, inner), data)
+            require(_positive(x.shape[2:]), "the image may be empty")
 
 
 class PushRisingBeforeMaxPool(_SwapMaxPool):
     """f(maxpool(x)) -> maxpool(f(x))  for f that does not fall: the runtime fuses it with what makes x."""
 
     unpriced = True
-    anchors = _RISING
-    reads_from = _MAX_POOLS
     examples = (
         "agraph (float[N,2,5,6] x) => (float[N,2,P,Q] y) "
         "{ a = MaxPool<kernel_shape=[3,2], strides=[2,2], pads=[1,0,1,0]>(x) y = Relu(a) }",
@@ -1363,15 +1353,12 @@ class PushRisingBeforeMaxPool(_SwapMaxPool):
         "HardSigmoid<alpha=-0.5>(a) }",
     )
 
-    def find(self, reader: Reader, node: Node) -> Region | None:
-        pool = made_by(reader, node.inputs[0], *_MAX_POOLS)
-        if pool is None or len(pool.outputs) > 1:
-            return None
-        return self.region(reader, node, pool, pool, node)
+    def source(self, op: Op, x: Any, low: Any, high: Any) -> Any:
+        pooled = op.any_of(_MAX_POOLS, "pool")(x, attrs="of_pool")
+        return op.any_of(_RISING, "f")(pooled, low, high, attrs="of_f")
 
-    def target(self, op: Op, region: Region, x: Val, *rest: Val | None) -> Any:
-        pool, pooled, name, attrs = region.data
-        return op[pool](op[name](x, *rest, attrs=attrs), attrs=pooled)
+    def target(self, op: Op, m: Captures, x: Val, low: Val | None, high: Val | None) -> Any:
+        return op[m.pool](op[m.f](x, low, high, attrs=m.of_f), attrs=m.of_pool)
 
 
 class PushRisingBehindMaxPool(_SwapMaxPool):
@@ -1381,8 +1368,6 @@ class PushRisingBehindMaxPool(_SwapMaxPool):
         **_SwapMaxPool.survivors,
         "drop: a window may lie in the padding": "its greatest is -inf, and `mends` lets that become a number",
     }
-    anchors = _MAX_POOLS
-    reads_from = _RISING
     examples = (
         "agraph (float[N,2,5,6] x) => (float[N,2,P,Q] y) "
         "{ a = Sigmoid(x) y = MaxPool<kernel_shape=[3,2], strides=[2,2], pads=[1,0,1,0]>(a) }",
@@ -1398,15 +1383,12 @@ class PushRisingBehindMaxPool(_SwapMaxPool):
         "agraph (float[2,2,0] x) => (float[2,2,1] y) { a = Relu(x) y = GlobalMaxPool(a) }",
     )
 
-    def find(self, reader: Reader, node: Node) -> Region | None:
-        function = made_by(reader, node.inputs[0], *_RISING)
-        if function is None or len(node.outputs) > 1:
-            return None
-        return self.region(reader, node, function, node, function)
+    def source(self, op: Op, x: Any, low: Any, high: Any) -> Any:
+        risen = op.any_of(_RISING, "f")(x, low, high, attrs="of_f")
+        return op.any_of(_MAX_POOLS, "pool")(risen, attrs="of_pool")
 
-    def target(self, op: Op, region: Region, x: Val, *rest: Val | None) -> Any:
-        pool, pooled, name, attrs = region.data
-        return op[name](op[pool](x, attrs=pooled), *rest, attrs=attrs)
+    def target(self, op: Op, m: Captures, x: Val, low: Val | None, high: Val | None) -> Any:
+        return op[m.f](op[m.pool](x, attrs=m.of_pool), low, high, attrs=m.of_f)
 
 
 # Resize

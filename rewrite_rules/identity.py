@@ -185,7 +185,8 @@ class CancelInvolution(_Unchanged):
     examples = ("agraph (float[N,3] x) => (float[N,3] y) { a = Neg(x) y = Neg(a) }",)
 
     def source(self, op: Op, x: Any) -> Any:
-        return op.either(*(op[f](op[f](x)) for f in ("Neg", "Not", "BitwiseNot")))
+        inverse = op.any_of(("Neg", "Not", "BitwiseNot"))
+        return inverse(inverse(x))
 
 
 def _bounds(x: Val, low: Val | None, high: Val | None) -> tuple[float, float]:

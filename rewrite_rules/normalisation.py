@@ -341,10 +341,7 @@ class FuseRMSNormalization(RegionRule, family="normalisation"):
 def _halves(op: Op, x: Any, gate: Any) -> Any:
     """x * gate / 2 in a source, the factors in any order."""
     half = op.either(op.Mul(x, 0.5), op.Div(x, 2.0))
-    product = op.Mul(x, gate)
-    return op.either(
-        op.Mul(half, gate), op.Mul(product, 0.5), op.Div(product, 2.0), op.Mul(x, op.Mul(gate, 0.5))
-    )
+    return op.either(op.Mul(half, gate), op.Mul(op.Mul(x, gate), 0.5), op.Mul(x, op.Mul(gate, 0.5)))
 
 
 class FuseGelu(Rule, family="normalisation"):

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from rewrite_rules.axes import axis_of, fronts, ints_input, rank_of
+from rewrite_rules.axes import axis_of, fronts, rank_of
 from rewrite_rules.constants import slice_constant
 from rewrite_rules.elementwise import UNARY, given, keeps_shape, made_by, read_once
 from rewrite_rules.linear import STATISTICS, factor_and_shift, flat, normalised
@@ -511,15 +511,15 @@ class _Part:
 _MEANS = ("ReduceMean", "ReduceSum", "GlobalAveragePool", "AveragePool")
 
 
-class MoveConstantBehindMean(RegionRule, family="weights_algebra"):
+class MoveConstantBehindMean(Rule, family="weights_algebra"):
     """mean(x * c) -> mean(x) * c,  mean(x + c) -> mean(x) + c  with c constant, the same along what is averaged.
 
     ReduceMean, GlobalAveragePool and AveragePool (which may not count what it pads); for the product ReduceSum too.
     """
 
-    anchors = _MEANS
-    reads_from = ("Mul", "Add")
     dtypes = _WIDE
+    optional = ("axes",)
+    shapes = "x[...] c[...]:const axes:const"
     examples = (
         "agraph (float[N,2,3,4] x) => (float[N,2,1,1] y) <float[2,1,1] c = {2,3}> { m = Mul(x, c) y = "
         "GlobalAveragePool(m) }",
@@ -551,44 +551,33 @@ class MoveConstantBehindMean(RegionRule, family="weights_algebra"):
         "AveragePool<kernel_shape=[2], strides=[3], ceil_mode=1, count_include_pad=1>(m) }",
     )
 
-    def find(self, reader: Reader, node: Node) -> Region | None:
-        inner = made_by(reader, node.inputs[0], "Mul", "Add")
-        if inner is None or (inner.op == "Add" and node.op == "ReduceSum"):
-            return None
-        for x, c in (inner.inputs, inner.inputs[::-1]):
-            if not reader.is_const(c) or reader.is_const(x):
-                continue
-            rank = rank_of(reader, x)
-            shape = reader.val(c).sizes
-            require(len(shape) <= rank, "the constant adds a dimension")
-            axes = self._axes(reader, node, rank)
-            lead = rank - len(shape)
-            aligned = (1,) * lead + shape
-            require(all(aligned[a] == 1 for a in axes), "the constant differs along what is averaged")
-            if node.op == "AveragePool" and inner.op == "Add":
-                padded = "pads" in node.attrs or "auto_pad" in node.attrs or "ceil_mode" in node.attrs
-                require(not padded or not node.attrs.get("count_include_pad"), "what is padded is counted")
-            worthwhile(read_once(reader, node.inputs[0]), "it is read elsewhere")
-            kept = node.attrs.get("keepdims", 1)
-            gone = [] if kept else [a - lead for a in axes if a >= lead]
-            rest = tuple(v for v in node.inputs[1:] if v != ABSENT)
-            data = (inner.op, node.op, node.attrs, gone)
-            return Region(node.outputs, (x, c, *rest), (node, inner), data)
-        return None
+    def source(self, op: Op, x: Any, c: Any, axes: Any) -> Any:
+        return op.any_of(_MEANS, "mean")(op.any_of(("Add", "Mul"), "by")(x, c), axes, attrs="a")
+
+    def where(self, m: Captures, x: Val, c: Val, axes: Val | None) -> None:
+        worthwhile(not x.const, "both operands are constant")
+        require(m.by == "Mul" or m.mean != "ReduceSum", "the constant is summed")
+        require(c.rank <= x.rank, "the constant adds a dimension")
+        aligned = (1,) * (x.rank - c.rank) + c.sizes
+        averaged = self._axes(m, x, axes)
+        require(all(aligned[a] == 1 for a in averaged), "the constant differs along what is averaged")
+        if m.mean == "AveragePool" and m.by == "Add":
+            padded = "pads" in m.a or "auto_pad" in m.a or "ceil_mode" in m.a
+            require(not padded or not m.a.get("count_include_pad"), "what is padded is counted")
 
     @staticmethod
-    def _axes(reader: Reader, node: Node, rank: int) -> tuple[int, ...]:
+    def _axes(m: Captures, x: Val, axes: Val | None) -> tuple[int, ...]:
         """What is averaged over."""
-        if not node.op.startswith("Reduce"):
-            return tuple(range(2, rank))
-        axes = ints_input(reader, node, 1)
-        if not axes:
-            return () if node.attrs.get("noop_with_empty_axes") else tuple(range(rank))
-        return fronts(axes, rank)
+        if not m.mean.startswith("Reduce"):
+            return tuple(range(2, x.rank))
+        if axes is None or not axes.ints:
+            return () if m.a.get("noop_with_empty_axes") else tuple(range(x.rank))
+        return fronts(axes.ints, x.rank)
 
-    def target(self, op: Op, region: Region, x: Val, c: Val, *rest: Val) -> Any:
-        name, mean, attrs, gone = region.data
-        return op[name](op[mean](x, *rest, attrs=attrs), op.Squeeze(c, gone) if gone else c)
+    def target(self, op: Op, m: Captures, x: Val, c: Val, axes: Val | None) -> Any:
+        lead = x.rank - c.rank
+        gone = [] if m.a.get("keepdims", 1) else [a - lead for a in self._axes(m, x, axes) if a >= lead]
+        return op[m.by](op[m.mean](x, axes, attrs=m.a), op.Squeeze(c, gone) if gone else c)
 
 
 class MergeConstantsOfSum(Rule, family="weights_algebra"):

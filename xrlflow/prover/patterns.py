@@ -9,7 +9,7 @@ import numpy as np
 
 from xrlflow.ir import FLOATS, INTEGERS, ArrayHandle, Attr, Const, DType, TensorType
 from xrlflow.ops.infer import InferenceError, infer
-from xrlflow.ops.schema import canonical_attrs
+from xrlflow.ops.schema import canonical_attrs, schema
 from xrlflow.ops.tensors import numpy_dtype
 from xrlflow.prover.draw import Draw, Shapes, attribute, attributes, index_input
 from xrlflow.prover.kinds import (
@@ -142,6 +142,7 @@ class _Sample:
         self.places: dict[str, Place | None] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.ops = self._operators()
+        self.absent |= self._not_taken()
         self.given: dict[int, Any] = {}  # the constant inputs of the node at hand, by their places
         self.types: dict[int, tuple[TensorType, ...]] = {}
 
@@ -204,6 +205,17 @@ class _Sample:
                 subject, self.wish.name if subject == self.wish.subject else self.draw.choice(node.ops)
             )
         return [drawn[operator_subject(n)] for n in self.pattern.nodes]
+
+    def _not_taken(self) -> set[str]:
+        """The optional inputs that the drawn operators do not have."""
+        places = (
+            (v, i, schema(op)) for n, op in zip(self.pattern.nodes, self.ops) for i, v in enumerate(n.inputs)
+        )
+        return {
+            v.name
+            for v, i, known in places
+            if isinstance(v, Var) and known is not None and i >= known.max_input
+        }
 
     def _wished(self, subject: str, sorts: Family) -> Callable[[Draw, Shapes], Any] | None:
         if self.wish.subject != subject:
@@ -335,6 +347,9 @@ class _Sample:
             types.append(self._type(found))
             shapes.append(None if found is None else self._sizes(found))
         attrs = self._attributes(node, shapes)
+        while places and places[-1] is None:
+            places.pop()
+            types.pop()
         try:
             canonical = canonical_attrs(op, attrs, types)
             data = [self._data_of(p) for p in places]
