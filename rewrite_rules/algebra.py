@@ -208,16 +208,12 @@ class PushMonotoneThroughMax(RegionRule, family="algebra"):
     anchors = MONOTONE
     reads_from = ("Max", "Min")
     examples = (
-        "agraph (float[N,3] x) => (float[N,3] y) "
-        "{ c = Constant<value_floats=[-1.0,0.5,2.0]>() a = Max(x, c) y = Relu(a) }",
-        "agraph (float[2,3] x, float[3] z) => (float[2,3] y) "
-        "{ c = Constant<value_float=1.0>() a = Min(x, z, c) y = Tanh(a) }",
-        "agraph (float[2,3] x) => (float[2,3] y) "
-        "{ c = Constant<value_float=-0.5>() a = Max(c, x) y = LeakyRelu<alpha=0.1>(a) }",
+        "agraph (float[N,3] x) => (float[N,3] y) <float[3] c = {-1, 0.5, 2}> { a = Max(x, c) y = Relu(a) }",
+        "agraph (float[2,3] x, float[3] z) => (float[2,3] y) <float c = {1}> { a = Min(x, z, c) y = Tanh(a) }",
+        "agraph (float[2,3] x) => (float[2,3] y) <float c = {-0.5}> { a = Max(c, x) y = LeakyRelu<alpha=0.1>(a) }",
     )
     near_misses = (
-        "agraph (float[2,3] x) => (float[2,3] y) { c = Constant<value_float=-0.5>() a = Max(c, x) y = "
-        "LeakyRelu<alpha=-0.5>(a) }",
+        "agraph (float[2,3] x) => (float[2,3] y) <float c = {-0.5}> { a = Max(c, x) y = LeakyRelu<alpha=-0.5>(a) }",
         "agraph (float[2,3] x) => (float[2,3] y) { a = Max(x) y = Relu(a) }",
     )
 
@@ -279,8 +275,7 @@ class AssociateSharedMatMuls(RegionRule, family="algebra"):
         "{ a = MatMul(x, z) y = MatMul(z, a) }",
         "agraph (float[2,3] x, float[3,4] z, float[4,4] w) => (float[2,4] y, float[2,4] r) { a = MatMul(x, "
         "z) b = MatMul(a, w) y = Add(a, b) r = Relu(b) }",
-        "agraph (float[2,2] x, float[2,2] z) => (float[2,2] y) { a = MatMul(x, z) b = MatMul(a, a) y = "
-        "Add(a, b) }",
+        "agraph (float[2,2] x, float[2,2] z) => (float[2,2] y) { a = MatMul(x, z) b = MatMul(a, a) y = Add(a, b) }",
         "agraph (float[1,2048] x) => (float[1,2050] y) { p = Constant<value_ints=[2048,2]>() q = "
         "Constant<value_ints=[2,2048]>() o = Constant<value_float=0.5>() u = Expand(o, p) v = Expand(o, q) "
         "a = MatMul(x, u) b = MatMul(a, v) y = Concat<axis=1>(a, b) }",
@@ -566,10 +561,9 @@ class PushMatMulIntoConcat(RegionRule, family="algebra"):
         "{ a = MatMul(x, z) c = Concat<axis=0>(z, a) y = MatMul(c, w) }",
         "agraph (float[N,2,3] x, float[3,4] z, float[4,5] w) => (float[N,2,9] y) "
         "{ a = MatMul(z, w) c = Concat<axis=1>(z, a) y = MatMul(x, c) }",
-        "agraph (float[2,2,3] x) => (float[3,2,2] y) "
-        "{ u = Constant<value_floats=[1.0,2.0,3.0]>() s = Constant<value_ints=[1,1,3]>() p = Reshape(u, s) "
-        "q = Concat<axis=1>(p, p) k = Constant<value_floats=[1.0,2.0,3.0,4.0,5.0,6.0]>() "
-        "t = Constant<value_ints=[3,2]>() v = Reshape(k, t) c = Concat<axis=0>(q, x) y = MatMul(c, v) }",
+        "agraph (float[2,2,3] x) => (float[3,2,2] y) <float[3] u = {1, 2, 3}, int64[3] s = {1, 1, 3}, "
+        "float[6] k = {1, 2, 3, 4, 5, 6}, int64[2] t = {3, 2}> { p = Reshape(u, s) q = Concat<axis=1>(p, p) "
+        "v = Reshape(k, t) c = Concat<axis=0>(q, x) y = MatMul(c, v) }",
         "agraph (float[3] x, float[3,4] z, float[4,5] w) => (float[9] y) { a = MatMul(z, w) c = "
         "Concat<axis=1>(z, a) y = MatMul(x, c) }",
     )
@@ -715,8 +709,7 @@ class SplitGroupsOverConcat(RegionRule, family="algebra"):
         "agraph (float[1,2,4,4] x, float[1,2,4,4] z, float[6,2,3,3] w) => (float[1,6,4,4] y) "
         "{ a = Concat<axis=1>(x, z) y = Conv<pads=[1,1,1,1], group=2>(a, w) }",
         "agraph (float[N,2,5] x, float[N,4,5] z, float[9,2,3] w) => (float[N,9,3] y) "
-        "{ c = Constant<value_floats=[1.0,2.0,3.0,4.0,5.0,6.0,7.0,8.0,9.0]>() "
-        "a = Concat<axis=1>(x, z) y = Conv<group=3>(a, w, c) }",
+        "<float[9] c = {1, 2, 3, 4, 5, 6, 7, 8, 9}> { a = Concat<axis=1>(x, z) y = Conv<group=3>(a, w, c) }",
         "agraph (float[1,1,4,4] x, float[1,1,4,4] z, float[1,1,4,4] u, float[3,1,2,2] w) => (float[1,3,2,2] y) "
         "{ a = Concat<axis=1>(x, z, u) y = Conv<group=3, strides=[2,2]>(a, w) }",
     )
@@ -831,12 +824,10 @@ class ExchangeConcats(RegionRule, family="algebra"):
     near_misses = (
         "agraph (float[2,3] x, float[2,4] z, float[5,4] v, float[5,3] w) => (float[7,7] y) "
         "{ a = Concat<axis=1>(x, z) b = Concat<axis=1>(v, w) y = Concat<axis=0>(a, b) }",
-        "agraph (float[2,3] x, float[2,4] z) => (float[2,7] y) { a = Concat<axis=1>(x, z) y = "
-        "Concat<axis=0>(a) }",
+        "agraph (float[2,3] x, float[2,4] z) => (float[2,7] y) { a = Concat<axis=1>(x, z) y = Concat<axis=0>(a) }",
         "agraph (float[2,3] x, float[5,3] v) => (float[7,3] y) { a = Concat<axis=1>(x) b = "
         "Concat<axis=1>(v) y = Concat<axis=0>(a, b) }",
-        "agraph (float[2,3] x, float[2,4] z) => (float[4,7] y) { a = Concat<axis=1>(x, z) y = "
-        "Concat<axis=0>(a, a) }",
+        "agraph (float[2,3] x, float[2,4] z) => (float[4,7] y) { a = Concat<axis=1>(x, z) y = Concat<axis=0>(a, a) }",
         "agraph (float[2,3] x, float[2,4] z, float[5,7] v) => (float[7,7] y) { a = Concat<axis=1>(x, z) b "
         "= Relu(v) y = Concat<axis=0>(a, b) }",
     )

@@ -89,21 +89,16 @@ class FuseAttention(RegionRule, family="attention"):
     near_misses = (
         "agraph (float[N,2,3,4] q, float[5,4] k, float[N,2,5,6] v) => (float[N,2,3,6] y) "
         "{ t = Transpose(k) a = MatMul(q, t) p = Softmax(a) y = MatMul(p, v) }",
-        "agraph (float[N,2,3,0] q, float[N,2,5,0] k, float[N,2,5,6] v) => (float[N,2,3,6] y) { t = "
-        "Transpose<perm=[0,1,3,2]>(k) a = MatMul(q, t) c = Constant<value_float=0.5>() s = Mul(a, c) p = "
-        "Softmax(s) y = MatMul(p, v) }",
-        "agraph (float[N,2,3,4] q, float[N,2,5,4] k, float[N,2,5,0] v) => (float[N,2,3,0] y) { t = "
-        "Transpose<perm=[0,1,3,2]>(k) a = MatMul(q, t) c = Constant<value_float=0.5>() s = Mul(a, c) p = "
-        "Softmax(s) y = MatMul(p, v) }",
-        "agraph (float[N,2,3,4] q, float[N,2,5,4] k, float[N,2,5,D] v) => (float[N,2,3,D] y) { t = "
-        "Transpose<perm=[0,1,3,2]>(k) a = MatMul(q, t) c = Constant<value_float=0.5>() s = Mul(a, c) p = "
-        "Softmax(s) y = MatMul(p, v) }",
-        "agraph (float[N,2,3,4] q, float[N,2,5,4] k, float[N,2,5,6] v) => (float[N,2,3,6] y) { t = "
-        "Transpose<perm=[0,1,3,2]>(k) a = MatMul(q, t) c = Constant<value_float=-0.5>() s = Mul(a, c) p = "
-        "Softmax(s) y = MatMul(p, v) }",
-        "agraph (float[N,2,3,4] q, float[N,2,5,4] k, float[N,2,5,6] v) => (float[N,2,3,6] y) { t = "
-        "Transpose<perm=[0,1,3,2]>(k) a = MatMul(q, t) c = Constant<value_float=0.0>() s = Mul(a, c) p = "
-        "Softmax(s) y = MatMul(p, v) }",
+        "agraph (float[N,2,3,0] q, float[N,2,5,0] k, float[N,2,5,6] v) => (float[N,2,3,6] y) <float c = {0.5}> "
+        "{ t = Transpose<perm=[0,1,3,2]>(k) a = MatMul(q, t) s = Mul(a, c) p = Softmax(s) y = MatMul(p, v) }",
+        "agraph (float[N,2,3,4] q, float[N,2,5,4] k, float[N,2,5,0] v) => (float[N,2,3,0] y) <float c = {0.5}> "
+        "{ t = Transpose<perm=[0,1,3,2]>(k) a = MatMul(q, t) s = Mul(a, c) p = Softmax(s) y = MatMul(p, v) }",
+        "agraph (float[N,2,3,4] q, float[N,2,5,4] k, float[N,2,5,D] v) => (float[N,2,3,D] y) <float c = {0.5}> "
+        "{ t = Transpose<perm=[0,1,3,2]>(k) a = MatMul(q, t) s = Mul(a, c) p = Softmax(s) y = MatMul(p, v) }",
+        "agraph (float[N,2,3,4] q, float[N,2,5,4] k, float[N,2,5,6] v) => (float[N,2,3,6] y) <float c = {-0.5}> "
+        "{ t = Transpose<perm=[0,1,3,2]>(k) a = MatMul(q, t) s = Mul(a, c) p = Softmax(s) y = MatMul(p, v) }",
+        "agraph (float[N,2,3,4] q, float[N,2,5,4] k, float[N,2,5,6] v) => (float[N,2,3,6] y) <float c = {0}> "
+        "{ t = Transpose<perm=[0,1,3,2]>(k) a = MatMul(q, t) s = Mul(a, c) p = Softmax(s) y = MatMul(p, v) }",
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:

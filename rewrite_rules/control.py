@@ -339,10 +339,9 @@ class MoveInvariantsOutOfLoop(RegionRule, family="control"):
         "agraph (int64 n, float[2,3] x, float[3,3] m) => (float[T,2,3] all) <bool yes = {1}> {"
         " all = Loop (n, yes) <body = b (int64 i, bool going) => (bool on, float[2,3] s) {"
         " on = Identity(going) a = MatMul(x, m) f = Cast<to = 1>(i) s = Mul(a, f) }> }",
-        "agraph (int64 n, float[3] x, float[2] z) => (float[2] last) <int64[1] to = {2}, int64[1] from = {0}> {"
-        " two = Constant<value_int = 2>()"
-        " last = Loop (two, , z) <body = b (int64 i, bool going, float[2] v) => (bool on, float[2] w) {"
-        " on = Identity(going) k = Sub(two, n) g = Gather(x, k) w = Mul(v, g) }> }",
+        "agraph (int64 n, float[3] x, float[2] z) => (float[2] last) <int64[1] to = {2}, int64[1] from = {0}> "
+        "{ two = Constant<value_int = 2>() last = Loop (two, , z) <body = b (int64 i, bool going, float[2] v) "
+        "=> (bool on, float[2] w) { on = Identity(going) k = Sub(two, n) g = Gather(x, k) w = Mul(v, g) }> }",
         "agraph (int64 n, float[3] x, float[2] z) => (float[2] last) <int64[1] to = {2}, int64[1] from = {0}> {"
         " one = Constant<value_int = 1>() some = Add(n, one)"
         " last = Loop (some, , z) <body = b (int64 i, bool going, float[2] v) => (bool on, float[2] w) {"
@@ -705,9 +704,8 @@ class HoistOutOfScan(RegionRule, family="control"):
                       consts=", float[6,3] v = {" + ", ".join(str(i % 5 - 2) for i in range(18)) + "}"),
         _scan_example("a = Add(e, g) b = Squeeze(a, low) k = Add(h, b) s = Relu(k)",
                       consts=", float[1,2,3] g = {1, 2, 3, 4, 5, 6}, int64[1] low = {0}"),
-        "agraph (int64[T,3] x, int64[3] z, int64[3] w) => (int64[3] last) {"
-        " last = Scan (z, x) <num_scan_inputs = 1, body = b (int64[3] h, int64[3] e) => (int64[3] k) {"
-        " a = Div(e, w) k = Add(h, a) }> }",
+        "agraph (int64[T,3] x, int64[3] z, int64[3] w) => (int64[3] last) { last = Scan (z, x) "
+        "<num_scan_inputs = 1, body = b (int64[3] h, int64[3] e) => (int64[3] k) { a = Div(e, w) k = Add(h, a) }> }",
         "agraph (float[T,2,3] x, float[T,3,3] y, float[2,3] z) => (float[2,3] last) {"
         " last = Scan (z, x, y) <num_scan_inputs = 2, body = b (float[2,3] h, float[2,3] e, float[3,3] f)"
         " => (float[2,3] k) { a = MatMul(e, f) k = Add(h, a) }> }",
@@ -788,17 +786,15 @@ class HoistOutOfLoop(RegionRule, family="control"):
                 "a = Sub(c, e) k = Add(h, a) s = MatMul(a, m)",
             )
         ),
-        "agraph (int64 n, float[3,3] x, float[3,3] y, float[3] z) => (float[3] last)"
-        " <int64 one = {1}, int64 two = {2}> {"
-        " k1 = Add(n, one) t = Min(k1, two)"
-        " last = Loop (t, , z) <body = b (int64 i, bool going, float[3] h) => (bool on, float[3] k) {"
-        " on = Identity(going) e = Gather(x, i) f = Gather(y, i) a = Mul(e, f) k = Sub(h, a) }> }",
+        "agraph (int64 n, float[3,3] x, float[3,3] y, float[3] z) => (float[3] last) <int64 one = {1}, "
+        "int64 two = {2}> { k1 = Add(n, one) t = Min(k1, two) last = Loop (t, , z) <body = b "
+        "(int64 i, bool going, float[3] h) => (bool on, float[3] k) { on = Identity(going) e = Gather(x, i) "
+        "f = Gather(y, i) a = Mul(e, f) k = Sub(h, a) }> }",
         # What is made of a constant is known inside.
-        "agraph (int64 n, float[2] z) => (float[2] last) <int64 one = {1}, int64 two = {2},"
-        " float[3,2] x = {1, 2, 3, -1, -2, -3}> {"
-        " k1 = Add(n, one) t = Min(k1, two)"
-        " last = Loop (t, , z) <body = b (int64 i, bool going, float[2] h) => (bool on, float[2] k) {"
-        " on = Identity(going) e = Gather(x, i) a = Exp(e) b = Neg(a) k = Add(h, b) }> }",
+        "agraph (int64 n, float[2] z) => (float[2] last) <int64 one = {1}, int64 two = {2}, "
+        "float[3,2] x = {1, 2, 3, -1, -2, -3}> { k1 = Add(n, one) t = Min(k1, two) last = Loop (t, , z) <body = b "
+        "(int64 i, bool going, float[2] h) => (bool on, float[2] k) { on = Identity(going) e = Gather(x, i) "
+        "a = Exp(e) b = Neg(a) k = Add(h, b) }> }",
         "agraph (int64 n, float[3,2] x, float[1,2] z) => (float[1,2] last) <int64 one = {1}, int64 two = {2},"
         " float[4,2] v = {1, 2, 3, 4, -1, -2, -3, -4}, int64[1] first = {1}> {"
         " k1 = Add(n, one) t = Min(k1, two) y = Unsqueeze(x, first)"

@@ -236,8 +236,7 @@ class FoldSliceIntoConvStride(Rule, family="convolution"):
         "int64[1] s = {0}, int64[1] e = {9223372036854775807}, int64[1] a = {-1}, int64[1] t = {3}> "
         "{ z = Slice(x, s, e, a, t) y = Conv<strides=[2]>(z, w, b) }",
         "agraph (float[2,1,5,6] x) => (float[2,1,5,3] y) <float[1,1,1,1] w = {2}, int64[2] s = {0,0}, "
-        "int64[2] e = {5,6}, int64[2] a = {2,3}, int64[2] t = {1,2}> { z = Slice(x, s, e, a, t) y = "
-        "Conv(z, w) }",
+        "int64[2] e = {5,6}, int64[2] a = {2,3}, int64[2] t = {1,2}> { z = Slice(x, s, e, a, t) y = Conv(z, w) }",
     )
     near_misses = (
         "agraph (float[1,2,6] x) => (float[1,1,2] y) <float[1,2,1] w = {1,2}, int64[1] s = {0}, int64[1] e = {3}, "
@@ -297,9 +296,8 @@ class ReplaceFullConvByGemm(_OneConv):
         "{ y = Conv(x, w, b) }",
         "agraph (float[2,1,2,1] x) => (float[2,1,1,1] y) <float[1,1,3,3] w = {1,2,3,4,5,6,7,8,9}> "
         "{ y = Conv<pads=[1,1,0,1]>(x, w) }",
-        "agraph (float[2,1,1,1] x) => (float[2,2,1,1] y) "
-        "<float[2,1,3,3] w = {1,2,3,4,5,6,7,8,9,1,2,3,4,5,6,7,8,9}, float[2] b = {1,2}> "
-        "{ y = Conv<pads=[1,0,1,2]>(x, w, b) }",
+        "agraph (float[2,1,1,1] x) => (float[2,2,1,1] y) <float[2,1,3,3] w = {1,2,3,4,5,6,7,8,9,1,2,3,4,5,6,7,8,9}, "
+        "float[2] b = {1,2}> { y = Conv<pads=[1,0,1,2]>(x, w, b) }",
         "agraph (float[2,2,3] x) => (float[2,2,1] y) <float[2,2,3] w = {1,2,3,4,5,6,7,8,9,10,11,12}> "
         "{ y = Conv<strides=[2]>(x, w) }",
     )
@@ -338,11 +336,9 @@ class ReplacePatchConvByMatMul(_OneConv):
     dtypes = _PRODUCTS
     shapes = per_rank("x[i,c{h}] w[m,c{k}] b[m]")
     examples = (
-        "agraph (float[2,1,4,6] x) => (float[2,2,2,2] y) "
-        "<float[2,1,2,3] w = {1,2,3,4,5,6,7,8,9,10,11,12}, float[2] b = {1,2}> "
-        "{ y = Conv<strides=[2,3]>(x, w, b) }",
-        "agraph (float[N,2,6] x) => (float[N,1,3] y) <float[1,2,2] w = {1,2,3,4}> "
-        "{ y = Conv<strides=[2]>(x, w) }",
+        "agraph (float[2,1,4,6] x) => (float[2,2,2,2] y) <float[2,1,2,3] w = {1,2,3,4,5,6,7,8,9,10,11,12}, "
+        "float[2] b = {1,2}> { y = Conv<strides=[2,3]>(x, w, b) }",
+        "agraph (float[N,2,6] x) => (float[N,1,3] y) <float[1,2,2] w = {1,2,3,4}> { y = Conv<strides=[2]>(x, w) }",
     )
 
     def where(self, m: Captures, x: Val, w: Val) -> None:
@@ -548,8 +544,7 @@ class MergeBatchIntoHeight(_OneConv):
 
     shapes = per_rank("x[i,j{h}] w[m,p{k}] b[m]")
     near_misses = (
-        "agraph (float[2,1,4,5] x, float[1,1,3,3] w) => (float[2,1,4,5] y) "
-        '{ y = Conv<auto_pad="SAME_UPPER">(x, w) }',
+        'agraph (float[2,1,4,5] x, float[1,1,3,3] w) => (float[2,1,4,5] y) { y = Conv<auto_pad="SAME_UPPER">(x, w) }',
     )
 
     def where(self, m: Captures, x: Val, w: Val) -> None:
@@ -836,9 +831,8 @@ class FoldPadIntoMaxPool(RegionRule, family="convolution"):
         "{ r = Relu(x) z = Pad(r, p) y = MaxPool<kernel_shape=[2,3], strides=[2,2]>(z) }",
         "agraph (float[N,2,5] x) => (float[N,2,P] y) <int64[2] p = {1,0}, float v = {0}, int64[1] a = {2}> "
         "{ r = Sigmoid(x) z = Pad(r, p, v, a) y = MaxPool<kernel_shape=[3], pads=[0,1]>(z) }",
-        "agraph (float[N,2,5] x) => (float[N,2,P] y) <int64[6] p = {0,0,1,0,0,1}> "
-        "{ one = Constant<value_float=1.0>() zero = Constant<value_float=0.0>() m = Div(one, zero) v = Neg(m) "
-        "z = Pad(x, p, v) y = MaxPool<kernel_shape=[2]>(z) }",
+        "agraph (float[N,2,5] x) => (float[N,2,P] y) <int64[6] p = {0,0,1,0,0,1}, float one = {1}, "
+        "float zero = {0}> { m = Div(one, zero) v = Neg(m) z = Pad(x, p, v) y = MaxPool<kernel_shape=[2]>(z) }",
         "agraph (float[N,2,5] x) => (float[N,2,P] y) <int64[6] p = {0,0,1,0,0,0}, float l = {0}> { r = "
         "Clip(x, l) z = Pad(r, p) y = MaxPool<kernel_shape=[2]>(z) }",
     )
@@ -1337,14 +1331,12 @@ class PushRisingBeforeMaxPool(_SwapMaxPool):
         "agraph (float[N,2,1] x) => (float[N,2,1] y) { a = GlobalMaxPool(x) y = LeakyRelu<alpha=0.1>(a) }",
         "agraph (float[N,2,5] x) => (float[N,2,3] y) <float l = {-0.5}> "
         "{ a = MaxPool<kernel_shape=[3]>(x) y = Clip(a, l) }",
-        "agraph (float[N,2,5] x) => (float[N,2,P] y) { a = MaxPool<kernel_shape=[2], dilations=[2]>(x) y = "
-        "Elu(a) }",
+        "agraph (float[N,2,5] x) => (float[N,2,P] y) { a = MaxPool<kernel_shape=[2], dilations=[2]>(x) y = Elu(a) }",
     )
     near_misses = (
         "agraph (float[N,2,1] x) => (float[N,2,1] y) { a = MaxPool<kernel_shape=[2], dilations=[2], pads=[1,1]>(x) "
         "y = Sigmoid(a) }",
-        "agraph (float[N,2,5] x) => (float[N,2,4] y) { a = MaxPool<kernel_shape=[2]>(x) y = "
-        "LeakyRelu<alpha=0.0>(a) }",
+        "agraph (float[N,2,5] x) => (float[N,2,4] y) { a = MaxPool<kernel_shape=[2]>(x) y = LeakyRelu<alpha=0.0>(a) }",
         "agraph (float[N,2,5] x) => (float[N,2,P] y, int64[N,2,P] i) { a, i = MaxPool<kernel_shape=[2]>(x) "
         "y = Relu(a) }",
         "agraph (float[N,2,5] x) => (float[N,2,P] y) { a = MaxPool<kernel_shape=[2], dilations=[2], "
@@ -1446,8 +1438,7 @@ class PushConvBeforeResize(_SwapResize):
         "agraph (float[2,1,2,3] x) => (float[2,2,4,6] y) <float[2,1,1,1] w = {1,2}, float[2] b = {3,4}, "
         "float[4] s = {1,1,2,2}> { r = Resize(x, , s) y = Conv(r, w, b) }",
         "agraph (float[2,2,3,2] x) => (float[2,1,4,3] y) <float[1,2,1,1] w = {1,2}, int64[4] s = {2,2,4,3}> "
-        '{ r = Resize<coordinate_transformation_mode="asymmetric", nearest_mode="floor">(x, , , s) '
-        "y = Conv(r, w) }",
+        '{ r = Resize<coordinate_transformation_mode="asymmetric", nearest_mode="floor">(x, , , s) y = Conv(r, w) }',
         "agraph (float[N,2,3] x) => (float[N,1,5] y) <float[1,2,1] w = {1,2}, int64[1] s = {5}> "
         "{ r = Resize<axes=[2]>(x, , , s) y = Conv(r, w) }",
         "agraph (float[N,2,3] x) => (float[N,4,6] y) <float[4,1,1] w = {1,2,3,4}, float[3] s = {1,1,2}> "

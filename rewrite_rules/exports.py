@@ -115,19 +115,15 @@ class FoldComputedShape(RegionRule, family="exports"):
     certain = True
     anchors = ("Reshape", "Expand")
     examples = (
-        "agraph (float[N,3,4] x) => (float[A,12] y) { t = Constant<value_ints = [12]>() s = Shape(x)"
-        " i = Constant<value_ints = [-3]>() g = Gather(s, i) c = Cast<to = 6>(g) d = Cast<to = 7>(c)"
-        " f = Concat<axis = 0>(d, t) y = Reshape(x, f) }",
-        "agraph (float[N,6] x) => (float[A,B,C] y) { r = Constant<value_ints = [-1, 2, 3]>()"
-        " t = Constant<value_ints = [2]>()"
-        " u = Constant<value_ints = [1]>() v = Constant<value_ints = [0]>() a = Reshape(x, r) s = Shape(x)"
-        " g = Slice(s, v, u, v) h = Cast<to = 6>(g) k = Cast<to = 7>(h) w = Constant<value_ints = [3]>()"
-        " f = Concat<axis = 0>(k, t, w) y = Expand(a, f) }",
-        "agraph (float[N,M,4] x) => (float[A,B,C] y) { s = Shape(x) i = Constant<value_int = -2>()"
-        " j = Constant<value_int = 0>()"
-        " z = Constant<value_ints = [0]>() g = Gather(s, i) h = Gather(s, j) k = Unsqueeze(g, z) l = Unsqueeze(h, z)"
-        " k2 = Cast<to = 6>(k) k3 = Cast<to = 7>(k2) o = Constant<value_ints = [2, 2]>() f = Concat<axis = 0>(l, k3, o)"
-        " y = Reshape(x, f) }",
+        "agraph (float[N,3,4] x) => (float[A,12] y) <int64[1] t = {12}, int64[1] i = {-3}> { s = Shape(x) "
+        "g = Gather(s, i) c = Cast<to = 6>(g) d = Cast<to = 7>(c) f = Concat<axis = 0>(d, t) y = Reshape(x, f) }",
+        "agraph (float[N,6] x) => (float[A,B,C] y) <int64[3] r = {-1, 2, 3}, int64[1] t = {2}, int64[1] u = {1}, "
+        "int64[1] v = {0}, int64[1] w = {3}> { a = Reshape(x, r) s = Shape(x) g = Slice(s, v, u, v) "
+        "h = Cast<to = 6>(g) k = Cast<to = 7>(h) f = Concat<axis = 0>(k, t, w) y = Expand(a, f) }",
+        "agraph (float[N,M,4] x) => (float[A,B,C] y) <int64 i = {-2}, int64 j = {0}, int64[1] z = {0}, "
+        "int64[2] o = {2, 2}> { s = Shape(x) g = Gather(s, i) h = Gather(s, j) k = Unsqueeze(g, z) "
+        "l = Unsqueeze(h, z) k2 = Cast<to = 6>(k) k3 = Cast<to = 7>(k2) f = Concat<axis = 0>(l, k3, o) "
+        "y = Reshape(x, f) }",
         "agraph (float[N,1,4] x) => (float[A,B,C] y) { s = Shape(x) c = Cast<to = 6>(s) d = Cast<to = 7>(c)"
         " y = Expand(x, d) }",
         "agraph (float[N,3,4] x, float[N,12] z) => (float[N,12] y) <int64[2] o = {0, 0}> {"

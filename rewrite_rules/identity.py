@@ -306,10 +306,8 @@ class RemoveNoopReshape(RegionRule, family="identity"):
         "agraph (float[N,3] x) => (float[N,3] y) <int64[1] n = {1}> { y = Expand(x, n) }",
     )
     near_misses = (
-        "agraph (float[2,3] x, int64[1] k) => (y) <int64[1] n = {3}> { s = Concat<axis=0>(k, n) y = "
-        "Reshape(x, s) }",
-        "agraph (float[2,0] x, int64[1] k) => (y) <int64[1] n = {0}> { s = Concat<axis=0>(k, n) y = "
-        "Reshape(x, s) }",
+        "agraph (float[2,3] x, int64[1] k) => (y) <int64[1] n = {3}> { s = Concat<axis=0>(k, n) y = Reshape(x, s) }",
+        "agraph (float[2,0] x, int64[1] k) => (y) <int64[1] n = {0}> { s = Concat<axis=0>(k, n) y = Reshape(x, s) }",
         "agraph (float[2,N,3] x, int64[1] k) => (y) <int64[2] n = {0,3}> { s = Concat<axis=0>(k, n) y = "
         "Reshape(x, s) }",
     )

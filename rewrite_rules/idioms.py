@@ -228,16 +228,12 @@ class ReplaceWhereByRelu(_ReplaceWhere):
 
     dtypes = _WIDE
     examples = (
-        "agraph (float[N,3] x) => (float[N,3] y) { z = Constant<value_float=0.0>() c = Less(x, z) y = "
-        "Where(c, z, x) }",
-        "agraph (float[2,3] x) => (float[2,3] y) { z = Constant<value_float=0.0>() c = LessOrEqual(x, z) y "
-        "= Where(c, z, x) }",
-        "agraph (double[N] x) => (double[N] y) <double[1] z = {0}> { c = GreaterOrEqual(z, x) y = Where(c, "
-        "z, x) }",
+        "agraph (float[N,3] x) => (float[N,3] y) <float z = {0}> { c = Less(x, z) y = Where(c, z, x) }",
+        "agraph (float[2,3] x) => (float[2,3] y) <float z = {0}> { c = LessOrEqual(x, z) y = Where(c, z, x) }",
+        "agraph (double[N] x) => (double[N] y) <double[1] z = {0}> { c = GreaterOrEqual(z, x) y = Where(c, z, x) }",
     )
     near_misses = (
-        "agraph (float[N,3] x) => (float[N,3] y) { z = Constant<value_float=0.0>() c = Greater(x, z) y = "
-        "Where(c, x, z) }",
+        "agraph (float[N,3] x) => (float[N,3] y) <float z = {0}> { c = Greater(x, z) y = Where(c, x, z) }",
     )
 
     def read(self, reader: Reader, choice: _Choice) -> tuple[tuple[Value, ...], Any] | None:
@@ -287,13 +283,10 @@ class ReplaceWhereByElu(_ReplaceWhere):
     """where(x < 0, a * (exp(x) - 1), x) -> elu(x, a)."""
 
     examples = (
-        "agraph (float[N,3] x) => (float[N,3] y) { z = Constant<value_float=0.0>() one = "
-        "Constant<value_float=1.0>() "
-        "a = Constant<value_float=0.5>() c = Less(x, z) e = Exp(x) s = Sub(e, one) m = Mul(a, s) y = "
-        "Where(c, m, x) }",
-        "agraph (float[2,3] x) => (float[2,3] y) { z = Constant<value_float=0.0>() one = "
-        "Constant<value_float=-1.0>() "
-        "c = Greater(x, z) e = Exp(x) s = Add(e, one) y = Where(c, x, s) }",
+        "agraph (float[N,3] x) => (float[N,3] y) <float z = {0}, float one = {1}, float a = {0.5}> { c = Less(x, z) "
+        "e = Exp(x) s = Sub(e, one) m = Mul(a, s) y = Where(c, m, x) }",
+        "agraph (float[2,3] x) => (float[2,3] y) <float z = {0}, float one = {-1}> { c = Greater(x, z) e = Exp(x) "
+        "s = Add(e, one) y = Where(c, x, s) }",
     )
 
     def read(self, reader: Reader, choice: _Choice) -> tuple[tuple[Value, ...], Any] | None:
@@ -310,11 +303,8 @@ class ReplaceWhereBySelu(_ReplaceWhere):
     """where(x < 0, g * (a * exp(x) - a), g * x) -> selu(x, a, g)."""
 
     examples = (
-        "agraph (float[N,3] x) => (float[N,3] y) { z = Constant<value_float=0.0>() a = "
-        "Constant<value_float=1.5>() "
-        "g = Constant<value_float=0.75>() c = Less(x, z) e = Exp(x) m = Mul(a, e) s = Sub(m, a) n = Mul(g, "
-        "s) "
-        "p = Mul(g, x) y = Where(c, n, p) }",
+        "agraph (float[N,3] x) => (float[N,3] y) <float z = {0}, float a = {1.5}, float g = {0.75}> "
+        "{ c = Less(x, z) e = Exp(x) m = Mul(a, e) s = Sub(m, a) n = Mul(g, s) p = Mul(g, x) y = Where(c, n, p) }",
     )
 
     def read(self, reader: Reader, choice: _Choice) -> tuple[tuple[Value, ...], Any] | None:
@@ -336,9 +326,8 @@ class ReplaceWhereByThresholdedRelu(_ReplaceWhere):
     """where(x > a, x, 0) -> thresholdedrelu(x, a)."""
 
     examples = (
-        "agraph (float[N,3] x) => (float[N,3] y) { a = Constant<value_float=0.5>() z = "
-        "Constant<value_float=0.0>() "
-        "c = Less(a, x) y = Where(c, x, z) }",
+        "agraph (float[N,3] x) => (float[N,3] y) <float a = {0.5}, float z = {0}> { c = Less(a, x) "
+        "y = Where(c, x, z) }",
     )
     near_misses = (
         "agraph (float[N,3] x) => (float[N,3] y) <float a = {0.5}, float z = {0}> "
@@ -363,11 +352,9 @@ class ReplaceWhereByShrink(_ReplaceWhere):
     """where(x < -l, x + b, where(x > l, x - b, 0)) -> shrink(x, l, b)."""
 
     examples = (
-        "agraph (float[N,3] x) => (float[N,3] y) { l = Constant<value_float=0.5>() n = "
-        "Constant<value_float=-0.5>() "
-        "b = Constant<value_float=0.25>() z = Constant<value_float=0.0>() c = Less(x, n) p = Add(x, b) m = "
-        "Sub(x, b) "
-        "d = Less(l, x) i = Where(d, m, z) y = Where(c, p, i) }",
+        "agraph (float[N,3] x) => (float[N,3] y) <float l = {0.5}, float n = {-0.5}, float b = {0.25}, "
+        "float z = {0}> { c = Less(x, n) p = Add(x, b) m = Sub(x, b) d = Less(l, x) i = Where(d, m, z) "
+        "y = Where(c, p, i) }",
     )
 
     def read(self, reader: Reader, choice: _Choice) -> tuple[tuple[Value, ...], Any] | None:
@@ -425,12 +412,9 @@ class RemoveNoopMax(Rule, family="idioms"):
     relies_on = "no number is below minus infinity or above infinity"
     shapes = "x[...]:float"
     examples = (
-        "agraph (float[N,3] x) => (float[N,3] y) { z = Constant<value_float=0.0>() n = Log(z) y = Max(n, x) "
-        "}",
-        "agraph (float[2,3] x) => (float[2,3] y) { z = Constant<value_float=0.0>() n = Reciprocal(z) y = "
-        "Min(x, n) }",
-        "agraph (float[2,3,4] x) => (float[2,3,4] y) { z = Constant<value_float=0.0>() l = Log(z) h = "
-        "Reciprocal(z) "
+        "agraph (float[N,3] x) => (float[N,3] y) <float z = {0}> { n = Log(z) y = Max(n, x) }",
+        "agraph (float[2,3] x) => (float[2,3] y) <float z = {0}> { n = Reciprocal(z) y = Min(x, n) }",
+        "agraph (float[2,3,4] x) => (float[2,3,4] y) <float z = {0}> { l = Log(z) h = Reciprocal(z) "
         "y = Clip(x, l, h) }",
     )
 
@@ -449,8 +433,7 @@ class ReplaceClipByRelu(Rule, family="idioms"):
     dtypes = _WIDE
     shapes = "x[...]:float a[]:const b[]:const"
     examples = (
-        "agraph (float[N,3] x) => (float[N,3] y) { z = Constant<value_float=0.0>() h = Reciprocal(z) "
-        "y = Clip(x, z, h) }",
+        "agraph (float[N,3] x) => (float[N,3] y) <float z = {0}> { h = Reciprocal(z) y = Clip(x, z, h) }",
         "agraph (double[2,3] x) => (double[2,3] y) <double a = {0}> { h = Reciprocal(a) y = Clip(x, a, h) }",
     )
 
@@ -520,8 +503,7 @@ class FuseLeakyReluFromMax(Rule, family="idioms"):
     dtypes = _FLOAT
     shapes = "x[...]:float a[...]:const"
     examples = (
-        "agraph (float[N,3] x) => (float[N,3] y) { a = Constant<value_float=0.125>() m = Mul(x, a) y = "
-        "Max(x, m) }",
+        "agraph (float[N,3] x) => (float[N,3] y) <float a = {0.125}> { m = Mul(x, a) y = Max(x, m) }",
         "agraph (float[2,3] x) => (float[2,3] y) <float[1] a = {0.5}> { m = Mul(a, x) y = Max(m, x) }",
     )
 
@@ -709,16 +691,12 @@ class FuseTanhGeluOfPolynomial(RegionRule, family="idioms"):
     anchors = ("Tanh",)
     reads_from = ("Mul", "Add", "Div")
     examples = (
-        "agraph (float[N,4] x) => (float[N,4] y) <float k = {0.044715}, float c = {0.7978845608}, float one "
-        "= {1}, "
-        "float h = {0.5}> { a = Mul(k, x) b = Mul(x, a) d = Mul(x, b) e = Add(x, d) f = Mul(c, e) t = "
-        "Tanh(f) "
+        "agraph (float[N,4] x) => (float[N,4] y) <float k = {0.044715}, float c = {0.7978845608}, float one = {1}, "
+        "float h = {0.5}> { a = Mul(k, x) b = Mul(x, a) d = Mul(x, b) e = Add(x, d) f = Mul(c, e) t = Tanh(f) "
         "u = Add(one, t) v = Mul(h, u) y = Mul(x, v) }",
         "agraph (float[2,3] x) => (float[2,3] y) <float k = {0.0356774081}, float c = {0.7978845608}, "
-        "float[1] one = {1}, "
-        "float h = {0.5}, float three = {3}> { p = Pow(x, three) a = Mul(p, k) b = Mul(x, c) f = Add(a, b) "
-        "t = Tanh(f) "
-        "u = Add(t, one) w = Mul(x, h) y = Mul(u, w) }",
+        "float[1] one = {1}, float h = {0.5}, float three = {3}> { p = Pow(x, three) a = Mul(p, k) b = Mul(x, c) "
+        "f = Add(a, b) t = Tanh(f) u = Add(t, one) w = Mul(x, h) y = Mul(u, w) }",
         "agraph (float[2,3] x) => (float[2,3] y) <float k = {0.0356774081}, float c = {0.7978845608}, float one = "
         "{1}, float h = {0.5}> { s = Mul(x, x) a = Mul(s, k) b = Add(c, a) f = Mul(b, x) t = Tanh(f) u = Add(t, one) "
         "w = Mul(x, h) y = Mul(u, w) }",
@@ -822,11 +800,9 @@ class FuseSoftmax(RegionRule, family="idioms"):
     anchors = ("Div", "Mul")
     reads_from = ("Exp",)
     examples: ClassVar[tuple[str, ...]] = (
-        "agraph (float[N,3] x) => (float[N,3] y) { i = Constant<value_ints=[-1]>() m = ReduceMax(x, i) d = "
-        "Sub(x, m) "
-        "e = Exp(d) s = ReduceSum(e, i) y = Div(e, s) }",
-        "agraph (float[2,3,4] x) => (float[2,3,4] y) { i = Constant<value_ints=[1]>() m = ReduceMax(x, i) d "
-        "= Sub(x, m) "
+        "agraph (float[N,3] x) => (float[N,3] y) <int64[1] i = {-1}> { m = ReduceMax(x, i) d = Sub(x, m) e = Exp(d) "
+        "s = ReduceSum(e, i) y = Div(e, s) }",
+        "agraph (float[2,3,4] x) => (float[2,3,4] y) <int64[1] i = {1}> { m = ReduceMax(x, i) d = Sub(x, m) "
         "e = Exp(d) s = ReduceSum(e, i) r = Reciprocal(s) y = Mul(r, e) }",
         "agraph (float[2,3,4] x) => (float[2,3,4] y) { i = Constant<value_ints=[-1]>() m = "
         "ReduceMax<keepdims=0>(x, i) u = Unsqueeze(m, i) "
@@ -848,9 +824,8 @@ class FuseSoftmax(RegionRule, family="idioms"):
         "agraph (float[N,3] x) => (float[2,3] y) <int64[2] c = {2,1}, int64[2] v = {-1,1}, int64[1] i = "
         "{1}> { m = ReduceMax(x, i) t = Expand(m, c) u = Reshape(t, v) d = Sub(x, u) e = Exp(d) s = "
         "ReduceSum(e, i) y = Div(e, s) }",
-        "agraph (float[2,3] x, float[2,3] z) => (float[2,3] y) <int64[1] i = {1}> { m = "
-        "ReduceMax<keepdims=0>(z, i) u = Unsqueeze(m, i) d = Sub(x, u) e = Exp(d) s = ReduceSum(e, i) y = "
-        "Div(e, s) }",
+        "agraph (float[2,3] x, float[2,3] z) => (float[2,3] y) <int64[1] i = {1}> { m = ReduceMax<keepdims=0>(z, i) "
+        "u = Unsqueeze(m, i) d = Sub(x, u) e = Exp(d) s = ReduceSum(e, i) y = Div(e, s) }",
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
@@ -891,10 +866,8 @@ class FuseUnshiftedSoftmax(FuseSoftmax):
 
     near_misses = ()
     examples = (
-        "agraph (float[N,3] x) => (float[N,3] y) { i = Constant<value_ints=[-1]>() e = Exp(x) s = "
-        "ReduceSum(e, i) y = Div(e, s) }",
-        "agraph (float[2,3,4] x) => (float[2,3,4] y) { i = Constant<value_ints=[1]>() e = Exp(x) s = "
-        "ReduceSum(e, i) "
+        "agraph (float[N,3] x) => (float[N,3] y) <int64[1] i = {-1}> { e = Exp(x) s = ReduceSum(e, i) y = Div(e, s) }",
+        "agraph (float[2,3,4] x) => (float[2,3,4] y) <int64[1] i = {1}> { e = Exp(x) s = ReduceSum(e, i) "
         "r = Reciprocal(s) y = Mul(e, r) }",
     )
 
@@ -911,14 +884,11 @@ class FuseLogSoftmax(RegionRule, family="idioms"):
     anchors = ("Sub",)
     reads_from = ("Log", *_SEEN)
     examples = (
-        "agraph (float[N,3] x) => (float[N,3] y) { i = Constant<value_ints=[-1]>() m = ReduceMax(x, i) d = "
-        "Sub(x, m) "
+        "agraph (float[N,3] x) => (float[N,3] y) <int64[1] i = {-1}> { m = ReduceMax(x, i) d = Sub(x, m) e = Exp(d) "
+        "s = ReduceSum(e, i) l = Log(s) y = Sub(d, l) }",
+        "agraph (float[2,3,4] x) => (float[2,3,4] y) <int64[1] i = {1}> { m = ReduceMax(x, i) d = Sub(x, m) "
         "e = Exp(d) s = ReduceSum(e, i) l = Log(s) y = Sub(d, l) }",
-        "agraph (float[2,3,4] x) => (float[2,3,4] y) { i = Constant<value_ints=[1]>() m = ReduceMax(x, i) d "
-        "= Sub(x, m) "
-        "e = Exp(d) s = ReduceSum(e, i) l = Log(s) y = Sub(d, l) }",
-        "agraph (float[2,3,4] x) => (float[2,3,4] y) { i = Constant<value_ints=[-1]>() m = ReduceMax(x, i) d "
-        "= Sub(x, m) "
+        "agraph (float[2,3,4] x) => (float[2,3,4] y) <int64[1] i = {-1}> { m = ReduceMax(x, i) d = Sub(x, m) "
         "e = Exp(d) s = ReduceSum<keepdims=0>(e, i) l = Log(s) t = Unsqueeze(l, i) y = Sub(d, t) }",
     )
 
@@ -1046,10 +1016,8 @@ class FuseReduceL1(FuseReduceSumSquare):
     dtypes = _FLOAT
     reduce = "ReduceL1"
     examples = (
-        "agraph (float[N,4] x) => (float[N,1] y) { i = Constant<value_ints=[-1]>() s = Abs(x) y = "
-        "ReduceSum(s, i) }",
-        "agraph (float[2,3,2] x) => (float[3] y) { i = Constant<value_ints=[0,2]>() s = Abs(x) "
-        "y = ReduceSum<keepdims=0>(s, i) }",
+        "agraph (float[N,4] x) => (float[N,1] y) <int64[1] i = {-1}> { s = Abs(x) y = ReduceSum(s, i) }",
+        "agraph (float[2,3,2] x) => (float[3] y) <int64[2] i = {0, 2}> { s = Abs(x) y = ReduceSum<keepdims=0>(s, i) }",
         "agraph (float[2,3] x) => (float[1,1] y) { s = Abs(x) y = ReduceSum(s) }",
     )
     near_misses = (
@@ -1282,27 +1250,19 @@ class FuseLayerNormalizationByMoments(_FuseNormalization):
 
     examples = (
         "agraph (float[N,3,4] x) => (float[N,3,4] y) <int64[1] i = {-1}, float n = {0.25}, float z = {0}, "
-        "float e = {0.125}, "
-        "float[4] g = {1,2,3,4}, float[4] b = {4,3,2,1}> { s = ReduceSum(x, i) m = Mul(s, n) p = Mul(x, x) "
-        "q = ReduceSum(p, i) "
-        "r = Mul(q, n) t = Mul(m, m) v = Sub(r, t) w = Max(v, z) a = Add(w, e) d = Sqrt(a) k = "
-        "Reciprocal(d) f = Mul(k, g) "
-        "c = Sub(x, m) h = Mul(c, f) y = Add(h, b) }",
+        "float e = {0.125}, float[4] g = {1,2,3,4}, float[4] b = {4,3,2,1}> { s = ReduceSum(x, i) m = Mul(s, n) "
+        "p = Mul(x, x) q = ReduceSum(p, i) r = Mul(q, n) t = Mul(m, m) v = Sub(r, t) w = Max(v, z) a = Add(w, e) "
+        "d = Sqrt(a) k = Reciprocal(d) f = Mul(k, g) c = Sub(x, m) h = Mul(c, f) y = Add(h, b) }",
         "agraph (float[3,4] x) => (float[3,4] y) <int64[1] i = {1}, float e = {0.125}, float h = {-0.5}, "
-        "float t = {2}, "
-        "float[4] g = {1,2,3,4}> { m = ReduceMean(x, i) c = Sub(x, m) p = Pow(c, t) v = ReduceMean(p, i) a "
-        "= Add(v, e) "
-        "k = Pow(a, h) n = Mul(c, k) y = Mul(n, g) }",
-        "agraph (float[2,3,4] x) => (float[2,3,4] y) <int64[1] i = {-1}, int64[3] u = {2,3,1}, float e = "
-        "{0.125}, "
+        "float t = {2}, float[4] g = {1,2,3,4}> { m = ReduceMean(x, i) c = Sub(x, m) p = Pow(c, t) "
+        "v = ReduceMean(p, i) a = Add(v, e) k = Pow(a, h) n = Mul(c, k) y = Mul(n, g) }",
+        "agraph (float[2,3,4] x) => (float[2,3,4] y) <int64[1] i = {-1}, int64[3] u = {2,3,1}, float e = {0.125}, "
         "float one = {1}, float[4] b = {4,3,2,1}> { m = ReduceMean<keepdims=0>(x, i) p = Mul(x, x) "
-        "q = ReduceMean<keepdims=0>(p, i) t = Mul(m, m) v = Sub(q, t) o = Reshape(v, u) l = Expand(o, u) a "
-        "= Add(l, e) "
-        "d = Sqrt(a) k = Div(one, d) j = Reshape(m, u) c = Sub(x, j) h = Mul(k, c) y = Add(b, h) }",
-        "agraph (float[2,3,4] x) => (float[2,3,4] y) <int64[2] i = {1,2}, float e = {0.125}> { m = "
-        "ReduceMean(x, i) p = Mul(x, x) "
-        "q = ReduceMean(p, i) t = Mul(m, m) v = Sub(q, t) a = Add(v, e) d = Sqrt(a) c = Sub(x, m) y = "
-        "Div(c, d) }",
+        "q = ReduceMean<keepdims=0>(p, i) t = Mul(m, m) v = Sub(q, t) o = Reshape(v, u) l = Expand(o, u) "
+        "a = Add(l, e) d = Sqrt(a) k = Div(one, d) j = Reshape(m, u) c = Sub(x, j) h = Mul(k, c) y = Add(b, h) }",
+        "agraph (float[2,3,4] x) => (float[2,3,4] y) <int64[2] i = {1,2}, float e = {0.125}> { m = ReduceMean(x, i) "
+        "p = Mul(x, x) q = ReduceMean(p, i) t = Mul(m, m) v = Sub(q, t) a = Add(v, e) d = Sqrt(a) c = Sub(x, m) "
+        "y = Div(c, d) }",
         "agraph (float[3,4] x) => (float[3,4] y) <int64[1] i = {1}, float e = {0.125}, float z = {0}, float n = "
         "{4}, float h = {0.5}> { s = ReduceSum(x, i) m = Div(s, n) p = Mul(x, x) q = ReduceSum(p, i) r = Div(q, "
         "n) t = Mul(m, m) u = Sub(r, t) v = Clip(u, z) a = Add(e, v) d = Pow(a, h) c = Sub(x, m) y = Div(c, d) }",
@@ -1346,15 +1306,11 @@ class FuseInstanceNormalization(_FuseNormalization):
 
     examples = (
         "agraph (float[N,3,4,5] x) => (float[N,3,4,5] y) <int64[2] i = {2,3}, float e = {0.125}, "
-        "float[3,1,1] g = {1,2,3}, "
-        "float[1,3,1,1] b = {3,2,1}> { m = ReduceMean(x, i) c = Sub(x, m) p = Mul(c, c) v = ReduceMean(p, "
-        "i) a = Add(v, e) "
-        "d = Sqrt(a) n = Div(c, d) s = Mul(n, g) y = Add(s, b) }",
-        "agraph (float[N,3,4] x) => (float[N,3,4] y) <int64[1] i = {-1}, float e = {0.125}, float[3,1] g = "
-        "{1,2,3}> "
-        "{ m = GlobalAveragePool(x) p = Mul(x, x) q = ReduceMean(p, i) t = Mul(m, m) v = Sub(q, t) a = "
-        "Add(v, e) d = Sqrt(a) "
-        "k = Reciprocal(d) f = Mul(g, k) c = Sub(x, m) y = Mul(f, c) }",
+        "float[3,1,1] g = {1,2,3}, float[1,3,1,1] b = {3,2,1}> { m = ReduceMean(x, i) c = Sub(x, m) p = Mul(c, c) "
+        "v = ReduceMean(p, i) a = Add(v, e) d = Sqrt(a) n = Div(c, d) s = Mul(n, g) y = Add(s, b) }",
+        "agraph (float[N,3,4] x) => (float[N,3,4] y) <int64[1] i = {-1}, float e = {0.125}, float[3,1] g = {1,2,3}> "
+        "{ m = GlobalAveragePool(x) p = Mul(x, x) q = ReduceMean(p, i) t = Mul(m, m) v = Sub(q, t) a = Add(v, e) "
+        "d = Sqrt(a) k = Reciprocal(d) f = Mul(g, k) c = Sub(x, m) y = Mul(f, c) }",
         "agraph (float[N,2,3,4] x) => (float[N,2,3,4] y) <int64[2] i = {2,3}, float e = {0.125}> { m = "
         "ReduceMean(x, i) "
         "c = Sub(x, m) p = Mul(c, c) v = ReduceMean(p, i) a = Add(v, e) d = Sqrt(a) y = Div(c, d) }",
@@ -1410,18 +1366,14 @@ class FuseRotaryEmbedding(RegionRule, family="idioms"):
     anchors = ("Add",)
     reads_from = ("Mul",)
     examples = (
-        "agraph (float[2,3,5,4] x, float[2,5,2] f) => (float[2,3,5,4] y) <int64[1] i = {1}, int64[1] z = "
-        "{0}, int64[1] h = {2}, "
-        "int64[1] e = {9223372036854775807}, int64[1] l = {3}> { d = Concat<axis=-1>(f, f) a = Cos(d) b = "
-        "Sin(d) "
-        "c = Unsqueeze(a, i) s = Unsqueeze(b, i) p = Slice(x, z, h, l) q = Slice(x, h, e, l) n = Neg(q) r = "
-        "Concat<axis=-1>(n, p) "
-        "u = Mul(x, c) v = Mul(r, s) y = Add(u, v) }",
+        "agraph (float[2,3,5,4] x, float[2,5,2] f) => (float[2,3,5,4] y) <int64[1] i = {1}, int64[1] z = {0}, "
+        "int64[1] h = {2}, int64[1] e = {9223372036854775807}, int64[1] l = {3}> { d = Concat<axis=-1>(f, f) "
+        "a = Cos(d) b = Sin(d) c = Unsqueeze(a, i) s = Unsqueeze(b, i) p = Slice(x, z, h, l) q = Slice(x, h, e, l) "
+        "n = Neg(q) r = Concat<axis=-1>(n, p) u = Mul(x, c) v = Mul(r, s) y = Add(u, v) }",
         "agraph (float[N,3,5,4] x, float[N,5,2] f, float[N,5,2] g) => (float[N,3,5,4] y) <int64[1] i = {1}, "
-        "int64[2] k = {2,2}> "
-        "{ d = Concat<axis=2>(f, f) t = Concat<axis=2>(g, g) c = Unsqueeze(d, i) s = Unsqueeze(t, i) "
-        "p, q = Split<axis=-1>(x, k) n = Neg(q) r = Concat<axis=3>(n, p) v = Mul(s, r) u = Mul(c, x) y = "
-        "Add(v, u) }",
+        "int64[2] k = {2,2}> { d = Concat<axis=2>(f, f) t = Concat<axis=2>(g, g) c = Unsqueeze(d, i) "
+        "s = Unsqueeze(t, i) p, q = Split<axis=-1>(x, k) n = Neg(q) r = Concat<axis=3>(n, p) v = Mul(s, r) "
+        "u = Mul(c, x) y = Add(v, u) }",
         "agraph (float[2,3,5,4] x, float[2,5,2] f) => (float[2,3,5,4] y) <int64[1] i = {1}, int64[2] k = {2,2}, float "
         "m = {0.5}> { d = Concat<axis=-1>(f, f) a = Cos(d) j = Mul(a, m) b = Sin(d) l = Mul(m, b) c = Unsqueeze(j, i) "
         "s = Unsqueeze(l, i) p, q = Split<axis=-1>(x, k) n = Neg(q) r = Concat<axis=-1>(n, p) u = Mul(x, c) "
@@ -1519,8 +1471,7 @@ class FuseNearestResize(RegionRule, family="idioms"):
     anchors = ("Reshape",)
     reads_from = ("Expand", "Tile")
     examples = (
-        "agraph (float[1,2,3,4] x) => (float[1,2,6,12] y) <int64[6] a = {1,2,3,1,4,1}, int64[6] b = "
-        "{1,2,3,2,4,3}, "
+        "agraph (float[1,2,3,4] x) => (float[1,2,6,12] y) <int64[6] a = {1,2,3,1,4,1}, int64[6] b = {1,2,3,2,4,3}, "
         "int64[4] c = {1,2,6,12}> { r = Reshape(x, a) e = Expand(r, b) y = Reshape(e, c) }",
         "agraph (float[N,2,3,4] x) => (float[N,2,6,4] y) <int64[2] a = {3,5}, int64[6] b = {1,1,1,2,1,1}, "
         "int64[4] c = {-1,2,6,4}> { r = Unsqueeze(x, a) e = Tile(r, b) y = Reshape(e, c) }",
@@ -1697,9 +1648,7 @@ class ReplaceWhereByCast(Rule, family="idioms"):
 
     dtypes = FLOATS | {DType.INT32, DType.INT64}
     examples = (
-        "agraph (bool[N,3] c) => (float[N,3] y) { z = Constant<value_float=0.0>() one = "
-        "Constant<value_float=1.0>() "
-        "y = Where(c, one, z) }",
+        "agraph (bool[N,3] c) => (float[N,3] y) <float z = {0}, float one = {1}> { y = Where(c, one, z) }",
         "agraph (bool[N,3] c) => (int64[N,3] y) <int64[1] z = {0}, int64 one = {1}> { y = Where(c, z, one) }",
     )
 
@@ -1854,8 +1803,7 @@ class RemoveExpandBeforeBroadcast(RegionRule, family="idioms"):
         # Here it does not apply.
         "agraph (float[1,3] x, float[1,3] z) => (float[2,3] y) { s = Constant<value_ints=[2,3]>() e = "
         "Expand(x, s) y = Add(e, z) }",
-        "agraph (float[1,3] x, float[2,6] z) => (float[2,6] y) { s = Constant<value_ints=[2,2]>() e = "
-        "Tile(x, s) y = Add(e, z) }",
+        "agraph (float[1,3] x, float[2,6] z) => (float[2,6] y) <int64[2] s = {2, 2}> { e = Tile(x, s) y = Add(e, z) }",
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:

@@ -35,16 +35,14 @@ class MergeMatMuls(Rule, family="merge"):
         "{2400}, float d = {1}, int64[1] z = {0}, int64[1] i = {20}, int64[1] j = {60}, int64[1] l = {1}> "
         "{ v = Range(o, e, d) w = Reshape(v, s) p = Slice(w, z, i, l) q = Slice(w, i, j, l) a = MatMul(x, q) b = "
         "MatMul(x, p) }",
-        "agraph (float[2,40] x) => (float[2,20] a, float[2,30] b) <int64[2] s = {40,60}, float o = {0}, float e = "
-        "{2400}, float d = {1}, int64[1] z = {0}, int64[1] i = {20}, int64[1] k = {30}, int64[1] j = {60}, "
-        "int64[1] l = {1}> "
-        "{ v = Range(o, e, d) w = Reshape(v, s) p = Slice(w, z, i, l) q = Slice(w, k, j, l) a = MatMul(x, p) b = "
-        "MatMul(x, q) }",
-        "agraph (float[2,40] x) => (float[2,20] a, float[2,20] b, float[2,20] c) <int64[2] s = {40,60}, float o = "
-        "{0}, float e = {2400}, float d = {1}, int64[1] z = {0}, int64[1] i = {20}, int64[1] k = {40}, int64[1] j "
-        "= {60}, int64[1] l = {1}> "
-        "{ v = Range(o, e, d) w = Reshape(v, s) p = Slice(w, z, i, l) q = Slice(w, i, k, l) r = Slice(w, k, j, l) "
-        "a = MatMul(x, r) b = MatMul(x, p) c = MatMul(x, q) }",
+        "agraph (float[2,40] x) => (float[2,20] a, float[2,30] b) <int64[2] s = {40,60}, float o = {0}, "
+        "float e = {2400}, float d = {1}, int64[1] z = {0}, int64[1] i = {20}, int64[1] k = {30}, "
+        "int64[1] j = {60}, int64[1] l = {1}> { v = Range(o, e, d) w = Reshape(v, s) p = Slice(w, z, i, l) "
+        "q = Slice(w, k, j, l) a = MatMul(x, p) b = MatMul(x, q) }",
+        "agraph (float[2,40] x) => (float[2,20] a, float[2,20] b, float[2,20] c) <int64[2] s = {40,60}, "
+        "float o = {0}, float e = {2400}, float d = {1}, int64[1] z = {0}, int64[1] i = {20}, int64[1] k = {40}, "
+        "int64[1] j = {60}, int64[1] l = {1}> { v = Range(o, e, d) w = Reshape(v, s) p = Slice(w, z, i, l) "
+        "q = Slice(w, i, k, l) r = Slice(w, k, j, l) a = MatMul(x, r) b = MatMul(x, p) c = MatMul(x, q) }",
         "agraph (float[2,20] x) => (float[2,60] a, float[2,60] b) <int64[2] s = {40,60}, float o = {0}, float e = "
         "{2400}, float d = {1}, int64[1] z = {0}, int64[1] i = {20}, int64[1] k = {40}, int64[1] l = {0}> "
         "{ v = Range(o, e, d) w = Reshape(v, s) p = Slice(w, z, i, l) q = Slice(w, i, k, l) a = MatMul(x, p) b = "
@@ -119,10 +117,9 @@ class MergeManyMatMuls(RegionRule, family="merge"):
     composite_of = ("MergeMatMuls", "MergeSplits")
     anchors = ("MatMul",)
     examples = (
-        "agraph (float[2,3] x, float[3,2] o) => (float[2,2] a, float[2,2] b, float[2,1] c, float[2,3] d) {"
-        " u = Constant<value_floats=[1.0,2.0,3.0]>() s = Constant<value_ints=[3,1]>() w = Reshape(u, s)"
-        " v = Concat<axis=1>(w, w) t = Concat<axis=1>(v, w)"
-        " a = MatMul(x, v) n = Neg(v) b = MatMul(x, n) c = MatMul(x, w) d = MatMul(x, t) }",
+        "agraph (float[2,3] x, float[3,2] o) => (float[2,2] a, float[2,2] b, float[2,1] c, float[2,3] d) "
+        "<float[3] u = {1, 2, 3}, int64[2] s = {3, 1}> { w = Reshape(u, s) v = Concat<axis=1>(w, w) "
+        "t = Concat<axis=1>(v, w) a = MatMul(x, v) n = Neg(v) b = MatMul(x, n) c = MatMul(x, w) d = MatMul(x, t) }",
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
@@ -222,10 +219,8 @@ class SplitMergedMatMul(_SplitMerged):
     product = ("MatMul", "Gemm")
     reads_from = product
     examples = (
-        "agraph (float[2,1,3] x) => (float[2,1,2] a, float[2,1,1] b) {"
-        " u = Constant<value_floats=[1.0,2.0,3.0,4.0,5.0,6.0,7.0,8.0,9.0]>()"
-        " s = Constant<value_ints=[3,3]>() w = Reshape(u, s) z = Constant<value_ints=[2,1]>()"
-        " y = MatMul(x, w) a, b = Split<axis=2>(y, z) }",
+        "agraph (float[2,1,3] x) => (float[2,1,2] a, float[2,1,1] b) <float[9] u = {1, 2, 3, 4, 5, 6, 7, 8, 9}, "
+        "int64[2] s = {3, 3}, int64[2] z = {2, 1}> { w = Reshape(u, s) y = MatMul(x, w) a, b = Split<axis=2>(y, z) }",
     )
 
 
@@ -283,11 +278,10 @@ class EnlargeConv(RegionRule, family="merge"):
     spreads = True
     anchors = ("Conv",)
     examples = (
-        "agraph (float[1,1,4,4] x) => (float[1,1,4,4] a, float[1,1,4,4] b) {"
-        " u = Constant<value_floats=[1.0,2.0,3.0,4.0,5.0,6.0,7.0,8.0,9.0]>()"
-        " s = Constant<value_ints=[1,1,3,3]>() w = Reshape(u, s)"
-        " t = Constant<value_floats=[2.0]>() r = Constant<value_ints=[1,1,1,1]>() v = Reshape(t, r)"
-        " a = Conv<pads=[1,1,1,1]>(x, w) b = Conv(x, v) }",
+        "agraph (float[1,1,4,4] x) => (float[1,1,4,4] a, float[1,1,4,4] b) "
+        "<float[9] u = {1, 2, 3, 4, 5, 6, 7, 8, 9}, int64[4] s = {1, 1, 3, 3}, float[1] t = {2}, "
+        "int64[4] r = {1, 1, 1, 1}> { w = Reshape(u, s) v = Reshape(t, r) a = Conv<pads=[1,1,1,1]>(x, w) "
+        "b = Conv(x, v) }",
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
@@ -673,7 +667,6 @@ class SplitMatMulsOverConcat(SplitConvsOverConcat):
 
     product = ("MatMul", "Gemm")
     examples = (
-        "agraph (float[2,1] x, float[2,2] y) => (float[2,1] a) {"
-        " u = Constant<value_floats=[1.0,2.0,3.0]>() s = Constant<value_ints=[3,1]>() w = Reshape(u, s)"
-        " c = Concat<axis=1>(x, y) a = MatMul(c, w) }",
+        "agraph (float[2,1] x, float[2,2] y) => (float[2,1] a) <float[3] u = {1, 2, 3}, int64[2] s = {3, 1}> "
+        "{ w = Reshape(u, s) c = Concat<axis=1>(x, y) a = MatMul(c, w) }",
     )

@@ -178,10 +178,9 @@ class FuseLayerNormalization(RegionRule, family="normalisation"):
     dtypes = _STASHED
     anchors = ("Sqrt",)
     examples = (
-        "agraph (float[N,3,4] x, float[4] g, float[4] b) => (float[N,3,4] y) { i = Constant<value_ints=[-1]>() "
-        "two = Constant<value_float=2.0>() eps = Constant<value_float=0.00001>() m = ReduceMean(x, i) "
-        "d = Sub(x, m) s = Pow(d, two) v = ReduceMean(s, i) e = Add(v, eps) r = Sqrt(e) n = Div(d, r) "
-        "a = Mul(n, g) y = Add(a, b) }",
+        "agraph (float[N,3,4] x, float[4] g, float[4] b) => (float[N,3,4] y) <int64[1] i = {-1}, float two = {2}, "
+        "float eps = {0.00001}> { m = ReduceMean(x, i) d = Sub(x, m) s = Pow(d, two) v = ReduceMean(s, i) "
+        "e = Add(v, eps) r = Sqrt(e) n = Div(d, r) a = Mul(n, g) y = Add(a, b) }",
         "agraph (float[N,3,4] x) => (float[N,3,4] y) { i = Constant<value_ints=[1, 2]>() "
         "eps = Constant<value_float=0.001>() m = ReduceMean(x, i) d = Sub(x, m) s = Mul(d, d) "
         "v = ReduceMean(s, i) e = Add(v, eps) r = Sqrt(e) t = Reciprocal(r) y = Mul(d, t) }",
@@ -352,12 +351,10 @@ class FuseGelu(Rule, family="normalisation"):
     dtypes = _FLOAT
     shapes = "x[...]:float"
     examples = (
-        "agraph (float[N,4] x) => (float[N,4] y) { r = Constant<value_float=1.4142135623730951>() "
-        "one = Constant<value_float=1.0>() half = Constant<value_float=0.5>() a = Div(x, r) b = Erf(a) "
-        "c = Add(b, one) d = Mul(x, c) y = Mul(d, half) }",
-        "agraph (float[N,4] x) => (float[N,4] y) { r = Constant<value_float=0.7071067811865476>() "
-        "one = Constant<value_float=1.0>() half = Constant<value_float=0.5>() a = Mul(x, r) b = Erf(a) "
-        "c = Add(one, b) d = Mul(x, half) y = Mul(d, c) }",
+        "agraph (float[N,4] x) => (float[N,4] y) <float r = {1.4142135623730951}, float one = {1}, "
+        "float half = {0.5}> { a = Div(x, r) b = Erf(a) c = Add(b, one) d = Mul(x, c) y = Mul(d, half) }",
+        "agraph (float[N,4] x) => (float[N,4] y) <float r = {0.7071067811865476}, float one = {1}, "
+        "float half = {0.5}> { a = Mul(x, r) b = Erf(a) c = Add(one, b) d = Mul(x, half) y = Mul(d, c) }",
     )
     near_misses = (
         "agraph (float[N,4] x) => (float[N,4] y) { r = Constant<value_float=1.4142135623730951>() one = "
@@ -381,14 +378,12 @@ class FuseTanhGelu(Rule, family="normalisation"):
     dtypes = _FLOAT
     shapes = "x[...]:float"
     examples = (
-        "agraph (float[N,4] x) => (float[N,4] y) { three = Constant<value_float=3.0>() "
-        "k = Constant<value_float=0.044715>() c = Constant<value_float=0.7978845608028654>() "
-        "one = Constant<value_float=1.0>() half = Constant<value_float=0.5>() p = Pow(x, three) q = Mul(p, k) "
+        "agraph (float[N,4] x) => (float[N,4] y) <float three = {3}, float k = {0.044715}, "
+        "float c = {0.7978845608028654}, float one = {1}, float half = {0.5}> { p = Pow(x, three) q = Mul(p, k) "
         "s = Add(x, q) u = Mul(s, c) t = Tanh(u) v = Add(t, one) h = Mul(x, half) y = Mul(h, v) }",
-        "agraph (float[N,4] x) => (float[N,4] y) { k = Constant<value_float=0.044715>() "
-        "c = Constant<value_float=0.7978845608028654>() one = Constant<value_float=1.0>() "
-        "half = Constant<value_float=0.5>() a = Mul(x, x) p = Mul(a, x) q = Mul(k, p) "
-        "s = Add(x, q) u = Mul(c, s) t = Tanh(u) v = Add(one, t) h = Mul(half, v) y = Mul(x, h) }",
+        "agraph (float[N,4] x) => (float[N,4] y) <float k = {0.044715}, float c = {0.7978845608028654}, "
+        "float one = {1}, float half = {0.5}> { a = Mul(x, x) p = Mul(a, x) q = Mul(k, p) s = Add(x, q) "
+        "u = Mul(c, s) t = Tanh(u) v = Add(one, t) h = Mul(half, v) y = Mul(x, h) }",
     )
 
     def source(self, op: Op, x: Any) -> Any:

@@ -51,10 +51,9 @@ class FuseStepsIntoGemms(RegionRule, family="recurrent"):
         "float[4,3] w = {1, -2, 3, -4, 5, -6, 7, -8, 9, 1, 2, 3}, float[4] b = {1, 2, 3, 4}, int64[2] i = {1, 1}> "
         "{ p = Gemm<transB=1>(x, v, c) q, r = Split<axis=0>(p, i) d = Gemm<transB=1>(s, w, b) "
         "e = Gemm<transB=1>(t, w, b) f = Add(q, d) g = Add(r, e) }",
-        "agraph (float[3,2] x, float[2,2] s) => (float[2,2] f, float[1,2] g) "
-        "<float[2,2] v = {1, 2, 3, 4}, float[2] c = {0.5, 1}, float[2,2] w = {1, -2, 3, -4}, float[2] b = {1, 2}, "
-        "float[1,2] d = {3, 5}, int64[2] i = {2, 1}> "
-        "{ p = Gemm(x, v, c) q, r = Split(p, i) e = Gemm(s, w, b) f = Add(e, q) g = Add(r, d) }",
+        "agraph (float[3,2] x, float[2,2] s) => (float[2,2] f, float[1,2] g) <float[2,2] v = {1, 2, 3, 4}, "
+        "float[2] c = {0.5, 1}, float[2,2] w = {1, -2, 3, -4}, float[2] b = {1, 2}, float[1,2] d = {3, 5}, "
+        "int64[2] i = {2, 1}> { p = Gemm(x, v, c) q, r = Split(p, i) e = Gemm(s, w, b) f = Add(e, q) g = Add(r, d) }",
     )
     near_misses = (
         examples[0].replace("e = Gemm<transB=1>(t, w, b)", "e = Gemm<transB=1>(t, v, b)"),
@@ -131,14 +130,12 @@ class SwapSplits(RegionRule, family="recurrent"):
 
     anchors = ("Split",)
     examples = (
-        "agraph (float[4,6] x) => (float[2,2] a, float[2,4] b, float[2,2] c, float[2,4] d) {"
-        " s = Constant<value_ints=[2,4]>() p, q = Split<axis=0, num_outputs=2>(x)"
-        " a, b = Split<axis=1>(p, s) c, d = Split<axis=1>(q, s) }",
+        "agraph (float[4,6] x) => (float[2,2] a, float[2,4] b, float[2,2] c, float[2,4] d) <int64[2] s = {2, 4}> "
+        "{ p, q = Split<axis=0, num_outputs=2>(x) a, b = Split<axis=1>(p, s) c, d = Split<axis=1>(q, s) }",
     )
     near_misses = (
-        "agraph (float[4,6] x) => (float[2,2] a, float[2,4] b, float[2,3] c, float[2,3] d) {"
-        " s = Constant<value_ints=[2,4]>() p, q = Split<axis=0, num_outputs=2>(x)"
-        " a, b = Split<axis=1>(p, s) c, d = Split<axis=1, num_outputs=2>(q) }",
+        "agraph (float[4,6] x) => (float[2,2] a, float[2,4] b, float[2,3] c, float[2,3] d) <int64[2] s = {2, 4}> "
+        "{ p, q = Split<axis=0, num_outputs=2>(x) a, b = Split<axis=1>(p, s) c, d = Split<axis=1, num_outputs=2>(q) }",
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:

@@ -46,15 +46,12 @@ class MergeSharedWeightProducts(RegionRule, family="shared_weights"):
     anchors = ("MatMul", "Gemm")
     dtypes = FLOATS
     examples = (
-        "agraph (float[2,3,4] x, float[4,5] w) => (float[2,5] a, float[2,5] b) {"
-        " i = Constant<value_int=0>() j = Constant<value_int=1>() x0 = Gather<axis=1>(x, i) x1 = Gather<axis=1>(x, j)"
-        " a = MatMul(x0, w) b = MatMul(x1, w) }",
-        "agraph (float[N,2,4] x) => (float[N,2] a, float[N,2] b) <float[4,2] w = {1,2,3,4,5,6,7,8}> {"
-        " i = Constant<value_int=0>() j = Constant<value_int=1>() x0 = Gather<axis=1>(x, i) x1 = Gather<axis=1>(x, j)"
-        " a = MatMul(x0, w) b = MatMul(x1, w) }",
-        "agraph (float[2,N,4] x) => (float[N,2] a, float[N,2] b) <float[4,2] w = {1,2,3,4,5,6,7,8}> {"
-        " i = Constant<value_int=0>() j = Constant<value_int=1>() x0 = Gather<axis=0>(x, i) x1 = Gather<axis=0>(x, j)"
-        " a = MatMul(x0, w) b = MatMul(x1, w) }",
+        "agraph (float[2,3,4] x, float[4,5] w) => (float[2,5] a, float[2,5] b) <int64 i = {0}, int64 j = {1}> "
+        "{ x0 = Gather<axis=1>(x, i) x1 = Gather<axis=1>(x, j) a = MatMul(x0, w) b = MatMul(x1, w) }",
+        "agraph (float[N,2,4] x) => (float[N,2] a, float[N,2] b) <float[4,2] w = {1,2,3,4,5,6,7,8}, int64 i = {0}, "
+        "int64 j = {1}> { x0 = Gather<axis=1>(x, i) x1 = Gather<axis=1>(x, j) a = MatMul(x0, w) b = MatMul(x1, w) }",
+        "agraph (float[2,N,4] x) => (float[N,2] a, float[N,2] b) <float[4,2] w = {1,2,3,4,5,6,7,8}, int64 i = {0}, "
+        "int64 j = {1}> { x0 = Gather<axis=0>(x, i) x1 = Gather<axis=0>(x, j) a = MatMul(x0, w) b = MatMul(x1, w) }",
         "agraph (float[2,4] x, float[3,4] z) => (float[2,5] a, float[3,5] b)"
         " <float[5,4] w = {1,2,3,4,5,6,7,8,9,8,7,6,5,4,3,2,1,2,3,4}, float[5] c = {1,2,3,4,5}>"
         " { a = Gemm<transB=1>(x, w, c) b = Gemm<transB=1>(z, w, c) }",
@@ -67,9 +64,8 @@ class MergeSharedWeightProducts(RegionRule, family="shared_weights"):
         "agraph (float[2,6,4] x) => (float[2,1,3] a, float[2,2,3] b, float[2,3,3] c) <float[4,3] w = "
         "{1,2,3,4,5,6,7,8,9,8,7,6}, int64[3] k = {1,2,3}> "
         "{ p, q, r = Split<axis=1>(x, k) a = MatMul(p, w) b = MatMul(q, w) c = MatMul(r, w) }",
-        "agraph (float[3,2,4] x) => (float[2,3] a, float[2,3] b) <float[4,3] w = {1,2,3,4,5,6,7,8,9,8,7,6}, int64 "
-        "i = {2}, int64 j = {0}> "
-        "{ p = Gather(x, i) q = Gather(x, j) a = MatMul(p, w) b = MatMul(q, w) }",
+        "agraph (float[3,2,4] x) => (float[2,3] a, float[2,3] b) <float[4,3] w = {1,2,3,4,5,6,7,8,9,8,7,6}, "
+        "int64 i = {2}, int64 j = {0}> { p = Gather(x, i) q = Gather(x, j) a = MatMul(p, w) b = MatMul(q, w) }",
         "agraph (float[2,5,4] x) => (float[2,3] a, float[2,3] b, float[2,3] c) <float[4,3] w = "
         "{1,2,3,4,5,6,7,8,9,8,7,6}, int64 i = {1}, int64 j = {3}, int64 k = {2}> "
         "{ p = Gather<axis=1>(x, i) q = Gather<axis=1>(x, j) r = Gather<axis=1>(x, k) a = MatMul(p, w) b = "
@@ -77,12 +73,10 @@ class MergeSharedWeightProducts(RegionRule, family="shared_weights"):
         "agraph (float[2,N,5,4] x) => (float[2,N,3] a, float[2,N,3] b) <float[4,3] w = {1,2,3,4,5,6,7,8,9,8,7,6}, "
         "int64 i = {1}, int64 j = {3}> "
         "{ p = Gather<axis=2>(x, i) q = Gather<axis=2>(x, j) a = MatMul(p, w) b = MatMul(q, w) }",
-        "agraph (float[N,4] x, float[N,4] z) => (float[N,3] a, float[N,3] b) <float[4,3] w = "
-        "{1,2,3,4,5,6,7,8,9,8,7,6}> "
-        "{ a = MatMul(x, w) b = MatMul(z, w) }",
-        "agraph (float[2,3,4] x, float[2,5,4] z) => (float[2,3,3] a, float[2,5,3] b) <float[4,3] w = "
-        "{1,2,3,4,5,6,7,8,9,8,7,6}> "
-        "{ a = MatMul(x, w) b = MatMul(z, w) }",
+        "agraph (float[N,4] x, float[N,4] z) => (float[N,3] a, float[N,3] b) "
+        "<float[4,3] w = {1,2,3,4,5,6,7,8,9,8,7,6}> { a = MatMul(x, w) b = MatMul(z, w) }",
+        "agraph (float[2,3,4] x, float[2,5,4] z) => (float[2,3,3] a, float[2,5,3] b) "
+        "<float[4,3] w = {1,2,3,4,5,6,7,8,9,8,7,6}> { a = MatMul(x, w) b = MatMul(z, w) }",
         "agraph (float[2,8] x) => (float[2,3] a, float[2,3] b) <float[4,3] w = {1,2,3,4,5,6,7,8,9,8,7,6}, "
         "int64[1] z = {0}, int64[1] i = {4}, int64[1] j = {8}, int64[1] l = {1}> { p = Slice(x, z, i, l) q "
         "= Slice(x, i, j, l) a = MatMul(p, w) b = MatMul(q, w) }",
@@ -97,9 +91,8 @@ class MergeSharedWeightProducts(RegionRule, family="shared_weights"):
         " b = MatMul(x1, w) }",
         "agraph (float[2,4] x, float[2,4] z) => (float[2,1] a, float[2,1] b)"
         " <float[4,1] w = {1,2,3,4}, float[2,1] c = {1,2}> { a = Gemm(x, w, c) b = Gemm(z, w, c) }",
-        "agraph (float[N,4] x, float[M,4] z) => (float[N,3] a, float[M,3] b) <float[4,3] w = "
-        "{1,2,3,4,5,6,7,8,9,8,7,6}> "
-        "{ a = MatMul(x, w) b = MatMul(z, w) }",
+        "agraph (float[N,4] x, float[M,4] z) => (float[N,3] a, float[M,3] b) "
+        "<float[4,3] w = {1,2,3,4,5,6,7,8,9,8,7,6}> { a = MatMul(x, w) b = MatMul(z, w) }",
         "agraph (float[2,4] x, float[2,2,4] z) => (float[2,3] a, float[2,2,3] b) <float[4,3] w = "
         "{1,2,3,4,5,6,7,8,9,8,7,6}> { a = MatMul(x, w) b = MatMul(z, w) }",
     )

@@ -80,19 +80,16 @@ class PushGatherThroughFunction(RegionRule, family="weights_algebra"):
     reads_from = ("Gather",)
     dtypes = _WIDE
     examples = (
-        "agraph (int64[N,5] i) => (float[N,5,2] y) <float[3,2] t = {1,2,3,4,5,6}> { g = Gather(t, i) y = "
-        "Tanh(g) }",
+        "agraph (int64[N,5] i) => (float[N,5,2] y) <float[3,2] t = {1,2,3,4,5,6}> { g = Gather(t, i) y = Tanh(g) }",
         "agraph (int64[N,5] i) => (float[N,5,2] y) <float[3,2] t = {1,2,3,4,5,6}, float[2] c = {7,8}> "
         "{ g = Gather(t, i) y = Add(c, g) }",
         "agraph (int32[5] i) => (float[5,2] y) <float[3,2] t = {1,2,3,4,5,6}, float[1,2] c = {7,8}> "
         "{ g = Gather(t, i) y = Div(g, c) }",
         "agraph (int64[N,5] i) => (float[N,5,2] y) <float[3,2] t = {1,2,3,4,5,6}, float[2] s = {7,8}, "
-        "float[2] b = {2,1}> "
-        "{ g = Gather(t, i) y = LayerNormalization<epsilon=0.125>(g, s, b) }",
+        "float[2] b = {2,1}> { g = Gather(t, i) y = LayerNormalization<epsilon=0.125>(g, s, b) }",
         "agraph (int64[N,5] i) => (float[N,5,2] y) <float[3,2] t = {1,2,3,4,5,6}, float c = {0.5}> "
         "{ g = Gather(t, i) y = Mul(g, c) }",
-        "agraph (int64[N] i) => (float[N,2] y) <float[3,2] t = {1,2,3,4,5,6}> { g = Gather(t, i) y = "
-        "Softmax(g) }",
+        "agraph (int64[N] i) => (float[N,2] y) <float[3,2] t = {1,2,3,4,5,6}> { g = Gather(t, i) y = Softmax(g) }",
         "agraph (int64[5] i) => (float[5,2] y) { p = Constant<value_ints=[8388608,2]>() o = "
         "Constant<value_float=0.5>() t = Expand(o, p) g = Gather(t, i) y = Tanh(g) }",
     )
@@ -160,8 +157,7 @@ class ReplaceOneHotByGather(Rule, family="weights_algebra"):
     examples = (
         "agraph (int64[N,5,1] i) => (float[N,5,2] y) <int64[3] r = {0,1,2}, float[3,2] w = {1,2,3,4,5,6}> "
         "{ e = Equal(i, r) h = Cast<to=1>(e) y = MatMul(h, w) }",
-        "agraph (int32[4,1] i) => (float[4,2] y) <int32[1,4] r = {0,1,2,3}, float[4,2] w = "
-        "{1,2,3,4,5,6,7,8}> "
+        "agraph (int32[4,1] i) => (float[4,2] y) <int32[1,4] r = {0,1,2,3}, float[4,2] w = {1,2,3,4,5,6,7,8}> "
         "{ e = Equal(r, i) h = Cast<to=1>(e) y = MatMul(h, w) }",
     )
     near_misses = (
@@ -249,18 +245,16 @@ class FoldAffineIntoReaders(RegionRule, family="weights_algebra"):
     anchors = ("LayerNormalization", "RMSNormalization")
     dtypes = frozenset({DType.FLOAT})
     examples = (
-        "agraph (float[N,5,2] x) => (float[N,5,3] y, float[N,5,1] z) <float[2] s = {1,2}, float[2] b = "
-        "{3,4}, "
-        "float[2,3] w = {1,2,3,4,5,6}, float[2,1] v = {7,8}> "
-        "{ n = LayerNormalization(x, s, b) y = MatMul(n, w) z = MatMul(n, v) }",
+        "agraph (float[N,5,2] x) => (float[N,5,3] y, float[N,5,1] z) <float[2] s = {1,2}, float[2] b = {3,4}, "
+        "float[2,3] w = {1,2,3,4,5,6}, float[2,1] v = {7,8}> { n = LayerNormalization(x, s, b) y = MatMul(n, w) "
+        "z = MatMul(n, v) }",
         "agraph (float[5,2] x) => (float[5,3] y) <float[2] s = {1,2}, float[2] b = {3,4}, "
         "float[3,2] w = {1,2,3,4,5,6}, float[3] c = {1,-1,2}> "
         "{ n = LayerNormalization<epsilon=0.125>(x, s, b) y = Gemm<transB=1, alpha=0.5, beta=2.0>(n, w, c) }",
         "agraph (float[N,5,2] x) => (float[N,5,3] y) <float[2] s = {1,2}, float[2,3] w = {1,2,3,4,5,6}> "
         "{ n = RMSNormalization(x, s) y = MatMul(n, w) }",
-        "agraph (float[5,2] x) => (float[5,3] y) <float[2] s = {1,2}, float[2] b = {3,4}, float[2,3] w = "
-        "{1,2,3,4,5,6}> "
-        "{ n = LayerNormalization(x, s, b) y = Gemm(n, w) }",
+        "agraph (float[5,2] x) => (float[5,3] y) <float[2] s = {1,2}, float[2] b = {3,4}, "
+        "float[2,3] w = {1,2,3,4,5,6}> { n = LayerNormalization(x, s, b) y = Gemm(n, w) }",
         "agraph (float[5,2] x) => (float[5,3] y) <float[2] s = {2,2}, float[2,3] w = {1,2,3,4,5,6}> { n = "
         "RMSNormalization(x, s) y = MatMul(n, w) }",
     )
@@ -429,24 +423,20 @@ class FoldScaleOfPartIntoMatMul(RegionRule, family="weights_algebra"):
     reads_from = ("Split",)
     dtypes = frozenset({DType.FLOAT})
     examples = (
-        "agraph (float[N,3,2] x) => (float[N,3,2] y, float[N,3,1] b) <float[2,3] w = {1,2,3,4,5,6}, float s "
-        "= {0.5}, "
-        "int64[2] z = {2,1}> { p = MatMul(x, w) a, b = Split<axis=-1>(p, z) y = Mul(a, s) }",
-        "agraph (float[5,2] x) => (float[5,1] a, float[5,2] y) <float[2,3] w = {1,2,3,4,5,6}, float[3] c = "
-        "{1,2,3}, "
-        "float[1] s = {0.5}, int64[2] z = {1,2}> { p = MatMul(x, w) q = Add(p, c) a, b = Split<axis=1>(q, "
-        "z) y = Mul(s, b) }",
-        "agraph (float[5,2] x) => (float[5,1] a, float[5,2] y) <float[3,2] w = {1,2,3,4,5,6}, float[3] c = "
-        "{1,2,3}, "
-        "float s = {3}, int64[2] z = {1,2}> "
-        "{ q = Gemm<transB=1, beta=0.5>(x, w, c) a, b = Split<axis=1>(q, z) y = Mul(b, s) }",
+        "agraph (float[N,3,2] x) => (float[N,3,2] y, float[N,3,1] b) <float[2,3] w = {1,2,3,4,5,6}, "
+        "float s = {0.5}, int64[2] z = {2,1}> { p = MatMul(x, w) a, b = Split<axis=-1>(p, z) y = Mul(a, s) }",
+        "agraph (float[5,2] x) => (float[5,1] a, float[5,2] y) <float[2,3] w = {1,2,3,4,5,6}, float[3] c = {1,2,3}, "
+        "float[1] s = {0.5}, int64[2] z = {1,2}> { p = MatMul(x, w) q = Add(p, c) a, b = Split<axis=1>(q, z) "
+        "y = Mul(s, b) }",
+        "agraph (float[5,2] x) => (float[5,1] a, float[5,2] y) <float[3,2] w = {1,2,3,4,5,6}, float[3] c = {1,2,3}, "
+        "float s = {3}, int64[2] z = {1,2}> { q = Gemm<transB=1, beta=0.5>(x, w, c) a, b = Split<axis=1>(q, z) "
+        "y = Mul(b, s) }",
     )
     near_misses = (
         "agraph (float[2,3,2] x) => (float[2,2] y, float[2,1] b) <float[2] w = {1,2}, float s = {0.5}, "
         "int64[2] z = {2,1}> { p = MatMul(x, w) a, b = Split<axis=-1>(p, z) y = Mul(a, s) }",
         "agraph (float[5,2] x, float[3] c) => (float[5,1] a, float[5,2] y) <float[3,2] w = {1,2,3,4,5,6}, "
-        "float s = {3}, int64[2] z = {1,2}> { q = Gemm<transB=1>(x, w, c) a, b = Split<axis=1>(q, z) y = "
-        "Mul(b, s) }",
+        "float s = {3}, int64[2] z = {1,2}> { q = Gemm<transB=1>(x, w, c) a, b = Split<axis=1>(q, z) y = Mul(b, s) }",
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
@@ -668,14 +658,12 @@ class PushBatchNormalizationIntoConcat(RegionRule, family="weights_algebra"):
     reads_from = ("Concat",)
     dtypes = _WIDE
     examples = (
-        "agraph (float[N,1,4] x, float[N,2,4] z) => (float[N,3,4] y) <float[3] s = {1,2,3}, float[3] b = "
-        "{4,5,6}, "
-        "float[3] m = {1,-1,2}, float[3] v = {3,2,1}> "
-        "{ c = Concat<axis=1>(x, z) y = BatchNormalization<epsilon=0.125>(c, s, b, m, v) }",
+        "agraph (float[N,1,4] x, float[N,2,4] z) => (float[N,3,4] y) <float[3] s = {1,2,3}, float[3] b = {4,5,6}, "
+        "float[3] m = {1,-1,2}, float[3] v = {3,2,1}> { c = Concat<axis=1>(x, z) "
+        "y = BatchNormalization<epsilon=0.125>(c, s, b, m, v) }",
         "agraph (float[N,1,2,2] x, float[N,2,2,2] z) => (float[N,4,2,2] y) <float[4] s = {1,2,3,4}, "
-        "float[4] b = {4,5,6,7}, "
-        "float[4] m = {1,-1,2,0}, float[4] v = {3,2,1,1}> "
-        "{ c = Concat<axis=-3>(x, z, x) y = BatchNormalization(c, s, b, m, v) }",
+        "float[4] b = {4,5,6,7}, float[4] m = {1,-1,2,0}, float[4] v = {3,2,1,1}> { c = Concat<axis=-3>(x, z, x) "
+        "y = BatchNormalization(c, s, b, m, v) }",
     )
     near_misses = (
         f"agraph (float[3,2,4] x, float[5,2,4] z) => (float[8,2,4] y) <{STATISTICS}> "
