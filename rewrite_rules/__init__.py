@@ -1,7 +1,9 @@
 """The rule library: one module per family, rules and nothing else. `LIBRARY` holds them all."""
 
 from rewrite_rules import (
+    activation,
     algebra,
+    arithmetic,
     attention,
     control,
     convolution,
@@ -9,14 +11,14 @@ from rewrite_rules import (
     expansion,
     exports,
     identity,
-    idioms,
     linear,
+    logic,
     merge,
     microsoft,
     movement,
-    native_recurrent,
     normalisation,
     recurrent,
+    reduction,
     reshape,
     shared_weights,
     slices,
@@ -33,14 +35,14 @@ _MODULES = (
         slices,
         movement,
         demand,
+        arithmetic,
         linear,
         merge,
         shared_weights,
         algebra,
-        recurrent,
     ),
-    *(native_recurrent, normalisation, attention, convolution, control, exports, idioms, weights_algebra),
-    *(microsoft, expansion),
+    *(recurrent, normalisation, activation, reduction, attention, convolution, control, exports, logic),
+    *(weights_algebra, microsoft, expansion),
 )
 
 LIBRARY: tuple[AnyRule, ...] = tuple(rule for module in _MODULES for rule in declared_in(module))

@@ -13,11 +13,11 @@ from typing import Any
 
 from rewrite_rules.axes import axis_of, rank_of, same_dims
 from rewrite_rules.constants import concat_constants, slice_constant
-from rewrite_rules.elementwise import BROADCAST, made_by, read_once, unary_form
+from rewrite_rules.elementwise import BROADCAST, made_by, read_once
 from rewrite_rules.linear import NUMBERS, group_of
 from rewrite_rules.shapes import per_rank
 from rewrite_rules.slices import sizes_along
-from xrlflow.ir import ABSENT, FLOATS, Dim, Node, Value
+from xrlflow.ir import ABSENT, FLOATS, Node, Value
 from xrlflow.rewrite import (
     Captures,
     Op,
@@ -30,82 +30,6 @@ from xrlflow.rewrite import (
     require,
     worthwhile,
 )
-
-# Sums and products, element by element
-
-
-def _at_hand(v: Val) -> bool:
-    """Whether a value is there before anything runs: an input of the graph, or a constant."""
-    return v.const or v.value not in v.graph.producers
-
-
-def _dim(v: Val, place: int) -> Dim:
-    """A dimension counted from the last, as broadcasting does: 1 where there is none."""
-    return v.shape[-place] if place <= v.rank else 1
-
-
-def _smaller(a: Val, b: Val, c: Val) -> bool:
-    """Whether b and c broadcast to less than all three do: along some axis both have one position."""
-    places = range(1, max(v.rank for v in (a, b, c)) + 1)
-    return any(_dim(b, i) == _dim(c, i) == 1 and _dim(a, i) != 1 for i in places)
-
-
-class AssociateAdds(Rule, family="algebra"):
-    """(a + b) + c -> a + (b + c)."""
-
-    operator = "Add"
-    dtypes = NUMBERS
-    shapes = "a[...] b[...] c[...]"
-
-    def source(self, op: Op, a: Any, b: Any, c: Any) -> Any:
-        return op[self.operator](op[self.operator](a, b), c)
-
-    def where(self, a: Val, b: Val, c: Val) -> None:
-        values = (a, b, c)
-        worthwhile(sum(v.const for v in values) < 2, "two constants have rules of their own")
-        # What the graph computes is put together as it comes; what is there at the start can be at any time.
-        two = sum(_at_hand(v) for v in values) > 1
-        worthwhile(
-            two or b.value == c.value or _smaller(a, b, c), "no operand is smaller, repeated, or at hand"
-        )
-
-    def target(self, op: Op, a: Val, b: Val, c: Val) -> Any:
-        return op[self.operator](a, op[self.operator](b, c))
-
-
-class AssociateMuls(AssociateAdds):
-    """(a * b) * c -> a * (b * c)."""
-
-    operator = "Mul"
-
-
-class FactorOutOfSum(Rule, family="algebra"):
-    """x * y + x * z -> x * (y + z)."""
-
-    dtypes = NUMBERS
-    spreads = True
-    shapes = "x[...] y[...] z[...]"
-
-    def source(self, op: Op, x: Any, y: Any, z: Any) -> Any:
-        return op.Add(op.Mul(x, y), op.Mul(x, z))
-
-    def target(self, op: Op, x: Val, y: Val, z: Val) -> Any:
-        return op.Mul(x, op.Add(y, z))
-
-
-class FactorOneOutOfSum(Rule, family="algebra"):
-    """x + x * y -> x * (y + 1)."""
-
-    dtypes = NUMBERS
-    spreads = True
-    shapes = "x[...] y[...]"
-
-    def source(self, op: Op, x: Any, y: Any) -> Any:
-        return op.Add(x, op.Mul(x, y))
-
-    def target(self, op: Op, x: Val, y: Val) -> Any:
-        return op.Mul(x, op.Add(y, 1))
-
 
 # Operators that a constant factor of their result can be folded into.
 _TAKE_FACTORS = frozenset(("Conv", "ConvTranspose", "MatMul", "Gemm"))
@@ -142,96 +66,8 @@ class DistributeMulOverSum(RegionRule, family="algebra"):
         return op.Add(op.Mul(y, c), op.Mul(z, c))
 
 
-# Functions that never fall, wherever they are defined: everywhere.
-# Of infinity too: Softsign is NaN there.
-MONOTONE: tuple[str, ...] = (
-    *("Atan", "Ceil", "Erf", "Exp", "Floor", "HardSigmoid", "LeakyRelu", "Relu", "Round", "Sigmoid"),
-    *("Softplus", "Tanh"),
-)
-_RISES = "f(x) <= f(y) wherever x <= y"
-
-
-def _require_rising(node: Node) -> None:
-    """Refuse one of these functions that falls for its attributes."""
-    slope = node.attrs.get("alpha")
-    require(not isinstance(slope, float) or slope > 0, "the function falls, or is NaN of infinity")
-
-
-class PullMonotoneOutOfMax(RegionRule, family="algebra"):
-    """max(f(x), f(y)) -> f(max(x, y))  for f that never falls;  Min alike."""
-
-    proof = "numeric"
-    relies_on = _RISES
-    dtypes = FLOATS
-    anchors = ("Max", "Min")
-    reads_from = MONOTONE
-    examples = (
-        "agraph (float[N,3] x, float[3] z) => (float[N,3] y) { a = Relu(x) b = Relu(z) y = Max(a, b) }",
-        "agraph (float[2,3] x, float[2,3] z, float[1,3] w) => (float[2,3] y) "
-        "{ a = Sigmoid(x) b = Sigmoid(z) c = Sigmoid(w) y = Min(a, b, c) }",
-        "agraph (float[2,3] x, float[2,3] z) => (float[2,3] y) "
-        "{ a = LeakyRelu<alpha=0.2>(x) b = LeakyRelu<alpha=0.2>(z) y = Max(a, b) }",
-        "agraph (float[4] x, float[4] z) => (float[4] y) "
-        "{ a = HardSigmoid<alpha=0.5, beta=0.25>(x) b = HardSigmoid<alpha=0.5, beta=0.25>(z) y = Min(a, b) }",
-    )
-    near_misses = (
-        "agraph (float[2,3] x, float[2,3] z) => (float[2,3] y) { a = LeakyRelu<alpha=-0.5>(x) b = "
-        "LeakyRelu<alpha=-0.5>(z) y = Max(a, b) }",
-        "agraph (float[2,3] x, float[2,3] z) => (float[2,3] y) { a = LeakyRelu<alpha=0.0>(x) b = "
-        "LeakyRelu<alpha=0.0>(z) y = Max(a, b) }",
-        "agraph (float[2,3] x, float[2,3] z) => (float[2,3] y) { a = Relu(x) b = Tanh(z) y = Max(a, b) }",
-    )
-
-    def find(self, reader: Reader, node: Node) -> Region | None:
-        inner = [n for v in node.inputs if (n := made_by(reader, v, *MONOTONE)) is not None]
-        if len(inner) != len(node.inputs) or len(set(node.inputs)) < 2:
-            return None
-        form = unary_form(inner[0])
-        if not all(unary_form(n) == form for n in inner):
-            return None
-        _require_rising(inner[0])
-        worthwhile(all(read_once(reader, v) for v in node.inputs), "a function is read elsewhere")
-        inputs = tuple(n.inputs[0] for n in inner)
-        return Region(node.outputs, inputs, tuple(dict.fromkeys((node, *inner))), (node.op, *form[:2]))
-
-    def target(self, op: Op, region: Region, *inputs: Val) -> Any:
-        extreme, name, attrs = region.data
-        return op[name](op[extreme](*inputs), attrs=attrs)
-
-
-class PushMonotoneThroughMax(RegionRule, family="algebra"):
-    """f(max(x, y)) -> max(f(x), f(y))  for f that never falls, where an operand is constant;  Min alike."""
-
-    proof = "numeric"
-    relies_on = _RISES
-    dtypes = FLOATS
-    anchors = MONOTONE
-    reads_from = ("Max", "Min")
-    examples = (
-        "agraph (float[N,3] x) => (float[N,3] y) <float[3] c = {-1, 0.5, 2}> { a = Max(x, c) y = Relu(a) }",
-        "agraph (float[2,3] x, float[3] z) => (float[2,3] y) <float c = {1}> { a = Min(x, z, c) y = Tanh(a) }",
-        "agraph (float[2,3] x) => (float[2,3] y) <float c = {-0.5}> { a = Max(c, x) y = LeakyRelu<alpha=0.1>(a) }",
-    )
-    near_misses = (
-        "agraph (float[2,3] x) => (float[2,3] y) <float c = {-0.5}> { a = Max(c, x) y = LeakyRelu<alpha=-0.5>(a) }",
-        "agraph (float[2,3] x) => (float[2,3] y) { a = Max(x) y = Relu(a) }",
-    )
-
-    def find(self, reader: Reader, node: Node) -> Region | None:
-        inner = made_by(reader, node.inputs[0], "Max", "Min")
-        if inner is None:
-            return None
-        _require_rising(node)
-        worthwhile(any(reader.is_const(v) for v in inner.inputs), "no operand is constant")
-        worthwhile(read_once(reader, node.inputs[0]), "the maximum is read elsewhere")
-        return Region(node.outputs, inner.inputs, (node, inner), (inner.op, node.op, node.attrs))
-
-    def target(self, op: Op, region: Region, *inputs: Val) -> Any:
-        extreme, name, attrs = region.data
-        return op[extreme](*(op[name](x, attrs=attrs) for x in inputs))
-
-
 # Matrix products
+
 
 # At most so many multiplications for one product of constants.
 _AT_EXPORT = 1 << 32
@@ -389,6 +225,7 @@ class FactorConvOutOfSum(Rule, family="algebra"):
 
 
 # Products and convolutions across Concat
+
 
 _PRODUCTS = ("MatMul", "Gemm", "Conv")
 

@@ -9,9 +9,18 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from rewrite_rules.axes import fronts, inverse, reshape_numbers
+from rewrite_rules.axes import (
+    fronts,
+    inverse,
+    reshape_numbers,
+    same_dims,
+)
 from rewrite_rules.elementwise import made_by, read_once
 from rewrite_rules.linear import group_of, scale_columns
+from rewrite_rules.reading import (
+    between,
+)
+from rewrite_rules.reshape import VIEWS
 from rewrite_rules.shapes import per_rank
 from xrlflow.ir import ABSENT, Attrs, Dim, DType, Node, Value
 from xrlflow.ir.dims import LARGEST
@@ -20,15 +29,17 @@ from xrlflow.rewrite import Captures, Op, Reader, Region, RegionRule, Rule, Val,
 
 # Element types for which ONNX Runtime multiplies matrices.
 _PRODUCTS = frozenset({DType.FLOAT, DType.DOUBLE})
+
 _FLOAT = frozenset({DType.FLOAT})
 
 # Constants are multiplied out when the model is written: at most so many multiplications for one product.
 _AT_EXPORT = 1 << 32
 
 _IMAGE = per_rank("x[i,c{h}]")
-_POINTWISE = per_rank("x[i,j{h}] w[m,p{1}] b[m]")
-_POOLED = per_rank("x[i,j{h}] w[m,p{1}]:const b[m]:const")
 
+_POINTWISE = per_rank("x[i,j{h}] w[m,p{1}] b[m]")
+
+_POOLED = per_rank("x[i,j{h}] w[m,p{1}]:const b[m]:const")
 
 # What a kernel of one tap does not heed.
 _UNHEEDED: dict[str, None] = {"auto_pad": None, "dilations": None}
@@ -1294,6 +1305,7 @@ _RISING: tuple[str, ...] = (
     *("Ceil", "Clip", "Elu", "Erf", "Exp", "Floor", "HardSigmoid", "LeakyRelu", "Relu", "Round"),
     *("Sigmoid", "Softplus", "Tanh"),
 )
+
 _MAX_POOLS = ("GlobalMaxPool", "MaxPool")
 
 
@@ -1495,3 +1507,53 @@ class PushResizeBeforeConv(_SwapResize):
         sizes: Val | None,
     ) -> Any:
         return op.Conv(self.resized(op, m, x, x.size(1), roi, scales, sizes), w, b, attrs=m.c, **_UNHEEDED)
+
+
+class FuseNearestResize(RegionRule, family="idioms"):
+    """reshape(expand(reshape(x))) -> resize(x)  to nearest neighbours, when each pixel is repeated;  Tile alike."""
+
+    proof = "numeric"
+    relies_on = "the nearest neighbour by rounding down repeats each pixel"
+    dtypes = _FLOAT
+    anchors = ("Reshape",)
+    reads_from = ("Expand", "Tile")
+    examples = (
+        "agraph (float[1,2,3,4] x) => (float[1,2,6,12] y) <int64[6] a = {1,2,3,1,4,1}, int64[6] b = {1,2,3,2,4,3}, "
+        "int64[4] c = {1,2,6,12}> { r = Reshape(x, a) e = Expand(r, b) y = Reshape(e, c) }",
+        "agraph (float[N,2,3,4] x) => (float[N,2,6,4] y) <int64[2] a = {3,5}, int64[6] b = {1,1,1,2,1,1}, "
+        "int64[4] c = {-1,2,6,4}> { r = Unsqueeze(x, a) e = Tile(r, b) y = Reshape(e, c) }",
+    )
+    near_misses = (
+        "agraph (float[1,2,3,4] x, int64[K] b) => (float[1,2,6,12] y) <int64[6] a = {1,2,3,1,4,1}, "
+        "int64[4] c = {1,2,6,12}> { r = Reshape(x, a) e = Expand(r, b) y = Reshape(e, c) }",
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        repeat = made_by(reader, node.inputs[0], "Expand", "Tile")
+        view = None if repeat is None else made_by(reader, repeat.inputs[0], *VIEWS)
+        if repeat is None or view is None or node.types[0].rank != 4:
+            return None
+        x = view.inputs[0]
+        shapes = [reader.type(v).shape for v in (x, view.outputs[0], repeat.outputs[0], node.outputs[0])]
+        if any(s is None for s in shapes):
+            return None
+        before, cut, repeated, after = (s or () for s in shapes)
+        if len(before) != 4 or len(cut) != 6:
+            return None
+        n, c, h, w = before
+        require(same_dims(cut, (n, c, h, 1, w, 1)), "it is not cut into pixels")
+        rows, columns = repeated[3], repeated[5]
+        sizes = tuple(d for d in (rows, columns, h, w) if isinstance(d, int))
+        if len(sizes) < 4:
+            return None
+        require(
+            same_dims(after, (n, c, sizes[0] * sizes[2], sizes[1] * sizes[3])), "it is not put together again"
+        )
+        nodes = between(reader, node.outputs[0], (x,))
+        return Region(node.outputs, (x,), nodes, (rows, columns))
+
+    def target(self, op: Op, region: Region, x: Val) -> Any:
+        scales = np.array([1, 1, *region.data], np.float32)
+        return op.Resize(
+            x, None, scales, mode="nearest", coordinate_transformation_mode="asymmetric", nearest_mode="floor"
+        )

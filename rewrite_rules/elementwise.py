@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from xrlflow.ir import ABSENT, Attrs, Dim, Node, Value
 from xrlflow.ops.axes import BROADCAST as BROADCAST
 from xrlflow.ops.axes import UNARY as UNARY
@@ -29,45 +27,6 @@ def made_by(reader: Reader, value: Value, *ops: str) -> Node | None:
 def read_once(reader: Reader, value: Value) -> bool:
     """Whether one node alone reads a value, and the graph does not give it out."""
     return not reader.is_output(value) and len(reader.users(value)) == 1
-
-
-def only_reader(reader: Reader, value: Value) -> Node | None:
-    """The node that alone reads a value, if the graph does not give it out."""
-    users = [] if reader.is_output(value) else reader.users(value)
-    return users[0] if len(users) == 1 else None
-
-
-def number_of(reader: Reader, value: Value, beside: Value) -> float | None:
-    """The number that a small constant holds everywhere, if it leaves the shape of what stands beside it."""
-    if not reader.is_const(value):
-        return None
-    number = reader.val(value).uniform
-    kept = number is not None and keeps_shape(reader.type(beside).shape, reader.type(value).shape)
-    return number if kept else None
-
-
-def is_number(reader: Reader, value: Value, number: float, beside: Value) -> bool:
-    """Whether a value is this number, as float32 rounds it."""
-    found = number_of(reader, value, beside)
-    return found is not None and math.isclose(found, number, rel_tol=1e-6)
-
-
-def operands(node: Node | None) -> list[tuple[Value, Value]]:
-    """The two inputs of a node, in both orders but for Sub and Div; of no node none."""
-    if node is None or len(node.inputs) != 2:
-        return []
-    a, b = node.inputs
-    return [(a, b)] if node.op in ("Sub", "Div") else [(a, b), (b, a)]
-
-
-def square_of(reader: Reader, value: Value) -> Value | None:
-    """What a value is the square of."""
-    node = made_by(reader, value, "Mul", "Pow")
-    if node is None:
-        return None
-    base, other = node.inputs
-    squared = base == other if node.op == "Mul" else is_number(reader, other, 2.0, base)
-    return base if squared else None
 
 
 def given(inputs: tuple[Value, ...]) -> tuple[Value, ...]:

@@ -6,16 +6,17 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from rewrite_rules.axes import fronts, perm_of, reshape_numbers, same_dims
+from rewrite_rules.axes import perm_of, reshape_numbers, same_dims
 from rewrite_rules.elementwise import BROADCAST, UNARY, read_once
 from rewrite_rules.reshape import maker
 from xrlflow.ir import ABSENT, Body, Dim, DType, Node, TensorType, Value, dims
 from xrlflow.ir.dims import Formula
 from xrlflow.ops.symbolic_shapes import refine
 from xrlflow.ops.symbolic_values import Known, of_array, values
-from xrlflow.rewrite import Captures, Op, Reader, Region, RegionRule, Rule, Val, require, worthwhile
+from xrlflow.rewrite import Op, Reader, Region, RegionRule, Rule, Val, require, worthwhile
 
 # Shapes as values
+
 
 _MOST_STEPS = 24
 
@@ -65,6 +66,7 @@ def _elements_of(
 
 # What shapes are computed in.
 _COMPUTED = frozenset((DType.INT64, DType.INT32, DType.BOOL, DType.FLOAT, DType.DOUBLE))
+
 _RANKS = (None, 0, 1, 2)
 
 
@@ -241,43 +243,6 @@ class MergeFlattenedTranspose(RegionRule, family="exports"):
 
     def target(self, op: Op, region: Region, x: Val) -> Any:
         return op.Transpose(x, perm=list(region.data))
-
-
-# Integers that ONNX Runtime's reductions take for doubles, and that do not fit there.
-_ROUNDED = frozenset({DType.INT64, DType.UINT64})
-
-
-_REDUCTIONS = ("ReduceMax", "ReduceMean", "ReduceMin", "ReduceProd", "ReduceSum")
-
-
-class ReplaceUnitReduceBySqueeze(Rule, family="exports"):
-    """reduce(x) -> squeeze(x)  over dimensions of 1: sum, mean, product, greatest and least of one number are it.
-
-    Not sums and the like of 64 bits, which ONNX Runtime takes for doubles: these round what is beyond 2^53.
-    """
-
-    shapes = "x[...] axes:const"
-    examples = tuple(
-        f"agraph (float[N,1,3] x) => (float[{out}] y) {{ i = Constant<value_ints = [{axis}]>()"
-        f" y = {name}{attrs}(x, i) }}"
-        for name in ("ReduceMean", "ReduceSum", "ReduceMax", "ReduceMin", "ReduceProd")
-        for axis, attrs, out in ((1, "<keepdims = 0>", "N,3"), (-2, "", "N,1,3"))
-    )
-    near_misses = (
-        "agraph (int64[40,1] x) => (y) { i = Constant<value_ints = [1]>() y = ReduceSum<keepdims = 0>(x, i) }",
-    )
-
-    def source(self, op: Op, x: Any, axes: Any) -> Any:
-        return op.any_of(_REDUCTIONS, "reduce")(x, axes, keepdims="keep", attrs="rest")
-
-    def where(self, m: Captures, x: Val, axes: Val) -> None:
-        worthwhile(axes.ints, "it reduces everything, or nothing")
-        require(all(x.shape[a] == 1 for a in fronts(axes.ints, x.rank)), "a dimension is not 1")
-        exact = m.reduce in ("ReduceMax", "ReduceMin") or x.dtype not in _ROUNDED
-        require(exact, "the runtime rounds integers of 64 bits")
-
-    def target(self, op: Op, m: Captures, x: Val, axes: Val) -> Any:
-        return x if m.keep else op.Squeeze(x, list(fronts(axes.ints, x.rank)))
 
 
 # Quantised weights

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-import ml_dtypes
 import numpy as np
 
 from rewrite_rules.axes import same_dims, slice_ends
@@ -13,7 +12,6 @@ from rewrite_rules.elementwise import keeps_shape
 from xrlflow.ir import ABSENT, FLOATS, INTEGERS, Dim, DType, Graph, Node, Value
 from xrlflow.ir.dims import LARGEST
 from xrlflow.ops.schema import COMMUTATIVE
-from xrlflow.ops.tensors import numpy_dtype
 from xrlflow.rewrite import Captures, Op, Reader, Region, RegionRule, Rule, Val, require, worthwhile
 
 # Why conditions that keep random numbers are not missed.
@@ -189,67 +187,6 @@ class CancelInvolution(_Unchanged):
         return inverse(inverse(x))
 
 
-def _bounds(x: Val, low: Val | None, high: Val | None) -> tuple[float, float]:
-    """A bound that is absent is the type's least or greatest number, not infinite."""
-    most = float(ml_dtypes.finfo(numpy_dtype(x.dtype)).max)  # type: ignore[no-untyped-call]
-    return (-most if low is None else low.scalar, most if high is None else high.scalar)
-
-
-class MergeClips(Rule, family="identity"):
-    """clip(clip(x, a, b), c, d) -> clip(x, clip(a, c, d), clip(b, c, d))."""
-
-    proof = "numeric"
-    relies_on = (
-        "max and min are those of an ordered set; a lower bound above the upper one means the upper one"
-    )
-    optional: ClassVar[tuple[str, ...]] = ("a", "b", "c", "d")
-    shapes = "x[...]:float a[]:const b[]:const c[]:const d[]:const"
-
-    def source(self, op: Op, x: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
-        return op.Clip(op.Clip(x, a, b), c, d)
-
-    def target(self, op: Op, x: Val, a: Val | None, b: Val | None, c: Val | None, d: Val | None) -> Any:
-        (low, high), (least, most) = _bounds(x, a, b), _bounds(x, c, d)
-        return _clip(op, x, float(np.clip(low, least, most)), float(np.clip(high, least, most)))
-
-
-def _clip(op: Op, x: Val, low: float, high: float) -> Any:
-    """A Clip without the bounds that it has without saying so."""
-    least, most = _bounds(x, None, None)
-    return op.Clip(x, None if low == least else low, None if high == most else high)
-
-
-class _ClipAndRelu(Rule, family="identity"):
-    """A Clip and a Relu, one after the other."""
-
-    proof = "numeric"
-    relies_on = MergeClips.relies_on
-    optional = ("a", "b")
-    shapes = "x[...]:float a[]:const b[]:const"
-
-
-class MergeReluIntoClip(_ClipAndRelu):
-    """clip(relu(x), a, b) -> clip(x, clip(0, a, b), clip(inf, a, b))."""
-
-    def source(self, op: Op, x: Any, a: Any, b: Any) -> Any:
-        return op.Clip(op.Relu(x), a, b)
-
-    def target(self, op: Op, x: Val, a: Val | None, b: Val | None) -> Any:
-        low, high = _bounds(x, a, b)
-        return _clip(op, x, float(np.clip(0.0, low, high)), high)
-
-
-class MergeClipIntoRelu(_ClipAndRelu):
-    """relu(clip(x, a, b)) -> clip(x, max(a, 0), max(b, 0))."""
-
-    def source(self, op: Op, x: Any, a: Any, b: Any) -> Any:
-        return op.Relu(op.Clip(x, a, b))
-
-    def target(self, op: Op, x: Val, a: Val | None, b: Val | None) -> Any:
-        low, high = _bounds(x, a, b)
-        return _clip(op, x, max(low, 0.0), max(high, 0.0))
-
-
 class RemoveNoopPad(_Unchanged):
     """pad(x, 0) -> x."""
 
@@ -375,6 +312,7 @@ RotaryEmbedding Round STFT ScatterElements ScatterND Selu Shape Shrink Sigmoid S
 Softmax Softplus Softsign SpaceToDepth Split Sqrt Squeeze Sub Sum Tan Tanh ThresholdedRelu Tile TopK
 Transpose Trilu Unique Unsqueeze Where Xor
 """
+
 _OPERATORS = tuple(_NAMES.split())
 
 

@@ -6,9 +6,6 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any, ClassVar
 
-import numpy as np
-import numpy.typing as npt
-
 from rewrite_rules.shapes import either, per_rank
 from xrlflow.ir import FLOATS, INTEGERS, Attrs, DType
 from xrlflow.rewrite import Captures, Op, Rule, Val, require, worthwhile
@@ -77,6 +74,7 @@ def _require_type(statistics: Sequence[Val], w: Val) -> None:
 
 # A BatchNormalization's parameters in float, where what is normalised is of another type.
 STATISTICS = "float[2] s = {1, 2}, float[2] b = {3, 4}, float[2] m = {1, -1}, float[2] v = {1, 4}"
+
 # The means and variances of another element type than the scale.
 _MIXED = STATISTICS.replace("float[2] m", "double[2] m").replace("float[2] v", "double[2] v")
 
@@ -375,6 +373,7 @@ class FoldBatchNormIntoMatMul(Rule, family="linear"):
 
 # Gemm's weights, as they are or transposed.
 _WEIGHT = ("w[k,n]:const", "w[n,k]:const")
+
 # Its bias, but one with a number per row.
 _BIAS = ("b[]:const", "b[1]:const", "b[n]:const", "b[1,n]:const")
 
@@ -529,135 +528,4 @@ class SplitGemm(Rule, family="linear"):
 
 
 # Why conditions on the size of numbers are not missed.
-_WIDE = "the numbers have room in float64, and what the runtime computes in float32 is infinite on both sides"
-
-
-class _TwoConstants(Rule, family="linear"):
-    """Two constants that are applied one after the other."""
-
-    dtypes = NUMBERS
-    shapes = "x[...] c[...]:const d[...]:const"
-
-    def where(self, m: Captures, x: Val, c: Val, d: Val) -> None:
-        worthwhile(
-            np.broadcast_shapes(c.sizes, d.sizes) in (c.sizes, d.sizes),
-            "together the constants are larger than either",
-        )
-
-
-class MergeConstantAdds(_TwoConstants):
-    """(x + c) + d -> x + (c + d)  with c and d constant."""
-
-    def source(self, op: Op, x: Any, c: Any, d: Any) -> Any:
-        return op.Add(op.Add(x, c), d)
-
-    def target(self, op: Op, x: Val, c: Val, d: Val) -> Any:
-        return op.Add(x, op.Add(c, d))
-
-
-class MergeConstantMuls(_TwoConstants):
-    """(x * c) * d -> x * (c * d)  with c and d constant."""
-
-    near_misses = (
-        "agraph (float[N] x) => (float[N] y) <float c = {1e30}, float d = {1e30}> { a = Mul(x, c) y = Mul(a, d) }",
-    )
-    survivors: ClassVar[Mapping[str, str]] = {"drop: the product over- or underflows": _WIDE}
-
-    def source(self, op: Op, x: Any, c: Any, d: Any) -> Any:
-        return op.Mul(op.Mul(x, c), d)
-
-    def where(self, m: Captures, x: Val, c: Val, d: Val) -> None:
-        super().where(m, x, c, d)
-        if c.known and d.known and c.dtype in FLOATS:
-            product = c.array.astype(np.float64) * d.array.astype(np.float64)
-            exact = np.logical_or(c.array == 0, d.array == 0)
-            require(bool(np.all(exact | _is_normal(product, c.dtype))), "the product over- or underflows")
-
-    def target(self, op: Op, x: Val, c: Val, d: Val) -> Any:
-        return op.Mul(x, op.Mul(c, d))
-
-
-class PushMulThroughConstantAdd(_TwoConstants):
-    """(x + c) * d -> x * d + c * d  with c and d constant."""
-
-    def source(self, op: Op, x: Any, c: Any, d: Any) -> Any:
-        return op.Mul(op.Add(x, c), d)
-
-    def target(self, op: Op, x: Val, c: Val, d: Val) -> Any:
-        return op.Add(op.Mul(x, d), op.Mul(c, d))
-
-
-def _is_normal(numbers: npt.NDArray[np.float64], dtype: DType) -> npt.NDArray[np.bool_]:
-    """Which numbers an element type holds with full precision (of the wide ones: as float32)."""
-    least, most = (6.2e-5, 65504.0) if dtype == DType.FLOAT16 else (1.2e-38, 3.4e38)
-    size = np.abs(numbers)
-    return (size >= least) & (size <= most)
-
-
-# Below it a quotient may overflow, or lose what it is divided from.
-_LEAST_DIVISOR = 1e-6
-_WIDE_FLOATS = frozenset({DType.FLOAT, DType.DOUBLE})
-
-
-def _require_divisor(c: Val) -> None:
-    size = np.abs(c.array.astype(np.float64))
-    require(bool(np.all((size >= _LEAST_DIVISOR) & (size <= 1 / _LEAST_DIVISOR))), "it cannot be divided by")
-
-
-class PullMulOutOfConstantAdd(_TwoConstants):
-    """x * d + c -> (x + c / d) * d  with c and d constant."""
-
-    dtypes = _WIDE_FLOATS
-    near_misses = (
-        "agraph (float[N] x) => (float[N] y) <float c = {1e36}, float d = {1e-5}> { a = Mul(x, d) y = Add(a, c) }",
-    )
-    survivors: ClassVar[Mapping[str, str]] = {
-        "drop: the quotient over- or underflows": _WIDE,
-        "drop: it cannot be divided by": _WIDE,
-    }
-
-    def source(self, op: Op, x: Any, c: Any, d: Any) -> Any:
-        return op.Add(op.Mul(x, d), c)
-
-    def where(self, m: Captures, x: Val, c: Val, d: Val) -> None:
-        super().where(m, x, c, d)
-        worthwhile(c.known, "a constant is too large to be sure that there and back is one state")
-        _require_divisor(d)
-        with np.errstate(all="ignore"):
-            quotient = c.array.astype(np.float64) / d.array.astype(np.float64)
-        require(
-            bool(np.all((c.array == 0) | _is_normal(quotient, c.dtype))), "the quotient over- or underflows"
-        )
-
-    def target(self, op: Op, x: Val, c: Val, d: Val) -> Any:
-        return op.Mul(op.Add(x, op.Div(c, d)), d)
-
-
-class ReplaceConstantDivByMul(Rule, family="linear"):
-    """x / c -> x * (1 / c)  with c constant."""
-
-    dtypes = _WIDE_FLOATS
-    shapes = "x[...] c[...]:const"
-    survivors: ClassVar[Mapping[str, str]] = {"drop: it cannot be divided by": _WIDE}
-
-    def source(self, op: Op, x: Any, c: Any) -> Any:
-        return op.Div(x, c)
-
-    def where(self, c: Val) -> None:
-        _require_divisor(c)
-
-    def target(self, op: Op, x: Val, c: Val) -> Any:
-        return op.Mul(x, op.Reciprocal(c))
-
-
-class ReplaceConstantSubByAdd(Rule, family="linear"):
-    """x - c -> x + (-c)  with c constant."""
-
-    dtypes = FLOATS | {DType.INT32, DType.INT64}
-    shapes = "x[...] c[...]:const"
-
-    def source(self, op: Op, x: Any, c: Any) -> Any:
-        return op.Sub(x, c)
-
-    def target(self, op: Op, x: Val, c: Val) -> Any:
-        return op.Add(x, op.Neg(c))
+_ROOM = "the numbers have room in float64, and what the runtime computes in float32 is infinite on both sides"

@@ -20,6 +20,7 @@ from xrlflow.rewrite import Captures, Op, Reader, Region, RegionRule, Rule, Val,
 
 NUMBERS = FLOATS | INTEGERS
 
+
 # Products of one input
 
 
@@ -406,6 +407,7 @@ class MergeGroupConvToBlocks(MergeGroupConv):
 
 
 # Order of products
+
 
 # Constants are multiplied out when the model is written: at most so many multiplications for one product.
 _AT_EXPORT = 1 << 32

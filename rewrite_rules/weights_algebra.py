@@ -8,18 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import accumulate
 from math import prod
 from typing import Any, ClassVar
 
 import numpy as np
 
-from rewrite_rules.axes import axis_of, fronts, rank_of
-from rewrite_rules.constants import slice_constant
+from rewrite_rules.axes import axis_of, rank_of
 from rewrite_rules.elementwise import UNARY, given, keeps_shape, made_by, read_once
-from rewrite_rules.linear import STATISTICS, factor_and_shift, flat, normalised
+from rewrite_rules.linear import flat
 from rewrite_rules.shapes import either
-from xrlflow.ir import ABSENT, FLOATS, Attrs, Dim, DType, Node, Value
+from xrlflow.ir import ABSENT, Attrs, Dim, DType, Node, Value
 from xrlflow.ops.tensors import numpy_dtype
 from xrlflow.rewrite import Captures, Op, Reader, Region, RegionRule, Rule, Val, require, worthwhile
 
@@ -27,6 +25,7 @@ _WIDE = frozenset({DType.FLOAT, DType.DOUBLE})
 
 # What is computed once, when the model is written: at most so many multiplications, and so many bytes of a result.
 _WORK = 1 << 32
+
 _BYTES = 1 << 26
 
 
@@ -66,6 +65,7 @@ class PushGatherThroughMatMul(Rule, family="weights_algebra"):
 
 # A table that is cast is as well cast after the look-up, when it is small.
 _FUNCTIONS = tuple(op for op in UNARY if op != "Cast")
+
 _ALONG_ROWS = ("Softmax", "LayerNormalization", "RMSNormalization")
 
 
@@ -223,139 +223,6 @@ class FoldGemmIntoGemm(Rule, family="weights_algebra"):
         return op.Gemm(x, op.MatMul(first, second), bias)
 
 
-# The affine part of a normalisation
-
-
-@dataclass(frozen=True, slots=True)
-class _Affine:
-    """A normalisation and its readers: operators and attributes, whether there is a shift, whether each has a bias."""
-
-    op: str
-    attrs: Attrs
-    shifted: bool
-    readers: tuple[tuple[str, Attrs, bool], ...]
-
-
-class FoldAffineIntoReaders(RegionRule, family="weights_algebra"):
-    """layernorm(x, s, b) @ w -> layernorm(x, 1) @ (s^T * w) + b @ w  for all readers, MatMul or Gemm.
-
-    RMSNormalization alike. The normalisations of one tensor become one, and the shift meets the reader's bias.
-    """
-
-    anchors = ("LayerNormalization", "RMSNormalization")
-    dtypes = frozenset({DType.FLOAT})
-    examples = (
-        "agraph (float[N,5,2] x) => (float[N,5,3] y, float[N,5,1] z) <float[2] s = {1,2}, float[2] b = {3,4}, "
-        "float[2,3] w = {1,2,3,4,5,6}, float[2,1] v = {7,8}> { n = LayerNormalization(x, s, b) y = MatMul(n, w) "
-        "z = MatMul(n, v) }",
-        "agraph (float[5,2] x) => (float[5,3] y) <float[2] s = {1,2}, float[2] b = {3,4}, "
-        "float[3,2] w = {1,2,3,4,5,6}, float[3] c = {1,-1,2}> "
-        "{ n = LayerNormalization<epsilon=0.125>(x, s, b) y = Gemm<transB=1, alpha=0.5, beta=2.0>(n, w, c) }",
-        "agraph (float[N,5,2] x) => (float[N,5,3] y) <float[2] s = {1,2}, float[2,3] w = {1,2,3,4,5,6}> "
-        "{ n = RMSNormalization(x, s) y = MatMul(n, w) }",
-        "agraph (float[5,2] x) => (float[5,3] y) <float[2] s = {1,2}, float[2] b = {3,4}, "
-        "float[2,3] w = {1,2,3,4,5,6}> { n = LayerNormalization(x, s, b) y = Gemm(n, w) }",
-        "agraph (float[5,2] x) => (float[5,3] y) <float[2] s = {2,2}, float[2,3] w = {1,2,3,4,5,6}> { n = "
-        "RMSNormalization(x, s) y = MatMul(n, w) }",
-    )
-    near_misses = (
-        "agraph (float[2,2] x, float[2,2] z) => (float[2,2] y) <float[2] s = {1,2}, float[2] b = {3,4}, "
-        "float[2,2] w = {1,2,3,4}> { n = LayerNormalization(x, s, b) y = Gemm(z, w, n) }",
-        examples[0].replace("float[2] b = {3,4}", "float[1] b = {3}"),
-        "agraph (float[5,2] x) => (float[5,3] y, float[5,1] u) <float[2] s = {1,2}, float[2] b = {3,4}, "
-        "float[2,3] w = {1,2,3,4,5,6}> { n, u = LayerNormalization(x, s, b) y = MatMul(n, w) }",
-        "agraph (float[5,2] x) => (float[5,3] y) <float[2] s = {1,1}, float[2,3] w = {1,2,3,4,5,6}> { n = "
-        "RMSNormalization(x, s) y = MatMul(n, w) }",
-    )
-
-    def find(self, reader: Reader, node: Node) -> Region | None:
-        out = node.outputs[0]
-        if len(node.outputs) > 1 or reader.is_output(out):
-            return None
-        users = reader.users(out)
-        if not users or any(u.op not in ("MatMul", "Gemm") for u in users):
-            return None
-        x, scale, *rest = node.inputs
-        shifts = [v for v in rest if v != ABSENT]
-        rank = rank_of(reader, x)
-        worthwhile(axis_of(node, rank, -1) == rank - 1, "the axis is not the last")
-        parameters = [scale, *shifts]
-        worthwhile(all(reader.is_const(v) for v in parameters), "the scale or the shift is not constant")
-        sizes = {reader.val(v).sizes for v in parameters}
-        require(len(sizes) == 1 and len(next(iter(sizes))) == 1, "it is not one number per column")
-        worthwhile(shifts or reader.val(scale).uniform != 1, "there is nothing to fold")
-        inputs = [x, *parameters]
-        forms = []
-        for user in users:
-            y, w, *more = user.inputs
-            require(y == out and w != out and out not in more, "a reader has it as a weight or a bias")
-            require(not user.attrs.get("transA"), "a reader transposes it")
-            require(reader.is_const(w) and reader.val(w).rank == 2, "a reader has no constant matrix")
-            biases = [v for v in more if v != ABSENT]
-            inputs += [w, *biases]
-            forms.append((user.op, user.attrs, bool(biases)))
-        data = _Affine(node.op, node.attrs, bool(shifts), tuple(forms))
-        return Region(tuple(u.outputs[0] for u in users), tuple(inputs), (node, *users), data)
-
-    def target(self, op: Op, region: Region, x: Val, scale: Val, *given: Val) -> Any:
-        affine: _Affine = region.data
-        rest = list(given)
-        shift = rest.pop(0) if affine.shifted else None
-        ones = op.Expand(np.ones(1, numpy_dtype(scale.dtype)), list(scale.sizes))
-        normal = op[affine.op](x, ones, attrs=affine.attrs)
-        results = []
-        for name, attrs, biased in affine.readers:
-            w = rest.pop(0)
-            bias: Any = rest.pop(0) if biased else None
-            transposed = bool(attrs.get("transB"))
-            weight = op.Mul(w, op.Reshape(scale, [1, -1] if transposed else [-1, 1]))
-            moved = None
-            if shift is not None:
-                moved = op.MatMul(shift, op.Transpose(w) if transposed else w)
-            if name == "MatMul":
-                y = op.MatMul(normal, weight)
-                results.append(y if moved is None else op.Add(y, moved))
-                continue
-            if moved is None:
-                results.append(op.Gemm(normal, weight, bias, attrs=attrs))
-                continue
-            alpha, beta = attrs.get("alpha", 1.0), attrs.get("beta", 1.0)
-            moved = op.Mul(moved, alpha)
-            if bias is not None:
-                moved = op.Add(moved, bias if beta == 1.0 else op.Mul(bias, beta))
-            results.append(op.Gemm(normal, weight, moved, attrs=attrs, beta=None))
-        return results
-
-
-class FoldScaleIntoNormalization(Rule, family="weights_algebra"):
-    """layernorm(x, g, b) * s -> layernorm(x, g * s, b * s)  with s constant, one number or one per column."""
-
-    dtypes = _WIDE
-    optional = ("b",)
-    shapes = either("x[...,d] g[d]:const b[d]:const", ("s[d]:const", "s[]:const", "s[1]:const"))
-
-    def source(self, op: Op, x: Any, g: Any, b: Any, s: Any) -> Any:
-        return op.Mul(op.LayerNormalization(x, g, b, attrs="a"), s)
-
-    def target(self, op: Op, m: Captures, x: Val, g: Val, b: Val | None, s: Val) -> Any:
-        return op.LayerNormalization(x, op.Mul(g, s), None if b is None else op.Mul(b, s), attrs=m.a)
-
-
-class FoldBiasIntoNormalization(Rule, family="weights_algebra"):
-    """layernorm(x, g, b) + c -> layernorm(x, g, b + c)  with c constant, one number or one per column."""
-
-    dtypes = _WIDE
-    optional = ("b",)
-    shapes = either("x[...,d] g[d]:const b[d]:const", ("c[d]:const", "c[]:const", "c[1]:const"))
-
-    def source(self, op: Op, x: Any, g: Any, b: Any, c: Any) -> Any:
-        return op.Add(op.LayerNormalization(x, g, b, attrs="a"), c)
-
-    def target(self, op: Op, m: Captures, x: Val, g: Val, b: Val | None, c: Val) -> Any:
-        shift = op.Add(b, c) if b is not None else op.Expand(flat(op, c), list(g.sizes))
-        return op.LayerNormalization(x, g, shift, attrs=m.a)
-
-
 # Factors moved towards constants
 
 
@@ -496,200 +363,3 @@ class _Part:
     attrs: Attrs
     constants: int
     biases: int
-
-
-_MEANS = ("ReduceMean", "ReduceSum", "GlobalAveragePool", "AveragePool")
-
-
-class MoveConstantBehindMean(Rule, family="weights_algebra"):
-    """mean(x * c) -> mean(x) * c,  mean(x + c) -> mean(x) + c  with c constant, the same along what is averaged.
-
-    ReduceMean, GlobalAveragePool and AveragePool (which may not count what it pads); for the product ReduceSum too.
-    """
-
-    dtypes = _WIDE
-    optional = ("axes",)
-    shapes = "x[...] c[...]:const axes:const"
-    examples = (
-        "agraph (float[N,2,3,4] x) => (float[N,2,1,1] y) <float[2,1,1] c = {2,3}> { m = Mul(x, c) y = "
-        "GlobalAveragePool(m) }",
-        "agraph (float[N,2,3,4] x) => (float[N,2,2,3] y) <float[1,2,1,1] c = {2,3}> "
-        "{ m = Add(c, x) y = AveragePool<kernel_shape=[2,2]>(m) }",
-        "agraph (float[N,2,3] x) => (float[N,3] y) <int64[1] i = {1}, float[3] c = {2,3,4}> "
-        "{ m = Add(x, c) y = ReduceMean<keepdims=0>(m, i) }",
-        "agraph (float[N,2,3] x) => (float[N,2,1] y) <int64[1] i = {-1}, float[2,1] c = {2,3}> "
-        "{ m = Mul(x, c) y = ReduceSum(m, i) }",
-        "agraph (float[N,2,3] x) => (float[N,2,1] y) <int64[1] i = {2}, float[2,1] c = {2,3}> "
-        "{ m = Add(x, c) y = ReduceMean(m, i) }",
-        "agraph (float[N,2,3] x) => (float[N,2,1] y) <float[2,1] c = {2,3}> { m = Add(x, c) y = "
-        "GlobalAveragePool(m) }",
-        "agraph (float[2,3,4] x) => (float[2,4] y) <int64[1] i = {1}, float[2,1,4] c = {1,2,3,4,5,6,7,8}> "
-        "{ m = Mul(x, c) y = ReduceMean<keepdims=0>(m, i) }",
-        "agraph (float[N,2,0] x) => (float[N,0] y) <int64[1] i = {1}, float[0] c = {}> "
-        "{ m = Mul(x, c) y = ReduceMean<keepdims=0>(m, i) }",
-        "agraph (float[N,2,4] x) => (float[N,2,P] y) <float[2,1] c = {2,3}> { m = Add(c, x) y = "
-        "AveragePool<kernel_shape=[2], count_include_pad=1>(m) }",
-        "agraph (float[2,3,4] x) => (float[3,4] y) <int64[1] i = {0}, float[1,1,4] c = {1,2,3,4}> { m = "
-        "Mul(x, c) y = ReduceMean<keepdims=0>(m, i) }",
-    )
-    near_misses = (
-        "agraph (float[N,2,3] x) => (float[N,2,4] y) <float[2,1] c = {2,3}> "
-        "{ m = Add(c, x) y = AveragePool<kernel_shape=[2], pads=[1,1], count_include_pad=1>(m) }",
-        "agraph (float[3] x) => (float[3] y) <int64[1] i = {0}, float[1,1] c = {2}> "
-        "{ m = Mul(x, c) y = ReduceMean<keepdims=0>(m, i) }",
-        "agraph (float[N,2,4] x) => (float[N,2,P] y) <float[2,1] c = {2,3}> { m = Add(c, x) y = "
-        "AveragePool<kernel_shape=[2], strides=[3], ceil_mode=1, count_include_pad=1>(m) }",
-    )
-
-    def source(self, op: Op, x: Any, c: Any, axes: Any) -> Any:
-        return op.any_of(_MEANS, "mean")(op.any_of(("Add", "Mul"), "by")(x, c), axes, attrs="a")
-
-    def where(self, m: Captures, x: Val, c: Val, axes: Val | None) -> None:
-        worthwhile(not x.const, "both operands are constant")
-        require(m.by == "Mul" or m.mean != "ReduceSum", "the constant is summed")
-        require(c.rank <= x.rank, "the constant adds a dimension")
-        aligned = (1,) * (x.rank - c.rank) + c.sizes
-        averaged = self._axes(m, x, axes)
-        require(all(aligned[a] == 1 for a in averaged), "the constant differs along what is averaged")
-        if m.mean == "AveragePool" and m.by == "Add":
-            padded = "pads" in m.a or "auto_pad" in m.a or "ceil_mode" in m.a
-            require(not padded or not m.a.get("count_include_pad"), "what is padded is counted")
-
-    @staticmethod
-    def _axes(m: Captures, x: Val, axes: Val | None) -> tuple[int, ...]:
-        """What is averaged over."""
-        if not m.mean.startswith("Reduce"):
-            return tuple(range(2, x.rank))
-        if axes is None or not axes.ints:
-            return () if m.a.get("noop_with_empty_axes") else tuple(range(x.rank))
-        return fronts(axes.ints, x.rank)
-
-    def target(self, op: Op, m: Captures, x: Val, c: Val, axes: Val | None) -> Any:
-        lead = x.rank - c.rank
-        gone = [] if m.a.get("keepdims", 1) else [a - lead for a in self._axes(m, x, axes) if a >= lead]
-        return op[m.by](op[m.mean](x, axes, attrs=m.a), op.Squeeze(c, gone) if gone else c)
-
-
-class MergeConstantsOfSum(Rule, family="weights_algebra"):
-    """(x + c) + (y + d) -> (x + y) + (c + d)  with c and d constant."""
-
-    dtypes = FLOATS | {DType.INT32, DType.INT64}
-    shapes = "x[...] c[...]:const y[...] d[...]:const"
-
-    def source(self, op: Op, x: Any, c: Any, y: Any, d: Any) -> Any:
-        return op.Add(op.Add(x, c), op.Add(y, d))
-
-    def where(self, c: Val, d: Val) -> None:
-        worthwhile(np.broadcast_shapes(c.sizes, d.sizes) in (c.sizes, d.sizes), "together they are larger")
-
-    def target(self, op: Op, x: Val, c: Val, y: Val, d: Val) -> Any:
-        return op.Add(op.Add(x, y), op.Add(c, d))
-
-
-# BatchNormalization
-
-
-def _require_deviation(var: Val, epsilon: float) -> None:
-    """Refuse variances that cannot be divided by, where they can be read. (Of a negative one both sides are NaN.)"""
-    numbers = var.array_or_none
-    require(numbers is None or bool(np.all(numbers + epsilon != 0)), "a variance cannot be divided by")
-
-
-class SplitBatchNormalization(Rule, family="weights_algebra"):
-    """batch_norm(x) -> x * f + (shift - mean * f)  with f = scale / sqrt(var + eps)."""
-
-    dtypes = _WIDE
-    shapes = either(("x[n,c]", "x[n,c,h]", "x[n,c,h,k]", "x[n,c,h,k,t]"), "s*[c]:const")
-    arity = (4, 4)
-    near_misses = (
-        f"agraph (double[N,2,3] x) => (double[N,2,3] y) <{STATISTICS}> {{ y = BatchNormalization(x, s, b, m, v) }}",
-        f"agraph (float[N,2,3] x) => (float[N,2,3] y) <{STATISTICS}>"
-        " { y = BatchNormalization<epsilon=-4.0>(x, s, b, m, v) }",
-    )
-
-    def source(self, op: Op, x: Any, *s: Any) -> Any:
-        return normalised(op, x, s)
-
-    def where(self, m: Captures, x: Val, *s: Val) -> None:
-        scale, _, mean, var = s
-        require(scale.dtype == mean.dtype == x.dtype, "the statistics are of another element type")
-        _require_deviation(var, m.epsilon)
-
-    def target(self, op: Op, m: Captures, x: Val, *s: Val) -> Any:
-        factor, offset = factor_and_shift(op, s, m.epsilon)
-        column = [-1] + [1] * (x.rank - 2)
-        return op.Add(op.Mul(x, op.Reshape(factor, column)), op.Reshape(offset, column))
-
-
-class MergeBatchNormalizations(Rule, family="weights_algebra"):
-    """batch_norm(batch_norm(x)) -> batch_norm(x)  with scale1 * f2 and (shift1 - mean2) * f2 + shift2."""
-
-    dtypes = _WIDE
-    shapes = either(
-        ("x[n,c]", "x[n,c,h]", "x[n,c,h,k]"),
-        "s*[c]:const",
-    )
-    arity = (8, 8)
-    near_misses = (
-        f"agraph (double[N,2,3] x) => (double[N,2,3] y) <{STATISTICS}, double[2] t = {{1, 2}}>"
-        " { a = BatchNormalization(x, t, t, m, v) y = BatchNormalization(a, t, t, m, v) }",
-        f"agraph (float[N,2,3] x) => (float[N,2,3] y) <{STATISTICS}>"
-        " { a = BatchNormalization(x, s, b, m, v) y = BatchNormalization<epsilon=-4.0>(a, s, b, m, v) }",
-    )
-
-    def source(self, op: Op, x: Any, *s: Any) -> Any:
-        return normalised(op, normalised(op, x, s[:4]), s[4:], "2")
-
-    def where(self, m: Captures, x: Val, *s: Val) -> None:
-        require(len({v.dtype for v in s}) == 1, "the statistics are of several element types")
-        _require_deviation(s[-1], m.epsilon2)
-
-    def target(self, op: Op, m: Captures, x: Val, *s: Val) -> Any:
-        scale, shift, mean, var = s[:4]
-        factor, offset = factor_and_shift(op, s[4:], m.epsilon2)
-        moved = op.Add(op.Mul(shift, factor), offset)
-        return op.BatchNormalization(x, op.Mul(scale, factor), moved, mean, var, epsilon=m.epsilon)
-
-
-class PushBatchNormalizationIntoConcat(RegionRule, family="weights_algebra"):
-    """batch_norm(concat(x, y)) -> concat(batch_norm(x), batch_norm(y))  for a concat of channels."""
-
-    anchors = ("BatchNormalization",)
-    reads_from = ("Concat",)
-    dtypes = _WIDE
-    examples = (
-        "agraph (float[N,1,4] x, float[N,2,4] z) => (float[N,3,4] y) <float[3] s = {1,2,3}, float[3] b = {4,5,6}, "
-        "float[3] m = {1,-1,2}, float[3] v = {3,2,1}> { c = Concat<axis=1>(x, z) "
-        "y = BatchNormalization<epsilon=0.125>(c, s, b, m, v) }",
-        "agraph (float[N,1,2,2] x, float[N,2,2,2] z) => (float[N,4,2,2] y) <float[4] s = {1,2,3,4}, "
-        "float[4] b = {4,5,6,7}, float[4] m = {1,-1,2,0}, float[4] v = {3,2,1,1}> { c = Concat<axis=-3>(x, z, x) "
-        "y = BatchNormalization(c, s, b, m, v) }",
-    )
-    near_misses = (
-        f"agraph (float[3,2,4] x, float[5,2,4] z) => (float[8,2,4] y) <{STATISTICS}> "
-        "{ c = Concat<axis=0>(x, z) y = BatchNormalization(c, s, b, m, v) }",
-        "agraph (float[2,1,4] x, float[2,2,4] z) => (float[2,3,4] y, float[3] q, float[3] r) <float[3] s = "
-        "{1,2,3}, float[3] b = {4,5,6}, float[3] m = {1,-1,2}, float[3] v = {3,2,1}> { c = "
-        "Concat<axis=1>(x, z) y, q, r = BatchNormalization<training_mode=1>(c, s, b, m, v) }",
-    )
-
-    def find(self, reader: Reader, node: Node) -> Region | None:
-        concat = made_by(reader, node.inputs[0], "Concat")
-        if concat is None or len(node.outputs) > 1:
-            return None
-        require(axis_of(concat, rank_of(reader, concat.outputs[0])) == 1, "the concat is not one of channels")
-        worthwhile(all(reader.is_const(v) for v in node.inputs[1:]), "the statistics are not constant")
-        worthwhile(read_once(reader, node.inputs[0]), "the concat is read elsewhere")
-        sizes = tuple(reader.val(v).size(1) for v in concat.inputs)
-        data = (sizes, node.attrs, concat.attrs)
-        return Region(node.outputs, (*concat.inputs, *node.inputs[1:]), (node, concat), data)
-
-    def target(self, op: Op, region: Region, *given: Val) -> Any:
-        sizes, attrs, concat = region.data
-        parts, statistics = given[: len(sizes)], given[len(sizes) :]
-        ends = list(accumulate(sizes))
-        out = []
-        for x, size, end in zip(parts, sizes, ends):
-            cut = [slice_constant(op, v, 0, end - size, end) for v in statistics]
-            out.append(op.BatchNormalization(x, *cut, attrs=attrs))
-        return op.Concat(*out, attrs=concat)
