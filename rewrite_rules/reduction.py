@@ -44,6 +44,9 @@ class FuseReduceMean(Rule, family="idioms"):
         "{ s = ReduceSum<keepdims=0>(x, i) y = Mul(n, s) }",
         "agraph (float[2,3] x) => (float y) <float n = {6}> { s = ReduceSum<keepdims=0>(x) y = Div(s, n) }",
     )
+    near_misses = (
+        "agraph (float[2,3] x) => (y) <float n = {6}> { s = ReduceSum<noop_with_empty_axes=1>(x) y = Div(s, n) }",
+    )
 
     def source(self, op: Op, x: Any, axes: Any, c: Any) -> Any:
         return op.any_of(("Div", "Mul"), "by")(op.ReduceSum(x, axes, attrs="sum"), c)
