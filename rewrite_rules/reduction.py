@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from math import prod
 from typing import Any, ClassVar
 
@@ -23,10 +22,10 @@ _IN_ORDER = 64
 
 
 def _reduced_axes(x: Val, axes: Val | None, attrs: Attrs) -> tuple[int, ...]:
-    """The axes of a reduction; refuses those that are not known, and one that may do nothing."""
-    given = () if axes is None else axes.ints
-    require(given or not attrs.get("noop_with_empty_axes"), "it may reduce nothing")
-    return fronts(given or range(x.rank), x.rank)
+    """The axes of a reduction; refuses those that are not known."""
+    if axes is None or not axes.ints:
+        return () if attrs.get("noop_with_empty_axes") else tuple(range(x.rank))
+    return fronts(axes.ints, x.rank)
 
 
 class FuseReduceMean(Rule, family="idioms"):
@@ -80,9 +79,6 @@ class FuseReduceSumSquare(Rule, family="idioms"):
         "{ s = Pow(x, t) y = ReduceSum<keepdims=0>(s, i) }",
         "agraph (float[2,3] x) => (float[1,1] y) { s = Mul(x, x) y = ReduceSum(s) }",
     )
-    survivors: ClassVar[Mapping[str, str]] = {
-        "drop: it may reduce nothing": "what is not summed is squared all the same; it is of no use"
-    }
     reduce = "ReduceSumSquare"
 
     def summed(self, op: Op, x: Any) -> Any:
@@ -93,6 +89,7 @@ class FuseReduceSumSquare(Rule, family="idioms"):
 
     def where(self, m: Captures, x: Val, axes: Val | None) -> None:
         sizes = [x.shape[a] for a in _reduced_axes(x, axes, m.sum)]
+        worthwhile(sizes, "it reduces nothing")
         known = [d for d in sizes if isinstance(d, int)]
         few = len(known) == len(sizes) and prod(known) <= _IN_ORDER
         accurate(few, "a sum of so many squares or magnitudes loses accuracy")
@@ -220,22 +217,17 @@ class MoveConstantBehindMean(Rule, family="weights_algebra"):
         require(m.by == "Mul" or m.mean != "ReduceSum", "the constant is summed")
         require(c.rank <= x.rank, "the constant adds a dimension")
         aligned = (1,) * (x.rank - c.rank) + c.sizes
-        averaged = self._axes(m, x, axes)
+        averaged = self._averaged(m, x, axes)
         require(all(aligned[a] == 1 for a in averaged), "the constant differs along what is averaged")
         if m.mean == "AveragePool" and m.by == "Add":
             padded = "pads" in m.a or "auto_pad" in m.a or "ceil_mode" in m.a
             require(not padded or not m.a.get("count_include_pad"), "what is padded is counted")
 
     @staticmethod
-    def _axes(m: Captures, x: Val, axes: Val | None) -> tuple[int, ...]:
-        """What is averaged over."""
-        if not m.mean.startswith("Reduce"):
-            return tuple(range(2, x.rank))
-        if axes is None or not axes.ints:
-            return () if m.a.get("noop_with_empty_axes") else tuple(range(x.rank))
-        return fronts(axes.ints, x.rank)
+    def _averaged(m: Captures, x: Val, axes: Val | None) -> tuple[int, ...]:
+        return _reduced_axes(x, axes, m.a) if m.mean.startswith("Reduce") else tuple(range(2, x.rank))
 
     def target(self, op: Op, m: Captures, x: Val, c: Val, axes: Val | None) -> Any:
         lead = x.rank - c.rank
-        gone = [] if m.a.get("keepdims", 1) else [a - lead for a in self._axes(m, x, axes) if a >= lead]
+        gone = [] if m.a.get("keepdims", 1) else [a - lead for a in self._averaged(m, x, axes) if a >= lead]
         return op[m.by](op[m.mean](x, axes, attrs=m.a), op.Squeeze(c, gone) if gone else c)
