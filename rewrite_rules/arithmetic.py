@@ -8,25 +8,10 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from rewrite_rules.elementwise import (
-    BROADCAST,
-    made_by,
-    read_once,
-    unary_form,
-)
+from rewrite_rules.elementwise import BROADCAST, made_by, read_once, unary_form
 from rewrite_rules.linear import NUMBERS
 from xrlflow.ir import FLOATS, Dim, DType, Node
-from xrlflow.rewrite import (
-    Captures,
-    Op,
-    Reader,
-    Region,
-    RegionRule,
-    Rule,
-    Val,
-    require,
-    worthwhile,
-)
+from xrlflow.rewrite import Captures, Op, Reader, Region, RegionRule, Rule, Val, require, worthwhile
 
 _WIDE = frozenset({DType.FLOAT, DType.DOUBLE})
 

@@ -8,20 +8,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from rewrite_rules.axes import (
-    axis_of,
-    compose,
-    is_identity,
-    perm_of,
-    rank_of,
-    same_dims,
-)
+from rewrite_rules.axes import axis_of, compose, is_identity, perm_of, rank_of, same_dims
 from rewrite_rules.elementwise import is_unary, keeps_shape, made_by, read_once
-from rewrite_rules.reading import (
-    between,
-    number_of,
-    operands,
-)
+from rewrite_rules.reading import between, number_of, operands
 from rewrite_rules.slices import piece
 from xrlflow.ir import Dim, DType, Node, Value
 from xrlflow.rewrite import Op, Reader, Region, RegionRule, Val, require, worthwhile
@@ -182,12 +171,7 @@ class FuseAttention(RegionRule, family="attention"):
 
     @staticmethod
     def _check(
-        reader: Reader,
-        q: Value,
-        k: Value,
-        v: Value,
-        perm: tuple[int, ...],
-        mask: Value | None,
+        reader: Reader, q: Value, k: Value, v: Value, perm: tuple[int, ...], mask: Value | None
     ) -> None:
         """Refuse shapes and types that Attention does not take, or takes in another way."""
         shapes = [reader.type(x).shape for x in (q, k, v)]

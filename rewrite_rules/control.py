@@ -27,16 +27,7 @@ from rewrite_rules.bodies import (
 )
 from rewrite_rules.elementwise import BROADCAST, UNARY
 from rewrite_rules.identity import RANDOM
-from xrlflow.ir import (
-    ABSENT,
-    FLOATS,
-    Body,
-    DType,
-    Graph,
-    Node,
-    Value,
-    apply_edit,
-)
+from xrlflow.ir import ABSENT, FLOATS, Body, DType, Graph, Node, Value, apply_edit
 from xrlflow.ops.infer import InferenceError, infer
 from xrlflow.ops.schema import is_deterministic, schema
 from xrlflow.rewrite import GraphBuilder, Op, Reader, Region, RegionRule, RuleError, Val, require, worthwhile

@@ -9,17 +9,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from rewrite_rules.axes import (
-    fronts,
-    inverse,
-    reshape_numbers,
-    same_dims,
-)
+from rewrite_rules.axes import fronts, inverse, reshape_numbers, same_dims
 from rewrite_rules.elementwise import made_by, read_once
 from rewrite_rules.linear import group_of, scale_columns
-from rewrite_rules.reading import (
-    between,
-)
+from rewrite_rules.reading import between
 from rewrite_rules.reshape import VIEWS
 from rewrite_rules.shapes import per_rank
 from xrlflow.ir import ABSENT, Attrs, Dim, DType, Node, Value

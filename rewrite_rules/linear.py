@@ -153,8 +153,7 @@ class FoldBatchNormIntoConvTranspose(FoldBatchNormIntoConv):
     convolution = "ConvTranspose"
     near_misses = ()
     shapes = per_rank(
-        "x[i,c{h}] w[c,m{k}]:const b[m]:const s*[m]:const",
-        "x[i,c{h}] w[c,p{k}]:const b[m]:const s*[m]:const",
+        "x[i,c{h}] w[c,m{k}]:const b[m]:const s*[m]:const", "x[i,c{h}] w[c,p{k}]:const b[m]:const s*[m]:const"
     )
 
 

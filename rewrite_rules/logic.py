@@ -8,10 +8,7 @@ from typing import Any
 import numpy as np
 
 from rewrite_rules.elementwise import keeps_shape
-from rewrite_rules.reading import (
-    COMPARISONS,
-    number_beside,
-)
+from rewrite_rules.reading import COMPARISONS, number_beside
 from xrlflow.ir import FLOATS, INTEGERS, DType
 from xrlflow.rewrite import Captures, Op, Rule, Val, require, worthwhile
 

@@ -15,15 +15,7 @@ from rewrite_rules.axes import axis_of, fronts, ints_input, inverse, is_identity
 from rewrite_rules.constants import slice_constant
 from rewrite_rules.elementwise import keeps_shape, made_by, read_once
 from rewrite_rules.linear import STATISTICS, factor_and_shift, flat, normalised
-from rewrite_rules.reading import (
-    SEEN,
-    between,
-    is_number,
-    number_of,
-    only_reader,
-    operands,
-    square_of,
-)
+from rewrite_rules.reading import SEEN, between, is_number, number_of, only_reader, operands, square_of
 from rewrite_rules.shapes import either
 from xrlflow.ir import ABSENT, Attrs, Dim, DType, Node, Value
 from xrlflow.ops.tensors import numpy_dtype
@@ -1025,10 +1017,7 @@ class MergeBatchNormalizations(Rule, family="weights_algebra"):
     """batch_norm(batch_norm(x)) -> batch_norm(x)  with scale1 * f2 and (shift1 - mean2) * f2 + shift2."""
 
     dtypes = _WIDE
-    shapes = either(
-        ("x[n,c]", "x[n,c,h]", "x[n,c,h,k]"),
-        "s*[c]:const",
-    )
+    shapes = either(("x[n,c]", "x[n,c,h]", "x[n,c,h,k]"), "s*[c]:const")
     arity = (8, 8)
     near_misses = (
         f"agraph (double[N,2,3] x) => (double[N,2,3] y) <{STATISTICS}, double[2] t = {{1, 2}}>"

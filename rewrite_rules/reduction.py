@@ -6,9 +6,7 @@ import math
 from math import prod
 from typing import Any, ClassVar
 
-from rewrite_rules.axes import (
-    fronts,
-)
+from rewrite_rules.axes import fronts
 from xrlflow.ir import Attrs, DType
 from xrlflow.rewrite import Captures, Op, Rule, Val, accurate, require, worthwhile
 
