@@ -1,4 +1,4 @@
-"""The rule library: one module per family, rules and nothing else. `LIBRARY` holds them all."""
+"""The rule library: a module for each kind of operator. `LIBRARY` holds every rule that one declares."""
 
 from rewrite_rules import (
     activation,
