@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 
 from rewrite_rules.elementwise import keeps_shape, made_by
+from rewrite_rules.examples import graphs
 from rewrite_rules.reading import (
     COMPARISONS,
     between,
@@ -136,14 +137,12 @@ class ReplaceWhereByRelu(_ReplaceWhere):
     """where(x < 0, 0, x) -> relu(x)  for any comparison that comes to this, and gives x where x is NaN."""
 
     dtypes = _WIDE
-    examples = (
-        "agraph (float[N,3] x) => (float[N,3] y) <float z = {0}> { c = Less(x, z) y = Where(c, z, x) }",
-        "agraph (float[2,3] x) => (float[2,3] y) <float z = {0}> { c = LessOrEqual(x, z) y = Where(c, z, x) }",
-        "agraph (double[N] x) => (double[N] y) <double[1] z = {0}> { c = GreaterOrEqual(z, x) y = Where(c, z, x) }",
+    examples = graphs(
+        "(float[N,3] x) => (float[N,3] y) { c = Less(x, 0.0) y = Where(c, 0.0, x) }",
+        "(float[2,3] x) => (float[2,3] y) { c = LessOrEqual(x, 0.0) y = Where(c, 0.0, x) }",
+        "(double[N] x) => (double[N] y) <double[1] z = {0}> { c = GreaterOrEqual(z, x) y = Where(c, z, x) }",
     )
-    near_misses = (
-        "agraph (float[N,3] x) => (float[N,3] y) <float z = {0}> { c = Greater(x, z) y = Where(c, x, z) }",
-    )
+    near_misses = graphs("(float[N,3] x) => (float[N,3] y) { c = Greater(x, 0.0) y = Where(c, x, 0.0) }")
 
     def read(self, reader: Reader, choice: _Choice) -> tuple[tuple[Value, ...], Any] | None:
         if (
@@ -191,11 +190,10 @@ class ReplaceWhereByPRelu(_ReplaceWhere):
 class ReplaceWhereByElu(_ReplaceWhere):
     """where(x < 0, a * (exp(x) - 1), x) -> elu(x, a)."""
 
-    examples = (
-        "agraph (float[N,3] x) => (float[N,3] y) <float z = {0}, float one = {1}, float a = {0.5}> { c = Less(x, z) "
-        "e = Exp(x) s = Sub(e, one) m = Mul(a, s) y = Where(c, m, x) }",
-        "agraph (float[2,3] x) => (float[2,3] y) <float z = {0}, float one = {-1}> { c = Greater(x, z) e = Exp(x) "
-        "s = Add(e, one) y = Where(c, x, s) }",
+    examples = graphs(
+        "(float[N,3] x) => (float[N,3] y) { c = Less(x, 0.0) e = Exp(x) s = Sub(e, 1.0) m = Mul(0.5, s) "
+        "y = Where(c, m, x) }",
+        "(float[2,3] x) => (float[2,3] y) { c = Greater(x, 0.0) e = Exp(x) s = Add(e, -1.0) y = Where(c, x, s) }",
     )
 
     def read(self, reader: Reader, choice: _Choice) -> tuple[tuple[Value, ...], Any] | None:
@@ -211,9 +209,9 @@ class ReplaceWhereByElu(_ReplaceWhere):
 class ReplaceWhereBySelu(_ReplaceWhere):
     """where(x < 0, g * (a * exp(x) - a), g * x) -> selu(x, a, g)."""
 
-    examples = (
-        "agraph (float[N,3] x) => (float[N,3] y) <float z = {0}, float a = {1.5}, float g = {0.75}> "
-        "{ c = Less(x, z) e = Exp(x) m = Mul(a, e) s = Sub(m, a) n = Mul(g, s) p = Mul(g, x) y = Where(c, n, p) }",
+    examples = graphs(
+        "(float[N,3] x) => (float[N,3] y) { c = Less(x, 0.0) e = Exp(x) m = Mul(1.5, e) s = Sub(m, 1.5) "
+        "n = Mul(0.75, s) p = Mul(0.75, x) y = Where(c, n, p) }"
     )
 
     def read(self, reader: Reader, choice: _Choice) -> tuple[tuple[Value, ...], Any] | None:
@@ -234,14 +232,8 @@ class ReplaceWhereBySelu(_ReplaceWhere):
 class ReplaceWhereByThresholdedRelu(_ReplaceWhere):
     """where(x > a, x, 0) -> thresholdedrelu(x, a)."""
 
-    examples = (
-        "agraph (float[N,3] x) => (float[N,3] y) <float a = {0.5}, float z = {0}> { c = Less(a, x) "
-        "y = Where(c, x, z) }",
-    )
-    near_misses = (
-        "agraph (float[N,3] x) => (float[N,3] y) <float a = {0.5}, float z = {0}> "
-        "{ c = LessOrEqual(x, a) y = Where(c, z, x) }",
-    )
+    examples = graphs("(float[N,3] x) => (float[N,3] y) { c = Less(0.5, x) y = Where(c, x, 0.0) }")
+    near_misses = graphs("(float[N,3] x) => (float[N,3] y) { c = LessOrEqual(x, 0.5) y = Where(c, 0.0, x) }")
 
     def read(self, reader: Reader, choice: _Choice) -> tuple[tuple[Value, ...], Any] | None:
         if (
@@ -260,10 +252,9 @@ class ReplaceWhereByThresholdedRelu(_ReplaceWhere):
 class ReplaceWhereByShrink(_ReplaceWhere):
     """where(x < -l, x + b, where(x > l, x - b, 0)) -> shrink(x, l, b)."""
 
-    examples = (
-        "agraph (float[N,3] x) => (float[N,3] y) <float l = {0.5}, float n = {-0.5}, float b = {0.25}, "
-        "float z = {0}> { c = Less(x, n) p = Add(x, b) m = Sub(x, b) d = Less(l, x) i = Where(d, m, z) "
-        "y = Where(c, p, i) }",
+    examples = graphs(
+        "(float[N,3] x) => (float[N,3] y) { c = Less(x, -0.5) p = Add(x, 0.25) m = Sub(x, 0.25) d = Less(0.5, x) "
+        "i = Where(d, m, 0.0) y = Where(c, p, i) }"
     )
 
     def read(self, reader: Reader, choice: _Choice) -> tuple[tuple[Value, ...], Any] | None:
@@ -320,11 +311,10 @@ class RemoveNoopMax(Rule, family="idioms"):
     proof = "numeric"
     relies_on = "no number is below minus infinity or above infinity"
     shapes = "x[...]:float"
-    examples = (
-        "agraph (float[N,3] x) => (float[N,3] y) <float z = {0}> { n = Log(z) y = Max(n, x) }",
-        "agraph (float[2,3] x) => (float[2,3] y) <float z = {0}> { n = Reciprocal(z) y = Min(x, n) }",
-        "agraph (float[2,3,4] x) => (float[2,3,4] y) <float z = {0}> { l = Log(z) h = Reciprocal(z) "
-        "y = Clip(x, l, h) }",
+    examples = graphs(
+        "(float[N,3] x) => (float[N,3] y) { n = Log(0.0) y = Max(n, x) }",
+        "(float[2,3] x) => (float[2,3] y) { n = Reciprocal(0.0) y = Min(x, n) }",
+        "(float[2,3,4] x) => (float[2,3,4] y) { l = Log(0.0) h = Reciprocal(0.0) y = Clip(x, l, h) }",
     )
 
     def source(self, op: Op, x: Any) -> Any:
@@ -341,9 +331,9 @@ class ReplaceClipByRelu(Rule, family="idioms"):
     relies_on = "relu(x) = max(x, 0)"
     dtypes = _WIDE
     shapes = "x[...]:float a[]:const b[]:const"
-    examples = (
-        "agraph (float[N,3] x) => (float[N,3] y) <float z = {0}> { h = Reciprocal(z) y = Clip(x, z, h) }",
-        "agraph (double[2,3] x) => (double[2,3] y) <double a = {0}> { h = Reciprocal(a) y = Clip(x, a, h) }",
+    examples = graphs(
+        "(float[N,3] x) => (float[N,3] y) { h = Reciprocal(0.0) y = Clip(x, 0.0, h) }",
+        "(double[2,3] x) => (double[2,3] y) <double a = {0}> { h = Reciprocal(a) y = Clip(x, a, h) }",
     )
 
     def source(self, op: Op, x: Any, a: Any, b: Any) -> Any:
@@ -385,11 +375,10 @@ class FusePRelu(Rule, family="idioms"):
     relies_on = "relu(x) - relu(-x) = x"
     dtypes = _FLOAT
     shapes = "x[...]:float a[...]:const"
-    examples = (
-        "agraph (float[N,3] x) => (float[N,3] y) <float[3] a = {0.5, 0.25, -2}> "
-        "{ p = Relu(x) n = Neg(x) r = Relu(n) m = Mul(r, a) y = Sub(p, m) }",
-        "agraph (float[2,3] x) => (float[2,3] y) <float a = {-0.125}> "
-        "{ n = Neg(x) r = Relu(n) m = Mul(a, r) p = Relu(x) y = Add(m, p) }",
+    examples = graphs(
+        "(float[N,3] x) => (float[N,3] y) { p = Relu(x) n = Neg(x) r = Relu(n) m = Mul(r, [0.5, 0.25, -2]) "
+        "y = Sub(p, m) }",
+        "(float[2,3] x) => (float[2,3] y) { n = Neg(x) r = Relu(n) m = Mul(-0.125, r) p = Relu(x) y = Add(m, p) }",
     )
 
     def source(self, op: Op, x: Any, a: Any) -> Any:
@@ -411,9 +400,9 @@ class FuseLeakyReluFromMax(Rule, family="idioms"):
     relies_on = "a * x is the greater one just where x is negative"
     dtypes = _FLOAT
     shapes = "x[...]:float a[...]:const"
-    examples = (
-        "agraph (float[N,3] x) => (float[N,3] y) <float a = {0.125}> { m = Mul(x, a) y = Max(x, m) }",
-        "agraph (float[2,3] x) => (float[2,3] y) <float[1] a = {0.5}> { m = Mul(a, x) y = Max(m, x) }",
+    examples = graphs(
+        "(float[N,3] x) => (float[N,3] y) { m = Mul(x, 0.125) y = Max(x, m) }",
+        "(float[2,3] x) => (float[2,3] y) { m = Mul([0.5], x) y = Max(m, x) }",
     )
 
     def source(self, op: Op, x: Any, a: Any) -> Any:
@@ -599,33 +588,26 @@ class FuseTanhGeluOfPolynomial(RegionRule, family="idioms"):
     dtypes = _FLOAT
     anchors = ("Tanh",)
     reads_from = ("Mul", "Add", "Div")
-    examples = (
-        "agraph (float[N,4] x) => (float[N,4] y) <float k = {0.044715}, float c = {0.7978845608}, float one = {1}, "
-        "float h = {0.5}> { a = Mul(k, x) b = Mul(x, a) d = Mul(x, b) e = Add(x, d) f = Mul(c, e) t = Tanh(f) "
-        "u = Add(one, t) v = Mul(h, u) y = Mul(x, v) }",
-        "agraph (float[2,3] x) => (float[2,3] y) <float k = {0.0356774081}, float c = {0.7978845608}, "
-        "float[1] one = {1}, float h = {0.5}, float three = {3}> { p = Pow(x, three) a = Mul(p, k) b = Mul(x, c) "
-        "f = Add(a, b) t = Tanh(f) u = Add(t, one) w = Mul(x, h) y = Mul(u, w) }",
-        "agraph (float[2,3] x) => (float[2,3] y) <float k = {0.0356774081}, float c = {0.7978845608}, float one = "
-        "{1}, float h = {0.5}> { s = Mul(x, x) a = Mul(s, k) b = Add(c, a) f = Mul(b, x) t = Tanh(f) u = Add(t, one) "
-        "w = Mul(x, h) y = Mul(u, w) }",
-        "agraph (float[2,3] x) => (float[2,3] y) <float k = {0.044715}, float q = {1.2533141373}, float two = {2}, "
-        "float h = {0.5}, float one = {1}> { s = Pow(x, two) a = Mul(s, x) b = Mul(k, a) g = Add(b, x) f = Div(g, q) "
-        "t = Tanh(f) u = Add(t, one) w = Mul(x, u) y = Mul(w, h) }",
-        "agraph (float[2,3] x) => (float[2,3] y) <float k = {0.0356774081}, float c = {0.3989422804}, float one = "
-        "{1}, float h = {0.5}, float three = {3}> { p = Pow(x, three) a = Mul(p, k) b = Mul(x, c) d = Add(b, b) "
-        "f = Add(a, d) t = Tanh(f) u = Add(t, one) w = Mul(x, h) y = Mul(u, w) }",
+    examples = graphs(
+        "(float[N,4] x) => (float[N,4] y) { a = Mul(0.044715, x) b = Mul(x, a) d = Mul(x, b) e = Add(x, d) "
+        "f = Mul(0.7978845608, e) t = Tanh(f) u = Add(1.0, t) v = Mul(0.5, u) y = Mul(x, v) }",
+        "(float[2,3] x) => (float[2,3] y) { p = Pow(x, 3.0) a = Mul(p, 0.0356774081) b = Mul(x, 0.7978845608) "
+        "f = Add(a, b) t = Tanh(f) u = Add(t, [1.0]) w = Mul(x, 0.5) y = Mul(u, w) }",
+        "(float[2,3] x) => (float[2,3] y) { s = Mul(x, x) a = Mul(s, 0.0356774081) b = Add(0.7978845608, a) "
+        "f = Mul(b, x) t = Tanh(f) u = Add(t, 1.0) w = Mul(x, 0.5) y = Mul(u, w) }",
+        "(float[2,3] x) => (float[2,3] y) { s = Pow(x, 2.0) a = Mul(s, x) b = Mul(0.044715, a) g = Add(b, x) "
+        "f = Div(g, 1.2533141373) t = Tanh(f) u = Add(t, 1.0) w = Mul(x, u) y = Mul(w, 0.5) }",
+        "(float[2,3] x) => (float[2,3] y) { p = Pow(x, 3.0) a = Mul(p, 0.0356774081) b = Mul(x, 0.3989422804) "
+        "d = Add(b, b) f = Add(a, d) t = Tanh(f) u = Add(t, 1.0) w = Mul(x, 0.5) y = Mul(u, w) }",
     )
-    near_misses = (
-        "agraph (float[2,3] x) => (float[2,3] y) <float k = {0.0356774081}, float c = {0.7978845608}, float one = "
-        "{1}, float h = {0.5}, float four = {4}> { p = Pow(x, four) a = Mul(p, k) b = Mul(x, c) f = Add(a, b) "
-        "t = Tanh(f) u = Add(t, one) w = Mul(x, h) y = Mul(u, w) }",
-        "agraph (float[2,3] x) => (float[2,3] y) <float k = {0.0356774081}, float c = {0.7978845608}, float one = "
-        "{1}, float h = {0.5}, float five = {5}> { p = Pow(x, five) q = Mul(p, k) a = Div(q, p) d = Div(c, x) "
-        "b = Mul(x, c) g = Add(a, b) f = Add(g, d) t = Tanh(f) u = Add(t, one) w = Mul(x, h) y = Mul(u, w) }",
-        "agraph (float[2,3] x) => (float[2,3] y) <float k = {0.188884642}, float c = {0.893243841}, float "
-        "one = {1}, float h = {0.5}, float two = {2}> { a = Mul(x, k) q = Add(a, c) p = Pow(q, two) f = "
-        "Mul(x, p) t = Tanh(f) u = Add(t, one) w = Mul(x, h) y = Mul(u, w) }",
+    near_misses = graphs(
+        "(float[2,3] x) => (float[2,3] y) { p = Pow(x, 4.0) a = Mul(p, 0.0356774081) b = Mul(x, 0.7978845608) "
+        "f = Add(a, b) t = Tanh(f) u = Add(t, 1.0) w = Mul(x, 0.5) y = Mul(u, w) }",
+        "(float[2,3] x) => (float[2,3] y) { p = Pow(x, 5.0) q = Mul(p, 0.0356774081) a = Div(q, p) "
+        "d = Div(0.7978845608, x) b = Mul(x, 0.7978845608) g = Add(a, b) f = Add(g, d) t = Tanh(f) u = Add(t, 1.0) "
+        "w = Mul(x, 0.5) y = Mul(u, w) }",
+        "(float[2,3] x) => (float[2,3] y) { a = Mul(x, 0.188884642) q = Add(a, 0.893243841) p = Pow(q, 2.0) "
+        "f = Mul(x, p) t = Tanh(f) u = Add(t, 1.0) w = Mul(x, 0.5) y = Mul(u, w) }",
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
@@ -704,11 +686,11 @@ class FuseGelu(Rule, family="normalisation"):
     relies_on = "gelu(x) = x (1 + erf(x / sqrt 2)) / 2, with sqrt 2 as float32 rounds it"
     dtypes = _FLOAT
     shapes = "x[...]:float"
-    examples = (
-        "agraph (float[N,4] x) => (float[N,4] y) <float r = {1.4142135623730951}, float one = {1}, "
-        "float half = {0.5}> { a = Div(x, r) b = Erf(a) c = Add(b, one) d = Mul(x, c) y = Mul(d, half) }",
-        "agraph (float[N,4] x) => (float[N,4] y) <float r = {0.7071067811865476}, float one = {1}, "
-        "float half = {0.5}> { a = Mul(x, r) b = Erf(a) c = Add(one, b) d = Mul(x, half) y = Mul(d, c) }",
+    examples = graphs(
+        "(float[N,4] x) => (float[N,4] y) { a = Div(x, 1.4142135623730951) b = Erf(a) c = Add(b, 1.0) d = Mul(x, c) "
+        "y = Mul(d, 0.5) }",
+        "(float[N,4] x) => (float[N,4] y) { a = Mul(x, 0.7071067811865476) b = Erf(a) c = Add(1.0, b) "
+        "d = Mul(x, 0.5) y = Mul(d, c) }",
     )
     near_misses = (
         "agraph (float[N,4] x) => (float[N,4] y) { r = Constant<value_float=1.4142135623730951>() one = "
@@ -731,13 +713,11 @@ class FuseTanhGelu(Rule, family="normalisation"):
     relies_on = "the approximation of gelu by tanh, with its constants as float32 rounds them"
     dtypes = _FLOAT
     shapes = "x[...]:float"
-    examples = (
-        "agraph (float[N,4] x) => (float[N,4] y) <float three = {3}, float k = {0.044715}, "
-        "float c = {0.7978845608028654}, float one = {1}, float half = {0.5}> { p = Pow(x, three) q = Mul(p, k) "
-        "s = Add(x, q) u = Mul(s, c) t = Tanh(u) v = Add(t, one) h = Mul(x, half) y = Mul(h, v) }",
-        "agraph (float[N,4] x) => (float[N,4] y) <float k = {0.044715}, float c = {0.7978845608028654}, "
-        "float one = {1}, float half = {0.5}> { a = Mul(x, x) p = Mul(a, x) q = Mul(k, p) s = Add(x, q) "
-        "u = Mul(c, s) t = Tanh(u) v = Add(one, t) h = Mul(half, v) y = Mul(x, h) }",
+    examples = graphs(
+        "(float[N,4] x) => (float[N,4] y) { p = Pow(x, 3.0) q = Mul(p, 0.044715) s = Add(x, q) "
+        "u = Mul(s, 0.7978845608028654) t = Tanh(u) v = Add(t, 1.0) h = Mul(x, 0.5) y = Mul(h, v) }",
+        "(float[N,4] x) => (float[N,4] y) { a = Mul(x, x) p = Mul(a, x) q = Mul(0.044715, p) s = Add(x, q) "
+        "u = Mul(0.7978845608028654, s) t = Tanh(u) v = Add(1.0, t) h = Mul(0.5, v) y = Mul(x, h) }",
     )
 
     def source(self, op: Op, x: Any) -> Any:

@@ -14,6 +14,7 @@ from typing import Any
 from rewrite_rules.axes import axis_of, rank_of, same_dims
 from rewrite_rules.constants import concat_constants, slice_constant
 from rewrite_rules.elementwise import BROADCAST, made_by, read_once
+from rewrite_rules.examples import graphs
 from rewrite_rules.linear import NUMBERS, group_of
 from rewrite_rules.shapes import per_rank
 from rewrite_rules.slices import sizes_along
@@ -101,19 +102,18 @@ class AssociateSharedMatMuls(RegionRule, family="algebra"):
     reads_from = ("MatMul",)
     dtypes = NUMBERS
     spreads = True
-    examples = (
-        "agraph (float[2,3] x, float[3,4] z, float[4,4] w) => (float[2,4] y) "
-        "{ a = MatMul(x, z) b = MatMul(a, w) y = Add(a, b) }",
-        "agraph (float[3,3] x, float[3,3] z) => (float[3,3] y, float[3,3] a) { a = MatMul(x, z) y = MatMul(a, x) }",
-        "agraph (float[2,3,3] x, float[3,4] z, float[3,3] w) => (float[2,6,4] y) "
-        "{ a = MatMul(x, z) b = MatMul(w, a) y = Concat<axis=1>(a, b) }",
-        "agraph (float[N,3,3] x, float[N,3,3] z) => (float[N,3,3] y, float[N,3,3] a) "
-        "{ a = MatMul(x, z) y = MatMul(z, a) }",
-        "agraph (float[2,3] x, float[3,4] z, float[4,4] w) => (float[2,4] y, float[2,4] r) { a = MatMul(x, "
-        "z) b = MatMul(a, w) y = Add(a, b) r = Relu(b) }",
-        "agraph (float[2,2] x, float[2,2] z) => (float[2,2] y) { a = MatMul(x, z) b = MatMul(a, a) y = Add(a, b) }",
-        "agraph (float[1,2048] x) => (float[1,2050] y) { p = Constant<value_ints=[2048,2]>() q = "
-        "Constant<value_ints=[2,2048]>() o = Constant<value_float=0.5>() u = Expand(o, p) v = Expand(o, q) "
+    examples = graphs(
+        "(float[2,3] x, float[3,4] z, float[4,4] w) => (float[2,4] y) { a = MatMul(x, z) b = MatMul(a, w) "
+        "y = Add(a, b) }",
+        "(float[3,3] x, float[3,3] z) => (float[3,3] y, float[3,3] a) { a = MatMul(x, z) y = MatMul(a, x) }",
+        "(float[2,3,3] x, float[3,4] z, float[3,3] w) => (float[2,6,4] y) { a = MatMul(x, z) b = MatMul(w, a) "
+        "y = Concat<axis=1>(a, b) }",
+        "(float[N,3,3] x, float[N,3,3] z) => (float[N,3,3] y, float[N,3,3] a) { a = MatMul(x, z) y = MatMul(z, a) }",
+        "(float[2,3] x, float[3,4] z, float[4,4] w) => (float[2,4] y, float[2,4] r) { a = MatMul(x, z) "
+        "b = MatMul(a, w) y = Add(a, b) r = Relu(b) }",
+        "(float[2,2] x, float[2,2] z) => (float[2,2] y) { a = MatMul(x, z) b = MatMul(a, a) y = Add(a, b) }",
+        "(float[1,2048] x) => (float[1,2050] y) { p = Constant<value_ints=[2048,2]>() "
+        "q = Constant<value_ints=[2,2048]>() o = Constant<value_float=0.5>() u = Expand(o, p) v = Expand(o, q) "
         "a = MatMul(x, u) b = MatMul(a, v) y = Concat<axis=1>(a, b) }",
     )
     near_misses = (
@@ -393,16 +393,15 @@ class PushMatMulIntoConcat(RegionRule, family="algebra"):
     anchors = ("MatMul",)
     reads_from = ("Concat",)
     dtypes = NUMBERS
-    examples = (
-        "agraph (float[2,3] x, float[3,3] z, float[3,4] w) => (float[5,4] y) "
-        "{ a = MatMul(x, z) c = Concat<axis=0>(z, a) y = MatMul(c, w) }",
-        "agraph (float[N,2,3] x, float[3,4] z, float[4,5] w) => (float[N,2,9] y) "
-        "{ a = MatMul(z, w) c = Concat<axis=1>(z, a) y = MatMul(x, c) }",
-        "agraph (float[2,2,3] x) => (float[3,2,2] y) <float[3] u = {1, 2, 3}, int64[3] s = {1, 1, 3}, "
-        "float[6] k = {1, 2, 3, 4, 5, 6}, int64[2] t = {3, 2}> { p = Reshape(u, s) q = Concat<axis=1>(p, p) "
-        "v = Reshape(k, t) c = Concat<axis=0>(q, x) y = MatMul(c, v) }",
-        "agraph (float[3] x, float[3,4] z, float[4,5] w) => (float[9] y) { a = MatMul(z, w) c = "
-        "Concat<axis=1>(z, a) y = MatMul(x, c) }",
+    examples = graphs(
+        "(float[2,3] x, float[3,3] z, float[3,4] w) => (float[5,4] y) { a = MatMul(x, z) c = Concat<axis=0>(z, a) "
+        "y = MatMul(c, w) }",
+        "(float[N,2,3] x, float[3,4] z, float[4,5] w) => (float[N,2,9] y) { a = MatMul(z, w) "
+        "c = Concat<axis=1>(z, a) y = MatMul(x, c) }",
+        "(float[2,2,3] x) => (float[3,2,2] y) { p = Reshape([1.0, 2, 3], [1, 1, 3]) q = Concat<axis=1>(p, p) "
+        "v = Reshape([1.0, 2, 3, 4, 5, 6], [3, 2]) c = Concat<axis=0>(q, x) y = MatMul(c, v) }",
+        "(float[3] x, float[3,4] z, float[4,5] w) => (float[9] y) { a = MatMul(z, w) c = Concat<axis=1>(z, a) "
+        "y = MatMul(x, c) }",
     )
     near_misses = (
         "agraph (float[2,4] x, float[2,2] z) => (float[4,4] y) { a = MatMul(z, x) c = Concat<axis=0>(x, a) "
@@ -593,13 +592,12 @@ class MergeSharedWeightConvs(RegionRule, family="algebra"):
 
     anchors = ("Conv",)
     dtypes = FLOATS
-    examples = (
-        "agraph (float[1,2,4,4] x, float[3,2,4,4] z, float[5,2,3,3] w, float[5] c) "
-        "=> (float[1,5,4,4] a, float[3,5,4,4] b) "
+    examples = graphs(
+        "(float[1,2,4,4] x, float[3,2,4,4] z, float[5,2,3,3] w, float[5] c) => (float[1,5,4,4] a, float[3,5,4,4] b) "
         "{ a = Conv<pads=[1,1,1,1]>(x, w, c) b = Conv<pads=[1,1,1,1]>(z, w, c) }",
-        "agraph (float[2,4,6] x, float[6,2,3] w) => (float[1,6,4] a, float[1,6,4] b) "
-        "{ p, q = Split<axis=0, num_outputs=2>(x) a = Conv<group=2>(p, w) b = Conv<group=2>(q, w) }",
-        "agraph (float[1,2,K] x, float[3,2,K] z, float[2,2,K] u, float[2,2,1] w) "
+        "(float[2,4,6] x, float[6,2,3] w) => (float[1,6,4] a, float[1,6,4] b) { p, q "
+        "= Split<axis=0, num_outputs=2>(x) a = Conv<group=2>(p, w) b = Conv<group=2>(q, w) }",
+        "(float[1,2,K] x, float[3,2,K] z, float[2,2,K] u, float[2,2,1] w) "
         "=> (float[1,2,K] a, float[3,2,K] b, float[2,2,K] c) { a = Conv(x, w) b = Conv(z, w) c = Conv(u, w) }",
     )
     near_misses = (

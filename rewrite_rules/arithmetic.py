@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rewrite_rules.elementwise import BROADCAST, made_by, read_once, unary_form
+from rewrite_rules.examples import graphs
 from rewrite_rules.linear import NUMBERS
 from xrlflow.ir import FLOATS, Dim, DType, Node
 from xrlflow.rewrite import Captures, Op, Reader, Region, RegionRule, Rule, Val, require, worthwhile
@@ -158,14 +159,14 @@ class PushMonotoneThroughMax(RegionRule, family="algebra"):
     dtypes = FLOATS
     anchors = MONOTONE
     reads_from = ("Max", "Min")
-    examples = (
-        "agraph (float[N,3] x) => (float[N,3] y) <float[3] c = {-1, 0.5, 2}> { a = Max(x, c) y = Relu(a) }",
-        "agraph (float[2,3] x, float[3] z) => (float[2,3] y) <float c = {1}> { a = Min(x, z, c) y = Tanh(a) }",
-        "agraph (float[2,3] x) => (float[2,3] y) <float c = {-0.5}> { a = Max(c, x) y = LeakyRelu<alpha=0.1>(a) }",
+    examples = graphs(
+        "(float[N,3] x) => (float[N,3] y) { a = Max(x, [-1, 0.5, 2]) y = Relu(a) }",
+        "(float[2,3] x, float[3] z) => (float[2,3] y) { a = Min(x, z, 1.0) y = Tanh(a) }",
+        "(float[2,3] x) => (float[2,3] y) { a = Max(-0.5, x) y = LeakyRelu<alpha=0.1>(a) }",
     )
-    near_misses = (
-        "agraph (float[2,3] x) => (float[2,3] y) <float c = {-0.5}> { a = Max(c, x) y = LeakyRelu<alpha=-0.5>(a) }",
-        "agraph (float[2,3] x) => (float[2,3] y) { a = Max(x) y = Relu(a) }",
+    near_misses = graphs(
+        "(float[2,3] x) => (float[2,3] y) { a = Max(-0.5, x) y = LeakyRelu<alpha=-0.5>(a) }",
+        "(float[2,3] x) => (float[2,3] y) { a = Max(x) y = Relu(a) }",
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:

@@ -10,6 +10,7 @@ import numpy as np
 
 from rewrite_rules.axes import axis_of, compose, is_identity, perm_of, rank_of, same_dims
 from rewrite_rules.elementwise import is_unary, keeps_shape, made_by, read_once
+from rewrite_rules.examples import graphs
 from rewrite_rules.reading import between, number_of, operands
 from rewrite_rules.slices import piece
 from xrlflow.ir import Dim, DType, Node, Value
@@ -77,30 +78,29 @@ class FuseAttention(RegionRule, family="attention"):
     # ONNX Runtime has kernels for these.
     dtypes = frozenset({DType.FLOAT})
     anchors = ("Softmax",)
-    examples = (
-        "agraph (float[N,2,3,4] q, float[N,2,5,4] k, float[N,2,5,6] v, float[1,1,3,5] m) => (float[N,2,3,6] y) "
+    examples = graphs(
+        "(float[N,2,3,4] q, float[N,2,5,4] k, float[N,2,5,6] v, float[1,1,3,5] m) => (float[N,2,3,6] y) "
         "{ t = Transpose<perm=[0,1,3,2]>(k) a = MatMul(q, t) c = Constant<value_float=0.5>() s = Mul(a, c) "
         "b = Add(s, m) p = Softmax(b) y = MatMul(p, v) }",
-        "agraph (float[N,2,3,4] q, float[N,5,2,4] k, float[N,2,5,4] v) => (float[N,2,3,4] y) "
+        "(float[N,2,3,4] q, float[N,5,2,4] k, float[N,2,5,4] v) => (float[N,2,3,4] y) "
         "{ c = Constant<value_float=0.7>() r = Mul(q, c) t = Transpose<perm=[0,2,3,1]>(k) u = Mul(t, c) "
         "a = MatMul(r, u) p = Softmax<axis=3>(a) y = MatMul(p, v) }",
-        "agraph (float[N,2,3,4] q, float[N,2,5,4] k, float[N,2,5,6] v) => (float[N,2,3,6] y) "
-        "<float[1,1,1,1] c = {0.5}> { t = Transpose<perm=[0,1,3,2]>(k) a = MatMul(q, t) s = Mul(a, c) p = "
-        "Softmax(s) y = MatMul(p, v) }",
+        "(float[N,2,3,4] q, float[N,2,5,4] k, float[N,2,5,6] v) => (float[N,2,3,6] y) <float[1,1,1,1] c = {0.5}> "
+        "{ t = Transpose<perm=[0,1,3,2]>(k) a = MatMul(q, t) s = Mul(a, c) p = Softmax(s) y = MatMul(p, v) }",
     )
-    near_misses = (
-        "agraph (float[N,2,3,4] q, float[5,4] k, float[N,2,5,6] v) => (float[N,2,3,6] y) "
-        "{ t = Transpose(k) a = MatMul(q, t) p = Softmax(a) y = MatMul(p, v) }",
-        "agraph (float[N,2,3,0] q, float[N,2,5,0] k, float[N,2,5,6] v) => (float[N,2,3,6] y) <float c = {0.5}> "
-        "{ t = Transpose<perm=[0,1,3,2]>(k) a = MatMul(q, t) s = Mul(a, c) p = Softmax(s) y = MatMul(p, v) }",
-        "agraph (float[N,2,3,4] q, float[N,2,5,4] k, float[N,2,5,0] v) => (float[N,2,3,0] y) <float c = {0.5}> "
-        "{ t = Transpose<perm=[0,1,3,2]>(k) a = MatMul(q, t) s = Mul(a, c) p = Softmax(s) y = MatMul(p, v) }",
-        "agraph (float[N,2,3,4] q, float[N,2,5,4] k, float[N,2,5,D] v) => (float[N,2,3,D] y) <float c = {0.5}> "
-        "{ t = Transpose<perm=[0,1,3,2]>(k) a = MatMul(q, t) s = Mul(a, c) p = Softmax(s) y = MatMul(p, v) }",
-        "agraph (float[N,2,3,4] q, float[N,2,5,4] k, float[N,2,5,6] v) => (float[N,2,3,6] y) <float c = {-0.5}> "
-        "{ t = Transpose<perm=[0,1,3,2]>(k) a = MatMul(q, t) s = Mul(a, c) p = Softmax(s) y = MatMul(p, v) }",
-        "agraph (float[N,2,3,4] q, float[N,2,5,4] k, float[N,2,5,6] v) => (float[N,2,3,6] y) <float c = {0}> "
-        "{ t = Transpose<perm=[0,1,3,2]>(k) a = MatMul(q, t) s = Mul(a, c) p = Softmax(s) y = MatMul(p, v) }",
+    near_misses = graphs(
+        "(float[N,2,3,4] q, float[5,4] k, float[N,2,5,6] v) => (float[N,2,3,6] y) { t = Transpose(k) "
+        "a = MatMul(q, t) p = Softmax(a) y = MatMul(p, v) }",
+        "(float[N,2,3,0] q, float[N,2,5,0] k, float[N,2,5,6] v) => (float[N,2,3,6] y) "
+        "{ t = Transpose<perm=[0,1,3,2]>(k) a = MatMul(q, t) s = Mul(a, 0.5) p = Softmax(s) y = MatMul(p, v) }",
+        "(float[N,2,3,4] q, float[N,2,5,4] k, float[N,2,5,0] v) => (float[N,2,3,0] y) "
+        "{ t = Transpose<perm=[0,1,3,2]>(k) a = MatMul(q, t) s = Mul(a, 0.5) p = Softmax(s) y = MatMul(p, v) }",
+        "(float[N,2,3,4] q, float[N,2,5,4] k, float[N,2,5,D] v) => (float[N,2,3,D] y) "
+        "{ t = Transpose<perm=[0,1,3,2]>(k) a = MatMul(q, t) s = Mul(a, 0.5) p = Softmax(s) y = MatMul(p, v) }",
+        "(float[N,2,3,4] q, float[N,2,5,4] k, float[N,2,5,6] v) => (float[N,2,3,6] y) "
+        "{ t = Transpose<perm=[0,1,3,2]>(k) a = MatMul(q, t) s = Mul(a, -0.5) p = Softmax(s) y = MatMul(p, v) }",
+        "(float[N,2,3,4] q, float[N,2,5,4] k, float[N,2,5,6] v) => (float[N,2,3,6] y) "
+        "{ t = Transpose<perm=[0,1,3,2]>(k) a = MatMul(q, t) s = Mul(a, 0.0) p = Softmax(s) y = MatMul(p, v) }",
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
@@ -245,53 +245,48 @@ class FuseRotaryEmbedding(RegionRule, family="idioms"):
     dtypes = _FLOAT
     anchors = ("Add",)
     reads_from = ("Mul",)
-    examples = (
-        "agraph (float[2,3,5,4] x, float[2,5,2] f) => (float[2,3,5,4] y) <int64[1] i = {1}, int64[1] z = {0}, "
-        "int64[1] h = {2}, int64[1] e = {9223372036854775807}, int64[1] l = {3}> { d = Concat<axis=-1>(f, f) "
-        "a = Cos(d) b = Sin(d) c = Unsqueeze(a, i) s = Unsqueeze(b, i) p = Slice(x, z, h, l) q = Slice(x, h, e, l) "
-        "n = Neg(q) r = Concat<axis=-1>(n, p) u = Mul(x, c) v = Mul(r, s) y = Add(u, v) }",
-        "agraph (float[N,3,5,4] x, float[N,5,2] f, float[N,5,2] g) => (float[N,3,5,4] y) <int64[1] i = {1}, "
-        "int64[2] k = {2,2}> { d = Concat<axis=2>(f, f) t = Concat<axis=2>(g, g) c = Unsqueeze(d, i) "
-        "s = Unsqueeze(t, i) p, q = Split<axis=-1>(x, k) n = Neg(q) r = Concat<axis=3>(n, p) v = Mul(s, r) "
-        "u = Mul(c, x) y = Add(v, u) }",
-        "agraph (float[2,3,5,4] x, float[2,5,2] f) => (float[2,3,5,4] y) <int64[1] i = {1}, int64[2] k = {2,2}, float "
-        "m = {0.5}> { d = Concat<axis=-1>(f, f) a = Cos(d) j = Mul(a, m) b = Sin(d) l = Mul(m, b) c = Unsqueeze(j, i) "
-        "s = Unsqueeze(l, i) p, q = Split<axis=-1>(x, k) n = Neg(q) r = Concat<axis=-1>(n, p) u = Mul(x, c) "
+    examples = graphs(
+        "(float[2,3,5,4] x, float[2,5,2] f) => (float[2,3,5,4] y) { d = Concat<axis=-1>(f, f) a = Cos(d) b = Sin(d) "
+        "c = Unsqueeze(a, [1]) s = Unsqueeze(b, [1]) p = Slice(x, [0], [2], [3]) "
+        "q = Slice(x, [2], [9223372036854775807], [3]) n = Neg(q) r = Concat<axis=-1>(n, p) u = Mul(x, c) "
         "v = Mul(r, s) y = Add(u, v) }",
-        "agraph (float[1,3,2,4] x) => (float[1,3,2,4] y) <float[1,1,2,4] c = {1,2,1,2,3,4,3,4}, "
-        "float[1,1,2,4] s = {4,3,4,3,2,1,2,1}, int64[2] k = {2,2}> { p, q = Split<axis=-1>(x, k) n = Neg(q) "
+        "(float[N,3,5,4] x, float[N,5,2] f, float[N,5,2] g) => (float[N,3,5,4] y) { d = Concat<axis=2>(f, f) "
+        "t = Concat<axis=2>(g, g) c = Unsqueeze(d, [1]) s = Unsqueeze(t, [1]) p, q = Split<axis=-1>(x, [2, 2]) "
+        "n = Neg(q) r = Concat<axis=3>(n, p) v = Mul(s, r) u = Mul(c, x) y = Add(v, u) }",
+        "(float[2,3,5,4] x, float[2,5,2] f) => (float[2,3,5,4] y) { d = Concat<axis=-1>(f, f) a = Cos(d) "
+        "j = Mul(a, 0.5) b = Sin(d) l = Mul(0.5, b) c = Unsqueeze(j, [1]) s = Unsqueeze(l, [1]) p, q "
+        "= Split<axis=-1>(x, [2, 2]) n = Neg(q) r = Concat<axis=-1>(n, p) u = Mul(x, c) v = Mul(r, s) y = Add(u, v) }",
+        "(float[1,3,2,4] x) => (float[1,3,2,4] y) <float[1,1,2,4] c = {1,2,1,2,3,4,3,4}, "
+        "float[1,1,2,4] s = {4,3,4,3,2,1,2,1}> { p, q = Split<axis=-1>(x, [2, 2]) n = Neg(q) "
         "r = Concat<axis=-1>(n, p) u = Mul(x, c) v = Mul(r, s) y = Add(u, v) }",
     )
-    near_misses = (
-        "agraph (float[2,3,5,4] x, float[2,5,2] f, float[2,5,2] g) => (float[2,3,5,4] y) <int64[1] i = {1}, "
-        "int64[2] k = {2,2}> { d = Concat<axis=-1>(f, g) a = Cos(d) b = Sin(d) c = Unsqueeze(a, i) s = Unsqueeze(b, i) "
-        "p, q = Split<axis=-1>(x, k) n = Neg(q) r = Concat<axis=-1>(n, p) u = Mul(x, c) v = Mul(r, s) y = Add(u, v) }",
-        "agraph (float[1,3,2,4] x) => (float[1,3,2,4] y) <float[1,1,2,4] c = {1,2,3,4,5,6,7,8}, "
-        "float[1,1,2,4] s = {4,3,4,3,2,1,2,1}, int64[2] k = {2,2}> { p, q = Split<axis=-1>(x, k) n = Neg(q) "
+    near_misses = graphs(
+        "(float[2,3,5,4] x, float[2,5,2] f, float[2,5,2] g) => (float[2,3,5,4] y) { d = Concat<axis=-1>(f, g) "
+        "a = Cos(d) b = Sin(d) c = Unsqueeze(a, [1]) s = Unsqueeze(b, [1]) p, q = Split<axis=-1>(x, [2, 2]) "
+        "n = Neg(q) r = Concat<axis=-1>(n, p) u = Mul(x, c) v = Mul(r, s) y = Add(u, v) }",
+        "(float[1,3,2,4] x) => (float[1,3,2,4] y) <float[1,1,2,4] c = {1,2,3,4,5,6,7,8}, "
+        "float[1,1,2,4] s = {4,3,4,3,2,1,2,1}> { p, q = Split<axis=-1>(x, [2, 2]) n = Neg(q) "
         "r = Concat<axis=-1>(n, p) u = Mul(x, c) v = Mul(r, s) y = Add(u, v) }",
-        "agraph (float[2,3,5,4] x, float[2,1,5,4] c, float[2,1,5,4] s) => (float[2,3,5,4] y) <int64[2] k = {2,2}> { "
-        "p, q = Split<axis=-1>(x, k) n = Neg(q) r = Concat<axis=-1>(n, p) u = Mul(x, c) v = Mul(r, s) y = Add(u, v) }",
-        "agraph (float[2,3,5,4] x, float[2,1,5,4] c, float[2,1,5,4] s) => (float[2,3,5,4] y) <int64[2] k = {2,2}> { "
-        "a = Mul(c, s) b = Mul(s, c) p, q = Split<axis=-1>(x, k) n = Neg(q) r = Concat<axis=-1>(n, p) u = Mul(x, a) "
+        "(float[2,3,5,4] x, float[2,1,5,4] c, float[2,1,5,4] s) => (float[2,3,5,4] y) { p, q "
+        "= Split<axis=-1>(x, [2, 2]) n = Neg(q) r = Concat<axis=-1>(n, p) u = Mul(x, c) v = Mul(r, s) y = Add(u, v) }",
+        "(float[2,3,5,4] x, float[2,1,5,4] c, float[2,1,5,4] s) => (float[2,3,5,4] y) { a = Mul(c, s) b = Mul(s, c) "
+        "p, q = Split<axis=-1>(x, [2, 2]) n = Neg(q) r = Concat<axis=-1>(n, p) u = Mul(x, a) v = Mul(r, b) "
+        "y = Add(u, v) }",
+        "(float[2,3,5,4] x, float[2,1,5,4] c, float[2,1,5,4] s) => (float[2,3,5,4] y) { a = Softmax(c) "
+        "b = Softmax(s) p, q = Split<axis=-1>(x, [2, 2]) n = Neg(q) r = Concat<axis=-1>(n, p) u = Mul(x, a) "
         "v = Mul(r, b) y = Add(u, v) }",
-        "agraph (float[2,3,5,4] x, float[2,1,5,4] c, float[2,1,5,4] s) => (float[2,3,5,4] y) <int64[2] k = {2,2}> { "
-        "a = Softmax(c) b = Softmax(s) p, q = Split<axis=-1>(x, k) n = Neg(q) r = Concat<axis=-1>(n, p) u = Mul(x, a) "
-        "v = Mul(r, b) y = Add(u, v) }",
-        "agraph (float[2,3,5,4] x, float[2,5,2] f, float[2,5,4] w) => (float[2,3,5,4] y) <int64[1] i = "
-        "{1}, int64[1] z = {0}, int64[1] h = {2}, int64[1] e = {9223372036854775807}, int64[1] l = {3}> { "
-        "d0 = Concat<axis=-1>(f, f) d = Mul(d0, w) a = Cos(d) b = Sin(d) c = Unsqueeze(a, i) s = "
-        "Unsqueeze(b, i) p = Slice(x, z, h, l) q = Slice(x, h, e, l) n = Neg(q) r = Concat<axis=-1>(n, p) "
-        "u = Mul(x, c) v = Mul(r, s) y = Add(u, v) }",
-        "agraph (float[2,3,5,4] x, float[2,5,2] f, float[2,5,4] w) => (float[2,3,5,4] y) <int64[1] i = "
-        "{1}, int64[1] z = {0}, int64[1] h = {2}, int64[1] e = {9223372036854775807}, int64[1] l = {3}> { "
-        "d0 = Concat<axis=-1>(f, f) d = Add(d0, w) a = Cos(d) b = Sin(d) c = Unsqueeze(a, i) s = "
-        "Unsqueeze(b, i) p = Slice(x, z, h, l) q = Slice(x, h, e, l) n = Neg(q) r = Concat<axis=-1>(n, p) "
-        "u = Mul(x, c) v = Mul(r, s) y = Add(u, v) }",
-        "agraph (float[2,3,5,4] x, float[2,5,2] f, float[2,3,5,4] t) => (float[2,3,5,4] y) <int64[1] i = "
-        "{1}, int64[1] z = {0}, int64[1] h = {2}, int64[1] e = {9223372036854775807}, int64[1] l = {3}> { "
-        "d0 = Concat<axis=-1>(f, f) d = Identity(d0) a = Cos(d) b = Sin(d) c = Unsqueeze(a, i) s = "
-        "Unsqueeze(b, i) p = Slice(x, z, h, l) q = Slice(t, h, e, l) n = Neg(q) r = Concat<axis=-1>(n, p) "
-        "u = Mul(x, c) v = Mul(r, s) y = Add(u, v) }",
+        "(float[2,3,5,4] x, float[2,5,2] f, float[2,5,4] w) => (float[2,3,5,4] y) { d0 = Concat<axis=-1>(f, f) "
+        "d = Mul(d0, w) a = Cos(d) b = Sin(d) c = Unsqueeze(a, [1]) s = Unsqueeze(b, [1]) "
+        "p = Slice(x, [0], [2], [3]) q = Slice(x, [2], [9223372036854775807], [3]) n = Neg(q) "
+        "r = Concat<axis=-1>(n, p) u = Mul(x, c) v = Mul(r, s) y = Add(u, v) }",
+        "(float[2,3,5,4] x, float[2,5,2] f, float[2,5,4] w) => (float[2,3,5,4] y) { d0 = Concat<axis=-1>(f, f) "
+        "d = Add(d0, w) a = Cos(d) b = Sin(d) c = Unsqueeze(a, [1]) s = Unsqueeze(b, [1]) "
+        "p = Slice(x, [0], [2], [3]) q = Slice(x, [2], [9223372036854775807], [3]) n = Neg(q) "
+        "r = Concat<axis=-1>(n, p) u = Mul(x, c) v = Mul(r, s) y = Add(u, v) }",
+        "(float[2,3,5,4] x, float[2,5,2] f, float[2,3,5,4] t) => (float[2,3,5,4] y) { d0 = Concat<axis=-1>(f, f) "
+        "d = Identity(d0) a = Cos(d) b = Sin(d) c = Unsqueeze(a, [1]) s = Unsqueeze(b, [1]) "
+        "p = Slice(x, [0], [2], [3]) q = Slice(t, [2], [9223372036854775807], [3]) n = Neg(q) "
+        "r = Concat<axis=-1>(n, p) u = Mul(x, c) v = Mul(r, s) y = Add(u, v) }",
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:

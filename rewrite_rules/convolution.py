@@ -11,6 +11,7 @@ import numpy as np
 
 from rewrite_rules.axes import fronts, inverse, reshape_numbers, same_dims
 from rewrite_rules.elementwise import made_by, read_once
+from rewrite_rules.examples import graphs
 from rewrite_rules.linear import group_of, scale_columns
 from rewrite_rules.reading import between
 from rewrite_rules.reshape import VIEWS
@@ -232,19 +233,17 @@ class FoldSliceIntoConvStride(Rule, family="convolution"):
 
     optional = ("b",)  # without axes, or steps, it does not step over the image
     shapes = per_rank("x[i,j{h}] w[m,p{1}] b[m] starts:const ends:const axes:const steps:const", ranks=(1, 2))
-    examples = (
-        "agraph (float[2,3,5,6] x) => (float[2,1,3,3] y) <float[1,3,1,1] w = {1,2,3}, int64[2] s = {0,0}, "
-        "int64[2] e = {2147483647,6}, int64[2] a = {2,3}, int64[2] t = {2,2}> "
-        "{ z = Slice(x, s, e, a, t) y = Conv(z, w) }",
-        "agraph (float[N,2,H] x) => (float[N,2,P] y) <float[2,2,1] w = {1,2,3,4}, float[2] b = {5,6}, "
-        "int64[1] s = {0}, int64[1] e = {9223372036854775807}, int64[1] a = {-1}, int64[1] t = {3}> "
-        "{ z = Slice(x, s, e, a, t) y = Conv<strides=[2]>(z, w, b) }",
-        "agraph (float[2,1,5,6] x) => (float[2,1,5,3] y) <float[1,1,1,1] w = {2}, int64[2] s = {0,0}, "
-        "int64[2] e = {5,6}, int64[2] a = {2,3}, int64[2] t = {1,2}> { z = Slice(x, s, e, a, t) y = Conv(z, w) }",
+    examples = graphs(
+        "(float[2,3,5,6] x) => (float[2,1,3,3] y) <float[1,3,1,1] w = {1,2,3}> "
+        "{ z = Slice(x, [0, 0], [2147483647, 6], [2, 3], [2, 2]) y = Conv(z, w) }",
+        "(float[N,2,H] x) => (float[N,2,P] y) <float[2,2,1] w = {1,2,3,4}> "
+        "{ z = Slice(x, [0], [9223372036854775807], [-1], [3]) y = Conv<strides=[2]>(z, w, [5.0, 6]) }",
+        "(float[2,1,5,6] x) => (float[2,1,5,3] y) <float[1,1,1,1] w = {2}> "
+        "{ z = Slice(x, [0, 0], [5, 6], [2, 3], [1, 2]) y = Conv(z, w) }",
     )
-    near_misses = (
-        "agraph (float[1,2,6] x) => (float[1,1,2] y) <float[1,2,1] w = {1,2}, int64[1] s = {0}, int64[1] e = {3}, "
-        "int64[1] a = {2}, int64[1] t = {2}> { z = Slice(x, s, e, a, t) y = Conv(z, w) }",
+    near_misses = graphs(
+        "(float[1,2,6] x) => (float[1,1,2] y) <float[1,2,1] w = {1,2}> { z = Slice(x, [0], [3], [2], [2]) "
+        "y = Conv(z, w) }"
     )
 
     def source(self, op: Op, x: Any, w: Any, b: Any, starts: Any, ends: Any, axes: Any, steps: Any) -> Any:
@@ -295,14 +294,13 @@ class ReplaceFullConvByGemm(_OneConv):
 
     dtypes = _PRODUCTS
     shapes = per_rank("x[i,c{h}] w[m,c{k}]:const b[m]")
-    examples = (
-        "agraph (float[N,3,1,1] x) => (float[N,2,1,1] y) <float[2,3,1,1] w = {1,2,3,4,5,6}, float[2] b = {7,8}> "
-        "{ y = Conv(x, w, b) }",
-        "agraph (float[2,1,2,1] x) => (float[2,1,1,1] y) <float[1,1,3,3] w = {1,2,3,4,5,6,7,8,9}> "
+    examples = graphs(
+        "(float[N,3,1,1] x) => (float[N,2,1,1] y) <float[2,3,1,1] w = {1,2,3,4,5,6}> { y = Conv(x, w, [7.0, 8]) }",
+        "(float[2,1,2,1] x) => (float[2,1,1,1] y) <float[1,1,3,3] w = {1,2,3,4,5,6,7,8,9}> "
         "{ y = Conv<pads=[1,1,0,1]>(x, w) }",
-        "agraph (float[2,1,1,1] x) => (float[2,2,1,1] y) <float[2,1,3,3] w = {1,2,3,4,5,6,7,8,9,1,2,3,4,5,6,7,8,9}, "
-        "float[2] b = {1,2}> { y = Conv<pads=[1,0,1,2]>(x, w, b) }",
-        "agraph (float[2,2,3] x) => (float[2,2,1] y) <float[2,2,3] w = {1,2,3,4,5,6,7,8,9,10,11,12}> "
+        "(float[2,1,1,1] x) => (float[2,2,1,1] y) <float[2,1,3,3] w = {1,2,3,4,5,6,7,8,9,1,2,3,4,5,6,7,8,9}> "
+        "{ y = Conv<pads=[1,0,1,2]>(x, w, [1.0, 2]) }",
+        "(float[2,2,3] x) => (float[2,2,1] y) <float[2,2,3] w = {1,2,3,4,5,6,7,8,9,10,11,12}> "
         "{ y = Conv<strides=[2]>(x, w) }",
     )
 
@@ -388,16 +386,15 @@ class MergePatchMatMulIntoConv(Rule, family="convolution"):
 
     dtypes = _FLOAT
     shapes = "x[i,c,h0,h1] s[6]:const t[3]:const w[q,n]:const | x[i,c,h0] s[4]:const t[3]:const w[q,n]:const"
-    examples = (
-        "agraph (float[2,1,4,6] x) => (float[2,4,2] y) <int64[6] s = {2,1,2,2,2,3}, int64[3] t = {2,4,-1}, "
-        "float[6,2] w = {1,2,3,4,5,6,7,8,9,10,11,12}> "
-        "{ r = Reshape(x, s) p = Transpose<perm=[0,2,4,1,3,5]>(r) q = Reshape(p, t) y = MatMul(q, w) }",
-        "agraph (float[2,2,2,4] x) => (float[2,2,1] y) <int64[6] s = {2,2,1,2,-1,2}, int64[3] t = {0,2,8}, "
-        "float[8,1] w = {1,2,3,4,5,6,7,8}> "
-        "{ r = Reshape(x, s) p = Transpose<perm=[0,2,4,3,5,1]>(r) q = Reshape(p, t) y = MatMul(q, w) }",
-        "agraph (float[2,2,6] x) => (float[2,3,1] y) <int64[4] s = {2,2,3,2}, int64[3] t = {2,3,4}, "
-        "float[4,1] w = {1,2,3,4}> "
-        "{ r = Reshape(x, s) p = Transpose<perm=[0,2,1,3]>(r) q = Reshape(p, t) y = MatMul(q, w) }",
+    examples = graphs(
+        "(float[2,1,4,6] x) => (float[2,4,2] y) <float[6,2] w = {1,2,3,4,5,6,7,8,9,10,11,12}> "
+        "{ r = Reshape(x, [2, 1, 2, 2, 2, 3]) p = Transpose<perm=[0,2,4,1,3,5]>(r) q = Reshape(p, [2, 4, -1]) "
+        "y = MatMul(q, w) }",
+        "(float[2,2,2,4] x) => (float[2,2,1] y) <float[8,1] w = {1,2,3,4,5,6,7,8}> "
+        "{ r = Reshape(x, [2, 2, 1, 2, -1, 2]) p = Transpose<perm=[0,2,4,3,5,1]>(r) q = Reshape(p, [0, 2, 8]) "
+        "y = MatMul(q, w) }",
+        "(float[2,2,6] x) => (float[2,3,1] y) <float[4,1] w = {1,2,3,4}> { r = Reshape(x, [2, 2, 3, 2]) "
+        "p = Transpose<perm=[0,2,1,3]>(r) q = Reshape(p, [2, 3, 4]) y = MatMul(q, w) }",
     )
 
     def source(self, op: Op, x: Any, s: Any, t: Any, w: Any) -> Any:
@@ -759,11 +756,11 @@ class FoldPadIntoConv(_FoldPad):
 
     optional: ClassVar[tuple[str, ...]] = ("b", "value", "axes")
     shapes = per_rank("x[i,j{h}] w[m,p{k}] b[m] pads:const value:const axes:const")
-    examples = (
-        "agraph (float[N,1,H,3] x) => (float[N,1,P,Q] y) <float[1,1,2,2] w = {1,2,3,4}, "
-        "int64[8] p = {0,0,1,2,0,0,0,1}> { z = Pad(x, p) y = Conv<pads=[1,0,0,0], strides=[2,1]>(z, w) }",
-        "agraph (float[N,1,4] x) => (float[N,1,P] y) <float[1,1,2] w = {1,2}, int64[2] p = {2,1}, float v = {0}, "
-        "int64[1] a = {-1}> { z = Pad(x, p, v, a) y = Conv(z, w) }",
+    examples = graphs(
+        "(float[N,1,H,3] x) => (float[N,1,P,Q] y) <float[1,1,2,2] w = {1,2,3,4}, int64[8] p = {0,0,1,2,0,0,0,1}> "
+        "{ z = Pad(x, p) y = Conv<pads=[1,0,0,0], strides=[2,1]>(z, w) }",
+        "(float[N,1,4] x) => (float[N,1,P] y) <float[1,1,2] w = {1,2}> { z = Pad(x, [2, 1], 0.0, [-1]) "
+        "y = Conv(z, w) }",
     )
 
     def source(self, op: Op, x: Any, w: Any, b: Any, pads: Any, value: Any, axes: Any) -> Any:
@@ -782,17 +779,16 @@ class FoldPadIntoAveragePool(_FoldPad):
     """averagepool(pad(x, p)) -> averagepool(x; pads p, padding counted)  for a padding with zeros."""
 
     shapes = per_rank("x[i,c{h}] pads:const value:const axes:const")
-    examples = (
-        "agraph (float[N,2,5,4] x) => (float[N,2,P,Q] y) <int64[8] p = {0,0,1,1,0,0,0,1}> "
-        "{ z = Pad(x, p) y = AveragePool<kernel_shape=[2,3], strides=[2,2]>(z) }",
-        "agraph (float[N,2,5] x) => (float[N,2,P] y) <int64[2] p = {1,0}, float v = {0}, int64[1] a = {2}> "
-        "{ z = Pad(x, p, v, a) y = AveragePool<kernel_shape=[3], count_include_pad=1, pads=[1,1]>(z) }",
+    examples = graphs(
+        "(float[N,2,5,4] x) => (float[N,2,P,Q] y) <int64[8] p = {0,0,1,1,0,0,0,1}> { z = Pad(x, p) "
+        "y = AveragePool<kernel_shape=[2,3], strides=[2,2]>(z) }",
+        "(float[N,2,5] x) => (float[N,2,P] y) { z = Pad(x, [1, 0], 0.0, [2]) "
+        "y = AveragePool<kernel_shape=[3], count_include_pad=1, pads=[1,1]>(z) }",
     )
-    near_misses = (
-        "agraph (float[N,2,4] x) => (float[N,2,P] y) <int64[6] p = {0,0,0,0,0,1}> "
-        "{ z = Pad(x, p) y = AveragePool<kernel_shape=[2], strides=[2], ceil_mode=1>(z) }",
-        "agraph (float[N,2,5] x) => (float[N,2,P] y) <int64[2] p = {1,0}, float v = {1}, int64[1] a = {2}> "
-        "{ z = Pad(x, p, v, a) y = AveragePool<kernel_shape=[2]>(z) }",
+    near_misses = graphs(
+        "(float[N,2,4] x) => (float[N,2,P] y) { z = Pad(x, [0, 0, 0, 0, 0, 1]) "
+        "y = AveragePool<kernel_shape=[2], strides=[2], ceil_mode=1>(z) }",
+        "(float[N,2,5] x) => (float[N,2,P] y) { z = Pad(x, [1, 0], 1.0, [2]) y = AveragePool<kernel_shape=[2]>(z) }",
     )
 
     def source(self, op: Op, x: Any, pads: Any, value: Any, axes: Any) -> Any:
@@ -830,25 +826,25 @@ class FoldPadIntoMaxPool(RegionRule, family="convolution"):
     relies_on = "max(x, -inf) = x, and max(x, 0) = x for x >= 0"
     anchors = ("MaxPool",)
     reads_from = ("Pad",)
-    examples = (
-        "agraph (float[N,2,5,4] x) => (float[N,2,P,Q] y) <int64[8] p = {0,0,1,1,0,0,0,1}> "
-        "{ r = Relu(x) z = Pad(r, p) y = MaxPool<kernel_shape=[2,3], strides=[2,2]>(z) }",
-        "agraph (float[N,2,5] x) => (float[N,2,P] y) <int64[2] p = {1,0}, float v = {0}, int64[1] a = {2}> "
-        "{ r = Sigmoid(x) z = Pad(r, p, v, a) y = MaxPool<kernel_shape=[3], pads=[0,1]>(z) }",
-        "agraph (float[N,2,5] x) => (float[N,2,P] y) <int64[6] p = {0,0,1,0,0,1}, float one = {1}, "
-        "float zero = {0}> { m = Div(one, zero) v = Neg(m) z = Pad(x, p, v) y = MaxPool<kernel_shape=[2]>(z) }",
-        "agraph (float[N,2,5] x) => (float[N,2,P] y) <int64[6] p = {0,0,1,0,0,0}, float l = {0}> { r = "
-        "Clip(x, l) z = Pad(r, p) y = MaxPool<kernel_shape=[2]>(z) }",
+    examples = graphs(
+        "(float[N,2,5,4] x) => (float[N,2,P,Q] y) <int64[8] p = {0,0,1,1,0,0,0,1}> { r = Relu(x) z = Pad(r, p) "
+        "y = MaxPool<kernel_shape=[2,3], strides=[2,2]>(z) }",
+        "(float[N,2,5] x) => (float[N,2,P] y) { r = Sigmoid(x) z = Pad(r, [1, 0], 0.0, [2]) "
+        "y = MaxPool<kernel_shape=[3], pads=[0,1]>(z) }",
+        "(float[N,2,5] x) => (float[N,2,P] y) { m = Div(1.0, 0.0) v = Neg(m) z = Pad(x, [0, 0, 1, 0, 0, 1], v) "
+        "y = MaxPool<kernel_shape=[2]>(z) }",
+        "(float[N,2,5] x) => (float[N,2,P] y) { r = Clip(x, 0.0) z = Pad(r, [0, 0, 1, 0, 0, 0]) "
+        "y = MaxPool<kernel_shape=[2]>(z) }",
     )
-    near_misses = (
-        "agraph (float[N,2,4] x) => (float[N,2,P] y) <int64[6] p = {0,0,0,0,0,1}> "
-        "{ r = Relu(x) z = Pad(r, p) y = MaxPool<kernel_shape=[2], strides=[2], ceil_mode=1>(z) }",
-        "agraph (float[N,2,1] x) => (float[N,2,P] y) <int64[6] p = {0,0,1,0,0,1}> "
-        "{ r = Relu(x) z = Pad(r, p) y = MaxPool<kernel_shape=[2], dilations=[2]>(z) }",
-        "agraph (float[N,2,5] x) => (float[N,2,P] y, int64[N,2,P] i) <int64[6] p = {0,0,1,0,0,0}> { r = "
-        "Relu(x) z = Pad(r, p) y, i = MaxPool<kernel_shape=[2]>(z) }",
-        "agraph (float[N,2,5] x) => (float[N,2,P] y) <int64[6] p = {0,0,1,0,0,0}> { r = Clip(x) z = Pad(r, "
-        "p) y = MaxPool<kernel_shape=[2]>(z) }",
+    near_misses = graphs(
+        "(float[N,2,4] x) => (float[N,2,P] y) { r = Relu(x) z = Pad(r, [0, 0, 0, 0, 0, 1]) "
+        "y = MaxPool<kernel_shape=[2], strides=[2], ceil_mode=1>(z) }",
+        "(float[N,2,1] x) => (float[N,2,P] y) { r = Relu(x) z = Pad(r, [0, 0, 1, 0, 0, 1]) "
+        "y = MaxPool<kernel_shape=[2], dilations=[2]>(z) }",
+        "(float[N,2,5] x) => (float[N,2,P] y, int64[N,2,P] i) { r = Relu(x) z = Pad(r, [0, 0, 1, 0, 0, 0]) y, i "
+        "= MaxPool<kernel_shape=[2]>(z) }",
+        "(float[N,2,5] x) => (float[N,2,P] y) { r = Clip(x) z = Pad(r, [0, 0, 1, 0, 0, 0]) "
+        "y = MaxPool<kernel_shape=[2]>(z) }",
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
@@ -1063,11 +1059,11 @@ class ReplaceMeanByGlobalAveragePool(Rule, family="convolution"):
     pool, reduce = "GlobalAveragePool", "ReduceMean"
     dtypes = _FLOAT
     shapes = per_rank("x[i,c{h}] axes[n]:const")
-    examples: ClassVar[tuple[str, ...]] = (
-        "agraph (float[N,2,3,4] x) => (float[N,2,1,1] y) <int64[2] a = {2,3}> { y = ReduceMean(x, a) }",
-        "agraph (float[N,2,3,4] x) => (float[N,2] y) <int64[2] a = {-1,-2}> { y = ReduceMean<keepdims=0>(x, a) }",
-        "agraph (float[N,C,3] x) => (float[N,C] y) <int64[1] a = {2}> { y = ReduceMean<keepdims=0>(x, a) }",
-        "agraph (float[2,C,3,4,5] x) => (float[2,C,1,1,1] y) <int64[3] a = {2,4,3}> { y = ReduceMean(x, a) }",
+    examples: ClassVar[tuple[str, ...]] = graphs(
+        "(float[N,2,3,4] x) => (float[N,2,1,1] y) { y = ReduceMean(x, [2, 3]) }",
+        "(float[N,2,3,4] x) => (float[N,2] y) { y = ReduceMean<keepdims=0>(x, [-1, -2]) }",
+        "(float[N,C,3] x) => (float[N,C] y) { y = ReduceMean<keepdims=0>(x, [2]) }",
+        "(float[2,C,3,4,5] x) => (float[2,C,1,1,1] y) { y = ReduceMean(x, [2, 4, 3]) }",
     )
 
     def source(self, op: Op, x: Any, axes: Any) -> Any:
@@ -1330,24 +1326,21 @@ class PushRisingBeforeMaxPool(_SwapMaxPool):
     """f(maxpool(x)) -> maxpool(f(x))  for f that does not fall: the runtime fuses it with what makes x."""
 
     unpriced = True
-    examples = (
-        "agraph (float[N,2,5,6] x) => (float[N,2,P,Q] y) "
+    examples = graphs(
+        "(float[N,2,5,6] x) => (float[N,2,P,Q] y) "
         "{ a = MaxPool<kernel_shape=[3,2], strides=[2,2], pads=[1,0,1,0]>(x) y = Relu(a) }",
-        "agraph (float[N,2,1] x) => (float[N,2,1] y) { a = GlobalMaxPool(x) y = LeakyRelu<alpha=0.1>(a) }",
-        "agraph (float[N,2,5] x) => (float[N,2,3] y) <float l = {-0.5}> "
-        "{ a = MaxPool<kernel_shape=[3]>(x) y = Clip(a, l) }",
-        "agraph (float[N,2,5] x) => (float[N,2,P] y) { a = MaxPool<kernel_shape=[2], dilations=[2]>(x) y = Elu(a) }",
+        "(float[N,2,1] x) => (float[N,2,1] y) { a = GlobalMaxPool(x) y = LeakyRelu<alpha=0.1>(a) }",
+        "(float[N,2,5] x) => (float[N,2,3] y) { a = MaxPool<kernel_shape=[3]>(x) y = Clip(a, -0.5) }",
+        "(float[N,2,5] x) => (float[N,2,P] y) { a = MaxPool<kernel_shape=[2], dilations=[2]>(x) y = Elu(a) }",
     )
-    near_misses = (
-        "agraph (float[N,2,1] x) => (float[N,2,1] y) { a = MaxPool<kernel_shape=[2], dilations=[2], pads=[1,1]>(x) "
+    near_misses = graphs(
+        "(float[N,2,1] x) => (float[N,2,1] y) { a = MaxPool<kernel_shape=[2], dilations=[2], pads=[1,1]>(x) "
         "y = Sigmoid(a) }",
-        "agraph (float[N,2,5] x) => (float[N,2,4] y) { a = MaxPool<kernel_shape=[2]>(x) y = LeakyRelu<alpha=0.0>(a) }",
-        "agraph (float[N,2,5] x) => (float[N,2,P] y, int64[N,2,P] i) { a, i = MaxPool<kernel_shape=[2]>(x) "
+        "(float[N,2,5] x) => (float[N,2,4] y) { a = MaxPool<kernel_shape=[2]>(x) y = LeakyRelu<alpha=0.0>(a) }",
+        "(float[N,2,5] x) => (float[N,2,P] y, int64[N,2,P] i) { a, i = MaxPool<kernel_shape=[2]>(x) y = Relu(a) }",
+        "(float[N,2,5] x) => (float[N,2,P] y) { a = MaxPool<kernel_shape=[2], dilations=[2], pads=[0,1]>(x) "
         "y = Relu(a) }",
-        "agraph (float[N,2,5] x) => (float[N,2,P] y) { a = MaxPool<kernel_shape=[2], dilations=[2], "
-        "pads=[0,1]>(x) y = Relu(a) }",
-        "agraph (float[N,2,5] x) => (float[N,2,4] y) { a = MaxPool<kernel_shape=[2]>(x) y = "
-        "HardSigmoid<alpha=-0.5>(a) }",
+        "(float[N,2,5] x) => (float[N,2,4] y) { a = MaxPool<kernel_shape=[2]>(x) y = HardSigmoid<alpha=-0.5>(a) }",
     )
 
     def source(self, op: Op, x: Any, low: Any, high: Any) -> Any:
@@ -1365,19 +1358,17 @@ class PushRisingBehindMaxPool(_SwapMaxPool):
         **_SwapMaxPool.survivors,
         "drop: a window may lie in the padding": "its greatest is -inf, and `mends` lets that become a number",
     }
-    examples = (
-        "agraph (float[N,2,5,6] x) => (float[N,2,P,Q] y) "
-        "{ a = Sigmoid(x) y = MaxPool<kernel_shape=[3,2], strides=[2,2], pads=[1,0,1,0]>(a) }",
-        "agraph (float[N,2,5] x) => (float[N,2,1] y) { a = HardSigmoid<alpha=0.3>(x) y = GlobalMaxPool(a) }",
-        "agraph (float[N,2,5] x) => (float[N,2,3] y) <float l = {-0.5}, float h = {0.75}> "
-        "{ a = Clip(x, l, h) y = MaxPool<kernel_shape=[3]>(a) }",
+    examples = graphs(
+        "(float[N,2,5,6] x) => (float[N,2,P,Q] y) { a = Sigmoid(x) "
+        "y = MaxPool<kernel_shape=[3,2], strides=[2,2], pads=[1,0,1,0]>(a) }",
+        "(float[N,2,5] x) => (float[N,2,1] y) { a = HardSigmoid<alpha=0.3>(x) y = GlobalMaxPool(a) }",
+        "(float[N,2,5] x) => (float[N,2,3] y) { a = Clip(x, -0.5, 0.75) y = MaxPool<kernel_shape=[3]>(a) }",
     )
-    near_misses = (
-        "agraph (float[N,2,1] x) => (float[N,2,1] y) { a = Sigmoid(x) "
+    near_misses = graphs(
+        "(float[N,2,1] x) => (float[N,2,1] y) { a = Sigmoid(x) "
         "y = MaxPool<kernel_shape=[2], dilations=[2], pads=[1,1]>(a) }",
-        "agraph (float[N,2,5] x) => (float[N,2,P] y, int64[N,2,P] i) { a = Relu(x) y, i = "
-        "MaxPool<kernel_shape=[2]>(a) }",
-        "agraph (float[2,2,0] x) => (float[2,2,1] y) { a = Relu(x) y = GlobalMaxPool(a) }",
+        "(float[N,2,5] x) => (float[N,2,P] y, int64[N,2,P] i) { a = Relu(x) y, i = MaxPool<kernel_shape=[2]>(a) }",
+        "(float[2,2,0] x) => (float[2,2,1] y) { a = Relu(x) y = GlobalMaxPool(a) }",
     )
 
     def source(self, op: Op, x: Any, low: Any, high: Any) -> Any:
@@ -1471,15 +1462,15 @@ class PushConvBeforeResize(_SwapResize):
 class PushResizeBeforeConv(_SwapResize):
     """resize(conv(x, w, b)) -> conv(resize(x), w, b)  for a 1x1 kernel."""
 
-    examples = (
-        "agraph (float[2,1,4,6] x) => (float[2,2,2,3] y) <float[2,1,1,1] w = {1,2}, float[2] b = {3,4}, "
-        "float[4] s = {1,1,0.5,0.5}> { r = Conv(x, w, b) y = Resize(r, , s) }",
-        "agraph (float[2,2,3,2] x) => (float[2,1,4,3] y) <float[1,2,1,1] w = {1,2}, int64[4] s = {2,1,4,3}> "
-        '{ r = Conv(x, w) y = Resize<nearest_mode="ceil">(r, , , s) }',
-        "agraph (float[N,2,3] x) => (float[N,1,5] y) <float[1,2,1] w = {1,2}, int64[1] s = {5}> "
-        "{ r = Conv(x, w) y = Resize<axes=[2]>(r, , , s) }",
-        "agraph (float[N,2,3] x) => (float[N,4,6] y) <float[4,1,1] w = {1,2,3,4}, float[3] s = {1,1,2}> "
-        "{ r = Conv<group=2>(x, w) y = Resize(r, , s) }",
+    examples = graphs(
+        "(float[2,1,4,6] x) => (float[2,2,2,3] y) <float[2,1,1,1] w = {1,2}> { r = Conv(x, w, [3.0, 4]) "
+        "y = Resize(r, , [1, 1, 0.5, 0.5]) }",
+        "(float[2,2,3,2] x) => (float[2,1,4,3] y) <float[1,2,1,1] w = {1,2}> { r = Conv(x, w) "
+        'y = Resize<nearest_mode="ceil">(r, , , [2, 1, 4, 3]) }',
+        "(float[N,2,3] x) => (float[N,1,5] y) <float[1,2,1] w = {1,2}> { r = Conv(x, w) "
+        "y = Resize<axes=[2]>(r, , , [5]) }",
+        "(float[N,2,3] x) => (float[N,4,6] y) <float[4,1,1] w = {1,2,3,4}> { r = Conv<group=2>(x, w) "
+        "y = Resize(r, , [1.0, 1, 2]) }",
     )
 
     def source(self, op: Op, x: Any, w: Any, b: Any, roi: Any, scales: Any, sizes: Any) -> Any:
@@ -1510,15 +1501,15 @@ class FuseNearestResize(RegionRule, family="idioms"):
     dtypes = _FLOAT
     anchors = ("Reshape",)
     reads_from = ("Expand", "Tile")
-    examples = (
-        "agraph (float[1,2,3,4] x) => (float[1,2,6,12] y) <int64[6] a = {1,2,3,1,4,1}, int64[6] b = {1,2,3,2,4,3}, "
-        "int64[4] c = {1,2,6,12}> { r = Reshape(x, a) e = Expand(r, b) y = Reshape(e, c) }",
-        "agraph (float[N,2,3,4] x) => (float[N,2,6,4] y) <int64[2] a = {3,5}, int64[6] b = {1,1,1,2,1,1}, "
-        "int64[4] c = {-1,2,6,4}> { r = Unsqueeze(x, a) e = Tile(r, b) y = Reshape(e, c) }",
+    examples = graphs(
+        "(float[1,2,3,4] x) => (float[1,2,6,12] y) { r = Reshape(x, [1, 2, 3, 1, 4, 1]) "
+        "e = Expand(r, [1, 2, 3, 2, 4, 3]) y = Reshape(e, [1, 2, 6, 12]) }",
+        "(float[N,2,3,4] x) => (float[N,2,6,4] y) { r = Unsqueeze(x, [3, 5]) e = Tile(r, [1, 1, 1, 2, 1, 1]) "
+        "y = Reshape(e, [-1, 2, 6, 4]) }",
     )
-    near_misses = (
-        "agraph (float[1,2,3,4] x, int64[K] b) => (float[1,2,6,12] y) <int64[6] a = {1,2,3,1,4,1}, "
-        "int64[4] c = {1,2,6,12}> { r = Reshape(x, a) e = Expand(r, b) y = Reshape(e, c) }",
+    near_misses = graphs(
+        "(float[1,2,3,4] x, int64[K] b) => (float[1,2,6,12] y) { r = Reshape(x, [1, 2, 3, 1, 4, 1]) "
+        "e = Expand(r, b) y = Reshape(e, [1, 2, 6, 12]) }"
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:

@@ -9,6 +9,7 @@ import numpy as np
 
 from rewrite_rules.axes import same_dims, slice_ends
 from rewrite_rules.elementwise import keeps_shape
+from rewrite_rules.examples import graphs
 from xrlflow.ir import ABSENT, FLOATS, INTEGERS, Dim, DType, Graph, Node, Value
 from xrlflow.ir.dims import LARGEST
 from xrlflow.ops.schema import COMMUTATIVE
@@ -205,14 +206,10 @@ class RemoveNoopSlice(_Unchanged):
 
     optional = ("axes", "steps")
     shapes = "x starts:const ends:const axes:const steps:const"
-    examples = (
-        "agraph (float[N,3] x) => (y) <int64[2] s = {0, 0}, int64[2] e = {2147483647, 9223372036854775807},"
-        " int64[2] a = {0, 1}> { y = Slice(x, s, e, a) }",
+    examples = graphs(
+        "(float[N,3] x) => (y) { y = Slice(x, [0, 0], [2147483647, 9223372036854775807], [0, 1]) }"
     )
-    near_misses = (
-        "agraph (float[N,3] x) => (y) <int64[2] s = {0, 0}, int64[2] e = {2147483647, 3}, int64[2] a = {0, 1},"
-        " int64[2] t = {1, 2}> { y = Slice(x, s, e, a, t) }",
-    )
+    near_misses = graphs("(float[N,3] x) => (y) { y = Slice(x, [0, 0], [2147483647, 3], [0, 1], [1, 2]) }")
 
     def source(self, op: Op, x: Any, starts: Any, ends: Any, axes: Any, steps: Any) -> Any:
         return op.Slice(x, starts, ends, axes, steps)
@@ -237,16 +234,15 @@ class RemoveNoopReshape(RegionRule, family="identity"):
     """
 
     anchors = ("Reshape", "Expand", "Tile", "Squeeze", "Unsqueeze", "Flatten")
-    examples = (
-        "agraph (float[2,3] x) => (float[2,3] y) { s = Constant<value_ints=[2,3]>() y = Reshape(x, s) }",
-        "agraph (float[N,3] x) => (float[N,3] y) <int64[2] n = {1,1}> { y = Tile(x, n) }",
-        "agraph (float[N,3] x) => (float[N,3] y) <int64[1] n = {1}> { y = Expand(x, n) }",
+    examples = graphs(
+        "(float[2,3] x) => (float[2,3] y) { s = Constant<value_ints=[2,3]>() y = Reshape(x, s) }",
+        "(float[N,3] x) => (float[N,3] y) { y = Tile(x, [1, 1]) }",
+        "(float[N,3] x) => (float[N,3] y) { y = Expand(x, [1]) }",
     )
-    near_misses = (
-        "agraph (float[2,3] x, int64[1] k) => (y) <int64[1] n = {3}> { s = Concat<axis=0>(k, n) y = Reshape(x, s) }",
-        "agraph (float[2,0] x, int64[1] k) => (y) <int64[1] n = {0}> { s = Concat<axis=0>(k, n) y = Reshape(x, s) }",
-        "agraph (float[2,N,3] x, int64[1] k) => (y) <int64[2] n = {0,3}> { s = Concat<axis=0>(k, n) y = "
-        "Reshape(x, s) }",
+    near_misses = graphs(
+        "(float[2,3] x, int64[1] k) => (y) { s = Concat<axis=0>(k, [3]) y = Reshape(x, s) }",
+        "(float[2,0] x, int64[1] k) => (y) { s = Concat<axis=0>(k, [0]) y = Reshape(x, s) }",
+        "(float[2,N,3] x, int64[1] k) => (y) { s = Concat<axis=0>(k, [0, 3]) y = Reshape(x, s) }",
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from rewrite_rules.elementwise import keeps_shape
+from rewrite_rules.examples import graphs
 from rewrite_rules.reading import COMPARISONS, number_beside
 from xrlflow.ir import FLOATS, INTEGERS, DType
 from xrlflow.rewrite import Captures, Op, Rule, Val, require, worthwhile
@@ -56,9 +57,9 @@ class ReplaceWhereByCast(Rule, family="idioms"):
     shapes = "c[...]:bool a[...]:const b[...]:const"
 
     dtypes = FLOATS | {DType.INT32, DType.INT64}
-    examples = (
-        "agraph (bool[N,3] c) => (float[N,3] y) <float z = {0}, float one = {1}> { y = Where(c, one, z) }",
-        "agraph (bool[N,3] c) => (int64[N,3] y) <int64[1] z = {0}, int64 one = {1}> { y = Where(c, z, one) }",
+    examples = graphs(
+        "(bool[N,3] c) => (float[N,3] y) { y = Where(c, 1.0, 0.0) }",
+        "(bool[N,3] c) => (int64[N,3] y) { y = Where(c, [0], 1) }",
     )
 
     def source(self, op: Op, c: Any, a: Any, b: Any) -> Any:
@@ -163,10 +164,10 @@ class FoldComparisonOfBool(Rule, family="idioms"):
     proof = "numeric"
     relies_on = "a boolean is cast to 0 or 1"
     shapes = "c[...]:bool n[...]:const"
-    examples = (
-        "agraph (bool[N,3] c) => (bool[N,3] y) <int64 one = {1}> { i = Cast<to=7>(c) y = Equal(i, one) }",
-        "agraph (bool[N,3] c) => (bool[N,3] y) <float z = {0}> { f = Cast<to=1>(c) y = Equal(z, f) }",
-        "agraph (bool[N,3] c) => (bool[N,3] y) <float h = {0.5}> { f = Cast<to=1>(c) y = Greater(f, h) }",
+    examples = graphs(
+        "(bool[N,3] c) => (bool[N,3] y) { i = Cast<to=7>(c) y = Equal(i, 1) }",
+        "(bool[N,3] c) => (bool[N,3] y) { f = Cast<to=1>(c) y = Equal(0.0, f) }",
+        "(bool[N,3] c) => (bool[N,3] y) { f = Cast<to=1>(c) y = Greater(f, 0.5) }",
     )
     near_misses = (
         "agraph (bool[N,3] c) => (bool[N,3] y) <bool t = {1}> { b = Cast<to=9>(c) y = Equal(b, t) }",

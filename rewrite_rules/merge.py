@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from rewrite_rules.axes import axis_of
 from rewrite_rules.constants import concat_constants, cut_order, slice_constant
 from rewrite_rules.elementwise import made_by, read_once
+from rewrite_rules.examples import graphs
 from rewrite_rules.linear import group_of
 from rewrite_rules.shapes import either, per_rank
 from xrlflow.ir import ABSENT, FLOATS, INTEGERS, Attrs, Node, Value
@@ -31,30 +32,20 @@ class MergeMatMuls(Rule, family="merge"):
     symmetric = True
     shapes = "x[...,k] w*[k,n*]:const | x[...,a,k] w*[b,k,n*]:const"
 
-    examples = (
-        "agraph (float[2,40] x) => (float[2,20] a, float[2,40] b) <int64[2] s = {40,60}, float o = {0}, float e = "
-        "{2400}, float d = {1}, int64[1] z = {0}, int64[1] i = {20}, int64[1] j = {60}, int64[1] l = {1}> "
-        "{ v = Range(o, e, d) w = Reshape(v, s) p = Slice(w, z, i, l) q = Slice(w, i, j, l) a = MatMul(x, q) b = "
-        "MatMul(x, p) }",
-        "agraph (float[2,40] x) => (float[2,20] a, float[2,30] b) <int64[2] s = {40,60}, float o = {0}, "
-        "float e = {2400}, float d = {1}, int64[1] z = {0}, int64[1] i = {20}, int64[1] k = {30}, "
-        "int64[1] j = {60}, int64[1] l = {1}> { v = Range(o, e, d) w = Reshape(v, s) p = Slice(w, z, i, l) "
-        "q = Slice(w, k, j, l) a = MatMul(x, p) b = MatMul(x, q) }",
-        "agraph (float[2,40] x) => (float[2,20] a, float[2,20] b, float[2,20] c) <int64[2] s = {40,60}, "
-        "float o = {0}, float e = {2400}, float d = {1}, int64[1] z = {0}, int64[1] i = {20}, int64[1] k = {40}, "
-        "int64[1] j = {60}, int64[1] l = {1}> { v = Range(o, e, d) w = Reshape(v, s) p = Slice(w, z, i, l) "
-        "q = Slice(w, i, k, l) r = Slice(w, k, j, l) a = MatMul(x, r) b = MatMul(x, p) c = MatMul(x, q) }",
-        "agraph (float[2,20] x) => (float[2,60] a, float[2,60] b) <int64[2] s = {40,60}, float o = {0}, float e = "
-        "{2400}, float d = {1}, int64[1] z = {0}, int64[1] i = {20}, int64[1] k = {40}, int64[1] l = {0}> "
-        "{ v = Range(o, e, d) w = Reshape(v, s) p = Slice(w, z, i, l) q = Slice(w, i, k, l) a = MatMul(x, p) b = "
-        "MatMul(x, q) }",
-        "agraph (float[2,40] x) => (float[2,60] a, float[2,30] b) <int64[2] s = {40,60}, float o = {0}, float e = "
-        "{2400}, float d = {1}, int64[1] z = {0}, int64[1] i = {30}, int64[1] l = {1}> "
-        "{ v = Range(o, e, d) w = Reshape(v, s) p = Slice(w, z, i, l) a = MatMul(x, w) b = MatMul(x, p) }",
-        "agraph (float[2,40] x) => (float[2,30] a, float[2,30] b) <int64[2] s = {40,60}, float o = {0}, float e = "
-        "{2400}, float d = {1}, int64[1] z = {0}, int64[1] i = {30}, int64[1] j = {60}, int64[1] l = {1}> "
-        "{ v = Range(o, e, d) w = Reshape(v, s) u = Neg(w) p = Slice(w, z, i, l) q = Slice(u, i, j, l) a = "
-        "MatMul(x, p) b = MatMul(x, q) }",
+    examples = graphs(
+        "(float[2,40] x) => (float[2,20] a, float[2,40] b) { v = Range(0.0, 2400.0, 1.0) w = Reshape(v, [40, 60]) "
+        "p = Slice(w, [0], [20], [1]) q = Slice(w, [20], [60], [1]) a = MatMul(x, q) b = MatMul(x, p) }",
+        "(float[2,40] x) => (float[2,20] a, float[2,30] b) { v = Range(0.0, 2400.0, 1.0) w = Reshape(v, [40, 60]) "
+        "p = Slice(w, [0], [20], [1]) q = Slice(w, [30], [60], [1]) a = MatMul(x, p) b = MatMul(x, q) }",
+        "(float[2,40] x) => (float[2,20] a, float[2,20] b, float[2,20] c) { v = Range(0.0, 2400.0, 1.0) "
+        "w = Reshape(v, [40, 60]) p = Slice(w, [0], [20], [1]) q = Slice(w, [20], [40], [1]) "
+        "r = Slice(w, [40], [60], [1]) a = MatMul(x, r) b = MatMul(x, p) c = MatMul(x, q) }",
+        "(float[2,20] x) => (float[2,60] a, float[2,60] b) { v = Range(0.0, 2400.0, 1.0) w = Reshape(v, [40, 60]) "
+        "p = Slice(w, [0], [20], [0]) q = Slice(w, [20], [40], [0]) a = MatMul(x, p) b = MatMul(x, q) }",
+        "(float[2,40] x) => (float[2,60] a, float[2,30] b) { v = Range(0.0, 2400.0, 1.0) w = Reshape(v, [40, 60]) "
+        "p = Slice(w, [0], [30], [1]) a = MatMul(x, w) b = MatMul(x, p) }",
+        "(float[2,40] x) => (float[2,30] a, float[2,30] b) { v = Range(0.0, 2400.0, 1.0) w = Reshape(v, [40, 60]) "
+        "u = Neg(w) p = Slice(w, [0], [30], [1]) q = Slice(u, [30], [60], [1]) a = MatMul(x, p) b = MatMul(x, q) }",
     )
 
     def source(self, op: Op, x: Any, *w: Any) -> Any:
@@ -82,13 +73,13 @@ class MergeGemms(Rule, family="merge"):
         ("v[k,p]:const w[k,q]:const", "v[p,k]:const w[q,k]:const"),
         ("b[p]:const c[q]:const", "b[1,p]:const c[1,q]:const"),
     )
-    near_misses = (
-        "agraph (float[2,1] x) => (float[2,3] y, float[2,3] z) <float[1,3] v = {1, 2, 3}, float[1] b = {4},"
-        " float[1,3] w = {5, 6, 7}, float[1] c = {8}> { y = Gemm(x, v, b) z = Gemm(x, w, c) }",
-        "agraph (float[2,1] x) => (float[2,3] y, float[2,3] z) <float[1,3] v = {1, 2, 3}, float[3] b = {4, "
-        "5, 6}, float[1,3] w = {5, 6, 7}, float[1] c = {8}> { y = Gemm(x, v, b) z = Gemm(x, w, c) }",
-        "agraph (float[2,1] x) => (float[2,3] y, float[2,3] z) <float[1,3] v = {1, 2, 3}, float[1] b = "
-        "{4}, float[1,3] w = {5, 6, 7}, float[3] c = {8, 9, 1}> { y = Gemm(x, v, b) z = Gemm(x, w, c) }",
+    near_misses = graphs(
+        "(float[2,1] x) => (float[2,3] y, float[2,3] z) <float[1,3] v = {1, 2, 3}, float[1,3] w = {5, 6, 7}> "
+        "{ y = Gemm(x, v, [4.0]) z = Gemm(x, w, [8.0]) }",
+        "(float[2,1] x) => (float[2,3] y, float[2,3] z) <float[1,3] v = {1, 2, 3}, float[1,3] w = {5, 6, 7}> "
+        "{ y = Gemm(x, v, [4.0, 5, 6]) z = Gemm(x, w, [8.0]) }",
+        "(float[2,1] x) => (float[2,3] y, float[2,3] z) <float[1,3] v = {1, 2, 3}, float[1,3] w = {5, 6, 7}> "
+        "{ y = Gemm(x, v, [4.0]) z = Gemm(x, w, [8.0, 9, 1]) }",
     )
 
     def source(self, op: Op, x: Any, v: Any, b: Any, w: Any, c: Any) -> Any:
@@ -117,10 +108,10 @@ class MergeManyMatMuls(RegionRule, family="merge"):
 
     composite_of = ("MergeMatMuls", "MergeSplits")
     anchors = ("MatMul",)
-    examples = (
-        "agraph (float[2,3] x, float[3,2] o) => (float[2,2] a, float[2,2] b, float[2,1] c, float[2,3] d) "
-        "<float[3] u = {1, 2, 3}, int64[2] s = {3, 1}> { w = Reshape(u, s) v = Concat<axis=1>(w, w) "
-        "t = Concat<axis=1>(v, w) a = MatMul(x, v) n = Neg(v) b = MatMul(x, n) c = MatMul(x, w) d = MatMul(x, t) }",
+    examples = graphs(
+        "(float[2,3] x, float[3,2] o) => (float[2,2] a, float[2,2] b, float[2,1] c, float[2,3] d) "
+        "{ w = Reshape([1.0, 2, 3], [3, 1]) v = Concat<axis=1>(w, w) t = Concat<axis=1>(v, w) a = MatMul(x, v) "
+        "n = Neg(v) b = MatMul(x, n) c = MatMul(x, w) d = MatMul(x, t) }"
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
@@ -219,9 +210,9 @@ class SplitMergedMatMul(_SplitMerged):
 
     product = ("MatMul", "Gemm")
     reads_from = product
-    examples = (
-        "agraph (float[2,1,3] x) => (float[2,1,2] a, float[2,1,1] b) <float[9] u = {1, 2, 3, 4, 5, 6, 7, 8, 9}, "
-        "int64[2] s = {3, 3}, int64[2] z = {2, 1}> { w = Reshape(u, s) y = MatMul(x, w) a, b = Split<axis=2>(y, z) }",
+    examples = graphs(
+        "(float[2,1,3] x) => (float[2,1,2] a, float[2,1,1] b) <float[9] u = {1, 2, 3, 4, 5, 6, 7, 8, 9}> "
+        "{ w = Reshape(u, [3, 3]) y = MatMul(x, w) a, b = Split<axis=2>(y, [2, 1]) }"
     )
 
 
@@ -278,11 +269,10 @@ class EnlargeConv(RegionRule, family="merge"):
 
     spreads = True
     anchors = ("Conv",)
-    examples = (
-        "agraph (float[1,1,4,4] x) => (float[1,1,4,4] a, float[1,1,4,4] b) "
-        "<float[9] u = {1, 2, 3, 4, 5, 6, 7, 8, 9}, int64[4] s = {1, 1, 3, 3}, float[1] t = {2}, "
-        "int64[4] r = {1, 1, 1, 1}> { w = Reshape(u, s) v = Reshape(t, r) a = Conv<pads=[1,1,1,1]>(x, w) "
-        "b = Conv(x, v) }",
+    examples = graphs(
+        "(float[1,1,4,4] x) => (float[1,1,4,4] a, float[1,1,4,4] b) <float[9] u = {1, 2, 3, 4, 5, 6, 7, 8, 9}> "
+        "{ w = Reshape(u, [1, 1, 3, 3]) v = Reshape([2.0], [1, 1, 1, 1]) a = Conv<pads=[1,1,1,1]>(x, w) "
+        "b = Conv(x, v) }"
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
@@ -422,17 +412,17 @@ class AssociateMatMulsRight(Rule, family="merge"):
     shapes = "x[...,a,b] y[...,b,c] z[...,c,d]"
 
     # At the limit of what is multiplied out, and beyond it.
-    examples = (
-        "agraph (float[3,2] x) => (float[3,2048] y) <int64[2] s = {2,1048576}, int64[2] t = {1048576,2048}, "
-        "float o = {1}> { u = Expand(o, s) v = Expand(o, t) p = MatMul(x, u) y = MatMul(p, v) }",
-        "agraph (float[3,2] x, float[1048576,4096] z) => (float[3,4096] y) <int64[2] s = {2,1048576}, float o = {1}> "
-        "{ u = Expand(o, s) p = MatMul(x, u) y = MatMul(p, z) }",
+    examples = graphs(
+        "(float[3,2] x) => (float[3,2048] y) { u = Expand(1.0, [2, 1048576]) v = Expand(1.0, [1048576, 2048]) "
+        "p = MatMul(x, u) y = MatMul(p, v) }",
+        "(float[3,2] x, float[1048576,4096] z) => (float[3,4096] y) { u = Expand(1.0, [2, 1048576]) "
+        "p = MatMul(x, u) y = MatMul(p, z) }",
     )
-    near_misses = (
-        "agraph (float[3,2] x) => (float[3,4096] y) <int64[2] s = {2,1048576}, int64[2] t = {1048576,4096}, "
-        "float o = {1}> { u = Expand(o, s) v = Expand(o, t) p = MatMul(x, u) y = MatMul(p, v) }",
-        "agraph (float[3,4096] x) => (float[3,1048576] y) <int64[2] s = {4096,2}, int64[2] t = {2,1048576}, "
-        "float o = {1}> { u = Expand(o, s) v = Expand(o, t) p = MatMul(x, u) y = MatMul(p, v) }",
+    near_misses = graphs(
+        "(float[3,2] x) => (float[3,4096] y) { u = Expand(1.0, [2, 1048576]) v = Expand(1.0, [1048576, 4096]) "
+        "p = MatMul(x, u) y = MatMul(p, v) }",
+        "(float[3,4096] x) => (float[3,1048576] y) { u = Expand(1.0, [4096, 2]) v = Expand(1.0, [2, 1048576]) "
+        "p = MatMul(x, u) y = MatMul(p, v) }",
     )
 
     def source(self, op: Op, x: Any, y: Any, z: Any) -> Any:
@@ -632,7 +622,7 @@ class SplitConvsOverConcat(_SplitOverConcat):
 
     unpriced = True
     anchors = ("Concat",)
-    examples = (
+    examples: ClassVar[tuple[str, ...]] = (
         "agraph (float[1,1,3,3] x, float[1,2,3,3] y) => (float[1,1,3,3] a, float[1,1,3,3] b) {"
         " u = Constant<value_floats=[1.0,2.0,3.0]>() s = Constant<value_ints=[1,3,1,1]>() w = Reshape(u, s)"
         " z = Neg(w) c = Concat<axis=1>(x, y) a = Conv(c, w) b = Conv(c, z) }",
@@ -668,7 +658,7 @@ class SplitMatMulsOverConcat(SplitConvsOverConcat):
     """[x|y|...] @ w -> x @ w_x + y @ w_y + ...  for all readers of the Concat at once, MatMul or Gemm."""
 
     product = ("MatMul", "Gemm")
-    examples = (
-        "agraph (float[2,1] x, float[2,2] y) => (float[2,1] a) <float[3] u = {1, 2, 3}, int64[2] s = {3, 1}> "
-        "{ w = Reshape(u, s) c = Concat<axis=1>(x, y) a = MatMul(c, w) }",
+    examples = graphs(
+        "(float[2,1] x, float[2,2] y) => (float[2,1] a) { w = Reshape([1.0, 2, 3], [3, 1]) c = Concat<axis=1>(x, y) "
+        "a = MatMul(c, w) }"
     )

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from rewrite_rules.axes import compose, is_identity, permutation, reshape_numbers
 from rewrite_rules.elementwise import read_once
+from rewrite_rules.examples import graphs
 from rewrite_rules.shapes import either
 from xrlflow.ir import Dim, DType, Node, TensorType, Value
 from xrlflow.rewrite import Captures, Op, Reader, Region, RegionRule, Rule, Val, require, worthwhile
@@ -107,11 +108,10 @@ class FuseTransposedScale(_FuseTransposeIntoMatMul):
     """(x @ transpose(y)) * c -> fusedmatmul(x, y; transB, alpha c)  with c one constant number."""
 
     shapes = either("x[...,a,k] y[...,u,v]", ("c[]:const", "c[1]:const"))
-    examples = (
-        "agraph (float[N,2,3,4] q, float[N,5,2,4] k) => (float[N,2,3,5] y) <float c = {0.5}> "
-        "{ t = Transpose<perm=[0,2,3,1]>(k) m = MatMul(q, t) y = Mul(m, c) }",
-        "agraph (float[3,4] x, float[5,4] z) => (float[3,5] y) <float[1] c = {-2}> "
-        "{ t = Transpose(z) m = MatMul(x, t) y = Mul(c, m) }",
+    examples = graphs(
+        "(float[N,2,3,4] q, float[N,5,2,4] k) => (float[N,2,3,5] y) { t = Transpose<perm=[0,2,3,1]>(k) "
+        "m = MatMul(q, t) y = Mul(m, 0.5) }",
+        "(float[3,4] x, float[5,4] z) => (float[3,5] y) { t = Transpose(z) m = MatMul(x, t) y = Mul([-2.0], m) }",
     )
 
     def source(self, op: Op, x: Any, y: Any, c: Any) -> Any:
@@ -370,13 +370,12 @@ class FuseDynamicQuantizeMatMul(_Contributed):
     relies_on = "a product of three numbers is the same in any order, rounded"
     optional: ClassVar[tuple[str, ...]] = ("u",)
     shapes = _QUANTISED.replace(" c[n]:float", "")
-    examples: ClassVar[tuple[str, ...]] = (
-        "agraph (float[N,3,4] x) => (float[N,3,2] y) <int8[4,2] b = {1,2,3,-4,5,6,-7,8}, float[2] t = {0.5,0.25}> "
-        "{ q, s, z = DynamicQuantizeLinear(x) p = MatMulInteger(q, b, z) f = Cast<to=1>(p) c = Mul(s, t) "
+    examples: ClassVar[tuple[str, ...]] = graphs(
+        "(float[N,3,4] x) => (float[N,3,2] y) <int8[4,2] b = {1,2,3,-4,5,6,-7,8}> { q, s, z "
+        "= DynamicQuantizeLinear(x) p = MatMulInteger(q, b, z) f = Cast<to=1>(p) c = Mul(s, [0.5, 0.25]) "
         "y = Mul(f, c) }",
-        "agraph (float[3,4] x) => (float[3,2] y) <uint8[4,2] b = {1,2,3,4,5,6,7,8}, float t = {0.5}, uint8 u = {3}> "
-        "{ q, s, z = DynamicQuantizeLinear(x) p = MatMulInteger(q, b, z, u) f = Cast<to=1>(p) c = Mul(t, s) "
-        "y = Mul(c, f) }",
+        "(float[3,4] x) => (float[3,2] y) <uint8[4,2] b = {1,2,3,4,5,6,7,8}, uint8 u = {3}> { q, s, z "
+        "= DynamicQuantizeLinear(x) p = MatMulInteger(q, b, z, u) f = Cast<to=1>(p) c = Mul(0.5, s) y = Mul(c, f) }",
     )
 
     def product(self, op: Op, x: Any, b: Any, u: Any, t: Any) -> Any:

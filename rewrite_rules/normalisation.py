@@ -14,6 +14,7 @@ import numpy as np
 from rewrite_rules.axes import axis_of, fronts, ints_input, inverse, is_identity, rank_of, same_dims
 from rewrite_rules.constants import slice_constant
 from rewrite_rules.elementwise import keeps_shape, made_by, read_once
+from rewrite_rules.examples import graphs
 from rewrite_rules.linear import STATISTICS, factor_and_shift, flat, normalised
 from rewrite_rules.reading import SEEN, between, is_number, number_of, only_reader, operands, square_of
 from rewrite_rules.shapes import either
@@ -185,13 +186,13 @@ class FuseLayerNormalization(RegionRule, family="normalisation"):
     relies_on = "a variance is the mean of squared deviations; float32 moments as the operator computes them"
     dtypes = _STASHED
     anchors = ("Sqrt",)
-    examples = (
-        "agraph (float[N,3,4] x, float[4] g, float[4] b) => (float[N,3,4] y) <int64[1] i = {-1}, float two = {2}, "
-        "float eps = {0.00001}> { m = ReduceMean(x, i) d = Sub(x, m) s = Pow(d, two) v = ReduceMean(s, i) "
-        "e = Add(v, eps) r = Sqrt(e) n = Div(d, r) a = Mul(n, g) y = Add(a, b) }",
-        "agraph (float[N,3,4] x) => (float[N,3,4] y) { i = Constant<value_ints=[1, 2]>() "
-        "eps = Constant<value_float=0.001>() m = ReduceMean(x, i) d = Sub(x, m) s = Mul(d, d) "
-        "v = ReduceMean(s, i) e = Add(v, eps) r = Sqrt(e) t = Reciprocal(r) y = Mul(d, t) }",
+    examples = graphs(
+        "(float[N,3,4] x, float[4] g, float[4] b) => (float[N,3,4] y) { m = ReduceMean(x, [-1]) d = Sub(x, m) "
+        "s = Pow(d, 2.0) v = ReduceMean(s, [-1]) e = Add(v, 0.00001) r = Sqrt(e) n = Div(d, r) a = Mul(n, g) "
+        "y = Add(a, b) }",
+        "(float[N,3,4] x) => (float[N,3,4] y) { i = Constant<value_ints=[1, 2]>() "
+        "eps = Constant<value_float=0.001>() m = ReduceMean(x, i) d = Sub(x, m) s = Mul(d, d) v = ReduceMean(s, i) "
+        "e = Add(v, eps) r = Sqrt(e) t = Reciprocal(r) y = Mul(d, t) }",
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
@@ -428,33 +429,28 @@ class FuseSoftmax(RegionRule, family="idioms"):
     dtypes = _WIDE
     anchors = ("Div", "Mul")
     reads_from = ("Exp",)
-    examples: ClassVar[tuple[str, ...]] = (
-        "agraph (float[N,3] x) => (float[N,3] y) <int64[1] i = {-1}> { m = ReduceMax(x, i) d = Sub(x, m) e = Exp(d) "
-        "s = ReduceSum(e, i) y = Div(e, s) }",
-        "agraph (float[2,3,4] x) => (float[2,3,4] y) <int64[1] i = {1}> { m = ReduceMax(x, i) d = Sub(x, m) "
-        "e = Exp(d) s = ReduceSum(e, i) r = Reciprocal(s) y = Mul(r, e) }",
-        "agraph (float[2,3,4] x) => (float[2,3,4] y) { i = Constant<value_ints=[-1]>() m = "
-        "ReduceMax<keepdims=0>(x, i) u = Unsqueeze(m, i) "
-        "d = Sub(x, u) e = Exp(d) s = ReduceSum<keepdims=0>(e, i) t = Unsqueeze(s, i) y = Div(e, t) }",
-        "agraph (float[N,1,3] x) => (float[N,1,3] y) <int64[3] c = {-1,1,1}, int64[1] i = {2}> { m = "
-        "ReduceMax<keepdims=0>(x, i) u = Reshape(m, c) d = Sub(x, u) e = Exp(d) s = ReduceSum(e, i) y = "
-        "Div(e, s) }",
-        "agraph (float[N,M,3] x) => (float[N,M,3] y) <int64[3] c = {0,-1,1}, int64[1] i = {2}> { m = "
-        "ReduceMax<keepdims=0>(x, i) u = Reshape(m, c) d = Sub(x, u) e = Exp(d) s = ReduceSum(e, i) y = "
-        "Div(e, s) }",
+    examples: ClassVar[tuple[str, ...]] = graphs(
+        "(float[N,3] x) => (float[N,3] y) { m = ReduceMax(x, [-1]) d = Sub(x, m) e = Exp(d) s = ReduceSum(e, [-1]) "
+        "y = Div(e, s) }",
+        "(float[2,3,4] x) => (float[2,3,4] y) { m = ReduceMax(x, [1]) d = Sub(x, m) e = Exp(d) "
+        "s = ReduceSum(e, [1]) r = Reciprocal(s) y = Mul(r, e) }",
+        "(float[2,3,4] x) => (float[2,3,4] y) { i = Constant<value_ints=[-1]>() m = ReduceMax<keepdims=0>(x, i) "
+        "u = Unsqueeze(m, i) d = Sub(x, u) e = Exp(d) s = ReduceSum<keepdims=0>(e, i) t = Unsqueeze(s, i) "
+        "y = Div(e, t) }",
+        "(float[N,1,3] x) => (float[N,1,3] y) { m = ReduceMax<keepdims=0>(x, [2]) u = Reshape(m, [-1, 1, 1]) "
+        "d = Sub(x, u) e = Exp(d) s = ReduceSum(e, [2]) y = Div(e, s) }",
+        "(float[N,M,3] x) => (float[N,M,3] y) { m = ReduceMax<keepdims=0>(x, [2]) u = Reshape(m, [0, -1, 1]) "
+        "d = Sub(x, u) e = Exp(d) s = ReduceSum(e, [2]) y = Div(e, s) }",
     )
-    near_misses: ClassVar[tuple[str, ...]] = (
-        "agraph (float[3,3] x) => (float[3,3] y) <int64[1] i = {1}, int64[1] z = {0}> { m = "
-        "ReduceMax<keepdims=0>(x, i) u = Unsqueeze(m, z) d = Sub(x, u) e = Exp(d) s = ReduceSum(e, i) y = "
-        "Div(e, s) }",
-        "agraph (float[N,0,3] x) => (float[M,0,3] y) <int64[3] c = {2,0,1}, int64[1] i = {2}> { m = "
-        "ReduceMax<keepdims=0>(x, i) u = Reshape(m, c) d = Sub(x, u) e = Exp(d) s = ReduceSum(e, i) y = "
-        "Div(e, s) }",
-        "agraph (float[N,3] x) => (float[2,3] y) <int64[2] c = {2,1}, int64[2] v = {-1,1}, int64[1] i = "
-        "{1}> { m = ReduceMax(x, i) t = Expand(m, c) u = Reshape(t, v) d = Sub(x, u) e = Exp(d) s = "
-        "ReduceSum(e, i) y = Div(e, s) }",
-        "agraph (float[2,3] x, float[2,3] z) => (float[2,3] y) <int64[1] i = {1}> { m = ReduceMax<keepdims=0>(z, i) "
-        "u = Unsqueeze(m, i) d = Sub(x, u) e = Exp(d) s = ReduceSum(e, i) y = Div(e, s) }",
+    near_misses: ClassVar[tuple[str, ...]] = graphs(
+        "(float[3,3] x) => (float[3,3] y) { m = ReduceMax<keepdims=0>(x, [1]) u = Unsqueeze(m, [0]) d = Sub(x, u) "
+        "e = Exp(d) s = ReduceSum(e, [1]) y = Div(e, s) }",
+        "(float[N,0,3] x) => (float[M,0,3] y) { m = ReduceMax<keepdims=0>(x, [2]) u = Reshape(m, [2, 0, 1]) "
+        "d = Sub(x, u) e = Exp(d) s = ReduceSum(e, [2]) y = Div(e, s) }",
+        "(float[N,3] x) => (float[2,3] y) { m = ReduceMax(x, [1]) t = Expand(m, [2, 1]) u = Reshape(t, [-1, 1]) "
+        "d = Sub(x, u) e = Exp(d) s = ReduceSum(e, [1]) y = Div(e, s) }",
+        "(float[2,3] x, float[2,3] z) => (float[2,3] y) { m = ReduceMax<keepdims=0>(z, [1]) u = Unsqueeze(m, [1]) "
+        "d = Sub(x, u) e = Exp(d) s = ReduceSum(e, [1]) y = Div(e, s) }",
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
@@ -494,10 +490,9 @@ class FuseUnshiftedSoftmax(FuseSoftmax):
     mends = True
 
     near_misses = ()
-    examples = (
-        "agraph (float[N,3] x) => (float[N,3] y) <int64[1] i = {-1}> { e = Exp(x) s = ReduceSum(e, i) y = Div(e, s) }",
-        "agraph (float[2,3,4] x) => (float[2,3,4] y) <int64[1] i = {1}> { e = Exp(x) s = ReduceSum(e, i) "
-        "r = Reciprocal(s) y = Mul(e, r) }",
+    examples = graphs(
+        "(float[N,3] x) => (float[N,3] y) { e = Exp(x) s = ReduceSum(e, [-1]) y = Div(e, s) }",
+        "(float[2,3,4] x) => (float[2,3,4] y) { e = Exp(x) s = ReduceSum(e, [1]) r = Reciprocal(s) y = Mul(e, r) }",
     )
 
     def argument(self, reader: Reader, value: Value, axes: tuple[int, ...]) -> Value | None:
@@ -512,13 +507,13 @@ class FuseLogSoftmax(RegionRule, family="idioms"):
     dtypes = _WIDE
     anchors = ("Sub",)
     reads_from = ("Log", *SEEN)
-    examples = (
-        "agraph (float[N,3] x) => (float[N,3] y) <int64[1] i = {-1}> { m = ReduceMax(x, i) d = Sub(x, m) e = Exp(d) "
-        "s = ReduceSum(e, i) l = Log(s) y = Sub(d, l) }",
-        "agraph (float[2,3,4] x) => (float[2,3,4] y) <int64[1] i = {1}> { m = ReduceMax(x, i) d = Sub(x, m) "
-        "e = Exp(d) s = ReduceSum(e, i) l = Log(s) y = Sub(d, l) }",
-        "agraph (float[2,3,4] x) => (float[2,3,4] y) <int64[1] i = {-1}> { m = ReduceMax(x, i) d = Sub(x, m) "
-        "e = Exp(d) s = ReduceSum<keepdims=0>(e, i) l = Log(s) t = Unsqueeze(l, i) y = Sub(d, t) }",
+    examples = graphs(
+        "(float[N,3] x) => (float[N,3] y) { m = ReduceMax(x, [-1]) d = Sub(x, m) e = Exp(d) s = ReduceSum(e, [-1]) "
+        "l = Log(s) y = Sub(d, l) }",
+        "(float[2,3,4] x) => (float[2,3,4] y) { m = ReduceMax(x, [1]) d = Sub(x, m) e = Exp(d) "
+        "s = ReduceSum(e, [1]) l = Log(s) y = Sub(d, l) }",
+        "(float[2,3,4] x) => (float[2,3,4] y) { m = ReduceMax(x, [-1]) d = Sub(x, m) e = Exp(d) "
+        "s = ReduceSum<keepdims=0>(e, [-1]) l = Log(s) t = Unsqueeze(l, [-1]) y = Sub(d, t) }",
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
@@ -766,44 +761,37 @@ class FuseLayerNormalizationByMoments(_FuseNormalization):
     and both seen in x's rank by Reshape and Expand.
     """
 
-    examples = (
-        "agraph (float[N,3,4] x) => (float[N,3,4] y) <int64[1] i = {-1}, float n = {0.25}, float z = {0}, "
-        "float e = {0.125}, float[4] g = {1,2,3,4}, float[4] b = {4,3,2,1}> { s = ReduceSum(x, i) m = Mul(s, n) "
-        "p = Mul(x, x) q = ReduceSum(p, i) r = Mul(q, n) t = Mul(m, m) v = Sub(r, t) w = Max(v, z) a = Add(w, e) "
-        "d = Sqrt(a) k = Reciprocal(d) f = Mul(k, g) c = Sub(x, m) h = Mul(c, f) y = Add(h, b) }",
-        "agraph (float[3,4] x) => (float[3,4] y) <int64[1] i = {1}, float e = {0.125}, float h = {-0.5}, "
-        "float t = {2}, float[4] g = {1,2,3,4}> { m = ReduceMean(x, i) c = Sub(x, m) p = Pow(c, t) "
-        "v = ReduceMean(p, i) a = Add(v, e) k = Pow(a, h) n = Mul(c, k) y = Mul(n, g) }",
-        "agraph (float[2,3,4] x) => (float[2,3,4] y) <int64[1] i = {-1}, int64[3] u = {2,3,1}, float e = {0.125}, "
-        "float one = {1}, float[4] b = {4,3,2,1}> { m = ReduceMean<keepdims=0>(x, i) p = Mul(x, x) "
-        "q = ReduceMean<keepdims=0>(p, i) t = Mul(m, m) v = Sub(q, t) o = Reshape(v, u) l = Expand(o, u) "
-        "a = Add(l, e) d = Sqrt(a) k = Div(one, d) j = Reshape(m, u) c = Sub(x, j) h = Mul(k, c) y = Add(b, h) }",
-        "agraph (float[2,3,4] x) => (float[2,3,4] y) <int64[2] i = {1,2}, float e = {0.125}> { m = ReduceMean(x, i) "
-        "p = Mul(x, x) q = ReduceMean(p, i) t = Mul(m, m) v = Sub(q, t) a = Add(v, e) d = Sqrt(a) c = Sub(x, m) "
-        "y = Div(c, d) }",
-        "agraph (float[3,4] x) => (float[3,4] y) <int64[1] i = {1}, float e = {0.125}, float z = {0}, float n = "
-        "{4}, float h = {0.5}> { s = ReduceSum(x, i) m = Div(s, n) p = Mul(x, x) q = ReduceSum(p, i) r = Div(q, "
-        "n) t = Mul(m, m) u = Sub(r, t) v = Clip(u, z) a = Add(e, v) d = Pow(a, h) c = Sub(x, m) y = Div(c, d) }",
-        "agraph (float[3,4] x) => (float[3,4] y) <int64[1] i = {1}, float e = {0.125}> { m = ReduceMean(x, i) p = "
-        "Mul(x, x) r = ReduceMean(p, i) t = Mul(m, m) u = Sub(r, t) v = Relu(u) a = Add(v, e) d = Sqrt(a) c = "
-        "Sub(x, m) y = Div(c, d) }",
+    examples = graphs(
+        "(float[N,3,4] x) => (float[N,3,4] y) { s = ReduceSum(x, [-1]) m = Mul(s, 0.25) p = Mul(x, x) "
+        "q = ReduceSum(p, [-1]) r = Mul(q, 0.25) t = Mul(m, m) v = Sub(r, t) w = Max(v, 0.0) a = Add(w, 0.125) "
+        "d = Sqrt(a) k = Reciprocal(d) f = Mul(k, [1.0, 2, 3, 4]) c = Sub(x, m) h = Mul(c, f) "
+        "y = Add(h, [4.0, 3, 2, 1]) }",
+        "(float[3,4] x) => (float[3,4] y) { m = ReduceMean(x, [1]) c = Sub(x, m) p = Pow(c, 2.0) "
+        "v = ReduceMean(p, [1]) a = Add(v, 0.125) k = Pow(a, -0.5) n = Mul(c, k) y = Mul(n, [1.0, 2, 3, 4]) }",
+        "(float[2,3,4] x) => (float[2,3,4] y) { m = ReduceMean<keepdims=0>(x, [-1]) p = Mul(x, x) "
+        "q = ReduceMean<keepdims=0>(p, [-1]) t = Mul(m, m) v = Sub(q, t) o = Reshape(v, [2, 3, 1]) "
+        "l = Expand(o, [2, 3, 1]) a = Add(l, 0.125) d = Sqrt(a) k = Div(1.0, d) j = Reshape(m, [2, 3, 1]) "
+        "c = Sub(x, j) h = Mul(k, c) y = Add([4.0, 3, 2, 1], h) }",
+        "(float[2,3,4] x) => (float[2,3,4] y) { m = ReduceMean(x, [1, 2]) p = Mul(x, x) q = ReduceMean(p, [1, 2]) "
+        "t = Mul(m, m) v = Sub(q, t) a = Add(v, 0.125) d = Sqrt(a) c = Sub(x, m) y = Div(c, d) }",
+        "(float[3,4] x) => (float[3,4] y) { s = ReduceSum(x, [1]) m = Div(s, 4.0) p = Mul(x, x) "
+        "q = ReduceSum(p, [1]) r = Div(q, 4.0) t = Mul(m, m) u = Sub(r, t) v = Clip(u, 0.0) a = Add(0.125, v) "
+        "d = Pow(a, 0.5) c = Sub(x, m) y = Div(c, d) }",
+        "(float[3,4] x) => (float[3,4] y) { m = ReduceMean(x, [1]) p = Mul(x, x) r = ReduceMean(p, [1]) "
+        "t = Mul(m, m) u = Sub(r, t) v = Relu(u) a = Add(v, 0.125) d = Sqrt(a) c = Sub(x, m) y = Div(c, d) }",
     )
-    near_misses = (
-        "agraph (float[3,4] x) => (float[3,4] y) <int64[1] i = {1}, float e = {0.125}, float z = {0}, float k = "
-        "{9}> { m = ReduceMean(x, i) p = Mul(x, x) r = ReduceMean(p, i) t = Mul(m, m) u = Sub(r, t) v = Clip(u, "
-        "z, k) a = Add(v, e) d = Sqrt(a) c = Sub(x, m) y = Div(c, d) }",
-        "agraph (float[3,4] x) => (float[3,4] y) <int64[1] i = {1}, float e = {0.125}, float z = {1}> { m = "
-        "ReduceMean(x, i) p = Mul(x, x) r = ReduceMean(p, i) t = Mul(m, m) u = Sub(r, t) v = Clip(u, z) a = "
-        "Add(v, e) d = Sqrt(a) c = Sub(x, m) y = Div(c, d) }",
-        "agraph (float[3,4] x) => (float[3,4] y) <int64[1] i = {1}, float e = {0.125}, float n = {4}> { s = "
-        "ReduceSum(x, i) m = Div(n, s) c = Sub(x, m) p = Mul(c, c) r = ReduceMean(p, i) a = Add(r, e) d = Sqrt(a) "
+    near_misses = graphs(
+        "(float[3,4] x) => (float[3,4] y) { m = ReduceMean(x, [1]) p = Mul(x, x) r = ReduceMean(p, [1]) "
+        "t = Mul(m, m) u = Sub(r, t) v = Clip(u, 0.0, 9.0) a = Add(v, 0.125) d = Sqrt(a) c = Sub(x, m) "
         "y = Div(c, d) }",
-        "agraph (float[3,4] x) => (float[3,4] y) <int64[1] i = {1}, float e = {0.125}, float h = {0.75}> { m = "
-        "ReduceMean(x, i) c = Sub(x, m) p = Mul(c, c) r = ReduceMean(p, i) a = Add(r, e) d = Pow(a, h) y = Div(c, "
-        "d) }",
-        "agraph (float[3,4] x) => (float[1,3,4] y) <int64[1] i = {1}, float e = {0.125}, float[1,1,1] h = "
-        "{-0.5}> { m = ReduceMean(x, i) c = Sub(x, m) p = Mul(c, c) r = ReduceMean(p, i) a = Add(r, e) d = "
-        "Pow(a, h) y = Mul(c, d) }",
+        "(float[3,4] x) => (float[3,4] y) { m = ReduceMean(x, [1]) p = Mul(x, x) r = ReduceMean(p, [1]) "
+        "t = Mul(m, m) u = Sub(r, t) v = Clip(u, 1.0) a = Add(v, 0.125) d = Sqrt(a) c = Sub(x, m) y = Div(c, d) }",
+        "(float[3,4] x) => (float[3,4] y) { s = ReduceSum(x, [1]) m = Div(4.0, s) c = Sub(x, m) p = Mul(c, c) "
+        "r = ReduceMean(p, [1]) a = Add(r, 0.125) d = Sqrt(a) y = Div(c, d) }",
+        "(float[3,4] x) => (float[3,4] y) { m = ReduceMean(x, [1]) c = Sub(x, m) p = Mul(c, c) "
+        "r = ReduceMean(p, [1]) a = Add(r, 0.125) d = Pow(a, 0.75) y = Div(c, d) }",
+        "(float[3,4] x) => (float[1,3,4] y) <float[1,1,1] h = {-0.5}> { m = ReduceMean(x, [1]) c = Sub(x, m) "
+        "p = Mul(c, c) r = ReduceMean(p, [1]) a = Add(r, 0.125) d = Pow(a, h) y = Mul(c, d) }",
     )
 
     def varying(self, reader: Reader, normal: _Normal) -> tuple[int, ...] | None:
@@ -822,16 +810,15 @@ class FuseLayerNormalizationByMoments(_FuseNormalization):
 class FuseInstanceNormalization(_FuseNormalization):
     """(x - m) / sqrt(var + eps) * scale + bias -> instancenormalization(x, scale, bias)  over all spatial axes."""
 
-    examples = (
-        "agraph (float[N,3,4,5] x) => (float[N,3,4,5] y) <int64[2] i = {2,3}, float e = {0.125}, "
-        "float[3,1,1] g = {1,2,3}, float[1,3,1,1] b = {3,2,1}> { m = ReduceMean(x, i) c = Sub(x, m) p = Mul(c, c) "
-        "v = ReduceMean(p, i) a = Add(v, e) d = Sqrt(a) n = Div(c, d) s = Mul(n, g) y = Add(s, b) }",
-        "agraph (float[N,3,4] x) => (float[N,3,4] y) <int64[1] i = {-1}, float e = {0.125}, float[3,1] g = {1,2,3}> "
-        "{ m = GlobalAveragePool(x) p = Mul(x, x) q = ReduceMean(p, i) t = Mul(m, m) v = Sub(q, t) a = Add(v, e) "
-        "d = Sqrt(a) k = Reciprocal(d) f = Mul(g, k) c = Sub(x, m) y = Mul(f, c) }",
-        "agraph (float[N,2,3,4] x) => (float[N,2,3,4] y) <int64[2] i = {2,3}, float e = {0.125}> { m = "
-        "ReduceMean(x, i) "
-        "c = Sub(x, m) p = Mul(c, c) v = ReduceMean(p, i) a = Add(v, e) d = Sqrt(a) y = Div(c, d) }",
+    examples = graphs(
+        "(float[N,3,4,5] x) => (float[N,3,4,5] y) <float[3,1,1] g = {1,2,3}, float[1,3,1,1] b = {3,2,1}> "
+        "{ m = ReduceMean(x, [2, 3]) c = Sub(x, m) p = Mul(c, c) v = ReduceMean(p, [2, 3]) a = Add(v, 0.125) "
+        "d = Sqrt(a) n = Div(c, d) s = Mul(n, g) y = Add(s, b) }",
+        "(float[N,3,4] x) => (float[N,3,4] y) <float[3,1] g = {1,2,3}> { m = GlobalAveragePool(x) p = Mul(x, x) "
+        "q = ReduceMean(p, [-1]) t = Mul(m, m) v = Sub(q, t) a = Add(v, 0.125) d = Sqrt(a) k = Reciprocal(d) "
+        "f = Mul(g, k) c = Sub(x, m) y = Mul(f, c) }",
+        "(float[N,2,3,4] x) => (float[N,2,3,4] y) { m = ReduceMean(x, [2, 3]) c = Sub(x, m) p = Mul(c, c) "
+        "v = ReduceMean(p, [2, 3]) a = Add(v, 0.125) d = Sqrt(a) y = Div(c, d) }",
     )
 
     def varying(self, reader: Reader, normal: _Normal) -> tuple[int, ...] | None:
@@ -1046,13 +1033,11 @@ class PushBatchNormalizationIntoConcat(RegionRule, family="weights_algebra"):
     anchors = ("BatchNormalization",)
     reads_from = ("Concat",)
     dtypes = _WIDE
-    examples = (
-        "agraph (float[N,1,4] x, float[N,2,4] z) => (float[N,3,4] y) <float[3] s = {1,2,3}, float[3] b = {4,5,6}, "
-        "float[3] m = {1,-1,2}, float[3] v = {3,2,1}> { c = Concat<axis=1>(x, z) "
-        "y = BatchNormalization<epsilon=0.125>(c, s, b, m, v) }",
-        "agraph (float[N,1,2,2] x, float[N,2,2,2] z) => (float[N,4,2,2] y) <float[4] s = {1,2,3,4}, "
-        "float[4] b = {4,5,6,7}, float[4] m = {1,-1,2,0}, float[4] v = {3,2,1,1}> { c = Concat<axis=-3>(x, z, x) "
-        "y = BatchNormalization(c, s, b, m, v) }",
+    examples = graphs(
+        "(float[N,1,4] x, float[N,2,4] z) => (float[N,3,4] y) { c = Concat<axis=1>(x, z) "
+        "y = BatchNormalization<epsilon=0.125>(c, [1.0, 2, 3], [4.0, 5, 6], [1.0, -1, 2], [3.0, 2, 1]) }",
+        "(float[N,1,2,2] x, float[N,2,2,2] z) => (float[N,4,2,2] y) { c = Concat<axis=-3>(x, z, x) "
+        "y = BatchNormalization(c, [1.0, 2, 3, 4], [4.0, 5, 6, 7], [1.0, -1, 2, 0], [3.0, 2, 1, 1]) }",
     )
     near_misses = (
         f"agraph (float[3,2,4] x, float[5,2,4] z) => (float[8,2,4] y) <{STATISTICS}> "

@@ -7,6 +7,7 @@ from math import prod
 from typing import Any, ClassVar
 
 from rewrite_rules.axes import fronts
+from rewrite_rules.examples import graphs
 from xrlflow.ir import Attrs, DType
 from xrlflow.rewrite import Captures, Op, Rule, Val, accurate, require, worthwhile
 
@@ -34,16 +35,12 @@ class FuseReduceMean(Rule, family="idioms"):
     dtypes = _WIDE
     optional = ("axes",)
     shapes = "x[...]:float axes:const c[...]:const"
-    examples = (
-        "agraph (float[N,4] x) => (float[N,1] y) <int64[1] i = {-1}, float n = {4}> "
-        "{ s = ReduceSum(x, i) y = Div(s, n) }",
-        "agraph (float[N,2,4] x) => (float[N] y) <int64[2] i = {1,2}, float n = {0.125}> "
-        "{ s = ReduceSum<keepdims=0>(x, i) y = Mul(n, s) }",
-        "agraph (float[2,3] x) => (float y) <float n = {6}> { s = ReduceSum<keepdims=0>(x) y = Div(s, n) }",
+    examples = graphs(
+        "(float[N,4] x) => (float[N,1] y) { s = ReduceSum(x, [-1]) y = Div(s, 4.0) }",
+        "(float[N,2,4] x) => (float[N] y) { s = ReduceSum<keepdims=0>(x, [1, 2]) y = Mul(0.125, s) }",
+        "(float[2,3] x) => (float y) { s = ReduceSum<keepdims=0>(x) y = Div(s, 6.0) }",
     )
-    near_misses = (
-        "agraph (float[2,3] x) => (y) <float n = {6}> { s = ReduceSum<noop_with_empty_axes=1>(x) y = Div(s, n) }",
-    )
+    near_misses = graphs("(float[2,3] x) => (y) { s = ReduceSum<noop_with_empty_axes=1>(x) y = Div(s, 6.0) }")
 
     def source(self, op: Op, x: Any, axes: Any, c: Any) -> Any:
         return op.any_of(("Div", "Mul"), "by")(op.ReduceSum(x, axes, attrs="sum"), c)
@@ -71,11 +68,10 @@ class FuseReduceSumSquare(Rule, family="idioms"):
     dtypes = _WIDE
     optional = ("axes",)
     shapes = "x[...]:float axes:const"
-    examples: ClassVar[tuple[str, ...]] = (
-        "agraph (float[N,4] x) => (float[N,1] y) <int64[1] i = {-1}> { s = Mul(x, x) y = ReduceSum(s, i) }",
-        "agraph (float[2,3,4] x) => (float[3] y) <int64[2] i = {0,2}, float t = {2}> "
-        "{ s = Pow(x, t) y = ReduceSum<keepdims=0>(s, i) }",
-        "agraph (float[2,3] x) => (float[1,1] y) { s = Mul(x, x) y = ReduceSum(s) }",
+    examples: ClassVar[tuple[str, ...]] = graphs(
+        "(float[N,4] x) => (float[N,1] y) { s = Mul(x, x) y = ReduceSum(s, [-1]) }",
+        "(float[2,3,4] x) => (float[3] y) { s = Pow(x, 2.0) y = ReduceSum<keepdims=0>(s, [0, 2]) }",
+        "(float[2,3] x) => (float[1,1] y) { s = Mul(x, x) y = ReduceSum(s) }",
     )
     reduce = "ReduceSumSquare"
 
@@ -101,10 +97,10 @@ class FuseReduceL1(FuseReduceSumSquare):
 
     dtypes = _FLOAT
     reduce = "ReduceL1"
-    examples = (
-        "agraph (float[N,4] x) => (float[N,1] y) <int64[1] i = {-1}> { s = Abs(x) y = ReduceSum(s, i) }",
-        "agraph (float[2,3,2] x) => (float[3] y) <int64[2] i = {0, 2}> { s = Abs(x) y = ReduceSum<keepdims=0>(s, i) }",
-        "agraph (float[2,3] x) => (float[1,1] y) { s = Abs(x) y = ReduceSum(s) }",
+    examples = graphs(
+        "(float[N,4] x) => (float[N,1] y) { s = Abs(x) y = ReduceSum(s, [-1]) }",
+        "(float[2,3,2] x) => (float[3] y) { s = Abs(x) y = ReduceSum<keepdims=0>(s, [0, 2]) }",
+        "(float[2,3] x) => (float[1,1] y) { s = Abs(x) y = ReduceSum(s) }",
     )
     near_misses = (
         "agraph (float[2,3] x) => (float[2,3] y) { s = Abs(x) y = ReduceSum<noop_with_empty_axes=1>(s) }",
@@ -176,35 +172,28 @@ class MoveConstantBehindMean(Rule, family="weights_algebra"):
     dtypes = _WIDE
     optional = ("axes",)
     shapes = "x[...] c[...]:const axes:const"
-    examples = (
-        "agraph (float[N,2,3,4] x) => (float[N,2,1,1] y) <float[2,1,1] c = {2,3}> { m = Mul(x, c) y = "
-        "GlobalAveragePool(m) }",
-        "agraph (float[N,2,3,4] x) => (float[N,2,2,3] y) <float[1,2,1,1] c = {2,3}> "
-        "{ m = Add(c, x) y = AveragePool<kernel_shape=[2,2]>(m) }",
-        "agraph (float[N,2,3] x) => (float[N,3] y) <int64[1] i = {1}, float[3] c = {2,3,4}> "
-        "{ m = Add(x, c) y = ReduceMean<keepdims=0>(m, i) }",
-        "agraph (float[N,2,3] x) => (float[N,2,1] y) <int64[1] i = {-1}, float[2,1] c = {2,3}> "
-        "{ m = Mul(x, c) y = ReduceSum(m, i) }",
-        "agraph (float[N,2,3] x) => (float[N,2,1] y) <int64[1] i = {2}, float[2,1] c = {2,3}> "
-        "{ m = Add(x, c) y = ReduceMean(m, i) }",
-        "agraph (float[N,2,3] x) => (float[N,2,1] y) <float[2,1] c = {2,3}> { m = Add(x, c) y = "
-        "GlobalAveragePool(m) }",
-        "agraph (float[2,3,4] x) => (float[2,4] y) <int64[1] i = {1}, float[2,1,4] c = {1,2,3,4,5,6,7,8}> "
-        "{ m = Mul(x, c) y = ReduceMean<keepdims=0>(m, i) }",
-        "agraph (float[N,2,0] x) => (float[N,0] y) <int64[1] i = {1}, float[0] c = {}> "
-        "{ m = Mul(x, c) y = ReduceMean<keepdims=0>(m, i) }",
-        "agraph (float[N,2,4] x) => (float[N,2,P] y) <float[2,1] c = {2,3}> { m = Add(c, x) y = "
-        "AveragePool<kernel_shape=[2], count_include_pad=1>(m) }",
-        "agraph (float[2,3,4] x) => (float[3,4] y) <int64[1] i = {0}, float[1,1,4] c = {1,2,3,4}> { m = "
-        "Mul(x, c) y = ReduceMean<keepdims=0>(m, i) }",
+    examples = graphs(
+        "(float[N,2,3,4] x) => (float[N,2,1,1] y) <float[2,1,1] c = {2,3}> { m = Mul(x, c) y = GlobalAveragePool(m) }",
+        "(float[N,2,3,4] x) => (float[N,2,2,3] y) <float[1,2,1,1] c = {2,3}> { m = Add(c, x) "
+        "y = AveragePool<kernel_shape=[2,2]>(m) }",
+        "(float[N,2,3] x) => (float[N,3] y) { m = Add(x, [2.0, 3, 4]) y = ReduceMean<keepdims=0>(m, [1]) }",
+        "(float[N,2,3] x) => (float[N,2,1] y) <float[2,1] c = {2,3}> { m = Mul(x, c) y = ReduceSum(m, [-1]) }",
+        "(float[N,2,3] x) => (float[N,2,1] y) <float[2,1] c = {2,3}> { m = Add(x, c) y = ReduceMean(m, [2]) }",
+        "(float[N,2,3] x) => (float[N,2,1] y) <float[2,1] c = {2,3}> { m = Add(x, c) y = GlobalAveragePool(m) }",
+        "(float[2,3,4] x) => (float[2,4] y) <float[2,1,4] c = {1,2,3,4,5,6,7,8}> { m = Mul(x, c) "
+        "y = ReduceMean<keepdims=0>(m, [1]) }",
+        "(float[N,2,0] x) => (float[N,0] y) <float[0] c = {}> { m = Mul(x, c) y = ReduceMean<keepdims=0>(m, [1]) }",
+        "(float[N,2,4] x) => (float[N,2,P] y) <float[2,1] c = {2,3}> { m = Add(c, x) "
+        "y = AveragePool<kernel_shape=[2], count_include_pad=1>(m) }",
+        "(float[2,3,4] x) => (float[3,4] y) <float[1,1,4] c = {1,2,3,4}> { m = Mul(x, c) "
+        "y = ReduceMean<keepdims=0>(m, [0]) }",
     )
-    near_misses = (
-        "agraph (float[N,2,3] x) => (float[N,2,4] y) <float[2,1] c = {2,3}> "
-        "{ m = Add(c, x) y = AveragePool<kernel_shape=[2], pads=[1,1], count_include_pad=1>(m) }",
-        "agraph (float[3] x) => (float[3] y) <int64[1] i = {0}, float[1,1] c = {2}> "
-        "{ m = Mul(x, c) y = ReduceMean<keepdims=0>(m, i) }",
-        "agraph (float[N,2,4] x) => (float[N,2,P] y) <float[2,1] c = {2,3}> { m = Add(c, x) y = "
-        "AveragePool<kernel_shape=[2], strides=[3], ceil_mode=1, count_include_pad=1>(m) }",
+    near_misses = graphs(
+        "(float[N,2,3] x) => (float[N,2,4] y) <float[2,1] c = {2,3}> { m = Add(c, x) "
+        "y = AveragePool<kernel_shape=[2], pads=[1,1], count_include_pad=1>(m) }",
+        "(float[3] x) => (float[3] y) <float[1,1] c = {2}> { m = Mul(x, c) y = ReduceMean<keepdims=0>(m, [0]) }",
+        "(float[N,2,4] x) => (float[N,2,P] y) <float[2,1] c = {2,3}> { m = Add(c, x) "
+        "y = AveragePool<kernel_shape=[2], strides=[3], ceil_mode=1, count_include_pad=1>(m) }",
     )
 
     def source(self, op: Op, x: Any, c: Any, axes: Any) -> Any:

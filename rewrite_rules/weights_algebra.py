@@ -15,6 +15,7 @@ import numpy as np
 
 from rewrite_rules.axes import axis_of, rank_of
 from rewrite_rules.elementwise import UNARY, given, keeps_shape, made_by, read_once
+from rewrite_rules.examples import graphs
 from rewrite_rules.linear import flat
 from rewrite_rules.shapes import either
 from xrlflow.ir import ABSENT, Attrs, Dim, DType, Node, Value
@@ -79,19 +80,17 @@ class PushGatherThroughFunction(RegionRule, family="weights_algebra"):
     anchors = (*_FUNCTIONS, "Add", "Mul", "Sub", "Div", *_ALONG_ROWS)
     reads_from = ("Gather",)
     dtypes = _WIDE
-    examples = (
-        "agraph (int64[N,5] i) => (float[N,5,2] y) <float[3,2] t = {1,2,3,4,5,6}> { g = Gather(t, i) y = Tanh(g) }",
-        "agraph (int64[N,5] i) => (float[N,5,2] y) <float[3,2] t = {1,2,3,4,5,6}, float[2] c = {7,8}> "
-        "{ g = Gather(t, i) y = Add(c, g) }",
-        "agraph (int32[5] i) => (float[5,2] y) <float[3,2] t = {1,2,3,4,5,6}, float[1,2] c = {7,8}> "
-        "{ g = Gather(t, i) y = Div(g, c) }",
-        "agraph (int64[N,5] i) => (float[N,5,2] y) <float[3,2] t = {1,2,3,4,5,6}, float[2] s = {7,8}, "
-        "float[2] b = {2,1}> { g = Gather(t, i) y = LayerNormalization<epsilon=0.125>(g, s, b) }",
-        "agraph (int64[N,5] i) => (float[N,5,2] y) <float[3,2] t = {1,2,3,4,5,6}, float c = {0.5}> "
-        "{ g = Gather(t, i) y = Mul(g, c) }",
-        "agraph (int64[N] i) => (float[N,2] y) <float[3,2] t = {1,2,3,4,5,6}> { g = Gather(t, i) y = Softmax(g) }",
-        "agraph (int64[5] i) => (float[5,2] y) { p = Constant<value_ints=[8388608,2]>() o = "
-        "Constant<value_float=0.5>() t = Expand(o, p) g = Gather(t, i) y = Tanh(g) }",
+    examples = graphs(
+        "(int64[N,5] i) => (float[N,5,2] y) <float[3,2] t = {1,2,3,4,5,6}> { g = Gather(t, i) y = Tanh(g) }",
+        "(int64[N,5] i) => (float[N,5,2] y) <float[3,2] t = {1,2,3,4,5,6}> { g = Gather(t, i) y = Add([7.0, 8], g) }",
+        "(int32[5] i) => (float[5,2] y) <float[3,2] t = {1,2,3,4,5,6}, float[1,2] c = {7,8}> { g = Gather(t, i) "
+        "y = Div(g, c) }",
+        "(int64[N,5] i) => (float[N,5,2] y) <float[3,2] t = {1,2,3,4,5,6}> { g = Gather(t, i) "
+        "y = LayerNormalization<epsilon=0.125>(g, [7.0, 8], [2.0, 1]) }",
+        "(int64[N,5] i) => (float[N,5,2] y) <float[3,2] t = {1,2,3,4,5,6}> { g = Gather(t, i) y = Mul(g, 0.5) }",
+        "(int64[N] i) => (float[N,2] y) <float[3,2] t = {1,2,3,4,5,6}> { g = Gather(t, i) y = Softmax(g) }",
+        "(int64[5] i) => (float[5,2] y) { p = Constant<value_ints=[8388608,2]>() o = Constant<value_float=0.5>() "
+        "t = Expand(o, p) g = Gather(t, i) y = Tanh(g) }",
     )
     near_misses = (
         "agraph (float[N,2] x, int64 i) => (float[N,2] y) <float[3,2] t = {1,2,3,4,5,6}> "
@@ -160,12 +159,11 @@ class ReplaceOneHotByGather(Rule, family="weights_algebra"):
         "agraph (int32[4,1] i) => (float[4,2] y) <int32[1,4] r = {0,1,2,3}, float[4,2] w = {1,2,3,4,5,6,7,8}> "
         "{ e = Equal(r, i) h = Cast<to=1>(e) y = MatMul(h, w) }",
     )
-    near_misses = (
-        "agraph (int64[N,1] i) => (float[N] y) <int64[3] r = {0,1,2}, float[3] w = {1,2,3}> "
-        "{ e = Equal(i, r) h = Cast<to=1>(e) y = MatMul(h, w) }",
-        "agraph (float[N,1] i) => (float[N,2] y) <float[3] r = {0,1,2}, float[3,2] w = {1,2,3,4,5,6}> "
-        "{ e = Equal(i, r) h = Cast<to=1>(e) y = MatMul(h, w) }",
-        "agraph (int64[2,1] i) => (float[2,2] y) <int64[2,3] r = {0,1,2,0,1,2}, float[3,2] w = {1,2,3,4,5,6}> "
+    near_misses = graphs(
+        "(int64[N,1] i) => (float[N] y) { e = Equal(i, [0, 1, 2]) h = Cast<to=1>(e) y = MatMul(h, [1.0, 2, 3]) }",
+        "(float[N,1] i) => (float[N,2] y) <float[3,2] w = {1,2,3,4,5,6}> { e = Equal(i, [0.0, 1, 2]) "
+        "h = Cast<to=1>(e) y = MatMul(h, w) }",
+        "(int64[2,1] i) => (float[2,2] y) <int64[2,3] r = {0,1,2,0,1,2}, float[3,2] w = {1,2,3,4,5,6}> "
         "{ e = Equal(i, r) h = Cast<to=1>(e) y = MatMul(h, w) }",
     )
 
@@ -234,16 +232,13 @@ class MoveScaleIntoMatMul(Rule, family="weights_algebra"):
 
     dtypes = _WIDE
     shapes = "x[...,m,k] y[...,k,n] s[...]:const"
-    examples = (
-        "agraph (float[N,3,4] x, float[N,4,5] z) => (float[N,3,5] y) <float s = {0.5}> { p = MatMul(x, z) y "
-        "= Mul(p, s) }",
-        "agraph (float[3,4] x, float[N,4,5] z) => (float[N,3,5] y) <float[1] s = {3}> { p = MatMul(x, z) y "
-        "= Mul(s, p) }",
+    examples = graphs(
+        "(float[N,3,4] x, float[N,4,5] z) => (float[N,3,5] y) { p = MatMul(x, z) y = Mul(p, 0.5) }",
+        "(float[3,4] x, float[N,4,5] z) => (float[N,3,5] y) { p = MatMul(x, z) y = Mul([3.0], p) }",
     )
-    near_misses = (
-        "agraph (float[4] x, float[3,4,5] z) => (float[3,5] y) <float[1,1] s = {0.5}> { p = MatMul(x, z) y "
-        "= Mul(p, s) }",
-        "agraph (float[3,4] x, float[4,5] z, float s) => (float[3,5] y) { p = MatMul(x, z) y = Mul(p, s) }",
+    near_misses = graphs(
+        "(float[4] x, float[3,4,5] z) => (float[3,5] y) <float[1,1] s = {0.5}> { p = MatMul(x, z) y = Mul(p, s) }",
+        "(float[3,4] x, float[4,5] z, float s) => (float[3,5] y) { p = MatMul(x, z) y = Mul(p, s) }",
     )
 
     def source(self, op: Op, x: Any, y: Any, s: Any) -> Any:
@@ -262,11 +257,9 @@ class MoveScaleOutOfMatMul(Rule, family="weights_algebra"):
 
     dtypes = _WIDE
     shapes = "x[...,m,k] y[...,k,n] s[...]:const"
-    examples = (
-        "agraph (float[N,3,4] x, float[N,4,5] z) => (float[N,3,5] y) <float s = {0.5}> { p = Mul(x, s) y = "
-        "MatMul(p, z) }",
-        "agraph (float[N,3,4] x, float[4,5] z) => (float[N,3,5] y) <float[1] s = {3}> { p = Mul(s, z) y = "
-        "MatMul(x, p) }",
+    examples = graphs(
+        "(float[N,3,4] x, float[N,4,5] z) => (float[N,3,5] y) { p = Mul(x, 0.5) y = MatMul(p, z) }",
+        "(float[N,3,4] x, float[4,5] z) => (float[N,3,5] y) { p = Mul([3.0], z) y = MatMul(x, p) }",
     )
 
     def source(self, op: Op, x: Any, y: Any, s: Any) -> Any:
@@ -289,21 +282,19 @@ class FoldScaleOfPartIntoMatMul(RegionRule, family="weights_algebra"):
     anchors = ("Mul",)
     reads_from = ("Split",)
     dtypes = frozenset({DType.FLOAT})
-    examples = (
-        "agraph (float[N,3,2] x) => (float[N,3,2] y, float[N,3,1] b) <float[2,3] w = {1,2,3,4,5,6}, "
-        "float s = {0.5}, int64[2] z = {2,1}> { p = MatMul(x, w) a, b = Split<axis=-1>(p, z) y = Mul(a, s) }",
-        "agraph (float[5,2] x) => (float[5,1] a, float[5,2] y) <float[2,3] w = {1,2,3,4,5,6}, float[3] c = {1,2,3}, "
-        "float[1] s = {0.5}, int64[2] z = {1,2}> { p = MatMul(x, w) q = Add(p, c) a, b = Split<axis=1>(q, z) "
-        "y = Mul(s, b) }",
-        "agraph (float[5,2] x) => (float[5,1] a, float[5,2] y) <float[3,2] w = {1,2,3,4,5,6}, float[3] c = {1,2,3}, "
-        "float s = {3}, int64[2] z = {1,2}> { q = Gemm<transB=1, beta=0.5>(x, w, c) a, b = Split<axis=1>(q, z) "
-        "y = Mul(b, s) }",
+    examples = graphs(
+        "(float[N,3,2] x) => (float[N,3,2] y, float[N,3,1] b) <float[2,3] w = {1,2,3,4,5,6}> { p = MatMul(x, w) "
+        "a, b = Split<axis=-1>(p, [2, 1]) y = Mul(a, 0.5) }",
+        "(float[5,2] x) => (float[5,1] a, float[5,2] y) <float[2,3] w = {1,2,3,4,5,6}> { p = MatMul(x, w) "
+        "q = Add(p, [1.0, 2, 3]) a, b = Split<axis=1>(q, [1, 2]) y = Mul([0.5], b) }",
+        "(float[5,2] x) => (float[5,1] a, float[5,2] y) <float[3,2] w = {1,2,3,4,5,6}> "
+        "{ q = Gemm<transB=1, beta=0.5>(x, w, [1.0, 2, 3]) a, b = Split<axis=1>(q, [1, 2]) y = Mul(b, 3.0) }",
     )
-    near_misses = (
-        "agraph (float[2,3,2] x) => (float[2,2] y, float[2,1] b) <float[2] w = {1,2}, float s = {0.5}, "
-        "int64[2] z = {2,1}> { p = MatMul(x, w) a, b = Split<axis=-1>(p, z) y = Mul(a, s) }",
-        "agraph (float[5,2] x, float[3] c) => (float[5,1] a, float[5,2] y) <float[3,2] w = {1,2,3,4,5,6}, "
-        "float s = {3}, int64[2] z = {1,2}> { q = Gemm<transB=1>(x, w, c) a, b = Split<axis=1>(q, z) y = Mul(b, s) }",
+    near_misses = graphs(
+        "(float[2,3,2] x) => (float[2,2] y, float[2,1] b) { p = MatMul(x, [1.0, 2]) a, b "
+        "= Split<axis=-1>(p, [2, 1]) y = Mul(a, 0.5) }",
+        "(float[5,2] x, float[3] c) => (float[5,1] a, float[5,2] y) <float[3,2] w = {1,2,3,4,5,6}> "
+        "{ q = Gemm<transB=1>(x, w, c) a, b = Split<axis=1>(q, [1, 2]) y = Mul(b, 3.0) }",
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
