@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import ml_dtypes
 import numpy as np
 
-from rewrite_rules.elementwise import keeps_shape, made_by
+from rewrite_rules.elementwise import FLOAT, WIDE, keeps_shape, made_by
 from rewrite_rules.examples import graphs
 from rewrite_rules.reading import (
     COMPARISONS,
@@ -21,14 +21,9 @@ from rewrite_rules.reading import (
     only_reader,
     operands,
 )
-from xrlflow.ir import DType, Node, Value
+from xrlflow.ir import Node, Value
 from xrlflow.ops.tensors import numpy_dtype
 from xrlflow.rewrite import Captures, Op, Reader, Region, RegionRule, Rule, Val, require, worthwhile
-
-_FLOAT = frozenset({DType.FLOAT})
-
-_WIDE = frozenset({DType.FLOAT, DType.DOUBLE})
-
 
 # Activations by Where
 
@@ -117,7 +112,7 @@ class _ReplaceWhere(RegionRule, family="idioms"):
 
     proof = "numeric"
     relies_on = "the definition by cases"
-    dtypes = _FLOAT
+    dtypes = FLOAT
     anchors = ("Where",)
     reads_from = tuple(COMPARISONS)
 
@@ -136,7 +131,7 @@ class _ReplaceWhere(RegionRule, family="idioms"):
 class ReplaceWhereByRelu(_ReplaceWhere):
     """where(x < 0, 0, x) -> relu(x)  for any comparison that comes to this, and gives x where x is NaN."""
 
-    dtypes = _WIDE
+    dtypes = WIDE
     examples = graphs(
         "(float[N,3] x) => (float[N,3] y) { c = Less(x, 0.0) y = Where(c, 0.0, x) }",
         "(float[2,3] x) => (float[2,3] y) { c = LessOrEqual(x, 0.0) y = Where(c, 0.0, x) }",
@@ -282,7 +277,7 @@ class ReplaceMaxByClip(Rule, family="idioms"):
 
     proof = "numeric"
     relies_on = "clip(x, c, inf) = max(x, c) and clip(x, -inf, c) = min(x, c)"
-    dtypes = _WIDE
+    dtypes = WIDE
     shapes = "x[...]:float c[...]:const"
 
     def source(self, op: Op, x: Any, c: Any) -> Any:
@@ -329,7 +324,7 @@ class ReplaceClipByRelu(Rule, family="idioms"):
 
     proof = "numeric"
     relies_on = "relu(x) = max(x, 0)"
-    dtypes = _WIDE
+    dtypes = WIDE
     shapes = "x[...]:float a[]:const b[]:const"
     examples = graphs(
         "(float[N,3] x) => (float[N,3] y) { h = Reciprocal(0.0) y = Clip(x, 0.0, h) }",
@@ -352,7 +347,7 @@ class ReplacePReluByLeakyRelu(Rule, family="idioms"):
 
     proof = "numeric"
     relies_on = "leakyrelu(x, a) = prelu(x, a)"
-    dtypes = _FLOAT
+    dtypes = FLOAT
     shapes = "x[...]:float a[...]:const"
 
     def source(self, op: Op, x: Any, a: Any) -> Any:
@@ -373,7 +368,7 @@ class FusePRelu(Rule, family="idioms"):
 
     proof = "numeric"
     relies_on = "relu(x) - relu(-x) = x"
-    dtypes = _FLOAT
+    dtypes = FLOAT
     shapes = "x[...]:float a[...]:const"
     examples = graphs(
         "(float[N,3] x) => (float[N,3] y) { p = Relu(x) n = Neg(x) r = Relu(n) m = Mul(r, [0.5, 0.25, -2]) "
@@ -398,7 +393,7 @@ class FuseLeakyReluFromMax(Rule, family="idioms"):
 
     proof = "numeric"
     relies_on = "a * x is the greater one just where x is negative"
-    dtypes = _FLOAT
+    dtypes = FLOAT
     shapes = "x[...]:float a[...]:const"
     examples = graphs(
         "(float[N,3] x) => (float[N,3] y) { m = Mul(x, 0.125) y = Max(x, m) }",
@@ -430,7 +425,7 @@ class FuseSigmoid(Rule, family="idioms"):
     assumes = "approximate"
     proof = "numeric"
     relies_on = "sigmoid(x) = 1 / (1 + exp(-x))"
-    dtypes = _WIDE
+    dtypes = WIDE
     shapes = "x[...]:float"
 
     def source(self, op: Op, x: Any) -> Any:
@@ -452,7 +447,7 @@ class ReplaceDivBySigmoid(Rule, family="idioms"):
     assumes = "approximate"
     proof = "numeric"
     relies_on = "sigmoid(x) = 1 / (1 + exp(-x))"
-    dtypes = _WIDE
+    dtypes = WIDE
     shapes = "a[...]:float x[...]:float"
     examples = (
         "agraph (float[N,3] x) => (float[N,3] y) { one = Constant<value_float=1.0>() n = Neg(x) e = Exp(n) "
@@ -478,7 +473,7 @@ class FuseSoftplus(Rule, family="idioms"):
     mends = True
     proof = "numeric"
     relies_on = "softplus(x) = log(1 + exp(x))"
-    dtypes = _FLOAT
+    dtypes = FLOAT
     shapes = "x[...]:float"
 
     def source(self, op: Op, x: Any) -> Any:
@@ -497,7 +492,7 @@ class FuseTanh(Rule, family="idioms"):
     mends = True
     proof = "numeric"
     relies_on = "the definition of tanh by exponentials"
-    dtypes = _WIDE
+    dtypes = WIDE
     shapes = "x[...]:float"
 
     def source(self, op: Op, x: Any) -> Any:
@@ -511,7 +506,7 @@ class FuseTanh(Rule, family="idioms"):
 class FuseSoftsign(Rule, family="idioms"):
     """x / (1 + |x|) -> softsign(x)."""
 
-    dtypes = _FLOAT
+    dtypes = FLOAT
     shapes = "x[...]:float"
 
     def source(self, op: Op, x: Any) -> Any:
@@ -526,7 +521,7 @@ class FuseHardSwishFromScaled(Rule, family="idioms"):
 
     proof = "numeric"
     relies_on = "hardsigmoid(x) = clip(x / 6 + 1/2, 0, 1)"
-    dtypes = _FLOAT
+    dtypes = FLOAT
     shapes = "x[...]:float"
 
     def source(self, op: Op, x: Any) -> Any:
@@ -585,7 +580,7 @@ class FuseTanhGeluOfPolynomial(RegionRule, family="idioms"):
 
     proof = "numeric"
     relies_on = "the definition of gelu by tanh"
-    dtypes = _FLOAT
+    dtypes = FLOAT
     anchors = ("Tanh",)
     reads_from = ("Mul", "Add", "Div")
     examples = graphs(
@@ -684,7 +679,7 @@ class FuseGelu(Rule, family="normalisation"):
 
     proof = "numeric"
     relies_on = "gelu(x) = x (1 + erf(x / sqrt 2)) / 2, with sqrt 2 as float32 rounds it"
-    dtypes = _FLOAT
+    dtypes = FLOAT
     shapes = "x[...]:float"
     examples = graphs(
         "(float[N,4] x) => (float[N,4] y) { a = Div(x, 1.4142135623730951) b = Erf(a) c = Add(b, 1.0) d = Mul(x, c) "
@@ -711,7 +706,7 @@ class FuseTanhGelu(Rule, family="normalisation"):
 
     proof = "numeric"
     relies_on = "the approximation of gelu by tanh, with its constants as float32 rounds them"
-    dtypes = _FLOAT
+    dtypes = FLOAT
     shapes = "x[...]:float"
     examples = graphs(
         "(float[N,4] x) => (float[N,4] y) { p = Pow(x, 3.0) q = Mul(p, 0.044715) s = Add(x, q) "
@@ -741,7 +736,7 @@ class FuseHardSigmoid(Rule, family="normalisation"):
 
     proof = "numeric"
     relies_on = "hardsigmoid(x) = max(0, min(1, a x + b)), scaling an interval scales its bounds"
-    dtypes = _FLOAT
+    dtypes = FLOAT
     shapes = "x[...]:float"
 
     def source(self, op: Op, x: Any) -> Any:
@@ -773,7 +768,7 @@ class FuseAffineHardSigmoid(Rule, family="normalisation"):
 
     proof = "numeric"
     relies_on = "hardsigmoid(x) = max(0, min(1, a x + b))"
-    dtypes = _FLOAT
+    dtypes = FLOAT
     shapes = "x[...]:float a[]:const b[]:const | x[...]:float a[1]:const b[1]:const"
 
     def source(self, op: Op, x: Any, a: Any, b: Any) -> Any:
@@ -791,7 +786,7 @@ class FuseHardSwish(Rule, family="normalisation"):
 
     proof = "numeric"
     relies_on = "hardswish(x) = x hardsigmoid(x, 1/6, 1/2), with 1/6 as float32 rounds it"
-    dtypes = _FLOAT
+    dtypes = FLOAT
     shapes = "x[...]:float"
 
     def source(self, op: Op, x: Any) -> Any:
@@ -806,7 +801,7 @@ class SplitHardSwish(Rule, family="normalisation"):
 
     proof = "numeric"
     relies_on = "hardswish(x) = x hardsigmoid(x, 1/6, 1/2), with 1/6 as float32 rounds it"
-    dtypes = _FLOAT
+    dtypes = FLOAT
     shapes = "x[...]:float"
 
     def source(self, op: Op, x: Any) -> Any:

@@ -12,7 +12,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from rewrite_rules.axes import axis_of, rank_of, same_dims
-from rewrite_rules.constants import concat_constants, slice_constant
+from rewrite_rules.constants import AT_EXPORT, concat_constants, slice_constant
 from rewrite_rules.elementwise import BROADCAST, made_by, read_once
 from rewrite_rules.examples import graphs
 from rewrite_rules.linear import NUMBERS, group_of
@@ -70,10 +70,6 @@ class DistributeMulOverSum(RegionRule, family="algebra"):
 # Matrix products
 
 
-# At most so many multiplications for one product of constants.
-_AT_EXPORT = 1 << 32
-
-
 def _is_matrix(reader: Reader, value: Value) -> bool:
     """Whether a value is a matrix, or several of them."""
     rank = reader.type(value).rank
@@ -83,7 +79,7 @@ def _is_matrix(reader: Reader, value: Value) -> bool:
 def _worthwhile_product(x: Val, y: Val) -> None:
     """Constants are multiplied out when the model is written."""
     worthwhile(
-        x.size(-2) * x.size(-1) * y.size(-1) <= _AT_EXPORT, "multiplying the constants out would take long"
+        x.size(-2) * x.size(-1) * y.size(-1) <= AT_EXPORT, "multiplying the constants out would take long"
     )
 
 

@@ -8,14 +8,11 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from rewrite_rules.elementwise import BROADCAST, made_by, read_once, unary_form
+from rewrite_rules.elementwise import BROADCAST, WIDE, made_by, read_once, unary_form
 from rewrite_rules.examples import graphs
 from rewrite_rules.linear import NUMBERS
 from xrlflow.ir import FLOATS, Dim, DType, Node
 from xrlflow.rewrite import Captures, Op, Reader, Region, RegionRule, Rule, Val, require, worthwhile
-
-_WIDE = frozenset({DType.FLOAT, DType.DOUBLE})
-
 
 # Sums and products, element by element
 
@@ -189,7 +186,7 @@ class PushMonotoneThroughMax(RegionRule, family="algebra"):
 class ReplacePowByProduct(Rule, family="idioms"):
     """x ^ 2 -> x * x."""
 
-    dtypes = _WIDE
+    dtypes = WIDE
     shapes = "x[...]:float"
 
     def source(self, op: Op, x: Any) -> Any:
@@ -206,7 +203,7 @@ class ReplacePowBySqrt(Rule, family="idioms"):
     """
 
     spreads = True
-    dtypes = _WIDE
+    dtypes = WIDE
     shapes = "x[...]:float"
 
     def source(self, op: Op, x: Any) -> Any:
@@ -219,7 +216,7 @@ class ReplacePowBySqrt(Rule, family="idioms"):
 class ReplaceDivByReciprocal(Rule, family="idioms"):
     """x / y -> x * (1 / y)  when y is smaller, and repeated along x."""
 
-    dtypes = _WIDE
+    dtypes = WIDE
     shapes = "x[...]:float y[...]:float"
 
     examples = (
@@ -249,7 +246,7 @@ def _repeats(small: tuple[Dim, ...], large: tuple[Dim, ...]) -> bool:
 class ReplaceNegByMul(Rule, family="idioms"):
     """-x -> x * -1, so that it can be folded as a factor."""
 
-    dtypes = _WIDE
+    dtypes = WIDE
     shapes = "x[...]:float"
 
     def source(self, op: Op, x: Any) -> Any:
@@ -262,7 +259,7 @@ class ReplaceNegByMul(Rule, family="idioms"):
 class ReplaceMulByNeg(Rule, family="idioms"):
     """x * -1 -> -x."""
 
-    dtypes = _WIDE
+    dtypes = WIDE
     shapes = "x[...]:float"
 
     def source(self, op: Op, x: Any) -> Any:
@@ -341,8 +338,6 @@ def _is_normal(numbers: npt.NDArray[np.float64], dtype: DType) -> npt.NDArray[np
 # Below it a quotient may overflow, or lose what it is divided from.
 _LEAST_DIVISOR = 1e-6
 
-_WIDE_FLOATS = frozenset({DType.FLOAT, DType.DOUBLE})
-
 
 def _require_divisor(c: Val) -> None:
     size = np.abs(c.array.astype(np.float64))
@@ -352,7 +347,7 @@ def _require_divisor(c: Val) -> None:
 class PullMulOutOfConstantAdd(_TwoConstants):
     """x * d + c -> (x + c / d) * d  with c and d constant."""
 
-    dtypes = _WIDE_FLOATS
+    dtypes = WIDE
     near_misses = (
         "agraph (float[N] x) => (float[N] y) <float c = {1e36}, float d = {1e-5}> { a = Mul(x, d) y = Add(a, c) }",
     )
@@ -381,7 +376,7 @@ class PullMulOutOfConstantAdd(_TwoConstants):
 class ReplaceConstantDivByMul(Rule, family="linear"):
     """x / c -> x * (1 / c)  with c constant."""
 
-    dtypes = _WIDE_FLOATS
+    dtypes = WIDE
     shapes = "x[...] c[...]:const"
     survivors: ClassVar[Mapping[str, str]] = {"drop: it cannot be divided by": _ROOM}
 

@@ -9,11 +9,11 @@ from typing import Any, ClassVar
 import numpy as np
 
 from rewrite_rules.axes import axis_of, compose, is_identity, perm_of, rank_of, same_dims
-from rewrite_rules.elementwise import is_unary, keeps_shape, made_by, read_once
+from rewrite_rules.elementwise import FLOAT, is_unary, keeps_shape, made_by, read_once
 from rewrite_rules.examples import graphs
 from rewrite_rules.reading import between, number_of, operands
 from rewrite_rules.slices import piece
-from xrlflow.ir import Dim, DType, Node, Value
+from xrlflow.ir import Dim, Node, Value
 from xrlflow.rewrite import Op, Reader, Region, RegionRule, Val, require, worthwhile
 
 
@@ -76,7 +76,7 @@ class FuseAttention(RegionRule, family="attention"):
     proof = "numeric"
     relies_on = "softmax of scaled scores; several scales make one product, rounded to float32"
     # ONNX Runtime has kernels for these.
-    dtypes = frozenset({DType.FLOAT})
+    dtypes = FLOAT
     anchors = ("Softmax",)
     examples = graphs(
         "(float[N,2,3,4] q, float[N,2,5,4] k, float[N,2,5,6] v, float[1,1,3,5] m) => (float[N,2,3,6] y) "
@@ -204,9 +204,6 @@ class FuseAttention(RegionRule, family="attention"):
         return op.Attention(q, keys, v, mask, scale=float(np.float32(scale)))
 
 
-_FLOAT = frozenset({DType.FLOAT})
-
-
 # Rotary embeddings, nearest neighbours
 
 
@@ -242,7 +239,7 @@ class FuseRotaryEmbedding(RegionRule, family="idioms"):
     As `rotate_half` has it in transformers.
     """
 
-    dtypes = _FLOAT
+    dtypes = FLOAT
     anchors = ("Add",)
     reads_from = ("Mul",)
     examples = graphs(

@@ -10,24 +10,17 @@ from typing import Any, ClassVar
 import numpy as np
 
 from rewrite_rules.axes import fronts, inverse, reshape_numbers, same_dims
-from rewrite_rules.elementwise import made_by, read_once
+from rewrite_rules.constants import AT_EXPORT
+from rewrite_rules.elementwise import FLOAT, WIDE, made_by, read_once
 from rewrite_rules.examples import graphs
 from rewrite_rules.linear import group_of, scale_columns
 from rewrite_rules.reading import between
 from rewrite_rules.reshape import VIEWS
 from rewrite_rules.shapes import per_rank
-from xrlflow.ir import ABSENT, Attrs, Dim, DType, Node, Value
+from xrlflow.ir import ABSENT, Attrs, Dim, Node, Value
 from xrlflow.ir.dims import LARGEST
 from xrlflow.ops.tensors import numpy_dtype
 from xrlflow.rewrite import Captures, Op, Reader, Region, RegionRule, Rule, Val, accurate, require, worthwhile
-
-# Element types for which ONNX Runtime multiplies matrices.
-_PRODUCTS = frozenset({DType.FLOAT, DType.DOUBLE})
-
-_FLOAT = frozenset({DType.FLOAT})
-
-# Constants are multiplied out when the model is written: at most so many multiplications for one product.
-_AT_EXPORT = 1 << 32
 
 _IMAGE = per_rank("x[i,c{h}]")
 
@@ -113,7 +106,7 @@ class ReplacePointwiseConvByMatMul(_OneConv):
     nonempty = True
     # TVM's kernels are this product already, and where it has channels last the matrix would need conversions.
     backend = "onnxruntime"
-    dtypes = _PRODUCTS
+    dtypes = WIDE
     shapes = per_rank("x[i,c{h}] w[m,c{1}] b[m]")
 
     def where(self, m: Captures) -> None:
@@ -137,7 +130,7 @@ class ReplacePointwiseConvByMatMul(_OneConv):
 class ReplaceMatMulByPointwiseConv(Rule, family="convolution"):
     """w @ x -> conv(x, w)  for a constant matrix w and x of three dimensions."""
 
-    dtypes = _FLOAT
+    dtypes = FLOAT
     shapes = "w[m,c]:const x[i,c,h]"
 
     def source(self, op: Op, w: Any, x: Any) -> Any:
@@ -158,7 +151,7 @@ def _channels_last(rank: int) -> tuple[int, ...]:
 class MergeTransposedMatMulIntoConv(Rule, family="convolution"):
     """transpose(transpose(x) @ w) -> conv(x, w^T)  when the channels go last for the product, and come back."""
 
-    dtypes = _FLOAT
+    dtypes = FLOAT
     shapes = per_rank("x[i,c{h}] w[c,n]:const")
 
     def source(self, op: Op, x: Any, w: Any) -> Any:
@@ -182,7 +175,7 @@ class ReplaceConvOfTransposeByMatMul(Rule, family="convolution"):
         "omit Reshape (call 0)": "transposed, the kernel's dimensions of 1 stand in front, where a product broadcasts"
     }
 
-    dtypes = _PRODUCTS
+    dtypes = WIDE
     optional = ("b",)
     shapes = per_rank("x[i{h},c] w[m,c{1}] b[m]")
     examples = (
@@ -292,7 +285,7 @@ class ReplaceFullConvByGemm(_OneConv):
     On an image of one pixel too, of which a padded kernel meets one tap.
     """
 
-    dtypes = _PRODUCTS
+    dtypes = WIDE
     shapes = per_rank("x[i,c{h}] w[m,c{k}]:const b[m]")
     examples = graphs(
         "(float[N,3,1,1] x) => (float[N,2,1,1] y) <float[2,3,1,1] w = {1,2,3,4,5,6}> { y = Conv(x, w, [7.0, 8]) }",
@@ -335,7 +328,7 @@ class ReplaceFullConvByGemm(_OneConv):
 class ReplacePatchConvByMatMul(_OneConv):
     """conv(x, w, b; strides = kernel) -> reshape(transpose(patches(x) @ w^T + b))  with patches(x) a transpose."""
 
-    dtypes = _PRODUCTS
+    dtypes = WIDE
     shapes = per_rank("x[i,c{h}] w[m,c{k}] b[m]")
     examples = (
         "agraph (float[2,1,4,6] x) => (float[2,2,2,2] y) <float[2,1,2,3] w = {1,2,3,4,5,6,7,8,9,10,11,12}, "
@@ -384,7 +377,7 @@ class MergePatchMatMulIntoConv(Rule, family="convolution"):
     A patch may have its channels first or last.
     """
 
-    dtypes = _FLOAT
+    dtypes = FLOAT
     shapes = "x[i,c,h0,h1] s[6]:const t[3]:const w[q,n]:const | x[i,c,h0] s[4]:const t[3]:const w[q,n]:const"
     examples = graphs(
         "(float[2,1,4,6] x) => (float[2,4,2] y) <float[6,2] w = {1,2,3,4,5,6,7,8,9,10,11,12}> "
@@ -658,7 +651,7 @@ class MergeConvIntoPointwise(Rule, family="convolution"):
         inner, outer = prod(w.sizes), prod(v.sizes)
         merged = v.size(0) * prod(w.sizes[1:])
         worthwhile(merged < inner + outer, "it is more work")
-        worthwhile(v.size(0) * inner <= _AT_EXPORT, "multiplying the constants out would take long")
+        worthwhile(v.size(0) * inner <= AT_EXPORT, "multiplying the constants out would take long")
 
     def target(self, op: Op, m: Captures, x: Val, w: Val, b: Val | None, v: Val, c: Val | None) -> Any:
         middle, *rest = w.sizes
@@ -690,7 +683,7 @@ class MergePointwiseIntoConv(Rule, family="convolution"):
         taps = prod(v.sizes[2:])
         merged = v.size(0) * w.size(1) * taps
         worthwhile(merged < prod(v.sizes) + prod(w.sizes), "it is more work")
-        worthwhile(merged * w.size(0) <= _AT_EXPORT, "multiplying the constants out would take long")
+        worthwhile(merged * w.size(0) <= AT_EXPORT, "multiplying the constants out would take long")
 
     def target(self, op: Op, m: Captures, x: Val, w: Val, b: Val | None, v: Val, c: Val | None) -> Any:
         (middle, inputs), (outputs, _, *kernel) = w.sizes[:2], v.sizes
@@ -938,7 +931,7 @@ class ReplaceAveragePoolByConv(Rule, family="convolution"):
 
     proof = "numeric"
     relies_on = "a quotient by n is the product with 1/n, rounded"
-    dtypes = _FLOAT
+    dtypes = FLOAT
     shapes = _IMAGE
 
     def source(self, op: Op, x: Any) -> Any:
@@ -963,7 +956,7 @@ class ReplaceUniformConvByAveragePool(_OneConv):
 
     proof = "numeric"
     relies_on = "a sum is n times the average, rounded"
-    dtypes = _FLOAT
+    dtypes = FLOAT
     shapes = per_rank("x[i,c{h}] w[c,1{k}]:const b[c]")
 
     def where(self, m: Captures, w: Val) -> None:
@@ -988,7 +981,7 @@ class ReplaceFullAveragePoolByGlobal(Rule, family="convolution"):
     """averagepool(x; kernel = image) -> globalaveragepool(x)."""
 
     pool, whole = "AveragePool", "GlobalAveragePool"
-    dtypes = _FLOAT
+    dtypes = FLOAT
     shapes = _IMAGE
     examples: ClassVar[tuple[str, ...]] = (
         "agraph (float[N,2,3,4] x) => (float[N,2,1,1] y) { y = AveragePool<kernel_shape=[3,4]>(x) }",
@@ -1023,7 +1016,7 @@ class ReplaceGlobalAveragePoolByMean(Rule, family="convolution"):
     """globalaveragepool(x) -> reducemean(x; the spatial axes)."""
 
     pool, reduce = "GlobalAveragePool", "ReduceMean"
-    dtypes = _FLOAT
+    dtypes = FLOAT
     shapes = _IMAGE
     examples: ClassVar[tuple[str, ...]] = (
         "agraph (float[N,2,3,4] x) => (float[N,2,1,1] y) { y = GlobalAveragePool(x) }",
@@ -1057,7 +1050,7 @@ class ReplaceMeanByGlobalAveragePool(Rule, family="convolution"):
     # ONNX Runtime's pools add in order, its ReduceMean in a tree: of more elements pools lose more than two bits.
     most: ClassVar[int | None] = 512
     pool, reduce = "GlobalAveragePool", "ReduceMean"
-    dtypes = _FLOAT
+    dtypes = FLOAT
     shapes = per_rank("x[i,c{h}] axes[n]:const")
     examples: ClassVar[tuple[str, ...]] = graphs(
         "(float[N,2,3,4] x) => (float[N,2,1,1] y) { y = ReduceMean(x, [2, 3]) }",
@@ -1306,7 +1299,7 @@ class _SwapMaxPool(Rule, family="convolution"):
     # Whether a kernel drops NaN depends on where it stands.
     spreads = True
     mends = True
-    dtypes = _FLOAT
+    dtypes = FLOAT
     optional = ("low", "high")
     shapes = per_rank("x[i,c{h}] low[]:const high[]:const")
     survivors: ClassVar[Mapping[str, str]] = {
@@ -1498,7 +1491,7 @@ class FuseNearestResize(RegionRule, family="idioms"):
 
     proof = "numeric"
     relies_on = "the nearest neighbour by rounding down repeats each pixel"
-    dtypes = _FLOAT
+    dtypes = FLOAT
     anchors = ("Reshape",)
     reads_from = ("Expand", "Tile")
     examples = graphs(

@@ -14,6 +14,7 @@ import numpy as np
 
 from rewrite_rules.axes import int_attr
 from rewrite_rules.control import UnrollLoop
+from rewrite_rules.elementwise import FLOAT
 from rewrite_rules.examples import graphs
 from xrlflow.ir import ABSENT, DType, Node, Value
 from xrlflow.rewrite import Op, Reader, Region, RegionRule, Val, require, worthwhile
@@ -29,7 +30,7 @@ class _Expansion(RegionRule, family="expansion"):
 
     backend = "tvm"
     certain = True
-    dtypes = frozenset({DType.FLOAT})
+    dtypes = FLOAT
 
 
 def _read(reader: Reader, node: Node) -> tuple[int, ...]:

@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any, ClassVar
 
+from rewrite_rules.elementwise import WIDE
 from rewrite_rules.shapes import either, per_rank
-from xrlflow.ir import FLOATS, INTEGERS, Attrs, DType
+from xrlflow.ir import FLOATS, INTEGERS, Attrs
 from xrlflow.rewrite import Captures, Op, Rule, Val, require, worthwhile
 
 NUMBERS = FLOATS | INTEGERS
@@ -491,7 +492,7 @@ class FoldBiasBeforeGemm(_Gemm):
 class FuseMatMulAddIntoGemm(Rule, family="linear"):
     """x @ w + b -> gemm(x, w, b)  for matrices, b of at most the product's shape."""
 
-    dtypes = frozenset({DType.FLOAT, DType.DOUBLE})
+    dtypes = WIDE
     shapes = either("x[a,k] w[k,n]", ("b[]", "b[1]", "b[n]", "b[1,1]", "b[1,n]", "b[a,1]", "b[a,n]"))
 
     def source(self, op: Op, x: Any, w: Any, b: Any) -> Any:
@@ -505,7 +506,7 @@ class SplitGemm(Rule, family="linear"):
     """gemm(x, w, b) -> x @ w + b."""
 
     nonempty = True
-    dtypes = frozenset({DType.FLOAT, DType.DOUBLE})
+    dtypes = WIDE
     optional = ("b",)
     shapes = either("x[i,j] w[k,n]", ("b[]", "b[1]", "b[c]", "b[r,c]"))
 

@@ -10,17 +10,14 @@ from typing import Any, ClassVar
 import numpy as np
 
 from rewrite_rules.axes import axis_of
-from rewrite_rules.constants import concat_constants, cut_order, slice_constant
+from rewrite_rules.constants import AT_EXPORT, concat_constants, cut_order, slice_constant
 from rewrite_rules.elementwise import made_by, read_once
 from rewrite_rules.examples import graphs
-from rewrite_rules.linear import group_of
+from rewrite_rules.linear import NUMBERS, group_of
 from rewrite_rules.shapes import either, per_rank
-from xrlflow.ir import ABSENT, FLOATS, INTEGERS, Attrs, Node, Value
+from xrlflow.ir import ABSENT, FLOATS, Attrs, Node, Value
 from xrlflow.ops.tensors import numpy_dtype
 from xrlflow.rewrite import Captures, Op, Reader, Region, RegionRule, Rule, Val, require, worthwhile
-
-NUMBERS = FLOATS | INTEGERS
-
 
 # Products of one input
 
@@ -399,10 +396,6 @@ class MergeGroupConvToBlocks(MergeGroupConv):
 # Order of products
 
 
-# Constants are multiplied out when the model is written: at most so many multiplications for one product.
-_AT_EXPORT = 1 << 32
-
-
 class AssociateMatMulsRight(Rule, family="merge"):
     """(x @ y) @ z -> x @ (y @ z)."""
 
@@ -433,7 +426,7 @@ class AssociateMatMulsRight(Rule, family="merge"):
         require(0 not in (y.shape[-2], y.shape[-1]), "an inner dimension is 0")
         if y.const and z.const:
             work = y.size(-2) * y.size(-1) * z.size(-1)
-            worthwhile(work <= _AT_EXPORT, "multiplying the constants out would take long")
+            worthwhile(work <= AT_EXPORT, "multiplying the constants out would take long")
 
     def target(self, op: Op, x: Val, y: Val, z: Val) -> Any:
         return op.MatMul(x, op.MatMul(y, z))

@@ -8,13 +8,11 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from rewrite_rules.axes import compose, is_identity, permutation, reshape_numbers
-from rewrite_rules.elementwise import read_once
+from rewrite_rules.elementwise import FLOAT, read_once
 from rewrite_rules.examples import graphs
 from rewrite_rules.shapes import either
 from xrlflow.ir import Dim, DType, Node, TensorType, Value
 from xrlflow.rewrite import Captures, Op, Reader, Region, RegionRule, Rule, Val, require, worthwhile
-
-_FLOAT = frozenset({DType.FLOAT})
 
 
 def _runs(type: TensorType) -> TensorType:
@@ -27,7 +25,7 @@ class _Contributed(Rule, family="microsoft"):
 
     contrib = True
     backend = "onnxruntime"
-    dtypes = _FLOAT
+    dtypes = FLOAT
 
 
 # Products
@@ -208,7 +206,7 @@ class ReplaceAttentionByMultiHead(RegionRule, family="microsoft"):
 
     contrib = True
     backend = "onnxruntime"
-    dtypes = _FLOAT
+    dtypes = FLOAT
     spreads = True
     anchors = ("Attention",)
     reads_from = ("Transpose",)

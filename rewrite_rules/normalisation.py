@@ -13,7 +13,7 @@ import numpy as np
 
 from rewrite_rules.axes import axis_of, fronts, ints_input, inverse, is_identity, rank_of, same_dims
 from rewrite_rules.constants import slice_constant
-from rewrite_rules.elementwise import keeps_shape, made_by, read_once
+from rewrite_rules.elementwise import FLOAT, WIDE, keeps_shape, made_by, read_once
 from rewrite_rules.examples import graphs
 from rewrite_rules.linear import STATISTICS, factor_and_shift, flat, normalised
 from rewrite_rules.reading import SEEN, between, is_number, number_of, only_reader, operands, square_of
@@ -24,8 +24,6 @@ from xrlflow.rewrite import Captures, Op, Reader, Region, RegionRule, Rule, Val,
 
 # Types that are only computed in float32 inside: a double would lose digits by the default `stash_type`.
 _STASHED = frozenset({DType.FLOAT, DType.FLOAT16})
-
-_FLOAT = frozenset({DType.FLOAT})
 
 
 # What the regions are made of
@@ -355,7 +353,7 @@ class ReplaceAddBySum(RegionRule, family="normalisation"):
 
     unpriced = True
     backend = "onnxruntime"
-    dtypes = _FLOAT
+    dtypes = FLOAT
     anchors = ("LayerNormalization",)
     examples = (
         "agraph (float[N,3,4] a, float[N,3,4] b, float[4] s) => (float[N,3,4] y) "
@@ -372,9 +370,6 @@ class ReplaceAddBySum(RegionRule, family="normalisation"):
 
     def target(self, op: Op, region: Region, a: Val, b: Val) -> Any:
         return op.Sum(a, b)
-
-
-_WIDE = frozenset({DType.FLOAT, DType.DOUBLE})
 
 
 def _unseen(reader: Reader, value: Value) -> Value:
@@ -426,7 +421,7 @@ class FuseSoftmax(RegionRule, family="idioms"):
 
     proof = "numeric"
     relies_on = "exp(a - b) = exp(a) / exp(b)"
-    dtypes = _WIDE
+    dtypes = WIDE
     anchors = ("Div", "Mul")
     reads_from = ("Exp",)
     examples: ClassVar[tuple[str, ...]] = graphs(
@@ -504,7 +499,7 @@ class FuseLogSoftmax(RegionRule, family="idioms"):
 
     proof = "numeric"
     relies_on = "exp(a - b) = exp(a) / exp(b)"
-    dtypes = _WIDE
+    dtypes = WIDE
     anchors = ("Sub",)
     reads_from = ("Log", *SEEN)
     examples = graphs(
@@ -545,7 +540,7 @@ class FuseLogOfSoftmax(Rule, family="idioms"):
 
     proof = "numeric"
     relies_on = "log(exp(x) / s) = x - log(s)"
-    dtypes = _WIDE
+    dtypes = WIDE
     shapes = "x[...]:float"
 
     def source(self, op: Op, x: Any) -> Any:
@@ -717,7 +712,7 @@ class _FuseNormalization(RegionRule, family="idioms"):
 
     proof = "numeric"
     relies_on = "E[(x - m)^2] = E[x^2] - m^2"
-    dtypes = _FLOAT
+    dtypes = FLOAT
     anchors = ("Sqrt", "Pow")
     reads_from = ("Add",)
 
@@ -852,7 +847,7 @@ class FoldAffineIntoReaders(RegionRule, family="weights_algebra"):
     """
 
     anchors = ("LayerNormalization", "RMSNormalization")
-    dtypes = frozenset({DType.FLOAT})
+    dtypes = FLOAT
     examples = (
         "agraph (float[N,5,2] x) => (float[N,5,3] y, float[N,5,1] z) <float[2] s = {1,2}, float[2] b = {3,4}, "
         "float[2,3] w = {1,2,3,4,5,6}, float[2,1] v = {7,8}> { n = LayerNormalization(x, s, b) y = MatMul(n, w) "
@@ -939,7 +934,7 @@ class FoldAffineIntoReaders(RegionRule, family="weights_algebra"):
 class FoldScaleIntoNormalization(Rule, family="weights_algebra"):
     """layernorm(x, g, b) * s -> layernorm(x, g * s, b * s)  with s constant, one number or one per column."""
 
-    dtypes = _WIDE
+    dtypes = WIDE
     optional = ("b",)
     shapes = either("x[...,d] g[d]:const b[d]:const", ("s[d]:const", "s[]:const", "s[1]:const"))
 
@@ -953,7 +948,7 @@ class FoldScaleIntoNormalization(Rule, family="weights_algebra"):
 class FoldBiasIntoNormalization(Rule, family="weights_algebra"):
     """layernorm(x, g, b) + c -> layernorm(x, g, b + c)  with c constant, one number or one per column."""
 
-    dtypes = _WIDE
+    dtypes = WIDE
     optional = ("b",)
     shapes = either("x[...,d] g[d]:const b[d]:const", ("c[d]:const", "c[]:const", "c[1]:const"))
 
@@ -977,7 +972,7 @@ def _require_deviation(var: Val, epsilon: float) -> None:
 class SplitBatchNormalization(Rule, family="weights_algebra"):
     """batch_norm(x) -> x * f + (shift - mean * f)  with f = scale / sqrt(var + eps)."""
 
-    dtypes = _WIDE
+    dtypes = WIDE
     shapes = either(("x[n,c]", "x[n,c,h]", "x[n,c,h,k]", "x[n,c,h,k,t]"), "s*[c]:const")
     arity = (4, 4)
     near_misses = (
@@ -1003,7 +998,7 @@ class SplitBatchNormalization(Rule, family="weights_algebra"):
 class MergeBatchNormalizations(Rule, family="weights_algebra"):
     """batch_norm(batch_norm(x)) -> batch_norm(x)  with scale1 * f2 and (shift1 - mean2) * f2 + shift2."""
 
-    dtypes = _WIDE
+    dtypes = WIDE
     shapes = either(("x[n,c]", "x[n,c,h]", "x[n,c,h,k]"), "s*[c]:const")
     arity = (8, 8)
     near_misses = (
@@ -1032,7 +1027,7 @@ class PushBatchNormalizationIntoConcat(RegionRule, family="weights_algebra"):
 
     anchors = ("BatchNormalization",)
     reads_from = ("Concat",)
-    dtypes = _WIDE
+    dtypes = WIDE
     examples = graphs(
         "(float[N,1,4] x, float[N,2,4] z) => (float[N,3,4] y) { c = Concat<axis=1>(x, z) "
         "y = BatchNormalization<epsilon=0.125>(c, [1.0, 2, 3], [4.0, 5, 6], [1.0, -1, 2], [3.0, 2, 1]) }",

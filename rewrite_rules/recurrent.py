@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 import numpy as np
 
 from rewrite_rules.axes import axis_of
-from rewrite_rules.elementwise import made_by
+from rewrite_rules.elementwise import FLOAT, made_by
 from rewrite_rules.slices import piece, sizes_along
-from xrlflow.ir import ABSENT, FLOATS, DType, Node, Value
+from xrlflow.ir import ABSENT, FLOATS, Node, Value
 from xrlflow.rewrite import Op, Reader, Region, RegionRule, Rule, Val, common_source, require, worthwhile
 
 
@@ -351,7 +351,7 @@ class _Unrolled(RegionRule, family="native_recurrent"):
     """What the cells have in common: walking back from the last step, and putting the weights together."""
 
     nonempty = True
-    dtypes = frozenset({DType.FLOAT})
+    dtypes = FLOAT
     # ONNX Runtime's cells clamp what goes into their functions: of NaN and infinity they make numbers.
     spreads = True
     mends = True

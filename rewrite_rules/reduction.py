@@ -7,13 +7,10 @@ from math import prod
 from typing import Any, ClassVar
 
 from rewrite_rules.axes import fronts
+from rewrite_rules.elementwise import FLOAT, WIDE
 from rewrite_rules.examples import graphs
 from xrlflow.ir import Attrs, DType
 from xrlflow.rewrite import Captures, Op, Rule, Val, accurate, require, worthwhile
-
-_FLOAT = frozenset({DType.FLOAT})
-
-_WIDE = frozenset({DType.FLOAT, DType.DOUBLE})
 
 # ONNX Runtime's sums of squares and of magnitudes add in order, its ReduceSum adds in a tree: of so many elements the
 # former have 3 times the error, of 1,024 they have 9 times, of a million 22.
@@ -32,7 +29,7 @@ class FuseReduceMean(Rule, family="idioms"):
 
     proof = "numeric"
     relies_on = "the product with 1/n as its type rounds it"
-    dtypes = _WIDE
+    dtypes = WIDE
     optional = ("axes",)
     shapes = "x[...]:float axes:const c[...]:const"
     examples = graphs(
@@ -65,7 +62,7 @@ class FuseReduceSumSquare(Rule, family="idioms"):
     Not of integers: the product wraps around, where ONNX Runtime's sum of squares stops at the greatest number.
     """
 
-    dtypes = _WIDE
+    dtypes = WIDE
     optional = ("axes",)
     shapes = "x[...]:float axes:const"
     examples: ClassVar[tuple[str, ...]] = graphs(
@@ -95,7 +92,7 @@ class FuseReduceSumSquare(Rule, family="idioms"):
 class FuseReduceL1(FuseReduceSumSquare):
     """sum(|x|) -> l1(x)  over the same axes."""
 
-    dtypes = _FLOAT
+    dtypes = FLOAT
     reduce = "ReduceL1"
     examples = graphs(
         "(float[N,4] x) => (float[N,1] y) { s = Abs(x) y = ReduceSum(s, [-1]) }",
@@ -113,7 +110,7 @@ class FuseReduceL1(FuseReduceSumSquare):
 class FuseReduceL2(Rule, family="idioms"):
     """sqrt(sumsquare(x)) -> l2(x)  over the same axes."""
 
-    dtypes = _FLOAT
+    dtypes = FLOAT
     optional = ("axes",)
     shapes = "x[...]:float axes:int"
 
@@ -169,7 +166,7 @@ class MoveConstantBehindMean(Rule, family="weights_algebra"):
     ReduceMean, GlobalAveragePool and AveragePool (which may not count what it pads); for the product ReduceSum too.
     """
 
-    dtypes = _WIDE
+    dtypes = WIDE
     optional = ("axes",)
     shapes = "x[...] c[...]:const axes:const"
     examples = graphs(

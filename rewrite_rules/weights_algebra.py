@@ -14,15 +14,13 @@ from typing import Any, ClassVar
 import numpy as np
 
 from rewrite_rules.axes import axis_of, rank_of
-from rewrite_rules.elementwise import UNARY, given, keeps_shape, made_by, read_once
+from rewrite_rules.elementwise import FLOAT, UNARY, WIDE, given, keeps_shape, made_by, read_once
 from rewrite_rules.examples import graphs
 from rewrite_rules.linear import flat
 from rewrite_rules.shapes import either
 from xrlflow.ir import ABSENT, Attrs, Dim, DType, Node, Value
 from xrlflow.ops.tensors import numpy_dtype
 from xrlflow.rewrite import Captures, Op, Reader, Region, RegionRule, Rule, Val, require, worthwhile
-
-_WIDE = frozenset({DType.FLOAT, DType.DOUBLE})
 
 # What is computed once, when the model is written: at most so many multiplications, and so many bytes of a result.
 _WORK = 1 << 32
@@ -49,7 +47,7 @@ def _require_number(s: Val, x: Val) -> None:
 class PushGatherThroughMatMul(Rule, family="weights_algebra"):
     """table[i] @ w -> (table @ w)[i]  for a constant table and matrix, when the product is no large table."""
 
-    dtypes = _WIDE
+    dtypes = WIDE
     shapes = "t[v,d]:const i[...]:int w[d,n]:const"
 
     def source(self, op: Op, t: Any, i: Any, w: Any) -> Any:
@@ -79,7 +77,7 @@ class PushGatherThroughFunction(RegionRule, family="weights_algebra"):
 
     anchors = (*_FUNCTIONS, "Add", "Mul", "Sub", "Div", *_ALONG_ROWS)
     reads_from = ("Gather",)
-    dtypes = _WIDE
+    dtypes = WIDE
     examples = graphs(
         "(int64[N,5] i) => (float[N,5,2] y) <float[3,2] t = {1,2,3,4,5,6}> { g = Gather(t, i) y = Tanh(g) }",
         "(int64[N,5] i) => (float[N,5,2] y) <float[3,2] t = {1,2,3,4,5,6}> { g = Gather(t, i) y = Add([7.0, 8], g) }",
@@ -148,7 +146,7 @@ class ReplaceOneHotByGather(Rule, family="weights_algebra"):
     An i out of range gives zeros: it is sent to a row of zeros behind the last.
     """
 
-    dtypes = _WIDE
+    dtypes = WIDE
     shapes = "i[...] r[...]:const w[...]:const"
     survivors: ClassVar[Mapping[str, str]] = {
         "number 1 0 of Less (call 4)": "the first index out of range is that of the zeros anyway"
@@ -169,7 +167,7 @@ class ReplaceOneHotByGather(Rule, family="weights_algebra"):
 
     def source(self, op: Op, i: Any, r: Any, w: Any) -> Any:
         equal = op.Equal(i, r)
-        return op.MatMul(op.either(*(op.Cast(equal, to=int(t)) for t in sorted(_WIDE))), w)
+        return op.MatMul(op.either(*(op.Cast(equal, to=int(t)) for t in sorted(WIDE))), w)
 
     def where(self, i: Val, r: Val, w: Val) -> None:
         require(w.rank == 2, "the weight is no matrix")
@@ -194,7 +192,7 @@ class FoldGemmIntoGemm(Rule, family="weights_algebra"):
     """gemm(gemm(x, v, b), w, c) -> gemm(x, v w, b w + c)  for constant weights."""
 
     spreads = True
-    dtypes = _WIDE
+    dtypes = WIDE
     optional = ("b", "c")
     shapes = either(
         "x[a,k]",
@@ -230,7 +228,7 @@ class MoveScaleIntoMatMul(Rule, family="weights_algebra"):
     As the scale of attention's scores into the query, from where it goes into the query's weights.
     """
 
-    dtypes = _WIDE
+    dtypes = WIDE
     shapes = "x[...,m,k] y[...,k,n] s[...]:const"
     examples = graphs(
         "(float[N,3,4] x, float[N,4,5] z) => (float[N,3,5] y) { p = MatMul(x, z) y = Mul(p, 0.5) }",
@@ -255,7 +253,7 @@ class MoveScaleIntoMatMul(Rule, family="weights_algebra"):
 class MoveScaleOutOfMatMul(Rule, family="weights_algebra"):
     """(x * s) @ y -> (x @ y) * s  with s a constant number, and neither x nor y constant;  x @ (y * s) alike."""
 
-    dtypes = _WIDE
+    dtypes = WIDE
     shapes = "x[...,m,k] y[...,k,n] s[...]:const"
     examples = graphs(
         "(float[N,3,4] x, float[N,4,5] z) => (float[N,3,5] y) { p = Mul(x, 0.5) y = MatMul(p, z) }",
@@ -281,7 +279,7 @@ class FoldScaleOfPartIntoMatMul(RegionRule, family="weights_algebra"):
 
     anchors = ("Mul",)
     reads_from = ("Split",)
-    dtypes = frozenset({DType.FLOAT})
+    dtypes = FLOAT
     examples = graphs(
         "(float[N,3,2] x) => (float[N,3,2] y, float[N,3,1] b) <float[2,3] w = {1,2,3,4,5,6}> { p = MatMul(x, w) "
         "a, b = Split<axis=-1>(p, [2, 1]) y = Mul(a, 0.5) }",

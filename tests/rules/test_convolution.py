@@ -395,9 +395,9 @@ def test_convs_multiplied_out(bias):
 def test_convs_that_would_take_long(monkeypatch, rule, first, second, products):
     """The products of 3 output, 8 inner and 5 input channels by the taps, at the limit and beyond it."""
     source = two_convs((first, ""), (second, ""), 8, 3, bias=False)
-    monkeypatch.setattr(convolution, "_AT_EXPORT", products)
+    monkeypatch.setattr(convolution, "AT_EXPORT", products)
     applies(rule, source, ops=["Conv"])
-    monkeypatch.setattr(convolution, "_AT_EXPORT", products - 1)
+    monkeypatch.setattr(convolution, "AT_EXPORT", products - 1)
     refuses(rule, source, "take long")
 
 

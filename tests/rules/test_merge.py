@@ -554,11 +554,11 @@ def test_the_family_compiles_as_one_library():
 
 
 def test_large_constants_are_not_multiplied_out(monkeypatch):
-    monkeypatch.setattr(merge, "_AT_EXPORT", 5 * 6 * 7 - 1)
+    monkeypatch.setattr(merge, "AT_EXPORT", 5 * 6 * 7 - 1)
     source = "agraph (float[2,5] x) => (float[2,7] y) { p = MatMul(x, w)\n y = MatMul(p, v) }"
     w, v = np.ones((5, 6), np.float32), np.ones((6, 7), np.float32)
     refuses(merge.AssociateMatMulsRight(), model(source, w=w, v=v), "would take long")
-    monkeypatch.setattr(merge, "_AT_EXPORT", 5 * 6 * 7)
+    monkeypatch.setattr(merge, "AT_EXPORT", 5 * 6 * 7)
     applies(merge.AssociateMatMulsRight(), model(source, w=w, v=v), ops=["MatMul"])
 
 
