@@ -1,7 +1,9 @@
-"""The rule library: one module per family, rules and nothing else. `LIBRARY` holds them all."""
+"""The rule library: a module for each kind of operator. `LIBRARY` holds every rule that one declares."""
 
 from rewrite_rules import (
+    activation,
     algebra,
+    arithmetic,
     attention,
     control,
     convolution,
@@ -9,44 +11,40 @@ from rewrite_rules import (
     expansion,
     exports,
     identity,
-    idioms,
     linear,
+    logic,
     merge,
     microsoft,
     movement,
-    native_recurrent,
     normalisation,
     recurrent,
+    reduction,
     reshape,
     shared_weights,
     slices,
     transpose,
     weights_algebra,
 )
-from xrlflow.rewrite import AnyRule
+from xrlflow.rewrite import AnyRule, declared_in
 
-LIBRARY: tuple[AnyRule, ...] = (
-    *identity.RULES,
-    *transpose.RULES,
-    *reshape.RULES,
-    *slices.RULES,
-    *movement.RULES,
-    *demand.RULES,
-    *linear.RULES,
-    *merge.RULES,
-    *shared_weights.RULES,
-    *algebra.RULES,
-    *recurrent.RULES,
-    *native_recurrent.RULES,
-    *normalisation.RULES,
-    *attention.RULES,
-    *convolution.RULES,
-    *control.RULES,
-    *exports.RULES,
-    *idioms.RULES,
-    *weights_algebra.RULES,
-    *microsoft.RULES,
-    *expansion.RULES,
+_MODULES = (
+    *(
+        identity,
+        transpose,
+        reshape,
+        slices,
+        movement,
+        demand,
+        arithmetic,
+        linear,
+        merge,
+        shared_weights,
+        algebra,
+    ),
+    *(recurrent, normalisation, activation, reduction, attention, convolution, control, exports, logic),
+    *(weights_algebra, microsoft, expansion),
 )
+
+LIBRARY: tuple[AnyRule, ...] = tuple(rule for module in _MODULES for rule in declared_in(module))
 
 __all__ = ["LIBRARY"]

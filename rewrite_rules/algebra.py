@@ -12,14 +12,14 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from rewrite_rules.axes import axis_of, rank_of, same_dims
-from rewrite_rules.constants import concat_constants, slice_constant
-from rewrite_rules.elementwise import BROADCAST, made_by, read_once, unary_form
+from rewrite_rules.constants import AT_EXPORT, concat_constants, slice_constant
+from rewrite_rules.elementwise import BROADCAST, made_by, read_once
+from rewrite_rules.examples import graphs
 from rewrite_rules.linear import NUMBERS, group_of
 from rewrite_rules.shapes import per_rank
 from rewrite_rules.slices import sizes_along
-from xrlflow.ir import ABSENT, FLOATS, Dim, Node, Value
+from xrlflow.ir import ABSENT, FLOATS, Node, Value
 from xrlflow.rewrite import (
-    AnyRule,
     Captures,
     Op,
     Reader,
@@ -32,87 +32,11 @@ from xrlflow.rewrite import (
     worthwhile,
 )
 
-# Sums and products, element by element
-
-
-def _at_hand(v: Val) -> bool:
-    """Whether a value is there before anything runs: an input of the graph, or a constant."""
-    return v.const or v.value not in v.graph.producers
-
-
-def _dim(v: Val, place: int) -> Dim:
-    """A dimension counted from the last, as broadcasting does: 1 where there is none."""
-    return v.shape[-place] if place <= v.rank else 1
-
-
-def _smaller(a: Val, b: Val, c: Val) -> bool:
-    """Whether b and c broadcast to less than all three do: along some axis both have one position."""
-    places = range(1, max(v.rank for v in (a, b, c)) + 1)
-    return any(_dim(b, i) == _dim(c, i) == 1 and _dim(a, i) != 1 for i in places)
-
-
-class AssociateAdds(Rule):
-    """(a + b) + c -> a + (b + c)."""
-
-    operator = "Add"
-    dtypes = NUMBERS
-    shapes = "a[...] b[...] c[...]"
-
-    def source(self, op: Op, a: Any, b: Any, c: Any) -> Any:
-        return op[self.operator](op[self.operator](a, b), c)
-
-    def where(self, m: Captures, a: Val, b: Val, c: Val) -> None:
-        values = (a, b, c)
-        worthwhile(sum(v.const for v in values) < 2, "two constants have rules of their own")
-        # What the graph computes is put together as it comes; what is there at the start can be at any time.
-        two = sum(_at_hand(v) for v in values) > 1
-        worthwhile(
-            two or b.value == c.value or _smaller(a, b, c), "no operand is smaller, repeated, or at hand"
-        )
-
-    def target(self, op: Op, a: Val, b: Val, c: Val) -> Any:
-        return op[self.operator](a, op[self.operator](b, c))
-
-
-class AssociateMuls(AssociateAdds):
-    """(a * b) * c -> a * (b * c)."""
-
-    operator = "Mul"
-
-
-class FactorOutOfSum(Rule):
-    """x * y + x * z -> x * (y + z)."""
-
-    dtypes = NUMBERS
-    spreads = True
-    shapes = "x[...] y[...] z[...]"
-
-    def source(self, op: Op, x: Any, y: Any, z: Any) -> Any:
-        return op.Add(op.Mul(x, y), op.Mul(x, z))
-
-    def target(self, op: Op, x: Val, y: Val, z: Val) -> Any:
-        return op.Mul(x, op.Add(y, z))
-
-
-class FactorOneOutOfSum(Rule):
-    """x + x * y -> x * (y + 1)."""
-
-    dtypes = NUMBERS
-    spreads = True
-    shapes = "x[...] y[...]"
-
-    def source(self, op: Op, x: Any, y: Any) -> Any:
-        return op.Add(x, op.Mul(x, y))
-
-    def target(self, op: Op, x: Val, y: Val) -> Any:
-        return op.Mul(x, op.Add(y, 1))
-
-
 # Operators that a constant factor of their result can be folded into.
 _TAKE_FACTORS = frozenset(("Conv", "ConvTranspose", "MatMul", "Gemm"))
 
 
-class DistributeMulOverSum(RegionRule):
+class DistributeMulOverSum(RegionRule, family="algebra"):
     """(y + z) * c -> y * c + z * c  with c constant, where y is a product or convolution that c folds into."""
 
     anchors = ("Mul",)
@@ -143,103 +67,7 @@ class DistributeMulOverSum(RegionRule):
         return op.Add(op.Mul(y, c), op.Mul(z, c))
 
 
-# Functions that never fall, wherever they are defined: everywhere.
-# Of infinity too: Softsign is NaN there.
-MONOTONE: tuple[str, ...] = (
-    *("Atan", "Ceil", "Erf", "Exp", "Floor", "HardSigmoid", "LeakyRelu", "Relu", "Round", "Sigmoid"),
-    *("Softplus", "Tanh"),
-)
-_RISES = "f(x) <= f(y) wherever x <= y"
-
-
-def _require_rising(node: Node) -> None:
-    """Refuse one of these functions that falls for its attributes."""
-    slope = node.attrs.get("alpha")
-    require(not isinstance(slope, float) or slope > 0, "the function falls, or is NaN of infinity")
-
-
-class PullMonotoneOutOfMax(RegionRule):
-    """max(f(x), f(y)) -> f(max(x, y))  for f that never falls;  Min alike."""
-
-    proof = "numeric"
-    relies_on = _RISES
-    dtypes = FLOATS
-    anchors = ("Max", "Min")
-    reads_from = MONOTONE
-    examples = (
-        "agraph (float[N,3] x, float[3] z) => (float[N,3] y) { a = Relu(x) b = Relu(z) y = Max(a, b) }",
-        "agraph (float[2,3] x, float[2,3] z, float[1,3] w) => (float[2,3] y) "
-        "{ a = Sigmoid(x) b = Sigmoid(z) c = Sigmoid(w) y = Min(a, b, c) }",
-        "agraph (float[2,3] x, float[2,3] z) => (float[2,3] y) "
-        "{ a = LeakyRelu<alpha=0.2>(x) b = LeakyRelu<alpha=0.2>(z) y = Max(a, b) }",
-        "agraph (float[4] x, float[4] z) => (float[4] y) "
-        "{ a = HardSigmoid<alpha=0.5, beta=0.25>(x) b = HardSigmoid<alpha=0.5, beta=0.25>(z) y = Min(a, b) }",
-    )
-    near_misses = (
-        "agraph (float[2,3] x, float[2,3] z) => (float[2,3] y) { a = LeakyRelu<alpha=-0.5>(x) b = "
-        "LeakyRelu<alpha=-0.5>(z) y = Max(a, b) }",
-        "agraph (float[2,3] x, float[2,3] z) => (float[2,3] y) { a = LeakyRelu<alpha=0.0>(x) b = "
-        "LeakyRelu<alpha=0.0>(z) y = Max(a, b) }",
-        "agraph (float[2,3] x, float[2,3] z) => (float[2,3] y) { a = Relu(x) b = Tanh(z) y = Max(a, b) }",
-    )
-
-    def find(self, reader: Reader, node: Node) -> Region | None:
-        inner = [n for v in node.inputs if (n := made_by(reader, v, *MONOTONE)) is not None]
-        if len(inner) != len(node.inputs) or len(set(node.inputs)) < 2:
-            return None
-        form = unary_form(inner[0])
-        if not all(unary_form(n) == form for n in inner):
-            return None
-        _require_rising(inner[0])
-        worthwhile(all(read_once(reader, v) for v in node.inputs), "a function is read elsewhere")
-        inputs = tuple(n.inputs[0] for n in inner)
-        return Region(node.outputs, inputs, tuple(dict.fromkeys((node, *inner))), (node.op, *form[:2]))
-
-    def target(self, op: Op, region: Region, *inputs: Val) -> Any:
-        extreme, name, attrs = region.data
-        return op[name](op[extreme](*inputs), attrs=attrs)
-
-
-class PushMonotoneThroughMax(RegionRule):
-    """f(max(x, y)) -> max(f(x), f(y))  for f that never falls, where an operand is constant;  Min alike."""
-
-    proof = "numeric"
-    relies_on = _RISES
-    dtypes = FLOATS
-    anchors = MONOTONE
-    reads_from = ("Max", "Min")
-    examples = (
-        "agraph (float[N,3] x) => (float[N,3] y) "
-        "{ c = Constant<value_floats=[-1.0,0.5,2.0]>() a = Max(x, c) y = Relu(a) }",
-        "agraph (float[2,3] x, float[3] z) => (float[2,3] y) "
-        "{ c = Constant<value_float=1.0>() a = Min(x, z, c) y = Tanh(a) }",
-        "agraph (float[2,3] x) => (float[2,3] y) "
-        "{ c = Constant<value_float=-0.5>() a = Max(c, x) y = LeakyRelu<alpha=0.1>(a) }",
-    )
-    near_misses = (
-        "agraph (float[2,3] x) => (float[2,3] y) { c = Constant<value_float=-0.5>() a = Max(c, x) y = "
-        "LeakyRelu<alpha=-0.5>(a) }",
-        "agraph (float[2,3] x) => (float[2,3] y) { a = Max(x) y = Relu(a) }",
-    )
-
-    def find(self, reader: Reader, node: Node) -> Region | None:
-        inner = made_by(reader, node.inputs[0], "Max", "Min")
-        if inner is None:
-            return None
-        _require_rising(node)
-        worthwhile(any(reader.is_const(v) for v in inner.inputs), "no operand is constant")
-        worthwhile(read_once(reader, node.inputs[0]), "the maximum is read elsewhere")
-        return Region(node.outputs, inner.inputs, (node, inner), (inner.op, node.op, node.attrs))
-
-    def target(self, op: Op, region: Region, *inputs: Val) -> Any:
-        extreme, name, attrs = region.data
-        return op[extreme](*(op[name](x, attrs=attrs) for x in inputs))
-
-
 # Matrix products
-
-# At most so many multiplications for one product of constants.
-_AT_EXPORT = 1 << 32
 
 
 def _is_matrix(reader: Reader, value: Value) -> bool:
@@ -251,7 +79,7 @@ def _is_matrix(reader: Reader, value: Value) -> bool:
 def _worthwhile_product(x: Val, y: Val) -> None:
     """Constants are multiplied out when the model is written."""
     worthwhile(
-        x.size(-2) * x.size(-1) * y.size(-1) <= _AT_EXPORT, "multiplying the constants out would take long"
+        x.size(-2) * x.size(-1) * y.size(-1) <= AT_EXPORT, "multiplying the constants out would take long"
     )
 
 
@@ -260,7 +88,7 @@ def _meet(reader: Reader, value: Value, other: Value) -> bool:
     return any(other in n.inputs for n in reader.users(value))
 
 
-class AssociateSharedMatMuls(RegionRule):
+class AssociateSharedMatMuls(RegionRule, family="algebra"):
     """(x @ y) @ z -> x @ (y @ z), and z @ (x @ y) -> (z @ x) @ y,  where others read x @ y too.
 
     Where the two meet again (x @ y + (x @ y) @ z), or z is x or y, so that a factor or a product occurs twice.
@@ -270,20 +98,18 @@ class AssociateSharedMatMuls(RegionRule):
     reads_from = ("MatMul",)
     dtypes = NUMBERS
     spreads = True
-    examples = (
-        "agraph (float[2,3] x, float[3,4] z, float[4,4] w) => (float[2,4] y) "
-        "{ a = MatMul(x, z) b = MatMul(a, w) y = Add(a, b) }",
-        "agraph (float[3,3] x, float[3,3] z) => (float[3,3] y, float[3,3] a) { a = MatMul(x, z) y = MatMul(a, x) }",
-        "agraph (float[2,3,3] x, float[3,4] z, float[3,3] w) => (float[2,6,4] y) "
-        "{ a = MatMul(x, z) b = MatMul(w, a) y = Concat<axis=1>(a, b) }",
-        "agraph (float[N,3,3] x, float[N,3,3] z) => (float[N,3,3] y, float[N,3,3] a) "
-        "{ a = MatMul(x, z) y = MatMul(z, a) }",
-        "agraph (float[2,3] x, float[3,4] z, float[4,4] w) => (float[2,4] y, float[2,4] r) { a = MatMul(x, "
-        "z) b = MatMul(a, w) y = Add(a, b) r = Relu(b) }",
-        "agraph (float[2,2] x, float[2,2] z) => (float[2,2] y) { a = MatMul(x, z) b = MatMul(a, a) y = "
-        "Add(a, b) }",
-        "agraph (float[1,2048] x) => (float[1,2050] y) { p = Constant<value_ints=[2048,2]>() q = "
-        "Constant<value_ints=[2,2048]>() o = Constant<value_float=0.5>() u = Expand(o, p) v = Expand(o, q) "
+    examples = graphs(
+        "(float[2,3] x, float[3,4] z, float[4,4] w) => (float[2,4] y) { a = MatMul(x, z) b = MatMul(a, w) "
+        "y = Add(a, b) }",
+        "(float[3,3] x, float[3,3] z) => (float[3,3] y, float[3,3] a) { a = MatMul(x, z) y = MatMul(a, x) }",
+        "(float[2,3,3] x, float[3,4] z, float[3,3] w) => (float[2,6,4] y) { a = MatMul(x, z) b = MatMul(w, a) "
+        "y = Concat<axis=1>(a, b) }",
+        "(float[N,3,3] x, float[N,3,3] z) => (float[N,3,3] y, float[N,3,3] a) { a = MatMul(x, z) y = MatMul(z, a) }",
+        "(float[2,3] x, float[3,4] z, float[4,4] w) => (float[2,4] y, float[2,4] r) { a = MatMul(x, z) "
+        "b = MatMul(a, w) y = Add(a, b) r = Relu(b) }",
+        "(float[2,2] x, float[2,2] z) => (float[2,2] y) { a = MatMul(x, z) b = MatMul(a, a) y = Add(a, b) }",
+        "(float[1,2048] x) => (float[1,2050] y) { p = Constant<value_ints=[2048,2]>() "
+        "q = Constant<value_ints=[2,2048]>() o = Constant<value_float=0.5>() u = Expand(o, p) v = Expand(o, q) "
         "a = MatMul(x, u) b = MatMul(a, v) y = Concat<axis=1>(a, b) }",
     )
     near_misses = (
@@ -313,7 +139,7 @@ class AssociateSharedMatMuls(RegionRule):
         return op.MatMul(x, op.MatMul(y, z)) if region.data == 0 else op.MatMul(op.MatMul(z, x), y)
 
 
-class DistributeMatMul(RegionRule):
+class DistributeMatMul(RegionRule, family="algebra"):
     """(x + y) @ z -> x @ z + y @ z, and z @ (x + y) -> z @ x + z @ y,  where y is a product with x.
 
     After it the products can be associated, and x @ z is a factor of both: (x + x @ w) @ z -> x @ (z + w @ z).
@@ -360,7 +186,7 @@ class DistributeMatMul(RegionRule):
         return op.Add(op.MatMul(z, x), op.MatMul(z, y))
 
 
-class FactorMatMulOutOfSum(Rule):
+class FactorMatMulOutOfSum(Rule, family="algebra"):
     """x @ w + y @ w -> (x + y) @ w."""
 
     nonempty = True
@@ -375,7 +201,7 @@ class FactorMatMulOutOfSum(Rule):
         return op.MatMul(op.Add(x, y), w)
 
 
-class FactorConvOutOfSum(Rule):
+class FactorConvOutOfSum(Rule, family="algebra"):
     """conv(x, w, b) + conv(y, w, c) -> conv(x + y, w, b + c)  with equal attributes."""
 
     dtypes = FLOATS
@@ -386,7 +212,7 @@ class FactorConvOutOfSum(Rule):
     def source(self, op: Op, x: Any, w: Any, b: Any, y: Any, c: Any) -> Any:
         return op.Add(op.Conv(x, w, b, attrs="f"), op.Conv(y, w, c, attrs="g"))
 
-    def where(self, m: Captures, x: Val, w: Val, b: Val | None, y: Val, c: Val | None) -> None:
+    def where(self, m: Captures) -> None:
         require(m.f == m.g, "their attributes differ")
 
     def target(self, op: Op, m: Captures, x: Val, w: Val, b: Val | None, y: Val, c: Val | None) -> Any:
@@ -395,6 +221,7 @@ class FactorConvOutOfSum(Rule):
 
 
 # Products and convolutions across Concat
+
 
 _PRODUCTS = ("MatMul", "Gemm", "Conv")
 
@@ -435,7 +262,7 @@ def _is_rows(reader: Reader, node: Node, rank: int, axis: int) -> bool:
     return True
 
 
-class PullProductOutOfConcat(RegionRule):
+class PullProductOutOfConcat(RegionRule, family="algebra"):
     """[x @ w; y @ w] -> [x; y] @ w  for a concat of rows;  Gemm, and convolutions and a concat of the batch, alike."""
 
     anchors = ("Concat",)
@@ -490,7 +317,7 @@ class PullProductOutOfConcat(RegionRule):
         return op[name](op.Concat(*inputs[:count], axis=axis), *inputs[count:], attrs=attrs)
 
 
-class PullProductOutOfConcatOfColumns(RegionRule):
+class PullProductOutOfConcatOfColumns(RegionRule, family="algebra"):
     """[x @ v | x @ w] -> x @ [v | w];  Gemm, and convolutions and a concat of channels, alike."""
 
     anchors = ("Concat",)
@@ -553,7 +380,7 @@ class PullProductOutOfConcatOfColumns(RegionRule):
         return op[name](x, concat_constants(op, weights, axis), bias, attrs=attrs)
 
 
-class PushMatMulIntoConcat(RegionRule):
+class PushMatMulIntoConcat(RegionRule, family="algebra"):
     """[x; y] @ w -> [x @ w; y @ w], and x @ [v | w] -> [x @ v | x @ w],  where a part is a product itself.
 
     So that it can be associated. Or where a part and the other factor are constant, and their product is.
@@ -562,17 +389,15 @@ class PushMatMulIntoConcat(RegionRule):
     anchors = ("MatMul",)
     reads_from = ("Concat",)
     dtypes = NUMBERS
-    examples = (
-        "agraph (float[2,3] x, float[3,3] z, float[3,4] w) => (float[5,4] y) "
-        "{ a = MatMul(x, z) c = Concat<axis=0>(z, a) y = MatMul(c, w) }",
-        "agraph (float[N,2,3] x, float[3,4] z, float[4,5] w) => (float[N,2,9] y) "
-        "{ a = MatMul(z, w) c = Concat<axis=1>(z, a) y = MatMul(x, c) }",
-        "agraph (float[2,2,3] x) => (float[3,2,2] y) "
-        "{ u = Constant<value_floats=[1.0,2.0,3.0]>() s = Constant<value_ints=[1,1,3]>() p = Reshape(u, s) "
-        "q = Concat<axis=1>(p, p) k = Constant<value_floats=[1.0,2.0,3.0,4.0,5.0,6.0]>() "
-        "t = Constant<value_ints=[3,2]>() v = Reshape(k, t) c = Concat<axis=0>(q, x) y = MatMul(c, v) }",
-        "agraph (float[3] x, float[3,4] z, float[4,5] w) => (float[9] y) { a = MatMul(z, w) c = "
-        "Concat<axis=1>(z, a) y = MatMul(x, c) }",
+    examples = graphs(
+        "(float[2,3] x, float[3,3] z, float[3,4] w) => (float[5,4] y) { a = MatMul(x, z) c = Concat<axis=0>(z, a) "
+        "y = MatMul(c, w) }",
+        "(float[N,2,3] x, float[3,4] z, float[4,5] w) => (float[N,2,9] y) { a = MatMul(z, w) "
+        "c = Concat<axis=1>(z, a) y = MatMul(x, c) }",
+        "(float[2,2,3] x) => (float[3,2,2] y) { p = Reshape([1.0, 2, 3], [1, 1, 3]) q = Concat<axis=1>(p, p) "
+        "v = Reshape([1.0, 2, 3, 4, 5, 6], [3, 2]) c = Concat<axis=0>(q, x) y = MatMul(c, v) }",
+        "(float[3] x, float[3,4] z, float[4,5] w) => (float[9] y) { a = MatMul(z, w) c = Concat<axis=1>(z, a) "
+        "y = MatMul(x, c) }",
     )
     near_misses = (
         "agraph (float[2,4] x, float[2,2] z) => (float[4,4] y) { a = MatMul(z, x) c = Concat<axis=0>(x, a) "
@@ -609,7 +434,7 @@ class PushMatMulIntoConcat(RegionRule):
         return op.Concat(*products, axis=axis)
 
 
-class SplitMatMulOfConcats(RegionRule):
+class SplitMatMulOfConcats(RegionRule, family="algebra"):
     """[x | y] @ [v; w] -> x @ v + y @ w  where the parts are of the same sizes."""
 
     anchors = ("MatMul",)
@@ -648,7 +473,7 @@ class SplitMatMulOfConcats(RegionRule):
         return total
 
 
-class MergeConvsIntoGroups(RegionRule):
+class MergeConvsIntoGroups(RegionRule, family="algebra"):
     """[conv(x, v, b) | conv(y, w, c)] -> conv([x|y], [v; w], [b; c]; in groups)  along the channels."""
 
     anchors = ("Concat",)
@@ -706,7 +531,7 @@ class MergeConvsIntoGroups(RegionRule):
         )
 
 
-class SplitGroupsOverConcat(RegionRule):
+class SplitGroupsOverConcat(RegionRule, family="algebra"):
     """conv([x|y], w, b; in groups) -> [conv(x, w_x, b_x) | conv(y, w_y, b_y)]  where it has whole groups of each."""
 
     anchors = ("Conv",)
@@ -716,8 +541,7 @@ class SplitGroupsOverConcat(RegionRule):
         "agraph (float[1,2,4,4] x, float[1,2,4,4] z, float[6,2,3,3] w) => (float[1,6,4,4] y) "
         "{ a = Concat<axis=1>(x, z) y = Conv<pads=[1,1,1,1], group=2>(a, w) }",
         "agraph (float[N,2,5] x, float[N,4,5] z, float[9,2,3] w) => (float[N,9,3] y) "
-        "{ c = Constant<value_floats=[1.0,2.0,3.0,4.0,5.0,6.0,7.0,8.0,9.0]>() "
-        "a = Concat<axis=1>(x, z) y = Conv<group=3>(a, w, c) }",
+        "<float[9] c = {1, 2, 3, 4, 5, 6, 7, 8, 9}> { a = Concat<axis=1>(x, z) y = Conv<group=3>(a, w, c) }",
         "agraph (float[1,1,4,4] x, float[1,1,4,4] z, float[1,1,4,4] u, float[3,1,2,2] w) => (float[1,3,2,2] y) "
         "{ a = Concat<axis=1>(x, z, u) y = Conv<group=3, strides=[2,2]>(a, w) }",
     )
@@ -756,7 +580,7 @@ class SplitGroupsOverConcat(RegionRule):
         return op.Concat(*results, axis=1)
 
 
-class MergeSharedWeightConvs(RegionRule):
+class MergeSharedWeightConvs(RegionRule, family="algebra"):
     """conv(x, w, b), conv(y, w, b), ... -> split(conv([x; y; ...], w, b))  along the batch.
 
     The inputs must not depend on the results: see MergeSharedWeightProducts.
@@ -764,13 +588,12 @@ class MergeSharedWeightConvs(RegionRule):
 
     anchors = ("Conv",)
     dtypes = FLOATS
-    examples = (
-        "agraph (float[1,2,4,4] x, float[3,2,4,4] z, float[5,2,3,3] w, float[5] c) "
-        "=> (float[1,5,4,4] a, float[3,5,4,4] b) "
+    examples = graphs(
+        "(float[1,2,4,4] x, float[3,2,4,4] z, float[5,2,3,3] w, float[5] c) => (float[1,5,4,4] a, float[3,5,4,4] b) "
         "{ a = Conv<pads=[1,1,1,1]>(x, w, c) b = Conv<pads=[1,1,1,1]>(z, w, c) }",
-        "agraph (float[2,4,6] x, float[6,2,3] w) => (float[1,6,4] a, float[1,6,4] b) "
-        "{ p, q = Split<axis=0, num_outputs=2>(x) a = Conv<group=2>(p, w) b = Conv<group=2>(q, w) }",
-        "agraph (float[1,2,K] x, float[3,2,K] z, float[2,2,K] u, float[2,2,1] w) "
+        "(float[2,4,6] x, float[6,2,3] w) => (float[1,6,4] a, float[1,6,4] b) { p, q "
+        "= Split<axis=0, num_outputs=2>(x) a = Conv<group=2>(p, w) b = Conv<group=2>(q, w) }",
+        "(float[1,2,K] x, float[3,2,K] z, float[2,2,K] u, float[2,2,1] w) "
         "=> (float[1,2,K] a, float[3,2,K] b, float[2,2,K] c) { a = Conv(x, w) b = Conv(z, w) c = Conv(u, w) }",
     )
     near_misses = (
@@ -818,7 +641,7 @@ def _convolves(reader: Reader, other: Node, node: Node) -> bool:
 # Concat and Split
 
 
-class ExchangeConcats(RegionRule):
+class ExchangeConcats(RegionRule, family="algebra"):
     """[[x|y]; [v|w]] -> [[x; v] | [y; w]]  where the parts fit together both ways."""
 
     anchors = ("Concat",)
@@ -832,12 +655,10 @@ class ExchangeConcats(RegionRule):
     near_misses = (
         "agraph (float[2,3] x, float[2,4] z, float[5,4] v, float[5,3] w) => (float[7,7] y) "
         "{ a = Concat<axis=1>(x, z) b = Concat<axis=1>(v, w) y = Concat<axis=0>(a, b) }",
-        "agraph (float[2,3] x, float[2,4] z) => (float[2,7] y) { a = Concat<axis=1>(x, z) y = "
-        "Concat<axis=0>(a) }",
+        "agraph (float[2,3] x, float[2,4] z) => (float[2,7] y) { a = Concat<axis=1>(x, z) y = Concat<axis=0>(a) }",
         "agraph (float[2,3] x, float[5,3] v) => (float[7,3] y) { a = Concat<axis=1>(x) b = "
         "Concat<axis=1>(v) y = Concat<axis=0>(a, b) }",
-        "agraph (float[2,3] x, float[2,4] z) => (float[4,7] y) { a = Concat<axis=1>(x, z) y = "
-        "Concat<axis=0>(a, a) }",
+        "agraph (float[2,3] x, float[2,4] z) => (float[4,7] y) { a = Concat<axis=1>(x, z) y = Concat<axis=0>(a, a) }",
         "agraph (float[2,3] x, float[2,4] z, float[5,7] v) => (float[7,7] y) { a = Concat<axis=1>(x, z) b "
         "= Relu(v) y = Concat<axis=0>(a, b) }",
     )
@@ -867,7 +688,7 @@ class ExchangeConcats(RegionRule):
         return op.Concat(*joined, axis=inner)
 
 
-class PushBinaryThroughSplit(RegionRule):
+class PushBinaryThroughSplit(RegionRule, family="algebra"):
     """split(f(x, c)) -> f(split(x), split(c)), each part,  for f element by element.
 
     At most one operand is split at run time: others broadcast along the axis, are constant, or put together of
@@ -943,27 +764,3 @@ class PushBinaryThroughSplit(RegionRule):
                 operands.append(list(op.Split(v, axis=place, sizes=sizes)))
             at += len(sizes) if kind == "parts" else 1
         return [op[name](*given, attrs=attrs) for given in zip(*operands)]
-
-
-RULES: tuple[AnyRule, ...] = (
-    AssociateAdds(),
-    AssociateMuls(),
-    FactorOutOfSum(),
-    FactorOneOutOfSum(),
-    DistributeMulOverSum(),
-    PullMonotoneOutOfMax(),
-    PushMonotoneThroughMax(),
-    AssociateSharedMatMuls(),
-    DistributeMatMul(),
-    FactorMatMulOutOfSum(),
-    FactorConvOutOfSum(),
-    PullProductOutOfConcat(),
-    PullProductOutOfConcatOfColumns(),
-    PushMatMulIntoConcat(),
-    SplitMatMulOfConcats(),
-    MergeConvsIntoGroups(),
-    SplitGroupsOverConcat(),
-    MergeSharedWeightConvs(),
-    ExchangeConcats(),
-    PushBinaryThroughSplit(),
-)

@@ -317,13 +317,7 @@ class Outside:
     """
 
     def __init__(
-        self,
-        op: Op,
-        graph: Graph,
-        around: Graph,
-        known: Mapping[Value, Val],
-        *,
-        sizes_only: bool = False,
+        self, op: Op, graph: Graph, around: Graph, known: Mapping[Value, Val], *, sizes_only: bool = False
     ) -> None:
         self.op = op
         self.graph = graph

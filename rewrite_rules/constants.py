@@ -10,6 +10,9 @@ from rewrite_rules.axes import axis_of
 from xrlflow.ir import Node
 from xrlflow.rewrite import Op, Val
 
+# Constants are multiplied out when the model is written: at most so many multiplications for one product.
+AT_EXPORT = 1 << 32
+
 
 def _producer(v: Val) -> Node | None:
     return v.graph.producers.get(v.value)

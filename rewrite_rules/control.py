@@ -27,35 +27,15 @@ from rewrite_rules.bodies import (
 )
 from rewrite_rules.elementwise import BROADCAST, UNARY
 from rewrite_rules.identity import RANDOM
-from xrlflow.ir import (
-    ABSENT,
-    FLOATS,
-    Body,
-    DType,
-    Graph,
-    Node,
-    Value,
-    apply_edit,
-)
+from xrlflow.ir import ABSENT, FLOATS, Body, DType, Graph, Node, Value, apply_edit
 from xrlflow.ops.infer import InferenceError, infer
 from xrlflow.ops.schema import is_deterministic, schema
-from xrlflow.rewrite import (
-    AnyRule,
-    GraphBuilder,
-    Op,
-    Reader,
-    Region,
-    RegionRule,
-    RuleError,
-    Val,
-    require,
-    worthwhile,
-)
+from xrlflow.rewrite import GraphBuilder, Op, Reader, Region, RegionRule, RuleError, Val, require, worthwhile
 
 # Branches
 
 
-class InlineConstantIf(RegionRule):
+class InlineConstantIf(RegionRule, family="control"):
     """if true then f(x) else g(x) -> f(x), and g(x) for false.
 
     Exporters leave such branches behind where a shape that they ask for turns out to be known.
@@ -119,7 +99,7 @@ def _decided(graph: Graph, node: Node) -> bool | None:
     return None if const is None or const.array is None or const.array.size != 1 else bool(const.array.item())
 
 
-class DropFailingBranch(RegionRule):
+class DropFailingBranch(RegionRule, family="control"):
     """if c then f(x) else g(x) -> g(x)  where f(x) can only lead to an error, and so for g(x).
 
     Exporters write a branch for every case that a function of the framework knows: another rank than the one that is
@@ -316,7 +296,7 @@ def _may_divide_by_zero(node: Node) -> bool:
     return node.op in ("Div", "Mod") and node.types[0].dtype not in FLOATS
 
 
-class MoveInvariantsOutOfLoop(RegionRule):
+class MoveInvariantsOutOfLoop(RegionRule, family="control"):
     """loop(f(c), x_t) -> y = f(c), loop(y, x_t)  where c is the same in every step.
 
     Nodes of the body that depend only on captured values and constants are computed once. What may fail is moved only
@@ -350,10 +330,9 @@ class MoveInvariantsOutOfLoop(RegionRule):
         "agraph (int64 n, float[2,3] x, float[3,3] m) => (float[T,2,3] all) <bool yes = {1}> {"
         " all = Loop (n, yes) <body = b (int64 i, bool going) => (bool on, float[2,3] s) {"
         " on = Identity(going) a = MatMul(x, m) f = Cast<to = 1>(i) s = Mul(a, f) }> }",
-        "agraph (int64 n, float[3] x, float[2] z) => (float[2] last) <int64[1] to = {2}, int64[1] from = {0}> {"
-        " two = Constant<value_int = 2>()"
-        " last = Loop (two, , z) <body = b (int64 i, bool going, float[2] v) => (bool on, float[2] w) {"
-        " on = Identity(going) k = Sub(two, n) g = Gather(x, k) w = Mul(v, g) }> }",
+        "agraph (int64 n, float[3] x, float[2] z) => (float[2] last) <int64[1] to = {2}, int64[1] from = {0}> "
+        "{ two = Constant<value_int = 2>() last = Loop (two, , z) <body = b (int64 i, bool going, float[2] v) "
+        "=> (bool on, float[2] w) { on = Identity(going) k = Sub(two, n) g = Gather(x, k) w = Mul(v, g) }> }",
         "agraph (int64 n, float[3] x, float[2] z) => (float[2] last) <int64[1] to = {2}, int64[1] from = {0}> {"
         " one = Constant<value_int = 1>() some = Add(n, one)"
         " last = Loop (some, , z) <body = b (int64 i, bool going, float[2] v) => (bool on, float[2] w) {"
@@ -399,7 +378,7 @@ class MoveInvariantsOutOfLoop(RegionRule):
         return put_together(op, loop, parts, given)
 
 
-class UnrollLoop(RegionRule):
+class UnrollLoop(RegionRule, family="control"):
     """loop(n, s -> f(s)) -> f(f(... f(s)))  for a small number n and a small body."""
 
     most_steps: ClassVar[int] = 16
@@ -661,7 +640,7 @@ def _rest_of(cut: _Cut, op: GraphBuilder) -> Any:
     return op[cut.node.op](data[0], rows[0], *more, attrs=cut.node.attrs)
 
 
-class HoistOutOfScan(RegionRule):
+class HoistOutOfScan(RegionRule, family="control"):
     """scan(x_t @ w, ...) -> y = x @ w, scan(y_t, ...)  and so for every function of one step's input alone.
 
     Products with a matrix and element-wise operators are computed for all steps at once; a product of [x_t, h] is cut
@@ -716,9 +695,8 @@ class HoistOutOfScan(RegionRule):
                       consts=", float[6,3] v = {" + ", ".join(str(i % 5 - 2) for i in range(18)) + "}"),
         _scan_example("a = Add(e, g) b = Squeeze(a, low) k = Add(h, b) s = Relu(k)",
                       consts=", float[1,2,3] g = {1, 2, 3, 4, 5, 6}, int64[1] low = {0}"),
-        "agraph (int64[T,3] x, int64[3] z, int64[3] w) => (int64[3] last) {"
-        " last = Scan (z, x) <num_scan_inputs = 1, body = b (int64[3] h, int64[3] e) => (int64[3] k) {"
-        " a = Div(e, w) k = Add(h, a) }> }",
+        "agraph (int64[T,3] x, int64[3] z, int64[3] w) => (int64[3] last) { last = Scan (z, x) "
+        "<num_scan_inputs = 1, body = b (int64[3] h, int64[3] e) => (int64[3] k) { a = Div(e, w) k = Add(h, a) }> }",
         "agraph (float[T,2,3] x, float[T,3,3] y, float[2,3] z) => (float[2,3] last) {"
         " last = Scan (z, x, y) <num_scan_inputs = 2, body = b (float[2,3] h, float[2,3] e, float[3,3] f)"
         " => (float[2,3] k) { a = MatMul(e, f) k = Add(h, a) }> }",
@@ -776,7 +754,7 @@ def _scan_lanes(reader: Reader, loop: Loop) -> _Lanes:
     return _Lanes(loop, of, set(loop.body.captured))
 
 
-class HoistOutOfLoop(RegionRule):
+class HoistOutOfLoop(RegionRule, family="control"):
     """loop(x[i] @ w, ...) -> y = x @ w, loop(y[i], ...)  where i is the number of the step.
 
     As for a Scan: every function of x[i] alone is computed for all of x at once.
@@ -799,17 +777,15 @@ class HoistOutOfLoop(RegionRule):
                 "a = Sub(c, e) k = Add(h, a) s = MatMul(a, m)",
             )
         ),
-        "agraph (int64 n, float[3,3] x, float[3,3] y, float[3] z) => (float[3] last)"
-        " <int64 one = {1}, int64 two = {2}> {"
-        " k1 = Add(n, one) t = Min(k1, two)"
-        " last = Loop (t, , z) <body = b (int64 i, bool going, float[3] h) => (bool on, float[3] k) {"
-        " on = Identity(going) e = Gather(x, i) f = Gather(y, i) a = Mul(e, f) k = Sub(h, a) }> }",
+        "agraph (int64 n, float[3,3] x, float[3,3] y, float[3] z) => (float[3] last) <int64 one = {1}, "
+        "int64 two = {2}> { k1 = Add(n, one) t = Min(k1, two) last = Loop (t, , z) <body = b "
+        "(int64 i, bool going, float[3] h) => (bool on, float[3] k) { on = Identity(going) e = Gather(x, i) "
+        "f = Gather(y, i) a = Mul(e, f) k = Sub(h, a) }> }",
         # What is made of a constant is known inside.
-        "agraph (int64 n, float[2] z) => (float[2] last) <int64 one = {1}, int64 two = {2},"
-        " float[3,2] x = {1, 2, 3, -1, -2, -3}> {"
-        " k1 = Add(n, one) t = Min(k1, two)"
-        " last = Loop (t, , z) <body = b (int64 i, bool going, float[2] h) => (bool on, float[2] k) {"
-        " on = Identity(going) e = Gather(x, i) a = Exp(e) b = Neg(a) k = Add(h, b) }> }",
+        "agraph (int64 n, float[2] z) => (float[2] last) <int64 one = {1}, int64 two = {2}, "
+        "float[3,2] x = {1, 2, 3, -1, -2, -3}> { k1 = Add(n, one) t = Min(k1, two) last = Loop (t, , z) <body = b "
+        "(int64 i, bool going, float[2] h) => (bool on, float[2] k) { on = Identity(going) e = Gather(x, i) "
+        "a = Exp(e) b = Neg(a) k = Add(h, b) }> }",
         "agraph (int64 n, float[3,2] x, float[1,2] z) => (float[1,2] last) <int64 one = {1}, int64 two = {2},"
         " float[4,2] v = {1, 2, 3, 4, -1, -2, -3, -4}, int64[1] first = {1}> {"
         " k1 = Add(n, one) t = Min(k1, two) y = Unsqueeze(x, first)"
@@ -882,13 +858,3 @@ def _gathered(inner: GraphBuilder, value: Value, whole: Val, axis: int) -> Any:
     graph = inner.graph
     index = Val(graph, graph.inputs[0], graph.type(graph.inputs[0]))
     return inner.Gather(made_outside(graph, value, whole.type), index, axis=axis)
-
-
-RULES: tuple[AnyRule, ...] = (
-    InlineConstantIf(),
-    DropFailingBranch(),
-    MoveInvariantsOutOfLoop(),
-    UnrollLoop(),
-    HoistOutOfScan(),
-    HoistOutOfLoop(),
-)

@@ -9,38 +9,24 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from rewrite_rules.axes import fronts, inverse, reshape_numbers
-from rewrite_rules.elementwise import made_by, read_once
+from rewrite_rules.axes import fronts, inverse, reshape_numbers, same_dims
+from rewrite_rules.constants import AT_EXPORT
+from rewrite_rules.elementwise import FLOAT, WIDE, made_by, read_once
+from rewrite_rules.examples import graphs
 from rewrite_rules.linear import group_of, scale_columns
+from rewrite_rules.reading import between
+from rewrite_rules.reshape import VIEWS
 from rewrite_rules.shapes import per_rank
-from xrlflow.ir import ABSENT, Attrs, Dim, DType, Node, Value
+from xrlflow.ir import ABSENT, Attrs, Dim, Node, Value
 from xrlflow.ir.dims import LARGEST
 from xrlflow.ops.tensors import numpy_dtype
-from xrlflow.rewrite import (
-    AnyRule,
-    Captures,
-    Op,
-    Reader,
-    Region,
-    RegionRule,
-    Rule,
-    Val,
-    accurate,
-    require,
-    worthwhile,
-)
-
-# Element types for which ONNX Runtime multiplies matrices.
-_PRODUCTS = frozenset({DType.FLOAT, DType.DOUBLE})
-_FLOAT = frozenset({DType.FLOAT})
-
-# Constants are multiplied out when the model is written: at most so many multiplications for one product.
-_AT_EXPORT = 1 << 32
+from xrlflow.rewrite import Captures, Op, Reader, Region, RegionRule, Rule, Val, accurate, require, worthwhile
 
 _IMAGE = per_rank("x[i,c{h}]")
-_POINTWISE = per_rank("x[i,j{h}] w[m,p{1}] b[m]")
-_POOLED = per_rank("x[i,j{h}] w[m,p{1}]:const b[m]:const")
 
+_POINTWISE = per_rank("x[i,j{h}] w[m,p{1}] b[m]")
+
+_POOLED = per_rank("x[i,j{h}] w[m,p{1}]:const b[m]:const")
 
 # What a kernel of one tap does not heed.
 _UNHEEDED: dict[str, None] = {"auto_pad": None, "dilations": None}
@@ -102,23 +88,28 @@ def _positive(sizes: Sequence[Dim]) -> bool:
     return all(isinstance(d, int) and d > 0 for d in sizes)
 
 
+class _OneConv(Rule, family="convolution"):
+    """A convolution with a bias or without, and what else it can be."""
+
+    optional: ClassVar[tuple[str, ...]] = ("b",)
+
+    def source(self, op: Op, x: Any, w: Any, b: Any) -> Any:
+        return op.Conv(x, w, b, attrs="c")
+
+
 # Convolutions of one tap and products of matrices
 
 
-class ReplacePointwiseConvByMatMul(Rule):
+class ReplacePointwiseConvByMatMul(_OneConv):
     """conv(x, w, b) -> reshape(w @ reshape(x) + b)  for a 1x1 kernel: the image is a matrix of channels by places."""
 
     nonempty = True
     # TVM's kernels are this product already, and where it has channels last the matrix would need conversions.
     backend = "onnxruntime"
-    dtypes = _PRODUCTS
-    optional = ("b",)
+    dtypes = WIDE
     shapes = per_rank("x[i,c{h}] w[m,c{1}] b[m]")
 
-    def source(self, op: Op, x: Any, w: Any, b: Any) -> Any:
-        return op.Conv(x, w, b, attrs="c")
-
-    def where(self, m: Captures, x: Val, w: Val, b: Val | None) -> None:
+    def where(self, m: Captures) -> None:
         require_pointwise(m.c)
 
     def target(self, op: Op, x: Val, w: Val, b: Val | None) -> Any:
@@ -136,16 +127,16 @@ class ReplacePointwiseConvByMatMul(Rule):
         return op.Reshape(y, reshape_numbers(y.shape, (batch, outputs, *space)))
 
 
-class ReplaceMatMulByPointwiseConv(Rule):
+class ReplaceMatMulByPointwiseConv(Rule, family="convolution"):
     """w @ x -> conv(x, w)  for a constant matrix w and x of three dimensions."""
 
-    dtypes = _FLOAT
+    dtypes = FLOAT
     shapes = "w[m,c]:const x[i,c,h]"
 
     def source(self, op: Op, w: Any, x: Any) -> Any:
         return op.MatMul(w, x)
 
-    def where(self, m: Captures, w: Val, x: Val) -> None:
+    def where(self, w: Val) -> None:
         worthwhile_data(w)
 
     def target(self, op: Op, w: Val, x: Val) -> Any:
@@ -157,10 +148,10 @@ def _channels_last(rank: int) -> tuple[int, ...]:
     return (0, *range(2, rank), 1)
 
 
-class MergeTransposedMatMulIntoConv(Rule):
+class MergeTransposedMatMulIntoConv(Rule, family="convolution"):
     """transpose(transpose(x) @ w) -> conv(x, w^T)  when the channels go last for the product, and come back."""
 
-    dtypes = _FLOAT
+    dtypes = FLOAT
     shapes = per_rank("x[i,c{h}] w[c,n]:const")
 
     def source(self, op: Op, x: Any, w: Any) -> Any:
@@ -177,14 +168,14 @@ class MergeTransposedMatMulIntoConv(Rule):
         return op.Conv(x, op.Reshape(op.Transpose(w), [rows, columns] + [1] * (x.rank - 2)))
 
 
-class ReplaceConvOfTransposeByMatMul(Rule):
+class ReplaceConvOfTransposeByMatMul(Rule, family="convolution"):
     """conv(transpose(x), w, b) -> transpose(x @ w^T + b)  for a 1x1 kernel and x with the channels last."""
 
     survivors: ClassVar[Mapping[str, str]] = {
         "omit Reshape (call 0)": "transposed, the kernel's dimensions of 1 stand in front, where a product broadcasts"
     }
 
-    dtypes = _PRODUCTS
+    dtypes = WIDE
     optional = ("b",)
     shapes = per_rank("x[i{h},c] w[m,c{1}] b[m]")
     examples = (
@@ -201,7 +192,7 @@ class ReplaceConvOfTransposeByMatMul(Rule):
     def source(self, op: Op, x: Any, w: Any, b: Any) -> Any:
         return op.Conv(op.Transpose(x, perm="p"), w, b, attrs="c")
 
-    def where(self, m: Captures, x: Val, w: Val, b: Val | None) -> None:
+    def where(self, m: Captures, x: Val) -> None:
         # An absent permutation is the reverse, which has another dimension there.
         require(m.p is not None and m.p[1] == x.rank - 1, "the channels were not last")
         require_pointwise(m.c)
@@ -211,19 +202,15 @@ class ReplaceConvOfTransposeByMatMul(Rule):
         return op.Transpose(y if b is None else op.Add(y, b), perm=m.p)
 
 
-class ReplaceConvStrideBySlice(Rule):
+class ReplaceConvStrideBySlice(_OneConv):
     """conv(x, w, b; strides s) -> conv(x[::s], w, b)  for a 1x1 kernel."""
 
-    optional = ("b",)
     shapes = _POINTWISE
     examples = (
         "agraph (float[2,1,5,6] x) => (float[2,1,2,6] y) <float[1,1,1,1] w = {2}> { y = Conv<strides=[3,1]>(x, w) }",
     )
 
-    def source(self, op: Op, x: Any, w: Any, b: Any) -> Any:
-        return op.Conv(x, w, b, attrs="c")
-
-    def where(self, m: Captures, x: Val, w: Val, b: Val | None) -> None:
+    def where(self, m: Captures, x: Val) -> None:
         require("pads" not in m.c, "it pads")
         worthwhile("strides" in m.c, "it does not stride")
         worthwhile_data(x)
@@ -234,41 +221,28 @@ class ReplaceConvStrideBySlice(Rule):
         return op.Conv(sliced, w, b, attrs=m.c, strides=None, **_UNHEEDED)
 
 
-class FoldSliceIntoConvStride(Rule):
+class FoldSliceIntoConvStride(Rule, family="convolution"):
     """conv(x[::s], w, b) -> conv(x, w, b; strides s)  for a 1x1 kernel."""
 
     optional = ("b",)  # without axes, or steps, it does not step over the image
     shapes = per_rank("x[i,j{h}] w[m,p{1}] b[m] starts:const ends:const axes:const steps:const", ranks=(1, 2))
-    examples = (
-        "agraph (float[2,3,5,6] x) => (float[2,1,3,3] y) <float[1,3,1,1] w = {1,2,3}, int64[2] s = {0,0}, "
-        "int64[2] e = {2147483647,6}, int64[2] a = {2,3}, int64[2] t = {2,2}> "
-        "{ z = Slice(x, s, e, a, t) y = Conv(z, w) }",
-        "agraph (float[N,2,H] x) => (float[N,2,P] y) <float[2,2,1] w = {1,2,3,4}, float[2] b = {5,6}, "
-        "int64[1] s = {0}, int64[1] e = {9223372036854775807}, int64[1] a = {-1}, int64[1] t = {3}> "
-        "{ z = Slice(x, s, e, a, t) y = Conv<strides=[2]>(z, w, b) }",
-        "agraph (float[2,1,5,6] x) => (float[2,1,5,3] y) <float[1,1,1,1] w = {2}, int64[2] s = {0,0}, "
-        "int64[2] e = {5,6}, int64[2] a = {2,3}, int64[2] t = {1,2}> { z = Slice(x, s, e, a, t) y = "
-        "Conv(z, w) }",
+    examples = graphs(
+        "(float[2,3,5,6] x) => (float[2,1,3,3] y) <float[1,3,1,1] w = {1,2,3}> "
+        "{ z = Slice(x, [0, 0], [2147483647, 6], [2, 3], [2, 2]) y = Conv(z, w) }",
+        "(float[N,2,H] x) => (float[N,2,P] y) <float[2,2,1] w = {1,2,3,4}> "
+        "{ z = Slice(x, [0], [9223372036854775807], [-1], [3]) y = Conv<strides=[2]>(z, w, [5.0, 6]) }",
+        "(float[2,1,5,6] x) => (float[2,1,5,3] y) <float[1,1,1,1] w = {2}> "
+        "{ z = Slice(x, [0, 0], [5, 6], [2, 3], [1, 2]) y = Conv(z, w) }",
     )
-    near_misses = (
-        "agraph (float[1,2,6] x) => (float[1,1,2] y) <float[1,2,1] w = {1,2}, int64[1] s = {0}, int64[1] e = {3}, "
-        "int64[1] a = {2}, int64[1] t = {2}> { z = Slice(x, s, e, a, t) y = Conv(z, w) }",
+    near_misses = graphs(
+        "(float[1,2,6] x) => (float[1,1,2] y) <float[1,2,1] w = {1,2}> { z = Slice(x, [0], [3], [2], [2]) "
+        "y = Conv(z, w) }"
     )
 
     def source(self, op: Op, x: Any, w: Any, b: Any, starts: Any, ends: Any, axes: Any, steps: Any) -> Any:
         return op.Conv(op.Slice(x, starts, ends, axes, steps), w, b, attrs="c")
 
-    def where(
-        self,
-        m: Captures,
-        x: Val,
-        w: Val,
-        b: Val | None,
-        starts: Val,
-        ends: Val,
-        axes: Val,
-        steps: Val,
-    ) -> None:
+    def where(self, m: Captures, x: Val, starts: Val, ends: Val, axes: Val, steps: Val) -> None:
         require("pads" not in m.c, "it pads")
         worthwhile(any(s != 1 for s in steps.ints), "it does not step")
         worthwhile_data(x)
@@ -282,34 +256,19 @@ class FoldSliceIntoConvStride(Rule):
     def _steps(x: Val, axes: Val, steps: Val) -> list[tuple[int, int]]:
         return list(zip(fronts(axes.ints, x.rank), steps.ints))
 
-    def target(
-        self,
-        op: Op,
-        m: Captures,
-        x: Val,
-        w: Val,
-        b: Val | None,
-        starts: Val,
-        ends: Val,
-        axes: Val,
-        steps: Val,
-    ) -> Any:
+    def target(self, op: Op, m: Captures, x: Val, w: Val, b: Val | None, axes: Val, steps: Val) -> Any:
         strides = list(per_axis(m.c, "strides", x.rank - 2))
         for axis, step in self._steps(x, axes, steps):
             strides[axis - 2] *= step
         return op.Conv(x, w, b, attrs=m.c, strides=strides, **_UNHEEDED)
 
 
-class ReplaceDepthwisePointwiseConvByMul(Rule):
+class ReplaceDepthwisePointwiseConvByMul(_OneConv):
     """conv(x, w, b; each channel by itself) -> x * w + b  for a 1x1 kernel."""
 
-    optional = ("b",)
     shapes = per_rank("x[i,c{h}] w[c,1{1}] b[c]")
 
-    def source(self, op: Op, x: Any, w: Any, b: Any) -> Any:
-        return op.Conv(x, w, b, attrs="c")
-
-    def where(self, m: Captures, x: Val, w: Val, b: Val | None) -> None:
+    def where(self, m: Captures) -> None:
         require_pointwise(m.c)
 
     def target(self, op: Op, x: Val, w: Val, b: Val | None) -> Any:
@@ -320,31 +279,25 @@ class ReplaceDepthwisePointwiseConvByMul(Rule):
 # Convolutions whose kernel is as large as the image, or as their stride
 
 
-class ReplaceFullConvByGemm(Rule):
+class ReplaceFullConvByGemm(_OneConv):
     """conv(x, w, b) -> reshape(gemm(reshape(x), reshape(w), b))  when the kernel meets the whole image at one place.
 
     On an image of one pixel too, of which a padded kernel meets one tap.
     """
 
-    dtypes = _PRODUCTS
-    optional = ("b",)
+    dtypes = WIDE
     shapes = per_rank("x[i,c{h}] w[m,c{k}]:const b[m]")
-    examples = (
-        "agraph (float[N,3,1,1] x) => (float[N,2,1,1] y) <float[2,3,1,1] w = {1,2,3,4,5,6}, float[2] b = {7,8}> "
-        "{ y = Conv(x, w, b) }",
-        "agraph (float[2,1,2,1] x) => (float[2,1,1,1] y) <float[1,1,3,3] w = {1,2,3,4,5,6,7,8,9}> "
+    examples = graphs(
+        "(float[N,3,1,1] x) => (float[N,2,1,1] y) <float[2,3,1,1] w = {1,2,3,4,5,6}> { y = Conv(x, w, [7.0, 8]) }",
+        "(float[2,1,2,1] x) => (float[2,1,1,1] y) <float[1,1,3,3] w = {1,2,3,4,5,6,7,8,9}> "
         "{ y = Conv<pads=[1,1,0,1]>(x, w) }",
-        "agraph (float[2,1,1,1] x) => (float[2,2,1,1] y) "
-        "<float[2,1,3,3] w = {1,2,3,4,5,6,7,8,9,1,2,3,4,5,6,7,8,9}, float[2] b = {1,2}> "
-        "{ y = Conv<pads=[1,0,1,2]>(x, w, b) }",
-        "agraph (float[2,2,3] x) => (float[2,2,1] y) <float[2,2,3] w = {1,2,3,4,5,6,7,8,9,10,11,12}> "
+        "(float[2,1,1,1] x) => (float[2,2,1,1] y) <float[2,1,3,3] w = {1,2,3,4,5,6,7,8,9,1,2,3,4,5,6,7,8,9}> "
+        "{ y = Conv<pads=[1,0,1,2]>(x, w, [1.0, 2]) }",
+        "(float[2,2,3] x) => (float[2,2,1] y) <float[2,2,3] w = {1,2,3,4,5,6,7,8,9,10,11,12}> "
         "{ y = Conv<strides=[2]>(x, w) }",
     )
 
-    def source(self, op: Op, x: Any, w: Any, b: Any) -> Any:
-        return op.Conv(x, w, b, attrs="c")
-
-    def where(self, m: Captures, x: Val, w: Val, b: Val | None) -> None:
+    def where(self, m: Captures, x: Val, w: Val) -> None:
         require("auto_pad" not in m.c, "it pads")
         dims = x.rank - 2
         before, after = pads_of(m.c, dims)
@@ -372,24 +325,18 @@ class ReplaceFullConvByGemm(Rule):
         return op.Reshape(y, reshape_numbers(y.shape, (x.shape[0], w.size(0), *[1] * dims)))
 
 
-class ReplacePatchConvByMatMul(Rule):
+class ReplacePatchConvByMatMul(_OneConv):
     """conv(x, w, b; strides = kernel) -> reshape(transpose(patches(x) @ w^T + b))  with patches(x) a transpose."""
 
-    dtypes = _PRODUCTS
-    optional = ("b",)
+    dtypes = WIDE
     shapes = per_rank("x[i,c{h}] w[m,c{k}] b[m]")
     examples = (
-        "agraph (float[2,1,4,6] x) => (float[2,2,2,2] y) "
-        "<float[2,1,2,3] w = {1,2,3,4,5,6,7,8,9,10,11,12}, float[2] b = {1,2}> "
-        "{ y = Conv<strides=[2,3]>(x, w, b) }",
-        "agraph (float[N,2,6] x) => (float[N,1,3] y) <float[1,2,2] w = {1,2,3,4}> "
-        "{ y = Conv<strides=[2]>(x, w) }",
+        "agraph (float[2,1,4,6] x) => (float[2,2,2,2] y) <float[2,1,2,3] w = {1,2,3,4,5,6,7,8,9,10,11,12}, "
+        "float[2] b = {1,2}> { y = Conv<strides=[2,3]>(x, w, b) }",
+        "agraph (float[N,2,6] x) => (float[N,1,3] y) <float[1,2,2] w = {1,2,3,4}> { y = Conv<strides=[2]>(x, w) }",
     )
 
-    def source(self, op: Op, x: Any, w: Any, b: Any) -> Any:
-        return op.Conv(x, w, b, attrs="c")
-
-    def where(self, m: Captures, x: Val, w: Val, b: Val | None) -> None:
+    def where(self, m: Captures, x: Val, w: Val) -> None:
         kernel = w.sizes[2:]
         require_no_padding(m.c)
         require("dilations" not in m.c, "it is dilated")
@@ -424,30 +371,29 @@ def _filled(numbers: Sequence[int], sizes: Sequence[int]) -> tuple[int, ...]:
     return tuple(prod(sizes) // known if d == -1 and known > 0 else d for d in out)
 
 
-class MergePatchMatMulIntoConv(Rule):
+class MergePatchMatMulIntoConv(Rule, family="convolution"):
     """reshape(transpose(reshape(x))) @ w -> transpose(reshape(conv(x, w'; strides = kernel)))  for rows of patches.
 
     A patch may have its channels first or last.
     """
 
-    dtypes = _FLOAT
+    dtypes = FLOAT
     shapes = "x[i,c,h0,h1] s[6]:const t[3]:const w[q,n]:const | x[i,c,h0] s[4]:const t[3]:const w[q,n]:const"
-    examples = (
-        "agraph (float[2,1,4,6] x) => (float[2,4,2] y) <int64[6] s = {2,1,2,2,2,3}, int64[3] t = {2,4,-1}, "
-        "float[6,2] w = {1,2,3,4,5,6,7,8,9,10,11,12}> "
-        "{ r = Reshape(x, s) p = Transpose<perm=[0,2,4,1,3,5]>(r) q = Reshape(p, t) y = MatMul(q, w) }",
-        "agraph (float[2,2,2,4] x) => (float[2,2,1] y) <int64[6] s = {2,2,1,2,-1,2}, int64[3] t = {0,2,8}, "
-        "float[8,1] w = {1,2,3,4,5,6,7,8}> "
-        "{ r = Reshape(x, s) p = Transpose<perm=[0,2,4,3,5,1]>(r) q = Reshape(p, t) y = MatMul(q, w) }",
-        "agraph (float[2,2,6] x) => (float[2,3,1] y) <int64[4] s = {2,2,3,2}, int64[3] t = {2,3,4}, "
-        "float[4,1] w = {1,2,3,4}> "
-        "{ r = Reshape(x, s) p = Transpose<perm=[0,2,1,3]>(r) q = Reshape(p, t) y = MatMul(q, w) }",
+    examples = graphs(
+        "(float[2,1,4,6] x) => (float[2,4,2] y) <float[6,2] w = {1,2,3,4,5,6,7,8,9,10,11,12}> "
+        "{ r = Reshape(x, [2, 1, 2, 2, 2, 3]) p = Transpose<perm=[0,2,4,1,3,5]>(r) q = Reshape(p, [2, 4, -1]) "
+        "y = MatMul(q, w) }",
+        "(float[2,2,2,4] x) => (float[2,2,1] y) <float[8,1] w = {1,2,3,4,5,6,7,8}> "
+        "{ r = Reshape(x, [2, 2, 1, 2, -1, 2]) p = Transpose<perm=[0,2,4,3,5,1]>(r) q = Reshape(p, [0, 2, 8]) "
+        "y = MatMul(q, w) }",
+        "(float[2,2,6] x) => (float[2,3,1] y) <float[4,1] w = {1,2,3,4}> { r = Reshape(x, [2, 2, 3, 2]) "
+        "p = Transpose<perm=[0,2,1,3]>(r) q = Reshape(p, [2, 3, 4]) y = MatMul(q, w) }",
     )
 
     def source(self, op: Op, x: Any, s: Any, t: Any, w: Any) -> Any:
         return op.MatMul(op.Reshape(op.Transpose(op.Reshape(x, s), perm="p"), t), w)
 
-    def where(self, m: Captures, x: Val, s: Val, t: Val, w: Val) -> None:
+    def where(self, m: Captures, x: Val, s: Val, t: Val) -> None:
         dims = x.rank - 2
         cut = _filled(s.ints, x.sizes)
         counts, kernel = cut[2::2], cut[3::2]
@@ -460,7 +406,7 @@ class MergePatchMatMulIntoConv(Rule):
         columns = x.size(1) * prod(kernel)
         require(rows == (x.size(0), prod(counts), columns), "the rows are not patches")
 
-    def target(self, op: Op, m: Captures, x: Val, s: Val, t: Val, w: Val) -> Any:
+    def target(self, op: Op, m: Captures, x: Val, s: Val, w: Val) -> Any:
         dims = x.rank - 2
         kernel = _filled(s.ints, x.sizes)[3::2]
         channels, outputs = x.size(1), w.size(1)
@@ -475,7 +421,7 @@ class MergePatchMatMulIntoConv(Rule):
         return op.Transpose(flat, perm=[0, 2, 1])
 
 
-class ReplaceConvTransposeByConv(Rule):
+class ReplaceConvTransposeByConv(Rule, family="convolution"):
     """conv_transpose(x, w, b; strides = kernel) -> depth_to_space(conv(x, w', b'))  with one tap for each place.
 
     Where a block is no square, by a reshape and a transpose.
@@ -532,10 +478,9 @@ class ReplaceConvTransposeByConv(Rule):
 # Reshapes with exact correction
 
 
-class SplitDilatedConvIntoPhases(Rule):
+class SplitDilatedConvIntoPhases(_OneConv):
     """conv(x, w, b; dilations d) -> interleave(conv(phases(x), w, b))  with every d-th row an image of its own."""
 
-    optional = ("b",)
     shapes = per_rank("x[i,j{h}] w[m,p{k}] b[m]")
     examples = (
         "agraph (float[2,1,5,6] x) => (float[2,1,5,4] y) <float[1,1,3,2] w = {1,2,3,4,5,6}, float[1] b = {7}> "
@@ -544,10 +489,7 @@ class SplitDilatedConvIntoPhases(Rule):
         "{ y = Conv<dilations=[2], group=2>(x, w) }",
     )
 
-    def source(self, op: Op, x: Any, w: Any, b: Any) -> Any:
-        return op.Conv(x, w, b, attrs="c")
-
-    def where(self, m: Captures, x: Val, w: Val, b: Val | None) -> None:
+    def where(self, m: Captures, x: Val, w: Val) -> None:
         worthwhile("dilations" in m.c, "it is not dilated")
         require("strides" not in m.c, "it strides")
         require("auto_pad" not in m.c, "it pads by itself")
@@ -588,23 +530,18 @@ class SplitDilatedConvIntoPhases(Rule):
         return y if full == out else op.Slice(y, [0] * dims, out, [2 + i for i in range(dims)])
 
 
-class MergeBatchIntoHeight(Rule):
+class MergeBatchIntoHeight(_OneConv):
     """conv(x, w, b) -> cut(conv(stack(x), w, b))  with the images of a batch below each other, padding between them.
 
     What a window meets of two images is left out.
     """
 
-    optional = ("b",)
     shapes = per_rank("x[i,j{h}] w[m,p{k}] b[m]")
     near_misses = (
-        "agraph (float[2,1,4,5] x, float[1,1,3,3] w) => (float[2,1,4,5] y) "
-        '{ y = Conv<auto_pad="SAME_UPPER">(x, w) }',
+        'agraph (float[2,1,4,5] x, float[1,1,3,3] w) => (float[2,1,4,5] y) { y = Conv<auto_pad="SAME_UPPER">(x, w) }',
     )
 
-    def source(self, op: Op, x: Any, w: Any, b: Any) -> Any:
-        return op.Conv(x, w, b, attrs="c")
-
-    def where(self, m: Captures, x: Val, w: Val, b: Val | None) -> None:
+    def where(self, m: Captures, x: Val, w: Val) -> None:
         worthwhile(x.size(0) > 1, "there is one image")
         require("auto_pad" not in m.c, "it pads by itself")
         worthwhile_data(x, w)
@@ -648,7 +585,7 @@ class MergeBatchIntoHeight(Rule):
 _PER_AXIS = ("strides", "dilations")
 
 
-class RaiseConvToTwoDimensions(Rule):
+class RaiseConvToTwoDimensions(_OneConv):
     """conv(x, w, b) -> squeeze(conv(unsqueeze(x), unsqueeze(w), b))  from one spatial dimension to two.
 
     ONNX Runtime's fastest layout is for images.
@@ -656,14 +593,10 @@ class RaiseConvToTwoDimensions(Rule):
 
     unpriced = True
     backend = "onnxruntime"
-    optional = ("b",)
     shapes = "x[i,j,h] w[m,p,k] b[m]"
     survivors: ClassVar[Mapping[str, str]] = {
         "attribute strides of Conv (call 2)": "a stride along the new dimension, which has one position"
     }
-
-    def source(self, op: Op, x: Any, w: Any, b: Any) -> Any:
-        return op.Conv(x, w, b, attrs="c")
 
     def target(self, op: Op, m: Captures, x: Val, w: Val, b: Val | None) -> Any:
         (before,), (after,) = pads_of(m.c, 1)
@@ -679,16 +612,12 @@ class RaiseConvToTwoDimensions(Rule):
         return op.Squeeze(y, [2])
 
 
-class LowerConvToOneDimension(Rule):
+class LowerConvToOneDimension(_OneConv):
     """conv(x, w, b) -> unsqueeze(conv(squeeze(x), squeeze(w), b))  for an image, and a kernel, of one row."""
 
-    optional = ("b",)
     shapes = "x[i,j,1,h] w[m,p,1,k] b[m]"
 
-    def source(self, op: Op, x: Any, w: Any, b: Any) -> Any:
-        return op.Conv(x, w, b, attrs="c")
-
-    def where(self, m: Captures, x: Val, w: Val, b: Val | None) -> None:
+    def where(self, m: Captures) -> None:
         before, after = pads_of(m.c, 2)
         require(before[0] == 0 and after[0] == 0, "it pads the row")
 
@@ -706,7 +635,7 @@ class LowerConvToOneDimension(Rule):
         return op.Unsqueeze(y, [2])
 
 
-class MergeConvIntoPointwise(Rule):
+class MergeConvIntoPointwise(Rule, family="convolution"):
     """conv(conv(x, w, b), v, c) -> conv(x, v @ w, v @ b + c)  for a 1x1 kernel v, when that is less work."""
 
     composite_of = ("ReplacePointwiseConvByMatMul", "MergeReshapes", "AssociateMatMulsLeft")
@@ -717,12 +646,12 @@ class MergeConvIntoPointwise(Rule):
     def source(self, op: Op, x: Any, w: Any, b: Any, v: Any, c: Any) -> Any:
         return op.Conv(op.Conv(x, w, b, attrs="f"), v, c, attrs="g")
 
-    def where(self, m: Captures, x: Val, w: Val, b: Val | None, v: Val, c: Val | None) -> None:
+    def where(self, m: Captures, w: Val, v: Val) -> None:
         require_pointwise(m.g)
         inner, outer = prod(w.sizes), prod(v.sizes)
         merged = v.size(0) * prod(w.sizes[1:])
         worthwhile(merged < inner + outer, "it is more work")
-        worthwhile(v.size(0) * inner <= _AT_EXPORT, "multiplying the constants out would take long")
+        worthwhile(v.size(0) * inner <= AT_EXPORT, "multiplying the constants out would take long")
 
     def target(self, op: Op, m: Captures, x: Val, w: Val, b: Val | None, v: Val, c: Val | None) -> Any:
         middle, *rest = w.sizes
@@ -736,7 +665,7 @@ class MergeConvIntoPointwise(Rule):
         return op.Conv(x, weight, bias, attrs=m.f)
 
 
-class MergePointwiseIntoConv(Rule):
+class MergePointwiseIntoConv(Rule, family="convolution"):
     """conv(conv(x, w, b), v, c) -> conv(x, v w, sum(v) b + c)  for a 1x1 kernel w, when that is less work."""
 
     composite_of = ("ReplacePointwiseConvByMatMul", "MergeReshapes", "AssociateMatMulsLeft")
@@ -747,14 +676,14 @@ class MergePointwiseIntoConv(Rule):
     def source(self, op: Op, x: Any, w: Any, b: Any, v: Any, c: Any) -> Any:
         return op.Conv(op.Conv(x, w, b, attrs="f"), v, c, attrs="g")
 
-    def where(self, m: Captures, x: Val, w: Val, b: Val | None, v: Val, c: Val | None) -> None:
+    def where(self, m: Captures, w: Val, b: Val | None, v: Val) -> None:
         require_pointwise(m.f)
         padded = "pads" in m.g or "auto_pad" in m.g
         require(b is None or not padded, "the bias meets padding")
         taps = prod(v.sizes[2:])
         merged = v.size(0) * w.size(1) * taps
         worthwhile(merged < prod(v.sizes) + prod(w.sizes), "it is more work")
-        worthwhile(merged * w.size(0) <= _AT_EXPORT, "multiplying the constants out would take long")
+        worthwhile(merged * w.size(0) <= AT_EXPORT, "multiplying the constants out would take long")
 
     def target(self, op: Op, m: Captures, x: Val, w: Val, b: Val | None, v: Val, c: Val | None) -> Any:
         (middle, inputs), (outputs, _, *kernel) = w.sizes[:2], v.sizes
@@ -769,7 +698,7 @@ class MergePointwiseIntoConv(Rule):
         return op.Conv(x, weight, bias, attrs=m.g)
 
 
-class MoveScaleIntoConvWeights(Rule):
+class MoveScaleIntoConvWeights(Rule, family="convolution"):
     """conv(x * s, w, b) -> conv(x, w * s, b)  for one image, a 1x1 kernel, and s a computed number for each channel.
 
     What squeeze-and-excite gives: the weights are scaled instead of the image.
@@ -782,7 +711,7 @@ class MoveScaleIntoConvWeights(Rule):
     def source(self, op: Op, x: Any, s: Any, w: Any, b: Any) -> Any:
         return op.Conv(op.Mul(x, s), w, b, attrs="c")
 
-    def where(self, m: Captures, x: Val, s: Val, w: Val, b: Val | None) -> None:
+    def where(self, m: Captures, x: Val, s: Val, w: Val) -> None:
         worthwhile(not s.const, "the scale is constant")
         worthwhile_data(x, w)
         worthwhile(prod(w.sizes[2:]) == 1, "the kernel is larger than one tap")
@@ -795,7 +724,7 @@ class MoveScaleIntoConvWeights(Rule):
 # Padding
 
 
-class _FoldPad(Rule):
+class _FoldPad(Rule, family="convolution"):
     """A Pad before what pads by itself."""
 
     optional: ClassVar[tuple[str, ...]] = ("value", "axes")
@@ -820,34 +749,22 @@ class FoldPadIntoConv(_FoldPad):
 
     optional: ClassVar[tuple[str, ...]] = ("b", "value", "axes")
     shapes = per_rank("x[i,j{h}] w[m,p{k}] b[m] pads:const value:const axes:const")
-    examples = (
-        "agraph (float[N,1,H,3] x) => (float[N,1,P,Q] y) <float[1,1,2,2] w = {1,2,3,4}, "
-        "int64[8] p = {0,0,1,2,0,0,0,1}> { z = Pad(x, p) y = Conv<pads=[1,0,0,0], strides=[2,1]>(z, w) }",
-        "agraph (float[N,1,4] x) => (float[N,1,P] y) <float[1,1,2] w = {1,2}, int64[2] p = {2,1}, float v = {0}, "
-        "int64[1] a = {-1}> { z = Pad(x, p, v, a) y = Conv(z, w) }",
+    examples = graphs(
+        "(float[N,1,H,3] x) => (float[N,1,P,Q] y) <float[1,1,2,2] w = {1,2,3,4}, int64[8] p = {0,0,1,2,0,0,0,1}> "
+        "{ z = Pad(x, p) y = Conv<pads=[1,0,0,0], strides=[2,1]>(z, w) }",
+        "(float[N,1,4] x) => (float[N,1,P] y) <float[1,1,2] w = {1,2}> { z = Pad(x, [2, 1], 0.0, [-1]) "
+        "y = Conv(z, w) }",
     )
 
     def source(self, op: Op, x: Any, w: Any, b: Any, pads: Any, value: Any, axes: Any) -> Any:
         return op.Conv(op.Pad(x, pads, value, axes), w, b, attrs="c")
 
-    def where(
-        self, m: Captures, x: Val, w: Val, b: Val | None, pads: Val, value: Val | None, axes: Val | None
-    ) -> None:
+    def where(self, m: Captures, x: Val, pads: Val, value: Val | None, axes: Val | None) -> None:
         require(value is None or value.scalar == 0, "it does not pad with zeros")
         require("auto_pad" not in m.c, "it pads by itself")
         self.grown(m.c, x, pads, axes)
 
-    def target(
-        self,
-        op: Op,
-        m: Captures,
-        x: Val,
-        w: Val,
-        b: Val | None,
-        pads: Val,
-        value: Val | None,
-        axes: Val | None,
-    ) -> Any:
+    def target(self, op: Op, m: Captures, x: Val, w: Val, b: Val | None, pads: Val, axes: Val | None) -> Any:
         return op.Conv(x, w, b, attrs=m.c, pads=self.grown(m.c, x, pads, axes))
 
 
@@ -855,17 +772,16 @@ class FoldPadIntoAveragePool(_FoldPad):
     """averagepool(pad(x, p)) -> averagepool(x; pads p, padding counted)  for a padding with zeros."""
 
     shapes = per_rank("x[i,c{h}] pads:const value:const axes:const")
-    examples = (
-        "agraph (float[N,2,5,4] x) => (float[N,2,P,Q] y) <int64[8] p = {0,0,1,1,0,0,0,1}> "
-        "{ z = Pad(x, p) y = AveragePool<kernel_shape=[2,3], strides=[2,2]>(z) }",
-        "agraph (float[N,2,5] x) => (float[N,2,P] y) <int64[2] p = {1,0}, float v = {0}, int64[1] a = {2}> "
-        "{ z = Pad(x, p, v, a) y = AveragePool<kernel_shape=[3], count_include_pad=1, pads=[1,1]>(z) }",
+    examples = graphs(
+        "(float[N,2,5,4] x) => (float[N,2,P,Q] y) <int64[8] p = {0,0,1,1,0,0,0,1}> { z = Pad(x, p) "
+        "y = AveragePool<kernel_shape=[2,3], strides=[2,2]>(z) }",
+        "(float[N,2,5] x) => (float[N,2,P] y) { z = Pad(x, [1, 0], 0.0, [2]) "
+        "y = AveragePool<kernel_shape=[3], count_include_pad=1, pads=[1,1]>(z) }",
     )
-    near_misses = (
-        "agraph (float[N,2,4] x) => (float[N,2,P] y) <int64[6] p = {0,0,0,0,0,1}> "
-        "{ z = Pad(x, p) y = AveragePool<kernel_shape=[2], strides=[2], ceil_mode=1>(z) }",
-        "agraph (float[N,2,5] x) => (float[N,2,P] y) <int64[2] p = {1,0}, float v = {1}, int64[1] a = {2}> "
-        "{ z = Pad(x, p, v, a) y = AveragePool<kernel_shape=[2]>(z) }",
+    near_misses = graphs(
+        "(float[N,2,4] x) => (float[N,2,P] y) { z = Pad(x, [0, 0, 0, 0, 0, 1]) "
+        "y = AveragePool<kernel_shape=[2], strides=[2], ceil_mode=1>(z) }",
+        "(float[N,2,5] x) => (float[N,2,P] y) { z = Pad(x, [1, 0], 1.0, [2]) y = AveragePool<kernel_shape=[2]>(z) }",
     )
 
     def source(self, op: Op, x: Any, pads: Any, value: Any, axes: Any) -> Any:
@@ -879,7 +795,7 @@ class FoldPadIntoAveragePool(_FoldPad):
         grown = self.grown(m.c, x, pads, axes)
         worthwhile(all(p < k for p, k in zip(grown, window_of(m.c) * 2)), "the runtime refuses it")
 
-    def target(self, op: Op, m: Captures, x: Val, pads: Val, value: Val | None, axes: Val | None) -> Any:
+    def target(self, op: Op, m: Captures, x: Val, pads: Val, axes: Val | None) -> Any:
         return op.AveragePool(x, attrs=m.c, pads=self.grown(m.c, x, pads, axes), count_include_pad=1)
 
 
@@ -896,33 +812,32 @@ def meets_image(attrs: Attrs) -> bool:
 _NOT_NEGATIVE = frozenset({"Abs", "Exp", "HardSigmoid", "Relu", "Sigmoid", "Softmax", "Softplus"})
 
 
-class FoldPadIntoMaxPool(RegionRule):
+class FoldPadIntoMaxPool(RegionRule, family="convolution"):
     """maxpool(pad(x, p)) -> maxpool(x; pads p)  for a padding with -inf, or with zeros where x is not negative."""
 
     proof = "numeric"
     relies_on = "max(x, -inf) = x, and max(x, 0) = x for x >= 0"
     anchors = ("MaxPool",)
     reads_from = ("Pad",)
-    examples = (
-        "agraph (float[N,2,5,4] x) => (float[N,2,P,Q] y) <int64[8] p = {0,0,1,1,0,0,0,1}> "
-        "{ r = Relu(x) z = Pad(r, p) y = MaxPool<kernel_shape=[2,3], strides=[2,2]>(z) }",
-        "agraph (float[N,2,5] x) => (float[N,2,P] y) <int64[2] p = {1,0}, float v = {0}, int64[1] a = {2}> "
-        "{ r = Sigmoid(x) z = Pad(r, p, v, a) y = MaxPool<kernel_shape=[3], pads=[0,1]>(z) }",
-        "agraph (float[N,2,5] x) => (float[N,2,P] y) <int64[6] p = {0,0,1,0,0,1}> "
-        "{ one = Constant<value_float=1.0>() zero = Constant<value_float=0.0>() m = Div(one, zero) v = Neg(m) "
-        "z = Pad(x, p, v) y = MaxPool<kernel_shape=[2]>(z) }",
-        "agraph (float[N,2,5] x) => (float[N,2,P] y) <int64[6] p = {0,0,1,0,0,0}, float l = {0}> { r = "
-        "Clip(x, l) z = Pad(r, p) y = MaxPool<kernel_shape=[2]>(z) }",
+    examples = graphs(
+        "(float[N,2,5,4] x) => (float[N,2,P,Q] y) <int64[8] p = {0,0,1,1,0,0,0,1}> { r = Relu(x) z = Pad(r, p) "
+        "y = MaxPool<kernel_shape=[2,3], strides=[2,2]>(z) }",
+        "(float[N,2,5] x) => (float[N,2,P] y) { r = Sigmoid(x) z = Pad(r, [1, 0], 0.0, [2]) "
+        "y = MaxPool<kernel_shape=[3], pads=[0,1]>(z) }",
+        "(float[N,2,5] x) => (float[N,2,P] y) { m = Div(1.0, 0.0) v = Neg(m) z = Pad(x, [0, 0, 1, 0, 0, 1], v) "
+        "y = MaxPool<kernel_shape=[2]>(z) }",
+        "(float[N,2,5] x) => (float[N,2,P] y) { r = Clip(x, 0.0) z = Pad(r, [0, 0, 1, 0, 0, 0]) "
+        "y = MaxPool<kernel_shape=[2]>(z) }",
     )
-    near_misses = (
-        "agraph (float[N,2,4] x) => (float[N,2,P] y) <int64[6] p = {0,0,0,0,0,1}> "
-        "{ r = Relu(x) z = Pad(r, p) y = MaxPool<kernel_shape=[2], strides=[2], ceil_mode=1>(z) }",
-        "agraph (float[N,2,1] x) => (float[N,2,P] y) <int64[6] p = {0,0,1,0,0,1}> "
-        "{ r = Relu(x) z = Pad(r, p) y = MaxPool<kernel_shape=[2], dilations=[2]>(z) }",
-        "agraph (float[N,2,5] x) => (float[N,2,P] y, int64[N,2,P] i) <int64[6] p = {0,0,1,0,0,0}> { r = "
-        "Relu(x) z = Pad(r, p) y, i = MaxPool<kernel_shape=[2]>(z) }",
-        "agraph (float[N,2,5] x) => (float[N,2,P] y) <int64[6] p = {0,0,1,0,0,0}> { r = Clip(x) z = Pad(r, "
-        "p) y = MaxPool<kernel_shape=[2]>(z) }",
+    near_misses = graphs(
+        "(float[N,2,4] x) => (float[N,2,P] y) { r = Relu(x) z = Pad(r, [0, 0, 0, 0, 0, 1]) "
+        "y = MaxPool<kernel_shape=[2], strides=[2], ceil_mode=1>(z) }",
+        "(float[N,2,1] x) => (float[N,2,P] y) { r = Relu(x) z = Pad(r, [0, 0, 1, 0, 0, 1]) "
+        "y = MaxPool<kernel_shape=[2], dilations=[2]>(z) }",
+        "(float[N,2,5] x) => (float[N,2,P] y, int64[N,2,P] i) { r = Relu(x) z = Pad(r, [0, 0, 1, 0, 0, 0]) y, i "
+        "= MaxPool<kernel_shape=[2]>(z) }",
+        "(float[N,2,5] x) => (float[N,2,P] y) { r = Clip(x) z = Pad(r, [0, 0, 1, 0, 0, 0]) "
+        "y = MaxPool<kernel_shape=[2]>(z) }",
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
@@ -963,7 +878,7 @@ class FoldPadIntoMaxPool(RegionRule):
         return op.MaxPool(x, attrs=attrs, pads=pads)
 
 
-class WriteOutAutoPad(RegionRule):
+class WriteOutAutoPad(RegionRule, family="convolution"):
     """conv(x, w; auto_pad SAME) -> conv(x, w; pads)  where the padding is known;  MaxPool and AveragePool alike."""
 
     anchors = ("Conv", "MaxPool", "AveragePool")
@@ -1011,12 +926,12 @@ class WriteOutAutoPad(RegionRule):
 # Pools
 
 
-class ReplaceAveragePoolByConv(Rule):
+class ReplaceAveragePoolByConv(Rule, family="convolution"):
     """averagepool(x) -> conv(x, 1/n; each channel by itself)  when the padding is counted, or there is none."""
 
     proof = "numeric"
     relies_on = "a quotient by n is the product with 1/n, rounded"
-    dtypes = _FLOAT
+    dtypes = FLOAT
     shapes = _IMAGE
 
     def source(self, op: Op, x: Any) -> Any:
@@ -1036,19 +951,15 @@ class ReplaceAveragePoolByConv(Rule):
         return op.Conv(x, op.Expand(share, [channels, 1, *kernel]), group=channels, **kept)
 
 
-class ReplaceUniformConvByAveragePool(Rule):
+class ReplaceUniformConvByAveragePool(_OneConv):
     """conv(x, c, b; each channel by itself) -> averagepool(x) * (n c) + b  when all weights are one number c."""
 
     proof = "numeric"
     relies_on = "a sum is n times the average, rounded"
-    dtypes = _FLOAT
-    optional = ("b",)
+    dtypes = FLOAT
     shapes = per_rank("x[i,c{h}] w[c,1{k}]:const b[c]")
 
-    def source(self, op: Op, x: Any, w: Any, b: Any) -> Any:
-        return op.Conv(x, w, b, attrs="c")
-
-    def where(self, m: Captures, x: Val, w: Val, b: Val | None) -> None:
+    def where(self, m: Captures, w: Val) -> None:
         require(w.uniform is not None, "the weights are not one number")
         worthwhile(prod(w.sizes[2:]) > 1, "the kernel has one tap")
         require("auto_pad" not in m.c, "it pads by itself")
@@ -1066,11 +977,11 @@ class ReplaceUniformConvByAveragePool(Rule):
         return y if b is None else op.Add(y, per_channel(op, b, x.rank - 2))
 
 
-class ReplaceFullAveragePoolByGlobal(Rule):
+class ReplaceFullAveragePoolByGlobal(Rule, family="convolution"):
     """averagepool(x; kernel = image) -> globalaveragepool(x)."""
 
     pool, whole = "AveragePool", "GlobalAveragePool"
-    dtypes = _FLOAT
+    dtypes = FLOAT
     shapes = _IMAGE
     examples: ClassVar[tuple[str, ...]] = (
         "agraph (float[N,2,3,4] x) => (float[N,2,1,1] y) { y = AveragePool<kernel_shape=[3,4]>(x) }",
@@ -1101,11 +1012,11 @@ class ReplaceFullMaxPoolByGlobal(ReplaceFullAveragePoolByGlobal):
     )
 
 
-class ReplaceGlobalAveragePoolByMean(Rule):
+class ReplaceGlobalAveragePoolByMean(Rule, family="convolution"):
     """globalaveragepool(x) -> reducemean(x; the spatial axes)."""
 
     pool, reduce = "GlobalAveragePool", "ReduceMean"
-    dtypes = _FLOAT
+    dtypes = FLOAT
     shapes = _IMAGE
     examples: ClassVar[tuple[str, ...]] = (
         "agraph (float[N,2,3,4] x) => (float[N,2,1,1] y) { y = GlobalAveragePool(x) }",
@@ -1132,33 +1043,33 @@ class ReplaceGlobalMaxPoolByMax(ReplaceGlobalAveragePoolByMean):
     )
 
 
-class ReplaceMeanByGlobalAveragePool(Rule):
+class ReplaceMeanByGlobalAveragePool(Rule, family="convolution"):
     """reducemean(x; the spatial axes) -> globalaveragepool(x), squeezed where it keeps no dimensions."""
 
     nonempty = True
     # ONNX Runtime's pools add in order, its ReduceMean in a tree: of more elements pools lose more than two bits.
     most: ClassVar[int | None] = 512
     pool, reduce = "GlobalAveragePool", "ReduceMean"
-    dtypes = _FLOAT
+    dtypes = FLOAT
     shapes = per_rank("x[i,c{h}] axes[n]:const")
-    examples: ClassVar[tuple[str, ...]] = (
-        "agraph (float[N,2,3,4] x) => (float[N,2,1,1] y) <int64[2] a = {2,3}> { y = ReduceMean(x, a) }",
-        "agraph (float[N,2,3,4] x) => (float[N,2] y) <int64[2] a = {-1,-2}> { y = ReduceMean<keepdims=0>(x, a) }",
-        "agraph (float[N,C,3] x) => (float[N,C] y) <int64[1] a = {2}> { y = ReduceMean<keepdims=0>(x, a) }",
-        "agraph (float[2,C,3,4,5] x) => (float[2,C,1,1,1] y) <int64[3] a = {2,4,3}> { y = ReduceMean(x, a) }",
+    examples: ClassVar[tuple[str, ...]] = graphs(
+        "(float[N,2,3,4] x) => (float[N,2,1,1] y) { y = ReduceMean(x, [2, 3]) }",
+        "(float[N,2,3,4] x) => (float[N,2] y) { y = ReduceMean<keepdims=0>(x, [-1, -2]) }",
+        "(float[N,C,3] x) => (float[N,C] y) { y = ReduceMean<keepdims=0>(x, [2]) }",
+        "(float[2,C,3,4,5] x) => (float[2,C,1,1,1] y) { y = ReduceMean(x, [2, 4, 3]) }",
     )
 
     def source(self, op: Op, x: Any, axes: Any) -> Any:
         return op[self.reduce](x, axes, keepdims="keep")
 
-    def where(self, m: Captures, x: Val, axes: Val) -> None:
+    def where(self, x: Val, axes: Val) -> None:
         places = sorted(fronts(axes.ints, x.rank))
         require(places == list(range(2, x.rank)), "it does not reduce the spatial axes")
         if self.most is not None:
             elements = prod(x.size(i) for i in range(2, x.rank))
             accurate(elements <= self.most, "a mean of so many elements loses accuracy")
 
-    def target(self, op: Op, m: Captures, x: Val, axes: Val) -> Any:
+    def target(self, op: Op, m: Captures, x: Val) -> Any:
         y = op[self.pool](x)
         return y if m.keep else op.Squeeze(y, list(range(2, x.rank)))
 
@@ -1180,7 +1091,7 @@ class ReplaceMaxByGlobalMaxPool(ReplaceMeanByGlobalAveragePool):
 _BLOCK = 16
 
 
-class AlignChannelsBeforeGlobalAveragePool(Rule):
+class AlignChannelsBeforeGlobalAveragePool(Rule, family="convolution"):
     """globalaveragepool(relu(conv(x, w, b))) -> slice(globalaveragepool(relu(conv(x, pad(w), pad(b)))), the channels).
 
     With a multiple of 16 channels: of others ONNX Runtime writes the whole image in another order before it pools.
@@ -1241,12 +1152,12 @@ class AlignChannelsBeforeMean(AlignChannelsBeforeGlobalAveragePool):
             sorted(fronts(axes.ints, x.rank)) == list(range(2, x.rank)), "it does not reduce the spatial axes"
         )
 
-    def target(self, op: Op, m: Captures, x: Val, w: Val, b: Val | None, axes: Val) -> Any:  # type: ignore[override]
+    def target(self, op: Op, m: Captures, x: Val, w: Val, b: Val | None) -> Any:
         y = super().target(op, m, x, w, b)
         return y if m.keep else op.Squeeze(y, list(range(2, x.rank)))
 
 
-class PushAveragePoolBeforeConv(Rule):
+class PushAveragePoolBeforeConv(Rule, family="convolution"):
     """averagepool(conv(x, w, b)) -> conv(averagepool(x), w, b)  for a 1x1 kernel."""
 
     optional = ("b",)
@@ -1266,7 +1177,7 @@ class PushAveragePoolBeforeConv(Rule):
         return op.Conv(op.AveragePool(x, attrs=m.p), w, b, attrs=m.c, **_UNHEEDED)
 
 
-class PushGlobalAveragePoolBeforeConv(Rule):
+class PushGlobalAveragePoolBeforeConv(Rule, family="convolution"):
     """globalaveragepool(conv(x, w, b)) -> conv(globalaveragepool(x), w, b)  for a 1x1 kernel."""
 
     optional = ("b",)
@@ -1275,7 +1186,7 @@ class PushGlobalAveragePoolBeforeConv(Rule):
     def source(self, op: Op, x: Any, w: Any, b: Any) -> Any:
         return op.GlobalAveragePool(op.Conv(x, w, b, attrs="c"))
 
-    def where(self, m: Captures, x: Val, w: Val, b: Val | None) -> None:
+    def where(self, m: Captures, x: Val, w: Val) -> None:
         require_pointwise(m.c)
         worthwhile_data(x, w)
 
@@ -1283,7 +1194,7 @@ class PushGlobalAveragePoolBeforeConv(Rule):
         return op.Conv(op.GlobalAveragePool(x), w, b, attrs=m.c, **_UNHEEDED)
 
 
-class PushConvBeforeAveragePool(Rule):
+class PushConvBeforeAveragePool(Rule, family="convolution"):
     """conv(averagepool(x), w, b) -> averagepool(conv(x, w)) + b  for a 1x1 kernel: the pool has fewer channels."""
 
     optional = ("b",)
@@ -1292,7 +1203,7 @@ class PushConvBeforeAveragePool(Rule):
     def source(self, op: Op, x: Any, w: Any, b: Any) -> Any:
         return op.Conv(op.AveragePool(x, attrs="p"), w, b, attrs="c")
 
-    def where(self, m: Captures, x: Val, w: Val, b: Val | None) -> None:
+    def where(self, m: Captures, x: Val, w: Val) -> None:
         require_pointwise(m.c)
         worthwhile_data(x, w)
         worthwhile(w.size(1) * group_of(m.c) == x.shape[1], "it is no convolution")
@@ -1305,7 +1216,7 @@ class PushConvBeforeAveragePool(Rule):
         return op.Add(y, per_channel(op, b, x.rank - 2))
 
 
-class MergeMaxPools(Rule):
+class MergeMaxPools(Rule, family="convolution"):
     """maxpool(maxpool(x)) -> maxpool(x)  with a window of both: k = k' + s' (k - 1), strides multiplied."""
 
     proof = "numeric"
@@ -1376,78 +1287,61 @@ _RISING: tuple[str, ...] = (
     *("Ceil", "Clip", "Elu", "Erf", "Exp", "Floor", "HardSigmoid", "LeakyRelu", "Relu", "Round"),
     *("Sigmoid", "Softplus", "Tanh"),
 )
+
 _MAX_POOLS = ("GlobalMaxPool", "MaxPool")
 
 
-def _rises(node: Node) -> bool:
-    """Whether a node of one of these operators does not fall anywhere. (With an `alpha` of 0 it is NaN of infinity.)"""
-    slope = node.attrs.get("alpha")
-    return not isinstance(slope, float) or slope > 0
-
-
-class _SwapMaxPool(RegionRule):
-    """A maximum and a function that rises."""
+class _SwapMaxPool(Rule, family="convolution"):
+    """A maximum and a function that rises, which may have constant bounds."""
 
     proof = "numeric"
     relies_on = "a function that does not fall commutes with max"
     # Whether a kernel drops NaN depends on where it stands.
     spreads = True
     mends = True
-    dtypes = _FLOAT
+    dtypes = FLOAT
+    optional = ("low", "high")
+    shapes = per_rank("x[i,c{h}] low[]:const high[]:const")
     survivors: ClassVar[Mapping[str, str]] = {
         "drop: the image may be empty": "which is the greatest of no numbers, ONNX leaves open: it is not evaluated"
     }
 
-    def region(self, reader: Reader, node: Node, inner: Node, pool: Node, function: Node) -> Region:
-        worthwhile(read_once(reader, node.inputs[0]), "what is between is read elsewhere")
-        require(_rises(function), "the function may fall")
-        bounds = [v for v in function.inputs[1:] if v != ABSENT]
-        worthwhile(all(reader.is_const(v) for v in bounds), "a bound is computed")
-        if pool.op == "MaxPool":
-            require(meets_image(pool.attrs), "a window may lie in the padding")
+    def where(self, m: Captures, x: Val) -> None:
+        slope = m.of_f.get("alpha", 1.0)
+        require(slope > 0, "the function may fall, or is NaN of infinity")
+        if m.pool == "MaxPool":
+            require(meets_image(m.of_pool), "a window may lie in the padding")
         else:
-            require(_positive(reader.val(pool.inputs[0]).shape[2:]), "the image may be empty")
-        data = (pool.op, pool.attrs, function.op, function.attrs)
-        return Region(node.outputs, (inner.inputs[0], *function.inputs[1:]), (node, inner), data)
+            require(_positive(x.shape[2:]), "the image may be empty")
 
 
 class PushRisingBeforeMaxPool(_SwapMaxPool):
     """f(maxpool(x)) -> maxpool(f(x))  for f that does not fall: the runtime fuses it with what makes x."""
 
     unpriced = True
-    anchors = _RISING
-    reads_from = _MAX_POOLS
-    examples = (
-        "agraph (float[N,2,5,6] x) => (float[N,2,P,Q] y) "
+    examples = graphs(
+        "(float[N,2,5,6] x) => (float[N,2,P,Q] y) "
         "{ a = MaxPool<kernel_shape=[3,2], strides=[2,2], pads=[1,0,1,0]>(x) y = Relu(a) }",
-        "agraph (float[N,2,1] x) => (float[N,2,1] y) { a = GlobalMaxPool(x) y = LeakyRelu<alpha=0.1>(a) }",
-        "agraph (float[N,2,5] x) => (float[N,2,3] y) <float l = {-0.5}> "
-        "{ a = MaxPool<kernel_shape=[3]>(x) y = Clip(a, l) }",
-        "agraph (float[N,2,5] x) => (float[N,2,P] y) { a = MaxPool<kernel_shape=[2], dilations=[2]>(x) y = "
-        "Elu(a) }",
+        "(float[N,2,1] x) => (float[N,2,1] y) { a = GlobalMaxPool(x) y = LeakyRelu<alpha=0.1>(a) }",
+        "(float[N,2,5] x) => (float[N,2,3] y) { a = MaxPool<kernel_shape=[3]>(x) y = Clip(a, -0.5) }",
+        "(float[N,2,5] x) => (float[N,2,P] y) { a = MaxPool<kernel_shape=[2], dilations=[2]>(x) y = Elu(a) }",
     )
-    near_misses = (
-        "agraph (float[N,2,1] x) => (float[N,2,1] y) { a = MaxPool<kernel_shape=[2], dilations=[2], pads=[1,1]>(x) "
+    near_misses = graphs(
+        "(float[N,2,1] x) => (float[N,2,1] y) { a = MaxPool<kernel_shape=[2], dilations=[2], pads=[1,1]>(x) "
         "y = Sigmoid(a) }",
-        "agraph (float[N,2,5] x) => (float[N,2,4] y) { a = MaxPool<kernel_shape=[2]>(x) y = "
-        "LeakyRelu<alpha=0.0>(a) }",
-        "agraph (float[N,2,5] x) => (float[N,2,P] y, int64[N,2,P] i) { a, i = MaxPool<kernel_shape=[2]>(x) "
+        "(float[N,2,5] x) => (float[N,2,4] y) { a = MaxPool<kernel_shape=[2]>(x) y = LeakyRelu<alpha=0.0>(a) }",
+        "(float[N,2,5] x) => (float[N,2,P] y, int64[N,2,P] i) { a, i = MaxPool<kernel_shape=[2]>(x) y = Relu(a) }",
+        "(float[N,2,5] x) => (float[N,2,P] y) { a = MaxPool<kernel_shape=[2], dilations=[2], pads=[0,1]>(x) "
         "y = Relu(a) }",
-        "agraph (float[N,2,5] x) => (float[N,2,P] y) { a = MaxPool<kernel_shape=[2], dilations=[2], "
-        "pads=[0,1]>(x) y = Relu(a) }",
-        "agraph (float[N,2,5] x) => (float[N,2,4] y) { a = MaxPool<kernel_shape=[2]>(x) y = "
-        "HardSigmoid<alpha=-0.5>(a) }",
+        "(float[N,2,5] x) => (float[N,2,4] y) { a = MaxPool<kernel_shape=[2]>(x) y = HardSigmoid<alpha=-0.5>(a) }",
     )
 
-    def find(self, reader: Reader, node: Node) -> Region | None:
-        pool = made_by(reader, node.inputs[0], *_MAX_POOLS)
-        if pool is None or len(pool.outputs) > 1:
-            return None
-        return self.region(reader, node, pool, pool, node)
+    def source(self, op: Op, x: Any, low: Any, high: Any) -> Any:
+        pooled = op.any_of(_MAX_POOLS, "pool")(x, attrs="of_pool")
+        return op.any_of(_RISING, "f")(pooled, low, high, attrs="of_f")
 
-    def target(self, op: Op, region: Region, x: Val, *rest: Val | None) -> Any:
-        pool, pooled, name, attrs = region.data
-        return op[pool](op[name](x, *rest, attrs=attrs), attrs=pooled)
+    def target(self, op: Op, m: Captures, x: Val, low: Val | None, high: Val | None) -> Any:
+        return op[m.pool](op[m.f](x, low, high, attrs=m.of_f), attrs=m.of_pool)
 
 
 class PushRisingBehindMaxPool(_SwapMaxPool):
@@ -1457,38 +1351,31 @@ class PushRisingBehindMaxPool(_SwapMaxPool):
         **_SwapMaxPool.survivors,
         "drop: a window may lie in the padding": "its greatest is -inf, and `mends` lets that become a number",
     }
-    anchors = _MAX_POOLS
-    reads_from = _RISING
-    examples = (
-        "agraph (float[N,2,5,6] x) => (float[N,2,P,Q] y) "
-        "{ a = Sigmoid(x) y = MaxPool<kernel_shape=[3,2], strides=[2,2], pads=[1,0,1,0]>(a) }",
-        "agraph (float[N,2,5] x) => (float[N,2,1] y) { a = HardSigmoid<alpha=0.3>(x) y = GlobalMaxPool(a) }",
-        "agraph (float[N,2,5] x) => (float[N,2,3] y) <float l = {-0.5}, float h = {0.75}> "
-        "{ a = Clip(x, l, h) y = MaxPool<kernel_shape=[3]>(a) }",
+    examples = graphs(
+        "(float[N,2,5,6] x) => (float[N,2,P,Q] y) { a = Sigmoid(x) "
+        "y = MaxPool<kernel_shape=[3,2], strides=[2,2], pads=[1,0,1,0]>(a) }",
+        "(float[N,2,5] x) => (float[N,2,1] y) { a = HardSigmoid<alpha=0.3>(x) y = GlobalMaxPool(a) }",
+        "(float[N,2,5] x) => (float[N,2,3] y) { a = Clip(x, -0.5, 0.75) y = MaxPool<kernel_shape=[3]>(a) }",
     )
-    near_misses = (
-        "agraph (float[N,2,1] x) => (float[N,2,1] y) { a = Sigmoid(x) "
+    near_misses = graphs(
+        "(float[N,2,1] x) => (float[N,2,1] y) { a = Sigmoid(x) "
         "y = MaxPool<kernel_shape=[2], dilations=[2], pads=[1,1]>(a) }",
-        "agraph (float[N,2,5] x) => (float[N,2,P] y, int64[N,2,P] i) { a = Relu(x) y, i = "
-        "MaxPool<kernel_shape=[2]>(a) }",
-        "agraph (float[2,2,0] x) => (float[2,2,1] y) { a = Relu(x) y = GlobalMaxPool(a) }",
+        "(float[N,2,5] x) => (float[N,2,P] y, int64[N,2,P] i) { a = Relu(x) y, i = MaxPool<kernel_shape=[2]>(a) }",
+        "(float[2,2,0] x) => (float[2,2,1] y) { a = Relu(x) y = GlobalMaxPool(a) }",
     )
 
-    def find(self, reader: Reader, node: Node) -> Region | None:
-        function = made_by(reader, node.inputs[0], *_RISING)
-        if function is None or len(node.outputs) > 1:
-            return None
-        return self.region(reader, node, function, node, function)
+    def source(self, op: Op, x: Any, low: Any, high: Any) -> Any:
+        risen = op.any_of(_RISING, "f")(x, low, high, attrs="of_f")
+        return op.any_of(_MAX_POOLS, "pool")(risen, attrs="of_pool")
 
-    def target(self, op: Op, region: Region, x: Val, *rest: Val | None) -> Any:
-        pool, pooled, name, attrs = region.data
-        return op[name](op[pool](x, attrs=pooled), *rest, attrs=attrs)
+    def target(self, op: Op, m: Captures, x: Val, low: Val | None, high: Val | None) -> Any:
+        return op[m.f](op[m.pool](x, attrs=m.of_pool), low, high, attrs=m.of_f)
 
 
 # Resize
 
 
-class _SwapResize(Rule):
+class _SwapResize(Rule, family="convolution"):
     """A 1x1 convolution and a Resize."""
 
     spreads = True  # the pixels are summed before the channels, or the channels first
@@ -1497,16 +1384,7 @@ class _SwapResize(Rule):
     optional = ("b", "roi", "scales", "sizes")
     shapes = per_rank("x[i,j{h}] w[m,p{1}] b[m] scales:const sizes:const", ranks=(1, 2))
 
-    def where(
-        self,
-        m: Captures,
-        x: Val,
-        w: Val,
-        b: Val | None,
-        roi: Val | None,
-        scales: Val | None,
-        sizes: Val | None,
-    ) -> None:
+    def where(self, m: Captures, x: Val, w: Val, scales: Val | None, sizes: Val | None) -> None:
         worthwhile_data(x, w)
         require_pointwise(m.c)
         mode = m.r.get("coordinate_transformation_mode")
@@ -1549,8 +1427,7 @@ class PushConvBeforeResize(_SwapResize):
         "agraph (float[2,1,2,3] x) => (float[2,2,4,6] y) <float[2,1,1,1] w = {1,2}, float[2] b = {3,4}, "
         "float[4] s = {1,1,2,2}> { r = Resize(x, , s) y = Conv(r, w, b) }",
         "agraph (float[2,2,3,2] x) => (float[2,1,4,3] y) <float[1,2,1,1] w = {1,2}, int64[4] s = {2,2,4,3}> "
-        '{ r = Resize<coordinate_transformation_mode="asymmetric", nearest_mode="floor">(x, , , s) '
-        "y = Conv(r, w) }",
+        '{ r = Resize<coordinate_transformation_mode="asymmetric", nearest_mode="floor">(x, , , s) y = Conv(r, w) }',
         "agraph (float[N,2,3] x) => (float[N,1,5] y) <float[1,2,1] w = {1,2}, int64[1] s = {5}> "
         "{ r = Resize<axes=[2]>(x, , , s) y = Conv(r, w) }",
         "agraph (float[N,2,3] x) => (float[N,4,6] y) <float[4,1,1] w = {1,2,3,4}, float[3] s = {1,1,2}> "
@@ -1578,15 +1455,15 @@ class PushConvBeforeResize(_SwapResize):
 class PushResizeBeforeConv(_SwapResize):
     """resize(conv(x, w, b)) -> conv(resize(x), w, b)  for a 1x1 kernel."""
 
-    examples = (
-        "agraph (float[2,1,4,6] x) => (float[2,2,2,3] y) <float[2,1,1,1] w = {1,2}, float[2] b = {3,4}, "
-        "float[4] s = {1,1,0.5,0.5}> { r = Conv(x, w, b) y = Resize(r, , s) }",
-        "agraph (float[2,2,3,2] x) => (float[2,1,4,3] y) <float[1,2,1,1] w = {1,2}, int64[4] s = {2,1,4,3}> "
-        '{ r = Conv(x, w) y = Resize<nearest_mode="ceil">(r, , , s) }',
-        "agraph (float[N,2,3] x) => (float[N,1,5] y) <float[1,2,1] w = {1,2}, int64[1] s = {5}> "
-        "{ r = Conv(x, w) y = Resize<axes=[2]>(r, , , s) }",
-        "agraph (float[N,2,3] x) => (float[N,4,6] y) <float[4,1,1] w = {1,2,3,4}, float[3] s = {1,1,2}> "
-        "{ r = Conv<group=2>(x, w) y = Resize(r, , s) }",
+    examples = graphs(
+        "(float[2,1,4,6] x) => (float[2,2,2,3] y) <float[2,1,1,1] w = {1,2}> { r = Conv(x, w, [3.0, 4]) "
+        "y = Resize(r, , [1, 1, 0.5, 0.5]) }",
+        "(float[2,2,3,2] x) => (float[2,1,4,3] y) <float[1,2,1,1] w = {1,2}> { r = Conv(x, w) "
+        'y = Resize<nearest_mode="ceil">(r, , , [2, 1, 4, 3]) }',
+        "(float[N,2,3] x) => (float[N,1,5] y) <float[1,2,1] w = {1,2}> { r = Conv(x, w) "
+        "y = Resize<axes=[2]>(r, , , [5]) }",
+        "(float[N,2,3] x) => (float[N,4,6] y) <float[4,1,1] w = {1,2,3,4}> { r = Conv<group=2>(x, w) "
+        "y = Resize(r, , [1.0, 1, 2]) }",
     )
 
     def source(self, op: Op, x: Any, w: Any, b: Any, roi: Any, scales: Any, sizes: Any) -> Any:
@@ -1609,45 +1486,51 @@ class PushResizeBeforeConv(_SwapResize):
         return op.Conv(self.resized(op, m, x, x.size(1), roi, scales, sizes), w, b, attrs=m.c, **_UNHEEDED)
 
 
-RULES: tuple[AnyRule, ...] = (
-    ReplacePointwiseConvByMatMul(),
-    ReplaceMatMulByPointwiseConv(),
-    MergeTransposedMatMulIntoConv(),
-    ReplaceConvOfTransposeByMatMul(),
-    ReplaceConvStrideBySlice(),
-    FoldSliceIntoConvStride(),
-    ReplaceDepthwisePointwiseConvByMul(),
-    ReplaceFullConvByGemm(),
-    ReplacePatchConvByMatMul(),
-    MergePatchMatMulIntoConv(),
-    ReplaceConvTransposeByConv(),
-    SplitDilatedConvIntoPhases(),
-    MergeBatchIntoHeight(),
-    RaiseConvToTwoDimensions(),
-    LowerConvToOneDimension(),
-    MergeConvIntoPointwise(),
-    MergePointwiseIntoConv(),
-    MoveScaleIntoConvWeights(),
-    FoldPadIntoConv(),
-    FoldPadIntoAveragePool(),
-    FoldPadIntoMaxPool(),
-    WriteOutAutoPad(),
-    ReplaceAveragePoolByConv(),
-    ReplaceUniformConvByAveragePool(),
-    ReplaceFullAveragePoolByGlobal(),
-    ReplaceFullMaxPoolByGlobal(),
-    ReplaceGlobalAveragePoolByMean(),
-    ReplaceGlobalMaxPoolByMax(),
-    ReplaceMeanByGlobalAveragePool(),
-    ReplaceMaxByGlobalMaxPool(),
-    AlignChannelsBeforeGlobalAveragePool(),
-    AlignChannelsBeforeMean(),
-    PushAveragePoolBeforeConv(),
-    PushGlobalAveragePoolBeforeConv(),
-    PushConvBeforeAveragePool(),
-    MergeMaxPools(),
-    PushRisingBeforeMaxPool(),
-    PushRisingBehindMaxPool(),
-    PushConvBeforeResize(),
-    PushResizeBeforeConv(),
-)
+class FuseNearestResize(RegionRule, family="idioms"):
+    """reshape(expand(reshape(x))) -> resize(x)  to nearest neighbours, when each pixel is repeated;  Tile alike."""
+
+    proof = "numeric"
+    relies_on = "the nearest neighbour by rounding down repeats each pixel"
+    dtypes = FLOAT
+    anchors = ("Reshape",)
+    reads_from = ("Expand", "Tile")
+    examples = graphs(
+        "(float[1,2,3,4] x) => (float[1,2,6,12] y) { r = Reshape(x, [1, 2, 3, 1, 4, 1]) "
+        "e = Expand(r, [1, 2, 3, 2, 4, 3]) y = Reshape(e, [1, 2, 6, 12]) }",
+        "(float[N,2,3,4] x) => (float[N,2,6,4] y) { r = Unsqueeze(x, [3, 5]) e = Tile(r, [1, 1, 1, 2, 1, 1]) "
+        "y = Reshape(e, [-1, 2, 6, 4]) }",
+    )
+    near_misses = graphs(
+        "(float[1,2,3,4] x, int64[K] b) => (float[1,2,6,12] y) { r = Reshape(x, [1, 2, 3, 1, 4, 1]) "
+        "e = Expand(r, b) y = Reshape(e, [1, 2, 6, 12]) }"
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        repeat = made_by(reader, node.inputs[0], "Expand", "Tile")
+        view = None if repeat is None else made_by(reader, repeat.inputs[0], *VIEWS)
+        if repeat is None or view is None or node.types[0].rank != 4:
+            return None
+        x = view.inputs[0]
+        shapes = [reader.type(v).shape for v in (x, view.outputs[0], repeat.outputs[0], node.outputs[0])]
+        if any(s is None for s in shapes):
+            return None
+        before, cut, repeated, after = (s or () for s in shapes)
+        if len(before) != 4 or len(cut) != 6:
+            return None
+        n, c, h, w = before
+        require(same_dims(cut, (n, c, h, 1, w, 1)), "it is not cut into pixels")
+        rows, columns = repeated[3], repeated[5]
+        sizes = tuple(d for d in (rows, columns, h, w) if isinstance(d, int))
+        if len(sizes) < 4:
+            return None
+        require(
+            same_dims(after, (n, c, sizes[0] * sizes[2], sizes[1] * sizes[3])), "it is not put together again"
+        )
+        nodes = between(reader, node.outputs[0], (x,))
+        return Region(node.outputs, (x,), nodes, (rows, columns))
+
+    def target(self, op: Op, region: Region, x: Val) -> Any:
+        scales = np.array([1, 1, *region.data], np.float32)
+        return op.Resize(
+            x, None, scales, mode="nearest", coordinate_transformation_mode="asymmetric", nearest_mode="floor"
+        )

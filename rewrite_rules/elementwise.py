@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from xrlflow.ir import ABSENT, Attrs, Dim, Node, Value
+from xrlflow.ir import ABSENT, Attrs, Dim, DType, Node, Value
 from xrlflow.ops.axes import BROADCAST as BROADCAST
 from xrlflow.ops.axes import UNARY as UNARY
 from xrlflow.rewrite import Reader
+
+# Element types for which ONNX Runtime has kernels.
+FLOAT, WIDE = frozenset({DType.FLOAT}), frozenset({DType.FLOAT, DType.DOUBLE})
 
 
 def is_unary(node: Node) -> bool:

@@ -14,8 +14,10 @@ import numpy as np
 
 from rewrite_rules.axes import int_attr
 from rewrite_rules.control import UnrollLoop
+from rewrite_rules.elementwise import FLOAT
+from rewrite_rules.examples import graphs
 from xrlflow.ir import ABSENT, DType, Node, Value
-from xrlflow.rewrite import AnyRule, Op, Reader, Region, RegionRule, Val, require, worthwhile
+from xrlflow.rewrite import Op, Reader, Region, RegionRule, Val, require, worthwhile
 
 # A graph of so many steps takes TVM minutes to compile.
 _MOST_STEPS = 256
@@ -23,12 +25,12 @@ _MOST_STEPS = 256
 _PARTS = 16
 
 
-class _Expansion(RegionRule):
+class _Expansion(RegionRule, family="expansion"):
     """One node, spelt out."""
 
     backend = "tvm"
     certain = True
-    dtypes = frozenset({DType.FLOAT})
+    dtypes = FLOAT
 
 
 def _read(reader: Reader, node: Node) -> tuple[int, ...]:
@@ -79,6 +81,10 @@ class _Weights:
     of_input: Any
     of_hidden: Any
 
+
+# What a step has of each product or each state; the names of its activations.
+_Row = tuple[Any, ...]
+_Names = tuple[str, ...]
 
 _BACKWARDS = {"forward": (False,), "reverse": (True,), "bidirectional": (False, True)}
 # Activations that have no parameters, by their names in lower case.
@@ -172,15 +178,7 @@ class _ExpandCells(_Expansion):
             start = end
         return list(zip(*made))
 
-    def step(
-        self,
-        op: Op,
-        cells: _Cells,
-        x: tuple[Any, ...],
-        states: tuple[Any, ...],
-        weights: _Weights,
-        f: tuple[str, ...],
-    ) -> tuple[Any, ...]:
+    def step(self, op: Op, cells: _Cells, x: _Row, states: _Row, weights: _Weights, f: _Names) -> _Row:
         """The states after a step; x is what comes of its input."""
         raise NotImplementedError
 
@@ -322,15 +320,7 @@ class ExpandLSTM(_ExpandCells):
         .replace("h, c)", "h, c, k)"),
     )
 
-    def step(
-        self,
-        op: Op,
-        cells: _Cells,
-        x: tuple[Any, ...],
-        states: tuple[Any, ...],
-        weights: _Weights,
-        f: tuple[str, ...],
-    ) -> tuple[Any, ...]:
+    def step(self, op: Op, cells: _Cells, x: _Row, states: _Row, weights: _Weights, f: _Names) -> _Row:
         hidden, cell = states
         total = op.Add(op.MatMul(hidden, weights.hidden), x[0])
         let_in, out, kept, new = (_columns(op, total, i * cells.size, cells.size) for i in range(4))
@@ -368,15 +358,7 @@ class ExpandGRU(_ExpandCells):
     def separate(self, cells: _Cells) -> int:
         return 1 if cells.linear else 0
 
-    def step(
-        self,
-        op: Op,
-        cells: _Cells,
-        x: tuple[Any, ...],
-        states: tuple[Any, ...],
-        weights: _Weights,
-        f: tuple[str, ...],
-    ) -> tuple[Any, ...]:
+    def step(self, op: Op, cells: _Cells, x: _Row, states: _Row, weights: _Weights, f: _Names) -> _Row:
         (hidden,) = states
         if cells.linear:
             update, total = self._reset_after(op, cells, x[0], hidden, weights, f[0])
@@ -422,15 +404,7 @@ class ExpandRNN(_ExpandCells):
     )
     near_misses = _near_misses("RNN", 1)
 
-    def step(
-        self,
-        op: Op,
-        cells: _Cells,
-        x: tuple[Any, ...],
-        states: tuple[Any, ...],
-        weights: _Weights,
-        f: tuple[str, ...],
-    ) -> tuple[Any, ...]:
+    def step(self, op: Op, cells: _Cells, x: _Row, states: _Row, weights: _Weights, f: _Names) -> _Row:
         return (op[f[0]](op.Add(op.MatMul(states[0], weights.hidden), x[0])),)
 
 
@@ -466,42 +440,37 @@ class ExpandAttention(_Expansion):
     proof = "numeric"
     relies_on = "the scale is rounded to float32"
     anchors = ("Attention",)
-    examples = (
-        "agraph (float[2,4,3,5] q, float[2,4,6,5] k, float[2,4,6,7] v) => (float[2,4,3,7] y)"
-        " { y = Attention(q, k, v) }",
-        "agraph (float[2,4,3,5] q, float[2,2,6,5] k, float[2,2,6,7] v, float[3,6] m) => (float[2,4,3,7] y)"
-        " { y = Attention<scale=0.75>(q, k, v, m) }",
-        "agraph (float[2,4,3,5] q, float[2,2,6,5] k, float[2,2,6,7] v, bool[2,1,3,6] m) => (float[2,4,3,7] y)"
-        " { y = Attention<is_causal=1, softcap=1.5>(q, k, v, m) }",
-        "agraph (float[2,4,3,5] q, float[2,4,6,5] k, float[2,4,6,7] v, float[4,1,6] m) => (float[2,4,3,7] y)"
-        " { y = Attention<is_causal=1>(q, k, v, m) }",
-        "agraph (float[2,3,8] q, float[2,6,4] k, float[2,6,10] v) => (float[2,3,20] y)"
-        " { y = Attention<q_num_heads=4, kv_num_heads=2, is_causal=1>(q, k, v) }",
-        "agraph (float[2,3,8] q, float[2,3,8] k, float[2,3,8] v, float[1,1,3,5] m, float[2,4,2,2] pk,"
-        " float[2,4,2,2] pv) => (float[2,3,8] y, float[2,4,5,2] sk, float[2,4,5,2] sv)"
-        " { y, sk, sv = Attention<q_num_heads=4, kv_num_heads=4>(q, k, v, m, pk, pv) }",
-        "agraph (float[2,4,3,2] q, float[2,2,3,2] k, float[2,2,3,2] v, float[2,2,2,2] pk, float[2,2,2,2] pv)"
-        " => (float[2,4,3,2] y) { y, sk, sv = Attention<is_causal=1>(q, k, v, , pk, pv) }",
+    examples = graphs(
+        "(float[2,4,3,5] q, float[2,4,6,5] k, float[2,4,6,7] v) => (float[2,4,3,7] y) { y = Attention(q, k, v) }",
+        "(float[2,4,3,5] q, float[2,2,6,5] k, float[2,2,6,7] v, float[3,6] m) => (float[2,4,3,7] y) "
+        "{ y = Attention<scale=0.75>(q, k, v, m) }",
+        "(float[2,4,3,5] q, float[2,2,6,5] k, float[2,2,6,7] v, bool[2,1,3,6] m) => (float[2,4,3,7] y) "
+        "{ y = Attention<is_causal=1, softcap=1.5>(q, k, v, m) }",
+        "(float[2,4,3,5] q, float[2,4,6,5] k, float[2,4,6,7] v, float[4,1,6] m) => (float[2,4,3,7] y) "
+        "{ y = Attention<is_causal=1>(q, k, v, m) }",
+        "(float[2,3,8] q, float[2,6,4] k, float[2,6,10] v) => (float[2,3,20] y) "
+        "{ y = Attention<q_num_heads=4, kv_num_heads=2, is_causal=1>(q, k, v) }",
+        "(float[2,3,8] q, float[2,3,8] k, float[2,3,8] v, float[1,1,3,5] m, float[2,4,2,2] pk, float[2,4,2,2] pv) "
+        "=> (float[2,3,8] y, float[2,4,5,2] sk, float[2,4,5,2] sv) { y, sk, sv "
+        "= Attention<q_num_heads=4, kv_num_heads=4>(q, k, v, m, pk, pv) }",
+        "(float[2,4,3,2] q, float[2,2,3,2] k, float[2,2,3,2] v, float[2,2,2,2] pk, float[2,2,2,2] pv) "
+        "=> (float[2,4,3,2] y) { y, sk, sv = Attention<is_causal=1>(q, k, v, , pk, pv) }",
     )
-    near_misses = (
-        "agraph (float[2,4,3,5] q, float[2,4,6,5] k, float[2,4,6,7] v, double[3,6] m) => (float[2,4,3,7] y)"
-        " { y = Attention(q, k, v, m) }",
-        "agraph (float[2,4,3,5] q, float[2,4,6,5] k, float[2,4,6,7] v) => (float[2,4,3,7] y, float[2,4,3,6] s)"
-        " { y, sk, sv, s = Attention(q, k, v) }",
-        "agraph (float[2,4,3,5] q, float[2,4,6,5] k, float[2,4,6,7] v, float[3,1] m) => (float[2,4,3,7] y)"
-        " { y = Attention(q, k, v, m) }",
-        "agraph (float[2,4,3,5] q, float[2,4,0,5] k, float[2,4,0,7] v) => (float[2,4,3,7] y)"
-        " { y = Attention(q, k, v) }",
-        "agraph (float[2,4,3,5] q, float[2,4,6,5] k, float[2,4,6,7] v, float[2,3,6] m) => (float[2,4,3,7] "
-        "y) { y = Attention(q, k, v, m) }",
-        "agraph (float[2,4,3,5] q, float[2,4,6,5] k, float[2,4,6,7] v, float[1,2,4,3,6] m) => "
-        "(float[2,4,3,7] y) { y = Attention(q, k, v, m) }",
-        "agraph (float[2,4,3,5] q, float[2,3,6,5] k, float[2,3,6,7] v) => (float[2,4,3,7] y) { y = "
-        "Attention(q, k, v) }",
-        "agraph (float[2,4,3,5] q, float[2,4,6,6] k, float[2,4,6,7] v) => (float[2,4,3,7] y) { y = "
-        "Attention(q, k, v) }",
-        "agraph (float[2,4,3,5] q, float[2,4,6,5] k, float[2,4,7,7] v) => (float[2,4,3,7] y) { y = "
-        "Attention(q, k, v) }",
+    near_misses = graphs(
+        "(float[2,4,3,5] q, float[2,4,6,5] k, float[2,4,6,7] v, double[3,6] m) => (float[2,4,3,7] y) "
+        "{ y = Attention(q, k, v, m) }",
+        "(float[2,4,3,5] q, float[2,4,6,5] k, float[2,4,6,7] v) => (float[2,4,3,7] y, float[2,4,3,6] s) "
+        "{ y, sk, sv, s = Attention(q, k, v) }",
+        "(float[2,4,3,5] q, float[2,4,6,5] k, float[2,4,6,7] v, float[3,1] m) => (float[2,4,3,7] y) "
+        "{ y = Attention(q, k, v, m) }",
+        "(float[2,4,3,5] q, float[2,4,0,5] k, float[2,4,0,7] v) => (float[2,4,3,7] y) { y = Attention(q, k, v) }",
+        "(float[2,4,3,5] q, float[2,4,6,5] k, float[2,4,6,7] v, float[2,3,6] m) => (float[2,4,3,7] y) "
+        "{ y = Attention(q, k, v, m) }",
+        "(float[2,4,3,5] q, float[2,4,6,5] k, float[2,4,6,7] v, float[1,2,4,3,6] m) => (float[2,4,3,7] y) "
+        "{ y = Attention(q, k, v, m) }",
+        "(float[2,4,3,5] q, float[2,3,6,5] k, float[2,3,6,7] v) => (float[2,4,3,7] y) { y = Attention(q, k, v) }",
+        "(float[2,4,3,5] q, float[2,4,6,6] k, float[2,4,6,7] v) => (float[2,4,3,7] y) { y = Attention(q, k, v) }",
+        "(float[2,4,3,5] q, float[2,4,6,5] k, float[2,4,7,7] v) => (float[2,4,3,7] y) { y = Attention(q, k, v) }",
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
@@ -636,15 +605,14 @@ class ExpandRotaryEmbedding(_Expansion):
         "agraph (float[2,4,18] x, float[2,4,2] c, float[2,4,2] s) => (float[2,4,18] y)"
         " { y = RotaryEmbedding<num_heads=3, rotary_embedding_dim=4, interleaved=1>(x, c, s) }",
     )
-    near_misses = (
-        "agraph (float[2,3,4,6] x, float[5,3] c, float[5,3] s, int64[1,4] p) => (float[2,3,4,6] y)"
-        " { y = RotaryEmbedding(x, c, s, p) }",
-        "agraph (float[0,3,4,6] x, float[0,4,3] c, float[0,4,3] s) => (float[0,3,4,6] y)"
-        " { y = RotaryEmbedding(x, c, s) }",
-        "agraph (float[2,3,4,6] x, float[2,4,4] c, float[2,4,4] s) => (float[2,3,4,6] y) { y = "
-        "RotaryEmbedding<rotary_embedding_dim=8>(x, c, s) }",
-        "agraph (float[2,3,4,6] x, float[2,4,1] c, float[2,4,1] s) => (float[2,3,4,6] y) { y = "
-        "RotaryEmbedding<rotary_embedding_dim=3>(x, c, s) }",
+    near_misses = graphs(
+        "(float[2,3,4,6] x, float[5,3] c, float[5,3] s, int64[1,4] p) => (float[2,3,4,6] y) "
+        "{ y = RotaryEmbedding(x, c, s, p) }",
+        "(float[0,3,4,6] x, float[0,4,3] c, float[0,4,3] s) => (float[0,3,4,6] y) { y = RotaryEmbedding(x, c, s) }",
+        "(float[2,3,4,6] x, float[2,4,4] c, float[2,4,4] s) => (float[2,3,4,6] y) "
+        "{ y = RotaryEmbedding<rotary_embedding_dim=8>(x, c, s) }",
+        "(float[2,3,4,6] x, float[2,4,1] c, float[2,4,1] s) => (float[2,3,4,6] y) "
+        "{ y = RotaryEmbedding<rotary_embedding_dim=3>(x, c, s) }",
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
@@ -689,20 +657,10 @@ class ExpandRotaryEmbedding(_Expansion):
 # Loops
 
 
-class ExpandLoop(UnrollLoop):
+class ExpandLoop(UnrollLoop, family="expansion"):
     """loop(n, s -> f(s)) -> f(f(... f(s)))  for a number n that is known, whatever it costs."""
 
     backend = "tvm"
     certain = True
     most_steps = _MOST_STEPS
     most_nodes = 16 * _MOST_STEPS
-
-
-RULES: tuple[AnyRule, ...] = (
-    ExpandLSTM(),
-    ExpandGRU(),
-    ExpandRNN(),
-    ExpandAttention(),
-    ExpandRotaryEmbedding(),
-    ExpandLoop(),
-)

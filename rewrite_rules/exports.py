@@ -6,16 +6,17 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from rewrite_rules.axes import fronts, int_attr, ints_input, perm_of, reshape_numbers, same_dims
+from rewrite_rules.axes import perm_of, reshape_numbers, same_dims
 from rewrite_rules.elementwise import BROADCAST, UNARY, read_once
 from rewrite_rules.reshape import maker
 from xrlflow.ir import ABSENT, Body, Dim, DType, Node, TensorType, Value, dims
 from xrlflow.ir.dims import Formula
 from xrlflow.ops.symbolic_shapes import refine
 from xrlflow.ops.symbolic_values import Known, of_array, values
-from xrlflow.rewrite import AnyRule, Op, Reader, Region, RegionRule, Val, require, worthwhile
+from xrlflow.rewrite import Op, Reader, Region, RegionRule, Rule, Val, require, worthwhile
 
 # Shapes as values
+
 
 _MOST_STEPS = 24
 
@@ -65,6 +66,7 @@ def _elements_of(
 
 # What shapes are computed in.
 _COMPUTED = frozenset((DType.INT64, DType.INT32, DType.BOOL, DType.FLOAT, DType.DOUBLE))
+
 _RANKS = (None, 0, 1, 2)
 
 
@@ -105,7 +107,7 @@ def _product(sizes: Sequence[Dim]) -> int | None:
     return math.prod(known) if len(known) == len(sizes) else None
 
 
-class FoldComputedShape(RegionRule):
+class FoldComputedShape(RegionRule, family="exports"):
     """reshape(x, s) -> reshape(x, constant)  for an s that is computed from dimensions, or whose result is known.
 
     Expand alike; one that changes nothing goes. Names of dimensions are followed through what is done to a shape, where
@@ -115,19 +117,15 @@ class FoldComputedShape(RegionRule):
     certain = True
     anchors = ("Reshape", "Expand")
     examples = (
-        "agraph (float[N,3,4] x) => (float[A,12] y) { t = Constant<value_ints = [12]>() s = Shape(x)"
-        " i = Constant<value_ints = [-3]>() g = Gather(s, i) c = Cast<to = 6>(g) d = Cast<to = 7>(c)"
-        " f = Concat<axis = 0>(d, t) y = Reshape(x, f) }",
-        "agraph (float[N,6] x) => (float[A,B,C] y) { r = Constant<value_ints = [-1, 2, 3]>()"
-        " t = Constant<value_ints = [2]>()"
-        " u = Constant<value_ints = [1]>() v = Constant<value_ints = [0]>() a = Reshape(x, r) s = Shape(x)"
-        " g = Slice(s, v, u, v) h = Cast<to = 6>(g) k = Cast<to = 7>(h) w = Constant<value_ints = [3]>()"
-        " f = Concat<axis = 0>(k, t, w) y = Expand(a, f) }",
-        "agraph (float[N,M,4] x) => (float[A,B,C] y) { s = Shape(x) i = Constant<value_int = -2>()"
-        " j = Constant<value_int = 0>()"
-        " z = Constant<value_ints = [0]>() g = Gather(s, i) h = Gather(s, j) k = Unsqueeze(g, z) l = Unsqueeze(h, z)"
-        " k2 = Cast<to = 6>(k) k3 = Cast<to = 7>(k2) o = Constant<value_ints = [2, 2]>() f = Concat<axis = 0>(l, k3, o)"
-        " y = Reshape(x, f) }",
+        "agraph (float[N,3,4] x) => (float[A,12] y) <int64[1] t = {12}, int64[1] i = {-3}> { s = Shape(x) "
+        "g = Gather(s, i) c = Cast<to = 6>(g) d = Cast<to = 7>(c) f = Concat<axis = 0>(d, t) y = Reshape(x, f) }",
+        "agraph (float[N,6] x) => (float[A,B,C] y) <int64[3] r = {-1, 2, 3}, int64[1] t = {2}, int64[1] u = {1}, "
+        "int64[1] v = {0}, int64[1] w = {3}> { a = Reshape(x, r) s = Shape(x) g = Slice(s, v, u, v) "
+        "h = Cast<to = 6>(g) k = Cast<to = 7>(h) f = Concat<axis = 0>(k, t, w) y = Expand(a, f) }",
+        "agraph (float[N,M,4] x) => (float[A,B,C] y) <int64 i = {-2}, int64 j = {0}, int64[1] z = {0}, "
+        "int64[2] o = {2, 2}> { s = Shape(x) g = Gather(s, i) h = Gather(s, j) k = Unsqueeze(g, z) "
+        "l = Unsqueeze(h, z) k2 = Cast<to = 6>(k) k3 = Cast<to = 7>(k2) f = Concat<axis = 0>(l, k3, o) "
+        "y = Reshape(x, f) }",
         "agraph (float[N,1,4] x) => (float[A,B,C] y) { s = Shape(x) c = Cast<to = 6>(s) d = Cast<to = 7>(c)"
         " y = Expand(x, d) }",
         "agraph (float[N,3,4] x, float[N,12] z) => (float[N,12] y) <int64[2] o = {0, 0}> {"
@@ -195,7 +193,7 @@ def _flattened(leading: str) -> str:
     )
 
 
-class MergeFlattenedTranspose(RegionRule):
+class MergeFlattenedTranspose(RegionRule, family="exports"):
     """reshape(transpose(reshape(x, [-1, m, n])), [..., n, m]) -> transpose(x)  of the last dimensions of x.
 
     The leading dimensions are put together and taken apart again, by shapes that are computed.
@@ -247,47 +245,10 @@ class MergeFlattenedTranspose(RegionRule):
         return op.Transpose(x, perm=list(region.data))
 
 
-# Integers that ONNX Runtime's reductions take for doubles, and that do not fit there.
-_ROUNDED = frozenset({DType.INT64, DType.UINT64})
-
-
-class ReplaceUnitReduceBySqueeze(RegionRule):
-    """reduce(x) -> squeeze(x)  over dimensions of 1: sum, mean, product, greatest and least of one number are it.
-
-    Not sums and the like of 64 bits, which ONNX Runtime takes for doubles: these round what is beyond 2^53.
-    """
-
-    anchors = ("ReduceMean", "ReduceSum", "ReduceMax", "ReduceMin", "ReduceProd")
-    examples = tuple(
-        f"agraph (float[N,1,3] x) => (float[{out}] y) {{ i = Constant<value_ints = [{axis}]>()"
-        f" y = {name}{attrs}(x, i) }}"
-        for name in ("ReduceMean", "ReduceSum", "ReduceMax", "ReduceMin", "ReduceProd")
-        for axis, attrs, out in ((1, "<keepdims = 0>", "N,3"), (-2, "", "N,1,3"))
-    )
-    near_misses = (
-        "agraph (int64[40,1] x) => (y) { i = Constant<value_ints = [1]>() y = ReduceSum<keepdims = 0>(x, i) }",
-    )
-
-    def find(self, reader: Reader, node: Node) -> Region | None:
-        shape = reader.type(node.inputs[0]).shape
-        axes = ints_input(reader, node, 1)
-        if shape is None or not axes:
-            return None
-        places = fronts(axes, len(shape))
-        require(all(shape[a] == 1 for a in places), "a dimension is not 1")
-        exact = node.op in ("ReduceMax", "ReduceMin") or reader.type(node.inputs[0]).dtype not in _ROUNDED
-        require(exact, "the runtime rounds integers of 64 bits")
-        kept = int_attr(node, "keepdims", 1)
-        return Region(node.outputs, (node.inputs[0],), (node,), () if kept else places)
-
-    def target(self, op: Op, region: Region, x: Val) -> Any:
-        return op.Squeeze(x, list(region.data)) if region.data else x
-
-
 # Quantised weights
 
 
-class UseSignedWeights(RegionRule):
+class UseSignedWeights(Rule, family="exports"):
     """matmulinteger(x, w, z, v) -> matmulinteger(x, w - 128, z, v - 128)  for unsigned weights w.
 
     ONNX Runtime has instructions for products of unsigned with signed bytes where the processor does not saturate their
@@ -297,7 +258,7 @@ class UseSignedWeights(RegionRule):
     assumes = "vnni"
     backend = "onnxruntime"
     unpriced = True
-    anchors = ("MatMulInteger",)
+    shapes = "x[...,m,k] w[...,k,n]:const z[...] v[...]:const"
     examples = tuple(
         f"agraph (uint8[{shape},3] x, uint8 z) => (int32[{shape},2] y) <uint8[3,2] w = {{0, 255, 7, 128, 127, 30}},"
         f" uint8{kind} v = {value}> {{ y = MatMulInteger(x, w, z, v) }}"
@@ -309,16 +270,14 @@ class UseSignedWeights(RegionRule):
                             "int8[3,2] w = {0, 25, 7, -128, 127, 30}, int8 v = {12}"),
     )  # fmt: skip
 
-    def find(self, reader: Reader, node: Node) -> Region | None:
-        if len(node.inputs) < 4 or ABSENT in node.inputs:
-            return None
-        x, w, z, v = node.inputs
-        worthwhile(reader.type(x).dtype == DType.UINT8, "the other factor is signed")
-        require(reader.type(w).dtype == DType.UINT8, "the weights are signed")
-        worthwhile(reader.is_const(w) and reader.is_const(v), "the weights are computed")
-        return Region(node.outputs, (x, w, z, v), (node,))
+    def source(self, op: Op, x: Any, w: Any, z: Any, v: Any) -> Any:
+        return op.MatMulInteger(x, w, z, v)
 
-    def target(self, op: Op, region: Region, x: Val, w: Val, z: Val, v: Val) -> Any:
+    def where(self, x: Val, w: Val) -> None:
+        worthwhile(x.dtype == DType.UINT8, "the other factor is signed")
+        require(w.dtype == DType.UINT8, "the weights are signed")
+
+    def target(self, op: Op, x: Val, w: Val, z: Val, v: Val) -> Any:
         def signed(u: Val) -> Any:
             return op.Cast(op.Sub(op.Cast(u, to=int(DType.INT32)), 128), to=int(DType.INT8))
 
@@ -368,7 +327,7 @@ def _replayed(op: Op, chain: _Chain, value: Any, others: Sequence[Val | None]) -
     return value
 
 
-class MoveReshapeIntoConstant(RegionRule):
+class MoveReshapeIntoConstant(RegionRule, family="exports"):
     """reshape(f(c, s, ...)) -> f(reshape(c), s, ...)  for a constant c, scalars s, and f element by element.
 
     As where a bias is divided by a scale that is known only when the model runs.
@@ -404,7 +363,7 @@ class MoveReshapeIntoConstant(RegionRule):
         return _replayed(op, list(chain), op[name](c, *rest[:given], attrs=attrs), rest[given:])
 
 
-class KeepRowsInQuantizedProduct(RegionRule):
+class KeepRowsInQuantizedProduct(RegionRule, family="exports"):
     """reshape(f(q(reshape(x, [r, k])) w), [..., n]) -> f(q(reshape(x, [..., k])) w)  for f element by element.
 
     q is DynamicQuantizeLinear, the product MatMulInteger.
@@ -468,13 +427,3 @@ class KeepRowsInQuantizedProduct(RegionRule):
         quantized, scale, zero = op.DynamicQuantizeLinear(op.Reshape(x, list(shape)), outputs=3)
         value = _replayed(op, list(chain), op.MatMulInteger(quantized, w, zero, v), others)
         return [value, scale, zero]
-
-
-RULES: tuple[AnyRule, ...] = (
-    FoldComputedShape(),
-    MergeFlattenedTranspose(),
-    ReplaceUnitReduceBySqueeze(),
-    UseSignedWeights(),
-    MoveReshapeIntoConstant(),
-    KeepRowsInQuantizedProduct(),
-)

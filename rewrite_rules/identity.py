@@ -5,32 +5,35 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-import ml_dtypes
 import numpy as np
 
 from rewrite_rules.axes import same_dims, slice_ends
 from rewrite_rules.elementwise import keeps_shape
+from rewrite_rules.examples import graphs
 from xrlflow.ir import ABSENT, FLOATS, INTEGERS, Dim, DType, Graph, Node, Value
 from xrlflow.ir.dims import LARGEST
 from xrlflow.ops.schema import COMMUTATIVE
-from xrlflow.ops.tensors import numpy_dtype
-from xrlflow.rewrite import AnyRule, Captures, Op, Reader, Region, RegionRule, Rule, Val, require, worthwhile
+from xrlflow.rewrite import Captures, Op, Reader, Region, RegionRule, Rule, Val, require, worthwhile
 
 # Why conditions that keep random numbers are not missed.
 RANDOM = "no two evaluations of what is random can be compared"
 
 
-class RemoveIdentity(Rule):
-    """identity(x) -> x."""
-
-    def source(self, op: Op, x: Any) -> Any:
-        return op.Identity(x)
+class _Unchanged(Rule, family="identity"):
+    """What does nothing to x."""
 
     def target(self, op: Op, x: Val) -> Any:
         return x
 
 
-class RemoveDropout(Rule):
+class RemoveIdentity(_Unchanged):
+    """identity(x) -> x."""
+
+    def source(self, op: Op, x: Any) -> Any:
+        return op.Identity(x)
+
+
+class RemoveDropout(_Unchanged):
     """dropout(x) -> x  when it is not in training mode and nobody reads the mask."""
 
     optional = ("ratio", "training")
@@ -39,14 +42,11 @@ class RemoveDropout(Rule):
     def source(self, op: Op, x: Any, ratio: Any, training: Any) -> Any:
         return op.Dropout(x, ratio, training, attrs="a")
 
-    def where(self, m: Captures, x: Val, ratio: Val | None, training: Val | None) -> None:
+    def where(self, training: Val | None) -> None:
         require(training is None or not training.array.any(), "it may be in training mode")
 
-    def target(self, op: Op, x: Val, ratio: Val | None, training: Val | None) -> Any:
-        return x
 
-
-class RemoveNoopCast(Rule):
+class RemoveNoopCast(_Unchanged):
     """cast(x) -> x  when x has that element type."""
 
     def source(self, op: Op, x: Any) -> Any:
@@ -54,9 +54,6 @@ class RemoveNoopCast(Rule):
 
     def where(self, m: Captures, x: Val) -> None:
         require(x.dtype == m.to, "it changes the element type")
-
-    def target(self, op: Op, x: Val) -> Any:
-        return x
 
 
 # The element types that hold every number of a type, each at least once.
@@ -81,7 +78,7 @@ _WIDER: dict[DType, frozenset[DType]] = {
 }
 
 
-class MergeCasts(Rule):
+class MergeCasts(Rule, family="identity"):
     """cast_b(cast_a(x)) -> cast_b(x)  when type a holds every number of x's type.
 
     Of two integer types, or two float types: a float that is cast to an integer may overflow, and how that
@@ -112,18 +109,18 @@ class MergeCasts(Rule):
         return x if x.dtype == m.b else op.Cast(x, to=m.b)
 
 
-class _Neutral(Rule):
+class _Neutral(_Unchanged):
     """One operand is constant, the same number everywhere, and leaves the other as it is."""
 
     shapes = "x[...] c[...]:const"
-    number = 0.0
+    operator, number = "Add", 0.0
 
-    def where(self, m: Captures, x: Val, c: Val) -> None:
+    def source(self, op: Op, x: Any, c: Any) -> Any:
+        return op[self.operator](x, c)
+
+    def where(self, x: Val, c: Val) -> None:
         require(c.uniform == self.number, f"the constant is not {self.number:g} everywhere")
         require(keeps_shape(x.type.shape, c.type.shape), "it may broadcast")
-
-    def target(self, op: Op, x: Val, c: Val) -> Any:
-        return x
 
 
 class RemoveZeroAdd(_Neutral):
@@ -132,33 +129,23 @@ class RemoveZeroAdd(_Neutral):
     Negative zero becomes positive zero on the left side alone; the two compare equal.
     """
 
-    def source(self, op: Op, x: Any, c: Any) -> Any:
-        return op.Add(x, c)
-
 
 class RemoveZeroSub(_Neutral):
     """x - 0 -> x."""
 
-    def source(self, op: Op, x: Any, c: Any) -> Any:
-        return op.Sub(x, c)
+    operator = "Sub"
 
 
 class RemoveUnitMul(_Neutral):
     """x * 1 -> x."""
 
-    number = 1.0
-
-    def source(self, op: Op, x: Any, c: Any) -> Any:
-        return op.Mul(x, c)
+    operator, number = "Mul", 1.0
 
 
 class RemoveUnitDiv(_Neutral):
     """x / 1 -> x."""
 
-    number = 1.0
-
-    def source(self, op: Op, x: Any, c: Any) -> Any:
-        return op.Div(x, c)
+    operator, number = "Div", 1.0
 
 
 class RemoveUnitPow(_Neutral):
@@ -168,13 +155,10 @@ class RemoveUnitPow(_Neutral):
     """
 
     dtypes = FLOATS
-    number = 1.0
-
-    def source(self, op: Op, x: Any, c: Any) -> Any:
-        return op.Pow(x, c)
+    operator, number = "Pow", 1.0
 
 
-class RemoveRepeated(RegionRule):
+class RemoveRepeated(RegionRule, family="identity"):
     """f(f(x)) -> f(x)  for Relu, Abs, Sign and the roundings."""
 
     proof = "numeric"
@@ -193,92 +177,18 @@ class RemoveRepeated(RegionRule):
         return x
 
 
-class CancelInvolution(RegionRule):
+class CancelInvolution(_Unchanged):
     """f(f(x)) -> x  for Neg, Not and BitwiseNot."""
 
-    anchors = ("Neg", "Not", "BitwiseNot")
+    shared_interior = True
     examples = ("agraph (float[N,3] x) => (float[N,3] y) { a = Neg(x) y = Neg(a) }",)
 
-    def find(self, reader: Reader, node: Node) -> Region | None:
-        inner = reader.producer(node.inputs[0])
-        if inner is None or inner.op != node.op:
-            return None
-        return Region(node.outputs, inner.inputs, (node, inner))
-
-    def target(self, op: Op, region: Region, x: Val) -> Any:
-        return x
+    def source(self, op: Op, x: Any) -> Any:
+        inverse = op.any_of(("Neg", "Not", "BitwiseNot"))
+        return inverse(inverse(x))
 
 
-def _bounds(x: Val, low: Val | None, high: Val | None) -> tuple[float, float]:
-    """A bound that is absent is the type's least or greatest number, not infinite."""
-    most = float(ml_dtypes.finfo(numpy_dtype(x.dtype)).max)  # type: ignore[no-untyped-call]
-    return (-most if low is None else low.scalar, most if high is None else high.scalar)
-
-
-class MergeClips(Rule):
-    """clip(clip(x, a, b), c, d) -> clip(x, clip(a, c, d), clip(b, c, d))."""
-
-    proof = "numeric"
-    relies_on = (
-        "max and min are those of an ordered set; a lower bound above the upper one means the upper one"
-    )
-
-    optional = ("a", "b", "c", "d")
-    shapes = "x[...]:float a[]:const b[]:const c[]:const d[]:const"
-
-    def source(self, op: Op, x: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
-        return op.Clip(op.Clip(x, a, b), c, d)
-
-    def target(self, op: Op, x: Val, a: Val | None, b: Val | None, c: Val | None, d: Val | None) -> Any:
-        (low, high), (least, most) = _bounds(x, a, b), _bounds(x, c, d)
-        return _clip(op, x, float(np.clip(low, least, most)), float(np.clip(high, least, most)))
-
-
-def _clip(op: Op, x: Val, low: float, high: float) -> Any:
-    """A Clip without the bounds that it has without saying so."""
-    least, most = _bounds(x, None, None)
-    return op.Clip(x, None if low == least else low, None if high == most else high)
-
-
-class MergeReluIntoClip(Rule):
-    """clip(relu(x), a, b) -> clip(x, clip(0, a, b), clip(inf, a, b))."""
-
-    proof = "numeric"
-    relies_on = (
-        "max and min are those of an ordered set; a lower bound above the upper one means the upper one"
-    )
-
-    optional = ("a", "b")
-    shapes = "x[...]:float a[]:const b[]:const"
-
-    def source(self, op: Op, x: Any, a: Any, b: Any) -> Any:
-        return op.Clip(op.Relu(x), a, b)
-
-    def target(self, op: Op, x: Val, a: Val | None, b: Val | None) -> Any:
-        low, high = _bounds(x, a, b)
-        return _clip(op, x, float(np.clip(0.0, low, high)), high)
-
-
-class MergeClipIntoRelu(Rule):
-    """relu(clip(x, a, b)) -> clip(x, max(a, 0), max(b, 0))."""
-
-    proof = "numeric"
-    relies_on = (
-        "max and min are those of an ordered set; a lower bound above the upper one means the upper one"
-    )
-
-    optional = ("a", "b")
-    shapes = "x[...]:float a[]:const b[]:const"
-
-    def source(self, op: Op, x: Any, a: Any, b: Any) -> Any:
-        return op.Relu(op.Clip(x, a, b))
-
-    def target(self, op: Op, x: Val, a: Val | None, b: Val | None) -> Any:
-        low, high = _bounds(x, a, b)
-        return _clip(op, x, max(low, 0.0), max(high, 0.0))
-
-
-class RemoveNoopPad(Rule):
+class RemoveNoopPad(_Unchanged):
     """pad(x, 0) -> x."""
 
     optional = ("value", "axes")
@@ -287,31 +197,24 @@ class RemoveNoopPad(Rule):
     def source(self, op: Op, x: Any, pads: Any, value: Any, axes: Any) -> Any:
         return op.Pad(x, pads, value, axes, attrs="a")
 
-    def where(self, m: Captures, x: Val, pads: Val, value: Val | None, axes: Val | None) -> None:
+    def where(self, pads: Val) -> None:
         require(not any(pads.ints), "it pads")
 
-    def target(self, op: Op, x: Val, pads: Val, value: Val | None, axes: Val | None) -> Any:
-        return x
 
-
-class RemoveNoopSlice(Rule):
+class RemoveNoopSlice(_Unchanged):
     """slice(x) -> x  when it takes everything."""
 
     optional = ("axes", "steps")
     shapes = "x starts:const ends:const axes:const steps:const"
-    examples = (
-        "agraph (float[N,3] x) => (y) <int64[2] s = {0, 0}, int64[2] e = {2147483647, 9223372036854775807},"
-        " int64[2] a = {0, 1}> { y = Slice(x, s, e, a) }",
+    examples = graphs(
+        "(float[N,3] x) => (y) { y = Slice(x, [0, 0], [2147483647, 9223372036854775807], [0, 1]) }"
     )
-    near_misses = (
-        "agraph (float[N,3] x) => (y) <int64[2] s = {0, 0}, int64[2] e = {2147483647, 3}, int64[2] a = {0, 1},"
-        " int64[2] t = {1, 2}> { y = Slice(x, s, e, a, t) }",
-    )
+    near_misses = graphs("(float[N,3] x) => (y) { y = Slice(x, [0, 0], [2147483647, 3], [0, 1], [1, 2]) }")
 
     def source(self, op: Op, x: Any, starts: Any, ends: Any, axes: Any, steps: Any) -> Any:
         return op.Slice(x, starts, ends, axes, steps)
 
-    def where(self, m: Captures, x: Val, starts: Val, ends: Val, axes: Val | None, steps: Val | None) -> None:
+    def where(self, x: Val, starts: Val, ends: Val, axes: Val | None, steps: Val | None) -> None:
         require(steps is None or all(s == 1 for s in steps.ints), "it has a step")
         places = range(len(starts.ints)) if axes is None else axes.ints
         for start, end, axis in zip(starts.ints, ends.ints, places):
@@ -323,29 +226,23 @@ class RemoveNoopSlice(Rule):
                 end >= LARGEST or (known and isinstance(size, int) and end >= size), "it leaves out an end"
             )
 
-    def target(self, op: Op, x: Val, starts: Val, ends: Val, axes: Val | None, steps: Val | None) -> Any:
-        return x
 
-
-class RemoveNoopReshape(RegionRule):
+class RemoveNoopReshape(RegionRule, family="identity"):
     """reshape(x) -> x  when the shape is the same, number for number and symbol for symbol.
 
     Also Expand, Tile, Squeeze, Unsqueeze and Flatten.
     """
 
     anchors = ("Reshape", "Expand", "Tile", "Squeeze", "Unsqueeze", "Flatten")
-    examples = (
-        "agraph (float[2,3] x) => (float[2,3] y) { s = Constant<value_ints=[2,3]>() y = Reshape(x, s) }",
-        "agraph (float[N,3] x) => (float[N,3] y) <int64[2] n = {1,1}> { y = Tile(x, n) }",
-        "agraph (float[N,3] x) => (float[N,3] y) <int64[1] n = {1}> { y = Expand(x, n) }",
+    examples = graphs(
+        "(float[2,3] x) => (float[2,3] y) { s = Constant<value_ints=[2,3]>() y = Reshape(x, s) }",
+        "(float[N,3] x) => (float[N,3] y) { y = Tile(x, [1, 1]) }",
+        "(float[N,3] x) => (float[N,3] y) { y = Expand(x, [1]) }",
     )
-    near_misses = (
-        "agraph (float[2,3] x, int64[1] k) => (y) <int64[1] n = {3}> { s = Concat<axis=0>(k, n) y = "
-        "Reshape(x, s) }",
-        "agraph (float[2,0] x, int64[1] k) => (y) <int64[1] n = {0}> { s = Concat<axis=0>(k, n) y = "
-        "Reshape(x, s) }",
-        "agraph (float[2,N,3] x, int64[1] k) => (y) <int64[2] n = {0,3}> { s = Concat<axis=0>(k, n) y = "
-        "Reshape(x, s) }",
+    near_misses = graphs(
+        "(float[2,3] x, int64[1] k) => (y) { s = Concat<axis=0>(k, [3]) y = Reshape(x, s) }",
+        "(float[2,0] x, int64[1] k) => (y) { s = Concat<axis=0>(k, [0]) y = Reshape(x, s) }",
+        "(float[2,N,3] x, int64[1] k) => (y) { s = Concat<axis=0>(k, [0, 3]) y = Reshape(x, s) }",
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
@@ -357,7 +254,7 @@ class RemoveNoopReshape(RegionRule):
         return x
 
 
-class RemoveSingleton(RegionRule):
+class RemoveSingleton(RegionRule, family="identity"):
     """concat(x) -> x;  the same for Sum, Mean, Max and Min of one input, and a Split into one part."""
 
     anchors = ("Concat", "Sum", "Mean", "Max", "Min", "Split")
@@ -372,7 +269,7 @@ class RemoveSingleton(RegionRule):
         return x
 
 
-class RemoveEmptyParts(RegionRule):
+class RemoveEmptyParts(RegionRule, family="identity"):
     """concat(x, e, y) -> concat(x, y)  when e has no elements along the axis."""
 
     anchors = ("Concat",)
@@ -411,10 +308,11 @@ RotaryEmbedding Round STFT ScatterElements ScatterND Selu Shape Shrink Sigmoid S
 Softmax Softplus Softsign SpaceToDepth Split Sqrt Squeeze Sub Sum Tan Tanh ThresholdedRelu Tile TopK
 Transpose Trilu Unique Unsqueeze Where Xor
 """
+
 _OPERATORS = tuple(_NAMES.split())
 
 
-class MergeCommonSubexpressions(RegionRule):
+class MergeCommonSubexpressions(RegionRule, family="identity"):
     """f(x), f(x) -> f(x), for any deterministic operator: what is computed twice is computed once.
 
     Of the two nodes the one with the smaller id stays. Only readers of the input with the fewest readers are
@@ -470,7 +368,7 @@ def _same(a: Node, b: Node) -> bool:
     return a.inputs == b.inputs or (a.op in COMMUTATIVE and sorted(a.inputs) == sorted(b.inputs))
 
 
-class FoldDimension(Rule):
+class FoldDimension(Rule, family="identity"):
     """gather(shape(x), i) -> constant  when these dimensions are known."""
 
     certain = True
@@ -491,7 +389,7 @@ class FoldDimension(Rule):
         return _constant(op, [[*dims][k] for k in i.ints], i.array.shape)
 
 
-class FoldDimensions(Rule):
+class FoldDimensions(Rule, family="identity"):
     """slice(shape(x)) -> constant  when these dimensions are known."""
 
     certain = True
@@ -502,13 +400,11 @@ class FoldDimensions(Rule):
     def source(self, op: Op, x: Any, starts: Any, ends: Any, axes: Any, steps: Any) -> Any:
         return op.Slice(op.Shape(x, start="start", end="end"), starts, ends, axes, steps)
 
-    def where(self, m: Captures, x: Val, starts: Val, ends: Val, axes: Val | None, steps: Val | None) -> None:
+    def where(self, m: Captures, x: Val, starts: Val, ends: Val, steps: Val | None) -> None:
         dims = self._dims(m, x, starts, ends, steps)
         require(all(isinstance(d, int) for d in dims), "a dimension is not a known number")
 
-    def target(
-        self, op: Op, m: Captures, x: Val, starts: Val, ends: Val, axes: Val | None, steps: Val | None
-    ) -> Any:
+    def target(self, op: Op, m: Captures, x: Val, starts: Val, ends: Val, steps: Val | None) -> Any:
         return _constant(op, self._dims(m, x, starts, ends, steps))
 
     @staticmethod
@@ -524,29 +420,3 @@ def _constant(op: Op, numbers: Any, shape: Sequence[int] | None = None) -> Any:
     """An int64 constant."""
     array = np.asarray(numbers, np.int64)
     return op.Identity(array if shape is None else array.reshape(shape))
-
-
-RULES: tuple[AnyRule, ...] = (
-    RemoveIdentity(),
-    RemoveDropout(),
-    RemoveNoopCast(),
-    MergeCasts(),
-    RemoveZeroAdd(),
-    RemoveZeroSub(),
-    RemoveUnitMul(),
-    RemoveUnitDiv(),
-    RemoveUnitPow(),
-    RemoveRepeated(),
-    CancelInvolution(),
-    MergeClips(),
-    MergeReluIntoClip(),
-    MergeClipIntoRelu(),
-    RemoveNoopPad(),
-    RemoveNoopSlice(),
-    RemoveNoopReshape(),
-    RemoveSingleton(),
-    RemoveEmptyParts(),
-    MergeCommonSubexpressions(),
-    FoldDimension(),
-    FoldDimensions(),
-)

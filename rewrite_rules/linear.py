@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any, ClassVar
 
-import numpy as np
-import numpy.typing as npt
-
+from rewrite_rules.elementwise import WIDE
 from rewrite_rules.shapes import either, per_rank
-from xrlflow.ir import FLOATS, INTEGERS, Attrs, DType
-from xrlflow.rewrite import AnyRule, Captures, Op, Rule, Val, require, worthwhile
+from xrlflow.ir import FLOATS, INTEGERS, Attrs
+from xrlflow.rewrite import Captures, Op, Rule, Val, require, worthwhile
 
 NUMBERS = FLOATS | INTEGERS
 
@@ -49,13 +47,40 @@ def scale_columns(op: Op, w: Val, s: Val, group: int) -> Any:
     return op.Reshape(scaled, [rows, columns, *kernel])
 
 
+def normalised(op: Op, x: Any, statistics: Sequence[Any], which: str = "") -> Any:
+    """A BatchNormalization in a source: scale, shift, mean, variance; its epsilon is captured."""
+    return op.BatchNormalization(x, *statistics, epsilon=f"epsilon{which}", momentum=f"momentum{which}")
+
+
+def factor_and_shift(op: Op, statistics: Sequence[Val], epsilon: float) -> tuple[Any, Any]:
+    """A BatchNormalization as a factor and a shift for each channel."""
+    scale, shift, mean, var = statistics
+    factor = op.Div(scale, op.Sqrt(op.Add(var, epsilon)))
+    return factor, op.Sub(shift, op.Mul(mean, factor))
+
+
+def folded_behind(op: Op, statistics: Sequence[Val], epsilon: float, b: Any) -> tuple[Any, Any]:
+    """The factor of a BatchNormalization behind something with the bias b (None: none), and what b becomes."""
+    scale, shift, mean, var = statistics
+    factor = op.Div(scale, op.Sqrt(op.Add(var, epsilon)))
+    centre = op.Neg(mean) if b is None else op.Sub(b, mean)
+    return factor, op.Add(op.Mul(centre, factor), shift)
+
+
+def _require_type(statistics: Sequence[Val], w: Val) -> None:
+    """Refuse a scale or mean that is not of the type of the weights."""
+    scale, _, mean, _ = statistics
+    require(scale.dtype == mean.dtype == w.dtype, "the statistics are of another element type")
+
+
 # A BatchNormalization's parameters in float, where what is normalised is of another type.
 STATISTICS = "float[2] s = {1, 2}, float[2] b = {3, 4}, float[2] m = {1, -1}, float[2] v = {1, 4}"
+
 # The means and variances of another element type than the scale.
 _MIXED = STATISTICS.replace("float[2] m", "double[2] m").replace("float[2] v", "double[2] v")
 
 
-class _Convolution(Rule):
+class _Convolution(Rule, family="linear"):
     """What follows or precedes a convolution. Conv has w[M, C/g, ...], ConvTranspose w[C, M/g, ...]."""
 
     convolution = "Conv"
@@ -105,30 +130,21 @@ class FoldBatchNormIntoConv(_Convolution):
     """batch_norm(conv(x, w, b)) -> conv(x, w * f, (b - mean) * f + shift)  with f = scale / sqrt(var + eps)."""
 
     spreads = True
-
-    shapes = per_rank(
-        "x[i,c{h}] w[m,p{k}]:const b[m]:const scale[m]:const shift[m]:const mean[m]:const var[m]:const"
-    )
+    arity = (4, 4)
+    shapes = per_rank("x[i,c{h}] w[m,p{k}]:const b[m]:const s*[m]:const")
     near_misses: ClassVar[tuple[str, ...]] = (
         f"agraph (double[N,2,3] x) => (double[N,2,3] y) <double[2,2,1] w = {{1, 2, 3, 4}}, {STATISTICS}>"
         " { a = Conv(x, w) y = BatchNormalization(a, s, b, m, v) }",
     )
 
-    def source(self, op: Op, x: Any, w: Any, b: Any, scale: Any, shift: Any, mean: Any, var: Any) -> Any:
-        y = op[self.convolution](x, w, b, attrs="c")
-        return op.BatchNormalization(y, scale, shift, mean, var, epsilon="epsilon", momentum="momentum")
+    def source(self, op: Op, x: Any, w: Any, b: Any, *s: Any) -> Any:
+        return normalised(op, op[self.convolution](x, w, b, attrs="c"), s)
 
-    def where(
-        self, m: Captures, x: Val, w: Val, b: Val | None, scale: Val, shift: Val, mean: Val, var: Val
-    ) -> None:
-        require(all(v.dtype == w.dtype for v in (scale, mean)), "the statistics are of another element type")
+    def where(self, x: Val, w: Val, b: Val | None, *s: Val) -> None:
+        _require_type(s, w)
 
-    def target(
-        self, op: Op, m: Captures, x: Val, w: Val, b: Val | None, scale: Val, shift: Val, mean: Val, var: Val
-    ) -> Any:
-        factor = op.Div(scale, op.Sqrt(op.Add(var, m.epsilon)))
-        centre = op.Neg(mean) if b is None else op.Sub(b, mean)
-        bias = op.Add(op.Mul(centre, factor), shift)
+    def target(self, op: Op, m: Captures, x: Val, w: Val, b: Val | None, *s: Val) -> Any:
+        factor, bias = folded_behind(op, s, m.epsilon, b)
         return op[self.convolution](x, self.scaled(op, w, factor, m.c), bias, attrs=m.c)
 
 
@@ -138,8 +154,7 @@ class FoldBatchNormIntoConvTranspose(FoldBatchNormIntoConv):
     convolution = "ConvTranspose"
     near_misses = ()
     shapes = per_rank(
-        "x[i,c{h}] w[c,m{k}]:const b[m]:const scale[m]:const shift[m]:const mean[m]:const var[m]:const",
-        "x[i,c{h}] w[c,p{k}]:const b[m]:const scale[m]:const shift[m]:const mean[m]:const var[m]:const",
+        "x[i,c{h}] w[c,m{k}]:const b[m]:const s*[m]:const", "x[i,c{h}] w[c,p{k}]:const b[m]:const s*[m]:const"
     )
 
 
@@ -151,7 +166,7 @@ class FoldScaleIntoConv(_Convolution):
     def source(self, op: Op, x: Any, w: Any, b: Any, s: Any) -> Any:
         return op.Mul(op[self.convolution](x, w, b, attrs="c"), s)
 
-    def where(self, m: Captures, x: Val, w: Val, b: Val | None, s: Val) -> None:
+    def where(self, m: Captures, w: Val, s: Val) -> None:
         self.require_channel(s, self.outputs(w, m.c))
 
     def target(self, op: Op, m: Captures, x: Val, w: Val, b: Val | None, s: Val) -> Any:
@@ -177,7 +192,7 @@ class FoldBiasIntoConv(_Convolution):
     def source(self, op: Op, x: Any, w: Any, b: Any, c: Any) -> Any:
         return op.Add(op[self.convolution](x, w, b, attrs="c"), c)
 
-    def where(self, m: Captures, x: Val, w: Val, b: Val | None, c: Val) -> None:
+    def where(self, m: Captures, w: Val, c: Val) -> None:
         self.require_channel(c, self.outputs(w, m.c))
 
     def target(self, op: Op, m: Captures, x: Val, w: Val, b: Val | None, c: Val) -> Any:
@@ -218,7 +233,7 @@ class FoldBiasBeforeConv(_Convolution):
     def source(self, op: Op, x: Any, w: Any, b: Any, t: Any) -> Any:
         return op.Conv(op.Add(x, t), w, b, attrs="c")
 
-    def where(self, m: Captures, x: Val, w: Val, b: Val | None, t: Val) -> None:
+    def where(self, m: Captures) -> None:
         require("pads" not in m.c and "auto_pad" not in m.c, "the convolution pads")
 
     def target(self, op: Op, m: Captures, x: Val, w: Val, b: Val | None, t: Val) -> Any:
@@ -231,10 +246,8 @@ class FoldBatchNormBeforeConv(_Convolution):
     """conv(batch_norm(x), w, b) -> conv(x, w * f, b + sum(w * (shift - mean * f)))  if it does not pad."""
 
     spreads = True
-
-    shapes = per_rank(
-        "x[i,c{h}] w[m,p{k}]:const b[m]:const scale[c]:const shift[c]:const mean[c]:const var[c]:const"
-    )
+    arity = (4, 4)
+    shapes = per_rank("x[i,c{h}] w[m,p{k}]:const b[m]:const s*[c]:const")
     near_misses = (
         f"agraph (double[N,2,3] x) => (double[N,2,3] y) <double[2,2,1] w = {{1, 2, 3, 4}}, {STATISTICS}>"
         " { a = BatchNormalization(x, s, b, m, v) y = Conv(a, w) }",
@@ -242,21 +255,15 @@ class FoldBatchNormBeforeConv(_Convolution):
         " { a = BatchNormalization(x, s, b, m, v) y = Conv(a, w) }",
     )
 
-    def source(self, op: Op, x: Any, w: Any, b: Any, scale: Any, shift: Any, mean: Any, var: Any) -> Any:
-        y = op.BatchNormalization(x, scale, shift, mean, var, epsilon="epsilon", momentum="momentum")
-        return op.Conv(y, w, b, attrs="c")
+    def source(self, op: Op, x: Any, w: Any, b: Any, *s: Any) -> Any:
+        return op.Conv(normalised(op, x, s), w, b, attrs="c")
 
-    def where(
-        self, m: Captures, x: Val, w: Val, b: Val | None, scale: Val, shift: Val, mean: Val, var: Val
-    ) -> None:
+    def where(self, m: Captures, x: Val, w: Val, b: Val | None, *s: Val) -> None:
         require("pads" not in m.c and "auto_pad" not in m.c, "the convolution pads")
-        require(all(v.dtype == w.dtype for v in (scale, mean)), "the statistics are of another element type")
+        _require_type(s, w)
 
-    def target(
-        self, op: Op, m: Captures, x: Val, w: Val, b: Val | None, scale: Val, shift: Val, mean: Val, var: Val
-    ) -> Any:
-        factor = op.Div(scale, op.Sqrt(op.Add(var, m.epsilon)))
-        offset = op.Sub(shift, op.Mul(mean, factor))
+    def target(self, op: Op, m: Captures, x: Val, w: Val, b: Val | None, *s: Val) -> Any:
+        factor, offset = factor_and_shift(op, s, m.epsilon)
         moved = op.ReduceSum(self.scaled_inputs(op, w, offset, m.c), list(range(1, w.rank)), keepdims=0)
         bias = moved if b is None else op.Add(b, moved)
         return op.Conv(x, self.scaled_inputs(op, w, factor, m.c), bias, attrs=m.c)
@@ -268,7 +275,7 @@ def _row(name: str, columns: str, const: str = ":const") -> tuple[str, ...]:
     return tuple(f"{name}[{dims}]{const}" for dims in forms)
 
 
-class FoldScaleIntoMatMul(Rule):
+class FoldScaleIntoMatMul(Rule, family="linear"):
     """(x @ w) * s -> x @ (w * s)  with w and s constant, s one number or one per column."""
 
     dtypes = NUMBERS
@@ -277,14 +284,14 @@ class FoldScaleIntoMatMul(Rule):
     def source(self, op: Op, x: Any, w: Any, s: Any) -> Any:
         return op.Mul(op.MatMul(x, w), s)
 
-    def where(self, m: Captures, x: Val, w: Val, s: Val) -> None:
+    def where(self, x: Val, w: Val, s: Val) -> None:
         require(s.rank <= max(x.rank, w.rank), "the product gets more dimensions")
 
     def target(self, op: Op, x: Val, w: Val, s: Val) -> Any:
         return op.MatMul(x, op.Mul(w, flat(op, s)))
 
 
-class FoldScaleIntoLeftMatMul(Rule):
+class FoldScaleIntoLeftMatMul(Rule, family="linear"):
     """(w @ x) * s -> (w * s) @ x  with w and s constant, s one number or one per row."""
 
     dtypes = NUMBERS
@@ -299,7 +306,7 @@ class FoldScaleIntoLeftMatMul(Rule):
         return op.MatMul(op.Mul(w, s), x)
 
 
-class FoldScaleBeforeMatMul(Rule):
+class FoldScaleBeforeMatMul(Rule, family="linear"):
     """(x * s) @ w -> x @ (s^T * w)  with w and s constant, s one number or one per column of x."""
 
     dtypes = NUMBERS
@@ -308,14 +315,14 @@ class FoldScaleBeforeMatMul(Rule):
     def source(self, op: Op, x: Any, w: Any, s: Any) -> Any:
         return op.MatMul(op.Mul(x, s), w)
 
-    def where(self, m: Captures, x: Val, w: Val, s: Val) -> None:
+    def where(self, x: Val, s: Val) -> None:
         require(s.rank <= x.rank, "the product gets more dimensions")
 
     def target(self, op: Op, x: Val, w: Val, s: Val) -> Any:
         return op.MatMul(x, op.Mul(w, op.Reshape(s, [-1, 1])))
 
 
-class MoveBiasBehindMatMul(Rule):
+class MoveBiasBehindMatMul(Rule, family="linear"):
     """(x + t) @ w -> x @ w + t @ w  with w and t constant, t one number or one per column of x."""
 
     dtypes = NUMBERS
@@ -324,7 +331,7 @@ class MoveBiasBehindMatMul(Rule):
     def source(self, op: Op, x: Any, w: Any, t: Any) -> Any:
         return op.MatMul(op.Add(x, t), w)
 
-    def where(self, m: Captures, x: Val, w: Val, t: Val) -> None:
+    def where(self, x: Val, t: Val) -> None:
         require(t.rank <= x.rank, "the sum gets more dimensions")
 
     def target(self, op: Op, x: Val, w: Val, t: Val) -> Any:
@@ -339,13 +346,13 @@ def _times(op: Op, t: Val, w: Val) -> Any:
     return op.MatMul(row, w)
 
 
-class FoldBatchNormIntoMatMul(Rule):
+class FoldBatchNormIntoMatMul(Rule, family="linear"):
     """batch_norm(x @ w) -> x @ (w * f) + (shift - mean * f)  for matrices, f = scale / sqrt(var + eps)."""
 
     spreads = True
-
+    arity = (4, 4)
     dtypes = FLOATS
-    shapes = "x[a,k] w[k,n]:const scale[n]:const shift[n]:const mean[n]:const var[n]:const"
+    shapes = "x[a,k] w[k,n]:const s*[n]:const"
     near_misses = (
         f"agraph (double[N,2] x) => (double[N,2] y) <double[2,2] w = {{1, 2, 3, 4}}, {STATISTICS}>"
         " { a = MatMul(x, w) y = BatchNormalization(a, s, b, m, v) }",
@@ -353,25 +360,25 @@ class FoldBatchNormIntoMatMul(Rule):
         " { a = MatMul(x, w) y = BatchNormalization(a, s, b, m, v) }",
     )
 
-    def source(self, op: Op, x: Any, w: Any, scale: Any, shift: Any, mean: Any, var: Any) -> Any:
-        y = op.MatMul(x, w)
-        return op.BatchNormalization(y, scale, shift, mean, var, epsilon="epsilon", momentum="momentum")
+    def source(self, op: Op, x: Any, w: Any, *s: Any) -> Any:
+        return normalised(op, op.MatMul(x, w), s)
 
-    def where(self, m: Captures, x: Val, w: Val, scale: Val, shift: Val, mean: Val, var: Val) -> None:
-        require(all(v.dtype == w.dtype for v in (scale, mean)), "the statistics are of another element type")
+    def where(self, x: Val, w: Val, *s: Val) -> None:
+        _require_type(s, w)
 
-    def target(self, op: Op, m: Captures, x: Val, w: Val, scale: Val, shift: Val, mean: Val, var: Val) -> Any:
-        factor = op.Div(scale, op.Sqrt(op.Add(var, m.epsilon)))
-        return op.Add(op.MatMul(x, op.Mul(w, factor)), op.Sub(shift, op.Mul(mean, factor)))
+    def target(self, op: Op, m: Captures, x: Val, w: Val, *s: Val) -> Any:
+        factor, offset = factor_and_shift(op, s, m.epsilon)
+        return op.Add(op.MatMul(x, op.Mul(w, factor)), offset)
 
 
 # Gemm's weights, as they are or transposed.
 _WEIGHT = ("w[k,n]:const", "w[n,k]:const")
+
 # Its bias, but one with a number per row.
 _BIAS = ("b[]:const", "b[1]:const", "b[n]:const", "b[1,n]:const")
 
 
-class _Gemm(Rule):
+class _Gemm(Rule, family="linear"):
     """What follows or precedes a Gemm with constant weights."""
 
     dtypes = FLOATS
@@ -401,7 +408,7 @@ class FoldScaleIntoGemm(_Gemm):
     def source(self, op: Op, x: Any, w: Any, b: Any, s: Any) -> Any:
         return op.Mul(op.Gemm(x, w, b, attrs="c"), s)
 
-    def where(self, m: Captures, x: Val, w: Val, b: Val | None, s: Val) -> None:
+    def where(self, m: Captures, w: Val, s: Val) -> None:
         worthwhile(is_single(s) or s.size(-1) == self.columns(m, w), "the scale makes more columns")
 
     def target(self, op: Op, m: Captures, x: Val, w: Val, b: Val | None, s: Val) -> Any:
@@ -412,8 +419,8 @@ class FoldBatchNormIntoGemm(_Gemm):
     """batch_norm(gemm(x, w, b)) -> gemm(x, w * f, (b - mean) * f + shift)  with f = scale / sqrt(var + eps)."""
 
     spreads = True
-
-    shapes = either("x[a,i]", _WEIGHT, _BIAS, "scale[n]:const shift[n]:const mean[n]:const var[n]:const")
+    arity = (4, 4)
+    shapes = either("x[a,i]", _WEIGHT, _BIAS, "s*[n]:const")
     near_misses = (
         f"agraph (double[N,2] x) => (double[N,2] y) <double[2,2] w = {{1, 2, 3, 4}}, {STATISTICS}>"
         " { a = Gemm(x, w) y = BatchNormalization(a, s, b, m, v) }",
@@ -421,21 +428,14 @@ class FoldBatchNormIntoGemm(_Gemm):
         " { a = Gemm(x, w) y = BatchNormalization(a, s, b, m, v) }",
     )
 
-    def source(self, op: Op, x: Any, w: Any, b: Any, scale: Any, shift: Any, mean: Any, var: Any) -> Any:
-        y = op.Gemm(x, w, b, attrs="c")
-        return op.BatchNormalization(y, scale, shift, mean, var, epsilon="epsilon", momentum="momentum")
+    def source(self, op: Op, x: Any, w: Any, b: Any, *s: Any) -> Any:
+        return normalised(op, op.Gemm(x, w, b, attrs="c"), s)
 
-    def where(
-        self, m: Captures, x: Val, w: Val, b: Val | None, scale: Val, shift: Val, mean: Val, var: Val
-    ) -> None:
-        require(all(v.dtype == w.dtype for v in (scale, mean)), "the statistics are of another element type")
+    def where(self, x: Val, w: Val, b: Val | None, *s: Val) -> None:
+        _require_type(s, w)
 
-    def target(
-        self, op: Op, m: Captures, x: Val, w: Val, b: Val | None, scale: Val, shift: Val, mean: Val, var: Val
-    ) -> Any:
-        factor = op.Div(scale, op.Sqrt(op.Add(var, m.epsilon)))
-        centre = op.Neg(mean) if b is None else op.Sub(self.bias(op, m, b), mean)
-        bias = op.Add(op.Mul(centre, factor), shift)
+    def target(self, op: Op, m: Captures, x: Val, w: Val, b: Val | None, *s: Val) -> Any:
+        factor, bias = folded_behind(op, s, m.epsilon, None if b is None else self.bias(op, m, b))
         return op.Gemm(x, self.scaled(op, m, w, factor), bias, attrs=m.c, beta=None)
 
 
@@ -447,7 +447,7 @@ class FoldBiasIntoGemm(_Gemm):
     def source(self, op: Op, x: Any, w: Any, b: Any, c: Any) -> Any:
         return op.Add(op.Gemm(x, w, b, attrs="c"), c)
 
-    def where(self, m: Captures, x: Val, w: Val, b: Val | None, c: Val) -> None:
+    def where(self, m: Captures, w: Val, c: Val) -> None:
         self.require_row(m, w, c)
 
     def target(self, op: Op, m: Captures, x: Val, w: Val, b: Val | None, c: Val) -> Any:
@@ -463,7 +463,7 @@ class FoldScaleBeforeGemm(_Gemm):
     def source(self, op: Op, x: Any, w: Any, b: Any, s: Any) -> Any:
         return op.Gemm(op.Mul(x, s), w, b, attrs="c")
 
-    def where(self, m: Captures, x: Val, w: Val, b: Val | None, s: Val) -> None:
+    def where(self, m: Captures) -> None:
         require(not m.c.get("transA"), "x is transposed")
 
     def target(self, op: Op, m: Captures, x: Val, w: Val, b: Val | None, s: Val) -> Any:
@@ -478,7 +478,7 @@ class FoldBiasBeforeGemm(_Gemm):
     def source(self, op: Op, x: Any, w: Any, b: Any, t: Any) -> Any:
         return op.Gemm(op.Add(x, t), w, b, attrs="c")
 
-    def where(self, m: Captures, x: Val, w: Val, b: Val | None, t: Val) -> None:
+    def where(self, m: Captures) -> None:
         require(not m.c.get("transA"), "x is transposed")
 
     def target(self, op: Op, m: Captures, x: Val, w: Val, b: Val | None, t: Val) -> Any:
@@ -489,10 +489,10 @@ class FoldBiasBeforeGemm(_Gemm):
         return op.Gemm(x, w, moved if b is None else op.Add(self.bias(op, m, b), moved), attrs=m.c, beta=None)
 
 
-class FuseMatMulAddIntoGemm(Rule):
+class FuseMatMulAddIntoGemm(Rule, family="linear"):
     """x @ w + b -> gemm(x, w, b)  for matrices, b of at most the product's shape."""
 
-    dtypes = frozenset({DType.FLOAT, DType.DOUBLE})
+    dtypes = WIDE
     shapes = either("x[a,k] w[k,n]", ("b[]", "b[1]", "b[n]", "b[1,1]", "b[1,n]", "b[a,1]", "b[a,n]"))
 
     def source(self, op: Op, x: Any, w: Any, b: Any) -> Any:
@@ -502,11 +502,11 @@ class FuseMatMulAddIntoGemm(Rule):
         return op.Gemm(x, w, b)
 
 
-class SplitGemm(Rule):
+class SplitGemm(Rule, family="linear"):
     """gemm(x, w, b) -> x @ w + b."""
 
     nonempty = True
-    dtypes = frozenset({DType.FLOAT, DType.DOUBLE})
+    dtypes = WIDE
     optional = ("b",)
     shapes = either("x[i,j] w[k,n]", ("b[]", "b[1]", "b[c]", "b[r,c]"))
 
@@ -528,167 +528,4 @@ class SplitGemm(Rule):
 
 
 # Why conditions on the size of numbers are not missed.
-_WIDE = "the numbers have room in float64, and what the runtime computes in float32 is infinite on both sides"
-
-
-class _TwoConstants(Rule):
-    """Two constants that are applied one after the other."""
-
-    dtypes = NUMBERS
-    shapes = "x[...] c[...]:const d[...]:const"
-
-    def where(self, m: Captures, x: Val, c: Val, d: Val) -> None:
-        worthwhile(
-            np.broadcast_shapes(c.sizes, d.sizes) in (c.sizes, d.sizes),
-            "together the constants are larger than either",
-        )
-
-
-class MergeConstantAdds(_TwoConstants):
-    """(x + c) + d -> x + (c + d)  with c and d constant."""
-
-    def source(self, op: Op, x: Any, c: Any, d: Any) -> Any:
-        return op.Add(op.Add(x, c), d)
-
-    def target(self, op: Op, x: Val, c: Val, d: Val) -> Any:
-        return op.Add(x, op.Add(c, d))
-
-
-class MergeConstantMuls(_TwoConstants):
-    """(x * c) * d -> x * (c * d)  with c and d constant."""
-
-    near_misses = (
-        "agraph (float[N] x) => (float[N] y) <float c = {1e30}, float d = {1e30}> { a = Mul(x, c) y = Mul(a, d) }",
-    )
-    survivors: ClassVar[Mapping[str, str]] = {"drop: the product over- or underflows": _WIDE}
-
-    def source(self, op: Op, x: Any, c: Any, d: Any) -> Any:
-        return op.Mul(op.Mul(x, c), d)
-
-    def where(self, m: Captures, x: Val, c: Val, d: Val) -> None:
-        super().where(m, x, c, d)
-        if c.known and d.known and c.dtype in FLOATS:
-            product = c.array.astype(np.float64) * d.array.astype(np.float64)
-            exact = np.logical_or(c.array == 0, d.array == 0)
-            require(bool(np.all(exact | _is_normal(product, c.dtype))), "the product over- or underflows")
-
-    def target(self, op: Op, x: Val, c: Val, d: Val) -> Any:
-        return op.Mul(x, op.Mul(c, d))
-
-
-class PushMulThroughConstantAdd(_TwoConstants):
-    """(x + c) * d -> x * d + c * d  with c and d constant."""
-
-    def source(self, op: Op, x: Any, c: Any, d: Any) -> Any:
-        return op.Mul(op.Add(x, c), d)
-
-    def target(self, op: Op, x: Val, c: Val, d: Val) -> Any:
-        return op.Add(op.Mul(x, d), op.Mul(c, d))
-
-
-def _is_normal(numbers: npt.NDArray[np.float64], dtype: DType) -> npt.NDArray[np.bool_]:
-    """Which numbers an element type holds with full precision (of the wide ones: as float32)."""
-    least, most = (6.2e-5, 65504.0) if dtype == DType.FLOAT16 else (1.2e-38, 3.4e38)
-    size = np.abs(numbers)
-    return (size >= least) & (size <= most)
-
-
-# Below it a quotient may overflow, or lose what it is divided from.
-_LEAST_DIVISOR = 1e-6
-_WIDE_FLOATS = frozenset({DType.FLOAT, DType.DOUBLE})
-
-
-def _require_divisor(c: Val) -> None:
-    size = np.abs(c.array.astype(np.float64))
-    require(bool(np.all((size >= _LEAST_DIVISOR) & (size <= 1 / _LEAST_DIVISOR))), "it cannot be divided by")
-
-
-class PullMulOutOfConstantAdd(_TwoConstants):
-    """x * d + c -> (x + c / d) * d  with c and d constant."""
-
-    dtypes = _WIDE_FLOATS
-    near_misses = (
-        "agraph (float[N] x) => (float[N] y) <float c = {1e36}, float d = {1e-5}> { a = Mul(x, d) y = Add(a, c) }",
-    )
-    survivors: ClassVar[Mapping[str, str]] = {
-        "drop: the quotient over- or underflows": _WIDE,
-        "drop: it cannot be divided by": _WIDE,
-    }
-
-    def source(self, op: Op, x: Any, c: Any, d: Any) -> Any:
-        return op.Add(op.Mul(x, d), c)
-
-    def where(self, m: Captures, x: Val, c: Val, d: Val) -> None:
-        super().where(m, x, c, d)
-        worthwhile(c.known, "a constant is too large to be sure that there and back is one state")
-        _require_divisor(d)
-        with np.errstate(all="ignore"):
-            quotient = c.array.astype(np.float64) / d.array.astype(np.float64)
-        require(
-            bool(np.all((c.array == 0) | _is_normal(quotient, c.dtype))), "the quotient over- or underflows"
-        )
-
-    def target(self, op: Op, x: Val, c: Val, d: Val) -> Any:
-        return op.Mul(op.Add(x, op.Div(c, d)), d)
-
-
-class ReplaceConstantDivByMul(Rule):
-    """x / c -> x * (1 / c)  with c constant."""
-
-    dtypes = _WIDE_FLOATS
-    shapes = "x[...] c[...]:const"
-    survivors: ClassVar[Mapping[str, str]] = {"drop: it cannot be divided by": _WIDE}
-
-    def source(self, op: Op, x: Any, c: Any) -> Any:
-        return op.Div(x, c)
-
-    def where(self, m: Captures, x: Val, c: Val) -> None:
-        _require_divisor(c)
-
-    def target(self, op: Op, x: Val, c: Val) -> Any:
-        return op.Mul(x, op.Reciprocal(c))
-
-
-class ReplaceConstantSubByAdd(Rule):
-    """x - c -> x + (-c)  with c constant."""
-
-    dtypes = FLOATS | {DType.INT32, DType.INT64}
-    shapes = "x[...] c[...]:const"
-
-    def source(self, op: Op, x: Any, c: Any) -> Any:
-        return op.Sub(x, c)
-
-    def target(self, op: Op, x: Val, c: Val) -> Any:
-        return op.Add(x, op.Neg(c))
-
-
-RULES: tuple[AnyRule, ...] = (
-    FoldBatchNormIntoConv(),
-    FoldBatchNormIntoConvTranspose(),
-    FoldScaleIntoConv(),
-    FoldScaleIntoConvTranspose(),
-    FoldBiasIntoConv(),
-    FoldBiasIntoConvTranspose(),
-    FoldScaleBeforeConv(),
-    FoldScaleBeforeConvTranspose(),
-    FoldBiasBeforeConv(),
-    FoldBatchNormBeforeConv(),
-    FoldScaleIntoMatMul(),
-    FoldScaleIntoLeftMatMul(),
-    FoldScaleBeforeMatMul(),
-    MoveBiasBehindMatMul(),
-    FoldBatchNormIntoMatMul(),
-    FoldScaleIntoGemm(),
-    FoldBatchNormIntoGemm(),
-    FoldBiasIntoGemm(),
-    FoldScaleBeforeGemm(),
-    FoldBiasBeforeGemm(),
-    FuseMatMulAddIntoGemm(),
-    SplitGemm(),
-    MergeConstantAdds(),
-    MergeConstantMuls(),
-    PushMulThroughConstantAdd(),
-    PullMulOutOfConstantAdd(),
-    ReplaceConstantDivByMul(),
-    ReplaceConstantSubByAdd(),
-)
+_ROOM = "the numbers have room in float64, and what the runtime computes in float32 is infinite on both sides"

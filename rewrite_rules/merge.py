@@ -5,57 +5,44 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from rewrite_rules.axes import axis_of
-from rewrite_rules.constants import concat_constants, cut_order, slice_constant
+from rewrite_rules.constants import AT_EXPORT, concat_constants, cut_order, slice_constant
 from rewrite_rules.elementwise import made_by, read_once
-from rewrite_rules.linear import group_of
+from rewrite_rules.examples import graphs
+from rewrite_rules.linear import NUMBERS, group_of
 from rewrite_rules.shapes import either, per_rank
-from xrlflow.ir import ABSENT, FLOATS, INTEGERS, Attrs, Node, Value
+from xrlflow.ir import ABSENT, FLOATS, Attrs, Node, Value
 from xrlflow.ops.tensors import numpy_dtype
-from xrlflow.rewrite import AnyRule, Captures, Op, Reader, Region, RegionRule, Rule, Val, require, worthwhile
-
-NUMBERS = FLOATS | INTEGERS
+from xrlflow.rewrite import Captures, Op, Reader, Region, RegionRule, Rule, Val, require, worthwhile
 
 # Products of one input
 
 
-class MergeMatMuls(Rule):
+class MergeMatMuls(Rule, family="merge"):
     """x@w0, x@w1, ... -> split(x @ [w0|w1|...]).  With three it is the QKV merge."""
 
     arity = (2, 3)
     symmetric = True
     shapes = "x[...,k] w*[k,n*]:const | x[...,a,k] w*[b,k,n*]:const"
 
-    examples = (
-        "agraph (float[2,40] x) => (float[2,20] a, float[2,40] b) <int64[2] s = {40,60}, float o = {0}, float e = "
-        "{2400}, float d = {1}, int64[1] z = {0}, int64[1] i = {20}, int64[1] j = {60}, int64[1] l = {1}> "
-        "{ v = Range(o, e, d) w = Reshape(v, s) p = Slice(w, z, i, l) q = Slice(w, i, j, l) a = MatMul(x, q) b = "
-        "MatMul(x, p) }",
-        "agraph (float[2,40] x) => (float[2,20] a, float[2,30] b) <int64[2] s = {40,60}, float o = {0}, float e = "
-        "{2400}, float d = {1}, int64[1] z = {0}, int64[1] i = {20}, int64[1] k = {30}, int64[1] j = {60}, "
-        "int64[1] l = {1}> "
-        "{ v = Range(o, e, d) w = Reshape(v, s) p = Slice(w, z, i, l) q = Slice(w, k, j, l) a = MatMul(x, p) b = "
-        "MatMul(x, q) }",
-        "agraph (float[2,40] x) => (float[2,20] a, float[2,20] b, float[2,20] c) <int64[2] s = {40,60}, float o = "
-        "{0}, float e = {2400}, float d = {1}, int64[1] z = {0}, int64[1] i = {20}, int64[1] k = {40}, int64[1] j "
-        "= {60}, int64[1] l = {1}> "
-        "{ v = Range(o, e, d) w = Reshape(v, s) p = Slice(w, z, i, l) q = Slice(w, i, k, l) r = Slice(w, k, j, l) "
-        "a = MatMul(x, r) b = MatMul(x, p) c = MatMul(x, q) }",
-        "agraph (float[2,20] x) => (float[2,60] a, float[2,60] b) <int64[2] s = {40,60}, float o = {0}, float e = "
-        "{2400}, float d = {1}, int64[1] z = {0}, int64[1] i = {20}, int64[1] k = {40}, int64[1] l = {0}> "
-        "{ v = Range(o, e, d) w = Reshape(v, s) p = Slice(w, z, i, l) q = Slice(w, i, k, l) a = MatMul(x, p) b = "
-        "MatMul(x, q) }",
-        "agraph (float[2,40] x) => (float[2,60] a, float[2,30] b) <int64[2] s = {40,60}, float o = {0}, float e = "
-        "{2400}, float d = {1}, int64[1] z = {0}, int64[1] i = {30}, int64[1] l = {1}> "
-        "{ v = Range(o, e, d) w = Reshape(v, s) p = Slice(w, z, i, l) a = MatMul(x, w) b = MatMul(x, p) }",
-        "agraph (float[2,40] x) => (float[2,30] a, float[2,30] b) <int64[2] s = {40,60}, float o = {0}, float e = "
-        "{2400}, float d = {1}, int64[1] z = {0}, int64[1] i = {30}, int64[1] j = {60}, int64[1] l = {1}> "
-        "{ v = Range(o, e, d) w = Reshape(v, s) u = Neg(w) p = Slice(w, z, i, l) q = Slice(u, i, j, l) a = "
-        "MatMul(x, p) b = MatMul(x, q) }",
+    examples = graphs(
+        "(float[2,40] x) => (float[2,20] a, float[2,40] b) { v = Range(0.0, 2400.0, 1.0) w = Reshape(v, [40, 60]) "
+        "p = Slice(w, [0], [20], [1]) q = Slice(w, [20], [60], [1]) a = MatMul(x, q) b = MatMul(x, p) }",
+        "(float[2,40] x) => (float[2,20] a, float[2,30] b) { v = Range(0.0, 2400.0, 1.0) w = Reshape(v, [40, 60]) "
+        "p = Slice(w, [0], [20], [1]) q = Slice(w, [30], [60], [1]) a = MatMul(x, p) b = MatMul(x, q) }",
+        "(float[2,40] x) => (float[2,20] a, float[2,20] b, float[2,20] c) { v = Range(0.0, 2400.0, 1.0) "
+        "w = Reshape(v, [40, 60]) p = Slice(w, [0], [20], [1]) q = Slice(w, [20], [40], [1]) "
+        "r = Slice(w, [40], [60], [1]) a = MatMul(x, r) b = MatMul(x, p) c = MatMul(x, q) }",
+        "(float[2,20] x) => (float[2,60] a, float[2,60] b) { v = Range(0.0, 2400.0, 1.0) w = Reshape(v, [40, 60]) "
+        "p = Slice(w, [0], [20], [0]) q = Slice(w, [20], [40], [0]) a = MatMul(x, p) b = MatMul(x, q) }",
+        "(float[2,40] x) => (float[2,60] a, float[2,30] b) { v = Range(0.0, 2400.0, 1.0) w = Reshape(v, [40, 60]) "
+        "p = Slice(w, [0], [30], [1]) a = MatMul(x, w) b = MatMul(x, p) }",
+        "(float[2,40] x) => (float[2,30] a, float[2,30] b) { v = Range(0.0, 2400.0, 1.0) w = Reshape(v, [40, 60]) "
+        "u = Neg(w) p = Slice(w, [0], [30], [1]) q = Slice(u, [30], [60], [1]) a = MatMul(x, p) b = MatMul(x, q) }",
     )
 
     def source(self, op: Op, x: Any, *w: Any) -> Any:
@@ -73,7 +60,7 @@ def _split(op: Op, y: Val, weights: Sequence[Val], columns: int, axis: int, orde
     return [parts[order.index(i)] for i in range(len(order))]
 
 
-class MergeGemms(Rule):
+class MergeGemms(Rule, family="merge"):
     """gemm(x, v, b), gemm(x, w, c) -> split(gemm(x, [v|w], [b|c]))."""
 
     symmetric = True
@@ -83,19 +70,19 @@ class MergeGemms(Rule):
         ("v[k,p]:const w[k,q]:const", "v[p,k]:const w[q,k]:const"),
         ("b[p]:const c[q]:const", "b[1,p]:const c[1,q]:const"),
     )
-    near_misses = (
-        "agraph (float[2,1] x) => (float[2,3] y, float[2,3] z) <float[1,3] v = {1, 2, 3}, float[1] b = {4},"
-        " float[1,3] w = {5, 6, 7}, float[1] c = {8}> { y = Gemm(x, v, b) z = Gemm(x, w, c) }",
-        "agraph (float[2,1] x) => (float[2,3] y, float[2,3] z) <float[1,3] v = {1, 2, 3}, float[3] b = {4, "
-        "5, 6}, float[1,3] w = {5, 6, 7}, float[1] c = {8}> { y = Gemm(x, v, b) z = Gemm(x, w, c) }",
-        "agraph (float[2,1] x) => (float[2,3] y, float[2,3] z) <float[1,3] v = {1, 2, 3}, float[1] b = "
-        "{4}, float[1,3] w = {5, 6, 7}, float[3] c = {8, 9, 1}> { y = Gemm(x, v, b) z = Gemm(x, w, c) }",
+    near_misses = graphs(
+        "(float[2,1] x) => (float[2,3] y, float[2,3] z) <float[1,3] v = {1, 2, 3}, float[1,3] w = {5, 6, 7}> "
+        "{ y = Gemm(x, v, [4.0]) z = Gemm(x, w, [8.0]) }",
+        "(float[2,1] x) => (float[2,3] y, float[2,3] z) <float[1,3] v = {1, 2, 3}, float[1,3] w = {5, 6, 7}> "
+        "{ y = Gemm(x, v, [4.0, 5, 6]) z = Gemm(x, w, [8.0]) }",
+        "(float[2,1] x) => (float[2,3] y, float[2,3] z) <float[1,3] v = {1, 2, 3}, float[1,3] w = {5, 6, 7}> "
+        "{ y = Gemm(x, v, [4.0]) z = Gemm(x, w, [8.0, 9, 1]) }",
     )
 
     def source(self, op: Op, x: Any, v: Any, b: Any, w: Any, c: Any) -> Any:
         return [op.Gemm(x, v, b, attrs="f"), op.Gemm(x, w, c, attrs="g")]
 
-    def where(self, m: Captures, x: Val, v: Val, b: Val | None, w: Val, c: Val | None) -> None:
+    def where(self, m: Captures, v: Val, b: Val | None, c: Val | None) -> None:
         require(m.f == m.g, "their attributes differ")
         require((b is None) == (c is None), "one has a bias, the other has none")
         columns = 0 if m.f.get("transB") else 1
@@ -113,16 +100,15 @@ class MergeGemms(Rule):
         return _split(op, y, (v, w), axis, 1, order)
 
 
-class MergeManyMatMuls(RegionRule):
+class MergeManyMatMuls(RegionRule, family="merge"):
     """x@w0, ..., x@wn -> split(x @ [w0|...|wn])  for all products of x, four or more, at once."""
 
     composite_of = ("MergeMatMuls", "MergeSplits")
     anchors = ("MatMul",)
-    examples = (
-        "agraph (float[2,3] x, float[3,2] o) => (float[2,2] a, float[2,2] b, float[2,1] c, float[2,3] d) {"
-        " u = Constant<value_floats=[1.0,2.0,3.0]>() s = Constant<value_ints=[3,1]>() w = Reshape(u, s)"
-        " v = Concat<axis=1>(w, w) t = Concat<axis=1>(v, w)"
-        " a = MatMul(x, v) n = Neg(v) b = MatMul(x, n) c = MatMul(x, w) d = MatMul(x, t) }",
+    examples = graphs(
+        "(float[2,3] x, float[3,2] o) => (float[2,2] a, float[2,2] b, float[2,1] c, float[2,3] d) "
+        "{ w = Reshape([1.0, 2, 3], [3, 1]) v = Concat<axis=1>(w, w) t = Concat<axis=1>(v, w) a = MatMul(x, v) "
+        "n = Neg(v) b = MatMul(x, n) c = MatMul(x, w) d = MatMul(x, t) }"
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
@@ -168,7 +154,7 @@ class _Cut:
     biased: bool
 
 
-class _SplitMerged(RegionRule):
+class _SplitMerged(RegionRule, family="merge"):
     """A Split along the columns, or output channels, of a product with constant weights."""
 
     anchors = ("Split",)
@@ -221,18 +207,16 @@ class SplitMergedMatMul(_SplitMerged):
 
     product = ("MatMul", "Gemm")
     reads_from = product
-    examples = (
-        "agraph (float[2,1,3] x) => (float[2,1,2] a, float[2,1,1] b) {"
-        " u = Constant<value_floats=[1.0,2.0,3.0,4.0,5.0,6.0,7.0,8.0,9.0]>()"
-        " s = Constant<value_ints=[3,3]>() w = Reshape(u, s) z = Constant<value_ints=[2,1]>()"
-        " y = MatMul(x, w) a, b = Split<axis=2>(y, z) }",
+    examples = graphs(
+        "(float[2,1,3] x) => (float[2,1,2] a, float[2,1,1] b) <float[9] u = {1, 2, 3, 4, 5, 6, 7, 8, 9}> "
+        "{ w = Reshape(u, [3, 3]) y = MatMul(x, w) a, b = Split<axis=2>(y, [2, 1]) }"
     )
 
 
 # Convolutions of one input
 
 
-class MergeParallelConvs(Rule):
+class MergeParallelConvs(Rule, family="merge"):
     """conv(x, v, b), conv(x, w, c) -> split(conv(x, [v; w], [b; c]))  with equal kernels and attributes."""
 
     symmetric = True
@@ -242,7 +226,7 @@ class MergeParallelConvs(Rule):
     def source(self, op: Op, x: Any, v: Any, b: Any, w: Any, c: Any) -> Any:
         return [op.Conv(x, v, b, attrs="f"), op.Conv(x, w, c, attrs="g")]
 
-    def where(self, m: Captures, x: Val, v: Val, b: Val | None, w: Val, c: Val | None) -> None:
+    def where(self, m: Captures) -> None:
         require(m.f == m.g, "their attributes differ")
 
     def target(self, op: Op, m: Captures, x: Val, v: Val, b: Val | None, w: Val, c: Val | None) -> Any:
@@ -273,7 +257,7 @@ class SplitMergedConv(_SplitMerged):
     )
 
 
-class EnlargeConv(RegionRule):
+class EnlargeConv(RegionRule, family="merge"):
     """conv(x, w) -> conv(x, pad(w))  to the kernel of another convolution of x, so that the two can be merged.
 
     The new rim of the kernel is zero, and meets neighbours that it did not meet before: where x is infinite or
@@ -282,12 +266,10 @@ class EnlargeConv(RegionRule):
 
     spreads = True
     anchors = ("Conv",)
-    examples = (
-        "agraph (float[1,1,4,4] x) => (float[1,1,4,4] a, float[1,1,4,4] b) {"
-        " u = Constant<value_floats=[1.0,2.0,3.0,4.0,5.0,6.0,7.0,8.0,9.0]>()"
-        " s = Constant<value_ints=[1,1,3,3]>() w = Reshape(u, s)"
-        " t = Constant<value_floats=[2.0]>() r = Constant<value_ints=[1,1,1,1]>() v = Reshape(t, r)"
-        " a = Conv<pads=[1,1,1,1]>(x, w) b = Conv(x, v) }",
+    examples = graphs(
+        "(float[1,1,4,4] x) => (float[1,1,4,4] a, float[1,1,4,4] b) <float[9] u = {1, 2, 3, 4, 5, 6, 7, 8, 9}> "
+        "{ w = Reshape(u, [1, 1, 3, 3]) v = Reshape([2.0], [1, 1, 1, 1]) a = Conv<pads=[1,1,1,1]>(x, w) "
+        "b = Conv(x, v) }"
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
@@ -345,7 +327,7 @@ def _pads(node: Node, dims: int) -> tuple[int, ...]:
 # Groups
 
 
-class MergeGroupConv(Rule):
+class MergeGroupConv(Rule, family="merge"):
     """conv(x, w; groups g) -> conv(x, blockdiagonal(w); groups g/2).
 
     The zeros between the blocks meet channels that a group did not read before: where x is infinite or NaN, more
@@ -364,7 +346,7 @@ class MergeGroupConv(Rule):
     def source(self, op: Op, x: Any, w: Any, b: Any) -> Any:
         return op.Conv(x, w, b, attrs="c")
 
-    def where(self, m: Captures, x: Val, w: Val, b: Val | None) -> None:
+    def where(self, m: Captures, w: Val) -> None:
         self.factor(m, w)
 
     def target(self, op: Op, m: Captures, x: Val, w: Val, b: Val | None) -> Any:
@@ -413,11 +395,8 @@ class MergeGroupConvToBlocks(MergeGroupConv):
 
 # Order of products
 
-# Constants are multiplied out when the model is written: at most so many multiplications for one product.
-_AT_EXPORT = 1 << 32
 
-
-class AssociateMatMulsRight(Rule):
+class AssociateMatMulsRight(Rule, family="merge"):
     """(x @ y) @ z -> x @ (y @ z)."""
 
     nonempty = True
@@ -426,34 +405,34 @@ class AssociateMatMulsRight(Rule):
     shapes = "x[...,a,b] y[...,b,c] z[...,c,d]"
 
     # At the limit of what is multiplied out, and beyond it.
-    examples = (
-        "agraph (float[3,2] x) => (float[3,2048] y) <int64[2] s = {2,1048576}, int64[2] t = {1048576,2048}, "
-        "float o = {1}> { u = Expand(o, s) v = Expand(o, t) p = MatMul(x, u) y = MatMul(p, v) }",
-        "agraph (float[3,2] x, float[1048576,4096] z) => (float[3,4096] y) <int64[2] s = {2,1048576}, float o = {1}> "
-        "{ u = Expand(o, s) p = MatMul(x, u) y = MatMul(p, z) }",
+    examples = graphs(
+        "(float[3,2] x) => (float[3,2048] y) { u = Expand(1.0, [2, 1048576]) v = Expand(1.0, [1048576, 2048]) "
+        "p = MatMul(x, u) y = MatMul(p, v) }",
+        "(float[3,2] x, float[1048576,4096] z) => (float[3,4096] y) { u = Expand(1.0, [2, 1048576]) "
+        "p = MatMul(x, u) y = MatMul(p, z) }",
     )
-    near_misses = (
-        "agraph (float[3,2] x) => (float[3,4096] y) <int64[2] s = {2,1048576}, int64[2] t = {1048576,4096}, "
-        "float o = {1}> { u = Expand(o, s) v = Expand(o, t) p = MatMul(x, u) y = MatMul(p, v) }",
-        "agraph (float[3,4096] x) => (float[3,1048576] y) <int64[2] s = {4096,2}, int64[2] t = {2,1048576}, "
-        "float o = {1}> { u = Expand(o, s) v = Expand(o, t) p = MatMul(x, u) y = MatMul(p, v) }",
+    near_misses = graphs(
+        "(float[3,2] x) => (float[3,4096] y) { u = Expand(1.0, [2, 1048576]) v = Expand(1.0, [1048576, 4096]) "
+        "p = MatMul(x, u) y = MatMul(p, v) }",
+        "(float[3,4096] x) => (float[3,1048576] y) { u = Expand(1.0, [4096, 2]) v = Expand(1.0, [2, 1048576]) "
+        "p = MatMul(x, u) y = MatMul(p, v) }",
     )
 
     def source(self, op: Op, x: Any, y: Any, z: Any) -> Any:
         return op.MatMul(op.MatMul(x, y), z)
 
-    def where(self, m: Captures, x: Val, y: Val, z: Val) -> None:
+    def where(self, y: Val, z: Val) -> None:
         # Sums of nothing would hide what is not finite.
         require(0 not in (y.shape[-2], y.shape[-1]), "an inner dimension is 0")
         if y.const and z.const:
             work = y.size(-2) * y.size(-1) * z.size(-1)
-            worthwhile(work <= _AT_EXPORT, "multiplying the constants out would take long")
+            worthwhile(work <= AT_EXPORT, "multiplying the constants out would take long")
 
     def target(self, op: Op, x: Val, y: Val, z: Val) -> Any:
         return op.MatMul(x, op.MatMul(y, z))
 
 
-class AssociateMatMulsLeft(Rule):
+class AssociateMatMulsLeft(Rule, family="merge"):
     """x @ (y @ z) -> (x @ y) @ z."""
 
     nonempty = True
@@ -464,7 +443,7 @@ class AssociateMatMulsLeft(Rule):
     def source(self, op: Op, x: Any, y: Any, z: Any) -> Any:
         return op.MatMul(x, op.MatMul(y, z))
 
-    def where(self, m: Captures, x: Val, y: Val, z: Val) -> None:
+    def where(self, y: Val) -> None:
         require(0 not in (y.shape[-2], y.shape[-1]), "an inner dimension is 0")
 
     def target(self, op: Op, x: Val, y: Val, z: Val) -> Any:
@@ -474,7 +453,7 @@ class AssociateMatMulsLeft(Rule):
 # Sums of products
 
 
-class MergeSumOfMatMuls(Rule):
+class MergeSumOfMatMuls(Rule, family="merge"):
     """x @ v + y @ w -> [x|y] @ [v; w]."""
 
     dtypes = NUMBERS
@@ -489,7 +468,7 @@ class MergeSumOfMatMuls(Rule):
         return op.MatMul(op.Concat(x, y, axis=-1), concat_constants(op, (v, w), 0))
 
 
-class MergeSumOfGemms(Rule):
+class MergeSumOfGemms(Rule, family="merge"):
     """gemm(x, v, b) + gemm(y, w, c) -> gemm([x|y], [v; w], b + c)."""
 
     dtypes = FLOATS
@@ -511,7 +490,7 @@ class MergeSumOfGemms(Rule):
         return op.Gemm(op.Concat(x, y, axis=1), weight, bias, transB=m.t)
 
 
-class MergeSumOfConvs(Rule):
+class MergeSumOfConvs(Rule, family="merge"):
     """conv(x, v, b) + conv(y, w, c) -> conv([x|y], [v|w], b + c)  along the channels, attributes being equal."""
 
     optional = ("b", "c")
@@ -520,7 +499,7 @@ class MergeSumOfConvs(Rule):
     def source(self, op: Op, x: Any, v: Any, b: Any, y: Any, w: Any, c: Any) -> Any:
         return op.Add(op.Conv(x, v, b, attrs="f"), op.Conv(y, w, c, attrs="g"))
 
-    def where(self, m: Captures, x: Val, v: Val, b: Val | None, y: Val, w: Val, c: Val | None) -> None:
+    def where(self, m: Captures) -> None:
         require(m.f == m.g, "their attributes differ")
 
     def target(
@@ -530,7 +509,7 @@ class MergeSumOfConvs(Rule):
         return op.Conv(op.Concat(x, y, axis=1), concat_constants(op, (v, w), 1), bias, attrs=m.f)
 
 
-class FoldSumOfMatMuls(Rule):
+class FoldSumOfMatMuls(Rule, family="merge"):
     """x @ v + x @ w -> x @ (v + w)."""
 
     nonempty = True
@@ -545,7 +524,7 @@ class FoldSumOfMatMuls(Rule):
         return op.MatMul(x, op.Add(v, w))
 
 
-class FoldSumOfConvs(Rule):
+class FoldSumOfConvs(Rule, family="merge"):
     """conv(x, v, b) + conv(x, w, c) -> conv(x, v + w, b + c)  with equal kernels and attributes."""
 
     spreads = True
@@ -555,7 +534,7 @@ class FoldSumOfConvs(Rule):
     def source(self, op: Op, x: Any, v: Any, b: Any, w: Any, c: Any) -> Any:
         return op.Add(op.Conv(x, v, b, attrs="f"), op.Conv(x, w, c, attrs="g"))
 
-    def where(self, m: Captures, x: Val, v: Val, b: Val | None, w: Val, c: Val | None) -> None:
+    def where(self, m: Captures) -> None:
         require(m.f == m.g, "their attributes differ")
 
     def target(self, op: Op, m: Captures, x: Val, v: Val, b: Val | None, w: Val, c: Val | None) -> Any:
@@ -573,7 +552,7 @@ class _Over:
     products: tuple[tuple[str, Attrs, bool], ...]
 
 
-class _SplitOverConcat(RegionRule):
+class _SplitOverConcat(RegionRule, family="merge"):
     """Sums of the products of a Concat's parts, instead of the product of the Concat."""
 
     product: tuple[str, ...] = ("Conv",)
@@ -636,7 +615,7 @@ class SplitConvsOverConcat(_SplitOverConcat):
 
     unpriced = True
     anchors = ("Concat",)
-    examples = (
+    examples: ClassVar[tuple[str, ...]] = (
         "agraph (float[1,1,3,3] x, float[1,2,3,3] y) => (float[1,1,3,3] a, float[1,1,3,3] b) {"
         " u = Constant<value_floats=[1.0,2.0,3.0]>() s = Constant<value_ints=[1,3,1,1]>() w = Reshape(u, s)"
         " z = Neg(w) c = Concat<axis=1>(x, y) a = Conv(c, w) b = Conv(c, z) }",
@@ -672,31 +651,7 @@ class SplitMatMulsOverConcat(SplitConvsOverConcat):
     """[x|y|...] @ w -> x @ w_x + y @ w_y + ...  for all readers of the Concat at once, MatMul or Gemm."""
 
     product = ("MatMul", "Gemm")
-    examples = (
-        "agraph (float[2,1] x, float[2,2] y) => (float[2,1] a) {"
-        " u = Constant<value_floats=[1.0,2.0,3.0]>() s = Constant<value_ints=[3,1]>() w = Reshape(u, s)"
-        " c = Concat<axis=1>(x, y) a = MatMul(c, w) }",
+    examples = graphs(
+        "(float[2,1] x, float[2,2] y) => (float[2,1] a) { w = Reshape([1.0, 2, 3], [3, 1]) c = Concat<axis=1>(x, y) "
+        "a = MatMul(c, w) }"
     )
-
-
-RULES: tuple[AnyRule, ...] = (
-    MergeMatMuls(),
-    MergeGemms(),
-    MergeManyMatMuls(),
-    SplitMergedMatMul(),
-    MergeParallelConvs(),
-    SplitMergedConv(),
-    EnlargeConv(),
-    MergeGroupConv(),
-    MergeGroupConvToBlocks(),
-    AssociateMatMulsRight(),
-    AssociateMatMulsLeft(),
-    MergeSumOfMatMuls(),
-    MergeSumOfGemms(),
-    MergeSumOfConvs(),
-    FoldSumOfMatMuls(),
-    FoldSumOfConvs(),
-    SplitConvsOverConcat(),
-    SplitConvOverConcat(),
-    SplitMatMulsOverConcat(),
-)

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from rewrite_rules.axes import compose, reshape_numbers
-from rewrite_rules.elementwise import read_once
+from rewrite_rules.axes import compose, is_identity, permutation, reshape_numbers
+from rewrite_rules.elementwise import FLOAT, read_once
+from rewrite_rules.examples import graphs
 from rewrite_rules.shapes import either
 from xrlflow.ir import Dim, DType, Node, TensorType, Value
-from xrlflow.rewrite import AnyRule, Captures, Op, Reader, Region, RegionRule, Rule, Val, require, worthwhile
-
-_FLOAT = frozenset({DType.FLOAT})
+from xrlflow.rewrite import Captures, Op, Reader, Region, RegionRule, Rule, Val, require, worthwhile
 
 
 def _runs(type: TensorType) -> TensorType:
@@ -21,12 +20,12 @@ def _runs(type: TensorType) -> TensorType:
     return type.as_const(False)
 
 
-class _Contributed(Rule):
+class _Contributed(Rule, family="microsoft"):
     """A rule that writes an operator of ONNX Runtime."""
 
     contrib = True
     backend = "onnxruntime"
-    dtypes = _FLOAT
+    dtypes = FLOAT
 
 
 # Products
@@ -37,24 +36,18 @@ def _last_two(rank: int) -> tuple[int, ...]:
     return (*range(rank - 2), rank - 1, rank - 2)
 
 
-def _perm(found: Any, rank: int) -> tuple[int, ...]:
-    """A captured permutation; the absent one reverses the dimensions."""
-    return tuple(range(rank))[::-1] if found is None else tuple(int(p) for p in found)
-
-
 class _FuseTransposeIntoMatMul(_Contributed):
-    """A product that reads one operand the other way around."""
+    """A product that reads one operand y the other way around."""
 
-    @staticmethod
-    def check(m: Captures, y: Val) -> None:
-        perm = _perm(m.p, y.rank)
+    def where(self, m: Captures, y: Val) -> None:
+        perm = permutation(m.p, y.rank)
         worthwhile(perm[-2] == len(perm) - 1, "its rows would not stay together")
 
     @staticmethod
     def turned(op: Op, m: Captures, y: Val) -> Any:
         """The operand, but for the exchange of its last two dimensions."""
-        perm = compose(_perm(m.p, y.rank), _last_two(y.rank))
-        return y if perm == tuple(range(y.rank)) else op.Transpose(y, perm=perm)
+        perm = compose(permutation(m.p, y.rank), _last_two(y.rank))
+        return y if is_identity(perm) else op.Transpose(y, perm=perm)
 
 
 class FuseTransposeIntoRightOfMatMul(_FuseTransposeIntoMatMul):
@@ -69,9 +62,6 @@ class FuseTransposeIntoRightOfMatMul(_FuseTransposeIntoMatMul):
 
     def source(self, op: Op, x: Any, y: Any) -> Any:
         return op.MatMul(x, op.Transpose(y, perm="p"))
-
-    def where(self, m: Captures, x: Val, y: Val) -> None:
-        self.check(m, y)
 
     def target(self, op: Op, m: Captures, x: Val, y: Val) -> Any:
         whole = op.MatMul(x, op.Transpose(y, perm=m.p))
@@ -91,9 +81,6 @@ class FuseTransposeIntoLeftOfMatMul(_FuseTransposeIntoMatMul):
     def source(self, op: Op, x: Any, y: Any) -> Any:
         return op.MatMul(op.Transpose(y, perm="p"), x)
 
-    def where(self, m: Captures, x: Val, y: Val) -> None:
-        self.check(m, y)
-
     def target(self, op: Op, m: Captures, x: Val, y: Val) -> Any:
         whole = op.MatMul(op.Transpose(y, perm=m.p), x)
         return op["com.microsoft::FusedMatMul"](self.turned(op, m, y), x, transA=1, type=_runs(whole.type))
@@ -107,7 +94,7 @@ class FuseScaleIntoMatMul(_Contributed):
     def source(self, op: Op, x: Any, y: Any, c: Any) -> Any:
         return op.Mul(op.MatMul(x, y), c)
 
-    def where(self, m: Captures, x: Val, y: Val, c: Val) -> None:
+    def where(self, c: Val) -> None:
         worthwhile(c.known, "the constant cannot be read")
 
     def target(self, op: Op, x: Val, y: Val, c: Val) -> Any:
@@ -119,18 +106,17 @@ class FuseTransposedScale(_FuseTransposeIntoMatMul):
     """(x @ transpose(y)) * c -> fusedmatmul(x, y; transB, alpha c)  with c one constant number."""
 
     shapes = either("x[...,a,k] y[...,u,v]", ("c[]:const", "c[1]:const"))
-    examples = (
-        "agraph (float[N,2,3,4] q, float[N,5,2,4] k) => (float[N,2,3,5] y) <float c = {0.5}> "
-        "{ t = Transpose<perm=[0,2,3,1]>(k) m = MatMul(q, t) y = Mul(m, c) }",
-        "agraph (float[3,4] x, float[5,4] z) => (float[3,5] y) <float[1] c = {-2}> "
-        "{ t = Transpose(z) m = MatMul(x, t) y = Mul(c, m) }",
+    examples = graphs(
+        "(float[N,2,3,4] q, float[N,5,2,4] k) => (float[N,2,3,5] y) { t = Transpose<perm=[0,2,3,1]>(k) "
+        "m = MatMul(q, t) y = Mul(m, 0.5) }",
+        "(float[3,4] x, float[5,4] z) => (float[3,5] y) { t = Transpose(z) m = MatMul(x, t) y = Mul([-2.0], m) }",
     )
 
     def source(self, op: Op, x: Any, y: Any, c: Any) -> Any:
         return op.Mul(op.MatMul(x, op.Transpose(y, perm="p")), c)
 
-    def where(self, m: Captures, x: Val, y: Val, c: Val) -> None:
-        self.check(m, y)
+    def where(self, m: Captures, y: Val, c: Val) -> None:  # type: ignore[override]
+        super().where(m, y)
         worthwhile(c.known, "the constant cannot be read")
 
     def target(self, op: Op, m: Captures, x: Val, y: Val, c: Val) -> Any:
@@ -150,7 +136,7 @@ class FuseQuickGelu(_Contributed):
     def source(self, op: Op, x: Any, a: Any) -> Any:
         return op.Mul(x, op.Sigmoid(op.Mul(x, a)))
 
-    def where(self, m: Captures, x: Val, a: Val) -> None:
+    def where(self, x: Val, a: Val) -> None:
         require(x.rank >= a.rank, "it adds a dimension")
         worthwhile(a.known, "the constant cannot be read")
 
@@ -178,7 +164,7 @@ class FuseBiasGelu(_Contributed):
     def source(self, op: Op, x: Any, b: Any) -> Any:
         return op.Gelu(op.Add(x, b))
 
-    def where(self, m: Captures, x: Val, b: Val) -> None:
+    def where(self, b: Val) -> None:
         worthwhile(b.size(0) > 0, "it is empty")
 
     def target(self, op: Op, x: Val, b: Val) -> Any:
@@ -212,7 +198,7 @@ class FuseSkipLayerNormalization(_Contributed):
 _EXCHANGED = (0, 2, 1, 3)
 
 
-class ReplaceAttentionByMultiHead(RegionRule):
+class ReplaceAttentionByMultiHead(RegionRule, family="microsoft"):
     """transpose(attention(transpose(q), transpose(k), transpose(v), mask)) -> multiheadattention(q, k, v, mask).
 
     The heads stay where the projections have them. Where a whole row is masked by -inf the result is NaN.
@@ -220,7 +206,7 @@ class ReplaceAttentionByMultiHead(RegionRule):
 
     contrib = True
     backend = "onnxruntime"
-    dtypes = _FLOAT
+    dtypes = FLOAT
     spreads = True
     anchors = ("Attention",)
     reads_from = ("Transpose",)
@@ -314,7 +300,7 @@ class ReplaceRotaryEmbedding(_Contributed):
     def source(self, op: Op, x: Any, cosine: Any, sine: Any, positions: Any) -> Any:
         return op.RotaryEmbedding(x, cosine, sine, positions, attrs="c")
 
-    def where(self, m: Captures, x: Val, cosine: Val, sine: Val, positions: Val) -> None:
+    def where(self, m: Captures, x: Val, cosine: Val) -> None:
         heads = m.c.get("num_heads", 0)
         width = x.size(3) if x.rank == 4 else x.size(2) // max(heads, 1)
         turned = m.c.get("rotary_embedding_dim", 0) or width
@@ -356,7 +342,7 @@ class FuseMatMulIntegerToFloat(_Contributed):
     def source(self, op: Op, a: Any, b: Any, z: Any, u: Any, s: Any, t: Any) -> Any:
         return op.Mul(op.Cast(op.MatMulInteger(a, b, z, u), to=1), op.Mul(s, t))
 
-    def where(self, m: Captures, a: Val, b: Val, z: Val | None, u: Val | None, s: Val, t: Val) -> None:
+    def where(self, z: Val | None, u: Val | None) -> None:
         worthwhile_zeros(z, u)
 
     def target(self, op: Op, a: Val, b: Val, z: Val | None, u: Val | None, s: Val, t: Val) -> Any:
@@ -382,13 +368,12 @@ class FuseDynamicQuantizeMatMul(_Contributed):
     relies_on = "a product of three numbers is the same in any order, rounded"
     optional: ClassVar[tuple[str, ...]] = ("u",)
     shapes = _QUANTISED.replace(" c[n]:float", "")
-    examples: ClassVar[tuple[str, ...]] = (
-        "agraph (float[N,3,4] x) => (float[N,3,2] y) <int8[4,2] b = {1,2,3,-4,5,6,-7,8}, float[2] t = {0.5,0.25}> "
-        "{ q, s, z = DynamicQuantizeLinear(x) p = MatMulInteger(q, b, z) f = Cast<to=1>(p) c = Mul(s, t) "
+    examples: ClassVar[tuple[str, ...]] = graphs(
+        "(float[N,3,4] x) => (float[N,3,2] y) <int8[4,2] b = {1,2,3,-4,5,6,-7,8}> { q, s, z "
+        "= DynamicQuantizeLinear(x) p = MatMulInteger(q, b, z) f = Cast<to=1>(p) c = Mul(s, [0.5, 0.25]) "
         "y = Mul(f, c) }",
-        "agraph (float[3,4] x) => (float[3,2] y) <uint8[4,2] b = {1,2,3,4,5,6,7,8}, float t = {0.5}, uint8 u = {3}> "
-        "{ q, s, z = DynamicQuantizeLinear(x) p = MatMulInteger(q, b, z, u) f = Cast<to=1>(p) c = Mul(t, s) "
-        "y = Mul(c, f) }",
+        "(float[3,4] x) => (float[3,2] y) <uint8[4,2] b = {1,2,3,4,5,6,7,8}, uint8 u = {3}> { q, s, z "
+        "= DynamicQuantizeLinear(x) p = MatMulInteger(q, b, z, u) f = Cast<to=1>(p) c = Mul(0.5, s) y = Mul(c, f) }",
     )
 
     def product(self, op: Op, x: Any, b: Any, u: Any, t: Any) -> Any:
@@ -398,7 +383,7 @@ class FuseDynamicQuantizeMatMul(_Contributed):
     def source(self, op: Op, x: Any, b: Any, u: Any, t: Any) -> Any:
         return self.product(op, x, b, u, t)
 
-    def where(self, m: Captures, x: Val, b: Val, u: Val | None, t: Val) -> None:
+    def where(self, u: Val | None) -> None:
         worthwhile_zeros(u)
 
     def target(self, op: Op, x: Val, b: Val, u: Val | None, t: Val) -> Any:
@@ -406,12 +391,9 @@ class FuseDynamicQuantizeMatMul(_Contributed):
         return op["com.microsoft::DynamicQuantizeMatMul"](x, b, t, u, type=_runs(like.type))
 
 
-class FuseBiasedDynamicQuantizeMatMul(_Contributed):
+class FuseBiasedDynamicQuantizeMatMul(FuseDynamicQuantizeMatMul):
     """quantise(x), and the integer product with b, scaled back, + c -> dynamicquantizematmul(x, b, t, u, c)."""
 
-    proof = "numeric"
-    relies_on = "a product of three numbers is the same in any order, rounded"
-    optional = ("u",)
     shapes = _QUANTISED
     examples = tuple(
         e.replace("y = Mul", "w = Mul")
@@ -420,31 +402,9 @@ class FuseBiasedDynamicQuantizeMatMul(_Contributed):
         for e in FuseDynamicQuantizeMatMul.examples
     )
 
-    def source(self, op: Op, x: Any, b: Any, u: Any, t: Any, c: Any) -> Any:
-        q, s, z = op.DynamicQuantizeLinear(x, outputs=3)
-        return op.Add(op.Mul(op.Cast(op.MatMulInteger(q, b, z, u), to=1), op.Mul(s, t)), c)
+    def source(self, op: Op, x: Any, b: Any, u: Any, t: Any, c: Any) -> Any:  # type: ignore[override]
+        return op.Add(self.product(op, x, b, u, t), c)
 
-    def where(self, m: Captures, x: Val, b: Val, u: Val | None, t: Val, c: Val) -> None:
-        worthwhile_zeros(u)
-
-    def target(self, op: Op, x: Val, b: Val, u: Val | None, t: Val, c: Val) -> Any:
-        q, s, z = op.DynamicQuantizeLinear(x, outputs=3)
-        like = op.Mul(op.Cast(op.MatMulInteger(q, b, z, u), to=1), op.Mul(s, t))
+    def target(self, op: Op, x: Val, b: Val, u: Val | None, t: Val, c: Val) -> Any:  # type: ignore[override]
+        like = self.product(op, x, b, u, t)
         return op["com.microsoft::DynamicQuantizeMatMul"](x, b, t, u, c, type=_runs(like.type))
-
-
-RULES: tuple[AnyRule, ...] = (
-    FuseTransposeIntoRightOfMatMul(),
-    FuseTransposeIntoLeftOfMatMul(),
-    FuseScaleIntoMatMul(),
-    FuseTransposedScale(),
-    FuseQuickGelu(),
-    FuseSiluIntoQuickGelu(),
-    FuseBiasGelu(),
-    FuseSkipLayerNormalization(),
-    ReplaceAttentionByMultiHead(),
-    ReplaceRotaryEmbedding(),
-    FuseMatMulIntegerToFloat(),
-    FuseDynamicQuantizeMatMul(),
-    FuseBiasedDynamicQuantizeMatMul(),
-)

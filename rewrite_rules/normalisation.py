@@ -1,78 +1,32 @@
-"""Decomposed normalisations and activations to ONNX's own operators, and the residual before a LayerNormalization."""
+"""Softmax, LayerNormalization, BatchNormalization and their like: spelt out, and with constants around them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from math import prod
 from typing import Any, ClassVar
 
 import numpy as np
 
-from rewrite_rules.axes import fronts, ints_input
-from rewrite_rules.elementwise import read_once
-from xrlflow.ir import Dim, DType, Node, Value
-from xrlflow.rewrite import AnyRule, Op, Reader, Region, RegionRule, Rule, Val, require, worthwhile
+from rewrite_rules.axes import axis_of, fronts, ints_input, inverse, is_identity, rank_of, same_dims
+from rewrite_rules.constants import slice_constant
+from rewrite_rules.elementwise import FLOAT, WIDE, keeps_shape, made_by, read_once
+from rewrite_rules.examples import graphs
+from rewrite_rules.linear import STATISTICS, factor_and_shift, flat, normalised
+from rewrite_rules.reading import SEEN, between, is_number, number_of, only_reader, operands, square_of
+from rewrite_rules.shapes import either
+from xrlflow.ir import ABSENT, Attrs, Dim, DType, Node, Value
+from xrlflow.ops.tensors import numpy_dtype
+from xrlflow.rewrite import Captures, Op, Reader, Region, RegionRule, Rule, Val, require, worthwhile
 
 # Types that are only computed in float32 inside: a double would lose digits by the default `stash_type`.
 _STASHED = frozenset({DType.FLOAT, DType.FLOAT16})
-_FLOAT = frozenset({DType.FLOAT})
 
 
 # What the regions are made of
-
-
-def _number(reader: Reader, value: Value) -> float | None:
-    """The number of a small constant of one element."""
-    if not reader.is_const(value):
-        return None
-    array = reader.val(value).array_or_none
-    return float(array.reshape(())) if array is not None and array.size == 1 else None
-
-
-def _is(reader: Reader, value: Value, number: float) -> bool:
-    """Whether a value is this number, as float32 (or float16) rounds it."""
-    found = _number(reader, value)
-    return found is not None and math.isclose(found, number, rel_tol=1e-6)
-
-
-def _operands(reader: Reader, node: Node | None, op: str) -> list[tuple[Value, Value]]:
-    """The two inputs of a commutative node, in both orders; nothing if it is another operator."""
-    if node is None or node.op != op or len(node.inputs) != 2:
-        return []
-    a, b = node.inputs
-    return [(a, b), (b, a)]
-
-
-def _scaled(reader: Reader, value: Value) -> Iterable[tuple[Value, float, Node]]:
-    """Readings of a value as x * c, with c a constant of one element: x * c, c * x, x / c."""
-    node = reader.producer(value)
-    for x, c in _operands(reader, node, "Mul"):
-        number = _number(reader, c)
-        if number is not None and node is not None:
-            yield x, number, node
-    if node is not None and node.op == "Div":
-        number = _number(reader, node.inputs[1])
-        if number:
-            yield node.inputs[0], 1.0 / number, node
-
-
-def _shifted(reader: Reader, value: Value) -> tuple[Value, float, Node] | None:
-    """A value as x + c."""
-    node = reader.producer(value)
-    for x, c in _operands(reader, node, "Add"):
-        number = _number(reader, c)
-        if number is not None and node is not None:
-            return x, number, node
-    return None
-
-
-def _only_reader(reader: Reader, value: Value) -> Node | None:
-    """The node that alone reads a value, if the graph does not give it out."""
-    if reader.is_output(value):
-        return None
-    users = reader.users(value)
-    return users[0] if len(users) == 1 else None
 
 
 def _last_axes(reader: Reader, node: Node) -> int | None:
@@ -134,7 +88,7 @@ class _Walk:
 
     def step(self, op: str) -> tuple[Node, Value] | None:
         """Go on to the only reader of where we are, if it is `op`: the node, and its other input."""
-        node = _only_reader(self.reader, self.at)
+        node = only_reader(self.reader, self.at)
         if node is None or node.op != op or len(node.inputs) != 2:
             return None
         a, b = node.inputs
@@ -182,15 +136,26 @@ class _Walk:
 # LayerNormalization
 
 
-def _square(reader: Reader, value: Value) -> tuple[Value, Node] | None:
-    """A value as d * d, or d ^ 2."""
-    node = reader.producer(value)
-    if node is None:
-        return None
-    if node.op == "Mul" and node.inputs[0] == node.inputs[1]:
-        return node.inputs[0], node
-    if node.op == "Pow" and _is(reader, node.inputs[1], 2.0):
-        return node.inputs[0], node
+@dataclass(frozen=True, slots=True)
+class _Deviation:
+    """sqrt(mean(x^2) + epsilon) over the axes from one on, and the nodes that make it."""
+
+    x: Value
+    axis: int
+    epsilon: float
+    nodes: tuple[Node, ...]
+
+
+def _deviation(reader: Reader, node: Node) -> _Deviation | None:
+    """What a Sqrt is the deviation of."""
+    for mean, c in operands(made_by(reader, node.inputs[0], "Add")):
+        epsilon, variance = number_of(reader, c, mean), reader.producer(mean)
+        axis = None if variance is None or epsilon is None else _last_axes(reader, variance)
+        x = None if variance is None or axis is None else square_of(reader, variance.inputs[0])
+        if x is not None and axis is not None and epsilon is not None and variance is not None:
+            added, squared = reader.producer(node.inputs[0]), reader.producer(variance.inputs[0])
+            nodes = (node, *(n for n in (added, variance, squared) if n is not None))
+            return _Deviation(x, axis, epsilon, nodes)
     return None
 
 
@@ -206,7 +171,7 @@ def _centred(reader: Reader, value: Value) -> tuple[Value, int, list[Node]] | No
     return None if axis is None else (node.inputs[0], axis, [node, mean])
 
 
-class FuseLayerNormalization(RegionRule):
+class FuseLayerNormalization(RegionRule, family="normalisation"):
     """(x - mean(x)) / sqrt(mean((x - mean(x))^2) + eps) * scale + bias -> layernormalization(x, scale, bias).
 
     Scale and bias may be missing; the square may be a product, the division a product with the reciprocal;
@@ -219,45 +184,35 @@ class FuseLayerNormalization(RegionRule):
     relies_on = "a variance is the mean of squared deviations; float32 moments as the operator computes them"
     dtypes = _STASHED
     anchors = ("Sqrt",)
-    examples = (
-        "agraph (float[N,3,4] x, float[4] g, float[4] b) => (float[N,3,4] y) { i = Constant<value_ints=[-1]>() "
-        "two = Constant<value_float=2.0>() eps = Constant<value_float=0.00001>() m = ReduceMean(x, i) "
-        "d = Sub(x, m) s = Pow(d, two) v = ReduceMean(s, i) e = Add(v, eps) r = Sqrt(e) n = Div(d, r) "
-        "a = Mul(n, g) y = Add(a, b) }",
-        "agraph (float[N,3,4] x) => (float[N,3,4] y) { i = Constant<value_ints=[1, 2]>() "
-        "eps = Constant<value_float=0.001>() m = ReduceMean(x, i) d = Sub(x, m) s = Mul(d, d) "
-        "v = ReduceMean(s, i) e = Add(v, eps) r = Sqrt(e) t = Reciprocal(r) y = Mul(d, t) }",
+    examples = graphs(
+        "(float[N,3,4] x, float[4] g, float[4] b) => (float[N,3,4] y) { m = ReduceMean(x, [-1]) d = Sub(x, m) "
+        "s = Pow(d, 2.0) v = ReduceMean(s, [-1]) e = Add(v, 0.00001) r = Sqrt(e) n = Div(d, r) a = Mul(n, g) "
+        "y = Add(a, b) }",
+        "(float[N,3,4] x) => (float[N,3,4] y) { i = Constant<value_ints=[1, 2]>() "
+        "eps = Constant<value_float=0.001>() m = ReduceMean(x, i) d = Sub(x, m) s = Mul(d, d) v = ReduceMean(s, i) "
+        "e = Add(v, eps) r = Sqrt(e) t = Reciprocal(r) y = Mul(d, t) }",
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
-        shifted = _shifted(reader, node.inputs[0])
-        if shifted is None:
+        deviation = _deviation(reader, node)
+        centred = None if deviation is None else _centred(reader, deviation.x)
+        if deviation is None or centred is None or centred[1] != deviation.axis:
             return None
-        variance = reader.producer(shifted[0])
-        if variance is None:
-            return None
-        axis = _last_axes(reader, variance)
-        square = _square(reader, variance.inputs[0])
-        if axis is None or square is None:
-            return None
-        centred = _centred(reader, square[0])
-        if centred is None or centred[1] != axis:
-            return None
-        x, _, nodes = centred
-        walk = _Walk(reader, [node, shifted[2], variance, square[1], *nodes], node.outputs[0])
+        x, axis, nodes = centred
+        walk = _Walk(reader, [*deviation.nodes, *nodes], node.outputs[0])
         sizes = _normal_sizes(reader, x, axis)
         require(self._divide(walk, x, axis), "what is divided is not x - mean(x)")
         scale = walk.scale(sizes)
         bias = walk.bias(sizes)
         walk.closed()
         inputs = (x, *(v for v in (scale, bias) if v is not None))
-        data = (axis, shifted[1], sizes, scale is not None, bias is not None)
+        data = (axis, deviation.epsilon, sizes, scale is not None, bias is not None)
         return Region((walk.at,), inputs, tuple(walk.nodes), data)
 
     @staticmethod
     def _divide(walk: _Walk, x: Value, axis: int) -> bool:
         """Take the division of x - mean(x), by the deviation or its reciprocal."""
-        user = _only_reader(walk.reader, walk.at)
+        user = only_reader(walk.reader, walk.at)
         if user is not None and user.op == "Reciprocal":
             walk.take(user)
             walk.at = user.outputs[0]
@@ -285,7 +240,7 @@ class FuseLayerNormalization(RegionRule):
         return op.LayerNormalization(x, scale, bias, axis=axis, epsilon=epsilon)
 
 
-class FuseMomentsLayerNormalization(RegionRule):
+class FuseMomentsLayerNormalization(Rule, family="normalisation"):
     """x * g + (bias - mean * g), g = scale / sqrt(var + eps) -> layernormalization(x, scale, bias).
 
     As TensorFlow writes it (a batch normalisation by moments of the row itself).
@@ -297,7 +252,7 @@ class FuseMomentsLayerNormalization(RegionRule):
     proof = "numeric"
     relies_on = "a variance is the mean of squared deviations; sums in another order"
     dtypes = _STASHED
-    anchors = ("Sqrt",)
+    shapes = "x[...] axes:const eps[...]:const scale[...] bias[...]"
     examples = (
         "agraph (float[N,3,4] x, float[4] s, float[4] b) => (float[N,3,4] y) { i = Constant<value_ints=[-1]>() "
         "eps = Constant<value_float=0.001>() m = ReduceMean(x, i) d = Sub(x, m) q = Mul(d, d) "
@@ -307,63 +262,37 @@ class FuseMomentsLayerNormalization(RegionRule):
     near_misses = (
         examples[0].replace("[N,3,4] x, float[4] s, float[4] b", "[N,3,D] x, float[D] s, float[D] b"),
         examples[0].replace("y = Add(xg, c)", "y = Sub(xg, c)"),
+        examples[0].replace("float[4] b) => (float[N,3,4] y)", "float[1,1,1,4] b) => (y)"),
     )
-    survivors: ClassVar[Mapping[str, str]] = {
-        "drop: a normalised dimension is not a known number": "ONNX lets a scale of one number broadcast"
-    }
 
-    def find(self, reader: Reader, node: Node) -> Region | None:
-        shifted = _shifted(reader, node.inputs[0])
-        if shifted is None:
-            return None
-        variance = reader.producer(shifted[0])
-        if variance is None:
-            return None
-        axis = _last_axes(reader, variance)
-        square = _square(reader, variance.inputs[0])
-        centred = None if square is None else _centred(reader, square[0])
-        if axis is None or square is None or centred is None or centred[1] != axis:
-            return None
-        x, _, nodes = centred
-        reciprocal = _only_reader(reader, node.outputs[0])
-        if reciprocal is None or reciprocal.op != "Reciprocal":
-            return None
-        sizes = _normal_sizes(reader, x, axis)
-        walk = _Walk(
-            reader,
-            [node, shifted[2], variance, square[1], *nodes, reciprocal],
-            reciprocal.outputs[0],
-        )
-        scale = walk.scale(sizes)
-        if scale is None:
-            return None
-        products = reader.users(walk.at)
-        mean = nodes[1].outputs[0]
-        on_x = next((n for n in products if n.op == "Mul" and x in n.inputs), None)
-        on_mean = next((n for n in products if n.op == "Mul" and mean in n.inputs), None)
-        if len(products) != 2 or on_x is None or on_mean is None:
-            return None
-        difference = _only_reader(reader, on_mean.outputs[0])
-        if difference is None or difference.op != "Sub" or difference.inputs[1] != on_mean.outputs[0]:
-            return None
-        bias = difference.inputs[0]
-        total = _only_reader(reader, difference.outputs[0])
-        if total is None or total.op != "Add" or on_x.outputs[0] not in total.inputs:
-            return None
-        require(_fits(reader.type(bias).shape, sizes), "the bias is not of the normalised dimensions")
-        for n in (on_x, on_mean, difference, total):
-            walk.take(n)
-        walk.at = total.outputs[0]
-        walk.closed()
-        return Region((walk.at,), (x, scale, bias), tuple(walk.nodes), (axis, shifted[1], sizes))
+    def source(self, op: Op, x: Any, axes: Any, eps: Any, scale: Any, bias: Any) -> Any:
+        mean = op.ReduceMean(x, axes)
+        centred = op.Sub(x, mean)
+        variance = op.ReduceMean(op.either(op.Mul(centred, centred), op.Pow(centred, 2.0)), axes)
+        factor = op.Mul(op.Reciprocal(op.Sqrt(op.Add(variance, eps))), scale)
+        return op.Add(op.Mul(x, factor), op.Sub(bias, op.Mul(mean, factor)))
 
-    def target(self, op: Op, region: Region, x: Val, scale: Val, bias: Val) -> Any:
-        axis, epsilon, sizes = region.data
+    def where(self, x: Val, axes: Val, eps: Val, scale: Val, bias: Val) -> None:
+        sizes = self._sizes(x, axes)
+        require(eps.scalar is not None and eps.rank <= x.rank, "the epsilon adds a dimension")
+        single = scale.const and _single(scale.shape)
+        require(single or _fits(scale.shape, sizes), "the scale is not of the normalised dimensions")
+        require(_fits(bias.shape, sizes), "the bias is not of the normalised dimensions")
+        require(max(scale.rank, bias.rank) <= x.rank, "a parameter adds a dimension")
+
+    @staticmethod
+    def _sizes(x: Val, axes: Val) -> tuple[int, ...]:
+        places = sorted(fronts(axes.ints, x.rank))
+        require(places and places == list(range(places[0], x.rank)), "the axes are not the last")
+        return tuple(x.size(i) for i in places)
+
+    def target(self, op: Op, x: Val, axes: Val, eps: Val, scale: Val, bias: Val) -> Any:
+        sizes = self._sizes(x, axes)
         scale, bias = _parameter(op, scale, sizes), _parameter(op, bias, sizes)
-        return op.LayerNormalization(x, scale, bias, axis=axis, epsilon=epsilon)
+        return op.LayerNormalization(x, scale, bias, axis=x.rank - len(sizes), epsilon=eps.scalar)
 
 
-class FuseRMSNormalization(RegionRule):
+class FuseRMSNormalization(RegionRule, family="normalisation"):
     """x / sqrt(mean(x^2) + eps) * scale -> rmsnormalization(x, scale)."""
 
     mends = True  # the operator's sums do not overflow where those of the left side do
@@ -383,20 +312,13 @@ class FuseRMSNormalization(RegionRule):
     }
 
     def find(self, reader: Reader, node: Node) -> Region | None:
-        shifted = _shifted(reader, node.inputs[0])
-        if shifted is None:
+        deviation = _deviation(reader, node)
+        if deviation is None:
             return None
-        variance = reader.producer(shifted[0])
-        if variance is None:
-            return None
-        axis = _last_axes(reader, variance)
-        square = _square(reader, variance.inputs[0])
-        if axis is None or square is None:
-            return None
-        x = square[0]
+        x, axis = deviation.x, deviation.axis
         worthwhile(_centred(reader, x) is None, "it is a LayerNormalization")
-        walk = _Walk(reader, [node, shifted[2], variance, square[1]], node.outputs[0])
-        user = _only_reader(reader, walk.at)
+        walk = _Walk(reader, list(deviation.nodes), node.outputs[0])
+        user = only_reader(reader, walk.at)
         if user is not None and user.op == "Reciprocal":
             walk.take(user)
             walk.at = user.outputs[0]
@@ -411,7 +333,7 @@ class FuseRMSNormalization(RegionRule):
         scale = walk.scale(sizes)
         walk.closed()
         inputs = (x,) if scale is None else (x, scale)
-        return Region((walk.at,), inputs, tuple(walk.nodes), (axis, shifted[1], sizes))
+        return Region((walk.at,), inputs, tuple(walk.nodes), (axis, deviation.epsilon, sizes))
 
     def target(self, op: Op, region: Region, x: Val, scale: Val | None = None) -> Any:
         axis, epsilon, sizes = region.data
@@ -419,232 +341,10 @@ class FuseRMSNormalization(RegionRule):
         return op.RMSNormalization(x, given, axis=axis, epsilon=epsilon)
 
 
-# Gelu
-
-
-class _FuseGelu(RegionRule):
-    """x * 0.5 * (1 + f(x)), the factors in any order."""
-
-    proof = "numeric"
-    dtypes = _FLOAT
-
-    def _product(self, reader: Reader, x: Value, walk: _Walk) -> bool:
-        """Take 1 + f(x), then the factors x and 0.5."""
-        found = walk.step("Add")
-        if found is None or not _is(reader, found[1], 1.0):
-            return False
-        walk.take(found[0])
-        walk.at = found[0].outputs[0]
-        has_x = has_half = False
-        while not (has_x and has_half):
-            found = walk.step("Mul")
-            if found is None:
-                return False
-            node, other = found
-            if other == x and not has_x:
-                has_x = True
-            elif not has_half and _is(reader, other, 0.5):
-                has_half = True
-            elif not has_x and not has_half:
-                halves = [n for v, c, n in _scaled(reader, other) if v == x and math.isclose(c, 0.5)]
-                if not halves:
-                    return False
-                walk.take(halves[0])
-                has_x = has_half = True
-            else:
-                return False
-            walk.take(node)
-            walk.at = node.outputs[0]
-        return True
-
-
-class FuseGelu(_FuseGelu):
-    """x * 0.5 * (1 + erf(x / sqrt(2))) -> gelu(x), the factors in any order."""
-
-    relies_on = "gelu(x) = x (1 + erf(x / sqrt 2)) / 2, with sqrt 2 as float32 rounds it"
-
-    anchors = ("Erf",)
-    examples = (
-        "agraph (float[N,4] x) => (float[N,4] y) { r = Constant<value_float=1.4142135623730951>() "
-        "one = Constant<value_float=1.0>() half = Constant<value_float=0.5>() a = Div(x, r) b = Erf(a) "
-        "c = Add(b, one) d = Mul(x, c) y = Mul(d, half) }",
-        "agraph (float[N,4] x) => (float[N,4] y) { r = Constant<value_float=0.7071067811865476>() "
-        "one = Constant<value_float=1.0>() half = Constant<value_float=0.5>() a = Mul(x, r) b = Erf(a) "
-        "c = Add(one, b) d = Mul(x, half) y = Mul(d, c) }",
-    )
-    near_misses = (
-        "agraph (float[N,4] x) => (float[N,4] y) { r = Constant<value_float=1.4142135623730951>() one = "
-        "Constant<value_float=1.0>() half = Constant<value_float=0.5>() a = Div(x, r) b = Erf(a) c = "
-        "Add(b, one) d = Mul(x, c) e = Mul(x, half) y = Mul(d, e) }",
-    )
-
-    def find(self, reader: Reader, node: Node) -> Region | None:
-        for x, number, scale in _scaled(reader, node.inputs[0]):
-            if math.isclose(number, math.sqrt(0.5), rel_tol=1e-6):
-                walk = _Walk(reader, [node, scale], node.outputs[0])
-                if self._product(reader, x, walk):
-                    walk.closed()
-                    return Region((walk.at,), (x,), tuple(walk.nodes))
-        return None
-
-    def target(self, op: Op, region: Region, x: Val) -> Any:
-        return op.Gelu(x)
-
-
-class FuseTanhGelu(_FuseGelu):
-    """x * 0.5 * (1 + tanh(sqrt(2/pi) * (x + 0.044715 * x^3))) -> gelu(x, tanh), the factors in any order."""
-
-    relies_on = "the approximation of gelu by tanh, with its constants as float32 rounds them"
-
-    anchors = ("Tanh",)
-    examples = (
-        "agraph (float[N,4] x) => (float[N,4] y) { three = Constant<value_float=3.0>() "
-        "k = Constant<value_float=0.044715>() c = Constant<value_float=0.7978845608028654>() "
-        "one = Constant<value_float=1.0>() half = Constant<value_float=0.5>() p = Pow(x, three) q = Mul(p, k) "
-        "s = Add(x, q) u = Mul(s, c) t = Tanh(u) v = Add(t, one) h = Mul(x, half) y = Mul(h, v) }",
-        "agraph (float[N,4] x) => (float[N,4] y) { k = Constant<value_float=0.044715>() "
-        "c = Constant<value_float=0.7978845608028654>() one = Constant<value_float=1.0>() "
-        "half = Constant<value_float=0.5>() a = Mul(x, x) p = Mul(a, x) q = Mul(k, p) "
-        "s = Add(x, q) u = Mul(c, s) t = Tanh(u) v = Add(one, t) h = Mul(half, v) y = Mul(x, h) }",
-    )
-
-    def find(self, reader: Reader, node: Node) -> Region | None:
-        for total, number, scale in _scaled(reader, node.inputs[0]):
-            if not math.isclose(number, math.sqrt(2 / math.pi), rel_tol=1e-6):
-                continue
-            added = reader.producer(total)
-            for x, term in _operands(reader, added, "Add"):
-                for cube, k, product in _scaled(reader, term):
-                    nodes = self._cube(reader, cube, x)
-                    if nodes is None or not math.isclose(k, 0.044715, rel_tol=1e-6) or added is None:
-                        continue
-                    walk = _Walk(reader, [node, scale, added, product, *nodes], node.outputs[0])
-                    if self._product(reader, x, walk):
-                        walk.closed()
-                        return Region((walk.at,), (x,), tuple(walk.nodes))
-        return None
-
-    @staticmethod
-    def _cube(reader: Reader, value: Value, x: Value) -> list[Node] | None:
-        """The nodes that make x^3."""
-        node = reader.producer(value)
-        if node is None:
-            return None
-        if node.op == "Pow" and node.inputs[0] == x and _is(reader, node.inputs[1], 3.0):
-            return [node]
-        for factor, square in _operands(reader, node, "Mul"):
-            found = _square(reader, square)
-            if factor == x and found is not None and found[0] == x:
-                return [node, found[1]]
-        return None
-
-    def target(self, op: Op, region: Region, x: Val) -> Any:
-        return op.Gelu(x, approximate="tanh")
-
-
-# HardSigmoid and HardSwish
-
-_SIXTH = float(np.float32(1.0 / 6.0))
-
-
-class FuseHardSigmoid(Rule):
-    """clip(x + 3, 0, 6) / 6 -> hardsigmoid(x, 1/6, 1/2)."""
-
-    proof = "numeric"
-    relies_on = "hardsigmoid(x) = max(0, min(1, a x + b)), scaling an interval scales its bounds"
-    dtypes = _FLOAT
-
-    def source(self, op: Op, x: Any) -> Any:
-        return op.Div(op.Clip(op.Add(x, 3.0), 0.0, 6.0), 6.0)
-
-    shapes = "x[...]:float"
-
-    def target(self, op: Op, x: Val) -> Any:
-        return op.HardSigmoid(x, alpha=_SIXTH, beta=0.5)
-
-
-class FuseScaledHardSigmoid(Rule):
-    """clip(x + 3, 0, 6) * (1/6) -> hardsigmoid(x, 1/6, 1/2)."""
-
-    proof = "numeric"
-    relies_on = "hardsigmoid(x) = max(0, min(1, a x + b)), scaling an interval scales its bounds"
-    dtypes = _FLOAT
-    shapes = "x[...]:float"
-
-    def source(self, op: Op, x: Any) -> Any:
-        return op.Mul(op.Clip(op.Add(x, 3.0), 0.0, 6.0), 1.0 / 6.0)
-
-    def target(self, op: Op, x: Val) -> Any:
-        return op.HardSigmoid(x, alpha=_SIXTH, beta=0.5)
-
-
-class FuseHardSwishFromClip(Rule):
-    """x * clip(x + 3, 0, 6) / 6 -> x * hardsigmoid(x, 1/6, 1/2)."""
-
-    proof = "numeric"
-    relies_on = "hardsigmoid(x) = max(0, min(1, a x + b)), scaling an interval scales its bounds"
-    dtypes = _FLOAT
-    shapes = "x[...]:float"
-
-    def source(self, op: Op, x: Any) -> Any:
-        return op.Div(op.Mul(x, op.Clip(op.Add(x, 3.0), 0.0, 6.0)), 6.0)
-
-    def target(self, op: Op, x: Val) -> Any:
-        return op.Mul(x, op.HardSigmoid(x, alpha=_SIXTH, beta=0.5))
-
-
-class FuseAffineHardSigmoid(Rule):
-    """clip(x * a + b, 0, 1) -> hardsigmoid(x, a, b)."""
-
-    proof = "numeric"
-    relies_on = "hardsigmoid(x) = max(0, min(1, a x + b))"
-    dtypes = _FLOAT
-    shapes = "x[...]:float a[]:const b[]:const | x[...]:float a[1]:const b[1]:const"
-
-    def source(self, op: Op, x: Any, a: Any, b: Any) -> Any:
-        return op.Clip(op.Add(op.Mul(x, a), b), 0.0, 1.0)
-
-    def where(self, m: Any, x: Val, a: Val, b: Val) -> None:
-        require(x.rank >= a.rank, "it adds a dimension")
-
-    def target(self, op: Op, x: Val, a: Val, b: Val) -> Any:
-        return op.HardSigmoid(x, alpha=a.scalar, beta=b.scalar)
-
-
-class FuseHardSwish(Rule):
-    """x * hardsigmoid(x, 1/6, 1/2) -> hardswish(x)."""
-
-    proof = "numeric"
-    relies_on = "hardswish(x) = x hardsigmoid(x, 1/6, 1/2), with 1/6 as float32 rounds it"
-    dtypes = _FLOAT
-    shapes = "x[...]:float"
-
-    def source(self, op: Op, x: Any) -> Any:
-        return op.Mul(x, op.HardSigmoid(x, alpha=_SIXTH))
-
-    def target(self, op: Op, x: Val) -> Any:
-        return op.HardSwish(x)
-
-
-class SplitHardSwish(Rule):
-    """hardswish(x) -> x * hardsigmoid(x, 1/6, 1/2)."""
-
-    proof = "numeric"
-    relies_on = "hardswish(x) = x hardsigmoid(x, 1/6, 1/2), with 1/6 as float32 rounds it"
-    dtypes = _FLOAT
-    shapes = "x[...]:float"
-
-    def source(self, op: Op, x: Any) -> Any:
-        return op.HardSwish(x)
-
-    def target(self, op: Op, x: Val) -> Any:
-        return op.Mul(x, op.HardSigmoid(x, alpha=_SIXTH))
-
-
 # The residual before a LayerNormalization
 
 
-class ReplaceAddBySum(RegionRule):
+class ReplaceAddBySum(RegionRule, family="normalisation"):
     """layernormalization(a + b) -> layernormalization(sum(a, b)).
 
     ONNX Runtime fuses an addition before a LayerNormalization with it to a SkipLayerNormalization that is
@@ -653,7 +353,7 @@ class ReplaceAddBySum(RegionRule):
 
     unpriced = True
     backend = "onnxruntime"
-    dtypes = frozenset({DType.FLOAT})
+    dtypes = FLOAT
     anchors = ("LayerNormalization",)
     examples = (
         "agraph (float[N,3,4] a, float[N,3,4] b, float[4] s) => (float[N,3,4] y) "
@@ -672,17 +372,693 @@ class ReplaceAddBySum(RegionRule):
         return op.Sum(a, b)
 
 
-RULES: tuple[AnyRule, ...] = (
-    FuseLayerNormalization(),
-    FuseMomentsLayerNormalization(),
-    FuseRMSNormalization(),
-    FuseGelu(),
-    FuseTanhGelu(),
-    FuseHardSigmoid(),
-    FuseScaledHardSigmoid(),
-    FuseHardSwishFromClip(),
-    FuseAffineHardSigmoid(),
-    FuseHardSwish(),
-    SplitHardSwish(),
-    ReplaceAddBySum(),
-)
+def _unseen(reader: Reader, value: Value) -> Value:
+    """What a value is a view of."""
+    while (node := made_by(reader, value, *SEEN)) is not None:
+        value = node.inputs[0]
+    return value
+
+
+def _axes(reader: Reader, node: Node) -> tuple[int, ...] | None:
+    """The axes of a reduction, from the front, in order; None where they are not known."""
+    rank = reader.type(node.inputs[0]).rank
+    axes = ints_input(reader, node, 1)
+    if rank is None or (not axes and node.attrs.get("noop_with_empty_axes")):
+        return None
+    return tuple(sorted(fronts(axes or tuple(range(rank)), rank)))
+
+
+def _keeps_axes(reader: Reader, value: Value, x: Value, axes: tuple[int, ...]) -> bool:
+    """Whether a value, a view of x reduced over the axes, has x's dimensions with 1 in their place.
+
+    Then an Expand on the way repeats nothing: there are no more elements than before it.
+    """
+    shape = reader.type(x).shape or ()
+    return same_dims(reader.type(value).shape, [1 if i in axes else d for i, d in enumerate(shape)])
+
+
+def _reduced(reader: Reader, value: Value, x: Value, op: str) -> tuple[int, ...] | None:
+    """The axes, if a value is x reduced over them, and has 1 in their place."""
+    node = made_by(reader, _unseen(reader, value), op)
+    axes = None if node is None or node.inputs[0] != x else _axes(reader, node)
+    return axes if axes is not None and _keeps_axes(reader, value, x, axes) else None
+
+
+# Softmax
+
+
+def _less_its_greatest(reader: Reader, value: Value) -> tuple[Value, tuple[int, ...]] | None:
+    """x and the axes, if a value is x - max(x) over them."""
+    node = made_by(reader, value, "Sub")
+    if node is None:
+        return None
+    axes = _reduced(reader, node.inputs[1], node.inputs[0], "ReduceMax")
+    return None if axes is None else (node.inputs[0], axes)
+
+
+class FuseSoftmax(RegionRule, family="idioms"):
+    """exp(x - max(x)) / sum(exp(x - max(x))) -> softmax(x)  along one axis;  the product with the reciprocal alike."""
+
+    proof = "numeric"
+    relies_on = "exp(a - b) = exp(a) / exp(b)"
+    dtypes = WIDE
+    anchors = ("Div", "Mul")
+    reads_from = ("Exp",)
+    examples: ClassVar[tuple[str, ...]] = graphs(
+        "(float[N,3] x) => (float[N,3] y) { m = ReduceMax(x, [-1]) d = Sub(x, m) e = Exp(d) s = ReduceSum(e, [-1]) "
+        "y = Div(e, s) }",
+        "(float[2,3,4] x) => (float[2,3,4] y) { m = ReduceMax(x, [1]) d = Sub(x, m) e = Exp(d) "
+        "s = ReduceSum(e, [1]) r = Reciprocal(s) y = Mul(r, e) }",
+        "(float[2,3,4] x) => (float[2,3,4] y) { i = Constant<value_ints=[-1]>() m = ReduceMax<keepdims=0>(x, i) "
+        "u = Unsqueeze(m, i) d = Sub(x, u) e = Exp(d) s = ReduceSum<keepdims=0>(e, i) t = Unsqueeze(s, i) "
+        "y = Div(e, t) }",
+        "(float[N,1,3] x) => (float[N,1,3] y) { m = ReduceMax<keepdims=0>(x, [2]) u = Reshape(m, [-1, 1, 1]) "
+        "d = Sub(x, u) e = Exp(d) s = ReduceSum(e, [2]) y = Div(e, s) }",
+        "(float[N,M,3] x) => (float[N,M,3] y) { m = ReduceMax<keepdims=0>(x, [2]) u = Reshape(m, [0, -1, 1]) "
+        "d = Sub(x, u) e = Exp(d) s = ReduceSum(e, [2]) y = Div(e, s) }",
+    )
+    near_misses: ClassVar[tuple[str, ...]] = graphs(
+        "(float[3,3] x) => (float[3,3] y) { m = ReduceMax<keepdims=0>(x, [1]) u = Unsqueeze(m, [0]) d = Sub(x, u) "
+        "e = Exp(d) s = ReduceSum(e, [1]) y = Div(e, s) }",
+        "(float[N,0,3] x) => (float[M,0,3] y) { m = ReduceMax<keepdims=0>(x, [2]) u = Reshape(m, [2, 0, 1]) "
+        "d = Sub(x, u) e = Exp(d) s = ReduceSum(e, [2]) y = Div(e, s) }",
+        "(float[N,3] x) => (float[2,3] y) { m = ReduceMax(x, [1]) t = Expand(m, [2, 1]) u = Reshape(t, [-1, 1]) "
+        "d = Sub(x, u) e = Exp(d) s = ReduceSum(e, [1]) y = Div(e, s) }",
+        "(float[2,3] x, float[2,3] z) => (float[2,3] y) { m = ReduceMax<keepdims=0>(z, [1]) u = Unsqueeze(m, [1]) "
+        "d = Sub(x, u) e = Exp(d) s = ReduceSum(e, [1]) y = Div(e, s) }",
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        pairs = [(node.inputs[0], node.inputs[1])]
+        if node.op == "Mul":
+            pairs = [
+                (p, r.inputs[0])
+                for p, q in operands(node)
+                if (r := made_by(reader, q, "Reciprocal")) is not None
+            ]
+        for powers, total in pairs:
+            exponential = made_by(reader, powers, "Exp")
+            axes = None if exponential is None else _reduced(reader, total, powers, "ReduceSum")
+            if exponential is None or axes is None or len(axes) != 1:
+                continue
+            x = self.argument(reader, exponential.inputs[0], axes)
+            if x is not None:
+                return Region(node.outputs, (x,), between(reader, node.outputs[0], (x,)), axes[0])
+        return None
+
+    def argument(self, reader: Reader, value: Value, axes: tuple[int, ...]) -> Value | None:
+        """What the softmax is of, if this is what is exponentiated."""
+        found = _less_its_greatest(reader, value)
+        return None if found is None or found[1] != axes else found[0]
+
+    def target(self, op: Op, region: Region, x: Val) -> Any:
+        return op.Softmax(x, axis=region.data)
+
+
+class FuseUnshiftedSoftmax(FuseSoftmax):
+    """exp(x) / sum(exp(x)) -> softmax(x)  along one axis;  the product with the reciprocal alike.
+
+    Where the exponentials overflow, the left side is NaN, and the right side is not.
+    """
+
+    spreads = True
+    mends = True
+
+    near_misses = ()
+    examples = graphs(
+        "(float[N,3] x) => (float[N,3] y) { e = Exp(x) s = ReduceSum(e, [-1]) y = Div(e, s) }",
+        "(float[2,3,4] x) => (float[2,3,4] y) { e = Exp(x) s = ReduceSum(e, [1]) r = Reciprocal(s) y = Mul(e, r) }",
+    )
+
+    def argument(self, reader: Reader, value: Value, axes: tuple[int, ...]) -> Value | None:
+        return value if _less_its_greatest(reader, value) is None else None
+
+
+class FuseLogSoftmax(RegionRule, family="idioms"):
+    """(x - max(x)) - log(sum(exp(x - max(x)))) -> logsoftmax(x)  along one axis."""
+
+    proof = "numeric"
+    relies_on = "exp(a - b) = exp(a) / exp(b)"
+    dtypes = WIDE
+    anchors = ("Sub",)
+    reads_from = ("Log", *SEEN)
+    examples = graphs(
+        "(float[N,3] x) => (float[N,3] y) { m = ReduceMax(x, [-1]) d = Sub(x, m) e = Exp(d) s = ReduceSum(e, [-1]) "
+        "l = Log(s) y = Sub(d, l) }",
+        "(float[2,3,4] x) => (float[2,3,4] y) { m = ReduceMax(x, [1]) d = Sub(x, m) e = Exp(d) "
+        "s = ReduceSum(e, [1]) l = Log(s) y = Sub(d, l) }",
+        "(float[2,3,4] x) => (float[2,3,4] y) { m = ReduceMax(x, [-1]) d = Sub(x, m) e = Exp(d) "
+        "s = ReduceSum<keepdims=0>(e, [-1]) l = Log(s) t = Unsqueeze(l, [-1]) y = Sub(d, t) }",
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        shifted, value = node.inputs
+        log = made_by(reader, _unseen(reader, value), "Log")
+        summed = None if log is None else made_by(reader, log.inputs[0], "ReduceSum")
+        exponential = None if summed is None else made_by(reader, summed.inputs[0], "Exp")
+        found = _less_its_greatest(reader, shifted)
+        if summed is None or exponential is None or found is None:
+            return None
+        x, axes = found
+        if exponential.inputs[0] != shifted or len(axes) != 1 or _axes(reader, summed) != axes:
+            return None
+        if not _keeps_axes(reader, value, x, axes):
+            return None
+        return Region(node.outputs, (x,), between(reader, node.outputs[0], (x,)), axes[0])
+
+    def target(self, op: Op, region: Region, x: Val) -> Any:
+        return op.LogSoftmax(x, axis=region.data)
+
+
+class FuseLogOfSoftmax(Rule, family="idioms"):
+    """log(softmax(x)) -> logsoftmax(x).
+
+    Where the softmax underflows, the left side is minus infinity, and the right side is not.
+    """
+
+    mends = True
+
+    proof = "numeric"
+    relies_on = "log(exp(x) / s) = x - log(s)"
+    dtypes = WIDE
+    shapes = "x[...]:float"
+
+    def source(self, op: Op, x: Any) -> Any:
+        return op.Log(op.Softmax(x, axis="axis"))
+
+    def target(self, op: Op, m: Captures, x: Val) -> Any:
+        return op.LogSoftmax(x, axis=m.axis)
+
+
+# Normalisations by moments
+
+
+def _mean(reader: Reader, value: Value) -> tuple[Value, tuple[int, ...]] | None:
+    """x and the axes, if a value is the mean of x over them (whether it keeps them or not)."""
+    node = made_by(reader, value, "ReduceMean", "GlobalAveragePool", "Div", "Mul")
+    if node is None:
+        return None
+    if node.op == "GlobalAveragePool":
+        return node.inputs[0], tuple(range(2, rank_of(reader, node.inputs[0])))
+    if node.op == "ReduceMean":
+        axes = _axes(reader, node)
+        return None if axes is None else (node.inputs[0], axes)
+    return _averaged(reader, value, "ReduceSum")
+
+
+def _averaged(reader: Reader, value: Value, op: str) -> tuple[Value, tuple[int, ...]] | None:
+    """x and the axes, if a value is what a reduction makes of x over them, divided by the number of elements."""
+    node = made_by(reader, value, "Div", "Mul")
+    for total, c in operands(node):
+        summed = made_by(reader, total, op)
+        number = number_of(reader, c, total)
+        axes = None if summed is None or number is None else _axes(reader, summed)
+        if axes is None:
+            continue
+        assert node is not None
+        assert summed is not None
+        assert number is not None
+        count = prod(reader.val(summed.inputs[0]).size(a) for a in axes)
+        wanted = count if node.op == "Div" else 1 / count if count else math.nan
+        if math.isclose(number, wanted, rel_tol=1e-6):
+            return summed.inputs[0], axes
+    return None
+
+
+def _mean_square(reader: Reader, value: Value) -> tuple[Value, tuple[int, ...]] | None:
+    """x and the axes, if a value is the mean of x^2 over them."""
+    found = _averaged(reader, value, "ReduceSumSquare")
+    mean = None if found is not None else _mean(reader, value)
+    base = None if mean is None else square_of(reader, mean[0])
+    if base is None:
+        return found
+    assert mean is not None
+    return base, mean[1]
+
+
+def _less_its_mean(reader: Reader, value: Value) -> tuple[Value, tuple[int, ...]] | None:
+    """x and the axes, if a value is x less its mean over them."""
+    node = made_by(reader, value, "Sub")
+    if node is None:
+        return None
+    x, mean = node.inputs
+    found = _mean(reader, _unseen(reader, mean))
+    if found is None or found[0] != x:
+        return None
+    return found if _keeps_axes(reader, mean, *found) else None
+
+
+def _variance(reader: Reader, value: Value) -> tuple[Value, tuple[int, ...]] | None:
+    """x and the axes, if a value is the variance of x over them: E[(x - m)^2] or E[x^2] - m^2, at least 0."""
+    node = made_by(reader, value, "Max", "Relu", "Clip", "Sub")
+    if node is not None and node.op != "Sub":
+        inner = node.inputs[0]
+        if node.op == "Max":
+            inner = next((a for a, b in operands(node) if is_number(reader, b, 0.0, a)), ABSENT)
+        elif node.op == "Clip":
+            free = len(node.inputs) == 2 and is_number(reader, node.inputs[1], 0.0, inner)
+            inner = inner if free else ABSENT
+        return None if inner == ABSENT else _variance(reader, inner)
+    if node is None:
+        mean = _mean_square(reader, value)
+        found = None if mean is None else _less_its_mean(reader, mean[0])
+        return found if found is not None and mean is not None and found[1] == mean[1] else None
+    of_square, squared = _mean_square(reader, node.inputs[0]), square_of(reader, node.inputs[1])
+    plain = None if squared is None else _mean(reader, squared)
+    return plain if plain == of_square else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Normal:
+    """What a region normalises: a tensor, over which axes, with which epsilon, scale and shift (ABSENT: none)."""
+
+    x: Value
+    axes: tuple[int, ...]
+    epsilon: float
+    scale: Value
+    shift: Value
+    out: Value
+
+
+def _normal(reader: Reader, node: Node) -> _Normal | None:
+    """A normalisation whose deviation is made by `node`, a Sqrt or a Pow."""
+    x, *exponent = node.inputs
+    inverted = any(is_number(reader, v, -0.5, x) for v in exponent)
+    if not inverted and not all(is_number(reader, v, 0.5, x) for v in exponent):
+        return None
+    total = made_by(reader, x, "Add")
+    for viewed, c in operands(total):
+        epsilon = number_of(reader, c, viewed)
+        variance = _unseen(reader, viewed)
+        found = None if epsilon is None else _variance(reader, variance)
+        if found is None or epsilon is None:
+            continue
+        if _keeps_axes(reader, viewed, *found):
+            return _applied(reader, node.outputs[0], inverted, *found, epsilon)
+    return None
+
+
+def _applied(
+    reader: Reader, at: Value, inverted: bool, x: Value, axes: tuple[int, ...], epsilon: float
+) -> _Normal | None:
+    """How the deviation is used: (x - m) / d, (x - m) * (1 / d) or (x - m) * ((1 / d) * scale), and a shift."""
+    scale = shift = ABSENT
+    step = only_reader(reader, at)
+    if (
+        not inverted
+        and step is not None
+        and (step.op == "Reciprocal" or (step.op == "Div" and is_number(reader, step.inputs[0], 1.0, at)))
+    ):
+        at, inverted = step.outputs[0], True
+        step = only_reader(reader, at)
+    if step is None or len(step.inputs) != 2 or step.op != ("Mul" if inverted else "Div"):
+        return None
+    other = step.inputs[0] if step.inputs[1] == at else step.inputs[1]
+    if not inverted and step.inputs[1] != at:
+        return None
+    if inverted and _less_its_mean(reader, other) is None:
+        scale, at = other, step.outputs[0]
+        step = only_reader(reader, at)
+        if step is None or step.op != "Mul":
+            return None
+        other = step.inputs[0] if step.inputs[1] == at else step.inputs[1]
+    if _less_its_mean(reader, other) != (x, axes):
+        return None
+    at = step.outputs[0]
+    shape = reader.type(x).shape
+    for op in ("Mul", "Add"):
+        step = only_reader(reader, at)
+        if (
+            step is None
+            or step.op != op
+            or step.inputs[0] == step.inputs[1]
+            or (op == "Mul" and scale != ABSENT)
+        ):
+            continue
+        other = step.inputs[0] if step.inputs[1] == at else step.inputs[1]
+        if not reader.is_const(other) or not keeps_shape(shape, reader.type(other).shape):
+            continue
+        scale, shift = (other, shift) if op == "Mul" else (scale, other)
+        at = step.outputs[0]
+    if scale != ABSENT and (not reader.is_const(scale) or not keeps_shape(shape, reader.type(scale).shape)):
+        return None
+    return _Normal(x, axes, epsilon, scale, shift, at)
+
+
+class _FuseNormalization(RegionRule, family="idioms"):
+    """A normalisation by mean and variance, in the spellings of JAX, TensorFlow and Keras."""
+
+    mends = True  # the operator's sums do not overflow where those of the left side do
+
+    proof = "numeric"
+    relies_on = "E[(x - m)^2] = E[x^2] - m^2"
+    dtypes = FLOAT
+    anchors = ("Sqrt", "Pow")
+    reads_from = ("Add",)
+
+    # Which axes it is for, and over which axes its scale and shift vary.
+    varying: Callable[[Reader, _Normal], tuple[int, ...] | None]
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        normal = _normal(reader, node)
+        varying = None if normal is None else self.varying(reader, normal)
+        if normal is None or varying is None:
+            return None
+        x = reader.val(normal.x)
+        given = tuple(v for v in (normal.scale, normal.shift) if v != ABSENT)
+        for v in given:
+            shape = reader.val(v).sizes
+            aligned = (1,) * (x.rank - len(shape)) + shape
+            fits = all(d == 1 or a in varying for a, d in enumerate(aligned))
+            require(fits, "a parameter varies along other axes")
+        sizes = tuple(x.size(a) for a in varying)
+        data = (normal.axes, normal.epsilon, sizes, normal.scale != ABSENT, normal.shift != ABSENT)
+        nodes = between(reader, normal.out, (normal.x,))
+        return Region((normal.out,), (normal.x, *given), nodes, data)
+
+
+def _spread(op: Op, v: Val, varying: Sequence[int], rank: int, sizes: Sequence[int]) -> Any:
+    """A parameter with the axes over which it varies, of these sizes, and no others."""
+    aligned = (1,) * (rank - v.rank) + v.sizes
+    kept = [aligned[a] for a in varying]
+    flat = op.Reshape(v, kept)
+    return flat if kept == list(sizes) else op.Expand(flat, list(sizes))
+
+
+def _filled(op: Op, number: float, sizes: Sequence[int]) -> Any:
+    return op.Expand(np.full(1, number, np.float32), list(sizes))
+
+
+class FuseLayerNormalizationByMoments(_FuseNormalization):
+    """(x - m) * (scale / sqrt(E[x^2] - m^2 + eps)) + bias -> layernormalization(x, scale, bias)  over any axes.
+
+    Axes that are not the last are moved there. The mean may be a sum times 1/n, the variance at least 0,
+    and both seen in x's rank by Reshape and Expand.
+    """
+
+    examples = graphs(
+        "(float[N,3,4] x) => (float[N,3,4] y) { s = ReduceSum(x, [-1]) m = Mul(s, 0.25) p = Mul(x, x) "
+        "q = ReduceSum(p, [-1]) r = Mul(q, 0.25) t = Mul(m, m) v = Sub(r, t) w = Max(v, 0.0) a = Add(w, 0.125) "
+        "d = Sqrt(a) k = Reciprocal(d) f = Mul(k, [1.0, 2, 3, 4]) c = Sub(x, m) h = Mul(c, f) "
+        "y = Add(h, [4.0, 3, 2, 1]) }",
+        "(float[3,4] x) => (float[3,4] y) { m = ReduceMean(x, [1]) c = Sub(x, m) p = Pow(c, 2.0) "
+        "v = ReduceMean(p, [1]) a = Add(v, 0.125) k = Pow(a, -0.5) n = Mul(c, k) y = Mul(n, [1.0, 2, 3, 4]) }",
+        "(float[2,3,4] x) => (float[2,3,4] y) { m = ReduceMean<keepdims=0>(x, [-1]) p = Mul(x, x) "
+        "q = ReduceMean<keepdims=0>(p, [-1]) t = Mul(m, m) v = Sub(q, t) o = Reshape(v, [2, 3, 1]) "
+        "l = Expand(o, [2, 3, 1]) a = Add(l, 0.125) d = Sqrt(a) k = Div(1.0, d) j = Reshape(m, [2, 3, 1]) "
+        "c = Sub(x, j) h = Mul(k, c) y = Add([4.0, 3, 2, 1], h) }",
+        "(float[2,3,4] x) => (float[2,3,4] y) { m = ReduceMean(x, [1, 2]) p = Mul(x, x) q = ReduceMean(p, [1, 2]) "
+        "t = Mul(m, m) v = Sub(q, t) a = Add(v, 0.125) d = Sqrt(a) c = Sub(x, m) y = Div(c, d) }",
+        "(float[3,4] x) => (float[3,4] y) { s = ReduceSum(x, [1]) m = Div(s, 4.0) p = Mul(x, x) "
+        "q = ReduceSum(p, [1]) r = Div(q, 4.0) t = Mul(m, m) u = Sub(r, t) v = Clip(u, 0.0) a = Add(0.125, v) "
+        "d = Pow(a, 0.5) c = Sub(x, m) y = Div(c, d) }",
+        "(float[3,4] x) => (float[3,4] y) { m = ReduceMean(x, [1]) p = Mul(x, x) r = ReduceMean(p, [1]) "
+        "t = Mul(m, m) u = Sub(r, t) v = Relu(u) a = Add(v, 0.125) d = Sqrt(a) c = Sub(x, m) y = Div(c, d) }",
+    )
+    near_misses = graphs(
+        "(float[3,4] x) => (float[3,4] y) { m = ReduceMean(x, [1]) p = Mul(x, x) r = ReduceMean(p, [1]) "
+        "t = Mul(m, m) u = Sub(r, t) v = Clip(u, 0.0, 9.0) a = Add(v, 0.125) d = Sqrt(a) c = Sub(x, m) "
+        "y = Div(c, d) }",
+        "(float[3,4] x) => (float[3,4] y) { m = ReduceMean(x, [1]) p = Mul(x, x) r = ReduceMean(p, [1]) "
+        "t = Mul(m, m) u = Sub(r, t) v = Clip(u, 1.0) a = Add(v, 0.125) d = Sqrt(a) c = Sub(x, m) y = Div(c, d) }",
+        "(float[3,4] x) => (float[3,4] y) { s = ReduceSum(x, [1]) m = Div(4.0, s) c = Sub(x, m) p = Mul(c, c) "
+        "r = ReduceMean(p, [1]) a = Add(r, 0.125) d = Sqrt(a) y = Div(c, d) }",
+        "(float[3,4] x) => (float[3,4] y) { m = ReduceMean(x, [1]) c = Sub(x, m) p = Mul(c, c) "
+        "r = ReduceMean(p, [1]) a = Add(r, 0.125) d = Pow(a, 0.75) y = Div(c, d) }",
+        "(float[3,4] x) => (float[1,3,4] y) <float[1,1,1] h = {-0.5}> { m = ReduceMean(x, [1]) c = Sub(x, m) "
+        "p = Mul(c, c) r = ReduceMean(p, [1]) a = Add(r, 0.125) d = Pow(a, h) y = Mul(c, d) }",
+    )
+
+    def varying(self, reader: Reader, normal: _Normal) -> tuple[int, ...] | None:
+        return normal.axes
+
+    def target(self, op: Op, region: Region, x: Val, *given: Val) -> Any:
+        axes, epsilon, sizes, scaled, shifted = region.data
+        scale = _spread(op, given[0], axes, x.rank, sizes) if scaled else _filled(op, 1.0, sizes)
+        shift = _spread(op, given[-1], axes, x.rank, sizes) if shifted else None
+        perm = (*(a for a in range(x.rank) if a not in axes), *axes)
+        rows = x if is_identity(perm) else op.Transpose(x, perm=perm)
+        y = op.LayerNormalization(rows, scale, shift, axis=x.rank - len(axes), epsilon=epsilon)
+        return y if is_identity(perm) else op.Transpose(y, perm=inverse(perm))
+
+
+class FuseInstanceNormalization(_FuseNormalization):
+    """(x - m) / sqrt(var + eps) * scale + bias -> instancenormalization(x, scale, bias)  over all spatial axes."""
+
+    examples = graphs(
+        "(float[N,3,4,5] x) => (float[N,3,4,5] y) <float[3,1,1] g = {1,2,3}, float[1,3,1,1] b = {3,2,1}> "
+        "{ m = ReduceMean(x, [2, 3]) c = Sub(x, m) p = Mul(c, c) v = ReduceMean(p, [2, 3]) a = Add(v, 0.125) "
+        "d = Sqrt(a) n = Div(c, d) s = Mul(n, g) y = Add(s, b) }",
+        "(float[N,3,4] x) => (float[N,3,4] y) <float[3,1] g = {1,2,3}> { m = GlobalAveragePool(x) p = Mul(x, x) "
+        "q = ReduceMean(p, [-1]) t = Mul(m, m) v = Sub(q, t) a = Add(v, 0.125) d = Sqrt(a) k = Reciprocal(d) "
+        "f = Mul(g, k) c = Sub(x, m) y = Mul(f, c) }",
+        "(float[N,2,3,4] x) => (float[N,2,3,4] y) { m = ReduceMean(x, [2, 3]) c = Sub(x, m) p = Mul(c, c) "
+        "v = ReduceMean(p, [2, 3]) a = Add(v, 0.125) d = Sqrt(a) y = Div(c, d) }",
+    )
+
+    def varying(self, reader: Reader, normal: _Normal) -> tuple[int, ...] | None:
+        rank = rank_of(reader, normal.x)
+        return (1,) if normal.axes and normal.axes == tuple(range(2, rank)) else None
+
+    def target(self, op: Op, region: Region, x: Val, *given: Val) -> Any:
+        _, epsilon, sizes, scaled, shifted = region.data
+        scale = _spread(op, given[0], (1,), x.rank, sizes) if scaled else _filled(op, 1.0, sizes)
+        shift = _spread(op, given[-1], (1,), x.rank, sizes) if shifted else _filled(op, 0.0, sizes)
+        return op.InstanceNormalization(x, scale, shift, epsilon=epsilon)
+
+
+# The affine part
+
+
+@dataclass(frozen=True, slots=True)
+class _Affine:
+    """A normalisation and its readers: operators and attributes, whether there is a shift, whether each has a bias."""
+
+    op: str
+    attrs: Attrs
+    shifted: bool
+    readers: tuple[tuple[str, Attrs, bool], ...]
+
+
+class FoldAffineIntoReaders(RegionRule, family="weights_algebra"):
+    """layernorm(x, s, b) @ w -> layernorm(x, 1) @ (s^T * w) + b @ w  for all readers, MatMul or Gemm.
+
+    RMSNormalization alike. The normalisations of one tensor become one, and the shift meets the reader's bias.
+    """
+
+    anchors = ("LayerNormalization", "RMSNormalization")
+    dtypes = FLOAT
+    examples = (
+        "agraph (float[N,5,2] x) => (float[N,5,3] y, float[N,5,1] z) <float[2] s = {1,2}, float[2] b = {3,4}, "
+        "float[2,3] w = {1,2,3,4,5,6}, float[2,1] v = {7,8}> { n = LayerNormalization(x, s, b) y = MatMul(n, w) "
+        "z = MatMul(n, v) }",
+        "agraph (float[5,2] x) => (float[5,3] y) <float[2] s = {1,2}, float[2] b = {3,4}, "
+        "float[3,2] w = {1,2,3,4,5,6}, float[3] c = {1,-1,2}> "
+        "{ n = LayerNormalization<epsilon=0.125>(x, s, b) y = Gemm<transB=1, alpha=0.5, beta=2.0>(n, w, c) }",
+        "agraph (float[N,5,2] x) => (float[N,5,3] y) <float[2] s = {1,2}, float[2,3] w = {1,2,3,4,5,6}> "
+        "{ n = RMSNormalization(x, s) y = MatMul(n, w) }",
+        "agraph (float[5,2] x) => (float[5,3] y) <float[2] s = {1,2}, float[2] b = {3,4}, "
+        "float[2,3] w = {1,2,3,4,5,6}> { n = LayerNormalization(x, s, b) y = Gemm(n, w) }",
+        "agraph (float[5,2] x) => (float[5,3] y) <float[2] s = {2,2}, float[2,3] w = {1,2,3,4,5,6}> { n = "
+        "RMSNormalization(x, s) y = MatMul(n, w) }",
+    )
+    near_misses = (
+        "agraph (float[2,2] x, float[2,2] z) => (float[2,2] y) <float[2] s = {1,2}, float[2] b = {3,4}, "
+        "float[2,2] w = {1,2,3,4}> { n = LayerNormalization(x, s, b) y = Gemm(z, w, n) }",
+        examples[0].replace("float[2] b = {3,4}", "float[1] b = {3}"),
+        "agraph (float[5,2] x) => (float[5,3] y, float[5,1] u) <float[2] s = {1,2}, float[2] b = {3,4}, "
+        "float[2,3] w = {1,2,3,4,5,6}> { n, u = LayerNormalization(x, s, b) y = MatMul(n, w) }",
+        "agraph (float[5,2] x) => (float[5,3] y) <float[2] s = {1,1}, float[2,3] w = {1,2,3,4,5,6}> { n = "
+        "RMSNormalization(x, s) y = MatMul(n, w) }",
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        out = node.outputs[0]
+        if len(node.outputs) > 1 or reader.is_output(out):
+            return None
+        users = reader.users(out)
+        if not users or any(u.op not in ("MatMul", "Gemm") for u in users):
+            return None
+        x, scale, *rest = node.inputs
+        shifts = [v for v in rest if v != ABSENT]
+        rank = rank_of(reader, x)
+        worthwhile(axis_of(node, rank, -1) == rank - 1, "the axis is not the last")
+        parameters = [scale, *shifts]
+        worthwhile(all(reader.is_const(v) for v in parameters), "the scale or the shift is not constant")
+        sizes = {reader.val(v).sizes for v in parameters}
+        require(len(sizes) == 1 and len(next(iter(sizes))) == 1, "it is not one number per column")
+        worthwhile(shifts or reader.val(scale).uniform != 1, "there is nothing to fold")
+        inputs = [x, *parameters]
+        forms = []
+        for user in users:
+            y, w, *more = user.inputs
+            require(y == out and w != out and out not in more, "a reader has it as a weight or a bias")
+            require(not user.attrs.get("transA"), "a reader transposes it")
+            require(reader.is_const(w) and reader.val(w).rank == 2, "a reader has no constant matrix")
+            biases = [v for v in more if v != ABSENT]
+            inputs += [w, *biases]
+            forms.append((user.op, user.attrs, bool(biases)))
+        data = _Affine(node.op, node.attrs, bool(shifts), tuple(forms))
+        return Region(tuple(u.outputs[0] for u in users), tuple(inputs), (node, *users), data)
+
+    def target(self, op: Op, region: Region, x: Val, scale: Val, *given: Val) -> Any:
+        affine: _Affine = region.data
+        rest = list(given)
+        shift = rest.pop(0) if affine.shifted else None
+        ones = op.Expand(np.ones(1, numpy_dtype(scale.dtype)), list(scale.sizes))
+        normal = op[affine.op](x, ones, attrs=affine.attrs)
+        results = []
+        for name, attrs, biased in affine.readers:
+            w = rest.pop(0)
+            bias: Any = rest.pop(0) if biased else None
+            transposed = bool(attrs.get("transB"))
+            weight = op.Mul(w, op.Reshape(scale, [1, -1] if transposed else [-1, 1]))
+            moved = None
+            if shift is not None:
+                moved = op.MatMul(shift, op.Transpose(w) if transposed else w)
+            if name == "MatMul":
+                y = op.MatMul(normal, weight)
+                results.append(y if moved is None else op.Add(y, moved))
+                continue
+            if moved is None:
+                results.append(op.Gemm(normal, weight, bias, attrs=attrs))
+                continue
+            alpha, beta = attrs.get("alpha", 1.0), attrs.get("beta", 1.0)
+            moved = op.Mul(moved, alpha)
+            if bias is not None:
+                moved = op.Add(moved, bias if beta == 1.0 else op.Mul(bias, beta))
+            results.append(op.Gemm(normal, weight, moved, attrs=attrs, beta=None))
+        return results
+
+
+class FoldScaleIntoNormalization(Rule, family="weights_algebra"):
+    """layernorm(x, g, b) * s -> layernorm(x, g * s, b * s)  with s constant, one number or one per column."""
+
+    dtypes = WIDE
+    optional = ("b",)
+    shapes = either("x[...,d] g[d]:const b[d]:const", ("s[d]:const", "s[]:const", "s[1]:const"))
+
+    def source(self, op: Op, x: Any, g: Any, b: Any, s: Any) -> Any:
+        return op.Mul(op.LayerNormalization(x, g, b, attrs="a"), s)
+
+    def target(self, op: Op, m: Captures, x: Val, g: Val, b: Val | None, s: Val) -> Any:
+        return op.LayerNormalization(x, op.Mul(g, s), None if b is None else op.Mul(b, s), attrs=m.a)
+
+
+class FoldBiasIntoNormalization(Rule, family="weights_algebra"):
+    """layernorm(x, g, b) + c -> layernorm(x, g, b + c)  with c constant, one number or one per column."""
+
+    dtypes = WIDE
+    optional = ("b",)
+    shapes = either("x[...,d] g[d]:const b[d]:const", ("c[d]:const", "c[]:const", "c[1]:const"))
+
+    def source(self, op: Op, x: Any, g: Any, b: Any, c: Any) -> Any:
+        return op.Add(op.LayerNormalization(x, g, b, attrs="a"), c)
+
+    def target(self, op: Op, m: Captures, x: Val, g: Val, b: Val | None, c: Val) -> Any:
+        shift = op.Add(b, c) if b is not None else op.Expand(flat(op, c), list(g.sizes))
+        return op.LayerNormalization(x, g, shift, attrs=m.a)
+
+
+# BatchNormalization
+
+
+def _require_deviation(var: Val, epsilon: float) -> None:
+    """Refuse variances that cannot be divided by, where they can be read. (Of a negative one both sides are NaN.)"""
+    numbers = var.array_or_none
+    require(numbers is None or bool(np.all(numbers + epsilon != 0)), "a variance cannot be divided by")
+
+
+class SplitBatchNormalization(Rule, family="weights_algebra"):
+    """batch_norm(x) -> x * f + (shift - mean * f)  with f = scale / sqrt(var + eps)."""
+
+    dtypes = WIDE
+    shapes = either(("x[n,c]", "x[n,c,h]", "x[n,c,h,k]", "x[n,c,h,k,t]"), "s*[c]:const")
+    arity = (4, 4)
+    near_misses = (
+        f"agraph (double[N,2,3] x) => (double[N,2,3] y) <{STATISTICS}> {{ y = BatchNormalization(x, s, b, m, v) }}",
+        f"agraph (float[N,2,3] x) => (float[N,2,3] y) <{STATISTICS}>"
+        " { y = BatchNormalization<epsilon=-4.0>(x, s, b, m, v) }",
+    )
+
+    def source(self, op: Op, x: Any, *s: Any) -> Any:
+        return normalised(op, x, s)
+
+    def where(self, m: Captures, x: Val, *s: Val) -> None:
+        scale, _, mean, var = s
+        require(scale.dtype == mean.dtype == x.dtype, "the statistics are of another element type")
+        _require_deviation(var, m.epsilon)
+
+    def target(self, op: Op, m: Captures, x: Val, *s: Val) -> Any:
+        factor, offset = factor_and_shift(op, s, m.epsilon)
+        column = [-1] + [1] * (x.rank - 2)
+        return op.Add(op.Mul(x, op.Reshape(factor, column)), op.Reshape(offset, column))
+
+
+class MergeBatchNormalizations(Rule, family="weights_algebra"):
+    """batch_norm(batch_norm(x)) -> batch_norm(x)  with scale1 * f2 and (shift1 - mean2) * f2 + shift2."""
+
+    dtypes = WIDE
+    shapes = either(("x[n,c]", "x[n,c,h]", "x[n,c,h,k]"), "s*[c]:const")
+    arity = (8, 8)
+    near_misses = (
+        f"agraph (double[N,2,3] x) => (double[N,2,3] y) <{STATISTICS}, double[2] t = {{1, 2}}>"
+        " { a = BatchNormalization(x, t, t, m, v) y = BatchNormalization(a, t, t, m, v) }",
+        f"agraph (float[N,2,3] x) => (float[N,2,3] y) <{STATISTICS}>"
+        " { a = BatchNormalization(x, s, b, m, v) y = BatchNormalization<epsilon=-4.0>(a, s, b, m, v) }",
+    )
+
+    def source(self, op: Op, x: Any, *s: Any) -> Any:
+        return normalised(op, normalised(op, x, s[:4]), s[4:], "2")
+
+    def where(self, m: Captures, x: Val, *s: Val) -> None:
+        require(len({v.dtype for v in s}) == 1, "the statistics are of several element types")
+        _require_deviation(s[-1], m.epsilon2)
+
+    def target(self, op: Op, m: Captures, x: Val, *s: Val) -> Any:
+        scale, shift, mean, var = s[:4]
+        factor, offset = factor_and_shift(op, s[4:], m.epsilon2)
+        moved = op.Add(op.Mul(shift, factor), offset)
+        return op.BatchNormalization(x, op.Mul(scale, factor), moved, mean, var, epsilon=m.epsilon)
+
+
+class PushBatchNormalizationIntoConcat(RegionRule, family="weights_algebra"):
+    """batch_norm(concat(x, y)) -> concat(batch_norm(x), batch_norm(y))  for a concat of channels."""
+
+    anchors = ("BatchNormalization",)
+    reads_from = ("Concat",)
+    dtypes = WIDE
+    examples = graphs(
+        "(float[N,1,4] x, float[N,2,4] z) => (float[N,3,4] y) { c = Concat<axis=1>(x, z) "
+        "y = BatchNormalization<epsilon=0.125>(c, [1.0, 2, 3], [4.0, 5, 6], [1.0, -1, 2], [3.0, 2, 1]) }",
+        "(float[N,1,2,2] x, float[N,2,2,2] z) => (float[N,4,2,2] y) { c = Concat<axis=-3>(x, z, x) "
+        "y = BatchNormalization(c, [1.0, 2, 3, 4], [4.0, 5, 6, 7], [1.0, -1, 2, 0], [3.0, 2, 1, 1]) }",
+    )
+    near_misses = (
+        f"agraph (float[3,2,4] x, float[5,2,4] z) => (float[8,2,4] y) <{STATISTICS}> "
+        "{ c = Concat<axis=0>(x, z) y = BatchNormalization(c, s, b, m, v) }",
+        "agraph (float[2,1,4] x, float[2,2,4] z) => (float[2,3,4] y, float[3] q, float[3] r) <float[3] s = "
+        "{1,2,3}, float[3] b = {4,5,6}, float[3] m = {1,-1,2}, float[3] v = {3,2,1}> { c = "
+        "Concat<axis=1>(x, z) y, q, r = BatchNormalization<training_mode=1>(c, s, b, m, v) }",
+    )
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        concat = made_by(reader, node.inputs[0], "Concat")
+        if concat is None or len(node.outputs) > 1:
+            return None
+        require(axis_of(concat, rank_of(reader, concat.outputs[0])) == 1, "the concat is not one of channels")
+        worthwhile(all(reader.is_const(v) for v in node.inputs[1:]), "the statistics are not constant")
+        worthwhile(read_once(reader, node.inputs[0]), "the concat is read elsewhere")
+        sizes = tuple(reader.val(v).size(1) for v in concat.inputs)
+        data = (sizes, node.attrs, concat.attrs)
+        return Region(node.outputs, (*concat.inputs, *node.inputs[1:]), (node, concat), data)
+
+    def target(self, op: Op, region: Region, *given: Val) -> Any:
+        sizes, attrs, concat = region.data
+        parts, statistics = given[: len(sizes)], given[len(sizes) :]
+        ends = list(accumulate(sizes))
+        out = []
+        for x, size, end in zip(parts, sizes, ends):
+            cut = [slice_constant(op, v, 0, end - size, end) for v in statistics]
+            out.append(op.BatchNormalization(x, *cut, attrs=attrs))
+        return op.Concat(*out, attrs=concat)

@@ -1,15 +1,21 @@
-"""What unrolled recurrent cells do in every step and could do once, or not at all."""
+"""Unrolled recurrent cells: to ONNX's own LSTM, GRU and RNN, or with what every step does done once."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
-from rewrite_rules.elementwise import made_by
-from xrlflow.ir import FLOATS, Node, Value
-from xrlflow.rewrite import AnyRule, Captures, Op, Reader, Region, RegionRule, Rule, Val, require, worthwhile
+import numpy as np
+
+from rewrite_rules.axes import axis_of
+from rewrite_rules.elementwise import FLOAT, made_by
+from rewrite_rules.slices import piece, sizes_along
+from xrlflow.ir import ABSENT, FLOATS, Node, Value
+from xrlflow.rewrite import Op, Reader, Region, RegionRule, Rule, Val, common_source, require, worthwhile
 
 
-class FuseSumOfGemms(Rule):
+class FuseSumOfGemms(Rule, family="recurrent"):
     """gemm(x, w, b) + gemm(y, v, c) -> gemm(x, w, gemm(y, v, b + c))  with b and c constant rows.
 
     The addition becomes the start of the second product's accumulation.
@@ -21,7 +27,7 @@ class FuseSumOfGemms(Rule):
     def source(self, op: Op, x: Val, w: Val, b: Val, y: Val, v: Val, c: Val) -> Any:
         return op.Add(op.Gemm(x, w, b, transB=1), op.Gemm(y, v, c, transB=1))
 
-    def target(self, op: Op, m: Captures, x: Val, w: Val, b: Val, y: Val, v: Val, c: Val) -> Any:
+    def target(self, op: Op, x: Val, w: Val, b: Val, y: Val, v: Val, c: Val) -> Any:
         return op.Gemm(x, w, op.Gemm(y, v, op.Add(b, c), transB=1), transB=1)
 
 
@@ -34,7 +40,7 @@ def _of_two_rows(example: str, states: str, bias: str) -> str:
     )
 
 
-class FuseStepsIntoGemms(RegionRule):
+class FuseStepsIntoGemms(RegionRule, family="recurrent"):
     """p_t + gemm(h_t, w, b) for each part p_t of split(gemm(x, v, c)) -> gemm(h_t, w, q_t) with parts q_t of x's
     product with the bias b + c.
 
@@ -51,10 +57,9 @@ class FuseStepsIntoGemms(RegionRule):
         "float[4,3] w = {1, -2, 3, -4, 5, -6, 7, -8, 9, 1, 2, 3}, float[4] b = {1, 2, 3, 4}, int64[2] i = {1, 1}> "
         "{ p = Gemm<transB=1>(x, v, c) q, r = Split<axis=0>(p, i) d = Gemm<transB=1>(s, w, b) "
         "e = Gemm<transB=1>(t, w, b) f = Add(q, d) g = Add(r, e) }",
-        "agraph (float[3,2] x, float[2,2] s) => (float[2,2] f, float[1,2] g) "
-        "<float[2,2] v = {1, 2, 3, 4}, float[2] c = {0.5, 1}, float[2,2] w = {1, -2, 3, -4}, float[2] b = {1, 2}, "
-        "float[1,2] d = {3, 5}, int64[2] i = {2, 1}> "
-        "{ p = Gemm(x, v, c) q, r = Split(p, i) e = Gemm(s, w, b) f = Add(e, q) g = Add(r, d) }",
+        "agraph (float[3,2] x, float[2,2] s) => (float[2,2] f, float[1,2] g) <float[2,2] v = {1, 2, 3, 4}, "
+        "float[2] c = {0.5, 1}, float[2,2] w = {1, -2, 3, -4}, float[2] b = {1, 2}, float[1,2] d = {3, 5}, "
+        "int64[2] i = {2, 1}> { p = Gemm(x, v, c) q, r = Split(p, i) e = Gemm(s, w, b) f = Add(e, q) g = Add(r, d) }",
     )
     near_misses = (
         examples[0].replace("e = Gemm<transB=1>(t, w, b)", "e = Gemm<transB=1>(t, v, b)"),
@@ -123,7 +128,7 @@ class FuseStepsIntoGemms(RegionRule):
         ]
 
 
-class SwapSplits(RegionRule):
+class SwapSplits(RegionRule, family="recurrent"):
     """split_b(p) for each part p of split_a(x) -> split_a(q) for each part q of split_b(x).
 
     Pays where x has many parts along a (time steps), each split into a few along b (gates).
@@ -131,14 +136,12 @@ class SwapSplits(RegionRule):
 
     anchors = ("Split",)
     examples = (
-        "agraph (float[4,6] x) => (float[2,2] a, float[2,4] b, float[2,2] c, float[2,4] d) {"
-        " s = Constant<value_ints=[2,4]>() p, q = Split<axis=0, num_outputs=2>(x)"
-        " a, b = Split<axis=1>(p, s) c, d = Split<axis=1>(q, s) }",
+        "agraph (float[4,6] x) => (float[2,2] a, float[2,4] b, float[2,2] c, float[2,4] d) <int64[2] s = {2, 4}> "
+        "{ p, q = Split<axis=0, num_outputs=2>(x) a, b = Split<axis=1>(p, s) c, d = Split<axis=1>(q, s) }",
     )
     near_misses = (
-        "agraph (float[4,6] x) => (float[2,2] a, float[2,4] b, float[2,3] c, float[2,3] d) {"
-        " s = Constant<value_ints=[2,4]>() p, q = Split<axis=0, num_outputs=2>(x)"
-        " a, b = Split<axis=1>(p, s) c, d = Split<axis=1, num_outputs=2>(q) }",
+        "agraph (float[4,6] x) => (float[2,2] a, float[2,4] b, float[2,3] c, float[2,3] d) <int64[2] s = {2, 4}> "
+        "{ p, q = Split<axis=0, num_outputs=2>(x) a, b = Split<axis=1>(p, s) c, d = Split<axis=1, num_outputs=2>(q) }",
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
@@ -176,4 +179,726 @@ def _size(reader: Reader, value: Value, axis: int) -> int:
     return reader.val(value).size(axis)
 
 
-RULES: tuple[AnyRule, ...] = (FuseSumOfGemms(), FuseStepsIntoGemms(), SwapSplits())
+# What gates are computed from
+
+
+@dataclass(frozen=True, slots=True)
+class _Weight:
+    """Part of a constant matrix: `rows` of what it multiplies, `columns` of what comes out, as (start, length)."""
+
+    value: Value
+    transposed: bool
+    rows: tuple[int, int]
+    columns: tuple[int, int]
+
+    @property
+    def matrix(self) -> tuple[Value, bool, tuple[int, int]]:
+        """What the weights of one source have in common."""
+        return self.value, self.transposed, self.rows
+
+
+@dataclass(frozen=True, slots=True)
+class _Linear:
+    """A sum of products of values with constant matrices, and of parts of constant rows."""
+
+    terms: tuple[tuple[Value, _Weight], ...] = ()
+    biases: tuple[tuple[Value, int, int], ...] = ()
+
+    def __add__(self, other: _Linear) -> _Linear:
+        return _Linear(self.terms + other.terms, self.biases + other.biases)
+
+    def of(self, source: Value) -> list[_Weight]:
+        return [w for v, w in self.terms if v == source]
+
+    @property
+    def form(self) -> tuple[frozenset[_Weight], frozenset[tuple[Value, int, int]]]:
+        """What all steps must have in common."""
+        return frozenset(w for _, w in self.terms), frozenset(self.biases)
+
+
+def _linear(reader: Reader, value: Value, start: int, length: int) -> _Linear | None:
+    """Columns [start, start + length) of a matrix as a sum of products; None if they are none."""
+    type = reader.type(value)
+    # What has fewer columns broadcasts: a gate of one column is no gate of all.
+    if not type.shape or not isinstance(type.shape[-1], int) or type.shape[-1] < start + length:
+        return None
+    node = reader.producer(value)
+    if node is not None and len(type.shape) == 2:
+        # Constants too: the first step's product of a constant state is one of the others' kind.
+        found = _computed(reader, node, value, start, length)
+        if found is not None:
+            return found
+    if not type.const:
+        return None
+    row = len(type.shape) == 1 or (len(type.shape) == 2 and type.shape[0] == 1)
+    return _Linear(biases=((value, start, length),)) if row else None
+
+
+def _computed(reader: Reader, node: Node, value: Value, start: int, length: int) -> _Linear | None:
+    """The same, of what a node makes."""
+    if node.op == "Split":
+        if axis_of(node, 2) != 1:
+            return None
+        sizes = sizes_along(reader, node.outputs, 1)
+        before = None if sizes is None else sum(sizes[: node.outputs.index(value)])
+        return None if before is None else _linear(reader, node.inputs[0], before + start, length)
+    if node.op == "Slice":
+        part = piece(reader, value)
+        if part is None or not part.kept or part.axis != 1:
+            return None
+        return _linear(reader, part.source, part.start + start, length)
+    if node.op == "Add":
+        sides = [_linear(reader, v, start, length) for v in node.inputs]
+        return None if sides[0] is None or sides[1] is None else sides[0] + sides[1]
+    if node.op not in ("MatMul", "Gemm") or node.attrs.keys() - {"transB"}:
+        return None
+    source, weight, *rest = node.inputs
+    shape = reader.type(weight).shape
+    if not reader.is_const(weight) or shape is None or len(shape) != 2 or not reader.type(weight).is_static:
+        return None
+    transposed = bool(node.attrs.get("transB"))
+    total = _products(reader, source, weight, transposed, start, length)
+    if total is None or not rest or rest[0] == ABSENT:
+        return total
+    bias = _linear(reader, rest[0], start, length) if reader.is_const(rest[0]) else None
+    return None if bias is None else total + bias
+
+
+def _products(
+    reader: Reader, source: Value, weight: Value, transposed: bool, start: int, length: int
+) -> _Linear | None:
+    """The product of a value, or of the parts of a Concat, with columns of a matrix."""
+    if reader.type(source).rank != 2:
+        return None
+    node = reader.producer(source)
+    parts = [source]
+    if node is not None and node.op == "Concat" and node.attrs["axis"] in (1, -1):
+        parts = list(node.inputs)
+    terms, at = [], 0
+    for part in parts:
+        shape = reader.type(part).shape
+        if shape is None or len(shape) != 2 or not isinstance(shape[1], int):
+            return None
+        terms.append((part, _Weight(weight, transposed, (at, shape[1]), (start, length))))
+        at += shape[1]
+    return _Linear(tuple(terms))
+
+
+# Shapes of expressions
+
+
+def _both(node: Node | None, op: str) -> Iterator[tuple[Value, Value]]:
+    """The inputs of a commutative node, both ways round."""
+    if node is not None and node.op == op and len(node.inputs) == 2:
+        a, b = node.inputs
+        yield a, b
+        yield b, a
+
+
+def _argument(reader: Reader, value: Value, op: str) -> Value | None:
+    """x if the value is op(x)."""
+    node = reader.producer(value)
+    return node.inputs[0] if node is not None and node.op == op else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """One step: its gates in ONNX's order, as linear forms, and the states before it.
+
+    `kind` is whatever else steps must have in common. `previous` are candidates for the hidden state before.
+    """
+
+    gates: tuple[_Linear, ...]
+    kind: tuple[Any, ...]
+    states: tuple[
+        Value, ...
+    ]  # known states before this step (the cell of an LSTM, the hidden state of a GRU)
+    values: tuple[Value, ...]  # the states that the step makes
+
+    @property
+    def form(self) -> Any:
+        return self.kind, tuple(g.form for g in self.gates)
+
+
+def _width(reader: Reader, value: Value) -> int | None:
+    shape = reader.type(value).shape
+    if shape is None or len(shape) != 2 or not isinstance(shape[1], int) or shape[1] == 0:
+        return None
+    return shape[1]
+
+
+def _gate(reader: Reader, value: Value, op: str, size: int) -> _Linear | None:
+    """The linear form of what a gate is computed from."""
+    inner = _argument(reader, value, op)
+    return None if inner is None else _linear(reader, inner, 0, size)
+
+
+@dataclass(frozen=True, slots=True)
+class _Native:
+    """What the target needs to know."""
+
+    steps: int
+    size: int
+    kind: tuple[Any, ...]
+    gates: tuple[tuple[_Weight, _Weight], ...]  # of the input, of the hidden state
+    biases: tuple[tuple[tuple[Value, int, int], ...], ...]
+    given: tuple[Value, ...]  # values of the constants, in the order of the region's inputs
+    outputs: tuple[int, ...]  # steps whose hidden state is wanted
+    cell: bool  # whether the last cell state is
+
+
+class _Unrolled(RegionRule, family="native_recurrent"):
+    """What the cells have in common: walking back from the last step, and putting the weights together."""
+
+    nonempty = True
+    dtypes = FLOAT
+    # ONNX Runtime's cells clamp what goes into their functions: of NaN and infinity they make numbers.
+    spreads = True
+    mends = True
+    native = ""
+    states = 1
+
+    def step(self, reader: Reader, hidden: Value) -> _Step | None:
+        """The step that makes a hidden state."""
+        raise NotImplementedError
+
+    def last(self, reader: Reader, step: _Step) -> bool:
+        """Whether no step follows, as far as can be seen cheaply."""
+        raise NotImplementedError
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        found = self.step(reader, node.outputs[0])
+        if found is None or not self.last(reader, found):
+            return None
+        steps = self.walk(reader, found)
+        worthwhile(len(steps) > 1, "it is a single step")
+        size = _width(reader, node.outputs[0])
+        assert size is not None
+        hiddens = [s.values[0] for s in steps]
+        first = self.hidden_before(steps, reader)
+        require(first is not None, "what the hidden state before the first step is, is not clear")
+        assert first is not None
+        befores = [first, *hiddens[:-1]]
+        inputs, gates = self.separate(steps, befores)
+        require(common_source(reader, inputs), "an input may depend on a state")
+        shapes = {reader.type(x).shape for x in inputs}
+        shape = shapes.pop()
+        require(not shapes and shape is not None and len(shape) == 2, "the inputs differ in shape")
+        assert shape is not None
+        states = [first, *steps[0].states[1:]] if self.states == 2 else [first]
+        require(
+            None not in shape and all(reader.type(s).shape == (shape[0], size) for s in states),
+            "the states differ in shape",
+        )
+        outside = self.outside(reader, steps, {*inputs, *states})
+        wanted = tuple(i for i, h in enumerate(hiddens) if h in outside)
+        cell = self.states == 2 and steps[-1].values[1] in outside
+        if self.states == 2:
+            inner = {s.values[1] for s in steps[:-1]}
+            worthwhile(not any(c in outside for c in inner), "a cell state is read elsewhere")
+        outputs = [hiddens[i] for i in wanted] + ([steps[-1].values[1]] if cell else [])
+        biases = tuple(g.biases for g in steps[0].gates)
+        given = tuple(
+            dict.fromkeys([w.value for pair in gates for w in pair] + [v for b in biases for v, _, _ in b])
+        )
+        data = _Native(len(steps), size, steps[0].kind, gates, biases, given, wanted, cell)
+        return Region(tuple(outputs), (*inputs, *states, *given), (node,), data)
+
+    def walk(self, reader: Reader, last: _Step) -> list[_Step]:
+        """The steps in order, as far back as they are alike."""
+        steps = [last]
+        seen = {last.values[0]}
+        while True:
+            before = None
+            for candidate in self.before(steps[0]):
+                if candidate in seen:
+                    continue
+                found = self.step(reader, candidate)
+                if found is not None and found.form == last.form and self.follows(found, steps[0]):
+                    before = found
+                    break
+            if before is None:
+                return steps
+            seen.add(before.values[0])
+            steps.insert(0, before)
+
+    def before(self, step: _Step) -> list[Value]:
+        """Values that may be the hidden state before a step."""
+        return list(dict.fromkeys(v for g in step.gates for v, _ in g.terms))
+
+    def follows(self, earlier: _Step, later: _Step) -> bool:
+        """Whether the other states fit together."""
+        return earlier.values[1:] == later.states[1:]
+
+    def hidden_before(self, steps: Sequence[_Step], reader: Reader) -> Value | None:
+        """The hidden state before the first step: what stands where the second step has the first one's."""
+        second, hidden = steps[1], steps[0].values[0]
+        own = {w.matrix for g in second.gates for v, w in g.terms if v == hidden}
+        values = {v for g in steps[0].gates for v, w in g.terms if w.matrix in own}
+        return values.pop() if len(values) == 1 else None
+
+    def separate(
+        self, steps: Sequence[_Step], befores: Sequence[Value]
+    ) -> tuple[list[Value], tuple[tuple[_Weight, _Weight], ...]]:
+        """The inputs of the steps, and each gate's weights of input and hidden state."""
+        inputs = []
+        for step, before in zip(steps, befores):
+            others = {v for g in step.gates for v, _ in g.terms if v != before}
+            require(len(others) == 1, "a step has more than one input")
+            inputs.append(others.pop())
+        gates = []
+        for gate in steps[0].gates:
+            hidden, given = gate.of(befores[0]), gate.of(inputs[0])
+            require(len(hidden) == 1 and len(given) == 1, "a gate has not one product with each")
+            gates.append((given[0], hidden[0]))
+        return inputs, tuple(gates)
+
+    def outside(self, reader: Reader, steps: Sequence[_Step], ends: Collection[Value]) -> set[Value]:
+        """States that are read by other than the steps, which lie between these values and the last states."""
+        inner: set[Value] = set()
+        work = list(steps[-1].values)
+        while work:
+            node = reader.producer(work.pop())
+            if node is not None and node.id not in inner:
+                inner.add(node.id)
+                work.extend(v for v in node.inputs if v not in ends)
+        states = {v for s in steps for v in s.values}
+        return {v for v in states if reader.is_output(v) or any(u.id not in inner for u in reader.users(v))}
+
+    # The target
+
+    def weights(self, op: Op, native: _Native, vals: dict[Value, Val], which: int) -> Any:
+        """[1, gates * size, width]: of the input (0) or the hidden state (1)."""
+        rows = []
+        for pair in native.gates:
+            w = pair[which]
+            starts, lengths = zip(*((w.columns, w.rows) if w.transposed else (w.rows, w.columns)))
+            ends = [s + n for s, n in zip(starts, lengths)]
+            part = op.Slice(vals[w.value], list(starts), ends, [0, 1])
+            rows.append(part if w.transposed else op.Transpose(part, perm=[1, 0]))
+        return op.Unsqueeze(op.Concat(*rows, axis=0) if len(rows) > 1 else rows[0], [0])
+
+    def bias(
+        self, op: Op, biases: Sequence[tuple[Value, int, int]], vals: dict[Value, Val], size: int
+    ) -> Any:
+        """A gate's bias [size]: the sum of the parts, or zeros."""
+        total: Any = None
+        for value, start, length in biases:
+            row = vals[value] if vals[value].rank == 1 else op.Reshape(vals[value], [-1])
+            part = op.Slice(row, [start], [start + length], [0])
+            total = part if total is None else op.Add(total, part)
+        return op.Expand(np.zeros(1, np.float32), [size]) if total is None else total
+
+    def biases(self, op: Op, native: _Native, vals: dict[Value, Val]) -> Any:
+        """[1, 2 * gates * size], or nothing."""
+        if not any(native.biases):
+            return None
+        own = [self.bias(op, b, vals, native.size) for b in native.biases]
+        zeros = op.Expand(np.zeros(1, np.float32), [native.size * len(own)])
+        return op.Unsqueeze(op.Concat(*own, zeros, axis=0), [0])
+
+    def attributes(self, native: _Native) -> dict[str, Any]:
+        return {}
+
+    def target(self, op: Op, region: Region, *inputs: Val) -> Any:
+        native: _Native = region.data
+        xs, rest = inputs[: native.steps], inputs[native.steps :]
+        states, consts = rest[: self.states], rest[self.states :]
+        vals = dict(zip(native.given, consts))
+        sequence = op.Concat(*[op.Unsqueeze(x, [0]) for x in xs], axis=0)
+        initial = [op.Unsqueeze(s, [0]) for s in states]
+        made = op[self.native](
+            sequence,
+            self.weights(op, native, vals, 0),
+            self.weights(op, native, vals, 1),
+            self.biases(op, native, vals),
+            None,
+            *initial,
+            hidden_size=native.size,
+            outputs=1 + self.states,
+            **self.attributes(native),
+        )
+        hidden, *last = made
+        if native.outputs == (native.steps - 1,):
+            results = [op.Squeeze(last[0], [0])]
+        else:
+            rows = op.Split(op.Squeeze(hidden, [1]), axis=0, sizes=[1] * native.steps)
+            results = [op.Squeeze(rows[i], [0]) for i in native.outputs]
+        if native.cell:
+            results.append(op.Squeeze(last[1], [0]))
+        return results
+
+
+# Examples: three steps of cells as exporters write them
+
+
+def _numbers(n: int) -> str:
+    return ", ".join(f"{((7 * i) % 11 - 5) / 8}" for i in range(n))
+
+
+def _unrolled(
+    cell: str, gates: int, *, joined: bool = False, states: str = "float[2,2] h0", steps: int = 3
+) -> str:
+    """ONNX text of a cell over x[2,steps,3] with hidden size 2; `cell` is one step, with {t} and {p}, the step before.
+
+    It has z{t}, the projections of x and h: their sum, or (not `joined`) a{t} and b{t}, one of each.
+    """
+    n = 2 * gates
+    lines = []
+    for t in range(steps):
+        lines.append(f"i{t} = Constant<value_int={t}>() x{t} = Gather<axis=1>(x, i{t})")
+        if joined:
+            lines.append(f"j{t} = Concat<axis=1>(x{t}, h{t}) m{t} = MatMul(j{t}, u) z{t} = Add(m{t}, bw)")
+        else:
+            lines.append(f"a{t} = Gemm<transB=1>(x{t}, w, bw) b{t} = Gemm<transB=1>(h{t}, r, br)")
+        lines.append(cell.replace("{t}", str(t)).replace("{n}", str(t + 1)))
+    stacked = " ".join(f"o{t} = Unsqueeze(h{t}, one)" for t in range(1, steps + 1))
+    parts = ", ".join(f"o{t}" for t in range(1, steps + 1))
+    if joined:
+        consts = f"float[5,{n}] u = {{{_numbers(5 * n)}}}, float[{n}] bw = {{{_numbers(n)}}}"
+    else:
+        consts = (
+            f"float[{n},3] w = {{{_numbers(3 * n)}}}, float[{n},2] r = {{{_numbers(2 * n)}}}, "
+            f"float[{n}] bw = {{{_numbers(n)}}}, float[{n}] br = {{{_numbers(n)}}}"
+        )
+    return (
+        f"agraph (float[2,{steps},3] x, {states}) => (float[2,{steps},2] y) <{consts}, int64[1] one = {{1}}, "
+        f"float unit = {{1}}> {{ {' '.join(lines)} {stacked} y = Concat<axis=1>({parts}) }}"
+    )
+
+
+_LSTM_STATES = "float[2,2] h0, float[2,2] c0"
+
+_LSTM_CELL = (
+    "i{t}g, f{t}g, g{t}g, o{t}g = Split<axis=1, num_outputs=4>(z{t}) i{t}s = Sigmoid(i{t}g) f{t}s = Sigmoid(f{t}g) "
+    "g{t}s = Tanh(g{t}g) o{t}s = Sigmoid(o{t}g) k{t} = Mul(f{t}s, c{t}) n{t} = Mul(i{t}s, g{t}s) "
+    "c{n} = Add(k{t}, n{t}) s{n} = Tanh(c{n}) h{n} = Mul(o{t}s, s{n})"
+)
+
+_GRU_CELL = (
+    "ra{t}, za{t}, na{t} = Split<axis=1, num_outputs=3>(a{t}) rb{t}, zb{t}, nb{t} = Split<axis=1, num_outputs=3>(b{t}) "
+    "rs{t} = Add(ra{t}, rb{t}) r{t}s = Sigmoid(rs{t}) zs{t} = Add(za{t}, zb{t}) u{t} = Sigmoid(zs{t}) "
+    "p{t} = Mul(r{t}s, nb{t}) q{t} = Add(na{t}, p{t}) n{t} = Tanh(q{t}) "
+)
+
+_GRU_BLEND = "d{t} = Sub(h{t}, n{t}) e{t} = Mul(u{t}, d{t}) h{n} = Add(e{t}, n{t})"
+
+_GRU_RESET_FIRST = (
+    "ra{t}, za{t}, na{t} = Split<axis=1, num_outputs=3>(a{t}) rb{t}, zb{t}, nb{t} = Split<axis=1, num_outputs=3>(b{t}) "
+    "rs{t} = Add(ra{t}, rb{t}) r{t}s = Sigmoid(rs{t}) zs{t} = Add(za{t}, zb{t}) u{t} = Sigmoid(zs{t}) "
+    "k{t} = Mul(r{t}s, h{t}) j{t} = Gemm<transB=1>(k{t}, r, br) "
+    "jr{t}, jz{t}, jn{t} = Split<axis=1, num_outputs=3>(j{t}) q{t} = Add(na{t}, jn{t}) n{t} = Tanh(q{t}) "
+)
+
+
+def _fed_back(example: str) -> str:
+    """A cell of which the second step's input depends on the first state."""
+    return example.replace(
+        "x1 = Gather<axis=1>(x, i1)", "y1 = Gather<axis=1>(x, i1) y2 = ReduceMean(h1, one) x1 = Add(y1, y2)"
+    )
+
+
+def _short(example: str, state: str, shape: str) -> str:
+    """A cell with a first state that broadcasts."""
+    return example.replace(f"float[2,2] {state}", f"float[{shape}] {state}")
+
+
+def _other_input(example: str) -> str:
+    """A cell of which the second step has an input that broadcasts."""
+    return example.replace("agraph (", "agraph (float[1,3] v, ").replace(
+        "x1 = Gather<axis=1>(x, i1)", "x1 = Identity(v)"
+    )
+
+
+def _users(reader: Reader, value: Value, op: str) -> list[Node]:
+    return [n for n in reader.users(value) if n.op == op]
+
+
+# Gates that are parts of parts: slices of what is split, and the other way round.
+_LSTM_CUTS = _LSTM_CELL.replace(
+    "i{t}g, f{t}g, g{t}g, o{t}g = Split<axis=1, num_outputs=4>(z{t})",
+    "p{t}, q{t} = Split<axis=-1, num_outputs=2>(z{t}) v{t} = Slice(z{t}, to0, to4, one) "
+    "o{t}g = Slice(q{t}, to2, to4, one) f{t}g, i{t}g = Split<axis=1, num_outputs=2>(v{t}) "
+    "u{t} = Slice(z{t}, to2, to6, one) s{t}g, g{t}g = Split<axis=1, num_outputs=2>(u{t})",
+)
+
+_CUTS_AT = "".join(f"int64[1] to{i} = {{{i}}}, " for i in (0, 2, 3, 4, 6, 8))
+
+
+def _with(example: str, constants: str) -> str:
+    """A cell with more constants."""
+    return example.replace("int64[1] one", f"{constants}int64[1] one")
+
+
+class FuseUnrolledLSTM(_Unrolled):
+    """c' = sigmoid(f) * c + sigmoid(i) * tanh(g), h' = sigmoid(o) * tanh(c'), step by step -> lstm(x, h, c).
+
+    i, f, g, o are any linear functions of x_t and h, the same in every step: cut out of one product or out of
+    several, of x_t and h side by side or of each, with biases or without, in any order. Peepholes are none.
+    """
+
+    anchors = ("Mul",)
+    reads_from = ("Sigmoid",)
+    examples = (
+        _unrolled(f"z{{t}} = Add(a{{t}}, b{{t}}) {_LSTM_CELL}", 4, states=_LSTM_STATES),
+        _unrolled(_LSTM_CELL, 4, states=_LSTM_STATES, joined=True, steps=2),
+        _with(
+            _unrolled(f"z{{t}} = Add(a{{t}}, b{{t}}) {_LSTM_CUTS}", 4, states=_LSTM_STATES, steps=2), _CUTS_AT
+        ),
+        # Only one gate has a bias.
+        _with(
+            _unrolled(
+                f"z{{t}} = Add(a{{t}}, b{{t}}) {_LSTM_CELL}".replace(
+                    "f{t}s = Sigmoid(f{t}g)", "e{t} = Add(f{t}g, own) f{t}s = Sigmoid(e{t})"
+                ),
+                4,
+                states=_LSTM_STATES,
+                steps=2,
+            ),
+            "float[1,2] own = {0.5, -0.25}, ",
+        )
+        .replace(", bw)", ")")
+        .replace(", br)", ")"),
+        # The second step has the first cell state again.
+        _unrolled(f"z{{t}} = Add(a{{t}}, b{{t}}) {_LSTM_CELL}", 4, states=_LSTM_STATES).replace(
+            "k1 = Mul(f1s, c1)", "k1 = Mul(f1s, c0)"
+        ),
+        _unrolled(_LSTM_CELL, 4, states=_LSTM_STATES, joined=True, steps=2).replace(
+            "Concat<axis=1>(x0", "Concat<axis=-1>(x0"
+        ),
+    )
+    near_misses = (
+        # An inner cell state is read.
+        examples[0].replace("=> (float[2,3,2] y)", "=> (float[2,3,2] y, float[2,2] c1)"),
+        # The forget gate is one column, which broadcasts.
+        _with(
+            _unrolled(
+                f"z{{t}} = Add(a{{t}}, b{{t}}) {_LSTM_CELL}".replace(
+                    "f{t}s = Sigmoid(f{t}g)", "e{t} = Slice(z{t}, to2, to3, one) f{t}s = Sigmoid(e{t})"
+                ),
+                4,
+                states=_LSTM_STATES,
+            ),
+            _CUTS_AT,
+        ),
+        # Each gate has two products with the hidden state.
+        _unrolled(
+            "e{t} = Gemm<transB=1>(h{t}, r) y{t} = Add(a{t}, b{t}) z{t} = Add(y{t}, e{t}) " + _LSTM_CELL,
+            4,
+            states=_LSTM_STATES,
+        ),
+        _with(
+            examples[0].replace(
+                "f0s = Sigmoid(f0g)", "f0q = Slice(z0, to0, to8, one, to4) f0s = Sigmoid(f0q)"
+            ),
+            _CUTS_AT,
+        ),
+        _fed_back(examples[0]),
+        _short(examples[0], "h0", "1,2"),
+        _short(examples[0], "c0", "2,1"),
+        _other_input(examples[0]),
+    )
+    native = "LSTM"
+    states = 2
+
+    def step(self, reader: Reader, hidden: Value) -> _Step | None:
+        size = _width(reader, hidden)
+        if size is None:
+            return None
+        for out, shown in _both(reader.producer(hidden), "Mul"):
+            cell = _argument(reader, shown, "Tanh")
+            if cell is None:
+                continue
+            for kept, new in _both(reader.producer(cell), "Add"):
+                for forget, before in _both(reader.producer(kept), "Mul"):
+                    for let_in, candidate in _both(reader.producer(new), "Mul"):
+                        gates = (
+                            _gate(reader, let_in, "Sigmoid", size),
+                            _gate(reader, out, "Sigmoid", size),
+                            _gate(reader, forget, "Sigmoid", size),
+                            _gate(reader, candidate, "Tanh", size),
+                        )
+                        if all(gates):
+                            forms = tuple(g for g in gates if g is not None)
+                            return _Step(forms, (), (hidden, before), (hidden, cell))
+        return None
+
+    def last(self, reader: Reader, step: _Step) -> bool:
+        # In a next step the cell is multiplied by a gate.
+        return not _users(reader, step.values[1], "Mul")
+
+
+class FuseUnrolledGRU(_Unrolled):
+    """h' = (1 - z) * tanh(n) + z * h, or n + z * (h - n), step by step -> gru(x, h)  with gates z, r, n.
+
+    n = W x + r * (R h + b), or W x + R (r * h): the reset gate after the product or before it.
+    """
+
+    anchors = ("Add",)
+    reads_from = ("Mul",)
+    examples = (
+        _unrolled(_GRU_CELL + _GRU_BLEND, 3),
+        _unrolled(
+            _GRU_CELL
+            + "d{t} = Sub(unit, u{t}) e{t} = Mul(d{t}, n{t}) l{t} = Mul(u{t}, h{t}) h{n} = Add(e{t}, l{t})",
+            3,
+        ),
+        _unrolled(_GRU_CELL + _GRU_BLEND, 3, steps=2).replace(", bw)", ")").replace(", br)", ")"),
+        _unrolled(_GRU_RESET_FIRST + _GRU_BLEND, 3, steps=2),
+    )
+    near_misses = (
+        _fed_back(examples[0]),
+        _short(examples[0], "h0", "1,2"),
+        _other_input(examples[0]),
+        _unrolled(_GRU_RESET_FIRST.replace("r{t}s = Sigmoid", "r{t}s = Tanh") + _GRU_BLEND, 3, steps=2),
+        _unrolled(
+            _GRU_RESET_FIRST.replace("k{t} = Mul(r{t}s, h{t})", "k{t} = Mul(r{t}s, v)") + _GRU_BLEND,
+            3,
+            steps=2,
+        ).replace("agraph (", "agraph (float[2,2] v, "),
+        # The reset gate scales the product with the input.
+        _unrolled(
+            _GRU_CELL.replace("Mul(r{t}s, nb{t})", "Mul(r{t}s, na{t})").replace(
+                "Add(na{t}, p", "Add(nb{t}, p"
+            )
+            + _GRU_BLEND,
+            3,
+            steps=2,
+        ),
+    )
+    native = "GRU"
+
+    def step(self, reader: Reader, hidden: Value) -> _Step | None:
+        size = _width(reader, hidden)
+        node = reader.producer(hidden)
+        if size is None or node is None or node.op != "Add":
+            return None
+        for update, candidate, before in self._blends(reader, node):
+            z = _gate(reader, update, "Sigmoid", size)
+            inner = _argument(reader, candidate, "Tanh")
+            if z is None or inner is None:
+                continue
+            found = self._candidate(reader, inner, before, size)
+            if found is not None:
+                reset, of_input, of_hidden, after = found
+                gates = (z, reset, of_input + of_hidden)
+                kind = (after, of_hidden.biases if after else ())
+                return _Step(gates, kind, (before,), (hidden,))
+        return None
+
+    @staticmethod
+    def _blends(reader: Reader, node: Node) -> Iterator[tuple[Value, Value, Value]]:
+        """Readings of a sum as a blend: update gate, candidate, state before."""
+        for a, b in _both(node, "Add"):
+            # n + z * (h - n)
+            for update, difference in _both(reader.producer(a), "Mul"):
+                minus = reader.producer(difference)
+                if minus is not None and minus.op == "Sub" and minus.inputs[1] == b:
+                    yield update, b, minus.inputs[0]
+            # (1 - z) * n + z * h
+            for rest, candidate in _both(reader.producer(a), "Mul"):
+                minus = reader.producer(rest)
+                if minus is None or minus.op != "Sub" or not reader.is_const(minus.inputs[0]):
+                    continue
+                if reader.graph.leaves.uniform(minus.inputs[0]) != 1.0:
+                    continue
+                for update, before in _both(reader.producer(b), "Mul"):
+                    if update == minus.inputs[1]:
+                        yield update, candidate, before
+
+    @staticmethod
+    def _candidate(
+        reader: Reader, value: Value, before: Value, size: int
+    ) -> tuple[_Linear, _Linear, _Linear, bool] | None:
+        """Reset gate, products with the input and with the state, and whether the reset comes after the latter."""
+        for added, product in _both(reader.producer(value), "Add"):
+            for gate, projected in _both(reader.producer(product), "Mul"):
+                reset = _gate(reader, gate, "Sigmoid", size)
+                of_hidden = _linear(reader, projected, 0, size)
+                of_input = _linear(reader, added, 0, size)
+                if reset is None or of_hidden is None or of_input is None:
+                    continue
+                if {v for v, _ in of_hidden.terms} == {before}:
+                    return reset, of_input, of_hidden, True
+        whole = _linear(reader, value, 0, size)
+        if whole is None:
+            return None
+        for source, weight in whole.terms:
+            for gate, state in _both(reader.producer(source), "Mul"):
+                reset = _gate(reader, gate, "Sigmoid", size)
+                if reset is not None and state == before:
+                    rest = tuple(t for t in whole.terms if t[0] != source)
+                    return reset, _Linear(rest, whole.biases), _Linear(((before, weight),)), False
+        return None
+
+    def before(self, step: _Step) -> list[Value]:
+        return [step.states[0]]
+
+    def hidden_before(self, steps: Sequence[_Step], reader: Reader) -> Value | None:
+        return steps[0].states[0]
+
+    def last(self, reader: Reader, step: _Step) -> bool:
+        # In a next step the state is blended with a candidate, and multiplied by a matrix.
+        hidden = step.values[0]
+        return not (_users(reader, hidden, "Mul") or _users(reader, hidden, "Sub"))
+
+    def biases(self, op: Op, native: _Native, vals: dict[Value, Val]) -> Any:
+        _, of_hidden = native.kind
+        if not any(native.biases):
+            return None
+        candidate = list(native.biases[2])
+        for bias in of_hidden:
+            candidate.remove(bias)
+        own = [*native.biases[:2], tuple(candidate)]
+        rows = [self.bias(op, b, vals, native.size) for b in own]
+        rows.append(op.Expand(np.zeros(1, np.float32), [2 * native.size]))
+        rows.append(self.bias(op, of_hidden, vals, native.size))
+        return op.Unsqueeze(op.Concat(*rows, axis=0), [0])
+
+    def attributes(self, native: _Native) -> dict[str, Any]:
+        return {"linear_before_reset": 1} if native.kind[0] else {}
+
+
+# Why the two halves of a bias may change places.
+_SUM = "an RNN adds up its two biases"
+
+
+class FuseUnrolledRNN(_Unrolled):
+    """h' = tanh(W x_t + R h + b), step by step -> rnn(x, h);  Relu alike."""
+
+    anchors = ("Tanh", "Relu")
+    reads_from = ("Add", "Gemm", "MatMul")
+    examples = (
+        _unrolled("s{t} = Add(a{t}, b{t}) h{n} = Tanh(s{t})", 1),
+        _unrolled("h{n} = Relu(z{t})", 1, joined=True, steps=2),
+    )
+    near_misses = (_fed_back(examples[0]), _short(examples[0], "h0", "1,2"), _other_input(examples[0]))
+    survivors: ClassVar[Mapping[str, str]] = {
+        "swap 0 1 of Concat (call 12)": _SUM,
+        "swap 0 1 of Concat (call 13)": _SUM,
+    }
+    native = "RNN"
+
+    def step(self, reader: Reader, hidden: Value) -> _Step | None:
+        size = _width(reader, hidden)
+        node = reader.producer(hidden)
+        if size is None or node is None or node.op not in self.anchors:
+            return None
+        gate = _linear(reader, node.inputs[0], 0, size)
+        if gate is None or len(gate.terms) != 2:
+            return None
+        return _Step((gate,), (node.op,), (hidden,), (hidden,))
+
+    def last(self, reader: Reader, step: _Step) -> bool:
+        # In a next step the state is multiplied by a square matrix, as it may be by a layer behind.
+        kinds: set[str] = set()
+        for user in reader.users(step.values[0]):
+            if user.op in ("MatMul", "Gemm", "Concat"):
+                kinds.update(
+                    w.op for n in reader.users(user.outputs[0]) for w in (n, *reader.users(n.outputs[0]))
+                )
+                kinds.update(n.op for n in reader.users(user.outputs[0]))
+        return step.kind[0] not in kinds
+
+    def attributes(self, native: _Native) -> dict[str, Any]:
+        return {"activations": (native.kind[0],)} if native.kind[0] != "Tanh" else {}

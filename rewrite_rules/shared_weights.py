@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from rewrite_rules.examples import graphs
 from rewrite_rules.slices import Piece, piece
 from xrlflow.ir import ABSENT, FLOATS, Attrs, Dim, Node, Value
-from xrlflow.rewrite import AnyRule, Op, Reader, Refused, Region, RegionRule, Val, common_source, require
+from xrlflow.rewrite import Op, Reader, Refused, Region, RegionRule, Val, common_source, require
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,7 @@ class _Stack:
 _FEW_PARTS, _FEW_READERS = 8, 16
 
 
-class MergeSharedWeightProducts(RegionRule):
+class MergeSharedWeightProducts(RegionRule, family="shared_weights"):
     """x0@w, x1@w, ..., xn@w -> split([x0; x1; ...; xn] @ w), also for Gemm with one bias.
 
     The inputs must not depend on the products: they come from one tensor by operators that only move data (the
@@ -45,63 +46,49 @@ class MergeSharedWeightProducts(RegionRule):
 
     anchors = ("MatMul", "Gemm")
     dtypes = FLOATS
-    examples = (
-        "agraph (float[2,3,4] x, float[4,5] w) => (float[2,5] a, float[2,5] b) {"
-        " i = Constant<value_int=0>() j = Constant<value_int=1>() x0 = Gather<axis=1>(x, i) x1 = Gather<axis=1>(x, j)"
-        " a = MatMul(x0, w) b = MatMul(x1, w) }",
-        "agraph (float[N,2,4] x) => (float[N,2] a, float[N,2] b) <float[4,2] w = {1,2,3,4,5,6,7,8}> {"
-        " i = Constant<value_int=0>() j = Constant<value_int=1>() x0 = Gather<axis=1>(x, i) x1 = Gather<axis=1>(x, j)"
-        " a = MatMul(x0, w) b = MatMul(x1, w) }",
-        "agraph (float[2,N,4] x) => (float[N,2] a, float[N,2] b) <float[4,2] w = {1,2,3,4,5,6,7,8}> {"
-        " i = Constant<value_int=0>() j = Constant<value_int=1>() x0 = Gather<axis=0>(x, i) x1 = Gather<axis=0>(x, j)"
-        " a = MatMul(x0, w) b = MatMul(x1, w) }",
-        "agraph (float[2,4] x, float[3,4] z) => (float[2,5] a, float[3,5] b)"
-        " <float[5,4] w = {1,2,3,4,5,6,7,8,9,8,7,6,5,4,3,2,1,2,3,4}, float[5] c = {1,2,3,4,5}>"
-        " { a = Gemm<transB=1>(x, w, c) b = Gemm<transB=1>(z, w, c) }",
-        "agraph (float[2,6,4] x) => (float[2,2,3] a, float[2,4,3] b) <float[4,3] w = {1,2,3,4,5,6,7,8,9,8,7,6}, "
-        "int64[1] z = {0}, int64[1] i = {2}, int64[1] j = {6}, int64[1] l = {1}> "
-        "{ p = Slice(x, z, i, l) q = Slice(x, i, j, l) a = MatMul(p, w) b = MatMul(q, w) }",
-        "agraph (float[2,6,4] x) => (float[2,2,3] a, float[2,3,3] b) <float[4,3] w = {1,2,3,4,5,6,7,8,9,8,7,6}, "
-        "int64[1] z = {0}, int64[1] i = {2}, int64[1] k = {3}, int64[1] j = {6}, int64[1] l = {1}> "
-        "{ p = Slice(x, z, i, l) q = Slice(x, k, j, l) a = MatMul(p, w) b = MatMul(q, w) }",
-        "agraph (float[2,6,4] x) => (float[2,1,3] a, float[2,2,3] b, float[2,3,3] c) <float[4,3] w = "
-        "{1,2,3,4,5,6,7,8,9,8,7,6}, int64[3] k = {1,2,3}> "
-        "{ p, q, r = Split<axis=1>(x, k) a = MatMul(p, w) b = MatMul(q, w) c = MatMul(r, w) }",
-        "agraph (float[3,2,4] x) => (float[2,3] a, float[2,3] b) <float[4,3] w = {1,2,3,4,5,6,7,8,9,8,7,6}, int64 "
-        "i = {2}, int64 j = {0}> "
-        "{ p = Gather(x, i) q = Gather(x, j) a = MatMul(p, w) b = MatMul(q, w) }",
-        "agraph (float[2,5,4] x) => (float[2,3] a, float[2,3] b, float[2,3] c) <float[4,3] w = "
-        "{1,2,3,4,5,6,7,8,9,8,7,6}, int64 i = {1}, int64 j = {3}, int64 k = {2}> "
-        "{ p = Gather<axis=1>(x, i) q = Gather<axis=1>(x, j) r = Gather<axis=1>(x, k) a = MatMul(p, w) b = "
-        "MatMul(q, w) c = MatMul(r, w) }",
-        "agraph (float[2,N,5,4] x) => (float[2,N,3] a, float[2,N,3] b) <float[4,3] w = {1,2,3,4,5,6,7,8,9,8,7,6}, "
-        "int64 i = {1}, int64 j = {3}> "
-        "{ p = Gather<axis=2>(x, i) q = Gather<axis=2>(x, j) a = MatMul(p, w) b = MatMul(q, w) }",
-        "agraph (float[N,4] x, float[N,4] z) => (float[N,3] a, float[N,3] b) <float[4,3] w = "
-        "{1,2,3,4,5,6,7,8,9,8,7,6}> "
+    examples = graphs(
+        "(float[2,3,4] x, float[4,5] w) => (float[2,5] a, float[2,5] b) { x0 = Gather<axis=1>(x, 0) "
+        "x1 = Gather<axis=1>(x, 1) a = MatMul(x0, w) b = MatMul(x1, w) }",
+        "(float[N,2,4] x) => (float[N,2] a, float[N,2] b) <float[4,2] w = {1,2,3,4,5,6,7,8}> "
+        "{ x0 = Gather<axis=1>(x, 0) x1 = Gather<axis=1>(x, 1) a = MatMul(x0, w) b = MatMul(x1, w) }",
+        "(float[2,N,4] x) => (float[N,2] a, float[N,2] b) <float[4,2] w = {1,2,3,4,5,6,7,8}> "
+        "{ x0 = Gather<axis=0>(x, 0) x1 = Gather<axis=0>(x, 1) a = MatMul(x0, w) b = MatMul(x1, w) }",
+        "(float[2,4] x, float[3,4] z) => (float[2,5] a, float[3,5] b) "
+        "<float[5,4] w = {1,2,3,4,5,6,7,8,9,8,7,6,5,4,3,2,1,2,3,4}> { a = Gemm<transB=1>(x, w, [1.0, 2, 3, 4, 5]) "
+        "b = Gemm<transB=1>(z, w, [1.0, 2, 3, 4, 5]) }",
+        "(float[2,6,4] x) => (float[2,2,3] a, float[2,4,3] b) <float[4,3] w = {1,2,3,4,5,6,7,8,9,8,7,6}> "
+        "{ p = Slice(x, [0], [2], [1]) q = Slice(x, [2], [6], [1]) a = MatMul(p, w) b = MatMul(q, w) }",
+        "(float[2,6,4] x) => (float[2,2,3] a, float[2,3,3] b) <float[4,3] w = {1,2,3,4,5,6,7,8,9,8,7,6}> "
+        "{ p = Slice(x, [0], [2], [1]) q = Slice(x, [3], [6], [1]) a = MatMul(p, w) b = MatMul(q, w) }",
+        "(float[2,6,4] x) => (float[2,1,3] a, float[2,2,3] b, float[2,3,3] c) "
+        "<float[4,3] w = {1,2,3,4,5,6,7,8,9,8,7,6}> { p, q, r = Split<axis=1>(x, [1, 2, 3]) a = MatMul(p, w) "
+        "b = MatMul(q, w) c = MatMul(r, w) }",
+        "(float[3,2,4] x) => (float[2,3] a, float[2,3] b) <float[4,3] w = {1,2,3,4,5,6,7,8,9,8,7,6}> "
+        "{ p = Gather(x, 2) q = Gather(x, 0) a = MatMul(p, w) b = MatMul(q, w) }",
+        "(float[2,5,4] x) => (float[2,3] a, float[2,3] b, float[2,3] c) <float[4,3] w = {1,2,3,4,5,6,7,8,9,8,7,6}> "
+        "{ p = Gather<axis=1>(x, 1) q = Gather<axis=1>(x, 3) r = Gather<axis=1>(x, 2) a = MatMul(p, w) "
+        "b = MatMul(q, w) c = MatMul(r, w) }",
+        "(float[2,N,5,4] x) => (float[2,N,3] a, float[2,N,3] b) <float[4,3] w = {1,2,3,4,5,6,7,8,9,8,7,6}> "
+        "{ p = Gather<axis=2>(x, 1) q = Gather<axis=2>(x, 3) a = MatMul(p, w) b = MatMul(q, w) }",
+        "(float[N,4] x, float[N,4] z) => (float[N,3] a, float[N,3] b) <float[4,3] w = {1,2,3,4,5,6,7,8,9,8,7,6}> "
         "{ a = MatMul(x, w) b = MatMul(z, w) }",
-        "agraph (float[2,3,4] x, float[2,5,4] z) => (float[2,3,3] a, float[2,5,3] b) <float[4,3] w = "
-        "{1,2,3,4,5,6,7,8,9,8,7,6}> "
-        "{ a = MatMul(x, w) b = MatMul(z, w) }",
-        "agraph (float[2,8] x) => (float[2,3] a, float[2,3] b) <float[4,3] w = {1,2,3,4,5,6,7,8,9,8,7,6}, "
-        "int64[1] z = {0}, int64[1] i = {4}, int64[1] j = {8}, int64[1] l = {1}> { p = Slice(x, z, i, l) q "
-        "= Slice(x, i, j, l) a = MatMul(p, w) b = MatMul(q, w) }",
-        "agraph (float[2,6,4] x) => (float[2,1,3] a, float[2,1,3] b, float[2,2,3] c) <float[4,3] w = "
-        "{1,2,3,4,5,6,7,8,9,8,7,6}, int64[1] z = {0}, int64[1] i = {1}, int64[1] j = {2}, int64[1] k = "
-        "{3}, int64[1] n = {5}, int64[1] l = {1}> { p = Slice(x, z, i, l) q = Slice(x, i, j, l) r = "
-        "Slice(x, k, n, l) a = MatMul(p, w) b = MatMul(q, w) c = MatMul(r, w) }",
+        "(float[2,3,4] x, float[2,5,4] z) => (float[2,3,3] a, float[2,5,3] b) "
+        "<float[4,3] w = {1,2,3,4,5,6,7,8,9,8,7,6}> { a = MatMul(x, w) b = MatMul(z, w) }",
+        "(float[2,8] x) => (float[2,3] a, float[2,3] b) <float[4,3] w = {1,2,3,4,5,6,7,8,9,8,7,6}> "
+        "{ p = Slice(x, [0], [4], [1]) q = Slice(x, [4], [8], [1]) a = MatMul(p, w) b = MatMul(q, w) }",
+        "(float[2,6,4] x) => (float[2,1,3] a, float[2,1,3] b, float[2,2,3] c) "
+        "<float[4,3] w = {1,2,3,4,5,6,7,8,9,8,7,6}> { p = Slice(x, [0], [1], [1]) q = Slice(x, [1], [2], [1]) "
+        "r = Slice(x, [3], [5], [1]) a = MatMul(p, w) b = MatMul(q, w) c = MatMul(r, w) }",
     )
-    near_misses = (
-        "agraph (float[2,3] x) => (float[1,2] b) <float[3,2] w = {1,2,3,4,5,6}, int64[1] i = {0}>"
-        " { x0 = Gather(x, i) a = MatMul(x0, w) k = ArgMax<axis=1, keepdims=0>(a) x1 = Gather(x, k)"
-        " b = MatMul(x1, w) }",
-        "agraph (float[2,4] x, float[2,4] z) => (float[2,1] a, float[2,1] b)"
-        " <float[4,1] w = {1,2,3,4}, float[2,1] c = {1,2}> { a = Gemm(x, w, c) b = Gemm(z, w, c) }",
-        "agraph (float[N,4] x, float[M,4] z) => (float[N,3] a, float[M,3] b) <float[4,3] w = "
-        "{1,2,3,4,5,6,7,8,9,8,7,6}> "
+    near_misses = graphs(
+        "(float[2,3] x) => (float[1,2] b) <float[3,2] w = {1,2,3,4,5,6}> { x0 = Gather(x, [0]) a = MatMul(x0, w) "
+        "k = ArgMax<axis=1, keepdims=0>(a) x1 = Gather(x, k) b = MatMul(x1, w) }",
+        "(float[2,4] x, float[2,4] z) => (float[2,1] a, float[2,1] b) <float[4,1] w = {1,2,3,4}, "
+        "float[2,1] c = {1,2}> { a = Gemm(x, w, c) b = Gemm(z, w, c) }",
+        "(float[N,4] x, float[M,4] z) => (float[N,3] a, float[M,3] b) <float[4,3] w = {1,2,3,4,5,6,7,8,9,8,7,6}> "
         "{ a = MatMul(x, w) b = MatMul(z, w) }",
-        "agraph (float[2,4] x, float[2,2,4] z) => (float[2,3] a, float[2,2,3] b) <float[4,3] w = "
-        "{1,2,3,4,5,6,7,8,9,8,7,6}> { a = MatMul(x, w) b = MatMul(z, w) }",
+        "(float[2,4] x, float[2,2,4] z) => (float[2,3] a, float[2,2,3] b) "
+        "<float[4,3] w = {1,2,3,4,5,6,7,8,9,8,7,6}> { a = MatMul(x, w) b = MatMul(z, w) }",
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
@@ -279,6 +266,3 @@ def _origin(reader: Reader, value: Value) -> Value:
             break
         value = node.inputs[0]
     return ABSENT if value in reader.graph.inputs else value
-
-
-RULES: tuple[AnyRule, ...] = (MergeSharedWeightProducts(),)

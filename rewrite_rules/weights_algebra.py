@@ -8,25 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import accumulate
 from math import prod
 from typing import Any, ClassVar
 
 import numpy as np
 
-from rewrite_rules.axes import axis_of, fronts, ints_input, rank_of
-from rewrite_rules.constants import slice_constant
-from rewrite_rules.elementwise import UNARY, given, keeps_shape, made_by, read_once
-from rewrite_rules.linear import STATISTICS, flat
+from rewrite_rules.axes import axis_of, rank_of
+from rewrite_rules.elementwise import FLOAT, UNARY, WIDE, given, keeps_shape, made_by, read_once
+from rewrite_rules.examples import graphs
+from rewrite_rules.linear import flat
 from rewrite_rules.shapes import either
-from xrlflow.ir import ABSENT, FLOATS, Attrs, Dim, DType, Node, Value
+from xrlflow.ir import ABSENT, Attrs, Dim, DType, Node, Value
 from xrlflow.ops.tensors import numpy_dtype
-from xrlflow.rewrite import AnyRule, Captures, Op, Reader, Region, RegionRule, Rule, Val, require, worthwhile
-
-_WIDE = frozenset({DType.FLOAT, DType.DOUBLE})
+from xrlflow.rewrite import Captures, Op, Reader, Region, RegionRule, Rule, Val, require, worthwhile
 
 # What is computed once, when the model is written: at most so many multiplications, and so many bytes of a result.
 _WORK = 1 << 32
+
 _BYTES = 1 << 26
 
 
@@ -37,19 +35,25 @@ def _factor(reader: Reader, value: Value, beside: Value) -> bool:
     return single and keeps_shape(reader.type(beside).shape, type.shape)
 
 
+def _require_number(s: Val, x: Val) -> None:
+    """Refuse a scale of x that is more than one number, or to which x would broadcast."""
+    single = s.type.shape is not None and all(d == 1 for d in s.type.shape)
+    require(single and keeps_shape(x.type.shape, s.type.shape), "the scale is not one number")
+
+
 # Tables
 
 
-class PushGatherThroughMatMul(Rule):
+class PushGatherThroughMatMul(Rule, family="weights_algebra"):
     """table[i] @ w -> (table @ w)[i]  for a constant table and matrix, when the product is no large table."""
 
-    dtypes = _WIDE
+    dtypes = WIDE
     shapes = "t[v,d]:const i[...]:int w[d,n]:const"
 
     def source(self, op: Op, t: Any, i: Any, w: Any) -> Any:
         return op.MatMul(op.Gather(t, i), w)
 
-    def where(self, m: Captures, t: Val, i: Val, w: Val) -> None:
+    def where(self, t: Val, w: Val) -> None:
         rows, columns = t.size(0), w.size(1)
         worthwhile(rows * columns * t.dtype.bits // 8 <= _BYTES, "the table would be large")
         worthwhile(rows * columns * t.size(1) <= _WORK, "multiplying the table out would take long")
@@ -60,10 +64,11 @@ class PushGatherThroughMatMul(Rule):
 
 # A table that is cast is as well cast after the look-up, when it is small.
 _FUNCTIONS = tuple(op for op in UNARY if op != "Cast")
+
 _ALONG_ROWS = ("Softmax", "LayerNormalization", "RMSNormalization")
 
 
-class PushGatherThroughFunction(RegionRule):
+class PushGatherThroughFunction(RegionRule, family="weights_algebra"):
     """f(table[i], c) -> f(table, c)[i]  for f element by element, or along rows, and c constant.
 
     c is one number or one for each column; Softmax and the normalisations over the last axis count as functions along
@@ -72,23 +77,18 @@ class PushGatherThroughFunction(RegionRule):
 
     anchors = (*_FUNCTIONS, "Add", "Mul", "Sub", "Div", *_ALONG_ROWS)
     reads_from = ("Gather",)
-    dtypes = _WIDE
-    examples = (
-        "agraph (int64[N,5] i) => (float[N,5,2] y) <float[3,2] t = {1,2,3,4,5,6}> { g = Gather(t, i) y = "
-        "Tanh(g) }",
-        "agraph (int64[N,5] i) => (float[N,5,2] y) <float[3,2] t = {1,2,3,4,5,6}, float[2] c = {7,8}> "
-        "{ g = Gather(t, i) y = Add(c, g) }",
-        "agraph (int32[5] i) => (float[5,2] y) <float[3,2] t = {1,2,3,4,5,6}, float[1,2] c = {7,8}> "
-        "{ g = Gather(t, i) y = Div(g, c) }",
-        "agraph (int64[N,5] i) => (float[N,5,2] y) <float[3,2] t = {1,2,3,4,5,6}, float[2] s = {7,8}, "
-        "float[2] b = {2,1}> "
-        "{ g = Gather(t, i) y = LayerNormalization<epsilon=0.125>(g, s, b) }",
-        "agraph (int64[N,5] i) => (float[N,5,2] y) <float[3,2] t = {1,2,3,4,5,6}, float c = {0.5}> "
-        "{ g = Gather(t, i) y = Mul(g, c) }",
-        "agraph (int64[N] i) => (float[N,2] y) <float[3,2] t = {1,2,3,4,5,6}> { g = Gather(t, i) y = "
-        "Softmax(g) }",
-        "agraph (int64[5] i) => (float[5,2] y) { p = Constant<value_ints=[8388608,2]>() o = "
-        "Constant<value_float=0.5>() t = Expand(o, p) g = Gather(t, i) y = Tanh(g) }",
+    dtypes = WIDE
+    examples = graphs(
+        "(int64[N,5] i) => (float[N,5,2] y) <float[3,2] t = {1,2,3,4,5,6}> { g = Gather(t, i) y = Tanh(g) }",
+        "(int64[N,5] i) => (float[N,5,2] y) <float[3,2] t = {1,2,3,4,5,6}> { g = Gather(t, i) y = Add([7.0, 8], g) }",
+        "(int32[5] i) => (float[5,2] y) <float[3,2] t = {1,2,3,4,5,6}, float[1,2] c = {7,8}> { g = Gather(t, i) "
+        "y = Div(g, c) }",
+        "(int64[N,5] i) => (float[N,5,2] y) <float[3,2] t = {1,2,3,4,5,6}> { g = Gather(t, i) "
+        "y = LayerNormalization<epsilon=0.125>(g, [7.0, 8], [2.0, 1]) }",
+        "(int64[N,5] i) => (float[N,5,2] y) <float[3,2] t = {1,2,3,4,5,6}> { g = Gather(t, i) y = Mul(g, 0.5) }",
+        "(int64[N] i) => (float[N,2] y) <float[3,2] t = {1,2,3,4,5,6}> { g = Gather(t, i) y = Softmax(g) }",
+        "(int64[5] i) => (float[5,2] y) { p = Constant<value_ints=[8388608,2]>() o = Constant<value_float=0.5>() "
+        "t = Expand(o, p) g = Gather(t, i) y = Tanh(g) }",
     )
     near_misses = (
         "agraph (float[N,2] x, int64 i) => (float[N,2] y) <float[3,2] t = {1,2,3,4,5,6}> "
@@ -140,73 +140,59 @@ class PushGatherThroughFunction(RegionRule):
         return op.Gather(op[name](*operands, attrs=attrs), index, attrs=gather)
 
 
-class ReplaceOneHotByGather(RegionRule):
+class ReplaceOneHotByGather(Rule, family="weights_algebra"):
     """cast(i = [0, 1, ..., n-1]) @ w -> [w; 0][i]  for integers i and a constant matrix w of n rows.
 
     An i out of range gives zeros: it is sent to a row of zeros behind the last.
     """
 
-    anchors = ("MatMul",)
-    reads_from = ("Cast",)
-    dtypes = _WIDE
+    dtypes = WIDE
+    shapes = "i[...] r[...]:const w[...]:const"
     survivors: ClassVar[Mapping[str, str]] = {
         "number 1 0 of Less (call 4)": "the first index out of range is that of the zeros anyway"
     }
     examples = (
         "agraph (int64[N,5,1] i) => (float[N,5,2] y) <int64[3] r = {0,1,2}, float[3,2] w = {1,2,3,4,5,6}> "
         "{ e = Equal(i, r) h = Cast<to=1>(e) y = MatMul(h, w) }",
-        "agraph (int32[4,1] i) => (float[4,2] y) <int32[1,4] r = {0,1,2,3}, float[4,2] w = "
-        "{1,2,3,4,5,6,7,8}> "
+        "agraph (int32[4,1] i) => (float[4,2] y) <int32[1,4] r = {0,1,2,3}, float[4,2] w = {1,2,3,4,5,6,7,8}> "
         "{ e = Equal(r, i) h = Cast<to=1>(e) y = MatMul(h, w) }",
     )
-    near_misses = (
-        "agraph (int64[N,1] i) => (float[N] y) <int64[3] r = {0,1,2}, float[3] w = {1,2,3}> "
-        "{ e = Equal(i, r) h = Cast<to=1>(e) y = MatMul(h, w) }",
-        "agraph (float[N,1] i) => (float[N,2] y) <float[3] r = {0,1,2}, float[3,2] w = {1,2,3,4,5,6}> "
-        "{ e = Equal(i, r) h = Cast<to=1>(e) y = MatMul(h, w) }",
-        "agraph (int64[2,1] i) => (float[2,2] y) <int64[2,3] r = {0,1,2,0,1,2}, float[3,2] w = {1,2,3,4,5,6}> "
+    near_misses = graphs(
+        "(int64[N,1] i) => (float[N] y) { e = Equal(i, [0, 1, 2]) h = Cast<to=1>(e) y = MatMul(h, [1.0, 2, 3]) }",
+        "(float[N,1] i) => (float[N,2] y) <float[3,2] w = {1,2,3,4,5,6}> { e = Equal(i, [0.0, 1, 2]) "
+        "h = Cast<to=1>(e) y = MatMul(h, w) }",
+        "(int64[2,1] i) => (float[2,2] y) <int64[2,3] r = {0,1,2,0,1,2}, float[3,2] w = {1,2,3,4,5,6}> "
         "{ e = Equal(i, r) h = Cast<to=1>(e) y = MatMul(h, w) }",
     )
 
-    def find(self, reader: Reader, node: Node) -> Region | None:
-        hot, w = node.inputs
-        cast = made_by(reader, hot, "Cast")
-        equal = None if cast is None else made_by(reader, cast.inputs[0], "Equal")
-        if cast is None or equal is None or not reader.is_const(w):
-            return None
-        rows = reader.val(w).size(0)
-        require(reader.val(w).rank == 2, "the weight is no matrix")
-        for index, counted in (equal.inputs, equal.inputs[::-1]):
-            if not reader.is_const(counted):
-                continue
-            numbers, i = reader.val(counted), reader.val(index)
-            require(i.dtype in (DType.INT32, DType.INT64), "the index is no integer")
-            require(
-                i.rank >= 2 and i.shape[-1] == 1 and numbers.rank <= i.rank, "the index is not one number"
-            )
-            # There are as many in the last dimension as w has rows, or the product would be none.
-            require(numbers.ints == tuple(range(rows)), "the numbers are not those of the rows, from 0")
-            worthwhile(read_once(reader, hot) and read_once(reader, cast.inputs[0]), "it is read elsewhere")
-            return Region(node.outputs, (index, w), (node, cast, equal))
-        return None
+    def source(self, op: Op, i: Any, r: Any, w: Any) -> Any:
+        equal = op.Equal(i, r)
+        return op.MatMul(op.either(*(op.Cast(equal, to=int(t)) for t in sorted(WIDE))), w)
 
-    def target(self, op: Op, region: Region, index: Val, w: Val) -> Any:
+    def where(self, i: Val, r: Val, w: Val) -> None:
+        require(w.rank == 2, "the weight is no matrix")
+        require(i.dtype in (DType.INT32, DType.INT64), "the index is no integer")
+        require(i.rank >= 2 and i.shape[-1] == 1 and r.rank <= i.rank, "the index is not one number")
+        # There are as many in the last dimension as w has rows, or the product would be none.
+        require(r.ints == tuple(range(w.size(0))), "the numbers are not those of the rows, from 0")
+
+    def target(self, op: Op, i: Val, w: Val) -> Any:
         rows, columns = w.sizes
         zeros = op.Expand(np.zeros((1, 1), numpy_dtype(w.dtype)), [1, columns])
         table = op.Concat(w, zeros, axis=0)
-        i = op.Squeeze(index, [-1])
-        known = op.And(op.GreaterOrEqual(i, 0), op.Less(i, rows))
-        return op.Gather(table, op.Where(known, i, op.Cast(np.array(rows), to=int(index.dtype))))
+        index = op.Squeeze(i, [-1])
+        known = op.And(op.GreaterOrEqual(index, 0), op.Less(index, rows))
+        return op.Gather(table, op.Where(known, index, op.Cast(np.array(rows), to=int(i.dtype))))
 
 
 # Two linear layers in a row
 
 
-class FoldGemmIntoGemm(Rule):
+class FoldGemmIntoGemm(Rule, family="weights_algebra"):
     """gemm(gemm(x, v, b), w, c) -> gemm(x, v w, b w + c)  for constant weights."""
 
     spreads = True
-    dtypes = _WIDE
+    dtypes = WIDE
     optional = ("b", "c")
     shapes = either(
         "x[a,k]",
@@ -219,7 +205,7 @@ class FoldGemmIntoGemm(Rule):
     def source(self, op: Op, x: Any, v: Any, b: Any, w: Any, c: Any) -> Any:
         return op.Gemm(op.Gemm(x, v, b, transB="t"), w, c, transB="u")
 
-    def where(self, m: Captures, x: Val, v: Val, b: Val | None, w: Val, c: Val | None) -> None:
+    def where(self, v: Val, w: Val) -> None:
         require(prod(v.sizes) > 0, "a sum is one of nothing")
         worthwhile(prod(v.sizes) * max(w.sizes) <= _WORK, "it would take long")
 
@@ -233,212 +219,59 @@ class FoldGemmIntoGemm(Rule):
         return op.Gemm(x, op.MatMul(first, second), bias)
 
 
-# The affine part of a normalisation
-
-
-@dataclass(frozen=True, slots=True)
-class _Affine:
-    """A normalisation and its readers: operators and attributes, whether there is a shift, whether each has a bias."""
-
-    op: str
-    attrs: Attrs
-    shifted: bool
-    readers: tuple[tuple[str, Attrs, bool], ...]
-
-
-class FoldAffineIntoReaders(RegionRule):
-    """layernorm(x, s, b) @ w -> layernorm(x, 1) @ (s^T * w) + b @ w  for all readers, MatMul or Gemm.
-
-    RMSNormalization alike. The normalisations of one tensor become one, and the shift meets the reader's bias.
-    """
-
-    anchors = ("LayerNormalization", "RMSNormalization")
-    dtypes = frozenset({DType.FLOAT})
-    examples = (
-        "agraph (float[N,5,2] x) => (float[N,5,3] y, float[N,5,1] z) <float[2] s = {1,2}, float[2] b = "
-        "{3,4}, "
-        "float[2,3] w = {1,2,3,4,5,6}, float[2,1] v = {7,8}> "
-        "{ n = LayerNormalization(x, s, b) y = MatMul(n, w) z = MatMul(n, v) }",
-        "agraph (float[5,2] x) => (float[5,3] y) <float[2] s = {1,2}, float[2] b = {3,4}, "
-        "float[3,2] w = {1,2,3,4,5,6}, float[3] c = {1,-1,2}> "
-        "{ n = LayerNormalization<epsilon=0.125>(x, s, b) y = Gemm<transB=1, alpha=0.5, beta=2.0>(n, w, c) }",
-        "agraph (float[N,5,2] x) => (float[N,5,3] y) <float[2] s = {1,2}, float[2,3] w = {1,2,3,4,5,6}> "
-        "{ n = RMSNormalization(x, s) y = MatMul(n, w) }",
-        "agraph (float[5,2] x) => (float[5,3] y) <float[2] s = {1,2}, float[2] b = {3,4}, float[2,3] w = "
-        "{1,2,3,4,5,6}> "
-        "{ n = LayerNormalization(x, s, b) y = Gemm(n, w) }",
-        "agraph (float[5,2] x) => (float[5,3] y) <float[2] s = {2,2}, float[2,3] w = {1,2,3,4,5,6}> { n = "
-        "RMSNormalization(x, s) y = MatMul(n, w) }",
-    )
-    near_misses = (
-        "agraph (float[2,2] x, float[2,2] z) => (float[2,2] y) <float[2] s = {1,2}, float[2] b = {3,4}, "
-        "float[2,2] w = {1,2,3,4}> { n = LayerNormalization(x, s, b) y = Gemm(z, w, n) }",
-        examples[0].replace("float[2] b = {3,4}", "float[1] b = {3}"),
-        "agraph (float[5,2] x) => (float[5,3] y, float[5,1] u) <float[2] s = {1,2}, float[2] b = {3,4}, "
-        "float[2,3] w = {1,2,3,4,5,6}> { n, u = LayerNormalization(x, s, b) y = MatMul(n, w) }",
-        "agraph (float[5,2] x) => (float[5,3] y) <float[2] s = {1,1}, float[2,3] w = {1,2,3,4,5,6}> { n = "
-        "RMSNormalization(x, s) y = MatMul(n, w) }",
-    )
-
-    def find(self, reader: Reader, node: Node) -> Region | None:
-        out = node.outputs[0]
-        if len(node.outputs) > 1 or reader.is_output(out):
-            return None
-        users = reader.users(out)
-        if not users or any(u.op not in ("MatMul", "Gemm") for u in users):
-            return None
-        x, scale, *rest = node.inputs
-        shifts = [v for v in rest if v != ABSENT]
-        rank = rank_of(reader, x)
-        worthwhile(axis_of(node, rank, -1) == rank - 1, "the axis is not the last")
-        parameters = [scale, *shifts]
-        worthwhile(all(reader.is_const(v) for v in parameters), "the scale or the shift is not constant")
-        sizes = {reader.val(v).sizes for v in parameters}
-        require(len(sizes) == 1 and len(next(iter(sizes))) == 1, "it is not one number per column")
-        worthwhile(shifts or reader.val(scale).uniform != 1, "there is nothing to fold")
-        inputs = [x, *parameters]
-        forms = []
-        for user in users:
-            y, w, *more = user.inputs
-            require(y == out and w != out and out not in more, "a reader has it as a weight or a bias")
-            require(not user.attrs.get("transA"), "a reader transposes it")
-            require(reader.is_const(w) and reader.val(w).rank == 2, "a reader has no constant matrix")
-            biases = [v for v in more if v != ABSENT]
-            inputs += [w, *biases]
-            forms.append((user.op, user.attrs, bool(biases)))
-        data = _Affine(node.op, node.attrs, bool(shifts), tuple(forms))
-        return Region(tuple(u.outputs[0] for u in users), tuple(inputs), (node, *users), data)
-
-    def target(self, op: Op, region: Region, x: Val, scale: Val, *given: Val) -> Any:
-        affine: _Affine = region.data
-        rest = list(given)
-        shift = rest.pop(0) if affine.shifted else None
-        ones = op.Expand(np.ones(1, numpy_dtype(scale.dtype)), list(scale.sizes))
-        normal = op[affine.op](x, ones, attrs=affine.attrs)
-        results = []
-        for name, attrs, biased in affine.readers:
-            w = rest.pop(0)
-            bias: Any = rest.pop(0) if biased else None
-            transposed = bool(attrs.get("transB"))
-            weight = op.Mul(w, op.Reshape(scale, [1, -1] if transposed else [-1, 1]))
-            moved = None
-            if shift is not None:
-                moved = op.MatMul(shift, op.Transpose(w) if transposed else w)
-            if name == "MatMul":
-                y = op.MatMul(normal, weight)
-                results.append(y if moved is None else op.Add(y, moved))
-                continue
-            if moved is None:
-                results.append(op.Gemm(normal, weight, bias, attrs=attrs))
-                continue
-            alpha, beta = attrs.get("alpha", 1.0), attrs.get("beta", 1.0)
-            moved = op.Mul(moved, alpha)
-            if bias is not None:
-                moved = op.Add(moved, bias if beta == 1.0 else op.Mul(bias, beta))
-            results.append(op.Gemm(normal, weight, moved, attrs=attrs, beta=None))
-        return results
-
-
-class FoldScaleIntoNormalization(Rule):
-    """layernorm(x, g, b) * s -> layernorm(x, g * s, b * s)  with s constant, one number or one per column."""
-
-    dtypes = _WIDE
-    optional = ("b",)
-    shapes = either("x[...,d] g[d]:const b[d]:const", ("s[d]:const", "s[]:const", "s[1]:const"))
-
-    def source(self, op: Op, x: Any, g: Any, b: Any, s: Any) -> Any:
-        return op.Mul(op.LayerNormalization(x, g, b, attrs="a"), s)
-
-    def target(self, op: Op, m: Captures, x: Val, g: Val, b: Val | None, s: Val) -> Any:
-        return op.LayerNormalization(x, op.Mul(g, s), None if b is None else op.Mul(b, s), attrs=m.a)
-
-
-class FoldBiasIntoNormalization(Rule):
-    """layernorm(x, g, b) + c -> layernorm(x, g, b + c)  with c constant, one number or one per column."""
-
-    dtypes = _WIDE
-    optional = ("b",)
-    shapes = either("x[...,d] g[d]:const b[d]:const", ("c[d]:const", "c[]:const", "c[1]:const"))
-
-    def source(self, op: Op, x: Any, g: Any, b: Any, c: Any) -> Any:
-        return op.Add(op.LayerNormalization(x, g, b, attrs="a"), c)
-
-    def target(self, op: Op, m: Captures, x: Val, g: Val, b: Val | None, c: Val) -> Any:
-        shift = op.Add(b, c) if b is not None else op.Expand(flat(op, c), list(g.sizes))
-        return op.LayerNormalization(x, g, shift, attrs=m.a)
-
-
 # Factors moved towards constants
 
 
-class MoveScaleIntoMatMul(RegionRule):
+class MoveScaleIntoMatMul(Rule, family="weights_algebra"):
     """(x @ y) * s -> (x * s) @ y  with s a constant number, and neither x nor y constant.
 
     As the scale of attention's scores into the query, from where it goes into the query's weights.
     """
 
-    anchors = ("Mul",)
-    reads_from = ("MatMul",)
-    dtypes = _WIDE
-    examples = (
-        "agraph (float[N,3,4] x, float[N,4,5] z) => (float[N,3,5] y) <float s = {0.5}> { p = MatMul(x, z) y "
-        "= Mul(p, s) }",
-        "agraph (float[3,4] x, float[N,4,5] z) => (float[N,3,5] y) <float[1] s = {3}> { p = MatMul(x, z) y "
-        "= Mul(s, p) }",
+    dtypes = WIDE
+    shapes = "x[...,m,k] y[...,k,n] s[...]:const"
+    examples = graphs(
+        "(float[N,3,4] x, float[N,4,5] z) => (float[N,3,5] y) { p = MatMul(x, z) y = Mul(p, 0.5) }",
+        "(float[3,4] x, float[N,4,5] z) => (float[N,3,5] y) { p = MatMul(x, z) y = Mul([3.0], p) }",
     )
-    near_misses = (
-        "agraph (float[4] x, float[3,4,5] z) => (float[3,5] y) <float[1,1] s = {0.5}> { p = MatMul(x, z) y "
-        "= Mul(p, s) }",
-        "agraph (float[3,4] x, float[4,5] z, float s) => (float[3,5] y) { p = MatMul(x, z) y = Mul(p, s) }",
+    near_misses = graphs(
+        "(float[4] x, float[3,4,5] z) => (float[3,5] y) <float[1,1] s = {0.5}> { p = MatMul(x, z) y = Mul(p, s) }",
+        "(float[3,4] x, float[4,5] z, float s) => (float[3,5] y) { p = MatMul(x, z) y = Mul(p, s) }",
     )
 
-    def find(self, reader: Reader, node: Node) -> Region | None:
-        for value, s in (node.inputs, node.inputs[::-1]):
-            product = made_by(reader, value, "MatMul")
-            if product is None:
-                continue
-            x, y = product.inputs
-            if not _factor(reader, s, value) or not _factor(reader, s, x):
-                continue
-            worthwhile(not reader.is_const(x) and not reader.is_const(y), "a factor is constant")
-            worthwhile(read_once(reader, value), "the product is read elsewhere")
-            return Region(node.outputs, (x, y, s), (node, product))
-        return None
+    def source(self, op: Op, x: Any, y: Any, s: Any) -> Any:
+        return op.Mul(op.MatMul(x, y), s)
 
-    def target(self, op: Op, region: Region, x: Val, y: Val, s: Val) -> Any:
+    def where(self, x: Val, y: Val, s: Val) -> None:
+        _require_number(s, x)
+        worthwhile(not x.const and not y.const, "a factor is constant")
+
+    def target(self, op: Op, x: Val, y: Val, s: Val) -> Any:
         return op.MatMul(op.Mul(x, s), y)
 
 
-class MoveScaleOutOfMatMul(RegionRule):
+class MoveScaleOutOfMatMul(Rule, family="weights_algebra"):
     """(x * s) @ y -> (x @ y) * s  with s a constant number, and neither x nor y constant;  x @ (y * s) alike."""
 
-    anchors = ("MatMul",)
-    reads_from = ("Mul",)
-    dtypes = _WIDE
-    examples = (
-        "agraph (float[N,3,4] x, float[N,4,5] z) => (float[N,3,5] y) <float s = {0.5}> { p = Mul(x, s) y = "
-        "MatMul(p, z) }",
-        "agraph (float[N,3,4] x, float[4,5] z) => (float[N,3,5] y) <float[1] s = {3}> { p = Mul(s, z) y = "
-        "MatMul(x, p) }",
+    dtypes = WIDE
+    shapes = "x[...,m,k] y[...,k,n] s[...]:const"
+    examples = graphs(
+        "(float[N,3,4] x, float[N,4,5] z) => (float[N,3,5] y) { p = Mul(x, 0.5) y = MatMul(p, z) }",
+        "(float[N,3,4] x, float[4,5] z) => (float[N,3,5] y) { p = Mul([3.0], z) y = MatMul(x, p) }",
     )
 
-    def find(self, reader: Reader, node: Node) -> Region | None:
-        for place, value in enumerate(node.inputs):
-            mul = made_by(reader, value, "Mul")
-            for x, s in () if mul is None else (mul.inputs, mul.inputs[::-1]):
-                if mul is None or not _factor(reader, s, x) or not _factor(reader, s, node.outputs[0]):
-                    continue
-                worthwhile(not any(reader.is_const(v) for v in node.inputs), "a factor is constant")
-                worthwhile(read_once(reader, value), "the product is read elsewhere")
-                inputs = (*node.inputs[:place], x, *node.inputs[place + 1 :], s)
-                return Region(node.outputs, inputs, (node, mul))
-        return None
+    def source(self, op: Op, x: Any, y: Any, s: Any) -> Any:
+        return op.either(op.MatMul(op.Mul(x, s), y), op.MatMul(x, op.Mul(y, s)), name="right")
 
-    def target(self, op: Op, region: Region, x: Val, y: Val, s: Val) -> Any:
+    def where(self, m: Captures, x: Val, y: Val, s: Val) -> None:
+        _require_number(s, y if m.right else x)
+        worthwhile(not x.const and not y.const, "a factor is constant")
+
+    def target(self, op: Op, x: Val, y: Val, s: Val) -> Any:
         return op.Mul(op.MatMul(x, y), s)
 
 
-class FoldScaleOfPartIntoMatMul(RegionRule):
+class FoldScaleOfPartIntoMatMul(RegionRule, family="weights_algebra"):
     """split(x @ w + b)[i] * s -> split(x @ (w * f) + b * f)[i]  with f = [1, ..., s, ..., 1]  and constant s, w, b.
 
     As the scale of the queries, when queries, keys and values come from one product. Gemm alike.
@@ -446,26 +279,20 @@ class FoldScaleOfPartIntoMatMul(RegionRule):
 
     anchors = ("Mul",)
     reads_from = ("Split",)
-    dtypes = frozenset({DType.FLOAT})
-    examples = (
-        "agraph (float[N,3,2] x) => (float[N,3,2] y, float[N,3,1] b) <float[2,3] w = {1,2,3,4,5,6}, float s "
-        "= {0.5}, "
-        "int64[2] z = {2,1}> { p = MatMul(x, w) a, b = Split<axis=-1>(p, z) y = Mul(a, s) }",
-        "agraph (float[5,2] x) => (float[5,1] a, float[5,2] y) <float[2,3] w = {1,2,3,4,5,6}, float[3] c = "
-        "{1,2,3}, "
-        "float[1] s = {0.5}, int64[2] z = {1,2}> { p = MatMul(x, w) q = Add(p, c) a, b = Split<axis=1>(q, "
-        "z) y = Mul(s, b) }",
-        "agraph (float[5,2] x) => (float[5,1] a, float[5,2] y) <float[3,2] w = {1,2,3,4,5,6}, float[3] c = "
-        "{1,2,3}, "
-        "float s = {3}, int64[2] z = {1,2}> "
-        "{ q = Gemm<transB=1, beta=0.5>(x, w, c) a, b = Split<axis=1>(q, z) y = Mul(b, s) }",
+    dtypes = FLOAT
+    examples = graphs(
+        "(float[N,3,2] x) => (float[N,3,2] y, float[N,3,1] b) <float[2,3] w = {1,2,3,4,5,6}> { p = MatMul(x, w) "
+        "a, b = Split<axis=-1>(p, [2, 1]) y = Mul(a, 0.5) }",
+        "(float[5,2] x) => (float[5,1] a, float[5,2] y) <float[2,3] w = {1,2,3,4,5,6}> { p = MatMul(x, w) "
+        "q = Add(p, [1.0, 2, 3]) a, b = Split<axis=1>(q, [1, 2]) y = Mul([0.5], b) }",
+        "(float[5,2] x) => (float[5,1] a, float[5,2] y) <float[3,2] w = {1,2,3,4,5,6}> "
+        "{ q = Gemm<transB=1, beta=0.5>(x, w, [1.0, 2, 3]) a, b = Split<axis=1>(q, [1, 2]) y = Mul(b, 3.0) }",
     )
-    near_misses = (
-        "agraph (float[2,3,2] x) => (float[2,2] y, float[2,1] b) <float[2] w = {1,2}, float s = {0.5}, "
-        "int64[2] z = {2,1}> { p = MatMul(x, w) a, b = Split<axis=-1>(p, z) y = Mul(a, s) }",
-        "agraph (float[5,2] x, float[3] c) => (float[5,1] a, float[5,2] y) <float[3,2] w = {1,2,3,4,5,6}, "
-        "float s = {3}, int64[2] z = {1,2}> { q = Gemm<transB=1>(x, w, c) a, b = Split<axis=1>(q, z) y = "
-        "Mul(b, s) }",
+    near_misses = graphs(
+        "(float[2,3,2] x) => (float[2,2] y, float[2,1] b) { p = MatMul(x, [1.0, 2]) a, b "
+        "= Split<axis=-1>(p, [2, 1]) y = Mul(a, 0.5) }",
+        "(float[5,2] x, float[3] c) => (float[5,1] a, float[5,2] y) <float[3,2] w = {1,2,3,4,5,6}> "
+        "{ q = Gemm<transB=1>(x, w, c) a, b = Split<axis=1>(q, [1, 2]) y = Mul(b, 3.0) }",
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
@@ -525,263 +352,3 @@ class _Part:
     attrs: Attrs
     constants: int
     biases: int
-
-
-_MEANS = ("ReduceMean", "ReduceSum", "GlobalAveragePool", "AveragePool")
-
-
-class MoveConstantBehindMean(RegionRule):
-    """mean(x * c) -> mean(x) * c,  mean(x + c) -> mean(x) + c  with c constant, the same along what is averaged.
-
-    ReduceMean, GlobalAveragePool and AveragePool (which may not count what it pads); for the product ReduceSum too.
-    """
-
-    anchors = _MEANS
-    reads_from = ("Mul", "Add")
-    dtypes = _WIDE
-    examples = (
-        "agraph (float[N,2,3,4] x) => (float[N,2,1,1] y) <float[2,1,1] c = {2,3}> { m = Mul(x, c) y = "
-        "GlobalAveragePool(m) }",
-        "agraph (float[N,2,3,4] x) => (float[N,2,2,3] y) <float[1,2,1,1] c = {2,3}> "
-        "{ m = Add(c, x) y = AveragePool<kernel_shape=[2,2]>(m) }",
-        "agraph (float[N,2,3] x) => (float[N,3] y) <int64[1] i = {1}, float[3] c = {2,3,4}> "
-        "{ m = Add(x, c) y = ReduceMean<keepdims=0>(m, i) }",
-        "agraph (float[N,2,3] x) => (float[N,2,1] y) <int64[1] i = {-1}, float[2,1] c = {2,3}> "
-        "{ m = Mul(x, c) y = ReduceSum(m, i) }",
-        "agraph (float[N,2,3] x) => (float[N,2,1] y) <int64[1] i = {2}, float[2,1] c = {2,3}> "
-        "{ m = Add(x, c) y = ReduceMean(m, i) }",
-        "agraph (float[N,2,3] x) => (float[N,2,1] y) <float[2,1] c = {2,3}> { m = Add(x, c) y = "
-        "GlobalAveragePool(m) }",
-        "agraph (float[2,3,4] x) => (float[2,4] y) <int64[1] i = {1}, float[2,1,4] c = {1,2,3,4,5,6,7,8}> "
-        "{ m = Mul(x, c) y = ReduceMean<keepdims=0>(m, i) }",
-        "agraph (float[N,2,0] x) => (float[N,0] y) <int64[1] i = {1}, float[0] c = {}> "
-        "{ m = Mul(x, c) y = ReduceMean<keepdims=0>(m, i) }",
-        "agraph (float[N,2,4] x) => (float[N,2,P] y) <float[2,1] c = {2,3}> { m = Add(c, x) y = "
-        "AveragePool<kernel_shape=[2], count_include_pad=1>(m) }",
-        "agraph (float[2,3,4] x) => (float[3,4] y) <int64[1] i = {0}, float[1,1,4] c = {1,2,3,4}> { m = "
-        "Mul(x, c) y = ReduceMean<keepdims=0>(m, i) }",
-    )
-    near_misses = (
-        "agraph (float[N,2,3] x) => (float[N,2,4] y) <float[2,1] c = {2,3}> "
-        "{ m = Add(c, x) y = AveragePool<kernel_shape=[2], pads=[1,1], count_include_pad=1>(m) }",
-        "agraph (float[3] x) => (float[3] y) <int64[1] i = {0}, float[1,1] c = {2}> "
-        "{ m = Mul(x, c) y = ReduceMean<keepdims=0>(m, i) }",
-        "agraph (float[N,2,4] x) => (float[N,2,P] y) <float[2,1] c = {2,3}> { m = Add(c, x) y = "
-        "AveragePool<kernel_shape=[2], strides=[3], ceil_mode=1, count_include_pad=1>(m) }",
-    )
-
-    def find(self, reader: Reader, node: Node) -> Region | None:
-        inner = made_by(reader, node.inputs[0], "Mul", "Add")
-        if inner is None or (inner.op == "Add" and node.op == "ReduceSum"):
-            return None
-        for x, c in (inner.inputs, inner.inputs[::-1]):
-            if not reader.is_const(c) or reader.is_const(x):
-                continue
-            rank = rank_of(reader, x)
-            shape = reader.val(c).sizes
-            require(len(shape) <= rank, "the constant adds a dimension")
-            axes = self._axes(reader, node, rank)
-            lead = rank - len(shape)
-            aligned = (1,) * lead + shape
-            require(all(aligned[a] == 1 for a in axes), "the constant differs along what is averaged")
-            if node.op == "AveragePool" and inner.op == "Add":
-                padded = "pads" in node.attrs or "auto_pad" in node.attrs or "ceil_mode" in node.attrs
-                require(not padded or not node.attrs.get("count_include_pad"), "what is padded is counted")
-            worthwhile(read_once(reader, node.inputs[0]), "it is read elsewhere")
-            kept = node.attrs.get("keepdims", 1)
-            gone = [] if kept else [a - lead for a in axes if a >= lead]
-            rest = tuple(v for v in node.inputs[1:] if v != ABSENT)
-            data = (inner.op, node.op, node.attrs, gone)
-            return Region(node.outputs, (x, c, *rest), (node, inner), data)
-        return None
-
-    @staticmethod
-    def _axes(reader: Reader, node: Node, rank: int) -> tuple[int, ...]:
-        """What is averaged over."""
-        if not node.op.startswith("Reduce"):
-            return tuple(range(2, rank))
-        axes = ints_input(reader, node, 1)
-        if not axes:
-            return () if node.attrs.get("noop_with_empty_axes") else tuple(range(rank))
-        return fronts(axes, rank)
-
-    def target(self, op: Op, region: Region, x: Val, c: Val, *rest: Val) -> Any:
-        name, mean, attrs, gone = region.data
-        return op[name](op[mean](x, *rest, attrs=attrs), op.Squeeze(c, gone) if gone else c)
-
-
-class MergeConstantsOfSum(Rule):
-    """(x + c) + (y + d) -> (x + y) + (c + d)  with c and d constant."""
-
-    dtypes = FLOATS | {DType.INT32, DType.INT64}
-    shapes = "x[...] c[...]:const y[...] d[...]:const"
-
-    def source(self, op: Op, x: Any, c: Any, y: Any, d: Any) -> Any:
-        return op.Add(op.Add(x, c), op.Add(y, d))
-
-    def where(self, m: Captures, x: Val, c: Val, y: Val, d: Val) -> None:
-        worthwhile(np.broadcast_shapes(c.sizes, d.sizes) in (c.sizes, d.sizes), "together they are larger")
-
-    def target(self, op: Op, x: Val, c: Val, y: Val, d: Val) -> Any:
-        return op.Add(op.Add(x, y), op.Add(c, d))
-
-
-# BatchNormalization
-
-_STATISTICS = "scale[{0}]:const shift[{0}]:const mean[{0}]:const var[{0}]:const"
-
-
-def _require_deviation(var: Val, epsilon: float) -> None:
-    """Refuse variances that cannot be divided by, where they can be read. (Of a negative one both sides are NaN.)"""
-    numbers = var.array_or_none
-    require(numbers is None or bool(np.all(numbers + epsilon != 0)), "a variance cannot be divided by")
-
-
-def _factor_and_shift(op: Op, scale: Val, shift: Val, mean: Val, var: Val, epsilon: float) -> tuple[Any, Any]:
-    """A BatchNormalization as a factor and a shift for each channel."""
-    factor = op.Div(scale, op.Sqrt(op.Add(var, epsilon)))
-    return factor, op.Sub(shift, op.Mul(mean, factor))
-
-
-class SplitBatchNormalization(Rule):
-    """batch_norm(x) -> x * f + (shift - mean * f)  with f = scale / sqrt(var + eps)."""
-
-    dtypes = _WIDE
-    shapes = either(("x[n,c]", "x[n,c,h]", "x[n,c,h,k]", "x[n,c,h,k,t]"), _STATISTICS.format("c"))
-    near_misses = (
-        f"agraph (double[N,2,3] x) => (double[N,2,3] y) <{STATISTICS}> {{ y = BatchNormalization(x, s, b, m, v) }}",
-        f"agraph (float[N,2,3] x) => (float[N,2,3] y) <{STATISTICS}>"
-        " { y = BatchNormalization<epsilon=-4.0>(x, s, b, m, v) }",
-    )
-
-    def source(self, op: Op, x: Any, scale: Any, shift: Any, mean: Any, var: Any) -> Any:
-        return op.BatchNormalization(x, scale, shift, mean, var, epsilon="epsilon", momentum="momentum")
-
-    def where(self, m: Captures, x: Val, scale: Val, shift: Val, mean: Val, var: Val) -> None:
-        require(all(v.dtype == x.dtype for v in (scale, mean)), "the statistics are of another element type")
-        _require_deviation(var, m.epsilon)
-
-    def target(self, op: Op, m: Captures, x: Val, scale: Val, shift: Val, mean: Val, var: Val) -> Any:
-        factor, offset = _factor_and_shift(op, scale, shift, mean, var, m.epsilon)
-        column = [-1] + [1] * (x.rank - 2)
-        return op.Add(op.Mul(x, op.Reshape(factor, column)), op.Reshape(offset, column))
-
-
-class MergeBatchNormalizations(Rule):
-    """batch_norm(batch_norm(x)) -> batch_norm(x)  with scale1 * f2 and (shift1 - mean2) * f2 + shift2."""
-
-    dtypes = _WIDE
-    shapes = either(
-        ("x[n,c]", "x[n,c,h]", "x[n,c,h,k]"),
-        _STATISTICS.format("c"),
-        "scale2[c]:const shift2[c]:const mean2[c]:const var2[c]:const",
-    )
-    near_misses = (
-        f"agraph (double[N,2,3] x) => (double[N,2,3] y) <{STATISTICS}, double[2] t = {{1, 2}}>"
-        " { a = BatchNormalization(x, t, t, m, v) y = BatchNormalization(a, t, t, m, v) }",
-        f"agraph (float[N,2,3] x) => (float[N,2,3] y) <{STATISTICS}>"
-        " { a = BatchNormalization(x, s, b, m, v) y = BatchNormalization<epsilon=-4.0>(a, s, b, m, v) }",
-    )
-
-    def source(
-        self,
-        op: Op,
-        x: Any,
-        scale: Any,
-        shift: Any,
-        mean: Any,
-        var: Any,
-        scale2: Any,
-        shift2: Any,
-        mean2: Any,
-        var2: Any,
-    ) -> Any:
-        y = op.BatchNormalization(x, scale, shift, mean, var, epsilon="epsilon", momentum="momentum")
-        return op.BatchNormalization(y, scale2, shift2, mean2, var2, epsilon="epsilon2", momentum="momentum2")
-
-    def where(self, m: Captures, x: Val, *statistics: Val) -> None:
-        require(len({v.dtype for v in statistics}) == 1, "the statistics are of several element types")
-        _require_deviation(statistics[7], m.epsilon2)
-
-    def target(
-        self,
-        op: Op,
-        m: Captures,
-        x: Val,
-        scale: Val,
-        shift: Val,
-        mean: Val,
-        var: Val,
-        scale2: Val,
-        shift2: Val,
-        mean2: Val,
-        var2: Val,
-    ) -> Any:
-        factor, offset = _factor_and_shift(op, scale2, shift2, mean2, var2, m.epsilon2)
-        moved = op.Add(op.Mul(shift, factor), offset)
-        return op.BatchNormalization(x, op.Mul(scale, factor), moved, mean, var, epsilon=m.epsilon)
-
-
-class PushBatchNormalizationIntoConcat(RegionRule):
-    """batch_norm(concat(x, y)) -> concat(batch_norm(x), batch_norm(y))  for a concat of channels."""
-
-    anchors = ("BatchNormalization",)
-    reads_from = ("Concat",)
-    dtypes = _WIDE
-    examples = (
-        "agraph (float[N,1,4] x, float[N,2,4] z) => (float[N,3,4] y) <float[3] s = {1,2,3}, float[3] b = "
-        "{4,5,6}, "
-        "float[3] m = {1,-1,2}, float[3] v = {3,2,1}> "
-        "{ c = Concat<axis=1>(x, z) y = BatchNormalization<epsilon=0.125>(c, s, b, m, v) }",
-        "agraph (float[N,1,2,2] x, float[N,2,2,2] z) => (float[N,4,2,2] y) <float[4] s = {1,2,3,4}, "
-        "float[4] b = {4,5,6,7}, "
-        "float[4] m = {1,-1,2,0}, float[4] v = {3,2,1,1}> "
-        "{ c = Concat<axis=-3>(x, z, x) y = BatchNormalization(c, s, b, m, v) }",
-    )
-    near_misses = (
-        f"agraph (float[3,2,4] x, float[5,2,4] z) => (float[8,2,4] y) <{STATISTICS}> "
-        "{ c = Concat<axis=0>(x, z) y = BatchNormalization(c, s, b, m, v) }",
-        "agraph (float[2,1,4] x, float[2,2,4] z) => (float[2,3,4] y, float[3] q, float[3] r) <float[3] s = "
-        "{1,2,3}, float[3] b = {4,5,6}, float[3] m = {1,-1,2}, float[3] v = {3,2,1}> { c = "
-        "Concat<axis=1>(x, z) y, q, r = BatchNormalization<training_mode=1>(c, s, b, m, v) }",
-    )
-
-    def find(self, reader: Reader, node: Node) -> Region | None:
-        concat = made_by(reader, node.inputs[0], "Concat")
-        if concat is None or len(node.outputs) > 1:
-            return None
-        require(axis_of(concat, rank_of(reader, concat.outputs[0])) == 1, "the concat is not one of channels")
-        worthwhile(all(reader.is_const(v) for v in node.inputs[1:]), "the statistics are not constant")
-        worthwhile(read_once(reader, node.inputs[0]), "the concat is read elsewhere")
-        sizes = tuple(reader.val(v).size(1) for v in concat.inputs)
-        data = (sizes, node.attrs, concat.attrs)
-        return Region(node.outputs, (*concat.inputs, *node.inputs[1:]), (node, concat), data)
-
-    def target(self, op: Op, region: Region, *given: Val) -> Any:
-        sizes, attrs, concat = region.data
-        parts, statistics = given[: len(sizes)], given[len(sizes) :]
-        ends = list(accumulate(sizes))
-        out = []
-        for x, size, end in zip(parts, sizes, ends):
-            cut = [slice_constant(op, v, 0, end - size, end) for v in statistics]
-            out.append(op.BatchNormalization(x, *cut, attrs=attrs))
-        return op.Concat(*out, attrs=concat)
-
-
-RULES: tuple[AnyRule, ...] = (
-    PushGatherThroughMatMul(),
-    PushGatherThroughFunction(),
-    ReplaceOneHotByGather(),
-    FoldGemmIntoGemm(),
-    FoldAffineIntoReaders(),
-    FoldScaleIntoNormalization(),
-    FoldBiasIntoNormalization(),
-    MoveScaleIntoMatMul(),
-    MoveScaleOutOfMatMul(),
-    FoldScaleOfPartIntoMatMul(),
-    MoveConstantBehindMean(),
-    MergeConstantsOfSum(),
-    SplitBatchNormalization(),
-    MergeBatchNormalizations(),
-    PushBatchNormalizationIntoConcat(),
-)

@@ -93,21 +93,94 @@ def test_every_form_is_proven() -> None:
 
 def test_forms_that_come_to_the_same_are_one() -> None:
     class Nested(Rule):
-        """either(either(-x, |x|), exp x), then root."""
+        """either(either(-x, x + 1), x^2), then root."""
 
         shapes = "x[...]:float"
 
         def source(self, op: Op, x: Any) -> Any:
-            inner = op.either(op.Neg(x), op.Abs(x))
-            return op.Sqrt(op.either(inner, op.Exp(x)))
+            inner = op.either(op.Neg(x), op.Add(x, 1.0))
+            return op.Sqrt(op.either(inner, op.Pow(x, 2.0)))
 
         def target(self, op: Op, x: Val) -> Any:
             return op.Sqrt(x)
 
     patterns = trace_patterns(Nested())
-    assert Counter(n.op for p in patterns for n in p.nodes) == Counter(Sqrt=3, Neg=1, Abs=1, Exp=1)
+    assert Counter(n.op for p in patterns for n in p.nodes) == Counter(Sqrt=3, Neg=1, Add=1, Pow=1)
     assert [p.name for p in patterns] == ["Nested (0)", "Nested (1)", "Nested (2)"]
     assert all([n.index for n in p.nodes] == [0, 1] for p in patterns)
+
+
+class _OfFunctions(Rule):
+    """f(g(x)) -> f(g(x)) + 0, in some form."""
+
+    shapes = "x[...]:float"
+
+    def target(self, op: Op, m: Captures, x: Val) -> Any:
+        return op.Add(op[m.f](op[m.g](x)), 0.0)
+
+
+_SMOOTH = ("Cos", "Erf", "Exp", "Sin", "Tanh")
+
+
+def test_operators_that_are_matched_in_one_way_are_one_pattern() -> None:
+    class Free(_OfFunctions):
+        """f(g(x))."""
+
+        def source(self, op: Op, x: Any) -> Any:
+            return op.any_of(_SMOOTH, "f")(op.any_of(("LeakyRelu", "Neg", "Elu"), "g")(x))
+
+    class Sums(_OfFunctions):
+        """x + |x|, x - |x|: the operands of a sum may stand the other way round."""
+
+        def source(self, op: Op, x: Any) -> Any:
+            return op.any_of(("Add", "Sub"), "f")(x, op.any_of(("Abs", "Relu"), "g")(x))
+
+    assert [[n.ops for n in p.nodes] for p in trace_patterns(Free())] == [
+        [("Elu", "LeakyRelu", "Neg"), _SMOOTH]
+    ]
+    assert [p.nodes[1].ops for p in trace_patterns(Sums())] == [("Add",), ("Sub",)]
+    applies(Free(), unary("n = Neg(x) y = Erf(n)"), ops=["Add", "Erf", "Neg"])
+    refuses(Free(), unary("n = Abs(x) y = Erf(n)"))
+    refuses(Free(), unary("n = Neg(x) y = Log(n)"))
+
+
+def test_a_condition_is_asked_for_each_operator() -> None:
+    """What was refused of one operator is not refused of another with inputs of the same types."""
+
+    class OnlySines(_OfFunctions):
+        """sin(g(x)) of all f(g(x))."""
+
+        def source(self, op: Op, x: Any) -> Any:
+            return op.any_of(_SMOOTH, "f")(op.any_of(("Abs", "Neg"), "g")(x))
+
+        def where(self, m: Captures) -> None:
+            require(m.f == "Sin" and m.g == "Neg", "another function")
+
+    text = "n = Neg(x) a = Abs(x) p = Cos(n) q = Sin(n) r = Sin(a) s = Tanh(n) y = Sum(p, q, r, s)"
+    state = RewriteState.start(load(unary(text)).graph, Library([_shared(OnlySines)()]))
+    assert [[n.op for n in m.nodes] for m in state.candidates] == [["Neg", "Sin"]]
+
+
+def test_one_name_is_one_operator() -> None:
+    class Same(_OfFunctions):
+        """f(x) * f(-x)."""
+
+        def source(self, op: Op, x: Any) -> Any:
+            return op.Mul(
+                op.any_of(_SMOOTH, "f")(x), op.any_of(_SMOOTH, "f")(op.any_of(("Abs", "Neg"), "g")(x))
+            )
+
+        def target(self, op: Op, m: Captures, x: Val) -> Any:
+            return op.Add(op.Mul(op[m.f](x), op[m.f](op[m.g](x))), 0.0)
+
+    applies(Same(), unary("n = Neg(x) p = Sin(x) q = Sin(n) y = Mul(p, q)"))
+    refuses(Same(), unary("n = Neg(x) p = Sin(x) q = Cos(n) y = Mul(p, q)"))
+
+
+def _shared(rule: type[Rule]) -> type[Rule]:
+    """A rule that does not mind who else reads what is inside."""
+    rule.shared_interior = True
+    return rule
 
 
 def test_too_many_forms_and_none() -> None:
@@ -116,7 +189,7 @@ def test_too_many_forms_and_none() -> None:
 
         def source(self, op: Op, x: Any) -> Any:
             for _ in range(7):
-                x = op.either(op.Neg(x), op.Abs(x))
+                x = op.either(op.Neg(x), op.Mul(x, 2.0))
             return x
 
         def target(self, op: Op, x: Val) -> Any:

@@ -61,6 +61,11 @@ def run(proto: onnx.ModelProto, feeds: dict[str, np.ndarray]) -> list[np.ndarray
     return session.run(None, feeds)
 
 
+def normal(*shape: int, seed: int = 0, dtype: type = np.float32) -> np.ndarray:
+    """Normal numbers, others for each shape."""
+    return np.random.default_rng([seed, *shape]).standard_normal(shape).astype(dtype)
+
+
 def random_feeds(proto: onnx.ModelProto, seed: int = 0) -> dict[str, np.ndarray]:
     """Normal floats, small integers, for inputs of numeric shape; symbols become 2, 3, ..."""
     rng = np.random.default_rng(seed)

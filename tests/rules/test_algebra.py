@@ -5,118 +5,25 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rewrite_rules import algebra
 from rewrite_rules.algebra import (
-    AssociateAdds,
-    AssociateMuls,
     AssociateSharedMatMuls,
     DistributeMatMul,
     DistributeMulOverSum,
     ExchangeConcats,
     FactorConvOutOfSum,
     FactorMatMulOutOfSum,
-    FactorOneOutOfSum,
-    FactorOutOfSum,
     MergeConvsIntoGroups,
     MergeSharedWeightConvs,
-    PullMonotoneOutOfMax,
     PullProductOutOfConcat,
     PullProductOutOfConcatOfColumns,
     PushBinaryThroughSplit,
     PushMatMulIntoConcat,
-    PushMonotoneThroughMax,
     SplitGroupsOverConcat,
     SplitMatMulOfConcats,
 )
-from tests.rules.harness import applies, model, refuses
+from tests.rules.harness import applies, model, normal, refuses
 from xrlflow.onnxio import load
-from xrlflow.rewrite import Library, RegionRule, RewriteState
-
-EXAMPLES = [(r, e) for r in algebra.RULES if isinstance(r, RegionRule) for e in r.examples]
-
-
-def normal(*shape, seed=0):
-    return np.random.default_rng([seed, *shape]).standard_normal(shape).astype(np.float32)
-
-
-def count(rule, proto):
-    return RewriteState.start(load(proto).graph, Library([rule], assuming=("finite",))).count
-
-
-@pytest.mark.parametrize(("rule", "example"), EXAMPLES, ids=lambda v: getattr(v, "name", ""))
-def test_examples(rule, example):
-    applies(rule, model(example))
-
-
-@pytest.mark.parametrize(("rule", "op"), [(AssociateAdds(), "Add"), (AssociateMuls(), "Mul")])
-def test_operands_that_are_at_hand(rule, op):
-    source = model(
-        f"agraph (float[2,3] a, float[2,3] b, float[2,3] c) => (float[2,3] y) {{ t = {op}(a, b) y = {op}(c, t) }}"
-    )
-    assert count(rule, source) == 2
-    applies(rule, source, pick=0, ops=[op, op])
-    applies(rule, source, pick=1, ops=[op, op])
-
-
-@pytest.mark.parametrize("rule", [AssociateAdds(), AssociateMuls()])
-def test_smaller_operands_first(rule):
-    op = rule.operator
-    source = model(
-        f"agraph (float[2,4,3] x, float[1,1,3] b, float[1,4,1] c) => (float[2,4,3] y) "
-        f"{{ a = Tanh(x) u = Sin(b) v = Sin(c) t = {op}(a, u) y = {op}(t, v) }}"
-    )
-    assert count(rule, source) == 1
-    graph = applies(rule, source)
-    assert sorted(n.types[0].shape for n in graph.nodes() if n.op == op) == [(1, 4, 3), (2, 4, 3)]
-
-
-@pytest.mark.parametrize(
-    ("b", "c", "size"), [("2,1", "2,1", 2), ("1", "2,1", 2), ("3", "1,3", 3), ("3", "3", 3)]
-)
-def test_operands_that_are_smaller_along_one_axis(b, c, size):
-    source = model(
-        f"agraph (float[2,3] x, float[{b}] b, float[{c}] c) => (float[2,3] y) "
-        "{ a = Tanh(x) u = Sin(b) v = Sin(c) t = Add(a, u) y = Add(t, v) }"
-    )
-    graph = applies(AssociateAdds(), source)
-    assert {n.types[0].size for n in graph.nodes() if n.op == "Add"} == {size, 6}
-
-
-def test_sums_that_stay():
-    text = (
-        "agraph (float[2,3] x, float[2,3] b, float[2,3] z) => (float[2,3] y) "
-        "{ u = Sin(x) v = Sin(b) w = Sin(z) t = Add(u, v) y = Add(t, w) }"
-    )
-    refuses(AssociateAdds(), model(text), "no operand is smaller")
-    text = "agraph (float[2,3] x) => (float[2,3] y) { t = Add(x, u) y = Add(t, v) }"
-    refuses(AssociateAdds(), model(text, u=normal(3), v=normal(2, 1)), "two constants")
-    text = (
-        "agraph (float[2,3] a, float[2,3] b, float[2,3] c) => (float[2,3] y, float[2,3] t) "
-        "{ t = Add(a, b) y = Add(c, t) }"
-    )
-    refuses(AssociateAdds(), model(text))
-
-
-def test_factor_of_a_sum():
-    text = (
-        "agraph (float[2,3] x, float[3] v, float[2,1] w) => (float[2,3] y) "
-        "{{ a = Mul({}) b = Mul({}) y = Add(a, b) }}"
-    )
-    for one, other in (("x, v", "x, w"), ("v, x", "x, w"), ("v, x", "w, x")):
-        applies(FactorOutOfSum(), model(text.format(one, other)), ops=["Add", "Mul"])
-    refuses(FactorOutOfSum(), model(text.format("x, v", "w, w")))
-    integers = (
-        "agraph (int64[2,3] x, int64[3] v, int64[3] w) => (int64[2,3] y) "
-        "{ a = Mul(x, v) b = Mul(w, x) y = Add(b, a) }"
-    )
-    applies(FactorOutOfSum(), model(integers), ops=["Add", "Mul"])
-
-
-@pytest.mark.parametrize("kind", ["float", "int64", "double"])
-def test_one_as_a_factor(kind):
-    text = f"agraph ({kind}[2,4,3,3] x, {kind}[2,4,1,1] w) => ({kind}[2,4,3,3] y) {{ a = Mul(w, x) y = Add(a, x) }}"
-    graph = applies(FactorOneOutOfSum(), model(text), ops=["Add", "Mul"])
-    assert next(n for n in graph.nodes() if n.op == "Add").types[0].shape == (2, 4, 1, 1)
+from xrlflow.rewrite import Library, RewriteState
 
 
 def test_a_constant_factor_folds_into_one_addend():
@@ -128,24 +35,6 @@ def test_a_constant_factor_folds_into_one_addend():
     refuses(DistributeMulOverSum(), model(text, c=normal(4)))
     text = "agraph (float[2,3] x) => (float[2,4] y) { p = MatMul(x, w) s = Add(p, z) y = Mul(s, c) }"
     refuses(DistributeMulOverSum(), model(text, w=normal(3, 4), c=normal(4), z=normal(4, seed=1)))
-
-
-def test_functions_and_maxima():
-    text = "agraph (float[2,3] x, float[3] z) => (float[2,3] y) {{ a = {0}(x) b = {1}(z) y = Max(a, b) }}"
-    for name in ("Relu", "Exp", "Floor", "LeakyRelu<alpha=0.5>"):
-        applies(PullMonotoneOutOfMax(), model(text.format(name, name)), ops=[name.partition("<")[0], "Max"])
-    refuses(PullMonotoneOutOfMax(), model(text.format("Relu", "Sigmoid")))
-    refuses(PullMonotoneOutOfMax(), model(text.format("Sin", "Sin")))
-    refuses(PullMonotoneOutOfMax(), model(text.format("LeakyRelu<alpha=0.5>", "LeakyRelu<alpha=0.25>")))
-    falls = "LeakyRelu<alpha=-0.5>"
-    refuses(PullMonotoneOutOfMax(), model(text.format(falls, falls)), "falls")
-    for undefined in ("Softsign", "LeakyRelu<alpha=0.0>"):  # NaN at infinity
-        refuses(PullMonotoneOutOfMax(), model(text.format(undefined, undefined)))
-    text = "agraph (float[2,3] x, float[3] z) => (float[2,3] y) { a = Max(x, z) y = Relu(a) }"
-    refuses(PushMonotoneThroughMax(), model(text), "no operand is constant")
-    text = "agraph (float[2,3] x) => (float[2,3] y) { a = Min(x, c) y = Relu(a) }"
-    graph = applies(PushMonotoneThroughMax(), model(text, c=normal(3)), ops=["Min", "Relu"])
-    assert next(n for n in graph.nodes() if n.op == "Min").id in graph.outputs
 
 
 def test_products_that_are_read_elsewhere():
@@ -304,6 +193,10 @@ def test_groups():
     assert sorted(n.attrs.get("group", 1) for n in graph.nodes() if n.op == "Conv") == [1, 2]
     text = text.replace("[1,2,5,5]", "[1,3,5,5]").replace("[1,4,5,5]", "[1,3,5,5]")
     refuses(SplitGroupsOverConcat(), model(text, w=normal(6, 2, 3, 3)), "several parts")
+
+
+def count(rule, proto):
+    return RewriteState.start(load(proto).graph, Library([rule], assuming=("finite",))).count
 
 
 def test_convs_with_one_weight():

@@ -1,4 +1,4 @@
-"""Attention spelt out, in the forms of exporters."""
+"""Attention and rotary embeddings, spelt out."""
 
 from __future__ import annotations
 
@@ -6,17 +6,40 @@ import numpy as np
 import pytest
 
 from rewrite_rules import attention
-from rewrite_rules.attention import FuseAttention
+from rewrite_rules.attention import FuseAttention, FuseRotaryEmbedding
 from tests.rules.harness import applies, model, refuses
+from xrlflow.rewrite import declared_in
+
+ROTARY = (
+    "agraph (float[2,3,5,4] x, float[2,5,2] f{}) => (float[2,3,5,4] y) {{ d = Concat<axis=-1>({}) a = "
+    "Cos(d) b = Sin(d) "
+    "c = Unsqueeze(a, i) s = Unsqueeze(b, i) p, q = Split<axis=-1>(x, k) n = Neg({}) r = Concat<axis=-1>(n, "
+    "{}) "
+    "u = Mul(x, c) v = Mul(r, s) y = Add(u, v) }}"
+)
 
 
-@pytest.mark.parametrize("example", FuseAttention().examples)
-def test_examples(example):
-    applies(FuseAttention(), model(example))
-
-
-def numbers(*shape: int) -> np.ndarray:
-    return np.random.default_rng(1).standard_normal(shape).astype(np.float32)
+def test_rotary_embedding():
+    given = {"i": np.array([1]), "k": np.array([2, 2])}
+    rule = FuseRotaryEmbedding()
+    ops = [
+        "Concat",
+        "Cos",
+        "RotaryEmbedding",
+        "Sin",
+        "Slice",
+        "Slice",
+        "Squeeze",
+        "Squeeze",
+        "Unsqueeze",
+        "Unsqueeze",
+    ]
+    applies(rule, model(ROTARY.format("", "f, f", "q", "p"), **given), ops=ops)
+    refuses(rule, model(ROTARY.format(", float[2,5,2] g", "f, g", "q", "p"), **given), "other angles")
+    refuses(rule, model(ROTARY.format("", "f, f", "p", "q"), **given))
+    uneven = given | {"k": np.array([2, 2]), "i": np.array([1])}
+    one_batch = ROTARY.replace("float[2,5,2] f", "float[1,5,2] f").format("", "f, f", "q", "p")
+    refuses(rule, model(one_batch, **uneven), "each position")
 
 
 def attend(
@@ -37,6 +60,7 @@ def attend(
 
 
 SCALE = np.float32(0.4)
+
 KT = "t = Transpose<perm=[0,1,3,2]>(k)"
 
 
@@ -73,6 +97,10 @@ def test_keys_in_other_layouts():
         attend(f"t = Identity(k) {rest}", k="N,2,4,5"),
         ops=["Attention", "Identity", "Transpose"],
     )
+
+
+def numbers(*shape: int) -> np.ndarray:
+    return np.random.default_rng(1).standard_normal(shape).astype(np.float32)
 
 
 @pytest.mark.parametrize(
@@ -153,5 +181,5 @@ def test_refusals():
     refuses(rule, attend(three, q="2,3,4", k="2,5,4", v="2,5,6", y="2,3,6"))
 
 
-def test_family():
-    assert [r.name for r in attention.RULES] == ["FuseAttention"]
+def test_module():
+    assert [r.name for r in declared_in(attention)] == ["FuseAttention", "FuseRotaryEmbedding"]

@@ -6,9 +6,9 @@ import numpy as np
 import onnx
 import pytest
 
+from rewrite_rules import control
 from rewrite_rules.bodies import _sizes, made_outside
 from rewrite_rules.control import (
-    RULES,
     DropFailingBranch,
     HoistOutOfLoop,
     HoistOutOfScan,
@@ -20,7 +20,7 @@ from tests.rules.harness import applies, assert_equivalent, model, random_feeds,
 from xrlflow import optimize
 from xrlflow.ir import Body, DType, Graph, Node, TensorType
 from xrlflow.onnxio import load
-from xrlflow.rewrite import AnyRule, Library
+from xrlflow.rewrite import AnyRule, Library, declared_in
 from xrlflow.search import simplify
 
 
@@ -41,7 +41,7 @@ def outside(graph: Graph) -> list[str]:
     return sorted(n.op for n in graph.nodes() if not n.const)
 
 
-@pytest.mark.parametrize("rule", RULES, ids=lambda r: r.name)
+@pytest.mark.parametrize("rule", declared_in(control), ids=lambda r: r.name)
 def test_examples(rule: AnyRule) -> None:
     assert len(rule.examples) >= 8
     for text in rule.examples:
@@ -130,7 +130,7 @@ def test_a_branch_that_fails_by_what_it_decides_is_dropped() -> None:
         " y = Concat<axis = 1>(e, z)"
     )
     rewritten(DropFailingBranch(), proto)
-    graph, steps = simplify(load(proto).graph, Library(RULES), lambda graph: 1.0)
+    graph, steps = simplify(load(proto).graph, Library(declared_in(control)), lambda graph: 1.0)
     assert outside(graph) == ["Concat", "Relu", "Squeeze"]
     assert {s.rule for s in steps} <= {"DropFailingBranch", "InlineConstantIf"}
 

@@ -1,8 +1,9 @@
-"""Convolutions and pools as other operators."""
+"""Operators spelt out of others, and simpler spellings."""
 
 from __future__ import annotations
 
 import numpy as np
+import onnx
 import pytest
 
 from rewrite_rules import convolution
@@ -13,6 +14,7 @@ from rewrite_rules.convolution import (
     FoldPadIntoConv,
     FoldPadIntoMaxPool,
     FoldSliceIntoConvStride,
+    FuseNearestResize,
     LowerConvToOneDimension,
     MergeBatchIntoHeight,
     MergeConvIntoPointwise,
@@ -48,32 +50,25 @@ from rewrite_rules.convolution import (
     SplitDilatedConvIntoPhases,
     WriteOutAutoPad,
 )
-from tests.rules.harness import applies, model, refuses
+from tests.rules.harness import applies, model, normal, refuses
 from xrlflow.rewrite import Refused
 
-EXAMPLES = [(r, e) for r in convolution.RULES for e in r.examples]
+
+def reduced(body: str, x: str = "2,3,4", y: str = "2,1,4", **constants) -> onnx.ModelProto:
+    return model(f"agraph (float[{x}] x) => (float[{y}] y) {{ {body} }}", **constants)
 
 
-@pytest.mark.parametrize(("rule", "example"), EXAMPLES, ids=lambda v: getattr(v, "name", ""))
-def test_examples(rule, example):
-    applies(rule, model(example))
-
-
-def normal(*shape, seed=0):
-    return np.random.default_rng([seed, *shape]).standard_normal(shape).astype(np.float32)
-
-
-def conv(x, w, attrs="", *, bias=True, then="", before="", op="Conv", **initializers):
-    """x (a shape as text) through `before` (x -> z), a convolution (z -> c) and `then` (c -> y)."""
-    inner = before or "z = Identity(x)"
-    given = {"b": normal(w[1] if op == "ConvTranspose" else w[0], seed=9)} if bias else {}
-    inputs = "z, w, b" if bias else "z, w"
-    return model(
-        f"agraph (float[{x}] x) => (float[] y) {{ {inner} c = {op}{attrs}({inputs}) {then or 'y = Relu(c)'} }}",
-        w=normal(*w),
-        **given,
-        **initializers,
-    )
+def test_nearest_neighbours():
+    body = "r = Reshape(x, a) e = Expand(r, b) y = Reshape(e, c)"
+    given = {
+        "a": np.array([1, 2, 3, 1, 4, 1]),
+        "b": np.array([1, 2, 3, 2, 4, 3]),
+        "c": np.array([1, 2, 6, 12]),
+    }
+    image = {"x": "1,2,3,4", "y": "1,2,6,12"}
+    applies(FuseNearestResize(), reduced(body, **image, **given), ops=["Resize"])
+    swapped = given | {"a": np.array([1, 2, 1, 3, 4, 1]), "b": np.array([1, 2, 2, 3, 4, 3])}
+    refuses(FuseNearestResize(), reduced(body, **image, **swapped), "into pixels")
 
 
 def plain(x, w, attrs="", *, bias=True, op="Conv", maps=None, **initializers):
@@ -122,6 +117,19 @@ def test_channels_last_product():
     applies(rule, model(text.format("[0,2,3,1]", "[0,3,1,2]"), w=normal(3, 2)), ops=["Conv"])
     refuses(rule, model(text.format("[0,2,3,1]", "[0,3,2,1]"), w=normal(3, 2)), "come back")
     refuses(rule, model(text.format("[0,3,2,1]", "[0,3,1,2]"), w=normal(3, 2)), "go last")
+
+
+def conv(x, w, attrs="", *, bias=True, then="", before="", op="Conv", **initializers):
+    """x (a shape as text) through `before` (x -> z), a convolution (z -> c) and `then` (c -> y)."""
+    inner = before or "z = Identity(x)"
+    given = {"b": normal(w[1] if op == "ConvTranspose" else w[0], seed=9)} if bias else {}
+    inputs = "z, w, b" if bias else "z, w"
+    return model(
+        f"agraph (float[{x}] x) => (float[] y) {{ {inner} c = {op}{attrs}({inputs}) {then or 'y = Relu(c)'} }}",
+        w=normal(*w),
+        **given,
+        **initializers,
+    )
 
 
 def test_conv_of_transpose():
@@ -387,9 +395,9 @@ def test_convs_multiplied_out(bias):
 def test_convs_that_would_take_long(monkeypatch, rule, first, second, products):
     """The products of 3 output, 8 inner and 5 input channels by the taps, at the limit and beyond it."""
     source = two_convs((first, ""), (second, ""), 8, 3, bias=False)
-    monkeypatch.setattr(convolution, "_AT_EXPORT", products)
+    monkeypatch.setattr(convolution, "AT_EXPORT", products)
     applies(rule, source, ops=["Conv"])
-    monkeypatch.setattr(convolution, "_AT_EXPORT", products - 1)
+    monkeypatch.setattr(convolution, "AT_EXPORT", products - 1)
     refuses(rule, source, "take long")
 
 

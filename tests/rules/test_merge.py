@@ -34,9 +34,9 @@ from rewrite_rules.merge import (
 )
 from tests.rules.harness import applies, model, refuses
 from xrlflow.onnxio import load
-from xrlflow.rewrite import GraphBuilder, Library, RegionRule, RewriteState, Val
+from xrlflow.rewrite import GraphBuilder, Library, RegionRule, RewriteState, Val, declared_in
 
-EXAMPLES = [(r, e) for r in merge.RULES if isinstance(r, RegionRule) for e in r.examples]
+EXAMPLES = [(r, e) for r in declared_in(merge) if isinstance(r, RegionRule) for e in r.examples]
 
 
 def normal(*shape, seed=0):
@@ -548,15 +548,17 @@ def test_products_over_concat_of_rows():
 
 
 def test_the_family_compiles_as_one_library():
-    assert set(Library(merge.RULES, assuming=("finite",)).rules) == {r.name for r in merge.RULES}
+    assert set(Library(declared_in(merge), assuming=("finite",)).rules) == {
+        r.name for r in declared_in(merge)
+    }
 
 
 def test_large_constants_are_not_multiplied_out(monkeypatch):
-    monkeypatch.setattr(merge, "_AT_EXPORT", 5 * 6 * 7 - 1)
+    monkeypatch.setattr(merge, "AT_EXPORT", 5 * 6 * 7 - 1)
     source = "agraph (float[2,5] x) => (float[2,7] y) { p = MatMul(x, w)\n y = MatMul(p, v) }"
     w, v = np.ones((5, 6), np.float32), np.ones((6, 7), np.float32)
     refuses(merge.AssociateMatMulsRight(), model(source, w=w, v=v), "would take long")
-    monkeypatch.setattr(merge, "_AT_EXPORT", 5 * 6 * 7)
+    monkeypatch.setattr(merge, "AT_EXPORT", 5 * 6 * 7)
     applies(merge.AssociateMatMulsRight(), model(source, w=w, v=v), ops=["MatMul"])
 
 

@@ -25,10 +25,10 @@ from rewrite_rules.microsoft import (
 )
 from tests.rules.harness import applies, model, refuses
 from xrlflow.backends.onnxruntime.kernels import supports
-from xrlflow.rewrite import Library
+from xrlflow.rewrite import Library, declared_in
 
 MS = "com.microsoft::"
-EXAMPLES = [(r, e) for r in microsoft.RULES for e in r.examples]
+EXAMPLES = [(r, e) for r in declared_in(microsoft) for e in r.examples]
 
 
 @pytest.mark.parametrize(("rule", "example"), EXAMPLES, ids=lambda v: getattr(v, "name", ""))
@@ -37,11 +37,11 @@ def test_examples(rule, example):
 
 
 def test_only_when_allowed():
-    assert not Library(microsoft.RULES).rules
-    assert len(Library(microsoft.RULES, contrib=True).rules) == len(microsoft.RULES)
-    assert not Library(microsoft.RULES, backend="tvm", contrib=True).rules
-    one = microsoft.RULES[0].name  # a part keeps what the whole was allowed
-    assert list(Library(microsoft.RULES, contrib=True).only({one}).rules) == [one]
+    assert not Library(declared_in(microsoft)).rules
+    assert len(Library(declared_in(microsoft), contrib=True).rules) == len(declared_in(microsoft))
+    assert not Library(declared_in(microsoft), backend="tvm", contrib=True).rules
+    one = declared_in(microsoft)[0].name  # a part keeps what the whole was allowed
+    assert list(Library(declared_in(microsoft), contrib=True).only({one}).rules) == [one]
 
 
 def test_the_runtime_has_them():

@@ -1,36 +1,130 @@
-"""Normalisations and activations, in the spellings of exporters."""
+"""Softmax and normalisations."""
 
 from __future__ import annotations
 
 import itertools
 
 import numpy as np
+import onnx
 import pytest
 
-from rewrite_rules import normalisation
 from rewrite_rules.normalisation import (
-    FuseAffineHardSigmoid,
-    FuseGelu,
-    FuseHardSigmoid,
-    FuseHardSwish,
-    FuseHardSwishFromClip,
+    FoldAffineIntoReaders,
+    FoldBiasIntoNormalization,
+    FoldScaleIntoNormalization,
+    FuseInstanceNormalization,
     FuseLayerNormalization,
+    FuseLayerNormalizationByMoments,
+    FuseLogOfSoftmax,
+    FuseLogSoftmax,
     FuseMomentsLayerNormalization,
     FuseRMSNormalization,
-    FuseScaledHardSigmoid,
-    FuseTanhGelu,
+    FuseSoftmax,
+    FuseUnshiftedSoftmax,
+    MergeBatchNormalizations,
+    PushBatchNormalizationIntoConcat,
     ReplaceAddBySum,
-    SplitHardSwish,
+    SplitBatchNormalization,
 )
-from tests.rules.harness import applies, model, refuses
-from xrlflow.rewrite import RegionRule
-
-EXAMPLES = [(r, e) for r in normalisation.RULES if isinstance(r, RegionRule) for e in r.examples]
+from tests.rules.harness import applies, model, normal, refuses
 
 
-@pytest.mark.parametrize(("rule", "example"), EXAMPLES, ids=lambda v: getattr(v, "name", ""))
-def test_examples(rule, example):
-    applies(rule, model(example))
+def unary(body: str, **constants: np.ndarray | np.generic) -> onnx.ModelProto:
+    """y of x[N, 4]."""
+    return model(f"agraph (float[N,4] x) => (float[N,4] y) {{ {body} }}", **constants)
+
+
+SOFTMAX = "m = ReduceMax(x, i) d = Sub(x, m) e = Exp(d) s = ReduceSum(e, j) {}"
+
+
+@pytest.mark.parametrize("divide", ["y = Div(e, s)", "r = Reciprocal(s) y = Mul(e, r)"])
+@pytest.mark.parametrize("axis", [0, 1, -1])
+def test_softmax(divide, axis):
+    given = {"i": np.array([axis]), "j": np.array([axis])}
+    applies(FuseSoftmax(), unary(SOFTMAX.format(divide), **given), ops=["Softmax"])
+    refuses(FuseSoftmax(), unary(SOFTMAX.format(divide), **given | {"i": np.array([1 - axis % 2])}))
+    refuses(FuseSoftmax(), unary(SOFTMAX.format(divide).replace("ReduceMax", "ReduceMin"), **given))
+    plain = f"e = Exp(x) s = ReduceSum(e, j) {divide}"
+    applies(FuseUnshiftedSoftmax(), unary(plain, j=np.array([axis])), ops=["Softmax"])
+    refuses(FuseUnshiftedSoftmax(), unary(SOFTMAX.format(divide), **given))
+    if "Div" in divide:
+        refuses(FuseUnshiftedSoftmax(), unary(plain.replace("Div(e, s)", "Div(s, e)"), j=np.array([axis])))
+
+
+def test_log_softmax():
+    given = {"i": np.array([0]), "j": np.array([0])}
+    applies(FuseLogSoftmax(), unary(SOFTMAX.format("l = Log(s) y = Sub(d, l)"), **given), ops=["LogSoftmax"])
+    refuses(FuseLogSoftmax(), unary(SOFTMAX.format("l = Log(s) y = Sub(l, d)"), **given))
+    refuses(
+        FuseLogSoftmax(), unary(SOFTMAX.format("l = Log(s) y = Sub(d, l)"), **given | {"i": np.array([1])})
+    )
+    applies(FuseLogOfSoftmax(), unary("s = Softmax<axis=0>(x) y = Log(s)"), ops=["LogSoftmax"])
+
+
+def test_a_shape_that_is_read_elsewhere():
+    """How it is computed is no part of what is fused."""
+    text = (
+        "agraph (float[N,4] x) => (float[N,4] y, int64[2] t) { f = Shape<start=0, end=1>(x) "
+        "t = Concat<axis=0>(f, one) m = ReduceMax(x, i) d = Sub(x, m) e = Exp(d) s = ReduceSum<keepdims=0>(e, i) "
+        "l = Log(s) v = Reshape(l, t) y = Sub(d, v) }"
+    )
+    ops = ["Concat", "LogSoftmax", "Shape"]
+    applies(FuseLogSoftmax(), model(text, i=np.array([1]), one=np.array([1])), ops=ops)
+
+
+ONE, ZERO, SIX, THREE = (np.float32(v) for v in (1, 0, 6, 3))
+
+
+def reduced(body: str, x: str = "2,3,4", y: str = "2,1,4", **constants) -> onnx.ModelProto:
+    return model(f"agraph (float[{x}] x) => (float[{y}] y) {{ {body} }}", **constants)
+
+
+def test_layer_normalization_of_jax():
+    """As jax2tf writes it: sums without their axes, a variance that is at least 0, computed shapes."""
+    body = (
+        "d = Shape<start=0, end=1>(x) u = Concat<axis=0>(d, r) s = ReduceSum<keepdims=0, "
+        "noop_with_empty_axes=1>(x, i) "
+        "m = Mul(s, n) p = Mul(x, x) q = ReduceSum<keepdims=0, noop_with_empty_axes=1>(p, i) w = Mul(q, n) "
+        "t = Mul(m, m) "
+        "v = Sub(w, t) c = Max(z, v) g = Reshape(c, u) e = Add(g, k) f = Sqrt(e) h = Reciprocal(f) j = "
+        "Mul(h, scale) "
+        "l = Reshape(m, u) o = Sub(x, l) a = Mul(o, j) y = Add(a, bias)"
+    )
+    given = {
+        "n": np.float32(0.25),
+        "z": ZERO,
+        "k": np.float32(1e-3),
+        "r": np.array([3, 1]),
+        "i": np.array([2]),
+    }
+    given |= {"scale": np.linspace(1, 2, 4, dtype=np.float32), "bias": np.ones((1, 4), np.float32)}
+    rule = FuseLayerNormalizationByMoments()
+    proto = reduced(body, x="N,3,4", y="N,3,4", **given)
+    applies(rule, proto, ops=["LayerNormalization"])
+    middle = given | {"r": np.array([1, 4]), "i": np.array([1]), "n": np.float32(1 / 3)}
+    proto = reduced(body, x="N,3,4", y="N,3,4", **middle | {"scale": np.ones((3, 1), np.float32)})
+    refuses(rule, proto, "other axes")
+    middle |= {"scale": np.array([[1], [2], [3]], np.float32), "bias": np.float32(0.5)}
+    ops = ["LayerNormalization", "Transpose", "Transpose"]
+    applies(rule, reduced(body, x="N,3,4", y="N,3,4", **middle), ops=ops)
+    refuses(rule, reduced(body, x="N,3,4", y="N,3,4", **given | {"n": np.float32(0.5)}))
+    refuses(rule, reduced(body.replace("Sub(w, t)", "Sub(t, w)"), x="N,3,4", y="N,3,4", **given))
+
+
+def test_instance_normalization():
+    body = (
+        "m = ReduceMean(x, i) c = Sub(x, m) p = Mul(c, c) v = ReduceMean(p, i) a = Add(v, e) d = Sqrt(a) n "
+        "= Div(c, d) "
+        "s = Mul(n, g) y = Add(s, b)"
+    )
+    given = {"i": np.array([3, 2]), "e": np.float32(1e-3), "g": np.ones((2, 1, 1), np.float32), "b": ONE}
+    rule, image = FuseInstanceNormalization(), {"x": "N,2,H,W", "y": "N,2,H,W"}
+    applies(rule, reduced(body, **image, **given), ops=["InstanceNormalization"])
+    refuses(
+        rule, reduced(body, x="N,2,3,4", y="N,2,3,4", **given | {"g": np.ones(4, np.float32)}), "other axes"
+    )
+    refuses(rule, reduced(body, **image, **given | {"i": np.array([1, 2, 3])}))
+    refuses(rule, reduced(body.replace("Div(c, d)", "Div(d, c)"), **image, **given))
 
 
 def numbers(*shape: int) -> np.ndarray:
@@ -65,6 +159,7 @@ def layer_norm(
 
 
 SQUARES = ["Pow(d, two)", "Mul(d, d)"]
+
 DIVISIONS = ["n = Div(d, r)", "t = Reciprocal(r) n = Mul(d, t)", "t = Reciprocal(r) n = Mul(t, d)"]
 
 
@@ -148,103 +243,6 @@ def test_rms(divide, scale):
         refuses(FuseRMSNormalization(), model(source.replace("Div(x, r)", "Div(r, x)"), **given))
 
 
-HALF, ONE = np.float32(0.5), np.float32(1)
-SCALES = {"a = Div(x, r)": np.sqrt(2), "a = Mul(x, r)": np.sqrt(0.5), "a = Mul(r, x)": np.sqrt(0.5)}
-PRODUCTS = [
-    "d = Mul(x, c) y = Mul(d, half)",
-    "d = Mul(c, half) y = Mul(x, d)",
-    "d = Mul(half, x) y = Mul(c, d)",
-]
-TWO = np.float32(2)
-
-
-@pytest.mark.parametrize("scale", SCALES)
-@pytest.mark.parametrize("product", [*PRODUCTS, "d = Div(x, two) y = Mul(d, c)"])
-def test_gelu(scale, product):
-    source = f"agraph (float[N,4] x) => (float[N,4] y) {{ {scale} b = Erf(a) c = Add(b, one) {product} }}"
-    given = {"r": np.float32(SCALES[scale]), "one": ONE} | (
-        {"two": TWO} if "two" in product else {"half": HALF}
-    )
-    applies(FuseGelu(), model(source, **given), ops=["Gelu"])
-
-
-def test_gelu_refusals():
-    source = "agraph (float[N,4] x, float[N,4] z) => (float[N,4] y) {{ a = Div(x, r) b = Erf(a) c = Add(b, one) {} }}"
-    given = {"r": np.float32(np.sqrt(2)), "one": ONE, "half": HALF}
-    refuses(FuseGelu(), model(source.format("d = Mul(z, c) y = Mul(d, half)"), **given))
-    refuses(
-        FuseGelu(),
-        model(source.format("d = Mul(x, c) y = Mul(d, half)"), **given | {"half": np.float32(0.6)}),
-    )
-    refuses(
-        FuseGelu(), model(source.format("d = Mul(x, c) y = Mul(d, half)"), **given | {"r": np.float32(1.5)})
-    )
-    refuses(FuseGelu(), model(source.format("d = Mul(x, c) y = Add(d, half)"), **given))
-    shared = source.format("d = Mul(x, c) y = Mul(d, half)").replace("[N,4] y)", "[N,4] y, float[N,4] b)")
-    refuses(FuseGelu(), model(shared, **given))
-
-
-@pytest.mark.parametrize(
-    "cube", ["p = Pow(x, three)", "q = Mul(x, x) p = Mul(q, x)", "q = Mul(x, x) p = Mul(x, q)"]
-)
-@pytest.mark.parametrize("product", PRODUCTS)
-def test_tanh_gelu(cube, product):
-    source = (
-        f"agraph (float[N,4] x) => (float[N,4] y) {{ {cube} k = Mul(p, w) s = Add(k, x) u = Mul(s, root) "
-        f"t = Tanh(u) c = Add(one, t) {product} }}"
-    )
-    given = {"w": np.float32(0.044715), "root": np.float32(np.sqrt(2 / np.pi)), "one": ONE, "half": HALF}
-    if "three" in cube:
-        given["three"] = np.float32(3)
-    applies(FuseTanhGelu(), model(source, **given), ops=["Gelu"])
-    refuses(FuseTanhGelu(), model(source, **given | {"w": np.float32(0.0447)}))
-
-
-def test_hard_sigmoid():
-    source = (
-        "agraph (float[N,4] x) => (float[N,4] y) { a = Add(x, three) b = Clip(a, zero, six) y = Div(b, six) }"
-    )
-    given = {"three": np.float32(3), "zero": np.float32(0), "six": np.float32(6)}
-    applies(FuseHardSigmoid(), model(source, **given), ops=["HardSigmoid"])
-    refuses(FuseHardSigmoid(), model(source, **given | {"three": np.float32(2)}))
-    scaled = source.replace("Div(b, six)", "Mul(b, sixth)")
-    applies(FuseScaledHardSigmoid(), model(scaled, **given, sixth=np.float32(1 / 6)), ops=["HardSigmoid"])
-    refuses(FuseScaledHardSigmoid(), model(scaled, **given, sixth=np.float32(1 / 5)))
-    swish = source.replace("y = Div(b, six)", "c = Mul(b, x) y = Div(c, six)")
-    applies(FuseHardSwishFromClip(), model(swish, **given), ops=["HardSigmoid", "Mul"])
-    refuses(FuseHardSwishFromClip(), model(swish, **given | {"six": np.float32(5)}))
-
-
-@pytest.mark.parametrize("shape", [(), (1,)])
-def test_affine_hard_sigmoid(shape):
-    source = "agraph (float[N,4] x) => (float[N,4] y) { m = Mul(x, a) s = Add(m, b) y = Clip(s, zero, one) }"
-    given = {
-        "a": np.full(shape, 0.3, np.float32),
-        "b": np.full(shape, 0.4, np.float32),
-        "zero": np.float32(0),
-    }
-    applies(FuseAffineHardSigmoid(), model(source, **given, one=ONE), ops=["HardSigmoid"])
-    refuses(FuseAffineHardSigmoid(), model(source, **given, one=TWO))
-    refuses(FuseAffineHardSigmoid(), model(source, **given | {"a": np.full(4, 0.3, np.float32)}, one=ONE))
-    # A constant that is computed of so many numbers is not evaluated.
-    made = source.replace("{ m", "{ a = ReduceMax<keepdims=0>(many) m")
-    many = np.full((2000, *shape), 0.3, np.float32)
-    if not shape:
-        rest = {k: v for k, v in given.items() if k != "a"}
-        refuses(FuseAffineHardSigmoid(), model(made, **rest, many=many, one=ONE), "small constant")
-
-
-def test_hard_swish():
-    source = "agraph (float[N,4] x) => (float[N,4] y) { a = HardSigmoid<alpha=0.16666667>(x) y = Mul(a, x) }"
-    applies(FuseHardSwish(), model(source), ops=["HardSwish"])
-    refuses(FuseHardSwish(), model(source.replace("0.16666667", "0.2")))
-    applies(
-        SplitHardSwish(),
-        model("agraph (float[N,4] x) => (float[N,4] y) { y = HardSwish(x) }"),
-        ops=["HardSigmoid", "Mul"],
-    )
-
-
 def test_sum():
     source = (
         "agraph (float[N,3,4] a, float[{0}] b) => (float[N,3,4] y{1}) "
@@ -262,3 +260,79 @@ def test_sum():
 
 def test_rms_of_a_difference_from_the_mean():
     refuses(FuseRMSNormalization(), layer_norm(), "it is a LayerNormalization")
+
+
+@pytest.mark.parametrize("shape", ["4,3", "5,4,3"])
+def test_affine_part_for_weights_that_change_or_are_no_matrix(shape):
+    source = "agraph (float[5,5,4] x{}) => (float[] y) {{ n = LayerNormalization(x, s, b) y = MatMul(n, w) }}"
+    given = {"s": normal(4), "b": normal(4, seed=1)}
+    changing = model(source.format(f", float[{shape}] w"), **given)
+    refuses(FoldAffineIntoReaders(), changing, "no constant matrix")
+    if shape != "4,3":
+        refuses(FoldAffineIntoReaders(), model(source.format(""), **given, w=normal(5, 4, 3)), "no constant")
+
+
+def test_affine_part():
+    rule = FoldAffineIntoReaders()
+    source = (
+        "agraph (float[N,5,4] x) => ({}) {{ n = LayerNormalization{}(x, s, b) p = MatMul(n, w) q = "
+        "MatMul(n, v) }}"
+    )
+    given = {"s": normal(4), "b": normal(4, seed=1), "w": normal(4, 3), "v": normal(4, 2)}
+    two = source.format("float[N,5,3] p, float[N,5,2] q", "")
+    applies(rule, model(two, **given), ops=["Add", "Add", "LayerNormalization", "MatMul", "MatMul"])
+    refuses(rule, model(source.format("float[N,5,3] p, float[N,5,2] q, float[N,5,4] n", ""), **given))
+    relu = two.replace("q = MatMul(n, v)", "q = Relu(n)").replace("[N,5,2] q", "[N,5,4] q")
+    del given["v"]
+    refuses(rule, model(relu, **given))
+    left = two.replace("q = MatMul(n, v)", "q = MatMul(v, n)").replace("[N,5,2] q", "[N,2,4] q")
+    refuses(rule, model(left, **given, v=normal(2, 5)), "as a weight")
+
+
+def test_scale_and_bias_of_a_normalisation():
+    source = "agraph (float[N,5,4] x) => (float[N,5,4] y) {{ n = LayerNormalization({}) y = {}(n, c) }}"
+    given = {"s": normal(4), "c": normal(4, seed=2)}
+    for rule, op in ((FoldScaleIntoNormalization(), "Mul"), (FoldBiasIntoNormalization(), "Add")):
+        applies(rule, model(source.format("x, s", op), **given), ops=["LayerNormalization"])
+        applies(rule, model(source.format("x, s, b", op), **given, b=normal(4)), ops=["LayerNormalization"])
+        single = given | {"c": normal(1)}
+        applies(rule, model(source.format("x, s", op), **single), ops=["LayerNormalization"])
+        refuses(rule, model(source.format("x, s", op), **given | {"c": normal(5, 1)}))
+
+
+def statistics(channels: int, seed: int = 0, suffix: str = "") -> dict[str, np.ndarray]:
+    values = {f"{n}{suffix}": normal(channels, seed=seed + i) for i, n in enumerate(("s", "b", "m"))}
+    return values | {f"v{suffix}": np.abs(normal(channels, seed=seed + 3)) + np.float32(0.1)}
+
+
+BATCH_NORM = "BatchNormalization<epsilon=0.01>({0}, s{1}, b{1}, m{1}, v{1})"
+
+
+@pytest.mark.parametrize("x", ["N,3", "N,3,4", "N,3,4,4"])
+def test_batch_normalization(x):
+    source = f"agraph (float[{x}] x) => (float[{x}] y) {{{{ {{}} }}}}"
+    single = source.format(f"y = {BATCH_NORM.format('x', '')}")
+    applies(SplitBatchNormalization(), model(single, **statistics(3)), ops=["Add", "Mul"])
+    double = source.format(f"a = {BATCH_NORM.format('x', '')} y = {BATCH_NORM.format('a', 2)}")
+    given = statistics(3) | statistics(3, 7, "2")
+    applies(MergeBatchNormalizations(), model(double, **given), ops=["BatchNormalization"])
+
+
+def test_batch_normalization_of_a_concat():
+    rule = PushBatchNormalizationIntoConcat()
+    source = (
+        f"agraph (float[N,1,4] x, float[N,2,4] z) => (float[N,3,4] y) {{{{ a = Concat<axis={{}}>(x, z) y "
+        f"= {BATCH_NORM.format('a', '')} }}}}"
+    )
+    applies(rule, model(source.format(1), **statistics(3)), ops=["BatchNormalization"] * 2 + ["Concat"])
+    rows = (
+        source.format(0)
+        .replace("[N,1,4] x", "[2,3,4] x")
+        .replace("[N,2,4] z", "[3,3,4] z")
+        .replace("[N,3,4] y", "[5,3,4] y")
+    )
+    refuses(rule, model(rows, **statistics(3)), "channels")
+    for training in ("y, q", "y, q, r"):
+        node = BATCH_NORM.format("a", "").replace("<", "<training_mode=1, ")
+        text = f"{source.format(1).partition(' y =')[0]} {training} = {node} }}"
+        refuses(rule, model(text.replace("[N", "[2"), **statistics(3)))

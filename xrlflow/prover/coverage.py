@@ -34,7 +34,7 @@ from xrlflow.prover.kinds import (
     index_subject,
     shown,
 )
-from xrlflow.prover.patterns import TYPES, dimension_of, dimension_subject, give
+from xrlflow.prover.patterns import TYPES, dimension_of, dimension_subject, give, operator_subject
 from xrlflow.prover.sketch import Problem, Sketch, SketchConst, with_const, with_node
 from xrlflow.prover.variations import forget, replace_dims, resize_to
 from xrlflow.rewrite import AnyRule
@@ -311,6 +311,11 @@ def matched(case: Case) -> tuple[set[Kind], dict[str, int]]:
         kinds.add(Kind("arity", str(pattern.arity)))
     if pattern.form is not None:
         kinds.add(Kind("form", str(pattern.form)))
+    kinds.update(
+        Kind(operator_subject(node), match.nodes[node.index].op)
+        for node in pattern.nodes
+        if len(node.ops) > 1
+    )
     types: dict[str, TensorType] = {}
     for variable, value in zip(pattern.variables, match.values):
         if variable.name in pattern.optional:

@@ -9,7 +9,7 @@ import numpy as np
 
 from xrlflow.ir import FLOATS, INTEGERS, ArrayHandle, Attr, Const, DType, TensorType
 from xrlflow.ops.infer import InferenceError, infer
-from xrlflow.ops.schema import canonical_attrs
+from xrlflow.ops.schema import canonical_attrs, schema
 from xrlflow.ops.tensors import numpy_dtype
 from xrlflow.prover.draw import Draw, Shapes, attribute, attributes, index_input
 from xrlflow.prover.kinds import (
@@ -52,16 +52,21 @@ def pattern_kinds(patterns: list[Pattern]) -> list[Kind]:
             note(name, ["given", "left out"])
         for node in pattern.nodes:
             captured = [n for n, v in node.attrs.items() if isinstance(v, Capture)]
-            rest = (
-                [n for n in attribute_names(node.op) if n not in node.attrs] if node.rest is not None else []
-            )
-            for attr in (*captured, *rest):
-                note(attribute_subject(node.op, attr), (s.name for s in family(node.op, attr)))
-            for place, value in enumerate(node.inputs):
-                if isinstance(value, Var) and any(
-                    _undescribed(alt.get(value.name)) for alt in pattern.shapes
-                ):
-                    note(index_subject(node.op, place), (s.name for s in index_family(node.op, place)))
+            if len(node.ops) > 1:
+                note(operator_subject(node), node.ops)
+            open = [
+                place
+                for place, value in enumerate(node.inputs)
+                if isinstance(value, Var) and any(_undescribed(alt.get(value.name)) for alt in pattern.shapes)
+            ]
+            for op in node.ops:
+                rest = (
+                    [n for n in attribute_names(op) if n not in node.attrs] if node.rest is not None else []
+                )
+                for attr in (*captured, *rest):
+                    note(attribute_subject(op, attr), (s.name for s in family(op, attr)))
+                for place in open:
+                    note(index_subject(op, place), (s.name for s in index_family(op, place)))
         specs = [alt.get(v.name) for alt in pattern.shapes for v in pattern.variables]
         taps = _taps(pattern)
         for spec in specs:
@@ -73,6 +78,11 @@ def pattern_kinds(patterns: list[Pattern]) -> list[Kind]:
     note("size", ("0", "1", "a name", "not known"))
     note("type", (t.name.lower() for t in TYPES))
     return list(found)
+
+
+def operator_subject(node: PNode) -> str:
+    """Of which of several operators a pattern's node is."""
+    return f"operator {node.chosen or node.index}"
 
 
 def dimension_subject(name: str) -> str:
@@ -131,6 +141,8 @@ class _Sample:
         self.consts: list[SketchConst] = []
         self.places: dict[str, Place | None] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
+        self.ops = self._operators()
+        self.absent |= self._not_taken()
         self.given: dict[int, Any] = {}  # the constant inputs of the node at hand, by their places
         self.types: dict[int, tuple[TensorType, ...]] = {}
 
@@ -182,6 +194,29 @@ class _Sample:
             if self.alike is not None:
                 self.dims[self.alike] = int(name)
 
+    def _operators(self) -> list[str]:
+        """An operator for each node; one for those of one name."""
+        drawn = dict[str, str]()
+        for node in self.pattern.nodes:
+            subject = operator_subject(node)
+            if subject == self.wish.subject and self.wish.name not in node.ops:
+                raise Unlucky("another operator is wished for")
+            drawn.setdefault(
+                subject, self.wish.name if subject == self.wish.subject else self.draw.choice(node.ops)
+            )
+        return [drawn[operator_subject(n)] for n in self.pattern.nodes]
+
+    def _not_taken(self) -> set[str]:
+        """The optional inputs that the drawn operators do not have."""
+        places = (
+            (v, i, schema(op)) for n, op in zip(self.pattern.nodes, self.ops) for i, v in enumerate(n.inputs)
+        )
+        return {
+            v.name
+            for v, i, known in places
+            if isinstance(v, Var) and known is not None and i >= known.max_input
+        }
+
     def _wished(self, subject: str, sorts: Family) -> Callable[[Draw, Shapes], Any] | None:
         if self.wish.subject != subject:
             return None
@@ -200,6 +235,9 @@ class _Sample:
             yield Kind("arity", str(self.pattern.arity))
         if self.pattern.form is not None:
             yield Kind("form", str(self.pattern.form))
+        for node, op in zip(self.pattern.nodes, self.ops):
+            if len(node.ops) > 1:
+                yield Kind(operator_subject(node), op)
         for name in self.pattern.optional:
             yield Kind(name, "left out" if name in self.absent else "given")
         if self.used_base:
@@ -293,6 +331,7 @@ class _Sample:
 
     def _node(self, node: PNode) -> SketchNode:
         self.given = {}
+        op = self.ops[node.index]
         places: list[Place | None] = []
         shapes: list[tuple[int, ...] | None] = []
         types: list[TensorType | None] = []
@@ -300,7 +339,7 @@ class _Sample:
             found = (
                 self._number(node, i, value.value, shapes, types)
                 if isinstance(value, Number)
-                else self._input(node.op, i, value, shapes)
+                else self._input(op, i, value, shapes)
             )
             if found is not None and found.kind == "const":
                 self.given[i] = self.consts[found.index].array
@@ -308,13 +347,16 @@ class _Sample:
             types.append(self._type(found))
             shapes.append(None if found is None else self._sizes(found))
         attrs = self._attributes(node, shapes)
+        while places and places[-1] is None:
+            places.pop()
+            types.pop()
         try:
-            canonical = canonical_attrs(node.op, attrs, types)
+            canonical = canonical_attrs(op, attrs, types)
             data = [self._data_of(p) for p in places]
-            self.types[node.index] = infer(node.op, canonical, types, data, node.outputs)
+            self.types[node.index] = infer(op, canonical, types, data, node.outputs)
         except (InferenceError, IndexError, ValueError, ArithmeticError) as error:
             raise Unlucky(str(error)) from error
-        return SketchNode(node.op, tuple(places), attrs, node.outputs)
+        return SketchNode(op, tuple(places), attrs, node.outputs)
 
     def _input(
         self,
@@ -344,29 +386,28 @@ class _Sample:
         if not place and len(node.inputs) > 1 and isinstance(other := node.inputs[-1], Out):
             beside = self._sizes(Place("node", other.node.index, other.index))
         shape: tuple[int, ...] = ()
-        if node.op != "Clip" and self.draw.chance(0.5):
+        if self.ops[node.index] != "Clip" and self.draw.chance(0.5):
             last = (beside or (1,))[-self.draw.integer(1, 3) :]
             shape = tuple(self.draw.choice([1, d]) for d in last)
         self.consts.append(SketchConst(np.full(shape, number).astype(numpy_dtype(like)), like))
         return Place("const", len(self.consts) - 1)
 
     def _attributes(self, node: PNode, shapes: list[tuple[int, ...] | None]) -> dict[str, Attr]:
+        op = self.ops[node.index]
         out: dict[str, Attr] = {}
         if node.rest is not None:
-            if node.op in self.rests and self.draw.chance(0.7):
-                out.update(self.rests[node.op])
+            if op in self.rests and self.draw.chance(0.7):
+                out.update(self.rests[op])
             else:
-                out.update(attributes(self.draw, node.op, shapes))
-                self._insist(
-                    node.op, out, [n for n in attribute_names(node.op) if n not in node.attrs], shapes
-                )
-                self.rests[node.op] = dict(out)
+                out.update(attributes(self.draw, op, shapes))
+                self._insist(op, out, [n for n in attribute_names(op) if n not in node.attrs], shapes)
+                self.rests[op] = dict(out)
         for name, value in node.attrs.items():
             if isinstance(value, Capture):
                 if value.name not in self.captured:
-                    drawn = attribute(self.draw, node.op, name, shapes)
+                    drawn = attribute(self.draw, op, name, shapes)
                     single = {} if drawn is None else {name: drawn}
-                    self._insist(node.op, single, [name], shapes)
+                    self._insist(op, single, [name], shapes)
                     self.captured[value.name] = single.get(name)
                 drawn = self.captured[value.name]
                 out.pop(name, None)

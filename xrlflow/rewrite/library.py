@@ -184,9 +184,10 @@ class Library:
         root = pattern.outputs[0].node.index
         for node in pattern.nodes:
             plan = Plan(pattern, node.index)
-            self.plans.add(node.op, plan)
-            if node.index == root:
-                self.root_plans.add(node.op, plan)
+            for op in node.ops:
+                self.plans.add(op, plan)
+                if node.index == root:
+                    self.root_plans.add(op, plan)
 
     @property
     def thorough(self) -> bool:

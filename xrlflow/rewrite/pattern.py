@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from xrlflow.ir import Attr, TensorType
-from xrlflow.ops.schema import COMMUTATIVE, defaults
+from xrlflow.ops.schema import COMMUTATIVE, defaults, schema
 from xrlflow.rewrite.rule import Lit, Op, Refused, Rule, RuleError, VarSpec, parse_shapes
 
 
@@ -42,20 +42,38 @@ class Capture:
 
 
 PInput = Var | Out | Number | None
-# A source of more forms than that, of one arity, takes more time than a function of its own.
-_MOST_FORMS = 64
+# A source of more forms than that, of one arity, takes more time than a function of its own; and so many choices can be
+# tried to find them.
+_MOST_FORMS, _MOST_CHOICES = 64, 4096
 
 
 @dataclass(eq=False)
 class PNode:
-    """A node of a pattern. `attrs` must match, all others must be default unless `rest` captures them."""
+    """A node of a pattern. `attrs` must match, all others must be default unless `rest` captures them.
+
+    `ops` are the operators that it may have, all matched in one way; `chosen` is the name under which `any_of` captures
+    which of them it has.
+    """
 
     index: int
-    op: str
+    ops: tuple[str, ...]
     inputs: tuple[PInput, ...]
     outputs: int
     attrs: dict[str, Attr | Capture]
     rest: str | None
+    chosen: str | None = None
+
+    @property
+    def op(self) -> str:
+        """The operator, or one of those that are matched in the same way."""
+        return self.ops[0]
+
+    @property
+    def matched_as(self) -> object:
+        """Operators that differ in none of this are matched in one way."""
+        found = schema(self.op)
+        single = found is not None and found.max_output == 1
+        return self.op in COMMUTATIVE, single, *(repr(default_of(self.op, name)) for name in self.attrs)
 
 
 @dataclass(eq=False)
@@ -70,8 +88,9 @@ class Pattern:
     optional: frozenset[str]
     shapes: Sequence[Mapping[str, VarSpec]]
     captures: list[str] = field(default_factory=list)
-    # Which of several operators it has, by the names of `any_of`; and what tells it from others of its arity.
-    chosen: Mapping[str, str] = field(default_factory=dict)
+    # By the names of `either`: the place of the alternative that this is.
+    chosen: Mapping[str, int] = field(default_factory=dict)
+    # Which of the patterns of its arity it is, if there are several.
     form: int | None = None
     # What the types of the variables and the captured attributes alone say: a refusal, or None if the types are
     # what `shapes` declares.
@@ -99,32 +118,38 @@ class Pattern:
 class _Tracer(Op):
     """Traces one source, with one of the choices at each `either` and `any_of`: those that are given, then the first.
 
-    `counts` has how many there are at each; `named` the nodes by the names of `any_of`.
+    `counts` has how many there are at each; `named` what was chosen under a name, with the node that it leads to.
     """
 
     def __init__(self, choices: Sequence[int] = ()) -> None:
         self.nodes: list[PNode] = []
         self.choices = choices
         self.counts: list[int] = []
-        self.named: dict[str, PNode] = {}
+        self.named: list[tuple[str, int, PNode]] = []
 
-    def _choose(self, options: Sequence[Any]) -> Any:
+    def _choose(self, options: Sequence[Any]) -> int:
         if not options:
             raise RuleError("a choice of nothing: give either and any_of something to choose from")
         place = len(self.counts)
         self.counts.append(len(options))
-        return options[self.choices[place] if place < len(self.choices) else 0]
+        return self.choices[place] if place < len(self.choices) else 0
 
-    def either(self, *alternatives: Any) -> Any:
-        return self._choose(alternatives)
+    def either(self, *alternatives: Any, name: str | None = None) -> Any:
+        place = self._choose(alternatives)
+        chosen = alternatives[place]
+        if name is not None:
+            if not isinstance(chosen, Out):
+                raise RuleError(f"either(name={name!r}) is for outputs of operators")
+            self.named.append((name, place, chosen.node))
+        return chosen
 
     def any_of(self, ops: Iterable[str], name: str | None = None) -> Callable[..., Any]:
-        op = self._choose(sorted(ops))
+        options = sorted(ops)
+        op = options[self._choose(options)]
 
         def call(*inputs: Any, **named: Any) -> Any:
             outputs = self[op](*inputs, **named)
-            if name is not None:
-                self.named[name] = self.nodes[-1]
+            self.nodes[-1].chosen = name
             return outputs
 
         return call
@@ -149,7 +174,7 @@ class _Tracer(Op):
                 Number(float(i)) if isinstance(i, (int, float)) else i  # a plain number: a constant
                 for i in inputs
             )
-            node = PNode(len(self.nodes), name, parts, outputs, wanted, attrs)
+            node = PNode(len(self.nodes), (name,), parts, outputs, wanted, attrs)
             self.nodes.append(node)
             outs = tuple(Out(node, i) for i in range(outputs))
             return outs[0] if outputs == 1 else outs
@@ -176,12 +201,35 @@ def _forms(rule: Rule, arity: int | None) -> list[Pattern]:
         tracer = _Tracer(choices)
         pattern = _trace(rule, arity, tracer)
         found.setdefault(_form(pattern), pattern)
-        if len(found) > _MOST_FORMS:
-            raise RuleError(f"{rule.name}: more than {_MOST_FORMS} forms: write a RegionRule")
+        if len(found) > _MOST_CHOICES:
+            raise RuleError(f"{rule.name}: more than {_MOST_CHOICES} choices: write a RegionRule")
         choices = _next([*choices, *[0] * len(tracer.counts)][: len(tracer.counts)], tracer.counts)
-    patterns = list(found.values())
+    patterns = _together(list(found.values()))
+    if len(patterns) > _MOST_FORMS:
+        raise RuleError(f"{rule.name}: more than {_MOST_FORMS} forms: write a RegionRule")
     for number, pattern in enumerate(patterns if len(patterns) > 1 else ()):
         pattern.form = number
+    return patterns
+
+
+def _together(patterns: list[Pattern]) -> list[Pattern]:
+    """The same with those as one that differ only in an operator of one node, if these are matched in one way."""
+    for index in range(max(len(p.nodes) for p in patterns)):
+        alike: dict[object, list[Pattern]] = {}
+        for pattern in patterns:
+            node = pattern.nodes[index] if index < len(pattern.nodes) else None
+            ops, way = ((), None) if node is None else (node.ops, node.matched_as)
+            if node is not None:
+                node.ops = ()
+            alike.setdefault((_form(pattern), way), []).append(pattern)
+            if node is not None:
+                node.ops = ops
+        for first, *others in alike.values():
+            if others:
+                first.nodes[index].ops = tuple(
+                    sorted({o for p in (first, *others) for o in p.nodes[index].ops})
+                )
+        patterns = [first for first, *_ in alike.values()]
     return patterns
 
 
@@ -197,7 +245,8 @@ def _form(pattern: Pattern) -> object:
     """What a pattern matches; two of the same match the same."""
     nodes = [
         (
-            n.op,
+            n.ops,
+            n.chosen,
             tuple((i.node.index, i.index) if isinstance(i, Out) else getattr(i, "name", i) for i in n.inputs),
             n.outputs,
             tuple(sorted((k, repr(v)) for k, v in n.attrs.items())),
@@ -232,12 +281,14 @@ def _trace(rule: Rule, arity: int | None, op: _Tracer) -> Pattern:
     for node in nodes:
         if node.rest is not None:
             captures.append(node.rest)
+        if node.chosen is not None and node.chosen not in captures:
+            captures.append(node.chosen)
         for value in node.attrs.values():
             if isinstance(value, Capture) and value.name not in captures:
                 captures.append(value.name)
     pattern = Pattern(
         rule, arity, nodes, variables, outputs, frozenset(rule.optional), shapes, captures,
-        chosen={name: node.op for name, node in op.named.items() if node in nodes},
+        chosen={name: chosen for name, chosen, node in op.named if node in nodes},
     )  # fmt: skip
     _check_roots(pattern)
     return pattern

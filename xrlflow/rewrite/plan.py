@@ -67,7 +67,7 @@ def _inputs_fit(
             if value == ABSENT and wanted.name not in pattern.optional:
                 return False
         elif isinstance(wanted, Out):
-            if op != wanted.node.op:
+            if op not in wanted.node.ops:
                 return False
         elif isinstance(wanted, Number):
             if type is None or not type.const:
@@ -199,8 +199,14 @@ class _Writer:
             self.loop(f"u{node.index} in uses.get({value}, ())")
             self.in_order(node, f"u{node.index}")
             self.emit(f"n{node.index} = producers[u{node.index}]")
-            self.unless(f"n{node.index}.op != {node.op!r}")
+            self.unless(self.another(f"n{node.index}", node))
             self.node(node, ordered=True)
+
+    def another(self, n: str, p: PNode) -> str:
+        """The condition that the operator of a node is none of a pattern node's."""
+        return (
+            f"{n}.op != {p.op!r}" if len(p.ops) == 1 else f"{n}.op not in {self.constant(frozenset(p.ops))}"
+        )
 
     def in_order(self, p: PNode, id: str) -> None:
         """Of the permutations of a symmetric rule's results only the one in which their ids ascend."""
@@ -229,7 +235,7 @@ class _Writer:
         """
         n = f"n{p.index}"
         for other in self.bound:
-            if other.op == p.op:
+            if not set(other.ops).isdisjoint(p.ops):
                 self.unless(f"{n} is n{other.index}")
         if not ordered:
             self.in_order(p, f"{n}.outputs[0]")
@@ -244,6 +250,11 @@ class _Writer:
         self.inputs(p, n)
 
     def attributes(self, p: PNode, n: str) -> None:
+        if p.chosen is not None and p.chosen in self.captured:
+            self.unless(f"{n}.op != a_{p.chosen}")
+        elif p.chosen is not None:
+            self.captured.add(p.chosen)
+            self.emit(f"a_{p.chosen} = {n}.op")
         if not p.attrs and p.rest is None:
             self.unless(f"{n}.attrs.digest")
             return
@@ -301,7 +312,7 @@ class _Writer:
             else:
                 child = f"n{wanted.node.index}"
                 self.emit(f"{child} = producers.get({got})")
-                self.unless(f"{child} is None or {child}.op != {wanted.node.op!r}")
+                self.unless(f"{child} is None or {self.another(child, wanted.node)}")
                 self.unless(
                     f"len({child}.outputs) <= {wanted.index} or {child}.outputs[{wanted.index}] != {got}"
                 )

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from types import ModuleType
 from typing import Any, ClassVar, Literal, TypeVar
 
 import numpy as np
@@ -228,8 +229,11 @@ class Op:
     def __getitem__(self, name: str) -> Callable[..., Any]:
         return self.__getattr__(name)
 
-    def either(self, *alternatives: Any) -> Any:
-        """Any of these values, in a source: `op.either(op.Neg(x), op.Mul(x, -1.0))`. Each reads the same variables."""
+    def either(self, *alternatives: Any, name: str | None = None) -> Any:
+        """Any of these values, in a source: `op.either(op.Neg(x), op.Mul(x, -1.0))`.
+
+        With `name="f"`, `m.f` is the place of the one that it is, from 0. Each reads the same variables.
+        """
         raise NotImplementedError
 
     def any_of(self, ops: Iterable[str], name: str | None = None) -> Callable[..., Any]:
@@ -332,10 +336,16 @@ class _Declared:
     def name(self) -> str:
         return type(self).__name__
 
-    @property
-    def family(self) -> str:
-        """The module of the library that the rule stands in."""
-        return type(self).__module__.rpartition(".")[2]
+    # By which agents, traces and the selection know rules of a kind: `class X(Rule, family="merge")`. A class that does
+    # not say has that of its base, or else the name of its module.
+    family: ClassVar[str]
+
+    def __init_subclass__(cls, family: str = "") -> None:
+        super().__init_subclass__()
+        if family:
+            cls.family = family
+        elif not hasattr(cls, "family") and cls.__module__ != __name__:
+            cls.family = cls.__module__.rpartition(".")[2]
 
     @property
     def equation(self) -> str:
@@ -550,6 +560,12 @@ class RegionRule(_Declared):
 AnyRule = Rule | RegionRule
 
 
+def declared_in(module: ModuleType) -> tuple[AnyRule, ...]:
+    """The rules that a module declares, in its order: one of each class whose name does not begin with `_`."""
+    kinds = [c for c in vars(module).values() if isinstance(c, type) and issubclass(c, (Rule, RegionRule))]
+    return tuple(c() for c in kinds if c.__module__ == module.__name__ and not c.__name__.startswith("_"))
+
+
 _MOVES = frozenset(
     (
         "Slice",
@@ -616,6 +632,7 @@ __all__ = [
     "VarSpec",
     "check_rules",
     "common_source",
+    "declared_in",
     "parse_shapes",
     "require",
     "watched",

@@ -1,0 +1,96 @@
+"""How the rules of regions read a graph: numbers, operands, squares, what lies between two values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+
+from rewrite_rules.elementwise import keeps_shape, made_by
+from rewrite_rules.reshape import VIEWS
+from xrlflow.ir import ABSENT, Node, Value
+from xrlflow.rewrite import Reader, Val, require, worthwhile
+
+
+def only_reader(reader: Reader, value: Value) -> Node | None:
+    """The node that alone reads a value, if the graph does not give it out."""
+    users = [] if reader.is_output(value) else reader.users(value)
+    return users[0] if len(users) == 1 else None
+
+
+def number_of(reader: Reader, value: Value, beside: Value) -> float | None:
+    """The number that a small constant holds everywhere, if it leaves the shape of what stands beside it."""
+    if not reader.is_const(value):
+        return None
+    number = reader.val(value).uniform
+    kept = number is not None and keeps_shape(reader.type(beside).shape, reader.type(value).shape)
+    return number if kept else None
+
+
+def is_number(reader: Reader, value: Value, number: float, beside: Value) -> bool:
+    """Whether a value is this number, as float32 rounds it."""
+    found = number_of(reader, value, beside)
+    return found is not None and math.isclose(found, number, rel_tol=1e-6)
+
+
+def operands(node: Node | None) -> list[tuple[Value, Value]]:
+    """The two inputs of a node, in both orders but for Sub and Div; of no node none."""
+    if node is None or len(node.inputs) != 2:
+        return []
+    a, b = node.inputs
+    return [(a, b)] if node.op in ("Sub", "Div") else [(a, b), (b, a)]
+
+
+def square_of(reader: Reader, value: Value) -> Value | None:
+    """What a value is the square of."""
+    node = made_by(reader, value, "Mul", "Pow")
+    if node is None:
+        return None
+    base, other = node.inputs
+    squared = base == other if node.op == "Mul" else is_number(reader, other, 2.0, base)
+    return base if squared else None
+
+
+def number_beside(c: Val, x: Val) -> float:
+    """The number that a constant is everywhere; refuses one that is none, or that x would broadcast to."""
+    number = c.uniform
+    require(number is not None, "the constant is not one number")
+    require(keeps_shape(x.type.shape, c.type.shape), "it may broadcast")
+    assert number is not None
+    return number
+
+
+# How the result of a reduction is seen in the rank of what it was reduced from.
+SEEN = (*VIEWS, "Expand")
+
+
+def between(reader: Reader, out: Value, inputs: Collection[Value]) -> tuple[Node, ...]:
+    """The nodes that make `out` from `inputs` and constants; an inner value may not be read elsewhere.
+
+    How the shape of a Reshape or Expand is computed is no part of it.
+    """
+    nodes: dict[Value, Node] = {}
+    work = [out]
+    while work:
+        value = work.pop()
+        if value == ABSENT or value in inputs:
+            continue
+        node = reader.producer(value)
+        if node is None or node.const or node.id in nodes:
+            continue
+        nodes[node.id] = node
+        work.extend(node.inputs[:1] if node.op in SEEN else node.inputs)
+    for node in nodes.values():
+        for value in node.outputs:
+            if value != out:
+                inside = not reader.is_output(value) and all(u.id in nodes for u in reader.users(value))
+                worthwhile(inside, "an inner value is read elsewhere")
+    return tuple(nodes.values())
+
+
+# Whether it is true of smaller numbers, and of equal ones.
+COMPARISONS = {
+    "Less": (True, False),
+    "LessOrEqual": (True, True),
+    "Greater": (False, False),
+    "GreaterOrEqual": (False, True),
+}
