@@ -34,7 +34,7 @@ from rewrite_rules.reshape import VIEWS
 from rewrite_rules.slices import sizes_along
 from xrlflow.ir import ABSENT, FLOATS, Attrs, Dim, Node, Value
 from xrlflow.ops.axes import AXES, BROADCAST, REDUCTIONS, SOFTMAX, UNARY
-from xrlflow.rewrite import AnyRule, Op, Reader, Refused, Region, RegionRule, Val, require, worthwhile
+from xrlflow.rewrite import Op, Reader, Refused, Region, RegionRule, Val, require, worthwhile
 
 # Beyond any dimension.
 _END = 2**63 - 1
@@ -304,7 +304,7 @@ class _Plan:
     cuts: tuple[_Finish, ...]
 
 
-class _PushSlice(RegionRule):
+class _PushSlice(RegionRule, family="demand"):
     """A cut after an operator, moved before it.
 
     Slices, Gathers of constants and Splits with parts that nobody reads are alike. Between them and the operator data
@@ -661,7 +661,7 @@ class PushSliceThroughTranspose(_PushSlice):
         return _same(span, perm_of(node, rank_of(reader, node.inputs[0]))[axis])
 
 
-class PushSliceThroughReshape(RegionRule):
+class PushSliceThroughReshape(RegionRule, family="demand"):
     """slice(reshape(x)) -> reshape(slice(x))  along a dimension that stays whole;  the other views alike."""
 
     anchors = ("Slice", "Gather")
@@ -970,7 +970,7 @@ class PushSliceThroughWindows(_PushSliceThroughParts):
 # Several outputs
 
 
-class PushSlicesThroughSplit(RegionRule):
+class PushSlicesThroughSplit(RegionRule, family="demand"):
     """slice(split(x)), each part alike -> split(slice(x))  along another axis than the split's."""
 
     anchors = ("Slice", "Gather")
@@ -1029,7 +1029,7 @@ class PushSlicesThroughSplit(RegionRule):
 _CELLS = ("LSTM", "GRU", "RNN")
 
 
-class ReplaceLastStepByFinalState(RegionRule):
+class ReplaceLastStepByFinalState(RegionRule, family="demand"):
     """lstm(x).y[-1] -> lstm(x).y_h  forwards, y[0] backwards;  GRU and RNN alike."""
 
     proof = "numeric"
@@ -1225,7 +1225,7 @@ def _weighted(op: Op, way: _Detour, p: Val, x: Val, w: Val, b: Val | None) -> An
     return op.Add(y, op.Mul(total, op.Reshape(b, [way.heads, 1, way.depth])))
 
 
-class PushKeyWeightsIntoQueries(RegionRule):
+class PushKeyWeightsIntoQueries(RegionRule, family="demand"):
     """q @ heads(x @ w + b)^T -> (q @ w_h^T) @ x^T + q @ b_h^T  for each head h, so that few queries need no keys."""
 
     anchors = ("MatMul",)
@@ -1257,7 +1257,7 @@ class PushKeyWeightsIntoQueries(RegionRule):
         return _scores(op, region.data, q, x, w, b)
 
 
-class PushValueWeightsBehindScores(RegionRule):
+class PushValueWeightsBehindScores(RegionRule, family="demand"):
     """p @ heads(x @ w + b) -> (p @ x) @ w_h + sum(p) * b_h  for each head h, so that few queries need no values."""
 
     nonempty = True
@@ -1299,7 +1299,7 @@ class PushValueWeightsBehindScores(RegionRule):
         return _weighted(op, region.data, p, x, w, b)
 
 
-class PushWeightsOutOfAttention(RegionRule):
+class PushWeightsOutOfAttention(RegionRule, family="demand"):
     """attention(q, heads(x @ v + a), heads(z @ w + b), m) -> (softmax(s + m) @ z) @ w_h + b_h  for few queries.
 
     Here s = scale * (q @ v_h^T) @ x^T, since q @ a_h^T is the same for all keys: neither keys nor values are computed.
@@ -1374,23 +1374,3 @@ class PushWeightsOutOfAttention(RegionRule):
         if mask is not None:
             scores = op.Add(scores, mask)
         return _weighted(op, second, op.Softmax(scores, axis=-1), z, w, b)
-
-
-RULES: tuple[AnyRule, ...] = (
-    PushSliceThroughUnary(),
-    PushSliceThroughBroadcast(),
-    PushSliceThroughNormalization(),
-    PushSliceThroughReduction(),
-    PushSliceIntoMatMul(),
-    PushSliceIntoGemm(),
-    PushSliceIntoAttention(),
-    PushSliceThroughTranspose(),
-    PushSliceThroughReshape(),
-    PushSliceThroughMovement(),
-    PushSliceThroughWindows(),
-    PushSlicesThroughSplit(),
-    ReplaceLastStepByFinalState(),
-    PushKeyWeightsIntoQueries(),
-    PushValueWeightsBehindScores(),
-    PushWeightsOutOfAttention(),
-)

@@ -29,7 +29,7 @@ from rewrite_rules.examples import graphs
 from rewrite_rules.slices import sizes_along
 from xrlflow.ir import ABSENT, Dim, DType, Node, Value
 from xrlflow.ir.dims import LARGEST
-from xrlflow.rewrite import AnyRule, Lit, Op, Reader, Refused, Region, RegionRule, Val, worthwhile
+from xrlflow.rewrite import Lit, Op, Reader, Refused, Region, RegionRule, Val, worthwhile
 
 _VIEWS = frozenset(("Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity"))
 # One data input, one output.
@@ -360,7 +360,7 @@ _TO_THE_END = (
 )
 
 
-class MergeMovement(RegionRule):
+class MergeMovement(RegionRule, family="movement"):
     """move_k(... move_1(x)) -> the cheapest chain that takes the same elements of x to the same places.
 
     Reshape, Transpose, Slice, Split, Concat, Gather of constants, Expand, Tile, Pad and their like in any order: what
@@ -524,7 +524,7 @@ class MergeMovement(RegionRule):
         return _emit(op, x, plan.steps, fill)
 
 
-class PushMovementIntoConcat(RegionRule):
+class PushMovementIntoConcat(RegionRule, family="movement"):
     """move(concat(x, y, ...)) -> concat(move_x(x), move_y(y), ...)  where that moves less.
 
     `move` is any chain that only moves data, and what the Concat reads may have been moved before. The Concat may
@@ -579,7 +579,7 @@ class PushMovementIntoConcat(RegionRule):
         return _emit(op, op.Concat(*parts, axis=joined.axis), joined.steps)
 
 
-class ReplaceMovement(RegionRule):
+class ReplaceMovement(RegionRule, family="movement"):
     """gather(x, consecutive constants) -> slice(x);  what moves no data -> reshape(x).
 
     The latter for Gather, Expand, DepthToSpace and SpaceToDepth, along dimensions of 1.
@@ -633,10 +633,3 @@ class ReplaceMovement(RegionRule):
 def _elements(shape: Sequence[Dim]) -> int:
     """How many elements a tensor has, symbolic dimensions counted as 1."""
     return prod(d for d in shape if isinstance(d, int))
-
-
-RULES: tuple[AnyRule, ...] = (
-    MergeMovement(),
-    PushMovementIntoConcat(),
-    ReplaceMovement(),
-)

@@ -10,7 +10,7 @@ from rewrite_rules.elementwise import read_once
 from rewrite_rules.examples import graphs
 from xrlflow.ir import Dim, Node, Value
 from xrlflow.ops.axes import BROADCAST, UNARY
-from xrlflow.rewrite import AnyRule, Captures, Op, Reader, Region, RegionRule, Rule, Val, require, worthwhile
+from xrlflow.rewrite import Captures, Op, Reader, Region, RegionRule, Rule, Val, require, worthwhile
 
 Shape = tuple[Dim, ...] | None
 
@@ -30,7 +30,7 @@ def makers(reader: Reader, values: Sequence[Value], ops: Collection[str]) -> lis
     return found if 1 < len(found) == len(values) else []
 
 
-class MergeReshapes(RegionRule):
+class MergeReshapes(RegionRule, family="reshape"):
     """reshape(reshape(x)) -> reshape(x), or x;  Squeeze, Unsqueeze and Flatten alike, in any mixture."""
 
     anchors = VIEWS
@@ -55,7 +55,7 @@ class MergeReshapes(RegionRule):
         return x if region.data is None else op.Reshape(x, list(region.data))
 
 
-class CancelUnsqueeze(Rule):
+class CancelUnsqueeze(Rule, family="reshape"):
     """squeeze(unsqueeze(x, axes), axes) -> x, whatever the dimensions."""
 
     shapes = "x a:const b:const"
@@ -72,7 +72,7 @@ class CancelUnsqueeze(Rule):
         return x
 
 
-class CancelSqueeze(Rule):
+class CancelSqueeze(Rule, family="reshape"):
     """unsqueeze(squeeze(x, axes), axes) -> x, whatever the dimensions."""
 
     shapes = "x a:const b:const"
@@ -98,7 +98,7 @@ def _stays(shape: Shape, before: Shape, after: Shape) -> bool:
     return shape in ((), (1,)) or (shape[0] is not None and shape[0] == before[-1] == after[-1])
 
 
-class _PushDown(RegionRule):
+class _PushDown(RegionRule, family="reshape"):
     """f(reshape(x), ...) -> reshape(f(x, ...))."""
 
     reads_from = VIEWS
@@ -131,7 +131,7 @@ class _PushDown(RegionRule):
         return op[view](y, *inputs[count : count + more], attrs=view_attrs)
 
 
-class _PushUp(RegionRule):
+class _PushUp(RegionRule, family="reshape"):
     """reshape(f(x, ...)) -> f(reshape(x), ...)."""
 
     anchors = VIEWS
@@ -223,7 +223,7 @@ def _rows(reader: Reader, before: Value, after: Value) -> None:
     require(a[-1] != 0, "what has no elements has many shapes")
 
 
-class PushReshapeThroughMatMul(RegionRule):
+class PushReshapeThroughMatMul(RegionRule, family="reshape"):
     """reshape(x) @ w -> reshape(x @ w)  for a matrix w, when the reshape keeps the last dimension."""
 
     anchors = ("MatMul",)
@@ -251,7 +251,7 @@ class PushReshapeThroughMatMul(RegionRule):
         return op.Reshape(op.MatMul(x, w), list(region.data))
 
 
-class PushReshapeIntoMatMul(RegionRule):
+class PushReshapeIntoMatMul(RegionRule, family="reshape"):
     """reshape(x @ w) -> reshape(x) @ w  for a matrix w, when the reshape keeps the last dimension."""
 
     nonempty = True
@@ -279,7 +279,7 @@ class PushReshapeIntoMatMul(RegionRule):
         return op.MatMul(op.Reshape(x, list(region.data)), w)
 
 
-class PullUnsqueezeOutOfConcat(RegionRule):
+class PullUnsqueezeOutOfConcat(RegionRule, family="reshape"):
     """concat_a(unsqueeze_a(x0), ..., unsqueeze_a(xn)) -> reshape(concat_a(x0, ..., xn))  for x of one shape.
 
     The steps of an unrolled recurrence are stacked so; one view is left of many.
@@ -311,17 +311,3 @@ class PullUnsqueezeOutOfConcat(RegionRule):
     def target(self, op: Op, region: Region, *x: Val) -> Any:
         axis, numbers = region.data
         return op.Reshape(op.Concat(*x, axis=axis), numbers)
-
-
-RULES: tuple[AnyRule, ...] = (
-    MergeReshapes(),
-    CancelUnsqueeze(),
-    CancelSqueeze(),
-    PushReshapeDown(),
-    PushReshapeUp(),
-    PushReshapesDown(),
-    PushReshapesUp(),
-    PushReshapeThroughMatMul(),
-    PushReshapeIntoMatMul(),
-    PullUnsqueezeOutOfConcat(),
-)

@@ -14,7 +14,7 @@ from rewrite_rules.elementwise import BROADCAST, UNARY, is_unary, read_once, una
 from rewrite_rules.examples import graphs
 from rewrite_rules.reshape import VIEWS, maker, makers
 from xrlflow.ir import Dim, Node, Value
-from xrlflow.rewrite import AnyRule, Op, Reader, Refused, Region, RegionRule, Val, require, worthwhile
+from xrlflow.rewrite import Op, Reader, Refused, Region, RegionRule, Val, require, worthwhile
 
 # How a value is cut out of another
 
@@ -117,7 +117,7 @@ def _follows(first: Piece | None, second: Piece | None, axis: int) -> bool:
 # Putting together what was cut
 
 
-class MergeConcatOfPieces(RegionRule):
+class MergeConcatOfPieces(RegionRule, family="slices"):
     """concat(x[a:b], x[b:c], ...) -> x[a:c], or x  when it is all of it.
 
     The pieces may be outputs of a Split, Slices, or Gathers of consecutive constants, in one run or several.
@@ -161,7 +161,7 @@ class MergeConcatOfPieces(RegionRule):
         return parts[0] if len(parts) == 1 else op.Concat(*parts, axis=axis)
 
 
-class MergeStackOfPieces(RegionRule):
+class MergeStackOfPieces(RegionRule, family="slices"):
     """concat(x[t0], x[t1], ...) -> reshape(transpose(x))  when each part is one position of x along one axis.
 
     As unrolled recurrent networks take their steps out of the input and put them together again: the dimensions
@@ -228,7 +228,7 @@ class MergeStackOfPieces(RegionRule):
         return steps if numbers is None else op.Reshape(steps, list(numbers))
 
 
-class MergeSlices(RegionRule):
+class MergeSlices(RegionRule, family="slices"):
     """x[a:b][c:d] -> x[a+c:a+d]  along one axis; also of a Split's output, and Gather for the second."""
 
     anchors = ("Slice", "Gather")
@@ -259,7 +259,7 @@ class MergeSlices(RegionRule):
         return _cut(op, x, axis, start, length)
 
 
-class MergeSliceAxes(RegionRule):
+class MergeSliceAxes(RegionRule, family="slices"):
     """slice(slice(x, axis i), axis j) -> slice(x, axes i and j)."""
 
     anchors = ("Slice",)
@@ -282,7 +282,7 @@ class MergeSliceAxes(RegionRule):
         return op.Slice(x, *(list(c) for c in region.data))
 
 
-class MergeConcats(RegionRule):
+class MergeConcats(RegionRule, family="slices"):
     """concat(a, concat(b, c), d) -> concat(a, b, c, d)  along one axis."""
 
     anchors = ("Concat",)
@@ -342,7 +342,7 @@ def _concat_along(reader: Reader, value: Value, axis: int) -> tuple[Node, list[i
     return None if sizes is None else (node, sizes)
 
 
-class CancelSplitOfConcat(RegionRule):
+class CancelSplitOfConcat(RegionRule, family="slices"):
     """split(concat(a, b, c)) -> a, concat(b, c)  when it cuts between parts only."""
 
     anchors = ("Split",)
@@ -372,7 +372,7 @@ class CancelSplitOfConcat(RegionRule):
         return [_joined(op, parts, axis, cover) for cover in covers]
 
 
-class PushSliceIntoConcat(RegionRule):
+class PushSliceIntoConcat(RegionRule, family="slices"):
     """slice(concat(a, b, c)) -> slice(b), or the concat of the parts that it touches;  Gather of a constant alike."""
 
     anchors = ("Slice", "Gather")
@@ -399,7 +399,7 @@ class PushSliceIntoConcat(RegionRule):
         return _joined(op, parts, axis, cover)
 
 
-class MergeSplits(RegionRule):
+class MergeSplits(RegionRule, family="slices"):
     """split(split(x)[i]) -> split(x)  along one axis, into all the parts of both."""
 
     anchors = ("Split",)
@@ -426,7 +426,7 @@ class MergeSplits(RegionRule):
         return op.Split(x, axis=axis, sizes=list(sizes))
 
 
-class ReplaceSplitBySlice(RegionRule):
+class ReplaceSplitBySlice(RegionRule, family="slices"):
     """split(x) -> slice(x)  when only one part is read."""
 
     anchors = ("Split",)
@@ -445,7 +445,7 @@ class ReplaceSplitBySlice(RegionRule):
         return _cut(op, x, *region.data)
 
 
-class MergePiecesIntoSplit(RegionRule):
+class MergePiecesIntoSplit(RegionRule, family="slices"):
     """x[a], x[b:c], ... -> split(x)  when the Slices and Gathers of x along an axis take all of it once.
 
     One of them, the first by id, speaks for all.
@@ -500,7 +500,7 @@ class MergePiecesIntoSplit(RegionRule):
 # Element-wise operators across Concat and Split
 
 
-class _PushIntoConcat(RegionRule):
+class _PushIntoConcat(RegionRule, family="slices"):
     """f(concat(x, y)) -> concat(f(x), f(y))  for f of one input, besides its bounds."""
 
     reads_from = ("Concat",)
@@ -522,7 +522,7 @@ class _PushIntoConcat(RegionRule):
         return op.Concat(*[op[name](x, *inputs[count:], attrs=attrs) for x in inputs[:count]], attrs=concat)
 
 
-class _PullOutOfConcat(RegionRule):
+class _PullOutOfConcat(RegionRule, family="slices"):
     """concat(f(x), f(y)) -> f(concat(x, y))  for f of one input, besides its bounds."""
 
     anchors = ("Concat",)
@@ -624,7 +624,7 @@ class PullPoolOutOfConcat(_PullOutOfConcat):
         require(same, "the inputs differ besides their channels, or are not known")
 
 
-class PushUnaryThroughSplit(RegionRule):
+class PushUnaryThroughSplit(RegionRule, family="slices"):
     """split(f(x)) -> f(split(x)), each part,  for f element by element, of one input."""
 
     anchors = ("Split",)
@@ -648,7 +648,7 @@ class PushUnaryThroughSplit(RegionRule):
         return [op[name](p, *bounds, attrs=attrs) for p in (parts if outputs > 1 else (parts,))]
 
 
-class PullUnaryOutOfSplit(RegionRule):
+class PullUnaryOutOfSplit(RegionRule, family="slices"):
     """f(split(x)), each part -> split(f(x))  for f element by element, of one input."""
 
     anchors = ("Split",)
@@ -724,7 +724,7 @@ def _same_function(nodes: Sequence[Node]) -> bool:
     return all((n.op, n.attrs, len(n.inputs)) == (first.op, first.attrs, len(first.inputs)) for n in nodes)
 
 
-class PullBinaryOutOfConcat(RegionRule):
+class PullBinaryOutOfConcat(RegionRule, family="slices"):
     """concat(f(x, a), f(y, b)) -> f(concat(x, y), concat(a, b))  for f element by element.
 
     An operand that all have in common and that broadcasts along the axis stays one.
@@ -788,7 +788,7 @@ def _together(op: Op, inputs: Sequence[Val], rank: int, axis: int, counts: Seque
     return out
 
 
-class PullBinaryOutOfSplit(RegionRule):
+class PullBinaryOutOfSplit(RegionRule, family="slices"):
     """f(split(x), c), each part with a constant -> split(f(x, concat(c)))  for f element by element.
 
     An operand that all parts share, and that broadcasts along the axis, need not be constant.
@@ -843,7 +843,7 @@ class PullBinaryOutOfSplit(RegionRule):
         return op.Split(y, axis=axis, sizes=list(sizes))
 
 
-class PushBinaryIntoConcat(RegionRule):
+class PushBinaryIntoConcat(RegionRule, family="slices"):
     """f(concat(x, y), c) -> concat(f(x, c'), f(y, c"))  for f element by element.
 
     The other operands broadcast along the axis, are constant (and sliced), or concatenations of the same sizes.
@@ -905,25 +905,3 @@ class PushBinaryIntoConcat(RegionRule):
 
 
 _BROADCAST = frozenset(BROADCAST)
-
-RULES: tuple[AnyRule, ...] = (
-    MergeConcatOfPieces(),
-    MergeStackOfPieces(),
-    MergeSlices(),
-    MergeSliceAxes(),
-    MergeConcats(),
-    CancelSplitOfConcat(),
-    PushSliceIntoConcat(),
-    MergeSplits(),
-    ReplaceSplitBySlice(),
-    MergePiecesIntoSplit(),
-    PushUnaryIntoConcat(),
-    PullUnaryOutOfConcat(),
-    PushPoolIntoConcat(),
-    PullPoolOutOfConcat(),
-    PushUnaryThroughSplit(),
-    PullUnaryOutOfSplit(),
-    PullBinaryOutOfConcat(),
-    PullBinaryOutOfSplit(),
-    PushBinaryIntoConcat(),
-)

@@ -25,14 +25,14 @@ from rewrite_rules.examples import graphs
 from rewrite_rules.slices import readers_of_parts
 from xrlflow.ir import Attrs, Node, Value
 from xrlflow.ops.axes import AXES, BROADCAST, REDUCTIONS, UNARY
-from xrlflow.rewrite import AnyRule, Captures, Op, Reader, Region, RegionRule, Rule, Val, require, worthwhile
+from xrlflow.rewrite import Captures, Op, Reader, Region, RegionRule, Rule, Val, require, worthwhile
 
 
 def _transpose(op: Op, x: Val, perm: Sequence[int]) -> Any:
     return x if is_identity(perm) else op.Transpose(x, perm=tuple(perm))
 
 
-class _TwoTransposes(Rule):
+class _TwoTransposes(Rule, family="transpose"):
     shared_interior = True
 
     def source(self, op: Op, x: Any) -> Any:
@@ -63,7 +63,7 @@ class MergeTransposes(_TwoTransposes):
         return op.Transpose(x, perm=self.both(m, x))
 
 
-class RemoveNoopTranspose(Rule):
+class RemoveNoopTranspose(Rule, family="transpose"):
     """transpose(x) -> x  when it leaves every dimension in its place."""
 
     def source(self, op: Op, x: Any) -> Any:
@@ -76,7 +76,7 @@ class RemoveNoopTranspose(Rule):
         return x
 
 
-class ReplaceTransposeByReshape(Rule):
+class ReplaceTransposeByReshape(Rule, family="transpose"):
     """transpose(x) -> reshape(x)  when only dimensions of 1 change places with others."""
 
     def source(self, op: Op, x: Any) -> Any:
@@ -149,7 +149,7 @@ def _transposed(reader: Reader, value: Value) -> bool:
     return node is not None and node.op == "Transpose"
 
 
-class _PushTranspose(RegionRule):
+class _PushTranspose(RegionRule, family="transpose"):
     """A rule that leaves an operator on the other side of a Transpose."""
 
     def target(self, op: Op, region: Region, *inputs: Val) -> Any:
@@ -282,7 +282,7 @@ def _swapped(op: Op, x: Val) -> Any:
     return op.Transpose(x, perm=(*range(n - 2), n - 1, n - 2))
 
 
-class PushTransposesThroughMatMul(Rule):
+class PushTransposesThroughMatMul(Rule, family="transpose"):
     """transpose(x) @ transpose(y) -> transpose(y @ x)  when both exchange the last two dimensions."""
 
     def source(self, op: Op, x: Any, y: Any) -> Any:
@@ -296,7 +296,7 @@ class PushTransposesThroughMatMul(Rule):
         return _swapped(op, op.MatMul(y, x))
 
 
-class PushTransposeIntoMatMul(Rule):
+class PushTransposeIntoMatMul(Rule, family="transpose"):
     """transpose(x @ y) -> transpose(y) @ transpose(x)  when it exchanges the last two dimensions."""
 
     examples = graphs(
@@ -317,7 +317,7 @@ class PushTransposeIntoMatMul(Rule):
         return op.MatMul(_swapped(op, y), _swapped(op, x))
 
 
-class FoldTransposeIntoGemmA(Rule):
+class FoldTransposeIntoGemmA(Rule, family="transpose"):
     """gemm(transpose(a), b) -> gemm(a, b) with transA flipped."""
 
     optional = ("c",)
@@ -329,7 +329,7 @@ class FoldTransposeIntoGemmA(Rule):
         return op.Gemm(a, b, c, attrs=m.rest, transA=1 - m.t)
 
 
-class FoldTransposeIntoGemmB(Rule):
+class FoldTransposeIntoGemmB(Rule, family="transpose"):
     """gemm(a, transpose(b)) -> gemm(a, b) with transB flipped."""
 
     optional = ("c",)
@@ -449,7 +449,7 @@ class PushTransposeIntoSoftmax(_PushUp):
 # Between Reshapes
 
 
-class ReplaceReshapedTranspose(Rule):
+class ReplaceReshapedTranspose(Rule, family="transpose"):
     """reshape(transpose(reshape(x))) -> transpose(x), or x,  when each dimension moves as a whole."""
 
     def source(self, op: Op, x: Any, s: Any, t: Any) -> Any:
@@ -475,28 +475,3 @@ def _whole_moves(
     out = [places.get(dim) if dim else next(units, None) for dim in moved.dims]
     require(len(out) == len(before) and None not in out, "a dimension is not moved as a whole")
     return tuple(i for i in out if i is not None)
-
-
-RULES: tuple[AnyRule, ...] = (
-    CancelTransposes(),
-    MergeTransposes(),
-    RemoveNoopTranspose(),
-    ReplaceTransposeByReshape(),
-    PushTransposeDown(),
-    PushTransposeUp(),
-    PushTransposesDown(),
-    PushTransposesUp(),
-    PushTransposesThroughMatMul(),
-    PushTransposeIntoMatMul(),
-    FoldTransposeIntoGemmA(),
-    FoldTransposeIntoGemmB(),
-    PushTransposesThroughConcat(),
-    PushTransposeIntoConcat(),
-    PushTransposeThroughSplit(),
-    PushTransposesUpSplit(),
-    PushTransposeThroughReduce(),
-    PushTransposeIntoReduce(),
-    PushTransposeThroughSoftmax(),
-    PushTransposeIntoSoftmax(),
-    ReplaceReshapedTranspose(),
-)

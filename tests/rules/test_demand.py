@@ -30,11 +30,11 @@ from tests.rules.harness import applies, assert_equivalent, model, random_feeds,
 from xrlflow.cost.roofline import Roofline
 from xrlflow.ir import Graph
 from xrlflow.onnxio import load, to_proto
-from xrlflow.rewrite import Library, Refused, RegionRule, RewriteState
+from xrlflow.rewrite import Library, Refused, RegionRule, RewriteState, declared_in
 from xrlflow.search.greedy import greedy
 from xrlflow.search.result import Limits
 
-EXAMPLES = [(r, e) for r in demand.RULES if isinstance(r, RegionRule) for e in r.examples]
+EXAMPLES = [(r, e) for r in declared_in(demand) if isinstance(r, RegionRule) for e in r.examples]
 
 
 @pytest.mark.parametrize(("rule", "example"), EXAMPLES, ids=lambda v: getattr(v, "name", ""))
@@ -619,7 +619,7 @@ def test_a_layer_of_unknown_length():
     )
     proto = model(source, **weights, **ints(s=[0, 0, 2, 4], t=[0, 0, 8], i=0))
     imported = load(proto)
-    state = RewriteState.start(imported.graph, Library(demand.RULES))
+    state = RewriteState.start(imported.graph, Library(declared_in(demand)))
     while state.candidates:
         state = state.apply(min(state.candidates, key=lambda m: m.key))
     after = to_proto(imported, state.graph)
@@ -630,4 +630,4 @@ def test_a_layer_of_unknown_length():
 
 
 def test_family():
-    assert len({r.name for r in demand.RULES}) == len(demand.RULES)
+    assert len({r.name for r in declared_in(demand)}) == len(declared_in(demand))

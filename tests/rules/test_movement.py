@@ -14,10 +14,10 @@ from rewrite_rules.movement import MergeMovement, PushMovementIntoConcat, Replac
 from tests.rules.harness import applies, model, refuses
 from xrlflow.ir import Attrs, Graph
 from xrlflow.onnxio import load
-from xrlflow.rewrite import Library, Reader, RegionRule
+from xrlflow.rewrite import Library, Reader, RegionRule, declared_in
 from xrlflow.rewrite.state import match_all
 
-EXAMPLES = [(r, e) for r in movement.RULES if isinstance(r, RegionRule) for e in r.examples]
+EXAMPLES = [(r, e) for r in declared_in(movement) if isinstance(r, RegionRule) for e in r.examples]
 
 
 @pytest.mark.parametrize(("rule", "example"), EXAMPLES, ids=lambda v: getattr(v, "name", ""))

@@ -20,9 +20,9 @@ from rewrite_rules.reshape import (
     PushReshapeUp,
 )
 from tests.rules.harness import applies, model, refuses
-from xrlflow.rewrite import RegionRule
+from xrlflow.rewrite import RegionRule, declared_in
 
-EXAMPLES = [(r, e) for r in reshape.RULES if isinstance(r, RegionRule) for e in r.examples]
+EXAMPLES = [(r, e) for r in declared_in(reshape) if isinstance(r, RegionRule) for e in r.examples]
 
 
 @pytest.mark.parametrize(("rule", "example"), EXAMPLES, ids=lambda v: getattr(v, "name", ""))

@@ -28,9 +28,9 @@ from rewrite_rules.slices import (
     ReplaceSplitBySlice,
 )
 from tests.rules.harness import applies, model, refuses
-from xrlflow.rewrite import RegionRule
+from xrlflow.rewrite import RegionRule, declared_in
 
-EXAMPLES = [(r, e) for r in slices.RULES if isinstance(r, RegionRule) for e in r.examples]
+EXAMPLES = [(r, e) for r in declared_in(slices) if isinstance(r, RegionRule) for e in r.examples]
 
 
 @pytest.mark.parametrize(("rule", "example"), EXAMPLES, ids=lambda v: getattr(v, "name", ""))
@@ -437,4 +437,4 @@ def test_pools_that_stay():
 
 
 def test_family():
-    assert len({r.name for r in slices.RULES}) == len(slices.RULES)
+    assert len({r.name for r in declared_in(slices)}) == len(declared_in(slices))

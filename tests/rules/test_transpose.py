@@ -35,9 +35,9 @@ from rewrite_rules.transpose import (
 )
 from tests.rules.harness import applies, model, refuses
 from xrlflow.onnxio import load
-from xrlflow.rewrite import Reader, Refused, RegionRule
+from xrlflow.rewrite import Reader, Refused, RegionRule, declared_in
 
-EXAMPLES = [(r, e) for r in transpose.RULES if isinstance(r, RegionRule) for e in r.examples]
+EXAMPLES = [(r, e) for r in declared_in(transpose) if isinstance(r, RegionRule) for e in r.examples]
 SIZES = (2, 3, 4, 5)
 
 
