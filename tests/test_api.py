@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 import xrlflow
 from tests.rules.harness import assert_equivalent, model, random_feeds, run
+from tests.runtime import recent
 from xrlflow.api import VerificationFailed
 from xrlflow.backends import BackendError
 from xrlflow.cli import app
@@ -212,6 +213,7 @@ def test_sequences_pass_through() -> None:
     assert len(s) == len(s2) == 2
 
 
+@recent
 def test_quantised_pairs_stay_together() -> None:
     proto = model(
         "agraph (float[2,8] x) => (float[2,8] y) {"

@@ -9,6 +9,7 @@ import onnx
 import onnx.parser
 import pytest
 
+from tests.runtime import recent
 from xrlflow.backends import BackendError
 from xrlflow.ir import Body, Dim, Graph
 from xrlflow.onnxio import load, to_proto
@@ -111,6 +112,7 @@ def test_the_default_of_an_input_says_nothing_of_its_value(node: str) -> None:
     assert not any(isinstance(d, int) for d in shape(graph, "y") or ())
 
 
+@recent
 def test_sizes_are_written_where_the_runtime_would_lose_them() -> None:
     """ONNX Runtime puts Reshapes around a sum of two convolutions that it does not know to be of one size, and these
     fail for an empty batch.

@@ -12,6 +12,7 @@ import pytest
 from onnx import TensorProto, helper
 
 from tests.onnxio.support import assert_same_outputs, info, model, run
+from tests.runtime import recent
 from xrlflow import onnxio
 from xrlflow.onnxio import versions
 from xrlflow.onnxio.errors import ModelError
@@ -242,6 +243,7 @@ def test_bodies_are_converted_too() -> None:
         assert_same_outputs(run(proto, feeds), run(result, feeds))
 
 
+@recent
 def test_a_newer_model_comes_down_where_nothing_changed() -> None:
     node = helper.make_node("Cast", ["x"], ["y"], to=TensorProto.DOUBLE)
     proto = model([node], {"x": X}, [info("y", X.astype(np.float64))], opset=24, ir_version=10)
@@ -283,6 +285,7 @@ def test_a_resize_that_shrinks_and_enlarges_at_once_is_refused() -> None:
         onnxio.load(model([node], {"x": X}, [info("y", X[:, :, :3].repeat(2, 3))], {"s": scales}, opset=10))
 
 
+@recent
 @pytest.mark.parametrize("op", sorted(versions.SPELT_OUT))
 def test_what_the_runtime_spells_out_at_some_opsets_alone_is_spelt_out(op: str) -> None:
     """ONNX Runtime has no kernel for these element types, and runs them at opset 18 all the same."""
@@ -303,3 +306,18 @@ def test_what_the_runtime_spells_out_at_some_opsets_alone_is_spelt_out(op: str) 
             numbers = numbers.astype(np.int64)
         feeds = {n: numbers.astype(numpy_type) for n in names}
         assert_same_outputs(run(proto, feeds), run(onnxio.to_proto(imported, imported.graph), feeds))
+
+
+@pytest.mark.parametrize(("old", "opset"), [(True, 21), (False, versions.OPSET)])
+def test_an_old_runtime_gets_the_opset_that_it_has_kernels_for(
+    old: bool, opset: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("xrlflow.onnxio.versions._old_runtime", lambda: old)
+    nodes = [
+        helper.make_node("QuantizeLinear", ["x", "s", "z"], ["q"]),
+        helper.make_node("DequantizeLinear", ["q", "s", "z"], ["y"]),
+    ]
+    proto = model(nodes, {"x": X}, [info("y", X)], {"s": np.float32(0.1), "z": np.uint8(3)}, opset=17)
+    imported = onnxio.load(proto)
+    assert onnxio.to_proto(imported, imported.graph).opset_import[0].version == opset
+    assert onnxio.to_proto(imported, imported.graph, opset=22).opset_import[0].version == 22

@@ -11,6 +11,7 @@ import onnx.helper
 import pytest
 
 from tests.ops.test_evaluate_backend import attribute
+from tests.runtime import recent
 from xrlflow.ir import Attrs
 from xrlflow.ops.evaluate import REALS, evaluate_node, promote
 
@@ -117,6 +118,7 @@ POOLS: list[dict[str, Any]] = [
 ]
 
 
+@recent
 @pytest.mark.parametrize("attrs", POOLS, ids=str)
 def test_pools(attrs: dict[str, Any]) -> None:
     x = draw(2, 3, 9, 10)
@@ -189,6 +191,7 @@ def test_recurrences_with_other_activations() -> None:
     check("LSTM", [x, w, r], 3, hidden_size=5, input_forget=1, activations=["Sigmoid", "Softsign", "Relu"])
 
 
+@recent
 @pytest.mark.parametrize("causal", [0, 1])
 @pytest.mark.parametrize("mask", [None, "float", "bool"])
 @pytest.mark.parametrize("past", [0, 3])
@@ -242,6 +245,7 @@ def test_resize(mode: str, coordinates: str, attrs: dict[str, Any], size: tuple[
     )
 
 
+@recent
 def test_integers_are_exact() -> None:
     a = np.array([7, -7, 7, -7, 2**62], np.int64)
     b = np.array([2, 2, -2, -2, 3], np.int64)
@@ -265,6 +269,7 @@ def test_slices_at_their_limits() -> None:
         check("Slice", [x, *index])
 
 
+@recent
 def test_infinities_and_nan() -> None:
     x = np.array([-np.inf, -3, -0.0, 0.0, 2, np.inf, np.nan], np.float32)
     for op in (

@@ -12,6 +12,7 @@ import onnx.parser
 import onnxruntime as ort
 import pytest
 
+from tests.runtime import recent
 from xrlflow.ir import ArrayHandle, Attrs, Const, DType, Graph, TensorType, dims
 from xrlflow.ir.dims import Formula
 from xrlflow.onnxio import load
@@ -176,6 +177,7 @@ def test_what_only_the_data_decides_has_no_formula(node: str) -> None:
     assert [d for d in shape if d is not None and not is_made_up(d)] == []
 
 
+@recent
 @pytest.mark.parametrize("family", [windows, slices, reshapes], ids=lambda f: f.__name__)
 def test_shapes_are_those_of_the_runtime(family: object) -> None:
     compared = total = 0
@@ -186,6 +188,7 @@ def test_shapes_are_those_of_the_runtime(family: object) -> None:
     assert compared > 0.9 * total, (compared, total)  # what is not known is no formula, but that is rare
 
 
+@recent
 @pytest.mark.parametrize("text", OTHERS)
 def test_shapes_of_other_operators(text: str) -> None:
     compared, total = agree(text)

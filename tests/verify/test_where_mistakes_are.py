@@ -5,13 +5,12 @@ from collections.abc import Callable
 import numpy as np
 import onnx
 import onnx.parser
-import onnxruntime
 import pytest
-from packaging.version import Version
 
 import xrlflow
 from rewrite_rules import LIBRARY
 from rewrite_rules.convolution import ReplacePointwiseConvByMatMul
+from tests.runtime import faulty
 from tests.verify.models import model, normal
 from xrlflow.api import VerificationFailed
 from xrlflow.backends import BackendError
@@ -30,10 +29,6 @@ from xrlflow.verify.nonfinite import Fate, fates
 from xrlflow.verify.numbers import around, marks, on_symbols, thresholds
 from xrlflow.verify.runner import opened
 
-# Faults of ONNX Runtime that tests rely on.
-mended = pytest.mark.skipif(
-    Version(onnxruntime.__version__) >= Version("1.32"), reason="ONNX Runtime 1.32 does not have this fault"
-)
 LIBRARY_BY_NAME = {rule.name: rule for rule in LIBRARY}
 
 Pair = tuple[onnx.ModelProto, onnx.ModelProto]
@@ -359,7 +354,7 @@ def test_a_size_of_zero_is_compared() -> None:
     assert not verify(a, b).verified, "where the original runs"
 
 
-@mended
+@faulty
 def test_what_the_runtime_leaves_undefined_is_not_compared() -> None:
     """ONNX Runtime's reductions of the last axis keep an empty tensor's shape; some of its products leave memory."""
     mean = model(
@@ -375,7 +370,7 @@ def test_what_the_runtime_leaves_undefined_is_not_compared() -> None:
     assert any(0 in bindings.values() for bindings in verify(total, total).bindings)
 
 
-@mended
+@faulty
 def test_rules_say_that_they_need_sizes_from_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """A product of ONNX Runtime does not take an empty batch on its right."""
     proto = model(
@@ -401,7 +396,7 @@ class _Without(Roofline):
         return 1.0 if node.op == self._op else 0.01
 
 
-@mended
+@faulty
 def test_a_run_that_ends_its_process_is_an_error() -> None:
     """ONNX Runtime's Attention divides by the number of heads."""
     shape = "float[n, heads, 3, 4]"

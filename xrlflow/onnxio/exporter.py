@@ -284,7 +284,7 @@ def _write(model: ImportedModel, graph: Graph, opset: int | None = None) -> _Wri
     versions.set_opset(proto, max(model.opset, OPSET))
     writer = _Writer(model, proto)
     writer.main(graph)
-    wanted = model.opset if opset is None else opset
+    wanted = versions.runnable(proto, model.opset) if opset is None else opset
     if wanted != versions.opset_of(proto):
         versions.lower(model.name, proto, _typed_copy(_Written(proto, writer.large)), wanted)
     del proto.graph.quantization_annotation[:]

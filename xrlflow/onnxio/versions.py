@@ -8,6 +8,7 @@ changelog, https://github.com/onnx/onnx/blob/main/docs/Changelog.md
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,8 @@ QUALIFIED = "ai.onnx@"
 # The readable opsets: the first whose elementwise operators broadcast as today's do, and the last that ONNX Runtime
 # runs. Older models can be read if their operators did not change before opset 7, or have an adapter.
 OLDEST, NEWEST = 7, 26
+# ONNX Runtime 1.23 has kernels for these at opset 21, and not at the canonical one.
+_LATE_KERNELS, _BEFORE_LATE, _KERNELS_SINCE = frozenset({"QuantizeLinear", "DequantizeLinear"}), 21, (1, 24)
 
 _LAST = 2**31 - 1
 
@@ -378,6 +381,20 @@ _SPELLINGS = "xrlflow.spelling"
 
 # Operators that changed after the canonical opset, not only in the types they allow.
 CHANGED_LATER = frozenset(["Attention"])
+
+
+@cache
+def _old_runtime() -> bool:
+    import onnxruntime
+
+    return tuple(map(int, onnxruntime.__version__.split(".")[:2])) < _KERNELS_SINCE
+
+
+def runnable(proto: onnx.ModelProto, opset: int) -> int:
+    """The opset for which the ONNX Runtime at hand has kernels for all of a model's operators; else the one given."""
+    if not any(n.op_type in _LATE_KERNELS for n in _all_nodes(proto.graph)) or not _old_runtime():
+        return opset
+    return min(opset, _BEFORE_LATE)
 
 
 def merge_imports(proto: onnx.ModelProto) -> None:
