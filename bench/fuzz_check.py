@@ -810,7 +810,7 @@ def walks(index: int) -> tuple[Walk, ...]:
 
 def is_strict(rule: AnyRule) -> bool:
     """Whether a rule promises to keep NaN and infinities."""
-    return not (rule.spreads or rule.mends or rule.assumes == "finite")
+    return not (rule.may_add_nonfinite or rule.may_remove_nonfinite or rule.assumes == "finite")
 
 
 # In ONNX Runtime's kernels the position decides whether NaN wins.
@@ -844,7 +844,7 @@ class Libraries:
         """A library, and its rules that need no price."""
         if name not in self._made:
             made = self._make(name)
-            self._made[name] = made, made.certain()
+            self._made[name] = made, made.canonicalising()
         return self._made[name]
 
     def _make(self, name: str) -> Library:

@@ -21,7 +21,7 @@ class FactorOutOfDifference(Rule):
 
     family = "example"
     shapes = "x[...] y[...] z[...]"  # any shapes that broadcast
-    spreads = True  # where the left side is NaN or infinite the right side may be the other
+    may_add_nonfinite = True  # where the left side is NaN or infinite the right side may be the other
 
     def source(self, op: Op, x: Any, y: Any, z: Any) -> Any:
         return op.Sub(op.Mul(x, y), op.Mul(x, z))

@@ -23,7 +23,7 @@ from rewrite_rules.reading import (
 )
 from xrlflow.ir import Node, Value
 from xrlflow.ops.tensors import numpy_dtype
-from xrlflow.rewrite import Captures, Op, Reader, Region, RegionRule, Rule, Val, require, worthwhile
+from xrlflow.rewrite import Captures, Op, Reader, Region, RegionRule, Rule, Val, profitable, require
 
 # Activations by Where
 
@@ -380,7 +380,7 @@ class FusePRelu(Rule, family="idioms"):
         return op.any_of(("Add", "Sub"), "join")(op.Relu(x), op.Mul(a, op.Relu(op.Neg(x))))
 
     def where(self, x: Val, a: Val) -> None:
-        worthwhile(keeps_shape(x.type.shape, a.type.shape), "the slope broadcasts x")
+        profitable(keeps_shape(x.type.shape, a.type.shape), "the slope broadcasts x")
 
     def target(self, op: Op, m: Captures, x: Val, a: Val) -> Any:
         if a.uniform is not None:
@@ -442,7 +442,7 @@ class ReplaceDivBySigmoid(Rule, family="idioms"):
     ONNX Runtime's sigmoid of less than -18 or so is 0, and the product with an infinite a is NaN.
     """
 
-    spreads = True
+    may_add_nonfinite = True
     # Of x below -9 the sigmoid is exact to 1.7e-7 of 1, and no more; below -18 it is 0.
     assumes = "approximate"
     proof = "numeric"
@@ -458,7 +458,7 @@ class ReplaceDivBySigmoid(Rule, family="idioms"):
         return op.Div(a, op.Add(1.0, op.Exp(_negative(op, x))))
 
     def where(self, a: Val) -> None:
-        worthwhile(a.uniform != 1.0, "it is a sigmoid")
+        profitable(a.uniform != 1.0, "it is a sigmoid")
 
     def target(self, op: Op, a: Val, x: Val) -> Any:
         return op.Mul(a, op.Sigmoid(x))
@@ -470,7 +470,7 @@ class FuseSoftplus(Rule, family="idioms"):
     Where exp(x) overflows, the left side is infinite, and the right side x.
     """
 
-    mends = True
+    may_remove_nonfinite = True
     proof = "numeric"
     relies_on = "softplus(x) = log(1 + exp(x))"
     dtypes = FLOAT
@@ -489,7 +489,7 @@ class FuseTanh(Rule, family="idioms"):
     Where an exponential overflows, the left side is NaN, and the right side 1 or -1.
     """
 
-    mends = True
+    may_remove_nonfinite = True
     proof = "numeric"
     relies_on = "the definition of tanh by exponentials"
     dtypes = WIDE

@@ -15,7 +15,7 @@ from rewrite_rules.axes import axis_of, rank_of, same_dims
 from rewrite_rules.constants import AT_EXPORT, concat_constants, slice_constant
 from rewrite_rules.elementwise import BROADCAST, made_by, read_once
 from rewrite_rules.examples import graphs
-from rewrite_rules.linear import NUMBERS, group_of
+from rewrite_rules.fold_into_weights import NUMBERS, group_of
 from rewrite_rules.shapes import per_rank
 from rewrite_rules.slices import sizes_along
 from xrlflow.ir import ABSENT, FLOATS, Node, Value
@@ -28,8 +28,8 @@ from xrlflow.rewrite import (
     Rule,
     Val,
     common_source,
+    profitable,
     require,
-    worthwhile,
 )
 
 # Operators that a constant factor of their result can be folded into.
@@ -78,7 +78,7 @@ def _is_matrix(reader: Reader, value: Value) -> bool:
 
 def _worthwhile_product(x: Val, y: Val) -> None:
     """Constants are multiplied out when the model is written."""
-    worthwhile(
+    profitable(
         x.size(-2) * x.size(-1) * y.size(-1) <= AT_EXPORT, "multiplying the constants out would take long"
     )
 
@@ -97,7 +97,7 @@ class AssociateSharedMatMuls(RegionRule, family="algebra"):
     anchors = ("MatMul",)
     reads_from = ("MatMul",)
     dtypes = NUMBERS
-    spreads = True
+    may_add_nonfinite = True
     examples = graphs(
         "(float[2,3] x, float[3,4] z, float[4,4] w) => (float[2,4] y) { a = MatMul(x, z) b = MatMul(a, w) "
         "y = Add(a, b) }",
@@ -149,7 +149,7 @@ class DistributeMatMul(RegionRule, family="algebra"):
     anchors = ("MatMul",)
     reads_from = ("Add",)
     dtypes = NUMBERS
-    spreads = True
+    may_add_nonfinite = True
     examples = (
         "agraph (float[2,3] x, float[3,3] w, float[3,4] z) => (float[2,4] y) "
         "{ a = MatMul(x, w) s = Add(x, a) y = MatMul(s, z) }",
@@ -191,7 +191,7 @@ class FactorMatMulOutOfSum(Rule, family="algebra"):
 
     nonempty = True
     dtypes = NUMBERS
-    spreads = True
+    may_add_nonfinite = True
     shapes = "x[...,a,k] y[...,b,k] w[...,k,n]"
 
     def source(self, op: Op, x: Any, y: Any, w: Any) -> Any:
@@ -205,7 +205,7 @@ class FactorConvOutOfSum(Rule, family="algebra"):
     """conv(x, w, b) + conv(y, w, c) -> conv(x + y, w, b + c)  with equal attributes."""
 
     dtypes = FLOATS
-    spreads = True
+    may_add_nonfinite = True
     optional = ("b", "c")
     shapes = per_rank("x[i,j{h}] y[i,j{h}] w[m,p{k}] b[m] c[m]")
 
@@ -231,7 +231,7 @@ def _products(reader: Reader, concat: Node) -> list[Node] | None:
     made = {v: n for v in concat.inputs if (n := made_by(reader, v, *_PRODUCTS)) is not None}
     if len(made) != len(concat.inputs) or len(made) < 2 or len({n.op for n in made.values()}) > 1:
         return None
-    worthwhile(all(read_once(reader, v) for v in made), "a product is read elsewhere")
+    profitable(all(read_once(reader, v) for v in made), "a product is read elsewhere")
     return list(made.values())
 
 
@@ -422,8 +422,8 @@ class PushMatMulIntoConcat(RegionRule, family="algebra"):
             made = [reader.producer(v) for v in concat.inputs]
             useful = any(n is not None and n.op == "MatMul" and not n.const for n in made)
             folds = reader.is_const(other) and any(reader.is_const(v) for v in concat.inputs)
-            worthwhile(useful or folds, "no part is a product, and none becomes constant")
-            worthwhile(read_once(reader, value), "the concat is read elsewhere")
+            profitable(useful or folds, "no part is a product, and none becomes constant")
+            profitable(read_once(reader, value), "the concat is read elsewhere")
             data = (place, result - 1 if place else axis)
             return Region(node.outputs, (other, *concat.inputs), (node, concat), data)
         return None
@@ -459,7 +459,7 @@ class SplitMatMulOfConcats(RegionRule, family="algebra"):
             sizes.append(sizes_along(reader, maker.inputs, rank - inner))
         columns, rows = sizes
         require(columns is not None and columns == rows, "the parts are of other sizes, or not known")
-        worthwhile(all(read_once(reader, v) for v in node.inputs), "a concat is read elsewhere")
+        profitable(all(read_once(reader, v) for v in node.inputs), "a concat is read elsewhere")
         nodes = tuple(n for n in makers if n is not None)
         inputs = tuple(v for n in nodes for v in n.inputs)
         return Region(node.outputs, inputs, (node, *nodes), len(inputs) // 2)
@@ -561,7 +561,7 @@ class SplitGroupsOverConcat(RegionRule, family="algebra"):
         own = weight.size(1)
         require(sum(sizes) == own * groups, "the channels are not those of the groups, or not known")
         require(all(s and s % own == 0 for s in sizes), "a group reads several parts")
-        worthwhile(read_once(reader, node.inputs[0]), "the concat is read elsewhere")
+        profitable(read_once(reader, node.inputs[0]), "the concat is read elsewhere")
         rest = tuple(v for v in node.inputs[2:] if v != ABSENT)
         width = weight.size(0) // groups
         require(width * groups == weight.size(0), "the output channels are not those of the groups")
@@ -675,7 +675,7 @@ class ExchangeConcats(RegionRule, family="algebra"):
         axis, axes = axis_of(node, rank), {axis_of(n, rank) for n in inner}
         if len(axes) != 1 or axis in axes:
             return None
-        worthwhile(all(read_once(reader, v) for v in node.inputs), "an inner concat is read elsewhere")
+        profitable(all(read_once(reader, v) for v in node.inputs), "an inner concat is read elsewhere")
         for column in zip(*(n.inputs for n in inner)):
             _require_alike(reader, column, axis)
         inputs = tuple(v for n in inner for v in n.inputs)
@@ -740,8 +740,8 @@ class PushBinaryThroughSplit(RegionRule, family="algebra"):
             else:
                 kinds.append("cut" if reader.is_const(v) else "split")
                 inputs.append(v)
-        worthwhile(kinds.count("split") < 2, "several operands would be split")
-        worthwhile(read_once(reader, node.inputs[0]), "the function is read elsewhere")
+        profitable(kinds.count("split") < 2, "several operands would be split")
+        profitable(read_once(reader, node.inputs[0]), "the function is read elsewhere")
         nodes = tuple({n.outputs[0]: n for n in used}.values())
         data = (inner.op, inner.attrs, rank, axis, tuple(sizes), tuple(kinds))
         return Region(node.outputs, tuple(inputs), nodes, data)

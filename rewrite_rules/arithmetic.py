@@ -10,9 +10,9 @@ import numpy.typing as npt
 
 from rewrite_rules.elementwise import BROADCAST, WIDE, made_by, read_once, unary_form
 from rewrite_rules.examples import graphs
-from rewrite_rules.linear import NUMBERS
+from rewrite_rules.fold_into_weights import NUMBERS
 from xrlflow.ir import FLOATS, Dim, DType, Node
-from xrlflow.rewrite import Captures, Op, Reader, Region, RegionRule, Rule, Val, require, worthwhile
+from xrlflow.rewrite import Captures, Op, Reader, Region, RegionRule, Rule, Val, profitable, require
 
 # Sums and products, element by element
 
@@ -45,10 +45,10 @@ class AssociateAdds(Rule, family="algebra"):
 
     def where(self, a: Val, b: Val, c: Val) -> None:
         values = (a, b, c)
-        worthwhile(sum(v.const for v in values) < 2, "two constants have rules of their own")
+        profitable(sum(v.const for v in values) < 2, "two constants have rules of their own")
         # What the graph computes is put together as it comes; what is there at the start can be at any time.
         two = sum(_at_hand(v) for v in values) > 1
-        worthwhile(
+        profitable(
             two or b.value == c.value or _smaller(a, b, c), "no operand is smaller, repeated, or at hand"
         )
 
@@ -66,7 +66,7 @@ class FactorOutOfSum(Rule, family="algebra"):
     """x * y + x * z -> x * (y + z)."""
 
     dtypes = NUMBERS
-    spreads = True
+    may_add_nonfinite = True
     shapes = "x[...] y[...] z[...]"
 
     def source(self, op: Op, x: Any, y: Any, z: Any) -> Any:
@@ -80,7 +80,7 @@ class FactorOneOutOfSum(Rule, family="algebra"):
     """x + x * y -> x * (y + 1)."""
 
     dtypes = NUMBERS
-    spreads = True
+    may_add_nonfinite = True
     shapes = "x[...] y[...]"
 
     def source(self, op: Op, x: Any, y: Any) -> Any:
@@ -139,7 +139,7 @@ class PullMonotoneOutOfMax(RegionRule, family="algebra"):
         if not all(unary_form(n) == form for n in inner):
             return None
         _require_rising(inner[0])
-        worthwhile(all(read_once(reader, v) for v in node.inputs), "a function is read elsewhere")
+        profitable(all(read_once(reader, v) for v in node.inputs), "a function is read elsewhere")
         inputs = tuple(n.inputs[0] for n in inner)
         return Region(node.outputs, inputs, tuple(dict.fromkeys((node, *inner))), (node.op, *form[:2]))
 
@@ -171,8 +171,8 @@ class PushMonotoneThroughMax(RegionRule, family="algebra"):
         if inner is None:
             return None
         _require_rising(node)
-        worthwhile(any(reader.is_const(v) for v in inner.inputs), "no operand is constant")
-        worthwhile(read_once(reader, node.inputs[0]), "the maximum is read elsewhere")
+        profitable(any(reader.is_const(v) for v in inner.inputs), "no operand is constant")
+        profitable(read_once(reader, node.inputs[0]), "the maximum is read elsewhere")
         return Region(node.outputs, inner.inputs, (node, inner), (inner.op, node.op, node.attrs))
 
     def target(self, op: Op, region: Region, *inputs: Val) -> Any:
@@ -202,7 +202,7 @@ class ReplacePowBySqrt(Rule, family="idioms"):
     Of minus infinity the left side is infinite, the right side NaN.
     """
 
-    spreads = True
+    may_add_nonfinite = True
     dtypes = WIDE
     shapes = "x[...]:float"
 
@@ -229,8 +229,8 @@ class ReplaceDivByReciprocal(Rule, family="idioms"):
         return op.Div(x, y)
 
     def where(self, x: Val, y: Val) -> None:
-        worthwhile(not x.const and not y.const, "an operand is constant")
-        worthwhile(_repeats(y.shape, x.shape), "the divisor is not smaller")
+        profitable(not x.const and not y.const, "an operand is constant")
+        profitable(_repeats(y.shape, x.shape), "the divisor is not smaller")
 
     def target(self, op: Op, x: Val, y: Val) -> Any:
         return op.Mul(x, op.Reciprocal(y))
@@ -280,7 +280,7 @@ class _TwoConstants(Rule, family="linear"):
     shapes = "x[...] c[...]:const d[...]:const"
 
     def where(self, m: Captures, x: Val, c: Val, d: Val) -> None:
-        worthwhile(
+        profitable(
             np.broadcast_shapes(c.sizes, d.sizes) in (c.sizes, d.sizes),
             "together the constants are larger than either",
         )
@@ -361,7 +361,7 @@ class PullMulOutOfConstantAdd(_TwoConstants):
 
     def where(self, m: Captures, x: Val, c: Val, d: Val) -> None:
         super().where(m, x, c, d)
-        worthwhile(c.known, "a constant is too large to be sure that there and back is one state")
+        profitable(c.known, "a constant is too large to be sure that there and back is one state")
         _require_divisor(d)
         with np.errstate(all="ignore"):
             quotient = c.array.astype(np.float64) / d.array.astype(np.float64)
@@ -413,7 +413,7 @@ class MergeConstantsOfSum(Rule, family="weights_algebra"):
         return op.Add(op.Add(x, c), op.Add(y, d))
 
     def where(self, c: Val, d: Val) -> None:
-        worthwhile(np.broadcast_shapes(c.sizes, d.sizes) in (c.sizes, d.sizes), "together they are larger")
+        profitable(np.broadcast_shapes(c.sizes, d.sizes) in (c.sizes, d.sizes), "together they are larger")
 
     def target(self, op: Op, x: Val, c: Val, y: Val, d: Val) -> Any:
         return op.Add(op.Add(x, y), op.Add(c, d))

@@ -14,7 +14,7 @@ from rewrite_rules.examples import graphs
 from rewrite_rules.reading import between, number_of, operands
 from rewrite_rules.slices import piece
 from xrlflow.ir import Dim, Node, Value
-from xrlflow.rewrite import Op, Reader, Region, RegionRule, Val, require, worthwhile
+from xrlflow.rewrite import Op, Reader, Region, RegionRule, Val, profitable, require
 
 
 def _factor(reader: Reader, value: Value) -> tuple[Value, float, Node] | None:
@@ -66,7 +66,7 @@ class FuseAttention(RegionRule, family="attention"):
     """
 
     nonempty = True
-    mends = True  # a row of the mask that is nothing but -inf: zeros instead of NaN
+    may_remove_nonfinite = True  # a row of the mask that is nothing but -inf: zeros instead of NaN
 
     # Only a row of nothing but the least float shows them, which the proof does not draw (the rule's own tests do).
     survivors: ClassVar[Mapping[str, str]] = dict.fromkeys(
@@ -156,7 +156,7 @@ class FuseAttention(RegionRule, family="attention"):
             else:
                 break
         for value in inner:
-            worthwhile(read_once(reader, value), "an inner value is read elsewhere")
+            profitable(read_once(reader, value), "an inner value is read elsewhere")
         self._check(reader, q, kt, v, perm, mask)
         inputs = (q, kt, v) if mask is None else (q, kt, v, mask)
         return Region(last.outputs, inputs, (last, *nodes), (scale, perm))
@@ -186,7 +186,7 @@ class FuseAttention(RegionRule, family="attention"):
             isinstance(queries[3], int) and queries[3] > 0 and keys[3] == queries[3],
             "the size of a head is not known",
         )
-        worthwhile(isinstance(values[3], int) and values[3] > 0, "the size of a value is not known")
+        profitable(isinstance(values[3], int) and values[3] > 0, "the size of a value is not known")
         if mask is not None:
             scores = (queries[0], queries[1], queries[2], keys[2])
             shape = reader.type(mask).shape

@@ -10,7 +10,7 @@ import numpy as np
 from xrlflow.ir import ABSENT, Dim, Node, Value, dims
 from xrlflow.ops.axes import AXES
 from xrlflow.ops.eval_shape import ends_of_slice
-from xrlflow.rewrite import Reader, Refused, require, worthwhile
+from xrlflow.rewrite import Reader, Refused, profitable, require
 
 T = TypeVar("T")
 
@@ -24,7 +24,7 @@ def front(axis: int, rank: int) -> int:
 def fronts(axes: Sequence[int], rank: int) -> tuple[int, ...]:
     """Axes counted from the front; refuses repeated ones, of which ONNX does not say what they mean."""
     out = tuple(front(a, rank) for a in axes)
-    worthwhile(len(set(out)) == len(out), "an axis is repeated")
+    profitable(len(set(out)) == len(out), "an axis is repeated")
     return out
 
 
@@ -87,7 +87,7 @@ def slice_numbers(reader: Reader, node: Node, rank: int) -> list[tuple[int, int,
     starts, ends = known(starts, "a start is left out"), known(ends, "an end is left out")
     steps = steps or (1,) * len(starts)
     places = fronts(range(len(starts)) if axes is None else axes, rank)
-    worthwhile(
+    profitable(
         len(places) == len(starts) == len(ends) == len(steps), "the numbers of a slice are not as many"
     )
     if any(s < 0 for s in steps):

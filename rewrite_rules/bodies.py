@@ -25,7 +25,7 @@ from xrlflow.ir import (
 )
 from xrlflow.ops.schema import is_deterministic
 from xrlflow.rewrite import GraphBuilder, Op, Reader, Region, Val
-from xrlflow.rewrite.settle import settled
+from xrlflow.rewrite.propagate import propagated
 
 # A loop's parts
 
@@ -296,7 +296,7 @@ def _bound(graph: Graph, val: Val, inside: Value) -> Graph:
         if value in outer.leaves.consts and value not in outer.producers:
             _share(outer, graph, value)
     made = [n for n in nodes if n.id not in graph.producers]
-    return apply_edit(graph, settled(graph, plan_edit(graph, "bind", made, {inside: val.value})))[0]
+    return apply_edit(graph, propagated(graph, plan_edit(graph, "bind", made, {inside: val.value})))[0]
 
 
 def _share(source: Graph, target: Graph, value: Value) -> None:

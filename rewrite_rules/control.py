@@ -30,7 +30,7 @@ from rewrite_rules.identity import RANDOM
 from xrlflow.ir import ABSENT, FLOATS, Body, DType, Graph, Node, Value, apply_edit
 from xrlflow.ops.infer import InferenceError, infer
 from xrlflow.ops.schema import is_deterministic, schema
-from xrlflow.rewrite import GraphBuilder, Op, Reader, Region, RegionRule, RuleError, Val, require, worthwhile
+from xrlflow.rewrite import GraphBuilder, Op, Reader, Region, RegionRule, RuleError, Val, profitable, require
 
 # Branches
 
@@ -41,7 +41,7 @@ class InlineConstantIf(RegionRule, family="control"):
     Exporters leave such branches behind where a shape that they ask for turns out to be known.
     """
 
-    certain = True
+    canonicalises = True
     anchors = ("If",)
     examples = tuple(
         f"agraph ({kind} x, {kind} z) => ({kind} y) <bool{shape} c = {{{value}}}, {kind} w = {{{data}}}> {{"
@@ -106,7 +106,7 @@ class DropFailingBranch(RegionRule, family="control"):
     squeezed, a sequence that has no batch. Where what follows admits one case only, the condition is no question.
     """
 
-    certain = True
+    canonicalises = True
     anchors = ("If",)
     examples = tuple(
         f"agraph (bool c, float[N,1,3] x, float[3,N] z, float[N,2] u) => ({kind} y)"
@@ -430,7 +430,7 @@ class UnrollLoop(RegionRule, family="control"):
         require(steps > 0 or not loop.collected, "it collects nothing")
         running = sum(not n.const for n in loop.graph.nodes())
         small = steps <= self.most_steps and steps * running <= self.most_nodes
-        worthwhile(small, "it is too large to unroll")
+        profitable(small, "it is too large to unroll")
         return loop.region(max(steps, 0))
 
     def target(self, op: Op, region: Region, *given: Val | None) -> Any:

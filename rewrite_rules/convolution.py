@@ -13,14 +13,14 @@ from rewrite_rules.axes import fronts, inverse, reshape_numbers, same_dims
 from rewrite_rules.constants import AT_EXPORT
 from rewrite_rules.elementwise import FLOAT, WIDE, made_by, read_once
 from rewrite_rules.examples import graphs
-from rewrite_rules.linear import group_of, scale_columns
+from rewrite_rules.fold_into_weights import group_of, scale_columns
 from rewrite_rules.reading import between
 from rewrite_rules.reshape import VIEWS
 from rewrite_rules.shapes import per_rank
 from xrlflow.ir import ABSENT, Attrs, Dim, Node, Value
 from xrlflow.ir.dims import LARGEST
 from xrlflow.ops.tensors import numpy_dtype
-from xrlflow.rewrite import Captures, Op, Reader, Region, RegionRule, Rule, Val, accurate, require, worthwhile
+from xrlflow.rewrite import Captures, Op, Reader, Region, RegionRule, Rule, Val, accurate, profitable, require
 
 _IMAGE = per_rank("x[i,c{h}]")
 
@@ -81,7 +81,7 @@ def per_channel(op: Op, b: Val, dims: int) -> Any:
 
 def worthwhile_data(*values: Val) -> None:
     """Refuse tensors without elements: nothing is gained, and not all who infer shapes agree on what they give."""
-    worthwhile(not any(0 in v.shape for v in values), "it is empty")
+    profitable(not any(0 in v.shape for v in values), "it is empty")
 
 
 def _positive(sizes: Sequence[Dim]) -> bool:
@@ -212,7 +212,7 @@ class ReplaceConvStrideBySlice(_OneConv):
 
     def where(self, m: Captures, x: Val) -> None:
         require("pads" not in m.c, "it pads")
-        worthwhile("strides" in m.c, "it does not stride")
+        profitable("strides" in m.c, "it does not stride")
         worthwhile_data(x)
 
     def target(self, op: Op, m: Captures, x: Val, w: Val, b: Val | None) -> Any:
@@ -244,7 +244,7 @@ class FoldSliceIntoConvStride(Rule, family="convolution"):
 
     def where(self, m: Captures, x: Val, starts: Val, ends: Val, axes: Val, steps: Val) -> None:
         require("pads" not in m.c, "it pads")
-        worthwhile(any(s != 1 for s in steps.ints), "it does not step")
+        profitable(any(s != 1 for s in steps.ints), "it does not step")
         worthwhile_data(x)
         for (axis, step), start, end in zip(self._steps(x, axes, steps), starts.ints, ends.ints):
             size = x.shape[axis]
@@ -341,7 +341,7 @@ class ReplacePatchConvByMatMul(_OneConv):
         require_no_padding(m.c)
         require("dilations" not in m.c, "it is dilated")
         require(per_axis(m.c, "strides", len(kernel)) == kernel, "the strides are not the kernel")
-        worthwhile(prod(kernel) > 1, "the kernel has one tap")
+        profitable(prod(kernel) > 1, "the kernel has one tap")
         whole = all(x.size(2 + i) % k == 0 for i, k in enumerate(kernel))
         require(whole, "the image is not a whole number of patches")
 
@@ -448,7 +448,7 @@ class ReplaceConvTransposeByConv(Rule, family="convolution"):
         require(per_axis(m.c, "strides", dims) == w.sizes[2:], "the strides are not the kernel")
         require(m.c.keys() <= {"strides", "group"}, "it pads, dilates, or says what it gives")
         maps = w.size(1) * group_of(m.c)
-        worthwhile(b is None or b.size(0) == maps, "the bias is not one number per channel")
+        profitable(b is None or b.size(0) == maps, "the bias is not one number per channel")
         worthwhile_data(x, w)
 
     def target(self, op: Op, m: Captures, x: Val, w: Val, b: Val | None) -> Any:
@@ -490,11 +490,11 @@ class SplitDilatedConvIntoPhases(_OneConv):
     )
 
     def where(self, m: Captures, x: Val, w: Val) -> None:
-        worthwhile("dilations" in m.c, "it is not dilated")
+        profitable("dilations" in m.c, "it is not dilated")
         require("strides" not in m.c, "it strides")
         require("auto_pad" not in m.c, "it pads by itself")
         worthwhile_data(x, w)
-        worthwhile(_positive(self._out(m, x, w)), "it gives nothing")
+        profitable(_positive(self._out(m, x, w)), "it gives nothing")
 
     @staticmethod
     def _out(m: Captures, x: Val, w: Val) -> list[int]:
@@ -542,10 +542,10 @@ class MergeBatchIntoHeight(_OneConv):
     )
 
     def where(self, m: Captures, x: Val, w: Val) -> None:
-        worthwhile(x.size(0) > 1, "there is one image")
+        profitable(x.size(0) > 1, "there is one image")
         require("auto_pad" not in m.c, "it pads by itself")
         worthwhile_data(x, w)
-        worthwhile(meets_whole(x, w.sizes[2:], m.c), "it gives nothing")
+        profitable(meets_whole(x, w.sizes[2:], m.c), "it gives nothing")
 
     @staticmethod
     def _heights(m: Captures, x: Val, w: Val) -> tuple[int, int, int]:
@@ -639,7 +639,7 @@ class MergeConvIntoPointwise(Rule, family="convolution"):
     """conv(conv(x, w, b), v, c) -> conv(x, v @ w, v @ b + c)  for a 1x1 kernel v, when that is less work."""
 
     composite_of = ("ReplacePointwiseConvByMatMul", "MergeReshapes", "AssociateMatMulsLeft")
-    spreads = True
+    may_add_nonfinite = True
     optional = ("b", "c")
     shapes = per_rank("x[i,p{h}] w[m,p{k}]:const b[m]:const v[n,m{1}]:const c[n]:const")
 
@@ -650,8 +650,8 @@ class MergeConvIntoPointwise(Rule, family="convolution"):
         require_pointwise(m.g)
         inner, outer = prod(w.sizes), prod(v.sizes)
         merged = v.size(0) * prod(w.sizes[1:])
-        worthwhile(merged < inner + outer, "it is more work")
-        worthwhile(v.size(0) * inner <= AT_EXPORT, "multiplying the constants out would take long")
+        profitable(merged < inner + outer, "it is more work")
+        profitable(v.size(0) * inner <= AT_EXPORT, "multiplying the constants out would take long")
 
     def target(self, op: Op, m: Captures, x: Val, w: Val, b: Val | None, v: Val, c: Val | None) -> Any:
         middle, *rest = w.sizes
@@ -669,7 +669,7 @@ class MergePointwiseIntoConv(Rule, family="convolution"):
     """conv(conv(x, w, b), v, c) -> conv(x, v w, sum(v) b + c)  for a 1x1 kernel w, when that is less work."""
 
     composite_of = ("ReplacePointwiseConvByMatMul", "MergeReshapes", "AssociateMatMulsLeft")
-    spreads = True
+    may_add_nonfinite = True
     optional = ("b", "c")
     shapes = per_rank("x[i,p{h}] w[m,p{1}]:const b[m]:const v[n,m{k}]:const c[n]:const")
 
@@ -682,8 +682,8 @@ class MergePointwiseIntoConv(Rule, family="convolution"):
         require(b is None or not padded, "the bias meets padding")
         taps = prod(v.sizes[2:])
         merged = v.size(0) * w.size(1) * taps
-        worthwhile(merged < prod(v.sizes) + prod(w.sizes), "it is more work")
-        worthwhile(merged * w.size(0) <= AT_EXPORT, "multiplying the constants out would take long")
+        profitable(merged < prod(v.sizes) + prod(w.sizes), "it is more work")
+        profitable(merged * w.size(0) <= AT_EXPORT, "multiplying the constants out would take long")
 
     def target(self, op: Op, m: Captures, x: Val, w: Val, b: Val | None, v: Val, c: Val | None) -> Any:
         (middle, inputs), (outputs, _, *kernel) = w.sizes[:2], v.sizes
@@ -712,10 +712,10 @@ class MoveScaleIntoConvWeights(Rule, family="convolution"):
         return op.Conv(op.Mul(x, s), w, b, attrs="c")
 
     def where(self, m: Captures, x: Val, s: Val, w: Val) -> None:
-        worthwhile(not s.const, "the scale is constant")
+        profitable(not s.const, "the scale is constant")
         worthwhile_data(x, w)
-        worthwhile(prod(w.sizes[2:]) == 1, "the kernel is larger than one tap")
-        worthwhile("pads" not in m.c, "it pads")
+        profitable(prod(w.sizes[2:]) == 1, "the kernel is larger than one tap")
+        profitable("pads" not in m.c, "it pads")
 
     def target(self, op: Op, m: Captures, x: Val, s: Val, w: Val, b: Val | None) -> Any:
         return op.Conv(x, scale_columns(op, w, s, group_of(m.c)), b, attrs=m.c)
@@ -739,7 +739,7 @@ class _FoldPad(Rule, family="convolution"):
             before[place], after[place] = low, high
         require(all(n >= 0 for n in numbers), "it cuts")
         require(before[:2] == [0, 0] == after[:2], "it pads channels or the batch")
-        worthwhile(any(numbers), "it does not pad")
+        profitable(any(numbers), "it does not pad")
         own = pads_of(attrs, rank - 2)
         return [p + q for p, q in zip((*own[0], *own[1]), (*before[2:], *after[2:]))]
 
@@ -793,7 +793,7 @@ class FoldPadIntoAveragePool(_FoldPad):
         require(not m.c.get("ceil_mode"), "a window may hang over the end")
         require("pads" not in m.c or m.c.get("count_include_pad"), "the pool does not count its padding")
         grown = self.grown(m.c, x, pads, axes)
-        worthwhile(all(p < k for p, k in zip(grown, window_of(m.c) * 2)), "the runtime refuses it")
+        profitable(all(p < k for p, k in zip(grown, window_of(m.c) * 2)), "the runtime refuses it")
 
     def target(self, op: Op, m: Captures, x: Val, pads: Val, axes: Val | None) -> Any:
         return op.AveragePool(x, attrs=m.c, pads=self.grown(m.c, x, pads, axes), count_include_pad=1)
@@ -844,7 +844,7 @@ class FoldPadIntoMaxPool(RegionRule, family="convolution"):
         pad = made_by(reader, node.inputs[0], "Pad")
         if pad is None or len(node.outputs) > 1:
             return None
-        worthwhile(read_once(reader, node.inputs[0]), "the padded image is read elsewhere")
+        profitable(read_once(reader, node.inputs[0]), "the padded image is read elsewhere")
         require("mode" not in pad.attrs, "it does not pad with a number")
         x = pad.inputs[0]
         optional = [reader.val(v) if v else None for v in (*pad.inputs[1:], ABSENT, ABSENT)[:3]]
@@ -913,7 +913,7 @@ class WriteOutAutoPad(RegionRule, family="convolution"):
             before.append(less if mode == "SAME_UPPER" else more)
             after.append(more if mode == "SAME_UPPER" else less)
         pads = (*before, *after)
-        worthwhile(
+        profitable(
             node.op == "Conv" or all(p < k for p, k in zip(pads, kernel * 2)), "the runtime refuses it"
         )
         return Region(node.outputs, node.inputs, (node,), (node.op, node.attrs, pads))
@@ -942,7 +942,7 @@ class ReplaceAveragePoolByConv(Rule, family="convolution"):
         require(not m.c.get("ceil_mode"), "a window may hang over the end")
         require("pads" not in m.c or m.c.get("count_include_pad"), "it does not count the padding")
         worthwhile_data(x)
-        worthwhile(meets_whole(x, window_of(m.c), m.c), "it gives nothing")
+        profitable(meets_whole(x, window_of(m.c), m.c), "it gives nothing")
 
     def target(self, op: Op, m: Captures, x: Val) -> Any:
         channels, kernel = x.size(1), window_of(m.c)
@@ -961,10 +961,10 @@ class ReplaceUniformConvByAveragePool(_OneConv):
 
     def where(self, m: Captures, w: Val) -> None:
         require(w.uniform is not None, "the weights are not one number")
-        worthwhile(prod(w.sizes[2:]) > 1, "the kernel has one tap")
+        profitable(prod(w.sizes[2:]) > 1, "the kernel has one tap")
         require("auto_pad" not in m.c, "it pads by itself")
         pads = _ints(m.c.get("pads", ()))
-        worthwhile(all(p < k for p, k in zip(pads, w.sizes[2:] * 2)), "the runtime refuses it")
+        profitable(all(p < k for p, k in zip(pads, w.sizes[2:] * 2)), "the runtime refuses it")
 
     def target(self, op: Op, m: Captures, x: Val, w: Val, b: Val | None) -> Any:
         kernel = w.sizes[2:]
@@ -1035,8 +1035,8 @@ class ReplaceGlobalMaxPoolByMax(ReplaceGlobalAveragePoolByMean):
     """globalmaxpool(x) -> reducemax(x; the spatial axes)."""
 
     # Whether a kernel drops NaN depends on where it stands.
-    spreads = True
-    mends = True
+    may_add_nonfinite = True
+    may_remove_nonfinite = True
     pool, reduce = "GlobalMaxPool", "ReduceMax"
     examples: ClassVar[tuple[str, ...]] = tuple(
         e.replace("Average", "Max") for e in ReplaceGlobalAveragePoolByMean.examples
@@ -1078,8 +1078,8 @@ class ReplaceMaxByGlobalMaxPool(ReplaceMeanByGlobalAveragePool):
     """reducemax(x; the spatial axes) -> globalmaxpool(x), squeezed where it keeps no dimensions."""
 
     # Whether a kernel drops NaN depends on where it stands.
-    spreads = True
-    mends = True
+    may_add_nonfinite = True
+    may_remove_nonfinite = True
     most = None
     pool, reduce = "GlobalMaxPool", "ReduceMax"
     examples: ClassVar[tuple[str, ...]] = tuple(
@@ -1112,7 +1112,7 @@ class AlignChannelsBeforeGlobalAveragePool(Rule, family="convolution"):
 
     def where(self, m: Captures, x: Val, w: Val, b: Val | None) -> None:
         require(group_of(m.c) == 1, "it has groups")
-        worthwhile(w.size(0) % _BLOCK != 0, "the channels are aligned")
+        profitable(w.size(0) % _BLOCK != 0, "the channels are aligned")
 
     def target(self, op: Op, m: Captures, x: Val, w: Val, b: Val | None) -> Any:
         channels, more = w.size(0), -w.size(0) % _BLOCK
@@ -1169,7 +1169,7 @@ class PushAveragePoolBeforeConv(Rule, family="convolution"):
     def where(self, m: Captures, x: Val, w: Val, b: Val | None) -> None:
         require_pointwise(m.c)
         worthwhile_data(x, w)
-        worthwhile(meets_whole(x, window_of(m.p), m.p), "it gives nothing")
+        profitable(meets_whole(x, window_of(m.p), m.p), "it gives nothing")
         counted = bool(m.p.get("count_include_pad")) and ("pads" in m.p or "auto_pad" in m.p)
         require(b is None or not counted, "the bias is averaged with padding")
 
@@ -1206,8 +1206,8 @@ class PushConvBeforeAveragePool(Rule, family="convolution"):
     def where(self, m: Captures, x: Val, w: Val) -> None:
         require_pointwise(m.c)
         worthwhile_data(x, w)
-        worthwhile(w.size(1) * group_of(m.c) == x.shape[1], "it is no convolution")
-        worthwhile(meets_whole(x, window_of(m.p), m.p), "it gives nothing")
+        profitable(w.size(1) * group_of(m.c) == x.shape[1], "it is no convolution")
+        profitable(meets_whole(x, window_of(m.p), m.p), "it gives nothing")
 
     def target(self, op: Op, m: Captures, x: Val, w: Val, b: Val | None) -> Any:
         if b is None or not m.p.get("count_include_pad"):
@@ -1222,8 +1222,8 @@ class MergeMaxPools(Rule, family="convolution"):
     proof = "numeric"
     relies_on = "max is associative, commutative and idempotent"
     # Whether a kernel drops NaN depends on where it stands.
-    spreads = True
-    mends = True
+    may_add_nonfinite = True
+    may_remove_nonfinite = True
     shapes = _IMAGE
     examples = (
         "agraph (float[N,2,H,7] x) => (float[N,2,P,Q] y) { a = MaxPool<kernel_shape=[5,3], pads=[2,1,2,1]>(x) "
@@ -1253,12 +1253,12 @@ class MergeMaxPools(Rule, family="convolution"):
             require("dilations" not in attrs, "the windows have holes")
         inner, outer = window_of(m.a), window_of(m.b)
         strides = per_axis(m.a, "strides", dims)
-        worthwhile(meets_whole(x, inner, m.a), "it gives nothing")
+        profitable(meets_whole(x, inner, m.a), "it gives nothing")
         full = [s * (n - 1) + k for s, n, k in zip(strides, outer, inner)]
         (before, after), (ahead, behind) = pads_of(m.a, dims), pads_of(m.b, dims)
         more = [b + a + s * (q + r) for b, a, s, q, r in zip(before, after, strides, ahead, behind)]
         sizes = zip(x.shape[2:], more, full)
-        worthwhile(all(not isinstance(n, int) or n + p >= k for n, p, k in sizes), "it gives nothing")
+        profitable(all(not isinstance(n, int) or n + p >= k for n, p, k in sizes), "it gives nothing")
         holes = any(s > k and n > 1 for s, k, n in zip(strides, inner, outer))
         require(not holes, "the windows have holes")
         for axis, (k, s) in enumerate(zip(inner, strides)):
@@ -1297,8 +1297,8 @@ class _SwapMaxPool(Rule, family="convolution"):
     proof = "numeric"
     relies_on = "a function that does not fall commutes with max"
     # Whether a kernel drops NaN depends on where it stands.
-    spreads = True
-    mends = True
+    may_add_nonfinite = True
+    may_remove_nonfinite = True
     dtypes = FLOAT
     optional = ("low", "high")
     shapes = per_rank("x[i,c{h}] low[]:const high[]:const")
@@ -1349,7 +1349,7 @@ class PushRisingBehindMaxPool(_SwapMaxPool):
 
     survivors: ClassVar[Mapping[str, str]] = {
         **_SwapMaxPool.survivors,
-        "drop: a window may lie in the padding": "its greatest is -inf, and `mends` lets that become a number",
+        "drop: a window may lie in the padding": "its greatest is -inf, which may become a number",
     }
     examples = graphs(
         "(float[N,2,5,6] x) => (float[N,2,P,Q] y) { a = Sigmoid(x) "
@@ -1378,7 +1378,7 @@ class PushRisingBehindMaxPool(_SwapMaxPool):
 class _SwapResize(Rule, family="convolution"):
     """A 1x1 convolution and a Resize."""
 
-    spreads = True  # the pixels are summed before the channels, or the channels first
+    may_add_nonfinite = True  # the pixels are summed before the channels, or the channels first
     proof = "numeric"
     relies_on = "each pixel that is made is a mean of others, with weights that sum up to one"
     optional = ("b", "roi", "scales", "sizes")
@@ -1395,7 +1395,7 @@ class _SwapResize(Rule, family="convolution"):
         elif scales is not None and scales.array.size:
             require(scales.array[1] == 1, "it resizes the channels")
         else:
-            worthwhile(sizes is not None and len(sizes.ints) == x.rank, "it has no sizes")
+            profitable(sizes is not None and len(sizes.ints) == x.rank, "it has no sizes")
             require(sizes is None or sizes.ints[1] == self.channels(x, w), "it resizes the channels")
 
     def channels(self, x: Val, w: Val) -> int:

@@ -17,7 +17,7 @@ from rewrite_rules.control import UnrollLoop
 from rewrite_rules.elementwise import FLOAT
 from rewrite_rules.examples import graphs
 from xrlflow.ir import ABSENT, DType, Node, Value
-from xrlflow.rewrite import Op, Reader, Region, RegionRule, Val, require, worthwhile
+from xrlflow.rewrite import Op, Reader, Region, RegionRule, Val, profitable, require
 
 # A graph of so many steps takes TVM minutes to compile.
 _MOST_STEPS = 256
@@ -29,7 +29,7 @@ class _Expansion(RegionRule, family="expansion"):
     """One node, spelt out."""
 
     backend = "tvm"
-    certain = True
+    canonicalises = True
     dtypes = FLOAT
 
 
@@ -109,7 +109,7 @@ class _ExpandCells(_Expansion):
         steps, batch, width = (x.sizes[i] for i in ((1, 0, 2) if batch_first else (0, 1, 2)))
         size = r.size(2)
         require(min(steps, batch, width, size) > 0, "a dimension is 0")
-        worthwhile(steps <= _MOST_STEPS, f"it has {steps} time steps, more than {_MOST_STEPS}")
+        profitable(steps <= _MOST_STEPS, f"it has {steps} time steps, more than {_MOST_STEPS}")
         if lengths != ABSENT:
             known = reader.val(lengths).array_or_none
             require(known is not None and bool((known == steps).all()), "sequence_lens is given")
@@ -136,7 +136,7 @@ class _ExpandCells(_Expansion):
         for name in names:
             require(str(name).lower() in _PLAIN, f"an activation is {name}")
         count = len(self.default)
-        worthwhile(len(names) == ways * count, "there are too many or too few activations")
+        profitable(len(names) == ways * count, "there are too many or too few activations")
         plain = [_PLAIN[str(name).lower()] for name in names]
         return tuple(tuple(plain[i * count : (i + 1) * count]) for i in range(ways))
 
@@ -475,7 +475,7 @@ class ExpandAttention(_Expansion):
 
     def find(self, reader: Reader, node: Node) -> Region | None:
         mask, past_key, past_value, lengths = _given(node, 7)[3:]
-        worthwhile(lengths == ABSENT, "nonpad_kv_seqlen is given")
+        profitable(lengths == ABSENT, "nonpad_kv_seqlen is given")
         wanted = _read(reader, node)
         require(3 not in wanted, "the scores are read")
         q, k, v = (reader.val(i) for i in node.inputs[:3])
@@ -501,7 +501,7 @@ class ExpandAttention(_Expansion):
                 before == [(batch, shared, past, depth), (batch, shared, past, values[3])],
                 "the keys and values from before have other shapes",
             )
-        worthwhile(min(batch, rows, keys[2], depth, values[3]) > 0, "a dimension is 0")
+        profitable(min(batch, rows, keys[2], depth, values[3]) > 0, "a dimension is 0")
         if mask != ABSENT:
             known = reader.val(mask)
             require(known.dtype in (DType.BOOL, q.dtype), "the mask has another type")
@@ -509,7 +509,7 @@ class ExpandAttention(_Expansion):
             fits = 2 <= known.rank <= 4 and known.sizes[-1] == whole[-1]
             fits = fits and all(m in (1, d) for m, d in zip(known.sizes[::-1], whole[::-1]))
             # Later opsets pad a mask that is too short, with what hides.
-            worthwhile(fits, "the mask has another shape")
+            profitable(fits, "the mask has another shape")
         inputs += [mask, past_key, past_value] if past else [mask, ABSENT, ABSENT]
         scale, cap = node.attrs.get("scale"), node.attrs.get("softcap", 0.0)
         assert isinstance(cap, float)
@@ -621,7 +621,7 @@ class ExpandRotaryEmbedding(_Expansion):
         heads = int_attr(node, "num_heads", 0) if flat else x.size(1)
         require(heads > 0, "the number of heads is not given")
         batch, _, rows, depth = _split_heads(x, heads)
-        worthwhile(min(batch, rows, depth) > 0, "a dimension is 0")
+        profitable(min(batch, rows, depth) > 0, "a dimension is 0")
         width = int_attr(node, "rotary_embedding_dim", 0) or depth
         require(width <= depth and width % 2 == 0, "what is turned is no even part of a head")
         positions = _given(node, 4)[3]
@@ -629,7 +629,7 @@ class ExpandRotaryEmbedding(_Expansion):
             table: tuple[int, ...] = (batch, rows, width // 2)
         else:
             table = (cosine.size(0), width // 2)
-            worthwhile(reader.val(positions).sizes == (batch, rows), "the positions have another shape")
+            profitable(reader.val(positions).sizes == (batch, rows), "the positions have another shape")
         require(cosine.sizes == sine.sizes == table, "the tables of cosines and sines have another shape")
         data = (flat, (batch, rows, heads, depth), width, bool(node.attrs.get("interleaved")))
         return Region(node.outputs, (*node.inputs[:3], positions), (node,), data)
@@ -661,6 +661,6 @@ class ExpandLoop(UnrollLoop, family="expansion"):
     """loop(n, s -> f(s)) -> f(f(... f(s)))  for a number n that is known, whatever it costs."""
 
     backend = "tvm"
-    certain = True
+    canonicalises = True
     most_steps = _MOST_STEPS
     most_nodes = 16 * _MOST_STEPS

@@ -13,7 +13,7 @@ from rewrite_rules.examples import graphs
 from xrlflow.ir import ABSENT, FLOATS, INTEGERS, Dim, DType, Graph, Node, Value
 from xrlflow.ir.dims import LARGEST
 from xrlflow.ops.schema import COMMUTATIVE
-from xrlflow.rewrite import Captures, Op, Reader, Region, RegionRule, Rule, Val, require, worthwhile
+from xrlflow.rewrite import Captures, Op, Reader, Region, RegionRule, Rule, Val, profitable, require
 
 # Why conditions that keep random numbers are not missed.
 RANDOM = "no two evaluations of what is random can be compared"
@@ -87,7 +87,7 @@ class MergeCasts(Rule, family="identity"):
 
     proof = "numeric"
     relies_on = "the first type holds every number of the type before it"
-    shared_interior = True
+    allow_multi_use = True
     survivors: ClassVar[Mapping[str, str]] = {
         "drop: a number may overflow in another way": "what a kernel makes of a number too large, ONNX leaves open"
     }
@@ -180,7 +180,7 @@ class RemoveRepeated(RegionRule, family="identity"):
 class CancelInvolution(_Unchanged):
     """f(f(x)) -> x  for Neg, Not and BitwiseNot."""
 
-    shared_interior = True
+    allow_multi_use = True
     examples = ("agraph (float[N,3] x) => (float[N,3] y) { a = Neg(x) y = Neg(a) }",)
 
     def source(self, op: Op, x: Any) -> Any:
@@ -371,9 +371,9 @@ def _same(a: Node, b: Node) -> bool:
 class FoldDimension(Rule, family="identity"):
     """gather(shape(x), i) -> constant  when these dimensions are known."""
 
-    certain = True
+    canonicalises = True
     shapes = "x i:const"
-    shared_interior = True
+    allow_multi_use = True
 
     def source(self, op: Op, x: Any, i: Any) -> Any:
         return op.Gather(op.Shape(x, start="start", end="end"), i)
@@ -392,10 +392,10 @@ class FoldDimension(Rule, family="identity"):
 class FoldDimensions(Rule, family="identity"):
     """slice(shape(x)) -> constant  when these dimensions are known."""
 
-    certain = True
+    canonicalises = True
     optional = ("axes", "steps")
     shapes = "x starts:const ends:const axes:const steps:const"
-    shared_interior = True
+    allow_multi_use = True
 
     def source(self, op: Op, x: Any, starts: Any, ends: Any, axes: Any, steps: Any) -> Any:
         return op.Slice(op.Shape(x, start="start", end="end"), starts, ends, axes, steps)
@@ -409,9 +409,9 @@ class FoldDimensions(Rule, family="identity"):
 
     @staticmethod
     def _dims(m: Captures, x: Val, starts: Val, ends: Val, steps: Val | None) -> Sequence[Dim]:
-        worthwhile(len(starts.ints) == 1, "there are several axes")
+        profitable(len(starts.ints) == 1, "there are several axes")
         (start,), (step,) = starts.ints, (1,) if steps is None else steps.ints
-        worthwhile(step != 0, "it stands still")
+        profitable(step != 0, "it stands still")
         (end,) = slice_ends(ends.ints, (step,))
         return x.shape[slice(m.start, m.end)][start:end:step]
 

@@ -11,7 +11,7 @@ from rewrite_rules.elementwise import keeps_shape
 from rewrite_rules.examples import graphs
 from rewrite_rules.reading import COMPARISONS, number_beside
 from xrlflow.ir import FLOATS, INTEGERS, DType
-from xrlflow.rewrite import Captures, Op, Rule, Val, require, worthwhile
+from xrlflow.rewrite import Captures, Op, Rule, Val, profitable, require
 
 
 class ReplaceCastLike(Rule, family="idioms"):
@@ -25,7 +25,7 @@ class ReplaceCastLike(Rule, family="idioms"):
         return op.CastLike(x, y, saturate="saturate")
 
     def where(self, y: Val) -> None:
-        worthwhile(y.dtype != DType.UNDEFINED, "the element type is not known")
+        profitable(y.dtype != DType.UNDEFINED, "the element type is not known")
 
     def target(self, op: Op, m: Captures, x: Val, y: Val) -> Any:
         return op.Cast(x, to=int(y.dtype), saturate=m.saturate)
@@ -101,7 +101,7 @@ class FuseLessOrEqual(Rule, family="idioms"):
         return op.Or(op[self.strict](x, y), op.Equal(x, y))
 
     def where(self, x: Val) -> None:
-        worthwhile(x.dtype in _ORDERED, "there is no kernel for this element type")
+        profitable(x.dtype in _ORDERED, "there is no kernel for this element type")
 
     def target(self, op: Op, x: Val, y: Val) -> Any:
         return op[self.wide](x, y)
@@ -143,7 +143,7 @@ class PushNotIntoComparison(Rule, family="idioms"):
 
     def where(self, x: Val) -> None:
         require(x.dtype not in FLOATS, "one of the two may be NaN")
-        worthwhile(x.dtype in _ORDERED, "there is no kernel for this element type")
+        profitable(x.dtype in _ORDERED, "there is no kernel for this element type")
 
     def target(self, op: Op, m: Captures, x: Val, y: Val) -> Any:
         return op[_OPPOSITE[m.compare]](x, y)
@@ -178,7 +178,7 @@ class FoldComparisonOfBool(Rule, family="idioms"):
         return op.either(compare(number, n), compare(n, number), name="turned")
 
     def where(self, m: Captures, c: Val, n: Val) -> None:
-        worthwhile(m.to in FLOATS | INTEGERS, "it is no number")
+        profitable(m.to in FLOATS | INTEGERS, "it is no number")
         of_false, of_true = self._truth(m, c, n)
         require(of_false != of_true, "it is the same for both")
 

@@ -13,11 +13,11 @@ from rewrite_rules.axes import axis_of
 from rewrite_rules.constants import AT_EXPORT, concat_constants, cut_order, slice_constant
 from rewrite_rules.elementwise import made_by, read_once
 from rewrite_rules.examples import graphs
-from rewrite_rules.linear import NUMBERS, group_of
+from rewrite_rules.fold_into_weights import NUMBERS, group_of
 from rewrite_rules.shapes import either, per_rank
 from xrlflow.ir import ABSENT, FLOATS, Attrs, Node, Value
 from xrlflow.ops.tensors import numpy_dtype
-from xrlflow.rewrite import Captures, Op, Reader, Region, RegionRule, Rule, Val, require, worthwhile
+from xrlflow.rewrite import Captures, Op, Reader, Region, RegionRule, Rule, Val, profitable, require
 
 # Products of one input
 
@@ -125,8 +125,8 @@ class MergeManyMatMuls(RegionRule, family="merge"):
         if not _multiplies(reader, node, x):
             return None
         group = [n for n in reader.users(x) if _multiplies(reader, n, x)]
-        worthwhile(len({n.inputs[1] for n in group}) == len(group), "the same product twice")
-        worthwhile(len(group) > 3, "there are too few")
+        profitable(len({n.inputs[1] for n in group}) == len(group), "the same product twice")
+        profitable(len(group) > 3, "there are too few")
         outputs = tuple(n.outputs[0] for n in group)
         return Region(outputs, (x, *(n.inputs[1] for n in group)), tuple(group))
 
@@ -264,7 +264,7 @@ class EnlargeConv(RegionRule, family="merge"):
     NaN, more of the result is NaN.
     """
 
-    spreads = True
+    may_add_nonfinite = True
     anchors = ("Conv",)
     examples = graphs(
         "(float[1,1,4,4] x) => (float[1,1,4,4] a, float[1,1,4,4] b) <float[9] u = {1, 2, 3, 4, 5, 6, 7, 8, 9}> "
@@ -334,7 +334,7 @@ class MergeGroupConv(Rule, family="merge"):
     of the result is NaN.
     """
 
-    spreads = True
+    may_add_nonfinite = True
     optional = ("b",)
     shapes = per_rank("x[i,c{h}] w[m,p{k}]:const b[m]")
 
@@ -386,10 +386,10 @@ class MergeGroupConvToBlocks(MergeGroupConv):
 
     def factor(self, m: Captures, w: Val) -> int:
         groups, channels = group_of(m.c), w.size(1)
-        worthwhile(channels > 1, "it is depthwise")
+        profitable(channels > 1, "it is depthwise")
         fits = (d for d in range(groups, 2, -1) if groups % d == 0 and d * channels <= _BLOCK)
         n = next(fits, 0)
-        worthwhile(n, "a group has too many channels")
+        profitable(n, "a group has too many channels")
         return n
 
 
@@ -400,7 +400,7 @@ class AssociateMatMulsRight(Rule, family="merge"):
     """(x @ y) @ z -> x @ (y @ z)."""
 
     nonempty = True
-    spreads = True
+    may_add_nonfinite = True
     dtypes = NUMBERS
     shapes = "x[...,a,b] y[...,b,c] z[...,c,d]"
 
@@ -426,7 +426,7 @@ class AssociateMatMulsRight(Rule, family="merge"):
         require(0 not in (y.shape[-2], y.shape[-1]), "an inner dimension is 0")
         if y.const and z.const:
             work = y.size(-2) * y.size(-1) * z.size(-1)
-            worthwhile(work <= AT_EXPORT, "multiplying the constants out would take long")
+            profitable(work <= AT_EXPORT, "multiplying the constants out would take long")
 
     def target(self, op: Op, x: Val, y: Val, z: Val) -> Any:
         return op.MatMul(x, op.MatMul(y, z))
@@ -436,7 +436,7 @@ class AssociateMatMulsLeft(Rule, family="merge"):
     """x @ (y @ z) -> (x @ y) @ z."""
 
     nonempty = True
-    spreads = True
+    may_add_nonfinite = True
     dtypes = NUMBERS
     shapes = "x[...,a,b] y[...,b,c] z[...,c,d]"
 
@@ -513,7 +513,7 @@ class FoldSumOfMatMuls(Rule, family="merge"):
     """x @ v + x @ w -> x @ (v + w)."""
 
     nonempty = True
-    spreads = True
+    may_add_nonfinite = True
     dtypes = NUMBERS
     shapes = "x[...,k] v[...,k,n] w[...,k,o]"
 
@@ -527,7 +527,7 @@ class FoldSumOfMatMuls(Rule, family="merge"):
 class FoldSumOfConvs(Rule, family="merge"):
     """conv(x, v, b) + conv(x, w, c) -> conv(x, v + w, b + c)  with equal kernels and attributes."""
 
-    spreads = True
+    may_add_nonfinite = True
     optional = ("b", "c")
     shapes = per_rank("x[i,j{h}] v[m,p{k}]:const b[m]:const w[m,p{k}]:const c[m]:const")
 
@@ -565,14 +565,14 @@ class _SplitOverConcat(RegionRule, family="merge"):
         if axis != (1 if "Conv" in self.product else rank - 1):
             return None
         sizes = tuple(reader.val(v).size(axis) for v in concat.inputs)
-        worthwhile(all(sizes), "a part is empty")
+        profitable(all(sizes), "a part is empty")
         inputs = list(concat.inputs)
         forms = []
         for node in products:
             require(node.op in self.product and not node.attrs.get("transA"), "another operator reads it")
             x, w, *rest = node.inputs
             require(x == concat.outputs[0] and w != x and x not in rest, "the Concat is a weight or a bias")
-            worthwhile(reader.is_const(w), "the weights are not constant")
+            profitable(reader.is_const(w), "the weights are not constant")
             require(node.op != "Conv" or group_of(node.attrs) == 1, "a convolution is grouped")
             weight = reader.val(w)
             require(weight.rank >= 2, "the weight is no matrix")

@@ -12,7 +12,7 @@ from rewrite_rules.elementwise import FLOAT, read_once
 from rewrite_rules.examples import graphs
 from rewrite_rules.shapes import either
 from xrlflow.ir import Dim, DType, Node, TensorType, Value
-from xrlflow.rewrite import Captures, Op, Reader, Region, RegionRule, Rule, Val, require, worthwhile
+from xrlflow.rewrite import Captures, Op, Reader, Region, RegionRule, Rule, Val, profitable, require
 
 
 def _runs(type: TensorType) -> TensorType:
@@ -41,7 +41,7 @@ class _FuseTransposeIntoMatMul(_Contributed):
 
     def where(self, m: Captures, y: Val) -> None:
         perm = permutation(m.p, y.rank)
-        worthwhile(perm[-2] == len(perm) - 1, "its rows would not stay together")
+        profitable(perm[-2] == len(perm) - 1, "its rows would not stay together")
 
     @staticmethod
     def turned(op: Op, m: Captures, y: Val) -> Any:
@@ -95,7 +95,7 @@ class FuseScaleIntoMatMul(_Contributed):
         return op.Mul(op.MatMul(x, y), c)
 
     def where(self, c: Val) -> None:
-        worthwhile(c.known, "the constant cannot be read")
+        profitable(c.known, "the constant cannot be read")
 
     def target(self, op: Op, x: Val, y: Val, c: Val) -> Any:
         whole = op.MatMul(x, y)
@@ -117,7 +117,7 @@ class FuseTransposedScale(_FuseTransposeIntoMatMul):
 
     def where(self, m: Captures, y: Val, c: Val) -> None:  # type: ignore[override]
         super().where(m, y)
-        worthwhile(c.known, "the constant cannot be read")
+        profitable(c.known, "the constant cannot be read")
 
     def target(self, op: Op, m: Captures, x: Val, y: Val, c: Val) -> Any:
         whole = op.MatMul(x, op.Transpose(y, perm=m.p))
@@ -138,7 +138,7 @@ class FuseQuickGelu(_Contributed):
 
     def where(self, x: Val, a: Val) -> None:
         require(x.rank >= a.rank, "it adds a dimension")
-        worthwhile(a.known, "the constant cannot be read")
+        profitable(a.known, "the constant cannot be read")
 
     def target(self, op: Op, x: Val, a: Val) -> Any:
         return op["com.microsoft::QuickGelu"](x, alpha=a.scalar, type=_runs(x.type))
@@ -165,7 +165,7 @@ class FuseBiasGelu(_Contributed):
         return op.Gelu(op.Add(x, b))
 
     def where(self, b: Val) -> None:
-        worthwhile(b.size(0) > 0, "it is empty")
+        profitable(b.size(0) > 0, "it is empty")
 
     def target(self, op: Op, x: Val, b: Val) -> Any:
         return op["com.microsoft::BiasGelu"](x, b, type=_runs(x.type))
@@ -207,7 +207,7 @@ class ReplaceAttentionByMultiHead(RegionRule, family="microsoft"):
     contrib = True
     backend = "onnxruntime"
     dtypes = FLOAT
-    spreads = True
+    may_add_nonfinite = True
     anchors = ("Attention",)
     reads_from = ("Transpose",)
     examples = (
@@ -230,7 +230,7 @@ class ReplaceAttentionByMultiHead(RegionRule, family="microsoft"):
         after = reader.users(node.outputs[0])
         if not all(turned) or len(after) != 1 or after[0].op != "Transpose":
             return None
-        worthwhile(read_once(reader, node.outputs[0]), "it is read elsewhere")
+        profitable(read_once(reader, node.outputs[0]), "it is read elsewhere")
         require(after[0].attrs.get("perm") == _EXCHANGED, "the heads do not go back")
         rows = [t.inputs[0] for t in turned if t is not None]
         q, k, v = (reader.val(r).shape for r in rows)
@@ -353,7 +353,7 @@ class FuseMatMulIntegerToFloat(_Contributed):
 def worthwhile_zeros(*zeros: Val | None) -> None:
     """Refuse zero points that are more than one number, which not every kernel takes."""
     for zero in zeros:
-        worthwhile(zero is None or all(d == 1 for d in zero.sizes), "a zero point is not one number")
+        profitable(zero is None or all(d == 1 for d in zero.sizes), "a zero point is not one number")
 
 
 _QUANTISED = either(

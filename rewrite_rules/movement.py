@@ -29,7 +29,7 @@ from rewrite_rules.examples import graphs
 from rewrite_rules.slices import sizes_along
 from xrlflow.ir import ABSENT, Dim, DType, Node, Value
 from xrlflow.ir.dims import LARGEST
-from xrlflow.rewrite import Lit, Op, Reader, Refused, Region, RegionRule, Val, worthwhile
+from xrlflow.rewrite import Lit, Op, Reader, Refused, Region, RegionRule, Val, profitable
 
 _VIEWS = frozenset(("Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity"))
 # One data input, one output.
@@ -469,7 +469,7 @@ class MergeMovement(RegionRule, family="movement"):
                 nodes.append(maker)
             return Region(node.outputs, (nodes[-1].inputs[0], *known.fill), tuple(nodes), known.plan)
         if known is not None:
-            worthwhile(not known, known)
+            profitable(not known, known)
             return None
         # What decides has been read: a match depends on the same values whether the line was known or not.
         apart = reader if line is None else Reader(reader.graph, node.id)
@@ -493,7 +493,7 @@ class MergeMovement(RegionRule, family="movement"):
         found, shared = self._found(reader, node, frozenset())
         if found is None and shared:
             found, _ = self._found(reader, node, shared)
-        worthwhile(found is not None, "nothing is gained")
+        profitable(found is not None, "nothing is gained")
         return found
 
     def _found(
@@ -503,7 +503,7 @@ class MergeMovement(RegionRule, family="movement"):
         (output,) = node.outputs
         trace = _Trace(reader, stop=stop)
         m = trace.map(output)
-        worthwhile(output in trace.makers, "the map of the chain is not known")
+        profitable(output in trace.makers, "the map of the chain is not known")
         nodes = trace.nodes(node)
         gone = trace.removed(nodes)
         shared = frozenset(v for n in nodes if n.id not in gone for v in n.outputs)
@@ -551,7 +551,7 @@ class PushMovementIntoConcat(RegionRule, family="movement"):
             return None
         # What the Concat reads may have been moved too, in ways that fit together or not.
         found = self._found(reader, node, frozenset()) or self._found(reader, node, frozenset(concat.inputs))
-        worthwhile(found is not None, "nothing is gained")
+        profitable(found is not None, "nothing is gained")
         return found
 
     def _found(self, reader: Reader, node: Node, stop: frozenset[Value]) -> Region | None:
@@ -606,7 +606,7 @@ class ReplaceMovement(RegionRule, family="movement"):
         plan = best(trace.shapes[0], core, False)
         ops = [s.op for s in plan.steps]
         better = not ops or ops == ["Reshape"] or (ops == ["Slice"] and node.op == "Gather")
-        worthwhile(better, "it moves data")
+        profitable(better, "it moves data")
         return Region(node.outputs, node.inputs[:1], (node,), plan)
 
     @staticmethod

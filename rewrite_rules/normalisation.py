@@ -15,12 +15,12 @@ from rewrite_rules.axes import axis_of, fronts, ints_input, inverse, is_identity
 from rewrite_rules.constants import slice_constant
 from rewrite_rules.elementwise import FLOAT, WIDE, keeps_shape, made_by, read_once
 from rewrite_rules.examples import graphs
-from rewrite_rules.linear import STATISTICS, factor_and_shift, flat, normalised
+from rewrite_rules.fold_into_weights import STATISTICS, factor_and_shift, flat, normalised
 from rewrite_rules.reading import SEEN, between, is_number, number_of, only_reader, operands, square_of
 from rewrite_rules.shapes import either
 from xrlflow.ir import ABSENT, Attrs, Dim, DType, Node, Value
 from xrlflow.ops.tensors import numpy_dtype
-from xrlflow.rewrite import Captures, Op, Reader, Region, RegionRule, Rule, Val, require, worthwhile
+from xrlflow.rewrite import Captures, Op, Reader, Region, RegionRule, Rule, Val, profitable, require
 
 # Types that are only computed in float32 inside: a double would lose digits by the default `stash_type`.
 _STASHED = frozenset({DType.FLOAT, DType.FLOAT16})
@@ -130,7 +130,7 @@ class _Walk:
             inside = not self.reader.is_output(out) and all(
                 u.outputs[0] in members for u in self.reader.users(out)
             )
-            worthwhile(inside, "an inner value is read elsewhere")
+            profitable(inside, "an inner value is read elsewhere")
 
 
 # LayerNormalization
@@ -178,7 +178,7 @@ class FuseLayerNormalization(RegionRule, family="normalisation"):
     x - mean(x) may be computed twice. float16 is computed in float32 afterwards.
     """
 
-    mends = True  # the operator's sums do not overflow where those of the left side do
+    may_remove_nonfinite = True  # the operator's sums do not overflow where those of the left side do
 
     proof = "numeric"
     relies_on = "a variance is the mean of squared deviations; float32 moments as the operator computes them"
@@ -246,9 +246,9 @@ class FuseMomentsLayerNormalization(Rule, family="normalisation"):
     As TensorFlow writes it (a batch normalisation by moments of the row itself).
     """
 
-    mends = True  # the operator's sums do not overflow where those of the left side do
+    may_remove_nonfinite = True  # the operator's sums do not overflow where those of the left side do
 
-    spreads = True
+    may_add_nonfinite = True
     proof = "numeric"
     relies_on = "a variance is the mean of squared deviations; sums in another order"
     dtypes = _STASHED
@@ -295,7 +295,7 @@ class FuseMomentsLayerNormalization(Rule, family="normalisation"):
 class FuseRMSNormalization(RegionRule, family="normalisation"):
     """x / sqrt(mean(x^2) + eps) * scale -> rmsnormalization(x, scale)."""
 
-    mends = True  # the operator's sums do not overflow where those of the left side do
+    may_remove_nonfinite = True  # the operator's sums do not overflow where those of the left side do
 
     proof = "numeric"
     relies_on = "the square root of the mean square, then its reciprocal or the quotient"
@@ -316,7 +316,7 @@ class FuseRMSNormalization(RegionRule, family="normalisation"):
         if deviation is None:
             return None
         x, axis = deviation.x, deviation.axis
-        worthwhile(_centred(reader, x) is None, "it is a LayerNormalization")
+        profitable(_centred(reader, x) is None, "it is a LayerNormalization")
         walk = _Walk(reader, list(deviation.nodes), node.outputs[0])
         user = only_reader(reader, walk.at)
         if user is not None and user.op == "Reciprocal":
@@ -365,7 +365,7 @@ class ReplaceAddBySum(RegionRule, family="normalisation"):
         if add is None or add.op != "Add":
             return None
         # With other readers the runtime fuses nothing either.
-        worthwhile(read_once(reader, add.outputs[0]), "the sum is read elsewhere")
+        profitable(read_once(reader, add.outputs[0]), "the sum is read elsewhere")
         return Region(add.outputs, add.inputs, (node, add))
 
     def target(self, op: Op, region: Region, a: Val, b: Val) -> Any:
@@ -481,8 +481,8 @@ class FuseUnshiftedSoftmax(FuseSoftmax):
     Where the exponentials overflow, the left side is NaN, and the right side is not.
     """
 
-    spreads = True
-    mends = True
+    may_add_nonfinite = True
+    may_remove_nonfinite = True
 
     near_misses = ()
     examples = graphs(
@@ -536,7 +536,7 @@ class FuseLogOfSoftmax(Rule, family="idioms"):
     Where the softmax underflows, the left side is minus infinity, and the right side is not.
     """
 
-    mends = True
+    may_remove_nonfinite = True
 
     proof = "numeric"
     relies_on = "log(exp(x) / s) = x - log(s)"
@@ -708,7 +708,7 @@ def _applied(
 class _FuseNormalization(RegionRule, family="idioms"):
     """A normalisation by mean and variance, in the spellings of JAX, TensorFlow and Keras."""
 
-    mends = True  # the operator's sums do not overflow where those of the left side do
+    may_remove_nonfinite = True  # the operator's sums do not overflow where those of the left side do
 
     proof = "numeric"
     relies_on = "E[(x - m)^2] = E[x^2] - m^2"
@@ -882,12 +882,12 @@ class FoldAffineIntoReaders(RegionRule, family="weights_algebra"):
         x, scale, *rest = node.inputs
         shifts = [v for v in rest if v != ABSENT]
         rank = rank_of(reader, x)
-        worthwhile(axis_of(node, rank, -1) == rank - 1, "the axis is not the last")
+        profitable(axis_of(node, rank, -1) == rank - 1, "the axis is not the last")
         parameters = [scale, *shifts]
-        worthwhile(all(reader.is_const(v) for v in parameters), "the scale or the shift is not constant")
+        profitable(all(reader.is_const(v) for v in parameters), "the scale or the shift is not constant")
         sizes = {reader.val(v).sizes for v in parameters}
         require(len(sizes) == 1 and len(next(iter(sizes))) == 1, "it is not one number per column")
-        worthwhile(shifts or reader.val(scale).uniform != 1, "there is nothing to fold")
+        profitable(shifts or reader.val(scale).uniform != 1, "there is nothing to fold")
         inputs = [x, *parameters]
         forms = []
         for user in users:
@@ -1047,8 +1047,8 @@ class PushBatchNormalizationIntoConcat(RegionRule, family="weights_algebra"):
         if concat is None or len(node.outputs) > 1:
             return None
         require(axis_of(concat, rank_of(reader, concat.outputs[0])) == 1, "the concat is not one of channels")
-        worthwhile(all(reader.is_const(v) for v in node.inputs[1:]), "the statistics are not constant")
-        worthwhile(read_once(reader, node.inputs[0]), "the concat is read elsewhere")
+        profitable(all(reader.is_const(v) for v in node.inputs[1:]), "the statistics are not constant")
+        profitable(read_once(reader, node.inputs[0]), "the concat is read elsewhere")
         sizes = tuple(reader.val(v).size(1) for v in concat.inputs)
         data = (sizes, node.attrs, concat.attrs)
         return Region(node.outputs, (*concat.inputs, *node.inputs[1:]), (node, concat), data)

@@ -8,7 +8,7 @@ from collections.abc import Collection
 from rewrite_rules.elementwise import keeps_shape, made_by
 from rewrite_rules.reshape import VIEWS
 from xrlflow.ir import ABSENT, Node, Value
-from xrlflow.rewrite import Reader, Val, require, worthwhile
+from xrlflow.rewrite import Reader, Val, profitable, require
 
 
 def only_reader(reader: Reader, value: Value) -> Node | None:
@@ -83,7 +83,7 @@ def between(reader: Reader, out: Value, inputs: Collection[Value]) -> tuple[Node
         for value in node.outputs:
             if value != out:
                 inside = not reader.is_output(value) and all(u.id in nodes for u in reader.users(value))
-                worthwhile(inside, "an inner value is read elsewhere")
+                profitable(inside, "an inner value is read elsewhere")
     return tuple(nodes.values())
 
 

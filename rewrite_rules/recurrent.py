@@ -12,7 +12,7 @@ from rewrite_rules.axes import axis_of
 from rewrite_rules.elementwise import FLOAT, made_by
 from rewrite_rules.slices import piece, sizes_along
 from xrlflow.ir import ABSENT, FLOATS, Node, Value
-from xrlflow.rewrite import Op, Reader, Region, RegionRule, Rule, Val, common_source, require, worthwhile
+from xrlflow.rewrite import Op, Reader, Region, RegionRule, Rule, Val, common_source, profitable, require
 
 
 class FuseSumOfGemms(Rule, family="recurrent"):
@@ -76,8 +76,8 @@ class FuseStepsIntoGemms(RegionRule, family="recurrent"):
         if node.attrs.get("axis", 0) != 0 or not reader.is_const(product.inputs[2]):
             return None
         require(product.attrs.get("beta", 1.0) == 1.0, "what is added is scaled")
-        worthwhile(len(reader.users(node.inputs[0])) == 1, "the product is read elsewhere")
-        worthwhile(not reader.is_output(node.inputs[0]), "the product is read elsewhere")
+        profitable(len(reader.users(node.inputs[0])) == 1, "the product is read elsewhere")
+        profitable(not reader.is_output(node.inputs[0]), "the product is read elsewhere")
         bias: Value | None = None
         adds: list[Node] = []
         gemms: list[Node | None] = []
@@ -97,7 +97,7 @@ class FuseStepsIntoGemms(RegionRule, family="recurrent"):
                 continue
             if gemm is None or gemm.op != "Gemm" or len(gemm.inputs) != 3 or gemm.attrs != product.attrs:
                 return None
-            worthwhile(
+            profitable(
                 len(reader.users(other)) == 1 and not reader.is_output(other), "a step is read elsewhere"
             )
             require(bias in (None, gemm.inputs[2]), "the steps have different biases")
@@ -107,7 +107,7 @@ class FuseStepsIntoGemms(RegionRule, family="recurrent"):
             others.append(gemm.inputs[0])
         if bias is None:
             return None
-        worthwhile(reader.is_const(bias), "the bias is not constant")
+        profitable(reader.is_const(bias), "the bias is not constant")
         row = reader.val(bias).shape
         require(len(row) < 2 or row[0] == 1, "the bias differs from row to row")
         weights = {g.inputs[1] for g in gemms if g is not None}
@@ -150,7 +150,7 @@ class SwapSplits(RegionRule, family="recurrent"):
             readers = reader.users(part)
             if len(readers) != 1 or readers[0].op != "Split":
                 return None
-            worthwhile(not reader.is_output(part), "a part is read elsewhere")
+            profitable(not reader.is_output(part), "a part is read elsewhere")
             inner.append(readers[0])
         outer_axis, inner_axis = node.attrs.get("axis", 0), inner[0].attrs.get("axis", 0)
         require(outer_axis != inner_axis, "both split along one axis")
@@ -353,8 +353,8 @@ class _Unrolled(RegionRule, family="native_recurrent"):
     nonempty = True
     dtypes = FLOAT
     # ONNX Runtime's cells clamp what goes into their functions: of NaN and infinity they make numbers.
-    spreads = True
-    mends = True
+    may_add_nonfinite = True
+    may_remove_nonfinite = True
     native = ""
     states = 1
 
@@ -371,7 +371,7 @@ class _Unrolled(RegionRule, family="native_recurrent"):
         if found is None or not self.last(reader, found):
             return None
         steps = self.walk(reader, found)
-        worthwhile(len(steps) > 1, "it is a single step")
+        profitable(len(steps) > 1, "it is a single step")
         size = _width(reader, node.outputs[0])
         assert size is not None
         hiddens = [s.values[0] for s in steps]
@@ -395,7 +395,7 @@ class _Unrolled(RegionRule, family="native_recurrent"):
         cell = self.states == 2 and steps[-1].values[1] in outside
         if self.states == 2:
             inner = {s.values[1] for s in steps[:-1]}
-            worthwhile(not any(c in outside for c in inner), "a cell state is read elsewhere")
+            profitable(not any(c in outside for c in inner), "a cell state is read elsewhere")
         outputs = [hiddens[i] for i in wanted] + ([steps[-1].values[1]] if cell else [])
         biases = tuple(g.biases for g in steps[0].gates)
         given = tuple(

@@ -10,7 +10,7 @@ from rewrite_rules.axes import fronts
 from rewrite_rules.elementwise import FLOAT, WIDE
 from rewrite_rules.examples import graphs
 from xrlflow.ir import Attrs, DType
-from xrlflow.rewrite import Captures, Op, Rule, Val, accurate, require, worthwhile
+from xrlflow.rewrite import Captures, Op, Rule, Val, accurate, profitable, require
 
 # ONNX Runtime's sums of squares and of magnitudes add in order, its ReduceSum adds in a tree: of so many elements the
 # former have 3 times the error, of 1,024 they have 9 times, of a million 22.
@@ -48,7 +48,7 @@ class FuseReduceMean(Rule, family="idioms"):
         require(c.uniform is not None and all(d == 1 for d in c.sizes), "the constant is not one number")
         require(c.rank <= left, "it may broadcast")
         count = prod(x.size(a) for a in reduced)
-        worthwhile(count, "nothing is summed")
+        profitable(count, "nothing is summed")
         wanted = count if m.by == "Div" else 1 / count
         require(math.isclose(c.scalar, wanted, rel_tol=1e-6), "another number of elements is summed")
 
@@ -80,7 +80,7 @@ class FuseReduceSumSquare(Rule, family="idioms"):
 
     def where(self, m: Captures, x: Val, axes: Val | None) -> None:
         sizes = [x.shape[a] for a in _reduced_axes(x, axes, m.sum)]
-        worthwhile(sizes, "it reduces nothing")
+        profitable(sizes, "it reduces nothing")
         known = [d for d in sizes if isinstance(d, int)]
         few = len(known) == len(sizes) and prod(known) <= _IN_ORDER
         accurate(few, "a sum of so many squares or magnitudes loses accuracy")
@@ -148,7 +148,7 @@ class ReplaceUnitReduceBySqueeze(Rule, family="exports"):
         return op.any_of(_REDUCTIONS, "reduce")(x, axes, keepdims="keep", attrs="rest")
 
     def where(self, m: Captures, x: Val, axes: Val) -> None:
-        worthwhile(axes.ints, "it reduces everything, or nothing")
+        profitable(axes.ints, "it reduces everything, or nothing")
         require(all(x.shape[a] == 1 for a in fronts(axes.ints, x.rank)), "a dimension is not 1")
         exact = m.reduce in ("ReduceMax", "ReduceMin") or x.dtype not in _ROUNDED
         require(exact, "the runtime rounds integers of 64 bits")
@@ -197,7 +197,7 @@ class MoveConstantBehindMean(Rule, family="weights_algebra"):
         return op.any_of(_MEANS, "mean")(op.any_of(("Add", "Mul"), "by")(x, c), axes, attrs="a")
 
     def where(self, m: Captures, x: Val, c: Val, axes: Val | None) -> None:
-        worthwhile(not x.const, "both operands are constant")
+        profitable(not x.const, "both operands are constant")
         require(m.by == "Mul" or m.mean != "ReduceSum", "the constant is summed")
         require(c.rank <= x.rank, "the constant adds a dimension")
         aligned = (1,) * (x.rank - c.rank) + c.sizes

@@ -10,7 +10,7 @@ from rewrite_rules.elementwise import read_once
 from rewrite_rules.examples import graphs
 from xrlflow.ir import Dim, Node, Value
 from xrlflow.ops.axes import BROADCAST, UNARY
-from xrlflow.rewrite import Captures, Op, Reader, Region, RegionRule, Rule, Val, require, worthwhile
+from xrlflow.rewrite import Captures, Op, Reader, Region, RegionRule, Rule, Val, profitable, require
 
 Shape = tuple[Dim, ...] | None
 
@@ -59,7 +59,7 @@ class CancelUnsqueeze(Rule, family="reshape"):
     """squeeze(unsqueeze(x, axes), axes) -> x, whatever the dimensions."""
 
     shapes = "x a:const b:const"
-    shared_interior = True
+    allow_multi_use = True
 
     def source(self, op: Op, x: Any, a: Any, b: Any) -> Any:
         return op.Squeeze(op.Unsqueeze(x, a), b)
@@ -76,7 +76,7 @@ class CancelSqueeze(Rule, family="reshape"):
     """unsqueeze(squeeze(x, axes), axes) -> x, whatever the dimensions."""
 
     shapes = "x a:const b:const"
-    shared_interior = True
+    allow_multi_use = True
 
     def source(self, op: Op, x: Any, a: Any, b: Any) -> Any:
         return op.Unsqueeze(op.Squeeze(x, a), b)
@@ -118,7 +118,7 @@ class _PushDown(RegionRule, family="reshape"):
                 after, view.types[0].shape
             )
             require(view is first or same, "operands are reshaped in different ways")
-            worthwhile(read_once(reader, v), "the reshape is read elsewhere")
+            profitable(read_once(reader, v), "the reshape is read elsewhere")
         inputs = [v if view is None else view.inputs[0] for v, view in zip(operands, made)]
         shape = first.inputs[1:]
         data = (node.op, node.attrs, len(inputs), first.op, first.attrs, len(shape))
@@ -142,7 +142,7 @@ class _PushUp(RegionRule, family="reshape"):
             return None
         operands, bounds = data_inputs(inner)
         moved = self._moved(reader, inner, node, operands) if inner.op in BROADCAST else (True,)
-        worthwhile(read_once(reader, node.inputs[0]), "the function is read elsewhere")
+        profitable(read_once(reader, node.inputs[0]), "the function is read elsewhere")
         shape = node.inputs[1:]
         data = (inner.op, inner.attrs, moved, node.op, node.attrs, len(shape))
         return Region(node.outputs, (*operands, *shape, *bounds), (node, inner), data)
@@ -155,7 +155,7 @@ class _PushUp(RegionRule, family="reshape"):
         chosen = [v for v, moves in zip(operands, moved) if moves]
         require(all(same_dims(reader.type(v).shape, before) for v in chosen), "an operand has another shape")
         views = any(maker(reader, v, VIEWS) for v in chosen)
-        worthwhile(sum(not reader.is_const(v) for v in chosen) == 1 or views, "no operand is reshaped")
+        profitable(sum(not reader.is_const(v) for v in chosen) == 1 or views, "no operand is reshaped")
         return moved
 
     def target(self, op: Op, region: Region, *inputs: Val | None) -> Any:
@@ -242,7 +242,7 @@ class PushReshapeThroughMatMul(RegionRule, family="reshape"):
             return None
         require(reader.type(node.inputs[1]).rank == 2, "the right factor is not a matrix")
         _rows(reader, inner.inputs[0], node.inputs[0])
-        worthwhile(read_once(reader, node.inputs[0]), "the reshape is read elsewhere")
+        profitable(read_once(reader, node.inputs[0]), "the reshape is read elsewhere")
         before, after = reader.val(inner.inputs[0]).shape, reader.val(node.outputs[0]).shape
         numbers = tuple(reshape_numbers((*before[:-1], after[-1]), after))
         return Region(node.outputs, (inner.inputs[0], node.inputs[1]), (node, inner), numbers)
@@ -270,7 +270,7 @@ class PushReshapeIntoMatMul(RegionRule, family="reshape"):
         x, w = inner.inputs
         require(reader.type(w).rank == 2, "the right factor is not a matrix")
         _rows(reader, node.inputs[0], node.outputs[0])
-        worthwhile(read_once(reader, node.inputs[0]), "the product is read elsewhere")
+        profitable(read_once(reader, node.inputs[0]), "the product is read elsewhere")
         before, after = reader.val(x).shape, node.types[0].shape or ()
         numbers = tuple(reshape_numbers(before, (*after[:-1], before[-1])))
         return Region(node.outputs, (x, w), (node, inner), numbers)
@@ -301,7 +301,7 @@ class PullUnsqueezeOutOfConcat(RegionRule, family="reshape"):
         axes = {ints_input(reader, p, 1) for p in unsqueezes}
         require(axes in ({(axis,)}, {(axis - rank,)}), "another axis is inserted")
         require(axis < rank - 1, "the new axis is the last")
-        worthwhile(all(read_once(reader, v) for v in node.inputs), "a part is read elsewhere")
+        profitable(all(read_once(reader, v) for v in node.inputs), "a part is read elsewhere")
         before = [*reader.val(unsqueezes[0].inputs[0]).shape]
         before[axis] = None  # the parts of one dimension; none of the result is it
         numbers = tuple(reshape_numbers(before, node.types[0].shape or ()))

@@ -14,7 +14,7 @@ from rewrite_rules.elementwise import BROADCAST, UNARY, is_unary, read_once, una
 from rewrite_rules.examples import graphs
 from rewrite_rules.reshape import VIEWS, maker, makers
 from xrlflow.ir import Dim, Node, Value
-from xrlflow.rewrite import Op, Reader, Refused, Region, RegionRule, Val, require, worthwhile
+from xrlflow.rewrite import Op, Reader, Refused, Region, RegionRule, Val, profitable, require
 
 # How a value is cut out of another
 
@@ -202,7 +202,7 @@ class MergeStackOfPieces(RegionRule, family="slices"):
         whole, shape = reader.val(first.source).shape, reader.val(node.inputs[0]).shape
         axis = axis_of(node, len(shape))
         if first.kept and first.axis == axis:
-            worthwhile({b - a for a, b in pairwise(places)} != {1}, "it is one run of pieces")
+            profitable({b - a for a, b in pairwise(places)} != {1}, "it is one run of pieces")
         left = (*whole[: first.axis], *whole[first.axis + 1 :])
         before = [d for d in shape[:axis] if d != 1]
         require(None not in before, "a dimension is not known")
@@ -274,7 +274,7 @@ class MergeSliceAxes(RegionRule, family="slices"):
         rank = rank_of(reader, node.inputs[0])
         cuts = [*slice_numbers(reader, inner, rank), *slice_numbers(reader, node, rank)]
         require(len({axis for axis, *_ in cuts}) == len(cuts), "they cut along the same axis")
-        worthwhile(read_once(reader, node.inputs[0]), "the inner slice is read elsewhere")
+        profitable(read_once(reader, node.inputs[0]), "the inner slice is read elsewhere")
         columns = tuple(tuple(c[k] for c in cuts) for k in (1, 2, 0, 3))
         return Region(node.outputs, inner.inputs[:1], (node, inner), columns)
 
@@ -303,7 +303,7 @@ class MergeConcats(RegionRule, family="slices"):
                 used.append(concat)
             else:
                 inputs.append(v)
-        worthwhile(len(used) > 1, "the inner concat is read elsewhere, or along another axis")
+        profitable(len(used) > 1, "the inner concat is read elsewhere, or along another axis")
         return Region(node.outputs, tuple(inputs), _nodes(used), axis)
 
     def target(self, op: Op, region: Region, *inputs: Val) -> Any:
@@ -363,7 +363,7 @@ class CancelSplitOfConcat(RegionRule, family="slices"):
         stops = list(accumulate(lengths))
         covers = tuple(tuple(_cover(sizes, b - n, b)) for b, n in zip(stops, lengths))
         whole = all(n == sizes[k] for cover in covers for k, _, n in cover)
-        worthwhile(whole, "it cuts inside a part")
+        profitable(whole, "it cuts inside a part")
         require(all(covers), "a part is empty")
         return Region(node.outputs, concat.inputs, (node, concat), (axis, covers))
 
@@ -387,7 +387,7 @@ class PushSliceIntoConcat(RegionRule, family="slices"):
         concat, sizes = known(_concat_along(reader, node.inputs[0], own.axis), _ANOTHER)
         cover = _cover(sizes, own.start, own.start + own.length)
         require(sum(n for _, _, n in cover) == own.length, "it reaches beyond the end")
-        worthwhile(len(cover) < len(sizes), "it touches every part")
+        profitable(len(cover) < len(sizes), "it touches every part")
         chosen = tuple(concat.inputs[k] for k, _, _ in cover)
         local = tuple((i, start, n) for i, (_, start, n) in enumerate(cover))
         return Region(node.outputs, chosen, (node, concat), (own.axis, local, own.kept))
@@ -415,7 +415,7 @@ class MergeSplits(RegionRule, family="slices"):
         rank = rank_of(reader, node.inputs[0])
         axis = axis_of(node, rank)
         require(axis_of(outer, rank) == axis, "they cut along different axes")
-        worthwhile(read_once(reader, node.inputs[0]), "the part is read elsewhere")
+        profitable(read_once(reader, node.inputs[0]), "the part is read elsewhere")
         place = outer.outputs.index(node.inputs[0])
         outputs = (*outer.outputs[:place], *node.outputs, *outer.outputs[place + 1 :])
         sizes = known(sizes_along(reader, outputs, axis), "a size is not known")
@@ -513,7 +513,7 @@ class _PushIntoConcat(RegionRule, family="slices"):
         if inner is None:
             return None
         self.check(reader, node, inner)
-        worthwhile(read_once(reader, node.inputs[0]), "the concat is read elsewhere")
+        profitable(read_once(reader, node.inputs[0]), "the concat is read elsewhere")
         data = (node.op, node.attrs, len(inner.inputs), inner.attrs)
         return Region(node.outputs, (*inner.inputs, *node.inputs[1:]), (node, inner), data)
 
@@ -538,7 +538,7 @@ class _PullOutOfConcat(RegionRule, family="slices"):
         name, attrs, bounds = form = unary_form(inner[0])
         require(all(unary_form(n) == form for n in inner), "the functions differ")
         self.check(reader, node, inner)
-        worthwhile(all(read_once(reader, v) for v in node.inputs), "a function is read elsewhere")
+        profitable(all(read_once(reader, v) for v in node.inputs), "a function is read elsewhere")
         inputs = (*(n.inputs[0] for n in inner), *bounds)
         return Region(node.outputs, inputs, _nodes((node,), inner), (name, attrs, len(inner), node.attrs))
 
@@ -637,7 +637,7 @@ class PushUnaryThroughSplit(RegionRule, family="slices"):
         inner = maker(reader, node.inputs[0], UNARY)
         if inner is None:
             return None
-        worthwhile(read_once(reader, node.inputs[0]), "the function is read elsewhere")
+        profitable(read_once(reader, node.inputs[0]), "the function is read elsewhere")
         data = (inner.op, inner.attrs, len(inner.inputs), node.attrs, len(node.outputs))
         return Region(node.outputs, (*inner.inputs, *node.inputs[1:]), (node, inner), data)
 
@@ -751,8 +751,8 @@ class PullBinaryOutOfConcat(RegionRule, family="slices"):
             return None
         rank = rank_of(reader, *node.inputs)
         axis = axis_of(node, rank)
-        worthwhile(all(read_once(reader, v) for v in node.inputs), "a function is read elsewhere")
-        worthwhile(len({n.outputs[0] for n in inner}) == len(inner), "a part is repeated")
+        profitable(all(read_once(reader, v) for v in node.inputs), "a function is read elsewhere")
+        profitable(len({n.outputs[0] for n in inner}) == len(inner), "a part is repeated")
         outs = [n.types[0].shape or () for n in inner]
         operands = _columns(reader, inner, outs, axis)
         data = (inner[0].op, inner[0].attrs, rank, axis, tuple(len(o) for o in operands))
@@ -873,7 +873,7 @@ class PushBinaryIntoConcat(RegionRule, family="slices"):
             at = axis - (rank - len(shape))
             found = _concat_along(reader, v, axis) if len(shape) == rank else None
             if found is not None and found[1] == sizes:
-                worthwhile(read_once(reader, v), "a concat is read elsewhere")
+                profitable(read_once(reader, v), "a concat is read elsewhere")
                 kinds.append("parts")
                 inputs += found[0].inputs
                 used.append(found[0])

@@ -25,7 +25,7 @@ from rewrite_rules.examples import graphs
 from rewrite_rules.slices import readers_of_parts
 from xrlflow.ir import Attrs, Node, Value
 from xrlflow.ops.axes import AXES, BROADCAST, REDUCTIONS, UNARY
-from xrlflow.rewrite import Captures, Op, Reader, Region, RegionRule, Rule, Val, require, worthwhile
+from xrlflow.rewrite import Captures, Op, Reader, Region, RegionRule, Rule, Val, profitable, require
 
 
 def _transpose(op: Op, x: Val, perm: Sequence[int]) -> Any:
@@ -33,7 +33,7 @@ def _transpose(op: Op, x: Val, perm: Sequence[int]) -> Any:
 
 
 class _TwoTransposes(Rule, family="transpose"):
-    shared_interior = True
+    allow_multi_use = True
 
     def source(self, op: Op, x: Any) -> Any:
         return op.Transpose(op.Transpose(x, perm="p"), perm="q")
@@ -57,7 +57,7 @@ class MergeTransposes(_TwoTransposes):
     """transpose_q(transpose_p(x)) -> transpose_pq(x)."""
 
     def where(self, m: Captures, x: Val) -> None:
-        worthwhile(not is_identity(self.both(m, x)), "the permutations cancel")
+        profitable(not is_identity(self.both(m, x)), "the permutations cancel")
 
     def target(self, op: Op, m: Captures, x: Val) -> Any:
         return op.Transpose(x, perm=self.both(m, x))
@@ -84,7 +84,7 @@ class ReplaceTransposeByReshape(Rule, family="transpose"):
 
     def where(self, m: Captures, x: Val) -> None:
         perm = permutation(m.p, x.rank)
-        worthwhile(not is_identity(perm), "it moves nothing")
+        profitable(not is_identity(perm), "it moves nothing")
         moved = [p for p in perm if x.shape[p] != 1]
         require(moved == sorted(moved), "it moves data")
         reshape_numbers(x.shape, [x.shape[p] for p in perm])
@@ -126,7 +126,7 @@ def _aligned(op: Op, v: Val, perm: Sequence[int]) -> Any:
     if rank == 0:
         return v
     if rank is not None and rank < len(perm):
-        worthwhile(v.const, "an operand has fewer dimensions")
+        profitable(v.const, "an operand has fewer dimensions")
         v = op.Unsqueeze(v, list(range(len(perm) - rank)))
     return _transpose(op, v, perm)
 
@@ -134,7 +134,7 @@ def _aligned(op: Op, v: Val, perm: Sequence[int]) -> Any:
 def _own(reader: Reader, node: Node, perm: Sequence[int]) -> tuple[int, ...]:
     """Where a permutation has a node's own axes."""
     if AXES[node.op].own == "axes":
-        worthwhile(ints_input(reader, node, 1), "it reduces everything, or nothing")
+        profitable(ints_input(reader, node, 1), "it reduces everything, or nothing")
     return tuple(sorted(perm[a] for a in own_axes(reader, node)))
 
 
@@ -170,9 +170,9 @@ class _PushDown(_PushTranspose):
             return None
         for v, inner in zip(data, made):
             if inner is not None:
-                worthwhile(read_once(reader, v), "a transpose is read elsewhere")
+                profitable(read_once(reader, v), "a transpose is read elsewhere")
             else:
-                worthwhile(reader.is_const(v) or reader.type(v).rank == 0, "an operand is not transposed")
+                profitable(reader.is_const(v) or reader.type(v).rank == 0, "an operand is not transposed")
         perm = _perm(reader, found[0])
         require(all(_perm(reader, n) == perm for n in found), "operands are transposed in different ways")
         if AXES[node.op].of == "broadcast":
@@ -202,8 +202,8 @@ class _PushUp(_PushTranspose):
         if inner is None or not keeps_axes(inner):
             return None
         data, rest = data_inputs(inner)
-        worthwhile(self.gains(reader, data), "no operand is transposed")
-        worthwhile(read_once(reader, node.inputs[0]), "the function is read elsewhere")
+        profitable(self.gains(reader, data), "no operand is transposed")
+        profitable(read_once(reader, node.inputs[0]), "the function is read elsewhere")
         perm = _perm(reader, node)
         own = _own(reader, inner, inverse(perm))
         turned = _Turned(inner.op, inner.attrs, 1, (perm,) * len(data), own, tuple(range(len(perm))))
@@ -265,7 +265,7 @@ class PushTransposesUp(_PushUp):
     def gains(self, reader: Reader, data: Sequence[Value]) -> bool:
         rank = max(reader.val(v).rank for v in data)
         running = [v for v in data if not reader.is_const(v) and reader.type(v).rank != 0]
-        worthwhile({reader.type(v).rank for v in running} <= {rank}, "an operand has fewer dimensions")
+        profitable({reader.type(v).rank for v in running} <= {rank}, "an operand has fewer dimensions")
         return len(running) == 1 or any(_transposed(reader, v) for v in running)
 
 

@@ -16,11 +16,11 @@ import numpy as np
 from rewrite_rules.axes import axis_of, rank_of
 from rewrite_rules.elementwise import FLOAT, UNARY, WIDE, given, keeps_shape, made_by, read_once
 from rewrite_rules.examples import graphs
-from rewrite_rules.linear import flat
+from rewrite_rules.fold_into_weights import flat
 from rewrite_rules.shapes import either
 from xrlflow.ir import ABSENT, Attrs, Dim, DType, Node, Value
 from xrlflow.ops.tensors import numpy_dtype
-from xrlflow.rewrite import Captures, Op, Reader, Region, RegionRule, Rule, Val, require, worthwhile
+from xrlflow.rewrite import Captures, Op, Reader, Region, RegionRule, Rule, Val, profitable, require
 
 # What is computed once, when the model is written: at most so many multiplications, and so many bytes of a result.
 _WORK = 1 << 32
@@ -55,8 +55,8 @@ class PushGatherThroughMatMul(Rule, family="weights_algebra"):
 
     def where(self, t: Val, w: Val) -> None:
         rows, columns = t.size(0), w.size(1)
-        worthwhile(rows * columns * t.dtype.bits // 8 <= _BYTES, "the table would be large")
-        worthwhile(rows * columns * t.size(1) <= _WORK, "multiplying the table out would take long")
+        profitable(rows * columns * t.dtype.bits // 8 <= _BYTES, "the table would be large")
+        profitable(rows * columns * t.size(1) <= _WORK, "multiplying the table out would take long")
 
     def target(self, op: Op, t: Val, i: Val, w: Val) -> Any:
         return op.Gather(op.MatMul(t, w), i)
@@ -110,7 +110,7 @@ class PushGatherThroughFunction(RegionRule, family="weights_algebra"):
                 continue
             table = reader.val(gather.inputs[0])
             rank = rank_of(reader, value)
-            worthwhile(table.rank == 2, "it is no table of rows")
+            profitable(table.rank == 2, "it is no table of rows")
             require(axis_of(gather, 2) == 0, "it takes columns")
             others = [v for k, v in enumerate(node.inputs) if k != place]
             if node.op in _ALONG_ROWS:
@@ -119,8 +119,8 @@ class PushGatherThroughFunction(RegionRule, family="weights_algebra"):
             for v in given(tuple(others)):
                 constant = reader.is_const(v) and self._fits(reader.type(v).shape, table.shape[1], rank)
                 require(constant, "an operand is not constant, or not one number per column")
-            worthwhile(read_once(reader, value), "the rows are read elsewhere")
-            worthwhile(prod(table.sizes) * table.dtype.bits // 8 <= _BYTES, "the table is large")
+            profitable(read_once(reader, value), "the rows are read elsewhere")
+            profitable(prod(table.sizes) * table.dtype.bits // 8 <= _BYTES, "the table is large")
             attrs = Attrs({k: v for k, v in node.attrs.items() if k != "axis"})
             data = (node.op, attrs, place, gather.attrs)
             return Region(node.outputs, (*gather.inputs, *others), (node, gather), data)
@@ -191,7 +191,7 @@ class ReplaceOneHotByGather(Rule, family="weights_algebra"):
 class FoldGemmIntoGemm(Rule, family="weights_algebra"):
     """gemm(gemm(x, v, b), w, c) -> gemm(x, v w, b w + c)  for constant weights."""
 
-    spreads = True
+    may_add_nonfinite = True
     dtypes = WIDE
     optional = ("b", "c")
     shapes = either(
@@ -207,7 +207,7 @@ class FoldGemmIntoGemm(Rule, family="weights_algebra"):
 
     def where(self, v: Val, w: Val) -> None:
         require(prod(v.sizes) > 0, "a sum is one of nothing")
-        worthwhile(prod(v.sizes) * max(w.sizes) <= _WORK, "it would take long")
+        profitable(prod(v.sizes) * max(w.sizes) <= _WORK, "it would take long")
 
     def target(self, op: Op, m: Captures, x: Val, v: Val, b: Val | None, w: Val, c: Val | None) -> Any:
         first = op.Transpose(v) if m.t else v
@@ -244,7 +244,7 @@ class MoveScaleIntoMatMul(Rule, family="weights_algebra"):
 
     def where(self, x: Val, y: Val, s: Val) -> None:
         _require_number(s, x)
-        worthwhile(not x.const and not y.const, "a factor is constant")
+        profitable(not x.const and not y.const, "a factor is constant")
 
     def target(self, op: Op, x: Val, y: Val, s: Val) -> Any:
         return op.MatMul(op.Mul(x, s), y)
@@ -265,7 +265,7 @@ class MoveScaleOutOfMatMul(Rule, family="weights_algebra"):
 
     def where(self, m: Captures, x: Val, y: Val, s: Val) -> None:
         _require_number(s, y if m.right else x)
-        worthwhile(not x.const and not y.const, "a factor is constant")
+        profitable(not x.const and not y.const, "a factor is constant")
 
     def target(self, op: Op, x: Val, y: Val, s: Val) -> Any:
         return op.Mul(op.MatMul(x, y), s)
@@ -307,7 +307,7 @@ class FoldScaleOfPartIntoMatMul(RegionRule, family="weights_algebra"):
             added = made_by(reader, whole, "Add")
             for inner, c in () if added is None else (added.inputs, added.inputs[::-1]):
                 if added is not None and reader.is_const(c):
-                    worthwhile(read_once(reader, whole), "the sum is read elsewhere")
+                    profitable(read_once(reader, whole), "the sum is read elsewhere")
                     nodes.append(added)
                     biases.append(c)
                     whole = inner
@@ -316,9 +316,9 @@ class FoldScaleOfPartIntoMatMul(RegionRule, family="weights_algebra"):
                 return None
             x, w, *rest = product.inputs
             constant = [w, *(v for v in rest if v != ABSENT)]
-            worthwhile(all(reader.is_const(v) for v in constant), "a weight is not constant")
+            profitable(all(reader.is_const(v) for v in constant), "a weight is not constant")
             require(reader.val(w).rank >= 2, "the weight is no matrix")
-            worthwhile(read_once(reader, value) and read_once(reader, whole), "it is read elsewhere")
+            profitable(read_once(reader, value) and read_once(reader, whole), "it is read elsewhere")
             sizes = tuple(reader.val(v).size(rank - 1) for v in split.outputs)
             part = split.outputs.index(value)
             outputs = tuple(node.outputs[0] if k == part else v for k, v in enumerate(split.outputs))

@@ -351,7 +351,7 @@ def test_prove(capsys: pytest.CaptureFixture[str]) -> None:
 def test_prove_with_a_survivor(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """A wrong rule that passes, and nobody knows why, is a failure; one that is explained is not."""
     from xrlflow import api
-    from xrlflow.prover.hunt import Survivor
+    from xrlflow.prover.mutation_testing import Survivor
 
     (proven,) = api.prove_rules(["CancelTransposes"], jobs=1)
     for why, code in (("", 1), ("equivalent", 0)):

@@ -151,7 +151,7 @@ def check_supported(imported: ImportedModel, library: Library) -> None:
     missing = sorted({node.op for node in left.nodes() if not runs(node.op)})
     if not missing:
         return
-    expansions = library.certain()
+    expansions = library.canonicalising()
     RewriteState.start(left, expansions)
     named = []
     for op in missing:

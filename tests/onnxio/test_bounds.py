@@ -16,7 +16,7 @@ from tests.onnxio.support import model
 from xrlflow import onnxio, weights
 from xrlflow.ir import Attrs, DType, TensorType
 from xrlflow.ops.bounds import IMPOSSIBLE, effort
-from xrlflow.rewrite import settle
+from xrlflow.rewrite import propagate
 
 make = helper.make_node
 Node = onnx.NodeProto
@@ -130,7 +130,7 @@ def test_small_outputs_may_take_much(op: str, attrs: Any, shapes: list[tuple[int
     with pytest.raises(weights.NotEvaluable):
         weights.evaluate(op, Attrs(attrs), arrays, [TensorType(kind, (1, 1, 1, 1), True)])
     data = [onnxio.tensors.array_const(a, kind) for a in arrays]
-    assert settle.evaluate_small(op, Attrs(attrs), data, [TensorType(kind, (1, 1, 1, 1), True)]) is None
+    assert propagate.evaluate_small(op, Attrs(attrs), data, [TensorType(kind, (1, 1, 1, 1), True)]) is None
 
 
 def test_patterns_and_texts_are_left_to_the_runtime() -> None:

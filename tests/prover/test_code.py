@@ -17,7 +17,7 @@ from xrlflow.prover.code import functions_of, mutants_of, put
 from xrlflow.prover.codehunt import KILLED, CodeHunt, Found
 from xrlflow.prover.proof import parse
 from xrlflow.prover.thresholds import function_of
-from xrlflow.rewrite import Captures, Op, Reader, Region, RegionRule, Rule, Val, require, worthwhile
+from xrlflow.rewrite import Captures, Op, Reader, Region, RegionRule, Rule, Val, profitable, require
 
 EXPLAINED = Path(__file__).parents[1] / "rules" / "survivors.json"
 # Rules of which all mutants are tried, quick ones of several families.
@@ -41,7 +41,7 @@ class Twice(Rule):
 
     def where(self, m: Captures, x: Val) -> None:
         require(x.size(0) < 6 and not x.const, "they are many")
-        worthwhile(x.size(0) > 2, "they are few")
+        profitable(x.size(0) > 2, "they are few")
 
     def target(self, op: Op, x: Val) -> Any:
         return op.Relu(op.Mul(x, 1.0))

@@ -19,7 +19,7 @@ from xrlflow.prover.cases import (
     usable,
 )
 from xrlflow.prover.draw import Draw
-from xrlflow.prover.kinds import Kind, shown
+from xrlflow.prover.equivalence_classes import Kind, shown
 from xrlflow.prover.proof import Source, different, in_turn, library_of, parse
 from xrlflow.prover.sketch import Problem, build, sketch_of
 from xrlflow.prover.variations import neighbours
@@ -55,7 +55,7 @@ class NegateTwice(Rule):
 class SpreadingNegateTwice(NegateTwice):
     """The same, of a rule that says so."""
 
-    spreads = True
+    may_add_nonfinite = True
 
 
 def read(graph: str) -> Graph:

@@ -21,7 +21,7 @@ class FuseLogistic(Rule):
     shapes = "x[...]:float"
     proof = "numeric"
     relies_on = "sigmoid(x) = 1 / (1 + exp(-x))"
-    mends = True
+    may_remove_nonfinite = True
 
     def source(self, op: Op, x: Any) -> Any:
         e = op.Add(1.0, op.Exp(op.either(op.Neg(x), op.Mul(x, -1.0))))
@@ -179,7 +179,7 @@ def test_one_name_is_one_operator() -> None:
 
 def _shared(rule: type[Rule]) -> type[Rule]:
     """A rule that does not mind who else reads what is inside."""
-    rule.shared_interior = True
+    rule.allow_multi_use = True
     return rule
 
 

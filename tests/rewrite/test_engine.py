@@ -222,7 +222,7 @@ def test_matches_equal_those_of_vf2() -> None:
     class Chain(Rule):
         """add(relu(matmul(x, w)), y) -> itself, with the operands exchanged."""
 
-        shared_interior = True
+        allow_multi_use = True
 
         def source(self, op, x, w, y):  # type: ignore[no-untyped-def]
             return op.Add(op.Relu(op.MatMul(x, w)), y)

@@ -25,7 +25,7 @@ class CancelTransposes(Rule):
     """transpose_q(transpose_p(x)) -> x when p after q is the identity."""
 
     shapes = "x[a,b,c]"
-    shared_interior = True
+    allow_multi_use = True
 
     def source(self, op: Op, x: Val) -> Any:
         return op.Transpose(op.Transpose(x, perm="p"), perm="q")
@@ -91,7 +91,7 @@ class SplitFirst(Rule):
     """The first half of split(x) -> slice(x): replaces one output of a node and leaves the other."""
 
     shapes = "x[a,b,c]"
-    shared_interior = True
+    allow_multi_use = True
 
     def source(self, op: Op, x: Val, sizes: Val) -> Any:
         first, _ = op.Split(x, sizes, axis="axis", outputs=2)

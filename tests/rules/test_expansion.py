@@ -318,4 +318,4 @@ def test_what_a_loop_repeats_is_spelt_out_too() -> None:
 def test_only_for_tvm() -> None:
     names = {r.name for r in declared_in(expansion)}
     assert names.isdisjoint(Library(LIBRARY).rules)
-    assert names <= Library(LIBRARY, backend="tvm").certain().rules.keys()
+    assert names <= Library(LIBRARY, backend="tvm").canonicalising().rules.keys()

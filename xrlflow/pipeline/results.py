@@ -33,8 +33,8 @@ class Result:
     """An optimised model, or the original if nothing better was found (`returned_original`).
 
     `speedup` is measured: how many times faster than the original, as median and 95% interval; None if not measured.
-    `trace` has all substitutions in order. Those made before the search (certain rules, control-flow bodies) come
-    first.
+    `trace` has all substitutions in order. Those made before the search (canonicalising rules, control-flow bodies)
+    come first.
     """
 
     report: Report

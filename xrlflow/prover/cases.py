@@ -63,7 +63,7 @@ class ProofBuilder(GraphBuilder):
         value = self.graph.leaves.intern(exact, dtype)
         return Val(self.graph, value, self.graph.leaves.types[value])
 
-    def _settle(self, edit: Edit) -> Edit:
+    def _propagate(self, edit: Edit) -> Edit:
         return edit  # what follows would be computed in real numbers
 
     def _fold(
@@ -402,8 +402,8 @@ def magnitudes(case: Case, numeric: bool) -> Iterator[tuple[str, float]]:
 def check_floats(case: Case, rng: np.random.Generator, rule: AnyRule) -> int:
     """Evaluate both sides over float64, with ordinary numbers and with NaN, infinities and negative zeros.
 
-    The rule says what may differ where something is not finite (`spreads`, `mends`). Gives the number of draws that the
-    left side took. Raises Wrong, NotEvaluable.
+    The rule says what may differ where something is not finite (`may_add_nonfinite`, `may_remove_nonfinite`). Gives the
+    number of draws that the left side took. Raises Wrong, NotEvaluable.
     """
     done = 0
     numeric = rule.proof == "numeric"
@@ -471,18 +471,18 @@ def _compare_case(
     case: Case, feeds: Feeds, left: list[Array], right: list[Array], tolerance: float, rule: AnyRule
 ) -> None:
     """Compare all outputs; where what is not finite may differ, those that the rule replaces (exp(-inf) is 0)."""
-    loose = (rule.spreads or rule.mends) and not _finite(left)
+    loose = (rule.may_add_nonfinite or rule.may_remove_nonfinite) and not _finite(left)
     if not loose:
         try:
             compare(left, right, tolerance)
         except Wrong:
-            if not (rule.spreads or rule.mends) or _finite(_replaced(case, feeds)):
+            if not (rule.may_add_nonfinite or rule.may_remove_nonfinite) or _finite(_replaced(case, feeds)):
                 raise
         else:
             return
     kept = [i for i, v in enumerate(case.before.outputs) if v in case.replaced]
     left, right = [left[i] for i in kept], [right[i] for i in kept]
-    compare(left, right, tolerance, rule.spreads, rule.mends)
+    compare(left, right, tolerance, rule.may_add_nonfinite, rule.may_remove_nonfinite)
 
 
 def _finite(arrays: Iterable[Array]) -> bool:
@@ -501,8 +501,9 @@ def compare(
 ) -> None:
     """Raises Wrong unless the right side equals the left one.
 
-    With `spreads` what is not finite on the left only has to be not finite on the right (infinity or NaN), and the
-    right may be NaN anywhere. With `mends` the right may be anything where the left is not finite.
+    With `may_add_nonfinite` what is not finite on the left only has to be not finite on the right (infinity or NaN),
+    and the right may be NaN anywhere. With `may_remove_nonfinite` the right may be anything where the left is not
+    finite.
     """
     _same_form(left, right)
     for i, (a, b) in enumerate(zip(left, right)):

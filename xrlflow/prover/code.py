@@ -45,7 +45,7 @@ _QUANTIFIERS = {"all": "any", "any": "all"}
 Chain = tuple[ast.ClassDef | ast.FunctionDef, ...]
 # What says why, and what only tells the type checker something.
 _IDLE = (ast.Assert, ast.Raise, ast.JoinedStr)
-_REASONED = ("require", "worthwhile", "accurate")
+_REASONED = ("require", "profitable", "accurate")
 
 
 @dataclass(frozen=True, slots=True, order=True)

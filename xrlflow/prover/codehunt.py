@@ -3,7 +3,7 @@
 The graphs that the rule's proof tries are kept, and others that are given, with what the rule makes of each and with
 the lines of its code that are run for that. A mutant is asked about those that come to what is changed. It is
 *wrong* if something that it does in one of them does not compute the same; it *raises*; it *loops*; it *loses* a
-graph in which the rule applies; it applies where the rule finds no use in it (*useless*: `worthwhile` refuses); what
+graph in which the rule applies; it applies where the rule finds no use in it (*useless*: `profitable` refuses); what
 it makes has more operators or elements than what the rule makes (*costlier*); or a test of the rule fails (*tested*,
 by `bench/mutants.py`). Where it does the same in all of them, further graphs are drawn near them. What does none of
 that survives: it does the same in all graphs, or other things that are right.

@@ -22,7 +22,7 @@ from xrlflow.ir import ABSENT, FLOATS, DType, TensorType
 from xrlflow.ops.tensors import numpy_dtype
 from xrlflow.prover.cases import Case
 from xrlflow.prover.draw import Draw
-from xrlflow.prover.kinds import (
+from xrlflow.prover.equivalence_classes import (
     Kind,
     Meaningless,
     Sort,

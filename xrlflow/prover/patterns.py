@@ -12,7 +12,7 @@ from xrlflow.ops.infer import InferenceError, infer
 from xrlflow.ops.schema import canonical_attrs, schema
 from xrlflow.ops.tensors import numpy_dtype
 from xrlflow.prover.draw import Draw, Shapes, attribute, attributes, index_input
-from xrlflow.prover.kinds import (
+from xrlflow.prover.equivalence_classes import (
     Family,
     Kind,
     Unlucky,

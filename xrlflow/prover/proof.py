@@ -44,8 +44,8 @@ from xrlflow.prover.cases import (
 )
 from xrlflow.prover.coverage import Coverage, example_kinds, grant, matched, own_conditions
 from xrlflow.prover.draw import Draw, T
-from xrlflow.prover.hunt import Hunt, Hunted, Survivor
-from xrlflow.prover.kinds import Kind, Meaningless, Unlucky
+from xrlflow.prover.equivalence_classes import Kind, Meaningless, Unlucky
+from xrlflow.prover.mutation_testing import Hunt, Hunted, Survivor
 from xrlflow.prover.patterns import dimension_of, draw_pattern, pattern_kinds
 from xrlflow.prover.sketch import Problem, Sketch, Unbuildable, build, sketch_of
 from xrlflow.prover.thresholds import limits, watch, written

@@ -34,7 +34,7 @@ from xrlflow.ir import (
 from xrlflow.ops.infer import UNKNOWN, InferenceError, infer
 from xrlflow.ops.schema import canonical_attrs, schema
 from xrlflow.ops.tensors import numpy_dtype
-from xrlflow.prover.kinds import Kind
+from xrlflow.prover.equivalence_classes import Kind
 from xrlflow.rewrite import evaluate_small
 
 Array = npt.NDArray[Any]

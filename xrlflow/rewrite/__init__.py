@@ -2,6 +2,7 @@
 
 from xrlflow.rewrite.build import GraphBuilder
 from xrlflow.rewrite.library import Library, RuleStats
+from xrlflow.rewrite.propagate import evaluate_small
 from xrlflow.rewrite.rule import (
     AnyRule,
     Captures,
@@ -17,12 +18,11 @@ from xrlflow.rewrite.rule import (
     accurate,
     common_source,
     declared_in,
+    profitable,
     require,
     watched,
     without,
-    worthwhile,
 )
-from xrlflow.rewrite.settle import evaluate_small
 from xrlflow.rewrite.state import Match, RewriteState
 
 __all__ = [
@@ -46,8 +46,8 @@ __all__ = [
     "common_source",
     "declared_in",
     "evaluate_small",
+    "profitable",
     "require",
     "watched",
     "without",
-    "worthwhile",
 ]

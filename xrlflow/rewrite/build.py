@@ -30,8 +30,8 @@ from xrlflow.ir import (
 from xrlflow.ops.infer import InferenceError, infer
 from xrlflow.ops.schema import canonical_attrs, schema
 from xrlflow.ops.tensors import dtype_of, numpy_dtype
+from xrlflow.rewrite.propagate import fold_small, more_precise, propagated
 from xrlflow.rewrite.rule import Contradiction, Lit, Op, RuleError, Val
-from xrlflow.rewrite.settle import fold_small, more_precise, settled
 
 _attrs_memo: dict[tuple[Any, ...], Attrs] = {}
 
@@ -237,11 +237,11 @@ class GraphBuilder(Op):
                 if aliases[old] in seen:
                     raise RuleError(f"{rule}: its results stand for each other in a circle")
                 seen.add(aliases[old])
-        return self._settle(plan_edit(graph, rule, nodes, aliases))
+        return self._propagate(plan_edit(graph, rule, nodes, aliases))
 
-    def _settle(self, edit: Edit) -> Edit:
+    def _propagate(self, edit: Edit) -> Edit:
         """The edit with what follows from it."""
-        return settled(self.graph, edit)
+        return propagated(self.graph, edit)
 
     def _unused(self, key: int, index: int) -> Value:
         salt = 0

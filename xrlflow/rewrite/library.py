@@ -205,9 +205,9 @@ class Library:
         wanted = set(names)
         return self._part(r for r in self.rules.values() if r.name in wanted)
 
-    def certain(self) -> Library:
+    def canonicalising(self) -> Library:
         """The library with only the rules that need no price."""
-        return self._part(r for r in self.rules.values() if r.certain)
+        return self._part(r for r in self.rules.values() if r.canonicalises)
 
     def _part(self, rules: Iterable[AnyRule]) -> Library:
         return Library(

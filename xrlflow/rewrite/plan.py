@@ -327,7 +327,7 @@ class _Writer:
     def finish(self) -> None:
         pattern = self.pattern
         replaced = {(o.node.index, o.index) for o in pattern.outputs}
-        if not pattern.rule.shared_interior:
+        if not pattern.rule.allow_multi_use:
             for node in pattern.nodes:
                 for index in range(node.outputs):
                     readers = sum(

@@ -77,7 +77,7 @@ def watched(show: Callable[[Any], Any]) -> Iterator[None]:
 
 
 def require(condition: object, reason: str) -> None:
-    """Refuse the match unless the condition holds. Without it the rule would be wrong: see `worthwhile`."""
+    """Refuse the match unless the condition holds. Without it the rule would be wrong: see `profitable`."""
     if not condition:
         frame = sys._getframe(1)
         site = (frame.f_code.co_filename, frame.f_lineno)
@@ -87,7 +87,7 @@ def require(condition: object, reason: str) -> None:
             raise refused
 
 
-def worthwhile(condition: object, reason: str) -> None:
+def profitable(condition: object, reason: str) -> None:
     """Refuse a match on which the rule would be right, but to no avail."""
     if not condition:
         raise Refused(reason)
@@ -310,16 +310,16 @@ class _Declared:
     unpriced: ClassVar[bool] = False
     # It leaves out what is computed for nothing, and may show more of the types, or it spells out what its backend does
     # not have: applied before anything is priced.
-    certain: ClassVar[bool] = False
+    canonicalises: ClassVar[bool] = False
     # What must hold of the data or the machine ("finite", "vnni"), or "approximate": the rule may lose more than two
     # bits of float32 accuracy. Such a rule is off unless asked for.
     assumes: ClassVar[str | None] = None
     # Where an input is infinite or NaN, more of the right side may be NaN, and an infinity become NaN or NaN an
     # infinity (never another number): sums in another order, or zeros that meet what they did not meet before.
-    spreads: ClassVar[bool] = False
+    may_add_nonfinite: ClassVar[bool] = False
     # Where the left side is infinite or NaN though a number was meant (exponentials that overflow, a softmax of
     # nothing but -inf), the right side may be that number.
-    mends: ClassVar[bool] = False
+    may_remove_nonfinite: ClassVar[bool] = False
     # It needs sizes from 1: where a dimension is 0, ONNX Runtime does not run an operator of the right side, or leaves
     # its result as the memory was.
     nonempty: ClassVar[bool] = False
@@ -372,7 +372,7 @@ class Rule(_Declared):
     # The starred variables' outputs can be permuted: match each set of nodes once.
     symmetric: ClassVar[bool] = False
     # Inner values may be read from outside the match; their nodes then stay beside the target.
-    shared_interior: ClassVar[bool] = False
+    allow_multi_use: ClassVar[bool] = False
 
     source: Callable[..., Any]
     target: Callable[..., Any]
@@ -634,8 +634,8 @@ __all__ = [
     "common_source",
     "declared_in",
     "parse_shapes",
+    "profitable",
     "require",
     "watched",
     "without",
-    "worthwhile",
 ]

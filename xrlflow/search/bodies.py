@@ -11,12 +11,12 @@ from xrlflow.search.result import TraceStep
 
 
 def simplify(graph: Graph, library: Library, cost: Callable[[Graph], float]) -> tuple[Graph, list[TraceStep]]:
-    """The graph after all rules that need no price (`certain`), and the substitutions that were made.
+    """The graph after all rules that need no price (`canonicalises`), and the substitutions that were made.
 
     These rules find constants and decide branches, which fixes types: a search before them would price unknown types.
     They also write out operators that the backend lacks. Each step carries the cost of the final graph.
     """
-    state = RewriteState.start(graph, library.certain())
+    state = RewriteState.start(graph, library.canonicalising())
     matches: list[Match] = []
     # Writing out one operator may add thousands of nodes, so the bound grows with the graph.
     while (candidates := state.candidates) and len(matches) < 4 * state.graph.node_count:

@@ -35,7 +35,7 @@ class Ratio:
 
     @property
     def promising(self) -> bool:
-        """Certainly faster, or by so much that a longer measurement is worthwhile: the last comparison decides."""
+        """Certainly faster, or by so much that a longer measurement is profitable: the last comparison decides."""
         return self.low > 1.0 or (self.median > _WORTH_A_LOOK and self.high > 1.0)
 
     @property

@@ -1,10 +1,10 @@
 """Which outputs are defined where inputs are NaN or infinite.
 
-A rewrite may spread values that are not finite (`spreads`: sums in another order, zeros of a merged kernel times an
-infinity) or remove them (`mends`), and runtimes disagree on the maximum of a number and NaN. So values are followed
-from the inputs. Operators that only move, select or test values are exact; a guard (a Where on IsNaN) makes values
-finite again at the same elements as in the original. Sums may spread NaN; comparisons and approximations leave it
-undefined.
+A rewrite may spread values that are not finite (`may_add_nonfinite`: sums in another order, zeros of a merged kernel
+times an infinity) or remove them (`may_remove_nonfinite`), and runtimes disagree on the maximum of a number and NaN. So
+values are followed from the inputs. Operators that only move, select or test values are exact; a guard (a Where on
+IsNaN) makes values finite again at the same elements as in the original. Sums may spread NaN; comparisons and
+approximations leave it undefined.
 """
 
 from __future__ import annotations

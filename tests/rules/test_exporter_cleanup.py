@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rewrite_rules import exports
-from rewrite_rules.exports import (
+from rewrite_rules import exporter_cleanup
+from rewrite_rules.exporter_cleanup import (
     FoldComputedShape,
     KeepRowsInQuantizedProduct,
     MergeFlattenedTranspose,
@@ -119,8 +119,8 @@ def test_weights_become_signed() -> None:
 
 
 def test_signed_weights_need_a_processor_that_does_not_saturate() -> None:
-    assert "UseSignedWeights" not in Library(declared_in(exports)).rules
-    assert "UseSignedWeights" in Library(declared_in(exports), assuming=("vnni",)).rules
+    assert "UseSignedWeights" not in Library(declared_in(exporter_cleanup)).rules
+    assert "UseSignedWeights" in Library(declared_in(exporter_cleanup), assuming=("vnni",)).rules
 
 
 def test_computed_weights_stay() -> None:

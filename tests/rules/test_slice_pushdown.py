@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import models
-from rewrite_rules import LIBRARY, demand
-from rewrite_rules.demand import (
+from rewrite_rules import LIBRARY, slice_pushdown
+from rewrite_rules.slice_pushdown import (
     PushKeyWeightsIntoQueries,
     PushSliceIntoAttention,
     PushSliceIntoGemm,
@@ -34,7 +34,7 @@ from xrlflow.rewrite import Library, Refused, RegionRule, RewriteState, declared
 from xrlflow.search.greedy import greedy
 from xrlflow.search.result import Limits
 
-EXAMPLES = [(r, e) for r in declared_in(demand) if isinstance(r, RegionRule) for e in r.examples]
+EXAMPLES = [(r, e) for r in declared_in(slice_pushdown) if isinstance(r, RegionRule) for e in r.examples]
 
 
 @pytest.mark.parametrize(("rule", "example"), EXAMPLES, ids=lambda v: getattr(v, "name", ""))
@@ -196,17 +196,17 @@ def test_neighbours_counted_from_the_front(span, is_run):
     ],
 )
 def test_the_run_that_holds_what_several_take(spans, hull):
-    cuts = [demand.Cut(None, ((1, s),), ()) for s in spans]  # type: ignore[arg-type]
-    assert demand._together(cuts, (2, 6)) == (() if hull is None else ((1, hull),))
+    cuts = [slice_pushdown.Cut(None, ((1, s),), ()) for s in spans]  # type: ignore[arg-type]
+    assert slice_pushdown._together(cuts, (2, 6)) == (() if hull is None else ((1, hull),))
 
 
 def test_sizes_after_a_cut():
     """One may be unknown."""
     cut = (0, Span(1, 3))
-    assert demand._cut_dims((6, 5), [cut, (1, Span(1, 2))]) == (2, 1)
-    assert demand._cut_dims(("S", 5), [cut, (1, Span(1, 2))]) == (demand._LEFT, 1)
+    assert slice_pushdown._cut_dims((6, 5), [cut, (1, Span(1, 2))]) == (2, 1)
+    assert slice_pushdown._cut_dims(("S", 5), [cut, (1, Span(1, 2))]) == (slice_pushdown._LEFT, 1)
     with pytest.raises(Refused, match="two dimensions"):
-        demand._cut_dims(("S", "T"), [cut, (1, Span(1, 2))])
+        slice_pushdown._cut_dims(("S", "T"), [cut, (1, Span(1, 2))])
 
 
 # Operators
@@ -561,12 +561,12 @@ def test_attention_of_few_queries():
 
 def test_rows_of_all_heads_in_one_matrix_and_apart():
     """A batch that is a symbol is copied, whatever else is known."""
-    layer = demand._Projection(1, 2, 3, 2, 9, 4, ())
-    detour = demand._Detour.of(layer, 3, ("N", 2, 3, 4), ("N", 2, 3, 5))
+    layer = slice_pushdown._Projection(1, 2, 3, 2, 9, 4, ())
+    detour = slice_pushdown._Detour.of(layer, 3, ("N", 2, 3, 4), ("N", 2, 3, 5))
     assert (detour.flat, detour.apart) == ((0, 6, 4), (0, 2, 3, 5))
-    detour = demand._Detour.of(layer, 3, (7, 2, 3, 4), (7, 2, 3, "S"))
+    detour = slice_pushdown._Detour.of(layer, 3, (7, 2, 3, 4), (7, 2, 3, "S"))
     assert (detour.flat, detour.apart) == ((7, 6, 4), (7, 2, 3, -1))
-    assert demand._Detour.of(layer, 1, ("N", 2, 1, 4), ("N", 2, 1, "S")).flat is None
+    assert slice_pushdown._Detour.of(layer, 1, ("N", 2, 1, 4), ("N", 2, 1, "S")).flat is None
 
 
 def test_layers_of_no_channels():
@@ -619,7 +619,7 @@ def test_a_layer_of_unknown_length():
     )
     proto = model(source, **weights, **ints(s=[0, 0, 2, 4], t=[0, 0, 8], i=0))
     imported = load(proto)
-    state = RewriteState.start(imported.graph, Library(declared_in(demand)))
+    state = RewriteState.start(imported.graph, Library(declared_in(slice_pushdown)))
     while state.candidates:
         state = state.apply(min(state.candidates, key=lambda m: m.key))
     after = to_proto(imported, state.graph)
@@ -630,4 +630,4 @@ def test_a_layer_of_unknown_length():
 
 
 def test_family():
-    assert len({r.name for r in declared_in(demand)}) == len(declared_in(demand))
+    assert len({r.name for r in declared_in(slice_pushdown)}) == len(declared_in(slice_pushdown))

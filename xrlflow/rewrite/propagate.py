@@ -93,7 +93,7 @@ def fold_small(
     return constants
 
 
-def settled(graph: Graph, edit: Edit) -> Edit:
+def propagated(graph: Graph, edit: Edit) -> Edit:
     """The edit, with what follows from it.
 
     A node that reads a value which became constant, or whose type became more precise, is inferred again: it may be

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from rewrite_rules.elementwise import WIDE
 from rewrite_rules.shapes import either, per_rank
 from xrlflow.ir import FLOATS, INTEGERS, Attrs
-from xrlflow.rewrite import Captures, Op, Rule, Val, require, worthwhile
+from xrlflow.rewrite import Captures, Op, Rule, Val, profitable, require
 
 NUMBERS = FLOATS | INTEGERS
 
@@ -129,7 +129,7 @@ def _conv_shapes(name: str, channel: str, weight: str = "w[m,p{k}]:const", image
 class FoldBatchNormIntoConv(_Convolution):
     """batch_norm(conv(x, w, b)) -> conv(x, w * f, (b - mean) * f + shift)  with f = scale / sqrt(var + eps)."""
 
-    spreads = True
+    may_add_nonfinite = True
     arity = (4, 4)
     shapes = per_rank("x[i,c{h}] w[m,p{k}]:const b[m]:const s*[m]:const")
     near_misses: ClassVar[tuple[str, ...]] = (
@@ -245,7 +245,7 @@ class FoldBiasBeforeConv(_Convolution):
 class FoldBatchNormBeforeConv(_Convolution):
     """conv(batch_norm(x), w, b) -> conv(x, w * f, b + sum(w * (shift - mean * f)))  if it does not pad."""
 
-    spreads = True
+    may_add_nonfinite = True
     arity = (4, 4)
     shapes = per_rank("x[i,c{h}] w[m,p{k}]:const b[m]:const s*[c]:const")
     near_misses = (
@@ -349,7 +349,7 @@ def _times(op: Op, t: Val, w: Val) -> Any:
 class FoldBatchNormIntoMatMul(Rule, family="linear"):
     """batch_norm(x @ w) -> x @ (w * f) + (shift - mean * f)  for matrices, f = scale / sqrt(var + eps)."""
 
-    spreads = True
+    may_add_nonfinite = True
     arity = (4, 4)
     dtypes = FLOATS
     shapes = "x[a,k] w[k,n]:const s*[n]:const"
@@ -409,7 +409,7 @@ class FoldScaleIntoGemm(_Gemm):
         return op.Mul(op.Gemm(x, w, b, attrs="c"), s)
 
     def where(self, m: Captures, w: Val, s: Val) -> None:
-        worthwhile(is_single(s) or s.size(-1) == self.columns(m, w), "the scale makes more columns")
+        profitable(is_single(s) or s.size(-1) == self.columns(m, w), "the scale makes more columns")
 
     def target(self, op: Op, m: Captures, x: Val, w: Val, b: Val | None, s: Val) -> Any:
         return op.Gemm(x, self.scaled(op, m, w, s), None if b is None else op.Mul(b, s), attrs=m.c)
@@ -418,7 +418,7 @@ class FoldScaleIntoGemm(_Gemm):
 class FoldBatchNormIntoGemm(_Gemm):
     """batch_norm(gemm(x, w, b)) -> gemm(x, w * f, (b - mean) * f + shift)  with f = scale / sqrt(var + eps)."""
 
-    spreads = True
+    may_add_nonfinite = True
     arity = (4, 4)
     shapes = either("x[a,i]", _WEIGHT, _BIAS, "s*[n]:const")
     near_misses = (

@@ -14,7 +14,7 @@ from tests.rules.harness import applies, model
 from xrlflow.ir import ArrayHandle, Attrs, Const, DType, TensorType, Value, mix
 from xrlflow.onnxio import load
 from xrlflow.rewrite import Library, RewriteState, evaluate_small
-from xrlflow.rewrite.settle import fold_small
+from xrlflow.rewrite.propagate import fold_small
 
 
 def test_constness_goes_down_a_chain() -> None:
@@ -90,7 +90,7 @@ def test_constants_of_constants_are_evaluated_once(monkeypatch: pytest.MonkeyPat
         evaluated.append(op)
         return evaluate_small(op, *given)
 
-    monkeypatch.setattr("xrlflow.rewrite.settle.evaluate_small", counted)
+    monkeypatch.setattr("xrlflow.rewrite.propagate.evaluate_small", counted)
 
     def fold(op: str, inputs: tuple[Value, ...], type: TensorType, **attrs: int) -> list[Any] | None:
         found = fold_small(leaves, op, Attrs(attrs), inputs, (type,))

@@ -34,7 +34,7 @@ from rewrite_rules.reshape import VIEWS
 from rewrite_rules.slices import sizes_along
 from xrlflow.ir import ABSENT, FLOATS, Attrs, Dim, Node, Value
 from xrlflow.ops.axes import AXES, BROADCAST, REDUCTIONS, SOFTMAX, UNARY
-from xrlflow.rewrite import Op, Reader, Refused, Region, RegionRule, Val, require, worthwhile
+from xrlflow.rewrite import Op, Reader, Refused, Region, RegionRule, Val, profitable, require
 
 # Beyond any dimension.
 _END = 2**63 - 1
@@ -151,7 +151,7 @@ def _find_split(reader: Reader, node: Node, shape: Sequence[Dim]) -> Cut | None:
     sizes = known(sizes_along(reader, node.outputs, axis), "a part's size is not known")
     first, last = read[0], read[-1] + 1
     span = Span(sum(sizes[:first]), sum(sizes[:last]))
-    worthwhile(span.stop > span.start, "the parts are empty")
+    profitable(span.stop > span.start, "the parts are empty")
     outputs = tuple(node.outputs[k] for k in read)
     return Cut(node, ((axis, span),), outputs, sizes=tuple(sizes[first:last]), first=first)
 
@@ -162,14 +162,14 @@ def _find_cuts(reader: Reader, node: Node) -> list[Cut] | None:
     own = find_cut(reader, node)
     if own is None:
         return None
-    worthwhile(not reader.is_output(value), "all of it is given out")
+    profitable(not reader.is_output(value), "all of it is given out")
     users = reader.users(value)
     if len(users) == 1:
         return [own]
     if min(u.id for u in users) != node.id:
         return None
     cuts = [find_cut(reader, u) if u.op in _CUTS and u.inputs[0] == value else None for u in users]
-    worthwhile(all(c is not None for c in cuts), "all of it is read elsewhere")
+    profitable(all(c is not None for c in cuts), "all of it is read elsewhere")
     return [c for c in cuts if c is not None]
 
 
@@ -232,8 +232,8 @@ def _size_before(dims: Sequence[Dim]) -> tuple[int, Counter[str]] | None:
 def _through_view(before: Sequence[Dim], after: Sequence[Dim], axis: int) -> int:
     """The axis before a reshape that is `axis` after it; refuses where no dimension stays whole in its place."""
     own = _size_before(after[:axis])
-    worthwhile(own is not None and after[axis] is not None, "a dimension is not known")
-    worthwhile(after[axis] != 1, "there is only one position")
+    profitable(own is not None and after[axis] is not None, "a dimension is not known")
+    profitable(after[axis] != 1, "there is only one position")
     for i, dim in enumerate(before):
         if dim == after[axis] and _size_before(before[:i]) == own:
             return i
@@ -340,8 +340,8 @@ class _PushSlice(RegionRule, family="demand"):
             inner = made_by(reader, top, *self.operators, *VIEWS)
             if inner is None or len(cuts) > 1:
                 return None
-            worthwhile(read_once(reader, top), "all of it is read elsewhere")
-        worthwhile(len(inner.outputs) == 1, "it has another output")
+            profitable(read_once(reader, top), "all of it is read elsewhere")
+        profitable(len(inner.outputs) == 1, "it has another output")
         before = reader.val(top).shape
         after = reader.val(value).shape
         # Along which axes the cut passes, and which axes of the operator's result these are.
@@ -357,10 +357,10 @@ class _PushSlice(RegionRule, family="demand"):
                 refused = reason
         if refused is not None and not ways:
             raise refused
-        worthwhile(ways, "together they read all of it")
+        profitable(ways, "together they read all of it")
         for axis, (_, span, _) in ways.items():
             length, size = span.length(after[axis]), after[axis]
-            worthwhile(length is None or not isinstance(size, int) or length < size, "nothing is left out")
+            profitable(length is None or not isinstance(size, int) or length < size, "nothing is left out")
         passed = {axis: span for axis, (_, span, _) in ways.items()}
         shape = None
         if top != value:
@@ -529,7 +529,7 @@ class PushSliceThroughNormalization(_PushSlice):
     def way(self, reader: Reader, node: Node, axis: int, span: Span) -> Way:
         if node.op in AXES:
             return super().way(reader, node, axis, span)
-        worthwhile(not node.attrs.get("training_mode"), "it is in training, and has other outputs")
+        profitable(not node.attrs.get("training_mode"), "it is in training, and has other outputs")
         if node.op == "InstanceNormalization":
             require(axis < 2, "it is normalised along this axis")
         if axis != 1:
@@ -630,15 +630,15 @@ class PushSliceIntoAttention(_PushSlice):
         rank = rank_of(reader, q)
         mask = rest[0] if rest else ABSENT
         batches = {(reader.type(x).shape or (None,))[0] for x in (q, k, v)}
-        worthwhile(len(batches) == 1 and None not in batches, "how many sequences there are is not known")
+        profitable(len(batches) == 1 and None not in batches, "how many sequences there are is not known")
         if axis == rank - 1:
             require(rank == 4, "the heads lie side by side")
-            worthwhile(len(given) <= (mask != ABSENT), "there are past values")
+            profitable(len(given) <= (mask != ABSENT), "there are past values")
             return _same(span, None, None, 3)
         if axis == (2 if rank == 4 else 1):
             require(not node.attrs.get("is_causal"), "each row sees others")
             return _same(span, axis, None, None, _repeated(reader, mask, 2, 4, reader.val(q).shape[axis]))
-        worthwhile(len(given) <= (mask != ABSENT), "there are past keys")
+        profitable(len(given) <= (mask != ABSENT), "there are past keys")
         if axis == 1:
             heads = {reader.val(x).shape[1] for x in (q, k, v)}
             require(len(heads) == 1 and None not in heads, "heads share keys")
@@ -679,7 +679,7 @@ class PushSliceThroughReshape(RegionRule, family="demand"):
         cut = find_cut(reader, node)
         if cut is None:
             return None
-        worthwhile(read_once(reader, node.inputs[0]), "all of it is read elsewhere")
+        profitable(read_once(reader, node.inputs[0]), "all of it is read elsewhere")
         before = reader.val(view.inputs[0]).shape
         after = reader.val(node.inputs[0]).shape
         taken = tuple((_through_view(before, after, axis), span) for axis, span in cut.taken)
@@ -854,8 +854,8 @@ class _ThroughConv(_PushCrop):
         x, w = reader.val(node.inputs[0]), reader.val(node.inputs[1])
         if axis == 1:
             groups = int_attr(node, "group", 1)
-            worthwhile(groups > 0, "there are no groups")
-            worthwhile(all(reader.type(v).rank == 1 for v in others[1:]), "the bias is no vector")
+            profitable(groups > 0, "there are no groups")
+            profitable(all(reader.type(v).rank == 1 for v in others[1:]), "the bias is no vector")
             if groups == 1:
                 return _same(span, None, *(0 for _ in others))
             each, channels = w.size(0) // groups, w.size(1)
@@ -911,7 +911,7 @@ class _ThroughPad(_PushSlice):
         widths = ints_input(reader, node, 1) or ()
         given = ints_input(reader, node, 3)
         axes = fronts(tuple(range(x.rank)) if given is None else given, x.rank)
-        worthwhile(len(widths) == 2 * len(axes), "the pads are of other axes")
+        profitable(len(widths) == 2 * len(axes), "the pads are of other axes")
         n, place = len(axes), axes.index(axis) if axis in axes else None
         if place is None or (widths[place], widths[place + n]) == (0, 0):
             return Way(((axis, span),), (widths, n, None, 0, 0))
@@ -1000,11 +1000,11 @@ class PushSlicesThroughSplit(RegionRule, family="demand"):
             users = reader.users(value)
             if not users and not reader.is_output(value):
                 continue
-            worthwhile(len(users) == 1 and not reader.is_output(value), "all of a part is read")
+            profitable(len(users) == 1 and not reader.is_output(value), "all of a part is read")
             found = find_cut(reader, users[0]) if users[0].op in self.anchors else None
             require(found is not None and found.taken == own.taken, "the parts are not cut alike")
             assert found is not None
-            worthwhile(users[0].inputs[0] == value, "a part is an index")
+            profitable(users[0].inputs[0] == value, "a part is an index")
             cuts.append(found)
             places.append(place)
         if min(c.node.id for c in cuts) != node.id:
@@ -1081,7 +1081,7 @@ class ReplaceLastStepByFinalState(RegionRule, family="demand"):
         else:  # of a sequence without steps a Slice is empty, and a Gather fails
             wanted = Span(listed=(0 if backwards else -1,))
         require(span == wanted, "it is not the step that the final state is of")
-        worthwhile(read_once(reader, node.inputs[0]), "other steps are read")
+        profitable(read_once(reader, node.inputs[0]), "other steps are read")
         data = (inner.op, inner.attrs, cut.dropped)
         return Region(node.outputs, inner.inputs, (node, inner), data)
 
@@ -1143,9 +1143,9 @@ def _find_projection(reader: Reader, value: Value, perm: tuple[int, ...]) -> _Pr
         return None
     x, weight = (reader.val(v) for v in product.inputs)
     require((x.rank, weight.rank) == (3, 2), "the layer is not a matrix for all")
-    worthwhile(weight.size(0) > 0, "the layer is a sum of nothing")
+    profitable(weight.size(0) > 0, "the layer is a sum of nothing")
     heads, depth = reader.val(view.outputs[0]).size(2), reader.val(view.outputs[0]).size(3)
-    worthwhile(heads * depth == weight.size(1), "the heads are not of the layer's features")
+    profitable(heads * depth == weight.size(1), "the heads are not of the layer's features")
     return _Projection(x.value, weight.value, bias, heads, depth, weight.size(0), tuple(nodes))
 
 
@@ -1157,7 +1157,7 @@ def _few(reader: Reader, queries: Value, found: _Projection) -> int:
     if rows != 1:  # they are put into one matrix, which cannot broadcast
         require(dims.shape[1] == found.heads, "the heads are other ones")
         require(same_dims(dims.shape[:1], reader.val(found.x).shape[:1]), "the batches differ")
-    worthwhile(2 * rows * found.channels <= found.depth * (found.channels + rows), "there are many queries")
+    profitable(2 * rows * found.channels <= found.depth * (found.channels + rows), "there are many queries")
     return rows
 
 
@@ -1230,7 +1230,7 @@ class PushKeyWeightsIntoQueries(RegionRule, family="demand"):
 
     anchors = ("MatMul",)
     reads_from = ("Transpose",)
-    spreads = True
+    may_add_nonfinite = True
     dtypes = FLOATS
     examples = graphs(
         "(float[N,2,1,6] q, float[N,5,4] x) => (float[N,2,1,5] y) <float[4,12] "
@@ -1263,7 +1263,7 @@ class PushValueWeightsBehindScores(RegionRule, family="demand"):
     nonempty = True
     anchors = ("MatMul",)
     reads_from = ("Transpose",)
-    spreads = True
+    may_add_nonfinite = True
     dtypes = FLOATS
     survivors: ClassVar[Mapping[str, str]] = {
         "omit Reshape (call 2)": "scores of one sequence times its rows broadcast: a product for each head"
@@ -1309,8 +1309,8 @@ class PushWeightsOutOfAttention(RegionRule, family="demand"):
     relies_on = "a softmax is that of its input and any number; the scale of Attention, rounded to float32"
     # Attention gives zeros for a row that is masked by -inf altogether. Where a number of x is infinite, it depends on
     # the order of the sums whether a score is NaN or -inf, which the softmax masks.
-    spreads = True
-    mends = True
+    may_add_nonfinite = True
+    may_remove_nonfinite = True
     dtypes = FLOATS
     anchors = ("Attention",)
     reads_from = ("Transpose",)
@@ -1359,7 +1359,7 @@ class PushWeightsOutOfAttention(RegionRule, family="demand"):
         batch, length = reader.val(keys.x).shape[:2]
         if mask != ABSENT:
             require(reader.type(mask).dtype == reader.type(q).dtype, "the mask is not added")
-            worthwhile(reader.val(mask).rank <= 4, "the mask has more dimensions than the scores")
+            profitable(reader.val(mask).rank <= 4, "the mask has more dimensions than the scores")
         second = _value_detour(batch, rows, length, values)
         scale = node.attrs.get("scale", first.depth**-0.5)
         inputs = (q, keys.x, keys.weight, keys.bias, values.x, values.weight, values.bias, mask)

@@ -13,7 +13,7 @@ from xrlflow.ir import ABSENT, Body, Dim, DType, Node, TensorType, Value, dims
 from xrlflow.ir.dims import Formula
 from xrlflow.ops.symbolic_shapes import refine
 from xrlflow.ops.symbolic_values import Known, of_array, values
-from xrlflow.rewrite import Op, Reader, Region, RegionRule, Rule, Val, require, worthwhile
+from xrlflow.rewrite import Op, Reader, Region, RegionRule, Rule, Val, profitable, require
 
 # Shapes as values
 
@@ -114,7 +114,7 @@ class FoldComputedShape(RegionRule, family="exports"):
     ONNX's own inference gives up: casts, negative indices, and the one dimension that a Reshape leaves open.
     """
 
-    certain = True
+    canonicalises = True
     anchors = ("Reshape", "Expand")
     examples = (
         "agraph (float[N,3,4] x) => (float[A,12] y) <int64[1] t = {12}, int64[1] i = {-3}> { s = Shape(x) "
@@ -156,7 +156,7 @@ class FoldComputedShape(RegionRule, family="exports"):
             if after is None:
                 return None
             constant = reshape_numbers(before, after)
-            worthwhile(_takes(before, constant), "no runtime takes the model")
+            profitable(_takes(before, constant), "no runtime takes the model")
             return Region(node.outputs, (source,), (node,), constant)
         wanted = numbers(reader, shape)
         if wanted is None or None in wanted:  # it is computed from something else
@@ -173,7 +173,7 @@ class FoldComputedShape(RegionRule, family="exports"):
         joined = (
             d == 1 or b in (1, d) for d, b in zip(wanted, own) if isinstance(d, int) and isinstance(b, int)
         )
-        worthwhile(all(joined), "no runtime takes the model")
+        profitable(all(joined), "no runtime takes the model")
         return Region(node.outputs, (source,), (node,), [d if isinstance(d, int) else 1 for d in wanted])
 
     def target(self, op: Op, region: Region, x: Val) -> Any:
@@ -199,7 +199,7 @@ class MergeFlattenedTranspose(RegionRule, family="exports"):
     The leading dimensions are put together and taken apart again, by shapes that are computed.
     """
 
-    certain = True
+    canonicalises = True
     anchors = ("Reshape",)
     reads_from = ("Transpose",)
     examples = tuple(map(_flattened, ("N,3", "N,5", "N,2,3", "2,3", "5", "3,1", "N", "2,3,4")))
@@ -274,7 +274,7 @@ class UseSignedWeights(Rule, family="exports"):
         return op.MatMulInteger(x, w, z, v)
 
     def where(self, x: Val, w: Val) -> None:
-        worthwhile(x.dtype == DType.UINT8, "the other factor is signed")
+        profitable(x.dtype == DType.UINT8, "the other factor is signed")
         require(w.dtype == DType.UINT8, "the weights are signed")
 
     def target(self, op: Op, x: Val, w: Val, z: Val, v: Val) -> Any:
@@ -353,7 +353,7 @@ class MoveReshapeIntoConstant(RegionRule, family="exports"):
         if not chain or not reader.is_const(_end(node, chain)):
             return None
         given = node.inputs[1:]
-        worthwhile(all(map(reader.is_const, given)), "the shape is computed")
+        profitable(all(map(reader.is_const, given)), "the shape is computed")
         inputs = (_end(node, chain), *given, *_others(chain))
         nodes = (node, *(n for n, _ in chain))
         return Region(node.outputs, inputs, nodes, (node.op, node.attrs, len(given), tuple(chain)))
@@ -407,7 +407,7 @@ class KeepRowsInQuantizedProduct(RegionRule, family="exports"):
         flat = maker(reader, quantize.inputs[0], ("Reshape",))
         if flat is None or not read_once(reader, quantize.outputs[0]):
             return None
-        worthwhile(read_once(reader, quantize.inputs[0]), "the rows are read elsewhere")
+        profitable(read_once(reader, quantize.inputs[0]), "the rows are read elsewhere")
         require(product.inputs[2] == quantize.outputs[2], "another zero point is taken")
         rows, columns = shape_of(reader, quantize.inputs[0]), reader.type(product.inputs[1]).shape
         source, after = shape_of(reader, flat.inputs[0]), reshaped(reader, node)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rewrite_rules import linear
-from rewrite_rules.linear import (
+from rewrite_rules import fold_into_weights
+from rewrite_rules.fold_into_weights import (
     FoldBatchNormBeforeConv,
     FoldBatchNormIntoConv,
     FoldBatchNormIntoConvTranspose,
@@ -406,6 +406,6 @@ def test_gemm_without_bias():
 
 
 def test_the_family_compiles_as_one_library():
-    rules = declared_in(linear)
+    rules = declared_in(fold_into_weights)
 
     assert set(Library(rules).rules) == {r.name for r in rules}
