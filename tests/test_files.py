@@ -201,6 +201,7 @@ def test_the_command_line_is_ended(tmp_path: Path, number: str) -> None:
         [sys.executable, "-m", "xrlflow.cli", "optimize", str(tmp_path / "m.onnx"), "-o", str(tmp_path / "out.onnx"),
          "--search", "greedy", "--time-limit", "60"],
         env={**os.environ, "TMPDIR": str(work)}, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
+        preexec_fn=lambda: signal.signal(signal.Signals[number], signal.SIG_DFL),  # under nohup it is ignored
     )  # fmt: skip
     try:
         end = time.monotonic() + 60
