@@ -105,6 +105,8 @@ COLD_PRIVATE_CACHES = Timing(samples=10, flush=True)
 """How the kernels of a model are timed: other kernels have just replaced their weights in the cores' own caches."""
 # The most proposals that are compiled besides the original graph.
 _AT_MOST = 3
+# Seconds for the comparison of tuned models.
+_COMPARING, _COMPARING_HURRIED = 20.0, 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -405,7 +407,7 @@ def tune_model(
         model.save(path)
     if feeds is None:
         return TunedModel(found, made[1][1], made[1][0], _WRITTEN[1], remarks=tuple(remarks))
-    limit = 5.0 if hurried or found.interrupted else 20.0
+    limit = _COMPARING_HURRIED if hurried or found.interrupted else _COMPARING
     runtime: float | None = None
     compared: RepeatedComparison | None = None
     if how.target.remote is not None:
