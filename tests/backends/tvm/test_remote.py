@@ -216,9 +216,8 @@ def test_optimised_on_the_device(board: Board, file: Path, tmp_path: Path) -> No
 def test_tuned_on_the_device(
     board: Board, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "xrlflow.pipeline.tuning._FINAL", 3.0
-    )  # seconds: nothing here depends on the interval
+    # Nothing here depends on how narrow an interval is.
+    monkeypatch.setattr("xrlflow.lowering._COMPARING", 3.0)
     place, output = tmp_path / "store.sqlite", tmp_path / "fast.so"
     options = {"method": "random", "trials": 4, "batch": 2, "threads": 1, "store": place}
     tuned = api.tune(file, remote=str(board.remote), **options)  # type: ignore[arg-type]
