@@ -144,8 +144,8 @@ def test_a_rule_that_promises_less_is_judged_on_finite_numbers_alone() -> None:
     class Allowed(SwallowsInfinity):
         """neg(x) -> neg(clip(x))."""
 
-        spreads = True
-        mends = True
+        may_add_nonfinite = True
+        may_remove_nonfinite = True
 
     outcome = fuzz_one(Subject(chain("Neg"), ({"N": 3},)), 0, Libraries([Allowed()]), lambda stage: None)
     assert outcome.substitutions["Allowed"]
