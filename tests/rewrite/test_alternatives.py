@@ -235,7 +235,7 @@ def test_all_others_are_the_variables_without_a_name() -> None:
         """sum(sum(x, y, ...), z) -> sum(z, x, y, ...)  for z of three columns."""
 
         arity = (2, 3)
-        spreads = True
+        may_add_nonfinite = True
 
         def source(self, op: Op, z: Any, *xs: Any) -> Any:
             return op.Sum(op.Sum(*xs), z)
