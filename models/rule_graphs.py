@@ -1,4 +1,4 @@
-"""Random graphs put together of the left-hand sides of rules, so that rules are seen that no network triggers.
+"""Random graphs made of the sources of rules, so that training also sees rules that match in no network.
 
     from models.rule_graphs import rule_graph
     graph = rule_graph(LIBRARY, seed=7)        # an xrlflow Graph, in which some of the rules apply
@@ -39,7 +39,7 @@ _SIZED = (0.8, 0.5, 0.2, 0.0)
 
 
 class RuleGraphError(ValueError):
-    """None of the rules can be made a graph of."""
+    """No graph can be made of these rules."""
 
 
 class Sizes(Draw):
@@ -59,7 +59,7 @@ class Sizes(Draw):
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A rule's left-hand side, drawn: the rule applies to it. `types`: those of the outputs."""
+    """A drawn source of a rule, to which the rule applies. `types`: the types of its outputs."""
 
     rule: str
     sketch: Sketch
@@ -124,7 +124,7 @@ def resized(sketch: Sketch, draw: Sizes, part: float) -> Sketch:
 
 
 def _parsed(text: str) -> onnx.ModelProto:
-    """An example, which is a graph alone, as a model."""
+    """Parse an example, which is only a graph, to a model."""
     return onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["": 23, "com.microsoft": 1]> {text}')
 
 
