@@ -129,7 +129,7 @@ def _parsed(text: str) -> onnx.ModelProto:
 
 
 def _fit(graph: Graph) -> bool:
-    """Whether all sizes are known, and nothing is empty or too large."""
+    """Whether all sizes are known and no tensor is empty or too large."""
     types = [t for n in graph.nodes() for t in n.types]
     return all(t.is_static and 0 < math.prod(map(int, t.shape or ())) <= 4 * _ELEMENTS for t in types)
 
@@ -175,7 +175,7 @@ def glue(pieces: Sequence[Piece], draw: Draw) -> Sketch:
 
 
 def _same_data(have: TensorType, want: TensorType) -> bool:
-    """Whether a value can be what another is, reshaped if need be."""
+    """Whether a value can take the place of another one, if necessary through a Reshape."""
     if have.dtype != want.dtype or not (have.is_static and want.is_static):
         return False
     return have.shape == want.shape or _elements(have) == _elements(want) > 1
@@ -192,8 +192,8 @@ def _reshaped(place: Place, type: TensorType, consts: list[SketchConst], nodes: 
 
 
 def rule_graph(rules: Sequence[AnyRule], seed: int, pieces: int = 3) -> Graph:
-    """A graph of so many pieces, each the left-hand side of one of the rules (but of those for other backends than ONNX
-    Runtime, which no search offers by default).
+    """A graph of `pieces` pieces, each the source of one rule. Rules for other backends than ONNX Runtime are skipped,
+    because no search uses them by default.
 
     Raises RuleGraphError if the rules cannot be drawn.
     """
