@@ -1,4 +1,4 @@
-"""What several searches make of one model: `python examples/compare_strategies.py [MODEL.onnx]`"""
+"""Compare several searches on one model: `python examples/compare_strategies.py [MODEL.onnx]`"""
 
 from __future__ import annotations
 

@@ -5,8 +5,8 @@
     model = models.build("bert", depth=100, width=64)   # many nodes, few weights
     model = models.small("bert")                        # a second to build, a few MB: for tests
 
-Weights are random, of sane magnitudes, and differ from layer to layer (equal ones would be deduplicated by the
-runtime); a seed fixes them.
+Weights are random, keep activations in range, and differ from layer to layer, because the runtime would merge equal
+ones. A seed fixes them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = ["ZOO", "Model", "ZooError", "build", "depth_for", "small"]
 
 
 class ZooError(ValueError):
-    """A name, depth or option that the zoo does not know; the message says what it does know."""
+    """The zoo does not know a name, depth or option. The message lists the known ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +156,7 @@ def _find(name: str) -> Model:
 
 
 def build(name: str, depth: int | None = None, seed: int = 0, **options: int | bool) -> onnx.ModelProto:
-    """Build a network: at the paper's depth and size, or smaller or larger by `depth` and `options`."""
+    """Build a network at the paper's depth and size, unless `depth` and `options` change them."""
     model = _find(name)
     depth = model.depth if depth is None else depth
     if depth < 1:
@@ -169,7 +169,7 @@ def build(name: str, depth: int | None = None, seed: int = 0, **options: int | b
 
 
 def small(name: str, seed: int = 0, **options: int | bool) -> onnx.ModelProto:
-    """Build the network quickly and with few weights, for tests."""
+    """Build a small version of the network with few weights, for tests."""
     model = _find(name)
     return build(name, model.small_depth, seed, **{**model.small_options, **options})
 

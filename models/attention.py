@@ -1,8 +1,7 @@
 """Transformers: BERT, ViT, GPT-2, DALL-E's decoder and the Transformer Transducer.
 
-BERT, ViT and GPT-2 have the dimensions of their configurations in `transformers` and the form that PyTorch's exporter
-gives them at opset 18 with eager attention; `models.exported` makes the export itself, and a test holds the
-two together.
+BERT, ViT and GPT-2 have the dimensions of their configurations in `transformers`, and the form that PyTorch's exporter
+gives them at opset 18 with eager attention. `models.exported` makes the exports themselves; a test compares both.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ _HEAD = 64  # channels of an attention head, in all of these networks
 
 
 def _heads(net: Net, x: str, *perm: int) -> str:
-    """x[1,s,k] -> [1,h,s,64], or transposed by another `perm`."""
+    """x[1,s,k] -> [1,h,s,64]; another `perm` changes the order of the dimensions."""
     return net.transpose(net.reshape(x, 1, net.shape(x)[1], -1, min(_HEAD, net.shape(x)[2])), *perm)
 
 
@@ -49,7 +48,7 @@ def _attention(net: Net, x: str, mask: str | None) -> str:
 
 
 def _mlp(net: Net, x: str, hidden: int, *, activation: str = "gelu") -> str:
-    """x[1,s,k] -> [1,s,k] over `hidden` features."""
+    """x[1,s,k] -> [1,s,k] through a hidden layer of `hidden` features."""
     features = net.shape(x)[-1]
     with net.scope("fc1"):
         y = net.linear(x, hidden, gain=1.4)
@@ -66,7 +65,7 @@ def _norm(net: Net, x: str, epsilon: float, name: str = "layernorm") -> str:
 def _pre_norm_layer(
     net: Net, x: str, hidden: int, *, mask: str | None, epsilon: float, activation: str = "gelu"
 ) -> str:
-    """x[1,s,k] -> [1,s,k]: LayerNormalization before each half, the residual around it."""
+    """x[1,s,k] -> [1,s,k]: a layer with LayerNormalization before attention and before the MLP."""
     with net.scope("attention"):
         x = net.add(_attention(net, _norm(net, x, epsilon), mask), x)
     with net.scope("mlp"):
@@ -203,10 +202,10 @@ def gpt2(
 ) -> onnx.ModelProto:
     """GPT-2 124M (Radford et al., 2019) without a cache: input_ids[1,64] -> logits[1,64,50257].
 
-    With `last` only the logits of the last token are given out, [1,1,50257], as generation asks for.
+    With `last`, the output is only the logits of the last token, [1,1,50257], as generation needs them.
 
-    Its linear layers are `Conv1D` modules, exported as Gemm between two Reshapes. The embedding is the last
-    layer's weight as well. A smaller width has a vocabulary that is smaller in proportion.
+    Its linear layers are `Conv1D` modules, exported as Gemm between two Reshapes. The embedding is also the weight of
+    the last layer. A smaller width has a vocabulary that is smaller in proportion.
     """
     net = Net("gpt2", seed)
     vocabulary = vocabulary or 50257 * width // 768

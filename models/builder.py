@@ -1,9 +1,9 @@
 """`Net`: a small builder of ONNX graphs with random weights.
 
-The networks of the zoo are written with it in the form in which PyTorch's exporter writes them
-(`torch.onnx.export(dynamo=True, opset_version=18)`). Every method takes and gives value names; `net.shape(x)` is
-always known, by ONNX's own per-node inference. Weights come from one generator in the order of the calls, so that a
-seed fixes them all.
+It builds the networks of the zoo in the form of PyTorch's exporter
+(`torch.onnx.export(dynamo=True, opset_version=18)`). Methods take and return value names. ONNX's shape inference runs
+at each node, so `net.shape(x)` is always known. All weights come from one generator in the order of the calls, so a
+seed fixes them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Pair = int | tuple[int, int]
 
 
 def pair(value: Pair) -> tuple[int, int]:
-    """A size that is given once for both spatial axes, or for each."""
+    """The sizes of both spatial axes, from one size for both or from a pair."""
     return (value, value) if isinstance(value, int) else value
 
 
@@ -49,7 +49,7 @@ def spread(total: int, shares: Sequence[int]) -> list[int]:
 
 
 class Net:
-    """An ONNX graph in the making."""
+    """An ONNX graph under construction."""
 
     def __init__(self, name: str, seed: int, *, fold_batchnorm: bool = True) -> None:
         self.name = name
@@ -120,7 +120,7 @@ class Net:
         return tensor.name
 
     def literal(self, value: object, dtype: type[np.generic]) -> str:
-        """A small constant (scalar, shape, axes); equal ones are one initializer."""
+        """A small constant (scalar, shape, axes). Equal constants share one initializer."""
         array = np.asarray(value, dtype)
         key = (array.dtype.str, array.shape, array.tobytes())
         if key not in self._literals:
@@ -274,7 +274,7 @@ class Net:
         return self.node("BatchNormalization", y, *statistics, epsilon=epsilon, momentum=0.9)
 
     def pool(self, op: str, x: str, kernel: int, stride: int, padding: int = 0) -> str:
-        """`MaxPool`, or `AveragePool` as PyTorch means it: with the padding counted."""
+        """`MaxPool`, or `AveragePool` that counts the padding, as in PyTorch."""
         attributes: dict[str, Any] = {
             "ceil_mode": 0,
             "kernel_shape": pair(kernel),

@@ -1,8 +1,8 @@
 """BERT, ViT and GPT-2 exported by PyTorch from their `transformers` classes.
 
-The zoo's own builders have the form of these exports and need neither PyTorch nor the time; this is what they are held
-against, and what the bench takes to see a real export. `dynamo` gives clean graphs, `torchscript` (BERT and ViT)
-what the older exporter leaves behind: Constant nodes and computed shapes.
+The zoo's own builders imitate these exports; they are faster and do not need PyTorch. A test compares both, and the
+bench measures real exports. `dynamo` gives clean graphs. `torchscript` (BERT and ViT) is the older exporter, which
+leaves Constant nodes and computed shapes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def export(
     tokens: int | None = None,
     image: int = 224,
 ) -> onnx.ModelProto:
-    """The network at `depth` layers; inputs and outputs are those of `models.build`."""
+    """Export the network with `depth` layers. Inputs and outputs are those of `models.build`."""
     if name not in EXPORTED:
         raise models.ZooError(f"{name} is not exported from transformers; these are: {', '.join(EXPORTED)}")
     if name == "gpt2" and exporter == "torchscript":
@@ -64,7 +64,7 @@ def export(
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the exporters' warnings, about packages that are absent and branches that do not matter here."""
+    """Suppress the exporters' warnings about missing packages and about branches."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -76,7 +76,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _perturb(module: torch.nn.Module) -> None:
-    """Scales and biases that differ from layer to layer, which initialisation leaves at one and zero."""
+    """Draw scales and biases that differ from layer to layer. Initialisation leaves them at one and zero."""
     import torch
 
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Random graphs put together of the left-hand sides of rules, so that rules are seen that no network triggers.
+"""Random graphs made of the sources of rules, so that training also sees rules that match in no network.
 
     from models.rule_graphs import rule_graph
     graph = rule_graph(LIBRARY, seed=7)        # an xrlflow Graph, in which some of the rules apply
@@ -39,7 +39,7 @@ _SIZED = (0.8, 0.5, 0.2, 0.0)
 
 
 class RuleGraphError(ValueError):
-    """None of the rules can be made a graph of."""
+    """No graph can be made of these rules."""
 
 
 class Sizes(Draw):
@@ -59,7 +59,7 @@ class Sizes(Draw):
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A rule's left-hand side, drawn: the rule applies to it. `types`: those of the outputs."""
+    """A drawn source of a rule, to which the rule applies. `types`: the types of its outputs."""
 
     rule: str
     sketch: Sketch
@@ -124,12 +124,12 @@ def resized(sketch: Sketch, draw: Sizes, part: float) -> Sketch:
 
 
 def _parsed(text: str) -> onnx.ModelProto:
-    """An example, which is a graph alone, as a model."""
+    """Parse an example, which is only a graph, to a model."""
     return onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["": 23, "com.microsoft": 1]> {text}')
 
 
 def _fit(graph: Graph) -> bool:
-    """Whether all sizes are known, and nothing is empty or too large."""
+    """Whether all sizes are known and no tensor is empty or too large."""
     types = [t for n in graph.nodes() for t in n.types]
     return all(t.is_static and 0 < math.prod(map(int, t.shape or ())) <= 4 * _ELEMENTS for t in types)
 
@@ -175,7 +175,7 @@ def glue(pieces: Sequence[Piece], draw: Draw) -> Sketch:
 
 
 def _same_data(have: TensorType, want: TensorType) -> bool:
-    """Whether a value can be what another is, reshaped if need be."""
+    """Whether a value can take the place of another one, if necessary through a Reshape."""
     if have.dtype != want.dtype or not (have.is_static and want.is_static):
         return False
     return have.shape == want.shape or _elements(have) == _elements(want) > 1
@@ -192,8 +192,8 @@ def _reshaped(place: Place, type: TensorType, consts: list[SketchConst], nodes: 
 
 
 def rule_graph(rules: Sequence[AnyRule], seed: int, pieces: int = 3) -> Graph:
-    """A graph of so many pieces, each the left-hand side of one of the rules (but of those for other backends than ONNX
-    Runtime, which no search offers by default).
+    """A graph of `pieces` pieces, each the source of one rule. Rules for other backends than ONNX Runtime are skipped,
+    because no search uses them by default.
 
     Raises RuleGraphError if the rules cannot be drawn.
     """

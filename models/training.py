@@ -1,12 +1,12 @@
-"""What the agent that works everywhere is trained on: see `xrlflow.rl.curriculum`.
+"""The training graphs of the general agent. See `xrlflow.rl.curriculum`.
 
     sources = training_sources()
     curriculum = curriculum(seed=0)     # makes the task of xrlflow.rl.train.train
 
-Networks at small depth (also scrambled, and then without composite rules), random graphs of rules' left-hand sides,
-and valleys. Left out of all training, and thus there to test on: the architectures of `UNSEEN`, networks of more than
-four blocks, the family of valleys that is held out, and every instance of `models.valleys.catalogue`, whose seeds are
-below `_FIRST_SEED`.
+The graphs are networks at small depth (also scrambled, and then without composite rules), random graphs of rules'
+sources, and valleys. Tests use what training never sees: the architectures in `UNSEEN`, networks of more than four
+blocks, the held-out family of valleys, and every instance of `models.valleys.catalogue`, whose seeds are below
+`_FIRST_SEED`.
 """
 
 from __future__ import annotations

@@ -1,22 +1,22 @@
-"""Valleys: networks that no single substitution improves, though a chain of them does.
+"""Valleys: networks that no single substitution improves, although a chain of substitutions does.
 
     from models.valleys import FAMILIES, Valley, catalogue
     for charted in catalogue():             # every instance whose optimum is known
         start = charted.valley.start()      # its state and cost, under the library and machine of this file
         ...                                 # search; charted.optimum is what can be reached
 
-A family is a builder `build(depth, width, seed)`: `depth` valleys in one network, each of which begins with `width`
-substitutions that cost more, `seed` draws the sizes. Some families are pieces of networks that people run (`real`),
-others are made up; one is held out of all training. Costs are those of the roofline on a fixed machine, so that they
+A family is a builder `build(depth, width, seed)`. The network has `depth` valleys, each of which begins with `width`
+substitutions that increase the cost; `seed` draws the sizes. Some families are pieces of networks in use (`real`), the
+others are artificial. One family is held out of all training. Costs come from the roofline on a fixed machine, so they
 are the same everywhere.
 
-Rules that jump a valley in one step are off for everybody (`COMPOSITES`): they are chains of others in the library.
-What is known of an instance stands in `valleys.json`, which `python -m models.valleys` makes anew (see `chart`): an
-instance is listed only if, with every rule of the library but those,
+The composite rules in `COMPOSITES` cross a valley in one step. No search may use them here. `python -m models.valleys`
+writes the known instances to `valleys.json` (see `chart`). An instance is listed only if, with every rule of the
+library except `COMPOSITES`,
 
-- each candidate of the start costs more, so that greedy stops at once;
-- whatever is reached without climbing by 2% is no better (as far as `searched` states show it, see `Charted`);
-- the chain to the first better graph begins with 1 to 4 steps of 2% to 20% each, in parts of the start's cost.
+- each candidate of the start increases the cost, so that greedy search stops at once;
+- no state reached without climbing by 2% is better (among the `searched` states, see `Charted`);
+- the chain to the first better graph begins with 1 to 4 steps up, each by 2% to 20% of the start's cost.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from xrlflow.onnxio import load
 from xrlflow.rewrite import Library, Match, RewriteState
 from xrlflow.search import Limits, SearchNode, append, extend, taso
 
-# Rules that are chains of others, and what of: each jumps a valley of this file.
+# Composite rules and the chains of rules that they replace. Each crosses a valley of this file in one step.
 COMPOSITES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {r.name: r.composite_of for r in LIBRARY if r.composite_of}
 )
@@ -70,7 +70,7 @@ SLOW = replace(
 
 
 def valley_library() -> Library:
-    """The whole library without `COMPOSITES`: what everybody searches valleys with."""
+    """The whole library without `COMPOSITES`, for all searches in valleys."""
     return Library(r for r in LIBRARY if r.name not in COMPOSITES)
 
 
@@ -113,23 +113,23 @@ class Valley:
         return Roofline(self.family.machine)
 
     def start(self, library: Library | None = None) -> SearchNode:
-        """The state of the network and its modelled cost, with the library of this file unless another is given."""
+        """The state of the network and its modelled cost in seconds. The default library is `valley_library()`."""
         cost, graph = self.cost_model(), load(self.model()).graph
         state = RewriteState.start(graph, library or valley_library(), cost.delta)
         return SearchNode(state, None, cost.cost(graph))
 
 
-# Pieces of networks that people run
+# Pieces of networks in use
 
 
 def _sizes(seed: int, *salt: int) -> Callable[[Sequence[int]], int]:
-    """Draws one of several sizes."""
+    """A function that draws one of several sizes."""
     rng = np.random.default_rng((seed, *salt))
     return lambda options: int(rng.choice(list(options)))
 
 
 def _groups(net: Net, x: str, per_group: int, inner: int) -> str:
-    """A bottleneck of ResNeXt with so many channels a group."""
+    """A bottleneck of ResNeXt with `per_group` channels per group."""
     channels = net.shape(x)[1]
     y = net.relu(net.conv(x, inner, norm=1.0))
     y = net.relu(net.conv(y, inner, 3, groups=inner // per_group, norm=1.0))
@@ -417,10 +417,10 @@ LEAST_GAIN = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Explored:
-    """States that were reached, in the order of the highest cost on the way to them.
+    """The states reached, in the order of the highest cost on the way to each.
 
-    `better`: the first that costs less than the start; `climb`: the highest cost on the way there. `exhausted`: there
-    were no more states.
+    `better`: the first state that costs less than the start; `climb`: the highest cost on the way to it; `exhausted`:
+    whether all reachable states were visited.
     """
 
     best: SearchNode
@@ -433,8 +433,8 @@ class Explored:
 def explore(start: SearchNode, ceiling: float, budget: int) -> Explored:
     """Visit up to `budget` states whose cost, and that of all states on the way, is at most `ceiling`.
 
-    Ways that climb less are followed first (Dijkstra's algorithm with the maximum for the sum), so that the way to
-    `better` climbs least.
+    Ways that climb less come first (Dijkstra's algorithm with the maximum in place of the sum). So the way to `better`
+    climbs least.
     """
     start = SearchNode(start.state, None, start.cost)
     best, better, climb = start, None, math.inf
@@ -484,16 +484,16 @@ class Charted:
 
     @property
     def height(self) -> float:
-        """How much the chain climbs before it falls, in parts of the start's cost."""
+        """The climb of the chain before it falls, as a part of the start's cost."""
         return sum(self.climbs)
 
     def reached(self, cost: float, tolerance: float = 1e-3) -> bool:
-        """Whether a cost is the optimum's, or less."""
+        """Whether a cost is at most that of the optimum, within the tolerance."""
         return cost <= self.optimum * (1 + tolerance)
 
 
 class NoValley(Exception):
-    """A draw of sizes that does not make a valley; the message says why."""
+    """The drawn sizes do not make a valley. The message says why."""
 
 
 def chart(valley: Valley, budget: int = 400) -> Charted:
@@ -539,7 +539,7 @@ def _climbs(found: SearchNode, cost: float) -> tuple[float, ...]:
 
 
 def _with_all_rules(start: SearchNode, found: SearchNode) -> SearchNode:
-    """A state that some rules led to, with the candidates of all."""
+    """A state that was found with some rules, now with the candidates of all rules."""
     state = start.state
     for step in found.trace:
         match = state.find(step.key)
@@ -549,7 +549,7 @@ def _with_all_rules(start: SearchNode, found: SearchNode) -> SearchNode:
 
 
 def _settled(found: SearchNode, budget: int) -> tuple[SearchNode, int]:
-    """The best that is near a state, and near that; and how many states were looked at."""
+    """The best state near a state, found repeatedly, and the number of states visited."""
     searched = 0
     while True:
         wide = taso(found.state, found.cost, Limits(budget), alpha=1.2)
@@ -600,7 +600,7 @@ def draws(family: Family, depth: int, width: int, count: int, tries: int, budget
 
 
 def as_row(charted: Charted) -> dict[str, Any]:
-    """An instance as the catalogue has it."""
+    """An instance as a row of the catalogue."""
     valley = charted.valley
     return {
         "family": valley.family.name,

@@ -25,12 +25,12 @@ from numpy.typing import NDArray
 
 
 class WheelError(RuntimeError):
-    """A trained model could not be had; the message says why."""
+    """A trained model cannot be fetched. The message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """A graph input as it is measured: its shape, and what its random values are drawn from, evenly."""
+    """A graph input for measurement: its shape, and the range of its uniformly random values."""
 
     shape: tuple[int, ...]
     low: float = -1.0
@@ -65,7 +65,7 @@ class Wheel:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The input shapes that are measured; they bind every dynamic dimension."""
+        """The input shapes for measurement. They bind every dynamic dimension."""
         return {name: entry.shape for name, entry in self.inputs.items()}
 
 
@@ -157,14 +157,14 @@ def inputs(name: str, seed: int = 0) -> dict[str, NDArray[np.generic]]:
 
 
 def cache_folder() -> Path:
-    """Where the extracted models are kept."""
+    """The folder of the extracted models."""
     import platformdirs
 
     return platformdirs.user_cache_path("xrlflow") / "wheels"
 
 
 def cached(wheel: Wheel) -> Path:
-    """Where the model lies, or will lie."""
+    """The path of the model in the cache, whether it exists or not."""
     return cache_folder() / f"{wheel.package}-{wheel.version}" / Path(wheel.path).name
 
 

@@ -98,51 +98,50 @@ def optimize(
     replay: str | os.PathLike[str] | None = None,
     listener: Listener | None = None,
 ) -> Result:
-    """Make a model faster. It takes a path, the bytes of a file, or a ModelProto.
+    """Make a model faster. `model` is a path, the bytes of a file, or a ModelProto.
 
-    What is searched, and how:
+    Search:
 
-    - `search`: "xrlflow" (a trained agent), "greedy", "taso", "lookahead2" and "lookahead3" (greedy, but they
-      look so many steps ahead where they are stuck), or "random" (`budget` edits that ignore the cost).
-    - `agent`: the file of an agent of one's own; by default the one that is shipped. `train_steps`: train it so
-      many steps on this model first.
+    - `search`: "xrlflow" (a trained agent), "greedy", "taso", "lookahead2" and "lookahead3" (greedy, but they look 2
+      or 3 steps ahead when no single step gains), or "random" (`budget` edits that ignore the cost).
+    - `agent`: the file of an agent; default: the agent of the package. `train_steps`: train the agent for this many
+      steps on this model first.
     - `cost`: "profiled" (operators measured alone), "roofline", "measured" (whole models, slow), or any
       CostModel.
-    - `budget`: states that a search may expand. `alpha`: TASO keeps graphs that cost up to so many times the
-      best.
-    - `time_limit`: seconds, for everything. `seed`: of everything random.
-    - `replay`: apply the substitutions of a trace (a file) instead of searching.
+    - `budget`: states that a search may expand. `alpha`: TASO keeps graphs that cost up to `alpha` times the best.
+    - `time_limit`: seconds for everything. `seed`: the seed of everything random.
+    - `replay`: apply the substitutions of this trace file instead of searching.
 
-    What may be changed:
+    Permitted changes:
 
     - `backend_ops`: the result may have operators that only ONNX Runtime has (com.microsoft).
-    - `allow_approximate`: also rules that may lose more than two bits of float32 accuracy.
-    - `assuming`: what holds, for rules that are right only then: "finite" (no infinities, no NaN in the data),
-      "vnni" (the processor adds products of 8-bit integers without saturation).
-    - `exclude`, `only`: names of rules, or of families of rules. `rules`: a Python file with RULES of one's own, which
-      are proven before they are used, or not (`trust_rules`).
-    - `shapes`: input name -> shape, for cost and measurement; with `fix_shapes` also written into the model.
-    - `max_growth`: how large the result may be, in sizes of the input. `opset`: of the result (default: 23).
+    - `allow_approximate`: allow rules that may lose more than two bits of float32 accuracy.
+    - `assuming`: assumptions that some rules need: "finite" (no infinities, no NaN in the data), "vnni" (the processor
+      adds products of 8-bit integers without saturation).
+    - `exclude`, `only`: names of rules or of rule families. `rules`: a Python file with the user's own RULES, which are
+      proven before use unless `trust_rules` is set.
+    - `shapes`: input name -> shape, for cost and measurement; `fix_shapes` also writes them into the model.
+    - `max_growth`: the largest size of the result, in sizes of the input. `opset`: of the result (default: 23).
 
-    How it is measured and verified:
+    Measurement and verification:
 
-    - `inputs`: the user's own (a mapping or an .npz file), for verification and measurement.
-    - `measure=False`: the best graph by modelled cost, never run. `verify=False`: it is not compared with the
-      original.
-    - `threads`: of the runtime, the physical cores by default. `session_options`: ONNX Runtime's. `providers`:
-      ONNX Runtime's; others than the CPU's are refused for now.
-    - `listener(phase, done, total, note)` hears what is going on.
+    - `inputs`: the user's own inputs (a mapping or an .npz file) for verification and measurement.
+    - `measure=False`: take the best graph by modelled cost, without measuring. `verify=False`: do not compare the
+      result with the original.
+    - `threads`: threads of the runtime; default: the physical cores. `session_options`: those of ONNX Runtime.
+      `providers`: those of ONNX Runtime; only the CPU's is allowed.
+    - `listener(phase, done, total, note)` is called with the progress.
 
-    With `backend="tvm"` the result is compiled: `save` writes a shared library, and its latency is compared with the
-    original's in ONNX Runtime (the report says which is faster: it is the library that was asked for). Operators that
-    TVM lacks are spelt out before the search. `cpu`: LLVM's name of the processor to compile for (default: this one),
-    `triple`: that of its system if it is another. What this machine cannot run has to run on a `remote` device
-    ("HOST:PORT/KEY", of TVM's RPC tracker; there it is compared with the original graph, compiled), or not at all
-    (`measure=False, verify=False`). Kernels run as they were tuned, where `store` (the file of `tune`; by default in
-    the user's cache) knows them.
+    With `backend="tvm"` the result is compiled, and `save` writes a shared library. Its latency is compared with that
+    of the original in ONNX Runtime; the report says which is faster. The result is the library in both cases. Operators
+    that TVM lacks are decomposed before the search. `cpu`: LLVM's name of the processor to compile for (default: this
+    one); `triple`: LLVM's name of its system, if it is another. If this machine cannot run the code, give a `remote`
+    device ("HOST:PORT/KEY" of TVM's RPC tracker) or set `measure=False, verify=False`. On a remote device, the result
+    is compared with the compiled original. `store`: the file of `tune` with tuned kernels, which are used where they
+    fit; default: in the user's cache.
 
-    Raises ModelError, BackendError, VerificationError, StoreError or OptionError for what the caller can put right,
-    and VerificationFailed if the result does not compute the same.
+    Raises ModelError, BackendError, VerificationError, StoreError or OptionError if the caller can correct the error,
+    and VerificationFailed if the result does not compute the same as the original.
     """
     arguments = dict(locals())
     model, listener = arguments.pop("model"), arguments.pop("listener")
@@ -169,16 +168,16 @@ def tune(
     inputs: str | os.PathLike[str] | Mapping[str, Any] | None = None,
     listener: Listener | None = None,
 ) -> Tuned:
-    """Compile a model with TVM, its kernels tuned by measurement.
+    """Compile a model with TVM and tune its kernels by measurement.
 
-    `method`: "chameleon" (reinforcement learning), "evolutionary" (MetaSchedule's own), "random", "annealing" or
-    "beam". `trials`: kernels that are built and measured in all, `batch` of one at a time. `time_limit`: seconds of
-    tuning. `cpu`, `triple` and `remote` are those of `optimize`: kernels are built here, and timed on the remote
-    device. What was measured is kept in `store` (a file; by default in the user's cache), so that a second run goes on
-    where the first ended. With `rewrite` the graph that greedy search finds (by the roofline) is tuned as well
-    as the original's, and the faster one taken (but not without `measure`). `shapes` binds dynamic dimensions;
-    `inputs` are the user's own, for verification and measurement. Raises ModelError, BackendError,
-    VerificationError, StoreError or OptionError for what the caller can put right, and VerificationFailed.
+    `method`: "chameleon" (reinforcement learning), "evolutionary" (that of MetaSchedule), "random", "annealing" or
+    "beam". `trials`: the total number of kernels to build and measure; `batch`: how many of one kernel at a time.
+    `time_limit`: seconds of tuning. `cpu`, `triple` and `remote` are those of `optimize`: kernels are built here and
+    timed on the remote device. `store`: the file that keeps all measurements (default: in the user's cache), so that a
+    second run continues the first. `rewrite`: also tune the graph that greedy search finds (by the roofline), and take
+    the faster graph; this needs `measure`. `shapes` binds dynamic dimensions; `inputs` are the user's own, for
+    verification and measurement. Raises ModelError, BackendError, VerificationError, StoreError or OptionError if the
+    caller can correct the error, and VerificationFailed.
     """
     arguments = dict(locals())
     model, listener = arguments.pop("model"), arguments.pop("listener")
@@ -200,13 +199,13 @@ def train(
     log: str | os.PathLike[str] | None = None,
     seed: int = 0,
 ) -> Trained:
-    """Train an agent on ONNX files, and write it to `output` whenever it is found better than before.
+    """Train an agent on ONNX files. Writes it to `output` whenever an evaluation finds it better than before.
 
-    It goes on where a run with this output stopped, unless `restart`. `held_out`: files to evaluate on and not to learn
-    from. `iterations`: updates of the agent; `steps`: substitutions tried for each; `horizon`: substitutions of an
-    episode. `workers`: processes that try them (0: this one). `start`: an agent to begin with. `time_limit`: seconds
-    after which it ends. `log`: a folder for TensorBoard. Raises OptionError for what the caller can put right,
-    ModelError for a file that cannot be read.
+    A stopped run with the same output continues, unless `restart` is set. `held_out`: files for evaluation only.
+    `iterations`: updates of the agent; `steps`: substitutions tried for each update; `horizon`: the most substitutions
+    of an episode. `workers`: processes that try them (0: this one). `start`: the first agent. `time_limit`: seconds
+    after which the run ends. `log`: a folder for TensorBoard. Raises OptionError if an argument is wrong, ModelError if
+    a file cannot be read.
     """
     arguments = dict(locals())
     models, output = arguments.pop("models"), arguments.pop("output")
@@ -219,7 +218,7 @@ def compare(
     searches: Sequence[str] = COMPARED,
     **options: Any,
 ) -> Comparison:
-    """Optimise with each of several strategies; `options` are those of `optimize`. Raises what it raises."""
+    """Optimise with each of several strategies. `options` and the errors raised are those of `optimize`."""
     return Comparison(tuple(optimize(model, search=search, **options).report for search in searches))
 
 
@@ -233,7 +232,7 @@ def verify_files(
 ) -> Verification:
     """Whether two models compute the same. Raises ModelError, BackendError, VerificationError."""
     check_seed(seed)
-    load(new)  # says what is wrong with the file
+    load(new)  # raises ModelError with a clear message if the file is damaged
     return verify(
         runnable(original), runnable(new), imported=load(original, shapes=shapes), inputs=inputs, seed=seed
     )

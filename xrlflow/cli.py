@@ -1,4 +1,4 @@
-"""The command line. Heavy modules are imported by the commands that use them."""
+"""The command line. Each command imports the heavy modules that it needs."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ app = typer.Typer(
 Model = Annotated[Path, typer.Argument(help="The ONNX file.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object to standard output.")]
 Given = dict[str, Any]
-"""Flags by the names of the options that they are."""
+"""Values of flags by the names of their options."""
 
 
 def taking(kind: type, *names: str, **texts: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A command with the flags of a class of options (of these names; all by default), which its parameter `options`
-    is given. `texts`: other help than the options' own."""
+    """Give a command the flags of a class of options: those in `names`, or all. The command gets their values as its
+    parameter `options`. `texts` replaces the help of an option."""
     known = {name: found for name, found in flags(kind).items() if not names or name in names}
 
     def parameter(name: str, flag: Flag, default: Any) -> inspect.Parameter:
@@ -72,9 +72,9 @@ def taking(kind: type, *names: str, **texts: str) -> Callable[[Callable[..., Non
 
 
 def main() -> None:
-    """Run the command line; errors of the user's making end in one line and exit code 2.
+    """Run the command line. An error that the user can correct prints one line and gives exit code 2.
 
-    SIGTERM (of a closed terminal SIGHUP) ends it at once, with nothing left behind and exit code 143 (129).
+    SIGTERM ends the program after its clean-up with exit code 143, SIGHUP (a closed terminal) with 129.
     """
     for number in (signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)):
         if signal.getsignal(number) is signal.SIG_DFL:
@@ -91,7 +91,7 @@ class _Terminated(SystemExit):
 
 
 def _end(number: int, frame: FrameType | None) -> NoReturn:
-    """Unwind all that is being done, so that it cleans up. Being told twice does not interrupt that."""
+    """Raise _Terminated, so that all running code cleans up. A second signal does not interrupt the clean-up."""
     signal.signal(number, signal.SIG_IGN)
     raise _Terminated(128 + number)
 
@@ -103,7 +103,7 @@ def fail(message: str, code: int = 2) -> NoReturn:
 
 @contextmanager
 def clear_errors() -> Iterator[None]:
-    """Turn what a user can put right into one line."""
+    """Turn errors that a user can correct into one line."""
     from xrlflow.api import UserError, VerificationFailed
 
     try:
@@ -114,7 +114,7 @@ def clear_errors() -> Iterator[None]:
         fail(str(error))
     except MemoryError:
         fail("out of memory: the model, or one of its values, is too large for this machine")
-    except KeyboardInterrupt:  # where there is something to keep, it ends otherwise
+    except KeyboardInterrupt:  # commands with a partial result handle it themselves
         fail("interrupted before there was a result", code=130)
 
 
@@ -134,7 +134,7 @@ def parse_shapes(options: list[str] | None) -> dict[str, tuple[int, ...]] | None
 
 
 def with_shapes(options: Given) -> Given:
-    """The options, with the texts of --shape read."""
+    """The options with --shape parsed to shapes by input name."""
     return options | {"shapes": parse_shapes(options["shapes"])}
 
 

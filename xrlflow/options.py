@@ -28,7 +28,7 @@ LOOKAHEAD = {"lookahead2": 2, "lookahead3": 3}
 """Greedy searches that look this many steps ahead when no single step gains."""
 SEARCHES = (*COMPARED, *LOOKAHEAD)
 ASSUMPTIONS = frozenset({"finite", "vnni"})
-"""Assumptions that rules may make, besides being approximate."""
+"""Assumptions that rules may make. `allow_approximate` adds another one."""
 COSTS = ("roofline", "profiled", "measured")
 BACKENDS = ("onnxruntime", "tvm")
 TRAINING = ("torch", "torch_geometric", "gymnasium")
@@ -43,8 +43,8 @@ class OptionError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """How an option appears on the command line: its help, its type, its name if it is not the field's, its least
-    value, and whether help shows the default."""
+    """The command line's form of an option: help text, type, name (if not the field's), least value, and whether the
+    help shows the default."""
 
     help: str
     type: Any

@@ -7,7 +7,9 @@ from xrlflow.ir.types import ABSENT, Value
 
 
 def text(graph: Graph) -> str:
-    """One line per node in topological order, values numbered as they appear; inputs and outputs around.
+    """One line per node in topological order, after a line of inputs and before a line of outputs.
+
+    Values are numbered in the order of their appearance.
 
     (x: float[1,3])
     %0: float[1,3] = Relu(x)

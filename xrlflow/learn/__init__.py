@@ -1,1 +1,1 @@
-"""What agents of both kinds share: PPO, buffers, checkpoints."""
+"""Parts that both kinds of agents share: PPO, distributions, logs, checkpoints."""

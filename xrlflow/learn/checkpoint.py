@@ -17,17 +17,17 @@ from safetensors.numpy import save as to_bytes
 from xrlflow import files
 
 FORMAT = 1
-# As safetensors calls them.
+# Element types that are read, by their names in safetensors.
 _DTYPES = frozenset({"F64", "F32", "F16", "I64", "I32", "I16", "I8", "U64", "U32", "U16", "U8", "BOOL"})
 
 
 class CheckpointError(ValueError):
-    """A file that is not a checkpoint, is damaged, or is of another version or kind."""
+    """A checkpoint cannot be read or written, is damaged, or is of another version or kind."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Checkpoint:
-    """Arrays by name, and a configuration of what JSON can hold. `kind` says whose they are ("agent")."""
+    """Arrays by name, and a configuration that JSON can hold. `kind` names the type of content, such as "agent"."""
 
     kind: str
     config: Mapping[str, Any]
@@ -35,7 +35,7 @@ class Checkpoint:
 
 
 def save_checkpoint(checkpoint: Checkpoint, path: str | os.PathLike[str]) -> None:
-    """Write a checkpoint, whole or not at all: a reader, or a run that is killed, never sees half of one.
+    """Write a checkpoint atomically: a reader never sees half of it, even if the writer is killed.
 
     Raises CheckpointError if the file cannot be written, ValueError if the configuration is not JSON.
     """
@@ -54,9 +54,9 @@ def save_checkpoint(checkpoint: Checkpoint, path: str | os.PathLike[str]) -> Non
 
 
 def load_checkpoint(path: str | os.PathLike[str], kind: str) -> Checkpoint:
-    """Read a checkpoint of this kind. Raises CheckpointError for anything else."""
+    """Read a checkpoint of this kind. Raises CheckpointError if the file is anything else."""
     try:
-        # Opened with Python first: it has the clearer error for what is not there or may not be read.
+        # Python's own error is clearer if the file is missing or may not be read.
         with open(path, "rb"):
             pass
         with safe_open(os.fspath(path), "np") as file:
@@ -85,7 +85,7 @@ def load_checkpoint(path: str | os.PathLike[str], kind: str) -> Checkpoint:
 
 
 def _array(file: Any, name: str) -> npt.NDArray[Any]:
-    """Raises TypeError for element types that NumPy lacks."""
+    """Read one array. Raises TypeError for element types that NumPy lacks."""
     dtype = file.get_slice(name).get_dtype()
     if dtype not in _DTYPES:
         raise TypeError(f"{name} has elements of type {dtype}; known are {', '.join(sorted(_DTYPES))}")

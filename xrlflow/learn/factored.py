@@ -1,4 +1,4 @@
-"""Several choices at once: independent categorical distributions, one for each factor of an action."""
+"""Actions of several independent choices: one categorical distribution per factor of an action."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FactoredCategorical:
-    """B distributions over actions of K factors, each one of A choices: log-probabilities [B, K, A].
+    """B distributions over actions of K factors with A choices each: log-probabilities [B, K, A].
 
-    `used` [B, K] says which factors matter: the others are drawn as choice `idle` and count for nothing.
+    `used` [B, K] says which factors count. The others always take choice `idle` and add nothing to probabilities or
+    entropies.
     """
 
     log_probs: Tensor
@@ -34,12 +35,12 @@ class FactoredCategorical:
         return each.masked_fill(~self.used, 0.0).sum(-1)
 
     def entropy(self) -> Tensor:
-        """Entropies [B] in nats: sums over the factors used."""
+        """Entropies [B] in nats, summed over the used factors."""
         each = -(self.log_probs.exp() * self.log_probs).sum(-1)
         return each.masked_fill(~self.used, 0.0).sum(-1)
 
     def sample(self, generator: torch.Generator | None = None) -> Tensor:
-        """One action each, [B, K], drawn by inversion."""
+        """Draw one action per distribution [B, K] by inversion."""
         with torch.no_grad():
             cumulative = self.log_probs.double().exp().cumsum(-1)
             uniform = torch.rand(self.used.shape, generator=generator, dtype=torch.double)

@@ -1,4 +1,4 @@
-"""What training tells: scalars for TensorBoard, and a line on the terminal that is kept up to date."""
+"""Logs of a training run: scalars for TensorBoard and a progress bar on the terminal."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Log(Protocol):
-    """Where scalars of a training run go."""
+    """Receives the scalars of a training run."""
 
     def scalars(self, values: Mapping[str, float], step: int) -> None: ...
 
@@ -22,10 +22,10 @@ class Log(Protocol):
 
 
 class TensorBoard:
-    """Event files in a folder: `tensorboard --logdir FOLDER`."""
+    """Writes event files to a folder. `tensorboard --logdir FOLDER` shows them."""
 
     def __init__(self, folder: str | os.PathLike[str], since: int | None = None) -> None:
-        """`since`: a resumed run's first step; what an earlier run wrote from there on is hidden."""
+        """`since`: the first step of a resumed run. TensorBoard hides what an earlier run wrote from this step on."""
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer: SummaryWriter = SummaryWriter(os.fspath(folder), purge_step=since)
@@ -40,10 +40,10 @@ class TensorBoard:
 
 
 class Terminal:
-    """A progress bar with some of the scalars; where standard error is no terminal, a line each time."""
+    """Shows a progress bar with some of the scalars. Prints one line per step if standard error is no terminal."""
 
     def __init__(self, total: int, shown: Mapping[str, str], done: int = 0, title: str = "training") -> None:
-        """`total` steps, of which `done` are; `shown`: scalar -> the format of its figure, as "return {:.2f}"."""
+        """`total`: all steps; `done`: steps already made; `shown`: scalar name -> format, such as "return {:.2f}"."""
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -82,7 +82,7 @@ class Terminal:
 
 
 class Logs:
-    """Several logs as one, closed together; for `with`."""
+    """Sends scalars to several logs. As a context manager, it closes all of them."""
 
     def __init__(self, *logs: Log) -> None:
         self._logs = logs

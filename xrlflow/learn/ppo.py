@@ -1,8 +1,8 @@
 """Proximal policy optimisation in one file (Schulman et al., 2017, arXiv:1707.06347).
 
-It knows neither graphs nor kernels: observations are of any type, and a policy turns a list of them into a
-distribution over each one's own actions, and values. The details are those that "The 37 implementation details of
-PPO" (Huang et al., ICLR blog track 2022) found to matter.
+It is independent of graphs and kernels. Observations may be of any type. A policy turns a list of observations into
+a distribution over the actions of each one, and into values. The details follow "The 37 implementation details of
+PPO" (Huang et al., ICLR blog track 2022).
 
     episodes = collect(policy, environments, steps=2048, generator)   # whole episodes, batched over environments
     rollout = Rollout.of(episodes, config)                            # advantages by GAE
@@ -30,11 +30,11 @@ Floats = npt.NDArray[np.float64]
 
 
 class TrainingError(RuntimeError):
-    """Training cannot go on: a statistic is not a number, or there is nothing to learn from."""
+    """Training cannot go on: a figure is not finite, or there are no steps to learn from."""
 
 
 class Distribution(Protocol):
-    """What an actor draws from: for each of B observations one action, an integer or K of them."""
+    """Distributions of an actor. Each of B observations gets one action: an integer or K integers."""
 
     def log_prob(self, actions: Tensor) -> Tensor:
         """Log-probabilities [B] of actions [B] or [B, K]."""
@@ -50,7 +50,7 @@ class Distribution(Protocol):
 
 
 class ActorCritic(Protocol[ObsIn]):
-    """What PPO improves, whatever its actions are."""
+    """An actor and critic that PPO improves, with actions of any kind."""
 
     def evaluate(self, observations: Sequence[ObsIn]) -> tuple[Distribution, Tensor]:
         """The distribution over the actions of each of B observations, and their values [B]."""
@@ -60,7 +60,7 @@ class ActorCritic(Protocol[ObsIn]):
 
 
 class Policy(Protocol[ObsIn]):
-    """An actor and critic, usually an nn.Module: putting observations together is its business."""
+    """An actor and critic that chooses among numbered actions, usually an nn.Module. It collates its observations."""
 
     def evaluate(self, observations: Sequence[ObsIn]) -> tuple[SegmentCategorical, Tensor]:
         """The distribution over the actions of each of B observations, and their values [B]."""
@@ -70,21 +70,21 @@ class Policy(Protocol[ObsIn]):
 
 
 class Environment(Protocol[ObsOut]):
-    """What is asked of an environment: Gymnasium's interface, with actions numbered from 0."""
+    """The part of Gymnasium's interface that `collect` uses."""
 
     def reset(self, *, seed: int | None = None) -> tuple[ObsOut, dict[str, Any]]: ...
 
     def step(self, action: Any) -> tuple[ObsOut, float, bool, bool, dict[str, Any]]:
-        """Observation, reward, terminated (it is an end), truncated (it would have gone on), information."""
+        """Observation, reward, terminated (the episode ended), truncated (it was cut off), information."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class PPOConfig:
-    """Hyper-parameters. Defaults are X-RLflow's (see the paper's appendix) where it says them."""
+    """Hyper-parameters. Defaults are those of X-RLflow where its paper states them (appendix)."""
 
     learning_rate: float = 5e-4
-    # The part of the learning rate that is left at the end of training, reached linearly.
+    # The learning rate falls linearly to this part of its first value at the end of training.
     final_learning_rate: float = 0.1
     adam_eps: float = 1e-5
     gamma: float = 0.99
@@ -92,7 +92,7 @@ class PPOConfig:
     epochs: int = 4
     minibatch: int = 64
     clip: float = 0.2
-    # How far a value may move from the old one before its loss stops shrinking; None: as far as it wants.
+    # A value's loss stops shrinking once the value moved this far from the old one; None: no such limit.
     value_clip: float | None = None
     value_weight: float = 0.25
     entropy_weight: float = 0.01
@@ -100,7 +100,7 @@ class PPOConfig:
     target_kl: float | None = 0.05
     max_grad_norm: float = 0.5
     normalize_advantages: bool = True
-    # Rewards are multiplied by this, so that values are of the order of 1.
+    # Rewards are multiplied by this factor, which should bring values to the order of 1.
     reward_scale: float = 1.0
 
     def __post_init__(self) -> None:
@@ -121,7 +121,7 @@ class PPOConfig:
                 raise ValueError(f"PPOConfig.{name} must be between 0 and 1, not {getattr(self, name)}")
 
     def rate(self, progress: float) -> float:
-        """The learning rate when this part (0 to 1) of the training is done."""
+        """The learning rate after this part of the training (0 to 1)."""
         left = 1.0 - min(max(progress, 0.0), 1.0)
         return self.learning_rate * (self.final_learning_rate + (1.0 - self.final_learning_rate) * left)
 
@@ -131,10 +131,10 @@ class PPOConfig:
 
 @dataclass(slots=True)
 class Episode(Generic[Obs]):
-    """What happened in T steps of one environment; `values` and `log_probs` as the acting policy had them.
+    """T steps of one environment. `values` and `log_probs` come from the policy that acted.
 
-    `bootstrap` is the value of what came after the last step: 0 where the episode terminated, the critic's estimate
-    where it was cut off.
+    `bootstrap` is the value of the state after the last step: 0 if the episode terminated, the critic's estimate if
+    it was cut off.
     """
 
     observations: list[Obs] = field(default_factory=list)
@@ -145,7 +145,7 @@ class Episode(Generic[Obs]):
     rewards: list[float] = field(default_factory=list)
     bootstrap: float = 0.0
     truncated: bool = False
-    # What the environment said with the last step.
+    # The environment's information of the last step.
     info: dict[str, Any] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -163,9 +163,9 @@ def collect(
     steps: int,
     generator: torch.Generator,
 ) -> list[Episode[Obs]]:
-    """Whole episodes of at least `steps` steps together, the environments' observations evaluated in one batch.
+    """Play whole episodes with at least `steps` steps in total. The policy evaluates all environments in one batch.
 
-    Episodes are begun until the steps suffice, and then finished, so the next call depends on nothing but its
+    New episodes begin until enough steps were taken; then all are finished. So the next call depends only on its
     generator. A truncated episode bootstraps from the value of its last observation.
     """
     episodes: list[Episode[Obs]] = []
@@ -174,7 +174,7 @@ def collect(
     taken = 0
     with torch.no_grad():
         while True:
-            # The steps of episodes in progress count as taken: an episode begun now would come on top of them.
+            # Steps of unfinished episodes count as taken. A new episode would add to them.
             while idle and taken < steps:
                 index = idle.pop(0)
                 seed = int(torch.randint(2**31 - 1, (), generator=generator))
@@ -211,8 +211,8 @@ def collect(
 def gae(rewards: Floats, values: Floats, bootstrap: float, gamma: float, gae_lambda: float) -> Floats:
     """Generalised advantage estimates [T] of consecutive steps (Schulman et al., 2016, equation 16).
 
-    `rewards` [T], `values` [T]; `bootstrap` is the value of the state after the last step: 0 at a termination, an
-    estimate at a truncation or where the buffer happens to end.
+    `rewards` [T], `values` [T]. `bootstrap` is the value of the state after the last step: 0 at a termination, an
+    estimate at a truncation or at the end of the buffer.
     """
     following = np.append(values[1:], bootstrap)
     errors = rewards + gamma * following - values
@@ -226,9 +226,9 @@ def gae(rewards: Floats, values: Floats, bootstrap: float, gamma: float, gae_lam
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rollout(Generic[Obs]):
-    """T steps to learn from, flat: observations, and tensors [T]; factored actions are [T, K].
+    """T steps to learn from: observations, and tensors [T]. Factored actions are [T, K].
 
-    Who only plans an update that others compute (see `Differentiate`) has no use for the observations.
+    The observations may be left out if `Differentiate` computes the gradients elsewhere.
     """
 
     observations: list[Obs]
@@ -240,7 +240,7 @@ class Rollout(Generic[Obs]):
 
     @staticmethod
     def of(episodes: Sequence[Episode[Obs]], config: PPOConfig) -> Rollout[Obs]:
-        """The episodes' steps with advantages and returns.
+        """The steps of the episodes with their advantages and returns.
 
         Raises TrainingError if there is no step, or if a reward, value or log-probability is not finite.
         """
@@ -266,7 +266,7 @@ class Rollout(Generic[Obs]):
         )
 
     def part(self, steps: Tensor, advantages: Tensor) -> Rollout[Obs]:
-        """Some steps [S], with these advantages [S]."""
+        """The steps of these numbers [S], with these advantages [S]."""
         chosen = [self.observations[i] for i in steps.tolist()]
         return Rollout(
             chosen,
@@ -290,18 +290,18 @@ class Stats:
     entropy: float
     # KL divergence from the policy that acted, estimated as in http://joschu.net/blog/kl-approx.html (k3).
     approx_kl: float
-    # The part of the steps whose ratio was clipped.
+    # The part of the steps whose probability ratio was clipped.
     clipfrac: float
     grad_norm: float
-    # Of the returns' variance, the part that the acting critic had foreseen.
+    # The part of the returns' variance that the acting critic predicted.
     explained_variance: float
     learning_rate: float
-    # Minibatches that were learned from: fewer than all where the KL divergence ended the update.
+    # The number of minibatches that changed the parameters. It is less than all if the KL divergence ended the update.
     minibatches: int
 
 
-# differentiate(steps, advantages): leave the gradient of the mean loss on these steps in the parameters' `grad`, and
-# say what `losses` did, as numbers. Where the steps' observations are elsewhere, the work is done there.
+# differentiate(steps, advantages): put the gradient of the mean loss on these steps into the parameters' `grad`, and
+# return the figures of `losses` as numbers. The work can so be done where the observations of the steps are.
 Differentiate = Callable[[Tensor, Tensor], dict[str, float]]
 
 
@@ -314,9 +314,10 @@ def update(
     progress: float = 0.0,
     differentiate: Differentiate | None = None,
 ) -> Stats:
-    """Improve the policy by `config.epochs` passes over the rollout; `progress` (0 to 1) sets the learning rate.
+    """Improve the policy in `config.epochs` passes over the rollout. `progress` (0 to 1) sets the learning rate.
 
-    Raises TrainingError, before the parameters are touched, if a loss or the gradient is not finite.
+    Raises TrainingError if a loss or the gradient of a minibatch is not finite, before that minibatch changes the
+    parameters.
     """
 
     def here(steps: Tensor, advantages: Tensor) -> dict[str, float]:
@@ -365,7 +366,7 @@ def update(
 
 
 def losses(policy: ActorCritic[Obs], steps: Rollout[Obs], config: PPOConfig) -> dict[str, Tensor]:
-    """The loss, its terms, and what tells how far the policy has moved (Stats' names): means over the steps."""
+    """The loss, its terms, and measures of how far the policy moved, by the names in `Stats`. Means over the steps."""
     distribution, values = policy.evaluate(steps.observations)
     log_ratio = distribution.log_prob(steps.actions) - steps.log_probs
     ratio = log_ratio.exp()
@@ -390,13 +391,13 @@ def losses(policy: ActorCritic[Obs], steps: Rollout[Obs], config: PPOConfig) -> 
 
 
 def explained_variance(values: Tensor, returns: Tensor) -> float:
-    """1 - Var(returns - values) / Var(returns); 0 where the returns do not vary."""
+    """1 - Var(returns - values) / Var(returns); 0 if the returns do not vary."""
     spread = float(returns.var(correction=0))
     return 1.0 - float((returns - values).var(correction=0)) / spread if spread > 1e-12 else 0.0
 
 
 def orthogonal(layer: nn.Linear, gain: float = math.sqrt(2.0)) -> nn.Linear:
-    """The layer with orthogonal weights and no bias: gain sqrt(2) inside, 0.01 for policies, 1 for values."""
+    """Give a layer orthogonal weights and a bias of 0. Usual gains: sqrt(2) inside, 0.01 for policies, 1 for values."""
     nn.init.orthogonal_(layer.weight, gain)
     if layer.bias is not None:
         nn.init.zeros_(layer.bias)

@@ -1,4 +1,4 @@
-"""Categorical distributions over ragged sets of actions: one per segment of a flat vector of logits."""
+"""Categorical distributions over action sets of different sizes, one per segment of a flat vector of logits."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SegmentCategorical:
-    """B categorical distributions over flat log-probabilities [A]: any number of actions each, no padding.
+    """B categorical distributions in one flat vector of log-probabilities [A], without padding.
 
-    `counts` [B] says how many actions each has, in order, and `segment` [A] which distribution an action belongs
-    to. Actions are numbered from 0 within their segment.
+    `counts` [B] is the number of actions of each distribution, in order. `segment` [A] is the distribution of each
+    action. Actions are numbered from 0 within their segment.
     """
 
     log_probs: Tensor
@@ -23,9 +23,9 @@ class SegmentCategorical:
 
     @staticmethod
     def of(logits: Tensor, counts: Tensor | Sequence[int]) -> SegmentCategorical:
-        """The softmax by segment of logits [A]; -inf masks an action.
+        """The softmax of logits [A] within each segment. A logit of -inf masks its action.
 
-        Raises ValueError if the counts do not add up to A, or if a segment is empty: there is nothing to choose.
+        Raises ValueError if the counts do not add up to A, or if a segment is empty.
         """
         sizes = torch.as_tensor(counts, dtype=torch.long, device=logits.device)
         if logits.dim() != 1 or int(sizes.sum()) != logits.numel():
@@ -35,7 +35,7 @@ class SegmentCategorical:
         if sizes.numel() and int(sizes.min()) < 1:
             raise ValueError("a segment has no action")
         segment = torch.repeat_interleave(sizes, output_size=logits.numel())
-        # The maximum is for the range alone: the softmax does not depend on it, so no gradient flows through it.
+        # The maximum only avoids overflow. The softmax does not depend on it, so it needs no gradient.
         top = _largest(logits.detach(), segment, sizes.numel())
         shifted = logits - top[segment]
         total = logits.new_zeros(sizes.numel()).index_add(0, segment, shifted.exp())
@@ -43,7 +43,7 @@ class SegmentCategorical:
 
     @property
     def starts(self) -> Tensor:
-        """Where each segment begins, [B]."""
+        """The flat index of each segment's first action, [B]."""
         return self.counts.cumsum(0) - self.counts
 
     @property
@@ -52,7 +52,7 @@ class SegmentCategorical:
         return self.log_probs.exp()
 
     def log_prob(self, actions: Tensor) -> Tensor:
-        """Log-probabilities [B] of one action [B] of each segment. Raises IndexError for one that it lacks."""
+        """Log-probabilities [B] of one action per segment [B]. Raises IndexError if a segment lacks its action."""
         if bool(((actions < 0) | (actions >= self.counts)).any()):
             raise IndexError("an action is not one of its segment")
         return self.log_probs[self.starts + actions]
@@ -64,7 +64,7 @@ class SegmentCategorical:
         return probs.new_zeros(self.counts.numel()).index_add(0, self.segment, terms)
 
     def mode(self) -> Tensor:
-        """The likeliest action of each segment [B], the first of equals."""
+        """The likeliest action of each segment [B]; the first one if several are equally likely."""
         flat = self.log_probs.detach()
         size = flat.numel()
         top = _largest(flat, self.segment, self.counts.numel())
@@ -74,19 +74,19 @@ class SegmentCategorical:
         return first - self.starts
 
     def sample(self, generator: torch.Generator | None = None) -> Tensor:
-        """One action of each segment [B], drawn by inversion: one uniform number a segment."""
+        """Draw one action of each segment [B] by inversion, from one uniform number per segment."""
         with torch.no_grad():
             cumulative = self.log_probs.double().exp().cumsum(0)
             ends = self.counts.cumsum(0)
             above = cumulative[ends - 1]
             below = torch.cat([above.new_zeros(1), above[:-1]])
             uniform = torch.rand(above.numel(), generator=generator, dtype=torch.double).to(above.device)
-            # The first place whose cumulated probability exceeds the draw: never one of probability 0.
+            # The first action whose cumulated probability exceeds the draw. It never has probability 0.
             place = torch.searchsorted(cumulative, below + uniform * (above - below), right=True)
             return torch.minimum(place, ends - 1).clamp(min=self.starts) - self.starts
 
 
 def _largest(values: Tensor, segment: Tensor, count: int) -> Tensor:
-    """The largest value of each segment [count]; 0 where all are -inf, so that differences stay defined."""
+    """The largest value of each segment [count]; 0 if all its values are -inf, so that differences stay defined."""
     top = values.new_full((count,), float("-inf")).scatter_reduce(0, segment, values, "amax")
     return top.masked_fill(top == float("-inf"), 0.0)

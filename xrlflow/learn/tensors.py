@@ -1,4 +1,4 @@
-"""Arrays of checkpoints to tensors of torch, and back."""
+"""Conversion between the NumPy arrays of checkpoints and torch tensors."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import torch
 
 
 def to_arrays(tensors: Mapping[str, torch.Tensor]) -> dict[str, npt.NDArray[Any]]:
-    """Copies of tensors by name."""
+    """Copy tensors to arrays, by name."""
     return {name: np.array(t.detach().cpu().numpy()) for name, t in tensors.items()}
 
 
 def to_tensors(arrays: Mapping[str, npt.NDArray[Any]]) -> dict[str, torch.Tensor]:
-    """Copies of arrays by name."""
+    """Copy arrays to tensors, by name."""
     return {name: torch.from_numpy(np.array(a)) for name, a in arrays.items()}

@@ -1,4 +1,4 @@
-"""How many threads torch computes with."""
+"""The number of threads that torch uses."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """One thread: networks of this size are no faster with more, and idle ones spin while others measure."""
+    """Run torch on one thread. More do not speed up small networks, and idle threads spin and disturb measurements."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

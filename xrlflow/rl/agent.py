@@ -1,8 +1,8 @@
-"""The agent: scores the candidates of a state and No-Op, and says what the state is worth.
+"""The agent: it scores the candidates of a state and No-Op, and estimates the value of the state.
 
-A candidate is scored from the nodes that it matches, its rule, what it adds and removes, its features and the whole
-graph. Its modelled gain enters the score directly, with a weight that is learned: an agent that knows nothing yet
-does what greedy search does, and learns where that is wrong.
+The score of a candidate depends on the nodes that it matches, its rule, the operators that it adds and removes, its
+features and the whole graph. Its modelled gain is added to the score with a learned weight. So an untrained agent acts
+like greedy search, and training corrects it.
 """
 
 from __future__ import annotations
@@ -34,13 +34,14 @@ from xrlflow.rl.parameters import AgentConfig, Parameters
 
 Obs = TypeVar("Obs")
 
-# To an agent that knows nothing, a gain of one percent is e^5 times as likely as No-Op, and a loss of one percent e^2
-# times less: it must be tried now and then, or what lies behind it is never learned.
+# Weights of gains and losses before training. With them, a gain of one percent is e^5 times as likely as No-Op, and a
+# loss of one percent e^2 times less likely. Losses must be tried now and then, or the agent never learns to cross
+# valleys.
 _TRUST = (10.0, 4.0)
 
 
 class Agent(nn.Module):
-    """A policy over the candidates of a state, then No-Op, for `xrlflow.learn.ppo`."""
+    """A policy for `xrlflow.learn.ppo`. Its actions are the candidates of a state, then No-Op."""
 
     def __init__(self, vocabulary: Vocabulary, config: AgentConfig | None = None) -> None:
         super().__init__()
@@ -48,8 +49,8 @@ class Agent(nn.Module):
         self.config = config or AgentConfig()
         width = self.config.encoder.width
         self.encoder = Encoder(len(vocabulary.operators) + 1, self.config.encoder)
-        # A rule is its family and what it changes, and what its own embedding adds, which begins at nothing. So a
-        # rule that was not there in training is scored as one of its family.
+        # A rule is described by its family, its change and an embedding of its own, which starts at zero. So a rule
+        # that training never saw is scored by its family and its change.
         self.rule = nn.Embedding(len(vocabulary.rules) + 1, width, padding_idx=0)
         nn.init.zeros_(self.rule.weight)
         self.family = nn.Embedding(len(vocabulary.families) + 1, width, padding_idx=0)
@@ -66,11 +67,11 @@ class Agent(nn.Module):
         self.value = _head(2 * width + GLOBAL_FEATURES, width, 1.0)
 
     def evaluate(self, observations: Sequence[Observation]) -> tuple[SegmentCategorical, Tensor]:
-        """The distribution over each one's candidates, in their order, and then No-Op; values [B]."""
+        """For each of B observations the distribution over its candidates, then No-Op, and its value [B]."""
         return self(collate(observations), len(observations))  # type: ignore[no-any-return]
 
     def forward(self, data: RewriteData, graphs: int) -> tuple[SegmentCategorical, Tensor]:
-        """The same for observations that are collated: `data` has `batch` [N] and `rule_batch` [C]."""
+        """The same for collated observations. `data` has `batch` [N] and `rule_batch` [C]; `graphs` is B."""
         assert data.rule_batch is not None
         owner = data.rule_batch
         encoded = self.encoder(data, graphs)
@@ -78,7 +79,7 @@ class Agent(nn.Module):
         delta = data.candidate[:, DELTA]
         scores = self.score(hidden).squeeze(-1)
         scores = scores + self.trust[0] * torch.relu(-delta) - self.trust[1] * torch.relu(delta)
-        # What can be done here, on the whole.
+        # A summary of all candidates of each state.
         pooled = _mean(hidden, owner, graphs)
         state = torch.cat([encoded.graphs, pooled], 1)
         stop = self.stop(state).squeeze(-1)
@@ -86,7 +87,7 @@ class Agent(nn.Module):
         return _with_stop(scores, stop, owner), values
 
     def _candidates(self, data: RewriteData, nodes: Tensor, context: Tensor) -> Tensor:
-        """Vectors of the candidates [C, width]; `context` [C, width] is what the graph has to say."""
+        """Vectors of the candidates [C, width]. `context` [C, width] comes from each candidate's graph."""
         count = data.rule.shape[0]
         role = _mean(nodes[data.role_node], data.role_candidate, count)
         parts = torch.relu(self.of_change(data.change) + self.changed(data.change_op))
@@ -102,12 +103,12 @@ class Agent(nn.Module):
         return torch.relu(self.candidate(first))
 
     def extended(self, library: Library) -> Agent:
-        """An agent that also has embeddings for what a library has besides; it decides as this one does."""
+        """The agent with added embeddings for the new rules and operators of a library. It decides as before."""
         vocabulary = self.vocabulary.extended(library)
         return self if vocabulary == self.vocabulary else Agent.of(self.arrays().extended(library))
 
     def arrays(self, about: Mapping[str, Any] | None = None) -> Parameters:
-        """Copies of the parameters. `about`: what else is to be known of the agent (how it was trained), as JSON."""
+        """Copy the parameters. `about`: further facts about the agent, such as its training, as JSON."""
         return Parameters(self.vocabulary, self.config, to_arrays(self.state_dict()), dict(about or {}))
 
     @staticmethod
@@ -117,23 +118,23 @@ class Agent(nn.Module):
         return agent
 
     def save(self, path: str | os.PathLike[str], about: Mapping[str, Any] | None = None) -> None:
-        """Write parameters, configuration and vocabulary. Raises CheckpointError if that cannot be done."""
+        """Write parameters, configuration and vocabulary. Raises CheckpointError if the file cannot be written."""
         self.arrays(about).save(path)
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Agent:
-        """Raises CheckpointError for a file that is damaged, or is no agent of this version."""
+        """Read an agent. Raises CheckpointError if the file is damaged or is no agent of this version."""
         return Agent.of(Parameters.load(path))
 
 
 class InTorch(Generic[Obs]):
-    """A policy of torch that scores candidates, for `xrlflow.rl.strategy.agent_search`."""
+    """Makes a torch policy usable as the scorer of `xrlflow.rl.strategy.agent_search`."""
 
     def __init__(self, policy: Policy[Obs]) -> None:
         self.policy = policy
 
     def log_probs(self, observations: Sequence[Obs]) -> npt.NDArray[np.float64]:
-        """Log-probabilities of each one's candidates, in their order, and then of No-Op, one after the other."""
+        """For each observation the log-probabilities of its candidates, then of No-Op, in one flat array."""
         with torch.inference_mode():
             distribution, _ = self.policy.evaluate(observations)
         return np.asarray(distribution.log_probs.double().numpy())
@@ -146,14 +147,17 @@ def _head(inputs: int, width: int, gain: float) -> nn.Sequential:
 
 
 def _mean(rows: Tensor, owner: Tensor, count: int) -> Tensor:
-    """The mean of the rows of each owner [count, width]; 0 for one without rows."""
+    """The mean of the rows of each owner [count, width]; 0 for an owner without rows."""
     total = rows.new_zeros(count, rows.shape[1]).index_add(0, owner, rows)
     sizes = torch.bincount(owner, minlength=count).clamp(min=1)
     return total / sizes.unsqueeze(1)
 
 
 def _with_stop(scores: Tensor, stop: Tensor, owner: Tensor) -> SegmentCategorical:
-    """Scores [C] of candidates that belong to `owner` [C] (ascending), each owner's followed by its stop [B]."""
+    """The distributions over the candidates of B owners, then No-Op.
+
+    `scores` [C] are those of the candidates, `stop` [B] those of No-Op; `owner` [C] is ascending.
+    """
     count = stop.shape[0]
     sizes = torch.bincount(owner, minlength=count) + 1
     places = torch.cat([torch.arange(owner.shape[0]) + owner, sizes.cumsum(0) - 1])

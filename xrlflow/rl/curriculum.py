@@ -1,8 +1,8 @@
-"""What an agent that is meant to work everywhere is trained on: graphs from several sources, some of them held out.
+"""Training on many graphs: an agent learns from several sources of graphs, and some of them are held out.
 
-A `Source` is a named recipe for a graph. This package has none: the zoo at small depth, valleys, and random graphs made
-of the rules' left-hand sides come from outside (`bench/agents.py` puts them together). A `Curriculum` is drawn from
-them by group, and makes their problems in each worker's own process, only as they are asked for.
+A `Source` is a named recipe for a graph. This package contains no sources: `models.training` collects the zoo at small
+depth, valleys and random graphs of rules' left-hand sides. A `Curriculum` is drawn from the sources by group. Each
+worker makes the problems in its own process when they are first used.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from xrlflow.search import Limits, random_walk, simplify
 
 
 class CurriculumError(ValueError):
-    """A curriculum cannot be made of these sources; the message says why."""
+    """A curriculum cannot be made of these sources. The message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A graph that can be built in any process: `build` and `machine` are pickled on their way there.
+    """A graph that can be built in any process. `build` and `machine` are pickled and sent there.
 
-    `group` says what kind of graph it is: a curriculum draws by it. Episodes begin after `scrambled` random
-    substitutions, whose undoing is then worth something. Costs are those of the roofline on what `machine` gives.
-    Rules of the names in `without` are off.
+    `group` names the kind of graph; a curriculum draws by group. Episodes begin after `scrambled` random
+    substitutions, so undoing them can gain something. Costs come from the roofline on the machine that `machine`
+    gives. Rules named in `without` are not used.
     """
 
     name: str
@@ -48,9 +48,10 @@ class Source:
 
 
 def split(sources: Iterable[Source], part: float) -> tuple[tuple[Source, ...], tuple[Source, ...]]:
-    """Sources to train on, and about this part of them to hold out.
+    """Split sources into those to train on and those to hold out, about `part` (0 to 1) of all.
 
-    The name alone decides, so that a source stays on its side whatever else there is.
+    Only its name decides where a source goes, so other sources do not change its side. Raises CurriculumError for
+    another `part`.
     """
     if not 0 <= part <= 1:
         raise CurriculumError(f"the part to hold out is between 0 and 1, not {part:g}")
@@ -66,9 +67,9 @@ def split(sources: Iterable[Source], part: float) -> tuple[tuple[Source, ...], t
 def mixed(
     sources: Iterable[Source], shares: Mapping[str, float], count: int, seed: int = 0
 ) -> tuple[Source, ...]:
-    """About `count` sources, drawn group by group in these shares; of a group that has fewer, all of them.
+    """Draw about `count` sources, each group in its share. A group with too few sources gives all of them.
 
-    Raises CurriculumError if a group is not there or no share is positive.
+    Raises CurriculumError if a group does not exist, if a share is negative or if no share is positive.
     """
     groups: dict[str, list[Source]] = defaultdict(list)
     for source in sources:
@@ -89,7 +90,7 @@ def mixed(
 
 
 class Problems(Sequence[Problem]):
-    """Problems that are made when they are asked for; those that were asked for last are kept."""
+    """A sequence of problems that are made on access. It keeps the `kept` problems that were used last."""
 
     def __init__(self, sources: Sequence[Source], make: Callable[[Source], Problem], kept: int) -> None:
         self.sources = tuple(sources)
@@ -122,10 +123,11 @@ class Problems(Sequence[Problem]):
 
 @dataclass(frozen=True)
 class Curriculum:
-    """Makes a training task: the problems of some sources, evaluated on those of others.
+    """Makes a training task: it trains on the problems of `sources` and evaluates on those of `held_out`.
 
-    `rules` and `contrib` make the library. A worker keeps so many problems at a time (`kept`), since they hold weights.
-    Raises CurriculumError for sources of one name.
+    `rules` and `contrib` define the library. A worker keeps at most `kept` problems at a time, because they hold
+    weights. Raises CurriculumError if two sources have the same name, if there is no source to train on, or if `kept`
+    is below 1.
     """
 
     sources: tuple[Source, ...]
@@ -148,11 +150,11 @@ class Curriculum:
             raise CurriculumError(f"{both[0]!r} is trained on and held out")
 
     def library(self, without: frozenset[str] = frozenset()) -> Library:
-        """All rules, or all but those of some names."""
+        """The library of all rules except those named in `without`."""
         return Library((r for r in self.rules if r.name not in without), contrib=self.contrib)
 
     def __call__(self, vocabulary: Vocabulary) -> Task:
-        """The task, as a worker makes it. Nothing is built yet."""
+        """The task of a worker. Its graphs are built later, on access."""
         maker = _Maker(self, vocabulary)
         return Task(
             Problems(self.sources, maker.problem, self.kept),
@@ -162,18 +164,18 @@ class Curriculum:
 
 
 class _Maker:
-    """Builds graphs and observes them: a featuriser for each machine, since it keeps what nodes cost."""
+    """Builds graphs and observes them. Each machine has its own featuriser, because a featuriser keeps node costs."""
 
     def __init__(self, curriculum: Curriculum, vocabulary: Vocabulary) -> None:
         self.curriculum = curriculum
         self.vocabulary = vocabulary
         self._libraries: dict[frozenset[str], Library] = {}
         self._machines: dict[str, tuple[Roofline, Featuriser]] = {}
-        # By the delta that a problem's states are priced with.
+        # The key is the delta that prices the states of a problem.
         self._observers: dict[Delta, Featuriser] = {}
 
     def problem(self, source: Source) -> Problem:
-        """Where episodes of a source begin: what needs no price is done, then it is scrambled."""
+        """Build a source's graph, simplify it (no prices needed) and scramble it. Episodes begin with the result."""
         machine = source.machine()
         if machine.name not in self._machines:
             prices = Roofline(machine)
@@ -194,7 +196,7 @@ class _Maker:
         return problem
 
     def observe(self, situation: Situation) -> Observation:
-        """The observation, with the shares of cost that the situation's machine gives."""
+        """Observe a situation with the featuriser of its machine."""
         delta = situation.state.delta
         assert delta is not None, "the problems of a curriculum have prices"
         return self._observers[delta](situation)

@@ -1,4 +1,4 @@
-"""Observations as tensors of PyTorch Geometric: what the agent's network is trained on."""
+"""Observations as PyTorch Geometric data, for training the agent's network."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from xrlflow.rl.features import Batch, Observation
 
 
 class RewriteData(Data):  # type: ignore[misc]
-    """The tensors of an `Observation`, of the same names and shapes, or of a `Batch` of B."""
+    """The tensors of an `Observation` or of a `Batch`, with the same names and shapes."""
 
     op: torch.Tensor
     rule: torch.Tensor
@@ -25,7 +25,7 @@ class RewriteData(Data):  # type: ignore[misc]
     change_candidate: torch.Tensor
     change: torch.Tensor
     globals: torch.Tensor
-    # Of a batch: the observation of each node and of each candidate.
+    # Only in a batch: the observation of each node [N] and of each candidate [C].
     batch: torch.Tensor | None
     rule_batch: torch.Tensor | None
 
@@ -50,10 +50,10 @@ class RewriteData(Data):  # type: ignore[misc]
 
 
 def collate(observations: Sequence[Observation]) -> RewriteData:
-    """One disjoint union.
+    """Join observations to one disjoint union.
 
-    The same as PyG's `Batch.from_data_list([RewriteData.of(o) for o in observations], follow_batch=["rule"])`, in a
-    fraction of the time.
+    It equals PyG's `Batch.from_data_list([RewriteData.of(o) for o in observations], follow_batch=["rule"])`, but is
+    much faster.
     """
     out = RewriteData.of(Batch.of(observations))
     out.num_graphs = len(observations)

@@ -1,11 +1,11 @@
-"""The graph network: operators and tensors of a graph to one vector a node and one a graph.
+"""The graph network: it turns a graph into one vector per node and one vector for the whole graph.
 
-As in X-RLflow (He et al., 2023, section 3.3): tensors' features flow into nodes, graph attention layers pass them
-on, and attention over all nodes gives the graph's. Unlike there, layers are residual and normalised, and a tensor's
-features take part in the attention.
+It follows X-RLflow (He et al., 2023, section 3.3): nodes collect the features of their tensors, graph attention layers
+pass them on, and attention over all nodes gives the vector of the graph. Unlike in the paper, layers are residual and
+normalised, and the attention also depends on the features of tensors.
 
-Training spends most of its time here, on few cores. So a layer has one matrix product of the nodes, and tensors enter
-the attention as one number a head (what PyG's GATConv with `edge_dim` computes through a vector of the full width).
+Training spends most of its time here, on few cores. So a layer multiplies the nodes by one matrix, and a tensor adds
+one number per head to the attention. PyG's GATConv with `edge_dim` computes this number from a vector of full width.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Encoded:
 
 
 class EdgeToNode(nn.Module):
-    """Each node gets the sum of what its tensors and their other ends say, on a scale that degrees do not blow up."""
+    """Adds log(1 + sum of messages) to each node. Each edge brings a message from its tensor and its other end."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class EdgeToNode(nn.Module):
         self.of_source = nn.Linear(width, width, bias=False)
 
     def forward(self, nodes: Tensor, source: Tensor, target: Tensor, edge_attr: Tensor) -> Tensor:
-        """Nodes [N, width], edges' ends [E] twice, their features: nodes [N, width]."""
+        """Nodes [N, width], ends of edges [E] and [E], features of edges [E, EDGE_FEATURES] -> nodes [N, width]."""
         messages = torch.relu(self.of_edge(edge_attr) + self.of_source(nodes).index_select(0, source))
         summed = torch.zeros_like(nodes).index_add(0, target, messages)
         return nodes + torch.log1p(summed)
@@ -52,20 +52,20 @@ class Attention(nn.Module):
         super().__init__()
         self.heads = heads
         self.before = nn.LayerNorm(width)
-        # What a node says, and its part in the attention as source and as target.
+        # A node's message, and its part of the attention score as source and as target.
         self.of_node = nn.Linear(width, width + 2 * heads, bias=False)
         self.of_edge = nn.Linear(EDGE_FEATURES, heads)
         self.bias = nn.Parameter(torch.zeros(width))
 
     def forward(self, nodes: Tensor, source: Tensor, target: Tensor, edge_attr: Tensor) -> Tensor:
-        """Nodes [N, width], edges' ends [E] twice, their features: nodes [N, width]."""
+        """Nodes [N, width], ends of edges [E] and [E], features of edges [E, EDGE_FEATURES] -> nodes [N, width]."""
         (count, width), heads = nodes.shape, self.heads
         said, of_source, of_target = self.of_node(self.before(nodes)).split([width, heads, heads], 1)
         scores = leaky_relu(
             of_source.index_select(0, source) + of_target.index_select(0, target) + self.of_edge(edge_attr),
             0.2,
         )
-        # The softmax over the edges of each target, divided by its sum after the sum over the edges.
+        # The softmax over the edges of each target. The division by its sum comes after the sum of the messages.
         owner = target.unsqueeze(1).expand(-1, heads)
         top = scores.new_full((count, heads), float("-inf"))
         top = top.scatter_reduce(0, owner, scores.detach(), "amax")
@@ -73,18 +73,18 @@ class Attention(nn.Module):
         total = weights.new_zeros(count, heads).index_add(0, target, weights)
         messages = said.index_select(0, source).view(-1, heads, width // heads) * weights.unsqueeze(2)
         heard = torch.zeros_like(nodes).index_add(0, target, messages.view(-1, width))
-        # Nodes without edges hear nothing.
+        # Nodes without edges get 0.
         heard = heard.view(count, heads, -1) / total.clamp(min=1e-9).unsqueeze(2)
         return nodes + torch.relu(heard.reshape(count, width) + self.bias)
 
 
 class Encoder(nn.Module):
-    """`operators`: how many numbers operators have, 0 included."""
+    """Encodes the graphs of a batch. `operators`: the count of operator numbers, including 0."""
 
     def __init__(self, operators: int, config: EncoderConfig) -> None:
         super().__init__()
         width = config.width
-        # An unknown operator has no embedding: it is what its features say.
+        # The embedding of an unknown operator (0) is zero, so only its features describe it.
         self.operator = nn.Embedding(operators, width, padding_idx=0)
         self.of_node = nn.Linear(NODE_FEATURES, width)
         self.edges = EdgeToNode(width)
@@ -95,7 +95,7 @@ class Encoder(nn.Module):
         self.of_globals = nn.Linear(GLOBAL_FEATURES, width)
 
     def forward(self, data: RewriteData, graphs: int) -> Encoded:
-        """`data` with `batch` [N], the graph of each node; `graphs` is how many there are."""
+        """Encode B graphs. `data.batch` [N] is the graph of each node; `graphs` is B."""
         source, target = data.edge_index[0], data.edge_index[1]
         nodes = torch.relu(self.of_node(data.x) + self.operator(data.op))
         nodes = self.edges(nodes, source, target, data.edge_attr)

@@ -1,8 +1,8 @@
-"""The Gymnasium environment: an episode rewrites one of several graphs, substitution by substitution.
+"""The Gymnasium environment: an episode rewrites one of several graphs, one substitution per step.
 
-An observation is whatever `observe` makes of a `Situation` (see `features` and `successors`): features are made
-outside. Actions are the numbers of the situation's candidates, and after them No-Op, which ends the episode. How many
-there are changes from step to step, so this form has no `observation_space`; `FixedSizeEnv` pads, and has one.
+The function `observe` turns a `Situation` into an observation (see `features` and `successors`). Actions 0 to C - 1
+are the situation's candidates; action C is No-Op, which ends the episode. C changes from step to step, so `RewriteEnv`
+has no `observation_space`. `FixedSizeEnv` pads its observations and has one.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ Obs = TypeVar("Obs")
 
 
 class EpisodeError(ValueError):
-    """An environment cannot be made like this, an action is none of the situation's, or there is no episode."""
+    """An environment has wrong arguments, an action does not exist, a graph is too large, or no episode is running."""
 
 
 class Reward(Enum):
-    """What a step is worth: over an episode about 100 times the part of the initial cost that was saved.
+    """The reward of a step. Over an episode, rewards sum to about 100 times the saved part of the initial cost.
 
-    MODELLED: 100 * (last - new) / initial, by the cost model. END_TO_END: the same of measured latency, every
-    `measure_every` steps and at the end, and `in_between` for each other step (the paper's, section 3.3).
-    HYBRID: modelled, and at the end what was measured takes the place of what was modelled.
+    MODELLED: 100 * (last - new) / initial, by the cost model. END_TO_END: the same with measured latency, every
+    `measure_every` steps and at the end; `in_between` for all other steps (the paper, section 3.3). HYBRID: the
+    modelled reward; the last step corrects the sum of the episode to the measured saving.
     """
 
     MODELLED = "modelled"
@@ -54,13 +54,13 @@ class Reward(Enum):
     HYBRID = "hybrid"
 
 
-# The latency of a graph as a part of that of the graph where episodes begin, measured in pairs.
+# The latency of a graph divided by that of the graph where episodes begin, measured in pairs.
 RelativeLatency = Callable[[Graph], float]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Problem:
-    """A graph to rewrite: where episodes begin, its modelled seconds, and how it is measured (if it is)."""
+    """A graph to rewrite: the state where episodes begin, its modelled seconds, and a latency measurement, if any."""
 
     name: str
     state: RewriteState
@@ -76,22 +76,22 @@ class Problem:
         pricing: Callable[[Delta], Delta] = Pricing.of,
         latency: RelativeLatency | None = None,
     ) -> Problem:
-        """Match and price a graph; by default so that candidates can be observed quickly."""
+        """Match and price a graph. The default `pricing` speeds up the observation of candidates."""
         state = RewriteState.start(graph, library, pricing(model.delta))
         return Problem(name, state, model.cost(graph), latency)
 
 
 @dataclass(frozen=True, slots=True)
 class EnvConfig:
-    """What an episode is. `horizon`: steps before it is cut off; for the rest see `Reward`."""
+    """The form of an episode. `horizon`: the steps after which it is cut off. `Reward` explains the others."""
 
     reward: Reward = Reward.MODELLED
     horizon: int = 100
     measure_every: int = 5
     in_between: float = 0.1
-    # Whether candidates are offered that lead back to a graph of this episode.
+    # Whether to offer candidates that lead back to an earlier graph of the episode.
     revisits: bool = False
-    # Of more candidates those with the least modelled delta are offered; None: there is no such limit.
+    # Offer at most this many candidates: those with the least modelled delta. None: no limit.
     candidates: int | None = None
 
     def __post_init__(self) -> None:
@@ -100,10 +100,10 @@ class EnvConfig:
 
 
 class RewriteEnv(gymnasium.Env[Obs, int], Generic[Obs]):
-    """Episodes over several problems; each draws one, or takes the one that `options={"problem": name}` names.
+    """Episodes over several problems. Each draws a problem, or takes the one named in `options={"problem": name}`.
 
     Information: `problem`, `cost` and `initial` (modelled seconds), `best` (the least cost so far), `latency`
-    (relative; None if this step was not measured), `trace` (steps), `action_mask` (all actions are valid).
+    (relative; None if this step was not measured), `trace` (steps), `action_mask` (all ones).
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class RewriteEnv(gymnasium.Env[Obs, int], Generic[Obs]):
 
     @property
     def situation(self) -> Situation:
-        """What is to be decided on. Raises EpisodeError if no episode is running."""
+        """The situation of the next decision. Raises EpisodeError if no episode is running."""
         if self._situation is None:
             raise EpisodeError("no episode is running: call reset first")
         return self._situation
@@ -141,7 +141,7 @@ class RewriteEnv(gymnasium.Env[Obs, int], Generic[Obs]):
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Obs, dict[str, Any]]:
-        """Begin an episode. Raises EpisodeError if `options` names a problem that there is not."""
+        """Begin an episode. Raises EpisodeError if `options` names an unknown problem."""
         super().reset(seed=seed)
         name = (options or {}).get("problem")
         if name is None:
@@ -155,7 +155,7 @@ class RewriteEnv(gymnasium.Env[Obs, int], Generic[Obs]):
         return self.observe(self.situation), self._information(None)
 
     def step(self, action: int) -> tuple[Obs, float, bool, bool, dict[str, Any]]:
-        """Apply a candidate, or end the episode. Raises EpisodeError for an action that the situation lacks."""
+        """Apply a candidate or end the episode. Raises EpisodeError if the action does not exist."""
         now = self.situation
         action = int(action)
         if not 0 <= action <= len(now.candidates):
@@ -168,7 +168,7 @@ class RewriteEnv(gymnasium.Env[Obs, int], Generic[Obs]):
             match = now.candidates[action]
             state = now.state
             edit = state.edit(match)
-            # An edit clears away what it leaves unread, and that may have changed since the candidate was priced.
+            # The edit also removes nodes that nobody reads any more. These may have changed since the pricing.
             delta = match.delta if state.delta is None else float(state.delta(state.graph, edit))
             cost = now.cost + delta
             self._path = extend(self._path, match, cost)
@@ -195,7 +195,7 @@ class RewriteEnv(gymnasium.Env[Obs, int], Generic[Obs]):
         self.action_space = cast("spaces.Space[int]", spaces.Discrete(len(offered) + 1))
 
     def _reward(self, before: Situation, over: bool) -> tuple[float, float | None]:
-        """The reward of the step that ended here, and the relative latency if it was measured."""
+        """The reward of the last step, and the relative latency if it was measured."""
         config, now = self.config, self.situation
         scale = 100.0 / now.initial if now.initial > 0 else 0.0
         modelled = scale * (before.cost - now.cost)
@@ -225,7 +225,7 @@ class RewriteEnv(gymnasium.Env[Obs, int], Generic[Obs]):
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The most of everything that a fixed-size observation holds."""
+    """The maximum counts of a fixed-size observation."""
 
     nodes: int = 1024
     edges: int = 4096
@@ -238,12 +238,12 @@ FixedObs = dict[str, npt.NDArray[Any]]
 
 
 class FixedSizeEnv(gymnasium.Env[FixedObs, np.int64]):
-    """A RewriteEnv with padded observations, for agents that want fixed sizes. Training here uses the other form.
+    """A RewriteEnv with padded observations, for agents that need fixed sizes. xrlflow's own training uses RewriteEnv.
 
-    What it gives has `Observation`'s arrays, padded with zeros, and `counts`: how many nodes, edges, candidates, roles
-    and changes there are. `action_mask` (also in the information) is 1 for the actions that there are: the candidates,
-    and `sizes.candidates`, which is No-Op. Any other action is taken as No-Op. Of more candidates than there is space
-    for those with the least modelled delta are offered. A graph that exceeds another size raises EpisodeError.
+    An observation has the arrays of `Observation`, padded with zeros, and `counts`: the numbers of nodes, edges,
+    candidates, roles and changes. `action_mask` (also in the information) is 1 for the valid actions: the candidates,
+    and action `sizes.candidates`, which is No-Op. Any invalid action counts as No-Op. If there are too many candidates,
+    those with the least modelled delta are offered. Raises EpisodeError if a graph exceeds another size.
     """
 
     def __init__(
@@ -258,7 +258,7 @@ class FixedSizeEnv(gymnasium.Env[FixedObs, np.int64]):
         self.sizes = s = sizes
         words = featuriser.vocabulary
         operators, rules, families = len(words.operators), len(words.rules), len(words.families)
-        # Shape, and the largest number of what is numbered; features are small.
+        # The shape, and the largest value of integer arrays; None marks float features.
         self._arrays: dict[str, tuple[tuple[int, ...], int | None]] = {
             "op": ((s.nodes,), operators),
             "x": ((s.nodes, NODE_FEATURES), None),

@@ -1,11 +1,11 @@
 """Rewrite states as arrays for a graph network.
 
-The paper (X-RLflow, He et al., 2023, section 3.2) builds every successor graph and encodes them all. Here a state
-is encoded once, and a candidate is what it matches, adds and removes: the successors are not built. The paper's
+The paper (X-RLflow, He et al., 2023, section 3.2) builds and encodes every successor graph. Here, a state is encoded
+once, and no successor is built: a candidate is described by the nodes that it matches, adds and removes. The paper's
 encoding is in `xrlflow.rl.successors`.
 
-Rows are made once per node and per candidate, which successors share with their parents, and gathered: after an edit
-only what it touched is made anew. Everything else is a few NumPy calls on whole arrays.
+The row of a node or candidate is made once. A successor shares most nodes and candidates with its parent, so an edit
+needs new rows only for the part that it touched. A few NumPy calls on whole arrays do the rest.
 
 Scales: sizes and counts are logarithms, about 0 to 1; seconds are shares of the graph's modelled cost, `squash`ed.
 """
@@ -37,22 +37,22 @@ Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]
 
 UNKNOWN = 0
-# What the graph's own inputs are called in the vocabulary of operators.
+# The operator name of graph inputs in the vocabulary.
 INPUT = "(input)"
 
-# Seconds below this share of the whole are near 0 on the squashed scale, the whole is 1.
+# On the squashed scale, shares below this are near 0, and the whole is 1.
 _FINEST = 1e-4
 _KINDS = tuple(OpKind)
-_DIMS = 4  # trailing dimensions of a tensor that an edge shows
+_DIMS = 4  # the number of trailing dimensions of a tensor among the features of its edge
 
-# Columns. A node: of its content, its kind, of its place in the graph.
+# Columns of a node: its content, its kind, its place in the graph.
 NODE_CONTENT = (
     "flops", "bytes", "seconds", "m", "n", "k", "products", "channels", "groups", "kernel", "stride", "dilation",
     "axis", "constant", "rank", "size", "bits", "inputs", "outputs",
 )  # fmt: skip
 NODE_PLACE = ("share of the cost", "readers", "is an output")
 NODE_FEATURES = len(NODE_CONTENT) + len(_KINDS) + len(NODE_PLACE)
-# An edge: of its tensor, of the slots that it joins, its direction (an edge from a constant has none).
+# Columns of an edge: its tensor, the slots that it joins, its direction (none for a constant).
 _TYPE_COLUMNS = _DIMS + 8
 _SLOT_COLUMNS = 4
 EDGE_FEATURES = _TYPE_COLUMNS + _SLOT_COLUMNS + 2
@@ -69,7 +69,7 @@ CANDIDATE_PLACE = (
     "same rule",
 )
 CANDIDATE_FEATURES = len(CANDIDATE_CONTENT) + len(CANDIDATE_PLACE)
-# The column of a candidate's modelled delta, squashed: 1 is the whole cost, .5 one percent of it.
+# The column of a candidate's modelled delta, squashed: 1 is the whole cost, 0.5 is one percent of it.
 DELTA = len(CANDIDATE_CONTENT) + CANDIDATE_PLACE.index("delta")
 CHANGE_FEATURES = 6  # sign, count, flops, bytes, constant, seconds
 GLOBAL_FEATURES = 7
@@ -77,7 +77,7 @@ GLOBAL_FEATURES = 7
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """Numbers of operators, rules and rule families; 0 is what has none. Stored with an agent's parameters."""
+    """Numbers operators, rules and rule families from 1; 0 is for unknown ones. Stored with an agent's parameters."""
 
     operators: tuple[str, ...]
     rules: tuple[str, ...]
@@ -85,11 +85,11 @@ class Vocabulary:
 
     @staticmethod
     def of(library: Library) -> Vocabulary:
-        """Of a library, and of every operator that it matches or that has a count of its work."""
+        """The vocabulary of a library's rules, of the operators that it matches, and of those with known work."""
         return Vocabulary((INPUT,), (), ()).extended(library)
 
     def extended(self, library: Library) -> Vocabulary:
-        """With what a library has besides. The numbers of what was known stay."""
+        """Add the new words of a library. Known words keep their numbers."""
         operators = {*COUNTS, *ELEMENTWISE, *library.plans, *library.regions}
         families = {rule.family for rule in library.rules.values()}
         return Vocabulary(
@@ -99,7 +99,7 @@ class Vocabulary:
         )
 
     def numbers(self) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
-        """The numbers of operators, rules, families; they start at 1."""
+        """The numbers of operators, rules and families by name; they start at 1."""
         operators, rules, families = (
             {name: number for number, name in enumerate(names, 1)}
             for names in (self.operators, self.rules, self.families)
@@ -111,12 +111,12 @@ class Vocabulary:
 class Observation:
     """A situation as arrays. N nodes (operators, then the graph's inputs), E edges, C candidates.
 
-    op [N]: operators' numbers; x [N, NODE_FEATURES]
-    edge_index [2, E], edge_attr [E, EDGE_FEATURES]: each tensor forward and backward; from constants, a self-loop
-    rule, family [C]: numbers; candidate [C, CANDIDATE_FEATURES]
-    role_node, role_candidate [M]: which nodes a candidate matches
-    change_op, change_candidate [K], change [K, CHANGE_FEATURES]: like operators that a candidate adds or removes
-    globals [1, GLOBAL_FEATURES]
+    op [N]: operator numbers; x [N, NODE_FEATURES]: features of nodes
+    edge_index [2, E], edge_attr [E, EDGE_FEATURES]: each tensor forward and backward; a constant is a self-loop
+    rule, family [C]: numbers; candidate [C, CANDIDATE_FEATURES]: features
+    role_node, role_candidate [M]: pairs of a matched node and its candidate
+    change_op, change_candidate [K], change [K, CHANGE_FEATURES]: groups of like operators that candidates add or remove
+    globals [1, GLOBAL_FEATURES]: progress of the episode, summary of the candidates
 
     Numbers are int64, features float32.
     """
@@ -146,9 +146,9 @@ class Observation:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch(Observation):
-    """The disjoint union of B observations: `globals` [B, GLOBAL_FEATURES].
+    """The disjoint union of B observations. `globals` is [B, GLOBAL_FEATURES].
 
-    batch [N], rule_batch [C]: the observation of each node and of each candidate.
+    batch [N], rule_batch [C]: the number of the observation of each node and of each candidate.
     """
 
     batch: Ints
@@ -156,7 +156,7 @@ class Batch(Observation):
 
     @staticmethod
     def of(observations: Sequence[Observation]) -> Batch:
-        """Raises ValueError if there is no observation."""
+        """Join observations. Raises ValueError if there is none."""
         nodes = np.array([len(o.op) for o in observations])
         candidates = np.array([o.candidates for o in observations])
         first_node = np.cumsum(nodes) - nodes
@@ -183,19 +183,19 @@ class Batch(Observation):
 
 
 def squash(share: npt.ArrayLike) -> npt.NDArray[np.float64]:
-    """Shares of a whole on a scale that keeps the sign and shows small ones: 1e-4 -> 0.08, 0.01 -> 0.5, 1 -> 1."""
+    """Scale shares of a whole so that small ones stay visible: 1e-4 -> 0.08, 0.01 -> 0.5, 1 -> 1. Keeps the sign."""
     value = np.asarray(share, np.float64)
     return np.sign(value) * np.log1p(np.abs(value) / _FINEST) / log1p(1 / _FINEST)
 
 
 def _log(number: float, top: float) -> float:
-    """A logarithm on a scale on which `top` is 1."""
+    """The logarithm of 1 + number, scaled so that `top` gives 1."""
     return log1p(number) / log1p(top)
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Like operators that an edit adds (count > 0) or removes (count < 0): their work all together."""
+    """A group of like operators that an edit adds (count > 0) or removes (count < 0), with the sums of their work."""
 
     op: str
     count: int
@@ -207,7 +207,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What an edit does to a graph."""
+    """The numbers of nodes that an edit adds and removes and of values that it rewires, and its groups of operators."""
 
     added: int
     removed: int
@@ -216,10 +216,9 @@ class Change:
 
 
 class Priced(float):
-    """An edit's worth that knows what the edit changes.
+    """The delta of an edit in seconds, with the change that the edit makes.
 
-    Matching builds the edit of each candidate once, to price it. In a state that is priced by `Pricing` the
-    features need not build it again.
+    Matching builds the edit of each candidate once, to price it. With `Pricing`, the features need not build it again.
     """
 
     __slots__ = ("_change", "_source")
@@ -233,7 +232,7 @@ class Priced(float):
         return made
 
     def change(self, featuriser: Featuriser) -> Change:
-        """What the edit changes; worked out when it is first asked for."""
+        """The change that the edit makes, computed on first use."""
         if self._change is None:
             assert self._source is not None
             self._change, self._source = featuriser.change(*self._source), None
@@ -245,7 +244,7 @@ class Priced(float):
 
 @dataclass(frozen=True, slots=True)
 class Pricing:
-    """A cost model's delta whose prices know what they are for."""
+    """A cost model's delta that returns `Priced` numbers."""
 
     delta: Delta
 
@@ -259,7 +258,7 @@ class Pricing:
 
 @dataclass(frozen=True, slots=True)
 class _Content:
-    """What a node is, wherever it stands: the row of its features, its work at run time and its price."""
+    """A node apart from its place in the graph: the row of its features, its work at run time and its seconds."""
 
     row: int
     flops: float
@@ -278,7 +277,7 @@ class _Column:
         self.size = 0
 
     def add(self, rows: Sequence[Any]) -> int:
-        """Append rows; the number of the first."""
+        """Append rows; returns the number of the first one."""
         start, self.size = self.size, self.size + len(rows)
         if self.size > len(self.data):
             grown = np.zeros((max(2 * len(self.data), self.size), *self.data.shape[1:]), self.data.dtype)
@@ -290,15 +289,15 @@ class _Column:
 
 
 class _Pool:
-    """The rows of everything seen in the states of one graph. Values have small numbers here."""
+    """The rows of all nodes and candidates seen in the states of one graph. It numbers values from 0."""
 
     def __init__(self, leaves: Leaves) -> None:
         self.leaves = leaves
         self.values: dict[Value, int] = {}
-        self.leaf_type = _Column(None, np.int64)  # by value; -1: a node makes it
+        self.leaf_type = _Column(None, np.int64)  # by value; -1 if a node computes it
         self.nodes: dict[Node, int] = {}
         self.node = _Column(6, np.int64)  # operator, content, first input, inputs, first output, outputs
-        self.input = _Column(3, np.int64)  # value, slot, type that the content was made for
+        self.input = _Column(3, np.int64)  # value, slot, type for which the content was made
         self.output = _Column(3, np.int64)  # value, slot, type
         self.matches: dict[Match, int] = {}
         self.match = _Column(6, np.int64)  # rule, family, first role, roles, first part, parts
@@ -317,9 +316,9 @@ class _Pool:
 class Structure:
     """A graph as arrays. N nodes: operators, then the graph's inputs. R inputs of nodes.
 
-    `op`, `content` [N]: number and row. `source` [R]: the node that an input comes from, -1 for a constant; `target`
-    [R]: the node that reads it; `type` [R]: its tensor type's row; `slots` [R, 2]: which output of the source it is,
-    which input of the target. `positions`: by a value's number in the pool, the node that makes it.
+    `op` [N]: operator number; `content` [N]: row of features; `source` [R]: the node that gives the input, -1 for a
+    constant; `target` [R]: the node that reads it; `type` [R]: row of its tensor type; `slots` [R, 2]: output slot of
+    the source, input slot of the target; `positions`: the node that gives a value, by the value's number in the pool.
     """
 
     op: Ints
@@ -332,7 +331,7 @@ class Structure:
 
 
 class _Choices:
-    """The candidates' rows in a pool's table [C, 6], their content [C, CANDIDATE_CONTENT] and their deltas [C]."""
+    """Rows of the candidates in a pool: `table` [C, 6], `content` [C, CANDIDATE_CONTENT], `deltas` [C] in seconds."""
 
     __slots__ = ("best", "content", "deltas", "gaining", "table")
 
@@ -342,7 +341,7 @@ class _Choices:
         self.gaining = deltas < 0
 
     def columns(self, situation: Situation) -> Floats:
-        """The candidates' columns [C, CANDIDATE_FEATURES]."""
+        """The features of the candidates [C, CANDIDATE_FEATURES]."""
         table, deltas, best = self.table, self.deltas, self.best
         out = np.empty((len(table), CANDIDATE_FEATURES), np.float32)
         out[:, : len(CANDIDATE_CONTENT)] = self.content
@@ -360,7 +359,7 @@ class _Choices:
         return out
 
     def outlook(self, situation: Situation, nodes: int) -> list[float]:
-        """The globals: how far the episode has come, and what there is to choose from."""
+        """The global features: the progress of the episode, the size of the graph, a summary of the candidates."""
         relative = situation.cost / max(situation.initial, 1e-30)
         return [
             relative,
@@ -374,9 +373,9 @@ class _Choices:
 
 
 class Featuriser:
-    """Makes observations. Keeps the rows of what it has seen, up to `limit` nodes and candidates.
+    """Makes observations. It keeps the rows of up to `limit` nodes and candidates.
 
-    `prices` gives the nodes' shares of the cost; the model that the agent minimises, or one like it.
+    `prices` gives the nodes' shares of the cost: the cost model that the agent minimises, or a similar one.
     """
 
     def __init__(self, vocabulary: Vocabulary, prices: AdditiveCost, limit: int = 100_000) -> None:
@@ -393,11 +392,11 @@ class Featuriser:
 
     @staticmethod
     def pricing(delta: Delta) -> Delta:
-        """The cost model's delta for states whose candidates are to be observed: that is then quicker."""
+        """Wrap a cost model's delta, which makes the observation of candidates faster."""
         return Pricing.of(delta)
 
     def __call__(self, situation: Situation) -> Observation:
-        """The observation. The candidates keep their order."""
+        """Observe a situation. The candidates keep their order."""
         graph, cost = situation.state.graph, situation.cost
         pool = self._pool(graph)
         structure = self._structure(pool, graph)
@@ -415,7 +414,7 @@ class Featuriser:
             x=x,
             edge_index=edge_index,
             edge_attr=edge_attr,
-            rule=table[:, 0].copy(),  # not a view that keeps the table
+            rule=table[:, 0].copy(),  # a view would keep the table alive
             family=table[:, 1].copy(),
             candidate=choices.columns(situation),
             role_node=structure.positions[pool.role.data[roles]],
@@ -427,7 +426,7 @@ class Featuriser:
         )
 
     def _nodes(self, pool: _Pool, structure: Structure, graph: Graph, cost: float) -> Floats:
-        """The nodes' columns [N, NODE_FEATURES]."""
+        """The features of the nodes [N, NODE_FEATURES]."""
         source, count = structure.source, len(structure.op)
         x = np.empty((count, NODE_FEATURES), np.float32)
         of_content = self._content.data.shape[1]
@@ -440,9 +439,9 @@ class Featuriser:
         return x
 
     def _edges(self, structure: Structure) -> tuple[Ints, Floats]:
-        """The edges [2, E] with their columns [E, EDGE_FEATURES].
+        """The edges [2, E] and their features [E, EDGE_FEATURES].
 
-        What nodes make is an edge forward and one backward, what nobody makes a loop.
+        An input from a node is a forward and a backward edge; a constant is a loop of its reader.
         """
         source, target = structure.source, structure.target
         made = source >= 0
@@ -458,15 +457,15 @@ class Featuriser:
 
     @property
     def types(self) -> list[TensorType]:
-        """The tensor types seen so far: a structure's `type` numbers them."""
+        """The tensor types seen so far. `Structure.type` holds indices into this list."""
         return list(self._types)
 
     def structure(self, graph: Graph) -> Structure:
-        """A graph's nodes and edges as arrays; what `content` and `type` number is this featuriser's."""
+        """The nodes and edges of a graph as arrays. `content` and `type` are rows of this featuriser."""
         return self._structure(self._pool(graph), graph)
 
     def change(self, graph: Graph, edit: Edit) -> Change:
-        """What an edit of a graph adds and removes; operators of the same work are one part."""
+        """The change that an edit makes. Operators of the same kind and work form one part."""
         new = {v: t for node in edit.added for v, t in zip(node.outputs, node.types)}
         groups: Counter[tuple[str, _Content, bool]] = Counter()
         for node in edit.removed:
@@ -483,7 +482,7 @@ class Featuriser:
         return Change(len(edit.added), len(edit.removed), len(edit.rewired), parts)
 
     def _pool(self, graph: Graph) -> _Pool:
-        """Of one graph and its successors: they share their leaves. All are dropped when there is too much."""
+        """The pool of a graph and its successors, which share their leaves. Drops all pools if they grow too large."""
         found = self._pools.get(id(graph.leaves))
         if found is not None and sum(p.size for p in self._pools.values()) <= self.limit:
             return found
@@ -517,7 +516,7 @@ class Featuriser:
 
         type = types[read[:, 0]]
         stale = np.flatnonzero(type != read[:, 2])
-        if stale.size:  # nodes that read a value of another type than where they were seen first
+        if stale.size:  # nodes whose input now has another type than when their row was made
             pool.input.data[entries[stale], 2] = type[stale]
             for position in np.unique(target[stale]).tolist():
                 node = nodes[position]
@@ -631,7 +630,7 @@ class Featuriser:
     def _content_of(self, graph: Graph, node: Node, in_types: InTypes) -> _Content:
         key: tuple[object, ...] = (node.op, node.attrs.digest, in_types, node.types)
         if node.op in ("If", "Loop"):
-            key = (*key, node.inputs[0])  # a condition or a trip count, which may be constant
+            key = (*key, node.inputs[0])  # the condition or trip count, which may be constant
         found = self._contents.get(key)
         if found is None:
             found = self._contents[key] = self._content_from(graph, node, in_types)
@@ -639,7 +638,7 @@ class Featuriser:
 
     def _content_from(self, graph: Graph, node: Node, in_types: InTypes) -> _Content:
         done = work(node, in_types, self.prices.bindings)
-        const = node.const  # evaluated when the model is written: no work at run time
+        const = node.const  # evaluated when the model is written, so it has no work at run time
         flops, moved = (0.0, 0.0) if const else (float(done.flops), float(done.bytes))
         seconds = self.prices.seconds(graph, node, in_types)
         rank = node.types[0].rank or 0
@@ -682,14 +681,14 @@ def _types(graph: Graph, node: Node) -> InTypes:
 
 
 def _ranges(starts: Ints, counts: Ints) -> Ints:
-    """start, start + 1, ..., count of them, for each pair, one after the other."""
+    """The ranges start, ..., start + count - 1 of all pairs, concatenated."""
     ends = np.cumsum(counts)
     total = int(ends[-1]) if len(ends) else 0
     return np.repeat(starts - (ends - counts), counts) + np.arange(total)
 
 
 def _slot_columns(slots: Ints) -> Floats:
-    """[R, 2] -> [R, 4]: output slot, input slot, whether that is the first, the second."""
+    """Slots [R, 2] -> columns [R, 4]: output slot, input slot, whether the input slot is 0, whether it is 1."""
     out = np.empty((len(slots), _SLOT_COLUMNS), np.float32)
     out[:, :2] = np.minimum(slots, 8) / 8
     out[:, 2] = slots[:, 1] == 0
@@ -698,7 +697,7 @@ def _slot_columns(slots: Ints) -> Floats:
 
 
 def _type_columns(type: TensorType, bindings: Mapping[str, int]) -> list[float]:
-    """Trailing dimensions, size, rank, bits, float or integer or bool, constant, whether a dimension is a symbol."""
+    """Columns of a tensor type: trailing dimensions, size, rank, bits, float, integer, bool, constant, not static."""
     shape = dimensions(type, bindings)
     sizes = [_log(d, 65536) for d in shape[-_DIMS:]]
     return [
@@ -731,7 +730,7 @@ def _numbers(node: Node, name: str) -> tuple[int, ...]:
 
 
 def _from_the_end(node: Node, rank: int) -> int:
-    """Which axis an operator works along, 1 being the last; 0 if it names none."""
+    """The axis of an operator counted from the end, 1 for the last; 0 if it has no axis."""
     axis = node.attrs.get("axis")
     if not isinstance(axis, int):
         return 0

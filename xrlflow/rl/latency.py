@@ -1,4 +1,4 @@
-"""The measured reward: how long a graph takes, as a part of what the original takes, end to end."""
+"""The measured reward: a graph's latency divided by the latency of the original."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from xrlflow.backends.onnxruntime import measure
 from xrlflow.ir import Graph
 from xrlflow.onnxio import ImportedModel, ModelError, to_proto
 
-# What a graph counts that the runtime cannot run, in latencies of the original.
+# The relative latency of a graph that the runtime cannot run.
 UNRUNNABLE = 2.0
 
 
 class PairedLatency:
-    """Measures graphs against the original, in turns, in this process. A graph is measured once.
+    """Measures graphs and the original by turns, in this process. Each graph is measured once.
 
-    `original` is the file as the runtime takes it, `feeds` its inputs, `seconds` the most that one measurement takes.
-    A graph that the runtime refuses, or that does not fit into one file, counts UNRUNNABLE.
+    `original`: the path or bytes of the original model; `feeds`: its inputs; `seconds`: the limit of one measurement.
+    A graph gets UNRUNNABLE if the runtime refuses it or if it cannot be written to one file.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
-"""The agent's network as an ONNX model, run by ONNX Runtime: no torch is needed to search with a trained agent.
+"""The agent's network as an ONNX model. ONNX Runtime runs it, so a search with a trained agent does not need torch.
 
-The same as `xrlflow.rl.agent.Agent` and `xrlflow.rl.encoder.Encoder`, without the critic, which a search does not ask.
-Sums by segment are ScatterND with a reduction; sizes are dynamic.
+It computes the same as `xrlflow.rl.agent.Agent` and `xrlflow.rl.encoder.Encoder`, but has no critic, because a search
+does not use values. ScatterND with a reduction computes sums by segment. All counts are dynamic.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from xrlflow.rl.features import (
 )
 from xrlflow.rl.parameters import EncoderConfig, Parameters
 
-# Of the opset that has ScatterND's maximum, and the IR version that was current then.
+# Opset 18 introduced ScatterND with the reduction "max"; IR version 8 belongs to it.
 _OPSET, _IR = 18, 8
 # The inputs' shapes: N nodes, E edges, C candidates, M roles, K changes, B observations.
 _INPUTS: Mapping[str, tuple[str | int, ...]] = {
@@ -44,12 +44,12 @@ _FEATURES = frozenset({"x", "edge_attr", "candidate", "change", "globals"})
 
 
 class Network:
-    """A trained agent that scores candidates, on one thread: for `xrlflow.rl.strategy.agent_search`."""
+    """A trained agent that scores candidates for `xrlflow.rl.strategy.agent_search`, on one thread."""
 
     def __init__(self, parameters: Parameters) -> None:
         self.vocabulary: Vocabulary = parameters.vocabulary
         options = onnxruntime.SessionOptions()
-        # Networks of this size are no faster with more threads, and idle ones spin while others measure.
+        # More threads do not speed up small networks, and idle threads spin and disturb measurements.
         options.intra_op_num_threads = options.inter_op_num_threads = 1
         options.log_severity_level = 3
         self._session = onnxruntime.InferenceSession(
@@ -58,11 +58,11 @@ class Network:
 
     @staticmethod
     def load(path: str | os.PathLike[str], library: Library) -> Network:
-        """An agent from its file, which also takes what a library has besides. Raises CheckpointError."""
+        """Read an agent and extend it by the rules and operators of a library. Raises CheckpointError."""
         return Network(Parameters.load(path).extended(library))
 
     def log_probs(self, observations: Sequence[Observation]) -> npt.NDArray[np.float64]:
-        """Log-probabilities of each one's candidates, in their order, and then of No-Op, one after the other."""
+        """For each observation the log-probabilities of its candidates, then of No-Op, in one flat array."""
         batch = Batch.of(observations)
         scores, stop = self._session.run(["scores", "stop"], batch.arrays())
         ends = np.cumsum([o.candidates for o in observations])
@@ -71,13 +71,13 @@ class Network:
 
 
 def _log_softmax(logits: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    with np.errstate(invalid="ignore"):  # a search refuses what is not a number
+    with np.errstate(invalid="ignore"):  # a search refuses NaN
         shifted = logits - logits.max()
         return np.asarray(shifted - np.log(np.exp(shifted).sum()))
 
 
 def to_onnx(parameters: Parameters) -> onnx.ModelProto:
-    """The policy: a `Batch`'s arrays to `scores` [C] of candidates and `stop` [B] of No-Op, before the softmax."""
+    """The policy as an ONNX model: arrays of a `Batch` -> logits `scores` [C] of candidates and `stop` [B] of No-Op."""
     net = _Builder(parameters.arrays)
     nodes, graphs = _encoder(net, parameters.config.encoder)
     width = parameters.config.encoder.width
@@ -96,7 +96,7 @@ def to_onnx(parameters: Parameters) -> onnx.ModelProto:
 
 
 class _Builder:
-    """ONNX nodes by calls; names of parameters are initializers."""
+    """Builds an ONNX graph: a call adds a node and gives the name of its output. Parameters become initializers."""
 
     def __init__(self, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
         self.arrays = arrays
@@ -109,7 +109,7 @@ class _Builder:
         return name
 
     def constant(self, value: Any) -> str:
-        """Lists of integers are int64."""
+        """Add a constant. Lists of integers become int64."""
         name = f"constant_{len(self.initializers)}"
         self.initializers[name] = numpy_helper.from_array(np.asarray(value), name)
         return name
@@ -132,11 +132,11 @@ class _Builder:
         return self("LayerNormalization", x, scale, bias, epsilon=1e-5)
 
     def rows(self, x: str) -> str:
-        """How many rows x has, [1]."""
+        """The number of rows of x, [1]."""
         return self("Shape", x, start=0, end=1)
 
     def sums(self, rows: str, owner: str, count: str, width: int, least: float | None = None) -> str:
-        """The sum of the rows [R, width] of each owner, [count, width]; with `least` the maximum of them and this."""
+        """The sum of the rows [R, width] of each owner, [count, width]; with `least` the maximum, at least that."""
         shape = self("Concat", count, self.constant([width]), axis=0)
         start = np.array([0.0 if least is None else least], np.float32)
         filled = self("ConstantOfShape", shape, value=numpy_helper.from_array(start))
@@ -145,7 +145,7 @@ class _Builder:
         return self("ScatterND", filled, places, rows, reduction=reduction)
 
     def mean(self, rows: str, owner: str, count: str, width: int) -> str:
-        """The mean of the rows of each owner, [count, width]; 0 for one without rows."""
+        """The mean of the rows of each owner, [count, width]; 0 for an owner without rows."""
         shape = self("Concat", self.rows(rows), self.constant([1]), axis=0)
         ones = self("ConstantOfShape", shape, value=numpy_helper.from_array(np.ones(1, np.float32)))
         sizes = self("Max", self.sums(ones, owner, count, 1), self.constant(np.float32(1)))
@@ -191,7 +191,7 @@ def _encoder(net: _Builder, config: EncoderConfig) -> tuple[str, str]:
 
 
 def _softmax_by(net: _Builder, scores: str, owner: str, count: str, width: int) -> tuple[str, str]:
-    """Weights [R, width] of rows, and what they sum to for each owner [count, width]; 1e-9 where there are none."""
+    """Unnormalised softmax weights of rows [R, width] and their sum for each owner [count, width], at least 1e-9."""
     top = net.sums(scores, owner, count, width, least=float("-inf"))
     weights = net("Exp", net("Sub", scores, net("Gather", top, owner)))
     total = net("Max", net.sums(weights, owner, count, width), net.constant(np.float32(1e-9)))
@@ -199,7 +199,7 @@ def _softmax_by(net: _Builder, scores: str, owner: str, count: str, width: int) 
 
 
 def _attention(net: _Builder, name: str, nodes: str, ends: tuple[str, str], config: EncoderConfig) -> str:
-    """One residual layer of graph attention: `xrlflow.rl.encoder.Attention`."""
+    """One residual layer of graph attention, as `xrlflow.rl.encoder.Attention`."""
     (source, target), heads, width = ends, config.heads, config.width
     count = net.rows("x")
     spoken = net.linear(f"{name}.of_node", net.norm(f"{name}.before", nodes))
@@ -225,7 +225,7 @@ def _attention(net: _Builder, name: str, nodes: str, ends: tuple[str, str], conf
 
 
 def _candidates(net: _Builder, nodes: str, context: str, width: int) -> str:
-    """Vectors of the candidates [C, width]: `xrlflow.rl.agent.Agent`."""
+    """Vectors of the candidates [C, width], as in `xrlflow.rl.agent.Agent`."""
     count = net.rows("rule")
     role = net.mean(net("Gather", nodes, "role_node"), "role_candidate", count, width)
     parts = net("Add", net.linear("of_change", "change"), net.embedding("changed", "change_op"))

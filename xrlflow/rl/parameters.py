@@ -1,6 +1,6 @@
-"""What an agent consists of, without torch: its form, its vocabulary and its arrays, as a file holds them.
+"""The parts of an agent as its file holds them: configuration, vocabulary and arrays. This module needs no torch.
 
-`xrlflow.rl.agent` trains these parameters, `xrlflow.rl.network` computes with them.
+`xrlflow.rl.agent` trains these parameters; `xrlflow.rl.network` computes with them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from xrlflow.rl.features import (
 from xrlflow.text import printable, shortened
 
 KIND = "agent"
-# Which rows of which arrays a vocabulary numbers; row 0 is what has no number.
+# The arrays whose rows belong to the words of a vocabulary. Row 0 is for unknown words.
 _NUMBERED = {
     "encoder.operator.weight": "operators",
     "changed.weight": "operators",
@@ -37,7 +37,7 @@ _NUMBERED = {
 
 @dataclass(frozen=True, slots=True)
 class EncoderConfig:
-    """Widths. `width` must be a multiple of `heads`."""
+    """The size of an encoder. Raises ValueError unless `width` is a multiple of `heads`, TypeError for non-integers."""
 
     width: int = 64
     layers: int = 3
@@ -52,7 +52,7 @@ class EncoderConfig:
 
 @dataclass(frozen=True, slots=True)
 class AgentConfig:
-    """What an agent is made of."""
+    """The size of an agent."""
 
     encoder: EncoderConfig = field(default_factory=EncoderConfig)
 
@@ -61,13 +61,13 @@ class AgentConfig:
 
     @staticmethod
     def from_json(value: Mapping[str, Any]) -> AgentConfig:
-        """Raises TypeError, KeyError or ValueError for what `to_json` did not make."""
+        """Read what `to_json` wrote. Raises TypeError, KeyError or ValueError for anything else."""
         return AgentConfig(EncoderConfig(**value["encoder"]))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Parameters:
-    """An agent's form, its vocabulary and its arrays by name (float32). `about`: how it was trained, as JSON."""
+    """An agent's vocabulary, configuration and arrays by name (float32). `about`: how it was trained, as JSON."""
 
     vocabulary: Vocabulary
     config: AgentConfig
@@ -75,7 +75,7 @@ class Parameters:
     about: Mapping[str, Any] = field(default_factory=dict)
 
     def extended(self, library: Library) -> Parameters:
-        """With rows of zeros for what a library has besides: the agent decides as before."""
+        """Add rows of zeros for the new rules and operators of a library. The agent decides as before."""
         vocabulary = self.vocabulary.extended(library)
         if vocabulary == self.vocabulary:
             return self
@@ -88,7 +88,7 @@ class Parameters:
         return replace(self, vocabulary=vocabulary, arrays=arrays)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Raises CheckpointError if the file cannot be written."""
+        """Write the agent. Raises CheckpointError if the file cannot be written."""
         config = {
             "agent": self.config.to_json(),
             "features": _features(),
@@ -99,7 +99,7 @@ class Parameters:
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Parameters:
-        """Raises CheckpointError for a file that is damaged, or is no agent of this version."""
+        """Read an agent. Raises CheckpointError if the file is damaged or is no agent of this version."""
         checkpoint = load_checkpoint(path, KIND)
         try:
             return _from_checkpoint(checkpoint)
@@ -144,7 +144,7 @@ def shapes(vocabulary: Vocabulary, config: AgentConfig) -> dict[str, tuple[int, 
 
 
 def _features() -> dict[str, int]:
-    """What an agent's parameters were made for: it cannot read other features."""
+    """The feature widths of this version. An agent can only read the features that it was trained on."""
     return {
         "node": NODE_FEATURES,
         "edge": EDGE_FEATURES,
@@ -159,7 +159,7 @@ def _shown(value: object) -> str:
 
 
 def _from_checkpoint(checkpoint: Checkpoint) -> Parameters:
-    """Raises CheckpointError if the parts do not fit together, or the features are others than today's."""
+    """Check and convert. Raises CheckpointError if the parts do not fit together or the feature widths differ."""
     config = checkpoint.config
     if config.get("features") != _features():
         raise CheckpointError(

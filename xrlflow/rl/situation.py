@@ -1,4 +1,4 @@
-"""What an agent decides on: a state, and which of its candidates it may choose."""
+"""The input of an agent's decision: a state and the candidates that the agent may choose."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from xrlflow.rewrite import Match, RewriteState
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Situation:
-    """What an agent decides on: a state, those of its candidates that it may choose, and how far it has come.
+    """A state, the candidates that the agent may choose, and the progress of the episode.
 
-    `cost` and `initial` are modelled seconds, now and where the episode began; `left` the part of the horizon that is
-    left.
+    `cost`: modelled seconds now; `initial`: modelled seconds at the start of the episode; `left`: the remaining part
+    of the horizon, 1 to 0.
     """
 
     state: RewriteState
@@ -25,7 +25,7 @@ class Situation:
 
 
 def choices(state: RewriteState, visited: Collection[int] = ()) -> tuple[Match, ...]:
-    """The candidates that lead to different graphs, and to none whose fingerprint is among `visited`."""
+    """The first candidate for each resulting graph, without graphs whose fingerprint is in `visited`."""
     here = state.fingerprint
     seen: set[int] = set()
     kept = []

@@ -1,21 +1,22 @@
 """Search with a trained agent: `search="xrlflow"`.
 
-A rollout of the policy is one walk, and one network call a step. Here a call's answer serves more than one step, and
-what a cost model can tell is not asked of a network:
+A plain rollout of the policy needs one network call per step. This search uses each call for several steps, and uses
+the cost model instead of the network where that is enough:
 
-- Descents. From whatever state is reached greedy descent by modelled cost goes on, without a network call. The first
-  one starts at the input, so the result is never worse than greedy's (if the limits let that finish).
-- Level steps. Where the first descent ends, every substitution that costs next to nothing is tried, each followed by a
-  descent: that is cheaper than a network call.
-- Kicks. Where a descent ends, the agent says which substitutions are worth a loss. Each is followed by a descent. Those
-  that do not pay at once are places for further kicks, best first by the policy's probability along the way (as in
-  Orseau et al., 2018, Single-Agent Policy Tree Search) and by what they lose: so valleys of several steps are crossed.
-- Rollouts. From the input, in bursts: all substitutions that the policy likes nearly as much as its first choice are
-  applied before it is asked again. The first rollout takes the policy's favourites, later ones sample.
+- Descents. Greedy descent by modelled cost continues from every state reached, without network calls. The first descent
+  starts at the input, so the result is never worse than that of greedy search (if the limits let the descent finish).
+- Level steps. At the end of the first descent, every substitution of nearly no cost is tried, each followed by a
+  descent. This is cheaper than a network call.
+- Kicks. At the end of a descent, the agent chooses substitutions that are worth a loss. A descent follows each. If a
+  kick does not gain at once, further kicks start from it. Kicks are ordered by the policy's probability along the way
+  (as in Orseau et al., 2018, Single-Agent Policy Tree Search) and by their loss. So the search crosses valleys of
+  several steps.
+- Rollouts. They start at the input and go in bursts: one network call applies all substitutions that are nearly as
+  probable as the likeliest one. The first rollout takes the likeliest actions; later ones sample.
 
-Repetition is seen: candidates of one rule with the same surroundings and price (the same place in another layer) are
-one kick, and if it pays, the others are taken at once. States are told apart by their fingerprints: none is expanded
-or evaluated twice. States to evaluate go through the network in batches.
+Candidates of one rule with the same surroundings and price (the same place in another layer) form one kick. If it
+gains, the others are applied at once. A state is identified by its fingerprint, and none is expanded or evaluated
+twice. The network evaluates states in batches.
 """
 
 from __future__ import annotations
@@ -42,39 +43,41 @@ from xrlflow.search.result import Limits, SearchNode, SearchResult, Shortlist, e
 Obs = TypeVar("Obs")
 ObsIn = TypeVar("ObsIn", contravariant=True)
 
-# A gain that only rounding sees is none.
+# Smaller gains, relative to the cost, count as rounding errors.
 _ROUNDING = 1e-9
-# Of a large region, the nodes that tell it from others.
+# The most nodes of a match that `alike` compares.
 _SHOWN = 16
-# A graph of fewer operators may grow as one of so many.
+# A graph of fewer operators may grow as if it had this many.
 _SMALL = 32
-# A rule that lost may gain when it is applied again: so often, and at so many nats a time.
+# A rule that lost may gain when applied again: up to this depth of kicks, and for this many nats each time.
 _REPEATS, _AGAIN = 5, 1.5
-# When nothing else is left, rollouts that reach nothing new before the search is over.
+# The search ends after this many rollouts in a row that find nothing new.
 _IDLE = 4
 
 
 class Scorer(Protocol[ObsIn]):
-    """What a search asks of an agent: `xrlflow.rl.network.Network`, `xrlflow.rl.agent.InTorch`."""
+    """The part of an agent that a search uses. See `xrlflow.rl.network.Network` and `xrlflow.rl.agent.InTorch`."""
 
     def log_probs(self, observations: Sequence[ObsIn]) -> npt.NDArray[np.float64]:
-        """Log-probabilities of each one's candidates, in their order, and then of No-Op, one after the other."""
+        """For each observation the log-probabilities of its candidates, then of No-Op, in one flat array."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class StrategyConfig:
-    """How the search spends its time.
+    """The parameters of the search.
 
-    `batch`: states per network call. `kicks`: those between two calls. `rollouts`: how many run side by side. `burst`:
-    a candidate is applied together with the likeliest one from this part of its probability on. `temperature` of the
-    rollouts that sample. `doubt`: the part of a kick's probability that does not come from the policy, but prefers
-    small losses. `rise`: what a loss of the whole initial cost counts, in nats of probability. `twins`: what a state
-    counts that is the n-th of one size and cost, times log n. `elsewhere`: how probable it is, relatively, to go on
-    with what was there before the last kick: it has nothing to do with that, and could come first. `level`: a loss of
-    at most this part of the initial cost is tried without asking. `horizon` of a rollout. `patience`: expanded states
-    without an improvement before the search gives up; None: until the limits. `growth`: graphs of more than so many
-    times the input's operators are dropped.
+    - `batch`: states per network call. `kicks`: kicks between two calls. `rollouts`: rollouts that run in parallel.
+    - `burst`: a burst also applies candidates whose probability is at least this part of the likeliest one's.
+    - `temperature`: of the rollouts that sample. `horizon`: the most steps of a rollout.
+    - `doubt`: the part of a kick's probability that prefers small losses instead of following the policy.
+    - `rise`: the nats that a loss of the whole initial cost adds.
+    - `twins`: the n-th state of the same size and cost gets `twins` * log(n) nats more.
+    - `elsewhere`: the factor on the probability of candidates that existed before the last kick. They are independent
+      of it and could have come first.
+    - `level`: level steps try losses of up to this part of the initial cost.
+    - `patience`: the search ends after this many expanded states without an improvement; None: only at the limits.
+    - `growth`: graphs with more than this many times the operators of the input are dropped.
     """
 
     batch: int = 4
@@ -97,9 +100,10 @@ Group = tuple[object, ...]
 
 @dataclass(slots=True, eq=False)
 class _Place:
-    """A state that was evaluated: its choices, and log-probabilities [C + 1] of these and No-Op.
+    """An evaluated state: its C choices, and the log-probabilities [C + 1] of these and No-Op.
 
-    `group` [C] numbers what is alike; `groups` lists its members, the likeliest first.
+    `group` [C] is the group of each choice; choices of one group are alike. `groups` lists the members of each group,
+    the likeliest first.
     """
 
     found: SearchNode
@@ -111,7 +115,7 @@ class _Place:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Waiting:
-    """A state to be evaluated; `before`: where the kick began that led there."""
+    """A state that waits for its evaluation. `before`: the state where the kick began that led here."""
 
     found: SearchNode
     nats: float
@@ -131,7 +135,7 @@ class _Rollout:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Kick:
-    """Substitutions that are alike, of which one is to be tried; `nats`: how far-fetched that is."""
+    """Substitutions that are alike. One of them is tried. `nats`: the rank in the queue; fewer come first."""
 
     found: SearchNode
     alike: tuple[Match, ...]
@@ -148,10 +152,10 @@ def agent_search(
     config: StrategyConfig = StrategyConfig(),
     seed: int = 0,
 ) -> SearchResult:
-    """Search with a policy; `observe` (a featuriser) makes what it sees.
+    """Search with a policy. `observe`, such as a featuriser, makes its observations.
 
-    `state` has the cost model's deltas in its candidates; `cost` is its graph's modelled cost. `limits.budget` counts
-    expanded states. The same seed gives the same result unless the deadline ends the search.
+    The candidates of `state` have the cost model's deltas; `cost` is the modelled cost of its graph in seconds.
+    `limits.budget` counts expanded states. The same seed gives the same result unless the deadline ends the search.
     """
     begin = time.monotonic()
     search = _Search(state, cost, limits, policy, observe, config, seed)
@@ -175,7 +179,7 @@ def agent_search(
 
 
 class PolicyError(RuntimeError):
-    """A policy's numbers are none, or too many or few for the situations that it was asked about."""
+    """A policy returned NaN, or the wrong count of log-probabilities for its observations."""
 
 
 class _Over(Exception):
@@ -201,16 +205,16 @@ class _Search(Generic[Obs]):
         self.shortlist = Shortlist()
         self.shortlist.offer(self.root)
         self.most_nodes = config.growth * max(state.graph.node_count, _SMALL)
-        # By fingerprint: every state made, the one that it was made from, where its descent ends, its evaluation.
+        # By fingerprint: every state made, its parent, the end of its descent, its evaluation.
         self.reached: dict[int, SearchNode] = {state.fingerprint: self.root}
         self.parents: dict[int, int] = {}
         self.ends: dict[int, SearchNode] = {}
         self.places: dict[int, _Place] = {}
-        # Both queues in order of (nats, number).
+        # Both queues are ordered by (nats, number).
         self.pending: list[tuple[float, int, _Waiting]] = []
         self.kicks: list[tuple[float, int, _Kick]] = []
         self.queued: set[int] = set()
-        # States of one size and cost: mostly the same substitutions in other places, or detours back.
+        # Counts states of one size and cost. These are mostly the same substitutions in other places, or detours back.
         self.twins: Counter[tuple[int, float]] = Counter()
         self.numbers = 0
         self.expanded = self.generated = self.evaluated = 0
@@ -235,13 +239,13 @@ class _Search(Generic[Obs]):
             pass
 
     def round(self, rollouts: list[_Rollout]) -> int:
-        """One network call, and what follows from it; how many rollouts ended."""
+        """Make one network call and use it for kicks and rollouts. Returns the number of rollouts that ended."""
         config = self.config
         wanted = {r.at.state.fingerprint: r.at for r in rollouts if r.at.state.fingerprint not in self.places}
         arrived: list[_Waiting] = []
         while self.pending and len(wanted) < config.batch:
             if self.kicks and self.kicks[0][0] < self.pending[0][0] and len(self.kicks) >= config.kicks:
-                break  # there is enough to do that is likelier
+                break  # enough kicks are waiting that are likelier
             waiting = heapq.heappop(self.pending)[2]
             arrived.append(waiting)
             if waiting.found.state.fingerprint not in self.places:
@@ -263,7 +267,7 @@ class _Search(Generic[Obs]):
     # --- states ---
 
     def make(self, parent: SearchNode, match: Match) -> SearchNode | None:
-        """The successor; from memory if it was reached before. None if it is too large. Raises _Over at the limits."""
+        """The successor, from memory if it is known; None if it is too large. Raises _Over at the limits."""
         known = self.reached.get((parent.state.fingerprint + match.shift) & FINGERPRINT_MASK)
         if known is not None:
             return known
@@ -274,7 +278,7 @@ class _Search(Generic[Obs]):
         if state.graph.node_count + len(edit.added) - len(edit.removed) > self.most_nodes:
             return None
         assert state.delta is not None, "a state without prices has nothing to minimise"
-        # An edit clears away what it leaves unread, and that may have changed since the candidate was priced.
+        # The edit also removes nodes that nobody reads any more. These may have changed since the pricing.
         cost = parent.cost + float(state.delta(state.graph, edit))
         successor = state.apply(match, edit)
         self.expanded += 1
@@ -290,16 +294,16 @@ class _Search(Generic[Obs]):
         return found
 
     def descend(self, found: SearchNode, back: float | None = None) -> SearchNode:
-        """Where greedy descent from a state ends.
+        """The end of the greedy descent from a state.
 
-        What gains most after a loss is often to take it back, maybe in other words. So the way does not go where
-        another descent has been, nor to what costs just as much as the state before the loss (`back`).
+        After a loss, the largest gain often comes from undoing it, directly or by another rule. So the descent avoids
+        states of other descents, and states with the same cost as the state before the loss (`back`).
         """
         here = found.state.fingerprint
         if here in self.ends:
             return self.ends[here]
         way: list[int] = []
-        self.ends[here] = found  # for now, so that the way does not come back
+        self.ends[here] = found  # preliminary, so that the descent does not return here
         while True:
             way.append(here)
             self.generated += found.state.count
@@ -317,13 +321,13 @@ class _Search(Generic[Obs]):
         return found
 
     def leads_back(self, found: SearchNode, back: float | None, match: Match) -> bool:
-        """Whether a candidate leads to where a descent has been, or to this cost."""
+        """Whether a candidate leads to a state of an earlier descent, or to the cost `back`."""
         if (found.state.fingerprint + match.shift) & FINGERPRINT_MASK in self.ends:
             return True
         return back is not None and abs(found.cost + match.delta - back) <= _ROUNDING * self.root.cost
 
     def ancestors(self, found: SearchNode) -> set[int]:
-        """The fingerprints on the way to a state, its own among them."""
+        """The fingerprints of all states on the way to a state, including its own."""
         at: int | None = found.state.fingerprint
         out: set[int] = set()
         while at is not None:
@@ -380,7 +384,7 @@ class _Search(Generic[Obs]):
         heapq.heappush(self.pending, (nats, self.numbers, _Waiting(found, nats, depth, before)))
 
     def consider_kicks(self, waiting: _Waiting) -> None:
-        """Queue one kick for each group of a place's choices, those apart that were there before the last kick."""
+        """Queue one kick per group of choices. Choices that existed before the last kick form groups of their own."""
         place = self.places[waiting.found.state.fingerprint]
         before = waiting.before
         old = {m.key for m in before.state.candidates} if before is not None else set()
@@ -403,7 +407,7 @@ class _Search(Generic[Obs]):
                 self.await_kick(_Kick(place.found, same, nats, waiting.depth + 1))
 
     def try_level_steps(self) -> None:
-        """Kick wherever that costs next to nothing, as long as it brings anything."""
+        """Try all kicks with a loss of at most `level`, and start again after each improvement."""
         least = self.config.level * self.root.cost
         settled: SearchNode | None = None
         while settled is not self.best:
@@ -424,10 +428,10 @@ class _Search(Generic[Obs]):
         heapq.heappush(self.kicks, (kick.nats, self.numbers, kick))
 
     def kick(self, kick: _Kick) -> bool:
-        """Apply one of the kick's substitutions and descend; if that pays, the others too. False if nothing is new."""
+        """Apply one of a kick's substitutions and descend. If that gains, apply the others. False if nothing is new."""
         base, best = kick.found, self.best
         here = base.state.fingerprint
-        # A rollout may have been there, but it left no kicks behind.
+        # A rollout may have reached the state, but it queues no kicks.
         new = (m for m in kick.alike if (here + m.shift) & FINGERPRINT_MASK not in self.queued)
         match = next(new, None)
         kicked = None if match is None else self.make(base, match)
@@ -446,7 +450,7 @@ class _Search(Generic[Obs]):
         return True
 
     def repeat(self, kick: _Kick, match: Match, kicked: SearchNode) -> None:
-        """Queue the same rule again: where it was offered before, and where it was not."""
+        """Queue the same rule again: one kick of candidates that were in the last kick, one of all others."""
         again = sorted(
             (m for m in kicked.state.candidates if m.rule is match.rule), key=lambda m: (m.delta, m.key)
         )
@@ -456,7 +460,7 @@ class _Search(Generic[Obs]):
                 self.await_kick(_Kick(kicked, tuple(part), kick.nats + _AGAIN, kick.depth + 1))
 
     def spread(self, alike: Sequence[Match], found: SearchNode) -> None:
-        """Take a kick that paid wherever else it was offered, as long as it goes on paying."""
+        """Apply the other substitutions of a kick that gained, each only if it gains too."""
         for other in alike:
             match = found.state.find(other.key)
             if match is None:
@@ -469,14 +473,14 @@ class _Search(Generic[Obs]):
     # --- rollouts ---
 
     def advance(self, rollout: _Rollout) -> bool:
-        """One burst of a rollout; False if it is over."""
+        """Make one burst of a rollout. False if the rollout is over."""
         place = self.places[rollout.at.state.fingerprint]
         if not place.choices or rollout.steps >= self.config.horizon:
             return False
         scores = place.log_probs.copy()
         if rollout.temperature:
             noise = rollout.temperature * self.rng.gumbel(size=len(place.groups) + 1)
-            scores[:-1] += noise[place.group]  # the same for what is alike
+            scores[:-1] += noise[place.group]  # choices that are alike get the same noise
             scores[-1] += noise[-1]
         order = np.argsort(-scores, kind="stable").tolist()
         stop = len(place.choices)
@@ -490,7 +494,7 @@ class _Search(Generic[Obs]):
                 break
             match = rollout.at.state.find(place.choices[index].key)
             if match is None:
-                continue  # another of this burst took its place
+                continue  # an earlier substitution of this burst removed it
             successor = self.make(rollout.at, match)
             if successor is None or successor.state.fingerprint in rollout.seen:
                 continue
@@ -501,7 +505,7 @@ class _Search(Generic[Obs]):
         return moved
 
     def settle(self, found: SearchNode) -> None:
-        """Descend from where a rollout ended, and kick from there if that is new."""
+        """Descend from the end of a rollout, and queue the result for evaluation if it is new."""
         best = self.best
         end = self.descend(found)
         loss = max(0.0, end.cost - best.cost) / max(self.root.cost, 1e-30)
@@ -509,9 +513,9 @@ class _Search(Generic[Obs]):
 
 
 def alike(graph: Graph, match: Match, cost: float) -> Group:
-    """What two candidates share that are the same substitution in another place.
+    """A key that is equal for the same substitution in different places of a graph.
 
-    The rule, its price, the nodes matched, and the operators around them.
+    It consists of the rule, its price, the matched nodes, and the operators around them.
     """
     producers = graph.producers
     around: list[object] = []

@@ -1,8 +1,8 @@
-"""`encoding="successors"`: X-RLflow as its paper has it (He et al., 2023, section 3), for comparison.
+"""X-RLflow's agent as in its paper (He et al., 2023, section 3), for comparison.
 
-Every successor graph is built and goes through the encoder, with the current graph, which stands for No-Op: C + 1
-graphs a decision instead of one. A node is its operator, an edge the shape of its tensor; what changed is left to the
-encoder to see. The environment, PPO and the search are the same as for `agent.Agent`.
+Every successor graph is built and encoded, and so is the current graph, which stands for No-Op: C + 1 graphs per
+decision instead of one. The only feature of a node is its operator, that of an edge the shape of its tensor. Nothing
+marks what a candidate changed. The environment, PPO and the search are the same as for `agent.Agent`.
 
     observe = SuccessorFeaturiser(featuriser)
     env, policy = RewriteEnv(problems, observe), SuccessorAgent(featuriser.vocabulary)
@@ -28,15 +28,16 @@ from xrlflow.ops.work import dimensions
 from xrlflow.rl.features import Featuriser, Structure, Vocabulary
 from xrlflow.rl.situation import Situation
 
-# Shapes are divided by this and padded to so many dimensions.
+# Dimensions are divided by _LARGE; shapes are padded or cut to _DIMS dimensions.
 _LARGE, _DIMS = 4096.0, 4
 
 
 class SuccessorData(Data):  # type: ignore[misc]
-    """A situation's successors, in the order of its candidates, then its own graph: G = C + 1 graphs side by side.
+    """The successors of a situation in the order of its candidates, then its own graph: G = C + 1 disjoint graphs.
 
-    op [N]: operators' numbers; edge_index [2, E]; edge_attr [E, 4]: shapes; graph [N]: which graph a node is of;
-    graphs [1]: G. Edges run from producer to consumer; each node has a loop, and another for each constant it reads.
+    op [N]: operator numbers; edge_index [2, E]; edge_attr [E, 4]: shapes; graph [N]: the graph of each node;
+    graphs [1]: G. Edges run from producer to consumer. Each node has a loop, and another loop for each constant that
+    it reads.
     """
 
     op: Tensor
@@ -51,7 +52,7 @@ class SuccessorData(Data):  # type: ignore[misc]
 
 
 class SuccessorFeaturiser:
-    """Makes these observations. Arrays of what graphs have in common come from a featuriser's pool."""
+    """Makes `SuccessorData`. A featuriser caches the arrays of nodes that several graphs share."""
 
     def __init__(self, featuriser: Featuriser) -> None:
         self.featuriser = featuriser
@@ -76,7 +77,7 @@ class SuccessorFeaturiser:
 
     @staticmethod
     def _edges(part: Structure, shapes: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-        """Ends [2, E] and shapes [E, 4] of a graph's tensors, then of its nodes' loops."""
+        """Ends [2, E] and shapes [E, 4] of a graph's edges, then of the loops of its nodes (shape 0)."""
         source = np.where(part.source < 0, part.target, part.source)
         nodes = np.arange(len(part.op))
         ends = np.stack((np.concatenate((source, nodes)), np.concatenate((part.target, nodes))))
@@ -108,7 +109,7 @@ class SuccessorAgent(nn.Module):
         self.critic = _head(graph_width, 1.0)
 
     def evaluate(self, observations: Sequence[SuccessorData]) -> tuple[SegmentCategorical, Tensor]:
-        """The distribution over each one's candidates, in their order, and then No-Op; values [B]."""
+        """For each of B observations the distribution over its candidates, then No-Op, and its value [B]."""
         counts = torch.cat([o.graphs for o in observations])
         ends = counts.cumsum(0)
         embedded = self._encode(observations, int(ends[-1]))
@@ -118,7 +119,7 @@ class SuccessorAgent(nn.Module):
         return SegmentCategorical.of(logits, counts), self.critic(current).squeeze(-1)
 
     def _encode(self, observations: Sequence[SuccessorData], total: int) -> Tensor:
-        """All graphs of all observations: [sum of G, graph_width]."""
+        """Vectors of all graphs of all observations, [sum of G, graph_width]."""
         nodes = torch.tensor([o.op.shape[0] for o in observations])
         node_starts = (nodes.cumsum(0) - nodes).tolist()
         counts = torch.cat([o.graphs for o in observations])

@@ -1,7 +1,8 @@
-"""Training: workers play episodes, the agent learns from them, is evaluated, and is kept in checkpoints.
+"""Training: workers play episodes, the agent learns from them and is evaluated, and checkpoints keep it.
 
-An iteration depends on the parameters, the optimizer's state and its number alone (workers are given a seed derived
-from it, and play whole episodes), so a run that is killed and resumed gives the same agent as one that was not.
+An iteration depends only on its number, the parameters, and the states of the optimizer and the generator. Workers get
+a seed derived from the number and play whole episodes. So a run that is killed and resumed gives the same agent as an
+uninterrupted one.
 """
 
 from __future__ import annotations
@@ -54,26 +55,25 @@ KIND = "training"
 
 
 def _ppo() -> PPOConfig:
-    # An episode that halves the cost returns 50: a scale that brings values to about 1, and gains of 1% to 0.05. Twice
-    # the paper's learning rate, for minibatches of four times the size and a smaller network.
+    # An episode that halves the cost returns 50. The scale brings values to about 1 and gains of 1% to 0.05. The
+    # learning rate is twice the paper's, because minibatches are four times as large and the network is smaller.
     return PPOConfig(learning_rate=1e-3, epochs=3, minibatch=64, reward_scale=0.05)
 
 
 @dataclass(frozen=True, slots=True)
 class TrainConfig:
-    """A training run. Everything but `iterations` and `evaluate_every` has to stay the same when it is resumed."""
+    """The options of a training run. A resumed run may only change `iterations` and `evaluate_every`."""
 
     iterations: int = 200
-    # Environment steps of an iteration, of all workers together; episodes in progress are finished.
+    # Environment steps of an iteration, summed over all workers. Unfinished episodes are played to their end.
     steps: int = 2048
-    # Processes that play; 0: this one does.
+    # Processes that play episodes; 0: this process plays.
     workers: int = 2
-    # Episodes that each worker plays side by side.
+    # Episodes that each worker plays in one batch.
     environments: int = 16
     seed: int = 0
     evaluate_every: int = 10
-    # With the final graph as the objective, agents soon learn to stop where every step is a loss, and cross fewer
-    # valleys.
+    # With FINAL, agents soon learn to stop where every step is a loss, and so cross fewer valleys.
     objective: Objective = Objective.BEST
     ppo: PPOConfig = field(default_factory=_ppo)
     env: EnvConfig = field(default_factory=EnvConfig)
@@ -97,7 +97,7 @@ class TrainConfig:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """An evaluation: how each problem went, and the geometric mean of the gains (1: nothing gained)."""
+    """An evaluation: the outcome of each problem, and the geometric mean of their gains (1: nothing gained)."""
 
     outcomes: tuple[Outcome, ...]
 
@@ -109,7 +109,7 @@ class Score:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trained:
-    """What a training run gives: the agent with the best evaluation, that evaluation, and how far it came."""
+    """The result of a training run: the agent with the best evaluation, this evaluation, and the progress made."""
 
     agent: Agent
     score: Score
@@ -120,7 +120,7 @@ class Trained:
 
 
 class Trainer:
-    """Improves an agent, iteration by iteration. For `with`: it closes its workers."""
+    """Improves an agent, iteration by iteration. As a context manager, it closes its workers."""
 
     def __init__(self, agent: Agent, workers: Sequence[Worker], config: TrainConfig) -> None:
         self.agent = agent
@@ -131,7 +131,7 @@ class Trainer:
         self.iteration = 0
         self.steps = 0
         self.seconds = 0.0
-        # Where the steps of each worker end in the rollout.
+        # The end of each worker's steps in the rollout.
         self._ends: npt.NDArray[np.int64] = np.zeros(0, np.int64)
 
     def __enter__(self) -> Self:
@@ -144,14 +144,14 @@ class Trainer:
             worker.close()
 
     def iterate(self) -> dict[str, float]:
-        """Collect episodes and learn from them; the scalars of this iteration.
+        """Collect episodes and learn from them. Returns the scalars of this iteration.
 
-        Raises TrainingError if a loss is not a number, WorkerError if a worker fails.
+        Raises TrainingError if a loss is not finite, WorkerError if a worker fails.
         """
         config, begin = self.config, time.perf_counter()
         episodes = self._collect()
         collected = time.perf_counter()
-        rollout = Rollout.of(episodes, config.ppo)  # the observations are where the episodes were played
+        rollout = Rollout.of(episodes, config.ppo)  # the workers keep the observations
         progress = self.iteration / config.iterations
         stats = update(
             self.agent, self.optimizer, rollout, config.ppo, self.generator, progress, self._differentiate
@@ -173,7 +173,7 @@ class Trainer:
         return [episode for episodes in played for episode in episodes]
 
     def _differentiate(self, steps: torch.Tensor, advantages: torch.Tensor) -> dict[str, float]:
-        """Each worker differentiates the loss on those of the steps that it played; see `ppo.Differentiate`."""
+        """Let each worker differentiate the loss on the steps that it played, as `ppo.Differentiate` asks."""
         parameters, numbers = parameters_of(self.agent), steps.numpy()
         owner = np.searchsorted(self._ends, numbers, side="right")
         asked = []
@@ -197,14 +197,14 @@ class Trainer:
         return dict(figures)
 
     def evaluate(self) -> Score:
-        """Play the held-out problems (or those of the training if there are none), the workers sharing them."""
+        """Play the held-out problems, or those of training if none are held out. The workers share them."""
         parameters = parameters_of(self.agent)
         for number, worker in enumerate(self.workers):
             worker.begin(Evaluate(parameters, number, len(self.workers)))
         return Score(tuple(outcome for worker in self.workers for outcome in worker.outcomes()))
 
     def to_checkpoint(self, best: Agent, score: Score) -> Checkpoint:
-        """Everything that the next iteration depends on, and the best agent so far."""
+        """A checkpoint of everything that the next iteration depends on, and of the best agent so far."""
         tensors = {f"agent.{name}": t for name, t in self.agent.state_dict().items()}
         tensors |= {f"best.{name}": t for name, t in best.state_dict().items()}
         names = [name for name, _ in self.agent.named_parameters()]
@@ -222,9 +222,9 @@ class Trainer:
         return Checkpoint(KIND, config, to_arrays(tensors))
 
     def resume(self, checkpoint: Checkpoint) -> tuple[Agent, Score]:
-        """Take up a run where its checkpoint left it; the best agent so far, with its score.
+        """Continue a run from its checkpoint. Returns the best agent so far and its score.
 
-        Raises CheckpointError if it is a checkpoint of another run, or its parts do not fit.
+        Raises CheckpointError if the checkpoint is of another run or its parts do not fit.
         """
         config = checkpoint.config
         mine, theirs = self.config.to_json(), dict(config.get("run", {}))
@@ -277,12 +277,12 @@ def _scalars(
     }
 
 
-# progress(scalars, iteration): what an iteration came to; with "evaluation/gain" where there was an evaluation.
+# progress(scalars, iteration): the scalars of an iteration, with "evaluation/gain" if there was an evaluation.
 Progress = Callable[[Mapping[str, float], int], None]
 
 
 def state_path(output: str | os.PathLike[str]) -> Path:
-    """Where the state of a training run is kept whose agent goes to `output`."""
+    """The file with the state of the training run that writes its agent to `output`."""
     path = Path(output)
     return path.with_name(f"{path.stem}.training{path.suffix}")
 
@@ -299,15 +299,15 @@ def train(
     log: Callable[[int], Logs] | None = None,
     about: Mapping[str, Any] | None = None,
 ) -> Trained:
-    """Train an agent, and write it to `output` each time that an evaluation finds it better than before.
+    """Train an agent. Writes it to `output` whenever an evaluation finds it better than before.
 
-    `make` makes the problems, in each worker anew. `start`: an agent to begin with, instead of one that knows
-    nothing. Beside `output` the state of the run is kept after each iteration; with `resume`, a run that was stopped
-    goes on from there. It ends after `config.iterations`, at `deadline` (time.monotonic) or on Ctrl-C, and gives the
-    best agent so far. `log(first)` makes what is told of each iteration; `about` goes into the agent's file.
+    `make` makes the problems, once in each worker. Training starts from the agent `start`, or from a random one. After
+    each iteration, the state of the run is saved to `state_path(output)`; with `resume`, a stopped run continues from
+    it. The run ends after `config.iterations`, at `deadline` (time.monotonic) or on Ctrl-C, and gives the best agent
+    so far. `log(first)` makes the logs, given the first iteration. `about` is stored in the agent's file.
 
     Raises CheckpointError if the state is of another run or `output` cannot be written, TrainingError if a loss is
-    not a number, WorkerError if a worker fails.
+    not finite, WorkerError if a worker fails.
     """
     agent = _first_agent(vocabulary, config, start)
     interrupted = False
@@ -327,13 +327,13 @@ def train(
                     if deadline is not None and time.monotonic() >= deadline:
                         break
                     run.iterate(logs)
-        except KeyboardInterrupt:  # the state of the last iteration is kept, and the best agent is whole
+        except KeyboardInterrupt:  # the files hold the state of the last iteration and the best agent
             interrupted = True
     return Trained(run.best, run.score, trainer.iteration, trainer.steps, trainer.seconds, interrupted)
 
 
 class _Run:
-    """A training run: the best agent so far with its evaluation, and the files that keep both."""
+    """A training run: the best agent so far, its evaluation, and the files that keep both."""
 
     def __init__(
         self, trainer: Trainer, output: str | os.PathLike[str] | None, about: Mapping[str, Any]
@@ -343,12 +343,12 @@ class _Run:
         self.best, self.score = _copy(trainer.agent), Score(())
 
     def resume(self) -> None:
-        """Go on from the state that is kept, if there is one. Raises CheckpointError if it is of another run."""
+        """Continue from the saved state, if there is one. Raises CheckpointError if it is of another run."""
         if self._state is not None and self._state.exists():
             self.best, self.score = self._trainer.resume(load_checkpoint(self._state, KIND))
 
     def begin(self, logs: Logs) -> None:
-        """Evaluate and keep the agent that the run begins with, unless that is done."""
+        """Evaluate and save the first agent of the run, unless an earlier run did."""
         if not self.score.outcomes:
             self.score = self._trainer.evaluate()
             logs.scalars(_evaluated(self.score), self._trainer.iteration)
@@ -419,10 +419,10 @@ def fine_tune(
     horizon: int = 100,
     progress: Progress | None = None,
 ) -> Trained:
-    """Train an agent for at least `steps` steps on these problems alone, in this process, by the modelled reward.
+    """Train an agent on one task for at least `steps` steps, in this process, by the modelled reward.
 
-    Gives the agent that did best on them, which may be the one that came. No step after `deadline` (time.monotonic)
-    is begun but those of the iteration that runs.
+    Returns the agent that did best on the task; it may be the given one. No iteration begins after `deadline`
+    (time.monotonic).
     """
     per_iteration = min(256, max(1, steps))
     config = TrainConfig(
@@ -438,7 +438,7 @@ def fine_tune(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Given:
-    """A task that is there already."""
+    """Makes a task by returning the given one."""
 
     task: Task
 
@@ -448,7 +448,7 @@ class _Given:
 
 @dataclass(frozen=True, slots=True)
 class _Listener:
-    """A log that only calls somebody."""
+    """A log that only calls a progress function."""
 
     progress: Progress
 
@@ -461,7 +461,7 @@ class _Listener:
 
 @dataclass(frozen=True, slots=True)
 class Files:
-    """A task made of ONNX files, by the rules and a cost model; what needs no price is done first."""
+    """Makes a task of ONNX files, with these rules and this cost model. The graphs are simplified first."""
 
     problems: tuple[str, ...]
     held_out: tuple[str, ...]
@@ -473,7 +473,7 @@ class Files:
         return Library(self.rules, contrib=self.contrib)
 
     def __call__(self, vocabulary: Vocabulary) -> Task:
-        """Raises ModelError if a file cannot be read."""
+        """Make the task. Raises ModelError if a file cannot be read."""
         library, model = self.library(), self.model()
         featuriser = Featuriser(vocabulary, model)
 

@@ -1,9 +1,8 @@
-"""Workers that play episodes and differentiate: in this process, in others, and some day on other machines.
+"""Workers play episodes and compute gradients, in this process or in others.
 
-A worker is told what to do by an order that has all it depends on (parameters and seed), so that an order gives the
-same episodes whatever came before it, and a run of fixed seed and number of workers is the same each time. The
-observations of its episodes stay with the worker, which gives gradients on them: they are large, and what is sent
-does not grow with the graphs.
+An order contains everything that its episodes depend on (parameters and seed). So it gives the same episodes whatever
+came before, and a run with the same seed and number of workers is repeatable. Observations are large, so a worker keeps
+those of its episodes and sends gradients. The size of its messages does not depend on the graphs.
 """
 
 from __future__ import annotations
@@ -35,12 +34,12 @@ Parameters = npt.NDArray[np.float32]
 
 
 class WorkerError(RuntimeError):
-    """A worker failed or ended; the message has its error or exit code, a note its traceback."""
+    """A worker failed or ended. The message has its error or exit code; a note has its traceback."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Task:
-    """What an agent is trained on, what it is evaluated on, and how it sees a situation."""
+    """The problems of training, the problems of evaluation, and the function that observes a situation."""
 
     problems: Sequence[Problem]
     held_out: Sequence[Problem]
@@ -48,24 +47,24 @@ class Task:
 
 
 class Objective(Enum):
-    """What an episode is to make cheap.
+    """The graph of an episode whose cost training minimises.
 
-    FINAL: the graph at its end; a step is worth what the environment says. BEST: the cheapest graph on its way, which
-    is what a search returns; a step is worth what it improves on the best so far, and a loss costs nothing but time.
+    FINAL: the last graph. The reward of a step is that of the environment. BEST: the cheapest graph of the episode, as
+    a search returns it. The reward of a step is its improvement over the best so far; a loss has reward 0.
     """
 
     FINAL = "final"
     BEST = "best"
 
 
-# Makes the task in the worker's own process, hence is pickled on its way there: a function of a module, or an object.
-# Observations must have the numbers of this vocabulary.
+# Makes the task in the worker's process. It is pickled and sent there, so it is a module's function or an object.
+# Observations must use the numbers of the vocabulary.
 MakeTask = Callable[[Vocabulary], Task]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Setup:
-    """What a worker is made of: the task, the agent's form, and how many environments it steps together."""
+    """The arguments of a worker: the task, the configurations, and the number of environments in one batch."""
 
     make: MakeTask
     vocabulary: Vocabulary
@@ -78,7 +77,7 @@ class Setup:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Collect:
-    """Play episodes of at least so many steps, sampling actions."""
+    """Play episodes of at least `steps` steps in total, with sampled actions."""
 
     parameters: Parameters
     seed: int
@@ -87,9 +86,9 @@ class Collect:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Evaluate:
-    """Play one episode of each `every`-th problem from `first` on, taking the likeliest actions.
+    """Play one episode of every `every`-th problem from number `first` on, with the likeliest actions.
 
-    The held-out problems, or those of the training where none are held out.
+    The problems are the held-out ones, or those of training if none are held out.
     """
 
     parameters: Parameters
@@ -99,7 +98,7 @@ class Evaluate:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Differentiate:
-    """The loss on some steps [S] of the last Collect, numbered as its episodes have them, with these advantages."""
+    """Differentiate the loss on steps [S] of the last Collect, numbered through its episodes, with advantages [S]."""
 
     parameters: Parameters
     steps: npt.NDArray[np.int64]
@@ -119,7 +118,7 @@ class Slope:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How an episode went: modelled seconds at its begin, the least on its way, and at its end."""
+    """The result of an episode: modelled seconds at its start, the least on its way, and at its end."""
 
     problem: str
     initial: float
@@ -129,7 +128,7 @@ class Outcome:
 
     @property
     def gain(self) -> float:
-        """How many times cheaper the best graph is than the first."""
+        """The modelled seconds of the first graph divided by those of the best."""
         return self.initial / self.best if self.best > 0 else 1.0
 
     @staticmethod
@@ -141,12 +140,12 @@ Episodes = list[Episode[Observation]]
 
 
 class Worker(Protocol):
-    """Carries out one order at a time: `begin` it, then ask for its result. All raise WorkerError."""
+    """Carries out one order at a time: call `begin`, then ask for the result. These methods raise WorkerError."""
 
     def begin(self, order: Order) -> None: ...
 
     def episodes(self) -> Episodes:
-        """The result of a Collect, without observations; each episode's information is its Outcome, as "outcome"."""
+        """The result of a Collect, without observations. `info["outcome"]` of each episode is its Outcome."""
         ...
 
     def outcomes(self) -> list[Outcome]:
@@ -161,7 +160,7 @@ class Worker(Protocol):
 
 
 class _Episodes:
-    """An environment that draws one of many problems for each episode; they are not made before that."""
+    """An environment that draws a problem for each episode and only then makes it."""
 
     def __init__(self, task: Task, config: EnvConfig, objective: Objective) -> None:
         self.task = task
@@ -186,7 +185,7 @@ class _Episodes:
 
 
 class _Hand:
-    """What every worker does, in whatever process."""
+    """Carries out orders, in any process."""
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
@@ -204,7 +203,7 @@ class _Hand:
         return self.evaluate(order) if isinstance(order, Evaluate) else self.differentiate(order)
 
     def collect(self, order: Collect) -> Episodes:
-        self.rollout = None  # before there is another: it may be large
+        self.rollout = None  # frees the old one first, because it may be large
         generator = torch.Generator().manual_seed(order.seed)
         episodes = collect(self.agent, self.environments, order.steps, generator)
         self.rollout = Rollout.of(episodes, self.setup.ppo)
@@ -232,7 +231,7 @@ class _Hand:
 def play(
     agent: Agent, problems: Sequence[Problem], observe: Callable[[Situation], Observation], config: EnvConfig
 ) -> list[Outcome]:
-    """One episode of each problem, taking the likeliest actions, all in one batch."""
+    """Play one episode of each problem with the likeliest actions, all in one batch."""
     outcomes: dict[str, Outcome] = {}
     running = {}
     for problem in problems:
@@ -253,13 +252,13 @@ def play(
 
 
 def parameters_of(agent: Agent) -> Parameters:
-    """The agent's parameters in one vector, as orders carry them."""
+    """The agent's parameters in one vector, for orders."""
     found: Parameters = parameters_to_vector(agent.parameters()).detach().numpy()
     return found
 
 
 class _Answers:
-    """What a worker answers, by the kind of order."""
+    """The results of a worker by kind of order."""
 
     def answer(self) -> Any:
         raise NotImplementedError
@@ -279,7 +278,7 @@ class _Answers:
 
 
 class LocalWorker(_Answers):
-    """Works in this process, when it is asked for the result."""
+    """Works in this process, when the result is asked for."""
 
     def __init__(self, setup: Setup) -> None:
         self._hand = _Hand(setup)
@@ -299,17 +298,17 @@ class LocalWorker(_Answers):
 
 @dataclass(frozen=True, slots=True)
 class _Failure:
-    """What went wrong in a worker's process."""
+    """An error in a worker's process."""
 
     error: str
     traceback: str
 
 
 class ProcessWorker(_Answers):
-    """Works in a process of its own, with one thread. It ends when this process does, however that ends."""
+    """Works in a process of its own, on one thread. That process ends whenever this one ends."""
 
     def __init__(self, setup: Setup, name: str = "worker") -> None:
-        # Not forked: threads of torch and of runtimes do not survive that.
+        # Threads of torch and of runtimes do not survive a fork.
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
         self._name = name
@@ -320,7 +319,7 @@ class ProcessWorker(_Answers):
     def begin(self, order: Order) -> None:
         try:
             self._connection.send(order)
-        except OSError:  # it is dead; why is in what it sent before
+        except OSError:  # the process is dead; its last message says why
             self.answer()
             raise WorkerError(f"{self._name} takes no orders") from None
 
@@ -333,7 +332,7 @@ class ProcessWorker(_Answers):
             self._process.join()
 
     def answer(self) -> Any:
-        """What the worker sends next. Raises WorkerError if it failed, or ended without a word."""
+        """Receive the next message. Raises WorkerError if the worker failed or ended."""
         wait([self._connection, self._process.sentinel])
         try:
             if not self._connection.poll():
@@ -351,10 +350,8 @@ class ProcessWorker(_Answers):
 
 
 def _serve(connection: Connection[Any, Any], setup: Setup) -> None:
-    """A worker's process: carry out orders until the other end of the connection is gone."""
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C is the business of the process that gives the orders
+    """Run a worker's process: carry out orders until the other end closes the connection."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that gives the orders handles Ctrl-C
     torch.set_num_threads(1)
     try:
         hand = _Hand(setup)
@@ -371,7 +368,7 @@ def _serve(connection: Connection[Any, Any], setup: Setup) -> None:
 
 
 def make_workers(setup: Setup, processes: int) -> list[Worker]:
-    """So many processes; with 0, one worker in this process."""
+    """Start this number of worker processes; 0 gives one worker in this process."""
     if processes == 0:
         return [LocalWorker(setup)]
     workers: list[Worker] = []

@@ -1,4 +1,4 @@
-"""The agent that is shipped: `CARD.md` beside it says how it was made and what it is worth."""
+"""The agent that is part of the package. `CARD.md` in this folder says how it was trained and evaluated."""
 
 from pathlib import Path
 
