@@ -1,4 +1,4 @@
-"""What does nothing, or is done twice."""
+"""Rules that remove operators without effect, and computations that occur twice."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RANDOM = "no two evaluations of what is random can be compared"
 
 
 class _Unchanged(Rule, family="identity"):
-    """What does nothing to x."""
+    """A rule that replaces an operator without effect by its input x."""
 
     def target(self, op: Op, x: Val) -> Any:
         return x

@@ -697,9 +697,9 @@ def readers_of_parts(reader: Reader, node: Node) -> list[Node]:
 def _classify(
     reader: Reader, values: Sequence[Value], outs: Sequence[Sequence[Dim]], axis: int
 ) -> tuple[Value, ...] | None:
-    """An operand of the functions of all parts: one value each, along the axis, or one value for all.
+    """The values of one operand of all parts' operators: one for each part, or a single value that all share.
 
-    None if it cannot be put together. `outs` are the shapes of the functions' results.
+    None if they cannot be concatenated along the axis. `outs` are the shapes of the operators' results.
     """
     rank = len(outs[0])
     if len(set(values)) == 1:

@@ -1036,8 +1036,8 @@ def _schedule_by_row(sch: Any, reductions: set[str], machine: Machine) -> bool:
     """Run all blocks on a row while it is in the cache: softmax, normalisations, and means that are read along rows.
     Returns False if rows are not alike, or too few for all threads.
 
-    All reductions must run along the same last dimensions, and the last block must have as many elements as their
-    operands.
+    All reductions must have the same first dimensions (the rows) and reduce all others. The last block must have these
+    first dimensions, and at least one more.
     """
     outputs = _outputs(sch)
     if len(outputs) != 1 or outputs & reductions:
