@@ -77,7 +77,7 @@ def _is_matrix(reader: Reader, value: Value) -> bool:
 
 
 def _worthwhile_product(x: Val, y: Val) -> None:
-    """Refuse products of constants: they are computed when the model is written."""
+    """Refuse a product of constants that takes too long to compute when the model is written."""
     profitable(
         x.size(-2) * x.size(-1) * y.size(-1) <= AT_EXPORT, "multiplying the constants out would take long"
     )

@@ -46,7 +46,7 @@ class AssociateAdds(Rule, family="algebra"):
     def where(self, a: Val, b: Val, c: Val) -> None:
         values = (a, b, c)
         profitable(sum(v.const for v in values) < 2, "two constants have rules of their own")
-        # Operands that exist at the start may be added at any time; computed ones are added as they become available.
+        # Operands that exist at the start may be combined at any time; computed ones only once they are available.
         two = sum(_at_hand(v) for v in values) > 1
         profitable(
             two or b.value == c.value or _smaller(a, b, c), "no operand is smaller, repeated, or at hand"

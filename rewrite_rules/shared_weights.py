@@ -187,7 +187,7 @@ def _stacked(reader: Reader, group: Sequence[Node]) -> tuple[list[Node], _Stack,
         stack = (_kept if parts[0].kept else _dropped)(reader, ordered, parts)
         if stack is not None:
             return ordered, stack, (parts[0].source,)
-    # By input, so that the products with another weight put together the very same rows.
+    # Sorted by input, so that the products with another weight join the same rows.
     ordered = sorted(group, key=lambda n: n.inputs[0])
     shapes = [reader.val(n.inputs[0]).shape for n in ordered]
     rank = len(shapes[0])

@@ -132,7 +132,7 @@ def _aligned(op: Op, v: Val, perm: Sequence[int]) -> Any:
 
 
 def _own(reader: Reader, node: Node, perm: Sequence[int]) -> tuple[int, ...]:
-    """A node's own axes after a permutation."""
+    """A node's own axes on the other side of a Transpose: perm[a] for each axis a, sorted."""
     if AXES[node.op].own == "axes":
         profitable(ints_input(reader, node, 1), "it reduces everything, or nothing")
     return tuple(sorted(perm[a] for a in own_axes(reader, node)))
